@@ -1,0 +1,150 @@
+"""The one operator that every stage becomes: input checks, registration with PyTorch, autograd."""
+
+import contextlib
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from common.runtime import DEVICE
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+HEAD_DIMS = (16, 32, 64, 128, 256)
+
+
+def _check_inputs(q, k, v, causal, scale):
+    """Raise ValueError or TypeError, naming the argument, what it got and what it takes. Runs before any kernel."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.dim() != 4:
+            raise ValueError(f"{name} must have 4 dimensions [batch, heads, sequence, head_dim], got {tensor.dim()}")
+        if tensor.dtype not in DTYPES:
+            raise TypeError(f"{name} must be float16, bfloat16 or float32, got {tensor.dtype}")
+        if tensor.dtype != q.dtype:
+            raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {tensor.dtype}")
+        if tensor.device != q.device:
+            raise ValueError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
+        if tensor.device.type != DEVICE:
+            where = "a GPU is in use" if DEVICE == "cuda" else "kernels run on the CPU, through Triton's interpreter"
+            raise ValueError(f"{name} must be on a {DEVICE} device ({where}), got {tensor.device}")
+        if 0 in tensor.shape:
+            raise ValueError(f"{name} must not have a dimension of 0, got {tuple(tensor.shape)}")
+    batch, heads, _, head_dim = q.shape
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"head_dim must be one of {HEAD_DIMS}, got {head_dim}")
+    if (k.shape[0], k.shape[1], k.shape[3]) != (batch, heads, head_dim):
+        raise ValueError(
+            f"k must be [batch, heads, Sk, head_dim] with the batch, heads and head_dim of q: "
+            f"q {tuple(q.shape)}, k {tuple(k.shape)} (expand k and v over the heads that share them)"
+        )
+    if v.shape != k.shape:
+        raise ValueError(f"v must have the shape of k, {tuple(k.shape)}, got {tuple(v.shape)}")
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal must be a bool, got {type(causal).__name__}")
+    if scale is not None:
+        if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+            raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
+        if not math.isfinite(scale):
+            raise ValueError(f"scale must be finite, got {scale}")
+
+
+def contiguous_rows(tensor: Tensor) -> Tensor:
+    """`tensor` if its last dimension is contiguous, else a contiguous copy; the kernels address a row by its first element."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+@contextlib.contextmanager
+def _plain(q: Tensor):
+    """Launch on q's device, and multiply in q's dtype even where autocast is on around the call."""
+    with torch.cuda.device_of(q), torch.autocast(q.device.type, enabled=False):
+        yield
+
+
+def _empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def make_attention(name: str, forward: Callable, backward: Callable) -> Callable:
+    """Register a stage's two functions as a differentiable PyTorch operator and return the function that users call.
+
+    Args:
+        name: the stage's directory; the operators are `kernel_evolution::{name}_forward` and `…_backward`.
+        forward: `(q, k, v, *, causal, scale) -> (out, lse)`.
+        backward: `(grad_out, q, k, v, out, lse, *, causal, scale) -> (dq, dk, dv)`.
+    """
+
+    @torch.library.custom_op(f"kernel_evolution::{name}_forward", mutates_args=())
+    def forward_op(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        with _plain(q):
+            return forward(*map(contiguous_rows, (q, k, v)), causal=causal, scale=scale)
+
+    @forward_op.register_fake
+    def _(q, k, v, causal, scale):
+        return _empty_results(contiguous_rows(q))
+
+    @torch.library.custom_op(f"kernel_evolution::{name}_backward", mutates_args=())
+    def backward_op(
+        grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        with _plain(q):
+            return backward(grad_out, *map(contiguous_rows, (q, k, v)), out, lse, causal=causal, scale=scale)
+
+    @backward_op.register_fake
+    def _(grad_out, q, k, v, out, lse, causal, scale):
+        return tuple(torch.empty_like(contiguous_rows(tensor)) for tensor in (q, k, v))
+
+    def setup_context(ctx, inputs, output):
+        q, k, v, ctx.causal, ctx.scale = inputs
+        ctx.save_for_backward(q, k, v, *output)
+        ctx.set_materialize_grads(False)  # an output that the loss does not use costs nothing
+
+    def gradients(ctx, grad_out, grad_lse):
+        q, k, v, out, lse = ctx.saved_tensors
+        options = ctx.causal, ctx.scale
+        if grad_out is None:
+            dq, dk, dv = (torch.zeros_like(tensor) for tensor in (q, k, v))
+        else:
+            dq, dk, dv = backward_op(grad_out, q, k, v, out, lse, *options)
+        if grad_lse is not None:
+            # d lse / d s = P, so lse adds scale * grad_lse * (P K) to dq and scale * Pᵀ (grad_lse * q) to dk: an attention
+            # output with K for V, and the dV of a backward with that product for dO.
+            weight = (ctx.scale * grad_lse)[..., None]
+            mean_key, _ = forward_op(q, k, k, *options)
+            dq = dq + (weight * mean_key).to(dq.dtype)
+            dk = dk + backward_op((weight * q).to(q.dtype), q, k, v, out, lse, *options)[2]
+        return dq, dk, dv, None, None
+
+    forward_op.register_autograd(gradients, setup_context=setup_context)
+
+    def attention(q, k, v, *, causal=False, scale=None, return_lse=False):
+        """Exact attention, softmax(scale · q kᵀ) v, differentiable in q, k and v.
+
+        Args:
+            q: [B, H, Sq, D]; float16, bfloat16 or float32; D one of 16, 32, 64, 128, 256. Any strides.
+            k, v: [B, H, Sk, D], dtype and device of q. Any Sq, Sk >= 1, multiples of nothing.
+            causal: key j is hidden from query i where j > i (aligned top left, as in PyTorch's SDPA).
+            scale: factor of the scores, any finite number; None is 1 / sqrt(D).
+            return_lse: also return the log-sum-exp of the scaled scores; it is differentiable too, at the price of one more
+                forward and backward.
+
+        Returns:
+            out [B, H, Sq, D] like q, or (out, lse) with lse [B, H, Sq] float32, natural logarithm.
+
+        Raises:
+            TypeError: an argument of the wrong type, or a dtype that is not supported or differs from q's.
+            ValueError: a wrong rank, shape, head dimension or device, an empty tensor, a scale that is not finite.
+
+        Under `torch.autocast` the inputs are cast to the autocast dtype first, as SDPA does. The gradients cannot be
+        differentiated again.
+        """
+        if torch.is_autocast_enabled(DEVICE):
+            dtype = torch.get_autocast_dtype(DEVICE)
+            q, k, v = (t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t for t in (q, k, v))
+        _check_inputs(q, k, v, causal, scale)
+        out, lse = forward_op(q, k, v, causal, float(q.shape[-1] ** -0.5 if scale is None else scale))
+        return (out, lse) if return_lse else out
+
+    attention.__qualname__ = f"{name}.attention"
+    return attention

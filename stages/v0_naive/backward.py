@@ -1,0 +1,21 @@
+"""Naive backward, written out from the formulas (arXiv 2205.14135, Appendix B.2), with S, P, dP and dS in memory."""
+
+import torch
+
+from common.matmul import matmul_float32
+
+
+def backward(grad_out, q, k, v, out, lse, *, causal, scale):
+    """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors."""
+    s = matmul_float32(q, k.mT) * scale  # [B, H, Sq, Sk]
+    if causal:
+        visible = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril()
+        s = s.masked_fill(~visible, float("-inf"))
+    p = torch.exp(s - lse[..., None])
+    dv = matmul_float32(p.to(v.dtype).mT, grad_out)
+    dp = matmul_float32(grad_out, v.mT)  # [B, H, Sq, Sk]
+    delta = (out.float() * grad_out.float()).sum(-1, keepdim=True)  # = rowsum(P ∘ dP), from less data
+    ds = (p * (dp - delta)).to(q.dtype)
+    dq = matmul_float32(ds, k) * scale
+    dk = matmul_float32(ds.mT, q) * scale
+    return torch.empty_like(q).copy_(dq), torch.empty_like(k).copy_(dk), torch.empty_like(v).copy_(dv)

@@ -1,0 +1,20 @@
+"""Naive forward: softmax(scale · Q Kᵀ) V with S and P in memory (arXiv 2205.14135, Algorithm 0), with the safe softmax."""
+
+import torch
+
+from common.matmul import matmul_float32
+
+
+def forward(q, k, v, *, causal, scale):
+    """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors."""
+    s = matmul_float32(q, k.mT) * scale  # [B, H, Sq, Sk]
+    if causal:
+        visible = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril()
+        s = s.masked_fill(~visible, float("-inf"))
+    # NOTE: each of these lines reads and writes all of S once more; v1 makes them one kernel.
+    m = s.amax(-1, keepdim=True)
+    p = torch.exp(s - m)  # safe: the largest exponent is 0
+    l = p.sum(-1, keepdim=True)
+    out = matmul_float32((p / l).to(v.dtype), v).to(q.dtype)
+    lse = (m + torch.log(l)).squeeze(-1)
+    return torch.empty_like(q).copy_(out), lse

@@ -1,0 +1,89 @@
+"""Backward with P and dS one Triton kernel each (arXiv 2205.14135, Appendix B.2); the five products stay the library's."""
+
+import torch
+import triton
+import triton.language as tl
+
+from common.matmul import matmul_float32
+from common.operator import contiguous_rows
+from common.tiles import fixed_tile
+
+
+@triton.jit
+def _p_kernel(
+    s_ptr, lse_ptr, p_ptr, scale, seq_q, seq_k,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """P = exp(scale * S - lse) for BLOCK_M rows of one head."""
+    tiles_m = tl.cdiv(seq_q, BLOCK_M)
+    offs_m = tl.program_id(0) % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = (tl.program_id(0) // tiles_m).to(tl.int64) * seq_q + offs_m  # int64: S can pass 2**31 elements
+    in_q = offs_m < seq_q
+    lse = tl.load(lse_ptr + rows, mask=in_q, other=0.0)
+    for start_n in range(0, seq_k, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        inside = in_q[:, None] & (offs_n[None, :] < seq_k)
+        visible = inside
+        if CAUSAL:
+            visible = visible & (offs_m[:, None] >= offs_n[None, :])  # what lies past the diagonal is not read
+        offs = rows[:, None] * seq_k + offs_n[None, :]
+        s = tl.load(s_ptr + offs, mask=visible, other=0.0) * scale  # [BLOCK_M, BLOCK_N]
+        p = tl.where(visible, tl.exp(s - lse[:, None]), 0.0)
+        tl.store(p_ptr + offs, p.to(p_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _ds_kernel(
+    p_ptr, dp_ptr, out_ptr, do_ptr, ds_ptr,
+    stride_ob: tl.int64, stride_oh: tl.int64, stride_om: tl.int64,
+    stride_dob: tl.int64, stride_doh: tl.int64, stride_dom: tl.int64,
+    heads, seq_q, seq_k,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """dS = P * (dP - delta) for BLOCK_M rows of one head, delta = rowsum(dO * O) from the rows themselves."""
+    tiles_m = tl.cdiv(seq_q, BLOCK_M)
+    offs_m = tl.program_id(0) % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    batch_head = tl.program_id(0) // tiles_m
+    batch = batch_head // heads
+    head = batch_head % heads
+    rows = batch_head.to(tl.int64) * seq_q + offs_m  # int64: S can pass 2**31 elements
+    in_q = offs_m < seq_q
+    offs_d = tl.arange(0, HEAD_DIM)
+    out_ptrs = out_ptr + batch * stride_ob + head * stride_oh + offs_m[:, None] * stride_om + offs_d[None, :]
+    do_ptrs = do_ptr + batch * stride_dob + head * stride_doh + offs_m[:, None] * stride_dom + offs_d[None, :]
+    out = tl.load(out_ptrs, mask=in_q[:, None], other=0.0).to(tl.float32)  # [BLOCK_M, HEAD_DIM]
+    do = tl.load(do_ptrs, mask=in_q[:, None], other=0.0).to(tl.float32)  # [BLOCK_M, HEAD_DIM]
+    delta = tl.sum(out * do, 1)
+    for start_n in range(0, seq_k, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        inside = in_q[:, None] & (offs_n[None, :] < seq_k)
+        visible = inside
+        if CAUSAL:
+            visible = visible & (offs_m[:, None] >= offs_n[None, :])  # what lies past the diagonal is not read
+        offs = rows[:, None] * seq_k + offs_n[None, :]
+        p = tl.load(p_ptr + offs, mask=visible, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
+        dp = tl.load(dp_ptr + offs, mask=visible, other=0.0)  # [BLOCK_M, BLOCK_N]
+        ds = p * (dp - delta[:, None])
+        tl.store(ds_ptr + offs, ds.to(ds_ptr.dtype.element_ty), mask=inside)
+
+
+def backward(grad_out, q, k, v, out, lse, *, causal, scale):
+    """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors."""
+    batch, heads, seq_q, head_dim = q.shape
+    grad_out = contiguous_rows(grad_out)
+    tile = fixed_tile(head_dim, q.dtype)
+    grid = (triton.cdiv(seq_q, tile["BLOCK_M"]) * batch * heads,)
+    s = matmul_float32(q, k.mT)  # [B, H, Sq, Sk]
+    p = torch.empty_like(s, dtype=q.dtype)
+    _p_kernel[grid](s, lse, p, scale, seq_q, k.shape[2], CAUSAL=causal, **tile)
+    del s  # the next product can have its memory
+    dv = matmul_float32(p.mT, grad_out)
+    dp = matmul_float32(grad_out, v.mT)  # [B, H, Sq, Sk]
+    ds = torch.empty_like(p)
+    _ds_kernel[grid](
+        p, dp, out, grad_out, ds, *out.stride()[:3], *grad_out.stride()[:3],
+        heads, seq_q, k.shape[2], HEAD_DIM=head_dim, CAUSAL=causal, **tile,
+    )  # fmt: skip
+    dq = matmul_float32(ds, k) * scale
+    dk = matmul_float32(ds.mT, q) * scale
+    return torch.empty_like(q).copy_(dq), torch.empty_like(k).copy_(dk), torch.empty_like(v).copy_(dv)

@@ -1,0 +1,63 @@
+"""Online softmax (arXiv 1805.02867, Algorithm 3): maximum and sum of a row in one pass over S, the probabilities in a second."""
+
+import torch
+import triton
+import triton.language as tl
+
+from common.matmul import matmul_float32
+from common.tiles import fixed_tile
+
+
+@triton.jit
+def _softmax_kernel(
+    s_ptr, p_ptr, lse_ptr, scale, seq_q, seq_k,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """A program owns BLOCK_M rows of one head's S: P = softmax(scale * S), and the rows' log-sum-exp."""
+    tiles_m = tl.cdiv(seq_q, BLOCK_M)
+    offs_m = tl.program_id(0) % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = (tl.program_id(0) // tiles_m).to(tl.int64) * seq_q + offs_m  # int64: S can pass 2**31 elements
+    in_q = offs_m < seq_q
+    # Past the diagonal of its last row a program reads nothing: those probabilities are 0.
+    end = tl.minimum(tl.program_id(0) % tiles_m * BLOCK_M + BLOCK_M, seq_k) if CAUSAL else seq_k
+
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    for start_n in range(0, end, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        visible = offs_n[None, :] < seq_k
+        if CAUSAL:
+            visible = visible & (offs_m[:, None] >= offs_n[None, :])
+        s_ptrs = s_ptr + rows[:, None] * seq_k + offs_n[None, :]
+        s = tl.load(s_ptrs, mask=visible & in_q[:, None], other=0.0) * scale  # [BLOCK_M, BLOCK_N]
+        s = tl.where(visible, s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))  # finite: the first tile holds key 0, which every query sees
+        l = l * tl.exp(m - m_new) + tl.sum(tl.exp(s - m_new[:, None]), 1)
+        m = m_new
+    lse = m + tl.log(l)
+    tl.store(lse_ptr + rows, lse, mask=in_q)
+
+    for start_n in range(0, seq_k, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        inside = in_q[:, None] & (offs_n[None, :] < seq_k)
+        visible = inside
+        if CAUSAL:
+            visible = visible & (offs_m[:, None] >= offs_n[None, :])
+        offs = rows[:, None] * seq_k + offs_n[None, :]
+        s = tl.load(s_ptr + offs, mask=visible, other=0.0) * scale  # [BLOCK_M, BLOCK_N]
+        p = tl.where(visible, tl.exp(s - lse[:, None]), 0.0)
+        tl.store(p_ptr + offs, p.to(p_ptr.dtype.element_ty), mask=inside)
+
+
+def forward(q, k, v, *, causal, scale):
+    """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors."""
+    batch, heads, seq_q, head_dim = q.shape
+    # NOTE: S and P, Sq x Sk each, still go to memory and come back; v2 keeps them on the chip.
+    s = matmul_float32(q, k.mT)  # [B, H, Sq, Sk]
+    p = torch.empty_like(s, dtype=q.dtype)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    tile = fixed_tile(head_dim, q.dtype)
+    _softmax_kernel[triton.cdiv(seq_q, tile["BLOCK_M"]) * batch * heads,](
+        s, p, lse, scale, seq_q, k.shape[2], CAUSAL=causal, **tile
+    )  # fmt: skip
+    return torch.empty_like(q).copy_(matmul_float32(p, v)), lse

@@ -1,0 +1,77 @@
+"""FlashAttention forward (arXiv 2205.14135, Algorithm 1): K/V tiles outer, query tiles inner, no S or P in global memory."""
+
+import torch
+import triton
+import triton.language as tl
+
+from common.tiles import fixed_tile
+
+
+@triton.jit
+def _forward_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, m_ptr, l_ptr, scale,
+    stride_qb: tl.int64, stride_qh: tl.int64, stride_qm: tl.int64,
+    stride_kb: tl.int64, stride_kh: tl.int64, stride_kn: tl.int64,
+    stride_vb: tl.int64, stride_vh: tl.int64, stride_vn: tl.int64,
+    heads, seq_q, seq_k,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A program owns one head. o [B, H, Sq, D], m and l [B, H, Sq] are float32 and contiguous, and hold 0, -inf and 0."""
+    batch = tl.program_id(0) // heads
+    head = tl.program_id(0) % heads
+    offs_d = tl.arange(0, HEAD_DIM)
+    q_ptr += batch * stride_qb + head * stride_qh
+    k_ptr += batch * stride_kb + head * stride_kh
+    v_ptr += batch * stride_vb + head * stride_vh
+    first_row = tl.program_id(0).to(tl.int64) * seq_q  # int64: times HEAD_DIM it can pass 2**31 elements
+
+    for start_n in range(0, seq_k, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        in_k = offs_n[:, None] < seq_k
+        k = tl.load(k_ptr + offs_n[:, None] * stride_kn + offs_d[None, :], mask=in_k, other=0.0)  # [BLOCK_N, HEAD_DIM]
+        v = tl.load(v_ptr + offs_n[:, None] * stride_vn + offs_d[None, :], mask=in_k, other=0.0)  # [BLOCK_N, HEAD_DIM]
+        # Queries before the tile's first key see none of it.
+        first_m = start_n // BLOCK_M * BLOCK_M if CAUSAL else 0
+        # NOTE: each K/V tile reads and rewrites O, m and l of every query; v3 lets a program own the queries instead.
+        for start_m in range(first_m, seq_q, BLOCK_M):
+            offs_m = start_m + tl.arange(0, BLOCK_M)
+            in_q = offs_m < seq_q
+            q = tl.load(q_ptr + offs_m[:, None] * stride_qm + offs_d[None, :], mask=in_q[:, None], other=0.0)
+            o_ptrs = o_ptr + (first_row + offs_m[:, None]) * HEAD_DIM + offs_d[None, :]
+            o = tl.load(o_ptrs, mask=in_q[:, None], other=0.0)  # [BLOCK_M, HEAD_DIM]
+            m = tl.load(m_ptr + first_row + offs_m, mask=in_q, other=0.0)
+            l = tl.load(l_ptr + first_row + offs_m, mask=in_q, other=1.0)
+
+            s = tl.dot(q, k.T, input_precision=PRECISION) * scale  # [BLOCK_M, BLOCK_N]
+            visible = offs_n[None, :] < seq_k
+            if CAUSAL:
+                visible = visible & (offs_m[:, None] >= offs_n[None, :])
+            s = tl.where(visible, s, float("-inf"))
+            m_new = tl.maximum(m, tl.max(s, 1))  # finite: the first tile holds key 0, which every query sees
+            p = tl.exp(s - m_new[:, None])
+            l_old = l * tl.exp(m - m_new)
+            l_new = l_old + tl.sum(p, 1)
+            o = (l_old[:, None] * o + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)) / l_new[:, None]
+
+            tl.store(o_ptrs, o, mask=in_q[:, None])
+            tl.store(m_ptr + first_row + offs_m, m_new, mask=in_q)
+            tl.store(l_ptr + first_row + offs_m, l_new, mask=in_q)
+        # The next K/V tile reads back the o, m and l that other threads of this program have just written: the barrier
+        # makes their stores to global memory visible to the whole program before anyone goes on.
+        tl.debug_barrier()
+
+
+def forward(q, k, v, *, causal, scale):
+    """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors."""
+    batch, heads, seq_q, head_dim = q.shape
+    o = q.new_zeros(q.shape, dtype=torch.float32)
+    m = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
+    l = q.new_zeros(q.shape[:3], dtype=torch.float32)
+    _forward_kernel[batch * heads,](
+        q, k, v, o, m, l, scale,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        heads, seq_q, k.shape[2],
+        HEAD_DIM=head_dim, CAUSAL=causal,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **fixed_tile(head_dim, q.dtype),
+    )  # fmt: skip
+    return torch.empty_like(q).copy_(o), m + torch.log(l)

@@ -1,0 +1,104 @@
+"""FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1): one program a query tile, causal in stages."""
+
+import torch
+import triton
+import triton.language as tl
+
+from common.tiles import fixed_tile
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _accumulate(
+    acc, m, l, q, k_ptr, v_ptr, stride_kn, stride_vn, lo, hi, seq_k, offs_m, scale_log2,
+    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Fold the keys [lo, hi) into one query tile's running softmax: acc, m (running maximum), l (running sum)."""
+    offs_d = tl.arange(0, HEAD_DIM)
+    for start_n in range(lo, hi, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        in_k = offs_n[:, None] < seq_k
+        k_ptrs = k_ptr + offs_n[:, None] * stride_kn + offs_d[None, :]
+        k = tl.load(k_ptrs, mask=in_k, other=0.0) if MASKED else tl.load(k_ptrs)  # [BLOCK_N, HEAD_DIM]
+        s = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        if MASKED:
+            visible = offs_n[None, :] < seq_k
+            if CAUSAL:
+                visible = visible & (offs_m[:, None] >= offs_n[None, :])
+            s = tl.where(visible, s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)  # finite: the first tile holds key 0, which every query sees
+        p = tl.exp2(s * scale_log2 - m_new[:, None])
+        rescale = tl.exp2(m - m_new)  # what was summed under the old maximum
+        l = l * rescale + tl.sum(p, 1)
+        v_ptrs = v_ptr + offs_n[:, None] * stride_vn + offs_d[None, :]
+        v = tl.load(v_ptrs, mask=in_k, other=0.0) if MASKED else tl.load(v_ptrs)  # [BLOCK_N, HEAD_DIM]
+        acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+        m = m_new
+    return acc, m, l
+
+
+@triton.jit
+def _forward_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, scale,
+    stride_qb: tl.int64, stride_qh: tl.int64, stride_qm: tl.int64,
+    stride_kb: tl.int64, stride_kh: tl.int64, stride_kn: tl.int64,
+    stride_vb: tl.int64, stride_vh: tl.int64, stride_vn: tl.int64,
+    stride_ob: tl.int64, stride_oh: tl.int64, stride_om: tl.int64,
+    heads, seq_q, seq_k,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tiles_m = tl.cdiv(seq_q, BLOCK_M)
+    start_m = tl.program_id(0) % tiles_m * BLOCK_M
+    batch_head = tl.program_id(0) // tiles_m
+    batch = batch_head // heads
+    head = batch_head % heads
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, HEAD_DIM)
+    in_q = offs_m[:, None] < seq_q
+
+    q_ptrs = q_ptr + batch * stride_qb + head * stride_qh + offs_m[:, None] * stride_qm + offs_d[None, :]
+    q = tl.load(q_ptrs, mask=in_q, other=0.0)  # [BLOCK_M, HEAD_DIM], stays on the chip
+    k_ptr += batch * stride_kb + head * stride_kh
+    v_ptr += batch * stride_vb + head * stride_vh
+
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction; never 0, because a masked score, -inf, times 0 is NaN
+    scale_log2 = tl.maximum(scale * LOG2_E, 1e-30)
+
+    # Stage 1 takes the whole tiles that every row sees, without a mask; stage 2 the diagonal and the ragged end, with one.
+    end = tl.minimum(start_m + BLOCK_M, seq_k) if CAUSAL else seq_k
+    full = (tl.minimum(start_m, seq_k) if CAUSAL else seq_k) // BLOCK_N * BLOCK_N
+    acc, m, l = _accumulate(
+        acc, m, l, q, k_ptr, v_ptr, stride_kn, stride_vn, 0, full, seq_k, offs_m, scale_log2,
+        HEAD_DIM, BLOCK_N, CAUSAL, False, PRECISION,
+    )  # fmt: skip
+    acc, m, l = _accumulate(
+        acc, m, l, q, k_ptr, v_ptr, stride_kn, stride_vn, full, end, seq_k, offs_m, scale_log2,
+        HEAD_DIM, BLOCK_N, CAUSAL, True, PRECISION,
+    )  # fmt: skip
+
+    out = acc / l[:, None]  # [BLOCK_M, HEAD_DIM]
+    out_ptrs = out_ptr + batch * stride_ob + head * stride_oh + offs_m[:, None] * stride_om + offs_d[None, :]
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=in_q)
+    lse_ptrs = lse_ptr + batch_head.to(tl.int64) * seq_q + offs_m
+    tl.store(lse_ptrs, (m + tl.log2(l)) / LOG2_E, mask=offs_m < seq_q)
+
+
+def forward(q, k, v, *, causal, scale):
+    """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors."""
+    batch, heads, seq_q, head_dim = q.shape
+    out = torch.empty_like(q)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    if scale < 0:
+        q, scale = -q, -scale  # the same scores; the largest one is then the largest before scaling too
+    tile = fixed_tile(head_dim, q.dtype)
+    _forward_kernel[triton.cdiv(seq_q, tile["BLOCK_M"]) * batch * heads,](
+        q, k, v, out, lse, scale,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
+        heads, seq_q, k.shape[2],
+        HEAD_DIM=head_dim, CAUSAL=causal, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **tile,
+    )  # fmt: skip
+    return out, lse

@@ -1,0 +1,29 @@
+"""Host-side tensor descriptors: what the copy engine (TMA, Hopper and newer) needs to know of a tensor."""
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+ALIGNMENT = 16  # bytes: of the base address and of every stride but the last
+
+
+def addressable(tensor: Tensor) -> Tensor:
+    """`tensor` if a descriptor can address it, else a contiguous copy.
+
+    A descriptor wants a base and strides of multiples of 16 bytes and a contiguous last dimension; a view that starts in the middle
+    of a row, or whose rows are padded by a few elements, has neither.
+    """
+    steps = [stride * tensor.element_size() for size, stride in zip(tensor.shape[:-1], tensor.stride()) if size > 1]
+    aligned = all(address % ALIGNMENT == 0 for address in (tensor.data_ptr(), *steps))
+    return tensor if aligned and tensor.stride(-1) == 1 else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def describe(tensor: Tensor, block_rows: int = 1) -> TensorDescriptor:
+    """A descriptor of an `addressable` [B, H, S, D] tensor, to be moved `block_rows` rows of a head at a time.
+
+    The sequence is a dimension of its own, so that the hardware clips at its end: past it a load gives zeros, and a store does
+    nothing.
+    """
+    # The stride of a dimension of size 1 is never used, and may be anything: give it one that is aligned.
+    strides = [stride if size > 1 else tensor.shape[-1] for size, stride in zip(tensor.shape[:-1], tensor.stride())]
+    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, block_rows, tensor.shape[-1]])

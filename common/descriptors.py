@@ -10,11 +10,11 @@ ALIGNMENT = 16  # bytes: of the base address and of every stride but the last
 def addressable(tensor: Tensor) -> Tensor:
     """`tensor` if a descriptor can address it, else a contiguous copy.
 
-    A descriptor wants a base and strides of multiples of 16 bytes and a contiguous last dimension; a view that starts in the middle
-    of a row, or whose rows are padded by a few elements, has neither.
+    A descriptor wants a base and strides of multiples of 16 bytes and a contiguous last dimension; a view that starts in the
+    middle of a row, or whose rows are padded by a few elements, has neither.
     """
-    steps = [stride * tensor.element_size() for size, stride in zip(tensor.shape[:-1], tensor.stride()) if size > 1]
-    aligned = all(address % ALIGNMENT == 0 for address in (tensor.data_ptr(), *steps))
+    steps = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+    aligned = all(step * tensor.element_size() % ALIGNMENT == 0 for step in steps[:-1]) and tensor.data_ptr() % ALIGNMENT == 0
     return tensor if aligned and tensor.stride(-1) == 1 else tensor.clone(memory_format=torch.contiguous_format)
 
 
@@ -25,5 +25,6 @@ def describe(tensor: Tensor, block_rows: int = 1) -> TensorDescriptor:
     nothing.
     """
     # The stride of a dimension of size 1 is never used, and may be anything: give it one that is aligned.
-    strides = [stride if size > 1 else tensor.shape[-1] for size, stride in zip(tensor.shape[:-1], tensor.stride())]
-    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, block_rows, tensor.shape[-1]])
+    head_dim = tensor.shape[-1]
+    strides = [stride if size > 1 else head_dim for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return TensorDescriptor(tensor, list(tensor.shape), strides, [1, 1, block_rows, head_dim])

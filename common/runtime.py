@@ -4,6 +4,7 @@ Importing this module decides. Without a GPU it switches the interpreter on, so 
 `TRITON_INTERPRET=1` (or `0`) in the environment wins.
 """
 
+import math
 import os
 import sys
 
@@ -23,11 +24,13 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
 def _adopt_language():
-    """Make the interpreter's own what `triton.language` had defined for the compiler when it was imported before us."""
-    for function in vars(tl.standard).values():
-        if isinstance(function, JITFunction):
-            function.__class__ = InterpretedFunction  # in place: `tl.sum` and `tensor.sum` both hold this object
-            function.__init__(function.fn)
+    """Give the interpreter its own version of what `triton.language`, imported before us, defined for the compiler."""
+    adopted = {}
+    for namespace in (tl, tl.standard, tl.random, tl.tensor):
+        for name, function in list(vars(namespace).items()):
+            if isinstance(function, JITFunction):
+                adopted.setdefault(function, InterpretedFunction(function.fn))
+                setattr(namespace, name, adopted[function])
 
 
 def _widen(handle):
@@ -66,6 +69,14 @@ def repair_bfloat16(builder=InterpreterBuilder):
         return cast(self, src, dst_type)
 
     builder.create_dot, builder.binary_op, builder.cast_impl = create_dot, repaired_binary_op, cast_impl
+
+
+def shared_memory_limit() -> float:
+    """Bytes of shared memory that one program can have on the current device; the interpreter has no limit."""
+    if INTERPRETED:
+        return math.inf
+    driver = triton.runtime.driver.active
+    return driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"]
 
 
 if INTERPRETED:

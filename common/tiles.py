@@ -1,16 +1,30 @@
-"""The fixed tile of v1 to v3: the same wherever it means the same thing, so that a stage's gain is its idea's."""
+"""The fixed tiles of v1 to v3: the same wherever they mean the same thing, so that a stage's gain is its idea's."""
 
 import torch
 
+from common.runtime import shared_memory_limit
 
-def fixed_tile(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Keyword arguments of a kernel launch: BLOCK_M query rows, BLOCK_N key rows, num_warps, num_stages.
+ROOMY = 160 * 1024  # bytes of shared memory a program can have on data-centre GPUs; the others have about 100 KiB
 
-    One tile for rows of up to 256 bytes, smaller ones where the operands of a step would outgrow registers and shared memory:
-    for D = 256, and for float32, whose exact products run on the ordinary arithmetic units with every operand in registers.
+
+def query_tile(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """Keyword arguments of a launch whose programs own query rows: BLOCK_M of them, against BLOCK_N key rows a step.
+
+    128 rows against 64, and less where the operands of a step would outgrow registers and shared memory: for D = 256, and for
+    float32, whose exact products run on the ordinary arithmetic units with every operand in registers.
     """
     if dtype == torch.float32:
-        return {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 4, "num_stages": 1}
+        return {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 8, "num_stages": 1}
+    spare = 1 if shared_memory_limit() >= ROOMY else 0  # one more K/V tile on its way
     if head_dim > 128:
-        return {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2}
-    return {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
+        return {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 1 + spare}
+    return {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2 + spare}
+
+
+def key_tile(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """The same for a backward that keeps BLOCK_N key rows, with two accumulators, against BLOCK_M query rows a step."""
+    if dtype == torch.float32:
+        return {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 8, "num_stages": 1}
+    if head_dim > 128:
+        return {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 8, "num_stages": 1}
+    return {"BLOCK_M": 32, "BLOCK_N": 128 if head_dim <= 64 else 64, "num_warps": 8, "num_stages": 2}

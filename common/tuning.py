@@ -6,14 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import triton
 
-from common.runtime import INTERPRETED
+from common.runtime import INTERPRETED, shared_memory_limit
 
 KEY = ("bucket", "HEAD_DIM", "CAUSAL", "PRECISION")  # kernel arguments; a new combination is tuned anew
 
 
 def bucket(seq_q: int, seq_k: int) -> int:
-    """The power of two, at least 128, that stands for nearby sequence lengths in the tuning key."""
-    return max(128, triton.next_power_of_2(max(seq_q, seq_k)))
+    """The power of two, from 128 to 4096, that stands for nearby sequence lengths in the tuning key."""
+    return min(max(128, triton.next_power_of_2(max(seq_q, seq_k))), 4096)
 
 
 def configs(tiles: Sequence[tuple[int, int, int, int]], pre_hook: Callable) -> list[triton.Config]:
@@ -25,16 +25,30 @@ def configs(tiles: Sequence[tuple[int, int, int, int]], pre_hook: Callable) -> l
 
 
 def _sensible(config: triton.Config, row_bytes: int, precision: str) -> bool:
-    """Whether a tile is worth compiling: small where exact float32 products keep every operand in registers."""
+    """Whether a tile is worth compiling for rows of that many bytes.
+
+    Only the small ones are where exact float32 products keep every operand in registers, and where there is no copy engine,
+    so that a descriptor becomes an address in registers for every element.
+    """
     rows = max(config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"])
-    return rows <= 32 if precision == "ieee" else rows * row_bytes <= 32 * 1024
+    has_copy_engine = INTERPRETED or triton.runtime.driver.active.get_current_target().arch >= 90
+    if precision == "ieee" or not has_copy_engine:
+        return rows <= 32
+    return rows * row_bytes <= 32 * 1024
+
+
+def _time(call, quantiles):
+    """Milliseconds of a configuration; on the interpreter, where there is nothing to time, all are the same."""
+    if INTERPRETED:
+        return [0.0] * len(quantiles)
+    return triton.runtime.driver.active.get_benchmarker()(call, quantiles=quantiles, warmup=10, rep=40)
 
 
 def autotune(configs: list[triton.Config]) -> Callable:
-    """Decorate a kernel whose tiles go through descriptors; the fastest of `configs` that fits runs.
+    """Decorate a kernel whose tiles go through descriptors; the fastest of `configs` that fits the device runs.
 
     The first call of a new `KEY` says on stderr that it is tuning, compiles what may fit in parallel and times it, a matter of
-    seconds; without a GPU the first sensible configuration is taken unmeasured.
+    seconds. On the interpreter the first sensible configuration is taken.
     """
 
     def decorate(kernel):
@@ -46,11 +60,10 @@ def autotune(configs: list[triton.Config]) -> Callable:
                 return kept[:1]
             problem = ", ".join(f"{name}={args[name]}" for name in KEY)
             print(f"tuning {kernel.__module__}.{kernel.__name__} for {problem}: {len(kept)} configurations", file=sys.stderr)
-            return [config for config, compiled in zip(kept, compile_all(kernel, kept, args)) if fits(compiled)]
+            compiled = zip(kept, compile_all(kernel, kept, args), strict=True)
+            return [config for config, binary in compiled if binary.metadata.shared <= shared_memory_limit()]
 
-        # The interpreter has nothing to time; without this the autotuner would ask for a GPU driver.
-        do_bench = (lambda call, quantiles: (0.0, 0.0, 0.0)) if INTERPRETED else None
-        return triton.autotune(configs, KEY, prune_configs_by={"early_config_prune": prune}, do_bench=do_bench)(kernel)
+        return triton.autotune(configs, KEY, prune_configs_by={"early_config_prune": prune}, do_bench=_time)(kernel)
 
     return decorate
 
@@ -66,10 +79,3 @@ def compile_all(kernel, configs: list[triton.Config], args: dict) -> list:
         for config in configs:
             compiled(config)
     return [compiled(config) for config in configs]  # by now from the kernel's cache
-
-
-def fits(compiled) -> bool:
-    """Whether a compiled kernel's shared memory is to be had on the current device."""
-    driver = triton.runtime.driver.active
-    limit = driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"]
-    return compiled.metadata.shared <= limit

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from common.matmul import matmul_float32
 from common.operator import contiguous_rows
-from common.tiles import fixed_tile
+from common.tiles import query_tile
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale):
     """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape
     grad_out = contiguous_rows(grad_out)
-    tile = fixed_tile(head_dim, q.dtype)
+    tile = query_tile(head_dim, q.dtype)
     grid = (triton.cdiv(seq_q, tile["BLOCK_M"]) * batch * heads,)
     s = matmul_float32(q, k.mT)  # [B, H, Sq, Sk]
     p = torch.empty_like(s, dtype=q.dtype)

@@ -1,11 +1,11 @@
-"""Online softmax (arXiv 1805.02867, Algorithm 3): maximum and sum of a row in one pass over S, the probabilities in a second."""
+"""Online softmax (arXiv 1805.02867, Algorithm 3): one pass over S for maximum and sum, a second to write P."""
 
 import torch
 import triton
 import triton.language as tl
 
 from common.matmul import matmul_float32
-from common.tiles import fixed_tile
+from common.tiles import query_tile
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def forward(q, k, v, *, causal, scale):
     s = matmul_float32(q, k.mT)  # [B, H, Sq, Sk]
     p = torch.empty_like(s, dtype=q.dtype)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    tile = fixed_tile(head_dim, q.dtype)
+    tile = query_tile(head_dim, q.dtype)
     _softmax_kernel[triton.cdiv(seq_q, tile["BLOCK_M"]) * batch * heads,](
         s, p, lse, scale, seq_q, k.shape[2], CAUSAL=causal, **tile
     )  # fmt: skip

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from common.operator import contiguous_rows
-from common.tiles import fixed_tile
+from common.tiles import key_tile
 
 
 @triton.jit
@@ -81,12 +81,13 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale):
     grad_out = contiguous_rows(grad_out)
     dq = q.new_zeros(q.shape, dtype=torch.float32)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
+    tile = {**key_tile(head_dim, q.dtype), "num_stages": 1}  # more stages would buffer tiles of dQ too, and outgrow the chip
     _backward_kernel[batch * heads,](
         q, k, v, out, grad_out, lse, dq, dk, dv, scale,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *grad_out.stride()[:3],
         *dk.stride()[:3], *dv.stride()[:3],
         heads, seq_q, k.shape[2],
         HEAD_DIM=head_dim, CAUSAL=causal,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **fixed_tile(head_dim, q.dtype),
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **tile,
     )  # fmt: skip
     return torch.empty_like(q).copy_(dq), dk, dv

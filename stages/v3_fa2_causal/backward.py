@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from common.operator import contiguous_rows
-from common.tiles import fixed_tile
+from common.tiles import key_tile, query_tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -94,7 +94,7 @@ def _accumulate_dkv(
     dk, dv, k, v, q_ptr, out_ptr, do_ptr, lse_ptr, stride_qm, stride_om, stride_dom, lo, hi, seq_q, offs_n, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what the queries [lo, hi) give to one K/V tile's dk and dv; scores are transposed, so that they feed both products."""
+    """Add what the queries [lo, hi) give to one K/V tile's dk and dv; P and dS come out transposed, as both need."""
     offs_d = tl.arange(0, HEAD_DIM)
     for start_m in range(lo, hi, BLOCK_M):
         offs_m = start_m + tl.arange(0, BLOCK_M)
@@ -183,17 +183,17 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale):
     seq_k = k.shape[2]
     grad_out = contiguous_rows(grad_out)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    tile = fixed_tile(head_dim, q.dtype)
+    tile_q, tile_k = query_tile(head_dim, q.dtype), key_tile(head_dim, q.dtype)
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
-    _dq_kernel[triton.cdiv(seq_q, tile["BLOCK_M"]) * batch * heads,](
+    _dq_kernel[triton.cdiv(seq_q, tile_q["BLOCK_M"]) * batch * heads,](
         q, k, v, out, grad_out, dq, lse, scale,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *grad_out.stride()[:3], *dq.stride()[:3],
-        heads, seq_q, seq_k, HEAD_DIM=head_dim, CAUSAL=causal, PRECISION=precision, **tile,
+        heads, seq_q, seq_k, HEAD_DIM=head_dim, CAUSAL=causal, PRECISION=precision, **tile_q,
     )  # fmt: skip
-    _dkv_kernel[triton.cdiv(seq_k, tile["BLOCK_N"]) * batch * heads,](
+    _dkv_kernel[triton.cdiv(seq_k, tile_k["BLOCK_N"]) * batch * heads,](
         q, k, v, out, grad_out, dk, dv, lse, scale,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *grad_out.stride()[:3],
         *dk.stride()[:3], *dv.stride()[:3],
-        heads, seq_q, seq_k, HEAD_DIM=head_dim, CAUSAL=causal, PRECISION=precision, **tile,
+        heads, seq_q, seq_k, HEAD_DIM=head_dim, CAUSAL=causal, PRECISION=precision, **tile_k,
     )  # fmt: skip
     return dq, dk, dv

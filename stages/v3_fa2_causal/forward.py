@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from common.tiles import fixed_tile
+from common.tiles import query_tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -94,7 +94,7 @@ def forward(q, k, v, *, causal, scale):
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
         q, scale = -q, -scale  # the same scores; the largest one is then the largest before scaling too
-    tile = fixed_tile(head_dim, q.dtype)
+    tile = query_tile(head_dim, q.dtype)
     _forward_kernel[triton.cdiv(seq_q, tile["BLOCK_M"]) * batch * heads,](
         q, k, v, out, lse, scale,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],

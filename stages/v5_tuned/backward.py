@@ -61,7 +61,7 @@ def _set_block_shapes(args):
 
 DQ_TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
     (128, 64, 8, 3), (128, 64, 8, 2), (128, 128, 8, 2), (64, 128, 4, 2), (64, 64, 4, 3), (64, 64, 4, 2),
-    (64, 32, 4, 2), (32, 32, 4, 1),
+    (64, 32, 4, 2), (32, 32, 8, 1), (16, 32, 8, 1),
 )  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def _accumulate_dkv(
     dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, batch, head, lo, hi, seq_q, offs_n, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what the queries [lo, hi) give to one K/V tile's dk and dv; scores are transposed, so that they feed both products."""
+    """Add what the queries [lo, hi) give to one K/V tile's dk and dv; P and dS come out transposed, as both need."""
     for start_m in range(lo, hi, BLOCK_M):
         offs_m = start_m + tl.arange(0, BLOCK_M)
         q = q_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, HEAD_DIM)
@@ -127,8 +127,8 @@ def _accumulate_dkv(
 
 
 DKV_TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
-    (64, 64, 4, 2), (64, 64, 4, 3), (32, 64, 4, 3), (32, 128, 4, 3), (64, 128, 8, 2), (64, 128, 8, 3), (128, 128, 8, 2),
-    (32, 64, 4, 2), (32, 32, 4, 1),
+    (32, 64, 4, 3), (32, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 3), (32, 128, 4, 3), (64, 128, 8, 2), (64, 128, 8, 3),
+    (128, 128, 8, 2), (32, 32, 8, 1), (16, 32, 8, 1),
 )  # fmt: skip
 
 

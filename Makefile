@@ -1,0 +1,63 @@
+# `make` lists the targets. Without PYTHON they create and use .venv; PYTHON=python3 uses that interpreter as it is.
+
+.DEFAULT_GOAL := help
+.PHONY: help test test-long bench compare diff lint format clean
+
+ifndef PYTHON
+PYTHON := .venv/bin/python
+SETUP := .venv/installed
+endif
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo "Without PYTHON=… the packages of requirements.txt are installed in .venv first; PYTHON=python3 uses that one as it is."
+
+# The stamp is written last: an installation that failed is tried again.
+.venv/installed: requirements.txt
+	@found=; for python in python3 python3.12 python3.11; do \
+		if $$python -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; then \
+			found=$$python; break; fi; done; \
+	if [ -z "$$found" ]; then \
+		echo "Python 3.11 or 3.12 is needed and python3 is $$(python3 --version 2>&1); or name an interpreter: make … PYTHON=…" >&2; \
+		exit 1; fi; \
+	$$found -m venv .venv
+	.venv/bin/python -m pip install --requirement requirements.txt
+	@touch $@
+
+test: $(SETUP)  ## run the tests; ARGS="…" goes to pytest
+	$(PYTHON) -m pytest $(ARGS)
+
+test-long: $(SETUP)  ## run the tests, those over the time budget too
+	$(PYTHON) -m pytest -m "" $(ARGS)
+
+bench: $(SETUP)  ## measure all stages, or STAGE=v3 with its neighbours; ARGS="…" goes to bench.py (ARGS=--help)
+	$(PYTHON) bench.py $(addprefix --stage=,$(STAGE)) $(ARGS)
+
+compare: $(SETUP)  ## show the last two saved runs side by side, per workload
+	@runs=$$(ls -t .benchmarks/*/*.json 2>/dev/null | head -n 2); \
+	if [ "$$(echo "$$runs" | grep -c json)" -lt 2 ]; then \
+		echo "make compare needs two saved runs; each 'make bench' saves one." >&2; exit 1; fi; \
+	$(PYTHON) -m pytest_benchmark compare --group-by=group --between=median --name=short --time-unit=ms $$runs
+
+diff:  ## show what one stage changes over another, code first: make diff A=v3 B=v4
+	@directory() { \
+		for stage in stages/$$1 stages/$$1_*; do \
+			if [ -n "$$1" ] && [ -f "$$stage/__init__.py" ]; then echo "$$stage"; return; fi; done; \
+		echo "make diff: '$$1' is no stage; A and B are two of" stages/v*_* >&2; return 1; }; \
+	a=$$(directory "$(A)") && b=$$(directory "$(B)") || exit 1; \
+	for file in forward.py backward.py __init__.py README.md; do \
+		old=$$a/$$file; new=$$b/$$file; \
+		[ -e "$$old" ] || old=/dev/null; [ -e "$$new" ] || new=/dev/null; \
+		git --no-pager diff --no-index --no-prefix "$$old" "$$new" || [ $$? -eq 1 ] || exit 1; done
+
+lint: $(SETUP)  ## check style and formatting
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+format: $(SETUP)  ## repair style and formatting where a tool can
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+clean:  ## delete .venv and the caches; saved runs stay in .benchmarks
+	rm -rf .venv .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

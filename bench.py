@@ -1,0 +1,374 @@
+"""Measure stages and baselines: a command (`python bench.py --help`) and, with the same code, a pytest-benchmark module.
+
+Before an implementation is timed its result is compared with attention in float64; a wrong one is reported and not timed.
+"""
+
+import argparse
+import datetime
+import functools
+import gc
+import importlib.metadata
+import itertools
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, astuple, fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import stages
+from common import operator, reference, timing, workloads
+from common.footprint import footprint
+from common.runtime import DEVICE
+from common.table import speed_table
+from common.workloads import Workload
+
+NO_TIMES = (
+    "No GPU in use: the kernels run on Triton's interpreter, on the CPU. Interpreter times mean nothing; the tables show "
+    "FLOPs, peak extra memory and kernel launches instead."
+)
+
+
+def _sdpa(q, k, v, *, causal, backend):
+    with sdpa_kernel(backend):
+        return scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+# To compare with another library, add what has a stage's `attention(q, k, v, *, causal)`.
+if DEVICE == "cuda":
+    BASELINES = {
+        "sdpa-flash": functools.partial(_sdpa, backend=SDPBackend.FLASH_ATTENTION),
+        "sdpa-cudnn": functools.partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION),
+    }
+else:
+    BASELINES = {"sdpa": functools.partial(_sdpa, backend=[SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])}
+
+
+def _list_of(parse: Callable) -> Callable:
+    """The argparse type of a comma-separated list; `parse` turns one entry into its value or raises ValueError."""
+
+    def parse_list(text):
+        try:
+            return [parse(entry.strip()) for entry in text.split(",")]
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse_list
+
+
+def _one_of(choices: dict) -> Callable:
+    def parse(text):
+        if text not in choices:
+            raise ValueError(f"{text!r} is not one of {', '.join(choices)}")
+        return choices[text]
+
+    return parse
+
+
+def _positive(text):
+    if not text.isdecimal() or int(text) == 0:
+        raise ValueError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _json_path(text):
+    path = Path(text).absolute()
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"the directory of {text!r} does not exist")
+    return path
+
+
+def parse_options(argv: list[str]) -> argparse.Namespace:
+    """The command line as lists of values, without doubles; exits with status 2 on a value that is not allowed."""
+    parser = argparse.ArgumentParser(
+        prog="bench.py",
+        description="Measure stages and baselines, forward and backward. LIST is comma-separated; a flag can also be repeated. "
+        "Each run is saved in .benchmarks, where `pytest-benchmark compare` finds it.",
+    )
+
+    defaults = {}
+
+    def add_list(name, parse, default, help):
+        flag = "--" + name.rstrip("_").replace("_", "-")
+        parser.add_argument(flag, dest=name, action="extend", type=_list_of(parse), metavar="LIST", help=help)
+        defaults[name] = default
+
+    def joined(values):
+        return ",".join(map(str, values))
+
+    passes, dtypes = ({name: name for name in names} for names in (workloads.PASSES, workloads.DTYPES))
+    head_dims = {str(head_dim): head_dim for head_dim in operator.HEAD_DIMS}
+    stage_help = f"of {joined(stages.names())}, or just v0; one alone brings the stage before it and v0 along; default: all"
+    add_list("stage", stages.resolve, stages.names(), stage_help)
+    add_list("pass_", _one_of(passes), ["fwd", "bwd"], f"of {joined(passes)}; default: fwd,bwd")
+    head_dim_help = f"of {joined(head_dims)}; default: {joined(workloads.HEAD_DIMS)}"
+    add_list("head_dim", _one_of(head_dims), workloads.HEAD_DIMS, head_dim_help)
+    add_list("seq_len", _positive, workloads.SEQ_LENS, f"any; default: {joined(workloads.SEQ_LENS)}")
+    add_list("causal", _one_of({"no": False, "yes": True}), [False, True], "of no,yes; default: no,yes")
+    add_list("dtype", _one_of(dtypes), ["float16"], f"of {joined(dtypes)}; default: float16")
+    add_list("batch", _positive, [None], "any; default: what makes 16384 tokens (without a GPU: 1)")
+    add_list("heads", _positive, [None], "any; default: what makes a hidden size of 2048 (without a GPU: 2)")
+    parser.add_argument("--json", type=_json_path, metavar="FILE", help="also save the run, each round of it, in FILE")
+
+    options = parser.parse_args(argv)
+    for name, default in defaults.items():
+        values = getattr(options, name) or default
+        setattr(options, name, list(dict.fromkeys(values)))
+    return options
+
+
+def chosen_stages(chosen: list[str]) -> list[str]:
+    """The stages to measure: those chosen; of a single one also the one before it, and v0. In stage order."""
+    if len(chosen) == 1:
+        names = stages.names()
+        chosen = [names[0], names[max(0, names.index(chosen[0]) - 1)], *chosen]
+    return [name for name in stages.names() if name in chosen]
+
+
+def cases(options: argparse.Namespace) -> list[tuple[str, Workload]]:
+    """All (implementation, workload) to measure; those of one workload follow each other, under like clocks."""
+    implementations = [*BASELINES, *chosen_stages(options.stage)]
+    shapes = itertools.product(options.head_dim, options.causal, options.dtype, options.seq_len, options.batch, options.heads)
+    found = []
+    for head_dim, causal, dtype, seq_len, batch, heads in shapes:
+        paper_batch, paper_heads = workloads.paper_shape(seq_len, head_dim)
+        for pass_ in options.pass_:
+            shape = (batch or paper_batch, heads or paper_heads, seq_len, head_dim, causal, dtype)
+            found += [(impl, Workload(pass_, *shape)) for impl in implementations]
+    return found
+
+
+def _attention(impl: str) -> Callable:
+    return BASELINES[impl] if impl in BASELINES else stages.load(impl).attention
+
+
+def timed_call(impl: str, workload: Workload, inputs) -> Callable:
+    """The call to time: it returns what its pass computes, `out` or (dq, dk, dv). A backward's forward runs here, once."""
+    attention, causal = _attention(impl), workload.causal
+    *qkv, grad_out = inputs
+    if workload.pass_ == "fwd":
+        return lambda: attention(*qkv, causal=causal)
+    leaves = [tensor.detach().requires_grad_() for tensor in qkv]
+    if workload.pass_ == "fwd+bwd":
+        return lambda: torch.autograd.grad(attention(*leaves, causal=causal), leaves, grad_out)
+    out = attention(*leaves, causal=causal)
+    return lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
+
+
+def plain_call(impl: str, workload: Workload, inputs) -> Callable:
+    """`timed_call` without the operator around a stage, which hides from PyTorch's dispatcher what happens inside."""
+    if impl in BASELINES:
+        return timed_call(impl, workload, inputs)
+    stage, options = stages.load(impl), {"causal": workload.causal, "scale": workload.head_dim**-0.5}
+    *qkv, grad_out = inputs
+    if workload.pass_ == "fwd":
+        return lambda: stage.forward(*qkv, **options)
+    if workload.pass_ == "fwd+bwd":
+        return lambda: stage.backward(grad_out, *qkv, *stage.forward(*qkv, **options), **options)
+    results = stage.forward(*qkv, **options)
+    return lambda: stage.backward(grad_out, *qkv, *results, **options)
+
+
+def _some_heads(tensor):
+    """The first and the last head, [B, H, S, D] -> [1, 2, S, D]: a truth of all heads would take longer than the benchmark."""
+    return tensor.detach().flatten(0, 1)[None, [0, -1]]
+
+
+@functools.lru_cache(maxsize=1)  # the implementations and passes of one shape follow each other
+def _problem(shape: Workload):
+    """The inputs of a shape, and the truth and the yardstick of some of their heads; `shape.pass_` does not matter."""
+    inputs = shape.inputs()
+    q, k, v, grad_out = map(_some_heads, inputs)
+    options = {"causal": shape.causal, "scale": shape.head_dim**-0.5}
+    try:
+        references = [make(q, k, v, grad_out=grad_out, **options) for make in (reference.truth, reference.plain)]
+    except torch.OutOfMemoryError:  # a head's scores in float64 take more than the inputs of all
+        q, k, v, grad_out = (tensor.cpu() for tensor in (q, k, v, grad_out))
+        references = [make(q, k, v, grad_out=grad_out, **options) for make in (reference.truth, reference.plain)]
+    return inputs, *references
+
+
+class WrongResult(Exception):
+    """A result is further from the truth than it may be; says how far, and how far it may be."""
+
+
+def check(result, workload: Workload):
+    """Raise WrongResult unless the result of a `timed_call` is right."""
+    _, truth, plain = _problem(replace(workload, pass_="fwd"))
+    named = {"out": result} if workload.pass_ == "fwd" else dict(zip(("dq", "dk", "dv"), result, strict=True))
+    for name, tensor in named.items():
+        if not tensor.isfinite().all():  # of all heads
+            raise WrongResult(f"{name} is not finite everywhere")
+    heads = {name: _some_heads(tensor).to(truth[name].device) for name, tensor in named.items()}
+    try:
+        reference.assert_correct(heads, truth, plain)
+    except AssertionError as error:
+        raise WrongResult(str(error)) from None
+
+
+def _failure(error: BaseException) -> dict:
+    """How the table shows a case that could not be measured."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return {"failure": "OOM"}
+    if isinstance(error, WrongResult):
+        return {"failure": "WRONG", "note": str(error)}
+    if isinstance(error, RuntimeError) and "No available kernel" in str(error):
+        return {"failure": "n/a", "note": "this backend of SDPA does not take this"}
+    return {"failure": "ERROR", "note": f"{type(error).__name__}, see above"}
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--abbrev=40", "--exclude=*"]
+    described = subprocess.run([*command, "--dirty=+dirty"], capture_output=True, text=True, check=False)
+    return described.stdout.strip() or "unknown"
+
+
+@functools.cache
+def _timer() -> Callable:
+    return timing.GpuTimer() if DEVICE == "cuda" else time.perf_counter
+
+
+class Bench:
+    """The pytest plugin of one run: which cases, what was measured, and the tables at the end."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.cases = cases(options)
+        self.begun = 0
+        self.records = []
+        self.machine = {
+            "gpu": torch.cuda.get_device_name() if DEVICE == "cuda" else None,
+            "torch": torch.__version__,
+            "cudnn": torch.backends.cudnn.version(),
+            "triton": importlib.metadata.version("triton"),
+            "commit": _commit(),
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "matmul_tflops": {},
+        }
+
+    def pytest_collection_finish(self, session):
+        self.total = len(session.items)
+        if DEVICE == "cpu":
+            print(NO_TIMES)
+
+    def pytest_report_teststatus(self, report):
+        if report.when == "call":
+            return report.outcome, "", ""  # no letters: the progress lines say it
+
+    def pytest_benchmark_update_machine_info(self, machine_info):
+        machine_info.pop("node")  # the name of a machine is nobody's business
+        machine_info.update(self.machine)
+
+    def pytest_benchmark_update_json(self, output_json):
+        output_json["failures"] = [record for record in self.records if "failure" in record]
+
+    def pytest_terminal_summary(self, terminalreporter):
+        if self.records:
+            terminalreporter.write_line("\n" + speed_table(self.records, self.machine))
+        if DEVICE == "cpu":
+            terminalreporter.write_line("\n" + NO_TIMES)
+
+    def measure(self, benchmark, impl: str, workload: Workload):
+        """Measure one case and record it; a case that cannot be measured is recorded as a failure."""
+        self.begun += 1
+        self._progress(f"[{self.begun}/{self.total}] {workload.label} {impl}: ")
+        benchmark.name = impl  # in its group, the workload
+        record = {"impl": impl, "pass": workload.pass_} | {
+            name: value for name, value in asdict(workload).items() if name != "pass_"
+        }
+        self.records.append(record)
+        try:
+            measured = self._measured(benchmark, impl, workload)
+        except BaseException as error:
+            record |= _failure(error)
+            self._progress(record["failure"], end="\n")
+            if record["failure"] == "WRONG":
+                pytest.fail(f"{workload.label} {impl}: {error}", pytrace=False)
+            if record["failure"] == "ERROR":
+                raise
+        else:
+            record |= measured
+            benchmark.extra_info |= record
+            shown = f"{record['ms']:.4g} ms" if DEVICE == "cuda" else f"{record['kernel_launches']} kernel launches"
+            self._progress(shown, end="\n")
+            return
+        gc.collect()  # out here the traceback no longer holds the tensors of the case
+        torch.cuda.empty_cache()
+        pytest.skip(record["failure"])
+
+    def _measured(self, benchmark, impl, workload) -> dict:
+        timer = _timer()
+        if DEVICE == "cuda" and workload.dtype not in self.machine["matmul_tflops"]:
+            self._progress("matmul ceiling, ")
+            self.machine["matmul_tflops"][workload.dtype] = timing.matmul_tflops(timer, workloads.DTYPES[workload.dtype])
+        inputs, *_ = _problem(replace(workload, pass_="fwd"))
+
+        self._progress("checking, ")
+        call = timed_call(impl, workload, inputs)
+        check(call(), workload)
+        # The call that was checked tuned and compiled the kernels, which takes memory of its own.
+        costs = footprint(call if DEVICE == "cuda" else plain_call(impl, workload, inputs))
+
+        self._progress("timing, ")
+        rounds = timer.warm_up(call) if DEVICE == "cuda" else 1
+        benchmark.pedantic(call, rounds=rounds)
+        stats = benchmark.stats.stats
+        return {
+            "flops": workload.flops,
+            "ms": stats.median * 1e3,
+            "iqr_ms": stats.iqr * 1e3,
+            "tflops": workload.flops / stats.median / 1e12,
+            "launch_hidden": timer.launch_hidden if DEVICE == "cuda" else None,
+            **costs,
+        }
+
+    def _progress(self, text, end=""):
+        print(text, end=end, file=sys.stderr, flush=True)
+
+
+def _bench(config) -> Bench:
+    """The plugin that `main` has registered; under plain `pytest bench.py`, one with the default options."""
+    for plugin in config.pluginmanager.get_plugins():
+        if isinstance(plugin, Bench):
+            return plugin
+    plugin = Bench(parse_options([]))
+    config.pluginmanager.register(plugin)
+    return plugin
+
+
+def pytest_generate_tests(metafunc):
+    params = [
+        pytest.param(
+            impl,
+            *astuple(workload),
+            id=f"{workload.label.replace('=', '').replace(' ', '-')}-{impl}",
+            marks=pytest.mark.benchmark(group=workload.label, timer=_timer(), disable_gc=True),
+        )
+        for impl, workload in _bench(metafunc.config).cases
+    ]
+    metafunc.parametrize(["impl", *(field.name for field in fields(Workload))], params)
+
+
+def test_speed(benchmark, pytestconfig, impl, pass_, batch, heads, seq_len, head_dim, causal, dtype):
+    workload = Workload(pass_, batch, heads, seq_len, head_dim, causal, dtype)
+    _bench(pytestconfig).measure(benchmark, impl, workload)
+
+
+def main(argv: list[str]) -> int:
+    """Run the benchmark that `argv` describes; return pytest's exit status: 1 where a result was wrong or a case failed."""
+    options = parse_options(argv)
+    arguments = [__file__, "-qq", "--capture=no", "--no-header", "--disable-warnings", "-p", "no:cacheprovider"]
+    arguments += ["--override-ini=addopts=", "--benchmark-quiet", "--benchmark-autosave"]
+    if options.json:
+        arguments.append(f"--benchmark-json={options.json}")
+    return int(pytest.main(arguments, plugins=[Bench(options)]))
+
+
+if __name__ == "__main__":
+    import bench  # what pytest imports too: one module, one timer
+
+    sys.exit(bench.main(sys.argv[1:]))

@@ -1,0 +1,122 @@
+"""The tables of a benchmark run, computed from its records alone: those in memory, or those that a JSON file keeps."""
+
+import re
+from itertools import groupby
+
+from tabulate import tabulate
+
+_STAGE = re.compile(r"v(\d+)_")
+_SHARED = ("pass", "head_dim", "causal", "dtype")  # what the rows of one table have in common
+_WORKLOAD = ("batch", "heads", "seq_len")  # what tells its workloads apart
+_PASS_NAMES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
+_TIME_HEADERS = (
+    "S", "B × H", "implementation", "ms", "± IQR", "TFLOP/s", "× stage before", "× v0", "% of cuDNN", "% of matmul",
+    "peak extra MiB",
+)  # fmt: skip
+_COUNT_HEADERS = ("S", "B × H", "implementation", "MFLOP", "peak extra MiB", "kernel launches")
+
+
+def _by(keys):
+    return lambda record: tuple(record[key] for key in keys)
+
+
+def _version(impl):
+    """The number of a stage; None for a baseline."""
+    match = _STAGE.match(impl)
+    return match and int(match[1])
+
+
+def _order(impl):
+    """Sort key: baselines as they come, then the stages in the order of the evolution."""
+    return -1 if _version(impl) is None else _version(impl)
+
+
+def _number(value, digits):
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def _milliseconds(value):
+    return _number(value, 4 if value < 1 else 3)
+
+
+def _ratio(a, b, factor=1.0):
+    return None if a is None or b is None else factor * a / b
+
+
+def _failure_cells(record, headers):
+    """A row that has no measurement says so where the first one would be."""
+    return [record["failure"]] + ["-"] * (len(headers) - 4)
+
+
+def _time_cells(record, of_version, ms_of, machine):
+    ms = record["ms"]
+    version = _version(record["impl"])
+    before = None if version is None else of_version.get(version - 1)
+    ceiling = machine["matmul_tflops"].get(record["dtype"])
+    return [
+        _milliseconds(ms) + ("" if record["launch_hidden"] else "*"),
+        _milliseconds(record["iqr_ms"]),
+        _number(record["tflops"], 1),
+        _number(_ratio(before, ms), 2),
+        _number(_ratio(of_version.get(0), ms), 2),
+        _number(_ratio(ms_of.get("sdpa-cudnn"), ms, 100), 0),
+        _number(_ratio(record["tflops"], ceiling, 100), 0),
+        _number(record["peak_extra_mib"], 1),
+    ]
+
+
+def _count_cells(record):
+    return [_number(record["flops"] / 1e6, 2), _number(record["peak_extra_mib"], 3), record["kernel_launches"]]
+
+
+def _rows(records, machine, headers):
+    """The rows of one table, workload by workload; what they share is written in the first."""
+    for _, group in groupby(sorted(records, key=_by(_WORKLOAD)), key=_by(_WORKLOAD)):
+        group = sorted(group, key=lambda record: _order(record["impl"]))
+        ms_of = {record["impl"]: record["ms"] for record in group if "failure" not in record}
+        of_version = {_version(impl): ms for impl, ms in ms_of.items() if _version(impl) is not None}
+        for index, record in enumerate(group):
+            shape = [record["seq_len"], f"{record['batch']} × {record['heads']}"] if index == 0 else ["", ""]
+            if "failure" in record:
+                cells = _failure_cells(record, headers)
+            elif machine["gpu"]:
+                cells = _time_cells(record, of_version, ms_of, machine)
+            else:
+                cells = _count_cells(record)
+            yield [*shape, record["impl"], *cells]
+
+
+def speed_table(records: list[dict], machine: dict) -> str:
+    """One markdown table for each pass, head dimension, mask and dtype.
+
+    Args:
+        records: of one run: the `extra_info` of each benchmark and the entries of "failures" in its JSON file. A record has
+            `impl`, `pass`, `batch`, `heads`, `seq_len`, `head_dim`, `causal`, `dtype`, and either `failure` and `note`, or
+            `flops`, `ms`, `iqr_ms`, `tflops`, `launch_hidden`, `peak_extra_mib` and, without a GPU, `kernel_launches`.
+        machine: the file's "machine_info": `gpu` (None: interpreted, and the tables show no times), `torch`, `triton`,
+            `commit`, `date`, `matmul_tflops` by dtype.
+
+    Baselines come first, then the stages in their order. "× stage before" and "× v0" say how many times as fast as these;
+    what the run did not measure is "-".
+    """
+    headers = _TIME_HEADERS if machine["gpu"] else _COUNT_HEADERS
+    facts = [machine["gpu"] or "CPU, Triton's interpreter", f"torch {machine['torch']}", f"triton {machine['triton']}"]
+    facts += [f"commit {machine['commit']}", machine["date"]]
+    facts += [f"matmul {dtype} {tflops:.0f} TFLOP/s" for dtype, tflops in machine["matmul_tflops"].items()]
+    parts = [", ".join(facts)]
+
+    def position(record):
+        return list(_PASS_NAMES).index(record["pass"]), *_by(_SHARED[1:])(record)
+
+    for _, group in groupby(sorted(records, key=position), key=position):
+        group = list(group)
+        first = group[0]
+        mask = "causal" if first["causal"] else "full"
+        rows = list(_rows(group, machine, headers))
+        parts.append(f"{_PASS_NAMES[first['pass']]}, D={first['head_dim']}, {mask}, {first['dtype']}")
+        align = ["left" if header == "implementation" else "right" for header in headers]
+        parts.append(tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=align))
+        parts += [f"{record['impl']} at S={record['seq_len']}: {record['note']}" for record in group if record.get("note")]
+    if any(record.get("launch_hidden") is False for record in records):
+        parts.append("* The launch could not be hidden: this is in part the CPU's time.")
+    return "\n\n".join(parts)

@@ -4,7 +4,10 @@ import torch
 
 from common.runtime import shared_memory_limit
 
-ROOMY = 160 * 1024  # bytes of shared memory a program can have on data-centre GPUs; the others have about 100 KiB
+# Bytes of shared memory that a program can have, at least: on data-centre GPUs (the others have about 100 KiB), and on those
+# from Hopper on, whose tensor cores take their operands from there and leave the registers to the accumulators.
+DATA_CENTRE = 160 * 1024
+HOPPER = 200 * 1024
 
 
 def query_tile(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
@@ -15,7 +18,7 @@ def query_tile(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
     """
     if dtype == torch.float32:
         return {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 8, "num_stages": 1}
-    spare = 1 if shared_memory_limit() >= ROOMY else 0  # one more K/V tile on its way
+    spare = 1 if shared_memory_limit() >= DATA_CENTRE else 0  # one more K/V tile on its way
     if head_dim > 128:
         return {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 1 + spare}
     return {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2 + spare}
@@ -27,4 +30,6 @@ def key_tile(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
         return {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 8, "num_stages": 1}
     if head_dim > 128:
         return {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 8, "num_stages": 1}
+    if shared_memory_limit() >= HOPPER:
+        return {"BLOCK_M": 32, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3}
     return {"BLOCK_M": 32, "BLOCK_N": 128 if head_dim <= 64 else 64, "num_warps": 8, "num_stages": 2}

@@ -34,6 +34,7 @@ from common.operator import DTYPES, HEAD_DIMS
 
 # Bytes of shared memory that a block may have, by architecture.
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+USUAL_ARCHS = (80, 90, 100)  # one of each generation that differs in how it moves and multiplies tiles
 INSTRUCTIONS = {  # what the table calls them, and how PTX does
     "mma.sync": "mma.sync",
     "wgmma": "wgmma.mma_async",
@@ -230,7 +231,7 @@ def main():
     causal = {"yes": True, "no": False}
     for flag, values, default, help_text in (
         ("--stage", stage_names, ",".join(stages.names()), "such as v3 or v3_fa2_causal (default: all)"),
-        ("--arch", archs, "80,90,100", f"compute capability: {', '.join(archs)} (default: %(default)s)"),
+        ("--arch", archs, ",".join(map(str, USUAL_ARCHS)), f"compute capability: {', '.join(archs)} (default: %(default)s)"),
         ("--head-dim", head_dims, "64,128", f"{', '.join(head_dims)} (default: %(default)s)"),
         ("--dtype", dtypes, "float16", f"{', '.join(dtypes)} (default: %(default)s)"),
         ("--causal", causal, "yes", "yes, no (default: %(default)s)"),

@@ -1,0 +1,47 @@
+"""What the tests share: inputs, a stage's results on them, and the check of these against float64."""
+
+import torch
+
+from common.reference import assert_correct, plain, truth
+from common.runtime import DEVICE
+
+TILED = (40, 100)  # query and key counts of a cheap problem, with ragged ends and, for most tiles, more than one key tile
+
+
+def make_inputs(seq_q, seq_k, head_dim=32, dtype=torch.float16, *, batch=2, heads=3):
+    """q, k, v and a gradient of the output, normally distributed; more than one batch and head, and not equally many."""
+    lengths = (seq_q, seq_k, seq_k, seq_q)
+    return tuple(torch.randn(batch, heads, length, head_dim, device=DEVICE).to(dtype) for length in lengths)
+
+
+def by_operator(stage, q, k, v, grad_out, *, causal, scale):
+    """All results of a stage, through the operator and its autograd."""
+    q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
+    out, lse = stage.attention(q, k, v, causal=causal, scale=scale, return_lse=True)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), grad_out)
+    return {"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
+
+
+def by_functions(stage, q, k, v, grad_out, *, causal, scale):
+    """All results of a stage, from its own two functions."""
+    out, lse = stage.forward(q, k, v, causal=causal, scale=scale)
+    dq, dk, dv = stage.backward(grad_out, q, k, v, out, lse, causal=causal, scale=scale)
+    return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+
+
+def check(stage, q, k, v, grad_out, *, causal, scale=None, run=by_operator):
+    """Assert that a stage's results are as near to float64 as `common.reference` asks, and return them."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    results = run(stage, q, k, v, grad_out, causal=causal, scale=scale)
+    for name, like in {"out": q, "dq": q, "dk": k, "dv": v}.items():
+        assert results[name].dtype == like.dtype, f"{name}: dtype {results[name].dtype}, expected {like.dtype}"
+    assert results["lse"].dtype == torch.float32
+    assert_correct(results, truth(q, k, v, causal, scale, grad_out), plain(q, k, v, causal, scale, grad_out))
+    return results
+
+
+def assert_same_bits(first: dict, second: dict):
+    """Assert that two sets of results are equal in every bit, a zero's sign included."""
+    for name, result in first.items():
+        other = second[name]
+        assert torch.equal(result.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)), name

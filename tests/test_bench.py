@@ -1,0 +1,468 @@
+"""The benchmark's own parts: what it counts, how it times, what its tables say, what its command line takes."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import bench
+import stages
+from common import timing
+from common.footprint import footprint
+from common.runtime import DEVICE
+from common.table import speed_table
+from common.workloads import Workload
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+# --- workloads
+
+
+@pytest.mark.parametrize(
+    ("pass_", "causal", "flops"),
+    [
+        ("fwd", False, 4 * 2 * 3 * 100 * 100 * 64),
+        ("fwd", True, 2 * 2 * 3 * 100 * 100 * 64),
+        ("bwd", False, 10 * 2 * 3 * 100 * 100 * 64),
+        ("fwd+bwd", True, 7 * 2 * 3 * 100 * 100 * 64),
+    ],
+)
+def test_flops(pass_, causal, flops):
+    assert Workload(pass_, 2, 3, 100, 64, causal, "float16").flops == flops
+
+
+def test_inputs_are_the_same_each_time_differ_from_each_other_and_are_no_zeros():
+    workload = Workload("fwd", 1, 2, 33, 16, False, "bfloat16")
+    inputs = workload.inputs()
+    assert [t.shape for t in inputs] == [(1, 2, 33, 16)] * 4
+    assert all(t.dtype == torch.bfloat16 and t.float().std() > 0.5 for t in inputs)
+    assert all(torch.equal(a, b) for a, b in zip(inputs, workload.inputs(), strict=True))
+    assert not torch.equal(inputs[0], inputs[1])
+
+
+# --- timer: a fake GPU whose clock the test moves
+
+
+class FakeGpu:
+    """Stands in for `torch` in common.timing. Launching is free on its CPU; what is queued runs one after the other."""
+
+    def __init__(self):
+        self.cpu_s = self.queue_end_s = 0.0
+        self.spins_s = []
+        self.flushes = self.synchronised = 0
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self):
+                self.at_s = max(gpu.queue_end_s, gpu.cpu_s)
+
+            def query(self):
+                return self.at_s <= gpu.cpu_s
+
+            def synchronize(self):
+                gpu.synchronised += 1
+                gpu.cpu_s = max(gpu.cpu_s, self.at_s)
+
+            def elapsed_time(self, end):
+                return (end.at_s - self.at_s) * 1e3
+
+        class Properties:
+            L2_cache_size = 1000
+
+        class cuda:
+            @staticmethod
+            def get_device_properties():
+                return Properties
+
+            @staticmethod
+            def _sleep(cycles):
+                gpu.spins_s.append(cycles / 2e9)
+                gpu.run(cycles / 2e9)
+
+        cuda.Event = Event
+        self.cuda = cuda
+        self.uint8 = torch.uint8
+        self.perf_counter = lambda: self.cpu_s
+
+    def empty(self, size, dtype, device):
+        assert (size, dtype, device) == (2000, torch.uint8, "cuda")
+        gpu = self
+
+        class Buffer:
+            def zero_(self):
+                gpu.flushes += 1
+                gpu.run(30e-6)
+
+        return Buffer()
+
+    def run(self, seconds):
+        """Queue work that takes the GPU so long."""
+        self.queue_end_s = max(self.queue_end_s, self.cpu_s) + seconds
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    fake = FakeGpu()
+    monkeypatch.setattr(timing, "torch", fake)
+    monkeypatch.setattr(timing, "time", fake)
+    return fake
+
+
+def call_taking(gpu, host_s, gpu_s):
+    def call():
+        gpu.cpu_s += host_s
+        gpu.run(gpu_s)
+
+    return call
+
+
+def test_timer_starts_from_zero_in_each_round_and_leaves_out_spin_flush_and_launch(gpu):
+    timer = timing.GpuTimer()
+    call = call_taking(gpu, 50e-6, 2e-3)
+    for _ in range(3):
+        waited, flushes = gpu.synchronised, gpu.flushes
+        assert timer() == 0.0
+        assert gpu.flushes == flushes + 1
+        call()
+        assert gpu.synchronised == waited  # nothing waits for the GPU before the kernel is queued
+        assert timer() == pytest.approx(2e-3)
+    assert timer.launch_hidden
+
+
+def test_timer_spins_in_seconds_whatever_the_clock_of_the_gpu(gpu):
+    timer = timing.GpuTimer()
+    timer.time(lambda: None)
+    assert gpu.spins_s[-1] == pytest.approx(timing.SHORTEST_SPIN_S, rel=1e-3)
+
+
+def test_timer_lengthens_the_spin_until_it_hides_the_launch(gpu):
+    timer = timing.GpuTimer()
+    call = call_taking(gpu, 3e-3, 1e-3)  # seen in full the launch would make it 4 ms
+    assert timer.time(call) > 1.5e-3
+    rounds = timer.warm_up(call)
+    assert [timer.time(call) for _ in range(rounds)] == pytest.approx([1e-3] * rounds)
+    assert timer.launch_hidden
+
+
+def test_timer_flags_a_launch_that_is_too_long_to_hide(gpu):
+    timer = timing.GpuTimer()
+    call = call_taking(gpu, 10 * timing.LONGEST_SPIN_S, 1e-3)
+    timer.warm_up(call)
+    timer.time(call)
+    assert not timer.launch_hidden
+    timer.warm_up(call_taking(gpu, 0, 1e-3))
+    timer.time(call_taking(gpu, 0, 1e-3))
+    assert timer.launch_hidden  # the next case begins anew
+
+
+@pytest.mark.parametrize(("gpu_s", "rounds"), [(1e-5, 200), (3e-3, 100), (0.2, 5), (0.7, 3)])
+def test_rounds_are_bounded_in_number_and_time(gpu, gpu_s, rounds):
+    assert timing.GpuTimer().warm_up(call_taking(gpu, 0, gpu_s * 0.9999)) == rounds
+
+
+def test_timer_recovers_from_a_call_that_raised(gpu):
+    timer = timing.GpuTimer()
+    timer()  # the first reading of a round that has no second
+    call = call_taking(gpu, 0, 1e-3)
+    timer.warm_up(call)
+    assert timer.time(call) == pytest.approx(1e-3)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("impl", ["v3_fa2_causal", "v5_tuned", "sdpa-cudnn"])
+@pytest.mark.parametrize("batch, seq_len", [(2, 2048), (4, 4096)])
+def test_gpu_times_agree_with_triton_do_bench(impl, batch, seq_len):
+    """From 0.1 ms on; do_bench hides no launch, so that the time of a shorter call is in part the CPU's there."""
+    from triton.testing import do_bench
+
+    workload = Workload("fwd", batch, 16, seq_len, 128, False, "float16")
+    call = bench.timed_call(impl, workload, workload.inputs())
+    timer, ours, theirs = timing.GpuTimer(), [], []
+    for _ in range(3):  # in turn, because the clock drifts
+        ours += [timer.time(call) for _ in range(timer.warm_up(call))]
+        theirs += do_bench(call, return_mode="all")
+    assert timer.launch_hidden
+    assert statistics.median(ours) >= 1e-4
+    print(f"{impl} S={seq_len}: {1e3 * statistics.median(ours):.4f} ms, do_bench {statistics.median(theirs):.4f} ms")
+    assert statistics.median(ours) == pytest.approx(1e-3 * statistics.median(theirs), rel=0.03)
+
+
+# --- footprint
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_footprint_on_a_gpu_is_the_peak_over_what_was_allocated():
+    given = torch.ones(256, 1024, device="cuda")  # 1 MiB
+    assert footprint(lambda: (given + 1) + 1) == {"peak_extra_mib": 2.0}
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="counted by PyTorch's allocator there")
+def test_footprint_counts_live_memory_and_what_computes():
+    given = torch.ones(256, 1024)  # 1 MiB each, here and below
+
+    def call():
+        first = given.t().contiguous()
+        second = torch.empty_like(first).copy_(first)
+        del first
+        return second.view(-1)[:10] + torch.add(second, 1, out=torch.empty_like(second)).view(-1)[:10]
+
+    result = footprint(call)
+    assert result["peak_extra_mib"] == pytest.approx(2, abs=1e-3)
+    assert result["kernel_launches"] == 4  # clone, copy_, two additions
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="kernels are counted with the interpreter only")
+def test_footprint_counts_a_triton_launch_as_one():
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def double(x_ptr, y_ptr, N: tl.constexpr):
+        offsets = tl.program_id(0) * N + tl.arange(0, N)
+        tl.store(y_ptr + offsets, 2 * tl.load(x_ptr + offsets))
+
+    x, results = torch.arange(1024.0), []
+
+    def call():
+        results.append(torch.empty_like(x))
+        double[(8,)](x, results[0], 128)
+
+    assert footprint(call) == {"peak_extra_mib": 4 / 1024, "kernel_launches": 1}
+    assert torch.equal(results[0], 2 * x)
+
+
+# --- tables
+
+GPU = {
+    "gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "commit": "abc", "date": "2026-01-02",
+    "matmul_tflops": {"float16": 800.0},
+}  # fmt: skip
+
+
+def record(impl, ms=None, seq_len=512, **changes):
+    result = {
+        "impl": impl, "pass": "fwd", "batch": 32, "heads": 16, "seq_len": seq_len, "head_dim": 128, "causal": False,
+        "dtype": "float16",
+    }  # fmt: skip
+    if ms is not None:
+        result |= {
+            "flops": 4e9, "ms": ms, "iqr_ms": 0.01, "tflops": 400.0 / ms, "launch_hidden": True, "peak_extra_mib": 64.0,
+        }  # fmt: skip
+    return result | changes
+
+
+def cells(table, impl):
+    """The rows of an implementation, each the list of its cells."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")]
+    return [row for row in rows if row[2] == impl]
+
+
+def test_table_compares_with_the_stage_before_v0_cudnn_and_matmul():
+    records = [record("v0_a", 8.0), record("v1_b", 4.0), record("v2_c", 1.0), record("sdpa-cudnn", 0.8)]
+    table = speed_table(records, GPU)
+    assert cells(table, "v2_c") == [
+        ["", "", "v2_c", "1.000", "0.0100", "400.0", "4.00", "8.00", "80", "50", "64.0"],
+    ]  # fmt: skip
+    assert cells(table, "v0_a")[0][6:9] == ["-", "1.00", "10"]
+    assert cells(table, "sdpa-cudnn")[0][6:9] == ["-", "10.00", "100"]
+    for fact in GPU["gpu"], "torch 2.11.0", "triton 3.6.0", "commit abc", "2026-01-02", "matmul float16 800 TFLOP/s":
+        assert fact in table
+
+
+def test_table_shows_a_dash_for_what_was_not_measured():
+    table = speed_table([record("v3_d", 1.0), record("v1_b", 2.0)], GPU | {"matmul_tflops": {"bfloat16": 700.0}})
+    assert cells(table, "v3_d")[0][6:10] == ["-", "-", "-", "-"]
+
+
+def test_table_is_in_stage_order_whatever_the_order_of_the_records_and_the_speed():
+    records = [record(impl, ms) for impl, ms in (("v10_k", 1.0), ("v2_c", 0.5), ("v0_a", 9.0), ("sdpa-flash", 3.0))]
+    lines = speed_table(records, GPU).splitlines()
+    found = [line.split("|")[3].strip() for line in lines if line.startswith("|") and "_" in line or "sdpa" in line]
+    assert found == ["sdpa-flash", "v0_a", "v2_c", "v10_k"]
+
+
+def test_table_keeps_failures_as_rows_and_compares_nothing_with_them():
+    records = [record("v1_b", 2.0), record("v2_c", failure="WRONG", note="out: error 1 > 0.1"), record("v3_d", 1.0)]
+    table = speed_table([*records, record("v0_a", failure="OOM")], GPU)
+    assert cells(table, "v0_a")[0][3:] == ["OOM"] + ["-"] * 7
+    assert cells(table, "v2_c")[0][3:] == ["WRONG"] + ["-"] * 7
+    assert cells(table, "v3_d")[0][6:8] == ["-", "-"]
+    assert "v2_c at S=512: out: error 1 > 0.1" in table
+
+
+def test_table_sorts_lengths_as_numbers_and_splits_by_pass_dimension_mask_and_dtype():
+    records = [record("v0_a", 1.0, seq_len) for seq_len in (16384, 512, 2048)]
+    records += [record("v0_a", 1.0, **change) for change in ({"pass": "bwd"}, {"causal": True}, {"dtype": "float32"})]
+    table = speed_table(records, GPU)
+    assert [row[0] for row in cells(table, "v0_a")] == ["512", "2048", "16384", "512", "512", "512"]
+    titles = [line for line in table.splitlines() if ", D=" in line]
+    assert titles == [
+        "forward, D=128, full, float16",
+        "forward, D=128, full, float32",
+        "forward, D=128, causal, float16",
+        "backward, D=128, full, float16",
+    ]
+
+
+def test_table_marks_times_with_the_launch_in_them():
+    table = speed_table([record("v0_a", 1.0, launch_hidden=False)], GPU)
+    assert cells(table, "v0_a")[0][3] == "1.000*"
+    assert "launch could not be hidden" in table
+    assert "*" not in speed_table([record("v0_a", 1.0)], GPU)
+
+
+def test_table_without_a_gpu_shows_counts_and_no_times():
+    records = [record("v0_a", 1234.5, launch_hidden=None, kernel_launches=17), record("v1_b", failure="OOM")]
+    table = speed_table(records, GPU | {"gpu": None, "matmul_tflops": {}})
+    assert cells(table, "v0_a") == [["512", "32 × 16", "v0_a", "4,000.00", "64.000", "17"]]
+    assert cells(table, "v1_b")[0][3:] == ["OOM", "-", "-"]
+    assert "ms" not in table and "1,234" not in table
+
+
+# --- command line
+
+
+def test_options_take_lists_repeated_flags_and_short_names():
+    options = bench.parse_options(["--stage", "v1,v0", "--stage=v1_online_softmax", "--seq-len=64, 128", "--causal", "yes"])
+    assert options.stage == ["v1_online_softmax", "v0_naive"]
+    assert options.seq_len == [64, 128]
+    assert options.causal == [True]
+    assert options.pass_ == ["fwd", "bwd"]
+    assert {workload.causal for _, workload in bench.cases(options)} == {True}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--stage", "v0,v999"], "'v999'"),
+        (["--pass", "forward"], "'forward' is not one of fwd, bwd, fwd+bwd"),
+        (["--head-dim", "48"], "'48' is not one of 16, 32, 64, 128, 256"),
+        (["--seq-len", "0"], "'0' is not a whole number of at least 1"),
+        (["--seq-len", "4k"], "'4k'"),
+        (["--causal", "maybe"], "'maybe' is not one of no, yes"),
+        (["--dtype", "float64"], "'float64' is not one of float16, bfloat16, float32"),
+        (["--batch", ""], "''"),
+        (["--json", "no/such/directory/run.json"], "no/such/directory"),
+    ],
+)
+def test_options_name_the_bad_value_and_what_is_allowed(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        bench.parse_options(arguments)
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error and arguments[0] in error
+
+
+def test_one_stage_brings_its_predecessor_and_v0():
+    names = stages.names()
+    assert bench.chosen_stages(names[:1]) == names[:1]
+    assert bench.chosen_stages([names[-1]]) == [name for name in names if name in (names[0], names[-2], names[-1])]
+    assert bench.chosen_stages([names[1], names[0]]) == names[:2]
+    assert bench.chosen_stages(names) == names
+
+
+def test_cases_follow_the_papers_or_the_command_line():
+    options = bench.parse_options(["--stage=v0", "--pass=fwd", "--seq-len=512", "--head-dim=64", "--causal=no"])
+    impls, found = zip(*bench.cases(options), strict=True)
+    assert impls == (*bench.BASELINES, stages.names()[0])
+    shape = (32, 32) if DEVICE == "cuda" else (1, 2)
+    assert set(found) == {Workload("fwd", *shape, 512, 64, False, "float16")}
+    options = bench.parse_options(["--batch=4", "--heads=8", "--seq-len=64"])
+    assert {(w.batch, w.heads) for _, w in bench.cases(options)} == {(4, 8)}
+
+
+# --- the whole
+
+
+def run_bench(directory, *arguments, prepare=""):
+    """Run bench.py in a process of its own, after `prepare`, Python that changes it first."""
+    source = f"import sys, torch, bench\n{prepare}\nsys.exit(bench.main(sys.argv[1:]))"
+    small = ["--seq-len=32", "--head-dim=16", "--causal=yes", "--batch=1", "--heads=2", "--json=run.json"]
+    return subprocess.run(
+        [sys.executable, "-c", source, *small, *arguments],
+        cwd=directory, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+
+
+def test_run_prints_the_table_and_saves_the_records(tmp_path):
+    done = subprocess.run(
+        [sys.executable, ROOT / "bench.py", "--stage=v0", "--seq-len=32", "--head-dim=16", "--causal=yes", "--batch=1",
+         "--heads=2", "--pass=fwd,bwd,fwd+bwd", "--json", "run.json"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = json.loads((tmp_path / "run.json").read_text())
+    saved = list(tmp_path.glob(".benchmarks/*/*.json"))
+    assert len(saved) == 1
+    impls = [*bench.BASELINES, "v0_naive"]
+    records = [entry["extra_info"] for entry in run["benchmarks"]]
+    assert [(r["pass"], r["impl"]) for r in records] == [(p, impl) for p in ("fwd", "bwd", "fwd+bwd") for impl in impls]
+    for entry, extra in zip(run["benchmarks"], records, strict=True):
+        assert entry["name"] == extra["impl"]
+        assert entry["group"] == f"{extra['pass']} B=1 H=2 S=32 D=16 causal float16"
+        expected = {"batch": 1, "heads": 2, "seq_len": 32, "head_dim": 16, "causal": True, "dtype": "float16"}
+        assert {key: extra[key] for key in expected} == expected
+        assert extra["ms"] == pytest.approx(1e3 * entry["stats"]["median"])
+        assert extra["tflops"] == pytest.approx(extra["flops"] / extra["ms"] / 1e9)
+        assert extra["peak_extra_mib"] > 0
+        assert ("kernel_launches" in extra) == (DEVICE == "cpu")
+    assert len({entry["fullname"] for entry in run["benchmarks"]}) == len(records)
+    machine = run["machine_info"]
+    assert machine["torch"] == torch.__version__ and machine["triton"] and machine["commit"]
+    assert (machine["gpu"] is None) == (DEVICE == "cpu")
+    assert set(machine["matmul_tflops"]) == ({"float16"} if DEVICE == "cuda" else set())
+    assert speed_table(records, machine) in done.stdout
+    assert f"[{len(records)}/{len(records)}]" in done.stderr
+    if DEVICE == "cpu":
+        before, after = done.stdout.split(speed_table(records, machine))
+        assert "times mean nothing" in before and "times mean nothing" in after
+
+
+def test_wrong_result_is_reported_not_timed_and_fails_the_run(tmp_path):
+    wrong = "bench.BASELINES['wrong'] = lambda q, k, v, *, causal: 1.01 * bench._attention('v0')(q, k, v, causal=causal)"
+    done = run_bench(tmp_path, "--stage=v0", "--pass=fwd,bwd", prepare=wrong)
+    assert done.returncode == 1
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert "wrong" not in [entry["name"] for entry in run["benchmarks"]]
+    assert [(r["impl"], r["pass"], r["failure"]) for r in run["failures"]] == [("wrong", p, "WRONG") for p in ("fwd", "bwd")]
+    assert " > " in run["failures"][0]["note"]  # the error and its bound
+    assert "WRONG" in done.stdout
+
+
+def test_nan_is_wrong(tmp_path):
+    prepare = "bench.BASELINES['nan'] = lambda q, k, v, *, causal: q * float('nan')"
+    done = run_bench(tmp_path, "--stage=v0", "--pass=fwd", prepare=prepare)
+    assert done.returncode == 1
+    assert [r["failure"] for r in json.loads((tmp_path / "run.json").read_text())["failures"]] == ["WRONG"]
+
+
+def test_out_of_memory_is_a_row_and_the_next_case_runs(tmp_path):
+    prepare = """
+def too_large(q, k, v, *, causal):
+    raise torch.OutOfMemoryError("pretended")
+bench.BASELINES["large"] = too_large
+"""
+    done = run_bench(tmp_path, "--stage=v0", "--pass=fwd", prepare=prepare)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert [(r["impl"], r["failure"]) for r in run["failures"]] == [("large", "OOM")]
+    assert run["benchmarks"][-1]["name"] == "v0_naive"
+    assert cells(done.stdout, "large")[0][3] == "OOM"
+
+
+def test_failure_of_a_case_shows_its_traceback_and_fails_the_run(tmp_path):
+    prepare = "bench.BASELINES['broken'] = lambda q, k, v, *, causal: q.no_such_method()"
+    done = run_bench(tmp_path, "--stage=v0", "--pass=fwd", prepare=prepare)
+    assert done.returncode == 1
+    assert "no_such_method" in done.stdout
+    assert cells(done.stdout, "broken")[0][3] == "ERROR"
+    assert cells(done.stdout, "v0_naive")

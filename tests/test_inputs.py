@@ -1,0 +1,89 @@
+"""Bad input is refused, with a message that says what is wrong with which argument, before any kernel runs."""
+
+import math
+
+import pytest
+import torch
+from cases import make_inputs
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from common.runtime import DEVICE
+
+ELSEWHERE = "cpu" if DEVICE == "cuda" else "meta"  # a device on which no kernel runs
+GOOD = dict(zip("qkv", make_inputs(5, 7, 16), strict=False))
+
+
+def each(change):
+    """All three tensors, changed alike."""
+    return {name: change(tensor) for name, tensor in GOOD.items()}
+
+
+BAD = {
+    "q is no tensor": ({"q": [1.0]}, TypeError, "q must be a torch.Tensor, got list"),
+    "k is None": ({"k": None}, TypeError, "k must be a torch.Tensor, got NoneType"),
+    "q without a batch": ({"q": GOOD["q"][0]}, ValueError, "q must have 4 dimensions .* got 3"),
+    "k with a fifth dimension": ({"k": GOOD["k"][None]}, ValueError, "k must have 4 dimensions .* got 5"),
+    "v without a batch": ({"v": GOOD["v"][0]}, ValueError, "v must have 4 dimensions .* got 3"),
+    "float64": (each(torch.Tensor.double), TypeError, "q must be float16, bfloat16 or float32, got torch.float64"),
+    "integers": (each(torch.Tensor.int), TypeError, "q must be float16, bfloat16 or float32, got torch.int32"),
+    "k of another dtype": ({"k": GOOD["k"].float()}, TypeError, "k must have the dtype of q, torch.float16, got torch.float32"),
+    "v of another dtype": ({"v": GOOD["v"].bfloat16()}, TypeError, "v must have the dtype of q, .* got torch.bfloat16"),
+    "k on another device": ({"k": GOOD["k"].to(ELSEWHERE)}, ValueError, f"k must be on the device of q.* got {ELSEWHERE}"),
+    "v on another device": ({"v": GOOD["v"].to(ELSEWHERE)}, ValueError, f"v must be on the device of q.* got {ELSEWHERE}"),
+    "no kernel runs there": (each(lambda t: t.to(ELSEWHERE)), ValueError, f"q must be on a {DEVICE} device.* got {ELSEWHERE}"),
+    "no queries": ({"q": GOOD["q"][:, :, :0]}, ValueError, r"q must not have a dimension of 0, got \(2, 3, 0, 16\)"),
+    "no keys": ({"k": GOOD["k"][:, :, :0], "v": GOOD["v"][:, :, :0]}, ValueError, "k must not have a dimension of 0"),
+    "no batch": (each(lambda t: t[:0]), ValueError, "q must not have a dimension of 0"),
+    "head dimension of 8": (each(lambda t: t[..., :8]), ValueError, r"head_dim must be one of \(16, 32, .*\), got 8"),
+    "head dimension of 48": (each(lambda t: t.repeat(1, 1, 1, 3)), ValueError, "head_dim must be one of .* got 48"),
+    "k of another batch": ({"k": GOOD["k"][:1]}, ValueError, r"k must be .* k \(1, 3, 7, 16\)"),
+    "fewer heads in k": ({"k": GOOD["k"][:, :1]}, ValueError, r"k must be .* k \(2, 1, 7, 16\) \(expand"),
+    "k of another head dimension": ({"k": GOOD["k"].repeat(1, 1, 1, 2)}, ValueError, r"k must be .* k \(2, 3, 7, 32\)"),
+    "v shorter than k": ({"v": GOOD["v"][:, :, 1:]}, ValueError, r"v must have the shape of k, .* got \(2, 3, 6, 16\)"),
+    "v of another head dimension": ({"v": GOOD["v"].repeat(1, 1, 1, 2)}, ValueError, "v must have the shape of k"),
+    "causal is a number": ({"causal": 1}, TypeError, "causal must be a bool, got int"),
+    "causal is None": ({"causal": None}, TypeError, "causal must be a bool, got NoneType"),
+    "scale is text": ({"scale": "0.1"}, TypeError, "scale must be a number or None, got str"),
+    "scale is a bool": ({"scale": True}, TypeError, "scale must be a number or None, got bool"),
+    "scale is a tensor": ({"scale": torch.ones(())}, TypeError, "scale must be a number or None, got Tensor"),
+    "scale is NaN": ({"scale": math.nan}, ValueError, "scale must be finite, got nan"),
+    "scale is infinite": ({"scale": -math.inf}, ValueError, "scale must be finite, got -inf"),
+}
+
+
+class Calls(TorchDispatchMode):
+    """Counts the calls of the stages' operators, in which all kernels run."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.namespace == "kernel_evolution"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("changes, error, message", BAD.values(), ids=BAD.keys())
+def test_bad_input_is_refused_before_a_kernel_runs(stage, changes, error, message):
+    with Calls() as calls, pytest.raises(error, match=message):
+        stage.attention(**GOOD | changes)
+    assert calls.count == 0
+
+
+def test_good_input_runs_a_kernel(stage):
+    with Calls() as calls:
+        stage.attention(**GOOD)
+    assert calls.count == 1
+
+
+def test_options_go_by_name(stage):
+    """A fourth positional argument is attn_mask in PyTorch's SDPA: taken for `causal` here it would pass unnoticed."""
+    with pytest.raises(TypeError, match="positional"):
+        stage.attention(*GOOD.values(), True)
+
+
+@pytest.mark.parametrize("scale", [1, 0, -2.5])
+def test_scale_may_be_any_number(stage, scale):
+    assert torch.equal(stage.attention(**GOOD, scale=scale), stage.attention(**GOOD, scale=float(scale)))
+
+
+def test_scale_of_none_is_that_of_sdpa(stage):
+    assert torch.equal(stage.attention(**GOOD), stage.attention(**GOOD, scale=16**-0.5))

@@ -1,0 +1,162 @@
+"""What a kernel may touch: no read outside its inputs, no write outside its outputs, no output left unwritten, no race."""
+
+import numpy
+import pytest
+import torch
+import triton
+import triton.language as tl
+from cases import assert_same_bits, by_functions, check, make_inputs
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime import interpreter
+
+from common.operator import DTYPES
+from common.runtime import DEVICE, INTERPRETED
+
+MARGIN = 1 << 18  # bytes: more than any tile
+
+
+class PoisonedMemory(TorchDispatchMode):
+    """Inside, every new tensor lies between two margins of NaN, and an uninitialised one starts as NaN itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.buffers = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        fresh = all(value.alias_info is None for value in func._schema.returns)
+        if not (fresh and isinstance(result, torch.Tensor) and result.is_floating_point() and result.numel()):
+            return result
+        span = result.untyped_storage().nbytes()
+        buffer = torch.full((MARGIN + span + MARGIN,), 0xFF, dtype=torch.uint8, device=result.device)  # all ones: NaN
+        self.buffers.append((str(func), buffer, span))
+        inside = buffer[MARGIN : MARGIN + span].view(result.dtype)
+        inside = inside.as_strided(result.shape, result.stride(), inside.storage_offset() + result.storage_offset())
+        return inside if "empty" in str(func) else inside.copy_(result)
+
+    def check(self):
+        """Assert that no margin has been written to."""
+        for name, buffer, span in self.buffers:
+            assert (buffer[:MARGIN] == 0xFF).all(), f"write before the start of what {name} returned"
+            assert (buffer[MARGIN + span :] == 0xFF).all(), f"write past the end of what {name} returned"
+
+
+def refuse_to_load_nan(monkeypatch):
+    """Make the interpreter raise where a kernel loads NaN: memory outside an input, or not written yet.
+
+    On a GPU such a load may end the process, even if the kernel goes on to ignore what it got.
+    """
+    load = interpreter.InterpreterBuilder.create_masked_load
+
+    def checked_load(builder, pointers, mask, *args, **kwargs):
+        loaded = load(builder, pointers, mask, *args, **kwargs)
+        values = torch.from_numpy(loaded.data[numpy.asarray(mask.data)])
+        if loaded.dtype.scalar == tl.bfloat16:  # the interpreter keeps these as uint16
+            values = values.view(torch.bfloat16)
+        assert not values.isnan().any(), "a kernel loads NaN: what is outside its inputs, or not written"
+        return loaded
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_load", checked_load)
+
+
+def surrounded(tensor):
+    """`tensor` with NaN before and after every row, every head and the whole; strides and base stay multiples of 16 bytes."""
+    batch, heads, seq, head_dim = tensor.shape
+    buffer = tensor.new_full((batch, heads, seq + 256, head_dim + 16), float("nan"))
+    return buffer[:, :, 128:-128, 8:-8].copy_(tensor)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "seq_q, seq_k, head_dim, dtype",
+    [(1, 1, 16, torch.float16), (113, 203, 32, torch.bfloat16), (203, 113, 16, torch.float32), (130, 70, 64, torch.float16)],
+)
+def test_nothing_outside_is_read_or_written(stage, seq_q, seq_k, head_dim, dtype, causal, monkeypatch):
+    if INTERPRETED:
+        refuse_to_load_nan(monkeypatch)
+    inputs = tuple(map(surrounded, make_inputs(seq_q, seq_k, head_dim, dtype, batch=1, heads=2)))
+    before = [tensor.clone() for tensor in inputs]
+
+    def run(*args, **options):
+        with PoisonedMemory() as memory:
+            results = by_functions(*args, **options)
+        memory.check()
+        return results
+
+    check(stage, *inputs, causal=causal, run=run)
+    for tensor, copy in zip(inputs, before, strict=True):
+        assert torch.equal(tensor, copy), "an input was written to"
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the order of programs can be chosen in the interpreter only")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_programs_in_reverse_order_give_the_same_bits(stage, dtype, monkeypatch):
+    """Two programs that write the same place are a race on a GPU; one after the other, the later one covers it up.
+
+    So does the last tile of a head whose store runs into the next head: the next program puts that right.
+    """
+    inputs = make_inputs(150, 170, 16, dtype, batch=1, heads=2)
+    forwards = by_functions(stage, *inputs, causal=True, scale=0.25)
+    reverse_programs(monkeypatch)
+    assert_same_bits(forwards, by_functions(stage, *inputs, causal=True, scale=0.25))
+
+
+def reverse_programs(monkeypatch):
+    """Make the interpreter run the programs of a grid from the last to the first."""
+    builder = interpreter.interpreter_builder
+    set_index = builder.set_grid_idx
+
+    def reversed_index(*index):
+        set_index(*(size - 1 - i for size, i in zip(builder.grid_dim, index, strict=True)))
+
+    monkeypatch.setattr(builder, "set_grid_idx", reversed_index)
+
+
+# The checks above are only worth something if they fail: kernels that do what must not be done.
+
+
+@triton.jit
+def _copy_kernel(x_ptr, y_ptr, size, extra_read, extra_write, BLOCK: tl.constexpr):
+    """Copy rows of `size` elements, a program a row; reads and writes `extra` elements past the end of the row."""
+    offs = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + tl.program_id(0) * size + offs, mask=offs < size + extra_read, other=0.0)
+    total = tl.sum(x, 0)
+    tl.store(y_ptr + tl.program_id(0) * size + offs, x + 0 * total, mask=offs < size + extra_write)
+
+
+def copy_rows(x, extra_read=0, extra_write=0):
+    y = torch.empty_like(x)
+    _copy_kernel[(x.shape[0],)](x, y, x.shape[1], extra_read, extra_write, BLOCK=128)
+    return y
+
+
+@pytest.mark.parametrize("extra_read, extra_write", [(0, 0), (0, 1), (0, -1), (1, 0)])
+def test_poisoned_memory_shows_what_is_wrong(extra_read, extra_write):
+    with PoisonedMemory() as memory:
+        x = torch.ones(3, 100, device=DEVICE)
+        y = copy_rows(x, extra_read, extra_write)
+    if extra_write == 1:
+        with pytest.raises(AssertionError, match="write past the end"):
+            memory.check()
+    else:
+        memory.check()
+    assert y.isnan().any().item() == (extra_read == 1 or extra_write == -1)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the order of programs can be chosen in the interpreter only")
+def test_reverse_order_shows_a_store_into_the_next_row(monkeypatch):
+    x = torch.arange(300.0, device=DEVICE).view(3, 100)
+    with PoisonedMemory():  # for its margins: the last row's store has no next row to run into
+        assert torch.equal(copy_rows(x, extra_write=5), x)
+        reverse_programs(monkeypatch)
+        assert not torch.equal(copy_rows(x, extra_write=5), x)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="loads can be watched in the interpreter only")
+def test_refused_load_shows_a_read_past_the_end(monkeypatch):
+    refuse_to_load_nan(monkeypatch)
+    with PoisonedMemory():
+        x = torch.ones(3, 100, device=DEVICE)
+        copy_rows(x)
+        with pytest.raises(interpreter.InterpreterError, match="loads NaN"):
+            copy_rows(x, extra_read=1)

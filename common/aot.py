@@ -85,7 +85,7 @@ class _OutputByThread(io.TextIOBase):
         return self._texts.pop(threading.get_ident(), "")
 
 
-def _first_that_survives(prune_configs):
+def first_that_survives(prune_configs):
     """An autotuner's `prune_configs` that offers one configuration at a time and takes the first that is not pruned."""
 
     def prune(autotuner, kwargs):
@@ -145,7 +145,7 @@ def _compile_case(sender, case, all_configs):
     triton.knobs.compilation.always_compile = True  # a kernel from the cache comes without ptxas' log
     triton.knobs.nvidia.dump_ptxas_log = True  # to stdout, by the thread that compiles
     if not all_configs:
-        Autotuner.prune_configs = _first_that_survives(Autotuner.prune_configs)
+        Autotuner.prune_configs = first_that_survives(Autotuner.prune_configs)
 
     shape = BATCH, HEADS, SEQ_LEN, case["head_dim"]
     q, k, v, out, grad_out = (torch.empty(shape, dtype=getattr(torch, case["dtype"]), device="meta") for _ in range(5))

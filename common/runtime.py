@@ -4,6 +4,7 @@ Importing this module decides. Without a GPU it switches the interpreter on, so 
 `TRITON_INTERPRET=1` (or `0`) in the environment wins.
 """
 
+import functools
 import math
 import os
 import sys
@@ -71,12 +72,14 @@ def repair_bfloat16(builder=InterpreterBuilder):
     builder.create_dot, builder.binary_op, builder.cast_impl = create_dot, repaired_binary_op, cast_impl
 
 
+@functools.cache  # the driver takes most of a millisecond to answer
+def _shared_memory_of(device: int) -> int:
+    return triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
+
+
 def shared_memory_limit() -> float:
     """Bytes of shared memory that one program can have on the current device; the interpreter has no limit."""
-    if INTERPRETED:
-        return math.inf
-    driver = triton.runtime.driver.active
-    return driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"]
+    return math.inf if INTERPRETED else _shared_memory_of(triton.runtime.driver.active.get_current_device())
 
 
 if INTERPRETED:

@@ -8,7 +8,8 @@ import torch
 
 SHORTEST_SPIN_S = 200e-6  # hides the launch of a few kernels
 LONGEST_SPIN_S = 20e-3
-WARM_UP_S = 25e-3  # until the clock of the GPU has settled
+WARM_UP_S = 50e-3  # until the clock of the GPU has settled
+LOAD_S, MOST_LOAD_CALLS = 2e-3, 20  # the call is repeated, unmeasured, for so long before a round, or so often
 CASE_S = 0.3  # GPU time spent on the rounds of a case …
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 200  # … within these
 SLOW_S = 0.5  # a call that takes longer than this …
@@ -19,10 +20,14 @@ MATMUL_SIZE = 8192
 class GpuTimer:
     """A timer for pytest-benchmark, which calls it before and after each round and subtracts the two readings.
 
-    The first reading of a round empties the L2 cache by writing twice its size, keeps the GPU busy with a spin, records the
-    start event behind that, and is 0.0. The caller then queues its kernels while the GPU still spins, so that they run back
-    to back. The second reading records the end event, waits for it, and is the time between the two events in seconds.
-    Readings start again from 0 in each round because an event's milliseconds are float32: sums of them would lose digits.
+    The first reading of a round runs the call a few times unmeasured, empties the L2 cache by writing twice its size, keeps
+    the GPU busy with a spin, records the start event behind that, and is 0.0. The caller then queues its kernels while the
+    GPU still spins, so that they run back to back. The second reading records the end event, waits for it, and is the time
+    between the two events in seconds. Readings start again from 0 in each round because an event's milliseconds are float32:
+    sums of them would lose digits.
+
+    The unmeasured calls put the GPU under the load of a program that does nothing else: after an idle stretch its clock is
+    higher, by up to a tenth for the kernels that draw most power.
 
     Where the GPU is past the start event before the second reading begins, the spin was too short to hide the launch: that
     round counts as exposed, and later ones spin twice as long. A call whose host part is longer than `LONGEST_SPIN_S`, or
@@ -42,12 +47,15 @@ class GpuTimer:
     def _restart(self):
         """Forget an unfinished round (a call that raised left it) and what earlier cases needed."""
         self._in_round = False
+        self._load = []
         self._spin_s = SHORTEST_SPIN_S
         self._rounds = self._exposed_rounds = 0
 
     def __call__(self) -> float:
         if not self._in_round:
             self._in_round = True
+            for call in self._load:
+                call()
             self._cache_filler.zero_()
             torch.cuda._sleep(int(self._spin_s * self._cycles_per_s))
             self._start.record()
@@ -81,6 +89,7 @@ class GpuTimer:
         while True:
             exposed_before, spin_before = self._exposed_rounds, self._spin_s
             times.append(self.time(call))
+            self._load = [call] * min(int(LOAD_S / times[-1]), MOST_LOAD_CALLS)
             hidden = self._exposed_rounds == exposed_before or spin_before == LONGEST_SPIN_S
             if times[-1] > SLOW_S or (len(times) >= 3 and hidden and time.perf_counter() > deadline):
                 break
@@ -88,7 +97,7 @@ class GpuTimer:
         seconds = statistics.median(times)
         if seconds > SLOW_S:
             return SLOW_ROUNDS
-        return max(FEWEST_ROUNDS, min(int(CASE_S / seconds), MOST_ROUNDS))
+        return max(FEWEST_ROUNDS, min(int(CASE_S / seconds / (1 + len(self._load))), MOST_ROUNDS))
 
 
 def matmul_tflops(timer: GpuTimer, dtype: torch.dtype) -> float:

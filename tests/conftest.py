@@ -4,16 +4,15 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch and numpy: on problems this small more threads only wait
 
+import numpy  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from triton.runtime import interpreter  # noqa: E402
+from triton.runtime.autotuner import Autotuner  # noqa: E402
 
 import stages  # noqa: E402
-from common import tuning  # noqa: E402
-
-
-def pytest_collection_modifyitems(items):
-    """First the tests that catch a write out of bounds: in any other it may end the process, and with it the report."""
-    items.sort(key=lambda item: item.path.name != "test_memory.py")
+from common.aot import first_that_survives  # noqa: E402
+from common.runtime import INTERPRETED  # noqa: E402
 
 
 @pytest.fixture(params=stages.names())
@@ -34,10 +33,35 @@ def real_tuning():
 
 @pytest.fixture(autouse=True)
 def _quick_tuning(request, monkeypatch):
-    """On a GPU too, the autotuner takes its first sensible configuration: the tests make hundreds of problems to tune for.
+    """On a GPU the autotuner takes the first configuration that fits: the tests make hundreds of problems to tune for.
 
     That every configuration is right, the tests of the autotuner show one by one.
     """
     if "real_tuning" not in request.fixturenames:
-        monkeypatch.setattr(tuning, "INTERPRETED", True)
-        monkeypatch.setattr("triton.runtime.autotuner.Autotuner._bench", lambda self, *args, **kwargs: [0.0, 0.0, 0.0])
+        monkeypatch.setattr(Autotuner, "prune_configs", first_that_survives(Autotuner.prune_configs))
+        monkeypatch.setattr(Autotuner, "_bench", lambda self, *args, **kwargs: [0.0, 0.0, 0.0])
+
+
+@pytest.fixture(autouse=True)
+def _refuse_to_write_outside(monkeypatch):
+    """In the interpreter, a store outside every argument of a kernel raises, instead of ending the process some time later."""
+    if not INTERPRETED:
+        return
+    prepare, store = interpreter.GridExecutor._init_args_hst, interpreter.InterpreterBuilder.create_masked_store
+    allowed = []  # address ranges of the kernel that runs
+
+    def remember_arguments(executor, args, kwargs):
+        on_host = prepare(executor, args, kwargs)
+        tensors = [getattr(value, "base", value) for value in (*on_host[0], *on_host[1].values())]  # or a descriptor's
+        storages = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, torch.Tensor)]
+        allowed[:] = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
+        return on_host
+
+    def checked_store(builder, pointers, value, mask, *args, **kwargs):
+        addresses = pointers.data[numpy.asarray(mask.data)]
+        inside = [(addresses >= first) & (addresses + value.data.itemsize <= end) for first, end in allowed]
+        assert numpy.logical_or.reduce(inside).all(), "a kernel writes outside all of its arguments"
+        return store(builder, pointers, value, mask, *args, **kwargs)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "_init_args_hst", remember_arguments)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_store", checked_store)

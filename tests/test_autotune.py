@@ -47,6 +47,8 @@ def check_both(name, inputs):
 @functools.cache
 def timed(name, head_dim, dtype):
     """The configurations, by kernel, that are left to be timed for this problem; this also compiles them, in parallel."""
+    for tuner in tuners(name).values():
+        tuner.cache.clear()  # of what tests without real tuning have left
     check_both(name, make_inputs(*LENGTHS, head_dim, dtype, batch=1, heads=1))
     return {kernel: set(tuner.configs_timings) for kernel, tuner in tuners(name).items()}
 

@@ -160,3 +160,11 @@ def test_refused_load_shows_a_read_past_the_end(monkeypatch):
         copy_rows(x)
         with pytest.raises(interpreter.InterpreterError, match="loads NaN"):
             copy_rows(x, extra_read=1)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="stores can be watched in the interpreter only")
+def test_store_outside_all_arguments_is_refused():
+    x = torch.ones(3, 100, device=DEVICE)
+    copy_rows(x, extra_write=0)
+    with pytest.raises(interpreter.InterpreterError, match="writes outside"):
+        copy_rows(x, extra_write=1)

@@ -1,10 +1,13 @@
 """Host-side tensor descriptors: what the copy engine (TMA, Hopper and newer) needs to know of a tensor."""
 
+import threading
+
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 ALIGNMENT = 16  # bytes: of the base address and of every stride but the last
+_thread = threading.local()
 
 
 def addressable(tensor: Tensor) -> Tensor:
@@ -24,6 +27,11 @@ def describe(tensor: Tensor, block_rows: int = 1) -> TensorDescriptor:
     The sequence is a dimension of its own, so that the hardware clips at its end: past it a load gives zeros, and a store does
     nothing.
     """
+    if tensor.is_cuda and not hasattr(_thread, "has_context"):
+        # A new thread, such as autograd's, has no CUDA context until a call of the runtime gives it one; the driver's call that
+        # encodes a descriptor fails without.
+        torch.cuda.Event().record()
+        _thread.has_context = True
     # The stride of a dimension of size 1 is never used, and may be anything: give it one that is aligned.
     head_dim = tensor.shape[-1]
     strides = [stride if size > 1 else head_dim for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]

@@ -58,12 +58,9 @@ def contiguous_rows(tensor: Tensor) -> Tensor:
 @contextlib.contextmanager
 def _plain(q: Tensor):
     """Launch on q's device, and multiply in q's dtype even where autocast is on around the call."""
-    with torch.cuda.device_of(q), torch.autocast(q.device.type, enabled=False):
+    autocast = torch.is_autocast_enabled(q.device.type)  # most often not, and switching it costs more than asking
+    with torch.cuda.device_of(q), torch.autocast(q.device.type, enabled=False) if autocast else contextlib.nullcontext():
         yield
-
-
-def _empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def make_attention(name: str, forward: Callable, backward: Callable) -> Callable:
@@ -82,7 +79,7 @@ def make_attention(name: str, forward: Callable, backward: Callable) -> Callable
 
     @forward_op.register_fake
     def _(q, k, v, causal, scale):
-        return _empty_results(contiguous_rows(q))
+        return torch.empty_like(contiguous_rows(q)), q.new_empty(q.shape[:3], dtype=torch.float32)
 
     @torch.library.custom_op(f"kernel_evolution::{name}_backward", mutates_args=())
     def backward_op(

@@ -20,14 +20,14 @@ MATMUL_SIZE = 8192
 class GpuTimer:
     """A timer for pytest-benchmark, which calls it before and after each round and subtracts the two readings.
 
-    The first reading of a round runs the call a few times unmeasured, empties the L2 cache by writing twice its size, keeps
-    the GPU busy with a spin, records the start event behind that, and is 0.0. The caller then queues its kernels while the
-    GPU still spins, so that they run back to back. The second reading records the end event, waits for it, and is the time
-    between the two events in seconds. Readings start again from 0 in each round because an event's milliseconds are float32:
-    sums of them would lose digits.
+    The first reading of a round keeps the GPU busy, with a spin and a few unmeasured calls, then empties the L2 cache by
+    writing twice its size, records the start event behind that, and is 0.0. The caller queues its kernels while the GPU is
+    still busy, so that they run back to back. The second reading records the end event, waits for it, and is the time between
+    the two events in seconds. Readings start again from 0 in each round because an event's milliseconds are float32: sums of
+    them would lose digits.
 
-    The unmeasured calls put the GPU under the load of a program that does nothing else: after an idle stretch its clock is
-    higher, by up to a tenth for the kernels that draw most power.
+    The unmeasured calls put the GPU under the load of a program that does nothing else: after an idle stretch, and a spin is
+    one, its clock is higher, by up to a tenth for the kernels that draw most power.
 
     Where the GPU is past the start event before the second reading begins, the spin was too short to hide the launch: that
     round counts as exposed, and later ones spin twice as long. A call whose host part is longer than `LONGEST_SPIN_S`, or
@@ -54,10 +54,10 @@ class GpuTimer:
     def __call__(self) -> float:
         if not self._in_round:
             self._in_round = True
+            torch.cuda._sleep(int(self._spin_s * self._cycles_per_s))
             for call in self._load:
                 call()
             self._cache_filler.zero_()
-            torch.cuda._sleep(int(self._spin_s * self._cycles_per_s))
             self._start.record()
             return 0.0
         exposed = self._start.query()  # first of all, while it still tells whether the launch was hidden

@@ -1,5 +1,6 @@
 """Every stage as a PyTorch operator: compilation, checkpointing, autocast, streams, graphs, devices, huge tensors."""
 
+import concurrent.futures
 import contextlib
 
 import pytest
@@ -155,6 +156,16 @@ def test_a_stream_that_is_not_the_default(stage):
             tensor.copy_(value)
         results = by_operator(stage, *late, causal=True, scale=SCALE)
     torch.cuda.current_stream().wait_stream(stream)
+    assert_same_bits(expected, results)
+
+
+@needs_gpu
+def test_a_thread_that_has_not_used_the_gpu_yet(stage):
+    """A new thread has no CUDA context, and a tensor descriptor cannot be encoded without; autograd's thread was the first."""
+    inputs = make_inputs(130, 200)
+    expected = by_functions(stage, *inputs, causal=True, scale=SCALE)
+    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:
+        results = pool.submit(by_functions, stage, *inputs, causal=True, scale=SCALE).result()
     assert_same_bits(expected, results)
 
 

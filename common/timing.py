@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-SHORTEST_SPIN_S = 200e-6  # hides the launch of a few kernels
+SHORTEST_SPIN_S = 50e-6  # hides the launch of a kernel
 LONGEST_SPIN_S = 20e-3
 WARM_UP_S = 50e-3  # until the clock of the GPU has settled
-LOAD_S, MOST_LOAD_CALLS = 2e-3, 20  # the call is repeated, unmeasured, for so long before a round, or so often
+LOAD_S, MOST_LOAD_CALLS = 5e-3, 20  # the call is repeated, unmeasured, for so long before a round, or so often
 CASE_S = 0.3  # GPU time spent on the rounds of a case …
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 200  # … within these
 SLOW_S = 0.5  # a call that takes longer than this …

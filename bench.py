@@ -229,8 +229,11 @@ def _commit() -> str:
 
 
 @functools.cache
-def _timer() -> Callable:
-    return timing.GpuTimer() if DEVICE == "cuda" else time.perf_counter
+def _gpu_timer() -> timing.GpuTimer:
+    return timing.GpuTimer()
+
+
+TIMER = timing.Replay() if DEVICE == "cuda" else time.perf_counter
 
 
 class Bench:
@@ -260,7 +263,8 @@ class Bench:
             return report.outcome, "", ""  # no letters: the progress lines say it
 
     def pytest_benchmark_update_machine_info(self, machine_info):
-        machine_info.pop("node")  # the name of a machine is nobody's business
+        for name in ("node", "release"):  # which machine it was, its GPU and versions aside, is nobody's business
+            machine_info.pop(name)
         machine_info.update(self.machine)
 
     def pytest_benchmark_update_json(self, output_json):
@@ -301,10 +305,9 @@ class Bench:
         pytest.skip(record["failure"])
 
     def _measured(self, benchmark, impl, workload) -> dict:
-        timer = _timer()
         if DEVICE == "cuda" and workload.dtype not in self.machine["matmul_tflops"]:
             self._progress("matmul ceiling, ")
-            self.machine["matmul_tflops"][workload.dtype] = timing.matmul_tflops(timer, workloads.DTYPES[workload.dtype])
+            self.machine["matmul_tflops"][workload.dtype] = timing.matmul_tflops(_gpu_timer(), workloads.DTYPES[workload.dtype])
         inputs, *_ = _problem(replace(workload, pass_="fwd"))
 
         self._progress("checking, ")
@@ -314,15 +317,20 @@ class Bench:
         costs = footprint(call if DEVICE == "cuda" else plain_call(impl, workload, inputs))
 
         self._progress("timing, ")
-        rounds = timer.warm_up(call) if DEVICE == "cuda" else 1
-        benchmark.pedantic(call, rounds=rounds)
+        if DEVICE == "cuda":
+            times, launch_hidden = _gpu_timer().measure(call)
+            TIMER.load(times)
+            benchmark.pedantic(lambda: None, rounds=len(times))
+        else:
+            launch_hidden = None
+            benchmark.pedantic(call)
         stats = benchmark.stats.stats
         return {
             "flops": workload.flops,
             "ms": stats.median * 1e3,
             "iqr_ms": stats.iqr * 1e3,
             "tflops": workload.flops / stats.median / 1e12,
-            "launch_hidden": timer.launch_hidden if DEVICE == "cuda" else None,
+            "launch_hidden": launch_hidden,
             **costs,
         }
 
@@ -346,7 +354,7 @@ def pytest_generate_tests(metafunc):
             impl,
             *astuple(workload),
             id=f"{workload.label.replace('=', '').replace(' ', '-')}-{impl}",
-            marks=pytest.mark.benchmark(group=workload.label, timer=_timer(), disable_gc=True),
+            marks=pytest.mark.benchmark(group=workload.label, timer=TIMER, disable_gc=True),
         )
         for impl, workload in _bench(metafunc.config).cases
     ]

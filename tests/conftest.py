@@ -15,6 +15,11 @@ from common.aot import first_that_survives  # noqa: E402
 from common.runtime import INTERPRETED  # noqa: E402
 
 
+def pytest_make_parametrize_id(val):
+    """float16 in the name of a test, not dtype0."""
+    return str(val).removeprefix("torch.") if isinstance(val, torch.dtype) else None
+
+
 @pytest.fixture(params=stages.names())
 def stage(request):
     """A stage's module: `attention`, `forward`, `backward`."""

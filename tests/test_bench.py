@@ -5,6 +5,7 @@ import os
 import statistics
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -52,10 +53,11 @@ def test_inputs_are_the_same_each_time_differ_from_each_other_and_are_no_zeros()
 class FakeGpu:
     """Stands in for `torch` in common.timing. Launching is free on its CPU; what is queued runs one after the other."""
 
+    FLUSH_S = 30e-6
+
     def __init__(self):
         self.cpu_s = self.queue_end_s = 0.0
-        self.spins_s = []
-        self.flushes = self.synchronised = 0
+        self.log = []  # what is queued and waited for
         gpu = self
 
         class Event:
@@ -63,49 +65,35 @@ class FakeGpu:
                 assert enable_timing
 
             def record(self):
+                gpu.log.append("event")
                 self.at_s = max(gpu.queue_end_s, gpu.cpu_s)
 
             def query(self):
                 return self.at_s <= gpu.cpu_s
 
             def synchronize(self):
-                gpu.synchronised += 1
+                gpu.log.append("wait")
                 gpu.cpu_s = max(gpu.cpu_s, self.at_s)
 
             def elapsed_time(self, end):
                 return (end.at_s - self.at_s) * 1e3
 
-        class Properties:
-            L2_cache_size = 1000
-
         class cuda:
             @staticmethod
-            def get_device_properties():
-                return Properties
-
-            @staticmethod
             def _sleep(cycles):
-                gpu.spins_s.append(cycles / 2e9)
-                gpu.run(cycles / 2e9)
+                gpu.run(cycles / 2e9, "spin")
 
         cuda.Event = Event
         self.cuda = cuda
         self.uint8 = torch.uint8
-        self.perf_counter = lambda: self.cpu_s
 
     def empty(self, size, dtype, device):
-        assert (size, dtype, device) == (2000, torch.uint8, "cuda")
-        gpu = self
+        assert (size, dtype, device) == (timing.CACHE_BYTES, torch.uint8, "cuda")
+        return types.SimpleNamespace(zero_=lambda: self.run(self.FLUSH_S, "flush"))
 
-        class Buffer:
-            def zero_(self):
-                gpu.flushes += 1
-                gpu.run(30e-6)
-
-        return Buffer()
-
-    def run(self, seconds):
+    def run(self, seconds, name="call"):
         """Queue work that takes the GPU so long."""
+        self.log.append(name)
         self.queue_end_s = max(self.queue_end_s, self.cpu_s) + seconds
 
 
@@ -113,7 +101,6 @@ class FakeGpu:
 def gpu(monkeypatch):
     fake = FakeGpu()
     monkeypatch.setattr(timing, "torch", fake)
-    monkeypatch.setattr(timing, "time", fake)
     return fake
 
 
@@ -125,72 +112,61 @@ def call_taking(gpu, host_s, gpu_s):
     return call
 
 
-def test_timer_starts_from_zero_in_each_round_and_leaves_out_spin_flush_and_launch(gpu):
+def test_rounds_leave_out_flush_and_launch_and_are_queued_without_a_wait(gpu):
     timer = timing.GpuTimer()
-    call = call_taking(gpu, 50e-6, 2e-3)
-    for _ in range(3):
-        waited, flushes = gpu.synchronised, gpu.flushes
-        assert timer() == 0.0
-        assert gpu.flushes == flushes + 1
-        call()
-        assert gpu.synchronised == waited  # nothing waits for the GPU before the kernel is queued
-        assert timer() == pytest.approx(2e-3)
-    assert timer.launch_hidden
+    gpu.log.clear()
+    times, hidden = timer.measure(call_taking(gpu, 50e-6, 2e-3))
+    assert times == pytest.approx([2e-3] * len(times)) and hidden
+    last_rounds = gpu.log[-1 - 4 * len(times) :]
+    assert last_rounds == ["flush", "event", "call", "event"] * len(times) + ["wait"]
 
 
-def test_timer_spins_in_seconds_whatever_the_clock_of_the_gpu(gpu):
+def test_head_start_is_in_seconds_whatever_the_clock_of_the_gpu(gpu):
     timer = timing.GpuTimer()
-    timer.time(lambda: None)
-    assert gpu.spins_s[-1] == pytest.approx(timing.SHORTEST_SPIN_S, rel=1e-3)
+    begin = gpu.cpu_s
+    timer._rounds(lambda: None, 1, 0.0)
+    assert gpu.cpu_s - begin == pytest.approx(timing.HEAD_START_S + gpu.FLUSH_S, rel=1e-3)
 
 
-def test_timer_lengthens_the_spin_until_it_hides_the_launch(gpu):
+def test_launch_that_takes_longer_than_its_kernels_is_hidden(gpu):
     timer = timing.GpuTimer()
     call = call_taking(gpu, 3e-3, 1e-3)  # seen in full the launch would make it 4 ms
-    assert timer.time(call) > 1.5e-3
-    rounds = timer.warm_up(call)
-    assert [timer.time(call) for _ in range(rounds)] == pytest.approx([1e-3] * rounds)
-    assert timer.launch_hidden
+    assert timer._rounds(call, 20, 0.0)[1]
+    times, hidden = timer.measure(call)
+    assert times == pytest.approx([1e-3] * len(times)) and hidden
 
 
-def test_timer_flags_a_launch_that_is_too_long_to_hide(gpu):
+def test_launch_that_is_too_long_to_hide_is_flagged(gpu):
     timer = timing.GpuTimer()
-    call = call_taking(gpu, 10 * timing.LONGEST_SPIN_S, 1e-3)
-    timer.warm_up(call)
-    timer.time(call)
-    assert not timer.launch_hidden
-    timer.warm_up(call_taking(gpu, 0, 1e-3))
-    timer.time(call_taking(gpu, 0, 1e-3))
-    assert timer.launch_hidden  # the next case begins anew
+    assert not timer.measure(call_taking(gpu, 10 * timing.LONGEST_SPIN_S, 1e-3))[1]
+    assert timer.measure(call_taking(gpu, 0, 1e-3))[1]  # the next case begins anew
 
 
-@pytest.mark.parametrize(("gpu_s", "before"), [(6e-3, 0), (0.9e-3, 5), (1e-5, timing.MOST_LOAD_CALLS)])
-def test_rounds_start_under_load(gpu, gpu_s, before):
-    """After an idle stretch the clock is higher: cuDNN's attention ran a tenth faster than in a loop."""
-    calls = []
-
-    def call():
-        calls.append(gpu.cpu_s)
-        gpu.run(gpu_s)
-
-    timer = timing.GpuTimer()
-    timer.warm_up(call)
-    calls.clear()
-    assert timer.time(call) == pytest.approx(gpu_s)
-    assert len(calls) == before + 1
-
-
-@pytest.mark.parametrize(("gpu_s", "rounds"), [(1e-5, 200), (1e-3, 50), (3e-3, 50), (6e-3, 50), (0.2, 5), (0.7, 3)])
+@pytest.mark.parametrize(("gpu_s", "rounds"), [(1e-5, 200), (3e-3, 100), (0.2, 5), (0.7, 3)])
 def test_rounds_are_bounded_in_number_and_time(gpu, gpu_s, rounds):
-    assert timing.GpuTimer().warm_up(call_taking(gpu, 0, gpu_s * 0.9999)) == rounds
+    times, _ = timing.GpuTimer().measure(call_taking(gpu, 0, gpu_s * 0.9999))
+    assert len(times) == rounds
 
 
 def test_timer_recovers_from_a_call_that_raised(gpu):
     timer = timing.GpuTimer()
-    timer()  # the first reading of a round that has no second
-    call = call_taking(gpu, 0, 1e-3)
-    timer.warm_up(call)
-    assert timer.time(call) == pytest.approx(1e-3)
+
+    def call():
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        timer.measure(call)
+    times, hidden = timer.measure(call_taking(gpu, 0, 1e-3))
+    assert times == pytest.approx([1e-3] * len(times)) and hidden
+
+
+def test_replay_gives_pytest_benchmark_the_times_that_were_measured():
+    """It subtracts two readings a round; float32 milliseconds that go on from round to round would lose digits."""
+    replay = timing.Replay()
+    replay.load([0.25, 1e-6])
+    assert [-replay() + replay() for _ in range(2)] == [0.25, 1e-6]
+    replay.load([3.0])  # whatever was left of the case before
+    assert -replay() + replay() == 3.0
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
@@ -204,9 +180,10 @@ def test_gpu_times_agree_with_triton_do_bench(impl, batch, seq_len):
     call = bench.timed_call(impl, workload, workload.inputs())
     timer, ours, theirs = timing.GpuTimer(), [], []
     for _ in range(3):  # in turn, because the clock drifts
-        ours += [timer.time(call) for _ in range(timer.warm_up(call))]
+        times, launch_hidden = timer.measure(call)
+        assert launch_hidden
+        ours += times
         theirs += do_bench(call, return_mode="all")
-    assert timer.launch_hidden
     assert statistics.median(ours) >= 1e-4
     print(f"{impl} S={seq_len}: {1e3 * statistics.median(ours):.4f} ms, do_bench {statistics.median(theirs):.4f} ms")
     assert statistics.median(ours) == pytest.approx(1e-3 * statistics.median(theirs), rel=0.03)

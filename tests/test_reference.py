@@ -27,7 +27,7 @@ def test_truth_is_what_pytorch_computes_in_float64(causal):
     torch.testing.assert_close(got["lse"], scores.logsumexp(-1))
 
 
-@pytest.fixture(params=DTYPES, ids=str)
+@pytest.fixture(params=DTYPES)
 def results(request):
     """Truth and yardstick of a problem."""
     q, k, v, grad_out = make_inputs(*TILED, dtype=request.param)

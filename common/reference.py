@@ -94,9 +94,8 @@ def assert_close(name: str, got: Tensor, truth: Tensor, plain: Tensor, factor: f
     error = (got.double() - truth).abs()
     plain_error = (plain.double() - truth).abs()
     sums = torch.zeros_like(truth) if magnitude is None else magnitude
-    worst = tuple(
-        index.item() for index in torch.unravel_index(error.argmax(), error.shape)
-    )  # argmax takes NaN for the largest
+    worst = torch.unravel_index(error.argmax(), error.shape)  # argmax takes NaN for the largest
+    worst = tuple(index.item() for index in worst)
     half_ulp = torch.finfo(got.dtype).eps / 2
     for kind, size in (("largest", lambda x: x.abs().max()), ("rms", lambda x: x.square().mean().sqrt())):
         bound = factor * size(plain_error) + half_ulp * size(truth) + FLOAT32_LOSS * size(sums)

@@ -90,6 +90,7 @@ def _forward_kernel(
 def forward(q, k, v, *, causal, scale):
     """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape
+    seq_k = k.shape[2]
     out = torch.empty_like(q)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
@@ -98,7 +99,7 @@ def forward(q, k, v, *, causal, scale):
     _forward_kernel[triton.cdiv(seq_q, tile["BLOCK_M"]) * batch * heads,](
         q, k, v, out, lse, scale,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-        heads, seq_q, k.shape[2],
+        heads, seq_q, seq_k,
         HEAD_DIM=head_dim, CAUSAL=causal, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **tile,
     )  # fmt: skip
     return out, lse

@@ -53,7 +53,7 @@ DQ_TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
 @triton.jit
 def _dq_kernel(
     q_desc, k_desc, v_desc, out_desc, do_desc, dq_desc, lse_ptr, scale,
-    heads, seq_q, seq_k, bucket,
+    heads, seq_q, seq_k, bucket,  # bucket: for the tuning key alone
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
@@ -123,7 +123,7 @@ DKV_TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
 @triton.jit
 def _dkv_kernel(
     q_desc, k_desc, v_desc, out_desc, do_desc, dk_desc, dv_desc, lse_ptr, scale,
-    heads, seq_q, seq_k, bucket,
+    heads, seq_q, seq_k, bucket,  # bucket: for the tuning key alone
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles_n = tl.cdiv(seq_k, BLOCK_N)

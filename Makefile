@@ -1,7 +1,7 @@
 # `make` lists the targets. Without PYTHON they create and use .venv; PYTHON=python3 uses that interpreter as it is.
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-long bench compare diff lint format clean
+.PHONY: help test test-long bench compare readme plots diff lint format clean
 
 ifndef PYTHON
 PYTHON := .venv/bin/python
@@ -38,6 +38,12 @@ compare: $(SETUP)  ## show the last two saved runs side by side, per workload
 	if [ "$$(echo "$$runs" | grep -c json)" -lt 2 ]; then \
 		echo "make compare needs two saved runs; each 'make bench' saves one." >&2; exit 1; fi; \
 	$(PYTHON) -m pytest_benchmark compare --group-by=group --between=median --name=short --time-unit=ms $$runs
+
+readme: $(SETUP)  ## rewrite the tables of the documents from results/
+	$(PYTHON) -m common.report readme
+
+plots: $(SETUP)  ## draw plots/ from results/
+	$(PYTHON) -m common.report plots
 
 diff:  ## show what one stage changes over another, code first: make diff A=v3 B=v4
 	@directory() { \

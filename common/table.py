@@ -7,8 +7,8 @@ from tabulate import tabulate
 
 _STAGE = re.compile(r"v(\d+)_")
 _SHARED = ("pass", "head_dim", "causal", "dtype")  # what the rows of one table have in common
-_WORKLOAD = ("batch", "heads", "seq_len")  # what tells its workloads apart
-_PASS_NAMES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
+_WORKLOAD = ("seq_len", "batch", "heads")  # what tells its workloads apart
+PASS_NAMES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 _TIME_HEADERS = (
     "S", "B × H", "implementation", "ms", "± IQR", "TFLOP/s", "× stage before", "× v0", "% of cuDNN", "% of matmul",
     "peak extra MiB",
@@ -20,7 +20,7 @@ def _by(keys):
     return lambda record: tuple(record[key] for key in keys)
 
 
-def _version(impl):
+def version(impl):
     """The number of a stage; None for a baseline."""
     match = _STAGE.match(impl)
     return match and int(match[1])
@@ -28,7 +28,7 @@ def _version(impl):
 
 def _order(impl):
     """Sort key: baselines as they come, then the stages in the order of the evolution."""
-    return -1 if _version(impl) is None else _version(impl)
+    return -1 if version(impl) is None else version(impl)
 
 
 def _number(value, digits):
@@ -50,8 +50,8 @@ def _failure_cells(record, headers):
 
 def _time_cells(record, of_version, ms_of, machine):
     ms = record["ms"]
-    version = _version(record["impl"])
-    before = None if version is None else of_version.get(version - 1)
+    number = version(record["impl"])
+    before = None if number is None else of_version.get(number - 1)
     ceiling = machine["matmul_tflops"].get(record["dtype"])
     return [
         _milliseconds(ms) + ("" if record["launch_hidden"] else "*"),
@@ -74,7 +74,7 @@ def _rows(records, machine, headers):
     for _, group in groupby(sorted(records, key=_by(_WORKLOAD)), key=_by(_WORKLOAD)):
         group = sorted(group, key=lambda record: _order(record["impl"]))
         ms_of = {record["impl"]: record["ms"] for record in group if "failure" not in record}
-        of_version = {_version(impl): ms for impl, ms in ms_of.items() if _version(impl) is not None}
+        of_version = {version(impl): ms for impl, ms in ms_of.items() if version(impl) is not None}
         for index, record in enumerate(group):
             shape = [record["seq_len"], f"{record['batch']} × {record['heads']}"] if index == 0 else ["", ""]
             if "failure" in record:
@@ -106,14 +106,14 @@ def speed_table(records: list[dict], machine: dict) -> str:
     parts = [", ".join(facts)]
 
     def position(record):
-        return list(_PASS_NAMES).index(record["pass"]), *_by(_SHARED[1:])(record)
+        return list(PASS_NAMES).index(record["pass"]), *_by(_SHARED[1:])(record)
 
     for _, group in groupby(sorted(records, key=position), key=position):
         group = list(group)
         first = group[0]
         mask = "causal" if first["causal"] else "full"
         rows = list(_rows(group, machine, headers))
-        parts.append(f"{_PASS_NAMES[first['pass']]}, D={first['head_dim']}, {mask}, {first['dtype']}")
+        parts.append(f"{PASS_NAMES[first['pass']]}, D={first['head_dim']}, {mask}, {first['dtype']}")
         align = ["left" if header == "implementation" else "right" for header in headers]
         parts.append(tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=align))
         parts += [f"{record['impl']} at S={record['seq_len']}: {record['note']}" for record in group if record.get("note")]

@@ -293,7 +293,7 @@ def test_table_keeps_failures_as_rows_and_compares_nothing_with_them():
 
 
 def test_table_sorts_lengths_as_numbers_and_splits_by_pass_dimension_mask_and_dtype():
-    records = [record("v0_a", 1.0, seq_len) for seq_len in (16384, 512, 2048)]
+    records = [record("v0_a", 1.0, seq_len, batch=16384 // seq_len) for seq_len in (16384, 512, 2048)]
     records += [record("v0_a", 1.0, **change) for change in ({"pass": "bwd"}, {"causal": True}, {"dtype": "float32"})]
     table = speed_table(records, GPU)
     assert [row[0] for row in cells(table, "v0_a")] == ["512", "2048", "16384", "512", "512", "512"]

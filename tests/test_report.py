@@ -1,0 +1,90 @@
+"""The documents show what the committed results hold, and nothing else."""
+
+import json
+import math
+
+import pytest
+
+from common import report
+
+
+def record(impl, ms, seq_len=1024, causal=False, **others):
+    return {
+        "impl": impl, "pass": "fwd", "batch": 1, "heads": 1, "seq_len": seq_len, "head_dim": 64, "causal": causal,
+        "dtype": "float16", "ms": ms, "tflops": 100 / ms, "peak_extra_mib": 1.0, **others,
+    }  # fmt: skip
+
+
+def test_documents_agree_with_the_results():
+    for path, text in report.documents().items():
+        assert path.read_text() == text, f"{path.name} and the results disagree: run make readme"
+
+
+def test_results_name_where_they_are_from():
+    records, machine = report.load_run(report.RUN)
+    assert all(machine[name] for name in ("gpu", "torch", "triton", "commit", "date", "matmul_tflops"))
+    assert "dirty" not in machine["commit"]
+    assert len(records) > 300
+
+
+def test_saved_failures_are_records_too(tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text(
+        json.dumps({"benchmarks": [{"extra_info": {"impl": "a"}}], "failures": [{"impl": "b"}], "machine_info": {}})
+    )
+    assert report.load_run(path) == ([{"impl": "a"}, {"impl": "b"}], {})
+
+
+def test_speedup_is_the_geometric_mean_where_both_were_measured():
+    old = [record("v0_naive", 2.0), record("v0_naive", 8.0, causal=True), record("v0_naive", 1.0, seq_len=512)]
+    new = [record("v1_x", 1.0), record("v1_x", 1.0, causal=True), record("v1_x", 100.0, seq_len=2048)]
+    lost = [{**record("v0_naive", 1.0, seq_len=4096), "failure": "OOM"}, record("v1_x", 9.0, seq_len=4096)]
+    assert report.speedup(old + new + lost, "v1_x", "v0_naive", "fwd", 64) == pytest.approx(math.sqrt(2 * 8))
+    assert report.speedup(old + new, "v1_x", "v0_naive", "bwd", 64) is None
+
+
+def test_implementations_come_in_stage_order():
+    names = ("v10_late", "v2_early", "sdpa-b", "v0_naive", "sdpa-a", "v2_early")
+    assert report.implementations([{"impl": name} for name in names]) == [
+        "sdpa-b",
+        "sdpa-a",
+        "v0_naive",
+        "v2_early",
+        "v10_late",
+    ]
+
+
+def test_table_replaces_what_is_between_its_markers_alone():
+    text = "before\n<!-- x: written by make readme -->\nold\n<!-- end of x -->\nafter\n"
+    once = report.with_table(text, "x", "| new |")
+    assert once == "before\n<!-- x: written by make readme -->\n\n| new |\n\n<!-- end of x -->\nafter\n"
+    assert report.with_table(once, "x", "| new |") == once
+    for wrong in ("before\nafter\n", text + text):
+        with pytest.raises(ValueError, match="exactly once"):
+            report.with_table(wrong, "x", "| new |")
+
+
+@pytest.mark.parametrize("positions", [[0.5, 0.5, 0.5], [0.9, 1.0, 0.99], [0.0, 0.01, 0.6], [0.1, 0.5, 0.9]])
+def test_labels_are_spread_in_order_and_stay_inside(positions):
+    plots = pytest.importorskip("common.plots")
+    moved = plots.spread(positions, 0.1)
+    pairs = sorted(zip(positions, moved, strict=True))
+    assert all(after[1] - before[1] >= 0.1 - 1e-6 for before, after in zip(pairs, pairs[1:], strict=False))
+    assert all(-1e-6 <= place <= 1 + 1e-6 for place in moved)
+    if positions == [0.1, 0.5, 0.9]:
+        assert moved == positions
+
+
+def test_plots_label_every_implementation(tmp_path, monkeypatch):
+    plots = pytest.importorskip("common.plots")
+    records, machine = report.load_run(report.RUN)
+    labels = {}
+    monkeypatch.setattr(plots.plt, "close", lambda figure: labels.update({
+        text.get_text(): None for axes in figure.axes for text in axes.texts
+    }))  # fmt: skip
+    plots.draw(records, machine, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"{name}.png" for name in ("speed-forward", "speed-backward", "gain", "memory")
+    }
+    for name in report.implementations(records):
+        assert name.removeprefix("sdpa-").split("_")[0] in labels, name

@@ -103,6 +103,8 @@ def _gain(records, names):
     for index, (pass_, head_dim) in enumerate(COLUMNS):
         for place, (old, new) in enumerate(steps):
             gain = speedup(records, new, old, pass_, head_dim)
+            if gain is None:  # never measured both
+                continue
             x = place + (index - (len(COLUMNS) - 1) / 2) * width
             shade = {"color": _style(new, names)["color"], "alpha": (1.0, 0.75, 0.5, 0.3)[index % 4]}
             axes.bar(x, gain - 1, width * 0.92, bottom=1, **shade)

@@ -1,7 +1,6 @@
-"""What the README shows of the committed results: its tables, rewritten between markers, and the plots.
+"""What the documents show of the committed results: tables, rewritten between markers, and plots.
 
-python -m common.report readme
-python -m common.report plots
+`python -m common.report readme` writes the former, `python -m common.report plots` draws the latter.
 """
 
 import argparse
@@ -46,7 +45,7 @@ def _measured(records, impl, pass_, head_dim):
     }
 
 
-def speedup(records: list[dict], impl: str, over: str, pass_: str, head_dim: int) -> float | None:
+def speedup(records: list[dict], impl: str, over: str | None, pass_: str, head_dim: int) -> float | None:
     """How many times as fast `impl` is as `over`: the geometric mean over `MEAN_OVER`, causal and not.
 
     Only where both were measured (out of memory, v0 has fewer points); None where that is nowhere.
@@ -74,10 +73,12 @@ def summary_table(records: list[dict], machine: dict) -> str:
         before = stage_of.get(version(name) - 1) if version(name) else None
         for column in COLUMNS:
             rates = [record["tflops"] for record in _measured(records, name, *column).values()]
-            rate = math.exp(sum(map(math.log, rates)) / len(rates))
-            cudnn = speedup(records, name, "sdpa-cudnn", *column)
-            gain = f", **×{speedup(records, name, before, *column):.2f}**" if before else ""
-            row.append(f"{rate:.0f}{gain}, {100 * cudnn:.0f} %")
+            cells = [f"{math.exp(sum(map(math.log, rates)) / len(rates)):.0f}"] if rates else []
+            if gain := speedup(records, name, before, *column):
+                cells.append(f"**×{gain:.2f}**")
+            if cudnn := speedup(records, name, "sdpa-cudnn", *column):
+                cells.append(f"{100 * cudnn:.0f} %")
+            row.append(", ".join(cells) or "-")
         rows.append(row)
     lengths = ", ".join(map(str, MEAN_OVER))
     caption = (

@@ -47,12 +47,13 @@ def _to_bfloat16(data):
     return TensorHandle(rounded.view(torch.uint16).numpy().reshape(data.shape), tl.bfloat16)
 
 
-def repair_bfloat16(builder=InterpreterBuilder):
+def _repair_bfloat16():
     """Give the interpreter's bfloat16 the meaning that it has on a GPU.
 
     Triton 3.6 and 3.7 compute with the raw 16 bits: `tl.dot` multiplies them as integers, arithmetic adds them as integers, and
     a cast from float32 truncates where the hardware rounds to nearest even.
     """
+    builder = InterpreterBuilder
     dot, binary_op, cast = builder.create_dot, builder.binary_op, builder.cast_impl
 
     def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
@@ -85,4 +86,4 @@ def shared_memory_limit() -> float:
 if INTERPRETED:
     if _imported_before:
         _adopt_language()
-    repair_bfloat16()
+    _repair_bfloat16()

@@ -20,8 +20,8 @@ MATMUL_SIZE = 8192
 class GpuTimer:
     """Measures calls as a program that does nothing else would run them: back to back, with a cold L2 cache.
 
-    All rounds are queued without waiting for the GPU in between, because after an idle stretch its clock is higher, by up to a
-    tenth for the kernels that draw most power. A round writes `CACHE_BYTES`, which empties the L2 cache, records an event,
+    All rounds are queued without waiting for the GPU in between, because after an idle stretch its clock is higher, most of
+    all for the kernels that draw most power. A round writes `CACHE_BYTES`, which empties the L2 cache, records an event,
     calls, and records another: the time between the two is the GPU's as long as the CPU is ahead of it.
 
     Where the GPU is past the first event before the call has queued its kernels, that round is exposed: it shows in part the

@@ -54,6 +54,18 @@ def test_implementations_come_in_stage_order():
     ]
 
 
+def test_summary_shows_what_was_measured_and_a_dash_for_the_rest():
+    machine = {"gpu": "X", "torch": "1", "triton": "2", "commit": "abc", "date": "2026-01-02"}
+    records = [record("sdpa-cudnn", 1.0), record("v0_naive", 8.0), record("v1_x", 2.0), record("v3_z", 4.0)]
+    records.append({**record("v2_y", 1.0), "failure": "OOM"})
+    rows = {
+        line.split("|")[1].strip(): line.split("|")[2:-1] for line in report.summary_table(records, machine).splitlines()[2:]
+    }
+    assert [cell.strip() for cell in rows["v1_x"]] == ["50, **×4.00**, 50 %", "-", "-", "-"]
+    assert rows["v2_y"][0].strip() == "-"
+    assert rows["v3_z"][0].strip() == "25, 25 %"  # the stage before was not measured
+
+
 def test_table_replaces_what_is_between_its_markers_alone():
     text = "before\n<!-- x: written by make readme -->\nold\n<!-- end of x -->\nafter\n"
     once = report.with_table(text, "x", "| new |")

@@ -215,6 +215,8 @@ def _failure(error: BaseException) -> dict:
     """How the table shows a case that could not be measured."""
     if isinstance(error, torch.OutOfMemoryError):
         return {"failure": "OOM"}
+    if isinstance(error, operator.Unavailable):
+        return {"failure": "n/a", "note": str(error)}
     if isinstance(error, WrongResult):
         return {"failure": "WRONG", "note": str(error)}
     if isinstance(error, RuntimeError) and "No available kernel" in str(error):

@@ -61,7 +61,7 @@ class StandInDriver:
         self.get_benchmarker = lambda: benchmarker
         self._launched = launched
         self.utils = SimpleNamespace(
-            get_device_properties=lambda device: {"max_shared_mem": SHARED_LIMIT[arch]},
+            get_device_properties=lambda device: {"max_shared_mem": SHARED_LIMIT[arch], "multiprocessor_count": 132},
             load_binary=lambda name, binary, shared, device: (name, name, 0, 0, 1024),  # 1024 threads a block at most
         )
 
@@ -105,6 +105,7 @@ def first_that_survives(prune_configs):
 def _describe(source, metadata, metadata_group, ptxas_log):
     """One compiled kernel as a row of the report."""
     texts = {path.suffix: path.read_text() for path in map(pathlib.Path, metadata_group.values()) if path.suffix != ".cubin"}
+    source_ir = texts.get(".ttir") or texts[".ttgir"]  # what Gluon begins with
     constants = {source.fn.arg_names[path[0]]: value for path, value in source.constants.items()}
     config = {name: value for name, value in constants.items() if name.startswith("BLOCK_")}
     config |= {name: metadata[name] for name in ("num_warps", "num_stages")}
@@ -115,14 +116,14 @@ def _describe(source, metadata, metadata_group, ptxas_log):
         "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", ptxas_log))),
         "shared_bytes": metadata["shared"],
         "instructions": [name for name, ptx in INSTRUCTIONS.items() if ptx in texts[".ptx"]],
-        "dots": texts[".ttir"].count("tt.dot "),
+        "dots": sum(source_ir.count(name) for name in ("tt.dot ", "ttng.warp_group_dot ")),
         "descriptors": sum(str(type_name).startswith("tensordesc") for type_name in source.signature.values()),
         "warnings": sorted(set(re.findall(r"\(C\d+\).*", ptxas_log))),
     }
 
 
 def _compile_case(sender, case, all_configs):
-    """Compile what one forward and backward launch; runs in a process of its own. Sends (rows, errors)."""
+    """Compile what one forward and backward launch; runs in a process of its own. Sends (rows, errors, unavailable)."""
     compiled, rows, errors, output = {}, [], [], _OutputByThread()
 
     def on_compiled(src, metadata, metadata_group, times, cache_hit):
@@ -144,6 +145,9 @@ def _compile_case(sender, case, all_configs):
     triton.knobs.compilation.listener = on_compiled
     triton.knobs.compilation.always_compile = True  # a kernel from the cache comes without ptxas' log
     triton.knobs.nvidia.dump_ptxas_log = True  # to stdout, by the thread that compiles
+    if reason := stages.unavailable(case["stage"]):
+        sender.send(([], [], [case | {"reason": reason}]))
+        return
     if not all_configs:
         Autotuner.prune_configs = first_that_survives(Autotuner.prune_configs)
 
@@ -158,11 +162,11 @@ def _compile_case(sender, case, all_configs):
                 function(*arguments, **options)
         except (TritonError, RuntimeError) as error:  # RuntimeError: a pass of the compiler failed
             errors.append(case | {"error": f"{function.__name__}: {type(error).__name__}: {error}"})
-    sender.send((rows, errors))
+    sender.send((rows, errors, []))
 
 
 def _in_own_process(context, case, all_configs):
-    """(rows, errors) of a case: its own process has fresh caches, and may crash, as compilers do."""
+    """(rows, errors, unavailable) of a case: its own process has fresh caches, and may crash, as compilers do."""
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_compile_case, args=(sender, case, all_configs))
     process.start()
@@ -171,7 +175,7 @@ def _in_own_process(context, case, all_configs):
         return receiver.recv()
     except EOFError:
         process.join()
-        return [], [case | {"error": f"its process died, exit code {process.exitcode}"}]
+        return [], [case | {"error": f"its process died, exit code {process.exitcode}"}], []
 
 
 def compile_cases(cases, all_configs):
@@ -182,10 +186,10 @@ def compile_cases(cases, all_configs):
         all_configs: every configuration an autotuner would try, rather than the first.
 
     Returns:
-        rows and errors, both in the order of the cases. A row is the case and: kernel, config, registers (a thread),
+        rows, errors and unavailable, in the order of the cases. A row is the case and: kernel, config, registers (a thread),
         spilled_bytes (of spill stores and loads, a thread), shared_bytes (a block), instructions (keys of `INSTRUCTIONS`),
         dots (matrix products in the source), descriptors (arguments that are tensor descriptors), warnings (of ptxas). An error
-        is the case and: error.
+        is the case and: error. What the stage cannot run on is the case and: reason.
     """
     os.environ["TRITON_INTERPRET"] = "0"  # for the processes started below; in this one it is too late to matter
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU that is there plays no part, and its memory stays free
@@ -199,8 +203,8 @@ def compile_cases(cases, all_configs):
         finally:
             pool.shutdown(cancel_futures=True)  # after Ctrl-C nothing new starts
             print(file=sys.stderr)
-    rows, errors = zip(*(future.result() for future in futures), strict=True)
-    return list(itertools.chain(*rows)), list(itertools.chain(*errors))
+    found = zip(*(future.result() for future in futures), strict=True)
+    return tuple(list(itertools.chain(*of_cases)) for of_cases in found)
 
 
 def _keys_of(values):
@@ -244,17 +248,19 @@ def main():
     names = "stage", "arch", "dtype", "head_dim", "causal"
     product = itertools.product(*(getattr(arguments, name) for name in names))
     cases = [dict(zip(names, values, strict=True)) for values in product]
-    rows, errors = compile_cases(cases, arguments.all_configs)
+    rows, errors, unavailable = compile_cases(cases, arguments.all_configs)
     if arguments.json:
-        arguments.json.write_text(json.dumps({"rows": rows, "errors": errors}, indent=1))
+        arguments.json.write_text(json.dumps({"rows": rows, "errors": errors, "unavailable": unavailable}, indent=1))
 
     columns = "stage", "kernel", "arch", "dtype", "head_dim", "causal", "config"
     columns += "registers", "spilled_bytes", "shared_bytes", "instructions"
     shown = [[" ".join(row[name]) if name == "instructions" else row[name] for name in columns] for row in rows]
     print(tabulate(shown, headers=[name.replace("_", " ") for name in columns]))
     for name in arguments.stage:
-        if not any(row["stage"] == name for row in rows + errors):
+        if not any(row["stage"] == name for row in rows + errors + unavailable):
             print(f"{name} launches no Triton kernel")
+    for line in dict.fromkeys(f"{case['stage']} {case['reason']}" for case in unavailable):
+        print(line)
     for row in rows:
         for warning in row["warnings"]:
             print(f"warning: {row['stage']} {row['kernel']} sm_{row['arch']} {row['config']}: {warning}")

@@ -13,6 +13,10 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
+class Unavailable(RuntimeError):
+    """A stage cannot run here: it needs another GPU. Says which, and which stage to use instead."""
+
+
 def _check_inputs(q, k, v, causal, scale):
     """Raise ValueError or TypeError, naming the argument, what it got and what it takes. Runs before any kernel."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):

@@ -74,13 +74,22 @@ def _repair_bfloat16():
 
 
 @functools.cache  # the driver takes most of a millisecond to answer
-def _shared_memory_of(device: int) -> int:
-    return triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
+def _properties_of(device: int) -> dict[str, int]:
+    return triton.runtime.driver.active.utils.get_device_properties(device)
+
+
+def _properties() -> dict[str, int]:
+    return _properties_of(triton.runtime.driver.active.get_current_device())
 
 
 def shared_memory_limit() -> float:
     """Bytes of shared memory that one program can have on the current device; the interpreter has no limit."""
-    return math.inf if INTERPRETED else _shared_memory_of(triton.runtime.driver.active.get_current_device())
+    return math.inf if INTERPRETED else _properties()["max_shared_mem"]
+
+
+def multiprocessors() -> int:
+    """The number of multiprocessors of the current GPU."""
+    return _properties()["multiprocessor_count"]
 
 
 if INTERPRETED:

@@ -28,3 +28,8 @@ def resolve(name: str) -> str:
 def load(name: str) -> ModuleType:
     """The stage's module, with `attention`, `forward` and `backward`; `name` as in `resolve`."""
     return importlib.import_module(f"stages.{resolve(name)}")
+
+
+def unavailable(name: str) -> str | None:
+    """Why a stage cannot run here, as its own `unavailable()` has it; None where it can, as those without one can anywhere."""
+    return getattr(load(name), "unavailable", lambda: None)()

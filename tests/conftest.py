@@ -23,12 +23,22 @@ def pytest_make_parametrize_id(val):
 @pytest.fixture(params=stages.names())
 def stage(request):
     """A stage's module: `attention`, `forward`, `backward`."""
+    if reason := stages.unavailable(request.param):
+        pytest.skip(f"{request.param} {reason}")
     return stages.load(request.param)
+
+
+@pytest.fixture
+def unordered(stage):
+    """The results, by name, that a stage adds up in no fixed order: `UNORDERED` in its module, none if it does not say."""
+    return getattr(stage, "UNORDERED", ())
 
 
 @pytest.fixture(autouse=True)
 def _same_random_numbers():
     torch.manual_seed(0)
+    yield
+    torch.use_deterministic_algorithms(False)  # which a test may have switched on
 
 
 @pytest.fixture

@@ -94,6 +94,8 @@ from common.runtime import DEVICE
 q, k, v = torch.randn(3, 1, 2, 20, 16, device=DEVICE).bfloat16()
 expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
 for name in stages.names():
+    if stages.unavailable(name):
+        continue
     torch.testing.assert_close(stages.load(name).attention(q, k, v), expected, atol=0.02, rtol=0)
 print(DEVICE)
 """

@@ -14,6 +14,12 @@ import stages
 ROOT = pathlib.Path(__file__).parents[1]
 
 
+@pytest.fixture(params=stages.names())
+def stage(request):
+    """Every stage, those that cannot run here too."""
+    return stages.load(request.param)
+
+
 @pytest.mark.parametrize("file", ["__init__.py", "forward.py", "backward.py", "README.md"])
 def test_a_stage_has_the_same_files_as_every_other(stage, file):
     assert (pathlib.Path(stage.__file__).parent / file).is_file()

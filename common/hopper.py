@@ -1,0 +1,60 @@
+"""What stages written in Gluon share: where they can run, descriptors, and the one instruction Gluon does not wrap."""
+
+import torch
+import triton
+from torch import Tensor
+from triton._C.libtriton import ir
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from common.descriptors import describe
+from common.operator import Unavailable
+from common.runtime import INTERPRETED
+
+ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+
+
+def unavailable() -> str | None:
+    """Why kernels made of Hopper's own instructions (warpgroup products, register reallocation) cannot run; None: they can."""
+    if INTERPRETED:
+        return "needs a Hopper GPU (sm_90): Triton's interpreter, in use here, does not run Gluon"
+    arch = triton.runtime.driver.active.get_current_target().arch
+    return None if arch // 10 == 9 else f"needs a Hopper GPU (sm_90), and this one is sm_{arch}"
+
+
+def require_hopper(stage: str, instead: str):
+    """Raise Unavailable, naming the stage to use `instead`, unless this is a Hopper GPU."""
+    if reason := unavailable():
+        raise Unavailable(f"{stage} {reason}; use {instead}")
+
+
+def describe_tile(tensor: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
+    """`common.descriptors.describe` for Gluon: the descriptor also says how a tile lies in shared memory.
+
+    Args:
+        tensor: [B, H, S, D], `addressable`.
+        rows, columns: of a tile; all D columns where not given.
+    """
+    plain = describe(tensor, rows)
+    block = [1, 1, rows, columns or tensor.shape[-1]]
+    layout = gl.NVMMASharedLayout.get_default_for(block, ELEMENTS[tensor.dtype])
+    return TensorDescriptor(tensor, plain.shape, plain.strides, block, layout)
+
+
+def describe_rows(tensor: Tensor, rows: int) -> TensorDescriptor:
+    """A descriptor of a contiguous [N, C] tensor, to be moved `rows` rows at a time, in shared memory as in global memory."""
+    block = [rows, tensor.shape[1]]
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * tensor.element_size(), rank=2)
+    return TensorDescriptor(tensor, list(tensor.shape), [tensor.shape[1], 1], block, layout)
+
+
+@builtin
+def async_reduce_add(tensor_desc, coord, src, _semantic=None):
+    """Add the tile `src` in shared memory to the tile at `coord` in global memory, by the copy engine.
+
+    Completes like `tma.async_copy_shared_to_global`, its twin: `tma.store_wait` waits until `src` has been read. Triton 3.6 and
+    3.7 have the operation, but Gluon no function for it.
+    """
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)

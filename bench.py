@@ -9,6 +9,7 @@ import functools
 import gc
 import importlib.metadata
 import itertools
+import statistics
 import subprocess
 import sys
 import time
@@ -113,9 +114,16 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     add_list("dtype", _one_of(dtypes), ["float16"], f"of {joined(dtypes)}; default: float16")
     add_list("batch", _positive, [None], "any; default: what makes 16384 tokens (without a GPU: 1)")
     add_list("heads", _positive, [None], "any; default: what makes a hidden size of 2048 (without a GPU: 2)")
-    parser.add_argument("--json", type=_json_path, metavar="FILE", help="also save the run, each round of it, in FILE")
+    parser.add_argument("--json", type=_json_path, metavar="FILE", help="also save the run in FILE")
+    parser.add_argument(
+        "--reference",
+        action="store_true",
+        help="the run that results/ keeps: all defaults, the same in bfloat16, and both passes as one of a smaller model",
+    )
 
     options = parser.parse_args(argv)
+    if options.reference and any(getattr(options, name) for name in defaults):
+        parser.error("--reference is a selection of its own, and goes with --json alone")
     for name, default in defaults.items():
         values = getattr(options, name) or default
         setattr(options, name, list(dict.fromkeys(values)))
@@ -130,8 +138,16 @@ def chosen_stages(chosen: list[str]) -> list[str]:
     return [name for name in stages.names() if name in chosen]
 
 
+REFERENCE = (  # the command lines that make up the reference run
+    ["--dtype=float16,bfloat16"],
+    ["--pass=fwd+bwd", "--head-dim=64", "--causal=yes", "--batch=4", "--heads=8"],
+)
+
+
 def cases(options: argparse.Namespace) -> list[tuple[str, Workload]]:
     """All (implementation, workload) to measure; those of one workload follow each other, under like clocks."""
+    if options.reference:
+        return [case for argv in REFERENCE for case in cases(parse_options(argv))]
     implementations = [*BASELINES, *chosen_stages(options.stage)]
     shapes = itertools.product(options.head_dim, options.causal, options.dtype, options.seq_len, options.batch, options.heads)
     found = []
@@ -255,6 +271,8 @@ class Bench:
 
     def pytest_collection_finish(self, session):
         self.total = len(session.items)
+        gc.collect()
+        gc.freeze()  # the modules, so that the collections between cases do not go through them
         if DEVICE == "cpu":
             print(NO_TIMES)
 
@@ -268,6 +286,9 @@ class Bench:
         machine_info.update(self.machine)
 
     def pytest_benchmark_update_json(self, output_json):
+        output_json["commit_info"].pop("project", None)  # the name of the directory
+        for benchmark in output_json["benchmarks"]:
+            benchmark["stats"].pop("data", None)  # the single rounds; the statistics over them stay
         output_json["failures"] = [record for record in self.records if "failure" in record]
 
     def pytest_terminal_summary(self, terminalreporter):
@@ -321,6 +342,7 @@ class Bench:
             times, launch_hidden = _gpu_timer().measure(call)
             TIMER.load(times)
             benchmark.pedantic(lambda: None, rounds=len(times))
+            costs["host_us"] = timing.host_seconds(call, statistics.median(times)) * 1e6
         else:
             launch_hidden = None
             benchmark.pedantic(call)

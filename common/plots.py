@@ -102,7 +102,7 @@ def _gain(records, names):
     width = 0.8 / len(COLUMNS)
     for index, (pass_, head_dim) in enumerate(COLUMNS):
         for place, (old, new) in enumerate(steps):
-            gain = speedup(records, new, old, pass_, head_dim)
+            gain = speedup(records, new, old, (pass_,), head_dim)
             if gain is None:  # never measured both
                 continue
             x = place + (index - (len(COLUMNS) - 1) / 2) * width

@@ -11,7 +11,7 @@ _WORKLOAD = ("seq_len", "batch", "heads")  # what tells its workloads apart
 PASS_NAMES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 _TIME_HEADERS = (
     "S", "B × H", "implementation", "ms", "± IQR", "TFLOP/s", "× stage before", "× v0", "% of cuDNN", "% of matmul",
-    "peak extra MiB",
+    "peak extra MiB", "host µs",
 )  # fmt: skip
 _COUNT_HEADERS = ("S", "B × H", "implementation", "MFLOP", "peak extra MiB", "kernel launches")
 
@@ -62,6 +62,7 @@ def _time_cells(record, of_version, ms_of, machine):
         _number(_ratio(ms_of.get("sdpa-cudnn"), ms, 100), 0),
         _number(_ratio(record["tflops"], ceiling, 100), 0),
         _number(record["peak_extra_mib"], 1),
+        _number(record.get("host_us"), 0),
     ]
 
 
@@ -92,7 +93,8 @@ def speed_table(records: list[dict], machine: dict) -> str:
     Args:
         records: of one run: the `extra_info` of each benchmark and the entries of "failures" in its JSON file. A record has
             `impl`, `pass`, `batch`, `heads`, `seq_len`, `head_dim`, `causal`, `dtype`, and either `failure` and `note`, or
-            `flops`, `ms`, `iqr_ms`, `tflops`, `launch_hidden`, `peak_extra_mib` and, without a GPU, `kernel_launches`.
+            `flops`, `ms`, `iqr_ms`, `tflops`, `launch_hidden`, `peak_extra_mib`, and `host_us` or, without a GPU,
+            `kernel_launches`.
         machine: the file's "machine_info": `gpu` (None: interpreted, and the tables show no times), `torch`, `triton`,
             `commit`, `date`, `matmul_tflops` by dtype.
 

@@ -13,7 +13,7 @@ import torch
 
 import bench
 import stages
-from common import timing
+from common import timing, workloads
 from common.footprint import footprint
 from common.runtime import DEVICE
 from common.table import speed_table
@@ -142,7 +142,7 @@ def test_launch_that_is_too_long_to_hide_is_flagged(gpu):
     assert timer.measure(call_taking(gpu, 0, 1e-3))[1]  # the next case begins anew
 
 
-@pytest.mark.parametrize(("gpu_s", "rounds"), [(1e-5, 200), (3e-3, 100), (0.2, 5), (0.7, 3)])
+@pytest.mark.parametrize(("gpu_s", "rounds"), [(1e-5, 200), (3e-3, 50), (0.2, 5), (0.7, 3)])
 def test_rounds_are_bounded_in_number_and_time(gpu, gpu_s, rounds):
     times, _ = timing.GpuTimer().measure(call_taking(gpu, 0, gpu_s * 0.9999))
     assert len(times) == rounds
@@ -158,6 +158,15 @@ def test_timer_recovers_from_a_call_that_raised(gpu):
         timer.measure(call)
     times, hidden = timer.measure(call_taking(gpu, 0, 1e-3))
     assert times == pytest.approx([1e-3] * len(times)) and hidden
+
+
+@pytest.mark.parametrize(("gpu_s", "rounds"), [(1e-5, 20), (2.1e-3, 9), (0.2, 3)])
+def test_host_time_is_the_cpus_alone(gpu, monkeypatch, gpu_s, rounds):
+    """A call that found the queue full would wait for the GPU, and show its time."""
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: gpu.cpu_s)
+    gpu.cuda.synchronize = lambda: gpu.run(0, "wait") or setattr(gpu, "cpu_s", max(gpu.cpu_s, gpu.queue_end_s))
+    assert timing.host_seconds(call_taking(gpu, 30e-6, gpu_s), gpu_s) == pytest.approx(30e-6)
+    assert gpu.log == ["wait", "call"] * rounds
 
 
 def test_replay_gives_pytest_benchmark_the_times_that_were_measured():
@@ -187,6 +196,24 @@ def test_gpu_times_agree_with_triton_do_bench(impl, batch, seq_len):
     assert statistics.median(ours) >= 1e-4
     print(f"{impl} S={seq_len}: {1e3 * statistics.median(ours):.4f} ms, do_bench {statistics.median(theirs):.4f} ms")
     assert statistics.median(ours) == pytest.approx(1e-3 * statistics.median(theirs), rel=0.03)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("impl", stages.names()[3:])
+@pytest.mark.parametrize("pass_", ["fwd", "fwd+bwd"])
+def test_short_sequences_are_not_launch_bound_in_a_graph(impl, pass_):
+    """The calls of a replayed graph take what their kernels take, without gaps between them."""
+    workload = Workload(pass_, *workloads.paper_shape(512, 64), 512, 64, True, "float16")
+    call, timer, calls = bench.timed_call(impl, workload, workload.inputs()), timing.GpuTimer(), 10
+    alone, _ = timer.measure(call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    together, _ = timer.measure(graph.replay)
+    alone, each = statistics.median(alone), statistics.median(together) / calls
+    print(f"{impl} {pass_}: {1e6 * alone:.0f} µs alone, {1e6 * each:.0f} µs each in a graph")
+    assert each < 1.05 * alone
 
 
 # --- footprint
@@ -249,6 +276,7 @@ def record(impl, ms=None, seq_len=512, **changes):
     if ms is not None:
         result |= {
             "flops": 4e9, "ms": ms, "iqr_ms": 0.01, "tflops": 400.0 / ms, "launch_hidden": True, "peak_extra_mib": 64.0,
+            "host_us": 33.0,
         }  # fmt: skip
     return result | changes
 
@@ -263,7 +291,7 @@ def test_table_compares_with_the_stage_before_v0_cudnn_and_matmul():
     records = [record("v0_a", 8.0), record("v1_b", 4.0), record("v2_c", 1.0), record("sdpa-cudnn", 0.8)]
     table = speed_table(records, GPU)
     assert cells(table, "v2_c") == [
-        ["", "", "v2_c", "1.000", "0.0100", "400.0", "4.00", "8.00", "80", "50", "64.0"],
+        ["", "", "v2_c", "1.000", "0.0100", "400.0", "4.00", "8.00", "80", "50", "64.0", "33"],
     ]  # fmt: skip
     assert cells(table, "v0_a")[0][6:9] == ["-", "1.00", "10"]
     assert cells(table, "sdpa-cudnn")[0][6:9] == ["-", "10.00", "100"]
@@ -286,8 +314,8 @@ def test_table_is_in_stage_order_whatever_the_order_of_the_records_and_the_speed
 def test_table_keeps_failures_as_rows_and_compares_nothing_with_them():
     records = [record("v1_b", 2.0), record("v2_c", failure="WRONG", note="out: error 1 > 0.1"), record("v3_d", 1.0)]
     table = speed_table([*records, record("v0_a", failure="OOM")], GPU)
-    assert cells(table, "v0_a")[0][3:] == ["OOM"] + ["-"] * 7
-    assert cells(table, "v2_c")[0][3:] == ["WRONG"] + ["-"] * 7
+    assert cells(table, "v0_a")[0][3:] == ["OOM"] + ["-"] * 8
+    assert cells(table, "v2_c")[0][3:] == ["WRONG"] + ["-"] * 8
     assert cells(table, "v3_d")[0][6:8] == ["-", "-"]
     assert "v2_c at S=512: out: error 1 > 0.1" in table
 
@@ -373,6 +401,23 @@ def test_cases_follow_the_papers_or_the_command_line():
     assert {(w.batch, w.heads) for _, w in bench.cases(options)} == {(4, 8)}
 
 
+def test_reference_run_is_all_that_the_results_keep():
+    names = stages.names()
+    found = bench.cases(bench.parse_options(["--reference"]))
+    assert {impl for impl, _ in found} == {*bench.BASELINES, *names}
+    papers = [w for _, w in found if w.pass_ != "fwd+bwd"]
+    assert {w.dtype for w in papers} == {"float16", "bfloat16"} and {w.pass_ for w in papers} == {"fwd", "bwd"}
+    others = {(w.batch, w.heads, w.head_dim, w.causal, w.dtype) for _, w in found if w.pass_ == "fwd+bwd"}
+    assert others == {(4, 8, 64, True, "float16")}
+    assert len(set(found)) == len(found)
+
+
+def test_reference_run_takes_no_selection(capsys):
+    with pytest.raises(SystemExit):
+        bench.parse_options(["--reference", "--stage=v0"])
+    assert "--reference" in capsys.readouterr().err
+
+
 # --- the whole
 
 
@@ -412,6 +457,8 @@ def test_run_prints_the_table_and_saves_the_records(tmp_path):
         assert extra["tflops"] == pytest.approx(extra["flops"] / extra["ms"] / 1e9)
         assert extra["peak_extra_mib"] > 0
         assert ("kernel_launches" in extra) == (DEVICE == "cpu")
+        assert extra.get("host_us", 0) > 0 or DEVICE == "cpu"
+        assert "data" not in entry["stats"]
     assert len({entry["fullname"] for entry in run["benchmarks"]}) == len(records)
     machine = run["machine_info"]
     assert machine["torch"] == torch.__version__ and machine["triton"] and machine["commit"]

@@ -132,10 +132,10 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
 
 def chosen_stages(chosen: list[str]) -> list[str]:
     """The stages to measure: those chosen; of a single one also the one before it, and v0. In stage order."""
+    wanted = {stages.position(name) for name in chosen}
     if len(chosen) == 1:
-        names = stages.names()
-        chosen = [names[0], names[max(0, names.index(chosen[0]) - 1)], *chosen]
-    return [name for name in stages.names() if name in chosen]
+        wanted |= {(0, ""), stages.before(stages.position(chosen[0]))}
+    return [name for name in stages.names() if stages.position(name) in wanted]
 
 
 REFERENCE = (  # the command lines that make up the reference run

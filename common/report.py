@@ -12,7 +12,8 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from common.table import PASS_NAMES, speed_table, version
+import stages
+from common.table import PASS_NAMES, speed_table, stage_order, title
 
 ROOT = Path(__file__).parents[1]
 RUN = ROOT / "results" / "h200.json"
@@ -31,8 +32,7 @@ def load_run(path: Path) -> tuple[list[dict], dict]:
 
 def implementations(records: list[dict]) -> list[str]:
     """The names in the records: baselines first, then the stages in their order."""
-    names = dict.fromkeys(record["impl"] for record in records)
-    return sorted(names, key=lambda name: -1 if version(name) is None else version(name))
+    return sorted(dict.fromkeys(record["impl"] for record in records), key=stage_order)
 
 
 def _measured(records, impl, pass_, head_dim, dtype="float16"):
@@ -75,13 +75,14 @@ def origin(machine: dict) -> str:
 def summary_table(records: list[dict], machine: dict) -> str:
     """The README's table: for each implementation the mean rate, the gain over the stage before and the share of cuDNN's."""
     names = implementations(records)
-    stage_of = {version(name): name for name in names}
+    stage_at = {stages.position(name): name for name in names}
     headers = ["", *(f"{PASS_NAMES[pass_]}, D={head_dim}" for pass_, head_dim in COLUMNS)]
     headers += [f"both, D={head_dim}" for head_dim in HEAD_DIMS] + ["host µs"]
     rows = []
     for name in names:
-        row = [name]
-        before = stage_of.get(version(name) - 1) if version(name) else None
+        row = [title(name)]
+        position = stages.position(name)
+        before = position and stage_at.get(stages.before(position))
         for pass_, head_dim in COLUMNS:
             rates = [record["tflops"] for record in _measured(records, name, pass_, head_dim).values()]
             cells = [f"{statistics.geometric_mean(rates):.0f}"] if rates else []
@@ -111,7 +112,7 @@ def _bfloat16(records, names):
     ratios = {}
     for name, (pass_, head_dim) in itertools.product(names, COLUMNS):
         times = (_times(records, name, (pass_,), head_dim, dtype) for dtype in ("float16", "bfloat16"))
-        if version(name) is not None and (ratio := mean_ratio(*times)):
+        if stages.position(name) and (ratio := mean_ratio(*times)):
             ratios[ratio] = f"{name.split('_')[0]}, {PASS_NAMES[pass_]}, D={head_dim}"
     if not ratios:
         return ""

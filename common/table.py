@@ -1,11 +1,11 @@
 """The tables of a benchmark run, computed from its records alone: those in memory, or those that a JSON file keeps."""
 
-import re
 from itertools import groupby
 
 from tabulate import tabulate
 
-_STAGE = re.compile(r"v(\d+)_")
+import stages
+
 _SHARED = ("pass", "head_dim", "causal", "dtype")  # what the rows of one table have in common
 _WORKLOAD = ("seq_len", "batch", "heads")  # what tells its workloads apart
 PASS_NAMES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
@@ -20,15 +20,14 @@ def _by(keys):
     return lambda record: tuple(record[key] for key in keys)
 
 
-def version(impl):
-    """The number of a stage; None for a baseline."""
-    match = _STAGE.match(impl)
-    return match and int(match[1])
-
-
-def _order(impl):
+def stage_order(impl: str) -> tuple[int, str]:
     """Sort key: baselines as they come, then the stages in the order of the evolution."""
-    return -1 if version(impl) is None else version(impl)
+    return stages.position(impl) or (-1, "")
+
+
+def title(impl: str) -> str:
+    """An implementation as a table names it."""
+    return f"{impl} (dead end)" if stages.position(impl) and stages.is_dead_end(impl) else impl
 
 
 def _number(value, digits):
@@ -48,17 +47,17 @@ def _failure_cells(record, headers):
     return [record["failure"]] + ["-"] * (len(headers) - 4)
 
 
-def _time_cells(record, of_version, ms_of, machine):
+def _time_cells(record, ms_at, ms_of, machine):
     ms = record["ms"]
-    number = version(record["impl"])
-    before = None if number is None else of_version.get(number - 1)
+    position = stages.position(record["impl"])
+    before = position and ms_at.get(stages.before(position))
     ceiling = machine["matmul_tflops"].get(record["dtype"])
     return [
         _milliseconds(ms) + ("" if record["launch_hidden"] else "*"),
         _milliseconds(record["iqr_ms"]),
         _number(record["tflops"], 1),
         _number(_ratio(before, ms), 2),
-        _number(_ratio(of_version.get(0), ms), 2),
+        _number(_ratio(ms_at.get((0, "")), ms), 2),
         _number(_ratio(ms_of.get("sdpa-cudnn"), ms, 100), 0),
         _number(_ratio(record["tflops"], ceiling, 100), 0),
         _number(record["peak_extra_mib"], 1),
@@ -73,18 +72,18 @@ def _count_cells(record):
 def _rows(records, machine, headers):
     """The rows of one table, workload by workload; what they share is written in the first."""
     for _, group in groupby(sorted(records, key=_by(_WORKLOAD)), key=_by(_WORKLOAD)):
-        group = sorted(group, key=lambda record: _order(record["impl"]))
+        group = sorted(group, key=lambda record: stage_order(record["impl"]))
         ms_of = {record["impl"]: record["ms"] for record in group if "failure" not in record}
-        of_version = {version(impl): ms for impl, ms in ms_of.items() if version(impl) is not None}
+        ms_at = {stages.position(impl): ms for impl, ms in ms_of.items()}
         for index, record in enumerate(group):
             shape = [record["seq_len"], f"{record['batch']} × {record['heads']}"] if index == 0 else ["", ""]
             if "failure" in record:
                 cells = _failure_cells(record, headers)
             elif machine["gpu"]:
-                cells = _time_cells(record, of_version, ms_of, machine)
+                cells = _time_cells(record, ms_at, ms_of, machine)
             else:
                 cells = _count_cells(record)
-            yield [*shape, record["impl"], *cells]
+            yield [*shape, title(record["impl"]), *cells]
 
 
 def speed_table(records: list[dict], machine: dict) -> str:

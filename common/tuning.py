@@ -54,7 +54,7 @@ def autotune(configs: list[triton.Config]) -> Callable:
     def decorate(kernel):
         def prune(configs, named_args, **kwargs):
             args = {**named_args, **kwargs}
-            row_bytes = args["HEAD_DIM"] * args["k_desc"].base.element_size()
+            row_bytes = args["HEAD_DIM"] * args["v_desc"].base.element_size()
             kept = [config for config in configs if _sensible(config, row_bytes, args["PRECISION"])]
             if INTERPRETED:
                 return kept[:1]

@@ -311,6 +311,11 @@ def test_table_is_in_stage_order_whatever_the_order_of_the_records_and_the_speed
     assert found == ["sdpa-flash", "v0_a", "v2_c", "v10_k"]
 
 
+def test_table_marks_dead_ends_and_compares_no_stage_with_them():
+    table = speed_table([record(impl, ms) for impl, ms in (("v5_c", 1.0), ("v4a_b", 8.0), ("v4_a", 2.0))], GPU)
+    assert [cells(table, impl)[0][6] for impl in ("v4_a", "v4a_b (dead end)", "v5_c")] == ["-", "0.25", "2.00"]
+
+
 def test_table_keeps_failures_as_rows_and_compares_nothing_with_them():
     records = [record("v1_b", 2.0), record("v2_c", failure="WRONG", note="out: error 1 > 0.1"), record("v3_d", 1.0)]
     table = speed_table([*records, record("v0_a", failure="OOM")], GPU)
@@ -386,9 +391,16 @@ def test_options_name_the_bad_value_and_what_is_allowed(arguments, message, caps
 def test_one_stage_brings_its_predecessor_and_v0():
     names = stages.names()
     assert bench.chosen_stages(names[:1]) == names[:1]
-    assert bench.chosen_stages([names[-1]]) == [name for name in names if name in (names[0], names[-2], names[-1])]
+    assert bench.chosen_stages([names[3]]) == [names[0], names[2], names[3]]
     assert bench.chosen_stages([names[1], names[0]]) == names[:2]
     assert bench.chosen_stages(names) == names
+
+
+def test_a_dead_end_is_compared_with_what_it_branches_off_and_precedes_nothing(monkeypatch):
+    names = ["v0_a", "v4_b", "v4a_c", "v5_d"]
+    monkeypatch.setattr(stages, "names", lambda: names)
+    assert bench.chosen_stages(["v4a_c"]) == ["v0_a", "v4_b", "v4a_c"]
+    assert bench.chosen_stages(["v5_d"]) == ["v0_a", "v4_b", "v5_d"]
 
 
 def test_cases_follow_the_papers_or_the_command_line():

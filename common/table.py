@@ -13,7 +13,10 @@ _TIME_HEADERS = (
     "S", "B × H", "implementation", "ms", "± IQR", "TFLOP/s", "× stage before", "× v0", "% of cuDNN", "% of matmul",
     "peak extra MiB",
 )  # fmt: skip
-_COUNT_HEADERS = ("S", "B × H", "implementation", "MFLOP", "peak extra MiB", "kernel launches")
+_COUNT_HEADERS = (
+    "S", "B × H", "implementation", "tiles", "MB read", "MB written", "MFLOP", "FLOP / byte", "µs at least", "bound by",
+    "× stage before", "kernel launches", "peak extra MiB",
+)  # fmt: skip
 
 
 def _by(keys):
@@ -65,15 +68,29 @@ def _time_cells(record, of_version, ms_of, machine):
     ]
 
 
-def _count_cells(record):
-    return [_number(record["flops"] / 1e6, 2), _number(record["peak_extra_mib"], 3), record["kernel_launches"]]
+def _count_cells(record, of_version):
+    number = version(record["impl"])
+    before = None if number is None else of_version.get(number - 1)
+    return [
+        record["tiles"] or "-",
+        _number(record["bytes_read"] / 1e6, 3),
+        _number(record["bytes_written"] / 1e6, 3),
+        _number(record["flops_executed"] / 1e6, 1),
+        _number(record["flops_executed"] / (record["bytes_read"] + record["bytes_written"]), 1),
+        _number(record["roofline_us"], 3),
+        record["bound"] or "-",
+        _number(_ratio(before, record["roofline_us"]), 2),
+        record["kernel_launches"],
+        _number(record["peak_extra_mib"], 3),
+    ]
 
 
 def _rows(records, machine, headers):
     """The rows of one table, workload by workload; what they share is written in the first."""
     for _, group in groupby(sorted(records, key=_by(_WORKLOAD)), key=_by(_WORKLOAD)):
         group = sorted(group, key=lambda record: _order(record["impl"]))
-        ms_of = {record["impl"]: record["ms"] for record in group if "failure" not in record}
+        time = "ms" if machine["gpu"] else "roofline_us"
+        ms_of = {record["impl"]: record[time] for record in group if "failure" not in record}
         of_version = {version(impl): ms for impl, ms in ms_of.items() if version(impl) is not None}
         for index, record in enumerate(group):
             shape = [record["seq_len"], f"{record['batch']} × {record['heads']}"] if index == 0 else ["", ""]
@@ -82,7 +99,7 @@ def _rows(records, machine, headers):
             elif machine["gpu"]:
                 cells = _time_cells(record, of_version, ms_of, machine)
             else:
-                cells = _count_cells(record)
+                cells = _count_cells(record, of_version)
             yield [*shape, record["impl"], *cells]
 
 
@@ -92,9 +109,10 @@ def speed_table(records: list[dict], machine: dict) -> str:
     Args:
         records: of one run: the `extra_info` of each benchmark and the entries of "failures" in its JSON file. A record has
             `impl`, `pass`, `batch`, `heads`, `seq_len`, `head_dim`, `causal`, `dtype`, and either `failure` and `note`, or
-            `flops`, `ms`, `iqr_ms`, `tflops`, `launch_hidden`, `peak_extra_mib` and, without a GPU, `kernel_launches`.
-        machine: the file's "machine_info": `gpu` (None: interpreted, and the tables show no times), `torch`, `triton`,
-            `commit`, `date`, `matmul_tflops` by dtype.
+            `flops`, `ms`, `iqr_ms`, `tflops`, `launch_hidden`, `peak_extra_mib` or, without a GPU, what `common.traffic.costs`
+            returns.
+        machine: the file's "machine_info": `gpu` (None: interpreted, and the tables show counts, and times at the peaks of
+            `roofline`), `torch`, `triton`, `commit`, `date`, `matmul_tflops` by dtype.
 
     Baselines come first, then the stages in their order. "× stage before" and "× v0" say how many times as fast as these;
     what the run did not measure is "-".
@@ -104,6 +122,11 @@ def speed_table(records: list[dict], machine: dict) -> str:
     facts += [f"commit {machine['commit']}", machine["date"]]
     facts += [f"matmul {dtype} {tflops:.0f} TFLOP/s" for dtype, tflops in machine["matmul_tflops"].items()]
     parts = [", ".join(facts)]
+    if not machine["gpu"]:
+        parts.append(
+            f"Bytes as the kernels ask for them, FLOPs as executed. µs at least: each launch's bytes or FLOPs, whichever takes "
+            f"longer, at the peaks of {machine['roofline']}, with no byte from a cache."
+        )
 
     def position(record):
         return list(PASS_NAMES).index(record["pass"]), *_by(_SHARED[1:])(record)

@@ -28,7 +28,7 @@ from common.workloads import Workload
 
 NO_TIMES = (
     "No GPU in use: the kernels run on Triton's interpreter, on the CPU. Interpreter times mean nothing; the tables show "
-    "the traffic and the FLOPs that were counted instead, and what a GPU takes for them at least."
+    "the traffic and the FLOPs that were counted instead, and how long they take at a GPU's published peaks."
 )
 
 GPU = traffic.GPUS["h200"]  # whose tiles and peaks the tables without a GPU are about

@@ -14,7 +14,7 @@ _TIME_HEADERS = (
     "peak extra MiB",
 )  # fmt: skip
 _COUNT_HEADERS = (
-    "S", "B × H", "implementation", "tiles", "MB read", "MB written", "MFLOP", "FLOP / byte", "µs at least", "bound by",
+    "S", "B × H", "implementation", "tiles", "MB read", "MB written", "MFLOP", "FLOP / byte", "µs at peak", "bound by",
     "× stage before", "kernel launches", "peak extra MiB",
 )  # fmt: skip
 
@@ -124,8 +124,8 @@ def speed_table(records: list[dict], machine: dict) -> str:
     parts = [", ".join(facts)]
     if not machine["gpu"]:
         parts.append(
-            f"Bytes as the kernels ask for them, FLOPs as executed. µs at least: each launch's bytes or FLOPs, whichever takes "
-            f"longer, at the peaks of {machine['roofline']}, with no byte from a cache."
+            "Bytes as Triton's kernels ask for them (PyTorch's operators: arguments and results once), FLOPs as executed. µs at "
+            f"peak: each launch's bytes or FLOPs, whichever takes longer, at {machine['roofline']}; caches can make it less."
         )
 
     def position(record):

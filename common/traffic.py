@@ -1,4 +1,4 @@
-"""What each stage moves and computes, and how long a GPU takes for that at least: counted on the CPU, with no GPU.
+"""What each stage moves and computes, counted on the CPU, and how long that takes at a GPU's published peaks.
 
     python -m common.traffic --stage v3 --pass bwd --seq-len 1024 --head-dim 128 --causal yes --gpu a100
 
@@ -73,7 +73,7 @@ def tiles_of(gpu: Gpu, stage, head_dim: int, dtype: torch.dtype, tuned: dict[str
     before = {tuner: tuner.configs for tuner in tuners(stage).values()}
     with limited_shared_memory(SHARED_LIMIT[gpu.arch]):
         for name, tuner in tuners(stage).items():
-            tile = tuned[name] if tuned else _likely_tile(gpu, tuner, head_dim, dtype)
+            tile = (tuned or {}).get(name) or _likely_tile(gpu, tuner, head_dim, dtype)
             config = triton.Config(dict(zip(("BLOCK_M", "BLOCK_N"), tile, strict=True)), pre_hook=tuner.configs[0].pre_hook)
             tuner.configs = [config]  # the only one runs without being timed
         try:
@@ -145,8 +145,8 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     """The command line as lists of values; exits with status 2 on a value that is not allowed."""
     parser = argparse.ArgumentParser(
         prog="python -m common.traffic",
-        description="Count what stages move and compute, float16, a single head, and say how long a GPU takes for that at "
-        "least. Needs no GPU. LIST is comma-separated.",
+        description="Count what stages move and compute, float16, a single head, and say how long that takes at a GPU's "
+        "published peaks. Needs no GPU. LIST is comma-separated.",
     )
     passes = {"fwd": "fwd", "bwd": "bwd"}
     head_dims = {str(head_dim): head_dim for head_dim in HEAD_DIMS}

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+from common.ncu import traffic_table
 from common.table import PASS_NAMES, speed_table, version
 
 ROOT = Path(__file__).parents[1]
@@ -105,9 +106,11 @@ def documents() -> dict[Path, str]:
     """What each generated document must be, from the committed results."""
     records, machine = load_run(RUN)
     readme = ROOT / "README.md"
+    profiled = {path: json.loads(path.read_text()) for path in RUN.parent.glob("traffic-*.json")}
     return {
         readme: with_table(readme.read_text(), "summary", summary_table(records, machine)),
         TABLES: f"# All measurements\n\n{speed_table(records, machine)}\n",
+        **{path.with_suffix(".md"): f"# Traffic\n\n{traffic_table(result)}\n" for path, result in profiled.items()},
     }
 
 

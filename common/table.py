@@ -124,8 +124,9 @@ def speed_table(records: list[dict], machine: dict) -> str:
     parts = [", ".join(facts)]
     if not machine["gpu"]:
         parts.append(
-            "Bytes as Triton's kernels ask for them (PyTorch's operators: arguments and results once), FLOPs as executed. µs at "
-            f"peak: each launch's bytes or FLOPs, whichever takes longer, at {machine['roofline']}; caches can make it less."
+            "Bytes as Triton's kernels ask for them (PyTorch's operators: arguments and results once), FLOPs as executed. "
+            f"µs at peak: each launch's bytes or FLOPs, whichever takes longer, at {machine['roofline']}; a cache can make it "
+            "less."
         )
 
     def position(record):

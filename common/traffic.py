@@ -70,17 +70,13 @@ def tiles_of(gpu: Gpu, stage, head_dim: int, dtype: torch.dtype, tuned: dict[str
         stage: a module, or anything else with `forward` and `backward`.
         tuned: (BLOCK_M, BLOCK_N) of the autotuned kernels by name, where they are known.
     """
-    before = {tuner: tuner.configs for tuner in tuners(stage).values()}
-    with limited_shared_memory(SHARED_LIMIT[gpu.arch]):
+    with limited_shared_memory(SHARED_LIMIT[gpu.arch]), contextlib.ExitStack() as restored:
         for name, tuner in tuners(stage).items():
             tile = (tuned or {}).get(name) or _likely_tile(gpu, tuner, head_dim, dtype)
             config = triton.Config(dict(zip(("BLOCK_M", "BLOCK_N"), tile, strict=True)), pre_hook=tuner.configs[0].pre_hook)
+            restored.callback(setattr, tuner, "configs", tuner.configs)
             tuner.configs = [config]  # the only one runs without being timed
-        try:
-            yield
-        finally:
-            for tuner, configs in before.items():
-                tuner.configs = configs
+        yield
 
 
 def _likely_tile(gpu, tuner, head_dim, dtype):

@@ -33,6 +33,5 @@ def describe(tensor: Tensor, rows: int = 1, columns: int = 1) -> TensorDescripto
         torch.cuda.Event().record()
         _thread.has_context = True
     # The stride of a dimension of size 1 is never used, and may be anything: give it one that is aligned.
-    head_dim = tensor.shape[-1]
-    strides = [stride if size > 1 else head_dim for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    return TensorDescriptor(tensor, list(tensor.shape), strides, [1, 1, rows, columns])
+    *steps, _ = (stride if size > 1 else ALIGNMENT for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return TensorDescriptor(tensor, list(tensor.shape), [*steps, 1], [1, 1, rows, columns])

@@ -13,6 +13,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 import stages
+from common.ncu import traffic_table
 from common.table import PASS_NAMES, speed_table, stage_order, title
 
 ROOT = Path(__file__).parents[1]
@@ -137,9 +138,11 @@ def documents() -> dict[Path, str]:
     """What each generated document must be, from the committed results."""
     records, machine = load_run(RUN)
     readme = ROOT / "README.md"
+    profiled = {path: json.loads(path.read_text()) for path in RUN.parent.glob("traffic-*.json")}
     return {
         readme: with_table(readme.read_text(), "summary", summary_table(records, machine)),
         TABLES: f"# All measurements\n\n{speed_table(records, machine)}\n",
+        **{path.with_suffix(".md"): f"# Traffic\n\n{traffic_table(result)}\n" for path, result in profiled.items()},
     }
 
 

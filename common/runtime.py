@@ -4,6 +4,7 @@ Importing this module decides. Without a GPU it switches the interpreter on, so 
 `TRITON_INTERPRET=1` (or `0`) in the environment wins.
 """
 
+import contextlib
 import functools
 import math
 import os
@@ -78,9 +79,23 @@ def _shared_memory_of(device: int) -> int:
     return triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
 
 
+_interpreter_limit = math.inf
+
+
 def shared_memory_limit() -> float:
-    """Bytes of shared memory that one program can have on the current device; the interpreter has no limit."""
-    return math.inf if INTERPRETED else _shared_memory_of(triton.runtime.driver.active.get_current_device())
+    """Bytes of shared memory that one program can have on the current device; the interpreter has no limit of its own."""
+    return _interpreter_limit if INTERPRETED else _shared_memory_of(triton.runtime.driver.active.get_current_device())
+
+
+@contextlib.contextmanager
+def limited_shared_memory(limit: float):
+    """Inside, the interpreter's programs have that many bytes of shared memory, as on some GPU; they get its tiles."""
+    global _interpreter_limit
+    before, _interpreter_limit = _interpreter_limit, limit
+    try:
+        yield
+    finally:
+        _interpreter_limit = before
 
 
 if INTERPRETED:

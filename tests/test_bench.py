@@ -225,41 +225,6 @@ def test_footprint_on_a_gpu_is_the_peak_over_what_was_allocated():
     assert footprint(lambda: (given + 1) + 1) == {"peak_extra_mib": 2.0}
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="counted by PyTorch's allocator there")
-def test_footprint_counts_live_memory_and_what_computes():
-    given = torch.ones(256, 1024)  # 1 MiB each, here and below
-
-    def call():
-        first = given.t().contiguous()
-        second = torch.empty_like(first).copy_(first)
-        del first
-        return second.view(-1)[:10] + torch.add(second, 1, out=torch.empty_like(second)).view(-1)[:10]
-
-    result = footprint(call)
-    assert result["peak_extra_mib"] == pytest.approx(2, abs=1e-3)
-    assert result["kernel_launches"] == 4  # clone, copy_, two additions
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="kernels are counted with the interpreter only")
-def test_footprint_counts_a_triton_launch_as_one():
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def double(x_ptr, y_ptr, N: tl.constexpr):
-        offsets = tl.program_id(0) * N + tl.arange(0, N)
-        tl.store(y_ptr + offsets, 2 * tl.load(x_ptr + offsets))
-
-    x, results = torch.arange(1024.0), []
-
-    def call():
-        results.append(torch.empty_like(x))
-        double[(8,)](x, results[0], 128)
-
-    assert footprint(call) == {"peak_extra_mib": 4 / 1024, "kernel_launches": 1}
-    assert torch.equal(results[0], 2 * x)
-
-
 # --- tables
 
 GPU = {
@@ -347,11 +312,20 @@ def test_table_marks_times_with_the_launch_in_them():
 
 
 def test_table_without_a_gpu_shows_counts_and_no_times():
-    records = [record("v0_a", 1234.5, launch_hidden=None, kernel_launches=17), record("v1_b", failure="OOM")]
-    table = speed_table(records, GPU | {"gpu": None, "matmul_tflops": {}})
-    assert cells(table, "v0_a") == [["512", "32 × 16", "v0_a", "4,000.00", "64.000", "17"]]
-    assert cells(table, "v1_b")[0][3:] == ["OOM", "-", "-"]
-    assert "ms" not in table and "1,234" not in table
+    counts = {"bytes_read": 3e6, "bytes_written": 1e6, "flops_executed": 8e6, "bound": "bytes", "kernel_launches": 17}
+    records = [
+        record("v0_a", 1234.5, launch_hidden=None, tiles="", roofline_us=6.0, **counts),
+        record("v1_b", 4321.5, launch_hidden=None, tiles="128×64", roofline_us=1.5, **counts),
+        record("v2_c", failure="OOM"),
+    ]
+    table = speed_table(records, GPU | {"gpu": None, "matmul_tflops": {}, "roofline": "some GPU, 9 TFLOP/s"})
+    common = ["3.000", "1.000", "8.0", "2.0"]
+    assert cells(table, "v0_a") == [
+        ["512", "32 × 16", "v0_a", "-", *common, "6.000", "bytes", "-", "17", "64.000"],
+    ]  # fmt: skip
+    assert cells(table, "v1_b") == [["", "", "v1_b", "128×64", *common, "1.500", "bytes", "4.00", "17", "64.000"]]
+    assert cells(table, "v2_c")[0][3:] == ["OOM"] + ["-"] * 9
+    assert "some GPU, 9 TFLOP/s" in table and "ms" not in table and "1,234" not in table
 
 
 # --- command line
@@ -468,7 +442,7 @@ def test_run_prints_the_table_and_saves_the_records(tmp_path):
         assert extra["ms"] == pytest.approx(1e3 * entry["stats"]["median"])
         assert extra["tflops"] == pytest.approx(extra["flops"] / extra["ms"] / 1e9)
         assert extra["peak_extra_mib"] > 0
-        assert ("kernel_launches" in extra) == (DEVICE == "cpu")
+        assert ("bytes_read" in extra) == (DEVICE == "cpu")
         assert extra.get("host_us", 0) > 0 or DEVICE == "cpu"
         assert "data" not in entry["stats"]
     assert len({entry["fullname"] for entry in run["benchmarks"]}) == len(records)

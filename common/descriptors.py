@@ -21,6 +21,12 @@ def addressable(tensor: Tensor) -> Tensor:
     return tensor if aligned and tensor.stride(-1) == 1 else tensor.clone(memory_format=torch.contiguous_format)
 
 
+def aligned_strides(tensor: Tensor) -> list[int]:
+    """The strides of an `addressable` tensor; that of a dimension of size 1, which is never used, may be anything else."""
+    *steps, _ = (stride if size > 1 else ALIGNMENT for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return [*steps, 1]
+
+
 def describe(tensor: Tensor, rows: int = 1, columns: int = 1) -> TensorDescriptor:
     """A descriptor of an `addressable` [B, H, S, D] tensor, to be moved so many rows and columns of a head at a time.
 
@@ -32,6 +38,4 @@ def describe(tensor: Tensor, rows: int = 1, columns: int = 1) -> TensorDescripto
         # encodes a descriptor fails without.
         torch.cuda.Event().record()
         _thread.has_context = True
-    # The stride of a dimension of size 1 is never used, and may be anything: give it one that is aligned.
-    *steps, _ = (stride if size > 1 else ALIGNMENT for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return TensorDescriptor(tensor, list(tensor.shape), [*steps, 1], [1, 1, rows, columns])
+    return TensorDescriptor(tensor, list(tensor.shape), aligned_strides(tensor), [1, 1, rows, columns])

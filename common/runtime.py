@@ -87,6 +87,11 @@ def shared_memory_limit() -> float:
     return _interpreter_limit if INTERPRETED else _shared_memory_of(triton.runtime.driver.active.get_current_device())
 
 
+def architecture() -> int | None:
+    """The current device's, 90 for sm_90; None on the interpreter."""
+    return None if INTERPRETED else triton.runtime.driver.active.get_current_target().arch
+
+
 @contextlib.contextmanager
 def limited_shared_memory(limit: float):
     """Inside, the interpreter's programs have that many bytes of shared memory, as on some GPU; they get its tiles."""

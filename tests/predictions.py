@@ -245,6 +245,7 @@ PREDICTIONS = {
     "v3": (v3_forward, v3_backward),
     "v4": (v3_forward, v3_backward),
     "v4a": (v4a_forward, v4a_backward),
+    "v4b": (v3_forward, v3_backward),
     "v5": (v3_forward, v5_backward),
 }
 

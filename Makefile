@@ -1,7 +1,7 @@
 # `make` lists the targets. Without PYTHON they create and use .venv; PYTHON=python3 uses that interpreter as it is.
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-long bench compare readme plots diff lint format clean
+.PHONY: help test test-long bench reference traffic compare readme plots diff lint format clean
 
 ifndef PYTHON
 PYTHON := .venv/bin/python
@@ -32,6 +32,12 @@ test-long: $(SETUP)  ## run the tests, those over the time budget too
 
 bench: $(SETUP)  ## measure all stages, or STAGE=v3 with its neighbours; ARGS="…" goes to bench.py (ARGS=--help)
 	$(PYTHON) bench.py $(addprefix --stage=,$(STAGE)) $(ARGS)
+
+reference: $(SETUP)  ## measure on a GPU what results/ keeps, into FILE=…
+	$(PYTHON) bench.py --reference --json "$(FILE)"
+
+traffic: $(SETUP)  ## count what each stage moves and computes, with no GPU; ARGS="…" goes to common.traffic (ARGS=--help)
+	$(PYTHON) -m common.traffic $(addprefix --stage=,$(STAGE)) $(ARGS)
 
 compare: $(SETUP)  ## show the last two saved runs side by side, per workload
 	@runs=$$(ls -t .benchmarks/*/*.json 2>/dev/null | head -n 2); \

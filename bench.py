@@ -4,17 +4,14 @@ Before an implementation is timed its result is compared with attention in float
 """
 
 import argparse
-import datetime
 import functools
 import gc
-import importlib.metadata
 import itertools
-import subprocess
+import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, astuple, fields, replace
-from pathlib import Path
+from dataclasses import astuple, fields, replace
 
 import pytest
 import torch
@@ -22,16 +19,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import stages
-from common import operator, reference, timing, workloads
+from common import machine, operator, reference, timing, traffic, workloads
+from common.counter import Count, count
 from common.footprint import footprint
+from common.options import json_path, list_of, one_of, positive
 from common.runtime import DEVICE
 from common.table import speed_table
 from common.workloads import Workload
 
 NO_TIMES = (
     "No GPU in use: the kernels run on Triton's interpreter, on the CPU. Interpreter times mean nothing; the tables show "
-    "FLOPs, peak extra memory and kernel launches instead."
+    "the traffic and the FLOPs that were counted instead, and how long they take at a GPU's published peaks."
 )
+
+GPU = traffic.GPUS["h200"]  # whose tiles and peaks the tables without a GPU are about
 
 
 def _sdpa(q, k, v, *, causal, backend):
@@ -49,40 +50,6 @@ else:
     BASELINES = {"sdpa": functools.partial(_sdpa, backend=[SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])}
 
 
-def _list_of(parse: Callable) -> Callable:
-    """The argparse type of a comma-separated list; `parse` turns one entry into its value or raises ValueError."""
-
-    def parse_list(text):
-        try:
-            return [parse(entry.strip()) for entry in text.split(",")]
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return parse_list
-
-
-def _one_of(choices: dict) -> Callable:
-    def parse(text):
-        if text not in choices:
-            raise ValueError(f"{text!r} is not one of {', '.join(choices)}")
-        return choices[text]
-
-    return parse
-
-
-def _positive(text):
-    if not text.isdecimal() or int(text) == 0:
-        raise ValueError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def _json_path(text):
-    path = Path(text).absolute()
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"the directory of {text!r} does not exist")
-    return path
-
-
 def parse_options(argv: list[str]) -> argparse.Namespace:
     """The command line as lists of values, without doubles; exits with status 2 on a value that is not allowed."""
     parser = argparse.ArgumentParser(
@@ -95,7 +62,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
 
     def add_list(name, parse, default, help):
         flag = "--" + name.rstrip("_").replace("_", "-")
-        parser.add_argument(flag, dest=name, action="extend", type=_list_of(parse), metavar="LIST", help=help)
+        parser.add_argument(flag, dest=name, action="extend", type=list_of(parse), metavar="LIST", help=help)
         defaults[name] = default
 
     def joined(values):
@@ -105,17 +72,24 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     head_dims = {str(head_dim): head_dim for head_dim in operator.HEAD_DIMS}
     stage_help = f"of {joined(stages.names())}, or just v0; one alone brings the stage before it and v0 along; default: all"
     add_list("stage", stages.resolve, stages.names(), stage_help)
-    add_list("pass_", _one_of(passes), ["fwd", "bwd"], f"of {joined(passes)}; default: fwd,bwd")
+    add_list("pass_", one_of(passes), ["fwd", "bwd"], f"of {joined(passes)}; default: fwd,bwd")
     head_dim_help = f"of {joined(head_dims)}; default: {joined(workloads.HEAD_DIMS)}"
-    add_list("head_dim", _one_of(head_dims), workloads.HEAD_DIMS, head_dim_help)
-    add_list("seq_len", _positive, workloads.SEQ_LENS, f"any; default: {joined(workloads.SEQ_LENS)}")
-    add_list("causal", _one_of({"no": False, "yes": True}), [False, True], "of no,yes; default: no,yes")
-    add_list("dtype", _one_of(dtypes), ["float16"], f"of {joined(dtypes)}; default: float16")
-    add_list("batch", _positive, [None], "any; default: what makes 16384 tokens (without a GPU: 1)")
-    add_list("heads", _positive, [None], "any; default: what makes a hidden size of 2048 (without a GPU: 2)")
-    parser.add_argument("--json", type=_json_path, metavar="FILE", help="also save the run, each round of it, in FILE")
+    add_list("head_dim", one_of(head_dims), workloads.HEAD_DIMS, head_dim_help)
+    add_list("seq_len", positive, workloads.SEQ_LENS, f"any; default: {joined(workloads.SEQ_LENS)}")
+    add_list("causal", one_of({"no": False, "yes": True}), [False, True], "of no,yes; default: no,yes")
+    add_list("dtype", one_of(dtypes), ["float16"], f"of {joined(dtypes)}; default: float16")
+    add_list("batch", positive, [None], "any; default: what makes 16384 tokens (without a GPU: 1)")
+    add_list("heads", positive, [None], "any; default: what makes a hidden size of 2048 (without a GPU: 2)")
+    parser.add_argument("--json", type=json_path, metavar="FILE", help="also save the run in FILE")
+    parser.add_argument(
+        "--reference",
+        action="store_true",
+        help="the run that results/ keeps: all defaults, the same in bfloat16, and both passes as one of a smaller model",
+    )
 
     options = parser.parse_args(argv)
+    if options.reference and any(getattr(options, name) for name in defaults):
+        parser.error("--reference is a selection of its own, and goes with --json alone")
     for name, default in defaults.items():
         values = getattr(options, name) or default
         setattr(options, name, list(dict.fromkeys(values)))
@@ -124,14 +98,22 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
 
 def chosen_stages(chosen: list[str]) -> list[str]:
     """The stages to measure: those chosen; of a single one also the one before it, and v0. In stage order."""
+    wanted = {stages.position(name) for name in chosen}
     if len(chosen) == 1:
-        names = stages.names()
-        chosen = [names[0], names[max(0, names.index(chosen[0]) - 1)], *chosen]
-    return [name for name in stages.names() if name in chosen]
+        wanted |= {(0, ""), stages.before(stages.position(chosen[0]))}
+    return [name for name in stages.names() if stages.position(name) in wanted]
+
+
+REFERENCE = (  # the command lines that make up the reference run
+    ["--dtype=float16,bfloat16"],
+    ["--pass=fwd+bwd", "--head-dim=64", "--causal=yes", "--batch=4", "--heads=8"],
+)
 
 
 def cases(options: argparse.Namespace) -> list[tuple[str, Workload]]:
     """All (implementation, workload) to measure; those of one workload follow each other, under like clocks."""
+    if options.reference:
+        return [case for argv in REFERENCE for case in cases(parse_options(argv))]
     implementations = [*BASELINES, *chosen_stages(options.stage)]
     shapes = itertools.product(options.head_dim, options.causal, options.dtype, options.seq_len, options.batch, options.heads)
     found = []
@@ -160,18 +142,11 @@ def timed_call(impl: str, workload: Workload, inputs) -> Callable:
     return lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
 
 
-def plain_call(impl: str, workload: Workload, inputs) -> Callable:
-    """`timed_call` without the operator around a stage, which hides from PyTorch's dispatcher what happens inside."""
+def _count(impl: str, workload: Workload) -> Count:
+    """What an implementation moves and computes; a stage with the tiles of `GPU`."""
     if impl in BASELINES:
-        return timed_call(impl, workload, inputs)
-    stage, options = stages.load(impl), {"causal": workload.causal, "scale": workload.head_dim**-0.5}
-    *qkv, grad_out = inputs
-    if workload.pass_ == "fwd":
-        return lambda: stage.forward(*qkv, **options)
-    if workload.pass_ == "fwd+bwd":
-        return lambda: stage.backward(grad_out, *qkv, *stage.forward(*qkv, **options), **options)
-    results = stage.forward(*qkv, **options)
-    return lambda: stage.backward(grad_out, *qkv, *results, **options)
+        return count(timed_call(impl, workload, workload.inputs()))
+    return traffic.count_stage(stages.load(impl), workload, GPU)
 
 
 def _some_heads(tensor):
@@ -224,12 +199,6 @@ def _failure(error: BaseException) -> dict:
     return {"failure": "ERROR", "note": f"{type(error).__name__}, see above"}
 
 
-def _commit() -> str:
-    command = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--abbrev=40", "--exclude=*"]
-    described = subprocess.run([*command, "--dirty=+dirty"], capture_output=True, text=True, check=False)
-    return described.stdout.strip() or "unknown"
-
-
 @functools.cache
 def _gpu_timer() -> timing.GpuTimer:
     return timing.GpuTimer()
@@ -245,18 +214,14 @@ class Bench:
         self.cases = cases(options)
         self.begun = 0
         self.records = []
-        self.machine = {
-            "gpu": torch.cuda.get_device_name() if DEVICE == "cuda" else None,
-            "torch": torch.__version__,
-            "cudnn": torch.backends.cudnn.version(),
-            "triton": importlib.metadata.version("triton"),
-            "commit": _commit(),
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "matmul_tflops": {},
-        }
+        self.machine = machine.facts() | {"matmul_tflops": {}}
+        if DEVICE == "cpu":
+            self.machine["roofline"] = GPU.peaks
 
     def pytest_collection_finish(self, session):
         self.total = len(session.items)
+        gc.collect()
+        gc.freeze()  # the modules, so that the collections between cases do not go through them
         if DEVICE == "cpu":
             print(NO_TIMES)
 
@@ -270,6 +235,9 @@ class Bench:
         machine_info.update(self.machine)
 
     def pytest_benchmark_update_json(self, output_json):
+        output_json["commit_info"].pop("project", None)  # the name of the directory
+        for benchmark in output_json["benchmarks"]:
+            benchmark["stats"].pop("data", None)  # the single rounds; the statistics over them stay
         output_json["failures"] = [record for record in self.records if "failure" in record]
 
     def pytest_terminal_summary(self, terminalreporter):
@@ -283,9 +251,7 @@ class Bench:
         self.begun += 1
         self._progress(f"[{self.begun}/{self.total}] {workload.label} {impl}: ")
         benchmark.name = impl  # in its group, the workload
-        record = {"impl": impl, "pass": workload.pass_} | {
-            name: value for name, value in asdict(workload).items() if name != "pass_"
-        }
+        record = {"impl": impl, **workload.record()}
         self.records.append(record)
         try:
             measured = self._measured(benchmark, impl, workload)
@@ -316,13 +282,14 @@ class Bench:
         call = timed_call(impl, workload, inputs)
         check(call(), workload)
         # The call that was checked tuned and compiled the kernels, which takes memory of its own.
-        costs = footprint(call if DEVICE == "cuda" else plain_call(impl, workload, inputs))
+        costs = footprint(call) if DEVICE == "cuda" else traffic.costs(_count(impl, workload), GPU, workload.dtype)
 
         self._progress("timing, ")
         if DEVICE == "cuda":
             times, launch_hidden = _gpu_timer().measure(call)
             TIMER.load(times)
             benchmark.pedantic(lambda: None, rounds=len(times))
+            costs["host_us"] = timing.host_seconds(call, statistics.median(times)) * 1e6
         else:
             launch_hidden = None
             benchmark.pedantic(call)

@@ -21,18 +21,21 @@ def addressable(tensor: Tensor) -> Tensor:
     return tensor if aligned and tensor.stride(-1) == 1 else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def describe(tensor: Tensor, block_rows: int = 1) -> TensorDescriptor:
-    """A descriptor of an `addressable` [B, H, S, D] tensor, to be moved `block_rows` rows of a head at a time.
+def aligned_strides(tensor: Tensor) -> list[int]:
+    """The strides of an `addressable` tensor; that of a dimension of size 1, which is never used, may be anything else."""
+    *steps, _ = (stride if size > 1 else ALIGNMENT for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return [*steps, 1]
 
-    The sequence is a dimension of its own, so that the hardware clips at its end: past it a load gives zeros, and a store does
-    nothing.
+
+def describe(tensor: Tensor, rows: int = 1, columns: int = 1) -> TensorDescriptor:
+    """A descriptor of an `addressable` [B, H, S, D] tensor, to be moved so many rows and columns of a head at a time.
+
+    An autotuned kernel's `pre_hook` sets these anew. The sequence is a dimension of its own, so that the hardware clips at its
+    end: past it a load gives zeros, and a store does nothing.
     """
     if tensor.is_cuda and not hasattr(_thread, "has_context"):
         # A new thread, such as autograd's, has no CUDA context until a call of the runtime gives it one; the driver's call that
         # encodes a descriptor fails without.
         torch.cuda.Event().record()
         _thread.has_context = True
-    # The stride of a dimension of size 1 is never used, and may be anything: give it one that is aligned.
-    head_dim = tensor.shape[-1]
-    strides = [stride if size > 1 else head_dim for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    return TensorDescriptor(tensor, list(tensor.shape), strides, [1, 1, block_rows, head_dim])
+    return TensorDescriptor(tensor, list(tensor.shape), aligned_strides(tensor), [1, 1, rows, columns])

@@ -1,7 +1,6 @@
 """What stages written in Gluon share: where they can run, descriptors, and the one instruction Gluon does not wrap."""
 
 import torch
-import triton
 from torch import Tensor
 from triton._C.libtriton import ir
 from triton.experimental.gluon import language as gl
@@ -10,7 +9,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from common.descriptors import describe
 from common.operator import Unavailable
-from common.runtime import INTERPRETED
+from common.runtime import INTERPRETED, architecture
 
 ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
@@ -19,7 +18,7 @@ def unavailable() -> str | None:
     """Why kernels made of Hopper's own instructions (warpgroup products, register reallocation) cannot run; None: they can."""
     if INTERPRETED:
         return "needs a Hopper GPU (sm_90): Triton's interpreter, in use here, does not run Gluon"
-    arch = triton.runtime.driver.active.get_current_target().arch
+    arch = architecture()
     return None if arch // 10 == 9 else f"needs a Hopper GPU (sm_90), and this one is sm_{arch}"
 
 

@@ -9,19 +9,20 @@ matplotlib.use("Agg")  # draws into files; needs no display
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy  # noqa: E402
 
+import stages  # noqa: E402
 from common.report import COLUMNS, implementations, origin, speedup  # noqa: E402
-from common.table import PASS_NAMES, version  # noqa: E402
+from common.table import PASS_NAMES  # noqa: E402
 
 LABEL_GAP = 0.055  # least distance of two labels, as a share of the height of the axes
 
 
 def _style(name: str, names: list[str]) -> dict:
     """Colour and line of an implementation, the same in every plot: stages from dark to bright, baselines grey."""
-    if version(name) is None:
-        baselines = [other for other in names if version(other) is None]
+    if not stages.position(name):
+        baselines = [other for other in names if not stages.position(other)]
         return {"color": "0.45", "linestyle": ("--", ":", "-.")[baselines.index(name) % 3]}
-    last = max(version(other) for other in names if version(other) is not None)
-    return {"color": plt.colormaps["plasma"](0.88 * version(name) / max(1, last)), "linestyle": "-"}
+    numbers = {other: stages.position(other)[0] for other in names if stages.position(other)}
+    return {"color": plt.colormaps["plasma"](0.88 * numbers[name] / max(1, *numbers.values())), "linestyle": "-"}
 
 
 def spread(positions: list[float], gap: float) -> list[float]:
@@ -59,7 +60,7 @@ def _lines(axes, records: list[dict], names: list[str], value: str):
     heights = [to_axes.transform(end)[1] for end in ends.values()]
     for (name, end), height in zip(ends.items(), spread(heights, LABEL_GAP), strict=True):
         axes.annotate(
-            name.split("_")[0] if version(name) is not None else name.removeprefix("sdpa-"),
+            name.split("_")[0] if stages.position(name) else name.removeprefix("sdpa-"),
             xy=end, xytext=(1.03, height), textcoords=axes.transAxes, va="center", fontsize=9, annotation_clip=False,
             color=_style(name, names)["color"],
             arrowprops={"arrowstyle": "-", "linewidth": 0.5, "color": _style(name, names)["color"], "shrinkA": 0, "shrinkB": 2},
@@ -98,11 +99,11 @@ def _memory(records, names):
 
 def _gain(records, names):
     figure, axes = plt.subplots(figsize=(10, 4), layout="constrained")
-    steps = [(old, new) for old, new in zip(names, names[1:], strict=False) if version(old) is not None]
+    steps = [(old, new) for old, new in zip(names, names[1:], strict=False) if stages.position(old)]
     width = 0.8 / len(COLUMNS)
     for index, (pass_, head_dim) in enumerate(COLUMNS):
         for place, (old, new) in enumerate(steps):
-            gain = speedup(records, new, old, pass_, head_dim)
+            gain = speedup(records, new, old, (pass_,), head_dim)
             if gain is None:  # never measured both
                 continue
             x = place + (index - (len(COLUMNS) - 1) / 2) * width
@@ -126,13 +127,13 @@ def _gain(records, names):
 
 
 def draw(records: list[dict], machine: dict, directory: Path):
-    """Write speed-forward.png, speed-backward.png, gain.png and memory.png into `directory`.
+    """Write speed-forward.png, speed-backward.png, gain.png and memory.png into `directory`; dead ends are left out.
 
     Args:
         records, machine: of a run, as `common.report.load_run` gives them.
     """
     records = [record for record in records if record["dtype"] == "float16"]
-    names = implementations(records)
+    names = [name for name in implementations(records) if not (stages.position(name) and stages.is_dead_end(name))]
     directory.mkdir(exist_ok=True)
     figures = {
         "speed-forward": _speed(records, names, "fwd"),

@@ -6,20 +6,23 @@
 import argparse
 import itertools
 import json
-import math
 import re
+import statistics
 from pathlib import Path
 
 from tabulate import tabulate
 
-from common.table import PASS_NAMES, speed_table, version
+import stages
+from common.ncu import traffic_table
+from common.table import PASS_NAMES, speed_table, stage_order, title
 
 ROOT = Path(__file__).parents[1]
 RUN = ROOT / "results" / "h200.json"
 TABLES = RUN.with_suffix(".md")
 PLOTS = ROOT / "plots"
 MEAN_OVER = (1024, 2048, 4096, 8192, 16384)  # sequence lengths
-COLUMNS = tuple(itertools.product(("fwd", "bwd"), (64, 128)))  # passes and head dimensions
+HEAD_DIMS = (64, 128)
+COLUMNS = tuple(itertools.product(("fwd", "bwd"), HEAD_DIMS))  # passes and head dimensions
 
 
 def load_run(path: Path) -> tuple[list[dict], dict]:
@@ -30,31 +33,39 @@ def load_run(path: Path) -> tuple[list[dict], dict]:
 
 def implementations(records: list[dict]) -> list[str]:
     """The names in the records: baselines first, then the stages in their order."""
-    names = dict.fromkeys(record["impl"] for record in records)
-    return sorted(names, key=lambda name: -1 if version(name) is None else version(name))
+    return sorted(dict.fromkeys(record["impl"] for record in records), key=stage_order)
 
 
-def _measured(records, impl, pass_, head_dim):
-    """The float16 records by (causal, seq_len), of the lengths that means are over; without what could not be measured."""
+def _measured(records, impl, pass_, head_dim, dtype="float16"):
+    """The records by (causal, seq_len), of the lengths that means are over; without what could not be measured."""
     return {
         (record["causal"], record["seq_len"]): record
         for record in records
-        if (record["impl"], record["pass"], record["head_dim"], record["dtype"]) == (impl, pass_, head_dim, "float16")
+        if (record["impl"], record["pass"], record["head_dim"], record["dtype"]) == (impl, pass_, head_dim, dtype)
         and record["seq_len"] in MEAN_OVER
         and "failure" not in record
     }
 
 
-def speedup(records: list[dict], impl: str, over: str | None, pass_: str, head_dim: int) -> float | None:
-    """How many times as fast `impl` is as `over`: the geometric mean over `MEAN_OVER`, causal and not.
+def _times(records, impl, passes, head_dim, dtype="float16"):
+    """Milliseconds by (causal, seq_len), of several passes together where all were measured."""
+    measured = [_measured(records, impl, pass_, head_dim, dtype) for pass_ in passes]
+    keys = set.intersection(*(set(of_pass) for of_pass in measured))
+    return {key: sum(of_pass[key]["ms"] for of_pass in measured) for key in keys}
+
+
+def mean_ratio(ours: dict, theirs: dict) -> float | None:
+    """The geometric mean of theirs / ours over the keys of both; None where there are none."""
+    common = ours.keys() & theirs.keys()
+    return statistics.geometric_mean(theirs[key] / ours[key] for key in common) if common else None
+
+
+def speedup(records: list[dict], impl: str, over: str | None, passes: tuple[str, ...], head_dim: int) -> float | None:
+    """How many times as fast `impl` is as `over` in these passes together: the mean over `MEAN_OVER`, causal and not.
 
     Only where both were measured (out of memory, v0 has fewer points); None where that is nowhere.
     """
-    ours, theirs = (_measured(records, name, pass_, head_dim) for name in (impl, over))
-    common = ours.keys() & theirs.keys()
-    if not common:
-        return None
-    return math.exp(sum(math.log(theirs[key]["ms"] / ours[key]["ms"]) for key in common) / len(common))
+    return mean_ratio(*(_times(records, name, passes, head_dim) for name in (impl, over)))
 
 
 def origin(machine: dict) -> str:
@@ -65,27 +76,49 @@ def origin(machine: dict) -> str:
 def summary_table(records: list[dict], machine: dict) -> str:
     """The README's table: for each implementation the mean rate, the gain over the stage before and the share of cuDNN's."""
     names = implementations(records)
-    stage_of = {version(name): name for name in names}
+    stage_at = {stages.position(name): name for name in names}
     headers = ["", *(f"{PASS_NAMES[pass_]}, D={head_dim}" for pass_, head_dim in COLUMNS)]
+    headers += [f"both, D={head_dim}" for head_dim in HEAD_DIMS] + ["host µs"]
     rows = []
     for name in names:
-        row = [name]
-        before = stage_of.get(version(name) - 1) if version(name) else None
-        for column in COLUMNS:
-            rates = [record["tflops"] for record in _measured(records, name, *column).values()]
-            cells = [f"{math.exp(sum(map(math.log, rates)) / len(rates)):.0f}"] if rates else []
-            if gain := speedup(records, name, before, *column):
+        row = [title(name)]
+        position = stages.position(name)
+        before = position and stage_at.get(stages.before(position))
+        for pass_, head_dim in COLUMNS:
+            rates = [record["tflops"] for record in _measured(records, name, pass_, head_dim).values()]
+            cells = [f"{statistics.geometric_mean(rates):.0f}"] if rates else []
+            if gain := speedup(records, name, before, (pass_,), head_dim):
                 cells.append(f"**×{gain:.2f}**")
-            if cudnn := speedup(records, name, "sdpa-cudnn", *column):
+            if cudnn := speedup(records, name, "sdpa-cudnn", (pass_,), head_dim):
                 cells.append(f"{100 * cudnn:.0f} %")
             row.append(", ".join(cells) or "-")
+        for head_dim in HEAD_DIMS:
+            gain = speedup(records, name, before, ("fwd", "bwd"), head_dim)
+            row.append(f"**×{gain:.2f}**" if gain else "-")
+        host = [
+            record["host_us"] for record in records if (record["impl"], record["pass"]) == (name, "fwd") and "host_us" in record
+        ]
+        row.append(f"{statistics.median(host):.0f}" if host else "-")
         rows.append(row)
     lengths = ", ".join(map(str, MEAN_OVER))
     caption = (
-        "TFLOP/s, **× the stage before**, % of cuDNN. float16, 16k tokens, hidden size 2048; geometric means over "
-        f"S = {lengths}, causal and not. {origin(machine)}, {machine['date']}."
+        "TFLOP/s, **× the stage before**, % of cuDNN; host: the CPU's time for a forward call. float16, 16k tokens, hidden "
+        f"size 2048; geometric means over S = {lengths}, causal and not. {origin(machine)}, {machine['date']}."
     )
-    return f"{caption}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True)}"
+    return f"{caption}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True)}" + _bfloat16(records, names)
+
+
+def _bfloat16(records, names):
+    """A sentence on how the other half precision compares; nothing where it was not measured."""
+    ratios = {}
+    for name, (pass_, head_dim) in itertools.product(names, COLUMNS):
+        times = (_times(records, name, (pass_,), head_dim, dtype) for dtype in ("float16", "bfloat16"))
+        if stages.position(name) and (ratio := mean_ratio(*times)):
+            ratios[ratio] = f"{name.split('_')[0]}, {PASS_NAMES[pass_]}, D={head_dim}"
+    if not ratios:
+        return ""
+    least, most = min(ratios), max(ratios)
+    return f"\n\nIn bfloat16 a stage takes {least:.3f} ({ratios[least]}) to {most:.3f} ({ratios[most]}) times as long."
 
 
 def with_table(text: str, name: str, table: str) -> str:
@@ -105,9 +138,11 @@ def documents() -> dict[Path, str]:
     """What each generated document must be, from the committed results."""
     records, machine = load_run(RUN)
     readme = ROOT / "README.md"
+    profiled = {path: json.loads(path.read_text()) for path in RUN.parent.glob("traffic-*.json")}
     return {
         readme: with_table(readme.read_text(), "summary", summary_table(records, machine)),
         TABLES: f"# All measurements\n\n{speed_table(records, machine)}\n",
+        **{path.with_suffix(".md"): f"# Traffic\n\n{traffic_table(result)}\n" for path, result in profiled.items()},
     }
 
 

@@ -4,6 +4,7 @@ Importing this module decides. Without a GPU it switches the interpreter on, so 
 `TRITON_INTERPRET=1` (or `0`) in the environment wins.
 """
 
+import contextlib
 import functools
 import math
 import os
@@ -82,14 +83,33 @@ def _properties() -> dict[str, int]:
     return _properties_of(triton.runtime.driver.active.get_current_device())
 
 
+_interpreter_limit = math.inf
+
+
 def shared_memory_limit() -> float:
-    """Bytes of shared memory that one program can have on the current device; the interpreter has no limit."""
-    return math.inf if INTERPRETED else _properties()["max_shared_mem"]
+    """Bytes of shared memory that one program can have on the current device; the interpreter has no limit of its own."""
+    return _interpreter_limit if INTERPRETED else _properties()["max_shared_mem"]
 
 
 def multiprocessors() -> int:
     """The number of multiprocessors of the current GPU."""
     return _properties()["multiprocessor_count"]
+
+
+def architecture() -> int | None:
+    """The current device's, 90 for sm_90; None on the interpreter."""
+    return None if INTERPRETED else triton.runtime.driver.active.get_current_target().arch
+
+
+@contextlib.contextmanager
+def limited_shared_memory(limit: float):
+    """Inside, the interpreter's programs have that many bytes of shared memory, as on some GPU; they get its tiles."""
+    global _interpreter_limit
+    before, _interpreter_limit = _interpreter_limit, limit
+    try:
+        yield
+    finally:
+        _interpreter_limit = before
 
 
 if INTERPRETED:

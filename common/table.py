@@ -1,34 +1,36 @@
 """The tables of a benchmark run, computed from its records alone: those in memory, or those that a JSON file keeps."""
 
-import re
 from itertools import groupby
 
 from tabulate import tabulate
 
-_STAGE = re.compile(r"v(\d+)_")
+import stages
+
 _SHARED = ("pass", "head_dim", "causal", "dtype")  # what the rows of one table have in common
 _WORKLOAD = ("seq_len", "batch", "heads")  # what tells its workloads apart
 PASS_NAMES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 _TIME_HEADERS = (
     "S", "B × H", "implementation", "ms", "± IQR", "TFLOP/s", "× stage before", "× v0", "% of cuDNN", "% of matmul",
-    "peak extra MiB",
+    "peak extra MiB", "host µs",
 )  # fmt: skip
-_COUNT_HEADERS = ("S", "B × H", "implementation", "MFLOP", "peak extra MiB", "kernel launches")
+_COUNT_HEADERS = (
+    "S", "B × H", "implementation", "tiles", "MB read", "MB written", "MFLOP", "FLOP / byte", "µs at peak", "bound by",
+    "× stage before", "kernel launches", "peak extra MiB",
+)  # fmt: skip
 
 
 def _by(keys):
     return lambda record: tuple(record[key] for key in keys)
 
 
-def version(impl):
-    """The number of a stage; None for a baseline."""
-    match = _STAGE.match(impl)
-    return match and int(match[1])
-
-
-def _order(impl):
+def stage_order(impl: str) -> tuple[int, str]:
     """Sort key: baselines as they come, then the stages in the order of the evolution."""
-    return -1 if version(impl) is None else version(impl)
+    return stages.position(impl) or (-1, "")
+
+
+def title(impl: str) -> str:
+    """An implementation as a table names it."""
+    return f"{impl} (dead end)" if stages.position(impl) and stages.is_dead_end(impl) else impl
 
 
 def _number(value, digits):
@@ -48,42 +50,58 @@ def _failure_cells(record, headers):
     return [record["failure"]] + ["-"] * (len(headers) - 4)
 
 
-def _time_cells(record, of_version, ms_of, machine):
+def _time_before(impl, time_at):
+    position = stages.position(impl)
+    return position and time_at.get(stages.before(position))
+
+
+def _time_cells(record, ms_at, ms_of, machine):
     ms = record["ms"]
-    number = version(record["impl"])
-    before = None if number is None else of_version.get(number - 1)
     ceiling = machine["matmul_tflops"].get(record["dtype"])
     return [
         _milliseconds(ms) + ("" if record["launch_hidden"] else "*"),
         _milliseconds(record["iqr_ms"]),
         _number(record["tflops"], 1),
-        _number(_ratio(before, ms), 2),
-        _number(_ratio(of_version.get(0), ms), 2),
+        _number(_ratio(_time_before(record["impl"], ms_at), ms), 2),
+        _number(_ratio(ms_at.get((0, "")), ms), 2),
         _number(_ratio(ms_of.get("sdpa-cudnn"), ms, 100), 0),
         _number(_ratio(record["tflops"], ceiling, 100), 0),
         _number(record["peak_extra_mib"], 1),
+        _number(record.get("host_us"), 0),
     ]
 
 
-def _count_cells(record):
-    return [_number(record["flops"] / 1e6, 2), _number(record["peak_extra_mib"], 3), record["kernel_launches"]]
+def _count_cells(record, time_at):
+    return [
+        record["tiles"] or "-",
+        _number(record["bytes_read"] / 1e6, 3),
+        _number(record["bytes_written"] / 1e6, 3),
+        _number(record["flops_executed"] / 1e6, 1),
+        _number(record["flops_executed"] / (record["bytes_read"] + record["bytes_written"]), 1),
+        _number(record["roofline_us"], 3),
+        record["bound"] or "-",
+        _number(_ratio(_time_before(record["impl"], time_at), record["roofline_us"]), 2),
+        record["kernel_launches"],
+        _number(record["peak_extra_mib"], 3),
+    ]
 
 
 def _rows(records, machine, headers):
     """The rows of one table, workload by workload; what they share is written in the first."""
     for _, group in groupby(sorted(records, key=_by(_WORKLOAD)), key=_by(_WORKLOAD)):
-        group = sorted(group, key=lambda record: _order(record["impl"]))
-        ms_of = {record["impl"]: record["ms"] for record in group if "failure" not in record}
-        of_version = {version(impl): ms for impl, ms in ms_of.items() if version(impl) is not None}
+        group = sorted(group, key=lambda record: stage_order(record["impl"]))
+        time = "ms" if machine["gpu"] else "roofline_us"
+        time_of = {record["impl"]: record[time] for record in group if "failure" not in record}
+        time_at = {stages.position(impl): of_impl for impl, of_impl in time_of.items()}
         for index, record in enumerate(group):
             shape = [record["seq_len"], f"{record['batch']} × {record['heads']}"] if index == 0 else ["", ""]
             if "failure" in record:
                 cells = _failure_cells(record, headers)
             elif machine["gpu"]:
-                cells = _time_cells(record, of_version, ms_of, machine)
+                cells = _time_cells(record, time_at, time_of, machine)
             else:
-                cells = _count_cells(record)
-            yield [*shape, record["impl"], *cells]
+                cells = _count_cells(record, time_at)
+            yield [*shape, title(record["impl"]), *cells]
 
 
 def speed_table(records: list[dict], machine: dict) -> str:
@@ -92,9 +110,10 @@ def speed_table(records: list[dict], machine: dict) -> str:
     Args:
         records: of one run: the `extra_info` of each benchmark and the entries of "failures" in its JSON file. A record has
             `impl`, `pass`, `batch`, `heads`, `seq_len`, `head_dim`, `causal`, `dtype`, and either `failure` and `note`, or
-            `flops`, `ms`, `iqr_ms`, `tflops`, `launch_hidden`, `peak_extra_mib` and, without a GPU, `kernel_launches`.
-        machine: the file's "machine_info": `gpu` (None: interpreted, and the tables show no times), `torch`, `triton`,
-            `commit`, `date`, `matmul_tflops` by dtype.
+            `flops`, `ms`, `iqr_ms`, `tflops`, `launch_hidden`, `peak_extra_mib` and `host_us` or, without a GPU, what
+            `common.traffic.costs` returns.
+        machine: the file's "machine_info": `gpu` (None: interpreted, and the tables show counts, and times at the peaks of
+            `roofline`), `torch`, `triton`, `commit`, `date`, `matmul_tflops` by dtype.
 
     Baselines come first, then the stages in their order. "× stage before" and "× v0" say how many times as fast as these;
     what the run did not measure is "-".
@@ -104,6 +123,12 @@ def speed_table(records: list[dict], machine: dict) -> str:
     facts += [f"commit {machine['commit']}", machine["date"]]
     facts += [f"matmul {dtype} {tflops:.0f} TFLOP/s" for dtype, tflops in machine["matmul_tflops"].items()]
     parts = [", ".join(facts)]
+    if not machine["gpu"]:
+        parts.append(
+            "Bytes as Triton's kernels ask for them (PyTorch's operators: arguments and results once), FLOPs as executed. "
+            f"µs at peak: each launch's bytes or FLOPs, whichever takes longer, at {machine['roofline']}; a cache can make it "
+            "less."
+        )
 
     def position(record):
         return list(PASS_NAMES).index(record["pass"]), *_by(_SHARED[1:])(record)

@@ -1,18 +1,21 @@
 """GPU time: what the kernels of a call take, without the time that the CPU takes to launch them."""
 
 import statistics
+import time
 from collections.abc import Callable
 
 import torch
 
 WARM_UP_S = 50e-3  # GPU time until the clock has settled
-CASE_S = 0.3  # GPU time spent on the rounds of a case …
+CASE_S = 0.15  # GPU time spent on the rounds of a case …
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 200  # … within these
 SLOW_S = 0.5  # a call that takes longer than this …
 SLOW_ROUNDS = 3  # … gets this many rounds
 HEAD_START_S = 1e-3  # of the CPU, before the first round
 SHORTEST_SPIN_S, LONGEST_SPIN_S = 50e-6, 20e-3
 EXPOSED_SHARE = 0.1  # of the rounds; the median of the others is not moved by so few
+HOST_S = 20e-3  # time spent on how long the CPU takes …
+FEWEST_HOST_ROUNDS, MOST_HOST_ROUNDS = 3, 20  # … within these rounds
 CACHE_BYTES = 256 * 2**20  # more than any L2 cache holds
 MATMUL_SIZE = 8192
 
@@ -70,6 +73,21 @@ class GpuTimer:
             count = max(FEWEST_ROUNDS, min(int(CASE_S / statistics.median(times)), MOST_ROUNDS))
         times, exposed = self._rounds(call, count, spin_s)
         return times, not exposed
+
+
+def host_seconds(call: Callable, gpu_seconds: float) -> float:
+    """The CPU's time for a call, until it returns: checks, dispatch, descriptors, launches; the median of some rounds.
+
+    Args:
+        gpu_seconds: what a call takes on the GPU, which is left to finish before the next one, so that none waits in a queue.
+    """
+    times = []
+    for _ in range(max(FEWEST_HOST_ROUNDS, min(int(HOST_S / gpu_seconds), MOST_HOST_ROUNDS))):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
 
 
 class Replay:

@@ -5,9 +5,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import triton
+from triton.runtime.autotuner import Autotuner
 
-from common.runtime import INTERPRETED, shared_memory_limit
+from common.runtime import INTERPRETED, architecture, shared_memory_limit
 
+COPY_ENGINE_ARCH = 90  # from Hopper on descriptors are the hardware's
 KEY = ("bucket", "HEAD_DIM", "CAUSAL", "PRECISION")  # kernel arguments; a new combination is tuned anew
 
 
@@ -16,7 +18,7 @@ def bucket(seq_q: int, seq_k: int) -> int:
     return min(max(128, triton.next_power_of_2(max(seq_q, seq_k))), 4096)
 
 
-def configs(tiles: Sequence[tuple[int, int, int, int]], pre_hook: Callable) -> list[triton.Config]:
+def configs(tiles: Sequence[tuple[int, int, int, int]], pre_hook: Callable | None) -> list[triton.Config]:
     """A configuration for each (BLOCK_M, BLOCK_N, num_warps, num_stages)."""
     return [
         triton.Config({"BLOCK_M": m, "BLOCK_N": n}, num_warps=warps, num_stages=stages, pre_hook=pre_hook)
@@ -24,17 +26,22 @@ def configs(tiles: Sequence[tuple[int, int, int, int]], pre_hook: Callable) -> l
     ]
 
 
-def _sensible(config: triton.Config, row_bytes: int, precision: str) -> bool:
+def sensible(config: triton.Config, row_bytes: int, precision: str, has_copy_engine: bool) -> bool:
     """Whether a tile is worth compiling for rows of that many bytes.
 
     Only the small ones are where exact float32 products keep every operand in registers, and where there is no copy engine,
     so that a descriptor becomes an address in registers for every element.
     """
     rows = max(config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"])
-    has_copy_engine = INTERPRETED or triton.runtime.driver.active.get_current_target().arch >= 90
     if precision == "ieee" or not has_copy_engine:
         return rows <= 32
     return rows * row_bytes <= 32 * 1024
+
+
+def tuners(stage) -> dict[str, Autotuner]:
+    """The autotuned kernels of a stage, a module or anything else with `forward` and `backward`, by name."""
+    found = (*stage.forward.__globals__.items(), *stage.backward.__globals__.items())
+    return {name: value for name, value in found if isinstance(value, Autotuner)}
 
 
 def _time(call, quantiles):
@@ -54,8 +61,9 @@ def autotune(configs: list[triton.Config]) -> Callable:
     def decorate(kernel):
         def prune(configs, named_args, **kwargs):
             args = {**named_args, **kwargs}
-            row_bytes = args["HEAD_DIM"] * args["k_desc"].base.element_size()
-            kept = [config for config in configs if _sensible(config, row_bytes, args["PRECISION"])]
+            row_bytes = args["HEAD_DIM"] * (4 if args["PRECISION"] == "ieee" else 2)
+            has_copy_engine = INTERPRETED or architecture() >= COPY_ENGINE_ARCH
+            kept = [config for config in configs if sensible(config, row_bytes, args["PRECISION"], has_copy_engine)]
             if INTERPRETED:
                 return kept[:1]
             problem = ", ".join(f"{name}={args[name]}" for name in KEY)
@@ -72,7 +80,8 @@ def compile_all(kernel, configs: list[triton.Config], args: dict) -> list:
     """The kernel compiled for each configuration, in parallel and without a launch; `args` are a launch's, by name."""
 
     def compiled(config):
-        config.pre_hook({**args, **config.kwargs})
+        if config.pre_hook:
+            config.pre_hook({**args, **config.kwargs})
         return kernel.run(**{**args, **config.all_kwargs(), "warmup": True})
 
     with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool):

@@ -1,6 +1,6 @@
 """What is measured: the workloads of the FlashAttention papers, their FLOPs and their inputs."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -42,6 +42,10 @@ class Workload:
     def label(self) -> str:
         mask = "causal" if self.causal else "full"
         return f"{self.pass_} B={self.batch} H={self.heads} S={self.seq_len} D={self.head_dim} {mask} {self.dtype}"
+
+    def record(self) -> dict:
+        """What a record of a table says of its workload."""
+        return {name.rstrip("_"): value for name, value in asdict(self).items()}
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k, v and the gradient of the output: the same normal numbers for every pass and implementation.

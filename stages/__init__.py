@@ -1,16 +1,37 @@
-"""The stages of the evolution, one package each; nothing outside a stage's directory lists its name."""
+"""The stages of the evolution, one package each; nothing outside a stage's directory lists its name.
+
+A name says where a stage stands: v4_… is the fourth step, v4a_… a dead end, which branches off it and leads nowhere.
+"""
 
 import importlib
 import pkgutil
+import re
 from types import ModuleType
 
 import common  # noqa: F401  (before any stage: it chooses between GPU and interpreter)
 
 
+def position(name: str) -> tuple[int, str] | None:
+    """Where a stage of that name stands: (4, "") for v4_…, (4, "a") for v4a_…; None for what is no stage."""
+    match = re.match(r"v(\d+)([a-z]?)_", name)
+    return match and (int(match[1]), match[2])
+
+
+def is_dead_end(name: str) -> bool:
+    """Whether the evolution does not go on from a stage."""
+    return bool(position(name)[1])
+
+
+def before(position: tuple[int, str]) -> tuple[int, str]:
+    """Where the stage stands that one at `position` was made from; for the first one, nowhere."""
+    number, branch = position
+    return (number, "") if branch else (number - 1, "")
+
+
 def names() -> list[str]:
-    """The directory names of all stages, in stage order: ['v0_naive', 'v1_online_softmax', …]."""
-    found = [module.name for module in pkgutil.iter_modules(__path__) if module.ispkg and module.name.startswith("v")]
-    return sorted(found, key=lambda name: int(name[1:].split("_")[0]))
+    """The directory names of all stages, in stage order, dead ends after what they branch off: ['v0_naive', …]."""
+    found = [module.name for module in pkgutil.iter_modules(__path__) if module.ispkg and position(module.name)]
+    return sorted(found, key=position)
 
 
 def resolve(name: str) -> str:

@@ -1,15 +1,14 @@
 """Whatever configuration an autotuner picks, the result is right; nearby problems share what it picked."""
 
 import functools
-import importlib
 import time
 
 import pytest
 import torch
 from cases import check, make_inputs
-from triton.runtime.autotuner import Autotuner
 
 import stages
+from common import tuning
 from common.runtime import DEVICE
 
 on_gpu = DEVICE == "cuda"
@@ -19,8 +18,7 @@ LENGTHS = (185, 203)
 
 def tuners(name):
     """The autotuned kernels of a stage, by name."""
-    modules = [importlib.import_module(f"stages.{name}.{part}") for part in ("forward", "backward")]
-    return {key: value for module in modules for key, value in vars(module).items() if isinstance(value, Autotuner)}
+    return tuning.tuners(stages.load(name))
 
 
 TUNED = [name for name in stages.names() if tuners(name)]

@@ -13,7 +13,7 @@ import torch
 
 import bench
 import stages
-from common import timing
+from common import timing, workloads
 from common.footprint import footprint
 from common.runtime import DEVICE
 from common.table import speed_table
@@ -142,7 +142,7 @@ def test_launch_that_is_too_long_to_hide_is_flagged(gpu):
     assert timer.measure(call_taking(gpu, 0, 1e-3))[1]  # the next case begins anew
 
 
-@pytest.mark.parametrize(("gpu_s", "rounds"), [(1e-5, 200), (3e-3, 100), (0.2, 5), (0.7, 3)])
+@pytest.mark.parametrize(("gpu_s", "rounds"), [(1e-5, 200), (3e-3, 50), (0.2, 5), (0.7, 3)])
 def test_rounds_are_bounded_in_number_and_time(gpu, gpu_s, rounds):
     times, _ = timing.GpuTimer().measure(call_taking(gpu, 0, gpu_s * 0.9999))
     assert len(times) == rounds
@@ -158,6 +158,15 @@ def test_timer_recovers_from_a_call_that_raised(gpu):
         timer.measure(call)
     times, hidden = timer.measure(call_taking(gpu, 0, 1e-3))
     assert times == pytest.approx([1e-3] * len(times)) and hidden
+
+
+@pytest.mark.parametrize(("gpu_s", "rounds"), [(1e-5, 20), (2.1e-3, 9), (0.2, 3)])
+def test_host_time_is_the_cpus_alone(gpu, monkeypatch, gpu_s, rounds):
+    """A call that found the queue full would wait for the GPU, and show its time."""
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: gpu.cpu_s)
+    gpu.cuda.synchronize = lambda: gpu.run(0, "wait") or setattr(gpu, "cpu_s", max(gpu.cpu_s, gpu.queue_end_s))
+    assert timing.host_seconds(call_taking(gpu, 30e-6, gpu_s), gpu_s) == pytest.approx(30e-6)
+    assert gpu.log == ["wait", "call"] * rounds
 
 
 def test_replay_gives_pytest_benchmark_the_times_that_were_measured():
@@ -191,6 +200,24 @@ def test_gpu_times_agree_with_triton_do_bench(impl, batch, seq_len):
     assert statistics.median(ours) == pytest.approx(1e-3 * statistics.median(theirs), rel=0.03)
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("impl", stages.names()[3:])
+@pytest.mark.parametrize("pass_", ["fwd", "fwd+bwd"])
+def test_short_sequences_are_not_launch_bound_in_a_graph(impl, pass_):
+    """The calls of a replayed graph take what their kernels take, without gaps between them."""
+    workload = Workload(pass_, *workloads.paper_shape(512, 64), 512, 64, True, "float16")
+    call, timer, calls = bench.timed_call(impl, workload, workload.inputs()), timing.GpuTimer(), 10
+    alone, _ = timer.measure(call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    together, _ = timer.measure(graph.replay)
+    alone, each = statistics.median(alone), statistics.median(together) / calls
+    print(f"{impl} {pass_}: {1e6 * alone:.0f} µs alone, {1e6 * each:.0f} µs each in a graph")
+    assert each < 1.05 * alone
+
+
 # --- footprint
 
 
@@ -198,41 +225,6 @@ def test_gpu_times_agree_with_triton_do_bench(impl, batch, seq_len):
 def test_footprint_on_a_gpu_is_the_peak_over_what_was_allocated():
     given = torch.ones(256, 1024, device="cuda")  # 1 MiB
     assert footprint(lambda: (given + 1) + 1) == {"peak_extra_mib": 2.0}
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="counted by PyTorch's allocator there")
-def test_footprint_counts_live_memory_and_what_computes():
-    given = torch.ones(256, 1024)  # 1 MiB each, here and below
-
-    def call():
-        first = given.t().contiguous()
-        second = torch.empty_like(first).copy_(first)
-        del first
-        return second.view(-1)[:10] + torch.add(second, 1, out=torch.empty_like(second)).view(-1)[:10]
-
-    result = footprint(call)
-    assert result["peak_extra_mib"] == pytest.approx(2, abs=1e-3)
-    assert result["kernel_launches"] == 4  # clone, copy_, two additions
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="kernels are counted with the interpreter only")
-def test_footprint_counts_a_triton_launch_as_one():
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def double(x_ptr, y_ptr, N: tl.constexpr):
-        offsets = tl.program_id(0) * N + tl.arange(0, N)
-        tl.store(y_ptr + offsets, 2 * tl.load(x_ptr + offsets))
-
-    x, results = torch.arange(1024.0), []
-
-    def call():
-        results.append(torch.empty_like(x))
-        double[(8,)](x, results[0], 128)
-
-    assert footprint(call) == {"peak_extra_mib": 4 / 1024, "kernel_launches": 1}
-    assert torch.equal(results[0], 2 * x)
 
 
 # --- tables
@@ -251,6 +243,7 @@ def record(impl, ms=None, seq_len=512, **changes):
     if ms is not None:
         result |= {
             "flops": 4e9, "ms": ms, "iqr_ms": 0.01, "tflops": 400.0 / ms, "launch_hidden": True, "peak_extra_mib": 64.0,
+            "host_us": 33.0,
         }  # fmt: skip
     return result | changes
 
@@ -265,7 +258,7 @@ def test_table_compares_with_the_stage_before_v0_cudnn_and_matmul():
     records = [record("v0_a", 8.0), record("v1_b", 4.0), record("v2_c", 1.0), record("sdpa-cudnn", 0.8)]
     table = speed_table(records, GPU)
     assert cells(table, "v2_c") == [
-        ["", "", "v2_c", "1.000", "0.0100", "400.0", "4.00", "8.00", "80", "50", "64.0"],
+        ["", "", "v2_c", "1.000", "0.0100", "400.0", "4.00", "8.00", "80", "50", "64.0", "33"],
     ]  # fmt: skip
     assert cells(table, "v0_a")[0][6:9] == ["-", "1.00", "10"]
     assert cells(table, "sdpa-cudnn")[0][6:9] == ["-", "10.00", "100"]
@@ -285,11 +278,16 @@ def test_table_is_in_stage_order_whatever_the_order_of_the_records_and_the_speed
     assert found == ["sdpa-flash", "v0_a", "v2_c", "v10_k"]
 
 
+def test_table_marks_dead_ends_and_compares_no_stage_with_them():
+    table = speed_table([record(impl, ms) for impl, ms in (("v5_c", 1.0), ("v4a_b", 8.0), ("v4_a", 2.0))], GPU)
+    assert [cells(table, impl)[0][6] for impl in ("v4_a", "v4a_b (dead end)", "v5_c")] == ["-", "0.25", "2.00"]
+
+
 def test_table_keeps_failures_as_rows_and_compares_nothing_with_them():
     records = [record("v1_b", 2.0), record("v2_c", failure="WRONG", note="out: error 1 > 0.1"), record("v3_d", 1.0)]
     table = speed_table([*records, record("v0_a", failure="OOM")], GPU)
-    assert cells(table, "v0_a")[0][3:] == ["OOM"] + ["-"] * 7
-    assert cells(table, "v2_c")[0][3:] == ["WRONG"] + ["-"] * 7
+    assert cells(table, "v0_a")[0][3:] == ["OOM"] + ["-"] * 8
+    assert cells(table, "v2_c")[0][3:] == ["WRONG"] + ["-"] * 8
     assert cells(table, "v3_d")[0][6:8] == ["-", "-"]
     assert "v2_c at S=512: out: error 1 > 0.1" in table
 
@@ -316,11 +314,20 @@ def test_table_marks_times_with_the_launch_in_them():
 
 
 def test_table_without_a_gpu_shows_counts_and_no_times():
-    records = [record("v0_a", 1234.5, launch_hidden=None, kernel_launches=17), record("v1_b", failure="OOM")]
-    table = speed_table(records, GPU | {"gpu": None, "matmul_tflops": {}})
-    assert cells(table, "v0_a") == [["512", "32 × 16", "v0_a", "4,000.00", "64.000", "17"]]
-    assert cells(table, "v1_b")[0][3:] == ["OOM", "-", "-"]
-    assert "ms" not in table and "1,234" not in table
+    counts = {"bytes_read": 3e6, "bytes_written": 1e6, "flops_executed": 8e6, "bound": "bytes", "kernel_launches": 17}
+    records = [
+        record("v0_a", 1234.5, launch_hidden=None, tiles="", roofline_us=6.0, **counts),
+        record("v1_b", 4321.5, launch_hidden=None, tiles="128×64", roofline_us=1.5, **counts),
+        record("v2_c", failure="OOM"),
+    ]
+    table = speed_table(records, GPU | {"gpu": None, "matmul_tflops": {}, "roofline": "some GPU, 9 TFLOP/s"})
+    common = ["3.000", "1.000", "8.0", "2.0"]
+    assert cells(table, "v0_a") == [
+        ["512", "32 × 16", "v0_a", "-", *common, "6.000", "bytes", "-", "17", "64.000"],
+    ]  # fmt: skip
+    assert cells(table, "v1_b") == [["", "", "v1_b", "128×64", *common, "1.500", "bytes", "4.00", "17", "64.000"]]
+    assert cells(table, "v2_c")[0][3:] == ["OOM"] + ["-"] * 9
+    assert "some GPU, 9 TFLOP/s" in table and "ms" not in table and "1,234" not in table
 
 
 # --- command line
@@ -360,9 +367,16 @@ def test_options_name_the_bad_value_and_what_is_allowed(arguments, message, caps
 def test_one_stage_brings_its_predecessor_and_v0():
     names = stages.names()
     assert bench.chosen_stages(names[:1]) == names[:1]
-    assert bench.chosen_stages([names[-1]]) == [name for name in names if name in (names[0], names[-2], names[-1])]
+    assert bench.chosen_stages([names[3]]) == [names[0], names[2], names[3]]
     assert bench.chosen_stages([names[1], names[0]]) == names[:2]
     assert bench.chosen_stages(names) == names
+
+
+def test_a_dead_end_is_compared_with_what_it_branches_off_and_precedes_nothing(monkeypatch):
+    names = ["v0_a", "v4_b", "v4a_c", "v5_d"]
+    monkeypatch.setattr(stages, "names", lambda: names)
+    assert bench.chosen_stages(["v4a_c"]) == ["v0_a", "v4_b", "v4a_c"]
+    assert bench.chosen_stages(["v5_d"]) == ["v0_a", "v4_b", "v5_d"]
 
 
 def test_cases_follow_the_papers_or_the_command_line():
@@ -373,6 +387,23 @@ def test_cases_follow_the_papers_or_the_command_line():
     assert set(found) == {Workload("fwd", *shape, 512, 64, False, "float16")}
     options = bench.parse_options(["--batch=4", "--heads=8", "--seq-len=64"])
     assert {(w.batch, w.heads) for _, w in bench.cases(options)} == {(4, 8)}
+
+
+def test_reference_run_is_all_that_the_results_keep():
+    names = stages.names()
+    found = bench.cases(bench.parse_options(["--reference"]))
+    assert {impl for impl, _ in found} == {*bench.BASELINES, *names}
+    papers = [w for _, w in found if w.pass_ != "fwd+bwd"]
+    assert {w.dtype for w in papers} == {"float16", "bfloat16"} and {w.pass_ for w in papers} == {"fwd", "bwd"}
+    others = {(w.batch, w.heads, w.head_dim, w.causal, w.dtype) for _, w in found if w.pass_ == "fwd+bwd"}
+    assert others == {(4, 8, 64, True, "float16")}
+    assert len(set(found)) == len(found)
+
+
+def test_reference_run_takes_no_selection(capsys):
+    with pytest.raises(SystemExit):
+        bench.parse_options(["--reference", "--stage=v0"])
+    assert "--reference" in capsys.readouterr().err
 
 
 # --- the whole
@@ -413,7 +444,9 @@ def test_run_prints_the_table_and_saves_the_records(tmp_path):
         assert extra["ms"] == pytest.approx(1e3 * entry["stats"]["median"])
         assert extra["tflops"] == pytest.approx(extra["flops"] / extra["ms"] / 1e9)
         assert extra["peak_extra_mib"] > 0
-        assert ("kernel_launches" in extra) == (DEVICE == "cpu")
+        assert ("bytes_read" in extra) == (DEVICE == "cpu")
+        assert extra.get("host_us", 0) > 0 or DEVICE == "cpu"
+        assert "data" not in entry["stats"]
     assert len({entry["fullname"] for entry in run["benchmarks"]}) == len(records)
     machine = run["machine_info"]
     assert machine["torch"] == torch.__version__ and machine["triton"] and machine["commit"]

@@ -11,7 +11,7 @@ from common import report
 def record(impl, ms, seq_len=1024, causal=False, **others):
     return {
         "impl": impl, "pass": "fwd", "batch": 1, "heads": 1, "seq_len": seq_len, "head_dim": 64, "causal": causal,
-        "dtype": "float16", "ms": ms, "tflops": 100 / ms, "peak_extra_mib": 1.0, **others,
+        "dtype": "float16", "ms": ms, "tflops": 100 / ms, "peak_extra_mib": 1.0, "host_us": 9.0, **others,
     }  # fmt: skip
 
 
@@ -39,8 +39,24 @@ def test_speedup_is_the_geometric_mean_where_both_were_measured():
     old = [record("v0_naive", 2.0), record("v0_naive", 8.0, causal=True), record("v0_naive", 1.0, seq_len=512)]
     new = [record("v1_x", 1.0), record("v1_x", 1.0, causal=True), record("v1_x", 100.0, seq_len=2048)]
     lost = [{**record("v0_naive", 1.0, seq_len=4096), "failure": "OOM"}, record("v1_x", 9.0, seq_len=4096)]
-    assert report.speedup(old + new + lost, "v1_x", "v0_naive", "fwd", 64) == pytest.approx(math.sqrt(2 * 8))
-    assert report.speedup(old + new, "v1_x", "v0_naive", "bwd", 64) is None
+    assert report.speedup(old + new + lost, "v1_x", "v0_naive", ("fwd",), 64) == pytest.approx(math.sqrt(2 * 8))
+    assert report.speedup(old + new, "v1_x", "v0_naive", ("bwd",), 64) is None
+
+
+def test_passes_together_are_compared_where_both_were_measured():
+    records = []
+    for pass_, old, new in (("fwd", 2.0, 1.0), ("bwd", 6.0, 3.0)):
+        records += [record("v0_a", old) | {"pass": pass_}, record("v1_b", new) | {"pass": pass_}]
+    records.append(record("v1_b", 1.0, seq_len=2048))  # a forward without a backward
+    assert report.speedup(records, "v1_b", "v0_a", ("fwd", "bwd"), 64) == pytest.approx(8 / 4)
+
+
+def test_summary_says_how_bfloat16_compares():
+    machine = {"gpu": "X", "torch": "1", "triton": "2", "commit": "abc", "date": "2026-01-02"}
+    records = [record("v0_a", 2.0), record("v0_a", 3.0, dtype="bfloat16"), record("v1_b", 2.0), record("sdpa-x", 1.0)]
+    records += [record("v1_b", 1.0, dtype="bfloat16"), record("sdpa-x", 9.0, dtype="bfloat16")]
+    summary = report.summary_table(records, machine)
+    assert summary.endswith("takes 0.500 (v1, forward, D=64) to 1.500 (v0, forward, D=64) times as long.")
 
 
 def test_implementations_come_in_stage_order():
@@ -61,7 +77,7 @@ def test_summary_shows_what_was_measured_and_a_dash_for_the_rest():
     rows = {
         line.split("|")[1].strip(): line.split("|")[2:-1] for line in report.summary_table(records, machine).splitlines()[2:]
     }
-    assert [cell.strip() for cell in rows["v1_x"]] == ["50, **×4.00**, 50 %", "-", "-", "-"]
+    assert [cell.strip() for cell in rows["v1_x"]] == ["50, **×4.00**, 50 %", "-", "-", "-", "-", "-", "9"]
     assert rows["v2_y"][0].strip() == "-"
     assert rows["v3_z"][0].strip() == "25, 25 %"  # the stage before was not measured
 

@@ -2,7 +2,6 @@
 
 import inspect
 import pathlib
-import re
 import shutil
 import subprocess
 import sys
@@ -55,8 +54,9 @@ def test_a_stage_that_is_not_there(name):
 
 
 def test_stages_are_in_order():
-    versions = [int(re.match(r"v(\d+)_", name)[1]) for name in stages.names()]
-    assert versions == sorted(set(versions))
+    positions = [stages.position(name) for name in stages.names()]
+    assert positions == sorted(set(positions))
+    assert {stages.before(position) for position in positions} <= {(-1, ""), *positions}
 
 
 @pytest.mark.parametrize("command", [["check"], ["format", "--check"]], ids=" ".join)

@@ -60,8 +60,8 @@ def _set_block_shapes(args):
 
 
 DQ_TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
-    (128, 64, 8, 3), (128, 64, 8, 2), (128, 128, 8, 2), (64, 128, 4, 2), (64, 64, 4, 3), (64, 64, 4, 2),
-    (64, 32, 4, 2), (32, 32, 8, 1), (16, 32, 8, 1),
+    (128, 64, 8, 3), (128, 128, 8, 2), (128, 32, 8, 3), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2),
+    (32, 32, 8, 1), (16, 32, 8, 1),
 )  # fmt: skip
 
 
@@ -127,8 +127,8 @@ def _accumulate_dkv(
 
 
 DKV_TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
-    (32, 64, 4, 2), (32, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (32, 128, 4, 3), (64, 128, 8, 2), (64, 128, 8, 3),
-    (128, 128, 8, 2), (32, 32, 8, 1), (16, 32, 8, 1),
+    (32, 64, 4, 2), (64, 64, 4, 2), (32, 128, 4, 3), (64, 128, 8, 2), (64, 128, 8, 3),
+    (32, 32, 8, 1), (16, 32, 8, 1),
 )  # fmt: skip
 
 
@@ -180,7 +180,13 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale):
     q, k, v, grad_out = addressable(q), addressable(k), addressable(v), addressable(grad_out)
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
     _delta_kernel[triton.cdiv(seq_q, DELTA_ROWS) * batch * heads,](
-        describe(out, DELTA_ROWS), describe(grad_out, DELTA_ROWS), delta, heads, seq_q, HEAD_DIM=head_dim, BLOCK_M=DELTA_ROWS
+        describe(out, DELTA_ROWS, head_dim),
+        describe(grad_out, DELTA_ROWS, head_dim),
+        delta,
+        heads,
+        seq_q,
+        HEAD_DIM=head_dim,
+        BLOCK_M=DELTA_ROWS,
     )
     _dq_kernel[lambda args: (triton.cdiv(seq_q, args["BLOCK_M"]) * batch * heads,)](
         describe(q), describe(k), describe(v), describe(grad_out), describe(dq), lse, delta, scale,

@@ -1,0 +1,215 @@
+"""What a call moves, computes and allocates, counted exactly on the CPU, where Triton's interpreter runs the kernels.
+
+A Triton kernel counts what its programs ask of global memory: every element that a load, store or atomic touches, each time,
+for each program anew. Masked elements count nothing, nor does what lies outside a descriptor's tensor, which the hardware
+clips. That is the traffic between the multiprocessors and what lies behind them, and the "HBM accesses" of the FlashAttention
+papers; a cache may serve part of it. An atomic operation reads and writes.
+
+An operator of PyTorch counts its arguments and results once each, the least that it can move: how often a library reads its
+tiles is its own affair. A dimension that is only expanded counts as one; views and empty tensors move nothing.
+
+FLOPs are those of matrix products as executed: the masked part of a tile and what is computed again are in them.
+"""
+
+import math
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
+
+aten = torch.ops.aten
+_FLOPS = flop_registry | {  # the CPU's attention has none of its own
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[aten._scaled_dot_product_flash_attention_backward],
+}
+# Operators that launch nothing on a GPU, besides those that PyTorch marks as views.
+_NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"}
+_OVERWRITING = {"copy_", "fill_", "zero_"}  # in place, without a look at what was there
+
+
+@dataclass
+class Launch:
+    """One kernel, or one operator of PyTorch: bytes read and written, FLOPs of its matrix products."""
+
+    name: str  # of the kernel's function; "aten.…" for an operator
+    tile: dict[str, int] = field(default_factory=dict)  # a kernel's BLOCK_… arguments
+    read: int = 0
+    written: int = 0
+    flops: int = 0
+
+
+@dataclass
+class Count:
+    """What a call took: its launches in order, and the peak of the memory that it allocated, in bytes, outputs included."""
+
+    launches: list[Launch]
+    peak: int
+
+    @property
+    def read(self) -> int:
+        """Bytes read by all launches."""
+        return sum(launch.read for launch in self.launches)
+
+    @property
+    def written(self) -> int:
+        """Bytes written by all launches."""
+        return sum(launch.written for launch in self.launches)
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of the matrix products of all launches."""
+        return sum(launch.flops for launch in self.launches)
+
+
+def count(call: Callable) -> Count:
+    """Call once and count; on the interpreter only, whose kernels can be watched.
+
+    What PyTorch's dispatcher does not see is not counted: the inside of an operator, and of a custom operator. So a stage is
+    counted through its plain functions.
+    """
+    with _Counter() as counter:
+        call()
+    return Count(counter.launches, counter.peak)
+
+
+def _tensors(values) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _bytes(tensors) -> int:
+    """Bytes of memory behind some tensors, one passed twice counted once."""
+    distinct = {(t.data_ptr(), t.dtype, t.shape, t.stride()): t for t in tensors}.values()
+    sizes = (math.prod(n for n, stride in zip(t.shape, t.stride(), strict=True) if stride) * t.itemsize for t in distinct)
+    return sum(sizes)
+
+
+def _operator_launch(func, args, kwargs, result) -> Launch:
+    """What an operator of PyTorch moves and computes, from its schema: what it reads, changes in place and returns."""
+    packet = func.overloadpacket
+    name = packet.__name__
+    read, written = [], _tensors(result)
+    values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    for argument in func._schema.arguments:
+        tensors = _tensors(values.get(argument.name))
+        changed = argument.alias_info is not None and argument.alias_info.is_write
+        if changed:
+            written += tensors
+        if not (changed and (argument.is_out or name in _OVERWRITING)):
+            read += tensors
+    if name.startswith("new_") or name.endswith("_like"):  # these take no more than shape and dtype from their argument
+        read = []
+    formula = _FLOPS.get(packet)
+    flops = formula(*_tensors(args), out_val=result) if formula else 0
+    return Launch(f"aten.{name}", read=_bytes(read), written=_bytes(written), flops=flops)
+
+
+class _Counter(TorchDispatchMode):
+    """Watches PyTorch's operators and storages, and from `__enter__` to `__exit__` the interpreter's memory operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.launches = []
+        self.peak = self._live = 0
+        self._in_kernel = False
+
+    def __enter__(self):
+        watched = (
+            (InterpretedFunction, "run", self._run),
+            # All of the interpreter's other loads and stores, those of descriptors included, end in these two.
+            (InterpreterBuilder, "create_masked_load", self._load),
+            (InterpreterBuilder, "create_masked_store", self._store),
+            (InterpreterBuilder, "create_atomic_rmw", self._atomic_rmw),
+            (InterpreterBuilder, "create_atomic_cas", self._atomic_cas),
+            (InterpreterBuilder, "create_dot", self._dot),
+        )
+        self._originals = [(owner, name, getattr(owner, name)) for owner, name, _ in watched]
+        for owner, name, watch in watched:
+            setattr(owner, name, watch(getattr(owner, name)))
+        return super().__enter__()
+
+    def __exit__(self, *exc_info):
+        for owner, name, original in self._originals:
+            setattr(owner, name, original)
+        return super().__exit__(*exc_info)
+
+    def _run(self, run):
+        def counted(function, *args, warmup, **kwargs):
+            if not warmup:
+                tile = {name: value for name, value in kwargs.items() if name.startswith("BLOCK_")}
+                self.launches.append(Launch(function.__name__, tile))
+            self._in_kernel = True  # the interpreter's own tensors are no cost of the kernel
+            try:
+                return run(function, *args, warmup=warmup, **kwargs)
+            finally:
+                self._in_kernel = False
+
+        return counted
+
+    def _touch(self, pointers, mask, read, written):
+        """Count the elements that a memory operation's mask lets through, as many times read and written."""
+        element = max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
+        touched = int(numpy.count_nonzero(numpy.asarray(mask.data))) * element  # a descriptor's mask is an array itself
+        self.launches[-1].read += read * touched
+        self.launches[-1].written += written * touched
+
+    def _load(self, load):
+        def counted(builder, pointers, mask, *args, **kwargs):
+            self._touch(pointers, mask, read=1, written=0)
+            return load(builder, pointers, mask, *args, **kwargs)
+
+        return counted
+
+    def _store(self, store):
+        def counted(builder, pointers, value, mask, *args, **kwargs):
+            self._touch(pointers, mask, read=0, written=1)
+            return store(builder, pointers, value, mask, *args, **kwargs)
+
+        return counted
+
+    def _atomic_rmw(self, atomic_rmw):
+        def counted(builder, operation, pointers, value, mask, *args):
+            self._touch(pointers, mask, read=1, written=1)
+            return atomic_rmw(builder, operation, pointers, value, mask, *args)
+
+        return counted
+
+    def _atomic_cas(self, atomic_cas):
+        def counted(builder, pointers, expected, value, *args):
+            everywhere = numpy.ones_like(pointers.data, dtype=bool)
+            self._touch(pointers, everywhere, read=1, written=1)
+            return atomic_cas(builder, pointers, expected, value, *args)
+
+        return counted
+
+    def _dot(self, dot):
+        def counted(builder, a, b, *args):
+            self.launches[-1].flops += 2 * a.data.size * b.data.shape[-1]
+            return dot(builder, a, b, *args)
+
+        return counted
+
+    def _release(self, size):
+        self._live -= size
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self._in_kernel:
+            return result
+        if not func.is_view and func.overloadpacket.__name__ not in _NO_KERNEL:
+            self.launches.append(_operator_launch(func, args, kwargs, result))
+        # A result that shares an argument's storage is a view of it or the argument itself; any other storage is new.
+        given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
+        made = (t.untyped_storage() for t in _tensors(result))
+        for storage in {s._cdata: s for s in made if s._cdata not in given}.values():
+            self._live += storage.nbytes()
+            weakref.finalize(storage, self._release, storage.nbytes())
+        self.peak = max(self.peak, self._live)
+        return result

@@ -1,0 +1,28 @@
+"""What every saved number carries: where it is from."""
+
+import datetime
+import importlib.metadata
+import subprocess
+from pathlib import Path
+
+import torch
+
+from common.runtime import DEVICE
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--abbrev=40", "--exclude=*"]
+    described = subprocess.run([*command, "--dirty=+dirty"], capture_output=True, text=True, check=False)
+    return described.stdout.strip() or "unknown"
+
+
+def facts() -> dict:
+    """GPU (None on the interpreter), versions of torch, cuDNN and Triton, commit of this repository, and date."""
+    return {
+        "gpu": torch.cuda.get_device_name() if DEVICE == "cuda" else None,
+        "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.version(),
+        "triton": importlib.metadata.version("triton"),
+        "commit": _commit(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }

@@ -1,0 +1,211 @@
+"""Counted traffic next to what Nsight Compute measures between the L2 cache and the multiprocessors, for the same launches.
+
+    python -m common.ncu measure results/traffic-h200.json   # where there are a GPU and `ncu`
+    python -m common.ncu count results/traffic-h200.json     # anywhere: adds the counts, for the tiles tuned there
+    make readme                                              # writes results/traffic-h200.md
+
+What can make the two differ: an L1 cache serves a pointer load whose line it still holds (copies that go past it to shared
+memory, and the copy engine, always ask the L2 cache); memory moves in sectors of 32 bytes, of which the end of a row may use a
+part; registers that spill go through the same ports.
+"""
+
+import argparse
+import csv
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import triton
+from tabulate import tabulate
+
+import stages
+from common import machine
+from common.operator import HEAD_DIMS
+from common.options import json_path, list_of, one_of, positive
+from common.runtime import DEVICE
+from common.table import PASS_NAMES
+from common.traffic import GPUS, count_stage, stage_call
+from common.tuning import tuners
+from common.workloads import Workload
+
+# Bytes between a multiprocessor's L1 cache and the crossbar to the L2 cache, the copy engine's included.
+READ, WRITTEN = "l1tex__m_xbar2l1tex_read_bytes.sum", "l1tex__m_l1tex2xbar_write_bytes.sum"
+FURTHER = (  # to explain a difference; what this GPU does not have is left out
+    "l1tex__m_xbar2l1tex_read_bytes_mem_global_op_tma_ld.sum",  # of these the copy engine's
+    "l1tex__m_l1tex2xbar_write_bytes_mem_global_op_tma_st.sum",
+    "lts__t_sectors_srcunit_tex_op_read.sum",  # the same traffic at the L2 cache's end, in sectors of 32 bytes
+    "lts__t_sectors_srcunit_tex_op_write.sum",
+    "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",  # what pointer loads ask of the L1 cache …
+    "l1tex__t_sectors_pipe_lsu_mem_global_op_ld_lookup_hit.sum",  # … and what it has
+    "l1tex__t_sectors_pipe_lsu_mem_local_op_ld.sum",  # spilled registers
+    "l1tex__t_sectors_pipe_lsu_mem_local_op_st.sum",
+    "dram__bytes_read.sum",
+    "dram__bytes_write.sum",
+)
+HEADS = 2  # bytes are the same for each head, and the interpreter has to count them all
+
+
+@triton.jit
+def _case_begins_kernel(case):
+    """Nothing; its name separates what the profiler saw of one case from the next."""
+
+
+def _cases(options) -> list[tuple[str, Workload]]:
+    shapes = itertools.product(options.stage, ("fwd", "bwd"), options.head_dim, (False, True), options.seq_len)
+    return [
+        (name, Workload(pass_, 1, HEADS, seq_len, head_dim, causal, "float16"))
+        for name, pass_, head_dim, causal, seq_len in shapes
+    ]
+
+
+def launch(options):
+    """Inside the profiler: run each case once within its sight, after once without, which tunes and compiles."""
+    cases = []
+    for index, (name, workload) in enumerate(_cases(options)):
+        print(f"{name} {workload.label}", file=sys.stderr, flush=True)
+        stage = stages.load(name)
+        call = stage_call(stage, workload, workload.inputs())
+        call()
+        _case_begins_kernel[(1,)](index)
+        torch.cuda.synchronize()
+        torch.cuda.profiler.start()
+        _case_begins_kernel[(1,)](index)
+        call()
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
+        configs = {kernel: getattr(tuner, "best_config", None) for kernel, tuner in tuners(stage).items()}
+        tuned = {kernel: [config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"]] for kernel, config in configs.items() if config}
+        cases.append({"impl": name, **workload.record(), "tuned": tuned})
+    options.file.write_text(json.dumps(cases))
+
+
+def parse(log: str) -> list[list[dict]]:
+    """The kernels of each case, in order, from `ncu --csv --page raw`: {"name", and each metric's value}."""
+    header, _, *rows = csv.reader(line for line in log.splitlines() if line.startswith('"'))
+    cases = []
+    for row in rows:
+        values = dict(zip(header, row, strict=True))
+        if values["Kernel Name"].startswith("_case_begins_kernel"):
+            cases.append([])
+            continue
+        kernel = {"name": values["Kernel Name"]}
+        kernel |= {metric: float(values[metric].replace(",", "")) for metric in (READ, WRITTEN, *FURTHER) if metric in values}
+        cases[-1].append(kernel)
+    return cases
+
+
+def measure(options):
+    """Run all cases under `ncu` and save what it says of each of their kernels."""
+    if DEVICE != "cuda" or not shutil.which("ncu"):
+        raise SystemExit("measure needs a GPU, and ncu on the PATH")
+    listed = subprocess.run(["ncu", "--query-metrics"], capture_output=True, text=True, check=True).stdout
+    available = {line.split()[0] for line in listed.splitlines() if line.strip()}
+    metrics = [READ, WRITTEN, *(metric for metric in FURTHER if metric.split(".")[0] in available)]
+    with tempfile.TemporaryDirectory() as directory:
+        log, cases = Path(directory, "ncu.csv"), Path(directory, "cases.json")
+        profiler = ["ncu", "--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)]
+        profiler += ["--profile-from-start", "off", "--clock-control", "none", "--metrics", ",".join(metrics)]
+        command = [sys.executable, "-m", "common.ncu", "launch", str(cases)]
+        for name in ("stage", "seq_len", "head_dim"):
+            command.append(f"--{name.replace('_', '-')}={','.join(map(str, getattr(options, name)))}")
+        run = subprocess.run([*profiler, *command], check=False)
+        text = log.read_text() if log.exists() else ""
+        if run.returncode or not cases.exists():
+            raise SystemExit(f"ncu failed:\n{text[-3000:]}")
+        measured = json.loads(cases.read_text())
+    for case, kernels in zip(measured, parse(text), strict=True):
+        case["kernels"] = kernels
+    version = subprocess.run(["ncu", "--version"], capture_output=True, text=True, check=True).stdout.split("\n")[-2]
+    result = {"machine_info": machine.facts() | {"ncu": version}, "cases": measured}
+    options.file.write_text(json.dumps(result, indent=1))
+
+
+def add_counts(options):
+    """Count each saved case on the interpreter, with the tiles that it was measured with, and save that too."""
+    if DEVICE != "cpu":
+        raise SystemExit("count needs the interpreter: set TRITON_INTERPRET=1")
+    result = json.loads(options.file.read_text())
+    for done, case in enumerate(result["cases"], start=1):
+        print(f"\rcounting {done} of {len(result['cases'])}", end="", file=sys.stderr, flush=True)
+        shape = (case[name] for name in ("pass", "batch", "heads", "seq_len", "head_dim", "causal", "dtype"))
+        counted = count_stage(stages.load(case["impl"]), Workload(*shape), GPUS[options.gpu], case["tuned"])
+        case["counted"] = [asdict(launch) for launch in counted.launches]
+    print(file=sys.stderr)
+    options.file.write_text(json.dumps(result, indent=1))
+
+
+def _pairs(case) -> list[tuple[str, list[dict], list[dict]]]:
+    """(label, counted launches, measured kernels) of each Triton kernel, and of all of PyTorch's operators together."""
+    counted = {True: [], False: []}
+    for launch_ in case["counted"]:
+        counted[launch_["name"].startswith("aten.")].append(launch_)
+    names = {launch_["name"] for launch_ in counted[False]}
+    kernels = [kernel for kernel in case["kernels"] if kernel["name"] in names]
+    pairs = []
+    for launch_, kernel in zip(counted[False], kernels, strict=True):
+        if launch_["name"] != kernel["name"]:
+            raise ValueError(f"{case['impl']}: counted {launch_['name']} where {kernel['name']} was measured")
+        pairs.append((f"{launch_['name']} {'×'.join(map(str, launch_['tile'].values()))}", [launch_], [kernel]))
+    if counted[True]:
+        pairs.append(("PyTorch", counted[True], [kernel for kernel in case["kernels"] if kernel["name"] not in names]))
+    return pairs
+
+
+def _cells(counted: float, measured: float) -> list[str]:
+    ratio = f"{measured / counted:.3f}" if counted else "-"
+    return [f"{counted / 1e6:.3f}", f"{measured / 1e6:.3f}", ratio]
+
+
+def traffic_table(result: dict) -> str:
+    """The markdown table of a file that was measured and counted: MB, and measured over counted."""
+    info = result["machine_info"]
+    rows = []
+    for case in result["cases"]:
+        mask = "causal" if case["causal"] else "full"
+        shape = [case["impl"], PASS_NAMES[case["pass"]], case["seq_len"], case["head_dim"], mask]
+        for label, counted, measured in _pairs(case):
+            read = _cells(sum(one["read"] for one in counted), sum(kernel[READ] for kernel in measured))
+            written = _cells(sum(one["written"] for one in counted), sum(kernel[WRITTEN] for kernel in measured))
+            rows.append([*shape, label, *read, *written])
+    headers = ["stage", "pass", "S", "D", "mask", "kernel", "MB read, counted", "measured", "ratio"]
+    headers += ["MB written, counted", "measured", "ratio"]
+    align = ["left", "left", "right", "right", "left", "left"] + ["right"] * 6
+    first = result["cases"][0]
+    caption = (
+        f"Bytes between the L2 cache and the multiprocessors: as Nsight Compute measures them ({READ}, {WRITTEN}), and as they "
+        f"are counted on the CPU for the same tiles. B={first['batch']}, H={first['heads']}, {first['dtype']}. Of PyTorch's "
+        "operators arguments and results are counted, once each; what they move beyond that is the library's. "
+        f"{info['gpu']}, torch {info['torch']}, triton {info['triton']}, ncu {info['ncu']}, commit {info['commit'][:12]}, "
+        f"{info['date']}."
+    )
+    return f"{caption}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True, colalign=align)}"
+
+
+def main(argv: list[str]):
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m common.ncu", description="Compare counted traffic with Nsight Compute's. LIST is comma-separated."
+    )
+    parser.add_argument("what", choices=["measure", "count", "launch"], help="launch is what measure runs in the profiler")
+    parser.add_argument("file", type=json_path, help="the JSON file that measure writes and count completes")
+    parser.add_argument("--gpu", choices=GPUS, default="h200", help="whose fixed tiles count takes (default: %(default)s)")
+    head_dims = {str(head_dim): head_dim for head_dim in HEAD_DIMS}
+    for flag, parse_entry, default in (
+        ("--stage", stages.resolve, ",".join(stages.names())),
+        ("--seq-len", positive, "2048"),
+        ("--head-dim", one_of(head_dims), "64,128"),
+    ):
+        help_text = "of what to measure (default: %(default)s)"
+        parser.add_argument(flag, type=list_of(parse_entry), default=default, metavar="LIST", help=help_text)
+    options = parser.parse_args(argv)
+    {"measure": measure, "launch": launch, "count": add_counts}[options.what](options)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,43 @@
+"""Types of command-line options, for argparse."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+
+def list_of(parse: Callable) -> Callable:
+    """The argparse type of a comma-separated list; `parse` turns one entry into its value or raises ValueError."""
+
+    def parse_list(text):
+        try:
+            return [parse(entry.strip()) for entry in text.split(",")]
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse_list
+
+
+def one_of(choices: dict) -> Callable:
+    """What an entry stands for in `choices`; anything else raises ValueError and says what there is."""
+
+    def parse(text):
+        if text not in choices:
+            raise ValueError(f"{text!r} is not one of {', '.join(choices)}")
+        return choices[text]
+
+    return parse
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1, or ValueError."""
+    if not text.isdecimal() or int(text) == 0:
+        raise ValueError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def json_path(text: str) -> Path:
+    """The absolute path of a file to write; its directory has to exist."""
+    path = Path(text).absolute()
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"the directory of {text!r} does not exist")
+    return path

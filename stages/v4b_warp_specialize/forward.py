@@ -1,0 +1,114 @@
+"""FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1), its loop warp-specialized by the compiler."""
+
+import torch
+import triton
+import triton.language as tl
+
+from common.descriptors import addressable
+from common.runtime import architecture
+from common.tuning import autotune, bucket, configs
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _accumulate(
+    acc, m, l, q, k_desc, v_desc, lo, hi, seq_k, offs_m, scale_log2,
+    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    SPECIALIZED: tl.constexpr,
+):  # fmt: skip
+    """Fold the keys [lo, hi) into one query tile's running softmax: acc, m (running maximum), l (running sum)."""
+    for start_n in tl.range(lo, hi, BLOCK_N, warp_specialize=SPECIALIZED, disallow_acc_multi_buffer=True):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        k = k_desc.load([start_n, 0])  # [BLOCK_N, HEAD_DIM]
+        s = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        if MASKED:
+            visible = offs_n[None, :] < seq_k
+            if CAUSAL:
+                visible = visible & (offs_m[:, None] >= offs_n[None, :])
+            s = tl.where(visible, s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)  # finite: the first tile holds key 0, which every query sees
+        p = tl.exp2(s * scale_log2 - m_new[:, None])
+        rescale = tl.exp2(m - m_new)  # what was summed under the old maximum
+        l = l * rescale + tl.sum(p, 1)
+        v = v_desc.load([start_n, 0])  # [BLOCK_N, HEAD_DIM]
+        acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+        m = m_new
+    return acc, m, l
+
+
+TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
+    (128, 128, 4, 2), (128, 64, 4, 2), (32, 32, 8, 1), (16, 32, 8, 1),
+)  # fmt: skip
+HOPPER = range(90, 100)  # architectures; for later ones the compiler does not get through
+MOST_KEYS = 128  # of a tile; a multiple of them leaves no ragged end
+
+
+@autotune(configs(TILES, pre_hook=None))
+@triton.jit
+def _forward_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, scale,
+    stride_qb: tl.int64, stride_qh: tl.int64, stride_qm: tl.int64,
+    stride_kb: tl.int64, stride_kh: tl.int64, stride_kn: tl.int64,
+    stride_vb: tl.int64, stride_vh: tl.int64, stride_vn: tl.int64,
+    stride_ob: tl.int64, stride_oh: tl.int64, stride_om: tl.int64,
+    heads, seq_q, seq_k, bucket,  # bucket: for the tuning key alone
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, SPECIALIZED: tl.constexpr,
+):  # fmt: skip
+    tiles_m = tl.cdiv(seq_q, BLOCK_M)
+    start_m = tl.program_id(0) % tiles_m * BLOCK_M
+    batch_head = tl.program_id(0) // tiles_m
+    batch = batch_head // heads
+    head = batch_head % heads
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+
+    # Made here, of a head alone: the compiler splits the rows between two groups of warps, and the descriptors with them, which
+    # it can do for those alone that the kernel makes, of two dimensions.
+    q_ptr += batch * stride_qb + head * stride_qh
+    q_desc = tl.make_tensor_descriptor(q_ptr, [seq_q, HEAD_DIM], [stride_qm, 1], [BLOCK_M, HEAD_DIM])
+    out_ptr += batch * stride_ob + head * stride_oh
+    out_desc = tl.make_tensor_descriptor(out_ptr, [seq_q, HEAD_DIM], [stride_om, 1], [BLOCK_M, HEAD_DIM])
+    k_ptr += batch * stride_kb + head * stride_kh
+    k_desc = tl.make_tensor_descriptor(k_ptr, [seq_k, HEAD_DIM], [stride_kn, 1], [BLOCK_N, HEAD_DIM])
+    v_ptr += batch * stride_vb + head * stride_vh
+    v_desc = tl.make_tensor_descriptor(v_ptr, [seq_k, HEAD_DIM], [stride_vn, 1], [BLOCK_N, HEAD_DIM])
+    q = q_desc.load([start_m, 0])  # [BLOCK_M, HEAD_DIM], stays on the chip
+
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction; never 0, because a masked score, -inf, times 0 is NaN
+    scale_log2 = tl.maximum(scale * LOG2_E, 1e-30)
+
+    # One loop for all tiles, with a mask in each: the compiler specializes no loop that another one follows.
+    end = tl.minimum(start_m + BLOCK_M, seq_k) if CAUSAL else seq_k
+    acc, m, l = _accumulate(
+        acc, m, l, q, k_desc, v_desc, 0, end, seq_k, offs_m, scale_log2,
+        HEAD_DIM, BLOCK_N, CAUSAL, MASKED, PRECISION, SPECIALIZED,
+    )  # fmt: skip
+
+    out = acc / l[:, None]  # [BLOCK_M, HEAD_DIM]
+    out_desc.store([start_m, 0], out.to(out_desc.dtype))
+    lse_ptrs = lse_ptr + batch_head.to(tl.int64) * seq_q + offs_m
+    tl.store(lse_ptrs, (m + tl.log2(l)) / LOG2_E, mask=offs_m < seq_q)
+
+
+def forward(q, k, v, *, causal, scale):
+    """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors."""
+    batch, heads, seq_q, head_dim = q.shape
+    seq_k = k.shape[2]
+    out = torch.empty_like(q)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    if scale < 0:
+        q, scale = -q, -scale  # the same scores; the largest one is then the largest before scaling too
+    q, k, v = addressable(q), addressable(k), addressable(v)
+    triton.set_allocator(lambda size, alignment, stream: q.new_empty(size, dtype=torch.int8))  # for the kernel's descriptors
+    _forward_kernel[lambda args: (triton.cdiv(seq_q, args["BLOCK_M"]) * batch * heads,)](
+        q, k, v, out, lse, scale,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
+        heads, seq_q, seq_k, bucket(seq_q, seq_k),
+        HEAD_DIM=head_dim, CAUSAL=causal, MASKED=causal or seq_k % MOST_KEYS > 0,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", SPECIALIZED=architecture() in HOPPER,
+    )  # fmt: skip
+    return out, lse

@@ -1,0 +1,256 @@
+"""What each stage must move and compute, in closed form: float16 inputs, a tile of whole rows, every byte and FLOP.
+
+A prediction is the list of a pass's steps, each (bytes read, bytes written) or (bytes read, bytes written, FLOPs).
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+HALF, FLOAT = 2, 4  # bytes of an element
+Steps = Iterator[tuple]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Shapes and tiles. `heads` counts those of the whole batch; a tile is (BLOCK_M queries, BLOCK_N keys)."""
+
+    heads: int
+    seq_q: int
+    seq_k: int
+    head_dim: int
+    causal: bool
+    query_tile: tuple[int, int]  # of programs that own queries, and of v2's forward
+    key_tile: tuple[int, int]  # of programs that own keys, and of v2's backward
+
+    # Bytes of whole tensors.
+
+    @property
+    def q(self):
+        """Q, and O, dO and dQ: [B, H, Sq, D] float16. In float32 it is twice that."""
+        return self.heads * self.seq_q * self.head_dim * HALF
+
+    @property
+    def kv(self):
+        """K, and V, dK and dV, each: [B, H, Sk, D] float16."""
+        return self.heads * self.seq_k * self.head_dim * HALF
+
+    @property
+    def row(self):
+        """A number for each query, as m, l, LSE and delta: [B, H, Sq] float32."""
+        return self.heads * self.seq_q * FLOAT
+
+    @property
+    def s(self):
+        """S, and dP: [B, H, Sq, Sk] float32. P and dS in float16 are half of that."""
+        return self.heads * self.seq_q * self.seq_k * FLOAT
+
+    @property
+    def seen_s(self):
+        """The part of S that is not masked."""
+        seen = (min(i + 1, self.seq_k) for i in range(self.seq_q)) if self.causal else [self.seq_q * self.seq_k]
+        return self.heads * sum(seen) * FLOAT
+
+    # What tiles see of each other.
+
+    @property
+    def product(self):
+        """FLOPs of one product over all of S."""
+        return 2 * self.heads * self.seq_q * self.seq_k * self.head_dim
+
+    @property
+    def key_tiles_seen(self):
+        """For each query tile of a head, the number of key tiles that hold a key it sees."""
+        m, n = self.query_tile
+        ends = (min(start + m, self.seq_k) if self.causal else self.seq_k for start in range(0, self.seq_q, m))
+        return [math.ceil(end / n) for end in ends]
+
+    @property
+    def keys_read(self):
+        """Rows of K that all query tiles of all heads load, in whole tiles, cut off at the end of K alone."""
+        return self.heads * sum(min(tiles * self.query_tile[1], self.seq_k) for tiles in self.key_tiles_seen)
+
+    def first_queries(self, tile):
+        """For each key tile of a head, the first row of the first query tile that sees it."""
+        m, n = tile
+        return [min(start // m * m if self.causal else 0, self.seq_q) for start in range(0, self.seq_k, n)]
+
+    def queries_read(self, tile):
+        """Rows of Q that are loaded for all key tiles of all heads."""
+        return self.heads * sum(self.seq_q - first for first in self.first_queries(tile))
+
+    def product_of_queries(self):
+        """FLOPs of one product over what query tiles see, in whole tiles."""
+        m, n = self.query_tile
+        return 2 * self.heads * sum(self.key_tiles_seen) * m * n * self.head_dim
+
+    def product_of_keys(self, tile):
+        """FLOPs of one product over what key tiles are seen by, in whole tiles."""
+        m, n = tile
+        tiles = sum(math.ceil((self.seq_q - first) / m) for first in self.first_queries(tile))
+        return 2 * self.heads * tiles * m * n * self.head_dim
+
+
+# --- v0: every line of PyTorch reads and writes all of S
+
+
+def _masked(p: Problem) -> Steps:
+    if p.causal:
+        mask = p.seq_q * p.seq_k  # a byte each, the same for every head
+        yield 0, mask  # ones
+        yield mask, mask  # tril
+        yield mask, mask  # not
+        yield p.s + mask, p.s  # masked_fill
+
+
+def v0_forward(p: Problem) -> Steps:
+    yield p.q + p.kv, p.s, p.product  # S = Q Kᵀ
+    yield p.s, p.s  # · scale
+    yield from _masked(p)
+    yield p.s, p.row  # m
+    yield p.s + p.row, p.s  # S - m
+    yield p.s, p.s  # exp
+    yield p.s, p.row  # l
+    yield p.s + p.row, p.s  # P / l
+    yield p.s, p.s // 2  # in float16
+    yield p.s // 2 + p.kv, 2 * p.q, p.product  # O = P V, float32
+    yield 2 * p.q, p.q  # in float16
+    yield p.row, p.row  # log l
+    yield 2 * p.row, p.row  # m + log l
+    yield p.q, p.q  # O where the caller expects it
+
+
+def v0_backward(p: Problem) -> Steps:
+    yield p.q + p.kv, p.s, p.product  # S = Q Kᵀ
+    yield p.s, p.s  # · scale
+    yield from _masked(p)
+    yield p.s + p.row, p.s  # S - LSE
+    yield p.s, p.s  # P = exp
+    yield p.s, p.s // 2  # in float16
+    yield p.s // 2 + p.q, 2 * p.kv, p.product  # dV = Pᵀ dO, float32
+    yield p.q + p.kv, p.s, p.product  # dP = dO Vᵀ
+    yield p.q, 2 * p.q  # O in float32
+    yield p.q, 2 * p.q  # dO in float32
+    yield 4 * p.q, 2 * p.q  # O ∘ dO
+    yield 2 * p.q, p.row  # delta
+    yield p.s + p.row, p.s  # dP - delta
+    yield 2 * p.s, p.s  # P ∘
+    yield p.s, p.s // 2  # dS in float16
+    yield p.s // 2 + p.kv, 2 * p.q, p.product  # dQ = dS K, float32
+    yield p.s // 2 + p.q, 2 * p.kv, p.product  # dK = dSᵀ Q, float32
+    yield from _scaled_and_stored(p)
+
+
+def _scaled_and_stored(p: Problem) -> Steps:
+    yield 2 * p.q, 2 * p.q  # dQ · scale
+    yield 2 * p.kv, 2 * p.kv  # dK · scale
+    yield 2 * p.q, p.q  # dQ, dK and dV in float16
+    yield 2 * p.kv, p.kv
+    yield 2 * p.kv, p.kv
+
+
+# --- v1: S is read twice, P written once, and what is masked is not read
+
+
+def v1_forward(p: Problem) -> Steps:
+    yield p.q + p.kv, p.s, p.product  # S = Q Kᵀ
+    yield 2 * p.seen_s, p.s // 2 + p.row  # one pass for m and l, one for P; LSE
+    yield p.s // 2 + p.kv, 2 * p.q, p.product  # O = P V, float32
+    yield 2 * p.q, p.q  # in float16
+
+
+def v1_backward(p: Problem) -> Steps:
+    yield p.q + p.kv, p.s, p.product  # S = Q Kᵀ
+    yield p.seen_s + p.row, p.s // 2  # P from S and LSE
+    yield p.s // 2 + p.q, 2 * p.kv, p.product  # dV = Pᵀ dO
+    yield p.q + p.kv, p.s, p.product  # dP = dO Vᵀ
+    yield p.seen_s // 2 + p.seen_s + 2 * p.q, p.s // 2  # dS from P, dP, O and dO
+    yield p.s // 2 + p.kv, 2 * p.q, p.product  # dQ = dS K
+    yield p.s // 2 + p.q, 2 * p.kv, p.product  # dK = dSᵀ Q
+    yield from _scaled_and_stored(p)
+
+
+# --- v2: no S; Θ(S² D² / M): each of the S / BLOCK_N key tiles, BLOCK_N ~ M / D, goes through all of Q, and O with it
+
+
+def v2_forward(p: Problem) -> Steps:
+    yield 0, 2 * p.q + 2 * p.row  # O = 0 in float32, m = -inf, l = 0
+    queries = p.queries_read(p.query_tile)
+    state = FLOAT * p.head_dim + 2 * FLOAT  # a row of O, m and l
+    yield (
+        2 * p.kv + queries * (HALF * p.head_dim + state),  # K and V once; Q and the state for each key tile
+        queries * state,
+        2 * p.product_of_keys(p.query_tile),
+    )
+    yield 2 * p.q, p.q  # O in float16
+    yield p.row, p.row  # log l
+    yield 2 * p.row, p.row  # m + log l
+
+
+def v2_backward(p: Problem) -> Steps:
+    yield 0, 2 * p.q  # dQ = 0 in float32
+    queries = p.queries_read(p.key_tile)
+    yield (
+        2 * p.kv + queries * (3 * HALF * p.head_dim + FLOAT + FLOAT * p.head_dim),  # for each row Q, dO, O; LSE; dQ
+        queries * FLOAT * p.head_dim + 2 * p.kv,  # dQ for each key tile; dK and dV once
+        5 * p.product_of_keys(p.key_tile),
+    )
+    yield 2 * p.q, p.q  # dQ in float16
+
+
+# --- v3 and v4: a query tile is read once, O written once; K and V once for each query tile
+
+
+def v3_forward(p: Problem) -> Steps:
+    yield p.q + p.keys_read * 2 * HALF * p.head_dim, p.q + p.row, 2 * p.product_of_queries()
+
+
+def v3_backward(p: Problem) -> Steps:
+    # dQ: Q, dO, O and LSE once, K and V for each query tile; S and dP computed again.
+    yield 3 * p.q + p.row + p.keys_read * 2 * HALF * p.head_dim, p.q, 3 * p.product_of_queries()
+    # dK and dV: K and V once, Q, dO, O and LSE for each key tile; S and dP computed once more.
+    queries = p.queries_read(p.key_tile)
+    yield 2 * p.kv + queries * (3 * HALF * p.head_dim + FLOAT), 2 * p.kv, 4 * p.product_of_keys(p.key_tile)
+
+
+# --- v4a: a copy of K beforehand; the forward reads that instead, dQ reads both
+
+
+def v4a_forward(p: Problem) -> Steps:
+    yield p.kv, p.kv
+    yield from v3_forward(p)
+
+
+def v4a_backward(p: Problem) -> Steps:
+    yield p.kv, p.kv
+    yield p.keys_read * HALF * p.head_dim, 0
+    yield from v3_backward(p)
+
+
+# --- v5: delta takes the place of O
+
+
+def v5_backward(p: Problem) -> Steps:
+    yield 2 * p.q, p.row  # delta from O and dO, once
+    yield 2 * p.q + 2 * p.row + p.keys_read * 2 * HALF * p.head_dim, p.q, 3 * p.product_of_queries()
+    queries = p.queries_read(p.key_tile)
+    yield 2 * p.kv + queries * (2 * HALF * p.head_dim + 2 * FLOAT), 2 * p.kv, 4 * p.product_of_keys(p.key_tile)
+
+
+# A stage that is not here moves what nobody has written down yet: its test is skipped and says so.
+PREDICTIONS = {
+    "v0": (v0_forward, v0_backward),
+    "v1": (v1_forward, v1_backward),
+    "v2": (v2_forward, v2_backward),
+    "v3": (v3_forward, v3_backward),
+    "v4": (v3_forward, v3_backward),
+    "v4a": (v4a_forward, v4a_backward),
+    "v4b": (v3_forward, v3_backward),
+    "v5": (v3_forward, v5_backward),
+}
+
+
+def total(steps: Steps) -> tuple[int, int, int]:
+    """Bytes read, bytes written and FLOPs of all steps."""
+    padded = ((*step, 0)[:3] for step in steps)
+    return tuple(map(sum, zip(*padded, strict=True)))

@@ -35,7 +35,7 @@ def describe_tile(tensor: Tensor, rows: int, columns: int | None = None) -> Tens
         tensor: [B, H, S, D], `addressable`.
         rows, columns: of a tile; all D columns where not given.
     """
-    plain = describe(tensor, rows)
+    plain = describe(tensor)
     block = [1, 1, rows, columns or tensor.shape[-1]]
     layout = gl.NVMMASharedLayout.get_default_for(block, ELEMENTS[tensor.dtype])
     return TensorDescriptor(tensor, plain.shape, plain.strides, block, layout)

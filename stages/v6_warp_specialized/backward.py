@@ -23,7 +23,7 @@ CONSUMERS = gl.constexpr(2)
 SUM_COLUMNS = 256  # of the float32 sums of dQ as the copy engine sees them: as wide as a box of it can be
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "seq_q"])
 def _prepare_kernel(
     out_desc, do_desc, lse_ptr, stats_ptr, sums_ptr, heads, seq_q, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr
 ):
@@ -46,25 +46,26 @@ def _prepare_kernel(
     tl.store(stats_ptr + (tile * 2 + 1) * BLOCK_M + rows, delta)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "seq_q"])
 def _finish_kernel(sums_ptr, dq_desc, scale, heads, seq_q, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr):
-    """dQ from its sums, which lie as the registers of a warpgroup do: warp, column group, thread, row half, column pair."""
+    """dQ from its sums, which lie as the registers of a warpgroup do: 64 rows, part of their columns, warp, group of columns,
+    thread, row half, column pair."""
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     tile = tl.program_id(0).to(tl.int64)
     start_m = tl.program_id(0) % tiles_m * BLOCK_M
     batch_head = tl.program_id(0) // tiles_m
     sums = tl.load(sums_ptr + tile * BLOCK_M * HEAD_DIM + tl.arange(0, BLOCK_M * HEAD_DIM)) * scale
-    dq = sums.to(dq_desc.dtype).reshape(PARTS, 4, HEAD_DIM // PARTS // 8, 8, 4, 2, 2).permute(1, 5, 3, 0, 2, 4, 6)
+    dq = sums.to(dq_desc.dtype).reshape(BLOCK_M // 64, PARTS, 4, HEAD_DIM // PARTS // 8, 8, 4, 2, 2)
+    dq = dq.permute(0, 2, 6, 4, 1, 3, 5, 7)
     dq_desc.store([batch_head // heads, batch_head % heads, start_m, 0], dq.reshape(1, 1, BLOCK_M, HEAD_DIM))
 
 
 @gluon.jit
-def _producer(q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, buffers, barriers, where, steps):
+def _producer(q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, buffers, barriers, where, n):
     """One warp, all that comes and goes but dQ: K and V once, Q and dO through their rings, dK and dV at the end."""
     q_s, k_s, v_s, do_s, stats_s, ds_s, dq_s = buffers
     kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, dk_full, dv_full = barriers
-    batch, head, start_n, first_tile = where
-    first, masked, n = steps
+    batch, head, start_n, first, first_tile = where
     STAGES: gl.constexpr = q_s.shape[0]
     mbarrier.expect(kv_full, CONSUMERS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
     for w in gl.static_range(CONSUMERS):
@@ -73,7 +74,7 @@ def _producer(q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, buf
     for step in range(n):
         slot = step % STAGES
         phase = step // STAGES & 1
-        start_m = (first + step) * ROWS
+        start_m = (first + step) * q_s.shape[3]
         mbarrier.wait(q_empty.index(slot), phase ^ 1)
         mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes + stats_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(q_desc, [batch, head, start_m, 0], q_full.index(slot), q_s.index(slot))
@@ -91,95 +92,68 @@ def _producer(q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, buf
 
 
 @gluon.jit
-def _step(
-    step, dk, dv, scale_log2, start_n, start_m, seq_k, buffers, barriers,
-    w: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, DP_LATE: gl.constexpr,
-):  # fmt: skip
-    """Add what a query tile gives to a consumer's dK and dV, and leave its dS for dQ."""
-    q_s, k_s, v_s, do_s, stats_s, ds_s, dq_s = buffers
-    kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, dk_full, dv_full = barriers
-    STAGES: gl.constexpr = q_s.shape[0]
-    DS_STAGES: gl.constexpr = ds_s.shape[0] // CONSUMERS
-    HEAD_DIM: gl.constexpr = q_s.shape[4]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
-    dtype: gl.constexpr = q_s.dtype
-    nothing = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
-    slot = step % STAGES
-    phase = step // STAGES & 1
-    ds_slot = step % DS_STAGES
-    k = k_s.index(w).reshape([ROWS, HEAD_DIM])
-    v = v_s.index(w).reshape([ROWS, HEAD_DIM])
-    q = q_s.index(slot).reshape([ROWS, HEAD_DIM])
-    do = do_s.index(slot).reshape([ROWS, HEAD_DIM])
-
-    mbarrier.wait(q_full.index(slot), phase)
-    s_t = warpgroup_mma(k, q.permute([1, 0]), nothing, use_acc=False, is_async=True)
-    if not DP_LATE:
-        mbarrier.wait(do_full.index(slot), phase)
-        dp_t = warpgroup_mma(v, do.permute([1, 0]), nothing, use_acc=False, is_async=True)
-        s_t = warpgroup_mma_wait(1, [s_t])  # [keys, queries]
-    else:
-        s_t = warpgroup_mma_wait(0, [s_t])
-    lse_log2 = stats_s.index(slot).slice(0, 1).load(s_layout)  # [1, queries]
-    p_t = s_t * scale_log2 - lse_log2
-    if MASKED:
-        offs_n = start_n + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-        visible = (offs_n < seq_k)[:, None]
-        if CAUSAL:
-            offs_m = start_m + step * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, s_layout))
-            visible = visible & (offs_m[None, :] >= offs_n[:, None])
-        p_t = gl.where(visible, p_t, float("-inf"))
-    # Through the wait, which waits for nothing, so that the compiler has p ready before it issues the products.
-    p_t = warpgroup_mma_wait(0 if DP_LATE else 1, [gl.exp2(p_t).to(dtype)])
-    if DP_LATE:
-        mbarrier.wait(do_full.index(slot), phase)
-        dp_t = warpgroup_mma(v, do.permute([1, 0]), nothing, use_acc=False, is_async=True)
-    dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), do, dv, is_async=True)
-    mbarrier.wait(ds_empty.index(ds_slot), (step // DS_STAGES & 1) ^ 1)
-    dp_t = warpgroup_mma_wait(1, [dp_t])  # [keys, queries]
-    delta = stats_s.index(slot).slice(1, 1).load(s_layout)  # [1, queries]
-    ds_t = (p_t.to(gl.float32) * (dp_t - delta)).to(dtype)
-    ds_s.index(ds_slot * CONSUMERS + w).store(ds_t)
-    fence_async_shared()
-    mbarrier.arrive(ds_full.index(ds_slot), count=1)
-    dk = warpgroup_mma(gl.convert_layout(ds_t, p_layout), q, dk, is_async=True)
-    dv = warpgroup_mma_wait(1, [dv])
-    mbarrier.arrive(do_empty.index(slot), count=1)
-    dk = warpgroup_mma_wait(0, [dk])
-    mbarrier.arrive(q_empty.index(slot), count=1)
-    return dk, dv
-
-
-@gluon.jit
-def _consumer(scale, start_n, seq_k, buffers, barriers, steps, w: gl.constexpr, CAUSAL: gl.constexpr, DP_LATE: gl.constexpr):
+def _consumer(scale, seen, buffers, barriers, w: gl.constexpr, CAUSAL: gl.constexpr):
     """A warpgroup with the w-th 64 keys of the program: their dK and dV stay in its registers. P and dS come out transposed, so
     that they go into the products for dV and dK straight from registers too."""
     q_s, k_s, v_s, do_s, stats_s, ds_s, dq_s = buffers
     kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, dk_full, dv_full = barriers
-    first, masked, n = steps
-    DS_STAGES: gl.constexpr = ds_s.shape[0] // CONSUMERS
+    keys, ahead, masked, n = seen
+    STAGES: gl.constexpr = q_s.shape[0]
+    BLOCK_M: gl.constexpr = q_s.shape[3]
     HEAD_DIM: gl.constexpr = q_s.shape[4]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
     dtype: gl.constexpr = q_s.dtype
+    nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
     dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, acc_layout)
     dv = gl.zeros([ROWS, HEAD_DIM], gl.float32, acc_layout)
+    k = k_s.index(w).reshape([ROWS, HEAD_DIM])
+    v = v_s.index(w).reshape([ROWS, HEAD_DIM])
     scale_log2 = scale * LOG2_E
-    start_n += w * ROWS
     mbarrier.wait(kv_full, 0)
-    # Stage 1 takes the diagonal, with a mask; stage 2 the tiles that see every key, without. Keys past the end always need it:
-    # p may be infinite there, and infinity times the zeros that a load gives past the end is NaN.
-    for step in range(masked):
-        dk, dv = _step(step, dk, dv, scale_log2, start_n, first * ROWS, seq_k, buffers, barriers, w, True, CAUSAL, DP_LATE)
-    for step in range(masked, n):
-        dk, dv = _step(step, dk, dv, scale_log2, 0, 0, 0, buffers, barriers, w, False, CAUSAL, DP_LATE)
+    for step in range(n):
+        slot = step % STAGES
+        phase = step // STAGES & 1
+        q = q_s.index(slot).reshape([BLOCK_M, HEAD_DIM])
+        do = do_s.index(slot).reshape([BLOCK_M, HEAD_DIM])
+        mbarrier.wait(q_full.index(slot), phase)
+        s_t = warpgroup_mma(k, q.permute([1, 0]), nothing, use_acc=False, is_async=True)
+        s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
+        lse_log2 = stats_s.index(slot).slice(0, 1).load(s_layout)  # [1, queries]
+        p_t = s_t * scale_log2 - lse_log2
+        # The diagonal needs a mask. Keys past the end always do: p may be infinite there, and infinity times the zeros that a
+        # load gives past the end is NaN.
+        if step < masked:
+            offs_n = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+            visible = (offs_n < keys)[:, None]
+            if CAUSAL:
+                offs_m = step * BLOCK_M + ahead + gl.arange(0, BLOCK_M, gl.SliceLayout(0, s_layout))
+                visible = visible & (offs_m[None, :] >= offs_n[:, None])
+            p_t = gl.where(visible, p_t, float("-inf"))
+        # Through the wait, which waits for nothing, so that the compiler has p ready before it issues the products.
+        p_t = warpgroup_mma_wait(0, [gl.exp2(p_t).to(dtype)])
+        mbarrier.wait(do_full.index(slot), phase)
+        dp_t = warpgroup_mma(v, do.permute([1, 0]), nothing, use_acc=False, is_async=True)
+        dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), do, dv, is_async=True)
+        mbarrier.wait(ds_empty.index(slot), phase ^ 1)
+        dp_t = warpgroup_mma_wait(1, [dp_t])  # [keys, queries]
+        delta = stats_s.index(slot).slice(1, 1).load(s_layout)  # [1, queries]
+        ds_t = (p_t.to(gl.float32) * (dp_t - delta)).to(dtype)
+        ds_s.index(slot * CONSUMERS + w).store(ds_t)
+        fence_async_shared()
+        mbarrier.arrive(ds_full.index(slot), count=1)
+        dk = warpgroup_mma(gl.convert_layout(ds_t, p_layout), q, dk, is_async=True)
+        dv = warpgroup_mma_wait(1, [dv])
+        mbarrier.arrive(do_empty.index(slot), count=1)
+        dk = warpgroup_mma_wait(0, [dk])
+        mbarrier.arrive(q_empty.index(slot), count=1)
 
     # What leaves takes the place of what came: V is no longer read by anyone, K once the last dQ is done.
     v_s.index(w).reshape([ROWS, HEAD_DIM]).store(dv.to(dtype))
     fence_async_shared()
     mbarrier.arrive(dv_full.index(w), count=1)
-    mbarrier.wait(ds_empty.index((n - 1) % DS_STAGES), (n - 1) // DS_STAGES & 1)
+    mbarrier.wait(ds_empty.index((n - 1) % STAGES), (n - 1) // STAGES & 1)
     k_s.index(w).reshape([ROWS, HEAD_DIM]).store((dk * (scale_log2 / LOG2_E)).to(dtype))
     fence_async_shared()
     mbarrier.arrive(dk_full.index(w), count=1)
@@ -190,28 +164,29 @@ def _dq_consumer(sums_desc, buffers, barriers, first_tile, n):
     """A warpgroup that makes dQ of what the consumers leave of dS, and has the copy engine add it to the sums in memory."""
     q_s, k_s, v_s, do_s, stats_s, ds_s, dq_s = buffers
     kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, dk_full, dv_full = barriers
-    DS_STAGES: gl.constexpr = ds_s.shape[0] // CONSUMERS
+    STAGES: gl.constexpr = q_s.shape[0]
+    BLOCK_M: gl.constexpr = q_s.shape[3]
     HEAD_DIM: gl.constexpr = q_s.shape[4]
     PARTS: gl.constexpr = dq_s.shape[0]
-    PART: gl.constexpr = HEAD_DIM // PARTS
+    COLUMNS: gl.constexpr = BLOCK_M * HEAD_DIM // PARTS // ROWS
     SUM_ROWS: gl.constexpr = sums_desc.block_shape[0]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
-    nothing = gl.zeros([ROWS, PART], gl.float32, layout)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    nothing = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
     mbarrier.wait(kv_full, 0)
     for step in range(n):
-        ds_slot = step % DS_STAGES
-        mbarrier.wait(ds_full.index(ds_slot), step // DS_STAGES & 1)
+        slot = step % STAGES
+        mbarrier.wait(ds_full.index(slot), step // STAGES & 1)
         for part in gl.static_range(PARTS):
             dq = nothing
             for w in gl.static_range(CONSUMERS):
-                ds_t = ds_s.index(ds_slot * CONSUMERS + w)
-                k = k_s.index(w).reshape([ROWS, HEAD_DIM]).slice(part * PART, PART, dim=1)
+                ds_t = ds_s.index(slot * CONSUMERS + w).slice(part * COLUMNS // HEAD_DIM * ROWS, ROWS, dim=1)
+                k = k_s.index(w).reshape([ROWS, HEAD_DIM]).slice(part * COLUMNS % HEAD_DIM, COLUMNS, dim=1)
                 dq = warpgroup_mma(ds_t.permute([1, 0]), k, dq, use_acc=w > 0, is_async=True)
-            dq = warpgroup_mma_wait(0, [dq])  # [queries, PART]
+            dq = warpgroup_mma_wait(0, [dq])  # [ROWS, COLUMNS]
             if part == PARTS - 1:
-                mbarrier.arrive(ds_empty.index(ds_slot), count=1)
+                mbarrier.arrive(ds_empty.index(slot), count=1)
             # In the order of the registers, four of a thread after four of the next: stored without a bank conflict.
-            dq = dq.reshape([4, 2, 8, PART // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5])
+            dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5])
             tma.store_wait(PARTS - 1)
             dq_s.index(part).store(dq.reshape(sums_desc.block_shape))
             fence_async_shared()
@@ -219,59 +194,54 @@ def _dq_consumer(sums_desc, buffers, barriers, first_tile, n):
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["heads", "seq_q", "seq_k"])
 def _backward_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, scale, heads, seq_q, seq_k,
-    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, CAUSAL: gl.constexpr, DP_LATE: gl.constexpr,
+    HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    tiles_m = gl.cdiv(seq_q, ROWS)
+    tiles_m = gl.cdiv(seq_q, BLOCK_M)
     tiles_n = gl.cdiv(seq_k, CONSUMERS * ROWS)
     batch_head = gl.program_id(0) // tiles_n
     start_n = gl.program_id(0) % tiles_n * CONSUMERS * ROWS
     first = 0  # of the query tiles that see these keys; where none does, the last one stands in
     masked = 0  # of them, the number that needs a mask
     if CAUSAL:
-        first = gl.minimum(start_n // ROWS, tiles_m - 1)
-        masked = gl.minimum(CONSUMERS, tiles_m - first)
+        first = gl.minimum(start_n // BLOCK_M, tiles_m - 1)
+        masked = gl.minimum(CONSUMERS * ROWS // BLOCK_M, tiles_m - first)
     n = tiles_m - first
     masked = gl.where(start_n + CONSUMERS * ROWS > seq_k, n, masked)
 
-    q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, ROWS, HEAD_DIM], q_desc.layout)
-    do_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, ROWS, HEAD_DIM], q_desc.layout)
-    stats_s = gl.allocate_shared_memory(gl.float32, [STAGES, 2, ROWS], stats_desc.layout)
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
+    do_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
+    stats_s = gl.allocate_shared_memory(gl.float32, [STAGES, 2, BLOCK_M], stats_desc.layout)
     k_s = gl.allocate_shared_memory(k_desc.dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM], k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM], v_desc.layout)
-    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], q_desc.dtype)
-    ds_s = gl.allocate_shared_memory(q_desc.dtype, [DS_STAGES * CONSUMERS, ROWS, ROWS], ds_layout)
-    PARTS: gl.constexpr = ROWS * HEAD_DIM // (sums_desc.block_shape[0] * sums_desc.block_shape[1])
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], q_desc.dtype)
+    ds_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES * CONSUMERS, ROWS, BLOCK_M], ds_layout)
+    PARTS: gl.constexpr = BLOCK_M * HEAD_DIM // (sums_desc.block_shape[0] * sums_desc.block_shape[1])
     dq_s = gl.allocate_shared_memory(gl.float32, [PARTS] + sums_desc.block_shape, sums_desc.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full, count=1)
     q_full, q_empty = _ring(STAGES, 1, CONSUMERS)
     do_full, do_empty = _ring(STAGES, 1, CONSUMERS)
-    ds_full, ds_empty = _ring(DS_STAGES, CONSUMERS, 1)
+    ds_full, ds_empty = _ring(STAGES, CONSUMERS, 1)
     dk_full, dv_full = _ring(CONSUMERS, 1, 1)
 
     buffers = (q_s, k_s, v_s, do_s, stats_s, ds_s, dq_s)
     barriers = (kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, dk_full, dv_full)
     first_tile = batch_head * tiles_m + first
-    where = (batch_head // heads, batch_head % heads, start_n, first_tile)
-    steps = (first, masked, n)
+    where = (batch_head // heads, batch_head % heads, start_n, first, first_tile)
+    seen = (seq_k - start_n, first * BLOCK_M - start_n, masked, n)
     descs = (q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc)
     gl.warp_specialize(
         [
-            (_consumer, (scale, start_n, seq_k, buffers, barriers, steps, 0, CAUSAL, DP_LATE)),
-            (_consumer, (scale, start_n, seq_k, buffers, barriers, steps, 1, CAUSAL, DP_LATE)),
+            (_consumer, (scale, seen, buffers, barriers, 0, CAUSAL)),
+            (_consumer, (scale, seen, buffers, barriers, 1, CAUSAL)),
             (_dq_consumer, (sums_desc, buffers, barriers, first_tile, n)),
-            (_producer, descs + (buffers, barriers, where, steps)),
+            (_producer, descs + (buffers, barriers, where, n)),
         ],
-        [4, 4, 1], [208, 72, 24] if HEAD_DIM == 128 else [192, 104, 24],
+        [4, 4, 1], [208, 72, 24],
     )  # fmt: skip
-
-
-def schedule(head_dim: int) -> dict:
-    """The constants of a launch."""
-    return {"STAGES": 2, "DS_STAGES": 2, "DP_LATE": head_dim == 128, "PARTS": 2 if head_dim == 128 else 1}
 
 
 def backward(grad_out, q, k, v, out, lse, *, causal, scale):
@@ -287,19 +257,23 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale):
         return backward_of_v5(grad_out, q, k, v, out, lse, causal=causal, scale=scale)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     q, k, v, grad_out = addressable(q), addressable(k), addressable(v), addressable(grad_out)
-    tiles_m = triton.cdiv(seq_q, 64) * batch * heads
-    stats = lse.new_empty(tiles_m * 2, 64)
-    sums = lse.new_empty(tiles_m * 64 * head_dim // SUM_COLUMNS, SUM_COLUMNS)
+    block_m = 64 if head_dim == 128 else 128  # as many rows of S and dP as fit in registers beside dK and dV
+    columns = min(64, head_dim)  # of the parts, of 64 rows, in which dQ leaves a program
+    tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
+    stats = lse.new_empty(tiles_m * 2, block_m)
+    sums = lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)
     _prepare_kernel[tiles_m,](
-        describe(out, 64), describe(grad_out, 64), lse, stats, sums, heads, seq_q, HEAD_DIM=head_dim, BLOCK_M=64
-    )
-    chosen = schedule(head_dim)
-    parts = chosen.pop("PARTS")
-    _backward_kernel[triton.cdiv(seq_k, 128) * batch * heads,](
-        describe_tile(q, 64), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, 64),
-        describe_rows(stats, 2), describe_rows(sums, 64 * head_dim // SUM_COLUMNS // parts),
-        describe_tile(dk, 64), describe_tile(dv, 64), scale, heads, seq_q, seq_k,
-        HEAD_DIM=head_dim, CAUSAL=causal, **chosen, num_warps=4, maxnreg=128,
+        describe(out, block_m, head_dim), describe(grad_out, block_m, head_dim), lse, stats, sums, heads, seq_q,
+        HEAD_DIM=head_dim, BLOCK_M=block_m,
     )  # fmt: skip
-    _finish_kernel[tiles_m,](sums, describe(dq, 64), scale, heads, seq_q, HEAD_DIM=head_dim, BLOCK_M=64, PARTS=parts)
+    _backward_kernel[triton.cdiv(seq_k, 128) * batch * heads,](
+        describe_tile(q, block_m), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, block_m),
+        describe_rows(stats, 2), describe_rows(sums, 64 * columns // SUM_COLUMNS),
+        describe_tile(dk, 64), describe_tile(dv, 64), scale, heads, seq_q, seq_k,
+        HEAD_DIM=head_dim, BLOCK_M=block_m, STAGES=2, CAUSAL=causal, num_warps=4, maxnreg=128,
+    )  # fmt: skip
+    _finish_kernel[tiles_m,](
+        sums, describe(dq, block_m, head_dim), scale, heads, seq_q,
+        HEAD_DIM=head_dim, BLOCK_M=block_m, PARTS=head_dim // columns,
+    )  # fmt: skip
     return dq, dk, dv

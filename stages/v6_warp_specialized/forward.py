@@ -22,28 +22,12 @@ ROWS = gl.constexpr(64)  # query rows of a consumer: what the four warps of a wa
 
 
 @gluon.jit
-def _turns(tiles):
-    """How many tiles this program takes, of `tiles` in all."""
-    programs = gl.num_programs(0)
-    return tiles // programs + (_place(tiles // programs) < tiles % programs).to(gl.int32)
-
-
-@gluon.jit
-def _place(turn):
-    """Which of the tiles of a turn this program takes: the other way round in every second turn, so that no program always
-    gets the longest one of them."""
-    place = gl.program_id(0)
-    return gl.where(turn % 2 == 0, place, gl.num_programs(0) - 1 - place)
-
-
-@gluon.jit
-def _tile(turn, batch_heads, group, tiles_m, seq_k, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
-    """The tile that this program takes in its `turn`: batch and head, first query row, number of key tiles that it sees.
+def _tile(tile, batch_heads, group, tiles_m, seq_k, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
+    """The `tile`-th of all tiles: batch and head, first query row, number of key tiles that it sees.
 
     The tiles of `group` heads follow each other, so that these heads' K and V stay in the L2 cache; among them, the longest
     (where causal: the last rows) come first.
     """
-    tile = turn * gl.num_programs(0) + _place(turn)
     first = tile // (group * tiles_m) * group
     inside = tile % (group * tiles_m)
     heads = gl.minimum(group, batch_heads - first)
@@ -65,44 +49,59 @@ def _load(desc, batch, head, row, buffers, full, empty, fill, STAGES: gl.constex
 
 @gluon.jit
 def _producer(load, CAUSAL: gl.constexpr):
-    """One warp: keeps the buffers of Q, K and V full, the next tile's too while this one's is still being finished."""
-    q_desc, k_desc, v_desc, buffers, barriers, problem = load
-    q_s, k_s, v_s, out_s = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, go = barriers
+    """One warp: keeps the buffers of Q, K and V full, the next tile's too while this one's is still being finished.
+
+    It also takes the tiles: the first by the program's number, then one after another by a counter that all programs share.
+    """
+    q_desc, k_desc, v_desc, counter_ptr, buffers, barriers, problem = load
+    q_s, k_s, v_s, tile_s = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty = barriers
     batch_heads, heads, group, seq_q, seq_k = problem
-    CONSUMERS: gl.constexpr = q_s.shape[0]
+    CONSUMERS: gl.constexpr = q_s.shape[0] // tile_s.shape[0]
+    Q_STAGES: gl.constexpr = tile_s.shape[0]
     STAGES: gl.constexpr = k_s.shape[0]
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     BLOCK_N: gl.constexpr = k_s.shape[3]
     tiles_m = gl.cdiv(seq_q, BLOCK_M)
+    tiles = batch_heads * tiles_m
     fill = 0
-    for turn in range(_turns(batch_heads * tiles_m)):
-        batch_head, start_m, n = _tile(turn, batch_heads, group, tiles_m, seq_k, BLOCK_M, BLOCK_N, CAUSAL)
+    turn = 0
+    tile = gl.program_id(0)
+    while tile < tiles:
+        batch_head, start_m, n = _tile(tile, batch_heads, group, tiles_m, seq_k, BLOCK_M, BLOCK_N, CAUSAL)
         batch = batch_head // heads
         head = batch_head % heads
         last = (n - 1) * BLOCK_N
-        _load(k_desc, batch, head, last, k_s, k_full, k_empty, fill, STAGES)
         for w in gl.static_range(CONSUMERS):
-            mbarrier.wait(q_empty.index(w), (turn & 1) ^ 1)
-            mbarrier.expect(q_full.index(w), q_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(q_desc, [batch, head, start_m + w * ROWS, 0], q_full.index(w), q_s.index(w))
+            slot = turn % Q_STAGES * CONSUMERS + w
+            mbarrier.wait(q_empty.index(slot), (turn // Q_STAGES & 1) ^ 1)
+            mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(q_desc, [batch, head, start_m + w * ROWS, 0], q_full.index(slot), q_s.index(slot))
+            if w == 0:
+                _load(k_desc, batch, head, last, k_s, k_full, k_empty, fill, STAGES)
         _load(v_desc, batch, head, last, v_s, v_full, v_empty, fill, STAGES)
+        tile = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
         for i in range(1, n):
             _load(k_desc, batch, head, last - i * BLOCK_N, k_s, k_full, k_empty, fill + i, STAGES)
             _load(v_desc, batch, head, last - i * BLOCK_N, v_s, v_full, v_empty, fill + i, STAGES)
         fill += n
+        # A number past the last tile goes on too: it tells the consumers to end.
+        slot = turn % Q_STAGES
+        mbarrier.wait(tile_empty.index(slot), (turn // Q_STAGES & 1) ^ 1)
+        tile_s.index(slot).store(gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+        mbarrier.arrive(tile_full.index(slot), count=1)
+        turn += 1
 
 
 @gluon.jit
-def _consumer(
-    work, w: gl.constexpr, CAUSAL: gl.constexpr, OUT_IN_Q: gl.constexpr, PINGPONG: gl.constexpr, RESCALE_FROM: gl.constexpr
-):
+def _consumer(work, w: gl.constexpr, CAUSAL: gl.constexpr):
     """A warpgroup with the w-th 64 query rows of each tile: all of the arithmetic."""
     out_desc, lse_ptr, scale_log2, buffers, barriers, problem = work
-    q_s, k_s, v_s, out_s = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, go = barriers
+    q_s, k_s, v_s, tile_s = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty = barriers
     batch_heads, heads, group, seq_q, seq_k = problem
-    CONSUMERS: gl.constexpr = q_s.shape[0]
+    CONSUMERS: gl.constexpr = q_s.shape[0] // tile_s.shape[0]
+    Q_STAGES: gl.constexpr = tile_s.shape[0]
     STAGES: gl.constexpr = k_s.shape[0]
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     BLOCK_N: gl.constexpr = k_s.shape[3]
@@ -113,18 +112,20 @@ def _consumer(
     acc_rows: gl.constexpr = gl.SliceLayout(1, acc_layout)
     dtype: gl.constexpr = q_s.dtype
     tiles_m = gl.cdiv(seq_q, BLOCK_M)
-    q = q_s.index(w).reshape([ROWS, HEAD_DIM])
+    tiles = batch_heads * tiles_m
     no_s = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
     fill = 0
-    turn_to_go = 0
-    if PINGPONG and w == 0:
-        mbarrier.arrive(go.index(0), count=1)
-    for turn in range(_turns(batch_heads * tiles_m)):
-        batch_head, start_m, n = _tile(turn, batch_heads, group, tiles_m, seq_k, BLOCK_M, BLOCK_N, CAUSAL)
+    turn = 0
+    tile = gl.program_id(0)
+    while tile < tiles:
+        batch_head, start_m, n = _tile(tile, batch_heads, group, tiles_m, seq_k, BLOCK_M, BLOCK_N, CAUSAL)
         start_m += w * ROWS
         offs_m = start_m + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-        mbarrier.wait(q_full.index(w), turn & 1)
-        if CAUSAL and BLOCK_M != BLOCK_N:
+        q_slot = turn % Q_STAGES * CONSUMERS + w
+        q = q_s.index(q_slot).reshape([ROWS, HEAD_DIM])
+        mbarrier.wait(q_full.index(q_slot), turn // Q_STAGES & 1)
+        seen = n
+        if CAUSAL and BLOCK_M > BLOCK_N:
             # Key tiles that only later consumers see: let them pass.
             seen = gl.cdiv(gl.minimum(seq_k, start_m + ROWS), BLOCK_N)
             for _ in range(n - seen):
@@ -134,12 +135,7 @@ def _consumer(
                 mbarrier.arrive(k_empty.index(slot), count=1)
                 mbarrier.wait(v_full.index(slot), phase)
                 mbarrier.arrive(v_empty.index(slot), count=1)
-                if PINGPONG:
-                    mbarrier.wait(go.index(w), turn_to_go & 1)
-                    mbarrier.arrive(go.index((w + 1) % CONSUMERS), count=1)
-                    turn_to_go += 1
                 fill += 1
-            n = seen
 
         # The last tile first: it alone can end past the last key, or lie on the diagonal.
         slot = fill % STAGES
@@ -147,9 +143,13 @@ def _consumer(
         mbarrier.wait(k_full.index(slot), phase)
         k = k_s.index(slot).reshape([BLOCK_N, HEAD_DIM])
         s = warpgroup_mma(q, k.permute([1, 0]), no_s, use_acc=False, is_async=True)
+        if Q_STAGES == 2:
+            # O of the tile before has left the other buffer: its Q may come.
+            tma.store_wait(0)
+            mbarrier.arrive(q_empty.index((turn + 1) % Q_STAGES * CONSUMERS + w), count=1, pred=turn > 0)
         s = warpgroup_mma_wait(0, [s])  # [ROWS, BLOCK_N]
         mbarrier.arrive(k_empty.index(slot), count=1)
-        start_n = (n - 1) * BLOCK_N
+        start_n = (seen - 1) * BLOCK_N
         if CAUSAL or start_n + BLOCK_N > seq_k:
             offs_n = start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
             visible = (offs_n < seq_k)[None, :]
@@ -163,56 +163,47 @@ def _consumer(
         acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, acc_layout)
         mbarrier.wait(v_full.index(slot), phase)
 
-        for _ in range(1, n):
+        for _ in range(1, seen):
             # While the softmax of this tile runs, so does the last tile's product with V.
             v_slot = slot
             fill += 1
             slot = fill % STAGES
             phase = fill // STAGES & 1
             mbarrier.wait(k_full.index(slot), phase)
-            if PINGPONG:
-                mbarrier.wait(go.index(w), turn_to_go & 1)
-                turn_to_go += 1
             k = k_s.index(slot).reshape([BLOCK_N, HEAD_DIM])
             s = warpgroup_mma(q, k.permute([1, 0]), no_s, use_acc=False, is_async=True)
             acc = warpgroup_mma(p, v_s.index(v_slot).reshape([BLOCK_N, HEAD_DIM]), acc, is_async=True)
-            if PINGPONG:
-                mbarrier.arrive(go.index((w + 1) % CONSUMERS), count=1)
             s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_N]
             mbarrier.arrive(k_empty.index(slot), count=1)
             m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
-            if RESCALE_FROM > 0:
-                m_new = gl.where(m_new - m > RESCALE_FROM, m_new, m)
             p = gl.exp2(s * scale_log2 - m_new[:, None])
             rescale = gl.exp2(m - m_new)  # what was summed under the old maximum
             l = l * rescale + gl.sum(p, 1)
             mbarrier.wait(v_full.index(slot), phase)
             acc, l = warpgroup_mma_wait(0, [acc, l])  # l as well: else the compiler waits before it computes p
             mbarrier.arrive(v_empty.index(v_slot), count=1)
-            if RESCALE_FROM > 0:
-                if gl.max(m_new - m, 0) > 0:
-                    acc = acc * gl.convert_layout(rescale, acc_rows)[:, None]
-            else:
-                acc = acc * gl.convert_layout(rescale, acc_rows)[:, None]
+            acc = acc * gl.convert_layout(rescale, acc_rows)[:, None]
             m = m_new
             p = gl.convert_layout(p.to(dtype), p_layout)
 
-        if not OUT_IN_Q:
-            mbarrier.arrive(q_empty.index(w), count=1)
         acc = warpgroup_mma(p, v_s.index(slot).reshape([BLOCK_N, HEAD_DIM]), acc, is_async=True)
         lse_ptrs = lse_ptr + batch_head.to(gl.int64) * seq_q + offs_m
         gl.store(lse_ptrs, (m + gl.log2(l)) / LOG2_E, mask=offs_m < seq_q)
         normalize = gl.convert_layout(1.0 / l, acc_rows)
+        tile_slot = turn % Q_STAGES
+        mbarrier.wait(tile_full.index(tile_slot), turn // Q_STAGES & 1)
+        tile = gl.max(tile_s.index(tile_slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        mbarrier.arrive(tile_empty.index(tile_slot), count=1)
         acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(v_empty.index(slot), count=1)
         fill += 1
-        tma.store_wait(0)  # the tile before has left the buffer
-        out_s.index(w).reshape([ROWS, HEAD_DIM]).store((acc * normalize[:, None]).to(dtype))
+        q.store((acc * normalize[:, None]).to(dtype))  # Q is no longer needed: its buffer takes O
         fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [batch_head // heads, batch_head % heads, start_m, 0], out_s.index(w))
-        if OUT_IN_Q:
+        tma.async_copy_shared_to_global(out_desc, [batch_head // heads, batch_head % heads, start_m, 0], q_s.index(q_slot))
+        if Q_STAGES == 1:
             tma.store_wait(0)
-            mbarrier.arrive(q_empty.index(w), count=1)
+            mbarrier.arrive(q_empty.index(q_slot), count=1)
+        turn += 1
     tma.store_wait(0)
 
 
@@ -228,39 +219,35 @@ def _ring(STAGES: gl.constexpr, producers: gl.constexpr, consumers: gl.constexpr
     return full, empty
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["batch_heads", "heads", "group", "seq_q", "seq_k"])
 def _forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, scale, batch_heads, heads, group, seq_q, seq_k,
-    HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    OUT_IN_Q: gl.constexpr, PINGPONG: gl.constexpr, RESCALE_FROM: gl.constexpr,
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, counter_ptr, scale, batch_heads, heads, group, seq_q, seq_k,
+    HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
-    q_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM], q_desc.layout)
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [Q_STAGES * CONSUMERS, 1, 1, ROWS, HEAD_DIM], q_desc.layout)
     k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], v_desc.layout)
-    out_s = q_s
-    if not OUT_IN_Q:
-        out_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM], q_desc.layout)
-    q_full, q_empty = _ring(CONSUMERS, 1, 1)  # each consumer has a buffer of its own
+    tile_s = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_full, q_empty = _ring(Q_STAGES * CONSUMERS, 1, 1)  # each consumer has buffers of its own
     k_full, k_empty = _ring(STAGES, 1, CONSUMERS)
     v_full, v_empty = _ring(STAGES, 1, CONSUMERS)
-    go = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    for w in gl.static_range(CONSUMERS):
-        mbarrier.init(go.index(w), count=1)
+    tile_full, tile_empty = _ring(Q_STAGES, 1, CONSUMERS)
     # exp(x) = exp2(x * log2(e)), and exp2 is one instruction; never 0, because a masked score, -inf, times 0 is NaN
     scale_log2 = gl.maximum(scale * LOG2_E, 1e-30)
 
-    buffers = (q_s, k_s, v_s, out_s)
-    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, go)
+    buffers = (q_s, k_s, v_s, tile_s)
+    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty)
     problem = (batch_heads, heads, group, seq_q, seq_k)
     # The registers of a multiprocessor, 512 for each of 128 threads, go where the tiles are: the producer keeps 24 or 32.
     work = (out_desc, lse_ptr, scale_log2, buffers, barriers, problem)
-    load = (q_desc, k_desc, v_desc, buffers, barriers, problem)
+    load = (q_desc, k_desc, v_desc, counter_ptr, buffers, barriers, problem)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (work, 0, CAUSAL, OUT_IN_Q, PINGPONG, RESCALE_FROM)),
-                (_consumer, (work, 1, CAUSAL, OUT_IN_Q, PINGPONG, RESCALE_FROM)),
+                (_consumer, (work, 0, CAUSAL)),
+                (_consumer, (work, 1, CAUSAL)),
                 (_producer, (load, CAUSAL)),
             ],
             [4, 1],
@@ -269,9 +256,9 @@ def _forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (work, 0, CAUSAL, OUT_IN_Q, PINGPONG, RESCALE_FROM)),
-                (_consumer, (work, 1, CAUSAL, OUT_IN_Q, PINGPONG, RESCALE_FROM)),
-                (_consumer, (work, 2, CAUSAL, OUT_IN_Q, PINGPONG, RESCALE_FROM)),
+                (_consumer, (work, 0, CAUSAL)),
+                (_consumer, (work, 1, CAUSAL)),
+                (_consumer, (work, 2, CAUSAL)),
                 (_producer, (load, CAUSAL)),
             ],
             [4, 4, 1],
@@ -279,18 +266,18 @@ def _forward_kernel(
         )
 
 
-# Bytes of K and V that the heads whose tiles are done at the same time may have, to stay in the L2 cache.
-L2_SHARE = 32 * 2**20
+# Bytes of K and V that heads whose tiles are done at the same time may have. Programs that read the same K and V at the same
+# time share what comes from the L2 cache; where tiles differ in length, more heads to mix keep the programs busy to the end.
+L2_SHARE = {"full": 8 * 2**20, "causal": 32 * 2**20}
+TILES = {16: (192, 128, 4), 32: (192, 128, 4), 64: (192, 128, 2), 128: (128, 128, 2), 256: (128, 64, 2)}
 
 
-def schedule(head_dim: int, causal: bool) -> dict:
-    """The tile and the order of a launch: `BLOCK_M` of 128 or 192 query rows, `persistent` or a program for each tile."""
-    tiles = {16: (192, 128, 4), 32: (192, 128, 4), 64: (192, 128, 2), 128: (128, 128, 2), 256: (128, 64, 2)}
-    block_m, block_n, stages = tiles[head_dim]
-    return {
-        "BLOCK_M": block_m, "BLOCK_N": block_n, "STAGES": stages, "OUT_IN_Q": head_dim == 256,
-        "PINGPONG": False, "RESCALE_FROM": 0, "persistent": True, "l2_share": L2_SHARE,
-    }  # fmt: skip
+def schedule(head_dim: int, causal: bool, seq_k: int) -> dict:
+    """The tile of a launch, of 128 or 192 query rows, and the numbers of buffers."""
+    block_m, block_n, stages = TILES[head_dim]
+    if causal and head_dim == 64:
+        block_m, stages = (128, 4) if seq_k < 2048 else (192, 3)  # of few, short tiles the last ones leave programs idle
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "STAGES": stages, "Q_STAGES": 1 if head_dim == 256 else 2}
 
 
 def forward(q, k, v, *, causal, scale):
@@ -309,14 +296,14 @@ def forward(q, k, v, *, causal, scale):
     if scale < 0:
         q, scale = -q, -scale  # the same scores; the largest one is then the largest before scaling too
     q, k, v = addressable(q), addressable(k), addressable(v)
-    chosen = schedule(head_dim, causal)
-    persistent, l2_share = chosen.pop("persistent"), chosen.pop("l2_share")
+    chosen = schedule(head_dim, causal, seq_k)
     block_m, block_n = chosen["BLOCK_M"], chosen["BLOCK_N"]
     tiles = triton.cdiv(seq_q, block_m) * batch * heads
-    programs = min(tiles, multiprocessors()) if persistent else tiles
-    group = max(1, min(batch * heads, l2_share // (2 * seq_k * head_dim * k.element_size())))
+    programs = min(tiles, multiprocessors())
+    group = max(1, min(batch * heads, L2_SHARE["causal" if causal else "full"] // (2 * seq_k * head_dim * k.element_size())))
+    counter = lse.new_zeros(1, dtype=torch.int32)  # of the tiles taken beyond each program's first
     _forward_kernel[programs,](
-        describe_tile(q, 64), describe_tile(k, block_n), describe_tile(v, block_n), describe_tile(out, 64), lse, scale,
+        describe_tile(q, 64), describe_tile(k, block_n), describe_tile(v, block_n), describe_tile(out, 64), lse, counter, scale,
         batch * heads, heads, group, seq_q, seq_k,
         HEAD_DIM=head_dim, CAUSAL=causal, **chosen, num_warps=4, maxnreg={128: 168, 192: 128}[block_m],
     )  # fmt: skip

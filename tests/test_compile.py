@@ -88,11 +88,13 @@ def test_shared_memory_fits(report, arch):
         assert row["shared_bytes"] <= aot.SHARED_LIMIT[arch], row
 
 
-def test_no_spills(report, arch):
-    """Each kernel has a tile that keeps to its registers. An autotuner may also try some that do not: one of those, with
-    200 bytes spilled, was the fastest forward for D = 128 on an H200."""
+def test_no_spills(report, stage, arch):
+    """Each kernel has a tile that keeps to its registers, or to what its stage says that it spills, `SPILLED_BYTES`. An
+    autotuner may also try some that do not: one of those, with 200 bytes spilled, was the fastest forward for D = 128 on an
+    H200."""
+    allowed = getattr(stages.load(stage), "SPILLED_BYTES", 0)
     for problem, rows in by_kernel(rows_of(report, arch, tuned_for=True)).items():
-        assert min(row["spilled_bytes"] for row in rows) == 0, problem
+        assert min(row["spilled_bytes"] for row in rows) <= allowed, problem
 
 
 def test_descriptors_become_tma_and_products_wgmma(report):

@@ -38,7 +38,7 @@ def _accumulate(
 
 
 TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
-    (128, 128, 4, 2), (128, 64, 4, 2), (32, 32, 8, 1), (16, 32, 8, 1),
+    (128, 128, 8, 2), (128, 64, 8, 2), (32, 32, 8, 1), (16, 32, 8, 1),
 )  # fmt: skip
 HOPPER = range(90, 100)  # architectures; for later ones the compiler does not get through
 MOST_KEYS = 128  # of a tile; a multiple of them leaves no ragged end

@@ -182,8 +182,8 @@ def gain_table(name: str, records: list[dict], machine: dict, counts: list[dict]
         return "Not counted: its kernels do not run on the interpreter."
     caption = (
         f"float16, S = {COUNTED_AT}. MB, FLOPs and the time that follows from {counter['roofline']} are of one head, as "
-        f'`make traffic ARGS="--seq-len {COUNTED_AT}"` counts them; gains are over {before or "nothing"}, the measured ones with '
-        f"16k tokens and hidden size 2048, on {origin(machine)}."
+        f'`make traffic ARGS="--seq-len {COUNTED_AT}"` counts them; gains are over {before or "nothing"}, the measured ones '
+        f"with 16k tokens and hidden size 2048, on {origin(machine)}."
     )
     align = ["left", "right", "left"] + ["right"] * 6
     return f"{caption}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True, colalign=align)}"

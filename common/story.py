@@ -1,7 +1,7 @@
 """The walk from stage to stage: the idea, the size of the change, the traffic it saves and the speed it gained.
 
-`python -m common.story` prints it, and needs neither a GPU nor anything but what is committed; `python -m common.story diff v4 v5`
-shows one step, code first.
+python -m common.story               # all of it, from what is committed alone
+python -m common.story diff v4 v5    # one step, code first
 """
 
 import argparse
@@ -28,7 +28,8 @@ class Change:
     functions: tuple[str, ...]
 
     def __str__(self):
-        return f"{self.added + self.removed} lines changed (+{self.added} -{self.removed}), in {', '.join(self.functions) or 'no function'}"
+        size = f"{self.added + self.removed} lines changed (+{self.added} -{self.removed})"
+        return f"{size}, in {', '.join(self.functions) or 'no function'}"
 
 
 def functions(path) -> dict[str, str]:

@@ -6,6 +6,7 @@ python -m common.story diff v4 v5    # one step, code first
 
 import argparse
 import ast
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -90,14 +91,20 @@ def saved_traffic(counts: list[dict], old: str, new: str) -> str:
 
 def gain_lines(old: str, new: str) -> list[str]:
     """What the committed results say of a step."""
-    records, machine = report.load_run(report.RUN)
+    records, _ = report.load_run(report.RUN)
     counts, _ = report.load_counts(report.TRAFFIC)
-    lines = []
-    if saved := saved_traffic(counts, old, new):
-        lines.append(f"bytes moved at S={report.COUNTED_AT}: {saved}")
-    if gained := measured_gain(records, old, new):
-        lines.append(f"speed on {report.origin(machine)}: {gained}")
-    return lines
+    lines = {"bytes moved": saved_traffic(counts, old, new), "speed": measured_gain(records, old, new)}
+    return [f"{name}: {text}" for name, text in lines.items() if text]
+
+
+def sources() -> str:
+    """Where the numbers of `gain_lines` are from."""
+    _, machine = report.load_run(report.RUN)
+    lengths = ", ".join(map(str, report.MEAN_OVER))
+    return (
+        f"Bytes as counted at S={report.COUNTED_AT}, without a mask. Speed: float16, geometric means over S = {lengths}, "
+        f"causal and not; {report.origin(machine)}, {machine['date']}."
+    )
 
 
 def print_story():
@@ -111,6 +118,7 @@ def print_story():
             for line in gain_lines(old, name):
                 print(f"    {line}")
         print()
+    print(sources())
 
 
 def print_diff(old: str, new: str):
@@ -121,7 +129,7 @@ def print_diff(old: str, new: str):
             ["git", "--no-pager", "diff", "--no-index", "--no-prefix", f"stages/{old}/{name}", f"stages/{new}/{name}"],
             cwd=report.ROOT, check=False,
         )  # fmt: skip
-    print("\n".join([f"\n{old} to {new}: {change(old, new)}", *gain_lines(old, new)]))
+    print("\n".join([f"\n{old} to {new}: {change(old, new)}", *gain_lines(old, new), sources()]))
 
 
 def _stage(text):
@@ -133,6 +141,7 @@ def _stage(text):
 
 def main(argv: list[str]):
     """The command line."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as `head` may have seen enough
     parser = argparse.ArgumentParser(prog="python -m common.story", description="Walk from stage to stage.")
     commands = parser.add_subparsers(dest="command")
     diff = commands.add_parser("diff", help="show one step")

@@ -76,8 +76,8 @@ def test_diff_shows_the_code_first_and_then_what_it_gained():
     assert done.returncode == 0, done.stderr
     files = re.findall(r"^\+\+\+ stages/\w+/(\S+)", done.stdout, re.MULTILINE)
     assert files == ["backward.py", "__init__.py", "README.md"] or files == list(story.FILES)
-    end = done.stdout.splitlines()[-3:]
-    assert end == [f"{old} to {new}: {story.change(old, new)}", *story.gain_lines(old, new)]
+    end = done.stdout.splitlines()[-4:]
+    assert end == [f"{old} to {new}: {story.change(old, new)}", *story.gain_lines(old, new), story.sources()]
 
 
 def test_diff_of_a_stage_that_is_not_there():

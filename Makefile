@@ -6,6 +6,7 @@
 ifndef PYTHON
 PYTHON := .venv/bin/python
 SETUP := .venv/installed
+SPREAD := --numprocesses=auto
 endif
 
 help:  ## list the targets
@@ -25,10 +26,10 @@ help:  ## list the targets
 	@touch $@
 
 test: $(SETUP)  ## run the tests; ARGS="…" goes to pytest
-	$(PYTHON) -m pytest $(ARGS)
+	$(PYTHON) -m pytest $(SPREAD) $(ARGS)
 
 test-long: $(SETUP)  ## run the tests, those over the time budget too
-	$(PYTHON) -m pytest -m "" $(ARGS)
+	$(PYTHON) -m pytest -m "" $(SPREAD) $(ARGS)
 
 bench: $(SETUP)  ## measure all stages, or STAGE=v3 with its neighbours; ARGS="…" goes to bench.py (ARGS=--help)
 	$(PYTHON) bench.py $(addprefix --stage=,$(STAGE)) $(ARGS)

@@ -1,11 +1,12 @@
 # `make` lists the targets. Without PYTHON they create and use .venv; PYTHON=python3 uses that interpreter as it is.
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-long bench reference traffic compare readme plots diff lint format clean
+.PHONY: help test test-long bench reference traffic compare readme plots story diff lint format clean
 
 ifndef PYTHON
 PYTHON := .venv/bin/python
 SETUP := .venv/installed
+SPREAD := --numprocesses=auto
 endif
 
 help:  ## list the targets
@@ -25,10 +26,10 @@ help:  ## list the targets
 	@touch $@
 
 test: $(SETUP)  ## run the tests; ARGS="…" goes to pytest
-	$(PYTHON) -m pytest $(ARGS)
+	$(PYTHON) -m pytest $(SPREAD) $(ARGS)
 
 test-long: $(SETUP)  ## run the tests, those over the time budget too
-	$(PYTHON) -m pytest -m "" $(ARGS)
+	$(PYTHON) -m pytest -m "" $(SPREAD) $(ARGS)
 
 bench: $(SETUP)  ## measure all stages, or STAGE=v3 with its neighbours; ARGS="…" goes to bench.py (ARGS=--help)
 	$(PYTHON) bench.py $(addprefix --stage=,$(STAGE)) $(ARGS)
@@ -51,16 +52,11 @@ readme: $(SETUP)  ## rewrite the tables of the documents from results/
 plots: $(SETUP)  ## draw plots/ from results/
 	$(PYTHON) -m common.report plots
 
-diff:  ## show what one stage changes over another, code first: make diff A=v3 B=v4
-	@directory() { \
-		for stage in stages/$$1 stages/$$1_*; do \
-			if [ -n "$$1" ] && [ -f "$$stage/__init__.py" ]; then echo "$$stage"; return; fi; done; \
-		echo "make diff: '$$1' is no stage; A and B are two of" stages/v*_* >&2; return 1; }; \
-	a=$$(directory "$(A)") && b=$$(directory "$(B)") || exit 1; \
-	for file in forward.py backward.py __init__.py README.md; do \
-		old=$$a/$$file; new=$$b/$$file; \
-		[ -e "$$old" ] || old=/dev/null; [ -e "$$new" ] || new=/dev/null; \
-		git --no-pager diff --no-index --no-prefix "$$old" "$$new" || [ $$? -eq 1 ] || exit 1; done
+story: $(SETUP)  ## walk from stage to stage: ideas, sizes of the changes, bytes saved, speed gained
+	$(PYTHON) -m common.story
+
+diff: $(SETUP)  ## show what one stage changes over another, code first, and what it gained: make diff A=v3 B=v4
+	$(PYTHON) -m common.story diff "$(A)" "$(B)"
 
 lint: $(SETUP)  ## check style and formatting
 	$(PYTHON) -m ruff check .

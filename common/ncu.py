@@ -36,6 +36,8 @@ from common.workloads import Workload
 
 # Bytes between a multiprocessor's L1 cache and the crossbar to the L2 cache, the copy engine's included.
 READ, WRITTEN = "l1tex__m_xbar2l1tex_read_bytes.sum", "l1tex__m_l1tex2xbar_write_bytes.sum"
+SPILLED = "l1tex__t_sectors_pipe_lsu_mem_local_op_st.sum"  # registers without room: these stores are in WRITTEN too
+SECTOR = 32  # bytes
 FURTHER = (  # to explain a difference; what this GPU does not have is left out
     "l1tex__m_xbar2l1tex_read_bytes_mem_global_op_tma_ld.sum",  # of these the copy engine's
     "l1tex__m_l1tex2xbar_write_bytes_mem_global_op_tma_st.sum",
@@ -43,8 +45,7 @@ FURTHER = (  # to explain a difference; what this GPU does not have is left out
     "lts__t_sectors_srcunit_tex_op_write.sum",
     "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",  # what pointer loads ask of the L1 cache …
     "l1tex__t_sectors_pipe_lsu_mem_global_op_ld_lookup_hit.sum",  # … and what it has
-    "l1tex__t_sectors_pipe_lsu_mem_local_op_ld.sum",  # spilled registers
-    "l1tex__t_sectors_pipe_lsu_mem_local_op_st.sum",
+    "l1tex__t_sectors_pipe_lsu_mem_local_op_ld.sum",  # spilled registers come back, mostly from the L1 cache
     "dram__bytes_read.sum",
     "dram__bytes_write.sum",
 )
@@ -95,7 +96,9 @@ def parse(log: str) -> list[list[dict]]:
             cases.append([])
             continue
         kernel = {"name": values["Kernel Name"]}
-        kernel |= {metric: float(values[metric].replace(",", "")) for metric in (READ, WRITTEN, *FURTHER) if metric in values}
+        kernel |= {
+            metric: float(values[metric].replace(",", "")) for metric in (READ, WRITTEN, SPILLED, *FURTHER) if metric in values
+        }
         cases[-1].append(kernel)
     return cases
 
@@ -106,7 +109,7 @@ def measure(options):
         raise SystemExit("measure needs a GPU, and ncu on the PATH")
     listed = subprocess.run(["ncu", "--query-metrics"], capture_output=True, text=True, check=True).stdout
     available = {line.split()[0] for line in listed.splitlines() if line.strip()}
-    metrics = [READ, WRITTEN, *(metric for metric in FURTHER if metric.split(".")[0] in available)]
+    metrics = [READ, WRITTEN, SPILLED, *(metric for metric in FURTHER if metric.split(".")[0] in available)]
     with tempfile.TemporaryDirectory() as directory:
         log, cases = Path(directory, "ncu.csv"), Path(directory, "cases.json")
         profiler = ["ncu", "--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)]
@@ -140,7 +143,7 @@ def add_counts(options):
     options.file.write_text(json.dumps(result, indent=1))
 
 
-def _pairs(case) -> list[tuple[str, list[dict], list[dict]]]:
+def pairs(case: dict) -> list[tuple[str, list[dict], list[dict]]]:
     """(label, counted launches, measured kernels) of each Triton kernel, and of all of PyTorch's operators together."""
     counted = {True: [], False: []}
     for launch_ in case["counted"]:
@@ -157,9 +160,19 @@ def _pairs(case) -> list[tuple[str, list[dict], list[dict]]]:
     return pairs
 
 
-def _cells(counted: float, measured: float) -> list[str]:
-    ratio = f"{measured / counted:.3f}" if counted else "-"
-    return [f"{counted / 1e6:.3f}", f"{measured / 1e6:.3f}", ratio]
+def comparison(counted: list[dict], measured: list[dict]) -> dict[str, int]:
+    """Bytes of launches together, counted and measured; `spilled` are those written that no program asks for."""
+    return {
+        "read": sum(launch_["read"] for launch_ in counted),
+        "written": sum(launch_["written"] for launch_ in counted),
+        "read_measured": sum(kernel[READ] for kernel in measured),
+        "written_measured": sum(kernel[WRITTEN] for kernel in measured),
+        "spilled": sum(kernel[SPILLED] for kernel in measured) * SECTOR,
+    }
+
+
+def _ratio(measured: float, counted: float) -> str:
+    return f"{measured / counted:.3f}" if counted else "-"
 
 
 def traffic_table(result: dict) -> str:
@@ -169,13 +182,15 @@ def traffic_table(result: dict) -> str:
     for case in result["cases"]:
         mask = "causal" if case["causal"] else "full"
         shape = [case["impl"], PASS_NAMES[case["pass"]], case["seq_len"], case["head_dim"], mask]
-        for label, counted, measured in _pairs(case):
-            read = _cells(sum(one["read"] for one in counted), sum(kernel[READ] for kernel in measured))
-            written = _cells(sum(one["written"] for one in counted), sum(kernel[WRITTEN] for kernel in measured))
-            rows.append([*shape, label, *read, *written])
+        for label, counted, measured in pairs(case):
+            both = comparison(counted, measured)
+            shown = [f"{both[name] / 1e6:.3f}" for name in ("read", "read_measured", "written", "written_measured", "spilled")]
+            shown.insert(2, _ratio(both["read_measured"], both["read"]))
+            shown.append(_ratio(both["written_measured"] - both["spilled"], both["written"]))
+            rows.append([*shape, label, *shown])
     headers = ["stage", "pass", "S", "D", "mask", "kernel", "MB read, counted", "measured", "ratio"]
-    headers += ["MB written, counted", "measured", "ratio"]
-    align = ["left", "left", "right", "right", "left", "left"] + ["right"] * 6
+    headers += ["MB written, counted", "measured", "of that spilled", "ratio of the rest"]
+    align = ["left", "left", "right", "right", "left", "left"] + ["right"] * 7
     first = result["cases"][0]
     caption = (
         f"Bytes between the L2 cache and the multiprocessors: as Nsight Compute measures them ({READ}, {WRITTEN}), and as they "

@@ -84,7 +84,8 @@ def compile_all(kernel, configs: list[triton.Config], args: dict) -> list:
             config.pre_hook({**args, **config.kwargs})
         return kernel.run(**{**args, **config.all_kwargs(), "warmup": True})
 
-    with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool):
+    # An error would leave the mode switched on: they are left to the second round.
+    with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
         for config in configs:
             compiled(config)
     return [compiled(config) for config in configs]  # by now from the kernel's cache

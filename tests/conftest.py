@@ -20,6 +20,12 @@ def pytest_make_parametrize_id(val):
     return str(val).removeprefix("torch.") if isinstance(val, torch.dtype) else None
 
 
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_auto_num_workers():
+    """As many processes as processors for the interpreter; a GPU, which some tests time, is for one alone."""
+    return len(os.sched_getaffinity(0)) if INTERPRETED else 0
+
+
 @pytest.fixture(params=stages.names())
 def stage(request):
     """A stage's module: `attention`, `forward`, `backward`."""

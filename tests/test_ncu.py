@@ -13,11 +13,11 @@ from common import ncu
 from common.runtime import INTERPRETED
 
 LOG = f"""==PROF== Connected to process 1
-"ID","Kernel Name","Block Size","{ncu.READ}","{ncu.WRITTEN}","dram__bytes_read.sum","something.sum"
-"","","","byte","byte","byte",""
+"ID","Kernel Name","Block Size","{ncu.READ}","{ncu.WRITTEN}","{ncu.SPILLED}","something.sum"
+"","","","byte","byte","sector",""
 "0","_case_begins_kernel","(128, 1, 1)","0","0","0","7"
-"1","void fill<float>(int, float)","(128, 1, 1)","0","2,048","64","7"
-"2","_forward_kernel","(128, 1, 1)","4,000,000","1000000","64","7"
+"1","void fill<float>(int, float)","(128, 1, 1)","0","2,048","0","7"
+"2","_forward_kernel","(128, 1, 1)","4,000,000","1000000","5000","7"
 "3","_case_begins_kernel","(128, 1, 1)","0","0","0","7"
 """
 
@@ -36,8 +36,8 @@ def launch(name, read, written, **tile):
 def test_log_is_split_into_cases():
     assert ncu.parse(LOG) == [
         [
-            {"name": "void fill<float>(int, float)", ncu.READ: 0, ncu.WRITTEN: 2048, "dram__bytes_read.sum": 64},
-            {"name": "_forward_kernel", ncu.READ: 4e6, ncu.WRITTEN: 1e6, "dram__bytes_read.sum": 64},
+            {"name": "void fill<float>(int, float)", ncu.READ: 0, ncu.WRITTEN: 2048, ncu.SPILLED: 0},
+            {"name": "_forward_kernel", ncu.READ: 4e6, ncu.WRITTEN: 1e6, ncu.SPILLED: 5000},
         ],
         [],
     ]
@@ -45,13 +45,13 @@ def test_log_is_split_into_cases():
 
 def test_table_has_a_row_for_each_kernel_and_one_for_the_operators():
     kernels, _ = ncu.parse(LOG)
-    counted = [launch("aten.new_zeros", 0, 2000), launch("_forward_kernel", 5_000_000, 10**6, BLOCK_M=128, BLOCK_N=64)]
+    counted = [launch("aten.new_zeros", 0, 2000), launch("_forward_kernel", 5_000_000, 800_000, BLOCK_M=128, BLOCK_N=64)]
     info = {"gpu": "X", "torch": "1", "triton": "2", "ncu": "3", "commit": "abc", "date": "2026-01-02"}
     table = ncu.traffic_table({"machine_info": info, "cases": [case(kernels, counted)]})
     rows = [[cell.strip() for cell in line.strip("|").split("|")][5:] for line in table.splitlines() if "v2_some" in line]
     assert rows == [
-        ["_forward_kernel 128×64", "5.000", "4.000", "0.800", "1.000", "1.000", "1.000"],
-        ["PyTorch", "0.000", "0.000", "-", "0.002", "0.002", "1.024"],
+        ["_forward_kernel 128×64", "5.000", "4.000", "0.800", "0.800", "1.000", "0.160", "1.050"],
+        ["PyTorch", "0.000", "0.000", "-", "0.002", "0.002", "0.000", "1.024"],
     ]
     assert all(fact in table for fact in info.values())
 
@@ -64,7 +64,7 @@ elif "--version" in sys.argv:
     print("NVIDIA Nsight Compute\\nVersion 1.2.3")
 else:
     options = dict(zip(sys.argv[1:], sys.argv[2:]))
-    assert options["--metrics"] == "{ncu.READ},{ncu.WRITTEN},dram__bytes_read.sum"
+    assert options["--metrics"] == "{ncu.READ},{ncu.WRITTEN},{ncu.SPILLED},dram__bytes_read.sum"
     assert "--stage={stages.resolve("v2")},{stages.resolve("v3")}" in sys.argv and "--head-dim=16" in sys.argv
     with open(options["--log-file"], "w") as log, open(options["launch"], "w") as cases:
         log.write({LOG!r})
@@ -88,7 +88,7 @@ def test_measuring_saves_what_the_profiler_says_of_each_case(tmp_path, monkeypat
 def test_other_kernels_than_were_counted_are_an_error(counted):
     kernels, _ = ncu.parse(LOG)
     with pytest.raises(ValueError):
-        ncu._pairs(case(kernels, counted))
+        ncu.pairs(case(kernels, counted))
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="counts are the interpreter's")
@@ -110,3 +110,20 @@ def test_measuring_without_a_gpu_says_what_it_needs(tmp_path):
         capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"}, check=False,
     )  # fmt: skip
     assert run.returncode == 1 and "measure needs a GPU" in run.stderr
+
+
+MEASURED = sorted((Path(__file__).parents[1] / "results").glob("traffic-*.json"))
+
+
+@pytest.mark.parametrize("path", MEASURED, ids=lambda path: path.stem)
+def test_committed_counts_of_kernels_are_within_a_tenth_of_what_was_measured(path):
+    result = json.loads(path.read_text())
+    assert result["cases"] and "dirty" not in result["machine_info"]["commit"]
+    for case in result["cases"]:
+        for label, counted, measured in ncu.pairs(case):
+            if label == "PyTorch":  # of the library's operators no more than arguments and results are counted
+                continue
+            both = ncu.comparison(counted, measured)
+            where = case["impl"], case["pass"], case["causal"], label
+            assert both["read_measured"] == pytest.approx(both["read"], rel=0.1), where
+            assert both["written_measured"] - both["spilled"] == pytest.approx(both["written"], rel=0.1), where

@@ -18,7 +18,7 @@ from predictions import PREDICTIONS, Problem, total
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, InterpreterError
 
 import stages
-from common import table, traffic
+from common import report, table, traffic
 from common.counter import Count, Launch, count
 from common.descriptors import describe
 from common.runtime import INTERPRETED
@@ -92,6 +92,21 @@ def test_saved_reads_of_out_are_all_that_v5_saves_over_v4():
     assert v4.read - v5.read == rows * head_dim * 2 - rows * 4 - 2 * problem.q
     assert v5.written - v4.written == problem.row
     assert v4.flops == v5.flops
+
+
+@pytest.mark.parametrize("stage_name", [name for name in stages.names() if name.split("_")[0] in PREDICTIONS])
+def test_committed_counts_are_what_the_formulas_say(stage_name):
+    counts, machine = report.load_counts(report.TRAFFIC)
+    mine = [record for record in counts if record["impl"] == stage_name]
+    assert len(mine) == 8 and "dirty" not in machine["commit"]
+    for record in mine:
+        seq_len, head_dim = record["seq_len"], record["head_dim"]
+        tiles = [
+            tuple(choose(head_dim, torch.float16)[side] for side in ("BLOCK_M", "BLOCK_N")) for choose in (query_tile, key_tile)
+        ]
+        problem = Problem(1, seq_len, seq_len, head_dim, record["causal"], *tiles)
+        steps = PREDICTIONS[stage_name.split("_")[0]][("fwd", "bwd").index(record["pass"])](problem)
+        assert total(steps) == (record["bytes_read"], record["bytes_written"], record["flops_executed"])
 
 
 # What follows is read off the formulas, which the tests above hold to the byte, where counting would take too long.

@@ -45,14 +45,14 @@ MOST_KEYS = 128  # of a tile; a multiple of them leaves no ragged end
 
 
 @autotune(configs(TILES, pre_hook=None))
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "seq_q", "seq_k"])  # with a constant 1 among them the compiler gives up
 def _forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, scale,
     stride_qb: tl.int64, stride_qh: tl.int64, stride_qm: tl.int64,
     stride_kb: tl.int64, stride_kh: tl.int64, stride_kn: tl.int64,
     stride_vb: tl.int64, stride_vh: tl.int64, stride_vn: tl.int64,
     stride_ob: tl.int64, stride_oh: tl.int64, stride_om: tl.int64,
-    heads, seq_q, seq_k, bucket,  # bucket: for the tuning key alone
+    heads, seq_q, seq_k, bucket, zero,  # bucket: for the tuning key alone
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr, SPECIALIZED: tl.constexpr,
 ):  # fmt: skip
@@ -73,7 +73,10 @@ def _forward_kernel(
     k_desc = tl.make_tensor_descriptor(k_ptr, [seq_k, HEAD_DIM], [stride_kn, 1], [BLOCK_N, HEAD_DIM])
     v_ptr += batch * stride_vb + head * stride_vh
     v_desc = tl.make_tensor_descriptor(v_ptr, [seq_k, HEAD_DIM], [stride_vn, 1], [BLOCK_N, HEAD_DIM])
-    q = q_desc.load([start_m, 0])  # [BLOCK_M, HEAD_DIM], stays on the chip
+    # The compiler moves the second group's rows by adding to the very value that says where the tile begins. Were it start_m,
+    # offs_m would be moved as well, a second time; what it cannot know to be zero makes it another value.
+    first_m = start_m + zero
+    q = q_desc.load([first_m, 0])  # [BLOCK_M, HEAD_DIM], stays on the chip
 
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -89,7 +92,7 @@ def _forward_kernel(
     )  # fmt: skip
 
     out = acc / l[:, None]  # [BLOCK_M, HEAD_DIM]
-    out_desc.store([start_m, 0], out.to(out_desc.dtype))
+    out_desc.store([first_m, 0], out.to(out_desc.dtype))
     lse_ptrs = lse_ptr + batch_head.to(tl.int64) * seq_q + offs_m
     tl.store(lse_ptrs, (m + tl.log2(l)) / LOG2_E, mask=offs_m < seq_q)
 
@@ -107,7 +110,7 @@ def forward(q, k, v, *, causal, scale):
     _forward_kernel[lambda args: (triton.cdiv(seq_q, args["BLOCK_M"]) * batch * heads,)](
         q, k, v, out, lse, scale,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-        heads, seq_q, seq_k, bucket(seq_q, seq_k),
+        heads, seq_q, seq_k, bucket(seq_q, seq_k), 0,
         HEAD_DIM=head_dim, CAUSAL=causal, MASKED=causal or seq_k % MOST_KEYS > 0,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", SPECIALIZED=architecture() in HOPPER,
     )  # fmt: skip

@@ -109,10 +109,10 @@ def summary_table(records: list[dict], machine: dict) -> str:
             row.append(f"{statistics.median(host):.0f}" if host else "-")
         rows.append(row)
     lengths = ", ".join(map(str, MEAN_OVER))
+    host_meaning = "; host: the CPU's time for a forward call" if hosts else ""
     caption = (
-        "TFLOP/s, **× the stage before**, % of cuDNN; both: forward and backward together; host: the CPU's time for a forward. "
-        f"float16, 16k tokens, hidden size 2048; geometric means over S = {lengths}, causal and not. {origin(machine)}, "
-        f"{machine['date']}."
+        f"TFLOP/s, **× the stage before**, % of cuDNN; both: forward and backward together{host_meaning}. float16, 16k tokens, "
+        f"hidden size 2048; geometric means over S = {lengths}, causal and not. {origin(machine)}, {machine['date']}."
     )
     return f"{caption}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True)}" + _bfloat16(records, names)
 

@@ -7,6 +7,7 @@ import argparse
 import functools
 import gc
 import itertools
+import signal
 import statistics
 import sys
 import time
@@ -338,8 +339,13 @@ def test_speed(benchmark, pytestconfig, impl, pass_, batch, heads, seq_len, head
 
 
 def main(argv: list[str]) -> int:
-    """Run the benchmark that `argv` describes; return pytest's exit status: 1 where a result was wrong or a case failed."""
+    """Run the benchmark that `argv` describes; return pytest's exit status: 1 where a result was wrong or a case failed.
+
+    Stopped by a signal it shows and saves what it has measured, and returns 2.
+    """
     options = parse_options(argv)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a time limit too, and in the background of a shell, which ignores SIGINT
+        signal.signal(number, signal.default_int_handler)
     arguments = [__file__, "-qq", "--capture=no", "--no-header", "--disable-warnings", "-p", "no:cacheprovider"]
     arguments += ["--override-ini=addopts=", "--benchmark-quiet", "--benchmark-autosave"]
     if options.json:

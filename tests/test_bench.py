@@ -457,8 +457,9 @@ def test_run_prints_the_table_and_saves_the_records(tmp_path):
         assert "times mean nothing" in before and "times mean nothing" in after
 
 
-def test_interrupted_run_keeps_what_was_measured(tmp_path):
-    stop = "def stop(*_, **__): raise KeyboardInterrupt\nbench.BASELINES['stop'] = stop"
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_interrupted_run_keeps_what_was_measured(tmp_path, name):
+    stop = f"import os, signal\ndef stop(*_, **__): os.kill(os.getpid(), signal.{name})\nbench.BASELINES['stop'] = stop"
     done = run_bench(tmp_path, "--stage=v0", "--pass=fwd", prepare=stop)
     assert done.returncode == 2
     run = json.loads((tmp_path / "run.json").read_text())

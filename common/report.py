@@ -188,7 +188,7 @@ def gain_table(name: str) -> str:
                 f"×{old_ms / ms:.2f}" if ms and old_ms else "-",
             ])  # fmt: skip
     if not rows:
-        return "Not counted: its kernels do not run on the interpreter."
+        return f"Not in {TRAFFIC.name} yet."
     caption = (
         f"float16, S = {COUNTED_AT}. MB, FLOPs and the time that follows from {counter['roofline']} are of one head, as "
         f'`make traffic ARGS="--seq-len {COUNTED_AT}"` counts them; gains are over {before or "nothing"}, the measured ones '
@@ -215,7 +215,7 @@ def documents() -> dict[Path, str]:
 
 def main():
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m common.report", description=f"Show what {RUN.relative_to(ROOT)} holds.")
+    parser = argparse.ArgumentParser(prog="python -m common.report", description="Show what results/ holds.")
     parser.add_argument("what", choices=["readme", "plots"], help="rewrite the tables of the documents, or draw the plots")
     if parser.parse_args().what == "readme":
         for path, text in documents().items():

@@ -352,6 +352,8 @@ def test_options_take_lists_repeated_flags_and_short_names():
         (["--dtype", "float64"], "'float64' is not one of float16, bfloat16, float32"),
         (["--batch", ""], "''"),
         (["--json", "no/such/directory/run.json"], "no/such/directory"),
+        (["--json", ""], "'' is not the name of a file"),
+        (["--json", "."], "'.' is not the name of a file"),
     ],
 )
 def test_options_name_the_bad_value_and_what_is_allowed(arguments, message, capsys):

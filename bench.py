@@ -7,6 +7,7 @@ import argparse
 import functools
 import gc
 import itertools
+import signal
 import statistics
 import sys
 import time
@@ -84,7 +85,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--reference",
         action="store_true",
-        help="the run that results/ keeps: all defaults, the same in bfloat16, and both passes as one of a smaller model",
+        help="the run that results/ keeps: all defaults, both passes as one of a smaller model, and bfloat16",
     )
 
     options = parser.parse_args(argv)
@@ -104,9 +105,10 @@ def chosen_stages(chosen: list[str]) -> list[str]:
     return [name for name in stages.names() if stages.position(name) in wanted]
 
 
-REFERENCE = (  # the command lines that make up the reference run
-    ["--dtype=float16,bfloat16"],
+REFERENCE = (  # the command lines that make up the reference run; dead ends are shown in one dtype
+    ["--dtype=float16"],
     ["--pass=fwd+bwd", "--head-dim=64", "--causal=yes", "--batch=4", "--heads=8"],
+    ["--dtype=bfloat16", f"--stage={','.join(name for name in stages.names() if not stages.is_dead_end(name))}"],
 )
 
 
@@ -255,6 +257,9 @@ class Bench:
         self.records.append(record)
         try:
             measured = self._measured(benchmark, impl, workload)
+        except KeyboardInterrupt:
+            self.records.pop()  # what was measured before is shown and saved
+            raise
         except BaseException as error:
             record |= _failure(error)
             self._progress(record["failure"], end="\n")
@@ -336,8 +341,13 @@ def test_speed(benchmark, pytestconfig, impl, pass_, batch, heads, seq_len, head
 
 
 def main(argv: list[str]) -> int:
-    """Run the benchmark that `argv` describes; return pytest's exit status: 1 where a result was wrong or a case failed."""
+    """Run the benchmark that `argv` describes; return pytest's exit status: 1 where a result was wrong or a case failed.
+
+    Stopped by a signal it shows and saves what it has measured, and returns 2.
+    """
     options = parse_options(argv)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a time limit too, and in the background of a shell, which ignores SIGINT
+        signal.signal(number, signal.default_int_handler)
     arguments = [__file__, "-qq", "--capture=no", "--no-header", "--disable-warnings", "-p", "no:cacheprovider"]
     arguments += ["--override-ini=addopts=", "--benchmark-quiet", "--benchmark-autosave"]
     if options.json:

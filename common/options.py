@@ -38,6 +38,8 @@ def positive(text: str) -> int:
 def json_path(text: str) -> Path:
     """The absolute path of a file to write; its directory has to exist."""
     path = Path(text).absolute()
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is not the name of a file")
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"the directory of {text!r} does not exist")
     return path

@@ -133,7 +133,7 @@ def draw(records: list[dict], machine: dict, directory: Path):
         records, machine: of a run, as `common.report.load_run` gives them.
     """
     records = [record for record in records if record["dtype"] == "float16"]
-    names = [name for name in implementations(records) if not (stages.position(name) and stages.is_dead_end(name))]
+    names = [name for name in implementations(records) if not stages.is_dead_end(name)]
     directory.mkdir(exist_ok=True)
     figures = {
         "speed-forward": _speed(records, names, "fwd"),

@@ -18,7 +18,7 @@ from common.table import PASS_NAMES, speed_table, stage_order, title
 
 ROOT = Path(__file__).parents[1]
 RUN = ROOT / "results" / "h200.json"
-TABLES = RUN.with_suffix(".md")
+DEAD_ENDS = ROOT / "results" / "h200-dead-ends.json"  # a run of their own, next to what they branch off
 TRAFFIC = ROOT / "results" / "traffic.json"
 COUNTED_AT = 2048  # the sequence length of that file
 PLOTS = ROOT / "plots"
@@ -31,6 +31,11 @@ def load_run(path: Path) -> tuple[list[dict], dict]:
     """The records (as `speed_table` takes them) and the machine of a saved run."""
     run = json.loads(path.read_text())
     return [benchmark["extra_info"] for benchmark in run["benchmarks"]] + run["failures"], run["machine_info"]
+
+
+def run_of(name: str) -> tuple[list[dict], dict]:
+    """Records and machine of the committed run that measured a stage."""
+    return load_run(DEAD_ENDS if stages.is_dead_end(name) else RUN)
 
 
 def implementations(records: list[dict]) -> list[str]:
@@ -80,7 +85,9 @@ def summary_table(records: list[dict], machine: dict) -> str:
     names = implementations(records)
     stage_at = {stages.position(name): name for name in names}
     headers = ["", *(f"{PASS_NAMES[pass_]}, D={head_dim}" for pass_, head_dim in COLUMNS)]
-    headers += [f"both, D={head_dim}" for head_dim in HEAD_DIMS] + ["host µs"]
+    headers += [f"both, D={head_dim}" for head_dim in HEAD_DIMS]
+    hosts = [(r["impl"], r["host_us"]) for r in records if r["pass"] == "fwd" and "host_us" in r]
+    headers += ["host µs"] if hosts else []
     rows = []
     for name in names:
         row = [title(name)]
@@ -97,15 +104,15 @@ def summary_table(records: list[dict], machine: dict) -> str:
         for head_dim in HEAD_DIMS:
             gain = speedup(records, name, before, ("fwd", "bwd"), head_dim)
             row.append(f"**×{gain:.2f}**" if gain else "-")
-        host = [
-            record["host_us"] for record in records if (record["impl"], record["pass"]) == (name, "fwd") and "host_us" in record
-        ]
-        row.append(f"{statistics.median(host):.0f}" if host else "-")
+        if hosts:
+            host = [us for impl, us in hosts if impl == name]
+            row.append(f"{statistics.median(host):.0f}" if host else "-")
         rows.append(row)
     lengths = ", ".join(map(str, MEAN_OVER))
+    host_meaning = "; host: the CPU's time for a forward call" if hosts else ""
     caption = (
-        "TFLOP/s, **× the stage before**, % of cuDNN; host: the CPU's time for a forward call. float16, 16k tokens, hidden "
-        f"size 2048; geometric means over S = {lengths}, causal and not. {origin(machine)}, {machine['date']}."
+        f"TFLOP/s, **× the stage before**, % of cuDNN; both: forward and backward together{host_meaning}. float16, 16k tokens, "
+        f"hidden size 2048; geometric means over S = {lengths}, causal and not. {origin(machine)}, {machine['date']}."
     )
     return f"{caption}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True)}" + _bfloat16(records, names)
 
@@ -154,8 +161,10 @@ def moved(count: dict) -> int:
     return count["bytes_read"] + count["bytes_written"]
 
 
-def gain_table(name: str, records: list[dict], machine: dict, counts: list[dict], counter: dict) -> str:
+def gain_table(name: str) -> str:
     """What a step moves, what that predicts it to gain and what it gained; for the first stage, what it moves."""
+    records, machine = run_of(name)
+    counts, counter = load_counts(TRAFFIC)
     position = stages.position(name)
     before = {stages.position(other): other for other in stages.names()}.get(stages.before(position))
     times = {
@@ -179,7 +188,7 @@ def gain_table(name: str, records: list[dict], machine: dict, counts: list[dict]
                 f"×{old_ms / ms:.2f}" if ms and old_ms else "-",
             ])  # fmt: skip
     if not rows:
-        return "Not counted: its kernels do not run on the interpreter."
+        return f"Not in {TRAFFIC.name} yet."
     caption = (
         f"float16, S = {COUNTED_AT}. MB, FLOPs and the time that follows from {counter['roofline']} are of one head, as "
         f'`make traffic ARGS="--seq-len {COUNTED_AT}"` counts them; gains are over {before or "nothing"}, the measured ones '
@@ -191,15 +200,13 @@ def gain_table(name: str, records: list[dict], machine: dict, counts: list[dict]
 
 def documents() -> dict[Path, str]:
     """What each generated document must be, from the committed results."""
-    records, machine = load_run(RUN)
     readme = ROOT / "README.md"
-    found = {
-        readme: with_table(readme.read_text(), "summary", summary_table(records, machine)),
-        TABLES: f"# All measurements\n\n{speed_table(records, machine)}\n",
-    }
+    found = {readme: with_table(readme.read_text(), "summary", summary_table(*load_run(RUN)))}
+    for path in (RUN, DEAD_ENDS):
+        found[path.with_suffix(".md")] = f"# All measurements\n\n{speed_table(*load_run(path))}\n"
     for name in stages.names():
         path = ROOT / "stages" / name / "README.md"
-        found[path] = with_table(path.read_text(), "gain", gain_table(name, records, machine, *load_counts(TRAFFIC)))
+        found[path] = with_table(path.read_text(), "gain", gain_table(name))
     for path in (ROOT / "results").glob("traffic-*.json"):
         table = traffic_table(json.loads(path.read_text()))
         found[path.with_suffix(".md")] = f"# Traffic, counted and measured\n\n{table}\n"
@@ -208,7 +215,7 @@ def documents() -> dict[Path, str]:
 
 def main():
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m common.report", description=f"Show what {RUN.relative_to(ROOT)} holds.")
+    parser = argparse.ArgumentParser(prog="python -m common.report", description="Show what results/ holds.")
     parser.add_argument("what", choices=["readme", "plots"], help="rewrite the tables of the documents, or draw the plots")
     if parser.parse_args().what == "readme":
         for path, text in documents().items():

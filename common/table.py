@@ -30,7 +30,7 @@ def stage_order(impl: str) -> tuple[int, str]:
 
 def title(impl: str) -> str:
     """An implementation as a table names it."""
-    return f"{impl} (dead end)" if stages.position(impl) and stages.is_dead_end(impl) else impl
+    return f"{impl} (dead end)" if stages.is_dead_end(impl) else impl
 
 
 def _number(value, digits):

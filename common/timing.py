@@ -6,16 +6,16 @@ from collections.abc import Callable
 
 import torch
 
-WARM_UP_S = 50e-3  # GPU time until the clock has settled
-CASE_S = 0.15  # GPU time spent on the rounds of a case …
+WARM_UP_S = 40e-3  # GPU time until the clock has settled
+CASE_S = 0.1  # GPU time spent on the rounds of a case …
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 200  # … within these
-SLOW_S = 0.5  # a call that takes longer than this …
-SLOW_ROUNDS = 3  # … gets this many rounds
+SLOW_S = 50e-3  # a call that takes longer than this is a warm-up itself …
+SLOW_ROUNDS = 3  # … and gets this many rounds
 HEAD_START_S = 1e-3  # of the CPU, before the first round
 SHORTEST_SPIN_S, LONGEST_SPIN_S = 50e-6, 20e-3
 EXPOSED_SHARE = 0.1  # of the rounds; the median of the others is not moved by so few
 HOST_S = 20e-3  # time spent on how long the CPU takes …
-FEWEST_HOST_ROUNDS, MOST_HOST_ROUNDS = 3, 20  # … within these rounds
+FEWEST_HOST_ROUNDS, MOST_HOST_ROUNDS = 1, 20  # … within these rounds
 CACHE_BYTES = 256 * 2**20  # more than any L2 cache holds
 MATMUL_SIZE = 8192
 

@@ -48,7 +48,7 @@ def _time(call, quantiles):
     """Milliseconds of a configuration; on the interpreter, where there is nothing to time, all are the same."""
     if INTERPRETED:
         return [0.0] * len(quantiles)
-    return triton.runtime.driver.active.get_benchmarker()(call, quantiles=quantiles, warmup=10, rep=40)
+    return triton.runtime.driver.active.get_benchmarker()(call, quantiles=quantiles, warmup=5, rep=25)
 
 
 def autotune(configs: list[triton.Config]) -> Callable:

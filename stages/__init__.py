@@ -18,8 +18,8 @@ def position(name: str) -> tuple[int, str] | None:
 
 
 def is_dead_end(name: str) -> bool:
-    """Whether the evolution does not go on from a stage."""
-    return bool(position(name)[1])
+    """Whether that is a stage from which the evolution does not go on."""
+    return (position(name) or (0, ""))[1] != ""
 
 
 def before(position: tuple[int, str]) -> tuple[int, str]:

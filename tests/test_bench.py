@@ -142,7 +142,7 @@ def test_launch_that_is_too_long_to_hide_is_flagged(gpu):
     assert timer.measure(call_taking(gpu, 0, 1e-3))[1]  # the next case begins anew
 
 
-@pytest.mark.parametrize(("gpu_s", "rounds"), [(1e-5, 200), (3e-3, 50), (0.2, 5), (0.7, 3)])
+@pytest.mark.parametrize(("gpu_s", "rounds"), [(1e-5, 200), (2e-3, 50), (0.04, 5), (0.06, 3)])
 def test_rounds_are_bounded_in_number_and_time(gpu, gpu_s, rounds):
     times, _ = timing.GpuTimer().measure(call_taking(gpu, 0, gpu_s * 0.9999))
     assert len(times) == rounds
@@ -160,7 +160,7 @@ def test_timer_recovers_from_a_call_that_raised(gpu):
     assert times == pytest.approx([1e-3] * len(times)) and hidden
 
 
-@pytest.mark.parametrize(("gpu_s", "rounds"), [(1e-5, 20), (2.1e-3, 9), (0.2, 3)])
+@pytest.mark.parametrize(("gpu_s", "rounds"), [(1e-5, 20), (2.1e-3, 9), (0.2, 1)])
 def test_host_time_is_the_cpus_alone(gpu, monkeypatch, gpu_s, rounds):
     """A call that found the queue full would wait for the GPU, and show its time."""
     monkeypatch.setattr(timing.time, "perf_counter", lambda: gpu.cpu_s)
@@ -354,6 +354,8 @@ def test_options_take_lists_repeated_flags_and_short_names():
         (["--dtype", "float64"], "'float64' is not one of float16, bfloat16, float32"),
         (["--batch", ""], "''"),
         (["--json", "no/such/directory/run.json"], "no/such/directory"),
+        (["--json", ""], "'' is not the name of a file"),
+        (["--json", "."], "'.' is not the name of a file"),
     ],
 )
 def test_options_name_the_bad_value_and_what_is_allowed(arguments, message, capsys):
@@ -457,6 +459,15 @@ def test_run_prints_the_table_and_saves_the_records(tmp_path):
     if DEVICE == "cpu":
         before, after = done.stdout.split(speed_table(records, machine))
         assert "times mean nothing" in before and "times mean nothing" in after
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_interrupted_run_keeps_what_was_measured(tmp_path, name):
+    stop = f"import os, signal\ndef stop(*_, **__): os.kill(os.getpid(), signal.{name})\nbench.BASELINES['stop'] = stop"
+    done = run_bench(tmp_path, "--stage=v0", "--pass=fwd", prepare=stop)
+    assert done.returncode == 2
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert [entry["name"] for entry in run["benchmarks"]] == list(bench.BASELINES) and run["failures"] == []
 
 
 def test_wrong_result_is_reported_not_timed_and_fails_the_run(tmp_path):

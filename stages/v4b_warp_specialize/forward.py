@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from common.descriptors import addressable
+from common.descriptors import addressable, aligned_strides
 from common.runtime import architecture
 from common.tuning import autotune, bucket, configs
 
@@ -109,7 +109,7 @@ def forward(q, k, v, *, causal, scale):
     triton.set_allocator(lambda size, alignment, stream: q.new_empty(size, dtype=torch.int8))  # for the kernel's descriptors
     _forward_kernel[lambda args: (triton.cdiv(seq_q, args["BLOCK_M"]) * batch * heads,)](
         q, k, v, out, lse, scale,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
+        *aligned_strides(q)[:3], *aligned_strides(k)[:3], *aligned_strides(v)[:3], *aligned_strides(out)[:3],
         heads, seq_q, seq_k, bucket(seq_q, seq_k), 0,
         HEAD_DIM=head_dim, CAUSAL=causal, MASKED=causal or seq_k % MOST_KEYS > 0,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", SPECIALIZED=architecture() in HOPPER,

@@ -180,14 +180,9 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale):
     q, k, v, grad_out = addressable(q), addressable(k), addressable(v), addressable(grad_out)
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
     _delta_kernel[triton.cdiv(seq_q, DELTA_ROWS) * batch * heads,](
-        describe(out, DELTA_ROWS, head_dim),
-        describe(grad_out, DELTA_ROWS, head_dim),
-        delta,
-        heads,
-        seq_q,
-        HEAD_DIM=head_dim,
-        BLOCK_M=DELTA_ROWS,
-    )
+        describe(out, DELTA_ROWS, head_dim), describe(grad_out, DELTA_ROWS, head_dim), delta,
+        heads, seq_q, HEAD_DIM=head_dim, BLOCK_M=DELTA_ROWS,
+    )  # fmt: skip
     _dq_kernel[lambda args: (triton.cdiv(seq_q, args["BLOCK_M"]) * batch * heads,)](
         describe(q), describe(k), describe(v), describe(grad_out), describe(dq), lse, delta, scale,
         heads, seq_q, seq_k, bucket(seq_q, seq_k), HEAD_DIM=head_dim, CAUSAL=causal, PRECISION=precision,

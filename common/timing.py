@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-WARM_UP_S = 40e-3  # GPU time until the clock has settled
+WARM_UP_S = 0.15  # GPU time until the clock has settled to what the power limit leaves
 CASE_S = 0.1  # GPU time spent on the rounds of a case …
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 200  # … within these
 SLOW_S = 50e-3  # a call that takes longer than this is a warm-up itself …

@@ -16,15 +16,35 @@ def addressable(tensor: Tensor) -> Tensor:
     A descriptor wants a base and strides of multiples of 16 bytes and a contiguous last dimension; a view that starts in the
     middle of a row, or whose rows are padded by a few elements, has neither.
     """
-    steps = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
-    aligned = all(step * tensor.element_size() % ALIGNMENT == 0 for step in steps[:-1]) and tensor.data_ptr() % ALIGNMENT == 0
-    return tensor if aligned and tensor.stride(-1) == 1 else tensor.clone(memory_format=torch.contiguous_format)
+    if tensor.data_ptr() % ALIGNMENT == 0:
+        if tensor.is_contiguous():  # the usual case, and every call asks
+            return tensor
+        *steps, last = _used_strides(tensor)
+        if last == 1 and all(step * tensor.element_size() % ALIGNMENT == 0 for step in steps):
+            return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _used_strides(tensor: Tensor) -> list[int]:
+    """The strides; that of a dimension of size 1 is never used, may be anything, and is replaced."""
+    return [stride if size > 1 else ALIGNMENT for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
 
 
 def aligned_strides(tensor: Tensor) -> list[int]:
-    """The strides of an `addressable` tensor; that of a dimension of size 1, which is never used, may be anything else."""
-    *steps, _ = (stride if size > 1 else ALIGNMENT for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return [*steps, 1]
+    """The strides of an `addressable` tensor as a descriptor takes them."""
+    strides = _used_strides(tensor) if 1 in tensor.shape else list(tensor.stride())
+    strides[-1] = 1
+    return strides
+
+
+def located(tensor: Tensor) -> dict:
+    """Where an `addressable` tensor lies, in the terms of a descriptor: base, shape and strides."""
+    if tensor.is_cuda and not hasattr(_thread, "has_context"):
+        # A new thread, such as autograd's, has no CUDA context until a call of the runtime gives it one; the driver's call that
+        # encodes a descriptor fails without.
+        torch.cuda.Event().record()
+        _thread.has_context = True
+    return {"base": tensor, "shape": list(tensor.shape), "strides": aligned_strides(tensor)}
 
 
 def describe(tensor: Tensor, rows: int = 1, columns: int = 1) -> TensorDescriptor:
@@ -33,9 +53,4 @@ def describe(tensor: Tensor, rows: int = 1, columns: int = 1) -> TensorDescripto
     An autotuned kernel's `pre_hook` sets these anew. The sequence is a dimension of its own, so that the hardware clips at its
     end: past it a load gives zeros, and a store does nothing.
     """
-    if tensor.is_cuda and not hasattr(_thread, "has_context"):
-        # A new thread, such as autograd's, has no CUDA context until a call of the runtime gives it one; the driver's call that
-        # encodes a descriptor fails without.
-        torch.cuda.Event().record()
-        _thread.has_context = True
-    return TensorDescriptor(tensor, list(tensor.shape), aligned_strides(tensor), [1, 1, rows, columns])
+    return TensorDescriptor(**located(tensor), block_shape=[1, 1, rows, columns])

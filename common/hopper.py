@@ -1,13 +1,17 @@
 """What stages written in Gluon share: where they can run, descriptors, and the one instruction Gluon does not wrap."""
 
+import functools
+
 import torch
 from torch import Tensor
 from triton._C.libtriton import ir
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from common.descriptors import describe
+from common.descriptors import located
 from common.operator import Unavailable
 from common.runtime import INTERPRETED, architecture
 
@@ -35,10 +39,13 @@ def describe_tile(tensor: Tensor, rows: int, columns: int | None = None) -> Tens
         tensor: [B, H, S, D], `addressable`.
         rows, columns: of a tile; all D columns where not given.
     """
-    plain = describe(tensor)
-    block = [1, 1, rows, columns or tensor.shape[-1]]
-    layout = gl.NVMMASharedLayout.get_default_for(block, ELEMENTS[tensor.dtype])
-    return TensorDescriptor(tensor, plain.shape, plain.strides, block, layout)
+    block = (1, 1, rows, columns or tensor.shape[-1])
+    return TensorDescriptor(**located(tensor), block_shape=list(block), layout=_layout(block, tensor.dtype))
+
+
+@functools.cache
+def _layout(block, dtype):
+    return gl.NVMMASharedLayout.get_default_for(list(block), ELEMENTS[dtype])
 
 
 def describe_rows(tensor: Tensor, rows: int) -> TensorDescriptor:
@@ -57,3 +64,19 @@ def async_reduce_add(tensor_desc, coord, src, _semantic=None):
     """
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
+@gluon.jit
+def new_barriers(number: gl.constexpr, count: gl.constexpr):
+    """So many barriers, each of which completes a phase with every `count` arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(number):
+        mbarrier.init(barriers.index(i), count=count)
+    return barriers
+
+
+@gluon.jit
+def new_ring(STAGES: gl.constexpr, producers: gl.constexpr, consumers: gl.constexpr):
+    """The barriers of a ring of buffers: `full` completes when all producers have filled one, `empty` when all consumers have
+    read it."""
+    return new_barriers(STAGES, producers), new_barriers(STAGES, consumers)

@@ -8,7 +8,7 @@ from stages.v6_warp_specialized.forward import forward
 __all__ = ["SPILLED_BYTES", "UNORDERED", "attention", "backward", "forward", "unavailable"]
 
 # At most, by a thread: consumers have all the registers there are. In the loop of the backward a few loads a step.
-SPILLED_BYTES = 224
+SPILLED_BYTES = 256
 UNORDERED = ("dq",)  # added up in the order in which programs come, unless `torch.use_deterministic_algorithms` is on
 
 attention = make_attention("v6_warp_specialized", forward, backward)

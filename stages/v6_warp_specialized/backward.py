@@ -14,9 +14,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from common.descriptors import addressable, describe
-from common.hopper import async_reduce_add, describe_rows, describe_tile, require_hopper
+from common.hopper import async_reduce_add, describe_rows, describe_tile, new_barriers, new_ring, require_hopper
 from stages.v5_tuned.backward import backward as backward_of_v5
-from stages.v6_warp_specialized.forward import LOG2_E, _ring
+from stages.v6_warp_specialized.forward import LOG2_E
 
 ROWS = gl.constexpr(64)  # what the four warps of a warpgroup multiply at once: keys of a consumer, queries of a dQ tile
 CONSUMERS = gl.constexpr(2)
@@ -64,22 +64,21 @@ def _finish_kernel(sums_ptr, dq_desc, scale, heads, seq_q, HEAD_DIM: tl.constexp
 def _producer(q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, buffers, barriers, where, n):
     """One warp, all that comes and goes but dQ: K and V once, Q and dO through their rings, dK and dV at the end."""
     q_s, k_s, v_s, do_s, stats_s, ds_s, dq_s = buffers
-    kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, dk_full, dv_full = barriers
+    kv_full, q_full, do_full, q_do_empty, ds_full, ds_empty, dk_full, dv_full = barriers
     batch, head, start_n, first, first_tile = where
     STAGES: gl.constexpr = q_s.shape[0]
-    mbarrier.expect(kv_full, CONSUMERS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+    mbarrier.expect(kv_full.index(0), CONSUMERS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
     for w in gl.static_range(CONSUMERS):
-        tma.async_copy_global_to_shared(k_desc, [batch, head, start_n + w * ROWS, 0], kv_full, k_s.index(w))
-        tma.async_copy_global_to_shared(v_desc, [batch, head, start_n + w * ROWS, 0], kv_full, v_s.index(w))
+        tma.async_copy_global_to_shared(k_desc, [batch, head, start_n + w * ROWS, 0], kv_full.index(0), k_s.index(w))
+        tma.async_copy_global_to_shared(v_desc, [batch, head, start_n + w * ROWS, 0], kv_full.index(0), v_s.index(w))
     for step in range(n):
         slot = step % STAGES
         phase = step // STAGES & 1
         start_m = (first + step) * q_s.shape[3]
-        mbarrier.wait(q_empty.index(slot), phase ^ 1)
+        mbarrier.wait(q_do_empty.index(slot), phase ^ 1)
         mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes + stats_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(q_desc, [batch, head, start_m, 0], q_full.index(slot), q_s.index(slot))
         tma.async_copy_global_to_shared(stats_desc, [(first_tile + step) * 2, 0], q_full.index(slot), stats_s.index(slot))
-        mbarrier.wait(do_empty.index(slot), phase ^ 1)
         mbarrier.expect(do_full.index(slot), do_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(do_desc, [batch, head, start_m, 0], do_full.index(slot), do_s.index(slot))
     for w in gl.static_range(CONSUMERS):
@@ -92,27 +91,22 @@ def _producer(q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, buf
 
 
 @gluon.jit
-def _consumer(scale, seen, buffers, barriers, w: gl.constexpr, CAUSAL: gl.constexpr):
-    """A warpgroup with the w-th 64 keys of the program: their dK and dV stay in its registers. P and dS come out transposed, so
-    that they go into the products for dV and dK straight from registers too."""
+def _accumulate(
+    dk, dv, k, v, scale_log2, lo, hi, keys, ahead, buffers, barriers,
+    w: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Add what the query tiles [lo, hi) give to a consumer's dk and dv, and leave its dS for dQ. P and dS come out transposed,
+    so that they go into the products for dV and dK straight from registers."""
     q_s, k_s, v_s, do_s, stats_s, ds_s, dq_s = buffers
-    kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, dk_full, dv_full = barriers
-    keys, ahead, masked, n = seen
+    kv_full, q_full, do_full, q_do_empty, ds_full, ds_empty, dk_full, dv_full = barriers
     STAGES: gl.constexpr = q_s.shape[0]
     BLOCK_M: gl.constexpr = q_s.shape[3]
     HEAD_DIM: gl.constexpr = q_s.shape[4]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk.type.layout, k_width=2)
     dtype: gl.constexpr = q_s.dtype
     nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
-    dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, acc_layout)
-    dv = gl.zeros([ROWS, HEAD_DIM], gl.float32, acc_layout)
-    k = k_s.index(w).reshape([ROWS, HEAD_DIM])
-    v = v_s.index(w).reshape([ROWS, HEAD_DIM])
-    scale_log2 = scale * LOG2_E
-    mbarrier.wait(kv_full, 0)
-    for step in range(n):
+    for step in range(lo, hi):
         slot = step % STAGES
         phase = step // STAGES & 1
         q = q_s.index(slot).reshape([BLOCK_M, HEAD_DIM])
@@ -122,9 +116,7 @@ def _consumer(scale, seen, buffers, barriers, w: gl.constexpr, CAUSAL: gl.conste
         s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
         lse_log2 = stats_s.index(slot).slice(0, 1).load(s_layout)  # [1, queries]
         p_t = s_t * scale_log2 - lse_log2
-        # The diagonal needs a mask. Keys past the end always do: p may be infinite there, and infinity times the zeros that a
-        # load gives past the end is NaN.
-        if step < masked:
+        if MASKED:
             offs_n = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
             visible = (offs_n < keys)[:, None]
             if CAUSAL:
@@ -142,12 +134,33 @@ def _consumer(scale, seen, buffers, barriers, w: gl.constexpr, CAUSAL: gl.conste
         ds_t = (p_t.to(gl.float32) * (dp_t - delta)).to(dtype)
         ds_s.index(slot * CONSUMERS + w).store(ds_t)
         fence_async_shared()
-        mbarrier.arrive(ds_full.index(slot), count=1)
         dk = warpgroup_mma(gl.convert_layout(ds_t, p_layout), q, dk, is_async=True)
-        dv = warpgroup_mma_wait(1, [dv])
-        mbarrier.arrive(do_empty.index(slot), count=1)
-        dk = warpgroup_mma_wait(0, [dk])
-        mbarrier.arrive(q_empty.index(slot), count=1)
+        mbarrier.arrive(ds_full.index(slot), count=1)
+        dk, dv = warpgroup_mma_wait(0, [dk, dv])
+        mbarrier.arrive(q_do_empty.index(slot), count=1)
+    return dk, dv
+
+
+@gluon.jit
+def _consumer(scale, seen, buffers, barriers, w: gl.constexpr, CAUSAL: gl.constexpr):
+    """A warpgroup with the w-th 64 keys of the program: their dK and dV stay in its registers."""
+    q_s, k_s, v_s, do_s, stats_s, ds_s, dq_s = buffers
+    kv_full, q_full, do_full, q_do_empty, ds_full, ds_empty, dk_full, dv_full = barriers
+    keys, ahead, masked, n = seen
+    STAGES: gl.constexpr = q_s.shape[0]
+    HEAD_DIM: gl.constexpr = q_s.shape[4]
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    dtype: gl.constexpr = q_s.dtype
+    dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, acc_layout)
+    dv = gl.zeros([ROWS, HEAD_DIM], gl.float32, acc_layout)
+    k = k_s.index(w).reshape([ROWS, HEAD_DIM])
+    v = v_s.index(w).reshape([ROWS, HEAD_DIM])
+    scale_log2 = scale * LOG2_E
+    mbarrier.wait(kv_full.index(0), 0)
+    # The diagonal needs a mask. Keys past the end always do: p may be infinite there, and infinity times the zeros that a load
+    # gives past the end is NaN.
+    dk, dv = _accumulate(dk, dv, k, v, scale_log2, 0, masked, keys, ahead, buffers, barriers, w, CAUSAL, True)
+    dk, dv = _accumulate(dk, dv, k, v, scale_log2, masked, n, keys, ahead, buffers, barriers, w, CAUSAL, False)
 
     # What leaves takes the place of what came: V is no longer read by anyone, K once the last dQ is done.
     v_s.index(w).reshape([ROWS, HEAD_DIM]).store(dv.to(dtype))
@@ -163,7 +176,7 @@ def _consumer(scale, seen, buffers, barriers, w: gl.constexpr, CAUSAL: gl.conste
 def _dq_consumer(sums_desc, buffers, barriers, first_tile, n):
     """A warpgroup that makes dQ of what the consumers leave of dS, and has the copy engine add it to the sums in memory."""
     q_s, k_s, v_s, do_s, stats_s, ds_s, dq_s = buffers
-    kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, dk_full, dv_full = barriers
+    kv_full, q_full, do_full, q_do_empty, ds_full, ds_empty, dk_full, dv_full = barriers
     STAGES: gl.constexpr = q_s.shape[0]
     BLOCK_M: gl.constexpr = q_s.shape[3]
     HEAD_DIM: gl.constexpr = q_s.shape[4]
@@ -172,7 +185,7 @@ def _dq_consumer(sums_desc, buffers, barriers, first_tile, n):
     SUM_ROWS: gl.constexpr = sums_desc.block_shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     nothing = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
-    mbarrier.wait(kv_full, 0)
+    mbarrier.wait(kv_full.index(0), 0)
     for step in range(n):
         slot = step % STAGES
         mbarrier.wait(ds_full.index(slot), step // STAGES & 1)
@@ -220,15 +233,15 @@ def _backward_kernel(
     ds_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES * CONSUMERS, ROWS, BLOCK_M], ds_layout)
     PARTS: gl.constexpr = BLOCK_M * HEAD_DIM // (sums_desc.block_shape[0] * sums_desc.block_shape[1])
     dq_s = gl.allocate_shared_memory(gl.float32, [PARTS] + sums_desc.block_shape, sums_desc.layout)
-    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(kv_full, count=1)
-    q_full, q_empty = _ring(STAGES, 1, CONSUMERS)
-    do_full, do_empty = _ring(STAGES, 1, CONSUMERS)
-    ds_full, ds_empty = _ring(STAGES, CONSUMERS, 1)
-    dk_full, dv_full = _ring(CONSUMERS, 1, 1)
+    kv_full = new_barriers(1, 1)
+    q_full, q_do_empty = new_ring(STAGES, 1, CONSUMERS)
+    do_full = new_barriers(STAGES, 1)
+    ds_full, ds_empty = new_ring(STAGES, CONSUMERS, 1)
+    dk_full = new_barriers(CONSUMERS, 1)
+    dv_full = new_barriers(CONSUMERS, 1)
 
     buffers = (q_s, k_s, v_s, do_s, stats_s, ds_s, dq_s)
-    barriers = (kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, dk_full, dv_full)
+    barriers = (kv_full, q_full, do_full, q_do_empty, ds_full, ds_empty, dk_full, dv_full)
     first_tile = batch_head * tiles_m + first
     where = (batch_head // heads, batch_head % heads, start_n, first, first_tile)
     seen = (seq_k - start_n, first * BLOCK_M - start_n, masked, n)
@@ -240,7 +253,7 @@ def _backward_kernel(
             (_dq_consumer, (sums_desc, buffers, barriers, first_tile, n)),
             (_producer, descs + (buffers, barriers, where, n)),
         ],
-        [4, 4, 1], [208, 72, 24],
+        [4, 4, 1], [208, 64, 24],
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from common.descriptors import addressable
-from common.hopper import describe_tile, require_hopper
+from common.hopper import describe_tile, new_ring, require_hopper
 from common.runtime import multiprocessors
 from stages.v5_tuned.forward import forward as forward_of_v5
 
@@ -39,23 +39,24 @@ def _tile(tile, batch_heads, group, tiles_m, seq_k, BLOCK_M: gl.constexpr, BLOCK
 
 
 @gluon.jit
-def _load(desc, batch, head, row, buffers, full, empty, fill, STAGES: gl.constexpr):
-    """Load a tile as the `fill`-th one of its ring, as soon as the consumers have emptied the buffer."""
+def _claim(full, empty, fill, nbytes: gl.constexpr, STAGES: gl.constexpr):
+    """The buffer for the `fill`-th tile of a ring, once its readers have emptied it; so many bytes will fill it."""
     slot = fill % STAGES
     mbarrier.wait(empty.index(slot), (fill // STAGES & 1) ^ 1)
-    mbarrier.expect(full.index(slot), desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, [batch, head, row, 0], full.index(slot), buffers.index(slot))
+    mbarrier.expect(full.index(slot), nbytes)
+    return slot
 
 
 @gluon.jit
 def _producer(load, CAUSAL: gl.constexpr):
     """One warp: keeps the buffers of Q, K and V full, the next tile's too while this one's is still being finished.
 
-    It also takes the tiles: the first by the program's number, then one after another by a counter that all programs share.
+    K and V come as they are used, each key tile's K with the V of the tile before: n + 1 fills for n key tiles. The producer
+    also takes the tiles: the first by the program's number, then one after another by a counter that all programs share.
     """
     q_desc, k_desc, v_desc, counter_ptr, buffers, barriers, problem = load
     q_s, k_s, v_s, tile_s = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty = barriers
+    q_full, q_empty, kv_full, kv_empty, tile_full, tile_empty = barriers
     batch_heads, heads, group, seq_q, seq_k = problem
     CONSUMERS: gl.constexpr = q_s.shape[0] // tile_s.shape[0]
     Q_STAGES: gl.constexpr = tile_s.shape[0]
@@ -64,6 +65,7 @@ def _producer(load, CAUSAL: gl.constexpr):
     BLOCK_N: gl.constexpr = k_s.shape[3]
     tiles_m = gl.cdiv(seq_q, BLOCK_M)
     tiles = batch_heads * tiles_m
+    tile_bytes: gl.constexpr = k_desc.block_type.nbytes
     fill = 0
     turn = 0
     tile = gl.program_id(0)
@@ -71,20 +73,26 @@ def _producer(load, CAUSAL: gl.constexpr):
         batch_head, start_m, n = _tile(tile, batch_heads, group, tiles_m, seq_k, BLOCK_M, BLOCK_N, CAUSAL)
         batch = batch_head // heads
         head = batch_head % heads
-        last = (n - 1) * BLOCK_N
+        start_n = (n - 1) * BLOCK_N
         for w in gl.static_range(CONSUMERS):
             slot = turn % Q_STAGES * CONSUMERS + w
             mbarrier.wait(q_empty.index(slot), (turn // Q_STAGES & 1) ^ 1)
             mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(q_desc, [batch, head, start_m + w * ROWS, 0], q_full.index(slot), q_s.index(slot))
             if w == 0:
-                _load(k_desc, batch, head, last, k_s, k_full, k_empty, fill, STAGES)
-        _load(v_desc, batch, head, last, v_s, v_full, v_empty, fill, STAGES)
+                slot = _claim(kv_full, kv_empty, fill, tile_bytes, STAGES)
+                tma.async_copy_global_to_shared(k_desc, [batch, head, start_n, 0], kv_full.index(slot), k_s.index(slot))
         tile = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
-        for i in range(1, n):
-            _load(k_desc, batch, head, last - i * BLOCK_N, k_s, k_full, k_empty, fill + i, STAGES)
-            _load(v_desc, batch, head, last - i * BLOCK_N, v_s, v_full, v_empty, fill + i, STAGES)
-        fill += n
+        for _ in range(1, n):
+            fill += 1
+            slot = _claim(kv_full, kv_empty, fill, 2 * tile_bytes, STAGES)
+            tma.async_copy_global_to_shared(k_desc, [batch, head, start_n - BLOCK_N, 0], kv_full.index(slot), k_s.index(slot))
+            tma.async_copy_global_to_shared(v_desc, [batch, head, start_n, 0], kv_full.index(slot), v_s.index(slot))
+            start_n -= BLOCK_N
+        fill += 1
+        slot = _claim(kv_full, kv_empty, fill, tile_bytes, STAGES)
+        tma.async_copy_global_to_shared(v_desc, [batch, head, start_n, 0], kv_full.index(slot), v_s.index(slot))
+        fill += 1
         # A number past the last tile goes on too: it tells the consumers to end.
         slot = turn % Q_STAGES
         mbarrier.wait(tile_empty.index(slot), (turn // Q_STAGES & 1) ^ 1)
@@ -98,7 +106,7 @@ def _consumer(work, w: gl.constexpr, CAUSAL: gl.constexpr):
     """A warpgroup with the w-th 64 query rows of each tile: all of the arithmetic."""
     out_desc, lse_ptr, scale_log2, buffers, barriers, problem = work
     q_s, k_s, v_s, tile_s = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty = barriers
+    q_full, q_empty, kv_full, kv_empty, tile_full, tile_empty = barriers
     batch_heads, heads, group, seq_q, seq_k = problem
     CONSUMERS: gl.constexpr = q_s.shape[0] // tile_s.shape[0]
     Q_STAGES: gl.constexpr = tile_s.shape[0]
@@ -131,16 +139,14 @@ def _consumer(work, w: gl.constexpr, CAUSAL: gl.constexpr):
             for _ in range(n - seen):
                 slot = fill % STAGES
                 phase = fill // STAGES & 1
-                mbarrier.wait(k_full.index(slot), phase)
-                mbarrier.arrive(k_empty.index(slot), count=1)
-                mbarrier.wait(v_full.index(slot), phase)
-                mbarrier.arrive(v_empty.index(slot), count=1)
+                mbarrier.wait(kv_full.index(slot), phase)
+                mbarrier.arrive(kv_empty.index(slot), count=1)
                 fill += 1
 
         # The last tile first: it alone can end past the last key, or lie on the diagonal.
         slot = fill % STAGES
         phase = fill // STAGES & 1
-        mbarrier.wait(k_full.index(slot), phase)
+        mbarrier.wait(kv_full.index(slot), phase)
         k = k_s.index(slot).reshape([BLOCK_N, HEAD_DIM])
         s = warpgroup_mma(q, k.permute([1, 0]), no_s, use_acc=False, is_async=True)
         if Q_STAGES == 2:
@@ -148,7 +154,7 @@ def _consumer(work, w: gl.constexpr, CAUSAL: gl.constexpr):
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index((turn + 1) % Q_STAGES * CONSUMERS + w), count=1, pred=turn > 0)
         s = warpgroup_mma_wait(0, [s])  # [ROWS, BLOCK_N]
-        mbarrier.arrive(k_empty.index(slot), count=1)
+        mbarrier.arrive(kv_empty.index(slot), count=1)
         start_n = (seen - 1) * BLOCK_N
         if CAUSAL or start_n + BLOCK_N > seq_k:
             offs_n = start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
@@ -161,31 +167,30 @@ def _consumer(work, w: gl.constexpr, CAUSAL: gl.constexpr):
         l = gl.sum(p, 1)
         p = gl.convert_layout(p.to(dtype), p_layout)
         acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, acc_layout)
-        mbarrier.wait(v_full.index(slot), phase)
 
         for _ in range(1, seen):
             # While the softmax of this tile runs, so does the last tile's product with V.
-            v_slot = slot
             fill += 1
             slot = fill % STAGES
             phase = fill // STAGES & 1
-            mbarrier.wait(k_full.index(slot), phase)
+            mbarrier.wait(kv_full.index(slot), phase)
             k = k_s.index(slot).reshape([BLOCK_N, HEAD_DIM])
             s = warpgroup_mma(q, k.permute([1, 0]), no_s, use_acc=False, is_async=True)
-            acc = warpgroup_mma(p, v_s.index(v_slot).reshape([BLOCK_N, HEAD_DIM]), acc, is_async=True)
+            acc = warpgroup_mma(p, v_s.index(slot).reshape([BLOCK_N, HEAD_DIM]), acc, is_async=True)
             s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_N]
-            mbarrier.arrive(k_empty.index(slot), count=1)
             m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
             p = gl.exp2(s * scale_log2 - m_new[:, None])
             rescale = gl.exp2(m - m_new)  # what was summed under the old maximum
             l = l * rescale + gl.sum(p, 1)
-            mbarrier.wait(v_full.index(slot), phase)
             acc, l = warpgroup_mma_wait(0, [acc, l])  # l as well: else the compiler waits before it computes p
-            mbarrier.arrive(v_empty.index(v_slot), count=1)
+            mbarrier.arrive(kv_empty.index(slot), count=1)
             acc = acc * gl.convert_layout(rescale, acc_rows)[:, None]
             m = m_new
             p = gl.convert_layout(p.to(dtype), p_layout)
 
+        fill += 1
+        slot = fill % STAGES
+        mbarrier.wait(kv_full.index(slot), fill // STAGES & 1)
         acc = warpgroup_mma(p, v_s.index(slot).reshape([BLOCK_N, HEAD_DIM]), acc, is_async=True)
         lse_ptrs = lse_ptr + batch_head.to(gl.int64) * seq_q + offs_m
         gl.store(lse_ptrs, (m + gl.log2(l)) / LOG2_E, mask=offs_m < seq_q)
@@ -195,7 +200,7 @@ def _consumer(work, w: gl.constexpr, CAUSAL: gl.constexpr):
         tile = gl.max(tile_s.index(tile_slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
         mbarrier.arrive(tile_empty.index(tile_slot), count=1)
         acc = warpgroup_mma_wait(0, [acc])
-        mbarrier.arrive(v_empty.index(slot), count=1)
+        mbarrier.arrive(kv_empty.index(slot), count=1)
         fill += 1
         q.store((acc * normalize[:, None]).to(dtype))  # Q is no longer needed: its buffer takes O
         fence_async_shared()
@@ -205,18 +210,6 @@ def _consumer(work, w: gl.constexpr, CAUSAL: gl.constexpr):
             mbarrier.arrive(q_empty.index(q_slot), count=1)
         turn += 1
     tma.store_wait(0)
-
-
-@gluon.jit
-def _ring(STAGES: gl.constexpr, producers: gl.constexpr, consumers: gl.constexpr):
-    """The barriers of a ring of buffers: `full` completes when all producers have filled one, `empty` when all consumers have
-    read it."""
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=producers)
-        mbarrier.init(empty.index(slot), count=consumers)
-    return full, empty
 
 
 @gluon.jit(do_not_specialize=["batch_heads", "heads", "group", "seq_q", "seq_k"])
@@ -230,15 +223,14 @@ def _forward_kernel(
     k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], v_desc.layout)
     tile_s = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    q_full, q_empty = _ring(Q_STAGES * CONSUMERS, 1, 1)  # each consumer has buffers of its own
-    k_full, k_empty = _ring(STAGES, 1, CONSUMERS)
-    v_full, v_empty = _ring(STAGES, 1, CONSUMERS)
-    tile_full, tile_empty = _ring(Q_STAGES, 1, CONSUMERS)
+    q_full, q_empty = new_ring(Q_STAGES * CONSUMERS, 1, 1)  # each consumer has buffers of its own
+    kv_full, kv_empty = new_ring(STAGES, 1, CONSUMERS)
+    tile_full, tile_empty = new_ring(Q_STAGES, 1, CONSUMERS)
     # exp(x) = exp2(x * log2(e)), and exp2 is one instruction; never 0, because a masked score, -inf, times 0 is NaN
     scale_log2 = gl.maximum(scale * LOG2_E, 1e-30)
 
     buffers = (q_s, k_s, v_s, tile_s)
-    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty)
+    barriers = (q_full, q_empty, kv_full, kv_empty, tile_full, tile_empty)
     problem = (batch_heads, heads, group, seq_q, seq_k)
     # The registers of a multiprocessor, 512 for each of 128 threads, go where the tiles are: the producer keeps 24 or 32.
     work = (out_desc, lse_ptr, scale_log2, buffers, barriers, problem)

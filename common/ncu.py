@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -68,26 +69,30 @@ def _cases(options) -> list[tuple[str, Workload]]:
 def launch(options):
     """Inside the profiler: run each case once within its sight, after once without, which tunes and compiles."""
     cases = []
-    for index, (name, workload) in enumerate(_cases(options)):
-        print(f"{name} {workload.label}", file=sys.stderr, flush=True)
+    for name, workload in _cases(options):
         stage = stages.load(name)
-        call = stage_call(stage, workload, workload.inputs())
-        call()
-        _case_begins_kernel[(1,)](index)
-        torch.cuda.synchronize()
-        torch.cuda.profiler.start()
-        _case_begins_kernel[(1,)](index)
-        call()
-        torch.cuda.synchronize()
-        torch.cuda.profiler.stop()
+        show(f"{name} {workload.label}", stage_call(stage, workload, workload.inputs()))
         configs = {kernel: getattr(tuner, "best_config", None) for kernel, tuner in tuners(stage).items()}
         tuned = {kernel: [config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"]] for kernel, config in configs.items() if config}
         cases.append({"impl": name, **workload.record(), "tuned": tuned})
     options.file.write_text(json.dumps(cases))
 
 
-def parse(log: str) -> list[list[dict]]:
-    """The kernels of each case, in order, from `ncu --csv --page raw`: {"name", and each metric's value}."""
+def show(label: str, call: Callable):
+    """Let the profiler see a call as one case, after one that it does not see."""
+    print(label, file=sys.stderr, flush=True)
+    call()
+    _case_begins_kernel[(1,)](0)
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    _case_begins_kernel[(1,)](1)
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
+def parse(log: str, metrics: Sequence[str]) -> list[list[dict]]:
+    """The kernels of each case, in order, from `ncu --csv --page raw`: {"name", and the value of each metric that is there}."""
     header, _, *rows = csv.reader(line for line in log.splitlines() if line.startswith('"'))
     cases = []
     for row in rows:
@@ -95,37 +100,50 @@ def parse(log: str) -> list[list[dict]]:
         if values["Kernel Name"].startswith("_case_begins_kernel"):
             cases.append([])
             continue
-        kernel = {"name": values["Kernel Name"]}
-        kernel |= {
-            metric: float(values[metric].replace(",", "")) for metric in (READ, WRITTEN, SPILLED, *FURTHER) if metric in values
-        }
-        cases[-1].append(kernel)
+        found = {metric: float(values[metric].replace(",", "")) for metric in metrics if metric in values}
+        cases[-1].append({"name": values["Kernel Name"]} | found)
     return cases
 
 
-def measure(options):
-    """Run all cases under `ncu` and save what it says of each of their kernels."""
+def profile(module: str, options: Sequence[str], metrics: Sequence[str], optional: Sequence[str] = ()) -> dict:
+    """What `ncu` says of the kernels that `python -m module launch FILE options` shows it; FILE gets the list of cases.
+
+    Args:
+        metrics: what to measure.
+        optional: what to measure where this GPU has it.
+
+    Returns:
+        machine_info, and cases as `launch` wrote them, each with its kernels.
+
+    Raises:
+        SystemExit: there is no GPU or no `ncu`, or it failed.
+    """
     if DEVICE != "cuda" or not shutil.which("ncu"):
-        raise SystemExit("measure needs a GPU, and ncu on the PATH")
+        raise SystemExit("this needs a GPU, and ncu on the PATH")
     listed = subprocess.run(["ncu", "--query-metrics"], capture_output=True, text=True, check=True).stdout
     available = {line.split()[0] for line in listed.splitlines() if line.strip()}
-    metrics = [READ, WRITTEN, SPILLED, *(metric for metric in FURTHER if metric.split(".")[0] in available)]
+    metrics = [*metrics, *(metric for metric in optional if metric.split(".")[0] in available)]
     with tempfile.TemporaryDirectory() as directory:
         log, cases = Path(directory, "ncu.csv"), Path(directory, "cases.json")
         profiler = ["ncu", "--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)]
         profiler += ["--profile-from-start", "off", "--clock-control", "none", "--metrics", ",".join(metrics)]
-        command = [sys.executable, "-m", "common.ncu", "launch", str(cases)]
-        for name in ("stage", "seq_len", "head_dim"):
-            command.append(f"--{name.replace('_', '-')}={','.join(map(str, getattr(options, name)))}")
-        run = subprocess.run([*profiler, *command], check=False)
+        run = subprocess.run([*profiler, sys.executable, "-m", module, "launch", str(cases), *options], check=False)
         text = log.read_text() if log.exists() else ""
         if run.returncode or not cases.exists():
             raise SystemExit(f"ncu failed:\n{text[-3000:]}")
         measured = json.loads(cases.read_text())
-    for case, kernels in zip(measured, parse(text), strict=True):
+    for case, kernels in zip(measured, parse(text, metrics), strict=True):
         case["kernels"] = kernels
     version = subprocess.run(["ncu", "--version"], capture_output=True, text=True, check=True).stdout.split("\n")[-2]
-    result = {"machine_info": machine.facts() | {"ncu": version}, "cases": measured}
+    return {"machine_info": machine.facts() | {"ncu": version}, "cases": measured}
+
+
+def measure(options):
+    """Run all cases under `ncu` and save what it says of each of their kernels."""
+    selection = []
+    for name in ("stage", "seq_len", "head_dim"):
+        selection.append(f"--{name.replace('_', '-')}={','.join(map(str, getattr(options, name)))}")
+    result = profile("common.ncu", selection, (READ, WRITTEN, SPILLED), FURTHER)
     options.file.write_text(json.dumps(result, indent=1))
 
 
@@ -211,8 +229,10 @@ def main(argv: list[str]):
     parser.add_argument("file", type=json_path, help="the JSON file that measure writes and count completes")
     parser.add_argument("--gpu", choices=GPUS, default="h200", help="whose fixed tiles count takes (default: %(default)s)")
     head_dims = {str(head_dim): head_dim for head_dim in HEAD_DIMS}
+    # What runs on some GPUs alone does not run on the interpreter, which counts.
+    counted = [name for name in stages.names() if not hasattr(stages.load(name), "unavailable")]
     for flag, parse_entry, default in (
-        ("--stage", stages.resolve, ",".join(stages.names())),
+        ("--stage", stages.resolve, ",".join(counted)),
         ("--seq-len", positive, "2048"),
         ("--head-dim", one_of(head_dims), "64,128"),
     ):

@@ -1,0 +1,124 @@
+"""How busy the units of a GPU are in each kernel, and what its warps wait for, as Nsight Compute measures it.
+
+    python -m common.units results/units-h200.json   # where there are a GPU and `ncu`
+    make readme                                      # writes results/units-h200.md
+
+The unit that is busy nearly all of the time is what binds a kernel; where none is, its warps wait for each other or for memory.
+"""
+
+import argparse
+import itertools
+import json
+import re
+import sys
+
+from tabulate import tabulate
+
+import bench
+import stages
+from common import ncu, workloads
+from common.operator import HEAD_DIMS
+from common.options import json_path, list_of, one_of, positive
+from common.table import PASS_NAMES, title
+from common.workloads import Workload
+
+TIME, REGISTERS = "gpu__time_duration.sum", "launch__registers_per_thread"
+UNITS = {  # of the most that each can do, from a kernel's begin to its end
+    "tensor cores": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
+    "exponentials": "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_elapsed",
+    "issue slots": "sm__inst_issued.avg.pct_of_peak_sustained_elapsed",
+    "shared memory": "l1tex__data_pipe_lsu_wavefronts_mem_shared.avg.pct_of_peak_sustained_elapsed",
+    "L2 cache": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
+    "device memory": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+}
+STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"  # warps that wait so, for each instruction issued
+REASONS = (
+    "barrier", "branch_resolving", "dispatch_stall", "drain", "gmma", "imc_miss", "lg_throttle", "long_scoreboard",
+    "math_pipe_throttle", "membar", "mio_throttle", "misc", "no_instruction", "not_selected", "short_scoreboard", "sleeping",
+    "tex_throttle", "wait",
+)  # fmt: skip
+SHOWN_STALLS = 2  # the most frequent ones
+FROM = (3, "")  # the first stage that is measured unless others are asked for: from there on products bind
+LEAST_SHARE = 0.02  # of a case's time: kernels below are left out of the table
+
+
+def launch(options):
+    """Inside the profiler: one call of each case."""
+    cases = []
+    shapes = itertools.product(options.head_dim, options.seq_len, (False, True), ("fwd", "bwd"), options.impl)
+    for head_dim, seq_len, causal, pass_, impl in shapes:
+        workload = Workload(pass_, *workloads.paper_shape(seq_len, head_dim), seq_len, head_dim, causal, "float16")
+        ncu.show(f"{impl} {workload.label}", bench.timed_call(impl, workload, workload.inputs()))
+        cases.append({"impl": impl, **workload.record()})
+    options.file.write_text(json.dumps(cases))
+
+
+def measure(options):
+    """Run all cases under `ncu` and save what it says of each of their kernels."""
+    selection = [f"--{name.replace('_', '-')}={','.join(map(str, getattr(options, name)))}" for name in options.selection]
+    stalls = [STALL.format(reason) for reason in REASONS]
+    result = ncu.profile("common.units", selection, (TIME, REGISTERS, *UNITS.values()), stalls)
+    options.file.write_text(json.dumps(result, indent=1))
+
+
+def _short(name: str) -> str:
+    """A kernel's name without its template and arguments, and no longer than a table can show."""
+    name = re.sub(r"<.*|\(.*", "", name).split("::")[-1].removeprefix("void ")
+    return name if len(name) <= 40 else name[:39] + "…"
+
+
+def units_table(result: dict) -> str:
+    """The markdown table of a saved file: a row for each kernel that takes a noticeable part of its case."""
+    rows = []
+    for case in result["cases"]:
+        whole = sum(kernel[TIME] for kernel in case["kernels"])
+        for kernel in case["kernels"]:
+            if kernel[TIME] < LEAST_SHARE * whole:
+                continue
+            stalls = {reason: kernel[STALL.format(reason)] for reason in REASONS if STALL.format(reason) in kernel}
+            most = sorted(stalls, key=stalls.get, reverse=True)[:SHOWN_STALLS]
+            share = {reason.replace("_", " "): 100 * stalls[reason] / sum(stalls.values()) for reason in most}
+            waiting = ", ".join(f"{reason} {percent:.0f} %" for reason, percent in share.items())
+            rows.append([
+                PASS_NAMES[case["pass"]], case["head_dim"], "causal" if case["causal"] else "full", title(case["impl"]),
+                _short(kernel["name"]), f"{kernel[TIME] / 1e6:.3f}", f"{kernel[REGISTERS]:.0f}",
+                *(f"{kernel[metric]:.0f}" for metric in UNITS.values()), waiting,
+            ])  # fmt: skip
+    info = result["machine_info"]
+    headers = ["pass", "D", "mask", "", "kernel", "ms", "registers", *UNITS, "waiting"]
+    caption = (
+        "Percent of what each unit can do in a kernel's time, registers of a thread at launch, and what waiting warps wait for "
+        f"most often. S = {', '.join(map(str, sorted({case['seq_len'] for case in result['cases']})))}, float16, 16k tokens, "
+        f"hidden size 2048; under the profiler, a kernel at a time. {info['gpu']}, torch {info['torch']}, triton "
+        f"{info['triton']}, ncu {info['ncu']}, commit {info['commit'][:12]}, {info['date']}."
+    )
+    align = ["left", "right", "left", "left", "left"] + ["right"] * (2 + len(UNITS)) + ["left"]
+    return f"{caption}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True, colalign=align)}"
+
+
+def main(argv: list[str]):
+    """The command line."""
+    description = "Measure how busy the GPU's units are in each kernel. LIST is comma-separated."
+    parser = argparse.ArgumentParser(prog="python -m common.units", description=description)
+    parser.add_argument("what", nargs="?", choices=["measure", "launch"], default="measure", help="launch runs in the profiler")
+    parser.add_argument("file", type=json_path, help="the JSON file to write")
+    main_line = [name for name in stages.names() if not stages.is_dead_end(name)]
+    implementations = {name: name for name in (*bench.BASELINES, *stages.names())}
+    implementations |= {name.split("_")[0]: name for name in stages.names()}
+    usual = [*bench.BASELINES, *(name for name in main_line if stages.position(name) >= FROM)]
+    head_dims = {str(head_dim): head_dim for head_dim in HEAD_DIMS}
+    selection = {
+        "impl": (one_of(implementations), ",".join(usual)),
+        "seq_len": (positive, "4096"),
+        "head_dim": (one_of(head_dims), "64,128"),
+    }
+    for name, (parse_entry, default) in selection.items():
+        flag, help_text = f"--{name.replace('_', '-')}", "of what to measure (default: %(default)s)"
+        parser.add_argument(flag, type=list_of(parse_entry), default=default, metavar="LIST", help=help_text)
+    options = parser.parse_args(argv)
+    options.selection = selection
+    {"measure": measure, "launch": launch}[options.what](options)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

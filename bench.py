@@ -4,8 +4,10 @@ Before an implementation is timed its result is compared with attention in float
 """
 
 import argparse
+import contextlib
 import functools
 import gc
+import importlib
 import itertools
 import signal
 import statistics
@@ -41,11 +43,55 @@ def _sdpa(q, k, v, *, causal, backend):
         return scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
+class _Flash3(torch.autograd.Function):
+    """FlashAttention-3 by its operators, [B, S, H, D]."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, causal):
+        out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, is_causal=causal)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.causal = causal
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        dq, dk, dv, *_ = torch.ops.flash_attn_3.bwd(grad_out, *ctx.saved_tensors, is_causal=ctx.causal)
+        return dq, dk, dv, None
+
+
+def _transposed(attention):
+    """Of a function of [B, S, H, D] tensors one of [B, H, S, D] tensors."""
+
+    def transposed(q, k, v, *, causal):
+        return attention(*(tensor.transpose(1, 2) for tensor in (q, k, v)), causal).transpose(1, 2)
+
+    return transposed
+
+
+def _installed() -> dict[str, Callable]:
+    """FlashAttention-3, its own package's or xformers', and FlashAttention-4, where they are installed."""
+    found = {}
+    for module in ("flash_attn_3._C", "xformers.flash_attn_3._C"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+            found["flash-3"] = _transposed(_Flash3.apply)
+            break
+    with contextlib.suppress(ImportError):
+        from flash_attn.cute import flash_attn_func
+
+        def first_result(q, k, v, causal):
+            return flash_attn_func(q, k, v, causal=causal, return_lse=True)[0]
+
+        found["flash-4"] = _transposed(first_result)
+    return found
+
+
 # To compare with another library, add what has a stage's `attention(q, k, v, *, causal)`.
 if DEVICE == "cuda":
     BASELINES = {
         "sdpa-flash": functools.partial(_sdpa, backend=SDPBackend.FLASH_ATTENTION),
         "sdpa-cudnn": functools.partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION),
+        **_installed(),
     }
 else:
     BASELINES = {"sdpa": functools.partial(_sdpa, backend=[SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])}

@@ -13,6 +13,7 @@ import stages  # noqa: E402
 from common.report import COLUMNS, implementations, origin, speedup  # noqa: E402
 from common.table import PASS_NAMES  # noqa: E402
 
+BASELINES = ("--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)))  # line styles, in the order of the run
 LABEL_GAP = 0.055  # least distance of two labels, as a share of the height of the axes
 
 
@@ -20,7 +21,7 @@ def _style(name: str, names: list[str]) -> dict:
     """Colour and line of an implementation, the same in every plot: stages from dark to bright, baselines grey."""
     if not stages.position(name):
         baselines = [other for other in names if not stages.position(other)]
-        return {"color": "0.45", "linestyle": ("--", ":", "-.")[baselines.index(name) % 3]}
+        return {"color": "0.45", "linestyle": BASELINES[baselines.index(name) % len(BASELINES)]}
     numbers = {other: stages.position(other)[0] for other in names if stages.position(other)}
     return {"color": plt.colormaps["plasma"](0.88 * numbers[name] / max(1, *numbers.values())), "linestyle": "-"}
 

@@ -15,14 +15,16 @@ from tabulate import tabulate
 import stages
 from common.ncu import traffic_table
 from common.table import PASS_NAMES, speed_table, stage_order, title
+from common.units import units_table
 
 ROOT = Path(__file__).parents[1]
 RUN = ROOT / "results" / "h200.json"
-DEAD_ENDS = ROOT / "results" / "h200-dead-ends.json"  # a run of their own, next to what they branch off
 TRAFFIC = ROOT / "results" / "traffic.json"
 COUNTED_AT = 2048  # the sequence length of that file
+UNITS = ROOT / "results" / "units-h200.json"
 PLOTS = ROOT / "plots"
 MEAN_OVER = (1024, 2048, 4096, 8192, 16384)  # sequence lengths
+LONG = 2048  # from that sequence length on
 HEAD_DIMS = (64, 128)
 COLUMNS = tuple(itertools.product(("fwd", "bwd"), HEAD_DIMS))  # passes and head dimensions
 
@@ -31,11 +33,6 @@ def load_run(path: Path) -> tuple[list[dict], dict]:
     """The records (as `speed_table` takes them) and the machine of a saved run."""
     run = json.loads(path.read_text())
     return [benchmark["extra_info"] for benchmark in run["benchmarks"]] + run["failures"], run["machine_info"]
-
-
-def run_of(name: str) -> tuple[list[dict], dict]:
-    """Records and machine of the committed run that measured a stage."""
-    return load_run(DEAD_ENDS if stages.is_dead_end(name) else RUN)
 
 
 def implementations(records: list[dict]) -> list[str]:
@@ -114,7 +111,24 @@ def summary_table(records: list[dict], machine: dict) -> str:
         f"TFLOP/s, **× the stage before**, % of cuDNN; both: forward and backward together{host_meaning}. float16, 16k tokens, "
         f"hidden size 2048; geometric means over S = {lengths}, causal and not. {origin(machine)}, {machine['date']}."
     )
-    return f"{caption}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True)}" + _bfloat16(records, names)
+    table = tabulate(rows, headers, tablefmt="pipe", disable_numparse=True)
+    return f"{caption}\n\n{table}" + _against_the_best(records, names) + _bfloat16(records, names)
+
+
+def _against_the_best(records, names):
+    """A sentence on the last stage next to the fastest baseline of each point, for lengths that fill the GPU."""
+    baselines = [name for name in names if not stages.position(name)]
+    last = max((name for name in names if not stages.is_dead_end(name)), key=lambda name: stages.position(name) or (-1, ""))
+    ratios = []
+    for pass_, head_dim in COLUMNS:
+        ours, *others = (_times(records, name, (pass_,), head_dim) for name in (last, *baselines))
+        points = [key for key in ours if key[1] >= LONG and any(key in times for times in others)]
+        best = {key: min(times[key] for times in others if key in times) for key in points}
+        if best:
+            ratios.append(f"{PASS_NAMES[pass_]} D={head_dim} ×{mean_ratio(ours, best):.2f}")
+    if not ratios:
+        return ""
+    return f"\n\n{last} against the fastest of {', '.join(baselines)} at each point, S ≥ {LONG}: {', '.join(ratios)}."
 
 
 def _bfloat16(records, names):
@@ -163,7 +177,7 @@ def moved(count: dict) -> int:
 
 def gain_table(name: str) -> str:
     """What a step moves, what that predicts it to gain and what it gained; for the first stage, what it moves."""
-    records, machine = run_of(name)
+    records, machine = load_run(RUN)
     counts, counter = load_counts(TRAFFIC)
     position = stages.position(name)
     before = {stages.position(other): other for other in stages.names()}.get(stages.before(position))
@@ -177,18 +191,14 @@ def gain_table(name: str) -> str:
     for pass_, head_dim in COLUMNS:
         for causal in (False, True):
             now, old = (counted(counts, stage, pass_, head_dim, causal) for stage in (name, before))
-            if now is None:
-                continue
             ms, old_ms = (times.get((stage, pass_, head_dim, causal)) for stage in (name, before))
             rows.append([
                 PASS_NAMES[pass_], head_dim, "causal" if causal else "full",
-                f"{moved(now) / 1e6:.2f}", f"{moved(old) / 1e6:.2f}" if old else "-",
-                f"{now['flops_executed'] / moved(now):.0f}", f"{now['roofline_us']:.1f}",
-                f"×{old['roofline_us'] / now['roofline_us']:.2f}" if old else "-",
+                f"{moved(now) / 1e6:.2f}" if now else "-", f"{moved(old) / 1e6:.2f}" if old else "-",
+                f"{now['flops_executed'] / moved(now):.0f}" if now else "-", f"{now['roofline_us']:.1f}" if now else "-",
+                f"×{old['roofline_us'] / now['roofline_us']:.2f}" if now and old else "-",
                 f"×{old_ms / ms:.2f}" if ms and old_ms else "-",
             ])  # fmt: skip
-    if not rows:
-        return f"Not in {TRAFFIC.name} yet."
     caption = (
         f"float16, S = {COUNTED_AT}. MB, FLOPs and the time that follows from {counter['roofline']} are of one head, as "
         f'`make traffic ARGS="--seq-len {COUNTED_AT}"` counts them; gains are over {before or "nothing"}, the measured ones '
@@ -202,14 +212,17 @@ def documents() -> dict[Path, str]:
     """What each generated document must be, from the committed results."""
     readme = ROOT / "README.md"
     found = {readme: with_table(readme.read_text(), "summary", summary_table(*load_run(RUN)))}
-    for path in (RUN, DEAD_ENDS):
-        found[path.with_suffix(".md")] = f"# All measurements\n\n{speed_table(*load_run(path))}\n"
+    found[RUN.with_suffix(".md")] = f"# All measurements\n\n{speed_table(*load_run(RUN))}\n"
     for name in stages.names():
         path = ROOT / "stages" / name / "README.md"
         found[path] = with_table(path.read_text(), "gain", gain_table(name))
     for path in (ROOT / "results").glob("traffic-*.json"):
         table = traffic_table(json.loads(path.read_text()))
         found[path.with_suffix(".md")] = f"# Traffic, counted and measured\n\n{table}\n"
+    if UNITS.exists():
+        found[UNITS.with_suffix(".md")] = (
+            f"# Busy units, and what warps wait for\n\n{units_table(json.loads(UNITS.read_text()))}\n"
+        )
     return found
 
 

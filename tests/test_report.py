@@ -23,7 +23,7 @@ def test_documents_agree_with_the_results():
 
 @pytest.mark.parametrize("name", stages.names())
 def test_results_hold_every_stage_and_name_where_they_are_from(name):
-    records, machine = report.run_of(name)
+    records, machine = report.load_run(report.RUN)
     assert all(machine[fact] for fact in ("gpu", "torch", "triton", "commit", "date", "matmul_tflops"))
     assert "dirty" not in machine["commit"]
     if name not in report.implementations(records):
@@ -62,6 +62,17 @@ def test_summary_says_how_bfloat16_compares():
     records += [record("v1_b", 1.0, dtype="bfloat16"), record("sdpa-x", 9.0, dtype="bfloat16")]
     summary = report.summary_table(records, machine)
     assert summary.endswith("takes 0.500 (v1, forward, D=64) to 1.500 (v0, forward, D=64) times as long.")
+
+
+def test_summary_sets_the_last_stage_against_the_fastest_baseline_of_each_point():
+    machine = {"gpu": "X", "torch": "1", "triton": "2", "commit": "abc", "date": "2026-01-02"}
+    records = [record("sdpa-x", 4.0, seq_len=2048), record("sdpa-x", 1.0, seq_len=4096)]
+    records += [record("flash-4", 2.0, seq_len=2048), record("flash-4", 2.0, seq_len=4096)]
+    records += [record("v1_b", 1.0, seq_len=2048), record("v1_b", 2.0, seq_len=4096), record("v1_b", 100.0)]
+    records += [record("v1a_c", 0.1, seq_len=2048), record("v0_a", 0.1, seq_len=2048)]
+    sentence = "v1_b against the fastest of sdpa-x, flash-4 at each point, S ≥ 2048: forward D=64 ×1.00."
+    assert sentence in report.summary_table(records, machine)
+    assert "against the fastest" not in report.summary_table([record("v1_b", 1.0, seq_len=2048)], machine)
 
 
 def test_implementations_come_in_stage_order():

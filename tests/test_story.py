@@ -62,10 +62,10 @@ def test_story_tells_of_every_stage():
     assert done.returncode == 0, done.stderr
     for name in stages.names():
         assert name in done.stdout and story.idea(name) in done.stdout
+    records, _ = report.load_run(report.RUN)
     for old, new in steps():
         assert f"from {old}: {story.change(old, new)}" in done.stdout
-        assert story.measured_gain(report.run_of(new)[0], old, new) in done.stdout
-    records, _ = report.load_run(report.RUN)
+        assert story.measured_gain(records, old, new) in done.stdout
     gain = report.speedup(records, stages.resolve("v3"), stages.resolve("v2"), ("fwd",), 64)
     assert f"forward ×{gain:.2f} (D=64)" in done.stdout
 

@@ -60,10 +60,15 @@ class _Flash3(torch.autograd.Function):
 
 
 def _transposed(attention):
-    """Of a function of [B, S, H, D] tensors one of [B, H, S, D] tensors."""
+    """Of a function of [B, S, H, D] tensors one of [B, H, S, D] tensors, which says so where it does not take them."""
 
     def transposed(q, k, v, *, causal):
-        return attention(*(tensor.transpose(1, 2) for tensor in (q, k, v)), causal).transpose(1, 2)
+        try:
+            return attention(*(tensor.transpose(1, 2) for tensor in (q, k, v)), causal).transpose(1, 2)
+        except torch.OutOfMemoryError:
+            raise
+        except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
+            raise operator.Unavailable(str(error)) from error
 
     return transposed
 

@@ -1,5 +1,6 @@
 """What every saved number carries: where it is from."""
 
+import contextlib
 import datetime
 import importlib.metadata
 import subprocess
@@ -9,6 +10,17 @@ import torch
 
 from common.runtime import DEVICE
 
+OTHERS = ("flash-attn-3", "xformers", "flash-attn-4")  # where the baselines that need not be there come from
+
+
+def _versions(packages) -> dict[str, str]:
+    """Those of the packages that are installed."""
+    found = {}
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
 
 def _commit() -> str:
     command = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--abbrev=40", "--exclude=*"]
@@ -17,12 +29,13 @@ def _commit() -> str:
 
 
 def facts() -> dict:
-    """GPU (None on the interpreter), versions of torch, cuDNN and Triton, commit of this repository, and date."""
+    """GPU (None on the interpreter), versions of torch, cuDNN, Triton and `OTHERS`, commit of this repository, and date."""
     return {
         "gpu": torch.cuda.get_device_name() if DEVICE == "cuda" else None,
         "torch": torch.__version__,
         "cudnn": torch.backends.cudnn.version(),
         "triton": importlib.metadata.version("triton"),
+        "others": _versions(OTHERS),
         "commit": _commit(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }

@@ -15,6 +15,7 @@ from common.table import PASS_NAMES  # noqa: E402
 
 BASELINES = ("--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)))  # line styles, in the order of the run
 LABEL_GAP = 0.055  # least distance of two labels, as a share of the height of the axes
+SAME = 0.004  # in the plot of memory, lines that end no further apart than this, of that height, share one
 
 
 def _style(name: str, names: list[str]) -> dict:
@@ -44,8 +45,25 @@ def spread(positions: list[float], gap: float) -> list[float]:
     return result.tolist()
 
 
-def _lines(axes, records: list[dict], names: list[str], value: str):
-    """One line an implementation against sequence length, labelled at its right end in its own colour."""
+def together(heights: dict[str, float], same: float) -> list[list[str]]:
+    """The names in groups whose heights differ by less than `same` from the first one's, each in the order given."""
+    groups = []
+    for name, height in heights.items():
+        for group in groups:
+            if abs(heights[group[0]] - height) < same:
+                group.append(name)
+                break
+        else:
+            groups.append([name])
+    return groups
+
+
+def _lines(axes, records: list[dict], names: list[str], value: str, same: float = 0):
+    """One line an implementation against sequence length, labelled at its right end in its own colour.
+
+    Args:
+        same: as in `together`; 0 is a label for each.
+    """
     ends = {}
     for name in names:
         points = sorted((r["seq_len"], r[value]) for r in records if r["impl"] == name and "failure" not in r)
@@ -58,13 +76,16 @@ def _lines(axes, records: list[dict], names: list[str], value: str):
     axes.set_xlabel("sequence length")
     axes.grid(alpha=0.25)
     to_axes = axes.transData + axes.transAxes.inverted()
-    heights = [to_axes.transform(end)[1] for end in ends.values()]
-    for (name, end), height in zip(ends.items(), spread(heights, LABEL_GAP), strict=True):
+    groups = together({name: to_axes.transform(end)[1] for name, end in ends.items()}, same)
+    heights = [to_axes.transform(ends[group[0]])[1] for group in groups]
+    for group, height in zip(groups, spread(heights, LABEL_GAP), strict=True):
+        colors = {_style(name, names)["color"] for name in group}
+        color = colors.pop() if len(colors) == 1 else "0.2"
+        names_shown = [name.split("_")[0] if stages.position(name) else name.removeprefix("sdpa-") for name in group]
         axes.annotate(
-            name.split("_")[0] if stages.position(name) else name.removeprefix("sdpa-"),
-            xy=end, xytext=(1.03, height), textcoords=axes.transAxes, va="center", fontsize=9, annotation_clip=False,
-            color=_style(name, names)["color"],
-            arrowprops={"arrowstyle": "-", "linewidth": 0.5, "color": _style(name, names)["color"], "shrinkA": 0, "shrinkB": 2},
+            ", ".join(names_shown),
+            xy=ends[group[0]], xytext=(1.03, height), textcoords=axes.transAxes, va="center", fontsize=9, annotation_clip=False,
+            color=color, arrowprops={"arrowstyle": "-", "linewidth": 0.5, "color": color, "shrinkA": 0, "shrinkB": 2},
         )  # fmt: skip
 
 
@@ -85,7 +106,7 @@ def _speed(records, names, pass_):
 
 
 def _memory(records, names):
-    figure, grid = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure, grid = plt.subplots(1, 2, figsize=(12, 4), layout="constrained")
     for axes, pass_ in zip(grid, ("fwd", "bwd"), strict=True):
         chosen = _selected(records, pass_, 128, True)
         axes.set_title(f"{PASS_NAMES[pass_]}, D=128, causal", fontsize=10)
@@ -94,7 +115,7 @@ def _memory(records, names):
         values = [record["peak_extra_mib"] for record in chosen if "failure" not in record]
         axes.set_ylim(min(values) / 1.6, max(values) * 1.6)
         axes.set_xlim(460, 16384 * 1.1)
-        _lines(axes, chosen, names, "peak_extra_mib")
+        _lines(axes, chosen, names, "peak_extra_mib", SAME)
     return figure
 
 
@@ -120,7 +141,8 @@ def _gain(records, names):
     axes.set_ylim(low / 1.25, high * 1.25)
     axes.set_yticks([0.5, 1, 2, 5, 10], ["×0.5", "×1", "×2", "×5", "×10"])
     axes.minorticks_off()
-    axes.set_xticks(range(len(steps)), [f"{old.split('_')[0]} → {new}" for old, new in steps], fontsize=9)
+    labels = [f"{old.split('_')[0]} → {new.split('_')[0]}\n{new.partition('_')[2]}" for old, new in steps]
+    axes.set_xticks(range(len(steps)), labels, fontsize=9)
     order = ", ".join(f"{PASS_NAMES[pass_]} D={head_dim}" for pass_, head_dim in COLUMNS)
     axes.set_title(f"times as fast as the stage before; bars, left to right: {order}", fontsize=10)
     axes.grid(axis="y", alpha=0.25)

@@ -11,7 +11,7 @@ CASE_S = 0.1  # GPU time spent on the rounds of a case …
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 200  # … within these
 SLOW_S = 50e-3  # a call that takes longer than this is a warm-up itself …
 SLOW_ROUNDS = 3  # … and gets this many rounds
-HEAD_START_S = 1e-3  # of the CPU, before the first round
+HEAD_START_S = 3e-3  # of the CPU, before the first round: of few and long ones that alone could be exposed
 SHORTEST_SPIN_S, LONGEST_SPIN_S = 50e-6, 20e-3
 EXPOSED_SHARE = 0.1  # of the rounds; the median of the others is not moved by so few
 HOST_S = 20e-3  # time spent on how long the CPU takes …
@@ -63,16 +63,20 @@ class GpuTimer:
         spin_s = 0.0
         (estimate,), _ = self._rounds(call, 1, spin_s)
         if estimate > SLOW_S:
-            count = SLOW_ROUNDS
-        else:
-            count = max(FEWEST_ROUNDS, min(int(WARM_UP_S / estimate), MOST_ROUNDS))
-            times, exposed = self._rounds(call, count, spin_s)
-            while exposed and spin_s < LONGEST_SPIN_S:
-                spin_s = max(SHORTEST_SPIN_S, 2 * spin_s)
-                times, exposed = self._rounds(call, count, spin_s)
-            count = max(FEWEST_ROUNDS, min(int(CASE_S / statistics.median(times)), MOST_ROUNDS))
-        times, exposed = self._rounds(call, count, spin_s)
+            times, exposed = self._rounds(call, SLOW_ROUNDS, spin_s)
+            return times, not exposed
+        times, _, spin_s = self._hidden(call, WARM_UP_S / estimate, spin_s)
+        times, exposed, _ = self._hidden(call, CASE_S / statistics.median(times), spin_s)
         return times, not exposed
+
+    def _hidden(self, call: Callable, count: float, spin_s: float) -> tuple[list[float], bool, float]:
+        """About `count` rounds, with as long a spin as hides the launches: times, whether they are exposed still, the spin."""
+        count = max(FEWEST_ROUNDS, min(int(count), MOST_ROUNDS))
+        times, exposed = self._rounds(call, count, spin_s)
+        while exposed and spin_s < LONGEST_SPIN_S:
+            spin_s = max(SHORTEST_SPIN_S, 2 * spin_s)
+            times, exposed = self._rounds(call, count, spin_s)
+        return times, exposed, spin_s
 
 
 def host_seconds(call: Callable, gpu_seconds: float) -> float:

@@ -138,6 +138,26 @@ def test_launch_that_takes_longer_than_its_kernels_is_hidden(gpu):
     assert times == pytest.approx([1e-3] * len(times)) and hidden
 
 
+def test_launch_that_takes_longer_after_the_warm_up_is_hidden(gpu):
+    timer = timing.GpuTimer()
+    rounds = 0
+
+    def call():
+        nonlocal rounds
+        rounds += 1
+        gpu.cpu_s += 20e-6 if rounds <= 1 + timing.MOST_ROUNDS else 900e-6
+        gpu.run(100e-6)
+
+    times, hidden = timer.measure(call)
+    assert times == pytest.approx([100e-6] * len(times)) and hidden
+
+
+def test_few_long_rounds_are_not_called_exposed_for_the_first_one(gpu):
+    for gpu_s in (15e-3, 80e-3):
+        times, hidden = timing.GpuTimer().measure(call_taking(gpu, 2e-3, gpu_s))
+        assert times == pytest.approx([gpu_s] * len(times)) and hidden
+
+
 def test_launch_that_is_too_long_to_hide_is_flagged(gpu):
     timer = timing.GpuTimer()
     assert not timer.measure(call_taking(gpu, 10 * timing.LONGEST_SPIN_S, 1e-3))[1]

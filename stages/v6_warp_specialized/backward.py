@@ -91,6 +91,17 @@ def _producer(q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, buf
 
 
 @gluon.jit
+def _widened(p):
+    """p in float32. From bfloat16 two at a time, out of the register that holds both: left to itself the compiler keeps a
+    register for each from when p is rounded on, and has none to spare."""
+    if p.dtype == gl.bfloat16:
+        halves: gl.constexpr = "{ .reg .b32 t; shl.b32 t, $2, 16; mov.b32 $0, t; and.b32 t, $2, 0xffff0000; mov.b32 $1, t; }"
+        return gl.inline_asm_elementwise(halves, "=f,=f,r", [p], gl.float32, is_pure=True, pack=2)
+    else:
+        return p.to(gl.float32)
+
+
+@gluon.jit
 def _accumulate(
     dk, dv, k, v, scale_log2, lo, hi, keys, ahead, buffers, barriers,
     w: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
@@ -131,7 +142,7 @@ def _accumulate(
         mbarrier.wait(ds_empty.index(slot), phase ^ 1)
         dp_t = warpgroup_mma_wait(1, [dp_t])  # [keys, queries]
         delta = stats_s.index(slot).slice(1, 1).load(s_layout)  # [1, queries]
-        ds_t = (p_t.to(gl.float32) * (dp_t - delta)).to(dtype)
+        ds_t = (_widened(p_t) * (dp_t - delta)).to(dtype)
         ds_s.index(slot * CONSUMERS + w).store(ds_t)
         fence_async_shared()
         dk = warpgroup_mma(gl.convert_layout(ds_t, p_layout), q, dk, is_async=True)

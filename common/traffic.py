@@ -167,7 +167,14 @@ def main(argv: list[str]):
         os.execve(sys.executable, [sys.executable, "-m", "common.traffic", *argv], interpreted)
     options = parse_options(argv)
     gpu = GPUS[options.gpu]
-    shapes = list(itertools.product(vars(options)["pass"], options.head_dim, options.causal, options.seq_len, options.stage))
+    reasons = {name: stages.unavailable(name) for name in options.stage}
+    for name, reason in reasons.items():
+        if reason:
+            print(f"{name} is not counted: it {reason}", file=sys.stderr)
+    countable = [name for name in options.stage if not reasons[name]]
+    if not countable:
+        raise SystemExit("there is nothing to count")
+    shapes = list(itertools.product(vars(options)["pass"], options.head_dim, options.causal, options.seq_len, countable))
     records = []
     for done, (pass_, head_dim, causal, seq_len, name) in enumerate(shapes, start=1):
         print(f"\rcounting {done} of {len(shapes)}", end="", file=sys.stderr, flush=True)

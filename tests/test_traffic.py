@@ -351,14 +351,28 @@ def test_roofline_adds_launches_and_names_what_takes_longer():
     assert traffic.costs(Count([moving], 0), gpu, "float32")["roofline_us"] is None  # another peak
 
 
+def run_traffic(*arguments):
+    small = ["--pass=fwd", "--seq-len=64", "--causal=yes"]
+    return subprocess.run(
+        [sys.executable, "-m", "common.traffic", *small, *arguments], cwd=Path(stages.__path__[0]).parent, capture_output=True,
+        text=True, env=os.environ | {"TRITON_INTERPRET": "0"}, check=False,
+    )  # fmt: skip
+
+
+def test_stages_that_the_interpreter_cannot_run_are_named_and_left_out():
+    run = run_traffic("--head-dim=16")  # all stages
+    assert run.returncode == 0, run.stderr
+    for name in stages.names():
+        left_out = hasattr(stages.load(name), "unavailable")
+        assert (name in run.stdout) != left_out and (f"{name} is not counted: it needs" in run.stderr) == left_out
+    run = run_traffic("--stage=v6")
+    assert run.returncode == 1 and "nothing to count" in run.stderr
+
+
 def test_command_prints_the_table_and_saves_every_launch(tmp_path):
     """In the interpreter even where a GPU would be used."""
     path = tmp_path / "traffic.json"
-    arguments = ["--stage=v1,v2", "--pass=fwd", "--seq-len=64", "--head-dim=16", "--causal=yes", "--gpu=a100", f"--json={path}"]
-    run = subprocess.run(
-        [sys.executable, "-m", "common.traffic", *arguments], cwd=Path(stages.__path__[0]).parent, capture_output=True,
-        text=True, env=os.environ | {"TRITON_INTERPRET": "0"}, check=False,
-    )  # fmt: skip
+    run = run_traffic("--stage=v1,v2", "--head-dim=16", "--gpu=a100", f"--json={path}")
     assert run.returncode == 0, run.stderr
     saved = json.loads(path.read_text())
     assert [record["impl"].split("_")[0] for record in saved["records"]] == ["v1", "v2"]

@@ -10,6 +10,8 @@ from common.runtime import DEVICE
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIMS = (16, 32, 64, 128, 256)
+NAMESPACE = "kernel_evolution"  # of the operators
+_libraries: dict[str, torch.library.Library] = {}  # what keeps each operator registered
 
 
 class Unavailable(RuntimeError):
@@ -68,15 +70,21 @@ def _plain(function: Callable, first: Tensor, *tensors: Tensor, **options):
 
 
 def _register(name: str, function: Callable, fake: Callable) -> Callable:
-    """A PyTorch operator of an annotated function that returns new tensors, and of one that only makes such tensors.
+    """The PyTorch operator `kernel_evolution::{name}` of an annotated function that returns new tensors.
 
-    What `torch.library.custom_op` does, less what it adds to every call: some 5 µs of the CPU's time.
+    What `torch.library.custom_op` does, less what it adds to every call: some 5 µs of the CPU's time. As there, a name that is
+    registered again, when a module is reloaded, is the new function's.
+
+    Args:
+        fake: takes what `function` takes, and returns tensors like its results, of any values.
     """
-    torch.library.define(name, torch.library.infer_schema(function, mutates_args=()))
-    torch.library.impl(name, "default", function)
-    torch.library.register_fake(name, fake)
-    namespace, name = name.split("::")
-    return getattr(getattr(torch.ops, namespace), name).default
+    if name in _libraries:
+        _libraries.pop(name)._destroy()
+    library = _libraries[name] = torch.library.Library(NAMESPACE, "FRAGMENT")
+    library.define(name + torch.library.infer_schema(function, mutates_args=()))
+    library.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
 def make_attention(name: str, forward: Callable, backward: Callable) -> Callable:
@@ -102,8 +110,8 @@ def make_attention(name: str, forward: Callable, backward: Callable) -> Callable
     def fake_backward(grad_out, q, k, v, out, lse, causal, scale):
         return tuple(torch.empty_like(contiguous_rows(tensor)) for tensor in (q, k, v))
 
-    forward_op = _register(f"kernel_evolution::{name}_forward", run_forward, fake_forward)
-    backward_op = _register(f"kernel_evolution::{name}_backward", run_backward, fake_backward)
+    forward_op = _register(f"{name}_forward", run_forward, fake_forward)
+    backward_op = _register(f"{name}_backward", run_backward, fake_backward)
 
     def setup_context(ctx, inputs, output):
         q, k, v, ctx.causal, ctx.scale = inputs
@@ -129,8 +137,9 @@ def make_attention(name: str, forward: Callable, backward: Callable) -> Callable
     def refuse(ctx, *grads):
         raise RuntimeError(f"the gradients of {name}'s attention cannot be differentiated again")
 
-    torch.library.register_autograd(forward_op.name(), gradients, setup_context=setup_context)
-    torch.library.register_autograd(backward_op.name(), refuse)
+    for op, backward_of_op, setup in ((forward_op, gradients, setup_context), (backward_op, refuse, None)):
+        library = _libraries[op.name().partition("::")[2]]
+        torch.library.register_autograd(op, backward_of_op, setup_context=setup, lib=library)
 
     def attention(q, k, v, *, causal=False, scale=None, return_lse=False):
         """Exact attention, softmax(scale · q kᵀ) v, differentiable in q, k and v.

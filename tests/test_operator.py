@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import importlib
 
 import pytest
 import torch
@@ -113,6 +114,20 @@ def test_autocast_casts_the_inputs(stage, dtype, unordered):
     got = {"out": out.detach(), "lse": lse.detach(), "dq": dq.to(dtype), "dk": dk.to(dtype), "dv": dv.to(dtype)}
     assert dq.dtype == torch.float32
     assert_same_bits(by_hand, got, unordered)
+
+
+def test_a_reloaded_stage_is_the_new_one(stage):
+    q, k, v, grad_out = make_inputs(20, 20, 16, torch.float16)
+
+    def results():
+        leaves = as_leaves(q, k, v)
+        out = stage.attention(*leaves)
+        return out.detach(), *torch.autograd.grad(out, leaves, grad_out)
+
+    before = results()
+    importlib.reload(stage)
+    for old, new in zip(before, results(), strict=True):
+        torch.testing.assert_close(old, new)
 
 
 def test_differentiating_twice_says_that_it_cannot(stage):

@@ -32,14 +32,9 @@ def require_hopper(stage: str, instead: str):
         raise Unavailable(f"{stage} {reason}; use {instead}")
 
 
-def describe_tile(tensor: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
-    """`common.descriptors.describe` for Gluon: the descriptor also says how a tile lies in shared memory.
-
-    Args:
-        tensor: [B, H, S, D], `addressable`.
-        rows, columns: of a tile; all D columns where not given.
-    """
-    block = (1, 1, rows, columns or tensor.shape[-1])
+def describe_tile(tensor: Tensor, rows: int) -> TensorDescriptor:
+    """`common.descriptors.describe` for Gluon, of whole rows: the descriptor also says how a tile lies in shared memory."""
+    block = (1, 1, rows, tensor.shape[-1])
     return TensorDescriptor(**located(tensor), block_shape=list(block), layout=_layout(block, tensor.dtype))
 
 

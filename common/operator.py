@@ -69,7 +69,7 @@ def _plain(function: Callable, first: Tensor, *tensors: Tensor, **options):
         return function(first, *tensors, **options)
 
 
-def _register(name: str, function: Callable, fake: Callable) -> Callable:
+def _register(name: str, function: Callable, fake: Callable, gradients: Callable, setup_context: Callable | None) -> Callable:
     """The PyTorch operator `kernel_evolution::{name}` of an annotated function that returns new tensors.
 
     What `torch.library.custom_op` does, less what it adds to every call: some 5 µs of the CPU's time. As there, a name that is
@@ -77,6 +77,7 @@ def _register(name: str, function: Callable, fake: Callable) -> Callable:
 
     Args:
         fake: takes what `function` takes, and returns tensors like its results, of any values.
+        gradients, setup_context: as `torch.library.register_autograd` has them.
     """
     if name in _libraries:
         _libraries.pop(name)._destroy()
@@ -84,6 +85,7 @@ def _register(name: str, function: Callable, fake: Callable) -> Callable:
     library.define(name + torch.library.infer_schema(function, mutates_args=()))
     library.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+    torch.library.register_autograd(f"{NAMESPACE}::{name}", gradients, setup_context=setup_context, lib=library)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
@@ -110,9 +112,6 @@ def make_attention(name: str, forward: Callable, backward: Callable) -> Callable
     def fake_backward(grad_out, q, k, v, out, lse, causal, scale):
         return tuple(torch.empty_like(contiguous_rows(tensor)) for tensor in (q, k, v))
 
-    forward_op = _register(f"{name}_forward", run_forward, fake_forward)
-    backward_op = _register(f"{name}_backward", run_backward, fake_backward)
-
     def setup_context(ctx, inputs, output):
         q, k, v, ctx.causal, ctx.scale = inputs
         ctx.save_for_backward(q, k, v, *output)
@@ -137,9 +136,8 @@ def make_attention(name: str, forward: Callable, backward: Callable) -> Callable
     def refuse(ctx, *grads):
         raise RuntimeError(f"the gradients of {name}'s attention cannot be differentiated again")
 
-    for op, backward_of_op, setup in ((forward_op, gradients, setup_context), (backward_op, refuse, None)):
-        library = _libraries[op.name().partition("::")[2]]
-        torch.library.register_autograd(op, backward_of_op, setup_context=setup, lib=library)
+    forward_op = _register(f"{name}_forward", run_forward, fake_forward, gradients, setup_context)
+    backward_op = _register(f"{name}_backward", run_backward, fake_backward, refuse, None)
 
     def attention(q, k, v, *, causal=False, scale=None, return_lse=False):
         """Exact attention, softmax(scale · q kᵀ) v, differentiable in q, k and v.

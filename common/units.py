@@ -14,7 +14,6 @@ import sys
 
 from tabulate import tabulate
 
-import bench
 import stages
 from common import ncu, workloads
 from common.operator import HEAD_DIMS
@@ -44,6 +43,8 @@ LEAST_SHARE = 0.02  # of a case's time: kernels below are left out of the table
 
 def launch(options):
     """Inside the profiler: one call of each case."""
+    import bench  # and with it the libraries to compare with, which a table does not need
+
     cases = []
     shapes = itertools.product(options.head_dim, options.seq_len, (False, True), ("fwd", "bwd"), options.impl)
     for head_dim, seq_len, causal, pass_, impl in shapes:
@@ -98,6 +99,8 @@ def units_table(result: dict) -> str:
 
 def main(argv: list[str]):
     """The command line."""
+    import bench
+
     description = "Measure how busy the GPU's units are in each kernel. LIST is comma-separated."
     parser = argparse.ArgumentParser(prog="python -m common.units", description=description)
     parser.add_argument("what", nargs="?", choices=["measure", "launch"], default="measure", help="launch runs in the profiler")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+REST_S = 0.1  # before a case: what the power limit does to it then does not depend on the cases before
 WARM_UP_S = 0.15  # GPU time until the clock has settled to what the power limit leaves
 CASE_S = 0.1  # GPU time spent on the rounds of a case …
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 200  # … within these
@@ -22,6 +23,10 @@ MATMUL_SIZE = 8192
 
 class GpuTimer:
     """Measures calls as a program that does nothing else would run them: back to back, with a cold L2 cache.
+
+    A case begins after a rest. At its power limit an H200 that has been at work without a pause for 0.8 s slows down by up to a
+    fifth for 0.2 s, and again a second later: without rests, that would meet some case or other. After a rest of 0.05 s it is
+    0.8 s again.
 
     All rounds are queued without waiting for the GPU in between, because after an idle stretch its clock is higher, most of
     all for the kernels that draw most power. A round writes `CACHE_BYTES`, which empties the L2 cache, records an event,
@@ -60,6 +65,8 @@ class GpuTimer:
 
     def measure(self, call: Callable) -> tuple[list[float], bool]:
         """GPU seconds of each round of a call, and whether its launch was hidden, so that they are the GPU's alone."""
+        torch.cuda.synchronize()
+        time.sleep(REST_S)
         spin_s = 0.0
         (estimate,), _ = self._rounds(call, 1, spin_s)
         if estimate > SLOW_S:

@@ -85,6 +85,11 @@ class FakeGpu:
             def _sleep(cycles):
                 gpu.run(cycles / 2e9, "spin")
 
+            @staticmethod
+            def synchronize():
+                gpu.log.append("wait")
+                gpu.cpu_s = max(gpu.cpu_s, gpu.queue_end_s)
+
         cuda.Event = Event
         self.cuda = cuda
         self.uint8 = torch.uint8
@@ -98,11 +103,17 @@ class FakeGpu:
         self.log.append(name)
         self.queue_end_s = max(self.queue_end_s, self.cpu_s) + seconds
 
+    def sleep(self, seconds):
+        """Let time pass on the CPU."""
+        self.log.append(f"rest {seconds}")
+        self.cpu_s += seconds
+
 
 @pytest.fixture
 def gpu(monkeypatch):
     fake = FakeGpu()
     monkeypatch.setattr(timing, "torch", fake)
+    monkeypatch.setattr(timing.time, "sleep", fake.sleep)
     return fake
 
 
@@ -121,6 +132,14 @@ def test_rounds_leave_out_flush_and_launch_and_are_queued_without_a_wait(gpu):
     assert times == pytest.approx([2e-3] * len(times)) and hidden
     last_rounds = gpu.log[-1 - 4 * len(times) :]
     assert last_rounds == ["flush", "event", "call", "event"] * len(times) + ["wait"]
+
+
+def test_case_begins_on_a_gpu_that_has_rested(gpu):
+    timer = timing.GpuTimer()
+    gpu.run(0.3, "the case before")
+    timer.measure(call_taking(gpu, 50e-6, 2e-3))
+    begin = gpu.log.index("the case before") + 1
+    assert gpu.log[begin : begin + 3] == ["wait", f"rest {timing.REST_S}", "spin"]
 
 
 def test_head_start_is_in_seconds_whatever_the_clock_of_the_gpu(gpu):
@@ -186,7 +205,6 @@ def test_timer_recovers_from_a_call_that_raised(gpu):
 def test_host_time_is_the_cpus_alone(gpu, monkeypatch, gpu_s, rounds):
     """A call that found the queue full would wait for the GPU, and show its time."""
     monkeypatch.setattr(timing.time, "perf_counter", lambda: gpu.cpu_s)
-    gpu.cuda.synchronize = lambda: gpu.run(0, "wait") or setattr(gpu, "cpu_s", max(gpu.cpu_s, gpu.queue_end_s))
     assert timing.host_seconds(call_taking(gpu, 30e-6, gpu_s), gpu_s) == pytest.approx(30e-6)
     assert gpu.log == ["wait", "call"] * rounds
 

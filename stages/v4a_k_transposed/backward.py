@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from common.descriptors import addressable, describe
+from common.order import tile_and_head
 from common.tuning import autotune, bucket, configs
 from stages.v4a_k_transposed.forward import transposed
 
@@ -61,8 +62,8 @@ def _dq_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
-    start_m = tl.program_id(0) % tiles_m * BLOCK_M
-    batch_head = tl.program_id(0) // tiles_m
+    tile, batch_head = tile_and_head(tiles_m, seq_k, 4 * HEAD_DIM, CAUSAL)
+    start_m = (tiles_m - 1 - tile) * BLOCK_M
     batch = batch_head // heads
     head = batch_head % heads
     offs_m = start_m + tl.arange(0, BLOCK_M)

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from common.descriptors import addressable, describe
 from common.hopper import async_reduce_add, describe_rows, describe_tile, new_barriers, new_ring, require_hopper
+from common.order import tile_and_head
 from stages.v5_tuned.backward import backward as backward_of_v5
 from stages.v6_warp_specialized.forward import LOG2_E
 
@@ -159,7 +160,9 @@ def _consumer(scale, seen, buffers, barriers, w: gl.constexpr, CAUSAL: gl.conste
     kv_full, q_full, do_full, q_do_empty, ds_full, ds_empty, dk_full, dv_full = barriers
     keys, ahead, masked, n = seen
     STAGES: gl.constexpr = q_s.shape[0]
+    BLOCK_M: gl.constexpr = q_s.shape[3]
     HEAD_DIM: gl.constexpr = q_s.shape[4]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     dtype: gl.constexpr = q_s.dtype
     dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, acc_layout)
@@ -168,9 +171,18 @@ def _consumer(scale, seen, buffers, barriers, w: gl.constexpr, CAUSAL: gl.conste
     v = v_s.index(w).reshape([ROWS, HEAD_DIM])
     scale_log2 = scale * LOG2_E
     mbarrier.wait(kv_full.index(0), 0)
+    # Query tiles that see none of these keys, but some of the consumer's before: they give dQ nothing.
+    unseen: gl.constexpr = w * ROWS // BLOCK_M if CAUSAL else 0
+    for step in gl.static_range(unseen):
+        mbarrier.wait(q_full.index(step), 0)
+        mbarrier.wait(do_full.index(step), 0)
+        ds_s.index(step * CONSUMERS + w).store(gl.zeros([ROWS, BLOCK_M], dtype, s_layout))
+        fence_async_shared()
+        mbarrier.arrive(ds_full.index(step), count=1)
+        mbarrier.arrive(q_do_empty.index(step), count=1)
     # The diagonal needs a mask. Keys past the end always do: p may be infinite there, and infinity times the zeros that a load
     # gives past the end is NaN.
-    dk, dv = _accumulate(dk, dv, k, v, scale_log2, 0, masked, keys, ahead, buffers, barriers, w, CAUSAL, True)
+    dk, dv = _accumulate(dk, dv, k, v, scale_log2, unseen, masked, keys, ahead, buffers, barriers, w, CAUSAL, True)
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, masked, n, keys, ahead, buffers, barriers, w, CAUSAL, False)
 
     # What leaves takes the place of what came: V is no longer read by anyone, K once the last dQ is done.
@@ -224,9 +236,8 @@ def _backward_kernel(
     HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     tiles_m = gl.cdiv(seq_q, BLOCK_M)
-    tiles_n = gl.cdiv(seq_k, CONSUMERS * ROWS)
-    batch_head = gl.program_id(0) // tiles_n
-    start_n = gl.program_id(0) % tiles_n * CONSUMERS * ROWS
+    tile, batch_head = tile_and_head(gl.cdiv(seq_k, CONSUMERS * ROWS), seq_q, 8 * HEAD_DIM, CAUSAL)  # Q, dO, sums of dQ
+    start_n = tile * CONSUMERS * ROWS
     first = 0  # of the query tiles that see these keys; where none does, the last one stands in
     masked = 0  # of them, the number that needs a mask
     if CAUSAL:

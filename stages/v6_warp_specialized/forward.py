@@ -169,7 +169,7 @@ def _consumer(work, w: gl.constexpr, CAUSAL: gl.constexpr):
         acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, acc_layout)
 
         for _ in range(1, seen):
-            # While the softmax of this tile runs, so does the last tile's product with V.
+            # Both products at once, so that the tensor cores have work for as long as possible while others take their softmax.
             fill += 1
             slot = fill % STAGES
             phase = fill // STAGES & 1
@@ -182,7 +182,7 @@ def _consumer(work, w: gl.constexpr, CAUSAL: gl.constexpr):
             p = gl.exp2(s * scale_log2 - m_new[:, None])
             rescale = gl.exp2(m - m_new)  # what was summed under the old maximum
             l = l * rescale + gl.sum(p, 1)
-            acc, l = warpgroup_mma_wait(0, [acc, l])  # l as well: else the compiler waits before it computes p
+            acc = warpgroup_mma_wait(0, [acc])  # the compiler puts it before the exponentials
             mbarrier.arrive(kv_empty.index(slot), count=1)
             acc = acc * gl.convert_layout(rescale, acc_rows)[:, None]
             m = m_new

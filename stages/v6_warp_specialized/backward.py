@@ -118,7 +118,6 @@ def _accumulate(
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk.type.layout, k_width=2)
     dtype: gl.constexpr = q_s.dtype
     nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
-    offs_n = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     for step in range(lo, hi):
         slot = step % STAGES
         phase = step // STAGES & 1
@@ -130,6 +129,7 @@ def _accumulate(
         lse_log2 = stats_s.index(slot).slice(0, 1).load(s_layout)  # [1, queries]
         p_t = s_t * scale_log2 - lse_log2
         if MASKED:
+            offs_n = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
             visible = (offs_n < keys)[:, None]
             if CAUSAL:
                 offs_m = step * BLOCK_M + ahead + gl.arange(0, BLOCK_M, gl.SliceLayout(0, s_layout))

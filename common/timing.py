@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-REST_S = 0.1  # before a case: what the power limit does to it then does not depend on the cases before
+REST_S = 0.06  # before a case: what the power limit does to it then does not depend on the cases before
 WARM_UP_S = 0.15  # GPU time until the clock has settled to what the power limit leaves
 CASE_S = 0.1  # GPU time spent on the rounds of a case …
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 200  # … within these
@@ -28,9 +28,9 @@ class GpuTimer:
     fifth for 0.2 s, and again a second later: without rests, that would meet some case or other. After a rest of 0.05 s it is
     0.8 s again.
 
-    All rounds are queued without waiting for the GPU in between, because after an idle stretch its clock is higher, most of
-    all for the kernels that draw most power. A round writes `CACHE_BYTES`, which empties the L2 cache, records an event,
-    calls, and records another: the time between the two is the GPU's as long as the CPU is ahead of it.
+    All rounds, those to warm up too, are queued without waiting for the GPU in between, because after an idle stretch its clock
+    is higher, most of all for the kernels that draw most power. A round writes `CACHE_BYTES`, which empties the L2 cache,
+    records an event, calls, and records another: the time between the two is the GPU's as long as the CPU is ahead of it.
 
     Where the GPU is past the first event before the call has queued its kernels, that round is exposed: it shows in part the
     CPU's time. Where too many are, each round is begun with a spin on the GPU, longer and longer until they are few; a call
@@ -45,45 +45,39 @@ class GpuTimer:
         (seconds,), _ = self._rounds(lambda: torch.cuda._sleep(cycles), 1, 0.0)
         self._cycles_per_s = cycles / seconds
 
-    def _rounds(self, call: Callable, count: int, spin_s: float) -> tuple[list[float], bool]:
-        """GPU seconds of each of `count` rounds, and whether too many of them were exposed."""
+    def _rounds(self, call: Callable, count: int, spin_s: float, warm_up: int = 0) -> tuple[list[float], bool]:
+        """GPU seconds of each of `count` rounds, after others to warm up, and whether too many of them were exposed."""
         exposed = 0
         events = []
         torch.cuda._sleep(int(HEAD_START_S * self._cycles_per_s))
-        for _ in range(count):
+        for number in range(-warm_up, count):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             if spin_s:
                 torch.cuda._sleep(int(spin_s * self._cycles_per_s))
             self._cache_filler.zero_()
             start.record()
             call()
-            exposed += start.query()
+            exposed += number >= 0 and start.query()
             end.record()
             events.append((start, end))
         end.synchronize()
-        return [start.elapsed_time(end) / 1e3 for start, end in events], exposed > EXPOSED_SHARE * count
+        return [start.elapsed_time(end) / 1e3 for start, end in events[warm_up:]], exposed > EXPOSED_SHARE * count
 
     def measure(self, call: Callable) -> tuple[list[float], bool]:
         """GPU seconds of each round of a call, and whether its launch was hidden, so that they are the GPU's alone."""
         torch.cuda.synchronize()
         time.sleep(REST_S)
-        spin_s = 0.0
-        (estimate,), _ = self._rounds(call, 1, spin_s)
+        (estimate,), _ = self._rounds(call, 1, 0.0)
         if estimate > SLOW_S:
-            times, exposed = self._rounds(call, SLOW_ROUNDS, spin_s)
+            times, exposed = self._rounds(call, SLOW_ROUNDS, 0.0)
             return times, not exposed
-        times, _, spin_s = self._hidden(call, WARM_UP_S / estimate, spin_s)
-        times, exposed, _ = self._hidden(call, CASE_S / statistics.median(times), spin_s)
+        warm_up, count = (max(FEWEST_ROUNDS, min(int(share / estimate), MOST_ROUNDS)) for share in (WARM_UP_S, CASE_S))
+        times, exposed = self._rounds(call, count, 0.0, warm_up)
+        spin_s = SHORTEST_SPIN_S
+        while exposed and spin_s <= LONGEST_SPIN_S:
+            times, exposed = self._rounds(call, count, spin_s, warm_up)
+            spin_s *= 2
         return times, not exposed
-
-    def _hidden(self, call: Callable, count: float, spin_s: float) -> tuple[list[float], bool, float]:
-        """About `count` rounds, with as long a spin as hides the launches: times, whether they are exposed still, the spin."""
-        count = max(FEWEST_ROUNDS, min(int(count), MOST_ROUNDS))
-        times, exposed = self._rounds(call, count, spin_s)
-        while exposed and spin_s < LONGEST_SPIN_S:
-            spin_s = max(SHORTEST_SPIN_S, 2 * spin_s)
-            times, exposed = self._rounds(call, count, spin_s)
-        return times, exposed, spin_s
 
 
 def host_seconds(call: Callable, gpu_seconds: float) -> float:

@@ -131,6 +131,7 @@ def test_rounds_leave_out_flush_and_launch_and_are_queued_without_a_wait(gpu):
     assert times == pytest.approx([2e-3] * len(times)) and hidden
     last_rounds = gpu.log[-1 - 4 * len(times) :]
     assert last_rounds == ["flush", "event", "call", "event"] * len(times) + ["wait"]
+    assert gpu.log.count("wait") == 3  # before the rest, for the first estimate, and at the end: none after the warm-up
 
 
 def test_case_begins_on_a_gpu_that_has_rested(gpu):

@@ -118,6 +118,9 @@ def _accumulate(
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk.type.layout, k_width=2)
     dtype: gl.constexpr = q_s.dtype
     nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
+    if CAUSAL:
+        offs_n = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+        seen_from = gl.where(offs_n < keys, offs_n, 2**30)  # the first query to see a key; past the end none does
     for step in range(lo, hi):
         slot = step % STAGES
         phase = step // STAGES & 1
@@ -129,11 +132,12 @@ def _accumulate(
         lse_log2 = stats_s.index(slot).slice(0, 1).load(s_layout)  # [1, queries]
         p_t = s_t * scale_log2 - lse_log2
         if MASKED:
-            offs_n = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-            visible = (offs_n < keys)[:, None]
             if CAUSAL:
                 offs_m = step * BLOCK_M + ahead + gl.arange(0, BLOCK_M, gl.SliceLayout(0, s_layout))
-                visible = offs_m[None, :] >= gl.where(offs_n < keys, offs_n, 2**30)[:, None]
+                visible = offs_m[None, :] >= seen_from[:, None]
+            else:
+                offs_n = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+                visible = (offs_n < keys)[:, None]
             p_t = gl.where(visible, p_t, float("-inf"))
         # Through the wait, which waits for nothing, so that the compiler has p ready before it issues the products.
         p_t = warpgroup_mma_wait(0, [gl.exp2(p_t).to(dtype)])

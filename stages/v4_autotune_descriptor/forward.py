@@ -59,7 +59,7 @@ def _forward_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
-    tile, batch_head = tile_and_head(tiles_m, seq_k, 4 * HEAD_DIM, CAUSAL)
+    tile, batch_head = tile_and_head(tiles_m, seq_k, 4 * HEAD_DIM, CAUSAL)  # bytes of a row of K and V
     start_m = (tiles_m - 1 - tile) * BLOCK_M
     batch = batch_head // heads
     head = batch_head % heads

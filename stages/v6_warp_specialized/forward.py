@@ -102,6 +102,12 @@ def _producer(load, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
+def _sums(p):
+    """Four sums of each row of p, one for each of the four threads that hold it: none has to wait for others'."""
+    return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
 def _consumer(work, w: gl.constexpr, CAUSAL: gl.constexpr):
     """A warpgroup with the w-th 64 query rows of each tile: all of the arithmetic."""
     out_desc, lse_ptr, scale_log2, buffers, barriers, problem = work
@@ -117,8 +123,12 @@ def _consumer(work, w: gl.constexpr, CAUSAL: gl.constexpr):
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
+    q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
+    rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     acc_rows: gl.constexpr = gl.SliceLayout(1, acc_layout)
     dtype: gl.constexpr = q_s.dtype
+    # From there it need not be read for every key tile; two consumers have the registers for that, four have not.
+    Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and HEAD_DIM <= 128
     tiles_m = gl.cdiv(seq_q, BLOCK_M)
     tiles = batch_heads * tiles_m
     no_s = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
@@ -128,10 +138,11 @@ def _consumer(work, w: gl.constexpr, CAUSAL: gl.constexpr):
     while tile < tiles:
         batch_head, start_m, n = _tile(tile, batch_heads, group, tiles_m, seq_k, BLOCK_M, BLOCK_N, CAUSAL)
         start_m += w * ROWS
-        offs_m = start_m + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+        offs_m = start_m + gl.arange(0, ROWS, rows)
         q_slot = turn % Q_STAGES * CONSUMERS + w
-        q = q_s.index(q_slot).reshape([ROWS, HEAD_DIM])
+        q_buffer = q_s.index(q_slot).reshape([ROWS, HEAD_DIM])
         mbarrier.wait(q_full.index(q_slot), turn // Q_STAGES & 1)
+        q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
         seen = n
         if CAUSAL and BLOCK_M > BLOCK_N:
             # Key tiles that only later consumers see: let them pass.
@@ -164,7 +175,7 @@ def _consumer(work, w: gl.constexpr, CAUSAL: gl.constexpr):
             s = gl.where(visible, s, float("-inf"))
         m = gl.max(s, 1) * scale_log2  # finite: every row sees the first key of this tile
         p = gl.exp2(s * scale_log2 - m[:, None])
-        l = gl.sum(p, 1)
+        l = _sums(p)
         p = gl.convert_layout(p.to(dtype), p_layout)
         acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, acc_layout)
 
@@ -181,7 +192,7 @@ def _consumer(work, w: gl.constexpr, CAUSAL: gl.constexpr):
             m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
             p = gl.exp2(s * scale_log2 - m_new[:, None])
             rescale = gl.exp2(m - m_new)  # what was summed under the old maximum
-            l = l * rescale + gl.sum(p, 1)
+            l = l * gl.convert_layout(rescale, gl.SliceLayout(1, l.type.layout))[:, None] + _sums(p)
             acc = warpgroup_mma_wait(0, [acc])  # the compiler puts it before the exponentials
             mbarrier.arrive(kv_empty.index(slot), count=1)
             acc = acc * gl.convert_layout(rescale, acc_rows)[:, None]
@@ -192,6 +203,7 @@ def _consumer(work, w: gl.constexpr, CAUSAL: gl.constexpr):
         slot = fill % STAGES
         mbarrier.wait(kv_full.index(slot), fill // STAGES & 1)
         acc = warpgroup_mma(p, v_s.index(slot).reshape([BLOCK_N, HEAD_DIM]), acc, is_async=True)
+        l = gl.convert_layout(gl.sum(l, 1), rows)
         lse_ptrs = lse_ptr + batch_head.to(gl.int64) * seq_q + offs_m
         gl.store(lse_ptrs, (m + gl.log2(l)) / LOG2_E, mask=offs_m < seq_q)
         normalize = gl.convert_layout(1.0 / l, acc_rows)
@@ -202,7 +214,7 @@ def _consumer(work, w: gl.constexpr, CAUSAL: gl.constexpr):
         acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(kv_empty.index(slot), count=1)
         fill += 1
-        q.store((acc * normalize[:, None]).to(dtype))  # Q is no longer needed: its buffer takes O
+        q_buffer.store((acc * normalize[:, None]).to(dtype))  # Q is no longer needed: its buffer takes O
         fence_async_shared()
         tma.async_copy_shared_to_global(out_desc, [batch_head // heads, batch_head % heads, start_m, 0], q_s.index(q_slot))
         if Q_STAGES == 1:
@@ -232,7 +244,7 @@ def _forward_kernel(
     buffers = (q_s, k_s, v_s, tile_s)
     barriers = (q_full, q_empty, kv_full, kv_empty, tile_full, tile_empty)
     problem = (batch_heads, heads, group, seq_q, seq_k)
-    # The registers of a multiprocessor, 512 for each of 128 threads, go where the tiles are: the producer keeps 24 or 32.
+    # The registers of a multiprocessor, 512 for each of 128 threads, go where the tiles are: the producer keeps 24.
     work = (out_desc, lse_ptr, scale_log2, buffers, barriers, problem)
     load = (q_desc, k_desc, v_desc, counter_ptr, buffers, barriers, problem)
     if CONSUMERS == 2:
@@ -251,25 +263,19 @@ def _forward_kernel(
                 (_consumer, (work, 0, CAUSAL)),
                 (_consumer, (work, 1, CAUSAL)),
                 (_consumer, (work, 2, CAUSAL)),
+                (_consumer, (work, 3, CAUSAL)),
                 (_producer, (load, CAUSAL)),
             ],
-            [4, 4, 1],
-            [160, 160, 32],
+            [4, 4, 4, 1],
+            [112, 112, 112, 24],
         )
 
 
 # Bytes of K and V that heads whose tiles are done at the same time may have. Programs that read the same K and V at the same
 # time share what comes from the L2 cache; where tiles differ in length, more heads to mix keep the programs busy to the end.
 L2_SHARE = {"full": 8 * 2**20, "causal": 32 * 2**20}
-TILES = {16: (192, 128, 4), 32: (192, 128, 4), 64: (192, 128, 2), 128: (128, 128, 2), 256: (128, 64, 2)}
-
-
-def schedule(head_dim: int, causal: bool, seq_k: int) -> dict:
-    """The tile of a launch, of 128 or 192 query rows, and the numbers of buffers."""
-    block_m, block_n, stages = TILES[head_dim]
-    if causal and head_dim == 64:
-        block_m, stages = (128, 4) if seq_k < 2048 else (192, 3)  # of few, short tiles the last ones leave programs idle
-    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "STAGES": stages, "Q_STAGES": 1 if head_dim == 256 else 2}
+# By head dimension: query rows of a tile, 64 for each of two or four consumers; keys of a tile; buffers of K and V, and of Q.
+TILES = {16: (256, 64, 6, 2), 32: (256, 64, 6, 2), 64: (256, 64, 6, 2), 128: (128, 128, 2, 2), 256: (128, 64, 2, 1)}
 
 
 def forward(q, k, v, *, causal, scale):
@@ -288,8 +294,7 @@ def forward(q, k, v, *, causal, scale):
     if scale < 0:
         q, scale = -q, -scale  # the same scores; the largest one is then the largest before scaling too
     q, k, v = addressable(q), addressable(k), addressable(v)
-    chosen = schedule(head_dim, causal, seq_k)
-    block_m, block_n = chosen["BLOCK_M"], chosen["BLOCK_N"]
+    block_m, block_n, stages, q_stages = TILES[head_dim]
     tiles = triton.cdiv(seq_q, block_m) * batch * heads
     programs = min(tiles, multiprocessors())
     group = max(1, min(batch * heads, L2_SHARE["causal" if causal else "full"] // (2 * seq_k * head_dim * k.element_size())))
@@ -297,6 +302,7 @@ def forward(q, k, v, *, causal, scale):
     _forward_kernel[programs,](
         describe_tile(q, 64), describe_tile(k, block_n), describe_tile(v, block_n), describe_tile(out, 64), lse, counter, scale,
         batch * heads, heads, group, seq_q, seq_k,
-        HEAD_DIM=head_dim, CAUSAL=causal, **chosen, num_warps=4, maxnreg={128: 168, 192: 128}[block_m],
+        HEAD_DIM=head_dim, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, Q_STAGES=q_stages, CAUSAL=causal,
+        num_warps=4, maxnreg={128: 168, 256: 96}[block_m],
     )  # fmt: skip
     return out, lse

@@ -25,7 +25,7 @@ import stages
 from common import machine, operator, reference, timing, traffic, workloads
 from common.counter import Count, count
 from common.footprint import footprint
-from common.options import json_path, list_of, one_of, positive
+from common.options import finite, json_path, list_of, one_of, positive
 from common.runtime import DEVICE
 from common.table import speed_table
 from common.workloads import Workload
@@ -132,6 +132,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     add_list("dtype", one_of(dtypes), ["float16"], f"of {joined(dtypes)}; default: float16")
     add_list("batch", positive, [None], "any; default: what makes 16384 tokens (without a GPU: 1)")
     add_list("heads", positive, [None], "any; default: what makes a hidden size of 2048 (without a GPU: 2)")
+    add_list("score_std", finite, [1.0], "standard deviation of the scores, any; default: 1")
     parser.add_argument("--json", type=json_path, metavar="FILE", help="also save the run in FILE")
     parser.add_argument(
         "--reference",
@@ -168,12 +169,12 @@ def cases(options: argparse.Namespace) -> list[tuple[str, Workload]]:
     if options.reference:
         return [case for argv in REFERENCE for case in cases(parse_options(argv))]
     implementations = [*BASELINES, *chosen_stages(options.stage)]
-    shapes = itertools.product(options.head_dim, options.causal, options.dtype, options.seq_len, options.batch, options.heads)
+    names = ("head_dim", "causal", "dtype", "score_std", "seq_len", "batch", "heads")
     found = []
-    for head_dim, causal, dtype, seq_len, batch, heads in shapes:
+    for head_dim, causal, dtype, score_std, seq_len, batch, heads in itertools.product(*(getattr(options, n) for n in names)):
         paper_batch, paper_heads = workloads.paper_shape(seq_len, head_dim)
         for pass_ in options.pass_:
-            shape = (batch or paper_batch, heads or paper_heads, seq_len, head_dim, causal, dtype)
+            shape = (batch or paper_batch, heads or paper_heads, seq_len, head_dim, causal, dtype, score_std)
             found += [(impl, Workload(pass_, *shape)) for impl in implementations]
     return found
 
@@ -386,8 +387,8 @@ def pytest_generate_tests(metafunc):
     metafunc.parametrize(["impl", *(field.name for field in fields(Workload))], params)
 
 
-def test_speed(benchmark, pytestconfig, impl, pass_, batch, heads, seq_len, head_dim, causal, dtype):
-    workload = Workload(pass_, batch, heads, seq_len, head_dim, causal, dtype)
+def test_speed(benchmark, pytestconfig, impl, pass_, batch, heads, seq_len, head_dim, causal, dtype, score_std):
+    workload = Workload(pass_, batch, heads, seq_len, head_dim, causal, dtype, score_std)
     _bench(pytestconfig).measure(benchmark, impl, workload)
 
 

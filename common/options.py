@@ -1,6 +1,7 @@
 """Types of command-line options, for argparse."""
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,6 +34,14 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise ValueError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def finite(text: str) -> float:
+    """A number above 0 and below infinity, or ValueError."""
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise ValueError(f"{text!r} is not a number above 0")
+    return number
 
 
 def json_path(text: str) -> Path:

@@ -6,7 +6,7 @@ from tabulate import tabulate
 
 import stages
 
-_SHARED = ("pass", "head_dim", "causal", "dtype")  # what the rows of one table have in common
+_SHARED = ("pass", "head_dim", "causal", "dtype", "score_std")  # what the rows of one table have in common
 _WORKLOAD = ("seq_len", "batch", "heads")  # what tells its workloads apart
 PASS_NAMES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 _TIME_HEADERS = (
@@ -20,7 +20,7 @@ _COUNT_HEADERS = (
 
 
 def _by(keys):
-    return lambda record: tuple(record[key] for key in keys)
+    return lambda record: tuple(record.get(key, 1.0) for key in keys)  # a record without score_std is older: it was 1
 
 
 def stage_order(impl: str) -> tuple[int, str]:
@@ -105,13 +105,13 @@ def _rows(records, machine, headers):
 
 
 def speed_table(records: list[dict], machine: dict) -> str:
-    """One markdown table for each pass, head dimension, mask and dtype.
+    """One markdown table for each pass, head dimension, mask, dtype and spread of the scores.
 
     Args:
         records: of one run: the `extra_info` of each benchmark and the entries of "failures" in its JSON file. A record has
-            `impl`, `pass`, `batch`, `heads`, `seq_len`, `head_dim`, `causal`, `dtype`, and either `failure` and `note`, or
-            `flops`, `ms`, `iqr_ms`, `tflops`, `launch_hidden`, `peak_extra_mib` and `host_us` or, without a GPU, what
-            `common.traffic.costs` returns.
+            `impl`, `pass`, `batch`, `heads`, `seq_len`, `head_dim`, `causal`, `dtype`, `score_std`, and either `failure` and
+            `note`, or `flops`, `ms`, `iqr_ms`, `tflops`, `launch_hidden`, `peak_extra_mib` and `host_us` or, without a GPU,
+            what `common.traffic.costs` returns.
         machine: the file's "machine_info": `gpu` (None: interpreted, and the tables show counts, and times at the peaks of
             `roofline`), `torch`, `triton`, `commit`, `date`, `matmul_tflops` by dtype.
 
@@ -138,7 +138,9 @@ def speed_table(records: list[dict], machine: dict) -> str:
         first = group[0]
         mask = "causal" if first["causal"] else "full"
         rows = list(_rows(group, machine, headers))
-        parts.append(f"{PASS_NAMES[first['pass']]}, D={first['head_dim']}, {mask}, {first['dtype']}")
+        spread = first.get("score_std", 1.0)
+        caption = f"{PASS_NAMES[first['pass']]}, D={first['head_dim']}, {mask}, {first['dtype']}"
+        parts.append(caption if spread == 1 else f"{caption}, scores of a standard deviation of {spread:g}")
         align = ["left" if header == "implementation" else "right" for header in headers]
         parts.append(tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=align))
         parts += [f"{record['impl']} at S={record['seq_len']}: {record['note']}" for record in group if record.get("note")]

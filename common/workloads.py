@@ -31,6 +31,7 @@ class Workload:
     head_dim: int
     causal: bool
     dtype: str  # a key of DTYPES
+    score_std: float = 1.0  # the standard deviation of the scores, q·k / √D
 
     @property
     def flops(self) -> float:
@@ -41,20 +42,22 @@ class Workload:
     @property
     def label(self) -> str:
         mask = "causal" if self.causal else "full"
-        return f"{self.pass_} B={self.batch} H={self.heads} S={self.seq_len} D={self.head_dim} {mask} {self.dtype}"
+        spread = "" if self.score_std == 1 else f" std={self.score_std:g}"
+        return f"{self.pass_} B={self.batch} H={self.heads} S={self.seq_len} D={self.head_dim} {mask} {self.dtype}{spread}"
 
     def record(self) -> dict:
         """What a record of a table says of its workload."""
         return {name.rstrip("_"): value for name, value in asdict(self).items()}
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v and the gradient of the output: the same normal numbers for every pass and implementation.
+        """q, k, v and the gradient of the output: normal numbers, q's times `score_std`, the same for every implementation.
 
         Never zeros: a GPU multiplies zeros with less power, so at a higher clock.
         """
         generator = torch.Generator(DEVICE).manual_seed(0)
         shape = self.batch, self.heads, self.seq_len, self.head_dim
-        return tuple(torch.randn(shape, generator=generator, device=DEVICE, dtype=DTYPES[self.dtype]) for _ in range(4))
+        numbers = [torch.randn(shape, generator=generator, device=DEVICE, dtype=DTYPES[self.dtype]) for _ in range(4)]
+        return self.score_std * numbers[0], *numbers[1:]
 
 
 def paper_shape(seq_len: int, head_dim: int) -> tuple[int, int]:

@@ -48,6 +48,11 @@ def test_inputs_are_the_same_each_time_differ_from_each_other_and_are_no_zeros()
     assert not torch.equal(inputs[0], inputs[1])
 
 
+def test_scores_have_the_standard_deviation_asked_for():
+    q, k, *_ = Workload("fwd", 1, 2, 512, 64, False, "float32", score_std=4.0).inputs()
+    assert (q @ k.mT / 8).std().item() == pytest.approx(4, rel=0.05)
+
+
 # --- timer: a fake GPU whose clock the test moves
 
 

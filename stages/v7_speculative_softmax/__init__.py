@@ -1,0 +1,15 @@
+"""v7: v6 with one maximum for all keys of a row, taken from the first ones, and checked at the end."""
+
+from common.hopper import unavailable
+from common.operator import make_attention
+from stages.v7_speculative_softmax.backward import backward
+from stages.v7_speculative_softmax.forward import forward
+
+__all__ = ["SPILLED_BYTES", "UNORDERED", "attention", "backward", "forward", "unavailable"]
+
+# Stored and loaded by a thread, at most: dK and dV, S and dP leave a consumer of the backward few registers for anything else.
+# Of what is spilled, at most a few words are read back in a step without a mask, of which nearly all are.
+SPILLED_BYTES = 288
+UNORDERED = ("dq",)  # added up in the order in which programs come, unless `torch.use_deterministic_algorithms` is on
+
+attention = make_attention("v7_speculative_softmax", forward, backward)

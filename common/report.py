@@ -22,6 +22,7 @@ RUN = ROOT / "results" / "h200.json"
 TRAFFIC = ROOT / "results" / "traffic.json"
 COUNTED_AT = 2048  # the sequence length of that file
 UNITS = ROOT / "results" / "units-h200.json"
+SPREAD = ROOT / "results" / "spread-h200.json"
 PLOTS = ROOT / "plots"
 MEAN_OVER = (1024, 2048, 4096, 8192, 16384)  # sequence lengths
 LONG = 2048  # from that sequence length on
@@ -219,6 +220,8 @@ def documents() -> dict[Path, str]:
     for path in (ROOT / "results").glob("traffic-*.json"):
         table = traffic_table(json.loads(path.read_text()))
         found[path.with_suffix(".md")] = f"# Traffic, counted and measured\n\n{table}\n"
+    if SPREAD.exists():
+        found[SPREAD.with_suffix(".md")] = f"# Scores of other spreads\n\n{speed_table(*load_run(SPREAD))}\n"
     if UNITS.exists():
         found[UNITS.with_suffix(".md")] = (
             f"# Busy units, and what warps wait for\n\n{units_table(json.loads(UNITS.read_text()))}\n"

@@ -21,7 +21,7 @@ from common.options import json_path, list_of, one_of, positive
 from common.table import PASS_NAMES, title
 from common.workloads import Workload
 
-TIME, REGISTERS = "gpu__time_duration.sum", "launch__registers_per_thread"
+TIME, CLOCK, REGISTERS = "gpu__time_duration.sum", "sm__cycles_elapsed.avg.per_second", "launch__registers_per_thread"
 UNITS = {  # of the most that each can do, from a kernel's begin to its end
     "tensor cores": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
     "exponentials": "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_elapsed",
@@ -58,7 +58,7 @@ def measure(options):
     """Run all cases under `ncu` and save what it says of each of their kernels."""
     selection = [f"--{name.replace('_', '-')}={','.join(map(str, getattr(options, name)))}" for name in options.selection]
     stalls = [STALL.format(reason) for reason in REASONS]
-    result = ncu.profile("common.units", selection, (TIME, REGISTERS, *UNITS.values()), stalls)
+    result = ncu.profile("common.units", selection, (TIME, CLOCK, REGISTERS, *UNITS.values()), stalls)
     options.file.write_text(json.dumps(result, indent=1))
 
 
@@ -82,18 +82,19 @@ def units_table(result: dict) -> str:
             waiting = ", ".join(f"{reason} {percent:.0f} %" for reason, percent in share.items())
             rows.append([
                 PASS_NAMES[case["pass"]], case["head_dim"], "causal" if case["causal"] else "full", title(case["impl"]),
-                _short(kernel["name"]), f"{kernel[TIME] / 1e6:.3f}", f"{kernel[REGISTERS]:.0f}",
+                _short(kernel["name"]), f"{kernel[TIME] / 1e6:.3f}", f"{kernel[CLOCK] / 1e9:.2f}", f"{kernel[REGISTERS]:.0f}",
                 *(f"{kernel[metric]:.0f}" for metric in UNITS.values()), waiting,
             ])  # fmt: skip
     info = result["machine_info"]
-    headers = ["pass", "D", "mask", "", "kernel", "ms", "registers", *UNITS, "waiting"]
+    lengths = sorted({case["seq_len"] for case in result["cases"]})
+    headers = ["pass", "D", "mask", "", "kernel", "ms", "GHz", "registers", *UNITS, "waiting"]
     caption = (
-        "Percent of what each unit can do in a kernel's time, registers of a thread at launch, and what waiting warps wait for "
-        f"most often. S = {', '.join(map(str, sorted({case['seq_len'] for case in result['cases']})))}, float16, 16k tokens, "
+        "Percent of what each unit can do in a kernel's time, the multiprocessors' clock, registers of a thread at launch, and "
+        f"what waiting warps wait for most often. S = {', '.join(map(str, lengths))}, float16, 16k tokens, "
         f"hidden size 2048; under the profiler, a kernel at a time. {info['gpu']}, torch {info['torch']}, triton "
         f"{info['triton']}, ncu {info['ncu']}, commit {info['commit'][:12]}, {info['date']}."
     )
-    align = ["left", "right", "left", "left", "left"] + ["right"] * (2 + len(UNITS)) + ["left"]
+    align = ["left", "right", "left", "left", "left"] + ["right"] * (3 + len(UNITS)) + ["left"]
     return f"{caption}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True, colalign=align)}"
 
 

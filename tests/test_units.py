@@ -16,7 +16,7 @@ INFO = {"gpu": "X", "torch": "1", "triton": "2", "ncu": "3", "commit": "abc", "d
 
 def kernel(name, ns, **stalls):
     percents = {metric: 10.0 * number for number, metric in enumerate(units.UNITS.values(), start=1)}
-    return {"name": name, units.TIME: ns, units.REGISTERS: 168, **percents} | {
+    return {"name": name, units.TIME: ns, units.CLOCK: 1.5e9, units.REGISTERS: 168, **percents} | {
         units.STALL.format(reason): value for reason, value in stalls.items()
     }
 
@@ -31,7 +31,7 @@ def test_table_has_a_row_for_each_kernel_that_takes_time():
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if "v6_some" in line]
     busy = ["10", "20", "30", "40", "50", "60"]
     waiting = "barrier 50 %, long scoreboard 30 %"
-    assert rows == [["forward", "64", "causal", "v6_some", "_forward_kernel", "2.500", "168", *busy, waiting]]
+    assert rows == [["forward", "64", "causal", "v6_some", "_forward_kernel", "2.500", "1.50", "168", *busy, waiting]]
     assert all(fact in table for fact in INFO.values())
 
 

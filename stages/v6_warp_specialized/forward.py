@@ -189,6 +189,7 @@ def _consumer(work, w: gl.constexpr, CAUSAL: gl.constexpr):
             s = warpgroup_mma(q, k.permute([1, 0]), no_s, use_acc=False, is_async=True)
             acc = warpgroup_mma(p, v_s.index(slot).reshape([BLOCK_N, HEAD_DIM]), acc, is_async=True)
             s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_N]
+            # NOTE: every tile pays for a new maximum, and mostly rescales by 1; v7 takes the first tile's.
             m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
             p = gl.exp2(s * scale_log2 - m_new[:, None])
             rescale = gl.exp2(m - m_new)  # what was summed under the old maximum

@@ -25,7 +25,7 @@ import stages
 from common import machine, operator, reference, timing, traffic, workloads
 from common.counter import Count, count
 from common.footprint import footprint
-from common.options import finite, json_path, list_of, one_of, positive
+from common.options import json_path, list_of, one_of, positive, positive_number
 from common.runtime import DEVICE
 from common.table import speed_table
 from common.workloads import Workload
@@ -132,7 +132,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     add_list("dtype", one_of(dtypes), ["float16"], f"of {joined(dtypes)}; default: float16")
     add_list("batch", positive, [None], "any; default: what makes 16384 tokens (without a GPU: 1)")
     add_list("heads", positive, [None], "any; default: what makes a hidden size of 2048 (without a GPU: 2)")
-    add_list("score_std", finite, [1.0], "standard deviation of the scores, any; default: 1")
+    add_list("score_std", positive_number, [1.0], "standard deviation of the scores, any; default: 1")
     parser.add_argument("--json", type=json_path, metavar="FILE", help="also save the run in FILE")
     parser.add_argument(
         "--reference",

@@ -36,7 +36,7 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def finite(text: str) -> float:
+def positive_number(text: str) -> float:
     """A number above 0 and below infinity, or ValueError."""
     number = float(text)
     if not 0 < number < math.inf:

@@ -20,7 +20,7 @@ _COUNT_HEADERS = (
 
 
 def _by(keys):
-    return lambda record: tuple(record.get(key, 1.0) for key in keys)  # a record without score_std is older: it was 1
+    return lambda record: tuple(record[key] for key in keys)
 
 
 def stage_order(impl: str) -> tuple[int, str]:
@@ -138,9 +138,8 @@ def speed_table(records: list[dict], machine: dict) -> str:
         first = group[0]
         mask = "causal" if first["causal"] else "full"
         rows = list(_rows(group, machine, headers))
-        spread = first.get("score_std", 1.0)
-        caption = f"{PASS_NAMES[first['pass']]}, D={first['head_dim']}, {mask}, {first['dtype']}"
-        parts.append(caption if spread == 1 else f"{caption}, scores of a standard deviation of {spread:g}")
+        spread = "" if first["score_std"] == 1 else f", scores of a standard deviation of {first['score_std']:g}"
+        parts.append(f"{PASS_NAMES[first['pass']]}, D={first['head_dim']}, {mask}, {first['dtype']}{spread}")
         align = ["left" if header == "implementation" else "right" for header in headers]
         parts.append(tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=align))
         parts += [f"{record['impl']} at S={record['seq_len']}: {record['note']}" for record in group if record.get("note")]

@@ -156,18 +156,17 @@ def test_scores_of_ten_thousand(stage, sign, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("growth", [200.0, -200.0])
+@pytest.mark.parametrize("growth", [200.0, 40.0, -200.0])
 def test_scores_that_grow_along_the_keys(stage, growth, causal, dtype):
-    """A row's maximum over the keys at either end is far too small for those at the other, by 200 in the exponent; here of
-    the rows of one head and the later half of them, so that what another row or tile does about it shows too."""
+    """A row's maximum over the keys at either end is far too small for those at the other: exp overflows float16 from 11 on,
+    float32 and bfloat16 from 88 on. Here of the later half of one head's rows, so that what it does to others shows too."""
     seq_q, seq_k, head_dim = (1100, 1000, 64) if on_gpu else (110, 100, 16)
     q, k, v, grad_out = make_inputs(seq_q, seq_k, head_dim, dtype)
     q[..., 0] = 0
     q[1, 2, seq_q // 2 :, 0] = 10.0
     k[..., 0] = torch.linspace(0, growth * head_dim**0.5 / 10, seq_k, device=DEVICE)
     results = check(stage, q, k, v, grad_out, causal=causal)
-    last = results["lse"][1, 2, -1]
-    assert 150 < last < 250 if growth > 0 else -50 < last < 50
+    assert abs(results["lse"][1, 2, -1] - max(growth, 0)) < 15
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

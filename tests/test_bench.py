@@ -285,7 +285,7 @@ GPU = {
 def record(impl, ms=None, seq_len=512, **changes):
     result = {
         "impl": impl, "pass": "fwd", "batch": 32, "heads": 16, "seq_len": seq_len, "head_dim": 128, "causal": False,
-        "dtype": "float16",
+        "dtype": "float16", "score_std": 1.0,
     }  # fmt: skip
     if ms is not None:
         result |= {
@@ -339,14 +339,16 @@ def test_table_keeps_failures_as_rows_and_compares_nothing_with_them():
     assert "v2_c at S=512: out: error 1 > 0.1" in table
 
 
-def test_table_sorts_lengths_as_numbers_and_splits_by_pass_dimension_mask_and_dtype():
+def test_table_sorts_lengths_as_numbers_and_splits_by_pass_dimension_mask_dtype_and_spread():
     records = [record("v0_a", 1.0, seq_len, batch=16384 // seq_len) for seq_len in (16384, 512, 2048)]
-    records += [record("v0_a", 1.0, **change) for change in ({"pass": "bwd"}, {"causal": True}, {"dtype": "float32"})]
+    changes = {"pass": "bwd"}, {"causal": True}, {"dtype": "float32"}, {"score_std": 2.5}
+    records += [record("v0_a", 1.0, **change) for change in changes]
     table = speed_table(records, GPU)
-    assert [row[0] for row in cells(table, "v0_a")] == ["512", "2048", "16384", "512", "512", "512"]
+    assert [row[0] for row in cells(table, "v0_a")] == ["512", "2048", "16384", "512", "512", "512", "512"]
     titles = [line for line in table.splitlines() if ", D=" in line]
     assert titles == [
         "forward, D=128, full, float16",
+        "forward, D=128, full, float16, scores of a standard deviation of 2.5",
         "forward, D=128, full, float32",
         "forward, D=128, causal, float16",
         "backward, D=128, full, float16",
@@ -400,6 +402,9 @@ def test_options_take_lists_repeated_flags_and_short_names():
         (["--causal", "maybe"], "'maybe' is not one of no, yes"),
         (["--dtype", "float64"], "'float64' is not one of float16, bfloat16, float32"),
         (["--batch", ""], "''"),
+        (["--score-std", "0"], "'0' is not a number above 0"),
+        (["--score-std", "nan"], "'nan' is not a number above 0"),
+        (["--score-std", "wide"], "'wide'"),
         (["--json", "no/such/directory/run.json"], "no/such/directory"),
         (["--json", ""], "'' is not the name of a file"),
         (["--json", "."], "'.' is not the name of a file"),
@@ -436,6 +441,9 @@ def test_cases_follow_the_papers_or_the_command_line():
     assert set(found) == {Workload("fwd", *shape, 512, 64, False, "float16")}
     options = bench.parse_options(["--batch=4", "--heads=8", "--seq-len=64"])
     assert {(w.batch, w.heads) for _, w in bench.cases(options)} == {(4, 8)}
+    options = bench.parse_options(["--score-std=1,2.5", "--seq-len=64", "--head-dim=64", "--causal=no", "--pass=fwd"])
+    labels = {w.score_std: w.label for _, w in bench.cases(options)}
+    assert labels[2.5] == f"{labels[1]} std=2.5" and len(labels) == 2
 
 
 def test_reference_run_is_all_that_the_results_keep():

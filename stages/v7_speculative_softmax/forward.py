@@ -20,7 +20,7 @@ from common.runtime import multiprocessors
 from stages.v5_tuned.forward import forward as forward_of_v5
 
 LOG2_E = gl.constexpr(1.4426950408889634)
-FEW_TILES = gl.constexpr(8)  # seen by a row: then failing is rare, and what a second tile's say costs is not
+FEW_TILES = gl.constexpr(8)  # rows that see no more key tiles rarely fail, and a second tile's say would cost them most
 ROWS = gl.constexpr(64)  # query rows of a consumer: what the four warps of a warpgroup multiply at once
 
 
@@ -63,7 +63,8 @@ def _producer(load, AGAIN: gl.constexpr, CAUSAL: gl.constexpr):
     """One warp: keeps the buffers of Q, K and V full, the next tile's too while this one's is still being finished.
 
     K and V come as they are used, each key tile's K with the V of the tile before: n + 1 fills for n key tiles. The producer
-    also takes the tiles: the first by the program's number, then one after another by a counter that all programs share.
+    also takes the tiles: the first by the program's number, then one after another by a counter that all programs share; those
+    that failed, AGAIN, in fixed steps.
     """
     q_desc, k_desc, v_desc, counter_ptr, failed_ptr, buffers, barriers, problem = load
     q_s, k_s, v_s, tile_s = buffers

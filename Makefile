@@ -37,8 +37,8 @@ bench: $(SETUP)  ## measure all stages, or STAGE=v3 with its neighbours; ARGS="�
 reference: $(SETUP)  ## measure on a GPU what results/ keeps, into FILE=…
 	$(PYTHON) bench.py --reference --json "$(FILE)"
 
-traffic: $(SETUP)  ## count what each stage moves and computes, with no GPU; ARGS="…" goes to common.traffic (ARGS=--help)
-	$(PYTHON) -m common.traffic $(addprefix --stage=,$(STAGE)) $(ARGS)
+traffic: $(SETUP)  ## count what each stage moves and computes, with no GPU; ARGS="…" goes to common.show.counts (ARGS=--help)
+	$(PYTHON) -m common.show.counts $(addprefix --stage=,$(STAGE)) $(ARGS)
 
 compare: $(SETUP)  ## show the last two saved runs side by side, per workload
 	@runs=$$(ls -t .benchmarks/*/*.json 2>/dev/null | head -n 2); \
@@ -47,16 +47,16 @@ compare: $(SETUP)  ## show the last two saved runs side by side, per workload
 	$(PYTHON) -m pytest_benchmark compare --group-by=group --between=median --name=short --time-unit=ms $$runs
 
 readme: $(SETUP)  ## rewrite the tables of the documents from results/
-	$(PYTHON) -m common.report readme
+	$(PYTHON) -m common.show.documents
 
 plots: $(SETUP)  ## draw plots/ from results/
-	$(PYTHON) -m common.report plots
+	$(PYTHON) -m common.show.plots
 
 story: $(SETUP)  ## walk from stage to stage: ideas, sizes of the changes, bytes saved, speed gained
-	$(PYTHON) -m common.story
+	$(PYTHON) -m common.show.story
 
 diff: $(SETUP)  ## show what one stage changes over another, code first, and what it gained: make diff A=v3 B=v4
-	$(PYTHON) -m common.story diff "$(A)" "$(B)"
+	$(PYTHON) -m common.show.story diff "$(A)" "$(B)"
 
 lint: $(SETUP)  ## check style and formatting
 	$(PYTHON) -m ruff check .

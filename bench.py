@@ -4,31 +4,28 @@ Before an implementation is timed its result is compared with attention in float
 """
 
 import argparse
-import contextlib
 import functools
 import gc
-import importlib
 import itertools
 import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import astuple, fields, replace
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 import stages
-from common import machine, operator, reference, timing, traffic, workloads
-from common.counter import Count, count
-from common.footprint import footprint
-from common.options import json_path, list_of, one_of, positive, positive_number
+from common import operator
+from common.measure import machine, reference, timing, traffic, workloads
+from common.measure.baselines import BASELINES, timed_call
+from common.measure.counter import Count, count
+from common.measure.footprint import footprint
+from common.measure.options import json_path, list_of, one_of, positive, positive_number
+from common.measure.workloads import Workload
 from common.runtime import DEVICE
-from common.table import speed_table
-from common.workloads import Workload
+from common.show.tables import speed_table
 
 NO_TIMES = (
     "No GPU in use: the kernels run on Triton's interpreter, on the CPU. Interpreter times mean nothing; the tables show "
@@ -36,70 +33,6 @@ NO_TIMES = (
 )
 
 GPU = traffic.GPUS["h200"]  # whose tiles and peaks the tables without a GPU are about
-
-
-def _sdpa(q, k, v, *, causal, backend):
-    with sdpa_kernel(backend):
-        return scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-
-class _Flash3(torch.autograd.Function):
-    """FlashAttention-3 by its operators, [B, S, H, D]."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, causal):
-        out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, is_causal=causal)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.causal = causal
-        return out
-
-    @staticmethod
-    def backward(ctx, grad_out):
-        dq, dk, dv, *_ = torch.ops.flash_attn_3.bwd(grad_out, *ctx.saved_tensors, is_causal=ctx.causal)
-        return dq, dk, dv, None
-
-
-def _transposed(attention):
-    """Of a function of [B, S, H, D] tensors one of [B, H, S, D] tensors, which says so where it does not take them."""
-
-    def transposed(q, k, v, *, causal):
-        try:
-            return attention(*(tensor.transpose(1, 2) for tensor in (q, k, v)), causal).transpose(1, 2)
-        except torch.OutOfMemoryError:
-            raise
-        except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
-            raise operator.Unavailable(str(error)) from error
-
-    return transposed
-
-
-def _installed() -> dict[str, Callable]:
-    """FlashAttention-3, its own package's or xformers', and FlashAttention-4, where they are installed."""
-    found = {}
-    for module in ("flash_attn_3._C", "xformers.flash_attn_3._C"):
-        with contextlib.suppress(ImportError):
-            importlib.import_module(module)
-            found["flash-3"] = _transposed(_Flash3.apply)
-            break
-    with contextlib.suppress(ImportError):
-        from flash_attn.cute import flash_attn_func
-
-        def first_result(q, k, v, causal):
-            return flash_attn_func(q, k, v, causal=causal, return_lse=True)[0]
-
-        found["flash-4"] = _transposed(first_result)
-    return found
-
-
-# To compare with another library, add what has a stage's `attention(q, k, v, *, causal)`.
-if DEVICE == "cuda":
-    BASELINES = {
-        "sdpa-flash": functools.partial(_sdpa, backend=SDPBackend.FLASH_ATTENTION),
-        "sdpa-cudnn": functools.partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION),
-        **_installed(),
-    }
-else:
-    BASELINES = {"sdpa": functools.partial(_sdpa, backend=[SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])}
 
 
 def parse_options(argv: list[str]) -> argparse.Namespace:
@@ -177,23 +110,6 @@ def cases(options: argparse.Namespace) -> list[tuple[str, Workload]]:
             shape = (batch or paper_batch, heads or paper_heads, seq_len, head_dim, causal, dtype, score_std)
             found += [(impl, Workload(pass_, *shape)) for impl in implementations]
     return found
-
-
-def _attention(impl: str) -> Callable:
-    return BASELINES[impl] if impl in BASELINES else stages.load(impl).attention
-
-
-def timed_call(impl: str, workload: Workload, inputs) -> Callable:
-    """The call to time: it returns what its pass computes, `out` or (dq, dk, dv). A backward's forward runs here, once."""
-    attention, causal = _attention(impl), workload.causal
-    *qkv, grad_out = inputs
-    if workload.pass_ == "fwd":
-        return lambda: attention(*qkv, causal=causal)
-    leaves = [tensor.detach().requires_grad_() for tensor in qkv]
-    if workload.pass_ == "fwd+bwd":
-        return lambda: torch.autograd.grad(attention(*leaves, causal=causal), leaves, grad_out)
-    out = attention(*leaves, causal=causal)
-    return lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
 
 
 def _count(impl: str, workload: Workload) -> Count:

@@ -1,4 +1,4 @@
-"""What is not the point of any stage: where kernels run, the operator, references, workloads, timing, tables."""
+"""What is not the point of any stage, in rooms; imports run one way: show, measure, the stages, kernels, operator, runtime."""
 
 from common import runtime  # first: it chooses between GPU and interpreter, before any kernel is defined
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from common.reference import assert_correct, plain, truth
+from common.measure.reference import assert_correct, plain, truth
 from common.runtime import DEVICE
 
 TILED = (40, 100)  # query and key counts of a cheap problem, with ragged ends and, for most tiles, more than one key tile
@@ -30,7 +30,7 @@ def by_functions(stage, q, k, v, grad_out, *, causal, scale):
 
 
 def check(stage, q, k, v, grad_out, *, causal, scale=None, run=by_operator):
-    """Assert that a stage's results are as near to float64 as `common.reference` asks, and return them."""
+    """Assert that a stage's results are as near to float64 as `common.measure.reference` asks, and return them."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     results = run(stage, q, k, v, grad_out, causal=causal, scale=scale)
     for name, like in {"out": q, "dq": q, "dk": k, "dv": v}.items():
@@ -48,3 +48,9 @@ def assert_same_bits(first: dict, second: dict, unordered: tuple = ()):
             torch.testing.assert_close(result, other)
             continue
         assert torch.equal(result.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)), name
+
+
+def cells(table, impl):
+    """The rows of an implementation, each the list of its cells."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")]
+    return [row for row in rows if row[2] == impl]

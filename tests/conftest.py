@@ -11,7 +11,7 @@ from triton.runtime import interpreter  # noqa: E402
 from triton.runtime.autotuner import Autotuner  # noqa: E402
 
 import stages  # noqa: E402
-from common.aot import first_that_survives  # noqa: E402
+from common.measure.aot import first_that_survives  # noqa: E402
 from common.runtime import INTERPRETED  # noqa: E402
 
 

@@ -10,7 +10,7 @@ import torch._dynamo.testing
 from cases import TILED, assert_same_bits, by_functions, by_operator, check, make_inputs
 from torch.utils.checkpoint import checkpoint
 
-from common.reference import assert_correct, plain, truth
+from common.measure.reference import assert_correct, plain, truth
 from common.runtime import DEVICE
 
 on_gpu = DEVICE == "cuda"

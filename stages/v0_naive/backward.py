@@ -2,7 +2,7 @@
 
 import torch
 
-from common.matmul import matmul_float32
+from common.kernels.matmul import matmul_float32
 
 
 def backward(grad_out, q, k, v, out, lse, *, causal, scale):

@@ -2,7 +2,7 @@
 
 import torch
 
-from common.matmul import matmul_float32
+from common.kernels.matmul import matmul_float32
 
 
 def forward(q, k, v, *, causal, scale):

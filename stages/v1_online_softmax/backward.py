@@ -4,9 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from common.matmul import matmul_float32
+from common.kernels.matmul import matmul_float32
+from common.kernels.tiles import query_tile
 from common.operator import contiguous_rows
-from common.tiles import query_tile
 
 
 @triton.jit

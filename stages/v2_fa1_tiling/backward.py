@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from common.kernels.tiles import key_tile
 from common.operator import contiguous_rows
-from common.tiles import key_tile
 
 
 @triton.jit

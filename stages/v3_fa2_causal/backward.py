@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from common.kernels.tiles import key_tile, query_tile
 from common.operator import contiguous_rows
-from common.tiles import key_tile, query_tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from common.tiles import query_tile
+from common.kernels.tiles import query_tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 

@@ -4,9 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from common.descriptors import addressable, describe
-from common.order import tile_and_head
-from common.tuning import autotune, bucket, configs
+from common.kernels.descriptors import addressable, describe
+from common.kernels.order import tile_and_head
+from common.kernels.tuning import autotune, bucket, configs
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SUMS = tl.constexpr(8)  # for a row: no thread holds more than two of any eight columns, so that none has to wait for others'

@@ -1,6 +1,6 @@
 """v6: warps specialised, in Gluon: one loads, the others multiply, and nobody waits for what could have been begun before."""
 
-from common.hopper import unavailable
+from common.kernels.hopper import unavailable
 from common.operator import make_attention
 from stages.v6_warp_specialized.backward import backward
 from stages.v6_warp_specialized.forward import forward

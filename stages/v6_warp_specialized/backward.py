@@ -13,9 +13,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from common.descriptors import addressable, describe
-from common.hopper import async_reduce_add, describe_rows, describe_tile, new_barriers, new_ring, require_hopper
-from common.order import tile_and_head
+from common.kernels.descriptors import addressable, describe
+from common.kernels.hopper import async_reduce_add, describe_rows, describe_tile, new_barriers, new_ring, require_hopper
+from common.kernels.order import tile_and_head
 from stages.v5_tuned.backward import backward as backward_of_v5
 from stages.v6_warp_specialized.forward import LOG2_E
 

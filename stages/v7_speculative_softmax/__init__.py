@@ -1,6 +1,6 @@
 """v7: v6 with one maximum for all keys of a row, taken from the first ones, and checked at the end."""
 
-from common.hopper import unavailable
+from common.kernels.hopper import unavailable
 from common.operator import make_attention
 from stages.v7_speculative_softmax.backward import backward
 from stages.v7_speculative_softmax.forward import forward

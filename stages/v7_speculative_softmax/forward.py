@@ -14,8 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from common.descriptors import addressable
-from common.hopper import describe_tile, new_ring, require_hopper
+from common.kernels.descriptors import addressable
+from common.kernels.hopper import describe_tile, new_ring, require_hopper
 from common.runtime import multiprocessors
 from stages.v5_tuned.forward import forward as forward_of_v5
 

@@ -1,0 +1,56 @@
+"""Triton's interpreter, repaired: what it computes otherwise than a GPU does. `common.runtime` applies what is here."""
+
+import numpy
+import torch
+import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
+from triton.runtime.jit import JITFunction
+
+
+def adopt_language():
+    """Give the interpreter its own version of what `triton.language`, imported before us, defined for the compiler."""
+    adopted = {}
+    for namespace in (tl, tl.standard, tl.random, tl.tensor):
+        for name, function in list(vars(namespace).items()):
+            if isinstance(function, JITFunction):
+                adopted.setdefault(function, InterpretedFunction(function.fn))
+                setattr(namespace, name, adopted[function])
+
+
+def _widen(handle):
+    """A bfloat16 handle, which the interpreter keeps as raw uint16, as float32; any other handle as it is."""
+    if handle.dtype.scalar != tl.bfloat16:
+        return handle
+    return TensorHandle((handle.data.astype(numpy.uint32) << 16).view(numpy.float32), tl.float32)
+
+
+def _to_bfloat16(data):
+    """A float32 array rounded to nearest even, as the raw uint16 of bfloat16."""
+    rounded = torch.from_numpy(numpy.ascontiguousarray(data)).to(torch.bfloat16)
+    return TensorHandle(rounded.view(torch.uint16).numpy().reshape(data.shape), tl.bfloat16)
+
+
+def repair_bfloat16():
+    """Give the interpreter's bfloat16 the meaning that it has on a GPU.
+
+    Triton 3.6 and 3.7 compute with the raw 16 bits: `tl.dot` multiplies them as integers, arithmetic adds them as integers, and
+    a cast from float32 truncates where the hardware rounds to nearest even.
+    """
+    builder = InterpreterBuilder
+    dot, binary_op, cast = builder.create_dot, builder.binary_op, builder.cast_impl
+
+    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        return dot(self, _widen(a), _widen(b), d, input_precision, max_num_imprecise_acc)
+
+    def repaired_binary_op(self, lhs, rhs, op):
+        if lhs.dtype.scalar != tl.bfloat16:
+            return binary_op(self, lhs, rhs, op)
+        result = op(_widen(lhs).data, _widen(rhs).data)
+        return _to_bfloat16(result) if result.dtype == numpy.float32 else TensorHandle(result, tl.int1)
+
+    def cast_impl(self, src, dst_type):
+        if src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
+            return _to_bfloat16(src.data)
+        return cast(self, src, dst_type)
+
+    builder.create_dot, builder.binary_op, builder.cast_impl = create_dot, repaired_binary_op, cast_impl

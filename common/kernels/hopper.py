@@ -1,0 +1,77 @@
+"""What stages written in Gluon share: where they can run, descriptors, and the one instruction Gluon does not wrap."""
+
+import functools
+
+import torch
+from torch import Tensor
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from common.kernels.descriptors import located
+from common.operator import Unavailable
+from common.runtime import INTERPRETED, architecture
+
+ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+
+
+def unavailable() -> str | None:
+    """Why kernels made of Hopper's own instructions (warpgroup products, register reallocation) cannot run; None: they can."""
+    if INTERPRETED:
+        return "needs a Hopper GPU (sm_90): Triton's interpreter, in use here, does not run Gluon"
+    arch = architecture()
+    return None if arch // 10 == 9 else f"needs a Hopper GPU (sm_90), and this one is sm_{arch}"
+
+
+def require_hopper(stage: str, instead: str):
+    """Raise Unavailable, naming the stage to use `instead`, unless this is a Hopper GPU."""
+    if reason := unavailable():
+        raise Unavailable(f"{stage} {reason}; use {instead}")
+
+
+def describe_tile(tensor: Tensor, rows: int) -> TensorDescriptor:
+    """`descriptors.describe` for Gluon, of whole rows: the descriptor also says how a tile lies in shared memory."""
+    block = (1, 1, rows, tensor.shape[-1])
+    return TensorDescriptor(**located(tensor), block_shape=list(block), layout=_layout(block, tensor.dtype))
+
+
+@functools.cache
+def _layout(block, dtype):
+    return gl.NVMMASharedLayout.get_default_for(list(block), ELEMENTS[dtype])
+
+
+def describe_rows(tensor: Tensor, rows: int) -> TensorDescriptor:
+    """A descriptor of a contiguous [N, C] tensor, to be moved `rows` rows at a time, in shared memory as in global memory."""
+    block = [rows, tensor.shape[1]]
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * tensor.element_size(), rank=2)
+    return TensorDescriptor(tensor, list(tensor.shape), [tensor.shape[1], 1], block, layout)
+
+
+@builtin
+def async_reduce_add(tensor_desc, coord, src, _semantic=None):
+    """Add the tile `src` in shared memory to the tile at `coord` in global memory, by the copy engine.
+
+    Completes like `tma.async_copy_shared_to_global`, its twin: `tma.store_wait` waits until `src` has been read. Triton 3.6 and
+    3.7 have the operation, but Gluon no function for it.
+    """
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
+@gluon.jit
+def new_barriers(number: gl.constexpr, count: gl.constexpr):
+    """So many barriers, each of which completes a phase with every `count` arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(number):
+        mbarrier.init(barriers.index(i), count=count)
+    return barriers
+
+
+@gluon.jit
+def new_ring(STAGES: gl.constexpr, producers: gl.constexpr, consumers: gl.constexpr):
+    """The barriers of a ring of buffers: `full` completes when all producers have filled one, `empty` when all consumers have
+    read it."""
+    return new_barriers(STAGES, producers), new_barriers(STAGES, consumers)

@@ -1,0 +1,274 @@
+"""What the compiler makes of a stage's kernels for a GPU that is not there: registers, spills, shared memory, instructions.
+
+    python -m common.measure.aot --stage v3 --arch 80,90 --head-dim 64,128 --causal yes,no
+
+A stage's own `forward` and `backward` run on tensors without data, under a stand-in for Triton's driver. So every kernel
+that they launch is bound, specialized and compiled as for a launch on that GPU, by Triton itself, and then not launched.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import contextlib
+import io
+import itertools
+import json
+import multiprocessing
+import os
+import pathlib
+import re
+import sys
+import threading
+from types import SimpleNamespace
+
+import torch
+import triton
+from tabulate import tabulate
+from triton.backends.compiler import GPUTarget
+from triton.errors import TritonError
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.errors import AutotunerError
+
+import stages
+from common.operator import DTYPES, HEAD_DIMS
+
+# Bytes of shared memory that a block may have, by architecture.
+SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+USUAL_ARCHS = (80, 90, 100)  # one of each generation that differs in how it moves and multiplies tiles
+INSTRUCTIONS = {  # what the table calls them, and how PTX does
+    "mma.sync": "mma.sync",
+    "wgmma": "wgmma.mma_async",
+    "tcgen05": "tcgen05.mma",
+    "cp.async": "cp.async.cg",
+    "TMA": "cp.async.bulk.tensor",
+}
+BATCH, HEADS, SEQ_LEN = 4, 16, 4096  # of the tensors without data: an ordinary workload, every length a multiple of 16
+
+
+class StandInDriver:
+    """Triton's driver for a GPU that is not there: it says what the GPU is, and loads and launches nothing.
+
+    Args:
+        arch: 80 for sm_80, and so on.
+        launched: called with the metadata of each compiled kernel before its first launch.
+        benchmarker: what an autotuner times its configurations with, `(kernel_call, quantiles, warmup, rep) -> times`.
+    """
+
+    def __init__(self, arch, launched, benchmarker):
+        self.get_current_target = lambda: GPUTarget("cuda", arch, 32)
+        self.get_current_device = lambda: 0
+        self.get_current_stream = lambda device: 0
+        self.get_benchmarker = lambda: benchmarker
+        self._launched = launched
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": SHARED_LIMIT[arch], "multiprocessor_count": 132},
+            load_binary=lambda name, binary, shared, device: (name, name, 0, 0, 1024),  # 1024 threads a block at most
+        )
+
+    def launcher_cls(self, source, metadata):
+        self._launched(metadata)
+        return lambda *args: None
+
+
+class _OutputByThread(io.TextIOBase):
+    """A stream that keeps apart what the threads write to it."""
+
+    def __init__(self):
+        self._texts = collections.defaultdict(str)
+
+    def write(self, text):
+        self._texts[threading.get_ident()] += text
+        return len(text)
+
+    def take(self):
+        """What this thread has written since it last asked."""
+        return self._texts.pop(threading.get_ident(), "")
+
+
+def first_that_survives(prune_configs):
+    """An autotuner's `prune_configs` that offers one configuration at a time and takes the first that is not pruned."""
+
+    def prune(autotuner, kwargs):
+        every = autotuner.configs
+        try:
+            for config in every:
+                autotuner.configs = [config]
+                with contextlib.suppress(AutotunerError):
+                    return prune_configs(autotuner, kwargs)
+        finally:
+            autotuner.configs = every
+        raise AutotunerError(f"all {len(every)} configurations of {autotuner.base_fn.__name__} were pruned")
+
+    return prune
+
+
+def _describe(source, metadata, metadata_group, ptxas_log):
+    """One compiled kernel as a row of the report."""
+    texts = {path.suffix: path.read_text() for path in map(pathlib.Path, metadata_group.values()) if path.suffix != ".cubin"}
+    source_ir = texts.get(".ttir") or texts[".ttgir"]  # what Gluon begins with
+    constants = {source.fn.arg_names[path[0]]: value for path, value in source.constants.items()}
+    config = {name: value for name, value in constants.items() if name.startswith("BLOCK_")}
+    config |= {name: metadata[name] for name in ("num_warps", "num_stages")}
+    return {
+        "kernel": source.fn.__name__,
+        "config": " ".join(f"{name}={value}" for name, value in config.items()),
+        "registers": max(map(int, re.findall(r"Used (\d+) registers", ptxas_log))),
+        "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", ptxas_log))),
+        "shared_bytes": metadata["shared"],
+        "instructions": [name for name, ptx in INSTRUCTIONS.items() if ptx in texts[".ptx"]],
+        "dots": sum(source_ir.count(name) for name in ("tt.dot ", "ttng.warp_group_dot ")),
+        "descriptors": sum(str(type_name).startswith("tensordesc") for type_name in source.signature.values()),
+        "warnings": sorted(set(re.findall(r"\(C\d+\).*", ptxas_log))),
+    }
+
+
+def _compile_case(sender, case, all_configs):
+    """Compile what one forward and backward launch; runs in a process of its own. Sends (rows, errors, unavailable)."""
+    compiled, rows, errors, output = {}, [], [], _OutputByThread()
+
+    def on_compiled(src, metadata, metadata_group, times, cache_hit):
+        compiled[metadata["hash"]] = _describe(src, metadata, metadata_group, output.take())
+
+    def on_launched(metadata):
+        rows.append(case | compiled[metadata.hash])
+
+    def time_nothing(kernel_call, quantiles, warmup, rep):
+        if all_configs:
+            try:
+                kernel_call()
+            except Exception as error:  # the autotuner drops a configuration that fails; here it is a finding
+                errors.append(case | {"error": f"{type(error).__name__}: {error}"})
+                raise
+        return [0.0, 0.0, 0.0]
+
+    triton.runtime.driver.set_active(StandInDriver(case["arch"], on_launched, time_nothing))
+    triton.knobs.compilation.listener = on_compiled
+    triton.knobs.compilation.always_compile = True  # a kernel from the cache comes without ptxas' log
+    triton.knobs.nvidia.dump_ptxas_log = True  # to stdout, by the thread that compiles
+    if reason := stages.unavailable(case["stage"]):
+        sender.send(([], [], [case | {"reason": reason}]))
+        return
+    if not all_configs:
+        Autotuner.prune_configs = first_that_survives(Autotuner.prune_configs)
+
+    shape = BATCH, HEADS, SEQ_LEN, case["head_dim"]
+    q, k, v, out, grad_out = (torch.empty(shape, dtype=getattr(torch, case["dtype"]), device="meta") for _ in range(5))
+    lse = torch.empty(shape[:3], dtype=torch.float32, device="meta")
+    options = {"causal": case["causal"], "scale": 0.125}
+    stage = stages.load(case["stage"])
+    for function, arguments in ((stage.forward, (q, k, v)), (stage.backward, (grad_out, q, k, v, out, lse))):
+        try:
+            with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+                function(*arguments, **options)
+        except (TritonError, RuntimeError) as error:  # RuntimeError: a pass of the compiler failed
+            errors.append(case | {"error": f"{function.__name__}: {type(error).__name__}: {error}"})
+    sender.send((rows, errors, []))
+
+
+def _in_own_process(context, case, all_configs):
+    """(rows, errors, unavailable) of a case: its own process has fresh caches, and may crash, as compilers do."""
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_compile_case, args=(sender, case, all_configs))
+    process.start()
+    sender.close()  # the process has its own; recv() now notices when that one is gone
+    try:
+        return receiver.recv()
+    except EOFError:
+        process.join()
+        return [], [case | {"error": f"its process died, exit code {process.exitcode}"}], []
+
+
+def compile_cases(cases, all_configs):
+    """Compile every kernel of the cases, as many at a time as there are CPU cores, with a progress line.
+
+    Args:
+        cases: dicts with stage, arch (int), dtype (name), head_dim (int) and causal (bool).
+        all_configs: every configuration an autotuner would try, rather than the first.
+
+    Returns:
+        rows, errors and unavailable, in the order of the cases. A row is the case and: kernel, config, registers (a thread),
+        spilled_bytes (of spill stores and loads, a thread), shared_bytes (a block), instructions (keys of `INSTRUCTIONS`),
+        dots (matrix products in the source), descriptors (arguments that are tensor descriptors), warnings (of ptxas). An error
+        is the case and: error. What the stage cannot run on is the case and: reason.
+    """
+    os.environ["TRITON_INTERPRET"] = "0"  # for the processes started below; in this one it is too late to matter
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU that is there plays no part, and its memory stays free
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["common"])  # imports torch and triton, once for all processes
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        futures = [pool.submit(_in_own_process, context, case, all_configs) for case in cases]
+        try:
+            for done, _ in enumerate(concurrent.futures.as_completed(futures), start=1):
+                print(f"\rcompiled {done} of {len(cases)} cases", end="", file=sys.stderr, flush=True)
+        finally:
+            pool.shutdown(cancel_futures=True)  # after Ctrl-C nothing new starts
+            print(file=sys.stderr)
+    found = zip(*(future.result() for future in futures), strict=True)
+    return tuple(list(itertools.chain(*of_cases)) for of_cases in found)
+
+
+def _keys_of(values):
+    """An argparse type: comma-separated keys of `values`, as the list of what they stand for."""
+
+    def read(text):
+        keys = text.split(",")
+        for key in keys:
+            if key not in values:
+                raise argparse.ArgumentTypeError(f"{key!r} is not one of {', '.join(values)}")
+        return [values[key] for key in keys]
+
+    return read
+
+
+def main():
+    """The command line; returns the exit status, 1 where something did not compile."""
+    parser = argparse.ArgumentParser(
+        prog="python -m common.measure.aot",
+        description="Compile the kernels of a stage for GPUs that need not be there, and report registers, spills, shared "
+        "memory and instructions. Every option takes a comma-separated list.",
+    )
+    stage_names = {name.split("_")[0]: name for name in stages.names()}
+    stage_names |= {name: name for name in stages.names()}
+    archs = {str(arch): arch for arch in SHARED_LIMIT}
+    head_dims = {str(head_dim): head_dim for head_dim in HEAD_DIMS}
+    dtypes = {name: name for name in (str(dtype).removeprefix("torch.") for dtype in DTYPES)}
+    causal = {"yes": True, "no": False}
+    for flag, values, default, help_text in (
+        ("--stage", stage_names, ",".join(stages.names()), "such as v3 or v3_fa2_causal (default: all)"),
+        ("--arch", archs, ",".join(map(str, USUAL_ARCHS)), f"compute capability: {', '.join(archs)} (default: %(default)s)"),
+        ("--head-dim", head_dims, "64,128", f"{', '.join(head_dims)} (default: %(default)s)"),
+        ("--dtype", dtypes, "float16", f"{', '.join(dtypes)} (default: %(default)s)"),
+        ("--causal", causal, "yes", "yes, no (default: %(default)s)"),
+    ):
+        parser.add_argument(flag, type=_keys_of(values), default=default, metavar="LIST", help=help_text)
+    parser.add_argument("--all-configs", action="store_true", help="all that an autotuner would try, not only the first")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write rows and errors there")
+    arguments = parser.parse_args()
+
+    names = "stage", "arch", "dtype", "head_dim", "causal"
+    product = itertools.product(*(getattr(arguments, name) for name in names))
+    cases = [dict(zip(names, values, strict=True)) for values in product]
+    rows, errors, unavailable = compile_cases(cases, arguments.all_configs)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"rows": rows, "errors": errors, "unavailable": unavailable}, indent=1))
+
+    columns = "stage", "kernel", "arch", "dtype", "head_dim", "causal", "config"
+    columns += "registers", "spilled_bytes", "shared_bytes", "instructions"
+    shown = [[" ".join(row[name]) if name == "instructions" else row[name] for name in columns] for row in rows]
+    print(tabulate(shown, headers=[name.replace("_", " ") for name in columns]))
+    for name in arguments.stage:
+        if not any(row["stage"] == name for row in rows + errors + unavailable):
+            print(f"{name} launches no Triton kernel")
+    for line in dict.fromkeys(f"{case['stage']} {case['reason']}" for case in unavailable):
+        print(line)
+    for row in rows:
+        for warning in row["warnings"]:
+            print(f"warning: {row['stage']} {row['kernel']} sm_{row['arch']} {row['config']}: {warning}")
+    for error in errors:
+        case = " ".join(f"{name}={error[name]}" for name in names)
+        print(f"error: {case}: {error['error']}", file=sys.stderr)
+    return 1 if errors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

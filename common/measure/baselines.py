@@ -1,0 +1,96 @@
+"""What the stages are measured against: PyTorch's attention, and FlashAttention-3 and -4 where they are installed."""
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import stages
+from common import operator
+from common.measure.workloads import Workload
+from common.runtime import DEVICE
+
+
+def _sdpa(q, k, v, *, causal, backend):
+    with sdpa_kernel(backend):
+        return scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+class _Flash3(torch.autograd.Function):
+    """FlashAttention-3 by its operators, [B, S, H, D]."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, causal):
+        out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, is_causal=causal)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.causal = causal
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        dq, dk, dv, *_ = torch.ops.flash_attn_3.bwd(grad_out, *ctx.saved_tensors, is_causal=ctx.causal)
+        return dq, dk, dv, None
+
+
+def _transposed(attention):
+    """Of a function of [B, S, H, D] tensors one of [B, H, S, D] tensors, which says so where it does not take them."""
+
+    def transposed(q, k, v, *, causal):
+        try:
+            return attention(*(tensor.transpose(1, 2) for tensor in (q, k, v)), causal).transpose(1, 2)
+        except torch.OutOfMemoryError:
+            raise
+        except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
+            raise operator.Unavailable(str(error)) from error
+
+    return transposed
+
+
+def _installed() -> dict[str, Callable]:
+    """FlashAttention-3, its own package's or xformers', and FlashAttention-4, where they are installed."""
+    found = {}
+    for module in ("flash_attn_3._C", "xformers.flash_attn_3._C"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+            found["flash-3"] = _transposed(_Flash3.apply)
+            break
+    with contextlib.suppress(ImportError):
+        from flash_attn.cute import flash_attn_func
+
+        def first_result(q, k, v, causal):
+            return flash_attn_func(q, k, v, causal=causal, return_lse=True)[0]
+
+        found["flash-4"] = _transposed(first_result)
+    return found
+
+
+# To compare with another library, add what has a stage's `attention(q, k, v, *, causal)`.
+if DEVICE == "cuda":
+    BASELINES = {
+        "sdpa-flash": functools.partial(_sdpa, backend=SDPBackend.FLASH_ATTENTION),
+        "sdpa-cudnn": functools.partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION),
+        **_installed(),
+    }
+else:
+    BASELINES = {"sdpa": functools.partial(_sdpa, backend=[SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])}
+
+
+def attention_of(impl: str) -> Callable:
+    return BASELINES[impl] if impl in BASELINES else stages.load(impl).attention
+
+
+def timed_call(impl: str, workload: Workload, inputs) -> Callable:
+    """The call to time: it returns what its pass computes, `out` or (dq, dk, dv). A backward's forward runs here, once."""
+    attention, causal = attention_of(impl), workload.causal
+    *qkv, grad_out = inputs
+    if workload.pass_ == "fwd":
+        return lambda: attention(*qkv, causal=causal)
+    leaves = [tensor.detach().requires_grad_() for tensor in qkv]
+    if workload.pass_ == "fwd+bwd":
+        return lambda: torch.autograd.grad(attention(*leaves, causal=causal), leaves, grad_out)
+    out = attention(*leaves, causal=causal)
+    return lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True)

@@ -1,0 +1,126 @@
+"""What each stage moves and computes, counted on the CPU, and how long that takes at a GPU's published peaks.
+
+What is counted, and how, `common.measure.counter` says. Every kernel takes the tiles that it would take on the named GPU; an
+autotuned one the fixed tiles of the earlier stages (`common.kernels.tiles`) where they are among its configurations for that
+GPU, so that a stage's gain is its idea's, and not the tuning's. `common.show.counts` is the command.
+"""
+
+import contextlib
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from common.kernels.tiles import key_tile, query_tile
+from common.kernels.tuning import COPY_ENGINE_ARCH, sensible, tuners
+from common.measure.aot import SHARED_LIMIT
+from common.measure.counter import Count, Launch, count
+from common.measure.workloads import DTYPES, Workload
+from common.runtime import limited_shared_memory
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU's published peaks: dense float16 products accumulated in float32, and memory bandwidth."""
+
+    name: str
+    arch: int  # 80 for sm_80
+    tflops: float
+    tb_per_s: float
+    source: str
+
+    @property
+    def peaks(self) -> str:
+        return f"{self.name}, {self.tflops:g} TFLOP/s and {self.tb_per_s:g} TB/s"
+
+
+GPUS = {
+    # The page gives 1,979 TFLOP/s, with sparsity; dense is half of that.
+    "h200": Gpu("NVIDIA H200 SXM", 90, 989, 4.8, "https://www.nvidia.com/en-us/data-center/h200/"),
+    "a100": Gpu(
+        "NVIDIA A100 80GB SXM", 80, 312, 2.039,
+        "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf",
+    ),
+    # The page gives 759 TOPS in FP4 with sparsity; dense float16 with float32 accumulation is a sixteenth of that, by the table
+    # of the architecture's whitepaper (RTX 5090: 3,352 and 209.5). Bandwidth: 128 bits at 28 Gbit/s.
+    "rtx5060ti": Gpu(
+        "NVIDIA GeForce RTX 5060 Ti", 120, 47.4, 0.448,
+        "https://www.nvidia.com/en-us/geforce/graphics-cards/50-series/rtx-5060-family/ and "
+        "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf",
+    ),
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def tiles_of(gpu: Gpu, stage, head_dim: int, dtype: torch.dtype, tuned: dict[str, tuple[int, int]] | None = None):
+    """Inside, a stage's kernels take the tiles that they would on a GPU.
+
+    Args:
+        stage: a module, or anything else with `forward` and `backward`.
+        tuned: (BLOCK_M, BLOCK_N) of the autotuned kernels by name, where they are known.
+    """
+    with limited_shared_memory(SHARED_LIMIT[gpu.arch]), contextlib.ExitStack() as restored:
+        for name, tuner in tuners(stage).items():
+            tile = (tuned or {}).get(name) or _likely_tile(gpu, tuner, head_dim, dtype)
+            config = triton.Config(dict(zip(("BLOCK_M", "BLOCK_N"), tile, strict=True)), pre_hook=tuner.configs[0].pre_hook)
+            restored.callback(setattr, tuner, "configs", tuner.configs)
+            tuner.configs = [config]  # the only one runs without being timed
+        yield
+
+
+def _likely_tile(gpu, tuner, head_dim, dtype):
+    """The fixed tile that means the same, if it is among a kernel's configurations for this GPU, else the first that is."""
+    precision = "ieee" if dtype == torch.float32 else "tf32"
+    options = [head_dim * dtype.itemsize, precision, gpu.arch >= COPY_ENGINE_ARCH]
+    tiles = [(c.kwargs["BLOCK_M"], c.kwargs["BLOCK_N"]) for c in tuner.configs if sensible(c, *options)]
+    keeps_keys = any(name.startswith("dk_") for name in tuner.arg_names)
+    fixed = (key_tile if keeps_keys else query_tile)(head_dim, dtype)
+    fixed = fixed["BLOCK_M"], fixed["BLOCK_N"]
+    return fixed if fixed in tiles else tiles[0]
+
+
+def stage_call(stage, workload: Workload, inputs):
+    """A call of what a stage does in a pass, by its plain functions; a backward's forward runs here, once."""
+    options = {"causal": workload.causal, "scale": workload.head_dim**-0.5}
+    *qkv, grad_out = inputs
+    if workload.pass_ == "fwd":
+        return lambda: stage.forward(*qkv, **options)
+    if workload.pass_ == "fwd+bwd":
+        return lambda: stage.backward(grad_out, *qkv, *stage.forward(*qkv, **options), **options)
+    results = stage.forward(*qkv, **options)
+    return lambda: stage.backward(grad_out, *qkv, *results, **options)
+
+
+def count_stage(stage, workload: Workload, gpu: Gpu, tuned: dict[str, tuple[int, int]] | None = None) -> Count:
+    """Count one pass of a stage with the tiles of a GPU; `stage` and `tuned` as in `tiles_of`."""
+    with tiles_of(gpu, stage, workload.head_dim, DTYPES[workload.dtype], tuned):
+        return count(stage_call(stage, workload, workload.inputs()))
+
+
+def roofline(launches: list[Launch], gpu: Gpu) -> tuple[float, str]:
+    """Seconds that launches, one after the other, take at a GPU's peaks, and what most of them are spent on.
+
+    Each takes as long as its bytes or its FLOPs, whichever is longer. The bytes are all taken from memory: what a cache
+    serves is faster.
+    """
+    seconds = {"bytes": 0.0, "FLOPs": 0.0}
+    for launch in launches:
+        moving, computing = (launch.read + launch.written) / (gpu.tb_per_s * 1e12), launch.flops / (gpu.tflops * 1e12)
+        seconds["bytes" if moving > computing else "FLOPs"] += max(moving, computing)
+    return sum(seconds.values()), max(seconds, key=seconds.get)
+
+
+def costs(counted: Count, gpu: Gpu, dtype: str) -> dict:
+    """A count as a record of `tables.speed_table` has it; without a roofline for float32, whose peaks are others."""
+    tiles = ("×".join(map(str, launch.tile.values())) for launch in counted.launches if launch.tile)
+    seconds, bound = (None, None) if dtype == "float32" else roofline(counted.launches, gpu)
+    return {
+        "bytes_read": counted.read,
+        "bytes_written": counted.written,
+        "flops_executed": counted.flops,
+        "kernel_launches": len(counted.launches),
+        "peak_extra_mib": counted.peak / 2**20,
+        "tiles": ", ".join(dict.fromkeys(tiles)),
+        "roofline_us": seconds and seconds * 1e6,
+        "bound": bound,
+    }

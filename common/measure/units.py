@@ -1,0 +1,83 @@
+"""How busy the units of a GPU are in each kernel, and what its warps wait for, as Nsight Compute measures it.
+
+    python -m common.measure.units results/units-h200.json   # where there are a GPU and `ncu`
+    make readme                                      # writes results/units-h200.md
+
+The unit that is busy nearly all of the time is what binds a kernel; where none is, its warps wait for each other or for memory.
+"""
+
+import argparse
+import itertools
+import json
+import sys
+
+import stages
+from common.measure import ncu, workloads
+from common.measure.baselines import BASELINES, timed_call
+from common.measure.options import json_path, list_of, one_of, positive
+from common.measure.workloads import Workload
+from common.operator import HEAD_DIMS
+
+TIME, CLOCK, REGISTERS = "gpu__time_duration.sum", "sm__cycles_elapsed.avg.per_second", "launch__registers_per_thread"
+UNITS = {  # of the most that each can do, from a kernel's begin to its end
+    "tensor cores": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
+    "exponentials": "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_elapsed",
+    "issue slots": "sm__inst_issued.avg.pct_of_peak_sustained_elapsed",
+    "shared memory": "l1tex__data_pipe_lsu_wavefronts_mem_shared.avg.pct_of_peak_sustained_elapsed",
+    "L2 cache": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
+    "device memory": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+}
+STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"  # warps that wait so, for each instruction issued
+REASONS = (
+    "barrier", "branch_resolving", "dispatch_stall", "drain", "gmma", "imc_miss", "lg_throttle", "long_scoreboard",
+    "math_pipe_throttle", "membar", "mio_throttle", "misc", "no_instruction", "not_selected", "short_scoreboard", "sleeping",
+    "tex_throttle", "wait",
+)  # fmt: skip
+FROM = (3, "")  # the first stage that is measured unless others are asked for: from there on products bind
+
+
+def launch(options):
+    """Inside the profiler: one call of each case."""
+    cases = []
+    shapes = itertools.product(options.head_dim, options.seq_len, (False, True), ("fwd", "bwd"), options.impl)
+    for head_dim, seq_len, causal, pass_, impl in shapes:
+        workload = Workload(pass_, *workloads.paper_shape(seq_len, head_dim), seq_len, head_dim, causal, "float16")
+        ncu.show(f"{impl} {workload.label}", timed_call(impl, workload, workload.inputs()))
+        cases.append({"impl": impl, **workload.record()})
+    options.file.write_text(json.dumps(cases))
+
+
+def measure(options):
+    """Run all cases under `ncu` and save what it says of each of their kernels."""
+    selection = [f"--{name.replace('_', '-')}={','.join(map(str, getattr(options, name)))}" for name in options.selection]
+    stalls = [STALL.format(reason) for reason in REASONS]
+    result = ncu.profile("common.measure.units", selection, (TIME, CLOCK, REGISTERS, *UNITS.values()), stalls)
+    options.file.write_text(json.dumps(result, indent=1))
+
+
+def main(argv: list[str]):
+    """The command line."""
+    description = "Measure how busy the GPU's units are in each kernel. LIST is comma-separated."
+    parser = argparse.ArgumentParser(prog="python -m common.measure.units", description=description)
+    parser.add_argument("what", nargs="?", choices=["measure", "launch"], default="measure", help="launch runs in the profiler")
+    parser.add_argument("file", type=json_path, help="the JSON file to write")
+    main_line = [name for name in stages.names() if not stages.is_dead_end(name)]
+    implementations = {name: name for name in (*BASELINES, *stages.names())}
+    implementations |= {name.split("_")[0]: name for name in stages.names()}
+    usual = [*BASELINES, *(name for name in main_line if stages.position(name) >= FROM)]
+    head_dims = {str(head_dim): head_dim for head_dim in HEAD_DIMS}
+    selection = {
+        "impl": (one_of(implementations), ",".join(usual)),
+        "seq_len": (positive, "4096"),
+        "head_dim": (one_of(head_dims), "64,128"),
+    }
+    for name, (parse_entry, default) in selection.items():
+        flag, help_text = f"--{name.replace('_', '-')}", "of what to measure (default: %(default)s)"
+        parser.add_argument(flag, type=list_of(parse_entry), default=default, metavar="LIST", help=help_text)
+    options = parser.parse_args(argv)
+    options.selection = selection
+    {"measure": measure, "launch": launch}[options.what](options)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

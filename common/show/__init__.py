@@ -1,0 +1,1 @@
+"""What is shown of what was measured: tables, plots, the walk from stage to stage, the documents' generated parts."""

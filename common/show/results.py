@@ -1,0 +1,86 @@
+"""What results/ holds, read: the runs, the counts, and the gains that follow from them."""
+
+import itertools
+import json
+import statistics
+from pathlib import Path
+
+from common.show.tables import stage_order
+
+ROOT = Path(__file__).parents[2]
+RUN = ROOT / "results" / "h200.json"
+TRAFFIC = ROOT / "results" / "traffic.json"
+COUNTED_AT = 2048  # the sequence length of that file
+UNITS = ROOT / "results" / "units-h200.json"
+SPREAD = ROOT / "results" / "spread-h200.json"
+PLOTS = ROOT / "plots"
+MEAN_OVER = (1024, 2048, 4096, 8192, 16384)  # sequence lengths
+LONG = 2048  # from that sequence length on
+HEAD_DIMS = (64, 128)
+COLUMNS = tuple(itertools.product(("fwd", "bwd"), HEAD_DIMS))  # passes and head dimensions
+
+
+def load_run(path: Path) -> tuple[list[dict], dict]:
+    """The records (as `speed_table` takes them) and the machine of a saved run."""
+    run = json.loads(path.read_text())
+    return [benchmark["extra_info"] for benchmark in run["benchmarks"]] + run["failures"], run["machine_info"]
+
+
+def implementations(records: list[dict]) -> list[str]:
+    """The names in the records: baselines first, then the stages in their order."""
+    return sorted(dict.fromkeys(record["impl"] for record in records), key=stage_order)
+
+
+def measured(records, impl, pass_, head_dim, dtype="float16"):
+    """The records by (causal, seq_len), of the lengths that means are over; without what could not be measured."""
+    return {
+        (record["causal"], record["seq_len"]): record
+        for record in records
+        if (record["impl"], record["pass"], record["head_dim"], record["dtype"]) == (impl, pass_, head_dim, dtype)
+        and record["seq_len"] in MEAN_OVER
+        and "failure" not in record
+    }
+
+
+def times_of(records, impl, passes, head_dim, dtype="float16"):
+    """Milliseconds by (causal, seq_len), of several passes together where all were measured."""
+    of_passes = [measured(records, impl, pass_, head_dim, dtype) for pass_ in passes]
+    keys = set.intersection(*(set(of_pass) for of_pass in of_passes))
+    return {key: sum(of_pass[key]["ms"] for of_pass in of_passes) for key in keys}
+
+
+def mean_ratio(ours: dict, theirs: dict) -> float | None:
+    """The geometric mean of theirs / ours over the keys of both; None where there are none."""
+    common = ours.keys() & theirs.keys()
+    return statistics.geometric_mean(theirs[key] / ours[key] for key in common) if common else None
+
+
+def speedup(records: list[dict], impl: str, over: str | None, passes: tuple[str, ...], head_dim: int) -> float | None:
+    """How many times as fast `impl` is as `over` in these passes together: the mean over `MEAN_OVER`, causal and not.
+
+    Only where both were measured (out of memory, v0 has fewer points); None where that is nowhere.
+    """
+    return mean_ratio(*(times_of(records, name, passes, head_dim) for name in (impl, over)))
+
+
+def origin(machine: dict) -> str:
+    """Where a run's numbers are from: GPU, versions, commit."""
+    return f"{machine['gpu']}, torch {machine['torch']}, triton {machine['triton']}, commit {machine['commit'][:12]}"
+
+
+def load_counts(path: Path) -> tuple[list[dict], dict]:
+    """The records and the machine of a file that `common.measure.traffic` wrote."""
+    counts = json.loads(path.read_text())
+    return counts["records"], counts["machine_info"]
+
+
+def counted(counts: list[dict], impl: str, pass_: str, head_dim: int, causal: bool) -> dict | None:
+    """The count of a stage's pass; None where there is none."""
+    wanted = (impl, pass_, head_dim, causal, COUNTED_AT)
+    found = [c for c in counts if (c["impl"], c["pass"], c["head_dim"], c["causal"], c["seq_len"]) == wanted]
+    return found[0] if found else None
+
+
+def moved(count: dict) -> int:
+    """Bytes read and written."""
+    return count["bytes_read"] + count["bytes_written"]

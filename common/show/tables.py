@@ -1,0 +1,148 @@
+"""The tables of a benchmark run, computed from its records alone: those in memory, or those that a JSON file keeps."""
+
+from itertools import groupby
+
+from tabulate import tabulate
+
+import stages
+
+_SHARED = ("pass", "head_dim", "causal", "dtype", "score_std")  # what the rows of one table have in common
+_WORKLOAD = ("seq_len", "batch", "heads")  # what tells its workloads apart
+PASS_NAMES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
+_TIME_HEADERS = (
+    "S", "B × H", "implementation", "ms", "± IQR", "TFLOP/s", "× stage before", "× v0", "% of cuDNN", "% of matmul",
+    "peak extra MiB", "host µs",
+)  # fmt: skip
+_COUNT_HEADERS = (
+    "S", "B × H", "implementation", "tiles", "MB read", "MB written", "MFLOP", "FLOP / byte", "µs at peak", "bound by",
+    "× stage before", "kernel launches", "peak extra MiB",
+)  # fmt: skip
+
+
+def _by(keys):
+    return lambda record: tuple(record[key] for key in keys)
+
+
+def stage_order(impl: str) -> tuple[int, str]:
+    """Sort key: baselines as they come, then the stages in the order of the evolution."""
+    return stages.position(impl) or (-1, "")
+
+
+def title(impl: str) -> str:
+    """An implementation as a table names it."""
+    return f"{impl} (dead end)" if stages.is_dead_end(impl) else impl
+
+
+def _number(value, digits):
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def _milliseconds(value):
+    return _number(value, 4 if value < 1 else 3)
+
+
+def _ratio(a, b, factor=1.0):
+    return None if a is None or b is None else factor * a / b
+
+
+def _failure_cells(record, headers):
+    """A row that has no measurement says so where the first one would be."""
+    return [record["failure"]] + ["-"] * (len(headers) - 4)
+
+
+def _time_before(impl, time_at):
+    position = stages.position(impl)
+    return position and time_at.get(stages.before(position))
+
+
+def _time_cells(record, ms_at, ms_of, machine):
+    ms = record["ms"]
+    ceiling = machine["matmul_tflops"].get(record["dtype"])
+    return [
+        _milliseconds(ms) + ("" if record["launch_hidden"] else "*"),
+        _milliseconds(record["iqr_ms"]),
+        _number(record["tflops"], 1),
+        _number(_ratio(_time_before(record["impl"], ms_at), ms), 2),
+        _number(_ratio(ms_at.get((0, "")), ms), 2),
+        _number(_ratio(ms_of.get("sdpa-cudnn"), ms, 100), 0),
+        _number(_ratio(record["tflops"], ceiling, 100), 0),
+        _number(record["peak_extra_mib"], 1),
+        _number(record.get("host_us"), 0),
+    ]
+
+
+def _count_cells(record, time_at):
+    return [
+        record["tiles"] or "-",
+        _number(record["bytes_read"] / 1e6, 3),
+        _number(record["bytes_written"] / 1e6, 3),
+        _number(record["flops_executed"] / 1e6, 1),
+        _number(record["flops_executed"] / (record["bytes_read"] + record["bytes_written"]), 1),
+        _number(record["roofline_us"], 3),
+        record["bound"] or "-",
+        _number(_ratio(_time_before(record["impl"], time_at), record["roofline_us"]), 2),
+        record["kernel_launches"],
+        _number(record["peak_extra_mib"], 3),
+    ]
+
+
+def _rows(records, machine, headers):
+    """The rows of one table, workload by workload; what they share is written in the first."""
+    for _, group in groupby(sorted(records, key=_by(_WORKLOAD)), key=_by(_WORKLOAD)):
+        group = sorted(group, key=lambda record: stage_order(record["impl"]))
+        time = "ms" if machine["gpu"] else "roofline_us"
+        time_of = {record["impl"]: record[time] for record in group if "failure" not in record}
+        time_at = {stages.position(impl): of_impl for impl, of_impl in time_of.items()}
+        for index, record in enumerate(group):
+            shape = [record["seq_len"], f"{record['batch']} × {record['heads']}"] if index == 0 else ["", ""]
+            if "failure" in record:
+                cells = _failure_cells(record, headers)
+            elif machine["gpu"]:
+                cells = _time_cells(record, time_at, time_of, machine)
+            else:
+                cells = _count_cells(record, time_at)
+            yield [*shape, title(record["impl"]), *cells]
+
+
+def speed_table(records: list[dict], machine: dict) -> str:
+    """One markdown table for each pass, head dimension, mask, dtype and spread of the scores.
+
+    Args:
+        records: of one run: the `extra_info` of each benchmark and the entries of "failures" in its JSON file. A record has
+            `impl`, `pass`, `batch`, `heads`, `seq_len`, `head_dim`, `causal`, `dtype`, `score_std`, and either `failure` and
+            `note`, or `flops`, `ms`, `iqr_ms`, `tflops`, `launch_hidden`, `peak_extra_mib` and `host_us` or, without a GPU,
+            what `common.measure.traffic.costs` returns.
+        machine: the file's "machine_info": `gpu` (None: interpreted, and the tables show counts, and times at the peaks of
+            `roofline`), `torch`, `triton`, `commit`, `date`, `matmul_tflops` by dtype.
+
+    Baselines come first, then the stages in their order. "× stage before" and "× v0" say how many times as fast as these;
+    what the run did not measure is "-".
+    """
+    headers = _TIME_HEADERS if machine["gpu"] else _COUNT_HEADERS
+    facts = [machine["gpu"] or "CPU, Triton's interpreter", f"torch {machine['torch']}", f"triton {machine['triton']}"]
+    facts += [f"commit {machine['commit']}", machine["date"]]
+    facts += [f"matmul {dtype} {tflops:.0f} TFLOP/s" for dtype, tflops in machine["matmul_tflops"].items()]
+    parts = [", ".join(facts)]
+    if not machine["gpu"]:
+        parts.append(
+            "Bytes as Triton's kernels ask for them (PyTorch's operators: arguments and results once), FLOPs as executed. "
+            f"µs at peak: each launch's bytes or FLOPs, whichever takes longer, at {machine['roofline']}; a cache can make it "
+            "less."
+        )
+
+    def position(record):
+        return list(PASS_NAMES).index(record["pass"]), *_by(_SHARED[1:])(record)
+
+    for _, group in groupby(sorted(records, key=position), key=position):
+        group = list(group)
+        first = group[0]
+        mask = "causal" if first["causal"] else "full"
+        rows = list(_rows(group, machine, headers))
+        spread = "" if first["score_std"] == 1 else f", scores of a standard deviation of {first['score_std']:g}"
+        parts.append(f"{PASS_NAMES[first['pass']]}, D={first['head_dim']}, {mask}, {first['dtype']}{spread}")
+        align = ["left" if header == "implementation" else "right" for header in headers]
+        parts.append(tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=align))
+        parts += [f"{record['impl']} at S={record['seq_len']}: {record['note']}" for record in group if record.get("note")]
+    if any(record.get("launch_hidden") is False for record in records):
+        parts.append("* The launch could not be hidden: this is in part the CPU's time.")
+    return "\n\n".join(parts)

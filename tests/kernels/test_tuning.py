@@ -1,0 +1,96 @@
+"""Whatever configuration an autotuner picks, the result is right; nearby problems share what it picked."""
+
+import functools
+import time
+
+import pytest
+import torch
+from cases import check, make_inputs
+
+import stages
+from common.kernels import tuning
+from common.runtime import DEVICE
+
+on_gpu = DEVICE == "cuda"
+
+LENGTHS = (185, 203)
+
+
+def tuners(name):
+    """The autotuned kernels of a stage, by name."""
+    return tuning.tuners(stages.load(name))
+
+
+TUNED = [name for name in stages.names() if tuners(name)]
+TUNERS = [pytest.param(name, kernel, id=f"{name}{kernel}") for name in stages.names() for kernel in tuners(name)]
+CONFIGURATIONS = [
+    pytest.param(name, kernel, index, id=f"{name}{kernel}-{'x'.join(map(str, config.kwargs.values()))}"
+                 f"-warps{config.num_warps}-stages{config.num_stages}")
+    for name in stages.names()
+    for kernel, tuner in tuners(name).items()
+    for index, config in enumerate(tuner.configs)
+]  # fmt: skip
+
+
+PROBLEMS = [(16, torch.float16)]
+if on_gpu:
+    PROBLEMS = [(64, torch.float16), (64, torch.float32), pytest.param(128, torch.bfloat16, marks=pytest.mark.long)]
+
+
+def check_both(name, inputs):
+    for causal in (False, True):
+        check(stages.load(name), *inputs, causal=causal)
+
+
+@functools.cache
+def timed(name, head_dim, dtype):
+    """The configurations, by kernel, that are left to be timed for this problem; this also compiles them, in parallel."""
+    for tuner in tuners(name).values():
+        tuner.cache.clear()  # of what tests without real tuning have left
+    check_both(name, make_inputs(*LENGTHS, head_dim, dtype, batch=1, heads=1))
+    return {kernel: set(tuner.configs_timings) for kernel, tuner in tuners(name).items()}
+
+
+@pytest.mark.parametrize("name, kernel, index", CONFIGURATIONS)
+@pytest.mark.parametrize("head_dim, dtype", PROBLEMS)
+def test_every_configuration_is_right(name, kernel, index, head_dim, dtype, real_tuning, monkeypatch):
+    """The autotuner picks the fastest configuration: one that skips a tile is faster than all that do not, and wins.
+
+    The causal stages of a kernel are split at tile edges, and not every pair of BLOCK_M and BLOCK_N puts them where they
+    belong; so both lengths here end inside a tile, and are longer than any.
+    """
+    tuner = tuners(name)[kernel]
+    config = tuner.configs[index]
+    assert min(LENGTHS) > max(config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"])
+    if on_gpu and config not in timed(name, head_dim, dtype)[kernel]:
+        pytest.skip("left out for this problem on this GPU")
+    monkeypatch.setattr(tuner, "configs", [config])  # the only one runs without being timed
+    check_both(name, make_inputs(*LENGTHS, head_dim, dtype, batch=1, heads=1))
+
+
+@pytest.mark.parametrize("name, kernel", TUNERS)
+def test_nearby_lengths_share_a_tuning(name, kernel, monkeypatch):
+    tuner = tuners(name)[kernel]
+    monkeypatch.setattr(tuner, "cache", {})
+    for lengths in [(60, 70), (65, 90), (128, 128), (1, 70)]:
+        check(stages.load(name), *make_inputs(*lengths, 16, batch=1, heads=1), causal=False)
+    assert len(tuner.cache) == 1
+    check(stages.load(name), *make_inputs(60, 130, 16, batch=1, heads=1), causal=False)
+    check(stages.load(name), *make_inputs(60, 70, 16, batch=1, heads=1), causal=True)
+    check(stages.load(name), *make_inputs(60, 70, 32, batch=1, heads=1), causal=False)
+    assert len(tuner.cache) == 4
+
+
+@pytest.mark.skipif(not on_gpu, reason="the interpreter has nothing to time")
+@pytest.mark.parametrize("name", TUNED)
+def test_first_call_says_that_it_tunes_and_is_soon_done(name, real_tuning, monkeypatch, capfd):
+    for tuner in tuners(name).values():
+        monkeypatch.setattr(tuner, "cache", {})
+    inputs = make_inputs(700, 900, 64)
+    start = time.perf_counter()
+    check(stages.load(name), *inputs, causal=True)
+    assert time.perf_counter() - start < 30 * len(tuners(name))
+    said = capfd.readouterr().err
+    assert all(kernel in said for kernel in tuners(name))
+    check(stages.load(name), *inputs, causal=True)
+    assert "tuning" not in capfd.readouterr().err, "tuned twice"

@@ -1,0 +1,132 @@
+"""What the profiler measured is put next to the right counts."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import stages
+from common.measure import ncu
+from common.runtime import INTERPRETED
+from common.show import profiles
+
+LOG = f"""==PROF== Connected to process 1
+"ID","Kernel Name","Block Size","{ncu.READ}","{ncu.WRITTEN}","{ncu.SPILLED}","something.sum"
+"","","","byte","byte","sector",""
+"0","_case_begins_kernel","(128, 1, 1)","0","0","0","7"
+"1","void fill<float>(int, float)","(128, 1, 1)","0","2,048","0","7"
+"2","_forward_kernel","(128, 1, 1)","4,000,000","1000000","5000","7"
+"3","_case_begins_kernel","(128, 1, 1)","0","0","0","7"
+"""
+METRICS = (ncu.READ, ncu.WRITTEN, ncu.SPILLED)
+
+
+def case(kernels, counted, **changes):
+    return {
+        "impl": "v2_some", "pass": "fwd", "batch": 1, "heads": 2, "seq_len": 64, "head_dim": 16, "causal": True,
+        "dtype": "float16", "tuned": {}, "kernels": kernels, "counted": counted, **changes,
+    }  # fmt: skip
+
+
+def launch(name, read, written, **tile):
+    return {"name": name, "tile": tile, "read": read, "written": written, "flops": 0}
+
+
+def test_log_is_split_into_cases():
+    assert ncu.parse(LOG, METRICS) == [
+        [
+            {"name": "void fill<float>(int, float)", ncu.READ: 0, ncu.WRITTEN: 2048, ncu.SPILLED: 0},
+            {"name": "_forward_kernel", ncu.READ: 4e6, ncu.WRITTEN: 1e6, ncu.SPILLED: 5000},
+        ],
+        [],
+    ]
+
+
+def test_table_has_a_row_for_each_kernel_and_one_for_the_operators():
+    kernels, _ = ncu.parse(LOG, METRICS)
+    counted = [launch("aten.new_zeros", 0, 2000), launch("_forward_kernel", 5_000_000, 800_000, BLOCK_M=128, BLOCK_N=64)]
+    info = {"gpu": "X", "torch": "1", "triton": "2", "ncu": "3", "commit": "abc", "date": "2026-01-02"}
+    table = profiles.traffic_table({"machine_info": info, "cases": [case(kernels, counted)]})
+    rows = [[cell.strip() for cell in line.strip("|").split("|")][5:] for line in table.splitlines() if "v2_some" in line]
+    assert rows == [
+        ["_forward_kernel 128×64", "5.000", "4.000", "0.800", "0.800", "1.000", "0.160", "1.050"],
+        ["PyTorch", "0.000", "0.000", "-", "0.002", "0.002", "0.000", "1.024"],
+    ]
+    assert all(fact in table for fact in info.values())
+
+
+PROFILER = f"""#!{sys.executable}
+import json, sys
+if "--query-metrics" in sys.argv:
+    print("{ncu.READ.removesuffix(".sum")}  Counter  byte\\ndram__bytes_read  Counter  byte")
+elif "--version" in sys.argv:
+    print("NVIDIA Nsight Compute\\nVersion 1.2.3")
+else:
+    options = dict(zip(sys.argv[1:], sys.argv[2:]))
+    assert options["--metrics"] == "{ncu.READ},{ncu.WRITTEN},{ncu.SPILLED},dram__bytes_read.sum"
+    assert "--stage={stages.resolve("v2")},{stages.resolve("v3")}" in sys.argv and "--head-dim=16" in sys.argv
+    with open(options["--log-file"], "w") as log, open(options["launch"], "w") as cases:
+        log.write({LOG!r})
+        json.dump([dict(impl="a"), dict(impl="b")], cases)
+"""
+
+
+def test_measuring_saves_what_the_profiler_says_of_each_case(tmp_path, monkeypatch):
+    path = tmp_path / "ncu"
+    path.write_text(PROFILER)
+    path.chmod(0o755)
+    monkeypatch.setattr(ncu, "DEVICE", "cuda")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    ncu.main(["measure", "--stage=v2,v3", "--head-dim", "16", str(tmp_path / "traffic.json")])
+    saved = json.loads((tmp_path / "traffic.json").read_text())
+    assert saved["machine_info"]["ncu"] == "Version 1.2.3"
+    first, second = ncu.parse(LOG, METRICS)
+    assert saved["cases"] == [{"impl": "a", "kernels": first}, {"impl": "b", "kernels": second}]
+
+
+@pytest.mark.parametrize("counted", [[launch("_other_kernel", 1, 1)], [launch("_forward_kernel", 1, 1)] * 2])
+def test_other_kernels_than_were_counted_are_an_error(counted):
+    kernels, _ = ncu.parse(LOG, METRICS)
+    with pytest.raises(ValueError):
+        ncu.pairs(case(kernels, counted))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="counts are the interpreter's")
+def test_counts_take_the_tiles_that_were_measured(tmp_path):
+    name = stages.resolve("v4")
+    tuned = {"_dq_kernel": [64, 64], "_dkv_kernel": [16, 32]}
+    measured = case([], None, impl=name, tuned=tuned) | {"pass": "bwd"}
+    path = tmp_path / "traffic.json"
+    path.write_text(json.dumps({"cases": [measured]}))
+    ncu.main(["count", str(path)])
+    counted = json.loads(path.read_text())["cases"][0]["counted"]
+    assert {entry["name"]: list(entry["tile"].values()) for entry in counted} == tuned
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="there is a GPU")
+def test_measuring_without_a_gpu_says_what_it_needs(tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-m", "common.measure.ncu", "measure", tmp_path / "x.json"], cwd=Path(stages.__path__[0]).parent,
+        capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"}, check=False,
+    )  # fmt: skip
+    assert run.returncode == 1 and "needs a GPU" in run.stderr
+
+
+MEASURED = sorted((Path(__file__).parents[2] / "results").glob("traffic-*.json"))
+
+
+@pytest.mark.parametrize("path", MEASURED, ids=lambda path: path.stem)
+def test_committed_counts_of_kernels_are_within_a_tenth_of_what_was_measured(path):
+    result = json.loads(path.read_text())
+    assert result["cases"] and "dirty" not in result["machine_info"]["commit"]
+    for case in result["cases"]:
+        for label, counted, measured in ncu.pairs(case):
+            if label == "PyTorch":  # of the library's operators no more than arguments and results are counted
+                continue
+            both = ncu.comparison(counted, measured)
+            where = case["impl"], case["pass"], case["causal"], label
+            assert both["read_measured"] == pytest.approx(both["read"], rel=0.1), where
+            assert both["written_measured"] - both["spilled"] == pytest.approx(both["written"], rel=0.1), where

@@ -1,0 +1,74 @@
+"""The float64 truth and the error bound that every other test rests on."""
+
+import pytest
+import torch
+from cases import TILED, make_inputs
+from torch.nn.functional import scaled_dot_product_attention
+
+from common.measure.reference import assert_correct, plain, truth
+from common.operator import DTYPES
+
+SCALE = 0.2
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_truth_is_what_pytorch_computes_in_float64(causal):
+    q, k, v, grad_out = make_inputs(*TILED)
+    got = truth(q, k, v, causal, SCALE, grad_out)
+    leaves = [tensor.double().requires_grad_() for tensor in (q, k, v)]
+    out = scaled_dot_product_attention(*leaves, is_causal=causal, scale=SCALE)
+    gradients = torch.autograd.grad(out, leaves, grad_out.double())
+    for name, expected in zip(("out", "dq", "dk", "dv"), (out, *gradients), strict=True):
+        torch.testing.assert_close(got[name], expected)
+    scores = q.double() @ k.double().mT * SCALE
+    if causal:
+        scores += torch.full_like(scores, float("-inf")).triu(1)
+    torch.testing.assert_close(got["lse"], scores.logsumexp(-1))
+
+
+@pytest.fixture(params=DTYPES)
+def results(request):
+    """Truth and yardstick of a problem."""
+    q, k, v, grad_out = make_inputs(*TILED, dtype=request.param)
+    return truth(q, k, v, True, SCALE, grad_out), plain(q, k, v, True, SCALE, grad_out)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bound_has_room_for_rounding_only(results, name):
+    """The truth itself, rounded, passes; three percent too much of everything does not, nor does one wrong element."""
+    exact, yardstick = results
+    rounded = exact[name].to(yardstick[name].dtype)
+    assert_correct({name: rounded}, exact, yardstick)
+    one_wrong = rounded.clone()
+    one_wrong[-1, -1, -1] += 0.1
+    for wrong in (rounded * 1.03, one_wrong):
+        with pytest.raises(AssertionError, match=f"{name}: .* worst at"):
+            assert_correct({name: wrong}, exact, yardstick)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", NAMES)
+def test_one_element_that_is_not_finite_fails(results, name, bad):
+    """err > bound is False for NaN: a check written that way lets it pass."""
+    exact, yardstick = results
+    broken = yardstick[name].clone()
+    broken[1, 2, 3] = bad
+    with pytest.raises(AssertionError, match=r"worst at \(1, 2, 3"):
+        assert_correct({name: broken}, exact, yardstick)
+
+
+def test_a_shape_that_broadcasts_fails(results):
+    exact, yardstick = results
+    with pytest.raises(AssertionError, match="shape"):
+        assert_correct({"out": yardstick["out"][:, :, :1]}, exact, yardstick)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tensorfloat32_fails_the_bound_of_float32(name):
+    """Ten bits of mantissa, which is what a GPU multiplies where input_precision is left at its default."""
+    q, k, v, grad_out = make_inputs(*TILED, dtype=torch.float32)
+    coarse = [(tensor.view(torch.int32) + (1 << 12) & -(1 << 13)).view(torch.float32) for tensor in (q, k, v, grad_out)]
+    got = plain(*coarse[:3], True, SCALE, coarse[3])[name]
+    with pytest.raises(AssertionError, match=name):
+        assert_correct({name: got}, truth(q, k, v, True, SCALE, grad_out), plain(q, k, v, True, SCALE, grad_out))

@@ -1,0 +1,230 @@
+"""The timer: what it leaves out, how it hides the launch, and that other timers agree; a fake GPU moves the clock."""
+
+import statistics
+import time
+import types
+
+import pytest
+import torch
+
+import stages
+from common.measure import timing, workloads
+from common.measure.baselines import timed_call
+from common.measure.footprint import footprint
+from common.measure.workloads import Workload
+from common.runtime import DEVICE
+
+
+class FakeGpu:
+    """Stands in for `torch` in common.measure.timing. Launching is free on its CPU; what is queued runs one after the other."""
+
+    FLUSH_S = 30e-6
+
+    def __init__(self):
+        self.cpu_s = self.queue_end_s = 0.0
+        self.log = []  # what is queued and waited for
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self):
+                gpu.log.append("event")
+                self.at_s = max(gpu.queue_end_s, gpu.cpu_s)
+
+            def query(self):
+                return self.at_s <= gpu.cpu_s
+
+            def synchronize(self):
+                gpu.log.append("wait")
+                gpu.cpu_s = max(gpu.cpu_s, self.at_s)
+
+            def elapsed_time(self, end):
+                return (end.at_s - self.at_s) * 1e3
+
+        class cuda:
+            @staticmethod
+            def _sleep(cycles):
+                gpu.run(cycles / 2e9, "spin")
+
+            @staticmethod
+            def synchronize():
+                gpu.log.append("wait")
+                gpu.cpu_s = max(gpu.cpu_s, gpu.queue_end_s)
+
+        cuda.Event = Event
+        self.cuda = cuda
+        self.uint8 = torch.uint8
+
+    def empty(self, size, dtype, device):
+        assert (size, dtype, device) == (timing.CACHE_BYTES, torch.uint8, "cuda")
+        return types.SimpleNamespace(zero_=lambda: self.run(self.FLUSH_S, "flush"))
+
+    def run(self, seconds, name="call"):
+        """Queue work that takes the GPU so long."""
+        self.log.append(name)
+        self.queue_end_s = max(self.queue_end_s, self.cpu_s) + seconds
+
+    def sleep(self, seconds):
+        """Let time pass on the CPU."""
+        self.log.append(f"rest {seconds}")
+        self.cpu_s += seconds
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    fake = FakeGpu()
+    monkeypatch.setattr(timing, "torch", fake)
+    monkeypatch.setattr(timing.time, "sleep", fake.sleep)
+    return fake
+
+
+def call_taking(gpu, host_s, gpu_s):
+    def call():
+        gpu.cpu_s += host_s
+        gpu.run(gpu_s)
+
+    return call
+
+
+def test_rounds_leave_out_flush_and_launch_and_are_queued_without_a_wait(gpu):
+    timer = timing.GpuTimer()
+    gpu.log.clear()
+    times, hidden = timer.measure(call_taking(gpu, 50e-6, 2e-3))
+    assert times == pytest.approx([2e-3] * len(times)) and hidden
+    last_rounds = gpu.log[-1 - 4 * len(times) :]
+    assert last_rounds == ["flush", "event", "call", "event"] * len(times) + ["wait"]
+    assert gpu.log.count("wait") == 3  # before the rest, for the first estimate, and at the end: none after the warm-up
+
+
+def test_case_begins_on_a_gpu_that_has_rested(gpu):
+    timer = timing.GpuTimer()
+    gpu.run(0.3, "the case before")
+    timer.measure(call_taking(gpu, 50e-6, 2e-3))
+    begin = gpu.log.index("the case before") + 1
+    assert gpu.log[begin : begin + 3] == ["wait", f"rest {timing.REST_S}", "spin"]
+
+
+def test_head_start_is_in_seconds_whatever_the_clock_of_the_gpu(gpu):
+    timer = timing.GpuTimer()
+    begin = gpu.cpu_s
+    timer._rounds(lambda: None, 1, 0.0)
+    assert gpu.cpu_s - begin == pytest.approx(timing.HEAD_START_S + gpu.FLUSH_S, rel=1e-3)
+
+
+def test_launch_that_takes_longer_than_its_kernels_is_hidden(gpu):
+    timer = timing.GpuTimer()
+    call = call_taking(gpu, 3e-3, 1e-3)  # seen in full the launch would make it 4 ms
+    assert timer._rounds(call, 20, 0.0)[1]
+    times, hidden = timer.measure(call)
+    assert times == pytest.approx([1e-3] * len(times)) and hidden
+
+
+def test_launch_that_takes_longer_after_the_warm_up_is_hidden(gpu):
+    timer = timing.GpuTimer()
+    rounds = 0
+
+    def call():
+        nonlocal rounds
+        rounds += 1
+        gpu.cpu_s += 20e-6 if rounds <= 1 + timing.MOST_ROUNDS else 900e-6
+        gpu.run(100e-6)
+
+    times, hidden = timer.measure(call)
+    assert times == pytest.approx([100e-6] * len(times)) and hidden
+
+
+def test_few_long_rounds_are_not_called_exposed_for_the_first_one(gpu):
+    for gpu_s in (15e-3, 80e-3):
+        times, hidden = timing.GpuTimer().measure(call_taking(gpu, 2e-3, gpu_s))
+        assert times == pytest.approx([gpu_s] * len(times)) and hidden
+
+
+def test_launch_that_is_too_long_to_hide_is_flagged(gpu):
+    timer = timing.GpuTimer()
+    assert not timer.measure(call_taking(gpu, 10 * timing.LONGEST_SPIN_S, 1e-3))[1]
+    assert timer.measure(call_taking(gpu, 0, 1e-3))[1]  # the next case begins anew
+
+
+@pytest.mark.parametrize(("gpu_s", "rounds"), [(1e-5, 200), (2e-3, 50), (0.04, 5), (0.06, 3)])
+def test_rounds_are_bounded_in_number_and_time(gpu, gpu_s, rounds):
+    times, _ = timing.GpuTimer().measure(call_taking(gpu, 0, gpu_s * 0.9999))
+    assert len(times) == rounds
+
+
+def test_timer_recovers_from_a_call_that_raised(gpu):
+    timer = timing.GpuTimer()
+
+    def call():
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        timer.measure(call)
+    times, hidden = timer.measure(call_taking(gpu, 0, 1e-3))
+    assert times == pytest.approx([1e-3] * len(times)) and hidden
+
+
+@pytest.mark.parametrize(("gpu_s", "rounds"), [(1e-5, 20), (2.1e-3, 9), (0.2, 1)])
+def test_host_time_is_the_cpus_alone(gpu, monkeypatch, gpu_s, rounds):
+    """A call that found the queue full would wait for the GPU, and show its time."""
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: gpu.cpu_s)
+    assert timing.host_seconds(call_taking(gpu, 30e-6, gpu_s), gpu_s) == pytest.approx(30e-6)
+    assert gpu.log == ["wait", "call"] * rounds
+
+
+def test_replay_gives_pytest_benchmark_the_times_that_were_measured():
+    """It subtracts two readings a round; float32 milliseconds that go on from round to round would lose digits."""
+    replay = timing.Replay()
+    replay.load([0.25, 1e-6])
+    assert [-replay() + replay() for _ in range(2)] == [0.25, 1e-6]
+    replay.load([3.0])  # whatever was left of the case before
+    assert -replay() + replay() == 3.0
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("impl", [*stages.names()[3:], "sdpa-cudnn"])  # earlier ones are slow, and add nothing here
+@pytest.mark.parametrize("batch, seq_len", [(4, 4096), (2, 8192)])
+def test_gpu_times_agree_with_triton_do_bench(impl, batch, seq_len):
+    """Both after a rest and the same warm-up. Calls of a millisecond or so: do_bench hides no launch, so that the time of a
+    short call is in part the CPU's there."""
+    from triton.testing import do_bench
+
+    if impl in stages.names() and (reason := stages.unavailable(impl)):
+        pytest.skip(f"{impl} {reason}")
+    workload = Workload("fwd", batch, 16, seq_len, 128, False, "float16")
+    call = timed_call(impl, workload, workload.inputs())
+    timer, ours, theirs = timing.GpuTimer(), [], []
+    for _ in range(3):  # in turn, because the clock drifts
+        times, launch_hidden = timer.measure(call)  # begins with a rest
+        assert launch_hidden
+        ours += times
+        time.sleep(timing.REST_S)
+        theirs += do_bench(call, warmup=1e3 * timing.WARM_UP_S, return_mode="all")
+    assert statistics.median(ours) >= 5e-4
+    print(f"{impl} S={seq_len}: {1e3 * statistics.median(ours):.4f} ms, do_bench {statistics.median(theirs):.4f} ms")
+    assert statistics.median(ours) == pytest.approx(1e-3 * statistics.median(theirs), rel=0.03)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("impl", stages.names()[3:])
+@pytest.mark.parametrize("pass_", ["fwd", "fwd+bwd"])
+def test_short_sequences_are_not_launch_bound_in_a_graph(impl, pass_):
+    """The calls of a replayed graph take what their kernels take, without gaps between them."""
+    workload = Workload(pass_, *workloads.paper_shape(512, 64), 512, 64, True, "float16")
+    call, timer, calls = timed_call(impl, workload, workload.inputs()), timing.GpuTimer(), 10
+    alone, _ = timer.measure(call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    together, _ = timer.measure(graph.replay)
+    alone, each = statistics.median(alone), statistics.median(together) / calls
+    print(f"{impl} {pass_}: {1e6 * alone:.0f} µs alone, {1e6 * each:.0f} µs each in a graph")
+    assert each < 1.05 * alone
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_footprint_on_a_gpu_is_the_peak_over_what_was_allocated():
+    given = torch.ones(256, 1024, device="cuda")  # 1 MiB
+    assert footprint(lambda: (given + 1) + 1) == {"peak_extra_mib": 2.0}

@@ -1,0 +1,348 @@
+"""Each stage moves and computes what its formula says, to the byte; the counter that says so is right itself."""
+
+import importlib.util
+import re
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from cases import TILED, make_inputs
+from predictions import PREDICTIONS, Problem, total
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, InterpreterError
+
+import stages
+from common.kernels.descriptors import describe
+from common.kernels.tiles import key_tile, query_tile
+from common.kernels.tuning import tuners
+from common.measure import traffic
+from common.measure.counter import Count, Launch, count
+from common.runtime import INTERPRETED
+from common.show import results
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="loads and stores can be watched in the interpreter only")
+
+H200 = traffic.GPUS["h200"]
+FORWARD, BACKWARD = 0, 1
+HEADS = 1, 2  # batch and heads
+LENGTHS = [(256, 256), (113, 203), (300, 140), TILED]
+
+
+def version(stage):
+    return stage.__name__.removeprefix("stages.").split("_")[0]
+
+
+def predicted(name, pass_, seq_q, seq_k, head_dim, causal, tiles=None):
+    """Bytes read, bytes written and FLOPs of a pass; `tiles` is (query tile, key tile), else what an H200 gets."""
+    fixed = (choose(head_dim, torch.float16) for choose in (query_tile, key_tile))
+    tiles = tiles or [(tile["BLOCK_M"], tile["BLOCK_N"]) for tile in fixed]
+    return total(PREDICTIONS[name][pass_](Problem(HEADS[0] * HEADS[1], seq_q, seq_k, head_dim, causal, *tiles)))
+
+
+def counted(stage, seq_q, seq_k, head_dim, causal, tuned=None):
+    """The counts of a stage's forward and backward."""
+    q, k, v, grad_out = make_inputs(seq_q, seq_k, head_dim, batch=HEADS[0], heads=HEADS[1])
+    options, results = {"causal": causal, "scale": 0.125}, []
+    with traffic.tiles_of(H200, stage, head_dim, q.dtype, tuned):
+        forward = count(lambda: results.extend(stage.forward(q, k, v, **options)))
+        backward = count(lambda: stage.backward(grad_out, q, k, v, *results, **options))
+    return forward, backward
+
+
+def totals(counts):
+    return counts.read, counts.written, counts.flops
+
+
+# --- stages
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("seq_q, seq_k", LENGTHS)
+def test_stage_moves_what_its_formula_says(stage, seq_q, seq_k, causal):
+    if version(stage) not in PREDICTIONS:
+        pytest.skip("its formula is not written yet: tests/predictions.py")
+    shape = seq_q, seq_k, 32, causal
+    for pass_, counts in enumerate(counted(stage, *shape)):
+        assert totals(counts) == predicted(version(stage), pass_, *shape), counts.launches
+
+
+@pytest.mark.parametrize("tiles", [((64, 32), (64, 32)), ((16, 64), (128, 64))], ids=str)
+@pytest.mark.parametrize("name", [name for name in stages.names() if tuners(stages.load(name))])
+def test_formulas_hold_for_other_tiles(name, tiles):
+    stage = stages.load(name)
+    if version(stage) not in PREDICTIONS:
+        pytest.skip("its formula is not written yet: tests/predictions.py")
+    tuned = {kernel: tiles[kernel == "_dkv_kernel"] for kernel in tuners(stage)}
+    for pass_, counts in enumerate(counted(stage, 150, 170, 16, True, tuned)):
+        assert totals(counts) == predicted(version(stage), pass_, 150, 170, 16, True, tiles)
+
+
+def test_saved_reads_of_out_are_all_that_v5_saves_over_v4():
+    """The dQ and the dK/dV kernel of v4 read O; v5's delta kernel reads O and dO, and theirs delta."""
+    seq_q, seq_k, head_dim = 300, 140, 32
+    (_, v4), (_, v5) = (counted(stages.load(name), seq_q, seq_k, head_dim, True) for name in ("v4", "v5"))
+    tiles = [(tile["BLOCK_M"], tile["BLOCK_N"]) for tile in (f(head_dim, torch.float16) for f in (query_tile, key_tile))]
+    problem = Problem(HEADS[0] * HEADS[1], seq_q, seq_k, head_dim, True, *tiles)
+    rows = problem.heads * seq_q + problem.queries_read(problem.key_tile)  # of O, by the dQ and the dK/dV kernel
+    assert v4.read - v5.read == rows * head_dim * 2 - rows * 4 - 2 * problem.q
+    assert v5.written - v4.written == problem.row
+    assert v4.flops == v5.flops
+
+
+@pytest.mark.parametrize("stage_name", [name for name in stages.names() if name.split("_")[0] in PREDICTIONS])
+def test_committed_counts_are_what_the_formulas_say(stage_name):
+    counts, machine = results.load_counts(results.TRAFFIC)
+    mine = [record for record in counts if record["impl"] == stage_name]
+    if not mine:
+        pytest.skip("not counted yet: make traffic")
+    assert len(mine) == 8 and "dirty" not in machine["commit"]
+    for record in mine:
+        seq_len, head_dim = record["seq_len"], record["head_dim"]
+        tiles = [
+            tuple(choose(head_dim, torch.float16)[side] for side in ("BLOCK_M", "BLOCK_N")) for choose in (query_tile, key_tile)
+        ]
+        problem = Problem(1, seq_len, seq_len, head_dim, record["causal"], *tiles)
+        steps = PREDICTIONS[stage_name.split("_")[0]][("fwd", "bwd").index(record["pass"])](problem)
+        assert total(steps) == (record["bytes_read"], record["bytes_written"], record["flops_executed"])
+
+
+# What follows is read off the formulas, which the tests above hold to the byte, where counting would take too long.
+
+
+def moved(name, pass_, seq_len, head_dim=64, causal=False, tiles=None):
+    read, written, _ = predicted(name, pass_, seq_len, seq_len, head_dim, causal, tiles)
+    return read + written
+
+
+@pytest.mark.parametrize(("name", "pass_", "bytes_a_score"), [
+    ("v0", FORWARD, 52), ("v1", FORWARD, 16), ("v0", BACKWARD, 70), ("v1", BACKWARD, 28),
+])  # fmt: skip
+def test_v0_and_v1_move_a_constant_for_each_score(name, pass_, bytes_a_score):
+    seq_len = 2**20
+    assert moved(name, pass_, seq_len) / (HEADS[1] * seq_len**2) == pytest.approx(bytes_a_score, rel=1e-3)
+
+
+@pytest.mark.parametrize("pass_", [FORWARD, BACKWARD])
+def test_v2_moves_s_squared_d_squared_over_the_memory_on_the_chip(pass_):
+    """With K/V tiles of M / 4D rows, as the paper has them."""
+
+    def with_memory(memory, seq_len, head_dim):
+        tile = 64, memory // (4 * head_dim)
+        return moved("v2", pass_, seq_len, head_dim, tiles=(tile, tile))
+
+    base = with_memory(2**16, 2**18, 128)
+    assert with_memory(2**16, 2**19, 128) / base == pytest.approx(4, rel=0.02)
+    assert with_memory(2**17, 2**18, 128) / base == pytest.approx(1 / 2, rel=0.02)
+    assert with_memory(2**16, 2**18, 256) / base == pytest.approx(4, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["v2", "v3", "v5"])
+@pytest.mark.parametrize("pass_", [FORWARD, BACKWARD])
+def test_causal_is_about_half(name, pass_):
+    full, causal = (predicted(name, pass_, 2**16, 2**16, 64, causal) for causal in (False, True))
+    for index in (0, 2):  # bytes read and FLOPs
+        assert causal[index] / full[index] == pytest.approx(0.5, abs=0.01)
+
+
+# The checks above are only worth something if they fail: kernels that read or write a tile twice.
+
+ACCESS = re.compile(r"\s+(?:\w+ = .*\.load\(.*|(?:tl|\w+_desc)\.store\(.*)\)")
+
+
+def accesses():
+    """Every line of every kernel that loads or stores: (stage, file, index of the line)."""
+    for name in stages.names():
+        for part in ("forward", "backward"):
+            lines = Path(stages.__path__[0], name, f"{part}.py").read_text().splitlines()
+            found = (i for i, line in enumerate(lines) if ACCESS.match(line))
+            yield from (pytest.param(name, part, i, id=f"{name}-{part}-{i + 1}") for i in found)
+
+
+@pytest.mark.parametrize("name, part, index", list(accesses()))
+def test_access_that_happens_twice_is_noticed(name, part, index, tmp_path):
+    stage = stages.load(name)
+    if version(stage) not in PREDICTIONS:
+        pytest.skip("its formula is not written yet: tests/predictions.py")
+    lines = Path(stages.__path__[0], name, f"{part}.py").read_text().splitlines()
+    path = tmp_path / "mutant.py"
+    path.write_text("\n".join([*lines[: index + 1], *lines[index:]]))
+    spec = importlib.util.spec_from_file_location("mutant", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    mutant = types.SimpleNamespace(forward=stage.forward, backward=stage.backward)
+    setattr(mutant, part, getattr(module, part))
+    pass_ = ("forward", "backward").index(part)
+    shape = *TILED, 32, True  # one for which the formula is right, as tested above
+    read, written, _ = predicted(version(stage), pass_, *shape)
+    counts = counted(mutant, *shape)[pass_]
+    assert (counts.read > read) != (counts.written > written)
+
+
+# --- the counter
+
+
+@triton.jit
+def _copy_kernel(x_ptr, y_ptr, size, BLOCK_M: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    tl.store(y_ptr + offs, tl.load(x_ptr + offs, mask=offs < size), mask=offs < size)
+
+
+@triton.jit
+def _scalar_kernel(x_ptr, y_ptr):
+    tl.store(y_ptr, tl.load(x_ptr) + tl.load(x_ptr + 1))
+
+
+@triton.jit
+def _descriptor_kernel(x_desc, y_desc, BLOCK: tl.constexpr):
+    start = tl.program_id(0) * BLOCK
+    y_desc.store([0, 0, start, 0], x_desc.load([0, 0, start, 0]))
+
+
+@triton.jit
+def _atomic_kernel(x_ptr, lock_ptr, size, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    tl.atomic_add(x_ptr + offs, 1.0, mask=offs < size)
+    tl.atomic_cas(lock_ptr, 0, 1)
+
+
+@triton.jit
+def _dot_kernel(a_ptr, c_ptr, M: tl.constexpr, K: tl.constexpr):
+    a = tl.load(a_ptr + tl.arange(0, M)[:, None] * K + tl.arange(0, K)[None, :])
+    tl.store(c_ptr + tl.arange(0, M)[:, None] * M + tl.arange(0, M)[None, :], tl.dot(a, a.T))
+
+
+def only_launch(call):
+    (launch,) = count(call).launches
+    return launch
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_masked_elements_count_nothing(dtype):
+    x, y = torch.zeros(2, 100, dtype=dtype)
+    launch = only_launch(lambda: _copy_kernel[(4,)](x, y, 100, BLOCK_M=32))
+    assert launch == Launch("_copy_kernel", {"BLOCK_M": 32}, 100 * dtype.itemsize, 100 * dtype.itemsize, 0)
+
+
+def test_every_program_counts_and_so_does_every_scalar():
+    x = torch.zeros(2)
+    launch = only_launch(lambda: _scalar_kernel[(3,)](x, torch.empty_like(x)))
+    assert (launch.read, launch.written) == (3 * 2 * 4, 3 * 4)
+
+
+def test_descriptors_are_clipped_at_the_end_of_their_tensor():
+    x, y = torch.zeros(2, 1, 1, 50, 16, dtype=torch.float16)
+    launch = only_launch(lambda: _descriptor_kernel[(2,)](describe(x, 32, x.shape[-1]), describe(y, 32, y.shape[-1]), BLOCK=32))
+    assert (launch.read, launch.written) == (50 * 16 * 2, 50 * 16 * 2)
+
+
+def test_atomics_read_and_write():
+    x, lock = torch.zeros(16), torch.zeros(1, dtype=torch.int32)
+    launch = only_launch(lambda: _atomic_kernel[(1,)](x, lock, 10, BLOCK=16))
+    assert (launch.read, launch.written) == (10 * 4 + 4, 10 * 4 + 4)
+
+
+def test_dots_count_their_flops():
+    a = torch.zeros(32, 16, dtype=torch.float16)
+    assert only_launch(lambda: _dot_kernel[(5,)](a, torch.empty(32, 32), M=32, K=16)).flops == 5 * 2 * 32 * 32 * 16
+
+
+@pytest.mark.parametrize(("call", "read", "written"), [
+    (lambda x, y: x + y, 800, 400),
+    (lambda x, y: x * x, 400, 400),
+    (lambda x, y: x.add_(y), 800, 400),
+    (lambda x, y: x.copy_(y), 400, 400),
+    (lambda x, y: torch.add(x, 1, out=y), 400, 400),
+    (lambda x, y: x.new_zeros(100), 0, 400),
+    (lambda x, y: torch.zeros_like(x), 0, 400),
+    (lambda x, y: x.half(), 400, 200),
+    (lambda x, y: x.sum(), 400, 4),
+    (lambda x, y: x.view(10, 10).t().contiguous(), 400, 400),
+    (lambda x, y: x + y[:1].expand(100), 404, 400),
+    (lambda x, y: torch.bmm(x.view(2, 5, 10), y.view(2, 10, 5)), 800, 200),
+])  # fmt: skip
+def test_operators_count_arguments_and_results_once(call, read, written):
+    x, y = torch.zeros(2, 100)
+    launch = only_launch(lambda: call(x, y))
+    assert (launch.read, launch.written) == (read, written), launch
+
+
+@pytest.mark.parametrize("call", [torch.empty_like, torch.t, lambda x: x.view(-1)[3:].expand(2, -1), lambda x: x.float()])
+def test_views_and_empty_tensors_move_nothing(call):
+    x = torch.zeros(10, 10)
+    assert count(lambda: call(x)).launches == []
+
+
+def test_products_of_operators_count_their_flops():
+    a, b = torch.zeros(2, 3, 4, 5, dtype=torch.float16), torch.zeros(2, 3, 5, 6, dtype=torch.float16)
+    assert count(lambda: a @ b).flops == 2 * 6 * 4 * 5 * 6
+    assert count(lambda: torch.bmm(a[0], b[0], out_dtype=torch.float32)).flops == 2 * 3 * 4 * 5 * 6
+    q = torch.zeros(1, 2, 32, 16)
+    assert count(lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q)).flops == 4 * 2 * 32 * 32 * 16
+
+
+def test_peak_is_of_live_memory():
+    given = torch.ones(256, 1024)  # 1 MiB each, here and below
+
+    def call():
+        first = given.t().contiguous()
+        second = torch.empty_like(first).copy_(first)
+        del first
+        return second.view(-1)[:10] + torch.add(second, 1, out=torch.empty_like(second)).view(-1)[:10]
+
+    result = count(call)
+    assert result.peak / 2**20 == pytest.approx(2, abs=1e-3)
+    assert [launch.name for launch in result.launches] == ["aten.clone", "aten.copy_", "aten.add", "aten.add"]
+
+
+def test_inside_of_a_kernel_is_no_operator_and_no_memory():
+    x = torch.zeros(100)
+    result = count(lambda: _copy_kernel[(4,)](x, torch.empty_like(x), 100, BLOCK_M=32))
+    assert [launch.name for launch in result.launches] == ["_copy_kernel"]
+    assert result.peak == 400
+
+
+def test_counting_leaves_the_interpreter_as_it_was():
+    def functions():
+        return vars(InterpreterBuilder).copy(), vars(InterpretedFunction).copy()
+
+    before = functions()
+    count(lambda: None)
+    assert functions() == before
+    x = torch.zeros(3)
+    with pytest.raises(InterpreterError):
+        count(lambda: _copy_kernel[(1,)](x, "nowhere", 3, BLOCK_M=4))
+    assert functions() == before
+    assert count(lambda: x + x).read == 12
+
+
+# --- tiles, roofline
+
+
+def blocks(counts):
+    return [tuple(launch.tile.values()) for launch in counts.launches if len(launch.tile) == 2]
+
+
+@pytest.mark.parametrize(("gpu", "fixed", "tuned"), [
+    ("h200", [(128, 64), (32, 128)], [(128, 64), (32, 128)]),
+    ("rtx5060ti", [(128, 64), (32, 64)], [(128, 64), (32, 64)]),
+    ("a100", [(128, 64), (32, 64)], [(32, 32), (32, 32)]),  # no copy engine
+])  # fmt: skip
+def test_stages_get_the_tiles_of_the_gpu(gpu, fixed, tuned):
+    for name, tiles in (("v3", fixed), ("v4", tuned)):
+        stage = stages.load(name)
+        before = {kernel: tuner.configs for kernel, tuner in tuners(stage).items()}
+        workload = traffic.Workload("bwd", 1, 1, 32, 128, False, "float16")
+        assert blocks(traffic.count_stage(stage, workload, traffic.GPUS[gpu])) == tiles
+        assert {kernel: tuner.configs for kernel, tuner in tuners(stage).items()} == before
+
+
+def test_roofline_adds_launches_and_names_what_takes_longer():
+    gpu = traffic.Gpu("some", 90, tflops=100, tb_per_s=1, source="")
+    moving, computing = Launch("a", {}, 4_000_000, 1_000_000, 10), Launch("b", {}, 10, 10, 300_000_000)
+    assert traffic.roofline([moving, computing], gpu) == (pytest.approx(5e-6 + 3e-6), "bytes")
+    assert traffic.roofline([computing], gpu) == (pytest.approx(3e-6), "FLOPs")
+    costs = traffic.costs(Count([moving, computing], 2**20), gpu, "float16")
+    assert costs["roofline_us"] == pytest.approx(8) and costs["peak_extra_mib"] == 1 and costs["kernel_launches"] == 2
+    assert traffic.costs(Count([moving], 0), gpu, "float32")["roofline_us"] is None  # another peak

@@ -1,0 +1,101 @@
+"""The benchmark's tables say what was measured, in stage order, and compare nothing with what failed."""
+
+from cases import cells
+
+from common.show.tables import speed_table
+
+GPU = {
+    "gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "commit": "abc", "date": "2026-01-02",
+    "matmul_tflops": {"float16": 800.0},
+}  # fmt: skip
+
+
+def record(impl, ms=None, seq_len=512, **changes):
+    result = {
+        "impl": impl, "pass": "fwd", "batch": 32, "heads": 16, "seq_len": seq_len, "head_dim": 128, "causal": False,
+        "dtype": "float16", "score_std": 1.0,
+    }  # fmt: skip
+    if ms is not None:
+        result |= {
+            "flops": 4e9, "ms": ms, "iqr_ms": 0.01, "tflops": 400.0 / ms, "launch_hidden": True, "peak_extra_mib": 64.0,
+            "host_us": 33.0,
+        }  # fmt: skip
+    return result | changes
+
+
+def test_table_compares_with_the_stage_before_v0_cudnn_and_matmul():
+    records = [record("v0_a", 8.0), record("v1_b", 4.0), record("v2_c", 1.0), record("sdpa-cudnn", 0.8)]
+    table = speed_table(records, GPU)
+    assert cells(table, "v2_c") == [
+        ["", "", "v2_c", "1.000", "0.0100", "400.0", "4.00", "8.00", "80", "50", "64.0", "33"],
+    ]  # fmt: skip
+    assert cells(table, "v0_a")[0][6:9] == ["-", "1.00", "10"]
+    assert cells(table, "sdpa-cudnn")[0][6:9] == ["-", "10.00", "100"]
+    for fact in GPU["gpu"], "torch 2.11.0", "triton 3.6.0", "commit abc", "2026-01-02", "matmul float16 800 TFLOP/s":
+        assert fact in table
+
+
+def test_table_shows_a_dash_for_what_was_not_measured():
+    table = speed_table([record("v3_d", 1.0), record("v1_b", 2.0)], GPU | {"matmul_tflops": {"bfloat16": 700.0}})
+    assert cells(table, "v3_d")[0][6:10] == ["-", "-", "-", "-"]
+
+
+def test_table_is_in_stage_order_whatever_the_order_of_the_records_and_the_speed():
+    records = [record(impl, ms) for impl, ms in (("v10_k", 1.0), ("v2_c", 0.5), ("v0_a", 9.0), ("sdpa-flash", 3.0))]
+    lines = speed_table(records, GPU).splitlines()
+    found = [line.split("|")[3].strip() for line in lines if line.startswith("|") and "_" in line or "sdpa" in line]
+    assert found == ["sdpa-flash", "v0_a", "v2_c", "v10_k"]
+
+
+def test_table_marks_dead_ends_and_compares_no_stage_with_them():
+    table = speed_table([record(impl, ms) for impl, ms in (("v5_c", 1.0), ("v4a_b", 8.0), ("v4_a", 2.0))], GPU)
+    assert [cells(table, impl)[0][6] for impl in ("v4_a", "v4a_b (dead end)", "v5_c")] == ["-", "0.25", "2.00"]
+
+
+def test_table_keeps_failures_as_rows_and_compares_nothing_with_them():
+    records = [record("v1_b", 2.0), record("v2_c", failure="WRONG", note="out: error 1 > 0.1"), record("v3_d", 1.0)]
+    table = speed_table([*records, record("v0_a", failure="OOM")], GPU)
+    assert cells(table, "v0_a")[0][3:] == ["OOM"] + ["-"] * 8
+    assert cells(table, "v2_c")[0][3:] == ["WRONG"] + ["-"] * 8
+    assert cells(table, "v3_d")[0][6:8] == ["-", "-"]
+    assert "v2_c at S=512: out: error 1 > 0.1" in table
+
+
+def test_table_sorts_lengths_as_numbers_and_splits_by_pass_dimension_mask_dtype_and_spread():
+    records = [record("v0_a", 1.0, seq_len, batch=16384 // seq_len) for seq_len in (16384, 512, 2048)]
+    changes = {"pass": "bwd"}, {"causal": True}, {"dtype": "float32"}, {"score_std": 2.5}
+    records += [record("v0_a", 1.0, **change) for change in changes]
+    table = speed_table(records, GPU)
+    assert [row[0] for row in cells(table, "v0_a")] == ["512", "2048", "16384", "512", "512", "512", "512"]
+    titles = [line for line in table.splitlines() if ", D=" in line]
+    assert titles == [
+        "forward, D=128, full, float16",
+        "forward, D=128, full, float16, scores of a standard deviation of 2.5",
+        "forward, D=128, full, float32",
+        "forward, D=128, causal, float16",
+        "backward, D=128, full, float16",
+    ]
+
+
+def test_table_marks_times_with_the_launch_in_them():
+    table = speed_table([record("v0_a", 1.0, launch_hidden=False)], GPU)
+    assert cells(table, "v0_a")[0][3] == "1.000*"
+    assert "launch could not be hidden" in table
+    assert "*" not in speed_table([record("v0_a", 1.0)], GPU)
+
+
+def test_table_without_a_gpu_shows_counts_and_no_times():
+    counts = {"bytes_read": 3e6, "bytes_written": 1e6, "flops_executed": 8e6, "bound": "bytes", "kernel_launches": 17}
+    records = [
+        record("v0_a", 1234.5, launch_hidden=None, tiles="", roofline_us=6.0, **counts),
+        record("v1_b", 4321.5, launch_hidden=None, tiles="128×64", roofline_us=1.5, **counts),
+        record("v2_c", failure="OOM"),
+    ]
+    table = speed_table(records, GPU | {"gpu": None, "matmul_tflops": {}, "roofline": "some GPU, 9 TFLOP/s"})
+    common = ["3.000", "1.000", "8.0", "2.0"]
+    assert cells(table, "v0_a") == [
+        ["512", "32 × 16", "v0_a", "-", *common, "6.000", "bytes", "-", "17", "64.000"],
+    ]  # fmt: skip
+    assert cells(table, "v1_b") == [["", "", "v1_b", "128×64", *common, "1.500", "bytes", "4.00", "17", "64.000"]]
+    assert cells(table, "v2_c")[0][3:] == ["OOM"] + ["-"] * 9
+    assert "some GPU, 9 TFLOP/s" in table and "ms" not in table and "1,234" not in table

@@ -1,0 +1,276 @@
+"""Outputs and gradients of every stage against attention in float64: shapes, layouts, numerical extremes, the log-sum-exp."""
+
+import itertools
+
+import pytest
+import torch
+from cases import TILED, assert_same_bits, by_functions, by_operator, check, make_inputs
+
+from common.measure.reference import assert_close, assert_correct, plain, truth
+from common.operator import DTYPES, HEAD_DIMS
+from common.runtime import DEVICE
+
+on_gpu = DEVICE == "cuda"
+
+LENGTHS = [(1, 1), (1, 239), (113, 203), (128, 217), (108, 256), (256, 512), (1023, 1024), (1024, 1023)]
+if on_gpu:
+    LENGTHS.append((4001, 4096))
+
+
+def problems():
+    """Every length, causal and not, with every head dimension and dtype, in rounds.
+
+    A round takes every length causal and not, and each of the 15 pairs of dtype and head dimension at least once; the next
+    round moves the pairs on by one, and 15 rounds are the whole product. All but the first are marked long.
+    """
+    # In this order the first round gives the long lengths pairs that the interpreter, slow per tile, has large tiles for.
+    quick = list(itertools.product((torch.float16, torch.bfloat16), HEAD_DIMS[:-1]))
+    slow = [*itertools.product([torch.float32], HEAD_DIMS), (torch.bfloat16, HEAD_DIMS[-1]), (torch.float16, HEAD_DIMS[-1])]
+    pairs = quick[:3] + slow + quick[3:]
+    for turn in range(len(pairs)):
+        for number, (lengths, causal) in enumerate(itertools.product(LENGTHS, (False, True))):
+            dtype, head_dim = pairs[(number + turn) % len(pairs)]
+            yield pytest.param(
+                *lengths, causal, head_dim, dtype,
+                id=f"{lengths[0]}x{lengths[1]}-{'causal' if causal else 'full'}-d{head_dim}-{str(dtype)[6:]}",
+                marks=[pytest.mark.long] if turn else [],
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("seq_q, seq_k, causal, head_dim, dtype", list(problems()))
+def test_results_match_float64(stage, seq_q, seq_k, causal, head_dim, dtype):
+    few = {} if on_gpu or seq_q < 1000 else {"batch": 1, "heads": 2}
+    check(stage, *make_inputs(seq_q, seq_k, head_dim, dtype, **few), causal=causal)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_results_are_rounded_to_nearest(stage, dtype):
+    """A cast that truncates (as Triton's interpreter does for bfloat16) shrinks every result, by a third of an ulp on average.
+
+    Twice the error of plain PyTorch has room for that; the mean, where roundings to nearest cancel, has not.
+    """
+    q, k, v, grad_out = make_inputs(64, 100, dtype=dtype)
+    results = by_operator(stage, q, k, v, grad_out, causal=False, scale=0.2)
+    exact = truth(q, k, v, False, 0.2, grad_out)
+    for name in ("out", "dq", "dk", "dv"):
+        shrinkage = ((exact[name] - results[name]) * exact[name].sign()).mean() / exact[name].abs().mean()
+        assert abs(shrinkage) < 0.1 * torch.finfo(dtype).eps, name
+
+
+def as_bshd(tensor):
+    """The view that model code makes: [B, S, H, D].transpose(1, 2)."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def as_slice_of_packed(tensor):
+    """One of three tensors packed as [B, S, 3, H, D]."""
+    batch, heads, seq, head_dim = tensor.shape
+    packed = tensor.new_full((batch, seq, 3, heads, head_dim), float("nan"))
+    packed[:, :, 1] = tensor.transpose(1, 2)
+    return packed[:, :, 1].transpose(1, 2)
+
+
+def as_every_other_row(tensor):
+    batch, heads, seq, head_dim = tensor.shape
+    return tensor.new_full((batch, heads, 2 * seq, head_dim), float("nan"))[:, :, ::2].copy_(tensor)
+
+
+def as_expanded_heads(tensor):
+    """All heads share the first one's memory: stride 0."""
+    return tensor[:, :1].expand_as(tensor)
+
+
+def as_odd_rows(tensor):
+    """Rows whose stride is no multiple of 16 bytes, which TMA cannot address."""
+    return tensor.new_full((*tensor.shape[:-1], tensor.shape[-1] + 1), float("nan"))[..., :-1].copy_(tensor)
+
+
+def as_odd_base(tensor):
+    """A first element that is not aligned to 16 bytes, which TMA cannot address either."""
+    return tensor.new_full((tensor.numel() + 1,), float("nan"))[1:].view(tensor.shape).copy_(tensor)
+
+
+def as_columns(tensor):
+    """The last dimension is not the contiguous one."""
+    return tensor.mT.contiguous().mT
+
+
+def as_expanded_scalar(tensor):
+    """What out.sum().backward() hands on: one element, every stride 0."""
+    return tensor[0, 0, 0, 0].expand_as(tensor)
+
+
+def as_expanded_rows(tensor):
+    return tensor[:, :, :1].expand_as(tensor)
+
+
+layouts = (as_bshd, as_slice_of_packed, as_every_other_row, as_expanded_heads, as_odd_rows, as_odd_base)
+
+
+@pytest.mark.parametrize("layout", layouts)
+def test_inputs_of_any_strides(stage, layout):
+    check(stage, *map(layout, make_inputs(*TILED)), causal=True, run=by_functions)
+
+
+@pytest.mark.parametrize("turn", range(4))
+def test_inputs_of_different_strides(stage, turn):
+    """Reading v with the strides of k, or k with those of q, goes unnoticed as long as these are equal."""
+    in_turn = (layouts[turn], as_columns, layouts[turn + 1], layouts[turn + 2])
+    tensors = (layout(tensor) for layout, tensor in zip(in_turn, make_inputs(*TILED), strict=True))
+    check(stage, *tensors, causal=True)
+
+
+@pytest.mark.parametrize("layout", [*layouts, as_columns, as_expanded_scalar, as_expanded_rows])
+def test_gradient_of_the_output_may_have_any_strides(stage, layout):
+    """Kernels that take dO to be laid out like O read the wrong elements of an expanded or transposed one, without an error."""
+    q, k, v, grad_out = make_inputs(*TILED)
+    check(stage, q, k, v, layout(grad_out), causal=True, run=by_functions)
+
+
+def test_gradient_of_a_sum(stage):
+    """out.sum().backward() hands on a gradient whose strides are all 0; autograd must not lose it on the way."""
+    q, k, v, grad_out = make_inputs(*TILED)
+    check(stage, q, k, v, torch.ones((), dtype=q.dtype, device=DEVICE).expand_as(grad_out), causal=False)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1.0])
+def test_any_finite_scale(stage, scale, causal):
+    """-inf times a scale of 0 is NaN, and the largest score is not the largest once scaled by a negative number."""
+    check(stage, *make_inputs(*TILED), causal=causal, scale=scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sign", ["all large", "all small", "both"])
+def test_scores_of_ten_thousand(stage, sign, dtype):
+    """exp overflows past 88 and float16 past 65504, so the unscaled q·k of these (80 000) does not fit it."""
+    head_dim = 64
+    q, k, v, grad_out = make_inputs(*TILED, head_dim, dtype)
+    direction = torch.randn(head_dim, device=DEVICE).sign() * 35.4  # 35.4² · 64 / √64 = 10⁴
+    signs = {"all large": k.new_ones(()), "all small": -k.new_ones(()), "both": torch.randn_like(k[..., :1]).sign()}
+    q = (direction + 0.02 * q).to(dtype)
+    k = (direction * signs[sign] + 0.02 * k).to(dtype)
+    results = check(stage, q, k, v, grad_out, causal=True)
+    assert results["lse"].abs().mean() > 9_000
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("growth", [200.0, 40.0, -200.0])
+def test_scores_that_grow_along_the_keys(stage, growth, causal, dtype):
+    """A row's maximum over the keys at either end is far too small for those at the other: exp overflows float16 from 11 on,
+    float32 and bfloat16 from 88 on. Here of the later half of one head's rows, so that what it does to others shows too."""
+    seq_q, seq_k, head_dim = (1100, 1000, 64) if on_gpu else (110, 100, 16)
+    q, k, v, grad_out = make_inputs(seq_q, seq_k, head_dim, dtype)
+    q[..., 0] = 0
+    q[1, 2, seq_q // 2 :, 0] = 10.0
+    k[..., 0] = torch.linspace(0, growth * head_dim**0.5 / 10, seq_k, device=DEVICE)
+    results = check(stage, q, k, v, grad_out, causal=causal)
+    assert abs(results["lse"][1, 2, -1] - max(growth, 0)) < 15
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_an_infinite_value_stays_in_its_column(stage, dtype):
+    q, k, v, _ = make_inputs(*TILED, dtype=dtype)
+    v[0, 1, 70, 3] = float("inf")
+    out, _ = stage.forward(q, k, v, causal=False, scale=0.2)
+    infinite = torch.zeros_like(out, dtype=torch.bool)
+    infinite[0, 1, :, 3] = True
+    assert torch.equal(out.isinf(), infinite) and torch.equal(~out.isfinite(), infinite)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equal_scores_give_the_mean_of_v(stage, dtype):
+    q, k, v, grad_out = make_inputs(*TILED, dtype=dtype)
+    k = k[:, :, :1].expand_as(k)
+    results = check(stage, q, k, v, grad_out, causal=False)
+    mean = v.double().mean(2, keepdim=True).expand_as(q)
+    torch.testing.assert_close(results["out"], mean.to(dtype))
+
+
+@pytest.mark.parametrize("size", [2.0**30, 2.0**-30])
+def test_bfloat16_keeps_its_range(stage, size):
+    """A kernel that goes through float16 inside turns values past 65504 into infinities and values below 6e-8 into zeros."""
+    q, k, v, grad_out = make_inputs(*TILED, dtype=torch.bfloat16)
+    results = check(stage, q, k, v * size, grad_out, causal=False)
+    assert results["out"].abs().mean() > 0.01 * size
+
+
+@pytest.mark.parametrize("seq_q, seq_k", [(1, 150), (70, 203), (203, 70), (150, 1)])
+def test_causal_is_aligned_top_left(stage, seq_q, seq_k):
+    """Query i sees keys 0 … i, however many there are; a key that no query sees has no gradient at all."""
+    q, k, v, grad_out = make_inputs(seq_q, seq_k)
+    results = check(stage, q, k, v, grad_out, causal=True)
+    assert torch.equal(results["out"][:, :, 0], v[:, :, 0])
+    assert not results["dk"][:, :, seq_q:].any() and not results["dv"][:, :, seq_q:].any()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_merging_halves_of_the_keys_by_their_lse(stage, causal):
+    """out = Σ exp(lse_i - lse) out_i with lse = logsumexp(lse_i): what splitting keys over devices rests on.
+
+    Causal queries here all see the first half in full, so that half is not causal for them.
+    """
+    q, k, v, _ = make_inputs(70, 140, dtype=torch.float32, batch=1, heads=2)
+    keys = torch.split(k, 70, dim=2)
+    values = torch.split(v, 70, dim=2)
+    halves = [
+        stage.attention(q, key, value, causal=causal and half == 1, return_lse=True)
+        for half, (key, value) in enumerate(zip(keys, values, strict=True))
+    ]
+    lse = torch.stack([half_lse for _, half_lse in halves])
+    weights = torch.exp(lse - lse.logsumexp(0))[..., None]
+    merged = sum(weight * half for weight, (half, _) in zip(weights, halves, strict=True))
+    q_of_all = torch.cat([q, q], dim=2) if causal else q  # only the second 70 queries see all of the first 70 keys
+    expected = truth(q_of_all, k, v, causal, q.shape[-1] ** -0.5)
+    for name, got in (("out", merged), ("lse", lse.logsumexp(0))):
+        whole = expected[name][:, :, -70:]
+        assert_close(name, got, whole, whole.float(), 2, expected["magnitudes"][name][:, :, -70:])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradient_through_the_lse(stage, causal):
+    """Alone and together with the output's gradient, as a loss with a z-term has it."""
+    q, k, v, grad_out = make_inputs(*TILED, dtype=torch.float32, batch=1, heads=2)
+    grad_lse = torch.randn(q.shape[:3], device=DEVICE)
+    scale = -0.2
+
+    def gradients(q, k, v, attend, only_lse):
+        leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+        out, lse = attend(*leaves)
+        loss = (lse * grad_lse).sum() if only_lse else (lse * grad_lse).sum() + (out * grad_out).sum()
+        return torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+
+    def in_float64(q, k, v):
+        scores = q @ k.mT * scale
+        if causal:
+            scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), float("-inf"))
+        return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+    for only_lse in (True, False):
+        got = gradients(
+            q, k, v, lambda *leaves: stage.attention(*leaves, causal=causal, scale=scale, return_lse=True), only_lse
+        )
+        expected = gradients(q.double(), k.double(), v.double(), in_float64, only_lse)
+        for tensor, exact in zip(got, expected, strict=True):
+            torch.testing.assert_close(tensor.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_same_inputs_give_the_same_bits(stage, dtype, unordered):
+    """Atomic additions, or a race, would not. A stage that declares some results UNORDERED has a mode that gives them too."""
+    torch.use_deterministic_algorithms(bool(unordered))
+    inputs = make_inputs(*((1000, 1100) if on_gpu else TILED), 64, dtype)
+    first = by_operator(stage, *inputs, causal=True, scale=0.125)
+    for _ in range(20 if on_gpu else 1):
+        assert_same_bits(first, by_operator(stage, *inputs, causal=True, scale=0.125))
+
+
+@pytest.mark.skipif(not on_gpu, reason="the interpreter runs programs one after another: 65 536 of them take minutes")
+def test_more_heads_than_a_grid_axis_holds(stage):
+    """The second and third axes of a CUDA grid end at 65535."""
+    inputs = make_inputs(3, 5, 16, batch=2, heads=33_000)
+    results = by_functions(stage, *inputs, causal=True, scale=0.25)
+    q, k, v, grad_out = (tensor[:, ::10_999] for tensor in inputs)  # one head at a time, the truth of all takes minutes
+    some = {name: result[:, ::10_999] for name, result in results.items()}
+    assert_correct(some, truth(q, k, v, True, 0.25, grad_out), plain(q, k, v, True, 0.25, grad_out))

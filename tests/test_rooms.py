@@ -1,0 +1,51 @@
+"""Where a line lives: imports run one way, from what shows to what runs; one format everywhere."""
+
+import ast
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+ORDER = (  # a room imports from itself and from those before it
+    "common.interpreter", "common.runtime", "common.operator", "common.kernels", "stages", "common.measure", "common.show",
+    "bench",
+)  # fmt: skip
+
+
+def rank(module):
+    """The place in ORDER of a dotted name; None for another project's, and for the package `common`, which is its runtime."""
+    return next((place for place, room in enumerate(ORDER) if f"{module}.".startswith(f"{room}.")), None)
+
+
+def imported(path):
+    """The dotted names that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize(
+    "path", sorted([*ROOT.glob("common/**/*.py"), *ROOT.glob("stages/**/*.py"), ROOT / "bench.py"]), ids=str
+)
+def test_imports_run_one_way(path):
+    mine = rank(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    back = [name for name in imported(path) if mine is not None and (rank(name) or 0) > mine]
+    assert not back
+
+
+def test_every_module_has_a_room():
+    assert {path.name for path in ROOT.glob("common/*.py")} == {"__init__.py", "operator.py", "runtime.py"}
+
+
+@pytest.mark.parametrize("command", [["check"], ["format", "--check"]], ids=" ".join)
+def test_ruff_is_clean(command):
+    ruff = shutil.which("ruff", path=pathlib.Path(sys.executable).parent) or shutil.which("ruff")
+    if ruff is None:
+        pytest.skip("ruff is not installed")
+    run = subprocess.run([ruff, *command, "."], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr

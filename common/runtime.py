@@ -9,6 +9,7 @@ import functools
 import math
 import os
 import sys
+import threading
 
 import torch
 
@@ -16,6 +17,8 @@ os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else 
 _imported_before = "triton.language" in sys.modules
 
 import triton  # noqa: E402  (reads TRITON_INTERPRET)
+from triton.compiler import CompiledKernel  # noqa: E402
+from triton.runtime.jit import JITCallable  # noqa: E402
 
 from common.interpreter import repairs  # noqa: E402
 
@@ -23,13 +26,39 @@ INTERPRETED = triton.knobs.runtime.interpret
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
+def _let_any_thread_launch_first():
+    """Make the first launch of a kernel safe where other threads launch too.
+
+    Triton 3.6 and 3.7 load a kernel's binary with no regard to other threads: these load it again, or find it half there. And
+    `ast.parse`, with which a compilation begins, is not safe for threads in CPython 3.11 and 3.12 ("AST constructor
+    recursion depth mismatch").
+    """
+    parse, load, lock = JITCallable.parse, CompiledKernel._init_handles, threading.RLock()
+
+    def parse_alone(self):
+        with lock:
+            return parse(self)
+
+    def load_once(self):
+        if self.function is None:  # set last
+            with lock:
+                load(self)
+
+    JITCallable.parse, CompiledKernel._init_handles = parse_alone, load_once
+
+
 @functools.cache  # the driver takes most of a millisecond to answer
 def _properties_of(device: int) -> dict[str, int]:
     return triton.runtime.driver.active.utils.get_device_properties(device)
 
 
+def current_device() -> int:
+    """The index of the current GPU; 0 on the interpreter."""
+    return 0 if INTERPRETED else triton.runtime.driver.active.get_current_device()
+
+
 def _properties() -> dict[str, int]:
-    return _properties_of(triton.runtime.driver.active.get_current_device())
+    return _properties_of(current_device())
 
 
 _interpreter_limit = math.inf
@@ -65,3 +94,6 @@ if INTERPRETED:
     if _imported_before:
         repairs.adopt_language()
     repairs.repair_bfloat16()
+    repairs.run_one_kernel_at_a_time()
+else:
+    _let_any_thread_launch_first()

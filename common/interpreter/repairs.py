@@ -1,5 +1,7 @@
 """Triton's interpreter, repaired: what it computes otherwise than a GPU does. `common.runtime` applies what is here."""
 
+import threading
+
 import numpy
 import torch
 import triton.language as tl
@@ -54,3 +56,14 @@ def repair_bfloat16():
         return cast(self, src, dst_type)
 
     builder.create_dot, builder.binary_op, builder.cast_impl = create_dot, repaired_binary_op, cast_impl
+
+
+def run_one_kernel_at_a_time():
+    """Let threads wait for each other: all kernels share one builder, which knows of one program."""
+    run, lock = InterpretedFunction.run, threading.RLock()
+
+    def run_alone(self, *args, **kwargs):
+        with lock:
+            return run(self, *args, **kwargs)
+
+    InterpretedFunction.run = run_alone

@@ -1,16 +1,21 @@
 """`triton.autotune` that one can wait for: announced, pruned to the device, compiled in parallel, shared by nearby lengths."""
 
+import collections
+import copy
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import triton
+from triton.compiler import CompiledKernel
 from triton.runtime.autotuner import Autotuner
 
-from common.runtime import INTERPRETED, architecture, shared_memory_limit
+from common.runtime import INTERPRETED, architecture, current_device, shared_memory_limit
 
 COPY_ENGINE_ARCH = 90  # from Hopper on descriptors are the hardware's
 KEY = ("bucket", "HEAD_DIM", "CAUSAL", "PRECISION")  # kernel arguments; a new combination is tuned anew
+_tuning = threading.RLock()
 
 
 def bucket(seq_q: int, seq_k: int) -> int:
@@ -51,11 +56,39 @@ def _time(call, quantiles):
     return triton.runtime.driver.active.get_benchmarker()(call, quantiles=quantiles, warmup=5, rep=25)
 
 
+class _Tuner(Autotuner):
+    """`triton.autotune`'s, but for each device, and safe for threads: what a call needs it keeps to itself."""
+
+    def run(self, *args, **kwargs):
+        named = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
+        if len(self.configs) == 1:
+            (config,) = self.configs
+        else:
+            key = (current_device(), *(named[name] for name in KEY))
+            config = self.cache.get(key) or self._tune(key, args, kwargs)
+        if config.pre_hook:
+            config.pre_hook({**named, **config.all_kwargs()})
+        self.best_config = config  # of the last call
+        return self.fn.run(*args, **kwargs, **config.all_kwargs())
+
+    def _tune(self, key, args, kwargs):
+        with _tuning:  # one kernel at a time, which others would disturb
+            if key not in self.cache:  # another thread's doing, meanwhile
+                self.nargs = dict(zip(self.arg_names, args, strict=False))
+                try:
+                    timings = {config: self._bench(*args, config=config, **kwargs) for config in self.prune_configs(kwargs)}
+                finally:
+                    self.nargs = None  # it holds the caller's tensors
+                self.configs_timings = timings
+                self.cache[key] = min(timings, key=timings.get)
+        return self.cache[key]
+
+
 def autotune(configs: list[triton.Config]) -> Callable:
     """Decorate a kernel whose tiles go through descriptors; the fastest of `configs` that fits the device runs.
 
-    The first call of a new `KEY` says on stderr that it is tuning, compiles what may fit in parallel and times it, a matter of
-    seconds. On the interpreter the first sensible configuration is taken.
+    The first call of a new `KEY` on a device says on stderr that it is tuning, compiles what may fit in parallel and times it,
+    in some seconds. On the interpreter the first sensible configuration is taken.
     """
 
     def decorate(kernel):
@@ -71,21 +104,34 @@ def autotune(configs: list[triton.Config]) -> Callable:
             compiled = zip(kept, compile_all(kernel, kept, args), strict=True)
             return [config for config, binary in compiled if binary.metadata.shared <= shared_memory_limit()]
 
-        return triton.autotune(configs, KEY, prune_configs_by={"early_config_prune": prune}, do_bench=_time)(kernel)
+        return _Tuner(
+            kernel, kernel.arg_names, configs, KEY, None, None, prune_configs_by={"early_config_prune": prune}, do_bench=_time
+        )
 
     return decorate
 
 
 def compile_all(kernel, configs: list[triton.Config], args: dict) -> list:
-    """The kernel compiled for each configuration, in parallel and without a launch; `args` are a launch's, by name."""
+    """The kernel compiled for each configuration, in parallel and without a launch; `args` are a launch's, by name.
 
-    def compiled(config):
+    Raises:
+        What the compiler raises for a configuration, compiled alone.
+    """
+
+    def compiled(kernel, config):
         if config.pre_hook:
             config.pre_hook({**args, **config.kwargs})
         return kernel.run(**{**args, **config.all_kwargs(), "warmup": True})
 
-    # An error would leave the mode switched on: they are left to the second round.
+    # In a copy with caches of its own: until a compilation is done, and for ever where it fails, what the cache holds is not a
+    # kernel yet, which a launch by another thread must not find. An error would leave the mode switched on, and is dropped.
+    apart = copy.copy(kernel)
+    apart.device_caches = collections.defaultdict(apart.create_binder)
     with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
         for config in configs:
-            compiled(config)
-    return [compiled(config) for config in configs]  # by now from the kernel's cache
+            compiled(apart, config)
+    done = {
+        key: binary for key, binary in apart.device_caches[current_device()][0].items() if isinstance(binary, CompiledKernel)
+    }
+    kernel.device_caches[current_device()][0].update(done)
+    return [compiled(kernel, config) for config in configs]  # what failed in parallel is compiled here, alone

@@ -85,21 +85,12 @@ class _OutputByThread(io.TextIOBase):
         return self._texts.pop(threading.get_ident(), "")
 
 
-def first_that_survives(prune_configs):
-    """An autotuner's `prune_configs` that offers one configuration at a time and takes the first that is not pruned."""
-
-    def prune(autotuner, kwargs):
-        every = autotuner.configs
-        try:
-            for config in every:
-                autotuner.configs = [config]
-                with contextlib.suppress(AutotunerError):
-                    return prune_configs(autotuner, kwargs)
-        finally:
-            autotuner.configs = every
-        raise AutotunerError(f"all {len(every)} configurations of {autotuner.base_fn.__name__} were pruned")
-
-    return prune
+def first_that_survives(autotuner, kwargs):
+    """In place of an autotuner's `prune_configs`: the first configuration that is not pruned; later ones are not compiled."""
+    for config in autotuner.configs:
+        if kept := autotuner.early_config_prune([config], autotuner.nargs, **kwargs):
+            return kept
+    raise AutotunerError(f"all {len(autotuner.configs)} configurations of {autotuner.base_fn.__name__} were pruned")
 
 
 def _describe(source, metadata, metadata_group, ptxas_log):
@@ -149,7 +140,7 @@ def _compile_case(sender, case, all_configs):
         sender.send(([], [], [case | {"reason": reason}]))
         return
     if not all_configs:
-        Autotuner.prune_configs = first_that_survives(Autotuner.prune_configs)
+        Autotuner.prune_configs = first_that_survives
 
     shape = BATCH, HEADS, SEQ_LEN, case["head_dim"]
     q, k, v, out, grad_out = (torch.empty(shape, dtype=getattr(torch, case["dtype"]), device="meta") for _ in range(5))

@@ -1,0 +1,152 @@
+"""Launches of compiled kernels by several threads, on several devices, and after a compilation that failed.
+
+The driver is a stand-in, and each test a program of its own: the kernels of this process may be the interpreter's.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+PREPARE = """
+import sys, threading, time
+import torch, triton
+import stages
+from triton.compiler import compiler
+from common.measure.aot import StandInDriver
+
+limits, device = {0: 227 * 1024, 1: 99 * 1024}, threading.local()
+launched = []  # (device, shared memory)
+
+class Driver(StandInDriver):
+    def __init__(self):
+        super().__init__(90, lambda metadata: None, lambda call, **_: call() or [1.0, 1.0, 1.0])
+        self.get_current_device = lambda: getattr(device, "index", 0)
+        self.utils.get_device_properties = lambda index: {"max_shared_mem": limits[index], "multiprocessor_count": 132}
+
+    def launcher_cls(self, source, metadata):
+        blocks = {name: kind for name, kind in source.signature.items() if str(kind).startswith("tensordesc")}
+        order = [name for name in source.signature if name in blocks]
+
+        def launch(grid_x, grid_y, grid_z, stream, function, packed, launch_metadata, enter, leave, *args):
+            assert function is not None, "launched before its binary was loaded"
+            given = [arg for arg in args if hasattr(arg, "block_shape")]
+            for name, descriptor in zip(order, given, strict=True):
+                assert str(list(descriptor.block_shape)) in blocks[name], (name, descriptor.block_shape, blocks[name])
+            assert metadata.shared <= limits[self.get_current_device()], "tuned for another device"
+            launched.append((self.get_current_device(), metadata.shared))
+
+        return launch
+
+triton.runtime.driver.set_active(Driver())
+
+def forward(name, head_dim=64, dtype=torch.float16, causal=True, seq=256):
+    q, k, v = (torch.empty(1, 2, seq, head_dim, dtype=dtype, device="meta") for _ in range(3))
+    stages.load(name).forward(q, k, v, causal=causal, scale=0.125)
+"""
+
+
+def run(program):
+    """Run a program after PREPARE, on the compiler."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", PREPARE + program], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_failed_to_compile_in_parallel_is_compiled_again():
+    """`ast.parse` may fail in one of several threads; the failed compilation was kept, and raised at every launch."""
+    run("""
+compile_, failures = compiler.compile, []
+
+def fails_at_first(*args, **options):
+    if threading.current_thread() is not threading.main_thread() and not failures:
+        failures.append(1)
+        raise SystemError("AST constructor recursion depth mismatch")
+    return compile_(*args, **options)
+
+import triton.compiler
+triton.compiler.compile = fails_at_first
+forward("v4")
+forward("v4")
+assert failures and launched
+""")
+
+
+def test_each_device_is_tuned_for():
+    """What fits one with 227 KiB of shared memory for a block does not fit one with 99."""
+    run("""
+for index in (0, 1, 0, 1):
+    device.index = index
+    forward("v4", head_dim=128, seq=1024)
+assert {index for index, _ in launched} == {0, 1}
+""")
+
+
+def test_launches_of_several_threads_keep_to_themselves():
+    """Of one autotuner, for different problems: each launch has the block shapes that its kernel was compiled for."""
+    run("""
+problems = [(32, torch.float16), (64, torch.bfloat16), (128, torch.float16), (64, torch.float32)]
+for problem in problems:  # tuned and compiled
+    forward("v4", *problem)
+sys.setswitchinterval(1e-6)
+failed = []
+
+def work(problem):
+    try:
+        for _ in range(300):
+            forward("v4", *problem)
+    except BaseException as error:
+        failed.append(error)
+
+before = len(launched)
+threads = [threading.Thread(target=work, args=(problem,)) for problem in problems]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+assert not failed, failed
+assert len(launched) - before == 4 * 300
+""")
+
+
+def test_a_binary_is_loaded_once_whichever_threads_launch():
+    run("""
+load, loading, loaded = triton.runtime.driver.active.utils.load_binary, threading.Event(), []
+
+def slow(*args):
+    loaded.append(args)
+    loading.set()
+    time.sleep(1)
+    return load(*args)
+
+triton.runtime.driver.active.utils.load_binary = slow
+thread = threading.Thread(target=forward, args=("v3",))
+thread.start()
+loading.wait()
+forward("v3")
+thread.join()
+assert len(launched) == 2 and len(loaded) == 1
+""")
+
+
+def test_one_thread_parses_at_a_time():
+    """In CPython 3.11 and 3.12 `ast.parse` keeps its recursion depth for all threads together."""
+    run("""
+import ast
+parse, parsing, most = ast.parse, 0, 0
+
+def watched(*args):
+    global parsing, most
+    parsing += 1
+    most = max(most, parsing)
+    time.sleep(0.05)
+    parsing -= 1
+    return parse(*args)
+
+ast.parse = watched
+triton.knobs.compilation.always_compile = True
+tuner = stages.load("v4").forward.__globals__["_forward_kernel"]
+tuner.configs = tuner.configs[5:8]  # compiled in parallel
+forward("v4")
+assert most == 1 and launched
+""")

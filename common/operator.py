@@ -1,8 +1,9 @@
 """The one operator that every stage becomes: input checks, registration with PyTorch, autograd."""
 
-import math
 from collections.abc import Callable
+from numbers import Real
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -10,6 +11,8 @@ from common.runtime import DEVICE
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIMS = (16, 32, 64, 128, 256)
+# Of a scale's size, but for 0: float32 holds the scale times log2(e), and times any q·k of float16, 1e12 at most.
+SMALLEST_SCALE, LARGEST_SCALE = 1e-30, 1e20
 NAMESPACE = "kernel_evolution"  # of the operators
 _libraries: dict[str, torch.library.Library] = {}  # what keeps each operator registered
 
@@ -18,7 +21,25 @@ class Unavailable(RuntimeError):
     """A stage cannot run here: it needs another GPU. Says which, and which stage to use instead."""
 
 
-def _check_inputs(q, k, v, causal, scale):
+def _flag(name, value) -> bool:
+    """`value`, Python's or numpy's bool; anything else raises TypeError."""
+    if not isinstance(value, (bool, numpy.bool_)):
+        raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+    return bool(value)
+
+
+def _checked_scale(scale, head_dim: int) -> float:
+    """`scale` as a float, 1 / sqrt(head_dim) for None; raises TypeError or ValueError."""
+    if scale is None:
+        return head_dim**-0.5
+    if isinstance(scale, (bool, numpy.bool_)) or not isinstance(scale, Real):
+        raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
+    if scale != 0 and not SMALLEST_SCALE <= abs(scale) <= LARGEST_SCALE:  # NaN, too
+        raise ValueError(f"scale must be 0 or of a size from {SMALLEST_SCALE:g} to {LARGEST_SCALE:g}, got {str(scale)[:40]}")
+    return float(scale)
+
+
+def _check_inputs(q, k, v):
     """Raise ValueError or TypeError, naming the argument, what it got and what it takes. Runs before any kernel."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
@@ -46,13 +67,11 @@ def _check_inputs(q, k, v, causal, scale):
         )
     if v.shape != k.shape:
         raise ValueError(f"v must have the shape of k, {tuple(k.shape)}, got {tuple(v.shape)}")
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal must be a bool, got {type(causal).__name__}")
-    if scale is not None:
-        if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-            raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
-        if not math.isfinite(scale):
-            raise ValueError(f"scale must be finite, got {scale}")
+
+
+def _autocast(tensor) -> bool:
+    """Whether autocast casts a tensor: as PyTorch has it, every floating-point one but float64."""
+    return isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
 
 
 def contiguous_rows(tensor: Tensor) -> Tensor:
@@ -107,7 +126,9 @@ def make_attention(name: str, forward: Callable, backward: Callable) -> Callable
     def run_backward(
         grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return _plain(backward, grad_out, *map(contiguous_rows, (q, k, v)), out, lse, causal=causal, scale=scale)
+        # Hooks may bring saved tensors back in another layout.
+        q, k, v, out = map(contiguous_rows, (q, k, v, out))
+        return _plain(backward, grad_out, q, k, v, out, lse.contiguous(), causal=causal, scale=scale)
 
     def fake_backward(grad_out, q, k, v, out, lse, causal, scale):
         return tuple(torch.empty_like(contiguous_rows(tensor)) for tensor in (q, k, v))
@@ -146,7 +167,8 @@ def make_attention(name: str, forward: Callable, backward: Callable) -> Callable
             q: [B, H, Sq, D]; float16, bfloat16 or float32; D one of 16, 32, 64, 128, 256. Any strides.
             k, v: [B, H, Sk, D], dtype and device of q. Any Sq, Sk >= 1, multiples of nothing.
             causal: key j is hidden from query i where j > i (aligned top left, as in PyTorch's SDPA).
-            scale: factor of the scores, any finite number; None is 1 / sqrt(D).
+            scale: factor of the scores: 0, or a number of a size from 1e-30 to 1e20; None is 1 / sqrt(D). Scores are float32,
+                before and after it: what passes 3e38 there gives NaN.
             return_lse: also return the log-sum-exp of the scaled scores; it is differentiable too, at the price of one more
                 forward and backward.
 
@@ -155,16 +177,17 @@ def make_attention(name: str, forward: Callable, backward: Callable) -> Callable
 
         Raises:
             TypeError: an argument of the wrong type, or a dtype that is not supported or differs from q's.
-            ValueError: a wrong rank, shape, head dimension or device, an empty tensor, a scale that is not finite.
+            ValueError: a wrong rank, shape, head dimension or device, an empty tensor, a scale out of its range.
 
-        Under `torch.autocast` the inputs are cast to the autocast dtype first, as SDPA does. The gradients cannot be
-        differentiated again.
+        Under `torch.autocast` the inputs, unless float64, are cast to the autocast dtype first, as SDPA does. The gradients
+        cannot be differentiated again.
         """
         if torch.is_autocast_enabled(DEVICE):
             dtype = torch.get_autocast_dtype(DEVICE)
-            q, k, v = (t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t for t in (q, k, v))
-        _check_inputs(q, k, v, causal, scale)
-        out, lse = forward_op(q, k, v, causal, float(q.shape[-1] ** -0.5 if scale is None else scale))
+            q, k, v = (t.to(dtype) if _autocast(t) else t for t in (q, k, v))
+        _check_inputs(q, k, v)
+        causal, return_lse = _flag("causal", causal), _flag("return_lse", return_lse)
+        out, lse = forward_op(q, k, v, causal, _checked_scale(scale, q.shape[-1]))
         return (out, lse) if return_lse else out
 
     attention.__qualname__ = f"{name}.attention"

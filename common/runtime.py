@@ -74,8 +74,8 @@ def multiprocessors() -> int:
     return _properties()["multiprocessor_count"]
 
 
-def architecture() -> int | None:
-    """The current device's, 90 for sm_90; None on the interpreter."""
+def architecture() -> int | str | None:
+    """The current device's: 90 for sm_90, "gfx942" for one that is not NVIDIA's; None on the interpreter."""
     return None if INTERPRETED else triton.runtime.driver.active.get_current_target().arch
 
 

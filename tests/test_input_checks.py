@@ -2,6 +2,7 @@
 
 import math
 
+import numpy
 import pytest
 import torch
 from cases import make_inputs
@@ -44,10 +45,16 @@ BAD = {
     "causal is a number": ({"causal": 1}, TypeError, "causal must be a bool, got int"),
     "causal is None": ({"causal": None}, TypeError, "causal must be a bool, got NoneType"),
     "scale is text": ({"scale": "0.1"}, TypeError, "scale must be a number or None, got str"),
+    "scale is numpy's bool": ({"scale": numpy.True_}, TypeError, "scale must be a number or None, got bool"),
     "scale is a bool": ({"scale": True}, TypeError, "scale must be a number or None, got bool"),
     "scale is a tensor": ({"scale": torch.ones(())}, TypeError, "scale must be a number or None, got Tensor"),
-    "scale is NaN": ({"scale": math.nan}, ValueError, "scale must be finite, got nan"),
-    "scale is infinite": ({"scale": -math.inf}, ValueError, "scale must be finite, got -inf"),
+    "scale is NaN": ({"scale": math.nan}, ValueError, "scale must be 0 or of a size from 1e-30 to 1e.20, got nan"),
+    "scale is infinite": ({"scale": -math.inf}, ValueError, "scale must be 0 or of a size .* got -inf"),
+    "scale is no float": ({"scale": 10**400}, ValueError, "scale must be 0 or of a size .* got 1000"),
+    "scale is too large": ({"scale": 1.1e20}, ValueError, "scale must be 0 or of a size .* got 1.1e.20"),
+    "scale is too small": ({"scale": -0.9e-30}, ValueError, "scale must be 0 or of a size .* got -9e-31"),
+    "return_lse is text": ({"return_lse": "no"}, TypeError, "return_lse must be a bool, got str"),
+    "return_lse is None": ({"return_lse": None}, TypeError, "return_lse must be a bool, got NoneType"),
 }
 
 
@@ -80,7 +87,13 @@ def test_options_go_by_name(stage):
         stage.attention(*GOOD.values(), True)
 
 
-@pytest.mark.parametrize("scale", [1, 0, -2.5])
+def test_flags_may_be_numpys(stage):
+    causal, full = (stage.attention(**GOOD, causal=flag) for flag in (True, False))
+    assert torch.equal(stage.attention(**GOOD, causal=numpy.True_, return_lse=numpy.False_), causal)
+    assert torch.equal(stage.attention(**GOOD, causal=numpy.False_, return_lse=numpy.True_)[0], full)
+
+
+@pytest.mark.parametrize("scale", [1, 0, -2.5, numpy.float32(0.25), numpy.int64(3)])
 def test_scale_may_be_any_number(stage, scale):
     assert torch.equal(stage.attention(**GOOD, scale=scale), stage.attention(**GOOD, scale=float(scale)))
 

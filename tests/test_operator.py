@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import importlib
+import math
 
 import pytest
 import torch
@@ -114,6 +115,33 @@ def test_autocast_casts_the_inputs(stage, dtype, unordered):
     got = {"out": out.detach(), "lse": lse.detach(), "dq": dq.to(dtype), "dk": dk.to(dtype), "dv": dv.to(dtype)}
     assert dq.dtype == torch.float32
     assert_same_bits(by_hand, got, unordered)
+
+
+def test_autocast_leaves_float64_alone(stage):
+    """As SDPA's autocast does: here float64 is refused, and must not pass as bfloat16."""
+    q, k, v, _ = make_inputs(*TILED)
+    with torch.autocast(DEVICE, torch.bfloat16), pytest.raises(TypeError, match="float64"):
+        stage.attention(q.double(), k.double(), v.double())
+
+
+@pytest.mark.parametrize("seq_q, seq_k", [TILED, (1, 1)])
+def test_saved_tensors_may_come_back_in_another_layout(stage, seq_q, seq_k, unordered):
+    """As from hooks that offload them: at an address that is no multiple of 16 bytes, with other strides."""
+
+    def moved(tensor):
+        shape = tensor.shape if tensor.dim() < 4 else (*tensor.shape[:-1], tensor.shape[-1] + 1)
+        buffer = tensor.new_full((math.prod(shape) + 1,), float("nan"))[1:].view(shape)
+        return buffer[..., : tensor.shape[-1]].copy_(tensor)
+
+    def transposed(tensor):
+        return tensor.mT.contiguous().mT
+
+    q, k, v, grad_out = make_inputs(seq_q, seq_k)
+    expected = by_operator(stage, q, k, v, grad_out, causal=True, scale=SCALE)
+    for unpack in (moved, transposed):
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, unpack):
+            got = by_operator(stage, q, k, v, grad_out, causal=True, scale=SCALE)
+        assert_same_bits(expected, got, unordered)
 
 
 def test_a_reloaded_stage_is_the_new_one(stage):

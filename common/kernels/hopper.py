@@ -15,6 +15,7 @@ from common.kernels.descriptors import located
 from common.operator import Unavailable
 from common.runtime import INTERPRETED, architecture
 
+HOPPER = range(90, 100)  # architectures
 ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 
@@ -23,7 +24,8 @@ def unavailable() -> str | None:
     if INTERPRETED:
         return "needs a Hopper GPU (sm_90): Triton's interpreter, in use here, does not run Gluon"
     arch = architecture()
-    return None if arch // 10 == 9 else f"needs a Hopper GPU (sm_90), and this one is sm_{arch}"
+    name = f"sm_{arch}" if isinstance(arch, int) else arch
+    return None if arch in HOPPER else f"needs a Hopper GPU (sm_90), and this one is {name}"
 
 
 def require_hopper(stage: str, instead: str):

@@ -16,7 +16,7 @@ def tile_and_head(tiles, seq, ROW_BYTES: tl.constexpr, CAUSAL: tl.constexpr, L2_
     program = tl.program_id(0)
     if CAUSAL:
         heads = tl.num_programs(0) // tiles
-        group = tl.maximum(L2_SHARE // ROW_BYTES // seq, 1)
+        group = tl.minimum(tl.maximum(L2_SHARE // ROW_BYTES // seq, 1), heads)  # of more, group * tiles could pass 2**31
         first = program // (group * tiles) * group
         group = tl.minimum(group, heads - first)
         inside = program - first * tiles

@@ -163,7 +163,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale):
     batch, heads, seq_q, head_dim = q.shape
     seq_k = k.shape[2]
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    q, k, v, grad_out = addressable(q), addressable(k), addressable(v), addressable(grad_out)
+    q, k, v, out, grad_out = map(addressable, (q, k, v, out, grad_out))
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
     _dq_kernel[lambda args: (triton.cdiv(seq_q, args["BLOCK_M"]) * batch * heads,)](
         describe(q), describe(k), describe(v), describe(out), describe(grad_out), describe(dq), lse, scale,

@@ -71,7 +71,7 @@ def _forward_kernel(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M, SUMS], tl.float32)
     # exp(x) = exp2(x * log2(e)), and exp2 is one instruction; never 0, because a masked score, -inf, times 0 is NaN
-    scale_log2 = tl.maximum(scale * LOG2_E, 1e-30)
+    scale_log2 = tl.maximum(scale * LOG2_E, 1e-37)
 
     # Stage 1 takes the whole tiles that every row sees, without a mask; stage 2 the diagonal and the ragged end, with one.
     end = tl.minimum(start_m + BLOCK_M, seq_k) if CAUSAL else seq_k

@@ -1,5 +1,7 @@
 """FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1), its loop warp-specialized by the compiler."""
 
+import contextvars
+
 import torch
 import triton
 import triton.language as tl
@@ -83,7 +85,7 @@ def _forward_kernel(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     # exp(x) = exp2(x * log2(e)), and exp2 is one instruction; never 0, because a masked score, -inf, times 0 is NaN
-    scale_log2 = tl.maximum(scale * LOG2_E, 1e-30)
+    scale_log2 = tl.maximum(scale * LOG2_E, 1e-37)
 
     # One loop for all tiles, with a mask in each: the compiler specializes no loop that another one follows.
     end = tl.minimum(start_m + BLOCK_M, seq_k) if CAUSAL else seq_k
@@ -107,8 +109,11 @@ def forward(q, k, v, *, causal, scale):
     if scale < 0:
         q, scale = -q, -scale  # the same scores; the largest one is then the largest before scaling too
     q, k, v = addressable(q), addressable(k), addressable(v)
-    triton.set_allocator(lambda size, alignment, stream: q.new_empty(size, dtype=torch.int8))  # for the kernel's descriptors
-    _forward_kernel[lambda args: (triton.cdiv(seq_q, args["BLOCK_M"]) * batch * heads,)](
+    device = q.device
+    context = contextvars.copy_context()  # outside of it the allocator stays the user's
+    context.run(triton.set_allocator, lambda size, *_: torch.empty(size, dtype=torch.int8, device=device))  # for descriptors
+    context.run(
+        _forward_kernel[lambda args: (triton.cdiv(seq_q, args["BLOCK_M"]) * batch * heads,)],
         q, k, v, out, lse, scale,
         *aligned_strides(q)[:3], *aligned_strides(k)[:3], *aligned_strides(v)[:3], *aligned_strides(out)[:3],
         heads, seq_q, seq_k, bucket(seq_q, seq_k), 0,

@@ -178,7 +178,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale):
     seq_k = k.shape[2]
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     delta = torch.empty_like(lse)
-    q, k, v, grad_out = addressable(q), addressable(k), addressable(v), addressable(grad_out)
+    q, k, v, out, grad_out = map(addressable, (q, k, v, out, grad_out))
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
     _delta_kernel[triton.cdiv(seq_q, DELTA_ROWS) * batch * heads,](
         describe(out, DELTA_ROWS, head_dim), describe(grad_out, DELTA_ROWS, head_dim), delta,

@@ -295,7 +295,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale):
     if q.dtype == torch.float32 or head_dim == 256 or torch.are_deterministic_algorithms_enabled():
         return backward_of_v5(grad_out, q, k, v, out, lse, causal=causal, scale=scale)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    q, k, v, grad_out = addressable(q), addressable(k), addressable(v), addressable(grad_out)
+    q, k, v, out, grad_out = map(addressable, (q, k, v, out, grad_out))
     block_m = 64 if head_dim == 128 else 128  # as many rows of S and dP as fit in registers beside dK and dV
     columns = min(64, head_dim)  # of the parts, of 64 rows, in which dQ leaves a program
     tiles_m = triton.cdiv(seq_q, block_m) * batch * heads

@@ -298,7 +298,7 @@ def _forward_kernel(
     kv_full, kv_empty = new_ring(STAGES, 1, CONSUMERS)
     tile_full, tile_empty = new_ring(Q_STAGES, 1, CONSUMERS)
     # exp(x) = exp2(x * log2(e)), and exp2 is one instruction; never 0, because a masked score, -inf, times 0 is NaN
-    scale_log2 = gl.maximum(scale * LOG2_E, 1e-30)
+    scale_log2 = gl.maximum(scale * LOG2_E, 1e-37)
 
     buffers = (q_s, k_s, v_s, tile_s)
     barriers = (q_full, q_empty, kv_full, kv_empty, tile_full, tile_empty)

@@ -140,6 +140,23 @@ def test_any_finite_scale(stage, scale, causal):
     check(stage, *make_inputs(*TILED), causal=causal, scale=scale)
 
 
+@pytest.mark.parametrize("scale", [1e-30, -1e-30, 1e20, -1e20])
+def test_scales_at_the_ends_of_their_range(stage, scale):
+    """At one end all keys weigh the same; at the other a row's largest score, 65504 times itself here, is all that counts."""
+    q, k, v, _ = make_inputs(*TILED)
+    q[:, :, :3], k[:, :, :2] = 65504.0, 65504.0
+    out, lse = stage.forward(q, k, v, causal=False, scale=scale)
+    exact, yardstick = (make(q, k, v, False, scale) for make in (truth, plain))
+    assert_correct({"out": out, "lse": lse}, exact, yardstick)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_scale_of_zero_makes_all_scores_equal(stage, dtype):
+    """However large they were: bfloat16 and float32 products reach 1e38."""
+    q, k, v, grad_out = make_inputs(*TILED, dtype=dtype)
+    check(stage, 1e15 * q, 1e15 * k, v, grad_out, causal=True, scale=0.0)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sign", ["all large", "all small", "both"])
 def test_scores_of_ten_thousand(stage, sign, dtype):

@@ -1,5 +1,8 @@
 """What a kernel may touch: no read outside its inputs, no write outside its outputs, no output left unwritten, no race."""
 
+import gc
+import weakref
+
 import numpy
 import pytest
 import torch
@@ -7,7 +10,7 @@ import triton
 import triton.language as tl
 from cases import assert_same_bits, by_functions, check, make_inputs
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime import interpreter
+from triton.runtime import _allocation, interpreter
 
 from common.operator import DTYPES
 from common.runtime import DEVICE, INTERPRETED
@@ -86,6 +89,24 @@ def test_nothing_outside_is_read_or_written(stage, seq_q, seq_k, head_dim, dtype
     check(stage, *inputs, causal=causal, run=run)
     for tensor, copy in zip(inputs, before, strict=True):
         assert torch.equal(tensor, copy), "an input was written to"
+
+
+def test_a_call_leaves_nothing_behind(stage):
+    """Neither its inputs, alive in what Triton keeps, nor another allocator than the one that the user has set."""
+
+    def mine(size, alignment, stream):
+        return torch.empty(size, dtype=torch.int8, device=DEVICE)
+
+    before = _allocation._allocator.get()
+    triton.set_allocator(mine)
+    inputs = make_inputs(40, 100)
+    by_functions(stage, *inputs, causal=True, scale=0.25)
+    alive = [weakref.ref(tensor) for tensor in inputs]
+    del inputs
+    gc.collect()
+    assert [tensor() for tensor in alive] == [None] * 4
+    assert _allocation._allocator.get() is mine
+    triton.set_allocator(before)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the order of programs can be chosen in the interpreter only")

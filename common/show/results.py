@@ -5,6 +5,8 @@ import json
 import statistics
 from pathlib import Path
 
+import stages
+from common.measure.ncu import READ, WRITTEN
 from common.show.tables import stage_order
 
 ROOT = Path(__file__).parents[2]
@@ -84,3 +86,34 @@ def counted(counts: list[dict], impl: str, pass_: str, head_dim: int, causal: bo
 def moved(count: dict) -> int:
     """Bytes read and written."""
     return count["bytes_read"] + count["bytes_written"]
+
+
+def mean_rate(records: list[dict], impl: str, pass_: str, head_dim: int) -> float | None:
+    """TFLOP/s, the geometric mean over `MEAN_OVER`, causal and not; None where nothing was measured."""
+    rates = [record["tflops"] for record in measured(records, impl, pass_, head_dim).values()]
+    return statistics.geometric_mean(rates) if rates else None
+
+
+SPOKEN = {
+    "sdpa-flash": "FlashAttention-2", "sdpa-cudnn": "cuDNN", "flash-3": "FlashAttention-3", "flash-4": "FlashAttention-4"
+}  # fmt: skip
+
+
+def spoken(name: str) -> str:
+    """An implementation as a sentence names it: a stage by its version, a peer by its usual name."""
+    return name.split("_")[0] if stages.position(name) else SPOKEN.get(name, name)
+
+
+def tuned_case(impl: str, pass_: str, head_dim: int, causal: bool) -> dict | None:
+    """What Nsight Compute measured of a stage's pass, with the tiles that its tuner chose on the GPU; None where it did not."""
+    wanted = (impl, pass_, head_dim, causal)
+    for path in sorted((ROOT / "results").glob("traffic-*.json")):
+        for case in json.loads(path.read_text())["cases"]:
+            if (case["impl"], case["pass"], case["head_dim"], case["causal"]) == wanted:
+                return case
+    return None
+
+
+def bytes_of(case: dict) -> int:
+    """Bytes that the kernels of a `tuned_case` moved between L2 cache and multiprocessors, spilled registers included."""
+    return int(sum(kernel[READ] + kernel[WRITTEN] for kernel in case["kernels"]))

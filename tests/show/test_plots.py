@@ -1,39 +1,70 @@
-"""The plots: every line has its label, and no two labels lie on each other."""
+"""The plots: every implementation can be told from the others, in every figure, by one legend."""
 
 import pytest
 
 import stages
 from common.show import results
 
-
-def test_lines_that_end_together_share_a_label():
-    plots = pytest.importorskip("common.show.plots")
-    heights = {"a": 0.5, "b": 0.1, "c": 0.501, "d": 0.1}
-    assert plots.together(heights, 0.004) == [["a", "c"], ["b", "d"]]
+plots = pytest.importorskip("common.show.plots")
 
 
-@pytest.mark.parametrize("positions", [[0.5, 0.5, 0.5], [0.9, 1.0, 0.99], [0.0, 0.01, 0.6], [0.1, 0.5, 0.9]])
-def test_labels_are_spread_in_order_and_stay_inside(positions):
-    plots = pytest.importorskip("common.show.plots")
-    moved = plots.spread(positions, 0.1)
-    pairs = sorted(zip(positions, moved, strict=True))
-    assert all(after[1] - before[1] >= 0.1 - 1e-6 for before, after in zip(pairs, pairs[1:], strict=False))
-    assert all(-1e-6 <= place <= 1 + 1e-6 for place in moved)
-    if positions == [0.1, 0.5, 0.9]:
-        assert moved == positions
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    """The figures of the committed run, by name, and the directory that holds them."""
+    directory = tmp_path_factory.mktemp("plots")
+    figures = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots.plt, "close", figures.append)
+        plots.draw(*results.load_run(results.RUN), directory)
+    names = ("evolution", "speed-forward", "speed-backward", "gain", "memory")
+    yield dict(zip(names, figures, strict=True)), directory
+    plots.plt.close("all")
 
 
-def test_plots_label_every_implementation(tmp_path, monkeypatch):
-    plots = pytest.importorskip("common.show.plots")
-    records, machine = results.load_run(results.RUN)
-    labels = {}
-    monkeypatch.setattr(plots.plt, "close", lambda figure: labels.update({
-        text.get_text(): None for axes in figure.axes for text in axes.texts
-    }))  # fmt: skip
-    plots.draw(records, machine, tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {
-        f"{name}.png" for name in ("speed-forward", "speed-backward", "gain", "memory")
-    }
-    shown = {name for label in labels for name in label.replace("\n", " ").split(", ")}
-    for name in results.implementations(records):
-        assert stages.is_dead_end(name) or name.removeprefix("sdpa-").split("_")[0] in shown, name
+def main_line():
+    records, _ = results.load_run(results.RUN)
+    return [name for name in results.implementations(records) if not stages.is_dead_end(name)]
+
+
+def test_lines_that_lie_on_each_other_share_a_label():
+    lines = {"a": [(1, 64.0), (2, 64.0)], "b": [(1, 64.0), (2, 99.0)], "c": [(1, 65.0), (2, 65.0)], "d": [(1, 64.0)]}
+    assert plots.together(lines) == [["a", "c", "d"], ["b"]]
+
+
+def test_drawing_writes_what_is_committed(drawn):
+    figures, directory = drawn
+    written = {path.name for path in directory.iterdir()}
+    assert written == {f"{name}.png" for name in figures} == {path.name for path in results.PLOTS.iterdir()}
+
+
+def test_no_two_implementations_look_the_same():
+    names = main_line()
+    styles = [plots.style(name, names) for name in names]
+    assert len({style["color"] for style in styles}) == len(names)
+    assert len({(str(style["linestyle"]), style["marker"], style.get("markerfacecolor")) for style in styles}) == len(names)
+
+
+@pytest.mark.parametrize("name", ["evolution", "speed-forward", "speed-backward", "gain", "memory"])
+def test_a_figure_has_one_legend_of_all_that_it_draws(drawn, name):
+    figure = drawn[0][name]
+    (legend,) = figure.legends
+    assert not any(axes.get_legend() for axes in figure.axes)
+    shown = [text.get_text() for text in legend.get_texts()]
+    stages_of_line = [results.spoken(other) for other in main_line() if stages.position(other)]
+    peers = [results.spoken(other) for other in main_line() if not stages.position(other)]
+    bars = [f"{pass_}, D={head_dim}" for pass_ in ("forward", "backward") for head_dim in (64, 128)]
+    assert shown == {"gain": bars, "evolution": peers}.get(name, peers + stages_of_line)
+
+
+def test_axes_take_most_of_the_width(drawn):
+    for name, figure in drawn[0].items():
+        figure.draw_without_rendering()
+        assert sum(axes.get_position().width for axes in figure.axes[:2]) > 0.8, name
+
+
+def test_evolution_shows_the_means_of_the_summary(drawn):
+    records, _ = results.load_run(results.RUN)
+    for axes, pass_ in zip(drawn[0]["evolution"].axes, ("fwd", "bwd"), strict=True):
+        rates = {name: results.mean_rate(records, name, pass_, 128) for name in main_line()}
+        assert [bar.get_height() for bar in axes.patches] == [rates[name] for name in rates if stages.position(name)]
+        assert [line.get_ydata()[0] for line in axes.lines] == [rates[name] for name in rates if not stages.position(name)]

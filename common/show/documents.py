@@ -9,6 +9,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 import stages
+from common.measure.ncu import pairs
 from common.show.profiles import traffic_table, units_table
 from common.show.results import (
     COLUMNS,
@@ -21,16 +22,19 @@ from common.show.results import (
     SPREAD,
     TRAFFIC,
     UNITS,
+    bytes_of,
     counted,
     implementations,
     load_counts,
     load_run,
+    mean_rate,
     mean_ratio,
-    measured,
     moved,
     origin,
     speedup,
+    spoken,
     times_of,
+    tuned_case,
 )
 from common.show.tables import PASS_NAMES, speed_table, title
 
@@ -49,8 +53,8 @@ def summary_table(records: list[dict], machine: dict) -> str:
         position = stages.position(name)
         before = position and stage_at.get(stages.before(position))
         for pass_, head_dim in COLUMNS:
-            rates = [record["tflops"] for record in measured(records, name, pass_, head_dim).values()]
-            cells = [f"{statistics.geometric_mean(rates):.0f}"] if rates else []
+            rate = mean_rate(records, name, pass_, head_dim)
+            cells = [f"{rate:.0f}"] if rate else []
             if gain := speedup(records, name, before, (pass_,), head_dim):
                 cells.append(f"**×{gain:.2f}**")
             if cudnn := speedup(records, name, "sdpa-cudnn", (pass_,), head_dim):
@@ -115,47 +119,160 @@ def with_table(text: str, name: str, table: str) -> str:
     return pattern.sub(lambda _: f"{begin}\n{table}\n\n{end}", text)
 
 
-def gain_table(name: str) -> str:
-    """What a step moves, what that predicts it to gain and what it gained; for the first stage, what it moves."""
-    records, machine = load_run(RUN)
+def _before(name: str) -> str | None:
+    """The stage that `name` was made from; None for the first."""
+    return {stages.position(other): other for other in stages.names()}.get(stages.before(stages.position(name)))
+
+
+def _spans():
+    """Pass, head dimension and mask of each row of a stage's tables."""
+    return [(pass_, head_dim, causal) for pass_, head_dim in COLUMNS for causal in (False, True)]
+
+
+def _step_table(rows: list[list[str]], headers: list[str]) -> str:
+    """A table whose rows are those of `_spans`, with these cells."""
+    labels = [[PASS_NAMES[pass_], head_dim, "causal" if causal else "full"] for pass_, head_dim, causal in _spans()]
+    align = ["left", "right", "left"] + ["right"] * len(headers)
+    table = [label + row for label, row in zip(labels, rows, strict=True)]
+    return tabulate(table, ["pass", "D", "mask", *headers], tablefmt="pipe", disable_numparse=True, colalign=align)
+
+
+def traffic_of_step(name: str) -> str:
+    """What a stage and the one before move and compute, as counted."""
     counts, counter = load_counts(TRAFFIC)
-    position = stages.position(name)
-    before = {stages.position(other): other for other in stages.names()}.get(stages.before(position))
-    times = {
-        (r["impl"], r["pass"], r["head_dim"], r["causal"]): r["ms"]
-        for r in records
-        if r["seq_len"] == COUNTED_AT and r["dtype"] == "float16" and "ms" in r
+    before = _before(name)
+    headers = {
+        "MB read": lambda count: f"{count['bytes_read'] / 1e6:.2f}",
+        "MB written": lambda count: f"{count['bytes_written'] / 1e6:.2f}",
+        "MFLOP": lambda count: f"{count['flops_executed'] / 1e6:.0f}",
+        "FLOP / byte": lambda count: f"{count['flops_executed'] / moved(count):.1f}",
+        "kernel launches": lambda count: str(count["kernel_launches"]),
+        "peak extra MiB": lambda count: f"{count['peak_extra_mib']:.2f}",
+        "µs at peak": lambda count: f"{count['roofline_us']:.1f}",
     }
-    headers = ["pass", "D", "mask", "MB moved", "before", "FLOP / byte", "µs at peak", "gain predicted", "gain measured"]
     rows = []
-    for pass_, head_dim in COLUMNS:
-        for causal in (False, True):
-            now, old = (counted(counts, stage, pass_, head_dim, causal) for stage in (name, before))
-            ms, old_ms = (times.get((stage, pass_, head_dim, causal)) for stage in (name, before))
-            rows.append([
-                PASS_NAMES[pass_], head_dim, "causal" if causal else "full",
-                f"{moved(now) / 1e6:.2f}" if now else "-", f"{moved(old) / 1e6:.2f}" if old else "-",
-                f"{now['flops_executed'] / moved(now):.0f}" if now else "-", f"{now['roofline_us']:.1f}" if now else "-",
-                f"×{old['roofline_us'] / now['roofline_us']:.2f}" if now and old else "-",
-                f"×{old_ms / ms:.2f}" if ms and old_ms else "-",
-            ])  # fmt: skip
+    for span in _spans():
+        both = [counted(counts, stage, *span) for stage in (before, name) if stage]
+        rows.append([" → ".join(show(count) if count else "-" for count in both) for show in headers.values()])
+    versions = [stage.split("_")[0] for stage in (before, name) if stage]
+    command = f'make traffic STAGE={",".join(versions)} ARGS="--seq-len {COUNTED_AT}"'
     caption = (
-        f"float16, S = {COUNTED_AT}. MB, FLOPs and the time that follows from {counter['roofline']} are of one head, as "
-        f'`make traffic ARGS="--seq-len {COUNTED_AT}"` counts them; gains are over {before or "nothing"}, the measured ones '
-        f"with 16k tokens and hidden size 2048, on {origin(machine)}."
+        f"{' → '.join(versions)}, one head, float16, S = {COUNTED_AT}, equal tiles, as `{command}` counts. "
+        f"µs at peak: what the bytes or the FLOPs of each launch take at the published peaks, {counter['roofline']}."
     )
-    align = ["left", "right", "left"] + ["right"] * 6
+    return f"{caption}\n\n{_step_table(rows, list(headers))}"
+
+
+def gain_table(name: str) -> str:
+    """What a step's traffic predicts it to gain, and what it gained, by sequence length; the first stage's times."""
+    records, machine = load_run(RUN)
+    counts, _ = load_counts(TRAFFIC)
+    before = _before(name)
+    lengths = sorted({record["seq_len"] for record in records if record["pass"] == "fwd"})
+    ms = {
+        (r["impl"], r["pass"], r["head_dim"], r["causal"], r["seq_len"]): r["ms"]
+        for r in records
+        if r["dtype"] == "float16" and "ms" in r
+    }
+    rows = []
+    for span in _spans():
+        now, old = (counted(counts, stage, *span) for stage in (name, before))
+        times = [[ms.get((stage, *span, seq_len)) for seq_len in lengths] for stage in (name, before)]
+        if before:
+            predicted = f"×{old['roofline_us'] / now['roofline_us']:.2f}" if now and old else "-"
+            rows.append([predicted, *(f"×{b / a:.2f}" if a and b else "-" for a, b in zip(*times, strict=True))])
+        else:
+            rows.append([f"{time:.2f}" if time else "-" for time in times[0]])
+    where = f"float16, 16k tokens, hidden size 2048, {origin(machine)}"
+    if before:
+        caption = (
+            f"Times as fast as {before}. Predicted: the ratio of the two times at peak, S = {COUNTED_AT}. The rest is "
+            f"measured, by sequence length: {where}."
+        )
+        return f"{caption}\n\n{_step_table(rows, ['predicted', *(f'S = {seq_len}' for seq_len in lengths)])}"
+    return f"Milliseconds, by sequence length: {where}.\n\n{_step_table(rows, [f'S = {seq_len}' for seq_len in lengths])}"
+
+
+def tuned_table(name: str) -> str:
+    """What a stage and the one before moved on the GPU, with the tiles that each ran with there."""
+    rows, shapes = [], set()
+    for span in _spans():
+        cells, bytes_moved = [], []
+        for stage in (_before(name), name):
+            case = tuned_case(stage, *span)
+            shapes.add((case["batch"], case["heads"], case["seq_len"]))
+            cells += [", ".join(label for label, *_ in pairs(case)), f"{bytes_of(case) / 1e6:.1f}"]
+            bytes_moved.append(bytes_of(case))
+        rows.append([*cells, f"÷{bytes_moved[0] / bytes_moved[1]:.2f}"])
+    ((batch, heads, seq_len),) = shapes
+    old, new = (stage.split("_")[0] for stage in (_before(name), name))
+    caption = (
+        f"MB between the L2 cache and the multiprocessors, spilled registers included, with the tiles that {new}'s tuner chose "
+        f"on an H200, as Nsight Compute measures them: B = {batch}, H = {heads}, S = {seq_len}, float16."
+    )
+    return f"{caption}\n\n{_step_table(rows, [f'tiles of {old}', 'MB', f'tiles of {new}', 'MB', 'bytes'])}"
+
+
+def units_of_step(name: str) -> str:
+    """How busy the units of the GPU are in a stage, the one before and two peers."""
+    result = json.loads(UNITS.read_text())
+    shown = {"fwd": ("sdpa-cudnn", "flash-3", _before(name), name), "bwd": (_before(name), name)}
+    cases = [case for case in result["cases"] if not case["causal"] and case["impl"] in shown[case["pass"]]]
+    return units_table({**result, "cases": cases})
+
+
+def spread_table(name: str) -> str:
+    """Times of a stage's forward over those of the one before, where scores spread further."""
+    records, machine = load_run(SPREAD)
+    ms = {(r["impl"], r["dtype"], r["causal"], r["score_std"]): r["ms"] for r in records}
+    deviations = sorted({record["score_std"] for record in records})
+    rows = []
+    for dtype, causal in itertools.product(("float16", "bfloat16"), (False, True)):
+        times = [[ms[stage, dtype, causal, std] for std in deviations] for stage in (name, _before(name))]
+        rows.append([dtype, "causal" if causal else "full", *(f"×{a / b:.2f}" for a, b in zip(*times, strict=True))])
+    first = records[0]
+    caption = (
+        f"Times as long as {_before(name)} takes for the same forward, by the standard deviation of normally distributed "
+        f"scores: D = {first['head_dim']}, S = {first['seq_len']}, {origin(machine)}."
+    )
+    headers = ["", "mask", *(f"{std:g}" for std in deviations)]
+    align = ["left", "left"] + ["right"] * len(deviations)
     return f"{caption}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True, colalign=align)}"
+
+
+PASSAGES = {  # what the README of a stage may show between markers
+    "traffic": traffic_of_step, "gain": gain_table, "tuned": tuned_table, "units": units_of_step, "spread": spread_table,
+}  # fmt: skip
+
+
+def evolution_sentence(records: list[dict], machine: dict) -> str:
+    """What the walk from the first to the last stage bought, next to the peers, for the largest head dimension."""
+    names = implementations(records)
+    line = [name for name in names if stages.position(name) and not stages.is_dead_end(name)]
+    first, last, head_dim = line[0], line[-1], max(HEAD_DIMS)
+    parts = []
+    for pass_ in ("fwd", "bwd"):
+        old, new = (mean_rate(records, name, pass_, head_dim) for name in (first, last))
+        over = {name: speedup(records, last, name, (pass_,), head_dim) for name in names if name not in line}
+        peers = ", ".join(f"×{gain:.2f} {spoken(name)}" for name, gain in over.items() if not stages.position(name) and gain)
+        gain = speedup(records, last, first, (pass_,), head_dim)
+        parts.append(
+            f"{PASS_NAMES[pass_]} from {spoken(first)}'s {old:.0f} to {spoken(last)}'s {new:.0f} TFLOP/s, ×{gain:.0f} ({peers})"
+        )
+    return f"On an {machine['gpu']}, D = {head_dim}, float16: {'; '.join(parts)}."
 
 
 def documents() -> dict[Path, str]:
     """What each generated document must be, from the committed results."""
     readme = ROOT / "README.md"
-    found = {readme: with_table(readme.read_text(), "summary", summary_table(*load_run(RUN)))}
+    text = with_table(readme.read_text(), "summary", summary_table(*load_run(RUN)))
+    found = {readme: with_table(text, "evolution", evolution_sentence(*load_run(RUN)))}
     found[RUN.with_suffix(".md")] = f"# All measurements\n\n{speed_table(*load_run(RUN))}\n"
     for name in stages.names():
         path = ROOT / "stages" / name / "README.md"
-        found[path] = with_table(path.read_text(), "gain", gain_table(name))
+        found[path] = path.read_text()
+        for passage in re.findall(r"<!-- (\w+): written by make readme -->", found[path]):
+            found[path] = with_table(found[path], passage, PASSAGES[passage](name))
     for path in (ROOT / "results").glob("traffic-*.json"):
         table = traffic_table(json.loads(path.read_text()))
         found[path.with_suffix(".md")] = f"# Traffic, counted and measured\n\n{table}\n"

@@ -1,5 +1,6 @@
 """The documents show what the committed results hold, and nothing else."""
 
+import functools
 import itertools
 import json
 import math
@@ -107,3 +108,85 @@ def test_table_replaces_what_is_between_its_markers_alone():
     for wrong in ("before\nafter\n", text + text):
         with pytest.raises(ValueError, match="exactly once"):
             documents.with_table(wrong, "x", "| new |")
+
+
+def cells(table, *labels):
+    """The cells behind the labels of a table's row."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")]
+    (row,) = [row for row in rows if row[: len(labels)] == list(labels)]
+    return row[len(labels) :]
+
+
+def test_gain_is_shown_by_length_and_a_dash_where_it_was_not_measured(monkeypatch):
+    machine = {"gpu": "X", "torch": "1", "triton": "2", "commit": "abc", "date": "2026-01-02"}
+    records = [record("v0_naive", 4.0, seq_len=512), record("v1_online_softmax", 1.6, seq_len=512)]
+    records.append(record("v1_online_softmax", 1.0, seq_len=1024))
+    monkeypatch.setattr(documents, "load_run", lambda path: (records, machine))
+    assert cells(documents.gain_table("v1_online_softmax"), "forward", "64", "full")[1:] == ["×2.50", "-"]
+    assert cells(documents.gain_table("v0_naive"), "forward", "64", "full") == ["4.00", "-"]
+
+
+def test_evolution_goes_from_the_first_stage_to_the_last_next_to_the_peers():
+    machine = {"gpu": "X", "torch": "1", "triton": "2", "commit": "abc", "date": "2026-01-02"}
+    records = []
+    for impl, ms in (("v0_a", 10.0), ("v1_b", 2.0), ("v1a_c", 0.1), ("sdpa-cudnn", 3.0), ("flash-3", 1.0)):
+        records += [record(impl, ms, head_dim=128) | {"pass": pass_} for pass_ in ("fwd", "bwd")]
+    assert documents.evolution_sentence(records, machine) == (
+        "On an X, D = 128, float16: forward from v0's 10 to v1's 50 TFLOP/s, ×5 (×1.50 cuDNN, ×0.50 FlashAttention-3); "
+        "backward from v0's 10 to v1's 50 TFLOP/s, ×5 (×1.50 cuDNN, ×0.50 FlashAttention-3)."
+    )
+
+
+@functools.cache
+def committed():
+    return results.load_run(results.RUN)[0]
+
+
+def times(impl, pass_, head_dim, causal):
+    """Milliseconds of the committed run, by sequence length."""
+    records = committed()
+    wanted = (impl, pass_, head_dim, causal, "float16")
+    found = [r for r in records if (r["impl"], r["pass"], r["head_dim"], r["causal"], r["dtype"]) == wanted and "ms" in r]
+    return {r["seq_len"]: r["ms"] for r in sorted(found, key=lambda r: r["seq_len"])}
+
+
+def gains(new, old, pass_, head_dim, causal):
+    """How many times as fast `new` was, by sequence length."""
+    before, after = (times(impl, pass_, head_dim, causal) for impl in (old, new))
+    return {seq_len: before[seq_len] / ms for seq_len, ms in after.items()}
+
+
+def test_what_the_documents_say_of_lengths_holds():
+    v0, v1, v2, v3, v5, v6, v7 = map(stages.resolve, ("v0", "v1", "v2", "v3", "v5", "v6", "v7"))
+    for causal in (False, True):
+        assert max(gains(v2, v1, "fwd", 128, causal).values()) < 1
+        assert min(gains(v2, v1, "fwd", 128, causal).values()) < 0.5
+        for pass_, head_dim in results.COLUMNS:
+            over_v2 = list(gains(v3, v2, pass_, head_dim, causal).values())
+            assert over_v2 == sorted(over_v2)
+        for head_dim in results.HEAD_DIMS:
+            over_v6 = gains(v7, v6, "fwd", head_dim, causal)
+            assert over_v6.pop(512) < 1 or (head_dim, causal) != (64, True)
+            assert min(over_v6.values()) > 1
+    assert gains(v6, v5, "bwd", 64, True)[512] < 1
+    assert gains(v6, "sdpa-cudnn", "fwd", 128, True)[512] < 1
+    for pass_, head_dim in results.COLUMNS:
+        full, causal = (times(v0, pass_, head_dim, causal) for causal in (False, True))
+        assert all(causal[seq_len] > full[seq_len] for seq_len in causal)
+
+
+def test_what_the_documents_say_of_spread_scores_holds():
+    table = documents.spread_table("v7_speculative_softmax")
+    ratios = {dtype: cells(table, dtype, mask) for dtype in ("float16", "bfloat16") for mask in ("full", "causal")}
+    ratios = {dtype: [float(ratio.removeprefix("×")) for ratio in found] for dtype, found in ratios.items()}
+    assert ratios["float16"][0] < 1 and ratios["float16"][-1] == pytest.approx(2, abs=0.2)
+    assert max(ratios["bfloat16"]) < 1
+
+
+def test_tuned_tiles_of_v4_never_move_less_than_those_of_v3():
+    for pass_, head_dim in results.COLUMNS:
+        for causal in (False, True):
+            cases = [results.tuned_case(name, pass_, head_dim, causal) for name in ("v3_fa2_causal", "v4_autotune_descriptor")]
+            old, new = map(results.bytes_of, cases)
+            assert old <= new
+    assert results.tuned_case("v7_speculative_softmax", "fwd", 128, False) is None

@@ -1,4 +1,4 @@
-"""The READMEs of the stages can be read side by side, and the commands that they quote exist. None of them is run here."""
+"""The READMEs: those of the stages can be read side by side, what they name exists, and what they measured is generated."""
 
 import re
 import shlex
@@ -11,6 +11,8 @@ from common.show import counts
 
 ROOT = Path(__file__).parents[2]
 HEADINGS = ["What the stage before wastes", "The idea", "Derivation", "Algorithm", "Gain", "Limits"]
+READMES = sorted(ROOT.glob("*/README.md")) + sorted(ROOT.glob("stages/*/README.md")) + [ROOT / "README.md"]
+MEASURED = r"(?<!\d)×\d|\d ?%|\d (?:[mµ]s|[MG]Hz|[MGT]B|[MGT]FLOP)|\d\.\d+ times"
 TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
@@ -45,3 +47,43 @@ def test_notes_that_are_quoted_are_in_the_code(stage, readme):
     code = "".join((Path(stage.__file__).parent / f"{part}.py").read_text() for part in ("forward", "backward"))
     for note in re.findall(r"`(NOTE: .*?)`", readme, re.DOTALL):
         assert " ".join(note.split()) in code
+
+
+def anchors(path):
+    """The names by which a document's headings can be linked to."""
+    headings = re.findall(r"^#+ (.*)", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.fixture(params=READMES, ids=lambda path: str(path.relative_to(ROOT)))
+def document(request):
+    return request.param
+
+
+def test_links_lead_somewhere(document):
+    prose = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)]*)\)", prose):
+        target, _, anchor = link.partition("#")
+        if not target.startswith("https:"):
+            path = document.parent / target if target else document
+            assert path.exists(), link
+            assert not anchor or anchor in anchors(path), link
+
+
+def test_files_and_modules_that_are_named_exist(document):
+    text = document.read_text()
+    for name in re.findall(r"\b(?:common|tests|results|stages)/[\w/-]+\.(?:py|md|json|png)\b", text):
+        assert (ROOT / name).exists() or (document.parent / name).exists(), name
+    for module in re.findall(r"python -m (common[\w.]*)", text):
+        assert (ROOT / f"{module.replace('.', '/')}.py").exists(), module
+
+
+def test_measured_numbers_are_generated(document):
+    """What is measured or counted stands between markers, where `make readme` writes it from results/."""
+    prose = re.sub(r"<!-- (\w+): written by make readme -->.*?<!-- end of \1 -->", "", document.read_text(), flags=re.DOTALL)
+    assert re.findall(f".*(?:{MEASURED}).*", prose) == []
+
+
+@pytest.mark.parametrize("text", ["×1.23", "82 % of the time", "takes 0.78 ms", "1.7 times as long", "67.1 MFLOP", "1.59 GHz"])
+def test_measured_numbers_are_recognized(text):
+    assert re.search(MEASURED, text)

@@ -195,20 +195,17 @@ def gain_table(name: str) -> str:
 
 def tuned_table(name: str) -> str:
     """What a stage and the one before moved on the GPU, with the tiles that each ran with there."""
-    rows, shapes = [], set()
+    rows = []
     for span in _spans():
-        cells, bytes_moved = [], []
-        for stage in (_before(name), name):
-            case = tuned_case(stage, *span)
-            shapes.add((case["batch"], case["heads"], case["seq_len"]))
-            cells += [", ".join(label for label, *_ in pairs(case)), f"{bytes_of(case) / 1e6:.1f}"]
-            bytes_moved.append(bytes_of(case))
-        rows.append([*cells, f"÷{bytes_moved[0] / bytes_moved[1]:.2f}"])
-    ((batch, heads, seq_len),) = shapes
+        cases = [tuned_case(stage, *span) for stage in (_before(name), name)]
+        cells = []
+        for case in cases:
+            cells += [", ".join(label for label, *_ in pairs(case)), f"{bytes_of(case) / 1e6:.1f}"] if case else ["-", "-"]
+        rows.append([*cells, f"÷{bytes_of(cases[0]) / bytes_of(cases[1]):.2f}" if all(cases) else "-"])
     old, new = (stage.split("_")[0] for stage in (_before(name), name))
     caption = (
-        f"MB between the L2 cache and the multiprocessors, spilled registers included, with the tiles that {new}'s tuner chose "
-        f"on an H200, as Nsight Compute measures them: B = {batch}, H = {heads}, S = {seq_len}, float16."
+        "MB between the L2 cache and the multiprocessors, spilled registers included, as Nsight Compute measures them on an "
+        f"H200 with the tiles that the tuner chose there: two heads, S = {COUNTED_AT}, float16."
     )
     return f"{caption}\n\n{_step_table(rows, [f'tiles of {old}', 'MB', f'tiles of {new}', 'MB', 'bytes'])}"
 
@@ -228,8 +225,9 @@ def spread_table(name: str) -> str:
     deviations = sorted({record["score_std"] for record in records})
     rows = []
     for dtype, causal in itertools.product(("float16", "bfloat16"), (False, True)):
-        times = [[ms[stage, dtype, causal, std] for std in deviations] for stage in (name, _before(name))]
-        rows.append([dtype, "causal" if causal else "full", *(f"×{a / b:.2f}" for a, b in zip(*times, strict=True))])
+        times = [[ms.get((stage, dtype, causal, std)) for std in deviations] for stage in (name, _before(name))]
+        ratios = [f"×{a / b:.2f}" if a and b else "-" for a, b in zip(*times, strict=True)]
+        rows.append([dtype, "causal" if causal else "full", *ratios])
     first = records[0]
     caption = (
         f"Times as long as {_before(name)} takes for the same forward, by the standard deviation of normally distributed "

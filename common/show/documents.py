@@ -252,12 +252,12 @@ def evolution_sentence(records: list[dict], machine: dict) -> str:
     for pass_ in ("fwd", "bwd"):
         old, new = (mean_rate(records, name, pass_, head_dim) for name in (first, last))
         over = {name: speedup(records, last, name, (pass_,), head_dim) for name in names if name not in line}
-        peers = ", ".join(f"×{gain:.2f} {spoken(name)}" for name, gain in over.items() if not stages.position(name) and gain)
-        gain = speedup(records, last, first, (pass_,), head_dim)
+        peers = [f"{spoken(name)} ×{gain:.2f}" for name, gain in over.items() if not stages.position(name) and gain]
         parts.append(
-            f"{PASS_NAMES[pass_]} from {spoken(first)}'s {old:.0f} to {spoken(last)}'s {new:.0f} TFLOP/s, ×{gain:.0f} ({peers})"
+            f"{PASS_NAMES[pass_].capitalize()}: from {spoken(first)}'s {old:.0f} to {spoken(last)}'s {new:.0f} TFLOP/s, "
+            f"×{speedup(records, last, first, (pass_,), head_dim):.0f}; over {', '.join(peers)}."
         )
-    return f"On an {machine['gpu']}, D = {head_dim}, float16: {'; '.join(parts)}."
+    return f"Means on an {machine['gpu']}, D = {head_dim}, float16. {' '.join(parts)}"
 
 
 def documents() -> dict[Path, str]:

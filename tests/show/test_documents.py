@@ -132,8 +132,9 @@ def test_evolution_goes_from_the_first_stage_to_the_last_next_to_the_peers():
     for impl, ms in (("v0_a", 10.0), ("v1_b", 2.0), ("v1a_c", 0.1), ("sdpa-cudnn", 3.0), ("flash-3", 1.0)):
         records += [record(impl, ms, head_dim=128) | {"pass": pass_} for pass_ in ("fwd", "bwd")]
     assert documents.evolution_sentence(records, machine) == (
-        "On an X, D = 128, float16: forward from v0's 10 to v1's 50 TFLOP/s, ×5 (×1.50 cuDNN, ×0.50 FlashAttention-3); "
-        "backward from v0's 10 to v1's 50 TFLOP/s, ×5 (×1.50 cuDNN, ×0.50 FlashAttention-3)."
+        "Means on an X, D = 128, float16. "
+        "Forward: from v0's 10 to v1's 50 TFLOP/s, ×5; over cuDNN ×1.50, FlashAttention-3 ×0.50. "
+        "Backward: from v0's 10 to v1's 50 TFLOP/s, ×5; over cuDNN ×1.50, FlashAttention-3 ×0.50."
     )
 
 

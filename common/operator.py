@@ -11,8 +11,7 @@ from common.runtime import DEVICE
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIMS = (16, 32, 64, 128, 256)
-# Of a scale's size, but for 0: float32 holds the scale times log2(e), and times any q·k of float16, 1e12 at most.
-SMALLEST_SCALE, LARGEST_SCALE = 1e-30, 1e20
+SMALLEST_SCALE, LARGEST_SCALE = 1e-30, 1e6  # of a scale's size, unless it is 0
 NAMESPACE = "kernel_evolution"  # of the operators
 _libraries: dict[str, torch.library.Library] = {}  # what keeps each operator registered
 
@@ -167,8 +166,8 @@ def make_attention(name: str, forward: Callable, backward: Callable) -> Callable
             q: [B, H, Sq, D]; float16, bfloat16 or float32; D one of 16, 32, 64, 128, 256. Any strides.
             k, v: [B, H, Sk, D], dtype and device of q. Any Sq, Sk >= 1, multiples of nothing.
             causal: key j is hidden from query i where j > i (aligned top left, as in PyTorch's SDPA).
-            scale: factor of the scores: 0, or a number of a size from 1e-30 to 1e20; None is 1 / sqrt(D). Scores are float32,
-                before and after it: what passes 3e38 there gives NaN.
+            scale: factor of the scores: 0, or a number of a size from 1e-30 to 1e6; None is 1 / sqrt(D). Scaled scores are
+                exponents in float32: past 1e7 they are a whole number off, and past 5e8 the result may be NaN.
             return_lse: also return the log-sum-exp of the scaled scores; it is differentiable too, at the price of one more
                 forward and backward.
 

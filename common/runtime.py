@@ -94,6 +94,7 @@ if INTERPRETED:
     if _imported_before:
         repairs.adopt_language()
     repairs.repair_bfloat16()
+    repairs.repair_loop_bounds()
     repairs.run_one_kernel_at_a_time()
 else:
     _let_any_thread_launch_first()

@@ -5,6 +5,7 @@ import threading
 import numpy
 import torch
 import triton.language as tl
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 from triton.runtime.jit import JITFunction
 
@@ -56,6 +57,17 @@ def repair_bfloat16():
         return cast(self, src, dst_type)
 
     builder.create_dot, builder.binary_op, builder.cast_impl = create_dot, repaired_binary_op, cast_impl
+
+
+def repair_loop_bounds():
+    """Let a scalar, an array of one element, end a loop: Triton 3.6 has numpy convert it, which from 2.5 on refuses."""
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_repair(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_and_repair
 
 
 def run_one_kernel_at_a_time():

@@ -140,11 +140,10 @@ def test_any_finite_scale(stage, scale, causal):
     check(stage, *make_inputs(*TILED), causal=causal, scale=scale)
 
 
-@pytest.mark.parametrize("scale", [1e-30, -1e-30, 1e20, -1e20])
+@pytest.mark.parametrize("scale", [1e-30, -1e-30, 1e6, -1e6])
 def test_scales_at_the_ends_of_their_range(stage, scale):
-    """At one end all keys weigh the same; at the other a row's largest score, 65504 times itself here, is all that counts."""
-    q, k, v, _ = make_inputs(*TILED)
-    q[:, :, :3], k[:, :, :2] = 65504.0, 65504.0
+    """At one end all keys weigh the same; at the other a row's largest score, 1e7 to 1e8 here, is all that counts."""
+    q, k, v, _ = make_inputs(*TILED, head_dim=128)
     out, lse = stage.forward(q, k, v, causal=False, scale=scale)
     exact, yardstick = (make(q, k, v, False, scale) for make in (truth, plain))
     assert_correct({"out": out, "lse": lse}, exact, yardstick)

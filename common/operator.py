@@ -107,14 +107,15 @@ def _register(name: str, function: Callable, fake: Callable, gradients: Callable
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
-def make_attention(name: str, forward: Callable, backward: Callable) -> Callable:
+def make_attention(package: str, forward: Callable, backward: Callable) -> Callable:
     """Register a stage's two functions as a differentiable PyTorch operator and return the function that users call.
 
     Args:
-        name: the stage's directory; the operators are `kernel_evolution::{name}_forward` and `…_backward`.
+        package: the stage's `__name__`; its last part, the directory, names the operators, `kernel_evolution::{name}_forward`.
         forward: `(q, k, v, *, causal, scale) -> (out, lse)`.
         backward: `(grad_out, q, k, v, out, lse, *, causal, scale) -> (dq, dk, dv)`.
     """
+    name = package.rpartition(".")[2]
 
     def run_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         return _plain(forward, *map(contiguous_rows, (q, k, v)), causal=causal, scale=scale)

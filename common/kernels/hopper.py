@@ -29,7 +29,7 @@ def unavailable() -> str | None:
 
 
 def require_hopper(stage: str, instead: str):
-    """Raise Unavailable, naming the stage to use `instead`, unless this is a Hopper GPU."""
+    """Raise Unavailable, naming the package `stage` and the one to use `instead`, unless this is a Hopper GPU."""
     if reason := unavailable():
         raise Unavailable(f"{stage} {reason}; use {instead}")
 

@@ -1,9 +1,10 @@
-"""v3: FlashAttention-2; a program owns a query tile, divides once and leaves the masked half alone."""
+"""FlashAttention-2; a program owns a query tile, divides once and leaves the masked half alone."""
 
 from common.operator import make_attention
-from stages.v3_fa2_causal.backward import backward
-from stages.v3_fa2_causal.forward import forward
+
+from .backward import backward
+from .forward import forward
 
 __all__ = ["attention", "backward", "forward"]
 
-attention = make_attention("v3_fa2_causal", forward, backward)
+attention = make_attention(__name__, forward, backward)

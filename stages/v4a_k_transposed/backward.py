@@ -7,7 +7,8 @@ import triton.language as tl
 from common.kernels.descriptors import addressable, describe
 from common.kernels.order import tile_and_head
 from common.kernels.tuning import autotune, bucket, configs
-from stages.v4a_k_transposed.forward import transposed
+
+from .forward import transposed
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 

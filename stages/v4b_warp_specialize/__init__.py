@@ -1,9 +1,10 @@
-"""v4b, a dead end: v4 with its forward's loop warp-specialized by the compiler."""
+"""A dead end: v4 with its forward's loop warp-specialized by the compiler."""
 
 from common.operator import make_attention
-from stages.v4b_warp_specialize.backward import backward
-from stages.v4b_warp_specialize.forward import forward
+
+from .backward import backward
+from .forward import forward
 
 __all__ = ["attention", "backward", "forward"]
 
-attention = make_attention("v4b_warp_specialize", forward, backward)
+attention = make_attention(__name__, forward, backward)

@@ -1,9 +1,10 @@
-"""v6: warps specialised, in Gluon: one loads, the others multiply, and nobody waits for what could have been begun before."""
+"""Warps specialised, in Gluon: one loads, the others multiply, and nobody waits for what could have been begun before."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention
-from stages.v6_warp_specialized.backward import backward
-from stages.v6_warp_specialized.forward import forward
+
+from .backward import backward
+from .forward import forward
 
 __all__ = ["SPILLED_BYTES", "UNORDERED", "attention", "backward", "forward", "unavailable"]
 
@@ -12,4 +13,4 @@ __all__ = ["SPILLED_BYTES", "UNORDERED", "attention", "backward", "forward", "un
 SPILLED_BYTES = 288
 UNORDERED = ("dq",)  # added up in the order in which programs come, unless `torch.use_deterministic_algorithms` is on
 
-attention = make_attention("v6_warp_specialized", forward, backward)
+attention = make_attention(__name__, forward, backward)

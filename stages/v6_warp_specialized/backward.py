@@ -17,7 +17,8 @@ from common.kernels.descriptors import addressable, describe
 from common.kernels.hopper import async_reduce_add, describe_rows, describe_tile, new_barriers, new_ring, require_hopper
 from common.kernels.order import tile_and_head
 from stages.v5_tuned.backward import backward as backward_of_v5
-from stages.v6_warp_specialized.forward import LOG2_E
+
+from .forward import LOG2_E
 
 ROWS = gl.constexpr(64)  # what the four warps of a warpgroup multiply at once: keys of a consumer, queries of a dQ tile
 CONSUMERS = gl.constexpr(2)
@@ -289,7 +290,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale):
     float32 and D = 256 are left to v5, and so is everything while `torch.use_deterministic_algorithms` is on: the sums of dQ
     are added up in the order in which the programs come.
     """
-    require_hopper("v6_warp_specialized", instead="v5_tuned")
+    require_hopper(__package__, instead="stages.v5_tuned")
     batch, heads, seq_q, head_dim = q.shape
     seq_k = k.shape[2]
     if q.dtype == torch.float32 or head_dim == 256 or torch.are_deterministic_algorithms_enabled():

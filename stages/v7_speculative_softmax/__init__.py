@@ -1,9 +1,10 @@
-"""v7: v6 with one maximum for all keys of a row, taken from the first ones, and checked at the end."""
+"""v6 with one maximum for all keys of a row, taken from the first ones, and checked at the end."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention
-from stages.v7_speculative_softmax.backward import backward
-from stages.v7_speculative_softmax.forward import forward
+
+from .backward import backward
+from .forward import forward
 
 __all__ = ["SPILLED_BYTES", "UNORDERED", "attention", "backward", "forward", "unavailable"]
 
@@ -12,4 +13,4 @@ __all__ = ["SPILLED_BYTES", "UNORDERED", "attention", "backward", "forward", "un
 SPILLED_BYTES = 288
 UNORDERED = ("dq",)  # added up in the order in which programs come, unless `torch.use_deterministic_algorithms` is on
 
-attention = make_attention("v7_speculative_softmax", forward, backward)
+attention = make_attention(__name__, forward, backward)

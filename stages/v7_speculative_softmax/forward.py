@@ -343,7 +343,7 @@ def forward(q, k, v, *, causal, scale):
     Raises:
         Unavailable: the GPU is not a Hopper GPU.
     """
-    require_hopper("v7_speculative_softmax", instead="v5_tuned")
+    require_hopper(__package__, instead="stages.v5_tuned")
     if q.dtype == torch.float32:
         return forward_of_v5(q, k, v, causal=causal, scale=scale)
     batch, heads, seq_q, head_dim = q.shape

@@ -168,7 +168,7 @@ def test_access_that_happens_twice_is_noticed(name, part, index, tmp_path):
     lines = Path(stages.__path__[0], name, f"{part}.py").read_text().splitlines()
     path = tmp_path / "mutant.py"
     path.write_text("\n".join([*lines[: index + 1], *lines[index:]]))
-    spec = importlib.util.spec_from_file_location("mutant", path)
+    spec = importlib.util.spec_from_file_location(f"{stage.__name__}.mutant", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     mutant = types.SimpleNamespace(forward=stage.forward, backward=stage.backward)

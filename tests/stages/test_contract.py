@@ -1,11 +1,16 @@
 """What makes two stages comparable, and the code readable: the same files, the same names."""
 
+import ast
+import importlib.util
 import inspect
 import pathlib
+import re
 
 import pytest
 
 import stages
+
+PARTS = ("forward", "backward")
 
 
 @pytest.fixture(params=stages.names())
@@ -30,6 +35,83 @@ def test_a_stage_exports_the_contract(stage):
         "forward": ["q", "k", "v", "causal", "scale"],
         "backward": ["grad_out", "q", "k", "v", "out", "lse", "causal", "scale"],
     }
+
+
+def test_a_stage_answers_with_its_own_functions(stage):
+    """Not with those of the stage that it was copied from."""
+    directory = stage.__name__.removeprefix("stages.")
+    assert [stage.forward.__module__, stage.backward.__module__] == [f"{stage.__name__}.{part}" for part in PARTS]
+    assert stage.attention.__qualname__ == f"{directory}.attention"
+    operator = inspect.getclosurevars(stage.attention).nonlocals["forward_op"]
+    assert operator.name() == f"kernel_evolution::{directory}_forward"
+
+
+def test_a_stage_that_answers_with_another_s_functions_is_found_out(tmp_path):
+    path = tmp_path / "__init__.py"
+    path.write_text(f"from stages.{stages.names()[0]} import attention, backward, forward\n")
+    spec = importlib.util.spec_from_file_location("stages.v99_copy", path)
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    with pytest.raises(AssertionError):
+        test_a_stage_answers_with_its_own_functions(copy)
+
+
+def taken_from_others(path, package):
+    """What a file of a stage imports from other stages: (file, module, name), the last None for a module as a whole."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, None) for alias in node.names]
+        if isinstance(node, ast.ImportFrom):
+            module = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            found += [(module, alias.name) for alias in node.names]
+    return [(path.stem, *taken) for taken in found if re.match(rf"stages\b(?!\.{package.split('.')[1]}\b)", taken[0])]
+
+
+def is_fallback(file, module, name):
+    """Whether that is another stage's forward in a forward.py, or its backward in a backward.py."""
+    return file == name and name in PARTS and module in {f"stages.{other}.{name}" for other in stages.names()}
+
+
+def test_a_stage_takes_nothing_from_another_but_what_it_falls_back_on(stage):
+    paths = pathlib.Path(stage.__file__).parent.glob("**/*.py")
+    taken = [found for path in paths for found in taken_from_others(path, stage.__name__)]
+    assert [found for found in taken if not is_fallback(*found)] == []
+
+
+@pytest.mark.parametrize(("line", "allowed"), [
+    ("from stages.{0}.forward import forward as forward_of_v0", True),
+    ("from .backward import SUMS", True),
+    ("from . import backward", True),
+    ("from stages.{0}.forward import LOG2_E", False),
+    ("from stages.{0}.backward import backward", False),  # in a forward.py
+    ("from stages.{0} import forward", False),
+    ("from stages import load", False),
+    ("from ..{0}.forward import LOG2_E", False),
+    ("import stages", False),
+    ("import stages.{0}.forward", False),
+])  # fmt: skip
+def test_what_a_stage_may_take_from_another(tmp_path, line, allowed):
+    path = tmp_path / "forward.py"
+    path.write_text(line.format(stages.names()[0]))
+    assert all(is_fallback(*found) for found in taken_from_others(path, "stages.v99_some")) == allowed
+
+
+def test_the_code_of_a_stage_does_not_hold_its_name(stage):
+    """A copy of it need not be told what it is called."""
+    directory = pathlib.Path(stage.__file__).parent
+    version = directory.name.split("_")[0]
+    for path in directory.glob("**/*.py"):
+        assert not re.search(rf"\b{version}(\b|_)", path.read_text()), path.name
+
+
+def test_the_readmes_name_a_stage(stage):
+    """Its own in the title, the project's in a table."""
+    directory = pathlib.Path(stage.__file__).parent
+    version = directory.name.split("_")[0]
+    assert (directory / "README.md").read_text().startswith(f"# {version}: ")
+    rows = (directory.parents[1] / "README.md").read_text().splitlines()
+    assert [row for row in rows if row.startswith(f"| {version} |") and f"(stages/{directory.name})" in row]
 
 
 def test_a_stage_says_what_it_is(stage):

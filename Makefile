@@ -1,7 +1,7 @@
 # `make` lists the targets. Without PYTHON they create and use .venv; PYTHON=python3 uses that interpreter as it is.
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-long bench reference traffic compare readme plots story diff lint format clean
+.PHONY: help test test-long bench reference traffic compare readme plots story diff stage lint format clean
 
 ifndef PYTHON
 PYTHON := .venv/bin/python
@@ -57,6 +57,9 @@ story: $(SETUP)  ## walk from stage to stage: ideas, sizes of the changes, bytes
 
 diff: $(SETUP)  ## show what one stage changes over another, code first, and what it gained: make diff A=v3 B=v4
 	$(PYTHON) -m common.show.story diff "$(A)" "$(B)"
+
+stage: $(SETUP)  ## begin a new stage with the kernels of another: make stage FROM=v7 NAME=v8_yours
+	$(PYTHON) -m common.show.new_stage -- "$(FROM)" "$(NAME)"
 
 lint: $(SETUP)  ## check style and formatting
 	$(PYTHON) -m ruff check .

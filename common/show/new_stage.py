@@ -1,0 +1,185 @@
+"""A new stage, made of another one: the same kernels under a new name, to be changed, and its place in the documents.
+
+    python -m common.show.new_stage v7 v8_yours
+
+The code of a stage does not hold its own name, so that a copy of it is right as it is. What only the old stage can say is left
+out: its idea, its README, and the notes that point to a stage which is no longer the next.
+"""
+
+import argparse
+import ast
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import stages
+from common.show import documents, results
+
+NAME = re.compile(r"v(0|[1-9][0-9]*)[a-z]?(_[a-z0-9]+)+")
+IDEA = "what this stage does that the one before does not"
+README = """\
+# {version}: the idea in a few words
+
+{idea}, in a few sentences, with the paper that it is from.
+
+## What the stage before wastes
+
+What of its time or memory goes into something that need not be, and how much.
+
+## The idea
+
+What to do instead, in words.
+
+## Derivation
+
+Why the result is the same, and what it saves, in formulas. Those of bytes and FLOPs are in `tests/predictions.py`, and
+`make traffic STAGE={version}` counts them.
+
+## Algorithm
+
+The algorithm, with the names that the code uses.
+
+## Gain
+
+<!-- gain: written by make readme -->
+<!-- end of gain -->
+
+What was gained, and why it is more or less than predicted.
+
+## Limits
+
+- What it does not do, and where it is slower.
+"""
+NEXT = """\
+stages/{name} has the kernels of {source}. Write next:
+  stages/{name}/__init__.py: the idea in one sentence, on the first line; `make story` shows it
+  stages/{name}/forward.py, backward.py: the idea; keep names, order and formatting
+  stages/{name}/README.md: the text under the headings
+  tests/predictions.py: {prediction}
+  README.md: the row of {version} in the table of stages
+Then run:
+  make test ARGS="-k {version}"
+  make bench STAGE={version}
+  make readme
+"""
+
+
+def checked(source: str, name: str) -> str:
+    """The directory name of the stage `source`, as `stages.resolve` has it.
+
+    Raises:
+        ValueError: there is no such stage, or `name` cannot be that of a new one; in one line.
+    """
+    for variable, value in (("FROM", source), ("NAME", name)):
+        if not value:
+            raise ValueError(f"{variable}= is missing: make stage FROM=v7 NAME=v8_yours")
+    source = stages.resolve(source)
+    if not NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is no name of a stage: v<number>[letter]_<snake_case>, such as v8_yours or v7a_yours")
+    position = stages.position(name)
+    at = {stages.position(other): other for other in stages.names()}
+    if position in at or (results.ROOT / "stages" / name).exists():
+        raise ValueError(f"{name!r} is taken: there is stages/{at.get(position, name)}")
+    number, _ = stages.before(position)
+    if stages.before(position) not in at:
+        raise ValueError(f"{name!r} skips a stage: there is no v{number}")
+    return source
+
+
+def without_past_notes(code: str, name: str) -> str:
+    """`code` without the lines `# NOTE: …` that name a stage before `name`, or its number: that stage is no longer ahead."""
+
+    def kept(match):
+        named = [stages.position(f"{version}_") for version in re.findall(r"\bv\d+[a-z]?\b", match[0])]
+        return "" if any(position <= stages.position(name) for position in named) else match[0]
+
+    return re.sub(r"^ *# NOTE: .*\n", kept, code, flags=re.MULTILINE)
+
+
+def with_docstring(code: str, docstring: str) -> str:
+    """A module's code with another docstring."""
+    rest = code.splitlines(keepends=True)[ast.parse(code).body[0].end_lineno :]
+    return "".join([f'"""{docstring}"""\n', *rest])
+
+
+def with_line(text: str, pattern: str, line: str) -> str:
+    """`text` with `line` among the neighbouring lines that match `pattern`, in the order of the stages that they begin with.
+
+    Raises:
+        ValueError: there are none, or not all side by side.
+    """
+    lines = re.findall(f"^{pattern}\n", text, re.MULTILINE)
+    if not lines or "".join(lines) not in text:
+        raise ValueError(f"the lines {pattern!r} are not side by side")
+    at = {stages.position(re.search(r"v\d+[a-z]?", line)[0] + "_"): line for line in [*lines, line]}
+    return text.replace("".join(lines), "".join(at[position] for position in sorted(at)))
+
+
+def readme_row(name: str) -> tuple[str, str]:
+    """What the rows of the README's table of stages, or of dead ends, match, and the row of a new one."""
+    link = f"[stages/{name}](stages/{name})"
+    version = name.split("_")[0]
+    if stages.is_dead_end(name):
+        return r"\| v\d+[a-z] \|.*\(stages/v.*", f"| {version} | {IDEA} | {link} |\n"
+    return r"\| v\d+ \|.*\(stages/v.*", f"| {version} | {IDEA} | - | {link} |\n"
+
+
+def make(source: str, name: str) -> bool:
+    """Write stages/`name` with the code of stage `source`, and its lines in README.md and tests/predictions.py; all or nothing.
+
+    Returns:
+        whether there is a prediction of what `source` moves and computes: it holds for the new one, for now.
+    """
+    directory = results.ROOT / "stages"
+    old, new = source.split("_")[0], name.split("_")[0]
+    readme, predictions = results.ROOT / "README.md", results.ROOT / "tests" / "predictions.py"
+    before = {path: path.read_text() for path in (readme, predictions)}
+    after = {readme: with_line(before[readme], *readme_row(name))}
+    prediction = re.search(rf'^    "{old}": (.*\n)', before[predictions], re.MULTILINE)
+    if prediction:
+        line = f'    "{new}": {prediction[1]}'
+        after[predictions] = with_line(before[predictions], r' {4}"v\d+[a-z]?": .*', line)
+    idea = ("A dead end: " + IDEA) if stages.is_dead_end(name) else IDEA.capitalize()
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=directory) as temporary:  # in there, so that it need only be renamed
+        copy = Path(temporary) / name
+        shutil.copytree(directory / source, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        for path in copy.glob("*.py"):
+            path.write_text(without_past_notes(path.read_text(), name))
+        module = copy / "__init__.py"
+        module.write_text(with_docstring(module.read_text(), f"{idea}, in a sentence."))
+        text = README.format(version=new, idea=idea)
+        (copy / "README.md").write_text(documents.with_table(text, "gain", documents.gain_table(name)))
+        try:
+            for path, text in after.items():
+                path.write_text(text)
+            copy.rename(directory / name)
+        except BaseException:
+            for path, text in before.items():
+                path.write_text(text)
+            raise
+    return bool(prediction)
+
+
+def main(argv: list[str]):
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="make stage", usage="make stage FROM=v7 NAME=v8_yours", description="Make a new stage of another one's kernels."
+    )
+    parser.add_argument("source", metavar="FROM", help="such as v7 or v4_autotune_descriptor")
+    parser.add_argument("name", metavar="NAME", help="v<number>_<name>, or v<number><letter>_<name> for a dead end")
+    options = parser.parse_args(argv)
+    try:
+        source = checked(options.source, options.name)
+        predicted = make(source, options.name)
+    except (OSError, ValueError) as error:
+        parser.exit(2, f"make stage: {error}\n")
+    version = options.name.split("_")[0]
+    old = source.split("_")[0]
+    prediction = f"what it moves and computes; now as {old}" if predicted else "what it moves and computes; now it has no entry"
+    print(NEXT.format(name=options.name, source=source, version=version, prediction=prediction), end="")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,214 @@
+"""`make stage`: a copy of any stage has its own name everywhere, and passes the tests; what cannot be made leaves nothing."""
+
+import importlib
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from string import ascii_lowercase
+
+import pytest
+from cases import check, make_inputs
+from predictions import PREDICTIONS
+
+import stages
+from common.show import documents, new_stage, results, story
+
+ROOT = Path(__file__).parents[2]
+LAST = max((name for name in stages.names() if not stages.is_dead_end(name)), key=stages.position)
+NUMBER = stages.position(LAST)[0]
+COPIES = {source: f"v{NUMBER}{letter}_copy" for source, letter in zip(stages.names(), reversed(ascii_lowercase), strict=False)}
+NEXT = f"v{NUMBER + 1}_copy"
+
+
+def version(name):
+    return name.split("_")[0]
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """A copy of the repository with a dead end made of every stage, and a stage made of the last one."""
+    root = tmp_path_factory.mktemp("tree") / "repository"
+    shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(".*", "__pycache__", "plots"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(results, "ROOT", root)
+        patch.setattr(stages, "__path__", [str(root / "stages")])
+        for source, name in [*COPIES.items(), (LAST, NEXT)]:
+            new_stage.main([source, name])
+    return root
+
+
+@pytest.fixture
+def inside(tree, monkeypatch):
+    """That copy, as the repository."""
+    monkeypatch.setattr(results, "ROOT", tree)
+    monkeypatch.setattr(stages, "__path__", [str(tree / "stages")])
+    return tree
+
+
+def contents(root):
+    """Every file that a new stage could change, with what is in it; every directory."""
+    paths = [root / "README.md", root / "tests" / "predictions.py", *(root / "stages").rglob("*")]
+    return {path: path.is_file() and path.read_bytes() for path in paths}
+
+
+@pytest.mark.parametrize(("source", "name"), [*COPIES.items(), (LAST, NEXT)])
+def test_nothing_of_the_old_stage_s_name_is_left(tree, source, name):
+    old = re.compile(rf"\b{version(source)}(\b|_)")
+    files = {path.name: path.read_text() for path in (tree / "stages" / name).iterdir()}
+    assert set(files) >= {"__init__.py", "forward.py", "backward.py", "README.md"}
+    files["README.md"] = documents.with_table(files["README.md"], "gain", "")  # which names the stage before
+    for file, text in files.items():
+        assert not old.search(text), file
+        assert text == new_stage.without_past_notes(text, name), file
+
+
+@pytest.mark.parametrize("source", COPIES)
+def test_a_copy_computes_what_its_own_directory_says(tree, source, tmp_path, monkeypatch):
+    """Right as it is; wrong once its forward, and nobody else's, returns zeros."""
+    if reason := stages.unavailable(source):
+        pytest.skip(f"{source} {reason}")
+    name = COPIES[source]
+    shutil.copytree(tree / "stages" / name, tmp_path / name)
+    monkeypatch.setattr(stages, "__path__", [str(tmp_path)])
+
+    def load():
+        for module in [module for module in sys.modules if module.startswith(f"stages.{name}")]:
+            monkeypatch.delitem(sys.modules, module)
+        importlib.invalidate_caches()
+        return stages.load(name)
+
+    inputs = make_inputs(9, 20, 16, batch=1, heads=1)
+    copy = load()
+    assert copy.attention.__qualname__ == f"{name}.attention"
+    check(copy, *inputs, causal=True)
+    with (tmp_path / name / "forward.py").open("a") as file:
+        file.write("\n\nright = forward\n\n\ndef forward(q, k, v, **options):\n")
+        file.write("    out, lse = right(q, k, v, **options)\n    return torch.zeros_like(out), lse\n")
+    with pytest.raises(AssertionError, match="out"):
+        check(load(), *inputs, causal=True)
+
+
+def test_the_tests_pass_with_new_stages(tree):
+    """Those of files, names, documents and style; what is computed is shown above."""
+    files = ("stages/test_contract", "stages/test_readmes", "show/test_documents", "show/test_story", "test_rooms")
+    chosen = " or ".join([*COPIES.values(), NEXT, "test_documents_agree", "test_ruff"])
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/{file}.py" for file in files), "-k", chosen],
+        cwd=tree, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout
+
+
+def test_the_story_tells_of_new_stages(inside, monkeypatch, capsys):
+    """A stage that goes on from the last one with its kernels changes nothing yet."""
+    monkeypatch.setattr(story, "STAGES", inside / "stages")
+    monkeypatch.setattr(stages, "names", lambda: [LAST, COPIES["v0_naive"], NEXT])
+    story.print_story()
+    same = f"    from {LAST}: {story.Change(0, 0, ())}\n"
+    told = capsys.readouterr().out
+    assert f"{NEXT}\n    {new_stage.IDEA.capitalize()}, in a sentence.\n{same}" in told
+    assert f"{COPIES['v0_naive']}\n    A dead end: {new_stage.IDEA}, in a sentence.\n    from {LAST}: " in told
+
+
+def test_a_copy_has_the_prediction_of_the_stage_that_it_is_made_of(tree):
+    made = {}
+    exec((tree / "tests" / "predictions.py").read_text(), made)
+    copied = {version(name): version(source) for source, name in COPIES.items()}
+    names = {version: [function.__name__ for function in functions] for version, functions in made["PREDICTIONS"].items()}
+    assert {version: names[version] for version in names if version not in PREDICTIONS} == {
+        version: names[source] for version, source in copied.items() if source in PREDICTIONS
+    }
+
+
+def test_notes_that_point_ahead_stay():
+    """A dead end off v4 still has v5 before it; v5 itself, and what comes later, has not."""
+    code = "x = 1\n    # NOTE: this is read twice; v5 reads it once.\n    # NOTE: this is slow.\ny = 2  # v5's\n"
+    assert new_stage.without_past_notes(code, "v4c_some") == code
+    for name in ("v5_other", "v5a_some", "v10_some"):
+        assert new_stage.without_past_notes(code, name) == "x = 1\n    # NOTE: this is slow.\ny = 2  # v5's\n"
+
+
+def test_lines_are_put_in_the_order_of_the_stages():
+    text = "above\n| v2 | b |\n| v9 | c |\nbelow\n"
+    assert new_stage.with_line(text, r"\| v\d+ .*", "| v10 | d |\n") == text.replace("| c |\n", "| c |\n| v10 | d |\n")
+    assert new_stage.with_line(text, r"\| v\d+ .*", "| v3 | d |\n") == text.replace("| v9", "| v3 | d |\n| v9")
+    assert new_stage.with_line(text, r"\| v\d+ .*", "| v9 | d |\n") == text.replace("| c |", "| d |")
+    for wrong in ("above\n", text + text):
+        with pytest.raises(ValueError, match="side by side"):
+            new_stage.with_line(wrong, r"\| v\d+ .*", "| v3 | d |\n")
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "message"),
+    [
+        ("", "v99_some", "FROM= is missing"),
+        ("v0", "", "NAME= is missing"),
+        ("v98", "v99_some", "no stage is called 'v98'"),
+        ("v0", f"v{NUMBER + 2}", "no name of a stage: v<number>[letter]_<snake_case>"),
+        ("v0", f"v{NUMBER + 2}_Some", "no name of a stage"),
+        ("v0", f"v{NUMBER + 2}_", "no name of a stage"),
+        ("v0", f"v0{NUMBER + 2}_some", "no name of a stage"),
+        ("v0", f"v{NUMBER + 2}_so/me", "no name of a stage"),
+        ("v0", "some", "no name of a stage"),
+        ("v0", LAST, f"there is stages/{LAST}"),
+        ("v0", f"v{NUMBER}_some", f"there is stages/{LAST}"),
+        ("v0", f"v{NUMBER}z_some", f"there is stages/v{NUMBER}z_copy"),
+        ("v0", f"v{NUMBER + 3}_some", f"there is no v{NUMBER + 2}"),
+        ("v0", f"v{NUMBER + 2}a_some", f"there is no v{NUMBER + 2}"),
+        ("v0", f"v{NUMBER + 2}_{'x' * 300}", "too long"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_in_a_line(inside, capsys, source, name, message):
+    before = contents(inside)
+    with pytest.raises(SystemExit) as stopped:
+        new_stage.main([source, name])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("make stage: ") and error.count("\n") == 1 and message in error
+    assert contents(inside) == before
+
+
+def test_a_directory_that_is_no_stage_is_left_alone(inside, capsys):
+    directory = inside / "stages" / f"v{NUMBER + 2}_some"
+    directory.mkdir()
+    with pytest.raises(SystemExit):
+        new_stage.main(["v0", directory.name])
+    assert f"there is stages/{directory.name}" in capsys.readouterr().err
+    directory.rmdir()  # empty
+
+
+@pytest.mark.parametrize("step", ["copytree", "gain_table", "rename"])
+def test_a_failure_leaves_everything_as_it_was(inside, monkeypatch, step):
+    def fail(*args, **options):
+        raise KeyboardInterrupt
+
+    before = contents(inside)
+    owner = {"copytree": shutil, "gain_table": documents, "rename": Path}[step]
+    monkeypatch.setattr(owner, step, fail)
+    with pytest.raises(KeyboardInterrupt):
+        new_stage.main(["v0", f"v{NUMBER + 2}_some"])
+    assert contents(inside) == before
+
+
+def test_what_to_write_next_is_printed(inside, capsys):
+    name = f"v{NUMBER + 1}a_some"
+    new_stage.main(["v0", name])
+    shown = capsys.readouterr().out
+    for path in (*(f"stages/{name}/{file}" for file in ("__init__.py", "forward.py", "README.md")), "tests/predictions.py"):
+        assert path in shown
+    for command in (f'test ARGS="-k {version(name)}"', f"bench STAGE={version(name)}", "readme"):
+        assert f"make {command}\n" in shown
+    shutil.rmtree(inside / "stages" / name)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_passes_on_what_it_is_given():
+    def shown(*variables):
+        return subprocess.run(
+            ["make", "--dry-run", "stage", "PYTHON=python", *variables], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout
+
+    assert shown("FROM=v7", "NAME=v8_some") == 'python -m common.show.new_stage -- "v7" "v8_some"\n'
+    assert shown("FROM=", "NAME=") == 'python -m common.show.new_stage -- "" ""\n'

@@ -9,7 +9,7 @@ from .forward import forward
 __all__ = ["SPILLED_BYTES", "UNORDERED", "attention", "backward", "forward", "unavailable"]
 
 # Stored and loaded by a thread, at most: dK and dV, S and dP leave a consumer of the backward few registers for anything else.
-# Of what is spilled, at most a few words are read back in a step without a mask, of which nearly all are.
+# Most is spilled once. A step without a mask reads back a few words at most.
 SPILLED_BYTES = 288
 UNORDERED = ("dq",)  # added up in the order in which programs come, unless `torch.use_deterministic_algorithms` is on
 

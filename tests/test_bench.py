@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,34 @@ def test_reference_run_takes_no_selection(capsys):
     with pytest.raises(SystemExit):
         bench.parse_options(["--reference", "--stage=v0"])
     assert "--reference" in capsys.readouterr().err
+
+
+# --- the check
+
+
+WHERE = {  # in [batch, heads, rows, D], none of it in the first or the last head
+    "head": (1, 2),
+    "batch element": (1,),
+    "tile of rows": (1, 2, slice(16, 32)),
+}
+
+
+@pytest.mark.parametrize("where", WHERE.values(), ids=WHERE)
+@pytest.mark.parametrize("pass_", ["fwd", "bwd"])
+def test_check_sees_what_is_wrong_in_the_middle(monkeypatch, pass_, where):
+    name, right = next(iter(bench.BASELINES.items()))
+
+    def wrong(q, k, v, *, causal):
+        factor = torch.ones_like(q)
+        factor[where] = 1.1
+        return factor * right(q, k, v, causal=causal)
+
+    monkeypatch.setitem(bench.BASELINES, "wrong", wrong)
+    workload = Workload(pass_, 3, 4, 48, 32, True, "float16")
+    inputs, *_ = bench._problem(replace(workload, pass_="fwd"))
+    bench.check(bench.timed_call(name, workload, inputs)(), workload)
+    with pytest.raises(bench.WrongResult, match=r"worst at \(1, "):
+        bench.check(bench.timed_call("wrong", workload, inputs)(), workload)
 
 
 # --- the whole

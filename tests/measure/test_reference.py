@@ -5,8 +5,11 @@ import torch
 from cases import TILED, make_inputs
 from torch.nn.functional import scaled_dot_product_attention
 
+from common.measure import reference
+from common.measure.counter import count
 from common.measure.reference import assert_correct, plain, truth
 from common.operator import DTYPES
+from common.runtime import INTERPRETED
 
 SCALE = 0.2
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -25,6 +28,30 @@ def test_truth_is_what_pytorch_computes_in_float64(causal):
     if causal:
         scores += torch.full_like(scores, float("-inf")).triu(1)
     torch.testing.assert_close(got["lse"], scores.logsumexp(-1))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_blocks_of_query_rows_make_what_all_rows_make_at_once(causal, monkeypatch):
+    q, k, v, grad_out = make_inputs(*TILED)
+    whole = [make(q, k, v, causal, SCALE, grad_out) for make in (truth, plain)]
+    monkeypatch.setattr(reference, "BLOCK_BYTES", 8 * 100 * 7)  # 7 rows of the truth, and not 40 = 5 x 7 + 5
+    blocks = [make(q, k, v, causal, SCALE, grad_out) for make in (truth, plain)]
+    for name, magnitude in whole[0]["magnitudes"].items():
+        torch.testing.assert_close(blocks[0]["magnitudes"][name], magnitude, rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(blocks[0][name], whole[0][name], rtol=1e-13, atol=1e-13)
+        errors = [(yardstick[name].double() - exact[name]).square().mean().sqrt() for exact, yardstick in (whole, blocks)]
+        torch.testing.assert_close(*errors, rtol=0.01, atol=0)  # the yardstick is no other
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="what is allocated on the CPU is counted")
+def test_memory_is_bounded_whatever_the_length(monkeypatch):
+    monkeypatch.setattr(reference, "BLOCK_BYTES", 2**16)
+    for length in (256, 1024):
+        q, k, v, grad_out = make_inputs(length, length, head_dim=16, batch=1, heads=1)
+        results = 20 * 8 * length * 16  # bytes: of these there are so many, and copies
+        for make in (truth, plain):
+            peak = count(lambda make=make, q=q, k=k, v=v, g=grad_out: make(q, k, v, True, SCALE, g)).peak
+            assert peak < 8 * 2**16 + results  # a matrix of all scores in float64 takes 8 MiB
 
 
 @pytest.fixture(params=DTYPES)

@@ -7,6 +7,7 @@ import argparse
 import functools
 import gc
 import itertools
+import json
 import signal
 import statistics
 import sys
@@ -18,7 +19,7 @@ import torch
 
 import stages
 from common import operator
-from common.measure import machine, reference, timing, traffic, workloads
+from common.measure import files, machine, reference, timing, traffic, workloads
 from common.measure.baselines import BASELINES, timed_call
 from common.measure.counter import Count, count
 from common.measure.footprint import footprint
@@ -172,6 +173,7 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace):
         self.cases = cases(options)
+        self.json = options.json
         self.begun = 0
         self.records = []
         self.machine = machine.facts() | {"matmul_tflops": {}}
@@ -199,6 +201,8 @@ class Bench:
         for benchmark in output_json["benchmarks"]:
             benchmark["stats"].pop("data", None)  # the single rounds; the statistics over them stay
         output_json["failures"] = [record for record in self.records if "failure" in record]
+        if self.json:  # here, because pytest-benchmark would write into the file that is there
+            files.replace(self.json, json.dumps(output_json, indent=4))
 
     def pytest_terminal_summary(self, terminalreporter):
         if self.records:
@@ -304,12 +308,12 @@ def main(argv: list[str]) -> int:
     Stopped by a signal it shows and saves what it has measured, and returns 2.
     """
     options = parse_options(argv)
+    if options.reference and DEVICE == "cpu":
+        raise SystemExit("--reference measures a GPU, and none is in use here")
     for number in (signal.SIGINT, signal.SIGTERM):  # a time limit too, and in the background of a shell, which ignores SIGINT
         signal.signal(number, signal.default_int_handler)
     arguments = [__file__, "-qq", "--capture=no", "--no-header", "--disable-warnings", "-p", "no:cacheprovider"]
     arguments += ["--override-ini=addopts=", "--benchmark-quiet", "--benchmark-autosave"]
-    if options.json:
-        arguments.append(f"--benchmark-json={options.json}")
     return int(pytest.main(arguments, plugins=[Bench(options)]))
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -49,6 +50,8 @@ def test_options_take_lists_repeated_flags_and_short_names():
         (["--json", "no/such/directory/run.json"], "no/such/directory"),
         (["--json", ""], "'' is not the name of a file"),
         (["--json", "."], "'.' is not the name of a file"),
+        (["--json", "/dev/null"], "'/dev/null' is not the name of a file"),
+        (["--json", "/proc/run.json"], "'/proc/run.json' cannot be written: "),
     ],
 )
 def test_options_name_the_bad_value_and_what_is_allowed(arguments, message, capsys):
@@ -192,6 +195,26 @@ def test_interrupted_run_keeps_what_was_measured(tmp_path, name):
     assert done.returncode == 2
     run = json.loads((tmp_path / "run.json").read_text())
     assert [entry["name"] for entry in run["benchmarks"]] == list(bench.BASELINES) and run["failures"] == []
+
+
+def test_run_killed_while_it_saves_leaves_the_file_that_was_there(tmp_path):
+    (tmp_path / "run.json").write_text("good")
+    killed = """
+import resource, signal
+sys.dont_write_bytecode = True
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # which ends the process where it writes more than this to a file
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+"""
+    done = run_bench(tmp_path, "--stage=v0", "--pass=fwd", prepare=killed)
+    assert done.returncode == -signal.SIGXFSZ, done.stderr
+    assert (tmp_path / "run.json").read_text() == "good"
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there is a GPU")
+def test_reference_run_without_a_gpu_is_refused_in_one_line():
+    run = subprocess.run([sys.executable, ROOT / "bench.py", "--reference"], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 1 and len(run.stderr.splitlines()) == 1 and "GPU" in run.stderr and not run.stdout
 
 
 def test_wrong_result_is_reported_not_timed_and_fails_the_run(tmp_path):

@@ -30,6 +30,7 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.errors import AutotunerError
 
 import stages
+from common.measure import files
 from common.operator import DTYPES, HEAD_DIMS
 
 # Bytes of shared memory that a block may have, by architecture.
@@ -241,7 +242,7 @@ def main():
     cases = [dict(zip(names, values, strict=True)) for values in product]
     rows, errors, unavailable = compile_cases(cases, arguments.all_configs)
     if arguments.json:
-        arguments.json.write_text(json.dumps({"rows": rows, "errors": errors, "unavailable": unavailable}, indent=1))
+        files.replace(arguments.json, json.dumps({"rows": rows, "errors": errors, "unavailable": unavailable}, indent=1))
 
     columns = "stage", "kernel", "arch", "dtype", "head_dim", "causal", "config"
     columns += "registers", "spilled_bytes", "shared_bytes", "instructions"

@@ -23,8 +23,12 @@ def _versions(packages) -> dict[str, str]:
 
 
 def _commit() -> str:
+    """The commit of this repository; "unknown" without git, or where the files are no checkout."""
     command = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--abbrev=40", "--exclude=*"]
-    described = subprocess.run([*command, "--dirty=+dirty"], capture_output=True, text=True, check=False)
+    try:
+        described = subprocess.run([*command, "--dirty=+dirty"], capture_output=True, text=True, check=False)
+    except OSError:
+        return "unknown"
     return described.stdout.strip() or "unknown"
 
 

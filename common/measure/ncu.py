@@ -26,7 +26,7 @@ import triton
 
 import stages
 from common.kernels.tuning import tuners
-from common.measure import machine
+from common.measure import files, machine
 from common.measure.options import json_path, list_of, one_of, positive
 from common.measure.traffic import GPUS, count_stage, stage_call
 from common.measure.workloads import Workload
@@ -73,7 +73,7 @@ def launch(options):
         configs = {kernel: getattr(tuner, "best_config", None) for kernel, tuner in tuners(stage).items()}
         tuned = {kernel: [config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"]] for kernel, config in configs.items() if config}
         cases.append({"impl": name, **workload.record(), "tuned": tuned})
-    options.file.write_text(json.dumps(cases))
+    files.replace(options.file, json.dumps(cases))
 
 
 def show(label: str, call: Callable):
@@ -142,7 +142,7 @@ def measure(options):
     for name in ("stage", "seq_len", "head_dim"):
         selection.append(f"--{name.replace('_', '-')}={','.join(map(str, getattr(options, name)))}")
     result = profile("common.measure.ncu", selection, (READ, WRITTEN, SPILLED), FURTHER)
-    options.file.write_text(json.dumps(result, indent=1))
+    files.replace(options.file, json.dumps(result, indent=1))
 
 
 def add_counts(options):
@@ -156,7 +156,7 @@ def add_counts(options):
         counted = count_stage(stages.load(case["impl"]), Workload(*shape), GPUS[options.gpu], case["tuned"])
         case["counted"] = [asdict(launch) for launch in counted.launches]
     print(file=sys.stderr)
-    options.file.write_text(json.dumps(result, indent=1))
+    files.replace(options.file, json.dumps(result, indent=1))
 
 
 def pairs(case: dict) -> list[tuple[str, list[dict], list[dict]]]:

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,10 +46,14 @@ def positive_number(text: str) -> float:
 
 
 def json_path(text: str) -> Path:
-    """The absolute path of a file to write; its directory has to exist."""
+    """The absolute path of a file to write, whose directory has to be there and to take it; no device or pipe."""
     path = Path(text).absolute()
-    if path.is_dir():
+    if path.exists() and not path.is_file():
         raise argparse.ArgumentTypeError(f"{text!r} is not the name of a file")
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"the directory of {text!r} does not exist")
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: {error.strerror}") from None
     return path

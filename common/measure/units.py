@@ -12,7 +12,7 @@ import json
 import sys
 
 import stages
-from common.measure import ncu, workloads
+from common.measure import files, ncu, workloads
 from common.measure.baselines import BASELINES, timed_call
 from common.measure.options import json_path, list_of, one_of, positive
 from common.measure.workloads import Workload
@@ -44,7 +44,7 @@ def launch(options):
         workload = Workload(pass_, *workloads.paper_shape(seq_len, head_dim), seq_len, head_dim, causal, "float16")
         ncu.show(f"{impl} {workload.label}", timed_call(impl, workload, workload.inputs()))
         cases.append({"impl": impl, **workload.record()})
-    options.file.write_text(json.dumps(cases))
+    files.replace(options.file, json.dumps(cases))
 
 
 def measure(options):
@@ -52,7 +52,7 @@ def measure(options):
     selection = [f"--{name.replace('_', '-')}={','.join(map(str, getattr(options, name)))}" for name in options.selection]
     stalls = [STALL.format(reason) for reason in REASONS]
     result = ncu.profile("common.measure.units", selection, (TIME, CLOCK, REGISTERS, *UNITS.values()), stalls)
-    options.file.write_text(json.dumps(result, indent=1))
+    files.replace(options.file, json.dumps(result, indent=1))
 
 
 def main(argv: list[str]):

@@ -13,7 +13,7 @@ import sys
 from dataclasses import asdict
 
 import stages
-from common.measure import machine
+from common.measure import files, machine
 from common.measure.options import json_path, list_of, one_of, positive
 from common.measure.traffic import GPUS, costs, count_stage
 from common.measure.workloads import Workload
@@ -70,7 +70,7 @@ def main(argv: list[str]):
     print(file=sys.stderr)
     origin = machine.facts() | {"matmul_tflops": {}, "roofline": gpu.peaks}
     if options.json:
-        options.json.write_text(json.dumps({"records": records, "machine_info": origin}, indent=1))
+        files.replace(options.json, json.dumps({"records": records, "machine_info": origin}, indent=1))
     print(f"{tables.speed_table(records, origin)}\n\nPeaks: {gpu.source}")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 import stages
+from common.measure import files
 from common.measure.ncu import pairs
 from common.show.profiles import traffic_table, units_table
 from common.show.results import (
@@ -286,7 +287,7 @@ def documents() -> dict[Path, str]:
 def main():
     """The command line."""
     for path, text in documents().items():
-        path.write_text(text)
+        files.replace(path, text)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,39 @@
+"""A file of results is replaced in one step."""
+
+import ast
+import resource
+from pathlib import Path
+
+import pytest
+
+from common.measure import files
+
+COMMON = Path(__file__).parents[2] / "common"
+
+
+def test_file_is_new_replaced_or_reached_through_a_link(tmp_path):
+    path, link = tmp_path / "run.json", tmp_path / "link.json"
+    link.symlink_to(path)
+    for target, text in ((path, "first"), (path, "second"), (link, "third")):
+        files.replace(target, text)
+        assert path.read_text() == text
+    assert link.is_symlink() and sorted(tmp_path.iterdir()) == [link, path]
+
+
+def test_write_that_fails_half_way_leaves_the_file_as_it_was(tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text("good")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # as a full disk
+    try:
+        with pytest.raises(OSError):
+            files.replace(path, 2000 * "x")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_text() == "good" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("path", sorted(COMMON.glob("**/*.py")), ids=lambda path: path.stem)
+def test_nothing_else_writes_text(path):
+    names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+    assert path.stem == "files" or "write_text" not in names

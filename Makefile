@@ -41,7 +41,8 @@ traffic: $(SETUP)  ## count what each stage moves and computes, with no GPU; ARG
 	$(PYTHON) -m common.show.counts $(addprefix --stage=,$(STAGE)) $(ARGS)
 
 compare: $(SETUP)  ## show the last two saved runs side by side, per workload
-	@runs=$$(ls -t .benchmarks/*/*.json 2>/dev/null | head -n 2); \
+	@runs=$$(for run in $$(ls -t .benchmarks/*/*.json 2>/dev/null); do \
+		$(PYTHON) -m json.tool "$$run" /dev/null 2>/dev/null && echo "$$run"; done | head -n 2); \
 	if [ "$$(echo "$$runs" | grep -c json)" -lt 2 ]; then \
 		echo "make compare needs two saved runs; each 'make bench' saves one." >&2; exit 1; fi; \
 	$(PYTHON) -m pytest_benchmark compare --group-by=group --between=median --name=short --time-unit=ms $$runs

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -174,7 +175,7 @@ def test_run_prints_the_table_and_saves_the_records(tmp_path):
         assert extra["tflops"] == pytest.approx(extra["flops"] / extra["ms"] / 1e9)
         assert extra["peak_extra_mib"] > 0
         assert ("bytes_read" in extra) == (DEVICE == "cpu")
-        assert extra.get("host_us", 0) > 0 or DEVICE == "cpu"
+        assert extra.get("host_us", 0) > 0 and extra["host_iqr_us"] >= 0 or DEVICE == "cpu"
         assert "data" not in entry["stats"]
     assert len({entry["fullname"] for entry in run["benchmarks"]}) == len(records)
     machine = run["machine_info"]
@@ -209,6 +210,21 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
     done = run_bench(tmp_path, "--stage=v0", "--pass=fwd", prepare=killed)
     assert done.returncode == -signal.SIGXFSZ, done.stderr
     assert (tmp_path / "run.json").read_text() == "good"
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_compare_leaves_out_a_saved_run_that_is_not_whole(tmp_path):
+    directory = tmp_path / ".benchmarks" / "machine"
+    directory.mkdir(parents=True)
+    text = (ROOT / "results" / "spread-h200.json").read_text()
+    for age, (name, part) in enumerate({"0003_c": text[:2000], "0004_d": "", "0002_b": text, "0001_a": text}.items()):
+        path = directory / f"{name}.json"
+        path.write_text(part)
+        os.utime(path, (1e9 - age, 1e9 - age))
+    make = ["make", "-f", ROOT / "Makefile", "compare", f"PYTHON={sys.executable}"]
+    run = subprocess.run(make, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0 and "Failed to load" not in run.stderr, run.stderr
+    assert "0001 Median" in run.stdout and "0002 Median" in run.stdout
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="there is a GPU")

@@ -256,7 +256,8 @@ class Bench:
             times, launch_hidden = _gpu_timer().measure(call)
             TIMER.load(times)
             benchmark.pedantic(lambda: None, rounds=len(times))
-            costs["host_us"] = timing.host_seconds(call, statistics.median(times)) * 1e6
+            lower, median, upper = statistics.quantiles(timing.host_seconds(call, statistics.median(times)), n=4)
+            costs |= {"host_us": median * 1e6, "host_iqr_us": (upper - lower) * 1e6}
         else:
             launch_hidden = None
             benchmark.pedantic(call)

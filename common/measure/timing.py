@@ -16,7 +16,8 @@ HEAD_START_S = 3e-3  # of the CPU, before the first round: more than a call's ho
 SHORTEST_SPIN_S, LONGEST_SPIN_S = 50e-6, 20e-3
 EXPOSED_SHARE = 0.1  # of the rounds; the median of the others is not moved by so few
 HOST_S = 20e-3  # time spent on how long the CPU takes …
-FEWEST_HOST_ROUNDS, MOST_HOST_ROUNDS = 1, 20  # … within these rounds
+FEWEST_HOST_ROUNDS, MOST_HOST_ROUNDS = 3, 100  # … within these rounds …
+HOST_WARM_UP_ROUNDS = 2  # … and after these
 CACHE_BYTES = 256 * 2**20  # more than any L2 cache holds
 MATMUL_SIZE = 8192
 
@@ -80,19 +81,24 @@ class GpuTimer:
         return times, not exposed
 
 
-def host_seconds(call: Callable, gpu_seconds: float) -> float:
-    """The CPU's time for a call, until it returns: checks, dispatch, descriptors, launches; the median of some rounds.
+def host_seconds(call: Callable, gpu_seconds: float) -> list[float]:
+    """The CPU's time for a call, until it returns, in each of some rounds: checks, dispatch, descriptors, launches.
+
+    It varies much more than the GPU's: the CPU has other work and its clock rises and falls. So a short call gets many rounds,
+    and their spread is worth as much as their median. The first rounds are left out: they find cold caches, and a CPU that has
+    waited for the GPU.
 
     Args:
         gpu_seconds: what a call takes on the GPU, which is left to finish before the next one, so that none waits in a queue.
     """
     times = []
-    for _ in range(max(FEWEST_HOST_ROUNDS, min(int(HOST_S / gpu_seconds), MOST_HOST_ROUNDS))):
+    count = max(FEWEST_HOST_ROUNDS, min(int(HOST_S / gpu_seconds), MOST_HOST_ROUNDS))
+    for _ in range(HOST_WARM_UP_ROUNDS + count):
         torch.cuda.synchronize()
         begin = time.perf_counter()
         call()
         times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+    return times[HOST_WARM_UP_ROUNDS:]
 
 
 class Replay:

@@ -67,7 +67,7 @@ def _time_cells(record, ms_at, ms_of, machine):
         _number(_ratio(ms_of.get("sdpa-cudnn"), ms, 100), 0),
         _number(_ratio(record["tflops"], ceiling, 100), 0),
         _number(record["peak_extra_mib"], 1),
-        _number(record.get("host_us"), 0),
+        _number(record.get("host_us"), 0) + (f" ± {record['host_iqr_us']:,.0f}" if "host_iqr_us" in record else ""),
     ]
 
 
@@ -110,13 +110,13 @@ def speed_table(records: list[dict], machine: dict) -> str:
     Args:
         records: of one run: the `extra_info` of each benchmark and the entries of "failures" in its JSON file. A record has
             `impl`, `pass`, `batch`, `heads`, `seq_len`, `head_dim`, `causal`, `dtype`, `score_std`, and either `failure` and
-            `note`, or `flops`, `ms`, `iqr_ms`, `tflops`, `launch_hidden`, `peak_extra_mib` and `host_us` or, without a GPU,
-            what `common.measure.traffic.costs` returns.
+            `note`, or `flops`, `ms`, `iqr_ms`, `tflops`, `launch_hidden`, `peak_extra_mib`, `host_us` and, in runs that
+            know the spread of the host's time, `host_iqr_us`; or, without a GPU, what `common.measure.traffic.costs` returns.
         machine: the file's "machine_info": `gpu` (None: interpreted, and the tables show counts, and times at the peaks of
             `roofline`), `torch`, `triton`, `commit`, `date`, `matmul_tflops` by dtype.
 
     Baselines come first, then the stages in their order. "× stage before" and "× v0" say how many times as fast as these;
-    what the run did not measure is "-".
+    what the run did not measure is "-". "host µs" is a median ± an interquartile range.
     """
     headers = _TIME_HEADERS if machine["gpu"] else _COUNT_HEADERS
     facts = [machine["gpu"] or "CPU, Triton's interpreter", f"torch {machine['torch']}", f"triton {machine['triton']}"]

@@ -165,12 +165,23 @@ def test_timer_recovers_from_a_call_that_raised(gpu):
     assert times == pytest.approx([1e-3] * len(times)) and hidden
 
 
-@pytest.mark.parametrize(("gpu_s", "rounds"), [(1e-5, 20), (2.1e-3, 9), (0.2, 1)])
+@pytest.mark.parametrize(("gpu_s", "rounds"), [(1e-5, 100), (2.1e-3, 9), (0.2, 3)])
 def test_host_time_is_the_cpus_alone(gpu, monkeypatch, gpu_s, rounds):
     """A call that found the queue full would wait for the GPU, and show its time."""
     monkeypatch.setattr(timing.time, "perf_counter", lambda: gpu.cpu_s)
-    assert timing.host_seconds(call_taking(gpu, 30e-6, gpu_s), gpu_s) == pytest.approx(30e-6)
-    assert gpu.log == ["wait", "call"] * rounds
+    assert timing.host_seconds(call_taking(gpu, 30e-6, gpu_s), gpu_s) == pytest.approx([30e-6] * rounds)
+    assert gpu.log == ["wait", "call"] * (timing.HOST_WARM_UP_ROUNDS + rounds)
+
+
+def test_host_time_is_each_rounds_own_without_the_first_ones(gpu, monkeypatch):
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: gpu.cpu_s)
+    first = timing.HOST_WARM_UP_ROUNDS
+    host_s = iter([*[1.0] * first, *(number * 1e-6 for number in range(1, 101))])
+
+    def call():
+        gpu.cpu_s += next(host_s)
+
+    assert timing.host_seconds(call, 1e-5) == pytest.approx([number * 1e-6 for number in range(1, 101)])
 
 
 def test_replay_gives_pytest_benchmark_the_times_that_were_measured():

@@ -77,6 +77,11 @@ def test_table_sorts_lengths_as_numbers_and_splits_by_pass_dimension_mask_dtype_
     ]
 
 
+def test_table_shows_the_spread_of_the_hosts_time_where_a_run_has_it():
+    table = speed_table([record("v0_a", 1.0), record("v1_b", 1.0, host_us=1234.4, host_iqr_us=56.6)], GPU)
+    assert [cells(table, impl)[0][-1] for impl in ("v0_a", "v1_b")] == ["33", "1,234 ± 57"]
+
+
 def test_table_marks_times_with_the_launch_in_them():
     table = speed_table([record("v0_a", 1.0, launch_hidden=False)], GPU)
     assert cells(table, "v0_a")[0][3] == "1.000*"

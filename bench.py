@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from dataclasses import astuple, fields, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from common.measure import files, machine, reference, timing, traffic, workloads
 from common.measure.baselines import BASELINES, timed_call
 from common.measure.counter import Count, count
 from common.measure.footprint import footprint
-from common.measure.options import json_path, list_of, one_of, positive, positive_number
+from common.measure.options import json_path, list_of, one_of, positive, positive_number, unwritable
 from common.measure.workloads import Workload
 from common.runtime import DEVICE
 from common.show.tables import speed_table
@@ -32,6 +33,15 @@ NO_TIMES = (
     "No GPU in use: the kernels run on Triton's interpreter, on the CPU. Interpreter times mean nothing; the tables show "
     "the traffic and the FLOPs that were counted instead, and how long they take at a GPU's published peaks."
 )
+
+SAVED = Path(".benchmarks")  # pytest-benchmark's
+
+# What a case takes, roughly. On an H200, with all that is tuned and compiled: the reference run's time over its cases.
+GPU_CASE_S = 0.75
+# On the interpreter, with what is around its three calls, and for each pair of a query and a key that they compute (the five
+# products of a backward are 2.5 of these): 4 to 30 µs of one core, by stage, tile and head dimension.
+INTERPRETER_CASE_S, INTERPRETER_PAIR_S = 0.1, 8e-6
+ESTIMATE_SHARE = 0.1  # of the run: what the estimate counts for against what the cases before have taken
 
 GPU = traffic.GPUS["h200"]  # whose tiles and peaks the tables without a GPU are about
 
@@ -113,6 +123,33 @@ def cases(options: argparse.Namespace) -> list[tuple[str, Workload]]:
     return found
 
 
+def expected_seconds(impl: str, workload: Workload) -> float:
+    """What measuring a case takes, roughly."""
+    if DEVICE == "cuda":
+        return GPU_CASE_S
+    interpreted = impl not in BASELINES and not stages.unavailable(impl)
+    pairs = workload.flops / (4 * workload.head_dim)
+    return INTERPRETER_CASE_S + interpreted * INTERPRETER_PAIR_S * pairs
+
+
+def seconds_left(done: list[float], to_do: list[float], elapsed: float) -> float:
+    """What the rest of a run takes, roughly: what is expected of it, times what the cases before took against expectation.
+
+    Args:
+        done, to_do: `expected_seconds` of the cases.
+    """
+    certainty = ESTIMATE_SHARE * (sum(done) + sum(to_do))
+    return sum(to_do) * (elapsed + certainty) / (sum(done) + certainty)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a reader wants them: 40 s, 12 min, 3.5 h."""
+    for unit, size, digits in (("h", 3600, 1), ("min", 60, 0)):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.{digits}f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 def _count(impl: str, workload: Workload) -> Count:
     """What an implementation moves and computes; a stage with the tiles of `GPU`."""
     if impl in BASELINES:
@@ -181,7 +218,11 @@ class Bench:
             self.machine["roofline"] = GPU.peaks
 
     def pytest_collection_finish(self, session):
-        self.total = len(session.items)
+        every = [dict(item.callspec.params) for item in session.items]
+        self.expected = [expected_seconds(params.pop("impl"), Workload(**params)) for params in every]
+        first_use = "; more where kernels have to be compiled and tuned first" if DEVICE == "cuda" else ""
+        print(f"{len(every)} cases, about {duration(sum(self.expected))}{first_use}.")
+        self.started = time.perf_counter()
         gc.collect()
         gc.freeze()  # the modules, so that the collections between cases do not go through them
         if DEVICE == "cpu":
@@ -212,8 +253,10 @@ class Bench:
 
     def measure(self, benchmark, impl: str, workload: Workload):
         """Measure one case and record it; a case that cannot be measured is recorded as a failure."""
+        done, to_do = self.expected[: self.begun], self.expected[self.begun :]
+        left = duration(seconds_left(done, to_do, time.perf_counter() - self.started))
         self.begun += 1
-        self._progress(f"[{self.begun}/{self.total}] {workload.label} {impl}: ")
+        self._progress(f"[{self.begun}/{len(self.expected)}, about {left} left] {workload.label} {impl}: ")
         benchmark.name = impl  # in its group, the workload
         record = {"impl": impl, **workload.record()}
         self.records.append(record)
@@ -311,6 +354,8 @@ def main(argv: list[str]) -> int:
     options = parse_options(argv)
     if options.reference and DEVICE == "cpu":
         raise SystemExit("--reference measures a GPU, and none is in use here")
+    if reason := unwritable(SAVED if SAVED.exists() else Path()):
+        raise SystemExit(f"the run is to be saved in {SAVED}, which cannot be written here: {reason}")
     for number in (signal.SIGINT, signal.SIGTERM):  # a time limit too, and in the background of a shell, which ignores SIGINT
         signal.signal(number, signal.default_int_handler)
     arguments = [__file__, "-qq", "--capture=no", "--no-header", "--disable-warnings", "-p", "no:cacheprovider"]

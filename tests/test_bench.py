@@ -108,6 +108,31 @@ def test_reference_run_takes_no_selection(capsys):
     assert "--reference" in capsys.readouterr().err
 
 
+# --- how long it takes
+
+
+def test_estimate_is_that_of_the_cases_first_and_of_what_they_took_later():
+    assert bench.seconds_left([], [1.0] * 100, 0.0) == pytest.approx(100)
+    assert bench.seconds_left([1.0] * 90, [1.0] * 10, 900.0) == pytest.approx(91)
+    assert bench.seconds_left([1.0], [1.0] * 99, 10.0) < 300  # one slow case is not yet a slow run
+    assert bench.seconds_left([1.0] * 50, [1.0] * 50, 50.0) == pytest.approx(50)
+
+
+def test_longer_sequences_take_longer_on_the_interpreter(monkeypatch):
+    monkeypatch.setattr(bench, "DEVICE", "cpu")
+    name = stages.names()[1]
+    short, long, backward = (
+        bench.expected_seconds(name, Workload(pass_, 1, 2, seq_len, 64, False, "float16")) - bench.INTERPRETER_CASE_S
+        for pass_, seq_len in (("fwd", 1024), ("fwd", 4096), ("bwd", 1024))
+    )
+    assert long == pytest.approx(16 * short) and backward == pytest.approx(2.5 * short) and short > 1
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(0.2, "0 s"), (89, "89 s"), (90, "2 min"), (5000, "83 min"), (9000, "2.5 h")])
+def test_durations_are_short(seconds, shown):
+    assert bench.duration(seconds) == shown
+
+
 # --- the check
 
 
@@ -183,7 +208,8 @@ def test_run_prints_the_table_and_saves_the_records(tmp_path):
     assert (machine["gpu"] is None) == (DEVICE == "cpu")
     assert set(machine["matmul_tflops"]) == ({"float16"} if DEVICE == "cuda" else set())
     assert speed_table(records, machine) in done.stdout
-    assert f"[{len(records)}/{len(records)}]" in done.stderr
+    assert done.stdout.startswith(f"{len(records)} cases, about ")
+    assert f"[{len(records)}/{len(records)}, about " in done.stderr
     if DEVICE == "cpu":
         before, after = done.stdout.split(speed_table(records, machine))
         assert "times mean nothing" in before and "times mean nothing" in after
@@ -210,6 +236,12 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
     done = run_bench(tmp_path, "--stage=v0", "--pass=fwd", prepare=killed)
     assert done.returncode == -signal.SIGXFSZ, done.stderr
     assert (tmp_path / "run.json").read_text() == "good"
+
+
+def test_run_that_cannot_be_saved_is_refused_in_one_line():
+    bench_ = [sys.executable, ROOT / "bench.py", "--stage=v0"]
+    run = subprocess.run(bench_, cwd="/proc", capture_output=True, text=True, timeout=300)
+    assert run.returncode == 1 and len(run.stderr.splitlines()) == 1 and ".benchmarks" in run.stderr and not run.stdout
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")

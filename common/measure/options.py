@@ -45,6 +45,15 @@ def positive_number(text: str) -> float:
     return number
 
 
+def unwritable(directory: Path) -> str | None:
+    """Why no file can be made in a directory; None where one can."""
+    try:
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        return error.strerror
+    return None
+
+
 def json_path(text: str) -> Path:
     """The absolute path of a file to write, whose directory has to be there and to take it; no device or pipe."""
     path = Path(text).absolute()
@@ -52,8 +61,6 @@ def json_path(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"{text!r} is not the name of a file")
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"the directory of {text!r} does not exist")
-    try:
-        tempfile.TemporaryFile(dir=path.parent).close()
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: {error.strerror}") from None
+    if reason := unwritable(path.parent):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: {reason}")
     return path

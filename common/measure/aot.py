@@ -12,7 +12,6 @@ import concurrent.futures
 import contextlib
 import io
 import itertools
-import json
 import multiprocessing
 import os
 import pathlib
@@ -30,8 +29,7 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.errors import AutotunerError
 
 import stages
-from common.measure import files
-from common.operator import DTYPES, HEAD_DIMS
+from common.measure.options import add_list, json_path, list_of, one_of, write_json
 
 # Bytes of shared memory that a block may have, by architecture.
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
@@ -199,50 +197,28 @@ def compile_cases(cases, all_configs):
     return tuple(list(itertools.chain(*of_cases)) for of_cases in found)
 
 
-def _keys_of(values):
-    """An argparse type: comma-separated keys of `values`, as the list of what they stand for."""
-
-    def read(text):
-        keys = text.split(",")
-        for key in keys:
-            if key not in values:
-                raise argparse.ArgumentTypeError(f"{key!r} is not one of {', '.join(values)}")
-        return [values[key] for key in keys]
-
-    return read
-
-
-def main():
+def main(argv: list[str]) -> int:
     """The command line; returns the exit status, 1 where something did not compile."""
     parser = argparse.ArgumentParser(
         prog="python -m common.measure.aot",
         description="Compile the kernels of a stage for GPUs that need not be there, and report registers, spills, shared "
-        "memory and instructions. Every option takes a comma-separated list.",
+        "memory and instructions. LIST is comma-separated.",
     )
-    stage_names = {name.split("_")[0]: name for name in stages.names()}
-    stage_names |= {name: name for name in stages.names()}
+    add_list(parser, "--stage", ",".join(stages.names()))
     archs = {str(arch): arch for arch in SHARED_LIMIT}
-    head_dims = {str(head_dim): head_dim for head_dim in HEAD_DIMS}
-    dtypes = {name: name for name in (str(dtype).removeprefix("torch.") for dtype in DTYPES)}
-    causal = {"yes": True, "no": False}
-    for flag, values, default, help_text in (
-        ("--stage", stage_names, ",".join(stages.names()), "such as v3 or v3_fa2_causal (default: all)"),
-        ("--arch", archs, ",".join(map(str, USUAL_ARCHS)), f"compute capability: {', '.join(archs)} (default: %(default)s)"),
-        ("--head-dim", head_dims, "64,128", f"{', '.join(head_dims)} (default: %(default)s)"),
-        ("--dtype", dtypes, "float16", f"{', '.join(dtypes)} (default: %(default)s)"),
-        ("--causal", causal, "yes", "yes, no (default: %(default)s)"),
-    ):
-        parser.add_argument(flag, type=_keys_of(values), default=default, metavar="LIST", help=help_text)
+    usual = ",".join(map(str, USUAL_ARCHS))
+    arch_help = f"compute capability: {', '.join(archs)} (default: %(default)s)"
+    parser.add_argument("--arch", type=list_of(one_of(archs)), default=usual, metavar="LIST", help=arch_help)
+    for flag, default in (("--head-dim", "64,128"), ("--dtype", "float16"), ("--causal", "yes")):
+        add_list(parser, flag, default)
     parser.add_argument("--all-configs", action="store_true", help="all that an autotuner would try, not only the first")
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write rows and errors there")
-    arguments = parser.parse_args()
+    parser.add_argument("--json", type=json_path, metavar="FILE", help="also write rows and errors there")
+    arguments = parser.parse_args(argv)
 
     names = "stage", "arch", "dtype", "head_dim", "causal"
     product = itertools.product(*(getattr(arguments, name) for name in names))
     cases = [dict(zip(names, values, strict=True)) for values in product]
     rows, errors, unavailable = compile_cases(cases, arguments.all_configs)
-    if arguments.json:
-        files.replace(arguments.json, json.dumps({"rows": rows, "errors": errors, "unavailable": unavailable}, indent=1))
 
     columns = "stage", "kernel", "arch", "dtype", "head_dim", "causal", "config"
     columns += "registers", "spilled_bytes", "shared_bytes", "instructions"
@@ -259,8 +235,10 @@ def main():
     for error in errors:
         case = " ".join(f"{name}={error[name]}" for name in names)
         print(f"error: {case}: {error['error']}", file=sys.stderr)
+    if arguments.json:
+        write_json(arguments.json, {"rows": rows, "errors": errors, "unavailable": unavailable})
     return 1 if errors else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -26,11 +26,10 @@ import triton
 
 import stages
 from common.kernels.tuning import tuners
-from common.measure import files, machine
-from common.measure.options import json_path, list_of, one_of, positive
+from common.measure import machine
+from common.measure.options import add_list, json_path, write_json
 from common.measure.traffic import GPUS, count_stage, stage_call
 from common.measure.workloads import Workload
-from common.operator import HEAD_DIMS
 from common.runtime import DEVICE
 
 # Bytes between a multiprocessor's L1 cache and the crossbar to the L2 cache, the copy engine's included.
@@ -136,27 +135,33 @@ def profile(module: str, options: Sequence[str], metrics: Sequence[str], optiona
     return {"machine_info": machine.facts() | {"ncu": version}, "cases": measured}
 
 
+def as_flags(options, *names: str) -> list[str]:
+    """These lists of a command line, for another one."""
+    return [f"--{name.replace('_', '-')}={','.join(map(str, getattr(options, name)))}" for name in names]
+
+
 def measure(options):
     """Run all cases under `ncu` and save what it says of each of their kernels."""
-    selection = []
-    for name in ("stage", "seq_len", "head_dim"):
-        selection.append(f"--{name.replace('_', '-')}={','.join(map(str, getattr(options, name)))}")
-    result = profile("common.measure.ncu", selection, (READ, WRITTEN, SPILLED), FURTHER)
-    files.replace(options.file, json.dumps(result, indent=1))
+    selection = as_flags(options, "stage", "seq_len", "head_dim")
+    write_json(options.file, profile("common.measure.ncu", selection, (READ, WRITTEN, SPILLED), FURTHER))
 
 
 def add_counts(options):
     """Count each saved case on the interpreter, with the tiles that it was measured with, and save that too."""
     if DEVICE != "cpu":
         raise SystemExit("count needs the interpreter: set TRITON_INTERPRET=1")
-    result = json.loads(options.file.read_text())
-    for done, case in enumerate(result["cases"], start=1):
-        print(f"\rcounting {done} of {len(result['cases'])}", end="", file=sys.stderr, flush=True)
+    try:
+        result = json.loads(options.file.read_text())
+        cases = result["cases"]
+    except (OSError, ValueError, KeyError) as error:
+        raise SystemExit(f"{options.file} is not what measure writes: {error!r}") from None
+    for done, case in enumerate(cases, start=1):
+        print(f"\rcounting {done} of {len(cases)}", end="", file=sys.stderr, flush=True)
         shape = (case[name] for name in ("pass", "batch", "heads", "seq_len", "head_dim", "causal", "dtype"))
         counted = count_stage(stages.load(case["impl"]), Workload(*shape), GPUS[options.gpu], case["tuned"])
         case["counted"] = [asdict(launch) for launch in counted.launches]
     print(file=sys.stderr)
-    files.replace(options.file, json.dumps(result, indent=1))
+    write_json(options.file, result)
 
 
 def pairs(case: dict) -> list[tuple[str, list[dict], list[dict]]]:
@@ -196,16 +201,10 @@ def main(argv: list[str]):
     parser.add_argument("what", choices=["measure", "count", "launch"], help="launch is what measure runs in the profiler")
     parser.add_argument("file", type=json_path, help="the JSON file that measure writes and count completes")
     parser.add_argument("--gpu", choices=GPUS, default="h200", help="whose fixed tiles count takes (default: %(default)s)")
-    head_dims = {str(head_dim): head_dim for head_dim in HEAD_DIMS}
     # What runs on some GPUs alone does not run on the interpreter, which counts.
     counted = [name for name in stages.names() if not hasattr(stages.load(name), "unavailable")]
-    for flag, parse_entry, default in (
-        ("--stage", stages.resolve, ",".join(counted)),
-        ("--seq-len", positive, "2048"),
-        ("--head-dim", one_of(head_dims), "64,128"),
-    ):
-        help_text = "of what to measure (default: %(default)s)"
-        parser.add_argument(flag, type=list_of(parse_entry), default=default, metavar="LIST", help=help_text)
+    for flag, default in (("--stage", ",".join(counted)), ("--seq-len", "2048"), ("--head-dim", "64,128")):
+        add_list(parser, flag, default)
     options = parser.parse_args(argv)
     {"measure": measure, "launch": launch, "count": add_counts}[options.what](options)
 

@@ -1,10 +1,15 @@
 """Types of command-line options, for argparse."""
 
 import argparse
+import json
 import math
-import tempfile
+import os
 from collections.abc import Callable
 from pathlib import Path
+
+import stages
+from common.measure.workloads import DTYPES
+from common.operator import HEAD_DIMS
 
 
 def list_of(parse: Callable) -> Callable:
@@ -55,12 +60,36 @@ def unwritable(directory: Path) -> str | None:
 
 
 def json_path(text: str) -> Path:
-    """The absolute path of a file to write, whose directory has to be there and to take it; no device or pipe."""
+    """The absolute path of a file to write; its directory has to exist, and both have to be writable."""
     path = Path(text).absolute()
     if path.exists() and not path.is_file():
         raise argparse.ArgumentTypeError(f"{text!r} is not the name of a file")
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"the directory of {text!r} does not exist")
-    if reason := unwritable(path.parent):
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: {reason}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: no permission")
     return path
+
+
+LISTS = {  # the options that several commands have: the type of an entry, and what the help says of it
+    "--stage": (stages.resolve, "such as v3 or v3_fa2_causal"),
+    "--seq-len": (positive, "any"),
+    "--head-dim": (one_of({str(head_dim): head_dim for head_dim in HEAD_DIMS}), ", ".join(map(str, HEAD_DIMS))),
+    "--causal": (one_of({"no": False, "yes": True}), "no, yes"),
+    "--dtype": (one_of({name: name for name in DTYPES}), ", ".join(DTYPES)),
+}
+
+
+def add_list(parser: argparse.ArgumentParser, flag: str, default: str):
+    """Add an option of `LISTS`, a comma-separated list; `default` is as one would write it."""
+    parse, choices = LISTS[flag]
+    help_text = f"{choices} (default: {'all' if default.split(',') == stages.names() else default})"
+    parser.add_argument(flag, type=list_of(parse), default=default, metavar="LIST", help=help_text)
+
+
+def write_json(path: Path, content):
+    """Write the file that an option names; SystemExit says why where it cannot be."""
+    try:
+        path.write_text(json.dumps(content, indent=1))
+    except OSError as error:  # what `json_path` saw may be gone by now
+        raise SystemExit(f"{path} cannot be written: {error.strerror}") from None

@@ -14,9 +14,8 @@ import sys
 import stages
 from common.measure import files, ncu, workloads
 from common.measure.baselines import BASELINES, timed_call
-from common.measure.options import json_path, list_of, one_of, positive
+from common.measure.options import add_list, json_path, list_of, one_of, write_json
 from common.measure.workloads import Workload
-from common.operator import HEAD_DIMS
 
 TIME, CLOCK, REGISTERS = "gpu__time_duration.sum", "sm__cycles_elapsed.avg.per_second", "launch__registers_per_thread"
 UNITS = {  # of the most that each can do, from a kernel's begin to its end
@@ -49,10 +48,10 @@ def launch(options):
 
 def measure(options):
     """Run all cases under `ncu` and save what it says of each of their kernels."""
-    selection = [f"--{name.replace('_', '-')}={','.join(map(str, getattr(options, name)))}" for name in options.selection]
+    selection = ncu.as_flags(options, "impl", "seq_len", "head_dim")
     stalls = [STALL.format(reason) for reason in REASONS]
-    result = ncu.profile("common.measure.units", selection, (TIME, CLOCK, REGISTERS, *UNITS.values()), stalls)
-    files.replace(options.file, json.dumps(result, indent=1))
+    metrics = (TIME, CLOCK, REGISTERS, *UNITS.values())
+    write_json(options.file, ncu.profile("common.measure.units", selection, metrics, stalls))
 
 
 def main(argv: list[str]):
@@ -65,17 +64,13 @@ def main(argv: list[str]):
     implementations = {name: name for name in (*BASELINES, *stages.names())}
     implementations |= {name.split("_")[0]: name for name in stages.names()}
     usual = [*BASELINES, *(name for name in main_line if stages.position(name) >= FROM)]
-    head_dims = {str(head_dim): head_dim for head_dim in HEAD_DIMS}
-    selection = {
-        "impl": (one_of(implementations), ",".join(usual)),
-        "seq_len": (positive, "4096"),
-        "head_dim": (one_of(head_dims), "64,128"),
-    }
-    for name, (parse_entry, default) in selection.items():
-        flag, help_text = f"--{name.replace('_', '-')}", "of what to measure (default: %(default)s)"
-        parser.add_argument(flag, type=list_of(parse_entry), default=default, metavar="LIST", help=help_text)
+    help_text = "of what to measure (default: %(default)s)"
+    parser.add_argument(
+        "--impl", type=list_of(one_of(implementations)), default=",".join(usual), metavar="LIST", help=help_text
+    )
+    add_list(parser, "--seq-len", "4096")
+    add_list(parser, "--head-dim", "64,128")
     options = parser.parse_args(argv)
-    options.selection = selection
     {"measure": measure, "launch": launch}[options.what](options)
 
 

@@ -6,18 +6,20 @@ What is counted, and with which tiles, `common.measure.traffic` says.
 """
 
 import argparse
+import datetime
 import itertools
-import json
 import os
+import signal
 import sys
+import time
+from collections import Counter
 from dataclasses import asdict
 
 import stages
-from common.measure import files, machine
-from common.measure.options import json_path, list_of, one_of, positive
+from common.measure import machine
+from common.measure.options import add_list, json_path, list_of, one_of, write_json
 from common.measure.traffic import GPUS, costs, count_stage
 from common.measure.workloads import Workload
-from common.operator import HEAD_DIMS
 from common.runtime import INTERPRETED
 from common.show import tables
 
@@ -29,24 +31,39 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         description="Count what stages move and compute, float16, a single head, and say how long that takes at a GPU's "
         "published peaks. Needs no GPU. LIST is comma-separated.",
     )
-    passes = {"fwd": "fwd", "bwd": "bwd"}
-    head_dims = {str(head_dim): head_dim for head_dim in HEAD_DIMS}
-    causal = {"no": False, "yes": True}
-    for flag, parse, default, help_text in (
-        ("--stage", stages.resolve, ",".join(stages.names()), "such as v3 or v3_fa2_causal (default: all)"),
-        ("--pass", one_of(passes), "fwd,bwd", "fwd, bwd (default: both)"),
-        ("--seq-len", positive, "256,512", "any (default: %(default)s)"),
-        ("--head-dim", one_of(head_dims), "64,128", f"{', '.join(head_dims)} (default: %(default)s)"),
-        ("--causal", one_of(causal), "no,yes", "no, yes (default: both)"),
-    ):
-        parser.add_argument(flag, type=list_of(parse), default=default, metavar="LIST", help=help_text)
+    passes = one_of({"fwd": "fwd", "bwd": "bwd"})
+    add_list(parser, "--stage", ",".join(stages.names()))
+    parser.add_argument("--pass", type=list_of(passes), default="fwd,bwd", metavar="LIST", help="fwd, bwd (default: both)")
+    for flag, default in (("--seq-len", "256,512"), ("--head-dim", "64,128"), ("--causal", "no,yes")):
+        add_list(parser, flag, default)
     parser.add_argument("--gpu", choices=GPUS, default="h200", help="whose tiles and peaks (default: %(default)s)")
     parser.add_argument("--json", type=json_path, metavar="FILE", help="also write the records, and each launch, there")
     return parser.parse_args(argv)
 
 
-def main(argv: list[str]):
-    """The command line."""
+def seconds_left(cases: list[tuple[str, Workload]], seconds: list[float]) -> float | None:
+    """How long the cases will take that come after the first ones, whose seconds are known; None until each stage has one.
+
+    A stage's time is taken to grow with the FLOPs.
+    """
+    spent, work = Counter(), Counter()
+    for (name, workload), taken in zip(cases, seconds, strict=False):
+        spent[name] += taken
+        work[name] += workload.flops
+    left = cases[len(seconds) :]
+    if any(name not in work for name, _ in left):
+        return None
+    return sum(workload.flops * spent[name] / work[name] for name, workload in left)
+
+
+def _progress(cases, seconds):
+    left = seconds_left(cases, seconds)
+    time_left = "" if left is None else f", about {datetime.timedelta(seconds=round(left))} left"
+    print(f"\rcounted {len(seconds)} of {len(cases)}{time_left}", end="", file=sys.stderr, flush=True)
+
+
+def main(argv: list[str]) -> int:
+    """The command line; returns the exit status. Stopped by a signal it shows and saves what it has counted, and returns 2."""
     if not INTERPRETED:  # only the interpreter's kernels can be watched: the same command, with it
         interpreted = os.environ | {"TRITON_INTERPRET": "1"}
         os.execve(sys.executable, [sys.executable, "-m", "common.show.counts", *argv], interpreted)
@@ -59,20 +76,33 @@ def main(argv: list[str]):
     countable = [name for name in options.stage if not reasons[name]]
     if not countable:
         raise SystemExit("there is nothing to count")
-    shapes = list(itertools.product(vars(options)["pass"], options.head_dim, options.causal, options.seq_len, countable))
-    records = []
-    for done, (pass_, head_dim, causal, seq_len, name) in enumerate(shapes, start=1):
-        print(f"\rcounting {done} of {len(shapes)}", end="", file=sys.stderr, flush=True)
-        workload = Workload(pass_, 1, 1, seq_len, head_dim, causal, "float16")
-        counted = count_stage(stages.load(name), workload, gpu)
-        launches = [asdict(launch) for launch in counted.launches]
-        records.append({"impl": name, **workload.record(), **costs(counted, gpu, workload.dtype), "launches": launches})
+    for number in (signal.SIGINT, signal.SIGTERM):  # a time limit too, and in the background of a shell, which ignores SIGINT
+        signal.signal(number, signal.default_int_handler)
+    shapes = itertools.product(vars(options)["pass"], options.head_dim, options.causal, options.seq_len, countable)
+    cases = [
+        (name, Workload(pass_, 1, 1, seq_len, head_dim, causal, "float16")) for pass_, head_dim, causal, seq_len, name in shapes
+    ]
+    cases.sort(key=lambda case: case[1].flops)  # small ones first, which tell how long the others will take
+    records, seconds = [], []
+    try:
+        for name, workload in cases:
+            _progress(cases, seconds)
+            begun = time.perf_counter()
+            counted = count_stage(stages.load(name), workload, gpu)
+            seconds.append(time.perf_counter() - begun)
+            launches = [asdict(launch) for launch in counted.launches]
+            records.append({"impl": name, **workload.record(), **costs(counted, gpu, workload.dtype), "launches": launches})
+        _progress(cases, seconds)
+    except KeyboardInterrupt:
+        print(f"\nstopped after {len(records)} of {len(cases)}", end="", file=sys.stderr)
     print(file=sys.stderr)
     origin = machine.facts() | {"matmul_tflops": {}, "roofline": gpu.peaks}
-    if options.json:
-        files.replace(options.json, json.dumps({"records": records, "machine_info": origin}, indent=1))
-    print(f"{tables.speed_table(records, origin)}\n\nPeaks: {gpu.source}")
+    if records:
+        print(f"{tables.speed_table(records, origin)}\n\nPeaks: {gpu.source}", flush=True)
+        if options.json:
+            write_json(options.json, {"records": records, "machine_info": origin})
+    return 0 if len(records) == len(cases) else 2
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

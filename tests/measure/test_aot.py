@@ -130,12 +130,3 @@ def test_products_of_a_hopper_stage_are_not_serialised(name, tmp_path):
     for row in rows:
         assert not row["warnings"], row
         assert row["spilled_bytes"] <= stages.load(name).SPILLED_BYTES, row
-
-
-@pytest.mark.parametrize(("flag", "value", "choice"), [("--stage", "v99", "v0_naive"), ("--arch", "70", "90")])
-def test_a_wrong_name_lists_the_right_ones(monkeypatch, capsys, flag, value, choice):
-    monkeypatch.setattr(sys, "argv", ["aot", f"{flag}={value}"])
-    with pytest.raises(SystemExit):
-        aot.main()
-    message = capsys.readouterr().err
-    assert f"{value!r} is not one of" in message and choice in message

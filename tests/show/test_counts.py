@@ -8,15 +8,19 @@ import sys
 import pytest
 
 import stages
+from common.measure.workloads import Workload
 from common.show import counts, tables
 from common.show.results import ROOT
 
 
-def run_counts(*arguments):
+def run_counts(*arguments, prepare=None):
+    """Run the command; with `prepare`, Python that changes the module first, on the interpreter from the start."""
     small = ["--pass=fwd", "--seq-len=64", "--causal=yes"]
+    changed = f"import sys\nfrom common.show import counts\n{prepare}\nsys.exit(counts.main(sys.argv[1:]))"
+    command = ["-c", changed] if prepare else ["-m", "common.show.counts"]
     return subprocess.run(
-        [sys.executable, "-m", "common.show.counts", *small, *arguments], cwd=ROOT, capture_output=True, text=True,
-        env=os.environ | {"TRITON_INTERPRET": "0"}, check=False,
+        [sys.executable, *command, *small, *arguments], cwd=ROOT, capture_output=True, text=True,
+        env=os.environ | {"TRITON_INTERPRET": "1" if prepare else "0"}, check=False,
     )  # fmt: skip
 
 
@@ -44,9 +48,54 @@ def test_command_prints_the_table_and_saves_every_launch(tmp_path):
 
 
 @pytest.mark.parametrize(("argument", "message"), [
-    ("--gpu=h100", "h200"), ("--pass=fwd+bwd", "is not one of fwd, bwd"), ("--seq-len=0", "'0'"), ("--stage=v99", "'v99'"),
+    ("--gpu=h100", "h200"), ("--seq-len=0", "'0'"), ("--stage=v99", "'v99'"),
 ])  # fmt: skip
 def test_options_name_the_bad_value(argument, message, capsys):
     with pytest.raises(SystemExit):
         counts.parse_options([argument])
     assert message in capsys.readouterr().err
+
+
+STOP = """
+import os, signal
+real = counts.count_stage
+def count_stage(stage, *arguments):
+    if "v1" in stage.__name__:
+        os.kill(os.getpid(), signal.{})
+    return real(stage, *arguments)
+counts.count_stage = count_stage
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_stopped_it_shows_and_saves_what_was_counted(name, tmp_path):
+    path = tmp_path / "traffic.json"
+    run = run_counts("--stage=v0,v1", "--head-dim=16,32", f"--json={path}", prepare=STOP.format(name))
+    assert run.returncode == 2 and "Traceback" not in run.stderr
+    assert "stopped after 1 of 4" in run.stderr
+    saved = json.loads(path.read_text())
+    assert [record["impl"] for record in saved["records"]] == ["v0_naive"]
+    assert tables.speed_table(saved["records"], saved["machine_info"]) in run.stdout
+
+
+def test_a_directory_that_vanishes_costs_the_file_and_not_the_table(tmp_path):
+    directory = tmp_path / "there"
+    directory.mkdir()
+    vanish = f"import os\nreal = counts.costs\ncounts.costs = lambda *args: os.rmdir({str(directory)!r}) or real(*args)"
+    run = run_counts("--stage=v0", "--head-dim=16", f"--json={directory / 'traffic.json'}", prepare=vanish)
+    assert run.returncode == 1 and "v0_naive" in run.stdout
+    assert "traffic.json cannot be written: No such file or directory" in run.stderr and "Traceback" not in run.stderr
+
+
+def test_time_left_follows_from_the_flops_of_each_stage():
+    small, large = (Workload("fwd", 1, 1, seq_len, 16, False, "float16") for seq_len in (64, 128))  # 4 times the FLOPs
+    cases = [("v1", small), ("v2", small), ("v1", large), ("v2", large)]
+    assert counts.seconds_left(cases, []) is None and counts.seconds_left(cases, [1.0]) is None
+    assert counts.seconds_left(cases, [1.0, 2.0]) == pytest.approx(4 + 8)
+    assert counts.seconds_left(cases, [1.0, 2.0, 9.0]) == pytest.approx(8)
+    assert counts.seconds_left(cases, [1.0, 2.0, 9.0, 8.0]) == 0
+
+
+def test_progress_says_how_long_it_will_take():
+    run = run_counts("--stage=v0", "--head-dim=16,32")
+    assert "counted 1 of 2, about 0:00:0" in run.stderr

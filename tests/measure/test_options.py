@@ -1,0 +1,73 @@
+"""The options that the commands share: what they take, and what they say of a file that cannot be written."""
+
+import argparse
+import json
+import os
+
+import pytest
+
+import stages
+from common.measure import aot, ncu, options, units
+from common.show import counts
+
+COMMANDS = {"aot": aot.main, "ncu": ncu.main, "units": units.main, "counts": counts.parse_options}
+
+
+@pytest.mark.parametrize(("command", "arguments"), [
+    ("aot", ["--json={}"]), ("counts", ["--json={}"]), ("ncu", ["count", "{}"]), ("ncu", ["measure", "{}"]),
+    ("units", ["measure", "{}"]),
+])  # fmt: skip
+@pytest.mark.parametrize("place", ["no directory", "no permission", "a directory"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(command, arguments, place, tmp_path, monkeypatch, capsys):
+    path, message = {
+        "no directory": (tmp_path / "gone" / "x.json", "the directory of"),
+        "no permission": (tmp_path / "x.json", "no permission"),
+        "a directory": (tmp_path, "is not the name of a file"),
+    }[place]
+    if place == "no permission":  # which root always has
+        monkeypatch.setattr(os, "access", lambda asked, mode: asked != tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        COMMANDS[command]([argument.format(path) for argument in arguments])
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and str(path) in error and message in error
+
+
+@pytest.mark.parametrize(("command", "flag", "value", "message"), [
+    ("aot", "--stage", "v99", "no stage is called 'v99'; there are v0_naive"),
+    ("aot", "--arch", "70", "'70' is not one of 80"), ("aot", "--dtype", "float64", "'float64' is not one of float16"),
+    ("units", "--head-dim", "48", "'48' is not one of 16"), ("ncu", "--seq-len", "0", "'0' is not a whole number"),
+    ("counts", "--causal", "maybe", "'maybe' is not one of no, yes"),
+    ("counts", "--pass", "both", "'both' is not one of fwd, bwd"),
+])  # fmt: skip
+def test_a_wrong_value_is_named_with_what_is_allowed(command, flag, value, message, tmp_path, capsys):
+    files = {"units": ["measure", str(tmp_path / "x.json")], "ncu": ["count", str(tmp_path / "x.json")]}
+    with pytest.raises(SystemExit) as stopped:
+        COMMANDS[command]([*files.get(command, []), f"{flag}={value}"])
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and f"argument {flag}: {message}" in error
+
+
+def test_lists_are_alike_in_every_command():
+    parser = argparse.ArgumentParser()
+    for flag, default in (("--stage", ",".join(stages.names())), ("--head-dim", "64,128"), ("--causal", "no,yes")):
+        options.add_list(parser, flag, default)
+    found = parser.parse_args(["--stage=v1, v0"])
+    assert (found.stage, found.head_dim, found.causal) == (stages.names()[1::-1], [64, 128], [False, True])
+    assert "(default: all)" in parser.format_help() and "(default: 64,128)" in parser.format_help()
+
+
+def test_a_directory_that_vanished_is_one_line(tmp_path):
+    options.write_json(tmp_path / "x.json", [1])
+    assert json.loads((tmp_path / "x.json").read_text()) == [1]
+    with pytest.raises(SystemExit, match="cannot be written: No such file"):
+        options.write_json(tmp_path / "gone" / "x.json", [1])
+
+
+@pytest.mark.parametrize("text", [None, "", "[1", '{"benchmarks": []}'], ids=["missing", "empty", "half-written", "another"])
+def test_counting_what_measure_did_not_write_is_one_line(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(ncu, "DEVICE", "cpu")
+    path = tmp_path / "x.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit, match="x.json is not what measure writes"):
+        ncu.main(["count", str(path)])

@@ -22,9 +22,17 @@ HEAD_DIMS = (64, 128)
 COLUMNS = tuple(itertools.product(("fwd", "bwd"), HEAD_DIMS))  # passes and head dimensions
 
 
+def _read(path: Path) -> dict:
+    """A file of results/; SystemExit names it where it is missing or not whole."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        raise SystemExit(f"{path} is needed, and is missing or not whole; results/README.md says what makes it") from None
+
+
 def load_run(path: Path) -> tuple[list[dict], dict]:
     """The records (as `speed_table` takes them) and the machine of a saved run."""
-    run = json.loads(path.read_text())
+    run = _read(path)
     return [benchmark["extra_info"] for benchmark in run["benchmarks"]] + run["failures"], run["machine_info"]
 
 
@@ -72,7 +80,7 @@ def origin(machine: dict) -> str:
 
 def load_counts(path: Path) -> tuple[list[dict], dict]:
     """The records and the machine of a file that `common.measure.traffic` wrote."""
-    counts = json.loads(path.read_text())
+    counts = _read(path)
     return counts["records"], counts["machine_info"]
 
 

@@ -6,6 +6,7 @@ python -m common.show.story diff v4 v5    # one step, code first
 
 import argparse
 import ast
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from common.show import results
 from common.show.tables import PASS_NAMES
 
 CODE = ("forward.py", "backward.py")
-FILES = (*CODE, "__init__.py", "README.md")
+FILES = (*CODE, "__init__.py")
 STAGES = results.ROOT / "stages"
 
 
@@ -90,21 +91,29 @@ def saved_traffic(counts: list[dict], old: str, new: str) -> str:
 
 
 def gain_lines(old: str, new: str) -> list[str]:
-    """What the committed results say of a step."""
-    records, _ = results.load_run(results.RUN)
-    counts, _ = results.load_counts(results.TRAFFIC)
-    lines = {"bytes moved": saved_traffic(counts, old, new), "speed": measured_gain(records, old, new)}
+    """What the committed results say of a step; nothing of what they do not have."""
+    lines = {}
+    if results.TRAFFIC.exists():
+        lines["bytes moved"] = saved_traffic(results.load_counts(results.TRAFFIC)[0], old, new)
+    if results.RUN.exists():
+        lines["speed"] = measured_gain(results.load_run(results.RUN)[0], old, new)
     return [f"{name}: {text}" for name, text in lines.items() if text]
 
 
 def sources() -> str:
-    """Where the numbers of `gain_lines` are from."""
-    _, machine = results.load_run(results.RUN)
-    lengths = ", ".join(map(str, results.MEAN_OVER))
-    return (
-        f"Bytes as counted at S={results.COUNTED_AT}, without a mask. Speed: float16, geometric means over S={lengths},\n"
-        f"causal and not: {results.origin(machine)}, {machine['date']}"
-    )
+    """Where the numbers of `gain_lines` are from, and which are left out."""
+    parts = []
+    if results.TRAFFIC.exists():
+        parts.append(f"Bytes as counted at S={results.COUNTED_AT}, without a mask.")
+    if results.RUN.exists():
+        _, machine = results.load_run(results.RUN)
+        lengths = ", ".join(map(str, results.MEAN_OVER))
+        where = f"{results.origin(machine)}, {machine['date']}"
+        parts.append(f"Speed: float16, geometric means over S={lengths},\ncausal and not: {where}")
+    missing = [str(path.relative_to(results.ROOT)) for path in (results.TRAFFIC, results.RUN) if not path.exists()]
+    if missing:
+        parts.append(f"Without {' and '.join(missing)} the gains that they have are left out.")
+    return " ".join(parts)
 
 
 def print_story():
@@ -121,9 +130,9 @@ def print_story():
     print(sources())
 
 
-def print_diff(old: str, new: str):
-    """The change from one stage to another, code first, then its size and what it gained."""
-    for name in FILES:
+def print_diff(old: str, new: str, prose: bool):
+    """The change from one stage to another, code first, then its size and what it gained; with the READMEs where asked."""
+    for name in (*FILES, "README.md") if prose else FILES:
         sys.stdout.flush()
         subprocess.run(
             ["git", "--no-pager", "diff", "--no-index", "--no-prefix", f"stages/{old}/{name}", f"stages/{new}/{name}"],
@@ -147,9 +156,12 @@ def main(argv: list[str]):
     diff = commands.add_parser("diff", help="show one step")
     diff.add_argument("old", type=_stage)
     diff.add_argument("new", type=_stage)
+    diff.add_argument("--prose", choices=["no", "yes"], default="no", help="whether to show the READMEs too")
     options = parser.parse_args(argv)
+    if not shutil.which("git"):
+        raise SystemExit("git is needed, which compares the stages, and it is not on the PATH")
     if options.command == "diff":
-        print_diff(options.old, options.new)
+        print_diff(options.old, options.new, options.prose == "yes")
     else:
         print_story()
 

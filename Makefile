@@ -13,13 +13,17 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "Without PYTHON=… the packages of requirements.txt are installed in .venv first; PYTHON=python3 uses that one as it is."
 
-# The stamp is written last: an installation that failed is tried again.
+# A prerequisite of the targets that take a variable: `make diff A=v3` names B, before anything is installed.
+needs-%:
+	@: $(if $(strip $($*)),,$(error $*=… is missing, as in: $(EXAMPLE)))
+
+# The stamp is written last: an installation that failed is tried again. For these versions all pinned packages have wheels.
 .venv/installed: requirements.txt
-	@found=; for python in python3 python3.12 python3.11; do \
-		if $$python -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; then \
+	@found=; for python in python3 python3.14 python3.13 python3.12 python3.11; do \
+		if $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null; then \
 			found=$$python; break; fi; done; \
 	if [ -z "$$found" ]; then \
-		echo "Python 3.11 or 3.12 is needed and python3 is $$(python3 --version 2>&1); or name an interpreter: make … PYTHON=…" >&2; \
+		echo "Python 3.11 to 3.14 is needed and python3 is $$(python3 --version 2>&1); or name an interpreter: make … PYTHON=…" >&2; \
 		exit 1; fi; \
 	$$found -m venv .venv
 	.venv/bin/python -m pip install --requirement requirements.txt
@@ -34,18 +38,15 @@ test-long: $(SETUP)  ## run the tests, those over the time budget too
 bench: $(SETUP)  ## measure all stages, or STAGE=v3 with its neighbours; ARGS="…" goes to bench.py (ARGS=--help)
 	$(PYTHON) bench.py $(addprefix --stage=,$(STAGE)) $(ARGS)
 
-reference: $(SETUP)  ## measure on a GPU what results/ keeps, into FILE=…
+reference: EXAMPLE = make reference FILE=results/h200.json
+reference: needs-FILE $(SETUP)  ## measure on a GPU what results/ keeps, into FILE=…
 	$(PYTHON) bench.py --reference --json "$(FILE)"
 
 traffic: $(SETUP)  ## count what each stage moves and computes, with no GPU; ARGS="…" goes to common.show.counts (ARGS=--help)
 	$(PYTHON) -m common.show.counts $(addprefix --stage=,$(STAGE)) $(ARGS)
 
 compare: $(SETUP)  ## show the last two saved runs side by side, per workload
-	@runs=$$(for run in $$(ls -t .benchmarks/*/*.json 2>/dev/null); do \
-		$(PYTHON) -m json.tool "$$run" /dev/null 2>/dev/null && echo "$$run"; done | head -n 2); \
-	if [ "$$(echo "$$runs" | grep -c json)" -lt 2 ]; then \
-		echo "make compare needs two saved runs; each 'make bench' saves one." >&2; exit 1; fi; \
-	$(PYTHON) -m pytest_benchmark compare --group-by=group --between=median --name=short --time-unit=ms $$runs
+	@$(PYTHON) -m common.show.compare
 
 readme: $(SETUP)  ## rewrite the tables of the documents from results/
 	$(PYTHON) -m common.show.documents
@@ -56,8 +57,9 @@ plots: $(SETUP)  ## draw plots/ from results/
 story: $(SETUP)  ## walk from stage to stage: ideas, sizes of the changes, bytes saved, speed gained
 	$(PYTHON) -m common.show.story
 
-diff: $(SETUP)  ## show what one stage changes over another, code first, and what it gained: make diff A=v3 B=v4
-	$(PYTHON) -m common.show.story diff "$(A)" "$(B)"
+diff: EXAMPLE = make diff A=v3 B=v4
+diff: needs-A needs-B $(SETUP)  ## show the code that a stage changes and what it gained: make diff A=v3 B=v4; PROSE=yes: READMEs too
+	$(PYTHON) -m common.show.story diff "$(A)" "$(B)" $(addprefix --prose=,$(PROSE))
 
 stage: $(SETUP)  ## begin a new stage with the kernels of another: make stage FROM=v7 NAME=v8_yours
 	$(PYTHON) -m common.show.new_stage -- "$(FROM)" "$(NAME)"

@@ -30,10 +30,14 @@ def _read(path: Path) -> dict:
         raise SystemExit(f"{path} is needed, and is missing or not whole; results/README.md says what makes it") from None
 
 
-def load_run(path: Path) -> tuple[list[dict], dict]:
+def records_of(run: dict) -> tuple[list[dict], dict]:
     """The records (as `speed_table` takes them) and the machine of a saved run."""
-    run = _read(path)
     return [benchmark["extra_info"] for benchmark in run["benchmarks"]] + run["failures"], run["machine_info"]
+
+
+def load_run(path: Path) -> tuple[list[dict], dict]:
+    """`records_of` a file of results/."""
+    return records_of(_read(path))
 
 
 def implementations(records: list[dict]) -> list[str]:

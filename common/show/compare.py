@@ -1,0 +1,121 @@
+"""The last two saved runs of the benchmark side by side: their times, or, without a GPU, what they counted.
+
+python -m common.show.compare
+"""
+
+import json
+import re
+import signal
+import sys
+from dataclasses import dataclass, fields
+from itertools import chain
+from pathlib import Path
+
+from tabulate import tabulate
+
+from common.measure.workloads import Workload
+from common.show import results
+from common.show.tables import stage_order, title
+
+SAVED = Path(".benchmarks")  # where pytest-benchmark saves, under the current directory
+COUNTED = ("MB moved", "MFLOP", "µs at peak")
+NO_TIMES = "Without a GPU there are no times to compare, only what was counted; times at peak are a GPU's, as published."
+
+
+@dataclass(frozen=True)
+class Run:
+    """A saved run: its records by workload and implementation, and its machine."""
+
+    records: dict[str, dict[str, dict]]
+    machine: dict
+
+    @property
+    def origin(self) -> str:
+        """Where it is from, with what tells it from another run of the same machine."""
+        facts = [self.machine["gpu"] or "no GPU", f"torch {self.machine['torch']}", f"triton {self.machine['triton']}"]
+        return ", ".join([*facts, f"commit {self.machine['commit']}", self.machine["date"]])
+
+
+def load(path: Path) -> Run:
+    """A saved run; ValueError, KeyError or TypeError where the file is not a whole one."""
+    records, machine = results.records_of(json.loads(path.read_text()))
+    found = {}
+    for record in records:
+        workload = Workload(*(record[field.name.rstrip("_")] for field in fields(Workload)))
+        found.setdefault(workload.label, {})[record["impl"]] = record
+    return Run(found, machine)
+
+
+def last_two(directory: Path) -> list[Run]:
+    """The two newest runs, the older one first, or what there is; a file that is not a whole run is named on stderr."""
+
+    def saved_at(path):  # the name says when; the file may have been copied since
+        return re.findall(r"\d{8}_\d{6}", path.name), path.name
+
+    found = []
+    for path in sorted(directory.glob("*/*.json"), key=saved_at, reverse=True):
+        try:
+            found.insert(0, load(path))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            print(f"{path} is left out, it is not a whole run: {error!r}", file=sys.stderr)
+        if len(found) == 2:
+            break
+    return found
+
+
+def _cells(record, on_gpu):
+    """What a run has of a case; where it has no number, why."""
+    if record is None or "failure" in record:
+        shown = record["failure"] if record else "-"
+        return [shown] if on_gpu else [shown] + ["-"] * (len(COUNTED) - 1)
+    if on_gpu:
+        return [f"{record['ms']:.4g} ± {record['iqr_ms']:.2g}"]
+    peak = "-" if record["roofline_us"] is None else f"{record['roofline_us']:.4g}"
+    return [f"{results.moved(record) / 1e6:.4g}", f"{record['flops_executed'] / 1e6:.4g}", peak]
+
+
+def table(old: Run, new: Run) -> str:
+    """A table for each workload of both runs; both with a GPU, or both without."""
+    on_gpu = new.machine["gpu"] is not None
+    names = ("ms ± IQR",) if on_gpu else COUNTED
+    headers = ["implementation", *(f"{name}, {when}" for name in names for when in ("before", "now")), "× as fast"]
+    time = "ms" if on_gpu else "roofline_us"
+    parts = []
+    for label in new.records:
+        if label not in old.records:
+            continue
+        rows = []
+        for impl in sorted(old.records[label] | new.records[label], key=stage_order):
+            before, now = (run.records[label].get(impl) for run in (old, new))
+            times = [record and record.get(time) for record in (before, now)]
+            cells = chain(*zip(_cells(before, on_gpu), _cells(now, on_gpu), strict=True))
+            rows.append([title(impl), *cells, f"{times[0] / times[1]:.2f}" if all(times) else "-"])
+        align = ["left"] + ["right"] * (len(headers) - 1)
+        parts.append(f"{label}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True, colalign=align)}")
+    return "\n\n".join(parts)
+
+
+def main():
+    """The command line; SystemExit says why there is nothing to compare."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as `head` may have seen enough
+    runs = last_two(SAVED)
+    if len(runs) < 2:
+        raise SystemExit(f"two saved runs are needed, {SAVED} has {len(runs)}; each `make bench` saves one")
+    old, new = runs
+    print(f"before: {old.origin}\nnow:    {new.origin}")
+    gpus = old.machine["gpu"], new.machine["gpu"]
+    if None in gpus and gpus != (None, None):
+        raise SystemExit("one of the last two runs had a GPU and one had none: they measured nothing in common")
+    if gpus == (None, None):
+        print(NO_TIMES)
+    elif gpus[0] != gpus[1]:
+        print("The runs are of different GPUs: what differs need not be the code's doing.")
+    if not (shared := old.records.keys() & new.records.keys()):
+        raise SystemExit("the last two runs have no workload in common")
+    if left_out := len(old.records | new.records) - len(shared):
+        print(f"{left_out} workloads that only one of them has are left out.")
+    print(f"\n{table(old, new)}")
+
+
+if __name__ == "__main__":
+    main()

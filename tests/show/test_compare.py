@@ -1,0 +1,119 @@
+"""The last two saved runs side by side: what is compared, what is left out, and what is refused."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from common.measure.workloads import Workload
+from common.show import compare
+from common.show.results import ROOT
+
+COUNTS = {
+    "bytes_read": 3e6, "bytes_written": 1e6, "flops_executed": 2e6, "kernel_launches": 1, "peak_extra_mib": 1.0, "tiles": "",
+    "roofline_us": 8.0, "bound": "bytes",
+}  # fmt: skip
+
+
+def record(impl, seq_len=64, **values):
+    return {"impl": impl, **Workload("fwd", 1, 2, seq_len, 16, True, "float16").record(), **values}
+
+
+def rows(out, impl=""):
+    """The rows of the tables, or those of one implementation, each the list of its cells."""
+    found = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if line.startswith("| ")]
+    return [row for row in found if row[0] != "implementation" and impl in row[0]]
+
+
+def timed(impl, ms, **values):
+    return record(impl, ms=ms, iqr_ms=0.01, **values)
+
+
+@pytest.fixture
+def saved(tmp_path, monkeypatch):
+    """A function that saves a run, in a directory that is empty at first; the later the newer."""
+    monkeypatch.chdir(tmp_path)
+    directory = tmp_path / ".benchmarks" / "Linux"
+    directory.mkdir(parents=True)
+
+    def save(records, failures=(), gpu=None, text=None):
+        number = len(list(directory.iterdir())) + 1
+        machine = {"gpu": gpu, "torch": "1", "triton": "2", "commit": f"c{number}", "date": "2026-01-02"}
+        run = {"benchmarks": [{"extra_info": r} for r in records], "failures": list(failures), "machine_info": machine}
+        path = directory / f"{number:04}_abc_20260102_{number:06}.json"
+        path.write_text(json.dumps(run) if text is None else text)
+        os.utime(path, (1e9 - number, 1e9 - number))  # a copy may have any times
+        return path
+
+    return save
+
+
+def test_times_of_a_gpu_are_compared_by_workload(saved, capsys):
+    saved([timed("v0_a", 9.0), timed("v1_b", 9.0)], gpu="X")
+    saved([timed("v1_b", 3.0), timed("sdpa", 1.0), timed("v0_a", 2.0, seq_len=32)], gpu="X")
+    saved([timed("v1_b", 2.0), timed("sdpa", 1.0)], [record("v0_a", failure="OOM")], gpu="X")
+    compare.main()
+    out = capsys.readouterr().out
+    assert "before: X, torch 1, triton 2, commit c2" in out and "now:    X, torch 1, triton 2, commit c3" in out
+    assert [row[0] for row in rows(out)] == ["sdpa", "v0_a", "v1_b"]
+    assert rows(out, "v1_b") == [["v1_b", "3 ± 0.01", "2 ± 0.01", "1.50"]]
+    assert rows(out, "v0_a") == [["v0_a", "-", "OOM", "-"]]
+    assert "1 workloads that only one of them has are left out" in out and "different GPUs" not in out
+
+
+def test_without_a_gpu_counts_are_compared_and_no_times(saved, capsys):
+    saved([timed("v0_a", 123.0, **COUNTS)])
+    saved([timed("v0_a", 456.0, **COUNTS | {"bytes_read": 1e6, "roofline_us": 4.0})])
+    compare.main()
+    out = capsys.readouterr().out
+    assert "there are no times to compare" in out and "123" not in out and "456" not in out
+    assert rows(out, "v0_a") == [["v0_a", "4", "2", "2", "2", "8", "4", "2.00"]]
+
+
+def test_a_count_without_a_time_at_peak_is_compared_too(saved, capsys):
+    for _ in range(2):
+        saved([record("v0_a", **COUNTS | {"roofline_us": None}), record("v1_b", **COUNTS)], [record("v2_c", failure="n/a")])
+    compare.main()
+    out = capsys.readouterr().out
+    assert rows(out, "v0_a") == [["v0_a", "4", "4", "2", "2", "-", "-", "-"]]
+    assert rows(out, "v2_c") == [["v2_c", "n/a", "n/a", "-", "-", "-", "-", "-"]]
+
+
+@pytest.mark.parametrize("text", ["", '{"benchmarks": [', "{}", "[]"], ids=["empty", "half-written", "another", "a list"])
+def test_a_file_that_is_no_whole_run_is_named_and_left_out(saved, text, capsys):
+    saved([timed("v0_a", 3.0)], gpu="X")
+    broken = saved([], text=text)
+    saved([timed("v0_a", 2.0)], gpu="X")
+    compare.main()
+    captured = capsys.readouterr()
+    assert rows(captured.out) == [["v0_a", "3 ± 0.01", "2 ± 0.01", "1.50"]]
+    assert broken.name in captured.err and "not a whole run" in captured.err
+
+
+def test_different_gpus_are_said(saved, capsys):
+    saved([timed("v0_a", 3.0)], gpu="X")
+    saved([timed("v0_a", 2.0)], gpu="Y")
+    compare.main()
+    assert "different GPUs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("first", "second", "message"), [
+    ({"records": [timed("v0_a", 3.0)], "gpu": "X"}, {"records": [timed("v0_a", 3.0, **COUNTS)]}, "one had none"),
+    ({"records": [timed("v0_a", 3.0)], "gpu": "X"}, {"records": [timed("v0_a", 3.0, seq_len=32)], "gpu": "X"}, "no workload"),
+    ({"records": [timed("v0_a", 3.0)], "gpu": "X"}, {"records": [], "text": ""}, "are needed, .benchmarks has 1"),
+])  # fmt: skip
+def test_what_cannot_be_compared_is_one_line(saved, first, second, message):
+    saved(**first)
+    saved(**second)
+    with pytest.raises(SystemExit, match=message):
+        compare.main()
+
+
+def test_nothing_saved_is_an_error(tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-m", "common.show.compare"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 1 and run.stderr == "two saved runs are needed, .benchmarks has 0; each `make bench` saves one\n"

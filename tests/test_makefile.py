@@ -1,0 +1,88 @@
+"""The Makefile: what a target asks for, and which Python it sets up."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+
+
+OURS = ("A", "B", "FILE", "PROSE", "PYTHON", "STAGE", "ARGS", "MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL")
+
+
+def make(directory, *arguments, **environment):
+    """Run make without the variables that it takes, which `make test` has passed on."""
+    clean = {name: value for name, value in os.environ.items() if name not in OURS}
+    return subprocess.run(
+        ["make", "--no-print-directory", *arguments], cwd=directory, capture_output=True, text=True, env=clean | environment,
+        check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "missing", "example"), [
+    (["diff", "A=v4"], "B", "make diff A=v3 B=v4"), (["diff", "B=v4"], "A", "make diff A=v3 B=v4"),
+    (["diff", "A=", "B=v4"], "A", "make diff A=v3 B=v4"),
+    (["reference"], "FILE", "make reference FILE=results/h200.json"),
+    (["reference", "FILE= "], "FILE", "make reference FILE=results/h200.json"),
+])  # fmt: skip
+def test_a_missing_variable_is_named_before_anything_is_installed(arguments, missing, example, tmp_path):
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    done = make(tmp_path, *arguments)  # without PYTHON: the environment would be made first
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.count("\n") == 1 and f"{missing}=… is missing, as in: {example}." in done.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_diff_hands_over_its_variables():
+    done = make(ROOT, "--dry-run", "diff", "A=v4", "B=v5", "PROSE=yes", "PYTHON=python3")
+    assert done.stdout.splitlines()[-1] == 'python3 -m common.show.story diff "v4" "v5" --prose=yes'
+    done = make(ROOT, "--dry-run", "diff", "A=v4", "B=v5", "PYTHON=python3")
+    assert done.stdout.splitlines()[-1].rstrip() == 'python3 -m common.show.story diff "v4" "v5"'
+
+
+def test_help_lists_every_target():
+    done = make(ROOT, "help", PYTHON="python3")
+    phony = next(line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith(".PHONY:"))
+    listed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("  make ")]
+    assert sorted(listed) == sorted(phony.split()[1:])
+
+
+FAKE = """#!{python}
+import sys
+if sys.argv[1] == "-c":
+    sys.version_info = {version}
+    exec(sys.argv[2])
+elif sys.argv[1] == "--version":
+    print("Python", *{version}[:2])
+else:  # -m venv .venv: with a python that has nothing to install
+    import os, pathlib
+    pathlib.Path(".venv/bin").mkdir(parents=True)
+    os.symlink("/bin/true", ".venv/bin/python")
+"""
+
+
+@pytest.mark.parametrize(("python3", "other", "found"), [
+    ((3, 10), None, False), ((3, 15), None, False), ((3, 11), None, True), ((3, 14), None, True),
+    ((3, 10), (3, 13), True), ((3, 15), (3, 12), True),
+])  # fmt: skip
+def test_environment_takes_the_versions_that_all_packages_have_wheels_for(python3, other, found, tmp_path):
+    for name in ("Makefile", "requirements.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    fakes = {"python3": python3} | ({f"python{other[0]}.{other[1]}": other} if other else {})
+    for name, version in fakes.items():
+        (commands / name).write_text(FAKE.format(python=sys.executable, version=(*version, 0)))
+        (commands / name).chmod(0o755)
+    for name in ("sh", "touch", "make"):
+        (commands / name).symlink_to(shutil.which(name))
+    done = make(tmp_path, ".venv/installed", PATH=str(commands))
+    assert (done.returncode == 0) == found == (tmp_path / ".venv" / "installed").exists(), done.stdout + done.stderr
+    if not found:
+        assert f"Python 3.11 to 3.14 is needed and python3 is Python {python3[0]} {python3[1]}" in done.stderr

@@ -4,6 +4,7 @@ A name says where a stage stands: v4_… is the fourth step, v4a_… a dead end,
 """
 
 import importlib
+import itertools
 import pkgutil
 import re
 from types import ModuleType
@@ -29,9 +30,17 @@ def before(position: tuple[int, str]) -> tuple[int, str]:
 
 
 def names() -> list[str]:
-    """The directory names of all stages, in stage order, dead ends after what they branch off: ['v0_naive', …]."""
+    """The directory names of all stages, in stage order, dead ends after what they branch off: ['v0_naive', …].
+
+    Raises:
+        SystemExit: two have one number; no command, and no test, could tell which of them a step is from.
+    """
     found = [module.name for module in pkgutil.iter_modules(__path__) if module.ispkg and position(module.name)]
-    return sorted(found, key=position)
+    found.sort(key=lambda name: (position(name), name))
+    for first, second in itertools.pairwise(found):
+        if position(first) == position(second):
+            raise SystemExit(f"stages/{first} and stages/{second} have one number; rename one of them")
+    return found
 
 
 def resolve(name: str) -> str:

@@ -1,0 +1,58 @@
+"""The names of stages: two that have one number are an error, which every command tells in one line."""
+
+import os
+import pathlib
+import runpy
+import subprocess
+import sys
+
+import pytest
+
+import stages
+from common.measure import aot, ncu, units
+from common.show import counts, documents, story
+
+ROOT = pathlib.Path(__file__).parents[2]
+MESSAGE = "stages/v3_fa2_causal and stages/v3_twin have one number; rename one of them"
+
+
+@pytest.fixture
+def twin(tmp_path, monkeypatch):
+    """A directory with a second v3, which is among the stages for as long as the test runs."""
+    (tmp_path / "v3_twin").mkdir()
+    (tmp_path / "v3_twin" / "__init__.py").touch()
+    monkeypatch.setattr(stages, "__path__", [*stages.__path__, str(tmp_path)])
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        lambda: stages.load("v4"),
+        lambda: stages.resolve("v3"),
+        lambda: story.main([]),
+        lambda: story.main(["diff", "v4", "v5"]),
+        lambda: counts.parse_options([]),
+        documents.main,
+        lambda: aot.main([]),
+        lambda: ncu.main(["measure", "x.json"]),
+        lambda: units.main(["measure", "x.json"]),
+        lambda: runpy.run_path(str(ROOT / "bench.py")),
+    ],
+    ids=["load", "resolve", "story", "diff", "traffic", "readme", "aot", "ncu", "units", "bench"],
+)
+def test_two_stages_with_one_number_stop_every_command(twin, command, monkeypatch, capsys):
+    monkeypatch.setattr(pathlib.Path, "write_text", lambda *_: pytest.fail("wrote a file"))
+    with pytest.raises(SystemExit) as stopped:
+        command()
+    assert stopped.value.code == MESSAGE and not capsys.readouterr().out
+
+
+def test_two_stages_with_one_number_stop_the_collection_of_the_tests(twin):
+    """In a process of its own, with the stages there from the start."""
+    source = f"import pytest, stages\nstages.__path__.append({str(twin)!r})\npytest.main(['-q', 'tests/test_rooms.py'])"
+    run = subprocess.run(
+        [sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True,
+        env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}, check=False,
+    )  # fmt: skip
+    assert run.returncode == 1 and run.stderr == MESSAGE + "\n" and "Traceback" not in run.stdout

@@ -13,6 +13,7 @@ import contextlib
 import io
 import itertools
 import multiprocessing
+import operator
 import os
 import pathlib
 import re
@@ -92,17 +93,40 @@ def first_that_survives(autotuner, kwargs):
     raise AutotunerError(f"all {len(autotuner.configs)} configurations of {autotuner.base_fn.__name__} were pruned")
 
 
+def roles(source: str, ttgir: str, ptx: str) -> list[tuple[str, int]]:
+    """(function, registers of a thread) of each role of a warp-specialized kernel, the default one first; none of another.
+
+    A role that the compiler made has no function of its own: it is called what the compiler calls it.
+
+    Args:
+        source: the kernel as it is before any pass, in which each role is a call.
+        ttgir: which has the registers that the workers ask for.
+        ptx: which has what they leave to the default role: it begins with all that there are, and then gives some away.
+    """
+    requested = re.search(r"requestedRegisters = array<i32: ([\d, ]+)>", ttgir)
+    if not requested:
+        return []
+    workers = [int(registers) for registers in requested[1].split(",")]
+    _, default, *_ = (int(registers) for registers in re.findall(r"setmaxnreg\S+\s+(\d+)", ptx))
+    calls = re.findall(r"^ *(?:default|partition\d+\(.*) \{\n.*tt\.call @\"?([\w.]+?)__", source, re.MULTILINE)
+    names = [call.split(".")[-1] for call in calls] or ["default", *(f"partition{number}" for number in range(len(workers)))]
+    return list(zip(names, [default, *workers], strict=True))
+
+
 def _describe(source, metadata, metadata_group, ptxas_log):
     """One compiled kernel as a row of the report."""
     texts = {path.suffix: path.read_text() for path in map(pathlib.Path, metadata_group.values()) if path.suffix != ".cubin"}
     source_ir = texts.get(".ttir") or texts[".ttgir"]  # what Gluon begins with
     constants = {source.fn.arg_names[path[0]]: value for path, value in source.constants.items()}
-    config = {name: value for name, value in constants.items() if name.startswith("BLOCK_")}
-    config |= {name: metadata[name] for name in ("num_warps", "num_stages")}
+    config = {name: value for name, value in constants.items() if name.startswith("BLOCK_") or "STAGES" in name}
+    config["num_warps"] = metadata["num_warps"]
+    if ".ttir" in texts:  # the depth of the compiler's pipeline; Gluon's kernels have rings of their own, in STAGES
+        config["num_stages"] = metadata["num_stages"]
     return {
         "kernel": source.fn.__name__,
         "config": " ".join(f"{name}={value}" for name, value in config.items()),
         "registers": max(map(int, re.findall(r"Used (\d+) registers", ptxas_log))),
+        "roles": roles(texts.get(".source", ""), texts[".ttgir"], texts[".ptx"]),
         "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", ptxas_log))),
         "shared_bytes": metadata["shared"],
         "instructions": [name for name, ptx in INSTRUCTIONS.items() if ptx in texts[".ptx"]],
@@ -176,8 +200,8 @@ def compile_cases(cases, all_configs):
         all_configs: every configuration an autotuner would try, rather than the first.
 
     Returns:
-        rows, errors and unavailable, in the order of the cases. A row is the case and: kernel, config, registers (a thread),
-        spilled_bytes (of spill stores and loads, a thread), shared_bytes (a block), instructions (keys of `INSTRUCTIONS`),
+        rows, errors and unavailable, in the order of the cases. A row is the case and: kernel, config, registers (a thread,
+        at launch), roles (as `roles` has them, the registers that each then takes), spilled_bytes (of spill stores and loads, a thread), shared_bytes (a block), instructions (keys of `INSTRUCTIONS`),
         dots (matrix products in the source), descriptors (arguments that are tensor descriptors), warnings (of ptxas). An error
         is the case and: error. What the stage cannot run on is the case and: reason.
     """
@@ -197,12 +221,22 @@ def compile_cases(cases, all_configs):
     return tuple(list(itertools.chain(*of_cases)) for of_cases in found)
 
 
+def _registers(row):
+    """A thread's, at launch and in each role; roles that are alike share an entry."""
+    alike = [(role, len(list(group))) for role, group in itertools.groupby(row["roles"])]
+    by_role = ", ".join(f"{f'{count} × ' if count > 1 else ''}{name} {registers}" for (name, registers), count in alike)
+    return f"{row['registers']}: {by_role}" if by_role else row["registers"]
+
+
+_CELLS = {"registers": _registers, "instructions": lambda row: " ".join(row["instructions"])}  # what the table shows otherwise
+
+
 def main(argv: list[str]) -> int:
     """The command line; returns the exit status, 1 where something did not compile."""
     parser = argparse.ArgumentParser(
         prog="python -m common.measure.aot",
         description="Compile the kernels of a stage for GPUs that need not be there, and report registers, spills, shared "
-        "memory and instructions. LIST is comma-separated.",
+        "memory and instructions; of a kernel whose warps have roles, the registers of each role too. LIST is comma-separated.",
     )
     add_list(parser, "--stage", ",".join(stages.names()))
     archs = {str(arch): arch for arch in SHARED_LIMIT}
@@ -222,7 +256,7 @@ def main(argv: list[str]) -> int:
 
     columns = "stage", "kernel", "arch", "dtype", "head_dim", "causal", "config"
     columns += "registers", "spilled_bytes", "shared_bytes", "instructions"
-    shown = [[" ".join(row[name]) if name == "instructions" else row[name] for name in columns] for row in rows]
+    shown = [[_CELLS.get(name, operator.itemgetter(name))(row) for name in columns] for row in rows]
     print(tabulate(shown, headers=[name.replace("_", " ") for name in columns]))
     for name in arguments.stage:
         if not any(row["stage"] == name for row in rows + errors + unavailable):

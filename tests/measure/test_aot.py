@@ -130,3 +130,53 @@ def test_products_of_a_hopper_stage_are_not_serialised(name, tmp_path):
     for row in rows:
         assert not row["warnings"], row
         assert row["spilled_bytes"] <= stages.load(name).SPILLED_BYTES, row
+
+
+SPECIALIZED = {
+    "source": """
+    ttg.warp_specialize(%q, %k) attributes {requestedRegisters = array<i32: 240, 24>}
+    default {
+      tt.call @stages.v6_some.forward._consumer__TTDfp16S1_1_64_c0_cTrue(%q) : () -> () loc(#loc1)
+      ttg.warp_yield loc(#loc1)
+    }
+    partition0(%arg1: !tt.tensordesc<tensor<64xf16, #shared>> loc(unknown)) num_warps(4) {
+      tt.call @"stages.v6_some.forward._consumer__TTDfp16S1_1_64_c1_cTrue.x"(%arg1) : () -> () loc(#loc1)
+      ttg.warp_return loc(#loc1)
+    }
+    partition1(%arg1: !tt.tensordesc<tensor<64xf16, #shared>> loc(unknown)) num_warps(1) {
+      tt.call @stages.v6_some.forward._producer__TTDfp16S1(%arg1) : () -> () loc(#loc1)
+      ttg.warp_return loc(#loc1)
+    }
+""",
+    "ttgir": "ttg.warp_specialize(%q) attributes {requestedRegisters = array<i32: 240, 24>}",
+    "ptx": "\n".join(f"\tsetmaxnreg.{name}.sync.aligned.u32 \t{n};" for name, n in (("inc", 256), ("dec", 232), ("dec", 24))),
+}
+
+
+def test_roles_of_a_specialized_kernel_are_named_after_its_functions():
+    assert aot.roles(**SPECIALIZED) == [("_consumer", 232), ("_consumer", 240), ("_producer", 24)]
+    by_compiler = aot.roles(**SPECIALIZED | {"source": "scf.for %i = %a to %b {\n tt.call @f__i32()\n}"})
+    assert by_compiler == [("default", 232), ("partition0", 240), ("partition1", 24)]
+    assert aot.roles("default {\n", "scf.for", "") == []
+
+
+def test_registers_are_shown_by_role():
+    roles = [("_consumer", 120), ("_consumer", 112), ("_consumer", 112), ("_producer", 24)]
+    row = {"registers": 96, "roles": roles}
+    assert aot._registers(row) == "96: _consumer 120, 2 × _consumer 112, _producer 24"
+    assert aot._registers(row | {"roles": []}) == 96
+
+
+def test_roles_share_the_registers_of_their_kernel(report, stage):
+    """And they pass tiles on through rings, whose depths are shown; the compiler's num_stages would mean nothing there."""
+    rows = [row for row in rows_of(report, 90) if row["roles"]]
+    if not rows:
+        pytest.skip("no kernel's warps have roles of their own")
+    module = stages.load(stage)
+    functions = module.forward.__globals__ | module.backward.__globals__
+    for row in rows:
+        config = dict(setting.split("=") for setting in row["config"].split())
+        names, registers = zip(*row["roles"], strict=True)
+        assert set(names) <= functions.keys(), row
+        assert 4 * sum(registers) <= row["registers"] * int(config["num_warps"]), row  # a role has whole groups of four warps
+        assert any("STAGES" in name for name in config) and "num_stages" not in config, row

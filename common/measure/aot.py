@@ -200,10 +200,11 @@ def compile_cases(cases, all_configs):
         all_configs: every configuration an autotuner would try, rather than the first.
 
     Returns:
-        rows, errors and unavailable, in the order of the cases. A row is the case and: kernel, config, registers (a thread,
-        at launch), roles (as `roles` has them, the registers that each then takes), spilled_bytes (of spill stores and loads, a thread), shared_bytes (a block), instructions (keys of `INSTRUCTIONS`),
-        dots (matrix products in the source), descriptors (arguments that are tensor descriptors), warnings (of ptxas). An error
-        is the case and: error. What the stage cannot run on is the case and: reason.
+        rows, errors and unavailable, in the order of the cases. A row is the case and: kernel, config, registers (a thread, at
+        launch), roles (as `roles` has them), spilled_bytes (of spill stores and loads, a thread), shared_bytes (a block),
+        instructions (keys of `INSTRUCTIONS`), dots (matrix products in the source), descriptors (arguments that are tensor
+        descriptors), warnings (of ptxas). An error is the case and: error. What the stage cannot run on is the case and:
+        reason.
     """
     os.environ["TRITON_INTERPRET"] = "0"  # for the processes started below; in this one it is too late to matter
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU that is there plays no part, and its memory stays free

@@ -3,7 +3,6 @@
 import contextlib
 import datetime
 import importlib.metadata
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -24,9 +23,7 @@ def _versions(packages) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The commit, "+dirty" where files differ from it; "unknown" without git, and in a copy that is no repository."""
-    if not shutil.which("git"):
-        return "unknown"
+    """The commit of this repository; "unknown" without git, or where the files are no checkout."""
     command = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--abbrev=40", "--exclude=*"]
     try:
         described = subprocess.run([*command, "--dirty=+dirty"], capture_output=True, text=True, check=False)

@@ -72,7 +72,7 @@ def launch(options):
         configs = {kernel: getattr(tuner, "best_config", None) for kernel, tuner in tuners(stage).items()}
         tuned = {kernel: [config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"]] for kernel, config in configs.items() if config}
         cases.append({"impl": name, **workload.record(), "tuned": tuned})
-    files.replace(options.file, json.dumps(cases))
+    write_json(options.file, cases)
 
 
 def show(label: str, call: Callable):

@@ -3,11 +3,12 @@
 import argparse
 import json
 import math
-import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import stages
+from common.measure import files
 from common.measure.workloads import DTYPES
 from common.operator import HEAD_DIMS
 
@@ -60,14 +61,14 @@ def unwritable(directory: Path) -> str | None:
 
 
 def json_path(text: str) -> Path:
-    """The absolute path of a file to write; its directory has to exist, and both have to be writable."""
+    """The absolute path of a file to write, whose directory has to be there and to take it; no device or pipe."""
     path = Path(text).absolute()
     if path.exists() and not path.is_file():
         raise argparse.ArgumentTypeError(f"{text!r} is not the name of a file")
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"the directory of {text!r} does not exist")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: no permission")
+    if reason := unwritable(path.parent):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: {reason}")
     return path
 
 
@@ -90,6 +91,6 @@ def add_list(parser: argparse.ArgumentParser, flag: str, default: str):
 def write_json(path: Path, content):
     """Write the file that an option names; SystemExit says why where it cannot be."""
     try:
-        path.write_text(json.dumps(content, indent=1))
+        files.replace(path, json.dumps(content, indent=1))
     except OSError as error:  # what `json_path` saw may be gone by now
         raise SystemExit(f"{path} cannot be written: {error.strerror}") from None

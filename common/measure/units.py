@@ -8,11 +8,10 @@ The unit that is busy nearly all of the time is what binds a kernel; where none 
 
 import argparse
 import itertools
-import json
 import sys
 
 import stages
-from common.measure import files, ncu, workloads
+from common.measure import ncu, workloads
 from common.measure.baselines import BASELINES, timed_call
 from common.measure.options import add_list, json_path, list_of, one_of, write_json
 from common.measure.workloads import Workload
@@ -43,7 +42,7 @@ def launch(options):
         workload = Workload(pass_, *workloads.paper_shape(seq_len, head_dim), seq_len, head_dim, causal, "float16")
         ncu.show(f"{impl} {workload.label}", timed_call(impl, workload, workload.inputs()))
         cases.append({"impl": impl, **workload.record()})
-    files.replace(options.file, json.dumps(cases))
+    write_json(options.file, cases)
 
 
 def measure(options):

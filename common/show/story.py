@@ -90,11 +90,25 @@ def saved_traffic(counts: list[dict], old: str, new: str) -> str:
     return "; ".join(parts)
 
 
+def tuned_traffic(old: str, new: str) -> str:
+    """The same as measured on a GPU, with the tiles that the tuner chose there; empty where it chose none of `new`'s."""
+    parts = []
+    for pass_ in ("fwd", "bwd"):
+        cells = []
+        for head_dim in results.HEAD_DIMS:
+            before, after = (results.tuned_case(name, pass_, head_dim, False) for name in (old, new))
+            if before and after and after["tuned"]:
+                cells.append(f"÷{results.bytes_of(before) / results.bytes_of(after):.2f} (D={head_dim})")
+        parts += [f"{PASS_NAMES[pass_]} {', '.join(cells)}"] if cells else []
+    return "; ".join(parts)
+
+
 def gain_lines(old: str, new: str) -> list[str]:
     """What the committed results say of a step; nothing of what they do not have."""
     lines = {}
     if results.TRAFFIC.exists():
-        lines["bytes moved"] = saved_traffic(results.load_counts(results.TRAFFIC)[0], old, new)
+        lines["bytes at the same tiles"] = saved_traffic(results.load_counts(results.TRAFFIC)[0], old, new)
+    lines["bytes at the tuned tiles"] = tuned_traffic(old, new)
     if results.RUN.exists():
         lines["speed"] = measured_gain(results.load_run(results.RUN)[0], old, new)
     return [f"{name}: {text}" for name, text in lines.items() if text]
@@ -104,7 +118,10 @@ def sources() -> str:
     """Where the numbers of `gain_lines` are from, and which are left out."""
     parts = []
     if results.TRAFFIC.exists():
-        parts.append(f"Bytes as counted at S={results.COUNTED_AT}, without a mask.")
+        parts.append(
+            f"Bytes without a mask at S={results.COUNTED_AT}: at the same tiles as counted, at the tuned ones as measured,\n"
+            "spilled registers included."
+        )
     if results.RUN.exists():
         _, machine = results.load_run(results.RUN)
         lengths = ", ".join(map(str, results.MEAN_OVER))

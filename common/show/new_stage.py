@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 import stages
+from common.measure import files
 from common.show import documents, results
 
 NAME = re.compile(r"v(0|[1-9][0-9]*)[a-z]?(_[a-z0-9]+)+")
@@ -146,18 +147,18 @@ def make(source: str, name: str) -> bool:
         copy = Path(temporary) / name
         shutil.copytree(directory / source, copy, ignore=shutil.ignore_patterns("__pycache__"))
         for path in copy.glob("*.py"):
-            path.write_text(without_past_notes(path.read_text(), name))
+            files.replace(path, without_past_notes(path.read_text(), name))
         module = copy / "__init__.py"
-        module.write_text(with_docstring(module.read_text(), f"{idea}, in a sentence."))
+        files.replace(module, with_docstring(module.read_text(), f"{idea}, in a sentence."))
         text = README.format(version=new, idea=idea)
-        (copy / "README.md").write_text(documents.with_table(text, "gain", documents.gain_table(name)))
+        files.replace(copy / "README.md", documents.with_table(text, "gain", documents.gain_table(name)))
         try:
             for path, text in after.items():
-                path.write_text(text)
+                files.replace(path, text)
             copy.rename(directory / name)
         except BaseException:
             for path, text in before.items():
-                path.write_text(text)
+                files.replace(path, text)
             raise
     return bool(prediction)
 

@@ -1,8 +1,10 @@
 """The options that the commands share: what they take, and what they say of a file that cannot be written."""
 
 import argparse
+import errno
 import json
 import os
+from unittest.mock import Mock
 
 import pytest
 
@@ -21,11 +23,12 @@ COMMANDS = {"aot": aot.main, "ncu": ncu.main, "units": units.main, "counts": cou
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(command, arguments, place, tmp_path, monkeypatch, capsys):
     path, message = {
         "no directory": (tmp_path / "gone" / "x.json", "the directory of"),
-        "no permission": (tmp_path / "x.json", "no permission"),
+        "no permission": (tmp_path / "x.json", "cannot be written: Permission denied"),
         "a directory": (tmp_path, "is not the name of a file"),
     }[place]
     if place == "no permission":  # which root always has
-        monkeypatch.setattr(os, "access", lambda asked, mode: asked != tmp_path)
+        refusal = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        monkeypatch.setattr(options.tempfile, "TemporaryFile", Mock(side_effect=refusal))
     with pytest.raises(SystemExit) as stopped:
         COMMANDS[command]([argument.format(path) for argument in arguments])
     error = capsys.readouterr().err

@@ -6,7 +6,6 @@
 ifndef PYTHON
 PYTHON := .venv/bin/python
 SETUP := .venv/installed
-SPREAD := --numprocesses=auto
 endif
 
 help:  ## list the targets
@@ -29,11 +28,22 @@ needs-%:
 	.venv/bin/python -m pip install --requirement requirements.txt
 	@touch $@
 
+# $(call run_tests,MARKS): on several processes where pytest-xdist is installed. What is marked `alone` runs after the others on a
+# GPU, in one process: it times something, or takes all of the memory. A part without a test (5) is no failure, unless both are.
+define run_tests
+	@spread=; if $(PYTHON) -c 'import xdist' 2>/dev/null; then spread=--numprocesses=auto; fi; \
+	if ! $(PYTHON) -c 'from common.runtime import DEVICE; exit(DEVICE != "cuda")'; then \
+		exec $(PYTHON) -m pytest -m "$(1)" $$spread $(ARGS); fi; \
+	$(PYTHON) -m pytest -m "$(if $(1),$(1) and )not alone" $$spread $(ARGS); others=$$?; \
+	$(PYTHON) -m pytest -m "$(if $(1),$(1) and )alone" $(ARGS); alone=$$?; \
+	case $$others,$$alone in 0,0 | 0,5 | 5,0) ;; *) exit 1 ;; esac
+endef
+
 test: $(SETUP)  ## run the tests; ARGS="…" goes to pytest
-	$(PYTHON) -m pytest $(SPREAD) $(ARGS)
+	$(call run_tests,not long)
 
 test-long: $(SETUP)  ## run the tests, those over the time budget too
-	$(PYTHON) -m pytest -m "" $(SPREAD) $(ARGS)
+	$(call run_tests,)
 
 bench: $(SETUP)  ## measure all stages, or STAGE=v3 with its neighbours; ARGS="…" goes to bench.py (ARGS=--help)
 	$(PYTHON) bench.py $(addprefix --stage=,$(STAGE)) $(ARGS)

@@ -22,8 +22,9 @@ def pytest_make_parametrize_id(val):
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_auto_num_workers():
-    """As many processes as processors for the interpreter; a GPU, which some tests time, is for one alone."""
-    return len(os.sched_getaffinity(0)) if INTERPRETED else 0
+    """As many processes as processors for the interpreter; a GPU holds no more than eight and their memory."""
+    processors = len(os.sched_getaffinity(0))
+    return processors if INTERPRETED else min(8, processors)
 
 
 @pytest.fixture(params=stages.names())

@@ -222,6 +222,7 @@ def test_a_device_that_is_not_the_current_one(stage, run):
     assert {result.device.index for result in results.values()} == {1}
 
 
+@pytest.mark.alone
 @needs_gpu
 @pytest.mark.parametrize("huge", ["batch", "heads", "rows"])
 def test_strides_past_two_to_the_31_elements(stage, huge):
@@ -233,6 +234,7 @@ def test_strides_past_two_to_the_31_elements(stage, huge):
     check(stage, *inputs, causal=True)
 
 
+@pytest.mark.alone
 @needs_gpu
 def test_results_past_two_to_the_31_elements(stage):
     """Outputs are contiguous, so only that many of them get so far: one head's inputs, expanded over all heads."""

@@ -81,6 +81,7 @@ def test_nearby_lengths_share_a_tuning(name, kernel, monkeypatch):
     assert len(tuner.cache) == 4
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(not on_gpu, reason="the interpreter has nothing to time")
 @pytest.mark.parametrize("name", TUNED)
 def test_first_call_says_that_it_tunes_and_is_soon_done(name, real_tuning, monkeypatch, capfd):

@@ -193,6 +193,7 @@ def test_replay_gives_pytest_benchmark_the_times_that_were_measured():
     assert -replay() + replay() == 3.0
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("impl", [*stages.names()[3:], "sdpa-cudnn"])  # earlier ones are slow, and add nothing here
 @pytest.mark.parametrize("batch, seq_len", [(4, 4096), (2, 8192)])
@@ -217,6 +218,7 @@ def test_gpu_times_agree_with_triton_do_bench(impl, batch, seq_len):
     assert statistics.median(ours) == pytest.approx(1e-3 * statistics.median(theirs), rel=0.03)
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("impl", stages.names()[3:])
 @pytest.mark.parametrize("pass_", ["fwd", "fwd+bwd"])

@@ -1,7 +1,7 @@
 # `make` lists the targets. Without PYTHON they create and use .venv; PYTHON=python3 uses that interpreter as it is.
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-long bench reference traffic compare readme plots story diff stage lint format clean
+.PHONY: help test test-long sanitize bench reference traffic compare readme plots story diff stage lint format clean
 
 ifndef PYTHON
 PYTHON := .venv/bin/python
@@ -44,6 +44,9 @@ test: $(SETUP)  ## run the tests; ARGS="…" goes to pytest
 
 test-long: $(SETUP)  ## run the tests, those over the time budget too
 	$(call run_tests,)
+
+sanitize: $(SETUP)  ## run the stages under compute-sanitizer, on a GPU; ARGS="…" goes to common.measure.sanitize (ARGS=--help)
+	$(PYTHON) -m common.measure.sanitize $(addprefix --stage=,$(STAGE)) $(ARGS)
 
 bench: $(SETUP)  ## measure all stages, or STAGE=v3 with its neighbours; ARGS="…" goes to bench.py (ARGS=--help)
 	$(PYTHON) bench.py $(addprefix --stage=,$(STAGE)) $(ARGS)

@@ -1,0 +1,215 @@
+"""Every stage under NVIDIA's compute-sanitizer: memory out of bounds, memory read before it is written, races in shared memory.
+
+    python -m common.measure.sanitize                                    # all tools and stages; needs a GPU
+    python -m common.measure.sanitize --tool racecheck --stage v6,v7
+
+Racecheck does not follow every barrier: `KNOWN` lists what it reports and what is no race. Any other report fails, and so does a
+known one that is gone.
+"""
+
+import argparse
+import collections
+import itertools
+import linecache
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tabulate import tabulate
+from triton.runtime.autotuner import Autotuner
+
+import stages
+from common.measure.aot import first_that_survives
+from common.measure.options import list_of, one_of
+from common.measure.workloads import DTYPES
+from common.runtime import DEVICE
+
+ROOT = Path(stages.__path__[0]).parent
+OUR_KERNELS = "^_[a-z]"  # a regular expression; C++ has _Z or no underscore there
+TOOLS = {  # and the options of each
+    "memcheck": ["--report-api-errors", "no"],  # PyTorch asks the driver for more than it has, and goes on without
+    # It has to see every kernel write, PyTorch's too; what those read is left out of the reports.
+    "initcheck": ["--check-api-memory-access", "no"],
+    "racecheck": ["--kernel-name", f"regex={OUR_KERNELS}"],
+}
+LENGTHS = (200, 257), (257, 130)  # of queries and keys; ragged ends
+PROBLEMS = list(itertools.product(("float16", "bfloat16"), (64, 128), (False, True), LENGTHS))
+MOST_REPORTS = 1000  # of a stage; a warp makes 32 of one mistake
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a tool reports: what it is, the kernel, and the lines of the source that access the memory, where they are known."""
+
+    kind: str
+    kernel: str = ""
+    lines: tuple[tuple[str, int], ...] = ()
+
+    def __str__(self):
+        text = self.kind + (f" in {self.kernel}" if self.kernel else "")
+        for file, line in self.lines:
+            path = file.removeprefix(f"{ROOT}/")
+            text += f"\n    {path}:{line}: {linecache.getline(file, line).strip()}"
+        return text
+
+
+@dataclass(frozen=True)
+class Known:
+    """A report that is false, of these stages: all lines that it names look like this regular expression."""
+
+    tool: str
+    stages: tuple[str, ...]
+    kernel: str
+    lines: str
+    reason: str
+
+    def explains(self, tool: str, stage: str, report: Report) -> bool:
+        """Whether a report of a tool on a stage is this one."""
+        return (
+            (tool, report.kernel) == (self.tool, self.kernel)
+            and stage in self.stages
+            and bool(report.lines)
+            and all(re.search(self.lines, linecache.getline(*place)) for place in report.lines)
+        )
+
+
+HOPPER = ("v6_warp_specialized", "v7_speculative_softmax")
+TILE = "the mbarriers tile_full and tile_empty order the producer's store of the next tile's number and the consumers' loads"
+STATE = "what the compiler tells the other warps, their function and its arguments, lies between barriers of its own"
+KNOWN = (
+    Known("racecheck", HOPPER, "_forward_kernel", r"tile_s\.index\(.*\)\.(store|load)\(", TILE),
+    Known("racecheck", HOPPER, "_forward_kernel", r"gl\.warp_specialize\(", STATE),
+    Known("racecheck", HOPPER, "_backward_kernel", r"gl\.warp_specialize\(", STATE),
+)
+
+
+def run_stage(name: str):
+    """Inside a tool: forward and backward of a stage, by its plain functions, on small problems."""
+    Autotuner.prune_configs = first_that_survives(Autotuner.prune_configs)  # to time all of them in there would take minutes
+    stage = stages.load(name)
+    for dtype, head_dim, causal, (seq_q, seq_k) in PROBLEMS:
+        shapes = [(2, 3, length, head_dim) for length in (seq_q, seq_k, seq_k, seq_q)]
+        q, k, v, grad_out = (torch.randn(shape, dtype=DTYPES[dtype]).to(DEVICE) for shape in shapes)
+        options = {"causal": causal, "scale": head_dim**-0.5}
+        stage.backward(grad_out, q, k, v, *stage.forward(q, k, v, **options), **options)
+    torch.cuda.synchronize()
+
+
+PLACE = re.compile(
+    r"(?P<what>at |(and )?\w+ access at |Device Frame: ?)"
+    r"(?P<kernel>.+?)(\+0x\w+)?( in (?P<file>.+):(?P<line>\d+))?( \[\d+ hazards?\])?"
+)
+
+
+def parse(log: str) -> tuple[list[Report], int]:
+    """The reports in a tool's log, in order, and how many there are in all, of which the log may hold no more than some.
+
+    A report is a line that begins at the margin, and indented ones with the accesses, the threads and the frames of the stack.
+
+    Raises:
+        ValueError: there is no summary at the end: the tool has not finished.
+    """
+    texts = [match[1] for match in re.finditer(r"^=========(?: (.*))?$", log, re.MULTILINE) if match[1]]
+    total = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards? displayed)", log)
+    if not total:
+        raise ValueError("no summary")
+    found = []
+    for text in texts:
+        if text.startswith(" "):
+            if found:
+                found[-1].append(text.strip())
+        elif text != "COMPUTE-SANITIZER" and "SUMMARY:" not in text:
+            found.append([text])
+    return [_report(texts) for texts in found], int(total[0])
+
+
+def _report(texts):
+    """One report of its lines."""
+    kind, *others = texts
+    if race := re.fullmatch(r"(Error|Warning): Race reported between (.*)", kind):
+        kind, others = "race", [race[2], *others]
+    kind = re.sub(r" of size [\d,]+ bytes?", "", kind)
+    places = [place for place in map(PLACE.fullmatch, others) if place]
+    kernel = places[-1]["kernel"].split("(")[0] if places else ""  # the last frame's; those before are what it calls
+    accesses = (place for place in places if place["file"] and not place["what"].startswith("Device Frame"))
+    return Report(kind, kernel, tuple(dict.fromkeys((place["file"], int(place["line"])) for place in accesses)))
+
+
+def sanitize(tool: str, stage: str) -> collections.Counter:
+    """What a tool reports of a stage, and how often."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "log")
+        command = ["compute-sanitizer", "--tool", tool, "--log-file", str(path), "--print-limit", str(MOST_REPORTS)]
+        command += ["--strip-paths", "no", "--show-backtrace", "device", "--target-processes", "application-only", *TOOLS[tool]]
+        program = f"from common.measure import sanitize; sanitize.run_stage({stage!r})"
+        run = subprocess.run(
+            [*command, sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False,
+            env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # a tensor an allocation, whose bounds the tool knows
+        )  # fmt: skip
+        log = path.read_text() if path.exists() else ""
+    last = (run.stderr.strip() or run.stdout.strip() or "nothing said").splitlines()[-1]
+    try:
+        reports, total = parse(log)
+    except ValueError:
+        return collections.Counter([Report(f"{tool} did not finish: {last}")])
+    if total > len(reports):
+        reports.append(Report(f"{total - len(reports)} reports that were not printed"))
+    if run.returncode and not reports:
+        reports.append(Report(f"the program failed: {last}"))
+    if tool == "initcheck":
+        reports = [report for report in reports if not report.kernel or re.search(OUR_KERNELS, report.kernel)]
+    return collections.Counter(reports)
+
+
+def main(argv: list[str]) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m common.measure.sanitize",
+        description="Run the stages under NVIDIA's compute-sanitizer. LIST is comma-separated.",
+    )
+    tools = {tool: tool for tool in TOOLS}
+    for flag, parse_entry, default in (("--tool", one_of(tools), TOOLS), ("--stage", stages.resolve, stages.names())):
+        help_text = "of what to run (default: %(default)s)"
+        parser.add_argument(flag, type=list_of(parse_entry), default=",".join(default), metavar="LIST", help=help_text)
+    options = parser.parse_args(argv)
+    if DEVICE != "cuda" or not shutil.which("compute-sanitizer"):
+        raise SystemExit("this needs a GPU, and compute-sanitizer on the PATH")
+
+    rows, findings, notes = [], [], []
+    for stage in options.stage:
+        if reason := stages.unavailable(stage):
+            rows.append([stage, *("n/a" for _ in options.tool)])
+            notes.append(f"{stage} {reason}")
+            continue
+        rows.append([stage])
+        for tool in options.tool:
+            print(f"{tool} {stage}", file=sys.stderr, flush=True)
+            known, unknown = 0, 0
+            gone = [entry for entry in KNOWN if entry.tool == tool and stage in entry.stages]
+            for report, times in sanitize(tool, stage).items():
+                entry = next((entry for entry in KNOWN if entry.explains(tool, stage, report)), None)
+                if entry is None:
+                    unknown += times
+                    findings.append(f"{tool} {stage}: {times} x {report}")
+                else:
+                    known += times
+                    gone = [other for other in gone if other is not entry]
+            findings += [f"{tool} {stage}: no report any more of {entry.lines} in {entry.kernel}" for entry in gone]
+            counts = [f"{number} {what}" for number, what in ((unknown, "NEW"), (known, "known")) if number]
+            rows[-1].append(", ".join(counts) or "clean")
+    print(tabulate(rows, headers=["stage", *options.tool]))
+    for entry in KNOWN:
+        if entry.tool in options.tool and set(entry.stages) & set(options.stage):
+            notes.append(f"known, {entry.tool}, {entry.kernel}, {entry.lines}: {entry.reason}")
+    print("", *notes, *findings, sep="\n")
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

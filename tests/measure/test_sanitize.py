@@ -1,0 +1,201 @@
+"""What compute-sanitizer says is read right, and what is not known to be false fails."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import stages
+from common.measure import sanitize
+from common.measure.sanitize import Report
+from common.runtime import INTERPRETED
+
+V6 = Path(stages.__path__[0], "v6_warp_specialized", "forward.py")
+
+
+def line_of(text):
+    """The number of the first line in v6's forward with that text."""
+    return next(number for number, line in enumerate(V6.read_text().splitlines(), start=1) if text in line)
+
+
+STORE, LOAD, SUM = (line_of(text) for text in ("tile_s.index(slot).store", "tile_s.index(tile_slot).load", "l = _sums(p)"))
+
+MEMCHECK = """========= COMPUTE-SANITIZER
+========= Invalid __global__ write of size 4 bytes
+=========     at _forward_kernel+0x100 in /there/forward.py:34
+=========     by thread (0,0,0) in block (0,0,0)
+=========     Address 0x7cc43aa00001 is misaligned
+=========     and is inside the nearest allocation at 0x7cc43aa00000 of size 4 bytes
+=========
+========= Invalid __global__ read of size 16 bytes
+=========     at void helper<float>(T1 *, int)+0xb0 in /there/helper.cuh:39
+=========     by thread (0,0,0) in block (0,0,0)
+=========     Address 0x87654320 is out of bounds
+=========     and is 137,179,965,340,896 bytes before the nearest allocation at 0x7cc43a800000 of size 1,024 bytes
+=========         Device Frame: caller(float *)+0x30 in /there/caller.cu:44
+=========
+========= Target application returned an error
+========= ERROR SUMMARY: 4 errors
+========= ERROR SUMMARY: 1 error was not printed. Use --print-limit option to adjust the number of printed errors
+"""
+INITCHECK = """========= COMPUTE-SANITIZER
+========= Uninitialized __global__ memory read of size 4 bytes
+=========     at _dq_kernel+0x70
+=========     by thread (31,0,0) in block (1,0,0)
+=========     Address 0x7f3c7ec000fc
+=========
+========= Uninitialized __global__ memory read of size 4 bytes
+=========     at void at::native::fill<int>(int *)+0x70 in Fill.cu:41
+=========     by thread (31,0,0) in block (1,0,0)
+=========     Address 0x7f3c7ec000fc
+=========
+========= ERROR SUMMARY: 2 errors
+"""
+KNOWN_RACE = f"""========= Error: Race reported between Write access at _forward_kernel+0x90 in {V6}:{STORE}
+=========     and Read access at _forward_kernel+0x100 in {V6}:{LOAD} [508 hazards]
+=========     and Read access at _forward_kernel+0x150 in {V6}:{LOAD} [4 hazards]
+=========
+"""
+NEW_RACE = KNOWN_RACE.replace(f"{LOAD} [4", f"{SUM} [4").replace("Error", "Warning")
+RACECHECK = f"""========= COMPUTE-SANITIZER
+{KNOWN_RACE}{KNOWN_RACE}{NEW_RACE}========= RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warning)
+"""
+CLEAN = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
+
+
+def test_reports_of_memcheck():
+    assert sanitize.parse(MEMCHECK) == (
+        [
+            Report("Invalid __global__ write", "_forward_kernel", (("/there/forward.py", 34),)),
+            Report("Invalid __global__ read", "caller", (("/there/helper.cuh", 39),)),
+            Report("Target application returned an error"),
+        ],
+        4,
+    )
+
+
+def test_reports_of_initcheck():
+    kind = "Uninitialized __global__ memory read"
+    reports = [Report(kind, "_dq_kernel"), Report(kind, "void at::native::fill<int>", (("Fill.cu", 41),))]
+    assert sanitize.parse(INITCHECK) == (reports, 2)
+
+
+def test_reports_of_racecheck():
+    known = Report("race", "_forward_kernel", ((str(V6), STORE), (str(V6), LOAD)))
+    new = Report("race", "_forward_kernel", ((str(V6), STORE), (str(V6), LOAD), (str(V6), SUM)))
+    assert sanitize.parse(RACECHECK) == ([known, known, new], 3)
+    assert "tile_s.index(slot).store" in str(known)
+    entry = sanitize.KNOWN[0]
+    assert entry.explains("racecheck", "v6_warp_specialized", known)
+    assert not entry.explains("racecheck", "v6_warp_specialized", new), "one line of it is another"
+    assert not entry.explains("memcheck", "v6_warp_specialized", known)
+    assert not entry.explains("racecheck", "v3_fa2_causal", known)
+    assert not entry.explains("racecheck", "v6_warp_specialized", Report("race", "_forward_kernel")), "no line is known"
+
+
+@pytest.mark.parametrize("log", ["", "========= COMPUTE-SANITIZER\n"])
+def test_a_log_without_a_summary_is_no_clean_one(log):
+    with pytest.raises(ValueError):
+        sanitize.parse(log)
+
+
+@pytest.mark.parametrize("entry", sanitize.KNOWN, ids=lambda entry: f"{entry.tool}-{entry.kernel}-{entry.lines}")
+def test_known_reports_are_of_lines_that_are_there(entry):
+    for stage in entry.stages:
+        lines = Path(stages.__path__[0], stage, f"{entry.kernel.split('_')[1]}.py").read_text().splitlines()
+        assert any(re.search(entry.lines, line) for line in lines)
+
+
+SANITIZER = f"""#!{sys.executable}
+import os, sys
+options = dict(zip(sys.argv[1:], sys.argv[2:]))
+assert os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1" and "run_stage('v" in options["-c"]
+with open(options["--log-file"], "w") as log:
+    log.write(open(os.path.join(os.environ["LOGS"], options["--tool"])).read())
+sys.exit("the program says why" if os.environ.get("FAILS") else 0)
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """The command with a stand-in for the tool; its exit status and what it prints."""
+    path = tmp_path / "compute-sanitizer"
+    path.write_text(SANITIZER)
+    path.chmod(0o755)
+    monkeypatch.setattr(sanitize, "DEVICE", "cuda")
+    monkeypatch.setattr(stages, "unavailable", lambda name: "needs another GPU" if "v7" in name else None)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("LOGS", str(tmp_path))
+
+    def run(*arguments, **logs):
+        for tool, log in logs.items():
+            (tmp_path / tool).write_text(log)
+        return sanitize.main(arguments), capsys.readouterr().out
+
+    return run
+
+
+def cells(shown, stage):
+    """The cells of a stage's row of the table."""
+    return next(line for line in shown.splitlines() if line.startswith(stage)).split()[1:]
+
+
+def test_clean_stages_pass(run):
+    status, shown = run("--stage=v3,v7", "--tool=memcheck,initcheck", memcheck=CLEAN, initcheck=CLEAN)
+    assert status == 0
+    assert cells(shown, "v3_fa2_causal") == ["clean", "clean"]
+    assert cells(shown, "v7_speculative_softmax") == ["n/a", "n/a"] and "v7_speculative_softmax needs another GPU" in shown
+
+
+def test_reports_that_nobody_knows_fail_and_are_shown(run):
+    status, shown = run("--stage=v3", "--tool=memcheck,initcheck", memcheck=MEMCHECK, initcheck=INITCHECK)
+    assert status == 1
+    assert cells(shown, "v3_fa2_causal") == ["4", "NEW", "1", "NEW"]
+    assert "memcheck v3_fa2_causal: 1 x Invalid __global__ write in _forward_kernel\n    /there/forward.py:34" in shown
+    assert "memcheck v3_fa2_causal: 1 x 1 reports that were not printed" in shown
+    assert "_dq_kernel" in shown and "at::native" not in shown, "what PyTorch's kernels read is its own business"
+
+
+def test_known_reports_pass_with_their_reasons_and_fail_once_they_are_gone(run, monkeypatch):
+    monkeypatch.setattr(sanitize, "KNOWN", sanitize.KNOWN[:1])
+    only_known = RACECHECK.replace(NEW_RACE, "").replace("3 hazards", "2 hazards")
+    status, shown = run("--stage=v6", "--tool=racecheck", racecheck=only_known)
+    assert status == 0 and cells(shown, "v6_warp_specialized") == ["2", "known"] and sanitize.TILE in shown
+    status, shown = run("--stage=v6", "--tool=racecheck", racecheck=RACECHECK)
+    assert status == 1 and cells(shown, "v6_warp_specialized") == ["1", "NEW,", "2", "known"]
+    status, shown = run("--stage=v6", "--tool=racecheck", racecheck=CLEAN)
+    assert status == 1 and "no report any more" in shown
+
+
+@pytest.mark.parametrize("log", ["", CLEAN])
+def test_a_program_that_fails_is_not_clean(run, monkeypatch, log):
+    monkeypatch.setenv("FAILS", "1")
+    status, shown = run("--stage=v3", "--tool=memcheck", memcheck=log)
+    assert status == 1 and "the program says why" in shown
+
+
+@pytest.mark.parametrize(("flag", "message"), [("--tool=memchek", "'memchek' is not one of memcheck"), ("--stage=v99", "v99")])
+def test_a_wrong_name_says_which_there_are(flag, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        sanitize.main([flag])
+    assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="there is a GPU")
+def test_without_a_gpu_it_says_what_it_needs():
+    run = subprocess.run(
+        [sys.executable, "-m", "common.measure.sanitize"], cwd=Path(stages.__path__[0]).parent, capture_output=True, text=True,
+        env=os.environ | {"TRITON_INTERPRET": "1"}, check=False,
+    )  # fmt: skip
+    assert run.returncode == 1 and run.stderr == "this needs a GPU, and compute-sanitizer on the PATH\n"
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="there is a GPU")
+def test_what_runs_inside_of_the_tool_runs(monkeypatch):
+    monkeypatch.setattr(sanitize, "PROBLEMS", [("float16", 16, True, (20, 9))])
+    monkeypatch.setattr(sanitize.torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(sanitize.Autotuner, "prune_configs", sanitize.Autotuner.prune_configs)  # which it replaces, restored
+    sanitize.run_stage("v5_tuned")

@@ -1,4 +1,4 @@
-"""What `make test` runs: one round of pytest without a GPU, two with one; a stand-in for Python says which, and how they end."""
+"""What `make test` runs: one round of pytest without a GPU, two with one; a stand-in for Python takes them down."""
 
 import os
 import shutil
@@ -32,7 +32,9 @@ def make(tmp_path):
     def run(target, arguments="", there="gpu xdist", others=0, alone=0):
         log.write_text("")
         environment = {"THERE": there, "LOG": str(log), "OTHERS": str(others), "ALONE": str(alone)}
-        environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")} | environment
+        environment = {
+            name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")
+        } | environment
         done = subprocess.run(
             ["make", target, f"PYTHON={python}", f"ARGS={arguments}"],
             cwd=Path(__file__).parents[1], env=environment, capture_output=True, check=False,

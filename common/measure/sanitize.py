@@ -3,8 +3,8 @@
     python -m common.measure.sanitize                                    # all tools and stages; needs a GPU
     python -m common.measure.sanitize --tool racecheck --stage v6,v7
 
-Racecheck does not follow every barrier: `KNOWN` lists what it reports and what is no race. Any other report fails, and so does a
-known one that is gone.
+Racecheck does not follow every barrier: `KNOWN` lists what it reports and is no race. Any other report fails, and so does
+a known one that is gone.
 """
 
 import argparse

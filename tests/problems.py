@@ -1,0 +1,152 @@
+"""Random problems over the whole contract of a stage: lengths, layouts in memory, scales, how far scores spread."""
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from hypothesis import strategies as st
+
+from common.operator import DTYPES
+from common.runtime import DEVICE
+
+on_gpu = DEVICE == "cuda"
+
+DIMENSIONS = "bhsd"  # batch, heads, sequence, head dimension
+TILE_EDGES = (32, 64, 128, 256, 512) if on_gpu else (16, 32, 64)
+LONGEST = TILE_EDGES[-1] + 20
+# What plain PyTorch gets wrong of one row may be next to nothing by chance, and is no yardstick; the largest error of so many
+# rows is one. Of fewer, none is nearly all one key's, or has keys that are all the same.
+FEW_ROWS = 16
+# A float16 ends at 65504, and its gradients grow with the scale: of what it can hold, a scale may be this large or small.
+SCALES = {torch.float16: (1e-4, 1e4), torch.bfloat16: (1e-30, 1e30), torch.float32: (1e-30, 1e30)}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a [B, H, S, D] tensor lies in memory, between NaN.
+
+    order: the dimensions from the outermost in memory to the innermost.
+    gaps: what else lies there along each of B, H, S, D, as (before, after), in elements of that dimension.
+    offset: elements before the first.
+    expanded: dimensions of stride 0, which share one element.
+    """
+
+    order: str = DIMENSIONS
+    gaps: tuple = ((0, 0),) * 4
+    offset: int = 0
+    expanded: str = ""
+
+    def place(self, values):
+        """A tensor of that layout, with these values; along an expanded dimension, the first of them."""
+        shape = values.shape
+        for dim, name in enumerate(DIMENSIONS):
+            values = values.narrow(dim, 0, 1) if name in self.expanded else values
+        padded = [values.shape[dim] + sum(self.gaps[dim]) for dim in map(DIMENSIONS.index, self.order)]
+        memory = values.new_full((self.offset + math.prod(padded),), float("nan"))
+        tensor = memory[self.offset :].view(padded).permute(*map(self.order.index, DIMENSIONS))
+        for dim, (before, _) in enumerate(self.gaps):
+            tensor = tensor.narrow(dim, before, values.shape[dim])
+        return tensor.copy_(values).expand(shape)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Inputs of an attention, as few numbers.
+
+    spread: standard deviation of the scaled scores.
+    sink: a key, counted modulo their number, and by how much its scores are above the others'; None is none.
+    layouts: of q, k, v and the gradient of the output.
+    return_lse: whether the log-sum-exp is asked for together with the gradients.
+    """
+
+    seq_q: int
+    seq_k: int
+    batch: int = 1
+    heads: int = 1
+    head_dim: int = 16
+    dtype: torch.dtype = torch.float32
+    causal: bool = False
+    scale: float = 1.0
+    spread: float = 1.0
+    sink: tuple[int, float] | None = None
+    layouts: tuple[Layout, Layout, Layout, Layout] = (Layout(),) * 4
+    return_lse: bool = True
+    seed: int = 0
+
+    def tensors(self):
+        """q, k, v and the gradient of the output."""
+        torch.manual_seed(self.seed)
+        lengths = (self.seq_q, self.seq_k, self.seq_k, self.seq_q)
+        q, k, v, grad_out = (torch.randn(self.batch, self.heads, length, self.head_dim, device=DEVICE) for length in lengths)
+        scale = abs(self.scale) or 1.0
+        size = math.sqrt(self.spread / scale) * self.head_dim**-0.25  # of q and of k
+        q, k = size * q, size * k
+        if self.sink:
+            key, nats = self.sink
+            # Of the last dimension: the other products, added to so large a number, would be rounded once more each.
+            q[..., -1], k[..., -1] = math.sqrt(nats / scale), 0
+            k[:, :, key % self.seq_k, -1] = math.copysign(math.sqrt(nats / scale), self.scale)
+        values = (tensor.to(self.dtype) for tensor in (q, k, v, grad_out))
+        return tuple(layout.place(tensor) for layout, tensor in zip(self.layouts, values, strict=True))
+
+
+def _orders():
+    """Orders of the dimensions in memory, those with whole rows more often: the others are copied before a kernel sees them."""
+    every = ["".join(order) for order in itertools.permutations(DIMENSIONS)]
+    whole_rows = [order for order in every if order.endswith("d")]
+    return st.sampled_from(3 * whole_rows + every)
+
+
+def _layouts(*expanded):
+    """Layouts with such dimensions expanded. One draw for what belongs together: each takes longer than a small kernel."""
+    gaps = list(itertools.product(((0, 0), (0, 1), (1, 0), (8, 8), (5, 3)), repeat=4))
+    return st.just(Layout()) | st.builds(
+        Layout,
+        order=_orders(),
+        gaps=st.sampled_from(gaps),
+        offset=st.sampled_from((0, 1, 8, 3)),
+        expanded=st.sampled_from(("", "", "", "h", "s", "b", "bh", *expanded)),
+    )
+
+
+# Of q, k and v not the head dimension: a sum of equal products rounds the same way at each step, and all of a row's results are
+# then one number.
+LAYOUTS = st.tuples(_layouts(), _layouts(), _layouts(), _layouts("d", "bhsd"))
+
+
+def problems(head_dims):
+    """A strategy of problems with one of these head dimensions; simple ones come out where a test fails."""
+    edges = [edge + by for edge in TILE_EDGES for by in (-1, 0, 1)]
+    lengths = st.sampled_from([1] * len(edges) + edges) | st.integers(1, LONGEST)
+    batch_and_heads = st.sampled_from([(1, 1), (1, 2), (2, 1), *([(2, 2), (1, 3), (3, 2)] if on_gpu else ())])
+    sinks = st.none() | st.tuples(st.integers(0, LONGEST), st.sampled_from((20.0, 100.0, 1000.0)))
+    scales = {
+        dtype: st.sampled_from((1.0, 0.125, -0.125, 0.0, smallest, largest, -smallest, -largest))
+        | st.floats(math.log(smallest), math.log(largest)).map(math.exp)
+        for dtype, (smallest, largest) in SCALES.items()
+    }
+
+    @st.composite
+    def problem(draw):
+        dtype, head_dim, causal, return_lse = draw(kinds)
+        batch, heads = draw(batch_and_heads)
+        seq_q, seq_k, scale, layouts = draw(lengths), draw(lengths), draw(scales[dtype]), draw(LAYOUTS)
+        spread, sink = draw(spreads), draw(sinks)
+        if scale == 0:
+            # A kernel has 1e-30 there. The log-sum-exp of one key is then not 0 but next to it, and no bound has room for that.
+            seq_q, seq_k = max(2, seq_q), max(2, seq_k)
+        q, k, v, grad_out = layouts
+        sizes = zip(DIMENSIONS, (batch, heads, seq_q), strict=False)
+        if math.prod(size for name, size in sizes if name not in q.expanded or name not in grad_out.expanded) < FEW_ROWS:
+            spread, sink = min(1.0, spread), None
+            layouts = *(replace(layout, expanded="") for layout in (q, k, v)), grad_out
+        return Problem(
+            seq_q=seq_q, seq_k=seq_k, batch=batch, heads=heads, head_dim=head_dim, dtype=dtype, causal=causal, scale=scale,
+            spread=spread, sink=sink, layouts=layouts, return_lse=return_lse, seed=draw(seeds),
+        )  # fmt: skip
+
+    kinds = st.sampled_from(list(itertools.product(DTYPES, head_dims, (False, True), (True, False))))
+    spreads = st.sampled_from((1.0, 0.1, 3.0, 8.0, 30.0))
+    seeds = st.integers(0, 2**16)
+    return problem()

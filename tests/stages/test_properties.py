@@ -1,0 +1,139 @@
+"""What holds for every problem of the contract: a stage's results are as near to float64 as `common.measure.reference` asks.
+
+`make test` takes the same 200 problems every time, `make test-long` on a GPU 10 000 new ones for each stage. A failure shows
+the simplest problem that fails: it belongs into `FOUND`, with which every run begins.
+"""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cases import by_operator, check
+from hypothesis import HealthCheck, Phase, example, given, settings
+from problems import Layout, Problem, problems
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.jit import JITFunction
+
+import stages
+from common.operator import HEAD_DIMS
+from common.runtime import DEVICE
+
+on_gpu = DEVICE == "cuda"
+
+IN_ALL, OF_EACH_STAGE = 200, 10_000  # problems of `make test`, and of each stage in `make test-long`
+AVAILABLE = [name for name in stages.names() if not stages.unavailable(name)]
+CHEAP = (16, 32)  # head dimensions, for the interpreter
+
+FOUND = [  # every problem that a stage, or a mistake below, was once found wrong with, as simple as it gets
+    Problem(1, 15, dtype=torch.float16),
+    Problem(1, 1, dtype=torch.float16, scale=-0.125),
+    Problem(
+        1, 1, dtype=torch.float16, layouts=(Layout(), Layout(), Layout("hdbs", ((0, 0), (0, 0), (0, 1), (0, 0))), Layout())
+    ),
+]
+
+
+def replaying(test):
+    """A test of a problem that begins with those in `FOUND`."""
+    for problem in FOUND:
+        test = example(problem=problem)(test)
+    return test
+
+
+def without_lse(stage, q, k, v, grad_out, *, causal, scale):
+    """All results of a stage, the log-sum-exp from a call of its own; in `by_operator` it is the same call's second output."""
+    leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+    out = stage.attention(*leaves, causal=causal, scale=scale)
+    dq, dk, dv = torch.autograd.grad(out, leaves, grad_out)
+    _, lse = stage.attention(q, k, v, causal=causal, scale=scale, return_lse=True)
+    return {"out": out.detach(), "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+
+
+def solve(stage, problem):
+    """Assert that a stage is right on a problem."""
+    run = by_operator if problem.return_lse else without_lse
+    check(stage, *problem.tensors(), causal=problem.causal, scale=problem.scale, run=run)
+
+
+# The fixtures hold for all examples of a test alike; a compilation takes longer than hypothesis would wait for an example.
+ordinary = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+same_every_time = settings(ordinary, derandomize=True, database=None)
+
+
+@settings(same_every_time, max_examples=IN_ALL // len(AVAILABLE))
+@replaying
+@given(problem=problems(HEAD_DIMS if on_gpu else CHEAP))
+def test_any_problem_is_solved(stage, problem):
+    solve(stage, problem)
+
+
+@pytest.fixture
+def one_binary(stage, monkeypatch):
+    """The kernels of a stage are compiled for any numbers and addresses: not anew for each that is 1 or a multiple of 16.
+
+    Ten thousand problems come with so many of these that their compilation would take hours; `test_any_problem_is_solved` has
+    kernels as they are.
+    """
+    modules = [module for name, module in sys.modules.items() if name.startswith("stages.")]
+    values = [value for module in modules for value in vars(module).values()]
+    kernels = [value.fn if isinstance(value, Autotuner) else value for value in values]
+    kernels = [kernel for kernel in kernels if isinstance(kernel, JITFunction)]
+    for kernel in kernels:
+        for parameter in kernel.params:
+            monkeypatch.setattr(parameter, "do_not_specialize", not parameter.is_constexpr)
+        kernel.device_caches.clear()
+    yield
+    for kernel in kernels:
+        kernel.device_caches.clear()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not on_gpu, reason="takes an hour on the interpreter")
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_any_of_many_problems_is_solved(stage, head_dim, one_binary):
+    @settings(ordinary, max_examples=OF_EACH_STAGE // len(HEAD_DIMS), print_blob=True)
+    @given(problem=problems([head_dim]))
+    def solved(problem):
+        solve(stage, problem)
+
+    solved()
+
+
+# The property is worth something only if mistakes have problems that it finds: attention made wrong on its way in.
+
+
+def forgets_the_ragged_end(q, k, v, causal, scale):
+    """Key tiles are 16 rows, and the last one only counts where it is whole."""
+    whole = max(1, k.shape[2] // 16 * 16)
+    return q, k[:, :, :whole], v[:, :, :whole], causal, scale
+
+
+def takes_the_scale_without_its_sign(q, k, v, causal, scale):
+    return q, k, v, causal, abs(scale)
+
+
+def reads_v_with_the_strides_of_k(q, k, v, causal, scale):
+    """Where that stays inside of the memory of v; it is a NaN where the gaps are."""
+    try:
+        return q, k, v.as_strided(v.shape, k.stride()), causal, scale
+    except RuntimeError:
+        return q, k, v, causal, scale
+
+
+MISTAKES = [forgets_the_ragged_end, takes_the_scale_without_its_sign, reads_v_with_the_strides_of_k]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_found(mistake):
+    def attention(q, k, v, *, causal, scale, return_lse=False):
+        q, k, v, causal, scale = mistake(q, k, v, causal, scale)
+        return stages.load("v3").attention(q, k, v, causal=causal, scale=scale, return_lse=return_lse)
+
+    @settings(same_every_time, max_examples=IN_ALL, phases=[Phase.generate], report_multiple_bugs=False)
+    @given(problem=problems(CHEAP))
+    def solved(problem):
+        solve(SimpleNamespace(attention=attention), problem)
+
+    with pytest.raises(AssertionError, match="error"):
+        solved()

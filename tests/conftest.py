@@ -1,6 +1,7 @@
 """Every test that takes `stage` runs once for each stage found."""
 
 import os
+import threading
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch and numpy: on problems this small more threads only wait
 
@@ -70,18 +71,18 @@ def _refuse_to_write_outside(monkeypatch):
     if not INTERPRETED:
         return
     prepare, store = interpreter.GridExecutor._init_args_hst, interpreter.InterpreterBuilder.create_masked_store
-    allowed = []  # address ranges of the kernel that runs
+    running = threading.local()  # the address ranges of the kernel that a thread runs
 
     def remember_arguments(executor, args, kwargs):
         on_host = prepare(executor, args, kwargs)
         tensors = [getattr(value, "base", value) for value in (*on_host[0], *on_host[1].values())]  # or a descriptor's
         storages = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, torch.Tensor)]
-        allowed[:] = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
+        running.allowed = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
         return on_host
 
     def checked_store(builder, pointers, value, mask, *args, **kwargs):
         addresses = pointers.data[numpy.asarray(mask.data)]
-        inside = [(addresses >= first) & (addresses + value.data.itemsize <= end) for first, end in allowed]
+        inside = [(addresses >= first) & (addresses + value.data.itemsize <= end) for first, end in running.allowed]
         assert numpy.logical_or.reduce(inside).all(), "a kernel writes outside all of its arguments"
         return store(builder, pointers, value, mask, *args, **kwargs)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from hypothesis import strategies as st
 
-from common.operator import DTYPES
+from common.operator import DTYPES, LARGEST_SCALE, SMALLEST_SCALE
 from common.runtime import DEVICE
 
 on_gpu = DEVICE == "cuda"
@@ -19,7 +19,7 @@ LONGEST = TILE_EDGES[-1] + 20
 # rows is one. Of fewer, none is nearly all one key's, or has keys that are all the same.
 FEW_ROWS = 16
 # A float16 ends at 65504, and its gradients grow with the scale: of what it can hold, a scale may be this large or small.
-SCALES = {torch.float16: (1e-4, 1e4), torch.bfloat16: (1e-30, 1e30), torch.float32: (1e-30, 1e30)}
+SCALES = dict.fromkeys(DTYPES, (SMALLEST_SCALE, LARGEST_SCALE)) | {torch.float16: (1e-4, 1e4)}
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def problems(head_dims):
         seq_q, seq_k, scale, layouts = draw(lengths), draw(lengths), draw(scales[dtype]), draw(LAYOUTS)
         spread, sink = draw(spreads), draw(sinks)
         if scale == 0:
-            # A kernel has 1e-30 there. The log-sum-exp of one key is then not 0 but next to it, and no bound has room for that.
+            # A kernel has 1e-37 there. The log-sum-exp of one key is then not 0 but next to it, and no bound has room for that.
             seq_q, seq_k = max(2, seq_q), max(2, seq_k)
         q, k, v, grad_out = layouts
         sizes = zip(DIMENSIONS, (batch, heads, seq_q), strict=False)

@@ -91,7 +91,7 @@ KNOWN = (
 
 def run_stage(name: str):
     """Inside a tool: forward and backward of a stage, by its plain functions, on small problems."""
-    Autotuner.prune_configs = first_that_survives(Autotuner.prune_configs)  # to time all of them in there would take minutes
+    Autotuner.prune_configs = first_that_survives  # to time all of them in there would take minutes
     stage = stages.load(name)
     for dtype, head_dim, causal, (seq_q, seq_k) in PROBLEMS:
         shapes = [(2, 3, length, head_dim) for length in (seq_q, seq_k, seq_k, seq_q)]

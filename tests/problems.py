@@ -120,7 +120,7 @@ def problems(head_dims):
     edges = [edge + by for edge in TILE_EDGES for by in (-1, 0, 1)]
     lengths = st.sampled_from([1] * len(edges) + edges) | st.integers(1, LONGEST)
     batch_and_heads = st.sampled_from([(1, 1), (1, 2), (2, 1), *([(2, 2), (1, 3), (3, 2)] if on_gpu else ())])
-    sinks = st.none() | st.tuples(st.integers(0, LONGEST), st.sampled_from((20.0, 100.0, 1000.0)))
+    sinks = st.none() | st.tuples(st.integers(0, LONGEST), st.sampled_from((100.0, 1000.0)))
     scales = {
         dtype: st.sampled_from((1.0, 0.125, -0.125, 0.0, smallest, largest, -smallest, -largest))
         | st.floats(math.log(smallest), math.log(largest)).map(math.exp)
@@ -141,6 +141,7 @@ def problems(head_dims):
         if math.prod(size for name, size in sizes if name not in q.expanded or name not in grad_out.expanded) < FEW_ROWS:
             spread, sink = min(1.0, spread), None
             layouts = *(replace(layout, expanded="") for layout in (q, k, v)), grad_out
+            heads = FEW_ROWS if on_gpu else heads  # the interpreter, slow for each, has the same problems every time
         return Problem(
             seq_q=seq_q, seq_k=seq_k, batch=batch, heads=heads, head_dim=head_dim, dtype=dtype, causal=causal, scale=scale,
             spread=spread, sink=sink, layouts=layouts, return_lse=return_lse, seed=draw(seeds),

@@ -78,6 +78,15 @@ def contiguous_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
+def empty_rows(tensor: Tensor) -> Tensor:
+    """What `torch.empty_like` makes of a tensor with contiguous rows, if its rows are contiguous, else a contiguous tensor.
+
+    Of an expanded tensor it may make one in which the expanded dimension is the innermost.
+    """
+    empty = torch.empty_like(tensor)
+    return empty if empty.stride(-1) == 1 else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
 def _plain(function: Callable, first: Tensor, *tensors: Tensor, **options):
     """Call on the tensors' device, and multiply in their dtype even where autocast is on around the call."""
     with torch.cuda.device_of(first):
@@ -121,7 +130,7 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
         return _plain(forward, *map(contiguous_rows, (q, k, v)), causal=causal, scale=scale)
 
     def fake_forward(q, k, v, causal, scale):
-        return torch.empty_like(contiguous_rows(q)), q.new_empty(q.shape[:3], dtype=torch.float32)
+        return empty_rows(contiguous_rows(q)), q.new_empty(q.shape[:3], dtype=torch.float32)
 
     def run_backward(
         grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
@@ -131,7 +140,7 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
         return _plain(backward, grad_out, q, k, v, out, lse.contiguous(), causal=causal, scale=scale)
 
     def fake_backward(grad_out, q, k, v, out, lse, causal, scale):
-        return tuple(torch.empty_like(contiguous_rows(tensor)) for tensor in (q, k, v))
+        return tuple(empty_rows(contiguous_rows(tensor)) for tensor in (q, k, v))
 
     def setup_context(ctx, inputs, output):
         q, k, v, ctx.causal, ctx.scale = inputs

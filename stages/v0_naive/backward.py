@@ -3,6 +3,7 @@
 import torch
 
 from common.kernels.matmul import matmul_float32
+from common.operator import empty_rows
 
 
 def backward(grad_out, q, k, v, out, lse, *, causal, scale):
@@ -18,4 +19,4 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale):
     ds = (p * (dp - delta)).to(q.dtype)
     dq = matmul_float32(ds, k) * scale
     dk = matmul_float32(ds.mT, q) * scale
-    return torch.empty_like(q).copy_(dq), torch.empty_like(k).copy_(dk), torch.empty_like(v).copy_(dv)
+    return empty_rows(q).copy_(dq), empty_rows(k).copy_(dk), empty_rows(v).copy_(dv)

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from common.kernels.matmul import matmul_float32
 from common.kernels.tiles import query_tile
-from common.operator import contiguous_rows
+from common.operator import contiguous_rows, empty_rows
 
 
 @triton.jit
@@ -86,4 +86,4 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale):
     )  # fmt: skip
     dq = matmul_float32(ds, k) * scale
     dk = matmul_float32(ds.mT, q) * scale
-    return torch.empty_like(q).copy_(dq), torch.empty_like(k).copy_(dk), torch.empty_like(v).copy_(dv)
+    return empty_rows(q).copy_(dq), empty_rows(k).copy_(dk), empty_rows(v).copy_(dv)

@@ -6,6 +6,7 @@ import triton.language as tl
 
 from common.kernels.matmul import matmul_float32
 from common.kernels.tiles import query_tile
+from common.operator import empty_rows
 
 
 @triton.jit
@@ -60,4 +61,4 @@ def forward(q, k, v, *, causal, scale):
     _softmax_kernel[triton.cdiv(seq_q, tile["BLOCK_M"]) * batch * heads,](
         s, p, lse, scale, seq_q, k.shape[2], CAUSAL=causal, **tile
     )  # fmt: skip
-    return torch.empty_like(q).copy_(matmul_float32(p, v)), lse
+    return empty_rows(q).copy_(matmul_float32(p, v)), lse

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from common.kernels.tiles import key_tile
-from common.operator import contiguous_rows
+from common.operator import contiguous_rows, empty_rows
 
 
 @triton.jit
@@ -80,7 +80,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale):
     batch, heads, seq_q, head_dim = q.shape
     grad_out = contiguous_rows(grad_out)
     dq = q.new_zeros(q.shape, dtype=torch.float32)
-    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    dk, dv = empty_rows(k), empty_rows(v)
     tile = {**key_tile(head_dim, q.dtype), "num_stages": 1}  # more stages would buffer tiles of dQ too, and outgrow the chip
     _backward_kernel[batch * heads,](
         q, k, v, out, grad_out, lse, dq, dk, dv, scale,
@@ -90,4 +90,4 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale):
         HEAD_DIM=head_dim, CAUSAL=causal,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **tile,
     )  # fmt: skip
-    return torch.empty_like(q).copy_(dq), dk, dv
+    return empty_rows(q).copy_(dq), dk, dv

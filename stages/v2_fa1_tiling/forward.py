@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from common.kernels.tiles import query_tile
+from common.operator import empty_rows
 
 
 @triton.jit
@@ -75,4 +76,4 @@ def forward(q, k, v, *, causal, scale):
         HEAD_DIM=head_dim, CAUSAL=causal,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **tile,
     )  # fmt: skip
-    return torch.empty_like(q).copy_(o), m + torch.log(l)
+    return empty_rows(q).copy_(o), m + torch.log(l)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from common.kernels.tiles import key_tile, query_tile
-from common.operator import contiguous_rows
+from common.operator import contiguous_rows, empty_rows
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -182,7 +182,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale):
     batch, heads, seq_q, head_dim = q.shape
     seq_k = k.shape[2]
     grad_out = contiguous_rows(grad_out)
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     tile_q, tile_k = query_tile(head_dim, q.dtype), key_tile(head_dim, q.dtype)
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
     _dq_kernel[triton.cdiv(seq_q, tile_q["BLOCK_M"]) * batch * heads,](

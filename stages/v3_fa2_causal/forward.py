@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from common.kernels.tiles import query_tile
+from common.operator import empty_rows
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -91,7 +92,7 @@ def forward(q, k, v, *, causal, scale):
     """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape
     seq_k = k.shape[2]
-    out = torch.empty_like(q)
+    out = empty_rows(q)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
         q, scale = -q, -scale  # the same scores; the largest one is then the largest before scaling too

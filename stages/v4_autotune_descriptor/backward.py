@@ -7,6 +7,7 @@ import triton.language as tl
 from common.kernels.descriptors import addressable, describe
 from common.kernels.order import tile_and_head
 from common.kernels.tuning import autotune, bucket, configs
+from common.operator import empty_rows
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -162,7 +163,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale):
     """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape
     seq_k = k.shape[2]
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     q, k, v, out, grad_out = map(addressable, (q, k, v, out, grad_out))
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
     _dq_kernel[lambda args: (triton.cdiv(seq_q, args["BLOCK_M"]) * batch * heads,)](

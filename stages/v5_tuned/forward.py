@@ -7,6 +7,7 @@ import triton.language as tl
 from common.kernels.descriptors import addressable, describe
 from common.kernels.order import tile_and_head
 from common.kernels.tuning import autotune, bucket, configs
+from common.operator import empty_rows
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SUMS = tl.constexpr(8)  # for a row: no thread holds more than two of any eight columns, so that none has to wait for others'
@@ -96,7 +97,7 @@ def forward(q, k, v, *, causal, scale):
     """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape
     seq_k = k.shape[2]
-    out = torch.empty_like(q)
+    out = empty_rows(q)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
         q, scale = -q, -scale  # the same scores; the largest one is then the largest before scaling too

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from common.kernels.descriptors import addressable, describe
 from common.kernels.hopper import async_reduce_add, describe_rows, describe_tile, new_barriers, new_ring, require_hopper
 from common.kernels.order import tile_and_head
+from common.operator import empty_rows
 from stages.v5_tuned.backward import backward as backward_of_v5
 
 from .forward import LOG2_E
@@ -295,7 +296,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale):
     seq_k = k.shape[2]
     if q.dtype == torch.float32 or head_dim == 256 or torch.are_deterministic_algorithms_enabled():
         return backward_of_v5(grad_out, q, k, v, out, lse, causal=causal, scale=scale)
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     q, k, v, out, grad_out = map(addressable, (q, k, v, out, grad_out))
     block_m = 64 if head_dim == 128 else 128  # as many rows of S and dP as fit in registers beside dK and dV
     columns = min(64, head_dim)  # of the parts, of 64 rows, in which dQ leaves a program

@@ -16,6 +16,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from common.kernels.descriptors import addressable
 from common.kernels.hopper import describe_tile, new_ring, require_hopper
+from common.operator import empty_rows
 from common.runtime import multiprocessors
 from stages.v5_tuned.forward import forward as forward_of_v5
 
@@ -348,7 +349,7 @@ def forward(q, k, v, *, causal, scale):
         return forward_of_v5(q, k, v, causal=causal, scale=scale)
     batch, heads, seq_q, head_dim = q.shape
     seq_k = k.shape[2]
-    out = torch.empty_like(q)
+    out = empty_rows(q)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
         q, scale = -q, -scale  # the same scores; the largest one is then the largest before scaling too

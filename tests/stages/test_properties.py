@@ -25,9 +25,12 @@ IN_ALL, OF_EACH_STAGE = 200, 10_000  # problems of `make test`, and of each stag
 AVAILABLE = [name for name in stages.names() if not stages.unavailable(name)]
 CHEAP = (16, 32)  # head dimensions, for the interpreter
 
+EXPANDED = Layout("hsdb", expanded="s")  # `torch.empty_like` makes its rows the innermost dimension
 FOUND = [  # every problem that a stage, or a mistake below, was once found wrong with, as simple as it gets
     Problem(1, 15, dtype=torch.float16),
     Problem(1, 1, dtype=torch.float16, scale=-0.125),
+    Problem(8, 2, heads=2, dtype=torch.float16, scale=0.0, layouts=(Layout(), Layout(), EXPANDED, Layout())),
+    Problem(8, 2, heads=2, dtype=torch.float16, layouts=(EXPANDED, EXPANDED, Layout(), Layout())),
     Problem(
         1, 1, dtype=torch.float16, layouts=(Layout(), Layout(), Layout("hdbs", ((0, 0), (0, 0), (0, 1), (0, 0))), Layout())
     ),

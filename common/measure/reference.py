@@ -44,9 +44,12 @@ def _row_magnitudes(q, k, v, grad_out, *, first, causal, scale):
     s = _scores(q, k, causal, scale, first)
     lse = s.logsumexp(-1, keepdim=True)
     q, k, v, size = abs(q), abs(k), abs(v), abs(scale)
-    p = s.softmax(-1) * (1 + lse.abs())  # an exponent of size x has an error in proportion to x, and so has its power
-    out = p @ v
-    magnitudes = {"out": out, "lse": _scores(q, k, causal, size, first).amax(-1) + lse.squeeze(-1).abs()}
+    p = s.softmax(-1)
+    s = _scores(q, k, causal, size, first)  # without signs
+    magnitudes = {"lse": s.amax(-1) + lse.squeeze(-1).abs()}
+    p *= s.clamp_(min=0).add_(1 + lse.abs())  # an exponent has an error in proportion to its terms, and so has its power
+    del s
+    magnitudes["out"] = out = p @ v
     if grad_out is not None:
         grad_out = abs(grad_out)
         ds = p * (grad_out @ v.mT + (grad_out * out).sum(-1, keepdim=True))

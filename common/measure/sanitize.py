@@ -40,7 +40,7 @@ TOOLS = {  # and the options of each
 }
 LENGTHS = (200, 257), (257, 130)  # of queries and keys; ragged ends
 PROBLEMS = list(itertools.product(("float16", "bfloat16"), (64, 128), (False, True), LENGTHS))
-MOST_REPORTS = 1000  # of a stage; a warp makes 32 of one mistake
+MOST_REPORTS = 500_000  # of a stage; v4b's descriptors make 100 000
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,18 @@ class Known:
 
 
 HOPPER = ("v6_warp_specialized", "v7_speculative_softmax")
+BY_COMPILER = ("v4b_warp_specialize",)
 TILE = "the mbarriers tile_full and tile_empty order the producer's store of the next tile's number and the consumers' loads"
 STATE = "what the compiler tells the other warps, their function and its arguments, lies between barriers of its own"
+COPIED = "the compiler's own warps copy Q, and hand over their rows, between mbarriers of its making"
+DESCRIBED = "a program writes its descriptor with tensormap.cp_fenceproxy, which initcheck does not count as a write"
 KNOWN = (
     Known("racecheck", HOPPER, "_forward_kernel", r"tile_s\.index\(.*\)\.(store|load)\(", TILE),
-    Known("racecheck", HOPPER, "_forward_kernel", r"gl\.warp_specialize\(", STATE),
-    Known("racecheck", HOPPER, "_backward_kernel", r"gl\.warp_specialize\(", STATE),
+    # The state lies where the function begins, and where the warps part: an `if` in the forward.
+    Known("racecheck", HOPPER, "_forward_kernel", r"^def _forward_kernel\(|if CONSUMERS == 2:", STATE),
+    Known("racecheck", HOPPER, "_backward_kernel", r"^def _backward_kernel\(|gl\.warp_specialize\(", STATE),
+    Known("racecheck", BY_COMPILER, "_forward_kernel", r"^def _forward_kernel\(|q_desc\.load\(|tl\.store\(lse_ptrs", COPIED),
+    Known("initcheck", BY_COMPILER, "_forward_kernel", r"tl\.make_tensor_descriptor\(", DESCRIBED),
 )
 
 

@@ -169,7 +169,7 @@ def test_registers_are_shown_by_role():
 
 def test_roles_share_the_registers_of_their_kernel(report, stage):
     """And they pass tiles on through rings, whose depths are shown; the compiler's num_stages would mean nothing there."""
-    rows = [row for row in rows_of(report, 90) if row["roles"]]
+    rows = [row for row in rows_of(report, 90) if row["roles"] and row["roles"][0][0] != "default"]  # that the compiler made
     if not rows:
         pytest.skip("no kernel's warps have roles of their own")
     module = stages.load(stage)

@@ -40,7 +40,8 @@ def test_blocks_of_query_rows_make_what_all_rows_make_at_once(causal, monkeypatc
         torch.testing.assert_close(blocks[0]["magnitudes"][name], magnitude, rtol=1e-13, atol=1e-13)
         torch.testing.assert_close(blocks[0][name], whole[0][name], rtol=1e-13, atol=1e-13)
         errors = [(yardstick[name].double() - exact[name]).square().mean().sqrt() for exact, yardstick in (whole, blocks)]
-        torch.testing.assert_close(*errors, rtol=0.01, atol=0)  # the yardstick is no other
+        # The yardstick is no other: it rounds to float16 as before. The lse is float32, summed in another order on a GPU.
+        torch.testing.assert_close(*errors, rtol=0.2 if name == "lse" else 0.01, atol=0)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="what is allocated on the CPU is counted")

@@ -207,7 +207,11 @@ def test_what_to_write_next_is_printed(inside, capsys):
 def test_make_passes_on_what_it_is_given():
     def shown(*variables):
         return subprocess.run(
-            ["make", "--dry-run", "stage", "PYTHON=python", *variables], cwd=ROOT, capture_output=True, text=True, check=True
+            ["make", "--no-print-directory", "--dry-run", "stage", "PYTHON=python", *variables],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
 
     assert shown("FROM=v7", "NAME=v8_some") == 'python -m common.show.new_stage -- "v7" "v8_some"\n'

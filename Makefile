@@ -31,7 +31,7 @@ needs-%:
 # $(call run_tests,MARKS): on several processes where pytest-xdist is installed. What is marked `alone` runs after the others on a
 # GPU, in one process: it times something, or takes all of the memory. A part without a test (5) is no failure, unless both are.
 define run_tests
-	@spread=; if $(PYTHON) -c 'import xdist' 2>/dev/null; then spread=--numprocesses=auto; fi; \
+	@spread=; if $(PYTHON) -c 'import xdist' 2>/dev/null; then spread="--numprocesses=auto --dist=worksteal"; fi; \
 	if ! $(PYTHON) -c 'from common.runtime import DEVICE; exit(DEVICE != "cuda")'; then \
 		exec $(PYTHON) -m pytest -m "$(1)" $$spread $(ARGS); fi; \
 	$(PYTHON) -m pytest -m "$(if $(1),$(1) and )not alone" $$spread $(ARGS); others=$$?; \

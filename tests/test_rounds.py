@@ -44,7 +44,7 @@ def make(tmp_path):
     return run
 
 
-SPREAD = "--numprocesses=auto"
+SPREAD = "--numprocesses=auto|--dist=worksteal"
 
 
 def test_without_a_gpu_there_is_one_round(make):

@@ -42,6 +42,9 @@ class Driver(StandInDriver):
 
 triton.runtime.driver.set_active(Driver())
 
+TUNER = stages.load("v4").forward.__globals__["_forward_kernel"]
+TUNER.configs = [TUNER.configs[0], *TUNER.configs[5:7], TUNER.configs[-1]]  # large, small, and for float32: soon compiled
+
 def forward(name, head_dim=64, dtype=torch.float16, causal=True, seq=256):
     q, k, v = (torch.empty(1, 2, seq, head_dim, dtype=dtype, device="meta") for _ in range(3))
     stages.load(name).forward(q, k, v, causal=causal, scale=0.125)
@@ -145,8 +148,6 @@ def watched(*args):
 
 ast.parse = watched
 triton.knobs.compilation.always_compile = True
-tuner = stages.load("v4").forward.__globals__["_forward_kernel"]
-tuner.configs = tuner.configs[5:8]  # compiled in parallel
-forward("v4")
+forward("v4")  # compiles its configurations in parallel
 assert most == 1 and launched
 """)

@@ -106,8 +106,10 @@ def test_descriptors_become_tma_and_products_wgmma(report):
         assert "TMA" in row["instructions"], row
     for problem, configs in by_kernel(row for row in rows if row["dots"]).items():
         assert any("wgmma" in row["instructions"] for row in configs), problem
+        assert any(not row["warnings"] for row in configs), problem  # such as of products that wait for each other
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in stages.names() if hasattr(stages.load(name), "unavailable")])
 def test_products_of_a_hopper_stage_are_not_serialised(name, tmp_path):
     """ptxas says so (C7510 and its neighbours) where it makes asynchronous products wait for each other after all. One half

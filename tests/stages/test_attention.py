@@ -6,6 +6,7 @@ import pytest
 import torch
 from cases import TILED, assert_same_bits, by_functions, by_operator, check, make_inputs
 
+import stages
 from common.measure.reference import assert_correct, plain, truth
 from common.operator import DTYPES, HEAD_DIMS
 from common.runtime import DEVICE
@@ -39,6 +40,8 @@ def problems():
 
 @pytest.mark.parametrize("seq_q, seq_k, causal, head_dim, dtype", list(problems()))
 def test_results_match_float64(stage, seq_q, seq_k, causal, head_dim, dtype):
+    if seq_q > 200 and not on_gpu and stages.is_dead_end(stage.__name__.removeprefix("stages.")):
+        pytest.skip("takes long on the interpreter, and nothing is built on a dead end")
     few = {} if on_gpu or seq_q < 1000 else {"batch": 1, "heads": 2}
     check(stage, *make_inputs(seq_q, seq_k, head_dim, dtype, **few), causal=causal)
 

@@ -18,6 +18,7 @@ from common.show.results import (
     HEAD_DIMS,
     LONG,
     MEAN_OVER,
+    PINNED,
     ROOT,
     RUN,
     SPREAD,
@@ -275,6 +276,8 @@ def documents() -> dict[Path, str]:
     for path in (ROOT / "results").glob("traffic-*.json"):
         table = traffic_table(json.loads(path.read_text()))
         found[path.with_suffix(".md")] = f"# Traffic, counted and measured\n\n{table}\n"
+    if PINNED.exists():
+        found[PINNED.with_suffix(".md")] = f"# With the pinned Triton\n\n{speed_table(*load_run(PINNED))}\n"
     if SPREAD.exists():
         found[SPREAD.with_suffix(".md")] = f"# Scores of other spreads\n\n{speed_table(*load_run(SPREAD))}\n"
     if UNITS.exists():

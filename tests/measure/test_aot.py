@@ -19,7 +19,12 @@ SELECTIONS = {
 }
 
 
-@pytest.fixture(scope="module", params=stages.names())
+def _param(name):
+    """A stage; a dead end, on which nothing is built, in the long run."""
+    return pytest.param(name, marks=[pytest.mark.long] if stages.is_dead_end(name) else [])
+
+
+@pytest.fixture(scope="module", params=map(_param, stages.names()))
 def stage(request):
     return request.param
 

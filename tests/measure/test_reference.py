@@ -30,11 +30,12 @@ def test_truth_is_what_pytorch_computes_in_float64(causal):
     torch.testing.assert_close(got["lse"], scores.logsumexp(-1))
 
 
+@pytest.mark.parametrize("rows", [7, 100])  # of the truth at a time, not 40 = 5 x 7 + 5; or two heads and a half, of six
 @pytest.mark.parametrize("causal", [False, True])
-def test_blocks_of_query_rows_make_what_all_rows_make_at_once(causal, monkeypatch):
+def test_blocks_of_query_rows_make_what_all_rows_make_at_once(causal, rows, monkeypatch):
     q, k, v, grad_out = make_inputs(*TILED)
     whole = [make(q, k, v, causal, SCALE, grad_out) for make in (truth, plain)]
-    monkeypatch.setattr(reference, "BLOCK_BYTES", 8 * 100 * 7)  # 7 rows of the truth, and not 40 = 5 x 7 + 5
+    monkeypatch.setattr(reference, "BLOCK_BYTES", 8 * 100 * rows)
     blocks = [make(q, k, v, causal, SCALE, grad_out) for make in (truth, plain)]
     for name, magnitude in whole[0]["magnitudes"].items():
         torch.testing.assert_close(blocks[0]["magnitudes"][name], magnitude, rtol=1e-13, atol=1e-13)

@@ -95,6 +95,7 @@ if INTERPRETED:
         repairs.adopt_language()
     repairs.repair_bfloat16()
     repairs.repair_loop_bounds()
+    repairs.patch_the_language_once()
     repairs.run_one_kernel_at_a_time()
 else:
     _let_any_thread_launch_first()

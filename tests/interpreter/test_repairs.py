@@ -33,6 +33,19 @@ def _cast_kernel(x_ptr, y_ptr, SIZE: tl.constexpr):
     tl.store(y_ptr + tl.arange(0, SIZE), x.to(y_ptr.dtype.element_ty))
 
 
+@triton.jit
+def _add_one(x):
+    return x + 1
+
+
+@triton.jit
+def _count_kernel(count_ptr, calls):
+    count = tl.load(count_ptr)
+    for _ in range(calls):
+        count = _add_one(count)
+    tl.store(count_ptr, count)
+
+
 def bfloat16_errors(device):
     """The largest error of each bfloat16 operation, against PyTorch."""
     torch.manual_seed(0)
@@ -86,6 +99,25 @@ def test_bfloat16_needs_the_repair():
     operations = [errors[name] for name in ("dot", "sum", "product")]  # NaN where raw bits happen to make one
     assert not any(error < 0.1 for error in operations), "fixed in Triton: drop the repair"
     assert errors["casts"] > 0
+
+
+@pytest.mark.skipif(GPU, reason="the interpreter is not in use here")
+def test_language_is_patched_once_however_often_a_function_is_called(monkeypatch):
+    from triton.runtime import interpreter
+
+    import common.runtime  # noqa: F401  (repairs)
+
+    patched = []
+    patch = interpreter._patch_builtin
+    monkeypatch.setattr(interpreter, "_patch_builtin", lambda *args: patched.append(args) or patch(*args))
+    counts = []
+    for calls in (1, 10):
+        patched.clear()
+        count = torch.zeros(1, dtype=torch.int32)
+        _count_kernel[(1,)](count, calls)
+        assert count.item() == calls
+        counts.append(len(patched))
+    assert counts[0] == counts[1] > 0
 
 
 SMALL_ATTENTION = """

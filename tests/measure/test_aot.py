@@ -1,8 +1,10 @@
 """Every kernel, compiled for GPUs that need not be there: that it compiles, and what it compiles to."""
 
 import collections
+import itertools
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -10,64 +12,64 @@ import pytest
 
 import stages
 from common.measure import aot
+from common.operator import HEAD_DIMS
 
 ROOT = pathlib.Path(__file__).parents[2]
+NAMES = stages.names()
+ANYWHERE = [name for name in NAMES if not hasattr(stages.load(name), "unavailable") and not stages.is_dead_end(name)]
 SELECTIONS = {
-    "usual": [],
-    "every-problem": ["--dtype=float16,bfloat16,float32", "--head-dim=16,32,64,128,256", "--causal=yes,no"],
-    "every-configuration": ["--causal=yes,no", "--all-configs"],
+    "hopper": {"archs": (90,)},  # which the tiles are chosen for
+    "others": {"archs": tuple(arch for arch in aot.USUAL_ARCHS if arch != 90)},
+    "every-problem": {"dtypes": ("float16", "bfloat16", "float32"), "head_dims": HEAD_DIMS, "causal": (True, False)},
+    "every-configuration": {"causal": (True, False), "all_configs": True},
 }
 
 
-def _param(name):
-    """A stage; a dead end, on which nothing is built, in the long run."""
-    return pytest.param(name, marks=[pytest.mark.long] if stages.is_dead_end(name) else [])
+def _selections():
+    """Pairs of a stage and a selection. In the default run each stage for Hopper, and for others the last that runs there."""
+    for name, selection in itertools.product(NAMES, SELECTIONS):
+        quick = selection == "hopper" and not stages.is_dead_end(name) or selection == "others" and name == ANYWHERE[-1]
+        yield pytest.param((name, selection), id=f"{name}-{selection}", marks=[] if quick else [pytest.mark.long])
 
 
-@pytest.fixture(scope="module", params=map(_param, stages.names()))
-def stage(request):
-    return request.param
+def compiled(name, archs=aot.USUAL_ARCHS, dtypes=("float16",), head_dims=(64, 128), causal=(True,), all_configs=False):
+    """A report of `common.measure.aot`: rows, errors, unavailable."""
+    names = "arch", "dtype", "head_dim", "causal"
+    cases = [
+        {"stage": name} | dict(zip(names, values, strict=True))
+        for values in itertools.product(archs, dtypes, head_dims, causal)
+    ]
+    with pytest.MonkeyPatch.context() as environment:
+        for variable in ("TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES"):  # which are set for the processes that compile
+            environment.setenv(variable, "")
+        rows, errors, unavailable = aot.compile_cases(cases, all_configs)
+    print(*rows, *errors, sep="\n")  # where a test fails
+    return {"rows": rows, "errors": errors, "unavailable": unavailable}
 
 
-@pytest.fixture(
-    scope="module",
-    params=["usual", *(pytest.param(name, marks=pytest.mark.long) for name in ("every-problem", "every-configuration"))],
-)
-def report(request, stage, tmp_path_factory):
-    """Rows and errors of `common.measure.aot`, from a process of its own: the kernels of this one may be the interpreter's."""
-    path = tmp_path_factory.mktemp("aot") / "report.json"
-    command = [sys.executable, "-m", "common.measure.aot", f"--stage={stage}", *SELECTIONS[request.param], f"--json={path}"]
-    run = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
-    print(run.stdout, run.stderr)  # the table, where a test fails
-    assert path.exists(), run.stderr
-    report = json.loads(path.read_text())
+@pytest.fixture(scope="module", params=_selections())
+def report(request):
+    """What a stage's kernels compile to, for some problems; with the stage's name in it."""
+    name, selection = request.param
+    report = compiled(name, **SELECTIONS[selection])
     if not report["rows"] and not report["errors"] and not report["unavailable"]:
-        pytest.skip(f"{stage} launches no Triton kernel")
-    return report
-
-
-@pytest.fixture(params=aot.USUAL_ARCHS, ids=lambda arch: f"sm_{arch}")
-def arch(request):
-    return request.param
+        pytest.skip(f"{name} launches no Triton kernel")
+    return report | {"stage": name, "archs": SELECTIONS[selection].get("archs", aot.USUAL_ARCHS)}
 
 
 @pytest.mark.long
-def test_fits_gpus_with_less_shared_memory(stage, tmp_path):
+@pytest.mark.parametrize("name", NAMES)
+def test_fits_gpus_with_less_shared_memory(name):
     """A tile made for a data-centre GPU asked the others for more shared memory than their 99 KiB, at D = 128."""
     archs = [arch for arch in aot.SHARED_LIMIT if arch not in aot.USUAL_ARCHS]
-    command = [sys.executable, "-m", "common.measure.aot", f"--stage={stage}", "--head-dim=64,128,256"]
-    run = subprocess.run(
-        [*command, f"--arch={','.join(map(str, archs))}"], check=False, cwd=ROOT, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    assert not compiled(name, archs=archs, head_dims=(64, 128, 256))["errors"]
 
 
-def rows_of(report, arch, tuned_for=False):
-    """The report's rows for an architecture; with `tuned_for`, those of the problems that the tiles were chosen for."""
-    for case in report["unavailable"]:
-        if case["arch"] == arch:
-            pytest.skip(f"{case['stage']} {case['reason']}")
-    rows = [row for row in report["rows"] if row["arch"] == arch]
+def rows_of(report, tuned_for=False):
+    """The report's rows; with `tuned_for`, those of the problems that the tiles were chosen for."""
+    if reasons := {case["reason"] for case in report["unavailable"] if not report["rows"]}:
+        pytest.skip(f"{report['stage']} {reasons.pop()}")
+    rows = report["rows"]
     if tuned_for:
         rows = [row for row in rows if row["dtype"] == "float16" and row["head_dim"] in (64, 128)]
     assert rows
@@ -78,35 +80,37 @@ def by_kernel(rows):
     """The configurations of each kernel and problem."""
     groups = collections.defaultdict(list)
     for row in rows:
-        groups[row["kernel"], row["head_dim"], row["causal"]].append(row)
+        groups[row["kernel"], row["arch"], row["head_dim"], row["causal"]].append(row)
     return groups
 
 
-def test_compiles(report, arch):
-    assert [error for error in report["errors"] if error["arch"] == arch] == []
-    for row in rows_of(report, arch):
+def test_compiles(report):
+    assert report["errors"] == []
+    rows = rows_of(report)
+    assert {row["arch"] for row in rows + report["unavailable"]} == set(report["archs"])
+    for row in rows:
         assert row["registers"] > 0, row
 
 
-def test_shared_memory_fits(report, arch):
-    for row in rows_of(report, arch):
-        assert row["shared_bytes"] <= aot.SHARED_LIMIT[arch], row
+def test_shared_memory_fits(report):
+    for row in rows_of(report):
+        assert row["shared_bytes"] <= aot.SHARED_LIMIT[row["arch"]], row
 
 
-def test_no_spills(report, stage, arch):
+def test_no_spills(report):
     """Each kernel has a tile that keeps to its registers, or to what its stage says that it spills, `SPILLED_BYTES`. An
     autotuner may also try some that do not: one of those, with 200 bytes spilled, was the fastest forward for D = 128 on an
     H200."""
-    allowed = getattr(stages.load(stage), "SPILLED_BYTES", 0)
-    for problem, rows in by_kernel(rows_of(report, arch, tuned_for=True)).items():
+    allowed = getattr(stages.load(report["stage"]), "SPILLED_BYTES", 0)
+    for problem, rows in by_kernel(rows_of(report, tuned_for=True)).items():
         assert min(row["spilled_bytes"] for row in rows) <= allowed, problem
 
 
 def test_descriptors_become_tma_and_products_wgmma(report):
     """A stage that hands its kernels descriptors does so for Hopper's copy engine and warp-group products: both are there."""
-    rows = [row for row in rows_of(report, 90, tuned_for=True) if row["descriptors"]]
+    rows = [row for row in rows_of(report, tuned_for=True) if row["arch"] == 90 and row["descriptors"]]
     if not rows:
-        pytest.skip("no kernel takes a tensor descriptor")
+        pytest.skip("no kernel takes a tensor descriptor, or none is compiled for Hopper")
     for row in rows:
         assert "TMA" in row["instructions"], row
     for problem, configs in by_kernel(row for row in rows if row["dots"]).items():
@@ -115,28 +119,29 @@ def test_descriptors_become_tma_and_products_wgmma(report):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [name for name in stages.names() if hasattr(stages.load(name), "unavailable")])
-def test_products_of_a_hopper_stage_are_not_serialised(name, tmp_path):
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ANYWHERE and not stages.is_dead_end(name)])
+def test_products_of_a_hopper_stage_are_not_serialised(name):
     """ptxas says so (C7510 and its neighbours) where it makes asynchronous products wait for each other after all. One half
     type may do where the other does not: with bfloat16 a backward once spilled a kilobyte."""
-    path = tmp_path / "report.json"
-    command = [
-        sys.executable,
-        "-m",
-        "common.measure.aot",
-        f"--stage={name}",
-        "--arch=90",
-        "--dtype=float16,bfloat16",
-        "--causal=yes,no",
-    ]
-    run = subprocess.run([*command, f"--json={path}"], check=False, cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    rows = json.loads(path.read_text())["rows"]
+    report = compiled(name, archs=(90,), dtypes=("float16", "bfloat16"), causal=(True, False))
+    assert not report["errors"]
+    rows = report["rows"]
     problems = {(row["dtype"], row["head_dim"], row["causal"]) for row in rows if row["dots"]}
     assert len(problems) == 8
     for row in rows:
         assert not row["warnings"], row
         assert row["spilled_bytes"] <= stages.load(name).SPILLED_BYTES, row
+
+
+def test_the_command_prints_a_table_and_saves_it(tmp_path):
+    path = tmp_path / "report.json"
+    command = [sys.executable, "-m", "common.measure.aot", "--stage=v2", "--arch=90", "--head-dim=64", f"--json={path}"]
+    run = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    report = json.loads(path.read_text())
+    assert len(report["rows"]) == 2 and not report["errors"]
+    for row in report["rows"]:
+        assert re.search(rf"v2_fa1_tiling +{row['kernel']} .* {row['shared_bytes']} +wgmma", run.stdout), run.stdout
 
 
 SPECIALIZED = {
@@ -174,12 +179,12 @@ def test_registers_are_shown_by_role():
     assert aot._registers(row | {"roles": []}) == 96
 
 
-def test_roles_share_the_registers_of_their_kernel(report, stage):
+def test_roles_share_the_registers_of_their_kernel(report):
     """And they pass tiles on through rings, whose depths are shown; the compiler's num_stages would mean nothing there."""
-    rows = [row for row in rows_of(report, 90) if row["roles"] and row["roles"][0][0] != "default"]  # that the compiler made
+    rows = [row for row in rows_of(report) if row["roles"] and row["roles"][0][0] != "default"]  # that the compiler made
     if not rows:
         pytest.skip("no kernel's warps have roles of their own")
-    module = stages.load(stage)
+    module = stages.load(report["stage"])
     functions = module.forward.__globals__ | module.backward.__globals__
     for row in rows:
         config = dict(setting.split("=") for setting in row["config"].split())

@@ -12,7 +12,7 @@ import stages
 from common.runtime import DEVICE
 
 TEXT = (pathlib.Path(__file__).parent / "data" / "alice.txt").read_bytes()
-STEPS = 30
+STEPS, RATE = (30, 3e-3) if DEVICE == "cuda" else (12, 1e-2)
 BATCH, CONTEXT, WIDTH, HEADS = (16, 250, 128, 4) if DEVICE == "cuda" else (1, 50, 32, 2)
 
 
@@ -46,10 +46,10 @@ class LanguageModel(nn.Module):
 
 
 def losses(attend, dtype):
-    """The loss of each of 30 steps, the same weights and the same text for every `attend`."""
+    """The loss of each step, the same weights and the same text for every `attend`."""
     torch.manual_seed(0)
     model = LanguageModel(attend).to(DEVICE)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     text = torch.tensor(list(TEXT), device=DEVICE)
     curve = []
     for _ in range(STEPS):

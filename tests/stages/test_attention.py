@@ -13,9 +13,9 @@ from common.runtime import DEVICE
 
 on_gpu = DEVICE == "cuda"
 
-LENGTHS = [(1, 1), (1, 239), (113, 203), (128, 217), (108, 256), (256, 512), (1023, 1024), (1024, 1023)]
-if on_gpu:
-    LENGTHS.append((4001, 4096))
+LENGTHS = [(1, 1), (1, 239), (113, 203), (128, 217), (108, 256), (256, 512)]
+LONG = [(1023, 1024), (1024, 1023)]
+LENGTHS += [*LONG, (4001, 4096)] if on_gpu else [(383, 384), (384, 383), *LONG]  # of three tiles, or of more than fit the time
 
 
 def problems():
@@ -34,7 +34,7 @@ def problems():
             yield pytest.param(
                 *lengths, causal, head_dim, dtype,
                 id=f"{lengths[0]}x{lengths[1]}-{'causal' if causal else 'full'}-d{head_dim}-{str(dtype)[6:]}",
-                marks=[pytest.mark.long] if turn else [],
+                marks=[pytest.mark.long] if turn or lengths in LONG and not on_gpu else [],
             )  # fmt: skip
 
 

@@ -28,6 +28,15 @@ def pytest_xdist_auto_num_workers():
     return processors if INTERPRETED else min(8, processors)
 
 
+@pytest.hookimpl(tryfirst=True)  # before the long ones are left out
+def pytest_collection_modifyitems(items):
+    """On the interpreter, which is slow, a dead end has its results checked; all else that is done to it is in the long run."""
+    for item in items if INTERPRETED else ():
+        name = getattr(item, "callspec", None) and item.callspec.params.get("stage")
+        if isinstance(name, str) and stages.is_dead_end(name) and not item.get_closest_marker("dead_ends_too"):
+            item.add_marker(pytest.mark.long)
+
+
 @pytest.fixture(params=stages.names())
 def stage(request):
     """A stage's module: `attention`, `forward`, `backward`."""

@@ -20,7 +20,8 @@ import triton  # noqa: E402  (reads TRITON_INTERPRET)
 from triton.compiler import CompiledKernel  # noqa: E402
 from triton.runtime.jit import JITCallable  # noqa: E402
 
-from common.interpreter import repairs  # noqa: E402
+from common.interpreter import gluon, repairs  # noqa: E402
+from common.interpreter.schedule import AT_ONCE  # noqa: E402
 
 INTERPRETED = triton.knobs.runtime.interpret
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -70,8 +71,8 @@ def shared_memory_limit() -> float:
 
 
 def multiprocessors() -> int:
-    """The number of multiprocessors of the current GPU."""
-    return _properties()["multiprocessor_count"]
+    """The number of multiprocessors of the current GPU; on the interpreter, of programs that run at the same time."""
+    return AT_ONCE if INTERPRETED else _properties()["multiprocessor_count"]
 
 
 def architecture() -> int | str | None:
@@ -97,5 +98,6 @@ if INTERPRETED:
     repairs.repair_loop_bounds()
     repairs.patch_the_language_once()
     repairs.run_one_kernel_at_a_time()
+    gluon.install()
 else:
     _let_any_thread_launch_first()

@@ -11,6 +11,8 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from common.interpreter.asynchronous import Store
+from common.interpreter.gluon import means
 from common.kernels.descriptors import located
 from common.operator import Unavailable
 from common.runtime import INTERPRETED, architecture
@@ -22,7 +24,7 @@ ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float3
 def unavailable() -> str | None:
     """Why kernels made of Hopper's own instructions (warpgroup products, register reallocation) cannot run; None: they can."""
     if INTERPRETED:
-        return "needs a Hopper GPU (sm_90): Triton's interpreter, in use here, does not run Gluon"
+        return None
     arch = architecture()
     name = f"sm_{arch}" if isinstance(arch, int) else arch
     return None if arch in HOPPER else f"needs a Hopper GPU (sm_90), and this one is {name}"
@@ -61,6 +63,11 @@ def async_reduce_add(tensor_desc, coord, src, _semantic=None):
     """
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
+@means(async_reduce_add)
+def _interpreted(tensor_desc, coord, src):
+    Store(tensor_desc, coord, src, adds=True)
 
 
 @gluon.jit

@@ -1,0 +1,185 @@
+"""What goes on beside a partition once it has been issued: the copy engine's copies, and products of a warpgroup.
+
+Each takes place when the seed says, between its issue and the wait that knows it to be over.
+"""
+
+import torch
+
+from .schedule import Waiting, now
+from .shared import Barrier, Buffer
+from .values import Register, Values, in_triton, operand
+
+
+class Traffic:
+    """What a kernel asks of global memory and of the tensor cores; `common.measure.counter` watches these."""
+
+    def read(self, nbytes: int):
+        """So many bytes are read from global memory."""
+
+    def write(self, nbytes: int):
+        """So many bytes are written to global memory."""
+
+    def multiply(self, flops: int):
+        """A product takes so many FLOPs."""
+
+
+traffic = Traffic()
+
+
+class Descriptor:
+    """A tensor as the copy engine knows it."""
+
+    def __init__(self, descriptor, name: str):
+        self.name = name
+        self.block_shape, self.layout = list(descriptor.block_shape), descriptor.layout
+        self.dtype = in_triton(descriptor.base.dtype)
+        self._padding = float("nan") if descriptor.padding == "nan" else 0
+        self._tensor = descriptor.base.detach().as_strided(list(descriptor.shape), list(descriptor.strides))
+        self.block_type = _BlockType(self.block_shape, descriptor.base.dtype)
+
+    def clipped(self, coord):
+        """The part of a tile that lies inside of the tensor, and which of the tile's elements that is."""
+        if len(coord) != len(self.block_shape):
+            now().fail(f"{len(coord)} coordinates for `{self.name}`, which has {len(self.block_shape)} dimensions")
+        inside, of_tile = [], []
+        for first, size, end in zip(map(int, coord), self.block_shape, self._tensor.shape, strict=True):
+            begin, stop = max(first, 0), max(min(first + size, end), 0)
+            inside.append(slice(begin, max(begin, stop)))
+            of_tile.append(slice(begin - first, max(begin, stop) - first))
+        return self._tensor[tuple(inside)], tuple(of_tile)
+
+    def tile(self, coord):
+        """A tile, padded where it lies outside."""
+        part, of_tile = self.clipped(coord)
+        whole = torch.full(self.block_shape, self._padding, dtype=self._tensor.dtype)
+        whole[of_tile] = part
+        traffic.read(part.numel() * part.itemsize)
+        return whole
+
+    def check(self, buffer: Buffer):
+        """A buffer must be as large as a tile."""
+        if buffer.numel != self.block_type.numel or buffer.dtype != self.dtype:
+            now().fail(f"a copy between {buffer}, {buffer.dtype} {buffer.shape}, and `{self.name}`, {self.dtype} {self.block_shape}")
+
+
+class _BlockType:
+    """The type of a tile."""
+
+    def __init__(self, shape, dtype):
+        self.shape, self.element_ty = shape, in_triton(dtype)
+        self.numel = torch.Size(shape).numel()
+        self.nbytes = self.numel * dtype.itemsize
+
+
+class Load:
+    """A copy from global to shared memory, which a barrier waits for."""
+
+    def __init__(self, descriptor: Descriptor, coord, barrier: Barrier, buffer: Buffer):
+        descriptor.check(buffer)
+        barrier.claim(buffer.nbytes)
+        self._descriptor, self._coord, self._barrier, self._buffer = descriptor, coord, barrier, buffer
+        event = buffer.memory.use(buffer, "a copy", writes=True, asynchronous=True)
+        self._known = now().running.known | event
+        now().issue(self)
+        now().switch()
+
+    def take_place(self):
+        """Fill the buffer, and tell the barrier."""
+        self._buffer.view.copy_(self._descriptor.tile(self._coord).view(self._buffer.shape))
+        self._barrier.land(self._buffer.nbytes, self._known)
+
+
+class Store:
+    """A copy from shared to global memory, or an addition to what is there, which its partition waits for."""
+
+    def __init__(self, descriptor: Descriptor, coord, buffer: Buffer, adds: bool):
+        descriptor.check(buffer)
+        self._descriptor, self._coord, self._buffer, self._adds = descriptor, coord, buffer, adds
+        self.event = buffer.memory.use(buffer, "a copy", writes=False, asynchronous=True)
+        self.over = False
+        now().running.stores.append(self)
+        now().issue(self)
+        now().switch()
+
+    def take_place(self):
+        """Write the part of the tile that lies inside of the tensor."""
+        part, of_tile = self._descriptor.clipped(self._coord)
+        tile = self._buffer.view.reshape(self._descriptor.block_shape)[of_tile]
+        nbytes = part.numel() * part.itemsize
+        if self._adds:
+            part += tile
+            traffic.read(nbytes)
+        else:
+            part.copy_(tile)
+        traffic.write(nbytes)
+        self.over = True
+
+
+def store_wait(pendings: int):
+    """tma.store_wait: until all of this partition's stores have been read but so many, the last ones."""
+    partition = now().running
+    waited_for = partition.stores[: len(partition.stores) - pendings]
+    now().switch(Waiting(lambda: all(store.over for store in waited_for), lambda: "its stores"))
+    for store in waited_for:
+        partition.known |= store.event
+    del partition.stores[: len(waited_for)]
+
+
+class Product(Values):
+    """warpgroup_mma: a product, whose value is there once it has been waited for."""
+
+    def __init__(self, a, b, acc, use_acc):
+        (m, k), n = a.shape, b.shape[1]
+        if b.shape[0] != k or acc.shape != [m, n] or a.dtype != b.dtype:
+            now().fail(f"a product of {a.dtype} {a.shape} and {b.dtype} {b.shape}, added to {acc.shape}")
+        self.shape, self.flops = [m, n], 2 * m * k * n
+        self._a, self._b, self._acc, self._use_acc = a, b, acc, use_acc
+        self._events = 0
+        for buffer in (a, b):
+            if isinstance(buffer, Buffer):
+                self._events |= buffer.memory.use(buffer, "a product", writes=False, asynchronous=True)
+        self._operands = a if isinstance(a, Buffer) else operand(a), b
+        self._value = None
+        self.layout = acc.layout
+        self.over = False
+        now().running.products.append(self)
+        now().issue(self)
+        now().switch()
+
+    @property
+    def data(self):
+        """Of a product that has not been waited for there is none."""
+        return now().fail("a product's value is used before warpgroup_mma_wait")
+
+    def take_place(self):
+        """Multiply, in float32."""
+        a, b = (one.view if isinstance(one, Buffer) else one for one in self._operands)
+        self._value = a.float() @ b.float()
+        if self._use_acc:
+            self._value = self._value + (self._acc.result() if isinstance(self._acc, Product) else operand(self._acc))
+        traffic.multiply(self.flops)
+
+    def result(self) -> torch.Tensor:
+        """The value; it takes place now if it has not yet."""
+        now().perform(self)
+        return self._value
+
+    def finish(self):
+        """Have it over, and its partition know."""
+        self.result()
+        self.over = True
+        now().running.known |= self._events
+
+
+def product_wait(outstanding: int, results: list):
+    """warpgroup_mma_wait: until all of this partition's products are over but so many, the last ones.
+
+    Returns:
+        `results`, products that are over as their values; one, or a tuple.
+    """
+    partition = now().running
+    while len(partition.products) > outstanding:
+        partition.products.pop(0).finish()
+    now().switch()
+    given = tuple(Register(one.result(), one.layout) if isinstance(one, Product) and one.over else one for one in results)
+    return given[0] if len(given) == 1 else given

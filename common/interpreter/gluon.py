@@ -1,0 +1,341 @@
+"""Gluon on the CPU: its kernels run as they are, warps, barriers, copy engine and asynchronous products included.
+
+`install` has every launch of a Gluon kernel run here. A kernel's own Python body runs, with what it calls of Gluon and of Triton
+replaced by what MEANING says; what that lacks raises an error that names it. `schedule` says in which order, `shared` what is an
+error, `asynchronous` what goes on by itself, `values` what a variable holds.
+"""
+
+import functools
+import inspect
+import types
+
+import torch
+import triton.language as tl
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_wait
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITCallable
+
+from . import shared
+from .asynchronous import Descriptor, Load, Product, Store, product_wait, store_wait, traffic
+from .schedule import MARK, Program, begin, next_seed, now, outermost_frame
+from .shared import Barriers, Buffer, Memory
+from .values import Pointer, Register, Scalar, Values, in_torch, operand, value
+
+MEANING = {}  # by the identity of a function of Gluon or Triton, which has no cheap hash: the function, and what it does here
+
+
+def means(*functions):
+    """The decorated function is what these do here."""
+
+    def enter(meaning):
+        MEANING.update({id(function): (function, meaning) for function in functions})
+        return meaning
+
+    return enter
+
+
+# --- programs and constants
+
+
+@means(gl.program_id, tl.program_id)
+def _program_id(axis):
+    return Scalar(now().running.program.number if axis == 0 else 0)
+
+
+@means(gl.num_programs, tl.num_programs)
+def _num_programs(axis):
+    return Scalar(now().programs if axis == 0 else 1)
+
+
+@means(gl.cdiv, tl.cdiv)
+def _cdiv(a, b):
+    return (a + b - 1) // b
+
+
+@means(gl.static_assert, tl.static_assert)
+def _static_assert(condition, message=""):
+    if not condition:
+        now().fail(f"static_assert: {message}")
+
+
+means(gl.constexpr)(lambda constant: constant)
+means(gl.static_range, tl.static_range, tl.range)(range)
+means(gdc_wait)(lambda: None)  # a launch begins when the one before has ended
+
+# --- tensors in registers
+
+
+@means(gl.arange)
+def _arange(start, end, layout=None):
+    return Register(torch.arange(start, end, dtype=torch.int32), layout)
+
+
+@means(gl.full)
+def _full(shape, fill, dtype, layout=None):
+    return Register(torch.full(list(shape), operand(fill), dtype=in_torch(dtype)), layout)
+
+
+@means(gl.zeros)
+def _zeros(shape, dtype, layout=None):
+    return _full(shape, 0, dtype, layout)
+
+
+@means(gl.convert_layout)
+def _convert_layout(x, layout):
+    return Register(x.data, layout)
+
+
+@means(gl.where, tl.where)
+def _where(condition, x, y):
+    if not isinstance(condition, Values):
+        return x if condition else y
+    return value(torch.where(condition.data, operand(x), operand(y)), condition.layout)
+
+
+def _either(of_numbers, of_tensors):
+    """The larger, or the smaller, of two; a number where the other is NaN."""
+
+    def meaning(x, y):
+        if not isinstance(x, Values) and not isinstance(y, Values):
+            return of_numbers(x, y)
+        x, y = (torch.as_tensor(operand(one)) for one in (x, y))
+        dtype = torch.promote_types(*(one.dtype for one in (x, y) if one.dim())) if x.dim() and y.dim() else None
+        dtype = dtype or next((one.dtype for one in (x, y) if one.dim()), torch.float32 if x.is_floating_point() else x.dtype)
+        return value(of_tensors(x.to(dtype), y.to(dtype)))
+
+    return meaning
+
+
+means(gl.maximum, tl.maximum)(_either(max, torch.fmax))
+means(gl.minimum, tl.minimum)(_either(min, torch.fmin))
+
+
+@means(gl.max)
+def _max(x, axis):
+    data = x.data
+    if data.is_floating_point():
+        data = data.nan_to_num(float("-inf"), float("inf"), float("-inf"))
+    return value(data.amax(axis))
+
+
+@means(gl.sum)
+def _sum(x, axis):
+    return value(x.data.sum(axis, dtype=x.data.dtype))
+
+
+for _function, _compute in ((gl.abs, torch.abs), (gl.exp2, torch.exp2), (gl.log2, torch.log2)):
+    means(_function)(lambda x, compute=_compute: value(compute(x.data), x.layout))
+
+
+@means(gl.inline_asm_elementwise)
+def _inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
+    """What the comment says with which the instructions begin: an expression of a, b, c …, the arguments."""
+    _, computes, _ = asm.split("*", 2) if asm.startswith("/*") else ("", None, "")
+    if computes is None:
+        now().fail("inline assembly that does not begin with a comment, of what it computes of its arguments a, b, …")
+    names = dict(zip("abcdefgh", args, strict=False))
+    return eval(computes, {"gl": _Language(gl)}, names).to(dtype)  # by the author of the assembly
+
+
+# --- global memory
+
+
+@means(gl.load, tl.load)
+def _load(pointer, mask=None, other=None):
+    offsets, counts = pointer.at(mask)
+    traffic.read(int(counts.sum()) * pointer.elements.itemsize)
+    loaded = pointer.elements[torch.where(counts, offsets, 0)]
+    if other is not None:
+        loaded = torch.where(counts, loaded, torch.as_tensor(operand(other), dtype=loaded.dtype))
+    return value(loaded[0]) if pointer.is_scalar and loaded.numel() == 1 else Register(loaded)
+
+
+@means(gl.store, tl.store)
+def _store(pointer, stored, mask=None):
+    offsets, counts = pointer.at(mask)
+    traffic.write(int(counts.sum()) * pointer.elements.itemsize)
+    stored = torch.as_tensor(operand(stored)).to(pointer.elements.dtype).expand(offsets.shape)
+    pointer.elements[offsets[counts]] = stored[counts]
+
+
+@means(gl.atomic_add)
+def _atomic_add(pointer, added, mask=None):
+    before = _load(pointer, mask)
+    offsets, counts = pointer.at(mask)
+    added = torch.as_tensor(operand(added)).to(pointer.elements.dtype).expand(offsets.shape)
+    pointer.elements.index_put_((offsets[counts],), added[counts], accumulate=True)
+    traffic.write(int(counts.sum()) * pointer.elements.itemsize)
+    now().switch()
+    return before
+
+
+# --- shared memory, barriers, the copy engine, products, roles
+
+
+@means(gl.allocate_shared_memory)
+def _allocate_shared_memory(dtype, shape, layout, initial=None):
+    program = now().running.program
+    program.frame = outermost_frame()
+    if isinstance(layout, mbarrier.MBarrierLayout):
+        return Barriers(program, shape[0])
+    memory = Memory(program, dtype, shape)
+    buffer = Buffer(memory, memory.data)
+    if initial is not None:
+        buffer.store(initial)
+    return buffer
+
+
+@means(mbarrier.init)
+def _init(barrier, count):
+    barrier.init(count)
+
+
+@means(mbarrier.expect)
+def _expect(barrier, nbytes, pred=True):
+    if pred:
+        barrier.arrive(1, nbytes)
+
+
+@means(mbarrier.arrive)
+def _arrive(barrier, *, count=1, pred=True):
+    if pred:
+        barrier.arrive(count)
+
+
+@means(mbarrier.wait)
+def _wait(barrier, phase, pred=True):
+    if pred:
+        barrier.wait(phase)
+
+
+@means(tma.async_copy_global_to_shared)
+def _async_copy_global_to_shared(descriptor, coord, barrier, buffer, pred=True):
+    if pred:
+        Load(descriptor, coord, barrier, buffer)
+
+
+@means(tma.async_copy_shared_to_global)
+def _async_copy_shared_to_global(descriptor, coord, buffer):
+    Store(descriptor, coord, buffer, adds=False)
+
+
+means(tma.store_wait)(store_wait)
+means(fence_async_shared)(shared.fence)
+
+
+@means(warpgroup_mma)
+def _warpgroup_mma(a, b, acc, *, use_acc=True, is_async=False):
+    product = Product(a, b, acc, use_acc)
+    return product if is_async else product_wait(0, [product])
+
+
+@means(warpgroup_mma_wait)
+def _warpgroup_mma_wait(num_outstanding=0, deps=None):
+    return product_wait(num_outstanding, deps)
+
+
+@means(gl.warp_specialize)
+def _warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
+    if len(worker_num_warps) != len(functions_and_args) - 1:
+        now().fail(f"{len(functions_and_args) - 1} workers, and numbers of warps for {len(worker_num_warps)}")
+    calls = [(functools.partial(function, *args), function.__name__) for function, args in functions_and_args]
+    now().specialize(calls)
+
+
+# --- a kernel's functions, and its launch
+
+
+class _Language:
+    """A module of Triton as a kernel sees it."""
+
+    def __init__(self, module):
+        self._module = module
+
+    def __getattr__(self, name):
+        return _meaning(getattr(self._module, name), f"{self._module.__name__}.{name}")
+
+
+def _meaning(thing, name):
+    """What a global of a kernel is here."""
+    if id(thing) in MEANING:
+        return MEANING[id(thing)][1]
+    if isinstance(thing, types.ModuleType) and thing.__name__.startswith("triton"):
+        return _Language(thing)
+    if isinstance(thing, gl.constexpr):
+        return thing.value
+    if isinstance(thing, JITCallable | InterpretedFunction) and not thing.fn.__module__.startswith("triton."):
+        return _translated(thing.fn)
+    if isinstance(thing, JITCallable | InterpretedFunction) or tl.core.is_builtin(thing):
+        return lambda *args, **kwargs: now().fail(f"the interpreter does not know {name}: add it to {__name__}")
+    return thing
+
+
+@functools.cache
+def _translated(function):
+    """A kernel's function with its globals as they are here."""
+    scope = {MARK: True}
+    made = types.FunctionType(function.__code__, scope, function.__name__, None, function.__closure__)
+    made.__defaults__ = function.__defaults__ and tuple(_meaning(one, "a default") for one in function.__defaults__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    names = {name for code in _codes(function.__code__) for name in code.co_names}
+    for name in names & function.__globals__.keys():
+        scope[name] = _meaning(function.__globals__[name], name)
+    return made
+
+
+def _codes(code):
+    """A function's code, and that of functions inside of it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+def _argument(name, argument):
+    """An argument of a launch as its kernel has it."""
+    if hasattr(argument, "block_shape"):
+        return Descriptor(argument, name)
+    if isinstance(argument, torch.Tensor):
+        span = sum((size - 1) * stride for size, stride in zip(argument.shape, argument.stride(), strict=True)) + 1
+        return Pointer(argument.detach().as_strided((span,), (1,)), name=name)
+    if isinstance(argument, bool) or argument is None:
+        return argument
+    if isinstance(argument, int):
+        return Scalar(argument, 32 if -(2**31) <= argument < 2**31 else 64)
+    if isinstance(argument, float):
+        return Register(torch.tensor(argument, dtype=torch.float32))
+    raise TypeError(f"{name}: a kernel takes no {type(argument).__name__}")
+
+
+def run(kernel: GluonJITFunction, *args, grid, warmup, **options):
+    """Launch a kernel: on the CPU, one program after the other, or a few at a time."""
+    if warmup:
+        return
+    signature = inspect.signature(kernel.fn)
+    given = signature.bind(*args, **{name: option for name, option in options.items() if name in signature.parameters})
+    given.apply_defaults()
+    arguments = given.arguments
+    size = grid(arguments) if callable(grid) else grid
+    if any(number != 1 for number in size[1:]):
+        raise NotImplementedError(f"a grid of {size}: the interpreter knows grids of one dimension")
+    constants = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
+    unwrapped = {name: one.value if isinstance(one, gl.constexpr) else one for name, one in arguments.items()}
+    with begin(next_seed()) as schedule:
+        schedule.programs = size[0]
+        values = {name: one if name in constants else _argument(name, one) for name, one in unwrapped.items()}
+        call = functools.partial(_translated(kernel.fn), **values)
+        schedule.run((Program(number), call) for number in range(size[0]))
+
+
+def install():
+    """Have every launch of a Gluon kernel run here."""
+    GluonJITFunction.run = run

@@ -1,0 +1,287 @@
+"""Who runs when: the partitions of a kernel's programs take turns, and what is asynchronous takes place, as a seed chooses.
+
+One thread runs at a time. At every barrier, copy, product and fence it gives up its turn, and the seed says who goes on: a run is
+one interleaving of very many, and its seed replays it. That a run is right does not hang on the seed alone. Of what each partition
+knows that it is over, is kept (`Partition.known`), and two uses of a buffer of which neither knows of the other are an error in
+whichever order they happened to come.
+"""
+
+import contextlib
+import itertools
+import os
+import random
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterable
+
+from triton.runtime.interpreter import InterpreterError
+
+VARIABLE = "GLUON_SEED"  # in the environment: the seed of every launch
+AT_ONCE = 2  # programs that run at the same time: the multiprocessors of the GPU that is interpreted
+MARK = "__interpreted__"  # among the globals of every function of a kernel
+
+_seeds = itertools.count()
+
+
+def restart_seeds(first: int):
+    """Let the launches from now on have the seeds `first`, `first` + 1, … unless the environment has one for all."""
+    global _seeds
+    _seeds = itertools.count(first)
+
+
+def next_seed() -> int:
+    """The seed of a launch."""
+    return int(os.environ.get(VARIABLE) or next(_seeds))
+
+
+def _kernel_frames(frame):
+    """The frames of a kernel's functions, from the innermost on."""
+    while frame:
+        if MARK in frame.f_globals:
+            yield frame
+        frame = frame.f_back
+
+
+class Place:
+    """A line of a kernel, and the partition that is there."""
+
+    def __init__(self, partition, frame):
+        inner = next(_kernel_frames(frame), None)
+        self._partition, self._code, self._line = partition, inner and inner.f_code, inner and inner.f_lineno
+
+    def __str__(self):
+        if self._code is None:
+            return f"{self._partition}, outside of its function"
+        file = "/".join(self._code.co_filename.split(os.sep)[-2:])
+        return f"{file}:{self._line}, in {self._code.co_name} ({self._partition})"
+
+
+def outermost_frame():
+    """The frame of the function that this thread runs of a kernel."""
+    *_, frame = _kernel_frames(sys._getframe(1))
+    return frame
+
+
+class Stopped(BaseException):
+    """Ends a partition of a launch that has failed elsewhere."""
+
+
+class Waiting:
+    """What a partition waits for."""
+
+    def __init__(self, over: Callable[[], bool], what: Callable[[], str]):
+        self.over, self.what = over, what  # whether it may go on; in words, for the report of a deadlock
+
+
+class Program:
+    """One program of a launch: its number, what has happened in it, the frame of its kernel."""
+
+    def __init__(self, number: int):
+        self.number = number
+        self.partitions = []  # that have begun, ended ones too
+        self.unfenced = []  # ordinary stores to shared memory that the copy engine and products may not see yet
+        self.barriers = []
+        self.frame = None
+        self._events = itertools.count()
+
+    def event(self) -> int:
+        """A new event: a bit of its own in what a partition knows to be over."""
+        return 1 << next(self._events)
+
+    def name_of(self, thing) -> str | None:
+        """What the kernel's function calls a buffer, a row of barriers or a descriptor."""
+        if self.frame is None:
+            return None
+        return next((name for name, value in self.frame.f_locals.items() if value is thing), None)
+
+
+class Partition:
+    """A thread of a program: the program as it begins, or a role of its warps."""
+
+    def __init__(self, program: Program, call: Callable, name: str, known: int = 0):
+        self.program, self.call, self.name = program, call, name
+        self.known = known  # the events that are over, for all that this partition can tell
+        self.products, self.stores = [], []  # asynchronous ones that it has issued and not waited for
+        self.waiting = self.frame = None
+        self.turn = threading.Lock()
+        self.turn.acquire()
+        program.partitions.append(self)
+
+    def __str__(self):
+        number = self.program.partitions.index(self)
+        return f"program {self.program.number}" + (f", partition {number}: {self.name}" if number else "")
+
+
+class Schedule:
+    """A launch: runs programs, some at a time, until all have ended or one has failed."""
+
+    def __init__(self, seed: int):
+        self.seed = seed
+        self.random = random.Random(seed)
+        self.eagerness = self.random.choice((0, 0.1, 0.5, 1))  # with which what has been issued takes place, at each turn
+        self.constancy = self.random.choice((0, 0.5, 0.9))  # with which who runs goes on running
+        self._issued = {}  # copies and products that have not taken place yet, by identity
+        self.error = None
+        self.running = None
+        self._partitions = []  # that have begun and not ended
+        self._finished = threading.Lock()
+
+    def run(self, programs: Iterable[tuple[Program, Callable]]):
+        """Run all, in an order of the seed's."""
+        programs = list(programs)
+        if self.random.random() < 0.5:
+            self.random.shuffle(programs)
+        waiting = iter(programs)
+
+        def run_next():
+            if (pair := next(waiting, None)) and not self.error:
+                program, call = pair
+                self._begin(Partition(program, call, "the kernel"), run_next)
+
+        self._finished.acquire()
+        for _ in range(AT_ONCE):
+            run_next()
+        self._pass_on()
+        self._finished.acquire()
+        if self.error:
+            raise self.error
+
+    def specialize(self, calls: list[tuple[Callable, str]]):
+        """Run partitions beside each other, and wait for all of them."""
+        parent = self.running
+        workers = [Partition(parent.program, call, name, parent.known) for call, name in calls]
+        for worker in workers:
+            self._begin(worker, lambda: None)
+        ended = Waiting(lambda: not any(worker in self._partitions for worker in workers), lambda: "its partitions")
+        self.switch(ended)
+        for worker in workers:
+            parent.known |= worker.known
+
+    def switch(self, waiting: Waiting | None = None):
+        """Let the seed choose who goes on; the partition that runs, not before it has what it is waiting for."""
+        me = self.running
+        me.waiting, me.frame = waiting, sys._getframe(1)
+        following = self._next()
+        if following is not me:
+            self._resume(following)
+            me.turn.acquire()
+        me.waiting = me.frame = None
+        if self.error:
+            raise Stopped
+
+    def issue(self, operation):
+        """Let an asynchronous operation take place from now on, whenever the seed says."""
+        self._issued[id(operation)] = operation
+
+    def perform(self, operation):
+        """Let it take place now, if it has not yet."""
+        if self._issued.pop(id(operation), None) is not None:
+            operation.take_place()
+
+    def fail(self, message: str):
+        """Raise an error, at the line where the partition that runs is."""
+        raise InterpreterError(f"{self.here()}: {message}\n{self.replayed}")
+
+    def here(self) -> Place:
+        """Where the partition that runs is."""
+        return Place(self.running, sys._getframe(1))
+
+    @property
+    def replayed(self) -> str:
+        """How to have the same order again."""
+        return f"{VARIABLE}={self.seed} replays this order"
+
+    def _begin(self, partition, then):
+        def body():
+            partition.turn.acquire()
+            try:
+                if not self.error:
+                    partition.call()
+                    self._end(partition)
+            except Stopped:
+                pass
+            except InterpreterError as error:
+                self.error = self.error or error
+            except Exception as error:
+                self.error = self.error or self._in_the_kernel(error)
+            self._partitions.remove(partition)
+            then()
+            self._pass_on()
+
+        self._partitions.append(partition)
+        threading.Thread(target=body, daemon=True).start()
+
+    def _in_the_kernel(self, error):
+        """An error of Python's, with the line of the kernel that raised it."""
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if MARK in frame.f_globals]
+        place = Place(self.running, frames[-1] if frames else None)
+        wrapped = InterpreterError(f"{place}: {error!r}\n{self.replayed}")
+        wrapped.__cause__ = error
+        return wrapped
+
+    def _end(self, partition):
+        """Nothing may be left of what a partition has begun, and of a program nothing at all."""
+        if any(not store.event & partition.known for store in partition.stores):
+            self.fail("the partition ends before what it stores has been read: no store_wait")
+        if partition.products:
+            self.fail("the partition ends before its products do: no warpgroup_mma_wait")
+        if partition is partition.program.partitions[0]:
+            for barrier in partition.program.barriers:
+                barrier.check_at_end()
+
+    def _pass_on(self):
+        following = self._next()
+        if following:
+            self._resume(following)
+        else:
+            self._finished.release()
+
+    def _resume(self, partition):
+        self.running = partition
+        partition.turn.release()
+
+    def _next(self):
+        """Who goes on, of those who can; before, some of what has been issued takes place. None: all have ended."""
+        while not self.error:
+            try:
+                if self._issued and self.random.random() < self.eagerness:
+                    self._perform_any()
+                ready = [one for one in self._partitions if one.waiting is None or one.waiting.over()]
+                if ready:
+                    stay = self.running in ready and self.random.random() < self.constancy
+                    return self.running if stay else self.random.choice(ready)
+                if not self._partitions:
+                    return None
+                if self._issued:
+                    self._perform_any()
+                else:
+                    lines = (f"{Place(one, one.frame)} waits for {one.waiting.what()}" for one in self._partitions)
+                    raise InterpreterError("\n  ".join(["deadlock", *lines]) + f"\n{self.replayed}")
+            except Exception as error:
+                self.error = error
+        return self._partitions[0] if self._partitions else None
+
+    def _perform_any(self):
+        self.perform(self.random.choice(list(self._issued.values())))
+
+
+_running = None
+_one_at_a_time = threading.RLock()
+
+
+@contextlib.contextmanager
+def begin(seed: int):
+    """A launch, inside; another thread's waits."""
+    global _running
+    with _one_at_a_time:
+        _running = Schedule(seed)
+        try:
+            yield _running
+        finally:
+            _running = None
+
+
+def now() -> Schedule:
+    """The launch that runs."""
+    return _running

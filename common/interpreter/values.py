@@ -1,0 +1,194 @@
+"""What a kernel's variables hold: scalars, tensors in registers, and pointers; computed by torch, in the types of Triton.
+
+Layouts say which thread holds what, and change no value: they are kept where one is given, and not looked at.
+"""
+
+import operator
+from types import SimpleNamespace
+
+import torch
+import triton.language as tl
+
+from .schedule import now
+
+_TORCH = {
+    tl.int1: torch.bool, tl.int8: torch.int8, tl.uint8: torch.uint8, tl.int16: torch.int16, tl.int32: torch.int32,
+    tl.int64: torch.int64, tl.float16: torch.float16, tl.bfloat16: torch.bfloat16, tl.float32: torch.float32,
+    tl.float64: torch.float64,
+}  # fmt: skip
+_TRITON = {in_torch: in_triton for in_triton, in_torch in _TORCH.items()}
+
+
+def in_torch(dtype: tl.dtype) -> torch.dtype:
+    """Triton's type as torch's."""
+    return _TORCH[dtype]
+
+
+def in_triton(dtype: torch.dtype) -> tl.dtype:
+    """torch's type as Triton's."""
+    return _TRITON[dtype]
+
+
+class Scalar(int):
+    """An integer in a register, of 32 bits or of 64. One that does not fit is an error: on a GPU it wraps."""
+
+    def __new__(cls, value, bits=32):
+        number = super().__new__(cls, value)
+        number.bits = bits
+        if not -(1 << bits - 1) <= value < 1 << bits - 1:
+            now().fail(f"{int(value)} does not fit an int{bits}")
+        return number
+
+    dtype = property(lambda self: tl.int32 if self.bits == 32 else tl.int64)
+
+    def to(self, dtype):
+        """This number in another type."""
+        if dtype in (tl.int32, tl.int64):
+            return Scalar(int(self), dtype.primitive_bitwidth)
+        return Register(torch.tensor(int(self), dtype=in_torch(dtype)))
+
+    def __truediv__(self, other):
+        return Register(torch.tensor(int(self), dtype=torch.float32)) / other
+
+    def __rtruediv__(self, other):
+        return other / Register(torch.tensor(int(self), dtype=torch.float32))
+
+
+def _truncated(a, b):
+    return a // b if (a < 0) == (b < 0) else -(-a // b)
+
+
+def _remainder(a, b):
+    return a - _truncated(a, b) * b
+
+
+_INTEGER = {  # as in C, not as in Python: a quotient is rounded towards zero
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": _truncated, "mod": _remainder,
+    "and": operator.and_, "or": operator.or_, "xor": operator.xor, "lshift": operator.lshift, "rshift": operator.rshift,
+}  # fmt: skip
+
+
+def _scalar_operator(compute, swapped):
+    def method(self, other):
+        if isinstance(other, float):
+            return Register(torch.tensor(int(self), dtype=torch.float32))._with(compute, other, swapped)
+        if not isinstance(other, int):
+            return NotImplemented
+        bits = max(self.bits, getattr(other, "bits", 32 if -(2**31) <= other < 2**31 else 64))
+        first, second = (int(other), int(self)) if swapped else (int(self), int(other))
+        return Scalar(compute(first, second), bits)
+
+    return method
+
+
+for _name, _compute in _INTEGER.items():
+    setattr(Scalar, f"__{_name}__", _scalar_operator(_compute, False))
+    setattr(Scalar, f"__r{_name}__", _scalar_operator(_compute, True))
+Scalar.__neg__ = lambda self: Scalar(-int(self), self.bits)
+
+
+def value(data: torch.Tensor, layout=None):
+    """A tensor as what a kernel has of it: one without dimensions, of integers, is a scalar."""
+    if data.dim() == 0 and not data.is_floating_point():
+        return bool(data) if data.dtype == torch.bool else Scalar(data.item(), 8 * max(4, data.itemsize))
+    return Register(data, layout)
+
+
+def operand(thing):
+    """What torch computes with for a value of a kernel."""
+    return thing.data if isinstance(thing, Values) else thing
+
+
+class Values:
+    """What operators work on: `data`, a torch tensor."""
+
+    def _with(self, compute, other, swapped=False):
+        mine, others = self.data, operand(other)
+        if isinstance(others, torch.Tensor) and others.dtype != mine.dtype:  # torch would ignore the type of what has no dimension
+            both = torch.promote_types(mine.dtype, others.dtype)
+            mine, others = mine.to(both), others.to(both)
+        return value(compute(others, mine) if swapped else compute(mine, others), getattr(self, "layout", None))
+
+
+def _divided(a, b):
+    return torch.div(a, b, rounding_mode="trunc")
+
+
+_OPERATORS = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "truediv": operator.truediv, "floordiv": _divided,
+    "mod": torch.fmod, "and": operator.and_, "or": operator.or_, "xor": operator.xor,
+}  # fmt: skip
+_COMPARISONS = {name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")}
+
+for _name, _compute in (_OPERATORS | _COMPARISONS).items():
+    setattr(Values, f"__{_name}__", lambda self, other, compute=_compute: self._with(compute, other))
+for _name, _compute in _OPERATORS.items():
+    setattr(Values, f"__r{_name}__", lambda self, other, compute=_compute: self._with(compute, other, swapped=True))
+Values.__neg__ = lambda self: value(-self.data, getattr(self, "layout", None))
+Values.__invert__ = lambda self: value(~self.data, getattr(self, "layout", None))
+Values.__hash__ = None
+
+
+class Register(Values):
+    """A tensor in registers."""
+
+    def __init__(self, data: torch.Tensor, layout=None):
+        self.data, self.layout = data, layout
+
+    shape = property(lambda self: list(self.data.shape))
+    dtype = property(lambda self: in_triton(self.data.dtype))
+    type = property(lambda self: SimpleNamespace(layout=self.layout, shape=self.shape, element_ty=self.dtype, scalar=self.dtype))
+
+    def to(self, dtype):
+        """These values in another type, rounded to nearest even."""
+        return value(self.data.to(in_torch(dtype)), self.layout)
+
+    def reshape(self, *shape):
+        """The same values in another shape."""
+        return Register(self.data.reshape(shape[0] if isinstance(shape[0], list | tuple) else shape))
+
+    def permute(self, *order):
+        """The same values with the dimensions in another order."""
+        return Register(self.data.permute(order[0] if isinstance(order[0], list | tuple) else order))
+
+    def __getitem__(self, index):
+        return Register(self.data[index])
+
+    def __bool__(self):
+        return bool(self.data)
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return now().fail(f"the interpreter does not know a tensor's `{name}`: add it to {__name__}")
+
+
+class Pointer:
+    """An address, or a tensor of them, in an argument of the kernel."""
+
+    def __init__(self, elements: torch.Tensor, offset=0, name: str = ""):
+        self.elements, self.offset, self.name = elements, offset, name  # all that the argument spans, flat; offsets into it
+
+    dtype = property(lambda self: tl.pointer_type(in_triton(self.elements.dtype)))
+
+    def __add__(self, offset):
+        return Pointer(self.elements, self.offset + operand(offset), self.name)
+
+    __radd__ = __add__
+
+    def at(self, mask):
+        """(offsets, which of them count): as tensors of one shape, or as numbers."""
+        if not isinstance(self.offset, torch.Tensor) and not isinstance(mask, Values):
+            offsets, counts = torch.tensor([int(self.offset)]), torch.tensor([mask is None or bool(mask)])
+        else:
+            counts = torch.tensor(True) if mask is None else torch.as_tensor(operand(mask))
+            offsets, counts = torch.broadcast_tensors(torch.as_tensor(self.offset), counts)
+        outside = counts & ((offsets < 0) | (offsets >= len(self.elements)))
+        if outside.any():
+            now().fail(f"element {offsets[outside][0]} of `{self.name}`, which has {len(self.elements)}")
+        return offsets.long(), counts
+
+    @property
+    def is_scalar(self):
+        """Whether it is one address."""
+        return not isinstance(self.offset, torch.Tensor) or self.offset.dim() == 0

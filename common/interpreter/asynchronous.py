@@ -59,7 +59,9 @@ class Descriptor:
     def check(self, buffer: Buffer):
         """A buffer must be as large as a tile."""
         if buffer.numel != self.block_type.numel or buffer.dtype != self.dtype:
-            now().fail(f"a copy between {buffer}, {buffer.dtype} {buffer.shape}, and `{self.name}`, {self.dtype} {self.block_shape}")
+            now().fail(
+                f"a copy between {buffer}, {buffer.dtype} {buffer.shape}, and `{self.name}`, {self.dtype} {self.block_shape}"
+            )
 
 
 class _BlockType:

@@ -121,7 +121,8 @@ class Schedule:
         self.random = random.Random(seed)
         self.eagerness = self.random.choice((0, 0.1, 0.5, 1))  # with which what has been issued takes place, at each turn
         self.constancy = self.random.choice((0, 0.5, 0.9))  # with which who runs goes on running
-        self._issued = {}  # copies and products that have not taken place yet, by identity
+        self.fair = self.random.choice((True, False))  # or some operations are put off for as long as there are others
+        self._issued = {}  # copies and products that have not taken place yet, by identity, with the rank that they were dealt
         self.error = None
         self.running = None
         self._partitions = []  # that have begun and not ended
@@ -172,7 +173,7 @@ class Schedule:
 
     def issue(self, operation):
         """Let an asynchronous operation take place from now on, whenever the seed says."""
-        self._issued[id(operation)] = operation
+        self._issued[id(operation)] = self.random.random(), operation
 
     def perform(self, operation):
         """Let it take place now, if it has not yet."""
@@ -263,7 +264,9 @@ class Schedule:
         return self._partitions[0] if self._partitions else None
 
     def _perform_any(self):
-        self.perform(self.random.choice(list(self._issued.values())))
+        issued = list(self._issued.values())
+        _, operation = self.random.choice(issued) if self.fair else min(issued, key=lambda ranked: ranked[0])
+        self.perform(operation)
 
 
 _running = None

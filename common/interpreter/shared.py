@@ -143,7 +143,9 @@ class Buffer:
         """Some rows, or columns."""
         if not 0 <= start <= start + length <= self.shape[dim]:
             now().fail(f"{start} to {start + length} of dimension {dim} of {self}, which has {self.shape[dim]}")
-        return self._view(self.view.narrow(dim, int(start), length), f"[{', '.join([':'] * dim + [f'{start}:{start + length}'])}]")
+        return self._view(
+            self.view.narrow(dim, int(start), length), f"[{', '.join([':'] * dim + [f'{start}:{start + length}'])}]"
+        )
 
     def reshape(self, shape):
         """The same elements in another shape."""

@@ -104,7 +104,9 @@ class Values:
 
     def _with(self, compute, other, swapped=False):
         mine, others = self.data, operand(other)
-        if isinstance(others, torch.Tensor) and others.dtype != mine.dtype:  # torch would ignore the type of what has no dimension
+        if (
+            isinstance(others, torch.Tensor) and others.dtype != mine.dtype
+        ):  # torch would ignore the type of what has no dimension
             both = torch.promote_types(mine.dtype, others.dtype)
             mine, others = mine.to(both), others.to(both)
         return value(compute(others, mine) if swapped else compute(mine, others), getattr(self, "layout", None))
@@ -137,7 +139,9 @@ class Register(Values):
 
     shape = property(lambda self: list(self.data.shape))
     dtype = property(lambda self: in_triton(self.data.dtype))
-    type = property(lambda self: SimpleNamespace(layout=self.layout, shape=self.shape, element_ty=self.dtype, scalar=self.dtype))
+    type = property(
+        lambda self: SimpleNamespace(layout=self.layout, shape=self.shape, element_ty=self.dtype, scalar=self.dtype)
+    )
 
     def to(self, dtype):
         """These values in another type, rounded to nearest even."""

@@ -99,8 +99,7 @@ def _widened(p):
     register for each from when p is rounded on, and has none to spare."""
     if p.dtype == gl.bfloat16:
         halves: gl.constexpr = (
-            "/* a.to(gl.float32) */"
-            "{ .reg .b32 t; shl.b32 t, $2, 16; mov.b32 $0, t; and.b32 t, $2, 0xffff0000; mov.b32 $1, t; }"
+            "/* a.to(gl.float32) */{ .reg .b32 t; shl.b32 t, $2, 16; mov.b32 $0, t; and.b32 t, $2, 0xffff0000; mov.b32 $1, t; }"
         )
         return gl.inline_asm_elementwise(halves, "=f,=f,r", [p], gl.float32, is_pure=True, pack=2)
     else:
@@ -217,10 +216,9 @@ def _dq_consumer(sums_desc, buffers, barriers, first_tile, n):
     SUM_ROWS: gl.constexpr = sums_desc.block_shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     nothing = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
-    mbarrier.wait(kv_full.index(0), 0)
     for step in range(n):
         slot = step % STAGES
-        mbarrier.wait(ds_full.index(slot), step // STAGES & 1)
+        mbarrier.wait(ds_full.index(slot), step // STAGES & 1)  # and for K, which the consumers have waited for
         for part in gl.static_range(PARTS):
             dq = nothing
             for w in gl.static_range(CONSUMERS):

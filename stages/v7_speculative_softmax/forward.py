@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from common.kernels.descriptors import addressable
-from common.kernels.hopper import describe_tile, new_ring, require_hopper
+from common.kernels.hopper import describe_tile, new_barriers, new_ring, require_hopper
 from common.operator import empty_rows
 from common.runtime import multiprocessors
 from stages.v5_tuned.forward import forward as forward_of_v5
@@ -69,7 +69,7 @@ def _producer(load, AGAIN: gl.constexpr, CAUSAL: gl.constexpr):
     """
     q_desc, k_desc, v_desc, counter_ptr, failed_ptr, buffers, barriers, problem = load
     q_s, k_s, v_s, tile_s = buffers
-    q_full, q_empty, kv_full, kv_empty, tile_full, tile_empty = barriers
+    q_full, q_empty, kv_full, kv_empty, tile_full = barriers
     batch_heads, heads, group, seq_q, seq_k = problem
     CONSUMERS: gl.constexpr = q_s.shape[0] // tile_s.shape[0]
     Q_STAGES: gl.constexpr = tile_s.shape[0]
@@ -113,7 +113,6 @@ def _producer(load, AGAIN: gl.constexpr, CAUSAL: gl.constexpr):
         fill += 1
         # A number past the last tile goes on too: it tells the consumers to end.
         slot = turn % Q_STAGES
-        mbarrier.wait(tile_empty.index(slot), (turn // Q_STAGES & 1) ^ 1)
         tile_s.index(slot).store(gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
         mbarrier.arrive(tile_full.index(slot), count=1)
         turn += 1
@@ -130,7 +129,7 @@ def _consumer(work, w: gl.constexpr, AGAIN: gl.constexpr, CAUSAL: gl.constexpr):
     """A warpgroup with the w-th 64 query rows of each tile: all of the arithmetic."""
     out_desc, lse_ptr, failed_ptr, scale_log2, buffers, barriers, problem = work
     q_s, k_s, v_s, tile_s = buffers
-    q_full, q_empty, kv_full, kv_empty, tile_full, tile_empty = barriers
+    q_full, q_empty, kv_full, kv_empty, tile_full = barriers
     batch_heads, heads, group, seq_q, seq_k = problem
     CONSUMERS: gl.constexpr = q_s.shape[0] // tile_s.shape[0]
     Q_STAGES: gl.constexpr = tile_s.shape[0]
@@ -260,7 +259,6 @@ def _consumer(work, w: gl.constexpr, AGAIN: gl.constexpr, CAUSAL: gl.constexpr):
         tile_slot = turn % Q_STAGES
         mbarrier.wait(tile_full.index(tile_slot), turn // Q_STAGES & 1)
         tile = gl.max(tile_s.index(tile_slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-        mbarrier.arrive(tile_empty.index(tile_slot), count=1)
         acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(kv_empty.index(slot), count=1)
         fill += 1
@@ -297,12 +295,12 @@ def _forward_kernel(
     tile_s = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full, q_empty = new_ring(Q_STAGES * CONSUMERS, 1, 1)  # each consumer has buffers of its own
     kv_full, kv_empty = new_ring(STAGES, 1, CONSUMERS)
-    tile_full, tile_empty = new_ring(Q_STAGES, 1, CONSUMERS)
+    tile_full = new_barriers(Q_STAGES, 1)  # a number has been read when its buffer of Q is empty
     # exp(x) = exp2(x * log2(e)), and exp2 is one instruction; never 0, because a masked score, -inf, times 0 is NaN
     scale_log2 = gl.maximum(scale * LOG2_E, 1e-37)
 
     buffers = (q_s, k_s, v_s, tile_s)
-    barriers = (q_full, q_empty, kv_full, kv_empty, tile_full, tile_empty)
+    barriers = (q_full, q_empty, kv_full, kv_empty, tile_full)
     problem = (batch_heads, heads, group, seq_q, seq_k)
     # The registers of a multiprocessor, 512 for each of 128 threads, go where the tiles are: the producer keeps 24.
     work = (out_desc, lse_ptr, failed_ptr, scale_log2, buffers, barriers, problem)

@@ -1,8 +1,8 @@
 """Gluon on the CPU: its kernels run as they are, warps, barriers, copy engine and asynchronous products included.
 
 `install` has every launch of a Gluon kernel run here. A kernel's own Python body runs, with what it calls of Gluon and Triton
-replaced by what MEANING has; what that lacks raises an error that names it. `schedule` says in which order things happen, `shared`
-what is an error, `asynchronous` what goes on by itself, `values` what a variable holds.
+replaced by what MEANING has; what that lacks raises an error that names it. `schedule` says in which order things happen,
+`shared` what is an error, `asynchronous` what goes on by itself, `values` what a variable holds.
 """
 
 import functools

@@ -1,9 +1,9 @@
 """Who runs when: the partitions of a kernel's programs take turns, and what is asynchronous takes place, as a seed chooses.
 
-One thread runs at a time. At every barrier, copy, product and fence it gives up its turn, and the seed says who goes on: a run is
-one interleaving of very many, and its seed replays it. That a run is right does not hang on the seed alone. What each partition
-knows to be over is kept (`Partition.known`), and two uses of a buffer of which neither knows of the other are an error in whichever
-order they happened to come.
+One thread runs at a time. At every barrier, copy, product and fence it gives up its turn, and the seed says who goes on: a run
+is one interleaving of very many, and its seed replays it. That a run is right does not hang on the seed alone. What each
+partition knows to be over is kept (`Partition.known`), and two uses of a buffer of which neither knows of the other are an
+error in whichever order they happened to come.
 """
 
 import contextlib

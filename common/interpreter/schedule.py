@@ -223,10 +223,10 @@ class Schedule:
 
     def _end(self, partition):
         """Nothing may be left of what a partition has begun, and of a program nothing at all."""
-        if any(not store.event & partition.known for store in partition.stores):
-            self.fail("the partition ends before what it stores has been read: no store_wait")
+        if partition.stores:
+            self.fail(f"the partition ends with no store_wait for what it stores: {partition.stores[0].where}")
         if partition.products:
-            self.fail("the partition ends before its products do: no warpgroup_mma_wait")
+            self.fail(f"the partition ends with no warpgroup_mma_wait for its product: {partition.products[0].where}")
         if partition is partition.program.partitions[0]:
             for barrier in partition.program.barriers:
                 barrier.check_at_end()

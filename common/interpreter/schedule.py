@@ -15,6 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable
 
+import torch
 from triton.runtime.interpreter import InterpreterError
 
 VARIABLE = "GLUON_SEED"  # in the environment: the seed of every launch
@@ -128,6 +129,7 @@ class Schedule:
         self._partitions = []  # that have begun and not ended
         self._finished = threading.Lock()
 
+    @torch.inference_mode()
     def run(self, programs: Iterable[tuple[Program, Callable]]):
         """Run all, in an order of the seed's."""
         programs = list(programs)
@@ -194,6 +196,7 @@ class Schedule:
         return f"{VARIABLE}={self.seed} replays this order"
 
     def _begin(self, partition, then):
+        @torch.inference_mode()  # a thread begins without it, and whether the arguments were made in it nobody knows
         def body():
             partition.turn.acquire()
             try:

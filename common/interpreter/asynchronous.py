@@ -120,7 +120,7 @@ class Store:
 def store_wait(pendings: int):
     """tma.store_wait: until all of this partition's stores have been read but so many, the last ones."""
     partition = now().running
-    waited_for = partition.stores[: len(partition.stores) - pendings]
+    waited_for = partition.stores[: max(0, len(partition.stores) - pendings)]
     now().switch(Waiting(lambda: all(store.over for store in waited_for), lambda: "its stores"))
     for store in waited_for:
         partition.known |= store.event

@@ -7,6 +7,7 @@ replaced by what MEANING has; what that lacks raises an error that names it. `sc
 
 import functools
 import inspect
+import re
 import types
 
 import torch
@@ -139,11 +140,11 @@ for _function, _compute in ((gl.abs, torch.abs), (gl.exp2, torch.exp2), (gl.log2
 @means(gl.inline_asm_elementwise)
 def _inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
     """What the comment says with which the instructions begin: an expression of a, b, c …, the arguments."""
-    _, computes, _ = asm.split("*", 2) if asm.startswith("/*") else ("", None, "")
-    if computes is None:
+    comment = re.match(r"/\*(.*?)\*/", asm)
+    if comment is None:
         now().fail("inline assembly that does not begin with a comment, of what it computes of its arguments a, b, …")
     names = dict(zip("abcdefgh", args, strict=False))
-    return eval(computes, {"gl": _Language(gl)}, names).to(dtype)  # by the author of the assembly
+    return eval(comment[1].strip(), {"gl": _Language(gl)}, names).to(dtype)  # by the author of the assembly
 
 
 # --- global memory

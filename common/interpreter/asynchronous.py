@@ -153,6 +153,12 @@ class Product(Values):
         """Of a product that has not been waited for there is none."""
         return now().fail("a product's value is used before warpgroup_mma_wait")
 
+    def __getattr__(self, name):
+        """What a tensor has, a product that has not been waited for has not."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.data
+
     def take_place(self):
         """Multiply, in float32."""
         a, b = (one.view if isinstance(one, Buffer) else one for one in self._operands)

@@ -111,6 +111,12 @@ class Values:
             mine, others = mine.to(both), others.to(both)
         return value(compute(others, mine) if swapped else compute(mine, others), getattr(self, "layout", None))
 
+    def __getitem__(self, index):
+        return Register(self.data[index])
+
+    def __bool__(self):
+        return bool(self.data)
+
 
 def _divided(a, b):
     return torch.div(a, b, rounding_mode="trunc")
@@ -154,12 +160,6 @@ class Register(Values):
     def permute(self, *order):
         """The same values with the dimensions in another order."""
         return Register(self.data.permute(order[0] if isinstance(order[0], list | tuple) else order))
-
-    def __getitem__(self, index):
-        return Register(self.data[index])
-
-    def __bool__(self):
-        return bool(self.data)
 
     def __getattr__(self, name):
         if name.startswith("__"):

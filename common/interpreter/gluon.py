@@ -29,7 +29,7 @@ from . import shared
 from .asynchronous import Descriptor, Load, Product, Store, product_wait, store_wait, traffic
 from .schedule import MARK, Program, begin, next_seed, now, outermost_frame
 from .shared import Barriers, Buffer, Memory
-from .values import Pointer, Register, Scalar, Values, in_torch, operand, value
+from .values import Pointer, Register, Scalar, in_torch, operand, promoted, tensor, value
 
 MEANING = {}  # by the identity of a function of Gluon or Triton, which has no cheap hash: the function, and what it does here
 
@@ -97,40 +97,39 @@ def _convert_layout(x, layout):
 
 @means(gl.where, tl.where)
 def _where(condition, x, y):
-    if not isinstance(condition, Values):
-        return x if condition else y
-    return value(torch.where(condition.data, operand(x), operand(y)), condition.layout)
+    return value(torch.where(tensor(condition), *promoted(x, y)), getattr(condition, "layout", None))
 
 
-def _either(of_numbers, of_tensors):
-    """The larger, or the smaller, of two; a number where the other is NaN."""
+def _either(compute):
+    """The larger, or the smaller, of two; a number where the other is NaN. Not in bfloat16, as in Triton."""
 
     def meaning(x, y):
-        if not isinstance(x, Values) and not isinstance(y, Values):
-            return of_numbers(x, y)
-        x, y = (torch.as_tensor(operand(one)) for one in (x, y))
-        dtype = torch.promote_types(*(one.dtype for one in (x, y) if one.dim())) if x.dim() and y.dim() else None
-        dtype = dtype or next((one.dtype for one in (x, y) if one.dim()), torch.float32 if x.is_floating_point() else x.dtype)
-        return value(of_tensors(x.to(dtype), y.to(dtype)))
+        x, y = (Register(data.float() if data.dtype == torch.bfloat16 else data) for data in (tensor(x), tensor(y)))
+        return value(compute(*promoted(x, y)))
 
     return meaning
 
 
-means(gl.maximum, tl.maximum)(_either(max, torch.fmax))
-means(gl.minimum, tl.minimum)(_either(min, torch.fmin))
+means(gl.maximum, tl.maximum)(_either(torch.fmax))
+means(gl.minimum, tl.minimum)(_either(torch.fmin))
 
 
 @means(gl.max)
 def _max(x, axis):
-    data = x.data
-    if data.is_floating_point():
-        data = data.nan_to_num(float("-inf"), float("inf"), float("-inf"))
-    return value(data.amax(axis))
+    if not x.data.is_floating_point():
+        return value(x.data.to(torch.promote_types(x.data.dtype, torch.int32)).amax(axis))
+    data = x.data.to(torch.promote_types(x.data.dtype, torch.float32))
+    largest = data.amax(axis)
+    if largest.isnan().any():  # a number's, where there is one
+        nan = data.isnan()
+        largest = data.masked_fill(nan, float("-inf")).amax(axis).masked_fill(nan.all(axis), float("nan"))
+    return value(largest)
 
 
 @means(gl.sum)
 def _sum(x, axis):
-    return value(x.data.sum(axis, dtype=x.data.dtype))
+    integer = not x.data.is_floating_point()
+    return value(x.data.sum(axis, dtype=torch.promote_types(x.data.dtype, torch.int32) if integer else x.data.dtype))
 
 
 for _function, _compute in ((gl.abs, torch.abs), (gl.exp2, torch.exp2), (gl.log2, torch.log2)):

@@ -99,17 +99,55 @@ def operand(thing):
     return thing.data if isinstance(thing, Values) else thing
 
 
+def tensor(thing) -> torch.Tensor:
+    """A value of a kernel as a tensor; a number of its text in the type that Triton gives it."""
+    if isinstance(thing, Values):
+        return thing.data
+    if isinstance(thing, Scalar):
+        return torch.tensor(int(thing), dtype=in_torch(thing.dtype))
+    wide = isinstance(thing, int) and not -(2**31) <= thing < 2**31
+    return torch.tensor(thing, dtype=torch.int64 if wide else _IN_THE_TEXT[type(thing)])
+
+
+_IN_THE_TEXT = {bool: torch.bool, int: torch.int32, float: torch.float32}
+
+
+def _kind(dtype):
+    return 2 if dtype.is_floating_point else int(dtype != torch.bool)
+
+
+def _common_type(x, y, of_x, of_y):
+    """The type in which Triton computes with two values of these types."""
+    if of_x == of_y:
+        return of_x
+    in_the_text = type(x) in _IN_THE_TEXT, type(y) in _IN_THE_TEXT
+    if in_the_text[0] and _kind(of_x) <= _kind(of_y):
+        return of_y
+    if in_the_text[1] and _kind(of_y) <= _kind(of_x):
+        return of_x
+    if torch.bfloat16 in (of_x, of_y):
+        other = of_x if of_y == torch.bfloat16 else of_y
+        return other if other in (torch.float16, torch.float64) else torch.float32
+    return torch.promote_types(of_x, of_y)
+
+
+def promoted(x, y, divides=False):
+    """Two values as tensors of the type in which Triton computes with both."""
+    x_data, y_data = tensor(x), tensor(y)
+    dtype = _common_type(x, y, x_data.dtype, y_data.dtype)
+    if divides and dtype in (torch.float16, torch.bfloat16):
+        dtype = torch.float32
+    return x_data.to(dtype), y_data.to(dtype)
+
+
 class Values:
     """What operators work on: `data`, a torch tensor."""
 
     def _with(self, compute, other, swapped=False):
-        mine, others = self.data, operand(other)
-        if (
-            isinstance(others, torch.Tensor) and others.dtype != mine.dtype
-        ):  # torch would ignore the type of what has no dimension
-            both = torch.promote_types(mine.dtype, others.dtype)
-            mine, others = mine.to(both), others.to(both)
-        return value(compute(others, mine) if swapped else compute(mine, others), getattr(self, "layout", None))
+        if not isinstance(other, Values | int | float):
+            return NotImplemented
+        both = promoted(other, self, compute in _DIVISIONS) if swapped else promoted(self, other, compute in _DIVISIONS)
+        return value(compute(*both), getattr(self, "layout", None))
 
     def __getitem__(self, index):
         return Register(self.data[index])
@@ -126,6 +164,7 @@ _OPERATORS = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "truediv": operator.truediv, "floordiv": _divided,
     "mod": torch.fmod, "and": operator.and_, "or": operator.or_, "xor": operator.xor,
 }  # fmt: skip
+_DIVISIONS = {operator.truediv, _divided, torch.fmod}
 _COMPARISONS = {name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")}
 
 for _name, _compute in (_OPERATORS | _COMPARISONS).items():

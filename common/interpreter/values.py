@@ -215,7 +215,8 @@ class Pointer:
     dtype = property(lambda self: tl.pointer_type(in_triton(self.elements.dtype)))
 
     def __add__(self, offset):
-        return Pointer(self.elements, self.offset + operand(offset), self.name)
+        further = offset.data.long() if isinstance(offset, Values) else int(offset)  # an address has 64 bits
+        return Pointer(self.elements, self.offset + further, self.name)
 
     __radd__ = __add__
 

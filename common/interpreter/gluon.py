@@ -5,6 +5,7 @@ replaced by what MEANING has; what that lacks raises an error that names it. `sc
 `shared` what is an error, `asynchronous` what goes on by itself, `values` what a variable holds.
 """
 
+import builtins
 import functools
 import inspect
 import re
@@ -69,8 +70,15 @@ def _static_assert(condition, message=""):
 
 
 means(gl.constexpr)(lambda constant: constant)
-means(gl.static_range, tl.static_range, tl.range)(range)
+means(gl.static_range, tl.static_range)(range)
 means(gdc_wait)(lambda: None)  # a launch begins when the one before has ended
+
+
+@means(range, tl.range)
+def _range(*bounds):
+    bits = max(getattr(bound, "bits", 32) for bound in bounds)
+    return (Scalar(number, bits) for number in range(*map(int, bounds)))
+
 
 # --- tensors in registers
 
@@ -287,8 +295,9 @@ def _translated(function):
     made.__defaults__ = function.__defaults__ and tuple(_meaning(one, "a default") for one in function.__defaults__)
     made.__kwdefaults__ = function.__kwdefaults__
     names = {name for code in _codes(function.__code__) for name in code.co_names}
-    for name in names & function.__globals__.keys():
-        scope[name] = _meaning(function.__globals__[name], name)
+    known = vars(builtins) | function.__globals__
+    for name in names & known.keys():
+        scope[name] = _meaning(known[name], name)
     return made
 
 

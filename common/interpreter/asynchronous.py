@@ -96,7 +96,8 @@ class Store:
 
     def __init__(self, descriptor: Descriptor, coord, buffer: Buffer, adds: bool):
         descriptor.check(buffer)
-        self._descriptor, self._coord, self._buffer, self._adds = descriptor, coord, buffer, adds
+        self._descriptor, self._coord, self.buffer, self._adds = descriptor, coord, buffer, adds
+        self.where = now().here()
         self.event = buffer.memory.use(buffer, "a copy", writes=False, asynchronous=True)
         self.over = False
         now().running.stores.append(self)
@@ -106,7 +107,7 @@ class Store:
     def take_place(self):
         """Write the part of the tile that lies inside of the tensor."""
         part, of_tile = self._descriptor.clipped(self._coord)
-        tile = self._buffer.view.reshape(self._descriptor.block_shape)[of_tile]
+        tile = self.buffer.view.reshape(self._descriptor.block_shape)[of_tile]
         nbytes = part.numel() * part.itemsize
         if self._adds:
             part += tile
@@ -143,6 +144,7 @@ class Product(Values):
         self._operands = a if isinstance(a, Buffer) else operand(a), b
         self._value = None
         self.layout = acc.layout
+        self.where = now().here()
         self.over = False
         now().running.products.append(self)
         now().issue(self)

@@ -223,10 +223,10 @@ class Schedule:
 
     def _end(self, partition):
         """Nothing may be left of what a partition has begun, and of a program nothing at all."""
-        if any(not store.event & partition.known for store in partition.stores):
-            self.fail("the partition ends before what it stores has been read: no store_wait")
-        if partition.products:
-            self.fail("the partition ends before its products do: no warpgroup_mma_wait")
+        for store in partition.stores:
+            self.fail(f"{partition.name} ends before {store.buffer} has been read, with no store_wait after {store.where}")
+        for product in partition.products:
+            self.fail(f"{partition.name} ends before a product does, with no warpgroup_mma_wait after {product.where}")
         if partition is partition.program.partitions[0]:
             for barrier in partition.program.barriers:
                 barrier.check_at_end()

@@ -39,8 +39,6 @@ class Descriptor:
 
     def clipped(self, coord):
         """The part of a tile that lies inside of the tensor, and which of the tile's elements that is."""
-        if len(coord) != len(self.block_shape):
-            now().fail(f"{len(coord)} coordinates for `{self.name}`, which has {len(self.block_shape)} dimensions")
         inside, of_tile = [], []
         for first, size, end in zip(map(int, coord), self.block_shape, self._tensor.shape, strict=True):
             begin, stop = max(first, 0), max(min(first + size, end), 0)
@@ -56,8 +54,10 @@ class Descriptor:
         traffic.read(part.numel() * part.itemsize)
         return whole
 
-    def check(self, buffer: Buffer):
-        """A buffer must be as large as a tile."""
+    def check(self, coord, buffer: Buffer):
+        """There must be as many coordinates as dimensions, and a buffer must be as large as a tile."""
+        if len(coord) != len(self.block_shape):
+            now().fail(f"{len(coord)} coordinates for `{self.name}`, which has {len(self.block_shape)} dimensions")
         if buffer.numel != self.block_type.numel or buffer.dtype != self.dtype:
             now().fail(
                 f"a copy between {buffer}, {buffer.dtype} {buffer.shape}, and `{self.name}`, {self.dtype} {self.block_shape}"
@@ -77,7 +77,7 @@ class Load:
     """A copy from global to shared memory, which a barrier waits for."""
 
     def __init__(self, descriptor: Descriptor, coord, barrier: Barrier, buffer: Buffer):
-        descriptor.check(buffer)
+        descriptor.check(coord, buffer)
         barrier.claim(buffer.nbytes)
         self._descriptor, self._coord, self._barrier, self._buffer = descriptor, coord, barrier, buffer
         event = buffer.memory.use(buffer, "a copy", writes=True, asynchronous=True)
@@ -95,7 +95,7 @@ class Store:
     """A copy from shared to global memory, or an addition to what is there, which its partition waits for."""
 
     def __init__(self, descriptor: Descriptor, coord, buffer: Buffer, adds: bool):
-        descriptor.check(buffer)
+        descriptor.check(coord, buffer)
         self._descriptor, self._coord, self.buffer, self._adds = descriptor, coord, buffer, adds
         self.where = now().here()
         self.event = buffer.memory.use(buffer, "a copy", writes=False, asynchronous=True)

@@ -340,7 +340,7 @@ def run(kernel: GluonJITFunction, *args, grid, warmup, **options):
     unwrapped = {name: one.value if isinstance(one, gl.constexpr) else one for name, one in arguments.items()}
     with begin(next_seed()) as schedule:
         schedule.programs = size[0]
-        values = {name: one if name in constants else _argument(name, one) for name, one in unwrapped.items()}
+        values = {name: _meaning(one, name) if name in constants else _argument(name, one) for name, one in unwrapped.items()}
         call = functools.partial(_translated(kernel.fn), **values)
         schedule.run((Program(number), call) for number in range(size[0]))
 

@@ -223,10 +223,12 @@ class Schedule:
 
     def _end(self, partition):
         """Nothing may be left of what a partition has begun, and of a program nothing at all."""
-        for store in partition.stores:
+        if partition.stores:
+            store = partition.stores[0]
             self.fail(f"{partition.name} ends before {store.buffer} has been read, with no store_wait after {store.where}")
-        for product in partition.products:
-            self.fail(f"{partition.name} ends before a product does, with no warpgroup_mma_wait after {product.where}")
+        if partition.products:
+            where = partition.products[0].where
+            self.fail(f"{partition.name} ends before a product does, with no warpgroup_mma_wait after {where}")
         if partition is partition.program.partitions[0]:
             for barrier in partition.program.barriers:
                 barrier.check_at_end()

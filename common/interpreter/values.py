@@ -85,6 +85,7 @@ for _name, _compute in _INTEGER.items():
     setattr(Scalar, f"__{_name}__", _scalar_operator(_compute, False))
     setattr(Scalar, f"__r{_name}__", _scalar_operator(_compute, True))
 Scalar.__neg__ = lambda self: Scalar(-int(self), self.bits)
+Scalar.__invert__ = lambda self: Scalar(~int(self), self.bits)
 
 
 def value(data: torch.Tensor, layout=None):

@@ -48,10 +48,10 @@ class Scalar(int):
         return Register(torch.tensor(int(self), dtype=in_torch(dtype)))
 
     def __truediv__(self, other):
-        return Register(torch.tensor(int(self), dtype=torch.float32)) / other
+        return NotImplemented if isinstance(other, Values) else self.to(tl.float32) / other
 
     def __rtruediv__(self, other):
-        return other / Register(torch.tensor(int(self), dtype=torch.float32))
+        return NotImplemented if isinstance(other, Values) else other / self.to(tl.float32)
 
 
 def _truncated(a, b):
@@ -68,10 +68,10 @@ _INTEGER = {  # as in C, not as in Python: a quotient is rounded towards zero
 }  # fmt: skip
 
 
-def _scalar_operator(compute, swapped):
+def _scalar_operator(name, compute, swapped):
     def method(self, other):
         if isinstance(other, float):
-            return Register(torch.tensor(int(self), dtype=torch.float32))._with(compute, other, swapped)
+            return getattr(self.to(tl.float32), name)(other)
         if not isinstance(other, int):
             return NotImplemented
         bits = max(self.bits, getattr(other, "bits", 32 if -(2**31) <= other < 2**31 else 64))
@@ -82,8 +82,8 @@ def _scalar_operator(compute, swapped):
 
 
 for _name, _compute in _INTEGER.items():
-    setattr(Scalar, f"__{_name}__", _scalar_operator(_compute, False))
-    setattr(Scalar, f"__r{_name}__", _scalar_operator(_compute, True))
+    for _method, _swapped in ((f"__{_name}__", False), (f"__r{_name}__", True)):
+        setattr(Scalar, _method, _scalar_operator(_method, _compute, _swapped))
 Scalar.__neg__ = lambda self: Scalar(-int(self), self.bits)
 Scalar.__invert__ = lambda self: Scalar(~int(self), self.bits)
 
@@ -100,25 +100,31 @@ def operand(thing):
     return thing.data if isinstance(thing, Values) else thing
 
 
-def tensor(thing) -> torch.Tensor:
-    """A value of a kernel as a tensor; a number of its text in the type that Triton gives it."""
-    if isinstance(thing, Values):
-        return thing.data
-    if isinstance(thing, Scalar):
-        return torch.tensor(int(thing), dtype=in_torch(thing.dtype))
-    wide = isinstance(thing, int) and not -(2**31) <= thing < 2**31
-    return torch.tensor(thing, dtype=torch.int64 if wide else _IN_THE_TEXT[type(thing)])
-
-
 _IN_THE_TEXT = {bool: torch.bool, int: torch.int32, float: torch.float32}
+
+
+def _type(thing):
+    """The type of a value of a kernel; of a number in its text, the one that Triton gives it."""
+    if isinstance(thing, Values):
+        return thing.data.dtype
+    if isinstance(thing, Scalar):
+        return in_torch(thing.dtype)
+    return torch.int64 if isinstance(thing, int) and not -(2**31) <= thing < 2**31 else _IN_THE_TEXT[type(thing)]
+
+
+def tensor(thing, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A value of a kernel as a tensor, of its own type if of no other."""
+    dtype = dtype or _type(thing)
+    return thing.data.to(dtype) if isinstance(thing, Values) else torch.tensor(thing, dtype=dtype)
 
 
 def _kind(dtype):
     return 2 if dtype.is_floating_point else int(dtype != torch.bool)
 
 
-def _common_type(x, y, of_x, of_y):
-    """The type in which Triton computes with two values of these types."""
+def _common_type(x, y):
+    """The type in which Triton computes with two values."""
+    of_x, of_y = _type(x), _type(y)
     if of_x == of_y:
         return of_x
     in_the_text = type(x) in _IN_THE_TEXT, type(y) in _IN_THE_TEXT
@@ -134,11 +140,10 @@ def _common_type(x, y, of_x, of_y):
 
 def promoted(x, y, divides=False):
     """Two values as tensors of the type in which Triton computes with both."""
-    x_data, y_data = tensor(x), tensor(y)
-    dtype = _common_type(x, y, x_data.dtype, y_data.dtype)
+    dtype = _common_type(x, y)
     if divides and dtype in (torch.float16, torch.bfloat16):
         dtype = torch.float32
-    return x_data.to(dtype), y_data.to(dtype)
+    return tensor(x, dtype), tensor(y, dtype)
 
 
 class Values:

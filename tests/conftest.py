@@ -2,6 +2,7 @@
 
 import os
 import threading
+import zlib
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch and numpy: on problems this small more threads only wait
 
@@ -12,6 +13,7 @@ from triton.runtime import interpreter  # noqa: E402
 from triton.runtime.autotuner import Autotuner  # noqa: E402
 
 import stages  # noqa: E402
+from common.interpreter.schedule import restart_seeds  # noqa: E402
 from common.measure.aot import first_that_survives  # noqa: E402
 from common.runtime import INTERPRETED  # noqa: E402
 
@@ -56,6 +58,13 @@ def _same_random_numbers():
     torch.manual_seed(0)
     yield
     torch.use_deterministic_algorithms(False)  # which a test may have switched on
+
+
+@pytest.fixture(autouse=True)
+def _orders_of_its_own(request):
+    """Each test has seeds of its own, by its name: the suite runs Gluon's kernels in many orders, and a test that fails does so
+    again by itself, with the same ones."""
+    restart_seeds(zlib.crc32(request.node.nodeid.encode()))
 
 
 @pytest.fixture

@@ -39,8 +39,6 @@ class Descriptor:
 
     def clipped(self, coord):
         """The part of a tile that lies inside of the tensor, and which of the tile's elements that is."""
-        if len(coord) != len(self.block_shape):
-            now().fail(f"{len(coord)} coordinates for `{self.name}`, which has {len(self.block_shape)} dimensions")
         inside, of_tile = [], []
         for first, size, end in zip(map(int, coord), self.block_shape, self._tensor.shape, strict=True):
             begin, stop = max(first, 0), max(min(first + size, end), 0)
@@ -56,8 +54,10 @@ class Descriptor:
         traffic.read(part.numel() * part.itemsize)
         return whole
 
-    def check(self, buffer: Buffer):
-        """A buffer must be as large as a tile."""
+    def check(self, coord, buffer: Buffer):
+        """There must be as many coordinates as dimensions, and a buffer must be as large as a tile."""
+        if len(coord) != len(self.block_shape):
+            now().fail(f"{len(coord)} coordinates for `{self.name}`, which has {len(self.block_shape)} dimensions")
         if buffer.numel != self.block_type.numel or buffer.dtype != self.dtype:
             now().fail(
                 f"a copy between {buffer}, {buffer.dtype} {buffer.shape}, and `{self.name}`, {self.dtype} {self.block_shape}"
@@ -77,7 +77,7 @@ class Load:
     """A copy from global to shared memory, which a barrier waits for."""
 
     def __init__(self, descriptor: Descriptor, coord, barrier: Barrier, buffer: Buffer):
-        descriptor.check(buffer)
+        descriptor.check(coord, buffer)
         barrier.claim(buffer.nbytes)
         self._descriptor, self._coord, self._barrier, self._buffer = descriptor, coord, barrier, buffer
         event = buffer.memory.use(buffer, "a copy", writes=True, asynchronous=True)
@@ -95,10 +95,11 @@ class Store:
     """A copy from shared to global memory, or an addition to what is there, which its partition waits for."""
 
     def __init__(self, descriptor: Descriptor, coord, buffer: Buffer, adds: bool):
-        descriptor.check(buffer)
-        self._descriptor, self._coord, self._buffer, self._adds = descriptor, coord, buffer, adds
+        descriptor.check(coord, buffer)
+        self._descriptor, self._coord, self.buffer, self._adds = descriptor, coord, buffer, adds
+        self.where = now().here()
         self.event = buffer.memory.use(buffer, "a copy", writes=False, asynchronous=True)
-        self.where, self.over = now().here(), False
+        self.over = False
         now().running.stores.append(self)
         now().issue(self)
         now().switch()
@@ -106,7 +107,7 @@ class Store:
     def take_place(self):
         """Write the part of the tile that lies inside of the tensor."""
         part, of_tile = self._descriptor.clipped(self._coord)
-        tile = self._buffer.view.reshape(self._descriptor.block_shape)[of_tile]
+        tile = self.buffer.view.reshape(self._descriptor.block_shape)[of_tile]
         nbytes = part.numel() * part.itemsize
         if self._adds:
             part += tile
@@ -120,7 +121,7 @@ class Store:
 def store_wait(pendings: int):
     """tma.store_wait: until all of this partition's stores have been read but so many, the last ones."""
     partition = now().running
-    waited_for = partition.stores[: len(partition.stores) - pendings]
+    waited_for = partition.stores[: max(0, len(partition.stores) - pendings)]
     now().switch(Waiting(lambda: all(store.over for store in waited_for), lambda: "its stores"))
     for store in waited_for:
         partition.known |= store.event
@@ -143,7 +144,8 @@ class Product(Values):
         self._operands = a if isinstance(a, Buffer) else operand(a), b
         self._value = None
         self.layout = acc.layout
-        self.where, self.over = now().here(), False
+        self.where = now().here()
+        self.over = False
         now().running.products.append(self)
         now().issue(self)
         now().switch()
@@ -152,6 +154,12 @@ class Product(Values):
     def data(self):
         """Of a product that has not been waited for there is none."""
         return now().fail("a product's value is used before warpgroup_mma_wait")
+
+    def __getattr__(self, name):
+        """What a tensor has, a product that has not been waited for has not."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.data
 
     def take_place(self):
         """Multiply, in float32."""

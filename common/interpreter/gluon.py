@@ -5,8 +5,10 @@ replaced by what MEANING has; what that lacks raises an error that names it. `sc
 `shared` what is an error, `asynchronous` what goes on by itself, `values` what a variable holds.
 """
 
+import builtins
 import functools
 import inspect
+import re
 import types
 
 import torch
@@ -28,7 +30,7 @@ from . import shared
 from .asynchronous import Descriptor, Load, Product, Store, product_wait, store_wait, traffic
 from .schedule import MARK, Program, begin, next_seed, now, outermost_frame
 from .shared import Barriers, Buffer, Memory
-from .values import Pointer, Register, Scalar, Values, in_torch, operand, value
+from .values import Pointer, Register, Scalar, in_torch, operand, promoted, tensor, value
 
 MEANING = {}  # by the identity of a function of Gluon or Triton, which has no cheap hash: the function, and what it does here
 
@@ -68,8 +70,15 @@ def _static_assert(condition, message=""):
 
 
 means(gl.constexpr)(lambda constant: constant)
-means(gl.static_range, tl.static_range, tl.range)(range)
+means(gl.static_range, tl.static_range)(range)
 means(gdc_wait)(lambda: None)  # a launch begins when the one before has ended
+
+
+@means(range, tl.range)
+def _range(*bounds):
+    bits = max(getattr(bound, "bits", 32) for bound in bounds)
+    return (Scalar(number, bits) for number in range(*map(int, bounds)))
+
 
 # --- tensors in registers
 
@@ -96,40 +105,39 @@ def _convert_layout(x, layout):
 
 @means(gl.where, tl.where)
 def _where(condition, x, y):
-    if not isinstance(condition, Values):
-        return x if condition else y
-    return value(torch.where(condition.data, operand(x), operand(y)), condition.layout)
+    return value(torch.where(tensor(condition), *promoted(x, y)), getattr(condition, "layout", None))
 
 
-def _either(of_numbers, of_tensors):
-    """The larger, or the smaller, of two; a number where the other is NaN."""
+def _either(compute):
+    """The larger, or the smaller, of two; a number where the other is NaN. Not in bfloat16, as in Triton."""
 
     def meaning(x, y):
-        if not isinstance(x, Values) and not isinstance(y, Values):
-            return of_numbers(x, y)
-        x, y = (torch.as_tensor(operand(one)) for one in (x, y))
-        dtype = torch.promote_types(*(one.dtype for one in (x, y) if one.dim())) if x.dim() and y.dim() else None
-        dtype = dtype or next((one.dtype for one in (x, y) if one.dim()), torch.float32 if x.is_floating_point() else x.dtype)
-        return value(of_tensors(x.to(dtype), y.to(dtype)))
+        x, y = (Register(data.float() if data.dtype == torch.bfloat16 else data) for data in (tensor(x), tensor(y)))
+        return value(compute(*promoted(x, y)))
 
     return meaning
 
 
-means(gl.maximum, tl.maximum)(_either(max, torch.fmax))
-means(gl.minimum, tl.minimum)(_either(min, torch.fmin))
+means(gl.maximum, tl.maximum)(_either(torch.fmax))
+means(gl.minimum, tl.minimum)(_either(torch.fmin))
 
 
 @means(gl.max)
 def _max(x, axis):
-    data = x.data
-    if data.is_floating_point():
-        data = data.nan_to_num(float("-inf"), float("inf"), float("-inf"))
-    return value(data.amax(axis))
+    if not x.data.is_floating_point():
+        return value(x.data.to(torch.promote_types(x.data.dtype, torch.int32)).amax(axis))
+    data = x.data.to(torch.promote_types(x.data.dtype, torch.float32))
+    largest = data.amax(axis)
+    if largest.isnan().any():  # a number's, where there is one
+        nan = data.isnan()
+        largest = data.masked_fill(nan, float("-inf")).amax(axis).masked_fill(nan.all(axis), float("nan"))
+    return value(largest)
 
 
 @means(gl.sum)
 def _sum(x, axis):
-    return value(x.data.sum(axis, dtype=x.data.dtype))
+    integer = not x.data.is_floating_point()
+    return value(x.data.sum(axis, dtype=torch.promote_types(x.data.dtype, torch.int32) if integer else x.data.dtype))
 
 
 for _function, _compute in ((gl.abs, torch.abs), (gl.exp2, torch.exp2), (gl.log2, torch.log2)):
@@ -139,11 +147,11 @@ for _function, _compute in ((gl.abs, torch.abs), (gl.exp2, torch.exp2), (gl.log2
 @means(gl.inline_asm_elementwise)
 def _inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
     """What the comment says with which the instructions begin: an expression of a, b, c …, the arguments."""
-    _, computes, _ = asm.split("*", 2) if asm.startswith("/*") else ("", None, "")
-    if computes is None:
+    comment = re.match(r"/\*(.*?)\*/", asm)
+    if comment is None:
         now().fail("inline assembly that does not begin with a comment, of what it computes of its arguments a, b, …")
     names = dict(zip("abcdefgh", args, strict=False))
-    return eval(computes, {"gl": _Language(gl)}, names).to(dtype)  # by the author of the assembly
+    return eval(comment[1].strip(), {"gl": _Language(gl)}, names).to(dtype)  # by the author of the assembly
 
 
 # --- global memory
@@ -287,8 +295,9 @@ def _translated(function):
     made.__defaults__ = function.__defaults__ and tuple(_meaning(one, "a default") for one in function.__defaults__)
     made.__kwdefaults__ = function.__kwdefaults__
     names = {name for code in _codes(function.__code__) for name in code.co_names}
-    for name in names & function.__globals__.keys():
-        scope[name] = _meaning(function.__globals__[name], name)
+    known = vars(builtins) | function.__globals__
+    for name in names & known.keys():
+        scope[name] = _meaning(known[name], name)
     return made
 
 
@@ -331,7 +340,7 @@ def run(kernel: GluonJITFunction, *args, grid, warmup, **options):
     unwrapped = {name: one.value if isinstance(one, gl.constexpr) else one for name, one in arguments.items()}
     with begin(next_seed()) as schedule:
         schedule.programs = size[0]
-        values = {name: one if name in constants else _argument(name, one) for name, one in unwrapped.items()}
+        values = {name: _meaning(one, name) if name in constants else _argument(name, one) for name, one in unwrapped.items()}
         call = functools.partial(_translated(kernel.fn), **values)
         schedule.run((Program(number), call) for number in range(size[0]))
 

@@ -227,9 +227,11 @@ class Schedule:
     def _end(self, partition):
         """Nothing may be left of what a partition has begun, and of a program nothing at all."""
         if partition.stores:
-            self.fail(f"the partition ends with no store_wait for what it stores: {partition.stores[0].where}")
+            store = partition.stores[0]
+            self.fail(f"{partition.name} ends before {store.buffer} has been read, with no store_wait after {store.where}")
         if partition.products:
-            self.fail(f"the partition ends with no warpgroup_mma_wait for its product: {partition.products[0].where}")
+            where = partition.products[0].where
+            self.fail(f"{partition.name} ends before a product does, with no warpgroup_mma_wait after {where}")
         if partition is partition.program.partitions[0]:
             for barrier in partition.program.barriers:
                 barrier.check_at_end()

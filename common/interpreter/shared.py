@@ -198,6 +198,7 @@ class Barrier:
         self._count = None  # arrivals of a phase
         self._missing = self._bytes = 0  # arrivals and bytes that this phase still waits for
         self._announced = 0  # bytes for which no copy was issued yet
+        self._where = None  # bytes were last announced
         self._phases = 0  # that are over
         self._gathered = 0  # what those know who have arrived in this phase
         self._passed_on = 0  # what those knew who had arrived in the phases that are over
@@ -215,6 +216,8 @@ class Barrier:
         if self._missing < count:
             now().fail(f"{count} more arrivals at {self}, of which this phase had all {self._count}")
         self._gathered |= now().running.known
+        if nbytes:
+            self._where = now().here()
         self._announced += nbytes
         self._bytes += nbytes
         self._missing -= count
@@ -243,7 +246,7 @@ class Barrier:
     def check_at_end(self):
         """All that was announced must have come."""
         if self._bytes:
-            now().fail(f"{self} expects {self._bytes} more bytes")
+            now().fail(f"{self} expects {self._bytes} more bytes: {self._where}")
 
     def _complete(self):
         if self._missing == 0 and self._bytes == 0:

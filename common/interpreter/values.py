@@ -48,10 +48,10 @@ class Scalar(int):
         return Register(torch.tensor(int(self), dtype=in_torch(dtype)))
 
     def __truediv__(self, other):
-        return Register(torch.tensor(int(self), dtype=torch.float32)) / other
+        return NotImplemented if isinstance(other, Values) else self.to(tl.float32) / other
 
     def __rtruediv__(self, other):
-        return other / Register(torch.tensor(int(self), dtype=torch.float32))
+        return NotImplemented if isinstance(other, Values) else other / self.to(tl.float32)
 
 
 def _truncated(a, b):
@@ -68,10 +68,10 @@ _INTEGER = {  # as in C, not as in Python: a quotient is rounded towards zero
 }  # fmt: skip
 
 
-def _scalar_operator(compute, swapped):
+def _scalar_operator(name, compute, swapped):
     def method(self, other):
         if isinstance(other, float):
-            return Register(torch.tensor(int(self), dtype=torch.float32))._with(compute, other, swapped)
+            return getattr(self.to(tl.float32), name)(other)
         if not isinstance(other, int):
             return NotImplemented
         bits = max(self.bits, getattr(other, "bits", 32 if -(2**31) <= other < 2**31 else 64))
@@ -82,9 +82,10 @@ def _scalar_operator(compute, swapped):
 
 
 for _name, _compute in _INTEGER.items():
-    setattr(Scalar, f"__{_name}__", _scalar_operator(_compute, False))
-    setattr(Scalar, f"__r{_name}__", _scalar_operator(_compute, True))
+    for _method, _swapped in ((f"__{_name}__", False), (f"__r{_name}__", True)):
+        setattr(Scalar, _method, _scalar_operator(_method, _compute, _swapped))
 Scalar.__neg__ = lambda self: Scalar(-int(self), self.bits)
+Scalar.__invert__ = lambda self: Scalar(~int(self), self.bits)
 
 
 def value(data: torch.Tensor, layout=None):
@@ -99,17 +100,66 @@ def operand(thing):
     return thing.data if isinstance(thing, Values) else thing
 
 
+_IN_THE_TEXT = {bool: torch.bool, int: torch.int32, float: torch.float32}
+
+
+def _type(thing):
+    """The type of a value of a kernel; of a number in its text, the one that Triton gives it."""
+    if isinstance(thing, Values):
+        return thing.data.dtype
+    if isinstance(thing, Scalar):
+        return in_torch(thing.dtype)
+    return torch.int64 if isinstance(thing, int) and not -(2**31) <= thing < 2**31 else _IN_THE_TEXT[type(thing)]
+
+
+def tensor(thing, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A value of a kernel as a tensor, of its own type if of no other."""
+    dtype = dtype or _type(thing)
+    return thing.data.to(dtype) if isinstance(thing, Values) else torch.tensor(thing, dtype=dtype)
+
+
+def _kind(dtype):
+    return 2 if dtype.is_floating_point else int(dtype != torch.bool)
+
+
+def _common_type(x, y):
+    """The type in which Triton computes with two values."""
+    of_x, of_y = _type(x), _type(y)
+    if of_x == of_y:
+        return of_x
+    in_the_text = type(x) in _IN_THE_TEXT, type(y) in _IN_THE_TEXT
+    if in_the_text[0] and _kind(of_x) <= _kind(of_y):
+        return of_y
+    if in_the_text[1] and _kind(of_y) <= _kind(of_x):
+        return of_x
+    if torch.bfloat16 in (of_x, of_y):
+        other = of_x if of_y == torch.bfloat16 else of_y
+        return other if other in (torch.float16, torch.float64) else torch.float32
+    return torch.promote_types(of_x, of_y)
+
+
+def promoted(x, y, divides=False):
+    """Two values as tensors of the type in which Triton computes with both."""
+    dtype = _common_type(x, y)
+    if divides and dtype in (torch.float16, torch.bfloat16):
+        dtype = torch.float32
+    return tensor(x, dtype), tensor(y, dtype)
+
+
 class Values:
     """What operators work on: `data`, a torch tensor."""
 
     def _with(self, compute, other, swapped=False):
-        mine, others = self.data, operand(other)
-        if (
-            isinstance(others, torch.Tensor) and others.dtype != mine.dtype
-        ):  # torch would ignore the type of what has no dimension
-            both = torch.promote_types(mine.dtype, others.dtype)
-            mine, others = mine.to(both), others.to(both)
-        return value(compute(others, mine) if swapped else compute(mine, others), getattr(self, "layout", None))
+        if not isinstance(other, Values | int | float):
+            return NotImplemented
+        both = promoted(other, self, compute in _DIVISIONS) if swapped else promoted(self, other, compute in _DIVISIONS)
+        return value(compute(*both), getattr(self, "layout", None))
+
+    def __getitem__(self, index):
+        return Register(self.data[index])
+
+    def __bool__(self):
+        return bool(self.data)
 
 
 def _divided(a, b):
@@ -120,6 +170,7 @@ _OPERATORS = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "truediv": operator.truediv, "floordiv": _divided,
     "mod": torch.fmod, "and": operator.and_, "or": operator.or_, "xor": operator.xor,
 }  # fmt: skip
+_DIVISIONS = {operator.truediv, _divided, torch.fmod}
 _COMPARISONS = {name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")}
 
 for _name, _compute in (_OPERATORS | _COMPARISONS).items():
@@ -155,12 +206,6 @@ class Register(Values):
         """The same values with the dimensions in another order."""
         return Register(self.data.permute(order[0] if isinstance(order[0], list | tuple) else order))
 
-    def __getitem__(self, index):
-        return Register(self.data[index])
-
-    def __bool__(self):
-        return bool(self.data)
-
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
@@ -176,7 +221,8 @@ class Pointer:
     dtype = property(lambda self: tl.pointer_type(in_triton(self.elements.dtype)))
 
     def __add__(self, offset):
-        return Pointer(self.elements, self.offset + operand(offset), self.name)
+        further = offset.data.long() if isinstance(offset, Values) else int(offset)  # an address has 64 bits
+        return Pointer(self.elements, self.offset + further, self.name)
 
     __radd__ = __add__
 

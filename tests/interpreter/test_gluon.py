@@ -1,0 +1,674 @@
+"""The interpreter of Gluon runs small kernels in many orders, and finds in each order the mistake that a kernel is given.
+
+A kernel is right where `MISTAKE` is "none". `errors` puts the text of a line where the message has its number.
+"""
+
+import itertools
+import linecache
+import os
+import re
+import threading
+import time
+
+import pytest
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.interpreter import InterpreterError
+
+from common.interpreter.schedule import VARIABLE, restart_seeds
+from common.kernels.hopper import async_reduce_add, new_barriers, new_ring
+from common.runtime import INTERPRETED
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the interpreter is not in use here")
+
+SEEDS = range(20)
+SIZE = gl.constexpr(16)  # of a tile, in both directions
+LAYOUT = gl.constexpr(gl.BlockedLayout([1, 1], [2, 16], [4, 1], [1, 0]))
+SHARED = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=2)
+
+
+@pytest.fixture(autouse=True)
+def _no_seed_for_all(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+def tiles(number):
+    """So many tiles, one below the other, of numbers with which all arithmetic here is exact."""
+    return torch.randint(-4, 5, (number * SIZE.value, SIZE.value)).half()
+
+
+def describe(tensor, padding="zero"):
+    return TensorDescriptor.from_tensor(tensor, [SIZE.value, SIZE.value], SHARED, padding=padding)
+
+
+def launch(kernel, *arguments, seed, programs=1):
+    restart_seeds(seed)
+    kernel[(programs,)](*arguments)
+
+
+def error(kernel, *arguments, seed):
+    """What the interpreter says of a kernel with a mistake, which must name a line, a partition and the seed."""
+    with pytest.raises(InterpreterError) as caught:
+        launch(kernel, *arguments, seed=seed)
+    message = str(caught.value)
+    place = r"test_gluon\.py:(\d+), in _\w+ \(program 0(?:, partition \d: _\w+)?\)"
+    assert re.search(place, message), message
+    assert message.endswith(f"\n{VARIABLE}={os.environ.get(VARIABLE, seed)} replays this order"), message
+    return re.sub(
+        r"interpreter/test_gluon\.py:(\d+)", lambda found: linecache.getline(__file__, int(found[1])).strip(), message
+    )
+
+
+def check_errors(expected, kernel, *arguments, seeds=SEEDS[:10]):
+    """In every order there is an error that `expected`, a regular expression, matches."""
+    for seed in seeds:
+        message = error(kernel, *arguments, seed=seed)
+        assert re.search(expected, message), message
+
+
+# --- copies through a ring of buffers, and back
+
+
+@gluon.jit
+def _fill(x_desc, x_s, full, empty, count, MISTAKE: gl.constexpr):
+    nbytes: gl.constexpr = x_desc.block_type.nbytes
+    more: gl.constexpr = 32 if MISTAKE == "more bytes" else -32 if MISTAKE == "fewer bytes" else 0
+    for i in range(count):
+        slot = i % 2
+        mbarrier.wait(empty.index(slot), (i // 2 & 1) ^ 1)
+        mbarrier.expect(full.index(slot), nbytes + more)
+        if MISTAKE != "no copy":
+            tma.async_copy_global_to_shared(x_desc, [i * SIZE, 0], full.index(slot), x_s.index(slot))
+        if MISTAKE == "store beside a copy":
+            x_s.index(slot).store(gl.zeros([SIZE, SIZE], x_s.dtype, LAYOUT))
+
+
+@gluon.jit
+def _double(out_desc, x_s, out_s, full, empty, count, MISTAKE: gl.constexpr):
+    for i in range(count):
+        slot = i % 2
+        if MISTAKE != "no wait for the copy":
+            mbarrier.wait(full.index(i if MISTAKE == "barrier outside" else slot), i // 2 & 1)
+        if MISTAKE == "arrives early":
+            mbarrier.arrive(empty.index(slot), count=1)
+        x = x_s.index(i if MISTAKE == "buffer outside" else slot).load(LAYOUT)
+        if MISTAKE != "no arrival" and MISTAKE != "arrives early":
+            mbarrier.arrive(empty.index(slot), count=2 if MISTAKE == "two arrivals" else 1)
+        if MISTAKE != "no wait for the store":
+            tma.store_wait(0)
+        out_s.store(x * 2)
+        if MISTAKE != "no fence":
+            fence_async_shared()
+        tma.async_copy_shared_to_global(out_desc, [i * SIZE, 0], out_s)
+    if MISTAKE != "no last wait":
+        tma.store_wait(0)
+
+
+@gluon.jit
+def _double_kernel(x_desc, out_desc, count, MISTAKE: gl.constexpr):
+    x_s = gl.allocate_shared_memory(x_desc.dtype, [2, SIZE, SIZE], x_desc.layout)
+    out_s = gl.allocate_shared_memory(x_desc.dtype, [SIZE, SIZE], x_desc.layout)
+    full, empty = new_ring(2, 1, 1)
+    if MISTAKE == "no init":
+        full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    reader = (out_desc, x_s, out_s, full, empty, count, MISTAKE)
+    gl.warp_specialize([(_double, reader), (_fill, (x_desc, x_s, full, empty, count, MISTAKE))], [1], [24])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_copies_through_a_ring_of_buffers(seed):
+    x = tiles(5)
+    out = torch.empty_like(x)
+    launch(_double_kernel, describe(x), describe(out), 5, "none", seed=seed)
+    assert torch.equal(out, x * 2)
+
+
+WAIT_FULL, WAIT_EMPTY = (rf"mbarrier.wait\({row}.*, in " for row in ("full", "empty"))
+COPY, LOAD, SAVE = (re.escape(start) + r".*, in " for start in ("tma.async_copy_global", "x = x_s.", "tma.async_copy_shared"))
+FILL, DOUBLE = r"_fill \(program 0, partition 2: _fill\)", r"_double \(program 0, partition 1: _double\)"
+IN_COPIES = {
+    "no copy": rf"{WAIT_FULL}{DOUBLE} waits for full\[0\], phase 0: 0 of 1 arrivals and 512 bytes are missing\n",
+    "no arrival": rf"{WAIT_EMPTY}{FILL} waits for empty\[0\], phase 0: 1 of 1 arrivals and 0 bytes are missing\n",
+    "more bytes": rf"{WAIT_FULL}{DOUBLE} waits for full\[0\], phase 0: 0 of 1 arrivals and 32 bytes are missing\n",
+    "fewer bytes": rf"{COPY}{FILL}: a copy brings 512 bytes to full\[0\], which expects 480 more\n",
+    "two arrivals": rf"mbarrier.arrive.*, in {DOUBLE}: 2 more arrivals at empty\[0\], of which this phase had all 1\n",
+    "no init": rf"(mbarrier.expect.*, in {FILL}|{WAIT_FULL}{DOUBLE}): full\[0\] has had no mbarrier.init\n",
+    "barrier outside": rf"{WAIT_FULL}{DOUBLE}: index 2 of full, which has 2\n",
+    "buffer outside": rf"{LOAD}{DOUBLE}: index 2 of x_s, which has 2\n",
+    "no wait for the copy": rf"{LOAD}{DOUBLE}: (a load reads x_s\[0\], and not all of that was ever written|"
+    rf"race: a load reads x_s\[0\], and a copy may still write it: {COPY}{FILL})\n",
+    "store beside a copy": rf"x_s.*, in {FILL}: race: a store writes x_s\[0\], and a copy may still write it: {COPY}{FILL}\n",
+    "arrives early": rf"{COPY}{FILL}: race: a copy writes x_s\[0\], and a load may still read it: {LOAD}{DOUBLE}\n|"
+    rf"{LOAD}{DOUBLE}: race: a load reads x_s\[0\], and a copy may still write it: {COPY}{FILL}\n",
+    "no wait for the store": rf"out_s.*{DOUBLE}: race: a store writes out_s, and a copy may still read it: {SAVE}{DOUBLE}\n",
+    "no fence": rf"{SAVE}{DOUBLE}: a copy reads out_s after a store, with no fence_async_shared in between: out_s.*{DOUBLE}\n",
+    "no last wait": rf": _double ends before out_s has been read, with no store_wait after {SAVE}{DOUBLE}\n",
+}
+
+
+@pytest.mark.parametrize("mistake", IN_COPIES)
+def test_mistakes_in_copies_are_found(mistake):
+    x = tiles(5)
+    check_errors(IN_COPIES[mistake], _double_kernel, describe(x), describe(x.clone()), 5, mistake)
+
+
+def test_deadlock_says_of_every_partition_what_it_waits_for():
+    message = error(_double_kernel, describe(tiles(5)), describe(tiles(5)), 5, "no copy", seed=0)
+    waits = re.findall(r"^  .*, in (\w+) \(.*\) waits for (.*)$", message, re.MULTILINE)
+    assert message.startswith("deadlock\n")
+    assert [(function, what.split(",")[0]) for function, what in waits] == [
+        ("_double_kernel", "its partitions"),
+        ("_double", "full[0]"),
+        ("_fill", "empty[0]"),
+    ]
+
+
+# --- a buffer that is read in every way and then written again in every way
+
+
+@gluon.jit
+def _save(values, out_s, out_desc):
+    out_s.store(values.to(out_s.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(out_desc, [0, 0], out_s)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _read(out_desc, x_s, out_s, full, empty, READER: gl.constexpr, EARLY: gl.constexpr):
+    mbarrier.wait(full.index(0), 0)
+    mbarrier.arrive(empty.index(0), count=1, pred=EARLY and READER == "a load")
+    if READER == "a load":
+        x = x_s.load(LAYOUT)
+    elif READER == "a product":
+        no = gl.zeros([SIZE, SIZE], gl.float32, LAYOUT)
+        x = warpgroup_mma(x_s, x_s, no, use_acc=False, is_async=True)
+    else:
+        tma.async_copy_shared_to_global(out_desc, [0, 0], x_s)
+    mbarrier.arrive(empty.index(0), count=1, pred=EARLY and READER != "a load")
+    if READER == "a product":
+        x = warpgroup_mma_wait(0, [x])
+    if READER == "a copy":
+        tma.store_wait(0)
+    mbarrier.arrive(empty.index(0), count=1, pred=not EARLY)
+    if READER != "a copy":
+        _save(x, out_s, out_desc)
+
+
+@gluon.jit
+def _rewrite(x_desc, x_s, full, empty, WRITER: gl.constexpr):
+    mbarrier.expect(full.index(0), x_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(x_desc, [0, 0], full.index(0), x_s)
+    mbarrier.wait(empty.index(0), 0)
+    if WRITER == "a copy":
+        mbarrier.expect(full.index(0), x_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(x_desc, [SIZE, 0], full.index(0), x_s)
+        mbarrier.wait(full.index(0), 1)
+    else:
+        x_s.store(gl.zeros([SIZE, SIZE], x_s.dtype, LAYOUT))
+
+
+@gluon.jit
+def _rewrite_kernel(x_desc, out_desc, READER: gl.constexpr, WRITER: gl.constexpr, EARLY: gl.constexpr):
+    x_s = gl.allocate_shared_memory(x_desc.dtype, [SIZE, SIZE], x_desc.layout)
+    out_s = gl.allocate_shared_memory(x_desc.dtype, [SIZE, SIZE], x_desc.layout)
+    full, empty = new_ring(1, 1, 1)
+    reader = (out_desc, x_s, out_s, full, empty, READER, EARLY)
+    gl.warp_specialize([(_read, reader), (_rewrite, (x_desc, x_s, full, empty, WRITER))], [1], [24])
+
+
+@pytest.mark.parametrize("writer", ["a copy", "a store"])
+@pytest.mark.parametrize("reader", ["a load", "a product", "a copy"])
+def test_buffer_is_written_again_only_after_it_was_read(reader, writer):
+    x = tiles(2)
+    first = x[: SIZE.value]
+    for seed in SEEDS:
+        out = torch.empty_like(first)
+        launch(_rewrite_kernel, describe(x), describe(out), reader, writer, False, seed=seed)
+        assert torch.equal(out, first @ first if reader == "a product" else first)
+    race = rf"in _rewrite \(.*\): race: {writer} writes x_s, and {reader} may still read it: .*, in _read \(.*\)\n"
+    if reader == "a load":  # which comes after the write in some orders
+        race += rf"|in _read \(.*\): race: a load reads x_s, and {writer} may still write it: .*, in _rewrite \(.*\)\n"
+    check_errors(race, _rewrite_kernel, describe(x), describe(out), reader, writer, True)
+
+
+# --- what ordinary stores have written, used by what is asynchronous
+
+
+@gluon.jit
+def _write(x_s, ready, FENCE: gl.constexpr):
+    if FENCE == "before the store":
+        fence_async_shared()
+    x_s.store(gl.full([SIZE, SIZE], 2, x_s.dtype, LAYOUT))
+    if FENCE == "by the writer":
+        fence_async_shared()
+    mbarrier.arrive(ready.index(0), count=1)
+
+
+@gluon.jit
+def _use(out_desc, x_s, out_s, ready, FENCE: gl.constexpr, USER: gl.constexpr):
+    if FENCE == "before the wait":
+        fence_async_shared()
+    mbarrier.wait(ready.index(0), 0)
+    if FENCE == "by the reader":
+        fence_async_shared()
+    if USER == "a product":
+        no = gl.zeros([SIZE, SIZE], gl.float32, LAYOUT)
+        _save(warpgroup_mma(x_s, x_s, no, use_acc=False), out_s, out_desc)
+    else:
+        tma.async_copy_shared_to_global(out_desc, [0, 0], x_s)
+        tma.store_wait(0)
+
+
+@gluon.jit
+def _hand_over_kernel(out_desc, FENCE: gl.constexpr, USER: gl.constexpr, ALONE: gl.constexpr):
+    x_s = gl.allocate_shared_memory(out_desc.dtype, [SIZE, SIZE], out_desc.layout)
+    out_s = gl.allocate_shared_memory(out_desc.dtype, [SIZE, SIZE], out_desc.layout)
+    ready = new_barriers(1, 1)
+    user = (out_desc, x_s, out_s, ready, FENCE, USER)
+    if ALONE:
+        _write(x_s, ready, FENCE)
+        _use(out_desc, x_s, out_s, ready, FENCE, USER)
+    else:
+        gl.warp_specialize([(_use, user), (_write, (x_s, ready, FENCE))], [4], [24])
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["one partition", "two partitions"])
+@pytest.mark.parametrize("user", ["a product", "a copy"])
+def test_stores_are_fenced_before_what_is_asynchronous_reads_them(user, alone):
+    out = torch.empty(SIZE.value, SIZE.value).half()
+    for seed in SEEDS:
+        for fence in ("by the writer", "by the reader", *(["before the wait"] if alone else [])):
+            launch(_hand_over_kernel, describe(out.zero_()), fence, user, alone, seed=seed)
+            assert (out == (4 * SIZE.value if user == "a product" else 2)).all()
+    unseen = rf", in _use \(.*\): {user} reads x_s after a store, with no fence_async_shared in between: x_s.store.*, in _write"
+    for fence in ("none", "before the store", *(["before the wait"] if not alone else [])):
+        check_errors(unseen, _hand_over_kernel, describe(out), fence, user, alone)
+
+
+# --- products
+
+
+@gluon.jit
+def _use_too_early(product, x_s, USE: gl.constexpr):
+    if USE == "operator":
+        return product + 1.0
+    elif USE == "operator, swapped":
+        return 1.0 / product
+    elif USE == "comparison":
+        return product > 0.0
+    elif USE == "sign":
+        return -product
+    elif USE == "condition":
+        return 1 if product else 0
+    elif USE == "index":
+        return product[:, None]
+    elif USE == "exp2":
+        return gl.exp2(product)
+    elif USE == "max":
+        return gl.max(product, 1)
+    elif USE == "maximum":
+        return gl.maximum(product, 0.0)
+    elif USE == "where":
+        return gl.where(True, product, 0.0)
+    elif USE == "convert_layout":
+        return gl.convert_layout(product, LAYOUT)
+    elif USE == "to":
+        return product.to(gl.float16)
+    elif USE == "reshape":
+        return product.reshape([SIZE * SIZE])
+    elif USE == "permute":
+        return product.permute([1, 0])
+    elif USE == "type":
+        return product.type.layout
+    elif USE == "dtype":
+        return product.dtype
+    elif USE == "store":
+        x_s.store(product)
+    elif USE == "operand":
+        return warpgroup_mma(product, x_s, gl.zeros([SIZE, SIZE], gl.float32, LAYOUT))
+
+
+@gluon.jit
+def _multiply_kernel(x_desc, out_desc, MISTAKE: gl.constexpr):
+    x_s = gl.allocate_shared_memory(x_desc.dtype, [2, SIZE, SIZE], x_desc.layout)
+    out_s = gl.allocate_shared_memory(x_desc.dtype, [SIZE, SIZE], x_desc.layout)
+    full = new_barriers(1, 1)
+    mbarrier.expect(full.index(0), 2 * x_desc.block_type.nbytes)
+    for i in gl.static_range(2):
+        tma.async_copy_global_to_shared(x_desc, [i * SIZE, 0], full.index(0), x_s.index(i))
+    mbarrier.wait(full.index(0), 0)
+    product = warpgroup_mma(
+        x_s.index(0), x_s.index(1).permute([1, 0]), gl.zeros([SIZE, SIZE], gl.float32, LAYOUT), is_async=True
+    )
+    product = warpgroup_mma(x_s.index(1), x_s.index(0), product, is_async=True)
+    if MISTAKE != "none" and MISTAKE != "no wait":
+        _use_too_early(product, out_s, MISTAKE)
+    if MISTAKE != "no wait":
+        _save(warpgroup_mma_wait(0, [product]), out_s, out_desc)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_products_are_added_up(seed):
+    x = tiles(2)
+    a, b = x.split(SIZE.value)
+    out = torch.empty_like(a)
+    launch(_multiply_kernel, describe(x), describe(out), "none", seed=seed)
+    assert torch.equal(out, a @ b.T + b @ a)
+
+
+@pytest.mark.parametrize(
+    "use",
+    ["operator", "operator, swapped", "comparison", "sign", "condition", "index", "exp2", "max", "maximum", "where"]
+    + ["convert_layout", "to", "reshape", "permute", "type", "dtype", "store", "operand"],
+)
+def test_product_that_was_not_waited_for_has_no_value(use):
+    early = r"^.*product.*, in _use_too_early \(program 0\): a product's value is used before warpgroup_mma_wait\n"
+    check_errors(early, _multiply_kernel, describe(tiles(2)), describe(tiles(1)), use, seeds=SEEDS[:5])
+
+
+def test_partition_waits_for_its_products():
+    ends = r": the kernel ends before a product does, with no warpgroup_mma_wait after product = .*, in _multiply_kernel \("
+    check_errors(ends, _multiply_kernel, describe(tiles(2)), describe(tiles(1)), "no wait")
+
+
+@gluon.jit
+def _wait_for_products_kernel(x_desc, OUTSTANDING: gl.constexpr, USE: gl.constexpr, USED: gl.constexpr):
+    x_s = gl.allocate_shared_memory(x_desc.dtype, [3, SIZE, SIZE], x_desc.layout)
+    full = new_barriers(1, 1)
+    mbarrier.expect(full.index(0), 3 * x_desc.block_type.nbytes)
+    for i in gl.static_range(3):
+        tma.async_copy_global_to_shared(x_desc, [i * SIZE, 0], full.index(0), x_s.index(i))
+    mbarrier.wait(full.index(0), 0)
+    no = gl.zeros([SIZE, SIZE], gl.float32, LAYOUT)
+    first = warpgroup_mma(x_s.index(0), x_s.index(0), no, is_async=True)
+    second = warpgroup_mma(x_s.index(1), x_s.index(1), no, is_async=True)
+    third = warpgroup_mma(x_s.index(2), x_s.index(2), no, is_async=True)
+    products = warpgroup_mma_wait(OUTSTANDING, [first, second, third])
+    if USE == "value":
+        products[USED] + 1.0
+    else:
+        x_s.index(USED).store(gl.zeros([SIZE, SIZE], x_s.dtype, LAYOUT))
+    warpgroup_mma_wait(0, [no])
+
+
+@pytest.mark.parametrize("used", range(3))
+@pytest.mark.parametrize("use", ["value", "buffer"])
+def test_all_products_are_over_but_the_last_ones(use, used):
+    x = describe(tiles(3))
+    early = {
+        "value": r"products\[USED\].*a product's value is used before warpgroup_mma_wait\n",
+        "buffer": rf"race: a store writes x_s\[{used}\], and a product may still read it: .*x_s.index\({used}\)",
+    }[use]
+    for outstanding in range(5):
+        if used < 3 - outstanding:
+            for seed in SEEDS:
+                launch(_wait_for_products_kernel, x, outstanding, use, used, seed=seed)
+        else:
+            check_errors(early, _wait_for_products_kernel, x, outstanding, use, used, seeds=SEEDS[:5])
+
+
+# --- stores by the copy engine
+
+
+@gluon.jit
+def _wait_for_stores_kernel(out_desc, out_ptr, seen_ptr, PENDING: gl.constexpr, USED: gl.constexpr):
+    x_s = gl.allocate_shared_memory(out_desc.dtype, [3, SIZE, SIZE], out_desc.layout)
+    for i in gl.static_range(3):
+        x_s.index(i).store(gl.full([SIZE, SIZE], 1, x_s.dtype, LAYOUT))
+    fence_async_shared()
+    for i in gl.static_range(3):
+        tma.async_copy_shared_to_global(out_desc, [i * SIZE, 0], x_s.index(i))
+    tma.store_wait(PENDING)
+    for i in gl.static_range(3):
+        gl.store(seen_ptr + i, gl.load(out_ptr + i * SIZE * SIZE))
+    x_s.index(USED).store(gl.zeros([SIZE, SIZE], x_s.dtype, LAYOUT))
+    tma.store_wait(0)
+
+
+@pytest.mark.parametrize("pending", range(5))
+def test_all_stores_are_over_but_the_last_ones(pending):
+    waited_for = max(0, 3 - pending)
+    out, seen = torch.empty(3 * SIZE.value, SIZE.value).half(), torch.empty(3)
+    seen_after_the_wait = set()
+    for seed in SEEDS if waited_for else ():
+        launch(_wait_for_stores_kernel, describe(out.zero_()), out, seen, pending, waited_for - 1, seed=seed)
+        seen_after_the_wait.add(tuple(seen.tolist()))
+        assert out.all()
+    if waited_for:  # all of these, and of the others any, in any order
+        assert seen_after_the_wait == set(itertools.product(*[[1]] * waited_for, *[[0, 1]] * (3 - waited_for)))
+    for used in range(waited_for, 3):
+        race = rf"race: a store writes x_s\[{used}\], and a copy may still read it: tma.async"
+        check_errors(race, _wait_for_stores_kernel, describe(out), out, seen, pending, used, seeds=SEEDS[:5])
+
+
+@gluon.jit
+def _move_kernel(x_desc, out_desc, x_row, x_column, out_row, out_column, ADDS: gl.constexpr):
+    x_s = gl.allocate_shared_memory(x_desc.dtype, [SIZE, SIZE], x_desc.layout)
+    full = new_barriers(1, 1)
+    mbarrier.expect(full.index(0), x_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(x_desc, [x_row, x_column], full.index(0), x_s)
+    mbarrier.wait(full.index(0), 0)
+    if ADDS:
+        async_reduce_add(out_desc, [out_row, out_column], x_s)
+    else:
+        tma.async_copy_shared_to_global(out_desc, [out_row, out_column], x_s)
+    tma.store_wait(0)
+
+
+CORNERS = [(0, 0), (8, 8), (16, 16), (-8, 16), (-40, 0), (24, 0), (0, 40)]  # of a tile, in a tensor of 24 by 24
+MARGIN = 48
+
+
+def tile_at(corner, padded):
+    """A view of the tile in a tensor with a margin."""
+    row, column = corner
+    return padded[MARGIN + row :, MARGIN + column :][: SIZE.value, : SIZE.value]
+
+
+@pytest.mark.parametrize("padding", ["zero", "nan"])
+@pytest.mark.parametrize("corner", CORNERS, ids=str)
+def test_load_is_padded_outside_of_a_tensor(corner, padding):
+    x, out = torch.randn(24, 24).half(), torch.empty(SIZE.value, SIZE.value).half()
+    launch(_move_kernel, describe(x, padding), describe(out), *corner, 0, 0, False, seed=0)
+    padded = torch.nn.functional.pad(x, [MARGIN] * 4, value=float("nan") if padding == "nan" else 0)
+    torch.testing.assert_close(out, tile_at(corner, padded), equal_nan=True, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["stores", "adds"])
+@pytest.mark.parametrize("corner", CORNERS, ids=str)
+def test_store_is_clipped_outside_of_a_tensor(corner, adds):
+    """The tensor lies in the middle of other memory, which stays as it was."""
+    tile, memory = torch.randn(SIZE.value, SIZE.value).half(), torch.randn(40, 40).half()
+    expected, padded = memory.clone(), torch.nn.functional.pad(memory[8:32, 8:32], [MARGIN] * 4)
+    launch(_move_kernel, describe(tile), describe(memory[8:32, 8:32]), 0, 0, *corner, adds, seed=0)
+    tile_at(corner, padded).copy_(tile_at(corner, padded) + tile if adds else tile)
+    expected[8:32, 8:32] = padded[MARGIN:-MARGIN, MARGIN:-MARGIN]
+    assert torch.equal(memory, expected)
+
+
+# --- other mistakes
+
+
+@gluon.jit
+def _some_mistakes_kernel(x_ptr, x_desc, n, MISTAKE: gl.constexpr):
+    x_s = gl.allocate_shared_memory(gl.float16, [SIZE, SIZE], x_desc.layout)
+    full = new_barriers(1, 1)
+    x_s.slice(0, 8).store(gl.zeros([8, SIZE], gl.float16, LAYOUT))
+    x_s.slice(8, 8, dim=1).store(gl.zeros([SIZE, 8], gl.float16, LAYOUT))
+    x_s.slice(8 if MISTAKE == "never written" else 0, 8).load(LAYOUT)
+    if MISTAKE == "slice outside":
+        x_s.slice(8, 9).load(LAYOUT)
+    if MISTAKE == "other shape":
+        x_s.store(gl.zeros([SIZE, 8], gl.float16, LAYOUT))
+    if MISTAKE == "other type":
+        x_s.store(gl.zeros([SIZE, SIZE], gl.float32, LAYOUT))
+    if MISTAKE == "other tile":
+        tma.async_copy_shared_to_global(x_desc, [0, 0], x_s.slice(0, 8))
+    if MISTAKE == "coordinates":
+        tma.async_copy_global_to_shared(x_desc, [0], full.index(0), x_s)
+    if MISTAKE == "bytes that never come":
+        mbarrier.expect(full.index(0), 512)
+    if MISTAKE == "unknown function":
+        gl.histogram(x_s, 16)
+    if MISTAKE == "unknown function of a module":
+        mbarrier.invalidate(full.index(0))
+    if MISTAKE == "unknown attribute":
+        gl.zeros([16], gl.float32).cumsum(0)
+    if MISTAKE == "assembly":
+        gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [gl.zeros([16], gl.int32)], gl.int32, is_pure=True, pack=1)
+    if MISTAKE == "overflow":
+        n * n
+    if MISTAKE == "overflow in a loop":
+        for i in range(2):
+            i * 2 + 2147483647
+    if MISTAKE == "Python's":
+        n // 0
+    if MISTAKE == "static_assert":
+        gl.static_assert(MISTAKE == "none", "of this kernel")
+
+
+OTHERS = {
+    "never written": r"a load reads x_s\[8:16\], and not all of that was ever written",
+    "slice outside": r"8 to 17 of dimension 0 of x_s, which has 16",
+    "other shape": r"fp16 \[16, 8\] is stored to x_s, which is fp16 \[16, 16\]",
+    "other type": r"fp32 \[16, 16\] is stored to x_s, which is fp16 \[16, 16\]",
+    "other tile": r"a copy between x_s\[0:8\], fp16 \[8, 16\], and `x_desc`, fp16 \[16, 16\]",
+    "coordinates": r"1 coordinates for `x_desc`, which has 2 dimensions",
+    "bytes that never come": r"full\[0\] expects 512 more bytes: mbarrier.expect\(full.index\(0\), 512\), in _some",
+    "unknown function": r"the interpreter does not know triton.experimental.gluon.language.histogram: "
+    r"add it to common.interpreter.gluon",
+    "unknown function of a module": r"the interpreter does not know triton\S*.mbarrier.invalidate: "
+    r"add it to common.interpreter.gluon",
+    "unknown attribute": r"the interpreter does not know a tensor's `cumsum`: add it to common.interpreter.values",
+    "assembly": r"inline assembly that does not begin with a comment",
+    "overflow": r"n \* n, in _some_mistakes_kernel \(program 0\): 2147488281 does not fit an int32",
+    "overflow in a loop": r"2147483649 does not fit an int32",
+    "Python's": r"n // 0, in _some_mistakes_kernel \(program 0\): ZeroDivisionError",
+    "static_assert": r"static_assert: of this kernel",
+}
+
+
+@pytest.mark.parametrize("mistake", OTHERS)
+def test_other_mistakes_are_found(mistake):
+    check_errors(OTHERS[mistake], _some_mistakes_kernel, torch.zeros(4), describe(tiles(1)), 46341, mistake, seeds=SEEDS[:3])
+
+
+def test_what_has_no_mistake_passes():
+    for seed in SEEDS:
+        launch(_some_mistakes_kernel, torch.zeros(4), describe(tiles(1)), 46340, "none", seed=seed)
+    launch(_some_mistakes_kernel, torch.zeros(4), describe(tiles(1)), 46340, "overflow", seed=0)
+
+
+# --- orders, programs and threads
+
+
+@gluon.jit
+def _take_tickets(takers_ptr, counter_ptr, tickets, who):
+    ticket = gl.atomic_add(counter_ptr, 1)
+    while ticket < tickets:
+        gl.store(takers_ptr + ticket, who)
+        ticket = gl.atomic_add(counter_ptr, 1)
+
+
+@gluon.jit
+def _take_tickets_kernel(takers_ptr, counter_ptr, tickets):
+    first = 10 * gl.program_id(0)
+    gl.warp_specialize(
+        [
+            (_take_tickets, (takers_ptr, counter_ptr, tickets, first)),
+            (_take_tickets, (takers_ptr, counter_ptr, tickets, first + 1)),
+        ],
+        [4],
+        [24],
+    )
+
+
+def takers(seed, programs=2):
+    """Which partition of which program took each of sixteen tickets, in an order of the seed's."""
+    taken, counter = torch.full((16,), -1), torch.zeros(1, dtype=torch.int32)
+    launch(_take_tickets_kernel, taken, counter, len(taken), seed=seed, programs=programs)
+    assert counter == len(taken) + 2 * programs
+    return tuple(taken.tolist())
+
+
+def test_seed_says_who_goes_on():
+    orders = [takers(seed) for seed in SEEDS]
+    assert orders[:5] == [takers(seed) for seed in SEEDS[:5]]
+    assert len(set(orders)) > len(SEEDS) / 2
+    assert any(set(order) == {0, 1, 10, 11} for order in orders)
+
+
+def test_two_programs_run_at_a_time():
+    programs = [{who // 10 for who in takers(seed, programs=3)} for seed in SEEDS]
+    assert max(map(len, programs)) == 2  # the third waits for one of them to end
+    assert set().union(*programs) == {0, 1, 2}  # and can be any of them
+
+
+def test_seed_in_the_environment_replays(monkeypatch):
+    first, second = takers(3), takers(4)
+    assert first != second
+    monkeypatch.setenv(VARIABLE, "3")
+    assert takers(4) == takers(5) == first
+
+
+def test_message_says_how_to_have_it_again(monkeypatch):
+    arguments = describe(tiles(5)), describe(tiles(5)), 5, "arrives early"
+    messages = {seed: error(_double_kernel, *arguments, seed=seed) for seed in SEEDS}
+    assert len({message.replace(f"={seed} ", " ") for seed, message in messages.items()}) > 1
+    for message in messages.values():
+        variable, seed = re.search(rf"^({VARIABLE})=(\d+) ", message, re.MULTILINE).groups()
+        monkeypatch.setenv(variable, seed)
+        assert error(_double_kernel, *arguments, seed=1000) == message
+
+
+def test_launch_that_fails_leaves_nothing_behind():
+    before = set(threading.enumerate())
+    x = tiles(5)
+    for mistake in ("no copy", "arrives early", "no last wait"):
+        with pytest.raises(InterpreterError):
+            launch(_double_kernel, describe(x), describe(x.clone()), 5, mistake, seed=0, programs=5)
+        out = torch.empty_like(x)
+        launch(_double_kernel, describe(x), describe(out), 5, "none", seed=0)
+        assert torch.equal(out, x * 2)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+_noted = []
+
+
+def _note(launch):
+    _noted.append(launch)
+    time.sleep(1e-4)  # another thread may go on
+
+
+@gluon.jit
+def _note_kernel(launch):
+    for _ in range(10):
+        _note(launch)
+        fence_async_shared()
+
+
+def test_launches_from_two_threads_wait_for_each_other():
+    def launch_some(launches):
+        for each in launches:
+            _note_kernel[(2,)](each)
+
+    _noted.clear()
+    threads = [threading.Thread(target=launch_some, args=(launches,)) for launches in (range(3), range(3, 6))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted((each, len(list(notes))) for each, notes in itertools.groupby(_noted)) == [(each, 20) for each in range(6)]

@@ -82,13 +82,14 @@ class Load:
         self._descriptor, self._coord, self._barrier, self._buffer = descriptor, coord, barrier, buffer
         event = buffer.memory.use(buffer, "a copy", writes=True, asynchronous=True)
         self._known = now().running.known | event
+        self._cycle = now().timing.copy(now().running, "load", buffer.nbytes) if now().timing else 0.0
         now().issue(self)
         now().switch()
 
     def take_place(self):
         """Fill the buffer, and tell the barrier."""
         self._buffer.view.copy_(self._descriptor.tile(self._coord).view(self._buffer.shape))
-        self._barrier.land(self._buffer.nbytes, self._known)
+        self._barrier.land(self._buffer.nbytes, self._known, self._cycle)
 
 
 class Store:
@@ -100,6 +101,7 @@ class Store:
         self.where = now().here()
         self.event = buffer.memory.use(buffer, "a copy", writes=False, asynchronous=True)
         self.over = False
+        self.cycle = now().timing.copy(now().running, "add" if adds else "store", buffer.nbytes) if now().timing else 0.0
         now().running.stores.append(self)
         now().issue(self)
         now().switch()
@@ -125,6 +127,8 @@ def store_wait(pendings: int):
     now().switch(Waiting(lambda: all(store.over for store in waited_for), lambda: "its stores"))
     for store in waited_for:
         partition.known |= store.event
+        if timing := now().timing:
+            timing.reach(partition, store.cycle)
     del partition.stores[: len(waited_for)]
 
 
@@ -146,6 +150,7 @@ class Product(Values):
         self.layout = acc.layout
         self.where = now().here()
         self.over = False
+        self.cycle = now().timing.product(now().running, self.flops, a) if now().timing else 0.0
         now().running.products.append(self)
         now().issue(self)
         now().switch()
@@ -179,6 +184,8 @@ class Product(Values):
         self.result()
         self.over = True
         now().running.known |= self._events
+        if timing := now().timing:
+            timing.reach(now().running, self.cycle)
 
 
 def product_wait(outstanding: int, results: list):

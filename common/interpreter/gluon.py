@@ -30,7 +30,7 @@ from . import shared
 from .asynchronous import Descriptor, Load, Product, Store, product_wait, store_wait, traffic
 from .schedule import MARK, Program, begin, next_seed, now, outermost_frame
 from .shared import Barriers, Buffer, Memory
-from .values import Pointer, Register, Scalar, in_torch, operand, promoted, tensor, value
+from .values import Pointer, Register, Scalar, computed, in_torch, operand, promoted, tensor, value
 
 MEANING = {}  # by the identity of a function of Gluon or Triton, which has no cheap hash: the function, and what it does here
 
@@ -100,20 +100,21 @@ def _zeros(shape, dtype, layout=None):
 
 @means(gl.convert_layout)
 def _convert_layout(x, layout):
-    return Register(x.data, layout)
+    return computed("move", x.data, x, layout=layout)
 
 
 @means(gl.where, tl.where)
 def _where(condition, x, y):
-    return value(torch.where(tensor(condition), *promoted(x, y)), getattr(condition, "layout", None))
+    chosen = torch.where(tensor(condition), *promoted(x, y))
+    return computed("select", chosen, condition, x, y, layout=getattr(condition, "layout", None))
 
 
 def _either(compute):
     """The larger, or the smaller, of two; a number where the other is NaN. Not in bfloat16, as in Triton."""
 
     def meaning(x, y):
-        x, y = (Register(data.float() if data.dtype == torch.bfloat16 else data) for data in (tensor(x), tensor(y)))
-        return value(compute(*promoted(x, y)))
+        wide = (Register(data.float() if data.dtype == torch.bfloat16 else data) for data in (tensor(x), tensor(y)))
+        return computed("max", compute(*promoted(*wide)), x, y)
 
     return meaning
 
@@ -125,23 +126,24 @@ means(gl.minimum, tl.minimum)(_either(torch.fmin))
 @means(gl.max)
 def _max(x, axis):
     if not x.data.is_floating_point():
-        return value(x.data.to(torch.promote_types(x.data.dtype, torch.int32)).amax(axis))
+        return computed("row maximum", x.data.to(torch.promote_types(x.data.dtype, torch.int32)).amax(axis), x)
     data = x.data.to(torch.promote_types(x.data.dtype, torch.float32))
     largest = data.amax(axis)
     if largest.isnan().any():  # a number's, where there is one
         nan = data.isnan()
         largest = data.masked_fill(nan, float("-inf")).amax(axis).masked_fill(nan.all(axis), float("nan"))
-    return value(largest)
+    return computed("row maximum", largest, x)
 
 
 @means(gl.sum)
 def _sum(x, axis):
     integer = not x.data.is_floating_point()
-    return value(x.data.sum(axis, dtype=torch.promote_types(x.data.dtype, torch.int32) if integer else x.data.dtype))
+    total = x.data.sum(axis, dtype=torch.promote_types(x.data.dtype, torch.int32) if integer else x.data.dtype)
+    return computed("sum", total, x)
 
 
 for _function, _compute in ((gl.abs, torch.abs), (gl.exp2, torch.exp2), (gl.log2, torch.log2)):
-    means(_function)(lambda x, compute=_compute: value(compute(x.data), x.layout))
+    means(_function)(lambda x, name=_compute.__name__, compute=_compute: computed(name, compute(x.data), x, layout=x.layout))
 
 
 @means(gl.inline_asm_elementwise)
@@ -255,8 +257,9 @@ def _warpgroup_mma_wait(num_outstanding=0, deps=None):
 def _warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
     if len(worker_num_warps) != len(functions_and_args) - 1:
         now().fail(f"{len(functions_and_args) - 1} workers, and numbers of warps for {len(worker_num_warps)}")
-    calls = [(functools.partial(function, *args), function.__name__) for function, args in functions_and_args]
-    now().specialize(calls)
+    warps = [now().running.warps, *worker_num_warps]
+    calls = [functools.partial(function, *given) for function, given in functions_and_args]
+    now().specialize(list(zip(calls, (function.__name__ for function, _ in functions_and_args), warps, strict=True)))
 
 
 # --- a kernel's functions, and its launch
@@ -342,7 +345,7 @@ def run(kernel: GluonJITFunction, *args, grid, warmup, **options):
         schedule.programs = size[0]
         values = {name: _meaning(one, name) if name in constants else _argument(name, one) for name, one in unwrapped.items()}
         call = functools.partial(_translated(kernel.fn), **values)
-        schedule.run((Program(number), call) for number in range(size[0]))
+        schedule.run(((Program(number), call) for number in range(size[0])), options.get("num_warps", 4))
 
 
 def install():

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable
 import torch
 from triton.runtime.interpreter import InterpreterError
 
+from .timing import Rates, Timing
+
 VARIABLE = "GLUON_SEED"  # in the environment: the seed of every launch
 AT_ONCE = 2  # programs that run at the same time: the multiprocessors of the GPU that is interpreted
 MARK = "__interpreted__"  # among the globals of every function of a kernel
@@ -100,9 +102,12 @@ class Program:
 class Partition:
     """A thread of a program: the program as it begins, or a role of its warps."""
 
-    def __init__(self, program: Program, call: Callable, name: str, known: int = 0):
-        self.program, self.call, self.name = program, call, name
-        self.known = known  # the events that are over, for all that this partition can tell
+    def __init__(self, program: Program, call: Callable, name: str, warps: int, parent: "Partition | None" = None):
+        self.program, self.call, self.name, self.warps = program, call, name, warps
+        self.clock = self.issued = (
+            parent.clock if parent else 0.0
+        )  # in a launch that is timed: its time, and when it will be done
+        self.known = parent.known if parent else 0  # the events that are over, for all that this partition can tell
         self.products, self.stores = [], []  # asynchronous ones that it has issued and not waited for
         self.waiting = self.frame = None
         self.turn = threading.Lock()
@@ -117,8 +122,8 @@ class Partition:
 class Schedule:
     """A launch: runs programs, some at a time, until all have ended or one has failed."""
 
-    def __init__(self, seed: int):
-        self.seed = seed
+    def __init__(self, seed: int, timing: Timing | None = None):
+        self.seed, self.timing = seed, timing
         self.random = random.Random(seed)
         self.eagerness = self.random.choice((0, 0.1, 0.5, 1))  # with which what has been issued takes place, at each turn
         self.constancy = self.random.choice((0, 0.5, 0.9))  # with which who runs goes on running
@@ -130,30 +135,33 @@ class Schedule:
         self._finished = threading.Lock()
 
     @torch.inference_mode()
-    def run(self, programs: Iterable[tuple[Program, Callable]]):
-        """Run all, in an order of the seed's."""
+    def run(self, programs: Iterable[tuple[Program, Callable]], warps: int):
+        """Run all, each with so many warps, in an order of the seed's; one after the other in a launch that is timed."""
         programs = list(programs)
-        if self.random.random() < 0.5:
+        if not self.timing and self.random.random() < 0.5:
             self.random.shuffle(programs)
         waiting = iter(programs)
 
         def run_next():
             if (pair := next(waiting, None)) and not self.error:
                 program, call = pair
-                self._begin(Partition(program, call, "the kernel"), run_next)
+                partition = Partition(program, call, "the kernel", warps)
+                if self.timing:
+                    partition.clock = partition.issued = self.timing.end
+                self._begin(partition, run_next)
 
         self._finished.acquire()
-        for _ in range(AT_ONCE):
+        for _ in range(1 if self.timing else AT_ONCE):
             run_next()
         self._pass_on()
         self._finished.acquire()
         if self.error:
             raise self.error
 
-    def specialize(self, calls: list[tuple[Callable, str]]):
-        """Run partitions beside each other, and wait for all of them."""
+    def specialize(self, calls: list[tuple[Callable, str, int]]):
+        """Run partitions beside each other, each a call, its name and its number of warps, and wait for all of them."""
         parent = self.running
-        workers = [Partition(parent.program, call, name, parent.known) for call, name in calls]
+        workers = [Partition(parent.program, *call, parent) for call in calls]
         for worker in workers:
             self._begin(worker, lambda: None)
         ended = Waiting(lambda: not any(worker in self._partitions for worker in workers), lambda: "its partitions")
@@ -164,6 +172,8 @@ class Schedule:
     def switch(self, waiting: Waiting | None = None):
         """Let the seed choose who goes on; the partition that runs, not before it has what it is waiting for."""
         me = self.running
+        if self.timing:
+            self.timing.reach(me)
         me.waiting, me.frame = waiting, sys._getframe(1)
         following = self._next()
         if following is not me:
@@ -176,6 +186,8 @@ class Schedule:
     def issue(self, operation):
         """Let an asynchronous operation take place from now on, whenever the seed says."""
         self._issued[id(operation)] = self.random.random(), operation
+        if self.timing:
+            self.perform(operation)
 
     def perform(self, operation):
         """Let it take place now, if it has not yet."""
@@ -254,6 +266,8 @@ class Schedule:
                 if self._issued and self.random.random() < self.eagerness:
                     self._perform_any()
                 ready = [one for one in self._partitions if one.waiting is None or one.waiting.over()]
+                if ready and self.timing:
+                    return min(ready, key=lambda one: one.clock)
                 if ready:
                     stay = self.running in ready and self.random.random() < self.constancy
                     return self.running if stay else self.random.choice(ready)
@@ -274,7 +288,8 @@ class Schedule:
         self.perform(operation)
 
 
-_running = None
+_running = _rates = None
+_timings = []
 _one_at_a_time = threading.RLock()
 
 
@@ -283,13 +298,28 @@ def begin(seed: int):
     """A launch, inside; another thread's waits."""
     global _running
     with _one_at_a_time:
-        _running = Schedule(seed)
+        timing = None
+        if _rates:
+            _timings.append(timing := Timing(_rates))
+        _running = Schedule(seed, timing)
         try:
             yield _running
         finally:
             _running = None
 
 
-def now() -> Schedule:
+@contextlib.contextmanager
+def timed(rates: Rates):
+    """Inside, launches are timed at some rates; gives their timings, in order, as they come."""
+    global _rates, _timings
+    with _one_at_a_time:
+        _rates, _timings = rates, []
+        try:
+            yield _timings
+        finally:
+            _rates = None
+
+
+def now() -> Schedule | None:
     """The launch that runs."""
     return _running

@@ -111,6 +111,8 @@ def fence():
         if use.event & partition.known:
             use.fences |= event
     partition.known |= event
+    if timing := now().timing:
+        timing.spend(partition, timing.rates.fence)
     now().switch()
 
 
@@ -157,9 +159,13 @@ class Buffer:
 
     def load(self, layout=None):
         """Its elements, in registers."""
-        now().running.known |= self.memory.use(self, "a load", writes=False, asynchronous=False)
-        now().switch()
-        return Register(self.view.clone(), layout)
+        schedule = now()
+        schedule.running.known |= self.memory.use(self, "a load", writes=False, asynchronous=False)
+        schedule.switch()
+        loaded = Register(self.view.clone(), layout)
+        if timing := schedule.timing:
+            loaded.times = timing.shared(schedule.running, "load", self.nbytes)
+        return loaded
 
     def store(self, values):
         """Fill it from registers."""
@@ -167,6 +173,8 @@ class Buffer:
             now().fail(f"{values.dtype} {values.shape} is stored to {self}, which is {self.dtype} {self.shape}")
         now().running.known |= self.memory.use(self, "a store", writes=True, asynchronous=False)
         self.view.copy_(values.data)
+        if timing := now().timing:
+            timing.shared(now().running, "store", self.nbytes, values)
         now().switch()
 
 
@@ -202,6 +210,7 @@ class Barrier:
         self._phases = 0  # that are over
         self._gathered = 0  # what those know who have arrived in this phase
         self._passed_on = 0  # what those knew who had arrived in the phases that are over
+        self._cycle = self._over_at = 0.0  # in a launch that is timed: of the last arrival, and of the last that ended a phase
 
     def __str__(self):
         return f"{self._row}[{self._number}]"
@@ -231,8 +240,9 @@ class Barrier:
             now().fail(f"a copy brings {nbytes} bytes to {self}, which expects {self._announced} more")
         self._announced -= nbytes
 
-    def land(self, nbytes: int, known: int):
+    def land(self, nbytes: int, known: int, cycle: float):
         """A copy has come; `known` is over."""
+        self._cycle = max(self._cycle, cycle)
         self._bytes -= nbytes
         self._gathered |= known
         self._complete()
@@ -242,6 +252,9 @@ class Barrier:
         self._check_init()
         now().switch(Waiting(lambda: self._phases & 1 != phase, lambda: self._described(phase)))
         now().running.known |= self._passed_on
+        if timing := now().timing:
+            timing.spend(now().running, timing.rates.wait)
+            timing.reach(now().running, self._over_at + timing.rates.hand_over)
 
     def check_at_end(self):
         """All that was announced must have come."""
@@ -254,6 +267,7 @@ class Barrier:
             self._missing = self._count
             self._passed_on |= self._gathered
             self._gathered = 0
+            self._over_at = self._cycle
 
     def _check_init(self):
         if self._count is None:

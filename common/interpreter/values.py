@@ -95,6 +95,15 @@ def value(data: torch.Tensor, layout=None):
     return Register(data, layout)
 
 
+def computed(name: str, data: torch.Tensor, *operands, layout=None):
+    """`value` of what an instruction has made of some operands, for each element; a launch that is timed takes note of it."""
+    result, schedule = value(data, layout), now()
+    if schedule and schedule.timing and isinstance(result, Register):
+        given = [one for one in operands if isinstance(one, Values)]
+        schedule.timing.instruction(schedule.running, name, max(one.data.numel() for one in (result, *given)), given, result)
+    return result
+
+
 def operand(thing):
     """What torch computes with for a value of a kernel."""
     return thing.data if isinstance(thing, Values) else thing
@@ -149,14 +158,16 @@ def promoted(x, y, divides=False):
 class Values:
     """What operators work on: `data`, a torch tensor."""
 
-    def _with(self, compute, other, swapped=False):
+    times = made = None  # in a launch that is timed: when the elements come, and the instruction that they come from
+
+    def _with(self, name, compute, other, swapped=False):
         if not isinstance(other, Values | int | float):
             return NotImplemented
         both = promoted(other, self, compute in _DIVISIONS) if swapped else promoted(self, other, compute in _DIVISIONS)
-        return value(compute(*both), getattr(self, "layout", None))
+        return computed(name, compute(*both), self, other, layout=getattr(self, "layout", None))
 
     def __getitem__(self, index):
-        return Register(self.data[index])
+        return computed("move", self.data[index], self)
 
     def __bool__(self):
         return bool(self.data)
@@ -173,10 +184,11 @@ _OPERATORS = {
 _DIVISIONS = {operator.truediv, _divided, torch.fmod}
 _COMPARISONS = {name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")}
 
-for _name, _compute in (_OPERATORS | _COMPARISONS).items():
-    setattr(Values, f"__{_name}__", lambda self, other, compute=_compute: self._with(compute, other))
 for _name, _compute in _OPERATORS.items():
-    setattr(Values, f"__r{_name}__", lambda self, other, compute=_compute: self._with(compute, other, swapped=True))
+    setattr(Values, f"__{_name}__", lambda self, other, name=_name, compute=_compute: self._with(name, compute, other))
+    setattr(Values, f"__r{_name}__", lambda self, other, name=_name, compute=_compute: self._with(name, compute, other, True))
+for _name, _compute in _COMPARISONS.items():
+    setattr(Values, f"__{_name}__", lambda self, other, compute=_compute: self._with("compare", compute, other))
 Values.__neg__ = lambda self: value(-self.data, getattr(self, "layout", None))
 Values.__invert__ = lambda self: value(~self.data, getattr(self, "layout", None))
 Values.__hash__ = None
@@ -196,15 +208,22 @@ class Register(Values):
 
     def to(self, dtype):
         """These values in another type, rounded to nearest even."""
-        return value(self.data.to(in_torch(dtype)), self.layout)
+        widens = dtype.primitive_bitwidth > self.dtype.primitive_bitwidth
+        return computed(
+            f"from {self.dtype}" if widens else f"to {dtype}", self.data.to(in_torch(dtype)), self, layout=self.layout
+        )
 
     def reshape(self, *shape):
         """The same values in another shape."""
-        return Register(self.data.reshape(shape[0] if isinstance(shape[0], list | tuple) else shape))
+        return self._moved(self.data.reshape(shape[0] if isinstance(shape[0], list | tuple) else shape))
 
     def permute(self, *order):
         """The same values with the dimensions in another order."""
-        return Register(self.data.permute(order[0] if isinstance(order[0], list | tuple) else order))
+        return self._moved(self.data.permute(order[0] if isinstance(order[0], list | tuple) else order))
+
+    def _moved(self, data, layout=None):
+        """The same values elsewhere, which takes no instruction."""
+        return computed("move", data, self, layout=layout)
 
     def __getattr__(self, name):
         if name.startswith("__"):

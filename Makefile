@@ -1,7 +1,7 @@
 # `make` lists the targets. Without PYTHON they create and use .venv; PYTHON=python3 uses that interpreter as it is.
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-long sanitize bench reference traffic compare readme plots story diff stage lint format clean
+.PHONY: help test test-long sanitize bench reference rates traffic compare readme plots story diff stage lint format clean
 
 ifndef PYTHON
 PYTHON := .venv/bin/python
@@ -54,6 +54,10 @@ bench: $(SETUP)  ## measure all stages, or STAGE=v3 with its neighbours; ARGS="�
 reference: EXAMPLE = make reference FILE=results/h200.json
 reference: needs-FILE $(SETUP)  ## measure on a GPU what results/ keeps, into FILE=…
 	$(PYTHON) bench.py --reference --json "$(FILE)"
+
+rates: EXAMPLE = make rates FILE=results/rates-h200.json
+rates: needs-FILE $(SETUP)  ## measure on a Hopper GPU what each unit of a multiprocessor does in a cycle, into FILE=…
+	$(PYTHON) -m common.measure.rates --json "$(FILE)"
 
 traffic: $(SETUP)  ## count what each stage moves and computes, with no GPU; ARGS="…" goes to common.show.counts (ARGS=--help)
 	$(PYTHON) -m common.show.counts $(addprefix --stage=,$(STAGE)) $(ARGS)

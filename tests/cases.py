@@ -7,6 +7,10 @@ from common.runtime import DEVICE
 
 TILED = (40, 100)  # query and key counts of a cheap problem, with ragged ends and, for most tiles, more than one key tile
 
+# Batch and heads of a problem that is not about these: the interpreter is slow for each. More, and not equally many, have those
+# of strides, of short lengths, of memory.
+FEW = {} if DEVICE == "cuda" else {"batch": 1, "heads": 2}
+
 
 def make_inputs(seq_q, seq_k, head_dim=32, dtype=torch.float16, *, batch=2, heads=3):
     """q, k, v and a gradient of the output, normally distributed; more than one batch and head, and not equally many."""

@@ -30,6 +30,7 @@ def make(directory, *arguments, **environment):
     (["diff", "A=", "B=v4"], "A", "make diff A=v3 B=v4"),
     (["reference"], "FILE", "make reference FILE=results/h200.json"),
     (["reference", "FILE= "], "FILE", "make reference FILE=results/h200.json"),
+    (["rates"], "FILE", "make rates FILE=results/rates-h200.json"),
 ])  # fmt: skip
 def test_a_missing_variable_is_named_before_anything_is_installed(arguments, missing, example, tmp_path):
     shutil.copy(ROOT / "Makefile", tmp_path)

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import torch._dynamo.testing
-from cases import TILED, assert_same_bits, by_functions, by_operator, check, make_inputs
+from cases import FEW, TILED, assert_same_bits, by_functions, by_operator, check, make_inputs
 from torch.utils.checkpoint import checkpoint
 
 from common.measure.reference import assert_correct, plain, truth
@@ -40,7 +40,7 @@ def stage_operators(stage):
 @pytest.mark.parametrize("transposed", [False, True])
 def test_opcheck(stage, transposed):
     """PyTorch's own check of schema, fake tensors (shapes, dtypes and strides) and autograd registration."""
-    q, k, v, grad_out = make_inputs(9, 20, 16)
+    q, k, v, grad_out = make_inputs(9, 20, 16, **FEW)
     if transposed:
         q, k, v, grad_out = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (q, k, v, grad_out))
     forward, backward = stage_operators(stage)
@@ -59,7 +59,7 @@ def test_compiled_without_a_graph_break(stage, dynamic):
 
     compiled = torch.compile(model, fullgraph=True, dynamic=dynamic, backend=compilations)
     for seq in (24, 40) if dynamic else (24,):
-        q, k, v, grad_out = make_inputs(seq, seq + 9, 16, torch.float32)
+        q, k, v, grad_out = make_inputs(seq, seq + 9, 16, torch.float32, **FEW)
         leaves = as_leaves(q, k, v)
         eager = gradients(model, leaves, grad_out)
         for name, result in gradients(compiled, leaves, grad_out).items():
@@ -70,7 +70,7 @@ def test_compiled_without_a_graph_break(stage, dynamic):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients(stage, mode):
-    q, k, v, _ = make_inputs(*TILED)
+    q, k, v, _ = make_inputs(*TILED, **FEW)
     expected = stage.attention(q, k, v, causal=True)
     with mode():
         out = stage.attention(*as_leaves(q, k, v), causal=True)
@@ -79,7 +79,7 @@ def test_without_gradients(stage, mode):
 
 
 def test_only_the_gradients_that_are_asked_for(stage):
-    q, k, v, grad_out = make_inputs(*TILED)
+    q, k, v, grad_out = make_inputs(*TILED, **FEW)
     expected = by_operator(stage, q, k, v, grad_out, causal=True, scale=SCALE)
     key = k.clone().requires_grad_()
     stage.attention(q, key, v, causal=True, scale=SCALE).backward(grad_out)
@@ -89,7 +89,7 @@ def test_only_the_gradients_that_are_asked_for(stage):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing(stage, use_reentrant, unordered):
     """The forward runs again inside the backward: it must do so with the same bits."""
-    q, k, v, grad_out = make_inputs(*TILED)
+    q, k, v, grad_out = make_inputs(*TILED, **FEW)
 
     def attend(q, k, v):
         return stage.attention(q * 1.5, k, v, causal=True)
@@ -106,7 +106,7 @@ def test_activation_checkpointing(stage, use_reentrant, unordered):
 @pytest.mark.parametrize("dtype", [torch.bfloat16] if not on_gpu else [torch.bfloat16, torch.float16])
 def test_autocast_casts_the_inputs(stage, dtype, unordered):
     """As if cast by hand, forward and backward: autocast does not reach the float32 products inside a stage."""
-    q, k, v, grad_out = make_inputs(*TILED, dtype=torch.float32)
+    q, k, v, grad_out = make_inputs(*TILED, dtype=torch.float32, **FEW)
     by_hand = by_operator(stage, q.to(dtype), k.to(dtype), v.to(dtype), grad_out.to(dtype), causal=True, scale=SCALE)
     leaves = as_leaves(q, k, v)
     with torch.autocast(DEVICE, dtype):
@@ -119,7 +119,7 @@ def test_autocast_casts_the_inputs(stage, dtype, unordered):
 
 def test_autocast_leaves_float64_alone(stage):
     """As SDPA's autocast does: here float64 is refused, and must not pass as bfloat16."""
-    q, k, v, _ = make_inputs(*TILED)
+    q, k, v, _ = make_inputs(*TILED, **FEW)
     with torch.autocast(DEVICE, torch.bfloat16), pytest.raises(TypeError, match="float64"):
         stage.attention(q.double(), k.double(), v.double())
 
@@ -136,7 +136,7 @@ def test_saved_tensors_may_come_back_in_another_layout(stage, seq_q, seq_k, unor
     def transposed(tensor):
         return tensor.mT.contiguous().mT
 
-    q, k, v, grad_out = make_inputs(seq_q, seq_k)
+    q, k, v, grad_out = make_inputs(seq_q, seq_k, **FEW)
     expected = by_operator(stage, q, k, v, grad_out, causal=True, scale=SCALE)
     for unpack in (moved, transposed):
         with torch.autograd.graph.saved_tensors_hooks(torch.clone, unpack):
@@ -145,7 +145,7 @@ def test_saved_tensors_may_come_back_in_another_layout(stage, seq_q, seq_k, unor
 
 
 def test_a_reloaded_stage_is_the_new_one(stage):
-    q, k, v, grad_out = make_inputs(20, 20, 16, torch.float16)
+    q, k, v, grad_out = make_inputs(20, 20, 16, torch.float16, **FEW)
 
     def results():
         leaves = as_leaves(q, k, v)
@@ -160,7 +160,7 @@ def test_a_reloaded_stage_is_the_new_one(stage):
 
 def test_differentiating_twice_says_that_it_cannot(stage):
     """A second derivative of zero, without a word, would be the worse answer."""
-    q, k, v, grad_out = make_inputs(9, 20, 16, torch.float32)
+    q, k, v, grad_out = make_inputs(9, 20, 16, torch.float32, **FEW)
     leaves = as_leaves(q, k, v)
     out = stage.attention(*leaves)
     dq, _, _ = torch.autograd.grad(out, leaves, grad_out, create_graph=True)

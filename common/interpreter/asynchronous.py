@@ -98,7 +98,7 @@ class Store:
         descriptor.check(buffer)
         self._descriptor, self._coord, self._buffer, self._adds = descriptor, coord, buffer, adds
         self.event = buffer.memory.use(buffer, "a copy", writes=False, asynchronous=True)
-        self.over = False
+        self.where, self.over = now().here(), False
         now().running.stores.append(self)
         now().issue(self)
         now().switch()
@@ -143,7 +143,7 @@ class Product(Values):
         self._operands = a if isinstance(a, Buffer) else operand(a), b
         self._value = None
         self.layout = acc.layout
-        self.over = False
+        self.where, self.over = now().here(), False
         now().running.products.append(self)
         now().issue(self)
         now().switch()

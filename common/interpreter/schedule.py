@@ -15,6 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable
 
+import torch
 from triton.runtime.interpreter import InterpreterError
 
 VARIABLE = "GLUON_SEED"  # in the environment: the seed of every launch
@@ -128,6 +129,7 @@ class Schedule:
         self._partitions = []  # that have begun and not ended
         self._finished = threading.Lock()
 
+    @torch.inference_mode()
     def run(self, programs: Iterable[tuple[Program, Callable]]):
         """Run all, in an order of the seed's."""
         programs = list(programs)
@@ -194,6 +196,7 @@ class Schedule:
         return f"{VARIABLE}={self.seed} replays this order"
 
     def _begin(self, partition, then):
+        @torch.inference_mode()  # a thread begins without it, and whether the arguments were made in it nobody knows
         def body():
             partition.turn.acquire()
             try:
@@ -223,10 +226,10 @@ class Schedule:
 
     def _end(self, partition):
         """Nothing may be left of what a partition has begun, and of a program nothing at all."""
-        if any(not store.event & partition.known for store in partition.stores):
-            self.fail("the partition ends before what it stores has been read: no store_wait")
+        if partition.stores:
+            self.fail(f"the partition ends with no store_wait for what it stores: {partition.stores[0].where}")
         if partition.products:
-            self.fail("the partition ends before its products do: no warpgroup_mma_wait")
+            self.fail(f"the partition ends with no warpgroup_mma_wait for its product: {partition.products[0].where}")
         if partition is partition.program.partitions[0]:
             for barrier in partition.program.barriers:
                 barrier.check_at_end()

@@ -120,6 +120,28 @@ def test_language_is_patched_once_however_often_a_function_is_called(monkeypatch
     assert counts[0] == counts[1] > 0
 
 
+@triton.jit
+def _arithmetic_kernel(x_ptr, y_ptr, OPERATION: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, 2))
+    y = x + x if OPERATION == "add" else x * x
+    tl.store(y_ptr + tl.arange(0, 2), y)
+
+
+@pytest.mark.skipif(GPU, reason="a GPU wraps")
+@pytest.mark.parametrize("operation, fits, does_not", [("add", 2**30 - 1, 2**30), ("mul", 46340, 46341)])
+def test_int32_that_overflows_is_an_error(operation, fits, does_not):
+    from triton.runtime.interpreter import InterpreterError
+
+    import common.runtime  # noqa: F401  (repairs)
+
+    x, y = torch.tensor([1, fits], dtype=torch.int32), torch.empty(2, dtype=torch.int32)
+    _arithmetic_kernel[(1,)](x, y, operation)
+    assert y[1] == (2 * fits if operation == "add" else fits * fits)
+    x[1] = does_not
+    with pytest.raises(InterpreterError, match=f"int32 overflows: {operation} gives "):
+        _arithmetic_kernel[(1,)](x, y, operation)
+
+
 SMALL_ATTENTION = """
 import torch
 from common.runtime import DEVICE

@@ -16,7 +16,8 @@ from common.operator import HEAD_DIMS
 
 ROOT = pathlib.Path(__file__).parents[2]
 NAMES = stages.names()
-ANYWHERE = [name for name in NAMES if not hasattr(stages.load(name), "unavailable") and not stages.is_dead_end(name)]
+ROAD = [name for name in NAMES if not stages.is_dead_end(name)]
+ANYWHERE = [name for name in ROAD if not hasattr(stages.load(name), "unavailable")]
 SELECTIONS = {
     "hopper": {"archs": (90,)},  # which the tiles are chosen for
     "others": {"archs": tuple(arch for arch in aot.USUAL_ARCHS if arch != 90)},
@@ -26,9 +27,9 @@ SELECTIONS = {
 
 
 def _selections():
-    """Pairs of a stage and a selection. In the default run each stage for Hopper, and for others the last that runs there."""
+    """Pairs of a stage and a selection. In the default run the last stage, and the last that runs anywhere: it for all GPUs."""
     for name, selection in itertools.product(NAMES, SELECTIONS):
-        quick = selection == "hopper" and not stages.is_dead_end(name) or selection == "others" and name == ANYWHERE[-1]
+        quick = selection == "hopper" and name in (ROAD[-1], ANYWHERE[-1]) or selection == "others" and name == ANYWHERE[-1]
         yield pytest.param((name, selection), id=f"{name}-{selection}", marks=[] if quick else [pytest.mark.long])
 
 
@@ -119,7 +120,7 @@ def test_descriptors_become_tma_and_products_wgmma(report):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ANYWHERE and not stages.is_dead_end(name)])
+@pytest.mark.parametrize("name", [name for name in ROAD if name not in ANYWHERE])
 def test_products_of_a_hopper_stage_are_not_serialised(name):
     """ptxas says so (C7510 and its neighbours) where it makes asynchronous products wait for each other after all. One half
     type may do where the other does not: with bfloat16 a backward once spilled a kilobyte."""

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from cases import TILED, assert_same_bits, by_functions, by_operator, check, make_inputs
+from cases import FEW, TILED, assert_same_bits, by_functions, by_operator, check, make_inputs
 
 from common.measure.reference import assert_correct, plain, truth
 from common.operator import DTYPES, HEAD_DIMS
@@ -40,8 +40,7 @@ def problems():
 @pytest.mark.dead_ends_too
 @pytest.mark.parametrize("seq_q, seq_k, causal, head_dim, dtype", list(problems()))
 def test_results_match_float64(stage, seq_q, seq_k, causal, head_dim, dtype):
-    few = {} if on_gpu or seq_q < 100 else {"batch": 1, "heads": 2}  # the other tests, of short lengths, have more
-    check(stage, *make_inputs(seq_q, seq_k, head_dim, dtype, **few), causal=causal)
+    check(stage, *make_inputs(seq_q, seq_k, head_dim, dtype, **(FEW if seq_q > 100 else {})), causal=causal)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -130,7 +129,7 @@ def test_gradient_of_the_output_may_have_any_strides(stage, layout):
 
 def test_gradient_of_a_sum(stage):
     """out.sum().backward() hands on a gradient whose strides are all 0; autograd must not lose it on the way."""
-    q, k, v, grad_out = make_inputs(*TILED)
+    q, k, v, grad_out = make_inputs(*TILED, **FEW)
     check(stage, q, k, v, torch.ones((), dtype=q.dtype, device=DEVICE).expand_as(grad_out), causal=False)
 
 
@@ -138,13 +137,13 @@ def test_gradient_of_a_sum(stage):
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 1.0])
 def test_any_finite_scale(stage, scale, causal):
     """-inf times a scale of 0 is NaN, and the largest score is not the largest once scaled by a negative number."""
-    check(stage, *make_inputs(*TILED), causal=causal, scale=scale)
+    check(stage, *make_inputs(*TILED, **FEW), causal=causal, scale=scale)
 
 
 @pytest.mark.parametrize("scale", [1e-30, -1e-30, 1e6, -1e6])
 def test_scales_at_the_ends_of_their_range(stage, scale):
     """At one end all keys weigh the same; at the other a row's largest score, 1e7 to 1e8 here, is all that counts."""
-    q, k, v, _ = make_inputs(*TILED, head_dim=128)
+    q, k, v, _ = make_inputs(*TILED, head_dim=128, **FEW)
     out, lse = stage.forward(q, k, v, causal=False, scale=scale)
     exact, yardstick = (make(q, k, v, False, scale) for make in (truth, plain))
     assert_correct({"out": out, "lse": lse}, exact, yardstick)
@@ -153,7 +152,7 @@ def test_scales_at_the_ends_of_their_range(stage, scale):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_scale_of_zero_makes_all_scores_equal(stage, dtype):
     """However large they were: bfloat16 and float32 products reach 1e38."""
-    q, k, v, grad_out = make_inputs(*TILED, dtype=dtype)
+    q, k, v, grad_out = make_inputs(*TILED, dtype=dtype, **FEW)
     check(stage, 1e15 * q, 1e15 * k, v, grad_out, causal=True, scale=0.0)
 
 
@@ -162,7 +161,7 @@ def test_a_scale_of_zero_makes_all_scores_equal(stage, dtype):
 def test_scores_of_ten_thousand(stage, sign, dtype):
     """exp overflows past 88 and float16 past 65504, so the unscaled q·k of these (80 000) does not fit it."""
     head_dim = 64
-    q, k, v, grad_out = make_inputs(*TILED, head_dim, dtype)
+    q, k, v, grad_out = make_inputs(*TILED, head_dim, dtype, **FEW)
     direction = torch.randn(head_dim, device=DEVICE).sign() * 35.4  # 35.4² · 64 / √64 = 10⁴
     signs = {"all large": k.new_ones(()), "all small": -k.new_ones(()), "both": torch.randn_like(k[..., :1]).sign()}
     q = (direction + 0.02 * q).to(dtype)
@@ -178,8 +177,7 @@ def test_scores_that_grow_along_the_keys(stage, growth, causal, dtype):
     """A row's maximum over the keys at either end is far too small for those at the other: exp overflows float16 from 11 on,
     float32 and bfloat16 from 88 on. Here of the later half of one head's rows, so that what it does to others shows too."""
     seq_q, seq_k, head_dim = (1100, 1000, 64) if on_gpu else (110, 100, 16)
-    few = {} if on_gpu else {"batch": 1, "heads": 2}
-    q, k, v, grad_out = make_inputs(seq_q, seq_k, head_dim, dtype, **few)
+    q, k, v, grad_out = make_inputs(seq_q, seq_k, head_dim, dtype, **FEW)
     q[..., 0] = 0
     q[-1, -1, seq_q // 2 :, 0] = 10.0
     k[..., 0] = torch.linspace(0, growth * head_dim**0.5 / 10, seq_k, device=DEVICE)
@@ -189,7 +187,7 @@ def test_scores_that_grow_along_the_keys(stage, growth, causal, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_an_infinite_value_stays_in_its_column(stage, dtype):
-    q, k, v, _ = make_inputs(*TILED, dtype=dtype)
+    q, k, v, _ = make_inputs(*TILED, dtype=dtype, **FEW)
     v[0, 1, 70, 3] = float("inf")
     out, _ = stage.forward(q, k, v, causal=False, scale=0.2)
     infinite = torch.zeros_like(out, dtype=torch.bool)
@@ -199,7 +197,7 @@ def test_an_infinite_value_stays_in_its_column(stage, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_equal_scores_give_the_mean_of_v(stage, dtype):
-    q, k, v, grad_out = make_inputs(*TILED, dtype=dtype)
+    q, k, v, grad_out = make_inputs(*TILED, dtype=dtype, **FEW)
     k = k[:, :, :1].expand_as(k)
     results = check(stage, q, k, v, grad_out, causal=False)
     mean = v.double().mean(2, keepdim=True).expand_as(q)
@@ -209,7 +207,7 @@ def test_equal_scores_give_the_mean_of_v(stage, dtype):
 @pytest.mark.parametrize("size", [2.0**30, 2.0**-30])
 def test_bfloat16_keeps_its_range(stage, size):
     """A kernel that goes through float16 inside turns values past 65504 into infinities and values below 6e-8 into zeros."""
-    q, k, v, grad_out = make_inputs(*TILED, dtype=torch.bfloat16)
+    q, k, v, grad_out = make_inputs(*TILED, dtype=torch.bfloat16, **FEW)
     results = check(stage, q, k, v * size, grad_out, causal=False)
     assert results["out"].abs().mean() > 0.01 * size
 
@@ -217,7 +215,7 @@ def test_bfloat16_keeps_its_range(stage, size):
 @pytest.mark.parametrize("seq_q, seq_k", [(1, 150), (70, 203), (203, 70), (150, 1)])
 def test_causal_is_aligned_top_left(stage, seq_q, seq_k):
     """Query i sees keys 0 … i, however many there are; a key that no query sees has no gradient at all."""
-    q, k, v, grad_out = make_inputs(seq_q, seq_k)
+    q, k, v, grad_out = make_inputs(seq_q, seq_k, **FEW)
     results = check(stage, q, k, v, grad_out, causal=True)
     assert torch.equal(results["out"][:, :, 0], v[:, :, 0])
     assert not results["dk"][:, :, seq_q:].any() and not results["dv"][:, :, seq_q:].any()
@@ -229,7 +227,7 @@ def test_merging_halves_of_the_keys_by_their_lse(stage, causal):
 
     Causal queries here all see the first half in full, so that half is not causal for them.
     """
-    q, k, v, _ = make_inputs(70, 140, dtype=torch.float32, batch=1, heads=2)
+    q, k, v, _ = make_inputs(70, 140, dtype=torch.float32, **FEW)
     keys = torch.split(k, 70, dim=2)
     values = torch.split(v, 70, dim=2)
     halves = [
@@ -250,7 +248,7 @@ def test_merging_halves_of_the_keys_by_their_lse(stage, causal):
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradient_through_the_lse(stage, causal):
     """Alone and together with the output's gradient, as a loss with a z-term has it."""
-    q, k, v, grad_out = make_inputs(*TILED, dtype=torch.float32, batch=1, heads=2)
+    q, k, v, grad_out = make_inputs(*TILED, dtype=torch.float32, **FEW)
     grad_lse = torch.randn(q.shape[:3], device=DEVICE)
     scale = -0.2
 
@@ -279,7 +277,7 @@ def test_gradient_through_the_lse(stage, causal):
 def test_same_inputs_give_the_same_bits(stage, dtype, unordered):
     """Atomic additions, or a race, would not. A stage that declares some results UNORDERED has a mode that gives them too."""
     torch.use_deterministic_algorithms(bool(unordered))
-    inputs = make_inputs(*((1000, 1100) if on_gpu else TILED), 64, dtype)
+    inputs = make_inputs(*((1000, 1100) if on_gpu else TILED), 64, dtype, **FEW)
     first = by_operator(stage, *inputs, causal=True, scale=0.125)
     for _ in range(20 if on_gpu else 1):
         assert_same_bits(first, by_operator(stage, *inputs, causal=True, scale=0.125))

@@ -1,0 +1,87 @@
+"""Each barrier of every Gluon kernel is needed, and missed: without one of its statements some order of events is an error.
+
+What can go without an error is not needed, and goes from the kernel; or no problem below reaches it, and one more is added.
+"""
+
+import importlib.util
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from cases import make_inputs
+from triton.runtime.interpreter import InterpreterError
+
+import stages
+from common.interpreter import schedule
+from common.runtime import INTERPRETED
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="a GPU only goes wrong sometimes, or hangs")
+
+# To wait or to let others go on; and the waits for products, which compute nothing themselves.
+STATEMENT = re.compile(
+    r"\s+(mbarrier\.(wait|arrive|expect)\(|fence_async_shared\(|tma\.store_wait\("
+    r"|(\w+, )*\w+ = warpgroup_mma_wait\(\d, \[[\w, ]+\]\))"
+)
+# (query rows, keys, head dimension, causal): each has paths that the others have not.
+PROBLEMS = [(300, 330, 64, True), (130, 200, 64, False), (130, 200, 128, True), (200, 130, 256, True), (700, 640, 64, True),
+            (400, 300, 128, True)]  # fmt: skip
+SEEDS = range(12)
+EVERY = 8  # statement of a file is deleted in the default run
+
+
+def statements():
+    """Each that is deleted: stage, part, index of its line."""
+    for name, part in itertools.product(stages.names(), ("forward", "backward")):
+        lines = Path(stages.__path__[0], name, f"{part}.py").read_text().splitlines()
+        found = [index for index, line in enumerate(lines) if STATEMENT.match(line)]
+        for number, index in enumerate(found):
+            marks = [pytest.mark.long] if number % EVERY else []
+            yield pytest.param(name, part, index, id=f"{name}-{part}-{index + 1}", marks=marks)
+
+
+def without_line(name, part, index, folder):
+    """`forward` or `backward` of a stage without a line of its file."""
+    lines = Path(stages.__path__[0], name, f"{part}.py").read_text().splitlines()
+    indent = re.match(r"\s*", lines[index])[0]
+    path = folder / f"{part}.py"
+    path.write_text("\n".join([*lines[:index], f"{indent}pass", *lines[index + 1 :]]))
+    spec = importlib.util.spec_from_file_location(f"stages.{name}.mutant", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, part)
+
+
+def run(function, part, stage, problem):
+    """One pass of a stage, with `function` in place of its own."""
+    seq_q, seq_k, head_dim, causal = problem
+    q, k, v, grad_out = make_inputs(seq_q, seq_k, head_dim, batch=1, heads=2)
+    options = {"causal": causal, "scale": head_dim**-0.5}
+    if part == "forward":
+        return function(q, k, v, **options)
+    return function(grad_out, q, k, v, *stage.forward(q, k, v, **options), **options)
+
+
+@pytest.mark.parametrize("name, part, index", list(statements()))
+def test_without_it_there_is_an_error(name, part, index, tmp_path):
+    function, stage = without_line(name, part, index, tmp_path), stages.load(name)
+    for seed, problem in itertools.product(SEEDS, PROBLEMS):
+        schedule.restart_seeds(seed)
+        torch.manual_seed(0)
+        try:
+            run(function, part, stage, problem)
+        except InterpreterError as error:
+            assert f"{part}.py:" in str(error) and "GLUON_SEED" in str(error), error
+            return
+    pytest.fail("nothing is missed")
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_with_all_of_them_there_is_none(problem):
+    """Else the test above could pass for another reason."""
+    for name in stages.names():
+        if any(STATEMENT.match(line) for line in Path(stages.__path__[0], name, "forward.py").read_text().splitlines()):
+            for part in ("forward", "backward"):
+                schedule.restart_seeds(0)
+                run(getattr(stages.load(name), part), part, stages.load(name), problem)

@@ -10,6 +10,7 @@ import math
 import os
 import sys
 import threading
+from dataclasses import dataclass
 
 import torch
 
@@ -62,33 +63,42 @@ def _properties() -> dict[str, int]:
     return _properties_of(current_device())
 
 
-_interpreter_limit = math.inf
+@dataclass(frozen=True)
+class Device:
+    """What a stage may ask of a device; unless given, what the interpreter answers when it stands in for no GPU."""
+
+    architecture: int | None = None
+    shared_memory: float = math.inf
+    multiprocessors: int = AT_ONCE
+
+
+_interpreter = Device()
 
 
 def shared_memory_limit() -> float:
-    """Bytes of shared memory that one program can have on the current device; the interpreter has no limit of its own."""
-    return _interpreter_limit if INTERPRETED else _properties()["max_shared_mem"]
+    """Bytes of shared memory that one program can have on the current device."""
+    return _interpreter.shared_memory if INTERPRETED else _properties()["max_shared_mem"]
 
 
 def multiprocessors() -> int:
-    """The number of multiprocessors of the current GPU; on the interpreter, of programs that run at the same time."""
-    return AT_ONCE if INTERPRETED else _properties()["multiprocessor_count"]
+    """The number of multiprocessors of the current device; on the interpreter, of programs that run at the same time."""
+    return _interpreter.multiprocessors if INTERPRETED else _properties()["multiprocessor_count"]
 
 
 def architecture() -> int | str | None:
     """The current device's: 90 for sm_90, "gfx942" for one that is not NVIDIA's; None on the interpreter."""
-    return None if INTERPRETED else triton.runtime.driver.active.get_current_target().arch
+    return _interpreter.architecture if INTERPRETED else triton.runtime.driver.active.get_current_target().arch
 
 
 @contextlib.contextmanager
-def limited_shared_memory(limit: float):
-    """Inside, the interpreter's programs have that many bytes of shared memory, as on some GPU; they get its tiles."""
-    global _interpreter_limit
-    before, _interpreter_limit = _interpreter_limit, limit
+def interpreted_as(device: Device):
+    """Inside, the interpreter stands in for a GPU: stages launch the programs, with the tiles, that they would there."""
+    global _interpreter
+    before, _interpreter = _interpreter, device
     try:
         yield
     finally:
-        _interpreter_limit = before
+        _interpreter = before
 
 
 if INTERPRETED:

@@ -5,9 +5,11 @@ A prediction is the list of a pass's steps, each (bytes read, bytes written) or 
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-HALF, FLOAT = 2, 4  # bytes of an element
+from common.measure.traffic import GPUS
+
+HALF, FLOAT, INT = 2, 4, 4  # bytes of an element
 Steps = Iterator[tuple]
 
 
@@ -237,6 +239,65 @@ def v5_backward(p: Problem) -> Steps:
     yield 2 * p.kv + queries * (2 * HALF * p.head_dim + 2 * FLOAT), 2 * p.kv, 4 * p.product_of_keys(p.key_tile)
 
 
+# --- v6 and v7: tiles of their own, by head dimension, up to 128. The forward's programs take theirs by a counter. In the
+# backward Q and dO are read once for each 128 keys, five products are made of them, and dQ is added up in memory.
+
+ROWS = 64  # of a consumer: queries in the forward, keys in the backward
+MULTIPROCESSORS = GPUS["h200"].multiprocessors
+
+
+def _query_tiles(p: Problem):
+    """Of all heads."""
+    return p.heads * math.ceil(p.seq_q / p.query_tile[0])
+
+
+def _persistent_forward(p: Problem) -> tuple[int, int, int]:
+    m, n = p.query_tile
+    tiles = _query_tiles(p)
+    # A consumer multiplies with the key tiles that its own rows see, those past the last query too.
+    ends = (min(start + ROWS, p.seq_k) if p.causal else p.seq_k for start in range(0, math.ceil(p.seq_q / m) * m, ROWS))
+    steps = p.heads * sum(math.ceil(end / n) for end in ends)
+    return (
+        p.q + p.keys_read * 2 * HALF * p.head_dim + tiles * INT,  # as v3; after each tile the counter, for another
+        p.q + p.row + tiles * INT,
+        2 * steps * 2 * ROWS * n * p.head_dim,
+    )
+
+
+def v6_forward(p: Problem) -> Steps:
+    yield 0, INT  # the counter = 0
+    yield _persistent_forward(replace(p, query_tile=(128, 128) if p.head_dim == 128 else (256, 64)))
+
+
+def v7_forward(p: Problem) -> Steps:
+    p = replace(p, query_tile=(128 if p.head_dim == 128 else 256, 64))
+    tiles = _query_tiles(p)
+    yield 0, (2 + tiles) * INT  # the counter, and a flag for all tiles and for each, = 0
+    yield _persistent_forward(p)  # in which no tile fails: the scores are not far apart
+    yield min(tiles, MULTIPROCESSORS) * INT, 0  # each program reads the flag for all tiles, and ends
+
+
+def v6_backward(p: Problem) -> Steps:
+    m = 64 if p.head_dim == 128 else 128
+    tiles_m = math.ceil(p.seq_q / m)
+    stats = p.heads * tiles_m * m * 2 * FLOAT  # log2(e) LSE and delta, in whole tiles
+    sums = p.heads * tiles_m * m * p.head_dim * FLOAT  # dQ in float32, in whole tiles
+    yield 2 * p.q + p.row, stats + sums  # O, dO and LSE; the sums = 0
+    # For each 128 keys of a head, the first query tile that sees them; the last one where none does.
+    first = [min(start // m, tiles_m - 1) if p.causal else 0 for start in range(0, p.seq_k, 2 * ROWS)]
+    queries = p.heads * sum(p.seq_q - tile * m for tile in first)
+    steps = p.heads * sum(tiles_m - tile for tile in first)
+    # The first 64 queries see nothing of the second consumer's keys, which makes no S, dP, dV and dK of them.
+    unseen = p.heads * len(first) if p.causal and m == ROWS else 0
+    dq = steps * m * p.head_dim * FLOAT
+    yield (
+        2 * p.kv + queries * 2 * HALF * p.head_dim + steps * m * 2 * FLOAT + dq,  # K, V once; Q, dO, stats, sums a step
+        dq + 2 * p.kv,  # the sums a step; dK and dV once
+        2 * (5 * steps * 2 * ROWS - 4 * unseen * ROWS) * m * p.head_dim,
+    )
+    yield sums, p.q  # dQ in float16
+
+
 # A stage that is not here moves what nobody has written down yet: its test is skipped and says so.
 PREDICTIONS = {
     "v0": (v0_forward, v0_backward),
@@ -247,6 +308,8 @@ PREDICTIONS = {
     "v4a": (v4a_forward, v4a_backward),
     "v4b": (v3_forward, v3_backward),
     "v5": (v3_forward, v5_backward),
+    "v6": (v6_forward, v6_backward),
+    "v7": (v7_forward, v6_backward),
 }
 
 

@@ -15,7 +15,7 @@ from common.interpreter.asynchronous import Store
 from common.interpreter.gluon import means
 from common.kernels.descriptors import located
 from common.operator import Unavailable
-from common.runtime import INTERPRETED, architecture
+from common.runtime import architecture
 
 HOPPER = range(90, 100)  # architectures
 ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
@@ -23,11 +23,11 @@ ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float3
 
 def unavailable() -> str | None:
     """Why kernels made of Hopper's own instructions (warpgroup products, register reallocation) cannot run; None: they can."""
-    if INTERPRETED:
-        return None
     arch = architecture()
+    if arch is None or arch in HOPPER:  # None: they are interpreted
+        return None
     name = f"sm_{arch}" if isinstance(arch, int) else arch
-    return None if arch in HOPPER else f"needs a Hopper GPU (sm_90), and this one is {name}"
+    return f"needs a Hopper GPU (sm_90), and this one is {name}"
 
 
 def require_hopper(stage: str, instead: str):

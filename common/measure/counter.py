@@ -1,9 +1,9 @@
-"""What a call moves, computes and allocates, counted exactly on the CPU, where Triton's interpreter runs the kernels.
+"""What a call moves, computes and allocates, counted exactly on the CPU, where the kernels are interpreted.
 
-A Triton kernel counts what its programs ask of global memory: every element that a load, store or atomic touches, each time,
+A kernel counts what its programs ask of global memory: every element that a load, store, atomic or copy touches, each time,
 for each program anew. Masked elements count nothing, nor does what lies outside a descriptor's tensor, which the hardware
 clips. That is the traffic between the multiprocessors and what lies behind them, and the "HBM accesses" of the FlashAttention
-papers; a cache may serve part of it. An atomic operation reads and writes.
+papers; a cache may serve part of it. An atomic operation reads and writes, and so does the copy engine where it adds.
 
 An operator of PyTorch counts its arguments and results once each, the least that it can move: how often a library reads its
 tiles is its own affair. A dimension that is only expanded counts as one; views and empty tensors move nothing.
@@ -22,7 +22,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.language import constexpr
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
+
+from common.interpreter.asynchronous import Traffic
 
 aten = torch.ops.aten
 _FLOPS = flop_registry | {  # the CPU's attention has none of its own
@@ -111,7 +115,7 @@ def _operator_launch(func, args, kwargs, result) -> Launch:
 
 
 class _Counter(TorchDispatchMode):
-    """Watches PyTorch's operators and storages, and from `__enter__` to `__exit__` the interpreter's memory operations."""
+    """Watches PyTorch's operators and storages, and from `__enter__` to `__exit__` what interpreted kernels do."""
 
     def __init__(self):
         super().__init__()
@@ -128,6 +132,10 @@ class _Counter(TorchDispatchMode):
             (InterpreterBuilder, "create_atomic_rmw", self._atomic_rmw),
             (InterpreterBuilder, "create_atomic_cas", self._atomic_cas),
             (InterpreterBuilder, "create_dot", self._dot),
+            (GluonJITFunction, "run", self._run),
+            (Traffic, "read", self._of_gluon("read")),
+            (Traffic, "write", self._of_gluon("written")),
+            (Traffic, "multiply", self._of_gluon("flops")),
         )
         self._originals = [(owner, name, getattr(owner, name)) for owner, name, _ in watched]
         for owner, name, watch in watched:
@@ -143,6 +151,7 @@ class _Counter(TorchDispatchMode):
         def counted(function, *args, warmup, **kwargs):
             if not warmup:
                 tile = {name: value for name, value in kwargs.items() if name.startswith("BLOCK_")}
+                tile = {name: value.value if isinstance(value, constexpr) else value for name, value in tile.items()}
                 self.launches.append(Launch(function.__name__, tile))
             self._in_kernel = True  # the interpreter's own tensors are no cost of the kernel
             try:
@@ -194,6 +203,18 @@ class _Counter(TorchDispatchMode):
             return dot(builder, a, b, *args)
 
         return counted
+
+    def _of_gluon(self, what):
+        """Add what a Gluon kernel says to this number of its launch. Its threads come one at a time."""
+
+        def watch(say):
+            def counted(traffic, amount):
+                setattr(self.launches[-1], what, getattr(self.launches[-1], what) + amount)
+                say(traffic, amount)
+
+            return counted
+
+        return watch
 
     def _release(self, size):
         self._live -= size

@@ -201,9 +201,8 @@ def main(argv: list[str]):
     parser.add_argument("what", choices=["measure", "count", "launch"], help="launch is what measure runs in the profiler")
     parser.add_argument("file", type=json_path, help="the JSON file that measure writes and count completes")
     parser.add_argument("--gpu", choices=GPUS, default="h200", help="whose fixed tiles count takes (default: %(default)s)")
-    # What runs on some GPUs alone does not run on the interpreter, which counts.
-    counted = [name for name in stages.names() if not hasattr(stages.load(name), "unavailable")]
-    for flag, default in (("--stage", ",".join(counted)), ("--seq-len", "2048"), ("--head-dim", "64,128")):
+    available = [name for name in stages.names() if not stages.unavailable(name)]
+    for flag, default in (("--stage", ",".join(available)), ("--seq-len", "2048"), ("--head-dim", "64,128")):
         add_list(parser, flag, default)
     options = parser.parse_args(argv)
     {"measure": measure, "launch": launch, "count": add_counts}[options.what](options)

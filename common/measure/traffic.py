@@ -1,8 +1,8 @@
 """What each stage moves and computes, counted on the CPU, and how long that takes at a GPU's published peaks.
 
-What is counted, and how, `common.measure.counter` says. Every kernel takes the tiles that it would take on the named GPU; an
-autotuned one the fixed tiles of the earlier stages (`common.kernels.tiles`) where they are among its configurations for that
-GPU, so that a stage's gain is its idea's, and not the tuning's. `common.show.counts` is the command.
+What is counted, and how, `common.measure.counter` says. Every kernel takes the tiles that it would take on the named GPU, and
+the number of programs; an autotuned one the fixed tiles of the earlier stages (`common.kernels.tiles`) where they are among its
+configurations for that GPU, so that a stage's gain is its idea's, and not the tuning's. `common.show.counts` is the command.
 """
 
 import contextlib
@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import torch
 import triton
 
+import stages
 from common.kernels.tiles import key_tile, query_tile
 from common.kernels.tuning import WITH_COPY_ENGINE, sensible, tuners
 from common.measure.aot import SHARED_LIMIT
 from common.measure.counter import Count, Launch, count
 from common.measure.workloads import DTYPES, Workload
-from common.runtime import limited_shared_memory
+from common.runtime import Device, interpreted_as
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Gpu:
 
     name: str
     arch: int  # 80 for sm_80
+    multiprocessors: int
     tflops: float
     tb_per_s: float
     source: str
@@ -33,18 +35,30 @@ class Gpu:
     def peaks(self) -> str:
         return f"{self.name}, {self.tflops:g} TFLOP/s and {self.tb_per_s:g} TB/s"
 
+    def unavailable(self, stage_name: str) -> str | None:
+        """Why a stage cannot run on this GPU, as `stages.unavailable` has it."""
+        with self.interpreted():
+            return stages.unavailable(stage_name)
+
+    def interpreted(self):
+        """Inside, the interpreter stands in for this GPU."""
+        return interpreted_as(Device(self.arch, SHARED_LIMIT[self.arch], self.multiprocessors))
+
 
 GPUS = {
-    # The page gives 1,979 TFLOP/s, with sparsity; dense is half of that.
-    "h200": Gpu("NVIDIA H200 SXM", 90, 989, 4.8, "https://www.nvidia.com/en-us/data-center/h200/"),
+    # The page gives 1,979 TFLOP/s, with sparsity; dense is half of that. Multiprocessors: as the H100 SXM, which has the same
+    # chip (https://developer.nvidia.com/blog/nvidia-hopper-architecture-in-depth/).
+    "h200": Gpu("NVIDIA H200 SXM", 90, 132, 989, 4.8, "https://www.nvidia.com/en-us/data-center/h200/"),
+    # Multiprocessors: https://developer.nvidia.com/blog/nvidia-ampere-architecture-in-depth/
     "a100": Gpu(
-        "NVIDIA A100 80GB SXM", 80, 312, 2.039,
+        "NVIDIA A100 80GB SXM", 80, 108, 312, 2.039,
         "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf",
     ),
     # The page gives 759 TOPS in FP4 with sparsity; dense float16 with float32 accumulation is a sixteenth of that, by the table
     # of the architecture's whitepaper (RTX 5090: 3,352 and 209.5). Bandwidth: 128 bits at 28 Gbit/s.
+    # Multiprocessors: 4,608 cores by the page, 128 in each by the whitepaper.
     "rtx5060ti": Gpu(
-        "NVIDIA GeForce RTX 5060 Ti", 120, 47.4, 0.448,
+        "NVIDIA GeForce RTX 5060 Ti", 120, 36, 47.4, 0.448,
         "https://www.nvidia.com/en-us/geforce/graphics-cards/50-series/rtx-5060-family/ and "
         "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf",
     ),
@@ -53,13 +67,13 @@ GPUS = {
 
 @contextlib.contextmanager
 def tiles_of(gpu: Gpu, stage, head_dim: int, dtype: torch.dtype, tuned: dict[str, tuple[int, int]] | None = None):
-    """Inside, a stage's kernels take the tiles that they would on a GPU.
+    """Inside, a stage's kernels take the tiles, and as many programs, that they would on a GPU.
 
     Args:
         stage: a module, or anything else with `forward` and `backward`.
         tuned: (BLOCK_M, BLOCK_N) of the autotuned kernels by name, where they are known.
     """
-    with limited_shared_memory(SHARED_LIMIT[gpu.arch]), contextlib.ExitStack() as restored:
+    with gpu.interpreted(), contextlib.ExitStack() as restored:
         for name, tuner in tuners(stage).items():
             tile = (tuned or {}).get(name) or _likely_tile(gpu, tuner, head_dim, dtype)
             config = triton.Config(dict(zip(("BLOCK_M", "BLOCK_N"), tile, strict=True)), pre_hook=tuner.configs[0].pre_hook)

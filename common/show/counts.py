@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
         os.execve(sys.executable, [sys.executable, "-m", "common.show.counts", *argv], interpreted)
     options = parse_options(argv)
     gpu = GPUS[options.gpu]
-    reasons = {name: stages.unavailable(name) for name in options.stage}
+    reasons = {name: gpu.unavailable(name) for name in options.stage}
     for name, reason in reasons.items():
         if reason:
             print(f"{name} is not counted: it {reason}", file=sys.stderr)

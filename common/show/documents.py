@@ -159,7 +159,7 @@ def traffic_of_step(name: str) -> str:
     versions = [stage.split("_")[0] for stage in (before, name) if stage]
     command = f'make traffic STAGE={",".join(versions)} ARGS="--seq-len {COUNTED_AT}"'
     caption = (
-        f"{' → '.join(versions)}, one head, float16, S = {COUNTED_AT}, equal tiles, as `{command}` counts. "
+        f"{' → '.join(versions)}, one head, float16, S = {COUNTED_AT}, fixed tiles, as `{command}` counts. "
         f"µs at peak: what the bytes or the FLOPs of each launch take at the published peaks, {counter['roofline']}."
     )
     return f"{caption}\n\n{_step_table(rows, list(headers))}"

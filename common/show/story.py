@@ -107,7 +107,7 @@ def gain_lines(old: str, new: str) -> list[str]:
     """What the committed results say of a step; nothing of what they do not have."""
     lines = {}
     if results.TRAFFIC.exists():
-        lines["bytes at the same tiles"] = saved_traffic(results.load_counts(results.TRAFFIC)[0], old, new)
+        lines["bytes at fixed tiles"] = saved_traffic(results.load_counts(results.TRAFFIC)[0], old, new)
     lines["bytes at the tuned tiles"] = tuned_traffic(old, new)
     if results.RUN.exists():
         lines["speed"] = measured_gain(results.load_run(results.RUN)[0], old, new)
@@ -119,7 +119,7 @@ def sources() -> str:
     parts = []
     if results.TRAFFIC.exists():
         parts.append(
-            f"Bytes without a mask at S={results.COUNTED_AT}: at the same tiles as counted, at the tuned ones as measured,\n"
+            f"Bytes without a mask at S={results.COUNTED_AT}: at fixed tiles as counted, at the tuned ones as measured,\n"
             "spilled registers included."
         )
     if results.RUN.exists():

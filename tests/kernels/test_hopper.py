@@ -7,10 +7,9 @@ from common.kernels import hopper
 
 @pytest.mark.parametrize(
     ("arch", "reason"),
-    [(90, None), (80, "this one is sm_80"), (100, "this one is sm_100"), (120, "sm_120"), ("gfx942", "this one is gfx942")],
+    [(None, None), (90, None), (80, "this one is sm_80"), (100, "one is sm_100"), (120, "sm_120"), ("gfx942", "one is gfx942")],
 )
 def test_other_gpus_are_named(monkeypatch, arch, reason):
-    monkeypatch.setattr(hopper, "INTERPRETED", False)
     monkeypatch.setattr(hopper, "architecture", lambda: arch)
     said = hopper.unavailable()
     assert said is None if reason is None else reason in said

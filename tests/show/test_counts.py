@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import stages
+from common.measure.traffic import GPUS
 from common.measure.workloads import Workload
 from common.show import counts, tables
 from common.show.results import ROOT
@@ -24,13 +25,18 @@ def run_counts(*arguments, prepare=None):
     )  # fmt: skip
 
 
-def test_stages_that_the_interpreter_cannot_run_are_named_and_left_out():
-    run = run_counts("--head-dim=16")  # all stages
+@pytest.mark.parametrize("gpu", GPUS)
+def test_stages_that_a_gpu_cannot_run_are_named_and_left_out(gpu):
+    run = run_counts("--head-dim=16", f"--gpu={gpu}")  # all stages
     assert run.returncode == 0, run.stderr
     for name in stages.names():
-        left_out = hasattr(stages.load(name), "unavailable")
-        assert (name in run.stdout) != left_out and (f"{name} is not counted: it needs" in run.stderr) == left_out
-    run = run_counts("--stage=v6")
+        reason = GPUS[gpu].unavailable(name)
+        assert (name in run.stdout) == (reason is None)
+        assert (f"{name} is not counted: it {reason}" in run.stderr) == (reason is not None)
+
+
+def test_nothing_is_counted_of_stages_that_a_gpu_cannot_run():
+    run = run_counts("--stage=v6", "--gpu=a100")
     assert run.returncode == 1 and "nothing to count" in run.stderr
 
 

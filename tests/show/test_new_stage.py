@@ -115,7 +115,7 @@ def test_the_story_tells_of_new_stages(inside, monkeypatch, capsys):
 def test_a_copy_has_the_prediction_of_the_stage_that_it_is_made_of(tree):
     made = {}
     exec((tree / "tests" / "predictions.py").read_text(), made)
-    copied = {version(name): version(source) for source, name in COPIES.items()}
+    copied = {version(name): version(source) for source, name in [*COPIES.items(), (LAST, NEXT)]}
     names = {version: [function.__name__ for function in functions] for version, functions in made["PREDICTIONS"].items()}
     assert {version: names[version] for version in names if version not in PREDICTIONS} == {
         version: names[source] for version, source in copied.items() if source in PREDICTIONS

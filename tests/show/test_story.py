@@ -79,7 +79,7 @@ def test_tuned_tiles_move_other_bytes_than_fixed_ones():
     """v4 asks for the same bytes as v3 at the same tiles; its tuner chose smaller ones, which ask for more."""
     old, new = stages.resolve("v3"), stages.resolve("v4")
     lines = dict(line.split(": ", 1) for line in story.gain_lines(old, new))
-    assert "forward ÷1.00 (D=64), ÷1.00 (D=128)" in lines["bytes at the same tiles"]
+    assert "forward ÷1.00 (D=64), ÷1.00 (D=128)" in lines["bytes at fixed tiles"]
     cases = [results.tuned_case(name, "bwd", 128, False) for name in (old, new)]
     before, after = (sum(kernel[READ] + kernel[WRITTEN] for kernel in case["kernels"]) for case in cases)
     assert f"÷{before / after:.2f} (D=128)" in lines["bytes at the tuned tiles"].partition("backward")[2]
@@ -121,7 +121,7 @@ def test_without_results_the_story_leaves_out_the_gains_and_says_so(tmp_path, mo
     told = capsys.readouterr().out
     for old, new in steps():
         assert story.idea(new) in told and f"from {old}: {story.change(old, new)}" in told
-    assert "speed:" not in told and "same tiles:" not in told
+    assert "speed:" not in told and "fixed tiles:" not in told
     assert "Without results/not-there/traffic.json and results/not-there/h200.json the gains" in told
 
 

@@ -150,7 +150,7 @@ class Product(Values):
         self.layout = acc.layout
         self.where = now().here()
         self.over = False
-        self.cycle = now().timing.product(now().running, self.flops, a) if now().timing else 0.0
+        self.cycle = now().timing.product(now().running, self.flops) if now().timing else 0.0
         now().running.products.append(self)
         now().issue(self)
         now().switch()

@@ -104,9 +104,7 @@ class Partition:
 
     def __init__(self, program: Program, call: Callable, name: str, warps: int, parent: "Partition | None" = None):
         self.program, self.call, self.name, self.warps = program, call, name, warps
-        self.clock = self.issued = (
-            parent.clock if parent else 0.0
-        )  # in a launch that is timed: its time, and when it will be done
+        self.clock = parent.clock if parent else 0.0  # in a launch that is timed
         self.known = parent.known if parent else 0  # the events that are over, for all that this partition can tell
         self.products, self.stores = [], []  # asynchronous ones that it has issued and not waited for
         self.waiting = self.frame = None
@@ -147,7 +145,7 @@ class Schedule:
                 program, call = pair
                 partition = Partition(program, call, "the kernel", warps)
                 if self.timing:
-                    partition.clock = partition.issued = self.timing.end
+                    partition.clock = self.timing.end
                 self._begin(partition, run_next)
 
         self._finished.acquire()
@@ -172,8 +170,6 @@ class Schedule:
     def switch(self, waiting: Waiting | None = None):
         """Let the seed choose who goes on; the partition that runs, not before it has what it is waiting for."""
         me = self.running
-        if self.timing:
-            self.timing.reach(me)
         me.waiting, me.frame = waiting, sys._getframe(1)
         following = self._next()
         if following is not me:

@@ -162,10 +162,9 @@ class Buffer:
         schedule = now()
         schedule.running.known |= self.memory.use(self, "a load", writes=False, asynchronous=False)
         schedule.switch()
-        loaded = Register(self.view.clone(), layout)
-        if timing := schedule.timing:
-            loaded.times = timing.shared(schedule.running, "load", self.nbytes)
-        return loaded
+        if schedule.timing:
+            schedule.timing.shared(schedule.running, "load", self.nbytes)
+        return Register(self.view.clone(), layout)
 
     def store(self, values):
         """Fill it from registers."""
@@ -174,7 +173,7 @@ class Buffer:
         now().running.known |= self.memory.use(self, "a store", writes=True, asynchronous=False)
         self.view.copy_(values.data)
         if timing := now().timing:
-            timing.shared(now().running, "store", self.nbytes, values)
+            timing.shared(now().running, "store", self.nbytes)
         now().switch()
 
 

@@ -158,7 +158,7 @@ def promoted(x, y, divides=False):
 class Values:
     """What operators work on: `data`, a torch tensor."""
 
-    times = made = None  # in a launch that is timed: when the elements come, and the instruction that they come from
+    made = None  # in a launch that is timed: the instruction that has made the elements
 
     def _with(self, name, compute, other, swapped=False):
         if not isinstance(other, Values | int | float):

@@ -241,6 +241,49 @@ def test_buffer_is_written_again_only_after_it_was_read(reader, writer):
     check_errors(race, _rewrite_kernel, describe(x), describe(out), reader, writer, True)
 
 
+@gluon.jit
+def _read_part(x_s, read, FIRST: gl.constexpr, DIM: gl.constexpr, SAYS: gl.constexpr):
+    x_s.slice(FIRST, 8, dim=DIM).load(LAYOUT)
+    mbarrier.arrive(read.index(0), count=1, pred=SAYS)
+
+
+@gluon.jit
+def _write_part(x_s, read, DIM: gl.constexpr):
+    mbarrier.wait(read.index(0), 0)
+    x_s.slice(8, 8, dim=DIM).store(gl.zeros([SIZE, 8] if DIM else [8, SIZE], x_s.dtype, LAYOUT))
+
+
+@gluon.jit
+def _parts_kernel(x_desc, FIRST: gl.constexpr, DIM: gl.constexpr, SAYS: gl.constexpr):
+    x_s = gl.allocate_shared_memory(x_desc.dtype, [SIZE, SIZE], x_desc.layout)
+    x_s.store(gl.zeros([SIZE, SIZE], x_s.dtype, LAYOUT))
+    read = new_barriers(1, 1 + SAYS)
+    gl.warp_specialize(
+        [
+            (_read_part, (x_s, read, FIRST, DIM, SAYS)),
+            (_read_part, (x_s, read, 8, DIM, True)),
+            (_write_part, (x_s, read, DIM)),
+        ],
+        [4, 4],
+        [24, 24],
+    )
+
+
+@pytest.mark.parametrize("first, says", [(8, True), (0, False), (8, False), (4, False), (1, False)])
+@pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
+def test_all_readers_of_what_is_written_must_have_read_it(dim, first, says):
+    """One of two says so; the other need not where it reads another part, which begins at `first`."""
+    if says or first == 0:
+        for seed in SEEDS:
+            launch(_parts_kernel, describe(tiles(1)), first, dim, says, seed=seed)
+    else:
+        read, written = (rf"x_s\[{':, ' * dim}{start}:{start + 8}\]" for start in (first, 8))
+        race = (
+            f"race: (a store writes {written}, and a load may still read|a load reads {read}, and a store may still write) it"
+        )
+        check_errors(race, _parts_kernel, describe(tiles(1)), first, dim, says)
+
+
 # --- what ordinary stores have written, used by what is asynchronous
 
 
@@ -648,8 +691,8 @@ def test_launch_that_fails_leaves_nothing_behind():
 _noted = []
 
 
-def _note(launch):
-    _noted.append(launch)
+def _note(what):
+    _noted.append(what)
     time.sleep(1e-4)  # another thread may go on
 
 
@@ -672,3 +715,23 @@ def test_launches_from_two_threads_wait_for_each_other():
     for thread in threads:
         thread.join()
     assert sorted((each, len(list(notes))) for each, notes in itertools.groupby(_noted)) == [(each, 20) for each in range(6)]
+
+
+@gluon.jit
+def _fail_after_a_while():
+    for _ in range(3):
+        fence_async_shared()
+    _note("fails")
+    gl.static_assert(False)
+
+
+@gluon.jit
+def _fail_kernel():
+    gl.warp_specialize([(_note_kernel, ("goes on",)), (_fail_after_a_while, ())], [1], [24])
+
+
+def test_nothing_goes_on_after_an_error():
+    for seed in SEEDS:
+        _noted.clear()
+        error(_fail_kernel, seed=seed)
+        assert _noted[-1] == "fails"

@@ -1,7 +1,7 @@
 # `make` lists the targets. Without PYTHON they create and use .venv; PYTHON=python3 uses that interpreter as it is.
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-long sanitize bench reference rates traffic compare readme plots story diff stage lint format clean
+.PHONY: help test test-long sanitize bench reference rates traffic compare readme plots timeline story diff stage lint format clean
 
 ifndef PYTHON
 PYTHON := .venv/bin/python
@@ -70,6 +70,10 @@ readme: $(SETUP)  ## rewrite the tables of the documents from results/
 
 plots: $(SETUP)  ## draw plots/ from results/
 	$(PYTHON) -m common.show.plots
+	$(PYTHON) -m common.show.timelines --committed
+
+timeline: $(SETUP)  ## draw what a multiprocessor does in a Gluon stage, STAGE=v7; ARGS="…" goes to common.show.timelines (ARGS=--help)
+	$(PYTHON) -m common.show.timelines $(addprefix --stage=,$(STAGE)) $(ARGS)
 
 story: $(SETUP)  ## walk from stage to stage: ideas, sizes of the changes, bytes saved, speed gained
 	$(PYTHON) -m common.show.story

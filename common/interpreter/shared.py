@@ -223,6 +223,9 @@ class Barrier:
         self._check_init()
         if self._missing < count:
             now().fail(f"{count} more arrivals at {self}, of which this phase had all {self._count}")
+        if timing := now().timing:
+            timing.spend(now().running, timing.rates.arrive)
+            self._cycle = max(self._cycle, now().running.clock)
         self._gathered |= now().running.known
         if nbytes:
             self._where = now().here()

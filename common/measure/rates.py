@@ -32,7 +32,7 @@ from common.kernels import hopper
 from common.kernels.hopper import async_reduce_add, describe_rows, describe_tile, new_barriers
 from common.measure import machine
 from common.measure.options import json_path, list_of, one_of, write_json
-from common.runtime import multiprocessors
+from common.runtime import INTERPRETED, multiprocessors
 
 ROWS = gl.constexpr(64)  # of a warpgroup's tile
 COLUMNS = gl.constexpr(64)  # of each of the two register tiles that instructions change in turn
@@ -555,7 +555,7 @@ def main(argv: list[str]):
     )
     parser.add_argument("--json", type=json_path, metavar="FILE", help="also write the rates there")
     options = parser.parse_args(argv)
-    if reason := hopper.unavailable():
+    if reason := "needs a Hopper GPU (sm_90)" if INTERPRETED else hopper.unavailable():
         raise SystemExit(f"common.measure.rates {reason}")
     rates = []
     for name in options.unit:

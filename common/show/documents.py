@@ -11,6 +11,9 @@ from tabulate import tabulate
 import stages
 from common.measure import files
 from common.measure.ncu import pairs
+from common.measure.timeline import SCORES
+from common.measure.traffic import GPUS
+from common.measure.units import CLOCK, TIME
 from common.show.profiles import traffic_table, units_table
 from common.show.results import (
     COLUMNS,
@@ -22,6 +25,7 @@ from common.show.results import (
     ROOT,
     RUN,
     SPREAD,
+    TIMELINE,
     TRAFFIC,
     UNITS,
     bytes_of,
@@ -31,6 +35,7 @@ from common.show.results import (
     load_run,
     mean_rate,
     mean_ratio,
+    modelled,
     moved,
     origin,
     speedup,
@@ -169,7 +174,9 @@ def gain_table(name: str) -> str:
     """What a step's traffic predicts it to gain, and what it gained, by sequence length; the first stage's times."""
     records, machine = load_run(RUN)
     counts, _ = load_counts(TRAFFIC)
+    model, _ = load_counts(TIMELINE)
     before = _before(name)
+    timed = all(any(record["impl"] == stage for record in model) for stage in (name, before))
     lengths = sorted({record["seq_len"] for record in records if record["pass"] == "fwd"})
     ms = {
         (r["impl"], r["pass"], r["head_dim"], r["causal"], r["seq_len"]): r["ms"]
@@ -181,14 +188,18 @@ def gain_table(name: str) -> str:
         now, old = (counted(counts, stage, *span) for stage in (name, before))
         times = [[ms.get((stage, *span, seq_len)) for seq_len in lengths] for stage in (name, before)]
         if before:
-            predicted = f"×{old['roofline_us'] / now['roofline_us']:.2f}" if now and old else "-"
+            costs = [count and count["roofline_us"] for count in (old, now)]
+            if timed:
+                costs = [modelled(model, stage, *span, COUNTED_AT) for stage in (before, name)]
+            predicted = f"×{costs[0] / costs[1]:.2f}" if all(costs) else "-"
             rows.append([predicted, *(f"×{b / a:.2f}" if a and b else "-" for a, b in zip(*times, strict=True))])
         else:
             rows.append([f"{time:.2f}" if time else "-" for time in times[0]])
     where = f"float16, 16k tokens, hidden size 2048, {origin(machine)}"
     if before:
+        of = "cycles of the [model](../../results/timeline.md)" if timed else "two times at peak"
         caption = (
-            f"Times as fast as {before}. Predicted: the ratio of the two times at peak, S = {COUNTED_AT}. The rest is "
+            f"Times as fast as {before}. Predicted: the ratio of the {of}, S = {COUNTED_AT}. The rest is "
             f"measured, by sequence length: {where}."
         )
         return f"{caption}\n\n{_step_table(rows, ['predicted', *(f'S = {seq_len}' for seq_len in lengths)])}"
@@ -240,6 +251,41 @@ def spread_table(name: str) -> str:
     return f"{caption}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True, colalign=align)}"
 
 
+def timeline_table() -> str:
+    """What the model of a multiprocessor says of the Gluon stages, next to what was measured of their main kernels."""
+    model, _ = load_counts(TIMELINE)
+    units = json.loads(UNITS.read_text())
+    seq_len = units["cases"][0]["seq_len"]
+
+    def cycles(stage, *span):
+        """Of all multiprocessors, in a pass's longest kernel, for as many scores as the model's."""
+        wanted = (stage, *span)
+        for case in units["cases"]:
+            if (case["impl"], case["pass"], case["head_dim"], case["causal"]) == wanted:
+                kernel = max(case["kernels"], key=lambda kernel: kernel[TIME])
+                scores = case["batch"] * case["heads"] * seq_len**2 / (2 if case["causal"] else 1)
+                return kernel[TIME] * 1e-9 * kernel[CLOCK] * GPUS["h200"].multiprocessors * SCORES / scores
+        return None
+
+    rows = []
+    for name, span in itertools.product(dict.fromkeys(record["impl"] for record in model), _spans()):
+        ours, theirs = ((modelled(model, stage, *span, seq_len), cycles(stage, *span)) for stage in (name, _before(name)))
+        row = [name, PASS_NAMES[span[0]], span[1], "causal" if span[2] else "full", *(f"{x:.0f}" if x else "-" for x in ours)]
+        row.append(f"{ours[0] / ours[1]:.2f}" if all(ours) else "-")
+        if all(ours) and all(theirs):  # of a stage that is not Gluon's the model says nothing
+            gains = [old / new for old, new in zip(theirs, ours, strict=True)]
+            row += [*(f"×{gain:.2f}" for gain in gains), f"{gains[0] / gains[1]:.2f}"]
+        rows.append(row + ["-"] * (10 - len(row)))
+    headers = ["stage", "pass", "D", "mask", "model", "measured", "ratio", "gain, model", "gain, measured", "ratio"]
+    caption = (
+        f"Cycles of a multiprocessor for {SCORES} scores that are not masked, in a pass's longest kernel, and times as fast as "
+        f"the stage before: as `make timeline`'s model has them, at the rates of `rates-h200.json`, and as Nsight Compute "
+        f"measured them (`units-h200.json`). S = {seq_len}, float16. {origin(units['machine_info'])}."
+    )
+    align = ["left", "left", "right", "left"] + ["right"] * 6
+    return f"{caption}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True, colalign=align)}"
+
+
 PASSAGES = {  # what the README of a stage may show between markers
     "traffic": traffic_of_step, "gain": gain_table, "tuned": tuned_table, "units": units_of_step, "spread": spread_table,
 }  # fmt: skip
@@ -280,6 +326,8 @@ def documents() -> dict[Path, str]:
         found[PINNED.with_suffix(".md")] = f"# With the pinned Triton\n\n{speed_table(*load_run(PINNED))}\n"
     if SPREAD.exists():
         found[SPREAD.with_suffix(".md")] = f"# Scores of other spreads\n\n{speed_table(*load_run(SPREAD))}\n"
+    if TIMELINE.exists() and UNITS.exists():
+        found[TIMELINE.with_suffix(".md")] = f"# A model of a multiprocessor, and what was measured\n\n{timeline_table()}\n"
     if UNITS.exists():
         found[UNITS.with_suffix(".md")] = (
             f"# Busy units, and what warps wait for\n\n{units_table(json.loads(UNITS.read_text()))}\n"

@@ -15,6 +15,7 @@ TRAFFIC = ROOT / "results" / "traffic.json"
 COUNTED_AT = 2048  # the sequence length of that file
 UNITS = ROOT / "results" / "units-h200.json"
 SPREAD = ROOT / "results" / "spread-h200.json"
+TIMELINE = ROOT / "results" / "timeline.json"
 PINNED = ROOT / "results" / "pinned-h200.json"
 PLOTS = ROOT / "plots"
 MEAN_OVER = (1024, 2048, 4096, 8192, 16384)  # sequence lengths
@@ -94,6 +95,13 @@ def counted(counts: list[dict], impl: str, pass_: str, head_dim: int, causal: bo
     wanted = (impl, pass_, head_dim, causal, COUNTED_AT)
     found = [c for c in counts if (c["impl"], c["pass"], c["head_dim"], c["causal"], c["seq_len"]) == wanted]
     return found[0] if found else None
+
+
+def modelled(records: list[dict], impl: str | None, pass_: str, head_dim: int, causal: bool, seq_len: int) -> float | None:
+    """Cycles for `timeline.SCORES` scores, of a file that `common.measure.timeline` wrote; None where there are none."""
+    wanted = (impl, pass_, head_dim, causal, seq_len)
+    found = [r for r in records if (r["impl"], r["pass"], r["head_dim"], r["causal"], r["seq_len"]) == wanted]
+    return found[0]["cycles_a_tile"] if found else None
 
 
 def moved(count: dict) -> int:

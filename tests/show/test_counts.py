@@ -25,7 +25,7 @@ def run_counts(*arguments, prepare=None):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("gpu", ["h200", "a100"])
 def test_stages_that_a_gpu_cannot_run_are_named_and_left_out(gpu):
     run = run_counts("--head-dim=16", f"--gpu={gpu}")  # all stages
     assert run.returncode == 0, run.stderr

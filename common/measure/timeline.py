@@ -1,0 +1,147 @@
+"""What a stage's Gluon kernels do on one multiprocessor, cycle by cycle, at the rates measured of its units.
+
+    python -m common.measure.timeline --stage v6,v7 --json results/timeline.json   # anywhere
+
+`common.interpreter.timing` is the model; results/rates-h200.json has its rates, each from a kernel of its own
+(`common.measure.rates`) and none from the stages. Only Gluon's kernels are timed: other kernels of a stage are left out.
+"""
+
+import argparse
+import itertools
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import torch
+from tabulate import tabulate
+
+import stages
+from common.interpreter import schedule
+from common.interpreter.timing import UNITS, Rates, Timing
+from common.measure import machine
+from common.measure.options import add_list, json_path, list_of, one_of, write_json
+from common.measure.traffic import stage_call
+from common.measure.workloads import Workload
+from common.runtime import Device, interpreted_as
+
+RATES = Path(__file__).parents[2] / "results" / "rates-h200.json"
+HOPPER = Device(architecture=90, shared_memory=227 * 1024, multiprocessors=1)
+SCORES = 128 * 128  # cycles are given for so many, masked ones not counted
+
+
+def measured_rates(path: Path = RATES) -> Rates:
+    """What `common.measure.rates` has measured, as the model takes it."""
+    values = {}
+    for rate in json.loads(path.read_text())["rates"]:
+        values[rate["unit"], rate["name"], rate["multiprocessors"] == 1, rate["warpgroups"]] = rate["value"]
+
+    def value(unit, name, alone=False, warpgroups=None):
+        return values[unit, name, alone, warpgroups]
+
+    def latency(unit, name, nbytes, rate):
+        """Cycles from the issue of one copy to its end, without those in which its bytes move."""
+        return value(unit, name, alone=True) - nbytes / rate
+
+    results = {  # a cycle, of four warpgroups
+        name: value("instructions", measured, warpgroups=4)
+        for name, measured in {
+            "add": "add", "sub": "add", "sum": "add", "mul": "multiply", "max": "max", "row maximum": "max", "select": "select",
+            "exp2": "exp2", "log2": "exp2", "to fp16": "to float16", "to bf16": "to bfloat16", "from fp16": "from float16",
+            "from bf16": "from bfloat16, low",
+        }.items()
+    }  # fmt: skip
+    both = value("instructions", "compare and select", warpgroups=4)
+    results["compare"] = results["and"] = results["or"] = 1 / (1 / both - 1 / results["select"])
+    product, tile = value("tensor-cores", "64x64x64, A shared", warpgroups=4), 64 * 64 * 2
+    in_alone, out_alone = (
+        value("copy-in", "128x128, 6 at a time, own tiles", alone=True),
+        value("copy-out", "64x64, 2 at a time, own tiles", alone=True),
+    )
+    return Rates(
+        results=results,
+        flops=2 * 64**3 / product,
+        copied=value("copy-in", "128x64, 12 at a time, the same tiles"),  # programs that run together share a head's tiles
+        stored=value("copy-out", "64x128, 2 at a time, own tiles"),
+        added=value("copy-out", "16x256 float32, added, 2 at a time, own tiles"),
+        shared=value("shared-memory", "store a result, 64x128", warpgroups=4),
+        product=value("tensor-cores", "64x64x64, A shared, from issue to its end", warpgroups=1) - product,
+        copy=latency("copy-in", "64x64, from issue to barrier", tile, in_alone),
+        store=latency("copy-out", "64x64, from issue to its last byte read", tile, out_alone),
+        arrive={warps: value("barriers", f"arrive, {warps} at once, nothing to wait for") for warps in (1, 4)},
+        wait={warps: value("barriers", f"wait, {warps} at once, nothing to wait for") for warps in (1, 4)},
+        fence={warps: value("barriers", f"fence, {warps} at once, nothing to wait for") for warps in (1, 4)},
+        hand_over=value("barriers", "from an arrival to the end of a wait, 4 and 1 warps in turn"),
+    )
+
+
+def simulate(stage, workload: Workload, rates: Rates) -> list[Timing]:
+    """The timing of each Gluon kernel that a pass of a stage launches, on one multiprocessor."""
+    torch.manual_seed(0)
+    with interpreted_as(HOPPER):
+        call = stage_call(stage, workload, workload.inputs())
+        with schedule.timed(rates) as timings:
+            call()
+    return list(timings)
+
+
+def record(name: str, workload: Workload, timings: list[Timing]) -> dict:
+    """Cycles of all kernels, cycles for SCORES scores, and how busy each unit is in the longest kernel."""
+    longest = max(timings, key=lambda timing: timing.end)
+    busy = Counter()
+    for span in longest.spans:
+        busy[span.unit] += span.end - span.start
+    cycles = sum(timing.end for timing in timings)
+    scores = workload.batch * workload.heads * workload.seq_len**2 / (2 if workload.causal else 1)
+    return {
+        "impl": name,
+        **workload.record(),
+        "cycles": cycles,
+        "cycles_a_tile": cycles * SCORES / scores,
+        "busy": {unit: busy[unit] / longest.end for unit in UNITS},
+    }
+
+
+def has_gluon(name: str) -> bool:
+    """Whether a stage's own kernels are Gluon's, whose launches can be timed; those run on Hopper GPUs alone."""
+    return hasattr(stages.load(name), "unavailable")
+
+
+def table(records: list[dict]) -> str:
+    """The records as a table, a row each."""
+    rows = [
+        [r["impl"], r["pass"], r["head_dim"], "causal" if r["causal"] else "full", r["seq_len"], round(r["cycles_a_tile"])]
+        + [f"{100 * r['busy'][unit]:.0f}" for unit in UNITS]
+        for r in records
+    ]
+    return tabulate(rows, headers=["stage", "pass", "D", "mask", "S", "cycles", *(f"{unit} %" for unit in UNITS)])
+
+
+def main(argv: list[str]):
+    """The command line."""
+    description = f"Time Gluon stages on one multiprocessor, in cycles for {SCORES} scores. LIST is comma-separated."
+    parser = argparse.ArgumentParser(prog="python -m common.measure.timeline", description=description)
+    add_list(parser, "--stage", ",".join(filter(has_gluon, stages.names())))
+    passes = list_of(one_of({"fwd": "fwd", "bwd": "bwd"}))
+    parser.add_argument("--pass", type=passes, default="fwd,bwd", metavar="LIST", help="fwd, bwd (default: both)")
+    for flag, default in (("--seq-len", "2048"), ("--head-dim", "64,128"), ("--causal", "no,yes")):
+        add_list(parser, flag, default)
+    parser.add_argument("--json", type=json_path, metavar="FILE", help="also write the records there")
+    options = parser.parse_args(argv)
+    rates, records = measured_rates(), []
+    for pass_, head_dim, causal, seq_len, name in itertools.product(
+        vars(options)["pass"], options.head_dim, options.causal, options.seq_len, options.stage
+    ):
+        if not has_gluon(name):
+            raise SystemExit(f"{name} has no Gluon kernel: nothing of it is timed")
+        workload = Workload(pass_, 1, 1, seq_len, head_dim, causal, "float16")
+        records.append(record(name, workload, simulate(stages.load(name), workload, rates)))
+        print(f"\rtimed {len(records)}", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    print(table(records))
+    if options.json:
+        write_json(options.json, {"records": records, "machine_info": machine.facts()})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,118 @@
+"""What one multiprocessor does, drawn: a lane for each unit, coloured by the partition that it works for.
+
+    make timeline STAGE=v7 ARGS="--pass bwd --head-dim 128"   # anywhere; into plots/timelines
+
+`make plots` draws both passes of every Gluon stage, D = 64. `common.measure.timeline` is the model.
+"""
+
+import argparse
+import itertools
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")  # draws into files; needs no display
+
+import matplotlib.pyplot as plt  # noqa: E402
+
+import stages  # noqa: E402
+from common.interpreter.timing import UNITS  # noqa: E402
+from common.measure.options import add_list, list_of, one_of  # noqa: E402
+from common.measure.timeline import SCORES, has_gluon, measured_rates, record, simulate  # noqa: E402
+from common.measure.workloads import Workload  # noqa: E402
+from common.show.results import PLOTS, spoken  # noqa: E402
+from common.show.tables import PASS_NAMES  # noqa: E402
+
+GLUON = [name for name in stages.names() if has_gluon(name)]
+TIMELINES = PLOTS / "timelines"
+CYCLES = 5000  # that are drawn
+FROM = 15 / 32  # of the kernel's time: where 8, 16 or 32 tiles or programs follow each other, inside of one
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")  # that those who see fewer colours tell apart
+NARROW = 0.04  # of the width; what is narrower has no label
+
+
+def _draw(axes, name: str, workload: Workload):
+    """A lane for each unit, and how busy each is."""
+    timings = simulate(stages.load(name), workload, measured_rates())
+    facts = record(name, workload, timings)
+    longest = max(timings, key=lambda timing: timing.end)
+    first = min(FROM * longest.end, max(0.0, longest.end - CYCLES))
+    shown = [span for span in longest.spans if span.end > first and span.start < first + CYCLES]
+    partitions = sorted({_partition(span) for span in shown})
+    for span in shown:
+        lane, color = -UNITS.index(span.unit), COLORS[partitions.index(_partition(span)) % len(COLORS)]
+        begin, end = max(span.start - first, 0), min(span.end - first, CYCLES)
+        axes.barh(lane, end - begin, left=begin, height=0.8, color=color, edgecolor="white", linewidth=0.4)
+        if end - begin > NARROW * CYCLES:
+            axes.text((begin + end) / 2, lane, span.what, ha="center", va="center", fontsize=6, color="white")
+    labels = [f"{unit}\n{100 * facts['busy'][unit]:.0f} % busy" for unit in UNITS]
+    axes.set_yticks([-lane for lane in range(len(UNITS))], labels, fontsize=8)
+    axes.set_xlim(0, CYCLES)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    mask = "causal" if workload.causal else "full"
+    axes.set_title(
+        f"{spoken(name)}, {PASS_NAMES[workload.pass_]}, D={workload.head_dim}, {mask}, S={workload.seq_len}: "
+        f"{facts['cycles_a_tile']:.0f} cycles for {SCORES} scores",
+        fontsize=10, loc="left",
+    )  # fmt: skip
+    for partition, color in zip(partitions, itertools.cycle(COLORS), strict=False):
+        axes.bar(0, 0, color=color, label=partition)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=7, frameon=False)
+
+
+def _partition(span) -> str:
+    """Its number in its program, and its function."""
+    return str(span.who).split(", partition ")[-1].replace(": _", ": ")
+
+
+def draw(name: str, workloads: list[Workload], path: Path):
+    """Write a picture of a stage with a panel for each workload."""
+    figure, grid = plt.subplots(len(workloads), 1, figsize=(11, 3.2 * len(workloads)), layout="constrained", squeeze=False)
+    for axes, workload in zip(grid[:, 0], workloads, strict=True):
+        _draw(axes, name, workload)
+    grid[-1, 0].set_xlabel("cycles of the multiprocessor, in the middle of the kernel")
+    model = "a model of one H200 multiprocessor, at measured rates of its units (results/rates-h200.json)"
+    figure.suptitle(model, fontsize=8, color="0.4")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def draw_all(directory: Path):
+    """Both passes of every stage whose kernels are Gluon's."""
+    for name in GLUON:
+        workloads = [Workload(pass_, 1, 1, 2048, 64, False, "float16") for pass_ in ("fwd", "bwd")]
+        draw(name, workloads, directory / f"{name.split('_')[0]}.png")
+
+
+def main(argv: list[str]):
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m common.show.timelines",
+        description="Draw what the units of a multiprocessor do in a Gluon stage's kernel. LIST is comma-separated.",
+    )
+    add_list(parser, "--stage", ",".join(GLUON))
+    passes = list_of(one_of({"fwd": "fwd", "bwd": "bwd"}))
+    parser.add_argument("--pass", type=passes, default="fwd", metavar="LIST", help="fwd, bwd (default: %(default)s)")
+    for flag, default in (("--seq-len", "2048"), ("--head-dim", "64"), ("--causal", "no")):
+        add_list(parser, flag, default)
+    parser.add_argument("--committed", action="store_true", help="instead of these, what plots/timelines has of each stage")
+    options = parser.parse_args(argv)
+    if options.committed:
+        draw_all(TIMELINES)
+        return
+    for name in options.stage:
+        if name not in GLUON:
+            raise SystemExit(f"{name} has no Gluon kernel: nothing of it is timed")
+    shapes = itertools.product(options.stage, vars(options)["pass"], options.head_dim, options.causal, options.seq_len)
+    for name, pass_, head_dim, causal, seq_len in shapes:
+        mask = "causal" if causal else "full"
+        path = TIMELINES / f"{name.split('_')[0]}-{pass_}-d{head_dim}-{mask}-s{seq_len}.png"
+        draw(name, [Workload(pass_, 1, 1, seq_len, head_dim, causal, "float16")], path)
+        print(path)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

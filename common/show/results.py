@@ -16,6 +16,7 @@ COUNTED_AT = 2048  # the sequence length of that file
 UNITS = ROOT / "results" / "units-h200.json"
 SPREAD = ROOT / "results" / "spread-h200.json"
 TIMELINE = ROOT / "results" / "timeline.json"
+SCOPES = ROOT / "results" / "scopes-h200.json"
 PINNED = ROOT / "results" / "pinned-h200.json"
 PLOTS = ROOT / "plots"
 MEAN_OVER = (1024, 2048, 4096, 8192, 16384)  # sequence lengths

@@ -7,6 +7,7 @@
 
 import argparse
 import itertools
+import json
 import sys
 from pathlib import Path
 
@@ -17,11 +18,11 @@ matplotlib.use("Agg")  # draws into files; needs no display
 import matplotlib.pyplot as plt  # noqa: E402
 
 import stages  # noqa: E402
-from common.interpreter.timing import UNITS  # noqa: E402
+from common.interpreter.timing import COPIES, UNITS  # noqa: E402
 from common.measure.options import add_list, list_of, one_of  # noqa: E402
 from common.measure.timeline import SCORES, has_gluon, measured_rates, record, simulate  # noqa: E402
 from common.measure.workloads import Workload  # noqa: E402
-from common.show.results import PLOTS, spoken  # noqa: E402
+from common.show.results import PLOTS, SCOPES, spoken  # noqa: E402
 from common.show.tables import PASS_NAMES  # noqa: E402
 
 GLUON = [name for name in stages.names() if has_gluon(name)]
@@ -80,11 +81,48 @@ def draw(name: str, workloads: list[Workload], path: Path):
     plt.close(figure)
 
 
+def draw_recorded(recorded: dict, path: Path):
+    """Write a picture of what partitions did on a GPU, above what they do in the model: a lane for each."""
+    names = ("batch", "heads", "seq_len", "head_dim", "causal", "dtype")
+    workload = Workload(recorded["pass"], **{name: recorded[name] for name in names} | {"batch": 1, "heads": 1})
+    longest = max(simulate(stages.load(recorded["impl"]), workload, measured_rates()), key=lambda timing: timing.end)
+    first = FROM * longest.end
+    model = [
+        {"who": _partition(span), "what": span.what, "start": span.start - first, "end": span.end - first}
+        for span in longest.spans
+        if first < span.end and span.start < first + CYCLES and span.unit != COPIES
+    ]
+    figure, grid = plt.subplots(2, 1, figsize=(11, 4.4), layout="constrained", sharex=True)
+    titles = (f"recorded on an {recorded['machine_info']['gpu']}, by Proton", "the model")
+    for axes, title, spans in zip(grid, titles, (recorded["spans"], model), strict=True):
+        partitions, kinds = (sorted({span[name] for span in spans}) for name in ("who", "what"))
+        for span in spans:
+            lane, color = -partitions.index(span["who"]), COLORS[kinds.index(span["what"]) % len(COLORS)]
+            begin, end = max(span["start"], 0), min(span["end"], CYCLES)
+            axes.barh(lane, end - begin, left=begin, height=0.8, color=color, edgecolor="white", linewidth=0.4)
+        for kind, color in zip(kinds, itertools.cycle(COLORS), strict=False):
+            axes.bar(0, 0, color=color, label=kind)
+        axes.set_yticks([-lane for lane in range(len(partitions))], partitions, fontsize=8)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.set_title(f"{spoken(recorded['impl'])}, {title}", fontsize=9, loc="left")
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=7, frameon=False)
+    grid[-1].set_xlim(0, CYCLES)
+    grid[-1].set_xlabel("cycles of the multiprocessor")
+    mask = "causal" if workload.causal else "full"
+    figure.suptitle(
+        f"{PASS_NAMES[workload.pass_]}, D={workload.head_dim}, {mask}, S={workload.seq_len}", fontsize=8, color="0.4"
+    )
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
 def draw_all(directory: Path):
-    """Both passes of every stage whose kernels are Gluon's."""
+    """Both passes of every stage whose kernels are Gluon's, and what was recorded of one."""
     for name in GLUON:
         workloads = [Workload(pass_, 1, 1, 2048, 64, False, "float16") for pass_ in ("fwd", "bwd")]
         draw(name, workloads, directory / f"{name.split('_')[0]}.png")
+    if SCOPES.exists():
+        draw_recorded(json.loads(SCOPES.read_text()), directory / "recorded.png")
 
 
 def main(argv: list[str]):

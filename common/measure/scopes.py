@@ -1,0 +1,117 @@
+"""What one program of a Gluon forward does on a GPU, and when, as Proton records it inside of the kernel.
+
+    python -m common.measure.scopes --json results/scopes-h200.json   # where there is a Hopper GPU
+
+A copy of v7's forward gets scopes around its loads, products and exponentials. They cost some cycles each, and the compiler
+moves nothing across them: what is recorded is the kernel's order and overlap, a little slower.
+"""
+
+import argparse
+import importlib.util
+import json
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+import stages
+from common.measure import machine
+from common.measure.options import json_path, write_json
+from common.measure.workloads import Workload
+from common.runtime import DEVICE
+
+STAGE = "v7_speculative_softmax"
+WORKLOAD = Workload("fwd", 8, 16, 2048, 128, False, "float16")
+CYCLES = 6000  # that are kept
+WARPS = {"warp 0": "1: consumer", "warp 4": "2: consumer"}  # the first warp of a partition, and what a timeline calls that
+LOOP = "# Both products at once"
+SCOPES = (  # from the kernel's end to its beginning: name, first line, last line, a line before them
+    ("store O", "q_buffer.store(", "tma.async_copy_shared_to_global(", "def _consumer"),
+    ("last product", "acc = warpgroup_mma_wait(0, [acc])", None, "normalize = "),
+    ("convert", "p = gl.convert_layout(p.to(dtype), p_layout)", None, "acc = acc * gl.convert_layout(rescale"),
+    ("wait for O", "acc = warpgroup_mma_wait(0, [acc])", None, LOOP),
+    ("softmax", "p = gl.exp2(s * scale_log2", "l = l + _sums(p)", LOOP),
+    ("wait for S", "s = warpgroup_mma_wait(1, [s])", None, LOOP),
+    ("issue products", "s = warpgroup_mma(q", "acc = warpgroup_mma(p", LOOP),
+    ("wait for K, V", "mbarrier.wait(kv_full.index(slot), phase)", None, LOOP),
+)
+
+
+def with_scopes(text: str) -> str:
+    """A stage's forward.py with SCOPES.
+
+    Raises:
+        ValueError: a line of theirs is not there.
+    """
+    lines = text.split("\n")
+
+    def find(beginning, start):
+        for index in range(start, len(lines)):
+            if lines[index].strip().startswith(beginning):
+                return index
+        raise ValueError(f"no line begins with {beginning!r} after line {start}")
+
+    for name, first, last, before in SCOPES:
+        begin = find(first, find(before, 0))
+        end = find(last, begin) if last else begin
+        indent = re.match(r"\s*", lines[begin])[0]
+        lines.insert(end + 1, f'{indent}pl.exit_scope("{name}")')
+        lines.insert(begin, f'{indent}pl.enter_scope("{name}")')
+    lines.insert(find("import triton", 0), "import triton.profiler.language as pl")
+    return "\n".join(lines)
+
+
+def record() -> list[dict]:
+    """Run the copy, and return what one program did: who, what, start and end in cycles, in order."""
+    import triton.profiler as proton
+    from triton.profiler.mode import Default
+
+    with tempfile.TemporaryDirectory() as directory:
+        text = with_scopes((Path(stages.__path__[0]) / STAGE / "forward.py").read_text())
+        path = Path(directory, "scopes.py")
+        path.write_text(text.replace("for again in (False, True):", "for again in (False,):"))  # the other finds nothing to do
+        spec = importlib.util.spec_from_file_location(f"stages.{STAGE}.scopes", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        q, k, v, _ = WORKLOAD.inputs()
+        mode = Default(optimizations="clock32,time_shift", sampling_strategy="selective", sampling_options="0,4")
+        session = proton.start(str(Path(directory, "trace")), data="trace", backend="instrumentation", mode=mode)
+        module.forward(q, k, v, causal=WORKLOAD.causal, scale=WORKLOAD.head_dim**-0.5)
+        torch.cuda.synchronize()
+        proton.finalize(session)
+        events = json.loads(next(Path(directory).glob("trace*chrome_trace")).read_text())["traceEvents"]
+    program = min(event["pid"] for event in events)
+    spans = []
+    for event in events:
+        if event["pid"] == program:
+            # Chrome's traces are in microseconds; these say that a cycle is a nanosecond.
+            start, duration = (1000 * event[name] for name in ("ts", "dur"))
+            who = next(name for warp, name in WARPS.items() if event["tid"].startswith(warp))
+            spans.append({"who": who, "what": event["name"], "start": start, "end": start + duration})
+    return sorted(spans, key=lambda span: span["start"])
+
+
+def kept(spans: list[dict]) -> list[dict]:
+    """CYCLES from the middle, counted from their first."""
+    first = (spans[0]["start"] + spans[-1]["end"]) / 2
+    inside = [span for span in spans if first <= span["start"] and span["end"] <= first + CYCLES]
+    return [{**span, "start": round(span["start"] - first), "end": round(span["end"] - first)} for span in inside]
+
+
+def main(argv: list[str]):
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m common.measure.scopes", description=f"Record what a program of {STAGE}'s forward does, and when."
+    )
+    parser.add_argument("--json", type=json_path, required=True, metavar="FILE", help="write it there")
+    options = parser.parse_args(argv)
+    if DEVICE != "cuda" or (reason := stages.unavailable(STAGE)):
+        raise SystemExit(f"common.measure.scopes {reason if DEVICE == 'cuda' else 'needs a Hopper GPU (sm_90)'}")
+    spans = kept(record())
+    write_json(options.json, {"impl": STAGE, **WORKLOAD.record(), "spans": spans, "machine_info": machine.facts()})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,68 @@
+"""The model of the Gluon stages: its rates, what it says of them, its command."""
+
+import json
+
+import pytest
+
+import stages
+from common.interpreter.timing import COPIES, EXPONENTIALS, TENSOR_CORES, UNITS
+from common.measure import timeline
+from common.measure.workloads import Workload
+from common.runtime import INTERPRETED
+from common.show import results
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the model runs in the interpreter")
+
+SMALL = Workload("fwd", 1, 1, 512, 64, False, "float16")
+
+
+def test_rates_are_those_of_the_committed_file():
+    rates = timeline.measured_rates()
+    assert 0.98 * 4096 < rates.flops <= 4096 and 15 < rates.results["exp2"] <= 16  # published, of each cycle
+    assert all(0 < rate <= 128 for rate in rates.results.values())
+    assert rates.copied > rates.stored > rates.added > 0
+    assert rates.results["compare"] > timeline_both(rates) and rates.product > 0 and rates.copy > rates.store > 0
+
+
+def timeline_both(rates):
+    """A comparison and a selection, one after the other, a cycle."""
+    return 1 / (1 / rates.results["compare"] + 1 / rates.results["select"])
+
+
+@pytest.mark.parametrize("pass_", ["fwd", "bwd"])
+def test_products_take_their_time_whatever_the_kernel(pass_):
+    """Of each unit the model knows how long it works: products of a forward are 4 S² D FLOPs, of a backward 10."""
+    workload = Workload(pass_, 1, 1, 512, 64, False, "float16")
+    rates = timeline.measured_rates()
+    facts = timeline.record("v7", workload, timeline.simulate(stages.load("v7"), workload, rates))
+    flops = {"fwd": 4, "bwd": 10}[pass_] * 512**2 * 64
+    assert facts["busy"][TENSOR_CORES] * facts["cycles"] == pytest.approx(flops / rates.flops)
+    assert facts["busy"][EXPONENTIALS] * facts["cycles"] == pytest.approx(512**2 / rates.results["exp2"], rel=0.01)
+    assert all(0 <= facts["busy"][unit] <= 1 for unit in UNITS) and facts["busy"][COPIES] > 0
+    assert facts["cycles_a_tile"] == pytest.approx(facts["cycles"] * timeline.SCORES / 512**2)
+
+
+def test_it_is_the_same_every_time():
+    first, second = (timeline.simulate(stages.load("v6"), SMALL, timeline.measured_rates()) for _ in range(2))
+    assert [timing.end for timing in first] == [timing.end for timing in second]
+
+
+@pytest.mark.parametrize("name", [name for name in stages.names() if timeline.has_gluon(name)])
+def test_committed_cycles_are_what_the_model_says(name):
+    records, _ = results.load_counts(results.TIMELINE)
+    workload = Workload("fwd", 1, 1, 2048, 64, True, "float16")
+    now = timeline.record(name, workload, timeline.simulate(stages.load(name), workload, timeline.measured_rates()))
+    committed = results.modelled(records, name, "fwd", 64, True, 2048)
+    assert now["cycles_a_tile"] == pytest.approx(committed), "python -m common.measure.timeline, as results/README.md has it"
+
+
+def test_command_prints_the_table_and_saves_the_records(tmp_path, capsys):
+    path = tmp_path / "timeline.json"
+    timeline.main(["--stage=v7", "--pass=fwd", "--head-dim=64", "--causal=no", "--seq-len=256", f"--json={path}"])
+    (record,) = json.loads(path.read_text())["records"]
+    assert f"{record['cycles_a_tile']:.0f}" in capsys.readouterr().out and record["impl"] == "v7_speculative_softmax"
+
+
+def test_a_stage_without_gluon_is_refused():
+    with pytest.raises(SystemExit, match="v3_fa2_causal has no Gluon kernel"):
+        timeline.main(["--stage=v3"])

@@ -1,0 +1,36 @@
+"""The pictures of a multiprocessor's time."""
+
+import pytest
+
+from common.runtime import INTERPRETED
+
+timelines = pytest.importorskip("common.show.timelines")
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the model runs in the interpreter")
+
+
+def test_a_picture_has_a_lane_for_each_unit_and_a_colour_for_each_partition(tmp_path, monkeypatch, capsys):
+    figures = []
+    monkeypatch.setattr(timelines, "TIMELINES", tmp_path / "plots")
+    monkeypatch.setattr(timelines.plt, "close", figures.append)
+    timelines.main(["--stage=v7", "--seq-len=512", "--pass=bwd"])
+    (path,) = (tmp_path / "plots").iterdir()
+    assert path.name == "v7-bwd-d64-full-s512.png" and str(path) in capsys.readouterr().out
+    (axes,) = figures[0].axes
+    lanes = [label.get_text() for label in axes.get_yticklabels()]
+    assert [lane.split("\n")[0] for lane in lanes] == list(timelines.UNITS)
+    assert all(lane.endswith(" % busy") for lane in lanes)
+    partitions = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert partitions == ["1: consumer", "2: consumer", "3: dq_consumer", "4: producer"]
+    assert "cycles for 16384 scores" in axes.get_title(loc="left")
+    timelines.plt.close("all")
+
+
+def test_what_is_committed_is_of_every_gluon_stage():
+    drawn = {path.stem for path in timelines.TIMELINES.glob("*.png") if "-" not in path.stem}  # those with one are of a user
+    assert drawn - {"recorded"} == {name.split("_")[0] for name in timelines.GLUON}
+
+
+def test_a_stage_without_gluon_is_refused():
+    with pytest.raises(SystemExit, match="v3_fa2_causal has no Gluon kernel"):
+        timelines.main(["--stage=v3"])

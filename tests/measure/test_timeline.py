@@ -21,12 +21,7 @@ def test_rates_are_those_of_the_committed_file():
     assert 0.98 * 4096 < rates.flops <= 4096 and 15 < rates.results["exp2"] <= 16  # published, of each cycle
     assert all(0 < rate <= 128 for rate in rates.results.values())
     assert rates.copied > rates.stored > rates.added > 0
-    assert rates.results["compare"] > timeline_both(rates) and rates.product > 0 and rates.copy > rates.store > 0
-
-
-def timeline_both(rates):
-    """A comparison and a selection, one after the other, a cycle."""
-    return 1 / (1 / rates.results["compare"] + 1 / rates.results["select"])
+    assert rates.product > 0 and rates.copy > rates.store > 0
 
 
 @pytest.mark.parametrize("pass_", ["fwd", "bwd"])
@@ -50,6 +45,8 @@ def test_it_is_the_same_every_time():
 @pytest.mark.parametrize("name", [name for name in stages.names() if timeline.has_gluon(name)])
 def test_committed_cycles_are_what_the_model_says(name):
     records, _ = results.load_counts(results.TIMELINE)
+    if not any(record["impl"] == name for record in records):
+        pytest.skip("not timed yet: results/README.md says how")
     workload = Workload("fwd", 1, 1, 2048, 64, True, "float16")
     now = timeline.record(name, workload, timeline.simulate(stages.load(name), workload, timeline.measured_rates()))
     committed = results.modelled(records, name, "fwd", 64, True, 2048)

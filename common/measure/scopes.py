@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import stages
-from common.measure import machine
+from common.measure import files, machine
 from common.measure.options import json_path, write_json
 from common.measure.workloads import Workload
 from common.runtime import DEVICE
@@ -71,7 +71,9 @@ def record() -> list[dict]:
     with tempfile.TemporaryDirectory() as directory:
         text = with_scopes((Path(stages.__path__[0]) / STAGE / "forward.py").read_text())
         path = Path(directory, "scopes.py")
-        path.write_text(text.replace("for again in (False, True):", "for again in (False,):"))  # the other finds nothing to do
+        files.replace(
+            path, text.replace("for again in (False, True):", "for again in (False,):")
+        )  # the other finds nothing to do
         spec = importlib.util.spec_from_file_location(f"stages.{STAGE}.scopes", path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)

@@ -291,8 +291,8 @@ def v6_backward(p: Problem) -> Steps:
     unseen = p.heads * len(first) if p.causal and m == ROWS else 0
     dq = steps * m * p.head_dim * FLOAT
     yield (
-        2 * p.kv + queries * 2 * HALF * p.head_dim + steps * m * 2 * FLOAT + dq,  # K, V once; Q, dO, stats, sums a step
-        dq + 2 * p.kv,  # the sums a step; dK and dV once
+        2 * p.kv + queries * 2 * HALF * p.head_dim + steps * m * 2 * FLOAT,  # K, V once; Q, dO and stats a step
+        dq + 2 * p.kv,  # what is added to the sums a step; dK and dV once
         2 * (5 * steps * 2 * ROWS - 4 * unseen * ROWS) * m * p.head_dim,
     )
     yield sums, p.q  # dQ in float16

@@ -3,7 +3,8 @@
 A kernel counts what its programs ask of global memory: every element that a load, store, atomic or copy touches, each time,
 for each program anew. Masked elements count nothing, nor does what lies outside a descriptor's tensor, which the hardware
 clips. That is the traffic between the multiprocessors and what lies behind them, and the "HBM accesses" of the FlashAttention
-papers; a cache may serve part of it. An atomic operation reads and writes, and so does the copy engine where it adds.
+papers; a cache may serve part of it. An atomic operation reads and writes. Where the copy engine adds, it writes:
+the L2 cache adds.
 
 An operator of PyTorch counts its arguments and results once each, the least that it can move: how often a library reads its
 tiles is its own affair. A dimension that is only expanded counts as one; views and empty tensors move nothing.

@@ -46,12 +46,6 @@ FIRST_TURNS = 64  # of the run that shows how many take so long
 REPETITIONS = 7
 
 COPY_BYTES = 192 * 2**10  # of shared memory, for tiles on their way
-PEAK_FLOPS = 4096  # of the tensor cores in a cycle, dense and 16-bit: 989.4 TFLOP/s of 132 multiprocessors at 1.83 GHz
-BANK_BYTES = 128  # of shared memory in a cycle: 32 banks, 4 bytes each
-
-GUIDE = "https://docs.nvidia.com/cuda/archive/12.8.0/cuda-c-programming-guide/index.html#arithmetic-instructions"
-WHITE_PAPER = "https://resources.nvidia.com/en-us-tensor-core/gtc22-whitepaper-hopper"
-BANKS = "https://docs.nvidia.com/cuda/archive/12.8.0/cuda-c-programming-guide/index.html#shared-memory-5-x"
 
 
 @gluon.jit
@@ -363,26 +357,26 @@ def _synchronise_kernel(record_ptr, n, WHAT: gl.constexpr):
     _stamp(record_ptr, 1)
 
 
-INSTRUCTIONS = {  # PTX with two registers and a number that changes from step to step; results of each; published rate
-    "exp2": ("ex2.approx.ftz.f32 $0, $1;", 1, 16),
-    "multiply-add": ("fma.rn.f32 $0, $1, $2, $1;", 1, 128),
-    "multiply": ("mul.f32 $0, $1, $2;", 1, 128),
-    "add": ("add.f32 $0, $1, $2;", 1, 128),
-    "max": ("max.f32 $0, $1, $2;", 1, 64),
-    "select": ("{ .reg .pred p; setp.ne.b32 p, $3, 0; selp.f32 $0, $1, $2, p; }", 1, None),
-    "compare and select": ("{ .reg .pred p; setp.gt.f32 p, $1, $2; selp.f32 $0, $2, $1, p; }", 1, None),
-    "to float16": ("{ .reg .b32 t; cvt.rn.f16x2.f32 t, $1, $2; mov.b32 $0, t; }", 2, None),
-    "to bfloat16": ("{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $1, $2; mov.b32 $0, t; }", 2, None),
-    "from float16": ("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $1; cvt.f32.f16 $0, lo; }", 1, 64),
+INSTRUCTIONS = {  # PTX with two registers and a number that changes from step to step; results of each
+    "exp2": ("ex2.approx.ftz.f32 $0, $1;", 1),
+    "multiply-add": ("fma.rn.f32 $0, $1, $2, $1;", 1),
+    "multiply": ("mul.f32 $0, $1, $2;", 1),
+    "add": ("add.f32 $0, $1, $2;", 1),
+    "max": ("max.f32 $0, $1, $2;", 1),
+    "select": ("{ .reg .pred p; setp.ne.b32 p, $3, 0; selp.f32 $0, $1, $2, p; }", 1),
+    "compare and select": ("{ .reg .pred p; setp.gt.f32 p, $1, $2; selp.f32 $0, $2, $1, p; }", 1),
+    "to float16": ("{ .reg .b32 t; cvt.rn.f16x2.f32 t, $1, $2; mov.b32 $0, t; }", 2),
+    "to bfloat16": ("{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $1, $2; mov.b32 $0, t; }", 2),
+    "from float16": ("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $1; cvt.f32.f16 $0, lo; }", 1),
     # Of a register with two, the low half is a product and the high half a mask. The other register has a part in it, lest the
     # compiler makes one of several.
     "from bfloat16, low": (
-        "{ .reg .b32 t, u; mov.b32 t, $1; mov.b32 u, $2; mad.lo.u32 t, t, $3, u; mov.b32 $0, t; }", 1, None,
+        "{ .reg .b32 t, u; mov.b32 t, $1; mov.b32 u, $2; mad.lo.u32 t, t, $3, u; mov.b32 $0, t; }", 1,
     ),
     "from bfloat16, high": (
-        "{ .reg .b32 t, u; mov.b32 t, $1; mov.b32 u, $2; lop3.b32 t, t, 0xffff0000, u, 0x6a; mov.b32 $0, t; }", 1, None,
+        "{ .reg .b32 t, u; mov.b32 t, $1; mov.b32 u, $2; lop3.b32 t, t, 0xffff0000, u, 0x6a; mov.b32 $0, t; }", 1,
     ),
-    "shuffle": ("shfl.sync.bfly.b32 $0, $1, 1, 0x1f, 0xffffffff;", 1, 32),
+    "shuffle": ("shfl.sync.bfly.b32 $0, $1, 1, 0x1f, 0xffffffff;", 1),
 }  # fmt: skip
 
 
@@ -398,8 +392,6 @@ class Case:
     per: str  # what the rate is in: "cycles" for each of so many, or so many "… a cycle"
     programs: int  # each on a multiprocessor of its own
     warpgroups: int | None = None  # that are busy, of a kernel where this can be chosen
-    published: float | None = None
-    source: str | None = None
 
     def launch(self, record: torch.Tensor, turns: int):
         """Run the loop; the record is [programs, FIELDS] int64."""
@@ -455,17 +447,15 @@ def _products(device, programs) -> Iterator[Case]:
         yield Case(f"{name}, from issue to its end", _product_kernel, (sink, 1), options, 1, "cycles", programs, 1)
         for busy in (1, 2, 4)[: most // 2 + 1]:
             options = shape | {"PENDING": 1}
-            peak = 2 * ROWS.value * n * k / PEAK_FLOPS
-            yield Case(name, _product_kernel, (sink, busy), options, busy, "cycles", programs, busy, peak, WHITE_PAPER)
+            yield Case(name, _product_kernel, (sink, busy), options, busy, "cycles", programs, busy)
 
 
 def _instructions(device, programs) -> Iterator[Case]:
     sink = torch.zeros(ROWS.value, device=device)
-    for (name, (asm, results, peak)), busy in itertools.product(INSTRUCTIONS.items(), (1, 2, 3, 4)):
+    for (name, (asm, results)), busy in itertools.product(INSTRUCTIONS.items(), (1, 2, 3, 4)):
         options = {"ASM": asm, "num_warps": 4, "maxnreg": 128}
         amount = busy * ROWS.value * COLUMNS.value * UNROLLED.value * results
-        source = GUIDE if peak else None
-        yield Case(name, _instruction_kernel, (sink, busy), options, amount, "results a cycle", programs, busy, peak, source)
+        yield Case(name, _instruction_kernel, (sink, busy), options, amount, "results a cycle", programs, busy)
 
 
 def _shared_memory(device, programs) -> Iterator[Case]:
@@ -483,7 +473,7 @@ def _shared_memory(device, programs) -> Iterator[Case]:
     for (name, kernel, arguments, options, nbytes), busy in itertools.product(loops, (1, 2, 4)):
         options = options | {"num_warps": 4, "maxnreg": 128}
         arguments = *arguments, busy
-        yield Case(name, kernel, arguments, options, busy * nbytes, "bytes a cycle", programs, busy, BANK_BYTES, BANKS)
+        yield Case(name, kernel, arguments, options, busy * nbytes, "bytes a cycle", programs, busy)
 
 
 def _barriers(device, programs) -> Iterator[Case]:
@@ -526,17 +516,17 @@ def measure(case: Case) -> dict:
     return {
         "name": case.name, "multiprocessors": case.programs, "warpgroups": case.warpgroups,
         "value": statistics.median(rates), "per": case.per, "low": low, "high": high, "ghz": statistics.median(clocks),
-        "turns": turns, "published": case.published, "source": case.source,
+        "turns": turns,
     }  # fmt: skip
 
 
 def table(rates: list[dict]) -> str:
     """What `measure` returns, a row each."""
-    headers = "unit", "what", "SMs", "warpgroups", "rate", "", "10 % to 90 %", "published", "GHz"
+    headers = "unit", "what", "SMs", "warpgroups", "rate", "", "10 % to 90 %", "GHz"
     rows = [
         [
             rate["unit"], rate["name"], rate["multiprocessors"], rate["warpgroups"], f"{rate['value']:.4g}", rate["per"],
-            f"{rate['low']:.4g} to {rate['high']:.4g}", rate["published"], f"{rate['ghz']:.2f}",
+            f"{rate['low']:.4g} to {rate['high']:.4g}", f"{rate['ghz']:.2f}",
         ]
         for rate in rates
     ]  # fmt: skip
@@ -564,8 +554,6 @@ def main(argv: list[str]):
             rates.append({"unit": name, **measure(case)})
     print(file=sys.stderr)
     print(table(rates))
-    sources = {rate["source"]: None for rate in rates if rate["source"]}
-    print("\nPublished:", *sources, sep="\n")
     if options.json:
         write_json(options.json, {"machine_info": machine.facts(), "rates": rates})
 

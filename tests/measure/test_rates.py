@@ -73,8 +73,8 @@ def test_every_step_of_an_instruction_is_compiled(log):
     assert Path(path).read_text().count("ex2.approx.ftz.f32") == steps
 
 
-def one_case(per, published=None):
-    return rates.Case("some", None, (), {}, 128, per, 132, 2, published, None)
+def one_case(per):
+    return rates.Case("some", None, (), {}, 128, per, 132, 2)
 
 
 @pytest.mark.parametrize(("per", "rate"), [("cycles", 0.25), ("bytes a cycle", 4.0)])
@@ -116,15 +116,14 @@ def test_programs_on_one_multiprocessor_are_refused(on_cpu):
         rates.measure(rates.Case("some", FakeKernel(shared=1), (), {}, 1, "cycles", 3))
 
 
-def test_table_shows_what_is_published():
+def test_table_shows_a_rate_its_unit_and_its_spread():
     rate = {
         "unit": "instructions", "name": "exp2", "multiprocessors": 132, "warpgroups": 3,
         "value": 15.98765, "per": "results a cycle", "low": 15.5, "high": 16.01, "ghz": 1.755, "turns": 99,
-        "published": 16, "source": "x",
     }  # fmt: skip
     row = rates.table([rate]).splitlines()[-1].split("  ")
     assert [cell.strip() for cell in row if cell.strip()] == [
-        "instructions", "exp2", "132", "3", "15.99", "results a cycle", "15.5 to 16.01", "16", "1.75",
+        "instructions", "exp2", "132", "3", "15.99", "results a cycle", "15.5 to 16.01", "1.75",
     ]  # fmt: skip
 
 

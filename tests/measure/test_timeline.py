@@ -18,7 +18,7 @@ SMALL = Workload("fwd", 1, 1, 512, 64, False, "float16")
 
 def test_rates_are_those_of_the_committed_file():
     rates = timeline.measured_rates()
-    assert 0.98 * 4096 < rates.flops <= 4096 and 15 < rates.results["exp2"] <= 16  # published, of each cycle
+    assert 0.98 * 4096 < rates.flops <= 4096 and 15 < rates.results["exp2"] <= 16  # what products and exponentials bind at
     assert all(0 < rate <= 128 for rate in rates.results.values())
     assert rates.copied > rates.stored > rates.added > 0
     assert rates.product > 0 and rates.copy > rates.store > 0

@@ -30,7 +30,7 @@ from common.runtime import DEVICE
 from common.show.tables import speed_table
 
 NO_TIMES = (
-    "No GPU in use: the kernels run on Triton's interpreter, on the CPU. Interpreter times mean nothing; the tables show "
+    "No GPU in use: the kernels are interpreted, on the CPU. Interpreter times mean nothing; the tables show "
     "the traffic and the FLOPs that were counted instead, and how long they take at a GPU's published peaks."
 )
 

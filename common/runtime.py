@@ -21,7 +21,7 @@ import triton  # noqa: E402  (reads TRITON_INTERPRET)
 from triton.compiler import CompiledKernel  # noqa: E402
 from triton.runtime.jit import JITCallable  # noqa: E402
 
-from common.interpreter import gluon, repairs  # noqa: E402
+from common.interpreter import repairs  # noqa: E402
 from common.interpreter.schedule import AT_ONCE  # noqa: E402
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -102,6 +102,8 @@ def interpreted_as(device: Device):
 
 
 if INTERPRETED:
+    from common.interpreter import gluon  # which a GPU's users need not wait for
+
     if _imported_before:
         repairs.adopt_language()
     repairs.repair_bfloat16()

@@ -139,7 +139,7 @@ class Product(Values):
         if b.shape[0] != k or acc.shape != [m, n] or a.dtype != b.dtype:
             now().fail(f"a product of {a.dtype} {a.shape} and {b.dtype} {b.shape}, added to {acc.shape}")
         self.shape, self.flops = [m, n], 2 * m * k * n
-        self._a, self._b, self._acc, self._use_acc = a, b, acc, use_acc
+        self._acc, self._use_acc = acc, use_acc
         self._events = 0
         for buffer in (a, b):
             if isinstance(buffer, Buffer):

@@ -342,7 +342,6 @@ def run(kernel: GluonJITFunction, *args, grid, warmup, **options):
     constants = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
     unwrapped = {name: one.value if isinstance(one, gl.constexpr) else one for name, one in arguments.items()}
     with begin(next_seed()) as schedule:
-        schedule.programs = size[0]
         values = {name: _meaning(one, name) if name in constants else _argument(name, one) for name, one in unwrapped.items()}
         call = functools.partial(_translated(kernel.fn), **values)
         schedule.run(((Program(number), call) for number in range(size[0])), options.get("num_warps", 4))

@@ -83,8 +83,7 @@ class Program:
     def __init__(self, number: int):
         self.number = number
         self.partitions = []  # that have begun, ended ones too
-        self.unfenced = []  # ordinary stores to shared memory that the copy engine and products may not see yet
-        self.barriers = []
+        self.memories, self.barriers = [], []
         self.frame = None
         self._events = itertools.count()
 
@@ -93,7 +92,7 @@ class Program:
         return 1 << next(self._events)
 
     def name_of(self, thing) -> str | None:
-        """What the kernel's function calls a buffer, a row of barriers or a descriptor."""
+        """What the kernel's function calls a buffer or a row of barriers."""
         if self.frame is None:
             return None
         return next((name for name, value in self.frame.f_locals.items() if value is thing), None)
@@ -129,6 +128,7 @@ class Schedule:
         self._issued = {}  # copies and products that have not taken place yet, by identity, with the rank that they were dealt
         self.error = None
         self.running = None
+        self.programs = 0  # of the launch
         self._partitions = []  # that have begun and not ended
         self._finished = threading.Lock()
 
@@ -136,6 +136,7 @@ class Schedule:
     def run(self, programs: Iterable[tuple[Program, Callable]], warps: int):
         """Run all, each with so many warps, in an order of the seed's; one after the other in a launch that is timed."""
         programs = list(programs)
+        self.programs = len(programs)
         if not self.timing and self.random.random() < 0.5:
             self.random.shuffle(programs)
         waiting = iter(programs)

@@ -5,6 +5,7 @@ that begins it knows that the other is over: because it was its own, or through 
 arrive know. What ordinary stores have written, the copy engine and products see only after `fence_async_shared`.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import numpy
@@ -64,14 +65,15 @@ class Memory:
         self.data = torch.empty([int(size) for size in shape], dtype=in_torch(dtype))
         self._filled = torch.zeros(self.data.numel(), dtype=torch.bool)
         self._all_filled = False
-        self._uses = []
+        self.uses = []  # that one to come may conflict with
+        program.memories.append(self)
 
     def use(self, buffer: "Buffer", who: str, *, writes: bool, asynchronous: bool) -> int:
         """The event of a use that begins now; an error where it is too early for it."""
         schedule, view = now(), buffer.view
         known = schedule.running.known
         does = "writes" if writes else "reads"
-        for use in self._uses:
+        for use in self.uses:
             if not (writes or use.writes) or not _overlap(use.view, view):
                 continue
             if not use.event & known:
@@ -80,17 +82,16 @@ class Memory:
             if asynchronous and use.fences is not None and not use.fences & known:
                 schedule.fail(f"{who} {does} {buffer} after {use.who}, with no fence_async_shared in between: {use.where}")
         if writes:
-            self._uses = [use for use in self._uses if not _inside(use.view, view)]
+            self.uses = [use for use in self.uses if not _inside(use.view, view)]
             self._flags(view).fill_(True)
         else:
             self._check_filled(buffer, who)
             # Whoever will know of this read knows of those before it that this partition knows of.
-            self._uses = [u for u in self._uses if u.writes or not u.event & known or not _inside(u.view, view)]
+            self.uses = [u for u in self.uses if u.writes or not u.event & known or not _inside(u.view, view)]
         use = _Use(view, who, schedule.here(), writes, self.program.event())
         if writes and not asynchronous:
             use.fences = 0
-            self.program.unfenced.append(use)
-        self._uses.append(use)
+        self.uses.append(use)
         return use.event
 
     def _flags(self, view):
@@ -107,8 +108,8 @@ def fence():
     """fence_async_shared: what the partition knows to be stored, the copy engine and products see from here on."""
     partition = now().running
     event = partition.program.event()
-    for use in partition.program.unfenced:
-        if use.event & partition.known:
+    for use in itertools.chain.from_iterable(memory.uses for memory in partition.program.memories):
+        if use.fences is not None and use.event & partition.known:
             use.fences |= event
     partition.known |= event
     if timing := now().timing:

@@ -70,24 +70,17 @@ def _meet(barriers, number: gl.constexpr):
 
 
 @gluon.jit
-def _begin(clock, w: gl.constexpr):
+def _mark(clock, end: gl.constexpr, w: gl.constexpr):
+    """Where a loop begins, or ends: all warpgroups that are busy come there, and the first one reads the clock."""
     record_ptr, barriers, busy = clock
-    _meet(barriers, 0)
+    _meet(barriers, end)
     if w == 0:
-        _stamp(record_ptr, 0)
-
-
-@gluon.jit
-def _end(clock, w: gl.constexpr):
-    record_ptr, barriers, busy = clock
-    _meet(barriers, 1)
-    if w == 0:
-        _stamp(record_ptr, 1)
+        _stamp(record_ptr, end)
 
 
 @gluon.jit
 def _stand_aside(clock):
-    """In place of `_begin` and `_end`, for a warpgroup that is not busy."""
+    """In place of both `_mark`s, for a warpgroup that is not busy."""
     record_ptr, barriers, busy = clock
     mbarrier.arrive(barriers.index(0), count=1)
     mbarrier.arrive(barriers.index(1), count=1)
@@ -182,12 +175,12 @@ def _multiply(clock, n, sink_ptr, tiles, A: gl.constexpr, PENDING: gl.constexpr,
         elif A == "transposed":
             a = a.permute([1, 0])
         acc = gl.zeros([ROWS, N], gl.float32, layout)
-        _begin(clock, w)
+        _mark(clock, 0, w)
         for _ in range(n):
             acc = warpgroup_mma(a, b_s, acc, is_async=True)
             acc = warpgroup_mma_wait(PENDING, [acc])
         acc = warpgroup_mma_wait(0, [acc])
-        _end(clock, w)
+        _mark(clock, 1, w)
         _use(acc, sink_ptr)
     else:
         _stand_aside(clock)
@@ -224,12 +217,12 @@ def _instruct(clock, n, sink_ptr, ASM: gl.constexpr, w: gl.constexpr):
         columns = (n + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))).to(gl.float32)
         x = columns[None, :] + gl.zeros([ROWS, COLUMNS], gl.float32, layout)
         y = x - 1
-        _begin(clock, w)
+        _mark(clock, 0, w)
         for i in range(n):
             for _ in gl.static_range(UNROLLED // 2):
                 x = gl.inline_asm_elementwise(ASM, "=f,f,f,r", [x, y, i], gl.float32, is_pure=True, pack=1)
                 y = gl.inline_asm_elementwise(ASM, "=f,f,f,r", [y, x, i >> 1], gl.float32, is_pure=True, pack=1)
-        _end(clock, w)
+        _mark(clock, 1, w)
         _use(x + y, sink_ptr)
     else:
         _stand_aside(clock)
@@ -250,14 +243,14 @@ def _load_shared(clock, n, sink_ptr, tiles_s, ROW: gl.constexpr, w: gl.constexpr
     layout: gl.constexpr = mma_layout if ROW else operand
     if w < busy:
         mixed = tiles_s.index(0).load(layout)
-        _begin(clock, w)
+        _mark(clock, 0, w)
         for i in range(n):
             for j in gl.static_range(RING):  # in another order each time: what is known to be loaded is not loaded again
                 x = tiles_s.index((i + j) % RING).load(layout)
                 mixed = gl.inline_asm_elementwise(
                     "xor.b32 $0, $1, $2;", "=r,r,r", [mixed, x], x.dtype, is_pure=True, pack=1 if ROW else 2
                 )
-        _end(clock, w)
+        _mark(clock, 1, w)
         _use(mixed, sink_ptr)
     else:
         _stand_aside(clock)
@@ -286,7 +279,7 @@ def _store_shared(clock, n, first_s, second_s, FENCE: gl.constexpr, w: gl.conste
         x = gl.zeros([ROWS, N], first_s.dtype, layout)
         if first_s.dtype == gl.float32:
             x = x.reshape([4, 2, 8, N // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5]).reshape([first_s.shape[1], first_s.shape[2]])
-        _begin(clock, w)
+        _mark(clock, 0, w)
         for _ in range(n):
             first_s.index(w).store(x)
             if FENCE:
@@ -294,7 +287,7 @@ def _store_shared(clock, n, first_s, second_s, FENCE: gl.constexpr, w: gl.conste
             second_s.index(w).store(x)
             if FENCE:
                 fence_async_shared()
-        _end(clock, w)
+        _mark(clock, 1, w)
     else:
         _stand_aside(clock)
 

@@ -119,7 +119,7 @@ def speed_table(records: list[dict], machine: dict) -> str:
     what the run did not measure is "-". "host µs" is a median ± an interquartile range.
     """
     headers = _TIME_HEADERS if machine["gpu"] else _COUNT_HEADERS
-    facts = [machine["gpu"] or "CPU, Triton's interpreter", f"torch {machine['torch']}", f"triton {machine['triton']}"]
+    facts = [machine["gpu"] or "CPU, interpreted", f"torch {machine['torch']}", f"triton {machine['triton']}"]
     facts += [f"commit {machine['commit']}", machine["date"]]
     facts += [f"matmul {dtype} {tflops:.0f} TFLOP/s" for dtype, tflops in machine["matmul_tflops"].items()]
     parts = [", ".join(facts)]

@@ -56,16 +56,18 @@ def _check_inputs(q, k, v):
             raise ValueError(f"{name} must be on a {DEVICE} device ({where}), got {tensor.device}")
         if 0 in tensor.shape:
             raise ValueError(f"{name} must not have a dimension of 0, got {tuple(tensor.shape)}")
-    batch, heads, _, head_dim = q.shape
-    if head_dim not in HEAD_DIMS:
-        raise ValueError(f"head_dim must be one of {HEAD_DIMS}, got {head_dim}")
-    if (k.shape[0], k.shape[1], k.shape[3]) != (batch, heads, head_dim):
+    for name, head_dim in (("head_dim, the last dimension of q and k,", q.shape[3]), ("the last dimension of v", v.shape[3])):
+        if head_dim not in HEAD_DIMS:
+            raise ValueError(f"{name} must be one of {HEAD_DIMS}, got {head_dim}")
+    if (k.shape[0], k.shape[3]) != (q.shape[0], q.shape[3]):
         raise ValueError(
-            f"k must be [batch, heads, Sk, head_dim] with the batch, heads and head_dim of q: "
-            f"q {tuple(q.shape)}, k {tuple(k.shape)} (expand k and v over the heads that share them)"
+            f"k must be [batch, kv_heads, Sk, head_dim] with the batch and head_dim of q: "
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}"
         )
-    if v.shape != k.shape:
-        raise ValueError(f"v must have the shape of k, {tuple(k.shape)}, got {tuple(v.shape)}")
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"v must have the batch, heads and length of k, {tuple(k.shape[:3])}, got {tuple(v.shape[:3])}")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"the number of heads of q must be a multiple of that of k and v: got {q.shape[1]} and {k.shape[1]}")
 
 
 def _autocast(tensor) -> bool:
@@ -78,11 +80,16 @@ def contiguous_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def empty_rows(tensor: Tensor) -> Tensor:
+def empty_rows(tensor: Tensor, columns: int | None = None) -> Tensor:
     """What `torch.empty_like` makes of a tensor with contiguous rows, if its rows are contiguous, else a contiguous tensor.
 
     Of an expanded tensor it may make one in which the expanded dimension is the innermost.
+
+    Args:
+        columns: the size of the last dimension; the tensor's own if not given.
     """
+    if columns not in (None, tensor.shape[-1]):
+        tensor = tensor[..., :1].expand(*tensor.shape[:-1], columns)
     empty = torch.empty_like(tensor)
     return empty if empty.stride(-1) == 1 else torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
@@ -130,7 +137,7 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
         return _plain(forward, *map(contiguous_rows, (q, k, v)), causal=causal, scale=scale)
 
     def fake_forward(q, k, v, causal, scale):
-        return empty_rows(contiguous_rows(q)), q.new_empty(q.shape[:3], dtype=torch.float32)
+        return empty_rows(contiguous_rows(q), v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
     def run_backward(
         grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
@@ -160,7 +167,7 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
             weight = (ctx.scale * grad_lse)[..., None]
             mean_key, _ = forward_op(q, k, k, *options)
             dq = dq + (weight * mean_key).to(dq.dtype)
-            dk = dk + backward_op((weight * q).to(q.dtype), q, k, v, out, lse, *options)[2]
+            dk = dk + backward_op((weight * q).to(q.dtype), q, k, k, mean_key, lse, *options)[2]
         return dq, dk, dv, None, None
 
     def refuse(ctx, *grads):
@@ -174,7 +181,9 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
 
         Args:
             q: [B, H, Sq, D]; float16, bfloat16 or float32; D one of 16, 32, 64, 128, 256. Any strides.
-            k, v: [B, H, Sk, D], dtype and device of q. Any Sq, Sk >= 1, multiples of nothing.
+            k: [B, Hkv, Sk, D], dtype and device of q. Any Sq, Sk >= 1, multiples of nothing. H is a multiple of Hkv: query head
+                h attends to head h // (H / Hkv) of k and v, as in PyTorch's SDPA with `enable_gqa` (arXiv 2305.13245).
+            v: [B, Hkv, Sk, Dv]; Dv as D may be, equal to it or not.
             causal: key j is hidden from query i where j > i (aligned top left, as in PyTorch's SDPA).
             scale: factor of the scores: 0, or a number of a size from 1e-30 to 1e6; None is 1 / sqrt(D). Scaled scores are
                 exponents in float32: past 1e7 they are a whole number off, and past 5e8 the result may be NaN.
@@ -182,11 +191,12 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
                 forward and backward.
 
         Returns:
-            out [B, H, Sq, D] like q, or (out, lse) with lse [B, H, Sq] float32, natural logarithm.
+            out [B, H, Sq, Dv] like q, or (out, lse) with lse [B, H, Sq] float32, natural logarithm.
 
         Raises:
             TypeError: an argument of the wrong type, or a dtype that is not supported or differs from q's.
-            ValueError: a wrong rank, shape, head dimension or device, an empty tensor, a scale out of its range.
+            ValueError: a wrong rank, shape, head dimension or device, heads of q that are no multiple of those of k, an empty
+                tensor, a scale out of its range.
 
         Under `torch.autocast` the inputs, unless float64, are cast to the autocast dtype first, as SDPA does. The gradients
         cannot be differentiated again.

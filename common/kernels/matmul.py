@@ -10,12 +10,28 @@ def _bmm_on_cpu(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     return torch.bmm(a.to(out_dtype), b.to(out_dtype))
 
 
-def matmul_float32(a: Tensor, b: Tensor) -> Tensor:
-    """Batched a @ b, [B, H, M, K] x [B, H, K, N] -> [B, H, M, N] float32, accumulated in float32.
-
-    PyTorch's `matmul` would round the result to the inputs' dtype: float16 scores overflow past 65504.
-    """
+def _bmm(a, b):
+    """[B, H, M, K] x [B, H, K, N], accumulated, and returned, in float32."""
     if a.dtype == torch.float32:
         return a @ b
     product = torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32)
     return product.unflatten(0, a.shape[:2])
+
+
+def _stacked(tensor, heads):
+    """[B, H, M, K] as [B, heads, H / heads · M, K]: the rows of the query heads that share a K/V head below each other."""
+    return tensor if tensor.shape[1] == heads else tensor.reshape(tensor.shape[0], heads, -1, tensor.shape[3])
+
+
+def matmul_float32(a: Tensor, b: Tensor) -> Tensor:
+    """Batched a @ b, [B, H, M, K] x [B, Hkv, K, N] -> [B, H, M, N] float32, accumulated in float32.
+
+    H / Hkv heads of `a` share a head of `b`. PyTorch's `matmul` would round the result to the inputs' dtype: float16 scores
+    overflow past 65504.
+    """
+    return _bmm(_stacked(a, b.shape[1]), b).view(*a.shape[:3], b.shape[3])
+
+
+def transposed_matmul_float32(a: Tensor, b: Tensor, kv_heads: int) -> Tensor:
+    """Batched aᵀ @ b, [B, H, M, K] x [B, H, M, N] -> [B, Hkv, K, N] float32, summed over the heads that share a K/V head."""
+    return _bmm(_stacked(a, kv_heads).mT, _stacked(b, kv_heads))

@@ -14,7 +14,7 @@ from triton.runtime.autotuner import Autotuner
 from common.runtime import INTERPRETED, architecture, current_device, shared_memory_limit
 
 WITH_COPY_ENGINE = range(90, 1000)  # architectures: from Hopper on descriptors are the hardware's
-KEY = ("bucket", "HEAD_DIM", "CAUSAL", "PRECISION")  # kernel arguments; a new combination is tuned anew
+KEY = ("bucket", "HEAD_DIM", "VALUE_DIM", "CAUSAL", "PRECISION")  # kernel arguments; a new combination is tuned anew
 _tuning = threading.RLock()
 
 
@@ -94,7 +94,7 @@ def autotune(configs: list[triton.Config]) -> Callable:
     def decorate(kernel):
         def prune(configs, named_args, **kwargs):
             args = {**named_args, **kwargs}
-            row_bytes = args["HEAD_DIM"] * (4 if args["PRECISION"] == "ieee" else 2)
+            row_bytes = max(args["HEAD_DIM"], args["VALUE_DIM"]) * (4 if args["PRECISION"] == "ieee" else 2)
             has_copy_engine = INTERPRETED or architecture() in WITH_COPY_ENGINE
             kept = [config for config in configs if sensible(config, row_bytes, args["PRECISION"], has_copy_engine)]
             if INTERPRETED:

@@ -66,13 +66,20 @@ def _together(above, below):
 
 
 def _each_head(function, precision, q, k, v, grad_out, **options):
-    """`function` of as many heads at a time as fit, or of as many of a head's query rows; its results, as [B, H, …]."""
+    """`function` of as many heads at a time as fit, or of as many of a head's query rows; its results, as [B, H, …].
+
+    The gradients of k and v, as [B, Hkv, …], are sums over the query heads that share these.
+    """
+    batch, kv_heads = k.shape[:2]
     tensors = [None if t is None else t.detach().flatten(0, 1) for t in (q, k, v, grad_out)]
+    shared = torch.arange(len(tensors[0]), device=q.device) // (q.shape[1] // kv_heads)  # each query head's K and V
     rows = max(1, BLOCK_BYTES // (k.shape[2] * precision.itemsize))
     heads = max(1, rows // q.shape[2])
 
     def of_heads(first_head):
-        q, k, v, grad_out = (None if t is None else t[first_head:][:heads].to(precision) for t in tensors)
+        some = slice(first_head, first_head + heads)
+        q, grad_out = (None if t is None else t[some].to(precision) for t in tensors[::3])
+        k, v = (t[shared[some]].to(precision) for t in tensors[1:3])
 
         def of_rows(first):
             gradient = None if grad_out is None else grad_out[:, first:][:, :rows]
@@ -81,18 +88,21 @@ def _each_head(function, precision, q, k, v, grad_out, **options):
         return functools.reduce(_together, map(of_rows, range(0, q.shape[1], rows)))
 
     results = [of_heads(first) for first in range(0, len(tensors[0]), heads)]
-    return {name: torch.cat([result[name] for result in results]).unflatten(0, q.shape[:2]) for name in results[0]}
+    whole = {name: torch.cat([result[name] for result in results]) for name in results[0]}
+    for name in whole.keys() & {"dk", "dv"}:
+        whole[name] = whole[name].unflatten(0, (batch * kv_heads, -1)).sum(1)
+    return {name: result.unflatten(0, (batch, -1)) for name, result in whole.items()}
 
 
 def truth(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, grad_out: Tensor | None = None) -> dict:
     """Attention in float64, on the inputs' device.
 
     Args:
-        q: [B, H, Sq, D]; k, v: [B, H, Sk, D]; any dtype, any strides.
-        grad_out: [B, H, Sq, D], the gradient of the output; None leaves the gradients out.
+        q: [B, H, Sq, D]; k: [B, Hkv, Sk, D]; v: [B, Hkv, Sk, Dv], H a multiple of Hkv; any dtype, any strides.
+        grad_out: [B, H, Sq, Dv], the gradient of the output; None leaves the gradients out.
 
     Returns:
-        "out" [B, H, Sq, D], "lse" [B, H, Sq] and, given `grad_out`, "dq", "dk", "dv" shaped like q, k, v, all float64; and
+        "out" [B, H, Sq, Dv], "lse" [B, H, Sq] and, given `grad_out`, "dq", "dk", "dv" shaped like q, k, v, all float64; and
         "magnitudes", a dict with, for each of these, the sums of absolute values that `error_bounds` takes.
     """
     results = _each_head(_rows, torch.float64, q, k, v, grad_out, causal=causal, scale=scale, dtype=torch.float64)

@@ -2,21 +2,22 @@
 
 import torch
 
-from common.kernels.matmul import matmul_float32
+from common.kernels.matmul import matmul_float32, transposed_matmul_float32
 from common.operator import empty_rows
 
 
 def backward(grad_out, q, k, v, out, lse, *, causal, scale):
     """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors."""
+    kv_heads = k.shape[1]
     s = matmul_float32(q, k.mT) * scale  # [B, H, Sq, Sk]
     if causal:
         visible = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril()
         s = s.masked_fill(~visible, float("-inf"))
     p = torch.exp(s - lse[..., None])
-    dv = matmul_float32(p.to(v.dtype).mT, grad_out)
+    dv = transposed_matmul_float32(p.to(v.dtype), grad_out, kv_heads)
     dp = matmul_float32(grad_out, v.mT)  # [B, H, Sq, Sk]
     delta = (out.float() * grad_out.float()).sum(-1, keepdim=True)  # = rowsum(P ∘ dP), from less data
     ds = (p * (dp - delta)).to(q.dtype)
     dq = matmul_float32(ds, k) * scale
-    dk = matmul_float32(ds.mT, q) * scale
+    dk = transposed_matmul_float32(ds, q, kv_heads) * scale
     return empty_rows(q).copy_(dq), empty_rows(k).copy_(dk), empty_rows(v).copy_(dv)

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from common.kernels.matmul import matmul_float32
+from common.kernels.matmul import matmul_float32, transposed_matmul_float32
 from common.kernels.tiles import query_tile
 from common.operator import contiguous_rows, empty_rows
 
@@ -38,7 +38,7 @@ def _ds_kernel(
     stride_ob: tl.int64, stride_oh: tl.int64, stride_om: tl.int64,
     stride_dob: tl.int64, stride_doh: tl.int64, stride_dom: tl.int64,
     heads, seq_q, seq_k,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """dS = P * (dP - delta) for BLOCK_M rows of one head, delta = rowsum(dO * O) from the rows themselves."""
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
@@ -48,11 +48,11 @@ def _ds_kernel(
     head = batch_head % heads
     rows = batch_head.to(tl.int64) * seq_q + offs_m  # int64: S can pass 2**31 elements
     in_q = offs_m < seq_q
-    offs_d = tl.arange(0, HEAD_DIM)
+    offs_d = tl.arange(0, VALUE_DIM)
     out_ptrs = out_ptr + batch * stride_ob + head * stride_oh + offs_m[:, None] * stride_om + offs_d[None, :]
     do_ptrs = do_ptr + batch * stride_dob + head * stride_doh + offs_m[:, None] * stride_dom + offs_d[None, :]
-    out = tl.load(out_ptrs, mask=in_q[:, None], other=0.0).to(tl.float32)  # [BLOCK_M, HEAD_DIM]
-    do = tl.load(do_ptrs, mask=in_q[:, None], other=0.0).to(tl.float32)  # [BLOCK_M, HEAD_DIM]
+    out = tl.load(out_ptrs, mask=in_q[:, None], other=0.0).to(tl.float32)  # [BLOCK_M, VALUE_DIM]
+    do = tl.load(do_ptrs, mask=in_q[:, None], other=0.0).to(tl.float32)  # [BLOCK_M, VALUE_DIM]
     delta = tl.sum(out * do, 1)
     for start_n in range(0, seq_k, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
@@ -70,20 +70,21 @@ def _ds_kernel(
 def backward(grad_out, q, k, v, out, lse, *, causal, scale):
     """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape
+    kv_heads, value_dim = k.shape[1], v.shape[3]
     grad_out = contiguous_rows(grad_out)
-    tile = query_tile(head_dim, q.dtype)
+    tile = query_tile(max(head_dim, value_dim), q.dtype)
     grid = (triton.cdiv(seq_q, tile["BLOCK_M"]) * batch * heads,)
     s = matmul_float32(q, k.mT)  # [B, H, Sq, Sk]
     p = torch.empty_like(s, dtype=q.dtype)
     _p_kernel[grid](s, lse, p, scale, seq_q, k.shape[2], CAUSAL=causal, **tile)
     del s  # the next product can have its memory
-    dv = matmul_float32(p.mT, grad_out)
+    dv = transposed_matmul_float32(p, grad_out, kv_heads)
     dp = matmul_float32(grad_out, v.mT)  # [B, H, Sq, Sk]
     ds = torch.empty_like(p)
     _ds_kernel[grid](
         p, dp, out, grad_out, ds, *out.stride()[:3], *grad_out.stride()[:3],
-        heads, seq_q, k.shape[2], HEAD_DIM=head_dim, CAUSAL=causal, **tile,
+        heads, seq_q, k.shape[2], VALUE_DIM=value_dim, CAUSAL=causal, **tile,
     )  # fmt: skip
     dq = matmul_float32(ds, k) * scale
-    dk = matmul_float32(ds.mT, q) * scale
+    dk = transposed_matmul_float32(ds, q, kv_heads) * scale
     return empty_rows(q).copy_(dq), empty_rows(k).copy_(dk), empty_rows(v).copy_(dv)

@@ -53,12 +53,13 @@ def _softmax_kernel(
 def forward(q, k, v, *, causal, scale):
     """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape
+    value_dim = v.shape[3]
     # NOTE: S and P, Sq x Sk each, still go to memory and come back; v2 keeps them on the chip.
     s = matmul_float32(q, k.mT)  # [B, H, Sq, Sk]
     p = torch.empty_like(s, dtype=q.dtype)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    tile = query_tile(head_dim, q.dtype)
+    tile = query_tile(max(head_dim, value_dim), q.dtype)
     _softmax_kernel[triton.cdiv(seq_q, tile["BLOCK_M"]) * batch * heads,](
         s, p, lse, scale, seq_q, k.shape[2], CAUSAL=causal, **tile
     )  # fmt: skip
-    return empty_rows(q).copy_(matmul_float32(p, v)), lse
+    return empty_rows(q, value_dim).copy_(matmul_float32(p, v)), lse

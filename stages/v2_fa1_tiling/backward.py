@@ -18,56 +18,61 @@ def _backward_kernel(
     stride_dob: tl.int64, stride_doh: tl.int64, stride_dom: tl.int64,
     stride_dkb: tl.int64, stride_dkh: tl.int64, stride_dkn: tl.int64,
     stride_dvb: tl.int64, stride_dvh: tl.int64, stride_dvn: tl.int64,
-    heads, seq_q, seq_k,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    kv_heads, heads_per_kv, seq_q, seq_k,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program owns one head. dq [B, H, Sq, D] is float32 and contiguous, and holds 0."""
-    batch = tl.program_id(0) // heads
-    head = tl.program_id(0) % heads
+    """A program owns one head of K and V. dq [B, H, Sq, D] is float32 and contiguous, and holds 0."""
+    batch = tl.program_id(0) // kv_heads
+    kv_head = tl.program_id(0) % kv_heads
     offs_d = tl.arange(0, HEAD_DIM)
-    q_ptr += batch * stride_qb + head * stride_qh
-    k_ptr += batch * stride_kb + head * stride_kh
-    v_ptr += batch * stride_vb + head * stride_vh
-    out_ptr += batch * stride_ob + head * stride_oh
-    do_ptr += batch * stride_dob + head * stride_doh
-    dk_ptr += batch * stride_dkb + head * stride_dkh
-    dv_ptr += batch * stride_dvb + head * stride_dvh
-    first_row = tl.program_id(0).to(tl.int64) * seq_q  # int64: times HEAD_DIM it can pass 2**31 elements
+    offs_v = tl.arange(0, VALUE_DIM)
+    k_ptr += batch * stride_kb + kv_head * stride_kh
+    v_ptr += batch * stride_vb + kv_head * stride_vh
+    dk_ptr += batch * stride_dkb + kv_head * stride_dkh
+    dv_ptr += batch * stride_dvb + kv_head * stride_dvh
 
     for start_n in range(0, seq_k, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
         in_k = offs_n[:, None] < seq_k
         k = tl.load(k_ptr + offs_n[:, None] * stride_kn + offs_d[None, :], mask=in_k, other=0.0)  # [BLOCK_N, HEAD_DIM]
-        v = tl.load(v_ptr + offs_n[:, None] * stride_vn + offs_d[None, :], mask=in_k, other=0.0)  # [BLOCK_N, HEAD_DIM]
+        v = tl.load(v_ptr + offs_n[:, None] * stride_vn + offs_v[None, :], mask=in_k, other=0.0)  # [BLOCK_N, VALUE_DIM]
         dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
-        dv = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
+        dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
         # Queries before the tile's first key see none of it.
         first_m = start_n // BLOCK_M * BLOCK_M if CAUSAL else 0
-        for start_m in range(first_m, seq_q, BLOCK_M):
-            offs_m = start_m + tl.arange(0, BLOCK_M)
-            in_q = offs_m < seq_q
-            q = tl.load(q_ptr + offs_m[:, None] * stride_qm + offs_d[None, :], mask=in_q[:, None], other=0.0)
-            do = tl.load(do_ptr + offs_m[:, None] * stride_dom + offs_d[None, :], mask=in_q[:, None], other=0.0)
-            out = tl.load(out_ptr + offs_m[:, None] * stride_om + offs_d[None, :], mask=in_q[:, None], other=0.0)
-            lse = tl.load(lse_ptr + first_row + offs_m, mask=in_q, other=float("inf"))  # past the end: p = 0
-            delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
+        for shared in range(heads_per_kv):  # the query heads that share these keys
+            head = kv_head * heads_per_kv + shared
+            q_head = q_ptr + batch * stride_qb + head * stride_qh
+            out_head = out_ptr + batch * stride_ob + head * stride_oh
+            do_head = do_ptr + batch * stride_dob + head * stride_doh
+            # int64: times HEAD_DIM it can pass 2**31 elements
+            first_row = (tl.program_id(0).to(tl.int64) * heads_per_kv + shared) * seq_q
+            for start_m in range(first_m, seq_q, BLOCK_M):
+                offs_m = start_m + tl.arange(0, BLOCK_M)
+                in_q = offs_m < seq_q
+                q = tl.load(q_head + offs_m[:, None] * stride_qm + offs_d[None, :], mask=in_q[:, None], other=0.0)
+                do = tl.load(do_head + offs_m[:, None] * stride_dom + offs_v[None, :], mask=in_q[:, None], other=0.0)
+                out = tl.load(out_head + offs_m[:, None] * stride_om + offs_v[None, :], mask=in_q[:, None], other=0.0)
+                lse = tl.load(lse_ptr + first_row + offs_m, mask=in_q, other=float("inf"))  # past the end: p = 0
+                delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
 
-            s = tl.dot(q, k.T, input_precision=PRECISION) * scale  # [BLOCK_M, BLOCK_N]
-            visible = offs_n[None, :] < seq_k
-            if CAUSAL:
-                visible = visible & (offs_m[:, None] >= offs_n[None, :])
-            p = tl.where(visible, tl.exp(s - lse[:, None]), 0.0)
-            dv = tl.dot(p.to(do.dtype).T, do, dv, input_precision=PRECISION)
-            dp = tl.dot(do, v.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-            ds = (p * (dp - delta[:, None])).to(k.dtype)
-            dk = tl.dot(ds.T, q, dk, input_precision=PRECISION)
+                s = tl.dot(q, k.T, input_precision=PRECISION) * scale  # [BLOCK_M, BLOCK_N]
+                visible = offs_n[None, :] < seq_k
+                if CAUSAL:
+                    visible = visible & (offs_m[:, None] >= offs_n[None, :])
+                p = tl.where(visible, tl.exp(s - lse[:, None]), 0.0)
+                dv = tl.dot(p.to(do.dtype).T, do, dv, input_precision=PRECISION)
+                dp = tl.dot(do, v.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+                ds = (p * (dp - delta[:, None])).to(k.dtype)
+                dk = tl.dot(ds.T, q, dk, input_precision=PRECISION)
 
-            dq_ptrs = dq_ptr + (first_row + offs_m[:, None]) * HEAD_DIM + offs_d[None, :]
-            dq = tl.load(dq_ptrs, mask=in_q[:, None], other=0.0)  # [BLOCK_M, HEAD_DIM]
-            dq += tl.dot(ds, k, input_precision=PRECISION) * scale
-            tl.store(dq_ptrs, dq, mask=in_q[:, None])
+                dq_ptrs = dq_ptr + (first_row + offs_m[:, None]) * HEAD_DIM + offs_d[None, :]
+                dq = tl.load(dq_ptrs, mask=in_q[:, None], other=0.0)  # [BLOCK_M, HEAD_DIM]
+                dq += tl.dot(ds, k, input_precision=PRECISION) * scale
+                tl.store(dq_ptrs, dq, mask=in_q[:, None])
         dk_ptrs = dk_ptr + offs_n[:, None] * stride_dkn + offs_d[None, :]
-        dv_ptrs = dv_ptr + offs_n[:, None] * stride_dvn + offs_d[None, :]
+        dv_ptrs = dv_ptr + offs_n[:, None] * stride_dvn + offs_v[None, :]
         tl.store(dk_ptrs, (dk * scale).to(dk_ptr.dtype.element_ty), mask=in_k)
         tl.store(dv_ptrs, dv.to(dv_ptr.dtype.element_ty), mask=in_k)
         # The next K/V tile reads back the dq that other threads of this program have just written: the barrier makes
@@ -78,16 +83,18 @@ def _backward_kernel(
 def backward(grad_out, q, k, v, out, lse, *, causal, scale):
     """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape
+    kv_heads, seq_k, value_dim = v.shape[1:]
     grad_out = contiguous_rows(grad_out)
     dq = q.new_zeros(q.shape, dtype=torch.float32)
     dk, dv = empty_rows(k), empty_rows(v)
-    tile = {**key_tile(head_dim, q.dtype), "num_stages": 1}  # more stages would buffer tiles of dQ too, and outgrow the chip
-    _backward_kernel[batch * heads,](
+    # More stages would buffer tiles of dQ too, and outgrow the chip.
+    tile = {**key_tile(max(head_dim, value_dim), q.dtype), "num_stages": 1}
+    _backward_kernel[batch * kv_heads,](
         q, k, v, out, grad_out, lse, dq, dk, dv, scale,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *grad_out.stride()[:3],
         *dk.stride()[:3], *dv.stride()[:3],
-        heads, seq_q, k.shape[2],
-        HEAD_DIM=head_dim, CAUSAL=causal,
+        kv_heads, heads // kv_heads, seq_q, seq_k,
+        HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **tile,
     )  # fmt: skip
     return empty_rows(q).copy_(dq), dk, dv

@@ -14,23 +14,26 @@ def _forward_kernel(
     stride_qb: tl.int64, stride_qh: tl.int64, stride_qm: tl.int64,
     stride_kb: tl.int64, stride_kh: tl.int64, stride_kn: tl.int64,
     stride_vb: tl.int64, stride_vh: tl.int64, stride_vn: tl.int64,
-    heads, seq_q, seq_k,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    heads, heads_per_kv, seq_q, seq_k,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program owns one head. o [B, H, Sq, D], m and l [B, H, Sq] are float32 and contiguous, and hold 0, -inf and 0."""
+    """A program owns one head. o [B, H, Sq, Dv], m and l [B, H, Sq] are float32 and contiguous, and hold 0, -inf and 0."""
     batch = tl.program_id(0) // heads
     head = tl.program_id(0) % heads
+    kv_head = head // heads_per_kv
     offs_d = tl.arange(0, HEAD_DIM)
+    offs_v = tl.arange(0, VALUE_DIM)
     q_ptr += batch * stride_qb + head * stride_qh
-    k_ptr += batch * stride_kb + head * stride_kh
-    v_ptr += batch * stride_vb + head * stride_vh
-    first_row = tl.program_id(0).to(tl.int64) * seq_q  # int64: times HEAD_DIM it can pass 2**31 elements
+    k_ptr += batch * stride_kb + kv_head * stride_kh
+    v_ptr += batch * stride_vb + kv_head * stride_vh
+    first_row = tl.program_id(0).to(tl.int64) * seq_q  # int64: times VALUE_DIM it can pass 2**31 elements
 
     for start_n in range(0, seq_k, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
         in_k = offs_n[:, None] < seq_k
         k = tl.load(k_ptr + offs_n[:, None] * stride_kn + offs_d[None, :], mask=in_k, other=0.0)  # [BLOCK_N, HEAD_DIM]
-        v = tl.load(v_ptr + offs_n[:, None] * stride_vn + offs_d[None, :], mask=in_k, other=0.0)  # [BLOCK_N, HEAD_DIM]
+        v = tl.load(v_ptr + offs_n[:, None] * stride_vn + offs_v[None, :], mask=in_k, other=0.0)  # [BLOCK_N, VALUE_DIM]
         # Queries before the tile's first key see none of it.
         first_m = start_n // BLOCK_M * BLOCK_M if CAUSAL else 0
         # NOTE: each K/V tile reads and rewrites O, m and l of every query; v3 lets a program own the queries instead.
@@ -38,8 +41,8 @@ def _forward_kernel(
             offs_m = start_m + tl.arange(0, BLOCK_M)
             in_q = offs_m < seq_q
             q = tl.load(q_ptr + offs_m[:, None] * stride_qm + offs_d[None, :], mask=in_q[:, None], other=0.0)
-            o_ptrs = o_ptr + (first_row + offs_m[:, None]) * HEAD_DIM + offs_d[None, :]
-            o = tl.load(o_ptrs, mask=in_q[:, None], other=0.0)  # [BLOCK_M, HEAD_DIM]
+            o_ptrs = o_ptr + (first_row + offs_m[:, None]) * VALUE_DIM + offs_v[None, :]
+            o = tl.load(o_ptrs, mask=in_q[:, None], other=0.0)  # [BLOCK_M, VALUE_DIM]
             m = tl.load(m_ptr + first_row + offs_m, mask=in_q, other=0.0)
             l = tl.load(l_ptr + first_row + offs_m, mask=in_q, other=1.0)
 
@@ -65,15 +68,17 @@ def _forward_kernel(
 def forward(q, k, v, *, causal, scale):
     """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape
-    o = q.new_zeros(q.shape, dtype=torch.float32)
+    kv_heads, seq_k, value_dim = v.shape[1:]
+    o = q.new_zeros(*q.shape[:3], value_dim, dtype=torch.float32)
     m = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
     l = q.new_zeros(q.shape[:3], dtype=torch.float32)
-    tile = {**query_tile(head_dim, q.dtype), "num_stages": 1}  # more stages would buffer tiles of O too, and outgrow the chip
+    # More stages would buffer tiles of O too, and outgrow the chip.
+    tile = {**query_tile(max(head_dim, value_dim), q.dtype), "num_stages": 1}
     _forward_kernel[batch * heads,](
         q, k, v, o, m, l, scale,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        heads, seq_q, k.shape[2],
-        HEAD_DIM=head_dim, CAUSAL=causal,
+        heads, heads // kv_heads, seq_q, seq_k,
+        HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **tile,
     )  # fmt: skip
-    return empty_rows(q).copy_(o), m + torch.log(l)
+    return empty_rows(q, value_dim).copy_(o), m + torch.log(l)

@@ -17,14 +17,15 @@ def _accumulate_dq(
 ):  # fmt: skip
     """Add what the keys [lo, hi) give to one query tile's dq."""
     offs_d = tl.arange(0, HEAD_DIM)
+    offs_v = tl.arange(0, do.shape[1])
     for start_n in range(lo, hi, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
         in_k = offs_n[:, None] < seq_k
         k_ptrs = k_ptr + offs_n[:, None] * stride_kn + offs_d[None, :]
         k = tl.load(k_ptrs, mask=in_k, other=0.0) if MASKED else tl.load(k_ptrs)  # [BLOCK_N, HEAD_DIM]
         s = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        v_ptrs = v_ptr + offs_n[:, None] * stride_vn + offs_d[None, :]
-        v = tl.load(v_ptrs, mask=in_k, other=0.0) if MASKED else tl.load(v_ptrs)  # [BLOCK_N, HEAD_DIM]
+        v_ptrs = v_ptr + offs_n[:, None] * stride_vn + offs_v[None, :]
+        v = tl.load(v_ptrs, mask=in_k, other=0.0) if MASKED else tl.load(v_ptrs)  # [BLOCK_N, VALUE_DIM]
         dp = tl.dot(do, v.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         p = tl.exp2(s * scale_log2 - lse_log2[:, None])
         if MASKED:
@@ -46,29 +47,32 @@ def _dq_kernel(
     stride_ob: tl.int64, stride_oh: tl.int64, stride_om: tl.int64,
     stride_dob: tl.int64, stride_doh: tl.int64, stride_dom: tl.int64,
     stride_dqb: tl.int64, stride_dqh: tl.int64, stride_dqm: tl.int64,
-    heads, seq_q, seq_k,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    heads, heads_per_kv, seq_q, seq_k,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     start_m = tl.program_id(0) % tiles_m * BLOCK_M
     batch_head = tl.program_id(0) // tiles_m
     batch = batch_head // heads
     head = batch_head % heads
+    kv_head = head // heads_per_kv
     offs_m = start_m + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, HEAD_DIM)
+    offs_v = tl.arange(0, VALUE_DIM)
     in_q = offs_m[:, None] < seq_q
 
     q_ptrs = q_ptr + batch * stride_qb + head * stride_qh + offs_m[:, None] * stride_qm + offs_d[None, :]
     q = tl.load(q_ptrs, mask=in_q, other=0.0)  # [BLOCK_M, HEAD_DIM]
-    do_ptrs = do_ptr + batch * stride_dob + head * stride_doh + offs_m[:, None] * stride_dom + offs_d[None, :]
-    do = tl.load(do_ptrs, mask=in_q, other=0.0)  # [BLOCK_M, HEAD_DIM]
-    out_ptrs = out_ptr + batch * stride_ob + head * stride_oh + offs_m[:, None] * stride_om + offs_d[None, :]
-    out = tl.load(out_ptrs, mask=in_q, other=0.0)  # [BLOCK_M, HEAD_DIM]
+    do_ptrs = do_ptr + batch * stride_dob + head * stride_doh + offs_m[:, None] * stride_dom + offs_v[None, :]
+    do = tl.load(do_ptrs, mask=in_q, other=0.0)  # [BLOCK_M, VALUE_DIM]
+    out_ptrs = out_ptr + batch * stride_ob + head * stride_oh + offs_m[:, None] * stride_om + offs_v[None, :]
+    out = tl.load(out_ptrs, mask=in_q, other=0.0)  # [BLOCK_M, VALUE_DIM]
     delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
     rows = batch_head.to(tl.int64) * seq_q + offs_m
     lse_log2 = tl.load(lse_ptr + rows, mask=offs_m < seq_q, other=float("inf")) * LOG2_E  # past the end: p = 0
-    k_ptr += batch * stride_kb + head * stride_kh
-    v_ptr += batch * stride_vb + head * stride_vh
+    k_ptr += batch * stride_kb + kv_head * stride_kh
+    v_ptr += batch * stride_vb + kv_head * stride_vh
     scale_log2 = scale * LOG2_E
     dq = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
 
@@ -96,6 +100,7 @@ def _accumulate_dkv(
 ):  # fmt: skip
     """Add what the queries [lo, hi) give to one K/V tile's dk and dv; P and dS come out transposed, as both need."""
     offs_d = tl.arange(0, HEAD_DIM)
+    offs_v = tl.arange(0, v.shape[1])
     for start_m in range(lo, hi, BLOCK_M):
         offs_m = start_m + tl.arange(0, BLOCK_M)
         in_q = offs_m[:, None] < seq_q
@@ -106,13 +111,13 @@ def _accumulate_dkv(
         p_t = tl.exp2(s_t * scale_log2 - lse_log2[None, :])
         if MASKED and CAUSAL:
             p_t = tl.where(offs_m[None, :] >= offs_n[:, None], p_t, 0.0)
-        do_ptrs = do_ptr + offs_m[:, None] * stride_dom + offs_d[None, :]
-        do = tl.load(do_ptrs, mask=in_q, other=0.0) if MASKED else tl.load(do_ptrs)  # [BLOCK_M, HEAD_DIM]
+        do_ptrs = do_ptr + offs_m[:, None] * stride_dom + offs_v[None, :]
+        do = tl.load(do_ptrs, mask=in_q, other=0.0) if MASKED else tl.load(do_ptrs)  # [BLOCK_M, VALUE_DIM]
         dv = tl.dot(p_t.to(do.dtype), do, dv, input_precision=PRECISION)
         dp_t = tl.dot(v, do.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         # NOTE: every K/V tile reads O again for this, as the dQ kernel has done already; v5 computes delta once.
-        out_ptrs = out_ptr + offs_m[:, None] * stride_om + offs_d[None, :]
-        out = tl.load(out_ptrs, mask=in_q, other=0.0) if MASKED else tl.load(out_ptrs)  # [BLOCK_M, HEAD_DIM]
+        out_ptrs = out_ptr + offs_m[:, None] * stride_om + offs_v[None, :]
+        out = tl.load(out_ptrs, mask=in_q, other=0.0) if MASKED else tl.load(out_ptrs)  # [BLOCK_M, VALUE_DIM]
         delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
         ds_t = p_t * (dp_t - delta[None, :])
         dk = tl.dot(ds_t.to(q.dtype), q, dk, input_precision=PRECISION)
@@ -129,71 +134,78 @@ def _dkv_kernel(
     stride_dob: tl.int64, stride_doh: tl.int64, stride_dom: tl.int64,
     stride_dkb: tl.int64, stride_dkh: tl.int64, stride_dkn: tl.int64,
     stride_dvb: tl.int64, stride_dvh: tl.int64, stride_dvn: tl.int64,
-    heads, seq_q, seq_k,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    kv_heads, heads_per_kv, seq_q, seq_k,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles_n = tl.cdiv(seq_k, BLOCK_N)
     start_n = tl.program_id(0) % tiles_n * BLOCK_N
     batch_head = tl.program_id(0) // tiles_n
-    batch = batch_head // heads
-    head = batch_head % heads
+    batch = batch_head // kv_heads
+    kv_head = batch_head % kv_heads
     offs_n = start_n + tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, HEAD_DIM)
+    offs_v = tl.arange(0, VALUE_DIM)
     in_k = offs_n[:, None] < seq_k
 
-    k_ptrs = k_ptr + batch * stride_kb + head * stride_kh + offs_n[:, None] * stride_kn + offs_d[None, :]
+    k_ptrs = k_ptr + batch * stride_kb + kv_head * stride_kh + offs_n[:, None] * stride_kn + offs_d[None, :]
     k = tl.load(k_ptrs, mask=in_k, other=0.0)  # [BLOCK_N, HEAD_DIM]
-    v_ptrs = v_ptr + batch * stride_vb + head * stride_vh + offs_n[:, None] * stride_vn + offs_d[None, :]
-    v = tl.load(v_ptrs, mask=in_k, other=0.0)  # [BLOCK_N, HEAD_DIM]
-    q_ptr += batch * stride_qb + head * stride_qh
-    out_ptr += batch * stride_ob + head * stride_oh
-    do_ptr += batch * stride_dob + head * stride_doh
-    lse_ptr += batch_head.to(tl.int64) * seq_q
+    v_ptrs = v_ptr + batch * stride_vb + kv_head * stride_vh + offs_n[:, None] * stride_vn + offs_v[None, :]
+    v = tl.load(v_ptrs, mask=in_k, other=0.0)  # [BLOCK_N, VALUE_DIM]
     scale_log2 = scale * LOG2_E
     dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
-    dv = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
+    dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
 
     # Stage 1 takes the diagonal, with a mask; stage 2 the whole tiles that see every key, without; stage 3 the ragged end.
     first = start_n // BLOCK_M * BLOCK_M if CAUSAL else 0
     full = tl.cdiv(start_n + BLOCK_N - 1, BLOCK_M) * BLOCK_M if CAUSAL else 0
     ragged = tl.maximum(full, seq_q // BLOCK_M * BLOCK_M)
-    dk, dv = _accumulate_dkv(
-        dk, dv, k, v, q_ptr, out_ptr, do_ptr, lse_ptr, stride_qm, stride_om, stride_dom,
-        first, tl.minimum(full, seq_q), seq_q, offs_n, scale_log2, HEAD_DIM, BLOCK_M, CAUSAL, True, PRECISION,
-    )  # fmt: skip
-    dk, dv = _accumulate_dkv(
-        dk, dv, k, v, q_ptr, out_ptr, do_ptr, lse_ptr, stride_qm, stride_om, stride_dom,
-        full, ragged, seq_q, offs_n, scale_log2, HEAD_DIM, BLOCK_M, CAUSAL, False, PRECISION,
-    )  # fmt: skip
-    dk, dv = _accumulate_dkv(
-        dk, dv, k, v, q_ptr, out_ptr, do_ptr, lse_ptr, stride_qm, stride_om, stride_dom,
-        ragged, seq_q, seq_q, offs_n, scale_log2, HEAD_DIM, BLOCK_M, CAUSAL, True, PRECISION,
-    )  # fmt: skip
+    for shared in range(heads_per_kv):  # the query heads that share these keys
+        head = kv_head * heads_per_kv + shared
+        q_head = q_ptr + batch * stride_qb + head * stride_qh
+        out_head = out_ptr + batch * stride_ob + head * stride_oh
+        do_head = do_ptr + batch * stride_dob + head * stride_doh
+        lse_head = lse_ptr + (batch_head.to(tl.int64) * heads_per_kv + shared) * seq_q
+        dk, dv = _accumulate_dkv(
+            dk, dv, k, v, q_head, out_head, do_head, lse_head, stride_qm, stride_om, stride_dom,
+            first, tl.minimum(full, seq_q), seq_q, offs_n, scale_log2, HEAD_DIM, BLOCK_M, CAUSAL, True, PRECISION,
+        )  # fmt: skip
+        dk, dv = _accumulate_dkv(
+            dk, dv, k, v, q_head, out_head, do_head, lse_head, stride_qm, stride_om, stride_dom,
+            full, ragged, seq_q, offs_n, scale_log2, HEAD_DIM, BLOCK_M, CAUSAL, False, PRECISION,
+        )  # fmt: skip
+        dk, dv = _accumulate_dkv(
+            dk, dv, k, v, q_head, out_head, do_head, lse_head, stride_qm, stride_om, stride_dom,
+            ragged, seq_q, seq_q, offs_n, scale_log2, HEAD_DIM, BLOCK_M, CAUSAL, True, PRECISION,
+        )  # fmt: skip
 
     dk *= scale
-    dk_ptrs = dk_ptr + batch * stride_dkb + head * stride_dkh + offs_n[:, None] * stride_dkn + offs_d[None, :]
+    dk_ptrs = dk_ptr + batch * stride_dkb + kv_head * stride_dkh + offs_n[:, None] * stride_dkn + offs_d[None, :]
     tl.store(dk_ptrs, dk.to(dk_ptr.dtype.element_ty), mask=in_k)
-    dv_ptrs = dv_ptr + batch * stride_dvb + head * stride_dvh + offs_n[:, None] * stride_dvn + offs_d[None, :]
+    dv_ptrs = dv_ptr + batch * stride_dvb + kv_head * stride_dvh + offs_n[:, None] * stride_dvn + offs_v[None, :]
     tl.store(dv_ptrs, dv.to(dv_ptr.dtype.element_ty), mask=in_k)
 
 
 def backward(grad_out, q, k, v, out, lse, *, causal, scale):
     """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape
-    seq_k = k.shape[2]
+    kv_heads, seq_k, value_dim = v.shape[1:]
     grad_out = contiguous_rows(grad_out)
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
-    tile_q, tile_k = query_tile(head_dim, q.dtype), key_tile(head_dim, q.dtype)
+    widest = max(head_dim, value_dim)
+    tile_q, tile_k = query_tile(widest, q.dtype), key_tile(widest, q.dtype)
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
     _dq_kernel[triton.cdiv(seq_q, tile_q["BLOCK_M"]) * batch * heads,](
         q, k, v, out, grad_out, dq, lse, scale,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *grad_out.stride()[:3], *dq.stride()[:3],
-        heads, seq_q, seq_k, HEAD_DIM=head_dim, CAUSAL=causal, PRECISION=precision, **tile_q,
+        heads, heads // kv_heads, seq_q, seq_k,
+        HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal, PRECISION=precision, **tile_q,
     )  # fmt: skip
-    _dkv_kernel[triton.cdiv(seq_k, tile_k["BLOCK_N"]) * batch * heads,](
+    _dkv_kernel[triton.cdiv(seq_k, tile_k["BLOCK_N"]) * batch * kv_heads,](
         q, k, v, out, grad_out, dk, dv, lse, scale,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *grad_out.stride()[:3],
         *dk.stride()[:3], *dv.stride()[:3],
-        heads, seq_q, seq_k, HEAD_DIM=head_dim, CAUSAL=causal, PRECISION=precision, **tile_k,
+        kv_heads, heads // kv_heads, seq_q, seq_k,
+        HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal, PRECISION=precision, **tile_k,
     )  # fmt: skip
     return dq, dk, dv

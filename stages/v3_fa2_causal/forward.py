@@ -17,6 +17,7 @@ def _accumulate(
 ):  # fmt: skip
     """Fold the keys [lo, hi) into one query tile's running softmax: acc, m (running maximum), l (running sum)."""
     offs_d = tl.arange(0, HEAD_DIM)
+    offs_v = tl.arange(0, acc.shape[1])
     for start_n in range(lo, hi, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
         in_k = offs_n[:, None] < seq_k
@@ -32,8 +33,8 @@ def _accumulate(
         p = tl.exp2(s * scale_log2 - m_new[:, None])
         rescale = tl.exp2(m - m_new)  # what was summed under the old maximum
         l = l * rescale + tl.sum(p, 1)
-        v_ptrs = v_ptr + offs_n[:, None] * stride_vn + offs_d[None, :]
-        v = tl.load(v_ptrs, mask=in_k, other=0.0) if MASKED else tl.load(v_ptrs)  # [BLOCK_N, HEAD_DIM]
+        v_ptrs = v_ptr + offs_n[:, None] * stride_vn + offs_v[None, :]
+        v = tl.load(v_ptrs, mask=in_k, other=0.0) if MASKED else tl.load(v_ptrs)  # [BLOCK_N, VALUE_DIM]
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
         m = m_new
     return acc, m, l
@@ -46,24 +47,27 @@ def _forward_kernel(
     stride_kb: tl.int64, stride_kh: tl.int64, stride_kn: tl.int64,
     stride_vb: tl.int64, stride_vh: tl.int64, stride_vn: tl.int64,
     stride_ob: tl.int64, stride_oh: tl.int64, stride_om: tl.int64,
-    heads, seq_q, seq_k,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    heads, heads_per_kv, seq_q, seq_k,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     start_m = tl.program_id(0) % tiles_m * BLOCK_M
     batch_head = tl.program_id(0) // tiles_m
     batch = batch_head // heads
     head = batch_head % heads
+    kv_head = head // heads_per_kv
     offs_m = start_m + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, HEAD_DIM)
+    offs_v = tl.arange(0, VALUE_DIM)
     in_q = offs_m[:, None] < seq_q
 
     q_ptrs = q_ptr + batch * stride_qb + head * stride_qh + offs_m[:, None] * stride_qm + offs_d[None, :]
     q = tl.load(q_ptrs, mask=in_q, other=0.0)  # [BLOCK_M, HEAD_DIM], stays on the chip
-    k_ptr += batch * stride_kb + head * stride_kh
-    v_ptr += batch * stride_vb + head * stride_vh
+    k_ptr += batch * stride_kb + kv_head * stride_kh
+    v_ptr += batch * stride_vb + kv_head * stride_vh
 
-    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    acc = tl.zeros([BLOCK_M, VALUE_DIM], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     # exp(x) = exp2(x * log2(e)), and exp2 is one instruction; never 0, because a masked score, -inf, times 0 is NaN
@@ -81,8 +85,8 @@ def _forward_kernel(
         HEAD_DIM, BLOCK_N, CAUSAL, True, PRECISION,
     )  # fmt: skip
 
-    out = acc / l[:, None]  # [BLOCK_M, HEAD_DIM]
-    out_ptrs = out_ptr + batch * stride_ob + head * stride_oh + offs_m[:, None] * stride_om + offs_d[None, :]
+    out = acc / l[:, None]  # [BLOCK_M, VALUE_DIM]
+    out_ptrs = out_ptr + batch * stride_ob + head * stride_oh + offs_m[:, None] * stride_om + offs_v[None, :]
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=in_q)
     lse_ptrs = lse_ptr + batch_head.to(tl.int64) * seq_q + offs_m
     tl.store(lse_ptrs, (m + tl.log2(l)) / LOG2_E, mask=offs_m < seq_q)
@@ -91,16 +95,16 @@ def _forward_kernel(
 def forward(q, k, v, *, causal, scale):
     """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape
-    seq_k = k.shape[2]
-    out = empty_rows(q)
+    kv_heads, seq_k, value_dim = v.shape[1:]
+    out = empty_rows(q, value_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
         q, scale = -q, -scale  # the same scores; the largest one is then the largest before scaling too
-    tile = query_tile(head_dim, q.dtype)
+    tile = query_tile(max(head_dim, value_dim), q.dtype)
     _forward_kernel[triton.cdiv(seq_q, tile["BLOCK_M"]) * batch * heads,](
         q, k, v, out, lse, scale,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-        heads, seq_q, seq_k,
-        HEAD_DIM=head_dim, CAUSAL=causal, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **tile,
+        heads, heads // kv_heads, seq_q, seq_k,
+        HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **tile,
     )  # fmt: skip
     return out, lse

@@ -35,7 +35,7 @@ def _accumulate(
         p = tl.exp2(s * scale_log2 - m_new[:, None])
         rescale = tl.exp2(m - m_new)  # what was summed under the old maximum
         l = l * rescale + tl.sum(p, 1)
-        v = v_desc.load([start_n, 0])  # [BLOCK_N, HEAD_DIM]
+        v = v_desc.load([start_n, 0])  # [BLOCK_N, VALUE_DIM]
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
         m = m_new
     return acc, m, l
@@ -49,22 +49,23 @@ MOST_KEYS = 128  # of a tile; a multiple of them leaves no ragged end
 
 
 @autotune(configs(TILES, pre_hook=None))
-@triton.jit(do_not_specialize=["heads", "seq_q", "seq_k"])  # with a constant 1 among them the compiler gives up
+@triton.jit(do_not_specialize=["heads", "heads_per_kv", "seq_q", "seq_k"])  # with a constant 1 among them the compiler gives up
 def _forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, scale,
     stride_qb: tl.int64, stride_qh: tl.int64, stride_qm: tl.int64,
     stride_kb: tl.int64, stride_kh: tl.int64, stride_kn: tl.int64,
     stride_vb: tl.int64, stride_vh: tl.int64, stride_vn: tl.int64,
     stride_ob: tl.int64, stride_oh: tl.int64, stride_om: tl.int64,
-    heads, seq_q, seq_k, bucket, zero,  # bucket: for the tuning key alone
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr, SPECIALIZED: tl.constexpr,
+    heads, heads_per_kv, seq_q, seq_k, bucket, zero,  # bucket: for the tuning key alone
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr, SPECIALIZED: tl.constexpr,
 ):  # fmt: skip
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
-    tile, batch_head = tile_and_head(tiles_m, seq_k, 4 * HEAD_DIM, CAUSAL)  # bytes of a row of K and V
+    tile, batch_head = tile_and_head(tiles_m, tl.cdiv(seq_k, heads_per_kv), 2 * (HEAD_DIM + VALUE_DIM), CAUSAL)  # K, V
     start_m = (tiles_m - 1 - tile) * BLOCK_M
     batch = batch_head // heads
     head = batch_head % heads
+    kv_head = head // heads_per_kv
     offs_m = start_m + tl.arange(0, BLOCK_M)
 
     # Made here, of a head alone: the compiler splits the rows between two groups of warps, and the descriptors with them, which
@@ -72,17 +73,17 @@ def _forward_kernel(
     q_ptr += batch * stride_qb + head * stride_qh
     q_desc = tl.make_tensor_descriptor(q_ptr, [seq_q, HEAD_DIM], [stride_qm, 1], [BLOCK_M, HEAD_DIM])
     out_ptr += batch * stride_ob + head * stride_oh
-    out_desc = tl.make_tensor_descriptor(out_ptr, [seq_q, HEAD_DIM], [stride_om, 1], [BLOCK_M, HEAD_DIM])
-    k_ptr += batch * stride_kb + head * stride_kh
+    out_desc = tl.make_tensor_descriptor(out_ptr, [seq_q, VALUE_DIM], [stride_om, 1], [BLOCK_M, VALUE_DIM])
+    k_ptr += batch * stride_kb + kv_head * stride_kh
     k_desc = tl.make_tensor_descriptor(k_ptr, [seq_k, HEAD_DIM], [stride_kn, 1], [BLOCK_N, HEAD_DIM])
-    v_ptr += batch * stride_vb + head * stride_vh
-    v_desc = tl.make_tensor_descriptor(v_ptr, [seq_k, HEAD_DIM], [stride_vn, 1], [BLOCK_N, HEAD_DIM])
+    v_ptr += batch * stride_vb + kv_head * stride_vh
+    v_desc = tl.make_tensor_descriptor(v_ptr, [seq_k, VALUE_DIM], [stride_vn, 1], [BLOCK_N, VALUE_DIM])
     # The compiler moves the second group's rows by adding to the very value that says where the tile begins. Were it start_m,
     # offs_m would be moved as well, a second time; what it cannot know to be zero makes it another value.
     first_m = start_m + zero
     q = q_desc.load([first_m, 0])  # [BLOCK_M, HEAD_DIM], stays on the chip
 
-    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    acc = tl.zeros([BLOCK_M, VALUE_DIM], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     # exp(x) = exp2(x * log2(e)), and exp2 is one instruction; never 0, because a masked score, -inf, times 0 is NaN
@@ -95,7 +96,7 @@ def _forward_kernel(
         HEAD_DIM, BLOCK_N, CAUSAL, MASKED, PRECISION, SPECIALIZED,
     )  # fmt: skip
 
-    out = acc / l[:, None]  # [BLOCK_M, HEAD_DIM]
+    out = acc / l[:, None]  # [BLOCK_M, VALUE_DIM]
     out_desc.store([first_m, 0], out.to(out_desc.dtype))
     lse_ptrs = lse_ptr + batch_head.to(tl.int64) * seq_q + offs_m
     tl.store(lse_ptrs, (m + tl.log2(l)) / LOG2_E, mask=offs_m < seq_q)
@@ -104,8 +105,8 @@ def _forward_kernel(
 def forward(q, k, v, *, causal, scale):
     """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape
-    seq_k = k.shape[2]
-    out = empty_rows(q)
+    kv_heads, seq_k, value_dim = v.shape[1:]
+    out = empty_rows(q, value_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
         q, scale = -q, -scale  # the same scores; the largest one is then the largest before scaling too
@@ -117,8 +118,8 @@ def forward(q, k, v, *, causal, scale):
         _forward_kernel[lambda args: (triton.cdiv(seq_q, args["BLOCK_M"]) * batch * heads,)],
         q, k, v, out, lse, scale,
         *aligned_strides(q)[:3], *aligned_strides(k)[:3], *aligned_strides(v)[:3], *aligned_strides(out)[:3],
-        heads, seq_q, seq_k, bucket(seq_q, seq_k), 0,
-        HEAD_DIM=head_dim, CAUSAL=causal, MASKED=causal or seq_k % MOST_KEYS > 0,
+        heads, heads // kv_heads, seq_q, seq_k, bucket(seq_q, seq_k), 0,
+        HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal, MASKED=causal or seq_k % MOST_KEYS > 0,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", SPECIALIZED=architecture() in HOPPER,
     )  # fmt: skip
     return out, lse

@@ -28,8 +28,9 @@ SUM_COLUMNS = 256  # of the float32 sums of dQ as the copy engine sees them: as 
 
 @triton.jit(do_not_specialize=["heads", "seq_q"])
 def _prepare_kernel(
-    out_desc, do_desc, lse_ptr, stats_ptr, sums_ptr, heads, seq_q, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr
-):
+    out_desc, do_desc, lse_ptr, stats_ptr, sums_ptr, heads, seq_q,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
     """For each query tile: log2(e) * lse and delta = rowsum(dO * O), side by side, and the sums of its dQ set to zero."""
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     tile = tl.program_id(0).to(tl.int64)
@@ -40,8 +41,8 @@ def _prepare_kernel(
     offs = tl.arange(0, BLOCK_M * HEAD_DIM)
     tl.store(sums_ptr + tile * BLOCK_M * HEAD_DIM + offs, tl.zeros_like(offs).to(tl.float32))
     rows = tl.arange(0, BLOCK_M)
-    do = do_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, HEAD_DIM)
-    out = out_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, HEAD_DIM)
+    do = do_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, VALUE_DIM)
+    out = out_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, VALUE_DIM)
     delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
     lse_ptrs = lse_ptr + batch_head.to(tl.int64) * seq_q + start_m + rows
     lse = tl.load(lse_ptrs, mask=start_m + rows < seq_q, other=float("inf"))  # past the end: p = 0
@@ -65,31 +66,35 @@ def _finish_kernel(sums_ptr, dq_desc, scale, heads, seq_q, HEAD_DIM: tl.constexp
 
 @gluon.jit
 def _producer(q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, buffers, barriers, where, n):
-    """One warp, all that comes and goes but dQ: K and V once, Q and dO through their rings, dK and dV at the end."""
+    """One warp, all that comes and goes but dQ: K and V once, Q and dO through their rings for each query head, dK and dV at
+    the end."""
     q_s, k_s, v_s, do_s, stats_s, ds_s, dq_s = buffers
     kv_full, q_full, do_full, q_do_empty, ds_full, ds_empty, dk_full, dv_full = barriers
-    batch, head, start_n, first, first_tile = where
+    batch, kv_head, heads_per_kv, start_n, first, first_tile = where
     STAGES: gl.constexpr = q_s.shape[0]
     mbarrier.expect(kv_full.index(0), CONSUMERS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
     for w in gl.static_range(CONSUMERS):
-        tma.async_copy_global_to_shared(k_desc, [batch, head, start_n + w * ROWS, 0], kv_full.index(0), k_s.index(w))
-        tma.async_copy_global_to_shared(v_desc, [batch, head, start_n + w * ROWS, 0], kv_full.index(0), v_s.index(w))
-    for step in range(n):
+        tma.async_copy_global_to_shared(k_desc, [batch, kv_head, start_n + w * ROWS, 0], kv_full.index(0), k_s.index(w))
+        tma.async_copy_global_to_shared(v_desc, [batch, kv_head, start_n + w * ROWS, 0], kv_full.index(0), v_s.index(w))
+    for step in range(heads_per_kv * n):
+        shared = step // n  # of the query heads that share these keys
+        head = kv_head * heads_per_kv + shared
         slot = step % STAGES
         phase = step // STAGES & 1
-        start_m = (first + step) * q_s.shape[3]
+        start_m = (first + step % n) * q_s.shape[3]
+        row = (first_tile + shared * first + step) * 2
         mbarrier.wait(q_do_empty.index(slot), phase ^ 1)
         mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes + stats_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(q_desc, [batch, head, start_m, 0], q_full.index(slot), q_s.index(slot))
-        tma.async_copy_global_to_shared(stats_desc, [(first_tile + step) * 2, 0], q_full.index(slot), stats_s.index(slot))
+        tma.async_copy_global_to_shared(stats_desc, [row, 0], q_full.index(slot), stats_s.index(slot))
         mbarrier.expect(do_full.index(slot), do_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(do_desc, [batch, head, start_m, 0], do_full.index(slot), do_s.index(slot))
     for w in gl.static_range(CONSUMERS):
         mbarrier.wait(dv_full.index(w), 0)
-        tma.async_copy_shared_to_global(dv_desc, [batch, head, start_n + w * ROWS, 0], v_s.index(w))
+        tma.async_copy_shared_to_global(dv_desc, [batch, kv_head, start_n + w * ROWS, 0], v_s.index(w))
     for w in gl.static_range(CONSUMERS):
         mbarrier.wait(dk_full.index(w), 0)
-        tma.async_copy_shared_to_global(dk_desc, [batch, head, start_n + w * ROWS, 0], k_s.index(w))
+        tma.async_copy_shared_to_global(dk_desc, [batch, kv_head, start_n + w * ROWS, 0], k_s.index(w))
     tma.store_wait(0)
 
 
@@ -118,8 +123,10 @@ def _accumulate(
     STAGES: gl.constexpr = q_s.shape[0]
     BLOCK_M: gl.constexpr = q_s.shape[3]
     HEAD_DIM: gl.constexpr = q_s.shape[4]
+    VALUE_DIM: gl.constexpr = do_s.shape[4]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk.type.layout, k_width=2)
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv.type.layout, k_width=2)
+    ds_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk.type.layout, k_width=2)
     dtype: gl.constexpr = q_s.dtype
     nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
     if CAUSAL:
@@ -129,7 +136,7 @@ def _accumulate(
         slot = step % STAGES
         phase = step // STAGES & 1
         q = q_s.index(slot).reshape([BLOCK_M, HEAD_DIM])
-        do = do_s.index(slot).reshape([BLOCK_M, HEAD_DIM])
+        do = do_s.index(slot).reshape([BLOCK_M, VALUE_DIM])
         mbarrier.wait(q_full.index(slot), phase)
         s_t = warpgroup_mma(k, q.permute([1, 0]), nothing, use_acc=False, is_async=True)
         s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
@@ -154,7 +161,7 @@ def _accumulate(
         ds_t = (_widened(p_t) * (dp_t - delta)).to(dtype)
         ds_s.index(slot * CONSUMERS + w).store(ds_t)
         fence_async_shared()
-        dk = warpgroup_mma(gl.convert_layout(ds_t, p_layout), q, dk, is_async=True)
+        dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)
         mbarrier.arrive(ds_full.index(slot), count=1)
         dk, dv = warpgroup_mma_wait(0, [dk, dv])
         mbarrier.arrive(q_do_empty.index(slot), count=1)
@@ -166,44 +173,58 @@ def _consumer(scale, seen, buffers, barriers, w: gl.constexpr, CAUSAL: gl.conste
     """A warpgroup with the w-th 64 keys of the program: their dK and dV stay in its registers."""
     q_s, k_s, v_s, do_s, stats_s, ds_s, dq_s = buffers
     kv_full, q_full, do_full, q_do_empty, ds_full, ds_empty, dk_full, dv_full = barriers
-    keys, ahead, masked, n = seen
+    keys, ahead, masked, n, heads_per_kv = seen
     STAGES: gl.constexpr = q_s.shape[0]
     BLOCK_M: gl.constexpr = q_s.shape[3]
     HEAD_DIM: gl.constexpr = q_s.shape[4]
+    VALUE_DIM: gl.constexpr = do_s.shape[4]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VALUE_DIM, 16])
     dtype: gl.constexpr = q_s.dtype
-    dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, acc_layout)
-    dv = gl.zeros([ROWS, HEAD_DIM], gl.float32, acc_layout)
+    dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, dk_layout)
+    dv = gl.zeros([ROWS, VALUE_DIM], gl.float32, dv_layout)
     k = k_s.index(w).reshape([ROWS, HEAD_DIM])
-    v = v_s.index(w).reshape([ROWS, HEAD_DIM])
+    v = v_s.index(w).reshape([ROWS, VALUE_DIM])
     scale_log2 = scale * LOG2_E
     mbarrier.wait(kv_full.index(0), 0)
     # Query tiles that see none of these keys, but some of the consumer's before: they give dQ nothing.
     unseen: gl.constexpr = w * ROWS // BLOCK_M if CAUSAL else 0
-    for step in gl.static_range(unseen):
-        mbarrier.wait(q_full.index(step), 0)  # else the next one, whose phase looks like the one before this, would not wait
-        ds_s.index(step * CONSUMERS + w).store(gl.zeros([ROWS, BLOCK_M], dtype, s_layout))
-        fence_async_shared()
-        mbarrier.arrive(ds_full.index(step), count=1)
-        mbarrier.arrive(q_do_empty.index(step), count=1)
-    # The diagonal needs a mask. Keys past the end always do: p may be infinite there, and infinity times the zeros that a load
-    # gives past the end is NaN.
-    dk, dv = _accumulate(dk, dv, k, v, scale_log2, unseen, masked, keys, ahead, buffers, barriers, w, CAUSAL, True)
-    dk, dv = _accumulate(dk, dv, k, v, scale_log2, masked, n, keys, ahead, buffers, barriers, w, CAUSAL, False)
+    for shared in range(heads_per_kv):  # the query heads that share these keys
+        begin = shared * n  # of the steps, the query head's first
+        start = ahead - begin * BLOCK_M
+        for step in gl.static_range(unseen):
+            slot = (begin + step) % STAGES
+            phase = (begin + step) // STAGES & 1
+            # Else the next wait, whose phase looks like the one before this, would not wait.
+            mbarrier.wait(q_full.index(slot), phase)
+            mbarrier.wait(ds_empty.index(slot), phase ^ 1)
+            ds_s.index(slot * CONSUMERS + w).store(gl.zeros([ROWS, BLOCK_M], dtype, s_layout))
+            fence_async_shared()
+            mbarrier.arrive(ds_full.index(slot), count=1)
+            mbarrier.arrive(q_do_empty.index(slot), count=1)
+        # The diagonal needs a mask. Keys past the end always do: p may be infinite there, and infinity times the zeros that a
+        # load gives past the end is NaN.
+        dk, dv = _accumulate(
+            dk, dv, k, v, scale_log2, begin + unseen, begin + masked, keys, start, buffers, barriers, w, CAUSAL, True
+        )
+        dk, dv = _accumulate(
+            dk, dv, k, v, scale_log2, begin + masked, begin + n, keys, start, buffers, barriers, w, CAUSAL, False
+        )
 
     # What leaves takes the place of what came: V is no longer read by anyone, K once the last dQ is done.
-    v_s.index(w).reshape([ROWS, HEAD_DIM]).store(dv.to(dtype))
+    v_s.index(w).reshape([ROWS, VALUE_DIM]).store(dv.to(dtype))
     fence_async_shared()
     mbarrier.arrive(dv_full.index(w), count=1)
-    mbarrier.wait(ds_empty.index((n - 1) % STAGES), (n - 1) // STAGES & 1)
+    last = heads_per_kv * n - 1
+    mbarrier.wait(ds_empty.index(last % STAGES), last // STAGES & 1)
     k_s.index(w).reshape([ROWS, HEAD_DIM]).store((dk * (scale_log2 / LOG2_E)).to(dtype))
     fence_async_shared()
     mbarrier.arrive(dk_full.index(w), count=1)
 
 
 @gluon.jit
-def _dq_consumer(sums_desc, buffers, barriers, first_tile, n):
+def _dq_consumer(sums_desc, buffers, barriers, heads_per_kv, first, first_tile, n):
     """A warpgroup that makes dQ of what the consumers leave of dS, and has the copy engine add it to the sums in memory."""
     q_s, k_s, v_s, do_s, stats_s, ds_s, dq_s = buffers
     kv_full, q_full, do_full, q_do_empty, ds_full, ds_empty, dk_full, dv_full = barriers
@@ -215,8 +236,9 @@ def _dq_consumer(sums_desc, buffers, barriers, first_tile, n):
     SUM_ROWS: gl.constexpr = sums_desc.block_shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     nothing = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
-    for step in range(n):
+    for step in range(heads_per_kv * n):
         slot = step % STAGES
+        tile = first_tile + step // n * first + step
         mbarrier.wait(ds_full.index(slot), step // STAGES & 1)  # and for K, which the consumers have waited for
         for part in gl.static_range(PARTS):
             dq = nothing
@@ -232,17 +254,18 @@ def _dq_consumer(sums_desc, buffers, barriers, first_tile, n):
             tma.store_wait(PARTS - 1)
             dq_s.index(part).store(dq.reshape(sums_desc.block_shape))
             fence_async_shared()
-            async_reduce_add(sums_desc, [((first_tile + step) * PARTS + part) * SUM_ROWS, 0], dq_s.index(part))
+            async_reduce_add(sums_desc, [(tile * PARTS + part) * SUM_ROWS, 0], dq_s.index(part))
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["heads", "seq_q", "seq_k"])
+@gluon.jit(do_not_specialize=["kv_heads", "seq_q", "seq_k"])
 def _backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, scale, heads, seq_q, seq_k,
-    HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, scale, kv_heads, heads_per_kv, seq_q, seq_k,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     tiles_m = gl.cdiv(seq_q, BLOCK_M)
-    tile, batch_head = tile_and_head(gl.cdiv(seq_k, CONSUMERS * ROWS), seq_q, 8 * HEAD_DIM, CAUSAL)  # Q, dO, sums of dQ
+    ROW_BYTES: gl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # of Q, the sums of dQ, and dO
+    tile, batch_head = tile_and_head(gl.cdiv(seq_k, CONSUMERS * ROWS), seq_q, ROW_BYTES, CAUSAL)
     start_n = tile * CONSUMERS * ROWS
     first = 0  # of the query tiles that see these keys; where none does, the last one stands in
     masked = 0  # of them, the number that needs a mask
@@ -253,10 +276,10 @@ def _backward_kernel(
     masked = gl.where(start_n + CONSUMERS * ROWS > seq_k, n, masked)
 
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
-    do_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
+    do_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, VALUE_DIM], do_desc.layout)
     stats_s = gl.allocate_shared_memory(gl.float32, [STAGES, 2, BLOCK_M], stats_desc.layout)
     k_s = gl.allocate_shared_memory(k_desc.dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM], k_desc.layout)
-    v_s = gl.allocate_shared_memory(v_desc.dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM], v_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, [CONSUMERS, 1, 1, ROWS, VALUE_DIM], v_desc.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], q_desc.dtype)
     ds_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES * CONSUMERS, ROWS, BLOCK_M], ds_layout)
     PARTS: gl.constexpr = BLOCK_M * HEAD_DIM // (sums_desc.block_shape[0] * sums_desc.block_shape[1])
@@ -270,15 +293,15 @@ def _backward_kernel(
 
     buffers = (q_s, k_s, v_s, do_s, stats_s, ds_s, dq_s)
     barriers = (kv_full, q_full, do_full, q_do_empty, ds_full, ds_empty, dk_full, dv_full)
-    first_tile = batch_head * tiles_m + first
-    where = (batch_head // heads, batch_head % heads, start_n, first, first_tile)
-    seen = (seq_k - start_n, first * BLOCK_M - start_n, masked, n)
+    first_tile = batch_head * heads_per_kv * tiles_m + first
+    where = (batch_head // kv_heads, batch_head % kv_heads, heads_per_kv, start_n, first, first_tile)
+    seen = (seq_k - start_n, first * BLOCK_M - start_n, masked, n, heads_per_kv)
     descs = (q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc)
     gl.warp_specialize(
         [
             (_consumer, (scale, seen, buffers, barriers, 0, CAUSAL)),
             (_consumer, (scale, seen, buffers, barriers, 1, CAUSAL)),
-            (_dq_consumer, (sums_desc, buffers, barriers, first_tile, n)),
+            (_dq_consumer, (sums_desc, buffers, barriers, heads_per_kv, first, first_tile, n)),
             (_producer, descs + (buffers, barriers, where, n)),
         ],
         [4, 4, 1], [208, 64, 24],
@@ -288,30 +311,30 @@ def _backward_kernel(
 def backward(grad_out, q, k, v, out, lse, *, causal, scale):
     """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors.
 
-    float32 and D = 256 are left to v5, and so is everything while `torch.use_deterministic_algorithms` is on: the sums of dQ
-    are added up in the order in which the programs come.
+    float32 and D or Dv = 256 are left to v5, and so is everything while `torch.use_deterministic_algorithms` is on: the sums of
+    dQ are added up in the order in which the programs come.
     """
     require_hopper(__package__, instead="stages.v5_tuned")
     batch, heads, seq_q, head_dim = q.shape
-    seq_k = k.shape[2]
-    if q.dtype == torch.float32 or head_dim == 256 or torch.are_deterministic_algorithms_enabled():
+    kv_heads, seq_k, value_dim = v.shape[1:]
+    if q.dtype == torch.float32 or max(head_dim, value_dim) == 256 or torch.are_deterministic_algorithms_enabled():
         return backward_of_v5(grad_out, q, k, v, out, lse, causal=causal, scale=scale)
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     q, k, v, out, grad_out = map(addressable, (q, k, v, out, grad_out))
-    block_m = 64 if head_dim == 128 else 128  # as many rows of S and dP as fit in registers beside dK and dV
+    block_m = 64 if max(head_dim, value_dim) == 128 else 128  # as many rows of S and dP as fit in registers beside dK and dV
     columns = min(64, head_dim)  # of the parts, of 64 rows, in which dQ leaves a program
     tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
     stats = lse.new_empty(tiles_m * 2, block_m)
     sums = lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)
     _prepare_kernel[tiles_m,](
-        describe(out, block_m, head_dim), describe(grad_out, block_m, head_dim), lse, stats, sums, heads, seq_q,
-        HEAD_DIM=head_dim, BLOCK_M=block_m,
+        describe(out, block_m, value_dim), describe(grad_out, block_m, value_dim), lse, stats, sums, heads, seq_q,
+        HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m,
     )  # fmt: skip
-    _backward_kernel[triton.cdiv(seq_k, 128) * batch * heads,](
+    _backward_kernel[triton.cdiv(seq_k, 128) * batch * kv_heads,](
         describe_tile(q, block_m), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, block_m),
         describe_rows(stats, 2), describe_rows(sums, 64 * columns // SUM_COLUMNS),
-        describe_tile(dk, 64), describe_tile(dv, 64), scale, heads, seq_q, seq_k,
-        HEAD_DIM=head_dim, BLOCK_M=block_m, STAGES=2, CAUSAL=causal, num_warps=4, maxnreg=128,
+        describe_tile(dk, 64), describe_tile(dv, 64), scale, kv_heads, heads // kv_heads, seq_q, seq_k,
+        HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, CAUSAL=causal, num_warps=4, maxnreg=128,
     )  # fmt: skip
     _finish_kernel[tiles_m,](
         sums, describe(dq, block_m, head_dim), scale, heads, seq_q,

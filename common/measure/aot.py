@@ -30,7 +30,7 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.errors import AutotunerError
 
 import stages
-from common.measure.options import add_list, json_path, list_of, one_of, write_json
+from common.measure.options import LISTS, add_list, json_path, list_of, one_of, write_json
 
 # Bytes of shared memory that a block may have, by architecture.
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
@@ -165,9 +165,12 @@ def _compile_case(sender, case, all_configs):
     if not all_configs:
         Autotuner.prune_configs = first_that_survives
 
-    shape = BATCH, HEADS, SEQ_LEN, case["head_dim"]
-    q, k, v, out, grad_out = (torch.empty(shape, dtype=getattr(torch, case["dtype"]), device="meta") for _ in range(5))
-    lse = torch.empty(shape[:3], dtype=torch.float32, device="meta")
+    heads = HEADS, case["kv_heads"], case["kv_heads"], HEADS, HEADS
+    head_dim, value_dim = case["head_dim"], case["value_dim"] or case["head_dim"]
+    columns = head_dim, head_dim, value_dim, value_dim, value_dim
+    shapes = [(BATCH, number, SEQ_LEN, size) for number, size in zip(heads, columns, strict=True)]
+    q, k, v, out, grad_out = (torch.empty(shape, dtype=getattr(torch, case["dtype"]), device="meta") for shape in shapes)
+    lse = torch.empty(BATCH, HEADS, SEQ_LEN, dtype=torch.float32, device="meta")
     options = {"causal": case["causal"], "scale": 0.125}
     stage = stages.load(case["stage"])
     for function, arguments in ((stage.forward, (q, k, v)), (stage.backward, (grad_out, q, k, v, out, lse))):
@@ -196,7 +199,8 @@ def compile_cases(cases, all_configs):
     """Compile every kernel of the cases, as many at a time as there are CPU cores, with a progress line.
 
     Args:
-        cases: dicts with stage, arch (int), dtype (name), head_dim (int) and causal (bool).
+        cases: dicts with stage, arch (int), dtype (name), head_dim (int), causal (bool), kv_heads (of `HEADS`) and value_dim
+            (None: as head_dim).
         all_configs: every configuration an autotuner would try, rather than the first.
 
     Returns:
@@ -246,16 +250,21 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--arch", type=list_of(one_of(archs)), default=usual, metavar="LIST", help=arch_help)
     for flag, default in (("--head-dim", "64,128"), ("--dtype", "float16"), ("--causal", "yes")):
         add_list(parser, flag, default)
+    kv_heads = {str(number): number for number in range(1, HEADS + 1) if HEADS % number == 0}
+    kv_help = f"heads of K and V, which {HEADS} query heads share: {', '.join(kv_heads)} (default: %(default)s)"
+    parser.add_argument("--kv-heads", type=list_of(one_of(kv_heads)), default=str(HEADS), metavar="LIST", help=kv_help)
+    value_help = "head dimension of V (default: as --head-dim)"
+    parser.add_argument("--value-dim", type=LISTS["--head-dim"][0], default=None, metavar="NUMBER", help=value_help)
     parser.add_argument("--all-configs", action="store_true", help="all that an autotuner would try, not only the first")
     parser.add_argument("--json", type=json_path, metavar="FILE", help="also write rows and errors there")
     arguments = parser.parse_args(argv)
 
-    names = "stage", "arch", "dtype", "head_dim", "causal"
+    names = "stage", "arch", "dtype", "head_dim", "causal", "kv_heads"
     product = itertools.product(*(getattr(arguments, name) for name in names))
-    cases = [dict(zip(names, values, strict=True)) for values in product]
+    cases = [dict(zip(names, values, strict=True)) | {"value_dim": arguments.value_dim} for values in product]
     rows, errors, unavailable = compile_cases(cases, arguments.all_configs)
 
-    columns = "stage", "kernel", "arch", "dtype", "head_dim", "causal", "config"
+    columns = "stage", "kernel", "arch", "dtype", "head_dim", "causal", "kv_heads", "config"
     columns += "registers", "spilled_bytes", "shared_bytes", "instructions"
     shown = [[_CELLS.get(name, operator.itemgetter(name))(row) for name in columns] for row in rows]
     print(tabulate(shown, headers=[name.replace("_", " ") for name in columns]))

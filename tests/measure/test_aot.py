@@ -20,6 +20,8 @@ ROAD = [name for name in NAMES if not stages.is_dead_end(name)]
 ANYWHERE = [name for name in ROAD if not hasattr(stages.load(name), "unavailable")]
 SELECTIONS = {
     "hopper": {"archs": (90,)},  # which the tiles are chosen for
+    "shared-heads": {"archs": (90,), "kv_heads": (4,)},
+    "other-values": {"archs": (90,), "value_dim": 32},
     "others": {"archs": tuple(arch for arch in aot.USUAL_ARCHS if arch != 90)},
     "every-problem": {"dtypes": ("float16", "bfloat16", "float32"), "head_dims": HEAD_DIMS, "causal": (True, False)},
     "every-configuration": {"causal": (True, False), "all_configs": True},
@@ -29,16 +31,27 @@ SELECTIONS = {
 def _selections():
     """Pairs of a stage and a selection. In the default run the last stage, and the last that runs anywhere: it for all GPUs."""
     for name, selection in itertools.product(NAMES, SELECTIONS):
-        quick = selection == "hopper" and name in (ROAD[-1], ANYWHERE[-1]) or selection == "others" and name == ANYWHERE[-1]
-        yield pytest.param((name, selection), id=f"{name}-{selection}", marks=[] if quick else [pytest.mark.long])
+        quick = {"hopper": (ROAD[-1], ANYWHERE[-1]), "shared-heads": (ROAD[-1],), "others": (ANYWHERE[-1],)}
+        yield pytest.param(
+            (name, selection), id=f"{name}-{selection}", marks=[] if name in quick.get(selection, ()) else [pytest.mark.long]
+        )
 
 
-def compiled(name, archs=aot.USUAL_ARCHS, dtypes=("float16",), head_dims=(64, 128), causal=(True,), all_configs=False):
+def compiled(
+    name,
+    archs=aot.USUAL_ARCHS,
+    dtypes=("float16",),
+    head_dims=(64, 128),
+    causal=(True,),
+    kv_heads=(aot.HEADS,),
+    value_dim=None,
+    all_configs=False,
+):
     """A report of `common.measure.aot`: rows, errors, unavailable."""
-    names = "arch", "dtype", "head_dim", "causal"
+    names = "arch", "dtype", "head_dim", "causal", "kv_heads"
     cases = [
-        {"stage": name} | dict(zip(names, values, strict=True))
-        for values in itertools.product(archs, dtypes, head_dims, causal)
+        {"stage": name, "value_dim": value_dim} | dict(zip(names, values, strict=True))
+        for values in itertools.product(archs, dtypes, head_dims, causal, kv_heads)
     ]
     with pytest.MonkeyPatch.context() as environment:
         for variable in ("TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES"):  # which are set for the processes that compile

@@ -52,8 +52,8 @@ bench: $(SETUP)  ## measure all stages, or STAGE=v3 with its neighbours; ARGS="�
 	$(PYTHON) bench.py $(addprefix --stage=,$(STAGE)) $(ARGS)
 
 reference: EXAMPLE = make reference FILE=results/h200.json
-reference: needs-FILE $(SETUP)  ## measure on a GPU what results/ keeps, into FILE=…
-	$(PYTHON) bench.py --reference --json "$(FILE)"
+reference: needs-FILE $(SETUP)  ## measure on a GPU what results/ keeps, into FILE=…; GRID=shared: where query heads share K/V heads
+	$(PYTHON) bench.py --reference $(GRID) --json "$(FILE)"
 
 rates: EXAMPLE = make rates FILE=results/rates-h200.json
 rates: needs-FILE $(SETUP)  ## measure on a Hopper GPU what each unit of a multiprocessor does in a cycle, into FILE=…

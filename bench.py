@@ -21,7 +21,7 @@ import torch
 import stages
 from common import operator
 from common.measure import files, machine, reference, timing, traffic, workloads
-from common.measure.baselines import BASELINES, timed_call
+from common.measure.baselines import BASELINES, refusal, timed_call
 from common.measure.counter import Count, count
 from common.measure.footprint import footprint
 from common.measure.options import json_path, list_of, one_of, positive, positive_number, unwritable
@@ -76,12 +76,18 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     add_list("dtype", one_of(dtypes), ["float16"], f"of {joined(dtypes)}; default: float16")
     add_list("batch", positive, [None], "any; default: what makes 16384 tokens (without a GPU: 1)")
     add_list("heads", positive, [None], "any; default: what makes a hidden size of 2048 (without a GPU: 2)")
+    add_list("kv_heads", positive, [None], "any that divide the heads, which share them; default: as many as heads")
+    add_list("value_dim", one_of(head_dims), [None], f"of {joined(head_dims)}; default: as the head dimension")
     add_list("score_std", positive_number, [1.0], "standard deviation of the scores, any; default: 1")
     parser.add_argument("--json", type=json_path, metavar="FILE", help="also save the run in FILE")
     parser.add_argument(
         "--reference",
-        action="store_true",
-        help="the run that results/ keeps: all defaults, both passes as one of a smaller model, and bfloat16",
+        nargs="?",
+        const=next(iter(GRIDS)),
+        choices=GRIDS,
+        metavar="NAME",
+        help="a run that results/ keeps: stages (the default), which is all defaults, both passes as one of a smaller model, "
+        "and bfloat16; or shared, the newest stage where query heads share K/V heads, and where v's head dimension is not k's",
     )
 
     options = parser.parse_args(argv)
@@ -90,7 +96,23 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     for name, default in defaults.items():
         values = getattr(options, name) or default
         setattr(options, name, list(dict.fromkeys(values)))
+    try:
+        options.workloads = _workloads(options)
+    except ValueError as error:
+        parser.error(f"argument --kv-heads: {error}")
     return options
+
+
+def _workloads(options) -> list[Workload]:
+    """All workloads of a command line, the passes of a shape together; ValueError where K/V heads do not divide the heads."""
+    names = ("head_dim", "causal", "dtype", "score_std", "seq_len", "batch", "heads", "kv_heads", "value_dim")
+    found = []
+    for shape in itertools.product(*(getattr(options, name) for name in names)):
+        values = dict(zip(names, shape, strict=True))
+        batch, heads = workloads.paper_shape(values["seq_len"], values["head_dim"])
+        values |= {"batch": values["batch"] or batch, "heads": values["heads"] or heads}
+        found += [Workload(pass_, **values) for pass_ in options.pass_]
+    return found
 
 
 def chosen_stages(chosen: list[str]) -> list[str]:
@@ -101,26 +123,35 @@ def chosen_stages(chosen: list[str]) -> list[str]:
     return [name for name in stages.names() if stages.position(name) in wanted]
 
 
-REFERENCE = (  # the command lines that make up the reference run; dead ends are shown in one dtype
-    ["--dtype=float16"],
-    ["--pass=fwd+bwd", "--head-dim=64", "--causal=yes", "--batch=4", "--heads=8"],
-    ["--dtype=bfloat16", f"--stage={','.join(name for name in stages.names() if not stages.is_dead_end(name))}"],
-)
+MAIN_LINE = [name for name in stages.names() if not stages.is_dead_end(name)]
+# By head dimension: heads, and K/V heads for 1, 4 and 8 of them each.
+SHARED_HEADS = {64: (32, (32, 8, 4)), 128: (16, (16, 4, 2))}
+GRIDS = {  # what a reference run is made of: command lines, and the stages that each is for
+    "stages": [
+        (["--dtype=float16"], stages.names()),
+        (["--pass=fwd+bwd", "--head-dim=64", "--causal=yes", "--batch=4", "--heads=8"], stages.names()),
+        (["--dtype=bfloat16"], MAIN_LINE),  # dead ends are shown in one dtype
+    ],
+    "shared": [
+        (
+            [f"--head-dim={dim}", f"--heads={heads}", f"--kv-heads={','.join(map(str, kv_heads))}",
+             "--seq-len=1024,2048,4096,8192,16384", "--dtype=float16,bfloat16"],
+            MAIN_LINE[-1:],
+        )
+        for dim, (heads, kv_heads) in SHARED_HEADS.items()
+    ] + [
+        ([f"--head-dim={dim}", f"--value-dim={value_dim}", "--seq-len=4096"], MAIN_LINE[-1:])
+        for dim, value_dim in ((64, 128), (128, 64))
+    ],
+}  # fmt: skip
 
 
 def cases(options: argparse.Namespace) -> list[tuple[str, Workload]]:
     """All (implementation, workload) to measure; those of one workload follow each other, under like clocks."""
+    chosen = [(options.workloads, chosen_stages(options.stage))]
     if options.reference:
-        return [case for argv in REFERENCE for case in cases(parse_options(argv))]
-    implementations = [*BASELINES, *chosen_stages(options.stage)]
-    names = ("head_dim", "causal", "dtype", "score_std", "seq_len", "batch", "heads")
-    found = []
-    for head_dim, causal, dtype, score_std, seq_len, batch, heads in itertools.product(*(getattr(options, n) for n in names)):
-        paper_batch, paper_heads = workloads.paper_shape(seq_len, head_dim)
-        for pass_ in options.pass_:
-            shape = (batch or paper_batch, heads or paper_heads, seq_len, head_dim, causal, dtype, score_std)
-            found += [(impl, Workload(pass_, *shape)) for impl in implementations]
-    return found
+        chosen = [(parse_options(argv).workloads, names) for argv, names in GRIDS[options.reference]]
+    return [(impl, workload) for selected, names in chosen for workload in selected for impl in (*BASELINES, *names)]
 
 
 def expected_seconds(impl: str, workload: Workload) -> float:
@@ -128,7 +159,7 @@ def expected_seconds(impl: str, workload: Workload) -> float:
     if DEVICE == "cuda":
         return GPU_CASE_S
     interpreted = impl not in BASELINES and not stages.unavailable(impl)
-    pairs = workload.flops / (4 * workload.head_dim)
+    pairs = workload.flops / (2 * (workload.head_dim + workload.value_dim))
     return INTERPRETER_CASE_S + interpreted * INTERPRETER_PAIR_S * pairs
 
 
@@ -184,7 +215,7 @@ def check(result, workload: Workload):
         raise WrongResult(str(error)) from None
 
 
-def _failure(error: BaseException) -> dict:
+def _failure(impl: str, error: BaseException) -> dict:
     """How the table shows a case that could not be measured."""
     if isinstance(error, torch.OutOfMemoryError):
         return {"failure": "OOM"}
@@ -192,8 +223,8 @@ def _failure(error: BaseException) -> dict:
         return {"failure": "n/a", "note": str(error)}
     if isinstance(error, WrongResult):
         return {"failure": "WRONG", "note": str(error)}
-    if isinstance(error, RuntimeError) and "No available kernel" in str(error):
-        return {"failure": "n/a", "note": "this backend of SDPA does not take this"}
+    if said := refusal(impl, error):
+        return {"failure": "n/a", "note": said}
     return {"failure": "ERROR", "note": f"{type(error).__name__}, see above"}
 
 
@@ -266,7 +297,7 @@ class Bench:
             self.records.pop()  # what was measured before is shown and saved
             raise
         except BaseException as error:
-            record |= _failure(error)
+            record |= _failure(impl, error)
             self._progress(record["failure"], end="\n")
             if record["failure"] == "WRONG":
                 pytest.fail(f"{workload.label} {impl}: {error}", pytrace=False)
@@ -341,8 +372,10 @@ def pytest_generate_tests(metafunc):
     metafunc.parametrize(["impl", *(field.name for field in fields(Workload))], params)
 
 
-def test_speed(benchmark, pytestconfig, impl, pass_, batch, heads, seq_len, head_dim, causal, dtype, score_std):
-    workload = Workload(pass_, batch, heads, seq_len, head_dim, causal, dtype, score_std)
+def test_speed(
+    benchmark, pytestconfig, impl, pass_, batch, heads, seq_len, head_dim, causal, dtype, score_std, kv_heads, value_dim
+):
+    workload = Workload(pass_, batch, heads, seq_len, head_dim, causal, dtype, score_std, kv_heads, value_dim)
     _bench(pytestconfig).measure(benchmark, impl, workload)
 
 

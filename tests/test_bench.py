@@ -1,5 +1,6 @@
 """The benchmark's own parts: what it counts, how it times, what its tables say, what its command line takes."""
 
+import itertools
 import json
 import os
 import signal
@@ -44,6 +45,10 @@ def test_options_take_lists_repeated_flags_and_short_names():
         (["--causal", "maybe"], "'maybe' is not one of no, yes"),
         (["--dtype", "float64"], "'float64' is not one of float16, bfloat16, float32"),
         (["--batch", ""], "''"),
+        (["--kv-heads", "3", "--heads", "6,8"], "3 K/V heads do not divide 8 heads"),
+        (["--kv-heads", "0"], "'0' is not a whole number of at least 1"),
+        (["--value-dim", "48"], "'48' is not one of 16, 32, 64, 128, 256"),
+        (["--reference", "all"], "'all'"),
         (["--score-std", "0"], "'0' is not a number above 0"),
         (["--score-std", "nan"], "'nan' is not a number above 0"),
         (["--score-std", "wide"], "'wide'"),
@@ -90,15 +95,53 @@ def test_cases_follow_the_papers_or_the_command_line():
     assert labels[2.5] == f"{labels[1]} std=2.5" and len(labels) == 2
 
 
-def test_reference_run_is_all_that_the_results_keep():
+def test_cases_with_shared_heads_follow_those_with_all():
+    options = bench.parse_options(["--heads=8", "--kv-heads=8,2", "--value-dim=32,128", "--head-dim=32", "--causal=no"])
+    found = dict.fromkeys(workload for _, workload in bench.cases(options))
+    assert [(w.pass_, w.kv_heads, w.value_dim) for w in found][:8] == [
+        (pass_, kv_heads, dim) for kv_heads in (8, 2) for dim in (32, 128) for pass_ in ("fwd", "bwd")
+    ]
+    assert {w.heads for w in found} == {8} and {w.head_dim for w in found} == {32}
+
+
+def test_kv_heads_divide_the_papers_heads_of_each_dimension(monkeypatch, capsys):
+    monkeypatch.setattr(bench.workloads, "paper_shape", lambda seq_len, head_dim: (1, 2048 // head_dim))
+    options = bench.parse_options(["--head-dim=64,128", "--kv-heads=8,4", "--seq-len=64"])
+    ratios = {(w.head_dim, w.heads // w.kv_heads) for _, w in bench.cases(options)}
+    assert ratios == {(64, 4), (64, 8), (128, 2), (128, 4)}
+    with pytest.raises(SystemExit):
+        bench.parse_options(["--head-dim=64,128", "--kv-heads=32"])
+    assert "argument --kv-heads: 32 K/V heads do not divide 16 heads" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--reference"], ["--reference", "stages"]], ids=" ".join)
+def test_reference_run_is_all_that_the_results_keep(arguments):
     names = stages.names()
-    found = bench.cases(bench.parse_options(["--reference"]))
+    found = bench.cases(bench.parse_options(arguments))
     assert {impl for impl, _ in found} == {*bench.BASELINES, *names}
     papers = [w for _, w in found if w.pass_ != "fwd+bwd"]
     assert {w.dtype for w in papers} == {"float16", "bfloat16"} and {w.pass_ for w in papers} == {"fwd", "bwd"}
     others = {(w.batch, w.heads, w.head_dim, w.causal, w.dtype) for _, w in found if w.pass_ == "fwd+bwd"}
     assert others == {(4, 8, 64, True, "float16")}
     assert len(set(found)) == len(found)
+    assert all(w.kv_heads == w.heads and w.value_dim == w.head_dim for _, w in found)
+
+
+def test_reference_run_of_shared_heads_has_the_newest_stage_alone():
+    found = bench.cases(bench.parse_options(["--reference", "shared"]))
+    newest = max((name for name in stages.names() if not stages.is_dead_end(name)), key=stages.position)
+    assert {impl for impl, _ in found} == {*bench.BASELINES, newest} and len(set(found)) == len(found)
+    mine = [w for impl, w in found if impl == newest]
+    alike, others = ([w for w in mine if (w.value_dim == w.head_dim) == same] for same in (True, False))
+    lengths, dtypes = (1024, 2048, 4096, 8192, 16384), ("float16", "bfloat16")
+    expected = set(itertools.product(("fwd", "bwd"), (64, 128), (1, 4, 8), lengths, (False, True), dtypes))
+    assert {(w.pass_, w.head_dim, w.heads // w.kv_heads, w.seq_len, w.causal, w.dtype) for w in alike} == expected
+    assert {w.heads * w.head_dim for w in alike} == {2048}
+    assert {(w.head_dim, w.value_dim, w.heads // w.kv_heads, w.seq_len, w.dtype) for w in others} == {
+        (64, 128, 1, 4096, "float16"), (128, 64, 1, 4096, "float16"),
+    }  # fmt: skip
+    assert {(w.pass_, w.causal) for w in others} == set(itertools.product(("fwd", "bwd"), (False, True)))
+    assert 3 * len(mine) * bench.GPU_CASE_S < 600  # seconds, with SDPA's two
 
 
 def test_reference_run_takes_no_selection(capsys):
@@ -214,6 +257,21 @@ def test_run_prints_the_table_and_saves_the_records(tmp_path):
         assert "times mean nothing" in before and "times mean nothing" in after
 
 
+def test_run_with_shared_heads_and_another_dimension_of_v_is_checked_counted_and_shown(tmp_path):
+    done = run_bench(tmp_path, "--stage=v0", "--pass=fwd,bwd", "--kv-heads=1", "--value-dim=32")
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = json.loads((tmp_path / "run.json").read_text())
+    records = [entry["extra_info"] for entry in run["benchmarks"]]
+    assert len([r for r in records if r["impl"] in ("sdpa", "v0_naive")]) == (4 if DEVICE == "cpu" else 2)
+    assert {r["failure"] for r in run["failures"]} <= {"n/a"}  # not every library takes this
+    assert {(r["heads"], r["kv_heads"], r["head_dim"], r["value_dim"]) for r in records} == {(2, 1, 16, 32)}
+    assert {r["pass"]: r["flops"] for r in records} == {"fwd": 32**2 * 2 * (16 + 32), "bwd": 32**2 * 2 * (3 * 16 + 2 * 32)}
+    assert {entry["group"] for entry in run["benchmarks"]} == {
+        f"{pass_} B=1 H=2 Hkv=1 S=32 D=16 Dv=32 causal float16" for pass_ in ("fwd", "bwd")
+    }
+    assert "K/V heads" in done.stdout and "backward, D=16, Dv=32, causal, float16" in done.stdout
+
+
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_interrupted_run_keeps_what_was_measured(tmp_path, name):
     stop = f"import os, signal\ndef stop(*_, **__): os.kill(os.getpid(), signal.{name})\nbench.BASELINES['stop'] = stop"
@@ -268,6 +326,22 @@ def test_nan_is_wrong(tmp_path):
     done = run_bench(tmp_path, "--stage=v0", "--pass=fwd", prepare=prepare)
     assert done.returncode == 1
     assert [r["failure"] for r in json.loads((tmp_path / "run.json").read_text())["failures"]] == ["WRONG"]
+
+
+def test_what_a_library_refuses_in_the_backward_is_a_row_with_its_words(tmp_path):
+    prepare = """
+def refuse(grad):
+    raise RuntimeError("dV is 32")
+def refusing(q, k, v, *, causal):
+    q.register_hook(refuse)
+    return bench.stages.load("v0").attention(q, k, v, causal=causal)
+bench.BASELINES["flash-x"] = refusing
+"""
+    done = run_bench(tmp_path, "--stage=v0", "--pass=bwd", "--kv-heads=1", prepare=prepare)
+    assert done.returncode == 0, done.stdout + done.stderr
+    failures = json.loads((tmp_path / "run.json").read_text())["failures"]
+    assert [(r["impl"], r["failure"], r["note"]) for r in failures] == [("flash-x", "n/a", "dV is 32")]
+    assert "flash-x at S=32, 1 K/V heads: dV is 32" in done.stdout
 
 
 def test_out_of_memory_is_a_row_and_the_next_case_runs(tmp_path):

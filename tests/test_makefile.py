@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
 
-OURS = ("A", "B", "FILE", "PROSE", "PYTHON", "STAGE", "ARGS", "MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL")
+OURS = ("A", "B", "FILE", "GRID", "PROSE", "PYTHON", "STAGE", "ARGS", "MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL")
 
 
 def make(directory, *arguments, **environment):
@@ -45,6 +45,12 @@ def test_diff_hands_over_its_variables():
     assert done.stdout.splitlines()[-1] == 'python3 -m common.show.story diff "v4" "v5" --prose=yes'
     done = make(ROOT, "--dry-run", "diff", "A=v4", "B=v5", "PYTHON=python3")
     assert done.stdout.splitlines()[-1].rstrip() == 'python3 -m common.show.story diff "v4" "v5"'
+
+
+@pytest.mark.parametrize(("grid", "flag"), [([], "--reference"), (["GRID=shared"], "--reference shared")])
+def test_reference_hands_over_its_grid(grid, flag):
+    done = make(ROOT, "--dry-run", "reference", "FILE=x.json", *grid, "PYTHON=python3")
+    assert done.stdout.splitlines()[-1].split() == ["python3", "bench.py", *flag.split(), "--json", '"x.json"']
 
 
 def test_help_lists_every_target():

@@ -10,14 +10,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import stages
-from common import operator
 from common.measure.workloads import Workload
 from common.runtime import DEVICE
 
 
 def _sdpa(q, k, v, *, causal, backend):
     with sdpa_kernel(backend):
-        return scaled_dot_product_attention(q, k, v, is_causal=causal)
+        return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=k.shape[1] != q.shape[1])
 
 
 class _Flash3(torch.autograd.Function):
@@ -37,21 +36,19 @@ class _Flash3(torch.autograd.Function):
 
 
 def _transposed(attention):
-    """Of a function of [B, S, H, D] tensors one of [B, H, S, D] tensors, which says so where it does not take them."""
+    """Of a function of [B, S, H, D] tensors one of [B, H, S, D] tensors."""
 
     def transposed(q, k, v, *, causal):
-        try:
-            return attention(*(tensor.transpose(1, 2) for tensor in (q, k, v)), causal).transpose(1, 2)
-        except torch.OutOfMemoryError:
-            raise
-        except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
-            raise operator.Unavailable(str(error)) from error
+        return attention(*(tensor.transpose(1, 2) for tensor in (q, k, v)), causal).transpose(1, 2)
 
     return transposed
 
 
 def _installed() -> dict[str, Callable]:
-    """FlashAttention-3, its own package's or xformers', and FlashAttention-4, where they are installed."""
+    """FlashAttention-3, its own package's or xformers', and FlashAttention-4, where they are installed.
+
+    They see by the shapes that query heads share K/V heads, and that v has rows of another size than k.
+    """
     found = {}
     for module in ("flash_attn_3._C", "xformers.flash_attn_3._C"):
         with contextlib.suppress(ImportError):
@@ -77,6 +74,18 @@ if DEVICE == "cuda":
     }
 else:
     BASELINES = {"sdpa": functools.partial(_sdpa, backend=[SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])}
+
+
+def refusal(impl: str, error: BaseException) -> str | None:
+    """What a baseline says where it does not take a workload, in either pass; None where the error is of another kind."""
+    if impl.startswith("flash-") and isinstance(error, (AssertionError, NotImplementedError, RuntimeError, ValueError)):
+        return str(error)
+    if impl.startswith("sdpa") and isinstance(error, RuntimeError):
+        if "No available kernel" in str(error):
+            return "this backend of SDPA does not take this"
+        if "cuDNN Frontend error" in str(error):  # of a graph that it has no plan for
+            return str(error)
+    return None
 
 
 def attention_of(impl: str) -> Callable:

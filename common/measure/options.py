@@ -1,6 +1,7 @@
 """Types of command-line options, for argparse."""
 
 import argparse
+import itertools
 import json
 import math
 import tempfile
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import stages
 from common.measure import files
-from common.measure.workloads import DTYPES
+from common.measure.workloads import DTYPES, Workload
 from common.operator import HEAD_DIMS
 
 
@@ -72,20 +73,38 @@ def json_path(text: str) -> Path:
     return path
 
 
+HEAD_DIM = one_of({str(head_dim): head_dim for head_dim in HEAD_DIMS})
+
 LISTS = {  # the options that several commands have: the type of an entry, and what the help says of it
     "--stage": (stages.resolve, "such as v3 or v3_fa2_causal"),
     "--seq-len": (positive, "any"),
-    "--head-dim": (one_of({str(head_dim): head_dim for head_dim in HEAD_DIMS}), ", ".join(map(str, HEAD_DIMS))),
+    "--head-dim": (HEAD_DIM, ", ".join(map(str, HEAD_DIMS))),
+    "--heads": (positive, "any"),
+    "--kv-heads": (positive, "any that divide the heads (default: as many as heads)"),
+    "--value-dim": (HEAD_DIM, f"{', '.join(map(str, HEAD_DIMS))} (default: as the head dimension)"),
     "--causal": (one_of({"no": False, "yes": True}), "no, yes"),
     "--dtype": (one_of({name: name for name in DTYPES}), ", ".join(DTYPES)),
 }
 
 
-def add_list(parser: argparse.ArgumentParser, flag: str, default: str):
-    """Add an option of `LISTS`, a comma-separated list; `default` is as one would write it."""
-    parse, choices = LISTS[flag]
-    help_text = f"{choices} (default: {'all' if default.split(',') == stages.names() else default})"
-    parser.add_argument(flag, type=list_of(parse), default=default, metavar="LIST", help=help_text)
+def add_list(parser: argparse.ArgumentParser, flag: str, default: str | None):
+    """Add an option of `LISTS`, a comma-separated list; `default` is as one would write it, None where the help says what."""
+    parse, help_text = LISTS[flag]
+    if default:
+        help_text += f" (default: {'all' if default.split(',') == stages.names() else default})"
+    parser.add_argument(flag, type=list_of(parse), default=default or [None], metavar="LIST", help=help_text)
+
+
+def workloads_of(parser: argparse.ArgumentParser, **lists) -> list[Workload]:
+    """A workload, a single batch element in float16, for each combination of these fields; the last field changes fastest.
+
+    Exits with status 2 where K/V heads do not divide the heads.
+    """
+    combinations = itertools.product(*lists.values())
+    try:
+        return [Workload(**dict(zip(lists, values, strict=True)), batch=1, dtype="float16") for values in combinations]
+    except ValueError as error:
+        parser.error(f"argument --kv-heads: {error}")
 
 
 def write_json(path: Path, content):

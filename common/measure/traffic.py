@@ -71,6 +71,7 @@ def tiles_of(gpu: Gpu, stage, head_dim: int, dtype: torch.dtype, tuned: dict[str
 
     Args:
         stage: a module, or anything else with `forward` and `backward`.
+        head_dim: the larger one of q's and v's.
         tuned: (BLOCK_M, BLOCK_N) of the autotuned kernels by name, where they are known.
     """
     with gpu.interpreted(), contextlib.ExitStack() as restored:
@@ -107,7 +108,7 @@ def stage_call(stage, workload: Workload, inputs):
 
 def count_stage(stage, workload: Workload, gpu: Gpu, tuned: dict[str, tuple[int, int]] | None = None) -> Count:
     """Count one pass of a stage with the tiles of a GPU; `stage` and `tuned` as in `tiles_of`."""
-    with tiles_of(gpu, stage, workload.head_dim, DTYPES[workload.dtype], tuned):
+    with tiles_of(gpu, stage, max(workload.head_dim, workload.value_dim), DTYPES[workload.dtype], tuned):
         return count(stage_call(stage, workload, workload.inputs()))
 
 

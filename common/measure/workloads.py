@@ -1,13 +1,15 @@
 """What is measured: the workloads of the FlashAttention papers, their FLOPs and their inputs."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 import torch
 from torch import Tensor
 
 from common.runtime import DEVICE
 
-PASSES = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}  # FLOPs relative to the forward's two products; the backward has five
+# The products of a pass: how many sum over, or give, rows of the size of q and k, and how many of v's. A forward has S and O; a
+# backward S again, dQ and dK, and dP and dV.
+PASSES = {"fwd": (1, 1), "bwd": (3, 2), "fwd+bwd": (4, 3)}
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 TOKENS = 16384  # batch * seq_len
@@ -22,7 +24,11 @@ else:  # what the interpreter gets through in seconds
 
 @dataclass(frozen=True)
 class Workload:
-    """One pass of attention over q, k and v of one shape, [batch, heads, seq_len, head_dim]."""
+    """One pass of attention over q [batch, heads, seq_len, head_dim], and k and v of kv_heads, with head_dim and value_dim.
+
+    Raises:
+        ValueError: the K/V heads do not divide the heads.
+    """
 
     pass_: str  # a key of PASSES
     batch: int
@@ -32,18 +38,36 @@ class Workload:
     causal: bool
     dtype: str  # a key of DTYPES
     score_std: float = 1.0  # the standard deviation of the scores, q·k / √D
+    kv_heads: int | None = None  # each serves heads / kv_heads query heads; None: as many as heads
+    value_dim: int | None = None  # None: as head_dim
+
+    def __post_init__(self):
+        for name, usual in (("kv_heads", self.heads), ("value_dim", self.head_dim)):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, usual)
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.kv_heads} K/V heads do not divide {self.heads} heads")
+
+    @classmethod
+    def of(cls, record: dict) -> "Workload":
+        """The workload of a record, of an older one too, which knows of no K/V heads; TypeError where something is missing."""
+        names = {field.name: field.name.rstrip("_") for field in fields(cls)}
+        return cls(**{field: record[name] for field, name in names.items() if name in record})
 
     @property
     def flops(self) -> float:
         """FLOPs as the papers count them: matrix products alone, half of them when causal, recomputation not counted."""
-        products = 4 * self.batch * self.heads * self.seq_len**2 * self.head_dim
-        return products * PASSES[self.pass_] * (0.5 if self.causal else 1)
+        of_keys, of_values = PASSES[self.pass_]
+        products = 2 * self.batch * self.heads * self.seq_len**2 * (of_keys * self.head_dim + of_values * self.value_dim)
+        return products * (0.5 if self.causal else 1.0)
 
     @property
     def label(self) -> str:
+        heads = f"H={self.heads}" + ("" if self.kv_heads == self.heads else f" Hkv={self.kv_heads}")
+        dims = f"D={self.head_dim}" + ("" if self.value_dim == self.head_dim else f" Dv={self.value_dim}")
         mask = "causal" if self.causal else "full"
         spread = "" if self.score_std == 1 else f" std={self.score_std:g}"
-        return f"{self.pass_} B={self.batch} H={self.heads} S={self.seq_len} D={self.head_dim} {mask} {self.dtype}{spread}"
+        return f"{self.pass_} B={self.batch} {heads} S={self.seq_len} {dims} {mask} {self.dtype}{spread}"
 
     def record(self) -> dict:
         """What a record of a table says of its workload."""
@@ -55,8 +79,12 @@ class Workload:
         Never zeros: a GPU multiplies zeros with less power, so at a higher clock.
         """
         generator = torch.Generator(DEVICE).manual_seed(0)
-        shape = self.batch, self.heads, self.seq_len, self.head_dim
-        numbers = [torch.randn(shape, generator=generator, device=DEVICE, dtype=DTYPES[self.dtype]) for _ in range(4)]
+        sizes = (
+            (self.heads, self.head_dim), (self.kv_heads, self.head_dim), (self.kv_heads, self.value_dim),
+            (self.heads, self.value_dim),
+        )  # fmt: skip
+        shapes = [(self.batch, heads, self.seq_len, dim) for heads, dim in sizes]
+        numbers = [torch.randn(shape, generator=generator, device=DEVICE, dtype=DTYPES[self.dtype]) for shape in shapes]
         return self.score_std * numbers[0], *numbers[1:]
 
 

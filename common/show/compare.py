@@ -7,7 +7,7 @@ import json
 import re
 import signal
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -41,8 +41,7 @@ def load(path: Path) -> Run:
     records, machine = results.records_of(json.loads(path.read_text()))
     found = {}
     for record in records:
-        workload = Workload(*(record[field.name.rstrip("_")] for field in fields(Workload)))
-        found.setdefault(workload.label, {})[record["impl"]] = record
+        found.setdefault(Workload.of(record).label, {})[record["impl"]] = record
     return Run(found, machine)
 
 

@@ -7,7 +7,6 @@ What is counted, and with which tiles, `common.measure.traffic` says.
 
 import argparse
 import datetime
-import itertools
 import os
 import signal
 import sys
@@ -17,7 +16,7 @@ from dataclasses import asdict
 
 import stages
 from common.measure import machine
-from common.measure.options import add_list, json_path, list_of, one_of, write_json
+from common.measure.options import add_list, json_path, list_of, one_of, workloads_of, write_json
 from common.measure.traffic import GPUS, costs, count_stage
 from common.measure.workloads import Workload
 from common.runtime import INTERPRETED
@@ -28,17 +27,24 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     """The command line as lists of values; exits with status 2 on a value that is not allowed."""
     parser = argparse.ArgumentParser(
         prog="python -m common.show.counts",
-        description="Count what stages move and compute, float16, a single head, and say how long that takes at a GPU's "
-        "published peaks. Needs no GPU. LIST is comma-separated.",
+        description="Count what stages move and compute, float16, a single batch element, and say how long that takes at a "
+        "GPU's published peaks. Needs no GPU. LIST is comma-separated.",
     )
     passes = one_of({"fwd": "fwd", "bwd": "bwd"})
     add_list(parser, "--stage", ",".join(stages.names()))
     parser.add_argument("--pass", type=list_of(passes), default="fwd,bwd", metavar="LIST", help="fwd, bwd (default: both)")
-    for flag, default in (("--seq-len", "256,512"), ("--head-dim", "64,128"), ("--causal", "no,yes")):
+    for flag, default in (
+        ("--seq-len", "256,512"), ("--head-dim", "64,128"), ("--causal", "no,yes"), ("--heads", "1"), ("--kv-heads", None),
+        ("--value-dim", None),
+    ):  # fmt: skip
         add_list(parser, flag, default)
     parser.add_argument("--gpu", choices=GPUS, default="h200", help="whose tiles and peaks (default: %(default)s)")
     parser.add_argument("--json", type=json_path, metavar="FILE", help="also write the records, and each launch, there")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    names = "head_dim", "causal", "seq_len", "heads", "kv_heads", "value_dim"
+    lists = {name: getattr(options, name) for name in names}
+    options.workloads = workloads_of(parser, pass_=vars(options)["pass"], **lists)
+    return options
 
 
 def seconds_left(cases: list[tuple[str, Workload]], seconds: list[float]) -> float | None:
@@ -78,10 +84,7 @@ def main(argv: list[str]) -> int:
         raise SystemExit("there is nothing to count")
     for number in (signal.SIGINT, signal.SIGTERM):  # a time limit too, and in the background of a shell, which ignores SIGINT
         signal.signal(number, signal.default_int_handler)
-    shapes = itertools.product(vars(options)["pass"], options.head_dim, options.causal, options.seq_len, countable)
-    cases = [
-        (name, Workload(pass_, 1, 1, seq_len, head_dim, causal, "float16")) for pass_, head_dim, causal, seq_len, name in shapes
-    ]
+    cases = [(name, workload) for workload in options.workloads for name in countable]
     cases.sort(key=lambda case: case[1].flops)  # small ones first, which tell how long the others will take
     records, seconds = [], []
     try:

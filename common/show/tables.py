@@ -5,9 +5,10 @@ from itertools import groupby
 from tabulate import tabulate
 
 import stages
+from common.measure.workloads import Workload
 
-_SHARED = ("pass", "head_dim", "causal", "dtype", "score_std")  # what the rows of one table have in common
-_WORKLOAD = ("seq_len", "batch", "heads")  # what tells its workloads apart
+_SHARED = ("pass", "head_dim", "value_dim", "causal", "dtype", "score_std")  # what the rows of one table have in common
+_WORKLOAD = ("seq_len", "batch", "heads", "kv_heads")  # what tells its workloads apart
 PASS_NAMES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 _TIME_HEADERS = (
     "S", "B × H", "implementation", "ms", "± IQR", "TFLOP/s", "× stage before", "× v0", "% of cuDNN", "% of matmul",
@@ -17,6 +18,7 @@ _COUNT_HEADERS = (
     "S", "B × H", "implementation", "tiles", "MB read", "MB written", "MFLOP", "FLOP / byte", "µs at peak", "bound by",
     "× stage before", "kernel launches", "peak extra MiB",
 )  # fmt: skip
+_KV_HEADS = "K/V heads"  # a column of runs in which some are shared
 
 
 def _by(keys):
@@ -43,11 +45,6 @@ def _milliseconds(value):
 
 def _ratio(a, b, factor=1.0):
     return None if a is None or b is None else factor * a / b
-
-
-def _failure_cells(record, headers):
-    """A row that has no measurement says so where the first one would be."""
-    return [record["failure"]] + ["-"] * (len(headers) - 4)
 
 
 def _time_before(impl, time_at):
@@ -86,6 +83,11 @@ def _count_cells(record, time_at):
     ]
 
 
+def _where(record):
+    """Which row of a table a note is about."""
+    return f"S={record['seq_len']}" + ("" if record["kv_heads"] == record["heads"] else f", {record['kv_heads']} {_KV_HEADS}")
+
+
 def _rows(records, machine, headers):
     """The rows of one table, workload by workload; what they share is written in the first."""
     for _, group in groupby(sorted(records, key=_by(_WORKLOAD)), key=_by(_WORKLOAD)):
@@ -94,9 +96,11 @@ def _rows(records, machine, headers):
         time_of = {record["impl"]: record[time] for record in group if "failure" not in record}
         time_at = {stages.position(impl): of_impl for impl, of_impl in time_of.items()}
         for index, record in enumerate(group):
-            shape = [record["seq_len"], f"{record['batch']} × {record['heads']}"] if index == 0 else ["", ""]
-            if "failure" in record:
-                cells = _failure_cells(record, headers)
+            shape = [record["seq_len"], f"{record['batch']} × {record['heads']}"]
+            shape += [record["kv_heads"]] if _KV_HEADS in headers else []
+            shape = shape if index == 0 else [""] * len(shape)
+            if "failure" in record:  # said where the first measurement would be
+                cells = [record["failure"]] + ["-"] * (len(headers) - len(shape) - 2)
             elif machine["gpu"]:
                 cells = _time_cells(record, time_at, time_of, machine)
             else:
@@ -105,11 +109,11 @@ def _rows(records, machine, headers):
 
 
 def speed_table(records: list[dict], machine: dict) -> str:
-    """One markdown table for each pass, head dimension, mask, dtype and spread of the scores.
+    """One markdown table for each pass, head dimension, head dimension of v, mask, dtype and spread of the scores.
 
     Args:
         records: of one run: the `extra_info` of each benchmark and the entries of "failures" in its JSON file. A record has
-            `impl`, `pass`, `batch`, `heads`, `seq_len`, `head_dim`, `causal`, `dtype`, `score_std`, and either `failure` and
+            what `Workload.record` returns, of older runs without `kv_heads` and `value_dim`, `impl`, and either `failure` and
             `note`, or `flops`, `ms`, `iqr_ms`, `tflops`, `launch_hidden`, `peak_extra_mib`, `host_us` and, in runs that
             know the spread of the host's time, `host_iqr_us`; or, without a GPU, what `common.measure.traffic.costs` returns.
         machine: the file's "machine_info": `gpu` (None: interpreted, and the tables show counts, and times at the peaks of
@@ -118,7 +122,10 @@ def speed_table(records: list[dict], machine: dict) -> str:
     Baselines come first, then the stages in their order. "× stage before" and "× v0" say how many times as fast as these;
     what the run did not measure is "-". "host µs" is a median ± an interquartile range.
     """
-    headers = _TIME_HEADERS if machine["gpu"] else _COUNT_HEADERS
+    records = [record | Workload.of(record).record() for record in records]
+    headers = list(_TIME_HEADERS if machine["gpu"] else _COUNT_HEADERS)
+    if any(record["kv_heads"] != record["heads"] for record in records):
+        headers.insert(2, _KV_HEADS)
     facts = [machine["gpu"] or "CPU, interpreted", f"torch {machine['torch']}", f"triton {machine['triton']}"]
     facts += [f"commit {machine['commit']}", machine["date"]]
     facts += [f"matmul {dtype} {tflops:.0f} TFLOP/s" for dtype, tflops in machine["matmul_tflops"].items()]
@@ -138,11 +145,12 @@ def speed_table(records: list[dict], machine: dict) -> str:
         first = group[0]
         mask = "causal" if first["causal"] else "full"
         rows = list(_rows(group, machine, headers))
+        dims = f"D={first['head_dim']}" + ("" if first["value_dim"] == first["head_dim"] else f", Dv={first['value_dim']}")
         spread = "" if first["score_std"] == 1 else f", scores of a standard deviation of {first['score_std']:g}"
-        parts.append(f"{PASS_NAMES[first['pass']]}, D={first['head_dim']}, {mask}, {first['dtype']}{spread}")
+        parts.append(f"{PASS_NAMES[first['pass']]}, {dims}, {mask}, {first['dtype']}{spread}")
         align = ["left" if header == "implementation" else "right" for header in headers]
         parts.append(tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=align))
-        parts += [f"{record['impl']} at S={record['seq_len']}: {record['note']}" for record in group if record.get("note")]
+        parts += [f"{record['impl']} at {_where(record)}: {record['note']}" for record in group if record.get("note")]
     if any(record.get("launch_hidden") is False for record in records):
         parts.append("* The launch could not be hidden: this is in part the CPU's time.")
     return "\n\n".join(parts)

@@ -19,6 +19,38 @@ def test_flops(pass_, causal, flops):
     assert Workload(pass_, 2, 3, 100, 64, causal, "float16").flops == flops
 
 
+@pytest.mark.parametrize(("pass_", "dims"), [("fwd", 64 + 16), ("bwd", 3 * 64 + 2 * 16), ("fwd+bwd", 4 * 64 + 3 * 16)])
+def test_flops_are_those_of_both_head_dimensions_and_of_all_query_heads(pass_, dims):
+    workload = Workload(pass_, 2, 6, 100, 64, False, "float16", kv_heads=2, value_dim=16)
+    assert workload.flops == 2 * 2 * 6 * 100**2 * dims
+
+
+def test_usual_heads_and_dimensions_are_numbers_and_not_in_the_label():
+    usual = Workload("fwd", 2, 6, 100, 64, True, "float16")
+    assert usual == Workload("fwd", 2, 6, 100, 64, True, "float16", kv_heads=6, value_dim=64)
+    assert (usual.record()["kv_heads"], usual.record()["value_dim"]) == (6, 64)
+    assert usual.label == "fwd B=2 H=6 S=100 D=64 causal float16"
+    other = Workload("fwd", 2, 6, 100, 64, True, "float16", kv_heads=2, value_dim=128)
+    assert other.label == "fwd B=2 H=6 Hkv=2 S=100 D=64 Dv=128 causal float16"
+    assert len({usual, other, Workload("fwd", 2, 6, 100, 64, True, "float16", kv_heads=2)}) == 3
+
+
+def test_kv_heads_that_do_not_divide_the_heads_are_refused():
+    with pytest.raises(ValueError, match="4 K/V heads do not divide 6 heads"):
+        Workload("fwd", 1, 6, 64, 16, True, "float16", kv_heads=4)
+
+
+def test_a_record_of_before_shared_heads_is_the_same_workload():
+    workload = Workload("bwd", 2, 6, 100, 64, True, "float16")
+    old = workload.record()
+    del old["kv_heads"], old["value_dim"]
+    assert Workload.of(old | {"impl": "v0_a", "ms": 1.0}) == workload
+    shared = Workload("bwd", 2, 6, 100, 64, True, "float16", kv_heads=3, value_dim=32)
+    assert Workload.of(shared.record()) == shared
+    with pytest.raises(TypeError, match="seq_len"):
+        Workload.of({name: value for name, value in old.items() if name != "seq_len"})
+
+
 def test_inputs_are_the_same_each_time_differ_from_each_other_and_are_no_zeros():
     workload = Workload("fwd", 1, 2, 33, 16, False, "bfloat16")
     inputs = workload.inputs()
@@ -26,6 +58,11 @@ def test_inputs_are_the_same_each_time_differ_from_each_other_and_are_no_zeros()
     assert all(t.dtype == torch.bfloat16 and t.float().std() > 0.5 for t in inputs)
     assert all(torch.equal(a, b) for a, b in zip(inputs, workload.inputs(), strict=True))
     assert not torch.equal(inputs[0], inputs[1])
+
+
+def test_inputs_have_the_shapes_of_their_heads_and_dimensions():
+    q, k, v, grad_out = Workload("fwd", 2, 6, 33, 16, False, "float16", kv_heads=3, value_dim=32).inputs()
+    assert (q.shape, k.shape, v.shape, grad_out.shape) == ((2, 6, 33, 16), (2, 3, 33, 16), (2, 3, 33, 32), (2, 6, 33, 32))
 
 
 def test_scores_have_the_standard_deviation_asked_for():

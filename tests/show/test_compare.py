@@ -92,6 +92,17 @@ def test_a_file_that_is_no_whole_run_is_named_and_left_out(saved, text, capsys):
     assert broken.name in captured.err and "not a whole run" in captured.err
 
 
+def test_a_run_of_before_shared_heads_is_compared_with_its_like(saved, capsys):
+    old = timed("v0_a", 3.0)
+    del old["kv_heads"], old["value_dim"]
+    saved([old], gpu="X")
+    saved([timed("v0_a", 2.0), timed("v0_a", 1.0, kv_heads=1), timed("v0_a", 1.0, value_dim=32)], gpu="X")
+    compare.main()
+    out = capsys.readouterr().out
+    assert rows(out, "v0_a") == [["v0_a", "3 ± 0.01", "2 ± 0.01", "1.50"]]
+    assert "2 workloads that only one of them has are left out" in out
+
+
 def test_different_gpus_are_said(saved, capsys):
     saved([timed("v0_a", 3.0)], gpu="X")
     saved([timed("v0_a", 2.0)], gpu="Y")

@@ -77,6 +77,29 @@ def test_table_sorts_lengths_as_numbers_and_splits_by_pass_dimension_mask_dtype_
     ]
 
 
+def test_table_shows_kv_heads_where_some_are_shared_and_vs_dimension_where_it_is_another():
+    def changed(impl, ms=None, **changes):
+        return record(impl, ms, kv_heads=16, value_dim=128) | changes
+
+    records = [record("v0_a", 8.0), changed("v1_b", 4.0)]
+    usual = speed_table(records, GPU)
+    assert "K/V" not in usual and "Dv" not in usual and cells(usual, "v1_b")[0][6] == "2.00"  # one without the keys is the same
+    records += [changed("v0_a", 6.0, kv_heads=4), changed("v1_b", kv_heads=4, failure="n/a", note="sm_80")]
+    records += [changed("v1_b", 2.0, value_dim=64)]
+    table = speed_table(records, GPU)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")]
+    assert [row[:5] for row in rows if row[3].startswith("v")] == [
+        ["512", "32 × 16", "16", "v1_b", "2.000"],
+        ["512", "32 × 16", "4", "v0_a", "6.000"], ["", "", "", "v1_b", "n/a"],
+        ["512", "32 × 16", "16", "v0_a", "8.000"], ["", "", "", "v1_b", "4.000"],
+    ]  # fmt: skip
+    assert ["", "", "", "v1_b", "n/a"] + ["-"] * 8 in rows and "v1_b at S=512, 4 K/V heads: sm_80" in table
+    assert [line for line in table.splitlines() if ", D=" in line] == [
+        "forward, D=128, Dv=64, full, float16",
+        "forward, D=128, full, float16",
+    ]
+
+
 def test_table_shows_the_spread_of_the_hosts_time_where_a_run_has_it():
     table = speed_table([record("v0_a", 1.0), record("v1_b", 1.0, host_us=1234.4, host_iqr_us=56.6)], GPU)
     assert [cells(table, impl)[0][-1] for impl in ("v0_a", "v1_b")] == ["33", "1,234 ± 57"]

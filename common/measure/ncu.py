@@ -7,6 +7,9 @@
 What can make the two differ: an L1 cache serves a pointer load whose line it still holds (copies that go past it to shared
 memory, and the copy engine, always ask the L2 cache); memory moves in sectors of 32 bytes, of which the end of a row may use a
 part; registers that spill go through the same ports.
+
+Where query heads share K/V heads their programs ask for as many bytes of K and V as with heads of their own, but for fewer
+distinct ones. What the L2 cache makes of that is seen in the bytes it takes from device memory (`--heads 16 --kv-heads 16,2`).
 """
 
 import argparse
@@ -27,7 +30,7 @@ import triton
 import stages
 from common.kernels.tuning import tuners
 from common.measure import machine
-from common.measure.options import add_list, json_path, write_json
+from common.measure.options import add_list, json_path, workloads_of, write_json
 from common.measure.traffic import GPUS, count_stage, stage_call
 from common.measure.workloads import Workload
 from common.runtime import DEVICE
@@ -36,6 +39,7 @@ from common.runtime import DEVICE
 READ, WRITTEN = "l1tex__m_xbar2l1tex_read_bytes.sum", "l1tex__m_l1tex2xbar_write_bytes.sum"
 SPILLED = "l1tex__t_sectors_pipe_lsu_mem_local_op_st.sum"  # registers without room: these stores are in WRITTEN too
 SECTOR = 32  # bytes
+MEMORY = "dram__bytes_read.sum", "dram__bytes_write.sum"  # between the L2 cache and device memory
 FURTHER = (  # to explain a difference; what this GPU does not have is left out
     "l1tex__m_xbar2l1tex_read_bytes_mem_global_op_tma_ld.sum",  # of these the copy engine's
     "l1tex__m_l1tex2xbar_write_bytes_mem_global_op_tma_st.sum",
@@ -44,10 +48,9 @@ FURTHER = (  # to explain a difference; what this GPU does not have is left out
     "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",  # what pointer loads ask of the L1 cache …
     "l1tex__t_sectors_pipe_lsu_mem_global_op_ld_lookup_hit.sum",  # … and what it has
     "l1tex__t_sectors_pipe_lsu_mem_local_op_ld.sum",  # spilled registers come back, mostly from the L1 cache
-    "dram__bytes_read.sum",
-    "dram__bytes_write.sum",
+    *MEMORY,
 )
-HEADS = 2  # bytes are the same for each head, and the interpreter has to count them all
+HEADS = 2  # unless asked: bytes are the same for each head, and the interpreter has to count them all
 
 
 @triton.jit
@@ -55,18 +58,10 @@ def _case_begins_kernel(case):
     """Nothing; its name separates what the profiler saw of one case from the next."""
 
 
-def _cases(options) -> list[tuple[str, Workload]]:
-    shapes = itertools.product(options.stage, ("fwd", "bwd"), options.head_dim, (False, True), options.seq_len)
-    return [
-        (name, Workload(pass_, 1, HEADS, seq_len, head_dim, causal, "float16"))
-        for name, pass_, head_dim, causal, seq_len in shapes
-    ]
-
-
 def launch(options):
     """Inside the profiler: run each case once within its sight, after once without, which tunes and compiles."""
     cases = []
-    for name, workload in _cases(options):
+    for name, workload in itertools.product(options.stage, options.workloads):
         stage = stages.load(name)
         show(f"{name} {workload.label}", stage_call(stage, workload, workload.inputs()))
         configs = {kernel: getattr(tuner, "best_config", None) for kernel, tuner in tuners(stage).items()}
@@ -136,13 +131,14 @@ def profile(module: str, options: Sequence[str], metrics: Sequence[str], optiona
 
 
 def as_flags(options, *names: str) -> list[str]:
-    """These lists of a command line, for another one."""
-    return [f"--{name.replace('_', '-')}={','.join(map(str, getattr(options, name)))}" for name in names]
+    """These lists of a command line, for another one; without those that were not given."""
+    lists = {name: getattr(options, name) for name in names if getattr(options, name) != [None]}
+    return [f"--{name.replace('_', '-')}={','.join(map(str, values))}" for name, values in lists.items()]
 
 
 def measure(options):
     """Run all cases under `ncu` and save what it says of each of their kernels."""
-    selection = as_flags(options, "stage", "seq_len", "head_dim")
+    selection = as_flags(options, "stage", "seq_len", "head_dim", "heads", "kv_heads", "value_dim")
     write_json(options.file, profile("common.measure.ncu", selection, (READ, WRITTEN, SPILLED), FURTHER))
 
 
@@ -157,8 +153,7 @@ def add_counts(options):
         raise SystemExit(f"{options.file} is not what measure writes: {error!r}") from None
     for done, case in enumerate(cases, start=1):
         print(f"\rcounting {done} of {len(cases)}", end="", file=sys.stderr, flush=True)
-        shape = (case[name] for name in ("pass", "batch", "heads", "seq_len", "head_dim", "causal", "dtype"))
-        counted = count_stage(stages.load(case["impl"]), Workload(*shape), GPUS[options.gpu], case["tuned"])
+        counted = count_stage(stages.load(case["impl"]), Workload.of(case), GPUS[options.gpu], case["tuned"])
         case["counted"] = [asdict(launch) for launch in counted.launches]
     print(file=sys.stderr)
     write_json(options.file, result)
@@ -202,9 +197,14 @@ def main(argv: list[str]):
     parser.add_argument("file", type=json_path, help="the JSON file that measure writes and count completes")
     parser.add_argument("--gpu", choices=GPUS, default="h200", help="whose fixed tiles count takes (default: %(default)s)")
     available = [name for name in stages.names() if not stages.unavailable(name)]
-    for flag, default in (("--stage", ",".join(available)), ("--seq-len", "2048"), ("--head-dim", "64,128")):
+    for flag, default in (
+        ("--stage", ",".join(available)), ("--seq-len", "2048"), ("--head-dim", "64,128"), ("--heads", str(HEADS)),
+        ("--kv-heads", None), ("--value-dim", None),
+    ):  # fmt: skip
         add_list(parser, flag, default)
     options = parser.parse_args(argv)
+    shapes = {name: getattr(options, name) for name in ("seq_len", "heads", "kv_heads", "value_dim")}
+    options.workloads = workloads_of(parser, pass_=("fwd", "bwd"), head_dim=options.head_dim, causal=(False, True), **shapes)
     {"measure": measure, "launch": launch, "count": add_counts}[options.what](options)
 
 

@@ -4,8 +4,9 @@ import re
 
 from tabulate import tabulate
 
-from common.measure.ncu import READ, WRITTEN, comparison, pairs
+from common.measure.ncu import MEMORY, READ, WRITTEN, comparison, pairs
 from common.measure.units import CLOCK, REASONS, REGISTERS, STALL, TIME, UNITS
+from common.measure.workloads import Workload
 from common.show.tables import PASS_NAMES, title
 
 SHOWN_STALLS = 2  # the most frequent ones
@@ -17,25 +18,40 @@ def _ratio(measured: float, counted: float) -> str:
 
 
 def traffic_table(result: dict) -> str:
-    """The markdown table of a file that was measured and counted: MB, and measured over counted."""
+    """The markdown table of a file that was measured and counted: MB, and measured over counted.
+
+    Where query heads share K/V heads it has their numbers, and what moved between the L2 cache and device memory.
+    """
     info = result["machine_info"]
+    workloads = [Workload.of(case) for case in result["cases"]]
+    first = workloads[0]
+    columns = {}  # that not every file has
+    if any(w.value_dim != w.head_dim for w in workloads):
+        columns["Dv"] = lambda w: w.value_dim
+    if shares := any((w.heads, w.kv_heads) != (first.heads, first.heads) for w in workloads):
+        columns["heads / K/V heads"] = lambda w: f"{w.heads} / {w.kv_heads}"
+    recorded = all(metric in kernel for case in result["cases"] for kernel in case["kernels"] for metric in MEMORY)
+    memory = MEMORY if shares and recorded else ()
     rows = []
-    for case in result["cases"]:
-        mask = "causal" if case["causal"] else "full"
-        shape = [case["impl"], PASS_NAMES[case["pass"]], case["seq_len"], case["head_dim"], mask]
+    for case, w in zip(result["cases"], workloads, strict=True):
+        shape = [case["impl"], PASS_NAMES[w.pass_], w.seq_len, w.head_dim, *(cell(w) for cell in columns.values())]
+        shape.append("causal" if w.causal else "full")
         for label, counted, measured in pairs(case):
             both = comparison(counted, measured)
             shown = [f"{both[name] / 1e6:.3f}" for name in ("read", "read_measured", "written", "written_measured", "spilled")]
             shown.insert(2, _ratio(both["read_measured"], both["read"]))
             shown.append(_ratio(both["written_measured"] - both["spilled"], both["written"]))
+            shown += [f"{sum(kernel[metric] for kernel in measured) / 1e6:.3f}" for metric in memory]
             rows.append([*shape, label, *shown])
-    headers = ["stage", "pass", "S", "D", "mask", "kernel", "MB read, counted", "measured", "ratio"]
+    headers = ["stage", "pass", "S", "D", *columns, "mask", "kernel", "MB read, counted", "measured", "ratio"]
     headers += ["MB written, counted", "measured", "of that spilled", "ratio of the rest"]
-    align = ["left", "left", "right", "right", "left", "left"] + ["right"] * 7
-    first = result["cases"][0]
+    headers += ["MB from memory", "MB to memory"] if memory else []
+    align = ["left" if header in ("stage", "pass", "mask", "kernel") else "right" for header in headers]
+    heads = "" if shares else f"H={first.heads}, "
+    beyond = f" Memory: between the L2 cache and device memory ({', '.join(memory)})." if memory else ""
     caption = (
         f"Bytes between the L2 cache and the multiprocessors: as Nsight Compute measures them ({READ}, {WRITTEN}), and as they "
-        f"are counted on the CPU for the same tiles. B={first['batch']}, H={first['heads']}, {first['dtype']}. Of PyTorch's "
+        f"are counted on the CPU for the same tiles. B={first.batch}, {heads}{first.dtype}.{beyond} Of PyTorch's "
         "operators arguments and results are counted, once each; what they move beyond that is the library's. "
         f"{info['gpu']}, torch {info['torch']}, triton {info['triton']}, ncu {info['ncu']}, commit {info['commit'][:12]}, "
         f"{info['date']}."

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import stages
 from common.measure.ncu import READ, WRITTEN
+from common.measure.workloads import Workload
 from common.show.tables import stage_order
 
 ROOT = Path(__file__).parents[2]
@@ -17,6 +18,7 @@ UNITS = ROOT / "results" / "units-h200.json"
 SPREAD = ROOT / "results" / "spread-h200.json"
 TIMELINE = ROOT / "results" / "timeline.json"
 SCOPES = ROOT / "results" / "scopes-h200.json"
+SHARED = ROOT / "results" / "shared-h200.json"
 PINNED = ROOT / "results" / "pinned-h200.json"
 PLOTS = ROOT / "plots"
 MEAN_OVER = (1024, 2048, 4096, 8192, 16384)  # sequence lengths
@@ -131,9 +133,15 @@ def tuned_case(impl: str, pass_: str, head_dim: int, causal: bool) -> dict | Non
     wanted = (impl, pass_, head_dim, causal)
     for path in sorted((ROOT / "results").glob("traffic-*.json")):
         for case in json.loads(path.read_text())["cases"]:
-            if (case["impl"], case["pass"], case["head_dim"], case["causal"]) == wanted:
+            if (case["impl"], case["pass"], case["head_dim"], case["causal"]) == wanted and not shared(case):
                 return case
     return None
+
+
+def shared(record: dict) -> bool:
+    """Whether query heads share K/V heads, or v has another head dimension than k, in a record of any file."""
+    workload = Workload.of(record)
+    return (workload.kv_heads, workload.value_dim) != (workload.heads, workload.head_dim)
 
 
 def bytes_of(case: dict) -> int:

@@ -56,7 +56,22 @@ def test_table_has_a_row_for_each_kernel_and_one_for_the_operators():
         ["_forward_kernel 128×64", "5.000", "4.000", "0.800", "0.800", "1.000", "0.160", "1.050"],
         ["PyTorch", "0.000", "0.000", "-", "0.002", "0.002", "0.000", "1.024"],
     ]
-    assert all(fact in table for fact in info.values())
+    assert all(fact in table for fact in info.values()) and "H=2" in table and "memory" not in table
+
+
+@pytest.mark.parametrize("metrics", [ncu.MEMORY, ncu.MEMORY[:1]], ids=["measured", "not all measured"])
+def test_table_shows_what_moved_in_memory_where_heads_are_shared(metrics):
+    kernels = [{"name": "_forward_kernel", **dict.fromkeys(METRICS, 1e6), **dict.fromkeys(metrics, 3e6)}]
+    counted = [launch("_forward_kernel", 1_000_000, 1_000_000)]
+    info = {"gpu": "X", "torch": "1", "triton": "2", "ncu": "3", "commit": "abc", "date": "2026-01-02"}
+    cases = [case(kernels, counted, heads=8), case(kernels, counted, heads=8, kv_heads=2, value_dim=32)]
+    table = profiles.traffic_table({"machine_info": info, "cases": cases})
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if "v2_some" in line]
+    assert [row[3:7] for row in rows] == [["16", "16", "8 / 8", "causal"], ["16", "32", "8 / 2", "causal"]]
+    shown = len(metrics) == 2
+    assert ("MB from memory" in table) == shown and (rows[1][-2:] == ["3.000", "3.000"]) == shown
+    usual = profiles.traffic_table({"machine_info": info, "cases": cases[:1]})
+    assert "memory" not in usual and "Dv" not in usual and "H=8" in usual
 
 
 PROFILER = f"""#!{sys.executable}
@@ -69,6 +84,7 @@ else:
     options = dict(zip(sys.argv[1:], sys.argv[2:]))
     assert options["--metrics"] == "{ncu.READ},{ncu.WRITTEN},{ncu.SPILLED},dram__bytes_read.sum"
     assert "--stage={stages.resolve("v2")},{stages.resolve("v3")}" in sys.argv and "--head-dim=16" in sys.argv
+    assert "--heads=4" in sys.argv and "--kv-heads=4,2" in sys.argv and "value-dim" not in str(sys.argv)
     with open(options["--log-file"], "w") as log, open(options["launch"], "w") as cases:
         log.write({LOG!r})
         json.dump([dict(impl="a"), dict(impl="b")], cases)
@@ -81,7 +97,8 @@ def test_measuring_saves_what_the_profiler_says_of_each_case(tmp_path, monkeypat
     path.chmod(0o755)
     monkeypatch.setattr(ncu, "DEVICE", "cuda")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    ncu.main(["measure", "--stage=v2,v3", "--head-dim", "16", str(tmp_path / "traffic.json")])
+    heads = ["--heads=4", "--kv-heads=4,2"]
+    ncu.main(["measure", "--stage=v2,v3", "--head-dim", "16", *heads, str(tmp_path / "traffic.json")])
     saved = json.loads((tmp_path / "traffic.json").read_text())
     assert saved["machine_info"]["ncu"] == "Version 1.2.3"
     first, second = ncu.parse(LOG, METRICS)
@@ -105,6 +122,22 @@ def test_counts_take_the_tiles_that_were_measured(tmp_path):
     ncu.main(["count", str(path)])
     counted = json.loads(path.read_text())["cases"][0]["counted"]
     assert {entry["name"]: list(entry["tile"].values()) for entry in counted} == tuned
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the interpreter stands in for the profiler's GPU")
+def test_cases_have_the_heads_and_dimensions_asked_for_and_are_counted_with_them(tmp_path, monkeypatch):
+    path = tmp_path / "cases.json"
+    monkeypatch.setattr(ncu, "show", lambda label, call: None)
+    shape = ["--seq-len=32", "--head-dim=16", "--heads=4", "--kv-heads=4,2", "--value-dim=32"]
+    ncu.main(["launch", "--stage=v3", *shape, str(path)])
+    cases = json.loads(path.read_text())
+    assert {(c["pass"], c["causal"], c["heads"], c["kv_heads"], c["head_dim"], c["value_dim"]) for c in cases} == {
+        (pass_, causal, 4, kv_heads, 16, 32) for pass_ in ("fwd", "bwd") for causal in (False, True) for kv_heads in (4, 2)
+    }
+    path.write_text(json.dumps({"cases": [c for c in cases if c["pass"] == "bwd" and not c["causal"]]}))
+    ncu.main(["count", str(path)])
+    written = [sum(launch_["written"] for launch_ in c["counted"]) for c in json.loads(path.read_text())["cases"]]
+    assert written[0] - written[1] == 2 * 32 * (16 + 32) * 2  # two heads of dK and dV
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="there is a GPU")

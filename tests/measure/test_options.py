@@ -40,6 +40,8 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(command, argum
     ("aot", "--arch", "70", "'70' is not one of 80"), ("aot", "--dtype", "float64", "'float64' is not one of float16"),
     ("units", "--head-dim", "48", "'48' is not one of 16"), ("ncu", "--seq-len", "0", "'0' is not a whole number"),
     ("counts", "--causal", "maybe", "'maybe' is not one of no, yes"),
+    ("counts", "--kv-heads", "2", "2 K/V heads do not divide 1 heads"),
+    ("ncu", "--kv-heads", "3", "3 K/V heads do not divide 2 heads"), ("ncu", "--value-dim", "48", "'48' is not one of 16"),
     ("counts", "--pass", "both", "'both' is not one of fwd, bwd"),
 ])  # fmt: skip
 def test_a_wrong_value_is_named_with_what_is_allowed(command, flag, value, message, tmp_path, capsys):

@@ -24,6 +24,7 @@ from common.show.results import (
     PINNED,
     ROOT,
     RUN,
+    SHARED,
     SPREAD,
     TIMELINE,
     TRAFFIC,
@@ -43,6 +44,7 @@ from common.show.results import (
     times_of,
     tuned_case,
 )
+from common.show.shared import shared_tables
 from common.show.tables import PASS_NAMES, speed_table, title
 
 
@@ -326,6 +328,8 @@ def documents() -> dict[Path, str]:
         found[PINNED.with_suffix(".md")] = f"# With the pinned Triton\n\n{speed_table(*load_run(PINNED))}\n"
     if SPREAD.exists():
         found[SPREAD.with_suffix(".md")] = f"# Scores of other spreads\n\n{speed_table(*load_run(SPREAD))}\n"
+    if SHARED.exists():
+        found[SHARED.with_suffix(".md")] = f"# Shared K/V heads\n\n{shared_tables(*load_run(SHARED))}\n"
     if TIMELINE.exists() and UNITS.exists():
         found[TIMELINE.with_suffix(".md")] = f"# A model of a multiprocessor, and what was measured\n\n{timeline_table()}\n"
     if UNITS.exists():

@@ -1,0 +1,141 @@
+"""What a run says of query heads that share K/V heads, and of a v whose head dimension is not k's."""
+
+import itertools
+import statistics
+from dataclasses import replace
+
+from tabulate import tabulate
+
+from common.measure.workloads import Workload
+from common.show.results import implementations, origin, spoken
+from common.show.tables import PASS_NAMES
+
+CUDNN = "sdpa-cudnn"
+
+
+def _order(workload):
+    """Sort key of a table's rows."""
+    w = workload
+    return list(PASS_NAMES).index(w.pass_), w.head_dim, w.value_dim, w.causal, w.dtype, w.seq_len
+
+
+def _mask(workload):
+    return "causal" if workload.causal else "full"
+
+
+def _table(rows, headers, left):
+    align = ["left" if header in left else "right" for header in headers]
+    return tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=align)
+
+
+class _Run:
+    """The records of a run by implementation, workload with all heads, and how many of these share a K/V head."""
+
+    def __init__(self, records):
+        self.records = {}
+        for record in records:
+            w = Workload.of(record)
+            self.records[record["impl"], replace(w, kv_heads=w.heads), w.heads // w.kv_heads] = record
+        points = sorted({point for _, point, _ in self.records}, key=_order)  # workloads, with all heads
+        self.points = [point for point in points if point.value_dim == point.head_dim]
+        self.other_dims = [point for point in points if point.value_dim != point.head_dim]
+        self.sharing = sorted({sharing for _, _, sharing in self.records})  # query heads to a K/V head
+        names = implementations(records)
+        self.stage, self.peers = names[-1], names[:-1]
+
+    def record(self, impl, point, sharing=1):
+        """What was measured at a point with so many query heads to a K/V head; empty where nothing was."""
+        return self.records.get((impl, point, sharing), {})
+
+    def ratio(self, point, sharing, over):
+        """The stage's time over a peer's for the same, or over its own with all heads; None where one was not measured."""
+        theirs = self.record(self.stage, point) if over == self.stage else self.record(over, point, sharing)
+        times = self.record(self.stage, point, sharing).get("ms"), theirs.get("ms")
+        return times[0] / times[1] if all(times) else None
+
+    def cell(self, impl, point, sharing=1):
+        """TFLOP/s, with a star where the launch could not be hidden, or why there are none."""
+        record = self.record(impl, point, sharing)
+        if "tflops" not in record:
+            return record.get("failure", "-")
+        return f"{record['tflops']:.0f}" + ("*" if record["launch_hidden"] is False else "")
+
+
+def _summary(run):
+    """Geometric means of the ratios, for each number of query heads to a K/V head, and the worst point of those that share."""
+    rows = []
+    for over, pass_ in itertools.product((run.stage, *run.peers), dict.fromkeys(point.pass_ for point in run.points)):
+        points = [point for point in run.points if point.pass_ == pass_]
+        found = {n: {point: ratio for point in points if (ratio := run.ratio(point, n, over))} for n in run.sharing}
+        means = [f"{statistics.geometric_mean(ratios.values()):.3f}" if ratios else "-" for ratios in found.values()]
+        shared = [
+            (ratio, replace(point, kv_heads=point.heads // n).label)
+            for n, ratios in found.items()
+            for point, ratio in ratios.items()
+            if n > 1
+        ]
+        worst = "{:.3f}: {}".format(*max(shared)) if shared else "-"
+        name = f"{spoken(over)} with all heads" if over == run.stage else spoken(over)
+        rows.append([name, PASS_NAMES[pass_], *means, worst])
+    headers = ["over the time of", "pass", *(f"mean, {n}" for n in run.sharing), "worst"]
+    return _table(rows, headers, ("over the time of", "pass", "worst"))
+
+
+def _each(run):
+    """A row for each point, its cells for each number of query heads to a K/V head."""
+
+    def ratios(point, over):
+        found = [run.ratio(point, sharing, over) for sharing in run.sharing if sharing > 1 or over != run.stage]
+        return " / ".join(f"{ratio:.2f}" if ratio else "-" for ratio in found)
+
+    def memory(point):
+        found = [run.record(run.stage, point, sharing).get("peak_extra_mib") for sharing in run.sharing]
+        return " / ".join("-" if mib is None else f"{mib:,.0f}" for mib in found)
+
+    rows = []
+    for point in run.points:
+        rates = [" / ".join(run.cell(impl, point, sharing) for sharing in run.sharing) for impl in (run.stage, CUDNN)]
+        costs = [ratios(point, run.stage), ratios(point, CUDNN), memory(point)]
+        rows.append([PASS_NAMES[point.pass_], point.head_dim, _mask(point), point.dtype, point.seq_len, *rates, *costs])
+    name = spoken(run.stage)
+    headers = ["pass", "D", "mask", "dtype", "S", f"TFLOP/s of {name}", "TFLOP/s of cuDNN", "time / that with all heads"]
+    headers += ["time / cuDNN's", f"peak extra MiB of {name}"]
+    return _table(rows, headers, ("pass", "mask", "dtype"))
+
+
+def _other_dims(run):
+    """TFLOP/s of all implementations where v has another head dimension than k."""
+    names = (run.stage, *run.peers)
+    rows = [
+        [PASS_NAMES[w.pass_], w.head_dim, w.value_dim, _mask(w), *(run.cell(impl, w) for impl in names)] for w in run.other_dims
+    ]
+    return _table(rows, ["pass", "D", "Dv", "mask", *map(spoken, names)], ("pass", "mask"))
+
+
+def shared_tables(records: list[dict], machine: dict) -> str:
+    """The tables of a run of `bench.py --reference shared`: its newest stage next to the peers.
+
+    Args:
+        records, machine: as `common.show.results.load_run` gives them.
+    """
+    run = _Run(records)
+    heads = sorted({(point.head_dim, point.heads) for point in run.points})
+    parts = [
+        f"{origin(machine)}, {machine['date']}.",
+        f"Times of {spoken(run.stage)} over its own with all heads, and over those of others with the same heads: geometric "
+        f"means for {', '.join(map(str, run.sharing))} query heads to a K/V head, and the worst point of those that share.",
+        _summary(run),
+        f"16k tokens, {', '.join(f'{number} heads of D = {dim}' for dim, number in heads)}. What a slash separates is for "
+        f"{', '.join(map(str, run.sharing))} query heads to a K/V head; of the time over that with all heads, for those that "
+        "share. Below 1 is faster.",
+        _each(run),
+    ]
+    if run.other_dims:
+        lengths = ", ".join(map(str, sorted({w.seq_len for w in run.other_dims})))
+        dtypes = ", ".join(sorted({w.dtype for w in run.other_dims}))
+        parts += [f"TFLOP/s where v's head dimension, Dv, is not k's: S = {lengths}, {dtypes}.", _other_dims(run)]
+    notes = [f"{spoken(record['impl'])}: {' '.join(record['note'].split())}" for record in records if record.get("note")]
+    parts += dict.fromkeys(notes)
+    if any(record.get("launch_hidden") is False for record in records):
+        parts.append("* The launch could not be hidden: this is in part the CPU's time.")
+    return "\n\n".join(parts)

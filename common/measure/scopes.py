@@ -28,7 +28,7 @@ CYCLES = 6000  # that are kept
 WARPS = {"warp 0": "1: consumer", "warp 4": "2: consumer"}  # the first warp of a partition, and what a timeline calls that
 LOOP = "# Both products at once"
 SCOPES = (  # from the kernel's end to its beginning: name, first line, last line, a line before them
-    ("store O", "q_buffer.store(", "tma.async_copy_shared_to_global(", "def _consumer"),
+    ("store O", "o_s.index(q_slot).reshape(", "tma.async_copy_shared_to_global(", "def _consumer"),
     ("last product", "acc = warpgroup_mma_wait(0, [acc])", None, "normalize = "),
     ("convert", "p = gl.convert_layout(p.to(dtype), p_layout)", None, "acc = acc * gl.convert_layout(rescale"),
     ("wait for O", "acc = warpgroup_mma_wait(0, [acc])", None, LOOP),

@@ -17,6 +17,7 @@ from common.kernels.descriptors import addressable, describe
 from common.kernels.hopper import async_reduce_add, describe_rows, describe_tile, new_barriers, new_ring, require_hopper
 from common.kernels.order import tile_and_head
 from common.operator import empty_rows
+from common.runtime import multiprocessors
 from stages.v5_tuned.backward import backward as backward_of_v5
 
 from .forward import LOG2_E
@@ -65,30 +66,42 @@ def _finish_kernel(sums_ptr, dq_desc, scale, heads, seq_q, HEAD_DIM: tl.constexp
 
 
 @gluon.jit
-def _producer(q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, buffers, barriers, where, n):
-    """One warp, all that comes and goes but dQ: K and V once, Q and dO through their rings for each query head, dK and dV at
-    the end."""
+def _query_tile(step, order):
+    """The query tile of a step: its number in its head, and among the tiles of all heads.
+
+    The steps take a tile of each query head that shares the keys, then the next tile of each: in order, or, once `turning`
+    tiles are done, from the last one on.
+    """
+    heads_per_kv, first, turning, tiles_m, first_head = order
+    done = step // heads_per_kv
+    tile = gl.where(done < turning, first + done, tiles_m - 1 + turning - done)
+    return tile, (first_head + step % heads_per_kv) * tiles_m + tile
+
+
+@gluon.jit
+def _producer(q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, buffers, barriers, work, n):
+    """One warp, all that comes and goes but dQ: K and V once, Q and dO through their rings, dK and dV at the end."""
     q_s, k_s, v_s, do_s, stats_s, ds_s, dq_s = buffers
     kv_full, q_full, do_full, q_do_empty, ds_full, ds_empty, dk_full, dv_full = barriers
-    batch, kv_head, heads_per_kv, start_n, first, first_tile = where
+    batch, kv_head, start_n, order = work
+    heads_per_kv = order[0]
+    head = kv_head * heads_per_kv
     STAGES: gl.constexpr = q_s.shape[0]
     mbarrier.expect(kv_full.index(0), CONSUMERS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
     for w in gl.static_range(CONSUMERS):
         tma.async_copy_global_to_shared(k_desc, [batch, kv_head, start_n + w * ROWS, 0], kv_full.index(0), k_s.index(w))
         tma.async_copy_global_to_shared(v_desc, [batch, kv_head, start_n + w * ROWS, 0], kv_full.index(0), v_s.index(w))
-    for step in range(heads_per_kv * n):
-        shared = step // n  # of the query heads that share these keys
-        head = kv_head * heads_per_kv + shared
+    for step in range(n):
         slot = step % STAGES
         phase = step // STAGES & 1
-        start_m = (first + step % n) * q_s.shape[3]
-        row = (first_tile + shared * first + step) * 2
+        tile, row = _query_tile(step, order)
+        where = [batch, head + step % heads_per_kv, tile * q_s.shape[3], 0]
         mbarrier.wait(q_do_empty.index(slot), phase ^ 1)
         mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes + stats_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(q_desc, [batch, head, start_m, 0], q_full.index(slot), q_s.index(slot))
-        tma.async_copy_global_to_shared(stats_desc, [row, 0], q_full.index(slot), stats_s.index(slot))
+        tma.async_copy_global_to_shared(q_desc, where, q_full.index(slot), q_s.index(slot))
+        tma.async_copy_global_to_shared(stats_desc, [row * 2, 0], q_full.index(slot), stats_s.index(slot))
         mbarrier.expect(do_full.index(slot), do_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(do_desc, [batch, head, start_m, 0], do_full.index(slot), do_s.index(slot))
+        tma.async_copy_global_to_shared(do_desc, where, do_full.index(slot), do_s.index(slot))
     for w in gl.static_range(CONSUMERS):
         mbarrier.wait(dv_full.index(w), 0)
         tma.async_copy_shared_to_global(dv_desc, [batch, kv_head, start_n + w * ROWS, 0], v_s.index(w))
@@ -113,13 +126,14 @@ def _widened(p):
 
 @gluon.jit
 def _accumulate(
-    dk, dv, k, v, scale_log2, lo, hi, keys, ahead, buffers, barriers,
+    dk, dv, k, v, scale_log2, lo, hi, seen, buffers, barriers,
     w: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Add what the query tiles [lo, hi) give to a consumer's dk and dv, and leave its dS for dQ. P and dS come out transposed,
+    """Add what the steps [lo, hi) give to a consumer's dk and dv, and leave its dS for dQ. P and dS come out transposed,
     so that they go into the products for dV and dK straight from registers."""
     q_s, k_s, v_s, do_s, stats_s, ds_s, dq_s = buffers
     kv_full, q_full, do_full, q_do_empty, ds_full, ds_empty, dk_full, dv_full = barriers
+    keys, ahead, heads_per_kv = seen
     STAGES: gl.constexpr = q_s.shape[0]
     BLOCK_M: gl.constexpr = q_s.shape[3]
     HEAD_DIM: gl.constexpr = q_s.shape[4]
@@ -144,7 +158,7 @@ def _accumulate(
         p_t = s_t * scale_log2 - lse_log2
         if MASKED:
             if CAUSAL:
-                offs_m = step * BLOCK_M + ahead + gl.arange(0, BLOCK_M, gl.SliceLayout(0, s_layout))
+                offs_m = step // heads_per_kv * BLOCK_M + ahead + gl.arange(0, BLOCK_M, gl.SliceLayout(0, s_layout))
                 visible = offs_m[None, :] >= seen_from[:, None]
             else:
                 offs_n = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
@@ -169,11 +183,11 @@ def _accumulate(
 
 
 @gluon.jit
-def _consumer(scale, seen, buffers, barriers, w: gl.constexpr, CAUSAL: gl.constexpr):
+def _consumer(scale, seen, masked, n, buffers, barriers, w: gl.constexpr, CAUSAL: gl.constexpr):
     """A warpgroup with the w-th 64 keys of the program: their dK and dV stay in its registers."""
     q_s, k_s, v_s, do_s, stats_s, ds_s, dq_s = buffers
     kv_full, q_full, do_full, q_do_empty, ds_full, ds_empty, dk_full, dv_full = barriers
-    keys, ahead, masked, n, heads_per_kv = seen
+    keys, ahead, heads_per_kv = seen
     STAGES: gl.constexpr = q_s.shape[0]
     BLOCK_M: gl.constexpr = q_s.shape[3]
     HEAD_DIM: gl.constexpr = q_s.shape[4]
@@ -189,42 +203,34 @@ def _consumer(scale, seen, buffers, barriers, w: gl.constexpr, CAUSAL: gl.conste
     scale_log2 = scale * LOG2_E
     mbarrier.wait(kv_full.index(0), 0)
     # Query tiles that see none of these keys, but some of the consumer's before: they give dQ nothing.
-    unseen: gl.constexpr = w * ROWS // BLOCK_M if CAUSAL else 0
-    for shared in range(heads_per_kv):  # the query heads that share these keys
-        begin = shared * n  # of the steps, the query head's first
-        start = ahead - begin * BLOCK_M
-        for step in gl.static_range(unseen):
-            slot = (begin + step) % STAGES
-            phase = (begin + step) // STAGES & 1
-            # Else the next wait, whose phase looks like the one before this, would not wait.
-            mbarrier.wait(q_full.index(slot), phase)
-            mbarrier.wait(ds_empty.index(slot), phase ^ 1)
-            ds_s.index(slot * CONSUMERS + w).store(gl.zeros([ROWS, BLOCK_M], dtype, s_layout))
-            fence_async_shared()
-            mbarrier.arrive(ds_full.index(slot), count=1)
-            mbarrier.arrive(q_do_empty.index(slot), count=1)
-        # The diagonal needs a mask. Keys past the end always do: p may be infinite there, and infinity times the zeros that a
-        # load gives past the end is NaN.
-        dk, dv = _accumulate(
-            dk, dv, k, v, scale_log2, begin + unseen, begin + masked, keys, start, buffers, barriers, w, CAUSAL, True
-        )
-        dk, dv = _accumulate(
-            dk, dv, k, v, scale_log2, begin + masked, begin + n, keys, start, buffers, barriers, w, CAUSAL, False
-        )
+    unseen = w * ROWS // BLOCK_M * heads_per_kv if CAUSAL else 0
+    for step in range(unseen):
+        slot = step % STAGES
+        phase = step // STAGES & 1
+        # Else the next wait, whose phase looks like the one before this, would not wait.
+        mbarrier.wait(q_full.index(slot), phase)
+        mbarrier.wait(ds_empty.index(slot), phase ^ 1)
+        ds_s.index(slot * CONSUMERS + w).store(gl.zeros([ROWS, BLOCK_M], dtype, s_layout))
+        fence_async_shared()
+        mbarrier.arrive(ds_full.index(slot), count=1)
+        mbarrier.arrive(q_do_empty.index(slot), count=1)
+    # The diagonal needs a mask. Keys past the end always do: p may be infinite there, and infinity times the zeros that a load
+    # gives past the end is NaN.
+    dk, dv = _accumulate(dk, dv, k, v, scale_log2, unseen, masked, seen, buffers, barriers, w, CAUSAL, True)
+    dk, dv = _accumulate(dk, dv, k, v, scale_log2, masked, n, seen, buffers, barriers, w, CAUSAL, False)
 
     # What leaves takes the place of what came: V is no longer read by anyone, K once the last dQ is done.
     v_s.index(w).reshape([ROWS, VALUE_DIM]).store(dv.to(dtype))
     fence_async_shared()
     mbarrier.arrive(dv_full.index(w), count=1)
-    last = heads_per_kv * n - 1
-    mbarrier.wait(ds_empty.index(last % STAGES), last // STAGES & 1)
+    mbarrier.wait(ds_empty.index((n - 1) % STAGES), (n - 1) // STAGES & 1)
     k_s.index(w).reshape([ROWS, HEAD_DIM]).store((dk * (scale_log2 / LOG2_E)).to(dtype))
     fence_async_shared()
     mbarrier.arrive(dk_full.index(w), count=1)
 
 
 @gluon.jit
-def _dq_consumer(sums_desc, buffers, barriers, heads_per_kv, first, first_tile, n):
+def _dq_consumer(sums_desc, buffers, barriers, order, n):
     """A warpgroup that makes dQ of what the consumers leave of dS, and has the copy engine add it to the sums in memory."""
     q_s, k_s, v_s, do_s, stats_s, ds_s, dq_s = buffers
     kv_full, q_full, do_full, q_do_empty, ds_full, ds_empty, dk_full, dv_full = barriers
@@ -236,9 +242,9 @@ def _dq_consumer(sums_desc, buffers, barriers, heads_per_kv, first, first_tile, 
     SUM_ROWS: gl.constexpr = sums_desc.block_shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     nothing = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
-    for step in range(heads_per_kv * n):
+    for step in range(n):
         slot = step % STAGES
-        tile = first_tile + step // n * first + step
+        _, row = _query_tile(step, order)
         mbarrier.wait(ds_full.index(slot), step // STAGES & 1)  # and for K, which the consumers have waited for
         for part in gl.static_range(PARTS):
             dq = nothing
@@ -254,13 +260,14 @@ def _dq_consumer(sums_desc, buffers, barriers, heads_per_kv, first, first_tile, 
             tma.store_wait(PARTS - 1)
             dq_s.index(part).store(dq.reshape(sums_desc.block_shape))
             fence_async_shared()
-            async_reduce_add(sums_desc, [(tile * PARTS + part) * SUM_ROWS, 0], dq_s.index(part))
+            async_reduce_add(sums_desc, [(row * PARTS + part) * SUM_ROWS, 0], dq_s.index(part))
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["kv_heads", "seq_q", "seq_k"])
 def _backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, scale, kv_heads, heads_per_kv, seq_q, seq_k,
+    q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, scale,
+    kv_heads, heads_per_kv, seq_q, seq_k, at_once,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     tiles_m = gl.cdiv(seq_q, BLOCK_M)
@@ -274,6 +281,12 @@ def _backward_kernel(
         masked = gl.minimum(CONSUMERS * ROWS // BLOCK_M, tiles_m - first)
     n = tiles_m - first
     masked = gl.where(start_n + CONSUMERS * ROWS > seq_k, n, masked)
+    # Programs that begin together read the same tiles together, and share what comes from the L2 cache, if they go on from the
+    # last tile. Those of the next wave begin one by one, the ones with fewer tiles later: they meet if they go on in order. One
+    # head's tiles stay in the cache anyway.
+    turning = n
+    if CAUSAL:
+        turning = gl.where((heads_per_kv > 1) & (gl.program_id(0) // at_once % 2 == 0), masked, n)
 
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
     do_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, VALUE_DIM], do_desc.layout)
@@ -293,16 +306,18 @@ def _backward_kernel(
 
     buffers = (q_s, k_s, v_s, do_s, stats_s, ds_s, dq_s)
     barriers = (kv_full, q_full, do_full, q_do_empty, ds_full, ds_empty, dk_full, dv_full)
-    first_tile = batch_head * heads_per_kv * tiles_m + first
-    where = (batch_head // kv_heads, batch_head % kv_heads, heads_per_kv, start_n, first, first_tile)
-    seen = (seq_k - start_n, first * BLOCK_M - start_n, masked, n, heads_per_kv)
+    order = (heads_per_kv, first, turning, tiles_m, batch_head * heads_per_kv)
+    work = (batch_head // kv_heads, batch_head % kv_heads, start_n, order)
+    steps = n * heads_per_kv
+    seen = (seq_k - start_n, first * BLOCK_M - start_n, heads_per_kv)
+    masked *= heads_per_kv
     descs = (q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc)
     gl.warp_specialize(
         [
-            (_consumer, (scale, seen, buffers, barriers, 0, CAUSAL)),
-            (_consumer, (scale, seen, buffers, barriers, 1, CAUSAL)),
-            (_dq_consumer, (sums_desc, buffers, barriers, heads_per_kv, first, first_tile, n)),
-            (_producer, descs + (buffers, barriers, where, n)),
+            (_consumer, (scale, seen, masked, steps, buffers, barriers, 0, CAUSAL)),
+            (_consumer, (scale, seen, masked, steps, buffers, barriers, 1, CAUSAL)),
+            (_dq_consumer, (sums_desc, buffers, barriers, order, steps)),
+            (_producer, descs + (buffers, barriers, work, steps)),
         ],
         [4, 4, 1], [208, 64, 24],
     )  # fmt: skip
@@ -333,7 +348,8 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale):
     _backward_kernel[triton.cdiv(seq_k, 128) * batch * kv_heads,](
         describe_tile(q, block_m), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, block_m),
         describe_rows(stats, 2), describe_rows(sums, 64 * columns // SUM_COLUMNS),
-        describe_tile(dk, 64), describe_tile(dv, 64), scale, kv_heads, heads // kv_heads, seq_q, seq_k,
+        describe_tile(dk, 64), describe_tile(dv, 64), scale,
+        kv_heads, heads // kv_heads, seq_q, seq_k, multiprocessors(),
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, CAUSAL=causal, num_warps=4, maxnreg=128,
     )  # fmt: skip
     _finish_kernel[tiles_m,](

@@ -283,7 +283,7 @@ def _consumer(work, w: gl.constexpr, AGAIN: gl.constexpr, CAUSAL: gl.constexpr):
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["batch_heads", "heads", "heads_per_kv", "group", "seq_q", "seq_k"])
+@gluon.jit(do_not_specialize=["batch_heads", "heads", "group", "seq_q", "seq_k"])
 def _forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, counter_ptr, failed_ptr, scale, batch_heads, heads,
     heads_per_kv, group, seq_q, seq_k,

@@ -1,11 +1,12 @@
 # `make` lists the targets. Without PYTHON they create and use .venv; PYTHON=python3 uses that interpreter as it is.
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-long sanitize bench reference rates traffic compare readme plots timeline story diff stage lint format clean
+.PHONY: help test test-long sanitize bench reference rates traffic compare readme plots timeline story diff stage example lint format clean
 
 ifndef PYTHON
 PYTHON := .venv/bin/python
 SETUP := .venv/installed
+SETUP_EXAMPLE := .venv/example
 endif
 
 help:  ## list the targets
@@ -26,6 +27,11 @@ needs-%:
 		exit 1; fi; \
 	$$found -m venv .venv
 	.venv/bin/python -m pip install --requirement requirements.txt
+	@touch $@
+
+# What the examples need besides; no other target does.
+.venv/example: examples/requirements.txt .venv/installed
+	.venv/bin/python -m pip install --constraint requirements.txt --requirement examples/requirements.txt
 	@touch $@
 
 # $(call run_tests,MARKS): on several processes where pytest-xdist is installed. What is marked `alone` runs after the others on a
@@ -84,6 +90,9 @@ diff: needs-A needs-B $(SETUP)  ## show the code that a stage changes and what i
 
 stage: $(SETUP)  ## begin a new stage with the kernels of another: make stage FROM=v7 NAME=v8_yours
 	$(PYTHON) -m common.show.new_stage -- "$(FROM)" "$(NAME)"
+
+example: $(SETUP_EXAMPLE)  ## train a small Llama with a stage's attention, next to SDPA's: make example STAGE=v5 (ARGS=--help)
+	$(PYTHON) -m examples.llama $(addprefix --stage=,$(STAGE)) $(ARGS)
 
 lint: $(SETUP)  ## check style and formatting
 	$(PYTHON) -m ruff check .

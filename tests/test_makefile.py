@@ -53,11 +53,31 @@ def test_reference_hands_over_its_grid(grid, flag):
     assert done.stdout.splitlines()[-1].split() == ["python3", "bench.py", *flag.split(), "--json", '"x.json"']
 
 
+def targets():
+    """The targets that the Makefile declares phony: all that a user calls."""
+    return next(line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith(".PHONY:")).split()[1:]
+
+
+@pytest.mark.parametrize("target", targets())
+def test_example_alone_installs_what_examples_need(target, tmp_path):
+    (tmp_path / "examples").mkdir()
+    for name in ("Makefile", "requirements.txt", "examples/requirements.txt"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    every = [f"{name}=x" for name in ("A", "B", "FILE", "NAME", "FROM")]
+    assert ("examples/requirements.txt" in make(tmp_path, "--dry-run", target, *every).stdout) == (target == "example")
+    done = make(tmp_path, "--dry-run", target, "PYTHON=python3", *every)
+    assert done.returncode == 0 and "pip" not in done.stdout
+
+
+def test_example_hands_over_its_options():
+    done = make(ROOT, "--dry-run", "example", "STAGE=v5", "ARGS=--steps=3", "PYTHON=python3")
+    assert done.stdout.splitlines() == ["python3 -m examples.llama --stage=v5 --steps=3"]
+
+
 def test_help_lists_every_target():
     done = make(ROOT, "help", PYTHON="python3")
-    phony = next(line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith(".PHONY:"))
     listed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("  make ")]
-    assert sorted(listed) == sorted(phony.split()[1:])
+    assert sorted(listed) == sorted(targets())
 
 
 FAKE = """#!{python}

@@ -9,9 +9,10 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
+ROOMS = ("common/**/*.py", "stages/**/*.py", "bench.py", "examples/**/*.py")
 ORDER = (  # a room imports from itself and from those before it
     "common.interpreter", "common.runtime", "common.operator", "common.kernels", "stages", "common.measure", "common.show",
-    "bench",
+    "bench", "examples",
 )  # fmt: skip
 
 
@@ -29,9 +30,7 @@ def imported(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize(
-    "path", sorted([*ROOT.glob("common/**/*.py"), *ROOT.glob("stages/**/*.py"), ROOT / "bench.py"]), ids=str
-)
+@pytest.mark.parametrize("path", sorted(path for room in ROOMS for path in ROOT.glob(room)), ids=str)
 def test_imports_run_one_way(path):
     mine = rank(".".join(path.relative_to(ROOT).with_suffix("").parts))
     back = [name for name in imported(path) if mine is not None and (rank(name) or 0) > mine]

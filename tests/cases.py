@@ -12,10 +12,14 @@ TILED = (40, 100)  # query and key counts of a cheap problem, with ragged ends a
 FEW = {} if DEVICE == "cuda" else {"batch": 1, "heads": 2}
 
 
-def make_inputs(seq_q, seq_k, head_dim=32, dtype=torch.float16, *, batch=2, heads=3):
-    """q, k, v and a gradient of the output, normally distributed; more than one batch and head, and not equally many."""
-    lengths = (seq_q, seq_k, seq_k, seq_q)
-    return tuple(torch.randn(batch, heads, length, head_dim, device=DEVICE).to(dtype) for length in lengths)
+def make_inputs(seq_q, seq_k, head_dim=32, dtype=torch.float16, *, batch=2, heads=3, kv_heads=None, value_dim=None):
+    """q, k, v and a gradient of the output, normally distributed; more than one batch and head, and not equally many.
+
+    k and v have the heads of q, and v its head dimension, unless `kv_heads` and `value_dim` say otherwise.
+    """
+    kv_heads, value_dim = kv_heads or heads, value_dim or head_dim
+    shapes = (heads, seq_q, head_dim), (kv_heads, seq_k, head_dim), (kv_heads, seq_k, value_dim), (heads, seq_q, value_dim)
+    return tuple(torch.randn(batch, *shape, device=DEVICE).to(dtype) for shape in shapes)
 
 
 def by_operator(stage, q, k, v, grad_out, *, causal, scale):

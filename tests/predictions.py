@@ -15,27 +15,51 @@ Steps = Iterator[tuple]
 
 @dataclass(frozen=True)
 class Problem:
-    """Shapes and tiles. `heads` counts those of the whole batch; a tile is (BLOCK_M queries, BLOCK_N keys)."""
+    """Shapes and tiles. `heads` and `kv_heads` count those of the whole batch; a tile is (BLOCK_M queries, BLOCK_N keys)."""
 
     heads: int
+    kv_heads: int  # each shared by heads / kv_heads query heads
     seq_q: int
     seq_k: int
-    head_dim: int
+    head_dim: int  # D, of Q and K
+    value_dim: int  # Dv, of V and O
     causal: bool
     query_tile: tuple[int, int]  # of programs that own queries, and of v2's forward
     key_tile: tuple[int, int]  # of programs that own keys, and of v2's backward
 
-    # Bytes of whole tensors.
+    # Bytes of a row, and of whole tensors, in float16. In float32 they are twice that.
+
+    @property
+    def row_of_q(self):
+        """Of K, dQ and dK too."""
+        return self.head_dim * HALF
+
+    @property
+    def row_of_o(self):
+        """Of dO, V and dV too."""
+        return self.value_dim * HALF
 
     @property
     def q(self):
-        """Q, and O, dO and dQ: [B, H, Sq, D] float16. In float32 it is twice that."""
-        return self.heads * self.seq_q * self.head_dim * HALF
+        """Q, and dQ: [B, H, Sq, D]."""
+        return self.heads * self.seq_q * self.row_of_q
 
     @property
-    def kv(self):
-        """K, and V, dK and dV, each: [B, H, Sk, D] float16."""
-        return self.heads * self.seq_k * self.head_dim * HALF
+    def o(self):
+        """O, and dO: [B, H, Sq, Dv]."""
+        return self.heads * self.seq_q * self.row_of_o
+
+    @property
+    def k(self):
+        """K, and dK: [B, Hkv, Sk, D]."""
+        return self.kv_heads * self.seq_k * self.row_of_q
+
+    @property
+    def v(self):
+        """V, and dV: [B, Hkv, Sk, Dv]."""
+        return self.kv_heads * self.seq_k * self.row_of_o
+
+    # Bytes of what has no head dimension.
 
     @property
     def row(self):
@@ -53,12 +77,23 @@ class Problem:
         seen = (min(i + 1, self.seq_k) for i in range(self.seq_q)) if self.causal else [self.seq_q * self.seq_k]
         return self.heads * sum(seen) * FLOAT
 
-    # What tiles see of each other.
+    # FLOPs of products. S, dQ and dK sum over, or give, rows of D numbers, as Q and K have; O, dP and dV of Dv, as V has.
+
+    def flops(self, scores, of_keys, of_values):
+        """Of so many products with D and with Dv, each over `scores` elements of S."""
+        return 2 * scores * (of_keys * self.head_dim + of_values * self.value_dim)
 
     @property
-    def product(self):
-        """FLOPs of one product over all of S."""
-        return 2 * self.heads * self.seq_q * self.seq_k * self.head_dim
+    def key_product(self):
+        """S, dQ or dK, each, over all of S."""
+        return self.flops(self.heads * self.seq_q * self.seq_k, 1, 0)
+
+    @property
+    def value_product(self):
+        """O, dP or dV, each, over all of S."""
+        return self.flops(self.heads * self.seq_q * self.seq_k, 0, 1)
+
+    # What tiles see of each other. A query head asks for its keys whether it shares them or not.
 
     @property
     def key_tiles_seen(self):
@@ -69,8 +104,13 @@ class Problem:
 
     @property
     def keys_read(self):
-        """Rows of K that all query tiles of all heads load, in whole tiles, cut off at the end of K alone."""
+        """Rows of K, and of V, that all query tiles of all heads load, in whole tiles, cut off at the end of K alone."""
         return self.heads * sum(min(tiles * self.query_tile[1], self.seq_k) for tiles in self.key_tiles_seen)
+
+    @property
+    def kv_read(self):
+        """Bytes of these rows: as many where heads share K and V as where each has its own, but fewer distinct ones."""
+        return self.keys_read * (self.row_of_q + self.row_of_o)
 
     def first_queries(self, tile):
         """For each key tile of a head, the first row of the first query tile that sees it."""
@@ -81,19 +121,20 @@ class Problem:
         """Rows of Q that are loaded for all key tiles of all heads."""
         return self.heads * sum(self.seq_q - first for first in self.first_queries(tile))
 
-    def product_of_queries(self):
-        """FLOPs of one product over what query tiles see, in whole tiles."""
+    def scores_of_queries(self):
+        """Elements of S in what query tiles see, in whole tiles."""
         m, n = self.query_tile
-        return 2 * self.heads * sum(self.key_tiles_seen) * m * n * self.head_dim
+        return self.heads * sum(self.key_tiles_seen) * m * n
 
-    def product_of_keys(self, tile):
-        """FLOPs of one product over what key tiles are seen by, in whole tiles."""
+    def scores_of_keys(self, tile):
+        """Elements of S in what key tiles are seen by, in whole tiles."""
         m, n = tile
         tiles = sum(math.ceil((self.seq_q - first) / m) for first in self.first_queries(tile))
-        return 2 * self.heads * tiles * m * n * self.head_dim
+        return self.heads * tiles * m * n
 
 
-# --- v0: every line of PyTorch reads and writes all of S
+# --- v0: every line of PyTorch reads and writes all of S. To its products the rows of the query heads that share a K/V head are
+# one taller matrix: K and V are read, and dK and dV written, once for all of them.
 
 
 def _masked(p: Problem) -> Steps:
@@ -106,7 +147,7 @@ def _masked(p: Problem) -> Steps:
 
 
 def v0_forward(p: Problem) -> Steps:
-    yield p.q + p.kv, p.s, p.product  # S = Q Kᵀ
+    yield p.q + p.k, p.s, p.key_product  # S = Q Kᵀ
     yield p.s, p.s  # · scale
     yield from _masked(p)
     yield p.s, p.row  # m
@@ -115,76 +156,78 @@ def v0_forward(p: Problem) -> Steps:
     yield p.s, p.row  # l
     yield p.s + p.row, p.s  # P / l
     yield p.s, p.s // 2  # in float16
-    yield p.s // 2 + p.kv, 2 * p.q, p.product  # O = P V, float32
-    yield 2 * p.q, p.q  # in float16
+    yield p.s // 2 + p.v, 2 * p.o, p.value_product  # O = P V, float32
+    yield 2 * p.o, p.o  # in float16
     yield p.row, p.row  # log l
     yield 2 * p.row, p.row  # m + log l
-    yield p.q, p.q  # O where the caller expects it
+    yield p.o, p.o  # O where the caller expects it
 
 
 def v0_backward(p: Problem) -> Steps:
-    yield p.q + p.kv, p.s, p.product  # S = Q Kᵀ
+    yield p.q + p.k, p.s, p.key_product  # S = Q Kᵀ
     yield p.s, p.s  # · scale
     yield from _masked(p)
     yield p.s + p.row, p.s  # S - LSE
     yield p.s, p.s  # P = exp
     yield p.s, p.s // 2  # in float16
-    yield p.s // 2 + p.q, 2 * p.kv, p.product  # dV = Pᵀ dO, float32
-    yield p.q + p.kv, p.s, p.product  # dP = dO Vᵀ
-    yield p.q, 2 * p.q  # O in float32
-    yield p.q, 2 * p.q  # dO in float32
-    yield 4 * p.q, 2 * p.q  # O ∘ dO
-    yield 2 * p.q, p.row  # delta
+    yield p.s // 2 + p.o, 2 * p.v, p.value_product  # dV = Pᵀ dO, float32
+    yield p.o + p.v, p.s, p.value_product  # dP = dO Vᵀ
+    yield p.o, 2 * p.o  # O in float32
+    yield p.o, 2 * p.o  # dO in float32
+    yield 4 * p.o, 2 * p.o  # O ∘ dO
+    yield 2 * p.o, p.row  # delta
     yield p.s + p.row, p.s  # dP - delta
     yield 2 * p.s, p.s  # P ∘
     yield p.s, p.s // 2  # dS in float16
-    yield p.s // 2 + p.kv, 2 * p.q, p.product  # dQ = dS K, float32
-    yield p.s // 2 + p.q, 2 * p.kv, p.product  # dK = dSᵀ Q, float32
+    yield p.s // 2 + p.k, 2 * p.q, p.key_product  # dQ = dS K, float32
+    yield p.s // 2 + p.q, 2 * p.k, p.key_product  # dK = dSᵀ Q, float32
     yield from _scaled_and_stored(p)
 
 
 def _scaled_and_stored(p: Problem) -> Steps:
     yield 2 * p.q, 2 * p.q  # dQ · scale
-    yield 2 * p.kv, 2 * p.kv  # dK · scale
+    yield 2 * p.k, 2 * p.k  # dK · scale
     yield 2 * p.q, p.q  # dQ, dK and dV in float16
-    yield 2 * p.kv, p.kv
-    yield 2 * p.kv, p.kv
+    yield 2 * p.k, p.k
+    yield 2 * p.v, p.v
 
 
 # --- v1: S is read twice, P written once, and what is masked is not read
 
 
 def v1_forward(p: Problem) -> Steps:
-    yield p.q + p.kv, p.s, p.product  # S = Q Kᵀ
+    yield p.q + p.k, p.s, p.key_product  # S = Q Kᵀ
     yield 2 * p.seen_s, p.s // 2 + p.row  # one pass for m and l, one for P; LSE
-    yield p.s // 2 + p.kv, 2 * p.q, p.product  # O = P V, float32
-    yield 2 * p.q, p.q  # in float16
+    yield p.s // 2 + p.v, 2 * p.o, p.value_product  # O = P V, float32
+    yield 2 * p.o, p.o  # in float16
 
 
 def v1_backward(p: Problem) -> Steps:
-    yield p.q + p.kv, p.s, p.product  # S = Q Kᵀ
+    yield p.q + p.k, p.s, p.key_product  # S = Q Kᵀ
     yield p.seen_s + p.row, p.s // 2  # P from S and LSE
-    yield p.s // 2 + p.q, 2 * p.kv, p.product  # dV = Pᵀ dO
-    yield p.q + p.kv, p.s, p.product  # dP = dO Vᵀ
-    yield p.seen_s // 2 + p.seen_s + 2 * p.q, p.s // 2  # dS from P, dP, O and dO
-    yield p.s // 2 + p.kv, 2 * p.q, p.product  # dQ = dS K
-    yield p.s // 2 + p.q, 2 * p.kv, p.product  # dK = dSᵀ Q
+    yield p.s // 2 + p.o, 2 * p.v, p.value_product  # dV = Pᵀ dO
+    yield p.o + p.v, p.s, p.value_product  # dP = dO Vᵀ
+    yield p.seen_s // 2 + p.seen_s + 2 * p.o, p.s // 2  # dS from P, dP, O and dO
+    yield p.s // 2 + p.k, 2 * p.q, p.key_product  # dQ = dS K
+    yield p.s // 2 + p.q, 2 * p.k, p.key_product  # dK = dSᵀ Q
     yield from _scaled_and_stored(p)
 
 
-# --- v2: no S; Θ(S² D² / M): each of the S / BLOCK_N key tiles, BLOCK_N ~ M / D, goes through all of Q, and O with it
+# --- v2: no S; Θ(S² D² / M): each of the S / BLOCK_N key tiles, BLOCK_N ~ M / D, goes through all of Q, and O with it.
+# A program of the forward has a query head, one of the backward a K/V head and all query heads that share it.
 
 
 def v2_forward(p: Problem) -> Steps:
-    yield 0, 2 * p.q + 2 * p.row  # O = 0 in float32, m = -inf, l = 0
+    yield 0, 2 * p.o + 2 * p.row  # O = 0 in float32, m = -inf, l = 0
     queries = p.queries_read(p.query_tile)
-    state = FLOAT * p.head_dim + 2 * FLOAT  # a row of O, m and l
+    state = 2 * p.row_of_o + 2 * FLOAT  # O, m and l
+    kv = p.heads // p.kv_heads * (p.k + p.v)  # once for each query head
     yield (
-        2 * p.kv + queries * (HALF * p.head_dim + state),  # K and V once; Q and the state for each key tile
+        kv + queries * (p.row_of_q + state),  # Q and the state for each key tile
         queries * state,
-        2 * p.product_of_keys(p.query_tile),
+        p.flops(p.scores_of_keys(p.query_tile), 1, 1),
     )
-    yield 2 * p.q, p.q  # O in float16
+    yield 2 * p.o, p.o  # O in float16
     yield p.row, p.row  # log l
     yield 2 * p.row, p.row  # m + log l
 
@@ -192,40 +235,42 @@ def v2_forward(p: Problem) -> Steps:
 def v2_backward(p: Problem) -> Steps:
     yield 0, 2 * p.q  # dQ = 0 in float32
     queries = p.queries_read(p.key_tile)
+    dq = 2 * p.row_of_q
     yield (
-        2 * p.kv + queries * (3 * HALF * p.head_dim + FLOAT + FLOAT * p.head_dim),  # for each row Q, dO, O; LSE; dQ
-        queries * FLOAT * p.head_dim + 2 * p.kv,  # dQ for each key tile; dK and dV once
-        5 * p.product_of_keys(p.key_tile),
+        p.k + p.v + queries * (p.row_of_q + 2 * p.row_of_o + FLOAT + dq),  # K, V once; for each key tile Q, dO, O; LSE; dQ
+        p.k + p.v + queries * dq,  # dK and dV once; dQ for each key tile
+        p.flops(p.scores_of_keys(p.key_tile), 3, 2),
     )
     yield 2 * p.q, p.q  # dQ in float16
 
 
-# --- v3 and v4: a query tile is read once, O written once; K and V once for each query tile
+# --- v3 and v4: a query tile is read once, O written once; K and V once for each query tile. A program that owns keys has all
+# query heads that share them: it reads K and V, and writes dK and dV, once for all of these.
 
 
 def v3_forward(p: Problem) -> Steps:
-    yield p.q + p.keys_read * 2 * HALF * p.head_dim, p.q + p.row, 2 * p.product_of_queries()
+    yield p.q + p.kv_read, p.o + p.row, p.flops(p.scores_of_queries(), 1, 1)
 
 
 def v3_backward(p: Problem) -> Steps:
     # dQ: Q, dO, O and LSE once, K and V for each query tile; S and dP computed again.
-    yield 3 * p.q + p.row + p.keys_read * 2 * HALF * p.head_dim, p.q, 3 * p.product_of_queries()
+    yield p.q + 2 * p.o + p.row + p.kv_read, p.q, p.flops(p.scores_of_queries(), 2, 1)
     # dK and dV: K and V once, Q, dO, O and LSE for each key tile; S and dP computed once more.
-    queries = p.queries_read(p.key_tile)
-    yield 2 * p.kv + queries * (3 * HALF * p.head_dim + FLOAT), 2 * p.kv, 4 * p.product_of_keys(p.key_tile)
+    queries = p.queries_read(p.key_tile) * (p.row_of_q + 2 * p.row_of_o + FLOAT)
+    yield p.k + p.v + queries, p.k + p.v, p.flops(p.scores_of_keys(p.key_tile), 2, 2)
 
 
 # --- v4a: a copy of K beforehand; the forward reads that instead, dQ reads both
 
 
 def v4a_forward(p: Problem) -> Steps:
-    yield p.kv, p.kv
+    yield p.k, p.k
     yield from v3_forward(p)
 
 
 def v4a_backward(p: Problem) -> Steps:
-    yield p.kv, p.kv
-    yield p.keys_read * HALF * p.head_dim, 0
+    yield p.k, p.k
+    yield p.keys_read * p.row_of_q, 0
     yield from v3_backward(p)
 
 
@@ -233,17 +278,21 @@ def v4a_backward(p: Problem) -> Steps:
 
 
 def v5_backward(p: Problem) -> Steps:
-    yield 2 * p.q, p.row  # delta from O and dO, once
-    yield 2 * p.q + 2 * p.row + p.keys_read * 2 * HALF * p.head_dim, p.q, 3 * p.product_of_queries()
-    queries = p.queries_read(p.key_tile)
-    yield 2 * p.kv + queries * (2 * HALF * p.head_dim + 2 * FLOAT), 2 * p.kv, 4 * p.product_of_keys(p.key_tile)
+    yield 2 * p.o, p.row  # delta from O and dO, once
+    yield p.q + p.o + 2 * p.row + p.kv_read, p.q, p.flops(p.scores_of_queries(), 2, 1)
+    queries = p.queries_read(p.key_tile) * (p.row_of_q + p.row_of_o + 2 * FLOAT)
+    yield p.k + p.v + queries, p.k + p.v, p.flops(p.scores_of_keys(p.key_tile), 2, 2)
 
 
-# --- v6 and v7: tiles of their own, by head dimension, up to 128. The forward's programs take theirs by a counter. In the
-# backward Q and dO are read once for each 128 keys, five products are made of them, and dQ is added up in memory.
+# --- v6 and v7: tiles of their own, by the larger head dimension, up to 128. The forward's programs take theirs by a counter.
+# In the backward Q and dO are read once for each 128 keys, five products are made of them, and dQ is added up in memory.
 
 ROWS = 64  # of a consumer: queries in the forward, keys in the backward
 MULTIPROCESSORS = GPUS["h200"].multiprocessors
+
+
+def _wide(p: Problem) -> bool:
+    return max(p.head_dim, p.value_dim) == 128
 
 
 def _query_tiles(p: Problem):
@@ -258,19 +307,19 @@ def _persistent_forward(p: Problem) -> tuple[int, int, int]:
     ends = (min(start + ROWS, p.seq_k) if p.causal else p.seq_k for start in range(0, math.ceil(p.seq_q / m) * m, ROWS))
     steps = p.heads * sum(math.ceil(end / n) for end in ends)
     return (
-        p.q + p.keys_read * 2 * HALF * p.head_dim + tiles * INT,  # as v3; after each tile the counter, for another
-        p.q + p.row + tiles * INT,
-        2 * steps * 2 * ROWS * n * p.head_dim,
+        p.q + p.kv_read + tiles * INT,  # as v3; after each tile the counter, for another
+        p.o + p.row + tiles * INT,
+        p.flops(steps * ROWS * n, 1, 1),
     )
 
 
 def v6_forward(p: Problem) -> Steps:
     yield 0, INT  # the counter = 0
-    yield _persistent_forward(replace(p, query_tile=(128, 128) if p.head_dim == 128 else (256, 64)))
+    yield _persistent_forward(replace(p, query_tile=(128, 128) if _wide(p) else (256, 64)))
 
 
 def v7_forward(p: Problem) -> Steps:
-    p = replace(p, query_tile=(128 if p.head_dim == 128 else 256, 64))
+    p = replace(p, query_tile=(128 if _wide(p) else 256, 64))
     tiles = _query_tiles(p)
     yield 0, (2 + tiles) * INT  # the counter, and a flag for all tiles and for each, = 0
     yield _persistent_forward(p)  # in which no tile fails: the scores are not far apart
@@ -278,22 +327,21 @@ def v7_forward(p: Problem) -> Steps:
 
 
 def v6_backward(p: Problem) -> Steps:
-    m = 64 if p.head_dim == 128 else 128
+    m = 64 if _wide(p) else 128
     tiles_m = math.ceil(p.seq_q / m)
     stats = p.heads * tiles_m * m * 2 * FLOAT  # log2(e) LSE and delta, in whole tiles
     sums = p.heads * tiles_m * m * p.head_dim * FLOAT  # dQ in float32, in whole tiles
-    yield 2 * p.q + p.row, stats + sums  # O, dO and LSE; the sums = 0
+    yield 2 * p.o + p.row, stats + sums  # O, dO and LSE; the sums = 0
     # For each 128 keys of a head, the first query tile that sees them; the last one where none does.
     first = [min(start // m, tiles_m - 1) if p.causal else 0 for start in range(0, p.seq_k, 2 * ROWS)]
     queries = p.heads * sum(p.seq_q - tile * m for tile in first)
     steps = p.heads * sum(tiles_m - tile for tile in first)
     # The first 64 queries see nothing of the second consumer's keys, which makes no S, dP, dV and dK of them.
     unseen = p.heads * len(first) if p.causal and m == ROWS else 0
-    dq = steps * m * p.head_dim * FLOAT
     yield (
-        2 * p.kv + queries * 2 * HALF * p.head_dim + steps * m * 2 * FLOAT,  # K, V once; Q, dO and stats a step
-        dq + 2 * p.kv,  # what is added to the sums a step; dK and dV once
-        2 * (5 * steps * 2 * ROWS - 4 * unseen * ROWS) * m * p.head_dim,
+        p.k + p.v + queries * (p.row_of_q + p.row_of_o) + steps * m * 2 * FLOAT,  # K, V once; Q, dO and stats a step
+        p.k + p.v + steps * m * 2 * p.row_of_q,  # dK and dV once; what is added to the sums a step
+        p.flops(steps * m * 2 * ROWS, 3, 2) - p.flops(unseen * m * ROWS, 2, 2),
     )
     yield sums, p.q  # dQ in float16
 

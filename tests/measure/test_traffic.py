@@ -40,7 +40,6 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="loads and stores can be
 
 H200 = traffic.GPUS["h200"]
 FORWARD, BACKWARD = 0, 1
-HEADS = 1, 2  # batch and heads
 LENGTHS = [(256, 256), (113, 203), (300, 140), TILED]
 
 
@@ -48,18 +47,26 @@ def version(stage):
     return stage.__name__.removeprefix("stages.").split("_")[0]
 
 
-def predicted(name, pass_, seq_q, seq_k, head_dim, causal, tiles=None):
-    """Bytes read, bytes written and FLOPs of a pass; `tiles` is (query tile, key tile), else what an H200 gets."""
-    fixed = (choose(head_dim, torch.float16) for choose in (query_tile, key_tile))
+def problem(seq_q, seq_k, head_dim, causal, *, heads=2, kv_heads=None, value_dim=None, tiles=None):
+    """A batch of one; `tiles` is (query tile, key tile), else what an H200 gets."""
+    value_dim = value_dim or head_dim
+    fixed = (choose(max(head_dim, value_dim), torch.float16) for choose in (query_tile, key_tile))
     tiles = tiles or [(tile["BLOCK_M"], tile["BLOCK_N"]) for tile in fixed]
-    return total(PREDICTIONS[name][pass_](Problem(HEADS[0] * HEADS[1], seq_q, seq_k, head_dim, causal, *tiles)))
+    return Problem(heads, kv_heads or heads, seq_q, seq_k, head_dim, value_dim, causal, *tiles)
 
 
-def counted(stage, seq_q, seq_k, head_dim, causal, tuned=None):
+def predicted(name, pass_, p):
+    """Bytes read, bytes written and FLOPs of a pass."""
+    return total(PREDICTIONS[name][pass_](p))
+
+
+def counted(stage, p, tuned=None):
     """The counts of a stage's forward and backward."""
-    q, k, v, grad_out = make_inputs(seq_q, seq_k, head_dim, batch=HEADS[0], heads=HEADS[1])
-    options, results = {"causal": causal, "scale": 0.125}, []
-    with traffic.tiles_of(H200, stage, head_dim, q.dtype, tuned):
+    q, k, v, grad_out = make_inputs(
+        p.seq_q, p.seq_k, p.head_dim, batch=1, heads=p.heads, kv_heads=p.kv_heads, value_dim=p.value_dim
+    )
+    options, results = {"causal": p.causal, "scale": 0.125}, []
+    with traffic.tiles_of(H200, stage, max(p.head_dim, p.value_dim), q.dtype, tuned):
         forward = count(lambda: results.extend(stage.forward(q, k, v, **options)))
         backward = count(lambda: stage.backward(grad_out, q, k, v, *results, **options))
     return forward, backward
@@ -72,46 +79,49 @@ def totals(counts):
 # --- stages
 
 
+def check(stage, p, tuned=None):
+    """Assert that a stage moves and computes what its formulas say."""
+    if version(stage) not in PREDICTIONS:
+        pytest.skip("its formula is not written yet: tests/predictions.py")
+    for pass_, counts in enumerate(counted(stage, p, tuned)):
+        assert totals(counts) == predicted(version(stage), pass_, p), counts.launches
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("seq_q, seq_k", LENGTHS)
 def test_stage_moves_what_its_formula_says(stage, seq_q, seq_k, causal):
-    if version(stage) not in PREDICTIONS:
-        pytest.skip("its formula is not written yet: tests/predictions.py")
-    shape = seq_q, seq_k, 32, causal
-    for pass_, counts in enumerate(counted(stage, *shape)):
-        assert totals(counts) == predicted(version(stage), pass_, *shape), counts.launches
+    check(stage, problem(seq_q, seq_k, 32, causal))
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_formula_holds_for_large_heads(stage, causal):
     """Some stages take other tiles for them."""
-    if version(stage) not in PREDICTIONS:
-        pytest.skip("its formula is not written yet: tests/predictions.py")
-    shape = 150, 200, 128, causal
-    for pass_, counts in enumerate(counted(stage, *shape)):
-        assert totals(counts) == predicted(version(stage), pass_, *shape), counts.launches
+    check(stage, problem(150, 200, 128, causal))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("seq_q", "seq_k"), [TILED, *(pytest.param(*pair, marks=pytest.mark.long) for pair in LENGTHS[:-1])])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(16, 64), (32, 128), (128, 32)])
+def test_formula_holds_for_shared_heads_and_a_v_of_another_dimension(stage, seq_q, seq_k, head_dim, value_dim, causal):
+    """Six heads, two K/V heads, three that share each: all different, as are D and Dv."""
+    check(stage, problem(seq_q, seq_k, head_dim, causal, heads=6, kv_heads=2, value_dim=value_dim))
 
 
 @pytest.mark.parametrize("tiles", [((64, 32), (64, 32)), ((16, 64), (128, 64))], ids=str)
 @pytest.mark.parametrize("name", [name for name in stages.names() if tuners(stages.load(name))])
 def test_formulas_hold_for_other_tiles(name, tiles):
     stage = stages.load(name)
-    if version(stage) not in PREDICTIONS:
-        pytest.skip("its formula is not written yet: tests/predictions.py")
     tuned = {kernel: tiles[kernel == "_dkv_kernel"] for kernel in tuners(stage)}
-    for pass_, counts in enumerate(counted(stage, 150, 170, 16, True, tuned)):
-        assert totals(counts) == predicted(version(stage), pass_, 150, 170, 16, True, tiles)
+    check(stage, problem(150, 170, 16, True, tiles=tiles), tuned)
 
 
 def test_saved_reads_of_out_are_all_that_v5_saves_over_v4():
     """The dQ and the dK/dV kernel of v4 read O; v5's delta kernel reads O and dO, and theirs delta."""
-    seq_q, seq_k, head_dim = 300, 140, 32
-    (_, v4), (_, v5) = (counted(stages.load(name), seq_q, seq_k, head_dim, True) for name in ("v4", "v5"))
-    tiles = [(tile["BLOCK_M"], tile["BLOCK_N"]) for tile in (f(head_dim, torch.float16) for f in (query_tile, key_tile))]
-    problem = Problem(HEADS[0] * HEADS[1], seq_q, seq_k, head_dim, True, *tiles)
-    rows = problem.heads * seq_q + problem.queries_read(problem.key_tile)  # of O, by the dQ and the dK/dV kernel
-    assert v4.read - v5.read == rows * head_dim * 2 - rows * 4 - 2 * problem.q
-    assert v5.written - v4.written == problem.row
+    p = problem(300, 140, 32, True)
+    (_, v4), (_, v5) = (counted(stages.load(name), p) for name in ("v4", "v5"))
+    rows = p.heads * p.seq_q + p.queries_read(p.key_tile)  # of O, by the dQ and the dK/dV kernel
+    assert v4.read - v5.read == rows * (p.row_of_o - 4) - 2 * p.o
+    assert v5.written - v4.written == p.row
     assert v4.flops == v5.flops
 
 
@@ -123,20 +133,17 @@ def test_committed_counts_are_what_the_formulas_say(stage_name):
         pytest.skip("not counted yet: make traffic")
     assert len(mine) == 8 and "dirty" not in machine["commit"]
     for record in mine:
-        seq_len, head_dim = record["seq_len"], record["head_dim"]
-        tiles = [
-            tuple(choose(head_dim, torch.float16)[side] for side in ("BLOCK_M", "BLOCK_N")) for choose in (query_tile, key_tile)
-        ]
-        problem = Problem(1, seq_len, seq_len, head_dim, record["causal"], *tiles)
-        steps = PREDICTIONS[stage_name.split("_")[0]][("fwd", "bwd").index(record["pass"])](problem)
-        assert total(steps) == (record["bytes_read"], record["bytes_written"], record["flops_executed"])
+        p = problem(record["seq_len"], record["seq_len"], record["head_dim"], record["causal"], heads=record["heads"])
+        pass_ = ("fwd", "bwd").index(record["pass"])
+        saved = record["bytes_read"], record["bytes_written"], record["flops_executed"]
+        assert predicted(stage_name.split("_")[0], pass_, p) == saved
 
 
 # What follows is read off the formulas, which the tests above hold to the byte, where counting would take too long.
 
 
 def moved(name, pass_, seq_len, head_dim=64, causal=False, tiles=None):
-    read, written, _ = predicted(name, pass_, seq_len, seq_len, head_dim, causal, tiles)
+    read, written, _ = predicted(name, pass_, problem(seq_len, seq_len, head_dim, causal, tiles=tiles))
     return read + written
 
 
@@ -145,7 +152,8 @@ def moved(name, pass_, seq_len, head_dim=64, causal=False, tiles=None):
 ])  # fmt: skip
 def test_v0_and_v1_move_a_constant_for_each_score(name, pass_, bytes_a_score):
     seq_len = 2**20
-    assert moved(name, pass_, seq_len) / (HEADS[1] * seq_len**2) == pytest.approx(bytes_a_score, rel=1e-3)
+    scores = problem(seq_len, seq_len, 64, False).s / 4
+    assert moved(name, pass_, seq_len) / scores == pytest.approx(bytes_a_score, rel=1e-3)
 
 
 @pytest.mark.parametrize("pass_", [FORWARD, BACKWARD])
@@ -165,7 +173,7 @@ def test_v2_moves_s_squared_d_squared_over_the_memory_on_the_chip(pass_):
 @pytest.mark.parametrize("name", ["v2", "v3", "v5"])
 @pytest.mark.parametrize("pass_", [FORWARD, BACKWARD])
 def test_causal_is_about_half(name, pass_):
-    full, causal = (predicted(name, pass_, 2**16, 2**16, 64, causal) for causal in (False, True))
+    full, causal = (predicted(name, pass_, problem(2**16, 2**16, 64, causal)) for causal in (False, True))
     for index in (0, 2):  # bytes read and FLOPs
         assert causal[index] / full[index] == pytest.approx(0.5, abs=0.01)
 
@@ -202,13 +210,13 @@ def test_access_that_happens_twice_is_noticed(name, part, index, tmp_path):
     mutant = types.SimpleNamespace(forward=stage.forward, backward=stage.backward)
     setattr(mutant, part, getattr(module, part))
     pass_ = ("forward", "backward").index(part)
-    shape = *TILED, 32, True  # one for which the formula is right, as tested above
+    p = problem(*TILED, 32, True)  # one for which the formula is right, as tested above
     if "async_copy_global_to_shared" in lines[index]:  # a race for the buffer, or more bytes than its barrier expects
         with pytest.raises(InterpreterError, match="race: a copy writes|a copy brings .* bytes to .* which expects"):
-            counted(mutant, *shape)
+            counted(mutant, p)
         return
-    read, written, _ = predicted(version(stage), pass_, *shape)
-    counts = counted(mutant, *shape)[pass_]
+    read, written, _ = predicted(version(stage), pass_, p)
+    counts = counted(mutant, p)[pass_]
     both = "atomic_add" in lines[index]
     assert (counts.read > read) + (counts.written > written) == 1 + both
 

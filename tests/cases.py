@@ -10,6 +10,7 @@ TILED = (40, 100)  # query and key counts of a cheap problem, with ragged ends a
 # Batch and heads of a problem that is not about these: the interpreter is slow for each. More, and not equally many, have those
 # of strides, of short lengths, of memory.
 FEW = {} if DEVICE == "cuda" else {"batch": 1, "heads": 2}
+FEW_SHARED = FEW | {"kv_heads": 1, "value_dim": 16}  # all query heads share K and V, and values are smaller than keys
 
 
 def make_inputs(seq_q, seq_k, head_dim=32, dtype=torch.float16, *, batch=2, heads=3, kv_heads=None, value_dim=None):

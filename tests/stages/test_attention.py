@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from cases import FEW, TILED, assert_same_bits, by_functions, by_operator, check, make_inputs
+from cases import FEW, FEW_SHARED, TILED, assert_same_bits, by_functions, by_operator, check, make_inputs
 
 from common.measure.reference import assert_correct, plain, truth
 from common.operator import DTYPES, HEAD_DIMS
@@ -41,6 +41,52 @@ def problems():
 @pytest.mark.parametrize("seq_q, seq_k, causal, head_dim, dtype", list(problems()))
 def test_results_match_float64(stage, seq_q, seq_k, causal, head_dim, dtype):
     check(stage, *make_inputs(seq_q, seq_k, head_dim, dtype, **(FEW if seq_q > 100 else {})), causal=causal)
+
+
+SHARED = [(1, 8, 1), (2, 3, 1), (1, 4, 2), (1, 2, 2)]  # batch, heads of q, heads of k and v
+DIMENSIONS = [(256, 16), (32, 256), (64, 128), (128, 64), (64, 64)]  # of a head of q and k, and of v
+
+
+def problems_of_shared_heads():
+    """Lengths, causal and not, with shared heads and values of another size than keys, in rounds.
+
+    A round takes every length causal and not, all of `SHARED` and all of `DIMENSIONS`. The next round moves these on by one;
+    after 15 rounds each length has had all dimensions in every dtype. All but the first are marked long.
+    """
+    lengths = [*LENGTHS[:4], LONG[0] if on_gpu else (383, 384)]
+    for turn in range(len(DIMENSIONS) * len(DTYPES)):
+        for number, (causal, (seq_q, seq_k)) in enumerate(itertools.product((False, True), lengths)):
+            batch, heads, kv_heads = SHARED[(number % len(lengths) + turn) % len(SHARED)]
+            head_dim, value_dim = DIMENSIONS[(number + turn) % len(DIMENSIONS)]
+            dtype = DTYPES[(number + turn - 1) % len(DTYPES)]  # float32 first where rows or heads are few
+            sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "value_dim": value_dim}
+            shape = f"{seq_q}x{seq_k}-{'causal' if causal else 'full'}-b{batch}-h{heads}x{kv_heads}-d{head_dim}x{value_dim}"
+            yield pytest.param(
+                seq_q, seq_k, causal, head_dim, dtype, sizes, id=f"{shape}-{str(dtype)[6:]}",
+                marks=[pytest.mark.long] if turn or (seq_q, seq_k) == lengths[-1] and not on_gpu else [],
+            )  # fmt: skip
+
+
+@pytest.mark.dead_ends_too
+@pytest.mark.parametrize("seq_q, seq_k, causal, head_dim, dtype, sizes", list(problems_of_shared_heads()))
+def test_results_of_shared_heads_match_float64(stage, seq_q, seq_k, causal, head_dim, dtype, sizes):
+    check(stage, *make_inputs(seq_q, seq_k, head_dim, dtype, **sizes), causal=causal)
+
+
+@pytest.mark.dead_ends_too
+def test_shared_heads_do_what_repeated_ones_do(stage, unordered):
+    """To the bit where a query's results are its own. The library may add up another product in another order."""
+    q, k, v, grad_out = make_inputs(*((1000, 1100) if on_gpu else TILED), batch=1, heads=6, kv_heads=2, value_dim=64)
+    shared, repeated = (
+        by_functions(stage, q, *keys_and_values, grad_out, causal=True, scale=0.2)
+        for keys_and_values in ((k, v), (k.repeat_interleave(3, 1), v.repeat_interleave(3, 1)))
+    )
+    for name in ("dk", "dv"):
+        total = repeated.pop(name).float().unflatten(1, (2, 3)).sum(2)
+        most = total.abs().max().item()
+        torch.testing.assert_close(shared.pop(name).float(), total, rtol=0, atol=3 * torch.finfo(q.dtype).eps * most)
+    by_library = "matmul_float32" in stage.forward.__globals__
+    assert_same_bits(shared, repeated, ("out", "lse", "dq") if by_library else unordered)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -109,21 +155,23 @@ layouts = (as_bshd, as_slice_of_packed, as_every_other_row, as_expanded_heads, a
 
 @pytest.mark.parametrize("layout", layouts)
 def test_inputs_of_any_strides(stage, layout):
-    check(stage, *map(layout, make_inputs(*TILED)), causal=True, run=by_functions)
+    inputs = make_inputs(*TILED, heads=4, kv_heads=2, value_dim=16)
+    check(stage, *map(layout, inputs), causal=True, run=by_functions)
 
 
 @pytest.mark.parametrize("turn", range(4))
 def test_inputs_of_different_strides(stage, turn):
     """Reading v with the strides of k, or k with those of q, goes unnoticed as long as these are equal."""
     in_turn = (layouts[turn], as_columns, layouts[turn + 1], layouts[turn + 2])
-    tensors = (layout(tensor) for layout, tensor in zip(in_turn, make_inputs(*TILED), strict=True))
+    inputs = make_inputs(*TILED, **({"heads": 4, "kv_heads": 2} if turn % 2 else {}))
+    tensors = (layout(tensor) for layout, tensor in zip(in_turn, inputs, strict=True))
     check(stage, *tensors, causal=True)
 
 
 @pytest.mark.parametrize("layout", [*layouts, as_columns, as_expanded_scalar, as_expanded_rows])
 def test_gradient_of_the_output_may_have_any_strides(stage, layout):
     """Kernels that take dO to be laid out like O read the wrong elements of an expanded or transposed one, without an error."""
-    q, k, v, grad_out = make_inputs(*TILED)
+    q, k, v, grad_out = make_inputs(*TILED, value_dim=64)
     check(stage, q, k, v, layout(grad_out), causal=True, run=by_functions)
 
 
@@ -248,7 +296,7 @@ def test_merging_halves_of_the_keys_by_their_lse(stage, causal):
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradient_through_the_lse(stage, causal):
     """Alone and together with the output's gradient, as a loss with a z-term has it."""
-    q, k, v, grad_out = make_inputs(*TILED, dtype=torch.float32, **FEW)
+    q, k, v, grad_out = make_inputs(*TILED, dtype=torch.float32, **FEW_SHARED)
     grad_lse = torch.randn(q.shape[:3], device=DEVICE)
     scale = -0.2
 
@@ -259,6 +307,7 @@ def test_gradient_through_the_lse(stage, causal):
         return torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
 
     def in_float64(q, k, v):
+        k, v = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], 1) for tensor in (k, v))
         scores = q @ k.mT * scale
         if causal:
             scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), float("-inf"))
@@ -273,21 +322,26 @@ def test_gradient_through_the_lse(stage, causal):
             torch.testing.assert_close(tensor.double(), exact, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_same_inputs_give_the_same_bits(stage, dtype, unordered):
+@pytest.mark.parametrize("dtype, sizes", [*zip(DTYPES, 3 * [FEW], strict=True), (torch.float16, FEW_SHARED)])
+def test_same_inputs_give_the_same_bits(stage, dtype, sizes, unordered):
     """Atomic additions, or a race, would not. A stage that declares some results UNORDERED has a mode that gives them too."""
     torch.use_deterministic_algorithms(bool(unordered))
-    inputs = make_inputs(*((1000, 1100) if on_gpu else TILED), 64, dtype, **FEW)
+    inputs = make_inputs(*((1000, 1100) if on_gpu else TILED), 64, dtype, **sizes)
     first = by_operator(stage, *inputs, causal=True, scale=0.125)
     for _ in range(20 if on_gpu else 1):
         assert_same_bits(first, by_operator(stage, *inputs, causal=True, scale=0.125))
 
 
 @pytest.mark.skipif(not on_gpu, reason="the interpreter runs programs one after another: 65 536 of them take minutes")
-def test_more_heads_than_a_grid_axis_holds(stage):
+@pytest.mark.parametrize("shared", [1, 2])
+def test_more_heads_than_a_grid_axis_holds(stage, shared):
     """The second and third axes of a CUDA grid end at 65535."""
-    inputs = make_inputs(3, 5, 16, batch=2, heads=33_000)
+    inputs = make_inputs(3, 5, 16, batch=2, heads=shared * 33_000, kv_heads=33_000)
     results = by_functions(stage, *inputs, causal=True, scale=0.25)
-    q, k, v, grad_out = (tensor[:, ::10_999] for tensor in inputs)  # one head at a time, the truth of all takes minutes
-    some = {name: result[:, ::10_999] for name, result in results.items()}
-    assert_correct(some, truth(q, k, v, True, 0.25, grad_out), plain(q, k, v, True, 0.25, grad_out))
+
+    def some(tensor):  # of the heads: the truth of all takes minutes
+        return tensor.unflatten(1, (33_000, -1))[:, ::10_999].flatten(1, 2)
+
+    q, k, v, grad_out = map(some, inputs)
+    results = {name: some(result) for name, result in results.items()}
+    assert_correct(results, truth(q, k, v, True, 0.25, grad_out), plain(q, k, v, True, 0.25, grad_out))

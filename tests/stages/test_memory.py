@@ -71,13 +71,19 @@ def surrounded(tensor):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
-    "seq_q, seq_k, head_dim, dtype",
-    [(1, 1, 16, torch.float16), (113, 203, 32, torch.bfloat16), (203, 113, 16, torch.float32), (130, 70, 64, torch.float16)],
+    "seq_q, seq_k, head_dim, kv_heads, value_dim, dtype",
+    [
+        (1, 1, 16, 2, 16, torch.float16),
+        (113, 203, 32, 1, 64, torch.bfloat16),
+        (203, 113, 32, 1, 16, torch.float32),
+        (130, 70, 64, 2, 64, torch.float16),
+    ],
 )
-def test_nothing_outside_is_read_or_written(stage, seq_q, seq_k, head_dim, dtype, causal, monkeypatch):
+def test_nothing_outside_is_read_or_written(stage, seq_q, seq_k, head_dim, kv_heads, value_dim, dtype, causal, monkeypatch):
     if INTERPRETED:
         refuse_to_load_nan(monkeypatch)
-    inputs = tuple(map(surrounded, make_inputs(seq_q, seq_k, head_dim, dtype, batch=1, heads=2)))
+    sizes = {"batch": 1, "heads": 2, "kv_heads": kv_heads, "value_dim": value_dim}
+    inputs = tuple(map(surrounded, make_inputs(seq_q, seq_k, head_dim, dtype, **sizes)))
     before = [tensor.clone() for tensor in inputs]
 
     def run(*args, **options):
@@ -110,13 +116,13 @@ def test_a_call_leaves_nothing_behind(stage):
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the order of programs can be chosen in the interpreter only")
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_programs_in_reverse_order_give_the_same_bits(stage, dtype, monkeypatch):
+@pytest.mark.parametrize("dtype, kv_heads", zip(DTYPES, (2, 1, 2), strict=True))
+def test_programs_in_reverse_order_give_the_same_bits(stage, dtype, kv_heads, monkeypatch):
     """Two programs that write the same place are a race on a GPU; one after the other, the later one covers it up.
 
     So does the last tile of a head whose store runs into the next head: the next program puts that right.
     """
-    inputs = make_inputs(150, 170, 16, dtype, batch=1, heads=2)
+    inputs = make_inputs(150, 170, 16, dtype, batch=1, heads=2, kv_heads=kv_heads)
     forwards = by_functions(stage, *inputs, causal=True, scale=0.25)
     reverse_programs(monkeypatch)
     assert_same_bits(forwards, by_functions(stage, *inputs, causal=True, scale=0.25))

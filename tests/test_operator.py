@@ -3,15 +3,19 @@
 import concurrent.futures
 import contextlib
 import importlib
+import itertools
 import math
 
 import pytest
 import torch
 import torch._dynamo.testing
-from cases import FEW, TILED, assert_same_bits, by_functions, by_operator, check, make_inputs
+from cases import FEW, FEW_SHARED, TILED, assert_same_bits, by_functions, by_operator, check, make_inputs
+from problems import Layout
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from common.measure.reference import assert_correct, plain, truth
+from common.operator import empty_rows
 from common.runtime import DEVICE
 
 on_gpu = DEVICE == "cuda"
@@ -40,7 +44,7 @@ def stage_operators(stage):
 @pytest.mark.parametrize("transposed", [False, True])
 def test_opcheck(stage, transposed):
     """PyTorch's own check of schema, fake tensors (shapes, dtypes and strides) and autograd registration."""
-    q, k, v, grad_out = make_inputs(9, 20, 16, **FEW)
+    q, k, v, grad_out = make_inputs(9, 20, **FEW_SHARED)
     if transposed:
         q, k, v, grad_out = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (q, k, v, grad_out))
     forward, backward = stage_operators(stage)
@@ -49,17 +53,43 @@ def test_opcheck(stage, transposed):
     torch.library.opcheck(backward, (grad_out, q, k, v, out, lse, True, SCALE))
 
 
+LAYOUTS = {"transposed": Layout("bshd"), "expanded": Layout(expanded="h")}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_fake_results_are_laid_out_like_real_ones(stage, layout):
+    """Compiled code takes the strides of results from the fake ones, also where values are smaller or larger than keys."""
+    forward, backward = stage_operators(stage)
+    for value_dim in (16, 64):
+        q, k, v, grad_out = map(layout.place, make_inputs(3, 5, batch=2, heads=2, value_dim=value_dim))
+        torch.library.opcheck(forward, (q, k, v, True, SCALE), test_utils="test_faketensor")
+        out, lse = forward(q, k, v, True, SCALE)
+        torch.library.opcheck(backward, (grad_out, q, k, v, out, lse, True, SCALE), test_utils="test_faketensor")
+
+
+@pytest.mark.parametrize("columns", [8, 32])
+def test_rows_of_another_size_lie_in_the_same_order(columns):
+    """In whatever order those of the tensor lie, and whichever of its dimensions are expanded; those of a fake tensor too."""
+    values, fakes = torch.zeros(2, 3, 5, 16, device=DEVICE), FakeTensorMode()
+    expansions = itertools.chain.from_iterable(itertools.combinations("bhs", number) for number in range(4))
+    for order, expanded in itertools.product(itertools.permutations("bhs"), expansions):
+        tensor = Layout("".join(order) + "d", expanded="".join(expanded)).place(values)
+        strides = [stride // 16 * columns for stride in empty_rows(tensor).stride()[:3]]
+        for like in (tensor, fakes.from_tensor(tensor)):
+            assert empty_rows(like, columns).stride() == (*strides, 1), (order, expanded)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_without_a_graph_break(stage, dynamic):
     """Forward and backward inside a compiled function with work before and after; no second compilation for another length."""
     compilations = torch._dynamo.testing.CompileCounterWithBackend("inductor" if on_gpu else "aot_eager")
 
     def model(q, k, v):
-        return stage.attention(q * 2, k, v, causal=True) + q
+        return stage.attention(q * 2, k, v, causal=True) + q[..., :1]
 
     compiled = torch.compile(model, fullgraph=True, dynamic=dynamic, backend=compilations)
     for seq in (24, 40) if dynamic else (24,):
-        q, k, v, grad_out = make_inputs(seq, seq + 9, 16, torch.float32, **FEW)
+        q, k, v, grad_out = make_inputs(seq, seq + 9, dtype=torch.float32, **FEW_SHARED)
         leaves = as_leaves(q, k, v)
         eager = gradients(model, leaves, grad_out)
         for name, result in gradients(compiled, leaves, grad_out).items():
@@ -79,7 +109,7 @@ def test_without_gradients(stage, mode):
 
 
 def test_only_the_gradients_that_are_asked_for(stage):
-    q, k, v, grad_out = make_inputs(*TILED, **FEW)
+    q, k, v, grad_out = make_inputs(*TILED, **FEW_SHARED)
     expected = by_operator(stage, q, k, v, grad_out, causal=True, scale=SCALE)
     key = k.clone().requires_grad_()
     stage.attention(q, key, v, causal=True, scale=SCALE).backward(grad_out)
@@ -89,7 +119,7 @@ def test_only_the_gradients_that_are_asked_for(stage):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing(stage, use_reentrant, unordered):
     """The forward runs again inside the backward: it must do so with the same bits."""
-    q, k, v, grad_out = make_inputs(*TILED, **FEW)
+    q, k, v, grad_out = make_inputs(*TILED, **FEW_SHARED)
 
     def attend(q, k, v):
         return stage.attention(q * 1.5, k, v, causal=True)
@@ -106,7 +136,7 @@ def test_activation_checkpointing(stage, use_reentrant, unordered):
 @pytest.mark.parametrize("dtype", [torch.bfloat16] if not on_gpu else [torch.bfloat16, torch.float16])
 def test_autocast_casts_the_inputs(stage, dtype, unordered):
     """As if cast by hand, forward and backward: autocast does not reach the float32 products inside a stage."""
-    q, k, v, grad_out = make_inputs(*TILED, dtype=torch.float32, **FEW)
+    q, k, v, grad_out = make_inputs(*TILED, dtype=torch.float32, **FEW_SHARED)
     by_hand = by_operator(stage, q.to(dtype), k.to(dtype), v.to(dtype), grad_out.to(dtype), causal=True, scale=SCALE)
     leaves = as_leaves(q, k, v)
     with torch.autocast(DEVICE, dtype):
@@ -136,7 +166,7 @@ def test_saved_tensors_may_come_back_in_another_layout(stage, seq_q, seq_k, unor
     def transposed(tensor):
         return tensor.mT.contiguous().mT
 
-    q, k, v, grad_out = make_inputs(seq_q, seq_k, **FEW)
+    q, k, v, grad_out = make_inputs(seq_q, seq_k, **FEW_SHARED)
     expected = by_operator(stage, q, k, v, grad_out, causal=True, scale=SCALE)
     for unpack in (moved, transposed):
         with torch.autograd.graph.saved_tensors_hooks(torch.clone, unpack):
@@ -227,24 +257,34 @@ def test_a_device_that_is_not_the_current_one(stage, run):
 @pytest.mark.parametrize("huge", ["batch", "heads", "rows"])
 def test_strides_past_two_to_the_31_elements(stage, huge):
     """An int32 product of index and stride wraps around and reads somewhere else: q, k, v and dO interleaved, far apart."""
-    strides = {"batch": (2**31 + 64, 256, 768), "heads": (256, 2**31 + 64, 512), "rows": (256, 512, 2**25 + 64)}[huge]
-    shape = (2, 2, 70, 64)
+    batch, head, row = {"batch": (2**31 + 64, 256, 1024), "heads": (256, 2**30 + 64, 512), "rows": (256, 512, 2**25 + 64)}[huge]
     memory = torch.empty(2**32, dtype=torch.float16, device=DEVICE)  # 8 GiB
-    inputs = [memory.as_strided(shape, (*strides, 1), offset).normal_() for offset in (0, 64, 128, 192)]
-    check(stage, *inputs, causal=True)
+
+    def place(offset, heads, columns):
+        return memory.as_strided((2, heads, 70, columns), (batch, head * 4 // heads, row, 1), offset).normal_()
+
+    check(stage, place(0, 4, 64), place(64, 2, 64), place(128, 2, 32), place(192, 4, 32), causal=True)
 
 
 @pytest.mark.alone
 @needs_gpu
-def test_results_past_two_to_the_31_elements(stage):
+@pytest.mark.parametrize("shared", [1, 2])
+def test_results_past_two_to_the_31_elements(stage, shared):
     """Outputs are contiguous, so only that many of them get so far: one head's inputs, expanded over all heads."""
     heads, seq, head_dim = 2**31 // (160 * 256) + 2, 160, 256
     torch.cuda.empty_cache()  # what earlier tests have freed
     if torch.cuda.mem_get_info()[0] < 100 * 2**30:
         pytest.skip("needs 100 GiB of free GPU memory")
     inputs = make_inputs(seq, seq, head_dim, batch=1, heads=1)
-    exact = truth(*inputs[:3], True, SCALE, inputs[3])
-    yardstick = plain(*inputs[:3], True, SCALE, inputs[3])
-    results = by_functions(stage, *(tensor.expand(1, heads, -1, -1) for tensor in inputs), causal=True, scale=SCALE)
-    for head in (0, heads // 2, heads - 1):
-        assert_correct({name: result[:, head : head + 1] for name, result in results.items()}, exact, yardstick)
+    kv_heads = heads // shared
+
+    def expanded(kv_heads):
+        numbers = shared * kv_heads, kv_heads, kv_heads, shared * kv_heads
+        return [tensor.expand(1, number, -1, -1) for tensor, number in zip(inputs, numbers, strict=True)]
+
+    q, k, v, grad_out = expanded(kv_heads=1)
+    exact, yardstick = (make(q, k, v, True, SCALE, grad_out) for make in (truth, plain))
+    results = by_functions(stage, *expanded(kv_heads), causal=True, scale=SCALE)
+    for kv_head in (0, kv_heads // 2, kv_heads - 1):
+        some = {name: result.unflatten(1, (kv_heads, -1))[:, kv_head] for name, result in results.items()}
+        assert_correct(some, exact, yardstick)

@@ -1,4 +1,4 @@
-"""Random problems over the whole contract of a stage: lengths, layouts in memory, scales, how far scores spread."""
+"""Random problems over the whole contract of a stage: lengths, heads, layouts in memory, scales, how far scores spread."""
 
 import itertools
 import math
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from hypothesis import strategies as st
 
-from common.operator import DTYPES, LARGEST_SCALE, SMALLEST_SCALE
+from common.operator import DTYPES, HEAD_DIMS, LARGEST_SCALE, SMALLEST_SCALE
 from common.runtime import DEVICE
 
 on_gpu = DEVICE == "cuda"
@@ -54,6 +54,7 @@ class Layout:
 class Problem:
     """Inputs of an attention, as few numbers.
 
+    kv_heads, value_dim: heads of k and v, and the last dimension of v; those of q if None.
     spread: standard deviation of the scaled scores.
     sink: a key, counted modulo their number, and by how much its scores are above the others'; None is none.
     layouts: of q, k, v and the gradient of the output.
@@ -64,7 +65,9 @@ class Problem:
     seq_k: int
     batch: int = 1
     heads: int = 1
+    kv_heads: int | None = None
     head_dim: int = 16
+    value_dim: int | None = None
     dtype: torch.dtype = torch.float32
     causal: bool = False
     scale: float = 1.0
@@ -77,8 +80,14 @@ class Problem:
     def tensors(self):
         """q, k, v and the gradient of the output."""
         torch.manual_seed(self.seed)
-        lengths = (self.seq_q, self.seq_k, self.seq_k, self.seq_q)
-        q, k, v, grad_out = (torch.randn(self.batch, self.heads, length, self.head_dim, device=DEVICE) for length in lengths)
+        kv_heads, value_dim = self.kv_heads or self.heads, self.value_dim or self.head_dim
+        shapes = (
+            (self.heads, self.seq_q, self.head_dim),
+            (kv_heads, self.seq_k, self.head_dim),
+            (kv_heads, self.seq_k, value_dim),
+            (self.heads, self.seq_q, value_dim),
+        )
+        q, k, v, grad_out = (torch.randn(self.batch, *shape, device=DEVICE) for shape in shapes)
         scale = abs(self.scale) or 1.0
         size = math.sqrt(self.spread / scale) * self.head_dim**-0.25  # of q and of k
         q, k = size * q, size * k
@@ -115,11 +124,20 @@ def _layouts(*expanded):
 LAYOUTS = st.tuples(_layouts(), _layouts(), _layouts(), _layouts("d", "bhsd"))
 
 
+def value_dims(head_dim):
+    """Mostly the same, else the next smaller or larger one: each pair is one more to compile kernels for."""
+    place = HEAD_DIMS.index(head_dim)
+    return [head_dim, head_dim, *HEAD_DIMS[max(0, place - 1) : place + 2]]
+
+
 def problems(head_dims):
     """A strategy of problems with one of these head dimensions; simple ones come out where a test fails."""
     edges = [edge + by for edge in TILE_EDGES for by in (-1, 0, 1)]
     lengths = st.sampled_from([1] * len(edges) + edges) | st.integers(1, LONGEST)
-    batch_and_heads = st.sampled_from([(1, 1), (1, 2), (2, 1), *([(2, 2), (1, 3), (3, 2)] if on_gpu else ())])
+    # Batch, heads of k and v, and how many query heads share each.
+    few = [(1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 2), (1, 2, 2), (1, 1, 3)]
+    more = [(2, 2, 1), (1, 3, 1), (3, 2, 1), (2, 2, 3), (1, 1, 8), (2, 3, 8)]
+    batch_and_heads = st.sampled_from(few + more if on_gpu else few)
     sinks = st.none() | st.tuples(st.integers(0, LONGEST), st.sampled_from((100.0, 1000.0)))
     scales = {
         dtype: st.sampled_from((1.0, 0.125, -0.125, 0.0, smallest, largest, -smallest, -largest))
@@ -129,8 +147,8 @@ def problems(head_dims):
 
     @st.composite
     def problem(draw):
-        dtype, head_dim, causal, return_lse = draw(kinds)
-        batch, heads = draw(batch_and_heads)
+        dtype, (head_dim, value_dim), causal, return_lse = draw(kinds)
+        batch, kv_heads, shared = draw(batch_and_heads)
         seq_q, seq_k, scale, layouts = draw(lengths), draw(lengths), draw(scales[dtype]), draw(LAYOUTS)
         spread, sink = draw(spreads), draw(sinks)
         if scale == 0:
@@ -140,17 +158,20 @@ def problems(head_dims):
         if dtype == torch.float32:  # a sum of equal rows rounds the same way at each step, too
             v, grad_out = (replace(layout, expanded=layout.expanded.replace("s", "")) for layout in (v, grad_out))
             layouts = q, k, v, grad_out
-        sizes = zip(DIMENSIONS, (batch, heads, seq_q), strict=False)
+        sizes = zip(DIMENSIONS, (batch, kv_heads * shared, seq_q), strict=False)
         if math.prod(size for name, size in sizes if name not in q.expanded or name not in grad_out.expanded) < FEW_ROWS:
             spread, sink = min(1.0, spread), None
             layouts = *(replace(layout, expanded="") for layout in (q, k, v)), grad_out
-            heads = FEW_ROWS if on_gpu else heads  # the interpreter, slow for each, has the same problems every time
+            if on_gpu:  # the interpreter, slow for each, has the same problems every time
+                kv_heads = math.ceil(FEW_ROWS / shared)
         return Problem(
-            seq_q=seq_q, seq_k=seq_k, batch=batch, heads=heads, head_dim=head_dim, dtype=dtype, causal=causal, scale=scale,
-            spread=spread, sink=sink, layouts=layouts, return_lse=return_lse, seed=draw(seeds),
+            seq_q=seq_q, seq_k=seq_k, batch=batch, heads=kv_heads * shared, kv_heads=kv_heads, head_dim=head_dim,
+            value_dim=value_dim, dtype=dtype, causal=causal, scale=scale, spread=spread, sink=sink, layouts=layouts,
+            return_lse=return_lse, seed=draw(seeds),
         )  # fmt: skip
 
-    kinds = st.sampled_from(list(itertools.product(DTYPES, head_dims, (False, True), (True, False))))
+    dimensions = [(head_dim, value_dim) for head_dim in head_dims for value_dim in value_dims(head_dim)]
+    kinds = st.sampled_from(list(itertools.product(DTYPES, dimensions, (False, True), (True, False))))
     spreads = st.sampled_from((1.0, 0.1, 3.0, 8.0, 30.0))
     seeds = st.integers(0, 2**16)
     return problem()

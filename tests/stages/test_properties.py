@@ -125,7 +125,18 @@ def reads_v_with_the_strides_of_k(q, k, v, causal, scale):
         return q, k, v, causal, scale
 
 
-MISTAKES = [forgets_the_ragged_end, takes_the_scale_without_its_sign, reads_v_with_the_strides_of_k]
+def deals_out_the_heads_in_turn(q, k, v, causal, scale):
+    """Query head h gets head h % Hkv of k and v, in place of h // (H / Hkv)."""
+    turns = q.shape[1] // k.shape[1]
+    return q, k.repeat(1, turns, 1, 1), v.repeat(1, turns, 1, 1), causal, scale
+
+
+MISTAKES = [
+    forgets_the_ragged_end,
+    takes_the_scale_without_its_sign,
+    reads_v_with_the_strides_of_k,
+    deals_out_the_heads_in_turn,
+]
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

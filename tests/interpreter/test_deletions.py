@@ -24,9 +24,16 @@ STATEMENT = re.compile(
     r"\s+(mbarrier\.(wait|arrive|expect)\(|fence_async_shared\(|tma\.store_wait\("
     r"|(\w+, )*\w+ = warpgroup_mma_wait\(\d, \[[\w, ]+\]\))"
 )
-# (query rows, keys, head dimension, causal): each has paths that the others have not.
-PROBLEMS = [(300, 330, 64, True), (130, 200, 64, False), (130, 200, 128, True), (200, 130, 256, True), (700, 640, 64, True),
-            (400, 300, 128, True)]  # fmt: skip
+# (query rows, keys, head dimension, that of v, causal, heads, those of k and v): each has paths that the others have not.
+PROBLEMS = [
+    (60, 100, 64, 128, True, 12, 1),
+    (300, 330, 64, 64, True, 2, 1),
+    (130, 200, 64, 64, False, 2, 2),
+    (130, 200, 128, 128, True, 4, 2),
+    (200, 130, 256, 256, True, 2, 2),
+    (700, 640, 64, 64, True, 2, 2),
+    (400, 300, 128, 128, True, 3, 1),
+]
 SEEDS = range(12)
 EVERY = 8  # statement of a file is deleted in the default run
 
@@ -55,8 +62,8 @@ def without_line(name, part, index, folder):
 
 def run(function, part, stage, problem):
     """One pass of a stage, with `function` in place of its own."""
-    seq_q, seq_k, head_dim, causal = problem
-    q, k, v, grad_out = make_inputs(seq_q, seq_k, head_dim, batch=1, heads=2)
+    seq_q, seq_k, head_dim, value_dim, causal, heads, kv_heads = problem
+    q, k, v, grad_out = make_inputs(seq_q, seq_k, head_dim, batch=1, heads=heads, kv_heads=kv_heads, value_dim=value_dim)
     options = {"causal": causal, "scale": head_dim**-0.5}
     if part == "forward":
         return function(q, k, v, **options)

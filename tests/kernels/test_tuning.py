@@ -78,7 +78,8 @@ def test_nearby_lengths_share_a_tuning(name, kernel, monkeypatch):
     check(stages.load(name), *make_inputs(60, 130, 16, batch=1, heads=1), causal=False)
     check(stages.load(name), *make_inputs(60, 70, 16, batch=1, heads=1), causal=True)
     check(stages.load(name), *make_inputs(60, 70, 32, batch=1, heads=1), causal=False)
-    assert len(tuner.cache) == 4
+    check(stages.load(name), *make_inputs(60, 70, 16, batch=1, heads=1, value_dim=32), causal=False)
+    assert len(tuner.cache) == 5
 
 
 @pytest.mark.alone

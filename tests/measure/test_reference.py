@@ -15,15 +15,23 @@ SCALE = 0.2
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
+# For `make_inputs`: each query head with K and V of its own; two that share them, and larger values; three, and smaller ones.
+SIZES = [{}, {"heads": 4, "kv_heads": 2, "value_dim": 64}, {"kv_heads": 1, "value_dim": 16}]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("causal", [False, True])
-def test_truth_is_what_pytorch_computes_in_float64(causal):
-    q, k, v, grad_out = make_inputs(*TILED)
-    got = truth(q, k, v, causal, SCALE, grad_out)
+def test_truth_is_what_pytorch_computes_in_float64(causal, sizes):
+    """And so is the yardstick, of float32 inputs, but for their rounding."""
+    q, k, v, grad_out = make_inputs(*TILED, dtype=torch.float32, **sizes)
+    got, yardstick = (make(q, k, v, causal, SCALE, grad_out) for make in (truth, plain))
     leaves = [tensor.double().requires_grad_() for tensor in (q, k, v)]
-    out = scaled_dot_product_attention(*leaves, is_causal=causal, scale=SCALE)
+    out = scaled_dot_product_attention(*leaves, is_causal=causal, scale=SCALE, enable_gqa=True)
     gradients = torch.autograd.grad(out, leaves, grad_out.double())
     for name, expected in zip(("out", "dq", "dk", "dv"), (out, *gradients), strict=True):
         torch.testing.assert_close(got[name], expected)
+        torch.testing.assert_close(yardstick[name], expected.float(), rtol=1e-4, atol=1e-5)
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     scores = q.double() @ k.double().mT * SCALE
     if causal:
         scores += torch.full_like(scores, float("-inf")).triu(1)
@@ -31,9 +39,11 @@ def test_truth_is_what_pytorch_computes_in_float64(causal):
 
 
 @pytest.mark.parametrize("rows", [7, 100])  # of the truth at a time, not 40 = 5 x 7 + 5; or two heads and a half, of six
+@pytest.mark.parametrize("sizes", [SIZES[0], SIZES[2]])
 @pytest.mark.parametrize("causal", [False, True])
-def test_blocks_of_query_rows_make_what_all_rows_make_at_once(causal, rows, monkeypatch):
-    q, k, v, grad_out = make_inputs(*TILED)
+def test_blocks_of_query_rows_make_what_all_rows_make_at_once(causal, sizes, rows, monkeypatch):
+    """Two of the three heads that share K and V too, and the third with the first of the next three."""
+    q, k, v, grad_out = make_inputs(*TILED, **sizes)
     whole = [make(q, k, v, causal, SCALE, grad_out) for make in (truth, plain)]
     monkeypatch.setattr(reference, "BLOCK_BYTES", 8 * 100 * rows)
     blocks = [make(q, k, v, causal, SCALE, grad_out) for make in (truth, plain)]

@@ -30,7 +30,7 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.errors import AutotunerError
 
 import stages
-from common.measure.options import LISTS, add_list, json_path, list_of, one_of, write_json
+from common.measure.options import HEAD_DIM, add_list, json_path, list_of, one_of, write_json
 
 # Bytes of shared memory that a block may have, by architecture.
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
@@ -233,7 +233,11 @@ def _registers(row):
     return f"{row['registers']}: {by_role}" if by_role else row["registers"]
 
 
-_CELLS = {"registers": _registers, "instructions": lambda row: " ".join(row["instructions"])}  # what the table shows otherwise
+_CELLS = {  # what the table shows otherwise
+    "value_dim": lambda row: row["value_dim"] or row["head_dim"],
+    "registers": _registers,
+    "instructions": lambda row: " ".join(row["instructions"]),
+}
 
 
 def main(argv: list[str]) -> int:
@@ -254,7 +258,7 @@ def main(argv: list[str]) -> int:
     kv_help = f"heads of K and V, which {HEADS} query heads share: {', '.join(kv_heads)} (default: %(default)s)"
     parser.add_argument("--kv-heads", type=list_of(one_of(kv_heads)), default=str(HEADS), metavar="LIST", help=kv_help)
     value_help = "head dimension of V (default: as --head-dim)"
-    parser.add_argument("--value-dim", type=LISTS["--head-dim"][0], default=None, metavar="NUMBER", help=value_help)
+    parser.add_argument("--value-dim", type=HEAD_DIM, default=None, metavar="NUMBER", help=value_help)
     parser.add_argument("--all-configs", action="store_true", help="all that an autotuner would try, not only the first")
     parser.add_argument("--json", type=json_path, metavar="FILE", help="also write rows and errors there")
     arguments = parser.parse_args(argv)
@@ -264,7 +268,7 @@ def main(argv: list[str]) -> int:
     cases = [dict(zip(names, values, strict=True)) | {"value_dim": arguments.value_dim} for values in product]
     rows, errors, unavailable = compile_cases(cases, arguments.all_configs)
 
-    columns = "stage", "kernel", "arch", "dtype", "head_dim", "causal", "kv_heads", "config"
+    columns = "stage", "kernel", "arch", "dtype", "head_dim", "value_dim", "causal", "kv_heads", "config"
     columns += "registers", "spilled_bytes", "shared_bytes", "instructions"
     shown = [[_CELLS.get(name, operator.itemgetter(name))(row) for name in columns] for row in rows]
     print(tabulate(shown, headers=[name.replace("_", " ") for name in columns]))

@@ -231,8 +231,8 @@ def _consumer(work, w: gl.constexpr, CAUSAL: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["batch_heads", "heads", "group", "seq_q", "seq_k"])
 def _forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, counter_ptr, scale, batch_heads, heads,
-    heads_per_kv, group, seq_q, seq_k,
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, counter_ptr, scale,
+    batch_heads, heads, heads_per_kv, group, seq_q, seq_k,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip

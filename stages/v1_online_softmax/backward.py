@@ -11,7 +11,7 @@ from common.operator import contiguous_rows, empty_rows
 
 @triton.jit
 def _p_kernel(
-    s_ptr, lse_ptr, p_ptr, scale, seq_q, seq_k,
+    s_ptr, lse_ptr, p_ptr, scale, seq_q: tl.int32, seq_k: tl.int32,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """P = exp(scale * S - lse) for BLOCK_M rows of one head."""
@@ -37,7 +37,7 @@ def _ds_kernel(
     p_ptr, dp_ptr, out_ptr, do_ptr, ds_ptr,
     stride_ob: tl.int64, stride_oh: tl.int64, stride_om: tl.int64,
     stride_dob: tl.int64, stride_doh: tl.int64, stride_dom: tl.int64,
-    heads, seq_q, seq_k,
+    heads, seq_q: tl.int32, seq_k: tl.int32,
     VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """dS = P * (dP - delta) for BLOCK_M rows of one head, delta = rowsum(dO * O) from the rows themselves."""

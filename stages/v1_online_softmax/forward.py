@@ -11,7 +11,7 @@ from common.operator import empty_rows
 
 @triton.jit
 def _softmax_kernel(
-    s_ptr, p_ptr, lse_ptr, scale, seq_q, seq_k,
+    s_ptr, p_ptr, lse_ptr, scale, seq_q: tl.int32, seq_k: tl.int32,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """A program owns BLOCK_M rows of one head's S: P = softmax(scale * S), and the rows' log-sum-exp."""

@@ -47,7 +47,7 @@ def _dq_kernel(
     stride_ob: tl.int64, stride_oh: tl.int64, stride_om: tl.int64,
     stride_dob: tl.int64, stride_doh: tl.int64, stride_dom: tl.int64,
     stride_dqb: tl.int64, stride_dqh: tl.int64, stride_dqm: tl.int64,
-    heads, heads_per_kv, seq_q, seq_k,
+    heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -134,7 +134,7 @@ def _dkv_kernel(
     stride_dob: tl.int64, stride_doh: tl.int64, stride_dom: tl.int64,
     stride_dkb: tl.int64, stride_dkh: tl.int64, stride_dkn: tl.int64,
     stride_dvb: tl.int64, stride_dvh: tl.int64, stride_dvn: tl.int64,
-    kv_heads, heads_per_kv, seq_q, seq_k,
+    kv_heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip

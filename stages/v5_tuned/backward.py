@@ -14,7 +14,7 @@ DELTA_ROWS = 64  # rows of a program of the delta kernel
 
 
 @triton.jit
-def _delta_kernel(out_desc, do_desc, delta_ptr, heads, seq_q, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr):
+def _delta_kernel(out_desc, do_desc, delta_ptr, heads, seq_q: tl.int32, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr):
     """delta = rowsum(dO * O), [B, H, Sq] float32: what the gradient of softmax takes off every row of dP."""
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     start_m = tl.program_id(0) % tiles_m * BLOCK_M
@@ -76,7 +76,7 @@ DQ_TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
 @triton.jit
 def _dq_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_desc, lse_ptr, delta_ptr, scale,
-    heads, heads_per_kv, seq_q, seq_k, bucket,  # bucket: for the tuning key alone
+    heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, bucket,  # bucket: for the tuning key alone
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -145,7 +145,7 @@ DKV_TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
 @triton.jit
 def _dkv_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse_ptr, delta_ptr, scale,
-    kv_heads, heads_per_kv, seq_q, seq_k, bucket,  # bucket: for the tuning key alone
+    kv_heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, bucket,  # bucket: for the tuning key alone
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip

@@ -151,3 +151,24 @@ triton.knobs.compilation.always_compile = True
 forward("v4")  # compiles its configurations in parallel
 assert most == 1 and launched
 """)
+
+
+def test_no_length_of_1_becomes_a_constant():
+    """With it a loop becomes straight code, for which ptxas had a product read its tile from a wrong address: `dp_t` of v4's
+    dK and dV for D = 64, Dv = 32."""
+    run("""
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.jit import JITFunction
+
+checked = set()
+for name in stages.names():
+    stage = stages.load(name)
+    for value in (stage.forward.__globals__ | stage.backward.__globals__).values():
+        kernel = value.fn if isinstance(value, Autotuner) else value
+        if isinstance(kernel, JITFunction) and kernel.fn.__name__.endswith("_kernel"):
+            for parameter in kernel.params:
+                if parameter.name in ("seq_q", "seq_k"):
+                    assert parameter.annotation_type or parameter.do_not_specialize, (name, kernel, parameter.name)
+                    checked.add(name)
+assert checked == set(stages.names()) - {"v0_naive"}, checked
+""")

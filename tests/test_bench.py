@@ -130,7 +130,8 @@ def test_reference_run_is_all_that_the_results_keep(arguments):
 def test_reference_run_of_shared_heads_has_the_newest_stage_alone():
     found = bench.cases(bench.parse_options(["--reference", "shared"]))
     newest = max((name for name in stages.names() if not stages.is_dead_end(name)), key=stages.position)
-    assert {impl for impl, _ in found} == {*bench.BASELINES, newest} and len(set(found)) == len(found)
+    others = {name for name in bench.BASELINES if name != "sdpa-flash"}
+    assert {impl for impl, _ in found} == {*others, newest} and len(set(found)) == len(found)
     mine = [w for impl, w in found if impl == newest]
     alike, others = ([w for w in mine if (w.value_dim == w.head_dim) == same] for same in (True, False))
     lengths, dtypes = (1024, 2048, 4096, 8192, 16384), ("float16", "bfloat16")

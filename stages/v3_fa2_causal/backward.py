@@ -4,8 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
+from common.kernels.pointers import aligned
 from common.kernels.tiles import key_tile, query_tile
-from common.operator import contiguous_rows, empty_rows
+from common.operator import empty_rows
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -190,8 +191,8 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale):
     """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k, value_dim = v.shape[1:]
-    grad_out = contiguous_rows(grad_out)
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
+    q, k, v, out, grad_out = map(aligned, (q, k, v, out, grad_out))
     widest = max(head_dim, value_dim)
     tile_q, tile_k = query_tile(widest, q.dtype), key_tile(widest, q.dtype)
     precision = "ieee" if q.dtype == torch.float32 else "tf32"

@@ -57,9 +57,9 @@ sanitize: $(SETUP)  ## run the stages under compute-sanitizer, on a GPU; ARGS="�
 bench: $(SETUP)  ## measure all stages, or STAGE=v3 with its neighbours; ARGS="…" goes to bench.py (ARGS=--help)
 	$(PYTHON) bench.py $(addprefix --stage=,$(STAGE)) $(ARGS)
 
-reference: EXAMPLE = make reference FILE=results/h200.json
-reference: needs-FILE $(SETUP)  ## measure on a GPU what results/ keeps, into FILE=…; GRID=shared: where query heads share K/V heads
-	$(PYTHON) bench.py --reference $(GRID) --json "$(FILE)"
+reference: EXAMPLE = make reference GRID=float16-d64 FILE=results/float16-d64-h200.json
+reference: needs-GRID needs-FILE $(SETUP)  ## measure on a GPU a part of what results/ keeps, GRID=float16-d64, into FILE=…
+	$(PYTHON) bench.py --reference "$(GRID)" --json "$(FILE)"
 
 rates: EXAMPLE = make rates FILE=results/rates-h200.json
 rates: needs-FILE $(SETUP)  ## measure on a Hopper GPU what each unit of a multiprocessor does in a cycle, into FILE=…

@@ -27,6 +27,7 @@ from common.measure.footprint import footprint
 from common.measure.options import json_path, list_of, one_of, positive, positive_number, unwritable
 from common.measure.workloads import Workload
 from common.runtime import DEVICE
+from common.show.results import HEAD_DIMS
 from common.show.tables import speed_table
 
 NO_TIMES = (
@@ -82,12 +83,9 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--json", type=json_path, metavar="FILE", help="also save the run in FILE")
     parser.add_argument(
         "--reference",
-        nargs="?",
-        const=next(iter(GRIDS)),
         choices=GRIDS,
-        metavar="NAME",
-        help="a run that results/ keeps: stages (the default), which is all defaults, both passes as one of a smaller model, "
-        "and bfloat16; or shared, the newest stage where query heads share K/V heads, and where v's head dimension is not k's",
+        help="a part of what results/ keeps: the stages in a dtype, for a head dimension; both passes as one, of a smaller "
+        "model; or the newest stage where query heads share K/V heads, and where v's head dimension is not k's",
     )
 
     options = parser.parse_args(argv)
@@ -129,12 +127,12 @@ SHARED_HEADS = {64: (32, (32, 8, 4)), 128: (16, (16, 4, 2))}
 EVERYTHING = [*BASELINES, *stages.names()]
 # The fastest of ours and of others. FlashAttention-2 is the slowest by far, and would take a third of the time.
 FASTEST = [*(name for name in BASELINES if name != "sdpa-flash"), MAIN_LINE[-1]]
-GRIDS = {  # what a reference run is made of: command lines, and the implementations that each is for
-    "stages": [
-        (["--dtype=float16"], EVERYTHING),
-        (["--pass=fwd+bwd", "--head-dim=64", "--causal=yes", "--batch=4", "--heads=8"], EVERYTHING),
-        (["--dtype=bfloat16"], [*BASELINES, *MAIN_LINE]),  # dead ends are shown in one dtype
-    ],
+GRIDS = {  # the parts of what results/ keeps, a run each: command lines, and the implementations that each is for
+    **{f"float16-d{dim}": [([f"--head-dim={dim}", "--dtype=float16"], EVERYTHING)] for dim in HEAD_DIMS},
+    **{  # dead ends are shown in one dtype
+        f"bfloat16-d{dim}": [([f"--head-dim={dim}", "--dtype=bfloat16"], [*BASELINES, *MAIN_LINE])] for dim in HEAD_DIMS
+    },
+    "passes-as-one": [(["--pass=fwd+bwd", "--head-dim=64", "--causal=yes", "--batch=4", "--heads=8"], EVERYTHING)],
     "shared": [
         (
             [f"--head-dim={dim}", f"--heads={heads}", f"--kv-heads={','.join(map(str, kv_heads))}",

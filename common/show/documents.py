@@ -16,16 +16,14 @@ from common.measure.traffic import GPUS
 from common.measure.units import CLOCK, TIME
 from common.show.profiles import traffic_table, units_table
 from common.show.results import (
+    BFLOAT16,
     COLUMNS,
     COUNTED_AT,
+    FLOAT16,
     HEAD_DIMS,
     LONG,
     MEAN_OVER,
-    PINNED,
     ROOT,
-    RUN,
-    SHARED,
-    SPREAD,
     TIMELINE,
     TRAFFIC,
     UNITS,
@@ -34,11 +32,14 @@ from common.show.results import (
     implementations,
     load_counts,
     load_run,
+    load_runs,
     mean_rate,
     mean_ratio,
     modelled,
     moved,
     origin,
+    origins,
+    run_file,
     speedup,
     spoken,
     times_of,
@@ -48,8 +49,12 @@ from common.show.shared import shared_tables
 from common.show.tables import PASS_NAMES, speed_table, title
 
 
-def summary_table(records: list[dict], machine: dict) -> str:
-    """The README's table: for each implementation the mean rate, the gain over the stage before and the share of cuDNN's."""
+def summary_table(records: list[dict], machines: list[dict]) -> str:
+    """The README's table: for each implementation the mean rate, the gain over the stage before and the share of cuDNN's.
+
+    Args:
+        records, machines: as `common.show.results.load_runs` gives them.
+    """
     names = implementations(records)
     stage_at = {stages.position(name): name for name in names}
     headers = ["", *(f"{PASS_NAMES[pass_]}, D={head_dim}" for pass_, head_dim in COLUMNS)]
@@ -80,7 +85,7 @@ def summary_table(records: list[dict], machine: dict) -> str:
     host_meaning = "; host: the CPU's time for a forward call" if hosts else ""
     caption = (
         f"TFLOP/s, **× the stage before**, % of cuDNN; both: forward and backward together{host_meaning}. float16, 16k tokens, "
-        f"hidden size 2048; geometric means over S = {lengths}, causal and not. {origin(machine)}, {machine['date']}."
+        f"hidden size 2048; geometric means over S = {lengths}, causal and not. {origins(machines, dated=True)}."
     )
     table = tabulate(rows, headers, tablefmt="pipe", disable_numparse=True)
     return f"{caption}\n\n{table}" + _against_the_best(records, names) + _bfloat16(records, names)
@@ -174,17 +179,13 @@ def traffic_of_step(name: str) -> str:
 
 def gain_table(name: str) -> str:
     """What a step's traffic predicts it to gain, and what it gained, by sequence length; the first stage's times."""
-    records, machine = load_run(RUN)
+    records, machines = load_runs(FLOAT16)
     counts, _ = load_counts(TRAFFIC)
     model, _ = load_counts(TIMELINE)
     before = _before(name)
     timed = all(any(record["impl"] == stage for record in model) for stage in (name, before))
     lengths = sorted({record["seq_len"] for record in records if record["pass"] == "fwd"})
-    ms = {
-        (r["impl"], r["pass"], r["head_dim"], r["causal"], r["seq_len"]): r["ms"]
-        for r in records
-        if r["dtype"] == "float16" and "ms" in r
-    }
+    ms = {(r["impl"], r["pass"], r["head_dim"], r["causal"], r["seq_len"]): r["ms"] for r in records if "ms" in r}
     rows = []
     for span in _spans():
         now, old = (counted(counts, stage, *span) for stage in (name, before))
@@ -197,7 +198,7 @@ def gain_table(name: str) -> str:
             rows.append([predicted, *(f"×{b / a:.2f}" if a and b else "-" for a, b in zip(*times, strict=True))])
         else:
             rows.append([f"{time:.2f}" if time else "-" for time in times[0]])
-    where = f"float16, 16k tokens, hidden size 2048, {origin(machine)}"
+    where = f"float16, 16k tokens, hidden size 2048, {origins(machines)}"
     if before:
         of = "cycles of the [model](../../results/timeline.md)" if timed else "two times at peak"
         caption = (
@@ -235,7 +236,7 @@ def units_of_step(name: str) -> str:
 
 def spread_table(name: str) -> str:
     """Times of a stage's forward over those of the one before, where scores spread further."""
-    records, machine = load_run(SPREAD)
+    records, machine = load_run(run_file("spread"))
     ms = {(r["impl"], r["dtype"], r["causal"], r["score_std"]): r["ms"] for r in records}
     deviations = sorted({record["score_std"] for record in records})
     rows = []
@@ -293,8 +294,12 @@ PASSAGES = {  # what the README of a stage may show between markers
 }  # fmt: skip
 
 
-def evolution_sentence(records: list[dict], machine: dict) -> str:
-    """What the walk from the first to the last stage bought, next to the peers, for the largest head dimension."""
+def evolution_sentence(records: list[dict], machines: list[dict]) -> str:
+    """What the walk from the first to the last stage bought, next to the peers, for the largest head dimension.
+
+    Args:
+        records, machines: as `common.show.results.load_runs` gives them.
+    """
     names = implementations(records)
     line = [name for name in names if stages.position(name) and not stages.is_dead_end(name)]
     first, last, head_dim = line[0], line[-1], max(HEAD_DIMS)
@@ -307,15 +312,29 @@ def evolution_sentence(records: list[dict], machine: dict) -> str:
             f"{PASS_NAMES[pass_].capitalize()}: from {spoken(first)}'s {old:.0f} to {spoken(last)}'s {new:.0f} TFLOP/s, "
             f"×{speedup(records, last, first, (pass_,), head_dim):.0f}; over {', '.join(peers)}."
         )
-    return f"Means on an {machine['gpu']}, D = {head_dim}, float16. {' '.join(parts)}"
+    return f"Means on an {machines[0]['gpu']}, D = {head_dim}, float16. {' '.join(parts)}"
+
+
+RUNS = {  # by the name of the run: the heading of its document, and what that shows of the records and the machine
+    "float16-d64": ("All stages in float16, D = 64", speed_table),
+    "float16-d128": ("All stages in float16, D = 128", speed_table),
+    "bfloat16-d64": ("All stages in bfloat16, D = 64", speed_table),
+    "bfloat16-d128": ("All stages in bfloat16, D = 128", speed_table),
+    "passes-as-one": ("Both passes as one", speed_table),
+    "shared": ("Shared K/V heads", shared_tables),
+    "pinned": ("With the pinned Triton", speed_table),
+    "spread": ("Scores of other spreads", speed_table),
+}
 
 
 def documents() -> dict[Path, str]:
     """What each generated document must be, from the committed results."""
     readme = ROOT / "README.md"
-    text = with_table(readme.read_text(), "summary", summary_table(*load_run(RUN)))
-    found = {readme: with_table(text, "evolution", evolution_sentence(*load_run(RUN)))}
-    found[RUN.with_suffix(".md")] = f"# All measurements\n\n{speed_table(*load_run(RUN))}\n"
+    text = with_table(readme.read_text(), "summary", summary_table(*load_runs(FLOAT16 + BFLOAT16)))
+    found = {readme: with_table(text, "evolution", evolution_sentence(*load_runs(FLOAT16)))}
+    for path, (heading, table) in ((run_file(name), shown) for name, shown in RUNS.items()):
+        if path.exists():
+            found[path.with_suffix(".md")] = f"# {heading}\n\n{table(*load_run(path))}\n"
     for name in stages.names():
         path = ROOT / "stages" / name / "README.md"
         found[path] = path.read_text()
@@ -324,12 +343,6 @@ def documents() -> dict[Path, str]:
     for path in (ROOT / "results").glob("traffic-*.json"):
         table = traffic_table(json.loads(path.read_text()))
         found[path.with_suffix(".md")] = f"# Traffic, counted and measured\n\n{table}\n"
-    if PINNED.exists():
-        found[PINNED.with_suffix(".md")] = f"# With the pinned Triton\n\n{speed_table(*load_run(PINNED))}\n"
-    if SPREAD.exists():
-        found[SPREAD.with_suffix(".md")] = f"# Scores of other spreads\n\n{speed_table(*load_run(SPREAD))}\n"
-    if SHARED.exists():
-        found[SHARED.with_suffix(".md")] = f"# Shared K/V heads\n\n{shared_tables(*load_run(SHARED))}\n"
     if TIMELINE.exists() and UNITS.exists():
         found[TIMELINE.with_suffix(".md")] = f"# A model of a multiprocessor, and what was measured\n\n{timeline_table()}\n"
     if UNITS.exists():

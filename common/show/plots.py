@@ -1,4 +1,4 @@
-"""The plots of a benchmark run: what the walk bought, speed and memory against sequence length, and the gain of each step."""
+"""The plots of the stages: what the walk bought, speed and memory against sequence length, and the gain of each step."""
 
 import textwrap
 from pathlib import Path
@@ -12,13 +12,13 @@ import matplotlib.pyplot as plt  # noqa: E402
 import stages  # noqa: E402
 from common.show.results import (  # noqa: E402
     COLUMNS,
+    FLOAT16,
     HEAD_DIMS,
     PLOTS,
-    RUN,
     implementations,
-    load_run,
+    load_runs,
     mean_rate,
-    origin,
+    origins,
     speedup,
     spoken,
 )
@@ -171,14 +171,13 @@ def _evolution(records, names):
     return figure
 
 
-def draw(records: list[dict], machine: dict, directory: Path):
+def draw(records: list[dict], machines: list[dict], directory: Path):
     """Write evolution.png, speed-forward.png, speed-backward.png, gain.png and memory.png; dead ends are left out.
 
     Args:
-        records, machine: of a run, as `common.show.results.load_run` gives them.
+        records, machines: in float16, as `common.show.results.load_runs` gives them.
         directory: where; it is made if it is not there.
     """
-    records = [record for record in records if record["dtype"] == "float16"]
     names = [name for name in implementations(records) if not stages.is_dead_end(name)]
     directory.mkdir(exist_ok=True)
     figures = {
@@ -189,10 +188,10 @@ def draw(records: list[dict], machine: dict, directory: Path):
         "memory": _memory(records, names),
     }
     for name, figure in figures.items():
-        figure.suptitle(f"{origin(machine)}; float16, 16k tokens, hidden size 2048", fontsize=8, color="0.4")
+        figure.suptitle(f"{origins(machines)}; float16, 16k tokens, hidden size 2048", fontsize=8, color="0.4")
         figure.savefig(directory / f"{name}.png", dpi=120)
         plt.close(figure)
 
 
 if __name__ == "__main__":
-    draw(*load_run(RUN), PLOTS)
+    draw(*load_runs(FLOAT16), PLOTS)

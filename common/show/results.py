@@ -3,6 +3,7 @@
 import itertools
 import json
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 
 import stages
@@ -11,19 +12,24 @@ from common.measure.workloads import Workload
 from common.show.tables import stage_order
 
 ROOT = Path(__file__).parents[2]
-RUN = ROOT / "results" / "h200.json"
+HEAD_DIMS = (64, 128)
+
+
+def run_file(name: str) -> Path:
+    """Where results/ has a run; a part of the reference is called there what `bench.py --reference` calls it."""
+    return ROOT / "results" / f"{name}-h200.json"
+
+
+# The parts with all stages, on the papers' workloads.
+FLOAT16, BFLOAT16 = (tuple(run_file(f"{dtype}-d{head_dim}") for head_dim in HEAD_DIMS) for dtype in ("float16", "bfloat16"))
 TRAFFIC = ROOT / "results" / "traffic.json"
 COUNTED_AT = 2048  # the sequence length of that file
 UNITS = ROOT / "results" / "units-h200.json"
-SPREAD = ROOT / "results" / "spread-h200.json"
 TIMELINE = ROOT / "results" / "timeline.json"
 SCOPES = ROOT / "results" / "scopes-h200.json"
-SHARED = ROOT / "results" / "shared-h200.json"
-PINNED = ROOT / "results" / "pinned-h200.json"
 PLOTS = ROOT / "plots"
 MEAN_OVER = (1024, 2048, 4096, 8192, 16384)  # sequence lengths
 LONG = 2048  # from that sequence length on
-HEAD_DIMS = (64, 128)
 COLUMNS = tuple(itertools.product(("fwd", "bwd"), HEAD_DIMS))  # passes and head dimensions
 
 
@@ -43,6 +49,12 @@ def records_of(run: dict) -> tuple[list[dict], dict]:
 def load_run(path: Path) -> tuple[list[dict], dict]:
     """`records_of` a file of results/."""
     return records_of(_read(path))
+
+
+def load_runs(paths: Iterable[Path]) -> tuple[list[dict], list[dict]]:
+    """The records of several runs together, of which no two have the same case, and the machine of each."""
+    runs = [load_run(path) for path in paths]
+    return [record for records, _ in runs for record in records], [machine for _, machine in runs]
 
 
 def implementations(records: list[dict]) -> list[str]:
@@ -85,6 +97,11 @@ def speedup(records: list[dict], impl: str, over: str | None, passes: tuple[str,
 def origin(machine: dict) -> str:
     """Where a run's numbers are from: GPU, versions, commit."""
     return f"{machine['gpu']}, torch {machine['torch']}, triton {machine['triton']}, commit {machine['commit'][:12]}"
+
+
+def origins(machines: list[dict], dated: bool = False) -> str:
+    """`origin` of several runs, with their dates if asked; what is the same once."""
+    return "; ".join(dict.fromkeys(origin(machine) + (f", {machine['date']}" if dated else "") for machine in machines))
 
 
 def load_counts(path: Path) -> tuple[list[dict], dict]:

@@ -103,14 +103,18 @@ def tuned_traffic(old: str, new: str) -> str:
     return "; ".join(parts)
 
 
+def _measured():
+    """The runs of all stages that are there."""
+    return [path for path in results.FLOAT16 if path.exists()]
+
+
 def gain_lines(old: str, new: str) -> list[str]:
     """What the committed results say of a step; nothing of what they do not have."""
     lines = {}
     if results.TRAFFIC.exists():
         lines["bytes at fixed tiles"] = saved_traffic(results.load_counts(results.TRAFFIC)[0], old, new)
     lines["bytes at the tuned tiles"] = tuned_traffic(old, new)
-    if results.RUN.exists():
-        lines["speed"] = measured_gain(results.load_run(results.RUN)[0], old, new)
+    lines["speed"] = measured_gain(results.load_runs(_measured())[0], old, new)
     return [f"{name}: {text}" for name, text in lines.items() if text]
 
 
@@ -122,14 +126,14 @@ def sources() -> str:
             f"Bytes without a mask at S={results.COUNTED_AT}: at fixed tiles as counted, at the tuned ones as measured,\n"
             "spilled registers included."
         )
-    if results.RUN.exists():
-        _, machine = results.load_run(results.RUN)
+    _, machines = results.load_runs(_measured())
+    if machines:
         lengths = ", ".join(map(str, results.MEAN_OVER))
-        where = f"{results.origin(machine)}, {machine['date']}"
+        where = results.origins(machines, dated=True)
         parts.append(f"Speed: float16, geometric means over S={lengths},\ncausal and not: {where}")
-    missing = [str(path.relative_to(results.ROOT)) for path in (results.TRAFFIC, results.RUN) if not path.exists()]
+    missing = [str(path.relative_to(results.ROOT)) for path in (results.TRAFFIC, *results.FLOAT16) if not path.exists()]
     if missing:
-        parts.append(f"Without {' and '.join(missing)} the gains that they have are left out.")
+        parts.append(f"Without {', '.join(missing)} the gains that they have are left out.")
     return " ".join(parts)
 
 

@@ -7,8 +7,12 @@ import math
 
 import pytest
 
+import bench
 import stages
+from common.measure.workloads import Workload
 from common.show import documents, results
+
+MACHINES = [{"gpu": "X", "torch": "1", "triton": "2", "commit": "abc", "date": "2026-01-02"}]
 
 
 def record(impl, ms, seq_len=1024, causal=False, **others):
@@ -23,11 +27,38 @@ def test_documents_agree_with_the_results():
         assert path.read_text() == text, f"{path.name} and the results disagree: run make readme"
 
 
-@pytest.mark.parametrize("name", stages.names())
-def test_results_hold_every_stage_and_name_where_they_are_from(name):
-    records, machine = results.load_run(results.RUN)
+@pytest.mark.parametrize("name", bench.GRIDS)
+def test_a_part_of_the_reference_is_kept_with_its_document_and_where_it_is_from(name):
+    assert name in documents.RUNS
+    path = results.run_file(name)
+    if not path.exists():
+        pytest.skip("not measured yet: make reference")
+    readme = (path.parent / "README.md").read_text()
+    assert f"`{path.name}`" in readme and f"`{path.stem}.md`" in readme and f"GRID={name} FILE=results/{path.name}" in readme
+    _, machine = results.load_run(path)
     assert all(machine[fact] for fact in ("gpu", "torch", "triton", "commit", "date", "matmul_tflops"))
     assert "dirty" not in machine["commit"]
+
+
+def test_runs_that_are_read_together_have_no_case_in_common():
+    records, machines = results.load_runs(results.FLOAT16 + results.BFLOAT16)
+    cases = [(r["impl"], Workload.of(r)) for r in records]
+    assert len(set(cases)) == len(cases)
+    assert len({machine["gpu"] for machine in machines}) == 1
+
+
+def test_origins_are_named_once_each():
+    other = MACHINES[0] | {"commit": "0123456789abcdef", "date": "2026-01-03"}
+    assert results.origins([*MACHINES, other, *MACHINES]) == (
+        "X, torch 1, triton 2, commit abc; X, torch 1, triton 2, commit 0123456789ab"
+    )
+    assert results.origins([*MACHINES, other], dated=True).count("2026-01-0") == 2
+    assert results.origins([MACHINES[0], MACHINES[0] | {"date": "2026-01-03"}]) == "X, torch 1, triton 2, commit abc"
+
+
+@pytest.mark.parametrize("name", stages.names())
+def test_results_hold_every_stage(name):
+    records, _ = results.load_runs(results.FLOAT16)
     if name not in results.implementations(records):
         pytest.skip("not measured yet: make reference")
     measured = {(r["pass"], r["head_dim"], r["causal"]) for r in records if r["impl"] == name and "ms" in r}
@@ -59,22 +90,20 @@ def test_passes_together_are_compared_where_both_were_measured():
 
 
 def test_summary_says_how_bfloat16_compares():
-    machine = {"gpu": "X", "torch": "1", "triton": "2", "commit": "abc", "date": "2026-01-02"}
     records = [record("v0_a", 2.0), record("v0_a", 3.0, dtype="bfloat16"), record("v1_b", 2.0), record("sdpa-x", 1.0)]
     records += [record("v1_b", 1.0, dtype="bfloat16"), record("sdpa-x", 9.0, dtype="bfloat16")]
-    summary = documents.summary_table(records, machine)
+    summary = documents.summary_table(records, MACHINES)
     assert summary.endswith("takes 0.500 (v1, forward, D=64) to 1.500 (v0, forward, D=64) times as long.")
 
 
 def test_summary_sets_the_last_stage_against_the_fastest_baseline_of_each_point():
-    machine = {"gpu": "X", "torch": "1", "triton": "2", "commit": "abc", "date": "2026-01-02"}
     records = [record("sdpa-x", 4.0, seq_len=2048), record("sdpa-x", 1.0, seq_len=4096)]
     records += [record("flash-4", 2.0, seq_len=2048), record("flash-4", 2.0, seq_len=4096)]
     records += [record("v1_b", 1.0, seq_len=2048), record("v1_b", 2.0, seq_len=4096), record("v1_b", 100.0)]
     records += [record("v1a_c", 0.1, seq_len=2048), record("v0_a", 0.1, seq_len=2048)]
     sentence = "v1_b against the fastest of sdpa-x, flash-4 at each point, S ≥ 2048: forward D=64 ×1.00."
-    assert sentence in documents.summary_table(records, machine)
-    assert "against the fastest" not in documents.summary_table([record("v1_b", 1.0, seq_len=2048)], machine)
+    assert sentence in documents.summary_table(records, MACHINES)
+    assert "against the fastest" not in documents.summary_table([record("v1_b", 1.0, seq_len=2048)], MACHINES)
 
 
 def test_implementations_come_in_stage_order():
@@ -89,12 +118,10 @@ def test_implementations_come_in_stage_order():
 
 
 def test_summary_shows_what_was_measured_and_a_dash_for_the_rest():
-    machine = {"gpu": "X", "torch": "1", "triton": "2", "commit": "abc", "date": "2026-01-02"}
     records = [record("sdpa-cudnn", 1.0), record("v0_naive", 8.0), record("v1_x", 2.0), record("v3_z", 4.0)]
     records.append({**record("v2_y", 1.0), "failure": "OOM"})
-    rows = {
-        line.split("|")[1].strip(): line.split("|")[2:-1] for line in documents.summary_table(records, machine).splitlines()[2:]
-    }
+    lines = documents.summary_table(records, MACHINES).splitlines()[2:]
+    rows = {line.split("|")[1].strip(): line.split("|")[2:-1] for line in lines}
     assert [cell.strip() for cell in rows["v1_x"]] == ["50, **×4.00**, 50 %", "-", "-", "-", "-", "-", "9"]
     assert rows["v2_y"][0].strip() == "-"
     assert rows["v3_z"][0].strip() == "25, 25 %"  # the stage before was not measured
@@ -118,20 +145,18 @@ def cells(table, *labels):
 
 
 def test_gain_is_shown_by_length_and_a_dash_where_it_was_not_measured(monkeypatch):
-    machine = {"gpu": "X", "torch": "1", "triton": "2", "commit": "abc", "date": "2026-01-02"}
     records = [record("v0_naive", 4.0, seq_len=512), record("v1_online_softmax", 1.6, seq_len=512)]
     records.append(record("v1_online_softmax", 1.0, seq_len=1024))
-    monkeypatch.setattr(documents, "load_run", lambda path: (records, machine))
+    monkeypatch.setattr(documents, "load_runs", lambda paths: (records, MACHINES))
     assert cells(documents.gain_table("v1_online_softmax"), "forward", "64", "full")[1:] == ["×2.50", "-"]
     assert cells(documents.gain_table("v0_naive"), "forward", "64", "full") == ["4.00", "-"]
 
 
 def test_evolution_goes_from_the_first_stage_to_the_last_next_to_the_peers():
-    machine = {"gpu": "X", "torch": "1", "triton": "2", "commit": "abc", "date": "2026-01-02"}
     records = []
     for impl, ms in (("v0_a", 10.0), ("v1_b", 2.0), ("v1a_c", 0.1), ("sdpa-cudnn", 3.0), ("flash-3", 1.0)):
         records += [record(impl, ms, head_dim=128) | {"pass": pass_} for pass_ in ("fwd", "bwd")]
-    assert documents.evolution_sentence(records, machine) == (
+    assert documents.evolution_sentence(records, MACHINES) == (
         "Means on an X, D = 128, float16. "
         "Forward: from v0's 10 to v1's 50 TFLOP/s, ×5; over cuDNN ×1.50, FlashAttention-3 ×0.50. "
         "Backward: from v0's 10 to v1's 50 TFLOP/s, ×5; over cuDNN ×1.50, FlashAttention-3 ×0.50."
@@ -140,11 +165,11 @@ def test_evolution_goes_from_the_first_stage_to_the_last_next_to_the_peers():
 
 @functools.cache
 def committed():
-    return results.load_run(results.RUN)[0]
+    return results.load_runs(results.FLOAT16)[0]
 
 
 def times(impl, pass_, head_dim, causal):
-    """Milliseconds of the committed run, by sequence length."""
+    """Milliseconds of the committed runs, by sequence length."""
     records = committed()
     wanted = (impl, pass_, head_dim, causal, "float16")
     found = [r for r in records if (r["impl"], r["pass"], r["head_dim"], r["causal"], r["dtype"]) == wanted and "ms" in r]

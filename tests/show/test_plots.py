@@ -10,19 +10,19 @@ plots = pytest.importorskip("common.show.plots")
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory):
-    """The figures of the committed run, by name, and the directory that holds them."""
+    """The figures of the committed runs, by name, and the directory that holds them."""
     directory = tmp_path_factory.mktemp("plots")
     figures = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plots.plt, "close", figures.append)
-        plots.draw(*results.load_run(results.RUN), directory)
+        plots.draw(*results.load_runs(results.FLOAT16), directory)
     names = ("evolution", "speed-forward", "speed-backward", "gain", "memory")
     yield dict(zip(names, figures, strict=True)), directory
     plots.plt.close("all")
 
 
 def main_line():
-    records, _ = results.load_run(results.RUN)
+    records, _ = results.load_runs(results.FLOAT16)
     return [name for name in results.implementations(records) if not stages.is_dead_end(name)]
 
 
@@ -63,7 +63,7 @@ def test_axes_take_most_of_the_width(drawn):
 
 
 def test_evolution_shows_the_means_of_the_summary(drawn):
-    records, _ = results.load_run(results.RUN)
+    records, _ = results.load_runs(results.FLOAT16)
     for axes, pass_ in zip(drawn[0]["evolution"].axes, ("fwd", "bwd"), strict=True):
         rates = {name: results.mean_rate(records, name, pass_, 128) for name in main_line()}
         assert [bar.get_height() for bar in axes.patches] == [rates[name] for name in rates if stages.position(name)]

@@ -70,11 +70,11 @@ def test_another_dimension_of_v_has_a_table_of_its_own_with_what_libraries_say()
 
 @pytest.mark.parametrize("there", [False, True])
 def test_document_is_made_where_the_run_is_there(there, tmp_path, monkeypatch):
-    path = tmp_path / "shared.json"
+    path = tmp_path / "a-run.json"
     if there:
         path.write_text("a run")
     load = results.load_run
-    monkeypatch.setattr(documents, "SHARED", path)
+    monkeypatch.setattr(documents, "run_file", lambda name: path if name == "shared" else results.run_file(name))
     monkeypatch.setattr(documents, "load_run", lambda which: (RECORDS, MACHINE) if which == path else load(which))
     found = documents.documents()
     assert (path.with_suffix(".md") in found) == there

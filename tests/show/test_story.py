@@ -63,7 +63,7 @@ def test_story_tells_of_every_stage():
     assert done.returncode == 0, done.stderr
     for name in stages.names():
         assert name in done.stdout and story.idea(name) in done.stdout
-    records, _ = results.load_run(results.RUN)
+    records, _ = results.load_runs(results.FLOAT16)
     for old, new in steps():
         assert f"from {old}: {story.change(old, new)}" in done.stdout
         assert story.measured_gain(records, old, new) in done.stdout
@@ -114,15 +114,26 @@ def test_without_git_one_line_says_that_it_is_needed(arguments, tmp_path, monkey
 
 
 def test_without_results_the_story_leaves_out_the_gains_and_says_so(tmp_path, monkeypatch, capsys):
-    for name in ("RUN", "TRAFFIC"):
-        path = results.ROOT / "results" / "not-there" / getattr(results, name).name
-        monkeypatch.setattr(results, name, path)
+    away = results.ROOT / "results" / "not-there"
+    monkeypatch.setattr(results, "TRAFFIC", away / "traffic.json")
+    monkeypatch.setattr(results, "FLOAT16", (away / "a.json", away / "b.json"))
     story.print_story()
     told = capsys.readouterr().out
     for old, new in steps():
         assert story.idea(new) in told and f"from {old}: {story.change(old, new)}" in told
     assert "speed:" not in told and "fixed tiles:" not in told
-    assert "Without results/not-there/traffic.json and results/not-there/h200.json the gains" in told
+    missing = ", ".join(f"results/not-there/{name}.json" for name in ("traffic", "a", "b"))
+    assert f"Without {missing} the gains" in told
+
+
+def test_story_tells_of_the_part_that_was_measured(monkeypatch):
+    there, _ = results.FLOAT16
+    monkeypatch.setattr(results, "FLOAT16", (there, results.ROOT / "results" / "not-there.json"))
+    old, new = (stages.resolve(name) for name in ("v2", "v3"))
+    speed = dict(line.split(": ", 1) for line in story.gain_lines(old, new))["speed"]
+    assert "(D=64)" in speed and "(D=128)" not in speed
+    told = story.sources()
+    assert results.load_run(there)[1]["date"] in told and "Without results/not-there.json the gains" in told
 
 
 @pytest.mark.parametrize("text", [None, "", '{"benchmarks": ['], ids=["missing", "empty", "half-written"])

@@ -300,7 +300,7 @@ def test_run_with_shared_heads_and_another_dimension_of_v_is_checked_counted_and
     assert "K/V heads" in done.stdout and "backward, D=16, Dv=32, causal, float16" in done.stdout
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", ["SIGINT", pytest.param("SIGTERM", marks=pytest.mark.long)])
 def test_interrupted_run_keeps_what_was_measured(tmp_path, name):
     stop = f"import os, signal\ndef stop(*_, **__): os.kill(os.getpid(), signal.{name})\nbench.BASELINES['stop'] = stop"
     done = run_bench(tmp_path, "--stage=v0", "--pass=fwd", prepare=stop)

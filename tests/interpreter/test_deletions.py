@@ -35,7 +35,7 @@ PROBLEMS = [
     (400, 300, 128, 128, True, 3, 1),
 ]
 SEEDS = range(12)
-EVERY = 8  # statement of a file is deleted in the default run
+EVERY = 12  # statement of a file is deleted in the default run
 
 
 def statements():

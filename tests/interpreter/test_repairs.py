@@ -155,7 +155,10 @@ print(DEVICE)
 """
 
 
-@pytest.mark.parametrize("imports", ["import stages", "import triton, stages", "import triton.language, torch, stages"])
+EARLIER = [pytest.param(imports, marks=pytest.mark.long) for imports in ("import stages", "import triton, stages")]
+
+
+@pytest.mark.parametrize("imports", [*EARLIER, "import triton.language, torch, stages"])
 def test_no_variable_to_set_in_any_order_of_imports(imports):
     """Triton reads TRITON_INTERPRET as it is imported and compiles or interprets its own library functions from then on."""
     assert python("-c", imports + SMALL_ATTENTION) == ("cuda\n" if GPU else "cpu\n")

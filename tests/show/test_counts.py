@@ -26,7 +26,7 @@ def run_counts(*arguments, prepare=None):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("gpu", ["h200", "a100"])
+@pytest.mark.parametrize("gpu", [pytest.param("h200", marks=pytest.mark.long), "a100"])
 def test_stages_that_a_gpu_cannot_run_are_named_and_left_out(gpu):
     run = run_counts("--head-dim=16", f"--gpu={gpu}")  # all stages
     assert run.returncode == 0, run.stderr
@@ -100,7 +100,7 @@ counts.count_stage = count_stage
 """
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", ["SIGINT", pytest.param("SIGTERM", marks=pytest.mark.long)])
 def test_stopped_it_shows_and_saves_what_was_counted(name, tmp_path):
     path = tmp_path / "traffic.json"
     run = run_counts("--stage=v0,v1", "--head-dim=16,32", f"--json={path}", prepare=STOP.format(name))

@@ -10,8 +10,8 @@ def aligned(tensor: Tensor) -> Tensor:
     """`tensor` if Triton can tell that its rows load 16 bytes at a time, else a contiguous copy.
 
     Where it cannot, as for a view that starts in the middle of a row, or whose rows are padded by a few elements, it loads
-    element by element and ahead of no loop. That takes longer than the copy, and is worse than slow: of a product whose tile of
-    16 or 32 half-precision columns is not loaded ahead, ptxas 12.8 leaves the tile's address undefined.
+    element by element, and nothing ahead of its use. That is slow, and worse: where V has 16 or 32 columns in half precision,
+    ptxas 12.8 then leaves the address undefined from which a product of v3's forward reads its tile.
     """
     *steps, last = tensor.stride()
     if last == 1 and all(number % ALIGNMENT == 0 for number in (tensor.data_ptr(), *steps)):

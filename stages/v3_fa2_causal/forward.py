@@ -101,7 +101,7 @@ def forward(q, k, v, *, causal, scale):
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
         q, scale = -q, -scale  # the same scores; the largest one is then the largest before scaling too
-    q, k, v = map(aligned, (q, k, v))
+    q, k, v = aligned(q), aligned(k), aligned(v)
     tile = query_tile(max(head_dim, value_dim), q.dtype)
     _forward_kernel[triton.cdiv(seq_q, tile["BLOCK_M"]) * batch * heads,](
         q, k, v, out, lse, scale,

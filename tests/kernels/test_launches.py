@@ -171,4 +171,11 @@ for name in stages.names():
                     assert parameter.annotation_type or parameter.do_not_specialize, (name, kernel, parameter.name)
                     checked.add(name)
 assert checked == set(stages.names()) - {"v0_naive"}, checked
+
+compiled = []
+triton.knobs.compilation.always_compile = True
+triton.knobs.compilation.listener = lambda src, **_: compiled.append({src.fn.arg_names[path[0]] for path in src.constants})
+forward("v3", head_dim=16, seq=1)
+(constants,) = compiled
+assert "heads_per_kv" in constants and not constants & {"seq_q", "seq_k"}, constants  # one of 1 does become one
 """)

@@ -50,11 +50,11 @@ def test_blocks_of_query_rows_make_what_all_rows_make_at_once(causal, sizes, row
     for name, magnitude in whole[0]["magnitudes"].items():
         torch.testing.assert_close(blocks[0]["magnitudes"][name], magnitude, rtol=1e-13, atol=1e-13)
         torch.testing.assert_close(blocks[0][name], whole[0][name], rtol=1e-13, atol=1e-13)
-        if name == "lse":  # float32, and on a GPU summed in another order
-            torch.testing.assert_close(blocks[1][name], whole[1][name], rtol=1e-6, atol=1e-6)
-            continue
         errors = [(yardstick[name].double() - exact[name]).square().mean().sqrt() for exact, yardstick in (whole, blocks)]
-        torch.testing.assert_close(*errors, rtol=0.01, atol=0)  # the yardstick is no other: it rounds to float16 as before
+        if name == "lse":  # float32, and on a GPU summed in another order: what is left is a rounding, either way
+            assert max(errors) < torch.finfo(torch.float32).eps * whole[0][name].square().mean().sqrt()
+        else:
+            torch.testing.assert_close(*errors, rtol=0.01, atol=0)  # the yardstick is no other: it rounds to float16 as before
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="what is allocated on the CPU is counted")

@@ -109,18 +109,30 @@ def _where(condition, x, y):
     return computed("select", chosen, condition, x, y, layout=getattr(condition, "layout", None))
 
 
-def _either(compute):
-    """The larger, or the smaller, of two; a number where the other is NaN. Not in bfloat16, as in Triton."""
+@means(gl.split)
+def _split(x):
+    return x[..., 0], x[..., 1]
 
-    def meaning(x, y):
+
+@means(gl.join)
+def _join(x, y):
+    return computed("move", torch.stack(promoted(x, y), -1), x, y)
+
+
+def _either(compute, or_nan):
+    """The larger, or the smaller, of two; a number where the other is NaN, or NaN if that is asked for. Not in bfloat16, as in
+    Triton."""
+
+    def meaning(x, y, propagate_nan=tl.PropagateNan.NONE):
+        chosen = or_nan if propagate_nan == tl.PropagateNan.ALL else compute
         wide = (Register(data.float() if data.dtype == torch.bfloat16 else data) for data in (tensor(x), tensor(y)))
-        return computed("max", compute(*promoted(*wide)), x, y)
+        return computed("max", chosen(*promoted(*wide)), x, y)
 
     return meaning
 
 
-means(gl.maximum, tl.maximum)(_either(torch.fmax))
-means(gl.minimum, tl.minimum)(_either(torch.fmin))
+means(gl.maximum, tl.maximum)(_either(torch.fmax, torch.maximum))
+means(gl.minimum, tl.minimum)(_either(torch.fmin, torch.minimum))
 
 
 @means(gl.max)

@@ -179,7 +179,7 @@ def _divided(a, b):
 
 _OPERATORS = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "truediv": operator.truediv, "floordiv": _divided,
-    "mod": torch.fmod, "and": operator.and_, "or": operator.or_, "xor": operator.xor,
+    "mod": torch.fmod, "and": operator.and_, "or": operator.or_, "xor": operator.xor, "lshift": operator.lshift,
 }  # fmt: skip
 _DIVISIONS = {operator.truediv, _divided, torch.fmod}
 _COMPARISONS = {name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")}
@@ -206,8 +206,10 @@ class Register(Values):
         lambda self: SimpleNamespace(layout=self.layout, shape=self.shape, element_ty=self.dtype, scalar=self.dtype)
     )
 
-    def to(self, dtype):
-        """These values in another type, rounded to nearest even."""
+    def to(self, dtype, bitcast=False):
+        """These values in another type, rounded to nearest even; or what their bits are in that type."""
+        if bitcast:
+            return self._moved(self.data.view(in_torch(dtype)), self.layout)
         widens = dtype.primitive_bitwidth > self.dtype.primitive_bitwidth
         return computed(
             f"from {self.dtype}" if widens else f"to {dtype}", self.data.to(in_torch(dtype)), self, layout=self.layout

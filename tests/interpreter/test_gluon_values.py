@@ -220,6 +220,42 @@ def test_nan_is_neither_larger_nor_smaller(dtype):
 
 
 @gluon.jit
+def _nan_asked_for_kernel(x_ptr):
+    x = gl.load(x_ptr + gl.arange(0, 4))
+    _record(gl.maximum(x, 2.0, propagate_nan=tl.PropagateNan.ALL))
+    _record(gl.minimum(x, 2.0, propagate_nan=tl.PropagateNan.ALL))
+
+
+def test_nan_is_larger_and_smaller_where_that_is_asked_for():
+    nan = float("nan")
+    (_, larger), (_, smaller) = record(_nan_asked_for_kernel, torch.tensor([1, nan, 3, 2]))
+    torch.testing.assert_close(larger, torch.tensor([2, nan, 3, 2]).double(), equal_nan=True)
+    torch.testing.assert_close(smaller, torch.tensor([1, nan, 2, 2]).double(), equal_nan=True)
+
+
+@gluon.jit
+def _bits_kernel(x_ptr):
+    x = gl.load(x_ptr + gl.arange(0, 4))
+    bits = x.to(gl.int32, bitcast=True)
+    _record(bits)
+    _record(bits << 9)
+    _record((bits + (1 << 23)).to(gl.float32, bitcast=True))
+    even, odd = gl.split(x.reshape([2, 2]))
+    _record(even)
+    _record(odd)
+    _record(gl.join(odd, even))
+
+
+def test_bits_and_halves_of_a_tensor():
+    """A sign, eight bits of exponent plus 127, and the others: 1.5 is 127 of exponent, and half of all else."""
+    (dtype, bits), (_, shifted), (_, doubled), *halves = record(_bits_kernel, torch.tensor([1.5, -1.0, 0.25, 8.0]))
+    assert dtype == "int32" and bits.tolist() == [0x3FC00000, 0x3F800000 - 2**31, 0x3E800000, 0x41000000]
+    assert shifted.tolist() == [-(2**31), 0, 0, 0]
+    assert doubled.tolist() == [3, -2, 0.5, 16]
+    assert [half.tolist() for _, half in halves] == [[1.5, 0.25], [-1, 8], [-1, 1.5, 8, 0.25]]
+
+
+@gluon.jit
 def _copy_kernel(x_ptr, out_ptr, first, n_loaded, n_stored):
     offs = first + gl.arange(0, 16)
     x = gl.load(x_ptr + offs, mask=(offs >= 0) & (offs < n_loaded), other=-1)

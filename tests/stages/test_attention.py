@@ -218,7 +218,7 @@ def test_scores_of_ten_thousand(stage, sign, dtype):
     signs = {"all large": k.new_ones(()), "all small": -k.new_ones(()), "both": torch.randn_like(k[..., :1]).sign()}
     q = (direction + 0.02 * q).to(dtype)
     k = (direction * signs[sign] + 0.02 * k).to(dtype)
-    results = check(stage, q, k, v, grad_out, causal=True)
+    results = check(stage, q, k, v, grad_out, causal=sign == "both")
     assert results["lse"].abs().mean() > 9_000
 
 

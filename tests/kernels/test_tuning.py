@@ -68,6 +68,21 @@ def test_every_configuration_is_right(name, kernel, index, head_dim, dtype, real
     check_both(name, make_inputs(*LENGTHS, head_dim, dtype, batch=1, heads=1))
 
 
+@pytest.mark.parametrize("name", TUNED)
+def test_timing_leaves_nothing_behind(name, real_tuning, monkeypatch):
+    """Timing runs a kernel again and again; what is added up in memory has to begin at zero each time, and at the end."""
+
+    def time_twice(call, quantiles):
+        call()
+        call()
+        return [0.0] * len(quantiles)
+
+    for tuner in tuners(name).values():
+        monkeypatch.setattr(tuner, "cache", {})
+        monkeypatch.setattr(tuner, "do_bench", time_twice)
+    check(stages.load(name), *make_inputs(70, 90, 16, batch=1, heads=1), causal=True)
+
+
 @pytest.mark.parametrize("name, kernel", TUNERS)
 def test_nearby_lengths_share_a_tuning(name, kernel, monkeypatch):
     tuner = tuners(name)[kernel]

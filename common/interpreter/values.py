@@ -209,6 +209,8 @@ class Register(Values):
     def to(self, dtype, bitcast=False):
         """These values in another type, rounded to nearest even; or what their bits are in that type."""
         if bitcast:
+            if dtype.primitive_bitwidth != self.dtype.primitive_bitwidth:  # as the compiler has it
+                raise ValueError(f"the bits of {self.dtype} are no {dtype}")
             return self._moved(self.data.view(in_torch(dtype)), self.layout)
         widens = dtype.primitive_bitwidth > self.dtype.primitive_bitwidth
         return computed(

@@ -256,6 +256,16 @@ def test_bits_and_halves_of_a_tensor():
 
 
 @gluon.jit
+def _too_few_bits_kernel(x_ptr):
+    gl.load(x_ptr + gl.arange(0, 4)).to(gl.int16, bitcast=True)
+
+
+def test_bits_of_another_width_are_refused():
+    with pytest.raises(InterpreterError, match="the bits of fp32 are no int16"):
+        _too_few_bits_kernel[(1,)](torch.ones(4))
+
+
+@gluon.jit
 def _copy_kernel(x_ptr, out_ptr, first, n_loaded, n_stored):
     offs = first + gl.arange(0, 16)
     x = gl.load(x_ptr + offs, mask=(offs >= 0) & (offs < n_loaded), other=-1)

@@ -108,6 +108,7 @@ if INTERPRETED:
         repairs.adopt_language()
     repairs.repair_bfloat16()
     repairs.repair_loop_bounds()
+    repairs.add_descriptor_reductions()
     repairs.patch_the_language_once()
     repairs.check_overflow_cheaply()
     repairs.run_one_kernel_at_a_time()

@@ -5,6 +5,7 @@ import threading
 import numpy
 import torch
 import triton.language as tl
+from triton._C.libtriton import ir
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 from triton.runtime.jit import JITFunction
@@ -57,6 +58,18 @@ def repair_bfloat16():
         return cast(self, src, dst_type)
 
     builder.create_dot, builder.binary_op, builder.cast_impl = create_dot, repaired_binary_op, cast_impl
+
+
+def add_descriptor_reductions():
+    """Give the interpreter `descriptor.atomic_add`, which Triton 3.6 and 3.7 leave out."""
+
+    def create_descriptor_reduce(self, kind, desc, value, indices):
+        if kind != ir.DESCRIPTOR_REDUCE_KIND.ADD:
+            raise NotImplementedError(f"a descriptor's {kind.name} in the interpreter")
+        pointers, mask = desc.materialize_pointers(indices)
+        self.create_atomic_rmw(ir.ATOMIC_OP.FADD, pointers, value, mask, ir.MEM_SEMANTIC.RELAXED, None)
+
+    InterpreterBuilder.create_descriptor_reduce = create_descriptor_reduce
 
 
 def repair_loop_bounds():

@@ -132,14 +132,17 @@ class _Counter(TorchDispatchMode):
             (InterpreterBuilder, "create_masked_store", self._store),
             (InterpreterBuilder, "create_atomic_rmw", self._atomic_rmw),
             (InterpreterBuilder, "create_atomic_cas", self._atomic_cas),
+            (InterpreterBuilder, "create_descriptor_reduce", self._descriptor_reduce),
             (InterpreterBuilder, "create_dot", self._dot),
             (GluonJITFunction, "run", self._run),
             (Traffic, "read", self._of_gluon("read")),
             (Traffic, "write", self._of_gluon("written")),
             (Traffic, "multiply", self._of_gluon("flops")),
         )
-        self._originals = [(owner, name, getattr(owner, name)) for owner, name, _ in watched]
-        for owner, name, watch in watched:
+        # On a GPU, where nothing is interpreted, the interpreter lacks what `common.interpreter` adds.
+        there = [(owner, name, watch) for owner, name, watch in watched if hasattr(owner, name)]
+        self._originals = [(owner, name, getattr(owner, name)) for owner, name, _ in there]
+        for owner, name, watch in there:
             setattr(owner, name, watch(getattr(owner, name)))
         return super().__enter__()
 
@@ -187,6 +190,16 @@ class _Counter(TorchDispatchMode):
         def counted(builder, operation, pointers, value, mask, *args):
             self._touch(pointers, mask, read=1, written=1)
             return atomic_rmw(builder, operation, pointers, value, mask, *args)
+
+        return counted
+
+    def _descriptor_reduce(self, descriptor_reduce):
+        """What the copy engine adds is written: the L2 cache does the adding, and nothing comes back."""
+
+        def counted(*args):
+            read = self.launches[-1].read
+            descriptor_reduce(*args)
+            self.launches[-1].read = read
 
         return counted
 

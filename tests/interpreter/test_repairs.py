@@ -12,6 +12,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 GPU = torch.cuda.is_available()
 
@@ -31,6 +32,11 @@ def _bfloat16_kernel(a_ptr, b_ptr, dot_ptr, sum_ptr, product_ptr, less_ptr, SIZE
 def _cast_kernel(x_ptr, y_ptr, SIZE: tl.constexpr):
     x = tl.load(x_ptr + tl.arange(0, SIZE))
     tl.store(y_ptr + tl.arange(0, SIZE), x.to(y_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _add_tile_kernel(x_desc, BLOCK: tl.constexpr):
+    x_desc.atomic_add([tl.program_id(0) * 4, 0], tl.full([BLOCK, BLOCK], 1.0, tl.float32))
 
 
 @triton.jit
@@ -171,3 +177,12 @@ def test_an_explicit_choice_wins(value, device):
 
 if __name__ == "__main__":
     print(json.dumps(bfloat16_errors("cpu") | {"casts": rounding_errors("cpu", torch.bfloat16)}))
+
+
+def test_descriptors_add_to_memory():
+    """Tiles that overlap are summed; what lies past the end is not touched."""
+    x = torch.zeros(20, 16, device="cuda" if GPU else "cpu")
+    descriptor = TensorDescriptor.from_tensor(x[:18], [16, 16])
+    _add_tile_kernel[(2,)](descriptor, BLOCK=16)
+    expected = torch.tensor([1.0] * 4 + [2.0] * 12 + [1.0] * 2 + [0.0] * 2)
+    assert torch.equal(x.cpu(), expected[:, None].expand(20, 16))

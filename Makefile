@@ -78,7 +78,7 @@ plots: $(SETUP)  ## draw plots/ from results/
 	$(PYTHON) -m common.show.plots
 	$(PYTHON) -m common.show.timelines --committed
 
-timeline: $(SETUP)  ## draw what a multiprocessor does in a Gluon stage, STAGE=v7; ARGS="…" goes to common.show.timelines (ARGS=--help)
+timeline: $(SETUP)  ## draw what a multiprocessor does in a Gluon stage, STAGE=v14; ARGS="…" goes to common.show.timelines (ARGS=--help)
 	$(PYTHON) -m common.show.timelines $(addprefix --stage=,$(STAGE)) $(ARGS)
 
 story: $(SETUP)  ## walk from stage to stage: ideas, sizes of the changes, bytes saved, speed gained
@@ -88,7 +88,7 @@ diff: EXAMPLE = make diff A=v3 B=v4
 diff: needs-A needs-B $(SETUP)  ## show the code that a stage changes and what it gained: make diff A=v3 B=v4; PROSE=yes: READMEs too
 	$(PYTHON) -m common.show.story diff "$(A)" "$(B)" $(addprefix --prose=,$(PROSE))
 
-stage: $(SETUP)  ## begin a new stage with the kernels of another: make stage FROM=v7 NAME=v8_yours
+stage: $(SETUP)  ## begin a new stage with the kernels of another: make stage FROM=v14 NAME=v15_yours
 	$(PYTHON) -m common.show.new_stage -- "$(FROM)" "$(NAME)"
 
 example: $(SETUP_EXAMPLE)  ## train a small Llama with a stage's attention, next to SDPA's: make example STAGE=v5 (ARGS=--help)

@@ -15,6 +15,7 @@ from triton.runtime.autotuner import Autotuner  # noqa: E402
 import stages  # noqa: E402
 from common.interpreter.schedule import restart_seeds  # noqa: E402
 from common.measure.aot import first_that_survives  # noqa: E402
+from common.measure.timeline import has_gluon  # noqa: E402
 from common.runtime import INTERPRETED  # noqa: E402
 
 
@@ -32,10 +33,13 @@ def pytest_xdist_auto_num_workers():
 
 @pytest.hookimpl(tryfirst=True)  # before the long ones are left out
 def pytest_collection_modifyitems(items):
-    """On the interpreter, which is slow, a dead end has its results checked; all else that is done to it is in the long run."""
+    """On the interpreter, which is slow, dead ends, and of the stages in Gluon all but the last, have their results checked;
+    all else that is done to them is in the long run."""
+    line = [name for name in stages.names() if not stages.is_dead_end(name)]
+    in_full = {name for name in line if not has_gluon(name)} | {line[-1]}
     for item in items if INTERPRETED else ():
         name = getattr(item, "callspec", None) and item.callspec.params.get("stage")
-        if isinstance(name, str) and stages.is_dead_end(name) and not item.get_closest_marker("dead_ends_too"):
+        if isinstance(name, str) and name not in in_full and not item.get_closest_marker("every_stage"):
             item.add_marker(pytest.mark.long)
 
 

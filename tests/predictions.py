@@ -284,8 +284,23 @@ def v5_backward(p: Problem) -> Steps:
     yield p.k + p.v + queries, p.k + p.v, p.flops(p.scores_of_keys(p.key_tile), 2, 2)
 
 
-# --- v6 and v7: tiles of their own, by the larger head dimension, up to 128. The forward's programs take theirs by a counter.
-# In the backward Q and dO are read once for each 128 keys, five products are made of them, and dQ is added up in memory.
+# --- v7: a backward of five products, and dQ added up in memory
+
+
+def v7_backward(p: Problem) -> Steps:
+    yield 0, 2 * p.q  # the sums of dQ = 0, in float32
+    yield 2 * p.o, p.row  # delta from O and dO
+    queries = p.queries_read(p.key_tile)
+    yield (
+        p.k + p.v + queries * (p.row_of_q + p.row_of_o + 2 * FLOAT),  # K, V once; for each key tile Q, dO, LSE and delta
+        p.k + p.v + queries * 2 * p.row_of_q,  # dK and dV once; what is added to the sums for each key tile
+        p.flops(p.scores_of_keys(p.key_tile), 3, 2),
+    )
+    yield 2 * p.q, p.q  # dQ = sums * scale
+
+
+# --- v8 to v14: tiles of their own, by the larger head dimension, up to 128. In the backward Q and dO are read once for each
+# 128 keys. From v10 on programs have consumers, of 64 rows each. From v12 on the forward's take their tiles by a counter.
 
 ROWS = 64  # of a consumer: queries in the forward, keys in the backward
 MULTIPROCESSORS = GPUS["h200"].multiprocessors
@@ -300,33 +315,47 @@ def _query_tiles(p: Problem):
     return p.heads * math.ceil(p.seq_q / p.query_tile[0])
 
 
-def _persistent_forward(p: Problem) -> tuple[int, int, int]:
+def _forward(p: Problem, rows: int) -> tuple[int, int, int]:
+    """As v3; so many rows are multiplied with the key tiles that they see together, those past the last query too."""
     m, n = p.query_tile
-    tiles = _query_tiles(p)
-    # A consumer multiplies with the key tiles that its own rows see, those past the last query too.
-    ends = (min(start + ROWS, p.seq_k) if p.causal else p.seq_k for start in range(0, math.ceil(p.seq_q / m) * m, ROWS))
+    ends = (min(start + rows, p.seq_k) if p.causal else p.seq_k for start in range(0, math.ceil(p.seq_q / m) * m, rows))
     steps = p.heads * sum(math.ceil(end / n) for end in ends)
-    return (
-        p.q + p.kv_read + tiles * INT,  # as v3; after each tile the counter, for another
-        p.o + p.row + tiles * INT,
-        p.flops(steps * ROWS * n, 1, 1),
-    )
+    return p.q + p.kv_read, p.o + p.row, p.flops(steps * rows * n, 1, 1)
 
 
-def v6_forward(p: Problem) -> Steps:
+def _persistent_forward(p: Problem) -> tuple[int, int, int]:
+    read, written, flops = _forward(p, ROWS)
+    counter = _query_tiles(p) * INT  # after each tile, for another
+    return read + counter, written + counter, flops
+
+
+def v8_forward(p: Problem) -> Steps:
+    p = replace(p, query_tile=(128, 128) if _wide(p) else (256, 64))
+    yield _forward(p, p.query_tile[0])
+
+
+def v10_forward(p: Problem) -> Steps:
+    yield _forward(replace(p, query_tile=(128, 128) if _wide(p) else (256, 64)), ROWS)
+
+
+def v12_forward(p: Problem) -> Steps:
     yield 0, INT  # the counter = 0
     yield _persistent_forward(replace(p, query_tile=(128, 128) if _wide(p) else (256, 64)))
 
 
-def v7_forward(p: Problem) -> Steps:
-    p = replace(p, query_tile=(128 if _wide(p) else 256, 64))
+def v13_forward(p: Problem, wide_keys: int = 128) -> Steps:
+    p = replace(p, query_tile=(128, wide_keys) if _wide(p) else (256, 64))
     tiles = _query_tiles(p)
     yield 0, (2 + tiles) * INT  # the counter, and a flag for all tiles and for each, = 0
     yield _persistent_forward(p)  # in which no tile fails: the scores are not far apart
     yield min(tiles, MULTIPROCESSORS) * INT, 0  # each program reads the flag for all tiles, and ends
 
 
-def v6_backward(p: Problem) -> Steps:
+def v14_forward(p: Problem) -> Steps:
+    yield from v13_forward(p, wide_keys=64)
+
+
+def v8_backward(p: Problem, consumers: bool = False) -> Steps:
     m = 64 if _wide(p) else 128
     tiles_m = math.ceil(p.seq_q / m)
     stats = p.heads * tiles_m * m * 2 * FLOAT  # log2(e) LSE and delta, in whole tiles
@@ -337,13 +366,17 @@ def v6_backward(p: Problem) -> Steps:
     queries = p.heads * sum(p.seq_q - tile * m for tile in first)
     steps = p.heads * sum(tiles_m - tile for tile in first)
     # The first 64 queries see nothing of the second consumer's keys, which makes no S, dP, dV and dK of them.
-    unseen = p.heads * len(first) if p.causal and m == ROWS else 0
+    unseen = p.heads * len(first) if consumers and p.causal and m == ROWS else 0
     yield (
         p.k + p.v + queries * (p.row_of_q + p.row_of_o) + steps * m * 2 * FLOAT,  # K, V once; Q, dO and stats a step
         p.k + p.v + steps * m * 2 * p.row_of_q,  # dK and dV once; what is added to the sums a step
         p.flops(steps * m * 2 * ROWS, 3, 2) - p.flops(unseen * m * ROWS, 2, 2),
     )
     yield sums, p.q  # dQ in float16
+
+
+def v10_backward(p: Problem) -> Steps:
+    yield from v8_backward(p, consumers=True)
 
 
 # A stage that is not here moves what nobody has written down yet: its test is skipped and says so.
@@ -356,8 +389,18 @@ PREDICTIONS = {
     "v4a": (v4a_forward, v4a_backward),
     "v4b": (v3_forward, v3_backward),
     "v5": (v3_forward, v5_backward),
-    "v6": (v6_forward, v6_backward),
-    "v7": (v7_forward, v6_backward),
+    "v6": (v3_forward, v5_backward),
+    "v7": (v3_forward, v7_backward),
+    "v8": (v8_forward, v8_backward),
+    "v9": (v8_forward, v8_backward),
+    "v10": (v10_forward, v10_backward),
+    "v11": (v10_forward, v10_backward),
+    "v11a": (v10_forward, v10_backward),
+    "v12": (v12_forward, v10_backward),
+    "v12a": (v10_forward, v10_backward),
+    "v13": (v13_forward, v10_backward),
+    "v13a": (v13_forward, v10_backward),
+    "v14": (v14_forward, v10_backward),
 }
 
 

@@ -1,7 +1,7 @@
 """Every stage under NVIDIA's compute-sanitizer: memory out of bounds, memory read before it is written, races in shared memory.
 
     python -m common.measure.sanitize                                    # all tools and stages; needs a GPU
-    python -m common.measure.sanitize --tool racecheck --stage v6,v7
+    python -m common.measure.sanitize --tool racecheck --stage v12,v14
 
 Racecheck does not follow every barrier: `KNOWN` lists what it reports and is no race. Any other report fails, and so does
 a known one that is gone.
@@ -79,17 +79,18 @@ class Known:
         )
 
 
-HOPPER = ("v6_warp_specialized", "v7_speculative_softmax")
+PERSISTENT = ("v12_persistent", "v13_speculative_softmax", "v13a_polynomial_exponentials", "v14_short_tiles")
+ROLES = ("v9_producer", "v10_warp_specialized", "v11_overlapped", "v11a_ping_pong", "v12a_static_grid", *PERSISTENT)
 BY_COMPILER = ("v4b_warp_specialize",)
 TILE = "the mbarriers tile_full and tile_empty order the producer's store of the next tile's number and the consumers' loads"
 STATE = "what the compiler tells the other warps, their function and its arguments, lies between barriers of its own"
 COPIED = "the compiler's own warps copy Q, and hand over their rows, between mbarriers of its making"
 DESCRIBED = "a program writes its descriptor with tensormap.cp_fenceproxy, which initcheck does not count as a write"
 KNOWN = (
-    Known("racecheck", HOPPER, "_forward_kernel", r"tile_s\.index\(.*\)\.(store|load)\(", TILE),
-    # The state lies where the function begins, and where the warps part: an `if` in the forward.
-    Known("racecheck", HOPPER, "_forward_kernel", r"^def _forward_kernel\(|if CONSUMERS == 2:", STATE),
-    Known("racecheck", HOPPER, "_backward_kernel", r"^def _backward_kernel\(|gl\.warp_specialize\(", STATE),
+    Known("racecheck", PERSISTENT, "_forward_kernel", r"tile_s\.index\(.*\)\.(store|load)\(", TILE),
+    # The state lies where the function begins, and where the warps part, in an `if` of some forwards.
+    Known("racecheck", ROLES, "_forward_kernel", r"^def _forward_kernel\(|if CONSUMERS == 2:|gl\.warp_specialize\(", STATE),
+    Known("racecheck", ROLES, "_backward_kernel", r"^def _backward_kernel\(|gl\.warp_specialize\(", STATE),
     Known("racecheck", BY_COMPILER, "_forward_kernel", r"^def _forward_kernel\(|q_desc\.load\(|tl\.store\(lse_ptrs", COPIED),
     Known("initcheck", BY_COMPILER, "_forward_kernel", r"tl\.make_tensor_descriptor\(", DESCRIBED),
 )

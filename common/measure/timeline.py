@@ -1,6 +1,6 @@
 """What a stage's Gluon kernels do on one multiprocessor, cycle by cycle, at the rates measured of its units.
 
-    python -m common.measure.timeline --stage v6,v7 --json results/timeline.json   # anywhere
+    python -m common.measure.timeline --stage v12,v13 --json results/timeline.json   # anywhere
 
 `common.interpreter.timing` is the model; results/rates-h200.json has its rates, each from a kernel of its own
 (`common.measure.rates`) and none from the stages. Only Gluon's kernels are timed: other kernels of a stage are left out.

@@ -1,6 +1,6 @@
 """A new stage, made of another one: the same kernels under a new name, to be changed, and its place in the documents.
 
-    python -m common.show.new_stage v7 v8_yours
+    python -m common.show.new_stage v14 v15_yours
 
 The code of a stage does not hold its own name, so that a copy of it is right as it is. What only the old stage can say is left
 out: its idea, its README, and the notes that point to a stage which is no longer the next.
@@ -75,10 +75,10 @@ def checked(source: str, name: str) -> str:
     """
     for variable, value in (("FROM", source), ("NAME", name)):
         if not value:
-            raise ValueError(f"{variable}= is missing: make stage FROM=v7 NAME=v8_yours")
+            raise ValueError(f"{variable}= is missing: make stage FROM=v14 NAME=v15_yours")
     source = stages.resolve(source)
     if not NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is no name of a stage: v<number>[letter]_<snake_case>, such as v8_yours or v7a_yours")
+        raise ValueError(f"{name!r} is no name of a stage: v<number>[letter]_<snake_case>, such as v15_yours or v14a_yours")
     position = stages.position(name)
     at = {stages.position(other): other for other in stages.names()}
     if position in at or (results.ROOT / "stages" / name).exists():
@@ -166,9 +166,9 @@ def make(source: str, name: str) -> bool:
 def main(argv: list[str]):
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="make stage", usage="make stage FROM=v7 NAME=v8_yours", description="Make a new stage of another one's kernels."
+        prog="make stage", usage="make stage FROM=v14 NAME=v15_yours", description="Make a new stage of another one's kernels."
     )
-    parser.add_argument("source", metavar="FROM", help="such as v7 or v4_autotune_descriptor")
+    parser.add_argument("source", metavar="FROM", help="such as v14 or v4_autotune_descriptor")
     parser.add_argument("name", metavar="NAME", help="v<number>_<name>, or v<number><letter>_<name> for a dead end")
     options = parser.parse_args(argv)
     try:

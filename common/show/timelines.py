@@ -1,6 +1,6 @@
 """What one multiprocessor does, drawn: a lane for each unit, coloured by the partition that it works for.
 
-    make timeline STAGE=v7 ARGS="--pass bwd --head-dim 128"   # anywhere; into plots/timelines
+    make timeline STAGE=v14 ARGS="--pass bwd --head-dim 128"   # anywhere; into plots/timelines
 
 `make plots` draws both passes of every Gluon stage, D = 64. `common.measure.timeline` is the model.
 """

@@ -5,12 +5,10 @@ import triton
 import triton.language as tl
 
 from common.kernels.descriptors import addressable, describe
-from common.kernels.order import tile_and_head
 from common.kernels.tuning import autotune, bucket, configs
 from common.operator import empty_rows
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-SUMS = tl.constexpr(8)  # for a row: no thread holds more than two of any eight columns, so that none has to wait for others'
 
 
 @triton.jit
@@ -18,7 +16,7 @@ def _accumulate(
     acc, m, l, q, k_desc, v_desc, batch, kv_head, lo, hi, seq_k, offs_m, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Fold the keys [lo, hi) into one query tile's running softmax: acc, m (running maximum), l (running sums)."""
+    """Fold the keys [lo, hi) into one query tile's running softmax: acc, m (running maximum), l (running sum)."""
     for start_n in range(lo, hi, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
         k = k_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, HEAD_DIM)
@@ -31,7 +29,7 @@ def _accumulate(
         m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)  # finite: the first tile holds key 0, which every query sees
         p = tl.exp2(s * scale_log2 - m_new[:, None])
         rescale = tl.exp2(m - m_new)  # what was summed under the old maximum
-        l = l * rescale[:, None] + tl.sum(p.reshape(p.shape[0], BLOCK_N // SUMS, SUMS), 1)
+        l = l * rescale + tl.sum(p, 1)
         v = v_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, acc.shape[1])
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
         m = m_new
@@ -61,8 +59,8 @@ def _forward_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
-    tile, batch_head = tile_and_head(tiles_m, tl.cdiv(seq_k, heads_per_kv), 2 * (HEAD_DIM + VALUE_DIM), CAUSAL)  # K, V
-    start_m = (tiles_m - 1 - tile) * BLOCK_M
+    start_m = tl.program_id(0) % tiles_m * BLOCK_M
+    batch_head = tl.program_id(0) // tiles_m
     batch = batch_head // heads
     head = batch_head % heads
     kv_head = head // heads_per_kv
@@ -72,7 +70,7 @@ def _forward_kernel(
 
     acc = tl.zeros([BLOCK_M, VALUE_DIM], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M, SUMS], tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
     # exp(x) = exp2(x * log2(e)), and exp2 is one instruction; never 0, because a masked score, -inf, times 0 is NaN
     scale_log2 = tl.maximum(scale * LOG2_E, 1e-37)
 
@@ -88,7 +86,6 @@ def _forward_kernel(
         HEAD_DIM, BLOCK_N, CAUSAL, True, PRECISION,
     )  # fmt: skip
 
-    l = tl.sum(l, 1)
     out = acc / l[:, None]  # [BLOCK_M, VALUE_DIM]
     out_desc.store([batch, head, start_m, 0], out.to(out_desc.dtype).reshape(1, 1, BLOCK_M, VALUE_DIM))
     lse_ptrs = lse_ptr + batch_head.to(tl.int64) * seq_q + offs_m

@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 
 from common.kernels.descriptors import addressable, describe
-from common.kernels.order import tile_and_head
 from common.kernels.tuning import autotune, bucket, configs
 from common.operator import empty_rows
 
@@ -71,8 +70,8 @@ def _dq_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
-    tile, batch_head = tile_and_head(tiles_m, tl.cdiv(seq_k, heads_per_kv), 2 * (HEAD_DIM + VALUE_DIM), CAUSAL)  # K, V
-    start_m = (tiles_m - 1 - tile) * BLOCK_M
+    start_m = tl.program_id(0) % tiles_m * BLOCK_M
+    batch_head = tl.program_id(0) // tiles_m
     batch = batch_head // heads
     head = batch_head % heads
     kv_head = head // heads_per_kv

@@ -13,15 +13,17 @@ from common.measure import sanitize
 from common.measure.sanitize import Report
 from common.runtime import INTERPRETED
 
-V6 = Path(stages.__path__[0], "v6_warp_specialized", "forward.py")
+V11 = Path(stages.__path__[0], "v12_persistent", "forward.py")
 
 
 def line_of(text):
-    """The number of the first line in v6's forward with that text."""
-    return next(number for number, line in enumerate(V6.read_text().splitlines(), start=1) if text in line)
+    """The number of the first line in v12's forward with that text."""
+    return next(number for number, line in enumerate(V11.read_text().splitlines(), start=1) if text in line)
 
 
-STORE, LOAD, SUM = (line_of(text) for text in ("tile_s.index(slot).store", "tile_s.index(tile_slot).load", "l = _sums(p)"))
+STORE, LOAD, SUM = (
+    line_of(text) for text in ("tile_s.index(slot).store", "tile_s.index(turn % Q_STAGES).load", "l = _sums(p)")
+)
 
 MEMCHECK = """========= COMPUTE-SANITIZER
 ========= Invalid __global__ write of size 4 bytes
@@ -54,9 +56,9 @@ INITCHECK = """========= COMPUTE-SANITIZER
 =========
 ========= ERROR SUMMARY: 2 errors
 """
-KNOWN_RACE = f"""========= Error: Race reported between Write access at _forward_kernel+0x90 in {V6}:{STORE}
-=========     and Read access at _forward_kernel+0x100 in {V6}:{LOAD} [508 hazards]
-=========     and Read access at _forward_kernel+0x150 in {V6}:{LOAD} [4 hazards]
+KNOWN_RACE = f"""========= Error: Race reported between Write access at _forward_kernel+0x90 in {V11}:{STORE}
+=========     and Read access at _forward_kernel+0x100 in {V11}:{LOAD} [508 hazards]
+=========     and Read access at _forward_kernel+0x150 in {V11}:{LOAD} [4 hazards]
 =========
 """
 NEW_RACE = KNOWN_RACE.replace(f"{LOAD} [4", f"{SUM} [4").replace("Error", "Warning")
@@ -84,16 +86,16 @@ def test_reports_of_initcheck():
 
 
 def test_reports_of_racecheck():
-    known = Report("race", "_forward_kernel", ((str(V6), STORE), (str(V6), LOAD)))
-    new = Report("race", "_forward_kernel", ((str(V6), STORE), (str(V6), LOAD), (str(V6), SUM)))
+    known = Report("race", "_forward_kernel", ((str(V11), STORE), (str(V11), LOAD)))
+    new = Report("race", "_forward_kernel", ((str(V11), STORE), (str(V11), LOAD), (str(V11), SUM)))
     assert sanitize.parse(RACECHECK) == ([known, known, new], 3)
     assert "tile_s.index(slot).store" in str(known)
     entry = sanitize.KNOWN[0]
-    assert entry.explains("racecheck", "v6_warp_specialized", known)
-    assert not entry.explains("racecheck", "v6_warp_specialized", new), "one line of it is another"
-    assert not entry.explains("memcheck", "v6_warp_specialized", known)
+    assert entry.explains("racecheck", "v12_persistent", known)
+    assert not entry.explains("racecheck", "v12_persistent", new), "one line of it is another"
+    assert not entry.explains("memcheck", "v12_persistent", known)
     assert not entry.explains("racecheck", "v3_fa2_causal", known)
-    assert not entry.explains("racecheck", "v6_warp_specialized", Report("race", "_forward_kernel")), "no line is known"
+    assert not entry.explains("racecheck", "v12_persistent", Report("race", "_forward_kernel")), "no line is known"
 
 
 @pytest.mark.parametrize("log", ["", "========= COMPUTE-SANITIZER\n"])
@@ -126,7 +128,7 @@ def run(tmp_path, monkeypatch, capsys):
     path.write_text(SANITIZER)
     path.chmod(0o755)
     monkeypatch.setattr(sanitize, "DEVICE", "cuda")
-    monkeypatch.setattr(stages, "unavailable", lambda name: "needs another GPU" if "v7" in name else None)
+    monkeypatch.setattr(stages, "unavailable", lambda name: "needs another GPU" if "v13" in name else None)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("LOGS", str(tmp_path))
 
@@ -144,10 +146,10 @@ def cells(shown, stage):
 
 
 def test_clean_stages_pass(run):
-    status, shown = run("--stage=v3,v7", "--tool=memcheck,initcheck", memcheck=CLEAN, initcheck=CLEAN)
+    status, shown = run("--stage=v3,v13", "--tool=memcheck,initcheck", memcheck=CLEAN, initcheck=CLEAN)
     assert status == 0
     assert cells(shown, "v3_fa2_causal") == ["clean", "clean"]
-    assert cells(shown, "v7_speculative_softmax") == ["n/a", "n/a"] and "v7_speculative_softmax needs another GPU" in shown
+    assert cells(shown, "v13_speculative_softmax") == ["n/a", "n/a"] and "v13_speculative_softmax needs another GPU" in shown
 
 
 def test_reports_that_nobody_knows_fail_and_are_shown(run):
@@ -162,11 +164,11 @@ def test_reports_that_nobody_knows_fail_and_are_shown(run):
 def test_known_reports_pass_with_their_reasons_and_fail_once_they_are_gone(run, monkeypatch):
     monkeypatch.setattr(sanitize, "KNOWN", sanitize.KNOWN[:1])
     only_known = RACECHECK.replace(NEW_RACE, "").replace("3 hazards", "2 hazards")
-    status, shown = run("--stage=v6", "--tool=racecheck", racecheck=only_known)
-    assert status == 0 and cells(shown, "v6_warp_specialized") == ["2", "known"] and sanitize.TILE in shown
-    status, shown = run("--stage=v6", "--tool=racecheck", racecheck=RACECHECK)
-    assert status == 1 and cells(shown, "v6_warp_specialized") == ["1", "NEW,", "2", "known"]
-    status, shown = run("--stage=v6", "--tool=racecheck", racecheck=CLEAN)
+    status, shown = run("--stage=v12", "--tool=racecheck", racecheck=only_known)
+    assert status == 0 and cells(shown, "v12_persistent") == ["2", "known"] and sanitize.TILE in shown
+    status, shown = run("--stage=v12", "--tool=racecheck", racecheck=RACECHECK)
+    assert status == 1 and cells(shown, "v12_persistent") == ["1", "NEW,", "2", "known"]
+    status, shown = run("--stage=v12", "--tool=racecheck", racecheck=CLEAN)
     assert status == 1 and "no report any more" in shown
 
 

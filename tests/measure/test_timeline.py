@@ -29,7 +29,7 @@ def test_products_take_their_time_whatever_the_kernel(pass_):
     """Of each unit the model knows how long it works: products of a forward are 4 S² D FLOPs, of a backward 10."""
     workload = Workload(pass_, 1, 1, 512, 64, False, "float16")
     rates = timeline.measured_rates()
-    facts = timeline.record("v7", workload, timeline.simulate(stages.load("v7"), workload, rates))
+    facts = timeline.record("v13", workload, timeline.simulate(stages.load("v13"), workload, rates))
     flops = {"fwd": 4, "bwd": 10}[pass_] * 512**2 * 64
     assert facts["busy"][TENSOR_CORES] * facts["cycles"] == pytest.approx(flops / rates.flops)
     assert facts["busy"][EXPONENTIALS] * facts["cycles"] == pytest.approx(512**2 / rates.results["exp2"], rel=0.01)
@@ -38,7 +38,7 @@ def test_products_take_their_time_whatever_the_kernel(pass_):
 
 
 def test_it_is_the_same_every_time():
-    first, second = (timeline.simulate(stages.load("v6"), SMALL, timeline.measured_rates()) for _ in range(2))
+    first, second = (timeline.simulate(stages.load("v12"), SMALL, timeline.measured_rates()) for _ in range(2))
     assert [timing.end for timing in first] == [timing.end for timing in second]
 
 
@@ -55,9 +55,9 @@ def test_committed_cycles_are_what_the_model_says(name):
 
 def test_command_prints_the_table_and_saves_the_records(tmp_path, capsys):
     path = tmp_path / "timeline.json"
-    timeline.main(["--stage=v7", "--pass=fwd", "--head-dim=64", "--causal=no", "--seq-len=256", f"--json={path}"])
+    timeline.main(["--stage=v13", "--pass=fwd", "--head-dim=64", "--causal=no", "--seq-len=256", f"--json={path}"])
     (record,) = json.loads(path.read_text())["records"]
-    assert f"{record['cycles_a_tile']:.0f}" in capsys.readouterr().out and record["impl"] == "v7_speculative_softmax"
+    assert f"{record['cycles_a_tile']:.0f}" in capsys.readouterr().out and record["impl"] == "v13_speculative_softmax"
 
 
 def test_a_stage_without_gluon_is_refused():

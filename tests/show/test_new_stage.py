@@ -214,5 +214,5 @@ def test_make_passes_on_what_it_is_given():
             check=True,
         ).stdout
 
-    assert shown("FROM=v7", "NAME=v8_some") == 'python -m common.show.new_stage -- "v7" "v8_some"\n'
+    assert shown("FROM=v12", "NAME=v13_some") == 'python -m common.show.new_stage -- "v12" "v13_some"\n'
     assert shown("FROM=", "NAME=") == 'python -m common.show.new_stage -- "" ""\n'

@@ -37,7 +37,7 @@ def problems():
             )  # fmt: skip
 
 
-@pytest.mark.dead_ends_too
+@pytest.mark.every_stage
 @pytest.mark.parametrize("seq_q, seq_k, causal, head_dim, dtype", list(problems()))
 def test_results_match_float64(stage, seq_q, seq_k, causal, head_dim, dtype):
     check(stage, *make_inputs(seq_q, seq_k, head_dim, dtype, **(FEW if seq_q > 100 else {})), causal=causal)
@@ -67,13 +67,13 @@ def problems_of_shared_heads():
             )  # fmt: skip
 
 
-@pytest.mark.dead_ends_too
+@pytest.mark.every_stage
 @pytest.mark.parametrize("seq_q, seq_k, causal, head_dim, dtype, sizes", list(problems_of_shared_heads()))
 def test_results_of_shared_heads_match_float64(stage, seq_q, seq_k, causal, head_dim, dtype, sizes):
     check(stage, *make_inputs(seq_q, seq_k, head_dim, dtype, **sizes), causal=causal)
 
 
-@pytest.mark.dead_ends_too
+@pytest.mark.every_stage
 def test_shared_heads_do_what_repeated_ones_do(stage, unordered):
     """To the bit where a query's results are its own. The library may add up another product in another order.
 

@@ -117,7 +117,7 @@ def test_a_call_leaves_nothing_behind(stage):
 
 @pytest.mark.skipif(not INTERPRETED, reason="the order of programs can be chosen in the interpreter only")
 @pytest.mark.parametrize("dtype, kv_heads", zip(DTYPES, (2, 1, 2), strict=True))
-def test_programs_in_reverse_order_give_the_same_bits(stage, dtype, kv_heads, monkeypatch):
+def test_programs_in_reverse_order_give_the_same_bits(stage, dtype, kv_heads, unordered, monkeypatch):
     """Two programs that write the same place are a race on a GPU; one after the other, the later one covers it up.
 
     So does the last tile of a head whose store runs into the next head: the next program puts that right.
@@ -125,7 +125,7 @@ def test_programs_in_reverse_order_give_the_same_bits(stage, dtype, kv_heads, mo
     inputs = make_inputs(150, 170, 16, dtype, batch=1, heads=2, kv_heads=kv_heads)
     forwards = by_functions(stage, *inputs, causal=True, scale=0.25)
     reverse_programs(monkeypatch)
-    assert_same_bits(forwards, by_functions(stage, *inputs, causal=True, scale=0.25))
+    assert_same_bits(forwards, by_functions(stage, *inputs, causal=True, scale=0.25), unordered)
 
 
 def reverse_programs(monkeypatch):

@@ -1,4 +1,4 @@
-"""v6 with one maximum for all keys of a row, taken from the first ones, and checked at the end."""
+"""v11 with programs that stay: each takes tile after tile, and begins the next one under the end of the last."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

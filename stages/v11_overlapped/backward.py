@@ -18,12 +18,13 @@ from common.kernels.hopper import async_reduce_add, describe_rows, describe_tile
 from common.kernels.order import tile_and_head
 from common.operator import empty_rows
 from common.runtime import multiprocessors
-from stages.v5_tuned.backward import backward as backward_of_v5
+from stages.v7_one_backward.backward import backward as backward_of_v7
 
 from .forward import LOG2_E
 
-ROWS = gl.constexpr(64)  # what the four warps of a warpgroup multiply at once: keys of a consumer, queries of a dQ tile
+ROWS = gl.constexpr(64)  # keys of a consumer: what the four warps of a warpgroup multiply at once
 CONSUMERS = gl.constexpr(2)
+KEYS = gl.constexpr(CONSUMERS * ROWS)  # of a program, whose dK and dV stay in its registers
 SUM_COLUMNS = 256  # of the float32 sums of dQ as the copy engine sees them: as wide as a box of it can be
 
 
@@ -79,36 +80,47 @@ def _query_tile(step, order):
 
 
 @gluon.jit
-def _producer(q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, buffers, barriers, work, n):
-    """One warp, all that comes and goes but dQ: K and V once, Q and dO through their rings, dK and dV at the end."""
-    q_s, k_s, v_s, do_s, stats_s, ds_s, dq_s = buffers
-    kv_full, q_full, do_full, q_do_empty, ds_full, ds_empty, dk_full, dv_full = barriers
-    batch, kv_head, start_n, order = work
-    heads_per_kv = order[0]
-    head = kv_head * heads_per_kv
+def _load(load, ring, order, step):
+    """Begin to load the Q and dO of a step, and what goes with them, once those who read these buffers are done."""
+    q_desc, do_desc, stats_desc, batch, head = load
+    q_s, do_s, stats_s, q_full, do_full, q_do_empty = ring
     STAGES: gl.constexpr = q_s.shape[0]
-    mbarrier.expect(kv_full.index(0), CONSUMERS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
-    for w in gl.static_range(CONSUMERS):
-        tma.async_copy_global_to_shared(k_desc, [batch, kv_head, start_n + w * ROWS, 0], kv_full.index(0), k_s.index(w))
-        tma.async_copy_global_to_shared(v_desc, [batch, kv_head, start_n + w * ROWS, 0], kv_full.index(0), v_s.index(w))
-    for step in range(n):
-        slot = step % STAGES
-        phase = step // STAGES & 1
-        tile, row = _query_tile(step, order)
-        where = [batch, head + step % heads_per_kv, tile * q_s.shape[3], 0]
-        mbarrier.wait(q_do_empty.index(slot), phase ^ 1)
-        mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes + stats_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(q_desc, where, q_full.index(slot), q_s.index(slot))
-        tma.async_copy_global_to_shared(stats_desc, [row * 2, 0], q_full.index(slot), stats_s.index(slot))
-        mbarrier.expect(do_full.index(slot), do_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(do_desc, where, do_full.index(slot), do_s.index(slot))
-    for w in gl.static_range(CONSUMERS):
-        mbarrier.wait(dv_full.index(w), 0)
-        tma.async_copy_shared_to_global(dv_desc, [batch, kv_head, start_n + w * ROWS, 0], v_s.index(w))
-    for w in gl.static_range(CONSUMERS):
-        mbarrier.wait(dk_full.index(w), 0)
-        tma.async_copy_shared_to_global(dk_desc, [batch, kv_head, start_n + w * ROWS, 0], k_s.index(w))
-    tma.store_wait(0)
+    slot = step % STAGES
+    tile, row = _query_tile(step, order)
+    where = [batch, head + step % order[0], tile * q_s.shape[3], 0]
+    mbarrier.wait(q_do_empty.index(slot), (step // STAGES & 1) ^ 1)
+    mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes + stats_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(q_desc, where, q_full.index(slot), q_s.index(slot))
+    tma.async_copy_global_to_shared(stats_desc, [row * 2, 0], q_full.index(slot), stats_s.index(slot))
+    mbarrier.expect(do_full.index(slot), do_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(do_desc, where, do_full.index(slot), do_s.index(slot))
+
+
+@gluon.jit
+def _add_dq(ds_s, ds_empty, slot, k_s, dq_s, sums_desc, row):
+    """Make dQ of a step's dS and K, and have the copy engine add it to the sums in memory."""
+    BLOCK_M: gl.constexpr = ds_s.shape[2]
+    HEAD_DIM: gl.constexpr = k_s.shape[4]
+    PARTS: gl.constexpr = dq_s.shape[0]
+    COLUMNS: gl.constexpr = BLOCK_M * HEAD_DIM // PARTS // 64
+    SUM_ROWS: gl.constexpr = sums_desc.block_shape[0]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    nothing = gl.zeros([64, COLUMNS], gl.float32, layout)
+    for part in gl.static_range(PARTS):
+        dq = nothing
+        for w in gl.static_range(CONSUMERS):
+            ds_t = ds_s.index(slot * CONSUMERS + w).slice(part * COLUMNS // HEAD_DIM * 64, 64, dim=1)
+            k = k_s.index(w).reshape([ROWS, HEAD_DIM]).slice(part * COLUMNS % HEAD_DIM, COLUMNS, dim=1)
+            dq = warpgroup_mma(ds_t.permute([1, 0]), k, dq, use_acc=w > 0, is_async=True)
+        dq = warpgroup_mma_wait(0, [dq])  # [64, COLUMNS]
+        if part == PARTS - 1:
+            mbarrier.arrive(ds_empty.index(slot), count=1)
+        # In the order of the registers, four of a thread after four of the next: stored without a bank conflict.
+        dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5])
+        tma.store_wait(PARTS - 1)
+        dq_s.index(part).store(dq.reshape(sums_desc.block_shape))
+        fence_async_shared()
+        async_reduce_add(sums_desc, [(row * PARTS + part) * SUM_ROWS, 0], dq_s.index(part))
 
 
 @gluon.jit
@@ -126,19 +138,18 @@ def _widened(p):
 
 @gluon.jit
 def _accumulate(
-    dk, dv, k, v, scale_log2, lo, hi, seen, buffers, barriers,
-    w: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+    dk, dv, k, v, scale_log2, ring, dq, seen, lo, hi, w: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Add what the steps [lo, hi) give to a consumer's dk and dv, and leave its dS for dQ. P and dS come out transposed,
-    so that they go into the products for dV and dK straight from registers."""
-    q_s, k_s, v_s, do_s, stats_s, ds_s, dq_s = buffers
-    kv_full, q_full, do_full, q_do_empty, ds_full, ds_empty, dk_full, dv_full = barriers
+    """Add what the steps [lo, hi) give to a consumer's dk and dv, and leave its dS for dQ. P and dS come out transposed, so
+    that they go into the products for dV and dK straight from registers."""
+    q_s, do_s, stats_s, q_full, do_full, q_do_empty = ring
+    ds_s, ds_full, ds_empty = dq
     keys, ahead, heads_per_kv = seen
     STAGES: gl.constexpr = q_s.shape[0]
     BLOCK_M: gl.constexpr = q_s.shape[3]
     HEAD_DIM: gl.constexpr = q_s.shape[4]
     VALUE_DIM: gl.constexpr = do_s.shape[4]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_M, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv.type.layout, k_width=2)
     ds_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk.type.layout, k_width=2)
     dtype: gl.constexpr = q_s.dtype
@@ -183,19 +194,38 @@ def _accumulate(
 
 
 @gluon.jit
-def _consumer(scale, seen, masked, n, buffers, barriers, w: gl.constexpr, CAUSAL: gl.constexpr):
+def _producer(k_desc, v_desc, dk_desc, dv_desc, work, load, ring, order, kv_head, start_n, n):
+    """One warp, all that comes and goes but dQ: K and V once, Q and dO through their ring, dK and dV at the end."""
+    scale, k_s, v_s, kv_full, dk_full, dv_full = work
+    batch = load[3]
+    mbarrier.expect(kv_full.index(0), CONSUMERS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+    for w in gl.static_range(CONSUMERS):
+        tma.async_copy_global_to_shared(k_desc, [batch, kv_head, start_n + w * ROWS, 0], kv_full.index(0), k_s.index(w))
+        tma.async_copy_global_to_shared(v_desc, [batch, kv_head, start_n + w * ROWS, 0], kv_full.index(0), v_s.index(w))
+    for step in range(n):
+        _load(load, ring, order, step)
+    for w in gl.static_range(CONSUMERS):
+        mbarrier.wait(dv_full.index(w), 0)
+        tma.async_copy_shared_to_global(dv_desc, [batch, kv_head, start_n + w * ROWS, 0], v_s.index(w))
+    for w in gl.static_range(CONSUMERS):
+        mbarrier.wait(dk_full.index(w), 0)
+        tma.async_copy_shared_to_global(dk_desc, [batch, kv_head, start_n + w * ROWS, 0], k_s.index(w))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _consumer(work, ring, dq, seen, masked, n, w: gl.constexpr, CAUSAL: gl.constexpr):
     """A warpgroup with the w-th 64 keys of the program: their dK and dV stay in its registers."""
-    q_s, k_s, v_s, do_s, stats_s, ds_s, dq_s = buffers
-    kv_full, q_full, do_full, q_do_empty, ds_full, ds_empty, dk_full, dv_full = barriers
-    keys, ahead, heads_per_kv = seen
+    scale, k_s, v_s, kv_full, dk_full, dv_full = work
+    q_s, do_s, stats_s, q_full, do_full, q_do_empty = ring
+    ds_s, ds_full, ds_empty = dq
     STAGES: gl.constexpr = q_s.shape[0]
     BLOCK_M: gl.constexpr = q_s.shape[3]
-    HEAD_DIM: gl.constexpr = q_s.shape[4]
-    VALUE_DIM: gl.constexpr = do_s.shape[4]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VALUE_DIM, 16])
-    dtype: gl.constexpr = q_s.dtype
+    HEAD_DIM: gl.constexpr = k_s.shape[4]
+    VALUE_DIM: gl.constexpr = v_s.shape[4]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_M, 16])
+    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, HEAD_DIM, 16])
+    dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
     dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, dk_layout)
     dv = gl.zeros([ROWS, VALUE_DIM], gl.float32, dv_layout)
     k = k_s.index(w).reshape([ROWS, HEAD_DIM])
@@ -203,64 +233,42 @@ def _consumer(scale, seen, masked, n, buffers, barriers, w: gl.constexpr, CAUSAL
     scale_log2 = scale * LOG2_E
     mbarrier.wait(kv_full.index(0), 0)
     # Query tiles that see none of these keys, but some of the consumer's before: they give dQ nothing.
-    unseen = w * ROWS // BLOCK_M * heads_per_kv if CAUSAL else 0
+    unseen = w * ROWS // BLOCK_M * seen[2] if CAUSAL else 0
     for step in range(unseen):
         slot = step % STAGES
         phase = step // STAGES & 1
         # Else the next wait, whose phase looks like the one before this, would not wait.
         mbarrier.wait(q_full.index(slot), phase)
         mbarrier.wait(ds_empty.index(slot), phase ^ 1)
-        ds_s.index(slot * CONSUMERS + w).store(gl.zeros([ROWS, BLOCK_M], dtype, s_layout))
+        ds_s.index(slot * CONSUMERS + w).store(gl.zeros([ROWS, BLOCK_M], q_s.dtype, s_layout))
         fence_async_shared()
         mbarrier.arrive(ds_full.index(slot), count=1)
         mbarrier.arrive(q_do_empty.index(slot), count=1)
     # The diagonal needs a mask. Keys past the end always do: p may be infinite there, and infinity times the zeros that a load
     # gives past the end is NaN.
-    dk, dv = _accumulate(dk, dv, k, v, scale_log2, unseen, masked, seen, buffers, barriers, w, CAUSAL, True)
-    dk, dv = _accumulate(dk, dv, k, v, scale_log2, masked, n, seen, buffers, barriers, w, CAUSAL, False)
+    dk, dv = _accumulate(dk, dv, k, v, scale_log2, ring, dq, seen, unseen, masked, w, CAUSAL, True)
+    dk, dv = _accumulate(dk, dv, k, v, scale_log2, ring, dq, seen, masked, n, w, CAUSAL, False)
 
     # What leaves takes the place of what came: V is no longer read by anyone, K once the last dQ is done.
-    v_s.index(w).reshape([ROWS, VALUE_DIM]).store(dv.to(dtype))
+    v.store(dv.to(v_s.dtype))
     fence_async_shared()
     mbarrier.arrive(dv_full.index(w), count=1)
     mbarrier.wait(ds_empty.index((n - 1) % STAGES), (n - 1) // STAGES & 1)
-    k_s.index(w).reshape([ROWS, HEAD_DIM]).store((dk * (scale_log2 / LOG2_E)).to(dtype))
+    k.store((dk * (scale_log2 / LOG2_E)).to(k_s.dtype))
     fence_async_shared()
     mbarrier.arrive(dk_full.index(w), count=1)
 
 
 @gluon.jit
-def _dq_consumer(sums_desc, buffers, barriers, order, n):
-    """A warpgroup that makes dQ of what the consumers leave of dS, and has the copy engine add it to the sums in memory."""
-    q_s, k_s, v_s, do_s, stats_s, ds_s, dq_s = buffers
-    kv_full, q_full, do_full, q_do_empty, ds_full, ds_empty, dk_full, dv_full = barriers
-    STAGES: gl.constexpr = q_s.shape[0]
-    BLOCK_M: gl.constexpr = q_s.shape[3]
-    HEAD_DIM: gl.constexpr = q_s.shape[4]
-    PARTS: gl.constexpr = dq_s.shape[0]
-    COLUMNS: gl.constexpr = BLOCK_M * HEAD_DIM // PARTS // ROWS
-    SUM_ROWS: gl.constexpr = sums_desc.block_shape[0]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    nothing = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+def _dq_consumer(sums_desc, k_s, dq, dq_s, order, n):
+    """A warpgroup that makes dQ of what the consumers leave of dS."""
+    ds_s, ds_full, ds_empty = dq
+    STAGES: gl.constexpr = ds_s.shape[0] // CONSUMERS
     for step in range(n):
         slot = step % STAGES
         _, row = _query_tile(step, order)
         mbarrier.wait(ds_full.index(slot), step // STAGES & 1)  # and for K, which the consumers have waited for
-        for part in gl.static_range(PARTS):
-            dq = nothing
-            for w in gl.static_range(CONSUMERS):
-                ds_t = ds_s.index(slot * CONSUMERS + w).slice(part * COLUMNS // HEAD_DIM * ROWS, ROWS, dim=1)
-                k = k_s.index(w).reshape([ROWS, HEAD_DIM]).slice(part * COLUMNS % HEAD_DIM, COLUMNS, dim=1)
-                dq = warpgroup_mma(ds_t.permute([1, 0]), k, dq, use_acc=w > 0, is_async=True)
-            dq = warpgroup_mma_wait(0, [dq])  # [ROWS, COLUMNS]
-            if part == PARTS - 1:
-                mbarrier.arrive(ds_empty.index(slot), count=1)
-            # In the order of the registers, four of a thread after four of the next: stored without a bank conflict.
-            dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5])
-            tma.store_wait(PARTS - 1)
-            dq_s.index(part).store(dq.reshape(sums_desc.block_shape))
-            fence_async_shared()
-            async_reduce_add(sums_desc, [(row * PARTS + part) * SUM_ROWS, 0], dq_s.index(part))
+        _add_dq(ds_s, ds_empty, slot, k_s, dq_s, sums_desc, row)
     tma.store_wait(0)
 
 
@@ -272,15 +280,17 @@ def _backward_kernel(
 ):  # fmt: skip
     tiles_m = gl.cdiv(seq_q, BLOCK_M)
     ROW_BYTES: gl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # of Q, the sums of dQ, and dO
-    tile, batch_head = tile_and_head(gl.cdiv(seq_k, CONSUMERS * ROWS), seq_q, ROW_BYTES, CAUSAL)
-    start_n = tile * CONSUMERS * ROWS
+    tile, batch_head = tile_and_head(gl.cdiv(seq_k, KEYS), seq_q, ROW_BYTES, CAUSAL)
+    start_n = tile * KEYS
+    batch = batch_head // kv_heads
+    kv_head = batch_head % kv_heads
     first = 0  # of the query tiles that see these keys; where none does, the last one stands in
     masked = 0  # of them, the number that needs a mask
     if CAUSAL:
         first = gl.minimum(start_n // BLOCK_M, tiles_m - 1)
-        masked = gl.minimum(CONSUMERS * ROWS // BLOCK_M, tiles_m - first)
+        masked = gl.minimum(KEYS // BLOCK_M, tiles_m - first)
     n = tiles_m - first
-    masked = gl.where(start_n + CONSUMERS * ROWS > seq_k, n, masked)
+    masked = gl.where(start_n + KEYS > seq_k, n, masked)
     # Programs that begin together read the same tiles together, and share what comes from the L2 cache, if they go on from the
     # last tile. Those of the next wave begin one by one, the ones with fewer tiles later: they meet if they go on in order. One
     # head's tiles stay in the cache anyway.
@@ -298,42 +308,43 @@ def _backward_kernel(
     PARTS: gl.constexpr = BLOCK_M * HEAD_DIM // (sums_desc.block_shape[0] * sums_desc.block_shape[1])
     dq_s = gl.allocate_shared_memory(gl.float32, [PARTS] + sums_desc.block_shape, sums_desc.layout)
     kv_full = new_barriers(1, 1)
+    dk_full = new_barriers(CONSUMERS, 1)
+    dv_full = new_barriers(CONSUMERS, 1)
     q_full, q_do_empty = new_ring(STAGES, 1, CONSUMERS)
     do_full = new_barriers(STAGES, 1)
     ds_full, ds_empty = new_ring(STAGES, CONSUMERS, 1)
-    dk_full = new_barriers(CONSUMERS, 1)
-    dv_full = new_barriers(CONSUMERS, 1)
 
-    buffers = (q_s, k_s, v_s, do_s, stats_s, ds_s, dq_s)
-    barriers = (kv_full, q_full, do_full, q_do_empty, ds_full, ds_empty, dk_full, dv_full)
+    ring = (q_s, do_s, stats_s, q_full, do_full, q_do_empty)
     order = (heads_per_kv, first, turning, tiles_m, batch_head * heads_per_kv)
-    work = (batch_head // kv_heads, batch_head % kv_heads, start_n, order)
-    steps = n * heads_per_kv
+    load = (q_desc, do_desc, stats_desc, batch, kv_head * heads_per_kv)
+    dq = (ds_s, ds_full, ds_empty)
+    work = (scale, k_s, v_s, kv_full, dk_full, dv_full)
     seen = (seq_k - start_n, first * BLOCK_M - start_n, heads_per_kv)
+    steps = n * heads_per_kv
     masked *= heads_per_kv
-    descs = (q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc)
     gl.warp_specialize(
         [
-            (_consumer, (scale, seen, masked, steps, buffers, barriers, 0, CAUSAL)),
-            (_consumer, (scale, seen, masked, steps, buffers, barriers, 1, CAUSAL)),
-            (_dq_consumer, (sums_desc, buffers, barriers, order, steps)),
-            (_producer, descs + (buffers, barriers, work, steps)),
+            (_consumer, (work, ring, dq, seen, masked, steps, 0, CAUSAL)),
+            (_consumer, (work, ring, dq, seen, masked, steps, 1, CAUSAL)),
+            (_dq_consumer, (sums_desc, k_s, dq, dq_s, order, steps)),
+            (_producer, (k_desc, v_desc, dk_desc, dv_desc, work, load, ring, order, kv_head, start_n, steps)),
         ],
-        [4, 4, 1], [208, 64, 24],
-    )  # fmt: skip
+        [4, 4, 1],
+        [208, 64, 24],
+    )
 
 
 def backward(grad_out, q, k, v, out, lse, *, causal, scale):
     """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors.
 
-    float32 and D or Dv = 256 are left to v5, and so is everything while `torch.use_deterministic_algorithms` is on: the sums of
+    float32 and D or Dv = 256 are left to v7, and so is everything while `torch.use_deterministic_algorithms` is on: the sums of
     dQ are added up in the order in which the programs come.
     """
-    require_hopper(__package__, instead="stages.v5_tuned")
+    require_hopper(__package__, instead="stages.v7_one_backward")
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k, value_dim = v.shape[1:]
     if q.dtype == torch.float32 or max(head_dim, value_dim) == 256 or torch.are_deterministic_algorithms_enabled():
-        return backward_of_v5(grad_out, q, k, v, out, lse, causal=causal, scale=scale)
+        return backward_of_v7(grad_out, q, k, v, out, lse, causal=causal, scale=scale)
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     q, k, v, out, grad_out = map(addressable, (q, k, v, out, grad_out))
     block_m = 64 if max(head_dim, value_dim) == 128 else 128  # as many rows of S and dP as fit in registers beside dK and dV

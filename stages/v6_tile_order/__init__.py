@@ -1,0 +1,10 @@
+"""v5 with its programs in another order: the longest tiles first, a few heads at a time."""
+
+from common.operator import make_attention
+
+from .backward import backward
+from .forward import forward
+
+__all__ = ["attention", "backward", "forward"]
+
+attention = make_attention(__name__, forward, backward)

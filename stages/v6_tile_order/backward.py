@@ -1,0 +1,208 @@
+"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2), with delta computed once, as line 4 has it."""
+
+import torch
+import triton
+import triton.language as tl
+
+from common.kernels.descriptors import addressable, describe
+from common.kernels.order import tile_and_head
+from common.kernels.tuning import autotune, bucket, configs
+from common.operator import empty_rows
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+DELTA_ROWS = 64  # rows of a program of the delta kernel
+
+
+@triton.jit
+def _delta_kernel(out_desc, do_desc, delta_ptr, heads, seq_q: tl.int32, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr):
+    """delta = rowsum(dO * O), [B, H, Sq] float32: what the gradient of softmax takes off every row of dP."""
+    tiles_m = tl.cdiv(seq_q, BLOCK_M)
+    start_m = tl.program_id(0) % tiles_m * BLOCK_M
+    batch_head = tl.program_id(0) // tiles_m
+    batch = batch_head // heads
+    head = batch_head % heads
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    do = do_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, VALUE_DIM)
+    out = out_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, VALUE_DIM)
+    delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
+    tl.store(delta_ptr + batch_head.to(tl.int64) * seq_q + offs_m, delta, mask=offs_m < seq_q)
+
+
+@triton.jit
+def _accumulate_dq(
+    dq, q, do, lse_log2, delta, k_desc, v_desc, batch, kv_head, lo, hi, seq_k, offs_m, scale_log2,
+    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add what the keys [lo, hi) give to one query tile's dq."""
+    for start_n in range(lo, hi, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        k = k_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, HEAD_DIM)
+        # NOTE: S and dP are computed here and once more for dK and dV; v7 makes dQ there.
+        s = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        v = v_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, do.shape[1])
+        dp = tl.dot(do, v.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        p = tl.exp2(s * scale_log2 - lse_log2[:, None])
+        if MASKED:
+            visible = offs_n[None, :] < seq_k
+            if CAUSAL:
+                visible = visible & (offs_m[:, None] >= offs_n[None, :])
+            p = tl.where(visible, p, 0.0)
+        ds = p * (dp - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    return dq
+
+
+def _set_block_shapes(args):
+    """Before a launch: what a descriptor moves at once is the tile of the configuration about to run."""
+    for name, rows, columns in (
+        ("q_desc", "BLOCK_M", "HEAD_DIM"),
+        ("do_desc", "BLOCK_M", "VALUE_DIM"),
+        ("dq_desc", "BLOCK_M", "HEAD_DIM"),
+        ("k_desc", "BLOCK_N", "HEAD_DIM"),
+        ("v_desc", "BLOCK_N", "VALUE_DIM"),
+        ("dk_desc", "BLOCK_N", "HEAD_DIM"),
+        ("dv_desc", "BLOCK_N", "VALUE_DIM"),
+    ):
+        if name in args:
+            args[name].block_shape = [1, 1, args[rows], args[columns]]
+
+
+DQ_TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
+    (128, 64, 8, 3), (128, 128, 8, 2), (128, 32, 8, 3), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2),
+    (32, 32, 8, 1), (16, 32, 8, 1),
+)  # fmt: skip
+
+
+@autotune(configs(DQ_TILES, _set_block_shapes))
+@triton.jit
+def _dq_kernel(
+    q_desc, k_desc, v_desc, do_desc, dq_desc, lse_ptr, delta_ptr, scale,
+    heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, bucket,  # bucket: for the tuning key alone
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    tiles_m = tl.cdiv(seq_q, BLOCK_M)
+    tile, batch_head = tile_and_head(tiles_m, tl.cdiv(seq_k, heads_per_kv), 2 * (HEAD_DIM + VALUE_DIM), CAUSAL)  # K, V
+    start_m = (tiles_m - 1 - tile) * BLOCK_M
+    batch = batch_head // heads
+    head = batch_head % heads
+    kv_head = head // heads_per_kv
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+
+    q = q_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, HEAD_DIM)
+    do = do_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, VALUE_DIM)
+    rows = batch_head.to(tl.int64) * seq_q + offs_m
+    delta = tl.load(delta_ptr + rows, mask=offs_m < seq_q, other=0.0)
+    lse_log2 = tl.load(lse_ptr + rows, mask=offs_m < seq_q, other=float("inf")) * LOG2_E  # past the end: p = 0
+    scale_log2 = scale * LOG2_E
+    dq = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+
+    # Stage 1 takes the whole tiles that every row sees, without a mask; stage 2 the diagonal and the ragged end, with one.
+    end = tl.minimum(start_m + BLOCK_M, seq_k) if CAUSAL else seq_k
+    full = (tl.minimum(start_m, seq_k) if CAUSAL else seq_k) // BLOCK_N * BLOCK_N
+    dq = _accumulate_dq(
+        dq, q, do, lse_log2, delta, k_desc, v_desc, batch, kv_head, 0, full, seq_k, offs_m, scale_log2,
+        HEAD_DIM, BLOCK_N, CAUSAL, False, PRECISION,
+    )  # fmt: skip
+    dq = _accumulate_dq(
+        dq, q, do, lse_log2, delta, k_desc, v_desc, batch, kv_head, full, end, seq_k, offs_m, scale_log2,
+        HEAD_DIM, BLOCK_N, CAUSAL, True, PRECISION,
+    )  # fmt: skip
+
+    dq *= scale
+    dq_desc.store([batch, head, start_m, 0], dq.to(dq_desc.dtype).reshape(1, 1, BLOCK_M, HEAD_DIM))
+
+
+@triton.jit
+def _accumulate_dkv(
+    dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, batch, head, lo, hi, seq_q, offs_n, scale_log2,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add what the queries [lo, hi) give to one K/V tile's dk and dv; P and dS come out transposed, as both need."""
+    for start_m in range(lo, hi, BLOCK_M):
+        offs_m = start_m + tl.arange(0, BLOCK_M)
+        q = q_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, HEAD_DIM)
+        s_t = tl.dot(k, q.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
+        lse_log2 = tl.load(lse_ptr + offs_m, mask=offs_m < seq_q, other=float("inf")) * LOG2_E  # past the end: p = 0
+        p_t = tl.exp2(s_t * scale_log2 - lse_log2[None, :])
+        if MASKED and CAUSAL:
+            p_t = tl.where(offs_m[None, :] >= offs_n[:, None], p_t, 0.0)
+        do = do_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, v.shape[1])
+        dv = tl.dot(p_t.to(do.dtype), do, dv, input_precision=PRECISION)
+        dp_t = tl.dot(v, do.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
+        delta = tl.load(delta_ptr + offs_m, mask=offs_m < seq_q, other=0.0)
+        ds_t = p_t * (dp_t - delta[None, :])
+        dk = tl.dot(ds_t.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+DKV_TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
+    (32, 64, 4, 2), (64, 64, 4, 2), (32, 128, 4, 3), (64, 128, 8, 2), (64, 128, 8, 3),
+    (32, 32, 8, 1), (16, 32, 8, 1),
+)  # fmt: skip
+
+
+@autotune(configs(DKV_TILES, _set_block_shapes))
+@triton.jit
+def _dkv_kernel(
+    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse_ptr, delta_ptr, scale,
+    kv_heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, bucket,  # bucket: for the tuning key alone
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    tiles_n = tl.cdiv(seq_k, BLOCK_N)
+    start_n = tl.program_id(0) % tiles_n * BLOCK_N
+    batch_head = tl.program_id(0) // tiles_n
+    batch = batch_head // kv_heads
+    kv_head = batch_head % kv_heads
+    offs_n = start_n + tl.arange(0, BLOCK_N)
+
+    k = k_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, HEAD_DIM)
+    v = v_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, VALUE_DIM)
+    scale_log2 = scale * LOG2_E
+    dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
+    dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
+
+    # Stage 1 takes the diagonal, with a mask; stage 2 the tiles that see every key, without: past the end a load gives zeros.
+    first = start_n // BLOCK_M * BLOCK_M if CAUSAL else 0
+    full = tl.cdiv(start_n + BLOCK_N - 1, BLOCK_M) * BLOCK_M if CAUSAL else 0
+    for shared in range(heads_per_kv):  # the query heads that share these keys
+        head = kv_head * heads_per_kv + shared
+        rows = (batch_head.to(tl.int64) * heads_per_kv + shared) * seq_q
+        dk, dv = _accumulate_dkv(
+            dk, dv, k, v, q_desc, do_desc, lse_ptr + rows, delta_ptr + rows, batch, head,
+            first, tl.minimum(full, seq_q), seq_q, offs_n, scale_log2, HEAD_DIM, BLOCK_M, CAUSAL, True, PRECISION,
+        )  # fmt: skip
+        dk, dv = _accumulate_dkv(
+            dk, dv, k, v, q_desc, do_desc, lse_ptr + rows, delta_ptr + rows, batch, head,
+            full, seq_q, seq_q, offs_n, scale_log2, HEAD_DIM, BLOCK_M, CAUSAL, False, PRECISION,
+        )  # fmt: skip
+
+    dk *= scale
+    dk_desc.store([batch, kv_head, start_n, 0], dk.to(dk_desc.dtype).reshape(1, 1, BLOCK_N, HEAD_DIM))
+    dv_desc.store([batch, kv_head, start_n, 0], dv.to(dv_desc.dtype).reshape(1, 1, BLOCK_N, VALUE_DIM))
+
+
+def backward(grad_out, q, k, v, out, lse, *, causal, scale):
+    """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors."""
+    batch, heads, seq_q, head_dim = q.shape
+    kv_heads, seq_k, value_dim = v.shape[1:]
+    dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
+    delta = torch.empty_like(lse)
+    q, k, v, out, grad_out = map(addressable, (q, k, v, out, grad_out))
+    precision = "ieee" if q.dtype == torch.float32 else "tf32"
+    _delta_kernel[triton.cdiv(seq_q, DELTA_ROWS) * batch * heads,](
+        describe(out, DELTA_ROWS, value_dim), describe(grad_out, DELTA_ROWS, value_dim), delta,
+        heads, seq_q, VALUE_DIM=value_dim, BLOCK_M=DELTA_ROWS,
+    )  # fmt: skip
+    _dq_kernel[lambda args: (triton.cdiv(seq_q, args["BLOCK_M"]) * batch * heads,)](
+        describe(q), describe(k), describe(v), describe(grad_out), describe(dq), lse, delta, scale,
+        heads, heads // kv_heads, seq_q, seq_k, bucket(seq_q, seq_k),
+        HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal, PRECISION=precision,
+    )  # fmt: skip
+    _dkv_kernel[lambda args: (triton.cdiv(seq_k, args["BLOCK_N"]) * batch * kv_heads,)](
+        describe(q), describe(k), describe(v), describe(grad_out), describe(dk), describe(dv), lse, delta, scale,
+        kv_heads, heads // kv_heads, seq_q, seq_k, bucket(seq_q, seq_k),
+        HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal, PRECISION=precision,
+    )  # fmt: skip
+    return dq, dk, dv

@@ -1,0 +1,110 @@
+"""FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1), its tiles autotuned and moved through tensor descriptors."""
+
+import torch
+import triton
+import triton.language as tl
+
+from common.kernels.descriptors import addressable, describe
+from common.kernels.order import tile_and_head
+from common.kernels.tuning import autotune, bucket, configs
+from common.operator import empty_rows
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _accumulate(
+    acc, m, l, q, k_desc, v_desc, batch, kv_head, lo, hi, seq_k, offs_m, scale_log2,
+    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Fold the keys [lo, hi) into one query tile's running softmax: acc, m (running maximum), l (running sum)."""
+    for start_n in range(lo, hi, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        k = k_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, HEAD_DIM)
+        s = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        if MASKED:
+            visible = offs_n[None, :] < seq_k
+            if CAUSAL:
+                visible = visible & (offs_m[:, None] >= offs_n[None, :])
+            s = tl.where(visible, s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)  # finite: the first tile holds key 0, which every query sees
+        p = tl.exp2(s * scale_log2 - m_new[:, None])
+        rescale = tl.exp2(m - m_new)  # what was summed under the old maximum
+        l = l * rescale + tl.sum(p, 1)
+        v = v_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, acc.shape[1])
+        acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+        m = m_new
+    return acc, m, l
+
+
+def _set_block_shapes(args):
+    """Before a launch: what a descriptor moves at once is the tile of the configuration about to run."""
+    args["q_desc"].block_shape = [1, 1, args["BLOCK_M"], args["HEAD_DIM"]]
+    args["out_desc"].block_shape = [1, 1, args["BLOCK_M"], args["VALUE_DIM"]]
+    args["k_desc"].block_shape = [1, 1, args["BLOCK_N"], args["HEAD_DIM"]]
+    args["v_desc"].block_shape = [1, 1, args["BLOCK_N"], args["VALUE_DIM"]]
+
+
+TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
+    (128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 4, 2), (128, 64, 4, 3), (64, 128, 4, 2), (64, 64, 4, 3),
+    (64, 32, 4, 2), (32, 32, 8, 1), (16, 32, 8, 1),
+)  # fmt: skip
+
+
+@autotune(configs(TILES, _set_block_shapes))
+@triton.jit
+def _forward_kernel(
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, scale,
+    heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, bucket,  # bucket: for the tuning key alone
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    tiles_m = tl.cdiv(seq_q, BLOCK_M)
+    tile, batch_head = tile_and_head(tiles_m, tl.cdiv(seq_k, heads_per_kv), 2 * (HEAD_DIM + VALUE_DIM), CAUSAL)  # K, V
+    start_m = (tiles_m - 1 - tile) * BLOCK_M
+    batch = batch_head // heads
+    head = batch_head % heads
+    kv_head = head // heads_per_kv
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+
+    q = q_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, HEAD_DIM)  # stays on the chip
+
+    acc = tl.zeros([BLOCK_M, VALUE_DIM], tl.float32)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction; never 0, because a masked score, -inf, times 0 is NaN
+    scale_log2 = tl.maximum(scale * LOG2_E, 1e-37)
+
+    # Stage 1 takes the whole tiles that every row sees, without a mask; stage 2 the diagonal and the ragged end, with one.
+    end = tl.minimum(start_m + BLOCK_M, seq_k) if CAUSAL else seq_k
+    full = (tl.minimum(start_m, seq_k) if CAUSAL else seq_k) // BLOCK_N * BLOCK_N
+    acc, m, l = _accumulate(
+        acc, m, l, q, k_desc, v_desc, batch, kv_head, 0, full, seq_k, offs_m, scale_log2,
+        HEAD_DIM, BLOCK_N, CAUSAL, False, PRECISION,
+    )  # fmt: skip
+    acc, m, l = _accumulate(
+        acc, m, l, q, k_desc, v_desc, batch, kv_head, full, end, seq_k, offs_m, scale_log2,
+        HEAD_DIM, BLOCK_N, CAUSAL, True, PRECISION,
+    )  # fmt: skip
+
+    out = acc / l[:, None]  # [BLOCK_M, VALUE_DIM]
+    out_desc.store([batch, head, start_m, 0], out.to(out_desc.dtype).reshape(1, 1, BLOCK_M, VALUE_DIM))
+    lse_ptrs = lse_ptr + batch_head.to(tl.int64) * seq_q + offs_m
+    tl.store(lse_ptrs, (m + tl.log2(l)) / LOG2_E, mask=offs_m < seq_q)
+
+
+def forward(q, k, v, *, causal, scale):
+    """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors."""
+    batch, heads, seq_q, head_dim = q.shape
+    kv_heads, seq_k, value_dim = v.shape[1:]
+    out = empty_rows(q, value_dim)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    if scale < 0:
+        q, scale = -q, -scale  # the same scores; the largest one is then the largest before scaling too
+    q, k, v = addressable(q), addressable(k), addressable(v)
+    _forward_kernel[lambda args: (triton.cdiv(seq_q, args["BLOCK_M"]) * batch * heads,)](
+        describe(q), describe(k), describe(v), describe(out), lse, scale,
+        heads, heads // kv_heads, seq_q, seq_k, bucket(seq_q, seq_k),
+        HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+    )  # fmt: skip
+    return out, lse

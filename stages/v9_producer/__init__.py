@@ -1,0 +1,13 @@
+"""v8 with a warp that loads, and does nothing else; the others multiply."""
+
+from common.kernels.hopper import unavailable
+from common.operator import make_attention
+
+from .backward import backward
+from .forward import forward
+
+__all__ = ["UNORDERED", "attention", "backward", "forward", "unavailable"]
+
+UNORDERED = ("dq",)  # added up in the order in which programs come, unless `torch.use_deterministic_algorithms` is on
+
+attention = make_attention(__name__, forward, backward)

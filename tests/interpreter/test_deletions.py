@@ -19,9 +19,10 @@ from common.runtime import INTERPRETED
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="a GPU only goes wrong sometimes, or hangs")
 
-# To wait or to let others go on; and the waits for products, which compute nothing themselves.
+# To wait or to let others go on; and the waits for products, which compute nothing themselves. Not the waits for a turn (v11a),
+# which are for speed alone.
 STATEMENT = re.compile(
-    r"\s+(mbarrier\.(wait|arrive|expect)\(|fence_async_shared\(|tma\.store_wait\("
+    r"\s+(mbarrier\.(?!wait\(turns\.)(wait|arrive|expect)\(|fence_async_shared\(|tma\.store_wait\("
     r"|(\w+, )*\w+ = warpgroup_mma_wait\(\d, \[[\w, ]+\]\))"
 )
 # (query rows, keys, head dimension, that of v, causal, heads, those of k and v): each has paths that the others have not.

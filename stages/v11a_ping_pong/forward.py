@@ -1,0 +1,262 @@
+"""FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1 and section 3.2), warps specialised, in Gluon, for Hopper."""
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from common.kernels.descriptors import addressable
+from common.kernels.hopper import describe_tile, new_barriers, new_ring, require_hopper
+from common.kernels.order import tile_and_head
+from common.operator import empty_rows
+from stages.v7_one_backward.forward import forward as forward_of_v7
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+ROWS = gl.constexpr(64)  # query rows of a consumer: what the four warps of a warpgroup multiply at once
+
+
+@gluon.jit
+def _load(load, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
+    """Begin to load into the next buffers of their ring, once those who read them are done: K of the key tile at start_n, and V
+    of the one after it, which is used at the same time."""
+    k_desc, v_desc, batch, kv_head = load
+    k_s, v_s, kv_full, kv_empty = ring
+    STAGES: gl.constexpr = k_s.shape[0]
+    BLOCK_N: gl.constexpr = k_s.shape[3]
+    NBYTES: gl.constexpr = (k_desc.block_type.nbytes if K else 0) + (v_desc.block_type.nbytes if V else 0)
+    slot = fill % STAGES
+    mbarrier.wait(kv_empty.index(slot), (fill // STAGES & 1) ^ 1)
+    mbarrier.expect(kv_full.index(slot), NBYTES)
+    if K:
+        tma.async_copy_global_to_shared(k_desc, [batch, kv_head, start_n, 0], kv_full.index(slot), k_s.index(slot))
+    if V:
+        tma.async_copy_global_to_shared(v_desc, [batch, kv_head, start_n + BLOCK_N, 0], kv_full.index(slot), v_s.index(slot))
+
+
+@gluon.jit
+def _take_turn(turns, fill, w: gl.constexpr):
+    """Wait until the consumers before this one have issued their products with a fill, or passed it by."""
+    # The first consumer waits for the last one's turn with the fill before: with the first fill it need not wait.
+    mbarrier.wait(turns.index(w), (fill & 1) ^ (w == 0))
+
+
+@gluon.jit
+def _hand_over(turns, w: gl.constexpr):
+    """Give the turn to the next consumer, and after the last one to the first."""
+    mbarrier.arrive(turns.index((w + 1) % turns.shape[0]), count=1)
+
+
+@gluon.jit
+def _scores(q, ring, turns, fill, w: gl.constexpr, ROWS: gl.constexpr):
+    """Begin the scores of a key tile, once its K is there and it is this consumer's turn."""
+    k_s, v_s, kv_full, kv_empty = ring
+    STAGES: gl.constexpr = k_s.shape[0]
+    BLOCK_N: gl.constexpr = k_s.shape[3]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
+    no_s = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
+    mbarrier.wait(kv_full.index(fill % STAGES), fill // STAGES & 1)
+    _take_turn(turns, fill, w)
+    k = k_s.index(fill % STAGES).reshape([BLOCK_N, k_s.shape[4]])
+    return warpgroup_mma(q, k.permute([1, 0]), no_s, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _sums(p):
+    """Four sums of each row of p, one for each of the four threads that hold it: none has to wait for others'."""
+    return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _accumulate(acc, s, q, ring, turns, fill, tiles, seq_k, offs_m, scale_log2, w: gl.constexpr, CAUSAL: gl.constexpr):
+    """A consumer's softmax over so many key tiles, from the last on, whose scores s have begun: acc, to which the product for
+    the first tile is still being added, m (maximum), l (sum)."""
+    k_s, v_s, kv_full, kv_empty = ring
+    STAGES: gl.constexpr = k_s.shape[0]
+    ROWS: gl.constexpr = acc.shape[0]
+    BLOCK_N: gl.constexpr = k_s.shape[3]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
+    acc_layout: gl.constexpr = acc.type.layout
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
+    s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
+    mbarrier.arrive(kv_empty.index(fill % STAGES), count=1)
+    # The last tile alone can end past the last key, or lie on the diagonal.
+    start_n = (tiles - 1) * BLOCK_N
+    if CAUSAL or start_n + BLOCK_N > seq_k:
+        offs_n = start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
+        visible = (offs_n < seq_k)[None, :]
+        if CAUSAL:
+            visible = visible & (offs_m[:, None] >= offs_n[None, :])
+        s = gl.where(visible, s, float("-inf"))
+    m = gl.max(s, 1) * scale_log2  # finite: every row sees the first key of this tile
+    p = gl.exp2(s * scale_log2 - m[:, None])
+    l = _sums(p)
+    p = gl.convert_layout(p.to(k_s.dtype), p_layout)
+
+    for _ in range(1, tiles):
+        # Both products at once, so that the tensor cores have work for as long as possible while others take their softmax.
+        fill += 1
+        slot = fill % STAGES
+        s = _scores(q, ring, turns, fill, w, ROWS)
+        acc = warpgroup_mma(p, v_s.index(slot).reshape([BLOCK_N, v_s.shape[4]]), acc, is_async=True)
+        _hand_over(turns, w)
+        s = warpgroup_mma_wait(1, [s])  # [rows, BLOCK_N]
+        m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+        p = gl.exp2(s * scale_log2 - m_new[:, None])
+        rescale = gl.exp2(m - m_new)  # what was summed under the old maximum
+        l = l * gl.convert_layout(rescale, gl.SliceLayout(1, l.type.layout))[:, None] + _sums(p)
+        acc = warpgroup_mma_wait(0, [acc])  # the compiler puts it before the exponentials
+        mbarrier.arrive(kv_empty.index(slot), count=1)
+        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
+        m = m_new
+        p = gl.convert_layout(p.to(k_s.dtype), p_layout)
+
+    fill += 1
+    slot = fill % STAGES
+    mbarrier.wait(kv_full.index(slot), fill // STAGES & 1)
+    acc = warpgroup_mma(p, v_s.index(slot).reshape([BLOCK_N, v_s.shape[4]]), acc, is_async=True)
+    return acc, m, gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, s_layout))
+
+
+@gluon.jit
+def _producer(load):
+    """One warp: loads Q, and keeps the buffers of K and V full: n + 1 fills for n key tiles."""
+    q_desc, q_s, q_full, batch, head, start_m, kv, ring, n = load
+    CONSUMERS: gl.constexpr = q_s.shape[0]
+    BLOCK_N: gl.constexpr = ring[0].shape[3]
+    start_n = (n - 1) * BLOCK_N
+    for w in gl.static_range(CONSUMERS):
+        mbarrier.expect(q_full.index(w), q_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(q_desc, [batch, head, start_m + w * ROWS, 0], q_full.index(w), q_s.index(w))
+        if w == 0:
+            _load(kv, ring, 0, start_n, True, False)
+    for fill in range(1, n):
+        start_n -= BLOCK_N
+        _load(kv, ring, fill, start_n, True, True)
+    _load(kv, ring, n, start_n - BLOCK_N, False, True)
+
+
+@gluon.jit
+def _consumer(work, w: gl.constexpr, CAUSAL: gl.constexpr):
+    """A warpgroup with the w-th 64 query rows of the program: all of the arithmetic."""
+    out_desc, lse_ptr, scale, q_s, o_s, q_full, batch, head, start_m, seq_q, seq_k, ring, turns, n = work
+    k_s, v_s, kv_full, kv_empty = ring
+    CONSUMERS: gl.constexpr = q_s.shape[0]
+    STAGES: gl.constexpr = k_s.shape[0]
+    BLOCK_N: gl.constexpr = k_s.shape[3]
+    HEAD_DIM: gl.constexpr = k_s.shape[4]
+    VALUE_DIM: gl.constexpr = v_s.shape[4]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
+    q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
+    rows: gl.constexpr = gl.SliceLayout(1, s_layout)
+    # From there it need not be read for every key tile; two consumers have the registers for that, four have not.
+    Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and HEAD_DIM <= 128
+    start_m += w * ROWS
+    seen = gl.cdiv(gl.minimum(start_m + ROWS, seq_k) if CAUSAL else seq_k, BLOCK_N)
+
+    offs_m = start_m + gl.arange(0, ROWS, rows)
+    acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, acc_layout)
+    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction; never 0, because a masked score, -inf, times 0 is NaN
+    scale_log2 = gl.maximum(scale * LOG2_E, 1e-37)
+    mbarrier.wait(q_full.index(w), 0)
+    q_buffer = q_s.index(w).reshape([ROWS, HEAD_DIM])
+    q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
+    for fill in range(n - seen):  # key tiles that only later consumers see: let them pass, in turn, loaded yet or not
+        _take_turn(turns, fill, w)
+        mbarrier.arrive(kv_empty.index(fill % STAGES), count=1)
+        _hand_over(turns, w)
+    s = _scores(q, ring, turns, n - seen, w, ROWS)
+    _hand_over(turns, w)
+    acc, m, l = _accumulate(acc, s, q, ring, turns, n - seen, seen, seq_k, offs_m, scale_log2, w, CAUSAL)
+
+    gl.store(lse_ptr + offs_m, (m + gl.log2(l)) / LOG2_E, mask=offs_m < seq_q)
+    normalize = gl.convert_layout(1.0 / l, gl.SliceLayout(1, acc_layout))[:, None]
+    # NOTE: the next program's loads begin when this one has ended; v12's programs stay, and load the next tile meanwhile.
+    out = warpgroup_mma_wait(0, [acc]) * normalize  # [ROWS, VALUE_DIM]
+    o_s.index(w).reshape([ROWS, VALUE_DIM]).store(out.to(q_s.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(out_desc, [batch, head, start_m, 0], o_s.index(w))
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["heads", "seq_q", "seq_k"])
+def _forward_kernel(
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, scale,
+    heads, heads_per_kv, seq_q, seq_k,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):  # fmt: skip
+    CONSUMERS: gl.constexpr = BLOCK_M // ROWS
+    tiles_m = gl.cdiv(seq_q, BLOCK_M)
+    tile, batch_head = tile_and_head(tiles_m, gl.cdiv(seq_k, heads_per_kv), 2 * (HEAD_DIM + VALUE_DIM), CAUSAL)  # K, V
+    start_m = (tiles_m - 1 - tile) * BLOCK_M
+    batch = batch_head // heads
+    head = batch_head % heads
+    n = gl.cdiv(gl.minimum(start_m + BLOCK_M, seq_k) if CAUSAL else seq_k, BLOCK_N)
+
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM], q_desc.layout)
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, VALUE_DIM], v_desc.layout)
+    if VALUE_DIM == HEAD_DIM:
+        o_s = q_s  # Q is no longer needed when O is done
+    else:
+        o_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, VALUE_DIM], out_desc.layout)
+    q_full = new_barriers(CONSUMERS, 1)  # each consumer has a buffer of its own
+    kv_full, kv_empty = new_ring(STAGES, 1, CONSUMERS)
+    ring = (k_s, v_s, kv_full, kv_empty)
+    turns = new_barriers(CONSUMERS, 1)
+
+    lse_ptr += batch_head.to(gl.int64) * seq_q
+    kv = (k_desc, v_desc, batch, head // heads_per_kv)
+    work = (out_desc, lse_ptr, scale, q_s, o_s, q_full, batch, head, start_m, seq_q, seq_k, ring, turns, n)
+    load = (q_desc, q_s, q_full, batch, head, start_m, kv, ring, n)
+    # The registers of a multiprocessor, 512 for each of 128 threads, go where the tiles are: the producer keeps 24.
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [(_consumer, (work, 0, CAUSAL)), (_consumer, (work, 1, CAUSAL)), (_producer, (load,))],
+            [4, 1], [240, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [(_consumer, (work, 0, CAUSAL)), (_consumer, (work, 1, CAUSAL)),
+             (_consumer, (work, 2, CAUSAL)), (_consumer, (work, 3, CAUSAL)), (_producer, (load,))],
+            [4, 4, 4, 1], [112, 112, 112, 24],
+        )  # fmt: skip
+
+
+# By head dimension, the larger of the two: query rows of a tile, 64 for each of two or four consumers; keys of a tile; buffers
+# of K and V.
+TILES = {16: (256, 64, 6), 32: (256, 64, 6), 64: (256, 64, 6), 128: (128, 128, 2), 256: (128, 64, 2)}
+
+
+def forward(q, k, v, *, causal, scale):
+    """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors. float32 is left to v7.
+
+    Raises:
+        Unavailable: the GPU is not a Hopper GPU.
+    """
+    require_hopper(__package__, instead="stages.v7_one_backward")
+    if q.dtype == torch.float32:
+        return forward_of_v7(q, k, v, causal=causal, scale=scale)
+    batch, heads, seq_q, head_dim = q.shape
+    kv_heads, seq_k, value_dim = v.shape[1:]
+    out = empty_rows(q, value_dim)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    if scale < 0:
+        q, scale = -q, -scale  # the same scores; the largest one is then the largest before scaling too
+    q, k, v = addressable(q), addressable(k), addressable(v)
+    block_m, block_n, stages = TILES[max(head_dim, value_dim)]
+    _forward_kernel[triton.cdiv(seq_q, block_m) * batch * heads,](
+        describe_tile(q, 64), describe_tile(k, block_n), describe_tile(v, block_n), describe_tile(out, 64), lse,
+        scale, heads, heads // kv_heads, seq_q, seq_k,
+        HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, CAUSAL=causal,
+        num_warps=4, maxnreg={128: 168, 256: 96}[block_m],
+    )  # fmt: skip
+    return out, lse

@@ -117,8 +117,8 @@ def draw_recorded(recorded: dict, path: Path):
 
 
 def draw_all(directory: Path):
-    """Both passes of every stage whose kernels are Gluon's, and what was recorded of one."""
-    for name in GLUON:
+    """Both passes of every stage whose kernels are Gluon's, but dead ends, and what was recorded of one."""
+    for name in (name for name in GLUON if not stages.is_dead_end(name)):
         workloads = [Workload(pass_, 1, 1, 2048, 64, False, "float16") for pass_ in ("fwd", "bwd")]
         draw(name, workloads, directory / f"{name.split('_')[0]}.png")
     if SCOPES.exists():

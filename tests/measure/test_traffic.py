@@ -34,7 +34,7 @@ from common.measure import traffic
 from common.measure.counter import Count, Launch, count
 from common.operator import Unavailable
 from common.runtime import INTERPRETED
-from common.show import results
+from common.show import results, story
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="loads and stores can be watched in the interpreter only")
 
@@ -188,12 +188,23 @@ ACCESS = re.compile(
 
 
 def accesses():
-    """Every line of every kernel that loads or stores: (stage, file, index of the line)."""
+    """Every line of every kernel that loads or stores: (stage, file, index of the line). Marked long in functions that
+    the stage before has, to the letter."""
+    at = {stages.position(name): name for name in stages.names()}
     for name in stages.names():
+        base = at.get(stages.before(stages.position(name)))
         for part in ("forward", "backward"):
-            lines = Path(stages.__path__[0], name, f"{part}.py").read_text().splitlines()
-            found = (i for i, line in enumerate(lines) if ACCESS.match(line))
-            yield from (pytest.param(name, part, i, id=f"{name}-{part}-{i + 1}") for i in found)
+            path = Path(stages.__path__[0], name, f"{part}.py")
+            known = story.functions(path.parents[1] / base / path.name) if base else {}
+            source, kept = path.read_text(), set()
+            for function, text in story.functions(path).items():
+                if known.get(function) == text:
+                    first = source[: source.index(text)].count("\n")
+                    kept.update(range(first, first + 1 + text.count("\n")))
+            for i, line in enumerate(source.splitlines()):
+                if ACCESS.match(line):
+                    marks = [pytest.mark.long] if i in kept else []
+                    yield pytest.param(name, part, i, id=f"{name}-{part}-{i + 1}", marks=marks)
 
 
 @pytest.mark.parametrize("name, part, index", list(accesses()))

@@ -33,13 +33,17 @@ def pytest_xdist_auto_num_workers():
 
 @pytest.hookimpl(tryfirst=True)  # before the long ones are left out
 def pytest_collection_modifyitems(items):
-    """On the interpreter, which is slow, dead ends, and of the stages in Gluon all but the last, have their results checked;
-    all else that is done to them is in the long run."""
+    """On the interpreter, which is slow, dead ends, and of the stages in Gluon all but the last, have their results checked, in
+    float32 not even these where another stage's kernels make them; all else that is done to them is in the long run."""
     line = [name for name in stages.names() if not stages.is_dead_end(name)]
     in_full = {name for name in line if not has_gluon(name)} | {line[-1]}
     for item in items if INTERPRETED else ():
-        name = getattr(item, "callspec", None) and item.callspec.params.get("stage")
-        if isinstance(name, str) and name not in in_full and not item.get_closest_marker("every_stage"):
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        name = params.get("stage")
+        if not isinstance(name, str) or name in in_full:
+            continue
+        left_to_another = has_gluon(name) and params.get("dtype") == torch.float32
+        if left_to_another or not item.get_closest_marker("every_stage"):
             item.add_marker(pytest.mark.long)
 
 

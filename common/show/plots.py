@@ -40,14 +40,16 @@ SAME = 1.02  # lines of which none is further above another one than by that fac
 
 
 def style(name: str, names: list[str]) -> dict:
-    """Colour, line and marker of an implementation, the same in every plot: stages from dark to bright, and solid."""
+    """Colour, line and marker of an implementation, the same in every plot: stages from dark to bright, with solid lines; a
+    marker that comes a second time is hollow."""
     if not stages.position(name):
         baselines = [other for other in names if not stages.position(other)]
         return {**PEER_STYLES[baselines.index(name) % len(PEER_STYLES)], "markerfacecolor": "white"}
     line = [other for other in names if stages.position(other)]
     place = line.index(name)
     color = plt.colormaps["plasma"](0.88 * place / max(1, len(line) - 1))
-    return {"color": color, "linestyle": "-", "marker": STAGE_MARKERS[place % len(STAGE_MARKERS)]}
+    face = color if place < len(STAGE_MARKERS) else "white"
+    return {"color": color, "linestyle": "-", "marker": STAGE_MARKERS[place % len(STAGE_MARKERS)], "markerfacecolor": face}
 
 
 def together(lines: dict[str, list[tuple]]) -> list[list[str]]:
@@ -62,6 +64,19 @@ def together(lines: dict[str, list[tuple]]) -> list[list[str]]:
         else:
             groups.append([name])
     return groups
+
+
+def in_short(group: list[str], names: list[str]) -> str:
+    """The names of a group as one speaks of them; of three or more stages that follow each other the first and the last."""
+    runs = []
+    for name in group:
+        if runs and stages.position(runs[-1][-1]) and names.index(name) == names.index(runs[-1][-1]) + 1:
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    return ", ".join(
+        f"{spoken(run[0])} to {spoken(run[-1])}" if len(run) > 2 else ", ".join(map(spoken, run)) for run in runs
+    )  # fmt: skip
 
 
 def _lines(axes, records: list[dict], names: list[str], value: str) -> dict[str, list[tuple]]:
@@ -115,7 +130,7 @@ def _memory(records, names):
         for group in together(lines):
             if len(group) > 1:  # only the last one drawn can be seen
                 axes.annotate(
-                    textwrap.fill(", ".join(map(spoken, group)), 60), xy=lines[group[0]][0], xytext=(0, -5),
+                    textwrap.fill(in_short(group, names), 60), xy=lines[group[0]][0], xytext=(0, -5),
                     textcoords="offset points", va="top", fontsize=8, color="0.2",
                 )  # fmt: skip
         axes.set_ylim(min(y for points in lines.values() for _, y in points) / 2.5)  # room for the label of the lowest
@@ -124,47 +139,50 @@ def _memory(records, names):
 
 
 def _gain(records, names):
-    figure, axes = plt.subplots(figsize=(10, 4.2), layout="constrained")
+    figure, grid = plt.subplots(2, 1, figsize=(10, 7), layout="constrained", sharex=True, sharey=True)
     steps = [(old, new) for old, new in zip(names, names[1:], strict=False) if stages.position(old)]
-    width = 0.8 / len(COLUMNS)
+    width = 0.84 / len(HEAD_DIMS)
     for index, (pass_, head_dim) in enumerate(COLUMNS):
+        axes, side = grid[index // len(HEAD_DIMS)], index % len(HEAD_DIMS) - (len(HEAD_DIMS) - 1) / 2
         gains = {place: speedup(records, new, old, (pass_,), head_dim) for place, (old, new) in enumerate(steps)}
-        gains = {place + (index - (len(COLUMNS) - 1) / 2) * width: gain for place, gain in gains.items() if gain}
+        gains = {place + side * width: gain for place, gain in gains.items() if gain}
         label = f"{PASS_NAMES[pass_]}, D={head_dim}"
         heights = [gain - 1 for gain in gains.values()]
         axes.bar(gains.keys(), heights, width * 0.92, bottom=1, label=label, edgecolor="white", linewidth=0, **BARS[index])
         for x, gain in gains.items():
             above = gain >= 1
             axes.text(
-                x, gain * (1.03 if above else 0.97), f"{gain:.2f}", ha="center", va="bottom" if above else "top", fontsize=8
+                x, gain * (1.03 if above else 0.97), f"{gain:.2f}", ha="center", va="bottom" if above else "top", fontsize=7
             )
-    axes.axhline(1, color="0.3", linewidth=0.8)
-    axes.set_yscale("log")
-    low, high = axes.get_ylim()
-    axes.set_ylim(low / 1.25, high * 1.25)
-    axes.set_yticks([0.5, 1, 2, 5, 10], ["×0.5", "×1", "×2", "×5", "×10"])
-    axes.minorticks_off()
-    labels = [f"{old.split('_')[0]} → {new.split('_')[0]}\n{new.partition('_')[2]}" for old, new in steps]
-    axes.set_xticks(range(len(steps)), labels, fontsize=9)
-    axes.set_title("times as fast as the stage before", fontsize=10)
-    axes.grid(axis="y", alpha=0.25)
+    for axes in grid:
+        axes.axhline(1, color="0.3", linewidth=0.8)
+        axes.grid(axis="y", alpha=0.25)
+    grid[0].set_yscale("log")
+    low, high = grid[0].get_ylim()
+    grid[0].set_ylim(low / 1.25, high * 1.25)
+    grid[0].set_yticks([0.5, 1, 2, 5, 10], ["×0.5", "×1", "×2", "×5", "×10"])
+    grid[0].minorticks_off()
+    labels = [new.replace("_", " ") for _, new in steps]
+    grid[1].set_xticks(range(len(steps)), labels, fontsize=9, rotation=25, ha="right", rotation_mode="anchor")
+    grid[0].set_title("times as fast as the stage before", fontsize=10)
     _legend(figure, len(COLUMNS))
     return figure
 
 
 def _evolution(records, names):
     """Bars for the stages, lines for the peers: the means of the summary, for the largest head dimension."""
-    figure, grid = plt.subplots(1, 2, figsize=(8, 4), layout="constrained", sharey=True)
+    figure, grid = plt.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
     for axes, pass_ in zip(grid, ("fwd", "bwd"), strict=True):
         axes.set_title(f"{PASS_NAMES[pass_]}, D={max(HEAD_DIMS)}", fontsize=11)
         rates = {name: mean_rate(records, name, pass_, max(HEAD_DIMS)) for name in names}
         line = [name for name in names if stages.position(name) and rates[name]]
         bars = axes.bar([spoken(name) for name in line], [rates[name] for name in line], color="#fdbe85")
-        axes.bar_label(bars, fmt="%.0f", fontsize=9, padding=1, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})
+        axes.bar_label(bars, fmt="%.0f", fontsize=8, padding=1, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})
         for name in names:
             if not stages.position(name) and rates[name]:
                 peer = {"color": style(name, names)["color"], "linestyle": style(name, names)["linestyle"]}
                 axes.axhline(rates[name], linewidth=1.4, label=spoken(name), zorder=0, **peer)
+        axes.tick_params(axis="x", labelsize=9)
         axes.spines[["top", "right"]].set_visible(False)
     grid[0].set_ylabel("TFLOP/s")
     _legend(figure, 4)

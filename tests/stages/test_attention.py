@@ -73,7 +73,6 @@ def test_results_of_shared_heads_match_float64(stage, seq_q, seq_k, causal, head
     check(stage, *make_inputs(seq_q, seq_k, head_dim, dtype, **sizes), causal=causal)
 
 
-@pytest.mark.every_stage
 def test_shared_heads_do_what_repeated_ones_do(stage, unordered):
     """To the bit where a query's results are its own. The library may add up another product in another order.
 

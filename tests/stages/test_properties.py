@@ -64,7 +64,6 @@ ordinary = settings(deadline=None, suppress_health_check=[HealthCheck.function_s
 same_every_time = settings(ordinary, derandomize=True, database=None)
 
 
-@pytest.mark.every_stage
 @settings(same_every_time, max_examples=IN_ALL // len(AVAILABLE))
 @replaying
 @given(problem=problems(HEAD_DIMS if on_gpu else CHEAP))

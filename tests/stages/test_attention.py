@@ -17,11 +17,17 @@ LONG = [(1023, 1024), (1024, 1023)]
 LENGTHS += [*LONG, (4001, 4096)] if on_gpu else [(383, 384), (384, 383), *LONG]  # of three tiles, or of more than fit the time
 
 
+def marks_of(number, long):
+    """Of a problem in a round whose lengths come full and causal in turn."""
+    return [pytest.mark.long] if long else [pytest.mark.every_stage] if number % 4 in (1, 2) else []
+
+
 def problems():
     """Every length, causal and not, with every head dimension and dtype, in rounds.
 
     A round takes every length causal and not, and each of the 15 pairs of dtype and head dimension at least once; the next
-    round moves the pairs on by one, and 15 rounds are the whole product. All but the first are marked long.
+    round moves the pairs on by one, and 15 rounds are the whole product. All but the first are marked long. Half of that one is
+    for every stage, each length once.
     """
     # In this order the first round gives the long lengths pairs that the interpreter, slow per tile, has large tiles for.
     quick = list(itertools.product((torch.float16, torch.bfloat16), HEAD_DIMS[:-1]))
@@ -33,11 +39,10 @@ def problems():
             yield pytest.param(
                 *lengths, causal, head_dim, dtype,
                 id=f"{lengths[0]}x{lengths[1]}-{'causal' if causal else 'full'}-d{head_dim}-{str(dtype)[6:]}",
-                marks=[pytest.mark.long] if turn or lengths in LONG and not on_gpu else [],
+                marks=marks_of(number, long=turn or lengths in LONG and not on_gpu),
             )  # fmt: skip
 
 
-@pytest.mark.every_stage
 @pytest.mark.parametrize("seq_q, seq_k, causal, head_dim, dtype", list(problems()))
 def test_results_match_float64(stage, seq_q, seq_k, causal, head_dim, dtype):
     check(stage, *make_inputs(seq_q, seq_k, head_dim, dtype, **(FEW if seq_q > 100 else {})), causal=causal)
@@ -51,7 +56,8 @@ def problems_of_shared_heads():
     """Lengths, causal and not, with shared heads and values of another size than keys, in rounds.
 
     A round takes every length causal and not, all of `SHARED` and all of `DIMENSIONS`. The next round moves these on by one;
-    after 15 rounds each length has had all dimensions in every dtype. All but the first are marked long.
+    after 15 rounds each length has had all dimensions in every dtype. All but the first are marked long. Half of that is
+    for every stage.
     """
     lengths = [*LENGTHS[:4], LONG[0] if on_gpu else (383, 384)]
     for turn in range(len(DIMENSIONS) * len(DTYPES)):
@@ -63,11 +69,10 @@ def problems_of_shared_heads():
             shape = f"{seq_q}x{seq_k}-{'causal' if causal else 'full'}-b{batch}-h{heads}x{kv_heads}-d{head_dim}x{value_dim}"
             yield pytest.param(
                 seq_q, seq_k, causal, head_dim, dtype, sizes, id=f"{shape}-{str(dtype)[6:]}",
-                marks=[pytest.mark.long] if turn or (seq_q, seq_k) == lengths[-1] and not on_gpu else [],
+                marks=marks_of(number, long=turn or (seq_q, seq_k) == lengths[-1] and not on_gpu),
             )  # fmt: skip
 
 
-@pytest.mark.every_stage
 @pytest.mark.parametrize("seq_q, seq_k, causal, head_dim, dtype, sizes", list(problems_of_shared_heads()))
 def test_results_of_shared_heads_match_float64(stage, seq_q, seq_k, causal, head_dim, dtype, sizes):
     check(stage, *make_inputs(seq_q, seq_k, head_dim, dtype, **sizes), causal=causal)

@@ -79,15 +79,18 @@ class Known:
         )
 
 
-PERSISTENT = ("v12_persistent", "v13_speculative_softmax", "v13a_polynomial_exponentials", "v14_short_tiles")
-ROLES = ("v9_producer", "v10_warp_specialized", "v11_overlapped", "v11a_ping_pong", "v12a_static_grid", *PERSISTENT)
-BY_COMPILER = ("v4b_warp_specialize",)
+def _with(text: str) -> tuple[str, ...]:
+    """The stages whose forward has that text."""
+    return tuple(name for name in stages.names() if text in (ROOT / "stages" / name / "forward.py").read_text())
+
+
+TOLD, ROLES, BY_COMPILER = _with("tile_s.index("), _with("gl.warp_specialize("), _with(" warp_specialize=")
 TILE = "the mbarriers tile_full and tile_empty order the producer's store of the next tile's number and the consumers' loads"
 STATE = "what the compiler tells the other warps, their function and its arguments, lies between barriers of its own"
 COPIED = "the compiler's own warps copy Q, and hand over their rows, between mbarriers of its making"
 DESCRIBED = "a program writes its descriptor with tensormap.cp_fenceproxy, which initcheck does not count as a write"
 KNOWN = (
-    Known("racecheck", PERSISTENT, "_forward_kernel", r"tile_s\.index\(.*\)\.(store|load)\(", TILE),
+    Known("racecheck", TOLD, "_forward_kernel", r"tile_s\.index\(.*\)\.(store|load)\(", TILE),
     # The state lies where the function begins, and where the warps part, in an `if` of some forwards.
     Known("racecheck", ROLES, "_forward_kernel", r"^def _forward_kernel\(|if CONSUMERS == 2:|gl\.warp_specialize\(", STATE),
     Known("racecheck", ROLES, "_backward_kernel", r"^def _backward_kernel\(|gl\.warp_specialize\(", STATE),

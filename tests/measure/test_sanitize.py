@@ -13,12 +13,12 @@ from common.measure import sanitize
 from common.measure.sanitize import Report
 from common.runtime import INTERPRETED
 
-V11 = Path(stages.__path__[0], "v12_persistent", "forward.py")
+FORWARD = Path(stages.__path__[0], "v12_persistent", "forward.py")
 
 
 def line_of(text):
     """The number of the first line in v12's forward with that text."""
-    return next(number for number, line in enumerate(V11.read_text().splitlines(), start=1) if text in line)
+    return next(number for number, line in enumerate(FORWARD.read_text().splitlines(), start=1) if text in line)
 
 
 STORE, LOAD, SUM = (
@@ -56,9 +56,9 @@ INITCHECK = """========= COMPUTE-SANITIZER
 =========
 ========= ERROR SUMMARY: 2 errors
 """
-KNOWN_RACE = f"""========= Error: Race reported between Write access at _forward_kernel+0x90 in {V11}:{STORE}
-=========     and Read access at _forward_kernel+0x100 in {V11}:{LOAD} [508 hazards]
-=========     and Read access at _forward_kernel+0x150 in {V11}:{LOAD} [4 hazards]
+KNOWN_RACE = f"""========= Error: Race reported between Write access at _forward_kernel+0x90 in {FORWARD}:{STORE}
+=========     and Read access at _forward_kernel+0x100 in {FORWARD}:{LOAD} [508 hazards]
+=========     and Read access at _forward_kernel+0x150 in {FORWARD}:{LOAD} [4 hazards]
 =========
 """
 NEW_RACE = KNOWN_RACE.replace(f"{LOAD} [4", f"{SUM} [4").replace("Error", "Warning")
@@ -66,6 +66,10 @@ RACECHECK = f"""========= COMPUTE-SANITIZER
 {KNOWN_RACE}{KNOWN_RACE}{NEW_RACE}========= RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warning)
 """
 CLEAN = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
+
+
+def test_every_known_report_is_of_some_stage():
+    assert all(known.stages for known in sanitize.KNOWN)
 
 
 def test_reports_of_memcheck():
@@ -86,8 +90,8 @@ def test_reports_of_initcheck():
 
 
 def test_reports_of_racecheck():
-    known = Report("race", "_forward_kernel", ((str(V11), STORE), (str(V11), LOAD)))
-    new = Report("race", "_forward_kernel", ((str(V11), STORE), (str(V11), LOAD), (str(V11), SUM)))
+    known = Report("race", "_forward_kernel", ((str(FORWARD), STORE), (str(FORWARD), LOAD)))
+    new = Report("race", "_forward_kernel", ((str(FORWARD), STORE), (str(FORWARD), LOAD), (str(FORWARD), SUM)))
     assert sanitize.parse(RACECHECK) == ([known, known, new], 3)
     assert "tile_s.index(slot).store" in str(known)
     entry = sanitize.KNOWN[0]

@@ -12,6 +12,7 @@ from common.runtime import DEVICE
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIMS = (16, 32, 64, 128, 256)
 SMALLEST_SCALE, LARGEST_SCALE = 1e-30, 1e6  # of a scale's size, unless it is 0
+BOTTOM_RIGHT = "bottom-right"  # what `causal` may be beside a bool
 NAMESPACE = "kernel_evolution"  # of the operators
 _libraries: dict[str, torch.library.Library] = {}  # what keeps each operator registered
 
@@ -25,6 +26,26 @@ def _flag(name, value) -> bool:
     if not isinstance(value, (bool, numpy.bool_)):
         raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
     return bool(value)
+
+
+def diagonal(causal: bool | str, seq_q: int, seq_k: int) -> int:
+    """Of a causal mask, what `torch.tril` calls so: query i sees key j where j <= i + diagonal."""
+    return seq_k - seq_q if causal == BOTTOM_RIGHT else 0
+
+
+def _checked_causal(causal, seq_q: int, seq_k: int) -> tuple[bool, int]:
+    """Whether there is a mask, and its diagonal; raises TypeError or ValueError."""
+    if not isinstance(causal, str):
+        if not isinstance(causal, (bool, numpy.bool_)):
+            raise TypeError(f"causal must be a bool or {BOTTOM_RIGHT!r}, got {type(causal).__name__}")
+        return bool(causal), 0
+    if causal != BOTTOM_RIGHT:
+        raise ValueError(f"causal must be a bool or {BOTTOM_RIGHT!r}, got {causal[:40]!r}")
+    if seq_q > seq_k:
+        raise ValueError(
+            f"causal={BOTTOM_RIGHT!r} takes no more queries than keys, of which some would see none: got {seq_q} and {seq_k}"
+        )
+    return True, diagonal(causal, seq_q, seq_k)
 
 
 def _checked_scale(scale, head_dim: int) -> float:
@@ -128,47 +149,51 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
 
     Args:
         package: the stage's `__name__`; its last part, the directory, names the operators, `kernel_evolution::{name}_forward`.
-        forward: `(q, k, v, *, causal, scale) -> (out, lse)`.
-        backward: `(grad_out, q, k, v, out, lse, *, causal, scale) -> (dq, dk, dv)`.
+        forward: `(q, k, v, *, causal, scale, diagonal=0) -> (out, lse)`.
+        backward: `(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0) -> (dq, dk, dv)`.
+
+    Both take `causal` as a bool, and where it is True hide key j from query i where j > i + diagonal. The diagonal is 0, or
+    Sk - Sq where there are no more queries than keys.
     """
     name = package.rpartition(".")[2]
 
-    def run_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        return _plain(forward, *map(contiguous_rows, (q, k, v)), causal=causal, scale=scale)
+    def run_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, diagonal: int) -> tuple[Tensor, Tensor]:
+        return _plain(forward, *map(contiguous_rows, (q, k, v)), causal=causal, scale=scale, diagonal=diagonal)
 
-    def fake_forward(q, k, v, causal, scale):
+    def fake_forward(q, k, v, causal, scale, diagonal):
         return empty_rows(contiguous_rows(q), v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
     def run_backward(
-        grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+        grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float, diagonal: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         # Hooks may bring saved tensors back in another layout.
         q, k, v, out = map(contiguous_rows, (q, k, v, out))
-        return _plain(backward, grad_out, q, k, v, out, lse.contiguous(), causal=causal, scale=scale)
+        options = {"causal": causal, "scale": scale, "diagonal": diagonal}
+        return _plain(backward, grad_out, q, k, v, out, lse.contiguous(), **options)
 
-    def fake_backward(grad_out, q, k, v, out, lse, causal, scale):
+    def fake_backward(grad_out, q, k, v, out, lse, causal, scale, diagonal):
         return tuple(empty_rows(contiguous_rows(tensor)) for tensor in (q, k, v))
 
     def setup_context(ctx, inputs, output):
-        q, k, v, ctx.causal, ctx.scale = inputs
+        q, k, v, *ctx.options = inputs
         ctx.save_for_backward(q, k, v, *output)
         ctx.set_materialize_grads(False)  # an output that the loss does not use costs nothing
 
     def gradients(ctx, grad_out, grad_lse):
         q, k, v, out, lse = ctx.saved_tensors
-        options = ctx.causal, ctx.scale
         if grad_out is None:
             dq, dk, dv = (torch.zeros_like(tensor) for tensor in (q, k, v))
         else:
-            dq, dk, dv = backward_op(grad_out, q, k, v, out, lse, *options)
+            dq, dk, dv = backward_op(grad_out, q, k, v, out, lse, *ctx.options)
         if grad_lse is not None:
             # d lse / d s = P, so lse adds scale * grad_lse * (P K) to dq and scale * Pᵀ (grad_lse * q) to dk: an attention
             # output with K for V, and the dV of a backward with that product for dO.
-            weight = (ctx.scale * grad_lse)[..., None]
-            mean_key, _ = forward_op(q, k, k, *options)
+            _, scale, _ = ctx.options
+            weight = (scale * grad_lse)[..., None]
+            mean_key, _ = forward_op(q, k, k, *ctx.options)
             dq = dq + (weight * mean_key).to(dq.dtype)
-            dk = dk + backward_op((weight * q).to(q.dtype), q, k, k, mean_key, lse, *options)[2]
-        return dq, dk, dv, None, None
+            dk = dk + backward_op((weight * q).to(q.dtype), q, k, k, mean_key, lse, *ctx.options)[2]
+        return dq, dk, dv, None, None, None
 
     def refuse(ctx, *grads):
         raise RuntimeError(f"the gradients of {name}'s attention cannot be differentiated again")
@@ -184,7 +209,9 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
             k: [B, Hkv, Sk, D], dtype and device of q. Any Sq, Sk >= 1, multiples of nothing. H is a multiple of Hkv: query head
                 h attends to head h // (H / Hkv) of k and v, as in PyTorch's SDPA with `enable_gqa` (arXiv 2305.13245).
             v: [B, Hkv, Sk, Dv]; Dv as D may be, equal to it or not.
-            causal: key j is hidden from query i where j > i (aligned top left, as in PyTorch's SDPA).
+            causal: True hides key j from query i where j > i, aligned top left, as PyTorch's SDPA with `is_causal` does.
+                "bottom-right" hides it where j > i + Sk - Sq: for queries that are the last of the Sk positions, as PyTorch's
+                `causal_lower_right` does. A single query sees all keys then.
             scale: factor of the scores: 0, or a number of a size from 1e-30 to 1e6; None is 1 / sqrt(D). Scaled scores are
                 exponents in float32: past 1e7 they are a whole number off, and past 5e8 the result may be NaN.
             return_lse: also return the log-sum-exp of the scaled scores; it is differentiable too, at the price of one more
@@ -196,7 +223,7 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
         Raises:
             TypeError: an argument of the wrong type, or a dtype that is not supported or differs from q's.
             ValueError: a wrong rank, shape, head dimension or device, heads of q that are no multiple of those of k, an empty
-                tensor, a scale out of its range.
+                tensor, a scale out of its range, another string for `causal`, or "bottom-right" with more queries than keys.
 
         Under `torch.autocast` the inputs, unless float64, are cast to the autocast dtype first, as SDPA does. The gradients
         cannot be differentiated again.
@@ -205,8 +232,9 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
             dtype = torch.get_autocast_dtype(DEVICE)
             q, k, v = (t.to(dtype) if _autocast(t) else t for t in (q, k, v))
         _check_inputs(q, k, v)
-        causal, return_lse = _flag("causal", causal), _flag("return_lse", return_lse)
-        out, lse = forward_op(q, k, v, causal, _checked_scale(scale, q.shape[-1]))
+        causal, diagonal = _checked_causal(causal, q.shape[2], k.shape[2])
+        return_lse = _flag("return_lse", return_lse)
+        out, lse = forward_op(q, k, v, causal, _checked_scale(scale, q.shape[-1]), diagonal)
         return (out, lse) if return_lse else out
 
     attention.__qualname__ = f"{name}.attention"

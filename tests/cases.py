@@ -3,6 +3,7 @@
 import torch
 
 from common.measure.reference import assert_correct, plain, truth
+from common.operator import diagonal
 from common.runtime import DEVICE
 
 TILED = (40, 100)  # query and key counts of a cheap problem, with ragged ends and, for most tiles, more than one key tile
@@ -33,8 +34,9 @@ def by_operator(stage, q, k, v, grad_out, *, causal, scale):
 
 def by_functions(stage, q, k, v, grad_out, *, causal, scale):
     """All results of a stage, from its own two functions."""
-    out, lse = stage.forward(q, k, v, causal=causal, scale=scale)
-    dq, dk, dv = stage.backward(grad_out, q, k, v, out, lse, causal=causal, scale=scale)
+    options = {"causal": bool(causal), "scale": scale, "diagonal": diagonal(causal, q.shape[2], k.shape[2])}
+    out, lse = stage.forward(q, k, v, **options)
+    dq, dk, dv = stage.backward(grad_out, q, k, v, out, lse, **options)
     return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
 
@@ -45,7 +47,8 @@ def check(stage, q, k, v, grad_out, *, causal, scale=None, run=by_operator):
     for name, like in {"out": q, "dq": q, "dk": k, "dv": v}.items():
         assert results[name].dtype == like.dtype, f"{name}: dtype {results[name].dtype}, expected {like.dtype}"
     assert results["lse"].dtype == torch.float32
-    assert_correct(results, truth(q, k, v, causal, scale, grad_out), plain(q, k, v, causal, scale, grad_out))
+    problem = (q, k, v, bool(causal), scale, grad_out, diagonal(causal, q.shape[2], k.shape[2]))
+    assert_correct(results, truth(*problem), plain(*problem))
     return results
 
 

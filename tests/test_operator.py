@@ -48,9 +48,9 @@ def test_opcheck(stage, transposed):
     if transposed:
         q, k, v, grad_out = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (q, k, v, grad_out))
     forward, backward = stage_operators(stage)
-    torch.library.opcheck(forward, (*as_leaves(q, k, v), True, SCALE))
-    out, lse = forward(q, k, v, True, SCALE)
-    torch.library.opcheck(backward, (grad_out, q, k, v, out, lse, True, SCALE))
+    torch.library.opcheck(forward, (*as_leaves(q, k, v), True, SCALE, 0))
+    out, lse = forward(q, k, v, True, SCALE, 0)
+    torch.library.opcheck(backward, (grad_out, q, k, v, out, lse, True, SCALE, 0))
 
 
 LAYOUTS = {"transposed": Layout("bshd"), "expanded": Layout(expanded="h")}
@@ -62,9 +62,9 @@ def test_fake_results_are_laid_out_like_real_ones(stage, layout):
     forward, backward = stage_operators(stage)
     for value_dim in (16, 64):
         q, k, v, grad_out = map(layout.place, make_inputs(3, 5, batch=2, heads=2, value_dim=value_dim))
-        torch.library.opcheck(forward, (q, k, v, True, SCALE), test_utils="test_faketensor")
-        out, lse = forward(q, k, v, True, SCALE)
-        torch.library.opcheck(backward, (grad_out, q, k, v, out, lse, True, SCALE), test_utils="test_faketensor")
+        torch.library.opcheck(forward, (q, k, v, True, SCALE, 0), test_utils="test_faketensor")
+        out, lse = forward(q, k, v, True, SCALE, 0)
+        torch.library.opcheck(backward, (grad_out, q, k, v, out, lse, True, SCALE, 0), test_utils="test_faketensor")
 
 
 @pytest.mark.parametrize("columns", [8, 32])

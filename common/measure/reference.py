@@ -17,17 +17,17 @@ _SIZES = {"largest": lambda x: x.abs().max(), "rms": lambda x: x.square().mean()
 BLOCK_BYTES = 2**30
 
 
-def _scores(q, k, causal, scale, first):
+def _scores(q, k, causal, scale, first, diagonal):
     """The scores of some query rows, of which the first has that number."""
     s = q @ k.mT * scale  # [heads, rows, Sk]
     if causal:
-        s = s.masked_fill(~torch.ones_like(s, dtype=torch.bool).tril(first), float("-inf"))
+        s = s.masked_fill(~torch.ones_like(s, dtype=torch.bool).tril(first + diagonal), float("-inf"))
     return s
 
 
-def _rows(q, k, v, grad_out, *, first, causal, scale, dtype):
+def _rows(q, k, v, grad_out, *, first, causal, scale, diagonal, dtype):
     """What some query rows of some heads make, in the precision of the arguments; P, O and dS are rounded to `dtype`."""
-    s = _scores(q, k, causal, scale, first)
+    s = _scores(q, k, causal, scale, first, diagonal)
     p = s.softmax(-1)  # [heads, rows, Sk]
     narrow_p = p.to(dtype).to(p.dtype)
     out = (narrow_p @ v).to(dtype)
@@ -39,13 +39,13 @@ def _rows(q, k, v, grad_out, *, first, causal, scale, dtype):
     return results
 
 
-def _row_magnitudes(q, k, v, grad_out, *, first, causal, scale):
+def _row_magnitudes(q, k, v, grad_out, *, first, causal, scale, diagonal):
     """What _rows sums, summed without signs: float32 rounds in proportion to these, however much of them cancels."""
-    s = _scores(q, k, causal, scale, first)
+    s = _scores(q, k, causal, scale, first, diagonal)
     lse = s.logsumexp(-1, keepdim=True)
     q, k, v, size = abs(q), abs(k), abs(v), abs(scale)
     p = s.softmax(-1)
-    s = _scores(q, k, causal, size, first)  # without signs
+    s = _scores(q, k, causal, size, first, diagonal)  # without signs
     magnitudes = {"lse": s.amax(-1) + lse.squeeze(-1).abs()}
     p *= s.clamp_(min=0).add_(1 + lse.abs())  # an exponent has an error in proportion to its terms, and so has its power
     del s
@@ -94,29 +94,36 @@ def _each_head(function, precision, q, k, v, grad_out, **options):
     return {name: result.unflatten(0, (batch, -1)) for name, result in whole.items()}
 
 
-def truth(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, grad_out: Tensor | None = None) -> dict:
+def truth(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, grad_out: Tensor | None = None, diagonal: int = 0
+) -> dict:  # fmt: skip
     """Attention in float64, on the inputs' device.
 
     Args:
         q: [B, H, Sq, D]; k: [B, Hkv, Sk, D]; v: [B, Hkv, Sk, Dv], H a multiple of Hkv; any dtype, any strides.
         grad_out: [B, H, Sq, Dv], the gradient of the output; None leaves the gradients out.
+        diagonal: where causal, query i sees key j where j <= i + diagonal.
 
     Returns:
         "out" [B, H, Sq, Dv], "lse" [B, H, Sq] and, given `grad_out`, "dq", "dk", "dv" shaped like q, k, v, all float64; and
         "magnitudes", a dict with, for each of these, the sums of absolute values that `error_bounds` takes.
     """
-    results = _each_head(_rows, torch.float64, q, k, v, grad_out, causal=causal, scale=scale, dtype=torch.float64)
-    magnitudes = _each_head(_row_magnitudes, torch.float64, q, k, v, grad_out, causal=causal, scale=scale)
+    options = {"causal": causal, "scale": scale, "diagonal": diagonal}
+    results = _each_head(_rows, torch.float64, q, k, v, grad_out, **options, dtype=torch.float64)
+    magnitudes = _each_head(_row_magnitudes, torch.float64, q, k, v, grad_out, **options)
     return results | {"magnitudes": magnitudes}
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, grad_out: Tensor | None = None) -> dict:
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, grad_out: Tensor | None = None, diagonal: int = 0
+) -> dict:  # fmt: skip
     """The yardstick: unfused PyTorch with inputs, P, dS and results in q's dtype and everything between in float32.
 
     It is stricter than matmuls that return float16, whose scores and dP are rounded too and overflow past 65504.
     Arguments and results as in `truth`; "lse" is float32, the others have q's dtype.
     """
-    results = _each_head(_rows, torch.float32, q, k, v, grad_out, causal=causal, scale=scale, dtype=q.dtype)
+    options = {"causal": causal, "scale": scale, "diagonal": diagonal}
+    results = _each_head(_rows, torch.float32, q, k, v, grad_out, **options, dtype=q.dtype)
     return {name: result if name == "lse" else result.to(q.dtype) for name, result in results.items()}
 
 

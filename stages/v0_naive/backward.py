@@ -6,12 +6,12 @@ from common.kernels.matmul import matmul_float32, transposed_matmul_float32
 from common.operator import empty_rows
 
 
-def backward(grad_out, q, k, v, out, lse, *, causal, scale):
+def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors."""
     kv_heads = k.shape[1]
     s = matmul_float32(q, k.mT) * scale  # [B, H, Sq, Sk]
     if causal:
-        visible = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril()
+        visible = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril(diagonal)
         s = s.masked_fill(~visible, float("-inf"))
     p = torch.exp(s - lse[..., None])
     dv = transposed_matmul_float32(p.to(v.dtype), grad_out, kv_heads)

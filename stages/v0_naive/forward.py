@@ -6,11 +6,11 @@ from common.kernels.matmul import matmul_float32
 from common.operator import empty_rows
 
 
-def forward(q, k, v, *, causal, scale):
+def forward(q, k, v, *, causal, scale, diagonal=0):
     """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors."""
     s = matmul_float32(q, k.mT) * scale  # [B, H, Sq, Sk]
     if causal:
-        visible = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril()
+        visible = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril(diagonal)
         s = s.masked_fill(~visible, float("-inf"))
     # NOTE: each of these lines reads and writes all of S once more; v1 makes them one kernel.
     m = s.amax(-1, keepdim=True)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cases import TILED, make_inputs
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from common.measure import reference
@@ -113,3 +114,9 @@ def test_tensorfloat32_fails_the_bound_of_float32(name):
     got = plain(*coarse[:3], True, SCALE, coarse[3])[name]
     with pytest.raises(AssertionError, match=name):
         assert_correct({name: got}, truth(q, k, v, True, SCALE, grad_out), plain(q, k, v, True, SCALE, grad_out))
+
+
+def test_the_diagonal_is_where_pytorch_s_lower_right_has_it():
+    q, k, v, _ = make_inputs(5, 9, 16, torch.float32)
+    expected = scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=causal_lower_right(5, 9), scale=0.3)
+    torch.testing.assert_close(truth(q, k, v, True, 0.3, diagonal=4)["out"], expected)

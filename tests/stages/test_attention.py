@@ -277,6 +277,39 @@ def test_causal_is_aligned_top_left(stage, seq_q, seq_k):
     assert not results["dk"][:, :, seq_q:].any() and not results["dv"][:, :, seq_q:].any()
 
 
+@pytest.mark.every_stage
+@pytest.mark.parametrize(
+    "seq_q, seq_k, sizes",
+    [
+        (1, 150, {}),
+        (40, 41, {"head_dim": 128}),  # the diagonal in the middle of a tile
+        (64, 320, {"head_dim": 64, "kv_heads": 1}),
+        (70, 203, {"kv_heads": 1, "value_dim": 64}),
+        (130, 257, {"head_dim": 64, "dtype": torch.bfloat16}),
+        (150, 150, {}),
+        pytest.param(300, 700, {"head_dim": 128, "value_dim": 64}, marks=pytest.mark.long),
+        pytest.param(390, 400, {"head_dim": 256, "kv_heads": 1}, marks=pytest.mark.long),
+        pytest.param(3, 1000, {"dtype": torch.float32}, marks=pytest.mark.long),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
+)
+def test_causal_may_be_aligned_bottom_right(stage, seq_q, seq_k, sizes):
+    """The last query sees all keys, each before it one less."""
+    results = check(stage, *make_inputs(seq_q, seq_k, **FEW | sizes), causal="bottom-right")
+    assert results["dk"][:, :, -1].any() and results["dv"][:, :, -1].any()
+
+
+def test_chunks_of_queries_do_what_all_of_them_do(stage):
+    """Each with the keys so far, as a cache grows."""
+    q, k, v, grad_out = make_inputs(200, 200, **FEW)
+    whole = check(stage, q, k, v, grad_out, causal=True)
+    for first, end in ((0, 70), (70, 113), (113, 114), (114, 200)):
+        chunk = q[:, :, first:end], k[:, :, :end], v[:, :, :end], grad_out[:, :, first:end]
+        results = by_operator(stage, *chunk, causal="bottom-right", scale=q.shape[-1] ** -0.5)
+        for name in ("out", "lse", "dq"):
+            torch.testing.assert_close(results[name], whole[name][:, :, first:end])
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_merging_halves_of_the_keys_by_their_lse(stage, causal):
     """out = Σ exp(lse_i - lse) out_i with lse = logsumexp(lse_i): what splitting keys over devices rests on.

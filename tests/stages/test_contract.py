@@ -32,8 +32,8 @@ def test_a_stage_exports_the_contract(stage):
     }
     assert arguments == {
         "attention": ["q", "k", "v", "causal", "scale", "return_lse"],
-        "forward": ["q", "k", "v", "causal", "scale"],
-        "backward": ["grad_out", "q", "k", "v", "out", "lse", "causal", "scale"],
+        "forward": ["q", "k", "v", "causal", "scale", "diagonal"],
+        "backward": ["grad_out", "q", "k", "v", "out", "lse", "causal", "scale", "diagonal"],
     }
 
 

@@ -11,7 +11,7 @@ from common.operator import contiguous_rows, empty_rows
 
 @triton.jit
 def _p_kernel(
-    s_ptr, lse_ptr, p_ptr, scale, seq_q: tl.int32, seq_k: tl.int32,
+    s_ptr, lse_ptr, p_ptr, scale, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """P = exp(scale * S - lse) for BLOCK_M rows of one head."""
@@ -25,7 +25,7 @@ def _p_kernel(
         inside = in_q[:, None] & (offs_n[None, :] < seq_k)
         visible = inside
         if CAUSAL:
-            visible = visible & (offs_m[:, None] >= offs_n[None, :])  # what lies past the diagonal is not read
+            visible = visible & (offs_m[:, None] + diagonal >= offs_n[None, :])  # what lies past the diagonal is not read
         offs = rows[:, None] * seq_k + offs_n[None, :]
         s = tl.load(s_ptr + offs, mask=visible, other=0.0) * scale  # [BLOCK_M, BLOCK_N]
         p = tl.where(visible, tl.exp(s - lse[:, None]), 0.0)
@@ -37,7 +37,7 @@ def _ds_kernel(
     p_ptr, dp_ptr, out_ptr, do_ptr, ds_ptr,
     stride_ob: tl.int64, stride_oh: tl.int64, stride_om: tl.int64,
     stride_dob: tl.int64, stride_doh: tl.int64, stride_dom: tl.int64,
-    heads, seq_q: tl.int32, seq_k: tl.int32,
+    heads, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32,
     VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """dS = P * (dP - delta) for BLOCK_M rows of one head, delta = rowsum(dO * O) from the rows themselves."""
@@ -59,7 +59,7 @@ def _ds_kernel(
         inside = in_q[:, None] & (offs_n[None, :] < seq_k)
         visible = inside
         if CAUSAL:
-            visible = visible & (offs_m[:, None] >= offs_n[None, :])  # what lies past the diagonal is not read
+            visible = visible & (offs_m[:, None] + diagonal >= offs_n[None, :])  # what lies past the diagonal is not read
         offs = rows[:, None] * seq_k + offs_n[None, :]
         p = tl.load(p_ptr + offs, mask=visible, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
         dp = tl.load(dp_ptr + offs, mask=visible, other=0.0)  # [BLOCK_M, BLOCK_N]
@@ -67,7 +67,7 @@ def _ds_kernel(
         tl.store(ds_ptr + offs, ds.to(ds_ptr.dtype.element_ty), mask=inside)
 
 
-def backward(grad_out, q, k, v, out, lse, *, causal, scale):
+def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, value_dim = k.shape[1], v.shape[3]
@@ -76,14 +76,14 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale):
     grid = (triton.cdiv(seq_q, tile["BLOCK_M"]) * batch * heads,)
     s = matmul_float32(q, k.mT)  # [B, H, Sq, Sk]
     p = torch.empty_like(s, dtype=q.dtype)
-    _p_kernel[grid](s, lse, p, scale, seq_q, k.shape[2], CAUSAL=causal, **tile)
+    _p_kernel[grid](s, lse, p, scale, seq_q, k.shape[2], diagonal, CAUSAL=causal, **tile)
     del s  # the next product can have its memory
     dv = transposed_matmul_float32(p, grad_out, kv_heads)
     dp = matmul_float32(grad_out, v.mT)  # [B, H, Sq, Sk]
     ds = torch.empty_like(p)
     _ds_kernel[grid](
         p, dp, out, grad_out, ds, *out.stride()[:3], *grad_out.stride()[:3],
-        heads, seq_q, k.shape[2], VALUE_DIM=value_dim, CAUSAL=causal, **tile,
+        heads, seq_q, k.shape[2], diagonal, VALUE_DIM=value_dim, CAUSAL=causal, **tile,
     )  # fmt: skip
     dq = matmul_float32(ds, k) * scale
     dk = transposed_matmul_float32(ds, q, kv_heads) * scale

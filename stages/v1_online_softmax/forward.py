@@ -11,7 +11,7 @@ from common.operator import empty_rows
 
 @triton.jit
 def _softmax_kernel(
-    s_ptr, p_ptr, lse_ptr, scale, seq_q: tl.int32, seq_k: tl.int32,
+    s_ptr, p_ptr, lse_ptr, scale, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """A program owns BLOCK_M rows of one head's S: P = softmax(scale * S), and the rows' log-sum-exp."""
@@ -20,7 +20,7 @@ def _softmax_kernel(
     rows = (tl.program_id(0) // tiles_m).to(tl.int64) * seq_q + offs_m  # int64: S can pass 2**31 elements
     in_q = offs_m < seq_q
     # Past the diagonal of its last row a program reads nothing: those probabilities are 0.
-    end = tl.minimum(tl.program_id(0) % tiles_m * BLOCK_M + BLOCK_M, seq_k) if CAUSAL else seq_k
+    end = tl.minimum(tl.program_id(0) % tiles_m * BLOCK_M + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
@@ -28,7 +28,7 @@ def _softmax_kernel(
         offs_n = start_n + tl.arange(0, BLOCK_N)
         visible = offs_n[None, :] < seq_k
         if CAUSAL:
-            visible = visible & (offs_m[:, None] >= offs_n[None, :])
+            visible = visible & (offs_m[:, None] + diagonal >= offs_n[None, :])
         s_ptrs = s_ptr + rows[:, None] * seq_k + offs_n[None, :]
         s = tl.load(s_ptrs, mask=visible & in_q[:, None], other=0.0) * scale  # [BLOCK_M, BLOCK_N]
         s = tl.where(visible, s, float("-inf"))
@@ -43,14 +43,14 @@ def _softmax_kernel(
         inside = in_q[:, None] & (offs_n[None, :] < seq_k)
         visible = inside
         if CAUSAL:
-            visible = visible & (offs_m[:, None] >= offs_n[None, :])
+            visible = visible & (offs_m[:, None] + diagonal >= offs_n[None, :])
         offs = rows[:, None] * seq_k + offs_n[None, :]
         s = tl.load(s_ptr + offs, mask=visible, other=0.0) * scale  # [BLOCK_M, BLOCK_N]
         p = tl.where(visible, tl.exp(s - lse[:, None]), 0.0)
         tl.store(p_ptr + offs, p.to(p_ptr.dtype.element_ty), mask=inside)
 
 
-def forward(q, k, v, *, causal, scale):
+def forward(q, k, v, *, causal, scale, diagonal=0):
     """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape
     value_dim = v.shape[3]
@@ -60,6 +60,6 @@ def forward(q, k, v, *, causal, scale):
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     tile = query_tile(max(head_dim, value_dim), q.dtype)
     _softmax_kernel[triton.cdiv(seq_q, tile["BLOCK_M"]) * batch * heads,](
-        s, p, lse, scale, seq_q, k.shape[2], CAUSAL=causal, **tile
+        s, p, lse, scale, seq_q, k.shape[2], diagonal, CAUSAL=causal, **tile
     )  # fmt: skip
     return empty_rows(q, value_dim).copy_(matmul_float32(p, v)), lse

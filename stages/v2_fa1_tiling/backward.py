@@ -18,7 +18,7 @@ def _backward_kernel(
     stride_dob: tl.int64, stride_doh: tl.int64, stride_dom: tl.int64,
     stride_dkb: tl.int64, stride_dkh: tl.int64, stride_dkn: tl.int64,
     stride_dvb: tl.int64, stride_dvh: tl.int64, stride_dvn: tl.int64,
-    kv_heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32,
+    kv_heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -40,7 +40,7 @@ def _backward_kernel(
         dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
         dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
         # Queries before the tile's first key see none of it.
-        first_m = start_n // BLOCK_M * BLOCK_M if CAUSAL else 0
+        first_m = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M if CAUSAL else 0
         for shared in range(heads_per_kv):  # the query heads that share these keys
             head = kv_head * heads_per_kv + shared
             q_head = q_ptr + batch * stride_qb + head * stride_qh
@@ -60,7 +60,7 @@ def _backward_kernel(
                 s = tl.dot(q, k.T, input_precision=PRECISION) * scale  # [BLOCK_M, BLOCK_N]
                 visible = offs_n[None, :] < seq_k
                 if CAUSAL:
-                    visible = visible & (offs_m[:, None] >= offs_n[None, :])
+                    visible = visible & (offs_m[:, None] >= offs_n[None, :] - diagonal)
                 p = tl.where(visible, tl.exp(s - lse[:, None]), 0.0)
                 dv = tl.dot(p.to(do.dtype).T, do, dv, input_precision=PRECISION)
                 dp = tl.dot(do, v.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
@@ -80,7 +80,7 @@ def _backward_kernel(
         tl.debug_barrier()
 
 
-def backward(grad_out, q, k, v, out, lse, *, causal, scale):
+def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k, value_dim = v.shape[1:]
@@ -93,7 +93,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale):
         q, k, v, out, grad_out, lse, dq, dk, dv, scale,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *grad_out.stride()[:3],
         *dk.stride()[:3], *dv.stride()[:3],
-        kv_heads, heads // kv_heads, seq_q, seq_k,
+        kv_heads, heads // kv_heads, seq_q, seq_k, diagonal,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **tile,
     )  # fmt: skip

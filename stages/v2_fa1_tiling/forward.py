@@ -14,7 +14,7 @@ def _forward_kernel(
     stride_qb: tl.int64, stride_qh: tl.int64, stride_qm: tl.int64,
     stride_kb: tl.int64, stride_kh: tl.int64, stride_kn: tl.int64,
     stride_vb: tl.int64, stride_vh: tl.int64, stride_vn: tl.int64,
-    heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32,
+    heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -35,7 +35,7 @@ def _forward_kernel(
         k = tl.load(k_ptr + offs_n[:, None] * stride_kn + offs_d[None, :], mask=in_k, other=0.0)  # [BLOCK_N, HEAD_DIM]
         v = tl.load(v_ptr + offs_n[:, None] * stride_vn + offs_v[None, :], mask=in_k, other=0.0)  # [BLOCK_N, VALUE_DIM]
         # Queries before the tile's first key see none of it.
-        first_m = start_n // BLOCK_M * BLOCK_M if CAUSAL else 0
+        first_m = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M if CAUSAL else 0
         # NOTE: each K/V tile reads and rewrites O, m and l of every query; v3 lets a program own the queries instead.
         for start_m in range(first_m, seq_q, BLOCK_M):
             offs_m = start_m + tl.arange(0, BLOCK_M)
@@ -49,7 +49,7 @@ def _forward_kernel(
             s = tl.dot(q, k.T, input_precision=PRECISION) * scale  # [BLOCK_M, BLOCK_N]
             visible = offs_n[None, :] < seq_k
             if CAUSAL:
-                visible = visible & (offs_m[:, None] >= offs_n[None, :])
+                visible = visible & (offs_m[:, None] >= offs_n[None, :] - diagonal)
             s = tl.where(visible, s, float("-inf"))
             m_new = tl.maximum(m, tl.max(s, 1))  # finite: the first tile holds key 0, which every query sees
             p = tl.exp(s - m_new[:, None])
@@ -65,7 +65,7 @@ def _forward_kernel(
         tl.debug_barrier()
 
 
-def forward(q, k, v, *, causal, scale):
+def forward(q, k, v, *, causal, scale, diagonal=0):
     """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k, value_dim = v.shape[1:]
@@ -77,7 +77,7 @@ def forward(q, k, v, *, causal, scale):
     _forward_kernel[batch * heads,](
         q, k, v, o, m, l, scale,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        heads, heads // kv_heads, seq_q, seq_k,
+        heads, heads // kv_heads, seq_q, seq_k, diagonal,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **tile,
     )  # fmt: skip

@@ -48,7 +48,7 @@ def _dq_kernel(
     stride_ob: tl.int64, stride_oh: tl.int64, stride_om: tl.int64,
     stride_dob: tl.int64, stride_doh: tl.int64, stride_dom: tl.int64,
     stride_dqb: tl.int64, stride_dqh: tl.int64, stride_dqm: tl.int64,
-    heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32,
+    heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -78,14 +78,14 @@ def _dq_kernel(
     dq = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
 
     # Stage 1 takes the whole tiles that every row sees, without a mask; stage 2 the diagonal and the ragged end, with one.
-    end = tl.minimum(start_m + BLOCK_M, seq_k) if CAUSAL else seq_k
-    full = (tl.minimum(start_m, seq_k) if CAUSAL else seq_k) // BLOCK_N * BLOCK_N
+    end = tl.minimum(start_m + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k
+    full = (tl.minimum(start_m + diagonal, seq_k) if CAUSAL else seq_k) // BLOCK_N * BLOCK_N
     dq = _accumulate_dq(
-        dq, q, do, lse_log2, delta, k_ptr, v_ptr, stride_kn, stride_vn, 0, full, seq_k, offs_m, scale_log2,
+        dq, q, do, lse_log2, delta, k_ptr, v_ptr, stride_kn, stride_vn, 0, full, seq_k, offs_m + diagonal, scale_log2,
         HEAD_DIM, BLOCK_N, CAUSAL, False, PRECISION,
     )  # fmt: skip
     dq = _accumulate_dq(
-        dq, q, do, lse_log2, delta, k_ptr, v_ptr, stride_kn, stride_vn, full, end, seq_k, offs_m, scale_log2,
+        dq, q, do, lse_log2, delta, k_ptr, v_ptr, stride_kn, stride_vn, full, end, seq_k, offs_m + diagonal, scale_log2,
         HEAD_DIM, BLOCK_N, CAUSAL, True, PRECISION,
     )  # fmt: skip
 
@@ -135,7 +135,7 @@ def _dkv_kernel(
     stride_dob: tl.int64, stride_doh: tl.int64, stride_dom: tl.int64,
     stride_dkb: tl.int64, stride_dkh: tl.int64, stride_dkn: tl.int64,
     stride_dvb: tl.int64, stride_dvh: tl.int64, stride_dvn: tl.int64,
-    kv_heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32,
+    kv_heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -158,8 +158,8 @@ def _dkv_kernel(
     dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
 
     # Stage 1 takes the diagonal, with a mask; stage 2 the whole tiles that see every key, without; stage 3 the ragged end.
-    first = start_n // BLOCK_M * BLOCK_M if CAUSAL else 0
-    full = tl.cdiv(start_n + BLOCK_N - 1, BLOCK_M) * BLOCK_M if CAUSAL else 0
+    first = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M if CAUSAL else 0
+    full = tl.cdiv(tl.maximum(start_n + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M if CAUSAL else 0
     ragged = tl.maximum(full, seq_q // BLOCK_M * BLOCK_M)
     for shared in range(heads_per_kv):  # the query heads that share these keys
         head = kv_head * heads_per_kv + shared
@@ -169,15 +169,15 @@ def _dkv_kernel(
         lse_head = lse_ptr + (batch_head.to(tl.int64) * heads_per_kv + shared) * seq_q
         dk, dv = _accumulate_dkv(
             dk, dv, k, v, q_head, out_head, do_head, lse_head, stride_qm, stride_om, stride_dom,
-            first, tl.minimum(full, seq_q), seq_q, offs_n, scale_log2, HEAD_DIM, BLOCK_M, CAUSAL, True, PRECISION,
+            first, tl.minimum(full, seq_q), seq_q, offs_n - diagonal, scale_log2, HEAD_DIM, BLOCK_M, CAUSAL, True, PRECISION,
         )  # fmt: skip
         dk, dv = _accumulate_dkv(
             dk, dv, k, v, q_head, out_head, do_head, lse_head, stride_qm, stride_om, stride_dom,
-            full, ragged, seq_q, offs_n, scale_log2, HEAD_DIM, BLOCK_M, CAUSAL, False, PRECISION,
+            full, ragged, seq_q, offs_n - diagonal, scale_log2, HEAD_DIM, BLOCK_M, CAUSAL, False, PRECISION,
         )  # fmt: skip
         dk, dv = _accumulate_dkv(
             dk, dv, k, v, q_head, out_head, do_head, lse_head, stride_qm, stride_om, stride_dom,
-            ragged, seq_q, seq_q, offs_n, scale_log2, HEAD_DIM, BLOCK_M, CAUSAL, True, PRECISION,
+            ragged, seq_q, seq_q, offs_n - diagonal, scale_log2, HEAD_DIM, BLOCK_M, CAUSAL, True, PRECISION,
         )  # fmt: skip
 
     dk *= scale
@@ -187,7 +187,7 @@ def _dkv_kernel(
     tl.store(dv_ptrs, dv.to(dv_ptr.dtype.element_ty), mask=in_k)
 
 
-def backward(grad_out, q, k, v, out, lse, *, causal, scale):
+def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k, value_dim = v.shape[1:]
@@ -199,14 +199,14 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale):
     _dq_kernel[triton.cdiv(seq_q, tile_q["BLOCK_M"]) * batch * heads,](
         q, k, v, out, grad_out, dq, lse, scale,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *grad_out.stride()[:3], *dq.stride()[:3],
-        heads, heads // kv_heads, seq_q, seq_k,
+        heads, heads // kv_heads, seq_q, seq_k, diagonal,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal, PRECISION=precision, **tile_q,
     )  # fmt: skip
     _dkv_kernel[triton.cdiv(seq_k, tile_k["BLOCK_N"]) * batch * kv_heads,](
         q, k, v, out, grad_out, dk, dv, lse, scale,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *grad_out.stride()[:3],
         *dk.stride()[:3], *dv.stride()[:3],
-        kv_heads, heads // kv_heads, seq_q, seq_k,
+        kv_heads, heads // kv_heads, seq_q, seq_k, diagonal,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal, PRECISION=precision, **tile_k,
     )  # fmt: skip
     return dq, dk, dv

@@ -48,7 +48,7 @@ def _forward_kernel(
     stride_kb: tl.int64, stride_kh: tl.int64, stride_kn: tl.int64,
     stride_vb: tl.int64, stride_vh: tl.int64, stride_vn: tl.int64,
     stride_ob: tl.int64, stride_oh: tl.int64, stride_om: tl.int64,
-    heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32,
+    heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -75,14 +75,14 @@ def _forward_kernel(
     scale_log2 = tl.maximum(scale * LOG2_E, 1e-37)
 
     # Stage 1 takes the whole tiles that every row sees, without a mask; stage 2 the diagonal and the ragged end, with one.
-    end = tl.minimum(start_m + BLOCK_M, seq_k) if CAUSAL else seq_k
-    full = (tl.minimum(start_m, seq_k) if CAUSAL else seq_k) // BLOCK_N * BLOCK_N
+    end = tl.minimum(start_m + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k
+    full = (tl.minimum(start_m + diagonal, seq_k) if CAUSAL else seq_k) // BLOCK_N * BLOCK_N
     acc, m, l = _accumulate(
-        acc, m, l, q, k_ptr, v_ptr, stride_kn, stride_vn, 0, full, seq_k, offs_m, scale_log2,
+        acc, m, l, q, k_ptr, v_ptr, stride_kn, stride_vn, 0, full, seq_k, offs_m + diagonal, scale_log2,
         HEAD_DIM, BLOCK_N, CAUSAL, False, PRECISION,
     )  # fmt: skip
     acc, m, l = _accumulate(
-        acc, m, l, q, k_ptr, v_ptr, stride_kn, stride_vn, full, end, seq_k, offs_m, scale_log2,
+        acc, m, l, q, k_ptr, v_ptr, stride_kn, stride_vn, full, end, seq_k, offs_m + diagonal, scale_log2,
         HEAD_DIM, BLOCK_N, CAUSAL, True, PRECISION,
     )  # fmt: skip
 
@@ -93,7 +93,7 @@ def _forward_kernel(
     tl.store(lse_ptrs, (m + tl.log2(l)) / LOG2_E, mask=offs_m < seq_q)
 
 
-def forward(q, k, v, *, causal, scale):
+def forward(q, k, v, *, causal, scale, diagonal=0):
     """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k, value_dim = v.shape[1:]
@@ -106,7 +106,7 @@ def forward(q, k, v, *, causal, scale):
     _forward_kernel[triton.cdiv(seq_q, tile["BLOCK_M"]) * batch * heads,](
         q, k, v, out, lse, scale,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-        heads, heads // kv_heads, seq_q, seq_k,
+        heads, heads // kv_heads, seq_q, seq_k, diagonal,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **tile,
     )  # fmt: skip
     return out, lse

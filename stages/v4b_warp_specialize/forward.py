@@ -48,14 +48,14 @@ MOST_KEYS = 128  # of a tile; a multiple of them leaves no ragged end
 
 
 @autotune(configs(TILES, pre_hook=None))
-@triton.jit(do_not_specialize=["heads", "heads_per_kv", "seq_q", "seq_k"])  # with a constant 1 among them the compiler gives up
+@triton.jit(do_not_specialize=["heads", "heads_per_kv", "seq_q", "seq_k", "diagonal"])  # on a constant 1 the compiler gives up
 def _forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, scale,
     stride_qb: tl.int64, stride_qh: tl.int64, stride_qm: tl.int64,
     stride_kb: tl.int64, stride_kh: tl.int64, stride_kn: tl.int64,
     stride_vb: tl.int64, stride_vh: tl.int64, stride_vn: tl.int64,
     stride_ob: tl.int64, stride_oh: tl.int64, stride_om: tl.int64,
-    heads, heads_per_kv, seq_q, seq_k, bucket, zero,  # bucket: for the tuning key alone
+    heads, heads_per_kv, seq_q, seq_k, diagonal, bucket, zero,  # bucket: for the tuning key alone
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr, SPECIALIZED: tl.constexpr,
 ):  # fmt: skip
@@ -89,9 +89,9 @@ def _forward_kernel(
     scale_log2 = tl.maximum(scale * LOG2_E, 1e-37)
 
     # One loop for all tiles, with a mask in each: the compiler specializes no loop that another one follows.
-    end = tl.minimum(start_m + BLOCK_M, seq_k) if CAUSAL else seq_k
+    end = tl.minimum(start_m + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k
     acc, m, l = _accumulate(
-        acc, m, l, q, k_desc, v_desc, 0, end, seq_k, offs_m, scale_log2,
+        acc, m, l, q, k_desc, v_desc, 0, end, seq_k, offs_m + diagonal, scale_log2,
         HEAD_DIM, BLOCK_N, CAUSAL, MASKED, PRECISION, SPECIALIZED,
     )  # fmt: skip
 
@@ -101,7 +101,7 @@ def _forward_kernel(
     tl.store(lse_ptrs, (m + tl.log2(l)) / LOG2_E, mask=offs_m < seq_q)
 
 
-def forward(q, k, v, *, causal, scale):
+def forward(q, k, v, *, causal, scale, diagonal=0):
     """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k, value_dim = v.shape[1:]
@@ -117,7 +117,7 @@ def forward(q, k, v, *, causal, scale):
         _forward_kernel[lambda args: (triton.cdiv(seq_q, args["BLOCK_M"]) * batch * heads,)],
         q, k, v, out, lse, scale,
         *aligned_strides(q)[:3], *aligned_strides(k)[:3], *aligned_strides(v)[:3], *aligned_strides(out)[:3],
-        heads, heads // kv_heads, seq_q, seq_k, bucket(seq_q, seq_k), 0,
+        heads, heads // kv_heads, seq_q, seq_k, diagonal, bucket(seq_q, seq_k), 0,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal, MASKED=causal or seq_k % MOST_KEYS > 0,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", SPECIALIZED=architecture() in HOPPER,
     )  # fmt: skip

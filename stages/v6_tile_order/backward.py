@@ -77,7 +77,7 @@ DQ_TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
 @triton.jit
 def _dq_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_desc, lse_ptr, delta_ptr, scale,
-    heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, bucket,  # bucket: for the tuning key alone
+    heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32, bucket,  # bucket: for the tuning key alone
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -98,14 +98,14 @@ def _dq_kernel(
     dq = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
 
     # Stage 1 takes the whole tiles that every row sees, without a mask; stage 2 the diagonal and the ragged end, with one.
-    end = tl.minimum(start_m + BLOCK_M, seq_k) if CAUSAL else seq_k
-    full = (tl.minimum(start_m, seq_k) if CAUSAL else seq_k) // BLOCK_N * BLOCK_N
+    end = tl.minimum(start_m + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k
+    full = (tl.minimum(start_m + diagonal, seq_k) if CAUSAL else seq_k) // BLOCK_N * BLOCK_N
     dq = _accumulate_dq(
-        dq, q, do, lse_log2, delta, k_desc, v_desc, batch, kv_head, 0, full, seq_k, offs_m, scale_log2,
+        dq, q, do, lse_log2, delta, k_desc, v_desc, batch, kv_head, 0, full, seq_k, offs_m + diagonal, scale_log2,
         HEAD_DIM, BLOCK_N, CAUSAL, False, PRECISION,
     )  # fmt: skip
     dq = _accumulate_dq(
-        dq, q, do, lse_log2, delta, k_desc, v_desc, batch, kv_head, full, end, seq_k, offs_m, scale_log2,
+        dq, q, do, lse_log2, delta, k_desc, v_desc, batch, kv_head, full, end, seq_k, offs_m + diagonal, scale_log2,
         HEAD_DIM, BLOCK_N, CAUSAL, True, PRECISION,
     )  # fmt: skip
 
@@ -146,7 +146,7 @@ DKV_TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
 @triton.jit
 def _dkv_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse_ptr, delta_ptr, scale,
-    kv_heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, bucket,  # bucket: for the tuning key alone
+    kv_heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32, bucket,  # bucket: for the tuning key alone
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -164,18 +164,18 @@ def _dkv_kernel(
     dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
 
     # Stage 1 takes the diagonal, with a mask; stage 2 the tiles that see every key, without: past the end a load gives zeros.
-    first = start_n // BLOCK_M * BLOCK_M if CAUSAL else 0
-    full = tl.cdiv(start_n + BLOCK_N - 1, BLOCK_M) * BLOCK_M if CAUSAL else 0
+    first = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M if CAUSAL else 0
+    full = tl.cdiv(tl.maximum(start_n + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M if CAUSAL else 0
     for shared in range(heads_per_kv):  # the query heads that share these keys
         head = kv_head * heads_per_kv + shared
         rows = (batch_head.to(tl.int64) * heads_per_kv + shared) * seq_q
         dk, dv = _accumulate_dkv(
             dk, dv, k, v, q_desc, do_desc, lse_ptr + rows, delta_ptr + rows, batch, head,
-            first, tl.minimum(full, seq_q), seq_q, offs_n, scale_log2, HEAD_DIM, BLOCK_M, CAUSAL, True, PRECISION,
+            first, tl.minimum(full, seq_q), seq_q, offs_n - diagonal, scale_log2, HEAD_DIM, BLOCK_M, CAUSAL, True, PRECISION,
         )  # fmt: skip
         dk, dv = _accumulate_dkv(
             dk, dv, k, v, q_desc, do_desc, lse_ptr + rows, delta_ptr + rows, batch, head,
-            full, seq_q, seq_q, offs_n, scale_log2, HEAD_DIM, BLOCK_M, CAUSAL, False, PRECISION,
+            full, seq_q, seq_q, offs_n - diagonal, scale_log2, HEAD_DIM, BLOCK_M, CAUSAL, False, PRECISION,
         )  # fmt: skip
 
     dk *= scale
@@ -183,7 +183,7 @@ def _dkv_kernel(
     dv_desc.store([batch, kv_head, start_n, 0], dv.to(dv_desc.dtype).reshape(1, 1, BLOCK_N, VALUE_DIM))
 
 
-def backward(grad_out, q, k, v, out, lse, *, causal, scale):
+def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k, value_dim = v.shape[1:]
@@ -197,12 +197,12 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale):
     )  # fmt: skip
     _dq_kernel[lambda args: (triton.cdiv(seq_q, args["BLOCK_M"]) * batch * heads,)](
         describe(q), describe(k), describe(v), describe(grad_out), describe(dq), lse, delta, scale,
-        heads, heads // kv_heads, seq_q, seq_k, bucket(seq_q, seq_k),
+        heads, heads // kv_heads, seq_q, seq_k, diagonal, bucket(seq_q, seq_k),
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal, PRECISION=precision,
     )  # fmt: skip
     _dkv_kernel[lambda args: (triton.cdiv(seq_k, args["BLOCK_N"]) * batch * kv_heads,)](
         describe(q), describe(k), describe(v), describe(grad_out), describe(dk), describe(dv), lse, delta, scale,
-        kv_heads, heads // kv_heads, seq_q, seq_k, bucket(seq_q, seq_k),
+        kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, bucket(seq_q, seq_k),
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal, PRECISION=precision,
     )  # fmt: skip
     return dq, dk, dv

@@ -83,7 +83,7 @@ TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
 @triton.jit
 def _backward_kernel(
     q_desc, k_desc, v_desc, do_desc, sums_desc, dk_desc, dv_desc, lse_ptr, delta_ptr, scale,
-    kv_heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, bucket,  # bucket: for the tuning key alone
+    kv_heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32, bucket,  # bucket: for the tuning key alone
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -101,10 +101,10 @@ def _backward_kernel(
     dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
 
     # The first query to see a key; past the end none does: p may be infinite there, and infinity times a load's zeros is NaN.
-    seen_from = tl.where(offs_n < seq_k, offs_n if CAUSAL else 0, 2**30)
+    seen_from = tl.where(offs_n < seq_k, offs_n - diagonal if CAUSAL else 0, 2**30)
     # Stage 1 takes the diagonal, and all if keys end here, with a mask; stage 2 the tiles that see every key, without.
-    first = start_n // BLOCK_M * BLOCK_M if CAUSAL else 0
-    full = tl.cdiv(start_n + BLOCK_N - 1, BLOCK_M) * BLOCK_M if CAUSAL else 0
+    first = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M if CAUSAL else 0
+    full = tl.cdiv(tl.maximum(start_n + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M if CAUSAL else 0
     full = tl.where(start_n + BLOCK_N > seq_k, seq_q, full)
     for shared in range(heads_per_kv):  # the query heads that share these keys
         head = kv_head * heads_per_kv + shared
@@ -123,13 +123,13 @@ def _backward_kernel(
     dv_desc.store([batch, kv_head, start_n, 0], dv.to(dv_desc.dtype).reshape(1, 1, BLOCK_N, VALUE_DIM))
 
 
-def backward(grad_out, q, k, v, out, lse, *, causal, scale):
+def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors.
 
     While `torch.use_deterministic_algorithms` is on all is left to v6: dQ is added up in the order in which the programs come.
     """
     if torch.are_deterministic_algorithms_enabled():
-        return backward_of_v6(grad_out, q, k, v, out, lse, causal=causal, scale=scale)
+        return backward_of_v6(grad_out, q, k, v, out, lse, causal=causal, scale=scale, diagonal=diagonal)
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k, value_dim = v.shape[1:]
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
@@ -142,7 +142,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale):
     )  # fmt: skip
     _backward_kernel[lambda args: (triton.cdiv(seq_k, args["BLOCK_N"]) * batch * kv_heads,)](
         describe(q), describe(k), describe(v), describe(grad_out), describe(sums), describe(dk), describe(dv), lse, delta,
-        scale, kv_heads, heads // kv_heads, seq_q, seq_k, bucket(seq_q, seq_k),
+        scale, kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, bucket(seq_q, seq_k),
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
     )  # fmt: skip
     torch.mul(sums, scale, out=dq)

@@ -45,9 +45,9 @@ triton.runtime.driver.set_active(Driver())
 TUNER = stages.load("v4").forward.__globals__["_forward_kernel"]
 TUNER.configs = [TUNER.configs[0], *TUNER.configs[5:7], TUNER.configs[-1]]  # large, small, and for float32: soon compiled
 
-def forward(name, head_dim=64, dtype=torch.float16, causal=True, seq=256):
+def forward(name, head_dim=64, dtype=torch.float16, causal=True, seq=256, diagonal=0):
     q, k, v = (torch.empty(1, 2, seq, head_dim, dtype=dtype, device="meta") for _ in range(3))
-    stages.load(name).forward(q, k, v, causal=causal, scale=0.125)
+    stages.load(name).forward(q, k, v, causal=causal, scale=0.125, diagonal=diagonal)
 """
 
 
@@ -167,7 +167,7 @@ for name in stages.names():
         kernel = value.fn if isinstance(value, Autotuner) else value
         if isinstance(kernel, JITFunction) and kernel.fn.__name__.endswith("_kernel"):
             for parameter in kernel.params:
-                if parameter.name in ("seq_q", "seq_k"):
+                if parameter.name in ("seq_q", "seq_k", "diagonal"):
                     assert parameter.annotation_type or parameter.do_not_specialize, (name, kernel, parameter.name)
                     checked.add(name)
 assert checked == set(stages.names()) - {"v0_naive"}, checked
@@ -175,7 +175,7 @@ assert checked == set(stages.names()) - {"v0_naive"}, checked
 compiled = []
 triton.knobs.compilation.always_compile = True
 triton.knobs.compilation.listener = lambda src, **_: compiled.append({src.fn.arg_names[path[0]] for path in src.constants})
-forward("v3", head_dim=16, seq=1)
+forward("v3", head_dim=16, seq=1, diagonal=1)
 (constants,) = compiled
-assert "heads_per_kv" in constants and not constants & {"seq_q", "seq_k"}, constants  # one of 1 does become one
+assert "heads_per_kv" in constants and not constants & {"seq_q", "seq_k", "diagonal"}, constants  # one of 1 does become one
 """)

@@ -78,6 +78,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     add_list("batch", positive, [None], "any; default: what makes 16384 tokens (without a GPU: 1)")
     add_list("heads", positive, [None], "any; default: what makes a hidden size of 2048 (without a GPU: 2)")
     add_list("kv_heads", positive, [None], "any that divide the heads, which share them; default: as many as heads")
+    add_list("kv_len", positive, [None], "keys, any, without a causal mask; default: as many as queries, the sequence length")
     add_list("value_dim", one_of(head_dims), [None], f"of {joined(head_dims)}; default: as the head dimension")
     add_list("score_std", positive_number, [1.0], "standard deviation of the scores, any; default: 1")
     parser.add_argument("--json", type=json_path, metavar="FILE", help="also save the run in FILE")
@@ -94,6 +95,9 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     for name, default in defaults.items():
         values = getattr(options, name) or default
         setattr(options, name, list(dict.fromkeys(values)))
+    lengths = itertools.product(options.seq_len, options.kv_len)
+    if True in options.causal and any(kv_len not in (None, seq_len) for seq_len, kv_len in lengths):
+        parser.error("argument --kv-len: a causal workload has as many keys as queries; --causal=no has any number")
     try:
         options.workloads = _workloads(options)
     except ValueError as error:
@@ -103,7 +107,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
 
 def _workloads(options) -> list[Workload]:
     """All workloads of a command line, the passes of a shape together; ValueError where K/V heads do not divide the heads."""
-    names = ("head_dim", "causal", "dtype", "score_std", "seq_len", "batch", "heads", "kv_heads", "value_dim")
+    names = ("head_dim", "causal", "dtype", "score_std", "seq_len", "kv_len", "batch", "heads", "kv_heads", "value_dim")
     found = []
     for shape in itertools.product(*(getattr(options, name) for name in names)):
         values = dict(zip(names, shape, strict=True))
@@ -374,9 +378,9 @@ def pytest_generate_tests(metafunc):
 
 
 def test_speed(
-    benchmark, pytestconfig, impl, pass_, batch, heads, seq_len, head_dim, causal, dtype, score_std, kv_heads, value_dim
+    benchmark, pytestconfig, impl, pass_, batch, heads, seq_len, head_dim, causal, dtype, score_std, kv_heads, value_dim, kv_len
 ):
-    workload = Workload(pass_, batch, heads, seq_len, head_dim, causal, dtype, score_std, kv_heads, value_dim)
+    workload = Workload(pass_, batch, heads, seq_len, head_dim, causal, dtype, score_std, kv_heads, value_dim, kv_len)
     _bench(pytestconfig).measure(benchmark, impl, workload)
 
 

@@ -47,6 +47,8 @@ def test_options_take_lists_repeated_flags_and_short_names():
         (["--batch", ""], "''"),
         (["--kv-heads", "3", "--heads", "6,8"], "3 K/V heads do not divide 8 heads"),
         (["--kv-heads", "0"], "'0' is not a whole number of at least 1"),
+        (["--kv-len", "0", "--causal=no"], "'0' is not a whole number of at least 1"),
+        (["--kv-len", "64", "--seq-len=64,128"], "argument --kv-len: a causal workload has as many keys as queries"),
         (["--value-dim", "48"], "'48' is not one of 16, 32, 64, 128, 256"),
         (["--reference", "all"], "'all' (choose from "),
         (["--reference"], "--reference {float16-d64,float16-d128,"),
@@ -103,6 +105,14 @@ def test_cases_with_shared_heads_follow_those_with_all():
         (pass_, kv_heads, dim) for kv_heads in (8, 2) for dim in (32, 128) for pass_ in ("fwd", "bwd")
     ]
     assert {w.heads for w in found} == {8} and {w.head_dim for w in found} == {32}
+
+
+def test_cases_with_other_numbers_of_keys_follow_each_other():
+    options = bench.parse_options(["--seq-len=1,2", "--kv-len=64,128", "--causal=no", "--head-dim=32", "--pass=fwd"])
+    found = dict.fromkeys(workload for _, workload in bench.cases(options))
+    assert [(w.seq_len, w.kv_len) for w in found] == [(1, 64), (1, 128), (2, 64), (2, 128)]
+    options = bench.parse_options(["--seq-len=64", "--kv-len=64", "--head-dim=32"])  # as many as queries, so causal too
+    assert {(w.kv_len, w.causal) for _, w in bench.cases(options)} == {(64, False), (64, True)}
 
 
 def test_kv_heads_divide_the_papers_heads_of_each_dimension(monkeypatch, capsys):
@@ -238,10 +248,10 @@ def test_check_sees_what_is_wrong_in_the_middle(monkeypatch, pass_, where):
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
 
 
-def run_bench(directory, *arguments, prepare=""):
+def run_bench(directory, *arguments, prepare="", lengths=("--seq-len=32", "--causal=yes")):
     """Run bench.py in a process of its own, after `prepare`, Python that changes it first."""
     source = f"import sys, torch, bench\n{prepare}\nsys.exit(bench.main(sys.argv[1:]))"
-    small = ["--seq-len=32", "--head-dim=16", "--causal=yes", "--batch=1", "--heads=2", "--json=run.json"]
+    small = [*lengths, "--head-dim=16", "--batch=1", "--heads=2", "--json=run.json"]
     return subprocess.run(
         [sys.executable, "-c", source, *small, *arguments],
         cwd=directory, env=ENVIRONMENT | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300, check=False,
@@ -298,6 +308,21 @@ def test_run_with_shared_heads_and_another_dimension_of_v_is_checked_counted_and
         f"{pass_} B=1 H=2 Hkv=1 S=32 D=16 Dv=32 causal float16" for pass_ in ("fwd", "bwd")
     }
     assert "K/V heads" in done.stdout and "backward, D=16, Dv=32, causal, float16" in done.stdout
+
+
+def test_run_with_more_keys_than_queries_is_checked_counted_and_shown(tmp_path):
+    lengths = ("--seq-len=1", "--kv-len=64", "--causal=no")
+    done = run_bench(tmp_path, "--stage=v0", "--pass=fwd,bwd", "--kv-heads=1", lengths=lengths)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = json.loads((tmp_path / "run.json").read_text())
+    records = [entry["extra_info"] for entry in run["benchmarks"]]
+    assert {(r["impl"], r["pass"]) for r in records} >= {("v0_naive", "fwd"), ("v0_naive", "bwd")}
+    assert {(r["seq_len"], r["kv_len"]) for r in records} == {(1, 64)}
+    assert {r["pass"]: r["flops"] for r in records} == {"fwd": 2 * 2 * 64 * 2 * 16, "bwd": 2 * 2 * 64 * 5 * 16}
+    assert {entry["group"] for entry in run["benchmarks"]} == {
+        f"{pass_} B=1 H=2 Hkv=1 S=1 Sk=64 D=16 full float16" for pass_ in ("fwd", "bwd")
+    }
+    assert speed_table(records, run["machine_info"]) in done.stdout
 
 
 @pytest.mark.parametrize("name", ["SIGINT", pytest.param("SIGTERM", marks=pytest.mark.long)])

@@ -92,7 +92,7 @@ def record(name: str, workload: Workload, timings: list[Timing]) -> dict:
     for span in longest.spans:
         busy[span.unit] += span.end - span.start
     cycles = sum(timing.end for timing in timings)
-    scores = workload.batch * workload.heads * workload.seq_len**2 / (2 if workload.causal else 1)
+    scores = workload.batch * workload.heads * workload.seq_len * workload.kv_len / (2 if workload.causal else 1)
     return {
         "impl": name,
         **workload.record(),

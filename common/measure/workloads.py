@@ -24,10 +24,11 @@ else:  # what the interpreter gets through in seconds
 
 @dataclass(frozen=True)
 class Workload:
-    """One pass of attention over q [batch, heads, seq_len, head_dim], and k and v of kv_heads, with head_dim and value_dim.
+    """One pass of attention over q [batch, heads, seq_len, head_dim], and k and v of kv_heads and kv_len, with head_dim and
+    value_dim.
 
     Raises:
-        ValueError: the K/V heads do not divide the heads.
+        ValueError: the K/V heads do not divide the heads, or it is causal and has not as many keys as queries.
     """
 
     pass_: str  # a key of PASSES
@@ -40,17 +41,20 @@ class Workload:
     score_std: float = 1.0  # the standard deviation of the scores, q·k / √D
     kv_heads: int | None = None  # each serves heads / kv_heads query heads; None: as many as heads
     value_dim: int | None = None  # None: as head_dim
+    kv_len: int | None = None  # keys; None: as many as queries, seq_len
 
     def __post_init__(self):
-        for name, usual in (("kv_heads", self.heads), ("value_dim", self.head_dim)):
+        for name, usual in (("kv_heads", self.heads), ("value_dim", self.head_dim), ("kv_len", self.seq_len)):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, usual)
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.kv_heads} K/V heads do not divide {self.heads} heads")
+        if self.causal and self.kv_len != self.seq_len:  # which keys a query sees would have to be said
+            raise ValueError(f"a causal workload of {self.seq_len} queries has as many keys, not {self.kv_len}")
 
     @classmethod
     def of(cls, record: dict) -> "Workload":
-        """The workload of a record, of an older one too, which knows of no K/V heads; TypeError where something is missing."""
+        """The workload of a record, of an older one too, which lacks the last fields; TypeError where something is missing."""
         names = {field.name: field.name.rstrip("_") for field in fields(cls)}
         return cls(**{field: record[name] for field, name in names.items() if name in record})
 
@@ -58,16 +62,17 @@ class Workload:
     def flops(self) -> float:
         """FLOPs as the papers count them: matrix products alone, half of them when causal, recomputation not counted."""
         of_keys, of_values = PASSES[self.pass_]
-        products = 2 * self.batch * self.heads * self.seq_len**2 * (of_keys * self.head_dim + of_values * self.value_dim)
-        return products * (0.5 if self.causal else 1.0)
+        scores = self.batch * self.heads * self.seq_len * self.kv_len
+        return 2 * scores * (of_keys * self.head_dim + of_values * self.value_dim) * (0.5 if self.causal else 1.0)
 
     @property
     def label(self) -> str:
         heads = f"H={self.heads}" + ("" if self.kv_heads == self.heads else f" Hkv={self.kv_heads}")
+        lengths = f"S={self.seq_len}" + ("" if self.kv_len == self.seq_len else f" Sk={self.kv_len}")
         dims = f"D={self.head_dim}" + ("" if self.value_dim == self.head_dim else f" Dv={self.value_dim}")
         mask = "causal" if self.causal else "full"
         spread = "" if self.score_std == 1 else f" std={self.score_std:g}"
-        return f"{self.pass_} B={self.batch} {heads} S={self.seq_len} {dims} {mask} {self.dtype}{spread}"
+        return f"{self.pass_} B={self.batch} {heads} {lengths} {dims} {mask} {self.dtype}{spread}"
 
     def record(self) -> dict:
         """What a record of a table says of its workload."""
@@ -79,13 +84,12 @@ class Workload:
         Never zeros: a GPU multiplies zeros with less power, so at a higher clock.
         """
         generator = torch.Generator(DEVICE).manual_seed(0)
-        sizes = (
-            (self.heads, self.head_dim), (self.kv_heads, self.head_dim), (self.kv_heads, self.value_dim),
-            (self.heads, self.value_dim),
-        )  # fmt: skip
-        shapes = [(self.batch, heads, self.seq_len, dim) for heads, dim in sizes]
-        numbers = [torch.randn(shape, generator=generator, device=DEVICE, dtype=DTYPES[self.dtype]) for shape in shapes]
-        return self.score_std * numbers[0], *numbers[1:]
+        rows, kv_rows = (self.heads, self.seq_len), (self.kv_heads, self.kv_len)
+        shapes = (*rows, self.head_dim), (*kv_rows, self.head_dim), (*kv_rows, self.value_dim), (*rows, self.value_dim)
+        q, k, v, grad_out = (
+            torch.randn(self.batch, *shape, generator=generator, device=DEVICE, dtype=DTYPES[self.dtype]) for shape in shapes
+        )
+        return q.mul_(self.score_std), k, v, grad_out
 
 
 def paper_shape(seq_len: int, head_dim: int) -> tuple[int, int]:

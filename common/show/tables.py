@@ -8,7 +8,7 @@ import stages
 from common.measure.workloads import Workload
 
 _SHARED = ("pass", "head_dim", "value_dim", "causal", "dtype", "score_std")  # what the rows of one table have in common
-_WORKLOAD = ("seq_len", "batch", "heads", "kv_heads")  # what tells its workloads apart
+_WORKLOAD = ("seq_len", "kv_len", "batch", "heads", "kv_heads")  # what tells its workloads apart
 PASS_NAMES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 _TIME_HEADERS = (
     "S", "B × H", "implementation", "ms", "± IQR", "TFLOP/s", "× stage before", "× v0", "% of cuDNN", "% of matmul",
@@ -18,6 +18,7 @@ _COUNT_HEADERS = (
     "S", "B × H", "implementation", "tiles", "MB read", "MB written", "MFLOP", "FLOP / byte", "µs at peak", "bound by",
     "× stage before", "kernel launches", "peak extra MiB",
 )  # fmt: skip
+_KV_LEN = "Sk"  # a column of runs in which some have not as many keys as queries
 _KV_HEADS = "K/V heads"  # a column of runs in which some are shared
 
 
@@ -85,7 +86,9 @@ def _count_cells(record, time_at):
 
 def _where(record):
     """Which row of a table a note is about."""
-    return f"S={record['seq_len']}" + ("" if record["kv_heads"] == record["heads"] else f", {record['kv_heads']} {_KV_HEADS}")
+    keys = "" if record["kv_len"] == record["seq_len"] else f", {_KV_LEN}={record['kv_len']}"
+    heads = "" if record["kv_heads"] == record["heads"] else f", {record['kv_heads']} {_KV_HEADS}"
+    return f"S={record['seq_len']}{keys}{heads}"
 
 
 def _rows(records, machine, headers):
@@ -96,7 +99,8 @@ def _rows(records, machine, headers):
         time_of = {record["impl"]: record[time] for record in group if "failure" not in record}
         time_at = {stages.position(impl): of_impl for impl, of_impl in time_of.items()}
         for index, record in enumerate(group):
-            shape = [record["seq_len"], f"{record['batch']} × {record['heads']}"]
+            shape = [record["seq_len"]] + ([record["kv_len"]] if _KV_LEN in headers else [])
+            shape += [f"{record['batch']} × {record['heads']}"]
             shape += [record["kv_heads"]] if _KV_HEADS in headers else []
             shape = shape if index == 0 else [""] * len(shape)
             if "failure" in record:  # said where the first measurement would be
@@ -113,9 +117,9 @@ def speed_table(records: list[dict], machine: dict) -> str:
 
     Args:
         records: of one run: the `extra_info` of each benchmark and the entries of "failures" in its JSON file. A record has
-            what `Workload.record` returns, of older runs without `kv_heads` and `value_dim`, `impl`, and either `failure` and
-            `note`, or `flops`, `ms`, `iqr_ms`, `tflops`, `launch_hidden`, `peak_extra_mib`, `host_us` and, in runs that
-            know the spread of the host's time, `host_iqr_us`; or, without a GPU, what `common.measure.traffic.costs` returns.
+            what `Workload.record` returns, of older runs without the last fields, `impl`, and either `failure` and `note`, or
+            `flops`, `ms`, `iqr_ms`, `tflops`, `launch_hidden`, `peak_extra_mib`, `host_us` and, in runs that know the spread
+            of the host's time, `host_iqr_us`; or, without a GPU, what `common.measure.traffic.costs` returns.
         machine: the file's "machine_info": `gpu` (None: interpreted, and the tables show counts, and times at the peaks of
             `roofline`), `torch`, `triton`, `commit`, `date`, `matmul_tflops` by dtype.
 
@@ -126,6 +130,8 @@ def speed_table(records: list[dict], machine: dict) -> str:
     headers = list(_TIME_HEADERS if machine["gpu"] else _COUNT_HEADERS)
     if any(record["kv_heads"] != record["heads"] for record in records):
         headers.insert(2, _KV_HEADS)
+    if any(record["kv_len"] != record["seq_len"] for record in records):
+        headers.insert(1, _KV_LEN)
     facts = [machine["gpu"] or "CPU, interpreted", f"torch {machine['torch']}", f"triton {machine['triton']}"]
     facts += [f"commit {machine['commit']}", machine["date"]]
     facts += [f"matmul {dtype} {tflops:.0f} TFLOP/s" for dtype, tflops in machine["matmul_tflops"].items()]

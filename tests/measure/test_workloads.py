@@ -25,6 +25,12 @@ def test_flops_are_those_of_both_head_dimensions_and_of_all_query_heads(pass_, d
     assert workload.flops == 2 * 2 * 6 * 100**2 * dims
 
 
+@pytest.mark.parametrize(("pass_", "dims"), [("fwd", 64 + 16), ("bwd", 3 * 64 + 2 * 16)])
+def test_flops_are_those_of_each_query_with_each_key(pass_, dims):
+    workload = Workload(pass_, 2, 6, 3, 64, False, "float16", value_dim=16, kv_len=100)
+    assert workload.flops == 2 * 2 * 6 * 3 * 100 * dims
+
+
 def test_usual_heads_and_dimensions_are_numbers_and_not_in_the_label():
     usual = Workload("fwd", 2, 6, 100, 64, True, "float16")
     assert usual == Workload("fwd", 2, 6, 100, 64, True, "float16", kv_heads=6, value_dim=64)
@@ -35,18 +41,31 @@ def test_usual_heads_and_dimensions_are_numbers_and_not_in_the_label():
     assert len({usual, other, Workload("fwd", 2, 6, 100, 64, True, "float16", kv_heads=2)}) == 3
 
 
+def test_usual_number_of_keys_is_a_number_and_not_in_the_label():
+    usual, decoding = (Workload("fwd", 2, 6, 1, 64, False, "float16", kv_len=kv_len) for kv_len in (None, 100))
+    assert usual == Workload("fwd", 2, 6, 1, 64, False, "float16", kv_len=1) and usual.record()["kv_len"] == 1
+    assert usual.label == "fwd B=2 H=6 S=1 D=64 full float16"
+    assert decoding.label == "fwd B=2 H=6 S=1 Sk=100 D=64 full float16"
+
+
+def test_a_causal_workload_has_as_many_keys_as_queries():
+    with pytest.raises(ValueError, match="a causal workload of 3 queries has as many keys, not 4"):
+        Workload("fwd", 1, 6, 3, 16, True, "float16", kv_len=4)
+    assert Workload("fwd", 1, 6, 3, 16, True, "float16", kv_len=3).causal
+
+
 def test_kv_heads_that_do_not_divide_the_heads_are_refused():
     with pytest.raises(ValueError, match="4 K/V heads do not divide 6 heads"):
         Workload("fwd", 1, 6, 64, 16, True, "float16", kv_heads=4)
 
 
-def test_a_record_of_before_shared_heads_is_the_same_workload():
+def test_a_record_of_before_shared_heads_and_other_lengths_is_the_same_workload():
     workload = Workload("bwd", 2, 6, 100, 64, True, "float16")
     old = workload.record()
-    del old["kv_heads"], old["value_dim"]
+    del old["kv_heads"], old["value_dim"], old["kv_len"]
     assert Workload.of(old | {"impl": "v0_a", "ms": 1.0}) == workload
-    shared = Workload("bwd", 2, 6, 100, 64, True, "float16", kv_heads=3, value_dim=32)
-    assert Workload.of(shared.record()) == shared
+    other = Workload("bwd", 2, 6, 100, 64, False, "float16", kv_heads=3, value_dim=32, kv_len=7)
+    assert Workload.of(other.record()) == other
     with pytest.raises(TypeError, match="seq_len"):
         Workload.of({name: value for name, value in old.items() if name != "seq_len"})
 
@@ -60,9 +79,9 @@ def test_inputs_are_the_same_each_time_differ_from_each_other_and_are_no_zeros()
     assert not torch.equal(inputs[0], inputs[1])
 
 
-def test_inputs_have_the_shapes_of_their_heads_and_dimensions():
-    q, k, v, grad_out = Workload("fwd", 2, 6, 33, 16, False, "float16", kv_heads=3, value_dim=32).inputs()
-    assert (q.shape, k.shape, v.shape, grad_out.shape) == ((2, 6, 33, 16), (2, 3, 33, 16), (2, 3, 33, 32), (2, 6, 33, 32))
+def test_inputs_have_the_shapes_of_their_heads_lengths_and_dimensions():
+    q, k, v, grad_out = Workload("fwd", 2, 6, 33, 16, False, "float16", kv_heads=3, value_dim=32, kv_len=50).inputs()
+    assert (q.shape, k.shape, v.shape, grad_out.shape) == ((2, 6, 33, 16), (2, 3, 50, 16), (2, 3, 50, 32), (2, 6, 33, 32))
 
 
 def test_scores_have_the_standard_deviation_asked_for():

@@ -94,7 +94,7 @@ def test_a_file_that_is_no_whole_run_is_named_and_left_out(saved, text, capsys):
 
 def test_a_run_of_before_shared_heads_is_compared_with_its_like(saved, capsys):
     old = timed("v0_a", 3.0)
-    del old["kv_heads"], old["value_dim"]
+    del old["kv_heads"], old["value_dim"], old["kv_len"]
     saved([old], gpu="X")
     saved([timed("v0_a", 2.0), timed("v0_a", 1.0, kv_heads=1), timed("v0_a", 1.0, value_dim=32)], gpu="X")
     compare.main()

@@ -100,6 +100,25 @@ def test_table_shows_kv_heads_where_some_are_shared_and_vs_dimension_where_it_is
     ]
 
 
+def test_table_shows_the_number_of_keys_where_it_is_not_that_of_queries():
+    def decoding(impl, ms=None, kv_len=64, **changes):
+        return record(impl, ms, seq_len=1, kv_len=kv_len, **changes)
+
+    usual = speed_table([record("v0_a", 8.0), record("v0_a", 8.0, kv_len=512)], GPU)
+    assert "Sk" not in usual
+    records = [decoding("v0_a", 3.0, 1024), decoding("v0_a", 8.0), decoding("v1_b", failure="n/a", note="sm_80")]
+    table = speed_table([*records, decoding("v1_b", 1.0, 1024), decoding("v0_a", 4.0, kv_heads=4)], GPU)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")]
+    assert rows[0][:6] == ["S", "Sk", "B × H", "K/V heads", "implementation", "ms"]
+    assert [row[:6] for row in rows[2:]] == [
+        ["1", "64", "32 × 16", "4", "v0_a", "4.000"],
+        ["1", "64", "32 × 16", "16", "v0_a", "8.000"], ["", "", "", "", "v1_b", "n/a"],
+        ["1", "1024", "32 × 16", "16", "v0_a", "3.000"], ["", "", "", "", "v1_b", "1.000"],
+    ]  # fmt: skip
+    assert rows[-1][8] == "3.00" and "v1_b at S=1, Sk=64: sm_80" in table
+    assert {len(row) for row in rows} == {len(rows[0])}
+
+
 def test_table_shows_the_spread_of_the_hosts_time_where_a_run_has_it():
     table = speed_table([record("v0_a", 1.0), record("v1_b", 1.0, host_us=1234.4, host_iqr_us=56.6)], GPU)
     assert [cells(table, impl)[0][-1] for impl in ("v0_a", "v1_b")] == ["33", "1,234 ± 57"]

@@ -12,8 +12,8 @@ FLOAT32_LOSS = 2.0**-22
 
 _SIZES = {"largest": lambda x: x.abs().max(), "rms": lambda x: x.square().mean().sqrt()}
 
-# Of matrices [heads, query rows, keys], of which several are held at once. A head of 16384 rows and keys fits in float32: its
-# dK and dV are one product, as in plain PyTorch; of more they are sums of such products.
+# Of matrices [heads, query rows, keys], of which several are held at once, and of these heads' K and V. A head of 16384 rows
+# and keys fits in float32: its dK and dV are one product, as in plain PyTorch; of more they are sums of such products.
 BLOCK_BYTES = 2**30
 
 
@@ -74,7 +74,7 @@ def _each_head(function, precision, q, k, v, grad_out, **options):
     tensors = [None if t is None else t.detach().flatten(0, 1) for t in (q, k, v, grad_out)]
     shared = torch.arange(len(tensors[0]), device=q.device) // (q.shape[1] // kv_heads)  # each query head's K and V
     rows = max(1, BLOCK_BYTES // (k.shape[2] * precision.itemsize))
-    heads = max(1, rows // q.shape[2])
+    heads = max(1, rows // max(q.shape[2], k.shape[3] + v.shape[3]))
 
     def of_heads(first_head):
         some = slice(first_head, first_head + heads)

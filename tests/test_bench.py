@@ -1,5 +1,6 @@
 """The benchmark's own parts: what it counts, how it times, what its tables say, what its command line takes."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -235,10 +236,54 @@ def test_check_sees_what_is_wrong_in_the_middle(monkeypatch, pass_, where):
 
     monkeypatch.setitem(bench.BASELINES, "wrong", wrong)
     workload = Workload(pass_, 3, 4, 48, 32, True, "float16")
-    inputs, *_ = bench._problem(replace(workload, pass_="fwd"))
+    inputs, *_ = bench._problem(workload)
     bench.check(bench.timed_call(name, workload, inputs)(), workload)
     with pytest.raises(bench.WrongResult, match=r"worst at \(1, "):
         bench.check(bench.timed_call("wrong", workload, inputs)(), workload)
+
+
+@pytest.fixture
+def some_heads(monkeypatch):
+    """A workload of which every third K/V head is checked: 2 and 5 of six."""
+    bench._problem.cache_clear()
+    workload = Workload("fwd", 2, 6, 8, 16, False, "float16", kv_heads=3, kv_len=64)
+    monkeypatch.setattr(bench, "CHECKED_SCORES", 2 * 6 * 64 * (16 + 16) // 2)
+    yield workload
+    bench._problem.cache_clear()
+
+
+def test_heads_are_compared_as_often_as_there_is_time_for(some_heads):
+    k = torch.arange(6).view(2, 3, 1)
+    assert bench._checked(k, some_heads).flatten().tolist() == [2, 5]
+    q = torch.arange(12).view(2, 6, 1)
+    assert bench._checked(q, some_heads).squeeze(-1).tolist() == [[4, 5], [10, 11]]  # with the query heads of each
+    for pass_ in ("fwd", "bwd"):
+        *_, truth, bounds = bench._problem(replace(some_heads, pass_=pass_))
+        assert truth["out"].shape == (2, 2, 8, 16) and ("dk" in bounds) == (pass_ == "bwd")
+    assert truth["dk"].shape == (2, 1, 64, 16)
+
+
+def test_every_head_of_the_papers_workloads_is_compared():
+    for seq_len, head_dim in itertools.product((512, 1024, 2048, 4096, 8192, 16384), (64, 128)):
+        shape = bench.workloads.TOKENS // seq_len, bench.workloads.HIDDEN // head_dim
+        tensor = torch.empty(*shape, 1)
+        assert bench._checked(tensor, Workload("bwd", *shape, seq_len, head_dim, False, "float16")) is tensor
+
+
+@pytest.mark.parametrize(("head", "factor", "said"), [
+    ((0, 5), 1.1, r"worst at \(0, 1, "), ((1, 4), 1.1, r"worst at \(1, 0, "),
+    ((0, 0), float("nan"), "NaN or infinity in a head that is not compared"), ((0, 0), 1.1, None),
+])  # fmt: skip
+@pytest.mark.parametrize("pass_", ["fwd", "bwd"])
+def test_check_of_some_heads_sees_errors_there_and_nan_everywhere(some_heads, pass_, head, factor, said, monkeypatch):
+    workload = replace(some_heads, pass_=pass_)
+    inputs, *_ = bench._problem(workload)
+    result = bench.timed_call(next(iter(bench.BASELINES)), workload, inputs)()
+    bench.check(result, workload)
+    changed = result if pass_ == "fwd" else result[0]
+    changed[head] *= factor
+    with pytest.raises(bench.WrongResult, match=said) if said else contextlib.nullcontext():
+        bench.check(result, workload)
 
 
 # --- the whole

@@ -343,9 +343,8 @@ class Bench:
         pytest.skip(record["failure"])
 
     def _measured(self, benchmark, impl, workload) -> dict:
-        if DEVICE == "cuda" and workload.dtype not in self.machine["matmul_tflops"]:
-            self._progress("matmul ceiling, ")
-            self.machine["matmul_tflops"][workload.dtype] = timing.matmul_tflops(_gpu_timer(), workloads.DTYPES[workload.dtype])
+        if DEVICE == "cuda":
+            self._measure_ceilings(workload)
         inputs, *_ = _problem(workload)
 
         self._progress("checking, ")
@@ -373,6 +372,15 @@ class Bench:
             "launch_hidden": launch_hidden,
             **costs,
         }
+
+    def _measure_ceilings(self, workload):
+        """Measure what the library reaches, once in a run: in products, and in a copy where keys are not as many as queries."""
+        if workload.dtype not in self.machine["matmul_tflops"]:
+            self._progress("matmul ceiling, ")
+            self.machine["matmul_tflops"][workload.dtype] = timing.matmul_tflops(_gpu_timer(), workloads.DTYPES[workload.dtype])
+        if workload.kv_len != workload.seq_len and "copy_gbps" not in self.machine:
+            self._progress("copy ceiling, ")
+            self.machine["copy_gbps"] = timing.copy_gbps(_gpu_timer())
 
     def _progress(self, text, end=""):
         print(text, end=end, file=sys.stderr, flush=True)

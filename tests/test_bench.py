@@ -370,6 +370,18 @@ def test_run_with_more_keys_than_queries_is_checked_counted_and_shown(tmp_path):
     assert speed_table(records, run["machine_info"]) in done.stdout
 
 
+def test_ceilings_are_measured_once_and_that_of_a_copy_where_keys_are_not_as_many_as_queries(monkeypatch):
+    asked = []
+    monkeypatch.setattr(bench, "_gpu_timer", lambda: "timer")
+    monkeypatch.setattr(bench.timing, "matmul_tflops", lambda timer, dtype: asked.append(dtype) or 800.0)
+    monkeypatch.setattr(bench.timing, "copy_gbps", lambda timer: asked.append("copy") or 4000.0)
+    run = bench.Bench(bench.parse_options(["--stage=v0"]))
+    for kv_len, expected in ((64, [torch.float16]), (128, [torch.float16, "copy"]), (256, [torch.float16, "copy"])):
+        run._measure_ceilings(Workload("fwd", 1, 2, 64, 16, False, "float16", kv_len=kv_len))
+        assert asked == expected and ("copy_gbps" in run.machine) == ("copy" in asked)
+    assert (run.machine["matmul_tflops"], run.machine["copy_gbps"]) == ({"float16": 800.0}, 4000.0)
+
+
 @pytest.mark.parametrize("name", ["SIGINT", pytest.param("SIGTERM", marks=pytest.mark.long)])
 def test_interrupted_run_keeps_what_was_measured(tmp_path, name):
     stop = f"import os, signal\ndef stop(*_, **__): os.kill(os.getpid(), signal.{name})\nbench.BASELINES['stop'] = stop"

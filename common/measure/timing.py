@@ -20,6 +20,7 @@ FEWEST_HOST_ROUNDS, MOST_HOST_ROUNDS = 3, 100  # … within these rounds …
 HOST_WARM_UP_ROUNDS = 2  # … and after these
 CACHE_BYTES = 256 * 2**20  # more than any L2 cache holds
 MATMUL_SIZE = 8192
+COPY_BYTES = 4 * 2**30  # much more than an L2 cache holds
 
 
 class GpuTimer:
@@ -127,3 +128,12 @@ def matmul_tflops(timer: GpuTimer, dtype: torch.dtype) -> float:
     out = torch.empty_like(a)
     times, _ = timer.measure(lambda: torch.mm(a, b, out=out))
     return 2 * MATMUL_SIZE**3 / statistics.median(times) / 1e12
+
+
+def copy_gbps(timer: GpuTimer) -> float:
+    """GB/s, read and written together, of a copy of `COPY_BYTES` in the GPU's memory, or of a quarter of what is free."""
+    size = min(COPY_BYTES, torch.cuda.mem_get_info()[0] // 4)
+    source = torch.empty(size, dtype=torch.uint8, device="cuda").random_()  # no zeros, as in `Workload.inputs`
+    target = torch.empty_like(source)
+    times, _ = timer.measure(lambda: target.copy_(source))
+    return 2 * size / statistics.median(times) / 1e9

@@ -121,7 +121,7 @@ def speed_table(records: list[dict], machine: dict) -> str:
             `flops`, `ms`, `iqr_ms`, `tflops`, `launch_hidden`, `peak_extra_mib`, `host_us` and, in runs that know the spread
             of the host's time, `host_iqr_us`; or, without a GPU, what `common.measure.traffic.costs` returns.
         machine: the file's "machine_info": `gpu` (None: interpreted, and the tables show counts, and times at the peaks of
-            `roofline`), `torch`, `triton`, `commit`, `date`, `matmul_tflops` by dtype.
+            `roofline`), `torch`, `triton`, `commit`, `date`, `matmul_tflops` by dtype, and `copy_gbps` where it was measured.
 
     Baselines come first, then the stages in their order. "× stage before" and "× v0" say how many times as fast as these;
     what the run did not measure is "-". "host µs" is a median ± an interquartile range.
@@ -135,6 +135,7 @@ def speed_table(records: list[dict], machine: dict) -> str:
     facts = [machine["gpu"] or "CPU, interpreted", f"torch {machine['torch']}", f"triton {machine['triton']}"]
     facts += [f"commit {machine['commit']}", machine["date"]]
     facts += [f"matmul {dtype} {tflops:.0f} TFLOP/s" for dtype, tflops in machine["matmul_tflops"].items()]
+    facts += [f"copy {machine['copy_gbps']:.0f} GB/s"] if "copy_gbps" in machine else []
     parts = [", ".join(facts)]
     if not machine["gpu"]:
         parts.append(

@@ -193,6 +193,43 @@ def test_replay_gives_pytest_benchmark_the_times_that_were_measured():
     assert -replay() + replay() == 3.0
 
 
+@pytest.mark.parametrize(("free", "size"), [(2**40, timing.COPY_BYTES), (4000, 1000)])
+def test_a_copy_counts_what_it_reads_and_what_it_writes(free, size, monkeypatch):
+    """And is as large as fits."""
+
+    class Buffer:
+        filled = copied = False
+
+        def random_(self):
+            self.filled = True
+            return self
+
+        def copy_(self, source):
+            self.copied = source.filled
+
+    def empty(asked, dtype, device):
+        assert (asked, dtype, device) == (size, torch.uint8, "cuda")
+        return Buffer()
+
+    target = Buffer()
+    cuda = types.SimpleNamespace(mem_get_info=lambda: (free, 2**40))
+    fake = types.SimpleNamespace(cuda=cuda, uint8=torch.uint8, empty=empty, empty_like=lambda source: target)
+    monkeypatch.setattr(timing, "torch", fake)
+
+    def measure(call):
+        call()
+        return [1.0, 0.25, 0.2], True
+
+    assert timing.copy_gbps(types.SimpleNamespace(measure=measure)) == pytest.approx(2 * size / 0.25 / 1e9)
+    assert target.copied
+
+
+@pytest.mark.alone
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_a_copy_is_as_fast_as_the_memory_of_some_gpu():
+    assert 100 < timing.copy_gbps(timing.GpuTimer()) < 20_000
+
+
 @pytest.mark.alone
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("impl", [*stages.names()[3:], "sdpa-cudnn"])  # earlier ones are slow, and add nothing here

@@ -105,9 +105,9 @@ def test_table_shows_the_number_of_keys_where_it_is_not_that_of_queries():
         return record(impl, ms, seq_len=1, kv_len=kv_len, **changes)
 
     usual = speed_table([record("v0_a", 8.0), record("v0_a", 8.0, kv_len=512)], GPU)
-    assert "Sk" not in usual
+    assert "Sk" not in usual and "copy" not in usual
     records = [decoding("v0_a", 3.0, 1024), decoding("v0_a", 8.0), decoding("v1_b", failure="n/a", note="sm_80")]
-    table = speed_table([*records, decoding("v1_b", 1.0, 1024), decoding("v0_a", 4.0, kv_heads=4)], GPU)
+    table = speed_table([*records, decoding("v1_b", 1.0, 1024), decoding("v0_a", 4.0, kv_heads=4)], GPU | {"copy_gbps": 4321.5})
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")]
     assert rows[0][:6] == ["S", "Sk", "B × H", "K/V heads", "implementation", "ms"]
     assert [row[:6] for row in rows[2:]] == [
@@ -116,6 +116,7 @@ def test_table_shows_the_number_of_keys_where_it_is_not_that_of_queries():
         ["1", "1024", "32 × 16", "16", "v0_a", "3.000"], ["", "", "", "", "v1_b", "1.000"],
     ]  # fmt: skip
     assert rows[-1][8] == "3.00" and "v1_b at S=1, Sk=64: sm_80" in table
+    assert "copy 4322 GB/s" in table
     assert {len(row) for row in rows} == {len(rows[0])}
 
 

@@ -91,7 +91,8 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         "--reference",
         choices=GRIDS,
         help="a part of what results/ keeps: the stages in a dtype, for a head dimension; both passes as one, of a smaller "
-        "model; or the newest stage where query heads share K/V heads, and where v's head dimension is not k's",
+        "model; the newest stage where query heads share K/V heads, and where v's head dimension is not k's; or where queries "
+        "are few and keys many",
     )
 
     options = parser.parse_args(argv)
@@ -136,6 +137,25 @@ SHARED_HEADS = {64: (32, (32, 8, 4)), 128: (16, (16, 4, 2))}
 EVERYTHING = [*BASELINES, *stages.names()]
 # The fastest of ours and of others. FlashAttention-2 is the slowest by far, and would take a third of the time.
 FASTEST = [*(name for name in BASELINES if name != "sdpa-flash"), MAIN_LINE[-1]]
+# Decoding: few queries, many keys. FlashAttention-4 is for other GPUs first; v14 is the last stage that does not split keys.
+DECODING = dict.fromkeys([*(name for name in BASELINES if name != "flash-4"), stages.resolve("v14"), MAIN_LINE[-1]])
+DECODING_KV_LENS = (1024, 4096, 16384, 65536, 524288)
+MOST_KV_BYTES = 40e9  # K and V together
+
+
+def _decoding(head_dim: int) -> list[list[str]]:
+    """Command lines of forwards of few queries, for all numbers of keys whose K and V fit in memory."""
+    found = []
+    for batch, (heads, kv_heads) in itertools.product((1, 8, 64), ((16, 16), (32, 8))):
+        key = 2 * 2 * batch * kv_heads * head_dim  # bytes of K and V for a key, of all heads
+        kv_lens = [kv_len for kv_len in DECODING_KV_LENS if key * kv_len <= MOST_KV_BYTES]
+        found.append([
+            "--pass=fwd", "--causal=no", "--dtype=bfloat16", f"--head-dim={head_dim}", "--seq-len=1,16,64,512",
+            f"--kv-len={','.join(map(str, kv_lens))}", f"--batch={batch}", f"--heads={heads}", f"--kv-heads={kv_heads}",
+        ])  # fmt: skip
+    return found
+
+
 GRIDS = {  # the parts of what results/ keeps, a run each: command lines, and the implementations that each is for
     **{f"float16-d{dim}": [([f"--head-dim={dim}", "--dtype=float16"], EVERYTHING)] for dim in HEAD_DIMS},
     **{  # dead ends are shown in one dtype
@@ -153,6 +173,7 @@ GRIDS = {  # the parts of what results/ keeps, a run each: command lines, and th
         ([f"--head-dim={dim}", f"--value-dim={value_dim}", "--seq-len=4096"], FASTEST)
         for dim, value_dim in ((64, 128), (128, 64))
     ],
+    **{f"decode-d{dim}": [(argv, DECODING) for argv in _decoding(dim)] for dim in HEAD_DIMS},
 }  # fmt: skip
 
 

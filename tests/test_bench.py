@@ -161,7 +161,8 @@ TEN_MINUTES = 650
 def test_a_part_of_the_reference_ends_within_ten_minutes(name, monkeypatch):
     monkeypatch.setattr(bench.workloads, "SEQ_LENS", range(512, 512 + 6))  # as many as on a GPU
     found = reference_cases(name)
-    peers = 4 * len({workload for _, workload in found})  # where all of them are installed
+    installed = 3 if name.startswith("decode") else 4  # at most
+    peers = installed * len({workload for _, workload in found})
     assert peers + sum(impl not in bench.BASELINES for impl, _ in found) <= TEN_MINUTES
 
 
@@ -181,6 +182,29 @@ def test_reference_run_of_shared_heads_has_the_newest_stage_alone():
     }  # fmt: skip
     assert {(w.pass_, w.causal) for w in others} == set(itertools.product(("fwd", "bwd"), (False, True)))
     assert 3 * len(mine) * bench.GPU_CASE_S < 600  # seconds, with SDPA's two
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_reference_run_of_decoding_has_few_queries_and_as_many_keys_as_fit(head_dim):
+    found = reference_cases(f"decode-d{head_dim}")
+    newest = max((name for name in stages.names() if not stages.is_dead_end(name)), key=stages.position)
+    others = {name for name in bench.BASELINES if name != "flash-4"}
+    assert {impl for impl, _ in found} == {*others, stages.resolve("v14"), newest} and len(set(found)) == len(found)
+    mine = [w for impl, w in found if impl == newest]
+    assert {(w.pass_, w.head_dim, w.value_dim, w.causal, w.dtype) for w in mine} == {
+        ("fwd", head_dim, head_dim, False, "bfloat16")
+    }
+    points = {(w.batch, w.kv_heads, w.kv_len) for w in mine}
+    assert points == {
+        (batch, kv_heads, kv_len)
+        for batch, kv_heads, kv_len in itertools.product((1, 8, 64), (16, 8), (1024, 4096, 16384, 65536, 524288))
+        if (batch, kv_len) != (64, 524288)
+    }
+    assert {(w.heads, w.kv_heads) for w in mine} == {(16, 16), (32, 8)}
+    assert sorted((w.batch, w.kv_heads, w.kv_len, w.seq_len) for w in mine) == sorted(
+        (*point, seq_len) for point in points for seq_len in (1, 16, 64, 512)
+    )
+    assert max(4 * w.batch * w.kv_heads * w.kv_len * head_dim for w in mine) <= 40e9
 
 
 def test_reference_run_takes_no_selection(capsys):

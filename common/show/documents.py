@@ -14,6 +14,7 @@ from common.measure.ncu import pairs
 from common.measure.timeline import SCORES
 from common.measure.traffic import GPUS
 from common.measure.units import CLOCK, TIME
+from common.show.decoding import decoding_tables
 from common.show.profiles import traffic_table, units_table
 from common.show.results import (
     BFLOAT16,
@@ -322,6 +323,8 @@ RUNS = {  # by the name of the run: the heading of its document, and what that s
     "bfloat16-d128": ("All stages in bfloat16, D = 128", speed_table),
     "passes-as-one": ("Both passes as one", speed_table),
     "shared": ("Shared K/V heads", shared_tables),
+    "decode-d64": ("Decoding, D = 64", decoding_tables),
+    "decode-d128": ("Decoding, D = 128", decoding_tables),
     "pinned": ("With the pinned Triton", speed_table),
     "spread": ("Scores of other spreads", speed_table),
 }

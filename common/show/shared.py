@@ -4,11 +4,9 @@ import itertools
 import statistics
 from dataclasses import replace
 
-from tabulate import tabulate
-
 from common.measure.workloads import Workload
 from common.show.results import implementations, origin, spoken
-from common.show.tables import PASS_NAMES
+from common.show.tables import PASS_NAMES, markdown
 
 CUDNN = "sdpa-cudnn"
 
@@ -23,9 +21,13 @@ def _mask(workload):
     return "causal" if workload.causal else "full"
 
 
-def _table(rows, headers, left):
-    align = ["left" if header in left else "right" for header in headers]
-    return tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=align)
+def remarks(records: list[dict]) -> list[str]:
+    """What stands below the tables of a run: what libraries say of what they do not take, and what a star means."""
+    notes = [f"{spoken(record['impl'])}: {' '.join(record['note'].split())}" for record in records if record.get("note")]
+    found = list(dict.fromkeys(notes))
+    if any(record.get("launch_hidden") is False for record in records):
+        found.append("* The launch could not be hidden: this is in part the CPU's time.")
+    return found
 
 
 class _Run:
@@ -78,7 +80,7 @@ def _summary(run):
         name = f"{spoken(over)} with all heads" if over == run.stage else spoken(over)
         rows.append([name, PASS_NAMES[pass_], *means, worst])
     headers = ["over the time of", "pass", *(f"mean, {n}" for n in run.sharing), "worst"]
-    return _table(rows, headers, ("over the time of", "pass", "worst"))
+    return markdown(rows, headers, ("over the time of", "pass", "worst"))
 
 
 def _each(run):
@@ -100,7 +102,7 @@ def _each(run):
     name = spoken(run.stage)
     headers = ["pass", "D", "mask", "dtype", "S", f"TFLOP/s of {name}", "TFLOP/s of cuDNN", "time / that with all heads"]
     headers += ["time / cuDNN's", f"peak extra MiB of {name}"]
-    return _table(rows, headers, ("pass", "mask", "dtype"))
+    return markdown(rows, headers, ("pass", "mask", "dtype"))
 
 
 def _other_dims(run):
@@ -109,7 +111,7 @@ def _other_dims(run):
     rows = [
         [PASS_NAMES[w.pass_], w.head_dim, w.value_dim, _mask(w), *(run.cell(impl, w) for impl in names)] for w in run.other_dims
     ]
-    return _table(rows, ["pass", "D", "Dv", "mask", *map(spoken, names)], ("pass", "mask"))
+    return markdown(rows, ["pass", "D", "Dv", "mask", *map(spoken, names)], ("pass", "mask"))
 
 
 def shared_tables(records: list[dict], machine: dict) -> str:
@@ -134,8 +136,4 @@ def shared_tables(records: list[dict], machine: dict) -> str:
         lengths = ", ".join(map(str, sorted({w.seq_len for w in run.other_dims})))
         dtypes = ", ".join(sorted({w.dtype for w in run.other_dims}))
         parts += [f"TFLOP/s where v's head dimension, Dv, is not k's: S = {lengths}, {dtypes}.", _other_dims(run)]
-    notes = [f"{spoken(record['impl'])}: {' '.join(record['note'].split())}" for record in records if record.get("note")]
-    parts += dict.fromkeys(notes)
-    if any(record.get("launch_hidden") is False for record in records):
-        parts.append("* The launch could not be hidden: this is in part the CPU's time.")
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, *remarks(records)])

@@ -36,6 +36,12 @@ def title(impl: str) -> str:
     return f"{impl} (dead end)" if stages.is_dead_end(impl) else impl
 
 
+def markdown(rows: list[list], headers: list[str], left: tuple = ()) -> str:
+    """A table whose columns are aligned right, but for those with the headers in `left`."""
+    align = ["left" if header in left else "right" for header in headers]
+    return tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=align)
+
+
 def _number(value, digits):
     return "-" if value is None else f"{value:,.{digits}f}"
 
@@ -155,8 +161,7 @@ def speed_table(records: list[dict], machine: dict) -> str:
         dims = f"D={first['head_dim']}" + ("" if first["value_dim"] == first["head_dim"] else f", Dv={first['value_dim']}")
         spread = "" if first["score_std"] == 1 else f", scores of a standard deviation of {first['score_std']:g}"
         parts.append(f"{PASS_NAMES[first['pass']]}, {dims}, {mask}, {first['dtype']}{spread}")
-        align = ["left" if header == "implementation" else "right" for header in headers]
-        parts.append(tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=align))
+        parts.append(markdown(rows, headers, ("implementation",)))
         parts += [f"{record['impl']} at {_where(record)}: {record['note']}" for record in group if record.get("note")]
     if any(record.get("launch_hidden") is False for record in records):
         parts.append("* The launch could not be hidden: this is in part the CPU's time.")

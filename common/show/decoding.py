@@ -1,0 +1,120 @@
+"""What a run says of decoding, where few queries read many keys: times, and the rate at which K and V are read."""
+
+import itertools
+import statistics
+
+import stages
+from common.measure.workloads import DTYPES, Workload
+from common.show.results import implementations, origin, spoken
+from common.show.shared import remarks
+from common.show.tables import markdown
+
+LARGE_BYTES = 256e6  # of K and V: more than caches hold
+FEW_ROWS = 64  # query rows that a K/V head is read for: up to so many, time is that of reading
+
+
+def kv_bytes(workload: Workload) -> int:
+    """Bytes of K and V, each read once."""
+    w = workload
+    return w.batch * w.kv_heads * w.kv_len * (w.head_dim + w.value_dim) * DTYPES[w.dtype].itemsize
+
+
+def kv_gbps(record: dict) -> float:
+    """GB/s of K and V in a record that has a time."""
+    return kv_bytes(Workload.of(record)) / record["ms"] / 1e6
+
+
+def _model(workload):
+    """What the points of one table have in common."""
+    return workload.batch, workload.heads, workload.kv_heads
+
+
+def _order(workload):
+    return *_model(workload), workload.seq_len, workload.kv_len
+
+
+class _Run:
+    """The records of a run by implementation and workload, and the rate of a copy."""
+
+    def __init__(self, records, machine):
+        self.copy_gbps = machine["copy_gbps"]
+        self.records = {(record["impl"], Workload.of(record)): record for record in records}
+        self.points = sorted({point for _, point in self.records}, key=_order)
+        self.names = implementations(records)
+        self.stage = self.names[-1]
+
+    def ms(self, impl, point):
+        return self.records.get((impl, point), {}).get("ms")
+
+    def gain(self, point):
+        """The fastest baseline's time over the newest stage's; None where one was not measured."""
+        ours = self.ms(self.stage, point)
+        theirs = [ms for impl in self.names if not stages.position(impl) and (ms := self.ms(impl, point))]
+        return min(theirs) / ours if ours and theirs else None
+
+    def share(self, impl, point):
+        """Of the copy's rate; None where there is no time."""
+        return kv_gbps(self.records[impl, point]) / self.copy_gbps if self.ms(impl, point) else None
+
+    def cell(self, impl, point):
+        """Time, rate and share of the copy's, or why there are none."""
+        record = self.records.get((impl, point), {})
+        if "ms" not in record:
+            return record.get("failure", "-")
+        star = "*" if record["launch_hidden"] is False else ""
+        return f"{record['ms']:.4f}{star} / {kv_gbps(record):,.0f} / {self.share(impl, point):.0%}"
+
+
+def _gains(run):
+    """How many times as fast the newest stage is as the fastest baseline, for each number of queries and for all."""
+    gains = {point: gain for point in run.points if (gain := run.gain(point))}
+    rows = []
+    for queries in (*sorted({point.seq_len for point in gains}), "all"):
+        some = {point: gain for point, gain in gains.items() if queries in (point.seq_len, "all")}
+        worst = min(some, key=some.get, default=None)
+        mean, least = (f"{statistics.geometric_mean(some.values()):.2f}", f"{some[worst]:.2f}: {worst.label}") if some else "--"
+        rows.append([queries, mean, least])
+    return markdown(rows, ["S", "mean", "worst"], ("worst",))
+
+
+def _shares(run):
+    """Of the copy's rate, for each implementation where reading K and V is what there is to do."""
+    large = [p for p in run.points if kv_bytes(p) >= LARGE_BYTES and p.seq_len * p.heads // p.kv_heads <= FEW_ROWS]
+    rows = []
+    for impl in run.names:
+        shares = {point: share for point in large if (share := run.share(impl, point))}
+        least = min(shares, key=shares.get, default=None)
+        mean, worst = (f"{statistics.mean(shares.values()):.0%}", f"{shares[least]:.0%}: {least.label}") if shares else "--"
+        rows.append([spoken(impl), mean, worst])
+    return markdown(rows, ["", "mean", "least"], ("", "least"))
+
+
+def _points(run, points):
+    """A row for each point of a model."""
+    rows = [[w.seq_len, w.kv_len, f"{kv_bytes(w) / 1e6:,.0f}", *(run.cell(impl, w) for impl in run.names)] for w in points]
+    return markdown(rows, ["S", "Sk", "MB", *map(spoken, run.names)])
+
+
+def decoding_tables(records: list[dict], machine: dict) -> str:
+    """The tables of a run of `bench.py --reference decode-…`: the newest stages next to the peers.
+
+    Args:
+        records, machine: as `common.show.results.load_run` gives them.
+    """
+    run = _Run(records, machine)
+    dims = ", ".join(f"D = {dim}" for dim in sorted({point.head_dim for point in run.points}))
+    dtypes = ", ".join(sorted({point.dtype for point in run.points}))
+    parts = [
+        f"{origin(machine)}, {machine['date']}.",
+        f"Forwards of S queries and Sk keys without a mask, {dims}, {dtypes}. A copy in the GPU's memory reads and writes "
+        f"{run.copy_gbps:,.0f} GB/s in the same run; what only reads can be faster.",
+        f"{spoken(run.stage)}, times as fast as the fastest peer at each point: the geometric mean, and the worst.",
+        _gains(run),
+        f"K and V, read once, over the time, as a share of the copy's rate: the mean and the least of the points where K and V "
+        f"have at least {LARGE_BYTES / 1e6:.0f} MB and are read for at most {FEW_ROWS} query rows, S × H / Hkv.",
+        _shares(run),
+        "All points: ms / GB/s of K and V / percent of the copy's rate. MB: K and V.",
+    ]
+    for (batch, heads, kv_heads), points in itertools.groupby(run.points, key=_model):
+        parts += [f"B = {batch}, H / Hkv = {heads} / {kv_heads}", _points(run, points)]
+    return "\n\n".join([*parts, *remarks(records)])

@@ -1,0 +1,84 @@
+"""The tables of decoding: times, rates of K and V, and shares of a copy's rate, of what was measured."""
+
+import pytest
+
+from common.measure.workloads import Workload
+from common.show import documents, results
+from common.show.decoding import decoding_tables, kv_bytes, kv_gbps
+
+MACHINE = {"gpu": "X", "torch": "1", "triton": "2", "commit": "abc", "date": "2026-01-02", "copy_gbps": 1000.0}
+KV = 2 * 2 * 8 * 1024 * 128  # bytes of K and V of a batch element with eight K/V heads and 1024 keys
+
+
+def record(impl, gbps=None, *, batch=1, heads=8, seq_len=1, kv_len=1024, **values):
+    """A measurement that reads K and V at a rate."""
+    workload = Workload("fwd", batch, heads, seq_len, 128, False, "bfloat16", kv_heads=8, kv_len=kv_len)
+    measured = {"ms": KV * batch * kv_len / 1024 / gbps / 1e6, "launch_hidden": True} if gbps else {}
+    return {"impl": impl, **workload.record(), **measured, **values}
+
+
+LARGE = {"batch": 64, "kv_len": 4096}  # K and V of 1.07 GB
+RECORDS = [
+    *(record(impl, gbps) for impl, gbps in (("v15_split", 100.0), ("v14_late", 10.0), ("sdpa-cudnn", 50.0), ("flash-3", 20.0))),
+    record("v15_split", 200.0, kv_len=4096), record("flash-3", 400.0, kv_len=4096),
+    record("sdpa-cudnn", failure="n/a", note="no\n  plan", kv_len=4096),
+    record("v15_split", 900.0, **LARGE), record("sdpa-cudnn", 450.0, **LARGE), record("v14_late", 90.0, **LARGE),
+    record("v15_split", 700.0, **LARGE, seq_len=16, heads=32, launch_hidden=False), record("flash-3", 180.0, **LARGE, heads=32),
+    record("v15_split", 10.0, **LARGE, seq_len=64, heads=16),  # K and V are read for more than 64 rows
+]  # fmt: skip
+
+
+def rows(text, *begin):
+    """The rows that begin with these cells, each without them."""
+    found = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    return [row[len(begin) :] for row in found if row[: len(begin)] == list(begin)]
+
+
+def test_rate_is_that_of_k_and_v_read_once():
+    one = record("v15_split", 100.0, heads=32, seq_len=16)
+    assert kv_bytes(Workload.of(one)) == KV and kv_gbps(one) == pytest.approx(100)
+    other = Workload("fwd", 3, 8, 1, 64, False, "float32", kv_heads=4, value_dim=16, kv_len=10)
+    assert kv_bytes(other) == 3 * 4 * 10 * (64 + 16) * 4
+
+
+def test_each_point_has_time_rate_and_share_of_each_implementation():
+    text = decoding_tables(RECORDS, MACHINE)
+    assert rows(text, "S", "Sk") == [["MB", "cuDNN", "FlashAttention-3", "v14", "v15"]] * 4
+    assert rows(text, "1", "1024", "4") == [["0.0839 / 50 / 5%", "0.2097 / 20 / 2%", "0.4194 / 10 / 1%", "0.0419 / 100 / 10%"]]
+    assert rows(text, "1", "4096", "17") == [["n/a", "0.0419 / 400 / 40%", "-", "0.0839 / 200 / 20%"]]
+    assert rows(text, "16", "4096", "1,074") == [["-", "-", "-", "1.5339* / 700 / 70%"]]
+    models = [line for line in text.splitlines() if line.startswith("B = ")]
+    assert models == [f"B = {batch}, H / Hkv = {heads} / 8" for batch, heads in ((1, 8), (64, 8), (64, 16), (64, 32))]
+    assert "cuDNN: no plan" in text and "launch could not be hidden" in text
+    assert "commit abc, 2026-01-02" in text and "1,000 GB/s" in text and "D = 128, bfloat16" in text
+
+
+def test_summary_sets_the_newest_stage_against_the_fastest_peer_of_each_point():
+    more = [record("v15_split", 90.0, seq_len=64), record("flash-3", 30.0, seq_len=64)]
+    text = decoding_tables(RECORDS + more, MACHINE)
+    worst = "0.50: fwd B=1 H=8 S=1 Sk=4096 D=128 full bfloat16"
+    assert rows(text, "1")[:1] == [["1.26", worst]]  # of 2, 0.5 and 2
+    assert ["64", "3.00", "3.00: fwd B=1 H=8 S=64 Sk=1024 D=128 full bfloat16"] in rows(text)
+    assert rows(text, "all") == [["1.57", worst]]
+
+
+def test_shares_are_of_the_points_with_a_large_k_and_v_and_few_queries():
+    text = decoding_tables(RECORDS, MACHINE)
+    assert rows(text, "v15") == [["80%", "70%: fwd B=64 H=32 Hkv=8 S=16 Sk=4096 D=128 full bfloat16"]]
+    assert rows(text, "v14") == [["9%", "9%: fwd B=64 H=8 S=1 Sk=4096 D=128 full bfloat16"]]
+    assert rows(text, "FlashAttention-3") == [["18%", "18%: fwd B=64 H=32 Hkv=8 S=1 Sk=4096 D=128 full bfloat16"]]
+    assert rows(decoding_tables(RECORDS[:4], MACHINE), "v15") == [["-", "-"]]
+    assert rows(decoding_tables(RECORDS[:2], MACHINE), "all") == [["-", "-"]]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_document_is_made_where_the_run_is_there(there, tmp_path, monkeypatch):
+    path = tmp_path / "a-run.json"
+    if there:
+        path.write_text("a run")
+    load = results.load_run
+    monkeypatch.setattr(documents, "run_file", lambda name: path if name == "decode-d64" else results.run_file(name))
+    monkeypatch.setattr(documents, "load_run", lambda which: (RECORDS, MACHINE) if which == path else load(which))
+    found = documents.documents()
+    assert (path.with_suffix(".md") in found) == there
+    assert not there or decoding_tables(RECORDS, MACHINE) in found[path.with_suffix(".md")]

@@ -1,4 +1,4 @@
-"""The plots of the stages: what the walk bought, speed and memory against sequence length, and the gain of each step."""
+"""The plots of the stages: what the walk bought, speed and memory against sequence length, the gain of each step, decoding."""
 
 import textwrap
 from pathlib import Path
@@ -10,15 +10,19 @@ matplotlib.use("Agg")  # draws into files; needs no display
 import matplotlib.pyplot as plt  # noqa: E402
 
 import stages  # noqa: E402
+from common.show.decoding import kv_gbps  # noqa: E402
 from common.show.results import (  # noqa: E402
     COLUMNS,
     FLOAT16,
     HEAD_DIMS,
     PLOTS,
     implementations,
+    load_run,
     load_runs,
     mean_rate,
+    origin,
     origins,
+    run_file,
     speedup,
     spoken,
 )
@@ -36,12 +40,14 @@ BARS = (  # of each pass and head dimension, in the order of COLUMNS: a colour f
     {"color": "#9ecae1"}, {"color": "#2171b5"},
     {"color": "#fdbe85", "hatch": "///"}, {"color": "#d94801", "hatch": "///"},
 )  # fmt: skip
+DECODING = run_file("decode-d128")
+DECODED = ((1, 16, 16), (8, 32, 8))  # batch, heads and K/V heads of the panels
 SAME = 1.02  # lines of which none is further above another one than by that factor lie on each other
 
 
 def style(name: str, names: list[str]) -> dict:
-    """Colour, line and marker of an implementation, the same in every plot: stages from dark to bright, with solid lines; a
-    marker that comes a second time is hollow."""
+    """Colour, line and marker of an implementation, the same in every plot of these: stages from dark to bright, with solid
+    lines; a marker that comes a second time is hollow."""
     if not stages.position(name):
         baselines = [other for other in names if not stages.position(other)]
         return {**PEER_STYLES[baselines.index(name) % len(PEER_STYLES)], "markerfacecolor": "white"}
@@ -87,12 +93,15 @@ def _lines(axes, records: list[dict], names: list[str], value: str) -> dict[str,
         if points:
             axes.plot(*zip(*points, strict=True), markersize=5, linewidth=1.5, label=spoken(name), **style(name, names))
             lines[name] = points
-    lengths = sorted({record["seq_len"] for record in records})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [str(length) for length in lengths])
-    axes.set_xlabel("sequence length")
-    axes.grid(alpha=0.25)
+    _length_axis(axes, {record["seq_len"] for record in records}, "sequence length")
     return lines
+
+
+def _length_axis(axes, lengths: set[int], label: str):
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted(lengths), [str(length) for length in sorted(lengths)])
+    axes.set_xlabel(label)
+    axes.grid(alpha=0.25)
 
 
 def _legend(figure, columns: int):
@@ -189,6 +198,38 @@ def _evolution(records, names):
     return figure
 
 
+def _decoding(records, copy_gbps):
+    """The rate at which one query's keys and values are read."""
+    names = implementations(records)
+    figure, grid = plt.subplots(1, len(DECODED), figsize=(10, 4.5), layout="constrained", sharey=True)
+    for axes, model in zip(grid, DECODED, strict=True):
+        axes.set_title("forward, D=128, one query, B={}, H/Hkv={}/{}".format(*model), fontsize=10)
+        chosen = [r for r in records if (r["batch"], r["heads"], r["kv_heads"], r["seq_len"]) == (*model, 1)]
+        for name in names:
+            points = sorted((r["kv_len"], kv_gbps(r)) for r in chosen if r["impl"] == name and "ms" in r)
+            if points:
+                axes.plot(*zip(*points, strict=True), markersize=5, linewidth=1.5, label=spoken(name), **style(name, names))
+        axes.axhline(copy_gbps, color="#D55E00", linestyle="--", linewidth=1, label="a copy, read and written", zorder=0)
+        _length_axis(axes, {record["kv_len"] for record in chosen}, "keys")
+        axes.set_ylim(0)
+    grid[0].set_ylabel("GB/s of K and V")
+    _legend(figure, 6)
+    return figure
+
+
+def draw_decoding(records: list[dict], machine: dict, directory: Path):
+    """Write decoding.png.
+
+    Args:
+        records, machine: of `DECODING`, as `common.show.results.load_run` gives them.
+        directory: where.
+    """
+    figure = _decoding(records, machine["copy_gbps"])
+    figure.suptitle(f"{origin(machine)}; bfloat16, no mask", fontsize=8, color="0.4")
+    figure.savefig(directory / "decoding.png", dpi=120)
+    plt.close(figure)
+
+
 def draw(records: list[dict], machines: list[dict], directory: Path):
     """Write evolution.png, speed-forward.png, speed-backward.png, gain.png and memory.png; dead ends are left out.
 
@@ -211,5 +252,12 @@ def draw(records: list[dict], machines: list[dict], directory: Path):
         plt.close(figure)
 
 
+def draw_all(directory: Path):
+    """Draw what results/ has into a directory."""
+    draw(*load_runs(FLOAT16), directory)
+    if DECODING.exists():
+        draw_decoding(*load_run(DECODING), directory)
+
+
 if __name__ == "__main__":
-    draw(*load_runs(FLOAT16), PLOTS)
+    draw_all(PLOTS)

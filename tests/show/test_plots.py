@@ -3,7 +3,9 @@
 import pytest
 
 import stages
+from common.measure.workloads import Workload
 from common.show import results
+from common.show.decoding import kv_bytes
 
 plots = pytest.importorskip("common.show.plots")
 
@@ -15,8 +17,9 @@ def drawn(tmp_path_factory):
     figures = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plots.plt, "close", figures.append)
-        plots.draw(*results.load_runs(results.FLOAT16), directory)
-    names = ("evolution", "speed-forward", "speed-backward", "gain", "memory")
+        plots.draw_all(directory)
+    names = ["evolution", "speed-forward", "speed-backward", "gain", "memory"]
+    names += ["decoding"] if plots.DECODING.exists() else []
     yield dict(zip(names, figures, strict=True)), directory
     plots.plt.close("all")
 
@@ -63,6 +66,35 @@ def test_a_figure_has_one_legend_of_all_that_it_draws(drawn, name):
     peers = [results.spoken(other) for other in main_line() if not stages.position(other)]
     bars = [f"{pass_}, D={head_dim}" for pass_ in ("forward", "backward") for head_dim in (64, 128)]
     assert shown == {"gain": bars, "evolution": peers}.get(name, peers + stages_of_line)
+
+
+def decoding(impl, gbps, batch, heads, kv_heads, seq_len, kv_len):
+    workload = Workload("fwd", batch, heads, seq_len, 128, False, "bfloat16", kv_heads=kv_heads, kv_len=kv_len)
+    return {"impl": impl, **workload.record(), "ms": kv_bytes(workload) / gbps / 1e6}
+
+
+def test_decoding_shows_the_rates_of_one_query_next_to_a_copys(tmp_path, monkeypatch):
+    models = (1, 16, 16), (8, 32, 8)
+    rates = {("sdpa-cudnn", 1024): 500.0, ("v14_late", 1024): 100.0, ("v15_split", 1024): 700.0, ("v15_split", 4096): 900.0}
+    records = [decoding(impl, gbps, *model, 1, kv_len) for model in models for (impl, kv_len), gbps in rates.items()]
+    records += [decoding("v15_split", 1.0, *models[0], 16, 1024), decoding("v15_split", 1.0, 64, 32, 8, 1, 1024)]
+    records.append({**decoding("sdpa-cudnn", 1.0, *models[0], 1, 4096), "failure": "OOM"})
+    del records[-1]["ms"]
+    figures = []
+    monkeypatch.setattr(plots.plt, "close", figures.append)
+    machine = {"gpu": "X", "torch": "1", "triton": "2", "commit": "abc", "copy_gbps": 800.0}
+    plots.draw_decoding(records, machine, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["decoding.png"]
+    (figure,) = figures
+    for axes in figure.axes:
+        lines = [list(zip(*line.get_data(), strict=True)) for line in axes.lines]
+        expected = [[(1024, 500)], [(1024, 100)], [(1024, 700), (4096, 900)]]
+        assert [[(x, round(y)) for x, y in line] for line in lines[:-1]] == expected
+        assert list(axes.lines[-1].get_ydata()) == [800, 800]
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["cuDNN", "v14", "v15", "a copy, read and written"]
+    monkeypatch.undo()
+    plots.plt.close(figure)
 
 
 def test_axes_take_most_of_the_width(drawn):

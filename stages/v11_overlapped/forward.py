@@ -60,7 +60,7 @@ def _sums(p):
 
 
 @gluon.jit
-def _accumulate(acc, s, q, ring, fill, tiles, seq_k, offs_m, scale_log2, CAUSAL: gl.constexpr):
+def _accumulate(acc, s, q, ring, fill, tiles, seq_k, last, scale_log2, CAUSAL: gl.constexpr):
     """A consumer's softmax over so many key tiles, from the last on, whose scores s have begun: acc, to which the product for
     the first tile is still being added, m (maximum), l (sum)."""
     k_s, v_s, kv_full, kv_empty = ring
@@ -72,13 +72,15 @@ def _accumulate(acc, s, q, ring, fill, tiles, seq_k, offs_m, scale_log2, CAUSAL:
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
     s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
     mbarrier.arrive(kv_empty.index(fill % STAGES), count=1)
-    # The last tile alone can end past the last key, or lie on the diagonal.
+    # The last tile alone can end past the last key, or lie on the diagonal: a consumer's rows see keys up to a multiple of
+    # ROWS, because the first query tile begins diagonal % ROWS rows before query 0.
     start_n = (tiles - 1) * BLOCK_N
     if CAUSAL or start_n + BLOCK_N > seq_k:
         offs_n = start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
         visible = (offs_n < seq_k)[None, :]
         if CAUSAL:
-            visible = visible & (offs_m[:, None] >= offs_n[None, :])
+            last_n = last + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))  # that each row sees
+            visible = visible & (last_n[:, None] >= offs_n[None, :])
         s = gl.where(visible, s, float("-inf"))
     m = gl.max(s, 1) * scale_log2  # finite: every row sees the first key of this tile
     p = gl.exp2(s * scale_log2 - m[:, None])
@@ -130,7 +132,7 @@ def _producer(load):
 @gluon.jit
 def _consumer(work, w: gl.constexpr, CAUSAL: gl.constexpr):
     """A warpgroup with the w-th 64 query rows of the program: all of the arithmetic."""
-    out_desc, lse_ptr, scale, q_s, o_s, q_full, batch, head, start_m, seq_q, seq_k, ring, n = work
+    out_desc, lse_ptr, scale, q_s, o_s, q_full, batch, head, start_m, seq_q, seq_k, diagonal, ring, n = work
     k_s, v_s, kv_full, kv_empty = ring
     CONSUMERS: gl.constexpr = q_s.shape[0]
     STAGES: gl.constexpr = k_s.shape[0]
@@ -144,7 +146,7 @@ def _consumer(work, w: gl.constexpr, CAUSAL: gl.constexpr):
     # From there it need not be read for every key tile; two consumers have the registers for that, four have not.
     Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and HEAD_DIM <= 128
     start_m += w * ROWS
-    seen = gl.cdiv(gl.minimum(start_m + ROWS, seq_k) if CAUSAL else seq_k, BLOCK_N)
+    seen = gl.cdiv(gl.minimum(start_m + ROWS + diagonal, seq_k) if CAUSAL else seq_k, BLOCK_N)
 
     offs_m = start_m + gl.arange(0, ROWS, rows)
     acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, acc_layout)
@@ -157,9 +159,9 @@ def _consumer(work, w: gl.constexpr, CAUSAL: gl.constexpr):
         mbarrier.wait(kv_full.index(fill % STAGES), fill // STAGES & 1)
         mbarrier.arrive(kv_empty.index(fill % STAGES), count=1)
     s = _scores(q, ring, n - seen, ROWS)
-    acc, m, l = _accumulate(acc, s, q, ring, n - seen, seen, seq_k, offs_m, scale_log2, CAUSAL)
+    acc, m, l = _accumulate(acc, s, q, ring, n - seen, seen, seq_k, start_m + diagonal, scale_log2, CAUSAL)
 
-    gl.store(lse_ptr + offs_m, (m + gl.log2(l)) / LOG2_E, mask=offs_m < seq_q)
+    gl.store(lse_ptr + offs_m, (m + gl.log2(l)) / LOG2_E, mask=(offs_m >= 0) & (offs_m < seq_q))
     normalize = gl.convert_layout(1.0 / l, gl.SliceLayout(1, acc_layout))[:, None]
     # NOTE: the next program's loads begin when this one has ended; v12's programs stay, and load the next tile meanwhile.
     out = warpgroup_mma_wait(0, [acc]) * normalize  # [ROWS, VALUE_DIM]
@@ -169,20 +171,20 @@ def _consumer(work, w: gl.constexpr, CAUSAL: gl.constexpr):
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["heads", "seq_q", "seq_k"])
+@gluon.jit(do_not_specialize=["heads", "seq_q", "seq_k", "diagonal"])
 def _forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, scale,
-    heads, heads_per_kv, seq_q, seq_k,
+    heads, heads_per_kv, seq_q, seq_k, diagonal,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
-    tiles_m = gl.cdiv(seq_q, BLOCK_M)
+    tiles_m = gl.cdiv(seq_q + diagonal % ROWS, BLOCK_M)
     tile, batch_head = tile_and_head(tiles_m, gl.cdiv(seq_k, heads_per_kv), 2 * (HEAD_DIM + VALUE_DIM), CAUSAL)  # K, V
-    start_m = (tiles_m - 1 - tile) * BLOCK_M
+    start_m = (tiles_m - 1 - tile) * BLOCK_M - diagonal % ROWS
     batch = batch_head // heads
     head = batch_head % heads
-    n = gl.cdiv(gl.minimum(start_m + BLOCK_M, seq_k) if CAUSAL else seq_k, BLOCK_N)
+    n = gl.cdiv(gl.minimum(start_m + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k, BLOCK_N)
 
     q_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM], q_desc.layout)
     k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
@@ -197,7 +199,7 @@ def _forward_kernel(
 
     lse_ptr += batch_head.to(gl.int64) * seq_q
     kv = (k_desc, v_desc, batch, head // heads_per_kv)
-    work = (out_desc, lse_ptr, scale, q_s, o_s, q_full, batch, head, start_m, seq_q, seq_k, ring, n)
+    work = (out_desc, lse_ptr, scale, q_s, o_s, q_full, batch, head, start_m, seq_q, seq_k, diagonal, ring, n)
     load = (q_desc, q_s, q_full, batch, head, start_m, kv, ring, n)
     # The registers of a multiprocessor, 512 for each of 128 threads, go where the tiles are: the producer keeps 24.
     if CONSUMERS == 2:
@@ -218,7 +220,7 @@ def _forward_kernel(
 TILES = {16: (256, 64, 6), 32: (256, 64, 6), 64: (256, 64, 6), 128: (128, 128, 2), 256: (128, 64, 2)}
 
 
-def forward(q, k, v, *, causal, scale):
+def forward(q, k, v, *, causal, scale, diagonal=0):
     """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors. float32 is left to v7.
 
     Raises:
@@ -226,7 +228,7 @@ def forward(q, k, v, *, causal, scale):
     """
     require_hopper(__package__, instead="stages.v7_one_backward")
     if q.dtype == torch.float32:
-        return forward_of_v7(q, k, v, causal=causal, scale=scale)
+        return forward_of_v7(q, k, v, causal=causal, scale=scale, diagonal=diagonal)
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k, value_dim = v.shape[1:]
     out = empty_rows(q, value_dim)
@@ -235,9 +237,9 @@ def forward(q, k, v, *, causal, scale):
         q, scale = -q, -scale  # the same scores; the largest one is then the largest before scaling too
     q, k, v = addressable(q), addressable(k), addressable(v)
     block_m, block_n, stages = TILES[max(head_dim, value_dim)]
-    _forward_kernel[triton.cdiv(seq_q, block_m) * batch * heads,](
+    _forward_kernel[triton.cdiv(seq_q + diagonal % 64, block_m) * batch * heads,](
         describe_tile(q, 64), describe_tile(k, block_n), describe_tile(v, block_n), describe_tile(out, 64), lse,
-        scale, heads, heads // kv_heads, seq_q, seq_k,
+        scale, heads, heads // kv_heads, seq_q, seq_k, diagonal,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, CAUSAL=causal,
         num_warps=4, maxnreg={128: 168, 256: 96}[block_m],
     )  # fmt: skip

@@ -23,17 +23,18 @@ ROWS = gl.constexpr(64)  # query rows of a consumer: what the four warps of a wa
 
 
 @gluon.jit
-def _tile(tile, batch_heads, group, tiles_m, seq_k, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
+def _tile(tile, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
     """The `tile`-th of all tiles: batch and head, first query row, number of key tiles that it sees. Those of `group` heads
     follow each other, the longest (where causal: the last rows) first: these heads' K and V stay in the L2 cache."""
+    batch_heads, heads, heads_per_kv, group, tiles_m, seq_q, seq_k, diagonal = problem
     first = tile // (group * tiles_m) * group
     inside = tile % (group * tiles_m)
-    heads = gl.minimum(group, batch_heads - first)
-    start_m = inside // heads * BLOCK_M
+    group = gl.minimum(group, batch_heads - first)
+    start_m = inside // group * BLOCK_M
     if CAUSAL:
-        start_m = (tiles_m - 1) * BLOCK_M - start_m
-        seq_k = gl.minimum(seq_k, start_m + BLOCK_M)
-    return first + inside % heads, start_m, gl.cdiv(seq_k, BLOCK_N)
+        start_m = (tiles_m - 1) * BLOCK_M - start_m - diagonal % ROWS
+        seq_k = gl.minimum(seq_k, start_m + BLOCK_M + diagonal)
+    return first + inside % group, start_m, gl.cdiv(seq_k, BLOCK_N)
 
 
 @gluon.jit
@@ -74,7 +75,7 @@ def _sums(p):
 
 
 @gluon.jit
-def _accumulate(acc, s, q, ring, fill, tiles, seq_k, offs_m, scale_log2, CAUSAL: gl.constexpr):
+def _accumulate(acc, s, q, ring, fill, tiles, seq_k, last, scale_log2, CAUSAL: gl.constexpr):
     """A consumer's softmax over so many key tiles, from the last on, whose scores s have begun: acc, to which the product for
     the first tile is still being added, m (maximum), l (sum)."""
     k_s, v_s, kv_full, kv_empty = ring
@@ -86,13 +87,15 @@ def _accumulate(acc, s, q, ring, fill, tiles, seq_k, offs_m, scale_log2, CAUSAL:
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
     s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
     mbarrier.arrive(kv_empty.index(fill % STAGES), count=1)
-    # The last tile alone can end past the last key, or lie on the diagonal.
+    # The last tile alone can end past the last key, or lie on the diagonal: a consumer's rows see keys up to a multiple of
+    # ROWS, because the first query tile begins diagonal % ROWS rows before query 0.
     start_n = (tiles - 1) * BLOCK_N
     if CAUSAL or start_n + BLOCK_N > seq_k:
         offs_n = start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
         visible = (offs_n < seq_k)[None, :]
         if CAUSAL:
-            visible = visible & (offs_m[:, None] >= offs_n[None, :])
+            last_n = last + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))  # that each row sees
+            visible = visible & (last_n[:, None] >= offs_n[None, :])
         s = gl.where(visible, s, float("-inf"))
     m = gl.max(s, 1) * scale_log2  # finite: every row sees the first key of this tile
     p = gl.exp2(s * scale_log2 - m[:, None])
@@ -129,16 +132,15 @@ def _producer(load, Q_STAGES: gl.constexpr, CAUSAL: gl.constexpr):
     """One warp: keeps the buffers of Q, K and V full, the next tile's too while this one's is still being finished."""
     q_desc, k_desc, v_desc, ring, queries, problem = load
     q_s, q_full, q_empty = queries
-    batch_heads, heads, heads_per_kv, group, seq_q, seq_k = problem
+    batch_heads, heads, heads_per_kv, group, tiles_m, seq_q, seq_k, diagonal = problem
     CONSUMERS: gl.constexpr = q_s.shape[0] // Q_STAGES
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     BLOCK_N: gl.constexpr = ring[0].shape[3]
-    tiles_m = gl.cdiv(seq_q, BLOCK_M)
     fill = 0
     turn = 0
     tile = gl.program_id(0)
     while tile < batch_heads * tiles_m:
-        batch_head, start_m, n = _tile(tile, batch_heads, group, tiles_m, seq_k, BLOCK_M, BLOCK_N, CAUSAL)
+        batch_head, start_m, n = _tile(tile, problem, BLOCK_M, BLOCK_N, CAUSAL)
         batch, head = batch_head // heads, batch_head % heads
         kv = (k_desc, v_desc, batch, head // heads_per_kv)
         start_n = (n - 1) * BLOCK_N
@@ -165,7 +167,7 @@ def _consumer(work, w: gl.constexpr, Q_STAGES: gl.constexpr, CAUSAL: gl.constexp
     out_desc, lse_ptr, scale, o_s, ring, queries, problem = work
     k_s, v_s, kv_full, kv_empty = ring
     q_s, q_full, q_empty = queries
-    batch_heads, heads, heads_per_kv, group, seq_q, seq_k = problem
+    batch_heads, heads, heads_per_kv, group, tiles_m, seq_q, seq_k, diagonal = problem
     CONSUMERS: gl.constexpr = q_s.shape[0] // Q_STAGES
     STAGES: gl.constexpr = k_s.shape[0]
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
@@ -180,14 +182,13 @@ def _consumer(work, w: gl.constexpr, Q_STAGES: gl.constexpr, CAUSAL: gl.constexp
     Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and HEAD_DIM <= 128
     # exp(x) = exp2(x * log2(e)), and exp2 is one instruction; never 0, because a masked score, -inf, times 0 is NaN
     scale_log2 = gl.maximum(scale * LOG2_E, 1e-37)
-    tiles_m = gl.cdiv(seq_q, BLOCK_M)
     fill = 0
     turn = 0
     tile = gl.program_id(0)
     while tile < batch_heads * tiles_m:
-        batch_head, start_m, n = _tile(tile, batch_heads, group, tiles_m, seq_k, BLOCK_M, BLOCK_N, CAUSAL)
+        batch_head, start_m, n = _tile(tile, problem, BLOCK_M, BLOCK_N, CAUSAL)
         start_m += w * ROWS
-        seen = gl.cdiv(gl.minimum(start_m + ROWS, seq_k) if CAUSAL else seq_k, BLOCK_N)
+        seen = gl.cdiv(gl.minimum(start_m + ROWS + diagonal, seq_k) if CAUSAL else seq_k, BLOCK_N)
 
         offs_m = start_m + gl.arange(0, ROWS, rows)
         acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, acc_layout)
@@ -204,11 +205,11 @@ def _consumer(work, w: gl.constexpr, Q_STAGES: gl.constexpr, CAUSAL: gl.constexp
             # O of the tile before has left the other buffer: its Q may come.
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index((turn + 1) % Q_STAGES * CONSUMERS + w), count=1, pred=turn > 0)
-        acc, m, l = _accumulate(acc, s, q, ring, fill, seen, seq_k, offs_m, scale_log2, CAUSAL)
+        acc, m, l = _accumulate(acc, s, q, ring, fill, seen, seq_k, start_m + diagonal, scale_log2, CAUSAL)
         fill += seen
 
         lse_ptrs = lse_ptr + batch_head.to(gl.int64) * seq_q + offs_m
-        gl.store(lse_ptrs, (m + gl.log2(l)) / LOG2_E, mask=offs_m < seq_q)
+        gl.store(lse_ptrs, (m + gl.log2(l)) / LOG2_E, mask=(offs_m >= 0) & (offs_m < seq_q))
         normalize = gl.convert_layout(1.0 / l, gl.SliceLayout(1, acc_layout))[:, None]
         acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(kv_empty.index(fill % STAGES), count=1)
@@ -224,14 +225,15 @@ def _consumer(work, w: gl.constexpr, Q_STAGES: gl.constexpr, CAUSAL: gl.constexp
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["batch_heads", "heads", "group", "seq_q", "seq_k"])
+@gluon.jit(do_not_specialize=["batch_heads", "heads", "group", "seq_q", "seq_k", "diagonal"])
 def _forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, scale,
-    batch_heads, heads, heads_per_kv, group, seq_q, seq_k,
+    batch_heads, heads, heads_per_kv, group, seq_q, seq_k, diagonal,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
+    tiles_m = gl.cdiv(seq_q + diagonal % ROWS, BLOCK_M)
     q_s = gl.allocate_shared_memory(q_desc.dtype, [Q_STAGES * CONSUMERS, 1, 1, ROWS, HEAD_DIM], q_desc.layout)
     k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, VALUE_DIM], v_desc.layout)
@@ -244,7 +246,7 @@ def _forward_kernel(
     ring = (k_s, v_s, kv_full, kv_empty)
 
     queries = (q_s, q_full, q_empty)
-    problem = (batch_heads, heads, heads_per_kv, group, seq_q, seq_k)
+    problem = (batch_heads, heads, heads_per_kv, group, tiles_m, seq_q, seq_k, diagonal)
     work = (out_desc, lse_ptr, scale, o_s, ring, queries, problem)
     load = (q_desc, k_desc, v_desc, ring, queries, problem)
     # The registers of a multiprocessor, 512 for each of 128 threads, go where the tiles are: the producer keeps 24.
@@ -271,7 +273,7 @@ L2_SHARE = {"full": 8 * 2**20, "causal": 32 * 2**20}
 TILES = {16: (256, 64, 6, 2), 32: (256, 64, 6, 2), 64: (256, 64, 6, 2), 128: (128, 128, 2, 2), 256: (128, 64, 2, 1)}
 
 
-def forward(q, k, v, *, causal, scale):
+def forward(q, k, v, *, causal, scale, diagonal=0):
     """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors. float32 is left to v7.
 
     Raises:
@@ -279,7 +281,7 @@ def forward(q, k, v, *, causal, scale):
     """
     require_hopper(__package__, instead="stages.v7_one_backward")
     if q.dtype == torch.float32:
-        return forward_of_v7(q, k, v, causal=causal, scale=scale)
+        return forward_of_v7(q, k, v, causal=causal, scale=scale, diagonal=diagonal)
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k, value_dim = v.shape[1:]
     out = empty_rows(q, value_dim)
@@ -288,12 +290,12 @@ def forward(q, k, v, *, causal, scale):
         q, scale = -q, -scale  # the same scores; the largest one is then the largest before scaling too
     q, k, v = addressable(q), addressable(k), addressable(v)
     block_m, block_n, stages, q_stages = TILES[max(head_dim, value_dim)]
-    programs = min(triton.cdiv(seq_q, block_m) * batch * heads, multiprocessors())
+    programs = min(triton.cdiv(seq_q + diagonal % 64, block_m) * batch * heads, multiprocessors())
     kv_bytes = seq_k * (head_dim + value_dim) * k.element_size()
     group = heads // kv_heads * max(1, min(batch * kv_heads, L2_SHARE["causal" if causal else "full"] // kv_bytes))
     _forward_kernel[programs,](
         describe_tile(q, 64), describe_tile(k, block_n), describe_tile(v, block_n), describe_tile(out, 64), lse, scale,
-        batch * heads, heads, heads // kv_heads, group, seq_q, seq_k,
+        batch * heads, heads, heads // kv_heads, group, seq_q, seq_k, diagonal,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, Q_STAGES=q_stages,
         CAUSAL=causal, num_warps=4, maxnreg={128: 168, 256: 96}[block_m],
     )  # fmt: skip

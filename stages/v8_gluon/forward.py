@@ -35,7 +35,7 @@ def _load(load, ring, fill):
 
 
 @gluon.jit
-def _accumulate(acc, m, l, q, load, ring, lo, hi, n, seq_k, offs_m, scale_log2, CAUSAL: gl.constexpr, MASKED: gl.constexpr):
+def _accumulate(acc, m, l, q, load, ring, lo, hi, n, seq_k, last_n, scale_log2, CAUSAL: gl.constexpr, MASKED: gl.constexpr):
     """Fold the key tiles [lo, hi) of n into one query tile's running softmax: acc, m (running maximum), l (running sum)."""
     k_s, v_s, kv_full = ring
     STAGES: gl.constexpr = k_s.shape[0]
@@ -55,7 +55,7 @@ def _accumulate(acc, m, l, q, load, ring, lo, hi, n, seq_k, offs_m, scale_log2, 
             offs_n = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
             visible = (offs_n < seq_k)[None, :]
             if CAUSAL:
-                visible = visible & (offs_m[:, None] >= offs_n[None, :])
+                visible = visible & (last_n[:, None] >= offs_n[None, :])
             s = gl.where(visible, s, float("-inf"))
         m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)  # finite: the first tile holds key 0, which every query sees
         p = gl.exp2(s * scale_log2 - m_new[:, None])
@@ -74,7 +74,7 @@ def _accumulate(acc, m, l, q, load, ring, lo, hi, n, seq_k, offs_m, scale_log2, 
 @gluon.jit
 def _consumer(work, load, ring, n, CAUSAL: gl.constexpr):
     """All of the arithmetic of a program, and what it loads from the second round of the ring on."""
-    out_desc, lse_ptr, scale, q_s, o_s, q_full, batch, head, start_m, seq_q, seq_k = work
+    out_desc, lse_ptr, scale, q_s, o_s, q_full, batch, head, start_m, seq_q, seq_k, diagonal = work
     k_s, v_s, kv_full = ring
     ROWS: gl.constexpr = q_s.shape[3]
     BLOCK_N: gl.constexpr = k_s.shape[3]
@@ -84,7 +84,7 @@ def _consumer(work, load, ring, n, CAUSAL: gl.constexpr):
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
     rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     # Stage 1 takes the whole tiles that every row sees, without a mask; stage 2 the diagonal and the ragged end, with one.
-    full = (gl.minimum(start_m, seq_k) if CAUSAL else seq_k) // BLOCK_N
+    full = (gl.minimum(start_m + diagonal, seq_k) if CAUSAL else seq_k) // BLOCK_N
 
     offs_m = start_m + gl.arange(0, ROWS, rows)
     acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, acc_layout)
@@ -94,8 +94,8 @@ def _consumer(work, load, ring, n, CAUSAL: gl.constexpr):
     scale_log2 = gl.maximum(scale * LOG2_E, 1e-37)
     mbarrier.wait(q_full.index(0), 0)
     q = q_s.index(0).reshape([ROWS, HEAD_DIM])  # stays on the chip
-    acc, m, l = _accumulate(acc, m, l, q, load, ring, 0, full, n, seq_k, offs_m, scale_log2, CAUSAL, False)
-    acc, m, l = _accumulate(acc, m, l, q, load, ring, full, n, n, seq_k, offs_m, scale_log2, CAUSAL, True)
+    acc, m, l = _accumulate(acc, m, l, q, load, ring, 0, full, n, seq_k, offs_m + diagonal, scale_log2, CAUSAL, False)
+    acc, m, l = _accumulate(acc, m, l, q, load, ring, full, n, n, seq_k, offs_m + diagonal, scale_log2, CAUSAL, True)
 
     out = acc / gl.convert_layout(l, gl.SliceLayout(1, acc_layout))[:, None]  # [ROWS, VALUE_DIM]
     o_s.index(0).reshape([ROWS, VALUE_DIM]).store(out.to(q_s.dtype))
@@ -105,10 +105,10 @@ def _consumer(work, load, ring, n, CAUSAL: gl.constexpr):
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["heads", "seq_q", "seq_k"])
+@gluon.jit(do_not_specialize=["heads", "seq_q", "seq_k", "diagonal"])
 def _forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, scale,
-    heads, heads_per_kv, seq_q, seq_k,
+    heads, heads_per_kv, seq_q, seq_k, diagonal,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):  # fmt: skip
@@ -117,7 +117,7 @@ def _forward_kernel(
     start_m = (tiles_m - 1 - tile) * BLOCK_M
     batch = batch_head // heads
     head = batch_head % heads
-    n = gl.cdiv(gl.minimum(start_m + BLOCK_M, seq_k) if CAUSAL else seq_k, BLOCK_N)
+    n = gl.cdiv(gl.minimum(start_m + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k, BLOCK_N)
 
     q_s = gl.allocate_shared_memory(q_desc.dtype, [1, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
     k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
@@ -131,7 +131,7 @@ def _forward_kernel(
     ring = (k_s, v_s, kv_full)
 
     lse_ptr += batch_head.to(gl.int64) * seq_q
-    work = (out_desc, lse_ptr, scale, q_s, o_s, q_full, batch, head, start_m, seq_q, seq_k)
+    work = (out_desc, lse_ptr, scale, q_s, o_s, q_full, batch, head, start_m, seq_q, seq_k, diagonal)
     load = (k_desc, v_desc, batch, head // heads_per_kv)
     mbarrier.expect(q_full.index(0), q_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(q_desc, [batch, head, start_m, 0], q_full.index(0), q_s.index(0))
@@ -144,7 +144,7 @@ def _forward_kernel(
 TILES = {16: (256, 64, 6), 32: (256, 64, 6), 64: (256, 64, 6), 128: (128, 128, 2), 256: (128, 64, 2)}
 
 
-def forward(q, k, v, *, causal, scale):
+def forward(q, k, v, *, causal, scale, diagonal=0):
     """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors. float32 is left to v7.
 
     Raises:
@@ -152,7 +152,7 @@ def forward(q, k, v, *, causal, scale):
     """
     require_hopper(__package__, instead="stages.v7_one_backward")
     if q.dtype == torch.float32:
-        return forward_of_v7(q, k, v, causal=causal, scale=scale)
+        return forward_of_v7(q, k, v, causal=causal, scale=scale, diagonal=diagonal)
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k, value_dim = v.shape[1:]
     out = empty_rows(q, value_dim)
@@ -163,7 +163,7 @@ def forward(q, k, v, *, causal, scale):
     block_m, block_n, stages = TILES[max(head_dim, value_dim)]
     _forward_kernel[triton.cdiv(seq_q, block_m) * batch * heads,](
         describe_tile(q, block_m), describe_tile(k, block_n), describe_tile(v, block_n), describe_tile(out, block_m), lse,
-        scale, heads, heads // kv_heads, seq_q, seq_k,
+        scale, heads, heads // kv_heads, seq_q, seq_k, diagonal,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, CAUSAL=causal,
         num_warps=block_m // 16,
     )  # fmt: skip

@@ -36,7 +36,7 @@ def _load(load, ring, fill):
 
 
 @gluon.jit
-def _accumulate(acc, m, l, q, ring, lo, hi, seq_k, offs_m, scale_log2, CAUSAL: gl.constexpr, MASKED: gl.constexpr):
+def _accumulate(acc, m, l, q, ring, lo, hi, seq_k, last_n, scale_log2, CAUSAL: gl.constexpr, MASKED: gl.constexpr):
     """Fold the key tiles [lo, hi) into one query tile's running softmax: acc, m (running maximum), l (running sum)."""
     k_s, v_s, kv_full, kv_empty = ring
     STAGES: gl.constexpr = k_s.shape[0]
@@ -56,7 +56,7 @@ def _accumulate(acc, m, l, q, ring, lo, hi, seq_k, offs_m, scale_log2, CAUSAL: g
             offs_n = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
             visible = (offs_n < seq_k)[None, :]
             if CAUSAL:
-                visible = visible & (offs_m[:, None] >= offs_n[None, :])
+                visible = visible & (last_n[:, None] >= offs_n[None, :])
             s = gl.where(visible, s, float("-inf"))
         m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)  # finite: the first tile holds key 0, which every query sees
         p = gl.exp2(s * scale_log2 - m_new[:, None])
@@ -84,7 +84,7 @@ def _producer(load):
 @gluon.jit
 def _consumer(work, CAUSAL: gl.constexpr):
     """All of the arithmetic of a program."""
-    out_desc, lse_ptr, scale, q_s, o_s, q_full, batch, head, start_m, seq_q, seq_k, ring, n = work
+    out_desc, lse_ptr, scale, q_s, o_s, q_full, batch, head, start_m, seq_q, seq_k, diagonal, ring, n = work
     k_s, v_s, kv_full, kv_empty = ring
     ROWS: gl.constexpr = q_s.shape[3]
     BLOCK_N: gl.constexpr = k_s.shape[3]
@@ -94,7 +94,7 @@ def _consumer(work, CAUSAL: gl.constexpr):
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
     rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     # Stage 1 takes the whole tiles that every row sees, without a mask; stage 2 the diagonal and the ragged end, with one.
-    full = (gl.minimum(start_m, seq_k) if CAUSAL else seq_k) // BLOCK_N
+    full = (gl.minimum(start_m + diagonal, seq_k) if CAUSAL else seq_k) // BLOCK_N
 
     offs_m = start_m + gl.arange(0, ROWS, rows)
     acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, acc_layout)
@@ -104,8 +104,8 @@ def _consumer(work, CAUSAL: gl.constexpr):
     scale_log2 = gl.maximum(scale * LOG2_E, 1e-37)
     mbarrier.wait(q_full.index(0), 0)
     q = q_s.index(0).reshape([ROWS, HEAD_DIM])  # stays on the chip
-    acc, m, l = _accumulate(acc, m, l, q, ring, 0, full, seq_k, offs_m, scale_log2, CAUSAL, False)
-    acc, m, l = _accumulate(acc, m, l, q, ring, full, n, seq_k, offs_m, scale_log2, CAUSAL, True)
+    acc, m, l = _accumulate(acc, m, l, q, ring, 0, full, seq_k, offs_m + diagonal, scale_log2, CAUSAL, False)
+    acc, m, l = _accumulate(acc, m, l, q, ring, full, n, seq_k, offs_m + diagonal, scale_log2, CAUSAL, True)
 
     out = acc / gl.convert_layout(l, gl.SliceLayout(1, acc_layout))[:, None]  # [ROWS, VALUE_DIM]
     o_s.index(0).reshape([ROWS, VALUE_DIM]).store(out.to(q_s.dtype))
@@ -115,10 +115,10 @@ def _consumer(work, CAUSAL: gl.constexpr):
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["heads", "seq_q", "seq_k"])
+@gluon.jit(do_not_specialize=["heads", "seq_q", "seq_k", "diagonal"])
 def _forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, scale,
-    heads, heads_per_kv, seq_q, seq_k,
+    heads, heads_per_kv, seq_q, seq_k, diagonal,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):  # fmt: skip
@@ -127,7 +127,7 @@ def _forward_kernel(
     start_m = (tiles_m - 1 - tile) * BLOCK_M
     batch = batch_head // heads
     head = batch_head % heads
-    n = gl.cdiv(gl.minimum(start_m + BLOCK_M, seq_k) if CAUSAL else seq_k, BLOCK_N)
+    n = gl.cdiv(gl.minimum(start_m + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k, BLOCK_N)
 
     q_s = gl.allocate_shared_memory(q_desc.dtype, [1, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
     k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
@@ -142,7 +142,7 @@ def _forward_kernel(
 
     lse_ptr += batch_head.to(gl.int64) * seq_q
     kv = (k_desc, v_desc, batch, head // heads_per_kv)
-    work = (out_desc, lse_ptr, scale, q_s, o_s, q_full, batch, head, start_m, seq_q, seq_k, ring, n)
+    work = (out_desc, lse_ptr, scale, q_s, o_s, q_full, batch, head, start_m, seq_q, seq_k, diagonal, ring, n)
     load = (q_desc, q_s, q_full, batch, head, start_m, kv, ring, n)
     # The registers of a multiprocessor, 512 for each of 128 threads, go where the tiles are: the producer keeps 24.
     gl.warp_specialize([(_consumer, (work, CAUSAL)), (_producer, (load,))], [1], [24])
@@ -152,7 +152,7 @@ def _forward_kernel(
 TILES = {16: (256, 64, 6), 32: (256, 64, 6), 64: (256, 64, 6), 128: (128, 128, 2), 256: (128, 64, 2)}
 
 
-def forward(q, k, v, *, causal, scale):
+def forward(q, k, v, *, causal, scale, diagonal=0):
     """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors. float32 is left to v7.
 
     Raises:
@@ -160,7 +160,7 @@ def forward(q, k, v, *, causal, scale):
     """
     require_hopper(__package__, instead="stages.v7_one_backward")
     if q.dtype == torch.float32:
-        return forward_of_v7(q, k, v, causal=causal, scale=scale)
+        return forward_of_v7(q, k, v, causal=causal, scale=scale, diagonal=diagonal)
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k, value_dim = v.shape[1:]
     out = empty_rows(q, value_dim)
@@ -171,7 +171,7 @@ def forward(q, k, v, *, causal, scale):
     block_m, block_n, stages = TILES[max(head_dim, value_dim)]
     _forward_kernel[triton.cdiv(seq_q, block_m) * batch * heads,](
         describe_tile(q, block_m), describe_tile(k, block_n), describe_tile(v, block_n), describe_tile(out, block_m), lse,
-        scale, heads, heads // kv_heads, seq_q, seq_k,
+        scale, heads, heads // kv_heads, seq_q, seq_k, diagonal,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, CAUSAL=causal,
         num_warps=block_m // 16, maxnreg={128: 168, 256: 96}[block_m],
     )  # fmt: skip

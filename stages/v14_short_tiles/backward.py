@@ -28,37 +28,40 @@ KEYS = gl.constexpr(CONSUMERS * ROWS)  # of a program, whose dK and dV stay in i
 SUM_COLUMNS = 256  # of the float32 sums of dQ as the copy engine sees them: as wide as a box of it can be
 
 
-@triton.jit(do_not_specialize=["heads", "seq_q"])
+@triton.jit(do_not_specialize=["heads", "seq_q", "shift"])
 def _prepare_kernel(
-    out_desc, do_desc, lse_ptr, stats_ptr, sums_ptr, heads, seq_q,
+    out_desc, do_desc, lse_ptr, stats_ptr, sums_ptr, heads, seq_q, shift,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """For each query tile: log2(e) * lse and delta = rowsum(dO * O), side by side, and the sums of its dQ set to zero."""
-    tiles_m = tl.cdiv(seq_q, BLOCK_M)
+    tiles_m = tl.cdiv(seq_q + shift, BLOCK_M)
     tile = tl.program_id(0).to(tl.int64)
-    start_m = tl.program_id(0) % tiles_m * BLOCK_M
+    start_m = tl.program_id(0) % tiles_m * BLOCK_M - shift
     batch_head = tl.program_id(0) // tiles_m
     batch = batch_head // heads
     head = batch_head % heads
     offs = tl.arange(0, BLOCK_M * HEAD_DIM)
     tl.store(sums_ptr + tile * BLOCK_M * HEAD_DIM + offs, tl.zeros_like(offs).to(tl.float32))
     rows = tl.arange(0, BLOCK_M)
+    inside = (start_m + rows >= 0) & (start_m + rows < seq_q)
     do = do_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, VALUE_DIM)
     out = out_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, VALUE_DIM)
     delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
     lse_ptrs = lse_ptr + batch_head.to(tl.int64) * seq_q + start_m + rows
-    lse = tl.load(lse_ptrs, mask=start_m + rows < seq_q, other=float("inf"))  # past the end: p = 0
+    lse = tl.load(lse_ptrs, mask=inside, other=float("inf"))  # outside: p = 0
     tl.store(stats_ptr + tile * 2 * BLOCK_M + rows, lse * LOG2_E)
     tl.store(stats_ptr + (tile * 2 + 1) * BLOCK_M + rows, delta)
 
 
-@triton.jit(do_not_specialize=["heads", "seq_q"])
-def _finish_kernel(sums_ptr, dq_desc, scale, heads, seq_q, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr):
+@triton.jit(do_not_specialize=["heads", "seq_q", "shift"])
+def _finish_kernel(
+    sums_ptr, dq_desc, scale, heads, seq_q, shift, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
     """dQ from its sums, which lie as the registers of a warpgroup do: 64 rows, part of their columns, warp, group of columns,
     thread, row half, column pair."""
-    tiles_m = tl.cdiv(seq_q, BLOCK_M)
+    tiles_m = tl.cdiv(seq_q + shift, BLOCK_M)
     tile = tl.program_id(0).to(tl.int64)
-    start_m = tl.program_id(0) % tiles_m * BLOCK_M
+    start_m = tl.program_id(0) % tiles_m * BLOCK_M - shift
     batch_head = tl.program_id(0) // tiles_m
     sums = tl.load(sums_ptr + tile * BLOCK_M * HEAD_DIM + tl.arange(0, BLOCK_M * HEAD_DIM)) * scale
     dq = sums.to(dq_desc.dtype).reshape(BLOCK_M // 64, PARTS, 4, HEAD_DIM // PARTS // 8, 8, 4, 2, 2)
@@ -82,12 +85,12 @@ def _query_tile(step, order):
 @gluon.jit
 def _load(load, ring, order, step):
     """Begin to load the Q and dO of a step, and what goes with them, once those who read these buffers are done."""
-    q_desc, do_desc, stats_desc, batch, head = load
+    q_desc, do_desc, stats_desc, batch, head, shift = load
     q_s, do_s, stats_s, q_full, do_full, q_do_empty = ring
     STAGES: gl.constexpr = q_s.shape[0]
     slot = step % STAGES
     tile, row = _query_tile(step, order)
-    where = [batch, head + step % order[0], tile * q_s.shape[3], 0]
+    where = [batch, head + step % order[0], tile * q_s.shape[3] - shift, 0]
     mbarrier.wait(q_do_empty.index(slot), (step // STAGES & 1) ^ 1)
     mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes + stats_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(q_desc, where, q_full.index(slot), q_s.index(slot))
@@ -214,7 +217,7 @@ def _producer(k_desc, v_desc, dk_desc, dv_desc, work, load, ring, order, kv_head
 
 
 @gluon.jit
-def _consumer(work, ring, dq, seen, masked, n, w: gl.constexpr, CAUSAL: gl.constexpr):
+def _consumer(work, ring, dq, seen, unseen, masked, n, w: gl.constexpr, CAUSAL: gl.constexpr):
     """A warpgroup with the w-th 64 keys of the program: their dK and dV stay in its registers."""
     scale, k_s, v_s, kv_full, dk_full, dv_full = work
     q_s, do_s, stats_s, q_full, do_full, q_do_empty = ring
@@ -233,7 +236,7 @@ def _consumer(work, ring, dq, seen, masked, n, w: gl.constexpr, CAUSAL: gl.const
     scale_log2 = scale * LOG2_E
     mbarrier.wait(kv_full.index(0), 0)
     # Query tiles that see none of these keys, but some of the consumer's before: they give dQ nothing.
-    unseen = w * ROWS // BLOCK_M * seen[2] if CAUSAL else 0
+    unseen *= w
     for step in range(unseen):
         slot = step % STAGES
         phase = step // STAGES & 1
@@ -272,23 +275,28 @@ def _dq_consumer(sums_desc, k_s, dq, dq_s, order, n):
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["kv_heads", "seq_q", "seq_k"])
+@gluon.jit(do_not_specialize=["kv_heads", "seq_q", "seq_k", "diagonal"])
 def _backward_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, scale,
-    kv_heads, heads_per_kv, seq_q, seq_k, at_once,
+    kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    tiles_m = gl.cdiv(seq_q, BLOCK_M)
+    shift = diagonal % BLOCK_M
+    tiles_m = gl.cdiv(seq_q + shift, BLOCK_M)
     ROW_BYTES: gl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # of Q, the sums of dQ, and dO
     tile, batch_head = tile_and_head(gl.cdiv(seq_k, KEYS), seq_q, ROW_BYTES, CAUSAL)
     start_n = tile * KEYS
     batch = batch_head // kv_heads
     kv_head = batch_head % kv_heads
+    corner = 0  # the query tile whose first row sees the first of these keys and no more, if there is one
     first = 0  # of the query tiles that see these keys; where none does, the last one stands in
     masked = 0  # of them, the number that needs a mask
+    unseen = 0  # of them, the number that sees no key of the second consumer
     if CAUSAL:
-        first = gl.minimum(start_n // BLOCK_M, tiles_m - 1)
-        masked = gl.minimum(KEYS // BLOCK_M, tiles_m - first)
+        corner = (start_n - diagonal + shift) // BLOCK_M
+        first = gl.minimum(gl.maximum(corner, 0), tiles_m - 1)
+        masked = gl.maximum(gl.minimum(corner + KEYS // BLOCK_M, tiles_m), first) - first
+        unseen = gl.where(corner < 0, 0, ROWS // BLOCK_M)
     n = tiles_m - first
     masked = gl.where(start_n + KEYS > seq_k, n, masked)
     # Programs that begin together read the same tiles together, and share what comes from the L2 cache, if they go on from the
@@ -316,16 +324,17 @@ def _backward_kernel(
 
     ring = (q_s, do_s, stats_s, q_full, do_full, q_do_empty)
     order = (heads_per_kv, first, turning, tiles_m, batch_head * heads_per_kv)
-    load = (q_desc, do_desc, stats_desc, batch, kv_head * heads_per_kv)
+    load = (q_desc, do_desc, stats_desc, batch, kv_head * heads_per_kv, shift)
     dq = (ds_s, ds_full, ds_empty)
     work = (scale, k_s, v_s, kv_full, dk_full, dv_full)
-    seen = (seq_k - start_n, first * BLOCK_M - start_n, heads_per_kv)
+    seen = (seq_k - start_n, (first - corner) * BLOCK_M, heads_per_kv)
     steps = n * heads_per_kv
+    unseen *= heads_per_kv
     masked *= heads_per_kv
     gl.warp_specialize(
         [
-            (_consumer, (work, ring, dq, seen, masked, steps, 0, CAUSAL)),
-            (_consumer, (work, ring, dq, seen, masked, steps, 1, CAUSAL)),
+            (_consumer, (work, ring, dq, seen, unseen, masked, steps, 0, CAUSAL)),
+            (_consumer, (work, ring, dq, seen, unseen, masked, steps, 1, CAUSAL)),
             (_dq_consumer, (sums_desc, k_s, dq, dq_s, order, steps)),
             (_producer, (k_desc, v_desc, dk_desc, dv_desc, work, load, ring, order, kv_head, start_n, steps)),
         ],
@@ -334,7 +343,7 @@ def _backward_kernel(
     )
 
 
-def backward(grad_out, q, k, v, out, lse, *, causal, scale):
+def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors.
 
     float32 and D or Dv = 256 are left to v7, and so is everything while `torch.use_deterministic_algorithms` is on: the sums of
@@ -344,27 +353,28 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale):
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k, value_dim = v.shape[1:]
     if q.dtype == torch.float32 or max(head_dim, value_dim) == 256 or torch.are_deterministic_algorithms_enabled():
-        return backward_of_v7(grad_out, q, k, v, out, lse, causal=causal, scale=scale)
+        return backward_of_v7(grad_out, q, k, v, out, lse, causal=causal, scale=scale, diagonal=diagonal)
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     q, k, v, out, grad_out = map(addressable, (q, k, v, out, grad_out))
     block_m = 64 if max(head_dim, value_dim) == 128 else 128  # as many rows of S and dP as fit in registers beside dK and dV
     columns = min(64, head_dim)  # of the parts, of 64 rows, in which dQ leaves a program
-    tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
+    shift = diagonal % block_m  # rows of the first query tile before query 0: then the diagonal begins at a tile's corner
+    tiles_m = triton.cdiv(seq_q + shift, block_m) * batch * heads
     stats = lse.new_empty(tiles_m * 2, block_m)
     sums = lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)
     _prepare_kernel[tiles_m,](
-        describe(out, block_m, value_dim), describe(grad_out, block_m, value_dim), lse, stats, sums, heads, seq_q,
+        describe(out, block_m, value_dim), describe(grad_out, block_m, value_dim), lse, stats, sums, heads, seq_q, shift,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m,
     )  # fmt: skip
     _backward_kernel[triton.cdiv(seq_k, 128) * batch * kv_heads,](
         describe_tile(q, block_m), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, block_m),
         describe_rows(stats, 2), describe_rows(sums, 64 * columns // SUM_COLUMNS),
         describe_tile(dk, 64), describe_tile(dv, 64), scale,
-        kv_heads, heads // kv_heads, seq_q, seq_k, multiprocessors(),
+        kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, multiprocessors(),
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, CAUSAL=causal, num_warps=4, maxnreg=128,
     )  # fmt: skip
     _finish_kernel[tiles_m,](
-        sums, describe(dq, block_m, head_dim), scale, heads, seq_q,
+        sums, describe(dq, block_m, head_dim), scale, heads, seq_q, shift,
         HEAD_DIM=head_dim, BLOCK_M=block_m, PARTS=head_dim // columns,
     )  # fmt: skip
     return dq, dk, dv

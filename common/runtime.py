@@ -109,6 +109,7 @@ if INTERPRETED:
     repairs.repair_bfloat16()
     repairs.repair_loop_bounds()
     repairs.add_descriptor_reductions()
+    repairs.refuse_stores_before_a_tensor()
     repairs.patch_the_language_once()
     repairs.check_overflow_cheaply()
     repairs.run_one_kernel_at_a_time()

@@ -36,6 +36,7 @@ class Descriptor:
         self._padding = float("nan") if descriptor.padding == "nan" else 0
         self._tensor = descriptor.base.detach().as_strided(list(descriptor.shape), list(descriptor.strides))
         self.block_type = _BlockType(self.block_shape, descriptor.base.dtype)
+        self.shape, self.strides = self._tensor.shape, self._tensor.stride()
 
     def clipped(self, coord):
         """The part of a tile that lies inside of the tensor, and which of the tile's elements that is."""
@@ -97,6 +98,8 @@ class Store:
 
     def __init__(self, descriptor: Descriptor, coord, buffer: Buffer, adds: bool):
         descriptor.check(coord, buffer)
+        if any(int(first) < 0 for first in coord):
+            now().fail(f"a store to `{descriptor.name}` at {[*map(int, coord)]}: before the tensor the copy engine only loads")
         self._descriptor, self._coord, self.buffer, self._adds = descriptor, coord, buffer, adds
         self.where = now().here()
         self.event = buffer.memory.use(buffer, "a copy", writes=False, asynchronous=True)

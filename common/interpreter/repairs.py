@@ -72,6 +72,19 @@ def add_descriptor_reductions():
     InterpreterBuilder.create_descriptor_reduce = create_descriptor_reduce
 
 
+def refuse_stores_before_a_tensor():
+    """Have a descriptor's store at a negative coordinate fail: it stops a GPU's program. A load there gives zeros."""
+    store = InterpreterBuilder.create_descriptor_store
+
+    def checked(self, desc, value, indices):
+        where = [int(index.data.item()) for index in indices]
+        if min(where) < 0:
+            raise ValueError(f"a store at {where}: before the tensor the copy engine only loads")
+        store(self, desc, value, indices)
+
+    InterpreterBuilder.create_descriptor_store = checked
+
+
 def repair_loop_bounds():
     """Let a scalar, an array of one element, end a loop: Triton 3.6 has numpy convert it, which from 2.5 on refuses."""
     patch = interpreter._patch_lang_tensor

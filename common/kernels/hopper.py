@@ -71,6 +71,29 @@ def _interpreted(tensor_desc, coord, src):
 
 
 @gluon.jit
+def store_rows(ptr, desc, batch, head, start, tile):
+    """Store the rows of a tile that lie inside of a tensor, each thread those that it has.
+
+    For a tile that begins before the tensor. Of such a one the copy engine loads what there is, but a store at a negative
+    coordinate stops the program.
+
+    Args:
+        ptr, desc: the tensor, [B, H, S, D] or [B, H, S, N, D], and its descriptor.
+        start: where in the sequence the tile's first row is.
+        tile: [rows, D]; N rows have the same place in the sequence.
+    """
+    layout: gl.constexpr = tile.type.layout
+    N: gl.constexpr = desc.block_shape[3] if len(desc.block_shape) == 5 else 1
+    row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))
+    place = start + row // N
+    offs = batch * desc.strides[0] + head * desc.strides[1] + place * desc.strides[2]
+    if N > 1:
+        offs += row % N * desc.strides[3]
+    ptrs = ptr + offs[:, None] + gl.arange(0, tile.shape[1], gl.SliceLayout(0, layout))[None, :]
+    gl.store(ptrs, tile, mask=((place >= 0) & (place < desc.shape[2]))[:, None])
+
+
+@gluon.jit
 def new_barriers(number: gl.constexpr, count: gl.constexpr):
     """So many barriers, each of which completes a phase with every `count` arrivals."""
     barriers = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())

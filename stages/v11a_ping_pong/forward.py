@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from common.kernels.descriptors import addressable
-from common.kernels.hopper import describe_tile, new_barriers, new_ring, require_hopper
+from common.kernels.hopper import describe_tile, new_barriers, new_ring, require_hopper, store_rows
 from common.kernels.order import tile_and_head
 from common.operator import empty_rows
 from stages.v7_one_backward.forward import forward as forward_of_v7
@@ -147,7 +147,7 @@ def _producer(load):
 @gluon.jit
 def _consumer(work, w: gl.constexpr, CAUSAL: gl.constexpr):
     """A warpgroup with the w-th 64 query rows of the program: all of the arithmetic."""
-    out_desc, lse_ptr, scale, q_s, o_s, q_full, batch, head, start_m, seq_q, seq_k, diagonal, ring, turns, n = work
+    out_desc, out_ptr, lse_ptr, scale, q_s, o_s, q_full, batch, head, start_m, seq_q, seq_k, diagonal, ring, turns, n = work
     k_s, v_s, kv_full, kv_empty = ring
     CONSUMERS: gl.constexpr = q_s.shape[0]
     STAGES: gl.constexpr = k_s.shape[0]
@@ -181,16 +181,19 @@ def _consumer(work, w: gl.constexpr, CAUSAL: gl.constexpr):
     gl.store(lse_ptr + offs_m, (m + gl.log2(l)) / LOG2_E, mask=(offs_m >= 0) & (offs_m < seq_q))
     normalize = gl.convert_layout(1.0 / l, gl.SliceLayout(1, acc_layout))[:, None]
     # NOTE: the next program's loads begin when this one has ended; v12's programs stay, and load the next tile meanwhile.
-    out = warpgroup_mma_wait(0, [acc]) * normalize  # [ROWS, VALUE_DIM]
-    o_s.index(w).reshape([ROWS, VALUE_DIM]).store(out.to(q_s.dtype))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(out_desc, [batch, head, start_m, 0], o_s.index(w))
-    tma.store_wait(0)
+    out = (warpgroup_mma_wait(0, [acc]) * normalize).to(q_s.dtype)  # [ROWS, VALUE_DIM]
+    if out_ptr is not None and start_m < 0:
+        store_rows(out_ptr, out_desc, batch, head, start_m, out)
+    else:
+        o_s.index(w).reshape([ROWS, VALUE_DIM]).store(out)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out_desc, [batch, head, start_m, 0], o_s.index(w))
+        tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["heads", "seq_q", "seq_k", "diagonal"])
 def _forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, scale,
+    q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, scale,
     heads, heads_per_kv, seq_q, seq_k, diagonal,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
@@ -217,7 +220,7 @@ def _forward_kernel(
 
     lse_ptr += batch_head.to(gl.int64) * seq_q
     kv = (k_desc, v_desc, batch, head // heads_per_kv)
-    work = (out_desc, lse_ptr, scale, q_s, o_s, q_full, batch, head, start_m, seq_q, seq_k, diagonal, ring, turns, n)
+    work = (out_desc, out_ptr, lse_ptr, scale, q_s, o_s, q_full, batch, head, start_m, seq_q, seq_k, diagonal, ring, turns, n)
     load = (q_desc, q_s, q_full, batch, head, start_m, kv, ring, n)
     # The registers of a multiprocessor, 512 for each of 128 threads, go where the tiles are: the producer keeps 24.
     if CONSUMERS == 2:
@@ -254,9 +257,10 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     if scale < 0:
         q, scale = -q, -scale  # the same scores; the largest one is then the largest before scaling too
     q, k, v = addressable(q), addressable(k), addressable(v)
+    out_ptr = out if diagonal % 64 else None  # where the first query tile begins before query 0
     block_m, block_n, stages = TILES[max(head_dim, value_dim)]
     _forward_kernel[triton.cdiv(seq_q + diagonal % 64, block_m) * batch * heads,](
-        describe_tile(q, 64), describe_tile(k, block_n), describe_tile(v, block_n), describe_tile(out, 64), lse,
+        describe_tile(q, 64), describe_tile(k, block_n), describe_tile(v, block_n), describe_tile(out, 64), out_ptr, lse,
         scale, heads, heads // kv_heads, seq_q, seq_k, diagonal,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, CAUSAL=causal,
         num_warps=4, maxnreg={128: 168, 256: 96}[block_m],

@@ -55,7 +55,8 @@ def _prepare_kernel(
 
 @triton.jit(do_not_specialize=["heads", "seq_q", "shift"])
 def _finish_kernel(
-    sums_ptr, dq_desc, scale, heads, seq_q, shift, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
+    sums_ptr, dq_ptr, stride_b, stride_h, stride_m, scale, heads, seq_q, shift,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """dQ from its sums, which lie as the registers of a warpgroup do: 64 rows, part of their columns, warp, group of columns,
     thread, row half, column pair."""
@@ -64,9 +65,12 @@ def _finish_kernel(
     start_m = tl.program_id(0) % tiles_m * BLOCK_M - shift
     batch_head = tl.program_id(0) // tiles_m
     sums = tl.load(sums_ptr + tile * BLOCK_M * HEAD_DIM + tl.arange(0, BLOCK_M * HEAD_DIM)) * scale
-    dq = sums.to(dq_desc.dtype).reshape(BLOCK_M // 64, PARTS, 4, HEAD_DIM // PARTS // 8, 8, 4, 2, 2)
-    dq = dq.permute(0, 2, 6, 4, 1, 3, 5, 7)
-    dq_desc.store([batch_head // heads, batch_head % heads, start_m, 0], dq.reshape(1, 1, BLOCK_M, HEAD_DIM))
+    dq = sums.to(dq_ptr.dtype.element_ty).reshape(BLOCK_M // 64, PARTS, 4, HEAD_DIM // PARTS // 8, 8, 4, 2, 2)
+    dq = dq.permute(0, 2, 6, 4, 1, 3, 5, 7).reshape(BLOCK_M, HEAD_DIM)
+    rows = start_m + tl.arange(0, BLOCK_M)
+    dq_ptr += (batch_head // heads).to(tl.int64) * stride_b + (batch_head % heads).to(tl.int64) * stride_h
+    dq_ptrs = dq_ptr + rows.to(tl.int64)[:, None] * stride_m + tl.arange(0, HEAD_DIM)
+    tl.store(dq_ptrs, dq, mask=((rows >= 0) & (rows < seq_q))[:, None])  # a descriptor stores nothing before query 0
 
 
 @gluon.jit
@@ -374,7 +378,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, CAUSAL=causal, num_warps=4, maxnreg=128,
     )  # fmt: skip
     _finish_kernel[tiles_m,](
-        sums, describe(dq, block_m, head_dim), scale, heads, seq_q, shift,
+        sums, dq, *dq.stride()[:3], scale, heads, seq_q, shift,
         HEAD_DIM=head_dim, BLOCK_M=block_m, PARTS=head_dim // columns,
     )  # fmt: skip
     return dq, dk, dv

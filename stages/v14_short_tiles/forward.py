@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from common.kernels.descriptors import addressable
-from common.kernels.hopper import describe_tile, new_barriers, new_ring, require_hopper
+from common.kernels.hopper import describe_tile, new_barriers, new_ring, require_hopper, store_rows
 from common.operator import empty_rows
 from common.runtime import multiprocessors
 from stages.v7_one_backward.forward import forward as forward_of_v7
@@ -218,7 +218,7 @@ def _producer(load, AGAIN: gl.constexpr, CAUSAL: gl.constexpr):
 @gluon.jit
 def _consumer(work, w: gl.constexpr, AGAIN: gl.constexpr, CAUSAL: gl.constexpr):
     """A warpgroup with the w-th 64 query rows of each tile: all of the arithmetic."""
-    out_desc, lse_ptr, failed_ptr, scale, o_s, ring, queries, turns, problem = work
+    out_desc, out_ptr, lse_ptr, failed_ptr, scale, o_s, ring, queries, turns, problem = work
     k_s, v_s, kv_full, kv_empty = ring
     q_s, q_full, q_empty = queries
     tile_s, tile_full = turns
@@ -282,9 +282,14 @@ def _consumer(work, w: gl.constexpr, AGAIN: gl.constexpr, CAUSAL: gl.constexpr):
             same = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, acc_layout))
             gl.store(failed_ptr + same, 1, mask=fails)
             gl.store(failed_ptr + 1 + done + same, 1, mask=fails)
-        o_s.index(slot).reshape([ROWS, VALUE_DIM]).store((acc * normalize).to(q_s.dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [batch_head // heads, batch_head % heads, start_m, 0], o_s.index(slot))
+        if out_ptr is not None and start_m < 0:
+            out = (acc * normalize).to(q_s.dtype)
+            store_rows(out_ptr, out_desc, batch_head // heads, batch_head % heads, start_m, out)
+        else:
+            o_s.index(slot).reshape([ROWS, VALUE_DIM]).store((acc * normalize).to(q_s.dtype))
+            fence_async_shared()
+            where = [batch_head // heads, batch_head % heads, start_m, 0]
+            tma.async_copy_shared_to_global(out_desc, where, o_s.index(slot))
         if Q_STAGES == 1:
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(slot), count=1)
@@ -294,7 +299,7 @@ def _consumer(work, w: gl.constexpr, AGAIN: gl.constexpr, CAUSAL: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["batch_heads", "heads", "group", "seq_q", "seq_k", "diagonal"])
 def _forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, counter_ptr, failed_ptr, scale,
+    q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, counter_ptr, failed_ptr, scale,
     batch_heads, heads, heads_per_kv, group, seq_q, seq_k, diagonal,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr, AGAIN: gl.constexpr, CAUSAL: gl.constexpr,
@@ -321,7 +326,7 @@ def _forward_kernel(
     queries = (q_s, q_full, q_empty)
     turns = (tile_s, tile_full)
     problem = (batch_heads, heads, heads_per_kv, group, tiles_m, seq_q, seq_k, diagonal)
-    work = (out_desc, lse_ptr, failed_ptr, scale, o_s, ring, queries, turns, problem)
+    work = (out_desc, out_ptr, lse_ptr, failed_ptr, scale, o_s, ring, queries, turns, problem)
     load = (q_desc, k_desc, v_desc, counter_ptr, failed_ptr, ring, queries, turns, problem)
     # The registers of a multiprocessor, 512 for each of 128 threads, go where the tiles are: the producer keeps 24.
     if CONSUMERS == 2:
@@ -361,6 +366,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     if scale < 0:
         q, scale = -q, -scale  # the same scores; the largest one is then the largest before scaling too
     q, k, v = addressable(q), addressable(k), addressable(v)
+    out_ptr = out if diagonal % 64 else None  # where the first query tile begins before query 0
     block_m, block_n, stages, q_stages = TILES[max(head_dim, value_dim)]
     tiles = triton.cdiv(seq_q + diagonal % 64, block_m) * batch * heads
     programs = min(tiles, multiprocessors())
@@ -368,7 +374,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     group = heads // kv_heads * max(1, min(batch * kv_heads, L2_SHARE["causal" if causal else "full"] // kv_bytes))
     # Of the tiles taken beyond each program's first; whether any tile failed, and which.
     counter, failed = lse.new_zeros(2 + tiles, dtype=torch.int32).split([1, 1 + tiles])
-    tensors = describe_tile(q, 64), describe_tile(k, block_n), describe_tile(v, block_n), describe_tile(out, 64), lse
+    tensors = describe_tile(q, 64), describe_tile(k, block_n), describe_tile(v, block_n), describe_tile(out, 64), out_ptr, lse
     for again in (False, True):
         _forward_kernel[programs,](
             *tensors, counter, failed, scale, batch * heads, heads, heads // kv_heads, group, seq_q, seq_k, diagonal,

@@ -40,6 +40,11 @@ def _add_tile_kernel(x_desc, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _shift_tile_kernel(x_desc, source, target):
+    x_desc.store([target, 0], x_desc.load([source, 0]))
+
+
+@triton.jit
 def _add_one(x):
     return x + 1
 
@@ -186,3 +191,15 @@ def test_descriptors_add_to_memory():
     _add_tile_kernel[(2,)](descriptor, BLOCK=16)
     expected = torch.tensor([1.0] * 4 + [2.0] * 12 + [1.0] * 2 + [0.0] * 2)
     assert torch.equal(x.cpu(), expected[:, None].expand(20, 16))
+
+
+@pytest.mark.skipif(GPU, reason="a GPU stops the program, and takes no other")
+def test_descriptors_store_nothing_before_a_tensor():
+    """There a GPU only loads; past the end both are clipped."""
+    from triton.runtime.interpreter import InterpreterError
+
+    x = torch.zeros(20, 16)
+    descriptor = TensorDescriptor.from_tensor(x, [16, 16])
+    _shift_tile_kernel[(1,)](descriptor, -4, 8)
+    with pytest.raises(InterpreterError, match="a store at .-4, 0.: before the tensor"):
+        _shift_tile_kernel[(1,)](descriptor, 8, -4)

@@ -3,6 +3,8 @@
 A prediction is the list of a pass's steps, each (bytes read, bytes written) or (bytes read, bytes written, FLOPs).
 """
 
+import importlib
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -299,11 +301,12 @@ def v7_backward(p: Problem) -> Steps:
     yield 2 * p.q, p.q  # dQ = sums * scale
 
 
-# --- v8 to v14: tiles of their own, by the larger head dimension, up to 128. In the backward Q and dO are read once for each
+# --- v8 to v15: tiles of their own, by the larger head dimension, up to 128. In the backward Q and dO are read once for each
 # 128 keys. From v10 on programs have consumers, of 64 rows each. From v12 on the forward's take their tiles by a counter.
 
 ROWS = 64  # of a consumer: queries in the forward, keys in the backward
 MULTIPROCESSORS = GPUS["h200"].multiprocessors
+V15 = importlib.import_module("stages.v15_split_keys.forward")  # says how long work is that it takes in another way
 
 
 def _wide(p: Problem) -> bool:
@@ -355,6 +358,55 @@ def v14_forward(p: Problem) -> Steps:
     yield from v13_forward(p, wide_keys=64)
 
 
+def v15_forward(p: Problem) -> Steps:
+    per_kv = p.heads // p.kv_heads
+    packed = per_kv if 64 % per_kv == 0 else 1  # rows of a query, side by side
+    seen_keys = min(p.seq_q, p.seq_k) if p.causal else p.seq_k
+    squares = math.ceil(p.seq_q * packed / 128) * math.ceil(seen_keys / 128) * (p.heads // packed)
+    few = p.seq_q * packed <= 128 or (not _wide(p) and squares <= V15.FEW_SQUARES * MULTIPROCESSORS)
+    m, n = (128, 128) if few else (128 if _wide(p) else 256, 64)
+    tiles = math.ceil(p.seq_q * packed / m) * (p.heads // packed)
+    key_tiles = math.ceil(seen_keys / n)
+    splits = 1
+    if few or tiles < MULTIPROCESSORS:
+        width = p.head_dim + p.value_dim
+        splits = V15.splits_of(tiles, key_tiles, min(p.seq_q * packed, m), n, width, MULTIPROCESSORS)
+    if few and key_tiles <= splits:
+        n, key_tiles = n // 2, key_tiles * 2
+    if splits == 1 and not few and tiles == math.ceil(p.seq_q / m) * p.heads:
+        packed = 1
+    rows = p.seq_q * packed
+    jobs = math.ceil(rows / m) * p.heads // packed * splits
+    turns = math.ceil(jobs / MULTIPROCESSORS)
+    at_once = few or turns * math.ceil(key_tiles / splits) <= V15.SHORT[max(p.head_dim, p.value_dim)]
+
+    def seen(end_row, split):  # key tiles of the split
+        tiles = math.ceil((min(end_row // packed, p.seq_k) if p.causal else p.seq_k) / n)
+        return math.ceil(max(tiles - split, 0) / splits)
+
+    keys = steps = 0  # loaded; of 64 rows and a key tile
+    for start, split in itertools.product(range(0, rows, m), range(splits)):
+        share = max(seen(start + m, split), 1)
+        keys += sum(max(0, min(n, p.seq_k - tile * n)) for tile in range(split, split + share * splits, splits))
+        for row in range(start, start + m, ROWS):
+            some = min(seen(row + ROWS, split), share)
+            unused = (splits > 1 or at_once) and (some <= 0 or row >= rows)
+            steps += 1 if unused else some
+    keys, steps = (p.heads // packed * number for number in (keys, steps))
+    read = splits * p.q + keys * (p.row_of_q + p.row_of_o)
+    parts = splits * (2 * p.o + p.row)  # in float32, with the log-sum-exp of each
+    written = parts if splits > 1 else p.o + p.row
+    if at_once:
+        yield read, written, p.flops(steps * ROWS * n, 1, 1)
+    else:
+        counted = jobs * INT if splits == 1 else 0
+        yield 0, (2 + jobs) * INT
+        yield read + counted, written + counted, p.flops(steps * ROWS * n, 1, 1)
+        yield min(jobs, MULTIPROCESSORS) * INT, 0
+    if splits > 1:
+        yield parts, p.o + p.row
+
+
 def v8_backward(p: Problem, consumers: bool = False) -> Steps:
     m = 64 if _wide(p) else 128
     tiles_m = math.ceil(p.seq_q / m)
@@ -401,6 +453,7 @@ PREDICTIONS = {
     "v13": (v13_forward, v10_backward),
     "v13a": (v13_forward, v10_backward),
     "v14": (v14_forward, v10_backward),
+    "v15": (v15_forward, v10_backward),
 }
 
 

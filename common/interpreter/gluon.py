@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITCallable
 
@@ -72,6 +72,7 @@ def _static_assert(condition, message=""):
 means(gl.constexpr)(lambda constant: constant)
 means(gl.static_range, tl.static_range)(range)
 means(gdc_wait)(lambda: None)  # a launch begins when the one before has ended
+means(gdc_launch_dependents)(lambda: None)
 
 
 @means(range, tl.range)

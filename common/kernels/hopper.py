@@ -36,9 +36,14 @@ def require_hopper(stage: str, instead: str):
         raise Unavailable(f"{stage} {reason}; use {instead}")
 
 
-def describe_tile(tensor: Tensor, rows: int) -> TensorDescriptor:
-    """`descriptors.describe` for Gluon, of whole rows: the descriptor also says how a tile lies in shared memory."""
-    block = (1, 1, rows, tensor.shape[-1])
+def describe_tile(tensor: Tensor, *rows: int) -> TensorDescriptor:
+    """`descriptors.describe` for Gluon, of whole rows: the descriptor also says how a tile lies in shared memory.
+
+    Args:
+        tensor: [B, H, S, D], or [B, H, S, N, D] where N rows have the same place in the sequence.
+        rows: of a tile, by dimension.
+    """
+    block = (1, 1, *rows, tensor.shape[-1])
     return TensorDescriptor(**located(tensor), block_shape=list(block), layout=_layout(block, tensor.dtype))
 
 

@@ -1,6 +1,7 @@
 """Each stage moves and computes what its formula says, to the byte; the counter that says so is right itself."""
 
 import dataclasses
+import importlib
 import importlib.util
 import re
 import types
@@ -107,6 +108,26 @@ def test_formula_holds_for_shared_heads_and_a_v_of_another_dimension(stage, seq_
     check(stage, problem(seq_q, seq_k, head_dim, causal, heads=6, kv_heads=2, value_dim=value_dim))
 
 
+@pytest.mark.parametrize("sizes", [{"heads": 4, "kv_heads": 2}, {"heads": 2, "head_dim": 128}, {"heads": 1, "causal": True}])
+def test_formula_holds_where_keys_are_split(sizes):
+    """A few queries, and as many parts as make them worth merging; with a mask they see two keys, and nothing is split."""
+    check(stages.load("v15"), problem(2, 1500, **{"head_dim": 32, "causal": False} | sizes))
+
+
+def nothing_is_short(monkeypatch, *modules):
+    """Have all work of v15 take the way of long work, there and in its formula."""
+    for module in (importlib.import_module("stages.v15_split_keys.forward"), *modules):
+        for width in getattr(module, "SHORT", ()):
+            monkeypatch.setitem(module.SHORT, width, 0)
+        monkeypatch.setattr(module, "FEW_SQUARES", 0, raising=False)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_formula_holds_for_long_work(monkeypatch, kv_heads):
+    nothing_is_short(monkeypatch)
+    check(stages.load("v15"), problem(150, 300, 64, False, kv_heads=kv_heads))
+
+
 @pytest.mark.parametrize("tiles", [((64, 32), (64, 32)), ((16, 64), (128, 64))], ids=str)
 @pytest.mark.parametrize("name", [name for name in stages.names() if tuners(stages.load(name))])
 def test_formulas_hold_for_other_tiles(name, tiles):
@@ -208,7 +229,7 @@ def accesses():
 
 
 @pytest.mark.parametrize("name, part, index", list(accesses()))
-def test_access_that_happens_twice_is_noticed(name, part, index, tmp_path):
+def test_access_that_happens_twice_is_noticed(name, part, index, tmp_path, monkeypatch):
     stage = stages.load(name)
     if version(stage) not in PREDICTIONS:
         pytest.skip("its formula is not written yet: tests/predictions.py")
@@ -226,10 +247,16 @@ def test_access_that_happens_twice_is_noticed(name, part, index, tmp_path):
         with pytest.raises(InterpreterError, match="race: a copy writes|a copy brings .* bytes to .* which expects"):
             counted(mutant, p)
         return
-    read, written, _ = predicted(version(stage), pass_, p)
-    counts = counted(mutant, p)[pass_]
     both = "atomic_add" in lines[index] and "desc" not in lines[index]
-    assert (counts.read > read) + (counts.written > written) == 1 + both
+    # Where a stage splits keys, the second problem has them split, and the third is one that it leaves as it is, if it is long.
+    for each in (p, problem(2, 1500, 32, False), problem(130, 70, 32, True)):
+        if each.seq_q == 130:
+            nothing_is_short(monkeypatch, module)
+        read, written, _ = predicted(version(stage), pass_, each)
+        counts = counted(mutant, each)[pass_]
+        if noticed := (counts.read > read) + (counts.written > written):
+            break
+    assert noticed == 1 + both
 
 
 # --- the counter

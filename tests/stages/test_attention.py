@@ -307,7 +307,7 @@ def test_chunks_of_queries_do_what_all_of_them_do(stage):
         chunk = q[:, :, first:end], k[:, :, :end], v[:, :, :end], grad_out[:, :, first:end]
         results = by_operator(stage, *chunk, causal="bottom-right", scale=q.shape[-1] ** -0.5)
         for name in ("out", "lse", "dq"):
-            torch.testing.assert_close(results[name], whole[name][:, :, first:end])
+            torch.testing.assert_close(results[name], whole[name][:, :, first:end], rtol=0.01, atol=0.002)
 
 
 @pytest.mark.parametrize("causal", [False, True])

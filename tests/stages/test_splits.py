@@ -1,0 +1,142 @@
+"""The keys split over programs, and merged: whatever the number of splits, the result is one softmax's."""
+
+import importlib
+
+import pytest
+import torch
+from cases import by_functions, make_inputs
+
+import stages
+from common.measure.reference import assert_correct, plain, truth
+from common.operator import diagonal
+from common.runtime import DEVICE
+
+on_gpu = DEVICE == "cuda"
+SPLITTING = [name for name in stages.names() if hasattr(importlib.import_module(f"stages.{name}.forward"), "splits_of")]
+
+
+@pytest.fixture(params=SPLITTING)
+def split(request, monkeypatch):
+    """A stage that splits, and a function that has it take a number of splits from then on."""
+    if reason := stages.unavailable(request.param):
+        pytest.skip(f"{request.param} {reason}")
+    stage = stages.load(request.param)
+
+    def into(number):
+        monkeypatch.setitem(stage.forward.__globals__, "splits_of", lambda *_: number)
+        monkeypatch.setitem(stage.forward.__globals__, "FEW_SQUARES", 0)  # more than 128 rows have v14's tile
+
+    return stage, into
+
+
+def forward(stage, q, k, v, causal=False, scale=None):
+    """out and lse, and what they are compared with."""
+    options = {"causal": bool(causal), "scale": scale or q.shape[-1] ** -0.5}
+    options["diagonal"] = diagonal(causal, q.shape[2], k.shape[2])
+    out, lse = stage.forward(q, k, v, **options)
+    return {"out": out, "lse": lse}, truth(q, k, v, **options), plain(q, k, v, **options)
+
+
+PROBLEMS = [  # queries, keys, head dimension, causal, heads, of these K/V heads, v's head dimension
+    (1, 700, 64, False, 4, 1, 64),  # the last split ends inside a tile
+    (1, 1, 16, False, 2, 2, 16),
+    (5, 300, 128, "bottom-right", 2, 1, 128),  # two consumers' rows, of which one has none
+    (40, 600, 64, "bottom-right", 2, 1, 32),
+    (40, 600, 64, True, 2, 1, 32),  # aligned top left no row sees most of the keys: splits without any
+    (70, 203, 32, "bottom-right", 3, 1, 64),  # heads that are no power of two
+    (150, 700, 64, "bottom-right", 2, 1, 64),  # more rows than a tile of few
+    (140, 400, 128, False, 1, 1, 128),
+]
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+@pytest.mark.parametrize("number", [1, 2, 3, 9, 40])
+def test_any_number_of_splits_makes_one_softmax(split, problem, number):
+    stage, into = split
+    seq_q, seq_k, head_dim, causal, heads, kv_heads, value_dim = problem
+    q, k, v, _ = make_inputs(seq_q, seq_k, head_dim, batch=1, heads=heads, kv_heads=kv_heads, value_dim=value_dim)
+    into(number)
+    assert_correct(*forward(stage, q, k, v, causal))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("seq_q", [2, 140])
+def test_scores_that_differ_widely_from_split_to_split(split, seq_q, dtype):
+    """The sum of one split is nothing next to that of another, or all of it."""
+    stage, into = split
+    q, k, v, _ = make_inputs(seq_q, 640, 64, dtype, batch=1, heads=2)
+    q[..., 0], k[..., 0] = 8.0, 0.0
+    k[:, :, 300:310, 0] = 60.0
+    k[:, :, 500:, 0] = -60.0
+    into(5)
+    assert_correct(*forward(stage, q, k, v))
+
+
+def test_same_bits_on_every_run(split):
+    stage, into = split
+    q, k, v, grad_out = make_inputs(3, 500, 64, batch=1, heads=4, kv_heads=2)
+    into(4)
+    first, second = (by_functions(stage, q, k, v, grad_out, causal=False, scale=0.1) for _ in range(2))
+    assert torch.equal(first["out"], second["out"]) and torch.equal(first["lse"], second["lse"])
+
+
+def test_heads_that_share_keys_share_a_tile(split, monkeypatch):
+    """K and V are read once for all of them."""
+    stage, _ = split
+    launched = []
+    kernel = stage.forward.__globals__["_forward_kernel"]
+    monkeypatch.setitem(stage.forward.__globals__, "_forward_kernel", Recorded(kernel, launched))
+    forward(stage, *make_inputs(2, 200, 64, batch=1, heads=8, kv_heads=2)[:3])
+    assert {launch["PACKED"] for launch in launched} == {4} and {launch["seq_q"] for launch in launched} == {8}
+
+
+class Recorded:
+    """A kernel whose launches' options are kept."""
+
+    def __init__(self, kernel, launched):
+        self.kernel, self.launched = kernel, launched
+
+    def __getitem__(self, grid):
+        def launch(*args, **options):
+            self.launched.append(options)
+            return self.kernel[grid](*args, **options)
+
+        return launch
+
+
+@pytest.mark.parametrize("name", SPLITTING)
+def test_splits_fill_the_gpu_where_tiles_do_not(name):
+    splits_of = importlib.import_module(f"stages.{name}.forward").splits_of
+
+    def splits(tiles, key_tiles, programs=132, rows=1):
+        return splits_of(tiles, key_tiles, rows, 128, 256, programs)
+
+    assert splits(16, 512) == 8  # 16 tiles, 8 parts each: 128 of 132 programs
+    assert splits(128, 512) == 1  # as good as full
+    assert splits(1024, 512) == 1
+    assert splits(1, 2) == 1  # merging would take longer
+    assert splits(1, 100_000) > 124
+    assert splits(16, 8, rows=64) < splits(16, 8)  # a part's output is written, and read again
+    for tiles in (1, 7, 67, 133, 200):
+        best = splits(tiles, 400)
+        turns = -(-tiles * best // 132) * -(-400 // best)
+        assert turns <= 1.2 * tiles * 400 / 132 + 4, "the programs are busy nearly all of the time"
+
+
+@pytest.mark.parametrize("name", SPLITTING)
+def test_work_of_any_length_takes_its_own_way(name, monkeypatch):
+    """Long work speculates, and begins again where that fails; short work keeps a running maximum, in one launch."""
+    if reason := stages.unavailable(name):
+        pytest.skip(f"{name} {reason}")
+    stage = stages.load(name)
+    q, k, v, _ = make_inputs(150, 700, 64, batch=1, heads=2, kv_heads=1)
+    k[:, :, 100] = 40 * q[:, :1, 3]  # the largest scores come last: keys are taken from the end
+    for longest, ways in ((0, {False, True}), (10**6, {True})):
+        launched = []
+        monkeypatch.undo()
+        monkeypatch.setitem(stage.forward.__globals__, "FEW_SQUARES", 0)
+        monkeypatch.setitem(stage.forward.__globals__, "SHORT", dict.fromkeys((16, 32, 64, 128, 256), longest))
+        kernel = Recorded(stage.forward.__globals__["_forward_kernel"], launched)
+        monkeypatch.setitem(stage.forward.__globals__, "_forward_kernel", kernel)
+        assert_correct(*forward(stage, q, k, v))
+        assert {launch["RUNNING"] for launch in launched} == ways

@@ -44,7 +44,7 @@ def register(name, attention):
                 raise NotImplementedError(f"{name} does not take {what}")
 
     def mask(
-        kv_length, kv_offset=0, attention_mask=None, local_size=None, allow_is_causal_skip=True,
+        q_length, kv_length, q_offset=0, kv_offset=0, attention_mask=None, local_size=None, allow_is_causal_skip=True,
         allow_is_bidirectional_skip=False, **others,
     ):  # fmt: skip
         """None, for causal or no masking. Unless this is registered, transformers leaves out padding and all else silently."""
@@ -53,6 +53,8 @@ def register(name, attention):
             "a sliding window, or chunks": local_size is not None and local_size < kv_offset + kv_length,
             "packed sequences, a static cache, or another mask than the causal one":
                 not (allow_is_causal_skip or allow_is_bidirectional_skip),
+            "a cache with room to spare":
+                q_length > 1 and not allow_is_bidirectional_skip and bool(q_offset + q_length != kv_offset + kv_length),
         })  # fmt: skip
 
     def attend(
@@ -62,12 +64,13 @@ def register(name, attention):
         queries, keys = query.shape[2], key.shape[2]  # query [B, H, Sq, D], key and value [B, Hkv, Sk, D]
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         causal = causal and queries > 1  # a single query is the newest, and sees all keys
+        if causal and queries != keys:
+            causal = "bottom-right"  # several queries after a cache: the last one sees all keys
         refuse({
             "an attention mask": attention_mask,
             "dropout": dropout,
             "a sliding window": sliding_window is not None and sliding_window < keys,
             "packed sequences": queries > 1 and position_ids is not None and bool((position_ids.diff() != 1).any()),
-            "several queries after a cache: its causal mask is aligned top left": causal and queries != keys,
         } | {option: value for option, value in options.items() if option not in HARMLESS})  # fmt: skip
         out = attention(query, key, value, causal=causal, scale=scaling)
         return out.transpose(1, 2).contiguous(), None  # [B, Sq, H, D], and no weights

@@ -31,8 +31,10 @@ class GpuTimer:
     0.8 s again.
 
     All rounds, those to warm up too, are queued without waiting for the GPU in between, because after an idle stretch its clock
-    is higher, most of all for the kernels that draw most power. A round writes `CACHE_BYTES`, which empties the L2 cache,
-    records an event, calls, and records another: the time between the two is the GPU's as long as the CPU is ahead of it.
+    is higher, most of all for the kernels that draw most power. A round reads `CACHE_BYTES`, which empties the L2 cache,
+    records an event, calls, and records another: the time between the two is the GPU's as long as the CPU is ahead of it. It
+    does not write them: of what is written the L2 cache keeps 50 MB that are not yet in memory, and a call that is bound by
+    memory would have to wait for those too, up to 10 us.
 
     Where the GPU is past the first event before the call has queued its kernels, that round is exposed: it shows in part the
     CPU's time. Where too many are, each round is begun with a spin on the GPU, longer and longer until they are few; a call
@@ -40,7 +42,7 @@ class GpuTimer:
     """
 
     def __init__(self):
-        self._cache_filler = torch.empty(CACHE_BYTES, dtype=torch.uint8, device="cuda")
+        self._cache_filler = torch.zeros(CACHE_BYTES // 4, device="cuda")
         self._cycles_per_s = 1e9
         self._rounds(lambda: None, 1, 0.0)  # loads the kernels of a round
         cycles = 10_000_000
@@ -56,7 +58,7 @@ class GpuTimer:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             if spin_s:
                 torch.cuda._sleep(int(spin_s * self._cycles_per_s))
-            self._cache_filler.zero_()
+            self._cache_filler.sum()
             start.record()
             call()
             exposed += number >= 0 and start.query()

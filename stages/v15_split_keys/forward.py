@@ -37,9 +37,7 @@ def _rows_before(diagonal, PACKED: gl.constexpr):
 def _share(tiles, split, splits, SPLIT: gl.constexpr):
     """How many of a tile's key tiles are a split's: the split-th, and every one `splits` further on. Programs that work at
     the same time then read keys that lie next to each other."""
-    if SPLIT:
-        tiles = gl.cdiv(gl.maximum(tiles - split, 0), splits)
-    return tiles
+    return gl.cdiv(gl.maximum(tiles - split, 0), splits) if SPLIT else tiles
 
 
 @gluon.jit
@@ -47,8 +45,9 @@ def _tile(
     tile, problem,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """The `tile`-th of all tiles: batch and head, first query row, split, and the number of its key tiles. Those of `group`
-    heads follow each other, the longest (where causal: the last rows) first: their K and V stay in the L2 cache."""
+    """The `tile`-th of all tiles: batch and head, first query row, split, and the number of its key tiles; a split without any
+    loads one, which is not used. The tiles of `group` heads follow each other, the longest (where causal: the last rows) first:
+    their K and V stay in the L2 cache."""
     batch_heads, heads, heads_per_kv, group, tiles_m, seq_q, seq_k, diagonal, splits = problem
     split = 0
     if SPLIT:
@@ -61,7 +60,8 @@ def _tile(
     if CAUSAL:
         start_m = (tiles_m - 1) * BLOCK_M - start_m - _rows_before(diagonal, PACKED)
         seq_k = gl.minimum(seq_k, (start_m + BLOCK_M) // PACKED + diagonal)
-    return first + inside % group, start_m, split, _share(gl.cdiv(seq_k, BLOCK_N), split, splits, SPLIT)
+    share = _share(gl.cdiv(seq_k, BLOCK_N), split, splits, SPLIT)
+    return first + inside % group, start_m, split, gl.maximum(share, 1) if SPLIT else share
 
 
 @gluon.jit
@@ -212,7 +212,6 @@ def _producer(load, PACKED: gl.constexpr, SPLIT: gl.constexpr, AGAIN: gl.constex
         tile = _next_failed(tile, tiles, failed_ptr)
     while tile < tiles:
         batch_head, start_m, split, share = _tile(tile, problem, BLOCK_M, BLOCK_N, PACKED, SPLIT, CAUSAL)
-        share = gl.maximum(share, 1)  # a split without a key tile loads one, which is not used
         batch, head = batch_head // heads, batch_head % heads
         step = BLOCK_N * splits if SPLIT else BLOCK_N
         kv = (k_desc, v_desc, batch, head // heads_per_kv, step)
@@ -221,7 +220,8 @@ def _producer(load, PACKED: gl.constexpr, SPLIT: gl.constexpr, AGAIN: gl.constex
             slot = turn % Q_STAGES * CONSUMERS + w
             mbarrier.wait(q_empty.index(slot), (turn // Q_STAGES & 1) ^ 1)
             mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
-            where = [batch, head, (start_m + w * ROWS) // PACKED, 0, 0]
+            row = start_m + w * ROWS
+            where = [batch, head, row // PACKED, 0, 0] if PACKED > 1 else [batch, head, row, 0]
             tma.async_copy_global_to_shared(q_desc, where, q_full.index(slot), q_s.index(slot))
             if w == 0:
                 _load(kv, ring, fill, start_n, True, False)
@@ -284,9 +284,9 @@ def _consumer(
 
         offs_m = start_m + gl.arange(0, ROWS, rows)
         last = start_m // PACKED + diagonal  # the first row's last key
-        seen = gl.minimum(_share(seen, split, splits, SPLIT), share)
         nothing = False
         if SPLIT:  # what such a consumer makes of one tile is not used
+            seen = gl.minimum(_share(seen, split, splits, SPLIT), share)
             nothing = (seen <= 0) | (start_m >= seq_q)
             seen = gl.where(nothing, 1, seen)
             last = gl.where(nothing, 2**30, last)
@@ -295,7 +295,7 @@ def _consumer(
         mbarrier.wait(q_full.index(slot), turn // Q_STAGES & 1)
         q_buffer = q_s.index(slot).reshape([ROWS, HEAD_DIM])
         q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
-        for _ in range(gl.maximum(share, 1) - seen):  # key tiles that only later consumers see: let them pass
+        for _ in range(share - seen):  # key tiles that only later consumers see: let them pass
             mbarrier.wait(kv_full.index(fill % STAGES), fill // STAGES & 1)
             mbarrier.arrive(kv_empty.index(fill % STAGES), count=1)
             fill += 1
@@ -326,7 +326,7 @@ def _consumer(
             same = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, acc_layout))
             gl.store(failed_ptr + same, 1, mask=fails)
             gl.store(failed_ptr + 1 + done + same, 1, mask=fails)
-        if splits > 1:
+        if SPLIT and splits > 1:
             offs_o = start_m + gl.arange(0, ROWS, gl.SliceLayout(1, acc_layout))
             offs_d = gl.arange(0, VALUE_DIM, gl.SliceLayout(0, acc_layout))
             part_ptrs = part_ptr + (part + offs_o % PACKED * (seq_q // PACKED) + offs_o // PACKED)[:, None] * VALUE_DIM
@@ -339,7 +339,8 @@ def _consumer(
             else:
                 o_s.index(slot).reshape([ROWS, VALUE_DIM]).store((acc * normalize).to(q_s.dtype))
                 fence_async_shared()
-                where = [batch_head // heads, batch_head % heads, start_m // PACKED, 0, 0]
+                batch, head = batch_head // heads, batch_head % heads
+                where = [batch, head, start_m // PACKED, 0, 0] if PACKED > 1 else [batch, head, start_m, 0]
                 tma.async_copy_shared_to_global(out_desc, where, o_s.index(slot))
         if Q_STAGES == 1:
             tma.store_wait(0)
@@ -377,7 +378,7 @@ def _forward_kernel(
 
     queries = (q_s, q_full, q_empty)
     turns = (tile_s, tile_full)
-    problem = (batch_heads, heads, heads_per_kv, group, tiles_m, seq_q, seq_k, diagonal, splits)
+    problem = (batch_heads, heads, heads_per_kv, group, tiles_m, seq_q, seq_k, diagonal, splits if SPLIT else 1)
     work = (out_desc, out_ptr, lse_ptr, part_ptr, failed_ptr, scale, o_s, ring, queries, turns, problem)
     load = (q_desc, k_desc, v_desc, counter_ptr, failed_ptr, ring, queries, turns, problem)
     # The registers of a multiprocessor, 512 for each of 128 threads, go where the tiles are: the producer keeps 24.
@@ -509,8 +510,8 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     tiles = triton.cdiv(seq_q * together, block_m) * (batch * heads // together)
     key_tiles = triton.cdiv(keys, block_n)
     if few or tiles < multiprocessors():
-        held = min(seq_q * together, block_m)  # rows
-        splits = splits_of(tiles, key_tiles, held, block_n, head_dim + value_dim, multiprocessors())
+        rows = min(seq_q * together, block_m)
+        splits = splits_of(tiles, key_tiles, rows, block_n, head_dim + value_dim, multiprocessors())
     if few and key_tiles <= splits:  # two tiles of half the keys: the first is sooner there, and its scores are
         block_n, stages, key_tiles = block_n // 2, stages * 2, key_tiles * 2
     if few or splits > 1 or tiles < triton.cdiv(seq_q, block_m) * batch * heads:
@@ -522,12 +523,15 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     short = triton.cdiv(tiles * splits, programs) * triton.cdiv(key_tiles, splits) <= SHORT[max(head_dim, value_dim)]
     kv_bytes = seq_k * (head_dim + value_dim) * k.element_size()
     group = per_kv // packed * max(1, min(batch * kv_heads, L2_SHARE["causal" if causal else "full"] // kv_bytes))
-    queries, outputs = (t.unflatten(1, (-1, packed)).transpose(2, 3) for t in (q, out))  # [B, H / packed, Sq, packed, D]
+    queries, outputs, held = q, out, (64,)
+    if packed > 1:
+        queries, outputs = (t.unflatten(1, (-1, packed)).transpose(2, 3) for t in (q, out))  # [B, H / packed, Sq, packed, D]
+        held = 64 // packed, packed
     out_ptr = outputs if before else None  # where the first query tile begins before query 0
     kernel = functools.partial(
         _forward_kernel[programs,],
-        describe_tile(queries, 64 // packed, packed), describe_tile(k, block_n), describe_tile(v, block_n),
-        describe_tile(outputs, 64 // packed, packed), out_ptr,
+        describe_tile(queries, *held), describe_tile(k, block_n), describe_tile(v, block_n),
+        describe_tile(outputs, *held), out_ptr,
         scale=scale, batch_heads=batch * heads // packed, heads=heads // packed, heads_per_kv=per_kv // packed, group=group,
         seq_q=rows, seq_k=seq_k, diagonal=diagonal, splits=splits,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, Q_STAGES=q_stages,

@@ -2,6 +2,7 @@
 query heads that share keys in one tile, in Gluon, for Hopper."""
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -483,6 +484,42 @@ def splits_of(tiles: int, key_tiles: int, rows: int, keys: int, width: int, prog
     return next(splits for splits, cost in costs.items() if cost <= 1.01 * min(costs.values()))
 
 
+class Plan(NamedTuple):
+    """How a forward's work is cut."""
+
+    tile: tuple[int, int, int, int]  # as TILES has it
+    packed: int  # query heads that lie side by side in a tile
+    splits: int
+    tiles: int  # of all heads; each is taken once for each split
+    short: bool  # a running maximum costs less than the launches that do without
+
+
+def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, programs) -> Plan:
+    """What is best for so many queries, the last of which sees so many keys, on so many programs at a time."""
+    width = max(head_dim, value_dim)
+    per_kv = heads // kv_heads
+    together = per_kv if 64 % per_kv == 0 else 1
+    rows = seq_q * together
+    groups = batch * heads // together
+    # One tile has all rows of a K/V head, but for heads that cannot be together; or tiles of 256 rows are too few programs.
+    squares = triton.cdiv(rows, 128) * triton.cdiv(keys, 128) * groups
+    few = rows <= 128 or (width <= 64 and squares <= FEW_SQUARES * programs)
+    block_m, block_n, stages, q_stages = (FEW_ROWS if few else TILES)[width]
+    tiles = triton.cdiv(rows, block_m) * groups
+    key_tiles = triton.cdiv(keys, block_n)
+    splits = 1
+    if few or tiles < programs:
+        splits = splits_of(tiles, key_tiles, min(rows, block_m), block_n, head_dim + value_dim, programs)
+    if few and key_tiles <= splits:  # two tiles of half the keys: the first is sooner there, and its scores are
+        block_n, stages, key_tiles = block_n // 2, stages * 2, key_tiles * 2
+    packed = together if few or splits > 1 or tiles < triton.cdiv(seq_q, block_m) * batch * heads else 1
+    before = diagonal % (64 // packed)  # positions
+    tiles = triton.cdiv((seq_q + before) * packed, block_m) * batch * (heads // packed)
+    turns = triton.cdiv(tiles * splits, programs)
+    short = few or turns * triton.cdiv(key_tiles, splits) <= SHORT[width]
+    return Plan((block_m, block_n, stages, q_stages), packed, splits, tiles, short)
+
+
 def forward(q, k, v, *, causal, scale, diagonal=0):
     """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors. float32 is left to v7.
 
@@ -499,48 +536,31 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     if scale < 0:
         q, scale = -q, -scale  # the same scores; the largest one is then the largest before scaling too
     q, k, v = addressable(q), addressable(k), addressable(v)
-    packed = splits = 1
-    per_kv = heads // kv_heads
-    together = per_kv if 64 % per_kv == 0 else 1
     keys = min(seq_k, seq_q + diagonal) if causal else seq_k
-    squares = triton.cdiv(seq_q * together, 128) * triton.cdiv(keys, 128) * (batch * heads // together)
-    # One tile has all rows of a K/V head, but for heads that cannot be together; or tiles of 256 rows are too few programs.
-    few = seq_q * together <= 128 or (max(head_dim, value_dim) <= 64 and squares <= FEW_SQUARES * multiprocessors())
-    block_m, block_n, stages, q_stages = (FEW_ROWS if few else TILES)[max(head_dim, value_dim)]
-    tiles = triton.cdiv(seq_q * together, block_m) * (batch * heads // together)
-    key_tiles = triton.cdiv(keys, block_n)
-    if few or tiles < multiprocessors():
-        rows = min(seq_q * together, block_m)
-        splits = splits_of(tiles, key_tiles, rows, block_n, head_dim + value_dim, multiprocessors())
-    if few and key_tiles <= splits:  # two tiles of half the keys: the first is sooner there, and its scores are
-        block_n, stages, key_tiles = block_n // 2, stages * 2, key_tiles * 2
-    if few or splits > 1 or tiles < triton.cdiv(seq_q, block_m) * batch * heads:
-        packed = together
-    rows = seq_q * packed
-    before = diagonal % (64 // packed) * packed
-    tiles = triton.cdiv(rows + before, block_m) * batch * (heads // packed)
-    programs = min(tiles * splits, multiprocessors())
-    short = triton.cdiv(tiles * splits, programs) * triton.cdiv(key_tiles, splits) <= SHORT[max(head_dim, value_dim)]
+    cut = plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, multiprocessors())
+    packed, splits, tiles = cut.packed, cut.splits, cut.tiles
+    block_m, block_n, stages, q_stages = cut.tile
     kv_bytes = seq_k * (head_dim + value_dim) * k.element_size()
-    group = per_kv // packed * max(1, min(batch * kv_heads, L2_SHARE["causal" if causal else "full"] // kv_bytes))
+    per_kv = heads // kv_heads // packed
+    group = per_kv * max(1, min(batch * kv_heads, L2_SHARE["causal" if causal else "full"] // kv_bytes))
     queries, outputs, held = q, out, (64,)
     if packed > 1:
         queries, outputs = (t.unflatten(1, (-1, packed)).transpose(2, 3) for t in (q, out))  # [B, H / packed, Sq, packed, D]
         held = 64 // packed, packed
-    out_ptr = outputs if before else None  # where the first query tile begins before query 0
+    out_ptr = outputs if diagonal % (64 // packed) else None  # where the first query tile begins before query 0
     kernel = functools.partial(
-        _forward_kernel[programs,],
+        _forward_kernel[min(tiles * splits, multiprocessors()),],
         describe_tile(queries, *held), describe_tile(k, block_n), describe_tile(v, block_n),
         describe_tile(outputs, *held), out_ptr,
-        scale=scale, batch_heads=batch * heads // packed, heads=heads // packed, heads_per_kv=per_kv // packed, group=group,
-        seq_q=rows, seq_k=seq_k, diagonal=diagonal, splits=splits,
+        scale=scale, batch_heads=batch * heads // packed, heads=heads // packed, heads_per_kv=per_kv, group=group,
+        seq_q=seq_q * packed, seq_k=seq_k, diagonal=diagonal, splits=splits,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, Q_STAGES=q_stages,
         PACKED=packed, CAUSAL=causal, num_warps=4, maxnreg={128: 168, 256: 96}[block_m],
     )  # fmt: skip
     parts = lse, lse  # the first is not used then
     if splits > 1:
         parts = lse.new_empty(splits, lse.numel(), value_dim), lse.new_empty(splits, lse.numel())
-    if few or short:
+    if cut.short:
         kernel(*parts, lse, lse, SPLIT=True, RUNNING=True, AGAIN=False)
     else:
         # Of the tiles taken beyond each program's first; whether any tile failed, and which.

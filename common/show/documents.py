@@ -89,7 +89,7 @@ def summary_table(records: list[dict], machines: list[dict]) -> str:
         f"hidden size 2048; geometric means over S = {lengths}, causal and not. {origins(machines, dated=True)}."
     )
     table = tabulate(rows, headers, tablefmt="pipe", disable_numparse=True)
-    return f"{caption}\n\n{table}" + _against_the_best(records, names) + _bfloat16(records, names)
+    return f"{caption}\n\n{table}" + _against_the_best(records, names) + _bfloat16(records, names, machines)
 
 
 def _against_the_best(records, names):
@@ -108,7 +108,7 @@ def _against_the_best(records, names):
     return f"\n\n{last} against the fastest of {', '.join(baselines)} at each point, S ≥ {LONG}: {', '.join(ratios)}."
 
 
-def _bfloat16(records, names):
+def _bfloat16(records, names, machines):
     """A sentence on how the other half precision compares; nothing where it was not measured."""
     ratios = {}
     for name, (pass_, head_dim) in itertools.product(names, COLUMNS):
@@ -118,7 +118,8 @@ def _bfloat16(records, names):
     if not ratios:
         return ""
     least, most = min(ratios), max(ratios)
-    return f"\n\nIn bfloat16 a stage takes {least:.3f} ({ratios[least]}) to {most:.3f} ({ratios[most]}) times as long."
+    apart = ", measured at another commit," if len({machine["commit"] for machine in machines}) > 1 else ""
+    return f"\n\nIn bfloat16{apart} a stage takes {least:.3f} ({ratios[least]}) to {most:.3f} ({ratios[most]}) times as long."
 
 
 def with_table(text: str, name: str, table: str) -> str:

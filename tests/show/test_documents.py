@@ -93,7 +93,9 @@ def test_summary_says_how_bfloat16_compares():
     records = [record("v0_a", 2.0), record("v0_a", 3.0, dtype="bfloat16"), record("v1_b", 2.0), record("sdpa-x", 1.0)]
     records += [record("v1_b", 1.0, dtype="bfloat16"), record("sdpa-x", 9.0, dtype="bfloat16")]
     summary = documents.summary_table(records, MACHINES)
-    assert summary.endswith("takes 0.500 (v1, forward, D=64) to 1.500 (v0, forward, D=64) times as long.")
+    assert summary.endswith("In bfloat16 a stage takes 0.500 (v1, forward, D=64) to 1.500 (v0, forward, D=64) times as long.")
+    summary = documents.summary_table(records, [*MACHINES, MACHINES[0] | {"commit": "another"}])
+    assert "In bfloat16, measured at another commit, a stage takes 0.500 " in summary
 
 
 def test_summary_sets_the_last_stage_against_the_fastest_baseline_of_each_point():

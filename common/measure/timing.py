@@ -33,8 +33,8 @@ class GpuTimer:
     All rounds, those to warm up too, are queued without waiting for the GPU in between, because after an idle stretch its clock
     is higher, most of all for the kernels that draw most power. A round reads `CACHE_BYTES`, which empties the L2 cache,
     records an event, calls, and records another: the time between the two is the GPU's as long as the CPU is ahead of it. It
-    does not write them: of what is written the L2 cache keeps 50 MB that are not yet in memory, and a call that is bound by
-    memory would have to wait for those too, up to 10 us.
+    does not write them: what is written the L2 cache keeps for a while, and a call that is bound by memory would have to wait
+    for that too.
 
     Where the GPU is past the first event before the call has queued its kernels, that round is exposed: it shows in part the
     CPU's time. Where too many are, each round is begun with a spin on the GPU, longer and longer until they are few; a call

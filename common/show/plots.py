@@ -255,8 +255,7 @@ def draw(records: list[dict], machines: list[dict], directory: Path):
 def draw_all(directory: Path):
     """Draw what results/ has into a directory."""
     draw(*load_runs(FLOAT16), directory)
-    if DECODING.exists():
-        draw_decoding(*load_run(DECODING), directory)
+    draw_decoding(*load_run(DECODING), directory)
 
 
 if __name__ == "__main__":

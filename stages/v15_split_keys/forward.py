@@ -2,10 +2,10 @@
 query heads that share keys in one tile, in Gluon, for Hopper."""
 
 import functools
+from math import ceil
 from typing import NamedTuple
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -333,16 +333,15 @@ def _consumer(
             part_ptrs = part_ptr + (part + offs_o % PACKED * (seq_q // PACKED) + offs_o // PACKED)[:, None] * VALUE_DIM
             part_o = gl.where(nothing, 0.0, acc * normalize)
             gl.store(part_ptrs + offs_d[None, :], part_o, mask=((offs_o >= 0) & (offs_o < seq_q))[:, None])
+        elif out_ptr is not None and start_m < 0:
+            out = (acc * normalize).to(q_s.dtype)
+            store_rows(out_ptr, out_desc, batch_head // heads, batch_head % heads, start_m // PACKED, out)
         else:
-            if out_ptr is not None and start_m < 0:
-                out = (acc * normalize).to(q_s.dtype)
-                store_rows(out_ptr, out_desc, batch_head // heads, batch_head % heads, start_m // PACKED, out)
-            else:
-                o_s.index(slot).reshape([ROWS, VALUE_DIM]).store((acc * normalize).to(q_s.dtype))
-                fence_async_shared()
-                batch, head = batch_head // heads, batch_head % heads
-                where = [batch, head, start_m // PACKED, 0, 0] if PACKED > 1 else [batch, head, start_m, 0]
-                tma.async_copy_shared_to_global(out_desc, where, o_s.index(slot))
+            o_s.index(slot).reshape([ROWS, VALUE_DIM]).store((acc * normalize).to(q_s.dtype))
+            fence_async_shared()
+            batch, head = batch_head // heads, batch_head % heads
+            where = [batch, head, start_m // PACKED, 0, 0] if PACKED > 1 else [batch, head, start_m, 0]
+            tma.async_copy_shared_to_global(out_desc, where, o_s.index(slot))
         if Q_STAGES == 1:
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(slot), count=1)
@@ -449,7 +448,7 @@ L2_SHARE = {"full": 8 * 2**20, "causal": 32 * 2**20}
 # of K and V, and of Q. Then the same where rows are few: what counts is that K and V are read, long tiles at a time.
 TILES = {16: (256, 64, 6, 2), 32: (256, 64, 6, 2), 64: (256, 64, 6, 2), 128: (128, 64, 3, 2), 256: (128, 64, 2, 1)}
 FEW_ROWS = {16: (128, 128, 3, 2), 32: (128, 128, 3, 2), 64: (128, 128, 3, 2), 128: (128, 128, 2, 2), 256: (128, 64, 2, 1)}
-FEW_SQUARES = 8  # of 128 query rows and 128 keys for each program: so few take the second, if the first has 256 rows
+FEW_SQUARES = 8  # of 128 query rows and 128 keys for each program: so few take the second, where the first has 256 rows
 # Key tiles of a program up to which the launches before and after it take longer than a running maximum.
 SHORT = {16: 16, 32: 16, 64: 16, 128: 32, 256: 32}
 # What `splits_of` reckons with, fitted to times on an H200. The unit is the time in which a program reads a number of K or V
@@ -474,11 +473,11 @@ def splits_of(tiles: int, key_tiles: int, rows: int, keys: int, width: int, prog
     """
 
     def cost(splits):
-        turns = triton.cdiv(tiles * splits, programs)
+        turns = ceil(tiles * splits / programs)
         busy = tiles * splits / (turns * programs)
         key_tile = keys * width * max(1 + CROWDED * busy**2, rows / ROWS_READ)
         parts = 2 * tiles * splits * rows * width * (1 + CROWDED) / programs
-        return turns * triton.cdiv(key_tiles, splits) * key_tile + (MERGE + parts) * (splits > 1)
+        return turns * ceil(key_tiles / splits) * key_tile + (MERGE + parts) * (splits > 1)
 
     costs = {splits: cost(splits) for splits in range(1, min(key_tiles, programs) + 1)}
     return next(splits for splits, cost in costs.items() if cost <= 1.01 * min(costs.values()))
@@ -502,21 +501,21 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, pro
     rows = seq_q * together
     groups = batch * heads // together
     # One tile has all rows of a K/V head, but for heads that cannot be together; or tiles of 256 rows are too few programs.
-    squares = triton.cdiv(rows, 128) * triton.cdiv(keys, 128) * groups
-    few = rows <= 128 or (width <= 64 and squares <= FEW_SQUARES * programs)
+    squares = ceil(rows / 128) * ceil(keys / 128) * groups
+    few = rows <= 128 or (TILES[width][0] > 128 and squares <= FEW_SQUARES * programs)
     block_m, block_n, stages, q_stages = (FEW_ROWS if few else TILES)[width]
-    tiles = triton.cdiv(rows, block_m) * groups
-    key_tiles = triton.cdiv(keys, block_n)
+    tiles = ceil(rows / block_m) * groups
+    key_tiles = ceil(keys / block_n)
     splits = 1
     if few or tiles < programs:
         splits = splits_of(tiles, key_tiles, min(rows, block_m), block_n, head_dim + value_dim, programs)
     if few and key_tiles <= splits:  # two tiles of half the keys: the first is sooner there, and its scores are
         block_n, stages, key_tiles = block_n // 2, stages * 2, key_tiles * 2
-    packed = together if few or splits > 1 or tiles < triton.cdiv(seq_q, block_m) * batch * heads else 1
+    packed = together if few or splits > 1 or tiles < ceil(seq_q / block_m) * batch * heads else 1
     before = diagonal % (64 // packed)  # positions
-    tiles = triton.cdiv((seq_q + before) * packed, block_m) * batch * (heads // packed)
-    turns = triton.cdiv(tiles * splits, programs)
-    short = few or turns * triton.cdiv(key_tiles, splits) <= SHORT[width]
+    tiles = ceil((seq_q + before) * packed / block_m) * batch * (heads // packed)
+    turns = ceil(tiles * splits / programs)
+    short = few or turns * ceil(key_tiles / splits) <= SHORT[width]
     return Plan((block_m, block_n, stages, q_stages), packed, splits, tiles, short)
 
 
@@ -571,7 +570,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
         own = min(16, 2048 // value_dim)  # splits whose outputs fit into a thread's registers
         at_once = next((n for n in (4, 8, 16) if splits <= n <= own), 4 * own)
         merged = max(1, 128 // value_dim) * (4 if at_once <= own else 1)  # rows of a program
-        _merge_kernel[triton.cdiv(lse.numel(), merged),](
+        _merge_kernel[ceil(lse.numel() / merged),](
             *parts, out, lse, *out.stride()[:3], lse.numel(), heads, seq_q, splits,
             VALUE_DIM=value_dim, ROWS=merged, AT_ONCE=at_once, num_warps=4, launch_pdl=True,
         )  # fmt: skip

@@ -179,3 +179,22 @@ forward("v3", head_dim=16, seq=1, diagonal=1)
 (constants,) = compiled
 assert "heads_per_kv" in constants and not constants & {"seq_q", "seq_k", "diagonal"}, constants  # one of 1 does become one
 """)
+
+
+def test_nothing_split_takes_the_instructions_of_the_stage_before():
+    """Of v15, in both launches: what splits need is not there for the compiler."""
+    run("""
+import collections, pathlib, re
+
+made = collections.defaultdict(list)
+
+def on_compiled(src, metadata, metadata_group, times, cache_hit):
+    ptx = next(pathlib.Path(path).read_text() for path in metadata_group.values() if path.endswith(".ptx"))
+    made[name].append(collections.Counter(re.findall(r"^\\s+(?:@!?%p\\d+ )?([a-z][\\w.:]*)", ptx, re.MULTILINE)))
+
+triton.knobs.compilation.listener = on_compiled
+tensors = [torch.empty(4, 32, 4096, 64, dtype=torch.float16, device="meta") for _ in range(3)]
+for name in ("v14", "v15"):
+    stages.load(name).forward(*tensors, causal=True, scale=0.125)
+assert len(made["v14"]) == 2 and made["v14"] == made["v15"]
+""")

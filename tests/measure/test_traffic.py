@@ -1,7 +1,6 @@
 """Each stage moves and computes what its formula says, to the byte; the counter that says so is right itself."""
 
 import dataclasses
-import importlib
 import importlib.util
 import re
 import types

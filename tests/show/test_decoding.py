@@ -3,7 +3,6 @@
 import pytest
 
 from common.measure.workloads import Workload
-from common.show import documents, results
 from common.show.decoding import decoding_tables, kv_bytes, kv_gbps
 
 MACHINE = {"gpu": "X", "torch": "1", "triton": "2", "commit": "abc", "date": "2026-01-02", "copy_gbps": 1000.0}
@@ -69,16 +68,3 @@ def test_shares_are_of_the_points_with_a_large_k_and_v_and_few_queries():
     assert rows(text, "FlashAttention-3") == [["18%", "18%: fwd B=64 H=32 Hkv=8 S=1 Sk=4096 D=128 full bfloat16"]]
     assert rows(decoding_tables(RECORDS[:4], MACHINE), "v15") == [["-", "-"]]
     assert rows(decoding_tables(RECORDS[:2], MACHINE), "all") == [["-", "-"]]
-
-
-@pytest.mark.parametrize("there", [False, True])
-def test_document_is_made_where_the_run_is_there(there, tmp_path, monkeypatch):
-    path = tmp_path / "a-run.json"
-    if there:
-        path.write_text("a run")
-    load = results.load_run
-    monkeypatch.setattr(documents, "run_file", lambda name: path if name == "decode-d64" else results.run_file(name))
-    monkeypatch.setattr(documents, "load_run", lambda which: (RECORDS, MACHINE) if which == path else load(which))
-    found = documents.documents()
-    assert (path.with_suffix(".md") in found) == there
-    assert not there or decoding_tables(RECORDS, MACHINE) in found[path.with_suffix(".md")]

@@ -11,6 +11,8 @@ import bench
 import stages
 from common.measure.workloads import Workload
 from common.show import documents, results
+from common.show.decoding import decoding_tables
+from common.show.shared import shared_tables
 
 MACHINES = [{"gpu": "X", "torch": "1", "triton": "2", "commit": "abc", "date": "2026-01-02"}]
 
@@ -228,3 +230,31 @@ def test_tuned_tiles_of_v4_mostly_move_more_than_those_of_v3():
             more.append(old < new)
     assert sum(more) > len(more) / 2
     assert results.tuned_case("v13_speculative_softmax", "fwd", 256, False) is None
+
+
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize(("name", "tables"), [
+    ("shared", shared_tables), ("decode-d64", decoding_tables), ("decode-d128", decoding_tables),
+])  # fmt: skip
+def test_document_is_made_where_the_run_is_there(name, tables, there, tmp_path, monkeypatch):
+    path = tmp_path / "a-run.json"
+    if there:
+        path.write_text("a run")
+    title, made_by = documents.RUNS[name]
+    assert made_by is tables
+    load = results.load_run
+    monkeypatch.setitem(documents.RUNS, name, (title, lambda records, machine: f"tables of {records}"))
+    monkeypatch.setattr(documents, "run_file", lambda which: path if which == name else results.run_file(which))
+    monkeypatch.setattr(documents, "load_run", lambda which: ("the run", None) if which == path else load(which))
+    found = documents.documents()
+    assert (path.with_suffix(".md") in found) == there
+    assert not there or "tables of the run" in found[path.with_suffix(".md")]
+
+
+def test_short_caches_are_read_as_the_documents_say():
+    records, _ = results.load_run(results.run_file("decode-d64"))
+    short = [record for record in records if record["seq_len"] == 1 and record["kv_len"] <= 4096]
+    ms = {(r["impl"], r["batch"], r["kv_heads"], r["kv_len"]): r["ms"] for r in short}
+    v15 = stages.resolve("v15")
+    ahead = [ms["sdpa-cudnn", *point] < time for (impl, *point), time in ms.items() if impl == v15]
+    assert sum(ahead) > len(ahead) / 2

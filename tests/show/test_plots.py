@@ -18,8 +18,7 @@ def drawn(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plots.plt, "close", figures.append)
         plots.draw_all(directory)
-    names = ["evolution", "speed-forward", "speed-backward", "gain", "memory"]
-    names += ["decoding"] if plots.DECODING.exists() else []
+    names = ("evolution", "speed-forward", "speed-backward", "gain", "memory", "decoding")
     yield dict(zip(names, figures, strict=True)), directory
     plots.plt.close("all")
 

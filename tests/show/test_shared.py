@@ -2,10 +2,8 @@
 
 import json
 
-import pytest
-
 from common.measure.workloads import Workload
-from common.show import documents, results
+from common.show import results
 from common.show.shared import shared_tables
 
 MACHINE = {"gpu": "X", "torch": "1", "triton": "2", "commit": "abc", "date": "2026-01-02"}
@@ -66,19 +64,6 @@ def test_another_dimension_of_v_has_a_table_of_its_own_with_what_libraries_say()
     assert rows(text, "backward", "64", "128", "full") == [["-", "-", "n/a"]]
     assert text.count("FlashAttention-3: V headdim is 128") == 1 and "launch could not be hidden" in text
     assert "Dv" not in shared_tables(RECORDS, MACHINE)
-
-
-@pytest.mark.parametrize("there", [False, True])
-def test_document_is_made_where_the_run_is_there(there, tmp_path, monkeypatch):
-    path = tmp_path / "a-run.json"
-    if there:
-        path.write_text("a run")
-    load = results.load_run
-    monkeypatch.setattr(documents, "run_file", lambda name: path if name == "shared" else results.run_file(name))
-    monkeypatch.setattr(documents, "load_run", lambda which: (RECORDS, MACHINE) if which == path else load(which))
-    found = documents.documents()
-    assert (path.with_suffix(".md") in found) == there
-    assert not there or shared_tables(RECORDS, MACHINE) in found[path.with_suffix(".md")]
 
 
 def test_traffic_of_a_step_is_that_of_heads_that_share_nothing(monkeypatch, tmp_path):

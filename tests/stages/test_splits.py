@@ -9,9 +9,7 @@ from cases import by_functions, make_inputs
 import stages
 from common.measure.reference import assert_correct, plain, truth
 from common.operator import diagonal
-from common.runtime import DEVICE
 
-on_gpu = DEVICE == "cuda"
 SPLITTING = [name for name in stages.names() if hasattr(importlib.import_module(f"stages.{name}.forward"), "splits_of")]
 
 
@@ -133,10 +131,10 @@ def test_work_of_any_length_takes_its_own_way(name, monkeypatch):
     k[:, :, 100] = 40 * q[:, :1, 3]  # the largest scores come last: keys are taken from the end
     for longest, ways in ((0, {False, True}), (10**6, {True})):
         launched = []
-        monkeypatch.undo()
-        monkeypatch.setitem(stage.forward.__globals__, "FEW_SQUARES", 0)
-        monkeypatch.setitem(stage.forward.__globals__, "SHORT", dict.fromkeys((16, 32, 64, 128, 256), longest))
         kernel = Recorded(stage.forward.__globals__["_forward_kernel"], launched)
-        monkeypatch.setitem(stage.forward.__globals__, "_forward_kernel", kernel)
-        assert_correct(*forward(stage, q, k, v))
+        shorts = dict.fromkeys(stage.forward.__globals__["SHORT"], longest)
+        with monkeypatch.context() as patch:
+            for name, value in {"FEW_SQUARES": 0, "SHORT": shorts, "_forward_kernel": kernel}.items():
+                patch.setitem(stage.forward.__globals__, name, value)
+            assert_correct(*forward(stage, q, k, v))
         assert {launch["RUNNING"] for launch in launched} == ways

@@ -37,13 +37,19 @@ def aligned_strides(tensor: Tensor) -> list[int]:
     return strides
 
 
-def located(tensor: Tensor) -> dict:
-    """Where an `addressable` tensor lies, in the terms of a descriptor: base, shape and strides."""
+def give_context(tensor: Tensor):
+    """Give this thread a CUDA context if it has none, as a new one, such as autograd's, until a call of the runtime.
+
+    The driver's call that encodes a descriptor fails without.
+    """
     if tensor.is_cuda and not hasattr(_thread, "has_context"):
-        # A new thread, such as autograd's, has no CUDA context until a call of the runtime gives it one; the driver's call that
-        # encodes a descriptor fails without.
         torch.cuda.Event().record()
         _thread.has_context = True
+
+
+def located(tensor: Tensor) -> dict:
+    """Where an `addressable` tensor lies, in the terms of a descriptor: base, shape and strides."""
+    give_context(tensor)
     return {"base": tensor, "shape": list(tensor.shape), "strides": aligned_strides(tensor)}
 
 

@@ -11,6 +11,7 @@ import triton
 from triton.compiler import CompiledKernel
 from triton.runtime.autotuner import Autotuner
 
+from common.kernels.replay import depends_on
 from common.runtime import INTERPRETED, architecture, current_device, shared_memory_limit
 
 WITH_COPY_ENGINE = range(90, 1000)  # architectures: from Hopper on descriptors are the hardware's
@@ -61,19 +62,21 @@ class _Tuner(Autotuner):
 
     def run(self, *args, **kwargs):
         named = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
-        if len(self.configs) == 1:
-            (config,) = self.configs
-        else:
-            key = (current_device(), *(named[name] for name in KEY))
-            config = self.cache.get(key) or self._tune(key, args, kwargs)
+        key = (current_device(), *(named[name] for name in KEY))
+        config = self._picked(key) or self._tune(key, args, kwargs)
+        depends_on(lambda: self._picked(key) is config)
         if config.pre_hook:
             config.pre_hook({**named, **config.all_kwargs()})
         self.best_config = config  # of the last call
         return self.fn.run(*args, **kwargs, **config.all_kwargs())
 
+    def _picked(self, key):
+        return self.configs[0] if len(self.configs) == 1 else self.cache.get(key)
+
     def _tune(self, key, args, kwargs):
         with _tuning:  # one kernel at a time, which others would disturb
             if key not in self.cache:  # another thread's doing, meanwhile
+                depends_on(lambda: False)  # a recording of this call has what is launched to be timed
                 self.nargs = dict(zip(self.arg_names, args, strict=False))
                 try:
                     timings = {config: self._bench(*args, config=config, **kwargs) for config in self.prune_configs(kwargs)}

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from common.kernels.descriptors import addressable
 from common.kernels.hopper import describe_tile, new_barriers, new_ring, require_hopper
 from common.kernels.order import tile_and_head
+from common.kernels.replay import replayed
 from common.operator import empty_rows
 from stages.v7_one_backward.forward import forward as forward_of_v7
 
@@ -173,6 +174,7 @@ def _forward_kernel(
 TILES = {16: (256, 64, 6), 32: (256, 64, 6), 64: (256, 64, 6), 128: (128, 128, 2), 256: (128, 64, 2)}
 
 
+@replayed
 def forward(q, k, v, *, causal, scale, diagonal=0):
     """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors. float32 is left to v7.
 

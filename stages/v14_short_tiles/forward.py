@@ -16,6 +16,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from common.kernels.descriptors import addressable
 from common.kernels.hopper import describe_tile, new_barriers, new_ring, require_hopper, store_rows
+from common.kernels.replay import replayed
 from common.operator import empty_rows
 from common.runtime import multiprocessors
 from stages.v7_one_backward.forward import forward as forward_of_v7
@@ -350,6 +351,7 @@ L2_SHARE = {"full": 8 * 2**20, "causal": 32 * 2**20}
 TILES = {16: (256, 64, 6, 2), 32: (256, 64, 6, 2), 64: (256, 64, 6, 2), 128: (128, 64, 3, 2), 256: (128, 64, 2, 1)}
 
 
+@replayed
 def forward(q, k, v, *, causal, scale, diagonal=0):
     """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors. float32 is left to v7.
 

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from common.kernels.descriptors import addressable, describe
 from common.kernels.hopper import async_reduce_add, describe_rows, describe_tile, new_barriers, new_ring, require_hopper
 from common.kernels.order import tile_and_head
+from common.kernels.replay import replayed
 from common.operator import empty_rows
 from common.runtime import multiprocessors
 from stages.v7_one_backward.backward import backward as backward_of_v7
@@ -347,6 +348,7 @@ def _backward_kernel(
     )
 
 
+@replayed
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors.
 

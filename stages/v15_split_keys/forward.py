@@ -19,6 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from common.kernels.descriptors import addressable
 from common.kernels.hopper import describe_tile, new_barriers, new_ring, require_hopper, store_rows
+from common.kernels.replay import replayed
 from common.operator import empty_rows
 from common.runtime import multiprocessors
 from stages.v7_one_backward.forward import forward as forward_of_v7
@@ -519,6 +520,7 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, pro
     return Plan((block_m, block_n, stages, q_stages), packed, splits, tiles, short)
 
 
+@replayed
 def forward(q, k, v, *, causal, scale, diagonal=0):
     """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors. float32 is left to v7.
 

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from common.kernels.replay import replayed
 from common.kernels.tiles import key_tile
 from common.operator import contiguous_rows, empty_rows
 
@@ -80,6 +81,7 @@ def _backward_kernel(
         tl.debug_barrier()
 
 
+@replayed
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape

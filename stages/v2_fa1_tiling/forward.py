@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from common.kernels.replay import replayed
 from common.kernels.tiles import query_tile
 from common.operator import empty_rows
 
@@ -65,6 +66,7 @@ def _forward_kernel(
         tl.debug_barrier()
 
 
+@replayed
 def forward(q, k, v, *, causal, scale, diagonal=0):
     """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape

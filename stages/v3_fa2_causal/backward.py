@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from common.kernels.pointers import aligned
+from common.kernels.replay import replayed
 from common.kernels.tiles import key_tile, query_tile
 from common.operator import empty_rows
 
@@ -187,6 +188,7 @@ def _dkv_kernel(
     tl.store(dv_ptrs, dv.to(dv_ptr.dtype.element_ty), mask=in_k)
 
 
+@replayed
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape

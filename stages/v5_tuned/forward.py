@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from common.kernels.descriptors import addressable, describe
+from common.kernels.replay import replayed
 from common.kernels.tuning import autotune, bucket, configs
 from common.operator import empty_rows
 
@@ -92,6 +93,7 @@ def _forward_kernel(
     tl.store(lse_ptrs, (m + tl.log2(l)) / LOG2_E, mask=offs_m < seq_q)
 
 
+@replayed
 def forward(q, k, v, *, causal, scale, diagonal=0):
     """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape

@@ -6,6 +6,7 @@ import triton.language as tl
 
 from common.kernels.descriptors import addressable, describe
 from common.kernels.order import tile_and_head
+from common.kernels.replay import replayed
 from common.kernels.tuning import autotune, bucket, configs
 from common.operator import empty_rows
 
@@ -183,6 +184,7 @@ def _dkv_kernel(
     dv_desc.store([batch, kv_head, start_n, 0], dv.to(dv_desc.dtype).reshape(1, 1, BLOCK_N, VALUE_DIM))
 
 
+@replayed
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape

@@ -1,0 +1,277 @@
+"""A stage's host function without its price: what a call allocates and launches is recorded, and others repeat that alone.
+
+A short launch takes the GPU less time than the CPU takes to prepare it: checks, descriptors, the tuner's pick, and above all
+Triton's search for the binary that fits the arguments. What comes of these depends on the options of a call and on what its
+tensors are, and not on where they lie. So the second call of a kind is recorded as steps: memory taken, operators of PyTorch,
+compiled kernels launched. Later calls of the kind take these steps with tensors of their own, as a CUDA graph would, but into
+new memory and on any stream. A recording holds numbers and binaries, and no tensor.
+"""
+
+import contextvars
+import functools
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from triton.compiler import CompiledKernel
+
+from common.kernels.descriptors import ALIGNMENT, give_context
+from common.runtime import INTERPRETED, current_device
+
+MOST_KINDS = 1024  # of calls that are kept for a function; the oldest is forgotten first
+_EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}  # operators that take memory …
+_ZEROS = {"new_zeros", "zeros", "zeros_like"}  # … and set it to zero
+_CALLED, _UNREPEATABLE = "called", "unrepeatable"  # in place of a replay: not yet recorded; no use to record it again
+_forgetting = threading.Lock()
+
+
+class _Thread(threading.local):
+    recording = None
+
+
+_thread = _Thread()
+
+
+class _Place(NamedTuple):
+    """Where a tensor begins: in the tensor of that number, so many bytes after its first element."""
+
+    number: int
+    offset: int = 0
+    is_view: bool = False
+
+
+class _Recording(TorchDispatchMode):
+    """Watches a call, and notes its steps: functions of the tensors so far, to which each may add one, and of the stream.
+
+    Tensors have numbers: those given come first, then those made, in order. A kernel takes addresses, and views need not be made
+    for it.
+    """
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.steps, self.conditions, self.repeatable = [], [], True
+        self._places, self._tensors, self._numbers = {}, [], 0  # by id, which is no other's while the tensor is kept
+        for tensor in tensors:
+            self._number(tensor)
+
+    def __enter__(self):
+        _thread.recording = self
+        return super().__enter__()
+
+    def __exit__(self, *exc_info):
+        _thread.recording = None
+        return super().__exit__(*exc_info)
+
+    def _see(self, tensor, place):
+        self._tensors.append(tensor)
+        self._places[id(tensor)] = place
+
+    def _number(self, tensor):
+        self._see(tensor, _Place(self._numbers))
+        self._numbers += 1
+
+    def _place(self, tensor) -> _Place:
+        self.repeatable &= id(tensor) in self._places  # else it is from elsewhere
+        return self._places.get(id(tensor), _Place(0))
+
+    def number_of(self, tensor) -> int:
+        """The number of a tensor that a step takes; a view is made for that."""
+        place = self._place(tensor)
+        if place.is_view:
+            self.steps.append(_view(tensor, place))
+            self._number(tensor)
+        return self._places[id(tensor)].number
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        if func.is_view:
+            number, offset, is_view = self._place(args[0])
+            for view in result if isinstance(result, (list, tuple)) else [result]:
+                further = _start(view) - _start(args[0])
+                self.repeatable &= view.dtype == args[0].dtype
+                self._see(view, _Place(number, offset + further, is_view or _layout(view) != _layout(args[0])))
+        elif name in _EMPTY | _ZEROS:
+            self.steps.append(_take(result, name in _ZEROS))
+            self._number(result)
+        elif isinstance(result, Tensor):
+            given = {at: self.number_of(value) for at, value in enumerate(args) if isinstance(value, Tensor)}
+            named = {key: self.number_of(value) for key, value in kwargs.items() if isinstance(value, Tensor)}
+            self.repeatable &= len(given) + len(named) == sum(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
+            in_place = id(result) in self._places
+            self.steps.append(_operate(func, args, kwargs, given, named, in_place))
+            if not in_place:
+                self._number(result)
+        else:
+            self.repeatable = False
+        return result
+
+    def launch(self, kernel, run, x, y, z, stream, function, metadata, launch_metadata, enter_hook, exit_hook, *args):
+        """Launch a compiled kernel; called in place of its `run`."""
+        run(x, y, z, stream, function, metadata, launch_metadata, enter_hook, exit_hook, *args)
+        if kernel.metadata.global_scratch_size:  # from what the stage has given `triton.set_allocator`, in this context
+            run = functools.partial(_in_context, contextvars.copy_context(), run)
+        pointers, descriptors, others = [], [], list(args)
+        for at, arg in enumerate(args):
+            if isinstance(arg, Tensor):
+                number, offset, _ = self._place(arg)
+                pointers.append((at, number, offset))
+                others[at] = None
+            elif hasattr(arg, "block_shape"):
+                number, offset, _ = self._place(arg.base)
+                self.repeatable &= offset == 0
+                descriptors.append((at, number, type(arg), {**vars(arg), "base": None}))
+                others[at] = None
+        self.steps.append(_launch(run, (x, y, z), (function, metadata, None, None, None), pointers, descriptors, others))
+
+    def replay(self, results):
+        """What is to be kept of the call, which has returned `results`."""
+        results = [self.number_of(result) for result in results]
+        return _Replay(self.steps, self.conditions, results) if self.repeatable else _UNREPEATABLE
+
+
+def _start(tensor):
+    return tensor.storage_offset() * tensor.itemsize
+
+
+def _layout(tensor):
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.storage_offset()
+
+
+def _in_context(context, run, *args):
+    context.copy().run(run, *args)  # in a copy, because one thread alone can be in a context
+
+
+def _take(like, zeros):
+    take = functools.partial(torch.empty_strided, tuple(like.shape), like.stride(), dtype=like.dtype, device=like.device)
+
+    def step(tensors, stream):
+        tensors.append(take().zero_() if zeros else take())
+
+    return step
+
+
+def _view(tensor, place):
+    size, stride, further = tuple(tensor.shape), tensor.stride(), place.offset // tensor.itemsize
+
+    def step(tensors, stream):
+        base = tensors[place.number]
+        tensors.append(base.as_strided(size, stride, base.storage_offset() + further))
+
+    return step
+
+
+def _operate(func, args, kwargs, given, named, in_place):
+    args = [None if at in given else value for at, value in enumerate(args)]
+    kwargs = {key: None if key in named else value for key, value in kwargs.items()}
+
+    def step(tensors, stream):
+        positional, by_name = list(args), dict(kwargs)
+        for at, number in given.items():
+            positional[at] = tensors[number]
+        for key, number in named.items():
+            by_name[key] = tensors[number]
+        result = func(*positional, **by_name)
+        if not in_place:
+            tensors.append(result)
+
+    return step
+
+
+def _launch(run, grid, binary, pointers, descriptors, others):
+    def step(tensors, stream):
+        args = others.copy()
+        for at, number, offset in pointers:
+            args[at] = tensors[number].data_ptr() + offset
+        for at, number, kind, fields in descriptors:
+            descriptor = args[at] = kind.__new__(kind)  # without the checks, which its like has passed
+            descriptor.__dict__.update(fields, base=tensors[number])
+        run(*grid, stream, *binary, *args)
+
+    return step
+
+
+class _Replay(NamedTuple):
+    """What a recording leaves."""
+
+    steps: list[Callable]
+    conditions: list[Callable]
+    results: list[int]  # their numbers
+
+    def __call__(self, tensors):
+        tensors = list(tensors)
+        stream = triton.runtime.driver.active.get_current_stream(current_device())
+        for step in self.steps:
+            step(tensors, stream)
+        return tuple([tensors[number] for number in self.results])
+
+
+def depends_on(condition: Callable[[], bool]):
+    """While a call is being recorded: have it repeated only as long as `condition()` is true, and else recorded anew."""
+    if _thread.recording:
+        _thread.recording.conditions.append(condition)
+
+
+def _is_watched():
+    """Whether somebody has to see each launch as Triton makes it: a profiler, by its hooks, or one who looks for errors."""
+    runtime = triton.knobs.runtime
+    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        if getattr(hook, "calls", hook):  # of a chain of hooks
+            return True
+    return bool(runtime.debug or triton.knobs.compilation.instrumentation_mode)
+
+
+def _kind(tensor):
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % ALIGNMENT
+
+
+def replayed(function: Callable) -> Callable:
+    """Decorate a stage's `forward` or `backward`: from the third call of a kind on it repeats what the second one has done.
+
+    A kind is all that a call's steps may depend on: options; shape, strides, dtype, device and alignment of each tensor; the
+    current device; whether PyTorch has to be deterministic. What they depend on beside these says so, by `depends_on`. On the
+    interpreter, and where launches are watched, the function is called as it is.
+    """
+    if INTERPRETED:
+        return function
+    replays = {}  # by kind
+
+    @functools.wraps(function)
+    def call(*tensors, causal, scale, diagonal=0):
+        if _thread.recording or _is_watched():  # recorded: by the stage that leaves this call to this one
+            return function(*tensors, causal=causal, scale=scale, diagonal=diagonal)
+        where = triton.runtime.driver.active, current_device(), torch.are_deterministic_algorithms_enabled()
+        kind = (*where, causal, scale or str(scale), diagonal, *map(_kind, tensors))  # 0 is -0, but "0.0" is not "-0.0"
+        replay = replays.get(kind)
+        if isinstance(replay, _Replay) and all(condition() for condition in replay.conditions):
+            give_context(tensors[0])
+            return replay(tensors)
+        if replay is None or replay is _UNREPEATABLE:
+            with _forgetting:
+                replays.setdefault(kind, _CALLED)
+                if len(replays) > MOST_KINDS:
+                    del replays[next(iter(replays))]
+            return function(*tensors, causal=causal, scale=scale, diagonal=diagonal)
+        tensors = [tensor.detach() for tensor in tensors]  # aliases: what is the same tensor now may be two the next time
+        with _Recording(tensors) as recording:
+            results = function(*tensors, causal=causal, scale=scale, diagonal=diagonal)
+        replays[kind] = recording.replay(results)
+        return results
+
+    return call
+
+
+if not INTERPRETED:
+    _run = CompiledKernel.run.fget
+
+    def _watched_run(kernel):
+        run, recording = _run(kernel), _thread.recording
+        return functools.partial(recording.launch, kernel, run) if recording else run
+
+    CompiledKernel.run = property(_watched_run)

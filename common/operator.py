@@ -59,8 +59,30 @@ def _checked_scale(scale, head_dim: int) -> float:
     return float(scale)
 
 
+def _are_right(q, k, v) -> bool:
+    """All that `_check_inputs` looks for, at once: most often nothing is wrong, and every call asks."""
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        return False
+    shape_q, shape_k, shape_v = q.shape, k.shape, v.shape
+    return (
+        len(shape_q) == len(shape_k) == len(shape_v) == 4
+        and q.dtype == k.dtype == v.dtype
+        and q.device == k.device == v.device
+        and q.dtype in DTYPES
+        and q.device.type == DEVICE
+        and 0 not in (*shape_q, *shape_k, *shape_v)
+        and shape_q[3] in HEAD_DIMS
+        and shape_v[3] in HEAD_DIMS
+        and (shape_k[0], shape_k[3]) == (shape_q[0], shape_q[3])
+        and shape_v[:3] == shape_k[:3]
+        and shape_q[1] % shape_k[1] == 0
+    )
+
+
 def _check_inputs(q, k, v):
     """Raise ValueError or TypeError, naming the argument, what it got and what it takes. Runs before any kernel."""
+    if _are_right(q, k, v):
+        return
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
@@ -117,11 +139,23 @@ def empty_rows(tensor: Tensor, columns: int | None = None) -> Tensor:
 
 def _plain(function: Callable, first: Tensor, *tensors: Tensor, **options):
     """Call on the tensors' device, and multiply in their dtype even where autocast is on around the call."""
-    with torch.cuda.device_of(first):
-        if torch.is_autocast_enabled(first.device.type):  # most often not, and switching it costs more than asking
-            with torch.autocast(first.device.type, enabled=False):
-                return function(first, *tensors, **options)
-        return function(first, *tensors, **options)
+    elsewhere = first.is_cuda and first.get_device() != torch.cuda.current_device()
+    if elsewhere or torch.is_autocast_enabled(DEVICE):  # most often neither, and changing them costs more than asking
+        with torch.cuda.device_of(first), torch.autocast(DEVICE, enabled=False):
+            return function(first, *tensors, **options)
+    return function(first, *tensors, **options)
+
+
+def _between_us(*tensors: Tensor) -> bool:
+    """Whether nobody but autograd has to know of a call: no compiler, tracer, transform, mode, profiler, no kind of tensor."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._is_torch_function_mode_enabled()
+        or torch._C._functorch.peek_interpreter_stack()
+        or torch.autograd.profiler._is_profiler_enabled
+        or torch.jit.is_tracing()
+    ) and all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
 
 
 def _register(name: str, function: Callable, fake: Callable, gradients: Callable, setup_context: Callable | None) -> Callable:
@@ -184,7 +218,8 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
         if grad_out is None:
             dq, dk, dv = (torch.zeros_like(tensor) for tensor in (q, k, v))
         else:
-            dq, dk, dv = backward_op(grad_out, q, k, v, out, lse, *ctx.options)
+            short = not torch.is_grad_enabled() and _between_us(grad_out, q, k, v, out, lse)
+            dq, dk, dv = (run_backward if short else backward_op)(grad_out, q, k, v, out, lse, *ctx.options)
         if grad_lse is not None:
             # d lse / d s = P, so lse adds scale * grad_lse * (P K) to dq and scale * Pᵀ (grad_lse * q) to dk: an attention
             # output with K for V, and the dV of a backward with that product for dO.
@@ -197,6 +232,17 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
 
     def refuse(ctx, *grads):
         raise RuntimeError(f"the gradients of {name}'s attention cannot be differentiated again")
+
+    class ShortCut(torch.autograd.Function):
+        """The operator's autograd without PyTorch's way through its dispatcher, which takes longer than all else here."""
+
+        @staticmethod
+        def forward(ctx, *inputs):
+            output = run_forward(*inputs)
+            setup_context(ctx, inputs, output)
+            return output
+
+        backward = staticmethod(gradients)
 
     forward_op = _register(f"{name}_forward", run_forward, fake_forward, gradients, setup_context)
     backward_op = _register(f"{name}_backward", run_backward, fake_backward, refuse, None)
@@ -234,7 +280,11 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
         _check_inputs(q, k, v)
         causal, diagonal = _checked_causal(causal, q.shape[2], k.shape[2])
         return_lse = _flag("return_lse", return_lse)
-        out, lse = forward_op(q, k, v, causal, _checked_scale(scale, q.shape[-1]), diagonal)
+        function = forward_op
+        if _between_us(q, k, v):
+            differentiable = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+            function = ShortCut.apply if differentiable else run_forward
+        out, lse = function(q, k, v, causal, _checked_scale(scale, q.shape[-1]), diagonal)
         return (out, lse) if return_lse else out
 
     attention.__qualname__ = f"{name}.attention"

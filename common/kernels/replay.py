@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from triton.compiler import CompiledKernel
 
 from common.kernels.descriptors import ALIGNMENT, give_context
-from common.runtime import INTERPRETED, current_device
+from common.runtime import INTERPRETED
 
 MOST_KINDS = 1024  # of calls that are kept for a function; the oldest is forgotten first
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}  # operators that take memory …
@@ -48,7 +48,7 @@ class _Place(NamedTuple):
 class _Recording(TorchDispatchMode):
     """Watches a call, and notes its steps: functions of the tensors so far, to which each may add one, and of the stream.
 
-    Tensors have numbers: those given come first, then those made, in order. A kernel takes addresses, and views need not be made
+    Tensors have numbers: those given come first, then those made, in order. A kernel takes addresses: views need not be made
     for it.
     """
 
@@ -85,7 +85,8 @@ class _Recording(TorchDispatchMode):
         if place.is_view:
             self.steps.append(_view(tensor, place))
             self._number(tensor)
-        return self._places[id(tensor)].number
+            return self._numbers - 1
+        return place.number
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -133,6 +134,8 @@ class _Recording(TorchDispatchMode):
     def replay(self, results):
         """What is to be kept of the call, which has returned `results`."""
         results = [self.number_of(result) for result in results]
+        if not all(condition() for condition in self.conditions):
+            return _CALLED
         return _Replay(self.steps, self.conditions, results) if self.repeatable else _UNREPEATABLE
 
 
@@ -204,9 +207,8 @@ class _Replay(NamedTuple):
     conditions: list[Callable]
     results: list[int]  # their numbers
 
-    def __call__(self, tensors):
+    def __call__(self, tensors, stream):
         tensors = list(tensors)
-        stream = triton.runtime.driver.active.get_current_stream(current_device())
         for step in self.steps:
             step(tensors, stream)
         return tuple([tensors[number] for number in self.results])
@@ -218,7 +220,7 @@ def depends_on(condition: Callable[[], bool]):
         _thread.recording.conditions.append(condition)
 
 
-def _is_watched():
+def is_watched() -> bool:
     """Whether somebody has to see each launch as Triton makes it: a profiler, by its hooks, or one who looks for errors."""
     runtime = triton.knobs.runtime
     for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
@@ -231,40 +233,46 @@ def _kind(tensor):
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % ALIGNMENT
 
 
+class _Replayed:
+    """A function, and by kind of call what has been recorded of it."""
+
+    def __init__(self, function):
+        functools.update_wrapper(self, function)
+        self.__globals__ = function.__globals__
+        self.replays = {}
+
+    def __call__(self, *tensors, causal, scale, diagonal=0):
+        if _thread.recording or is_watched():  # recorded: by the stage that leaves this call to this one
+            return self.__wrapped__(*tensors, causal=causal, scale=scale, diagonal=diagonal)
+        driver = triton.runtime.driver.active
+        device = driver.get_current_device()
+        options = causal, type(scale), scale or str(scale), diagonal  # 0 is -0, but "0.0" is not "-0.0"
+        kind = (driver, device, torch.are_deterministic_algorithms_enabled(), options, *map(_kind, tensors))
+        replay = self.replays.get(kind)
+        if isinstance(replay, _Replay) and all(condition() for condition in replay.conditions):
+            give_context(tensors[0])
+            return replay(tensors, driver.get_current_stream(device))
+        if replay is None or replay is _UNREPEATABLE:
+            with _forgetting:
+                self.replays.setdefault(kind, _CALLED)
+                if len(self.replays) > MOST_KINDS:
+                    del self.replays[next(iter(self.replays))]
+            return self.__wrapped__(*tensors, causal=causal, scale=scale, diagonal=diagonal)
+        tensors = [tensor.detach() for tensor in tensors]  # aliases: what is the same tensor now may be two the next time
+        with _Recording(tensors) as recording:
+            results = self.__wrapped__(*tensors, causal=causal, scale=scale, diagonal=diagonal)
+        self.replays[kind] = recording.replay(results)
+        return results
+
+
 def replayed(function: Callable) -> Callable:
     """Decorate a stage's `forward` or `backward`: from the third call of a kind on it repeats what the second one has done.
 
     A kind is all that a call's steps may depend on: options; shape, strides, dtype, device and alignment of each tensor; the
-    current device; whether PyTorch has to be deterministic. What they depend on beside these says so, by `depends_on`. On the
-    interpreter, and where launches are watched, the function is called as it is.
+    current device; whether PyTorch has to be deterministic. What they depend on beside these says so, by `depends_on`. Where
+    launches are watched, and on the interpreter, the function is called as it is.
     """
-    if INTERPRETED:
-        return function
-    replays = {}  # by kind
-
-    @functools.wraps(function)
-    def call(*tensors, causal, scale, diagonal=0):
-        if _thread.recording or _is_watched():  # recorded: by the stage that leaves this call to this one
-            return function(*tensors, causal=causal, scale=scale, diagonal=diagonal)
-        where = triton.runtime.driver.active, current_device(), torch.are_deterministic_algorithms_enabled()
-        kind = (*where, causal, scale or str(scale), diagonal, *map(_kind, tensors))  # 0 is -0, but "0.0" is not "-0.0"
-        replay = replays.get(kind)
-        if isinstance(replay, _Replay) and all(condition() for condition in replay.conditions):
-            give_context(tensors[0])
-            return replay(tensors)
-        if replay is None or replay is _UNREPEATABLE:
-            with _forgetting:
-                replays.setdefault(kind, _CALLED)
-                if len(replays) > MOST_KINDS:
-                    del replays[next(iter(replays))]
-            return function(*tensors, causal=causal, scale=scale, diagonal=diagonal)
-        tensors = [tensor.detach() for tensor in tensors]  # aliases: what is the same tensor now may be two the next time
-        with _Recording(tensors) as recording:
-            results = function(*tensors, causal=causal, scale=scale, diagonal=diagonal)
-        replays[kind] = recording.replay(results)
-        return results
-
-    return call
+    return function if INTERPRETED else _Replayed(function)
 
 
 if not INTERPRETED:

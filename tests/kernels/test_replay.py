@@ -1,0 +1,240 @@
+"""A repeated call launches what its function would launch, whatever came before it; a recording keeps no tensor.
+
+The driver and the compiler are stand-ins, and each test a program of its own: the kernels of this process may be the
+interpreter's.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import stages
+
+ROOT = Path(__file__).parents[2]
+REPLAYED = [name for name in stages.names() if stages.position(name) >= (2, "")]
+
+PREPARE = """
+import gc, random, sys, threading, weakref
+from types import SimpleNamespace
+import torch, triton
+import triton.compiler
+from triton.compiler import CompiledKernel
+from triton.runtime.autotuner import Autotuner
+import stages
+from common.kernels import replay
+from common.kernels.tuning import tuners
+from common.measure.aot import StandInDriver, first_that_survives
+
+device = threading.local()
+launches = []  # of the last call
+
+class Binary(CompiledKernel):
+    def __init__(self, src, target, options):
+        self.key = src.hash(), str(options), getattr(device, "index", 0)  # two compilations of the same are the same
+        self.src, self.function, self.packed_metadata, self._run = src, object(), object(), self.launch
+        self.name, self.metadata = src.fn.__name__, SimpleNamespace(shared=0, global_scratch_size=0)
+
+    def launch(self, x, y, z, stream, function, packed, metadata, enter_hook, exit_hook, *args):
+        assert (function, packed) == (self.function, self.packed_metadata)
+        launches.append(SimpleNamespace(
+            binary=self, grid=(x, y, z), stream=stream, args=args, hooks=(enter_hook, exit_hook), metadata=metadata
+        ))
+
+class Driver(StandInDriver):
+    def __init__(self):
+        super().__init__(90, lambda metadata: None, lambda call, **_: [1.0, 1.0, 1.0])
+        self.get_current_device = lambda: getattr(device, "index", 0)
+        self.get_current_stream = lambda index: (index, threading.get_ident())
+
+triton.runtime.driver.set_active(Driver())
+triton.compiler.compile = Binary
+Autotuner.prune_configs = first_that_survives
+
+def address(value):
+    return value.data_ptr() if isinstance(value, torch.Tensor) else value
+
+def seen():
+    \"\"\"The launches of the last call, with numbers for addresses, in the order in which they come: PyTorch's allocator on the
+    CPU gives multiples of 64.\"\"\"
+    numbers = {}
+
+    def place(at):
+        return at and (numbers.setdefault(at // 64, len(numbers)), at % 64)
+
+    for launch in launches:
+        shown = []
+        for kind, arg in zip(launch.binary.src.signature.values(), launch.args, strict=True):
+            if str(kind).startswith("*"):
+                shown.append(place(address(arg)))
+            elif hasattr(arg, "block_shape"):
+                shown.append((place(arg.base.data_ptr()), {**vars(arg), "base": type(arg)}))
+            else:
+                shown.append((type(arg), arg))
+        yield launch.binary.key, launch.grid, launch.stream, shown
+
+def launched(function, *tensors, **options):
+    launches.clear()
+    results = function(*tensors, **options)
+    assert launches
+    return list(seen()), [(result.shape, result.stride(), result.dtype) for result in results]
+
+def repeated():
+    return not any(isinstance(arg, torch.Tensor) for launch in launches for arg in launch.args)
+
+def tensor(*shape, dtype=torch.float16, layout="bhsd", skip=0):
+    order = ["bhsd".index(letter) for letter in layout]
+    memory = torch.zeros(skip + torch.Size(shape).numel(), dtype=dtype)[skip:]
+    return memory.view([shape[at] for at in order]).permute([order.index(at) for at in range(4)])
+
+def problem(batch=1, heads=2, kv_heads=2, seq_q=128, seq_k=128, head_dim=32, value_dim=32, **how):
+    q, k, v = (
+        tensor(batch, heads, seq_q, head_dim, **how), tensor(batch, kv_heads, seq_k, head_dim, **how),
+        tensor(batch, kv_heads, seq_k, value_dim, **how),
+    )
+    return q, k, v
+
+def for_backward(q, k, v):
+    out = torch.zeros_like(q[..., :1].expand(*q.shape[:3], v.shape[3]))
+    return torch.zeros_like(out), q, k, v, out, torch.zeros(q.shape[:3])
+
+OPTIONS = {"causal": False, "scale": 0.5}
+"""
+
+
+def run(program, *arguments):
+    """Run a program after PREPARE, on the compiler; `arguments` are its sys.argv[1:]."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", PREPARE + program, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_a_call_launches_what_its_function_does(name):
+    """In the same order the same binaries, which Triton finds by keys of its own, on the same stream, with the same arguments:
+    for calls that differ from others in a single thing, or in none."""
+    run(
+        """
+stage = stages.load(sys.argv[1])
+draw = random.Random(0)
+USUAL = {"causal": True, "scale": 0.5, "diagonal": 0, "index": 0, "deterministic": False, "same": False}
+OTHERS = {
+    "batch": [2], "heads": [4], "kv_heads": [1], "seq_q": [1, 100, 700], "seq_k": [1, 144, 700], "head_dim": [16, 256],
+    "value_dim": [64], "layout": ["bshd", "bsdh"], "skip": [4, 8], "dtype": [torch.bfloat16, torch.float32],
+    "causal": [False], "scale": [-0.5, 0.0, -0.0, 1.0, 1], "diagonal": [16, 5], "index": [1], "deterministic": [True],
+}
+calls = [{}, *({name: value} for name, values in OTHERS.items() for value in values), {"seq_k": 144, "diagonal": 16}]
+calls = [call for call in calls for _ in range(4)]
+draw.shuffle(calls)
+calls = [{"same": True}] * 3 + calls  # recorded, and of the kind of others
+repeats = {"forward": 0, "backward": 0}
+for call in calls:
+    how = USUAL | call
+    options = {option: how.pop(option) for option in ("causal", "scale", "diagonal")}
+    device.index, deterministic, same = (how.pop(setting) for setting in ("index", "deterministic", "same"))
+    torch.use_deterministic_algorithms(deterministic)
+    q, k, v = problem(**how)
+    if k.stride(-1) > 1:  # the operator's doing
+        q, k, v = (each.contiguous() for each in (q, k, v))
+    if same:
+        q = v = k
+    for function, tensors in ((stage.forward, (q, k, v)), (stage.backward, for_backward(q, k, v))):
+        got = launched(function, *tensors, **options)
+        repeats[function.__name__] += repeated()
+        expected = launched(function.__wrapped__, *tensors, **options)
+        assert got == expected, (call, function.__name__, got, expected)
+assert min(repeats.values()) > len(calls) / 4, repeats  # two in four of a kind, but that some kinds are left to other stages
+""",
+        name,
+    )
+
+
+def test_a_pick_of_the_tuner_is_honoured():
+    """Also one that it makes after a call has been recorded."""
+    run("""
+stage = stages.load("v6")
+tensors = problem()
+for _ in range(3):
+    launched(stage.forward, *tensors, **OPTIONS)
+assert repeated()
+(tuner,) = (tuner for name, tuner in tuners(stage).items() if "forward" in name)
+before = launched(stage.forward, *tensors, **OPTIONS)
+for key in tuner.cache:
+    tuner.cache[key] = tuner.configs[-1]
+for _ in range(3):
+    after = launched(stage.forward, *tensors, **OPTIONS)
+    assert after == launched(stage.forward.__wrapped__, *tensors, **OPTIONS) != before
+launched(stage.forward, *tensors, **OPTIONS)
+assert repeated()
+tuner.cache.clear()  # tuned anew, in the middle of a recording
+for _ in range(3):
+    got = launched(stage.forward, *tensors, **OPTIONS)
+assert repeated() and got == launched(stage.forward.__wrapped__, *tensors, **OPTIONS)
+""")
+
+
+def test_who_watches_launches_sees_them():
+    """A profiler's hooks are called, with the metadata that they ask for; without them the next call is a repeated one."""
+    run("""
+stage = stages.load("v15")
+tensors = problem()
+for _ in range(3):
+    launched(stage.forward, *tensors, **OPTIONS)
+assert repeated()
+for hooks in (triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook):
+    hooks.add(print)
+    launched(stage.forward, *tensors, **OPTIONS)
+    (launch,) = launches
+    assert not repeated() and hooks in launch.hooks and launch.metadata is not None
+    hooks.remove(print)
+for knobs, name, value in (
+    (triton.knobs.runtime, "debug", True), (triton.knobs.compilation, "instrumentation_mode", "any"),
+):
+    before = getattr(knobs, name)
+    setattr(knobs, name, value)
+    launched(stage.forward, *tensors, **OPTIONS)
+    assert not repeated(), name
+    setattr(knobs, name, before)
+launched(stage.forward, *tensors, **OPTIONS)
+assert repeated()
+""")
+
+
+def test_what_is_kept_is_small():
+    """No tensor, and of calls that are all of their own kind no more than a number."""
+    run("""
+stage = stages.load("v14")
+replay.MOST_KINDS = 5
+for seq_q in range(1, 20):
+    for _ in range(3):
+        tensors = problem(seq_q=seq_q)
+        results = stage.forward(*tensors, **OPTIONS)
+assert len(stage.forward.replays) == 5
+watched = [weakref.ref(each) for each in (*tensors, *results)]
+del tensors, results
+launches.clear()
+gc.collect()
+assert not any(each() is not None for each in watched)
+assert not any(isinstance(each, torch.Tensor) and each.dim() == 4 for each in gc.get_objects())
+""")
+
+
+def test_what_cannot_be_repeated_is_called():
+    """A function that takes a tensor from elsewhere, which the next call may find changed, or gone."""
+    run("""
+stage = stages.load("v3")
+elsewhere = torch.ones(1)
+calls = []
+
+@replay.replayed
+def forward(q, k, v, **options):
+    calls.append(elsewhere * 2)
+    return stage.forward(q, k, v, **options)
+
+for _ in range(4):
+    launched(forward, *problem(), **OPTIONS)
+assert len(calls) == 4
+""")

@@ -40,6 +40,8 @@ NO_TIMES = (
 
 SAVED = Path(".benchmarks")  # pytest-benchmark's
 
+SHORT_S = 1e-3  # of a call that takes the GPU longer the launches are hidden anyway
+
 # What a case takes, roughly. On an H200, with all that is tuned and compiled: the reference run's time over its cases.
 GPU_CASE_S = 0.75
 # On the interpreter, with what is around its three calls, and for each pair of a query and a key that they compute (the five
@@ -90,9 +92,9 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--reference",
         choices=GRIDS,
-        help="a part of what results/ keeps: the stages in a dtype, for a head dimension; both passes as one, of a smaller "
-        "model; the newest stage where query heads share K/V heads, and where v's head dimension is not k's; or where queries "
-        "are few and keys many",
+        help="a part of what results/ keeps: the stages in a dtype, for a head dimension; calls so short that the CPU's time "
+        "counts; both passes as one, of a smaller model; the newest stage where query heads share K/V heads, and where v's "
+        "head dimension is not k's; or where queries are few and keys many",
     )
 
     options = parser.parse_args(argv)
@@ -161,6 +163,7 @@ GRIDS = {  # the parts of what results/ keeps, a run each: command lines, and th
     **{  # dead ends are shown in one dtype
         f"bfloat16-d{dim}": [([f"--head-dim={dim}", "--dtype=bfloat16"], [*BASELINES, *MAIN_LINE])] for dim in HEAD_DIMS
     },
+    "short": [(["--batch=1", "--heads=2", "--seq-len=128,512", "--causal=no"], EVERYTHING)],
     "passes-as-one": [(["--pass=fwd+bwd", "--head-dim=64", "--causal=yes", "--batch=4", "--heads=8"], EVERYTHING)],
     "shared": [
         (
@@ -379,8 +382,11 @@ class Bench:
             times, launch_hidden = _gpu_timer().measure(call)
             TIMER.load(times)
             benchmark.pedantic(lambda: None, rounds=len(times))
-            lower, median, upper = statistics.quantiles(timing.host_seconds(call, statistics.median(times)), n=4)
+            gpu_s = statistics.median(times)
+            lower, median, upper = statistics.quantiles(timing.host_seconds(call, gpu_s), n=4)
             costs |= {"host_us": median * 1e6, "host_iqr_us": (upper - lower) * 1e6}
+            if gpu_s < SHORT_S:
+                costs["in_a_row_us"] = statistics.median(timing.seconds_in_a_row(call, gpu_s)) * 1e6
         else:
             launch_hidden = None
             benchmark.pedantic(call)

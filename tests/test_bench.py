@@ -350,6 +350,7 @@ def test_run_prints_the_table_and_saves_the_records(tmp_path):
         assert extra["peak_extra_mib"] > 0
         assert ("bytes_read" in extra) == (DEVICE == "cpu")
         assert extra.get("host_us", 0) > 0 and extra["host_iqr_us"] >= 0 or DEVICE == "cpu"
+        assert extra.get("in_a_row_us", 0) > 0 or DEVICE == "cpu"
         assert "data" not in entry["stats"]
     assert len({entry["fullname"] for entry in run["benchmarks"]}) == len(records)
     machine = run["machine_info"]

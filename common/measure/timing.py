@@ -1,4 +1,4 @@
-"""GPU time: what the kernels of a call take, without the time that the CPU takes to launch them."""
+"""GPU time: what the kernels of a call take, without the time that the CPU takes to launch them; and with it."""
 
 import statistics
 import time
@@ -18,6 +18,8 @@ EXPOSED_SHARE = 0.1  # of the rounds; the median of the others is not moved by s
 HOST_S = 20e-3  # time spent on how long the CPU takes …
 FEWEST_HOST_ROUNDS, MOST_HOST_ROUNDS = 3, 100  # … within these rounds …
 HOST_WARM_UP_ROUNDS = 2  # … and after these
+IN_A_ROW = 10  # calls, as a program makes them one after another …
+MOST_ROWS = 20  # … in rounds for which the same holds
 CACHE_BYTES = 256 * 2**20  # more than any L2 cache holds
 MATMUL_SIZE = 8192
 COPY_BYTES = 4 * 2**30  # much more than an L2 cache holds
@@ -101,6 +103,29 @@ def host_seconds(call: Callable, gpu_seconds: float) -> list[float]:
         begin = time.perf_counter()
         call()
         times.append(time.perf_counter() - begin)
+    return times[HOST_WARM_UP_ROUNDS:]
+
+
+def seconds_in_a_row(call: Callable, gpu_seconds: float) -> list[float]:
+    """Seconds that each of `IN_A_ROW` calls takes in a program without CUDA graphs: no launch is hidden, no cache emptied.
+
+    The time between an event that the GPU passes at once and one behind the last call, shared out among the calls. Of short
+    ones, whose kernels are done before the CPU has launched the next, it is the CPU's, and what a launch takes to arrive.
+
+    Args:
+        gpu_seconds: what a call takes on the GPU alone.
+    """
+    times = []
+    count = max(FEWEST_HOST_ROUNDS, min(int(HOST_S / (IN_A_ROW * gpu_seconds)), MOST_ROWS))
+    for _ in range(HOST_WARM_UP_ROUNDS + count):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        for _ in range(IN_A_ROW):
+            call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / IN_A_ROW)
     return times[HOST_WARM_UP_ROUNDS:]
 
 

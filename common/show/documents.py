@@ -60,8 +60,11 @@ def summary_table(records: list[dict], machines: list[dict]) -> str:
     stage_at = {stages.position(name): name for name in names}
     headers = ["", *(f"{PASS_NAMES[pass_]}, D={head_dim}" for pass_, head_dim in COLUMNS)]
     headers += [f"both, D={head_dim}" for head_dim in HEAD_DIMS]
-    hosts = [(r["impl"], r["host_us"]) for r in records if r["pass"] == "fwd" and "host_us" in r]
-    headers += ["host µs"] if hosts else []
+    hosts = {}
+    for record in records:
+        if "host_us" in record:
+            hosts.setdefault(record["pass"], []).append((record["impl"], record["host_us"]))
+    headers += [f"host µs, {PASS_NAMES[pass_]}" for pass_ in hosts]
     rows = []
     for name in names:
         row = [title(name)]
@@ -78,12 +81,12 @@ def summary_table(records: list[dict], machines: list[dict]) -> str:
         for head_dim in HEAD_DIMS:
             gain = speedup(records, name, before, ("fwd", "bwd"), head_dim)
             row.append(f"**×{gain:.2f}**" if gain else "-")
-        if hosts:
-            host = [us for impl, us in hosts if impl == name]
+        for measured in hosts.values():
+            host = [us for impl, us in measured if impl == name]
             row.append(f"{statistics.median(host):.0f}" if host else "-")
         rows.append(row)
     lengths = ", ".join(map(str, MEAN_OVER))
-    host_meaning = "; host: the CPU's time for a forward call" if hosts else ""
+    host_meaning = "; host: the CPU's time for a call" if hosts else ""
     caption = (
         f"TFLOP/s, **× the stage before**, % of cuDNN; both: forward and backward together{host_meaning}. float16, 16k tokens, "
         f"hidden size 2048; geometric means over S = {lengths}, causal and not. {origins(machines, dated=True)}."
@@ -322,6 +325,7 @@ RUNS = {  # by the name of the run: the heading of its document, and what that s
     "float16-d128": ("All stages in float16, D = 128", speed_table),
     "bfloat16-d64": ("All stages in bfloat16, D = 64", speed_table),
     "bfloat16-d128": ("All stages in bfloat16, D = 128", speed_table),
+    "short": ("Short calls in float16", speed_table),
     "passes-as-one": ("Both passes as one", speed_table),
     "shared": ("Shared K/V heads", shared_tables),
     "decode-d64": ("Decoding, D = 64", decoding_tables),

@@ -19,6 +19,7 @@ _COUNT_HEADERS = (
     "× stage before", "kernel launches", "peak extra MiB",
 )  # fmt: skip
 _KV_LEN = "Sk"  # a column of runs in which some have not as many keys as queries
+_IN_A_ROW = "µs in a row"  # a column of runs of short calls
 _KV_HEADS = "K/V heads"  # a column of runs in which some are shared
 
 
@@ -59,10 +60,10 @@ def _time_before(impl, time_at):
     return position and time_at.get(stages.before(position))
 
 
-def _time_cells(record, ms_at, ms_of, machine):
+def _time_cells(record, ms_at, ms_of, machine, headers):
     ms = record["ms"]
     ceiling = machine["matmul_tflops"].get(record["dtype"])
-    return [
+    cells = [
         _milliseconds(ms) + ("" if record["launch_hidden"] else "*"),
         _milliseconds(record["iqr_ms"]),
         _number(record["tflops"], 1),
@@ -73,6 +74,7 @@ def _time_cells(record, ms_at, ms_of, machine):
         _number(record["peak_extra_mib"], 1),
         _number(record.get("host_us"), 0) + (f" ± {record['host_iqr_us']:,.0f}" if "host_iqr_us" in record else ""),
     ]
+    return cells + [_number(record.get("in_a_row_us"), 1)] * (_IN_A_ROW in headers)
 
 
 def _count_cells(record, time_at):
@@ -112,7 +114,7 @@ def _rows(records, machine, headers):
             if "failure" in record:  # said where the first measurement would be
                 cells = [record["failure"]] + ["-"] * (len(headers) - len(shape) - 2)
             elif machine["gpu"]:
-                cells = _time_cells(record, time_at, time_of, machine)
+                cells = _time_cells(record, time_at, time_of, machine, headers)
             else:
                 cells = _count_cells(record, time_at)
             yield [*shape, title(record["impl"]), *cells]
@@ -125,12 +127,14 @@ def speed_table(records: list[dict], machine: dict) -> str:
         records: of one run: the `extra_info` of each benchmark and the entries of "failures" in its JSON file. A record has
             what `Workload.record` returns, of older runs without the last fields, `impl`, and either `failure` and `note`, or
             `flops`, `ms`, `iqr_ms`, `tflops`, `launch_hidden`, `peak_extra_mib`, `host_us` and, in runs that know the spread
-            of the host's time, `host_iqr_us`; or, without a GPU, what `common.measure.traffic.costs` returns.
+            of the host's time, `host_iqr_us`, and that of short calls in a row, `in_a_row_us`; or, without a GPU, what
+            `common.measure.traffic.costs` returns.
         machine: the file's "machine_info": `gpu` (None: interpreted, and the tables show counts, and times at the peaks of
             `roofline`), `torch`, `triton`, `commit`, `date`, `matmul_tflops` by dtype, and `copy_gbps` where it was measured.
 
     Baselines come first, then the stages in their order. "× stage before" and "× v0" say how many times as fast as these;
-    what the run did not measure is "-". "host µs" is a median ± an interquartile range.
+    what the run did not measure is "-". "host µs" is a median ± an interquartile range; "µs in a row" is the time of a short
+    call among others, back to back, with launches that are not hidden.
     """
     records = [record | Workload.of(record).record() for record in records]
     headers = list(_TIME_HEADERS if machine["gpu"] else _COUNT_HEADERS)
@@ -138,6 +142,8 @@ def speed_table(records: list[dict], machine: dict) -> str:
         headers.insert(2, _KV_HEADS)
     if any(record["kv_len"] != record["seq_len"] for record in records):
         headers.insert(1, _KV_LEN)
+    if any("in_a_row_us" in record for record in records):
+        headers.append(_IN_A_ROW)
     facts = [machine["gpu"] or "CPU, interpreted", f"torch {machine['torch']}", f"triton {machine['triton']}"]
     facts += [f"commit {machine['commit']}", machine["date"]]
     facts += [f"matmul {dtype} {tflops:.0f} TFLOP/s" for dtype, tflops in machine["matmul_tflops"].items()]

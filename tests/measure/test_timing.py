@@ -183,6 +183,16 @@ def test_host_time_is_each_rounds_own_without_the_first_ones(gpu, monkeypatch):
     assert timing.host_seconds(call, 1e-5) == pytest.approx([number * 1e-6 for number in range(1, 101)])
 
 
+@pytest.mark.parametrize(("host_s", "gpu_s", "expected"), [(30e-6, 5e-6, 30.5e-6), (5e-6, 30e-6, 30.5e-6)])
+def test_calls_in_a_row_take_what_takes_longer(gpu, host_s, gpu_s, expected):
+    """The CPU's time or the GPU's; once the other's, before the first kernel or after the last launch."""
+    gpu.log.clear()
+    times = timing.seconds_in_a_row(call_taking(gpu, host_s, gpu_s), gpu_s)
+    assert times == pytest.approx([expected] * timing.MOST_ROWS)
+    one = ["wait", "event", *["call"] * timing.IN_A_ROW, "event", "wait"]
+    assert gpu.log == one * (timing.HOST_WARM_UP_ROUNDS + timing.MOST_ROWS)
+
+
 def test_replay_gives_pytest_benchmark_the_times_that_were_measured():
     """It subtracts two readings a round; float32 milliseconds that go on from round to round would lose digits."""
     replay = timing.Replay()

@@ -131,6 +131,14 @@ def test_summary_shows_what_was_measured_and_a_dash_for_the_rest():
     assert rows["v3_z"][0].strip() == "25, 25 %"  # the stage before was not measured
 
 
+def test_summary_shows_the_hosts_time_of_each_pass():
+    records = [record("v0_x", 4.0), record("v0_x", 4.0, **{"pass": "bwd", "host_us": 20.0}), record("v1_y", 1.0)]
+    table = documents.summary_table(records, MACHINES)
+    assert "host µs, forward" in table and "host µs, backward" in table
+    ends = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[-3:-1]] for line in table.splitlines()[2:]}
+    assert ends["v0_x"] == ["9", "20"] and ends["v1_y"] == ["9", "-"]
+
+
 def test_table_replaces_what_is_between_its_markers_alone():
     text = "before\n<!-- x: written by make readme -->\nold\n<!-- end of x -->\nafter\n"
     once = documents.with_table(text, "x", "| new |")

@@ -125,6 +125,14 @@ def test_table_shows_the_spread_of_the_hosts_time_where_a_run_has_it():
     assert [cells(table, impl)[0][-1] for impl in ("v0_a", "v1_b")] == ["33", "1,234 ± 57"]
 
 
+def test_table_shows_what_short_calls_take_in_a_row_where_a_run_has_it():
+    long, short = record("v0_a", 1.0), record("v1_b", 0.01, in_a_row_us=41.26)
+    assert "µs in a row" not in speed_table([long], GPU)
+    table = speed_table([long, short, record("v2_c", failure="OOM")], GPU)
+    assert [cells(table, impl)[0][-1] for impl in ("v0_a", "v1_b", "v2_c")] == ["-", "41.3", "-"]
+    assert {len(row) for row in (cells(table, impl)[0] for impl in ("implementation", "v0_a", "v1_b", "v2_c"))} == {13}
+
+
 def test_table_marks_times_with_the_launch_in_them():
     table = speed_table([record("v0_a", 1.0, launch_hidden=False)], GPU)
     assert cells(table, "v0_a")[0][3] == "1.000*"

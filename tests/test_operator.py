@@ -98,6 +98,26 @@ def test_compiled_without_a_graph_break(stage, dynamic):
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("run", [by_operator, by_functions])
+def test_calls_of_one_kind_follow_each_other(stage, run):
+    """From the third on, on a GPU, they repeat what the second has launched: with their own tensors."""
+    kept = []
+    for _ in range(4):
+        inputs = make_inputs(*TILED, **FEW_SHARED)
+        kept.append((inputs, check(stage, *inputs, causal="bottom-right", run=run)))  # so that each finds other memory
+
+
+def test_who_watches_operators_sees_them(stage, unordered):
+    """Calls that nobody watches go past PyTorch's dispatcher, and have the same results."""
+    inputs = make_inputs(*TILED, **FEW_SHARED)
+    alone = by_operator(stage, *inputs, causal=True, scale=SCALE)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        profiled = by_operator(stage, *inputs, causal=True, scale=SCALE)
+    names = {operator._schema.name for operator in stage_operators(stage)}
+    assert names <= {event.key for event in profile.key_averages()}
+    assert_same_bits(alone, profiled, unordered)
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients(stage, mode):
     q, k, v, _ = make_inputs(*TILED, **FEW)
@@ -199,11 +219,13 @@ def test_differentiating_twice_says_that_it_cannot(stage):
 
 
 @needs_gpu
-def test_cuda_graph_after_one_call(stage, unordered):
-    """A replay reads what has been copied into the captured inputs since."""
+@pytest.mark.parametrize("calls", [1, 3])
+def test_cuda_graph_after_some_calls(stage, calls, unordered):
+    """A replay reads what has been copied into the captured inputs since. What is captured may be a repeated call."""
     static = as_leaves(*make_inputs(130, 200)[:3])
     grad_out = torch.randn_like(static[0])
-    by_operator(stage, *static, grad_out, causal=True, scale=SCALE)
+    for _ in range(calls):
+        by_operator(stage, *static, grad_out, causal=True, scale=SCALE)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = by_operator(stage, *static, grad_out, causal=True, scale=SCALE)
@@ -216,10 +238,12 @@ def test_cuda_graph_after_one_call(stage, unordered):
 
 
 @needs_gpu
-def test_a_stream_that_is_not_the_default(stage, unordered):
+@pytest.mark.parametrize("calls", [1, 3])
+def test_a_stream_that_is_not_the_default(stage, calls, unordered):
     """Inputs that are still being computed on that stream: a kernel launched elsewhere would read them too early."""
     inputs = make_inputs(130, 200)
-    expected = by_operator(stage, *inputs, causal=True, scale=SCALE)
+    for _ in range(calls):
+        expected = by_operator(stage, *inputs, causal=True, scale=SCALE)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -233,10 +257,12 @@ def test_a_stream_that_is_not_the_default(stage, unordered):
 
 
 @needs_gpu
-def test_a_thread_that_has_not_used_the_gpu_yet(stage, unordered):
+@pytest.mark.parametrize("calls", [1, 3])
+def test_a_thread_that_has_not_used_the_gpu_yet(stage, calls, unordered):
     """A new thread has no CUDA context, and a tensor descriptor cannot be encoded without; autograd's thread was the first."""
     inputs = make_inputs(130, 200)
-    expected = by_functions(stage, *inputs, causal=True, scale=SCALE)
+    for _ in range(calls):
+        expected = by_functions(stage, *inputs, causal=True, scale=SCALE)
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:
         results = pool.submit(by_functions, stage, *inputs, causal=True, scale=SCALE).result()
     assert_same_bits(expected, results, unordered)
@@ -246,6 +272,8 @@ def test_a_thread_that_has_not_used_the_gpu_yet(stage, unordered):
 @pytest.mark.parametrize("run", [by_operator, by_functions])
 def test_a_device_that_is_not_the_current_one(stage, run):
     """Triton launches on the current device, wherever the tensors are."""
+    for _ in range(3):
+        check(stage, *make_inputs(130, 200), causal=True, run=run)
     inputs = tuple(tensor.to("cuda:1") for tensor in make_inputs(130, 200))
     with contextlib.nullcontext() if run is by_operator else torch.cuda.device(1):
         results = check(stage, *inputs, causal=True, run=run)

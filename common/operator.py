@@ -146,16 +146,20 @@ def _plain(function: Callable, first: Tensor, *tensors: Tensor, **options):
     return function(first, *tensors, **options)
 
 
-def _between_us(*tensors: Tensor) -> bool:
-    """Whether nobody but autograd has to know of a call: no compiler, tracer, transform, mode, profiler, no kind of tensor."""
+def _unwatched(*tensors: Tensor) -> bool:
+    """Whether backward autograd alone has to know of a call.
+
+    No compiler, tracer, transform, mode or profiler; no class of tensors, and no sign that the dispatcher has yet to turn.
+    """
     return not (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._is_torch_function_mode_enabled()
         or torch._C._functorch.peek_interpreter_stack()
+        or torch.autograd.forward_ad._current_level >= 0
         or torch.autograd.profiler._is_profiler_enabled
         or torch.jit.is_tracing()
-    ) and all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
+    ) and all(type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_neg() for tensor in tensors)
 
 
 def _register(name: str, function: Callable, fake: Callable, gradients: Callable, setup_context: Callable | None) -> Callable:
@@ -218,7 +222,7 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
         if grad_out is None:
             dq, dk, dv = (torch.zeros_like(tensor) for tensor in (q, k, v))
         else:
-            short = not torch.is_grad_enabled() and _between_us(grad_out, q, k, v, out, lse)
+            short = not torch.is_grad_enabled() and _unwatched(grad_out, q, k, v, out, lse)
             dq, dk, dv = (run_backward if short else backward_op)(grad_out, q, k, v, out, lse, *ctx.options)
         if grad_lse is not None:
             # d lse / d s = P, so lse adds scale * grad_lse * (P K) to dq and scale * Pᵀ (grad_lse * q) to dk: an attention
@@ -281,7 +285,7 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
         causal, diagonal = _checked_causal(causal, q.shape[2], k.shape[2])
         return_lse = _flag("return_lse", return_lse)
         function = forward_op
-        if _between_us(q, k, v):
+        if _unwatched(q, k, v):
             differentiable = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
             function = ShortCut.apply if differentiable else run_forward
         out, lse = function(q, k, v, causal, _checked_scale(scale, q.shape[-1]), diagonal)

@@ -118,6 +118,16 @@ def test_who_watches_operators_sees_them(stage, unordered):
     assert_same_bits(alone, profiled, unordered)
 
 
+def test_a_sign_that_is_not_yet_turned(stage, unordered):
+    """PyTorch notes it, as for the imaginary part of a conjugate, and its dispatcher turns it where memory is used."""
+    q, k, v, grad_out = make_inputs(9, 20, dtype=torch.float32, **FEW)
+    turned = torch._neg_view(-k)
+    assert turned.is_neg() and torch.equal(turned, k)
+    expected = by_operator(stage, q, k, v, grad_out, causal=False, scale=SCALE)
+    got = by_operator(stage, q, turned, v, grad_out, causal=False, scale=SCALE)
+    assert_same_bits(expected, got, unordered)
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients(stage, mode):
     q, k, v, _ = make_inputs(*TILED, **FEW)

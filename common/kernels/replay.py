@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 import triton
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from triton.compiler import CompiledKernel
 
@@ -27,7 +27,7 @@ MOST_KINDS = 1024  # of calls that are kept for a function; the oldest is forgot
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}  # operators that take memory …
 _ZEROS = {"new_zeros", "zeros", "zeros_like"}  # … and set it to zero
 _CALLED, _UNREPEATABLE = "called", "unrepeatable"  # in place of a replay: not yet recorded; no use to record it again
-_forgetting = threading.Lock()
+_changing = threading.Lock()  # a dictionary in which another thread looks for its oldest entry
 
 
 class _Thread(threading.local):
@@ -58,6 +58,10 @@ class _Recording(TorchDispatchMode):
         self._places, self._tensors, self._numbers = {}, [], 0  # by id, which is no other's while the tensor is kept
         for tensor in tensors:
             self._number(tensor)
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False  # or the first recording loads the compiler, which takes a second
 
     def __enter__(self):
         _thread.recording = self
@@ -115,7 +119,8 @@ class _Recording(TorchDispatchMode):
 
     def launch(self, kernel, run, x, y, z, stream, function, metadata, launch_metadata, enter_hook, exit_hook, *args):
         """Launch a compiled kernel; called in place of its `run`."""
-        run(x, y, z, stream, function, metadata, launch_metadata, enter_hook, exit_hook, *args)
+        with _disable_current_modes():  # memory that it takes is its own affair
+            run(x, y, z, stream, function, metadata, launch_metadata, enter_hook, exit_hook, *args)
         if kernel.metadata.global_scratch_size:  # from what the stage has given `triton.set_allocator`, in this context
             run = functools.partial(_in_context, contextvars.copy_context(), run)
         pointers, descriptors, others = [], [], list(args)
@@ -253,7 +258,7 @@ class _Replayed:
             give_context(tensors[0])
             return replay(tensors, driver.get_current_stream(device))
         if replay is None or replay is _UNREPEATABLE:
-            with _forgetting:
+            with _changing:
                 self.replays.setdefault(kind, _CALLED)
                 if len(self.replays) > MOST_KINDS:
                     del self.replays[next(iter(self.replays))]
@@ -261,7 +266,8 @@ class _Replayed:
         tensors = [tensor.detach() for tensor in tensors]  # aliases: what is the same tensor now may be two the next time
         with _Recording(tensors) as recording:
             results = self.__wrapped__(*tensors, causal=causal, scale=scale, diagonal=diagonal)
-        self.replays[kind] = recording.replay(results)
+        with _changing:
+            self.replays[kind] = recording.replay(results)
         return results
 
 

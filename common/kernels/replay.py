@@ -8,7 +8,10 @@ new memory and on any stream. A recording holds numbers and binaries, and no ten
 """
 
 import contextvars
+import copy
 import functools
+import inspect
+import itertools
 import threading
 from collections.abc import Callable
 from typing import NamedTuple
@@ -24,6 +27,7 @@ from common.kernels.descriptors import ALIGNMENT, give_context
 from common.runtime import INTERPRETED
 
 MOST_KINDS = 1024  # of calls that are kept for a function; the oldest is forgotten first
+MOST_ADDRESSES = 64  # that are kept encoded, for each descriptor of a launch
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}  # operators that take memory …
 _ZEROS = {"new_zeros", "zeros", "zeros_like"}  # … and set it to zero
 _CALLED, _UNREPEATABLE = "called", "unrepeatable"  # in place of a replay: not yet recorded; no use to record it again
@@ -192,14 +196,53 @@ def _operate(func, args, kwargs, given, named, in_place):
     return step
 
 
+def _described(kind, fields, tensor):
+    descriptor = kind.__new__(kind)  # without the checks, which its like has passed
+    descriptor.__dict__.update(fields, base=tensor)
+    return [descriptor]
+
+
+def _encoders(run):
+    """Triton's launcher of a kernel as one that takes descriptors as the driver encodes them, and for each its encoder.
+
+    The launcher itself, and none, for a kernel without descriptors, for a GPU without a copy engine, and where Triton has it
+    otherwise than in 3.6 and 3.7.
+    """
+    encoding = getattr(run, "launch", None)
+    known = inspect.getclosurevars(encoding) if inspect.isfunction(encoding) else None
+    tiles = known.nonlocals.get("tensordesc_meta") if known else None
+    if not tiles or None in tiles or "launcher" not in known.nonlocals or "make_tensordesc_arg" not in known.globals:
+        return run, []
+    bare = copy.copy(run)
+    bare.launch = known.nonlocals["launcher"]
+    encode = known.globals["make_tensordesc_arg"]
+    return bare, [lambda descriptor, tile=tile: encode(descriptor, tile) for tile in tiles]
+
+
 def _launch(run, grid, binary, pointers, descriptors, others):
+    run, encoders = _encoders(run)
+    # From the last one on: what is encoded takes more places.
+    described = [
+        (at, number, functools.partial(_described, kind, fields), encode, {})
+        for (at, number, kind, fields), encode in itertools.zip_longest(descriptors, encoders)
+    ][::-1]
+
     def step(tensors, stream):
         args = others.copy()
         for at, number, offset in pointers:
             args[at] = tensors[number].data_ptr() + offset
-        for at, number, kind, fields in descriptors:
-            descriptor = args[at] = kind.__new__(kind)  # without the checks, which its like has passed
-            descriptor.__dict__.update(fields, base=tensors[number])
+        for at, number, describe, encode, encoded in described:
+            tensor = tensors[number]
+            if encode is None:
+                args[at : at + 1] = describe(tensor)
+                continue
+            address = tensor.data_ptr()
+            places = encoded.get(address)  # memory is often taken where it was the last time
+            if places is None:
+                if len(encoded) >= MOST_ADDRESSES:
+                    encoded.clear()
+                places = encoded[address] = encode(*describe(tensor))
+            args[at : at + 1] = places
         run(*grid, stream, *binary, *args)
 
     return step

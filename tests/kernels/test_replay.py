@@ -152,6 +152,65 @@ assert min(repeats.values()) > len(calls) / 4, repeats  # two in four of a kind,
     )
 
 
+def test_the_driver_gets_what_triton_gives_it():
+    """Descriptors that repeated calls have encoded once, each with the address of the call's own tensor."""
+    run("""
+from triton.backends.nvidia import driver as nvidia
+BASE = getattr(nvidia, "_BASE_ARGS_FORMAT_LEN", None)  # of Triton 3.6, which passes all arguments in a row
+sent, encoded = [], []
+
+class Launcher:
+    def __init__(self, binary):
+        signature = binary.src.signature
+        tiles = [
+            {"swizzle": number, "elem_size": 2, "elem_type": 6, "block_size": [number], "fp4_padded": False}
+            for number, kind in enumerate(signature.values()) if str(kind).startswith("tensordesc")
+        ]
+        self.launch = nvidia.wrap_handle_tensordesc(self.send, signature, tiles)
+
+    def send(self, *args):
+        sent.append(args[BASE:] if BASE else args[-1])
+
+    def __call__(self, x, y, z, stream, function, metadata, launch_metadata, enter_hook, exit_hook, *args):
+        self.launch(*[None] * BASE, *args) if BASE else self.launch(None, args)
+
+class Launched(Binary):
+    def __init__(self, src, target, options):
+        super().__init__(src, target, options)
+        self._run = Launcher(self)
+
+triton.compiler.compile = Launched
+utils = triton.runtime.driver.active.utils
+utils.fill_tma_descriptor = utils.fill_tma_descriptor_tiled = lambda *args: encoded.append(args) or args
+
+def sent_by(function, tensors):
+    sent.clear()
+    results = function(*tensors, **OPTIONS)
+    numbers = {each.data_ptr(): number for number, each in enumerate(tensors)}
+
+    def shown(value):
+        if isinstance(value, (list, tuple)):
+            return [shown(each) for each in value]
+        value = address(value)
+        is_address = isinstance(value, int) and value > 2**32
+        return ("address", numbers.setdefault(value, len(numbers))) if is_address else value
+
+    return [shown(args) for args in sent]
+
+for name in ("v15", "v8", "v5"):
+    stage = stages.load(name)
+    problems = [problem() for _ in range(3)] * 2
+    for function, calls in ((stage.forward, problems), (stage.backward, [for_backward(*each) for each in problems])):
+        for tensors in calls:
+            got, before = sent_by(function, tensors), len(encoded)
+            expected = sent_by(function.__wrapped__, tensors)
+            assert got and got == expected, (name, got, expected)
+        every = len(encoded) - before
+        sent_by(function, calls[0])
+        assert len(encoded) - before - every < every, "what is given is encoded once"
+""")
+
+
 def test_a_pick_of_the_tuner_is_honoured():
     """Also one that it makes after a call has been recorded."""
     run("""

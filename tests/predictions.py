@@ -301,8 +301,9 @@ def v7_backward(p: Problem) -> Steps:
     yield 2 * p.q, p.q  # dQ = sums * scale
 
 
-# --- v8 to v15: tiles of their own, by the larger head dimension, up to 128. In the backward Q and dO are read once for each
-# 128 keys. From v10 on programs have consumers, of 64 rows each. From v12 on the forward's take their tiles by a counter.
+# --- v8 to v16: tiles of their own, by the larger head dimension, up to 128. In the backward Q and dO are read once for each
+# 128 keys. From v10 on programs have consumers, of 64 rows each. From v12 on the forward's take their tiles by a counter,
+# and the narrow backward's from v16 on.
 
 ROWS = 64  # of a consumer: queries in the forward, keys in the backward
 MULTIPROCESSORS = GPUS["h200"].multiprocessors
@@ -431,6 +432,14 @@ def v10_backward(p: Problem) -> Steps:
     yield from v8_backward(p, consumers=True)
 
 
+def v16_backward(p: Problem) -> Steps:
+    (read, written), (main_read, main_written, flops), finish = v10_backward(p)
+    tiles = 0 if _wide(p) else p.kv_heads * math.ceil(p.seq_k / (2 * ROWS))
+    yield read, written + min(tiles, 1) * INT  # the counter = 0
+    yield main_read + tiles * INT, main_written + tiles * INT, flops  # after each tile, for another
+    yield finish
+
+
 # A stage that is not here moves what nobody has written down yet: its test is skipped and says so.
 PREDICTIONS = {
     "v0": (v0_forward, v0_backward),
@@ -454,6 +463,7 @@ PREDICTIONS = {
     "v13a": (v13_forward, v10_backward),
     "v14": (v14_forward, v10_backward),
     "v15": (v15_forward, v10_backward),
+    "v16": (v15_forward, v16_backward),
 }
 
 

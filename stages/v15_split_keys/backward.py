@@ -204,6 +204,7 @@ def _accumulate(
 @gluon.jit
 def _producer(k_desc, v_desc, dk_desc, dv_desc, work, load, ring, order, kv_head, start_n, n):
     """One warp, all that comes and goes but dQ: K and V once, Q and dO through their ring, dK and dV at the end."""
+    # NOTE: the next program's K and V come when this one has ended; v16's programs stay, and load them before.
     scale, k_s, v_s, kv_full, dk_full, dv_full = work
     batch = load[3]
     mbarrier.expect(kv_full.index(0), CONSUMERS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))

@@ -112,8 +112,8 @@ def run(program, *arguments):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", REPLAYED)
-def test_a_call_launches_what_its_function_does(name):
+@pytest.mark.parametrize("stage", REPLAYED)
+def test_a_call_launches_what_its_function_does(stage):
     """In the same order the same binaries, which Triton finds by keys of its own, on the same stream, with the same arguments:
     for calls that differ from others in a single thing, or in none."""
     run(
@@ -148,7 +148,7 @@ for call in calls:
         assert got == expected, (call, function.__name__, got, expected)
 assert min(repeats.values()) > len(calls) / 4, repeats  # two in four of a kind, but that some kinds are left to other stages
 """,
-        name,
+        stage,
     )
 
 

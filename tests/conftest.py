@@ -14,6 +14,7 @@ from triton.runtime.autotuner import Autotuner  # noqa: E402
 
 import stages  # noqa: E402
 from common.interpreter.schedule import restart_seeds  # noqa: E402
+from common.kernels.tuning import tuners  # noqa: E402
 from common.measure.aot import first_that_survives  # noqa: E402
 from common.measure.timeline import has_gluon  # noqa: E402
 from common.runtime import INTERPRETED  # noqa: E402
@@ -33,10 +34,12 @@ def pytest_xdist_auto_num_workers():
 
 @pytest.hookimpl(tryfirst=True)  # before the long ones are left out
 def pytest_collection_modifyitems(items):
-    """On the interpreter, which is slow, dead ends, and of the stages in Gluon all but the last, have their results checked, in
-    float32 not even these where another stage's kernels make them; all else that is done to them is in the long run."""
+    """On the interpreter, which is slow, some stages have their results checked and no more, in float32 not even these where
+    another stage's kernels make them: dead ends, of the stages in Gluon all but the last, and of those with tuned tiles all but
+    the last of either kind of backward, of two kernels and of one. All else that is done to them is in the long run."""
     line = [name for name in stages.names() if not stages.is_dead_end(name)]
-    in_full = {name for name in line if not has_gluon(name)} | {line[-1]}
+    last = {len(tuners(stages.load(name))): name for name in line}  # for each number of tuned kernels
+    in_full = {name for name in line if not has_gluon(name) and not tuners(stages.load(name))} | {line[-1], *last.values()}
     for item in items if INTERPRETED else ():
         params = item.callspec.params if hasattr(item, "callspec") else {}
         name = params.get("stage")

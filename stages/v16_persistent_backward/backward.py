@@ -328,7 +328,7 @@ def _consumer(work, ring, dq, turns, problem, w: gl.constexpr, CAUSAL: gl.conste
     scale, k_s, v_s, kv_full, dk_full, dv_full = work
     q_s, do_s, stats_s, q_full, do_full, q_do_empty = ring
     ds_s, ds_full, ds_empty = dq
-    kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles = problem
+    tiles = problem[6]
     KV_STAGES: gl.constexpr = kv_full.shape[0]
     STAGES: gl.constexpr = q_s.shape[0]
     BLOCK_M: gl.constexpr = q_s.shape[3]

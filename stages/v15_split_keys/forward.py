@@ -510,7 +510,7 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, pro
     splits = 1
     if few or tiles < programs:
         splits = splits_of(tiles, key_tiles, min(rows, block_m), block_n, head_dim + value_dim, programs)
-    if few and key_tiles <= splits:  # two tiles of half the keys: the first is sooner there, and its scores are
+    if few and key_tiles <= splits and block_n > ROWS.value:  # two tiles of half the keys: sooner there, and so are scores
         block_n, stages, key_tiles = block_n // 2, stages * 2, key_tiles * 2
     packed = together if few or splits > 1 or tiles < ceil(seq_q / block_m) * batch * heads else 1
     before = diagonal % (64 // packed)  # positions

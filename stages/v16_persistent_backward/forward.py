@@ -139,6 +139,7 @@ def _accumulate(
     first = 1
     if CAUSAL and tiles > FEW_TILES:
         # The upper rows of the diagonal's tile see few keys: the next tile has a say in the maximum too.
+        # NOTE: of a sink, which is a first key, nobody knows: its P overflows, or is rounded; v17 asks the first keys too.
         first = 2
         fill += 1
         slot = fill % STAGES
@@ -510,7 +511,7 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, pro
     splits = 1
     if few or tiles < programs:
         splits = splits_of(tiles, key_tiles, min(rows, block_m), block_n, head_dim + value_dim, programs)
-    if few and key_tiles <= splits:  # two tiles of half the keys: the first is sooner there, and its scores are
+    if few and key_tiles <= splits and block_n > ROWS.value:  # two tiles of half the keys: sooner there, and so are scores
         block_n, stages, key_tiles = block_n // 2, stages * 2, key_tiles * 2
     packed = together if few or splits > 1 or tiles < ceil(seq_q / block_m) * batch * heads else 1
     before = diagonal % (64 // packed)  # positions

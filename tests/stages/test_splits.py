@@ -51,6 +51,7 @@ PROBLEMS = [  # queries, keys, head dimension, causal, heads, of these K/V heads
     (70, 203, 32, "bottom-right", 3, 1, 64),  # heads that are no power of two
     (150, 700, 64, "bottom-right", 2, 1, 64),  # more rows than a tile of few
     (140, 400, 128, False, 1, 1, 128),
+    (1, 239, 256, True, 1, 1, 256),  # a row that sees one key, where key tiles are as short as its tile's rows
 ]
 
 

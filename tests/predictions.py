@@ -301,13 +301,14 @@ def v7_backward(p: Problem) -> Steps:
     yield 2 * p.q, p.q  # dQ = sums * scale
 
 
-# --- v8 to v16: tiles of their own, by the larger head dimension, up to 128. In the backward Q and dO are read once for each
+# --- v8 to v17: tiles of their own, by the larger head dimension, up to 128. In the backward Q and dO are read once for each
 # 128 keys. From v10 on programs have consumers, of 64 rows each. From v12 on the forward's take their tiles by a counter,
 # and the narrow backward's from v16 on.
 
 ROWS = 64  # of a consumer: queries in the forward, keys in the backward
 MULTIPROCESSORS = GPUS["h200"].multiprocessors
 V15 = importlib.import_module("stages.v15_split_keys.forward")  # says how long work is that it takes in another way
+V17 = importlib.import_module("stages.v17_safe_speculation.forward")  # says how many keys all rows begin with
 
 
 def _wide(p: Problem) -> bool:
@@ -359,7 +360,7 @@ def v14_forward(p: Problem) -> Steps:
     yield from v13_forward(p, wide_keys=64)
 
 
-def v15_forward(p: Problem) -> Steps:
+def v15_forward(p: Problem, safe: bool = False) -> Steps:
     per_kv = p.heads // p.kv_heads
     packed = per_kv if 64 % per_kv == 0 else 1  # rows of a query, side by side
     seen_keys = min(p.seq_q, p.seq_k) if p.causal else p.seq_k
@@ -372,7 +373,7 @@ def v15_forward(p: Problem) -> Steps:
     if few or tiles < MULTIPROCESSORS:
         width = p.head_dim + p.value_dim
         splits = V15.splits_of(tiles, key_tiles, min(p.seq_q * packed, m), n, width, MULTIPROCESSORS)
-    if few and key_tiles <= splits:
+    if few and key_tiles <= splits and n > ROWS:
         n, key_tiles = n // 2, key_tiles * 2
     if splits == 1 and not few and tiles == math.ceil(p.seq_q / m) * p.heads:
         packed = 1
@@ -400,12 +401,22 @@ def v15_forward(p: Problem) -> Steps:
     if at_once:
         yield read, written, p.flops(steps * ROWS * n, 1, 1)
     else:
-        counted = jobs * INT if splits == 1 else 0
+        counted = jobs * INT if splits == 1 or safe else 0
+        first_keys = looks = 0  # of the last, the number of flags
+        if safe:
+            first_keys = V17.FIRST_KEYS if seen_keys > V17.SHORT_ROW else V17.FIRST_KEYS // 2
+            looks = sum(min(V17.LATELY.value, jobs - max(job + 1 - 2 * V17.LATELY.value, 0)) for job in range(jobs))
+        read += p.heads // packed * splits * math.ceil(rows / m) * m // ROWS * min(first_keys, p.seq_k) * p.row_of_q
         yield 0, (2 + jobs) * INT
-        yield read + counted, written + counted, p.flops(steps * ROWS * n, 1, 1)
+        flops = p.flops(steps * ROWS * n, 1, 1) + p.flops(jobs * m * first_keys, 1, 0)
+        yield read + counted + looks * INT, written + counted, flops
         yield min(jobs, MULTIPROCESSORS) * INT, 0
     if splits > 1:
         yield parts, p.o + p.row
+
+
+def v17_forward(p: Problem) -> Steps:
+    yield from v15_forward(p, safe=True)
 
 
 def v8_backward(p: Problem, consumers: bool = False) -> Steps:
@@ -464,6 +475,7 @@ PREDICTIONS = {
     "v14": (v14_forward, v10_backward),
     "v15": (v15_forward, v10_backward),
     "v16": (v15_forward, v16_backward),
+    "v17": (v17_forward, v16_backward),
 }
 
 

@@ -173,7 +173,7 @@ def _inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
 
 
 @means(gl.load, tl.load)
-def _load(pointer, mask=None, other=None):
+def _load(pointer, mask=None, other=None, volatile=False):
     offsets, counts = pointer.at(mask)
     traffic.read(int(counts.sum()) * pointer.elements.itemsize)
     loaded = pointer.elements[torch.where(counts, offsets, 0)]

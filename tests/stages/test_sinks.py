@@ -1,0 +1,102 @@
+"""Speculation that is safe: where other keys score far above the first that are looked at, results are right, and no further
+tile is begun that would fail as well."""
+
+import importlib
+
+import pytest
+import torch
+from cases import make_inputs
+from triton.experimental.gluon import language as gl
+
+import stages
+from common.kernels import replay
+from common.measure.reference import assert_correct, plain, truth
+from common.runtime import DEVICE, Device, interpreted_as
+
+SAFE = [name for name in stages.names() if hasattr(importlib.import_module(f"stages.{name}.forward"), "FIRST_KEYS")]
+PROGRAMS = 2  # that run at a time, so that each takes several tiles
+
+
+@pytest.fixture(params=SAFE)
+def long_work(request, monkeypatch):
+    """A stage that speculates on work of any length, and what it launches."""
+    if reason := stages.unavailable(request.param):
+        pytest.skip(f"{request.param} {reason}")
+    stage = stages.load(request.param)
+    names = stage.forward.__globals__
+    for name, value in {"FEW_SQUARES": 0, "SHORT": dict.fromkeys(names["SHORT"], 0), "splits_of": lambda *_: 1}.items():
+        monkeypatch.setitem(names, name, value)
+    monkeypatch.setattr(replay, "is_watched", lambda: True)  # every call by itself
+    with interpreted_as(Device(multiprocessors=PROGRAMS)):
+        yield stage
+
+
+def check(stage, q, k, v, causal):
+    options = {"causal": causal, "scale": q.shape[-1] ** -0.5, "diagonal": 0}
+    out, lse = stage.forward(q, k, v, **options)
+    assert_correct({"out": out, "lse": lse}, truth(q, k, v, **options), plain(q, k, v, **options))
+
+
+def with_key(key, nats, heads, seq_len, head_dim, dtype):
+    """q, k and v, where a key scores so many nats for all queries, and the others are normal."""
+    q, k, v, _ = make_inputs(seq_len, seq_len, head_dim, dtype, batch=1, heads=heads)
+    q[..., 0], k[..., 0], k[:, :, key] = 4, 0, 0
+    k[:, :, key, 0] = nats * head_dim**0.5 / 4
+    return q, k, v
+
+
+class Recorded:
+    """A forward kernel that notes what its first launch leaves to the second: how many tiles were begun, and which failed."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        def launch(*args, AGAIN, **options):
+            if AGAIN:
+                *_, counter, failed = args
+                self.begun, self.failed = grid[0] + counter.item(), failed[1:].clone()
+            return self.kernel[grid](*args, AGAIN=AGAIN, **options)
+
+        return launch
+
+
+@pytest.fixture
+def recorded(long_work, monkeypatch):
+    kernel = Recorded(long_work.forward.__globals__["_forward_kernel"])
+    monkeypatch.setitem(long_work.forward.__globals__, "_forward_kernel", kernel)
+    return kernel
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("nats", [8, 16, 24])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_sink_is_known_from_the_beginning(long_work, recorded, head_dim, nats, causal, dtype):
+    """Its P is 1, which no dtype rounds, and no tile is done again."""
+    check(long_work, *with_key(0, nats, 2, 330, head_dim, dtype), causal)
+    assert not recorded.failed.any()
+
+
+HEADS = 100 if DEVICE == "cpu" else 1000  # of a tile each
+
+
+@pytest.fixture
+def small_sample(long_work, monkeypatch):
+    """On the interpreter fewer tiles are in progress, and so fewer tell how the rest will do."""
+    if DEVICE == "cpu":
+        monkeypatch.setitem(long_work.forward.__globals__, "LATELY", gl.constexpr(32))
+
+
+def test_no_further_tile_is_begun_in_vain(long_work, recorded, small_sample):
+    check(long_work, *with_key(100, 30, HEADS, 200, 16, torch.float16), False)
+    assert recorded.begun < HEADS
+    assert recorded.failed[: recorded.begun].all() and not recorded.failed[recorded.begun :].any()
+
+
+def test_a_few_tiles_that_fail_stop_nothing(long_work, recorded, small_sample):
+    q, k, v = with_key(100, 30, HEADS, 200, 16, torch.float16)
+    k[:, 5:, 100] = 0
+    check(long_work, q, k, v, False)
+    assert recorded.begun >= HEADS
+    assert recorded.failed.sum() == 5

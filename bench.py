@@ -27,7 +27,7 @@ from common.measure import files, machine, reference, timing, traffic, workloads
 from common.measure.baselines import BASELINES, refusal, timed_call
 from common.measure.counter import Count, count
 from common.measure.footprint import footprint
-from common.measure.options import json_path, list_of, one_of, positive, positive_number, unwritable
+from common.measure.options import json_path, list_of, one_of, positive, positive_number, positive_or_zero, unwritable
 from common.measure.workloads import Workload
 from common.runtime import DEVICE
 from common.show.results import HEAD_DIMS
@@ -88,13 +88,14 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     add_list("kv_len", positive, [None], "keys, any, without a causal mask; default: as many as queries, the sequence length")
     add_list("value_dim", one_of(head_dims), [None], f"of {joined(head_dims)}; default: as the head dimension")
     add_list("score_std", positive_number, [1.0], "standard deviation of the scores, any; default: 1")
+    add_list("sink", positive_or_zero, [0.0], "nats that key 0 scores for every query, any; default: 0, it is as the others")
     parser.add_argument("--json", type=json_path, metavar="FILE", help="also save the run in FILE")
     parser.add_argument(
         "--reference",
         choices=GRIDS,
         help="a part of what results/ keeps: the stages in a dtype, for a head dimension; calls so short that the CPU's time "
-        "counts; both passes as one, of a smaller model; the newest stage where query heads share K/V heads, and where v's "
-        "head dimension is not k's; or where queries are few and keys many",
+        "counts; both passes as one, of a smaller model; forwards of numbers that are not normal; the newest stage where query "
+        "heads share K/V heads, and where v's head dimension is not k's; or where queries are few and keys many",
     )
 
     options = parser.parse_args(argv)
@@ -115,7 +116,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
 
 def _workloads(options) -> list[Workload]:
     """All workloads of a command line, the passes of a shape together; ValueError where K/V heads do not divide the heads."""
-    names = ("head_dim", "causal", "dtype", "score_std", "seq_len", "kv_len", "batch", "heads", "kv_heads", "value_dim")
+    names = ("head_dim", "causal", "dtype", "score_std", "sink", "seq_len", "kv_len", "batch", "heads", "kv_heads", "value_dim")
     found = []
     for shape in itertools.product(*(getattr(options, name) for name in names)):
         values = dict(zip(names, shape, strict=True))
@@ -141,6 +142,8 @@ EVERYTHING = [*BASELINES, *stages.names()]
 FASTEST = [*(name for name in BASELINES if name != "sdpa-flash"), MAIN_LINE[-1]]
 # Decoding: few queries, many keys. FlashAttention-4 is for other GPUs first; v14 is the last stage that does not split keys.
 DECODING = dict.fromkeys([*(name for name in BASELINES if name != "flash-4"), stages.resolve("v14"), MAIN_LINE[-1]])
+# Numbers that are not normal: the last stage with a running maximum, the last that trusts the first few keys, and the newest.
+NUMBERS = dict.fromkeys([stages.resolve("v12"), stages.resolve("v16"), MAIN_LINE[-1]])
 DECODING_KV_LENS = (1024, 4096, 16384, 65536, 524288)
 MOST_KV_BYTES = 40e9  # K and V together
 
@@ -164,6 +167,10 @@ GRIDS = {  # the parts of what results/ keeps, a run each: command lines, and th
         f"bfloat16-d{dim}": [([f"--head-dim={dim}", "--dtype=bfloat16"], [*BASELINES, *MAIN_LINE])] for dim in HEAD_DIMS
     },
     "short": [(["--batch=1", "--heads=2", "--seq-len=128,512", "--causal=no"], EVERYTHING)],
+    "numbers": [
+        (["--pass=fwd", "--seq-len=4096", "--dtype=float16,bfloat16", *argv], NUMBERS)
+        for argv in (["--score-std=1,2,3,4,6,8"], ["--sink=8,12,16,24"])
+    ],
     "passes-as-one": [(["--pass=fwd+bwd", "--head-dim=64", "--causal=yes", "--batch=4", "--heads=8"], EVERYTHING)],
     "shared": [
         (
@@ -437,9 +444,10 @@ def pytest_generate_tests(metafunc):
 
 
 def test_speed(
-    benchmark, pytestconfig, impl, pass_, batch, heads, seq_len, head_dim, causal, dtype, score_std, kv_heads, value_dim, kv_len
-):
-    workload = Workload(pass_, batch, heads, seq_len, head_dim, causal, dtype, score_std, kv_heads, value_dim, kv_len)
+    benchmark, pytestconfig, impl,
+    pass_, batch, heads, seq_len, head_dim, causal, dtype, score_std, kv_heads, value_dim, kv_len, sink,
+):  # fmt: skip
+    workload = Workload(pass_, batch, heads, seq_len, head_dim, causal, dtype, score_std, kv_heads, value_dim, kv_len, sink)
     _bench(pytestconfig).measure(benchmark, impl, workload)
 
 

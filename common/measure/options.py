@@ -52,6 +52,14 @@ def positive_number(text: str) -> float:
     return number
 
 
+def positive_or_zero(text: str) -> float:
+    """A number of at least 0 and below infinity, or ValueError."""
+    number = float(text)
+    if not 0 <= number < math.inf:
+        raise ValueError(f"{text!r} is not a number of at least 0")
+    return number
+
+
 def unwritable(directory: Path) -> str | None:
     """Why no file can be made in a directory; None where one can."""
     try:

@@ -14,6 +14,7 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 
 TOKENS = 16384  # batch * seq_len
 HIDDEN = 2048  # heads * head_dim
+SINK_QUERY = 4  # no more than what is in a row anyway
 if DEVICE == "cuda":
     HEAD_DIMS = (64, 128)
     SEQ_LENS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -42,6 +43,7 @@ class Workload:
     kv_heads: int | None = None  # each serves heads / kv_heads query heads; None: as many as heads
     value_dim: int | None = None  # None: as head_dim
     kv_len: int | None = None  # keys; None: as many as queries, seq_len
+    sink: float = 0.0  # nats that key 0 scores for every query, where the others' mean is 0; 0: it is as they are
 
     def __post_init__(self):
         for name, usual in (("kv_heads", self.heads), ("value_dim", self.head_dim), ("kv_len", self.seq_len)):
@@ -72,7 +74,8 @@ class Workload:
         dims = f"D={self.head_dim}" + ("" if self.value_dim == self.head_dim else f" Dv={self.value_dim}")
         mask = "causal" if self.causal else "full"
         spread = "" if self.score_std == 1 else f" std={self.score_std:g}"
-        return f"{self.pass_} B={self.batch} {heads} {lengths} {dims} {mask} {self.dtype}{spread}"
+        sink = f" sink={self.sink:g}" if self.sink else ""
+        return f"{self.pass_} B={self.batch} {heads} {lengths} {dims} {mask} {self.dtype}{spread}{sink}"
 
     def record(self) -> dict:
         """What a record of a table says of its workload."""
@@ -80,6 +83,9 @@ class Workload:
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k, v and the gradient of the output: normal numbers, q's times `score_std`, the same for every implementation.
+
+        A sink takes the first number of each row of q and k: of q's all `SINK_QUERY`, of k's what makes the scores of key 0, 0
+        for the other keys.
 
         Never zeros: a GPU multiplies zeros with less power, so at a higher clock.
         """
@@ -89,7 +95,11 @@ class Workload:
         q, k, v, grad_out = (
             torch.randn(self.batch, *shape, generator=generator, device=DEVICE, dtype=DTYPES[self.dtype]) for shape in shapes
         )
-        return q.mul_(self.score_std), k, v, grad_out
+        q.mul_(self.score_std)
+        if self.sink:
+            q[..., 0], k[..., 0], k[:, :, 0] = SINK_QUERY, 0, 0
+            k[:, :, 0, 0] = self.sink * self.head_dim**0.5 / SINK_QUERY
+        return q, k, v, grad_out
 
 
 def paper_shape(seq_len: int, head_dim: int) -> tuple[int, int]:

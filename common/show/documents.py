@@ -15,6 +15,7 @@ from common.measure.timeline import SCORES
 from common.measure.traffic import GPUS
 from common.measure.units import CLOCK, TIME
 from common.show.decoding import decoding_tables
+from common.show.numbers import numbers_table
 from common.show.profiles import traffic_table, units_table
 from common.show.results import (
     BFLOAT16,
@@ -296,6 +297,7 @@ def timeline_table() -> str:
 
 PASSAGES = {  # what the README of a stage may show between markers
     "traffic": traffic_of_step, "gain": gain_table, "tuned": tuned_table, "units": units_of_step, "spread": spread_table,
+    "numbers": numbers_table,
 }  # fmt: skip
 
 
@@ -332,6 +334,7 @@ RUNS = {  # by the name of the run: the heading of its document, and what that s
     "decode-d128": ("Decoding, D = 128", decoding_tables),
     "pinned": ("With the pinned Triton", speed_table),
     "spread": ("Scores of other spreads", speed_table),
+    "numbers": ("Numbers that are not normal", speed_table),
 }
 
 

@@ -7,7 +7,7 @@ from tabulate import tabulate
 import stages
 from common.measure.workloads import Workload
 
-_SHARED = ("pass", "head_dim", "value_dim", "causal", "dtype", "score_std")  # what the rows of one table have in common
+_SHARED = ("pass", "head_dim", "value_dim", "causal", "dtype", "score_std", "sink")  # what the rows of one table have in common
 _WORKLOAD = ("seq_len", "kv_len", "batch", "heads", "kv_heads")  # what tells its workloads apart
 PASS_NAMES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 _TIME_HEADERS = (
@@ -166,6 +166,7 @@ def speed_table(records: list[dict], machine: dict) -> str:
         rows = list(_rows(group, machine, headers))
         dims = f"D={first['head_dim']}" + ("" if first["value_dim"] == first["head_dim"] else f", Dv={first['value_dim']}")
         spread = "" if first["score_std"] == 1 else f", scores of a standard deviation of {first['score_std']:g}"
+        spread += f", key 0 scores {first['sink']:g} nats" if first["sink"] else ""
         parts.append(f"{PASS_NAMES[first['pass']]}, {dims}, {mask}, {first['dtype']}{spread}")
         parts.append(markdown(rows, headers, ("implementation",)))
         parts += [f"{record['impl']} at {_where(record)}: {record['note']}" for record in group if record.get("note")]

@@ -87,3 +87,12 @@ def test_inputs_have_the_shapes_of_their_heads_lengths_and_dimensions():
 def test_scores_have_the_standard_deviation_asked_for():
     q, k, *_ = Workload("fwd", 1, 2, 512, 64, False, "float32", score_std=4.0).inputs()
     assert (q @ k.mT / 8).std().item() == pytest.approx(4, rel=0.05)
+
+
+def test_a_sink_scores_what_it_says_for_every_query():
+    q, k, *_ = Workload("fwd", 1, 2, 60, 64, False, "float32", sink=12.0).inputs()
+    scores = q @ k.mT / 8
+    torch.testing.assert_close(scores[..., 0], torch.full_like(scores[..., 0], 12.0))
+    assert scores[..., 1:].std().sub(1).abs() < 0.1
+    plain = Workload("fwd", 1, 2, 60, 64, False, "float32").inputs()
+    assert torch.equal(plain[0][..., 1:], q[..., 1:]) and torch.equal(plain[1][:, :, 1:, 1:], k[:, :, 1:, 1:])

@@ -1,7 +1,10 @@
 """Whatever configuration an autotuner picks, the result is right; nearby problems share what it picked."""
 
 import functools
+import itertools
+import math
 import time
+import types
 
 import pytest
 import torch
@@ -103,6 +106,56 @@ def test_nearby_lengths_share_a_tuning(name, kernel, monkeypatch):
     check(stages.load(name), *make_inputs(60, 70, 32, batch=1, heads=1), causal=False)
     check(stages.load(name), *make_inputs(60, 70, 16, batch=1, heads=1, value_dim=32), causal=False)
     assert len(tuner.cache) == 5
+
+
+def picked(milliseconds):
+    """What a tuner picks of five configurations, and what it times before, one after another: their numbers.
+
+    `milliseconds` gives the time of a configuration, by its number and how often it was timed before.
+    """
+    ran = []
+    kernel = types.SimpleNamespace(fn=lambda: None, run=lambda BLOCK_M, **_: ran.append(BLOCK_M))
+    configs = tuning.configs([(number, 64, 4, 2) for number in range(5)], None)
+
+    def fake_timer(call, quantiles):
+        call()
+        return [milliseconds(ran[-1], ran.count(ran[-1]) - 1)] * len(quantiles)
+
+    tuner = tuning._Tuner(kernel, [], configs, tuning.KEY, None, None, do_bench=fake_timer)
+    tuner.run(**dict.fromkeys(tuning.KEY, 0))
+    *timed, taken = ran
+    return taken, timed
+
+
+@pytest.mark.parametrize("noise", list(itertools.permutations((1.0, 0.9, 0.8))), ids=str)
+def test_noise_in_the_first_round_chooses_nothing(noise, real_tuning):
+    taken, timed = picked(lambda number, before: [2, *([1, 1, 1] if before else noise), 3][number])
+    assert taken == 1
+    assert timed == [0, 1, 2, 3, 4] + [1, 2, 3] * tuning.FINAL_ROUNDS
+
+
+def test_a_clock_that_falls_chooses_nothing(real_tuning):
+    """Each timing takes longer than the one before; all timings of one configuration, then all of the next, would show that."""
+    clock = itertools.count()
+    assert picked(lambda number, before: [2, 1, 2, 0.97, 2][number] * (1 + 0.004 * next(clock)))[0] == 3
+
+
+@pytest.mark.parametrize("outlier", [0.1, 10])
+@pytest.mark.parametrize("when", range(1, 1 + tuning.FINAL_ROUNDS))
+def test_an_outlier_chooses_nothing(outlier, when, real_tuning):
+    assert picked(lambda number, before: outlier if (number, before) == (3, when) else [2, 1, 1.2, 1.1, 3][number])[0] == 1
+    assert picked(lambda number, before: outlier if (number, before) == (1, when) else [2, 1, 1.2, 1.1, 3][number])[0] == 1
+
+
+def test_the_first_of_equals_is_picked_and_a_faster_one_before_them(real_tuning):
+    assert picked(lambda number, before: 1)[0] == 0
+    assert picked(lambda number, before: [1.009, 1.005, 1.2, 1.2, 1][number])[0] == 0
+    assert picked(lambda number, before: [1.011, 1.2, 1.009, 1.2, 1][number])[0] == 2
+    assert picked(lambda number, before: [1.02, 1.02, 1.02, 1.02, 1][number])[0] == 4
+
+
+def test_what_cannot_run_is_not_picked(real_tuning):
+    assert picked(lambda number, before: [math.inf, math.inf, math.inf, math.inf, 1][number])[0] == 4
 
 
 @pytest.mark.alone

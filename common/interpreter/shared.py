@@ -5,8 +5,11 @@ that begins it knows that the other is over: because it was its own, or through 
 arrive know. What ordinary stores have written, the copy engine and products see only after `fence_async_shared`.
 """
 
+import functools
 import itertools
+import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy
 import torch
@@ -16,11 +19,43 @@ from .schedule import Place, Program, Waiting, now
 from .values import Register, in_torch, in_triton
 
 
+class _Part(NamedTuple):
+    """Which elements of its memory a view has."""
+
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, view):
+        """A view's."""
+        return cls(view.storage_offset(), tuple(view.shape), view.stride())
+
+    @property
+    def span(self):
+        """The first element in its memory, and that after its last."""
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return self.offset, self.offset + last + 1
+
+    @property
+    def is_dense(self):
+        """Whether it has all elements between its first and its last."""
+        first, end = self.span
+        return end - first == math.prod(self.shape)
+
+    def elements(self):
+        """Where its elements lie in its memory."""
+        offsets = numpy.array([self.offset])
+        for size, stride in zip(self.shape, self.strides, strict=True):
+            offsets = (offsets[:, None] + numpy.arange(size) * stride).ravel()
+        return offsets
+
+
 @dataclass(eq=False)
 class _Use:
     """Of a part of a buffer, by an ordinary access or by an asynchronous operation."""
 
-    view: torch.Tensor
+    part: _Part
     who: str
     where: Place
     writes: bool
@@ -28,33 +63,23 @@ class _Use:
     fences: int | None = None  # of an ordinary store: the events that made it visible to the copy engine and to products
 
 
-def _span(view):
-    """The first element of a view in its memory, and that after its last."""
-    last = sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
-    return view.storage_offset(), view.storage_offset() + last + 1
+# A kernel's tiles have few shapes and places, and each use of one is compared with all before it: answers are kept.
 
 
-def _elements(view):
-    """Where the elements of a view lie in its memory."""
-    offsets = numpy.array([view.storage_offset()])
-    for size, stride in zip(view.shape, view.stride(), strict=True):
-        offsets = (offsets[:, None] + numpy.arange(size) * stride).ravel()
-    return offsets
-
-
-def _overlap(a, b):
-    """Whether two views of one memory share an element."""
-    (first_a, end_a), (first_b, end_b) = _span(a), _span(b)
+@functools.lru_cache(2**16)
+def _overlap(a: _Part, b: _Part) -> bool:
+    """Whether two parts of one memory share an element."""
+    (first_a, end_a), (first_b, end_b) = a.span, b.span
     if first_a >= end_b or first_b >= end_a:
         return False
-    dense = end_a - first_a == a.numel() and end_b - first_b == b.numel()
-    return dense or numpy.intersect1d(_elements(a), _elements(b)).size > 0
+    return a.is_dense and b.is_dense or numpy.intersect1d(a.elements(), b.elements()).size > 0
 
 
-def _inside(part, whole):
-    """Whether a view without gaps has all elements of another."""
-    (first, end), (first_whole, end_whole) = _span(part), _span(whole)
-    return end_whole - first_whole == whole.numel() and first_whole <= first and end <= end_whole
+@functools.lru_cache(2**16)
+def _inside(part: _Part, whole: _Part) -> bool:
+    """Whether a part without gaps has all elements of another."""
+    (first, end), (first_whole, end_whole) = part.span, whole.span
+    return whole.is_dense and first_whole <= first and end <= end_whole
 
 
 class Memory:
@@ -70,11 +95,11 @@ class Memory:
 
     def use(self, buffer: "Buffer", who: str, *, writes: bool, asynchronous: bool) -> int:
         """The event of a use that begins now; an error where it is too early for it."""
-        schedule, view = now(), buffer.view
+        schedule, part = now(), _Part.of(buffer.view)
         known = schedule.running.known
         does = "writes" if writes else "reads"
         for use in self.uses:
-            if not (writes or use.writes) or not _overlap(use.view, view):
+            if not (writes or use.writes) or not _overlap(use.part, part):
                 continue
             if not use.event & known:
                 may = "write" if use.writes else "read"
@@ -82,13 +107,13 @@ class Memory:
             if asynchronous and use.fences is not None and not use.fences & known:
                 schedule.fail(f"{who} {does} {buffer} after {use.who}, with no fence_async_shared in between: {use.where}")
         if writes:
-            self.uses = [use for use in self.uses if not _inside(use.view, view)]
-            self._flags(view).fill_(True)
+            self.uses = [use for use in self.uses if not _inside(use.part, part)]
+            self._flags(buffer.view).fill_(True)
         else:
             self._check_filled(buffer, who)
             # Whoever will know of this read knows of those before it that this partition knows of.
-            self.uses = [u for u in self.uses if u.writes or not u.event & known or not _inside(u.view, view)]
-        use = _Use(view, who, schedule.here(), writes, self.program.event())
+            self.uses = [u for u in self.uses if u.writes or not u.event & known or not _inside(u.part, part)]
+        use = _Use(part, who, schedule.here(), writes, self.program.event())
         if writes and not asynchronous:
             use.fences = 0
         self.uses.append(use)

@@ -124,6 +124,10 @@ class _Counter(TorchDispatchMode):
         self.peak = self._live = 0
         self._in_kernel = False
 
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False  # or the first operator loads the compiler, which takes a second
+
     def __enter__(self):
         watched = (
             (InterpretedFunction, "run", self._run),

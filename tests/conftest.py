@@ -37,15 +37,16 @@ def pytest_collection_modifyitems(items):
     """On the interpreter, which is slow, some stages have their results checked and no more, in float32 not even these where
     another stage's kernels make them: dead ends, of the stages in Gluon all but the last, and of those with tuned tiles all but
     the last of either kind of backward, of two kernels and of one. All else that is done to them is in the long run."""
+    in_gluon = {name for name in stages.names() if has_gluon(name)}
     line = [name for name in stages.names() if not stages.is_dead_end(name)]
     last = {len(tuners(stages.load(name))): name for name in line}  # for each number of tuned kernels
-    in_full = {name for name in line if not has_gluon(name) and not tuners(stages.load(name))} | {line[-1], *last.values()}
+    in_full = {name for name in line if name not in in_gluon and not tuners(stages.load(name))} | {line[-1], *last.values()}
     for item in items if INTERPRETED else ():
         params = item.callspec.params if hasattr(item, "callspec") else {}
         name = params.get("stage")
         if not isinstance(name, str) or name in in_full:
             continue
-        left_to_another = has_gluon(name) and params.get("dtype") == torch.float32
+        left_to_another = name in in_gluon and params.get("dtype") == torch.float32
         if left_to_another or not item.get_closest_marker("every_stage"):
             item.add_marker(pytest.mark.long)
 

@@ -3,13 +3,10 @@
 import contextlib
 import itertools
 import json
-import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
+import programs
 import pytest
 import torch
 from cases import cells
@@ -20,7 +17,7 @@ from common.measure.workloads import Workload
 from common.runtime import DEVICE
 from common.show.tables import speed_table
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = programs.ROOT
 
 
 # --- command line
@@ -317,25 +314,17 @@ def test_check_of_some_heads_sees_errors_there_and_nan_everywhere(some_heads, pa
 # --- the whole
 
 
-# Without what tells pytest-benchmark that it runs under pytest-xdist, where it measures nothing.
-ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
-
-
 def run_bench(directory, *arguments, prepare="", lengths=("--seq-len=32", "--causal=yes")):
     """Run bench.py in a process of its own, after `prepare`, Python that changes it first."""
     source = f"import sys, torch, bench\n{prepare}\nsys.exit(bench.main(sys.argv[1:]))"
     small = [*lengths, "--head-dim=16", "--batch=1", "--heads=2", "--json=run.json"]
-    return subprocess.run(
-        [sys.executable, "-c", source, *small, *arguments],
-        cwd=directory, env=ENVIRONMENT | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    return programs.python("-c", source, *small, *arguments, cwd=directory)
 
 
 def test_run_prints_the_table_and_saves_the_records(tmp_path):
-    done = subprocess.run(
-        [sys.executable, ROOT / "bench.py", "--stage=v0", "--seq-len=32", "--head-dim=16", "--causal=yes", "--batch=1",
-         "--heads=2", "--pass=fwd,bwd,fwd+bwd", "--json", "run.json"],
-        cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False,
+    done = programs.python(
+        ROOT / "bench.py", "--stage=v0", "--seq-len=32", "--head-dim=16", "--causal=yes", "--batch=1", "--heads=2",
+        "--pass=fwd,bwd,fwd+bwd", "--json", "run.json", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     run = json.loads((tmp_path / "run.json").read_text())
@@ -435,15 +424,13 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 
 
 def test_run_that_cannot_be_saved_is_refused_in_one_line():
-    bench_ = [sys.executable, ROOT / "bench.py", "--stage=v0"]
-    run = subprocess.run(bench_, cwd="/proc", capture_output=True, text=True, timeout=300)
+    run = programs.python(ROOT / "bench.py", "--stage=v0", cwd="/proc")
     assert run.returncode == 1 and len(run.stderr.splitlines()) == 1 and ".benchmarks" in run.stderr and not run.stdout
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="there is a GPU")
 def test_reference_run_without_a_gpu_is_refused_in_one_line():
-    bench_ = [sys.executable, ROOT / "bench.py", "--reference", "shared"]
-    run = subprocess.run(bench_, capture_output=True, text=True, timeout=300)
+    run = programs.python(ROOT / "bench.py", "--reference", "shared")
     assert run.returncode == 1 and len(run.stderr.splitlines()) == 1 and "GPU" in run.stderr and not run.stdout
 
 

@@ -3,12 +3,7 @@
 The driver is a stand-in, and each test a program of its own: the kernels of this process may be the interpreter's.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).parents[2]
+import programs
 
 PREPARE = """
 import sys, threading, time
@@ -53,8 +48,7 @@ def forward(name, head_dim=64, dtype=torch.float16, causal=True, seq=256, diagon
 
 def run(program):
     """Run a program after PREPARE, on the compiler."""
-    environment = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", PREPARE + program], capture_output=True, text=True, env=environment)
+    done = programs.python("-c", PREPARE + program, TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -4,16 +4,11 @@ The driver and the compiler are stand-ins, and each test a program of its own: t
 interpreter's.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
+import programs
 import pytest
 
 import stages
 
-ROOT = Path(__file__).parents[2]
 REPLAYED = [name for name in stages.names() if stages.position(name) >= (2, "")]
 
 PREPARE = """
@@ -106,9 +101,7 @@ OPTIONS = {"causal": False, "scale": 0.5}
 
 def run(program, *arguments):
     """Run a program after PREPARE, on the compiler; `arguments` are its sys.argv[1:]."""
-    environment = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", PREPARE + program, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = programs.python("-c", PREPARE + program, *arguments, TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

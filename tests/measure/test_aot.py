@@ -5,9 +5,8 @@ import itertools
 import json
 import pathlib
 import re
-import subprocess
-import sys
 
+import programs
 import pytest
 
 import stages
@@ -150,8 +149,7 @@ def test_products_of_a_hopper_stage_are_not_serialised(name):
 
 def test_the_command_prints_a_table_and_saves_it(tmp_path):
     path = tmp_path / "report.json"
-    command = [sys.executable, "-m", "common.measure.aot", "--stage=v2", "--arch=90", "--head-dim=64", f"--json={path}"]
-    run = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
+    run = programs.python("-m", "common.measure.aot", "--stage=v2", "--arch=90", "--head-dim=64", f"--json={path}")
     assert run.returncode == 0, run.stderr
     report = json.loads(path.read_text())
     assert len(report["rows"]) == 2 and not report["errors"]

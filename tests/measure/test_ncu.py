@@ -2,10 +2,10 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
 
 import stages
@@ -142,10 +142,7 @@ def test_cases_have_the_heads_and_dimensions_asked_for_and_are_counted_with_them
 
 @pytest.mark.skipif(not INTERPRETED, reason="there is a GPU")
 def test_measuring_without_a_gpu_says_what_it_needs(tmp_path):
-    run = subprocess.run(
-        [sys.executable, "-m", "common.measure.ncu", "measure", tmp_path / "x.json"], cwd=Path(stages.__path__[0]).parent,
-        capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"}, check=False,
-    )  # fmt: skip
+    run = programs.python("-m", "common.measure.ncu", "measure", tmp_path / "x.json", TRITON_INTERPRET="1")
     assert run.returncode == 1 and "needs a GPU" in run.stderr
 
 

@@ -1,11 +1,9 @@
 """The kernels that measure a multiprocessor's rates compile for it, and what they measure becomes a table."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import programs
 import pytest
 import torch
 
@@ -47,10 +45,7 @@ INSTRUCTIONS = {  # what the kernels of a unit are there for
 @pytest.fixture(scope="module", params=["first", pytest.param("every", marks=pytest.mark.long)])
 def log(request):
     """What a process of its own says while it compiles the first case of each kernel, or every case; and ptxas' log."""
-    run = subprocess.run(
-        [sys.executable, "-c", COMPILE, request.param], cwd=ROOT, capture_output=True, text=True, check=False,
-        env=os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
+    run = programs.python("-c", COMPILE, request.param, TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
     assert run.returncode == 0, run.stderr
     return run.stdout
 

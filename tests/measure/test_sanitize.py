@@ -2,10 +2,10 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
 
 import stages
@@ -192,10 +192,7 @@ def test_a_wrong_name_says_which_there_are(flag, message, capsys):
 
 @pytest.mark.skipif(not INTERPRETED, reason="there is a GPU")
 def test_without_a_gpu_it_says_what_it_needs():
-    run = subprocess.run(
-        [sys.executable, "-m", "common.measure.sanitize"], cwd=Path(stages.__path__[0]).parent, capture_output=True, text=True,
-        env=os.environ | {"TRITON_INTERPRET": "1"}, check=False,
-    )  # fmt: skip
+    run = programs.python("-m", "common.measure.sanitize", TRITON_INTERPRET="1")
     assert run.returncode == 1 and run.stderr == "this needs a GPU, and compute-sanitizer on the PATH\n"
 
 

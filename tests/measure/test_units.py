@@ -1,13 +1,8 @@
 """What the profiler says of units and stalls becomes a table."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
+import programs
 import pytest
 
-import stages
 from common.measure import units
 from common.runtime import INTERPRETED
 from common.show import profiles
@@ -50,8 +45,5 @@ def test_kernel_names_are_short(name, short):
 
 @pytest.mark.skipif(not INTERPRETED, reason="there is a GPU")
 def test_measuring_without_a_gpu_says_what_it_needs(tmp_path):
-    run = subprocess.run(
-        [sys.executable, "-m", "common.measure.units", tmp_path / "x.json"], cwd=Path(stages.__path__[0]).parent,
-        capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"}, check=False,
-    )  # fmt: skip
+    run = programs.python("-m", "common.measure.units", tmp_path / "x.json", TRITON_INTERPRET="1")
     assert run.returncode == 1 and "needs a GPU" in run.stderr

@@ -2,14 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
 
+import programs
 import pytest
 
 from common.measure.workloads import Workload
 from common.show import compare
-from common.show.results import ROOT
 
 COUNTS = {
     "bytes_read": 3e6, "bytes_written": 1e6, "flops_executed": 2e6, "kernel_launches": 1, "peak_extra_mib": 1.0, "tiles": "",
@@ -123,8 +121,5 @@ def test_what_cannot_be_compared_is_one_line(saved, first, second, message):
 
 
 def test_nothing_saved_is_an_error(tmp_path):
-    run = subprocess.run(
-        [sys.executable, "-m", "common.show.compare"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    run = programs.python("-m", "common.show.compare", cwd=tmp_path)
     assert run.returncode == 1 and run.stderr == "two saved runs are needed, .benchmarks has 0; each `make bench` saves one\n"

@@ -1,12 +1,10 @@
 """The command that counts: what it prints, saves and refuses."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 import time
 
+import programs
 import pytest
 
 import stages
@@ -14,18 +12,14 @@ from common.kernels.tuning import tuners
 from common.measure import traffic
 from common.measure.workloads import Workload
 from common.show import counts, tables
-from common.show.results import ROOT
 
 
-def run_counts(*arguments, prepare=None):
-    """Run the command; with `prepare`, Python that changes the module first, on the interpreter from the start."""
+def run_counts(*arguments, prepare=None, interpret="1"):
+    """Run the command, after `prepare`, Python that changes the module first."""
     small = ["--pass=fwd", "--seq-len=64", "--causal=yes"]
     changed = f"import sys\nfrom common.show import counts\n{prepare}\nsys.exit(counts.main(sys.argv[1:]))"
     command = ["-c", changed] if prepare else ["-m", "common.show.counts"]
-    return subprocess.run(
-        [sys.executable, *command, *small, *arguments], cwd=ROOT, capture_output=True, text=True,
-        env=os.environ | {"TRITON_INTERPRET": "1" if prepare else "0"}, check=False,
-    )  # fmt: skip
+    return programs.python(*command, *small, *arguments, TRITON_INTERPRET=interpret)
 
 
 @pytest.mark.parametrize("gpu", [pytest.param("h200", marks=pytest.mark.long), "a100"])
@@ -46,7 +40,7 @@ def test_nothing_is_counted_of_stages_that_a_gpu_cannot_run():
 def test_command_prints_the_table_and_saves_every_launch(tmp_path):
     """In the interpreter even where a GPU would be used."""
     path = tmp_path / "traffic.json"
-    run = run_counts("--stage=v1,v2", "--head-dim=16", "--gpu=a100", f"--json={path}")
+    run = run_counts("--stage=v1,v2", "--head-dim=16", "--gpu=a100", f"--json={path}", interpret="0")
     assert run.returncode == 0, run.stderr
     saved = json.loads(path.read_text())
     assert [record["impl"].split("_")[0] for record in saved["records"]] == ["v1", "v2"]

@@ -1,9 +1,8 @@
 """The walk from stage to stage: what it says of the steps, and what the steps must be like."""
 
 import re
-import subprocess
-import sys
 
+import programs
 import pytest
 
 import stages
@@ -19,8 +18,7 @@ def steps():
 
 
 def run(*arguments):
-    command = [sys.executable, "-m", "common.show.story", *arguments]
-    return subprocess.run(command, cwd=results.ROOT, capture_output=True, text=True, check=False)
+    return programs.python("-m", "common.show.story", *arguments)
 
 
 def write_stages(root, **files):

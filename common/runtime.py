@@ -112,6 +112,7 @@ if INTERPRETED:
     repairs.refuse_stores_before_a_tensor()
     repairs.patch_the_language_once()
     repairs.check_overflow_cheaply()
+    repairs.look_types_up_once()
     repairs.run_one_kernel_at_a_time()
     gluon.install()
 else:

@@ -69,7 +69,8 @@ def unordered(stage):
 def _same_random_numbers():
     torch.manual_seed(0)
     yield
-    torch.use_deterministic_algorithms(False)  # which a test may have switched on
+    if torch.are_deterministic_algorithms_enabled():  # a test has switched them on
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(autouse=True)

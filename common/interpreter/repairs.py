@@ -1,5 +1,6 @@
 """Triton's interpreter, repaired: what it computes otherwise than a GPU does. `common.runtime` applies what is here."""
 
+import functools
 import threading
 
 import numpy
@@ -139,3 +140,14 @@ def check_overflow_cheaply():
             assert inside.all(), f"{lhs.type.scalar} overflows: {operation.__name__} gives {exact[~inside].flat[0]}"
 
     interpreter.interpreter_semantic.binary_op_sanitize_overflow_impl = check
+
+
+def look_types_up_once():
+    """Let numpy's type for one of Triton's be looked up once; Triton makes a table of them for every array."""
+    look_up = functools.cache(interpreter._get_np_dtype)
+
+    def numpy_type(dtype):
+        scalar = dtype.scalar
+        return look_up(tl.uint64 if isinstance(scalar, tl.pointer_type) else scalar)
+
+    interpreter._get_np_dtype = numpy_type

@@ -5,9 +5,12 @@ import hashlib
 
 import torch
 
+import stages
+from common.kernels.tuning import tuners
 from common.measure.reference import assert_close, error_bounds, plain, truth
+from common.measure.timeline import has_gluon
 from common.operator import diagonal
-from common.runtime import DEVICE
+from common.runtime import DEVICE, INTERPRETED
 
 TILED = (40, 100)  # query and key counts of a cheap problem, with ragged ends and, for most tiles, more than one key tile
 
@@ -15,6 +18,21 @@ TILED = (40, 100)  # query and key counts of a cheap problem, with ragged ends a
 # of strides, of short lengths, of memory.
 FEW = {} if DEVICE == "cuda" else {"batch": 1, "heads": 2}
 FEW_SHARED = FEW | {"kv_heads": 1, "value_dim": 16}  # all query heads share K and V, and values are smaller than keys
+
+
+@functools.cache
+def in_full() -> frozenset[str]:
+    """The stages of which the default run checks everything: on the interpreter, which is slow, not all.
+
+    Of the others it checks the results alone: of dead ends, of the stages in Gluon all but the last, and of those with tuned
+    tiles all but the last of either kind of backward, of two kernels and of one.
+    """
+    if not INTERPRETED:
+        return frozenset(stages.names())
+    line = [name for name in stages.names() if not stages.is_dead_end(name)]
+    last = {len(tuners(stages.load(name))): name for name in line}  # for each number of tuned kernels
+    untuned = {name for name in line if not has_gluon(name) and not tuners(stages.load(name))}
+    return frozenset({line[-1], *last.values()} | untuned)
 
 
 def make_inputs(seq_q, seq_k, head_dim=32, dtype=torch.float16, *, batch=2, heads=3, kv_heads=None, value_dim=None):

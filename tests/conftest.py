@@ -9,12 +9,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch and numpy: on prob
 import numpy  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from cases import in_full  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 from triton.runtime.autotuner import Autotuner  # noqa: E402
 
 import stages  # noqa: E402
 from common.interpreter.schedule import restart_seeds  # noqa: E402
-from common.kernels.tuning import tuners  # noqa: E402
 from common.measure.aot import first_that_survives  # noqa: E402
 from common.measure.timeline import has_gluon  # noqa: E402
 from common.runtime import INTERPRETED  # noqa: E402
@@ -34,17 +34,13 @@ def pytest_xdist_auto_num_workers():
 
 @pytest.hookimpl(tryfirst=True)  # before the long ones are left out
 def pytest_collection_modifyitems(items):
-    """On the interpreter, which is slow, some stages have their results checked and no more, in float32 not even these where
-    another stage's kernels make them: dead ends, of the stages in Gluon all but the last, and of those with tuned tiles all but
-    the last of either kind of backward, of two kernels and of one. All else that is done to them is in the long run."""
+    """Stages that are not `in_full` have their results checked and no more, in float32 not even these where another stage's
+    kernels make them. All else that is done to them is in the long run."""
     in_gluon = {name for name in stages.names() if has_gluon(name)}
-    line = [name for name in stages.names() if not stages.is_dead_end(name)]
-    last = {len(tuners(stages.load(name))): name for name in line}  # for each number of tuned kernels
-    in_full = {name for name in line if name not in in_gluon and not tuners(stages.load(name))} | {line[-1], *last.values()}
-    for item in items if INTERPRETED else ():
+    for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         name = params.get("stage")
-        if not isinstance(name, str) or name in in_full:
+        if not isinstance(name, str) or name in in_full():
             continue
         left_to_another = name in in_gluon and params.get("dtype") == torch.float32
         if left_to_another or not item.get_closest_marker("every_stage"):

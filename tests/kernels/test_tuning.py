@@ -8,7 +8,7 @@ import types
 
 import pytest
 import torch
-from cases import check, make_inputs
+from cases import check, in_full, make_inputs
 
 import stages
 from common.kernels import tuning
@@ -25,7 +25,13 @@ def tuners(name):
 
 
 TUNED = [name for name in stages.names() if tuners(name)]
-TUNERS = [pytest.param(name, kernel, id=f"{name}{kernel}") for name in stages.names() for kernel in tuners(name)]
+
+
+def marks_of(name, unlike_others=True):
+    return [] if unlike_others and name in in_full() else [pytest.mark.long]
+
+
+TUNERS = [pytest.param(name, kernel, id=f"{name}{kernel}", marks=marks_of(name)) for name in TUNED for kernel in tuners(name)]
 
 
 def configurations():
@@ -39,7 +45,7 @@ def configurations():
                 where = f"{name}{kernel}-{'x'.join(map(str, tiles[index]))}"
                 yield pytest.param(
                     name, kernel, index, id=f"{where}-warps{config.num_warps}-stages{config.num_stages}",
-                    marks=[pytest.mark.long] if again else [],
+                    marks=marks_of(name, unlike_others=not again),
                 )  # fmt: skip
 
 
@@ -79,7 +85,7 @@ def test_every_configuration_is_right(name, kernel, index, head_dim, dtype, real
     check_both(name, make_inputs(*LENGTHS, head_dim, dtype, batch=1, heads=1))
 
 
-@pytest.mark.parametrize("name", TUNED)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in TUNED])
 def test_timing_leaves_nothing_behind(name, real_tuning, monkeypatch):
     """Timing runs a kernel again and again; what is added up in memory has to begin at zero each time, and at the end."""
 

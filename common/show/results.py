@@ -1,5 +1,6 @@
 """What results/ holds, read: the runs, the counts, and the gains that follow from them."""
 
+import functools
 import itertools
 import json
 import statistics
@@ -33,10 +34,16 @@ LONG = 2048  # from that sequence length on
 COLUMNS = tuple(itertools.product(("fwd", "bwd"), HEAD_DIMS))  # passes and head dimensions
 
 
+@functools.lru_cache
+def _parsed(path: Path, changed_ns: int) -> dict:
+    return json.loads(path.read_text())
+
+
 def _read(path: Path) -> dict:
-    """A file of results/; SystemExit names it where it is missing or not whole."""
+    """A file of results/, which is there for many readers: nobody changes it; SystemExit names it where it is missing or not
+    whole."""
     try:
-        return json.loads(path.read_text())
+        return _parsed(path, path.stat().st_mtime_ns)
     except (OSError, ValueError):
         raise SystemExit(f"{path} is needed, and is missing or not whole; results/README.md says what makes it") from None
 

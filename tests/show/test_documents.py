@@ -250,10 +250,10 @@ def test_document_is_made_where_the_run_is_there(name, tables, there, tmp_path, 
         path.write_text("a run")
     title, made_by = documents.RUNS[name]
     assert made_by is tables
-    load = results.load_run
-    monkeypatch.setitem(documents.RUNS, name, (title, lambda records, machine: f"tables of {records}"))
-    monkeypatch.setattr(documents, "run_file", lambda which: path if which == name else results.run_file(which))
-    monkeypatch.setattr(documents, "load_run", lambda which: ("the run", None) if which == path else load(which))
+    monkeypatch.setattr(documents, "RUNS", {name: (title, lambda records, machine: f"tables of {records}")})
+    monkeypatch.setattr(documents, "PASSAGES", dict.fromkeys(documents.PASSAGES, lambda stage: ""))
+    monkeypatch.setattr(documents, "run_file", lambda which: path)
+    monkeypatch.setattr(documents, "load_run", lambda which: ("the run", None))
     found = documents.documents()
     assert (path.with_suffix(".md") in found) == there
     assert not there or "tables of the run" in found[path.with_suffix(".md")]

@@ -79,15 +79,6 @@ def rounding_errors(device, dtype):
     return (y != x.to(dtype)).sum().item()
 
 
-def python(*arguments, **variables):
-    """Run Python in a process of its own, in which TRITON_INTERPRET is what `variables` say or not set; its standard output."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    run = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr
-    return run.stdout
-
-
 def test_bfloat16_is_right():
     from common.runtime import DEVICE
 
@@ -106,7 +97,11 @@ def test_casts_round_to_nearest_even(dtype):
 @pytest.mark.skipif(GPU, reason="the interpreter is not in use here")
 def test_bfloat16_needs_the_repair():
     """Without it these errors are large: a repair that does nothing would pass the tests above only if Triton were right."""
-    errors = json.loads(python(__file__, TRITON_INTERPRET="1"))
+    import programs
+
+    run = programs.python(__file__, TRITON_INTERPRET="1")
+    assert run.returncode == 0, run.stderr
+    errors = json.loads(run.stdout)
     operations = [errors[name] for name in ("dot", "sum", "product")]  # NaN where raw bits happen to make one
     assert not any(error < 0.1 for error in operations), "fixed in Triton: drop the repair"
     assert errors["casts"] > 0
@@ -172,12 +167,21 @@ EARLIER = [pytest.param(imports, marks=pytest.mark.long) for imports in ("import
 @pytest.mark.parametrize("imports", [*EARLIER, "import triton.language, torch, stages"])
 def test_no_variable_to_set_in_any_order_of_imports(imports):
     """Triton reads TRITON_INTERPRET as it is imported and compiles or interprets its own library functions from then on."""
-    assert python("-c", imports + SMALL_ATTENTION) == ("cuda\n" if GPU else "cpu\n")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    run = subprocess.run(
+        [sys.executable, "-c", imports + SMALL_ATTENTION], capture_output=True, text=True, env=environment, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == ("cuda\n" if GPU else "cpu\n")
 
 
 @pytest.mark.parametrize("value, device", [("0", "cuda"), ("1", "cpu")])
 def test_an_explicit_choice_wins(value, device):
-    assert python("-c", "from common.runtime import DEVICE; print(DEVICE)", TRITON_INTERPRET=value) == f"{device}\n"
+    import programs
+
+    run = programs.python("-c", "from common.runtime import DEVICE; print(DEVICE)", TRITON_INTERPRET=value)
+    assert run.stdout == f"{device}\n", run.stderr
 
 
 if __name__ == "__main__":

@@ -301,9 +301,9 @@ def v7_backward(p: Problem) -> Steps:
     yield 2 * p.q, p.q  # dQ = sums * scale
 
 
-# --- v8 to v17: tiles of their own, by the larger head dimension, up to 128. In the backward Q and dO are read once for each
+# --- v8 and on: tiles of their own, by the larger head dimension, up to 128. In the backward Q and dO are read once for each
 # 128 keys. From v10 on programs have consumers, of 64 rows each. From v12 on the forward's take their tiles by a counter,
-# and the narrow backward's from v16 on.
+# and the narrow backward's from v16 on. v18's backward has tiles for 256.
 
 ROWS = 64  # of a consumer: queries in the forward, keys in the backward
 MULTIPROCESSORS = GPUS["h200"].multiprocessors
@@ -451,6 +451,29 @@ def v16_backward(p: Problem) -> Steps:
     yield finish
 
 
+def v18_backward(p: Problem) -> Steps:
+    if max(p.head_dim, p.value_dim) < 256:
+        yield from v16_backward(p)
+        return
+    tiles_m = math.ceil(p.seq_q / ROWS)
+    stats = p.heads * tiles_m * ROWS * 2 * FLOAT  # log2(e) LSE and delta, in whole tiles
+    yield 2 * p.o + p.row, stats  # O, dO and LSE
+    # dK and dV: K and V once, Q, dO and stats for each 64 keys of a head that they see; the last tile where none does.
+    first = [min(start // ROWS, tiles_m - 1) if p.causal else 0 for start in range(0, p.seq_k, ROWS)]
+    queries = p.heads * sum(p.seq_q - tile * ROWS for tile in first)
+    steps = p.heads * sum(tiles_m - tile for tile in first)
+    yield (
+        p.k + p.v + queries * (p.row_of_q + p.row_of_o) + steps * ROWS * 2 * FLOAT,
+        p.k + p.v,
+        p.flops(steps * ROWS * ROWS, 2, 2),
+    )
+    # dQ: Q, dO and stats once, K and V for each 128 queries; each consumer multiplies the key tiles that its 64 see.
+    p = replace(p, query_tile=(2 * ROWS, ROWS))
+    seen = (min(end, p.seq_k) if p.causal else p.seq_k for end in range(ROWS, math.ceil(p.seq_q / 128) * 128 + 1, ROWS))
+    steps = p.heads * sum(math.ceil(end / ROWS) for end in seen)
+    yield p.q + p.o + stats + p.kv_read, p.q, p.flops(steps * ROWS * ROWS, 2, 1)
+
+
 # A stage that is not here moves what nobody has written down yet: its test is skipped and says so.
 PREDICTIONS = {
     "v0": (v0_forward, v0_backward),
@@ -476,6 +499,7 @@ PREDICTIONS = {
     "v15": (v15_forward, v10_backward),
     "v16": (v15_forward, v16_backward),
     "v17": (v17_forward, v16_backward),
+    "v18": (v17_forward, v18_backward),
 }
 
 

@@ -108,6 +108,17 @@ def test_formula_holds_for_shared_heads_and_a_v_of_another_dimension(stage, seq_
     check(stage, problem(seq_q, seq_k, head_dim, causal, heads=6, kv_heads=2, value_dim=value_dim))
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("seq_q", "seq_k"), LENGTHS)
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(256, 256), pytest.param(64, 256, marks=pytest.mark.long)])
+def test_formula_of_the_newest_backward_holds_for_the_largest_heads(seq_q, seq_k, head_dim, value_dim, causal):
+    """The forward, and backwards before it, take tiles for them that no formula has."""
+    stage = stages.load([name for name in stages.names() if not stages.is_dead_end(name)][-1])
+    p = problem(seq_q, seq_k, head_dim, causal, heads=4, kv_heads=2, value_dim=value_dim)
+    _, backward = counted(stage, p)
+    assert totals(backward) == predicted(version(stage), BACKWARD, p), backward.launches
+
+
 @pytest.mark.parametrize("sizes", [{"heads": 4, "kv_heads": 2}, {"heads": 2, "head_dim": 128}, {"heads": 1, "causal": True}])
 def test_formula_holds_where_keys_are_split(sizes):
     """A few queries, and as many parts as make them worth merging; with a mask they see two keys, and nothing is split."""

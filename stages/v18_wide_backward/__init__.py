@@ -1,0 +1,17 @@
+"""v17 with a backward for D = 256: a consumer for each of dK and dV, which share P, and a second kernel for dQ."""
+
+from common.kernels.hopper import unavailable
+from common.operator import make_attention
+
+from .backward import backward
+from .forward import forward
+
+__all__ = ["SPILLED_BYTES", "UNORDERED", "attention", "backward", "forward", "unavailable"]
+
+# Stored and loaded by a thread, at most: dK and dV, S and dP leave a consumer of the backward few registers for anything else.
+# Most is spilled once. A step without a mask reads back a few words at most.
+SPILLED_BYTES = 288
+# Up to D = 128 added up in the order in which programs come, unless `torch.use_deterministic_algorithms` is on.
+UNORDERED = ("dq",)
+
+attention = make_attention(__name__, forward, backward)

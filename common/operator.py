@@ -21,7 +21,7 @@ class Unavailable(RuntimeError):
     """A stage cannot run here: it needs another GPU. Says which, and which stage to use instead."""
 
 
-def _flag(name, value) -> bool:
+def checked_flag(name, value) -> bool:
     """`value`, Python's or numpy's bool; anything else raises TypeError."""
     if not isinstance(value, (bool, numpy.bool_)):
         raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
@@ -48,7 +48,7 @@ def _checked_causal(causal, seq_q: int, seq_k: int) -> tuple[bool, int]:
     return True, diagonal(causal, seq_q, seq_k)
 
 
-def _checked_scale(scale, head_dim: int) -> float:
+def checked_scale(scale, head_dim: int) -> float:
     """`scale` as a float, 1 / sqrt(head_dim) for None; raises TypeError or ValueError."""
     if scale is None:
         return head_dim**-0.5
@@ -60,7 +60,7 @@ def _checked_scale(scale, head_dim: int) -> float:
 
 
 def _are_right(q, k, v) -> bool:
-    """All that `_check_inputs` looks for, at once: most often nothing is wrong, and every call asks."""
+    """All that `check_inputs` looks for, at once: most often nothing is wrong, and every call asks."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         return False
     shape_q, shape_k, shape_v = q.shape, k.shape, v.shape
@@ -79,7 +79,7 @@ def _are_right(q, k, v) -> bool:
     )
 
 
-def _check_inputs(q, k, v):
+def check_inputs(q, k, v):
     """Raise ValueError or TypeError, naming the argument, what it got and what it takes. Runs before any kernel."""
     if _are_right(q, k, v):
         return
@@ -113,9 +113,12 @@ def _check_inputs(q, k, v):
         raise ValueError(f"the number of heads of q must be a multiple of that of k and v: got {q.shape[1]} and {k.shape[1]}")
 
 
-def _autocast(tensor) -> bool:
-    """Whether autocast casts a tensor: as PyTorch has it, every floating-point one but float64."""
-    return isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
+def autocast(*tensors) -> tuple:
+    """The tensors in the dtype of autocast, which is on: as PyTorch has it, every floating-point one but those in float64."""
+    dtype = torch.get_autocast_dtype(DEVICE)
+    return tuple(
+        t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
+    )
 
 
 def contiguous_rows(tensor: Tensor) -> Tensor:
@@ -137,7 +140,7 @@ def empty_rows(tensor: Tensor, columns: int | None = None) -> Tensor:
     return empty if empty.stride(-1) == 1 else torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-def _plain(function: Callable, first: Tensor, *tensors: Tensor, **options):
+def plainly(function: Callable, first: Tensor, *tensors: Tensor, **options):
     """Call on the tensors' device, and multiply in their dtype even where autocast is on around the call."""
     elsewhere = first.is_cuda and first.get_device() != torch.cuda.current_device()
     if elsewhere or torch.is_autocast_enabled(DEVICE):  # most often neither, and changing them costs more than asking
@@ -196,7 +199,7 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
     name = package.rpartition(".")[2]
 
     def run_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, diagonal: int) -> tuple[Tensor, Tensor]:
-        return _plain(forward, *map(contiguous_rows, (q, k, v)), causal=causal, scale=scale, diagonal=diagonal)
+        return plainly(forward, *map(contiguous_rows, (q, k, v)), causal=causal, scale=scale, diagonal=diagonal)
 
     def fake_forward(q, k, v, causal, scale, diagonal):
         return empty_rows(contiguous_rows(q), v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -207,7 +210,7 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
         # Hooks may bring saved tensors back in another layout.
         q, k, v, out = map(contiguous_rows, (q, k, v, out))
         options = {"causal": causal, "scale": scale, "diagonal": diagonal}
-        return _plain(backward, grad_out, q, k, v, out, lse.contiguous(), **options)
+        return plainly(backward, grad_out, q, k, v, out, lse.contiguous(), **options)
 
     def fake_backward(grad_out, q, k, v, out, lse, causal, scale, diagonal):
         return tuple(empty_rows(contiguous_rows(tensor)) for tensor in (q, k, v))
@@ -279,16 +282,15 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
         cannot be differentiated again.
         """
         if torch.is_autocast_enabled(DEVICE):
-            dtype = torch.get_autocast_dtype(DEVICE)
-            q, k, v = (t.to(dtype) if _autocast(t) else t for t in (q, k, v))
-        _check_inputs(q, k, v)
+            q, k, v = autocast(q, k, v)
+        check_inputs(q, k, v)
         causal, diagonal = _checked_causal(causal, q.shape[2], k.shape[2])
-        return_lse = _flag("return_lse", return_lse)
+        return_lse = checked_flag("return_lse", return_lse)
         function = forward_op
         if _unwatched(q, k, v):
             differentiable = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
             function = ShortCut.apply if differentiable else run_forward
-        out, lse = function(q, k, v, causal, _checked_scale(scale, q.shape[-1]), diagonal)
+        out, lse = function(q, k, v, causal, checked_scale(scale, q.shape[-1]), diagonal)
         return (out, lse) if return_lse else out
 
     attention.__qualname__ = f"{name}.attention"

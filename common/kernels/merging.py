@@ -1,0 +1,55 @@
+"""Attention over some keys merged with attention over others, by their log-sum-exps."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ELEMENTS = 4096  # of a program's tile: 32 for each thread
+
+
+@triton.jit
+def _merge_kernel(
+    out_ptr, lse_ptr, more_ptr, more_lse_ptr,
+    stride_ob, stride_oh, stride_os, stride_lb, stride_lh, stride_mb, stride_mh, stride_ms, stride_nb, stride_nh,
+    heads, seq, tiles,
+    VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    batch_head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    b, h = (batch_head // heads).to(tl.int64), (batch_head % heads).to(tl.int64)
+    offs_m = (tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    offs_d = tl.arange(0, VALUE_DIM)
+    inside = offs_m < seq
+    lse_ptrs = lse_ptr + b * stride_lb + h * stride_lh + offs_m
+    lse = tl.load(lse_ptrs, mask=inside, other=0.0)  # [BLOCK_M]
+    more_lse = tl.load(more_lse_ptr + b * stride_nb + h * stride_nh + offs_m, mask=inside, other=0.0)
+    m = tl.maximum(lse, more_lse)
+    weight, more_weight = tl.exp(lse - m), tl.exp(more_lse - m)
+    l = weight + more_weight  # from 1 to 2
+    tl.store(lse_ptrs, m + tl.log(l), mask=inside)
+    out_ptrs = out_ptr + b * stride_ob + h * stride_oh + offs_m[:, None] * stride_os + offs_d[None, :]
+    more_ptrs = more_ptr + b * stride_mb + h * stride_mh + offs_m[:, None] * stride_ms + offs_d[None, :]
+    out = tl.load(out_ptrs, mask=inside[:, None], other=0.0)  # [BLOCK_M, VALUE_DIM]
+    more = tl.load(more_ptrs, mask=inside[:, None], other=0.0).to(tl.float32)
+    tl.store(out_ptrs, out * (weight / l)[:, None] + more * (more_weight / l)[:, None], mask=inside[:, None])
+
+
+def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor):
+    """Make `out` and `lse`, attention over some keys, attention over more keys: in place, in one pass, in float32.
+
+    A softmax over two sets of keys has the sums of both: with l = exp(lse) + exp(more_lse), out becomes
+    (exp(lse) out + exp(more_lse) more) / l, and lse becomes log l. (FlashAttention-2, arXiv 2307.08691, section 3.1.)
+
+    Args:
+        out: [B, H, S, Dv] float32, the running result; any strides with contiguous rows, half of a larger tensor for one.
+        lse: [B, H, S] float32, its log-sum-exps; any strides but the last, 1.
+        more: [B, H, S, Dv], attention over the other keys; any dtype, strides as of `out`.
+        more_lse: [B, H, S] float32.
+    """
+    batch, heads, seq, value_dim = out.shape
+    block_m = max(1, ELEMENTS // value_dim)
+    tiles = triton.cdiv(seq, block_m)
+    _merge_kernel[batch * heads * tiles,](
+        out, lse, more, more_lse, *out.stride()[:3], *lse.stride()[:2], *more.stride()[:3], *more_lse.stride()[:2],
+        heads, seq, tiles,
+        VALUE_DIM=value_dim, BLOCK_M=block_m,
+    )  # fmt: skip

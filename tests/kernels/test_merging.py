@@ -1,0 +1,44 @@
+"""Attention over two sets of keys, merged, is attention over both."""
+
+import pytest
+import torch
+from cases import make_inputs
+
+from common.kernels.merging import merge
+from common.measure.reference import truth
+from common.operator import DTYPES
+from common.runtime import DEVICE
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("seq_q", "seq_k", "cut", "value_dim"), [(1, 2, 1, 16), (40, 100, 30, 32), (150, 40, 39, 256)])
+def test_two_sets_of_keys(seq_q, seq_k, cut, value_dim, dtype):
+    q, k, v, _ = make_inputs(seq_q, seq_k, dtype=torch.float64, kv_heads=1, value_dim=value_dim)
+    parts = [truth(q, k[:, :, some], v[:, :, some], False, 1.0) for some in (slice(cut), slice(cut, None))]
+    out, lse = parts[0]["out"].float(), parts[0]["lse"].float()
+    merge(out, lse, parts[1]["out"].to(dtype), parts[1]["lse"].float())
+    whole = truth(q, k, v, False, 1.0)
+    torch.testing.assert_close(lse.double(), whole["lse"], rtol=1e-6, atol=1e-6)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(out.double(), whole["out"], rtol=2 * eps, atol=2 * eps)
+
+
+def test_rows_of_a_larger_result_and_others_layouts():
+    out, more = torch.randn(2, 3, 20, 32, device=DEVICE), torch.randn(2, 10, 3, 32, device=DEVICE).transpose(1, 2)
+    lse, more_lse = torch.randn(2, 3, 20, device=DEVICE), torch.randn(3, 2, 10, device=DEVICE).transpose(0, 1)
+    before = out.clone(), lse.clone()
+    merge(out[:, :, 10:], lse[:, :, 10:], more, more_lse)
+    assert torch.equal(out[:, :, :10], before[0][:, :, :10]) and torch.equal(lse[:, :, :10], before[1][:, :, :10])
+    weight = torch.sigmoid(before[1][:, :, 10:] - more_lse)[..., None]
+    torch.testing.assert_close(out[:, :, 10:], weight * before[0][:, :, 10:] + (1 - weight) * more)
+    torch.testing.assert_close(lse[:, :, 10:], torch.logaddexp(before[1][:, :, 10:], more_lse))
+
+
+@pytest.mark.parametrize("apart", [1e4, -1e4])
+def test_log_sum_exps_that_are_far_apart(apart):
+    out, more = torch.randn(2, 1, 1, 5, 16, device=DEVICE)
+    lse = torch.randn(1, 1, 5, device=DEVICE)
+    expected = (out if apart > 0 else more).clone(), torch.maximum(lse, lse - apart)
+    more_lse = lse - apart
+    merge(out, lse, more, more_lse)
+    torch.testing.assert_close((out, lse), expected, rtol=0, atol=0)

@@ -1,0 +1,93 @@
+"""Processes that are the ranks of a group, and do what a test sends them: begun once, because each takes seconds to begin."""
+
+import contextlib
+import datetime
+import multiprocessing
+import os
+import pickle
+import socket
+
+import torch
+import torch.distributed as dist
+from triton.runtime.autotuner import Autotuner
+
+from common.measure.aot import first_that_survives
+from common.runtime import DEVICE
+
+TIMEOUT_S = 120  # of a test's processes, and of their group
+# Without a GPU the modules that take long to import are imported once. A process that has asked for a GPU cannot be forked.
+CONTEXT = multiprocessing.get_context("forkserver" if DEVICE == "cpu" else "spawn")
+if DEVICE == "cpu":
+    CONTEXT.set_forkserver_preload(["torch", "triton", "torch.distributed", "torch.testing"])
+
+
+def _serve(rank, size, port, timeout_s, connection):
+    """What a process does: answer each (function, arguments) with (result, None) or (None, exception)."""
+    torch.set_num_threads(1)
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
+        Autotuner.prune_configs = first_that_survives  # as in conftest
+        Autotuner._bench = lambda self, *args, **kwargs: [0.0, 0.0, 0.0]
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(size)}
+    timeout = datetime.timedelta(seconds=timeout_s)
+    dist.init_process_group("gloo" if DEVICE == "cpu" else "cpu:gloo,cuda:nccl", timeout=timeout)
+    groups = {ranks: dist.new_group(list(range(ranks)), timeout=timeout) for ranks in range(1, size + 1)}
+    with contextlib.suppress(EOFError):
+        while True:
+            function, ranks, arguments = connection.recv()
+            torch.manual_seed(0)
+            try:
+                answer = function(groups[ranks], *arguments), None
+            except Exception as error:
+                with contextlib.suppress(Exception):  # not every exception can be sent
+                    error = pickle.loads(pickle.dumps(error))
+                    connection.send((None, error))
+                    continue
+                answer = None, RuntimeError(f"{type(error).__name__}: {error}")
+            connection.send(answer)
+    os._exit(0)  # without waiting for ranks that have ended
+
+
+class Ranks:
+    """So many processes; a test calls a function in the first few of them, as one group."""
+
+    def __init__(self, size, timeout_s=TIMEOUT_S):
+        self.size = size
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.connections, self.processes = [], []
+        for rank in range(size):
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_serve, args=(rank, size, port, timeout_s, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.connections.append(ours)
+            self.processes.append(process)
+
+    def outcomes(self, size, function, *arguments) -> list:
+        """What `function(group, *arguments)` returns or raises in each of so many ranks; EOFError of one that has ended."""
+        found = []
+        for connection in self.connections[:size]:
+            connection.send((function, size, arguments))
+        for rank, connection in enumerate(self.connections[:size]):
+            assert connection.poll(TIMEOUT_S), f"rank {rank} does not answer"
+            try:
+                result, error = connection.recv()
+                found.append(error or result)
+            except EOFError as error:
+                found.append(error)
+        return found
+
+    def call(self, size, function, *arguments) -> list:
+        """`outcomes`, of which none may be an exception."""
+        found = self.outcomes(size, function, *arguments)
+        for outcome in found:
+            if isinstance(outcome, Exception):
+                raise outcome
+        return found
+
+    def end(self):
+        for process in self.processes:
+            process.kill()
+            process.join()

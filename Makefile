@@ -1,7 +1,7 @@
 # `make` lists the targets. Without PYTHON they create and use .venv; PYTHON=python3 uses that interpreter as it is.
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-long sanitize bench reference rates traffic compare readme plots timeline story diff stage example lint format clean
+.PHONY: help test test-long sanitize bench bench-ring reference rates traffic compare readme plots timeline story diff stage example lint format clean
 
 ifndef PYTHON
 PYTHON := .venv/bin/python
@@ -56,6 +56,10 @@ sanitize: $(SETUP)  ## run the stages under compute-sanitizer, on a GPU; ARGS="�
 
 bench: $(SETUP)  ## measure all stages, or STAGE=v3 with its neighbours; ARGS="…" goes to bench.py (ARGS=--help)
 	$(PYTHON) bench.py $(addprefix --stage=,$(STAGE)) $(ARGS)
+
+bench-ring: $(SETUP)  ## measure a stage on GPUS=4, which share a sequence (default 2); ARGS="…" goes to common.measure.scaling
+	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node=$(or $(GPUS),2) -m common.measure.scaling \
+		$(addprefix --stage=,$(STAGE)) $(ARGS)
 
 reference: EXAMPLE = make reference GRID=float16-d64 FILE=results/float16-d64-h200.json
 reference: needs-GRID needs-FILE $(SETUP)  ## measure on a GPU a part of what results/ keeps, GRID=float16-d64, into FILE=…

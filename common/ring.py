@@ -121,7 +121,7 @@ def _wait(works):
         work.wait()
 
 
-class _Ring:
+class Ring:
     """A rank's place in a group, what it has to do at each step, and what travels."""
 
     def __init__(self, group):
@@ -177,7 +177,7 @@ def _merged(out, lse, part):
     return out, lse
 
 
-def _forward(q, k, v, *, stage, ring: _Ring, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _forward(q, k, v, *, stage, ring: Ring, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """out like q and lse, of this rank's queries and the keys of all ranks. K and V are contiguous."""
     if ring.size == 1:
         return stage.forward(q, k, v, causal=causal, scale=scale)
@@ -197,7 +197,7 @@ class _Gradients:
     Those that a rank has of its own block stay. The sums of the others begin with the next rank, and come round in the end.
     """
 
-    def __init__(self, ring: _Ring):
+    def __init__(self, ring: Ring):
         self.ring = ring
         self.works = []
 
@@ -224,7 +224,7 @@ class _Gradients:
         return self.dq, *self.own
 
 
-def _backward(grad_out, q, k, v, out, lse, *, stage, ring: _Ring, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(grad_out, q, k, v, out, lse, *, stage, ring: Ring, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv in the dtype of q, each rounded once from a float32 sum over blocks. K and V are contiguous."""
     if ring.size == 1:
         return stage.backward(grad_out, q, k, v, out, lse, causal=causal, scale=scale)
@@ -318,7 +318,7 @@ def ring_attention(stage, q, k, v, *, group=None, causal=False, scale=None, retu
     The same inputs give the same bits on the same number of ranks, if the stage's do. Under `torch.autocast` inputs are cast
     as SDPA does. The gradients cannot be differentiated again.
     """
-    ring = _Ring(group)
+    ring = Ring(group)
     if torch.is_autocast_enabled(DEVICE):
         q, k, v = autocast(q, k, v)
     wrong, said = None, ""

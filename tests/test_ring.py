@@ -308,7 +308,7 @@ def test_what_is_no_stage(monkeypatch):
 
 
 def place(rank, size):
-    ring_ = object.__new__(ring._Ring)
+    ring_ = object.__new__(ring.Ring)
     ring_.group, ring_.rank, ring_.size = None, rank, size
     return ring_
 
@@ -330,7 +330,7 @@ def test_every_step_of_every_rank_is_as_long_and_every_score_is_met_once(size):
 
 
 def test_two_blocks_are_held_beside_the_own_one(monkeypatch):
-    monkeypatch.setattr(ring._Ring, "pass_on", lambda self, tensors, into: [])
+    monkeypatch.setattr(ring.Ring, "pass_on", lambda self, tensors, into: [])
     k = torch.ones(1, 1, 4, 16)
     held = [tensor.data_ptr() for block in place(1, 6).blocks(k, k.clone()) for tensor in block]
     assert len(held) == 12 and len(set(held)) == 2 * 3

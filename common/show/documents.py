@@ -11,6 +11,7 @@ from tabulate import tabulate
 import stages
 from common.measure import files
 from common.measure.ncu import pairs
+from common.measure.scaling import tables
 from common.measure.timeline import SCORES
 from common.measure.traffic import GPUS
 from common.measure.units import CLOCK, TIME
@@ -47,6 +48,7 @@ from common.show.results import (
     times_of,
     tuned_case,
 )
+from common.show.scaling import load_ring, ring_files, scaling_passage
 from common.show.shared import shared_tables
 from common.show.tables import PASS_NAMES, speed_table, title
 
@@ -351,6 +353,10 @@ def documents() -> dict[Path, str]:
         found[path] = path.read_text()
         for passage in re.findall(r"<!-- (\w+): written by make readme -->", found[path]):
             found[path] = with_table(found[path], passage, PASSAGES[passage](name))
+    ring = ROOT / "ring.md"
+    found[ring] = with_table(ring.read_text(), "scaling", scaling_passage())
+    for path in ring_files():
+        found[path.with_suffix(".md")] = f"# A sequence that several GPUs share\n\n{tables(load_ring(path))}\n"
     for path in (ROOT / "results").glob("traffic-*.json"):
         table = traffic_table(json.loads(path.read_text()))
         found[path.with_suffix(".md")] = f"# Traffic, counted and measured\n\n{table}\n"

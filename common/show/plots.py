@@ -1,5 +1,7 @@
-"""The plots of the stages: what the walk bought, speed and memory against sequence length, the gain of each step, decoding."""
+"""The plots of the stages: what the walk bought, speed and memory against sequence length, the gain of each step, decoding,
+and sequences that several GPUs share."""
 
+import itertools
 import textwrap
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from common.show.results import (  # noqa: E402
     speedup,
     spoken,
 )
+from common.show.scaling import Scaling, load_ring, ring_files  # noqa: E402
 from common.show.tables import PASS_NAMES  # noqa: E402
 
 # Peers are dashed, with hollow markers, in colours that no stage has and that those who see fewer colours tell apart.
@@ -230,6 +233,43 @@ def draw_decoding(records: list[dict], machine: dict, directory: Path):
     plt.close(figure)
 
 
+def _scaling(found):
+    """The rate of each GPU against their number: solid, with as many tokens each; dotted, with one sequence for all."""
+    tokens = sorted({r["seq_len"] // r["ranks"] for r in found.records if r["ranks"] == found.ranks})
+    passes = [pass_ for pass_ in PASS_NAMES if any(r["pass"] == pass_ for r in found.records)]
+    figure, grid = plt.subplots(len(passes), len(tokens), figsize=(10, 3.6 * len(passes)), layout="constrained", squeeze=False)
+    for axes, (pass_, each) in zip(grid.flat, itertools.product(passes, tokens), strict=True):
+        axes.set_title(f"{PASS_NAMES[pass_]}; {each:,} tokens a GPU, or {each * found.ranks:,} in all", fontsize=10)
+        for name, line in itertools.product(found.names, ("-", ":")):
+            points = sorted(
+                (r["ranks"], r["tflops"])
+                for r in found.records
+                if (r["impl"], r["pass"]) == (name, pass_)
+                and r["seq_len"] == each * (r["ranks"] if line == "-" else found.ranks)
+            )
+            if points:
+                label = spoken(name) if line == "-" else None
+                axes.plot(
+                    *zip(*points, strict=True), markersize=5, label=label, **style(name, found.names) | {"linestyle": line}
+                )
+        _length_axis(axes, {r["ranks"] for r in found.records}, "GPUs")
+        axes.set_ylabel("TFLOP/s a GPU")
+        axes.set_ylim(0)
+    _legend(figure, 4)
+    return figure
+
+
+def draw_scaling(name: str, run: dict, directory: Path):
+    """Write a plot of that name, of a run of `make bench-ring` that has cases on several numbers of GPUs."""
+    found, facts = Scaling(run), run["machine_info"]
+    figure, first = _scaling(found), found.records[0]
+    model = f"H={first['heads']}, D={first['head_dim']}, {'causal' if first['causal'] else 'full'}, {first['dtype']}"
+    note = f"{facts['gpus']}; {origin(facts)}; {model}; solid: the same tokens a GPU, dotted: the same sequence"
+    figure.suptitle(note, fontsize=8, color="0.4")
+    figure.savefig(directory / f"{name}.png", dpi=120)
+    plt.close(figure)
+
+
 def draw(records: list[dict], machines: list[dict], directory: Path):
     """Write evolution.png, speed-forward.png, speed-backward.png, gain.png and memory.png; dead ends are left out.
 
@@ -256,6 +296,9 @@ def draw_all(directory: Path):
     """Draw what results/ has into a directory."""
     draw(*load_runs(FLOAT16), directory)
     draw_decoding(*load_run(DECODING), directory)
+    for path in ring_files():
+        if Scaling(run := load_ring(path)).is_drawn():
+            draw_scaling(path.stem, run, directory)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ def test_two_sets_of_keys(seq_q, seq_k, cut, value_dim, dtype):
     merge(out, lse, parts[1]["out"].to(dtype), parts[1]["lse"].float())
     whole = truth(q, k, v, False, 1.0)
     torch.testing.assert_close(lse.double(), whole["lse"], rtol=1e-6, atol=1e-6)
-    eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(out.double(), whole["out"], rtol=2 * eps, atol=2 * eps)
+    near = 2 * torch.finfo(dtype).eps + 1e-5  # a log-sum-exp of 30 is rounded too, and a weight is its power
+    torch.testing.assert_close(out.double(), whole["out"], rtol=near, atol=near)
 
 
 def test_rows_of_a_larger_result_and_others_layouts():

@@ -1,0 +1,506 @@
+"""How a ring of GPUs scales: the program of a rank, of which `make bench-ring GPUS=4` begins one for each GPU.
+
+Weak scaling gives each GPU as many tokens however many GPUs there are; strong scaling shares one sequence out over more of
+them. Both stand next to one GPU, and next to PyTorch's own context parallelism over SDPA. Nothing is timed before it has been
+compared with float64. Without GPUs it runs small over gloo, and shows what a rank sends next to `sent_bytes`.
+"""
+
+import argparse
+import contextlib
+import datetime
+import functools
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Callable
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tabulate import tabulate
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import stages
+from common.measure import machine, reference
+from common.measure.footprint import footprint
+from common.measure.options import HEAD_DIM, add_list, json_path, list_of, one_of, positive, write_json
+from common.measure.workloads import DTYPES, Workload
+from common.operator import Unavailable
+from common.ring import Ring, ring_attention, unshard
+from common.runtime import DEVICE
+
+ON_GPUS = DEVICE == "cuda"
+# With the flash and the cuDNN backend; on several GPUs by PyTorch's context parallelism.
+SDPA = {"sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION} if ON_GPUS else {}
+if ON_GPUS:
+    TOKENS, HEADS, HEAD_DIMENSION = "8192,32768", 16, 128
+else:  # what the interpreter gets through in seconds
+    TOKENS, HEADS, HEAD_DIMENSION = "16", 2, 16
+MILLION, MILLION_HEADS = 2**20, 8  # tokens in all, and heads, of --million
+PASSES = ("fwd", "fwd+bwd")
+
+TIMEOUT_S = 120  # for which a rank waits for another
+LIMIT_S = 140  # of a run: cases that would begin later are left out
+GPU_CASE_S, CASE_S = 1.5, 1.0  # what a case takes, roughly, its check included
+SPIN_CYCLES = 6_000_000  # 3 ms: the CPU's head start, before each round
+WARM_UP = 3  # calls: from the third of a kind on a stage's call is a replay
+ROUNDS_S, FEWEST_ROUNDS, MOST_ROUNDS = 0.3, 5, 30  # GPU time of a case's rounds, and how many they are
+SLOW_S, SLOW_ROUNDS = 0.5, 3  # a call that takes longer needs no warm-up, and gets so many
+
+
+def sent_bytes(workload: Workload, ranks: int) -> int:
+    """Bytes that a rank sends in a pass: K and V of n - 1 blocks, and in a backward, in float32, their gradients.
+
+    (n - 1) · B · Hkv · S / n · (D + Dv) · e, with e bytes a number of K and V; e + 4 in a backward; both passes have both.
+    """
+    w = workload
+    numbers = (ranks - 1) * w.batch * w.kv_heads * (w.kv_len // ranks) * (w.head_dim + w.value_dim)
+    size = DTYPES[w.dtype].itemsize
+    return numbers * {"fwd": size, "bwd": size + 4, "fwd+bwd": 2 * size + 4}[w.pass_]
+
+
+def held_bytes(workload: Workload, ranks: int) -> int:
+    """Bytes that a rank of a ring holds at most, beside its inputs and what the stage takes for itself.
+
+    Forward: two blocks of K and V, out in float32, out of a block, the LSE twice. With a backward: out and LSE that were saved,
+    two blocks of K and V, dQ and three blocks of dK and dV in float32, the gradients of a block. All have S / n tokens.
+    """
+    w, size = workload, DTYPES[workload.dtype].itemsize
+    tokens, blocks = w.batch * w.seq_len // ranks, min(2, ranks - 1)
+    kv = tokens * w.kv_heads * (w.head_dim + w.value_dim)  # numbers in a block of K and V
+    q, out, lse = (tokens * w.heads * columns for columns in (w.head_dim, w.value_dim, 1))
+    if w.pass_ == "fwd":
+        return blocks * kv * size + out * (4 + size) + 2 * lse * 4
+    return out * size + lse * 4 + blocks * kv * size + (q + 3 * kv) * 4 + (q + kv) * size
+
+
+@contextlib.contextmanager
+def counted_sends():
+    """Inside, the bytes that this process sends to other ranks of a ring are counted, into a list of one number."""
+    sent, begin = [0], dist.batch_isend_irecv
+
+    def counting(operations):
+        sent[0] += sum(operation.tensor.nbytes for operation in operations if operation.op is dist.isend)
+        return begin(operations)
+
+    with mock.patch.object(dist, "batch_isend_irecv", counting):
+        yield sent
+
+
+@contextlib.contextmanager
+def attention_of(impl: str, group, causal: bool):
+    """Inside, `attend(q, k, v)` of the parts of a sequence as `common.ring.shard` has them, which is how PyTorch has them too.
+
+    Raises:
+        Unavailable: this PyTorch has no context parallelism, or not as in 2.11 to 2.13.
+    """
+    if impl not in SDPA:
+        yield functools.partial(ring_attention, stages.load(impl), group=group, causal=causal)
+        return
+    size = dist.get_world_size(group)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(sdpa_kernel(SDPA[impl]))
+        if size > 1:
+            try:
+                from torch.distributed.device_mesh import DeviceMesh
+                from torch.distributed.tensor.experimental import context_parallel
+                from torch.distributed.tensor.experimental._attention import _cp_options
+            except ImportError as error:
+                raise Unavailable(f"this PyTorch has no context parallelism as in 2.11: {error}") from None
+            _cp_options.enable_load_balance = causal  # what a mask leaves; head and tail, as in zigzag
+            some = torch.zeros(2 * size if causal else size, device=DEVICE)  # it wants a sequence to cut
+            mesh = DeviceMesh.from_group(group, DEVICE)
+            context = context_parallel(mesh, buffers=[some], buffer_seq_dims=[0])
+            context.__enter__()
+            stack.callback(context.__exit__, None, None, None)  # 2.11's leaves SDPA as it has made it where it sees an error
+        # By its module: inside, that name stands for the one that goes round.
+        yield lambda q, k, v: F.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, **({} if q.shape[1] == k.shape[1] else {"enable_gqa": True})
+        )
+
+
+def inputs(workload: Workload, group) -> tuple[Tensor, ...]:
+    """This rank's part of q, k, v and of the gradient of the output; normal numbers, others on each rank."""
+    w, size = workload, dist.get_world_size(group)
+    generator = torch.Generator(DEVICE).manual_seed(dist.get_rank(group))
+    shapes = [(w.heads, w.head_dim), (w.kv_heads, w.head_dim), (w.kv_heads, w.value_dim), (w.heads, w.value_dim)]
+    return tuple(
+        torch.randn(
+            w.batch, heads, w.seq_len // size, columns, generator=generator, device=DEVICE, dtype=DTYPES[w.dtype]
+        )
+        for heads, columns in shapes
+    )  # fmt: skip
+
+
+def _of_rows(function: Callable, q, k, v, causal, scale, grad_out, positions) -> dict:
+    """`truth` or `plain` of `common.measure.reference` for queries at some positions of the sequence, and all keys."""
+    if not causal:
+        return function(q, k, v, False, scale, grad_out)
+
+    def together(whole, one, keys):
+        for name, result in one.items():
+            if name == "magnitudes":
+                together(whole.setdefault(name, {}), result, keys)
+            elif name in ("dk", "dv"):
+                if name not in whole:
+                    kind = torch.promote_types(result.dtype, torch.float32)
+                    whole[name] = torch.zeros(*k.shape[:3], result.shape[3], dtype=kind, device=k.device)
+                whole[name][:, :, :keys] += result
+            else:
+                whole[name] = torch.cat((whole[name], result), 2) if name in whole else result
+
+    whole = {}
+    for at, position in enumerate(positions):
+        keys, row = position + 1, slice(at, at + 1)
+        gradient = None if grad_out is None else grad_out[:, :, row]
+        together(whole, function(q[:, :, row], k[:, :, :keys], v[:, :, :keys], False, scale, gradient), keys)
+    return whole
+
+
+def _row_of_ranks(tensor: Tensor, group) -> Tensor:
+    """Those of all ranks, one after the other along the sequence."""
+    every = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, tensor.contiguous(), group=group)
+    return torch.cat(every, 2)
+
+
+def check(attend: Callable, workload: Workload, group):
+    """Raise AssertionError on each rank unless the results are as near to float64 as `common.measure.reference` asks.
+
+    Of the first K/V head and its query heads, the first, middle and last row of each of the 2 n chunks are compared, and all
+    of dK and dV for a gradient that is 0 in all other rows: each block of keys is then met by rows of each rank. The rest has
+    to be finite.
+    """
+    w, rank, size = workload, dist.get_rank(group), dist.get_world_size(group)
+    q, k, v, grad_out = inputs(w, group)
+    chunk = q.shape[2] // 2
+    rows = sorted({row for begin in (0, chunk) for row in (begin, begin + chunk // 2, begin + chunk - 1)})
+    heads = slice(w.heads // w.kv_heads)
+    parts = {}
+    if w.pass_ == "fwd":
+        parts["out"] = attend(q, k, v)
+    else:
+        sparse = torch.zeros_like(grad_out)
+        sparse[:, heads, rows] = grad_out[:, heads, rows]
+        leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+        out = attend(*leaves)
+        parts |= {"out": out.detach()}
+        parts |= zip(("dq", "dk", "dv"), torch.autograd.grad(out, leaves, sparse), strict=True)
+        q, k, v = (leaf.detach() for leaf in leaves)
+    wrong = [name for name, part in parts.items() if not part.isfinite().all()]
+    got = {}
+    for name, part in parts.items():  # of the keys all, of the queries these rows of each rank
+        of_keys = name in ("dk", "dv")
+        got[name] = unshard(part[:, :1], 2, group) if of_keys else _row_of_ranks(part[:, heads, rows], group)
+    del parts
+    few_q, few_grad = (_row_of_ranks(tensor[:, heads, rows], group) for tensor in (q, grad_out))
+    all_k, all_v = (unshard(tensor[:, :1], 2, group) for tensor in (k, v))
+    verdict = [f"NaN or infinity in {', '.join(wrong)} of rank {rank}" if wrong else None]
+    if rank == 0 and not wrong:
+        chunks = [(other, 2 * size - 1 - other) for other in range(size)]  # of each rank
+        positions = [pair[row // chunk] * chunk + row % chunk for pair in chunks for row in rows]
+        options = w.causal, w.head_dim**-0.5, None if w.pass_ == "fwd" else few_grad, positions
+        truth, plain = (_of_rows(each, few_q, all_k, all_v, *options) for each in (reference.truth, reference.plain))
+        try:
+            reference.assert_correct(got, truth, plain)
+        except AssertionError as error:
+            verdict = [str(error)]
+    every = [None] * size
+    dist.all_gather_object(every, verdict[0], group=group)
+    assert not any(every), "; ".join(filter(None, every))
+
+
+def _rounds(call: Callable, group, count: int) -> tuple[list[float], bool]:
+    """Seconds of each round on this rank's GPU, and whether the CPU was ahead of it: a barrier, an event, the call, an event.
+
+    The barrier is a reduction on the GPUs behind a spin, so that they begin together and no launch is waited for.
+    """
+    token, events, exposed = torch.ones(1, device=DEVICE), [], 0
+    for _ in range(count):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(SPIN_CYCLES)
+        dist.all_reduce(token, group=group)
+        start.record()
+        call()
+        exposed += start.query()
+        end.record()
+        events.append((start, end))
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) / 1e3 for start, end in events], 2 * exposed <= count
+
+
+def _slowest(seconds: list[float], group) -> list[float]:
+    """Of each round, that of the rank that took longest."""
+    every = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, seconds, group=group)
+    return [max(of_round) for of_round in zip(*every, strict=True)]
+
+
+def timed(call: Callable, group) -> dict:
+    """Median and interquartile range over rounds, in ms, of the time until the last rank is done."""
+    call()
+    (estimate,) = _slowest(_rounds(call, group, 1)[0], group)
+    count = SLOW_ROUNDS
+    if estimate < SLOW_S:
+        _rounds(call, group, WARM_UP)
+        count = max(FEWEST_ROUNDS, min(int(ROUNDS_S / estimate), MOST_ROUNDS))
+    seconds, hidden = _rounds(call, group, count)
+    slowest = _slowest(seconds, group)
+    lower, median, upper = statistics.quantiles(slowest, n=4, method="inclusive")
+    return {"ms": 1e3 * median, "iqr_ms": 1e3 * (upper - lower), "rounds": count, "launch_hidden": hidden}
+
+
+def measure(impl: str, workload: Workload, group) -> dict:
+    """What a case costs; on a GPU its time and memory, and of a ring everywhere what a rank sends."""
+    size = dist.get_world_size(group)
+    with attention_of(impl, group, workload.causal) as attend:
+        check(attend, workload, group)
+        *qkv, grad_out = inputs(workload, group)
+        if workload.pass_ == "fwd":
+
+            def call():
+                return attend(*qkv)
+        else:
+            leaves = [tensor.requires_grad_() for tensor in qkv]
+
+            def call():
+                return torch.autograd.grad(attend(*leaves), leaves, grad_out)
+
+        found = {}
+        if impl not in SDPA:
+            with counted_sends() as sent:
+                call()
+            found |= {"sent_bytes": sent[0], "sent_formula": sent_bytes(workload, size)}
+            found |= {"held_mib": held_bytes(workload, size) / 2**20} if size > 1 else {}
+        if ON_GPUS:
+            every = [None] * size
+            dist.all_gather_object(every, footprint(call)["peak_extra_mib"], group=group)
+            found |= timed(call, group) | {"peak_extra_mib": max(every)}
+            found["tflops"] = workload.flops / size / found["ms"] / 1e9  # of each GPU
+        return found
+
+
+def _failure(error: Exception) -> dict:
+    """How the table shows a case that could not be measured."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return {"failure": "OOM"}
+    kind = "n/a" if isinstance(error, Unavailable) else "WRONG" if isinstance(error, AssertionError) else "ERROR"
+    return {"failure": kind, "note": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+
+
+def link(tokens: int, heads: int, kv_heads: int | None, head_dim: int, dtype: str, group) -> dict:
+    """How long a block of K and V travels to the next rank while nothing else is done, and GB/s each way."""
+    shape = 1, kv_heads or heads, tokens, head_dim
+    blocks = [[torch.randn(shape, device=DEVICE, dtype=DTYPES[dtype]) for _ in "kv"] for _ in range(2)]
+    ring = Ring(group)
+
+    def call():
+        for work in ring.pass_on(*blocks):
+            work.wait()
+
+    size = sum(tensor.nbytes for tensor in blocks[0])
+    found = timed(call, group)
+    return {"tokens": tokens, "ranks": ring.size, "bytes": size, **found, "gbps": size / found["ms"] / 1e6}
+
+
+HEADERS = (
+    "GPUs", "tokens a GPU", "S", "implementation", "ms", "± IQR", "TFLOP/s a GPU", "% of one GPU, same tokens a GPU",
+    "% of linear, same S", "MB sent", "peak extra MiB", "of the ring",
+)  # fmt: skip
+COUNT_HEADERS = ("ranks", "S", "implementation", "bytes sent", "formula")
+
+
+def _cells(record, by_case):
+    """A row of a GPU's table."""
+    impl, ranks, seq_len = record["impl"], record["ranks"], record["seq_len"]
+    start = [ranks, seq_len // ranks, seq_len, impl]
+    if "failure" in record:
+        return [*start, record["failure"]] + ["-"] * (len(HEADERS) - 5)
+    same_tokens, same_length = by_case.get((impl, 1, seq_len // ranks)), by_case.get((impl, 1, seq_len))
+    weak = f"{100 * record['tflops'] / same_tokens['tflops']:.0f}" if same_tokens and ranks > 1 else "-"
+    strong = f"{100 * same_length['ms'] / record['ms'] / ranks:.0f}" if same_length and ranks > 1 else "-"
+    star = "" if record["launch_hidden"] else "*"
+    sent = f"{record['sent_bytes'] / 1e6:,.1f}" if "sent_bytes" in record else "-"
+    held = f"{record['held_mib']:,.0f}" if "held_mib" in record else "-"
+    times = [f"{record['ms']:.3f}{star}", f"{record['iqr_ms']:.3f}", f"{record['tflops']:.0f}"]
+    return [*start, *times, weak, strong, sent, f"{record['peak_extra_mib']:,.0f}", held]
+
+
+def tables(run: dict) -> str:
+    """A run as markdown.
+
+    Args:
+        run: "machine_info", "records", of each case what `Workload.record` has, `impl`, `ranks`, and what `measure` returns or
+            `failure` and `note`; and "links", what `link` returns.
+    """
+    facts, records = run["machine_info"], run["records"]
+    where = facts["gpus"] if facts["gpu"] else "CPU, interpreted, over gloo"
+    parts = [f"{where}, torch {facts['torch']}, triton {facts['triton']}, commit {facts['commit']}, {facts['date']}"]
+    parts[0] += "".join(f", {name} {facts[name]}" for name in ("nccl",) if facts.get(name))
+    parts[0] += "".join(f", {name}={value}" for name, value in facts.get("environment", {}).items())
+
+    def shared(record):
+        return tuple(record[name] for name in ("head_dim", "heads", "kv_heads", "causal", "dtype", "pass"))
+
+    for key, group in itertools.groupby(sorted(records, key=shared), key=shared):
+        group = list(group)
+        head_dim, heads, kv_heads, causal, dtype, pass_ = key
+        name = {"fwd": "forward", "fwd+bwd": "forward + backward"}[pass_]
+        of_keys = "" if heads == kv_heads else f", Hkv={kv_heads}"
+        parts.append(f"{name}, H={heads}{of_keys}, D={head_dim}, {'causal' if causal else 'full'}, {dtype}")
+        if facts["gpu"]:
+            by_case = {(r["impl"], r["ranks"], r["seq_len"]): r for r in group if "failure" not in r}
+            rows, headers = [_cells(record, by_case) for record in group], HEADERS
+        else:
+            rows, headers = [], COUNT_HEADERS
+            for r in group:
+                counts = [r["failure"], "-"] if "failure" in r else [r["sent_bytes"], r["sent_formula"]]
+                rows.append([r["ranks"], r["seq_len"], r["impl"], *counts])
+        align = ["left" if header == "implementation" else "right" for header in headers]
+        parts.append(tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=align))
+        notes = [f"{r['impl']}, {r['ranks']} ranks, S={r['seq_len']}: {r['note']}" for r in group if r.get("note")]
+        parts += dict.fromkeys(notes)
+    for each in run.get("links", ()):
+        parts.append(
+            f"K and V of {each['tokens']} tokens, {each['bytes'] / 1e6:,.1f} MB, travel to the next of {each['ranks']} GPUs in "
+            f"{each['ms']:.3f} ± {each['iqr_ms']:.3f} ms while nothing else is done, {each['gbps']:.0f} GB/s each way."
+        )
+    if any(record.get("launch_hidden") is False for record in records):
+        parts.append("* The CPU was not ahead: this is in part its time.")
+    return "\n\n".join(parts)
+
+
+def parse_options(argv: list[str] | None, world: int) -> argparse.Namespace:
+    """The command line; exits with status 2 on a value that is not allowed."""
+    parser = argparse.ArgumentParser(prog="make bench-ring ARGS=…", description=__doc__.partition("\n")[0])
+    newest = [name for name in stages.names() if not stages.is_dead_end(name) and not stages.unavailable(name)][-1]
+    add_list(parser, "--stage", newest.partition("_")[0])
+    passes = list_of(one_of({name: name for name in PASSES}))
+    parser.add_argument("--pass", dest="passes", type=passes, default=list(PASSES), metavar="LIST", help="of fwd,fwd+bwd")
+    tokens_help = "a GPU has, even numbers (default: %(default)s)"
+    parser.add_argument("--tokens", type=list_of(positive), default=TOKENS, metavar="LIST", help=tokens_help)
+    parser.add_argument("--heads", type=positive, default=HEADS, help="(default: %(default)s)")
+    parser.add_argument("--kv-heads", type=positive, help="which share K and V (default: as many as heads)")
+    parser.add_argument("--head-dim", type=HEAD_DIM, default=HEAD_DIMENSION, help="(default: %(default)s)")
+    for flag, default in (("--causal", "yes"), ("--dtype", "bfloat16")):
+        add_list(parser, flag, default)
+    million_help = f"{MILLION} tokens over all GPUs, {MILLION_HEADS} heads, both passes, no peers"
+    parser.add_argument("--million", action="store_true", help=million_help)
+    limit_help = "no case begins later (default: %(default)s)"
+    parser.add_argument("--limit", type=positive, default=LIMIT_S, metavar="SECONDS", help=limit_help)
+    parser.add_argument("--json", type=json_path, metavar="FILE", help="also write the run there")
+    chosen = parser.parse_args(argv)
+    if chosen.million:
+        chosen.tokens, chosen.heads, chosen.kv_heads = [MILLION // world], MILLION_HEADS, None
+    if any(tokens % 2 for tokens in chosen.tokens):
+        parser.error("argument --tokens: a GPU has two chunks of the sequence, so an even number")
+    if chosen.heads % (chosen.kv_heads or 1):
+        parser.error(f"argument --kv-heads: {chosen.kv_heads} K/V heads do not divide {chosen.heads} heads")
+    return chosen
+
+
+def cases(options, world: int) -> list[tuple[str, Workload, int]]:
+    """(implementation, workload, ranks) of each case, on 1, 2, 4, … ranks: the same tokens a rank, and the largest sequence."""
+    sizes = sorted({2**power for power in range(world.bit_length()) if 2**power <= world} | {world})
+    points = {}  # in order, each once
+    for tokens, size in itertools.product(options.tokens, sizes):
+        points |= {(size, size * tokens): None} | ({(size, world * tokens): None} if world * tokens % (2 * size) == 0 else {})
+    impls = [*SDPA, *options.stage]
+    if options.million:
+        points, impls = {(world, world * options.tokens[0]): None}, options.stage
+    shape = {"heads": options.heads, "kv_heads": options.kv_heads, "head_dim": options.head_dim}
+    return [
+        (impl, Workload(pass_, batch=1, seq_len=seq_len, causal=causal, dtype=dtype, **shape), ranks)
+        for dtype, causal, (ranks, seq_len), pass_ in itertools.product(options.dtype, options.causal, points, options.passes)
+        for impl in impls
+    ]
+
+
+def begin() -> dict:
+    """Join the group of all ranks, as torchrun's environment describes it; the groups of the first 1, 2, 3, … of them.
+
+    NCCL's stream has a high priority: its few programs go before those of a stage that are waiting for a multiprocessor.
+    """
+    timeout = datetime.timedelta(seconds=TIMEOUT_S)
+
+    def settings():
+        if not ON_GPUS:
+            return {"timeout": timeout}
+        chosen = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        chosen._timeout = timeout
+        return {"timeout": timeout, "pg_options": chosen}
+
+    if ON_GPUS:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if ON_GPUS else "gloo", **settings())
+    return {size: dist.new_group(list(range(size)), **settings()) for size in range(1, dist.get_world_size() + 1)}
+
+
+def _facts(world: int) -> dict:
+    facts = machine.facts()
+    if ON_GPUS:
+        names = [torch.cuda.get_device_name(device) for device in range(world)]
+        facts["gpus"] = ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
+        facts["nccl"] = "NCCL " + ".".join(map(str, torch.cuda.nccl.version()))
+        facts["environment"] = {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")}
+    return facts
+
+
+def _of_rank_0(value):
+    """What the first rank has; all wait for it, on the CPU."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """What one rank does; exit status 1 where a result was wrong, or a stage failed."""
+    begun = time.perf_counter()
+    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    options = parse_options(argv, world)
+    groups = begin()
+    to_do, run = cases(options, world), {"machine_info": _facts(world), "records": [], "links": []}
+
+    def say(text, end="\n"):
+        if rank == 0:
+            print(text, end=end, flush=True)
+
+    each = GPU_CASE_S if ON_GPUS else CASE_S
+    say(f"{world} ranks, {len(to_do)} cases, about {each * len(to_do):.0f} s; more where kernels are compiled and tuned first.")
+    for impl, workload, size in to_do:
+        record = {"impl": impl, **workload.record(), "ranks": size}
+        say(f"[{time.perf_counter() - begun:.0f} s] {workload.label} {impl} on {size}: ", end="")
+        if _of_rank_0(time.perf_counter() - begun > options.limit):
+            record |= {"failure": "left out", "note": f"the run's limit of {options.limit} s had passed"}
+        elif rank < size:
+            try:
+                found = measure(impl, workload, groups[size])
+            except Exception as error:  # of one kind of case; the others are measured
+                found = _failure(error)
+            record |= found
+            if ON_GPUS:
+                torch.cuda.empty_cache()
+        record = _of_rank_0(record)
+        run["records"].append(record)
+        time_or_bytes = f"{record['ms']:.3f} ms" if "ms" in record else f"{record.get('sent_bytes')} bytes sent"
+        say(record.get("failure") or time_or_bytes)
+    if ON_GPUS and world > 1:
+        shape = options.heads, options.kv_heads, options.head_dim, options.dtype[0]
+        run["links"] = [link(tokens, *shape, groups[world]) for tokens in options.tokens]
+    failed = any(record.get("failure") in ("WRONG", "ERROR") and record["impl"] not in SDPA for record in run["records"])
+    if rank == 0:
+        print("\n" + tables(run))
+        if not ON_GPUS:
+            print("\nNo GPU in use: times mean nothing, and none are shown.")
+        if options.json:
+            write_json(options.json, run)
+    _of_rank_0(None)
+    dist.destroy_process_group()
+    return int(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

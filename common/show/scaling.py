@@ -1,0 +1,82 @@
+"""What runs of `make bench-ring` say of a sequence that several GPUs share, in short."""
+
+import json
+from pathlib import Path
+
+from common.show.results import ROOT, implementations, origin, spoken
+from common.show.tables import PASS_NAMES, markdown
+
+COMMAND = 'make bench-ring GPUS=2 ARGS="--json results/ring-h200-x2.json"'
+
+
+def ring_files() -> list[Path]:
+    """The runs that results/ has, by name."""
+    return sorted((ROOT / "results").glob("ring-*.json"))
+
+
+def load_ring(path: Path) -> dict:
+    """A run, as `common.measure.scaling.tables` takes it."""
+    return json.loads(path.read_text())
+
+
+def _key(record, ranks, seq_len):
+    shared = (record[name] for name in ("impl", "pass", "heads", "kv_heads", "head_dim", "causal", "dtype"))
+    return *shared, ranks, seq_len
+
+
+class Scaling:
+    """The cases of a run that have a time, next to those that they are compared with."""
+
+    def __init__(self, run: dict):
+        self.records = [record for record in run["records"] if "ms" in record]
+        self.names = implementations(self.records)
+        self.ranks = max((record["ranks"] for record in self.records), default=0)
+        self._by_case = {_key(r, r["ranks"], r["seq_len"]): r for r in self.records}
+
+    def weak(self, record: dict) -> float | None:
+        """Of the rate of one GPU with as many tokens as each has here; None where that was not measured."""
+        alone = self._by_case.get(_key(record, 1, record["seq_len"] // record["ranks"]))
+        return record["tflops"] / alone["tflops"] if alone else None
+
+    def strong(self, record: dict) -> float | None:
+        """Of a linear gain over one GPU with the same sequence; None where that was not measured."""
+        alone = self._by_case.get(_key(record, 1, record["seq_len"]))
+        return alone["ms"] / record["ms"] / record["ranks"] if alone else None
+
+    def is_drawn(self) -> bool:
+        """Whether there is a line to draw, from one number of GPUs to another."""
+        return len({record["ranks"] for record in self.records}) > 1
+
+
+def _summary(path):
+    """Where a run is from, and its cases on the most GPUs."""
+    run = load_ring(path)
+    facts, found = run["machine_info"], Scaling(run)
+    most = [record for record in found.records if record["ranks"] == found.ranks]
+    rows = []
+    for r in sorted(most, key=lambda r: (list(PASS_NAMES).index(r["pass"]), r["causal"], r["seq_len"])):
+        shares = ("-" if share is None else f"{share:.0%}" for share in (found.weak(r), found.strong(r)))
+        memory = [f"{r['peak_extra_mib']:,.0f}", f"{r['held_mib']:,.0f}" if "held_mib" in r else "-"]
+        start = [PASS_NAMES[r["pass"]], "causal" if r["causal"] else "full", f"{r['seq_len']:,}", spoken(r["impl"])]
+        rows.append([*start, f"{r['ms']:.2f}", f"{r['tflops']:.0f}", *shares, *memory])
+    headers = ["pass", "mask", "S", "", "ms", "TFLOP/s a GPU", "of one GPU, same tokens a GPU", "of linear, same S"]
+    headers += ["peak extra MiB", "of the ring"]
+    models = dict.fromkeys(f"H = {r['heads']}, Hkv = {r['kv_heads']}, D = {r['head_dim']}, {r['dtype']}" for r in most)
+    links = [
+        f" K and V of {link['tokens']:,} tokens travel in {link['ms']:.2f} ms, {link['gbps']:.0f} GB/s each way."
+        for link in run["links"]
+    ]
+    caption = (
+        f"{facts['gpus']}; {origin(facts)}, {facts['date']}. {'; '.join(models)}.{''.join(links)} "
+        f"All cases: [{path.stem}.md](results/{path.stem}.md)."
+    )
+    return f"{caption}\n\n{markdown(rows, headers, ('pass', 'mask', ''))}"
+
+
+def scaling_passage() -> str:
+    """What ring.md shows of the runs that results/ has."""
+    files = ring_files()
+    if not files:
+        return f"Not measured yet: `{COMMAND}`, then `make plots readme`."
+    drawn = [path.stem for path in files if Scaling(load_ring(path)).is_drawn()]
+    return "\n\n".join([*map(_summary, files), *(f"![TFLOP/s of each GPU, {name}](plots/{name}.png)" for name in drawn)])

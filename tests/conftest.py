@@ -55,6 +55,18 @@ def stage(request):
     return stages.load(request.param)
 
 
+@pytest.fixture(scope="session")
+def ranks():
+    """Processes that are ranks of a group: `ranks.Ranks`, as many as tests need and there are GPUs for."""
+    from ranks import MOST, Ranks
+
+    if MOST < 2:
+        pytest.skip("needs two GPUs")
+    ranks = Ranks(MOST)
+    yield ranks
+    ranks.end()
+
+
 @pytest.fixture
 def unordered(stage):
     """The results, by name, that a stage adds up in no fixed order: `UNORDERED` in its module, none if it does not say."""

@@ -14,6 +14,7 @@ from triton.runtime.autotuner import Autotuner
 from common.measure.aot import first_that_survives
 from common.runtime import DEVICE
 
+MOST = 4 if DEVICE == "cpu" else min(4, torch.cuda.device_count())  # of a test's ranks
 TIMEOUT_S = 120  # of a test's processes, and of their group
 # Without a GPU the modules that take long to import are imported once. A process that has asked for a GPU cannot be forked.
 CONTEXT = multiprocessing.get_context("forkserver" if DEVICE == "cpu" else "spawn")

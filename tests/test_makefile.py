@@ -13,7 +13,21 @@ ROOT = pathlib.Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
 
-OURS = ("A", "B", "FILE", "GRID", "PROSE", "PYTHON", "STAGE", "ARGS", "MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL")
+OURS = (
+    "A",
+    "B",
+    "FILE",
+    "GRID",
+    "PROSE",
+    "PYTHON",
+    "STAGE",
+    "ARGS",
+    "GPUS",
+    "MAKEFLAGS",
+    "MFLAGS",
+    "MAKEOVERRIDES",
+    "MAKELEVEL",
+)
 
 
 def make(directory, *arguments, **environment):
@@ -72,6 +86,14 @@ def test_example_alone_installs_what_examples_need(target, tmp_path):
 def test_example_hands_over_its_options():
     done = make(ROOT, "--dry-run", "example", "STAGE=v5", "ARGS=--steps=3", "PYTHON=python3")
     assert done.stdout.splitlines() == ["python3 -m examples.llama --stage=v5 --steps=3"]
+
+
+@pytest.mark.parametrize(("given", "ranks"), [([], 2), (["GPUS=4"], 4)])
+def test_bench_ring_begins_a_rank_for_each_gpu(given, ranks):
+    done = make(ROOT, "--dry-run", "bench-ring", "STAGE=v5", "ARGS=--million", *given, "PYTHON=python3")
+    assert done.stdout.replace("\\\n\t", "").splitlines() == [
+        f"python3 -m torch.distributed.run --standalone --nproc-per-node={ranks} -m common.measure.scaling --stage=v5 --million"
+    ]
 
 
 def test_help_lists_every_target():

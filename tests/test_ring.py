@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import assert_same_bits, check, make_inputs
-from ranks import Ranks
+from ranks import MOST, Ranks
 from torch.utils.checkpoint import checkpoint
 
 import stages
@@ -18,21 +18,11 @@ from common import ring
 from common.ring import ring_attention, shard, unshard
 from common.runtime import DEVICE
 
-MOST = 4 if DEVICE == "cpu" else min(4, torch.cuda.device_count())
 SIZES = range(2, 5)
 NEWEST = [name for name in stages.names() if not stages.is_dead_end(name)][-1]
 FEW = [stages.names()[0], "v3"]  # one without kernels, and a quick one
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    if MOST < 2:
-        pytest.skip("needs two GPUs")
-    ranks = Ranks(MOST)
-    yield ranks
-    ranks.end()
 
 
 def on(size):

@@ -241,17 +241,12 @@ def _scaling(found):
     for axes, (pass_, each) in zip(grid.flat, itertools.product(passes, tokens), strict=True):
         axes.set_title(f"{PASS_NAMES[pass_]}; {each:,} tokens a GPU, or {each * found.ranks:,} in all", fontsize=10)
         for name, line in itertools.product(found.names, ("-", ":")):
-            points = sorted(
-                (r["ranks"], r["tflops"])
-                for r in found.records
-                if (r["impl"], r["pass"]) == (name, pass_)
-                and r["seq_len"] == each * (r["ranks"] if line == "-" else found.ranks)
-            )
+            lengths = {ranks: each * (ranks if line == "-" else found.ranks) for ranks in range(1, found.ranks + 1)}
+            mine = [r for r in found.records if (r["impl"], r["pass"], r["seq_len"]) == (name, pass_, lengths[r["ranks"]])]
+            points = sorted((r["ranks"], r["tflops"]) for r in mine)
             if points:
-                label = spoken(name) if line == "-" else None
-                axes.plot(
-                    *zip(*points, strict=True), markersize=5, label=label, **style(name, found.names) | {"linestyle": line}
-                )
+                looks = style(name, found.names) | {"linestyle": line, "label": spoken(name) if line == "-" else None}
+                axes.plot(*zip(*points, strict=True), markersize=5, **looks)
         _length_axis(axes, {r["ranks"] for r in found.records}, "GPUs")
         axes.set_ylabel("TFLOP/s a GPU")
         axes.set_ylim(0)

@@ -6,6 +6,7 @@ import stages
 from common.measure.workloads import Workload
 from common.show import results
 from common.show.decoding import kv_bytes
+from common.show.scaling import Scaling, load_ring, ring_files
 
 plots = pytest.importorskip("common.show.plots")
 
@@ -18,7 +19,8 @@ def drawn(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plots.plt, "close", figures.append)
         plots.draw_all(directory)
-    names = ("evolution", "speed-forward", "speed-backward", "gain", "memory", "decoding")
+    names = ["evolution", "speed-forward", "speed-backward", "gain", "memory", "decoding"]
+    names += [path.stem for path in ring_files() if Scaling(load_ring(path)).is_drawn()]
     yield dict(zip(names, figures, strict=True)), directory
     plots.plt.close("all")
 

@@ -1,0 +1,157 @@
+"""The benchmark of a ring: what is sent is what the formula says, what is wrong is not timed, and what the tables compare."""
+
+import functools
+import itertools
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import MOST
+
+import stages
+from common.measure import scaling
+from common.measure.workloads import Workload
+from common.ring import ring_attention
+from common.runtime import DEVICE
+from common.show.results import ROOT
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
+
+
+def workload(pass_, seq_len, causal, **others):
+    return Workload(pass_, 1, 2, seq_len, 16, causal, "float16", **others)
+
+
+def measured(group, *of_workload):
+    return scaling.measure("v3", workload(*of_workload, kv_heads=1), group)
+
+
+def checked(group, wrong, pass_, causal):
+    """The check of the ring's results, or of others that are wrong in one way."""
+    stage, size = stages.load("v3"), dist.get_world_size(group)
+    ring = functools.partial(ring_attention, stage, group=group, causal=causal)
+    attends = {
+        None: ring,
+        "own keys alone": functools.partial(stage.attention, causal=causal),
+        "another mask": functools.partial(ring_attention, stage, group=group, causal=not causal),
+        "half of a gradient": lambda q, k, v: ring(q, k, 0.5 * v + 0.5 * v.detach()),
+        "NaN in another head": lambda q, k, v: ring(q, k, v).index_fill(1, torch.tensor(1, device=q.device), float("nan")),
+    }
+    scaling.check(attends[wrong], workload(pass_, 12 * size, causal), group)
+
+
+@pytest.mark.parametrize(("size", "causal", "pass_"), [(2, True, "fwd"), (3, True, "fwd+bwd"), (3, False, "fwd+bwd")])
+def test_a_rank_sends_what_the_formula_says(ranks, size, causal, pass_):
+    if size > MOST:
+        pytest.skip(f"needs {size} GPUs")
+    for found in ranks.call(size, measured, pass_, 8 * size, causal):
+        numbers = (size - 1) * 8 * (16 + 16)
+        assert found["sent_bytes"] == found["sent_formula"] == numbers * {"fwd": 2, "fwd+bwd": 2 + 6}[pass_]
+        assert found["held_mib"] > 0 and ("ms" in found) == (DEVICE == "cuda")
+
+
+@pytest.mark.parametrize(("pass_", "causal"), [*itertools.product(scaling.PASSES, (False, True))])
+def test_right_results_pass_the_check(ranks, pass_, causal):
+    for size in (1, 2):
+        ranks.call(size, checked, None, pass_, causal)
+
+
+@pytest.mark.parametrize(("wrong", "pass_", "causal", "message"), [
+    ("own keys alone", "fwd", True, "out: "), ("another mask", "fwd", False, "out: "),
+    ("half of a gradient", "fwd+bwd", True, "dv: "), ("NaN in another head", "fwd", True, "NaN or infinity in out of rank 1"),
+])  # fmt: skip
+def test_wrong_results_are_told_to_every_rank(ranks, wrong, pass_, causal, message):
+    for outcome in ranks.outcomes(2, checked, wrong, pass_, causal):
+        assert isinstance(outcome, AssertionError) and message in str(outcome), outcome
+
+
+def test_cases_hold_the_tokens_of_a_rank_and_the_longest_sequence():
+    options = scaling.parse_options(["--tokens=6,8", "--pass=fwd", "--stage=v3"], 4)
+    ours = [(work.seq_len, ranks) for impl, work, ranks in scaling.cases(options, 4) if impl == stages.resolve("v3")]
+    same_tokens = {(ranks * tokens, ranks) for tokens in (6, 8) for ranks in (1, 2, 4)}
+    assert len(ours) == 10 and set(ours) == same_tokens | {(4 * tokens, ranks) for tokens in (6, 8) for ranks in (1, 2)}
+    options = scaling.parse_options(["--million", "--stage=v3"], 4)
+    assert [(work.label, ranks) for _, work, ranks in scaling.cases(options, 4)] == [
+        (f"{pass_} B=1 H=8 S=1048576 D={scaling.HEAD_DIMENSION} causal bfloat16", 4) for pass_ in scaling.PASSES
+    ]
+
+
+def test_every_case_can_be_cut_on_any_number_of_ranks():
+    for world in range(1, 10):
+        for _, work, ranks in scaling.cases(scaling.parse_options(["--tokens=10"], world), world):
+            assert ranks <= world and work.seq_len % (2 * ranks) == 0
+
+
+@pytest.mark.parametrize(("argv", "message"), [
+    (["--tokens=7"], "an even number"), (["--kv-heads=3", "--heads=4"], "3 K/V heads do not divide 4 heads"),
+    (["--stage=v99"], "no stage is called 'v99'"), (["--tokens=none"], "is not a whole number"),
+    (["--pass=bwd"], "'bwd' is not one of"),
+])  # fmt: skip
+def test_options_that_are_wrong_are_named(argv, message, capsys):
+    with pytest.raises(SystemExit):
+        scaling.parse_options(argv, 2)
+    assert message in capsys.readouterr().err
+
+
+def record(impl, ranks, seq_len, ms, **others):
+    work = Workload("fwd", 1, 16, seq_len, 128, True, "bfloat16")
+    tflops = work.flops / ranks / ms / 1e9
+    measured = {"ms": ms, "iqr_ms": 0.1, "rounds": 9, "launch_hidden": True, "tflops": tflops, "peak_extra_mib": 7.0}
+    return {"impl": impl, **work.record(), "ranks": ranks, **measured, **others}
+
+
+WORK = Workload("fwd", 1, 16, 2000, 128, True, "bfloat16")
+RUN = {
+    "machine_info": {
+        "gpu": "X", "gpus": "2 × X", "torch": "1", "triton": "2", "commit": "abc", "date": "2026-01-02", "nccl": "NCCL 2",
+        "environment": {"NCCL_X": "1"},
+    },
+    "records": [
+        record("v3_x", 1, 1000, 1.0), record("v3_x", 1, 2000, 4.0),
+        record("v3_x", 2, 2000, 2.5, sent_bytes=3_000_000, sent_formula=3_000_000, held_mib=5.0, launch_hidden=False),
+        {**WORK.record(), "impl": "sdpa-cudnn", "ranks": 2, "failure": "n/a", "note": "why"},
+    ],
+    "links": [{"tokens": 1000, "ranks": 2, "bytes": 8_000_000, "ms": 0.5, "iqr_ms": 0.01, "gbps": 16.0}],
+}  # fmt: skip
+
+
+def test_tables_compare_with_one_gpu():
+    table = scaling.tables(RUN)
+    assert "2 × X, torch 1, triton 2, commit abc, 2026-01-02, nccl NCCL 2, NCCL_X=1" in table
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")][2:]
+    two = next(row for row in rows if row[:4] == ["2", "1000", "2000", "v3_x"])
+    assert two[4] == "2.500*" and two[7:] == ["80", "80", "3.0", "7", "5"]  # 4 times the work, on twice as many, in 2.5
+    failed = next(row for row in rows if row[3] == "sdpa-cudnn")
+    assert failed[4:] == ["n/a"] + ["-"] * 7
+    assert "sdpa-cudnn, 2 ranks, S=2000: why" in table and "16 GB/s each way" in table and "in part its time" in table
+
+
+def test_what_is_held_does_not_grow_with_the_ranks():
+    held = [scaling.held_bytes(workload("fwd+bwd", 64 * ranks, True), ranks) for ranks in (3, 4, 8)]
+    assert len(set(held)) == 1
+    out, kv = 2 * 64 * 16, 2 * 64 * 32  # numbers of a rank
+    assert scaling.held_bytes(workload("fwd", 64 * 3, True), 3) == 2 * kv * 2 + out * 6 + 2 * 2 * 64 * 4
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="measures, for a minute")
+def test_the_command_counts_without_a_gpu(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "common.measure.scaling",
+    ]
+    command += ["--stage=v3", "--tokens=8", f"--json={tmp_path / 'run.json'}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert scaling.tables(run) in done.stdout and "times mean nothing" in done.stdout
+    sent = {(r["ranks"], r["pass"]): r["sent_bytes"] for r in run["records"] if r["seq_len"] == 16}
+    assert sent == {(1, "fwd"): 0, (1, "fwd+bwd"): 0, (2, "fwd"): 1024, (2, "fwd+bwd"): 4096}

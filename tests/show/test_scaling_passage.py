@@ -1,0 +1,67 @@
+"""ring.md shows the runs that results/ has, and says so where it has none; what is drawn."""
+
+import json
+
+import pytest
+
+from common.measure.workloads import Workload
+from common.show import documents, results, scaling
+
+plots = pytest.importorskip("common.show.plots")
+
+
+def record(impl, pass_, ranks, seq_len, ms):
+    work = Workload(pass_, 1, 16, seq_len, 128, True, "bfloat16")
+    rate = work.flops / ranks / ms / 1e9
+    measured = {"ms": ms, "iqr_ms": 0.1, "rounds": 9, "launch_hidden": True, "tflops": rate, "peak_extra_mib": 7.0}
+    return {"impl": impl, **work.record(), "ranks": ranks, **measured} | ({"held_mib": 5.0} if ranks > 1 else {})
+
+
+POINTS = [(1, 1000, 1.0), (1, 2000, 4.0), (2, 2000, 2.5)]
+RUN = {
+    "machine_info": {"gpu": "X", "gpus": "2 × X", "torch": "1", "triton": "2", "commit": "abc", "date": "2026-01-02"},
+    "records": [record(impl, pass_, *at) for impl in ("sdpa-cudnn", "v3_x") for pass_ in ("fwd", "fwd+bwd") for at in POINTS],
+    "links": [{"tokens": 1000, "ranks": 2, "bytes": 8_000_000, "ms": 0.5, "iqr_ms": 0.01, "gbps": 16.0}],
+}
+MILLION = RUN | {"records": [each for each in RUN["records"] if each["ranks"] == 2], "links": []}
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    (tmp_path / "results").mkdir()
+    monkeypatch.setattr(scaling, "ROOT", tmp_path)
+    return tmp_path
+
+
+def test_without_a_run_the_command_is_named(root):
+    assert scaling.scaling_passage() == f"Not measured yet: `{scaling.COMMAND}`, then `make plots readme`."
+
+
+def test_a_run_is_shown_with_its_most_gpus(root):
+    (root / "results" / "ring-x.json").write_text(json.dumps(RUN))
+    (root / "results" / "ring-million.json").write_text(json.dumps(MILLION))
+    text = scaling.scaling_passage()
+    assert "2 × X; X, torch 1, triton 2, commit abc, 2026-01-02. H = 16, Hkv = 16, D = 128, bfloat16." in text
+    assert "K and V of 1,000 tokens travel in 0.50 ms, 16 GB/s each way." in text
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| forward")]
+    assert len(rows) == 8 and all(row[2] == "2,000" for row in rows)
+    assert [row[6:8] for row in rows] == [["-", "-"]] * 4 + [["80%", "80%"]] * 4, "of the run that has one GPU too"
+    assert rows[-1][:4] == ["forward + backward", "causal", "2,000", "v3"] and rows[-1][8:] == ["7", "5"]
+    assert text.count("(plots/") == 1 and "(plots/ring-x.png)" in text
+
+
+def test_a_run_is_drawn_where_it_has_several_numbers_of_gpus(tmp_path):
+    plots.draw_scaling("ring-x", RUN, tmp_path)
+    assert (tmp_path / "ring-x.png").exists()
+    assert scaling.Scaling(RUN).is_drawn() and not scaling.Scaling(MILLION).is_drawn()
+
+
+def test_each_committed_run_has_its_document():
+    written = documents.documents()
+    for path in scaling.ring_files():
+        assert path.with_suffix(".md") in written
+        facts = scaling.load_ring(path)["machine_info"]
+        assert (
+            all(facts[fact] for fact in ("gpu", "gpus", "torch", "triton", "commit", "date")) and "dirty" not in facts["commit"]
+        )
+    assert results.ROOT / "ring.md" in written

@@ -1,7 +1,7 @@
 # `make` lists the targets. Without PYTHON they create and use .venv; PYTHON=python3 uses that interpreter as it is.
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-long sanitize bench bench-ring reference rates traffic compare readme plots timeline story diff stage example lint format clean
+.PHONY: help test test-long sanitize bench bench-ring reference rates traffic compare readme plots timeline story diff stage example example-ring lint format clean
 
 ifndef PYTHON
 PYTHON := .venv/bin/python
@@ -10,7 +10,7 @@ SETUP_EXAMPLE := .venv/example
 endif
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "Without PYTHON=… the packages of requirements.txt are installed in .venv first; PYTHON=python3 uses that one as it is."
 
 # A prerequisite of the targets that take a variable: `make diff A=v3` names B, before anything is installed.
@@ -97,6 +97,10 @@ stage: $(SETUP)  ## begin a new stage with the kernels of another: make stage FR
 
 example: $(SETUP_EXAMPLE)  ## train a small Llama with a stage's attention, next to SDPA's: make example STAGE=v5 (ARGS=--help)
 	$(PYTHON) -m examples.llama $(addprefix --stage=,$(STAGE)) $(ARGS)
+
+example-ring: $(SETUP_EXAMPLE)  ## the same on GPUS=4, which share each sequence (default 2), next to one: make example-ring STAGE=v5
+	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node=$(or $(GPUS),2) -m examples.long_llama \
+		$(addprefix --stage=,$(STAGE)) $(ARGS)
 
 lint: $(SETUP)  ## check style and formatting
 	$(PYTHON) -m ruff check .

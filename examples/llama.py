@@ -95,13 +95,18 @@ def draw(steps, batch, seq_len):
         yield text[(starts + torch.arange(seq_len, device=DEVICE)) % len(text)]
 
 
-def train(model, batches, rate=RATE):
+def loss_of_whole(model, batch):
+    """The mean loss of the tokens of a batch [batch, seq_len]."""
+    return model(input_ids=batch, labels=batch).loss
+
+
+def train(model, batches, rate=RATE, loss_of=loss_of_whole):
     """Train on each batch; yield its loss, and the seconds that the step took."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     for batch in batches:
         begun = time.perf_counter()
-        loss = model(input_ids=batch, labels=batch).loss
+        loss = loss_of(model, batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -73,12 +73,12 @@ def targets():
 
 
 @pytest.mark.parametrize("target", targets())
-def test_example_alone_installs_what_examples_need(target, tmp_path):
+def test_examples_alone_install_what_examples_need(target, tmp_path):
     (tmp_path / "examples").mkdir()
     for name in ("Makefile", "requirements.txt", "examples/requirements.txt"):
         shutil.copy(ROOT / name, tmp_path / name)
     every = [f"{name}=x" for name in ("A", "B", "FILE", "GRID", "NAME", "FROM")]
-    assert ("examples/requirements.txt" in make(tmp_path, "--dry-run", target, *every).stdout) == (target == "example")
+    assert ("examples/requirements.txt" in make(tmp_path, "--dry-run", target, *every).stdout) == target.startswith("example")
     done = make(tmp_path, "--dry-run", target, "PYTHON=python3", *every)
     assert done.returncode == 0 and "pip" not in done.stdout
 

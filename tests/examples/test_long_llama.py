@@ -1,0 +1,38 @@
+"""A Llama whose sequence several processes share learns what one process does."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import stages
+
+pytest.importorskip("transformers")
+
+from examples import llama, long_llama  # noqa: E402
+
+SIZE = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+STEPS, BATCH, LENGTH, RATE = 4, 2, 40, 1e-2
+
+
+def together(group):
+    batches = llama.draw(STEPS, BATCH, LENGTH)
+    return long_llama.train_together(stages.load("v3"), torch.float32, batches, LENGTH, RATE, group, **SIZE)
+
+
+@functools.cache
+def alone():
+    llama.register("attention", stages.load("v3").attention)
+    model = llama.build("attention", torch.float32, **SIZE)
+    return [loss for loss, _ in llama.train(model, llama.draw(STEPS, BATCH, LENGTH), RATE)]
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_losses_are_those_of_one_process(ranks, size):
+    if size > ranks.size:
+        pytest.skip(f"needs {size} GPUs")
+    for losses in ranks.call(size, together):
+        assert losses == pytest.approx(alone(), abs=5e-5)
+    assert alone()[-1] < alone()[0] - 0.5, "nothing was learnt"

@@ -58,7 +58,7 @@ bench: $(SETUP)  ## measure all stages, or STAGE=v3 with its neighbours; ARGS="â
 	$(PYTHON) bench.py $(addprefix --stage=,$(STAGE)) $(ARGS)
 
 bench-ring: $(SETUP)  ## measure a stage on GPUS=4, which share a sequence (default 2); ARGS="â€¦" goes to common.measure.scaling
-	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node=$(or $(GPUS),2) -m common.measure.scaling \
+	$(PYTHON) -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node=$(or $(GPUS),2) -m common.measure.scaling \
 		$(addprefix --stage=,$(STAGE)) $(ARGS)
 
 reference: EXAMPLE = make reference GRID=float16-d64 FILE=results/float16-d64-h200.json
@@ -99,7 +99,7 @@ example: $(SETUP_EXAMPLE)  ## train a small Llama with a stage's attention, next
 	$(PYTHON) -m examples.llama $(addprefix --stage=,$(STAGE)) $(ARGS)
 
 example-ring: $(SETUP_EXAMPLE)  ## the same on GPUS=4, which share each sequence (default 2), next to one: make example-ring STAGE=v5
-	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node=$(or $(GPUS),2) -m examples.long_llama \
+	$(PYTHON) -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node=$(or $(GPUS),2) -m examples.long_llama \
 		$(addprefix --stage=,$(STAGE)) $(ARGS)
 
 lint: $(SETUP)  ## check style and formatting

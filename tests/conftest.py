@@ -55,7 +55,7 @@ def stage(request):
     return stages.load(request.param)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ranks():
     """Processes that are ranks of a group: `ranks.Ranks`, as many as tests need and there are GPUs for."""
     from ranks import MOST, Ranks

@@ -92,7 +92,8 @@ def test_example_hands_over_its_options():
 def test_bench_ring_begins_a_rank_for_each_gpu(given, ranks):
     done = make(ROOT, "--dry-run", "bench-ring", "STAGE=v5", "ARGS=--million", *given, "PYTHON=python3")
     assert done.stdout.replace("\\\n\t", "").splitlines() == [
-        f"python3 -m torch.distributed.run --standalone --nproc-per-node={ranks} -m common.measure.scaling --stage=v5 --million"
+        f"python3 -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node={ranks} "
+        "-m common.measure.scaling --stage=v5 --million"
     ]
 
 

@@ -334,7 +334,8 @@ def test_a_rank_that_ends_ends_the_others(backward):
     other, gone = ranks.outcomes(2, end_at_step, 1, backward)
     ranks.end()
     assert isinstance(gone, EOFError)
-    assert isinstance(other, RuntimeError), other
+    # NCCL's watchdog ends the process, which waits for a GPU that waits.
+    assert isinstance(other, RuntimeError if DEVICE == "cpu" else (RuntimeError, EOFError)), other
 
 
 def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_groups_timeout():

@@ -137,6 +137,7 @@ def test_what_is_held_does_not_grow_with_the_ranks():
     assert scaling.held_bytes(workload("fwd", 64 * 3, True), 3) == 2 * kv * 2 + out * 6 + 2 * 2 * 64 * 4
 
 
+@pytest.mark.long
 @pytest.mark.skipif(DEVICE == "cuda", reason="measures, for a minute")
 def test_the_command_counts_without_a_gpu(tmp_path):
     command = [

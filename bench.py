@@ -93,9 +93,10 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--reference",
         choices=GRIDS,
-        help="a part of what results/ keeps: the stages in a dtype, for a head dimension; calls so short that the CPU's time "
-        "counts; both passes as one, of a smaller model; forwards of numbers that are not normal; the newest stage where query "
-        "heads share K/V heads, and where v's head dimension is not k's; or where queries are few and keys many",
+        help="a part of what results/ keeps: the stages in a dtype, for a head dimension; the newest four alone; the newest "
+        "two for head dimension 256; calls so short that the CPU's time counts; both passes as one, of a smaller model; "
+        "forwards of numbers that are not normal; the newest stage where query heads share K/V heads, and where v's head "
+        "dimension is not k's; or where queries are few and keys many",
     )
 
     options = parser.parse_args(argv)
@@ -140,6 +141,10 @@ SHARED_HEADS = {64: (32, (32, 8, 4)), 128: (16, (16, 4, 2))}
 EVERYTHING = [*BASELINES, *stages.names()]
 # The fastest of ours and of others. FlashAttention-2 is the slowest by far, and would take a third of the time.
 FASTEST = [*(name for name in BASELINES if name != "sdpa-flash"), MAIN_LINE[-1]]
+# Where the reference is too long to be run for each new stage: the last ones and what they are measured against.
+NEWEST = [*(name for name in BASELINES if name != "sdpa-flash"), *MAIN_LINE[-4:]]
+# D = 256, which the stages before have left to a kernel in Triton.
+WIDE = [*(name for name in BASELINES if name != "sdpa-flash"), *MAIN_LINE[-2:]]
 # Decoding: few queries, many keys. FlashAttention-4 is for other GPUs first; v14 is the last stage that does not split keys.
 DECODING = dict.fromkeys([*(name for name in BASELINES if name != "flash-4"), stages.resolve("v14"), MAIN_LINE[-1]])
 # Numbers that are not normal: the last stage with a running maximum, the last that trusts the first few keys, and the newest.
@@ -166,6 +171,8 @@ GRIDS = {  # the parts of what results/ keeps, a run each: command lines, and th
     **{  # dead ends are shown in one dtype
         f"bfloat16-d{dim}": [([f"--head-dim={dim}", "--dtype=bfloat16"], [*BASELINES, *MAIN_LINE])] for dim in HEAD_DIMS
     },
+    **{f"newest-d{dim}": [([f"--head-dim={dim}", "--dtype=float16"], NEWEST)] for dim in HEAD_DIMS},
+    "wide": [(["--head-dim=256", "--seq-len=1024,4096,16384"], WIDE)],
     "short": [(["--batch=1", "--heads=2", "--seq-len=128,512", "--causal=no"], EVERYTHING)],
     "numbers": [
         (["--pass=fwd", "--seq-len=4096", "--dtype=float16,bfloat16", *argv], NUMBERS)

@@ -26,6 +26,7 @@ from common.show.results import (
     HEAD_DIMS,
     LONG,
     MEAN_OVER,
+    NEWEST,
     ROOT,
     TIMELINE,
     TRAFFIC,
@@ -185,12 +186,22 @@ def traffic_of_step(name: str) -> str:
     return f"{caption}\n\n{_step_table(rows, list(headers))}"
 
 
+def _runs_with(*names: str) -> tuple[list[dict], list[dict]]:
+    """The reference in float16; or, where that lacks one of these stages and the run of the newest has all, that."""
+    for paths in (FLOAT16, NEWEST):
+        if all(path.exists() for path in paths):
+            runs = load_runs(paths)
+            if set(names) <= set(implementations(runs[0])):
+                return runs
+    return load_runs(FLOAT16)
+
+
 def gain_table(name: str) -> str:
     """What a step's traffic predicts it to gain, and what it gained, by sequence length; the first stage's times."""
-    records, machines = load_runs(FLOAT16)
+    before = _before(name)
+    records, machines = _runs_with(*filter(None, (before, name)))
     counts, _ = load_counts(TRAFFIC)
     model, _ = load_counts(TIMELINE)
-    before = _before(name)
     timed = all(any(record["impl"] == stage for record in model) for stage in (name, before))
     lengths = sorted({record["seq_len"] for record in records if record["pass"] == "fwd"})
     ms = {(r["impl"], r["pass"], r["head_dim"], r["causal"], r["seq_len"]): r["ms"] for r in records if "ms" in r}
@@ -262,6 +273,27 @@ def spread_table(name: str) -> str:
     return f"{caption}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True, colalign=align)}"
 
 
+def wide_table(name: str) -> str:
+    """A stage with D = 256: TFLOP/s, its gain over the stage before, and its share of what each library reaches."""
+    path = run_file("wide")
+    if not path.exists():
+        return "Not measured yet."
+    records, machine = load_run(path)
+    rates = {(r["impl"], r["pass"], r["causal"], r["seq_len"]): r["tflops"] for r in records if "tflops" in r}
+    peers = [impl for impl in implementations(records) if not stages.position(impl)]
+    lengths = sorted({record["seq_len"] for record in records})
+    rows = []
+    for pass_, causal, seq_len in itertools.product(("fwd", "bwd"), (False, True), lengths):
+        ours, old, *theirs = (rates.get((impl, pass_, causal, seq_len)) for impl in (name, _before(name), *peers))
+        cells = [f"{ours:.0f}", f"×{ours / old:.2f}" if old else "-"] if ours else ["-", "-"]
+        cells += [f"{100 * ours / rate:.0f} %" if ours and rate else "-" for rate in theirs]
+        rows.append([PASS_NAMES[pass_], "causal" if causal else "full", seq_len, *cells])
+    headers = ["pass", "mask", "S", "TFLOP/s", f"over {_before(name)}", *(f"of {spoken(peer)}" for peer in peers)]
+    align = ["left", "left"] + ["right"] * (len(headers) - 2)
+    caption = f"D = 256, float16, 16k tokens, hidden size 2048, {origin(machine)}."
+    return f"{caption}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True, colalign=align)}"
+
+
 def timeline_table() -> str:
     """What the model of a multiprocessor says of the Gluon stages, next to what was measured of their main kernels."""
     model, _ = load_counts(TIMELINE)
@@ -299,7 +331,7 @@ def timeline_table() -> str:
 
 PASSAGES = {  # what the README of a stage may show between markers
     "traffic": traffic_of_step, "gain": gain_table, "tuned": tuned_table, "units": units_of_step, "spread": spread_table,
-    "numbers": numbers_table,
+    "numbers": numbers_table, "wide": wide_table,
 }  # fmt: skip
 
 
@@ -329,6 +361,9 @@ RUNS = {  # by the name of the run: the heading of its document, and what that s
     "float16-d128": ("All stages in float16, D = 128", speed_table),
     "bfloat16-d64": ("All stages in bfloat16, D = 64", speed_table),
     "bfloat16-d128": ("All stages in bfloat16, D = 128", speed_table),
+    "newest-d64": ("The newest stages in float16, D = 64", speed_table),
+    "newest-d128": ("The newest stages in float16, D = 128", speed_table),
+    "wide": ("D = 256", speed_table),
     "short": ("Short calls in float16", speed_table),
     "passes-as-one": ("Both passes as one", speed_table),
     "shared": ("Shared K/V heads", shared_tables),
@@ -344,6 +379,8 @@ def documents() -> dict[Path, str]:
     """What each generated document must be, from the committed results."""
     readme = ROOT / "README.md"
     text = with_table(readme.read_text(), "summary", summary_table(*load_runs(FLOAT16 + BFLOAT16)))
+    if all(path.exists() for path in NEWEST):
+        text = with_table(text, "newest", summary_table(*load_runs(NEWEST)))
     found = {readme: with_table(text, "evolution", evolution_sentence(*load_runs(FLOAT16)))}
     for path, (heading, table) in ((run_file(name), shown) for name, shown in RUNS.items()):
         if path.exists():

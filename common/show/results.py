@@ -23,6 +23,7 @@ def run_file(name: str) -> Path:
 
 # The parts with all stages, on the papers' workloads.
 FLOAT16, BFLOAT16 = (tuple(run_file(f"{dtype}-d{head_dim}") for head_dim in HEAD_DIMS) for dtype in ("float16", "bfloat16"))
+NEWEST = tuple(run_file(f"newest-d{head_dim}") for head_dim in HEAD_DIMS)  # the last stages, measured since
 TRAFFIC = ROOT / "results" / "traffic.json"
 COUNTED_AT = 2048  # the sequence length of that file
 UNITS = ROOT / "results" / "units-h200.json"

@@ -25,6 +25,7 @@ def _merge_kernel(
     m = tl.maximum(lse, more_lse)
     weight, more_weight = tl.exp(lse - m), tl.exp(more_lse - m)
     l = weight + more_weight  # from 1 to 2
+    tl.debug_barrier()  # several warps have loaded the same lse: none stores before all have
     tl.store(lse_ptrs, m + tl.log(l), mask=inside)
     out_ptrs = out_ptr + b * stride_ob + h * stride_oh + offs_m[:, None] * stride_os + offs_d[None, :]
     more_ptrs = more_ptr + b * stride_mb + h * stride_mh + offs_m[:, None] * stride_ms + offs_d[None, :]

@@ -264,12 +264,14 @@ def test_access_that_happens_twice_is_noticed(name, part, index, tmp_path, monke
     if "async_copy_global_to_shared" in lines[index]:  # a race for the buffer, or more bytes than its barrier expects
         with pytest.raises(InterpreterError, match="race: a copy writes|a copy brings .* bytes to .* which expects"):
             counted(mutant, p)
+            counted(mutant, problem(*TILED, 256, True))
             nothing_is_short(monkeypatch, module)
             counted(mutant, problem(130, 70, 32, True))
         return
     both = "atomic_add" in lines[index] and "desc" not in lines[index]
     # Where a stage splits keys, the second problem has them split, and the third is one that it leaves as it is, if it is long.
-    for each in (p, problem(2, 1500, 32, False), problem(130, 70, 32, True)):
+    # The last has the widest heads.
+    for each in (p, problem(2, 1500, 32, False), problem(130, 70, 32, True), problem(*TILED, 256, True)):
         if each.seq_q == 130:
             nothing_is_short(monkeypatch, module)
         read, written, _ = predicted(version(stage), pass_, each)

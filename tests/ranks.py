@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import socket
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,10 +17,10 @@ from common.runtime import DEVICE
 
 MOST = 4 if DEVICE == "cpu" else min(4, torch.cuda.device_count())  # of a test's ranks
 TIMEOUT_S = 120  # of a test's processes, and of their group
-# Without a GPU the modules that take long to import are imported once. A process that has asked for a GPU cannot be forked.
-CONTEXT = multiprocessing.get_context("forkserver" if DEVICE == "cpu" else "spawn")
-if DEVICE == "cpu":
-    CONTEXT.set_forkserver_preload(["torch", "triton", "torch.distributed", "torch.testing"])
+# A process that has asked for a GPU cannot be forked, and multiprocessing's one fork server may be the compiler's
+# (`common.measure.aot`), where nothing is interpreted.
+CONTEXT = multiprocessing.get_context("spawn")
+INTERPRET = {"TRITON_INTERPRET": "1"} if DEVICE == "cpu" else {}  # a test of the compiler may have set it otherwise
 
 
 def _serve(rank, size, port, timeout_s, connection):
@@ -61,7 +62,8 @@ class Ranks:
         for rank in range(size):
             ours, theirs = CONTEXT.Pipe()
             process = CONTEXT.Process(target=_serve, args=(rank, size, port, timeout_s, theirs), daemon=True)
-            process.start()
+            with mock.patch.dict(os.environ, INTERPRET):
+                process.start()
             theirs.close()
             self.connections.append(ours)
             self.processes.append(process)

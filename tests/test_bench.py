@@ -154,17 +154,17 @@ def test_reference_run_of_passes_as_one_is_of_a_smaller_model():
     assert len(set(found)) == len(found)
 
 
-# What a GPU measures in ten minutes, at the 0.9 s that a case took with what has to be compiled and tuned first.
-TEN_MINUTES = 650
+# What a GPU measures in a quarter of an hour, at the 0.9 s that a case took with what has to be compiled and tuned first.
+QUARTER_HOUR = 1000
 
 
 @pytest.mark.parametrize("name", [name for name in bench.GRIDS if name != "shared"])
-def test_a_part_of_the_reference_ends_within_ten_minutes(name, monkeypatch):
+def test_a_part_of_the_reference_ends_within_a_quarter_of_an_hour(name, monkeypatch):
     monkeypatch.setattr(bench.workloads, "SEQ_LENS", range(512, 512 + 6))  # as many as on a GPU
     found = reference_cases(name)
     installed = 3 if name.startswith("decode") else 4  # at most
     peers = installed * len({workload for _, workload in found})
-    assert peers + sum(impl not in bench.BASELINES for impl, _ in found) <= TEN_MINUTES
+    assert peers + sum(impl not in bench.BASELINES for impl, _ in found) <= QUARTER_HOUR
 
 
 def test_reference_run_of_shared_heads_has_the_newest_stage_alone():

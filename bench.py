@@ -147,8 +147,8 @@ NEWEST = [*(name for name in BASELINES if name != "sdpa-flash"), *MAIN_LINE[-4:]
 WIDE = [*(name for name in BASELINES if name != "sdpa-flash"), *MAIN_LINE[-2:]]
 # Decoding: few queries, many keys. FlashAttention-4 is for other GPUs first; v14 is the last stage that does not split keys.
 DECODING = dict.fromkeys([*(name for name in BASELINES if name != "flash-4"), stages.resolve("v14"), MAIN_LINE[-1]])
-# Numbers that are not normal: the last stage with a running maximum, the last that trusts the first few keys, and the newest.
-NUMBERS = dict.fromkeys([stages.resolve("v12"), stages.resolve("v16"), MAIN_LINE[-1]])
+# Numbers that are not normal: the last stage with a running maximum, the last that knows a row's last keys alone, the next.
+NUMBERS = [stages.resolve(name) for name in ("v12", "v16", "v17")]
 DECODING_KV_LENS = (1024, 4096, 16384, 65536, 524288)
 MOST_KV_BYTES = 40e9  # K and V together
 
@@ -194,12 +194,26 @@ GRIDS = {  # the parts of what results/ keeps, a run each: command lines, and th
 }  # fmt: skip
 
 
+@functools.cache
+def repeats_backward(impl: str) -> bool:
+    """Whether the backward of a dead end is, to the letter, that of the stage it branches off."""
+    if impl in BASELINES or not stages.is_dead_end(impl):
+        return False
+    base = next(name for name in stages.names() if stages.position(name) == stages.before(stages.position(impl)))
+    ours, theirs = (Path(stages.__path__[0], name, "backward.py").read_text() for name in (impl, base))
+    return ours == theirs
+
+
 def cases(options: argparse.Namespace) -> list[tuple[str, Workload]]:
-    """All (implementation, workload) to measure; those of one workload follow each other, under like clocks."""
-    chosen = [(options.workloads, [*BASELINES, *chosen_stages(options.stage)])]
-    if options.reference:
-        chosen = [(parse_options(argv).workloads, names) for argv, names in GRIDS[options.reference]]
-    return [(impl, workload) for selected, names in chosen for workload in selected for impl in names]
+    """All (implementation, workload) to measure; those of one workload follow each other, under like clocks.
+
+    The reference leaves out what it would only measure again: `repeats_backward`.
+    """
+    if not options.reference:
+        return [(i, workload) for workload in options.workloads for i in (*BASELINES, *chosen_stages(options.stage))]
+    chosen = [(parse_options(argv).workloads, names) for argv, names in GRIDS[options.reference]]
+    every = [(impl, workload) for selected, names in chosen for workload in selected for impl in names]
+    return [(impl, workload) for impl, workload in every if not (workload.pass_ == "bwd" and repeats_backward(impl))]
 
 
 def expected_seconds(impl: str, workload: Workload) -> float:

@@ -137,11 +137,11 @@ def test_reference_run_of_the_stages_has_one_dtype_and_head_dimension(dtype, hea
     found = reference_cases(f"{dtype}-d{head_dim}")
     names = [name for name in stages.names() if dtype == "float16" or not stages.is_dead_end(name)]
     seen = [(impl, w.pass_, w.head_dim, w.causal, w.dtype, w.seq_len) for impl, w in found]
-    assert sorted(seen) == sorted(
-        itertools.product(
-            (*bench.BASELINES, *names), ("fwd", "bwd"), (head_dim,), (False, True), (dtype,), bench.workloads.SEQ_LENS
-        )
+    every = itertools.product(
+        (*bench.BASELINES, *names), ("fwd", "bwd"), (head_dim,), (False, True), (dtype,), bench.workloads.SEQ_LENS
     )
+    again = {stages.resolve(name) for name in ("v4b", "v11a", "v12a", "v13a")}  # whose backward is another's
+    assert sorted(seen) == sorted(case for case in every if case[:2] not in itertools.product(again, ["bwd"]))
     assert all(w.kv_heads == w.heads and w.value_dim == w.head_dim for _, w in found)
 
 
@@ -154,17 +154,17 @@ def test_reference_run_of_passes_as_one_is_of_a_smaller_model():
     assert len(set(found)) == len(found)
 
 
-# What a GPU measures in a quarter of an hour, at the 0.9 s that a case took with what has to be compiled and tuned first.
-QUARTER_HOUR = 1000
+# What a GPU measures in ten minutes, at the 0.9 s that a case took with what has to be compiled and tuned first.
+TEN_MINUTES = 650
 
 
 @pytest.mark.parametrize("name", [name for name in bench.GRIDS if name != "shared"])
-def test_a_part_of_the_reference_ends_within_a_quarter_of_an_hour(name, monkeypatch):
+def test_a_part_of_the_reference_ends_within_ten_minutes(name, monkeypatch):
     monkeypatch.setattr(bench.workloads, "SEQ_LENS", range(512, 512 + 6))  # as many as on a GPU
     found = reference_cases(name)
     installed = 3 if name.startswith("decode") else 4  # at most
     peers = installed * len({workload for _, workload in found})
-    assert peers + sum(impl not in bench.BASELINES for impl, _ in found) <= QUARTER_HOUR
+    assert peers + sum(impl not in bench.BASELINES for impl, _ in found) <= TEN_MINUTES
 
 
 def test_reference_run_of_shared_heads_has_the_newest_stage_alone():

@@ -16,7 +16,7 @@ def numbers_table(name: str) -> str:
     records, machine = load_run(path)
     ms = {(r["impl"], r["head_dim"], r["dtype"], r["causal"], r["score_std"], r["sink"]): r.get("ms") for r in records}
     first, *others = sorted({record["impl"] for record in records}, key=stages.position)
-    before = others[others.index(name) - 1]
+    before = max((each for each in others if stages.position(each) < stages.position(name)), key=stages.position)
     numbers = sorted({(record["score_std"], record["sink"]) for record in records}, key=lambda pair: pair[::-1])
     head_dims, dtypes = (list(dict.fromkeys(record[field] for record in records)) for field in ("head_dim", "dtype"))
     rows = []

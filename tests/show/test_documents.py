@@ -10,7 +10,7 @@ import pytest
 import bench
 import stages
 from common.measure.workloads import Workload
-from common.show import documents, results
+from common.show import documents, numbers, results
 from common.show.decoding import decoding_tables
 from common.show.shared import shared_tables
 
@@ -266,3 +266,28 @@ def test_short_caches_are_read_as_the_documents_say():
     v15 = stages.resolve("v15")
     ahead = [ms["sdpa-cudnn", *point] < time for (impl, *point), time in ms.items() if impl == v15]
     assert sum(ahead) > len(ahead) / 2
+
+
+def test_numbers_are_next_to_the_stage_with_a_running_maximum(monkeypatch, tmp_path):
+    """A stage's ratio, and in brackets that of the stage before; a result that was wrong has none."""
+    ms = {"v12_persistent": 2.0, "v16_persistent_backward": 4.0, "v17_safe_speculation": 1.0}
+    point = {"head_dim": 64, "dtype": "float16", "causal": False, "seq_len": 4096, "score_std": 1.0}
+    records = [point | {"impl": impl, "sink": sink, "ms": time} for impl, time in ms.items() for sink in (0.0, 16.0)]
+    del records[3]["ms"]  # v16's, with a sink
+    machine = {"gpu": "a GPU", "torch": "2", "triton": "3", "commit": "0" * 40}
+    monkeypatch.setattr(numbers, "run_file", lambda name: tmp_path)
+    monkeypatch.setattr(numbers, "load_run", lambda path: (records, machine))
+    table = numbers.numbers_table("v17_safe_speculation")
+    assert "deviation 1 |" in table and "sink of 16 |" in table
+    assert cells(table, "64", "float16", "full") == ["2.00 (0.50)", "2.00 (wrong)"]
+
+
+def test_wide_heads_are_next_to_the_stage_before_and_the_libraries(monkeypatch, tmp_path):
+    rates = {"sdpa-cudnn": 400.0, "v17_safe_speculation": 100.0, "v18_wide_backward": 500.0}
+    records = [{"impl": i, "pass": "bwd", "causal": True, "seq_len": 4096, "tflops": rate} for i, rate in rates.items()]
+    machine = {"gpu": "a GPU", "torch": "2", "triton": "3", "commit": "0" * 40}
+    monkeypatch.setattr(documents, "run_file", lambda name: tmp_path)
+    monkeypatch.setattr(documents, "load_run", lambda path: (records, machine))
+    table = documents.wide_table("v18_wide_backward")
+    assert cells(table, "backward", "causal", "4096") == ["500", "×5.00", "125 %"]
+    assert cells(table, "forward", "full", "4096") == ["-", "-", "-"]

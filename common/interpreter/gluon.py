@@ -70,6 +70,7 @@ def _static_assert(condition, message=""):
 
 
 means(gl.constexpr)(lambda constant: constant)
+means(gl.to_tensor)(lambda x: Scalar(x) if isinstance(x, int) else x)
 means(gl.static_range, tl.static_range)(range)
 means(gdc_wait)(lambda: None)  # a launch begins when the one before has ended
 means(gdc_launch_dependents)(lambda: None)
@@ -153,6 +154,15 @@ def _sum(x, axis):
     integer = not x.data.is_floating_point()
     total = x.data.sum(axis, dtype=torch.promote_types(x.data.dtype, torch.int32) if integer else x.data.dtype)
     return computed("sum", total, x)
+
+
+@means(gl.associative_scan)
+def _associative_scan(x, axis, combine_fn):
+    total, reach = x.data.movedim(axis, 0), 1
+    while reach < total.shape[0]:  # how many each is the result of
+        further = combine_fn(Register(total[:-reach], None), Register(total[reach:], None)).data
+        total, reach = torch.cat([total[:reach], further]), 2 * reach
+    return computed("scan", total.movedim(0, axis), x, layout=x.layout)
 
 
 for _function, _compute in ((gl.abs, torch.abs), (gl.exp2, torch.exp2), (gl.log2, torch.log2)):

@@ -26,6 +26,7 @@ from stages.v7_one_backward.forward import forward as forward_of_v7
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LATELY = gl.constexpr(128)  # tiles, about as many as are in progress: if a quarter of so many has failed, the rest will too
+LOOKED_AT = gl.constexpr(512)  # flags that a warp loads at once
 ROWS = gl.constexpr(64)  # query rows of a consumer: what the four warps of a warpgroup multiply at once
 
 
@@ -67,17 +68,25 @@ def _tile(
 
 
 @gluon.jit
-def _next_failed(tile, tiles, failed_ptr):
-    """The first tile that failed, of `tile` and every one a number of programs further on."""
-    while gl.load(failed_ptr + 1 + tile, mask=tile < tiles, other=1) == 0:
-        tile += gl.num_programs(0)
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _next_failed(tile, others, tiles, failed_ptr):
+    """The first tile from `tile` on that failed with so many others before it; `tiles` or more where there is none."""
+    offs = gl.arange(0, LOOKED_AT, gl.BlockedLayout([LOOKED_AT // 32], [32], [1], [0]))
+    while (others >= 0) & (tile < tiles):
+        failed = gl.load(failed_ptr + 1 + LATELY + tile + offs, mask=tile + offs < tiles, other=0)
+        tile += gl.sum((gl.associative_scan(failed, 0, _add) <= others).to(gl.int32), 0)
+        others -= gl.sum(failed, 0)
     return tile
 
 
 @gluon.jit
-def _next_again(tile, tiles, counter_ptr, failed_ptr):
+def _next_again(tile, others, tiles, counter_ptr, failed_ptr):
     """The next tile to do again: one that failed, as `_next_failed` has it, then one that nobody has begun."""
-    tile = _next_failed(tile, tiles, failed_ptr)
+    tile = _next_failed(tile, others, tiles, failed_ptr)
     if tile >= tiles:
         tile = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
     return tile
@@ -85,9 +94,9 @@ def _next_again(tile, tiles, counter_ptr, failed_ptr):
 
 @gluon.jit
 def _in_vain(tile, tiles, failed_ptr):
-    """Whether many have failed of the tiles that were begun a turn before this one, and so are done."""
-    before = gl.maximum(tile + 1 - 2 * LATELY, 0) + gl.arange(0, LATELY, gl.BlockedLayout([LATELY // 32], [32], [1], [0]))
-    failed = gl.load(failed_ptr + 1 + before, mask=before < tiles, other=0, volatile=True)
+    """Whether many have failed of the tiles that were begun a turn before this one, and so are done; samples come before all."""
+    before = gl.maximum(tile + 1 - LATELY, 0) + gl.arange(0, LATELY, gl.BlockedLayout([LATELY // 32], [32], [1], [0]))
+    failed = gl.load(failed_ptr + 1 + before, mask=before - LATELY < tiles, other=0, volatile=True)
     return gl.sum(failed, 0) * 4 > LATELY
 
 
@@ -215,7 +224,7 @@ def _producer(
     """One warp: keeps the buffers of Q, K and V full, the next tile's too while this one's is still being finished.
 
     It also takes the tiles: the first by the program's number, then one after another by a counter that all programs share,
-    until too many fail; those that failed, AGAIN, and short work in fixed steps.
+    unless too many fail; of those that failed, AGAIN, and of short work, each as many further on as there are programs.
     """
     q_desc, k_desc, v_desc, first_desc, counter_ptr, failed_ptr, ring, queries, turns, problem = load
     if SPLIT:
@@ -232,7 +241,14 @@ def _producer(
     tile = gl.program_id(0)
     tiles = batch_heads * tiles_m * splits
     if AGAIN:
-        tile = _next_again(tile, tiles, counter_ptr, failed_ptr)
+        tile = _next_again(gl.to_tensor(0), tile, tiles, counter_ptr, failed_ptr)
+    elif not RUNNING:
+        gdc_wait()  # for the samples
+        if _in_vain(tile, tiles, failed_ptr):
+            gl.store(failed_ptr, 1)
+            gl.store(failed_ptr + 1 + LATELY + tile, 1)
+            tile = tiles
+    if AGAIN or not RUNNING:
         tile_s.index(Q_STAGES).store(gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
         mbarrier.arrive(tile_full.index(Q_STAGES), count=1)
     while tile < tiles:
@@ -254,7 +270,7 @@ def _producer(
             if w == 0:
                 _load(kv, ring, fill, start_n, True, False)
         if AGAIN:
-            tile = _next_again(tile + gl.num_programs(0), tiles, counter_ptr, failed_ptr)
+            tile = _next_again(tile + 1, gl.num_programs(0) - 1, tiles, counter_ptr, failed_ptr)
         elif RUNNING:
             tile += gl.num_programs(0)
         elif _in_vain(tile, tiles, failed_ptr):
@@ -304,7 +320,7 @@ def _consumer(
     turn = 0
     tile = gl.program_id(0)
     tiles = batch_heads * tiles_m * splits
-    if AGAIN:
+    if AGAIN or not RUNNING:
         mbarrier.wait(tile_full.index(Q_STAGES), 0)
         tile = gl.max(tile_s.index(Q_STAGES).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
     while tile < tiles:
@@ -363,7 +379,7 @@ def _consumer(
             fails = ~(gl.abs(gl.sum(acc, 1) + gl.convert_layout(l, gl.SliceLayout(1, acc_layout))) < float("inf"))
             same = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, acc_layout))
             gl.store(failed_ptr + same, 1, mask=fails)
-            gl.store(failed_ptr + 1 + done + same, 1, mask=fails)
+            gl.store(failed_ptr + 1 + LATELY + done + same, 1, mask=fails)
         if SPLIT and splits > 1:
             offs_o = start_m + gl.arange(0, ROWS, gl.SliceLayout(1, acc_layout))
             offs_d = gl.arange(0, VALUE_DIM, gl.SliceLayout(0, acc_layout))
@@ -384,6 +400,85 @@ def _consumer(
             mbarrier.arrive(q_empty.index(slot), count=1)
         turn += 1
     tma.store_wait(0)
+
+
+@gluon.jit
+def _visible(s, start_n, seq_k, last, PACKED: gl.constexpr, CAUSAL: gl.constexpr):
+    """The scores s of the key tile at start_n, -inf where there is no key or a row does not see it. `last`: that row 0 sees."""
+    offs_n = start_n + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+    visible = (offs_n < seq_k)[None, :]
+    if CAUSAL:
+        last_n = last + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout)) // PACKED
+        visible = visible & (last_n[:, None] >= offs_n[None, :])
+    return gl.where(visible, s, float("-inf"))
+
+
+@gluon.jit(do_not_specialize=["batch_heads", "heads", "group", "seq_q", "seq_k", "diagonal", "splits"])
+def _sample_kernel(
+    q_desc, k_desc, first_desc, counter_ptr, failed_ptr, scale, highest,
+    batch_heads, heads, heads_per_kv, group, seq_q, seq_k, diagonal, splits,
+    BLOCK_M: gl.constexpr, PACKED: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """One of LATELY samples, spread over all tiles: whether among what a consumer's rows score with two key tiles something is
+    more than 2^highest times what has a say in their maximum. All flags of tiles, and the counter, become 0."""
+    gdc_launch_dependents()  # speculating: it can get ready meanwhile
+    BLOCK_N: gl.constexpr = k_desc.block_shape[2]
+    HEAD_DIM: gl.constexpr = k_desc.block_shape[3]
+    FIRST_KEYS: gl.constexpr = first_desc.block_shape[2]
+    tiles_m = gl.cdiv(seq_q + _rows_before(diagonal, PACKED), BLOCK_M)
+    tiles = batch_heads * tiles_m
+    sample = gl.program_id(0)
+    problem = (batch_heads, heads, heads_per_kv, group, tiles_m, seq_q, seq_k, diagonal, 1)
+    tile = (sample.to(gl.int64) * tiles // LATELY).to(gl.int32)
+    batch_head, start_m, _, _ = _tile(tile, problem, BLOCK_M, BLOCK_N, PACKED, False, CAUSAL)
+    batch, head = batch_head // heads, batch_head % heads
+    start_m += sample % (BLOCK_M // ROWS) * ROWS
+    seen = gl.cdiv(gl.minimum((start_m + ROWS) // PACKED + diagonal, seq_k) if CAUSAL else seq_k, BLOCK_N)
+
+    q_s = gl.allocate_shared_memory(q_desc.dtype, q_desc.block_shape, q_desc.layout)
+    first_s = gl.allocate_shared_memory(k_desc.dtype, first_desc.block_shape, first_desc.layout)
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [3] + k_desc.block_shape, k_desc.layout)
+    full = new_barriers(1, 1)
+    mbarrier.expect(full.index(0), q_desc.block_type.nbytes + first_desc.block_type.nbytes + 3 * k_desc.block_type.nbytes)
+    where = [batch, head, start_m // PACKED, 0, 0] if PACKED > 1 else [batch, head, start_m, 0]
+    tma.async_copy_global_to_shared(q_desc, where, full.index(0), q_s)
+    kv_head = head // heads_per_kv
+    tma.async_copy_global_to_shared(first_desc, [batch, kv_head, 0, 0], full.index(0), first_s)
+    last_n = (seen - 1) * BLOCK_N
+    one_n = sample % seen * BLOCK_N
+    other_n = (sample + gl.cdiv(seen, 2)) % seen * BLOCK_N
+    tma.async_copy_global_to_shared(k_desc, [batch, kv_head, last_n, 0], full.index(0), k_s.index(0))
+    tma.async_copy_global_to_shared(k_desc, [batch, kv_head, one_n, 0], full.index(0), k_s.index(1))
+    tma.async_copy_global_to_shared(k_desc, [batch, kv_head, other_n, 0], full.index(0), k_s.index(2))
+
+    if sample == 0:
+        gl.store(counter_ptr, 0)
+        gl.store(failed_ptr, 0)
+    flags: gl.constexpr = gl.BlockedLayout([LOOKED_AT // 128], [32], [4], [0])
+    share = gl.cdiv(tiles * splits, LATELY)
+    for start in range(0, share, LOOKED_AT):
+        offs = start + gl.arange(0, LOOKED_AT, flags)
+        own = (offs < share) & (sample * share + offs < tiles * splits)
+        gl.store(failed_ptr + 1 + LATELY + sample * share + offs, gl.zeros([LOOKED_AT], gl.int32, flags), mask=own)
+
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
+    first_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, FIRST_KEYS, 16])
+    s_last = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
+    s_first = gl.zeros([ROWS, FIRST_KEYS], gl.float32, first_layout)
+    mbarrier.wait(full.index(0), 0)
+    q = q_s.reshape([ROWS, HEAD_DIM])
+    s_one = warpgroup_mma(q, k_s.index(1).reshape([BLOCK_N, HEAD_DIM]).permute([1, 0]), s_last, use_acc=False, is_async=True)
+    s_other = warpgroup_mma(q, k_s.index(2).reshape([BLOCK_N, HEAD_DIM]).permute([1, 0]), s_last, use_acc=False, is_async=True)
+    s_first = warpgroup_mma(q, first_s.reshape([FIRST_KEYS, HEAD_DIM]).permute([1, 0]), s_first, use_acc=False, is_async=True)
+    s_last = warpgroup_mma(q, k_s.index(0).reshape([BLOCK_N, HEAD_DIM]).permute([1, 0]), s_last, use_acc=False, is_async=True)
+    s_one, s_other, s_first, s_last = warpgroup_mma_wait(0, [s_one, s_other, s_first, s_last])
+    last = start_m // PACKED + diagonal
+    m = gl.max(_visible(s_last, last_n, seq_k, last, PACKED, CAUSAL), 1)
+    m_first = gl.convert_layout(gl.max(_visible(s_first, 0, seq_k, last, PACKED, CAUSAL), 1), m.type.layout)
+    m = gl.where(seen > 1, gl.maximum(m, m_first), m)
+    s = gl.maximum(_visible(s_one, one_n, seq_k, last, PACKED, CAUSAL), _visible(s_other, other_n, seq_k, last, PACKED, CAUSAL))
+    above = gl.max((gl.max(s, 1) - m) * gl.maximum(scale * LOG2_E, 1e-37), 0)
+    gl.store(failed_ptr + 1 + sample, gl.where(above > highest, 1, 0))
 
 
 @gluon.jit(do_not_specialize=["batch_heads", "heads", "group", "seq_q", "seq_k", "diagonal", "splits"])
@@ -493,6 +588,8 @@ FEW_SQUARES = 8  # of 128 query rows and 128 keys for each program: so few take 
 TILES_AGAIN = TILES | {128: (128, 128, 2, 2)}
 FIRST_KEYS = 32  # that have a say in the maximum of each row that sees them; half of them …
 SHORT_ROW = 512  # … where rows have no more keys: products for the maximum alone take most time there
+OVERFLOW = {torch.float16: 16, torch.bfloat16: 128}  # the power of 2 that is too large for P
+HEADROOM = 7  # powers of 2 below it that a sample, of few rows and keys, has to stay to speak for a tile
 # Key tiles of a program up to which the launches before and after it take longer than a running maximum.
 SHORT = {16: 16, 32: 16, 64: 16, 128: 32, 256: 32}
 # What `splits_of` reckons with, fitted to times on an H200. The unit is the time in which a program reads a number of K or V
@@ -607,14 +704,20 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
             seq_q=seq_q * packed, seq_k=seq_k, diagonal=diagonal, splits=splits,
             HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, Q_STAGES=q_stages,
             PACKED=packed, SPLIT=SPLIT, RUNNING=RUNNING, AGAIN=AGAIN, CAUSAL=causal,
-            num_warps=4, maxnreg={128: 168, 256: 96}[block_m], launch_pdl=AGAIN,
+            num_warps=4, maxnreg={128: 168, 256: 96}[block_m], launch_pdl=AGAIN or not RUNNING,
         )  # fmt: skip
 
     if cut.short:
         launch(lse, lse, SPLIT=True, RUNNING=True, AGAIN=False)
     else:
-        # Of the tiles taken beyond each program's first; whether any tile failed, and which.
-        counter, failed = lse.new_zeros(2 + tiles * splits, dtype=torch.int32).split([1, 1 + tiles * splits])
+        # Of the tiles taken beyond each program's first; whether any tile failed, which samples did, and which tiles.
+        flags = 1 + LATELY.value + tiles * splits
+        counter, failed = lse.new_empty(1 + flags, dtype=torch.int32).split([1, flags])
+        _sample_kernel[LATELY.value,](
+            describe_tile(queries, *held), describe_tile(k, block_n), describe_tile(k, first_keys), counter, failed,
+            scale, OVERFLOW[q.dtype] - HEADROOM, batch * heads // packed, heads // packed, per_kv, group, seq_q * packed, seq_k,
+            diagonal, splits, BLOCK_M=block_m, PACKED=packed, CAUSAL=causal, num_warps=4,
+        )  # fmt: skip
         for again in (False, True):
             launch(counter, failed, SPLIT=splits > 1, RUNNING=again, AGAIN=again)
     if splits > 1:

@@ -6,7 +6,6 @@ import importlib
 import pytest
 import torch
 from cases import make_inputs
-from triton.experimental.gluon import language as gl
 
 import stages
 from common.kernels import replay
@@ -15,6 +14,7 @@ from common.runtime import DEVICE, Device, interpreted_as
 
 SAFE = [name for name in stages.names() if hasattr(importlib.import_module(f"stages.{name}.forward"), "FIRST_KEYS")]
 PROGRAMS = 2  # that run at a time, so that each takes several tiles
+SAMPLES = 128
 
 
 @pytest.fixture(params=SAFE)
@@ -55,7 +55,8 @@ class Recorded:
         def launch(*args, AGAIN, **options):
             if AGAIN:
                 *_, counter, failed = args
-                self.begun, self.failed = grid[0] + counter.item(), failed[1:].clone()
+                _, self.samples, self.failed = failed.clone().split([1, SAMPLES, len(failed) - 1 - SAMPLES])
+                self.begun = grid[0] + counter.item()
             return self.kernel[grid](*args, AGAIN=AGAIN, **options)
 
         return launch
@@ -78,23 +79,39 @@ def test_a_sink_is_known_from_the_beginning(long_work, recorded, head_dim, nats,
     assert not recorded.failed.any()
 
 
-HEADS = 100 if DEVICE == "cpu" else 1000  # of a tile each
+HEADS = 300 if DEVICE == "cpu" else 1000  # of a tile each
+
+
+def test_no_tile_is_begun_where_samples_fail(long_work, recorded):
+    check(long_work, *with_key(100, 30, HEADS, 200, 16, torch.float16), False)
+    assert recorded.samples.sum() > SAMPLES / 4
+    assert recorded.begun == PROGRAMS  # and these have given up at once
+    assert recorded.failed[:PROGRAMS].all() and not recorded.failed[PROGRAMS:].any()
+
+
+@pytest.mark.parametrize(("std", "fail"), [(1, False), (3, False), (5, True)])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_samples_tell_whether_tiles_would_fail(long_work, recorded, head_dim, causal, std, fail):
+    q, k, v, _ = make_inputs(1000, 1000, head_dim, torch.float16, batch=1, heads=1)
+    check(long_work, q * std, k, v, causal)
+    assert (recorded.samples.sum() > SAMPLES / 4) == fail
 
 
 @pytest.fixture
-def small_sample(long_work, monkeypatch):
-    """On the interpreter fewer tiles are in progress, and so fewer tell how the rest will do."""
-    if DEVICE == "cpu":
-        monkeypatch.setitem(long_work.forward.__globals__, "LATELY", gl.constexpr(32))
+def blind(long_work, monkeypatch):
+    """Samples see nothing."""
+    monkeypatch.setitem(long_work.forward.__globals__, "HEADROOM", -(2**20))
 
 
-def test_no_further_tile_is_begun_in_vain(long_work, recorded, small_sample):
+def test_no_further_tile_is_begun_in_vain(long_work, blind, recorded):
     check(long_work, *with_key(100, 30, HEADS, 200, 16, torch.float16), False)
+    assert not recorded.samples.any()
     assert recorded.begun < HEADS
     assert recorded.failed[: recorded.begun].all() and not recorded.failed[recorded.begun :].any()
 
 
-def test_a_few_tiles_that_fail_stop_nothing(long_work, recorded, small_sample):
+def test_a_few_tiles_that_fail_stop_nothing(long_work, recorded):
     q, k, v = with_key(100, 30, HEADS, 200, 16, torch.float16)
     k[:, 5:, 100] = 0
     check(long_work, q, k, v, False)

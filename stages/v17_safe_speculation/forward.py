@@ -73,28 +73,29 @@ def _add(a, b):
 
 
 @gluon.jit
-def _next_failed(tile, others, tiles, failed_ptr):
-    """The first tile from `tile` on that failed with so many others before it; `tiles` or more where there is none."""
+def _next_failed(tile, others, begun, failed_ptr):
+    """The first tile from `tile` on that failed with so many others before it; `begun` or more where there is none."""
     offs = gl.arange(0, LOOKED_AT, gl.BlockedLayout([LOOKED_AT // 32], [32], [1], [0]))
-    while (others >= 0) & (tile < tiles):
-        failed = gl.load(failed_ptr + 1 + LATELY + tile + offs, mask=tile + offs < tiles, other=0)
+    while (others >= 0) & (tile < begun):
+        failed = gl.load(failed_ptr + 1 + LATELY + tile + offs, mask=tile + offs < begun, other=0)
         tile += gl.sum((gl.associative_scan(failed, 0, _add) <= others).to(gl.int32), 0)
         others -= gl.sum(failed, 0)
     return tile
 
 
 @gluon.jit
-def _next_again(tile, others, tiles, counter_ptr, failed_ptr):
-    """The next tile to do again: one that failed, as `_next_failed` has it, then one that nobody has begun."""
-    tile = _next_failed(tile, others, tiles, failed_ptr)
-    if tile >= tiles:
+def _next_again(failed, others, begun, counter_ptr, failed_ptr):
+    """Where the search for tiles that failed ends, as `_next_failed` has it, and the tile: that one, or one not yet begun."""
+    failed = _next_failed(failed, others, begun, failed_ptr)
+    tile = failed
+    if failed >= begun:
         tile = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
-    return tile
+    return failed, tile
 
 
 @gluon.jit
 def _in_vain(tile, tiles, failed_ptr):
-    """Whether many have failed of the tiles that were begun a turn before this one, and so are done; samples come before all."""
+    """Whether many have failed of the tiles that were begun a turn before this one, and so are done. Samples are before all."""
     before = gl.maximum(tile + 1 - LATELY, 0) + gl.arange(0, LATELY, gl.BlockedLayout([LATELY // 32], [32], [1], [0]))
     failed = gl.load(failed_ptr + 1 + before, mask=before - LATELY < tiles, other=0, volatile=True)
     return gl.sum(failed, 0) * 4 > LATELY
@@ -227,8 +228,7 @@ def _producer(
     unless too many fail; of those that failed, AGAIN, and of short work, each as many further on as there are programs.
     """
     q_desc, k_desc, v_desc, first_desc, counter_ptr, failed_ptr, ring, queries, turns, problem = load
-    if SPLIT:
-        gdc_launch_dependents()  # merging: all programs are running by now, and its own fit beside them
+    gdc_launch_dependents()  # all programs are running by now: the next launch's begin as these end, or beside them
     q_s, first_s, q_full, q_empty = queries
     tile_s, tile_full = turns
     batch_heads, heads, heads_per_kv, group, tiles_m, seq_q, seq_k, diagonal, splits = problem
@@ -240,8 +240,11 @@ def _producer(
     turn = 0
     tile = gl.program_id(0)
     tiles = batch_heads * tiles_m * splits
+    begun = gl.to_tensor(0)  # tiles, by the first launch; and where its failed ones are looked for
+    failed = begun
     if AGAIN:
-        tile = _next_again(gl.to_tensor(0), tile, tiles, counter_ptr, failed_ptr)
+        begun = gl.minimum(gl.num_programs(0) + gl.load(counter_ptr), tiles)
+        failed, tile = _next_again(failed, tile, begun, counter_ptr, failed_ptr)
     elif not RUNNING:
         gdc_wait()  # for the samples
         if _in_vain(tile, tiles, failed_ptr):
@@ -270,7 +273,7 @@ def _producer(
             if w == 0:
                 _load(kv, ring, fill, start_n, True, False)
         if AGAIN:
-            tile = _next_again(tile + 1, gl.num_programs(0) - 1, tiles, counter_ptr, failed_ptr)
+            failed, tile = _next_again(failed + 1, gl.num_programs(0) - 1, begun, counter_ptr, failed_ptr)
         elif RUNNING:
             tile += gl.num_programs(0)
         elif _in_vain(tile, tiles, failed_ptr):

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import triton
 from triton.compiler import CompiledKernel
@@ -23,6 +24,7 @@ FINAL_ROUNDS = 4  # … in turns, so often …
 REST_S = 0.06  # … after a rest, so that the GPU's clock does not depend on what was timed before
 AS_FAST = 1.01  # times the shortest time: what differs by less may differ the other way next time
 _tuning = threading.RLock()
+_picks = {}  # by the text of its file and its name: what is kept of a kernel's tuning. A stage that changes nothing shares it.
 
 
 def bucket(seq_q: int, seq_k: int) -> int:
@@ -118,7 +120,7 @@ def autotune(configs: list[triton.Config]) -> Callable:
     The first call of a new `KEY` on a device says on stderr that it is tuning, compiles what may fit in parallel and times it,
     in some seconds. The fastest few are timed again, in turns, and the first in `configs` that is within `AS_FAST` of the best
     is taken: noise does not choose, and the same code runs with the same tiles. On the interpreter the first sensible
-    configuration is taken.
+    configuration is taken. A kernel whose whole file is that of another, which was tuned before, takes that one's choice.
     """
 
     def decorate(kernel):
@@ -134,9 +136,12 @@ def autotune(configs: list[triton.Config]) -> Callable:
             compiled = zip(kept, compile_all(kernel, kept, args), strict=True)
             return [config for config, binary in compiled if binary.metadata.shared <= shared_memory_limit()]
 
-        return _Tuner(
+        tuner = _Tuner(
             kernel, kernel.arg_names, configs, KEY, None, None, prune_configs_by={"early_config_prune": prune}, do_bench=_time
         )
+        text = Path(kernel.fn.__code__.co_filename).read_text()
+        tuner.cache = _picks.setdefault((text, kernel.__name__), tuner.cache)
+        return tuner
 
     return decorate
 

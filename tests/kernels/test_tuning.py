@@ -5,6 +5,7 @@ import itertools
 import math
 import time
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -112,6 +113,18 @@ def test_nearby_lengths_share_a_tuning(name, kernel, monkeypatch):
     check(stages.load(name), *make_inputs(60, 70, 32, batch=1, heads=1), causal=False)
     check(stages.load(name), *make_inputs(60, 70, 16, batch=1, heads=1, value_dim=32), causal=False)
     assert len(tuner.cache) == 5
+
+
+def test_kernels_of_one_text_are_tuned_once():
+    """And no others: what is picked for one must not run another."""
+    every = [(stage, *found) for stage in TUNED for found in tuners(stage).items()]
+    shared = 0
+    for (_, kernel, tuner), (_, other_kernel, other) in itertools.combinations(every, 2):
+        files = (Path(each.fn.fn.__code__.co_filename).read_text() for each in (tuner, other))
+        same = kernel == other_kernel and len(set(files)) == 1
+        assert (tuner.cache is other.cache) == same
+        shared += same
+    assert shared, "no two stages have the same forward"
 
 
 def picked(milliseconds):

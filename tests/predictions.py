@@ -405,14 +405,40 @@ def v15_forward(p: Problem, safe: bool = False) -> Steps:
         first_keys = looks = 0  # of the last, the number of flags
         if safe:
             first_keys = V17.FIRST_KEYS if seen_keys > V17.SHORT_ROW else V17.FIRST_KEYS // 2
-            looks = sum(min(V17.LATELY.value, jobs - max(job + 1 - 2 * V17.LATELY.value, 0)) for job in range(jobs))
+            lately = V17.LATELY.value
+            # Before each tile, and at first for the samples alone.
+            every = [*range(jobs), *range(min(jobs, MULTIPROCESSORS))]
+            looks = sum(min(lately, jobs + lately - max(job + 1 - lately, 0)) for job in every)
         read += p.heads // packed * splits * math.ceil(rows / m) * m // ROWS * min(first_keys, p.seq_k) * p.row_of_q
-        yield 0, (2 + jobs) * INT
+        if safe:
+            yield _samples(p, m, n, packed, first_keys, (2 + V17.LATELY.value + jobs) * INT)
+        else:
+            yield 0, (2 + jobs) * INT
         flops = p.flops(steps * ROWS * n, 1, 1) + p.flops(jobs * m * first_keys, 1, 0)
         yield read + counted + looks * INT, written + counted, flops
         yield min(jobs, MULTIPROCESSORS) * INT, 0
     if splits > 1:
         yield parts, p.o + p.row
+
+
+def _samples(p: Problem, m: int, n: int, packed: int, first_keys: int, flags: int) -> tuple[int, int, int]:
+    """v17's, evenly spread over all tiles of m rows: of 64 rows, the first keys and three key tiles of n."""
+    heads, rows = p.heads // packed, p.seq_q * packed
+    tiles_m = math.ceil(rows / m)
+    per_kv = p.heads // p.kv_heads // packed
+    fit = V17.L2_SHARE["causal" if p.causal else "full"] // (p.seq_k * (p.row_of_q + p.row_of_o))
+    group = per_kv * max(1, min(p.kv_heads, fit))
+    read = 0
+    for sample in range(V17.LATELY.value):
+        tile = sample * heads * tiles_m // V17.LATELY.value
+        inside = tile % (group * tiles_m)
+        start = inside // min(group, heads - tile // (group * tiles_m) * group) * m
+        start = ((tiles_m - 1) * m - start if p.causal else start) + sample % (m // ROWS) * ROWS
+        seen = math.ceil((min((start + ROWS) // packed, p.seq_k) if p.causal else p.seq_k) / n)
+        loaded = [seen - 1, sample % seen, (sample + math.ceil(seen / 2)) % seen]
+        keys = min(first_keys, p.seq_k) + sum(min(n, p.seq_k - at * n) for at in loaded)
+        read += max(0, min(ROWS, rows - start)) + keys
+    return read * p.row_of_q, flags, p.flops(V17.LATELY.value * ROWS * (3 * n + first_keys), 1, 0)
 
 
 def v17_forward(p: Problem) -> Steps:

@@ -73,6 +73,19 @@ def _add(a, b):
 
 
 @gluon.jit
+def _begun(tiles, counter_ptr):
+    """Tiles among which all are that the first launch has begun: the counter goes on in this one."""
+    return gl.minimum(gl.num_programs(0) + gl.load(counter_ptr), tiles)
+
+
+@gluon.jit
+def _leave(tile, failed_ptr):
+    """Leave a tile to the second launch, as one that has failed."""
+    gl.store(failed_ptr, 1)
+    gl.store(failed_ptr + 1 + LATELY + tile, 1)
+
+
+@gluon.jit
 def _next_failed(tile, others, begun, failed_ptr):
     """The first tile from `tile` on that failed with so many others before it; `begun` or more where there is none."""
     offs = gl.arange(0, LOOKED_AT, gl.BlockedLayout([LOOKED_AT // 32], [32], [1], [0]))
@@ -219,6 +232,14 @@ def _accumulate(
 
 
 @gluon.jit
+def _pass_on(tile, turns, slot):
+    """Tell the consumers the number of a tile; one past the last goes on too, and tells them to end."""
+    tile_s, tile_full = turns
+    tile_s.index(slot).store(gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.arrive(tile_full.index(slot), count=1)
+
+
+@gluon.jit
 def _producer(
     load, PACKED: gl.constexpr, SPLIT: gl.constexpr, RUNNING: gl.constexpr, AGAIN: gl.constexpr, CAUSAL: gl.constexpr
 ):  # fmt: skip
@@ -243,17 +264,9 @@ def _producer(
     begun = gl.to_tensor(0)  # tiles, by the first launch; and where its failed ones are looked for
     failed = begun
     if AGAIN:
-        begun = gl.minimum(gl.num_programs(0) + gl.load(counter_ptr), tiles)
+        begun = _begun(tiles, counter_ptr)
         failed, tile = _next_again(failed, tile, begun, counter_ptr, failed_ptr)
-    elif not RUNNING:
-        gdc_wait()  # for the samples
-        if _in_vain(tile, tiles, failed_ptr):
-            gl.store(failed_ptr, 1)
-            gl.store(failed_ptr + 1 + LATELY + tile, 1)
-            tile = tiles
-    if AGAIN or not RUNNING:
-        tile_s.index(Q_STAGES).store(gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-        mbarrier.arrive(tile_full.index(Q_STAGES), count=1)
+        _pass_on(tile, turns, Q_STAGES)
     while tile < tiles:
         batch_head, start_m, split, share = _tile(tile, problem, BLOCK_M, BLOCK_N, PACKED, SPLIT, CAUSAL)
         batch, head = batch_head // heads, batch_head % heads
@@ -272,6 +285,15 @@ def _producer(
                 tma.async_copy_global_to_shared(first_desc, where, q_full.index(slot), first_s.index(slot))
             if w == 0:
                 _load(kv, ring, fill, start_n, True, False)
+        if not RUNNING and turn == 0:
+            gdc_wait()  # for the samples, while these come
+            if _in_vain(tile, tiles, failed_ptr):
+                _leave(tile, failed_ptr)
+                share = 0
+                for w in gl.static_range(CONSUMERS):
+                    mbarrier.wait(q_full.index(w), 0)
+                mbarrier.wait(ring[2].index(0), 0)
+            _pass_on(gl.where(share > 0, tile, tiles), turns, Q_STAGES)
         if AGAIN:
             failed, tile = _next_again(failed + 1, gl.num_programs(0) - 1, begun, counter_ptr, failed_ptr)
         elif RUNNING:
@@ -284,12 +306,10 @@ def _producer(
             fill += 1
             start_n -= step
             _load(kv, ring, fill, start_n, True, True)
-        _load(kv, ring, fill + 1, start_n - step, False, True)
+        if RUNNING or share > 0:
+            _load(kv, ring, fill + 1, start_n - step, False, True)
         fill += 2
-        # A number past the last tile goes on too: it tells the consumers to end.
-        slot = turn % Q_STAGES
-        tile_s.index(slot).store(gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-        mbarrier.arrive(tile_full.index(slot), count=1)
+        _pass_on(tile, turns, turn % Q_STAGES)
         turn += 1
 
 

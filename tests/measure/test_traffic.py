@@ -217,6 +217,7 @@ ACCESS = re.compile(
     r"\s+(?:\w+ = .*)?\b(?:(?:tl|gl|\w+_desc)\.(?:load|store|atomic_add)|tma\.async_copy_\w+|async_reduce_add)"
     r"\((?!.*mask=fails).*\)"
 )
+FOR_FAILED = {"_begun", "_leave", "_next_failed", "_next_again"}
 
 
 def accesses():
@@ -238,7 +239,7 @@ def accesses():
                 first = source[: source.index(text)].count("\n")
                 if known.get(function) == text or (part, function, text) not in checked:
                     kept.update(range(first, first + 1 + text.count("\n")))
-                if function == "_next_again":
+                if function in FOR_FAILED:
                     for_failed.update(range(first, first + 1 + text.count("\n")))
             for i, line in enumerate(source.splitlines()):
                 if ACCESS.match(line) and i not in for_failed:

@@ -166,29 +166,54 @@ class Ring:
         return (every, slice(half), False) if earlier else (slice(half, None), every, False)
 
 
-def _merged(out, lse, part):
-    """out, in float32, and lse with the keys of another block, if there is any: its rows, out and lse."""
-    if part is None:
-        return out, lse
-    rows, more, more_lse = part
-    if out is None:
-        return more.float(), more_lse
-    merge(out[:, :, rows], lse[:, :, rows], more, more_lse)
-    return out, lse
+def _float32(tensor: Tensor) -> Tensor:
+    """Where a float32 sum that begins with a tensor can be written: there, if it is float32, else new memory of its shape."""
+    return tensor if tensor.dtype == torch.float32 else torch.empty_like(tensor, dtype=torch.float32)
+
+
+class _Merged:
+    """out and lse of a rank's queries, to which each block of keys adds its own.
+
+    Those of the rank's own block, in the dtype of q, are given; both change in place. out is float32 only between two merges
+    of the same rows: the first reads what the stage gave, and the last writes the result.
+    """
+
+    def __init__(self, ring: Ring, causal: bool, out: Tensor, lse: Tensor):
+        self.out, self.lse = out, lse
+        half = out.shape[2] // 2
+        # Rows, of a tensor that may have only the back ones; the last step at which they meet a block; what they have so far.
+        chunks = (slice(half), ring.rank), (slice(-half, None), ring.size - 1)
+        if not causal or ring.rank == ring.size - 1:
+            chunks = ((slice(None), ring.size - 1),)
+        self.chunks = [[rows, last, out[:, :, rows]] for rows, last in chunks]
+
+    def add(self, step: int, more: Tensor, more_lse: Tensor):
+        """Merge with the out and lse of a step's block: of all queries, or of the back ones."""
+        for chunk in self.chunks:
+            rows, last, out = chunk
+            if step > last:
+                continue
+            into = self.out[:, :, rows] if step == last else _float32(out)
+            merge(out, self.lse[:, :, rows], more[:, :, rows], more_lse[:, :, rows], into)
+            chunk[2] = into
 
 
 def _forward(q, k, v, *, stage, ring: Ring, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """out like q and lse, of this rank's queries and the keys of all ranks. K and V are contiguous."""
     if ring.size == 1:
         return stage.forward(q, k, v, causal=causal, scale=scale)
-    out = lse = part = None
+    merged = part = None
     for step, (block_k, block_v) in enumerate(ring.blocks(k, v)):
-        out, lse = _merged(out, lse, part)  # of the step before: short, as `blocks` asks
+        if part:
+            merged.add(step - 1, *part)  # short, as `blocks` asks
+            part = None  # whose memory the stage may take
         rows, keys, masked = ring.meet(step, causal, q.shape[2])
         operands = q[:, :, rows], block_k[:, :, keys], block_v[:, :, keys]
-        part = rows, *stage.forward(*operands, causal=masked, scale=scale)
-    out, lse = _merged(out, lse, part)
-    return out.to(q.dtype), lse
+        part = stage.forward(*operands, causal=masked, scale=scale)
+        if step == 0:
+            merged, part = _Merged(ring, causal, *part), None
+    merged.add(ring.size - 1, *part)
+    return merged.out, merged.lse
 
 
 class _Gradients:
@@ -312,8 +337,8 @@ def ring_attention(stage, q, k, v, *, group=None, causal=False, scale=None, retu
         RuntimeError: PyTorch's, when a rank has ended, or has not come within the group's timeout.
 
     K and V travel while a block is computed, and in the backward so do their gradients, in float32. Beside its arguments and
-    results a forward holds two blocks of K and V and out in float32; a backward two blocks of K and V, three of dK and dV in
-    float32, and dQ in float32. Nothing has the length of the whole sequence.
+    results a forward holds two blocks of K and V, out of a block, and with more than two ranks out in float32; a backward two
+    blocks of K and V, three of dK and dV in float32, and dQ in float32. Nothing has the length of the whole sequence.
 
     The same inputs give the same bits on the same number of ranks, if the stage's do. Under `torch.autocast` inputs are cast
     as SDPA does. The gradients cannot be differentiated again.

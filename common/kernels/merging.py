@@ -9,9 +9,9 @@ ELEMENTS = 4096  # of a program's tile: 32 for each thread
 
 @triton.jit
 def _merge_kernel(
-    out_ptr, lse_ptr, more_ptr, more_lse_ptr,
+    out_ptr, lse_ptr, more_ptr, more_lse_ptr, into_ptr,
     stride_ob, stride_oh, stride_os, stride_lb, stride_lh, stride_mb, stride_mh, stride_ms, stride_nb, stride_nh,
-    heads, seq, tiles,
+    stride_ib, stride_ih, stride_is, heads, seq, tiles,
     VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     batch_head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
@@ -29,28 +29,33 @@ def _merge_kernel(
     tl.store(lse_ptrs, m + tl.log(l), mask=inside)
     out_ptrs = out_ptr + b * stride_ob + h * stride_oh + offs_m[:, None] * stride_os + offs_d[None, :]
     more_ptrs = more_ptr + b * stride_mb + h * stride_mh + offs_m[:, None] * stride_ms + offs_d[None, :]
-    out = tl.load(out_ptrs, mask=inside[:, None], other=0.0)  # [BLOCK_M, VALUE_DIM]
+    into_ptrs = into_ptr + b * stride_ib + h * stride_ih + offs_m[:, None] * stride_is + offs_d[None, :]
+    out = tl.load(out_ptrs, mask=inside[:, None], other=0.0).to(tl.float32)  # [BLOCK_M, VALUE_DIM]
     more = tl.load(more_ptrs, mask=inside[:, None], other=0.0).to(tl.float32)
-    tl.store(out_ptrs, out * (weight / l)[:, None] + more * (more_weight / l)[:, None], mask=inside[:, None])
+    merged = out * (weight / l)[:, None] + more * (more_weight / l)[:, None]
+    tl.store(into_ptrs, merged.to(into_ptr.dtype.element_ty), mask=inside[:, None])
 
 
-def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor):
-    """Make `out` and `lse`, attention over some keys, attention over more keys: in place, in one pass, in float32.
+def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, into: Tensor | None = None):
+    """Make `lse`, in place, and `into` attention over the keys of `out` and those of `more`: in one pass, in float32.
 
     A softmax over two sets of keys has the sums of both: with l = exp(lse) + exp(more_lse), out becomes
     (exp(lse) out + exp(more_lse) more) / l, and lse becomes log l. (FlashAttention-2, arXiv 2307.08691, section 3.1.)
 
     Args:
-        out: [B, H, S, Dv] float32, the running result; any strides with contiguous rows, half of a larger tensor for one.
+        out: [B, H, S, Dv], attention over some keys; any dtype, any strides with contiguous rows, half of a larger tensor for
+            one.
         lse: [B, H, S] float32, its log-sum-exps; any strides but the last, 1.
-        more: [B, H, S, Dv], attention over the other keys; any dtype, strides as of `out`.
+        more: [B, H, S, Dv], attention over the other keys; dtype and strides may be others than of `out`.
         more_lse: [B, H, S] float32.
+        into: [B, H, S, Dv], which takes the result, rounded once; dtype and strides may be others again. None is `out`.
     """
+    into = out if into is None else into
     batch, heads, seq, value_dim = out.shape
     block_m = max(1, ELEMENTS // value_dim)
     tiles = triton.cdiv(seq, block_m)
     _merge_kernel[batch * heads * tiles,](
-        out, lse, more, more_lse, *out.stride()[:3], *lse.stride()[:2], *more.stride()[:3], *more_lse.stride()[:2],
-        heads, seq, tiles,
+        out, lse, more, more_lse, into, *out.stride()[:3], *lse.stride()[:2], *more.stride()[:3], *more_lse.stride()[:2],
+        *into.stride()[:3], heads, seq, tiles,
         VALUE_DIM=value_dim, BLOCK_M=block_m,
     )  # fmt: skip

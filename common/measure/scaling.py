@@ -66,15 +66,17 @@ def sent_bytes(workload: Workload, ranks: int) -> int:
 def held_bytes(workload: Workload, ranks: int) -> int:
     """Bytes that a rank of a ring holds at most, beside its inputs and what the stage takes for itself.
 
-    Forward: two blocks of K and V, out in float32, out of a block, the LSE twice. With a backward: out and LSE that were saved,
-    two blocks of K and V, dQ and three blocks of dK and dV in float32, the gradients of a block. All have S / n tokens.
+    Forward: two blocks of K and V, the result, out of a block, with more than two ranks out in float32, the LSE twice. With a
+    backward: out and LSE that were saved, two blocks of K and V, dQ and three blocks of dK and dV in float32, the gradients of
+    a block. All have S / n tokens.
     """
     w, size = workload, DTYPES[workload.dtype].itemsize
     tokens, blocks = w.batch * w.seq_len // ranks, min(2, ranks - 1)
     kv = tokens * w.kv_heads * (w.head_dim + w.value_dim)  # numbers in a block of K and V
     q, out, lse = (tokens * w.heads * columns for columns in (w.head_dim, w.value_dim, 1))
     if w.pass_ == "fwd":
-        return blocks * kv * size + out * (4 + size) + 2 * lse * 4
+        between = 4 if ranks > 2 and size < 4 else 0  # two merges
+        return blocks * kv * size + out * (2 * size + between) + 2 * lse * 4
     return out * size + lse * 4 + blocks * kv * size + (q + 3 * kv) * 4 + (q + kv) * size
 
 

@@ -34,6 +34,23 @@ def test_rows_of_a_larger_result_and_others_layouts():
     torch.testing.assert_close(lse[:, :, 10:], torch.logaddexp(before[1][:, :, 10:], more_lse))
 
 
+@pytest.mark.parametrize("into_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_read_and_written_has_any_dtype_and_is_rounded_once(dtype, into_dtype):
+    """Bit by bit what a merge in float32 gives, rounded; in rows of a larger result, and in place where dtypes allow it."""
+    out, more = torch.randn(2, 2, 3, 20, 32, device=DEVICE).to(dtype)
+    lse, more_lse = torch.randn(2, 2, 3, 20, device=DEVICE)
+    expected, expected_lse = out.float().clone(), lse.clone()
+    merge(expected, expected_lse, more, more_lse)
+    whole = torch.full((2, 3, 30, 32), 7.0, dtype=into_dtype, device=DEVICE)
+    new_lse = lse.clone()
+    merge(out, new_lse, more, more_lse, whole[:, :, 10:])
+    assert torch.equal(whole[:, :, 10:], expected.to(into_dtype)) and (whole[:, :, :10] == 7).all()
+    assert torch.equal(new_lse, expected_lse)
+    merge(out, lse, more, more_lse)
+    assert torch.equal(out, expected.to(dtype))
+
+
 @pytest.mark.parametrize("apart", [1e4, -1e4])
 def test_log_sum_exps_that_are_far_apart(apart):
     out, more = torch.randn(2, 1, 1, 5, 16, device=DEVICE)

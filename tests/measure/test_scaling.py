@@ -134,7 +134,8 @@ def test_what_is_held_does_not_grow_with_the_ranks():
     held = [scaling.held_bytes(workload("fwd+bwd", 64 * ranks, True), ranks) for ranks in (3, 4, 8)]
     assert len(set(held)) == 1
     out, kv = 2 * 64 * 16, 2 * 64 * 32  # numbers of a rank
-    assert scaling.held_bytes(workload("fwd", 64 * 3, True), 3) == 2 * kv * 2 + out * 6 + 2 * 2 * 64 * 4
+    assert scaling.held_bytes(workload("fwd", 64 * 2, True), 2) == kv * 2 + out * 4 + 2 * 2 * 64 * 4
+    assert scaling.held_bytes(workload("fwd", 64 * 3, True), 3) == 2 * kv * 2 + out * 8 + 2 * 2 * 64 * 4
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from common.kernels.merging import merge
+from common.kernels.merging import add, merge
 from common.operator import autocast, check_inputs, checked_flag, checked_scale, contiguous_rows, plainly
 from common.runtime import DEVICE
 
@@ -115,10 +115,10 @@ def unshard(tensor: Tensor, dim: int, group: dist.ProcessGroup | None = None) ->
     return torch.cat((*fronts, *reversed(backs)), dim)
 
 
-def _wait(works):
-    """Until what was begun has arrived; of a GPU only the current stream waits."""
-    for work in works:
-        work.wait()
+def _wait(works: list[dist.Work]):
+    """Until what was begun has arrived; of a GPU only the current stream waits. Empties the list, which keeps what was sent."""
+    while works:
+        works.pop().wait()
 
 
 class Ring:
@@ -151,8 +151,10 @@ class Ring:
             held = following
         yield held
 
-    def meet(self, step: int, causal: bool, length: int) -> tuple[slice, slice, bool]:
+    def meet(self, step: int, causal: bool, length: int, before: int = 0) -> tuple[slice, slice, bool]:
         """Which of this rank's queries see which keys of the block that it has at a step, and whether with a causal mask.
+
+        With `before`, those of the rank that is so many before this one.
 
         A block's keys are two chunks, as the queries are. Of an earlier rank the front chunk comes before all queries, and the
         back one after; of a later rank both lie between the front queries and the back ones. Either way half of the scores
@@ -162,7 +164,8 @@ class Ring:
         if not causal or step == 0:
             return every, every, causal
         half = length // 2
-        earlier = (self.rank - step) % self.size < self.rank
+        rank = (self.rank - before) % self.size
+        earlier = (rank - step) % self.size < rank
         return (every, slice(half), False) if earlier else (slice(half, None), every, False)
 
 
@@ -216,53 +219,69 @@ def _forward(q, k, v, *, stage, ring: Ring, causal: bool, scale: float) -> tuple
     return merged.out, merged.lse
 
 
-class _Gradients:
-    """Gradients in float32, to which each block adds its part. dK and dV of a block follow it, a step later.
+def _sum(one: Tensor, other: Tensor, at_end: bool = False) -> Tensor:
+    """The float32 sum of two tensors, of which one may have only the first rows of the other, or with `at_end` the last."""
+    whole, part = (one, other) if one.shape[2] >= other.shape[2] else (other, one)
+    into = _float32(whole)
+    add(whole, part, whole.shape[2] - part.shape[2] if at_end else 0, into)
+    return into
 
-    Those that a rank has of its own block stay. The sums of the others begin with the next rank, and come round in the end.
+
+class _Gradients:
+    """What the blocks of other ranks give: dQ of this rank's queries, and dK and dV, which follow their block, a step later.
+
+    A sum begins with what a stage has given, as it is: one part has lost nothing that float32 would keep. So it stays where it
+    is, or travels so; the sum of two is float32. Of dQ there are all rows, or only the back ones, and of dK and dV all keys, or
+    only the front ones, as long as no rank's queries have met others: the rest is 0, and neither written nor sent.
     """
 
-    def __init__(self, ring: Ring):
-        self.ring = ring
-        self.works = []
+    def __init__(self, ring: Ring, causal: bool, keys: int):
+        """keys: of a block."""
+        self.ring, self.causal, self.keys = ring, causal, keys
 
-    def add(self, step: int, rows: slice, keys: slice, dq: Tensor, dk: Tensor, dv: Tensor):
-        """Add the gradients of a step's block, of these rows of q and these keys, and send on those of K and V."""
-        if step == 0:
-            self.dq, *self.own = dq.float(), dk.float(), dv.float()
-            return
-        self.dq[:, :, rows] += dq
+    def add(self, step: int, part: list[Tensor]):
+        """Add dq, dk and dv of a step's block, and send dK and dV on. The list is empty then, and their memory free."""
+        dq, dk, dv = part
+        part.clear()
         if step == 1:
-            self.sums, self.coming = ([own.new_zeros(own.shape) for own in self.own] for _ in range(2))
+            self.sums = [dk.contiguous(), dv.contiguous()]
         else:
             _wait(self.works)
-            self.sums, self.coming = self.coming, self.sums
-        for total, part in zip(self.sums, (dk, dv), strict=True):
-            total[:, :, keys] += part
+            self.sums = [_sum(came, of_block) for came, of_block in zip(self.coming, (dk, dv), strict=True)]
+        del dk, dv
+        self.coming = None
+        _, met, _ = self.ring.meet(step, self.causal, self.keys, before=1)
+        keys = len(range(self.keys)[met])
+        self.coming = [total.new_empty(*total.shape[:2], keys, total.shape[3]) for total in self.sums]
         self.works = self.ring.pass_on(self.sums, self.coming)
+        self.dq = dq if step == 1 else _sum(self.dq, dq, at_end=True)  # short, as `blocks` asks
 
-    def all(self) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and dv of this rank."""
+    def all(self, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Those of the rank's own block, to which these are added."""
+        add(dq, self.dq, dq.shape[2] - self.dq.shape[2], dq)
         _wait(self.works)
-        for own, came in zip(self.own, self.coming, strict=True):
-            own += came
-        return self.dq, *self.own
+        for own, came in zip((dk, dv), self.coming, strict=True):
+            add(own, came, 0, own)
+        return dq, dk, dv
 
 
 def _backward(grad_out, q, k, v, out, lse, *, stage, ring: Ring, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv in the dtype of q, each rounded once from a float32 sum over blocks. K and V are contiguous."""
     if ring.size == 1:
         return stage.backward(grad_out, q, k, v, out, lse, causal=causal, scale=scale)
-    gradients, part = _Gradients(ring), None
+    gradients, part = _Gradients(ring, causal, k.shape[2]), []
     for step, (block_k, block_v) in enumerate(ring.blocks(k, v)):
         if part:
-            gradients.add(step - 1, *part)  # short, as `blocks` asks
+            gradients.add(step - 1, part)  # short, as `blocks` asks
         rows, keys, masked = ring.meet(step, causal, q.shape[2])
         # NOTE: a stage computes delta, the row sums of dO ∘ O, again for each block.
         operands = grad_out[:, :, rows], q[:, :, rows], block_k[:, :, keys], block_v[:, :, keys], out[:, :, rows]
-        part = rows, keys, *stage.backward(*operands, lse[:, :, rows].contiguous(), causal=masked, scale=scale)
-    gradients.add(ring.size - 1, *part)
-    return tuple(total.to(q.dtype) for total in gradients.all())
+        part = [*stage.backward(*operands, lse[:, :, rows].contiguous(), causal=masked, scale=scale)]
+        if step == 0:
+            own, part = part, []
+    del block_k, block_v, operands
+    gradients.add(ring.size - 1, part)
+    return gradients.all(*own)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -336,9 +355,10 @@ def ring_attention(stage, q, k, v, *, group=None, causal=False, scale=None, retu
             or in what needs a gradient, a ValueError says what each has.
         RuntimeError: PyTorch's, when a rank has ended, or has not come within the group's timeout.
 
-    K and V travel while a block is computed, and in the backward so do their gradients, in float32. Beside its arguments and
-    results a forward holds two blocks of K and V, out of a block, and with more than two ranks out in float32; a backward two
-    blocks of K and V, three of dK and dV in float32, and dQ in float32. Nothing has the length of the whole sequence.
+    K and V travel while a block is computed, and in the backward so do their gradients, whose sums are float32. Beside its
+    arguments and results a forward holds two blocks of K and V, out of a block, and with more than two ranks out in float32; a
+    backward two blocks of K and V, the gradients of a block, and with more than two ranks dQ and two blocks of dK and dV in
+    float32. Nothing has the length of the whole sequence.
 
     The same inputs give the same bits on the same number of ranks, if the stage's do. Under `torch.autocast` inputs are cast
     as SDPA does. The gradients cannot be differentiated again.

@@ -1,4 +1,4 @@
-"""Attention over some keys merged with attention over others, by their log-sum-exps."""
+"""Attention over some keys merged with attention over others: out by the log-sum-exps, and gradients, which are added."""
 
 import triton
 import triton.language as tl
@@ -58,4 +58,45 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, into: Tensor
         out, lse, more, more_lse, into, *out.stride()[:3], *lse.stride()[:2], *more.stride()[:3], *more_lse.stride()[:2],
         *into.stride()[:3], heads, seq, tiles,
         VALUE_DIM=value_dim, BLOCK_M=block_m,
+    )  # fmt: skip
+
+
+@triton.jit
+def _add_kernel(
+    whole_ptr, part_ptr, into_ptr,
+    stride_wb, stride_wh, stride_ws, stride_pb, stride_ph, stride_ps, stride_ib, stride_ih, stride_is,
+    heads, seq, first, part_seq, tiles,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    batch_head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    b, h = (batch_head // heads).to(tl.int64), (batch_head % heads).to(tl.int64)
+    offs_m = (tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    offs_d = tl.arange(0, HEAD_DIM)
+    inside = (offs_m < seq)[:, None]
+    in_part = ((offs_m >= first) & (offs_m < first + part_seq))[:, None]
+    whole_ptrs = whole_ptr + b * stride_wb + h * stride_wh + offs_m[:, None] * stride_ws + offs_d[None, :]
+    part_ptrs = part_ptr + b * stride_pb + h * stride_ph + (offs_m - first)[:, None] * stride_ps + offs_d[None, :]
+    into_ptrs = into_ptr + b * stride_ib + h * stride_ih + offs_m[:, None] * stride_is + offs_d[None, :]
+    whole = tl.load(whole_ptrs, mask=inside, other=0.0).to(tl.float32)  # [BLOCK_M, HEAD_DIM]
+    part = tl.load(part_ptrs, mask=in_part, other=0.0).to(tl.float32)
+    tl.store(into_ptrs, (whole + part).to(into_ptr.dtype.element_ty), mask=inside)
+
+
+def add(whole: Tensor, part: Tensor, first: int, into: Tensor):
+    """Make `into` the sum of `whole` and of `part`, which is of some of the rows: in one pass, in float32, rounded once.
+
+    Args:
+        whole: [B, H, S, D]; any dtype, any strides with contiguous rows.
+        part: [B, H, Sp, D], of the rows [first, first + Sp) of `whole`, which has them all; the others it counts as 0. Dtype
+            and strides may be others than of `whole`.
+        first: the first of these rows.
+        into: [B, H, S, D]; dtype and strides may be others again. It may be `whole`.
+    """
+    batch, heads, seq, head_dim = whole.shape
+    block_m = max(1, ELEMENTS // head_dim)
+    tiles = triton.cdiv(seq, block_m)
+    _add_kernel[batch * heads * tiles,](
+        whole, part, into, *whole.stride()[:3], *part.stride()[:3], *into.stride()[:3],
+        heads, seq, first, part.shape[2], tiles,
+        HEAD_DIM=head_dim, BLOCK_M=block_m,
     )  # fmt: skip

@@ -52,23 +52,26 @@ ROUNDS_S, FEWEST_ROUNDS, MOST_ROUNDS = 0.3, 5, 30  # GPU time of a case's rounds
 SLOW_S, SLOW_ROUNDS = 0.5, 3  # a call that takes longer needs no warm-up, and gets so many
 
 
-def sent_bytes(workload: Workload, ranks: int) -> int:
-    """Bytes that a rank sends in a pass: K and V of n - 1 blocks, and in a backward, in float32, their gradients.
+def sent_bytes(workload: Workload, ranks: int, rank: int = 0) -> int:
+    """Bytes that a rank sends in a pass: K and V of n - 1 blocks, and in a backward these again, and their gradients.
 
-    (n - 1) · B · Hkv · S / n · (D + Dv) · e, with e bytes a number of K and V; e + 4 in a backward; both passes have both.
+    A block has B · Hkv · S / n · (D + Dv) numbers, of e bytes. Its gradients have e bytes the first time that they are sent,
+    then 4. With a mask they are those of half of the keys until the block comes to rank 0, which so sends most.
     """
-    w = workload
-    numbers = (ranks - 1) * w.batch * w.kv_heads * (w.kv_len // ranks) * (w.head_dim + w.value_dim)
-    size = DTYPES[w.dtype].itemsize
-    return numbers * {"fwd": size, "bwd": size + 4, "fwd+bwd": 2 * size + 4}[w.pass_]
+    w, size = workload, DTYPES[workload.dtype].itemsize
+    numbers = w.batch * w.kv_heads * (w.kv_len // ranks) * (w.head_dim + w.value_dim)
+    forward = (ranks - 1) * numbers * size
+    gradients = sum(numbers // (2 if w.causal and step <= rank else 1) * (size if step == 1 else 4) for step in range(1, ranks))
+    return {"fwd": forward, "bwd": forward + gradients, "fwd+bwd": 2 * forward + gradients}[w.pass_]
 
 
 def held_bytes(workload: Workload, ranks: int) -> int:
     """Bytes that a rank of a ring holds at most, beside its inputs and what the stage takes for itself.
 
     Forward: two blocks of K and V, the result, out of a block, with more than two ranks out in float32, the LSE twice. With a
-    backward: out and LSE that were saved, two blocks of K and V, dQ and three blocks of dK and dV in float32, the gradients of
-    a block. All have S / n tokens.
+    backward: out and LSE that were saved, two blocks of K and V, the gradients of two blocks, and with more than two ranks dQ
+    and two blocks of dK and dV in float32; when dQ of two blocks becomes float32, both are held, but dK and dV of one. All have
+    S / n tokens.
     """
     w, size = workload, DTYPES[workload.dtype].itemsize
     tokens, blocks = w.batch * w.seq_len // ranks, min(2, ranks - 1)
@@ -77,7 +80,8 @@ def held_bytes(workload: Workload, ranks: int) -> int:
     if w.pass_ == "fwd":
         between = 4 if ranks > 2 and size < 4 else 0  # two merges
         return blocks * kv * size + out * (2 * size + between) + 2 * lse * 4
-    return out * size + lse * 4 + blocks * kv * size + (q + 3 * kv) * 4 + (q + kv) * size
+    of_others = (q + 2 * kv) * 4 + max(q - kv, 0) * size if ranks > 2 else 0
+    return out * size + lse * 4 + blocks * kv * size + 2 * (q + kv) * size + of_others
 
 
 @contextlib.contextmanager
@@ -277,7 +281,7 @@ def measure(impl: str, workload: Workload, group) -> dict:
         if impl not in SDPA:
             with counted_sends() as sent:
                 call()
-            found |= {"sent_bytes": sent[0], "sent_formula": sent_bytes(workload, size)}
+            found |= {"sent_bytes": sent[0], "sent_formula": sent_bytes(workload, size, dist.get_rank(group))}
             found |= {"held_mib": held_bytes(workload, size) / 2**20} if size > 1 else {}
         if ON_GPUS:
             every = [None] * size

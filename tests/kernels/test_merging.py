@@ -1,10 +1,10 @@
-"""Attention over two sets of keys, merged, is attention over both."""
+"""Attention over two sets of keys, merged, is attention over both; and sums are rounded once."""
 
 import pytest
 import torch
 from cases import make_inputs
 
-from common.kernels.merging import merge
+from common.kernels.merging import add, merge
 from common.measure.reference import truth
 from common.operator import DTYPES
 from common.runtime import DEVICE
@@ -59,3 +59,19 @@ def test_log_sum_exps_that_are_far_apart(apart):
     more_lse = lse - apart
     merge(out, lse, more, more_lse)
     torch.testing.assert_close((out, lse), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("into_dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "part_dtype"), [(torch.bfloat16,) * 2, (torch.float32, torch.float16), (torch.float32,) * 2])
+@pytest.mark.parametrize(("rows", "first", "length"), [(1, 0, 1), (40, 0, 40), (300, 0, 170), (300, 130, 170)])
+def test_a_sum_is_rounded_once(rows, first, length, dtype, part_dtype, into_dtype):
+    """Rows that the part does not have stay as they are; heads of a larger result, and others layouts."""
+    whole = torch.randn(2, 3, rows, 32, device=DEVICE).to(dtype)
+    part = torch.randn(2, length, 3, 32, device=DEVICE).to(part_dtype).transpose(1, 2)
+    expected = whole.float().clone()
+    expected[:, :, first : first + length] += part.float()
+    result = torch.full((2, 5, rows, 32), 7.0, dtype=into_dtype, device=DEVICE)
+    add(whole, part, first, result[:, 1:4])
+    assert torch.equal(result[:, 1:4], expected.to(into_dtype)) and (result[:, [0, 4]] == 7).all()
+    add(whole, part, first, whole)
+    assert torch.equal(whole, expected.to(dtype))

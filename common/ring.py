@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from common.kernels.merging import add, merge
-from common.operator import autocast, check_inputs, checked_flag, checked_scale, contiguous_rows, plainly
+from common.operator import autocast, check_inputs, checked_flag, checked_scale, contiguous_rows, empty_rows, plainly
 from common.runtime import DEVICE
 
 
@@ -256,32 +256,66 @@ class _Gradients:
         self.works = self.ring.pass_on(self.sums, self.coming)
         self.dq = dq if step == 1 else _sum(self.dq, dq, at_end=True)  # short, as `blocks` asks
 
-    def all(self, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Those of the rank's own block, to which these are added."""
-        add(dq, self.dq, dq.shape[2] - self.dq.shape[2], dq)
+    def home(self) -> list[Tensor]:
+        """dK and dV of the rank's own keys, once they have come; nothing else is kept."""
         _wait(self.works)
-        for own, came in zip((dk, dv), self.coming, strict=True):
-            add(own, came, 0, own)
-        return dq, dk, dv
+        self.sums = self.dq = None
+        return self.coming
+
+
+def first_heads(kv_heads: int, itemsize: int, ranks: int) -> int:
+    """Of the K/V heads of a rank's own block, how many the backward computes before all else; the others come last.
+
+    Under the first ones K and V travel, under the last ones the gradients of the last step: so each have a share like the bytes
+    of these. They are `itemsize` for each number of K and V, and of the gradients too if there are two ranks, else 4, as they
+    are sums. A single head is not shared out: it comes first.
+    """
+    last = itemsize if ranks == 2 else 4
+    return max(1, min(round(kv_heads * itemsize / (itemsize + last)), kv_heads - 1))
 
 
 def _backward(grad_out, q, k, v, out, lse, *, stage, ring: Ring, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv in the dtype of q, each rounded once from a float32 sum over blocks. K and V are contiguous."""
     if ring.size == 1:
         return stage.backward(grad_out, q, k, v, out, lse, causal=causal, scale=scale)
-    gradients, part = _Gradients(ring, causal, k.shape[2]), []
-    for step, (block_k, block_v) in enumerate(ring.blocks(k, v)):
+    kv_heads, shared_by = k.shape[1], q.shape[1] // k.shape[1]
+
+    def queries(heads):
+        return slice(shared_by * heads.start, shared_by * heads.stop)
+
+    def of_block(step, k, v, heads):
+        """A list of dq, dk and dv of some K/V heads, and of the query heads that share them."""
+        rows, keys, masked = ring.meet(step, causal, q.shape[2])
+        rows, keys = (slice(None), queries(heads), rows), (slice(None), heads, keys)
+        # NOTE: a stage computes delta, the row sums of dO ∘ O, again for each block.
+        operands = grad_out[rows], q[rows], k[keys], v[keys], out[rows], lse[rows].contiguous()
+        return [*stage.backward(*operands, causal=masked, scale=scale)]
+
+    cut = first_heads(kv_heads, k.itemsize, ring.size)
+    shares = [heads for heads in (slice(0, cut), slice(cut, kv_heads)) if heads.start < heads.stop]
+    gradients, own, part = _Gradients(ring, causal, k.shape[2]), [], []
+    for step, block in enumerate(ring.blocks(k, v)):
         if part:
             gradients.add(step - 1, part)  # short, as `blocks` asks
-        rows, keys, masked = ring.meet(step, causal, q.shape[2])
-        # NOTE: a stage computes delta, the row sums of dO ∘ O, again for each block.
-        operands = grad_out[:, :, rows], q[:, :, rows], block_k[:, :, keys], block_v[:, :, keys], out[:, :, rows]
-        part = [*stage.backward(*operands, lse[:, :, rows].contiguous(), causal=masked, scale=scale)]
         if step == 0:
-            own, part = part, []
-    del block_k, block_v, operands
+            own.append(of_block(step, *block, shares[0]))
+        else:
+            part = of_block(step, *block, slice(0, kv_heads))
+    del block
     gradients.add(ring.size - 1, part)
-    return gradients.all(*own)
+    dq = empty_rows(q)
+    for at, heads in enumerate(shares):
+        if at:
+            own.append(of_block(0, k, v, heads))
+        of_q, some = own[at].pop(0), queries(heads)
+        add(of_q, gradients.dq[:, some], q.shape[2] - gradients.dq.shape[2], dq[:, some])
+        del of_q
+    every_came = gradients.home()
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    for heads, of_kv in zip(shares, own, strict=True):
+        for total, of_own, came in zip((dk, dv), of_kv, every_came, strict=True):
+            add(of_own, came[:, heads], 0, total[:, heads])
+    return dq, dk, dv
 
 
 class _RingAttention(torch.autograd.Function):
@@ -357,7 +391,7 @@ def ring_attention(stage, q, k, v, *, group=None, causal=False, scale=None, retu
 
     K and V travel while a block is computed, and in the backward so do their gradients, whose sums are float32. Beside its
     arguments and results a forward holds two blocks of K and V, out of a block, and with more than two ranks out in float32; a
-    backward two blocks of K and V, the gradients of a block, and with more than two ranks dQ and two blocks of dK and dV in
+    backward two blocks of K and V, the gradients of a block, and two blocks of dK and dV and dQ, with more than two ranks in
     float32. Nothing has the length of the whole sequence.
 
     The same inputs give the same bits on the same number of ranks, if the stage's do. Under `torch.autocast` inputs are cast

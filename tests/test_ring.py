@@ -173,7 +173,7 @@ def come_late(group, who):
 # --- The tests.
 
 
-SHAPES = {"own heads": {"batch": 1, "heads": 2}, "shared heads": {"batch": 2, "heads": 2, "kv_heads": 1, "value_dim": 16}}
+SHAPES = {"own heads": {"batch": 1, "heads": 2}, "shared heads": {"batch": 2, "heads": 4, "kv_heads": 2, "value_dim": 16}}
 
 
 @sizes
@@ -324,6 +324,32 @@ def test_two_blocks_are_held_beside_the_own_one(monkeypatch):
     k = torch.ones(1, 1, 4, 16)
     held = [tensor.data_ptr() for block in place(1, 6).blocks(k, k.clone()) for tensor in block]
     assert len(held) == 12 and len(set(held)) == 2 * 3
+
+
+@pytest.mark.parametrize(("size", "kv_heads", "events"), [
+    (2, 6, ["send", 3, 6, "send", 3]), (3, 6, ["send", 2, "send", 6, "send", 6, "send", 4]), (2, 1, ["send", 1, 1, "send"]),
+])  # fmt: skip
+def test_what_travels_in_a_backward_has_heads_to_travel_under(size, kv_heads, events, monkeypatch):
+    """What is sent, K and V or gradients, and the K/V heads of the stage's calls, in their order."""
+    seen = []
+
+    def backward(grad_out, q, k, v, out, lse, *, causal, scale):
+        assert q.shape[1] == out.shape[1] == lse.shape[1] == 2 * k.shape[1]
+        seen.append(k.shape[1])
+        return tuple(torch.zeros_like(tensor) for tensor in (q, k, v))
+
+    monkeypatch.setattr(ring.Ring, "pass_on", lambda self, tensors, into: [seen.append("send")][:0])
+    monkeypatch.setattr(ring, "add", lambda *tensors: None)  # of what has not come
+    q, k = (torch.ones(1, heads, 4, 16, dtype=torch.bfloat16, device=DEVICE) for heads in (2 * kv_heads, kv_heads))
+    options = {"stage": types.SimpleNamespace(backward=backward), "ring": place(0, size), "causal": True, "scale": 1.0}
+    ring._backward(q, q, k, k, q, q[..., 0].float(), **options)
+    assert seen == events
+
+
+def test_heads_are_shared_out_like_bytes():
+    assert [ring.first_heads(heads, 2, 2) for heads in (1, 2, 8, 16)] == [1, 1, 4, 8]
+    assert [ring.first_heads(heads, 2, 4) for heads in (1, 2, 8, 16)] == [1, 1, 3, 5]
+    assert [ring.first_heads(heads, 4, 4) for heads in (1, 2, 8, 16)] == [1, 1, 4, 8]
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])

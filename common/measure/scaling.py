@@ -29,7 +29,7 @@ from common.measure.footprint import footprint
 from common.measure.options import HEAD_DIM, add_list, json_path, list_of, one_of, positive, write_json
 from common.measure.workloads import DTYPES, Workload
 from common.operator import Unavailable
-from common.ring import Ring, ring_attention, unshard
+from common.ring import Ring, first_heads, ring_attention, unshard
 from common.runtime import DEVICE
 
 ON_GPUS = DEVICE == "cuda"
@@ -69,9 +69,10 @@ def held_bytes(workload: Workload, ranks: int) -> int:
     """Bytes that a rank of a ring holds at most, beside its inputs and what the stage takes for itself.
 
     Forward: two blocks of K and V, the result, out of a block, with more than two ranks out in float32, the LSE twice. With a
-    backward: out and LSE that were saved, two blocks of K and V, the gradients of two blocks, and with more than two ranks dQ
-    and two blocks of dK and dV in float32; when dQ of two blocks becomes float32, both are held, but dK and dV of one. All have
-    S / n tokens.
+    backward: out and LSE that were saved, and of two ranks two blocks of dK and dV, which leave and arrive, dQ of a block and
+    the result, and either the gradients of the own block's first heads, or dK and dV of all and dQ of its last ones. Of more
+    ranks two blocks of K and V, the gradients of the own block's first heads and of a block, dQ and two blocks of dK and dV in
+    float32; when dQ of two blocks becomes float32 it is held twice, and dK and dV not. All have S / n tokens.
     """
     w, size = workload, DTYPES[workload.dtype].itemsize
     tokens, blocks = w.batch * w.seq_len // ranks, min(2, ranks - 1)
@@ -80,8 +81,13 @@ def held_bytes(workload: Workload, ranks: int) -> int:
     if w.pass_ == "fwd":
         between = 4 if ranks > 2 and size < 4 else 0  # two merges
         return blocks * kv * size + out * (2 * size + between) + 2 * lse * 4
-    of_others = (q + 2 * kv) * 4 + max(q - kv, 0) * size if ranks > 2 else 0
-    return out * size + lse * 4 + blocks * kv * size + 2 * (q + kv) * size + of_others
+    heads = first_heads(w.kv_heads, size, ranks)
+    first_q, first_kv = (numbers * heads // w.kv_heads for numbers in (q, kv))
+    if ranks == 2:
+        gradients = (2 * q + 2 * kv + max(first_q + first_kv, q - first_q + kv)) * size
+    else:
+        gradients = (2 * kv + first_q + first_kv + q + max(q, kv)) * size + (q + 2 * kv) * 4
+    return out * size + lse * 4 + gradients
 
 
 @contextlib.contextmanager

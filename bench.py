@@ -173,7 +173,7 @@ GRIDS = {  # the parts of what results/ keeps, a run each: command lines, and th
     },
     **{f"newest-d{dim}": [([f"--head-dim={dim}", "--dtype=float16"], NEWEST)] for dim in HEAD_DIMS},
     "wide": [(["--head-dim=256", "--seq-len=1024,4096,16384"], WIDE)],
-    "short": [(["--batch=1", "--heads=2", "--seq-len=128,512", "--causal=no"], EVERYTHING)],
+    "short": [(["--batch=1", "--heads=2", "--seq-len=128,512", "--head-dim=64", "--causal=no"], EVERYTHING)],
     "numbers": [
         (["--pass=fwd", "--seq-len=4096", "--dtype=float16,bfloat16", *argv], NUMBERS)
         for argv in (["--score-std=1,2,3,4,6,8"], ["--sink=8,12,16,24"])

@@ -19,6 +19,8 @@ from common.kernels.merging import add, merge
 from common.operator import autocast, check_inputs, checked_flag, checked_scale, contiguous_rows, empty_rows, plainly
 from common.runtime import DEVICE
 
+PAUSE_CYCLES = 20_000  # of a GPU, some 10 µs: in as much NCCL's kernel has begun
+
 
 def _gathered(numbers: list[int], group, device) -> list[list[int]]:
     """What each rank of a group has for `numbers`. Where the group has gloo too, the GPU is not waited for."""
@@ -138,7 +140,8 @@ class Ring:
         """K and V of each rank: this one's, those of the rank before, and so on. Beside its own it holds two of them.
 
         When a block is given the next one has begun to travel. NCCL's kernel needs multiprocessors, though, and the programs of
-        a persistent kernel leave none until they end: begin with something short, under which it starts.
+        a persistent kernel leave none until they end: begin with something short, under which it starts. There is nothing
+        short before the first block, and so a pause.
         """
         held, buffers = (k, v), []
         for step in range(self.size - 1):
@@ -146,6 +149,8 @@ class Ring:
                 buffers.append((torch.empty_like(k), torch.empty_like(v)))
             following = buffers[step % 2]  # which had the block of the step before
             works = self.pass_on(held, following)
+            if step == 0 and k.is_cuda:
+                torch.cuda._sleep(PAUSE_CYCLES)
             yield held
             _wait(works)
             held = following

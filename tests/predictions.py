@@ -428,9 +428,9 @@ def _samples(p: Problem, m: int, n: int, packed: int, first_keys: int, flags: in
     per_kv = p.heads // p.kv_heads // packed
     fit = V17.L2_SHARE["causal" if p.causal else "full"] // (p.seq_k * (p.row_of_q + p.row_of_o))
     group = per_kv * max(1, min(p.kv_heads, fit))
-    read = 0
-    for sample in range(V17.LATELY.value):
-        tile = sample * heads * tiles_m // V17.LATELY.value
+    read, samples = 0, min(V17.LATELY.value, MULTIPROCESSORS)
+    for sample in range(samples):
+        tile = sample * heads * tiles_m // samples
         inside = tile % (group * tiles_m)
         start = inside // min(group, heads - tile // (group * tiles_m) * group) * m
         start = ((tiles_m - 1) * m - start if p.causal else start) + sample % (m // ROWS) * ROWS
@@ -438,7 +438,7 @@ def _samples(p: Problem, m: int, n: int, packed: int, first_keys: int, flags: in
         loaded = [seen - 1, sample % seen, (sample + math.ceil(seen / 2)) % seen]
         keys = min(first_keys, p.seq_k) + sum(min(n, p.seq_k - at * n) for at in loaded)
         read += max(0, min(ROWS, rows - start)) + keys
-    return read * p.row_of_q, flags, p.flops(V17.LATELY.value * ROWS * (3 * n + first_keys), 1, 0)
+    return read * p.row_of_q, flags, p.flops(samples * ROWS * (3 * n + first_keys), 1, 0)
 
 
 def v17_forward(p: Problem) -> Steps:

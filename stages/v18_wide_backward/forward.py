@@ -442,8 +442,9 @@ def _sample_kernel(
     batch_heads, heads, heads_per_kv, group, seq_q, seq_k, diagonal, splits,
     BLOCK_M: gl.constexpr, PACKED: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """One of LATELY samples, spread over all tiles: whether among what a consumer's rows score with two key tiles something is
-    more than 2^highest times what has a say in their maximum. All flags of tiles, and the counter, become 0."""
+    """A sample for each program, spread over all tiles: whether among what a consumer's rows score with two key tiles something
+    is more than 2^highest times what has a say in their maximum. They take turns in the LATELY flags before the first tile. All
+    flags of tiles, and the counter, become 0."""
     gdc_launch_dependents()  # speculating: it can get ready meanwhile
     BLOCK_N: gl.constexpr = k_desc.block_shape[2]
     HEAD_DIM: gl.constexpr = k_desc.block_shape[3]
@@ -451,8 +452,9 @@ def _sample_kernel(
     tiles_m = gl.cdiv(seq_q + _rows_before(diagonal, PACKED), BLOCK_M)
     tiles = batch_heads * tiles_m
     sample = gl.program_id(0)
+    samples = gl.num_programs(0)
     problem = (batch_heads, heads, heads_per_kv, group, tiles_m, seq_q, seq_k, diagonal, 1)
-    tile = (sample.to(gl.int64) * tiles // LATELY).to(gl.int32)
+    tile = (sample.to(gl.int64) * tiles // samples).to(gl.int32)
     batch_head, start_m, _, _ = _tile(tile, problem, BLOCK_M, BLOCK_N, PACKED, False, CAUSAL)
     batch, head = batch_head // heads, batch_head % heads
     start_m += sample % (BLOCK_M // ROWS) * ROWS
@@ -478,7 +480,7 @@ def _sample_kernel(
         gl.store(counter_ptr, 0)
         gl.store(failed_ptr, 0)
     flags: gl.constexpr = gl.BlockedLayout([LOOKED_AT // 128], [32], [4], [0])
-    share = gl.cdiv(tiles * splits, LATELY)
+    share = gl.cdiv(tiles * splits, samples)
     for start in range(0, share, LOOKED_AT):
         offs = start + gl.arange(0, LOOKED_AT, flags)
         own = (offs < share) & (sample * share + offs < tiles * splits)
@@ -501,7 +503,13 @@ def _sample_kernel(
     m = gl.where(seen > 1, gl.maximum(m, m_first), m)
     s = gl.maximum(_visible(s_one, one_n, seq_k, last, PACKED, CAUSAL), _visible(s_other, other_n, seq_k, last, PACKED, CAUSAL))
     above = gl.max((gl.max(s, 1) - m) * gl.maximum(scale * LOG2_E, 1e-37), 0)
-    gl.store(failed_ptr + 1 + sample, gl.where(above > highest, 1, 0))
+    lately: gl.constexpr = gl.BlockedLayout([LATELY // 128], [32], [4], [0])
+    offs = gl.arange(0, LATELY, lately)
+    gl.store(
+        failed_ptr + 1 + offs,
+        gl.full([LATELY], gl.where(above > highest, 1, 0), gl.int32, lately),
+        mask=offs % samples == sample,
+    )
 
 
 @gluon.jit(do_not_specialize=["batch_heads", "heads", "group", "seq_q", "seq_k", "diagonal", "splits"])
@@ -736,7 +744,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
         # Of the tiles taken beyond each program's first; whether any tile failed, which samples did, and which tiles.
         flags = 1 + LATELY.value + tiles * splits
         counter, failed = lse.new_empty(1 + flags, dtype=torch.int32).split([1, flags])
-        _sample_kernel[LATELY.value,](
+        _sample_kernel[min(LATELY.value, multiprocessors()),](
             describe_tile(queries, *held), describe_tile(k, block_n), describe_tile(k, first_keys), counter, failed,
             scale, OVERFLOW[q.dtype] - HEADROOM, batch * heads // packed, heads // packed, per_kv, group, seq_q * packed, seq_k,
             diagonal, splits, BLOCK_M=block_m, PACKED=packed, CAUSAL=causal, num_warps=4,

@@ -406,9 +406,7 @@ def v15_forward(p: Problem, safe: bool = False) -> Steps:
         if safe:
             first_keys = V17.FIRST_KEYS if seen_keys > V17.SHORT_ROW else V17.FIRST_KEYS // 2
             lately = V17.LATELY.value
-            # Before each tile, and at first for the samples alone.
-            every = [*range(jobs), *range(min(jobs, MULTIPROCESSORS))]
-            looks = sum(min(lately, jobs + lately - max(job + 1 - lately, 0)) for job in every)
+            looks = sum(min(lately, jobs + lately - max(job + 1 - lately, 0)) for job in range(jobs))
         read += p.heads // packed * splits * math.ceil(rows / m) * m // ROWS * min(first_keys, p.seq_k) * p.row_of_q
         if safe:
             yield _samples(p, m, n, packed, first_keys, (2 + V17.LATELY.value + jobs) * INT)

@@ -8,16 +8,27 @@ ELEMENTS = 4096  # of a program's tile: 32 for each thread
 
 
 @triton.jit
+def _place(heads, tiles, BLOCK_M: tl.constexpr):
+    """This program's batch, head and rows."""
+    batch_head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    rows = (tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    return (batch_head // heads).to(tl.int64), (batch_head % heads).to(tl.int64), rows
+
+
+@triton.jit
+def _elements(ptr, b, h, rows, stride_b, stride_h, stride_s, COLUMNS: tl.constexpr):
+    """Where the elements of some rows are."""
+    return ptr + b * stride_b + h * stride_h + rows[:, None] * stride_s + tl.arange(0, COLUMNS)[None, :]
+
+
+@triton.jit
 def _merge_kernel(
     out_ptr, lse_ptr, more_ptr, more_lse_ptr, into_ptr,
     stride_ob, stride_oh, stride_os, stride_lb, stride_lh, stride_mb, stride_mh, stride_ms, stride_nb, stride_nh,
     stride_ib, stride_ih, stride_is, heads, seq, tiles,
     VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    batch_head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    b, h = (batch_head // heads).to(tl.int64), (batch_head % heads).to(tl.int64)
-    offs_m = (tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    offs_d = tl.arange(0, VALUE_DIM)
+    b, h, offs_m = _place(heads, tiles, BLOCK_M)
     inside = offs_m < seq
     lse_ptrs = lse_ptr + b * stride_lb + h * stride_lh + offs_m
     lse = tl.load(lse_ptrs, mask=inside, other=0.0)  # [BLOCK_M]
@@ -27,9 +38,9 @@ def _merge_kernel(
     l = weight + more_weight  # from 1 to 2
     tl.debug_barrier()  # several warps have loaded the same lse: none stores before all have
     tl.store(lse_ptrs, m + tl.log(l), mask=inside)
-    out_ptrs = out_ptr + b * stride_ob + h * stride_oh + offs_m[:, None] * stride_os + offs_d[None, :]
-    more_ptrs = more_ptr + b * stride_mb + h * stride_mh + offs_m[:, None] * stride_ms + offs_d[None, :]
-    into_ptrs = into_ptr + b * stride_ib + h * stride_ih + offs_m[:, None] * stride_is + offs_d[None, :]
+    out_ptrs = _elements(out_ptr, b, h, offs_m, stride_ob, stride_oh, stride_os, VALUE_DIM)
+    more_ptrs = _elements(more_ptr, b, h, offs_m, stride_mb, stride_mh, stride_ms, VALUE_DIM)
+    into_ptrs = _elements(into_ptr, b, h, offs_m, stride_ib, stride_ih, stride_is, VALUE_DIM)
     out = tl.load(out_ptrs, mask=inside[:, None], other=0.0).to(tl.float32)  # [BLOCK_M, VALUE_DIM]
     more = tl.load(more_ptrs, mask=inside[:, None], other=0.0).to(tl.float32)
     merged = out * (weight / l)[:, None] + more * (more_weight / l)[:, None]
@@ -68,15 +79,12 @@ def _add_kernel(
     heads, seq, first, part_seq, tiles,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    batch_head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    b, h = (batch_head // heads).to(tl.int64), (batch_head % heads).to(tl.int64)
-    offs_m = (tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    offs_d = tl.arange(0, HEAD_DIM)
+    b, h, offs_m = _place(heads, tiles, BLOCK_M)
     inside = (offs_m < seq)[:, None]
     in_part = ((offs_m >= first) & (offs_m < first + part_seq))[:, None]
-    whole_ptrs = whole_ptr + b * stride_wb + h * stride_wh + offs_m[:, None] * stride_ws + offs_d[None, :]
-    part_ptrs = part_ptr + b * stride_pb + h * stride_ph + (offs_m - first)[:, None] * stride_ps + offs_d[None, :]
-    into_ptrs = into_ptr + b * stride_ib + h * stride_ih + offs_m[:, None] * stride_is + offs_d[None, :]
+    whole_ptrs = _elements(whole_ptr, b, h, offs_m, stride_wb, stride_wh, stride_ws, HEAD_DIM)
+    part_ptrs = _elements(part_ptr, b, h, offs_m - first, stride_pb, stride_ph, stride_ps, HEAD_DIM)
+    into_ptrs = _elements(into_ptr, b, h, offs_m, stride_ib, stride_ih, stride_is, HEAD_DIM)
     whole = tl.load(whole_ptrs, mask=inside, other=0.0).to(tl.float32)  # [BLOCK_M, HEAD_DIM]
     part = tl.load(part_ptrs, mask=in_part, other=0.0).to(tl.float32)
     tl.store(into_ptrs, (whole + part).to(into_ptr.dtype.element_ty), mask=inside)

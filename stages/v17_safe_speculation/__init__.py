@@ -1,4 +1,4 @@
-"""A maximum that knows the first keys too, where sinks are; and no further tile is begun once many have failed."""
+"""A maximum that knows the first keys too, where sinks are; and a sample of scores tells whether to speculate at all."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

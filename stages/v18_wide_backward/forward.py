@@ -157,6 +157,17 @@ def _maxima(s):
 
 
 @gluon.jit
+def _visible(s, start_n, seq_k, last, PACKED: gl.constexpr, CAUSAL: gl.constexpr):
+    """The scores s of the key tile at start_n, -inf where there is no key or a row does not see it. `last`: that row 0 sees."""
+    offs_n = start_n + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+    visible = (offs_n < seq_k)[None, :]
+    if CAUSAL:
+        last_n = last + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout)) // PACKED  # that each row sees
+        visible = visible & (last_n[:, None] >= offs_n[None, :])
+    return gl.where(visible, s, float("-inf"))
+
+
+@gluon.jit
 def _accumulate(
     acc, s, q, k_first, ring, fill, tiles, start_n, seq_k, last, sees_first, scale_log2,
     CONSUMERS: gl.constexpr, PACKED: gl.constexpr, RUNNING: gl.constexpr, CAUSAL: gl.constexpr,
@@ -182,12 +193,7 @@ def _accumulate(
     # The last tile alone can end past the last key, or lie on the diagonal: a consumer's rows see keys up to a multiple of
     # ROWS // PACKED, because the first query tile begins `_rows_before` query 0.
     if CAUSAL or start_n + BLOCK_N > seq_k:
-        offs_n = start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
-        visible = (offs_n < seq_k)[None, :]
-        if CAUSAL:
-            last_n = last + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout)) // PACKED  # that each row sees
-            visible = visible & (last_n[:, None] >= offs_n[None, :])
-        s = gl.where(visible, s, float("-inf"))
+        s = _visible(s, start_n, seq_k, last, PACKED, CAUSAL)
     maxima = _maxima(s)
     if not RUNNING:
         # The first keys have a say too: a sink is one of them, and the upper rows of the diagonal's tile see few others.
@@ -261,11 +267,9 @@ def _producer(
     turn = 0
     tile = gl.program_id(0)
     tiles = batch_heads * tiles_m * splits
-    begun = gl.to_tensor(0)  # tiles, by the first launch; and where its failed ones are looked for
-    failed = begun
     if AGAIN:
         begun = _begun(tiles, counter_ptr)
-        failed, tile = _next_again(failed, tile, begun, counter_ptr, failed_ptr)
+        failed, tile = _next_again(gl.to_tensor(0), tile, begun, counter_ptr, failed_ptr)
         _pass_on(tile, turns, Q_STAGES)
     while tile < tiles:
         batch_head, start_m, split, share = _tile(tile, problem, BLOCK_M, BLOCK_N, PACKED, SPLIT, CAUSAL)
@@ -285,20 +289,23 @@ def _producer(
                 tma.async_copy_global_to_shared(first_desc, where, q_full.index(slot), first_s.index(slot))
             if w == 0:
                 _load(kv, ring, fill, start_n, True, False)
-        if not RUNNING and turn == 0:
-            gdc_wait()  # for the samples, while these come
-            if _in_vain(tile, tiles, failed_ptr):
-                _leave(tile, failed_ptr)
-                share = 0
-                for w in gl.static_range(CONSUMERS):
-                    mbarrier.wait(q_full.index(w), 0)
-                mbarrier.wait(ring[2].index(0), 0)
-            _pass_on(gl.where(share > 0, tile, tiles), turns, Q_STAGES)
+        if not RUNNING:
+            if turn == 0:
+                gdc_wait()  # for the samples, while these come
+            in_vain = _in_vain(tile, tiles, failed_ptr)
+            if turn == 0:
+                _pass_on(gl.where(in_vain, tiles, tile), turns, Q_STAGES)
+                if in_vain:
+                    _leave(tile, failed_ptr)
+                    share = 0
+                    for w in gl.static_range(CONSUMERS):  # nobody else will: a program must not end before they have come
+                        mbarrier.wait(q_full.index(w), 0)
+                    mbarrier.wait(ring[2].index(0), 0)
         if AGAIN:
             failed, tile = _next_again(failed + 1, gl.num_programs(0) - 1, begun, counter_ptr, failed_ptr)
         elif RUNNING:
             tile += gl.num_programs(0)
-        elif _in_vain(tile, tiles, failed_ptr):
+        elif in_vain:
             tile = tiles
         else:
             tile = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
@@ -423,17 +430,6 @@ def _consumer(
             mbarrier.arrive(q_empty.index(slot), count=1)
         turn += 1
     tma.store_wait(0)
-
-
-@gluon.jit
-def _visible(s, start_n, seq_k, last, PACKED: gl.constexpr, CAUSAL: gl.constexpr):
-    """The scores s of the key tile at start_n, -inf where there is no key or a row does not see it. `last`: that row 0 sees."""
-    offs_n = start_n + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
-    visible = (offs_n < seq_k)[None, :]
-    if CAUSAL:
-        last_n = last + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout)) // PACKED
-        visible = visible & (last_n[:, None] >= offs_n[None, :])
-    return gl.where(visible, s, float("-inf"))
 
 
 @gluon.jit(do_not_specialize=["batch_heads", "heads", "group", "seq_q", "seq_k", "diagonal", "splits"])

@@ -1,7 +1,7 @@
 # `make` lists the targets. Without PYTHON they create and use .venv; PYTHON=python3 uses that interpreter as it is.
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-long sanitize bench bench-ring reference rates traffic compare readme plots timeline story diff stage example example-ring lint format clean
+.PHONY: help test test-long sanitize bench bench-ring reference rates energy traffic compare readme plots timeline story diff stage example example-ring lint format clean
 
 ifndef PYTHON
 PYTHON := .venv/bin/python
@@ -68,6 +68,10 @@ reference: needs-GRID needs-FILE $(SETUP)  ## measure on a GPU a part of what re
 rates: EXAMPLE = make rates FILE=results/rates-h200.json
 rates: needs-FILE $(SETUP)  ## measure on a Hopper GPU what each unit of a multiprocessor does in a cycle, into FILE=…
 	$(PYTHON) -m common.measure.rates --json "$(FILE)"
+
+energy: EXAMPLE = make energy FILE=results/energy-d64-h200.json ARGS="--head-dim 64"
+energy: needs-FILE $(SETUP)  ## measure on an NVIDIA GPU the joules of a call, into FILE=…; ARGS="…" goes to common.measure.energy
+	$(PYTHON) -m common.measure.energy "$(FILE)" $(ARGS)
 
 traffic: $(SETUP)  ## count what each stage moves and computes, with no GPU; ARGS="…" goes to common.show.counts (ARGS=--help)
 	$(PYTHON) -m common.show.counts $(addprefix --stage=,$(STAGE)) $(ARGS)

@@ -46,6 +46,7 @@ def make(directory, *arguments, **environment):
     (["reference", "GRID=x"], "FILE", "make reference GRID=float16-d64 FILE=results/float16-d64-h200.json"),
     (["reference", "GRID=x", "FILE= "], "FILE", "make reference GRID=float16-d64 FILE=results/float16-d64-h200.json"),
     (["rates"], "FILE", "make rates FILE=results/rates-h200.json"),
+    (["energy"], "FILE", "make energy FILE=results/energy-d64-h200.json ARGS=\"--head-dim 64\""),
 ])  # fmt: skip
 def test_a_missing_variable_is_named_before_anything_is_installed(arguments, missing, example, tmp_path):
     shutil.copy(ROOT / "Makefile", tmp_path)

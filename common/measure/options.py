@@ -10,6 +10,7 @@ from pathlib import Path
 
 import stages
 from common.measure import files
+from common.measure.baselines import BASELINES
 from common.measure.workloads import DTYPES, Workload
 from common.operator import HEAD_DIMS
 
@@ -101,6 +102,16 @@ def add_list(parser: argparse.ArgumentParser, flag: str, default: str | None):
     if default:
         help_text += f" (default: {'all' if default.split(',') == stages.names() else default})"
     parser.add_argument(flag, type=list_of(parse), default=default or [None], metavar="LIST", help=help_text)
+
+
+def add_implementations(parser: argparse.ArgumentParser, first: tuple):
+    """Add --impl, baselines and stages; unless it is given, all but dead ends, and of stages those from `first` on."""
+    implementations = {name: name for name in (*BASELINES, *stages.names())}
+    implementations |= {name.split("_")[0]: name for name in stages.names()}
+    usual = [name for name in stages.names() if not stages.is_dead_end(name) and stages.position(name) >= first]
+    usual = ",".join([*BASELINES, *usual])
+    help_text = "of what to measure (default: %(default)s)"
+    parser.add_argument("--impl", type=list_of(one_of(implementations)), default=usual, metavar="LIST", help=help_text)
 
 
 def workloads_of(parser: argparse.ArgumentParser, **lists) -> list[Workload]:

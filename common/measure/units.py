@@ -10,10 +10,9 @@ import argparse
 import itertools
 import sys
 
-import stages
 from common.measure import ncu, workloads
-from common.measure.baselines import BASELINES, timed_call
-from common.measure.options import add_list, json_path, list_of, one_of, write_json
+from common.measure.baselines import timed_call
+from common.measure.options import add_implementations, add_list, json_path, write_json
 from common.measure.workloads import Workload
 
 TIME, CLOCK, REGISTERS = "gpu__time_duration.sum", "sm__cycles_elapsed.avg.per_second", "launch__registers_per_thread"
@@ -59,14 +58,7 @@ def main(argv: list[str]):
     parser = argparse.ArgumentParser(prog="python -m common.measure.units", description=description)
     parser.add_argument("what", nargs="?", choices=["measure", "launch"], default="measure", help="launch runs in the profiler")
     parser.add_argument("file", type=json_path, help="the JSON file to write")
-    main_line = [name for name in stages.names() if not stages.is_dead_end(name)]
-    implementations = {name: name for name in (*BASELINES, *stages.names())}
-    implementations |= {name.split("_")[0]: name for name in stages.names()}
-    usual = [*BASELINES, *(name for name in main_line if stages.position(name) >= FROM)]
-    help_text = "of what to measure (default: %(default)s)"
-    parser.add_argument(
-        "--impl", type=list_of(one_of(implementations)), default=",".join(usual), metavar="LIST", help=help_text
-    )
+    add_implementations(parser, FROM)
     add_list(parser, "--seq-len", "4096")
     add_list(parser, "--head-dim", "64,128")
     options = parser.parse_args(argv)

@@ -16,6 +16,7 @@ from common.measure.timeline import SCORES
 from common.measure.traffic import GPUS
 from common.measure.units import CLOCK, TIME
 from common.show.decoding import decoding_tables
+from common.show.energy import energy_table
 from common.show.numbers import numbers_table
 from common.show.profiles import traffic_table, units_table
 from common.show.results import (
@@ -397,6 +398,8 @@ def documents() -> dict[Path, str]:
     for path in (ROOT / "results").glob("traffic-*.json"):
         table = traffic_table(json.loads(path.read_text()))
         found[path.with_suffix(".md")] = f"# Traffic, counted and measured\n\n{table}\n"
+    for path in (ROOT / "results").glob("energy-*.json"):
+        found[path.with_suffix(".md")] = f"# Energy, and the power limit\n\n{energy_table(json.loads(path.read_text()))}\n"
     if TIMELINE.exists() and UNITS.exists():
         found[TIMELINE.with_suffix(".md")] = f"# A model of a multiprocessor, and what was measured\n\n{timeline_table()}\n"
     if UNITS.exists():

@@ -9,15 +9,15 @@ from unittest.mock import Mock
 import pytest
 
 import stages
-from common.measure import aot, ncu, options, units
+from common.measure import aot, energy, ncu, options, units
 from common.show import counts
 
-COMMANDS = {"aot": aot.main, "ncu": ncu.main, "units": units.main, "counts": counts.parse_options}
+COMMANDS = {"aot": aot.main, "ncu": ncu.main, "units": units.main, "energy": energy.main, "counts": counts.parse_options}
 
 
 @pytest.mark.parametrize(("command", "arguments"), [
     ("aot", ["--json={}"]), ("counts", ["--json={}"]), ("ncu", ["count", "{}"]), ("ncu", ["measure", "{}"]),
-    ("units", ["measure", "{}"]),
+    ("units", ["measure", "{}"]), ("energy", ["{}"]),
 ])  # fmt: skip
 @pytest.mark.parametrize("place", ["no directory", "no permission", "a directory"])
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(command, arguments, place, tmp_path, monkeypatch, capsys):
@@ -42,10 +42,11 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(command, argum
     ("counts", "--causal", "maybe", "'maybe' is not one of no, yes"),
     ("counts", "--kv-heads", "2", "2 K/V heads do not divide 1 heads"),
     ("ncu", "--kv-heads", "3", "3 K/V heads do not divide 2 heads"), ("ncu", "--value-dim", "48", "'48' is not one of 16"),
-    ("counts", "--pass", "both", "'both' is not one of fwd, bwd"),
+    ("energy", "--impl", "v99", "'v99' is not one of sdpa"), ("counts", "--pass", "both", "'both' is not one of fwd, bwd"),
 ])  # fmt: skip
 def test_a_wrong_value_is_named_with_what_is_allowed(command, flag, value, message, tmp_path, capsys):
-    files = {"units": ["measure", str(tmp_path / "x.json")], "ncu": ["count", str(tmp_path / "x.json")]}
+    file = str(tmp_path / "x.json")
+    files = {"units": ["measure", file], "ncu": ["count", file], "energy": [file]}
     with pytest.raises(SystemExit) as stopped:
         COMMANDS[command]([*files.get(command, []), f"{flag}={value}"])
     error = capsys.readouterr().err

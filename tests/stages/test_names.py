@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import stages
-from common.measure import aot, ncu, units
+from common.measure import aot, energy, ncu, units
 from common.show import counts, documents, story
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -37,9 +37,10 @@ def twin(tmp_path, monkeypatch):
         lambda: aot.main([]),
         lambda: ncu.main(["measure", "x.json"]),
         lambda: units.main(["measure", "x.json"]),
+        lambda: energy.main(["x.json"]),
         lambda: runpy.run_path(str(ROOT / "bench.py")),
     ],
-    ids=["load", "resolve", "story", "diff", "traffic", "readme", "aot", "ncu", "units", "bench"],
+    ids=["load", "resolve", "story", "diff", "traffic", "readme", "aot", "ncu", "units", "energy", "bench"],
 )
 def test_two_stages_with_one_number_stop_every_command(twin, command, monkeypatch, capsys):
     monkeypatch.setattr(pathlib.Path, "write_text", lambda *_: pytest.fail("wrote a file"))

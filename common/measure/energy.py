@@ -1,0 +1,202 @@
+"""The energy of a call at the power limit of a GPU, and the clock that the limit leaves, as NVML reports them.
+
+    python -m common.measure.energy results/energy-d64-h200.json --head-dim 64   # where there is an NVIDIA GPU
+    make readme                                                                  # writes results/energy-d64-h200.md
+
+A GPU at its power limit lowers its clock until it draws no more. A call then takes its energy over that power, however few
+cycles it needs.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import itertools
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from common.measure import machine, workloads
+from common.measure.baselines import refusal, timed_call
+from common.measure.options import add_implementations, add_list, json_path, write_json
+from common.measure.workloads import Workload
+from common.operator import Unavailable
+from common.runtime import INTERPRETED
+
+REST_S = 0.4  # after which a GPU draws more than its limit for a moment: long enough for a few calls
+RESTED_CALLS = 3  # that are timed, after one that is not …
+RESTS = 3  # … and each of so many rests
+SETTLE_S = 0.3  # of calls back to back until the clock is what the power limit leaves
+MEASURED_S = 1.0  # of such calls that are measured: many readings of the counter of energy
+READ_S = 4e-3  # between two readings; the counter goes on every 20 to 100 ms
+CACHE_BYTES = 256 * 2**20  # more than any L2 cache holds
+FROM = (8, "")  # the first stage that is measured unless others are asked for: from there on no tiles are searched for
+SM_CLOCK = 1  # nvmlClockType_t
+POWER_CAP = 0x4 | 0x80  # nvmlClocksThrottleReasons: by software and by hardware, for want of power
+
+
+class Reading(NamedTuple):
+    """What the GPU says of itself at a time."""
+
+    seconds: float
+    joules: float  # since its driver was loaded
+    mhz: int
+    capped: bool  # its clock is lower than it could be, because of the power limit
+
+
+class Gauges:
+    """NVML's view of the GPU that PyTorch uses. RuntimeError where it has none."""
+
+    def __init__(self):
+        uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+        try:
+            self._nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        except OSError as error:
+            raise RuntimeError(f"NVML is missing: {error}") from None
+        self._device = ctypes.c_void_p()
+        self._check(self._nvml.nvmlInit_v2())
+        self._check(self._nvml.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(self._device)))
+
+    def _check(self, code: int):
+        if code:
+            self._nvml.nvmlErrorString.restype = ctypes.c_char_p
+            raise RuntimeError(f"NVML says: {self._nvml.nvmlErrorString(code).decode()}")
+
+    def _get(self, name: str, kind, *args):
+        value = kind()
+        self._check(getattr(self._nvml, name)(self._device, *args, ctypes.byref(value)))
+        return value.value
+
+    def limit_watts(self) -> float:
+        return self._get("nvmlDeviceGetEnforcedPowerLimit", ctypes.c_uint) / 1e3
+
+    def read(self) -> Reading:
+        reasons = self._get("nvmlDeviceGetCurrentClocksThrottleReasons", ctypes.c_ulonglong)
+        mhz = self._get("nvmlDeviceGetClockInfo", ctypes.c_uint, SM_CLOCK)
+        joules = self._get("nvmlDeviceGetTotalEnergyConsumption", ctypes.c_ulonglong) / 1e3
+        return Reading(time.perf_counter(), joules, mhz, bool(reasons & POWER_CAP))
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[list[Reading]]:
+        """A list that grows by a reading every `READ_S`."""
+        readings, stop = [], threading.Event()
+
+        def watch():
+            while not stop.wait(READ_S):
+                readings.append(self.read())
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        try:
+            yield readings
+        finally:
+            stop.set()
+            thread.join()
+
+
+def watts(readings: list[Reading]) -> float:
+    """The mean power between the first and the last time that the counter of energy went on.
+
+    Raises:
+        ValueError: it did not twice.
+    """
+    steps = [after for before, after in itertools.pairwise(readings) if after.joules > before.joules]
+    if len(steps) < 2:
+        raise ValueError("the counter of energy went on less than twice")
+    first, last = steps[0], steps[-1]
+    return (last.joules - first.joules) / (last.seconds - first.seconds)
+
+
+def _seconds(call: Callable, count: int) -> float:
+    """GPU seconds of a call, of so many back to back."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(count):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / count
+
+
+def rested_seconds(call: Callable, cache_filler: torch.Tensor) -> float:
+    """The median GPU time of the first calls after rests, but one, each with a cold L2 cache."""
+    times = []
+    for _ in range(RESTS):
+        torch.cuda.synchronize()
+        time.sleep(REST_S)
+        events = []
+        for _ in range(1 + RESTED_CALLS):
+            cache_filler.sum()
+            events.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
+            events[-1][0].record()
+            call()
+            events[-1][1].record()
+        torch.cuda.synchronize()
+        times += [start.elapsed_time(end) / 1e3 for start, end in events[1:]]
+    return statistics.median(times)
+
+
+def measure(call: Callable, gauges: Gauges, cache_filler: torch.Tensor) -> dict:
+    """What a call takes in the long run, in seconds and joules, at which power and clock, and how long after a rest."""
+    for _ in range(3):  # records, tunes and compiles
+        call()
+    rested = rested_seconds(call, cache_filler)
+    _seconds(call, max(1, int(SETTLE_S / rested)))
+    with gauges.watching() as readings:
+        seconds = _seconds(call, max(3, int(MEASURED_S / rested)))
+    power = watts(readings)
+    return {
+        "seconds": seconds,
+        "rested_seconds": rested,
+        "watts": power,
+        "joules": power * seconds,
+        "mhz": statistics.median(reading.mhz for reading in readings),
+        "capped": statistics.mean(reading.capped for reading in readings),
+    }
+
+
+def cases(impls: list[str], shapes: list[Workload]) -> Iterator[tuple[str, Workload, Callable]]:
+    """Each implementation and workload that it takes, and the call to measure; those of one workload follow each other."""
+    for workload, impl in itertools.product(shapes, impls):
+        try:
+            yield impl, workload, timed_call(impl, workload, workload.inputs())
+        except Exception as error:
+            reason = str(error) if isinstance(error, Unavailable) else refusal(impl, error)
+            if not reason:
+                raise
+            print(f"{impl} {workload.label}: {reason}", file=sys.stderr)
+
+
+def main(argv: list[str]):
+    """The command line."""
+    description = "Measure the energy of a call, at the power limit of a GPU. LIST is comma-separated."
+    parser = argparse.ArgumentParser(prog="python -m common.measure.energy", description=description)
+    parser.add_argument("file", type=json_path, help="the JSON file to write")
+    add_implementations(parser, FROM)
+    add_list(parser, "--seq-len", "4096")
+    add_list(parser, "--head-dim", "64,128")
+    add_list(parser, "--causal", "no,yes")
+    options = parser.parse_args(argv)
+    if INTERPRETED:
+        raise SystemExit("the energy of a call needs an NVIDIA GPU, and there is none")
+    gauges = Gauges()
+    cache_filler = torch.zeros(CACHE_BYTES // 4, device="cuda")
+    shapes = [
+        Workload(pass_, *workloads.paper_shape(seq_len, head_dim), seq_len, head_dim, causal, "float16")
+        for pass_, head_dim, seq_len, causal in itertools.product(
+            ("fwd", "bwd"), options.head_dim, options.seq_len, options.causal
+        )
+    ]
+    measured = []
+    for impl, workload, call in cases(options.impl, shapes):
+        measured.append({"impl": impl, **workload.record(), **measure(call, gauges, cache_filler)})
+        print(impl, workload.label, f"{measured[-1]['joules']:.3f} J", flush=True)
+    write_json(options.file, {"machine_info": {**machine.facts(), "limit_watts": gauges.limit_watts()}, "cases": measured})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,29 @@
+"""The table of what NVML says of energy."""
+
+from tabulate import tabulate
+
+from common.measure.workloads import Workload
+from common.show.tables import PASS_NAMES, title
+
+
+def energy_table(result: dict) -> str:
+    """The markdown table of a saved file: a row for each implementation and workload, which follow each other."""
+    rows = []
+    for case in result["cases"]:
+        workload = Workload.of(case)
+        rows.append([
+            PASS_NAMES[workload.pass_], workload.head_dim, "causal" if workload.causal else "full", workload.seq_len,
+            title(case["impl"]), f"{case['joules']:.3f}", f"{case['joules'] / workload.flops * 1e12:.2f}",
+            f"{case['watts']:.0f}", f"{100 * case['capped']:.0f}", f"{case['mhz'] / 1e3:.2f}", f"{case['seconds'] * 1e3:.3f}",
+            f"{case['rested_seconds'] * 1e3:.3f}",
+        ])  # fmt: skip
+    info = result["machine_info"]
+    headers = ["pass", "D", "mask", "S", "", "J", "pJ / FLOP", "W", "capped, %", "GHz", "ms", "ms, rested"]
+    caption = (
+        "Energy of a call, calls back to back, as NVML counts it; the power that this is, and the share of the time in which "
+        "the clock was lowered for want of power; the clock; the time; and that of the first calls after a rest. FLOPs as the "
+        f"papers count them. float16, 16k tokens, hidden size 2048. {info['gpu']}, limit {info['limit_watts']:.0f} W, "
+        f"torch {info['torch']}, triton {info['triton']}, commit {info['commit'][:12]}, {info['date']}."
+    )
+    align = ["left", "right", "left", "right", "left"] + ["right"] * 7
+    return f"{caption}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True, colalign=align)}"

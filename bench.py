@@ -141,8 +141,11 @@ SHARED_HEADS = {64: (32, (32, 8, 4)), 128: (16, (16, 4, 2))}
 EVERYTHING = [*BASELINES, *stages.names()]
 # The fastest of ours and of others. FlashAttention-2 is the slowest by far, and would take a third of the time.
 FASTEST = [*(name for name in BASELINES if name != "sdpa-flash"), MAIN_LINE[-1]]
-# Where the reference is too long to be run for each new stage: the last ones and what they are measured against.
-NEWEST = [*(name for name in BASELINES if name != "sdpa-flash"), *MAIN_LINE[-4:]]
+# The reference is too long to be run for each new stage: the last ones, their dead ends, and what they are measured against.
+NEWEST = [
+    *(name for name in BASELINES if name != "sdpa-flash"),
+    *(name for name in stages.names() if stages.position(name) >= stages.position(MAIN_LINE[-4])),
+]
 # D = 256, which the stages before have left to a kernel in Triton.
 WIDE = [*(name for name in BASELINES if name != "sdpa-flash"), *MAIN_LINE[-2:]]
 # Decoding: few queries, many keys. FlashAttention-4 is for other GPUs first; v14 is the last stage that does not split keys.
@@ -195,25 +198,26 @@ GRIDS = {  # the parts of what results/ keeps, a run each: command lines, and th
 
 
 @functools.cache
-def repeats_backward(impl: str) -> bool:
-    """Whether the backward of a dead end is, to the letter, that of the stage it branches off."""
-    if impl in BASELINES or not stages.is_dead_end(impl):
+def repeats(impl: str, pass_: str) -> bool:
+    """Whether the code of a dead end for a pass is, to the letter, that of the stage it branches off."""
+    file = {"fwd": "forward.py", "bwd": "backward.py"}.get(pass_)
+    if file is None or impl in BASELINES or not stages.is_dead_end(impl):
         return False
     base = next(name for name in stages.names() if stages.position(name) == stages.before(stages.position(impl)))
-    ours, theirs = (Path(stages.__path__[0], name, "backward.py").read_text() for name in (impl, base))
+    ours, theirs = (Path(stages.__path__[0], name, file).read_text() for name in (impl, base))
     return ours == theirs
 
 
 def cases(options: argparse.Namespace) -> list[tuple[str, Workload]]:
     """All (implementation, workload) to measure; those of one workload follow each other, under like clocks.
 
-    The reference leaves out what it would only measure again: `repeats_backward`.
+    The reference leaves out what it would only measure again: what `repeats`.
     """
     if not options.reference:
         return [(i, workload) for workload in options.workloads for i in (*BASELINES, *chosen_stages(options.stage))]
     chosen = [(parse_options(argv).workloads, names) for argv, names in GRIDS[options.reference]]
     every = [(impl, workload) for selected, names in chosen for workload in selected for impl in names]
-    return [(impl, workload) for impl, workload in every if not (workload.pass_ == "bwd" and repeats_backward(impl))]
+    return [(impl, workload) for impl, workload in every if not repeats(impl, workload.pass_)]
 
 
 def expected_seconds(impl: str, workload: Workload) -> float:

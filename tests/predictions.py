@@ -524,6 +524,7 @@ PREDICTIONS = {
     "v16": (v15_forward, v16_backward),
     "v17": (v17_forward, v16_backward),
     "v18": (v17_forward, v18_backward),
+    "v18a": (v17_forward, v18_backward),
 }
 
 

@@ -200,15 +200,29 @@ def _store(pointer, stored, mask=None):
     pointer.elements[offsets[counts]] = stored[counts]
 
 
-@means(gl.atomic_add)
-def _atomic_add(pointer, added, mask=None):
-    before = _load(pointer, mask)
+def _add_up(pointer, added, mask=None):
+    """Add to memory; the number of bytes."""
     offsets, counts = pointer.at(mask)
     added = torch.as_tensor(operand(added)).to(pointer.elements.dtype).expand(offsets.shape)
     pointer.elements.index_put_((offsets[counts],), added[counts], accumulate=True)
-    traffic.write(int(counts.sum()) * pointer.elements.itemsize)
+    nbytes = int(counts.sum()) * pointer.elements.itemsize
+    traffic.write(nbytes)
     now().switch()
+    return nbytes
+
+
+@means(gl.atomic_add)
+def _atomic_add(pointer, added, mask=None):
+    before = _load(pointer, mask)
+    _add_up(pointer, added, mask)
     return before
+
+
+def reduce_add(pointer, added):
+    """An addition of which nothing comes back, by the L2 cache: the multiprocessor reads nothing."""
+    nbytes = _add_up(pointer, added)
+    if now().timing:
+        now().timing.copy(now().running, "add", nbytes)
 
 
 # --- shared memory, barriers, the copy engine, products, roles

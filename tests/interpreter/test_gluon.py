@@ -25,7 +25,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.interpreter import InterpreterError
 
 from common.interpreter.schedule import VARIABLE, restart_seeds
-from common.kernels.hopper import async_reduce_add, new_barriers, new_ring
+from common.kernels.hopper import async_reduce_add, new_barriers, new_ring, reduce_add
+from common.measure.counter import count
 from common.runtime import INTERPRETED
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the interpreter is not in use here")
@@ -507,6 +508,21 @@ def _move_kernel(x_desc, out_desc, x_row, x_column, out_row, out_column, ADDS: g
     else:
         tma.async_copy_shared_to_global(out_desc, [out_row, out_column], x_s)
     tma.store_wait(0)
+
+
+@gluon.jit
+def _add_kernel(sums_ptr, x_ptr):
+    offs = gl.arange(0, SIZE, gl.BlockedLayout([4], [32], [4], [0]))
+    reduce_add(sums_ptr + offs // 2, gl.load(x_ptr + offs))
+
+
+def test_registers_are_added_to_memory_which_nobody_reads():
+    """Two of them to each place; nothing comes back, and so nothing counts as read but what is added."""
+    sums, x = torch.randn(SIZE.value // 2), torch.randn(SIZE.value)
+    expected = sums + x[::2] + x[1::2]
+    (counted,) = count(lambda: launch(_add_kernel, sums, x, seed=0)).launches
+    torch.testing.assert_close(sums, expected)
+    assert (counted.read, counted.written) == (4 * SIZE.value, 4 * SIZE.value)
 
 
 CORNERS = [(0, 0), (8, 8), (16, 16), (-8, 16), (-40, 0), (24, 0), (0, 40)]  # of a tile, in a tensor of 24 by 24

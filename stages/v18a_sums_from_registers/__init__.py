@@ -1,0 +1,17 @@
+"""A dead end: v18 with dQ added to its sums straight from registers, with no shared memory and no copy engine in between."""
+
+from common.kernels.hopper import unavailable
+from common.operator import make_attention
+
+from .backward import backward
+from .forward import forward
+
+__all__ = ["SPILLED_BYTES", "UNORDERED", "attention", "backward", "forward", "unavailable"]
+
+# Stored and loaded by a thread, at most: dK and dV, S and dP leave a consumer of the backward few registers for anything else.
+# Most is spilled once. A step without a mask reads back a few words at most.
+SPILLED_BYTES = 288
+# Up to D = 128 added up in the order in which programs come, unless `torch.use_deterministic_algorithms` is on.
+UNORDERED = ("dq",)
+
+attention = make_attention(__name__, forward, backward)

@@ -1,0 +1,902 @@
+"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warps specialised, in Gluon, for Hopper; for
+D = 256 in two kernels, of seven products."""
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from common.kernels.descriptors import addressable, describe
+from common.kernels.hopper import (
+    describe_rows,
+    describe_tile,
+    new_barriers,
+    new_ring,
+    reduce_add,
+    require_hopper,
+    store_rows,
+)
+from common.kernels.order import tile_and_head
+from common.kernels.replay import replayed
+from common.operator import empty_rows
+from common.runtime import multiprocessors
+from stages.v7_one_backward.backward import backward as backward_of_v7
+
+from .forward import LOG2_E
+
+ROWS = gl.constexpr(64)  # keys of a consumer: what the four warps of a warpgroup multiply at once
+CONSUMERS = gl.constexpr(2)
+KEYS = gl.constexpr(CONSUMERS * ROWS)  # of a program, whose dK and dV stay in its registers
+
+
+@triton.jit(do_not_specialize=["heads", "seq_q", "shift"])
+def _prepare_kernel(
+    out_desc, do_desc, lse_ptr, stats_ptr, sums_ptr, counter_ptr, heads, seq_q, shift,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """For each query tile: log2(e) * lse and delta = rowsum(dO * O), side by side, and the sums of its dQ set to zero. So
+    is the counter of tiles."""
+    tiles_m = tl.cdiv(seq_q + shift, BLOCK_M)
+    tile = tl.program_id(0).to(tl.int64)
+    start_m = tl.program_id(0) % tiles_m * BLOCK_M - shift
+    batch_head = tl.program_id(0) // tiles_m
+    batch = batch_head // heads
+    head = batch_head % heads
+    if counter_ptr is not None:
+        if tile == 0:
+            tl.store(counter_ptr, 0)
+    if sums_ptr is not None:
+        offs = tl.arange(0, BLOCK_M * HEAD_DIM)
+        tl.store(sums_ptr + tile * BLOCK_M * HEAD_DIM + offs, tl.zeros_like(offs).to(tl.float32))
+    rows = tl.arange(0, BLOCK_M)
+    inside = (start_m + rows >= 0) & (start_m + rows < seq_q)
+    do = do_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, VALUE_DIM)
+    out = out_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, VALUE_DIM)
+    delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
+    lse_ptrs = lse_ptr + batch_head.to(tl.int64) * seq_q + start_m + rows
+    lse = tl.load(lse_ptrs, mask=inside, other=float("inf"))  # outside: p = 0
+    tl.store(stats_ptr + tile * 2 * BLOCK_M + rows, lse * LOG2_E)
+    tl.store(stats_ptr + (tile * 2 + 1) * BLOCK_M + rows, delta)
+
+
+@triton.jit(do_not_specialize=["heads", "seq_q", "shift"])
+def _finish_kernel(
+    sums_ptr, dq_ptr, stride_b, stride_h, stride_m, scale, heads, seq_q, shift,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """dQ from its sums, which lie as the registers of a warpgroup do: 64 rows, part of their columns, warp, group of columns,
+    thread, row half, column pair."""
+    tiles_m = tl.cdiv(seq_q + shift, BLOCK_M)
+    tile = tl.program_id(0).to(tl.int64)
+    start_m = tl.program_id(0) % tiles_m * BLOCK_M - shift
+    batch_head = tl.program_id(0) // tiles_m
+    sums = tl.load(sums_ptr + tile * BLOCK_M * HEAD_DIM + tl.arange(0, BLOCK_M * HEAD_DIM)) * scale
+    dq = sums.to(dq_ptr.dtype.element_ty).reshape(BLOCK_M // 64, PARTS, 4, HEAD_DIM // PARTS // 8, 8, 4, 2, 2)
+    dq = dq.permute(0, 2, 6, 4, 1, 3, 5, 7).reshape(BLOCK_M, HEAD_DIM)
+    rows = start_m + tl.arange(0, BLOCK_M)
+    dq_ptr += (batch_head // heads).to(tl.int64) * stride_b + (batch_head % heads).to(tl.int64) * stride_h
+    dq_ptrs = dq_ptr + rows.to(tl.int64)[:, None] * stride_m + tl.arange(0, HEAD_DIM)
+    tl.store(dq_ptrs, dq, mask=((rows >= 0) & (rows < seq_q))[:, None])  # a descriptor stores nothing before query 0
+
+
+@gluon.jit
+def _tile(
+    tile, problem,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """The `tile`-th of all: where it is (batch, K/V head, first key), the order of its query tiles, what a mask depends on, and
+    of its steps the number, how many at first see no key of the second consumer, and how many at first need a mask."""
+    kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles = problem
+    shift = diagonal % BLOCK_M
+    tiles_m = gl.cdiv(seq_q + shift, BLOCK_M)
+    ROW_BYTES: gl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # of Q, the sums of dQ, and dO
+    tile_n, batch_head = tile_and_head(gl.cdiv(seq_k, BLOCK_N), seq_q, ROW_BYTES, CAUSAL, program=tile, programs=tiles)
+    start_n = tile_n * BLOCK_N
+    corner = 0  # the query tile whose first row sees the first of these keys and no more, if there is one
+    first = 0  # of the query tiles that see these keys; where none does, the last one stands in
+    # Of them, the number that needs a mask. One always has it: else the first of two loops is not entered at times, and ptxas
+    # (of CUDA 12.8) has the second take addresses of K and V that only the way through the first makes.
+    masked = 1
+    unseen = 0  # of them, the number that sees no key of the second consumer
+    if CAUSAL:
+        corner = (start_n - diagonal + shift) // BLOCK_M
+        first = gl.minimum(gl.maximum(corner, 0), tiles_m - 1)
+        masked = gl.maximum(gl.minimum(corner + BLOCK_N // BLOCK_M, tiles_m) - first, 1)
+        unseen = gl.where(corner < 0, 0, ROWS // BLOCK_M)
+    n = tiles_m - first
+    masked = gl.where(start_n + BLOCK_N > seq_k, n, masked)
+    # Programs that begin together read the same tiles together, and share what comes from the L2 cache, if they go on from the
+    # last tile. Those of the next wave begin one by one, the ones with fewer tiles later: they meet if they go on in order. One
+    # head's tiles stay in the cache anyway.
+    turning = n
+    if CAUSAL:
+        turning = gl.where((heads_per_kv > 1) & (tile // at_once % 2 == 0), masked, n)
+    where = (batch_head // kv_heads, batch_head % kv_heads, start_n)
+    order = (heads_per_kv, first, turning, tiles_m, batch_head * heads_per_kv)
+    seen = (seq_k - start_n, (first - corner) * BLOCK_M, heads_per_kv)
+    return where, order, seen, n * heads_per_kv, unseen * heads_per_kv, masked * heads_per_kv
+
+
+@gluon.jit
+def _query_tile(step, order):
+    """The query tile of a step: its number in its head, and among the tiles of all heads.
+
+    The steps take a tile of each query head that shares the keys, then the next tile of each: in order, or, once `turning`
+    tiles are done, from the last one on.
+    """
+    heads_per_kv, first, turning, tiles_m, first_head = order
+    done = step // heads_per_kv
+    tile = gl.where(done < turning, first + done, tiles_m - 1 + turning - done)
+    return tile, (first_head + step % heads_per_kv) * tiles_m + tile
+
+
+@gluon.jit
+def _load(load, ring, order, fill, step):
+    """Begin to load the Q and dO of a step, and what goes with them, once those who read these buffers are done."""
+    q_desc, do_desc, stats_desc, batch, head, shift = load
+    q_s, do_s, stats_s, q_full, do_full, q_do_empty = ring
+    STAGES: gl.constexpr = q_s.shape[0]
+    slot = fill % STAGES
+    tile, row = _query_tile(step, order)
+    where = [batch, head + step % order[0], tile * q_s.shape[3] - shift, 0]
+    mbarrier.wait(q_do_empty.index(slot), (fill // STAGES & 1) ^ 1)
+    mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes + stats_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(q_desc, where, q_full.index(slot), q_s.index(slot))
+    tma.async_copy_global_to_shared(stats_desc, [row * 2, 0], q_full.index(slot), stats_s.index(slot))
+    mbarrier.expect(do_full.index(slot), do_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(do_desc, where, do_full.index(slot), do_s.index(slot))
+
+
+@gluon.jit
+def _add_dq(ds_s, ds_empty, slot, k_s, k_slot, sums_ptr, row, PARTS: gl.constexpr):
+    """Make dQ of a step's dS and K, and add it to the sums in memory."""
+    BLOCK_M: gl.constexpr = ds_s.shape[2]
+    HEAD_DIM: gl.constexpr = k_s.shape[4]
+    COLUMNS: gl.constexpr = BLOCK_M * HEAD_DIM // PARTS // 64
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    nothing = gl.zeros([64, COLUMNS], gl.float32, layout)
+    for part in gl.static_range(PARTS):
+        dq = nothing
+        for w in gl.static_range(CONSUMERS):
+            ds_t = ds_s.index(slot * CONSUMERS + w).slice(part * COLUMNS // HEAD_DIM * 64, 64, dim=1)
+            k = k_s.index(k_slot * CONSUMERS + w).reshape([ROWS, HEAD_DIM]).slice(part * COLUMNS % HEAD_DIM, COLUMNS, dim=1)
+            dq = warpgroup_mma(ds_t.permute([1, 0]), k, dq, use_acc=w > 0, is_async=True)
+        dq = warpgroup_mma_wait(0, [dq])  # [64, COLUMNS]
+        # In the order of the registers, four of a thread after four of the next: an instruction adds four of each.
+        dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5]).reshape([64 * COLUMNS])
+        offs = gl.arange(0, 64 * COLUMNS, dq.type.layout)
+        reduce_add(sums_ptr + (row.to(gl.int64) * PARTS + part) * (64 * COLUMNS) + offs, dq)
+        # For each part, though dS is free after the last: ptxas begins the next one's product no sooner, with the registers
+        # that were added. Else it wants registers for both, has not so many, and waits for each product of the whole kernel.
+        mbarrier.arrive(ds_empty.index(slot), count=1)
+
+
+@gluon.jit
+def _widened(p):
+    """p in float32. From bfloat16 two at a time, out of the register that holds both: left to itself the compiler keeps a
+    register for each from when p is rounded on, and has none to spare."""
+    if p.dtype == gl.bfloat16:
+        halves: gl.constexpr = (
+            "/* a.to(gl.float32) */{ .reg .b32 t; shl.b32 t, $2, 16; mov.b32 $0, t; and.b32 t, $2, 0xffff0000; mov.b32 $1, t; }"
+        )
+        return gl.inline_asm_elementwise(halves, "=f,=f,r", [p], gl.float32, is_pure=True, pack=2)
+    else:
+        return p.to(gl.float32)
+
+
+@gluon.jit
+def _accumulate(
+    dk, dv, k, v, scale_log2, ring, dq, seen, fill, lo, hi, w: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Add what the steps [lo, hi) of a tile, the first of which is the fill-th of all, give to a consumer's dk and dv, and
+    leave its dS for dQ. P and dS come out transposed, so that they go into the products for dV and dK straight from registers.
+    """
+    q_s, do_s, stats_s, q_full, do_full, q_do_empty = ring
+    ds_s, ds_full, ds_empty = dq
+    keys, ahead, heads_per_kv = seen
+    STAGES: gl.constexpr = q_s.shape[0]
+    BLOCK_M: gl.constexpr = q_s.shape[3]
+    HEAD_DIM: gl.constexpr = q_s.shape[4]
+    VALUE_DIM: gl.constexpr = do_s.shape[4]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_M, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv.type.layout, k_width=2)
+    ds_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk.type.layout, k_width=2)
+    dtype: gl.constexpr = q_s.dtype
+    nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
+    if CAUSAL:
+        offs_n = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+        seen_from = gl.where(offs_n < keys, offs_n, 2**30)  # the first query to see a key; past the end none does
+    for step in range(lo, hi):
+        slot = (fill + step) % STAGES
+        phase = (fill + step) // STAGES & 1
+        q = q_s.index(slot).reshape([BLOCK_M, HEAD_DIM])
+        do = do_s.index(slot).reshape([BLOCK_M, VALUE_DIM])
+        mbarrier.wait(q_full.index(slot), phase)
+        s_t = warpgroup_mma(k, q.permute([1, 0]), nothing, use_acc=False, is_async=True)
+        s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
+        lse_log2 = stats_s.index(slot).slice(0, 1).load(s_layout)  # [1, queries]
+        p_t = s_t * scale_log2 - lse_log2
+        if MASKED:
+            if CAUSAL:
+                offs_m = step // heads_per_kv * BLOCK_M + ahead + gl.arange(0, BLOCK_M, gl.SliceLayout(0, s_layout))
+                visible = offs_m[None, :] >= seen_from[:, None]
+            else:
+                offs_n = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+                visible = (offs_n < keys)[:, None]
+            p_t = gl.where(visible, p_t, float("-inf"))
+        # Through the wait, which waits for nothing, so that the compiler has p ready before it issues the products.
+        p_t = warpgroup_mma_wait(0, [gl.exp2(p_t).to(dtype)])
+        mbarrier.wait(do_full.index(slot), phase)
+        dp_t = warpgroup_mma(v, do.permute([1, 0]), nothing, use_acc=False, is_async=True)
+        dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), do, dv, is_async=True)
+        mbarrier.wait(ds_empty.index(slot), phase ^ 1)
+        dp_t = warpgroup_mma_wait(1, [dp_t])  # [keys, queries]
+        delta = stats_s.index(slot).slice(1, 1).load(s_layout)  # [1, queries]
+        ds_t = (_widened(p_t) * (dp_t - delta)).to(dtype)
+        ds_s.index(slot * CONSUMERS + w).store(ds_t)
+        fence_async_shared()
+        dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)
+        mbarrier.arrive(ds_full.index(slot), count=1)
+        dk, dv = warpgroup_mma_wait(0, [dk, dv])
+        mbarrier.arrive(q_do_empty.index(slot), count=1)
+    return dk, dv
+
+
+@gluon.jit
+def _load_kv(k_desc, v_desc, work, where, turn):
+    """Begin to load K and V of the turn-th tile of this program."""
+    scale, k_s, v_s, kv_full, dk_full, dv_full = work
+    batch, kv_head, start_n = where
+    slot = turn % kv_full.shape[0]
+    mbarrier.expect(kv_full.index(slot), CONSUMERS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+    for w in gl.static_range(CONSUMERS):
+        rows = [batch, kv_head, start_n + w * ROWS, 0]
+        tma.async_copy_global_to_shared(k_desc, rows, kv_full.index(slot), k_s.index(slot * CONSUMERS + w))
+        tma.async_copy_global_to_shared(v_desc, rows, kv_full.index(slot), v_s.index(slot * CONSUMERS + w))
+
+
+@gluon.jit
+def _store_dkv(dk_desc, dv_desc, work, where, turn):
+    """Store dK and dV of the turn-th tile once they are there, and wait until their buffers can be filled again."""
+    scale, k_s, v_s, kv_full, dk_full, dv_full = work
+    batch, kv_head, start_n = where
+    slot = turn % kv_full.shape[0] * CONSUMERS
+    phase = turn // kv_full.shape[0] & 1
+    for w in gl.static_range(CONSUMERS):
+        mbarrier.wait(dv_full.index(slot + w), phase)
+        tma.async_copy_shared_to_global(dv_desc, [batch, kv_head, start_n + w * ROWS, 0], v_s.index(slot + w))
+    for w in gl.static_range(CONSUMERS):
+        mbarrier.wait(dk_full.index(slot + w), phase)
+        tma.async_copy_shared_to_global(dk_desc, [batch, kv_head, start_n + w * ROWS, 0], k_s.index(slot + w))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _producer(k_desc, v_desc, dk_desc, dv_desc, counter_ptr, work, load, ring, turns, problem, CAUSAL: gl.constexpr):
+    """One warp, all that comes and goes but dQ: K and V of a tile, Q and dO through their ring, dK and dV at the end.
+
+    It also takes the tiles: the first by the program's number, then, if programs stay, one after another by a counter that all
+    share. What a tile's first steps need it loads before the tile before is done.
+    """
+    q_desc, do_desc, stats_desc = load
+    scale, k_s, v_s, kv_full, dk_full, dv_full = work
+    tile_s, tile_full = turns
+    kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles = problem
+    STAGES: gl.constexpr = ring[0].shape[0]
+    BLOCK_M: gl.constexpr = ring[0].shape[3]
+    fill = 0
+    turn = 0
+    tile = gl.program_id(0)
+    before = (0, 0, 0)
+    while tile < tiles:
+        where, order, seen, n, unseen, masked = _tile(tile, problem, BLOCK_M, KEYS, k_s.shape[4], v_s.shape[4], CAUSAL)
+        batch, kv_head, start_n = where
+        rows = (q_desc, do_desc, stats_desc, batch, kv_head * heads_per_kv, diagonal % BLOCK_M)
+        _load_kv(k_desc, v_desc, work, where, turn)
+        at_first = gl.minimum(n, STAGES)
+        for step in range(at_first):
+            _load(rows, ring, order, fill + step, step)
+        if turn > 0:
+            _store_dkv(dk_desc, dv_desc, work, before, turn - 1)
+        tile = tiles
+        if kv_full.shape[0] > 1:
+            tile = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
+            # A number past the last tile goes on too: it tells the others to end.
+            tile_s.index(turn % 2).store(gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+            mbarrier.arrive(tile_full.index(turn % 2), count=1)
+        for step in range(at_first, n):
+            _load(rows, ring, order, fill + step, step)
+        before = where
+        fill += n
+        turn += 1
+    _store_dkv(dk_desc, dv_desc, work, before, turn - 1)
+
+
+@gluon.jit
+def _next(turns, turn, tiles, stays: gl.constexpr):
+    """The tile after the turn-th, once the producer has taken it; none where programs do not stay."""
+    tile_s, tile_full = turns
+    tile = tiles
+    if stays:
+        mbarrier.wait(tile_full.index(turn % 2), turn // 2 & 1)
+        tile = gl.max(tile_s.index(turn % 2).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    return tile
+
+
+@gluon.jit
+def _consumer(work, ring, dq, turns, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
+    """A warpgroup with the w-th 64 keys of each tile: their dK and dV stay in its registers."""
+    scale, k_s, v_s, kv_full, dk_full, dv_full = work
+    q_s, do_s, stats_s, q_full, do_full, q_do_empty = ring
+    ds_s, ds_full, ds_empty = dq
+    tiles = problem[6]
+    KV_STAGES: gl.constexpr = kv_full.shape[0]
+    STAGES: gl.constexpr = q_s.shape[0]
+    BLOCK_M: gl.constexpr = q_s.shape[3]
+    HEAD_DIM: gl.constexpr = k_s.shape[4]
+    VALUE_DIM: gl.constexpr = v_s.shape[4]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_M, 16])
+    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, HEAD_DIM, 16])
+    dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
+    scale_log2 = scale * LOG2_E
+    fill = 0
+    turn = 0
+    tile = gl.program_id(0)
+    while tile < tiles:
+        where, order, seen, n, unseen, masked = _tile(tile, problem, BLOCK_M, KEYS, HEAD_DIM, VALUE_DIM, CAUSAL)
+        dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, dk_layout)
+        dv = gl.zeros([ROWS, VALUE_DIM], gl.float32, dv_layout)
+        kv_slot = turn % KV_STAGES
+        k = k_s.index(kv_slot * CONSUMERS + w).reshape([ROWS, HEAD_DIM])
+        v = v_s.index(kv_slot * CONSUMERS + w).reshape([ROWS, VALUE_DIM])
+        mbarrier.wait(kv_full.index(kv_slot), turn // KV_STAGES & 1)
+        # Query tiles that see none of these keys, but some of the consumer's before: they give dQ nothing.
+        unseen *= w
+        for step in range(unseen):
+            slot = (fill + step) % STAGES
+            phase = (fill + step) // STAGES & 1
+            # Else the next wait, whose phase looks like the one before this, would not wait.
+            mbarrier.wait(q_full.index(slot), phase)
+            mbarrier.wait(ds_empty.index(slot), phase ^ 1)
+            ds_s.index(slot * CONSUMERS + w).store(gl.zeros([ROWS, BLOCK_M], q_s.dtype, s_layout))
+            fence_async_shared()
+            mbarrier.arrive(ds_full.index(slot), count=1)
+            mbarrier.arrive(q_do_empty.index(slot), count=1)
+        # The diagonal needs a mask. Keys past the end always do: p may be infinite there, and infinity times the zeros that a
+        # load gives past the end is NaN.
+        dk, dv = _accumulate(dk, dv, k, v, scale_log2, ring, dq, seen, fill, unseen, masked, w, CAUSAL, True)
+        dk, dv = _accumulate(dk, dv, k, v, scale_log2, ring, dq, seen, fill, masked, n, w, CAUSAL, False)
+        fill += n
+
+        # What leaves takes the place of what came: V is no longer read by anyone, K once the last dQ is done.
+        v.store(dv.to(v_s.dtype))
+        fence_async_shared()
+        mbarrier.arrive(dv_full.index(kv_slot * CONSUMERS + w), count=1)
+        mbarrier.wait(ds_empty.index((fill - 1) % STAGES), (fill - 1) // STAGES & 1)
+        k.store((dk * (scale_log2 / LOG2_E)).to(k_s.dtype))
+        fence_async_shared()
+        mbarrier.arrive(dk_full.index(kv_slot * CONSUMERS + w), count=1)
+        tile = _next(turns, turn, tiles, KV_STAGES > 1)
+        turn += 1
+
+
+@gluon.jit
+def _dq_consumer(
+    sums_ptr, work, dq, turns, problem,
+    BLOCK_M: gl.constexpr, VALUE_DIM: gl.constexpr, PARTS: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup that makes dQ of what the consumers leave of dS."""
+    scale, k_s, v_s, kv_full, dk_full, dv_full = work
+    ds_s, ds_full, ds_empty = dq
+    tiles = problem[6]
+    KV_STAGES: gl.constexpr = kv_full.shape[0]
+    STAGES: gl.constexpr = ds_s.shape[0] // CONSUMERS
+    fill = 0
+    turn = 0
+    tile = gl.program_id(0)
+    while tile < tiles:
+        where, order, seen, n, unseen, masked = _tile(tile, problem, BLOCK_M, KEYS, k_s.shape[4], VALUE_DIM, CAUSAL)
+        for step in range(n):
+            slot = (fill + step) % STAGES
+            _, row = _query_tile(step, order)
+            mbarrier.wait(ds_full.index(slot), (fill + step) // STAGES & 1)  # and for K, which the consumers have waited for
+            _add_dq(ds_s, ds_empty, slot, k_s, turn % KV_STAGES, sums_ptr, row, PARTS)
+        fill += n
+        tile = _next(turns, turn, tiles, KV_STAGES > 1)
+        turn += 1
+
+
+@gluon.jit(do_not_specialize=["kv_heads", "seq_q", "seq_k", "diagonal", "tiles"])
+def _backward_kernel(
+    q_desc, k_desc, v_desc, do_desc, stats_desc, sums_ptr, dk_desc, dv_desc, counter_ptr, scale,
+    kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, KV_STAGES: gl.constexpr,
+    PARTS: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
+    do_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, VALUE_DIM], do_desc.layout)
+    stats_s = gl.allocate_shared_memory(gl.float32, [STAGES, 2, BLOCK_M], stats_desc.layout)
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [KV_STAGES * CONSUMERS, 1, 1, ROWS, HEAD_DIM], k_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, [KV_STAGES * CONSUMERS, 1, 1, ROWS, VALUE_DIM], v_desc.layout)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], q_desc.dtype)
+    ds_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES * CONSUMERS, ROWS, BLOCK_M], ds_layout)
+    tile_s = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    kv_full = new_barriers(KV_STAGES, 1)  # none for empty buffers: from these the producer itself has stored dK and dV
+    dk_full = new_barriers(KV_STAGES * CONSUMERS, 1)
+    dv_full = new_barriers(KV_STAGES * CONSUMERS, 1)
+    q_full, q_do_empty = new_ring(STAGES, 1, CONSUMERS)
+    do_full = new_barriers(STAGES, 1)
+    ds_full, ds_empty = new_ring(STAGES, CONSUMERS, PARTS)
+    tile_full = new_barriers(2, 1)  # all have read a number when dK of the tile after it is there
+
+    ring = (q_s, do_s, stats_s, q_full, do_full, q_do_empty)
+    load = (q_desc, do_desc, stats_desc)
+    dq = (ds_s, ds_full, ds_empty)
+    work = (scale, k_s, v_s, kv_full, dk_full, dv_full)
+    turns = (tile_s, tile_full)
+    problem = (kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles)
+    gl.warp_specialize(
+        [
+            (_consumer, (work, ring, dq, turns, problem, 0, CAUSAL)),
+            (_consumer, (work, ring, dq, turns, problem, 1, CAUSAL)),
+            (_dq_consumer, (sums_ptr, work, dq, turns, problem, BLOCK_M, VALUE_DIM, PARTS, CAUSAL)),
+            (_producer, (k_desc, v_desc, dk_desc, dv_desc, counter_ptr, work, load, ring, turns, problem, CAUSAL)),
+        ],
+        [4, 4, 1],
+        [208, 64, 24],
+    )
+
+
+@gluon.jit
+def _load_step(load, ring, order, step):
+    """Begin to load the Q and dO of a step, and what goes with Q, each once those who read its buffer are done."""
+    q_desc, do_desc, stats_desc, batch, head, shift = load
+    q_s, do_s, stats_s, q_full, q_empty, do_full, do_empty = ring
+    STAGES: gl.constexpr = q_s.shape[0]
+    slot = step % STAGES
+    phase = step // STAGES & 1
+    tile, row = _query_tile(step, order)
+    where = [batch, head + step % order[0], tile * q_s.shape[3] - shift, 0]
+    mbarrier.wait(q_empty.index(slot), phase ^ 1)
+    mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes + stats_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(q_desc, where, q_full.index(slot), q_s.index(slot))
+    tma.async_copy_global_to_shared(stats_desc, [row * 2, 0], q_full.index(slot), stats_s.index(slot))
+    mbarrier.wait(do_empty.index(slot), phase ^ 1)
+    mbarrier.expect(do_full.index(slot), do_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(do_desc, where, do_full.index(slot), do_s.index(slot))
+
+
+@gluon.jit
+def _dkv_producer(k_desc, v_desc, load, work, ring, problem, CAUSAL: gl.constexpr):
+    """One warp: K and V of a key tile, and Q and dO of all query tiles that see it."""
+    q_desc, do_desc, stats_desc = load
+    k_s, v_s, k_full, v_full = work
+    kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles = problem
+    BLOCK_M: gl.constexpr = ring[0].shape[3]
+    HEAD_DIM: gl.constexpr = k_s.shape[3]
+    VALUE_DIM: gl.constexpr = v_s.shape[3]
+    tile = gl.program_id(0)
+    where, order, seen, n, unseen, masked = _tile(tile, problem, BLOCK_M, ROWS, HEAD_DIM, VALUE_DIM, CAUSAL)
+    batch, kv_head, start_n = where
+    rows = (q_desc, do_desc, stats_desc, batch, kv_head * heads_per_kv, diagonal % BLOCK_M)
+    mbarrier.expect(k_full.index(0), k_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(k_desc, [batch, kv_head, start_n, 0], k_full.index(0), k_s)
+    mbarrier.expect(v_full.index(0), v_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(v_desc, [batch, kv_head, start_n, 0], v_full.index(0), v_s)
+    for step in range(n):
+        _load_step(rows, ring, order, step)
+
+
+@gluon.jit
+def _p_of(s_t, scale_log2, ring, p_s, p_full, step, order, ahead, seen_from, CAUSAL: gl.constexpr):
+    """P of a step from its scores, transposed and rounded, also where the other consumer finds it."""
+    q_s, do_s, stats_s, q_full, q_empty, do_full, do_empty = ring
+    BLOCK_M: gl.constexpr = q_s.shape[3]
+    s_layout: gl.constexpr = s_t.type.layout
+    slot = step % q_s.shape[0]
+    lse_log2 = stats_s.index(slot).slice(0, 1).load(s_layout)  # [1, queries]
+    p_t = s_t * scale_log2 - lse_log2
+    offs_m = gl.zeros([BLOCK_M], gl.int32, gl.SliceLayout(0, s_layout))
+    if CAUSAL:
+        tile, row = _query_tile(step, order)
+        offs_m = (tile - order[1]) * BLOCK_M + ahead + gl.arange(0, BLOCK_M, gl.SliceLayout(0, s_layout))
+    p_t = gl.exp2(gl.where(offs_m[None, :] >= seen_from[:, None], p_t, float("-inf"))).to(q_s.dtype)
+    p_s.index(slot).store(p_t)
+    mbarrier.arrive(p_full.index(slot), count=1)
+    return p_t
+
+
+@gluon.jit
+def _dv_consumer(dv_desc, scale, work, ring, p_s, p_full, problem, CAUSAL: gl.constexpr):
+    """A warpgroup that makes P of a key tile, and dV of it, which stays in its registers. P comes out transposed, so that it
+    goes into the product for dV straight from registers; the other consumer has it through shared memory."""
+    k_s, v_s, k_full, v_full = work
+    q_s, do_s, stats_s, q_full, q_empty, do_full, do_empty = ring
+    STAGES: gl.constexpr = q_s.shape[0]
+    BLOCK_M: gl.constexpr = q_s.shape[3]
+    HEAD_DIM: gl.constexpr = k_s.shape[3]
+    VALUE_DIM: gl.constexpr = v_s.shape[3]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_M, 16])
+    dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv_layout, k_width=2)
+    tile = gl.program_id(0)
+    where, order, seen, n, unseen, masked = _tile(tile, problem, BLOCK_M, ROWS, HEAD_DIM, VALUE_DIM, CAUSAL)
+    batch, kv_head, start_n = where
+    keys, ahead, heads_per_kv = seen
+    scale_log2 = scale * LOG2_E
+    # The first query to see a key. Past the end none does: p may be infinite there, and infinity times the zeros that a load
+    # gives past the end is NaN.
+    offs_n = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+    seen_from = gl.where(offs_n < keys, offs_n if CAUSAL else 0, 2**30)
+    nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
+    dv = gl.zeros([ROWS, VALUE_DIM], gl.float32, dv_layout)
+    k = k_s.reshape([ROWS, HEAD_DIM])
+    mbarrier.wait(k_full.index(0), 0)
+    mbarrier.wait(q_full.index(0), 0)
+    q = q_s.index(0).reshape([BLOCK_M, HEAD_DIM])
+    s_t = warpgroup_mma(k, q.permute([1, 0]), nothing, use_acc=False, is_async=True)
+    s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
+    for step in range(n - 1):
+        p_t = _p_of(s_t, scale_log2, ring, p_s, p_full, step, order, ahead, seen_from, CAUSAL)
+        # The product for dV first: its buffer is free again while the next scores are being multiplied.
+        slot = step % STAGES
+        mbarrier.wait(do_full.index(slot), step // STAGES & 1)
+        do = do_s.index(slot).reshape([BLOCK_M, VALUE_DIM])
+        dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), do, dv, is_async=True)
+        mbarrier.wait(q_full.index((step + 1) % STAGES), (step + 1) // STAGES & 1)
+        q = q_s.index((step + 1) % STAGES).reshape([BLOCK_M, HEAD_DIM])
+        s_t = warpgroup_mma(k, q.permute([1, 0]), nothing, use_acc=False, is_async=True)
+        dv = warpgroup_mma_wait(1, [dv])
+        mbarrier.arrive(do_empty.index(slot), count=1)
+        s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
+    p_t = _p_of(s_t, scale_log2, ring, p_s, p_full, n - 1, order, ahead, seen_from, CAUSAL)
+    slot = (n - 1) % STAGES
+    phase = (n - 1) // STAGES & 1
+    mbarrier.wait(do_full.index(slot), phase)
+    dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), do_s.index(slot).reshape([BLOCK_M, VALUE_DIM]), dv, is_async=True)
+    dv = warpgroup_mma_wait(0, [dv])
+    mbarrier.arrive(do_empty.index(slot), count=1)
+
+    # dV takes the place of V once the other consumer is done with it, and so with the last dO.
+    mbarrier.wait(do_empty.index(slot), phase)
+    v_s.reshape([ROWS, VALUE_DIM]).store(dv.to(v_s.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(dv_desc, [batch, kv_head, start_n, 0], v_s)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _ds_of(dp_t, ring, p_s, p_full, step):
+    """dS of a step from dP, and from P once that is there; transposed and rounded."""
+    q_s, do_s, stats_s, q_full, q_empty, do_full, do_empty = ring
+    slot = step % q_s.shape[0]
+    mbarrier.wait(p_full.index(slot), step // q_s.shape[0] & 1)  # and for Q, which the other consumer has waited for
+    p_t = p_s.index(slot).load(dp_t.type.layout)
+    delta = stats_s.index(slot).slice(1, 1).load(dp_t.type.layout)  # [1, queries]
+    return (p_t.to(gl.float32) * (dp_t - delta)).to(q_s.dtype)
+
+
+@gluon.jit
+def _dk_consumer(dk_desc, scale, work, ring, p_s, p_full, problem, CAUSAL: gl.constexpr):
+    """A warpgroup that makes dS of a key tile, and dK of it, which stays in its registers."""
+    k_s, v_s, k_full, v_full = work
+    q_s, do_s, stats_s, q_full, q_empty, do_full, do_empty = ring
+    STAGES: gl.constexpr = q_s.shape[0]
+    BLOCK_M: gl.constexpr = q_s.shape[3]
+    HEAD_DIM: gl.constexpr = k_s.shape[3]
+    VALUE_DIM: gl.constexpr = v_s.shape[3]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_M, 16])
+    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, HEAD_DIM, 16])
+    ds_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk_layout, k_width=2)
+    tile = gl.program_id(0)
+    where, order, seen, n, unseen, masked = _tile(tile, problem, BLOCK_M, ROWS, HEAD_DIM, VALUE_DIM, CAUSAL)
+    batch, kv_head, start_n = where
+    nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
+    dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, dk_layout)
+    v = v_s.reshape([ROWS, VALUE_DIM])
+    mbarrier.wait(v_full.index(0), 0)
+    mbarrier.wait(do_full.index(0), 0)
+    do = do_s.index(0).reshape([BLOCK_M, VALUE_DIM])
+    dp_t = warpgroup_mma(v, do.permute([1, 0]), nothing, use_acc=False, is_async=True)
+    dp_t = warpgroup_mma_wait(0, [dp_t])  # [keys, queries]
+    mbarrier.arrive(do_empty.index(0), count=1)
+    for step in range(n - 1):
+        ds_t = _ds_of(dp_t, ring, p_s, p_full, step)
+        # The product for dK first: Q, which the scores have long been made of, is needed again soonest.
+        slot = step % STAGES
+        q = q_s.index(slot).reshape([BLOCK_M, HEAD_DIM])
+        dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)
+        next_slot = (step + 1) % STAGES
+        mbarrier.wait(do_full.index(next_slot), (step + 1) // STAGES & 1)
+        do = do_s.index(next_slot).reshape([BLOCK_M, VALUE_DIM])
+        dp_t = warpgroup_mma(v, do.permute([1, 0]), nothing, use_acc=False, is_async=True)
+        dk = warpgroup_mma_wait(1, [dk])
+        mbarrier.arrive(q_empty.index(slot), count=1)
+        dp_t = warpgroup_mma_wait(0, [dp_t])  # [keys, queries]
+        mbarrier.arrive(do_empty.index(next_slot), count=1)
+    ds_t = _ds_of(dp_t, ring, p_s, p_full, n - 1)
+    q = q_s.index((n - 1) % STAGES).reshape([BLOCK_M, HEAD_DIM])
+    dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)
+    dk = warpgroup_mma_wait(0, [dk])
+
+    # dK takes the place of K, which was read for the last time before the last P was there.
+    k_s.reshape([ROWS, HEAD_DIM]).store((dk * scale).to(k_s.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(dk_desc, [batch, kv_head, start_n, 0], k_s)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["kv_heads", "seq_q", "seq_k", "diagonal", "tiles"])
+def _wide_dkv_kernel(
+    q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, scale,
+    kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
+    do_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, VALUE_DIM], do_desc.layout)
+    stats_s = gl.allocate_shared_memory(gl.float32, [STAGES, 2, BLOCK_M], stats_desc.layout)
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [1, 1, ROWS, HEAD_DIM], k_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, [1, 1, ROWS, VALUE_DIM], v_desc.layout)
+    p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], q_desc.dtype)
+    p_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, ROWS, BLOCK_M], p_layout)
+    k_full = new_barriers(1, 1)
+    v_full = new_barriers(1, 1)
+    q_full, q_empty = new_ring(STAGES, 1, 1)  # both consumers read Q, but the second is always the last to
+    do_full, do_empty = new_ring(STAGES, 1, CONSUMERS)
+    p_full = new_barriers(STAGES, 1)  # none for empty buffers: there is a Q for the next P once the one before has been read
+
+    ring = (q_s, do_s, stats_s, q_full, q_empty, do_full, do_empty)
+    load = (q_desc, do_desc, stats_desc)
+    work = (k_s, v_s, k_full, v_full)
+    problem = (kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles)
+    gl.warp_specialize(
+        [
+            (_dv_consumer, (dv_desc, scale, work, ring, p_s, p_full, problem, CAUSAL)),
+            (_dk_consumer, (dk_desc, scale, work, ring, p_s, p_full, problem, CAUSAL)),
+            (_dkv_producer, (k_desc, v_desc, load, work, ring, problem, CAUSAL)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+@gluon.jit
+def _query_rows(problem, BLOCK_M: gl.constexpr, ROW_BYTES: gl.constexpr, CAUSAL: gl.constexpr):
+    """This program's query tile: batch and head, first row, and how many key tiles its rows see."""
+    heads, heads_per_kv, seq_q, seq_k, diagonal = problem
+    before = diagonal % ROWS  # rows of the first tile before query 0, with which a consumer's see keys up to the end of a tile
+    tiles_m = gl.cdiv(seq_q + before, BLOCK_M)
+    tile, batch_head = tile_and_head(tiles_m, seq_k, ROW_BYTES, CAUSAL)
+    start_m = tile * BLOCK_M - before
+    if CAUSAL:
+        start_m = (tiles_m - 1 - tile) * BLOCK_M - before
+        seq_k = gl.minimum(seq_k, start_m + BLOCK_M + diagonal)
+    return batch_head, start_m, gl.cdiv(seq_k, ROWS)
+
+
+@gluon.jit
+def _dq_producer(q_desc, k_desc, v_desc, do_desc, queries, ring, problem, CAUSAL: gl.constexpr):
+    """One warp: Q and dO of a query tile, and K and V of all key tiles that it sees, from the last on."""
+    q_s, do_s, q_full, do_full = queries
+    k_s, v_s, k_full, k_empty, v_full, v_empty = ring
+    heads, heads_per_kv, seq_q, seq_k, diagonal = problem
+    BLOCK_M: gl.constexpr = q_s.shape[0] * ROWS
+    ROW_BYTES: gl.constexpr = 2 * (k_s.shape[4] + v_s.shape[4])
+    batch_head, start_m, n = _query_rows(problem, BLOCK_M, ROW_BYTES, CAUSAL)
+    batch, head = batch_head // heads, batch_head % heads
+    kv_head = head // heads_per_kv
+    for w in gl.static_range(CONSUMERS):
+        mbarrier.expect(q_full.index(w), q_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(q_desc, [batch, head, start_m + w * ROWS, 0], q_full.index(w), q_s.index(w))
+        mbarrier.expect(do_full.index(w), do_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(do_desc, [batch, head, start_m + w * ROWS, 0], do_full.index(w), do_s.index(w))
+    for step in range(n):
+        where = [batch, kv_head, (n - 1 - step) * ROWS, 0]
+        slot = step % k_s.shape[0]
+        mbarrier.wait(k_empty.index(slot), (step // k_s.shape[0] & 1) ^ 1)
+        mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(k_desc, where, k_full.index(slot), k_s.index(slot))
+        slot = step % v_s.shape[0]
+        mbarrier.wait(v_empty.index(slot), (step // v_s.shape[0] & 1) ^ 1)
+        mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(v_desc, where, v_full.index(slot), v_s.index(slot))
+
+
+@gluon.jit
+def _product(rows, tile_s, full, step):
+    """Begin the product of a consumer's rows and the K, or the V, of a step, transposed, once that is there."""
+    STAGES: gl.constexpr = tile_s.shape[0]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, ROWS, 16])
+    nothing = gl.zeros([ROWS, ROWS], gl.float32, layout)
+    slot = step % STAGES
+    mbarrier.wait(full.index(slot), step // STAGES & 1)
+    if STAGES == 1:  # 0 all the same, but ptxas does not know: it would spill registers to keep the addresses of all its parts
+        slot = step // 2**24
+    tile = tile_s.index(slot).reshape([ROWS, tile_s.shape[4]])
+    return warpgroup_mma(rows, tile.permute([1, 0]), nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _ds_from(s, dp, stats, start_n):
+    """dS of a step, whose scores are there, and its dP once that is."""
+    lse_log2, delta, seen_to, scale_log2 = stats
+    offs_n = start_n + gl.arange(0, ROWS, gl.SliceLayout(0, s.type.layout))
+    s = gl.where(offs_n[None, :] < seen_to[:, None], s * scale_log2 - lse_log2[:, None], float("-inf"))
+    p = gl.exp2(s)
+    dp = warpgroup_mma_wait(0, [dp])  # [queries, keys]
+    return p * (dp - delta[:, None])
+
+
+@gluon.jit
+def _query_consumer(dq_desc, dq_ptr, stats_ptr, scale, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
+    """A warpgroup with the w-th 64 rows of a query tile: their dQ stays in its registers."""
+    q_s, do_s, q_full, do_full = queries
+    k_s, v_s, k_full, k_empty, v_full, v_empty = ring
+    heads, heads_per_kv, seq_q, seq_k, diagonal = problem
+    BLOCK_M: gl.constexpr = q_s.shape[0] * ROWS
+    HEAD_DIM: gl.constexpr = k_s.shape[4]
+    VALUE_DIM: gl.constexpr = v_s.shape[4]
+    K_STAGES: gl.constexpr = k_s.shape[0]
+    V_STAGES: gl.constexpr = v_s.shape[0]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, ROWS, 16])
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, HEAD_DIM, 16])
+    ds_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dq_layout, k_width=2)
+    of_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
+    batch_head, start_m, n = _query_rows(problem, BLOCK_M, 2 * (HEAD_DIM + VALUE_DIM), CAUSAL)
+    start_m += w * ROWS
+    offs_m = gl.arange(0, ROWS, of_rows)
+    tiles = gl.cdiv(seq_q + diagonal % ROWS, ROWS)
+    tile = (start_m + diagonal % ROWS) // ROWS  # past the last one where there are no such rows
+    stats_ptr += (batch_head.to(gl.int64) * tiles + tile) * (2 * ROWS)
+    inside = tile * ROWS + offs_m < tiles * ROWS
+    lse_log2 = gl.load(stats_ptr + offs_m, mask=inside, other=float("inf"))
+    delta = gl.load(stats_ptr + ROWS + offs_m, mask=inside, other=0.0)
+    seen = n
+    seen_to = seq_k + gl.zeros([ROWS], gl.int32, of_rows)  # past the end p may be infinite, and that times 0 is NaN
+    if CAUSAL:
+        seen = gl.minimum(n, gl.cdiv(start_m + ROWS + diagonal, ROWS))
+        seen_to = gl.minimum(seen_to, start_m + diagonal + 1 + offs_m)
+    stats = (lse_log2, delta, seen_to, scale * LOG2_E)
+    dq = gl.zeros([ROWS, HEAD_DIM], gl.float32, dq_layout)
+    q = q_s.index(w).reshape([ROWS, HEAD_DIM])
+    do = do_s.index(w).reshape([ROWS, VALUE_DIM])
+    for step in range(n - seen):  # a key tile that only the other consumer's rows see: let it pass
+        mbarrier.arrive(k_empty.index(step % K_STAGES), count=1)
+        # Else the next wait, whose phase looks like the one before this, would not wait. For K those between do.
+        mbarrier.wait(v_full.index(step % V_STAGES), step // V_STAGES & 1)
+        mbarrier.arrive(v_empty.index(step % V_STAGES), count=1)
+    mbarrier.wait(q_full.index(w), 0)
+    s = _product(q, k_s, k_full, n - seen)
+    mbarrier.wait(do_full.index(w), 0)
+    dp = _product(do, v_s, v_full, n - seen)
+    s = warpgroup_mma_wait(1, [s])  # [queries, keys]
+    ds = _ds_from(s, dp, stats, (seen - 1) * ROWS).to(k_s.dtype)
+    mbarrier.arrive(v_empty.index((n - seen) % V_STAGES), count=1)
+    for step in range(n - seen + 1, n):
+        # The product for dQ first, which gives K back; V is there again by the time that the last one is issued.
+        slot = (step - 1) % K_STAGES
+        k = k_s.index(slot).reshape([ROWS, HEAD_DIM])
+        dq = warpgroup_mma(gl.convert_layout(ds, ds_layout), k, dq, is_async=True)
+        s = _product(q, k_s, k_full, step)
+        dq = warpgroup_mma_wait(1, [dq])
+        mbarrier.arrive(k_empty.index(slot), count=1)
+        dp = _product(do, v_s, v_full, step)  # in registers that dS had
+        s = warpgroup_mma_wait(1, [s])  # [queries, keys]
+        ds = _ds_from(s, dp, stats, (n - 1 - step) * ROWS).to(k_s.dtype)
+        mbarrier.arrive(v_empty.index(step % V_STAGES), count=1)
+    k = k_s.index((n - 1) % K_STAGES).reshape([ROWS, HEAD_DIM])
+    dq = warpgroup_mma(gl.convert_layout(ds, ds_layout), k, dq, is_async=True)
+    dq = warpgroup_mma_wait(0, [dq])
+
+    dq = (dq * scale).to(q_s.dtype)
+    batch, head = batch_head // heads, batch_head % heads
+    if start_m < 0:
+        store_rows(dq_ptr, dq_desc, batch, head, start_m, dq)
+    else:
+        q.store(dq)  # these rows of Q are this consumer's alone
+        fence_async_shared()
+        tma.async_copy_shared_to_global(dq_desc, [batch, head, start_m, 0], q_s.index(w))
+        tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["heads", "seq_q", "seq_k", "diagonal"])
+def _wide_dq_kernel(
+    q_desc, k_desc, v_desc, do_desc, stats_ptr, dq_desc, dq_ptr, scale,
+    heads, heads_per_kv, seq_q, seq_k, diagonal,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM], q_desc.layout)
+    do_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, VALUE_DIM], do_desc.layout)
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [K_STAGES, 1, 1, ROWS, HEAD_DIM], k_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, [V_STAGES, 1, 1, ROWS, VALUE_DIM], v_desc.layout)
+    q_full = new_barriers(CONSUMERS, 1)
+    do_full = new_barriers(CONSUMERS, 1)
+    k_full, k_empty = new_ring(K_STAGES, 1, CONSUMERS)
+    v_full, v_empty = new_ring(V_STAGES, 1, CONSUMERS)
+
+    queries = (q_s, do_s, q_full, do_full)
+    ring = (k_s, v_s, k_full, k_empty, v_full, v_empty)
+    problem = (heads, heads_per_kv, seq_q, seq_k, diagonal)
+    gl.warp_specialize(
+        [
+            (_query_consumer, (dq_desc, dq_ptr, stats_ptr, scale, queries, ring, problem, 0, CAUSAL)),
+            (_query_consumer, (dq_desc, dq_ptr, stats_ptr, scale, queries, ring, problem, 1, CAUSAL)),
+            (_dq_producer, (q_desc, k_desc, v_desc, do_desc, queries, ring, problem, CAUSAL)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+@replayed
+def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
+    """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors.
+
+    float32 is left to v7, and so are D and Dv up to 128 while `torch.use_deterministic_algorithms` is on: there the sums of dQ
+    are added up in the order in which the programs come.
+    """
+    require_hopper(__package__, instead="stages.v7_one_backward")
+    batch, heads, seq_q, head_dim = q.shape
+    kv_heads, seq_k, value_dim = v.shape[1:]
+    wide = max(head_dim, value_dim) == 256
+    if q.dtype == torch.float32 or (not wide and torch.are_deterministic_algorithms_enabled()):
+        return backward_of_v7(grad_out, q, k, v, out, lse, causal=causal, scale=scale, diagonal=diagonal)
+    dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
+    q, k, v, out, grad_out = map(addressable, (q, k, v, out, grad_out))
+    block_m = 64 if max(head_dim, value_dim) >= 128 else 128  # as many rows of S and dP as fit in registers beside dK and dV
+    columns = min(64, head_dim)  # of the parts, of 64 rows, in which dQ leaves a program
+    shift = diagonal % block_m  # rows of the first query tile before query 0: then the diagonal begins at a tile's corner
+    tiles_m = triton.cdiv(seq_q + shift, block_m) * batch * heads
+    stats = lse.new_empty(tiles_m * 2, block_m)
+    if wide:
+        _prepare_kernel[tiles_m,](
+            describe(out, block_m, value_dim), describe(grad_out, block_m, value_dim), lse, stats, None, None,
+            heads, seq_q, shift,
+            HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m,
+        )  # fmt: skip
+        tiles = triton.cdiv(seq_k, 64) * batch * kv_heads
+        of_64 = [describe_tile(tensor, 64) for tensor in (q, k, v, grad_out)]
+        _wide_dkv_kernel[tiles,](
+            *of_64, describe_rows(stats, 2), describe_tile(dk, 64), describe_tile(dv, 64), scale,
+            kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, multiprocessors(), tiles,
+            HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, CAUSAL=causal,
+            num_warps=4, maxnreg=168,
+        )  # fmt: skip
+        _wide_dq_kernel[triton.cdiv(seq_q + shift, 128) * batch * heads,](
+            *of_64, stats, describe_tile(dq, 64), dq, scale,
+            heads, heads // kv_heads, seq_q, seq_k, diagonal,
+            HEAD_DIM=head_dim, VALUE_DIM=value_dim, K_STAGES=2, V_STAGES=1, CAUSAL=causal,
+            num_warps=4, maxnreg=168,
+        )  # fmt: skip
+        return dq, dk, dv
+    tiles = triton.cdiv(seq_k, 128) * batch * kv_heads
+    # Programs stay where there is room for K and V of two tiles: those of the next are then loaded while one is being done.
+    kv_stages = 1 if max(head_dim, value_dim) == 128 else 2
+    programs = tiles if kv_stages == 1 else min(tiles, multiprocessors())
+    counter = None if kv_stages == 1 else lse.new_empty(1, dtype=torch.int32)  # of the tiles taken beyond each program's first
+    sums = lse.new_empty(tiles_m, block_m * head_dim)
+    _prepare_kernel[tiles_m,](
+        describe(out, block_m, value_dim), describe(grad_out, block_m, value_dim), lse, stats, sums, counter,
+        heads, seq_q, shift,
+        HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m,
+    )  # fmt: skip
+    _backward_kernel[programs,](
+        describe_tile(q, block_m), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, block_m),
+        describe_rows(stats, 2), sums, describe_tile(dk, 64), describe_tile(dv, 64), counter, scale,
+        kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, multiprocessors(), tiles,
+        HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, KV_STAGES=kv_stages,
+        PARTS=block_m // 64 * head_dim // columns, CAUSAL=causal, num_warps=4, maxnreg=128,
+    )  # fmt: skip
+    _finish_kernel[tiles_m,](
+        sums, dq, *dq.stride()[:3], scale, heads, seq_q, shift,
+        HEAD_DIM=head_dim, BLOCK_M=block_m, PARTS=head_dim // columns,
+    )  # fmt: skip
+    return dq, dk, dv

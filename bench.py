@@ -93,10 +93,10 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--reference",
         choices=GRIDS,
-        help="a part of what results/ keeps: the stages in a dtype, for a head dimension; the newest four alone; the newest "
-        "two for head dimension 256; calls so short that the CPU's time counts; both passes as one, of a smaller model; "
-        "forwards of numbers that are not normal; the newest stage where query heads share K/V heads, and where v's head "
-        "dimension is not k's; or where queries are few and keys many",
+        help="a part of what results/ keeps: the stages in a dtype, for a head dimension; the newest four and their dead ends; "
+        "the newest two for head dimension 256; calls so short that the CPU's time counts; both passes as one, of a smaller "
+        "model; forwards of numbers that are not normal; the newest stage where query heads share K/V heads, and where v's "
+        "head dimension is not k's; or where queries are few and keys many",
     )
 
     options = parser.parse_args(argv)

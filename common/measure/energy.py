@@ -49,7 +49,11 @@ class Reading(NamedTuple):
 
 
 class Gauges:
-    """NVML's view of the GPU that PyTorch uses. RuntimeError where it has none."""
+    """NVML's view of the GPU that PyTorch uses.
+
+    Raises:
+        RuntimeError: NVML is missing, or does not say of this GPU what is read here.
+    """
 
     def __init__(self):
         uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
@@ -60,6 +64,7 @@ class Gauges:
         self._device = ctypes.c_void_p()
         self._check(self._nvml.nvmlInit_v2())
         self._check(self._nvml.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(self._device)))
+        self.read()  # not every GPU counts its energy
 
     def _check(self, code: int):
         if code:
@@ -183,7 +188,10 @@ def main(argv: list[str]):
     options = parser.parse_args(argv)
     if INTERPRETED:
         raise SystemExit("the energy of a call needs an NVIDIA GPU, and there is none")
-    gauges = Gauges()
+    try:
+        gauges = Gauges()
+    except RuntimeError as error:
+        raise SystemExit(f"the energy of a call cannot be measured: {error}") from None
     cache_filler = torch.zeros(CACHE_BYTES // 4, device="cuda")
     shapes = [
         Workload(pass_, *workloads.paper_shape(seq_len, head_dim), seq_len, head_dim, causal, "float16")

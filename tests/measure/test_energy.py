@@ -1,5 +1,8 @@
 """What is read of the GPU's counter of energy becomes power, and a table."""
 
+import time
+from unittest.mock import Mock
+
 import programs
 import pytest
 
@@ -9,6 +12,62 @@ from common.runtime import INTERPRETED
 from common.show.energy import energy_table
 
 INFO = {"gpu": "X", "torch": "1", "triton": "2", "limit_watts": 700.0, "commit": "abc", "date": "2026-01-02"}
+
+
+class Library:
+    """In place of NVML: a GPU at its limit, which has used a joule more each time. The function `refused` is not supported."""
+
+    def __init__(self, refused=None):
+        self.refused, self.millijoules = refused, 0
+        self.nvmlErrorString = Mock(return_value=b"Not Supported")
+
+    def __getattr__(self, name):
+        def function(*arguments):
+            if name == self.refused:
+                return 3
+            if name.startswith("nvmlDeviceGet") and name != "nvmlDeviceGetHandleByUUID":
+                self.millijoules += 1000
+                arguments[-1]._obj.value = {
+                    "nvmlDeviceGetEnforcedPowerLimit": 700_000,
+                    "nvmlDeviceGetCurrentClocksThrottleReasons": 0x4,
+                    "nvmlDeviceGetClockInfo": 1590,
+                    "nvmlDeviceGetTotalEnergyConsumption": self.millijoules,
+                }[name]
+            return 0
+
+        return function
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """A function that puts a `Library` in NVML's place."""
+    monkeypatch.setattr(energy.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(energy.torch.cuda, "get_device_properties", lambda _: Mock(uuid="1-2"))
+    return lambda *refused: monkeypatch.setattr(energy.ctypes, "CDLL", lambda _: Library(*refused))
+
+
+def test_gauges_are_read_while_calls_run(library):
+    library()
+    gauges = energy.Gauges()
+    assert gauges.limit_watts() == 700
+    with gauges.watching() as readings:
+        while len(readings) < 3:
+            time.sleep(energy.READ_S)
+    assert {(reading.mhz, reading.capped) for reading in readings} == {(1590, True)}
+    assert sorted({reading.joules for reading in readings}) == [reading.joules for reading in readings]
+
+
+@pytest.mark.parametrize("refused", ["nvmlInit_v2", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetTotalEnergyConsumption"])
+def test_what_nvml_does_not_know_is_said_at_once(refused, library):
+    library(refused)
+    with pytest.raises(RuntimeError, match="NVML says: Not Supported"):
+        energy.Gauges()
+
+
+def test_a_missing_library_is_said(library, monkeypatch):
+    monkeypatch.setattr(energy.ctypes, "CDLL", Mock(side_effect=OSError("no such file")))
+    with pytest.raises(RuntimeError, match="NVML is missing: no such file"):
+        energy.Gauges()
 
 
 def readings(*steps):

@@ -27,9 +27,9 @@ from common.measure.workloads import Workload
 from common.operator import Unavailable
 from common.runtime import INTERPRETED
 
-REST_S = 0.4  # after which a GPU draws more than its limit for a moment: long enough for a few calls
-RESTED_CALLS = 3  # that are timed, after one that is not …
-RESTS = 3  # … and each of so many rests
+REST_S = 0.4  # after which the clock is high for a moment: long enough for a few calls …
+RESTED_CALLS = 3  # … of which so many are timed, after one that is not, …
+RESTS = 3  # … and after each of so many rests
 SETTLE_S = 0.3  # of calls back to back until the clock is what the power limit leaves
 MEASURED_S = 1.0  # of such calls that are measured: many readings of the counter of energy
 READ_S = 4e-3  # between two readings; the counter goes on every 20 to 100 ms
@@ -168,12 +168,15 @@ def cases(impls: list[str], shapes: list[Workload]) -> Iterator[tuple[str, Workl
     """Each implementation and workload that it takes, and the call to measure; those of one workload follow each other."""
     for workload, impl in itertools.product(shapes, impls):
         try:
-            yield impl, workload, timed_call(impl, workload, workload.inputs())
+            call = timed_call(impl, workload, workload.inputs())
+            call()
         except Exception as error:
             reason = str(error) if isinstance(error, Unavailable) else refusal(impl, error)
             if not reason:
                 raise
             print(f"{impl} {workload.label}: {reason}", file=sys.stderr)
+        else:
+            yield impl, workload, call
 
 
 def main(argv: list[str]):

@@ -8,6 +8,8 @@ import pytest
 
 from common.measure import energy
 from common.measure.energy import Reading
+from common.measure.workloads import Workload
+from common.operator import Unavailable
 from common.runtime import INTERPRETED
 from common.show.energy import energy_table
 
@@ -94,6 +96,24 @@ def test_table_has_a_row_for_each_case():
     numbers = ["1.400", f"{per_flop:.2f}", "700", "100", "1.59", "2.000", "1.500"]
     assert rows == [["backward", "128", "causal", "4096", "v6_some", *numbers]]
     assert all(str(fact) in table for fact in INFO.values() if fact != 700.0) and "700 W" in table
+
+
+def test_a_stage_that_cannot_run_is_left_out_and_named(monkeypatch, capsys):
+    """Whether it says so while it is made ready or when it is called."""
+
+    def timed_call(impl, workload, inputs):
+        def fail():
+            raise Unavailable(f"{impl} is for another GPU")
+
+        return {"v6_some": lambda: None, "v7_some": fail}[impl] if impl != "v8_some" else fail()
+
+    monkeypatch.setattr(energy, "timed_call", timed_call)
+    workload = Workload("fwd", 1, 1, 16, 16, True, "float16")
+    found = [impl for impl, *_ in energy.cases(["v8_some", "v7_some", "v6_some"], [workload])]
+    said = capsys.readouterr().err.splitlines()
+    assert found == ["v6_some"] and said == [
+        f"{impl} {workload.label}: {impl} is for another GPU" for impl in ("v8_some", "v7_some")
+    ]
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="there is a GPU")

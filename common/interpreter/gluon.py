@@ -218,7 +218,7 @@ def _atomic_add(pointer, added, mask=None):
     return before
 
 
-def reduce_add(pointer, added):
+def add_in_memory(pointer, added):
     """An addition of which nothing comes back, by the L2 cache: the multiprocessor reads nothing."""
     nbytes = _add_up(pointer, added)
     if now().timing:

@@ -12,8 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from common.interpreter.asynchronous import Store
-from common.interpreter.gluon import means
-from common.interpreter.gluon import reduce_add as interpreted_reduce_add
+from common.interpreter.gluon import add_in_memory, means
 from common.kernels.descriptors import located
 from common.operator import Unavailable
 from common.runtime import architecture
@@ -83,7 +82,7 @@ def reduce_add(ptrs, tile):
     gl.atomic_add(ptrs, tile, sem="relaxed")
 
 
-means(reduce_add)(interpreted_reduce_add)
+means(reduce_add)(add_in_memory)
 
 
 @gluon.jit

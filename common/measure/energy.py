@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from common.measure import machine, workloads
-from common.measure.baselines import refusal, timed_call
+from common.measure.baselines import BASELINES, refusal, timed_call
 from common.measure.options import add_implementations, add_list, json_path, write_json
 from common.measure.workloads import Workload
 from common.operator import Unavailable
@@ -184,7 +184,7 @@ def main(argv: list[str]):
     description = "Measure the energy of a call, at the power limit of a GPU. LIST is comma-separated."
     parser = argparse.ArgumentParser(prog="python -m common.measure.energy", description=description)
     parser.add_argument("file", type=json_path, help="the JSON file to write")
-    add_implementations(parser, FROM)
+    add_implementations(parser, BASELINES, FROM)
     add_list(parser, "--seq-len", "4096")
     add_list(parser, "--head-dim", "64,128")
     add_list(parser, "--causal", "no,yes")

@@ -5,12 +5,11 @@ import itertools
 import json
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import stages
 from common.measure import files
-from common.measure.baselines import BASELINES
 from common.measure.workloads import DTYPES, Workload
 from common.operator import HEAD_DIMS
 
@@ -104,12 +103,15 @@ def add_list(parser: argparse.ArgumentParser, flag: str, default: str | None):
     parser.add_argument(flag, type=list_of(parse), default=default or [None], metavar="LIST", help=help_text)
 
 
-def add_implementations(parser: argparse.ArgumentParser, first: tuple):
-    """Add --impl, baselines and stages; unless it is given, all but dead ends, and of stages those from `first` on."""
-    implementations = {name: name for name in (*BASELINES, *stages.names())}
+def add_implementations(parser: argparse.ArgumentParser, baselines: Iterable[str], first: tuple):
+    """Add --impl, baselines and stages; unless it is given, all but dead ends, and of stages those from `first` on.
+
+    `baselines` are given because to import them is slow: some come with compilers of their own.
+    """
+    implementations = {name: name for name in (*baselines, *stages.names())}
     implementations |= {name.split("_")[0]: name for name in stages.names()}
     usual = [name for name in stages.names() if not stages.is_dead_end(name) and stages.position(name) >= first]
-    usual = ",".join([*BASELINES, *usual])
+    usual = ",".join([*baselines, *usual])
     help_text = "of what to measure (default: %(default)s)"
     parser.add_argument("--impl", type=list_of(one_of(implementations)), default=usual, metavar="LIST", help=help_text)
 

@@ -11,7 +11,7 @@ import itertools
 import sys
 
 from common.measure import ncu, workloads
-from common.measure.baselines import timed_call
+from common.measure.baselines import BASELINES, timed_call
 from common.measure.options import add_implementations, add_list, json_path, write_json
 from common.measure.workloads import Workload
 
@@ -58,7 +58,7 @@ def main(argv: list[str]):
     parser = argparse.ArgumentParser(prog="python -m common.measure.units", description=description)
     parser.add_argument("what", nargs="?", choices=["measure", "launch"], default="measure", help="launch runs in the profiler")
     parser.add_argument("file", type=json_path, help="the JSON file to write")
-    add_implementations(parser, FROM)
+    add_implementations(parser, BASELINES, FROM)
     add_list(parser, "--seq-len", "4096")
     add_list(parser, "--head-dim", "64,128")
     options = parser.parse_args(argv)

@@ -890,10 +890,11 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     )  # fmt: skip
     _backward_kernel[programs,](
         describe_tile(q, block_m), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, block_m),
-        describe_rows(stats, 2), sums, describe_tile(dk, 64), describe_tile(dv, 64), counter, scale,
+        describe_rows(stats, 2), sums,
+        describe_tile(dk, 64), describe_tile(dv, 64), counter, scale,
         kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, multiprocessors(), tiles,
-        HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, KV_STAGES=kv_stages,
-        PARTS=block_m // 64 * head_dim // columns, CAUSAL=causal, num_warps=4, maxnreg=128,
+        HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, KV_STAGES=kv_stages, CAUSAL=causal,
+        PARTS=block_m // 64 * head_dim // columns, num_warps=4, maxnreg=128,
     )  # fmt: skip
     _finish_kernel[tiles_m,](
         sums, dq, *dq.stride()[:3], scale, heads, seq_q, shift,

@@ -13,8 +13,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from common.interpreter import schedule
-from common.interpreter.timing import EXPONENTIALS, OTHERS, TENSOR_CORES, Rates
-from common.kernels.hopper import describe_tile, new_barriers
+from common.interpreter.timing import EXPONENTIALS, OTHERS, STORES, TENSOR_CORES, Rates
+from common.kernels.hopper import describe_tile, new_barriers, reduce_add
 from common.runtime import INTERPRETED
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="a GPU has its own time")
@@ -87,6 +87,19 @@ def _products(desc, PARTITIONS: gl.constexpr, PENDING: gl.constexpr):
         gl.warp_specialize(
             [(_multiply, (tile_s, layout, PENDING)), (_multiply, (tile_s, layout, PENDING))], [4], [128],
         )  # fmt: skip
+
+
+@gluon.jit
+def _additions(sums_ptr):
+    x = gl.full([64 * 64 // 2], 1.5, gl.float32, gl.BlockedLayout([4], [32], [4], [0]))
+    for _ in range(2):
+        reduce_add(sums_ptr + gl.arange(0, 64 * 64 // 2, x.type.layout), x)
+
+
+def test_additions_from_registers_take_their_bytes_and_nobody_waits_for_them():
+    sums = torch.zeros(TILE // 2)
+    assert spans(time_of(_additions, sums), STORES) == [("add", 0, 900), ("add", 900, 1800)]
+    assert (sums == 3).all()
 
 
 FILLED = 4 + 500 + 300 + 20  # an arrival, a copy, what it takes beyond its bytes, the end of the wait

@@ -17,10 +17,10 @@ INFO = {"gpu": "X", "torch": "1", "triton": "2", "limit_watts": 700.0, "commit":
 
 
 class Library:
-    """In place of NVML: a GPU at its limit, which has used a joule more each time. The function `refused` is not supported."""
+    """In place of NVML: a GPU that has used a joule more each time. The function `refused` is not supported."""
 
-    def __init__(self, refused=None):
-        self.refused, self.millijoules = refused, 0
+    def __init__(self, refused=None, reasons=0x4):
+        self.refused, self.reasons, self.millijoules = refused, reasons, 0
         self.nvmlErrorString = Mock(return_value=b"Not Supported")
 
     def __getattr__(self, name):
@@ -31,7 +31,7 @@ class Library:
                 self.millijoules += 1000
                 arguments[-1]._obj.value = {
                     "nvmlDeviceGetEnforcedPowerLimit": 700_000,
-                    "nvmlDeviceGetCurrentClocksThrottleReasons": 0x4,
+                    "nvmlDeviceGetCurrentClocksThrottleReasons": self.reasons,
                     "nvmlDeviceGetClockInfo": 1590,
                     "nvmlDeviceGetTotalEnergyConsumption": self.millijoules,
                 }[name]
@@ -45,17 +45,19 @@ def library(monkeypatch):
     """A function that puts a `Library` in NVML's place."""
     monkeypatch.setattr(energy.torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(energy.torch.cuda, "get_device_properties", lambda _: Mock(uuid="1-2"))
-    return lambda *refused: monkeypatch.setattr(energy.ctypes, "CDLL", lambda _: Library(*refused))
+    return lambda *options: monkeypatch.setattr(energy.ctypes, "CDLL", lambda _: Library(*options))
 
 
-def test_gauges_are_read_while_calls_run(library):
-    library()
+@pytest.mark.parametrize(("reasons", "capped"), [(0x4, True), (0x80, True), (0x1 | 0x20, False), (0, False)])
+def test_gauges_are_read_while_calls_run(library, reasons, capped):
+    """0x1: nothing to do; 0x20: too hot."""
+    library(None, reasons)
     gauges = energy.Gauges()
     assert gauges.limit_watts() == 700
     with gauges.watching() as readings:
         while len(readings) < 3:
             time.sleep(energy.READ_S)
-    assert {(reading.mhz, reading.capped) for reading in readings} == {(1590, True)}
+    assert {(reading.mhz, reading.capped) for reading in readings} == {(1590, capped)}
     assert sorted({reading.joules for reading in readings}) == [reading.joules for reading in readings]
 
 
@@ -102,10 +104,13 @@ def test_a_stage_that_cannot_run_is_left_out_and_named(monkeypatch, capsys):
     """Whether it says so while it is made ready or when it is called."""
 
     def timed_call(impl, workload, inputs):
-        def fail():
-            raise Unavailable(f"{impl} is for another GPU")
+        def call():
+            if impl != "v6_some":
+                raise Unavailable(f"{impl} is for another GPU")
 
-        return {"v6_some": lambda: None, "v7_some": fail}[impl] if impl != "v8_some" else fail()
+        if impl == "v8_some":
+            call()
+        return call
 
     monkeypatch.setattr(energy, "timed_call", timed_call)
     workload = Workload("fwd", 1, 1, 16, 16, True, "float16")

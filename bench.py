@@ -129,10 +129,8 @@ def _workloads(options) -> list[Workload]:
 
 def chosen_stages(chosen: list[str]) -> list[str]:
     """The stages to measure: those chosen; of a single one also the one before it, and v0. In stage order."""
-    wanted = {stages.position(name) for name in chosen}
-    if len(chosen) == 1:
-        wanted |= {(0, ""), stages.before(stages.position(chosen[0]))}
-    return [name for name in stages.names() if stages.position(name) in wanted]
+    wanted = {*chosen, stages.names()[0], stages.parent(chosen[0])} if len(chosen) == 1 else set(chosen)
+    return [name for name in stages.names() if name in wanted]
 
 
 MAIN_LINE = [name for name in stages.names() if not stages.is_dead_end(name)]
@@ -203,8 +201,7 @@ def repeats(impl: str, pass_: str) -> bool:
     file = {"fwd": "forward.py", "bwd": "backward.py"}.get(pass_)
     if file is None or impl in BASELINES or not stages.is_dead_end(impl):
         return False
-    base = next(name for name in stages.names() if stages.position(name) == stages.before(stages.position(impl)))
-    ours, theirs = (Path(stages.__path__[0], name, file).read_text() for name in (impl, base))
+    ours, theirs = (Path(stages.__path__[0], name, file).read_text() for name in (impl, stages.parent(impl)))
     return ours == theirs
 
 

@@ -7,6 +7,7 @@ import importlib
 import itertools
 import pkgutil
 import re
+from pathlib import Path
 from types import ModuleType
 
 import common  # noqa: F401  (before any stage: it chooses between GPU and interpreter)
@@ -21,12 +22,6 @@ def position(name: str) -> tuple[int, str] | None:
 def is_dead_end(name: str) -> bool:
     """Whether that is a stage from which the evolution does not go on."""
     return (position(name) or (0, ""))[1] != ""
-
-
-def before(position: tuple[int, str]) -> tuple[int, str]:
-    """Where the stage stands that one at `position` was made from; for the first one, nowhere."""
-    number, branch = position
-    return (number, "") if branch else (number - 1, "")
 
 
 def names() -> list[str]:
@@ -58,6 +53,28 @@ def resolve(name: str) -> str:
 def load(name: str) -> ModuleType:
     """The stage's module, with `attention`, `forward` and `backward`; `name` as in `resolve`."""
     return importlib.import_module(f"stages.{resolve(name)}")
+
+
+def parent(name: str) -> str | None:
+    """The directory name of the stage that `name` was made from; None where there is no such stage, as for the first one.
+
+    A stage made from v14 that is not v15 or v14a says so: `PARENT = "v14"` in its `__init__.py`. Without a `PARENT`, a stage's
+    parent has the number before, and a dead end's parent has its own number.
+
+    Args:
+        name: a directory name. That of a stage which is gone, as old results have it, counts as one without a `PARENT`.
+
+    Raises:
+        SystemExit: no stage is called what `PARENT` says.
+    """
+    module = next((path for path in (Path(root, name, "__init__.py") for root in __path__) if path.exists()), None)
+    if recorded := module and re.search(r"^PARENT = [\"'](.*)[\"']", module.read_text(), re.MULTILINE):
+        try:
+            return resolve(recorded[1])
+        except ValueError:
+            raise SystemExit(f"{module}: {recorded[0]} names no stage") from None
+    number, branch = position(name) or (0, "")
+    return next((other for other in names() if position(other) == (number if branch else number - 1, "")), None)
 
 
 def unavailable(name: str) -> str | None:

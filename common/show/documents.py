@@ -62,7 +62,6 @@ def summary_table(records: list[dict], machines: list[dict]) -> str:
         records, machines: as `common.show.results.load_runs` gives them.
     """
     names = implementations(records)
-    stage_at = {stages.position(name): name for name in names}
     headers = ["", *(f"{PASS_NAMES[pass_]}, D={head_dim}" for pass_, head_dim in COLUMNS)]
     headers += [f"both, D={head_dim}" for head_dim in HEAD_DIMS]
     hosts = {}
@@ -73,8 +72,7 @@ def summary_table(records: list[dict], machines: list[dict]) -> str:
     rows = []
     for name in names:
         row = [title(name)]
-        position = stages.position(name)
-        before = position and stage_at.get(stages.before(position))
+        before = stages.parent(name)
         for pass_, head_dim in COLUMNS:
             rate = mean_rate(records, name, pass_, head_dim)
             cells = [f"{rate:.0f}"] if rate else []
@@ -143,11 +141,6 @@ def with_table(text: str, name: str, table: str) -> str:
     return pattern.sub(lambda _: f"{begin}\n{table}\n\n{end}", text)
 
 
-def _before(name: str) -> str | None:
-    """The stage that `name` was made from; None for the first."""
-    return {stages.position(other): other for other in stages.names()}.get(stages.before(stages.position(name)))
-
-
 def _spans():
     """Pass, head dimension and mask of each row of a stage's tables."""
     return [(pass_, head_dim, causal) for pass_, head_dim in COLUMNS for causal in (False, True)]
@@ -164,7 +157,7 @@ def _step_table(rows: list[list[str]], headers: list[str]) -> str:
 def traffic_of_step(name: str) -> str:
     """What a stage and the one before move and compute, as counted."""
     counts, counter = load_counts(TRAFFIC)
-    before = _before(name)
+    before = stages.parent(name)
     headers = {
         "MB read": lambda count: f"{count['bytes_read'] / 1e6:.2f}",
         "MB written": lambda count: f"{count['bytes_written'] / 1e6:.2f}",
@@ -199,7 +192,7 @@ def _runs_with(*names: str) -> tuple[list[dict], list[dict]]:
 
 def gain_table(name: str) -> str:
     """What a step's traffic predicts it to gain, and what it gained, by sequence length; the first stage's times."""
-    before = _before(name)
+    before = stages.parent(name)
     records, machines = _runs_with(*filter(None, (before, name)))
     counts, _ = load_counts(TRAFFIC)
     model, _ = load_counts(TIMELINE)
@@ -233,12 +226,12 @@ def tuned_table(name: str) -> str:
     """What a stage and the one before moved on the GPU, with the tiles that each ran with there."""
     rows = []
     for span in _spans():
-        cases = [tuned_case(stage, *span) for stage in (_before(name), name)]
+        cases = [tuned_case(stage, *span) for stage in (stages.parent(name), name)]
         cells = []
         for case in cases:
             cells += [", ".join(label for label, *_ in pairs(case)), f"{bytes_of(case) / 1e6:.1f}"] if case else ["-", "-"]
         rows.append([*cells, f"÷{bytes_of(cases[0]) / bytes_of(cases[1]):.2f}" if all(cases) else "-"])
-    old, new = (stage.split("_")[0] for stage in (_before(name), name))
+    old, new = (stage.split("_")[0] for stage in (stages.parent(name), name))
     caption = (
         "MB between the L2 cache and the multiprocessors, spilled registers included, as Nsight Compute measures them on an "
         f"H200 with the tiles that the tuner chose there: two heads, S = {COUNTED_AT}, float16."
@@ -249,7 +242,7 @@ def tuned_table(name: str) -> str:
 def units_of_step(name: str) -> str:
     """How busy the units of the GPU are in a stage, the one before and two peers."""
     result = json.loads(UNITS.read_text())
-    shown = {"fwd": ("sdpa-cudnn", "flash-3", _before(name), name), "bwd": (_before(name), name)}
+    shown = {"fwd": ("sdpa-cudnn", "flash-3", stages.parent(name), name), "bwd": (stages.parent(name), name)}
     cases = [case for case in result["cases"] if not case["causal"] and case["impl"] in shown[case["pass"]]]
     return units_table({**result, "cases": cases})
 
@@ -261,12 +254,12 @@ def spread_table(name: str) -> str:
     deviations = sorted({record["score_std"] for record in records})
     rows = []
     for dtype, causal in itertools.product(("float16", "bfloat16"), (False, True)):
-        times = [[ms.get((stage, dtype, causal, std)) for std in deviations] for stage in (name, _before(name))]
+        times = [[ms.get((stage, dtype, causal, std)) for std in deviations] for stage in (name, stages.parent(name))]
         ratios = [f"×{a / b:.2f}" if a and b else "-" for a, b in zip(*times, strict=True)]
         rows.append([dtype, "causal" if causal else "full", *ratios])
     first = records[0]
     caption = (
-        f"Times as long as {_before(name)} takes for the same forward, by the standard deviation of normally distributed "
+        f"Times as long as {stages.parent(name)} takes for the same forward, by the standard deviation of normally distributed "
         f"scores: D = {first['head_dim']}, S = {first['seq_len']}, {origin(machine)}."
     )
     headers = ["", "mask", *(f"{std:g}" for std in deviations)]
@@ -285,11 +278,11 @@ def wide_table(name: str) -> str:
     lengths = sorted({record["seq_len"] for record in records})
     rows = []
     for pass_, causal, seq_len in itertools.product(("fwd", "bwd"), (False, True), lengths):
-        ours, old, *theirs = (rates.get((impl, pass_, causal, seq_len)) for impl in (name, _before(name), *peers))
+        ours, old, *theirs = (rates.get((impl, pass_, causal, seq_len)) for impl in (name, stages.parent(name), *peers))
         cells = [f"{ours:.0f}", f"×{ours / old:.2f}" if old else "-"] if ours else ["-", "-"]
         cells += [f"{100 * ours / rate:.0f} %" if ours and rate else "-" for rate in theirs]
         rows.append([PASS_NAMES[pass_], "causal" if causal else "full", seq_len, *cells])
-    headers = ["pass", "mask", "S", "TFLOP/s", f"over {_before(name)}", *(f"of {spoken(peer)}" for peer in peers)]
+    headers = ["pass", "mask", "S", "TFLOP/s", f"over {stages.parent(name)}", *(f"of {spoken(peer)}" for peer in peers)]
     align = ["left", "left"] + ["right"] * (len(headers) - 2)
     caption = f"D = 256, float16, 16k tokens, hidden size 2048, {origin(machine)}."
     return f"{caption}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True, colalign=align)}"
@@ -313,7 +306,7 @@ def timeline_table() -> str:
 
     rows = []
     for name, span in itertools.product(dict.fromkeys(record["impl"] for record in model), _spans()):
-        ours, theirs = ((modelled(model, stage, *span, seq_len), cycles(stage, *span)) for stage in (name, _before(name)))
+        ours, theirs = ((modelled(model, stage, *span, seq_len), cycles(stage, *span)) for stage in (name, stages.parent(name)))
         row = [name, PASS_NAMES[span[0]], span[1], "causal" if span[2] else "full", *(f"{x:.0f}" if x else "-" for x in ours)]
         row.append(f"{ours[0] / ours[1]:.2f}" if all(ours) else "-")
         if all(ours) and all(theirs):  # of a stage that is not Gluon's the model says nothing

@@ -83,8 +83,9 @@ def checked(source: str, name: str) -> str:
     at = {stages.position(other): other for other in stages.names()}
     if position in at or (results.ROOT / "stages" / name).exists():
         raise ValueError(f"{name!r} is taken: there is stages/{at.get(position, name)}")
-    number, _ = stages.before(position)
-    if stages.before(position) not in at:
+    number, branch = position
+    number -= not branch
+    if (number, "") not in at:
         raise ValueError(f"{name!r} skips a stage: there is no v{number}")
     return source
 

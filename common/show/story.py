@@ -139,11 +139,9 @@ def sources() -> str:
 
 def print_story():
     """Each step of the walk, dead ends where they branch off."""
-    names = stages.names()
-    at = {stages.position(name): name for name in names}
-    for name in names:
+    for name in stages.names():
         print(f"{name}\n    {idea(name)}")
-        if old := at.get(stages.before(stages.position(name))):
+        if old := stages.parent(name):
             print(f"    from {old}: {change(old, name)}")
             for line in gain_lines(old, name):
                 print(f"    {line}")

@@ -56,8 +56,9 @@ def _ratio(a, b, factor=1.0):
 
 
 def _time_before(impl, time_at):
-    position = stages.position(impl)
-    return position and time_at.get(stages.before(position))
+    """The time of an implementation's parent. By its place: the directory of a stage may have been renamed since a run."""
+    parent = stages.parent(impl)
+    return parent and time_at.get(stages.position(parent))
 
 
 def _time_cells(record, ms_at, ms_of, machine, headers):

@@ -223,14 +223,13 @@ FOR_FAILED = {"_begun", "_leave", "_next_failed", "_next_again"}
 def accesses():
     """Every line of every kernel that loads or stores: (stage, file, index of the line). Marked long in functions that
     the stage before has, to the letter, and in those that no stage has any more of which everything is checked."""
-    at = {stages.position(name): name for name in stages.names()}
     checked = {
         (part, *function)
         for name, part in itertools.product(in_full(), ("forward", "backward"))
         for function in story.functions(Path(stages.__path__[0], name, f"{part}.py")).items()
     }
     for name in stages.names():
-        base = at.get(stages.before(stages.position(name)))
+        base = stages.parent(name)
         for part in ("forward", "backward"):
             path = Path(stages.__path__[0], name, f"{part}.py")
             known = story.functions(path.parents[1] / base / path.name) if base else {}

@@ -133,4 +133,32 @@ def test_a_stage_that_is_not_there(name):
 def test_stages_are_in_order():
     positions = [stages.position(name) for name in stages.names()]
     assert positions == sorted(set(positions))
-    assert {stages.before(position) for position in positions} <= {(-1, ""), *positions}
+    assert [name for name in stages.names() if not stages.parent(name)] == stages.names()[:1]
+
+
+def stage_with(parent, directory):
+    """The name of a new stage in `directory` that records this parent."""
+    name = "v99_mine"
+    (directory / name).mkdir()
+    (directory / name / "__init__.py").write_text(f"PARENT = {parent!r}\n")
+    return name
+
+
+@pytest.mark.parametrize("recorded", ["v14", "v14_short_tiles"])
+def test_a_stage_records_its_parent(recorded, tmp_path, monkeypatch):
+    monkeypatch.setattr(stages, "__path__", [*stages.__path__, str(tmp_path)])
+    assert stages.parent(stage_with(recorded, tmp_path)) == "v14_short_tiles"
+
+
+def test_a_parent_that_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(stages, "__path__", [*stages.__path__, str(tmp_path)])
+    name = stage_with("v77", tmp_path)
+    with pytest.raises(SystemExit, match=f"{name}/__init__.py: PARENT = 'v77' names no stage"):
+        stages.parent(name)
+
+
+def test_a_stage_without_a_recorded_parent_follows_the_number_before():
+    assert stages.parent("v4_autotune_descriptor") == "v3_fa2_causal"
+    assert stages.parent("v4a_k_transposed") == "v4_autotune_descriptor"
+    assert stages.parent("v5_gone_since") == "v4_autotune_descriptor"
+    assert stages.parent("v0_naive") is stages.parent("sdpa-cudnn") is None

@@ -6,6 +6,8 @@ from numbers import Real
 import numpy
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
 
 from common.runtime import DEVICE
 
@@ -63,6 +65,8 @@ def _are_right(q, k, v) -> bool:
     """All that `check_inputs` looks for, at once: most often nothing is wrong, and every call asks."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         return False
+    if q.is_nested or k.is_nested or v.is_nested:  # a nested tensor may have no shape
+        return False
     shape_q, shape_k, shape_v = q.shape, k.shape, v.shape
     return (
         len(shape_q) == len(shape_k) == len(shape_v) == 4
@@ -70,6 +74,7 @@ def _are_right(q, k, v) -> bool:
         and q.device == k.device == v.device
         and q.dtype in DTYPES
         and q.device.type == DEVICE
+        and q.layout is k.layout is v.layout is torch.strided
         and 0 not in (*shape_q, *shape_k, *shape_v)
         and shape_q[3] in HEAD_DIMS
         and shape_v[3] in HEAD_DIMS
@@ -79,6 +84,12 @@ def _are_right(q, k, v) -> bool:
     )
 
 
+def _why_that_device() -> str:
+    if DEVICE == "cpu":
+        return "kernels run on the CPU, through Triton's interpreter"
+    return "a GPU is in use" if torch.cuda.is_available() else "TRITON_INTERPRET=0 asks for a GPU, and none is here"
+
+
 def check_inputs(q, k, v):
     """Raise ValueError or TypeError, naming the argument, what it got and what it takes. Runs before any kernel."""
     if _are_right(q, k, v):
@@ -86,6 +97,9 @@ def check_inputs(q, k, v):
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            got = "a nested tensor" if tensor.is_nested else tensor.layout
+            raise TypeError(f"{name} must be a dense tensor, of layout torch.strided, got {got}")
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions [batch, heads, sequence, head_dim], got {tensor.dim()}")
         if tensor.dtype not in DTYPES:
@@ -95,8 +109,7 @@ def check_inputs(q, k, v):
         if tensor.device != q.device:
             raise ValueError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
         if tensor.device.type != DEVICE:
-            where = "a GPU is in use" if DEVICE == "cuda" else "kernels run on the CPU, through Triton's interpreter"
-            raise ValueError(f"{name} must be on a {DEVICE} device ({where}), got {tensor.device}")
+            raise ValueError(f"{name} must be on a {DEVICE} device ({_why_that_device()}), got {tensor.device}")
         if 0 in tensor.shape:
             raise ValueError(f"{name} must not have a dimension of 0, got {tuple(tensor.shape)}")
     for name, head_dim in (("head_dim, the last dimension of q and k,", q.shape[3]), ("the last dimension of v", v.shape[3])):
@@ -152,20 +165,86 @@ def plainly(function: Callable, first: Tensor, *tensors: Tensor, **options):
 def _unwatched(*tensors: Tensor) -> bool:
     """Whether backward autograd alone has to know of a call.
 
-    No compiler, tracer, transform, mode or profiler; no class of tensors, and no sign that the dispatcher has yet to turn.
+    No compiler, tracer, transform, mode or profiler; no class of tensors, none that a transform has left behind, and no sign
+    that the dispatcher has yet to turn.
     """
     return not (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._is_torch_function_mode_enabled()
         or torch._C._functorch.peek_interpreter_stack()
-        or torch.autograd.forward_ad._current_level >= 0
+        or forward_ad._current_level >= 0
         or torch.autograd.profiler._is_profiler_enabled
         or torch.jit.is_tracing()
-    ) and all(type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_neg() for tensor in tensors)
+    ) and all(
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and not tensor.is_neg()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        for tensor in tensors
+    )
 
 
-def _register(name: str, function: Callable, fake: Callable, gradients: Callable, setup_context: Callable | None) -> Callable:
+def _refuse_tangents(name: str, inputs: tuple):
+    """Raise NotImplementedError for a tensor with a tangent, before a kernel runs: its result would silently have none."""
+    if forward_ad._current_level < 0:
+        return
+    if any(isinstance(one, Tensor) and forward_ad.unpack_dual(one).tangent is not None for one in inputs):
+        raise NotImplementedError(
+            f"{name} has no forward-mode derivatives (torch.func.jvp, jacfwd, hessian, torch.autograd.forward_ad); "
+            "use reverse mode: torch.func.vjp, jacrev or torch.autograd.grad"
+        )
+
+
+def _autograd_kernel(name: str, operator: Callable, gradients: Callable, setup_context: Callable) -> Callable:
+    """The dispatcher's autograd kernel of an operator. Inside of torch.func's transforms it runs once for each of them.
+
+    `torch.library.register_autograd` makes a kernel that raises inside of transforms.
+    """
+
+    class Differentiable(torch.autograd.function._SingleLevelFunction):
+        @staticmethod
+        def forward(ctx, keys, *inputs):
+            # PyTorch switches both modes off around a forward; transforms further out see the call next, and need them.
+            with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+                output = below(keys, *inputs)
+            setup_context(ctx, inputs, output)
+            return output
+
+        @staticmethod
+        def backward(ctx, *grads):
+            return None, *gradients(ctx, *grads)
+
+    def below(keys, *inputs):
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator.redispatch(keys & torch._C._after_autograd_keyset, *inputs)
+
+    def kernel(keys, *inputs):
+        _refuse_tangents(name, inputs)
+        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)):
+            return below(keys, *inputs)
+        with enable_single_level_autograd_function():
+            return Differentiable.apply(keys, *inputs)
+
+    return kernel
+
+
+def _vmap_rule(operator: Callable) -> Callable:
+    """What `torch.vmap` calls for an operator: it folds the mapped dimension into the batch, dimension 0 of every tensor."""
+
+    def fold(tensor, dim, size):
+        tensor = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+        return tensor.flatten(0, 1)
+
+    def rule(info, in_dims, *inputs):
+        size = info.batch_size
+        pairs = zip(inputs, in_dims, strict=True)
+        results = operator(*(fold(one, dim, size) if isinstance(one, Tensor) else one for one, dim in pairs))
+        return tuple(result.unflatten(0, (size, -1)) for result in results), (0,) * len(results)
+
+    return rule
+
+
+def _register(name: str, function: Callable, fake: Callable, gradients: Callable, setup_context: Callable) -> Callable:
     """The PyTorch operator `kernel_evolution::{name}` of an annotated function that returns new tensors.
 
     What `torch.library.custom_op` does, less what it adds to every call: some 5 µs of the CPU's time. As there, a name that is
@@ -181,8 +260,10 @@ def _register(name: str, function: Callable, fake: Callable, gradients: Callable
     library.define(name + torch.library.infer_schema(function, mutates_args=()))
     library.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
-    torch.library.register_autograd(f"{NAMESPACE}::{name}", gradients, setup_context=setup_context, lib=library)
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
+    operator = getattr(getattr(torch.ops, NAMESPACE), name).default
+    library.impl(name, _autograd_kernel(name, operator, gradients, setup_context), "Autograd", with_keyset=True)
+    torch.library.register_vmap(f"{NAMESPACE}::{name}", _vmap_rule(operator), lib=library)
+    return operator
 
 
 def make_attention(package: str, forward: Callable, backward: Callable) -> Callable:
@@ -237,6 +318,9 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
             dk = dk + backward_op((weight * q).to(q.dtype), q, k, k, mean_key, lse, *ctx.options)[2]
         return dq, dk, dv, None, None, None
 
+    def keep_nothing(ctx, inputs, output):
+        pass
+
     def refuse(ctx, *grads):
         raise RuntimeError(f"the gradients of {name}'s attention cannot be differentiated again")
 
@@ -252,7 +336,7 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
         backward = staticmethod(gradients)
 
     forward_op = _register(f"{name}_forward", run_forward, fake_forward, gradients, setup_context)
-    backward_op = _register(f"{name}_backward", run_backward, fake_backward, refuse, None)
+    backward_op = _register(f"{name}_backward", run_backward, fake_backward, refuse, keep_nothing)
 
     def attention(q, k, v, *, causal=False, scale=None, return_lse=False):
         """Exact attention, softmax(scale · q kᵀ) v, differentiable in q, k and v.
@@ -274,12 +358,14 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
             out [B, H, Sq, Dv] like q, or (out, lse) with lse [B, H, Sq] float32, natural logarithm.
 
         Raises:
-            TypeError: an argument of the wrong type, or a dtype that is not supported or differs from q's.
+            TypeError: an argument of the wrong type, a sparse or nested tensor, a dtype that is not supported or is not q's.
             ValueError: a wrong rank, shape, head dimension or device, heads of q that are no multiple of those of k, an empty
                 tensor, a scale out of its range, another string for `causal`, or "bottom-right" with more queries than keys.
 
-        Under `torch.autocast` the inputs, unless float64, are cast to the autocast dtype first, as SDPA does. The gradients
-        cannot be differentiated again.
+            NotImplementedError: an input has a forward-mode tangent (`torch.func.jvp`, `jacfwd`, `hessian`).
+
+        Under `torch.autocast` the inputs, unless float64, are cast to the autocast dtype first, as SDPA does. `torch.func`'s
+        `grad`, `vjp`, `jacrev` and `vmap` work. The gradients cannot be differentiated again.
         """
         if torch.is_autocast_enabled(DEVICE):
             q, k, v = autocast(q, k, v)
@@ -293,5 +379,5 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
         out, lse = function(q, k, v, causal, checked_scale(scale, q.shape[-1]), diagonal)
         return (out, lse) if return_lse else out
 
-    attention.__qualname__ = f"{name}.attention"
+    attention.__module__, attention.__qualname__ = package, "attention"  # where pickle finds it
     return attention

@@ -3,6 +3,7 @@
 import math
 
 import numpy
+import programs
 import pytest
 import torch
 from cases import make_inputs
@@ -19,8 +20,17 @@ def each(change):
     return {name: change(tensor) for name, tensor in GOOD.items()}
 
 
+def nested(layout):
+    """Two sequences of a head, of different lengths."""
+    return torch.nested.nested_tensor([torch.zeros(length, 16) for length in (3, 5)], layout=layout)
+
+
 BAD = {
     "q is no tensor": ({"q": [1.0]}, TypeError, "q must be a torch.Tensor, got list"),
+    "q is sparse": ({"q": GOOD["q"].to_sparse()}, TypeError, "q must be a dense tensor.* got torch.sparse_coo"),
+    "k is sparse": ({"k": torch.eye(4).to_sparse_csr()}, TypeError, "k must be a dense tensor.* got torch.sparse_csr"),
+    "k is nested": ({"k": nested(torch.strided)}, TypeError, "k must be a dense tensor.* got a nested tensor"),
+    "v is nested": ({"v": nested(torch.jagged)}, TypeError, "v must be a dense tensor.* got a nested tensor"),
     "k is None": ({"k": None}, TypeError, "k must be a torch.Tensor, got NoneType"),
     "q without a batch": ({"q": GOOD["q"][0]}, ValueError, "q must have 4 dimensions .* got 3"),
     "k with a fifth dimension": ({"k": GOOD["k"][None]}, ValueError, "k must have 4 dimensions .* got 5"),
@@ -73,6 +83,13 @@ BAD = {
     "return_lse is text": ({"return_lse": "no"}, TypeError, "return_lse must be a bool, got str"),
     "return_lse is None": ({"return_lse": None}, TypeError, "return_lse must be a bool, got NoneType"),
 }
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="needs a machine without a GPU")
+def test_a_gpu_that_was_asked_for_and_is_not_there():
+    program = "import stages, torch; q = torch.ones(1, 1, 1, 16); stages.load('v3').attention(q, q, q)"
+    said = programs.python("-c", program, TRITON_INTERPRET="0").stderr
+    assert "ValueError: q must be on a cuda device (TRITON_INTERPRET=0 asks for a GPU, and none is here), got cpu" in said
 
 
 class Calls(TorchDispatchMode):

@@ -81,7 +81,7 @@ def test_a_copy_computes_what_its_own_directory_says(tree, source, tmp_path, mon
 
     inputs = make_inputs(9, 20, 16, batch=1, heads=1)
     copy = load()
-    assert copy.attention.__qualname__ == f"{name}.attention"
+    assert copy.attention.__module__ == f"stages.{name}"
     check(copy, *inputs, causal=True)
     with (tmp_path / name / "forward.py").open("a") as file:
         file.write("\n\nright = forward\n\n\ndef forward(q, k, v, **options):\n")

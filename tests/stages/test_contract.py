@@ -41,7 +41,7 @@ def test_a_stage_answers_with_its_own_functions(stage):
     """Not with those of the stage that it was copied from."""
     directory = stage.__name__.removeprefix("stages.")
     assert [stage.forward.__module__, stage.backward.__module__] == [f"{stage.__name__}.{part}" for part in PARTS]
-    assert stage.attention.__qualname__ == f"{directory}.attention"
+    assert (stage.attention.__module__, stage.attention.__qualname__) == (stage.__name__, "attention")
     operator = inspect.getclosurevars(stage.attention).nonlocals["forward_op"]
     assert operator.name() == f"kernel_evolution::{directory}_forward"
 

@@ -17,6 +17,11 @@ help:  ## list the targets
 needs-%:
 	@: $(if $(strip $($*)),,$(error $*=… is missing, as in: $(EXAMPLE)))
 
+# $(call install,OPTIONS): pip, which is heard only where it fails.
+define install
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check $(1) >.venv/pip.log 2>&1 || { cat .venv/pip.log >&2; exit 1; }
+endef
+
 # The stamp is written last: an installation that failed is tried again. For these versions all pinned packages have wheels.
 .venv/installed: requirements.txt
 	@found=; for python in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -25,13 +30,15 @@ needs-%:
 	if [ -z "$$found" ]; then \
 		echo "Python 3.11 to 3.14 is needed and python3 is $$(python3 --version 2>&1); or name an interpreter: make … PYTHON=…" >&2; \
 		exit 1; fi; \
+	echo "Installing the packages of requirements.txt into .venv, once; this takes 1 to 5 minutes." >&2; \
 	$$found -m venv .venv
-	.venv/bin/python -m pip install --requirement requirements.txt
+	$(call install,--requirement requirements.txt)
 	@touch $@
 
 # What the examples need besides; no other target does.
 .venv/example: examples/requirements.txt .venv/installed
-	.venv/bin/python -m pip install --constraint requirements.txt --requirement examples/requirements.txt
+	@echo "Installing the packages of examples/requirements.txt into .venv, once; this takes a minute." >&2
+	$(call install,--constraint requirements.txt --requirement examples/requirements.txt)
 	@touch $@
 
 # $(call run_tests,MARKS): on several processes where pytest-xdist is installed. What is marked `alone` runs after the others on a

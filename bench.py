@@ -13,7 +13,6 @@ import math
 import signal
 import statistics
 import sys
-import time
 from dataclasses import astuple, fields
 from pathlib import Path
 
@@ -28,15 +27,12 @@ from common.measure.baselines import BASELINES, refusal, timed_call
 from common.measure.counter import Count, count
 from common.measure.footprint import footprint
 from common.measure.options import json_path, list_of, one_of, positive, positive_number, positive_or_zero, unwritable
+from common.measure.progress import COLUMNS, Progress, say
 from common.measure.workloads import Workload
 from common.runtime import DEVICE
-from common.show.results import HEAD_DIMS
+from common.show.results import HEAD_DIMS, spoken
+from common.show.summary import summary
 from common.show.tables import speed_table
-
-NO_TIMES = (
-    "No GPU in use: the kernels are interpreted, on the CPU. Interpreter times mean nothing; the tables show "
-    "the traffic and the FLOPs that were counted instead, and how long they take at a GPU's published peaks."
-)
 
 SAVED = Path(".benchmarks")  # pytest-benchmark's
 
@@ -44,10 +40,9 @@ SHORT_S = 1e-3  # of a call that takes the GPU longer the launches are hidden an
 
 # What a case takes, roughly. On an H200, with all that is tuned and compiled: the reference run's time over its cases.
 GPU_CASE_S = 0.75
-# On the interpreter, with what is around its three calls, and for each pair of a query and a key that they compute (the five
-# products of a backward are 2.5 of these): 4 to 30 µs of one core, by stage, tile and head dimension.
-INTERPRETER_CASE_S, INTERPRETER_PAIR_S = 0.1, 8e-6
-ESTIMATE_SHARE = 0.1  # of the run: what the estimate counts for against what the cases before have taken
+# On the interpreter, with what is around its two calls, and for each pair of a query and a key (2.5 times in a backward): the
+# mean over all stages at S = 512 and 1024.
+INTERPRETER_CASE_S, INTERPRETER_PAIR_S = 0.1, 6e-7
 
 CHECKED_SCORES = 2**33  # in float64, at most: those of 32 heads of 16384 queries and keys
 
@@ -74,7 +69,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
 
     passes, dtypes = ({name: name for name in names} for names in (workloads.PASSES, workloads.DTYPES))
     head_dims = {str(head_dim): head_dim for head_dim in operator.HEAD_DIMS}
-    stage_help = f"of {joined(stages.names())}, or just v0; one alone brings the stage before it and v0 along; default: all"
+    stage_help = f"of {joined(stages.names())}, or just v0; one alone brings its parent and v0 along; default: all"
     add_list("stage", stages.resolve, stages.names(), stage_help)
     add_list("pass_", one_of(passes), ["fwd", "bwd"], f"of {joined(passes)}; default: fwd,bwd")
     head_dim_help = f"of {joined(head_dims)}; default: {joined(workloads.HEAD_DIMS)}"
@@ -90,6 +85,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     add_list("score_std", positive_number, [1.0], "standard deviation of the scores, any; default: 1")
     add_list("sink", positive_or_zero, [0.0], "nats that key 0 scores for every query, any; default: 0, it is as the others")
     parser.add_argument("--json", type=json_path, metavar="FILE", help="also save the run in FILE")
+    parser.add_argument("--wide", action="store_true", help="show every column of the tables, in lines of any length")
     parser.add_argument(
         "--reference",
         choices=GRIDS,
@@ -102,6 +98,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.reference and any(getattr(options, name) for name in defaults):
         parser.error("--reference is a selection of its own, and goes with --json alone")
+    options.about = options.stage[-1] if options.stage else None
     for name, default in defaults.items():
         values = getattr(options, name) or default
         setattr(options, name, list(dict.fromkeys(values)))
@@ -226,16 +223,6 @@ def expected_seconds(impl: str, workload: Workload) -> float:
     return INTERPRETER_CASE_S + interpreted * INTERPRETER_PAIR_S * pairs
 
 
-def seconds_left(done: list[float], to_do: list[float], elapsed: float) -> float:
-    """What the rest of a run takes, roughly: what is expected of it, times what the cases before took against expectation.
-
-    Args:
-        done, to_do: `expected_seconds` of the cases.
-    """
-    certainty = ESTIMATE_SHARE * (sum(done) + sum(to_do))
-    return sum(to_do) * (elapsed + certainty) / (sum(done) + certainty)
-
-
 def duration(seconds: float) -> str:
     """Seconds as a reader wants them: 40 s, 12 min, 3.5 h."""
     for unit, size, digits in (("h", 3600, 1), ("min", 60, 0)):
@@ -315,7 +302,9 @@ def _gpu_timer() -> timing.GpuTimer:
     return timing.GpuTimer()
 
 
-TIMER = timing.Replay() if DEVICE == "cuda" else time.perf_counter
+TIMER = timing.Replay()
+# What a saved run calls a group of benchmarks, after the workload. Without a GPU it says what the "times" are.
+GROUP = "" if DEVICE == "cuda" else f" (no GPU: counted, as time at the peaks of an {GPU.name})"
 
 
 class Bench:
@@ -324,6 +313,8 @@ class Bench:
     def __init__(self, options: argparse.Namespace):
         self.cases = cases(options)
         self.json = options.json
+        self.columns = None if options.wide else COLUMNS
+        self.about = options.about
         self.begun = 0
         self.records = []
         self.machine = machine.facts() | {"matmul_tflops": {}}
@@ -335,15 +326,13 @@ class Bench:
         self.expected = [expected_seconds(params.pop("impl"), Workload(**params)) for params in every]
         first_use = "; more where kernels have to be compiled and tuned first" if DEVICE == "cuda" else ""
         print(f"{len(every)} cases, about {duration(sum(self.expected))}{first_use}.")
-        self.started = time.perf_counter()
+        self.progress = Progress(sum(self.expected))
         gc.collect()
         gc.freeze()  # the modules, so that the collections between cases do not go through them
-        if DEVICE == "cpu":
-            print(NO_TIMES)
 
     def pytest_report_teststatus(self, report):
         if report.when == "call":
-            return report.outcome, "", ""  # no letters: the progress lines say it
+            return report.outcome, "", ""  # no letters: the progress bar says it
 
     def pytest_benchmark_update_machine_info(self, machine_info):
         for name in ("node", "release"):  # which machine it was, its GPU and versions aside, is nobody's business
@@ -359,17 +348,21 @@ class Bench:
             files.replace(self.json, json.dumps(output_json, indent=4))
 
     def pytest_terminal_summary(self, terminalreporter):
+        self.progress.close()
         if self.records:
-            terminalreporter.write_line("\n" + speed_table(self.records, self.machine))
-        if DEVICE == "cpu":
-            terminalreporter.write_line("\n" + NO_TIMES)
+            tables = speed_table(self.records, self.machine, self.columns)
+            terminalreporter.write_line("\n\n".join([summary(self.records, self.machine, self.about), tables]))
 
     def measure(self, benchmark, impl: str, workload: Workload):
         """Measure one case and record it; a case that cannot be measured is recorded as a failure."""
-        done, to_do = self.expected[: self.begun], self.expected[self.begun :]
-        left = duration(seconds_left(done, to_do, time.perf_counter() - self.started))
-        self.begun += 1
-        self._progress(f"[{self.begun}/{len(self.expected)}, about {left} left] {workload.label} {impl}: ")
+        self.progress.begin(f"{self.begun + 1} of {len(self.expected)}, {spoken(impl)}, {workload.label}")
+        try:
+            self._record(benchmark, impl, workload)
+        finally:
+            self.progress.update(self.expected[self.begun])
+            self.begun += 1
+
+    def _record(self, benchmark, impl, workload):
         benchmark.name = impl  # in its group, the workload
         record = {"impl": impl, **workload.record()}
         self.records.append(record)
@@ -380,7 +373,7 @@ class Bench:
             raise
         except BaseException as error:
             record |= _failure(impl, error)
-            self._progress(record["failure"], end="\n")
+            say(f"{workload.label}, {impl}: {record['failure']}")
             if record["failure"] == "WRONG":
                 pytest.fail(f"{workload.label} {impl}: {error}", pytrace=False)
             if record["failure"] == "ERROR":
@@ -388,8 +381,6 @@ class Bench:
         else:
             record |= measured
             benchmark.extra_info |= record
-            shown = f"{record['ms']:.4g} ms" if DEVICE == "cuda" else f"{record['kernel_launches']} kernel launches"
-            self._progress(shown, end="\n")
             return
         gc.collect()  # out here the traceback no longer holds the tensors of the case
         torch.cuda.empty_cache()
@@ -400,25 +391,23 @@ class Bench:
             self._measure_ceilings(workload)
         inputs, *_ = _problem(workload)
 
-        self._progress("checking, ")
         call = timed_call(impl, workload, inputs)
         check(call(), workload)
         # The call that was checked tuned and compiled the kernels, which takes memory of its own.
-        costs = footprint(call) if DEVICE == "cuda" else traffic.costs(_count(impl, workload), GPU, workload.dtype)
-
-        self._progress("timing, ")
-        if DEVICE == "cuda":
-            times, launch_hidden = _gpu_timer().measure(call)
-            TIMER.load(times)
-            benchmark.pedantic(lambda: None, rounds=len(times))
-            gpu_s = statistics.median(times)
-            lower, median, upper = statistics.quantiles(timing.host_seconds(call, gpu_s), n=4)
-            costs |= {"host_us": median * 1e6, "host_iqr_us": (upper - lower) * 1e6}
-            if gpu_s < SHORT_S:
-                costs["in_a_row_us"] = statistics.median(timing.seconds_in_a_row(call, gpu_s)) * 1e6
-        else:
-            launch_hidden = None
-            benchmark.pedantic(call)
+        if DEVICE == "cpu":
+            costs = traffic.costs(_count(impl, workload), GPU, workload.dtype)
+            TIMER.load([(costs["roofline_us"] or 0.0) / 1e6])  # 0 in float32, whose peaks are not known
+            benchmark.pedantic(lambda: None)
+            return {"flops": workload.flops, **costs}
+        costs = footprint(call)
+        times, launch_hidden = _gpu_timer().measure(call)
+        TIMER.load(times)
+        benchmark.pedantic(lambda: None, rounds=len(times))
+        gpu_s = statistics.median(times)
+        lower, median, upper = statistics.quantiles(timing.host_seconds(call, gpu_s), n=4)
+        costs |= {"host_us": median * 1e6, "host_iqr_us": (upper - lower) * 1e6}
+        if gpu_s < SHORT_S:
+            costs["in_a_row_us"] = statistics.median(timing.seconds_in_a_row(call, gpu_s)) * 1e6
         stats = benchmark.stats.stats
         return {
             "flops": workload.flops,
@@ -432,14 +421,9 @@ class Bench:
     def _measure_ceilings(self, workload):
         """Measure what the library reaches, once in a run: in products, and in a copy where keys are not as many as queries."""
         if workload.dtype not in self.machine["matmul_tflops"]:
-            self._progress("matmul ceiling, ")
             self.machine["matmul_tflops"][workload.dtype] = timing.matmul_tflops(_gpu_timer(), workloads.DTYPES[workload.dtype])
         if workload.kv_len != workload.seq_len and "copy_gbps" not in self.machine:
-            self._progress("copy ceiling, ")
             self.machine["copy_gbps"] = timing.copy_gbps(_gpu_timer())
-
-    def _progress(self, text, end=""):
-        print(text, end=end, file=sys.stderr, flush=True)
 
 
 def _bench(config) -> Bench:
@@ -458,7 +442,7 @@ def pytest_generate_tests(metafunc):
             impl,
             *astuple(workload),
             id=f"{workload.label.replace('=', '').replace(' ', '-')}-{impl}",
-            marks=pytest.mark.benchmark(group=workload.label, timer=TIMER, disable_gc=True),
+            marks=pytest.mark.benchmark(group=workload.label + GROUP, timer=TIMER, disable_gc=True),
         )
         for impl, workload in _bench(metafunc.config).cases
     ]

@@ -122,4 +122,4 @@ def assert_same_bits(first: dict, second: dict, unordered: tuple = ()):
 def cells(table, impl):
     """The rows of an implementation, each the list of its cells."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")]
-    return [row for row in rows if row[2] == impl]
+    return [row for row in rows if row[2:3] == [impl]]

@@ -139,7 +139,7 @@ class Replay:
         self._readings = iter(())
 
     def __repr__(self):
-        return "GPU time between two events"  # what saved runs name as their timer
+        return "replayed: GPU time between two events, or counted time at peak"  # what saved runs name as their timer
 
     def load(self, times: list[float]):
         """Take the seconds of the rounds to come; what is left of earlier ones is dropped."""

@@ -15,11 +15,11 @@ from tabulate import tabulate
 
 from common.measure.workloads import Workload
 from common.show import results
-from common.show.tables import stage_order, title
+from common.show.tables import short_commit, stage_order
 
 SAVED = Path(".benchmarks")  # where pytest-benchmark saves, under the current directory
-COUNTED = ("MB moved", "MFLOP", "µs at peak")
-NO_TIMES = "Without a GPU there are no times to compare, only what was counted; times at peak are a GPU's, as published."
+COUNTED = ("MB", "MFLOP", "µs at peak")  # read and written; executed
+NO_TIMES = "No GPU: the runs counted and did not time. Times at peak are those of a GPU's published peaks."
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Run:
     def origin(self) -> str:
         """Where it is from, with what tells it from another run of the same machine."""
         facts = [self.machine["gpu"] or "no GPU", f"torch {self.machine['torch']}", f"triton {self.machine['triton']}"]
-        return ", ".join([*facts, f"commit {self.machine['commit']}", self.machine["date"]])
+        return ", ".join([*facts, f"commit {short_commit(self.machine['commit'])}", self.machine["date"]])
 
 
 def load(path: Path) -> Run:
@@ -77,7 +77,7 @@ def table(old: Run, new: Run) -> str:
     """A table for each workload of both runs; both with a GPU, or both without."""
     on_gpu = new.machine["gpu"] is not None
     names = ("ms ± IQR",) if on_gpu else COUNTED
-    headers = ["implementation", *(f"{name}, {when}" for name in names for when in ("before", "now")), "× as fast"]
+    headers = ["implementation", *(text for name in names for text in (name, "now")), "× as fast"]
     time = "ms" if on_gpu else "roofline_us"
     parts = []
     for label in new.records:
@@ -88,7 +88,7 @@ def table(old: Run, new: Run) -> str:
             before, now = (run.records[label].get(impl) for run in (old, new))
             times = [record and record.get(time) for record in (before, now)]
             cells = chain(*zip(_cells(before, on_gpu), _cells(now, on_gpu), strict=True))
-            rows.append([title(impl), *cells, f"{times[0] / times[1]:.2f}" if all(times) else "-"])
+            rows.append([impl, *cells, f"{times[0] / times[1]:.2f}" if all(times) else "-"])
         align = ["left"] + ["right"] * (len(headers) - 1)
         parts.append(f"{label}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True, colalign=align)}")
     return "\n\n".join(parts)
@@ -112,7 +112,7 @@ def main():
     if not (shared := old.records.keys() & new.records.keys()):
         raise SystemExit("the last two runs have no workload in common")
     if left_out := len(old.records | new.records) - len(shared):
-        print(f"{left_out} workloads that only one of them has are left out.")
+        print(f"Only one of the runs has {left_out} of the workloads; these are left out.")
     print(f"\n{table(old, new)}")
 
 

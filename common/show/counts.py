@@ -6,21 +6,19 @@ What is counted, and with which tiles, `common.measure.traffic` says.
 """
 
 import argparse
-import datetime
 import os
 import signal
 import sys
-import time
-from collections import Counter
 from dataclasses import asdict
 
 import stages
 from common.measure import machine
 from common.measure.options import add_list, json_path, list_of, one_of, workloads_of, write_json
+from common.measure.progress import COLUMNS, Progress
 from common.measure.traffic import GPUS, costs, count_stage
-from common.measure.workloads import Workload
 from common.runtime import INTERPRETED
 from common.show import tables
+from common.show.results import spoken
 
 
 def parse_options(argv: list[str]) -> argparse.Namespace:
@@ -39,33 +37,13 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     ):  # fmt: skip
         add_list(parser, flag, default)
     parser.add_argument("--gpu", choices=GPUS, default="h200", help="whose tiles and peaks (default: %(default)s)")
+    parser.add_argument("--wide", action="store_true", help="show every column of the tables, in lines of any length")
     parser.add_argument("--json", type=json_path, metavar="FILE", help="also write the records, and each launch, there")
     options = parser.parse_args(argv)
     names = "head_dim", "causal", "seq_len", "heads", "kv_heads", "value_dim"
     lists = {name: getattr(options, name) for name in names}
     options.workloads = workloads_of(parser, pass_=vars(options)["pass"], **lists)
     return options
-
-
-def seconds_left(cases: list[tuple[str, Workload]], seconds: list[float]) -> float | None:
-    """How long the cases will take that come after the first ones, whose seconds are known; None until each stage has one.
-
-    A stage's time is taken to grow with the FLOPs.
-    """
-    spent, work = Counter(), Counter()
-    for (name, workload), taken in zip(cases, seconds, strict=False):
-        spent[name] += taken
-        work[name] += workload.flops
-    left = cases[len(seconds) :]
-    if any(name not in work for name, _ in left):
-        return None
-    return sum(workload.flops * spent[name] / work[name] for name, workload in left)
-
-
-def _progress(cases, seconds):
-    left = seconds_left(cases, seconds)
-    time_left = "" if left is None else f", about {datetime.timedelta(seconds=round(left))} left"
-    print(f"\rcounted {len(seconds)} of {len(cases)}{time_left}", end="", file=sys.stderr, flush=True)
 
 
 def main(argv: list[str]) -> int:
@@ -85,23 +63,21 @@ def main(argv: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # a time limit too, and in the background of a shell, which ignores SIGINT
         signal.signal(number, signal.default_int_handler)
     cases = [(name, workload) for workload in options.workloads for name in countable]
-    cases.sort(key=lambda case: case[1].flops)  # small ones first, which tell how long the others will take
-    records, seconds = [], []
+    records = []
     try:
-        for name, workload in cases:
-            _progress(cases, seconds)
-            begun = time.perf_counter()
-            counted = count_stage(stages.load(name), workload, gpu)
-            seconds.append(time.perf_counter() - begun)
-            launches = [asdict(launch) for launch in counted.launches]
-            records.append({"impl": name, **workload.record(), **costs(counted, gpu, workload.dtype), "launches": launches})
-        _progress(cases, seconds)
+        with Progress(sum(workload.flops for _, workload in cases)) as bar:
+            for number, (name, workload) in enumerate(cases, start=1):
+                bar.begin(f"{number} of {len(cases)}, {spoken(name)}, {workload.label}")
+                counted = count_stage(stages.load(name), workload, gpu)
+                launches = [asdict(launch) for launch in counted.launches]
+                records.append({"impl": name, **workload.record(), **costs(counted, gpu, workload.dtype), "launches": launches})
+                bar.update(workload.flops)
     except KeyboardInterrupt:
-        print(f"\nstopped after {len(records)} of {len(cases)}", end="", file=sys.stderr)
-    print(file=sys.stderr)
+        print(f"stopped after {len(records)} of {len(cases)}", file=sys.stderr)
     origin = machine.facts() | {"matmul_tflops": {}, "roofline": gpu.peaks}
     if records:
-        print(f"{tables.speed_table(records, origin)}\n\nPeaks: {gpu.source}", flush=True)
+        table = tables.speed_table(records, origin, None if options.wide else COLUMNS)
+        print(f"{table}\n\nPeaks: {gpu.source}", flush=True)
         if options.json:
             write_json(options.json, {"records": records, "machine_info": origin})
     return 0 if len(records) == len(cases) else 2

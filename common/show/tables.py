@@ -1,5 +1,6 @@
 """The tables of a benchmark run, computed from its records alone: those in memory, or those that a JSON file keeps."""
 
+import textwrap
 from itertools import groupby
 
 from tabulate import tabulate
@@ -10,17 +11,24 @@ from common.measure.workloads import Workload
 _SHARED = ("pass", "head_dim", "value_dim", "causal", "dtype", "score_std", "sink")  # what the rows of one table have in common
 _WORKLOAD = ("seq_len", "kv_len", "batch", "heads", "kv_heads")  # what tells its workloads apart
 PASS_NAMES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
+_PARENT = "× parent"
 _TIME_HEADERS = (
-    "S", "B × H", "implementation", "ms", "± IQR", "TFLOP/s", "× stage before", "× v0", "% of cuDNN", "% of matmul",
-    "peak extra MiB", "host µs",
+    "S", "B × H", "implementation", "ms", "± IQR", "TFLOP/s", _PARENT, "× v0", "% of cuDNN", "% of matmul", "peak extra MB",
+    "host µs",
 )  # fmt: skip
 _COUNT_HEADERS = (
     "S", "B × H", "implementation", "tiles", "MB read", "MB written", "MFLOP", "FLOP / byte", "µs at peak", "bound by",
-    "× stage before", "kernel launches", "peak extra MiB",
+    _PARENT, "launches", "peak extra MB",
 )  # fmt: skip
 _KV_LEN = "Sk"  # a column of runs in which some have not as many keys as queries
 _IN_A_ROW = "µs in a row"  # a column of runs of short calls
 _KV_HEADS = "K/V heads"  # a column of runs in which some are shared
+# Columns that a table without room does without, the first one first.
+_LEFT_OUT = (
+    "host µs", "% of matmul", "peak extra MB", "bound by", _IN_A_ROW, "FLOP / byte", "× v0", "tiles", "B × H", "± IQR",
+    "launches", "% of cuDNN", "MFLOP", "MB written",
+)  # fmt: skip
+MIB_IN_MB = 2**20 / 1e6  # tables show bytes in MB of 10⁶ throughout
 
 
 def _by(keys):
@@ -35,6 +43,12 @@ def stage_order(impl: str) -> tuple[int, str]:
 def title(impl: str) -> str:
     """An implementation as a table names it."""
     return f"{impl} (dead end)" if stages.is_dead_end(impl) else impl
+
+
+def short_commit(commit: str) -> str:
+    """A commit as a terminal has room for it: twelve digits, and that files differ from it."""
+    digits, dirty, _ = commit.partition("+dirty")
+    return digits[:12] + dirty
 
 
 def markdown(rows: list[list], headers: list[str], left: tuple = ()) -> str:
@@ -72,7 +86,7 @@ def _time_cells(record, ms_at, ms_of, machine, headers):
         _number(_ratio(ms_at.get((0, "")), ms), 2),
         _number(_ratio(ms_of.get("sdpa-cudnn"), ms, 100), 0),
         _number(_ratio(record["tflops"], ceiling, 100), 0),
-        _number(record["peak_extra_mib"], 1),
+        _number(record["peak_extra_mib"] * MIB_IN_MB, 1),
         _number(record.get("host_us"), 0) + (f" ± {record['host_iqr_us']:,.0f}" if "host_iqr_us" in record else ""),
     ]
     return cells + [_number(record.get("in_a_row_us"), 1)] * (_IN_A_ROW in headers)
@@ -89,7 +103,7 @@ def _count_cells(record, time_at):
         record["bound"] or "-",
         _number(_ratio(_time_before(record["impl"], time_at), record["roofline_us"]), 2),
         record["kernel_launches"],
-        _number(record["peak_extra_mib"], 3),
+        _number(record["peak_extra_mib"] * MIB_IN_MB, 3),
     ]
 
 
@@ -100,8 +114,8 @@ def _where(record):
     return f"S={record['seq_len']}{keys}{heads}"
 
 
-def _rows(records, machine, headers):
-    """The rows of one table, workload by workload; what they share is written in the first."""
+def _rows(records, machine, headers, name):
+    """The rows of one table, workload by workload; what they share is written in the first. `name` names an implementation."""
     for _, group in groupby(sorted(records, key=_by(_WORKLOAD)), key=_by(_WORKLOAD)):
         group = sorted(group, key=lambda record: stage_order(record["impl"]))
         time = "ms" if machine["gpu"] else "roofline_us"
@@ -118,10 +132,29 @@ def _rows(records, machine, headers):
                 cells = _time_cells(record, time_at, time_of, machine, headers)
             else:
                 cells = _count_cells(record, time_at)
-            yield [*shape, title(record["impl"]), *cells]
+            yield [*shape, name(record["impl"]), *cells]
 
 
-def speed_table(records: list[dict], machine: dict) -> str:
+def _fitted(rows: list[list], headers: list[str], columns: int | None) -> str:
+    """The table, without as many of the columns `_LEFT_OUT` as it takes to fit; all columns where `columns` is None.
+
+    Where even that is too wide, stages go by their versions.
+    """
+    name = headers.index("implementation")
+    short = [[*row[:name], row[name].split("_")[0], *row[name + 1 :]] for row in rows]
+    every = len(_LEFT_OUT)
+    attempts = [(rows, dropped) for dropped in range(every)] + [(short, dropped) for dropped in range(every + 1)]
+    for shown, dropped in attempts:
+        kept = [place for place, header in enumerate(headers) if header not in _LEFT_OUT[:dropped]]
+        table = markdown(
+            [[row[place] for place in kept] for row in shown], [headers[place] for place in kept], ("implementation",)
+        )
+        if columns is None or len(table.partition("\n")[0]) <= columns:
+            break
+    return table
+
+
+def speed_table(records: list[dict], machine: dict, columns: int | None = None) -> str:
     """One markdown table for each pass, head dimension, head dimension of v, mask, dtype and spread of the scores.
 
     Args:
@@ -130,12 +163,13 @@ def speed_table(records: list[dict], machine: dict) -> str:
             `flops`, `ms`, `iqr_ms`, `tflops`, `launch_hidden`, `peak_extra_mib`, `host_us` and, in runs that know the spread
             of the host's time, `host_iqr_us`, and that of short calls in a row, `in_a_row_us`; or, without a GPU, what
             `common.measure.traffic.costs` returns.
+        columns: characters that a line may have; None shows all there is, in lines of any length.
         machine: the file's "machine_info": `gpu` (None: interpreted, and the tables show counts, and times at the peaks of
             `roofline`), `torch`, `triton`, `commit`, `date`, `matmul_tflops` by dtype, and `copy_gbps` where it was measured.
 
-    Baselines come first, then the stages in their order. "× stage before" and "× v0" say how many times as fast as these;
-    what the run did not measure is "-". "host µs" is a median ± an interquartile range; "µs in a row" is the time of a short
-    call among others, back to back, with launches that are not hidden.
+    Baselines come first, then the stages in their order. "× parent" and "× v0" say how many times as fast a stage is as the one
+    that it was made from, and as v0; what the run did not measure is "-". "host µs" is a median ± an interquartile range;
+    "µs in a row" is the time of a short call among others, back to back, with launches that are not hidden.
     """
     records = [record | Workload.of(record).record() for record in records]
     headers = list(_TIME_HEADERS if machine["gpu"] else _COUNT_HEADERS)
@@ -146,7 +180,8 @@ def speed_table(records: list[dict], machine: dict) -> str:
     if any("in_a_row_us" in record for record in records):
         headers.append(_IN_A_ROW)
     facts = [machine["gpu"] or "CPU, interpreted", f"torch {machine['torch']}", f"triton {machine['triton']}"]
-    facts += [f"commit {machine['commit']}", machine["date"]]
+    commit = machine["commit"] if columns is None else short_commit(machine["commit"])
+    facts += [f"commit {commit}", machine["date"]]
     facts += [f"matmul {dtype} {tflops:.0f} TFLOP/s" for dtype, tflops in machine["matmul_tflops"].items()]
     facts += [f"copy {machine['copy_gbps']:.0f} GB/s"] if "copy_gbps" in machine else []
     parts = [", ".join(facts)]
@@ -156,6 +191,7 @@ def speed_table(records: list[dict], machine: dict) -> str:
             f"µs at peak: each launch's bytes or FLOPs, whichever takes longer, at {machine['roofline']}; a cache can make it "
             "less."
         )
+    parts.append(f"{_PARENT}: times as fast as the stage that a stage was made from.")
 
     def position(record):
         return list(PASS_NAMES).index(record["pass"]), *_by(_SHARED[1:])(record)
@@ -164,13 +200,15 @@ def speed_table(records: list[dict], machine: dict) -> str:
         group = list(group)
         first = group[0]
         mask = "causal" if first["causal"] else "full"
-        rows = list(_rows(group, machine, headers))
+        rows = list(_rows(group, machine, headers, title if columns is None else str))
         dims = f"D={first['head_dim']}" + ("" if first["value_dim"] == first["head_dim"] else f", Dv={first['value_dim']}")
         spread = "" if first["score_std"] == 1 else f", scores of a standard deviation of {first['score_std']:g}"
         spread += f", key 0 scores {first['sink']:g} nats" if first["sink"] else ""
         parts.append(f"{PASS_NAMES[first['pass']]}, {dims}, {mask}, {first['dtype']}{spread}")
-        parts.append(markdown(rows, headers, ("implementation",)))
+        parts.append(_fitted(rows, headers, columns))
         parts += [f"{record['impl']} at {_where(record)}: {record['note']}" for record in group if record.get("note")]
     if any(record.get("launch_hidden") is False for record in records):
         parts.append("* The launch could not be hidden: this is in part the CPU's time.")
+    if columns is not None:
+        parts = [part if part.startswith("|") else textwrap.fill(part, columns) for part in parts]
     return "\n\n".join(parts)

@@ -1,8 +1,6 @@
 """The command that counts: what it prints, saves and refuses."""
 
 import json
-import re
-import time
 
 import programs
 import pytest
@@ -46,8 +44,8 @@ def test_command_prints_the_table_and_saves_every_launch(tmp_path):
     assert [record["impl"].split("_")[0] for record in saved["records"]] == ["v1", "v2"]
     for record in saved["records"]:
         assert record["bytes_read"] == sum(launch["read"] for launch in record["launches"])
-    assert tables.speed_table(saved["records"], saved["machine_info"]) in run.stdout
-    assert "NVIDIA A100 80GB SXM, 312 TFLOP/s and 2.039 TB/s" in run.stdout
+    assert tables.speed_table(saved["records"], saved["machine_info"], columns=100) in run.stdout
+    assert "NVIDIA A100 80GB SXM, 312 TFLOP/s and 2.039 TB/s" in " ".join(run.stdout.split())
 
 
 def test_shared_heads_and_a_v_of_another_dimension_are_counted(tmp_path):
@@ -104,7 +102,7 @@ def test_stopped_it_shows_and_saves_what_was_counted(name, tmp_path):
     assert "stopped after 1 of 4" in run.stderr
     saved = json.loads(path.read_text())
     assert [record["impl"] for record in saved["records"]] == ["v0_naive"]
-    assert tables.speed_table(saved["records"], saved["machine_info"]) in run.stdout
+    assert tables.speed_table(saved["records"], saved["machine_info"], columns=100) in run.stdout
 
 
 def test_a_directory_that_vanishes_costs_the_file_and_not_the_table(tmp_path):
@@ -114,20 +112,3 @@ def test_a_directory_that_vanishes_costs_the_file_and_not_the_table(tmp_path):
     run = run_counts("--stage=v0", "--head-dim=16", f"--json={directory / 'traffic.json'}", prepare=vanish)
     assert run.returncode == 1 and "v0_naive" in run.stdout
     assert "traffic.json cannot be written: No such file or directory" in run.stderr and "Traceback" not in run.stderr
-
-
-def test_time_left_follows_from_the_flops_of_each_stage():
-    small, large = (Workload("fwd", 1, 1, seq_len, 16, False, "float16") for seq_len in (64, 128))  # 4 times the FLOPs
-    cases = [("v1", small), ("v2", small), ("v1", large), ("v2", large)]
-    assert counts.seconds_left(cases, []) is None and counts.seconds_left(cases, [1.0]) is None
-    assert counts.seconds_left(cases, [1.0, 2.0]) == pytest.approx(4 + 8)
-    assert counts.seconds_left(cases, [1.0, 2.0, 9.0]) == pytest.approx(8)
-    assert counts.seconds_left(cases, [1.0, 2.0, 9.0, 8.0]) == 0
-
-
-def test_progress_says_how_long_it_will_take():
-    start = time.perf_counter()
-    run = run_counts("--stage=v0", "--head-dim=16,32")
-    hours, minutes, seconds = map(int, re.search(r"counted 1 of 2, about (\d+):(\d\d):(\d\d) left", run.stderr).groups())
-    # The second case has twice the FLOPs of the first, which took no longer than all of the run.
-    assert 3600 * hours + 60 * minutes + seconds <= 2 * (time.perf_counter() - start)

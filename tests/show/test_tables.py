@@ -27,7 +27,7 @@ def test_table_compares_with_the_stage_before_v0_cudnn_and_matmul():
     records = [record("v0_a", 8.0), record("v1_b", 4.0), record("v2_c", 1.0), record("sdpa-cudnn", 0.8)]
     table = speed_table(records, GPU)
     assert cells(table, "v2_c") == [
-        ["", "", "v2_c", "1.000", "0.0100", "400.0", "4.00", "8.00", "80", "50", "64.0", "33"],
+        ["", "", "v2_c", "1.000", "0.0100", "400.0", "4.00", "8.00", "80", "50", "67.1", "33"],
     ]  # fmt: skip
     assert cells(table, "v0_a")[0][6:9] == ["-", "1.00", "10"]
     assert cells(table, "sdpa-cudnn")[0][6:9] == ["-", "10.00", "100"]
@@ -150,8 +150,39 @@ def test_table_without_a_gpu_shows_counts_and_no_times():
     table = speed_table(records, GPU | {"gpu": None, "matmul_tflops": {}, "roofline": "some GPU, 9 TFLOP/s"})
     common = ["3.000", "1.000", "8.0", "2.0"]
     assert cells(table, "v0_a") == [
-        ["512", "32 × 16", "v0_a", "-", *common, "6.000", "bytes", "-", "17", "64.000"],
+        ["512", "32 × 16", "v0_a", "-", *common, "6.000", "bytes", "-", "17", "67.109"],
     ]  # fmt: skip
-    assert cells(table, "v1_b") == [["", "", "v1_b", "128×64", *common, "1.500", "bytes", "4.00", "17", "64.000"]]
+    assert cells(table, "v1_b") == [["", "", "v1_b", "128×64", *common, "1.500", "bytes", "4.00", "17", "67.109"]]
     assert cells(table, "v2_c")[0][3:] == ["OOM"] + ["-"] * 9
     assert "some GPU, 9 TFLOP/s" in table and "ms" not in table and "1,234" not in table
+
+
+def lines_too_long(text):
+    return [line for line in text.splitlines() if len(line) > 100]
+
+
+def test_a_terminal_gets_the_columns_that_it_has_room_for():
+    """All of them where lines may have any length; the ones that matter most in 100 columns."""
+    names = ["sdpa-cudnn", "v2_fa1_tiling", "v13a_polynomial_exponentials"]
+    records = [record(name, 1234.5, seq_len=16384, batch=64, host_us=1234.4, host_iqr_us=56.6) for name in names]
+    everything, fitted = speed_table(records, GPU), speed_table(records, GPU | {"commit": 40 * "f"}, columns=100)
+    found = [[cell.strip() for cell in line.strip("|").split("|")] for line in fitted.splitlines() if line.startswith("|")]
+    header = ["S", "B × H", "implementation", "ms", "± IQR", "TFLOP/s", "× parent", "× v0", "% of cuDNN", "% of matmul"]
+    assert cells(everything, "implementation")[0][:10] == header and lines_too_long(everything)
+    kept = found[0]
+    assert {"S", "implementation", "ms", "TFLOP/s", "× parent"} <= set(kept) < set(cells(everything, "implementation")[0])
+    assert not lines_too_long(fitted)
+    of_last = dict(zip(kept, found[-1], strict=True))
+    assert of_last["ms"] == "1,234.500"  # a cell stays under its header
+
+
+def test_a_crowded_table_goes_by_versions():
+    values = {"kv_len": 524288, "kv_heads": 4, "in_a_row_us": 12345.6}
+    records = [record(name, 12345.6, seq_len=16384, **values) for name in ("v2_fa1_tiling", "v13a_polynomial_exponentials")]
+    table = speed_table(records, GPU, columns=100)
+    assert not lines_too_long(table) and "| v13a " in table
+
+
+def test_a_note_is_wrapped_in_a_terminal():
+    table = speed_table([record("v0_a", failure="WRONG", note="wrong " * 40)], GPU, columns=100)
+    assert not lines_too_long(table) and table.count("wrong") == 40

@@ -1,0 +1,125 @@
+"""The first lines that a benchmark shows: what its stage gained over its parent, next to its neighbours and the libraries."""
+
+from collections import Counter
+
+import stages
+from common.show.results import implementations, mean_ratio
+from common.show.tables import PASS_NAMES, markdown
+
+LINES, COLUMNS = 15, 100  # at most
+MOST_GROUPS = 4  # pairs of pass and head dimension that have room side by side
+NO_GPU = "No GPU: kernels were interpreted. Times are those of the counted bytes and FLOPs at an H200's peaks."
+
+
+def _times(records: list[dict], impl: str | None, on_gpu: bool, **values) -> dict:
+    """The time of each workload of an implementation, of the records that have these values."""
+    time = "ms" if on_gpu else "roofline_us"
+    workload = ("pass", "seq_len", "kv_len", "batch", "heads", "kv_heads", "head_dim", "value_dim", "causal", "dtype")
+    workload += ("score_std", "sink")
+    return {
+        tuple(record.get(name) for name in workload): record[time]
+        for record in records
+        if record["impl"] == impl and record.get(time) and all(record[name] == value for name, value in values.items())
+    }
+
+
+def _gain(records, impl, over, on_gpu, **values) -> float | None:
+    return mean_ratio(_times(records, impl, on_gpu, **values), _times(records, over, on_gpu, **values))
+
+
+def _total(records, impl, name, **values) -> float:
+    return sum(r[name] for r in records if r["impl"] == impl and name in r and all(r[key] == v for key, v in values.items()))
+
+
+def _change(before: float, after: float) -> str:
+    """How many times less or more there is after than before."""
+    if round(before / after, 2) == 1:
+        return "as many"
+    return f"{before / after:.2f} times fewer" if after < before else f"{after / before:.2f} times more"
+
+
+def _steps(records, names, on_gpu) -> dict[str, float]:
+    """The stages whose parent was measured too, and how many times as fast as that they are."""
+    gains = {name: _gain(records, name, stages.parent(name), on_gpu) for name in names if stages.position(name)}
+    return {name: gain for name, gain in gains.items() if gain}
+
+
+def _headline(records, subject, over, on_gpu) -> list[str]:
+    """How many times as fast a stage is, in each pass, as another one."""
+    if over == subject:
+        return [f"{subject}:"]
+    role = "its parent" if over == stages.parent(subject) else "the first stage of this run"
+    lines = [f"{subject} over {role}, {over}:"]
+    for pass_, name in PASS_NAMES.items():
+        if not (gain := _gain(records, subject, over, on_gpu, **{"pass": pass_})):
+            continue
+        text = f"  {name}: {gain:.2f} times as fast"
+        if on_gpu and (cudnn := _gain(records, subject, "sdpa-cudnn", on_gpu, **{"pass": pass_})):
+            text += f", {100 * cudnn:.0f} % of cuDNN"
+        if not on_gpu:
+            moved, flops = (
+                _change(*(sum(_total(records, impl, name, **{"pass": pass_}) for name in kinds) for impl in (over, subject)))
+                for kinds in (("bytes_read", "bytes_written"), ("flops_executed",))
+            )
+            text += f" at peak, {moved} bytes, {flops} FLOPs"
+        lines.append(text)
+    return lines
+
+
+def _failures(records) -> list[str]:
+    """A line on what could not be measured."""
+    counted = Counter((record["impl"], record["failure"]) for record in records if "failure" in record)
+    parts = [f"{impl} {failure}" + (f" ({number} cases)" if number > 1 else "") for (impl, failure), number in counted.items()]
+    text = f"Not measured: {', '.join(parts)}."
+    return [text if len(text) <= COLUMNS else text[: COLUMNS - 1] + "…"] if parts else []
+
+
+def _chosen(names, first: list, steps: dict, room: int) -> list[str]:
+    """As many names as there is room for: libraries and those in `first`, then the stages that gained most."""
+    ranked = [name for name in names if not stages.position(name)] + first
+    ranked += sorted(steps, key=steps.get, reverse=True) + names
+    kept = [name for name in dict.fromkeys(ranked) if name in names][:room]
+    return [name for name in names if name in kept]
+
+
+def summary(records: list[dict], machine: dict, about: str | None = None) -> str:
+    """What a run has to say, in at most `LINES` lines of `COLUMNS` columns: gains over the parent, by pass and head dimension.
+
+    Args:
+        records, machine: as `common.show.tables.speed_table` takes them.
+        about: the stage whose gain over its parent comes first; None: that of the newest over the first.
+    """
+    on_gpu = machine["gpu"] is not None
+    names = implementations(records)
+    ours = [name for name in names if stages.position(name)]
+    if not ours:
+        return ""
+    subject = about if about in ours else [name for name in ours if not stages.is_dead_end(name) or name == ours[0]][-1]
+    over = stages.parent(subject) if about and stages.parent(subject) in names else ours[0]
+    steps = _steps(records, names, on_gpu)
+    notes = _failures(records) + ([] if on_gpu else [NO_GPU])
+    lines = _headline(records, subject, over, on_gpu)
+    groups = list(dict.fromkeys((record["pass"], record["head_dim"]) for record in records))[:MOST_GROUPS]
+    groups.sort(key=lambda group: (list(PASS_NAMES).index(group[0]), group[1]))
+    room = LINES - len(lines) - len(notes) - 4  # two lines above the rows, an empty one, and what is said of the others
+    chosen = _chosen(names, [subject, over, ours[0]], steps, room)
+    rows = []
+    for name in chosen:
+        row = [name]
+        for pass_, head_dim in groups:
+            values = {"pass": pass_, "head_dim": head_dim}
+            times = _times(records, name, on_gpu, **values)
+            amount = "-"
+            if times and on_gpu:
+                amount = f"{_total(records, name, 'flops', **values) / sum(times.values()) / 1e9:.0f}"
+            elif times:
+                amount = f"{total:.0f}" if (total := sum(times.values())) >= 100 else f"{total:.3g}"
+            gain = _gain(records, name, stages.parent(name), on_gpu, **values)
+            row.append(amount + (f" ×{gain:.2f}" if gain else ""))
+        rows.append(row)
+    unit = "TFLOP/s" if on_gpu else "µs at peak"
+    headers = [f"{unit}, × parent", *(f"{pass_}, D={head_dim}" for pass_, head_dim in groups)]
+    lines += ["", *markdown(rows, headers, (headers[0],)).splitlines()]
+    if len(chosen) < len(names):
+        notes.insert(0, f"{len(names) - len(chosen)} more are in the tables below.")
+    return "\n".join(lines + notes)

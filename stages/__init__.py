@@ -11,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 
 import common  # noqa: F401  (before any stage: it chooses between GPU and interpreter)
+from common.kernels.tuning import WITH_COPY_ENGINE, tuners
+from common.runtime import architecture
 
 
 def position(name: str) -> tuple[int, str] | None:
@@ -80,3 +82,15 @@ def parent(name: str) -> str | None:
 def unavailable(name: str) -> str | None:
     """Why a stage cannot run here, as its own `unavailable()` has it; None where it can, as those without one can anywhere."""
     return getattr(load(name), "unavailable", lambda: None)()
+
+
+def recommended() -> str:
+    """The directory name of the stage to use here: the newest one that runs well on the current GPU, and no dead end.
+
+    A stage with autotuned kernels moves its tiles through tensor descriptors. Before Hopper there is no TMA, so these kernels
+    get small tiles only (`common.kernels.tuning`), and a stage with fixed tiles is faster. On the interpreter every stage runs.
+    """
+    arch = architecture()
+    has_tma = arch is None or arch in WITH_COPY_ENGINE
+    line = [name for name in names() if not is_dead_end(name) and not unavailable(name)]
+    return [name for name in line if has_tma or not tuners(load(name))][-1]

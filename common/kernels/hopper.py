@@ -1,6 +1,7 @@
 """What stages written in Gluon share: where they can run, descriptors, and the one instruction Gluon does not wrap."""
 
 import functools
+import importlib
 
 import torch
 from torch import Tensor
@@ -30,10 +31,15 @@ def unavailable() -> str | None:
     return f"needs a Hopper GPU (sm_90), and this one is {name}"
 
 
-def require_hopper(stage: str, instead: str):
-    """Raise Unavailable, naming the package `stage` and the one to use `instead`, unless this is a Hopper GPU."""
+def require_hopper(stage: str):
+    """Raise Unavailable unless this is a Hopper GPU; the message names the stage to use instead.
+
+    Args:
+        stage: the package of the stage that asks, such as "stages.v8_gluon".
+    """
     if reason := unavailable():
-        raise Unavailable(f"{stage} {reason}; use {instead}")
+        evolution = importlib.import_module(stage.rpartition(".")[0])  # kernels know no stage; the stages' package does
+        raise Unavailable(f"{stage} {reason}; use {evolution.__name__}.{evolution.recommended()}")
 
 
 def describe_tile(tensor: Tensor, *rows: int) -> TensorDescriptor:

@@ -355,7 +355,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     float32 and D or Dv = 256 are left to v7, and so is everything while `torch.use_deterministic_algorithms` is on: the sums of
     dQ are added up in the order in which the programs come.
     """
-    require_hopper(__package__, instead="stages.v7_one_backward")
+    require_hopper(__package__)
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k, value_dim = v.shape[1:]
     if q.dtype == torch.float32 or max(head_dim, value_dim) == 256 or torch.are_deterministic_algorithms_enabled():

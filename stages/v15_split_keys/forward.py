@@ -527,7 +527,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     Raises:
         Unavailable: the GPU is not a Hopper GPU.
     """
-    require_hopper(__package__, instead="stages.v7_one_backward")
+    require_hopper(__package__)
     if q.dtype == torch.float32:
         return forward_of_v7(q, k, v, causal=causal, scale=scale, diagonal=diagonal)
     batch, heads, seq_q, head_dim = q.shape

@@ -849,7 +849,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     float32 is left to v7, and so are D and Dv up to 128 while `torch.use_deterministic_algorithms` is on: there the sums of dQ
     are added up in the order in which the programs come.
     """
-    require_hopper(__package__, instead="stages.v7_one_backward")
+    require_hopper(__package__)
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k, value_dim = v.shape[1:]
     wide = max(head_dim, value_dim) == 256

@@ -2,7 +2,9 @@
 
 import pytest
 
+import stages
 from common.kernels import hopper
+from common.operator import Unavailable
 
 
 @pytest.mark.parametrize(
@@ -13,3 +15,26 @@ def test_other_gpus_are_named(monkeypatch, arch, reason):
     monkeypatch.setattr(hopper, "architecture", lambda: arch)
     said = hopper.unavailable()
     assert said is None if reason is None else reason in said
+
+
+HOPPER_ONLY = [name for name in stages.names() if hasattr(stages.load(name), "unavailable")]
+
+
+@pytest.mark.parametrize(("arch", "version"), [(75, "v3"), (80, "v3"), (89, "v3"), (100, "v7"), (120, "v7"), ("gfx942", "v3")])
+def test_the_stage_to_use_instead_is_named(monkeypatch, arch, version):
+    for module in (hopper, stages):
+        monkeypatch.setattr(module, "architecture", lambda: arch)
+    expected = f"use stages.{stages.resolve(version)}"
+    for name in HOPPER_ONLY:
+        stage, tensors = stages.load(name), [None] * 6
+        for call in (stage.forward, stage.backward):
+            with pytest.raises(Unavailable) as refused:
+                call(*tensors[: 3 if call is stage.forward else 6], causal=False, scale=1.0)
+            assert str(refused.value).startswith(f"stages.{name} needs a Hopper GPU") and str(refused.value).endswith(expected)
+
+
+@pytest.mark.parametrize("arch", [None, 90])
+def test_the_newest_stage_is_recommended_where_all_run(monkeypatch, arch):
+    for module in (hopper, stages):
+        monkeypatch.setattr(module, "architecture", lambda: arch)
+    assert stages.recommended() == [name for name in stages.names() if not stages.is_dead_end(name)][-1]

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, LlamaConfig
 
 import stages
-from common.measure.options import positive
+from common.measure.options import positive, single
 from common.runtime import DEVICE
 
 TEXT = Path(__file__).parents[1] / "tests" / "stages" / "data" / "alice.txt"  # a token is a byte
@@ -114,21 +114,18 @@ def train(model, batches, rate=RATE, loss_of=loss_of_whole):
 
 
 def main(argv=None):
-    newest = [name for name in stages.names() if not stages.is_dead_end(name) and not stages.unavailable(name)][-1]
     parser = argparse.ArgumentParser(prog="make example", description=__doc__.partition("\n")[0])
-    parser.add_argument("--stage", default=newest, help="v5, say (default: %(default)s)")
+    parser.add_argument(
+        "--stage", type=single(stages.resolve), default=stages.recommended(), help="v5, say (default: %(default)s)"
+    )
     for flag, default in (("--steps", STEPS), ("--batch", BATCH), ("--seq-len", SEQ_LEN)):
-        parser.add_argument(flag, type=positive, default=default, metavar="N", help="(default: %(default)s)")
+        parser.add_argument(flag, type=single(positive), default=default, metavar="N", help="(default: %(default)s)")
     options = parser.parse_args(argv)
-    try:
-        stage = stages.resolve(options.stage)
-    except ValueError as error:
-        parser.error(str(error))
 
-    names = (stage.partition("_")[0], "sdpa")
-    register(names[0], stages.load(stage).attention)
+    names = (stages.version(options.stage), "sdpa")
+    register(names[0], stages.load(options.stage).attention)
     print("Llama, bfloat16, " + ", ".join(f"{key} {value}" for key, value in SIZE.items()))
-    print(f"{stage} and sdpa, {options.steps} steps of {options.batch} × {options.seq_len} tokens")
+    print(f"{options.stage} and sdpa, {options.steps} steps of {options.batch} × {options.seq_len} tokens")
     runs = [train(build(name, **SIZE), draw(options.steps, options.batch, options.seq_len)) for name in names]
     losses, times = {name: [] for name in names}, {name: [] for name in names}
     for step in (bar := tqdm(zip(*runs, strict=True), total=options.steps, disable=None)):  # no bar but on a terminal

@@ -13,7 +13,7 @@ from tabulate import tabulate
 from torch.nn.parallel import DistributedDataParallel
 
 import stages
-from common.measure.options import positive
+from common.measure.options import positive, single
 from common.ring import ring_attention, shard
 from common.runtime import DEVICE
 from examples import llama
@@ -58,24 +58,21 @@ def train_together(stage, dtype, batches, length, rate=llama.RATE, group=None, *
 
 
 def main(argv=None):
-    newest = [name for name in stages.names() if not stages.is_dead_end(name) and not stages.unavailable(name)][-1]
     parser = argparse.ArgumentParser(prog="make example-ring ARGS=…", description=__doc__.partition("\n")[0])
-    parser.add_argument("--stage", default=newest, help="v5, say (default: %(default)s)")
+    parser.add_argument(
+        "--stage", type=single(stages.resolve), default=stages.recommended(), help="v5, say (default: %(default)s)"
+    )
     for flag, default in (("--steps", 20), ("--batch", llama.BATCH), ("--seq-len", llama.SEQ_LEN)):
-        parser.add_argument(flag, type=positive, default=default, metavar="N", help="(default: %(default)s)")
+        parser.add_argument(flag, type=single(positive), default=default, metavar="N", help="(default: %(default)s)")
     options = parser.parse_args(argv)
     world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     if options.seq_len % (2 * world):
         parser.error(f"argument --seq-len: {options.seq_len} is no multiple of {2 * world}, two chunks for each process")
-    try:
-        stage = stages.load(options.stage)
-    except ValueError as error:
-        parser.error(str(error))
     if DEVICE == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo")
 
-    shape = options.steps, options.batch, options.seq_len
+    stage, shape = stages.load(options.stage), (options.steps, options.batch, options.seq_len)
     together = train_together(stage, torch.bfloat16, llama.draw(*shape), options.seq_len, **llama.SIZE)
     if rank == 0:
         llama.register("alone", stage.attention)

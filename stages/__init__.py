@@ -3,10 +3,12 @@
 A name says where a stage stands: v4_… is the fourth step, v4a_… a dead end, which branches off it and leads nowhere.
 """
 
+import difflib
 import importlib
 import itertools
 import pkgutil
 import re
+import textwrap
 from pathlib import Path
 from types import ModuleType
 
@@ -40,16 +42,28 @@ def names() -> list[str]:
     return found
 
 
+def version(name: str) -> str:
+    """The part of a stage's name that tells it from all others: "v3" of "v3_fa2_causal"."""
+    return name.partition("_")[0]
+
+
 def resolve(name: str) -> str:
-    """The directory name that `name` stands for: itself, or its version alone ('v3').
+    """The directory name that `name` stands for: itself, or its version alone ("v3", "V3" or "3").
 
     Raises:
-        ValueError: no stage is called that; the message lists them.
+        ValueError: no stage is called that. The message names a similar one, or else lists the versions.
     """
-    matches = [stage for stage in names() if name in (stage, stage.split("_")[0])]
-    if len(matches) != 1:
-        raise ValueError(f"no stage is called {name!r}; there are {', '.join(names())}")
-    return matches[0]
+    wanted = name.strip().lower()
+    wanted = f"v{wanted}" if wanted[:1].isdigit() else wanted
+    if wanted in (known := names()):
+        return wanted
+    found = [stage for stage in known if version(stage) == version(wanted)]
+    if found and version(wanted) == wanted:
+        return found[0]
+    if similar := found or difflib.get_close_matches(wanted, known, n=1):
+        raise ValueError(f"no stage is called {name!r}; did you mean {similar[0]}?")
+    message = f"no stage is called {name!r}; there are {', '.join(map(version, known))}"
+    raise ValueError(textwrap.fill(message, width=100))
 
 
 def load(name: str) -> ModuleType:

@@ -30,7 +30,7 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.errors import AutotunerError
 
 import stages
-from common.measure.options import HEAD_DIM, add_list, json_path, list_of, one_of, write_json
+from common.measure.options import HEAD_DIM, add_list, json_path, list_of, one_of, single, write_json
 
 # Bytes of shared memory that a block may have, by architecture.
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
@@ -258,7 +258,7 @@ def main(argv: list[str]) -> int:
     kv_help = f"heads of K and V, which {HEADS} query heads share: {', '.join(kv_heads)} (default: %(default)s)"
     parser.add_argument("--kv-heads", type=list_of(one_of(kv_heads)), default=str(HEADS), metavar="LIST", help=kv_help)
     value_help = "head dimension of V (default: as --head-dim)"
-    parser.add_argument("--value-dim", type=HEAD_DIM, default=None, metavar="NUMBER", help=value_help)
+    parser.add_argument("--value-dim", type=single(HEAD_DIM), default=None, metavar="NUMBER", help=value_help)
     parser.add_argument("--all-configs", action="store_true", help="all that an autotuner would try, not only the first")
     parser.add_argument("--json", type=json_path, metavar="FILE", help="also write rows and errors there")
     arguments = parser.parse_args(argv)

@@ -1,6 +1,7 @@
 """Types of command-line options, for argparse."""
 
 import argparse
+import difflib
 import itertools
 import json
 import math
@@ -14,16 +15,21 @@ from common.measure.workloads import DTYPES, Workload
 from common.operator import HEAD_DIMS
 
 
-def list_of(parse: Callable) -> Callable:
-    """The argparse type of a comma-separated list; `parse` turns one entry into its value or raises ValueError."""
+def single(parse: Callable) -> Callable:
+    """The argparse type of one value; `parse` turns its text into it or raises ValueError, whose message the user reads."""
 
-    def parse_list(text):
+    def parse_text(text):
         try:
-            return [parse(entry.strip()) for entry in text.split(",")]
+            return parse(text.strip())
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
-    return parse_list
+    return parse_text
+
+
+def list_of(parse: Callable) -> Callable:
+    """The argparse type of a comma-separated list; `parse` turns one entry into its value or raises ValueError."""
+    return single(lambda text: [parse(entry.strip()) for entry in text.split(",")])
 
 
 def one_of(choices: dict) -> Callable:
@@ -108,12 +114,22 @@ def add_implementations(parser: argparse.ArgumentParser, baselines: Iterable[str
 
     `baselines` are given because to import them is slow: some come with compilers of their own.
     """
-    implementations = {name: name for name in (*baselines, *stages.names())}
-    implementations |= {name.split("_")[0]: name for name in stages.names()}
+    baselines = list(baselines)
+
+    def implementation(text):
+        if text in baselines:
+            return text
+        if similar := difflib.get_close_matches(text, baselines, n=1):
+            raise ValueError(f"nothing is called {text!r}; did you mean {similar[0]}?")
+        try:
+            return stages.resolve(text)
+        except ValueError as error:
+            raise ValueError(f"{error}; and the baselines {', '.join(baselines)}") from None
+
     usual = [name for name in stages.names() if not stages.is_dead_end(name) and stages.position(name) >= first]
     usual = ",".join([*baselines, *usual])
     help_text = "of what to measure (default: %(default)s)"
-    parser.add_argument("--impl", type=list_of(one_of(implementations)), default=usual, metavar="LIST", help=help_text)
+    parser.add_argument("--impl", type=list_of(implementation), default=usual, metavar="LIST", help=help_text)
 
 
 def workloads_of(parser: argparse.ArgumentParser, **lists) -> list[Workload]:

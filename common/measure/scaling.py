@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import stages
 from common.measure import machine, reference
 from common.measure.footprint import footprint
-from common.measure.options import HEAD_DIM, add_list, json_path, list_of, one_of, positive, write_json
+from common.measure.options import HEAD_DIM, add_list, json_path, list_of, one_of, positive, single, write_json
 from common.measure.workloads import DTYPES, Workload
 from common.operator import Unavailable
 from common.ring import Ring, first_heads, ring_attention, unshard
@@ -390,21 +390,20 @@ def tables(run: dict) -> str:
 def parse_options(argv: list[str] | None, world: int) -> argparse.Namespace:
     """The command line; exits with status 2 on a value that is not allowed."""
     parser = argparse.ArgumentParser(prog="make bench-ring ARGS=…", description=__doc__.partition("\n")[0])
-    newest = [name for name in stages.names() if not stages.is_dead_end(name) and not stages.unavailable(name)][-1]
-    add_list(parser, "--stage", newest.partition("_")[0])
+    add_list(parser, "--stage", stages.version(stages.recommended()))
     passes = list_of(one_of({name: name for name in PASSES}))
     parser.add_argument("--pass", dest="passes", type=passes, default=list(PASSES), metavar="LIST", help="of fwd,fwd+bwd")
     tokens_help = "a GPU has, even numbers (default: %(default)s)"
     parser.add_argument("--tokens", type=list_of(positive), default=TOKENS, metavar="LIST", help=tokens_help)
-    parser.add_argument("--heads", type=positive, default=HEADS, help="(default: %(default)s)")
-    parser.add_argument("--kv-heads", type=positive, help="which share K and V (default: as many as heads)")
-    parser.add_argument("--head-dim", type=HEAD_DIM, default=HEAD_DIMENSION, help="(default: %(default)s)")
+    parser.add_argument("--heads", type=single(positive), default=HEADS, help="(default: %(default)s)")
+    parser.add_argument("--kv-heads", type=single(positive), help="which share K and V (default: as many as heads)")
+    parser.add_argument("--head-dim", type=single(HEAD_DIM), default=HEAD_DIMENSION, help="(default: %(default)s)")
     for flag, default in (("--causal", "yes"), ("--dtype", "bfloat16")):
         add_list(parser, flag, default)
     million_help = f"{MILLION} tokens over all GPUs, {MILLION_HEADS} heads, both passes, no peers"
     parser.add_argument("--million", action="store_true", help=million_help)
     limit_help = "no case begins later (default: %(default)s)"
-    parser.add_argument("--limit", type=positive, default=LIMIT_S, metavar="SECONDS", help=limit_help)
+    parser.add_argument("--limit", type=single(positive), default=LIMIT_S, metavar="SECONDS", help=limit_help)
     parser.add_argument("--json", type=json_path, metavar="FILE", help="also write the run there")
     chosen = parser.parse_args(argv)
     if chosen.million:

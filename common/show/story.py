@@ -13,6 +13,7 @@ import sys
 from dataclasses import dataclass
 
 import stages
+from common.measure.options import single
 from common.show import results
 from common.show.tables import PASS_NAMES
 
@@ -160,21 +161,14 @@ def print_diff(old: str, new: str, prose: bool):
     print("\n".join([f"\n{old} to {new}: {change(old, new)}", *gain_lines(old, new), sources()]))
 
 
-def _stage(text):
-    try:
-        return stages.resolve(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def main(argv: list[str]):
     """The command line."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as `head` may have seen enough
     parser = argparse.ArgumentParser(prog="python -m common.show.story", description="Walk from stage to stage.")
     commands = parser.add_subparsers(dest="command")
     diff = commands.add_parser("diff", help="show one step")
-    diff.add_argument("old", type=_stage)
-    diff.add_argument("new", type=_stage)
+    diff.add_argument("old", type=single(stages.resolve))
+    diff.add_argument("new", type=single(stages.resolve))
     diff.add_argument("--prose", choices=["no", "yes"], default="no", help="whether to show the READMEs too")
     options = parser.parse_args(argv)
     if not shutil.which("git"):

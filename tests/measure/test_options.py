@@ -36,13 +36,15 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(command, argum
 
 
 @pytest.mark.parametrize(("command", "flag", "value", "message"), [
-    ("aot", "--stage", "v99", "no stage is called 'v99'; there are v0_naive"),
+    ("aot", "--stage", "v99", "no stage is called 'v99'; there are v0, v1"),
     ("aot", "--arch", "70", "'70' is not one of 80"), ("aot", "--dtype", "float64", "'float64' is not one of float16"),
     ("units", "--head-dim", "48", "'48' is not one of 16"), ("ncu", "--seq-len", "0", "'0' is not a whole number"),
     ("counts", "--causal", "maybe", "'maybe' is not one of no, yes"),
     ("counts", "--kv-heads", "2", "2 K/V heads do not divide 1 heads"),
     ("ncu", "--kv-heads", "3", "3 K/V heads do not divide 2 heads"), ("ncu", "--value-dim", "48", "'48' is not one of 16"),
-    ("energy", "--impl", "v99", "'v99' is not one of sdpa"), ("counts", "--pass", "both", "'both' is not one of fwd, bwd"),
+    ("energy", "--impl", "v99", "no stage is called 'v99'; there are v0, v1"),
+    ("units", "--impl", "v3_fa2", "no stage is called 'v3_fa2'; did you mean v3_fa2_causal?"),
+    ("aot", "--value-dim", "48", "'48' is not one of 16"), ("counts", "--pass", "both", "'both' is not one of fwd, bwd"),
 ])  # fmt: skip
 def test_a_wrong_value_is_named_with_what_is_allowed(command, flag, value, message, tmp_path, capsys):
     file = str(tmp_path / "x.json")
@@ -77,3 +79,18 @@ def test_counting_what_measure_did_not_write_is_one_line(text, tmp_path, monkeyp
         path.write_text(text)
     with pytest.raises(SystemExit, match="x.json is not what measure writes"):
         ncu.main(["count", str(path)])
+
+
+@pytest.mark.parametrize(("given", "found"), [
+    ("flash-3, V3", ["flash-3", "v3_fa2_causal"]), ("sdpa_cudn", "did you mean sdpa-cudnn?"),
+    ("x", "v18a; and the baselines sdpa-cudnn, flash-3"),
+])  # fmt: skip
+def test_implementations_are_baselines_and_stages(given, found, capsys):
+    parser = argparse.ArgumentParser()
+    options.add_implementations(parser, ["sdpa-cudnn", "flash-3"], (3, ""))
+    if isinstance(found, list):
+        assert parser.parse_args([f"--impl={given}"]).impl == found
+        return
+    with pytest.raises(SystemExit):
+        parser.parse_args([f"--impl={given}"])
+    assert found in capsys.readouterr().err

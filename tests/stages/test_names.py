@@ -57,3 +57,27 @@ def test_two_stages_with_one_number_stop_the_collection_of_the_tests(twin):
         env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}, check=False,
     )  # fmt: skip
     assert run.returncode == 1 and run.stderr == MESSAGE + "\n" and "Traceback" not in run.stdout
+
+
+@pytest.mark.parametrize("text", ["v3", "V3", "3", " v3 ", "v3_fa2_causal", "V3_FA2_causal", "3_fa2_causal"])
+def test_a_stage_goes_by_its_version_and_by_its_name(text):
+    assert stages.resolve(text) == "v3_fa2_causal"
+
+
+@pytest.mark.parametrize(("text", "meant"), [
+    ("v3_fa2", "v3_fa2_causal"), ("naive", "v0_naive"), ("v18_x", "v18_wide_backward"), ("4a_k", "v4a_k_transposed"),
+])  # fmt: skip
+def test_a_typing_error_is_answered_with_the_stage_that_is_meant(text, meant):
+    with pytest.raises(ValueError, match=f"^no stage is called '{text}'; did you mean {meant}\\?$"):
+        stages.resolve(text)
+
+
+@pytest.mark.parametrize("text", ["v99", "", "v3,", "v-1", "/"])
+def test_an_unknown_stage_is_answered_with_the_versions(text):
+    with pytest.raises(ValueError) as refused:
+        stages.resolve(text)
+    message = str(refused.value)
+    assert message.startswith(f"no stage is called {text!r}; there are v0, v1, v2,") and message.endswith(
+        stages.version(stages.names()[-1])
+    )
+    assert max(map(len, message.splitlines())) <= 100 and not any(name in message for name in stages.names())

@@ -103,7 +103,8 @@ diff: EXAMPLE = make diff A=v3 B=v4
 diff: needs-A needs-B $(SETUP)  ## show the code that a stage changes and what it gained: make diff A=v3 B=v4; PROSE=yes: READMEs too
 	$(PYTHON) -m common.show.story diff "$(A)" "$(B)" $(addprefix --prose=,$(PROSE))
 
-stage: $(SETUP)  ## begin a new stage with the kernels of another: make stage FROM=v14 NAME=v15_yours
+stage: EXAMPLE = make stage FROM=v14 NAME=v14x_yours
+stage: needs-FROM needs-NAME $(SETUP)  ## begin a new stage with the kernels of another: make stage FROM=v14 NAME=v14x_yours
 	$(PYTHON) -m common.show.new_stage -- "$(FROM)" "$(NAME)"
 
 example: $(SETUP_EXAMPLE)  ## train a small Llama with a stage's attention, next to SDPA's: make example STAGE=v5 (ARGS=--help)

@@ -8,7 +8,6 @@ import importlib
 import itertools
 import pkgutil
 import re
-import textwrap
 from pathlib import Path
 from types import ModuleType
 
@@ -51,7 +50,7 @@ def resolve(name: str) -> str:
     """The directory name that `name` stands for: itself, or its version alone ("v3", "V3" or "3").
 
     Raises:
-        ValueError: no stage is called that. The message names a similar one, or else lists the versions.
+        ValueError: no stage is called that. The message names a similar one, or else says which there are.
     """
     wanted = name.strip().lower()
     wanted = f"v{wanted}" if wanted[:1].isdigit() else wanted
@@ -62,8 +61,10 @@ def resolve(name: str) -> str:
         return found[0]
     if similar := found or difflib.get_close_matches(wanted, known, n=1):
         raise ValueError(f"no stage is called {name!r}; did you mean {similar[0]}?")
-    message = f"no stage is called {name!r}; there are {', '.join(map(version, known))}"
-    raise ValueError(textwrap.fill(message, width=100))
+    line, dead_ends = ([version(stage) for stage in known if is_dead_end(stage) == dead] for dead in (False, True))
+    raise ValueError(
+        f"no stage is called {name!r}; there are {line[0]} to {line[-1]}, and the dead ends {', '.join(dead_ends)}"
+    )
 
 
 def load(name: str) -> ModuleType:

@@ -1,9 +1,9 @@
-"""A new stage, made of another one: the same kernels under a new name, to be changed, and its place in the documents.
+"""Make a new stage from another one: the same kernels under a new name, and its lines in README.md and tests/predictions.py.
 
-    python -m common.show.new_stage v14 v15_yours
+    make stage FROM=v14 NAME=v14x_yours
 
-The code of a stage does not hold its own name, so that a copy of it is right as it is. What only the old stage can say is left
-out: its idea, its README, and the notes that point to a stage which is no longer the next.
+A stage's code does not hold the stage's name, so a copy of the code is right as it is. The copy leaves out what only the old
+stage can say: its idea, its README, and the notes that point to a stage which is no longer the next.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from string import ascii_lowercase
 
 import stages
 from common.measure import files
@@ -54,11 +55,11 @@ What was gained, and why it is more or less than predicted.
 - What it does not do, and where it is slower.
 """
 NEXT = """\
-stages/{name} has the kernels of {source}. Write next:
-  stages/{name}/__init__.py: the idea in one sentence, on the first line; `make story` shows it
+stages/{name} has the kernels of {source}, its parent. Write next:
   stages/{name}/forward.py, backward.py: the idea; keep names, order and formatting
+  stages/{name}/__init__.py: the idea in one sentence, on the first line; `make story` shows it
   stages/{name}/README.md: the text under the headings
-  tests/predictions.py: {prediction}
+  tests/predictions.py: bytes and FLOPs of {version}; {prediction}
   README.md: the row of {version} in the table of stages
 Then run:
   make test ARGS="-k {version}"
@@ -75,19 +76,33 @@ def checked(source: str, name: str) -> str:
     """
     for variable, value in (("FROM", source), ("NAME", name)):
         if not value:
-            raise ValueError(f"{variable}= is missing: make stage FROM=v14 NAME=v15_yours")
+            raise ValueError(f"{variable}= is missing; try {example(stages.names()[-1])}")
     source = stages.resolve(source)
+    hint = f"try {example(source)}, or NAME={free_number()}_yours for the next step of the main line"
     if not NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is no name of a stage: v<number>[letter]_<snake_case>, such as v15_yours or v14a_yours")
+        raise ValueError(f"{name!r} is no name of a stage: v<number>[letter]_<snake_case>; {hint}")
     position = stages.position(name)
     at = {stages.position(other): other for other in stages.names()}
     if position in at or (results.ROOT / "stages" / name).exists():
-        raise ValueError(f"{name!r} is taken: there is stages/{at.get(position, name)}")
+        raise ValueError(f"{name!r} is taken: there is stages/{at.get(position, name)}; {hint}")
     number, branch = position
     number -= not branch
     if (number, "") not in at:
-        raise ValueError(f"{name!r} skips a stage: there is no v{number}")
+        raise ValueError(f"{name!r} skips a stage: there is no v{number}; {hint}")
     return source
+
+
+def free_number() -> str:
+    """The version of the next step of the main line: v19 where v18 is the last."""
+    return f"v{max(stages.position(name)[0] for name in stages.names()) + 1}"
+
+
+def example(source: str) -> str:
+    """A command that makes a dead end off the stage `source`, with the last letter that is free."""
+    number, _ = stages.position(source)
+    taken = {stages.position(name) for name in stages.names()}
+    free = [letter for letter in ascii_lowercase if (number, letter) not in taken]
+    return f"make stage FROM={stages.version(source)} NAME={f'v{number}{free[-1]}' if free else free_number()}_yours"
 
 
 def without_past_notes(code: str, name: str) -> str:
@@ -104,6 +119,14 @@ def with_docstring(code: str, docstring: str) -> str:
     """A module's code with another docstring."""
     rest = code.splitlines(keepends=True)[ast.parse(code).body[0].end_lineno :]
     return "".join([f'"""{docstring}"""\n', *rest])
+
+
+def with_parent(code: str, source: str, name: str) -> str:
+    """The code of the module of stage `source` for stage `name`: it records its parent, unless the number says the same."""
+    code = re.sub(r"^PARENT = .*\n", "", code, flags=re.MULTILINE)
+    if stages.parent(name) == source:
+        return code
+    return re.sub(r"^__all__ = .*\n", rf'\g<0>\nPARENT = "{stages.version(source)}"\n', code, count=1, flags=re.MULTILINE)
 
 
 def with_line(text: str, pattern: str, line: str) -> str:
@@ -150,9 +173,14 @@ def make(source: str, name: str) -> bool:
         for path in copy.glob("*.py"):
             files.replace(path, without_past_notes(path.read_text(), name))
         module = copy / "__init__.py"
-        files.replace(module, with_docstring(module.read_text(), f"{idea}, in a sentence."))
+        code = with_parent(with_docstring(module.read_text(), f"{idea}, in a sentence."), source, name)
+        files.replace(module, code)
         text = README.format(version=new, idea=idea)
-        files.replace(copy / "README.md", documents.with_table(text, "gain", documents.gain_table(name)))
+        stages.__path__.append(temporary)  # where `stages.parent` finds the new one
+        try:
+            files.replace(copy / "README.md", documents.with_table(text, "gain", documents.gain_table(name)))
+        finally:
+            stages.__path__.remove(temporary)
         try:
             for path, text in after.items():
                 files.replace(path, text)
@@ -167,7 +195,7 @@ def make(source: str, name: str) -> bool:
 def main(argv: list[str]):
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="make stage", usage="make stage FROM=v14 NAME=v15_yours", description="Make a new stage of another one's kernels."
+        prog="make stage", usage=example(stages.names()[-1]), description="Make a new stage from another one's kernels."
     )
     parser.add_argument("source", metavar="FROM", help="such as v14 or v4_autotune_descriptor")
     parser.add_argument("name", metavar="NAME", help="v<number>_<name>, or v<number><letter>_<name> for a dead end")
@@ -177,9 +205,8 @@ def main(argv: list[str]):
         predicted = make(source, options.name)
     except (OSError, ValueError) as error:
         parser.exit(2, f"make stage: {error}\n")
-    version = options.name.split("_")[0]
-    old = source.split("_")[0]
-    prediction = f"what it moves and computes; now as {old}" if predicted else "what it moves and computes; now it has no entry"
+    prediction = f"now they are those of {stages.version(source)}" if predicted else "now there are none"
+    version = stages.version(options.name)
     print(NEXT.format(name=options.name, source=source, version=version, prediction=prediction), end="")
 
 

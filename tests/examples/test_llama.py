@@ -213,4 +213,4 @@ def test_command_shows_losses_and_times(capsys):
 def test_command_names_the_stages(capsys):
     with pytest.raises(SystemExit):
         llama.main(["--stage=v99"])
-    assert "no stage is called 'v99'; there are v0, v1" in capsys.readouterr().err
+    assert "no stage is called 'v99'; there are v0 to v" in capsys.readouterr().err

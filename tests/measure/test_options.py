@@ -36,13 +36,13 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(command, argum
 
 
 @pytest.mark.parametrize(("command", "flag", "value", "message"), [
-    ("aot", "--stage", "v99", "no stage is called 'v99'; there are v0, v1"),
+    ("aot", "--stage", "v99", "no stage is called 'v99'; there are v0 to v"),
     ("aot", "--arch", "70", "'70' is not one of 80"), ("aot", "--dtype", "float64", "'float64' is not one of float16"),
     ("units", "--head-dim", "48", "'48' is not one of 16"), ("ncu", "--seq-len", "0", "'0' is not a whole number"),
     ("counts", "--causal", "maybe", "'maybe' is not one of no, yes"),
     ("counts", "--kv-heads", "2", "2 K/V heads do not divide 1 heads"),
     ("ncu", "--kv-heads", "3", "3 K/V heads do not divide 2 heads"), ("ncu", "--value-dim", "48", "'48' is not one of 16"),
-    ("energy", "--impl", "v99", "no stage is called 'v99'; there are v0, v1"),
+    ("energy", "--impl", "v99", "no stage is called 'v99'; there are v0 to v"),
     ("units", "--impl", "v3_fa2", "no stage is called 'v3_fa2'; did you mean v3_fa2_causal?"),
     ("aot", "--value-dim", "48", "'48' is not one of 16"), ("counts", "--pass", "both", "'both' is not one of fwd, bwd"),
 ])  # fmt: skip

@@ -9,14 +9,19 @@ from pathlib import Path
 from string import ascii_lowercase
 
 import pytest
-from cases import check, make_inputs
+from cases import cells, check, make_inputs
 from predictions import PREDICTIONS
 
+import bench
 import stages
+from common.measure.workloads import Workload
 from common.show import documents, new_stage, results, story
+from common.show.summary import summary
+from common.show.tables import speed_table
 
 ROOT = Path(__file__).parents[2]
 LAST = max((name for name in stages.names() if not stages.is_dead_end(name)), key=stages.position)
+V0 = stages.names()[0]
 NUMBER = stages.position(LAST)[0]
 COPIES = {source: f"v{NUMBER}{letter}_copy" for source, letter in zip(stages.names(), reversed(ascii_lowercase), strict=False)}
 NEXT = f"v{NUMBER + 1}_copy"
@@ -59,6 +64,8 @@ def test_nothing_of_the_old_stage_s_name_is_left(tree, source, name):
     files = {path.name: path.read_text() for path in (tree / "stages" / name).iterdir()}
     assert set(files) >= {"__init__.py", "forward.py", "backward.py", "README.md"}
     files["README.md"] = documents.with_table(files["README.md"], "gain", "")  # which names the stage before
+    assert re.findall('^PARENT = "(.*)"', files["__init__.py"], re.MULTILINE) == ([] if source == LAST else [version(source)])
+    files["__init__.py"] = re.sub("^PARENT = .*", "", files["__init__.py"], flags=re.MULTILINE)
     for file, text in files.items():
         assert not old.search(text), file
         assert text == new_stage.without_past_notes(text, name), file
@@ -104,12 +111,37 @@ def test_the_tests_pass_with_new_stages(tree):
 def test_the_story_tells_of_new_stages(inside, monkeypatch, capsys):
     """A stage that goes on from the last one with its kernels changes nothing yet."""
     monkeypatch.setattr(story, "STAGES", inside / "stages")
-    monkeypatch.setattr(stages, "names", lambda: [LAST, COPIES["v0_naive"], NEXT])
+    monkeypatch.setattr(stages, "names", lambda: [V0, LAST, COPIES[V0], NEXT])
     story.print_story()
-    same = f"    from {LAST}: {story.Change(0, 0, ())}\n"
-    told = capsys.readouterr().out
-    assert f"{NEXT}\n    {new_stage.IDEA.capitalize()}, in a sentence.\n{same}" in told
-    assert f"{COPIES['v0_naive']}\n    A dead end: {new_stage.IDEA}, in a sentence.\n    from {LAST}: " in told
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"{NEXT} {new_stage.IDEA.capitalize()}, in a sentence. from {LAST}: {story.Change(0, 0, ())}" in told
+    assert f"{COPIES[V0]} A dead end: {new_stage.IDEA}, in a sentence. from {V0}: " in told  # less its notes
+
+
+def test_tables_and_benchmark_compare_a_new_stage_with_what_it_was_made_from(inside):
+    """Which is not what its number says: that of v18z is v18."""
+    copy = COPIES[V0]
+    assert stages.parent(copy) == V0 and bench.chosen_stages([copy]) == [V0, copy]
+    counts = {"bytes_read": 3e6, "bytes_written": 1e6, "flops_executed": 8e6, "bound": "bytes", "kernel_launches": 1}
+    counts |= {"tiles": "", "peak_extra_mib": 1.0}
+    workload = Workload("fwd", 1, 1, 64, 64, False, "float16").record()
+    times = ((V0, 6.0), (LAST, 4.0), (copy, 2.0))
+    records = [{"impl": name, "roofline_us": time} | workload | counts for name, time in times]
+    machine = {"gpu": None, "torch": "", "triton": "", "commit": "", "date": "", "matmul_tflops": {}, "roofline": ""}
+    assert "3.00" in cells(speed_table(records, machine), f"{copy} (dead end)")[0]
+    assert "×3.00" in summary(records, machine, copy)
+
+
+def test_a_stage_made_from_a_new_one_has_that_for_its_parent(inside):
+    """And not the parent that its own parent recorded."""
+    for source, name, parent in ((COPIES[V0], f"v{NUMBER + 2}_next", COPIES[V0]), (NEXT, f"v{NUMBER + 2}_next", NEXT)):
+        new_stage.main([source, name])
+        assert stages.parent(name) == parent
+        recorded = re.findall("^PARENT = .*", (inside / "stages" / name / "__init__.py").read_text(), re.MULTILINE)
+        assert recorded == ([] if source == NEXT else [f'PARENT = "{version(source)}"'])
+        shutil.rmtree(inside / "stages" / name)
+        for path in (inside / "README.md", inside / "tests" / "predictions.py"):
+            path.write_text("".join(line for line in path.read_text().splitlines(True) if f"v{NUMBER + 2}" not in line))
 
 
 def test_a_copy_has_the_prediction_of_the_stage_that_it_is_made_of(tree):
@@ -214,5 +246,12 @@ def test_make_passes_on_what_it_is_given():
             check=True,
         ).stdout
 
-    assert shown("FROM=v12", "NAME=v13_some") == 'python -m common.show.new_stage -- "v12" "v13_some"\n'
-    assert shown("FROM=", "NAME=") == 'python -m common.show.new_stage -- "" ""\n'
+    assert shown("FROM=v12", "NAME=v13_some").splitlines()[-1] == 'python -m common.show.new_stage -- "v12" "v13_some"'
+
+
+def test_the_example_of_a_message_can_be_pasted(inside, capsys):
+    with pytest.raises(SystemExit):
+        new_stage.main(["v14", LAST])
+    *_, source, name = re.search(r"try make stage FROM=(\S+) NAME=(\w+), or NAME=(\w+)", capsys.readouterr().err).groups()
+    for given in (("v14", source), ("v14", name)):
+        assert new_stage.checked(*given) == "v14_short_tiles"

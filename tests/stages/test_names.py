@@ -77,7 +77,7 @@ def test_an_unknown_stage_is_answered_with_the_versions(text):
     with pytest.raises(ValueError) as refused:
         stages.resolve(text)
     message = str(refused.value)
-    assert message.startswith(f"no stage is called {text!r}; there are v0, v1, v2,") and message.endswith(
-        stages.version(stages.names()[-1])
+    assert message.startswith(f"no stage is called {text!r}; there are v0 to v") and message.endswith(
+        stages.version([name for name in stages.names() if stages.is_dead_end(name)][-1])
     )
-    assert max(map(len, message.splitlines())) <= 100 and not any(name in message for name in stages.names())
+    assert "\n" not in message and not any(name in message for name in stages.names())

@@ -13,7 +13,7 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "Without PYTHON=… the packages of requirements.txt are installed in .venv first; PYTHON=python3 uses that one as it is."
 
-# A prerequisite of the targets that take a variable: `make diff A=v3` names B, before anything is installed.
+# A prerequisite of the targets that take a variable: `make diff` asks for A and B before it installs anything.
 needs-%:
 	@: $(if $(strip $($*)),,$(error $*=… is missing, as in: $(EXAMPLE)))
 

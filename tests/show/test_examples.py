@@ -1,0 +1,189 @@
+"""Commands that documents, docstrings and messages show can be pasted: their targets, variables, stages and options exist."""
+
+import argparse
+import importlib
+import itertools
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import stages
+from common.show import new_stage
+
+ROOT = Path(__file__).parents[2]
+MAKEFILE = (ROOT / "Makefile").read_text()
+TARGETS = re.findall(r"^([a-z-]+):.*## ", MAKEFILE, re.MULTILINE)
+FILES = [ROOT / "Makefile", ROOT / "bench.py", *ROOT.glob("*.md"), *ROOT.glob("[cers]*/**/*.md")]
+FILES += [path for room in ("common", "examples", "stages") for path in ROOT.glob(f"{room}/**/*.py")]
+
+PROGRAM = r"(?:make|python3? -m (?:common|examples)[\w.]*|python3? bench\.py|\.venv/bin/\S+)"
+SHOWN = re.compile(
+    rf"`(?:\w+=\S+ )*({PROGRAM}(?: [^`\n]*)?)`"  # in a sentence
+    rf"|^ *(?:\w+=\S+ )*(make [a-z-]+(?: *#| [A-Z]+=|$).*|(?!make){PROGRAM} .*)$"  # a line of its own
+    rf"|: ({PROGRAM} [A-Z].*)$"  # at the end of a line of help
+    rf"|EXAMPLE = ({PROGRAM} .*)$",
+    re.MULTILINE,
+)
+
+
+def commands():
+    """Each command that is shown, and the file and line where it is first."""
+    found = {}
+    for path in sorted(set(FILES)):
+        text = path.read_text()
+        for match in SHOWN.finditer(text):
+            command = re.sub(r"(\s+#|; |  ?\().*", "", next(filter(None, match.groups()))).strip()
+            if not re.search(r"[{…$]", command):  # a template, to be filled in
+                found.setdefault(command, f"{path.relative_to(ROOT)}:{text[: match.start()].count(chr(10)) + 1}")
+    return found
+
+
+COMMANDS = commands()
+
+
+class Parsed(Exception):
+    """A command's options were right."""
+
+
+def run_to_the_parser(module, arguments, monkeypatch):
+    """Hand a command its arguments, as far as its parser. SystemExit: they are wrong."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(self, *given, **options):
+        parse(self, *given, **options)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+    monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("would run another program"))
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # of a ring's programs
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(Parsed):
+        importlib.import_module(module).main(arguments)
+
+
+def check_python(words, monkeypatch):
+    """A `python` command: its module exists and takes the arguments."""
+    module, arguments = ("bench", words[2:]) if words[1] == "bench.py" else (words[2], words[3:])
+    if arguments == ["--help"]:
+        return
+    path = ROOT / f"{module.replace('.', '/')}.py"
+    assert path.exists(), path
+    if module.startswith("examples."):
+        pytest.importorskip("transformers")
+    if "argparse" in path.read_text() and (arguments or module not in ("common.measure.ncu", "common.measure.units")):
+        run_to_the_parser(module, arguments, monkeypatch)
+    else:
+        assert not arguments or module not in ("common.show.documents", "common.show.compare", "common.show.plots")
+
+
+def variables_of(target):
+    """The variables that a target's prerequisites and recipe use."""
+    body = re.search(rf"^{target}: (?!EXAMPLE).*\n(?:\t.*\n)*", MAKEFILE, re.MULTILINE)[0]
+    used = set(re.findall(r"\$\(([A-Z]+)\)|needs-([A-Z]+)|\$\(or \$\(([A-Z]+)", body))
+    if "run_tests" in body:
+        used.add(("ARGS",))
+    return set(itertools.chain(*used)) | {"PYTHON"}
+
+
+def check_make(words, monkeypatch):
+    """A `make` command: its targets exist, know its variables, and what they run takes the arguments."""
+    targets = [word for word in words[1:] if "=" not in word]
+    given = dict(word.split("=", 1) for word in words[1:] if "=" in word)
+    for target in targets:
+        assert target in TARGETS, target
+        assert given.keys() <= variables_of(target), target
+        if target == "stage":
+            new_stage.checked(given["FROM"], given["NAME"])
+            continue
+        if len(given.keys() - {"PYTHON"}) == 0 or target.startswith("test"):
+            continue
+        dry = [word for word in words if not word.startswith("PYTHON=")] + ["PYTHON=python"]
+        shown = subprocess.run(
+            [*dry, "--dry-run", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        line = shown.stdout.replace("\\\n", " ").strip().splitlines()[-1]
+        *_, last = re.split(r"(?=-m (?:common|examples)|bench\.py)", line)
+        check_python(["python", *shlex.split(last)], monkeypatch)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{COMMANDS[command]} {command}".replace("/", "."))
+def test_a_command_that_is_shown_can_be_pasted(command, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = shlex.split(command)
+    if words[0] == "make":
+        check_make(words, monkeypatch)
+    elif words[0].startswith("python"):
+        check_python(words, monkeypatch)
+    else:
+        assert Path(sys.executable).with_name(Path(words[0]).name).exists() or words[0] == ".venv/bin/python", words[0]
+
+
+@pytest.mark.parametrize("wrong", [
+    "make bnech", "make bench STGE=v3", "make bench STAGE=v99", 'make bench ARGS="--pass sideways"', "make diff A=v3 B=v77",
+    'make traffic ARGS="--seq-lens 64"', "python -m common.show.no_such", "python bench.py --stages v3",
+    "python -m common.measure.aot --arch 90 --mask no", "make stage FROM=v14 NAME=v15_yours", ".venv/bin/no-such-command",
+])  # fmt: skip
+def test_a_command_that_is_wrong_is_noticed(wrong, monkeypatch):
+    with pytest.raises((AssertionError, SystemExit, ValueError)):
+        test_a_command_that_is_shown_can_be_pasted(wrong, monkeypatch)
+
+
+def test_commands_are_found():
+    """In a document, a docstring, the Makefile's help and its messages."""
+    places = {place.split(":")[0] for place in COMMANDS.values()}
+    assert {"README.md", "ring.md", "results/README.md", "Makefile", "common/measure/aot.py"} <= places
+    assert {"make bench STAGE=v3", "make stage FROM=v14 NAME=v14x_yours", "make diff A=v3 B=v4"} <= COMMANDS.keys()
+    assert len(COMMANDS) > 60
+
+
+NEED_A_GPU = {"reference", "rates", "energy", "sanitize", "example", "example-ring"}
+THEMSELVES = {"test", "test-long", "clean", "bench", "plots"}  # the suite, what would delete a tree, what takes minutes
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("make ")])
+def test_a_make_command_that_is_shown_runs(command, tmp_path):
+    """In a copy of the repository, what needs no GPU."""
+    words = [word for word in shlex.split(command) if not word.startswith("PYTHON=")]
+    targets = {word for word in words[1:] if "=" not in word}
+    if targets & (NEED_A_GPU | THEMSELVES) and len(words) == 2 or targets & NEED_A_GPU or "--million" in command:
+        pytest.skip("needs a GPU, or takes too long")
+    copy = tmp_path / "repository"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".venv", ".git", ".benchmarks", "__pycache__"))
+    if "compare" in targets:
+        pytest.skip("compares runs that there are not")
+    done = subprocess.run([*words, f"PYTHON={sys.executable}"], cwd=copy, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def left_over(names, documents):
+    """`file:line: text` of each row of a table, or entry of a dictionary, about a stage that is not there."""
+    versions = {stages.version(name) for name in names}
+    found = []
+    for path, text in documents.items():
+        for number, line in enumerate(text.splitlines(), start=1):
+            row = re.match(r"\| (v\d+[a-z]?) \|.*\(stages/|    \"(v\d+[a-z]?)\": \(", line)
+            if row and next(filter(None, row.groups())) not in versions:
+                found.append(f"{path}:{number}: {line.strip()}")
+    return found
+
+
+def test_no_line_is_left_of_a_stage_that_is_gone():
+    paths = ("README.md", "tests/predictions.py")
+    lines = left_over(stages.names(), {path: (ROOT / path).read_text() for path in paths})
+    assert not lines, "delete these lines, of stages whose directories are gone:\n" + "\n".join(lines)
+
+
+def test_the_lines_of_a_stage_that_is_gone_are_named():
+    documents = {path: (ROOT / path).read_text() for path in ("README.md", "tests/predictions.py")}
+    for gone in stages.names():
+        kept = [name for name in stages.names() if name != gone]
+        lines = left_over(kept, documents)
+        assert [line.split(":")[0] for line in lines] == ["README.md", "tests/predictions.py"], gone
+        assert f"stages/{gone})" in lines[0] and f'"{stages.version(gone)}": (' in lines[1]

@@ -79,6 +79,16 @@ def test_a_sink_is_known_from_the_beginning(long_work, recorded, head_dim, nats,
     assert not recorded.failed.any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("nats", [20, 120])
+@pytest.mark.parametrize(
+    ("key", "seq_len"), [(1, 330), (10, 330), (15, 330), (16, 330), (10, 600), (20, 600), (31, 600), (32, 600)]
+)
+def test_a_sink_that_the_first_rows_do_not_see(long_work, key, seq_len, nats, dtype):
+    """Among the first keys, which are part of the guess for the rows that see them, or just behind."""
+    check(long_work, *with_key(key, nats, 1, seq_len, 64, dtype), True)
+
+
 HEADS = 200 if DEVICE == "cpu" else 1000  # of a tile each
 
 

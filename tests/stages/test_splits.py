@@ -10,6 +10,7 @@ import stages
 from common.kernels import replay
 from common.measure.reference import assert_correct, plain, truth
 from common.operator import diagonal
+from common.runtime import DEVICE
 
 SPLITTING = [name for name in stages.names() if hasattr(importlib.import_module(f"stages.{name}.forward"), "splits_of")]
 
@@ -63,6 +64,30 @@ def test_any_number_of_splits_makes_one_softmax(split, problem, number):
     q, k, v, _ = make_inputs(seq_q, seq_k, head_dim, batch=1, heads=heads, kv_heads=kv_heads, value_dim=value_dim)
     into(number)
     assert_correct(*forward(stage, q, k, v, causal))
+
+
+MORE_THAN_AT_ONCE = [  # head dimensions, splits and keys: more splits than a merge reads at once, with keys for each
+    (16, 16, 65, 66 * 128),
+    (32, 128, 130, 131 * 128),
+    (64, 32, 129, 130 * 128),
+    (64, 64, 66, 66 * 128),
+    (128, 16, 67, 68 * 128),
+    (128, 128, 65, 65 * 128),
+    (128, 256, 65, 66 * 64),
+    (256, 64, 65, 66 * 64),
+    (256, 256, 97, 98 * 64),
+]
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim", "number", "seq_k"), MORE_THAN_AT_ONCE)
+def test_more_splits_than_a_merge_reads_at_once(split, head_dim, value_dim, number, seq_k):
+    """What it has added up so far is scaled by each further part's maximum; the scores grow, so that this is never by 1."""
+    stage, into = split
+    q, k, v, _ = make_inputs(2, seq_k - 5, head_dim, batch=1, heads=2, kv_heads=1, value_dim=value_dim)
+    q[..., 0] = 2.0
+    k[..., 0] = torch.linspace(-1, 1, seq_k - 5, device=DEVICE) * head_dim**0.5
+    into(number)
+    assert_correct(*forward(stage, q, k, v))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -1,0 +1,126 @@
+"""In which order a stage's forward takes its tiles: where that is the stage's idea, the results do not depend on it."""
+
+import importlib
+import itertools
+
+import pytest
+from cases import make_inputs
+from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
+
+import stages
+from common.interpreter.asynchronous import Load
+from common.interpreter.schedule import now
+from common.kernels import replay
+from common.measure.reference import assert_correct, plain, truth
+from common.runtime import DEVICE, Device, interpreted_as
+
+pytestmark = [pytest.mark.every_stage, pytest.mark.skipif(DEVICE == "cuda", reason="watches the interpreters")]
+
+HEADS, SEQ, HEAD_DIM = 5, 600, 16
+GROUP = 2  # heads, of which 5 are no multiple
+KV_BYTES = SEQ * 2 * HEAD_DIM * 2  # of a head's K and V
+
+
+def names_in(name):
+    """The global names of a stage's forward."""
+    return vars(importlib.import_module(f"stages.{name}.forward"))
+
+
+ORDERED = [name for name in stages.names() if {"tile_and_head", "L2_SHARE"} & names_in(name).keys()]
+
+
+@pytest.fixture(params=ORDERED)
+def stage(request, monkeypatch):
+    """A stage with an order of tiles, on a GPU of one SM, and how many heads a group has there.
+
+    Persistent stages have a share of the L2 cache that can be made small. All heads of so small a problem fit the others'.
+    """
+    names = names_in(request.param)
+    if "L2_SHARE" in names:
+        monkeypatch.setitem(names, "L2_SHARE", dict.fromkeys(names["L2_SHARE"], GROUP * KV_BYTES))
+    for name, value in {"FEW_SQUARES": 0, "splits_of": lambda *_: 1}.items():  # v14's tiles, and no splits
+        if name in names:
+            monkeypatch.setitem(names, name, value)
+    monkeypatch.setattr(replay, "is_watched", lambda: True)
+    with interpreted_as(Device(multiprocessors=1)):
+        yield stages.load(request.param), GROUP if "L2_SHARE" in names else HEADS
+
+
+class Watch:
+    """Notes which Q tile each program of `_forward_kernel` loads."""
+
+    def __init__(self, monkeypatch):
+        self._loaded, self._block_m, self._of_q = [], None, None
+        for owner in (GluonJITFunction, InterpretedFunction):
+            monkeypatch.setattr(owner, "run", self._run(owner.run))
+        monkeypatch.setattr(Load, "__init__", self._copy(Load.__init__))
+        monkeypatch.setattr(InterpreterBuilder, "create_masked_load", self._load(InterpreterBuilder.create_masked_load))
+
+    def begin(self, q):
+        self._of_q = range(q.data_ptr(), q.data_ptr() + q.nbytes)
+
+    def taken(self):
+        """The tiles, as (head, tile of the head), in the order of the programs, and of each program's loads."""
+        tiles = [tile for _, *tile in sorted(self._loaded, key=lambda loaded: loaded[0])]
+        return [tuple(tile) for tile, _ in itertools.groupby(tiles)]
+
+    def _note(self, program, head, row):
+        self._loaded.append((program, head, row // self._block_m))
+
+    def _run(self, run):
+        def watched(function, *args, **options):
+            self._block_m = options["BLOCK_M"] if function.__name__ == "_forward_kernel" else None
+            return run(function, *args, **options)
+
+        return watched
+
+    def _copy(self, begin):
+        def watched(load, descriptor, coord, *args):
+            if self._block_m and descriptor._tensor.data_ptr() == self._of_q.start:
+                self._note(now().running.program.number, *map(int, coord[1:3]))
+            begin(load, descriptor, coord, *args)
+
+        return watched
+
+    def _load(self, load):
+        def watched(builder, pointers, *args, **options):
+            if self._block_m and int(pointers.data.min()) in self._of_q:
+                element = (int(pointers.data.min()) - self._of_q.start) // 2
+                self._note(builder.grid_idx[0], element // (SEQ * HEAD_DIM), element // HEAD_DIM % SEQ)
+            return load(builder, pointers, *args, **options)
+
+        return watched
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    return Watch(monkeypatch)
+
+
+def forward(stage, watch, causal):
+    """Run a forward, check its results, and return the tiles in the order in which they were taken."""
+    q, k, v, _ = make_inputs(SEQ, SEQ, HEAD_DIM, batch=1, heads=HEADS)
+    options = {"causal": causal, "scale": 0.2, "diagonal": 0}
+    watch.begin(q)
+    out, lse = stage.forward(q, k, v, **options)
+    assert_correct({"out": out, "lse": lse}, truth(q, k, v, **options), plain(q, k, v, **options))
+    return watch.taken()
+
+
+def test_causal_tiles_go_through_groups_of_heads_the_longest_first(stage, watch):
+    stage, group = stage
+    groups = [range(first, min(first + group, HEADS)) for first in range(0, HEADS, group)]
+    taken = forward(stage, watch, causal=True)
+    tiles = 1 + max(tile for _, tile in taken)
+    assert tiles >= 3
+    assert taken == [(head, tile) for heads in groups for tile in reversed(range(tiles)) for head in heads]
+
+
+def test_tiles_without_a_mask_go_through_groups_of_heads(stage, watch):
+    """Or head after head; each tile once."""
+    stage, group = stage
+    taken = forward(stage, watch, causal=False)
+    tiles = 1 + max(tile for _, tile in taken)
+    assert sorted(taken) == [(head, tile) for head in range(HEADS) for tile in range(tiles)]
+    assert [head // group for head, _ in taken] == sorted(head // group for head, _ in taken)

@@ -2,8 +2,8 @@
 
 import itertools
 import json
+import math
 import re
-import statistics
 from pathlib import Path
 
 from tabulate import tabulate
@@ -20,31 +20,36 @@ from common.show.energy import energy_table
 from common.show.numbers import numbers_table
 from common.show.profiles import traffic_table, units_table
 from common.show.results import (
-    BFLOAT16,
     COLUMNS,
     COUNTED_AT,
-    FLOAT16,
     HEAD_DIMS,
     LONG,
     MEAN_OVER,
-    NEWEST,
     ROOT,
     TIMELINE,
     TRAFFIC,
     UNITS,
+    Run,
+    bytes_in_words,
     bytes_of,
+    chain,
     counted,
+    gain,
     implementations,
     load_counts,
     load_run,
-    load_runs,
-    mean_rate,
     mean_ratio,
     modelled,
     moved,
+    names_of,
+    newest,
+    number,
     origin,
-    origins,
+    rate,
     run_file,
+    runs,
+    same_code,
+    sources,
     speedup,
     spoken,
     times_of,
@@ -55,77 +60,71 @@ from common.show.shared import shared_tables
 from common.show.tables import PASS_NAMES, speed_table, title
 
 
-def summary_table(records: list[dict], machines: list[dict]) -> str:
-    """The README's table: for each implementation the mean rate, the gain over the stage before and the share of cuDNN's.
+def _last(names: list[str]) -> str:
+    """The newest stage of the main line."""
+    return [name for name in names if stages.position(name) and not stages.is_dead_end(name)][-1]
+
+
+def summary_table(found: list[Run]) -> str:
+    """The README's table: for each implementation the mean rate, the gain over its parent and the share of cuDNN's rate.
 
     Args:
-        records, machines: as `common.show.results.load_runs` gives them.
+        found: as `common.show.results.runs` gives them.
     """
-    names = implementations(records)
-    headers = ["", *(f"{PASS_NAMES[pass_]}, D={head_dim}" for pass_, head_dim in COLUMNS)]
-    headers += [f"both, D={head_dim}" for head_dim in HEAD_DIMS]
-    hosts = {}
-    for record in records:
-        if "host_us" in record:
-            hosts.setdefault(record["pass"], []).append((record["impl"], record["host_us"]))
-    headers += [f"host µs, {PASS_NAMES[pass_]}" for pass_ in hosts]
-    rows = []
+    names = names_of(found)
+    used, rows = [], []
     for name in names:
-        row = [title(name)]
-        before = stages.parent(name)
+        parent, cells, of_rates, of_gains = stages.parent(name), [], [], []
         for pass_, head_dim in COLUMNS:
-            rate = mean_rate(records, name, pass_, head_dim)
-            cells = [f"{rate:.0f}"] if rate else []
-            if gain := speedup(records, name, before, (pass_,), head_dim):
-                cells.append(f"**×{gain:.2f}**")
-            if cudnn := speedup(records, name, "sdpa-cudnn", (pass_,), head_dim):
-                cells.append(f"{100 * cudnn:.0f} %")
-            row.append(", ".join(cells) or "-")
-        for head_dim in HEAD_DIMS:
-            gain = speedup(records, name, before, ("fwd", "bwd"), head_dim)
-            row.append(f"**×{gain:.2f}**" if gain else "-")
-        for measured in hosts.values():
-            host = [us for impl, us in measured if impl == name]
-            row.append(f"{statistics.median(host):.0f}" if host else "-")
-        rows.append(row)
-    lengths = ", ".join(map(str, MEAN_OVER))
-    host_meaning = "; host: the CPU's time for a call" if hosts else ""
+            measured = rate(found, name, pass_, head_dim)
+            if not measured:
+                cells.append("-")
+                continue
+            mean, run = measured
+            of_rates.append(run)
+            parts = [f"{mean:.0f}"]
+            if parent and not same_code(name, parent, pass_):
+                if gained := gain(found, name, parent, pass_, head_dim):
+                    parts.append(f"**×{gained[0]:.2f}**")
+                    of_gains.append(gained[1])
+                else:
+                    parts.append(f"not measured beside {spoken(parent)}")
+            if cudnn := speedup(run.records, name, "sdpa-cudnn", pass_, head_dim):
+                parts.append(f"{100 * cudnn:.0f} %")
+            cells.append(", ".join(parts))
+        if of_rates:
+            used += of_rates + of_gains
+            rates, gains = (sorted({number(found, run) for run in some}) for some in (of_rates, of_gains))
+            shown = [", ".join(map(str, rates))] + [f"gain: {', '.join(map(str, gains))}"] * (gains not in ([], rates))
+            rows.append([title(name), "; ".join(shown), *cells])
+    headers = ["", "run", *(f"{PASS_NAMES[pass_]}, D={head_dim}" for pass_, head_dim in COLUMNS)]
     caption = (
-        f"TFLOP/s, **× the stage before**, % of cuDNN; both: forward and backward together{host_meaning}. float16, 16k tokens, "
-        f"hidden size 2048; geometric means over S = {lengths}, causal and not. {origins(machines, dated=True)}."
+        "TFLOP/s, **times as fast as the parent stage**, % of cuDNN's speed; no gain where the parent's code is the same. "
+        f"Float16, 16k tokens, hidden size 2048; geometric means over S = {', '.join(map(str, MEAN_OVER))}, causal and not. "
+        "A row is from the newest run that has it. A gain is from the newest run that has the parent too, which `gain:` names "
+        f"if it is another one. Runs: {sources(found, used)}."
     )
-    table = tabulate(rows, headers, tablefmt="pipe", disable_numparse=True)
-    return f"{caption}\n\n{table}" + _against_the_best(records, names) + _bfloat16(records, names, machines)
+    return f"{caption}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True)}{_against_the_best(found, names)}"
 
 
-def _against_the_best(records, names):
-    """A sentence on the last stage next to the fastest baseline of each point, for lengths that fill the GPU."""
-    baselines = [name for name in names if not stages.position(name)]
-    last = max((name for name in names if not stages.is_dead_end(name)), key=lambda name: stages.position(name) or (-1, ""))
-    ratios = []
+def _against_the_best(found, names):
+    """A sentence on the newest stage next to the fastest library at each point, for lengths that fill the GPU."""
+    last, ratios, libraries, used = _last(names), [], [], []
     for pass_, head_dim in COLUMNS:
-        ours, *others = (times_of(records, name, (pass_,), head_dim) for name in (last, *baselines))
-        points = [key for key in ours if key[1] >= LONG and any(key in times for times in others)]
-        best = {key: min(times[key] for times in others if key in times) for key in points}
-        if best:
-            ratios.append(f"{PASS_NAMES[pass_]} D={head_dim} ×{mean_ratio(ours, best):.2f}")
+        if run := newest(found, pass_, head_dim, last):
+            others = [name for name in implementations(run.records) if not stages.position(name)]
+            ours, *theirs = (times_of(run.records, name, pass_, head_dim) for name in (last, *others))
+            points = [key for key in ours if key[1] >= LONG and any(key in times for times in theirs)]
+            if best := {key: min(times[key] for times in theirs if key in times) for key in points}:
+                ratios.append(f"{PASS_NAMES[pass_]} D={head_dim} ×{mean_ratio(ours, best):.2f}")
+                libraries += others
+                used.append(number(found, run))
     if not ratios:
         return ""
-    return f"\n\n{last} against the fastest of {', '.join(baselines)} at each point, S ≥ {LONG}: {', '.join(ratios)}."
-
-
-def _bfloat16(records, names, machines):
-    """A sentence on how the other half precision compares; nothing where it was not measured."""
-    ratios = {}
-    for name, (pass_, head_dim) in itertools.product(names, COLUMNS):
-        times = (times_of(records, name, (pass_,), head_dim, dtype) for dtype in ("float16", "bfloat16"))
-        if stages.position(name) and (ratio := mean_ratio(*times)):
-            ratios[ratio] = f"{name.split('_')[0]}, {PASS_NAMES[pass_]}, D={head_dim}"
-    if not ratios:
-        return ""
-    least, most = min(ratios), max(ratios)
-    apart = ", measured at another commit," if len({machine["commit"] for machine in machines}) > 1 else ""
-    return f"\n\nIn bfloat16{apart} a stage takes {least:.3f} ({ratios[least]}) to {most:.3f} ({ratios[most]}) times as long."
+    return (
+        f"\n\n{last} against the fastest of {', '.join(dict.fromkeys(libraries))} at each point, S ≥ {LONG}, "
+        f"run {', '.join(map(str, sorted(set(used))))}: {', '.join(ratios)}."
+    )
 
 
 def with_table(text: str, name: str, table: str) -> str:
@@ -180,29 +179,22 @@ def traffic_of_step(name: str) -> str:
     return f"{caption}\n\n{_step_table(rows, list(headers))}"
 
 
-def _runs_with(*names: str) -> tuple[list[dict], list[dict]]:
-    """The reference in float16; or, where that lacks one of these stages and the run of the newest has all, that."""
-    for paths in (FLOAT16, NEWEST):
-        if all(path.exists() for path in paths):
-            runs = load_runs(paths)
-            if set(names) <= set(implementations(runs[0])):
-                return runs
-    return load_runs(FLOAT16)
-
-
 def gain_table(name: str) -> str:
     """What a step's traffic predicts it to gain, and what it gained, by sequence length; the first stage's times."""
     before = stages.parent(name)
-    records, machines = _runs_with(*filter(None, (before, name)))
+    measured = runs()
     counts, _ = load_counts(TRAFFIC)
     model, _ = load_counts(TIMELINE)
     timed = all(any(record["impl"] == stage for record in model) for stage in (name, before))
-    lengths = sorted({record["seq_len"] for record in records if record["pass"] == "fwd"})
-    ms = {(r["impl"], r["pass"], r["head_dim"], r["causal"], r["seq_len"]): r["ms"] for r in records if "ms" in r}
+    lengths = sorted({record["seq_len"] for run in measured for record in run.records})
+    side_by_side = {column: newest(measured, *column, *filter(None, (before, name))) for column in COLUMNS}
     rows = []
-    for span in _spans():
+    for pass_, head_dim, causal in _spans():
+        span = pass_, head_dim, causal
+        run = side_by_side[pass_, head_dim]
+        ms = {(r["impl"], r["pass"], r["causal"], r["seq_len"]): r["ms"] for r in run.records if "ms" in r} if run else {}
         now, old = (counted(counts, stage, *span) for stage in (name, before))
-        times = [[ms.get((stage, *span, seq_len)) for seq_len in lengths] for stage in (name, before)]
+        times = [[ms.get((stage, pass_, causal, seq_len)) for seq_len in lengths] for stage in (name, before)]
         if before:
             costs = [count and count["roofline_us"] for count in (old, now)]
             if timed:
@@ -211,32 +203,42 @@ def gain_table(name: str) -> str:
             rows.append([predicted, *(f"×{b / a:.2f}" if a and b else "-" for a, b in zip(*times, strict=True))])
         else:
             rows.append([f"{time:.2f}" if time else "-" for time in times[0]])
-    where = f"float16, 16k tokens, hidden size 2048, {origins(machines)}"
-    if before:
-        of = "cycles of the [model](../../results/timeline.md)" if timed else "two times at peak"
-        caption = (
-            f"Times as fast as {before}. Predicted: the ratio of the {of}, S = {COUNTED_AT}. The rest is "
-            f"measured, by sequence length: {where}."
-        )
-        return f"{caption}\n\n{_step_table(rows, ['predicted', *(f'S = {seq_len}' for seq_len in lengths)])}"
-    return f"Milliseconds, by sequence length: {where}.\n\n{_step_table(rows, [f'S = {seq_len}' for seq_len in lengths])}"
+    used = [run for run in side_by_side.values() if run]
+    headers = [f"S = {seq_len}" for seq_len in lengths]
+    where = f"Float16, 16k tokens, hidden size 2048. {sources(measured, used)}." if used else ""
+    if not before:
+        return f"Milliseconds, by sequence length. {where}\n\n{_step_table(rows, headers)}"
+    missing = [f"{PASS_NAMES[pass_]} D={head_dim}" for (pass_, head_dim), run in side_by_side.items() if not run]
+    missing = [f"Not measured beside {before}: {', '.join(missing)}."] if missing else []
+    of = "cycles of the [model](../../results/timeline.md)" if timed else "two times at peak"
+    caption = [
+        f"Times as fast as {before}. Predicted: the ratio of the {of}, S = {COUNTED_AT}.",
+        *(["The other columns are measured, by sequence length.", where] if used else []),
+        *missing,
+    ]
+    return f"{' '.join(caption)}\n\n{_step_table(rows, ['predicted', *headers])}"
 
 
 def tuned_table(name: str) -> str:
-    """What a stage and the one before moved on the GPU, with the tiles that each ran with there."""
+    """What a stage and its parent moved on the GPU, with the tiles that each ran with there."""
+    parent = stages.parent(name)
     rows = []
     for span in _spans():
-        cases = [tuned_case(stage, *span) for stage in (stages.parent(name), name)]
+        cases = [tuned_case(stage, *span) for stage in (parent, name)]
         cells = []
         for case in cases:
             cells += [", ".join(label for label, *_ in pairs(case)), f"{bytes_of(case) / 1e6:.1f}"] if case else ["-", "-"]
-        rows.append([*cells, f"÷{bytes_of(cases[0]) / bytes_of(cases[1]):.2f}" if all(cases) else "-"])
-    old, new = (stage.split("_")[0] for stage in (stages.parent(name), name))
+        if same_code(name, parent, span[0]):
+            cells.append("same code")
+        else:
+            cells.append(bytes_in_words(bytes_of(cases[0]), bytes_of(cases[1])) if all(cases) else "-")
+        rows.append(cells)
+    old, new = spoken(parent), spoken(name)
     caption = (
-        "MB between the L2 cache and the multiprocessors, spilled registers included, as Nsight Compute measures them on an "
-        f"H200 with the tiles that the tuner chose there: two heads, S = {COUNTED_AT}, float16."
+        "MB between the L2 cache and the SMs, spilled registers included. Nsight Compute measured them on an H200, with the "
+        f"tiles that the tuner chose there: two heads, S = {COUNTED_AT}, float16."
     )
-    return f"{caption}\n\n{_step_table(rows, [f'tiles of {old}', 'MB', f'tiles of {new}', 'MB', 'bytes'])}"
+    return f"{caption}\n\n{_step_table(rows, [f'tiles of {old}', 'MB', f'tiles of {new}', 'MB', f'{new} moves'])}"
 
 
 def units_of_step(name: str) -> str:
@@ -329,25 +331,29 @@ PASSAGES = {  # what the README of a stage may show between markers
 }  # fmt: skip
 
 
-def evolution_sentence(records: list[dict], machines: list[dict]) -> str:
-    """What the walk from the first to the last stage bought, next to the peers, for the largest head dimension.
+def evolution_sentence(found: list[Run]) -> str:
+    """What the stages from the first to the newest gained, and the newest next to the libraries; the largest head dimension.
 
     Args:
-        records, machines: as `common.show.results.load_runs` gives them.
+        found: as `common.show.results.runs` gives them.
     """
-    names = implementations(records)
-    line = [name for name in names if stages.position(name) and not stages.is_dead_end(name)]
-    first, last, head_dim = line[0], line[-1], max(HEAD_DIMS)
-    parts = []
+    names = names_of(found)
+    first, last, head_dim = next(name for name in names if stages.position(name)), _last(names), max(HEAD_DIMS)
+    parts, notes, used = [], [], []
     for pass_ in ("fwd", "bwd"):
-        old, new = (mean_rate(records, name, pass_, head_dim) for name in (first, last))
-        over = {name: speedup(records, last, name, (pass_,), head_dim) for name in names if name not in line}
-        peers = [f"{spoken(name)} ×{gain:.2f}" for name, gain in over.items() if not stages.position(name) and gain]
-        parts.append(
-            f"{PASS_NAMES[pass_].capitalize()}: from {spoken(first)}'s {old:.0f} to {spoken(last)}'s {new:.0f} TFLOP/s, "
-            f"×{speedup(records, last, first, (pass_,), head_dim):.0f}; over {', '.join(peers)}."
-        )
-    return f"Means on an {machines[0]['gpu']}, D = {head_dim}, float16. {' '.join(parts)}"
+        (slow, _), (fast, run) = ends = [rate(found, name, pass_, head_dim) for name in (first, last)]
+        links = chain(found, last, first, pass_, head_dim) or []
+        used += [run for _, run in ends] + [link[-1] for link in links]
+        factor = f", ×{math.prod(ratio for *_, ratio, _ in links):.0f}" if links else ""
+        over = {name: speedup(run.records, last, name, pass_, head_dim) for name in names if not stages.position(name)}
+        libraries = ", ".join(f"{spoken(name)} ×{ratio:.2f}" for name, ratio in over.items() if ratio)
+        rates = f"from {spoken(first)}'s {slow:.0f} to {spoken(last)}'s {fast:.0f} TFLOP/s"
+        parts.append(f"{PASS_NAMES[pass_].capitalize()}: {rates}{factor}" + (f"; over {libraries}." if libraries else "."))
+        if len(links) > 1:
+            steps = " by ".join(f"{spoken(old)} to {spoken(new)} [{number(found, run)}]" for new, old, _, run in links)
+            notes.append(f"No run has both {spoken(first)} and {spoken(last)}, so the factor multiplies {steps}.")
+    notes = dict.fromkeys(notes)
+    return " ".join([f"Geometric means, D = {head_dim}, float16.", *parts, *notes, f"{sources(found, used)}."])
 
 
 RUNS = {  # by the name of the run: the heading of its document, and what that shows of the records and the machine
@@ -372,10 +378,8 @@ RUNS = {  # by the name of the run: the heading of its document, and what that s
 def documents() -> dict[Path, str]:
     """What each generated document must be, from the committed results."""
     readme = ROOT / "README.md"
-    text = with_table(readme.read_text(), "summary", summary_table(*load_runs(FLOAT16 + BFLOAT16)))
-    if all(path.exists() for path in NEWEST):
-        text = with_table(text, "newest", summary_table(*load_runs(NEWEST)))
-    found = {readme: with_table(text, "evolution", evolution_sentence(*load_runs(FLOAT16)))}
+    text = with_table(readme.read_text(), "summary", summary_table(runs()))
+    found = {readme: with_table(text, "evolution", evolution_sentence(runs()))}
     for path, (heading, table) in ((run_file(name), shown) for name, shown in RUNS.items()):
         if path.exists():
             found[path.with_suffix(".md")] = f"# {heading}\n\n{table(*load_run(path))}\n"

@@ -15,21 +15,25 @@ import stages  # noqa: E402
 from common.show.decoding import kv_gbps  # noqa: E402
 from common.show.results import (  # noqa: E402
     COLUMNS,
-    FLOAT16,
     HEAD_DIMS,
     PLOTS,
+    Run,
+    gain,
     implementations,
     load_run,
-    load_runs,
-    mean_rate,
+    names_of,
+    newest,
+    number,
     origin,
-    origins,
+    rate,
     run_file,
-    speedup,
+    runs,
+    same_code,
+    sources,
     spoken,
 )
 from common.show.scaling import Scaling, load_ring, ring_files  # noqa: E402
-from common.show.tables import PASS_NAMES  # noqa: E402
+from common.show.tables import MIB_IN_MB, PASS_NAMES  # noqa: E402
 
 # Peers are dashed, with hollow markers, in colours that no stage has and that those who see fewer colours tell apart.
 PEER_STYLES = (
@@ -43,6 +47,7 @@ BARS = (  # of each pass and head dimension, in the order of COLUMNS: a colour f
     {"color": "#9ecae1"}, {"color": "#2171b5"},
     {"color": "#fdbe85", "hatch": "///"}, {"color": "#d94801", "hatch": "///"},
 )  # fmt: skip
+RUN_COLORS = ("#fdd0a2", "#fd8d3c", "#d94801")  # of bars, by the run that they are from
 DECODING = run_file("decode-d128")
 DECODED = ((1, 16, 16), (8, 32, 8))  # batch, heads and K/V heads of the panels
 SAME = 1.02  # lines of which none is further above another one than by that factor lie on each other
@@ -88,11 +93,11 @@ def in_short(group: list[str], names: list[str]) -> str:
     )  # fmt: skip
 
 
-def _lines(axes, records: list[dict], names: list[str], value: str) -> dict[str, list[tuple]]:
-    """One line an implementation against sequence length; returns their points."""
+def _lines(axes, records: list[dict], names: list[str], value: str, unit: float = 1.0) -> dict[str, list[tuple]]:
+    """One line an implementation against sequence length, of its value times `unit`; returns their points."""
     lines = {}
     for name in names:
-        points = sorted((r["seq_len"], r[value]) for r in records if r["impl"] == name and "failure" not in r)
+        points = sorted((r["seq_len"], r[value] * unit) for r in records if r["impl"] == name and "failure" not in r)
         if points:
             axes.plot(*zip(*points, strict=True), markersize=5, linewidth=1.5, label=spoken(name), **style(name, names))
             lines[name] = points
@@ -116,29 +121,37 @@ def _legend(figure, columns: int):
     figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=columns, fontsize=9, frameon=False)
 
 
-def _selected(records, pass_, head_dim, causal):
-    return [record for record in records if (record["pass"], record["head_dim"], record["causal"]) == (pass_, head_dim, causal)]
+def _selected(found, names, pass_, head_dim, causal):
+    """The records of each implementation's newest run of a pass."""
+    newest_runs = {name: newest(found, pass_, head_dim, name) for name in names}
+    wanted = (pass_, head_dim, causal)
+    return [
+        record
+        for name, run in newest_runs.items() if run
+        for record in run.records
+        if record["impl"] == name and (record["pass"], record["head_dim"], record["causal"]) == wanted
+    ]  # fmt: skip
 
 
-def _speed(records, names, pass_):
+def _speed(found, names, pass_):
     figure, grid = plt.subplots(2, 2, figsize=(10, 8), layout="constrained")
     for axes, (head_dim, causal) in zip(grid.flat, [(64, False), (64, True), (128, False), (128, True)], strict=True):
         axes.set_title(f"{PASS_NAMES[pass_]}, D={head_dim}, {'causal' if causal else 'full'}", fontsize=10)
         axes.set_ylabel("TFLOP/s")
-        chosen = _selected(records, pass_, head_dim, causal)
+        chosen = _selected(found, names, pass_, head_dim, causal)
         _lines(axes, chosen, names, "tflops")
         axes.set_ylim(0)
     _legend(figure, 6)
     return figure
 
 
-def _memory(records, names):
+def _memory(found, names):
     figure, grid = plt.subplots(1, 2, figsize=(10, 5), layout="constrained")
     for axes, pass_ in zip(grid, ("fwd", "bwd"), strict=True):
         axes.set_title(f"{PASS_NAMES[pass_]}, D=128, causal", fontsize=10)
-        axes.set_ylabel("peak extra memory (MiB)")
+        axes.set_ylabel("peak extra memory (MB)")
         axes.set_yscale("log")
-        lines = _lines(axes, _selected(records, pass_, 128, True), names, "peak_extra_mib")
+        lines = _lines(axes, _selected(found, names, pass_, 128, True), names, "peak_extra_mib", MIB_IN_MB)
         for group in together(lines):
             if len(group) > 1:  # only the last one drawn can be seen
                 axes.annotate(
@@ -150,21 +163,24 @@ def _memory(records, names):
     return figure
 
 
-def _gain(records, names):
+def _gain(found, names):
+    """A bar for each step and pass whose code differs from its parent's, where both were measured in one run."""
     figure, grid = plt.subplots(2, 1, figsize=(10, 7), layout="constrained", sharex=True, sharey=True)
-    steps = [(old, new) for old, new in zip(names, names[1:], strict=False) if stages.position(old)]
+    steps = [(stages.parent(name), name) for name in names if stages.position(name) and stages.parent(name)]
     width = 0.84 / len(HEAD_DIMS)
     for index, (pass_, head_dim) in enumerate(COLUMNS):
         axes, side = grid[index // len(HEAD_DIMS)], index % len(HEAD_DIMS) - (len(HEAD_DIMS) - 1) / 2
-        gains = {place: speedup(records, new, old, (pass_,), head_dim) for place, (old, new) in enumerate(steps)}
-        gains = {place + side * width: gain for place, gain in gains.items() if gain}
+        changed = {place: step for place, step in enumerate(steps) if not same_code(*step, pass_)}
+        measured = {place: gain(found, new, old, pass_, head_dim) for place, (old, new) in changed.items()}
+        gains = {place: ratio[0] for place, ratio in measured.items() if ratio}
+        gains = {place + side * width: ratio for place, ratio in gains.items()}
         label = f"{PASS_NAMES[pass_]}, D={head_dim}"
-        heights = [gain - 1 for gain in gains.values()]
+        heights = [ratio - 1 for ratio in gains.values()]
         axes.bar(gains.keys(), heights, width * 0.92, bottom=1, label=label, edgecolor="white", linewidth=0, **BARS[index])
-        for x, gain in gains.items():
-            above = gain >= 1
+        for x, ratio in gains.items():
+            above = ratio >= 1
             axes.text(
-                x, gain * (1.03 if above else 0.97), f"{gain:.2f}", ha="center", va="bottom" if above else "top", fontsize=7
+                x, ratio * (1.03 if above else 0.97), f"{ratio:.2f}", ha="center", va="bottom" if above else "top", fontsize=7
             )
     for axes in grid:
         axes.axhline(1, color="0.3", linewidth=0.8)
@@ -176,28 +192,34 @@ def _gain(records, names):
     grid[0].minorticks_off()
     labels = [new.replace("_", " ") for _, new in steps]
     grid[1].set_xticks(range(len(steps)), labels, fontsize=9, rotation=25, ha="right", rotation_mode="anchor")
-    grid[0].set_title("times as fast as the stage before", fontsize=10)
+    grid[0].set_title("times as fast as the parent stage; no bar where the code is the same", fontsize=10)
     _legend(figure, len(COLUMNS))
     return figure
 
 
-def _evolution(records, names):
-    """Bars for the stages, lines for the peers: the means of the summary, for the largest head dimension."""
-    figure, grid = plt.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
+def _evolution(found, names):
+    """Bars for the stages, lines for the libraries: mean rates for the largest head dimension, each from its newest run."""
+    figure, grid = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", sharey=True)
     for axes, pass_ in zip(grid, ("fwd", "bwd"), strict=True):
         axes.set_title(f"{PASS_NAMES[pass_]}, D={max(HEAD_DIMS)}", fontsize=11)
-        rates = {name: mean_rate(records, name, pass_, max(HEAD_DIMS)) for name in names}
-        line = [name for name in names if stages.position(name) and rates[name]]
-        bars = axes.bar([spoken(name) for name in line], [rates[name] for name in line], color="#fdbe85")
-        axes.bar_label(bars, fmt="%.0f", fontsize=8, padding=1, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})
-        for name in names:
-            if not stages.position(name) and rates[name]:
+        rates = {name: rate(found, name, pass_, max(HEAD_DIMS)) for name in names}
+        rates = {name: measured for name, measured in rates.items() if measured}
+        line = [name for name in rates if stages.position(name)]
+        of_runs = sorted({number(found, run) for _, run in rates.values()})
+        for of_run, color in zip(of_runs, RUN_COLORS, strict=False):
+            mine = [name for name in line if number(found, rates[name][1]) == of_run]
+            heights = [rates[name][0] for name in mine]
+            bars = axes.bar([line.index(name) for name in mine], heights, color=color, label=f"stages, run [{of_run}]")
+            behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+            axes.bar_label(bars, fmt="%.0f", fontsize=8, padding=1, bbox=behind)
+        for name, (mean, _) in rates.items():
+            if not stages.position(name):
                 peer = {"color": style(name, names)["color"], "linestyle": style(name, names)["linestyle"]}
-                axes.axhline(rates[name], linewidth=1.4, label=spoken(name), zorder=0, **peer)
-        axes.tick_params(axis="x", labelsize=9)
+                axes.axhline(mean, linewidth=1.4, label=spoken(name), zorder=0, **peer)
+        axes.set_xticks(range(len(line)), [spoken(name) for name in line], fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     grid[0].set_ylabel("TFLOP/s")
-    _legend(figure, 4)
+    _legend(figure, 6)
     return figure
 
 
@@ -265,31 +287,33 @@ def draw_scaling(name: str, run: dict, directory: Path):
     plt.close(figure)
 
 
-def draw(records: list[dict], machines: list[dict], directory: Path):
+def draw(found: list[Run], directory: Path):
     """Write evolution.png, speed-forward.png, speed-backward.png, gain.png and memory.png; dead ends are left out.
 
     Args:
-        records, machines: in float16, as `common.show.results.load_runs` gives them.
+        found: as `common.show.results.runs` gives them.
         directory: where; it is made if it is not there.
     """
-    names = [name for name in implementations(records) if not stages.is_dead_end(name)]
+    names = [name for name in names_of(found) if not stages.is_dead_end(name)]
     directory.mkdir(exist_ok=True)
     figures = {
-        "evolution": _evolution(records, names),
-        "speed-forward": _speed(records, names, "fwd"),
-        "speed-backward": _speed(records, names, "bwd"),
-        "gain": _gain(records, names),
-        "memory": _memory(records, names),
+        "evolution": _evolution(found, names),
+        "speed-forward": _speed(found, names, "fwd"),
+        "speed-backward": _speed(found, names, "bwd"),
+        "gain": _gain(found, names),
+        "memory": _memory(found, names),
     }
+    used = [newest(found, *column, name) for column in COLUMNS for name in names]
+    where = textwrap.fill(f"{sources(found, filter(None, used))}; float16, 16k tokens, hidden size 2048", 150)
     for name, figure in figures.items():
-        figure.suptitle(f"{origins(machines)}; float16, 16k tokens, hidden size 2048", fontsize=8, color="0.4")
+        figure.suptitle(where, fontsize=8, color="0.4")
         figure.savefig(directory / f"{name}.png", dpi=120)
         plt.close(figure)
 
 
 def draw_all(directory: Path):
     """Draw what results/ has into a directory."""
-    draw(*load_runs(FLOAT16), directory)
+    draw(runs(), directory)
     draw_decoding(*load_run(DECODING), directory)
     for path in ring_files():
         if Scaling(run := load_ring(path)).is_drawn():

@@ -1,15 +1,17 @@
 """What results/ holds, read: the runs, the counts, and the gains that follow from them."""
 
+import ast
 import functools
 import itertools
 import json
 import statistics
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import stages
 from common.measure.ncu import READ, WRITTEN
-from common.measure.workloads import Workload
+from common.measure.workloads import HIDDEN, TOKENS, Workload
 from common.show.tables import stage_order
 
 ROOT = Path(__file__).parents[2]
@@ -21,9 +23,7 @@ def run_file(name: str) -> Path:
     return ROOT / "results" / f"{name}-h200.json"
 
 
-# The parts with all stages, on the papers' workloads.
-FLOAT16, BFLOAT16 = (tuple(run_file(f"{dtype}-d{head_dim}") for head_dim in HEAD_DIMS) for dtype in ("float16", "bfloat16"))
-NEWEST = tuple(run_file(f"newest-d{head_dim}") for head_dim in HEAD_DIMS)  # the last stages, measured since
+CODE = {"fwd": "forward.py", "bwd": "backward.py"}  # the file of a stage that has a pass
 TRAFFIC = ROOT / "results" / "traffic.json"
 COUNTED_AT = 2048  # the sequence length of that file
 UNITS = ROOT / "results" / "units-h200.json"
@@ -59,10 +59,115 @@ def load_run(path: Path) -> tuple[list[dict], dict]:
     return records_of(_read(path))
 
 
-def load_runs(paths: Iterable[Path]) -> tuple[list[dict], list[dict]]:
-    """The records of several runs together, of which no two have the same case, and the machine of each."""
-    runs = [load_run(path) for path in paths]
-    return [record for records, _ in runs for record in records], [machine for _, machine in runs]
+@dataclass(frozen=True)
+class Run:
+    """What a file of results/ holds of the workloads that the means are over, S = 512 included.
+
+    Attributes:
+        records: float16, 16k tokens, hidden size 2048, normally distributed inputs; failures too.
+        machine: GPU, versions, commit and date.
+        ended: the time at which it ended, in a form that sorts.
+    """
+
+    records: list[dict]
+    machine: dict
+    ended: str
+
+    def holds(self, impl: str, pass_: str, head_dim: int) -> bool:
+        """Whether the run tried an implementation's pass at every point of the means. A point may be a failure."""
+        wanted = (impl, pass_, head_dim)
+        tried = {(r["causal"], r["seq_len"]) for r in self.records if (r["impl"], r["pass"], r["head_dim"]) == wanted}
+        return tried.issuperset(itertools.product((False, True), MEAN_OVER))
+
+
+def is_usual(record: dict) -> bool:
+    """Whether a record is of one of the papers' workloads, in float16, with scores of standard deviation 1 and no sink."""
+    seq_len, head_dim = record["seq_len"], record["head_dim"]
+    shape = (TOKENS // seq_len, HIDDEN // head_dim, seq_len, head_dim)
+    return head_dim in HEAD_DIMS and Workload.of(record) == Workload(record["pass"], *shape, record["causal"], "float16")
+
+
+@functools.lru_cache
+def _run(path: Path, changed_ns: int) -> Run | None:
+    """The run in a file of results/; None where the file holds no implementation at every point of the means."""
+    saved = _read(path)
+    if "benchmarks" not in saved:
+        return None
+    records, machine = records_of(saved)
+    run = Run([record for record in records if is_usual(record)], machine, saved.get("datetime", machine["date"]))
+    return run if any(run.holds(r["impl"], r["pass"], r["head_dim"]) for r in run.records) else None
+
+
+def runs() -> list[Run]:
+    """The runs in results/ of the workloads that means are over, the newest first; without those whose every case is newer."""
+    found = [_run(path, path.stat().st_mtime_ns) for path in sorted((ROOT / "results").glob("*.json"))]
+    held, kept = set(), []
+    for run in sorted(filter(None, found), key=lambda run: run.ended, reverse=True):
+        columns = {(record["impl"], record["pass"], record["head_dim"]) for record in run.records}
+        if new := {column for column in columns if run.holds(*column)} - held:
+            held |= new
+            kept.append(run)
+    return kept
+
+
+def newest(runs: list[Run], pass_: str, head_dim: int, *impls: str) -> Run | None:
+    """The newest run that measured this pass of all these implementations side by side; None where no run did."""
+    return next((run for run in runs if all(run.holds(impl, pass_, head_dim) for impl in impls)), None)
+
+
+def gain(runs: list[Run], new: str, old: str, pass_: str, head_dim: int) -> tuple[float, Run] | None:
+    """How many times as fast `new` is as `old`, and the run that says so: the newest one with both. None where no run has both.
+
+    The one source of gains for the story, the documents and the plots.
+    """
+    run = newest(runs, pass_, head_dim, new, old)
+    ratio = run and speedup(run.records, new, old, pass_, head_dim)
+    return (ratio, run) if ratio else None
+
+
+def rate(runs: list[Run], impl: str, pass_: str, head_dim: int) -> tuple[float, Run] | None:
+    """Mean TFLOP/s in the newest run that has this pass of an implementation, and that run; None where no run has it."""
+    run = newest(runs, pass_, head_dim, impl)
+    mean = run and mean_rate(run.records, impl, pass_, head_dim)
+    return (mean, run) if mean else None
+
+
+def chain(runs: list[Run], new: str, old: str, pass_: str, head_dim: int) -> list[tuple[str, str, float, Run]] | None:
+    """How `new` compares with `old` where no run has both: gains whose product does, over as few stages as possible.
+
+    Returns:
+        (later stage, earlier stage, gain, run) of each link; None where no links lead from `old` to `new`.
+    """
+    links = {old: []}
+    reached = [old]
+    names = [name for name in names_of(runs) if stages.position(name)]
+    for stage in reached:  # which grows: breadth first
+        for name in names:
+            if name not in links and (found := gain(runs, name, stage, pass_, head_dim)):
+                links[name] = [*links[stage], (name, stage, *found)]
+                reached.append(name)
+    return links.get(new)
+
+
+def number(runs: list[Run], run: Run) -> int:
+    """The number by which captions call a run: 1 is the oldest. Files of one GPU, commit and day share a number."""
+    origins = list(dict.fromkeys(origin(other.machine, dated=True) for other in reversed(runs)))
+    return origins.index(origin(run.machine, dated=True)) + 1
+
+
+def sources(runs: list[Run], used: Iterable[Run]) -> str:
+    """The runs that numbers are from, once each: "[1] GPU, versions, commit, date; [2] …"."""
+    named = {number(runs, run): origin(run.machine, dated=True) for run in used}
+    return "; ".join(f"[{key}] {named[key]}" for key in sorted(named))
+
+
+def same_code(new: str, old: str, pass_: str) -> bool:
+    """Whether two stages have the same code for a pass, but for comments. False where a stage is gone."""
+    paths = [Path(stages.__path__[0], name, CODE[pass_]) for name in (new, old)]
+    if not all(path.exists() for path in paths):
+        return False
+    ours, theirs = (ast.dump(ast.parse(path.read_text())) for path in paths)
+    return ours == theirs
 
 
 def implementations(records: list[dict]) -> list[str]:
@@ -70,22 +175,25 @@ def implementations(records: list[dict]) -> list[str]:
     return sorted(dict.fromkeys(record["impl"] for record in records), key=stage_order)
 
 
-def measured(records, impl, pass_, head_dim, dtype="float16"):
+def names_of(runs: list[Run]) -> list[str]:
+    """The implementations in the runs: libraries as the oldest run has them, then the stages in their order."""
+    return implementations([record for run in reversed(runs) for record in run.records])
+
+
+def measured(records: list[dict], impl: str, pass_: str, head_dim: int) -> dict[tuple[bool, int], dict]:
     """The records by (causal, seq_len), of the lengths that means are over; without what could not be measured."""
     return {
         (record["causal"], record["seq_len"]): record
         for record in records
-        if (record["impl"], record["pass"], record["head_dim"], record["dtype"]) == (impl, pass_, head_dim, dtype)
+        if (record["impl"], record["pass"], record["head_dim"]) == (impl, pass_, head_dim)
         and record["seq_len"] in MEAN_OVER
         and "failure" not in record
     }
 
 
-def times_of(records, impl, passes, head_dim, dtype="float16"):
-    """Milliseconds by (causal, seq_len), of several passes together where all were measured."""
-    of_passes = [measured(records, impl, pass_, head_dim, dtype) for pass_ in passes]
-    keys = set.intersection(*(set(of_pass) for of_pass in of_passes))
-    return {key: sum(of_pass[key]["ms"] for of_pass in of_passes) for key in keys}
+def times_of(records: list[dict], impl: str, pass_: str, head_dim: int) -> dict[tuple[bool, int], float]:
+    """Milliseconds by (causal, seq_len)."""
+    return {key: record["ms"] for key, record in measured(records, impl, pass_, head_dim).items()}
 
 
 def mean_ratio(ours: dict, theirs: dict) -> float | None:
@@ -94,22 +202,18 @@ def mean_ratio(ours: dict, theirs: dict) -> float | None:
     return statistics.geometric_mean(theirs[key] / ours[key] for key in common) if common else None
 
 
-def speedup(records: list[dict], impl: str, over: str | None, passes: tuple[str, ...], head_dim: int) -> float | None:
-    """How many times as fast `impl` is as `over` in these passes together: the mean over `MEAN_OVER`, causal and not.
+def speedup(records: list[dict], impl: str, over: str, pass_: str, head_dim: int) -> float | None:
+    """How many times as fast `impl` is as `over` in the records of one run: the mean over `MEAN_OVER`, causal and not.
 
-    Only where both were measured (out of memory, v0 has fewer points); None where that is nowhere.
+    Only points at which both were measured count (v0 runs out of memory at some); None where there are none.
     """
-    return mean_ratio(*(times_of(records, name, passes, head_dim) for name in (impl, over)))
+    return mean_ratio(*(times_of(records, name, pass_, head_dim) for name in (impl, over)))
 
 
-def origin(machine: dict) -> str:
-    """Where a run's numbers are from: GPU, versions, commit."""
-    return f"{machine['gpu']}, torch {machine['torch']}, triton {machine['triton']}, commit {machine['commit'][:12]}"
-
-
-def origins(machines: list[dict], dated: bool = False) -> str:
-    """`origin` of several runs, with their dates if asked; what is the same once."""
-    return "; ".join(dict.fromkeys(origin(machine) + (f", {machine['date']}" if dated else "") for machine in machines))
+def origin(machine: dict, dated: bool = False) -> str:
+    """Where a run's numbers are from: GPU, versions, commit, and the date if asked."""
+    versions = f"{machine['gpu']}, torch {machine['torch']}, triton {machine['triton']}, commit {machine['commit'][:12]}"
+    return versions + (f", {machine['date']}" if dated else "")
 
 
 def load_counts(path: Path) -> tuple[list[dict], dict]:
@@ -172,3 +276,18 @@ def shared(record: dict) -> bool:
 def bytes_of(case: dict) -> int:
     """Bytes that the kernels of a `tuned_case` moved between L2 cache and multiprocessors, spilled registers included."""
     return int(sum(kernel[READ] + kernel[WRITTEN] for kernel in case["kernels"]))
+
+
+def bytes_in_words(before: int, after: int) -> str:
+    """What code moves that moves `after` bytes where its parent's moves `before`: "1.94 times fewer bytes"."""
+    ratio = before / after
+    if f"{ratio:.2f}" == "1.00":
+        return "the same bytes"
+    return f"{ratio:.2f} times fewer bytes" if ratio > 1 else f"{1 / ratio:.2f} times more bytes"
+
+
+def same_tiles(*cases: dict) -> bool:
+    """Whether the kernels that `tuned_case`s have in common ran with the same tiles; False where they have none in common."""
+    before, after = ({launch["name"]: launch["tile"] for launch in case["counted"] if "tile" in launch} for case in cases)
+    common = before.keys() & after.keys()
+    return bool(common) and all(before[name] == after[name] for name in common)

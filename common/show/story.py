@@ -10,16 +10,18 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 from dataclasses import dataclass
 
 import stages
 from common.measure.options import single
 from common.show import results
-from common.show.tables import PASS_NAMES
+from common.show.tables import PASS_NAMES, title
 
-CODE = ("forward.py", "backward.py")
+CODE = tuple(results.CODE.values())
 FILES = (*CODE, "__init__.py")
 STAGES = results.ROOT / "stages"
+WIDTH = 100  # of a terminal
 
 
 @dataclass(frozen=True)
@@ -65,87 +67,103 @@ def change(old: str, new: str) -> Change:
 
 def idea(name: str) -> str:
     """A stage in one sentence: the first line of its docstring."""
-    return stages.load(name).__doc__.splitlines()[0]
+    return ast.get_docstring(ast.parse((STAGES / name / "__init__.py").read_text())).splitlines()[0]
 
 
-def measured_gain(records: list[dict], old: str, new: str) -> str:
-    """How many times as fast `new` was measured to be, by pass and head dimension; empty where it was not."""
-    parts = []
-    for pass_ in ("fwd", "bwd"):
-        gains = {head_dim: results.speedup(records, new, old, (pass_,), head_dim) for head_dim in results.HEAD_DIMS}
-        cells = [f"×{gain:.2f} (D={head_dim})" for head_dim, gain in gains.items() if gain]
-        parts += [f"{PASS_NAMES[pass_]} {', '.join(cells)}"] if cells else []
-    return "; ".join(parts)
+def _wrapped(text: str, indent: str = "", hanging: str = "") -> str:
+    """`text` in lines of at most `WIDTH` characters. The later ones are indented by `hanging` more than the first."""
+    return textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent + hanging, break_on_hyphens=False)
 
 
-def saved_traffic(counts: list[dict], old: str, new: str) -> str:
-    """How many times as many bytes `old` moves, by pass and head dimension, without a mask; empty where none were counted."""
-    parts = []
-    for pass_ in ("fwd", "bwd"):
-        cells = []
-        for head_dim in results.HEAD_DIMS:
-            before, after = (results.counted(counts, name, pass_, head_dim, False) for name in (old, new))
-            if before and after:
-                cells.append(f"÷{results.moved(before) / results.moved(after):.2f} (D={head_dim})")
-        parts += [f"{PASS_NAMES[pass_]} {', '.join(cells)}"] if cells else []
-    return "; ".join(parts)
+def speed_line(runs: list[results.Run], old: str, new: str, pass_: str) -> str:
+    """How many times as fast a pass of `new` is, by head dimension, and the number of the run that says so."""
+    cells = {}  # by the run's number
+    for head_dim in results.HEAD_DIMS:
+        if found := results.gain(runs, new, old, pass_, head_dim):
+            ratio, run = found
+            cells.setdefault(f" [{results.number(runs, run)}]", []).append(f"×{ratio:.2f} (D={head_dim})")
+        else:
+            cells.setdefault(f", not measured beside {results.spoken(old)}", []).append(f"D={head_dim}")
+    if not any(key.startswith(" [") for key in cells):
+        return f"speed: not measured beside {results.spoken(old)}"
+    return "speed: " + "; ".join(", ".join(of_run) + key for key, of_run in cells.items())
 
 
-def tuned_traffic(old: str, new: str) -> str:
-    """The same as measured on a GPU, with the tiles that the tuner chose there; empty where it chose none of `new`'s."""
-    parts = []
-    for pass_ in ("fwd", "bwd"):
-        cells = []
-        for head_dim in results.HEAD_DIMS:
-            before, after = (results.tuned_case(name, pass_, head_dim, False) for name in (old, new))
-            if before and after and after["tuned"]:
-                cells.append(f"÷{results.bytes_of(before) / results.bytes_of(after):.2f} (D={head_dim})")
-        parts += [f"{PASS_NAMES[pass_]} {', '.join(cells)}"] if cells else []
-    return "; ".join(parts)
+def _moved(label: str, bytes_at: dict[int, tuple[int, int]]) -> list[str]:
+    """A line on bytes, of (before, after) by head dimension; none where there are no bytes."""
+    words = {head_dim: results.bytes_in_words(*both) for head_dim, both in bytes_at.items()}
+    if set(words.values()) == {"the same bytes"}:
+        words = {", ".join(f"D={head_dim}" for head_dim in words): "the same bytes"}
+    else:
+        words = {f"D={head_dim}": text for head_dim, text in words.items()}
+    return [f"{label}: moves " + ", ".join(f"{text} ({where})" for where, text in words.items())] if words else []
 
 
-def _measured():
-    """The runs of all stages that are there."""
-    return [path for path in results.FLOAT16 if path.exists()]
+def bytes_lines(counts: list[dict], old: str, new: str, pass_: str) -> list[str]:
+    """What a pass of `new` moves next to `old`'s: counted at fixed tiles, and measured where both had the same tuned tiles.
+
+    Args:
+        counts: the records of `results.TRAFFIC`; none where it is missing.
+    """
+    fixed, tuned = {}, {}
+    for head_dim in results.HEAD_DIMS:
+        both = [results.counted(counts, name, pass_, head_dim, False) for name in (old, new)]
+        if all(both):
+            fixed[head_dim] = tuple(map(results.moved, both))
+        both = [results.tuned_case(name, pass_, head_dim, False) for name in (old, new)]
+        if all(both) and both[1]["tuned"] and results.same_tiles(*both):
+            tuned[head_dim] = tuple(map(results.bytes_of, both))
+    return _moved("counted", fixed) + _moved("measured", tuned)
 
 
-def gain_lines(old: str, new: str) -> list[str]:
-    """What the committed results say of a step; nothing of what they do not have."""
-    lines = {}
-    if results.TRAFFIC.exists():
-        lines["bytes at fixed tiles"] = saved_traffic(results.load_counts(results.TRAFFIC)[0], old, new)
-    lines["bytes at the tuned tiles"] = tuned_traffic(old, new)
-    lines["speed"] = measured_gain(results.load_runs(_measured())[0], old, new)
-    return [f"{name}: {text}" for name, text in lines.items() if text]
+def _counts() -> list[dict]:
+    return results.load_counts(results.TRAFFIC)[0] if results.TRAFFIC.exists() else []
+
+
+def step_lines(old: str, new: str) -> list[str]:
+    """The size of a step and what each pass gained, in lines of at most `WIDTH` characters."""
+    runs, counts = results.runs(), _counts()
+    lines = [_wrapped(f"from {old}: {change(old, new)}", "    ", "    ")]
+    for pass_ in results.CODE:
+        if results.same_code(new, old, pass_):
+            lines.append(f"    {PASS_NAMES[pass_]}: same code")
+            continue
+        lines.append(f"    {PASS_NAMES[pass_]}:")
+        for line in [speed_line(runs, old, new, pass_), *bytes_lines(counts, old, new, pass_)]:
+            lines.append(_wrapped(line, "        ", "    "))
+    return lines
 
 
 def sources() -> str:
-    """Where the numbers of `gain_lines` are from, and which are left out."""
+    """How to read `step_lines`, and the runs that the speeds are from."""
+    found = results.runs()
     parts = []
     if results.TRAFFIC.exists():
         parts.append(
-            f"Bytes without a mask at S={results.COUNTED_AT}: at fixed tiles as counted, at the tuned ones as measured,\n"
-            "spilled registers included."
+            f"Bytes: one pass without a mask, S={results.COUNTED_AT}. Counted: at fixed tiles. Measured: by Nsight Compute, "
+            "spilled registers included, shown only where the tuner chose the same tiles for both stages."
         )
-    _, machines = results.load_runs(_measured())
-    if machines:
+    else:
+        parts.append(f"Without {results.TRAFFIC.relative_to(results.ROOT)} there are no counted bytes.")
+    if found:
         lengths = ", ".join(map(str, results.MEAN_OVER))
-        where = results.origins(machines, dated=True)
-        parts.append(f"Speed: float16, geometric means over S={lengths},\ncausal and not: {where}")
-    missing = [str(path.relative_to(results.ROOT)) for path in (results.TRAFFIC, *results.FLOAT16) if not path.exists()]
-    if missing:
-        parts.append(f"Without {', '.join(missing)} the gains that they have are left out.")
-    return " ".join(parts)
+        parts.append(
+            "Speed: times as fast, in the newest run that has both stages. Float16, geometric means over "
+            f"S={lengths}, causal and not."
+        )
+        parts += results.sources(found, found).split("; ")
+    else:
+        parts.append("No run in results/ has speeds.")
+    return "\n".join(_wrapped(part, "", "    ") for part in parts)
 
 
 def print_story():
-    """Each step of the walk, dead ends where they branch off."""
+    """Each step of the walk, dead ends after the stage that they branch off."""
+    print(_wrapped("Each stage: its idea, the code that it changes, and what each pass gains. Sources are at the end.") + "\n")
     for name in stages.names():
-        print(f"{name}\n    {idea(name)}")
+        print(title(name), _wrapped(idea(name), "    "), sep="\n")
         if old := stages.parent(name):
-            print(f"    from {old}: {change(old, name)}")
-            for line in gain_lines(old, name):
-                print(f"    {line}")
+            print(*step_lines(old, name), sep="\n")
         print()
     print(sources())
 
@@ -158,7 +176,7 @@ def print_diff(old: str, new: str, prose: bool):
             ["git", "--no-pager", "diff", "--no-index", "--no-prefix", f"stages/{old}/{name}", f"stages/{new}/{name}"],
             cwd=results.ROOT, check=False,
         )  # fmt: skip
-    print("\n".join([f"\n{old} to {new}: {change(old, new)}", *gain_lines(old, new), sources()]))
+    print("", new, *step_lines(old, new), "", sources(), sep="\n")
 
 
 def main(argv: list[str]):
@@ -174,6 +192,8 @@ def main(argv: list[str]):
     if not shutil.which("git"):
         raise SystemExit("git is needed, which compares the stages, and it is not on the PATH")
     if options.command == "diff":
+        if options.old == options.new:
+            raise SystemExit(f"{results.spoken(options.old)} and {results.spoken(options.new)} are the same stage")
         print_diff(options.old, options.new, options.prose == "yes")
     else:
         print_story()

@@ -9,7 +9,6 @@ import pytest
 
 import bench
 import stages
-from common.measure.workloads import Workload
 from common.show import documents, numbers, results
 from common.show.decoding import decoding_tables
 from common.show.shared import shared_tables
@@ -42,29 +41,106 @@ def test_a_part_of_the_reference_is_kept_with_its_document_and_where_it_is_from(
     assert "dirty" not in machine["commit"]
 
 
-def test_runs_that_are_read_together_have_no_case_in_common():
-    records, machines = results.load_runs(results.FLOAT16 + results.BFLOAT16)
-    cases = [(r["impl"], Workload.of(r)) for r in records]
-    assert len(set(cases)) == len(cases)
-    assert len({machine["gpu"] for machine in machines}) == 1
+def run_of(ended, passes=("fwd", "bwd"), commit="abc", **ms):
+    """A run that has these implementations, each with one time at every point of the means, for D = 64 and 128."""
+    points = itertools.product(passes, (64, 128), (False, True), results.MEAN_OVER)
+    records = [
+        record(impl.replace("__", "-"), time, seq_len, causal, head_dim=head_dim) | {"pass": pass_}
+        for pass_, head_dim, causal, seq_len in points for impl, time in ms.items()
+    ]  # fmt: skip
+    return results.Run(records, MACHINES[0] | {"commit": commit, "date": ended}, ended)
 
 
-def test_origins_are_named_once_each():
-    other = MACHINES[0] | {"commit": "0123456789abcdef", "date": "2026-01-03"}
-    assert results.origins([*MACHINES, other, *MACHINES]) == (
-        "X, torch 1, triton 2, commit abc; X, torch 1, triton 2, commit 0123456789ab"
-    )
-    assert results.origins([*MACHINES, other], dated=True).count("2026-01-0") == 2
-    assert results.origins([MACHINES[0], MACHINES[0] | {"date": "2026-01-03"}]) == "X, torch 1, triton 2, commit abc"
+V14, V15, V16 = map(stages.resolve, ("v14", "v15", "v16"))
+OLD = run_of("2026-01-01", commit="old", v0_naive=40.0, **{V14: 4.0, V15: 2.0}, sdpa__cudnn=2.0)
+NEW = run_of("2026-01-02", commit="new", **{V15: 3.0, V16: 1.0}, sdpa__cudnn=4.0)
+BOTH = [NEW, OLD]
+
+
+def test_a_gain_is_of_the_newest_run_that_has_both_stages():
+    assert results.gain(BOTH, V15, V14, "fwd", 64) == (pytest.approx(2.0), OLD)
+    assert results.gain(BOTH, V16, V15, "fwd", 64) == (pytest.approx(3.0), NEW)
+    newer = run_of("2026-01-03", **{V14: 6.0, V15: 2.0})
+    assert results.gain([newer, *BOTH], V15, V14, "bwd", 128) == (pytest.approx(3.0), newer)
+    assert results.gain(BOTH, V16, V14, "fwd", 64) is None  # never in one run
+    assert results.rate(BOTH, V15, "fwd", 64) == (pytest.approx(100 / 3), NEW)
+    assert results.rate(BOTH, "flash-4", "fwd", 64) is None
+
+
+def test_a_run_without_all_points_of_a_pass_gives_no_gain():
+    part = run_of("2026-01-03", passes=("fwd",), **{V14: 6.0, V15: 2.0})
+    assert results.gain([part, *BOTH], V15, V14, "bwd", 64) == (pytest.approx(2.0), OLD)
+    short = results.Run([r for r in part.records if r["seq_len"] < 8192], part.machine, part.ended)
+    assert results.gain([short, *BOTH], V15, V14, "fwd", 64) == (pytest.approx(2.0), OLD)
+
+
+def test_stages_of_two_runs_are_compared_through_one_that_both_have():
+    links = results.chain(BOTH, V16, "v0_naive", "fwd", 64)
+    assert [(new, old, ratio) for new, old, ratio, _ in links] == [
+        (V15, "v0_naive", pytest.approx(20.0)),
+        (V16, V15, pytest.approx(3.0)),
+    ]
+    assert results.chain(BOTH, V15, "v0_naive", "fwd", 64)[0][2] == pytest.approx(20.0)
+    assert results.chain([NEW], V16, "v0_naive", "fwd", 64) is None
+
+
+def test_runs_are_numbered_from_the_oldest_and_named_once():
+    assert [results.number(BOTH, run) for run in BOTH] == [2, 1]
+    where = "X, torch 1, triton 2, commit"
+    assert results.sources(BOTH, [NEW, OLD, NEW]) == f"[1] {where} old, 2026-01-01; [2] {where} new, 2026-01-02"
+
+
+def test_runs_are_found_by_what_they_hold(tmp_path, monkeypatch):
+    """Whatever the files are called: not by a list of stages, nor of names."""
+
+    def save(name, run, **workload):
+        shape = {"batch": 16384 // 1024, "heads": 32, "kv_heads": 32}
+        records = []
+        for record in run.records:
+            shape = {"batch": 16384 // record["seq_len"], "heads": 2048 // record["head_dim"]}
+            records.append({"extra_info": record | shape | workload})
+        saved = {"benchmarks": records, "failures": [], "machine_info": run.machine, "datetime": run.ended}
+        (tmp_path / "results" / name).write_text(json.dumps(saved))
+
+    (tmp_path / "results").mkdir()
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    assert results.runs() == []
+    save("b.json", NEW)
+    save("a.json", OLD)
+    save("sinks.json", NEW, sink=16.0)
+    save("half.json", NEW, dtype="bfloat16")
+    save("superseded.json", run_of("2026-01-01", **{V15: 9.0}))
+    (tmp_path / "results" / "rates.json").write_text("{}")
+    assert [run.ended for run in results.runs()] == ["2026-01-02", "2026-01-01"]
+    assert results.rate(results.runs(), V15, "fwd", 64)[0] == pytest.approx(100 / 3)
+
+
+def test_code_is_the_same_whatever_the_comments(tmp_path, monkeypatch):
+    for name, code in {"v1_a": "x = 1  # one", "v2_b": "# NOTE: v3\nx = 1", "v3_c": "x = 2"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "forward.py").write_text(code + "\n")
+    monkeypatch.setattr(stages, "__path__", [str(tmp_path)])
+    assert results.same_code("v2_b", "v1_a", "fwd") and not results.same_code("v3_c", "v2_b", "fwd")
+    assert not results.same_code("v2_b", "v0_gone", "fwd")
+
+
+@pytest.mark.parametrize(("before", "after", "words"), [
+    (300, 100, "3.00 times fewer bytes"), (100, 150, "1.50 times more bytes"), (1000, 1001, "the same bytes"),
+    (1000, 995, "1.01 times fewer bytes"),
+])  # fmt: skip
+def test_bytes_in_words(before, after, words):
+    assert results.bytes_in_words(before, after) == words
 
 
 @pytest.mark.parametrize("name", stages.names())
 def test_results_hold_every_stage(name):
-    records, _ = results.load_runs(results.FLOAT16)
-    if name not in results.implementations(records):
+    found = results.runs()
+    if name not in results.names_of(found):
         pytest.skip("not measured yet: make reference")
+    records = [record for run in found for record in run.records]
     measured = {(r["pass"], r["head_dim"], r["causal"]) for r in records if r["impl"] == name and "ms" in r}
-    assert set(itertools.product(("fwd", "bwd"), (64, 128), (False, True))) <= measured
+    passes = [pass_ for pass_ in ("fwd", "bwd") if not bench.repeats(name, pass_)]
+    assert set(itertools.product(passes, (64, 128), (False, True))) <= measured
 
 
 def test_saved_failures_are_records_too(tmp_path):
@@ -79,35 +155,20 @@ def test_speedup_is_the_geometric_mean_where_both_were_measured():
     old = [record("v0_naive", 2.0), record("v0_naive", 8.0, causal=True), record("v0_naive", 1.0, seq_len=512)]
     new = [record("v1_x", 1.0), record("v1_x", 1.0, causal=True), record("v1_x", 100.0, seq_len=2048)]
     lost = [{**record("v0_naive", 1.0, seq_len=4096), "failure": "OOM"}, record("v1_x", 9.0, seq_len=4096)]
-    assert results.speedup(old + new + lost, "v1_x", "v0_naive", ("fwd",), 64) == pytest.approx(math.sqrt(2 * 8))
-    assert results.speedup(old + new, "v1_x", "v0_naive", ("bwd",), 64) is None
+    assert results.speedup(old + new + lost, "v1_x", "v0_naive", "fwd", 64) == pytest.approx(math.sqrt(2 * 8))
+    assert results.speedup(old + new, "v1_x", "v0_naive", "bwd", 64) is None
 
 
-def test_passes_together_are_compared_where_both_were_measured():
-    records = []
-    for pass_, old, new in (("fwd", 2.0, 1.0), ("bwd", 6.0, 3.0)):
-        records += [record("v0_a", old) | {"pass": pass_}, record("v1_b", new) | {"pass": pass_}]
-    records.append(record("v1_b", 1.0, seq_len=2048))  # a forward without a backward
-    assert results.speedup(records, "v1_b", "v0_a", ("fwd", "bwd"), 64) == pytest.approx(8 / 4)
-
-
-def test_summary_says_how_bfloat16_compares():
-    records = [record("v0_a", 2.0), record("v0_a", 3.0, dtype="bfloat16"), record("v1_b", 2.0), record("sdpa-x", 1.0)]
-    records += [record("v1_b", 1.0, dtype="bfloat16"), record("sdpa-x", 9.0, dtype="bfloat16")]
-    summary = documents.summary_table(records, MACHINES)
-    assert summary.endswith("In bfloat16 a stage takes 0.500 (v1, forward, D=64) to 1.500 (v0, forward, D=64) times as long.")
-    summary = documents.summary_table(records, [*MACHINES, MACHINES[0] | {"commit": "another"}])
-    assert "In bfloat16, measured at another commit, a stage takes 0.500 " in summary
-
-
-def test_summary_sets_the_last_stage_against_the_fastest_baseline_of_each_point():
-    records = [record("sdpa-x", 4.0, seq_len=2048), record("sdpa-x", 1.0, seq_len=4096)]
-    records += [record("flash-4", 2.0, seq_len=2048), record("flash-4", 2.0, seq_len=4096)]
-    records += [record("v1_b", 1.0, seq_len=2048), record("v1_b", 2.0, seq_len=4096), record("v1_b", 100.0)]
-    records += [record("v1a_c", 0.1, seq_len=2048), record("v0_a", 0.1, seq_len=2048)]
-    sentence = "v1_b against the fastest of sdpa-x, flash-4 at each point, S ≥ 2048: forward D=64 ×1.00."
-    assert sentence in documents.summary_table(records, MACHINES)
-    assert "against the fastest" not in documents.summary_table([record("v1_b", 1.0, seq_len=2048)], MACHINES)
+def test_summary_sets_the_newest_stage_against_the_fastest_library_of_each_point():
+    times = {"v1_b": 2.0, "v1a_c": 0.1, "v0_a": 0.1, "sdpa__x": 4.0, "flash__4": 3.0}
+    run = run_of("2026-01-01", passes=("fwd",), **times)
+    for record in run.records:
+        if record["impl"] == "sdpa-x" and record["seq_len"] == 4096:
+            record["ms"] = 1.0
+    expected = math.prod([1.5, 0.5, 1.5, 1.5]) ** (1 / 4)
+    said = f"v1_b against the fastest of sdpa-x, flash-4 at each point, S ≥ 2048, run 1: forward D=64 ×{expected:.2f}, "
+    assert said in documents.summary_table([run])
+    assert "against the fastest" not in documents.summary_table([run_of("2026-01-01", v1_b=1.0)])
 
 
 def test_implementations_come_in_stage_order():
@@ -121,22 +182,23 @@ def test_implementations_come_in_stage_order():
     ]
 
 
-def test_summary_shows_what_was_measured_and_a_dash_for_the_rest():
-    records = [record("sdpa-cudnn", 1.0), record("v0_naive", 8.0), record("v1_x", 2.0), record("v3_z", 4.0)]
-    records.append({**record("v2_y", 1.0), "failure": "OOM"})
-    lines = documents.summary_table(records, MACHINES).splitlines()[2:]
-    rows = {line.split("|")[1].strip(): line.split("|")[2:-1] for line in lines}
-    assert [cell.strip() for cell in rows["v1_x"]] == ["50, **×4.00**, 50 %", "-", "-", "-", "-", "-", "9"]
-    assert rows["v2_y"][0].strip() == "-"
-    assert rows["v3_z"][0].strip() == "25, 25 %"  # the stage before was not measured
+def rows_of(table):
+    lines = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| ")]
+    return {line[0].strip(): [cell.strip() for cell in line[1:]] for line in lines}
 
 
-def test_summary_shows_the_hosts_time_of_each_pass():
-    records = [record("v0_x", 4.0), record("v0_x", 4.0, **{"pass": "bwd", "host_us": 20.0}), record("v1_y", 1.0)]
-    table = documents.summary_table(records, MACHINES)
-    assert "host µs, forward" in table and "host µs, backward" in table
-    ends = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[-3:-1]] for line in table.splitlines()[2:]}
-    assert ends["v0_x"] == ["9", "20"] and ends["v1_y"] == ["9", "-"]
+def test_summary_has_every_stage_in_its_newest_run_and_gains_from_a_run_with_the_parent():
+    rows = rows_of(documents.summary_table(BOTH))
+    assert rows["sdpa-cudnn"] == ["2"] + ["25, 100 %"] * 4
+    assert rows["v0_naive"] == ["1"] + ["2, 5 %"] * 4
+    assert rows[V14] == ["1"] + [
+        "25, not measured beside v13, 50 %",
+        "25, not measured beside v13, 50 %",
+        "25, 50 %",
+        "25, 50 %",
+    ]
+    assert rows[V15][:2] == ["2; gain: 1", "33, **×2.00**, 133 %"]
+    assert rows[V16] == ["2"] + ["100, 400 %"] * 2 + ["100, **×3.00**, 400 %"] * 2  # the forward is v15's
 
 
 def test_table_replaces_what_is_between_its_markers_alone():
@@ -157,27 +219,45 @@ def cells(table, *labels):
 
 
 def test_gain_is_shown_by_length_and_a_dash_where_it_was_not_measured(monkeypatch):
-    records = [record("v0_naive", 4.0, seq_len=512), record("v1_online_softmax", 1.6, seq_len=512)]
-    records.append(record("v1_online_softmax", 1.0, seq_len=1024))
-    monkeypatch.setattr(documents, "load_runs", lambda paths: (records, MACHINES))
-    assert cells(documents.gain_table("v1_online_softmax"), "forward", "64", "full")[1:] == ["×2.50", "-"]
-    assert cells(documents.gain_table("v0_naive"), "forward", "64", "full") == ["4.00", "-"]
+    run = run_of("2026-01-01", v0_naive=4.0, v1_online_softmax=1.6)
+    for record in run.records:
+        if record["impl"] == "v1_online_softmax" and record["seq_len"] == 4096:
+            del record["ms"]
+    monkeypatch.setattr(documents, "runs", lambda: [run])
+    assert cells(documents.gain_table("v1_online_softmax"), "forward", "64", "full")[1:] == [
+        "×2.50",
+        "×2.50",
+        "-",
+        "×2.50",
+        "×2.50",
+    ]
+    assert cells(documents.gain_table("v0_naive"), "forward", "64", "full") == ["4.00"] * 5
 
 
-def test_evolution_goes_from_the_first_stage_to_the_last_next_to_the_peers():
-    records = []
-    for impl, ms in (("v0_a", 10.0), ("v1_b", 2.0), ("v1a_c", 0.1), ("sdpa-cudnn", 3.0), ("flash-3", 1.0)):
-        records += [record(impl, ms, head_dim=128) | {"pass": pass_} for pass_ in ("fwd", "bwd")]
-    assert documents.evolution_sentence(records, MACHINES) == (
-        "Means on an X, D = 128, float16. "
-        "Forward: from v0's 10 to v1's 50 TFLOP/s, ×5; over cuDNN ×1.50, FlashAttention-3 ×0.50. "
-        "Backward: from v0's 10 to v1's 50 TFLOP/s, ×5; over cuDNN ×1.50, FlashAttention-3 ×0.50."
+def test_a_step_that_no_run_has_is_said_to_be_unmeasured(monkeypatch):
+    monkeypatch.setattr(documents, "runs", lambda: BOTH)
+    table = documents.gain_table(V14)
+    assert f"Not measured beside {stages.parent(V14)}: forward D=64, forward D=128, backward D=64, backward D=128." in table
+
+
+def test_evolution_goes_from_the_first_stage_to_the_newest_next_to_the_libraries():
+    where = "X, torch 1, triton 2, commit"
+    assert documents.evolution_sentence(BOTH) == (
+        "Geometric means, D = 128, float16. "
+        "Forward: from v0's 2 to v16's 100 TFLOP/s, ×60; over cuDNN ×4.00. "
+        "Backward: from v0's 2 to v16's 100 TFLOP/s, ×60; over cuDNN ×4.00. "
+        "No run has both v0 and v16, so the factor multiplies v0 to v15 [1] by v15 to v16 [2]. "
+        f"[1] {where} old, 2026-01-01; [2] {where} new, 2026-01-02."
     )
+    one = run_of("2026-01-01", v0_a=10.0, v1_b=2.0, v1a_c=0.1)
+    assert "v0's 10 to v1's 50 TFLOP/s, ×5. " in documents.evolution_sentence([one])
 
 
 @functools.cache
 def committed():
-    return results.load_runs(results.FLOAT16)[0]
+    """The records of the oldest run of all stages but the last."""
+    paths = [results.run_file(f"float16-d{head_dim}") for head_dim in results.HEAD_DIMS]
+    return [record for path in paths for record in results.load_run(path)[0]]
 
 
 def times(impl, pass_, head_dim, causal):

@@ -115,7 +115,7 @@ def test_the_story_tells_of_new_stages(inside, monkeypatch, capsys):
     story.print_story()
     told = " ".join(capsys.readouterr().out.split())
     assert f"{NEXT} {new_stage.IDEA.capitalize()}, in a sentence. from {LAST}: {story.Change(0, 0, ())}" in told
-    assert f"{COPIES[V0]} A dead end: {new_stage.IDEA}, in a sentence. from {V0}: " in told  # less its notes
+    assert f"{COPIES[V0]} (dead end) A dead end: {new_stage.IDEA}, in a sentence. from {V0}: " in told  # less its notes
 
 
 def test_tables_and_benchmark_compare_a_new_stage_with_what_it_was_made_from(inside):

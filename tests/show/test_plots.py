@@ -26,8 +26,7 @@ def drawn(tmp_path_factory):
 
 
 def main_line():
-    records, _ = results.load_runs(results.FLOAT16)
-    return [name for name in results.implementations(records) if not stages.is_dead_end(name)]
+    return [name for name in results.names_of(results.runs()) if not stages.is_dead_end(name)]
 
 
 def test_lines_that_lie_on_each_other_share_a_label():
@@ -66,7 +65,8 @@ def test_a_figure_has_one_legend_of_all_that_it_draws(drawn, name):
     stages_of_line = [results.spoken(other) for other in main_line() if stages.position(other)]
     peers = [results.spoken(other) for other in main_line() if not stages.position(other)]
     bars = [f"{pass_}, D={head_dim}" for pass_ in ("forward", "backward") for head_dim in (64, 128)]
-    assert shown == {"gain": bars, "evolution": peers}.get(name, peers + stages_of_line)
+    runs = [f"stages, run [{number}]" for number in (1, 2)]
+    assert shown == {"gain": bars, "evolution": peers + runs}.get(name, peers + stages_of_line)
 
 
 def decoding(impl, gbps, batch, heads, kv_heads, seq_len, kv_len):
@@ -104,9 +104,25 @@ def test_axes_take_most_of_the_width(drawn):
         assert sum(axes.get_position().width for axes in figure.axes[:2]) > 0.8, name
 
 
-def test_evolution_shows_the_means_of_the_summary(drawn):
-    records, _ = results.load_runs(results.FLOAT16)
+def test_evolution_shows_the_newest_rate_of_every_stage(drawn):
+    found = results.runs()
     for axes, pass_ in zip(drawn[0]["evolution"].axes, ("fwd", "bwd"), strict=True):
-        rates = {name: results.mean_rate(records, name, pass_, 128) for name in main_line()}
-        assert [bar.get_height() for bar in axes.patches] == [rates[name] for name in rates if stages.position(name)]
+        rates = {name: results.rate(found, name, pass_, 128)[0] for name in main_line()}
+        line = [name for name in rates if stages.position(name)]
+        assert [label.get_text() for label in axes.get_xticklabels()] == [results.spoken(name) for name in line]
+        bars = sorted(axes.patches, key=lambda bar: bar.get_x())
+        assert [bar.get_height() for bar in bars] == [rates[name] for name in line]
         assert [line.get_ydata()[0] for line in axes.lines] == [rates[name] for name in rates if not stages.position(name)]
+    newest = [name for name in stages.names() if not stages.is_dead_end(name)][-1]
+    if newest in main_line():
+        assert newest == line[-1]
+
+
+def test_a_bar_of_gain_for_each_pass_whose_code_changes(drawn):
+    found, line = results.runs(), [name for name in main_line() if stages.position(name)]
+    for axes, pass_ in zip(drawn[0]["gain"].axes, ("fwd", "bwd"), strict=True):
+        steps = [(stages.parent(name), name) for name in line if stages.parent(name)]
+        changed = [step for step in steps if not results.same_code(*step, pass_)]
+        measured = [results.gain(found, new, old, pass_, head_dim) for head_dim in (64, 128) for old, new in changed]
+        assert [bar.get_height() + 1 for bar in axes.patches] == pytest.approx([ratio[0] for ratio in measured if ratio])
+        assert len(changed) < len(steps)

@@ -90,7 +90,7 @@ def json_path(text: str) -> Path:
 HEAD_DIM = one_of({str(head_dim): head_dim for head_dim in HEAD_DIMS})
 
 LISTS = {  # the options that several commands have: the type of an entry, and what the help says of it
-    "--stage": (stages.resolve, "such as v3 or v3_fa2_causal"),
+    "--stage": (stages.resolve, "such as {version} or {stage}"),
     "--seq-len": (positive, "any"),
     "--head-dim": (HEAD_DIM, ", ".join(map(str, HEAD_DIMS))),
     "--heads": (positive, "any"),
@@ -104,6 +104,9 @@ LISTS = {  # the options that several commands have: the type of an entry, and w
 def add_list(parser: argparse.ArgumentParser, flag: str, default: str | None):
     """Add an option of `LISTS`, a comma-separated list; `default` is as one would write it, None where the help says what."""
     parse, help_text = LISTS[flag]
+    if flag == "--stage":  # the command takes the last of its default
+        last = stages.resolve(default.split(",")[-1])
+        help_text = help_text.format(version=stages.version(last), stage=last)
     if default:
         help_text += f" (default: {'all' if default.split(',') == stages.names() else default})"
     parser.add_argument(flag, type=list_of(parse), default=default or [None], metavar="LIST", help=help_text)

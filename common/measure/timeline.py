@@ -23,6 +23,7 @@ from common.measure import machine
 from common.measure.options import add_list, json_path, list_of, one_of, write_json
 from common.measure.traffic import stage_call
 from common.measure.workloads import Workload
+from common.operator import HEAD_DIMS
 from common.runtime import Device, interpreted_as
 
 RATES = Path(__file__).parents[2] / "results" / "rates-h200.json"
@@ -107,6 +108,24 @@ def has_gluon(name: str) -> bool:
     return hasattr(stages.load(name), "unavailable")
 
 
+def require_timed(names: list[str], passes: list[str], head_dims: list[int]):
+    """SystemExit, before any work, where a stage launches no Gluon kernel: nothing of it is timed. The message says what is."""
+    for name, pass_, head_dim in itertools.product(names, passes, head_dims):
+        if not has_gluon(name):
+            raise SystemExit(f"{name} has no Gluon kernel: nothing of it is timed")
+        if not _timed(name, pass_, head_dim):
+            works = ", ".join(str(size) for size in HEAD_DIMS if _timed(name, pass_, size))
+            raise SystemExit(
+                f"{name} launches no Gluon kernel for --pass {pass_} --head-dim {head_dim}: it falls back on another stage's "
+                f"Triton kernels, which are not timed. --head-dim of {works} works."
+            )
+
+
+def _timed(name, pass_, head_dim):
+    """Whether any kernel of a pass is timed; the shortest sequence tells."""
+    return bool(simulate(stages.load(name), Workload(pass_, 1, 1, 1, head_dim, False, "float16"), measured_rates()))
+
+
 def table(records: list[dict]) -> str:
     """The records as a table, a row each."""
     rows = [
@@ -128,12 +147,11 @@ def main(argv: list[str]):
         add_list(parser, flag, default)
     parser.add_argument("--json", type=json_path, metavar="FILE", help="also write the records there")
     options = parser.parse_args(argv)
+    require_timed(options.stage, vars(options)["pass"], options.head_dim)
     rates, records = measured_rates(), []
     for pass_, head_dim, causal, seq_len, name in itertools.product(
         vars(options)["pass"], options.head_dim, options.causal, options.seq_len, options.stage
     ):
-        if not has_gluon(name):
-            raise SystemExit(f"{name} has no Gluon kernel: nothing of it is timed")
         workload = Workload(pass_, 1, 1, seq_len, head_dim, causal, "float16")
         records.append(record(name, workload, simulate(stages.load(name), workload, rates)))
         print(f"\rtimed {len(records)}", end="", file=sys.stderr, flush=True)

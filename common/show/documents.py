@@ -15,11 +15,13 @@ from common.measure.scaling import tables
 from common.measure.timeline import SCORES
 from common.measure.traffic import GPUS
 from common.measure.units import CLOCK, TIME
+from common.show.choice import choice_table
 from common.show.decoding import decoding_tables
 from common.show.energy import energy_table
 from common.show.numbers import numbers_table
 from common.show.profiles import traffic_table, units_table
 from common.show.results import (
+    CHOICE,
     COLUMNS,
     COUNTED_AT,
     HEAD_DIMS,
@@ -379,7 +381,8 @@ def documents() -> dict[Path, str]:
     """What each generated document must be, from the committed results."""
     readme = ROOT / "README.md"
     text = with_table(readme.read_text(), "summary", summary_table(runs()))
-    found = {readme: with_table(text, "evolution", evolution_sentence(runs()))}
+    text = with_table(text, "evolution", evolution_sentence(runs()))
+    found = {readme: with_table(text, "choice", choice_table(json.loads(CHOICE.read_text())))}
     for path, (heading, table) in ((run_file(name), shown) for name, shown in RUNS.items()):
         if path.exists():
             found[path.with_suffix(".md")] = f"# {heading}\n\n{table(*load_run(path))}\n"

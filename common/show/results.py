@@ -27,6 +27,7 @@ CODE = {"fwd": "forward.py", "bwd": "backward.py"}  # the file of a stage that h
 TRAFFIC = ROOT / "results" / "traffic.json"
 COUNTED_AT = 2048  # the sequence length of that file
 UNITS = ROOT / "results" / "units-h200.json"
+CHOICE = ROOT / "results" / "choice.json"
 TIMELINE = ROOT / "results" / "timeline.json"
 SCOPES = ROOT / "results" / "scopes-h200.json"
 PLOTS = ROOT / "plots"

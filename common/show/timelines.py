@@ -20,7 +20,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 import stages  # noqa: E402
 from common.interpreter.timing import COPIES, UNITS  # noqa: E402
 from common.measure.options import add_list, list_of, one_of  # noqa: E402
-from common.measure.timeline import SCORES, has_gluon, measured_rates, record, simulate  # noqa: E402
+from common.measure.timeline import SCORES, has_gluon, measured_rates, record, require_timed, simulate  # noqa: E402
 from common.measure.workloads import Workload  # noqa: E402
 from common.show.results import PLOTS, SCOPES, spoken  # noqa: E402
 from common.show.tables import PASS_NAMES  # noqa: E402
@@ -141,9 +141,7 @@ def main(argv: list[str]):
     if options.committed:
         draw_all(TIMELINES)
         return
-    for name in options.stage:
-        if name not in GLUON:
-            raise SystemExit(f"{name} has no Gluon kernel: nothing of it is timed")
+    require_timed(options.stage, vars(options)["pass"], options.head_dim)
     shapes = itertools.product(options.stage, vars(options)["pass"], options.head_dim, options.causal, options.seq_len)
     for name, pass_, head_dim, causal, seq_len in shapes:
         mask = "causal" if causal else "full"

@@ -3,7 +3,10 @@
 .DEFAULT_GOAL := help
 .PHONY: help test test-long sanitize bench bench-ring reference rates energy traffic compare readme plots timeline story diff stage example example-ring lint format clean
 
-ifndef PYTHON
+ifdef PYTHON
+SETUP := packages
+SETUP_EXAMPLE := packages
+else
 PYTHON := .venv/bin/python
 SETUP := .venv/installed
 SETUP_EXAMPLE := .venv/example
@@ -21,6 +24,15 @@ needs-%:
 define install
 	@.venv/bin/python -m pip install --quiet --disable-pip-version-check $(1) >.venv/pip.log 2>&1 || { cat .venv/pip.log >&2; exit 1; }
 endef
+
+# With PYTHON=…: says which packages that interpreter lacks.
+PACKAGES := torch triton numpy matplotlib pytest pytest_benchmark hypothesis tabulate tqdm
+missing = $(shell $(PYTHON) -c 'import sys; from importlib.util import find_spec as f; print(*[p for p in sys.argv[1:] if not f(p)])' $(PACKAGES))
+packages:
+	@: $(if $(strip $(missing)),$(error $(PYTHON) lacks $(strip $(missing)); run $(PYTHON) -m pip install --requirement requirements.txt))
+
+# Behind a command whose reader may have seen enough, such as `head`: that it was cut off (141) is no failure.
+piped = ; status=$$?; [ $$status -eq 141 ] || exit $$status
 
 # The stamp is written last: an installation that failed is tried again. For these versions all pinned packages have wheels.
 .venv/installed: requirements.txt
@@ -62,11 +74,10 @@ sanitize: $(SETUP)  ## run the stages under compute-sanitizer, on a GPU; ARGS="�
 	$(PYTHON) -m common.measure.sanitize $(addprefix --stage=,$(STAGE)) $(ARGS)
 
 bench: $(SETUP)  ## measure all stages, or STAGE=v3 with its neighbours; ARGS="…" goes to bench.py (ARGS=--help)
-	$(PYTHON) bench.py $(addprefix --stage=,$(STAGE)) $(ARGS)
+	@$(PYTHON) bench.py $(addprefix --stage=,$(STAGE)) $(ARGS)
 
 bench-ring: $(SETUP)  ## measure a stage on GPUS=4, which share a sequence (default 2); ARGS="…" goes to common.measure.scaling
-	$(PYTHON) -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node=$(or $(GPUS),2) -m common.measure.scaling \
-		$(addprefix --stage=,$(STAGE)) $(ARGS)
+	$(PYTHON) -m common.measure.scaling $(addprefix --gpus=,$(GPUS)) $(addprefix --stage=,$(STAGE)) $(ARGS)
 
 reference: EXAMPLE = make reference GRID=float16-d64 FILE=results/float16-d64-h200.json
 reference: needs-GRID needs-FILE $(SETUP)  ## measure on a GPU a part of what results/ keeps, GRID=float16-d64, into FILE=…
@@ -81,10 +92,10 @@ energy: needs-FILE $(SETUP)  ## measure on an NVIDIA GPU the joules of a call, i
 	$(PYTHON) -m common.measure.energy "$(FILE)" $(ARGS)
 
 traffic: $(SETUP)  ## count what each stage moves and computes, with no GPU; ARGS="…" goes to common.show.counts (ARGS=--help)
-	$(PYTHON) -m common.show.counts $(addprefix --stage=,$(STAGE)) $(ARGS)
+	@$(PYTHON) -m common.show.counts $(addprefix --stage=,$(STAGE)) $(ARGS)$(piped)
 
 compare: $(SETUP)  ## show the last two saved runs side by side, per workload
-	@$(PYTHON) -m common.show.compare
+	@$(PYTHON) -m common.show.compare$(piped)
 
 readme: $(SETUP)  ## rewrite the tables of the documents from results/
 	$(PYTHON) -m common.show.documents
@@ -97,11 +108,11 @@ timeline: $(SETUP)  ## draw what a multiprocessor does in a Gluon stage, STAGE=v
 	$(PYTHON) -m common.show.timelines $(addprefix --stage=,$(STAGE)) $(ARGS)
 
 story: $(SETUP)  ## walk from stage to stage: ideas, sizes of the changes, bytes saved, speed gained
-	$(PYTHON) -m common.show.story
+	@$(PYTHON) -m common.show.story$(piped)
 
 diff: EXAMPLE = make diff A=v3 B=v4
 diff: needs-A needs-B $(SETUP)  ## show the code that a stage changes and what it gained: make diff A=v3 B=v4; PROSE=yes: READMEs too
-	$(PYTHON) -m common.show.story diff "$(A)" "$(B)" $(addprefix --prose=,$(PROSE))
+	@$(PYTHON) -m common.show.story diff "$(A)" "$(B)" $(addprefix --prose=,$(PROSE))$(piped)
 
 stage: EXAMPLE = make stage FROM=v14 NAME=v14x_yours
 stage: needs-FROM needs-NAME $(SETUP)  ## begin a new stage with the kernels of another: make stage FROM=v14 NAME=v14x_yours
@@ -111,8 +122,7 @@ example: $(SETUP_EXAMPLE)  ## train a small Llama with a stage's attention, next
 	$(PYTHON) -m examples.llama $(addprefix --stage=,$(STAGE)) $(ARGS)
 
 example-ring: $(SETUP_EXAMPLE)  ## the same on GPUS=4, which share each sequence (default 2), next to one: make example-ring STAGE=v5
-	$(PYTHON) -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node=$(or $(GPUS),2) -m examples.long_llama \
-		$(addprefix --stage=,$(STAGE)) $(ARGS)
+	$(PYTHON) -m examples.long_llama $(addprefix --gpus=,$(GPUS)) $(addprefix --stage=,$(STAGE)) $(ARGS)
 
 lint: $(SETUP)  ## check style and formatting
 	$(PYTHON) -m ruff check .

@@ -5,6 +5,7 @@
 
 import argparse
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from tabulate import tabulate
 from torch.nn.parallel import DistributedDataParallel
 
 import stages
+from common.measure import scaling
 from common.measure.options import positive, single
 from common.ring import ring_attention, shard
 from common.runtime import DEVICE
@@ -64,7 +66,10 @@ def main(argv=None):
     )
     for flag, default in (("--steps", 20), ("--batch", llama.BATCH), ("--seq-len", llama.SEQ_LEN)):
         parser.add_argument(flag, type=single(positive), default=default, metavar="N", help="(default: %(default)s)")
+    scaling.add_gpus(parser)
     options = parser.parse_args(argv)
+    if "WORLD_SIZE" not in os.environ:
+        scaling.start_ranks("examples.long_llama", sys.argv[1:] if argv is None else argv, lambda gpus: parser.parse_args(argv))
     world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     if options.seq_len % (2 * world):
         parser.error(f"argument --seq-len: {options.seq_len} is no multiple of {2 * world}, two chunks for each process")

@@ -61,15 +61,15 @@ def test_a_missing_variable_is_named_before_anything_is_installed(arguments, mis
 
 
 def test_diff_hands_over_its_variables():
-    done = make(ROOT, "--dry-run", "diff", "A=v4", "B=v5", "PROSE=yes", "PYTHON=python3")
-    assert done.stdout.splitlines()[-1] == 'python3 -m common.show.story diff "v4" "v5" --prose=yes'
-    done = make(ROOT, "--dry-run", "diff", "A=v4", "B=v5", "PYTHON=python3")
-    assert done.stdout.splitlines()[-1].rstrip() == 'python3 -m common.show.story diff "v4" "v5"'
+    done = make(ROOT, "--dry-run", "diff", "A=v4", "B=v5", "PROSE=yes", f"PYTHON={sys.executable}")
+    assert f'{sys.executable} -m common.show.story diff "v4" "v5" --prose=yes;' in done.stdout
+    done = make(ROOT, "--dry-run", "diff", "A=v4", "B=v5", f"PYTHON={sys.executable}")
+    assert f'{sys.executable} -m common.show.story diff "v4" "v5" ;' in done.stdout
 
 
 def test_reference_hands_over_its_grid():
-    done = make(ROOT, "--dry-run", "reference", "FILE=x.json", "GRID=shared", "PYTHON=python3")
-    assert done.stdout.splitlines()[-1] == 'python3 bench.py --reference "shared" --json "x.json"'
+    done = make(ROOT, "--dry-run", "reference", "FILE=x.json", "GRID=shared", f"PYTHON={sys.executable}")
+    assert done.stdout.splitlines()[-1] == f'{sys.executable} bench.py --reference "shared" --json "x.json"'
 
 
 def targets():
@@ -84,22 +84,52 @@ def test_examples_alone_install_what_examples_need(target, tmp_path):
         shutil.copy(ROOT / name, tmp_path / name)
     every = [f"{name}=x" for name in ("A", "B", "FILE", "GRID", "NAME", "FROM")]
     assert ("examples/requirements.txt" in make(tmp_path, "--dry-run", target, *every).stdout) == target.startswith("example")
-    done = make(tmp_path, "--dry-run", target, "PYTHON=python3", *every)
+    done = make(tmp_path, "--dry-run", target, f"PYTHON={sys.executable}", *every)
     assert done.returncode == 0 and "pip" not in done.stdout
 
 
 def test_example_hands_over_its_options():
-    done = make(ROOT, "--dry-run", "example", "STAGE=v5", "ARGS=--steps=3", "PYTHON=python3")
-    assert done.stdout.splitlines() == ["python3 -m examples.llama --stage=v5 --steps=3"]
+    done = make(ROOT, "--dry-run", "example", "STAGE=v5", "ARGS=--steps=3", f"PYTHON={sys.executable}")
+    assert done.stdout.splitlines()[-1] == f"{sys.executable} -m examples.llama --stage=v5 --steps=3"
 
 
-@pytest.mark.parametrize(("given", "ranks"), [([], 2), (["GPUS=4"], 4)])
-def test_bench_ring_begins_a_rank_for_each_gpu(given, ranks):
-    done = make(ROOT, "--dry-run", "bench-ring", "STAGE=v5", "ARGS=--million", *given, "PYTHON=python3")
-    assert done.stdout.replace("\\\n\t", "").splitlines() == [
-        f"python3 -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node={ranks} "
-        "-m common.measure.scaling --stage=v5 --million"
-    ]
+@pytest.mark.parametrize(("given", "handed"), [([], ""), (["GPUS=4"], "--gpus=4 ")])
+def test_bench_ring_hands_over_the_number_of_gpus(given, handed):
+    done = make(ROOT, "--dry-run", "bench-ring", "STAGE=v5", "ARGS=--million", *given, f"PYTHON={sys.executable}")
+    shown = f"{sys.executable} -m common.measure.scaling {handed}--stage=v5 --million"
+    assert done.stdout.splitlines()[-1].split() == shown.split()
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    (["GPUS=0"], "argument --gpus: '0' is not a whole number of at least 1"),
+    (["GPUS=two"], "argument --gpus: 'two' is not a whole number of at least 1"),
+    (["STAGE=v99"], "argument --stage: no stage is called 'v99'"),
+    (["ARGS=--heads 3 --kv-heads 2"], "argument --kv-heads: 2 K/V heads do not divide 3 heads"),
+])  # fmt: skip
+def test_wrong_options_of_bench_ring_end_it_before_it_starts_a_rank(given, said):
+    done = make(ROOT, "bench-ring", *given, f"PYTHON={sys.executable}")
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_packages_that_an_interpreter_lacks_are_named(tmp_path):
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    done = make(ROOT, "story", f"PYTHON={bare}")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not done.stdout
+    assert f"{bare} lacks torch triton numpy" in done.stderr
+    assert f"run {bare} -m pip install --requirement requirements.txt" in done.stderr
+
+
+@pytest.mark.parametrize("target", [["story"], ["diff", "A=v4", "B=v5"]], ids=lambda target: target[0])
+def test_output_goes_into_any_encoding_and_to_readers_that_stop_early(target):
+    whole = make(ROOT, *target, f"PYTHON={sys.executable}", PYTHONIOENCODING="ascii")
+    assert whole.returncode == 0 and whole.stdout.isascii() and "speed: x" in whole.stdout and not whole.stderr
+    command = " ".join(["make", "--no-print-directory", *target, f"PYTHON={sys.executable}", "| head -1"])
+    clean = {name: value for name, value in os.environ.items() if name not in OURS}
+    command = ["bash", "-c", f"set -o pipefail; {command}"]
+    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=clean)
+    assert first.returncode == 0 and first.stdout == whole.stdout.splitlines()[0] + "\n" and not first.stderr
 
 
 def test_help_lists_every_target():

@@ -30,6 +30,7 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.errors import AutotunerError
 
 import stages
+from common.measure import terminal
 from common.measure.options import HEAD_DIM, add_list, json_path, list_of, one_of, single, write_json
 
 # Bytes of shared memory that a block may have, by architecture.
@@ -242,6 +243,7 @@ _CELLS = {  # what the table shows otherwise
 
 def main(argv: list[str]) -> int:
     """The command line; returns the exit status, 1 where something did not compile."""
+    terminal.prepare()
     parser = argparse.ArgumentParser(
         prog="python -m common.measure.aot",
         description="Compile the kernels of a stage for GPUs that need not be there, and report registers, spills, shared "

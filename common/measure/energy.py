@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from common.measure import machine, workloads
+from common.measure import machine, terminal, workloads
 from common.measure.baselines import BASELINES, refusal, timed_call
 from common.measure.options import add_implementations, add_list, json_path, write_json
 from common.measure.workloads import Workload
@@ -181,6 +181,7 @@ def cases(impls: list[str], shapes: list[Workload]) -> Iterator[tuple[str, Workl
 
 def main(argv: list[str]):
     """The command line."""
+    terminal.prepare()
     description = "Measure the energy of a call, at the power limit of a GPU. LIST is comma-separated."
     parser = argparse.ArgumentParser(prog="python -m common.measure.energy", description=description)
     parser.add_argument("file", type=json_path, help="the JSON file to write")

@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 import torch
 
+MIB_IN_MB = 2**20 / 1e6  # records have MiB; what is shown is in MB of 10⁶, as all bytes
+
 
 def footprint(call: Callable) -> dict:
     """Call once; {"peak_extra_mib": the peak of the memory allocated during it less what was allocated before}."""

@@ -29,7 +29,7 @@ import triton
 
 import stages
 from common.kernels.tuning import tuners
-from common.measure import machine
+from common.measure import machine, terminal
 from common.measure.options import add_list, json_path, workloads_of, write_json
 from common.measure.traffic import GPUS, count_stage, stage_call
 from common.measure.workloads import Workload
@@ -189,6 +189,7 @@ def comparison(counted: list[dict], measured: list[dict]) -> dict[str, int]:
 
 def main(argv: list[str]):
     """The command line."""
+    terminal.prepare()
     parser = argparse.ArgumentParser(
         prog="python -m common.measure.ncu",
         description="Compare counted traffic with Nsight Compute's. LIST is comma-separated.",

@@ -30,7 +30,7 @@ from triton.runtime.jit import JITFunction
 
 from common.kernels import hopper
 from common.kernels.hopper import async_reduce_add, describe_rows, describe_tile, new_barriers
-from common.measure import machine
+from common.measure import machine, terminal
 from common.measure.options import json_path, list_of, one_of, write_json
 from common.runtime import INTERPRETED, multiprocessors
 
@@ -528,6 +528,7 @@ def table(rates: list[dict]) -> str:
 
 def main(argv: list[str]):
     """The command line."""
+    terminal.prepare()
     parser = argparse.ArgumentParser(
         prog="python -m common.measure.rates",
         description="Measure what the units of a Hopper multiprocessor do in a cycle. LIST is comma-separated.",

@@ -25,6 +25,7 @@ from tabulate import tabulate
 from triton.runtime.autotuner import Autotuner
 
 import stages
+from common.measure import terminal
 from common.measure.aot import first_that_survives
 from common.measure.options import list_of, one_of
 from common.measure.workloads import DTYPES
@@ -179,6 +180,7 @@ def sanitize(tool: str, stage: str) -> collections.Counter:
 
 def main(argv: list[str]) -> int:
     """The command line; returns the exit status."""
+    terminal.prepare()
     parser = argparse.ArgumentParser(
         prog="python -m common.measure.sanitize",
         description="Run the stages under NVIDIA's compute-sanitizer. LIST is comma-separated.",

@@ -12,6 +12,7 @@ import functools
 import itertools
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from unittest import mock
@@ -24,8 +25,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import stages
-from common.measure import machine, reference
-from common.measure.footprint import footprint
+from common.measure import machine, reference, terminal
+from common.measure.footprint import MIB_IN_MB, footprint
 from common.measure.options import HEAD_DIM, add_list, json_path, list_of, one_of, positive, single, write_json
 from common.measure.workloads import DTYPES, Workload
 from common.operator import Unavailable
@@ -39,6 +40,7 @@ if ON_GPUS:
     TOKENS, HEADS, HEAD_DIMENSION = "8192,32768", 16, 128
 else:  # what the interpreter gets through in seconds
     TOKENS, HEADS, HEAD_DIMENSION = "16", 2, 16
+GPUS = 2
 MILLION, MILLION_HEADS = 2**20, 8  # tokens in all, and heads, of --million
 PASSES = ("fwd", "fwd+bwd")
 
@@ -322,7 +324,7 @@ def link(tokens: int, heads: int, kv_heads: int | None, head_dim: int, dtype: st
 
 HEADERS = (
     "GPUs", "tokens a GPU", "S", "implementation", "ms", "± IQR", "TFLOP/s a GPU", "% of one GPU, same tokens a GPU",
-    "% of linear, same S", "MB sent", "peak extra MiB", "of the ring",
+    "% of linear, same S", "MB sent", "peak extra MB", "of the ring",
 )  # fmt: skip
 COUNT_HEADERS = ("ranks", "S", "implementation", "bytes sent", "formula")
 
@@ -338,9 +340,9 @@ def _cells(record, by_case):
     strong = f"{100 * same_length['ms'] / record['ms'] / ranks:.0f}" if same_length and ranks > 1 else "-"
     star = "" if record["launch_hidden"] else "*"
     sent = f"{record['sent_bytes'] / 1e6:,.1f}" if "sent_bytes" in record else "-"
-    held = f"{record['held_mib']:,.0f}" if "held_mib" in record else "-"
+    memory = [f"{record[name] * MIB_IN_MB:,.0f}" if name in record else "-" for name in ("peak_extra_mib", "held_mib")]
     times = [f"{record['ms']:.3f}{star}", f"{record['iqr_ms']:.3f}", f"{record['tflops']:.0f}"]
-    return [*start, *times, weak, strong, sent, f"{record['peak_extra_mib']:,.0f}", held]
+    return [*start, *times, weak, strong, sent, *memory]
 
 
 def tables(run: dict) -> str:
@@ -387,9 +389,29 @@ def tables(run: dict) -> str:
     return "\n\n".join(parts)
 
 
+def add_gpus(parser: argparse.ArgumentParser):
+    """Add --gpus, how many ranks `start_ranks` starts."""
+    parser.add_argument("--gpus", type=single(positive), default=GPUS, help="that share a sequence (default: %(default)s)")
+
+
+def start_ranks(module: str, argv: list[str], parse: Callable):
+    """Become torchrun, which starts `module` once for each GPU. Options that are wrong end this process first, in one message.
+
+    Args:
+        parse: parses the options for a number of GPUs, and ends the process where they are wrong.
+    """
+    parser = argparse.ArgumentParser(add_help=False)
+    add_gpus(parser)
+    gpus = parser.parse_known_args(argv)[0].gpus
+    parse(gpus)
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={gpus}"]
+    os.execv(sys.executable, [*run, "-m", module, *argv])
+
+
 def parse_options(argv: list[str] | None, world: int) -> argparse.Namespace:
     """The command line; exits with status 2 on a value that is not allowed."""
     parser = argparse.ArgumentParser(prog="make bench-ring ARGS=…", description=__doc__.partition("\n")[0])
+    add_gpus(parser)
     add_list(parser, "--stage", stages.version(stages.recommended()))
     passes = list_of(one_of({name: name for name in PASSES}))
     parser.add_argument("--pass", dest="passes", type=passes, default=list(PASSES), metavar="LIST", help="of fwd,fwd+bwd")
@@ -471,7 +493,10 @@ def _of_rank_0(value):
 
 def main(argv: list[str] | None = None) -> int:
     """What one rank does; exit status 1 where a result was wrong, or a stage failed."""
+    terminal.prepare()
     begun = time.perf_counter()
+    if "WORLD_SIZE" not in os.environ:
+        start_ranks("common.measure.scaling", sys.argv[1:] if argv is None else argv, lambda gpus: parse_options(argv, gpus))
     world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     options = parse_options(argv, world)
     groups = begin()

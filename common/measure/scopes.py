@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import stages
-from common.measure import files, machine
+from common.measure import files, machine, terminal
 from common.measure.options import json_path, write_json
 from common.measure.workloads import Workload
 from common.runtime import DEVICE
@@ -104,6 +104,7 @@ def kept(spans: list[dict]) -> list[dict]:
 
 def main(argv: list[str]):
     """The command line."""
+    terminal.prepare()
     parser = argparse.ArgumentParser(
         prog="python -m common.measure.scopes", description=f"Record what a program of {STAGE}'s forward does, and when."
     )

@@ -19,7 +19,7 @@ from tabulate import tabulate
 import stages
 from common.interpreter import schedule
 from common.interpreter.timing import UNITS, Rates, Timing
-from common.measure import machine
+from common.measure import machine, terminal
 from common.measure.options import add_list, json_path, list_of, one_of, write_json
 from common.measure.traffic import stage_call
 from common.measure.workloads import Workload
@@ -138,6 +138,7 @@ def table(records: list[dict]) -> str:
 
 def main(argv: list[str]):
     """The command line."""
+    terminal.prepare()
     description = f"Time Gluon stages on one multiprocessor, in cycles for {SCORES} scores. LIST is comma-separated."
     parser = argparse.ArgumentParser(prog="python -m common.measure.timeline", description=description)
     add_list(parser, "--stage", ",".join(filter(has_gluon, stages.names())))

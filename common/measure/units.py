@@ -10,7 +10,7 @@ import argparse
 import itertools
 import sys
 
-from common.measure import ncu, workloads
+from common.measure import ncu, terminal, workloads
 from common.measure.baselines import BASELINES, timed_call
 from common.measure.options import add_implementations, add_list, json_path, write_json
 from common.measure.workloads import Workload
@@ -54,6 +54,7 @@ def measure(options):
 
 def main(argv: list[str]):
     """The command line."""
+    terminal.prepare()
     description = "Measure how busy the GPU's units are in each kernel. LIST is comma-separated."
     parser = argparse.ArgumentParser(prog="python -m common.measure.units", description=description)
     parser.add_argument("what", nargs="?", choices=["measure", "launch"], default="measure", help="launch runs in the profiler")

@@ -11,7 +11,7 @@ import sys
 from tabulate import tabulate
 
 import stages
-from common.measure import machine
+from common.measure import machine, terminal
 from common.measure.aot import HEADS, SHARED_LIMIT, compile_cases
 from common.measure.options import json_path, write_json
 from common.measure.traffic import GPUS, count_stage, roofline
@@ -113,6 +113,7 @@ def recommended(arch: int) -> str:
 
 def main(argv: list[str]):
     """The command line."""
+    terminal.prepare()
     description = "Compile and count the stages for GPUs that need not be there, which takes minutes."
     parser = argparse.ArgumentParser(prog="python -m common.show.choice", description=description)
     parser.add_argument("file", type=json_path, help="the JSON file to write")

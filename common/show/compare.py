@@ -5,7 +5,6 @@ python -m common.show.compare
 
 import json
 import re
-import signal
 import sys
 from dataclasses import dataclass
 from itertools import chain
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+from common.measure import terminal
 from common.measure.workloads import Workload
 from common.show import results
 from common.show.tables import short_commit, stage_order
@@ -96,7 +96,7 @@ def table(old: Run, new: Run) -> str:
 
 def main():
     """The command line; SystemExit says why there is nothing to compare."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as `head` may have seen enough
+    terminal.prepare()
     runs = last_two(SAVED)
     if len(runs) < 2:
         raise SystemExit(f"two saved runs are needed, {SAVED} has {len(runs)}; each `make bench` saves one")

@@ -12,7 +12,7 @@ import sys
 from dataclasses import asdict
 
 import stages
-from common.measure import machine
+from common.measure import machine, terminal
 from common.measure.options import add_list, json_path, list_of, one_of, workloads_of, write_json
 from common.measure.progress import COLUMNS, Progress
 from common.measure.traffic import GPUS, costs, count_stage
@@ -48,6 +48,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     """The command line; returns the exit status. Stopped by a signal it shows and saves what it has counted, and returns 2."""
+    terminal.prepare()
     if not INTERPRETED:  # only the interpreter's kernels can be watched: the same command, with it
         interpreted = os.environ | {"TRITON_INTERPRET": "1"}
         os.execve(sys.executable, [sys.executable, "-m", "common.show.counts", *argv], interpreted)

@@ -10,6 +10,7 @@ from tabulate import tabulate
 
 import stages
 from common.measure import files
+from common.measure.footprint import MIB_IN_MB
 from common.measure.ncu import pairs
 from common.measure.scaling import tables
 from common.measure.timeline import SCORES
@@ -43,7 +44,6 @@ from common.show.results import (
     mean_ratio,
     modelled,
     moved,
-    names_of,
     newest,
     number,
     origin,
@@ -62,6 +62,11 @@ from common.show.shared import shared_tables
 from common.show.tables import PASS_NAMES, speed_table, title
 
 
+def _names(found: list[Run]) -> list[str]:
+    """The implementations in the runs: libraries as the oldest run has them, then the stages in their order."""
+    return implementations([record for run in reversed(found) for record in run.records])
+
+
 def _last(names: list[str]) -> str:
     """The newest stage of the main line."""
     return [name for name in names if stages.position(name) and not stages.is_dead_end(name)][-1]
@@ -73,7 +78,7 @@ def summary_table(found: list[Run]) -> str:
     Args:
         found: as `common.show.results.runs` gives them.
     """
-    names = names_of(found)
+    names = _names(found)
     used, rows = [], []
     for name in names:
         parent, cells, of_rates, of_gains = stages.parent(name), [], [], []
@@ -101,10 +106,11 @@ def summary_table(found: list[Run]) -> str:
             rows.append([title(name), "; ".join(shown), *cells])
     headers = ["", "run", *(f"{PASS_NAMES[pass_]}, D={head_dim}" for pass_, head_dim in COLUMNS)]
     caption = (
-        "TFLOP/s, **times as fast as the parent stage**, % of cuDNN's speed; no gain where the parent's code is the same. "
-        f"Float16, 16k tokens, hidden size 2048; geometric means over S = {', '.join(map(str, MEAN_OVER))}, causal and not. "
-        "A row is from the newest run that has it. A gain is from the newest run that has the parent too, which `gain:` names "
-        f"if it is another one. Runs: {sources(found, used)}."
+        "TFLOP/s, **times as fast as the parent stage**, % of cuDNN's speed. `-`: not measured. A pass with its parent's code "
+        "shows no gain. Float16, 16k tokens, hidden size 2048; geometric means over S = "
+        f"{', '.join(map(str, MEAN_OVER))}, causal and not. Each row shows the newest run of its implementation. A gain is "
+        "from the newest run that has both the stage and its parent; `gain:` names that run where it is another one. "
+        f"Runs: {sources(found, used)}."
     )
     return f"{caption}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True)}{_against_the_best(found, names)}"
 
@@ -165,7 +171,7 @@ def traffic_of_step(name: str) -> str:
         "MFLOP": lambda count: f"{count['flops_executed'] / 1e6:.0f}",
         "FLOP / byte": lambda count: f"{count['flops_executed'] / moved(count):.1f}",
         "kernel launches": lambda count: str(count["kernel_launches"]),
-        "peak extra MiB": lambda count: f"{count['peak_extra_mib']:.2f}",
+        "peak extra MB": lambda count: f"{count['peak_extra_mib'] * MIB_IN_MB:.2f}",
         "µs at peak": lambda count: f"{count['roofline_us']:.1f}",
     }
     rows = []
@@ -339,7 +345,7 @@ def evolution_sentence(found: list[Run]) -> str:
     Args:
         found: as `common.show.results.runs` gives them.
     """
-    names = names_of(found)
+    names = _names(found)
     first, last, head_dim = next(name for name in names if stages.position(name)), _last(names), max(HEAD_DIMS)
     parts, notes, used = [], [], []
     for pass_ in ("fwd", "bwd"):

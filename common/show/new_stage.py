@@ -16,7 +16,7 @@ from pathlib import Path
 from string import ascii_lowercase
 
 import stages
-from common.measure import files
+from common.measure import files, terminal
 from common.show import documents, results
 
 NAME = re.compile(r"v(0|[1-9][0-9]*)[a-z]?(_[a-z0-9]+)+")
@@ -194,6 +194,7 @@ def make(source: str, name: str) -> bool:
 
 def main(argv: list[str]):
     """The command line."""
+    terminal.prepare()
     parser = argparse.ArgumentParser(
         prog="make stage", usage=example(stages.names()[-1]), description="Make a new stage from another one's kernels."
     )

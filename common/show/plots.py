@@ -12,6 +12,7 @@ matplotlib.use("Agg")  # draws into files; needs no display
 import matplotlib.pyplot as plt  # noqa: E402
 
 import stages  # noqa: E402
+from common.measure.footprint import MIB_IN_MB  # noqa: E402
 from common.show.decoding import kv_gbps  # noqa: E402
 from common.show.results import (  # noqa: E402
     COLUMNS,
@@ -21,7 +22,6 @@ from common.show.results import (  # noqa: E402
     gain,
     implementations,
     load_run,
-    names_of,
     newest,
     number,
     origin,
@@ -33,7 +33,7 @@ from common.show.results import (  # noqa: E402
     spoken,
 )
 from common.show.scaling import Scaling, load_ring, ring_files  # noqa: E402
-from common.show.tables import MIB_IN_MB, PASS_NAMES  # noqa: E402
+from common.show.tables import PASS_NAMES  # noqa: E402
 
 # Peers are dashed, with hollow markers, in colours that no stage has and that those who see fewer colours tell apart.
 PEER_STYLES = (
@@ -47,7 +47,7 @@ BARS = (  # of each pass and head dimension, in the order of COLUMNS: a colour f
     {"color": "#9ecae1"}, {"color": "#2171b5"},
     {"color": "#fdbe85", "hatch": "///"}, {"color": "#d94801", "hatch": "///"},
 )  # fmt: skip
-RUN_COLORS = ("#fdd0a2", "#fd8d3c", "#d94801")  # of bars, by the run that they are from
+RUN_COLORS = ("#f4a582", "#fdbe85", "#d94801")  # of bars, by the number of their run
 DECODING = run_file("decode-d128")
 DECODED = ((1, 16, 16), (8, 32, 8))  # batch, heads and K/V heads of the panels
 SAME = 1.02  # lines of which none is further above another one than by that factor lie on each other
@@ -122,15 +122,15 @@ def _legend(figure, columns: int):
 
 
 def _selected(found, names, pass_, head_dim, causal):
-    """The records of each implementation's newest run of a pass."""
-    newest_runs = {name: newest(found, pass_, head_dim, name) for name in names}
-    wanted = (pass_, head_dim, causal)
+    """The records of each implementation's newest run. No ratio may be taken between them."""
+    wanted = pass_, head_dim, causal
+    of_runs = {name: newest(found, pass_, head_dim, name) for name in names}
     return [
         record
-        for name, run in newest_runs.items() if run
-        for record in run.records
-        if record["impl"] == name and (record["pass"], record["head_dim"], record["causal"]) == wanted
-    ]  # fmt: skip
+        for name, run in of_runs.items()
+        for record in (run.records if run else [])
+        if (record["impl"], record["pass"], record["head_dim"], record["causal"]) == (name, *wanted)
+    ]
 
 
 def _speed(found, names, pass_):
@@ -164,16 +164,21 @@ def _memory(found, names):
 
 
 def _gain(found, names):
-    """A bar for each step and pass whose code differs from its parent's, where both were measured in one run."""
-    figure, grid = plt.subplots(2, 1, figsize=(10, 7), layout="constrained", sharex=True, sharey=True)
+    """How many times as fast each stage is as its parent; no bar where the code of a pass is the parent's."""
+    figure, grid = plt.subplots(2, 1, figsize=(12, 7), layout="constrained", sharex=True, sharey=True)
     steps = [(stages.parent(name), name) for name in names if stages.position(name) and stages.parent(name)]
     width = 0.84 / len(HEAD_DIMS)
     for index, (pass_, head_dim) in enumerate(COLUMNS):
         axes, side = grid[index // len(HEAD_DIMS)], index % len(HEAD_DIMS) - (len(HEAD_DIMS) - 1) / 2
-        changed = {place: step for place, step in enumerate(steps) if not same_code(*step, pass_)}
-        measured = {place: gain(found, new, old, pass_, head_dim) for place, (old, new) in changed.items()}
-        gains = {place: ratio[0] for place, ratio in measured.items() if ratio}
-        gains = {place + side * width: ratio for place, ratio in gains.items()}
+        gains = {}
+        for place, (old, new) in enumerate(steps):
+            if same_code(new, old, pass_):
+                axes.text(place, 1.03, "same\ncode", ha="center", va="bottom", fontsize=7, color="0.5")
+            elif measured := gain(found, new, old, pass_, head_dim):
+                gains[place + side * width] = measured[0]
+            else:
+                note = f"not beside\n{spoken(old)}"
+                axes.text(place + side * width, 1.03, note, ha="center", va="bottom", fontsize=6, color="0.5", rotation=90)
         label = f"{PASS_NAMES[pass_]}, D={head_dim}"
         heights = [ratio - 1 for ratio in gains.values()]
         axes.bar(gains.keys(), heights, width * 0.92, bottom=1, label=label, edgecolor="white", linewidth=0, **BARS[index])
@@ -192,31 +197,31 @@ def _gain(found, names):
     grid[0].minorticks_off()
     labels = [new.replace("_", " ") for _, new in steps]
     grid[1].set_xticks(range(len(steps)), labels, fontsize=9, rotation=25, ha="right", rotation_mode="anchor")
-    grid[0].set_title("times as fast as the parent stage; no bar where the code is the same", fontsize=10)
+    grid[0].set_title("times as fast as the parent stage", fontsize=10)
     _legend(figure, len(COLUMNS))
     return figure
 
 
 def _evolution(found, names):
-    """Bars for the stages, lines for the libraries: mean rates for the largest head dimension, each from its newest run."""
-    figure, grid = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", sharey=True)
+    """Bars for the stages, lines for the libraries: the means of the summary, for the largest head dimension.
+
+    Each is from its newest run. A bar's colour says from which; so does a line's label, where the newest stage's run lacks it.
+    """
+    figure, grid = plt.subplots(1, 2, figsize=(13, 4.4), layout="constrained", sharey=True)
     for axes, pass_ in zip(grid, ("fwd", "bwd"), strict=True):
         axes.set_title(f"{PASS_NAMES[pass_]}, D={max(HEAD_DIMS)}", fontsize=11)
-        rates = {name: rate(found, name, pass_, max(HEAD_DIMS)) for name in names}
-        rates = {name: measured for name, measured in rates.items() if measured}
+        rates = {name: measured for name in names if (measured := rate(found, name, pass_, max(HEAD_DIMS)))}
         line = [name for name in rates if stages.position(name)]
-        of_runs = sorted({number(found, run) for _, run in rates.values()})
-        for of_run, color in zip(of_runs, RUN_COLORS, strict=False):
-            mine = [name for name in line if number(found, rates[name][1]) == of_run]
-            heights = [rates[name][0] for name in mine]
-            bars = axes.bar([line.index(name) for name in mine], heights, color=color, label=f"stages, run [{of_run}]")
-            behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
-            axes.bar_label(bars, fmt="%.0f", fontsize=8, padding=1, bbox=behind)
-        for name, (mean, _) in rates.items():
+        of_bars = [number(found, rates[name][1]) for name in line]
+        colors = [RUN_COLORS[key % len(RUN_COLORS)] for key in of_bars]
+        labels = [f"stages, run [{key}]" if key not in of_bars[:place] else "_" for place, key in enumerate(of_bars)]
+        bars = axes.bar([spoken(name) for name in line], [rates[name][0] for name in line], color=colors, label=labels)
+        axes.bar_label(bars, fmt="%.0f", fontsize=7.5, padding=1, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.3})
+        for name, (mean, run) in rates.items():
             if not stages.position(name):
                 peer = {"color": style(name, names)["color"], "linestyle": style(name, names)["linestyle"]}
-                axes.axhline(mean, linewidth=1.4, label=spoken(name), zorder=0, **peer)
-        axes.set_xticks(range(len(line)), [spoken(name) for name in line], fontsize=8)
+                axes.axhline(mean, linewidth=1.4, label=f"{spoken(name)}, run [{number(found, run)}]", zorder=0, **peer)
+        axes.tick_params(axis="x", labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     grid[0].set_ylabel("TFLOP/s")
     _legend(figure, 6)
@@ -291,10 +296,11 @@ def draw(found: list[Run], directory: Path):
     """Write evolution.png, speed-forward.png, speed-backward.png, gain.png and memory.png; dead ends are left out.
 
     Args:
-        found: as `common.show.results.runs` gives them.
+        found: as `common.show.results.runs` gives them; each implementation is drawn from the newest run that has it.
         directory: where; it is made if it is not there.
     """
-    names = [name for name in names_of(found) if not stages.is_dead_end(name)]
+    names = implementations([record for run in reversed(found) for record in run.records])
+    names = [name for name in names if not stages.is_dead_end(name)]
     directory.mkdir(exist_ok=True)
     figures = {
         "evolution": _evolution(found, names),
@@ -303,10 +309,10 @@ def draw(found: list[Run], directory: Path):
         "gain": _gain(found, names),
         "memory": _memory(found, names),
     }
-    used = [newest(found, *column, name) for column in COLUMNS for name in names]
-    where = textwrap.fill(f"{sources(found, filter(None, used))}; float16, 16k tokens, hidden size 2048", 150)
+    last = [spoken(name) for name in names if name in implementations(found[0].records) and stages.position(name)]
     for name, figure in figures.items():
-        figure.suptitle(where, fontsize=8, color="0.4")
+        note = f"{sources(found, found)}\nfloat16, 16k tokens, hidden size 2048; the newest run has {', '.join(last)}"
+        figure.suptitle(note.replace("; [", "\n["), fontsize=8, color="0.4")
         figure.savefig(directory / f"{name}.png", dpi=120)
         plt.close(figure)
 

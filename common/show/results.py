@@ -74,11 +74,18 @@ class Run:
     machine: dict
     ended: str
 
+    @functools.cached_property
+    def _whole(self):
+        """(implementation, pass, head dimension) of what was tried at every point of the means."""
+        tried = {}
+        for record in self.records:
+            case = record["impl"], record["pass"], record["head_dim"]
+            tried.setdefault(case, set()).add((record["causal"], record["seq_len"]))
+        return {case for case, points in tried.items() if points.issuperset(itertools.product((False, True), MEAN_OVER))}
+
     def holds(self, impl: str, pass_: str, head_dim: int) -> bool:
         """Whether the run tried an implementation's pass at every point of the means. A point may be a failure."""
-        wanted = (impl, pass_, head_dim)
-        tried = {(r["causal"], r["seq_len"]) for r in self.records if (r["impl"], r["pass"], r["head_dim"]) == wanted}
-        return tried.issuperset(itertools.product((False, True), MEAN_OVER))
+        return (impl, pass_, head_dim) in self._whole
 
 
 def is_usual(record: dict) -> bool:
@@ -90,25 +97,19 @@ def is_usual(record: dict) -> bool:
 
 @functools.lru_cache
 def _run(path: Path, changed_ns: int) -> Run | None:
-    """The run in a file of results/; None where the file holds no implementation at every point of the means."""
+    """The run in a file of results/; None where the file has no two stages side by side at every point of the means."""
     saved = _read(path)
     if "benchmarks" not in saved:
         return None
     records, machine = records_of(saved)
     run = Run([record for record in records if is_usual(record)], machine, saved.get("datetime", machine["date"]))
-    return run if any(run.holds(r["impl"], r["pass"], r["head_dim"]) for r in run.records) else None
+    return run if len({impl for impl, *_ in run._whole if stages.position(impl)}) > 1 else None
 
 
 def runs() -> list[Run]:
-    """The runs in results/ of the workloads that means are over, the newest first; without those whose every case is newer."""
+    """The runs in results/ that have stages side by side at every point of the means, the newest first."""
     found = [_run(path, path.stat().st_mtime_ns) for path in sorted((ROOT / "results").glob("*.json"))]
-    held, kept = set(), []
-    for run in sorted(filter(None, found), key=lambda run: run.ended, reverse=True):
-        columns = {(record["impl"], record["pass"], record["head_dim"]) for record in run.records}
-        if new := {column for column in columns if run.holds(*column)} - held:
-            held |= new
-            kept.append(run)
-    return kept
+    return sorted(filter(None, found), key=lambda run: run.ended, reverse=True)
 
 
 def newest(runs: list[Run], pass_: str, head_dim: int, *impls: str) -> Run | None:
@@ -141,7 +142,7 @@ def chain(runs: list[Run], new: str, old: str, pass_: str, head_dim: int) -> lis
     """
     links = {old: []}
     reached = [old]
-    names = [name for name in names_of(runs) if stages.position(name)]
+    names = [name for name in implementations([r for run in runs for r in run.records]) if stages.position(name)]
     for stage in reached:  # which grows: breadth first
         for name in names:
             if name not in links and (found := gain(runs, name, stage, pass_, head_dim)):
@@ -162,23 +163,23 @@ def sources(runs: list[Run], used: Iterable[Run]) -> str:
     return "; ".join(f"[{key}] {named[key]}" for key in sorted(named))
 
 
+@functools.lru_cache
+def _parsed_code(text: str) -> str:
+    return ast.dump(ast.parse(text))
+
+
 def same_code(new: str, old: str, pass_: str) -> bool:
     """Whether two stages have the same code for a pass, but for comments. False where a stage is gone."""
     paths = [Path(stages.__path__[0], name, CODE[pass_]) for name in (new, old)]
     if not all(path.exists() for path in paths):
         return False
-    ours, theirs = (ast.dump(ast.parse(path.read_text())) for path in paths)
-    return ours == theirs
+    ours, theirs = (path.read_text() for path in paths)
+    return ours == theirs or _parsed_code(ours) == _parsed_code(theirs)
 
 
 def implementations(records: list[dict]) -> list[str]:
     """The names in the records: baselines first, then the stages in their order."""
     return sorted(dict.fromkeys(record["impl"] for record in records), key=stage_order)
-
-
-def names_of(runs: list[Run]) -> list[str]:
-    """The implementations in the runs: libraries as the oldest run has them, then the stages in their order."""
-    return implementations([record for run in reversed(runs) for record in run.records])
 
 
 def measured(records: list[dict], impl: str, pass_: str, head_dim: int) -> dict[tuple[bool, int], dict]:

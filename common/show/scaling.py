@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from common.measure.footprint import MIB_IN_MB
 from common.show.results import ROOT, implementations, origin, spoken
 from common.show.tables import PASS_NAMES, markdown
 
@@ -56,11 +57,11 @@ def _summary(path):
     rows = []
     for r in sorted(most, key=lambda r: (list(PASS_NAMES).index(r["pass"]), r["causal"], r["seq_len"])):
         shares = ("-" if share is None else f"{share:.0%}" for share in (found.weak(r), found.strong(r)))
-        memory = [f"{r['peak_extra_mib']:,.0f}", f"{r['held_mib']:,.0f}" if "held_mib" in r else "-"]
+        memory = [f"{r[name] * MIB_IN_MB:,.0f}" if name in r else "-" for name in ("peak_extra_mib", "held_mib")]
         start = [PASS_NAMES[r["pass"]], "causal" if r["causal"] else "full", f"{r['seq_len']:,}", spoken(r["impl"])]
         rows.append([*start, f"{r['ms']:.2f}", f"{r['tflops']:.0f}", *shares, *memory])
     headers = ["pass", "mask", "S", "", "ms", "TFLOP/s a GPU", "of one GPU, same tokens a GPU", "of linear, same S"]
-    headers += ["peak extra MiB", "of the ring"]
+    headers += ["peak extra MB", "of the ring"]
     models = dict.fromkeys(f"H = {r['heads']}, Hkv = {r['kv_heads']}, D = {r['head_dim']}, {r['dtype']}" for r in most)
     links = [
         f" K and V of {link['tokens']:,} tokens travel in {link['ms']:.2f} ms, {link['gbps']:.0f} GB/s each way."

@@ -4,6 +4,7 @@ import itertools
 import statistics
 from dataclasses import replace
 
+from common.measure.footprint import MIB_IN_MB
 from common.measure.workloads import Workload
 from common.show.results import implementations, origin, spoken
 from common.show.tables import PASS_NAMES, markdown
@@ -92,7 +93,7 @@ def _each(run):
 
     def memory(point):
         found = [run.record(run.stage, point, sharing).get("peak_extra_mib") for sharing in run.sharing]
-        return " / ".join("-" if mib is None else f"{mib:,.0f}" for mib in found)
+        return " / ".join("-" if mib is None else f"{mib * MIB_IN_MB:,.0f}" for mib in found)
 
     rows = []
     for point in run.points:
@@ -101,7 +102,7 @@ def _each(run):
         rows.append([PASS_NAMES[point.pass_], point.head_dim, _mask(point), point.dtype, point.seq_len, *rates, *costs])
     name = spoken(run.stage)
     headers = ["pass", "D", "mask", "dtype", "S", f"TFLOP/s of {name}", "TFLOP/s of cuDNN", "time / that with all heads"]
-    headers += ["time / cuDNN's", f"peak extra MiB of {name}"]
+    headers += ["time / cuDNN's", f"peak extra MB of {name}"]
     return markdown(rows, headers, ("pass", "mask", "dtype"))
 
 

@@ -7,16 +7,15 @@ python -m common.show.story diff v4 v5    # one step, code first
 import argparse
 import ast
 import shutil
-import signal
 import subprocess
 import sys
 import textwrap
 from dataclasses import dataclass
 
 import stages
-from common.measure.options import single
+from common.measure import terminal
 from common.show import results
-from common.show.tables import PASS_NAMES, title
+from common.show.tables import PASS_NAMES
 
 CODE = tuple(results.CODE.values())
 FILES = (*CODE, "__init__.py")
@@ -100,7 +99,7 @@ def _moved(label: str, bytes_at: dict[int, tuple[int, int]]) -> list[str]:
 
 
 def bytes_lines(counts: list[dict], old: str, new: str, pass_: str) -> list[str]:
-    """What a pass of `new` moves next to `old`'s: counted at fixed tiles, and measured where both had the same tuned tiles.
+    """What a pass of `new` moves next to `old`'s: as counted at fixed tiles, and as measured at equal tuned tiles.
 
     Args:
         counts: the records of `results.TRAFFIC`; none where it is missing.
@@ -159,9 +158,10 @@ def sources() -> str:
 
 def print_story():
     """Each step of the walk, dead ends after the stage that they branch off."""
+    names = stages.names()
     print(_wrapped("Each stage: its idea, the code that it changes, and what each pass gains. Sources are at the end.") + "\n")
-    for name in stages.names():
-        print(title(name), _wrapped(idea(name), "    "), sep="\n")
+    for name in names:
+        print(name, _wrapped(idea(name), "    "), sep="\n")
         if old := stages.parent(name):
             print(*step_lines(old, name), sep="\n")
         print()
@@ -179,14 +179,21 @@ def print_diff(old: str, new: str, prose: bool):
     print("", new, *step_lines(old, new), "", sources(), sep="\n")
 
 
+def _stage(text):
+    try:
+        return stages.resolve(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def main(argv: list[str]):
     """The command line."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as `head` may have seen enough
+    terminal.prepare()
     parser = argparse.ArgumentParser(prog="python -m common.show.story", description="Walk from stage to stage.")
     commands = parser.add_subparsers(dest="command")
     diff = commands.add_parser("diff", help="show one step")
-    diff.add_argument("old", type=single(stages.resolve))
-    diff.add_argument("new", type=single(stages.resolve))
+    diff.add_argument("old", type=_stage)
+    diff.add_argument("new", type=_stage)
     diff.add_argument("--prose", choices=["no", "yes"], default="no", help="whether to show the READMEs too")
     options = parser.parse_args(argv)
     if not shutil.which("git"):

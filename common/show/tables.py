@@ -6,6 +6,7 @@ from itertools import groupby
 from tabulate import tabulate
 
 import stages
+from common.measure.footprint import MIB_IN_MB
 from common.measure.workloads import Workload
 
 _SHARED = ("pass", "head_dim", "value_dim", "causal", "dtype", "score_std", "sink")  # what the rows of one table have in common
@@ -28,7 +29,6 @@ _LEFT_OUT = (
     "host µs", "% of matmul", "peak extra MB", "bound by", _IN_A_ROW, "FLOP / byte", "× v0", "tiles", "B × H", "± IQR",
     "launches", "% of cuDNN", "MFLOP", "MB written",
 )  # fmt: skip
-MIB_IN_MB = 2**20 / 1e6  # tables show bytes in MB of 10⁶ throughout
 
 
 def _by(keys):

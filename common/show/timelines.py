@@ -19,6 +19,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 import stages  # noqa: E402
 from common.interpreter.timing import COPIES, UNITS  # noqa: E402
+from common.measure import terminal  # noqa: E402
 from common.measure.options import add_list, list_of, one_of  # noqa: E402
 from common.measure.timeline import SCORES, has_gluon, measured_rates, record, require_timed, simulate  # noqa: E402
 from common.measure.workloads import Workload  # noqa: E402
@@ -127,6 +128,7 @@ def draw_all(directory: Path):
 
 def main(argv: list[str]):
     """The command line."""
+    terminal.prepare()
     parser = argparse.ArgumentParser(
         prog="python -m common.show.timelines",
         description="Draw what the units of a multiprocessor do in a Gluon stage's kernel. LIST is comma-separated.",

@@ -1,6 +1,7 @@
 """Where Hopper's kernels can run."""
 
 import pytest
+from cases import make_inputs
 
 import stages
 from common.kernels import hopper
@@ -26,10 +27,12 @@ def test_the_stage_to_use_instead_is_named(monkeypatch, arch, version):
         monkeypatch.setattr(module, "architecture", lambda: arch)
     expected = f"use stages.{stages.resolve(version)}"
     for name in HOPPER_ONLY:
-        stage, tensors = stages.load(name), [None] * 6
+        stage = stages.load(name)
+        q, k, v, grad_out = make_inputs(1, 1, 16)
         for call in (stage.forward, stage.backward):
+            inputs = (q, k, v) if call is stage.forward else (grad_out, q, k, v, q, q[..., 0].float())
             with pytest.raises(Unavailable) as refused:
-                call(*tensors[: 3 if call is stage.forward else 6], causal=False, scale=1.0)
+                call(*inputs, causal=False, scale=1.0)
             assert str(refused.value).startswith(f"stages.{name} needs a Hopper GPU") and str(refused.value).endswith(expected)
 
 

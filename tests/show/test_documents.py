@@ -6,6 +6,8 @@ import json
 import math
 
 import pytest
+from test_results import records
+from test_results import run as run_of
 
 import bench
 import stages
@@ -13,7 +15,7 @@ from common.show import documents, numbers, results
 from common.show.decoding import decoding_tables
 from common.show.shared import shared_tables
 
-MACHINES = [{"gpu": "X", "torch": "1", "triton": "2", "commit": "abc", "date": "2026-01-02"}]
+V0, V1, V2, V3 = map(stages.resolve, ("v0", "v1", "v2", "v3"))
 
 
 def record(impl, ms, seq_len=1024, causal=False, **others):
@@ -41,106 +43,16 @@ def test_a_part_of_the_reference_is_kept_with_its_document_and_where_it_is_from(
     assert "dirty" not in machine["commit"]
 
 
-def run_of(ended, passes=("fwd", "bwd"), commit="abc", **ms):
-    """A run that has these implementations, each with one time at every point of the means, for D = 64 and 128."""
-    points = itertools.product(passes, (64, 128), (False, True), results.MEAN_OVER)
-    records = [
-        record(impl.replace("__", "-"), time, seq_len, causal, head_dim=head_dim) | {"pass": pass_}
-        for pass_, head_dim, causal, seq_len in points for impl, time in ms.items()
-    ]  # fmt: skip
-    return results.Run(records, MACHINES[0] | {"commit": commit, "date": ended}, ended)
-
-
-V14, V15, V16 = map(stages.resolve, ("v14", "v15", "v16"))
-OLD = run_of("2026-01-01", commit="old", v0_naive=40.0, **{V14: 4.0, V15: 2.0}, sdpa__cudnn=2.0)
-NEW = run_of("2026-01-02", commit="new", **{V15: 3.0, V16: 1.0}, sdpa__cudnn=4.0)
-BOTH = [NEW, OLD]
-
-
-def test_a_gain_is_of_the_newest_run_that_has_both_stages():
-    assert results.gain(BOTH, V15, V14, "fwd", 64) == (pytest.approx(2.0), OLD)
-    assert results.gain(BOTH, V16, V15, "fwd", 64) == (pytest.approx(3.0), NEW)
-    newer = run_of("2026-01-03", **{V14: 6.0, V15: 2.0})
-    assert results.gain([newer, *BOTH], V15, V14, "bwd", 128) == (pytest.approx(3.0), newer)
-    assert results.gain(BOTH, V16, V14, "fwd", 64) is None  # never in one run
-    assert results.rate(BOTH, V15, "fwd", 64) == (pytest.approx(100 / 3), NEW)
-    assert results.rate(BOTH, "flash-4", "fwd", 64) is None
-
-
-def test_a_run_without_all_points_of_a_pass_gives_no_gain():
-    part = run_of("2026-01-03", passes=("fwd",), **{V14: 6.0, V15: 2.0})
-    assert results.gain([part, *BOTH], V15, V14, "bwd", 64) == (pytest.approx(2.0), OLD)
-    short = results.Run([r for r in part.records if r["seq_len"] < 8192], part.machine, part.ended)
-    assert results.gain([short, *BOTH], V15, V14, "fwd", 64) == (pytest.approx(2.0), OLD)
-
-
-def test_stages_of_two_runs_are_compared_through_one_that_both_have():
-    links = results.chain(BOTH, V16, "v0_naive", "fwd", 64)
-    assert [(new, old, ratio) for new, old, ratio, _ in links] == [
-        (V15, "v0_naive", pytest.approx(20.0)),
-        (V16, V15, pytest.approx(3.0)),
-    ]
-    assert results.chain(BOTH, V15, "v0_naive", "fwd", 64)[0][2] == pytest.approx(20.0)
-    assert results.chain([NEW], V16, "v0_naive", "fwd", 64) is None
-
-
-def test_runs_are_numbered_from_the_oldest_and_named_once():
-    assert [results.number(BOTH, run) for run in BOTH] == [2, 1]
-    where = "X, torch 1, triton 2, commit"
-    assert results.sources(BOTH, [NEW, OLD, NEW]) == f"[1] {where} old, 2026-01-01; [2] {where} new, 2026-01-02"
-
-
-def test_runs_are_found_by_what_they_hold(tmp_path, monkeypatch):
-    """Whatever the files are called: not by a list of stages, nor of names."""
-
-    def save(name, run, **workload):
-        shape = {"batch": 16384 // 1024, "heads": 32, "kv_heads": 32}
-        records = []
-        for record in run.records:
-            shape = {"batch": 16384 // record["seq_len"], "heads": 2048 // record["head_dim"]}
-            records.append({"extra_info": record | shape | workload})
-        saved = {"benchmarks": records, "failures": [], "machine_info": run.machine, "datetime": run.ended}
-        (tmp_path / "results" / name).write_text(json.dumps(saved))
-
-    (tmp_path / "results").mkdir()
-    monkeypatch.setattr(results, "ROOT", tmp_path)
-    assert results.runs() == []
-    save("b.json", NEW)
-    save("a.json", OLD)
-    save("sinks.json", NEW, sink=16.0)
-    save("half.json", NEW, dtype="bfloat16")
-    save("superseded.json", run_of("2026-01-01", **{V15: 9.0}))
-    (tmp_path / "results" / "rates.json").write_text("{}")
-    assert [run.ended for run in results.runs()] == ["2026-01-02", "2026-01-01"]
-    assert results.rate(results.runs(), V15, "fwd", 64)[0] == pytest.approx(100 / 3)
-
-
-def test_code_is_the_same_whatever_the_comments(tmp_path, monkeypatch):
-    for name, code in {"v1_a": "x = 1  # one", "v2_b": "# NOTE: v3\nx = 1", "v3_c": "x = 2"}.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "forward.py").write_text(code + "\n")
-    monkeypatch.setattr(stages, "__path__", [str(tmp_path)])
-    assert results.same_code("v2_b", "v1_a", "fwd") and not results.same_code("v3_c", "v2_b", "fwd")
-    assert not results.same_code("v2_b", "v0_gone", "fwd")
-
-
-@pytest.mark.parametrize(("before", "after", "words"), [
-    (300, 100, "3.00 times fewer bytes"), (100, 150, "1.50 times more bytes"), (1000, 1001, "the same bytes"),
-    (1000, 995, "1.01 times fewer bytes"),
-])  # fmt: skip
-def test_bytes_in_words(before, after, words):
-    assert results.bytes_in_words(before, after) == words
-
-
 @pytest.mark.parametrize("name", stages.names())
 def test_results_hold_every_stage(name):
-    found = results.runs()
-    if name not in results.names_of(found):
+    records = [record for run in results.runs() for record in run.records]
+    if name not in results.implementations(records):
         pytest.skip("not measured yet: make reference")
-    records = [record for run in found for record in run.records]
     measured = {(r["pass"], r["head_dim"], r["causal"]) for r in records if r["impl"] == name and "ms" in r}
-    passes = [pass_ for pass_ in ("fwd", "bwd") if not bench.repeats(name, pass_)]
-    assert set(itertools.product(passes, (64, 128), (False, True))) <= measured
+    if parent := stages.parent(name):  # the reference leaves out a pass of a dead end that has its parent's code
+        same = [pass_ for pass_ in results.CODE if stages.is_dead_end(name) and results.same_code(name, parent, pass_)]
+        measured |= set(itertools.product(same, (64, 128), (False, True)))
+    assert set(itertools.product(("fwd", "bwd"), (64, 128), (False, True))) <= measured
 
 
 def test_saved_failures_are_records_too(tmp_path):
@@ -160,15 +72,17 @@ def test_speedup_is_the_geometric_mean_where_both_were_measured():
 
 
 def test_summary_sets_the_newest_stage_against_the_fastest_library_of_each_point():
-    times = {"v1_b": 2.0, "v1a_c": 0.1, "v0_a": 0.1, "sdpa__x": 4.0, "flash__4": 3.0}
-    run = run_of("2026-01-01", passes=("fwd",), **times)
-    for record in run.records:
-        if record["impl"] == "sdpa-x" and record["seq_len"] == 4096:
-            record["ms"] = 1.0
-    expected = math.prod([1.5, 0.5, 1.5, 1.5]) ** (1 / 4)
-    said = f"v1_b against the fastest of sdpa-x, flash-4 at each point, S ≥ 2048, run 1: forward D=64 ×{expected:.2f}, "
-    assert said in documents.summary_table([run])
-    assert "against the fastest" not in documents.summary_table([run_of("2026-01-01", v1_b=1.0)])
+    found = [rec for rec in records("v1_b", 2.0) + records("v0_a", 1.0) if rec["seq_len"] != 2048]
+    found += records("v1_b", 1.0, lengths=[2048]) + records("v0_a", 1.0, lengths=[2048])
+    found += records("sdpa-x", 4.0, lengths=[1024, 2048]) + records("sdpa-x", 1.0, lengths=[4096, 8192, 16384])
+    found += records("flash-4", 2.0) + records("v1a_c", 0.1)
+    sentence = documents.summary_table([run_of("only", "2026-01-01", found)]).splitlines()[-1]
+    # 2 / 1 at S = 2048, 1 / 2 at the three longer ones: the fourth root of 1 / 4
+    assert sentence.startswith(
+        "v1_b against the fastest of sdpa-x, flash-4 at each point, S ≥ 2048, run 1: forward D=64 ×0.71,"
+    )
+    alone = [rec for rec in found if stages.position(rec["impl"])]
+    assert "against the fastest" not in documents.summary_table([run_of("only", "2026-01-01", alone)])
 
 
 def test_implementations_come_in_stage_order():
@@ -182,23 +96,24 @@ def test_implementations_come_in_stage_order():
     ]
 
 
-def rows_of(table):
-    lines = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| ")]
-    return {line[0].strip(): [cell.strip() for cell in line[1:]] for line in lines}
+def summary_rows(runs):
+    lines = [line for line in documents.summary_table(runs).splitlines() if line.startswith("| ")][1:]
+    return {row[0]: row[1:] for row in ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)}
 
 
-def test_summary_has_every_stage_in_its_newest_run_and_gains_from_a_run_with_the_parent():
-    rows = rows_of(documents.summary_table(BOTH))
-    assert rows["sdpa-cudnn"] == ["2"] + ["25, 100 %"] * 4
-    assert rows["v0_naive"] == ["1"] + ["2, 5 %"] * 4
-    assert rows[V14] == ["1"] + [
-        "25, not measured beside v13, 50 %",
-        "25, not measured beside v13, 50 %",
-        "25, 50 %",
-        "25, 50 %",
-    ]
-    assert rows[V15][:2] == ["2; gain: 1", "33, **×2.00**, 133 %"]
-    assert rows[V16] == ["2"] + ["100, 400 %"] * 2 + ["100, **×3.00**, 400 %"] * 2  # the forward is v15's
+def test_summary_shows_the_newest_rates_and_gains_of_one_run(monkeypatch):
+    monkeypatch.setattr(documents, "same_code", lambda new, old, pass_: (new, pass_) == (V1, "bwd"))
+    old = run_of("old", "2026-01-01", records(V0, 7.7), records(V1, 3.85), records("sdpa-flash", 10.0))
+    new = run_of("new", "2026-01-02", records(V1, 2.0), records(V2, 1.0, passes=["bwd"]), records("sdpa-cudnn", 1.0))
+    late = run_of("late", "2026-01-03", records(V3, 0.5))
+    rows = summary_rows([late, new, old])
+    assert list(rows) == ["sdpa-flash", "sdpa-cudnn", V0, V1, V2, V3]
+    assert rows["sdpa-flash"] == ["1"] + ["10"] * 4
+    assert rows[V0] == ["1"] + ["13"] * 4  # cuDNN is in another run
+    assert rows[V1] == ["2; gain: 1"] + ["50, **×2.00**, 50 %"] * 2 + ["50, 50 %"] * 2
+    assert rows[V2] == ["2"] + ["-"] * 2 + ["100, **×2.00**, 100 %"] * 2
+    assert rows[V3] == ["3"] + ["200, not measured beside v2"] * 4
+    assert documents.summary_table([late, new, old]).count("commit old") == 1
 
 
 def test_table_replaces_what_is_between_its_markers_alone():
@@ -218,46 +133,46 @@ def cells(table, *labels):
     return row[len(labels) :]
 
 
-def test_gain_is_shown_by_length_and_a_dash_where_it_was_not_measured(monkeypatch):
-    run = run_of("2026-01-01", v0_naive=4.0, v1_online_softmax=1.6)
-    for record in run.records:
-        if record["impl"] == "v1_online_softmax" and record["seq_len"] == 4096:
+def test_gain_is_shown_by_length_and_says_what_is_not_measured(monkeypatch):
+    found = records(V1, 2.0, passes=["fwd"])
+    for record in found:
+        if record["seq_len"] == 1024 and not record["causal"]:
             del record["ms"]
-    monkeypatch.setattr(documents, "runs", lambda: [run])
-    assert cells(documents.gain_table("v1_online_softmax"), "forward", "64", "full")[1:] == [
-        "×2.50",
-        "×2.50",
-        "-",
-        "×2.50",
-        "×2.50",
-    ]
-    assert cells(documents.gain_table("v0_naive"), "forward", "64", "full") == ["4.00"] * 5
+            record["failure"] = "OOM"
+    older = run_of("older", "2026-01-01", records(V0, 1.0), records(V1, 1.0, passes=["fwd"]))
+    newer = run_of("newer", "2026-01-02", records(V0, 5.0), found)
+    monkeypatch.setattr(documents, "runs", lambda: [newer, older])
+    table = documents.gain_table(V1)
+    assert cells(table, "forward", "64", "full")[1:] == ["-"] + ["×2.50"] * 4
+    assert cells(table, "backward", "64", "full")[1:] == ["-"] * 5
+    assert f"Not measured beside {V0}: backward D=64, backward D=128." in table
+    assert "commit newer" in table and "commit older" not in table
+    assert cells(documents.gain_table(V0), "forward", "64", "full") == ["5.00"] * 5
 
 
-def test_a_step_that_no_run_has_is_said_to_be_unmeasured(monkeypatch):
-    monkeypatch.setattr(documents, "runs", lambda: BOTH)
-    table = documents.gain_table(V14)
-    assert f"Not measured beside {stages.parent(V14)}: forward D=64, forward D=128, backward D=64, backward D=128." in table
+def test_a_tuned_pass_with_the_parents_code_says_so():
+    table = documents.tuned_table(stages.resolve("v5"))
+    assert cells(table, "forward", "64", "full")[-1] == "same code"
+    assert "bytes" in cells(table, "backward", "64", "full")[-1] and "÷" not in table
 
 
-def test_evolution_goes_from_the_first_stage_to_the_newest_next_to_the_libraries():
-    where = "X, torch 1, triton 2, commit"
-    assert documents.evolution_sentence(BOTH) == (
-        "Geometric means, D = 128, float16. "
-        "Forward: from v0's 2 to v16's 100 TFLOP/s, ×60; over cuDNN ×4.00. "
-        "Backward: from v0's 2 to v16's 100 TFLOP/s, ×60; over cuDNN ×4.00. "
-        "No run has both v0 and v16, so the factor multiplies v0 to v15 [1] by v15 to v16 [2]. "
-        f"[1] {where} old, 2026-01-01; [2] {where} new, 2026-01-02."
+def test_evolution_multiplies_gains_where_no_run_has_both_ends():
+    old = run_of("old", "2026-01-01", records("v0_a", 10.0), records("v1_b", 2.0), records("v1a_x", 0.1))
+    new = run_of("new", "2026-01-02", records("v1_b", 4.0), records("v2_c", 1.0), records("sdpa-cudnn", 1.5))
+    assert documents.evolution_sentence([new, old]) == (
+        "Geometric means, D = 128, float16. Forward: from v0's 10 to v2's 100 TFLOP/s, ×20; over cuDNN ×1.50. "
+        "Backward: from v0's 10 to v2's 100 TFLOP/s, ×20; over cuDNN ×1.50. "
+        "No run has both v0 and v2, so the factor multiplies v0 to v1 [1] by v1 to v2 [2]. "
+        "[1] X, torch 1, triton 2, commit old, 2026-01-01; [2] X, torch 1, triton 2, commit new, 2026-01-02."
     )
-    one = run_of("2026-01-01", v0_a=10.0, v1_b=2.0, v1a_c=0.1)
-    assert "v0's 10 to v1's 50 TFLOP/s, ×5. " in documents.evolution_sentence([one])
+    assert "from v0's 10 to v1's 50 TFLOP/s, ×5. " in documents.evolution_sentence([old])
+    apart = run_of("apart", "2026-01-03", records("v3_d", 1.0), records("v4_e", 1.0))
+    assert "to v4's 100 TFLOP/s. " in documents.evolution_sentence([apart, old])  # no factor
 
 
 @functools.cache
 def committed():
-    """The records of the oldest run of all stages but the last."""
-    paths = [results.run_file(f"float16-d{head_dim}") for head_dim in results.HEAD_DIMS]
-    return [record for path in paths for record in results.load_run(path)[0]]
+    return [record for name in ("float16-d64", "float16-d128") for record in results.load_run(results.run_file(name))[0]]
 
 
 def times(impl, pass_, head_dim, causal):

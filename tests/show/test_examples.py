@@ -103,12 +103,12 @@ def check_make(words, monkeypatch):
             continue
         if len(given.keys() - {"PYTHON"}) == 0 or target.startswith("test"):
             continue
-        dry = [word for word in words if not word.startswith("PYTHON=")] + ["PYTHON=python"]
+        dry = [word for word in words if not word.startswith("PYTHON=")] + [f"PYTHON={sys.executable}"]
         shown = subprocess.run(
             [*dry, "--dry-run", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True
         )
         line = shown.stdout.replace("\\\n", " ").strip().splitlines()[-1]
-        *_, last = re.split(r"(?=-m (?:common|examples)|bench\.py)", line)
+        *_, last = re.split(r"(?=-m (?:common|examples)|bench\.py)", line.partition(";")[0])
         check_python(["python", *shlex.split(last)], monkeypatch)
 
 

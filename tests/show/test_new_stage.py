@@ -115,7 +115,7 @@ def test_the_story_tells_of_new_stages(inside, monkeypatch, capsys):
     story.print_story()
     told = " ".join(capsys.readouterr().out.split())
     assert f"{NEXT} {new_stage.IDEA.capitalize()}, in a sentence. from {LAST}: {story.Change(0, 0, ())}" in told
-    assert f"{COPIES[V0]} (dead end) A dead end: {new_stage.IDEA}, in a sentence. from {V0}: " in told  # less its notes
+    assert f"{COPIES[V0]} A dead end: {new_stage.IDEA}, in a sentence. from {V0}: " in told  # less its notes
 
 
 def test_tables_and_benchmark_compare_a_new_stage_with_what_it_was_made_from(inside):
@@ -239,14 +239,16 @@ def test_what_to_write_next_is_printed(inside, capsys):
 def test_make_passes_on_what_it_is_given():
     def shown(*variables):
         return subprocess.run(
-            ["make", "--no-print-directory", "--dry-run", "stage", "PYTHON=python", *variables],
+            ["make", "--no-print-directory", "--dry-run", "stage", f"PYTHON={sys.executable}", *variables],
             cwd=ROOT,
             capture_output=True,
             text=True,
             check=True,
         ).stdout
 
-    assert shown("FROM=v12", "NAME=v13_some").splitlines()[-1] == 'python -m common.show.new_stage -- "v12" "v13_some"'
+    assert shown("FROM=v12", "NAME=v13_some").splitlines()[-1] == (
+        f'{sys.executable} -m common.show.new_stage -- "v12" "v13_some"'
+    )
 
 
 def test_the_example_of_a_message_can_be_pasted(inside, capsys):

@@ -1,6 +1,8 @@
 """The plots: every implementation can be told from the others, in every figure, by one legend."""
 
 import pytest
+from test_results import records
+from test_results import run as run_of
 
 import stages
 from common.measure.workloads import Workload
@@ -26,7 +28,8 @@ def drawn(tmp_path_factory):
 
 
 def main_line():
-    return [name for name in results.names_of(results.runs()) if not stages.is_dead_end(name)]
+    records = [record for run in reversed(results.runs()) for record in run.records]
+    return [name for name in results.implementations(records) if not stages.is_dead_end(name)]
 
 
 def test_lines_that_lie_on_each_other_share_a_label():
@@ -65,8 +68,15 @@ def test_a_figure_has_one_legend_of_all_that_it_draws(drawn, name):
     stages_of_line = [results.spoken(other) for other in main_line() if stages.position(other)]
     peers = [results.spoken(other) for other in main_line() if not stages.position(other)]
     bars = [f"{pass_}, D={head_dim}" for pass_ in ("forward", "backward") for head_dim in (64, 128)]
-    runs = [f"stages, run [{number}]" for number in (1, 2)]
-    assert shown == {"gain": bars, "evolution": peers + runs}.get(name, peers + stages_of_line)
+    runs = results.runs()
+    numbers = {name: results.number(runs, results.rate(runs, name, "fwd", 128)[1]) for name in main_line()}
+    of_peers = [(results.spoken(name), key) for name, key in numbers.items() if not stages.position(name)]
+    of_stages = dict.fromkeys(key for name, key in numbers.items() if stages.position(name))
+    bars_of_runs = [f"stages, run [{key}]" for key in of_stages]
+    if name == "evolution":  # lines and bars come in the order of matplotlib
+        assert sorted(shown) == sorted(bars_of_runs + [f"{peer}, run [{key}]" for peer, key in of_peers])
+        return
+    assert shown == {"gain": bars}.get(name, peers + stages_of_line)
 
 
 def decoding(impl, gbps, batch, heads, kv_heads, seq_len, kv_len):
@@ -104,25 +114,25 @@ def test_axes_take_most_of_the_width(drawn):
         assert sum(axes.get_position().width for axes in figure.axes[:2]) > 0.8, name
 
 
-def test_evolution_shows_the_newest_rate_of_every_stage(drawn):
-    found = results.runs()
+def test_evolution_shows_the_means_of_the_summary(drawn):
+    runs, names = results.runs(), main_line()
+    assert names[-1] == [name for name in stages.names() if not stages.is_dead_end(name)][-1]
     for axes, pass_ in zip(drawn[0]["evolution"].axes, ("fwd", "bwd"), strict=True):
-        rates = {name: results.rate(found, name, pass_, 128)[0] for name in main_line()}
-        line = [name for name in rates if stages.position(name)]
-        assert [label.get_text() for label in axes.get_xticklabels()] == [results.spoken(name) for name in line]
-        bars = sorted(axes.patches, key=lambda bar: bar.get_x())
-        assert [bar.get_height() for bar in bars] == [rates[name] for name in line]
+        rates = {name: results.rate(runs, name, pass_, 128)[0] for name in names}
+        assert [bar.get_height() for bar in axes.patches] == [rates[name] for name in rates if stages.position(name)]
         assert [line.get_ydata()[0] for line in axes.lines] == [rates[name] for name in rates if not stages.position(name)]
-    newest = [name for name in stages.names() if not stages.is_dead_end(name)][-1]
-    if newest in main_line():
-        assert newest == line[-1]
 
 
-def test_a_bar_of_gain_for_each_pass_whose_code_changes(drawn):
-    found, line = results.runs(), [name for name in main_line() if stages.position(name)]
-    for axes, pass_ in zip(drawn[0]["gain"].axes, ("fwd", "bwd"), strict=True):
-        steps = [(stages.parent(name), name) for name in line if stages.parent(name)]
-        changed = [step for step in steps if not results.same_code(*step, pass_)]
-        measured = [results.gain(found, new, old, pass_, head_dim) for head_dim in (64, 128) for old, new in changed]
-        assert [bar.get_height() + 1 for bar in axes.patches] == pytest.approx([ratio[0] for ratio in measured if ratio])
-        assert len(changed) < len(steps)
+def test_gains_are_over_the_parent_and_what_is_not_measured_says_so(monkeypatch):
+    """v2 goes on from v0; its backward is v0's; v1 was not measured beside v0."""
+    monkeypatch.setattr(stages, "parent", lambda name: None if name == "v0_a" else "v0_a")
+    monkeypatch.setattr(plots, "same_code", lambda new, old, pass_: (new, pass_) == ("v2_c", "bwd"))
+    runs = [
+        run_of("new", "2026-01-02", records("v0_a", 6.0), records("v2_c", 2.0)),
+        run_of("old", "2026-01-01", records("v1_b", 1.0)),
+    ]
+    figure = plots._gain(runs, ["v0_a", "v1_b", "v2_c"])
+    forward, backward = ([text.get_text() for text in axes.texts] for axes in figure.axes)
+    assert forward == ["not beside\nv0", "3.00"] * 2
+    assert backward == ["not beside\nv0", "same\ncode"] * 2
+    plots.plt.close(figure)

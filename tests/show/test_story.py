@@ -4,11 +4,12 @@ import re
 
 import programs
 import pytest
+from test_results import records
+from test_results import run as run_of
 
 import stages
 from common.measure.ncu import READ, WRITTEN
 from common.show import results, story
-from common.show.tables import title
 
 
 def steps():
@@ -56,55 +57,78 @@ def test_neighbours_define_what_they_share_in_the_same_order(old, new, file):
     assert file.removesuffix(".py") == new_names[-1]
 
 
+def told_in_one_line(text):
+    """What was wrapped, in one line."""
+    return " ".join(text.split())
+
+
 def test_story_tells_of_every_stage():
     done = run()
     assert done.returncode == 0, done.stderr
     assert max(map(len, done.stdout.splitlines())) <= story.WIDTH
-    told = " ".join(done.stdout.split())
+    told = told_in_one_line(done.stdout)
+    runs = results.runs()
     for name in stages.names():
-        assert f"{title(name)} {story.idea(name)}" in told
+        assert f"{name} {story.idea(name)}" in told
     for old, new in steps():
         assert f"from {old}: {story.change(old, new)}" in told
-        for line in story.step_lines(old, new):
-            assert line in done.stdout
-    ratio, _ = results.gain(results.runs(), stages.resolve("v3"), stages.resolve("v2"), "fwd", 64)
-    assert f"speed: ×{ratio:.2f} (D=64)" in told
+        for pass_ in results.CODE:
+            if not results.same_code(new, old, pass_):
+                assert story.speed_line(runs, old, new, pass_) in told
+    for head_dim in results.HEAD_DIMS:  # of the newest stage too
+        ratio, _ = results.gain(runs, *reversed(steps()[-1]), "bwd", head_dim)
+        assert f"×{ratio:.2f} (D={head_dim})" in done.stdout.rpartition(steps()[-1][1])[2]
 
 
-def test_the_newest_stage_has_speeds():
-    newest = [name for name in stages.names() if not stages.is_dead_end(name)][-1]
-    if newest not in results.names_of(results.runs()):
-        pytest.skip("not measured yet: make reference")
-    assert any("speed: ×" in line for line in story.step_lines(stages.parent(newest), newest))
+def test_speed_names_its_run_or_says_that_there_is_none():
+    both = records("v0_a", 4.0, passes=["fwd"]) + records("v1_b", 2.0, passes=["fwd"])
+    runs = [run_of("new", "2026-01-02", [r for r in both if r["head_dim"] == 64]), run_of("old", "2026-01-01", both)]
+    assert story.speed_line(runs[1:], "v0_a", "v1_b", "fwd") == "speed: ×2.00 (D=64), ×2.00 (D=128) [1]"
+    assert story.speed_line(runs, "v0_a", "v1_b", "fwd") == "speed: ×2.00 (D=64) [2]; ×2.00 (D=128) [1]"
+    assert story.speed_line(runs[:1], "v0_a", "v1_b", "fwd") == "speed: ×2.00 (D=64) [1]; D=128, not measured beside v0"
+    assert story.speed_line(runs, "v0_a", "v1_b", "bwd") == "speed: not measured beside v0"
+
+
+def test_bytes_are_told_as_counted_and_as_measured_at_equal_tiles(monkeypatch):
+    def count(impl, bytes_read):
+        shape = {"impl": impl, "pass": "fwd", "causal": False, "seq_len": results.COUNTED_AT}
+        return [shape | {"head_dim": dim, "bytes_read": bytes_read, "bytes_written": 0} for dim in results.HEAD_DIMS]
+
+    def case(moved, tile):
+        kernels = [{"name": "k", READ: moved, WRITTEN: 0}]
+        return {"tuned": {"k": tile}, "counted": [{"name": "k", "tile": {"M": tile}}], "kernels": kernels}
+
+    cases = {("v0_a", 64): case(100, 32), ("v1_b", 64): case(150, 32), ("v0_a", 128): case(100, 32), ("v1_b", 128): case(9, 64)}
+    monkeypatch.setattr(results, "tuned_case", lambda impl, pass_, dim, causal: cases[impl, dim])
+    assert story.bytes_lines(count("v0_a", 100) + count("v1_b", 50), "v0_a", "v1_b", "fwd") == [
+        "counted: moves 2.00 times fewer bytes (D=64), 2.00 times fewer bytes (D=128)",
+        "measured: moves 1.50 times more bytes (D=64)",
+    ]
+    same = story.bytes_lines(count("v0_a", 100) + count("v1_b", 100), "v0_a", "v1_b", "fwd")
+    assert same[0] == "counted: moves the same bytes (D=64, D=128)"
+
+
+def test_a_pass_with_the_parents_code_has_no_numbers():
+    lines = story.step_lines(stages.resolve("v4"), stages.resolve("v5"))
+    assert "    forward: same code" in lines and sum("speed:" in line for line in lines) == 1
+
+
+def test_a_stage_is_compared_with_the_parent_that_it_names(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(story, "STAGES", tmp_path)
+    monkeypatch.setattr(stages, "__path__", [str(tmp_path)])
+    write_stages(tmp_path, v0_a="x = 1\n", v1_b="x = 2\n", v2_c="x = 3\n")
+    for stage, parent in (("v0_a", ""), ("v1_b", ""), ("v2_c", 'PARENT = "v0"\n')):
+        (tmp_path / stage / "__init__.py").write_text(f'"""The idea of {stage}."""\n{parent}')
+    measured = run_of("some", "2026-01-01", records("v0_a", 6.0) + records("v1_b", 3.0) + records("v2_c", 1.0))
+    monkeypatch.setattr(results, "runs", lambda: [measured])
+    story.print_story()
+    told = capsys.readouterr().out
+    assert "v2_c\n    The idea of v2_c.\n    from v0_a: 2 lines changed (+1 -1)" in told
+    assert "×6.00 (D=64), ×6.00 (D=128) [1]" in told and "×3.00" not in told
 
 
 def shown_files(diff):
     return re.findall(r"^\+\+\+ stages/\w+/(\S+)", diff, re.MULTILINE)
-
-
-def test_a_pass_with_the_code_of_its_parent_has_no_gain():
-    """v5's forward is v4's: its tuner ended with other tiles, which is no gain of the step."""
-    lines = story.step_lines(*(stages.resolve(name) for name in ("v4", "v5")))
-    assert "    forward: same code" in lines and "    backward:" in lines
-    assert not any("÷" in line for line in lines)
-
-
-def test_bytes_are_told_in_words_and_of_the_same_tiles_alone(monkeypatch):
-    counts = {("v2_fa1_tiling", 64): 300, ("v3_fa2_causal", 64): 100, ("v2_fa1_tiling", 128): 100, ("v3_fa2_causal", 128): 200}
-    monkeypatch.setattr(results, "counted", lambda _, name, pass_, head_dim, causal: {"n": counts[name, head_dim]})
-    monkeypatch.setattr(results, "moved", lambda count: count["n"])
-
-    def case(name, tile):
-        kernels = [{READ: counts[name, 64], WRITTEN: 0}]
-        return {"tuned": True, "kernels": kernels, "counted": [{"name": "_forward_kernel", "tile": tile}]}
-
-    tiles = {"v2_fa1_tiling": "128×64", "v3_fa2_causal": "128×64"}
-    monkeypatch.setattr(results, "tuned_case", lambda name, pass_, head_dim, causal: case(name, tiles[name]))
-    told = "moves 3.00 times fewer bytes (D=64), 2.00 times more bytes (D=128)"
-    same = "measured: moves 3.00 times fewer bytes (D=64), 3.00 times fewer bytes (D=128)"
-    assert story.bytes_lines([], "v2_fa1_tiling", "v3_fa2_causal", "fwd") == [f"counted: {told}", same]
-    tiles["v3_fa2_causal"] = "64×64"
-    assert story.bytes_lines([], "v2_fa1_tiling", "v3_fa2_causal", "fwd") == [f"counted: {told}"]
 
 
 def test_diff_shows_the_code_first_and_then_what_it_gained():
@@ -113,11 +137,18 @@ def test_diff_shows_the_code_first_and_then_what_it_gained():
     assert done.returncode == 0, done.stderr
     assert shown_files(done.stdout) in (["backward.py", "__init__.py"], list(story.FILES))
     end = ["", new, *story.step_lines(old, new), "", story.sources()]
-    assert done.stdout.endswith("\n".join(end) + "\n")
+    assert done.stdout.endswith("\n" + "\n".join(end) + "\n")
+    assert all(len(line) <= story.WIDTH for line in "\n".join(end).splitlines())
 
 
-def test_diff_of_a_stage_with_itself_is_refused():
-    done = run("diff", "v4", "v4")
+def test_diff_of_stages_that_are_not_neighbours():
+    done = run("diff", "v0", "v18")
+    assert done.returncode == 0 and "speed: not measured beside v0" in done.stdout
+    assert run("diff", "v3", "v2").returncode == 0
+
+
+def test_diff_of_a_stage_with_itself_fails_in_one_line():
+    done = run("diff", "v4", stages.resolve("v4"))
     assert done.returncode == 1 and done.stderr == "v4 and v4 are the same stage\n" and not done.stdout
 
 
@@ -139,17 +170,15 @@ def test_without_git_one_line_says_that_it_is_needed(arguments, tmp_path, monkey
     assert not capsys.readouterr().out
 
 
-def test_without_results_the_story_says_what_is_missing(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(results, "TRAFFIC", results.ROOT / "results" / "not-there" / "traffic.json")
+def test_without_results_the_story_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(results, "TRAFFIC", results.ROOT / "results" / "not-there.json")
     monkeypatch.setattr(results, "runs", lambda: [])
     story.print_story()
-    told = " ".join(capsys.readouterr().out.split())
+    told = told_in_one_line(capsys.readouterr().out)
     for old, new in steps():
         assert story.idea(new) in told and f"from {old}: {story.change(old, new)}" in told
-    assert "speed: ×" not in told and "counted: moves" not in told
-    assert "speed: not measured beside v2" in told
-    assert "Without results/not-there/traffic.json there are no counted bytes." in told
-    assert "No run in results/ has speeds." in told
+    assert "speed: ×" not in told and "counted:" not in told and "speed: not measured beside v0" in told
+    assert "Without results/not-there.json there are no counted bytes. No run in results/ has speeds." in told
 
 
 @pytest.mark.parametrize("text", [None, "", '{"benchmarks": ['], ids=["missing", "empty", "half-written"])

@@ -32,6 +32,7 @@ from triton.runtime.errors import AutotunerError
 import stages
 from common.measure import terminal
 from common.measure.options import HEAD_DIM, add_list, json_path, list_of, one_of, single, write_json
+from common.measure.progress import Progress
 
 # Bytes of shared memory that a block may have, by architecture.
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
@@ -218,11 +219,12 @@ def compile_cases(cases, all_configs):
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         futures = [pool.submit(_in_own_process, context, case, all_configs) for case in cases]
         try:
-            for done, _ in enumerate(concurrent.futures.as_completed(futures), start=1):
-                print(f"\rcompiled {done} of {len(cases)} cases", end="", file=sys.stderr, flush=True)
+            with Progress(len(cases)) as bar:
+                for done, _ in enumerate(concurrent.futures.as_completed(futures), start=1):
+                    bar.begin(f"compiled {done} of {len(cases)} cases")
+                    bar.update(1)
         finally:
             pool.shutdown(cancel_futures=True)  # after Ctrl-C nothing new starts
-            print(file=sys.stderr)
     found = zip(*(future.result() for future in futures), strict=True)
     return tuple(list(itertools.chain(*of_cases)) for of_cases in found)
 
@@ -234,15 +236,46 @@ def _registers(row):
     return f"{row['registers']}: {by_role}" if by_role else row["registers"]
 
 
+def _fits(row):
+    return row["shared_bytes"] <= SHARED_LIMIT[row["arch"]]
+
+
 _CELLS = {  # what the table shows otherwise
     "value_dim": lambda row: row["value_dim"] or row["head_dim"],
     "registers": _registers,
+    "shared_bytes": lambda row: f"{row['shared_bytes']}/{SHARED_LIMIT[row['arch']]}",
     "instructions": lambda row: " ".join(row["instructions"]),
 }
 
 
+def table(rows: list[dict], wide: bool) -> str:
+    """The rows as a table of all columns where `wide`, else of those that fit a terminal of 100 columns.
+
+    There a stage goes by its version, a configuration is its numbers alone, the registers of roles are left out, and what all
+    rows have in common stands above the table.
+    """
+    shared = ["dtype", "head_dim", "value_dim", "causal", "kv_heads"]
+    columns = ["stage", "kernel", "arch", *shared, "config", "registers", "spilled_bytes", "shared_bytes", "instructions"]
+    cells = [{name: str(_CELLS.get(name, operator.itemgetter(name))(row)) for name in columns} for row in rows]
+    short = {name: name.replace("_", " ") for name in columns}
+    alike = []
+    if not wide:
+        for cell, row in zip(cells, rows, strict=True):
+            cell["stage"], cell["registers"] = stages.version(row["stage"]), row["registers"]
+            cell["kernel"] = row["kernel"].strip("_").removesuffix("_kernel")
+            cell["config"] = re.sub(r"[A-Za-z_]+=", "", row["config"])
+        if all(row["value_dim"] in (None, row["head_dim"]) for row in rows):
+            columns.remove("value_dim")
+        alike = [name for name in ("arch", *shared) if name in columns and len({cell[name] for cell in cells}) == 1]
+        columns = [name for name in columns if name not in alike]
+        short |= {"head_dim": "D", "value_dim": "Dv", "registers": "regs", "spilled_bytes": "spilled", "shared_bytes": "shared"}
+    shown = tabulate([[cell[name] for name in columns] for cell in cells], headers=[short[name] for name in columns])
+    above = ", ".join(f"{name.replace('_', ' ')} {cells[0][name]}" for name in alike)
+    return f"{above}\n\n{shown}" if above else shown
+
+
 def main(argv: list[str]) -> int:
-    """The command line; returns the exit status, 1 where something did not compile."""
+    """The command line; returns the exit status: 1 where a kernel does not compile or fit, 2 where there was none."""
     terminal.prepare()
     parser = argparse.ArgumentParser(
         prog="python -m common.measure.aot",
@@ -262,6 +295,7 @@ def main(argv: list[str]) -> int:
     value_help = "head dimension of V (default: as --head-dim)"
     parser.add_argument("--value-dim", type=single(HEAD_DIM), default=None, metavar="NUMBER", help=value_help)
     parser.add_argument("--all-configs", action="store_true", help="all that an autotuner would try, not only the first")
+    parser.add_argument("--wide", action="store_true", help="all columns, and the registers of each role")
     parser.add_argument("--json", type=json_path, metavar="FILE", help="also write rows and errors there")
     arguments = parser.parse_args(argv)
 
@@ -270,10 +304,8 @@ def main(argv: list[str]) -> int:
     cases = [dict(zip(names, values, strict=True)) | {"value_dim": arguments.value_dim} for values in product]
     rows, errors, unavailable = compile_cases(cases, arguments.all_configs)
 
-    columns = "stage", "kernel", "arch", "dtype", "head_dim", "value_dim", "causal", "kv_heads", "config"
-    columns += "registers", "spilled_bytes", "shared_bytes", "instructions"
-    shown = [[_CELLS.get(name, operator.itemgetter(name))(row) for name in columns] for row in rows]
-    print(tabulate(shown, headers=[name.replace("_", " ") for name in columns]))
+    if rows:
+        print(table(rows, arguments.wide))
     for name in arguments.stage:
         if not any(row["stage"] == name for row in rows + errors + unavailable):
             print(f"{name} launches no Triton kernel")
@@ -282,12 +314,19 @@ def main(argv: list[str]) -> int:
     for row in rows:
         for warning in row["warnings"]:
             print(f"warning: {row['stage']} {row['kernel']} sm_{row['arch']} {row['config']}: {warning}")
+    for row in rows:
+        if not _fits(row):
+            needs = f"needs {row['shared_bytes']} bytes of shared memory, and a block has {SHARED_LIMIT[row['arch']]}"
+            print(f"error: {row['stage']} {row['kernel']} sm_{row['arch']} {row['config']}: {needs}", file=sys.stderr)
     for error in errors:
         case = " ".join(f"{name}={error[name]}" for name in names)
         print(f"error: {case}: {error['error']}", file=sys.stderr)
     if arguments.json:
         write_json(arguments.json, {"rows": rows, "errors": errors, "unavailable": unavailable})
-    return 1 if errors else 0
+    if not rows and not errors:
+        print("nothing was compiled", file=sys.stderr)
+        return 2
+    return 1 if errors or not all(map(_fits, rows)) else 0
 
 
 if __name__ == "__main__":

@@ -149,12 +149,12 @@ def test_products_of_a_hopper_stage_are_not_serialised(name):
 
 def test_the_command_prints_a_table_and_saves_it(tmp_path):
     path = tmp_path / "report.json"
-    run = programs.python("-m", "common.measure.aot", "--stage=v2", "--arch=90", "--head-dim=64", f"--json={path}")
+    run = programs.python("-m", "common.measure.aot", "--stage=v2", "--arch=90", "--head-dim=64", "--wide", f"--json={path}")
     assert run.returncode == 0, run.stderr
     report = json.loads(path.read_text())
     assert len(report["rows"]) == 2 and not report["errors"]
     for row in report["rows"]:
-        assert re.search(rf"v2_fa1_tiling +{row['kernel']} .* {row['shared_bytes']} +wgmma", run.stdout), run.stdout
+        assert re.search(rf"v2_fa1_tiling +{row['kernel']} .* {row['shared_bytes']}/232448 +wgmma", run.stdout), run.stdout
 
 
 SPECIALIZED = {
@@ -205,3 +205,30 @@ def test_roles_share_the_registers_of_their_kernel(report):
         assert set(names) <= functions.keys(), row
         assert 4 * sum(registers) <= row["registers"] * int(config["num_warps"]), row  # a role has whole groups of four warps
         assert any("STAGES" in name for name in config) and "num_stages" not in config, row
+
+
+ROW = {
+    "stage": "v10_warp_specialized", "kernel": "_backward_kernel", "arch": 90, "dtype": "float16", "head_dim": 64,
+    "value_dim": None, "causal": True, "kv_heads": 16, "config": "BLOCK_M=128 BLOCK_N=128 STAGES=2 Q_STAGES=2 num_warps=12",
+    "registers": 168, "roles": [("_producer", 24)], "spilled_bytes": 0, "shared_bytes": 200000,
+    "instructions": ["mma.sync", "cp.async"], "warnings": [],
+}  # fmt: skip
+
+
+def test_table_fits_a_terminal_unless_it_is_asked_to_be_wide():
+    rows = [ROW, ROW | {"arch": 120, "head_dim": 128}]
+    narrow, wide = (aot.table(rows, wide).splitlines() for wide in (False, True))
+    assert max(map(len, narrow)) <= 100 < max(map(len, wide))
+    assert "200000/232448 " in narrow[-2] and "200000/101376 " in narrow[-1]
+    assert "_producer 24" in wide[-1] and "Q_STAGES=2" in wide[-1]
+
+
+@pytest.mark.parametrize(("found", "status", "message"), [
+    (([], [], [ROW | {"reason": "needs a Hopper GPU"}]), 2, "nothing was compiled"), (([ROW], [], []), 0, ""),
+    (([ROW | {"arch": 120}], [], []), 1, "needs 200000 bytes of shared memory, and a block has 101376"),
+    (([], [ROW | {"error": "broken"}], []), 1, "broken"),
+])  # fmt: skip
+def test_exit_status_says_whether_all_compiles_and_fits(found, status, message, monkeypatch, capsys):
+    monkeypatch.setattr(aot, "compile_cases", lambda cases, all_configs: found)
+    assert aot.main(["--stage=v10"]) == status
+    assert message in capsys.readouterr().err

@@ -326,3 +326,32 @@ def test_results_past_two_to_the_31_elements(stage, shared):
     for kv_head in (0, kv_heads // 2, kv_heads - 1):
         some = {name: result.unflatten(1, (kv_heads, -1))[:, kv_head] for name, result in results.items()}
         assert_correct(some, exact, yardstick)
+
+
+class Wrapped(torch.Tensor):
+    """A tensor whose numbers are in another one, where the dispatcher alone finds them."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, inner.stride(), dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        inner = [arg.inner if isinstance(arg, Wrapped) else arg for arg in args]
+        return func(*inner, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("which", range(5), ids=["q", "k", "v", "out", "lse"])
+def test_one_saved_tensor_may_come_back_as_another_class(stage, which, unordered):
+    """Its numbers are not where a kernel would look for them."""
+    q, k, v, grad_out = make_inputs(9, 20, **FEW_SHARED)
+    expected = by_operator(stage, q, k, v, grad_out, causal=True, scale=SCALE)
+    order = itertools.count()
+    hooks = (lambda tensor: (next(order), tensor), lambda saved: Wrapped(saved[1]) if saved[0] == which else saved[1])
+    with torch.autograd.graph.saved_tensors_hooks(*hooks):
+        got = by_operator(stage, q, k, v, grad_out, causal=True, scale=SCALE)
+    assert next(order) == 5
+    assert_same_bits(expected, got, unordered)

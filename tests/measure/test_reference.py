@@ -1,5 +1,7 @@
 """The float64 truth and the error bound that every other test rests on."""
 
+import math
+
 import pytest
 import torch
 from cases import TILED, make_inputs
@@ -8,9 +10,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from common.measure import reference
 from common.measure.counter import count
-from common.measure.reference import assert_correct, plain, truth
+from common.measure.reference import assert_close, assert_correct, error_bounds, plain, truth
 from common.operator import DTYPES
-from common.runtime import INTERPRETED
+from common.runtime import DEVICE, INTERPRETED
 
 SCALE = 0.2
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -129,3 +131,113 @@ def test_the_diagonal_is_where_pytorch_s_lower_right_has_it():
     q, k, v, _ = make_inputs(5, 9, 16, torch.float32)
     expected = scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=causal_lower_right(5, 9), scale=0.3)
     torch.testing.assert_close(truth(q, k, v, True, 0.3, diagonal=4)["out"], expected)
+
+
+# --- the rule itself, in numbers small enough to check by hand
+
+
+FACTORS = {"out": 2, "lse": 2, "dq": 3, "dk": 3, "dv": 3}
+HALF_ULPS = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 2**-24}  # of numbers from 1 to 2
+ANY = math.inf
+
+
+def invented(results, magnitudes):
+    return {name: torch.tensor(values, dtype=torch.float64) for name, values in results.items()} | {
+        "magnitudes": {name: torch.tensor(values, dtype=torch.float64) for name, values in magnitudes.items()}
+    }
+
+
+def passes(name, got, exact, bounds):
+    try:
+        assert_close(name, got, exact, bounds)
+    except AssertionError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bounds_are_a_multiple_of_plain_pytorch_s_error_and_the_loss_of_float32(name):
+    """The truth keeps its float64: a difference in the yardstick's dtype would lose 2**-20."""
+    exact = invented({name: [3.0, -4.0 + 2**-20]}, {name: [6 * 2.0**22, -8 * 2.0**22]})
+    bounds = error_bounds(exact, {name: torch.tensor([3.5, -5.0], dtype=torch.float16)})[name]
+    error = 1 + 2**-20  # of the second, the larger; it is negative
+    assert bounds["largest"].item() == pytest.approx(FACTORS[name] * error + 8, rel=1e-12)
+    assert bounds["rms"].item() == pytest.approx(FACTORS[name] * math.sqrt((0.25 + error**2) / 2) + math.sqrt(50), rel=1e-12)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(("kind", "room"), [("largest", 16), ("rms", 8)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_error_may_be_its_bound_and_half_a_unit_in_the_last_place_of_the_truth(dtype, kind, room, sign):
+    """The largest element is 8, the root mean square of all four 4; one error of 24 halves has a root mean square of 12."""
+    half = HALF_ULPS[dtype]
+    exact = torch.tensor([-8.0, 0, 0, 0], dtype=torch.float64)
+    bounds = {each: torch.tensor(room * half if each == kind else ANY, dtype=torch.float64) for each in ("largest", "rms")}
+    inside, outside = 24 * half, 24 * half * (1 + 4 * half)
+    for error, allowed in ((inside, True), (outside, False)):
+        got = torch.tensor([-8, sign * error, 0, 0], dtype=dtype)
+        assert got[1].item() == sign * error  # no rounding on the way
+        assert passes("out", got, exact, bounds) == allowed
+    with pytest.raises(AssertionError, match=rf"out: {kind} error .* worst at \(1,\)"):
+        assert_close("out", got, exact, bounds)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rule_is_held_to_the_last_bit(name):
+    """A quarter off everywhere, plain PyTorch allows two or three quarters; the magnitudes allow a half more."""
+    exact = invented({"out": [0.0, 0.0], name: [0.0] * 4}, {"out": [2.0**21] * 2, name: [2.0**21] * 4})
+    yardstick = {"out": torch.full((2,), 0.25), name: torch.tensor([0.25, -0.25, -0.25, 0.25])}
+    most = FACTORS[name] / 4 + 1 / 2
+    inside = {"out": torch.zeros_like(yardstick["out"]), name: torch.tensor([-most, most, most, -most])}
+    assert_correct(inside, exact, yardstick)
+    outside = torch.nextafter(inside[name], 2 * inside[name])
+    with pytest.raises(AssertionError, match=f"{name}: "):
+        assert_correct(inside | {name: outside}, exact, yardstick)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_nothing_that_is_not_finite_passes_whatever_the_bound(dtype, bad):
+    """Plain PyTorch may overflow too, and its error is then no bound."""
+    got, exact = torch.tensor([1.0, bad], dtype=dtype), torch.ones(2, dtype=torch.float64)
+    for bound in (1.0, math.inf, math.nan):
+        bounds = {kind: torch.tensor(bound, dtype=torch.float64) for kind in ("largest", "rms")}
+        with pytest.raises(AssertionError, match=r"largest error .* worst at \(1,\)"):
+            assert_close("out", got, exact, bounds)
+    for kind in ("largest", "rms"):  # a bound that is NaN allows nothing, not even what is right
+        assert not passes("out", got.new_ones(2), exact, bounds | {kind: torch.tensor(0.0)})
+
+
+@pytest.mark.parametrize("scale", [0.5, -0.5])
+def test_magnitudes_are_sums_without_signs(scale):
+    """One query, two keys that score 0: each has half of the softmax. Their absolute scores are 1 and 2."""
+    q, k, v = torch.tensor([[1.0, -1]]), torch.tensor([[1.0, 1], [-2, -2]]), torch.tensor([[-1.0], [3]])
+    tensors = (tensor[None, None].to(DEVICE) for tensor in (q, k, v))
+    found = truth(*tensors, False, scale, torch.full((1, 1, 1, 1), -2.0, device=DEVICE))["magnitudes"]
+    log = math.log(2)
+    first, second = (2 + log) / 2, (3 + log) / 2  # P, times 1, the absolute score and the absolute LSE
+    out = first * 1 + second * 3
+    ds = first * (2 * 1 + 2 * out), second * (2 * 3 + 2 * out)
+    expected = {
+        "lse": [2 + log], "out": [out], "dq": [(ds[0] + 2 * ds[1]) / 2] * 2, "dk": [ds[0] / 2] * 2 + [ds[1] / 2] * 2,
+        "dv": [2 * first, 2 * second],
+    }  # fmt: skip
+    assert {name: magnitude.flatten().tolist() for name, magnitude in found.items()} == {
+        name: pytest.approx(values, rel=1e-12) for name, values in expected.items()
+    }
+
+
+def test_yardstick_rounds_p_out_and_ds_and_nothing_else():
+    """In bfloat16, three queries that see one, two and three keys of score 0. A third is 171/512 there.
+
+    The values sum to 3 + 3/256 + 2**-12; a third of that rounds to 1, and that times 171/512 to 1 + 1/128.
+    """
+    q, k = torch.tensor([[1.0, 0]] * 3), torch.tensor([[0.0, 1]] * 3)
+    v, grad_out = torch.tensor([[3], [3 / 256], [2**-12]]), torch.tensor([[0.0], [-2], [3]])
+    q, k, v, grad_out = (tensor[None, None].to(DEVICE, torch.bfloat16) for tensor in (q, k, v, grad_out))
+    found = plain(q, k, v, True, 1.0, grad_out)
+    assert found["out"].flatten()[2].item() == 1 + 1 / 128
+    assert found["dv"].flatten()[0].item() == 3 * 171 / 512 - 1
+    # dS of the last query: 255/128, -255/256, and -1.00806, which rounds to -129/128. The gradients of exact ones sum to 0.
+    assert found["dq"][0, 0, 2].tolist() == [0, 255 / 128 - 255 / 256 - 129 / 128]
+    assert found["lse"].dtype == torch.float32 and found["lse"].flatten()[2].item() == pytest.approx(math.log(3), rel=1e-6)

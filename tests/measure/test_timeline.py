@@ -63,3 +63,11 @@ def test_command_prints_the_table_and_saves_the_records(tmp_path, capsys):
 def test_a_stage_without_gluon_is_refused():
     with pytest.raises(SystemExit, match="v3_fa2_causal has no Gluon kernel"):
         timeline.main(["--stage=v3"])
+
+
+def test_a_pass_that_falls_back_on_triton_is_refused_with_what_works():
+    with pytest.raises(SystemExit) as refused:
+        timeline.require_timed([stages.resolve("v8")], ["fwd", "bwd"], [64, 256])
+    message = str(refused.value)
+    assert message.startswith("v8_gluon launches no Gluon kernel for --pass bwd --head-dim 256")
+    assert message.endswith("--head-dim of 16, 32, 64, 128 works.") and "\n" not in message

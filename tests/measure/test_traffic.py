@@ -423,6 +423,9 @@ def test_dots_count_their_flops():
     (lambda x, y: x.view(10, 10).t().contiguous(), 400, 400),
     (lambda x, y: x + y[:1].expand(100), 404, 400),
     (lambda x, y: torch.bmm(x.view(2, 5, 10), y.view(2, 10, 5)), 800, 200),
+    (lambda x, y: torch.bmm(x.view(2, 5, 10), x.view(2, 10, 5)), 800, 200),  # one memory, read as two shapes,
+    (lambda x, y: x.view(10, 10) + x.view(10, 10).t(), 800, 400),  # in two orders,
+    (lambda x, y: x + x.view(torch.int32), 800, 400),  # and as two dtypes
 ])  # fmt: skip
 def test_operators_count_arguments_and_results_once(call, read, written):
     x, y = torch.zeros(2, 100)

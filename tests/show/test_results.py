@@ -124,3 +124,8 @@ def test_tiles_are_compared_kernel_by_kernel():
     assert results.same_tiles(case(dq={"M": 64}), case(dq={"M": 64}, delta={"M": 32}))
     assert not results.same_tiles(case(dq={"M": 64}), case(dq={"M": 32}))
     assert not results.same_tiles(case(dq={"M": 64}), case(one={"M": 64}))
+
+
+def test_mean_ratio_is_geometric_over_what_both_have():
+    assert results.mean_ratio({1: 2.0, 2: 4.0, 3: 1.0}, {1: 8.0, 2: 2.0, 4: 9.0}) == pytest.approx(2**0.5)
+    assert results.mean_ratio({1: 2.0}, {2: 2.0}) is None and results.mean_ratio({}, {}) is None

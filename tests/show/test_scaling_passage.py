@@ -50,6 +50,17 @@ def test_a_run_is_shown_with_its_most_gpus(root):
     assert text.count("(plots/") == 1 and "(plots/ring-x.png)" in text
 
 
+def test_shares_of_one_gpu_and_of_a_linear_gain():
+    """Four times the work of a GPU with half the tokens, on two in twice the time; one GPU takes 3 ms for all of it."""
+    alone = [record("v3_x", "fwd", 1, 1000, 1.0), record("v3_x", "fwd", 1, 2000, 3.0), record("v4_y", "fwd", 1, 2000, 9.0)]
+    both = record("v3_x", "fwd", 2, 2000, 2.0)
+    found = scaling.Scaling(RUN | {"records": [*alone, both]})
+    assert (found.weak(both), found.strong(both)) == (pytest.approx(1.0), pytest.approx(0.75))
+    assert (
+        scaling.Scaling(RUN | {"records": [both]}).weak(both) is scaling.Scaling(RUN | {"records": [both]}).strong(both) is None
+    )
+
+
 def test_a_run_is_drawn_where_it_has_several_numbers_of_gpus(tmp_path):
     plots.draw_scaling("ring-x", RUN, tmp_path)
     assert (tmp_path / "ring-x.png").exists()

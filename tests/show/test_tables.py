@@ -186,3 +186,11 @@ def test_a_crowded_table_goes_by_versions():
 def test_a_note_is_wrapped_in_a_terminal():
     table = speed_table([record("v0_a", failure="WRONG", note="wrong " * 40)], GPU, columns=100)
     assert not lines_too_long(table) and table.count("wrong") == 40
+
+
+def test_each_of_four_stages_is_compared_with_its_own_parent():
+    times = {"v0_a": 16.0, "v1_b": 8.0, "v2_c": 2.0, "v3_d": 1.0}
+    table = speed_table([record(impl, ms) for impl, ms in times.items()], GPU)
+    assert {impl: cells(table, impl)[0][6:8] for impl in times} == {
+        "v0_a": ["-", "1.00"], "v1_b": ["2.00", "2.00"], "v2_c": ["4.00", "8.00"], "v3_d": ["2.00", "16.00"],
+    }  # fmt: skip

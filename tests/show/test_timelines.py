@@ -2,6 +2,7 @@
 
 import pytest
 
+import stages
 from common.runtime import INTERPRETED
 
 timelines = pytest.importorskip("common.show.timelines")
@@ -34,3 +35,10 @@ def test_what_is_committed_is_of_gluon_stages():
 def test_a_stage_without_gluon_is_refused():
     with pytest.raises(SystemExit, match="v3_fa2_causal has no Gluon kernel"):
         timelines.main(["--stage=v3"])
+
+
+def test_help_names_a_stage_that_the_command_takes(capsys):
+    with pytest.raises(SystemExit):
+        timelines.main(["--help"])
+    example = capsys.readouterr().out.split("such as ")[1].split()[0]
+    assert stages.resolve(example) in timelines.GLUON

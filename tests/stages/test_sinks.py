@@ -5,6 +5,7 @@ import importlib
 
 import pytest
 import torch
+from cases import check as check_both_passes
 from cases import make_inputs
 
 import stages
@@ -17,16 +18,28 @@ PROGRAMS = 2  # that run at a time, so that each takes several tiles
 SAMPLES = importlib.import_module(f"stages.{SAFE[0]}.forward").LATELY.value
 
 
+def options_of(name):
+    """The names of all that a stage's forward kernel takes."""
+    kernel = stages.load(name).forward.__globals__.get("_forward_kernel")
+    return getattr(kernel, "arg_names", ())
+
+
+def make_long(stage, monkeypatch):
+    """Have a stage treat all work as it does long work, in as many parts as there are tiles, each call by itself."""
+    names = stage.forward.__globals__
+    long = {"FEW_SQUARES": 0, "SHORT": dict.fromkeys(names.get("SHORT", ()), 0), "splits_of": lambda *_: 1}
+    for name in long.keys() & names.keys():
+        monkeypatch.setitem(names, name, long[name])
+    monkeypatch.setattr(replay, "is_watched", lambda: True)
+
+
 @pytest.fixture(params=SAFE)
 def long_work(request, monkeypatch):
     """A stage that speculates on work of any length, and what it launches."""
     if reason := stages.unavailable(request.param):
         pytest.skip(f"{request.param} {reason}")
     stage = stages.load(request.param)
-    names = stage.forward.__globals__
-    for name, value in {"FEW_SQUARES": 0, "SHORT": dict.fromkeys(names["SHORT"], 0), "splits_of": lambda *_: 1}.items():
-        monkeypatch.setitem(names, name, value)
-    monkeypatch.setattr(replay, "is_watched", lambda: True)  # every call by itself
+    make_long(stage, monkeypatch)
     with interpreted_as(Device(multiprocessors=PROGRAMS)):
         yield stage
 
@@ -43,6 +56,29 @@ def with_key(key, nats, heads, seq_len, head_dim, dtype):
     q[..., 0], k[..., 0], k[:, :, key] = 4, 0, 0
     k[:, :, key, 0] = nats * head_dim**0.5 / 4
     return q, k, v
+
+
+SPECULATING = [name for name in stages.names() if "AGAIN" in options_of(name)]
+SINKS = [0, 10, 15, 16, 45]  # a key for each head: of the 16 that have a say in the maximum where rows are short, or past them
+
+
+@pytest.mark.parametrize("name", SPECULATING)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("nats", [16, 120])
+def test_rows_before_a_sink_do_not_see_it(name, nats, dtype, monkeypatch):
+    """Causal: a maximum that has a key in it that the row does not see makes all other P of that row too small, or 0."""
+    if reason := stages.unavailable(name):
+        pytest.skip(f"{name} {reason}")
+    stage = stages.load(name)
+    make_long(stage, monkeypatch)
+    heads = [with_key(key, nats, 1, 100, 64, dtype) for key in SINKS]
+    q, k, v = (torch.cat(tensors, 1) for tensors in zip(*heads, strict=True))
+    check(stage, q, k, v, True)
+    if dtype == torch.bfloat16 and nats < 88:
+        # P of a sink that the guess leaves out is far above 1 but finite, and rounded: so is O, which dQ's delta is made of.
+        q, k, v = (tensor[:, : SINKS.index(16) if name in SAFE else 0] for tensor in (q, k, v))
+    if q.numel():
+        check_both_passes(stage, q, k, v, torch.randn_like(v), causal=True)
 
 
 class Recorded:
@@ -77,16 +113,6 @@ def test_a_sink_is_known_from_the_beginning(long_work, recorded, head_dim, nats,
     """Its P is 1, which no dtype rounds, and no tile is done again."""
     check(long_work, *with_key(0, nats, 2, 330, head_dim, dtype), causal)
     assert not recorded.failed.any()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("nats", [20, 120])
-@pytest.mark.parametrize(
-    ("key", "seq_len"), [(1, 330), (10, 330), (15, 330), (16, 330), (10, 600), (20, 600), (31, 600), (32, 600)]
-)
-def test_a_sink_that_the_first_rows_do_not_see(long_work, key, seq_len, nats, dtype):
-    """Among the first keys, which are part of the guess for the rows that see them, or just behind."""
-    check(long_work, *with_key(key, nats, 1, seq_len, 64, dtype), True)
 
 
 HEADS = 200 if DEVICE == "cpu" else 1000  # of a tile each

@@ -66,28 +66,42 @@ def test_any_number_of_splits_makes_one_softmax(split, problem, number):
     assert_correct(*forward(stage, q, k, v, causal))
 
 
-MORE_THAN_AT_ONCE = [  # head dimensions, splits and keys: more splits than a merge reads at once, with keys for each
-    (16, 16, 65, 66 * 128),
-    (32, 128, 130, 131 * 128),
-    (64, 32, 129, 130 * 128),
-    (64, 64, 66, 66 * 128),
-    (128, 16, 67, 68 * 128),
-    (128, 128, 65, 65 * 128),
-    (128, 256, 65, 66 * 64),
-    (256, 64, 65, 66 * 64),
-    (256, 256, 97, 98 * 64),
-]
+# Head dimensions, splits, and by how much scores grow from the first split to the last. A merge reads 64 splits at once, and 32
+# for Dv = 256. Where scores fall by 400, a merge that forgets the maximum so far overflows.
+MORE_THAN_AT_ONCE = [
+    (16, 16, 65, 4), (32, 32, 130, 4), (16, 64, 65, 4), (64, 128, 128, 4), (32, 256, 33, 4), (256, 128, 65, 4),
+    (256, 256, 65, 4), (16, 16, 65, -400),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("head_dim", "value_dim", "number", "seq_k"), MORE_THAN_AT_ONCE)
-def test_more_splits_than_a_merge_reads_at_once(split, head_dim, value_dim, number, seq_k):
-    """What it has added up so far is scaled by each further part's maximum; the scores grow, so that this is never by 1."""
+@pytest.mark.parametrize(("head_dim", "value_dim", "number", "growth"), MORE_THAN_AT_ONCE)
+def test_more_splits_than_a_merge_reads_at_once(split, head_dim, value_dim, number, growth):
+    """A merge rescales its accumulator by each further maximum. Scores grow or fall, so that this factor is never 1.
+
+    Each split has a tile of 64 keys, and only the last tile is not whole.
+    """
     stage, into = split
-    q, k, v, _ = make_inputs(2, seq_k - 5, head_dim, batch=1, heads=2, kv_heads=1, value_dim=value_dim)
+    seq_k = number * 64 - 5
+    q, k, v, _ = make_inputs(2, seq_k, head_dim, batch=1, heads=2, kv_heads=1, value_dim=value_dim)
     q[..., 0] = 2.0
-    k[..., 0] = torch.linspace(-1, 1, seq_k - 5, device=DEVICE) * head_dim**0.5
+    k[..., 0] = torch.linspace(-growth / 4, growth / 4, seq_k, device=DEVICE) * head_dim**0.5
     into(number)
     assert_correct(*forward(stage, q, k, v))
+
+
+# Queries, keys, and query heads of one K/V head. A tile holds all of these heads for each of its queries. It begins before
+# query 0 unless the diagonal is a multiple of the number of queries in 64 rows.
+PACKED = [(2, 129, 64), (2, 130, 64), (3, 67, 64), (12, 17, 8), (5, 70, 32), (33, 160, 4)]
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize(("seq_q", "seq_k", "heads"), PACKED)
+def test_diagonals_of_heads_that_share_a_tile(split, seq_q, seq_k, heads, number):
+    """A tile of few queries sees keys up to any place of a key tile, not only up to a multiple of 64."""
+    stage, into = split
+    q, k, v, _ = make_inputs(seq_q, seq_k, 16, batch=1, heads=heads, kv_heads=1)
+    into(number)
+    assert_correct(*forward(stage, q, k, v, "bottom-right"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

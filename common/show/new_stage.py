@@ -20,7 +20,7 @@ from common.measure import files, terminal
 from common.show import documents, results
 
 NAME = re.compile(r"v(0|[1-9][0-9]*)[a-z]?(_[a-z0-9]+)+")
-IDEA = "what this stage does that the one before does not"
+IDEA = "what this stage does that its parent does not"
 README = """\
 # {version}: the idea in a few words
 

@@ -2,6 +2,8 @@
 
 import functools
 import hashlib
+import re
+from pathlib import Path
 
 import torch
 
@@ -20,6 +22,21 @@ FEW = {} if DEVICE == "cuda" else {"batch": 1, "heads": 2}
 FEW_SHARED = FEW | {"kv_heads": 1, "value_dim": 16}  # all query heads share K and V, and values are smaller than keys
 
 KEPT_PROBLEMS, KEPT_ELEMENTS = 100, 2**18  # whose answers are kept on the CPU: no more, with no more numbers in q and k
+
+
+NEED = re.compile(r"""^from stages\.(v\w+)|^PARENT = "(v\w+)"|stages\.resolve\("(v\w+)"\)""")
+
+
+def needs_of_stages_that_are_gone(root: Path) -> list[str]:
+    """`file:line: text` of each line of the stages and bench.py that needs a stage without a directory under `root`."""
+    names = {path.parent.name for path in root.glob("stages/v*/__init__.py")}
+    there = names | {name.split("_")[0] for name in names}
+    found = []
+    for path in (root / "bench.py", *sorted(root.glob("stages/v*/*.py"))):
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            if {name for match in NEED.findall(line) for name in match if name} - there:
+                found.append(f"{path.relative_to(root)}:{number}: {line}")
+    return found
 
 
 @functools.cache

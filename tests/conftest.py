@@ -3,13 +3,14 @@
 import os
 import threading
 import zlib
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch and numpy: on problems this small more threads only wait
 
 import numpy  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from cases import in_full  # noqa: E402
+from cases import in_full, needs_of_stages_that_are_gone  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 from triton.runtime.autotuner import Autotuner  # noqa: E402
 
@@ -19,10 +20,18 @@ from common.measure.aot import first_that_survives  # noqa: E402
 from common.measure.timeline import has_gluon  # noqa: E402
 from common.runtime import INTERPRETED  # noqa: E402
 
+ROOT = Path(__file__).parents[1]
+
 
 def pytest_make_parametrize_id(val):
     """float16 in the name of a test, not dtype0."""
     return str(val).removeprefix("torch.") if isinstance(val, torch.dtype) else None
+
+
+def pytest_configure():
+    """Stop before the first test where a stage is gone that others need: each of them would fail, and none would say why."""
+    if lines := needs_of_stages_that_are_gone(ROOT):
+        raise pytest.UsageError("these lines need a stage whose directory is gone:\n" + "\n".join(lines))
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist

@@ -12,9 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from cases import needs_of_stages_that_are_gone
 
 import stages
-from common.show import new_stage
+from common.show import new_stage, results
 
 ROOT = Path(__file__).parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -25,7 +26,7 @@ FILES += [path for room in ("common", "examples", "stages") for path in ROOT.glo
 PROGRAM = r"(?:make|python3? -m (?:common|examples)[\w.]*|python3? bench\.py|\.venv/bin/\S+)"
 SHOWN = re.compile(
     rf"`(?:\w+=\S+ )*({PROGRAM}(?: [^`\n]*)?)`"  # in a sentence
-    rf"|^ *(?:\w+=\S+ )*(make [a-z-]+(?: *#| [A-Z]+=|$).*|(?!make){PROGRAM} .*)$"  # a line of its own
+    rf"|^ *(?:\w+=\S+ )*(make [a-z-]+(?: *#| [A-Z]+=|$).*|(?!make){PROGRAM}(?: .*)?)$"  # a line of its own
     rf"|: ({PROGRAM} [A-Z].*)$"  # at the end of a line of help
     rf"|EXAMPLE = ({PROGRAM} .*)$",
     re.MULTILINE,
@@ -91,7 +92,19 @@ def variables_of(target):
     return set(itertools.chain(*used)) | {"PYTHON"}
 
 
-def check_make(words, monkeypatch):
+def make_in_a_copy(given, root, monkeypatch):
+    """What `make stage` does, in a copy of the stages and of the files that it changes."""
+    for name in ("stages", "tests"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "README.md", root)
+    with monkeypatch.context() as patch:
+        patch.setattr(results, "ROOT", root)
+        patch.setattr(stages, "__path__", [str(root / "stages")])
+        new_stage.main([given["FROM"], given["NAME"]])
+        assert stages.parent(given["NAME"]) == stages.resolve(given["FROM"])
+
+
+def check_make(words, root, monkeypatch):
     """A `make` command: its targets exist, know its variables, and what they run takes the arguments."""
     targets = [word for word in words[1:] if "=" not in word]
     given = dict(word.split("=", 1) for word in words[1:] if "=" in word)
@@ -99,7 +112,7 @@ def check_make(words, monkeypatch):
         assert target in TARGETS, target
         assert given.keys() <= variables_of(target), target
         if target == "stage":
-            new_stage.checked(given["FROM"], given["NAME"])
+            make_in_a_copy(given, root, monkeypatch)
             continue
         if len(given.keys() - {"PYTHON"}) == 0 or target.startswith("test"):
             continue
@@ -113,11 +126,11 @@ def check_make(words, monkeypatch):
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{COMMANDS[command]} {command}".replace("/", "."))
-def test_a_command_that_is_shown_can_be_pasted(command, monkeypatch):
+def test_a_command_that_is_shown_can_be_pasted(command, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     words = shlex.split(command)
     if words[0] == "make":
-        check_make(words, monkeypatch)
+        check_make(words, tmp_path, monkeypatch)
     elif words[0].startswith("python"):
         check_python(words, monkeypatch)
     else:
@@ -129,9 +142,9 @@ def test_a_command_that_is_shown_can_be_pasted(command, monkeypatch):
     'make traffic ARGS="--seq-lens 64"', "python -m common.show.no_such", "python bench.py --stages v3",
     "python -m common.measure.aot --arch 90 --mask no", "make stage FROM=v14 NAME=v15_yours", ".venv/bin/no-such-command",
 ])  # fmt: skip
-def test_a_command_that_is_wrong_is_noticed(wrong, monkeypatch):
+def test_a_command_that_is_wrong_is_noticed(wrong, tmp_path, monkeypatch):
     with pytest.raises((AssertionError, SystemExit, ValueError)):
-        test_a_command_that_is_shown_can_be_pasted(wrong, monkeypatch)
+        test_a_command_that_is_shown_can_be_pasted(wrong, tmp_path, monkeypatch)
 
 
 def test_commands_are_found():
@@ -187,3 +200,17 @@ def test_the_lines_of_a_stage_that_is_gone_are_named():
         lines = [line for line in left_over(kept, documents) if line not in left_over(stages.names(), documents)]
         assert [line.split(":")[0] for line in lines] == ["README.md", "tests/predictions.py"], gone
         assert f"stages/{gone})" in lines[0] and f'"{stages.version(gone)}": (' in lines[1]
+
+
+def test_what_needs_a_stage_that_is_gone_is_named(tmp_path):
+    """A fallback's import, a recorded parent and a grid of the benchmark; of stages that are there nothing is said."""
+    shutil.copytree(ROOT / "stages", tmp_path / "stages", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "bench.py", tmp_path)
+    assert needs_of_stages_that_are_gone(tmp_path) == []
+    (tmp_path / "stages" / "v99_some").mkdir()
+    (tmp_path / "stages" / "v99_some" / "__init__.py").write_text('PARENT = "v3"\n')
+    for gone, file in (("v7", "stages/v8_gluon/forward.py"), ("v3", "stages/v99_some/__init__.py:1"), ("v14", "bench.py")):
+        shutil.move(tmp_path / "stages" / stages.resolve(gone), tmp_path / "kept")
+        lines = needs_of_stages_that_are_gone(tmp_path)
+        assert any(line.startswith(file) for line in lines) and all(re.search(rf"\b{gone}(_|\b)", line) for line in lines)
+        shutil.move(tmp_path / "kept", tmp_path / "stages" / stages.resolve(gone))

@@ -94,7 +94,8 @@ def choice_table(choice: dict) -> str:
             times = [us.get((name, gpus.get(arch), head_dim, pass_)) for name in (tuned, fixed)]
             cells.append(f"{times[0] / times[1]:.2f}" if all(times) else "-")
         rows.append([f"sm_{arch}", family, " to ".join(stages.version(name) for name in (run[0], run[-1]))])
-        rows[-1] += [stages.version(recommended(arch)), f"{cells[0]}, {cells[1]}", f"{cells[2]}, {cells[3]}"]
+        use = recommended(arch) if recommended(arch) in run else run[-1]  # a stage that is newer than the file is not in it
+        rows[-1] += [stages.version(use), f"{cells[0]}, {cells[1]}", f"{cells[2]}, {cells[3]}"]
     machine = choice["machine_info"]
     caption = (
         f"The last two columns: {stages.version(tuned)}'s time over {stages.version(fixed)}'s, counted at the GPU's published "

@@ -1,4 +1,4 @@
-"""In which order a stage's forward takes its tiles: where that is the stage's idea, the results do not depend on it."""
+"""In which order a stage takes its tiles: where that is the stage's idea, the results do not depend on it."""
 
 import importlib
 import itertools
@@ -48,17 +48,20 @@ def stage(request, monkeypatch):
 
 
 class Watch:
-    """Notes which Q tile each program of `_forward_kernel` loads."""
+    """Notes which tiles of a tensor each program of a kernel loads."""
 
     def __init__(self, monkeypatch):
-        self._loaded, self._block_m, self._of_q = [], None, None
+        self._loaded, self._kernel, self._rows, self._block = [], None, None, None
         for owner in (GluonJITFunction, InterpretedFunction):
             monkeypatch.setattr(owner, "run", self._run(owner.run))
         monkeypatch.setattr(Load, "__init__", self._copy(Load.__init__))
         monkeypatch.setattr(InterpreterBuilder, "create_masked_load", self._load(InterpreterBuilder.create_masked_load))
 
-    def begin(self, q):
-        self._of_q = range(q.data_ptr(), q.data_ptr() + q.nbytes)
+    def begin(self, kernel, tensor, block):
+        """Watch one kernel load from one contiguous tensor. `block` names its argument that has the rows of a tile, or is these."""
+        self._loaded, self._kernel, self._rows = [], kernel, block
+        self._start, self._end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        self._seq_len, self._head_dim = tensor.shape[2:]
 
     def taken(self):
         """The tiles, as (head, tile of the head), in the order of the programs, and of each program's loads."""
@@ -66,18 +69,18 @@ class Watch:
         return [tuple(tile) for tile, _ in itertools.groupby(tiles)]
 
     def _note(self, program, head, row):
-        self._loaded.append((program, head, row // self._block_m))
+        self._loaded.append((program, head, row // self._block))
 
     def _run(self, run):
         def watched(function, *args, **options):
-            self._block_m = options["BLOCK_M"] if function.__name__ == "_forward_kernel" else None
+            self._block = options.get(self._rows, self._rows) if function.__name__ == self._kernel else None
             return run(function, *args, **options)
 
         return watched
 
     def _copy(self, begin):
         def watched(load, descriptor, coord, *args):
-            if self._block_m and descriptor._tensor.data_ptr() == self._of_q.start:
+            if self._block and descriptor._tensor.data_ptr() == self._start:
                 self._note(now().running.program.number, *map(int, coord[1:3]))
             begin(load, descriptor, coord, *args)
 
@@ -85,9 +88,9 @@ class Watch:
 
     def _load(self, load):
         def watched(builder, pointers, *args, **options):
-            if self._block_m and int(pointers.data.min()) in self._of_q:
-                element = (int(pointers.data.min()) - self._of_q.start) // 2
-                self._note(builder.grid_idx[0], element // (SEQ * HEAD_DIM), element // HEAD_DIM % SEQ)
+            if self._block and self._start <= (first := int(pointers.data.min())) < self._end:
+                row = (first - self._start) // 2 // self._head_dim
+                self._note(builder.grid_idx[0], row // self._seq_len, row % self._seq_len)
             return load(builder, pointers, *args, **options)
 
         return watched
@@ -102,7 +105,7 @@ def forward(stage, watch, causal):
     """Run a forward, check its results, and return the tiles in the order in which they were taken."""
     q, k, v, _ = make_inputs(SEQ, SEQ, HEAD_DIM, batch=1, heads=HEADS)
     options = {"causal": causal, "scale": 0.2, "diagonal": 0}
-    watch.begin(q)
+    watch.begin("_forward_kernel", q, "BLOCK_M")
     out, lse = stage.forward(q, k, v, **options)
     assert_correct({"out": out, "lse": lse}, truth(q, k, v, **options), plain(q, k, v, **options))
     return watch.taken()
@@ -124,3 +127,37 @@ def test_tiles_without_a_mask_go_through_groups_of_heads(stage, watch):
     tiles = 1 + max(tile for _, tile in taken)
     assert sorted(taken) == [(head, tile) for head in range(HEADS) for tile in range(tiles)]
     assert [head // group for head, _ in taken] == sorted(head // group for head, _ in taken)
+
+
+def ordered_backwards():
+    """Of each backward kernel that has an order: the stage, the tensor whose tiles its programs take, and their rows."""
+    for name in stages.names():
+        names = vars(importlib.import_module(f"stages.{name}.backward"))
+        rows = names["KEYS"].value if "KEYS" in names else "BLOCK_N"
+        kernels = {
+            "_dq_kernel": ("q", "BLOCK_M"),
+            "_backward_kernel": ("k", rows),
+            "_wide_dkv_kernel": ("k", 64),
+            "_wide_dq_kernel": ("q", 128),
+        }
+        for kernel in kernels.keys() & names.keys() if "tile_and_head" in names else ():
+            yield name, kernel, *kernels[kernel]
+
+
+@pytest.mark.parametrize(("name", "kernel", "tensor", "rows"), sorted(ordered_backwards()))
+def test_causal_tiles_of_a_backward_go_through_heads_the_longest_first(name, kernel, tensor, rows, watch):
+    stage = stages.load(name)
+    head_dim, heads, seq_len = (256, 2, 300) if "wide" in kernel else (HEAD_DIM, HEADS, SEQ)
+    q, k, v, grad_out = make_inputs(seq_len, seq_len, head_dim, batch=1, heads=heads)
+    options = {"causal": True, "scale": 0.2, "diagonal": 0}
+    with interpreted_as(Device(multiprocessors=1)):
+        out, lse = stage.forward(q, k, v, **options)
+        watch.begin(kernel, {"q": q, "k": k}[tensor], rows)
+        stage.backward(grad_out, q, k, v, out, lse, **options)
+    taken = watch.taken()
+    tiles = 1 + max(tile for _, tile in taken)
+    assert tiles >= 3
+    longest_first = (
+        range(tiles) if tensor == "k" else reversed(range(tiles))
+    )  # the last queries see most, the first keys are seen most
+    assert taken == [(head, tile) for tile in longest_first for head in range(heads)]

@@ -82,6 +82,13 @@ def test_rows_before_a_sink_do_not_see_it(name, nats, dtype, monkeypatch):
         check_both_passes(stage, q, k, v, torch.randn_like(v), causal=True)
 
 
+@pytest.mark.parametrize(("dtype", "nats"), [(torch.float16, 40), (torch.bfloat16, 60)], ids=str)
+def test_sinks_around_the_last_of_the_first_keys_of_long_rows(long_work, nats, dtype):
+    """Rows of more than 512 keys ask 32 of them."""
+    heads = [with_key(key, nats, 1, 600, 16, dtype) for key in (16, 31, 32)]
+    check(long_work, *(torch.cat(tensors, 1) for tensors in zip(*heads, strict=True)), True)
+
+
 class Recorded:
     """A forward kernel that notes what its first launch leaves to the second: how many tiles were begun, and which failed."""
 

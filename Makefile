@@ -84,7 +84,7 @@ reference: needs-GRID needs-FILE $(SETUP)  ## measure on a GPU a part of what re
 	$(PYTHON) bench.py --reference "$(GRID)" --json "$(FILE)"
 
 rates: EXAMPLE = make rates FILE=results/rates-h200.json
-rates: needs-FILE $(SETUP)  ## measure on a Hopper GPU what each unit of a multiprocessor does in a cycle, into FILE=…
+rates: needs-FILE $(SETUP)  ## measure on a Hopper GPU what each unit of an SM does in a cycle, into FILE=…
 	$(PYTHON) -m common.measure.rates --json "$(FILE)"
 
 energy: EXAMPLE = make energy FILE=results/energy-d64-h200.json ARGS="--head-dim 64"
@@ -104,7 +104,7 @@ plots: $(SETUP)  ## draw plots/ from results/
 	$(PYTHON) -m common.show.plots
 	$(PYTHON) -m common.show.timelines --committed
 
-timeline: $(SETUP)  ## draw what a multiprocessor does in a Gluon stage, STAGE=v14; ARGS="…" goes to common.show.timelines (ARGS=--help)
+timeline: $(SETUP)  ## draw what an SM does in a Gluon stage, STAGE=v14; ARGS="…" goes to common.show.timelines (ARGS=--help)
 	$(PYTHON) -m common.show.timelines $(addprefix --stage=,$(STAGE)) $(ARGS)
 
 story: $(SETUP)  ## walk from stage to stage: ideas, sizes of the changes, bytes saved, speed gained

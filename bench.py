@@ -146,7 +146,7 @@ WIDE = [*(name for name in BASELINES if name != "sdpa-flash"), *MAIN_LINE[-2:]]
 # Decoding: few queries, many keys. FlashAttention-4 is for other GPUs first; v14 is the last stage that does not split keys.
 DECODING = dict.fromkeys([*(name for name in BASELINES if name != "flash-4"), stages.resolve("v14"), MAIN_LINE[-1]])
 # Numbers that are not normal: the last stage with a running maximum, the last that knows a row's last keys alone, the next.
-NUMBERS = [stages.resolve(name) for name in ("v12", "v16", "v17")]
+SINKS = [stages.resolve(name) for name in ("v12", "v16", "v17")]
 DECODING_KV_LENS = (1024, 4096, 16384, 65536, 524288)
 MOST_KV_BYTES = 40e9  # K and V together
 
@@ -172,8 +172,8 @@ GRIDS = {  # the parts of what results/ keeps, a run each: command lines, and th
     **{f"newest-d{dim}": [([f"--head-dim={dim}", "--dtype=float16"], NEWEST)] for dim in HEAD_DIMS},
     "wide": [(["--head-dim=256", "--seq-len=1024,4096,16384"], WIDE)],
     "short": [(["--batch=1", "--heads=2", "--seq-len=128,512", "--head-dim=64", "--causal=no"], EVERYTHING)],
-    "numbers": [
-        (["--pass=fwd", "--seq-len=4096", "--dtype=float16,bfloat16", *argv], NUMBERS)
+    "sinks": [
+        (["--pass=fwd", "--seq-len=4096", "--dtype=float16,bfloat16", *argv], SINKS)
         for argv in (["--score-std=1,2,3,4,6,8"], ["--sink=8,12,16,24"])
     ],
     "passes-as-one": [(["--pass=fwd+bwd", "--head-dim=64", "--causal=yes", "--batch=4", "--heads=8"], EVERYTHING)],
@@ -419,7 +419,7 @@ class Bench:
         }
 
     def _measure_ceilings(self, workload):
-        """Measure what the library reaches, once in a run: in products, and in a copy where keys are not as many as queries."""
+        """Measure what the library reaches, once in a run: in matmuls, and in a copy where keys are not as many as queries."""
         if workload.dtype not in self.machine["matmul_tflops"]:
             self.machine["matmul_tflops"][workload.dtype] = timing.matmul_tflops(_gpu_timer(), workloads.DTYPES[workload.dtype])
         if workload.kv_len != workload.seq_len and "copy_gbps" not in self.machine:

@@ -310,7 +310,7 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
             dq, dk, dv = (run_backward if short else backward_op)(grad_out, q, k, v, out, lse, *ctx.options)
         if grad_lse is not None:
             # d lse / d s = P, so lse adds scale * grad_lse * (P K) to dq and scale * Pᵀ (grad_lse * q) to dk: an attention
-            # output with K for V, and the dV of a backward with that product for dO.
+            # output with K for V, and the dV of a backward with that matmul for dO.
             _, scale, _ = ctx.options
             weight = (scale * grad_lse)[..., None]
             mean_key, _ = forward_op(q, k, k, *ctx.options)

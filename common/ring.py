@@ -139,7 +139,7 @@ class Ring:
     def blocks(self, k: Tensor, v: Tensor):
         """K and V of each rank: this one's, those of the rank before, and so on. Beside its own it holds two of them.
 
-        When a block is given the next one has begun to travel. NCCL's kernel needs multiprocessors, though, and the programs of
+        When a block is given the next one has begun to travel. NCCL's kernel needs SMs, though, and the programs of
         a persistent kernel leave none until they end: begin with something short, under which it starts. There is nothing
         short before the first block, and so a pause.
         """
@@ -348,7 +348,7 @@ class _RingAttention(torch.autograd.Function):
         else:
             dq, dk, dv = (torch.zeros_like(tensor) for tensor in (q, k, v))
         if of_lse:
-            # As in `common.operator`: an attention output with K for V, and the dV of a backward with that product for dO.
+            # As in `common.operator`: an attention output with K for V, and the dV of a backward with that matmul for dO.
             weight = (ctx.options["scale"] * (torch.zeros_like(lse) if grad_lse is None else grad_lse))[..., None]
             mean_key, _ = plainly(_forward, q, k, k, **ctx.options)
             dq = dq + (weight * mean_key).to(dq.dtype)

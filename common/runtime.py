@@ -69,7 +69,7 @@ class Device:
 
     architecture: int | None = None
     shared_memory: float = math.inf
-    multiprocessors: int = AT_ONCE
+    num_sms: int = AT_ONCE
 
 
 _interpreter = Device()
@@ -80,9 +80,9 @@ def shared_memory_limit() -> float:
     return _interpreter.shared_memory if INTERPRETED else _properties()["max_shared_mem"]
 
 
-def multiprocessors() -> int:
-    """The number of multiprocessors of the current device; on the interpreter, of programs that run at the same time."""
-    return _interpreter.multiprocessors if INTERPRETED else _properties()["multiprocessor_count"]
+def num_sms() -> int:
+    """The number of SMs of the current device; on the interpreter, of programs that run at the same time."""
+    return _interpreter.num_sms if INTERPRETED else _properties()["multiprocessor_count"]
 
 
 def architecture() -> int | str | None:

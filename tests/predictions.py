@@ -79,19 +79,19 @@ class Problem:
         seen = (min(i + 1, self.seq_k) for i in range(self.seq_q)) if self.causal else [self.seq_q * self.seq_k]
         return self.heads * sum(seen) * FLOAT
 
-    # FLOPs of products. S, dQ and dK sum over, or give, rows of D numbers, as Q and K have; O, dP and dV of Dv, as V has.
+    # FLOPs of matmuls. S, dQ and dK sum over, or give, rows of D numbers, as Q and K have; O, dP and dV of Dv, as V has.
 
     def flops(self, scores, of_keys, of_values):
-        """Of so many products with D and with Dv, each over `scores` elements of S."""
+        """Of so many matmuls with D and with Dv, each over `scores` elements of S."""
         return 2 * scores * (of_keys * self.head_dim + of_values * self.value_dim)
 
     @property
-    def key_product(self):
+    def key_matmul(self):
         """S, dQ or dK, each, over all of S."""
         return self.flops(self.heads * self.seq_q * self.seq_k, 1, 0)
 
     @property
-    def value_product(self):
+    def value_matmul(self):
         """O, dP or dV, each, over all of S."""
         return self.flops(self.heads * self.seq_q * self.seq_k, 0, 1)
 
@@ -135,7 +135,7 @@ class Problem:
         return self.heads * tiles * m * n
 
 
-# --- v0: every line of PyTorch reads and writes all of S. To its products the rows of the query heads that share a K/V head are
+# --- v0: every line of PyTorch reads and writes all of S. To its matmuls the rows of the query heads that share a K/V head are
 # one taller matrix: K and V are read, and dK and dV written, once for all of them.
 
 
@@ -149,7 +149,7 @@ def _masked(p: Problem) -> Steps:
 
 
 def v0_forward(p: Problem) -> Steps:
-    yield p.q + p.k, p.s, p.key_product  # S = Q Kᵀ
+    yield p.q + p.k, p.s, p.key_matmul  # S = Q Kᵀ
     yield p.s, p.s  # · scale
     yield from _masked(p)
     yield p.s, p.row  # m
@@ -158,7 +158,7 @@ def v0_forward(p: Problem) -> Steps:
     yield p.s, p.row  # l
     yield p.s + p.row, p.s  # P / l
     yield p.s, p.s // 2  # in float16
-    yield p.s // 2 + p.v, 2 * p.o, p.value_product  # O = P V, float32
+    yield p.s // 2 + p.v, 2 * p.o, p.value_matmul  # O = P V, float32
     yield 2 * p.o, p.o  # in float16
     yield p.row, p.row  # log l
     yield 2 * p.row, p.row  # m + log l
@@ -166,14 +166,14 @@ def v0_forward(p: Problem) -> Steps:
 
 
 def v0_backward(p: Problem) -> Steps:
-    yield p.q + p.k, p.s, p.key_product  # S = Q Kᵀ
+    yield p.q + p.k, p.s, p.key_matmul  # S = Q Kᵀ
     yield p.s, p.s  # · scale
     yield from _masked(p)
     yield p.s + p.row, p.s  # S - LSE
     yield p.s, p.s  # P = exp
     yield p.s, p.s // 2  # in float16
-    yield p.s // 2 + p.o, 2 * p.v, p.value_product  # dV = Pᵀ dO, float32
-    yield p.o + p.v, p.s, p.value_product  # dP = dO Vᵀ
+    yield p.s // 2 + p.o, 2 * p.v, p.value_matmul  # dV = Pᵀ dO, float32
+    yield p.o + p.v, p.s, p.value_matmul  # dP = dO Vᵀ
     yield p.o, 2 * p.o  # O in float32
     yield p.o, 2 * p.o  # dO in float32
     yield 4 * p.o, 2 * p.o  # O ∘ dO
@@ -181,8 +181,8 @@ def v0_backward(p: Problem) -> Steps:
     yield p.s + p.row, p.s  # dP - delta
     yield 2 * p.s, p.s  # P ∘
     yield p.s, p.s // 2  # dS in float16
-    yield p.s // 2 + p.k, 2 * p.q, p.key_product  # dQ = dS K, float32
-    yield p.s // 2 + p.q, 2 * p.k, p.key_product  # dK = dSᵀ Q, float32
+    yield p.s // 2 + p.k, 2 * p.q, p.key_matmul  # dQ = dS K, float32
+    yield p.s // 2 + p.q, 2 * p.k, p.key_matmul  # dK = dSᵀ Q, float32
     yield from _scaled_and_stored(p)
 
 
@@ -198,20 +198,20 @@ def _scaled_and_stored(p: Problem) -> Steps:
 
 
 def v1_forward(p: Problem) -> Steps:
-    yield p.q + p.k, p.s, p.key_product  # S = Q Kᵀ
+    yield p.q + p.k, p.s, p.key_matmul  # S = Q Kᵀ
     yield 2 * p.seen_s, p.s // 2 + p.row  # one pass for m and l, one for P; LSE
-    yield p.s // 2 + p.v, 2 * p.o, p.value_product  # O = P V, float32
+    yield p.s // 2 + p.v, 2 * p.o, p.value_matmul  # O = P V, float32
     yield 2 * p.o, p.o  # in float16
 
 
 def v1_backward(p: Problem) -> Steps:
-    yield p.q + p.k, p.s, p.key_product  # S = Q Kᵀ
+    yield p.q + p.k, p.s, p.key_matmul  # S = Q Kᵀ
     yield p.seen_s + p.row, p.s // 2  # P from S and LSE
-    yield p.s // 2 + p.o, 2 * p.v, p.value_product  # dV = Pᵀ dO
-    yield p.o + p.v, p.s, p.value_product  # dP = dO Vᵀ
+    yield p.s // 2 + p.o, 2 * p.v, p.value_matmul  # dV = Pᵀ dO
+    yield p.o + p.v, p.s, p.value_matmul  # dP = dO Vᵀ
     yield p.seen_s // 2 + p.seen_s + 2 * p.o, p.s // 2  # dS from P, dP, O and dO
-    yield p.s // 2 + p.k, 2 * p.q, p.key_product  # dQ = dS K
-    yield p.s // 2 + p.q, 2 * p.k, p.key_product  # dK = dSᵀ Q
+    yield p.s // 2 + p.k, 2 * p.q, p.key_matmul  # dQ = dS K
+    yield p.s // 2 + p.q, 2 * p.k, p.key_matmul  # dK = dSᵀ Q
     yield from _scaled_and_stored(p)
 
 
@@ -286,7 +286,7 @@ def v5_backward(p: Problem) -> Steps:
     yield p.k + p.v + queries, p.k + p.v, p.flops(p.scores_of_keys(p.key_tile), 2, 2)
 
 
-# --- v7: a backward of five products, and dQ added up in memory
+# --- v7: a backward of five matmuls, and dQ added up in memory
 
 
 def v7_backward(p: Problem) -> Steps:
@@ -306,7 +306,7 @@ def v7_backward(p: Problem) -> Steps:
 # and the narrow backward's from v16 on. v18's backward has tiles for 256.
 
 ROWS = 64  # of a consumer: queries in the forward, keys in the backward
-MULTIPROCESSORS = GPUS["h200"].multiprocessors
+NUM_SMS = GPUS["h200"].num_sms
 V15 = importlib.import_module("stages.v15_split_keys.forward")  # says how long work is that it takes in another way
 V17 = importlib.import_module("stages.v17_safe_speculation.forward")  # says how many keys all rows begin with
 
@@ -353,7 +353,7 @@ def v13_forward(p: Problem, wide_keys: int = 128) -> Steps:
     tiles = _query_tiles(p)
     yield 0, (2 + tiles) * INT  # the counter, and a flag for all tiles and for each, = 0
     yield _persistent_forward(p)  # in which no tile fails: the scores are not far apart
-    yield min(tiles, MULTIPROCESSORS) * INT, 0  # each program reads the flag for all tiles, and ends
+    yield min(tiles, NUM_SMS) * INT, 0  # each program reads the flag for all tiles, and ends
 
 
 def v14_forward(p: Problem) -> Steps:
@@ -365,21 +365,21 @@ def v15_forward(p: Problem, safe: bool = False) -> Steps:
     packed = per_kv if 64 % per_kv == 0 else 1  # rows of a query, side by side
     seen_keys = min(p.seq_q, p.seq_k) if p.causal else p.seq_k
     squares = math.ceil(p.seq_q * packed / 128) * math.ceil(seen_keys / 128) * (p.heads // packed)
-    few = p.seq_q * packed <= 128 or (not _wide(p) and squares <= V15.FEW_SQUARES * MULTIPROCESSORS)
+    few = p.seq_q * packed <= 128 or (not _wide(p) and squares <= V15.FEW_SQUARES * NUM_SMS)
     m, n = (128, 128) if few else (128 if _wide(p) else 256, 64)
     tiles = math.ceil(p.seq_q * packed / m) * (p.heads // packed)
     key_tiles = math.ceil(seen_keys / n)
     splits = 1
-    if few or tiles < MULTIPROCESSORS:
+    if few or tiles < NUM_SMS:
         width = p.head_dim + p.value_dim
-        splits = V15.splits_of(tiles, key_tiles, min(p.seq_q * packed, m), n, width, MULTIPROCESSORS)
+        splits = V15.splits_of(tiles, key_tiles, min(p.seq_q * packed, m), n, width, NUM_SMS)
     if few and key_tiles <= splits and n > ROWS:
         n, key_tiles = n // 2, key_tiles * 2
     if splits == 1 and not few and tiles == math.ceil(p.seq_q / m) * p.heads:
         packed = 1
     rows = p.seq_q * packed
     jobs = math.ceil(rows / m) * p.heads // packed * splits
-    turns = math.ceil(jobs / MULTIPROCESSORS)
+    turns = math.ceil(jobs / NUM_SMS)
     at_once = few or turns * math.ceil(key_tiles / splits) <= V15.SHORT[max(p.head_dim, p.value_dim)]
 
     def seen(end_row, split):  # key tiles of the split
@@ -414,7 +414,7 @@ def v15_forward(p: Problem, safe: bool = False) -> Steps:
             yield 0, (2 + jobs) * INT
         flops = p.flops(steps * ROWS * n, 1, 1) + p.flops(jobs * m * first_keys, 1, 0)
         yield read + counted + looks * INT, written + counted, flops
-        yield min(jobs, MULTIPROCESSORS) * INT, 0
+        yield min(jobs, NUM_SMS) * INT, 0
     if splits > 1:
         yield parts, p.o + p.row
 
@@ -426,7 +426,7 @@ def _samples(p: Problem, m: int, n: int, packed: int, first_keys: int, flags: in
     per_kv = p.heads // p.kv_heads // packed
     fit = V17.L2_SHARE["causal" if p.causal else "full"] // (p.seq_k * (p.row_of_q + p.row_of_o))
     group = per_kv * max(1, min(p.kv_heads, fit))
-    read, samples = 0, min(V17.LATELY.value, MULTIPROCESSORS)
+    read, samples = 0, min(V17.LATELY.value, NUM_SMS)
     for sample in range(samples):
         tile = sample * heads * tiles_m // samples
         inside = tile % (group * tiles_m)

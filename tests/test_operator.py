@@ -165,7 +165,7 @@ def test_activation_checkpointing(stage, use_reentrant, unordered):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16] if not on_gpu else [torch.bfloat16, torch.float16])
 def test_autocast_casts_the_inputs(stage, dtype, unordered):
-    """As if cast by hand, forward and backward: autocast does not reach the float32 products inside a stage."""
+    """As if cast by hand, forward and backward: autocast does not reach the float32 matmuls inside a stage."""
     q, k, v, grad_out = make_inputs(*TILED, dtype=torch.float32, **FEW_SHARED)
     by_hand = by_operator(stage, q.to(dtype), k.to(dtype), v.to(dtype), grad_out.to(dtype), causal=True, scale=SCALE)
     leaves = as_leaves(q, k, v)

@@ -1,4 +1,4 @@
-"""What goes on beside a partition once it has been issued: the copy engine's copies, and products of a warpgroup.
+"""What goes on beside a partition once it has been issued: TMA's copies, and matmuls of a warpgroup.
 
 Each takes place when the seed says, between its issue and the wait that knows it to be over.
 """
@@ -20,14 +20,14 @@ class Traffic:
         """So many bytes are written to global memory."""
 
     def multiply(self, flops: int):
-        """A product takes so many FLOPs."""
+        """A matmul takes so many FLOPs."""
 
 
 traffic = Traffic()
 
 
 class Descriptor:
-    """A tensor as the copy engine knows it."""
+    """A tensor as TMA knows it."""
 
     def __init__(self, descriptor, name: str):
         self.name = name
@@ -99,7 +99,7 @@ class Store:
     def __init__(self, descriptor: Descriptor, coord, buffer: Buffer, adds: bool):
         descriptor.check(coord, buffer)
         if any(int(first) < 0 for first in coord):
-            now().fail(f"a store to `{descriptor.name}` at {[*map(int, coord)]}: before the tensor the copy engine only loads")
+            now().fail(f"a store to `{descriptor.name}` at {[*map(int, coord)]}: before the tensor TMA only loads")
         self._descriptor, self._coord, self.buffer, self._adds = descriptor, coord, buffer, adds
         self.where = now().here()
         self.event = buffer.memory.use(buffer, "a copy", writes=False, asynchronous=True)
@@ -115,7 +115,7 @@ class Store:
         tile = self.buffer.view.reshape(self._descriptor.block_shape)[of_tile]
         nbytes = part.numel() * part.itemsize
         if self._adds:
-            part += tile  # by the L2 cache: the multiprocessor reads nothing
+            part += tile  # by the L2 cache: the SM reads nothing
         else:
             part.copy_(tile)
         traffic.write(nbytes)
@@ -134,36 +134,36 @@ def store_wait(pendings: int):
     del partition.stores[: len(waited_for)]
 
 
-class Product(Values):
-    """warpgroup_mma: a product, whose value is there once it has been waited for."""
+class Matmul(Values):
+    """warpgroup_mma: a matmul, whose value is there once it has been waited for."""
 
     def __init__(self, a, b, acc, use_acc):
         (m, k), n = a.shape, b.shape[1]
         if b.shape[0] != k or acc.shape != [m, n] or a.dtype != b.dtype:
-            now().fail(f"a product of {a.dtype} {a.shape} and {b.dtype} {b.shape}, added to {acc.shape}")
+            now().fail(f"a matmul of {a.dtype} {a.shape} and {b.dtype} {b.shape}, added to {acc.shape}")
         self.shape, self.flops = [m, n], 2 * m * k * n
         self._acc, self._use_acc = acc, use_acc
         self._events = 0
         for buffer in (a, b):
             if isinstance(buffer, Buffer):
-                self._events |= buffer.memory.use(buffer, "a product", writes=False, asynchronous=True)
+                self._events |= buffer.memory.use(buffer, "a matmul", writes=False, asynchronous=True)
         self._operands = a if isinstance(a, Buffer) else operand(a), b
         self._value = None
         self.layout = acc.layout
         self.where = now().here()
         self.over = False
-        self.cycle = now().timing.product(now().running, self.flops) if now().timing else 0.0
-        now().running.products.append(self)
+        self.cycle = now().timing.matmul(now().running, self.flops) if now().timing else 0.0
+        now().running.matmuls.append(self)
         now().issue(self)
         now().switch()
 
     @property
     def data(self):
-        """Of a product that has not been waited for there is none."""
-        return now().fail("a product's value is used before warpgroup_mma_wait")
+        """Of a matmul that has not been waited for there is none."""
+        return now().fail("a matmul's value is used before warpgroup_mma_wait")
 
     def __getattr__(self, name):
-        """What a tensor has, a product that has not been waited for has not."""
+        """What a tensor has, a matmul that has not been waited for has not."""
         if name.startswith("__"):
             raise AttributeError(name)
         return self.data
@@ -173,7 +173,7 @@ class Product(Values):
         a, b = (one.view if isinstance(one, Buffer) else one for one in self._operands)
         self._value = a.float() @ b.float()
         if self._use_acc:
-            self._value = self._value + (self._acc.result() if isinstance(self._acc, Product) else operand(self._acc))
+            self._value = self._value + (self._acc.result() if isinstance(self._acc, Matmul) else operand(self._acc))
         traffic.multiply(self.flops)
 
     def result(self) -> torch.Tensor:
@@ -190,15 +190,15 @@ class Product(Values):
             timing.reach(now().running, self.cycle)
 
 
-def product_wait(outstanding: int, results: list):
-    """warpgroup_mma_wait: until all of this partition's products are over but so many, the last ones.
+def matmul_wait(outstanding: int, results: list):
+    """warpgroup_mma_wait: until all of this partition's matmuls are over but so many, the last ones.
 
     Returns:
-        `results`, products that are over as their values; one, or a tuple.
+        `results`, matmuls that are over as their values; one, or a tuple.
     """
     partition = now().running
-    while len(partition.products) > outstanding:
-        partition.products.pop(0).finish()
+    while len(partition.matmuls) > outstanding:
+        partition.matmuls.pop(0).finish()
     now().switch()
-    given = tuple(Register(one.result(), one.layout) if isinstance(one, Product) and one.over else one for one in results)
+    given = tuple(Register(one.result(), one.layout) if isinstance(one, Matmul) and one.over else one for one in results)
     return given[0] if len(given) == 1 else given

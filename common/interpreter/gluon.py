@@ -1,4 +1,4 @@
-"""Gluon on the CPU: its kernels run as they are, warps, barriers, copy engine and asynchronous products included.
+"""Gluon on the CPU: its kernels run as they are, warps, barriers, TMA and asynchronous matmuls included.
 
 `install` has every launch of a Gluon kernel run here. A kernel's own Python body runs, with what it calls of Gluon and Triton
 replaced by what MEANING has; what that lacks raises an error that names it. `schedule` says in which order things happen,
@@ -27,7 +27,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITCallable
 
 from . import shared
-from .asynchronous import Descriptor, Load, Product, Store, product_wait, store_wait, traffic
+from .asynchronous import Descriptor, Load, Matmul, Store, matmul_wait, store_wait, traffic
 from .schedule import MARK, Program, begin, next_seed, now, outermost_frame
 from .shared import Barriers, Buffer, Memory
 from .values import Pointer, Register, Scalar, computed, in_torch, operand, promoted, tensor, value
@@ -219,13 +219,13 @@ def _atomic_add(pointer, added, mask=None):
 
 
 def add_in_memory(pointer, added):
-    """An addition of which nothing comes back, by the L2 cache: the multiprocessor reads nothing."""
+    """An addition of which nothing comes back, by the L2 cache: the SM reads nothing."""
     nbytes = _add_up(pointer, added)
     if now().timing:
         now().timing.copy(now().running, "add", nbytes)
 
 
-# --- shared memory, barriers, the copy engine, products, roles
+# --- shared memory, barriers, TMA, matmuls, roles
 
 
 @means(gl.allocate_shared_memory)
@@ -281,13 +281,13 @@ means(fence_async_shared)(shared.fence)
 
 @means(warpgroup_mma)
 def _warpgroup_mma(a, b, acc, *, use_acc=True, is_async=False):
-    product = Product(a, b, acc, use_acc)
-    return product if is_async else product_wait(0, [product])
+    matmul = Matmul(a, b, acc, use_acc)
+    return matmul if is_async else matmul_wait(0, [matmul])
 
 
 @means(warpgroup_mma_wait)
 def _warpgroup_mma_wait(num_outstanding=0, deps=None):
-    return product_wait(num_outstanding, deps)
+    return matmul_wait(num_outstanding, deps)
 
 
 @means(gl.warp_specialize)

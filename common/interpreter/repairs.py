@@ -80,7 +80,7 @@ def refuse_stores_before_a_tensor():
     def checked(self, desc, value, indices):
         where = [int(index.data.item()) for index in indices]
         if min(where) < 0:
-            raise ValueError(f"a store at {where}: before the tensor the copy engine only loads")
+            raise ValueError(f"a store at {where}: before the tensor TMA only loads")
         store(self, desc, value, indices)
 
     InterpreterBuilder.create_descriptor_store = checked

@@ -1,6 +1,6 @@
 """Who runs when: the partitions of a kernel's programs take turns, and what is asynchronous takes place, as a seed chooses.
 
-One thread runs at a time. At every barrier, copy, product and fence it gives up its turn, and the seed says who goes on: a run
+One thread runs at a time. At every barrier, copy, matmul and fence it gives up its turn, and the seed says who goes on: a run
 is one interleaving of very many, and its seed replays it. That a run is right does not hang on the seed alone. What each
 partition knows to be over is kept (`Partition.known`), and two uses of a buffer of which neither knows of the other are an
 error in whichever order they happened to come.
@@ -21,7 +21,7 @@ from triton.runtime.interpreter import InterpreterError
 from .timing import Rates, Timing
 
 VARIABLE = "GLUON_SEED"  # in the environment: the seed of every launch
-AT_ONCE = 2  # programs that run at the same time: the multiprocessors of the GPU that is interpreted
+AT_ONCE = 2  # programs that run at the same time: the SMs of the GPU that is interpreted
 MARK = "__interpreted__"  # among the globals of every function of a kernel
 
 _seeds = itertools.count()
@@ -105,7 +105,7 @@ class Partition:
         self.program, self.call, self.name, self.warps = program, call, name, warps
         self.clock = parent.clock if parent else 0.0  # in a launch that is timed
         self.known = parent.known if parent else 0  # the events that are over, for all that this partition can tell
-        self.products, self.stores = [], []  # asynchronous ones that it has issued and not waited for
+        self.matmuls, self.stores = [], []  # asynchronous ones that it has issued and not waited for
         self.waiting = self.frame = None
         self.turn = threading.Lock()
         self.turn.acquire()
@@ -125,7 +125,7 @@ class Schedule:
         self.eagerness = self.random.choice((0, 0.1, 0.5, 1))  # with which what has been issued takes place, at each turn
         self.constancy = self.random.choice((0, 0.5, 0.9))  # with which who runs goes on running
         self.fair = self.random.choice((True, False))  # or some operations are put off for as long as there are others
-        self._issued = {}  # copies and products that have not taken place yet, by identity, with the rank that they were dealt
+        self._issued = {}  # copies and matmuls that have not taken place yet, by identity, with the rank that they were dealt
         self.error = None
         self.running = None
         self.programs = 0  # of the launch
@@ -238,9 +238,9 @@ class Schedule:
         if partition.stores:
             store = partition.stores[0]
             self.fail(f"{partition.name} ends before {store.buffer} has been read, with no store_wait after {store.where}")
-        if partition.products:
-            where = partition.products[0].where
-            self.fail(f"{partition.name} ends before a product does, with no warpgroup_mma_wait after {where}")
+        if partition.matmuls:
+            where = partition.matmuls[0].where
+            self.fail(f"{partition.name} ends before a matmul does, with no warpgroup_mma_wait after {where}")
         if partition is partition.program.partitions[0]:
             for barrier in partition.program.barriers:
                 barrier.check_at_end()

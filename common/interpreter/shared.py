@@ -2,7 +2,7 @@
 
 Each use of a part of a buffer is an event. It may conflict with one before it (one of the two writes) only where the partition
 that begins it knows that the other is over: because it was its own, or through barriers and waits, which pass on what those who
-arrive know. What ordinary stores have written, the copy engine and products see only after `fence_async_shared`.
+arrive know. What ordinary stores have written, TMA and matmuls see only after `fence_async_shared`.
 """
 
 import functools
@@ -60,7 +60,7 @@ class _Use:
     where: Place
     writes: bool
     event: int
-    fences: int | None = None  # of an ordinary store: the events that made it visible to the copy engine and to products
+    fences: int | None = None  # of an ordinary store: the events that made it visible to TMA and to matmuls
 
 
 # A kernel's tiles have few shapes and places, and each use of one is compared with all before it: answers are kept.
@@ -130,7 +130,7 @@ class Memory:
 
 
 def fence():
-    """fence_async_shared: what the partition knows to be stored, the copy engine and products see from here on."""
+    """fence_async_shared: what the partition knows to be stored, TMA and matmuls see from here on."""
     partition = now().running
     event = partition.program.event()
     for use in itertools.chain.from_iterable(memory.uses for memory in partition.program.memories):

@@ -1,4 +1,4 @@
-"""How long a kernel takes on one multiprocessor, and which unit does what meanwhile, at given rates.
+"""How long a kernel takes on one SM, and which unit does what meanwhile, at given rates.
 
 A model, made of rates and of what waits for what. A unit does what it is asked for in turn. A partition does one thing after
 the other, each for a whole tile, and meanwhile others use the other units. Not in it: instructions of one partition that
@@ -16,12 +16,12 @@ UNITS = COPIES, STORES, TENSOR_CORES, EXPONENTIALS, OTHERS, SHARED
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one multiprocessor while all others do the same, in cycles of its clock.
+    """Of one SM while all others do the same, in cycles of its clock.
 
     results: a cycle, of each kind of instruction.
-    flops, copied, stored, added, shared: FLOPs of products and bytes a cycle: of copies from global memory, to it, and of those
+    flops, copied, stored, added, shared: FLOPs of matmuls and bytes a cycle: of copies from global memory, to it, and of those
         that add to it, and of loads and stores of shared memory.
-    product, copy, store: cycles from the issue of one to its end, beyond those that its unit takes.
+    matmul, copy, store: cycles from the issue of one to its end, beyond those that its unit takes.
     arrive, wait, fence: cycles that they take of a partition of one warp, and of four.
     hand_over: cycles from an arrival to the end of a wait for it.
     """
@@ -32,7 +32,7 @@ class Rates:
     stored: float
     added: float
     shared: float
-    product: float
+    matmul: float
     copy: float
     store: float
     arrive: dict[int, float]
@@ -91,9 +91,9 @@ class Timing:
         }[what]
         return self.take(unit, partition, what, nbytes / rate) + latency
 
-    def product(self, partition, flops: int) -> float:
-        """A product is issued; the cycle in which it is over."""
-        return self.take(TENSOR_CORES, partition, "product", flops / self.rates.flops) + self.rates.product
+    def matmul(self, partition, flops: int) -> float:
+        """A matmul is issued; the cycle in which it is over."""
+        return self.take(TENSOR_CORES, partition, "matmul", flops / self.rates.flops) + self.rates.matmul
 
     def reach(self, partition, cycle: float):
         """A partition goes on in that cycle, or is there already."""

@@ -1,4 +1,4 @@
-"""Host-side tensor descriptors: what the copy engine (TMA, Hopper and newer) needs to know of a tensor."""
+"""Host-side tensor descriptors: what TMA (Hopper and newer) needs to know of a tensor."""
 
 import threading
 

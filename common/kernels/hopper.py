@@ -23,7 +23,7 @@ ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float3
 
 
 def unavailable() -> str | None:
-    """Why kernels made of Hopper's own instructions (warpgroup products, register reallocation) cannot run; None: they can."""
+    """Why kernels made of Hopper's own instructions (warpgroup matmuls, register reallocation) cannot run; None: they can."""
     arch = architecture()
     if arch is None or arch in HOPPER:  # None: they are interpreted
         return None
@@ -67,7 +67,7 @@ def describe_rows(tensor: Tensor, rows: int) -> TensorDescriptor:
 
 @builtin
 def async_reduce_add(tensor_desc, coord, src, _semantic=None):
-    """Add the tile `src` in shared memory to the tile at `coord` in global memory, by the copy engine.
+    """Add the tile `src` in shared memory to the tile at `coord` in global memory, by TMA.
 
     Completes like `tma.async_copy_shared_to_global`, its twin: `tma.store_wait` waits until `src` has been read. Triton 3.6 and
     3.7 have the operation, but Gluon no function for it.
@@ -95,7 +95,7 @@ means(reduce_add)(add_in_memory)
 def store_rows(ptr, desc, batch, head, start, tile):
     """Store the rows of a tile that lie inside of a tensor, each thread those that it has.
 
-    For a tile that begins before the tensor. Of such a one the copy engine loads what there is, but a store at a negative
+    For a tile that begins before the tensor. Of such a one TMA loads what there is, but a store at a negative
     coordinate stops the program.
 
     Args:

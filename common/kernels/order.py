@@ -12,7 +12,7 @@ def tile_and_head(
 
     Programs start in their order. Where all take as long, they go through head after head, and those that run at the same time
     share that head's `seq` rows of ROW_BYTES. Causal tiles differ in length, and a long one that starts late leaves the other
-    multiprocessors idle at the end: so they go through a group of heads, tile 0 of each, then tile 1 of each, before the next
+    SMs idle at the end: so they go through a group of heads, tile 0 of each, then tile 1 of each, before the next
     group. The rows of a group take at most L2_SHARE bytes, unless it is one head. Count tiles so that tile 0 is the longest.
     Where heads share rows, `seq` is the part of these that falls to each. A program that stays gives the number of the one that
     it stands for, and how many there would be.

@@ -11,7 +11,7 @@ def aligned(tensor: Tensor) -> Tensor:
 
     Where it cannot, as for a view that starts in the middle of a row, or whose rows are padded by a few elements, it loads
     element by element, and nothing ahead of its use. That is slow, and worse: where V has 16 or 32 columns in half precision,
-    ptxas 12.8 then leaves the address undefined from which a product of v3's forward reads its tile.
+    ptxas 12.8 then leaves the address undefined from which a matmul of v3's forward reads its tile.
     """
     *steps, last = tensor.stride()
     if last == 1 and all(number % ALIGNMENT == 0 for number in (tensor.data_ptr(), *steps)):

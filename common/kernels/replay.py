@@ -205,7 +205,7 @@ def _described(kind, fields, tensor):
 def _encoders(run):
     """Triton's launcher of a kernel as one that takes descriptors as the driver encodes them, and for each its encoder.
 
-    The launcher itself, and none, for a kernel without descriptors, for a GPU without a copy engine, and where Triton has it
+    The launcher itself, and none, for a kernel without descriptors, for a GPU without TMA, and where Triton has it
     otherwise than in 3.6 and 3.7.
     """
     encoding = getattr(run, "launch", None)

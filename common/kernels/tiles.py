@@ -14,7 +14,7 @@ def query_tile(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
     """Keyword arguments of a launch whose programs own query rows: BLOCK_M of them, against BLOCK_N key rows a step.
 
     128 rows against 64, and less where the operands of a step would outgrow registers and shared memory: for D = 256, and for
-    float32, whose exact products run on the ordinary arithmetic units with every operand in registers.
+    float32, whose exact matmuls run on the ordinary arithmetic units with every operand in registers.
     """
     if dtype == torch.float32:
         return {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 8, "num_stages": 1}
@@ -31,7 +31,7 @@ def key_tile(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
     if head_dim > 128:
         return {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 8, "num_stages": 1}
     if shared_memory_limit() >= HOPPER:
-        if head_dim <= 64:  # two such programs fit on a multiprocessor, and one computes while the other waits
+        if head_dim <= 64:  # two such programs fit on an SM, and one computes while the other waits
             return {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
         return {"BLOCK_M": 32, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3}
     return {"BLOCK_M": 32, "BLOCK_N": 128 if head_dim <= 64 else 64, "num_warps": 8, "num_stages": 2}

@@ -43,7 +43,7 @@ def configs(tiles: Sequence[tuple[int, int, int, int]], pre_hook: Callable | Non
 def sensible(config: triton.Config, row_bytes: int, precision: str, has_copy_engine: bool) -> bool:
     """Whether a tile is worth compiling for rows of that many bytes.
 
-    Only the small ones are where exact float32 products keep every operand in registers, and where there is no copy engine,
+    Only the small ones are where exact float32 matmuls keep every operand in registers, and where there is no TMA,
     so that a descriptor becomes an address in registers for every element.
     """
     rows = max(config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"])

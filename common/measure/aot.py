@@ -208,7 +208,7 @@ def compile_cases(cases, all_configs):
     Returns:
         rows, errors and unavailable, in the order of the cases. A row is the case and: kernel, config, registers (a thread, at
         launch), roles (as `roles` has them), spilled_bytes (of spill stores and loads, a thread), shared_bytes (a block),
-        instructions (keys of `INSTRUCTIONS`), dots (matrix products in the source), descriptors (arguments that are tensor
+        instructions (keys of `INSTRUCTIONS`), dots (matmuls in the source), descriptors (arguments that are tensor
         descriptors), warnings (of ptxas). An error is the case and: error. What the stage cannot run on is the case and:
         reason.
     """

@@ -2,14 +2,14 @@
 
 A kernel counts what its programs ask of global memory: every element that a load, store, atomic or copy touches, each time,
 for each program anew. Masked elements count nothing, nor does what lies outside a descriptor's tensor, which the hardware
-clips. That is the traffic between the multiprocessors and what lies behind them, and the "HBM accesses" of the FlashAttention
-papers; a cache may serve part of it. An atomic operation reads and writes. Where the copy engine adds, it writes:
+clips. That is the traffic between the SMs and what lies behind them, and the "HBM accesses" of the FlashAttention
+papers; a cache may serve part of it. An atomic operation reads and writes. Where TMA adds, it writes:
 the L2 cache adds.
 
 An operator of PyTorch counts its arguments and results once each, the least that it can move: how often a library reads its
 tiles is its own affair. A dimension that is only expanded counts as one; views and empty tensors move nothing.
 
-FLOPs are those of matrix products as executed: the masked part of a tile and what is computed again are in them.
+FLOPs are those of matmuls as executed: the masked part of a tile and what is computed again are in them.
 """
 
 import math
@@ -41,7 +41,7 @@ _OVERWRITING = {"copy_", "fill_", "zero_"}  # in place, without a look at what w
 
 @dataclass
 class Launch:
-    """One kernel, or one operator of PyTorch: bytes read and written, FLOPs of its matrix products."""
+    """One kernel, or one operator of PyTorch: bytes read and written, FLOPs of its matmuls."""
 
     name: str  # of the kernel's function; "aten.…" for an operator
     tile: dict[str, int] = field(default_factory=dict)  # a kernel's BLOCK_… arguments
@@ -69,7 +69,7 @@ class Count:
 
     @property
     def flops(self) -> int:
-        """FLOPs of the matrix products of all launches."""
+        """FLOPs of the matmuls of all launches."""
         return sum(launch.flops for launch in self.launches)
 
 
@@ -198,7 +198,7 @@ class _Counter(TorchDispatchMode):
         return counted
 
     def _descriptor_reduce(self, descriptor_reduce):
-        """What the copy engine adds is written: the L2 cache does the adding, and nothing comes back."""
+        """What TMA adds is written: the L2 cache does the adding, and nothing comes back."""
 
         def counted(*args):
             read = self.launches[-1].read

@@ -1,11 +1,11 @@
-"""Counted traffic next to what Nsight Compute measures between the L2 cache and the multiprocessors, for the same launches.
+"""Counted traffic next to what Nsight Compute measures between the L2 cache and the SMs, for the same launches.
 
     python -m common.measure.ncu measure results/traffic-h200.json   # where there are a GPU and `ncu`
     python -m common.measure.ncu count results/traffic-h200.json     # anywhere: adds the counts, for the tiles tuned there
     make readme                                              # writes results/traffic-h200.md
 
 What can make the two differ: an L1 cache serves a pointer load whose line it still holds (copies that go past it to shared
-memory, and the copy engine, always ask the L2 cache); memory moves in sectors of 32 bytes, of which the end of a row may use a
+memory, and TMA, always ask the L2 cache); memory moves in sectors of 32 bytes, of which the end of a row may use a
 part; registers that spill go through the same ports.
 
 Where query heads share K/V heads their programs ask for as many bytes of K and V as with heads of their own, but for fewer
@@ -35,13 +35,13 @@ from common.measure.traffic import GPUS, count_stage, stage_call
 from common.measure.workloads import Workload
 from common.runtime import DEVICE
 
-# Bytes between a multiprocessor's L1 cache and the crossbar to the L2 cache, the copy engine's included.
+# Bytes between an SM's L1 cache and the crossbar to the L2 cache, TMA's included.
 READ, WRITTEN = "l1tex__m_xbar2l1tex_read_bytes.sum", "l1tex__m_l1tex2xbar_write_bytes.sum"
 SPILLED = "l1tex__t_sectors_pipe_lsu_mem_local_op_st.sum"  # registers without room: these stores are in WRITTEN too
 SECTOR = 32  # bytes
 MEMORY = "dram__bytes_read.sum", "dram__bytes_write.sum"  # between the L2 cache and device memory
 FURTHER = (  # to explain a difference; what this GPU does not have is left out
-    "l1tex__m_xbar2l1tex_read_bytes_mem_global_op_tma_ld.sum",  # of these the copy engine's
+    "l1tex__m_xbar2l1tex_read_bytes_mem_global_op_tma_ld.sum",  # of these TMA's
     "l1tex__m_l1tex2xbar_write_bytes_mem_global_op_tma_st.sum",
     "lts__t_sectors_srcunit_tex_op_read.sum",  # the same traffic at the L2 cache's end, in sectors of 32 bytes
     "lts__t_sectors_srcunit_tex_op_write.sum",

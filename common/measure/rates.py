@@ -1,9 +1,9 @@
-"""The rates of one Hopper multiprocessor, each from a loop that does one thing, in cycles of its own clock.
+"""The rates of one Hopper SM, each from a loop that does one thing, in cycles of its own clock.
 
     python -m common.measure.rates --json results/rates-h200.json   # where there is a Hopper GPU
 
 A kernel reads the clock, runs its loop n times, and reads the clock again; n is such that what begins and ends the loop
-does not count. A rate is the median over multiprocessors and repetitions.
+does not count. A rate is the median over SMs and repetitions.
 """
 
 import argparse
@@ -32,14 +32,14 @@ from common.kernels import hopper
 from common.kernels.hopper import async_reduce_add, describe_rows, describe_tile, new_barriers
 from common.measure import machine, terminal
 from common.measure.options import json_path, list_of, one_of, write_json
-from common.runtime import INTERPRETED, multiprocessors
+from common.runtime import INTERPRETED, num_sms
 
 ROWS = gl.constexpr(64)  # of a warpgroup's tile
 COLUMNS = gl.constexpr(64)  # of each of the two register tiles that instructions change in turn
 UNROLLED = gl.constexpr(8)  # instructions on an element in a turn of the loop
 L2_TILES = gl.constexpr(8)  # that a program moves in turn: 132 programs' are 17 MB, of 16 KiB each, which the L2 cache holds
 RING = gl.constexpr(4)  # tiles of shared memory that loads take in turn
-FIELDS = gl.constexpr(5)  # of a program's record: begin and end in cycles, begin and end in nanoseconds, multiprocessor
+FIELDS = gl.constexpr(5)  # of a program's record: begin and end in cycles, begin and end in nanoseconds, SM
 
 TARGET_CYCLES = 300_000  # of a loop
 FIRST_TURNS = 64  # of the run that shows how many take so long
@@ -55,7 +55,7 @@ def _cycle():
 
 @gluon.jit
 def _stamp(record_ptr, end: gl.constexpr):
-    """Write down when this is, in cycles and in nanoseconds, and on which multiprocessor."""
+    """Write down when this is, in cycles and in nanoseconds, and on which SM."""
     record_ptr += gl.program_id(0) * FIELDS
     gl.store(record_ptr + end, _cycle())
     gl.store(record_ptr + 2 + end, globaltimer())
@@ -162,7 +162,7 @@ def _copy_out_kernel(record_ptr, n, desc, own, PENDING: gl.constexpr, ADD: gl.co
 
 @gluon.jit
 def _multiply(clock, n, sink_ptr, tiles, A: gl.constexpr, PENDING: gl.constexpr, w: gl.constexpr):
-    """n products one after another on one accumulator, PENDING of them still running when the next is issued."""
+    """n matmuls one after another on one accumulator, PENDING of them still running when the next is issued."""
     record_ptr, barriers, busy = clock
     a_s, b_s = tiles
     N: gl.constexpr = b_s.shape[1]
@@ -187,7 +187,7 @@ def _multiply(clock, n, sink_ptr, tiles, A: gl.constexpr, PENDING: gl.constexpr,
 
 
 @gluon.jit(do_not_specialize=["n", "busy"])
-def _product_kernel(
+def _matmul_kernel(
     record_ptr, n, sink_ptr, busy, N: gl.constexpr, K: gl.constexpr, A: gl.constexpr, PENDING: gl.constexpr,
     WARPGROUPS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -236,7 +236,7 @@ def _instruction_kernel(record_ptr, n, sink_ptr, busy, ASM: gl.constexpr):
 
 @gluon.jit
 def _load_shared(clock, n, sink_ptr, tiles_s, ROW: gl.constexpr, w: gl.constexpr):
-    """Load RING tiles n times, as the first operand of a product lies in registers; or rows, as a product's columns do."""
+    """Load RING tiles n times, as the first operand of a matmul lies in registers; or rows, as a matmul's columns do."""
     record_ptr, barriers, busy = clock
     mma_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles_s.shape[2], 16])
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma_layout, k_width=2)
@@ -271,7 +271,7 @@ def _load_shared_kernel(record_ptr, n, sink_ptr, busy, N: gl.constexpr, ROW: gl.
 
 @gluon.jit
 def _store_shared(clock, n, first_s, second_s, FENCE: gl.constexpr, w: gl.constexpr):
-    """Store n times two tiles of a product's result; float32 in the order of the registers, as the sums of dQ."""
+    """Store n times two tiles of a matmul's result; float32 in the order of the registers, as the sums of dQ."""
     record_ptr, barriers, busy = clock
     N: gl.constexpr = first_s.shape[1] * first_s.shape[2] // ROWS
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
@@ -383,7 +383,7 @@ class Case:
     options: dict
     amount: float
     per: str  # what the rate is in: "cycles" for each of so many, or so many "… a cycle"
-    programs: int  # each on a multiprocessor of its own
+    programs: int  # each on an SM of its own
     warpgroups: int | None = None  # that are busy, of a kernel where this can be chosen
 
     def launch(self, record: torch.Tensor, turns: int):
@@ -425,9 +425,9 @@ def _copies_out(device, programs) -> Iterator[Case]:
             yield Case(name, _copy_out_kernel, (desc, own), two, nbytes, "bytes a cycle", on)
 
 
-def _products(device, programs) -> Iterator[Case]:
+def _matmuls(device, programs) -> Iterator[Case]:
     sink = torch.zeros(ROWS.value, device=device)
-    shapes = {  # of the stages' products, and short ones
+    shapes = {  # of the stages' matmuls, and short ones
         "shared": ((64, 16), (64, 64), (64, 128), (64, 256), (128, 16), (128, 64), (128, 128)),
         "registers": ((64, 64), (64, 128), (128, 64), (128, 128), (256, 64)),
         "transposed": ((64, 64),),
@@ -437,10 +437,10 @@ def _products(device, programs) -> Iterator[Case]:
         shape = {"N": n, "K": k, "A": a, "WARPGROUPS": most, "REGISTERS": registers, "num_warps": 4, "maxnreg": registers}
         name = f"64x{n}x{k}, A {'in registers' if a == 'registers' else a}"
         options = shape | {"PENDING": 0}
-        yield Case(f"{name}, from issue to its end", _product_kernel, (sink, 1), options, 1, "cycles", programs, 1)
+        yield Case(f"{name}, from issue to its end", _matmul_kernel, (sink, 1), options, 1, "cycles", programs, 1)
         for busy in (1, 2, 4)[: most // 2 + 1]:
             options = shape | {"PENDING": 1}
-            yield Case(name, _product_kernel, (sink, busy), options, busy, "cycles", programs, busy)
+            yield Case(name, _matmul_kernel, (sink, busy), options, busy, "cycles", programs, busy)
 
 
 def _instructions(device, programs) -> Iterator[Case]:
@@ -482,7 +482,7 @@ def _barriers(device, programs) -> Iterator[Case]:
 UNITS = {
     "copy-in": _copies_in,
     "copy-out": _copies_out,
-    "tensor-cores": _products,
+    "tensor-cores": _matmuls,
     "instructions": _instructions,
     "shared-memory": _shared_memory,
     "barriers": _barriers,
@@ -498,7 +498,7 @@ def measure(case: Case) -> dict:
         case.launch(record, turns)
         begins, ends, begins_ns, ends_ns, on = record.cpu().unbind(1)
         if len(set(on.tolist())) != case.programs:
-            raise RuntimeError(f"{case.name}: two programs shared a multiprocessor")
+            raise RuntimeError(f"{case.name}: two programs shared an SM")
         cycles = (ends - begins).tolist()
         if repetition == -1:
             turns = max(FIRST_TURNS, math.ceil(TARGET_CYCLES * FIRST_TURNS / max(cycles)))
@@ -507,7 +507,7 @@ def measure(case: Case) -> dict:
             clocks += ((ends - begins) / (ends_ns - begins_ns)).tolist()
     low, *_, high = statistics.quantiles(rates, n=10, method="inclusive")
     return {
-        "name": case.name, "multiprocessors": case.programs, "warpgroups": case.warpgroups,
+        "name": case.name, "num_sms": case.programs, "warpgroups": case.warpgroups,
         "value": statistics.median(rates), "per": case.per, "low": low, "high": high, "ghz": statistics.median(clocks),
         "turns": turns,
     }  # fmt: skip
@@ -518,7 +518,7 @@ def table(rates: list[dict]) -> str:
     headers = "unit", "what", "SMs", "warpgroups", "rate", "", "10 % to 90 %", "GHz"
     rows = [
         [
-            rate["unit"], rate["name"], rate["multiprocessors"], rate["warpgroups"], f"{rate['value']:.4g}", rate["per"],
+            rate["unit"], rate["name"], rate["num_sms"], rate["warpgroups"], f"{rate['value']:.4g}", rate["per"],
             f"{rate['low']:.4g} to {rate['high']:.4g}", f"{rate['ghz']:.2f}",
         ]
         for rate in rates
@@ -531,7 +531,7 @@ def main(argv: list[str]):
     terminal.prepare()
     parser = argparse.ArgumentParser(
         prog="python -m common.measure.rates",
-        description="Measure what the units of a Hopper multiprocessor do in a cycle. LIST is comma-separated.",
+        description="Measure what the units of a Hopper SM do in a cycle. LIST is comma-separated.",
     )
     names = {name: name for name in UNITS}
     parser.add_argument(
@@ -543,7 +543,7 @@ def main(argv: list[str]):
         raise SystemExit(f"common.measure.rates {reason}")
     rates = []
     for name in options.unit:
-        for case in UNITS[name]("cuda", multiprocessors()):
+        for case in UNITS[name]("cuda", num_sms()):
             print(f"\r{name}: {case.name}\033[K", end="", file=sys.stderr, flush=True)
             rates.append({"unit": name, **measure(case)})
     print(file=sys.stderr)

@@ -13,7 +13,7 @@ FLOAT32_LOSS = 2.0**-22
 _SIZES = {"largest": lambda x: x.abs().max(), "rms": lambda x: x.square().mean().sqrt()}
 
 # Of matrices [heads, query rows, keys], of which several are held at once, and of these heads' K and V. A head of 16384 rows
-# and keys fits in float32: its dK and dV are one product, as in plain PyTorch; of more they are sums of such products.
+# and keys fits in float32: its dK and dV are one matmul, as in plain PyTorch; of more they are sums of such matmuls.
 BLOCK_BYTES = 2**30
 
 

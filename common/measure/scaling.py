@@ -457,7 +457,7 @@ def cases(options, world: int) -> list[tuple[str, Workload, int]]:
 def begin() -> dict:
     """Join the group of all ranks, as torchrun's environment describes it; the groups of the first 1, 2, 3, … of them.
 
-    NCCL's stream has a high priority: its few programs go before those of a stage that are waiting for a multiprocessor.
+    NCCL's stream has a high priority: its few programs go before those of a stage that are waiting for an SM.
     """
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
 

@@ -2,7 +2,7 @@
 
     python -m common.measure.scopes --json results/scopes-h200.json   # where there is a Hopper GPU
 
-A copy of v14's forward gets scopes around its loads, products and exponentials. They cost some cycles each, and the compiler
+A copy of v14's forward gets scopes around its loads, matmuls and exponentials. They cost some cycles each, and the compiler
 moves nothing across them: what is recorded is the kernel's order and overlap, a little slower.
 """
 
@@ -26,15 +26,15 @@ STAGE = "v14_short_tiles"
 WORKLOAD = Workload("fwd", 8, 16, 2048, 128, False, "float16")
 CYCLES = 6000  # that are kept
 WARPS = {"warp 0": "1: consumer", "warp 4": "2: consumer"}  # the first warp of a partition, and what a timeline calls that
-LOOP = "# Both products at once"
+LOOP = "# Both matmuls at once"
 SCOPES = (  # from the kernel's end to its beginning: name, first line, last line, a line before them
     ("store O", "o_s.index(slot).reshape(", "tma.async_copy_shared_to_global(", "def _consumer"),
-    ("last product", "acc = warpgroup_mma_wait(0, [acc])", None, "normalize = "),
+    ("last matmul", "acc = warpgroup_mma_wait(0, [acc])", None, "normalize = "),
     ("convert", "p = gl.convert_layout(p.to(k_s.dtype), p_layout)", None, "acc = acc * gl.convert_layout(rescale"),
     ("wait for O", "acc = warpgroup_mma_wait(0, [acc])", None, LOOP),
     ("softmax", "p = gl.exp2(s * scale_log2", "l = l + _sums(p)", LOOP),
     ("wait for S", "s = warpgroup_mma_wait(1, [s])", None, LOOP),
-    ("issue products", "s = _scores(q", "acc = warpgroup_mma(p", LOOP),
+    ("issue matmuls", "s = _scores(q", "acc = warpgroup_mma(p", LOOP),
     ("wait for K, V", "mbarrier.wait(kv_full", None, "def _scores"),  # inside of the one above
 )
 

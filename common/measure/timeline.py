@@ -1,4 +1,4 @@
-"""What a stage's Gluon kernels do on one multiprocessor, cycle by cycle, at the rates measured of its units.
+"""What a stage's Gluon kernels do on one SM, cycle by cycle, at the rates measured of its units.
 
     python -m common.measure.timeline --stage v12,v13 --json results/timeline.json   # anywhere
 
@@ -27,7 +27,7 @@ from common.operator import HEAD_DIMS
 from common.runtime import Device, interpreted_as
 
 RATES = Path(__file__).parents[2] / "results" / "rates-h200.json"
-HOPPER = Device(architecture=90, shared_memory=227 * 1024, multiprocessors=1)
+HOPPER = Device(architecture=90, shared_memory=227 * 1024, num_sms=1)
 SCORES = 128 * 128  # cycles are given for so many, masked ones not counted
 
 
@@ -35,7 +35,7 @@ def measured_rates(path: Path = RATES) -> Rates:
     """What `common.measure.rates` has measured, as the model takes it."""
     values = {}
     for rate in json.loads(path.read_text())["rates"]:
-        values[rate["unit"], rate["name"], rate["multiprocessors"] == 1, rate["warpgroups"]] = rate["value"]
+        values[rate["unit"], rate["name"], rate["num_sms"] == 1, rate["warpgroups"]] = rate["value"]
 
     def value(unit, name, alone=False, warpgroups=None):
         return values[unit, name, alone, warpgroups]
@@ -54,19 +54,19 @@ def measured_rates(path: Path = RATES) -> Rates:
     }  # fmt: skip
     both = value("instructions", "compare and select", warpgroups=4)
     results["compare"] = results["and"] = results["or"] = 1 / (1 / both - 1 / results["select"])
-    product, tile = value("tensor-cores", "64x64x64, A shared", warpgroups=4), 64 * 64 * 2
+    matmul, tile = value("tensor-cores", "64x64x64, A shared", warpgroups=4), 64 * 64 * 2
     in_alone, out_alone = (
         value("copy-in", "128x128, 6 at a time, own tiles", alone=True),
         value("copy-out", "64x64, 2 at a time, own tiles", alone=True),
     )
     return Rates(
         results=results,
-        flops=2 * 64**3 / product,
+        flops=2 * 64**3 / matmul,
         copied=value("copy-in", "128x64, 12 at a time, the same tiles"),  # programs that run together share a head's tiles
         stored=value("copy-out", "64x128, 2 at a time, own tiles"),
         added=value("copy-out", "16x256 float32, added, 2 at a time, own tiles"),
         shared=value("shared-memory", "store a result, 64x128", warpgroups=4),
-        product=value("tensor-cores", "64x64x64, A shared, from issue to its end", warpgroups=1) - product,
+        matmul=value("tensor-cores", "64x64x64, A shared, from issue to its end", warpgroups=1) - matmul,
         copy=latency("copy-in", "64x64, from issue to barrier", tile, in_alone),
         store=latency("copy-out", "64x64, from issue to its last byte read", tile, out_alone),
         arrive={warps: value("barriers", f"arrive, {warps} at once, nothing to wait for") for warps in (1, 4)},
@@ -77,7 +77,7 @@ def measured_rates(path: Path = RATES) -> Rates:
 
 
 def simulate(stage, workload: Workload, rates: Rates) -> list[Timing]:
-    """The timing of each Gluon kernel that a pass of a stage launches, on one multiprocessor."""
+    """The timing of each Gluon kernel that a pass of a stage launches, on one SM."""
     torch.manual_seed(0)
     with interpreted_as(HOPPER):
         call = stage_call(stage, workload, workload.inputs())
@@ -139,7 +139,7 @@ def table(records: list[dict]) -> str:
 def main(argv: list[str]):
     """The command line."""
     terminal.prepare()
-    description = f"Time Gluon stages on one multiprocessor, in cycles for {SCORES} scores. LIST is comma-separated."
+    description = f"Time Gluon stages on one SM, in cycles for {SCORES} scores. LIST is comma-separated."
     parser = argparse.ArgumentParser(prog="python -m common.measure.timeline", description=description)
     add_list(parser, "--stage", ",".join(filter(has_gluon, stages.names())))
     passes = list_of(one_of({"fwd": "fwd", "bwd": "bwd"}))

@@ -150,7 +150,7 @@ class Replay:
 
 
 def matmul_tflops(timer: GpuTimer, dtype: torch.dtype) -> float:
-    """TFLOP/s that the library reaches on a large square product, the ceiling of what attention can."""
+    """TFLOP/s that the library reaches on a large square matmul, the ceiling of what attention can."""
     a, b = torch.randn(2, MATMUL_SIZE, MATMUL_SIZE, device="cuda", dtype=dtype)
     out = torch.empty_like(a)
     times, _ = timer.measure(lambda: torch.mm(a, b, out=out))

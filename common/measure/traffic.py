@@ -22,11 +22,11 @@ from common.runtime import Device, interpreted_as
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU's published peaks: dense float16 products accumulated in float32, and memory bandwidth."""
+    """A GPU's published peaks: dense float16 matmuls accumulated in float32, and memory bandwidth."""
 
     name: str
     arch: int  # 80 for sm_80
-    multiprocessors: int
+    num_sms: int
     tflops: float
     tb_per_s: float
     source: str
@@ -42,21 +42,21 @@ class Gpu:
 
     def interpreted(self):
         """Inside, the interpreter stands in for this GPU."""
-        return interpreted_as(Device(self.arch, SHARED_LIMIT[self.arch], self.multiprocessors))
+        return interpreted_as(Device(self.arch, SHARED_LIMIT[self.arch], self.num_sms))
 
 
 GPUS = {
-    # The page gives 1,979 TFLOP/s, with sparsity; dense is half of that. Multiprocessors: as the H100 SXM, which has the same
+    # The page gives 1,979 TFLOP/s, with sparsity; dense is half of that. SMs: as the H100 SXM, which has the same
     # chip (https://developer.nvidia.com/blog/nvidia-hopper-architecture-in-depth/).
     "h200": Gpu("NVIDIA H200 SXM", 90, 132, 989, 4.8, "https://www.nvidia.com/en-us/data-center/h200/"),
-    # Multiprocessors: https://developer.nvidia.com/blog/nvidia-ampere-architecture-in-depth/
+    # SMs: https://developer.nvidia.com/blog/nvidia-ampere-architecture-in-depth/
     "a100": Gpu(
         "NVIDIA A100 80GB SXM", 80, 108, 312, 2.039,
         "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf",
     ),
     # The page gives 759 TOPS in FP4 with sparsity; dense float16 with float32 accumulation is a sixteenth of that, by the table
     # of the architecture's whitepaper (RTX 5090: 3,352 and 209.5). Bandwidth: 128 bits at 28 Gbit/s.
-    # Multiprocessors: 4,608 cores by the page, 128 in each by the whitepaper.
+    # SMs: 4,608 cores by the page, 128 in each by the whitepaper.
     "rtx5060ti": Gpu(
         "NVIDIA GeForce RTX 5060 Ti", 120, 36, 47.4, 0.448,
         "https://www.nvidia.com/en-us/geforce/graphics-cards/50-series/rtx-5060-family/ and "

@@ -30,7 +30,7 @@ REASONS = (
     "math_pipe_throttle", "membar", "mio_throttle", "misc", "no_instruction", "not_selected", "short_scoreboard", "sleeping",
     "tex_throttle", "wait",
 )  # fmt: skip
-FROM = (3, "")  # the first stage that is measured unless others are asked for: from there on products bind
+FROM = (3, "")  # the first stage that is measured unless others are asked for: from there on matmuls bind
 
 
 def launch(options):

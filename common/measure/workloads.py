@@ -7,7 +7,7 @@ from torch import Tensor
 
 from common.runtime import DEVICE
 
-# The products of a pass: how many sum over, or give, rows of the size of q and k, and how many of v's. A forward has S and O; a
+# The matmuls of a pass: how many sum over, or give, rows of the size of q and k, and how many of v's. A forward has S and O; a
 # backward S again, dQ and dK, and dP and dV.
 PASSES = {"fwd": (1, 1), "bwd": (3, 2), "fwd+bwd": (4, 3)}
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -62,7 +62,7 @@ class Workload:
 
     @property
     def flops(self) -> float:
-        """FLOPs as the papers count them: matrix products alone, half of them when causal, recomputation not counted."""
+        """FLOPs as the papers count them: matmuls alone, half of them when causal, recomputation not counted."""
         of_keys, of_values = PASSES[self.pass_]
         scores = self.batch * self.heads * self.seq_len * self.kv_len
         return 2 * scores * (of_keys * self.head_dim + of_values * self.value_dim) * (0.5 if self.causal else 1.0)

@@ -64,7 +64,7 @@ def counted(names: list[str]) -> list[dict]:
     One head is counted, on a GPU with one SM: it is full, as a real one is with many heads, and no stage splits the keys.
     """
     records = []
-    full = {key: dataclasses.replace(gpu, multiprocessors=1) for key, gpu in GPUS.items()}
+    full = {key: dataclasses.replace(gpu, num_sms=1) for key, gpu in GPUS.items()}
     for (key, gpu), name, head_dim, pass_ in itertools.product(full.items(), names, HEAD_DIMS, PASSES):
         if gpu.unavailable(name):
             continue

@@ -19,7 +19,6 @@ from common.measure.units import CLOCK, TIME
 from common.show.choice import choice_table
 from common.show.decoding import decoding_tables
 from common.show.energy import energy_table
-from common.show.numbers import numbers_table
 from common.show.profiles import traffic_table, units_table
 from common.show.results import (
     CHOICE,
@@ -59,6 +58,7 @@ from common.show.results import (
 )
 from common.show.scaling import load_ring, ring_files, scaling_passage
 from common.show.shared import shared_tables
+from common.show.sinks import sinks_table
 from common.show.tables import PASS_NAMES, speed_table, title
 
 
@@ -299,19 +299,19 @@ def wide_table(name: str) -> str:
 
 
 def timeline_table() -> str:
-    """What the model of a multiprocessor says of the Gluon stages, next to what was measured of their main kernels."""
+    """What the model of an SM says of the Gluon stages, next to what was measured of their main kernels."""
     model, _ = load_counts(TIMELINE)
     units = json.loads(UNITS.read_text())
     seq_len = units["cases"][0]["seq_len"]
 
     def cycles(stage, *span):
-        """Of all multiprocessors, in a pass's longest kernel, for as many scores as the model's."""
+        """Of all SMs, in a pass's longest kernel, for as many scores as the model's."""
         wanted = (stage, *span)
         for case in units["cases"]:
             if (case["impl"], case["pass"], case["head_dim"], case["causal"]) == wanted:
                 kernel = max(case["kernels"], key=lambda kernel: kernel[TIME])
                 scores = case["batch"] * case["heads"] * seq_len**2 / (2 if case["causal"] else 1)
-                return kernel[TIME] * 1e-9 * kernel[CLOCK] * GPUS["h200"].multiprocessors * SCORES / scores
+                return kernel[TIME] * 1e-9 * kernel[CLOCK] * GPUS["h200"].num_sms * SCORES / scores
         return None
 
     rows = []
@@ -325,7 +325,7 @@ def timeline_table() -> str:
         rows.append(row + ["-"] * (10 - len(row)))
     headers = ["stage", "pass", "D", "mask", "model", "measured", "ratio", "gain, model", "gain, measured", "ratio"]
     caption = (
-        f"Cycles of a multiprocessor for {SCORES} scores that are not masked, in a pass's longest kernel, and times as fast as "
+        f"Cycles of an SM for {SCORES} scores that are not masked, in a pass's longest kernel, and times as fast as "
         f"the stage before: as `make timeline`'s model has them, at the rates of `rates-h200.json`, and as Nsight Compute "
         f"measured them (`units-h200.json`). S = {seq_len}, float16. {origin(units['machine_info'])}."
     )
@@ -335,7 +335,7 @@ def timeline_table() -> str:
 
 PASSAGES = {  # what the README of a stage may show between markers
     "traffic": traffic_of_step, "gain": gain_table, "tuned": tuned_table, "units": units_of_step, "spread": spread_table,
-    "numbers": numbers_table, "wide": wide_table,
+    "sinks": sinks_table, "wide": wide_table,
 }  # fmt: skip
 
 
@@ -379,7 +379,7 @@ RUNS = {  # by the name of the run: the heading of its document, and what that s
     "decode-d128": ("Decoding, D = 128", decoding_tables),
     "pinned": ("With the pinned Triton", speed_table),
     "spread": ("Scores of other spreads", speed_table),
-    "numbers": ("Numbers that are not normal", speed_table),
+    "sinks": ("Attention sinks and wide score distributions", speed_table),
 }
 
 
@@ -407,7 +407,7 @@ def documents() -> dict[Path, str]:
     for path in (ROOT / "results").glob("energy-*.json"):
         found[path.with_suffix(".md")] = f"# Energy, and the power limit\n\n{energy_table(json.loads(path.read_text()))}\n"
     if TIMELINE.exists() and UNITS.exists():
-        found[TIMELINE.with_suffix(".md")] = f"# A model of a multiprocessor, and what was measured\n\n{timeline_table()}\n"
+        found[TIMELINE.with_suffix(".md")] = f"# A model of an SM, and what was measured\n\n{timeline_table()}\n"
     if UNITS.exists():
         found[UNITS.with_suffix(".md")] = (
             f"# Busy units, and what warps wait for\n\n{units_table(json.loads(UNITS.read_text()))}\n"

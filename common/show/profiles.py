@@ -50,7 +50,7 @@ def traffic_table(result: dict) -> str:
     heads = "" if shares else f"H={first.heads}, "
     beyond = f" Memory: between the L2 cache and device memory ({', '.join(memory)})." if memory else ""
     caption = (
-        f"Bytes between the L2 cache and the multiprocessors: as Nsight Compute measures them ({READ}, {WRITTEN}), and as they "
+        f"Bytes between the L2 cache and the SMs: as Nsight Compute measures them ({READ}, {WRITTEN}), and as they "
         f"are counted on the CPU for the same tiles. B={first.batch}, {heads}{first.dtype}.{beyond} Of PyTorch's "
         "operators arguments and results are counted, once each; what they move beyond that is the library's. "
         f"{info['gpu']}, torch {info['torch']}, triton {info['triton']}, ncu {info['ncu']}, commit {info['commit'][:12]}, "
@@ -86,7 +86,7 @@ def units_table(result: dict) -> str:
     lengths = sorted({case["seq_len"] for case in result["cases"]})
     headers = ["pass", "D", "mask", "", "kernel", "ms", "GHz", "registers", *UNITS, "waiting"]
     caption = (
-        "Percent of what each unit can do in a kernel's time, the multiprocessors' clock, registers of a thread at launch, and "
+        "Percent of what each unit can do in a kernel's time, the SMs' clock, registers of a thread at launch, and "
         f"what waiting warps wait for most often. S = {', '.join(map(str, lengths))}, float16, 16k tokens, "
         f"hidden size 2048; under the profiler, a kernel at a time. {info['gpu']}, torch {info['torch']}, triton "
         f"{info['triton']}, ncu {info['ncu']}, commit {info['commit'][:12]}, {info['date']}."

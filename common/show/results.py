@@ -276,7 +276,7 @@ def shared(record: dict) -> bool:
 
 
 def bytes_of(case: dict) -> int:
-    """Bytes that the kernels of a `tuned_case` moved between L2 cache and multiprocessors, spilled registers included."""
+    """Bytes that the kernels of a `tuned_case` moved between L2 cache and SMs, spilled registers included."""
     return int(sum(kernel[READ] + kernel[WRITTEN] for kernel in case["kernels"]))
 
 

@@ -1,4 +1,4 @@
-"""What one multiprocessor does, drawn: a lane for each unit, coloured by the partition that it works for.
+"""What one SM does, drawn: a lane for each unit, coloured by the partition that it works for.
 
     make timeline STAGE=v14 ARGS="--pass bwd --head-dim 128"   # anywhere; into plots/timelines
 
@@ -74,8 +74,8 @@ def draw(name: str, workloads: list[Workload], path: Path):
     figure, grid = plt.subplots(len(workloads), 1, figsize=(11, 3.2 * len(workloads)), layout="constrained", squeeze=False)
     for axes, workload in zip(grid[:, 0], workloads, strict=True):
         _draw(axes, name, workload)
-    grid[-1, 0].set_xlabel("cycles of the multiprocessor, in the middle of the kernel")
-    model = "a model of one H200 multiprocessor, at measured rates of its units (results/rates-h200.json)"
+    grid[-1, 0].set_xlabel("cycles of the SM, in the middle of the kernel")
+    model = "a model of one H200 SM, at measured rates of its units (results/rates-h200.json)"
     figure.suptitle(model, fontsize=8, color="0.4")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
@@ -108,7 +108,7 @@ def draw_recorded(recorded: dict, path: Path):
         axes.set_title(f"{spoken(recorded['impl'])}, {title}", fontsize=9, loc="left")
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=7, frameon=False)
     grid[-1].set_xlim(0, CYCLES)
-    grid[-1].set_xlabel("cycles of the multiprocessor")
+    grid[-1].set_xlabel("cycles of the SM")
     mask = "causal" if workload.causal else "full"
     figure.suptitle(
         f"{PASS_NAMES[workload.pass_]}, D={workload.head_dim}, {mask}, S={workload.seq_len}", fontsize=8, color="0.4"
@@ -131,7 +131,7 @@ def main(argv: list[str]):
     terminal.prepare()
     parser = argparse.ArgumentParser(
         prog="python -m common.show.timelines",
-        description="Draw what the units of a multiprocessor do in a Gluon stage's kernel. LIST is comma-separated.",
+        description="Draw what the units of an SM do in a Gluon stage's kernel. LIST is comma-separated.",
     )
     add_list(parser, "--stage", ",".join(GLUON))
     passes = list_of(one_of({"fwd": "fwd", "bwd": "bwd"}))

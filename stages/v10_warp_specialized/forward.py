@@ -155,7 +155,7 @@ def _forward_kernel(
     kv = (k_desc, v_desc, batch, head // heads_per_kv)
     work = (out_desc, lse_ptr, scale, q_s, o_s, q_full, batch, head, start_m, seq_q, seq_k, diagonal, ring, n)
     load = (q_desc, q_s, q_full, batch, head, start_m, kv, ring, n)
-    # The registers of a multiprocessor, 512 for each of 128 threads, go where the tiles are: the producer keeps 24.
+    # The registers of an SM, 512 for each of 128 threads, go where the tiles are: the producer keeps 24.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (work, 0, CAUSAL)), (_consumer, (work, 1, CAUSAL)), (_producer, (load,))],

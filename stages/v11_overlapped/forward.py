@@ -62,7 +62,7 @@ def _sums(p):
 
 @gluon.jit
 def _accumulate(acc, s, q, ring, fill, tiles, seq_k, last, scale_log2, CAUSAL: gl.constexpr):
-    """A consumer's softmax over so many key tiles, from the last on, whose scores s have begun: acc, to which the product for
+    """A consumer's softmax over so many key tiles, from the last on, whose scores s have begun: acc, to which the matmul for
     the first tile is still being added, m (maximum), l (sum)."""
     k_s, v_s, kv_full, kv_empty = ring
     STAGES: gl.constexpr = k_s.shape[0]
@@ -89,7 +89,7 @@ def _accumulate(acc, s, q, ring, fill, tiles, seq_k, last, scale_log2, CAUSAL: g
     p = gl.convert_layout(p.to(k_s.dtype), p_layout)
 
     for _ in range(1, tiles):
-        # Both products at once, so that the tensor cores have work for as long as possible while others take their softmax.
+        # Both matmuls at once, so that the tensor cores have work for as long as possible while others take their softmax.
         fill += 1
         slot = fill % STAGES
         s = _scores(q, ring, fill, ROWS)
@@ -205,7 +205,7 @@ def _forward_kernel(
     kv = (k_desc, v_desc, batch, head // heads_per_kv)
     work = (out_desc, out_ptr, lse_ptr, scale, q_s, o_s, q_full, batch, head, start_m, seq_q, seq_k, diagonal, ring, n)
     load = (q_desc, q_s, q_full, batch, head, start_m, kv, ring, n)
-    # The registers of a multiprocessor, 512 for each of 128 threads, go where the tiles are: the producer keeps 24.
+    # The registers of an SM, 512 for each of 128 threads, go where the tiles are: the producer keeps 24.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (work, 0, CAUSAL)), (_consumer, (work, 1, CAUSAL)), (_producer, (load,))],

@@ -43,7 +43,7 @@ def _load(load, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
 
 @gluon.jit
 def _take_turn(turns, fill, w: gl.constexpr):
-    """Wait until the consumers before this one have issued their products with a fill, or passed it by."""
+    """Wait until the consumers before this one have issued their matmuls with a fill, or passed it by."""
     # The first consumer waits for the last one's turn with the fill before: with the first fill it need not wait.
     mbarrier.wait(turns.index(w), (fill & 1) ^ (w == 0))
 
@@ -76,7 +76,7 @@ def _sums(p):
 
 @gluon.jit
 def _accumulate(acc, s, q, ring, turns, fill, tiles, seq_k, last, scale_log2, w: gl.constexpr, CAUSAL: gl.constexpr):
-    """A consumer's softmax over so many key tiles, from the last on, whose scores s have begun: acc, to which the product for
+    """A consumer's softmax over so many key tiles, from the last on, whose scores s have begun: acc, to which the matmul for
     the first tile is still being added, m (maximum), l (sum)."""
     k_s, v_s, kv_full, kv_empty = ring
     STAGES: gl.constexpr = k_s.shape[0]
@@ -103,7 +103,7 @@ def _accumulate(acc, s, q, ring, turns, fill, tiles, seq_k, last, scale_log2, w:
     p = gl.convert_layout(p.to(k_s.dtype), p_layout)
 
     for _ in range(1, tiles):
-        # Both products at once, so that the tensor cores have work for as long as possible while others take their softmax.
+        # Both matmuls at once, so that the tensor cores have work for as long as possible while others take their softmax.
         fill += 1
         slot = fill % STAGES
         s = _scores(q, ring, turns, fill, w, ROWS)
@@ -223,7 +223,7 @@ def _forward_kernel(
     kv = (k_desc, v_desc, batch, head // heads_per_kv)
     work = (out_desc, out_ptr, lse_ptr, scale, q_s, o_s, q_full, batch, head, start_m, seq_q, seq_k, diagonal, ring, turns, n)
     load = (q_desc, q_s, q_full, batch, head, start_m, kv, ring, n)
-    # The registers of a multiprocessor, 512 for each of 128 threads, go where the tiles are: the producer keeps 24.
+    # The registers of an SM, 512 for each of 128 threads, go where the tiles are: the producer keeps 24.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (work, 0, CAUSAL)), (_consumer, (work, 1, CAUSAL)), (_producer, (load,))],

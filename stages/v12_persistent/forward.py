@@ -16,7 +16,7 @@ from common.kernels.descriptors import addressable
 from common.kernels.hopper import describe_tile, new_barriers, new_ring, require_hopper, store_rows
 from common.kernels.replay import replayed
 from common.operator import empty_rows
-from common.runtime import multiprocessors
+from common.runtime import num_sms
 from stages.v7_one_backward.forward import forward as forward_of_v7
 
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -77,7 +77,7 @@ def _sums(p):
 
 @gluon.jit
 def _accumulate(acc, s, q, ring, fill, tiles, seq_k, last, scale_log2, CAUSAL: gl.constexpr):
-    """A consumer's softmax over so many key tiles, from the last on, whose scores s have begun: acc, to which the product for
+    """A consumer's softmax over so many key tiles, from the last on, whose scores s have begun: acc, to which the matmul for
     the first tile is still being added, m (maximum), l (sum)."""
     k_s, v_s, kv_full, kv_empty = ring
     STAGES: gl.constexpr = k_s.shape[0]
@@ -104,7 +104,7 @@ def _accumulate(acc, s, q, ring, fill, tiles, seq_k, last, scale_log2, CAUSAL: g
     p = gl.convert_layout(p.to(k_s.dtype), p_layout)
 
     for _ in range(1, tiles):
-        # Both products at once, so that the tensor cores have work for as long as possible while others take their softmax.
+        # Both matmuls at once, so that the tensor cores have work for as long as possible while others take their softmax.
         fill += 1
         slot = fill % STAGES
         s = _scores(q, ring, fill, ROWS)
@@ -268,7 +268,7 @@ def _forward_kernel(
     problem = (batch_heads, heads, heads_per_kv, group, tiles_m, seq_q, seq_k, diagonal)
     work = (out_desc, out_ptr, lse_ptr, scale, o_s, ring, queries, turns, problem)
     load = (q_desc, k_desc, v_desc, counter_ptr, ring, queries, turns, problem)
-    # The registers of a multiprocessor, 512 for each of 128 threads, go where the tiles are: the producer keeps 24.
+    # The registers of an SM, 512 for each of 128 threads, go where the tiles are: the producer keeps 24.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (work, 0, CAUSAL)), (_consumer, (work, 1, CAUSAL)), (_producer, (load, CAUSAL))],
@@ -309,7 +309,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     q, k, v = addressable(q), addressable(k), addressable(v)
     out_ptr = out if diagonal % 64 else None  # where the first query tile begins before query 0
     block_m, block_n, stages, q_stages = TILES[max(head_dim, value_dim)]
-    programs = min(triton.cdiv(seq_q + diagonal % 64, block_m) * batch * heads, multiprocessors())
+    programs = min(triton.cdiv(seq_q + diagonal % 64, block_m) * batch * heads, num_sms())
     kv_bytes = seq_k * (head_dim + value_dim) * k.element_size()
     group = heads // kv_heads * max(1, min(batch * kv_heads, L2_SHARE["causal" if causal else "full"] // kv_bytes))
     counter = lse.new_zeros(1, dtype=torch.int32)  # of the tiles taken beyond each program's first

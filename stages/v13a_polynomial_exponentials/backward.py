@@ -18,7 +18,7 @@ from common.kernels.hopper import async_reduce_add, describe_rows, describe_tile
 from common.kernels.order import tile_and_head
 from common.kernels.replay import replayed
 from common.operator import empty_rows
-from common.runtime import multiprocessors
+from common.runtime import num_sms
 from stages.v7_one_backward.backward import backward as backward_of_v7
 
 from .forward import LOG2_E
@@ -26,7 +26,7 @@ from .forward import LOG2_E
 ROWS = gl.constexpr(64)  # keys of a consumer: what the four warps of a warpgroup multiply at once
 CONSUMERS = gl.constexpr(2)
 KEYS = gl.constexpr(CONSUMERS * ROWS)  # of a program, whose dK and dV stay in its registers
-SUM_COLUMNS = 256  # of the float32 sums of dQ as the copy engine sees them: as wide as a box of it can be
+SUM_COLUMNS = 256  # of the float32 sums of dQ as TMA sees them: as wide as a box of it can be
 
 
 @triton.jit(do_not_specialize=["heads", "seq_q", "shift"])
@@ -106,7 +106,7 @@ def _load(load, ring, order, step):
 
 @gluon.jit
 def _add_dq(ds_s, ds_empty, slot, k_s, dq_s, sums_desc, row):
-    """Make dQ of a step's dS and K, and have the copy engine add it to the sums in memory."""
+    """Make dQ of a step's dS and K, and have TMA add it to the sums in memory."""
     BLOCK_M: gl.constexpr = ds_s.shape[2]
     HEAD_DIM: gl.constexpr = k_s.shape[4]
     PARTS: gl.constexpr = dq_s.shape[0]
@@ -149,7 +149,7 @@ def _accumulate(
     dk, dv, k, v, scale_log2, ring, dq, seen, lo, hi, w: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Add what the steps [lo, hi) give to a consumer's dk and dv, and leave its dS for dQ. P and dS come out transposed, so
-    that they go into the products for dV and dK straight from registers."""
+    that they go into the matmuls for dV and dK straight from registers."""
     q_s, do_s, stats_s, q_full, do_full, q_do_empty = ring
     ds_s, ds_full, ds_empty = dq
     keys, ahead, heads_per_kv = seen
@@ -183,7 +183,7 @@ def _accumulate(
                 offs_n = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
                 visible = (offs_n < keys)[:, None]
             p_t = gl.where(visible, p_t, float("-inf"))
-        # Through the wait, which waits for nothing, so that the compiler has p ready before it issues the products.
+        # Through the wait, which waits for nothing, so that the compiler has p ready before it issues the matmuls.
         p_t = warpgroup_mma_wait(0, [gl.exp2(p_t).to(dtype)])
         mbarrier.wait(do_full.index(slot), phase)
         dp_t = warpgroup_mma(v, do.permute([1, 0]), nothing, use_acc=False, is_async=True)
@@ -376,7 +376,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
         describe_tile(q, block_m), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, block_m),
         describe_rows(stats, 2), describe_rows(sums, 64 * columns // SUM_COLUMNS),
         describe_tile(dk, 64), describe_tile(dv, 64), scale,
-        kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, multiprocessors(),
+        kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, num_sms(),
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, CAUSAL=causal, num_warps=4, maxnreg=128,
     )  # fmt: skip
     _finish_kernel[tiles_m,](

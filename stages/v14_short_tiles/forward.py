@@ -18,7 +18,7 @@ from common.kernels.descriptors import addressable
 from common.kernels.hopper import describe_tile, new_barriers, new_ring, require_hopper, store_rows
 from common.kernels.replay import replayed
 from common.operator import empty_rows
-from common.runtime import multiprocessors
+from common.runtime import num_sms
 from stages.v7_one_backward.forward import forward as forward_of_v7
 
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -91,7 +91,7 @@ def _accumulate(
     acc, s, q, ring, fill, tiles, seq_k, last, scale_log2,
     CONSUMERS: gl.constexpr, AGAIN: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """A consumer's softmax over so many key tiles, from the last on, whose scores s have begun: acc, to which the product for
+    """A consumer's softmax over so many key tiles, from the last on, whose scores s have begun: acc, to which the matmul for
     the first tile is still being added, m (maximum), l (sum)."""
     k_s, v_s, kv_full, kv_empty = ring
     STAGES: gl.constexpr = k_s.shape[0]
@@ -135,14 +135,14 @@ def _accumulate(
     p = gl.convert_layout(p_next.to(k_s.dtype), p_layout)
 
     for _ in range(first, tiles):
-        # Both products at once, so that the tensor cores have work for as long as possible while others take their softmax.
+        # Both matmuls at once, so that the tensor cores have work for as long as possible while others take their softmax.
         fill += 1
         slot = fill % STAGES
         s = _scores(q, ring, fill, ROWS)
         acc = warpgroup_mma(p, v_s.index(slot).reshape([BLOCK_N, v_s.shape[4]]), acc, is_async=True)
         if CONSUMERS == 2:
             s = warpgroup_mma_wait(1, [s])  # [rows, BLOCK_N]
-        else:  # the products of three others run under these exponentials: give the buffers back before them
+        else:  # the matmuls of three others run under these exponentials: give the buffers back before them
             s, acc = warpgroup_mma_wait(0, [s, acc])
             mbarrier.arrive(kv_empty.index(slot), count=1)
         if AGAIN:
@@ -329,7 +329,7 @@ def _forward_kernel(
     problem = (batch_heads, heads, heads_per_kv, group, tiles_m, seq_q, seq_k, diagonal)
     work = (out_desc, out_ptr, lse_ptr, failed_ptr, scale, o_s, ring, queries, turns, problem)
     load = (q_desc, k_desc, v_desc, counter_ptr, failed_ptr, ring, queries, turns, problem)
-    # The registers of a multiprocessor, 512 for each of 128 threads, go where the tiles are: the producer keeps 24.
+    # The registers of an SM, 512 for each of 128 threads, go where the tiles are: the producer keeps 24.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (work, 0, AGAIN, CAUSAL)), (_consumer, (work, 1, AGAIN, CAUSAL)), (_producer, (load, AGAIN, CAUSAL))],
@@ -371,7 +371,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     out_ptr = out if diagonal % 64 else None  # where the first query tile begins before query 0
     block_m, block_n, stages, q_stages = TILES[max(head_dim, value_dim)]
     tiles = triton.cdiv(seq_q + diagonal % 64, block_m) * batch * heads
-    programs = min(tiles, multiprocessors())
+    programs = min(tiles, num_sms())
     kv_bytes = seq_k * (head_dim + value_dim) * k.element_size()
     group = heads // kv_heads * max(1, min(batch * kv_heads, L2_SHARE["causal" if causal else "full"] // kv_bytes))
     # Of the tiles taken beyond each program's first; whether any tile failed, and which.

@@ -18,7 +18,7 @@ from common.kernels.hopper import async_reduce_add, describe_rows, describe_tile
 from common.kernels.order import tile_and_head
 from common.kernels.replay import replayed
 from common.operator import empty_rows
-from common.runtime import multiprocessors
+from common.runtime import num_sms
 from stages.v7_one_backward.backward import backward as backward_of_v7
 
 from .forward import LOG2_E
@@ -26,7 +26,7 @@ from .forward import LOG2_E
 ROWS = gl.constexpr(64)  # keys of a consumer: what the four warps of a warpgroup multiply at once
 CONSUMERS = gl.constexpr(2)
 KEYS = gl.constexpr(CONSUMERS * ROWS)  # of a program, whose dK and dV stay in its registers
-SUM_COLUMNS = 256  # of the float32 sums of dQ as the copy engine sees them: as wide as a box of it can be
+SUM_COLUMNS = 256  # of the float32 sums of dQ as TMA sees them: as wide as a box of it can be
 
 
 @triton.jit(do_not_specialize=["heads", "seq_q", "shift"])
@@ -145,7 +145,7 @@ def _load(load, ring, order, fill, step):
 
 @gluon.jit
 def _add_dq(ds_s, ds_empty, slot, k_s, k_slot, dq_s, sums_desc, row):
-    """Make dQ of a step's dS and K, and have the copy engine add it to the sums in memory."""
+    """Make dQ of a step's dS and K, and have TMA add it to the sums in memory."""
     BLOCK_M: gl.constexpr = ds_s.shape[2]
     HEAD_DIM: gl.constexpr = k_s.shape[4]
     PARTS: gl.constexpr = dq_s.shape[0]
@@ -188,7 +188,7 @@ def _accumulate(
     dk, dv, k, v, scale_log2, ring, dq, seen, fill, lo, hi, w: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Add what the steps [lo, hi) of a tile, the first of which is the fill-th of all, give to a consumer's dk and dv, and
-    leave its dS for dQ. P and dS come out transposed, so that they go into the products for dV and dK straight from registers.
+    leave its dS for dQ. P and dS come out transposed, so that they go into the matmuls for dV and dK straight from registers.
     """
     q_s, do_s, stats_s, q_full, do_full, q_do_empty = ring
     ds_s, ds_full, ds_empty = dq
@@ -223,7 +223,7 @@ def _accumulate(
                 offs_n = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
                 visible = (offs_n < keys)[:, None]
             p_t = gl.where(visible, p_t, float("-inf"))
-        # Through the wait, which waits for nothing, so that the compiler has p ready before it issues the products.
+        # Through the wait, which waits for nothing, so that the compiler has p ready before it issues the matmuls.
         p_t = warpgroup_mma_wait(0, [gl.exp2(p_t).to(dtype)])
         mbarrier.wait(do_full.index(slot), phase)
         dp_t = warpgroup_mma(v, do.permute([1, 0]), nothing, use_acc=False, is_async=True)
@@ -469,7 +469,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     tiles = triton.cdiv(seq_k, 128) * batch * kv_heads
     # Programs stay where there is room for K and V of two tiles: those of the next are then loaded while one is being done.
     kv_stages = 1 if max(head_dim, value_dim) == 128 else 2
-    programs = tiles if kv_stages == 1 else min(tiles, multiprocessors())
+    programs = tiles if kv_stages == 1 else min(tiles, num_sms())
     counter = None if kv_stages == 1 else lse.new_empty(1, dtype=torch.int32)  # of the tiles taken beyond each program's first
     stats = lse.new_empty(tiles_m * 2, block_m)
     sums = lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)
@@ -482,7 +482,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
         describe_tile(q, block_m), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, block_m),
         describe_rows(stats, 2), describe_rows(sums, 64 * columns // SUM_COLUMNS),
         describe_tile(dk, 64), describe_tile(dv, 64), counter, scale,
-        kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, multiprocessors(), tiles,
+        kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, num_sms(), tiles,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, KV_STAGES=kv_stages, CAUSAL=causal,
         num_warps=4, maxnreg=128,
     )  # fmt: skip

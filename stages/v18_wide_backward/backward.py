@@ -1,5 +1,5 @@
 """FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warps specialised, in Gluon, for Hopper; for
-D = 256 in two kernels, of seven products."""
+D = 256 in two kernels, of seven matmuls."""
 
 import torch
 import triton
@@ -27,7 +27,7 @@ from common.kernels.hopper import (
 from common.kernels.order import tile_and_head
 from common.kernels.replay import replayed
 from common.operator import empty_rows
-from common.runtime import multiprocessors
+from common.runtime import num_sms
 from stages.v7_one_backward.backward import backward as backward_of_v7
 
 from .forward import LOG2_E
@@ -35,7 +35,7 @@ from .forward import LOG2_E
 ROWS = gl.constexpr(64)  # keys of a consumer: what the four warps of a warpgroup multiply at once
 CONSUMERS = gl.constexpr(2)
 KEYS = gl.constexpr(CONSUMERS * ROWS)  # of a program, whose dK and dV stay in its registers
-SUM_COLUMNS = 256  # of the float32 sums of dQ as the copy engine sees them: as wide as a box of it can be
+SUM_COLUMNS = 256  # of the float32 sums of dQ as TMA sees them: as wide as a box of it can be
 
 
 @triton.jit(do_not_specialize=["heads", "seq_q", "shift"])
@@ -158,7 +158,7 @@ def _load(load, ring, order, fill, step):
 
 @gluon.jit
 def _add_dq(ds_s, ds_empty, slot, k_s, k_slot, dq_s, sums_desc, row):
-    """Make dQ of a step's dS and K, and have the copy engine add it to the sums in memory."""
+    """Make dQ of a step's dS and K, and have TMA add it to the sums in memory."""
     BLOCK_M: gl.constexpr = ds_s.shape[2]
     HEAD_DIM: gl.constexpr = k_s.shape[4]
     PARTS: gl.constexpr = dq_s.shape[0]
@@ -201,7 +201,7 @@ def _accumulate(
     dk, dv, k, v, scale_log2, ring, dq, seen, fill, lo, hi, w: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Add what the steps [lo, hi) of a tile, the first of which is the fill-th of all, give to a consumer's dk and dv, and
-    leave its dS for dQ. P and dS come out transposed, so that they go into the products for dV and dK straight from registers.
+    leave its dS for dQ. P and dS come out transposed, so that they go into the matmuls for dV and dK straight from registers.
     """
     q_s, do_s, stats_s, q_full, do_full, q_do_empty = ring
     ds_s, ds_full, ds_empty = dq
@@ -236,7 +236,7 @@ def _accumulate(
                 offs_n = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
                 visible = (offs_n < keys)[:, None]
             p_t = gl.where(visible, p_t, float("-inf"))
-        # Through the wait, which waits for nothing, so that the compiler has p ready before it issues the products.
+        # Through the wait, which waits for nothing, so that the compiler has p ready before it issues the matmuls.
         p_t = warpgroup_mma_wait(0, [gl.exp2(p_t).to(dtype)])
         mbarrier.wait(do_full.index(slot), phase)
         dp_t = warpgroup_mma(v, do.permute([1, 0]), nothing, use_acc=False, is_async=True)
@@ -523,7 +523,7 @@ def _p_of(s_t, scale_log2, ring, p_s, p_full, step, order, ahead, seen_from, CAU
 @gluon.jit
 def _dv_consumer(dv_desc, scale, work, ring, p_s, p_full, problem, CAUSAL: gl.constexpr):
     """A warpgroup that makes P of a key tile, and dV of it, which stays in its registers. P comes out transposed, so that it
-    goes into the product for dV straight from registers; the other consumer has it through shared memory."""
+    goes into the matmul for dV straight from registers; the other consumer has it through shared memory."""
     k_s, v_s, k_full, v_full = work
     q_s, do_s, stats_s, q_full, q_empty, do_full, do_empty = ring
     STAGES: gl.constexpr = q_s.shape[0]
@@ -552,7 +552,7 @@ def _dv_consumer(dv_desc, scale, work, ring, p_s, p_full, problem, CAUSAL: gl.co
     s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
     for step in range(n - 1):
         p_t = _p_of(s_t, scale_log2, ring, p_s, p_full, step, order, ahead, seen_from, CAUSAL)
-        # The product for dV first: its buffer is free again while the next scores are being multiplied.
+        # The matmul for dV first: its buffer is free again while the next scores are being multiplied.
         slot = step % STAGES
         mbarrier.wait(do_full.index(slot), step // STAGES & 1)
         do = do_s.index(slot).reshape([BLOCK_M, VALUE_DIM])
@@ -616,7 +616,7 @@ def _dk_consumer(dk_desc, scale, work, ring, p_s, p_full, problem, CAUSAL: gl.co
     mbarrier.arrive(do_empty.index(0), count=1)
     for step in range(n - 1):
         ds_t = _ds_of(dp_t, ring, p_s, p_full, step)
-        # The product for dK first: Q, which the scores have long been made of, is needed again soonest.
+        # The matmul for dK first: Q, which the scores have long been made of, is needed again soonest.
         slot = step % STAGES
         q = q_s.index(slot).reshape([BLOCK_M, HEAD_DIM])
         dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)
@@ -717,8 +717,8 @@ def _dq_producer(q_desc, k_desc, v_desc, do_desc, queries, ring, problem, CAUSAL
 
 
 @gluon.jit
-def _product(rows, tile_s, full, step):
-    """Begin the product of a consumer's rows and the K, or the V, of a step, transposed, once that is there."""
+def _matmul(rows, tile_s, full, step):
+    """Begin the matmul of a consumer's rows and the K, or the V, of a step, transposed, once that is there."""
     STAGES: gl.constexpr = tile_s.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, ROWS, 16])
     nothing = gl.zeros([ROWS, ROWS], gl.float32, layout)
@@ -780,21 +780,21 @@ def _query_consumer(dq_desc, dq_ptr, stats_ptr, scale, queries, ring, problem, w
         mbarrier.wait(v_full.index(step % V_STAGES), step // V_STAGES & 1)
         mbarrier.arrive(v_empty.index(step % V_STAGES), count=1)
     mbarrier.wait(q_full.index(w), 0)
-    s = _product(q, k_s, k_full, n - seen)
+    s = _matmul(q, k_s, k_full, n - seen)
     mbarrier.wait(do_full.index(w), 0)
-    dp = _product(do, v_s, v_full, n - seen)
+    dp = _matmul(do, v_s, v_full, n - seen)
     s = warpgroup_mma_wait(1, [s])  # [queries, keys]
     ds = _ds_from(s, dp, stats, (seen - 1) * ROWS).to(k_s.dtype)
     mbarrier.arrive(v_empty.index((n - seen) % V_STAGES), count=1)
     for step in range(n - seen + 1, n):
-        # The product for dQ first, which gives K back; V is there again by the time that the last one is issued.
+        # The matmul for dQ first, which gives K back; V is there again by the time that the last one is issued.
         slot = (step - 1) % K_STAGES
         k = k_s.index(slot).reshape([ROWS, HEAD_DIM])
         dq = warpgroup_mma(gl.convert_layout(ds, ds_layout), k, dq, is_async=True)
-        s = _product(q, k_s, k_full, step)
+        s = _matmul(q, k_s, k_full, step)
         dq = warpgroup_mma_wait(1, [dq])
         mbarrier.arrive(k_empty.index(slot), count=1)
-        dp = _product(do, v_s, v_full, step)  # in registers that dS had
+        dp = _matmul(do, v_s, v_full, step)  # in registers that dS had
         s = warpgroup_mma_wait(1, [s])  # [queries, keys]
         ds = _ds_from(s, dp, stats, (n - 1 - step) * ROWS).to(k_s.dtype)
         mbarrier.arrive(v_empty.index(step % V_STAGES), count=1)
@@ -872,7 +872,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
         of_64 = [describe_tile(tensor, 64) for tensor in (q, k, v, grad_out)]
         _wide_dkv_kernel[tiles,](
             *of_64, describe_rows(stats, 2), describe_tile(dk, 64), describe_tile(dv, 64), scale,
-            kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, multiprocessors(), tiles,
+            kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, num_sms(), tiles,
             HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, CAUSAL=causal,
             num_warps=4, maxnreg=168,
         )  # fmt: skip
@@ -886,7 +886,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     tiles = triton.cdiv(seq_k, 128) * batch * kv_heads
     # Programs stay where there is room for K and V of two tiles: those of the next are then loaded while one is being done.
     kv_stages = 1 if max(head_dim, value_dim) == 128 else 2
-    programs = tiles if kv_stages == 1 else min(tiles, multiprocessors())
+    programs = tiles if kv_stages == 1 else min(tiles, num_sms())
     counter = None if kv_stages == 1 else lse.new_empty(1, dtype=torch.int32)  # of the tiles taken beyond each program's first
     sums = lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)
     _prepare_kernel[tiles_m,](
@@ -898,7 +898,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
         describe_tile(q, block_m), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, block_m),
         describe_rows(stats, 2), describe_rows(sums, 64 * columns // SUM_COLUMNS),
         describe_tile(dk, 64), describe_tile(dv, 64), counter, scale,
-        kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, multiprocessors(), tiles,
+        kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, num_sms(), tiles,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, KV_STAGES=kv_stages, CAUSAL=causal,
         num_warps=4, maxnreg=128,
     )  # fmt: skip

@@ -21,7 +21,7 @@ from common.kernels.descriptors import addressable
 from common.kernels.hopper import describe_tile, new_barriers, new_ring, require_hopper, store_rows
 from common.kernels.replay import replayed
 from common.operator import empty_rows
-from common.runtime import multiprocessors
+from common.runtime import num_sms
 from stages.v7_one_backward.forward import forward as forward_of_v7
 
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -173,7 +173,7 @@ def _accumulate(
     CONSUMERS: gl.constexpr, PACKED: gl.constexpr, RUNNING: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """A consumer's softmax over so many key tiles, from the last on, which is at start_n and whose scores s have begun: acc, to
-    which the product for the first tile is still being added, m (maximum), l (sum)."""
+    which the matmul for the first tile is still being added, m (maximum), l (sum)."""
     k_s, v_s, kv_full, kv_empty = ring
     STAGES: gl.constexpr = k_s.shape[0]
     ROWS: gl.constexpr = acc.shape[0]
@@ -206,14 +206,14 @@ def _accumulate(
     p = gl.convert_layout(p.to(k_s.dtype), p_layout)
 
     for _ in range(1, tiles):
-        # Both products at once, so that the tensor cores have work for as long as possible while others take their softmax.
+        # Both matmuls at once, so that the tensor cores have work for as long as possible while others take their softmax.
         fill += 1
         slot = fill % STAGES
         s = _scores(q, ring, fill, ROWS)
         acc = warpgroup_mma(p, v_s.index(slot).reshape([BLOCK_N, v_s.shape[4]]), acc, is_async=True)
         if CONSUMERS == 2:
             s = warpgroup_mma_wait(1, [s])  # [rows, BLOCK_N]
-        else:  # the products of three others run under these exponentials: give the buffers back before them
+        else:  # the matmuls of three others run under these exponentials: give the buffers back before them
             s, acc = warpgroup_mma_wait(0, [s, acc])
             mbarrier.arrive(kv_empty.index(slot), count=1)
         if RUNNING:
@@ -543,7 +543,7 @@ def _forward_kernel(
     problem = (batch_heads, heads, heads_per_kv, group, tiles_m, seq_q, seq_k, diagonal, splits if SPLIT else 1)
     work = (out_desc, out_ptr, lse_ptr, part_ptr, failed_ptr, scale, o_s, ring, queries, turns, problem)
     load = (q_desc, k_desc, v_desc, first_desc, counter_ptr, failed_ptr, ring, queries, turns, problem)
-    # The registers of a multiprocessor, 512 for each of 128 threads, go where the tiles are: the producer keeps 24.
+    # The registers of an SM, 512 for each of 128 threads, go where the tiles are: the producer keeps 24.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (work, 0, PACKED, SPLIT, RUNNING, AGAIN, CAUSAL)),
@@ -614,7 +614,7 @@ FEW_SQUARES = 8  # of 128 query rows and 128 keys for each program: so few take 
 # What failed is done again with a running maximum, for which key tiles are longer.
 TILES_AGAIN = TILES | {128: (128, 128, 2, 2)}
 FIRST_KEYS = 32  # that have a say in the maximum of each row that sees them; half of them …
-SHORT_ROW = 512  # … where rows have no more keys: products for the maximum alone take most time there
+SHORT_ROW = 512  # … where rows have no more keys: matmuls for the maximum alone take most time there
 OVERFLOW = {torch.float16: 16, torch.bfloat16: 128}  # the power of 2 that is too large for P
 HEADROOM = 7  # powers of 2 below it that a sample, of few rows and keys, has to stay to speak for a tile
 # Key tiles of a program up to which the launches before and after it take longer than a running maximum.
@@ -705,7 +705,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
         q, scale = -q, -scale  # the same scores; the largest one is then the largest before scaling too
     q, k, v = addressable(q), addressable(k), addressable(v)
     keys = min(seq_k, seq_q + diagonal) if causal else seq_k
-    cut = plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, multiprocessors())
+    cut = plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, num_sms())
     packed, splits, tiles = cut.packed, cut.splits, cut.tiles
     block_m, block_n, stages, q_stages = cut.tile
     kv_bytes = seq_k * (head_dim + value_dim) * k.element_size()
@@ -724,7 +724,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
 
     def launch(counter, failed, SPLIT, RUNNING, AGAIN):
         block_m, block_n, stages, q_stages = TILES_AGAIN[max(head_dim, value_dim)] if AGAIN and splits == 1 else cut.tile
-        _forward_kernel[min(tiles * splits, multiprocessors()),](
+        _forward_kernel[min(tiles * splits, num_sms()),](
             describe_tile(queries, *held), describe_tile(k, block_n), describe_tile(v, block_n), describe_tile(k, first_keys),
             describe_tile(outputs, *held), out_ptr, *parts, counter, failed,
             scale=scale, batch_heads=batch * heads // packed, heads=heads // packed, heads_per_kv=per_kv, group=group,
@@ -740,7 +740,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
         # Of the tiles taken beyond each program's first; whether any tile failed, which samples did, and which tiles.
         flags = 1 + LATELY.value + tiles * splits
         counter, failed = lse.new_empty(1 + flags, dtype=torch.int32).split([1, flags])
-        _sample_kernel[min(LATELY.value, multiprocessors()),](
+        _sample_kernel[min(LATELY.value, num_sms()),](
             describe_tile(queries, *held), describe_tile(k, block_n), describe_tile(k, first_keys), counter, failed,
             scale, OVERFLOW[q.dtype] - HEADROOM, batch * heads // packed, heads // packed, per_kv, group, seq_q * packed, seq_k,
             diagonal, splits, BLOCK_M=block_m, PACKED=packed, CAUSAL=causal, num_warps=4,

@@ -1,4 +1,4 @@
-"""Backward with P and dS one Triton kernel each (arXiv 2205.14135, Appendix B.2); the five products stay the library's."""
+"""Backward with P and dS one Triton kernel each (arXiv 2205.14135, Appendix B.2); the five matmuls stay the library's."""
 
 import torch
 import triton
@@ -77,7 +77,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     s = matmul_float32(q, k.mT)  # [B, H, Sq, Sk]
     p = torch.empty_like(s, dtype=q.dtype)
     _p_kernel[grid](s, lse, p, scale, seq_q, k.shape[2], diagonal, CAUSAL=causal, **tile)
-    del s  # the next product can have its memory
+    del s  # the next matmul can have its memory
     dv = transposed_matmul_float32(p, grad_out, kv_heads)
     dp = matmul_float32(grad_out, v.mT)  # [B, H, Sq, Sk]
     ds = torch.empty_like(p)

@@ -1,4 +1,4 @@
-"""v6 with one backward kernel of five products in place of two of seven: dQ is added up in memory."""
+"""v6 with one backward kernel of five matmuls in place of two of seven: dQ is added up in memory."""
 
 from common.operator import make_attention
 
@@ -7,7 +7,7 @@ from .forward import forward
 
 __all__ = ["SPILLED_BYTES", "UNORDERED", "attention", "backward", "forward"]
 
-# Stored and loaded by a thread, at most, for D = 128 with a mask: five products leave few registers beside dK and dV.
+# Stored and loaded by a thread, at most, for D = 128 with a mask: five matmuls leave few registers beside dK and dV.
 SPILLED_BYTES = 16  # by Triton 3.6; by 3.7 none
 UNORDERED = ("dq",)  # added up in the order in which programs come, unless `torch.use_deterministic_algorithms` is on
 

@@ -18,13 +18,13 @@ from common.kernels.hopper import async_reduce_add, describe_rows, describe_tile
 from common.kernels.order import tile_and_head
 from common.kernels.replay import replayed
 from common.operator import empty_rows
-from common.runtime import multiprocessors
+from common.runtime import num_sms
 from stages.v7_one_backward.backward import backward as backward_of_v7
 
 from .forward import LOG2_E
 
 KEYS = gl.constexpr(128)  # of a program, whose dK and dV stay in its registers
-SUM_COLUMNS = 256  # of the float32 sums of dQ as the copy engine sees them: as wide as a box of it can be
+SUM_COLUMNS = 256  # of the float32 sums of dQ as TMA sees them: as wide as a box of it can be
 
 
 @triton.jit(do_not_specialize=["heads", "seq_q", "shift"])
@@ -103,7 +103,7 @@ def _load(load, ring, order, step):
 
 @gluon.jit
 def _add_dq(ds_s, k_s, dq_s, sums_desc, row):
-    """Make dQ of a step's dS and K, and have the copy engine add it to the sums in memory."""
+    """Make dQ of a step's dS and K, and have TMA add it to the sums in memory."""
     BLOCK_M: gl.constexpr = ds_s.shape[2]
     HEAD_DIM: gl.constexpr = k_s.shape[4]
     PARTS: gl.constexpr = dq_s.shape[0]
@@ -142,7 +142,7 @@ def _accumulate(
     dk, dv, k, v, scale_log2, load, ring, dq, seen, lo, hi, n, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Add what the steps [lo, hi) of n give to one K/V tile's dk and dv, and what it gives to their dq, which is summed in
-    memory. P and dS come out transposed, so that they go into the products for dV and dK straight from registers."""
+    memory. P and dS come out transposed, so that they go into the matmuls for dV and dK straight from registers."""
     q_s, do_s, stats_s, q_full, do_full = ring
     ds_s, k_s, dq_s, sums_desc, order = dq
     keys, ahead, heads_per_kv = seen
@@ -311,7 +311,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
         describe_tile(q, block_m), describe_tile(k, 128), describe_tile(v, 128), describe_tile(grad_out, block_m),
         describe_rows(stats, 2), describe_rows(sums, 64 * columns // SUM_COLUMNS),
         describe_tile(dk, 128), describe_tile(dv, 128), scale,
-        kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, multiprocessors(),
+        kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, num_sms(),
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, CAUSAL=causal, num_warps=8,
     )  # fmt: skip
     _finish_kernel[tiles_m,](

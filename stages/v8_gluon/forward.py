@@ -50,7 +50,7 @@ def _accumulate(acc, m, l, q, load, ring, lo, hi, n, seq_k, last_n, scale_log2, 
         mbarrier.wait(kv_full.index(slot), tile // STAGES & 1)
         k = k_s.index(slot).reshape([BLOCK_N, k_s.shape[4]])
         s = warpgroup_mma(q, k.permute([1, 0]), no_s, use_acc=False, is_async=True)
-        # NOTE: all warps wait, and then no product runs under their softmax; v9 has a warp that loads.
+        # NOTE: all warps wait, and then no matmul runs under their softmax; v9 has a warp that loads.
         s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
         if MASKED:
             offs_n = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))

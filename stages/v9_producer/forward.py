@@ -51,7 +51,7 @@ def _accumulate(acc, m, l, q, ring, lo, hi, seq_k, last_n, scale_log2, CAUSAL: g
         mbarrier.wait(kv_full.index(slot), tile // STAGES & 1)
         k = k_s.index(slot).reshape([BLOCK_N, k_s.shape[4]])
         s = warpgroup_mma(q, k.permute([1, 0]), no_s, use_acc=False, is_async=True)
-        # NOTE: all warps wait, and then no product runs under their softmax; v10's warpgroups go each at its own pace.
+        # NOTE: all warps wait, and then no matmul runs under their softmax; v10's warpgroups go each at its own pace.
         s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
         if MASKED:
             offs_n = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
@@ -145,7 +145,7 @@ def _forward_kernel(
     kv = (k_desc, v_desc, batch, head // heads_per_kv)
     work = (out_desc, lse_ptr, scale, q_s, o_s, q_full, batch, head, start_m, seq_q, seq_k, diagonal, ring, n)
     load = (q_desc, q_s, q_full, batch, head, start_m, kv, ring, n)
-    # The registers of a multiprocessor, 512 for each of 128 threads, go where the tiles are: the producer keeps 24.
+    # The registers of an SM, 512 for each of 128 threads, go where the tiles are: the producer keeps 24.
     gl.warp_specialize([(_consumer, (work, CAUSAL)), (_producer, (load,))], [1], [24])
 
 

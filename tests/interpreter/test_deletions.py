@@ -19,7 +19,7 @@ from common.runtime import INTERPRETED
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="a GPU only goes wrong sometimes, or hangs")
 
-# To wait or to let others go on; and the waits for products, which compute nothing themselves. Not the waits for a turn (v11a),
+# To wait or to let others go on; and the waits for matmuls, which compute nothing themselves. Not the waits for a turn (v11a),
 # which are for speed alone.
 STATEMENT = re.compile(
     r"\s+(mbarrier\.(?!wait\(turns\.)(wait|arrive|expect)\(|fence_async_shared\(|tma\.store_wait\("

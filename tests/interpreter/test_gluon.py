@@ -152,7 +152,7 @@ IN_COPIES = {
     rf"{LOAD}{DOUBLE}: race: a load reads x_s\[0\], and a copy may still write it: {COPY}{FILL}\n",
     "no wait for the store": rf"out_s.*{DOUBLE}: race: a store writes out_s, and a copy may still read it: {SAVE}{DOUBLE}\n",
     "no fence": rf"{SAVE}{DOUBLE}: a copy reads out_s after a store, with no fence_async_shared in between: out_s.*{DOUBLE}\n",
-    "store before": rf"{SAVE}{DOUBLE}: a store to `out_desc` at \[-\d+, 0\]: before the tensor the copy engine only loads\n",
+    "store before": rf"{SAVE}{DOUBLE}: a store to `out_desc` at \[-\d+, 0\]: before the tensor TMA only loads\n",
     "no last wait": rf": _double ends before out_s has been read, with no store_wait after {SAVE}{DOUBLE}\n",
 }
 
@@ -191,13 +191,13 @@ def _read(out_desc, x_s, out_s, full, empty, READER: gl.constexpr, EARLY: gl.con
     mbarrier.arrive(empty.index(0), count=1, pred=EARLY and READER == "a load")
     if READER == "a load":
         x = x_s.load(LAYOUT)
-    elif READER == "a product":
+    elif READER == "a matmul":
         no = gl.zeros([SIZE, SIZE], gl.float32, LAYOUT)
         x = warpgroup_mma(x_s, x_s, no, use_acc=False, is_async=True)
     else:
         tma.async_copy_shared_to_global(out_desc, [0, 0], x_s)
     mbarrier.arrive(empty.index(0), count=1, pred=EARLY and READER != "a load")
-    if READER == "a product":
+    if READER == "a matmul":
         x = warpgroup_mma_wait(0, [x])
     if READER == "a copy":
         tma.store_wait(0)
@@ -229,14 +229,14 @@ def _rewrite_kernel(x_desc, out_desc, READER: gl.constexpr, WRITER: gl.constexpr
 
 
 @pytest.mark.parametrize("writer", ["a copy", "a store"])
-@pytest.mark.parametrize("reader", ["a load", "a product", "a copy"])
+@pytest.mark.parametrize("reader", ["a load", "a matmul", "a copy"])
 def test_buffer_is_written_again_only_after_it_was_read(reader, writer):
     x = tiles(2)
     first = x[: SIZE.value]
     for seed in SEEDS:
         out = torch.empty_like(first)
         launch(_rewrite_kernel, describe(x), describe(out), reader, writer, False, seed=seed)
-        assert torch.equal(out, first @ first if reader == "a product" else first)
+        assert torch.equal(out, first @ first if reader == "a matmul" else first)
     race = rf"in _rewrite \(.*\): race: {writer} writes x_s, and {reader} may still read it: .*, in _read \(.*\)\n"
     if reader == "a load":  # which comes after the write in some orders
         race += rf"|in _read \(.*\): race: a load reads x_s, and {writer} may still write it: .*, in _rewrite \(.*\)\n"
@@ -306,7 +306,7 @@ def _use(out_desc, x_s, out_s, ready, FENCE: gl.constexpr, USER: gl.constexpr):
     mbarrier.wait(ready.index(0), 0)
     if FENCE == "by the reader":
         fence_async_shared()
-    if USER == "a product":
+    if USER == "a matmul":
         no = gl.zeros([SIZE, SIZE], gl.float32, LAYOUT)
         _save(warpgroup_mma(x_s, x_s, no, use_acc=False), out_s, out_desc)
     else:
@@ -328,59 +328,59 @@ def _hand_over_kernel(out_desc, FENCE: gl.constexpr, USER: gl.constexpr, ALONE: 
 
 
 @pytest.mark.parametrize("alone", [True, False], ids=["one partition", "two partitions"])
-@pytest.mark.parametrize("user", ["a product", "a copy"])
+@pytest.mark.parametrize("user", ["a matmul", "a copy"])
 def test_stores_are_fenced_before_what_is_asynchronous_reads_them(user, alone):
     out = torch.empty(SIZE.value, SIZE.value).half()
     for seed in SEEDS:
         for fence in ("by the writer", "by the reader", *(["before the wait"] if alone else [])):
             launch(_hand_over_kernel, describe(out.zero_()), fence, user, alone, seed=seed)
-            assert (out == (4 * SIZE.value if user == "a product" else 2)).all()
+            assert (out == (4 * SIZE.value if user == "a matmul" else 2)).all()
     unseen = rf", in _use \(.*\): {user} reads x_s after a store, with no fence_async_shared in between: x_s.store.*, in _write"
     for fence in ("none", "before the store", *(["before the wait"] if not alone else [])):
         check_errors(unseen, _hand_over_kernel, describe(out), fence, user, alone)
 
 
-# --- products
+# --- matmuls
 
 
 @gluon.jit
-def _use_too_early(product, x_s, USE: gl.constexpr):
+def _use_too_early(matmul, x_s, USE: gl.constexpr):
     if USE == "operator":
-        return product + 1.0
+        return matmul + 1.0
     elif USE == "operator, swapped":
-        return 1.0 / product
+        return 1.0 / matmul
     elif USE == "comparison":
-        return product > 0.0
+        return matmul > 0.0
     elif USE == "sign":
-        return -product
+        return -matmul
     elif USE == "condition":
-        return 1 if product else 0
+        return 1 if matmul else 0
     elif USE == "index":
-        return product[:, None]
+        return matmul[:, None]
     elif USE == "exp2":
-        return gl.exp2(product)
+        return gl.exp2(matmul)
     elif USE == "max":
-        return gl.max(product, 1)
+        return gl.max(matmul, 1)
     elif USE == "maximum":
-        return gl.maximum(product, 0.0)
+        return gl.maximum(matmul, 0.0)
     elif USE == "where":
-        return gl.where(True, product, 0.0)
+        return gl.where(True, matmul, 0.0)
     elif USE == "convert_layout":
-        return gl.convert_layout(product, LAYOUT)
+        return gl.convert_layout(matmul, LAYOUT)
     elif USE == "to":
-        return product.to(gl.float16)
+        return matmul.to(gl.float16)
     elif USE == "reshape":
-        return product.reshape([SIZE * SIZE])
+        return matmul.reshape([SIZE * SIZE])
     elif USE == "permute":
-        return product.permute([1, 0])
+        return matmul.permute([1, 0])
     elif USE == "type":
-        return product.type.layout
+        return matmul.type.layout
     elif USE == "dtype":
-        return product.dtype
+        return matmul.dtype
     elif USE == "store":
-        x_s.store(product)
+        x_s.store(matmul)
     elif USE == "operand":
-        return warpgroup_mma(product, x_s, gl.zeros([SIZE, SIZE], gl.float32, LAYOUT))
+        return warpgroup_mma(matmul, x_s, gl.zeros([SIZE, SIZE], gl.float32, LAYOUT))
 
 
 @gluon.jit
@@ -392,18 +392,18 @@ def _multiply_kernel(x_desc, out_desc, MISTAKE: gl.constexpr):
     for i in gl.static_range(2):
         tma.async_copy_global_to_shared(x_desc, [i * SIZE, 0], full.index(0), x_s.index(i))
     mbarrier.wait(full.index(0), 0)
-    product = warpgroup_mma(
+    matmul = warpgroup_mma(
         x_s.index(0), x_s.index(1).permute([1, 0]), gl.zeros([SIZE, SIZE], gl.float32, LAYOUT), is_async=True
     )
-    product = warpgroup_mma(x_s.index(1), x_s.index(0), product, is_async=True)
+    matmul = warpgroup_mma(x_s.index(1), x_s.index(0), matmul, is_async=True)
     if MISTAKE != "none" and MISTAKE != "no wait":
-        _use_too_early(product, out_s, MISTAKE)
+        _use_too_early(matmul, out_s, MISTAKE)
     if MISTAKE != "no wait":
-        _save(warpgroup_mma_wait(0, [product]), out_s, out_desc)
+        _save(warpgroup_mma_wait(0, [matmul]), out_s, out_desc)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_products_are_added_up(seed):
+def test_matmuls_are_added_up(seed):
     x = tiles(2)
     a, b = x.split(SIZE.value)
     out = torch.empty_like(a)
@@ -416,18 +416,18 @@ def test_products_are_added_up(seed):
     ["operator", "operator, swapped", "comparison", "sign", "condition", "index", "exp2", "max", "maximum", "where"]
     + ["convert_layout", "to", "reshape", "permute", "type", "dtype", "store", "operand"],
 )
-def test_product_that_was_not_waited_for_has_no_value(use):
-    early = r"^.*product.*, in _use_too_early \(program 0\): a product's value is used before warpgroup_mma_wait\n"
+def test_matmul_that_was_not_waited_for_has_no_value(use):
+    early = r"^.*matmul.*, in _use_too_early \(program 0\): a matmul's value is used before warpgroup_mma_wait\n"
     check_errors(early, _multiply_kernel, describe(tiles(2)), describe(tiles(1)), use, seeds=SEEDS[:5])
 
 
-def test_partition_waits_for_its_products():
-    ends = r": the kernel ends before a product does, with no warpgroup_mma_wait after product = .*, in _multiply_kernel \("
+def test_partition_waits_for_its_matmuls():
+    ends = r": the kernel ends before a matmul does, with no warpgroup_mma_wait after matmul = .*, in _multiply_kernel \("
     check_errors(ends, _multiply_kernel, describe(tiles(2)), describe(tiles(1)), "no wait")
 
 
 @gluon.jit
-def _wait_for_products_kernel(x_desc, OUTSTANDING: gl.constexpr, USE: gl.constexpr, USED: gl.constexpr):
+def _wait_for_matmuls_kernel(x_desc, OUTSTANDING: gl.constexpr, USE: gl.constexpr, USED: gl.constexpr):
     x_s = gl.allocate_shared_memory(x_desc.dtype, [3, SIZE, SIZE], x_desc.layout)
     full = new_barriers(1, 1)
     mbarrier.expect(full.index(0), 3 * x_desc.block_type.nbytes)
@@ -438,9 +438,9 @@ def _wait_for_products_kernel(x_desc, OUTSTANDING: gl.constexpr, USE: gl.constex
     first = warpgroup_mma(x_s.index(0), x_s.index(0), no, is_async=True)
     second = warpgroup_mma(x_s.index(1), x_s.index(1), no, is_async=True)
     third = warpgroup_mma(x_s.index(2), x_s.index(2), no, is_async=True)
-    products = warpgroup_mma_wait(OUTSTANDING, [first, second, third])
+    matmuls = warpgroup_mma_wait(OUTSTANDING, [first, second, third])
     if USE == "value":
-        products[USED] + 1.0
+        matmuls[USED] + 1.0
     else:
         x_s.index(USED).store(gl.zeros([SIZE, SIZE], x_s.dtype, LAYOUT))
     warpgroup_mma_wait(0, [no])
@@ -448,21 +448,21 @@ def _wait_for_products_kernel(x_desc, OUTSTANDING: gl.constexpr, USE: gl.constex
 
 @pytest.mark.parametrize("used", range(3))
 @pytest.mark.parametrize("use", ["value", "buffer"])
-def test_all_products_are_over_but_the_last_ones(use, used):
+def test_all_matmuls_are_over_but_the_last_ones(use, used):
     x = describe(tiles(3))
     early = {
-        "value": r"products\[USED\].*a product's value is used before warpgroup_mma_wait\n",
-        "buffer": rf"race: a store writes x_s\[{used}\], and a product may still read it: .*x_s.index\({used}\)",
+        "value": r"matmuls\[USED\].*a matmul's value is used before warpgroup_mma_wait\n",
+        "buffer": rf"race: a store writes x_s\[{used}\], and a matmul may still read it: .*x_s.index\({used}\)",
     }[use]
     for outstanding in range(5):
         if used < 3 - outstanding:
             for seed in SEEDS:
-                launch(_wait_for_products_kernel, x, outstanding, use, used, seed=seed)
+                launch(_wait_for_matmuls_kernel, x, outstanding, use, used, seed=seed)
         else:
-            check_errors(early, _wait_for_products_kernel, x, outstanding, use, used, seeds=SEEDS[:5])
+            check_errors(early, _wait_for_matmuls_kernel, x, outstanding, use, used, seeds=SEEDS[:5])
 
 
-# --- stores by the copy engine
+# --- stores by TMA
 
 
 @gluon.jit

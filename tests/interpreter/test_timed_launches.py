@@ -1,4 +1,4 @@
-"""The model of a multiprocessor: units that take turns, partitions that wait, at rates that make the cycles easy to count."""
+"""The model of an SM: units that take turns, partitions that wait, at rates that make the cycles easy to count."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ PRODUCT = 2 * 64**3
 RATES = Rates(
     results={"add": TILE / 100, "mul": TILE / 100, "sub": TILE / 100, "exp2": TILE / 400, "row maximum": TILE / 50},
     flops=PRODUCT / 1000, copied=TILE * 2 / 500, stored=TILE * 2 / 700, added=TILE * 2 / 900, shared=TILE * 2 / 30,
-    product=60, copy=300, store=80, arrive={1: 1, 4: 4}, wait={1: 2, 4: 8}, fence={1: 3, 4: 12}, hand_over=20,
+    matmul=60, copy=300, store=80, arrive={1: 1, 4: 4}, wait={1: 2, 4: 8}, fence={1: 3, 4: 12}, hand_over=20,
 )  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def _multiply(tile_s, layout: gl.constexpr, PENDING: gl.constexpr):
 
 
 @gluon.jit
-def _products(desc, PARTITIONS: gl.constexpr, PENDING: gl.constexpr):
+def _matmuls(desc, PARTITIONS: gl.constexpr, PENDING: gl.constexpr):
     tile_s = gl.allocate_shared_memory(gl.float16, [1, 1, 1, 64, 64], desc.layout)
     full = new_barriers(1, 1)
     mbarrier.expect(full.index(0), desc.block_type.nbytes)
@@ -110,23 +110,23 @@ def tile():
 
 
 def test_a_copy_takes_its_bytes_and_its_latency():
-    timing = time_of(_products, tile(), PARTITIONS=1, PENDING=0)
+    timing = time_of(_matmuls, tile(), PARTITIONS=1, PENDING=0)
     assert spans(timing, TENSOR_CORES)[0][1] == FILLED
 
 
 @pytest.mark.parametrize(("pending", "begin"), [(1, 1000), (0, 2000)])
-def test_exponentials_run_under_the_product_that_is_not_waited_for(pending, begin):
-    timing = time_of(_products, tile(), PARTITIONS=1, PENDING=pending)
+def test_exponentials_run_under_the_matmul_that_is_not_waited_for(pending, begin):
+    timing = time_of(_matmuls, tile(), PARTITIONS=1, PENDING=pending)
     begin += FILLED
-    assert spans(timing, TENSOR_CORES) == [("product", FILLED, FILLED + 1000), ("product", FILLED + 1000, FILLED + 2000)]
+    assert spans(timing, TENSOR_CORES) == [("matmul", FILLED, FILLED + 1000), ("matmul", FILLED + 1000, FILLED + 2000)]
     assert spans(timing, EXPONENTIALS) == [("exp2", begin + 60, begin + 60 + 400)]
 
 
 def test_partitions_share_units():
-    timing = time_of(_products, tile(), PARTITIONS=2, PENDING=0)
-    products = spans(timing, TENSOR_CORES)
-    assert [end - start for _, start, end in products] == 4 * [1000]
-    assert [start for _, start, _ in products] == [FILLED + 1000 * number for number in range(4)]
+    timing = time_of(_matmuls, tile(), PARTITIONS=2, PENDING=0)
+    matmuls = spans(timing, TENSOR_CORES)
+    assert [end - start for _, start, end in matmuls] == 4 * [1000]
+    assert [start for _, start, _ in matmuls] == [FILLED + 1000 * number for number in range(4)]
     assert len({span.who for span in timing.spans if span.unit == EXPONENTIALS}) == 2
 
 

@@ -148,7 +148,7 @@ assert most == 1 and launched
 
 
 def test_no_length_of_1_becomes_a_constant():
-    """With it a loop becomes straight code, for which ptxas had a product read its tile from a wrong address: `dp_t` of v4's
+    """With it a loop becomes straight code, for which ptxas had a matmul read its tile from a wrong address: `dp_t` of v4's
     dK and dV for D = 64, Dv = 32."""
     run("""
 from triton.runtime.autotuner import Autotuner

@@ -119,8 +119,8 @@ def test_no_spills(report):
         assert min(row["spilled_bytes"] for row in rows) <= allowed, problem
 
 
-def test_descriptors_become_tma_and_products_wgmma(report):
-    """A stage that hands its kernels descriptors does so for Hopper's copy engine and warp-group products: both are there."""
+def test_descriptors_become_tma_and_matmuls_wgmma(report):
+    """A stage that hands its kernels descriptors does so for Hopper's TMA and warp-group matmuls: both are there."""
     rows = [row for row in rows_of(report, tuned_for=True) if row["arch"] == 90 and row["descriptors"]]
     if not rows:
         pytest.skip("no kernel takes a tensor descriptor, or none is compiled for Hopper")
@@ -128,14 +128,14 @@ def test_descriptors_become_tma_and_products_wgmma(report):
         assert "TMA" in row["instructions"], row
     for problem, configs in by_kernel(row for row in rows if row["dots"]).items():
         assert any("wgmma" in row["instructions"] for row in configs), problem
-        # Such as of products that wait for each other; that a `warpgroup.arrive` was added costs nothing.
+        # Such as of matmuls that wait for each other; that a `warpgroup.arrive` was added costs nothing.
         assert any(not [text for text in row["warnings"] if "Performance Loss" in text] for row in configs), problem
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in ROAD if name not in ANYWHERE])
-def test_products_of_a_hopper_stage_are_not_serialised(name):
-    """ptxas says so (C7510 and its neighbours) where it makes asynchronous products wait for each other after all. One half
+def test_matmuls_of_a_hopper_stage_are_not_serialised(name):
+    """ptxas says so (C7510 and its neighbours) where it makes asynchronous matmuls wait for each other after all. One half
     type may do where the other does not: with bfloat16 a backward once spilled a kilobyte."""
     report = compiled(name, archs=(90,), dtypes=("float16", "bfloat16"), causal=(True, False), kv_heads=(aot.HEADS, 4))
     assert not report["errors"]

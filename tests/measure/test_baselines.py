@@ -30,7 +30,7 @@ def test_query_heads_share_kv_heads_in_groups(impl, causal):
 @pytest.mark.parametrize("value_dim", [32, 64])
 @pytest.mark.parametrize("pass_", ["fwd", "bwd"])
 def test_flops_of_sdpa_are_those_of_the_workload(pass_, value_dim):
-    """Where it recomputes nothing: its backward by matrix products has the scores of its forward."""
+    """Where it recomputes nothing: its backward by matmuls has the scores of its forward."""
     workload = Workload(pass_, 1, 4, 64, 32, False, "float32", kv_heads=2, value_dim=value_dim)
     call = timed_call("sdpa", workload, workload.inputs())
     recomputed = 0 if value_dim == 32 or pass_ == "fwd" else 2 * 4 * 64**2 * 32

@@ -160,6 +160,6 @@ def test_committed_counts_of_kernels_are_within_a_tenth_of_what_was_measured(pat
             both = ncu.comparison(counted, measured)
             where = case["impl"], case["pass"], case["causal"], label
             # No more than a flag of four bytes for each program: each is a sector of 32 on its way.
-            sectors = 8 if both["read"] <= 4 * GPUS["h200"].multiprocessors else 1
+            sectors = 8 if both["read"] <= 4 * GPUS["h200"].num_sms else 1
             assert both["read_measured"] == pytest.approx(sectors * both["read"], rel=0.1), where
             assert both["written_measured"] - both["spilled"] == pytest.approx(both["written"], rel=0.1), where

@@ -1,4 +1,4 @@
-"""The kernels that measure a multiprocessor's rates compile for it, and what they measure becomes a table."""
+"""The kernels that measure an SM's rates compile for it, and what they measure becomes a table."""
 
 import re
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_kernels_compile_to_what_they_measure(log, unit):
 def test_nothing_spills_or_is_serialised(log):
     spills = re.findall(r"\d+ bytes spill stores, \d+ bytes spill loads", log)
     assert spills and set(spills) == {"0 bytes spill stores, 0 bytes spill loads"}
-    assert "C75" not in log  # ptxas' warnings of products that wait for each other
+    assert "C75" not in log  # ptxas' warnings of matmuls that wait for each other
 
 
 def test_every_step_of_an_instruction_is_compiled(log):
@@ -106,14 +106,14 @@ def test_loops_are_long_and_their_ends_do_not_count(on_cpu):
     assert "10" in rates.table([{"unit": "any", **measured}]).splitlines()[-1].split()
 
 
-def test_programs_on_one_multiprocessor_are_refused(on_cpu):
-    with pytest.raises(RuntimeError, match="two programs shared a multiprocessor"):
+def test_programs_on_one_sm_are_refused(on_cpu):
+    with pytest.raises(RuntimeError, match="two programs shared an SM"):
         rates.measure(rates.Case("some", FakeKernel(shared=1), (), {}, 1, "cycles", 3))
 
 
 def test_table_shows_a_rate_its_unit_and_its_spread():
     rate = {
-        "unit": "instructions", "name": "exp2", "multiprocessors": 132, "warpgroups": 3,
+        "unit": "instructions", "name": "exp2", "num_sms": 132, "warpgroups": 3,
         "value": 15.98765, "per": "results a cycle", "low": 15.5, "high": 16.01, "ghz": 1.755, "turns": 99,
     }  # fmt: skip
     row = rates.table([rate]).splitlines()[-1].split("  ")

@@ -18,15 +18,15 @@ SMALL = Workload("fwd", 1, 1, 512, 64, False, "float16")
 
 def test_rates_are_those_of_the_committed_file():
     rates = timeline.measured_rates()
-    assert 0.98 * 4096 < rates.flops <= 4096 and 15 < rates.results["exp2"] <= 16  # what products and exponentials bind at
+    assert 0.98 * 4096 < rates.flops <= 4096 and 15 < rates.results["exp2"] <= 16  # what matmuls and exponentials bind at
     assert all(0 < rate <= 128 for rate in rates.results.values())
     assert rates.copied > rates.stored > rates.added > 0
-    assert rates.product > 0 and rates.copy > rates.store > 0
+    assert rates.matmul > 0 and rates.copy > rates.store > 0
 
 
 @pytest.mark.parametrize("pass_", ["fwd", "bwd"])
-def test_products_take_their_time_whatever_the_kernel(pass_):
-    """Of each unit the model knows how long it works: products of a forward are 4 S² D FLOPs, of a backward 10."""
+def test_matmuls_take_their_time_whatever_the_kernel(pass_):
+    """Of each unit the model knows how long it works: matmuls of a forward are 4 S² D FLOPs, of a backward 10."""
     workload = Workload(pass_, 1, 1, 512, 64, False, "float16")
     rates = timeline.measured_rates()
     facts = timeline.record("v13", workload, timeline.simulate(stages.load("v13"), workload, rates))

@@ -352,15 +352,15 @@ def _copy_engine_kernel(x_desc, y_desc, ADDS: gl.constexpr):
 
 
 @gluon.jit
-def _product_kernel(M: gl.constexpr, N: gl.constexpr, K: gl.constexpr):
+def _matmul_kernel(M: gl.constexpr, N: gl.constexpr, K: gl.constexpr):
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     of_a: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, K], gl.float16)
     of_b: gl.constexpr = gl.NVMMASharedLayout.get_default_for([K, N], gl.float16)
     a = gl.allocate_shared_memory(gl.float16, [M, K], of_a, gl.full([M, K], 1, gl.float16, layout))
     b = gl.allocate_shared_memory(gl.float16, [K, N], of_b, gl.full([K, N], 1, gl.float16, layout))
     fence_async_shared()
-    product = warpgroup_mma(a, b, gl.zeros([M, N], gl.float32, layout), is_async=True)
-    warpgroup_mma_wait(0, [product])
+    matmul = warpgroup_mma(a, b, gl.zeros([M, N], gl.float32, layout), is_async=True)
+    warpgroup_mma_wait(0, [matmul])
 
 
 def only_launch(call):
@@ -407,7 +407,7 @@ def test_atomics_read_and_write():
 def test_dots_count_their_flops():
     a = torch.zeros(32, 16, dtype=torch.float16)
     assert only_launch(lambda: _dot_kernel[(5,)](a, torch.empty(32, 32), M=32, K=16)).flops == 5 * 2 * 32 * 32 * 16
-    assert only_launch(lambda: _product_kernel[(5,)](M=64, N=32, K=16)).flops == 5 * 2 * 64 * 32 * 16
+    assert only_launch(lambda: _matmul_kernel[(5,)](M=64, N=32, K=16)).flops == 5 * 2 * 64 * 32 * 16
 
 
 @pytest.mark.parametrize(("call", "read", "written"), [
@@ -439,7 +439,7 @@ def test_views_and_empty_tensors_move_nothing(call):
     assert count(lambda: call(x)).launches == []
 
 
-def test_products_of_operators_count_their_flops():
+def test_matmuls_of_operators_count_their_flops():
     a, b = torch.zeros(2, 3, 4, 5, dtype=torch.float16), torch.zeros(2, 3, 5, 6, dtype=torch.float16)
     assert count(lambda: a @ b).flops == 2 * 6 * 4 * 5 * 6
     assert count(lambda: torch.bmm(a[0], b[0], out_dtype=torch.float32)).flops == 2 * 3 * 4 * 5 * 6
@@ -496,7 +496,7 @@ def blocks(counts):
 @pytest.mark.parametrize(("gpu", "fixed", "tuned"), [
     ("h200", [(128, 64), (32, 128)], [(128, 64), (32, 128)]),
     ("rtx5060ti", [(128, 64), (32, 64)], [(128, 64), (32, 64)]),
-    ("a100", [(128, 64), (32, 64)], [(32, 32), (32, 32)]),  # no copy engine
+    ("a100", [(128, 64), (32, 64)], [(32, 32), (32, 32)]),  # no TMA
 ])  # fmt: skip
 def test_stages_get_the_tiles_of_the_gpu(gpu, fixed, tuned):
     for name, tiles in (("v3", fixed), ("v4", tuned)):
@@ -507,10 +507,10 @@ def test_stages_get_the_tiles_of_the_gpu(gpu, fixed, tuned):
         assert {kernel: tuner.configs for kernel, tuner in tuners(stage).items()} == before
 
 
-def test_persistent_kernels_have_as_many_programs_as_the_gpu_has_multiprocessors():
+def test_persistent_kernels_have_as_many_programs_as_the_gpu_has_sms():
     """Each program of v13's second launch reads a flag."""
     workload = traffic.Workload("fwd", 1, 5, 16, 16, False, "float16")
-    counts = traffic.count_stage(stages.load("v13"), workload, dataclasses.replace(H200, multiprocessors=3))
+    counts = traffic.count_stage(stages.load("v13"), workload, dataclasses.replace(H200, num_sms=3))
     assert counts.launches[-1] == Launch("_forward_kernel", {"BLOCK_M": 256, "BLOCK_N": 64}, 3 * 4, 0, 0)
 
 

@@ -11,7 +11,7 @@ from test_results import run as run_of
 
 import bench
 import stages
-from common.show import documents, numbers, results
+from common.show import documents, results, sinks
 from common.show.decoding import decoding_tables
 from common.show.shared import shared_tables
 
@@ -263,16 +263,16 @@ def test_short_caches_are_read_as_the_documents_say():
     assert sum(ahead) > len(ahead) / 2
 
 
-def test_numbers_are_next_to_the_stage_with_a_running_maximum(monkeypatch, tmp_path):
+def test_sinks_are_shown_next_to_the_stage_with_a_running_maximum(monkeypatch, tmp_path):
     """A stage's ratio, and in brackets that of the stage before; a result that was wrong has none."""
     ms = {"v12_persistent": 2.0, "v16_persistent_backward": 4.0, "v17_safe_speculation": 1.0}
     point = {"head_dim": 64, "dtype": "float16", "causal": False, "seq_len": 4096, "score_std": 1.0}
     records = [point | {"impl": impl, "sink": sink, "ms": time} for impl, time in ms.items() for sink in (0.0, 16.0)]
     del records[3]["ms"]  # v16's, with a sink
     machine = {"gpu": "a GPU", "torch": "2", "triton": "3", "commit": "0" * 40}
-    monkeypatch.setattr(numbers, "run_file", lambda name: tmp_path)
-    monkeypatch.setattr(numbers, "load_run", lambda path: (records, machine))
-    table = numbers.numbers_table("v17_safe_speculation")
+    monkeypatch.setattr(sinks, "run_file", lambda name: tmp_path)
+    monkeypatch.setattr(sinks, "load_run", lambda path: (records, machine))
+    table = sinks.sinks_table("v17_safe_speculation")
     assert "deviation 1 |" in table and "sink of 16 |" in table
     assert cells(table, "64", "float16", "full") == ["2.00 (0.50)", "2.00 (wrong)"]
 

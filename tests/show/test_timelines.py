@@ -1,4 +1,4 @@
-"""The pictures of a multiprocessor's time."""
+"""The pictures of an SM's time."""
 
 import pytest
 

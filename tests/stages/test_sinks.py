@@ -40,7 +40,7 @@ def long_work(request, monkeypatch):
         pytest.skip(f"{request.param} {reason}")
     stage = stages.load(request.param)
     make_long(stage, monkeypatch)
-    with interpreted_as(Device(multiprocessors=PROGRAMS)):
+    with interpreted_as(Device(num_sms=PROGRAMS)):
         yield stage
 
 
@@ -138,7 +138,7 @@ def test_no_tile_is_begun_where_samples_fail(long_work, recorded):
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_samples_tell_whether_tiles_would_fail(long_work, recorded, head_dim, causal, std, fail):
     q, k, v, _ = make_inputs(1000, 1000, head_dim, torch.float16, batch=1, heads=4)
-    with interpreted_as(Device(multiprocessors=SAMPLES)):  # one for each
+    with interpreted_as(Device(num_sms=SAMPLES)):  # one for each
         check(long_work, q * std, k, v, causal)
     assert (recorded.samples.sum() > SAMPLES / 4) == fail
 

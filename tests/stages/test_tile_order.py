@@ -43,7 +43,7 @@ def stage(request, monkeypatch):
         if name in names:
             monkeypatch.setitem(names, name, value)
     monkeypatch.setattr(replay, "is_watched", lambda: True)
-    with interpreted_as(Device(multiprocessors=1)):
+    with interpreted_as(Device(num_sms=1)):
         yield stages.load(request.param), GROUP if "L2_SHARE" in names else HEADS
 
 
@@ -58,7 +58,11 @@ class Watch:
         monkeypatch.setattr(InterpreterBuilder, "create_masked_load", self._load(InterpreterBuilder.create_masked_load))
 
     def begin(self, kernel, tensor, block):
-        """Watch one kernel load from one contiguous tensor. `block` names its argument that has the rows of a tile, or is these."""
+        """Watch what one kernel loads from one contiguous tensor.
+
+        Args:
+            block: the rows of a tile, or the name of the kernel's argument that has them.
+        """
         self._loaded, self._kernel, self._rows = [], kernel, block
         self._start, self._end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         self._seq_len, self._head_dim = tensor.shape[2:]
@@ -150,7 +154,7 @@ def test_causal_tiles_of_a_backward_go_through_heads_the_longest_first(name, ker
     head_dim, heads, seq_len = (256, 2, 300) if "wide" in kernel else (HEAD_DIM, HEADS, SEQ)
     q, k, v, grad_out = make_inputs(seq_len, seq_len, head_dim, batch=1, heads=heads)
     options = {"causal": True, "scale": 0.2, "diagonal": 0}
-    with interpreted_as(Device(multiprocessors=1)):
+    with interpreted_as(Device(num_sms=1)):
         out, lse = stage.forward(q, k, v, **options)
         watch.begin(kernel, {"q": q, "k": k}[tensor], rows)
         stage.backward(grad_out, q, k, v, out, lse, **options)

@@ -1,4 +1,4 @@
-"""What a run says of numbers that are not normal: scores that spread widely, and sinks."""
+"""Forward speed with attention sinks and with wide score distributions."""
 
 import itertools
 
@@ -8,16 +8,16 @@ import stages
 from common.show.results import load_run, origin, run_file
 
 
-def numbers_table(name: str) -> str:
+def sinks_table(name: str) -> str:
     """Times as fast as the run's first stage, which has a running maximum: a stage, and in brackets the one before."""
-    path = run_file("numbers")
+    path = run_file("sinks")
     if not path.exists():
         return "Not measured yet."
     records, machine = load_run(path)
     ms = {(r["impl"], r["head_dim"], r["dtype"], r["causal"], r["score_std"], r["sink"]): r.get("ms") for r in records}
     first, *others = sorted({record["impl"] for record in records}, key=stages.position)
     before = max((each for each in others if stages.position(each) < stages.position(name)), key=stages.position)
-    numbers = sorted({(record["score_std"], record["sink"]) for record in records}, key=lambda pair: pair[::-1])
+    points = sorted({(record["score_std"], record["sink"]) for record in records}, key=lambda pair: pair[::-1])
     head_dims, dtypes = (list(dict.fromkeys(record[field] for record in records)) for field in ("head_dim", "dtype"))
     rows = []
     for head_dim, dtype, causal in itertools.product(sorted(head_dims), dtypes, (False, True)):
@@ -26,13 +26,13 @@ def numbers_table(name: str) -> str:
             theirs, ours = (ms.get((each, *case, *point)) for each in (first, impl))
             return f"{theirs / ours:.2f}" if theirs and ours else "wrong"
 
-        cells = [f"{ratio(name, point)} ({ratio(before, point)})" for point in numbers]
+        cells = [f"{ratio(name, point)} ({ratio(before, point)})" for point in points]
         rows.append([head_dim, dtype, "causal" if causal else "full", *cells])
-    names = [f"sink of {sink:g}" if sink else f"deviation {std:g}" for std, sink in numbers]
+    names = [f"sink of {sink:g}" if sink else f"deviation {std:g}" for std, sink in points]
     caption = (
         f"Times as fast as {first}, forward; in brackets {before}. Scores with a mean of 0 and this standard deviation; or key "
         "0 scores so many nats for all queries, and the others have a deviation of 1. wrong: further from the truth than a "
         f"stage may be, and not timed. S = {records[0]['seq_len']}, {origin(machine)}."
     )
-    align = ["right", "left", "left"] + ["right"] * len(numbers)
+    align = ["right", "left", "left"] + ["right"] * len(points)
     return f"{caption}\n\n{tabulate(rows, ['D', '', 'mask', *names], tablefmt='pipe', disable_numparse=True, colalign=align)}"

@@ -1,7 +1,7 @@
 # `make` lists the targets. Without PYTHON they create and use .venv; PYTHON=python3 uses that interpreter as it is.
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-long sanitize bench bench-ring reference rates energy traffic compare readme plots timeline story diff stage example example-ring lint format clean
+.PHONY: help test test-long sanitize bench bench-ring reference rates energy traffic compare readme table plots timeline story diff stage example example-ring lint format clean
 
 ifdef PYTHON
 SETUP := packages
@@ -99,6 +99,10 @@ compare: $(SETUP)  ## show the last two saved runs side by side, per workload
 
 readme: $(SETUP)  ## rewrite the tables of the documents from results/
 	$(PYTHON) -m common.show.documents
+
+table: EXAMPLE = make table FILE=results/float16-d128-h200.json
+table: needs-FILE $(SETUP)  ## print the tables of a results file: make table FILE=results/float16-d128-h200.json
+	@$(PYTHON) -m common.show.documents "$(FILE)"$(piped)
 
 plots: $(SETUP)  ## draw plots/ from results/
 	$(PYTHON) -m common.show.plots

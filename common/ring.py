@@ -2,7 +2,7 @@
 
 A stage's forward gives out and LSE, and its backward takes them. That is all it takes: each rank keeps its queries, K and V go
 round, and what a rank has of each block of keys is merged by the LSEs. With the LSE of all keys a stage's backward gives each
-block's part of the true gradients. ring.md derives it, and says what travels.
+block's part of the true gradients. docs/several-gpus.md derives it, and says what travels.
 
 What travels does so on `torch.distributed`: NCCL's, on a stream of its own, between GPUs, and gloo between processes on CPUs.
 Each rank calls the same functions in the same order, as with every collective.

@@ -46,6 +46,12 @@ def version(name: str) -> str:
     return name.partition("_")[0]
 
 
+def directory(name: str) -> Path:
+    """The directory of the stage with this directory name; it need not exist."""
+    paths = [Path(root, name) for root in __path__]
+    return next((path for path in paths if path.exists()), paths[0])
+
+
 def resolve(name: str) -> str:
     """The directory name that `name` stands for: itself, or its version alone ("v3", "V3" or "3").
 
@@ -84,8 +90,8 @@ def parent(name: str) -> str | None:
     Raises:
         SystemExit: no stage is called what `PARENT` says.
     """
-    module = next((path for path in (Path(root, name, "__init__.py") for root in __path__) if path.exists()), None)
-    if recorded := module and re.search(r"^PARENT = [\"'](.*)[\"']", module.read_text(), re.MULTILINE):
+    module = directory(name) / "__init__.py"
+    if recorded := module.exists() and re.search(r"^PARENT = [\"'](.*)[\"']", module.read_text(), re.MULTILINE):
         try:
             return resolve(recorded[1])
         except ValueError:

@@ -1,15 +1,19 @@
-"""What the documents show of the committed results: tables, rewritten between markers by `python -m common.show.documents`."""
+"""What the documents show of the committed results: tables, rewritten between markers by `make readme`."""
 
+import argparse
+import difflib
+import functools
 import itertools
 import json
-import math
 import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from tabulate import tabulate
 
 import stages
-from common.measure import files
+from common.measure import files, terminal
 from common.measure.footprint import MIB_IN_MB
 from common.measure.ncu import pairs
 from common.measure.scaling import tables
@@ -19,120 +23,37 @@ from common.measure.units import CLOCK, TIME
 from common.show.choice import choice_table
 from common.show.decoding import decoding_tables
 from common.show.energy import energy_table
+from common.show.front import headline, ladder
 from common.show.profiles import traffic_table, units_table
 from common.show.results import (
     CHOICE,
     COLUMNS,
     COUNTED_AT,
-    HEAD_DIMS,
-    LONG,
-    MEAN_OVER,
     ROOT,
     TIMELINE,
     TRAFFIC,
     UNITS,
-    Run,
     bytes_in_words,
     bytes_of,
-    chain,
     counted,
-    gain,
     implementations,
     load_counts,
     load_run,
-    mean_ratio,
     modelled,
     moved,
     newest,
-    number,
     origin,
-    rate,
     run_file,
     runs,
     same_code,
     sources,
-    speedup,
     spoken,
-    times_of,
     tuned_case,
 )
-from common.show.scaling import load_ring, ring_files, scaling_passage
+from common.show.scaling import load_ring, scaling_passage
 from common.show.shared import shared_tables
 from common.show.sinks import sinks_table
-from common.show.tables import PASS_NAMES, speed_table, title
-
-
-def _names(found: list[Run]) -> list[str]:
-    """The implementations in the runs: libraries as the oldest run has them, then the stages in their order."""
-    return implementations([record for run in reversed(found) for record in run.records])
-
-
-def _last(names: list[str]) -> str:
-    """The newest stage of the main line."""
-    return [name for name in names if stages.position(name) and not stages.is_dead_end(name)][-1]
-
-
-def summary_table(found: list[Run]) -> str:
-    """The README's table: for each implementation the mean rate, the gain over its parent and the share of cuDNN's rate.
-
-    Args:
-        found: as `common.show.results.runs` gives them.
-    """
-    names = _names(found)
-    used, rows = [], []
-    for name in names:
-        parent, cells, of_rates, of_gains = stages.parent(name), [], [], []
-        for pass_, head_dim in COLUMNS:
-            measured = rate(found, name, pass_, head_dim)
-            if not measured:
-                cells.append("-")
-                continue
-            mean, run = measured
-            of_rates.append(run)
-            parts = [f"{mean:.0f}"]
-            if parent and not same_code(name, parent, pass_):
-                if gained := gain(found, name, parent, pass_, head_dim):
-                    parts.append(f"**×{gained[0]:.2f}**")
-                    of_gains.append(gained[1])
-                else:
-                    parts.append(f"not measured beside {spoken(parent)}")
-            if cudnn := speedup(run.records, name, "sdpa-cudnn", pass_, head_dim):
-                parts.append(f"{100 * cudnn:.0f} %")
-            cells.append(", ".join(parts))
-        if of_rates:
-            used += of_rates + of_gains
-            rates, gains = (sorted({number(found, run) for run in some}) for some in (of_rates, of_gains))
-            shown = [", ".join(map(str, rates))] + [f"gain: {', '.join(map(str, gains))}"] * (gains not in ([], rates))
-            rows.append([title(name), "; ".join(shown), *cells])
-    headers = ["", "run", *(f"{PASS_NAMES[pass_]}, D={head_dim}" for pass_, head_dim in COLUMNS)]
-    caption = (
-        "TFLOP/s, **times as fast as the parent stage**, % of cuDNN's speed. `-`: not measured. A pass with its parent's code "
-        "shows no gain. Float16, 16k tokens, hidden size 2048; geometric means over S = "
-        f"{', '.join(map(str, MEAN_OVER))}, causal and not. Each row shows the newest run of its implementation. A gain is "
-        "from the newest run that has both the stage and its parent; `gain:` names that run where it is another one. "
-        f"Runs: {sources(found, used)}."
-    )
-    return f"{caption}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True)}{_against_the_best(found, names)}"
-
-
-def _against_the_best(found, names):
-    """A sentence on the newest stage next to the fastest library at each point, for lengths that fill the GPU."""
-    last, ratios, libraries, used = _last(names), [], [], []
-    for pass_, head_dim in COLUMNS:
-        if run := newest(found, pass_, head_dim, last):
-            others = [name for name in implementations(run.records) if not stages.position(name)]
-            ours, *theirs = (times_of(run.records, name, pass_, head_dim) for name in (last, *others))
-            points = [key for key in ours if key[1] >= LONG and any(key in times for times in theirs)]
-            if best := {key: min(times[key] for times in theirs if key in times) for key in points}:
-                ratios.append(f"{PASS_NAMES[pass_]} D={head_dim} ×{mean_ratio(ours, best):.2f}")
-                libraries += others
-                used.append(number(found, run))
-    if not ratios:
-        return ""
-    return (
-        f"\n\n{last} against the fastest of {', '.join(dict.fromkeys(libraries))} at each point, S ≥ {LONG}, "
-        f"run {', '.join(map(str, sorted(set(used))))}: {', '.join(ratios)}."
-    )
+from common.show.tables import PASS_NAMES, speed_table
 
 
 def with_table(text: str, name: str, table: str) -> str:
@@ -339,31 +260,6 @@ PASSAGES = {  # what the README of a stage may show between markers
 }  # fmt: skip
 
 
-def evolution_sentence(found: list[Run]) -> str:
-    """What the stages from the first to the newest gained, and the newest next to the libraries; the largest head dimension.
-
-    Args:
-        found: as `common.show.results.runs` gives them.
-    """
-    names = _names(found)
-    first, last, head_dim = next(name for name in names if stages.position(name)), _last(names), max(HEAD_DIMS)
-    parts, notes, used = [], [], []
-    for pass_ in ("fwd", "bwd"):
-        (slow, _), (fast, run) = ends = [rate(found, name, pass_, head_dim) for name in (first, last)]
-        links = chain(found, last, first, pass_, head_dim) or []
-        used += [run for _, run in ends] + [link[-1] for link in links]
-        factor = f", ×{math.prod(ratio for *_, ratio, _ in links):.0f}" if links else ""
-        over = {name: speedup(run.records, last, name, pass_, head_dim) for name in names if not stages.position(name)}
-        libraries = ", ".join(f"{spoken(name)} ×{ratio:.2f}" for name, ratio in over.items() if ratio)
-        rates = f"from {spoken(first)}'s {slow:.0f} to {spoken(last)}'s {fast:.0f} TFLOP/s"
-        parts.append(f"{PASS_NAMES[pass_].capitalize()}: {rates}{factor}" + (f"; over {libraries}." if libraries else "."))
-        if len(links) > 1:
-            steps = " by ".join(f"{spoken(old)} to {spoken(new)} [{number(found, run)}]" for new, old, _, run in links)
-            notes.append(f"No run has both {spoken(first)} and {spoken(last)}, so the factor multiplies {steps}.")
-    notes = dict.fromkeys(notes)
-    return " ".join([f"Geometric means, D = {head_dim}, float16.", *parts, *notes, f"{sources(found, used)}."])
-
-
 RUNS = {  # by the name of the run: the heading of its document, and what that shows of the records and the machine
     "float16-d64": ("All stages in float16, D = 64", speed_table),
     "float16-d128": ("All stages in float16, D = 128", speed_table),
@@ -383,43 +279,92 @@ RUNS = {  # by the name of the run: the heading of its document, and what that s
 }
 
 
+KEPT = (  # the tables of results/ that are committed; `make table` prints any other
+    "wide-h200", "energy-d64-h200", "energy-d128-h200", "ring-h200-x2", "ring-million-h200-x2", "timeline"
+)  # fmt: skip
+
+
+def tables_of(path: Path) -> str:
+    """A JSON file of results/ as a document: a heading and its tables.
+
+    Raises:
+        ValueError: the file has no tables.
+    """
+    if path.name.startswith("traffic-"):
+        heading, table = "Traffic, counted and measured", traffic_table(json.loads(path.read_text()))
+    elif path.name.startswith("energy-"):
+        heading, table = "Energy, and the power limit", energy_table(json.loads(path.read_text()))
+    elif path.name.startswith("ring-"):
+        heading, table = "One sequence shared by several GPUs", tables(load_ring(path))
+    elif path.name == TIMELINE.name:
+        heading, table = "A model of an SM, and what was measured", timeline_table()
+    elif path.name == UNITS.name:
+        heading, table = "Busy units, and what warps wait for", units_table(json.loads(path.read_text()))
+    elif path.name == CHOICE.name:
+        heading, table = "Which stage on which GPU", choice_table(json.loads(path.read_text()))
+    elif (name := path.stem.removesuffix("-h200")) in RUNS:
+        heading, of_records = RUNS[name]
+        table = of_records(*load_run(path))
+    else:
+        raise ValueError(f"{path} has no tables; results/README.md says what the files hold")
+    return f"# {heading}\n\n{table}\n"
+
+
+def step_hunk() -> str:
+    """One change of one step, as a diff: v6's order of tiles."""
+    old, new = (stages.resolve(version) for version in ("v5", "v6"))
+    before, after = ((ROOT / "stages" / name / "forward.py").read_text().splitlines() for name in (old, new))
+    lines = list(difflib.unified_diff(before, after, n=0, lineterm=""))[2:]
+    hunks = "\n".join(line for line in lines if not line.startswith("@@") and not line[1:].startswith(("from ", '"""')))
+    return f"```diff\n{hunks}\n```"
+
+
+# What README.md, CONTRIBUTING.md and docs/ may show between markers.
+FRONT = {
+    "headline": lambda: headline(runs()), "ladder": lambda: ladder(runs()), "hunk": step_hunk,
+    "choice": lambda: choice_table(json.loads(CHOICE.read_text())), "scaling": scaling_passage,
+}  # fmt: skip
+
+
+def with_passages(path: Path, passages: dict[str, Callable[[], str]]) -> str:
+    """The text of a document with all that stands between markers written again."""
+    text = path.read_text()
+    for name in re.findall(r"<!-- (\w+): written by make readme -->", text):
+        text = with_table(text, name, passages[name]())
+    return text
+
+
 def documents() -> dict[Path, str]:
     """What each generated document must be, from the committed results."""
-    readme = ROOT / "README.md"
-    text = with_table(readme.read_text(), "summary", summary_table(runs()))
-    text = with_table(text, "evolution", evolution_sentence(runs()))
-    found = {readme: with_table(text, "choice", choice_table(json.loads(CHOICE.read_text())))}
-    for path, (heading, table) in ((run_file(name), shown) for name, shown in RUNS.items()):
-        if path.exists():
-            found[path.with_suffix(".md")] = f"# {heading}\n\n{table(*load_run(path))}\n"
+    found = {path: with_passages(path, FRONT) for path in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])}
     for name in stages.names():
+        passages = {passage: functools.partial(write, name) for passage, write in PASSAGES.items()}
         path = ROOT / "stages" / name / "README.md"
-        found[path] = path.read_text()
-        for passage in re.findall(r"<!-- (\w+): written by make readme -->", found[path]):
-            found[path] = with_table(found[path], passage, PASSAGES[passage](name))
-    ring = ROOT / "ring.md"
-    found[ring] = with_table(ring.read_text(), "scaling", scaling_passage())
-    for path in ring_files():
-        found[path.with_suffix(".md")] = f"# A sequence that several GPUs share\n\n{tables(load_ring(path))}\n"
-    for path in (ROOT / "results").glob("traffic-*.json"):
-        table = traffic_table(json.loads(path.read_text()))
-        found[path.with_suffix(".md")] = f"# Traffic, counted and measured\n\n{table}\n"
-    for path in (ROOT / "results").glob("energy-*.json"):
-        found[path.with_suffix(".md")] = f"# Energy, and the power limit\n\n{energy_table(json.loads(path.read_text()))}\n"
-    if TIMELINE.exists() and UNITS.exists():
-        found[TIMELINE.with_suffix(".md")] = f"# A model of an SM, and what was measured\n\n{timeline_table()}\n"
-    if UNITS.exists():
-        found[UNITS.with_suffix(".md")] = (
-            f"# Busy units, and what warps wait for\n\n{units_table(json.loads(UNITS.read_text()))}\n"
-        )
+        found[path] = with_passages(path, passages)
+    for path in (ROOT / "results" / f"{name}.json" for name in KEPT):
+        if path.exists():
+            found[path.with_suffix(".md")] = tables_of(path)
     return found
 
 
-def main():
+def main(argv: list[str]):
     """The command line."""
-    for path, text in documents().items():
-        files.replace(path, text)
+    terminal.prepare()
+    parser = argparse.ArgumentParser(
+        prog="python -m common.show.documents",
+        description="Rewrite the generated parts of the documents from results/, or print the tables of one file.",
+    )
+    parser.add_argument("file", type=Path, nargs="?", help="a JSON file of results/, whose tables are printed")
+    options = parser.parse_args(argv)
+    if options.file:
+        try:
+            print(tables_of(options.file), end="")
+        except (OSError, ValueError, KeyError) as error:
+            parser.exit(2, f"{parser.prog}: {error}\n")
+    else:
+        for path, text in documents().items():
+            files.replace(path, text)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -20,28 +20,27 @@ from common.measure import files, terminal
 from common.show import documents, results
 
 NAME = re.compile(r"v(0|[1-9][0-9]*)[a-z]?(_[a-z0-9]+)+")
-IDEA = "what this stage does that its parent does not"
+IDEA = "what this stage does and its parent does not"
 README = """\
 # {version}: the idea in a few words
 
-{idea}, in a few sentences, with the paper that it is from.
+{idea}. Name the paper that it is from.
 
-## What the stage before wastes
+## Problem
 
-What of its time or memory goes into something that need not be, and how much.
+What the parent wastes: which bytes, FLOPs or cycles, and how many.
 
-## The idea
+## Idea
 
-What to do instead, in words.
+What to do instead.
 
 ## Derivation
 
-Why the result is the same, and what it saves, in formulas. Those of bytes and FLOPs are in `tests/predictions.py`, and
-`make traffic STAGE={version}` counts them.
+Why the result is the same, and what the idea saves, in formulas. `make traffic STAGE={version}` counts bytes and FLOPs.
 
 ## Algorithm
 
-The algorithm, with the names that the code uses.
+Pseudocode with the names of the code.
 
 ## Gain
 
@@ -52,19 +51,18 @@ What was gained, and why it is more or less than predicted.
 
 ## Limits
 
-- What it does not do, and where it is slower.
+- What the stage does not do, and where it is slower.
 """
 NEXT = """\
 stages/{name} has the kernels of {source}, its parent. Write next:
   stages/{name}/forward.py, backward.py: the idea; keep names, order and formatting
-  stages/{name}/__init__.py: the idea in one sentence, on the first line; `make story` shows it
+  stages/{name}/__init__.py: the idea in at most 12 words, on the first line; `make story` and README.md show it
   stages/{name}/README.md: the text under the headings
   tests/predictions.py: bytes and FLOPs of {version}; {prediction}
-  README.md: the row of {version} in the table of stages
 Then run:
   make test ARGS="-k {version}"
   make bench STAGE={version}
-  make readme
+  make readme plots
 """
 
 
@@ -142,17 +140,8 @@ def with_line(text: str, pattern: str, line: str) -> str:
     return text.replace("".join(lines), "".join(at[position] for position in sorted(at)))
 
 
-def readme_row(name: str) -> tuple[str, str]:
-    """What the rows of the README's table of stages, or of dead ends, match, and the row of a new one."""
-    link = f"[stages/{name}](stages/{name})"
-    version = name.split("_")[0]
-    if stages.is_dead_end(name):
-        return r"\| v\d+[a-z] \|.*\(stages/v.*", f"| {version} | {IDEA} | {link} |\n"
-    return r"\| v\d+ \|.*\(stages/v.*", f"| {version} | {IDEA} | - | {link} |\n"
-
-
 def make(source: str, name: str) -> bool:
-    """Write stages/`name` with the code of stage `source`, and its lines in README.md and tests/predictions.py; all or nothing.
+    """Write stages/`name` with the code of stage `source`, its README.md row and its line in tests/predictions.py; or nothing.
 
     Returns:
         whether there is a prediction of what `source` moves and computes: it holds for the new one, for now.
@@ -161,7 +150,7 @@ def make(source: str, name: str) -> bool:
     old, new = source.split("_")[0], name.split("_")[0]
     readme, predictions = results.ROOT / "README.md", results.ROOT / "tests" / "predictions.py"
     before = {path: path.read_text() for path in (readme, predictions)}
-    after = {readme: with_line(before[readme], *readme_row(name))}
+    after = {}
     prediction = re.search(rf'^    "{old}": (.*\n)', before[predictions], re.MULTILINE)
     if prediction:
         line = f'    "{new}": {prediction[1]}'
@@ -173,12 +162,13 @@ def make(source: str, name: str) -> bool:
         for path in copy.glob("*.py"):
             files.replace(path, without_past_notes(path.read_text(), name))
         module = copy / "__init__.py"
-        code = with_parent(with_docstring(module.read_text(), f"{idea}, in a sentence."), source, name)
+        code = with_parent(with_docstring(module.read_text(), f"{idea}."), source, name)
         files.replace(module, code)
         text = README.format(version=new, idea=idea)
         stages.__path__.append(temporary)  # where `stages.parent` finds the new one
         try:
             files.replace(copy / "README.md", documents.with_table(text, "gain", documents.gain_table(name)))
+            after[readme] = documents.with_table(before[readme], "ladder", documents.ladder(results.runs()))
         finally:
             stages.__path__.remove(temporary)
         try:

@@ -170,7 +170,7 @@ def _parsed_code(text: str) -> str:
 
 def same_code(new: str, old: str, pass_: str) -> bool:
     """Whether two stages have the same code for a pass, but for comments. False where a stage is gone."""
-    paths = [Path(stages.__path__[0], name, CODE[pass_]) for name in (new, old)]
+    paths = [stages.directory(name) / CODE[pass_] for name in (new, old)]
     if not all(path.exists() for path in paths):
         return False
     ours, theirs = (path.read_text() for path in paths)

@@ -69,15 +69,15 @@ def _summary(path):
     ]
     caption = (
         f"{facts['gpus']}; {origin(facts)}, {facts['date']}. {'; '.join(models)}.{''.join(links)} "
-        f"All cases: [{path.stem}.md](results/{path.stem}.md)."
+        f"All cases: [{path.stem}.md](../results/{path.stem}.md)."
     )
     return f"{caption}\n\n{markdown(rows, headers, ('pass', 'mask', ''))}"
 
 
 def scaling_passage() -> str:
-    """What ring.md shows of the runs that results/ has."""
+    """What docs/several-gpus.md shows of the runs that results/ has."""
     files = ring_files()
     if not files:
         return f"Not measured yet: `{COMMAND}`, then `make plots readme`."
     drawn = [path.stem for path in files if Scaling(load_ring(path)).is_drawn()]
-    return "\n\n".join([*map(_summary, files), *(f"![TFLOP/s of each GPU, {name}](plots/{name}.png)" for name in drawn)])
+    return "\n\n".join([*map(_summary, files), *(f"![TFLOP/s of each GPU, {name}](../plots/{name}.png)" for name in drawn)])

@@ -19,7 +19,6 @@ from common.show.tables import PASS_NAMES
 
 CODE = tuple(results.CODE.values())
 FILES = (*CODE, "__init__.py")
-STAGES = results.ROOT / "stages"
 WIDTH = 100  # of a terminal
 
 
@@ -52,7 +51,7 @@ def change(old: str, new: str) -> Change:
     added = removed = 0
     touched = []
     for name in CODE:
-        paths = [STAGES / stage / name for stage in (old, new)]
+        paths = [stages.directory(stage) / name for stage in (old, new)]
         counted = subprocess.run(
             ["git", "diff", "--no-index", "--numstat", *map(str, paths)], capture_output=True, text=True, check=False
         )  # 1 where they differ
@@ -66,7 +65,7 @@ def change(old: str, new: str) -> Change:
 
 def idea(name: str) -> str:
     """A stage in one sentence: the first line of its docstring."""
-    return ast.get_docstring(ast.parse((STAGES / name / "__init__.py").read_text())).splitlines()[0]
+    return ast.get_docstring(ast.parse((stages.directory(name) / "__init__.py").read_text())).splitlines()[0]
 
 
 def _wrapped(text: str, indent: str = "", hanging: str = "") -> str:

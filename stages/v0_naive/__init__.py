@@ -1,4 +1,4 @@
-"""Attention as the textbook writes it, in PyTorch; scores, mask and probabilities are materialised."""
+"""Textbook attention in PyTorch, with S and P in memory."""
 
 from common.operator import make_attention
 

@@ -1,4 +1,4 @@
-"""v9 with a role for each warpgroup: each multiplies at its own pace, and in the backward one makes dQ of what they leave."""
+"""Warpgroups with roles: each computes at its own pace."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -1,4 +1,4 @@
-"""v10 with matmuls in flight under the softmax: what a tile waits for was begun before it is needed."""
+"""Matmuls run under the softmax: each starts before it is needed."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -1,4 +1,4 @@
-"""A dead end: v11 with consumers that issue their matmuls in turn, so that one's softmax runs under the others' matmuls."""
+"""A dead end: ping-pong, where consumers take turns issuing their matmuls."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

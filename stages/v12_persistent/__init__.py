@@ -1,4 +1,4 @@
-"""v11 with programs that stay: each takes tile after tile, and begins the next one under the end of the last."""
+"""A persistent forward: each CTA computes tile after tile."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

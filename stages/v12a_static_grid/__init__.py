@@ -1,4 +1,4 @@
-"""A dead end: v12 with tiles that are dealt out by number, in fixed strides, in place of a counter."""
+"""A dead end: tiles assigned by CTA number, not by a counter."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

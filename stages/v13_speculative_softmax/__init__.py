@@ -1,4 +1,4 @@
-"""v12 with one maximum for all keys of a row, taken from the first ones, and checked at the end."""
+"""Guess each row's maximum, check it afterwards, redo what failed."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

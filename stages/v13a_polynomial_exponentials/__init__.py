@@ -1,4 +1,4 @@
-"""A dead end: v13 with a quarter of the exponentials by a polynomial, on the units that multiply and add."""
+"""A dead end: a quarter of the exponentials computed by a polynomial."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -1,4 +1,4 @@
-"""v14 with the keys of a tile split over programs where tiles do not fill the GPU, and heads that share keys in one tile."""
+"""Split keys across CTAs when queries are few; then merge."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

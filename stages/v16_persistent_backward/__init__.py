@@ -1,4 +1,4 @@
-"""v15 with programs that stay in the backward too: K and V of the next tile are loaded while this one is being done."""
+"""A persistent backward: the next tile's K and V load early."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

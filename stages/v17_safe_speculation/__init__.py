@@ -1,4 +1,4 @@
-"""A maximum that knows the first keys too, where sinks are; and a sample of scores tells whether to speculate at all."""
+"""The guess includes attention sinks; samples tell when guessing is hopeless."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

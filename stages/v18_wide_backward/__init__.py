@@ -1,4 +1,4 @@
-"""v17 with a backward for D = 256: a consumer for each of dK and dV, which share P, and a second kernel for dQ."""
+"""A backward for D = 256, in two kernels."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -1,4 +1,4 @@
-"""A dead end: v18 with dQ added to its sums straight from registers, with no shared memory and no TMA in between."""
+"""A dead end: dQ added to its accumulator straight from registers."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

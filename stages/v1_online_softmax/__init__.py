@@ -1,4 +1,4 @@
-"""Scale, mask and softmax are one Triton kernel over a materialised S; the matmuls stay the library's."""
+"""Scale, mask and softmax in one Triton kernel: online softmax."""
 
 from common.operator import make_attention
 

@@ -1,4 +1,4 @@
-"""FlashAttention; tiles of S live on the chip only, and O, m and l are rewritten for every K/V tile."""
+"""FlashAttention tiling: S and P never leave the chip."""
 
 from common.operator import make_attention
 

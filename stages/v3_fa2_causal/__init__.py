@@ -1,4 +1,4 @@
-"""FlashAttention-2; a program owns a query tile, divides once and leaves the masked half alone."""
+"""FlashAttention-2: one program per query tile; fully masked tiles are skipped."""
 
 from common.operator import make_attention
 

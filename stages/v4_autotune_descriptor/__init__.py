@@ -1,4 +1,4 @@
-"""v3 with its tiles chosen by the autotuner and moved by TMA, through tensor descriptors."""
+"""Autotuned tiles, moved by TMA through tensor descriptors."""
 
 from common.operator import make_attention
 

@@ -1,4 +1,4 @@
-"""A dead end: v4 with K transposed in memory beforehand, instead of in the dot."""
+"""A dead end: K transposed in memory beforehand, not in the dot."""
 
 from common.operator import make_attention
 

@@ -1,4 +1,4 @@
-"""A dead end: v4 with its forward's loop warp-specialized by the compiler."""
+"""A dead end: warps specialized by the compiler, `warp_specialize=True`."""
 
 from common.operator import make_attention
 

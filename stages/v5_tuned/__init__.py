@@ -1,4 +1,4 @@
-"""v4 with delta, the row sums of dO * O, computed once and read by both backward kernels."""
+"""Delta, the row sums of dO ∘ O, computed only once."""
 
 from common.operator import make_attention
 

@@ -1,4 +1,4 @@
-"""v5 with its programs in another order: the longest tiles first, a few heads at a time."""
+"""The longest causal tiles first, a few heads at a time."""
 
 from common.operator import make_attention
 

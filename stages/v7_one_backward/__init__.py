@@ -1,4 +1,4 @@
-"""v6 with one backward kernel of five matmuls in place of two of seven: dQ is added up in memory."""
+"""One backward kernel with five matmuls, not two with seven."""
 
 from common.operator import make_attention
 

@@ -1,4 +1,4 @@
-"""v7 in Gluon: layouts, buffers, copies, barriers and matmuls, which Triton made of its tiles so far, are written down."""
+"""The same kernels in Gluon: layouts, buffers and barriers written out."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

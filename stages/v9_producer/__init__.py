@@ -1,4 +1,4 @@
-"""v8 with a warp that loads, and does nothing else; the others multiply."""
+"""A producer warp loads; the other warps compute."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

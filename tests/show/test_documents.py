@@ -12,8 +12,6 @@ from test_results import run as run_of
 import bench
 import stages
 from common.show import documents, results, sinks
-from common.show.decoding import decoding_tables
-from common.show.shared import shared_tables
 
 V0, V1, V2, V3 = map(stages.resolve, ("v0", "v1", "v2", "v3"))
 
@@ -37,7 +35,7 @@ def test_a_part_of_the_reference_is_kept_with_its_document_and_where_it_is_from(
     if not path.exists():
         pytest.skip("not measured yet: make reference")
     readme = (path.parent / "README.md").read_text()
-    assert f"`{path.name}`" in readme and f"`{path.stem}.md`" in readme and f"GRID={name} FILE=results/{path.name}" in readme
+    assert f"`{path.name}`" in readme and f"GRID={name} FILE=results/{path.name}" in readme
     _, machine = results.load_run(path)
     assert all(machine[fact] for fact in ("gpu", "torch", "triton", "commit", "date", "matmul_tflops"))
     assert "dirty" not in machine["commit"]
@@ -71,20 +69,6 @@ def test_speedup_is_the_geometric_mean_where_both_were_measured():
     assert results.speedup(old + new, "v1_x", "v0_naive", "bwd", 64) is None
 
 
-def test_summary_sets_the_newest_stage_against_the_fastest_library_of_each_point():
-    found = [rec for rec in records("v1_b", 2.0) + records("v0_a", 1.0) if rec["seq_len"] != 2048]
-    found += records("v1_b", 1.0, lengths=[2048]) + records("v0_a", 1.0, lengths=[2048])
-    found += records("sdpa-x", 4.0, lengths=[1024, 2048]) + records("sdpa-x", 1.0, lengths=[4096, 8192, 16384])
-    found += records("flash-4", 2.0) + records("v1a_c", 0.1)
-    sentence = documents.summary_table([run_of("only", "2026-01-01", found)]).splitlines()[-1]
-    # 2 / 1 at S = 2048, 1 / 2 at the three longer ones: the fourth root of 1 / 4
-    assert sentence.startswith(
-        "v1_b against the fastest of sdpa-x, flash-4 at each point, S ≥ 2048, run 1: forward D=64 ×0.71,"
-    )
-    alone = [rec for rec in found if stages.position(rec["impl"])]
-    assert "against the fastest" not in documents.summary_table([run_of("only", "2026-01-01", alone)])
-
-
 def test_implementations_come_in_stage_order():
     names = ("v10_late", "v2_early", "sdpa-b", "v0_naive", "sdpa-a", "v2_early")
     assert results.implementations([{"impl": name} for name in names]) == [
@@ -94,26 +78,6 @@ def test_implementations_come_in_stage_order():
         "v2_early",
         "v10_late",
     ]
-
-
-def summary_rows(runs):
-    lines = [line for line in documents.summary_table(runs).splitlines() if line.startswith("| ")][1:]
-    return {row[0]: row[1:] for row in ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)}
-
-
-def test_summary_shows_the_newest_rates_and_gains_of_one_run(monkeypatch):
-    monkeypatch.setattr(documents, "same_code", lambda new, old, pass_: (new, pass_) == (V1, "bwd"))
-    old = run_of("old", "2026-01-01", records(V0, 7.7), records(V1, 3.85), records("sdpa-flash", 10.0))
-    new = run_of("new", "2026-01-02", records(V1, 2.0), records(V2, 1.0, passes=["bwd"]), records("sdpa-cudnn", 1.0))
-    late = run_of("late", "2026-01-03", records(V3, 0.5))
-    rows = summary_rows([late, new, old])
-    assert list(rows) == ["sdpa-flash", "sdpa-cudnn", V0, V1, V2, V3]
-    assert rows["sdpa-flash"] == ["1"] + ["10"] * 4
-    assert rows[V0] == ["1"] + ["13"] * 4  # cuDNN is in another run
-    assert rows[V1] == ["2; gain: 1"] + ["50, **×2.00**, 50 %"] * 2 + ["50, 50 %"] * 2
-    assert rows[V2] == ["2"] + ["-"] * 2 + ["100, **×2.00**, 100 %"] * 2
-    assert rows[V3] == ["3"] + ["200, not measured beside v2"] * 4
-    assert documents.summary_table([late, new, old]).count("commit old") == 1
 
 
 def test_table_replaces_what_is_between_its_markers_alone():
@@ -154,20 +118,6 @@ def test_a_tuned_pass_with_the_parents_code_says_so():
     table = documents.tuned_table(stages.resolve("v5"))
     assert cells(table, "forward", "64", "full")[-1] == "same code"
     assert "bytes" in cells(table, "backward", "64", "full")[-1] and "÷" not in table
-
-
-def test_evolution_multiplies_gains_where_no_run_has_both_ends():
-    old = run_of("old", "2026-01-01", records("v0_a", 10.0), records("v1_b", 2.0), records("v1a_x", 0.1))
-    new = run_of("new", "2026-01-02", records("v1_b", 4.0), records("v2_c", 1.0), records("sdpa-cudnn", 1.5))
-    assert documents.evolution_sentence([new, old]) == (
-        "Geometric means, D = 128, float16. Forward: from v0's 10 to v2's 100 TFLOP/s, ×20; over cuDNN ×1.50. "
-        "Backward: from v0's 10 to v2's 100 TFLOP/s, ×20; over cuDNN ×1.50. "
-        "No run has both v0 and v2, so the factor multiplies v0 to v1 [1] by v1 to v2 [2]. "
-        "[1] X, torch 1, triton 2, commit old, 2026-01-01; [2] X, torch 1, triton 2, commit new, 2026-01-02."
-    )
-    assert "from v0's 10 to v1's 50 TFLOP/s, ×5. " in documents.evolution_sentence([old])
-    apart = run_of("apart", "2026-01-03", records("v3_d", 1.0), records("v4_e", 1.0))
-    assert "to v4's 100 TFLOP/s. " in documents.evolution_sentence([apart, old])  # no factor
 
 
 @functools.cache
@@ -235,23 +185,55 @@ def test_tuned_tiles_of_v4_mostly_move_more_than_those_of_v3():
     assert results.tuned_case("v13_speculative_softmax", "fwd", 256, False) is None
 
 
-@pytest.mark.parametrize("there", [False, True])
-@pytest.mark.parametrize(("name", "tables"), [
-    ("shared", shared_tables), ("decode-d64", decoding_tables), ("decode-d128", decoding_tables),
-])  # fmt: skip
-def test_document_is_made_where_the_run_is_there(name, tables, there, tmp_path, monkeypatch):
-    path = tmp_path / "a-run.json"
-    if there:
-        path.write_text("a run")
-    title, made_by = documents.RUNS[name]
-    assert made_by is tables
-    monkeypatch.setattr(documents, "RUNS", {name: (title, lambda records, machine: f"tables of {records}")})
-    monkeypatch.setattr(documents, "PASSAGES", dict.fromkeys(documents.PASSAGES, lambda stage: ""))
-    monkeypatch.setattr(documents, "run_file", lambda which: path)
-    monkeypatch.setattr(documents, "load_run", lambda which: ("the run", None))
-    found = documents.documents()
-    assert (path.with_suffix(".md") in found) == there
-    assert not there or "tables of the run" in found[path.with_suffix(".md")]
+KINDS_OF_TABLES = {
+    "float16-d64-h200": "All stages", "shared-h200": "Shared K/V", "decode-d64-h200": "Decoding", "traffic-h200-d64": "Traffic",
+    "energy-d64-h200": "Energy", "ring-h200-x2": "One sequence", "timeline": "A model", "units-h200": "Busy units",
+    "choice": "Which stage",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS_OF_TABLES)
+def test_a_command_prints_the_tables_of_any_run(name, capsys):
+    documents.main([str(results.ROOT / "results" / f"{name}.json")])
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"# {KINDS_OF_TABLES[name]}") and shown.count("\n|") > 3
+
+
+@pytest.mark.parametrize("file", ["results/rates-h200.json", "results/none.json", "README.md"])
+def test_a_file_without_tables_is_refused(file, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        documents.main([str(results.ROOT / file)])
+    assert stopped.value.code == 2 and file in capsys.readouterr().err
+
+
+def test_few_tables_are_kept():
+    """What answers a question on a screen."""
+    found = {path.stem for path in (results.ROOT / "results").glob("*.md")} - {"README"}
+    assert found == set(documents.KEPT)
+    assert sum(path.stat().st_size for path in (results.ROOT / "results").glob("*.md")) <= 150_000
+
+
+def words(path):
+    """The words of a document outside of tables."""
+    return sum(len(line.split()) for line in path.read_text().splitlines() if not line.startswith("|"))
+
+
+def test_documents_stay_small():
+    root = results.ROOT
+    assert words(root / "README.md") <= 700
+    assert sum(map(words, [root / "CONTRIBUTING.md", *root.glob("docs/*.md")])) <= 6000
+    assert sum(map(words, root.glob("stages/*/README.md"))) <= 16000
+
+
+FRONT = [results.ROOT / "README.md", *(results.ROOT / "docs").glob("*.md")]
+
+
+@pytest.mark.parametrize("path", FRONT, ids=lambda path: path.name)
+def test_tables_of_the_front_documents_are_narrow(path):
+    if path.name == "several-gpus.md":
+        pytest.skip("its table has a row a case")
+    rows = [line for line in path.read_text().splitlines() if line.startswith("|")]
+    assert max((row.count("|") - 1 for row in rows), default=0) <= 7
 
 
 def test_short_caches_are_read_as_the_documents_say():

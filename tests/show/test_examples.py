@@ -21,7 +21,7 @@ from common.show import new_stage, results
 ROOT = Path(__file__).parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = re.findall(r"^([a-z-]+):.*## ", MAKEFILE, re.MULTILINE)
-FILES = [ROOT / "Makefile", ROOT / "bench.py", *ROOT.glob("*.md"), *ROOT.glob("[cers]*/**/*.md")]
+FILES = [ROOT / "Makefile", ROOT / "bench.py", *ROOT.glob("*.md"), *ROOT.glob("[cders]*/**/*.md")]
 FILES += [path for room in ("common", "examples", "stages") for path in ROOT.glob(f"{room}/**/*.py")]
 
 PROGRAM = r"(?:make|python3? -m (?:common|examples)[\w.]*|python3? bench\.py|\.venv/bin/\S+)"
@@ -149,7 +149,14 @@ def test_a_command_that_is_wrong_is_noticed(wrong, tmp_path, monkeypatch):
 def test_commands_are_found():
     """In a document, a docstring, the Makefile's help and its messages."""
     places = {place.split(":")[0] for place in COMMANDS.values()}
-    assert {"README.md", "ring.md", "results/README.md", "Makefile", "common/measure/aot.py"} <= places
+    assert {
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/measuring.md",
+        "results/README.md",
+        "Makefile",
+        "common/measure/aot.py",
+    } <= places
     assert {"make bench STAGE=v3", "make stage FROM=v14 NAME=v14x_yours", "make diff A=v3 B=v4"} <= COMMANDS.keys()
     assert len(COMMANDS) > 60
 
@@ -174,31 +181,25 @@ def test_a_make_command_that_is_shown_runs(command, tmp_path):
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
-def left_over(names, documents):
-    """`file:line: text` of each row of a table, or entry of a dictionary, about a stage that is not there."""
+def left_over(names, text):
+    """`line: text` of each entry of tests/predictions.py about a stage that does not exist."""
     versions = {stages.version(name) for name in names}
-    found = []
-    for path, text in documents.items():
-        for number, line in enumerate(text.splitlines(), start=1):
-            row = re.match(r"\| (v\d+[a-z]?) \|.*\(stages/|    \"(v\d+[a-z]?)\": \(", line)
-            if row and next(filter(None, row.groups())) not in versions:
-                found.append(f"{path}:{number}: {line.strip()}")
-    return found
+    entries = [(number, re.match(r'    "(v\d+[a-z]?)": \(', line), line) for number, line in enumerate(text.splitlines(), 1)]
+    return [f"{number}: {line.strip()}" for number, entry, line in entries if entry and entry[1] not in versions]
+
+
+PREDICTIONS = ROOT / "tests" / "predictions.py"
 
 
 def test_no_line_is_left_of_a_stage_that_is_gone():
-    paths = ("README.md", "tests/predictions.py")
-    lines = left_over(stages.names(), {path: (ROOT / path).read_text() for path in paths})
-    assert not lines, "delete these lines, of stages whose directories are gone:\n" + "\n".join(lines)
+    lines = left_over(stages.names(), PREDICTIONS.read_text())
+    assert not lines, "delete these lines of tests/predictions.py; their stages are gone:\n" + "\n".join(lines)
 
 
 def test_the_lines_of_a_stage_that_is_gone_are_named():
-    documents = {path: (ROOT / path).read_text() for path in ("README.md", "tests/predictions.py")}
     for gone in stages.names():
-        kept = [name for name in stages.names() if name != gone]
-        lines = [line for line in left_over(kept, documents) if line not in left_over(stages.names(), documents)]
-        assert [line.split(":")[0] for line in lines] == ["README.md", "tests/predictions.py"], gone
-        assert f"stages/{gone})" in lines[0] and f'"{stages.version(gone)}": (' in lines[1]
+        (line,) = left_over([name for name in stages.names() if name != gone], PREDICTIONS.read_text())
+        assert f'"{stages.version(gone)}": (' in line
 
 
 def test_what_needs_a_stage_that_is_gone_is_named(tmp_path):

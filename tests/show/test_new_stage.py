@@ -110,7 +110,6 @@ def test_the_tests_pass_with_new_stages(tree):
 
 def test_the_story_tells_of_new_stages(inside, monkeypatch, capsys):
     """A stage that goes on from the last one with its kernels changes nothing yet."""
-    monkeypatch.setattr(story, "STAGES", inside / "stages")
     monkeypatch.setattr(stages, "names", lambda: [V0, LAST, COPIES[V0], NEXT])
     story.print_story()
     told = " ".join(capsys.readouterr().out.split())
@@ -230,7 +229,7 @@ def test_what_to_write_next_is_printed(inside, capsys):
     shown = capsys.readouterr().out
     for path in (*(f"stages/{name}/{file}" for file in ("__init__.py", "forward.py", "README.md")), "tests/predictions.py"):
         assert path in shown
-    for command in (f'test ARGS="-k {version(name)}"', f"bench STAGE={version(name)}", "readme"):
+    for command in (f'test ARGS="-k {version(name)}"', f"bench STAGE={version(name)}", "readme plots"):
         assert f"make {command}\n" in shown
     shutil.rmtree(inside / "stages" / name)
 

@@ -1,4 +1,4 @@
-"""ring.md shows the runs that results/ has, and says so where it has none; what is drawn."""
+"""docs/several-gpus.md shows the runs that results/ has, and says so where it has none; what is drawn."""
 
 import json
 
@@ -47,7 +47,7 @@ def test_a_run_is_shown_with_its_most_gpus(root):
     assert len(rows) == 8 and all(row[2] == "2,000" for row in rows)
     assert [row[6:8] for row in rows] == [["-", "-"]] * 4 + [["80%", "80%"]] * 4, "of the run that has one GPU too"
     assert rows[-1][:4] == ["forward + backward", "causal", "2,000", "v3"] and rows[-1][8:] == ["7", "5"]
-    assert text.count("(plots/") == 1 and "(plots/ring-x.png)" in text
+    assert text.count("(../plots/") == 1 and "(../plots/ring-x.png)" in text
 
 
 def test_shares_of_one_gpu_and_of_a_linear_gain():
@@ -75,4 +75,4 @@ def test_each_committed_run_has_its_document():
         assert (
             all(facts[fact] for fact in ("gpu", "gpus", "torch", "triton", "commit", "date")) and "dirty" not in facts["commit"]
         )
-    assert results.ROOT / "ring.md" in written
+    assert results.ROOT / "docs" / "several-gpus.md" in written

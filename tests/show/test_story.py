@@ -31,7 +31,7 @@ def write_stages(root, **files):
 
 
 def test_a_change_is_lines_and_the_functions_that_they_are_in(tmp_path, monkeypatch):
-    monkeypatch.setattr(story, "STAGES", tmp_path)
+    monkeypatch.setattr(stages, "__path__", [str(tmp_path)])
     old = "X = 1\n\n\n@cache\ndef a():\n    return 1\n\n\ndef b():\n    return 2\n\n\ndef c():\n    return 3\n"
     new = old.replace("@cache", "@other").replace("    return 3", "    x = 3\n    return x")
     write_stages(tmp_path, v0_a=old, v1_b=new, v2_c=old.replace("X = 1", "X = 2"))
@@ -52,7 +52,7 @@ def test_caching_delta_stays_a_small_change():
 @pytest.mark.parametrize(("old", "new"), steps())
 def test_neighbours_define_what_they_share_in_the_same_order(old, new, file):
     """A function that moved would show as taken out in one place and put in at another."""
-    old_names, new_names = (list(story.functions(story.STAGES / stage / file)) for stage in (old, new))
+    old_names, new_names = (list(story.functions(stages.directory(stage) / file)) for stage in (old, new))
     assert [name for name in old_names if name in new_names] == [name for name in new_names if name in old_names]
     assert file.removesuffix(".py") == new_names[-1]
 
@@ -114,7 +114,7 @@ def test_a_pass_with_the_parents_code_has_no_numbers():
 
 
 def test_a_stage_is_compared_with_the_parent_that_it_names(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(story, "STAGES", tmp_path)
+    monkeypatch.setattr(stages, "__path__", [str(tmp_path)])
     monkeypatch.setattr(stages, "__path__", [str(tmp_path)])
     write_stages(tmp_path, v0_a="x = 1\n", v1_b="x = 2\n", v2_c="x = 3\n")
     for stage, parent in (("v0_a", ""), ("v1_b", ""), ("v2_c", 'PARENT = "v0"\n')):

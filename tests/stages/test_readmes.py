@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-HEADINGS = ["What the stage before wastes", "The idea", "Derivation", "Algorithm", "Gain", "Limits"]
-READMES = sorted(ROOT.glob("*/README.md")) + sorted(ROOT.glob("stages/*/README.md")) + [ROOT / "README.md"]
+HEADINGS = ["Problem", "Idea", "Derivation", "Algorithm", "Gain", "Limits"]
+READMES = sorted([*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("stages/*/README.md")])
 MEASURED = r"(?<!\d)×\d|\d ?%|\d (?:[mµ]s|[MG]Hz|[MGT]B|[MGT]FLOP)|\d\.\d+ times"
 
 

@@ -1,0 +1,69 @@
+"""The README's front page: the ladder and the headline."""
+
+import pytest
+from test_results import records
+from test_results import run as run_of
+
+import stages
+from common.show import front
+
+V0, V1, V2, V3 = map(stages.resolve, ("v0", "v1", "v2", "v3"))
+
+
+@pytest.fixture
+def code(monkeypatch):
+    """The backward of v1 is the parent's."""
+    monkeypatch.setattr(front, "same_code", lambda new, old, pass_: (new, pass_) == (V1, "bwd"))
+
+
+def rows(table):
+    lines = [line for line in table.splitlines() if line.startswith("| [")]
+    return {row[0]: row[3:] for row in ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)}
+
+
+def test_ladder_shows_the_newest_gains_and_shares_of_one_run(code):
+    old = run_of("old", "2026-01-01", records(V0, 8.0), records(V1, 4.0), records("sdpa-flash", 2.0))
+    new = run_of("new", "2026-01-02", records(V1, 4.0), records(V2, 1.0, passes=["bwd"]), records("sdpa-cudnn", 1.0))
+    late = run_of("late", "2026-01-03", records(V3, 0.5))
+    table = front.ladder([late, new, old])
+    found = rows(table)
+    assert found[f"[v0](stages/{V0})"] == ["-", "25 %", "-", "25 %"]
+    assert found[f"[v1](stages/{V1})"] == ["×2.00", "25 %", "same code", "25 %"]  # next to cuDNN, in the newer run
+    assert found[f"[v2](stages/{V2})"] == ["-", "-", "×4.00", "100 %"]
+    assert found[f"[v3](stages/{V3})"] == ["-"] * 4  # measured beside nothing
+    assert table.count("commit old") == table.count("commit new") == 1 and "commit late" not in table
+
+
+def test_the_fastest_library_is_that_of_each_point(code):
+    found = records(V0, 1.0) + records("sdpa-x", 4.0, lengths=[1024, 2048]) + records("flash-4", 2.0)
+    found += records("sdpa-x", 0.5, lengths=[4096, 8192, 16384])
+    ratio, _ = front.share_of_the_fastest([run_of("only", "2026-01-01", found)], V0, "fwd")
+    assert ratio == pytest.approx((2.0**2 * 0.5**3) ** (1 / 5))
+
+
+def test_ladder_has_each_stage_once_and_dead_ends_apart():
+    table = front.ladder([])
+    for name in stages.names():
+        assert table.count(f"(stages/{name})") == 1
+    line, dead_ends = table.split("| dead end |")
+    assert all((f"(stages/{name})" in dead_ends) == stages.is_dead_end(name) for name in stages.names())
+    assert "[v5](stages/v5_tuned) | Delta" in line
+
+
+@pytest.mark.parametrize("name", stages.names())
+def test_an_idea_is_said_in_twelve_words(name):
+    text = front.idea(name)
+    assert text.startswith("A dead end: ") == stages.is_dead_end(name)
+    assert len(text.removeprefix("A dead end: ").split()) <= 12
+
+
+def test_headline_multiplies_gains_where_no_run_has_both_ends():
+    old = run_of("old", "2026-01-01", records("v0_a", 10.0), records("v1_b", 2.0), records("v1a_x", 0.1))
+    new = run_of("new", "2026-01-02", records("v1_b", 4.0), records("v2_c", 1.0), records("sdpa-cudnn", 1.5))
+    assert front.headline([new, old]) == (
+        "**v2, D = 128, float16**: forward 100 TFLOP/s (×20 v0, ×1.50 cuDNN); backward 100 TFLOP/s (×20 v0, ×1.50 cuDNN). "
+        "[1] X, torch 1, triton 2, commit old, 2026-01-01; [2] X, torch 1, triton 2, commit new, 2026-01-02."
+    )
+    assert "forward 50 TFLOP/s (×5 v0);" in front.headline([old])
+    apart = run_of("apart", "2026-01-03", records("v3_d", 1.0), records("v4_e", 1.0))
+    assert "forward 100 TFLOP/s;" in front.headline([apart, old])  # no factor

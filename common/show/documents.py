@@ -27,6 +27,7 @@ from common.show.front import headline, ladder
 from common.show.profiles import traffic_table, units_table
 from common.show.results import (
     CHOICE,
+    CODE,
     COLUMNS,
     COUNTED_AT,
     ROOT,
@@ -74,19 +75,28 @@ def _spans():
     return [(pass_, head_dim, causal) for pass_, head_dim in COLUMNS for causal in (False, True)]
 
 
-def _step_table(rows: list[list[str]], headers: list[str]) -> str:
-    """A table whose rows are those of `_spans`, with these cells."""
-    labels = [[PASS_NAMES[pass_], head_dim, "causal" if causal else "full"] for pass_, head_dim, causal in _spans()]
+def _step_table(rows: dict[tuple, list[str]], headers: list[str]) -> str:
+    """A table with these cells by span."""
     align = ["left", "right", "left"] + ["right"] * len(headers)
-    table = [label + row for label, row in zip(labels, rows, strict=True)]
+    table = [
+        [PASS_NAMES[pass_], head_dim, "causal" if causal else "full", *row] for (pass_, head_dim, causal), row in rows.items()
+    ]
     return tabulate(table, ["pass", "D", "mask", *headers], tablefmt="pipe", disable_numparse=True, colalign=align)
 
 
+def _changed_spans(name: str) -> tuple[list[tuple], str]:
+    """The spans of the passes whose code is not the parent's, and a sentence on the others."""
+    parent = stages.parent(name)
+    same = [pass_ for pass_ in CODE if parent and same_code(name, parent, pass_)]
+    note = [f"The {PASS_NAMES[pass_]} is {spoken(parent)}'s." for pass_ in same]
+    return [span for span in _spans() if span[0] not in same], " ".join(note)
+
+
 def traffic_of_step(name: str) -> str:
-    """What a stage and the one before move and compute, as counted."""
-    counts, counter = load_counts(TRAFFIC)
-    before = stages.parent(name)
-    headers = {
+    """What a stage and its parent move and compute, as counted, without the rows that do not change."""
+    counts, _ = load_counts(TRAFFIC)
+    parent = stages.parent(name)
+    columns = {
         "MB read": lambda count: f"{count['bytes_read'] / 1e6:.2f}",
         "MB written": lambda count: f"{count['bytes_written'] / 1e6:.2f}",
         "MFLOP": lambda count: f"{count['flops_executed'] / 1e6:.0f}",
@@ -95,77 +105,77 @@ def traffic_of_step(name: str) -> str:
         "peak extra MB": lambda count: f"{count['peak_extra_mib'] * MIB_IN_MB:.2f}",
         "µs at peak": lambda count: f"{count['roofline_us']:.1f}",
     }
-    rows = []
-    for span in _spans():
-        both = [counted(counts, stage, *span) for stage in (before, name) if stage]
-        rows.append([" → ".join(show(count) if count else "-" for count in both) for show in headers.values()])
-    versions = [stage.split("_")[0] for stage in (before, name) if stage]
-    command = f'make traffic STAGE={",".join(versions)} ARGS="--seq-len {COUNTED_AT}"'
-    caption = (
-        f"{' → '.join(versions)}, one head, float16, S = {COUNTED_AT}, fixed tiles, as `{command}` counts. "
-        f"µs at peak: what the bytes or the FLOPs of each launch take at the published peaks, {counter['roofline']}."
-    )
-    return f"{caption}\n\n{_step_table(rows, list(headers))}"
+    rows = {}
+    for span in _changed_spans(name)[0]:
+        both = [counted(counts, stage, *span) for stage in (parent, name) if stage]
+        cells = [[show(count) if count else "-" for count in both] for show in columns.values()]
+        if not parent or any(len(set(cell)) > 1 for cell in cells):
+            rows[span] = [" → ".join(dict.fromkeys(cell)) for cell in cells]
+    if not rows:
+        return f"{spoken(name)} moves the same bytes as {spoken(parent)} and computes the same FLOPs."
+    step = f"{spoken(parent)} → {spoken(name)}: o" if parent else "O"
+    caption = f"{step}ne head, float16, S = {COUNTED_AT}. *µs at peak*: [roofline](../../docs/reading.md#glossary) of an H200."
+    return f"{caption}\n\n{_step_table(rows, list(columns))}"
 
 
 def gain_table(name: str) -> str:
     """What a step's traffic predicts it to gain, and what it gained, by sequence length; the first stage's times."""
-    before = stages.parent(name)
+    parent = stages.parent(name)
     measured = runs()
     counts, _ = load_counts(TRAFFIC)
     model, _ = load_counts(TIMELINE)
-    timed = all(any(record["impl"] == stage for record in model) for stage in (name, before))
+    timed = all(any(record["impl"] == stage for record in model) for stage in (name, parent))
     lengths = sorted({record["seq_len"] for run in measured for record in run.records})
-    side_by_side = {column: newest(measured, *column, *filter(None, (before, name))) for column in COLUMNS}
-    rows = []
-    for pass_, head_dim, causal in _spans():
-        span = pass_, head_dim, causal
+    side_by_side = {column: newest(measured, *column, *filter(None, (parent, name))) for column in COLUMNS}
+    spans, note = _changed_spans(name)
+    rows = {}
+    for span in spans:
+        pass_, head_dim, causal = span
         run = side_by_side[pass_, head_dim]
         ms = {(r["impl"], r["pass"], r["causal"], r["seq_len"]): r["ms"] for r in run.records if "ms" in r} if run else {}
-        now, old = (counted(counts, stage, *span) for stage in (name, before))
-        times = [[ms.get((stage, pass_, causal, seq_len)) for seq_len in lengths] for stage in (name, before)]
-        if before:
+        now, old = (counted(counts, stage, *span) for stage in (name, parent))
+        times = [[ms.get((stage, pass_, causal, seq_len)) for seq_len in lengths] for stage in (name, parent)]
+        if parent:
             costs = [count and count["roofline_us"] for count in (old, now)]
             if timed:
-                costs = [modelled(model, stage, *span, COUNTED_AT) for stage in (before, name)]
+                costs = [modelled(model, stage, *span, COUNTED_AT) for stage in (parent, name)]
             predicted = f"×{costs[0] / costs[1]:.2f}" if all(costs) else "-"
-            rows.append([predicted, *(f"×{b / a:.2f}" if a and b else "-" for a, b in zip(*times, strict=True))])
+            rows[span] = [predicted, *(f"×{b / a:.2f}" if a and b else "-" for a, b in zip(*times, strict=True))]
         else:
-            rows.append([f"{time:.2f}" if time else "-" for time in times[0]])
-    used = [run for run in side_by_side.values() if run]
+            rows[span] = [f"{time:.2f}" if time else "-" for time in times[0]]
+    columns = {span[:2] for span in spans}
+    used = [run for column, run in side_by_side.items() if run and column in columns]
+    where = f"Float16, 16k tokens. {sources(measured, used)}." if used else ""
     headers = [f"S = {seq_len}" for seq_len in lengths]
-    where = f"Float16, 16k tokens, hidden size 2048. {sources(measured, used)}." if used else ""
-    if not before:
+    if not parent:
         return f"Milliseconds, by sequence length. {where}\n\n{_step_table(rows, headers)}"
-    missing = [f"{PASS_NAMES[pass_]} D={head_dim}" for (pass_, head_dim), run in side_by_side.items() if not run]
-    missing = [f"Not measured beside {before}: {', '.join(missing)}."] if missing else []
-    of = "cycles of the [model](../../results/timeline.md)" if timed else "two times at peak"
+    if not rows:
+        return f"{spoken(name)} has the code of {spoken(parent)}."
+    missing = [f"{PASS_NAMES[column[0]]} D={column[1]}" for column in COLUMNS if column in columns and not side_by_side[column]]
+    of = "[model](../../docs/measuring.md#the-model-of-an-sm)" if timed else "roofline"
     caption = [
-        f"Times as fast as {before}. Predicted: the ratio of the {of}, S = {COUNTED_AT}.",
-        *(["The other columns are measured, by sequence length.", where] if used else []),
-        *missing,
+        f"Times as fast as {spoken(parent)}; predicted by the {of} at S = {COUNTED_AT}.",
+        where,
+        f"Not measured beside {spoken(parent)}: {', '.join(missing)}." if missing else "",
+        note,
     ]
-    return f"{' '.join(caption)}\n\n{_step_table(rows, ['predicted', *headers])}"
+    return f"{' '.join(filter(None, caption))}\n\n{_step_table(rows, ['predicted', *headers])}"
 
 
 def tuned_table(name: str) -> str:
     """What a stage and its parent moved on the GPU, with the tiles that each ran with there."""
     parent = stages.parent(name)
-    rows = []
-    for span in _spans():
+    rows = {}
+    for span in _changed_spans(name)[0]:
         cases = [tuned_case(stage, *span) for stage in (parent, name)]
         cells = []
         for case in cases:
             cells += [", ".join(label for label, *_ in pairs(case)), f"{bytes_of(case) / 1e6:.1f}"] if case else ["-", "-"]
-        if same_code(name, parent, span[0]):
-            cells.append("same code")
-        else:
-            cells.append(bytes_in_words(bytes_of(cases[0]), bytes_of(cases[1])) if all(cases) else "-")
-        rows.append(cells)
+        rows[span] = [*cells, bytes_in_words(bytes_of(cases[0]), bytes_of(cases[1])) if all(cases) else "-"]
     old, new = spoken(parent), spoken(name)
     caption = (
-        "MB between the L2 cache and the SMs, spilled registers included. Nsight Compute measured them on an H200, with the "
-        f"tiles that the tuner chose there: two heads, S = {COUNTED_AT}, float16."
+        "MB between the L2 cache and the SMs, as Nsight Compute measured them on an H200 with the tuner's tiles: two "
+        f"heads, S = {COUNTED_AT}, float16."
     )
     return f"{caption}\n\n{_step_table(rows, [f'tiles of {old}', 'MB', f'tiles of {new}', 'MB', f'{new} moves'])}"
 
@@ -190,8 +200,8 @@ def spread_table(name: str) -> str:
         rows.append([dtype, "causal" if causal else "full", *ratios])
     first = records[0]
     caption = (
-        f"Times as long as {stages.parent(name)} takes for the same forward, by the standard deviation of normally distributed "
-        f"scores: D = {first['head_dim']}, S = {first['seq_len']}, {origin(machine)}."
+        f"Time over {spoken(stages.parent(name))}'s forward, by the standard deviation of the scores: "
+        f"D = {first['head_dim']}, S = {first['seq_len']}, {origin(machine)}."
     )
     headers = ["", "mask", *(f"{std:g}" for std in deviations)]
     align = ["left", "left"] + ["right"] * len(deviations)
@@ -213,7 +223,7 @@ def wide_table(name: str) -> str:
         cells = [f"{ours:.0f}", f"×{ours / old:.2f}" if old else "-"] if ours else ["-", "-"]
         cells += [f"{100 * ours / rate:.0f} %" if ours and rate else "-" for rate in theirs]
         rows.append([PASS_NAMES[pass_], "causal" if causal else "full", seq_len, *cells])
-    headers = ["pass", "mask", "S", "TFLOP/s", f"over {stages.parent(name)}", *(f"of {spoken(peer)}" for peer in peers)]
+    headers = ["pass", "mask", "S", "TFLOP/s", f"over {spoken(stages.parent(name))}", *(f"of {spoken(peer)}" for peer in peers)]
     align = ["left", "left"] + ["right"] * (len(headers) - 2)
     caption = f"D = 256, float16, 16k tokens, hidden size 2048, {origin(machine)}."
     return f"{caption}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True, colalign=align)}"

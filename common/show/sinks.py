@@ -5,7 +5,7 @@ import itertools
 from tabulate import tabulate
 
 import stages
-from common.show.results import load_run, origin, run_file
+from common.show.results import load_run, origin, run_file, spoken
 
 
 def sinks_table(name: str) -> str:
@@ -30,9 +30,9 @@ def sinks_table(name: str) -> str:
         rows.append([head_dim, dtype, "causal" if causal else "full", *cells])
     names = [f"sink of {sink:g}" if sink else f"deviation {std:g}" for std, sink in points]
     caption = (
-        f"Times as fast as {first}, forward; in brackets {before}. Scores with a mean of 0 and this standard deviation; or key "
-        "0 scores so many nats for all queries, and the others have a deviation of 1. wrong: further from the truth than a "
-        f"stage may be, and not timed. S = {records[0]['seq_len']}, {origin(machine)}."
+        f"Times as fast as {spoken(first)}, forward; {spoken(before)} in brackets. *deviation*: of the scores. *sink*: "
+        "the score of key 0 in nats. *wrong*: further from the truth than a stage may be, so not timed. "
+        f"S = {records[0]['seq_len']}, {origin(machine)}."
     )
     align = ["right", "left", "left"] + ["right"] * len(points)
     return f"{caption}\n\n{tabulate(rows, ['D', '', 'mask', *names], tablefmt='pipe', disable_numparse=True, colalign=align)}"

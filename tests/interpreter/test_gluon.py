@@ -25,6 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.interpreter import InterpreterError
 
 from common.interpreter.schedule import VARIABLE, restart_seeds
+from common.interpreter.shared import _inside, _overlap, _Part
 from common.kernels.hopper import async_reduce_add, new_barriers, new_ring, reduce_add
 from common.measure.counter import count
 from common.runtime import INTERPRETED
@@ -752,3 +753,13 @@ def test_nothing_goes_on_after_an_error():
         _noted.clear()
         error(_fail_kernel, seed=seed)
         assert _noted[-1] == "fails"
+
+
+# --- parts of a buffer
+
+
+def test_a_part_with_gaps_has_nothing_of_what_lies_between():
+    tile = torch.zeros(4, 16)
+    right, cell, row = (_Part.of(view) for view in (tile[:, 8:], tile[2, :8], tile[2]))
+    assert not _inside(cell, right) and not _overlap(cell, right)
+    assert _overlap(row, right) and _inside(cell, row) and not _inside(row, cell)

@@ -109,15 +109,21 @@ def test_gain_is_shown_by_length_and_says_what_is_not_measured(monkeypatch):
     table = documents.gain_table(V1)
     assert cells(table, "forward", "64", "full")[1:] == ["-"] + ["×2.50"] * 4
     assert cells(table, "backward", "64", "full")[1:] == ["-"] * 5
-    assert f"Not measured beside {V0}: backward D=64, backward D=128." in table
+    assert "Not measured beside v0: backward D=64, backward D=128." in table
     assert "commit newer" in table and "commit older" not in table
     assert cells(documents.gain_table(V0), "forward", "64", "full") == ["5.00"] * 5
 
 
-def test_a_tuned_pass_with_the_parents_code_says_so():
-    table = documents.tuned_table(stages.resolve("v5"))
-    assert cells(table, "forward", "64", "full")[-1] == "same code"
-    assert "bytes" in cells(table, "backward", "64", "full")[-1] and "÷" not in table
+def test_passes_with_the_parents_code_have_no_rows():
+    for make in (documents.tuned_table, documents.traffic_of_step, documents.gain_table):
+        rows = [line for line in make(stages.resolve("v5")).splitlines() if line.startswith("| ")]
+        assert len(rows) > 1 and not any(row.startswith("| forward") for row in rows), make.__name__
+    assert "The forward is v4's." in documents.gain_table(stages.resolve("v5"))
+
+
+def test_a_step_that_moves_the_same_says_so_in_a_line():
+    assert documents.traffic_of_step(stages.resolve("v14")).count("|") > 9  # its tiles are others
+    assert documents.traffic_of_step(stages.resolve("v4")) == "v4 moves the same bytes as v3 and computes the same FLOPs."
 
 
 @functools.cache

@@ -26,7 +26,7 @@ STAGE = "v14_short_tiles"
 WORKLOAD = Workload("fwd", 8, 16, 2048, 128, False, "float16")
 CYCLES = 6000  # that are kept
 WARPS = {"warp 0": "1: consumer", "warp 4": "2: consumer"}  # the first warp of a partition, and what a timeline calls that
-LOOP = "# Both matmuls at once"
+LOOP = "# Issue both matmuls together"
 SCOPES = (  # from the kernel's end to its beginning: name, first line, last line, a line before them
     ("store O", "o_s.index(slot).reshape(", "tma.async_copy_shared_to_global(", "def _consumer"),
     ("last matmul", "acc = warpgroup_mma_wait(0, [acc])", None, "normalize = "),

@@ -1,4 +1,4 @@
-"""FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1), warps specialised, in Gluon, for Hopper."""
+"""FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1), warp-specialized, in Gluon, for Hopper."""
 
 import torch
 import triton
@@ -20,12 +20,12 @@ from common.operator import empty_rows
 from stages.v7_one_backward.forward import forward as forward_of_v7
 
 LOG2_E = gl.constexpr(1.4426950408889634)
-ROWS = gl.constexpr(64)  # query rows of a consumer: what the four warps of a warpgroup multiply at once
+ROWS = gl.constexpr(64)  # query rows of a consumer, as many as a warpgroup's wgmma has
 
 
 @gluon.jit
 def _load(load, ring, fill):
-    """Begin to load a key tile's K and V into the next buffers of their ring, once those who read them are done."""
+    """Start to load a key tile's K and V into the next buffers of the ring, when the consumers have released them."""
     k_desc, v_desc, batch, kv_head = load
     k_s, v_s, kv_full, kv_empty = ring
     STAGES: gl.constexpr = k_s.shape[0]
@@ -39,7 +39,7 @@ def _load(load, ring, fill):
 
 @gluon.jit
 def _accumulate(acc, m, l, q, ring, lo, hi, seq_k, last_n, scale_log2, CAUSAL: gl.constexpr, MASKED: gl.constexpr):
-    """Fold the key tiles [lo, hi) into a consumer's running softmax: acc, m (running maximum), l (running sum)."""
+    """Fold the key tiles [lo, hi) into a consumer's online softmax: acc, m (running maximum), l (running sum)."""
     k_s, v_s, kv_full, kv_empty = ring
     STAGES: gl.constexpr = k_s.shape[0]
     BLOCK_N: gl.constexpr = k_s.shape[3]
@@ -52,7 +52,7 @@ def _accumulate(acc, m, l, q, ring, lo, hi, seq_k, last_n, scale_log2, CAUSAL: g
         mbarrier.wait(kv_full.index(slot), tile // STAGES & 1)
         k = k_s.index(slot).reshape([BLOCK_N, k_s.shape[4]])
         s = warpgroup_mma(q, k.permute([1, 0]), no_s, use_acc=False, is_async=True)
-        # NOTE: nothing else of this consumer's is on its way; v11 has the last tile's values multiplied meanwhile.
+        # NOTE: none of this consumer's matmuls is in flight here; in v11 the last tile's P V is.
         s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
         if MASKED:
             offs_n = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
@@ -60,9 +60,9 @@ def _accumulate(acc, m, l, q, ring, lo, hi, seq_k, last_n, scale_log2, CAUSAL: g
             if CAUSAL:
                 visible = visible & (last_n[:, None] >= offs_n[None, :])
             s = gl.where(visible, s, float("-inf"))
-        m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)  # finite: the first tile holds key 0, which every query sees
+        m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)  # finite: the first tile contains key 0, which every query sees
         p = gl.exp2(s * scale_log2 - m_new[:, None])
-        rescale = gl.exp2(m - m_new)  # what was summed under the old maximum
+        rescale = gl.exp2(m - m_new)  # rescales sums under the old maximum
         l = l * rescale + gl.sum(p, 1)
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
         v = v_s.index(slot).reshape([BLOCK_N, v_s.shape[4]])
@@ -75,7 +75,7 @@ def _accumulate(acc, m, l, q, ring, lo, hi, seq_k, last_n, scale_log2, CAUSAL: g
 
 @gluon.jit
 def _producer(load):
-    """One warp: loads Q, and keeps the buffers of K and V full."""
+    """One warp: load Q, and keep the buffers of K and V full."""
     q_desc, q_s, q_full, batch, head, start_m, kv, ring, n = load
     CONSUMERS: gl.constexpr = q_s.shape[0]
     for w in gl.static_range(CONSUMERS):
@@ -87,7 +87,7 @@ def _producer(load):
 
 @gluon.jit
 def _consumer(work, w: gl.constexpr, CAUSAL: gl.constexpr):
-    """A warpgroup with the w-th 64 query rows of the program: all of the arithmetic."""
+    """A warpgroup that computes the w-th 64 query rows of the CTA."""
     out_desc, lse_ptr, scale, q_s, o_s, q_full, batch, head, start_m, seq_q, seq_k, diagonal, ring, n = work
     k_s, v_s, kv_full, kv_empty = ring
     CONSUMERS: gl.constexpr = q_s.shape[0]
@@ -98,10 +98,10 @@ def _consumer(work, w: gl.constexpr, CAUSAL: gl.constexpr):
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
     q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
     rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    # From there it need not be read for every key tile; two consumers have the registers for that, four have not.
+    # Q in registers need not be read for every key tile; two consumers have enough registers, four do not.
     Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and HEAD_DIM <= 128
     start_m += w * ROWS
-    # Stage 1 takes the whole tiles that every row sees, without a mask; stage 2 the diagonal and the ragged end, with one.
+    # Stage 1: whole tiles that every row sees, without a mask. Stage 2: the diagonal and the ragged end, masked.
     seen = gl.cdiv(gl.minimum(start_m + ROWS + diagonal, seq_k) if CAUSAL else seq_k, BLOCK_N)
     full = (gl.minimum(start_m + diagonal, seq_k) if CAUSAL else seq_k) // BLOCK_N
 
@@ -147,7 +147,7 @@ def _forward_kernel(
         o_s = q_s  # Q is no longer needed when O is done
     else:
         o_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, VALUE_DIM], out_desc.layout)
-    q_full = new_barriers(CONSUMERS, 1)  # each consumer has a buffer of its own
+    q_full = new_barriers(CONSUMERS, 1)  # each consumer has its own buffer
     kv_full, kv_empty = new_ring(STAGES, 1, CONSUMERS)
     ring = (k_s, v_s, kv_full, kv_empty)
 
@@ -155,7 +155,7 @@ def _forward_kernel(
     kv = (k_desc, v_desc, batch, head // heads_per_kv)
     work = (out_desc, lse_ptr, scale, q_s, o_s, q_full, batch, head, start_m, seq_q, seq_k, diagonal, ring, n)
     load = (q_desc, q_s, q_full, batch, head, start_m, kv, ring, n)
-    # The registers of an SM, 512 for each of 128 threads, go where the tiles are: the producer keeps 24.
+    # An SM has 512 registers for each of 128 threads. The producer keeps 24 per thread, and the consumers get the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (work, 0, CAUSAL)), (_consumer, (work, 1, CAUSAL)), (_producer, (load,))],
@@ -169,14 +169,13 @@ def _forward_kernel(
         )  # fmt: skip
 
 
-# By head dimension, the larger of the two: query rows of a tile, 64 for each of two or four consumers; keys of a tile; buffers
-# of K and V.
+# By the larger head dimension: query rows per tile, 64 for each of two or four consumers; keys per tile; buffers of K and V.
 TILES = {16: (256, 64, 6), 32: (256, 64, 6), 64: (256, 64, 6), 128: (128, 128, 2), 256: (128, 64, 2)}
 
 
 @replayed
 def forward(q, k, v, *, causal, scale, diagonal=0):
-    """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors. float32 is left to v7.
+    """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors. Falls back to v7 for float32.
 
     Raises:
         Unavailable: the GPU is not a Hopper GPU.
@@ -189,7 +188,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     out = empty_rows(q, value_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
-        q, scale = -q, -scale  # the same scores; the largest one is then the largest before scaling too
+        q, scale = -q, -scale  # the scores stay the same; now their maximum can be taken before scaling
     q, k, v = addressable(q), addressable(k), addressable(v)
     block_m, block_n, stages = TILES[max(head_dim, value_dim)]
     _forward_kernel[triton.cdiv(seq_q, block_m) * batch * heads,](

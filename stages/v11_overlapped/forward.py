@@ -1,4 +1,4 @@
-"""FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1 and section 3.2), warps specialised, in Gluon, for Hopper."""
+"""FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1 and section 3.2), warp-specialized, in Gluon, for Hopper."""
 
 import torch
 import triton
@@ -20,13 +20,13 @@ from common.operator import empty_rows
 from stages.v7_one_backward.forward import forward as forward_of_v7
 
 LOG2_E = gl.constexpr(1.4426950408889634)
-ROWS = gl.constexpr(64)  # query rows of a consumer: what the four warps of a warpgroup multiply at once
+ROWS = gl.constexpr(64)  # query rows of a consumer, as many as a warpgroup's wgmma has
 
 
 @gluon.jit
 def _load(load, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
-    """Begin to load into the next buffers of their ring, once those who read them are done: K of the key tile at start_n, and V
-    of the one after it, which is used at the same time."""
+    """Start to load the next slot of the ring, when the consumers have released it: K of the key tile at start_n, and V of
+    the tile after it, which is used together with that K."""
     k_desc, v_desc, batch, kv_head = load
     k_s, v_s, kv_full, kv_empty = ring
     STAGES: gl.constexpr = k_s.shape[0]
@@ -43,7 +43,7 @@ def _load(load, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
 
 @gluon.jit
 def _scores(q, ring, fill, ROWS: gl.constexpr):
-    """Begin the scores of a key tile, once its K is there."""
+    """Start to compute the scores of a key tile, once its K has arrived."""
     k_s, v_s, kv_full, kv_empty = ring
     STAGES: gl.constexpr = k_s.shape[0]
     BLOCK_N: gl.constexpr = k_s.shape[3]
@@ -56,14 +56,17 @@ def _scores(q, ring, fill, ROWS: gl.constexpr):
 
 @gluon.jit
 def _sums(p):
-    """Four sums of each row of p, one for each of the four threads that hold it: none has to wait for others'."""
+    """Sum each row of p into four parts, one for each of the four threads that hold it, so that no thread waits for another."""
     return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
 def _accumulate(acc, s, q, ring, fill, tiles, seq_k, last, scale_log2, CAUSAL: gl.constexpr):
-    """A consumer's softmax over so many key tiles, from the last on, whose scores s have begun: acc, to which the matmul for
-    the first tile is still being added, m (maximum), l (sum)."""
+    """A consumer's online softmax over `tiles` key tiles, from the last one backwards; the scores s of the last one are in
+    flight.
+
+    Returns acc, whose matmul for the first tile is still in flight, m (maximum) and l (sum).
+    """
     k_s, v_s, kv_full, kv_empty = ring
     STAGES: gl.constexpr = k_s.shape[0]
     ROWS: gl.constexpr = acc.shape[0]
@@ -73,14 +76,14 @@ def _accumulate(acc, s, q, ring, fill, tiles, seq_k, last, scale_log2, CAUSAL: g
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
     s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
     mbarrier.arrive(kv_empty.index(fill % STAGES), count=1)
-    # The last tile alone can end past the last key, or lie on the diagonal: a consumer's rows see keys up to a multiple of
-    # ROWS, because the first query tile begins diagonal % ROWS rows before query 0.
+    # Only the last tile can pass the last key or contain the diagonal: a consumer's rows see keys up to a multiple of ROWS,
+    # because the first query tile starts diagonal % ROWS rows before query 0.
     start_n = (tiles - 1) * BLOCK_N
     if CAUSAL or start_n + BLOCK_N > seq_k:
         offs_n = start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
         visible = (offs_n < seq_k)[None, :]
         if CAUSAL:
-            last_n = last + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))  # that each row sees
+            last_n = last + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))  # the last key that each row sees
             visible = visible & (last_n[:, None] >= offs_n[None, :])
         s = gl.where(visible, s, float("-inf"))
     m = gl.max(s, 1) * scale_log2  # finite: every row sees the first key of this tile
@@ -89,7 +92,7 @@ def _accumulate(acc, s, q, ring, fill, tiles, seq_k, last, scale_log2, CAUSAL: g
     p = gl.convert_layout(p.to(k_s.dtype), p_layout)
 
     for _ in range(1, tiles):
-        # Both matmuls at once, so that the tensor cores have work for as long as possible while others take their softmax.
+        # Issue both matmuls together, so that the tensor cores have work while other consumers compute their softmax.
         fill += 1
         slot = fill % STAGES
         s = _scores(q, ring, fill, ROWS)
@@ -97,9 +100,9 @@ def _accumulate(acc, s, q, ring, fill, tiles, seq_k, last, scale_log2, CAUSAL: g
         s = warpgroup_mma_wait(1, [s])  # [rows, BLOCK_N]
         m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
         p = gl.exp2(s * scale_log2 - m_new[:, None])
-        rescale = gl.exp2(m - m_new)  # what was summed under the old maximum
+        rescale = gl.exp2(m - m_new)  # rescales sums under the old maximum
         l = l * gl.convert_layout(rescale, gl.SliceLayout(1, l.type.layout))[:, None] + _sums(p)
-        acc = warpgroup_mma_wait(0, [acc])  # the compiler puts it before the exponentials
+        acc = warpgroup_mma_wait(0, [acc])  # the compiler moves this before the exponentials
         mbarrier.arrive(kv_empty.index(slot), count=1)
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
         m = m_new
@@ -114,7 +117,7 @@ def _accumulate(acc, s, q, ring, fill, tiles, seq_k, last, scale_log2, CAUSAL: g
 
 @gluon.jit
 def _producer(load):
-    """One warp: loads Q, and keeps the buffers of K and V full: n + 1 fills for n key tiles."""
+    """One warp: load Q, and keep the buffers of K and V full, with n + 1 loads for n key tiles."""
     q_desc, q_s, q_full, batch, head, start_m, kv, ring, n = load
     CONSUMERS: gl.constexpr = q_s.shape[0]
     BLOCK_N: gl.constexpr = ring[0].shape[3]
@@ -132,7 +135,7 @@ def _producer(load):
 
 @gluon.jit
 def _consumer(work, w: gl.constexpr, CAUSAL: gl.constexpr):
-    """A warpgroup with the w-th 64 query rows of the program: all of the arithmetic."""
+    """A warpgroup that computes the w-th 64 query rows of the CTA."""
     out_desc, out_ptr, lse_ptr, scale, q_s, o_s, q_full, batch, head, start_m, seq_q, seq_k, diagonal, ring, n = work
     k_s, v_s, kv_full, kv_empty = ring
     CONSUMERS: gl.constexpr = q_s.shape[0]
@@ -144,7 +147,7 @@ def _consumer(work, w: gl.constexpr, CAUSAL: gl.constexpr):
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
     q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
     rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    # From there it need not be read for every key tile; two consumers have the registers for that, four have not.
+    # Q in registers need not be read for every key tile; two consumers have enough registers, four do not.
     Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and HEAD_DIM <= 128
     start_m += w * ROWS
     seen = gl.cdiv(gl.minimum(start_m + ROWS + diagonal, seq_k) if CAUSAL else seq_k, BLOCK_N)
@@ -156,7 +159,7 @@ def _consumer(work, w: gl.constexpr, CAUSAL: gl.constexpr):
     mbarrier.wait(q_full.index(w), 0)
     q_buffer = q_s.index(w).reshape([ROWS, HEAD_DIM])
     q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
-    for fill in range(n - seen):  # key tiles that only later consumers see: let them pass
+    for fill in range(n - seen):  # skip key tiles that only later consumers see
         mbarrier.wait(kv_full.index(fill % STAGES), fill // STAGES & 1)
         mbarrier.arrive(kv_empty.index(fill % STAGES), count=1)
     s = _scores(q, ring, n - seen, ROWS)
@@ -164,7 +167,7 @@ def _consumer(work, w: gl.constexpr, CAUSAL: gl.constexpr):
 
     gl.store(lse_ptr + offs_m, (m + gl.log2(l)) / LOG2_E, mask=(offs_m >= 0) & (offs_m < seq_q))
     normalize = gl.convert_layout(1.0 / l, gl.SliceLayout(1, acc_layout))[:, None]
-    # NOTE: the next program's loads begin when this one has ended; v12's programs stay, and load the next tile meanwhile.
+    # NOTE: the next program's loads start when this one has ended; v12's persistent CTAs load the next tile meanwhile.
     out = (warpgroup_mma_wait(0, [acc]) * normalize).to(q_s.dtype)  # [ROWS, VALUE_DIM]
     if out_ptr is not None and start_m < 0:
         store_rows(out_ptr, out_desc, batch, head, start_m, out)
@@ -197,7 +200,7 @@ def _forward_kernel(
         o_s = q_s  # Q is no longer needed when O is done
     else:
         o_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, VALUE_DIM], out_desc.layout)
-    q_full = new_barriers(CONSUMERS, 1)  # each consumer has a buffer of its own
+    q_full = new_barriers(CONSUMERS, 1)  # each consumer has its own buffer
     kv_full, kv_empty = new_ring(STAGES, 1, CONSUMERS)
     ring = (k_s, v_s, kv_full, kv_empty)
 
@@ -205,7 +208,7 @@ def _forward_kernel(
     kv = (k_desc, v_desc, batch, head // heads_per_kv)
     work = (out_desc, out_ptr, lse_ptr, scale, q_s, o_s, q_full, batch, head, start_m, seq_q, seq_k, diagonal, ring, n)
     load = (q_desc, q_s, q_full, batch, head, start_m, kv, ring, n)
-    # The registers of an SM, 512 for each of 128 threads, go where the tiles are: the producer keeps 24.
+    # An SM has 512 registers for each of 128 threads. The producer keeps 24 per thread, and the consumers get the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (work, 0, CAUSAL)), (_consumer, (work, 1, CAUSAL)), (_producer, (load,))],
@@ -219,14 +222,13 @@ def _forward_kernel(
         )  # fmt: skip
 
 
-# By head dimension, the larger of the two: query rows of a tile, 64 for each of two or four consumers; keys of a tile; buffers
-# of K and V.
+# By the larger head dimension: query rows per tile, 64 for each of two or four consumers; keys per tile; buffers of K and V.
 TILES = {16: (256, 64, 6), 32: (256, 64, 6), 64: (256, 64, 6), 128: (128, 128, 2), 256: (128, 64, 2)}
 
 
 @replayed
 def forward(q, k, v, *, causal, scale, diagonal=0):
-    """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors. float32 is left to v7.
+    """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors. Falls back to v7 for float32.
 
     Raises:
         Unavailable: the GPU is not a Hopper GPU.
@@ -239,9 +241,9 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     out = empty_rows(q, value_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
-        q, scale = -q, -scale  # the same scores; the largest one is then the largest before scaling too
+        q, scale = -q, -scale  # the scores stay the same; now their maximum can be taken before scaling
     q, k, v = addressable(q), addressable(k), addressable(v)
-    out_ptr = out if diagonal % 64 else None  # where the first query tile begins before query 0
+    out_ptr = out if diagonal % 64 else None  # if the first query tile starts before query 0
     block_m, block_n, stages = TILES[max(head_dim, value_dim)]
     _forward_kernel[triton.cdiv(seq_q + diagonal % 64, block_m) * batch * heads,](
         describe_tile(q, 64), describe_tile(k, block_n), describe_tile(v, block_n), describe_tile(out, 64), out_ptr, lse,

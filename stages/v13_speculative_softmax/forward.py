@@ -1,5 +1,5 @@
-"""v12's forward with the maximum of the first key tiles for all of them, checked afterwards (FlashDecoding++, arXiv 2311.01282,
-section 3), in Gluon, for Hopper."""
+"""v12's forward with a guessed maximum, taken from the first key tiles and checked afterwards (FlashDecoding++, arXiv
+2311.01282, section 3), in Gluon, for Hopper."""
 
 import torch
 import triton
@@ -22,14 +22,17 @@ from common.runtime import num_sms
 from stages.v7_one_backward.forward import forward as forward_of_v7
 
 LOG2_E = gl.constexpr(1.4426950408889634)
-FEW_TILES = gl.constexpr(8)  # rows that see no more key tiles rarely fail, and a second tile's say would cost them most
-ROWS = gl.constexpr(64)  # query rows of a consumer: what the four warps of a warpgroup multiply at once
+FEW_TILES = gl.constexpr(8)  # up to so many key tiles rows rarely fail, and a second tile in the guess costs most
+ROWS = gl.constexpr(64)  # query rows of a consumer, as many as a warpgroup's wgmma has
 
 
 @gluon.jit
 def _tile(tile, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
-    """The `tile`-th of all tiles: batch and head, first query row, number of key tiles that it sees. Those of `group` heads
-    follow each other, the longest (where causal: the last rows) first: these heads' K and V stay in the L2 cache."""
+    """Return batch and head, first query row and number of key tiles of a work tile.
+
+    Tiles of `group` heads follow each other, so that the K and V of these heads stay in the L2 cache; with a mask the longest
+    tiles, of the last rows, come first.
+    """
     batch_heads, heads, heads_per_kv, group, tiles_m, seq_q, seq_k, diagonal = problem
     first = tile // (group * tiles_m) * group
     inside = tile % (group * tiles_m)
@@ -43,7 +46,7 @@ def _tile(tile, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: g
 
 @gluon.jit
 def _next_failed(tile, tiles, failed_ptr):
-    """The first tile that failed, of `tile` and every one a number of programs further on."""
+    """Return the first failed tile among `tile`, `tile` + number of CTAs, …"""
     while gl.load(failed_ptr + 1 + tile, mask=tile < tiles, other=1) == 0:
         tile += gl.num_programs(0)
     return tile
@@ -51,8 +54,8 @@ def _next_failed(tile, tiles, failed_ptr):
 
 @gluon.jit
 def _load(load, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
-    """Begin to load into the next buffers of their ring, once those who read them are done: K of the key tile at start_n, and V
-    of the one after it, which is used at the same time."""
+    """Start to load the next slot of the ring, when the consumers have released it: K of the key tile at start_n, and V of
+    the tile after it, which is used together with that K."""
     k_desc, v_desc, batch, kv_head = load
     k_s, v_s, kv_full, kv_empty = ring
     STAGES: gl.constexpr = k_s.shape[0]
@@ -69,7 +72,7 @@ def _load(load, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
 
 @gluon.jit
 def _scores(q, ring, fill, ROWS: gl.constexpr):
-    """Begin the scores of a key tile, once its K is there."""
+    """Start to compute the scores of a key tile, once its K has arrived."""
     k_s, v_s, kv_full, kv_empty = ring
     STAGES: gl.constexpr = k_s.shape[0]
     BLOCK_N: gl.constexpr = k_s.shape[3]
@@ -82,7 +85,7 @@ def _scores(q, ring, fill, ROWS: gl.constexpr):
 
 @gluon.jit
 def _sums(p):
-    """Four sums of each row of p, one for each of the four threads that hold it: none has to wait for others'."""
+    """Sum each row of p into four parts, one for each of the four threads that hold it, so that no thread waits for another."""
     return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
 
 
@@ -91,8 +94,11 @@ def _accumulate(
     acc, s, q, ring, fill, tiles, seq_k, last, scale_log2,
     CONSUMERS: gl.constexpr, AGAIN: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """A consumer's softmax over so many key tiles, from the last on, whose scores s have begun: acc, to which the matmul for
-    the first tile is still being added, m (maximum), l (sum)."""
+    """A consumer's online softmax over `tiles` key tiles, from the last one backwards; the scores s of the last one are in
+    flight.
+
+    Returns acc, whose matmul for the first tile is still in flight, m (maximum) and l (sum).
+    """
     k_s, v_s, kv_full, kv_empty = ring
     STAGES: gl.constexpr = k_s.shape[0]
     ROWS: gl.constexpr = acc.shape[0]
@@ -102,20 +108,20 @@ def _accumulate(
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
     s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
     mbarrier.arrive(kv_empty.index(fill % STAGES), count=1)
-    # The last tile alone can end past the last key, or lie on the diagonal: a consumer's rows see keys up to a multiple of
-    # ROWS, because the first query tile begins diagonal % ROWS rows before query 0.
+    # Only the last tile can pass the last key or contain the diagonal: a consumer's rows see keys up to a multiple of ROWS,
+    # because the first query tile starts diagonal % ROWS rows before query 0.
     start_n = (tiles - 1) * BLOCK_N
     if CAUSAL or start_n + BLOCK_N > seq_k:
         offs_n = start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
         visible = (offs_n < seq_k)[None, :]
         if CAUSAL:
-            last_n = last + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))  # that each row sees
+            last_n = last + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))  # the last key that each row sees
             visible = visible & (last_n[:, None] >= offs_n[None, :])
         s = gl.where(visible, s, float("-inf"))
     m = gl.max(s, 1) * scale_log2  # finite: every row sees the first key of this tile
     first = 1
     if CAUSAL and tiles > FEW_TILES:
-        # The upper rows of the diagonal's tile see few keys: the next tile has a say in the maximum too.
+        # The upper rows of the diagonal's tile see few keys, so the guess includes the next tile.
         first = 2
         fill += 1
         slot = fill % STAGES
@@ -135,19 +141,19 @@ def _accumulate(
     p = gl.convert_layout(p_next.to(k_s.dtype), p_layout)
 
     for _ in range(first, tiles):
-        # Both matmuls at once, so that the tensor cores have work for as long as possible while others take their softmax.
+        # Issue both matmuls together, so that the tensor cores have work while other consumers compute their softmax.
         fill += 1
         slot = fill % STAGES
         s = _scores(q, ring, fill, ROWS)
         acc = warpgroup_mma(p, v_s.index(slot).reshape([BLOCK_N, v_s.shape[4]]), acc, is_async=True)
         if CONSUMERS == 2:
             s = warpgroup_mma_wait(1, [s])  # [rows, BLOCK_N]
-        else:  # the matmuls of three others run under these exponentials: give the buffers back before them
+        else:  # three other consumers' matmuls run under these exponentials: release the buffers before them
             s, acc = warpgroup_mma_wait(0, [s, acc])
             mbarrier.arrive(kv_empty.index(slot), count=1)
         if AGAIN:
             m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
-            rescale = gl.exp2(m - m_new)  # what was summed under the old maximum
+            rescale = gl.exp2(m - m_new)  # rescales sums under the old maximum
             l = l * gl.convert_layout(rescale, gl.SliceLayout(1, l.type.layout))[:, None]
             m = m_new
         p = gl.exp2(s * scale_log2 - m[:, None])
@@ -168,10 +174,9 @@ def _accumulate(
 
 @gluon.jit
 def _producer(load, AGAIN: gl.constexpr, CAUSAL: gl.constexpr):
-    """One warp: keeps the buffers of Q, K and V full, the next tile's too while this one's is still being finished.
+    """One warp: keep the buffers of Q, K and V full, also for the next tile while the current one ends.
 
-    It also takes the tiles: the first by the program's number, then one after another by a counter that all programs share;
-    those that failed, AGAIN, in fixed steps.
+    The first tile is the CTA's number. A counter that all CTAs share gives the others. AGAIN: failed tiles, in fixed strides.
     """
     q_desc, k_desc, v_desc, counter_ptr, failed_ptr, ring, queries, turns, problem = load
     q_s, q_full, q_empty = queries
@@ -209,7 +214,7 @@ def _producer(load, AGAIN: gl.constexpr, CAUSAL: gl.constexpr):
             _load(kv, ring, fill, start_n, True, True)
         _load(kv, ring, fill + 1, start_n - BLOCK_N, False, True)
         fill += 2
-        # A number past the last tile goes on too: it tells the consumers to end.
+        # A number past the last tile is passed on too: it tells the consumers to end.
         slot = turn % Q_STAGES
         tile_s.index(slot).store(gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
         mbarrier.arrive(tile_full.index(slot), count=1)
@@ -218,7 +223,7 @@ def _producer(load, AGAIN: gl.constexpr, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def _consumer(work, w: gl.constexpr, AGAIN: gl.constexpr, CAUSAL: gl.constexpr):
-    """A warpgroup with the w-th 64 query rows of each tile: all of the arithmetic."""
+    """A warpgroup that computes the w-th 64 query rows of each tile."""
     out_desc, out_ptr, lse_ptr, failed_ptr, scale, o_s, ring, queries, turns, problem = work
     k_s, v_s, kv_full, kv_empty = ring
     q_s, q_full, q_empty = queries
@@ -235,7 +240,7 @@ def _consumer(work, w: gl.constexpr, AGAIN: gl.constexpr, CAUSAL: gl.constexpr):
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
     q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
     rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    # From there it need not be read for every key tile; two consumers have the registers for that, four have not.
+    # Q in registers need not be read for every key tile; two consumers have enough registers, four do not.
     Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and HEAD_DIM <= 128
     # exp(x) = exp2(x * log2(e)), and exp2 is one instruction; never 0, because a masked score, -inf, times 0 is NaN
     scale_log2 = gl.maximum(scale * LOG2_E, 1e-37)
@@ -257,13 +262,13 @@ def _consumer(work, w: gl.constexpr, AGAIN: gl.constexpr, CAUSAL: gl.constexpr):
         mbarrier.wait(q_full.index(slot), turn // Q_STAGES & 1)
         q_buffer = q_s.index(slot).reshape([ROWS, HEAD_DIM])
         q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
-        for _ in range(n - seen):  # key tiles that only later consumers see: let them pass
+        for _ in range(n - seen):  # skip key tiles that only later consumers see
             mbarrier.wait(kv_full.index(fill % STAGES), fill // STAGES & 1)
             mbarrier.arrive(kv_empty.index(fill % STAGES), count=1)
             fill += 1
         s = _scores(q, ring, fill, ROWS)
         if Q_STAGES == 2:
-            # O of the tile before has left the other buffer: its Q may come.
+            # O of the tile before has left the other buffer, so the next Q may arrive there.
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index((turn + 1) % Q_STAGES * CONSUMERS + w), count=1, pred=turn > 0)
         acc, m, l = _accumulate(acc, s, q, ring, fill, seen, seq_k, start_m + diagonal, scale_log2, CONSUMERS, AGAIN, CAUSAL)
@@ -278,7 +283,7 @@ def _consumer(work, w: gl.constexpr, AGAIN: gl.constexpr, CAUSAL: gl.constexpr):
         mbarrier.arrive(kv_empty.index(fill % STAGES), count=1)
         fill += 1
         if not AGAIN:
-            # An infinite P, or too large a sum, has made l or some of a row of O infinite, or not a number.
+            # An infinite P, or an overflowing sum, makes l or part of a row of O infinite or NaN.
             fails = ~(gl.abs(gl.sum(acc, 1) + gl.convert_layout(l, gl.SliceLayout(1, acc_layout))) < float("inf"))
             same = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, acc_layout))
             gl.store(failed_ptr + same, 1, mask=fails)
@@ -319,17 +324,17 @@ def _forward_kernel(
     else:
         o_s = gl.allocate_shared_memory(q_desc.dtype, [Q_STAGES * CONSUMERS, 1, 1, ROWS, VALUE_DIM], out_desc.layout)
     tile_s = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    q_full, q_empty = new_ring(Q_STAGES * CONSUMERS, 1, 1)  # each consumer has buffers of its own
+    q_full, q_empty = new_ring(Q_STAGES * CONSUMERS, 1, 1)  # each consumer has its own buffers
     kv_full, kv_empty = new_ring(STAGES, 1, CONSUMERS)
     ring = (k_s, v_s, kv_full, kv_empty)
-    tile_full = new_barriers(Q_STAGES, 1)  # a number has been read when its buffer of Q is empty
+    tile_full = new_barriers(Q_STAGES, 1)  # a number has been read when its buffer of Q is released
 
     queries = (q_s, q_full, q_empty)
     turns = (tile_s, tile_full)
     problem = (batch_heads, heads, heads_per_kv, group, tiles_m, seq_q, seq_k, diagonal)
     work = (out_desc, out_ptr, lse_ptr, failed_ptr, scale, o_s, ring, queries, turns, problem)
     load = (q_desc, k_desc, v_desc, counter_ptr, failed_ptr, ring, queries, turns, problem)
-    # The registers of an SM, 512 for each of 128 threads, go where the tiles are: the producer keeps 24.
+    # An SM has 512 registers for each of 128 threads. The producer keeps 24 per thread, and the consumers get the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (work, 0, AGAIN, CAUSAL)), (_consumer, (work, 1, AGAIN, CAUSAL)), (_producer, (load, AGAIN, CAUSAL))],
@@ -343,18 +348,18 @@ def _forward_kernel(
         )  # fmt: skip
 
 
-# Bytes of K and V that heads whose tiles are done at the same time may have. Programs that read the same K and V at the same
-# time share what comes from the L2 cache; where tiles differ in length, more heads to mix keep the programs busy to the end.
+# Bytes of K and V of the heads whose tiles run at the same time. CTAs that read the same K and V at the same time share them
+# through the L2 cache. Where tiles differ in length, more heads keep the CTAs busy to the end.
 L2_SHARE = {"full": 8 * 2**20, "causal": 32 * 2**20}
-# By head dimension, the larger of the two: query rows of a tile, 64 for each of two or four consumers; keys of a tile; buffers
-# of K and V, and of Q.
-# NOTE: these are v12's, whose every tile pays for a maximum and for rescaling O; here none does, and v14's are shorter.
+# By the larger head dimension: query rows per tile, 64 for each of two or four consumers; keys per tile; buffers of K and V;
+# buffers of Q.
+# NOTE: v12's tiles, which pay for a maximum and for rescaling O; here tiles cost less, and v14's are shorter.
 TILES = {16: (256, 64, 6, 2), 32: (256, 64, 6, 2), 64: (256, 64, 6, 2), 128: (128, 128, 2, 2), 256: (128, 64, 2, 1)}
 
 
 @replayed
 def forward(q, k, v, *, causal, scale, diagonal=0):
-    """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors. float32 is left to v7.
+    """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors. Falls back to v7 for float32.
 
     Raises:
         Unavailable: the GPU is not a Hopper GPU.
@@ -367,15 +372,15 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     out = empty_rows(q, value_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
-        q, scale = -q, -scale  # the same scores; the largest one is then the largest before scaling too
+        q, scale = -q, -scale  # the scores stay the same; now their maximum can be taken before scaling
     q, k, v = addressable(q), addressable(k), addressable(v)
-    out_ptr = out if diagonal % 64 else None  # where the first query tile begins before query 0
+    out_ptr = out if diagonal % 64 else None  # if the first query tile starts before query 0
     block_m, block_n, stages, q_stages = TILES[max(head_dim, value_dim)]
     tiles = triton.cdiv(seq_q + diagonal % 64, block_m) * batch * heads
     programs = min(tiles, num_sms())
     kv_bytes = seq_k * (head_dim + value_dim) * k.element_size()
     group = heads // kv_heads * max(1, min(batch * kv_heads, L2_SHARE["causal" if causal else "full"] // kv_bytes))
-    # Of the tiles taken beyond each program's first; whether any tile failed, and which.
+    # Number of tiles taken after each CTA's first; whether any tile failed, and which.
     counter, failed = lse.new_zeros(2 + tiles, dtype=torch.int32).split([1, 1 + tiles])
     tensors = describe_tile(q, 64), describe_tile(k, block_n), describe_tile(v, block_n), describe_tile(out, 64), out_ptr, lse
     for again in (False, True):

@@ -1,4 +1,4 @@
-"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warps specialised, in Gluon, for Hopper."""
+"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper."""
 
 import torch
 import triton
@@ -23,10 +23,10 @@ from stages.v7_one_backward.backward import backward as backward_of_v7
 
 from .forward import LOG2_E
 
-ROWS = gl.constexpr(64)  # keys of a consumer: what the four warps of a warpgroup multiply at once
+ROWS = gl.constexpr(64)  # keys of a consumer, as many rows as a warpgroup's wgmma has
 CONSUMERS = gl.constexpr(2)
-KEYS = gl.constexpr(CONSUMERS * ROWS)  # of a program, whose dK and dV stay in its registers
-SUM_COLUMNS = 256  # of the float32 sums of dQ as TMA sees them: as wide as a box of it can be
+KEYS = gl.constexpr(CONSUMERS * ROWS)  # of a CTA, whose dK and dV stay in its registers
+SUM_COLUMNS = 256  # columns of dQ's float32 accumulator, as TMA sees it: the widest box that TMA supports
 
 
 @triton.jit(do_not_specialize=["heads", "seq_q", "shift"])
@@ -34,7 +34,7 @@ def _prepare_kernel(
     out_desc, do_desc, lse_ptr, stats_ptr, sums_ptr, heads, seq_q, shift,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """For each query tile: log2(e) * lse and delta = rowsum(dO * O), side by side, and the sums of its dQ set to zero."""
+    """For each query tile: store log2(e) * lse and delta = rowsum(dO * O) side by side, and zero dQ's accumulator."""
     tiles_m = tl.cdiv(seq_q + shift, BLOCK_M)
     tile = tl.program_id(0).to(tl.int64)
     start_m = tl.program_id(0) % tiles_m * BLOCK_M - shift
@@ -59,8 +59,8 @@ def _finish_kernel(
     sums_ptr, dq_ptr, stride_b, stride_h, stride_m, scale, heads, seq_q, shift,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """dQ from its sums, which lie as the registers of a warpgroup do: 64 rows, part of their columns, warp, group of columns,
-    thread, row half, column pair."""
+    """Round dQ from its accumulator, which has the order of a warpgroup's registers: 64 rows, part of their columns, warp,
+    group of columns, thread, row half, column pair."""
     tiles_m = tl.cdiv(seq_q + shift, BLOCK_M)
     tile = tl.program_id(0).to(tl.int64)
     start_m = tl.program_id(0) % tiles_m * BLOCK_M - shift
@@ -71,15 +71,15 @@ def _finish_kernel(
     rows = start_m + tl.arange(0, BLOCK_M)
     dq_ptr += (batch_head // heads).to(tl.int64) * stride_b + (batch_head % heads).to(tl.int64) * stride_h
     dq_ptrs = dq_ptr + rows.to(tl.int64)[:, None] * stride_m + tl.arange(0, HEAD_DIM)
-    tl.store(dq_ptrs, dq, mask=((rows >= 0) & (rows < seq_q))[:, None])  # a descriptor stores nothing before query 0
+    tl.store(dq_ptrs, dq, mask=((rows >= 0) & (rows < seq_q))[:, None])  # TMA cannot store before query 0
 
 
 @gluon.jit
 def _query_tile(step, order):
-    """The query tile of a step: its number in its head, and among the tiles of all heads.
+    """Return the query tile of a step: its number within its head, and among the tiles of all heads.
 
-    The steps take a tile of each query head that shares the keys, then the next tile of each: in order, or, once `turning`
-    tiles are done, from the last one on.
+    Steps take one tile of each query head that shares the keys, then the next tile of each. The tiles go in order, or, once
+    `turning` tiles are done, from the last one backwards.
     """
     heads_per_kv, first, turning, tiles_m, first_head = order
     done = step // heads_per_kv
@@ -89,7 +89,7 @@ def _query_tile(step, order):
 
 @gluon.jit
 def _load(load, ring, order, step):
-    """Begin to load the Q and dO of a step, and what goes with them, once those who read these buffers are done."""
+    """Start to load a step's Q and dO, with LSE and delta, when the consumers have released the buffers."""
     q_desc, do_desc, stats_desc, batch, head, shift = load
     q_s, do_s, stats_s, q_full, do_full, q_do_empty = ring
     STAGES: gl.constexpr = q_s.shape[0]
@@ -106,7 +106,7 @@ def _load(load, ring, order, step):
 
 @gluon.jit
 def _add_dq(ds_s, ds_empty, slot, k_s, dq_s, sums_desc, row):
-    """Make dQ of a step's dS and K, and have TMA add it to the sums in memory."""
+    """Compute dQ from a step's dS and K, and let TMA add it to the accumulator in memory."""
     BLOCK_M: gl.constexpr = ds_s.shape[2]
     HEAD_DIM: gl.constexpr = k_s.shape[4]
     PARTS: gl.constexpr = dq_s.shape[0]
@@ -123,7 +123,7 @@ def _add_dq(ds_s, ds_empty, slot, k_s, dq_s, sums_desc, row):
         dq = warpgroup_mma_wait(0, [dq])  # [64, COLUMNS]
         if part == PARTS - 1:
             mbarrier.arrive(ds_empty.index(slot), count=1)
-        # In the order of the registers, four of a thread after four of the next: stored without a bank conflict.
+        # In the order of the registers, four of a thread after four of the next: no bank conflicts.
         dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5])
         tma.store_wait(PARTS - 1)
         dq_s.index(part).store(dq.reshape(sums_desc.block_shape))
@@ -133,8 +133,8 @@ def _add_dq(ds_s, ds_empty, slot, k_s, dq_s, sums_desc, row):
 
 @gluon.jit
 def _widened(p):
-    """p in float32. From bfloat16 two at a time, out of the register that holds both: left to itself the compiler keeps a
-    register for each from when p is rounded on, and has none to spare."""
+    """Return p in float32. Two bfloat16 elements share a register, and this unpacks them. Otherwise the compiler keeps a
+    float32 register for each element as well, and spills."""
     if p.dtype == gl.bfloat16:
         halves: gl.constexpr = (
             "/* a.to(gl.float32) */{ .reg .b32 t; shl.b32 t, $2, 16; mov.b32 $0, t; and.b32 t, $2, 0xffff0000; mov.b32 $1, t; }"
@@ -148,8 +148,8 @@ def _widened(p):
 def _accumulate(
     dk, dv, k, v, scale_log2, ring, dq, seen, lo, hi, w: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Add what the steps [lo, hi) give to a consumer's dk and dv, and leave its dS for dQ. P and dS come out transposed, so
-    that they go into the matmuls for dV and dK straight from registers."""
+    """Add the contribution of the steps [lo, hi) to a consumer's dk and dv, and store its dS for dQ. P and dS are computed
+    transposed, so that they enter the matmuls for dV and dK from registers."""
     q_s, do_s, stats_s, q_full, do_full, q_do_empty = ring
     ds_s, ds_full, ds_empty = dq
     keys, ahead, heads_per_kv = seen
@@ -164,7 +164,7 @@ def _accumulate(
     nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
     if CAUSAL:
         offs_n = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-        seen_from = gl.where(offs_n < keys, offs_n, 2**30)  # the first query to see a key; past the end none does
+        seen_from = gl.where(offs_n < keys, offs_n, 2**30)  # the first query that sees a key; past the end there is none
     for step in range(lo, hi):
         slot = step % STAGES
         phase = step // STAGES & 1
@@ -183,7 +183,7 @@ def _accumulate(
                 offs_n = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
                 visible = (offs_n < keys)[:, None]
             p_t = gl.where(visible, p_t, float("-inf"))
-        # Through the wait, which waits for nothing, so that the compiler has p ready before it issues the matmuls.
+        # This wait waits for nothing, but makes the compiler compute p before it issues the matmuls.
         p_t = warpgroup_mma_wait(0, [gl.exp2(p_t).to(dtype)])
         mbarrier.wait(do_full.index(slot), phase)
         dp_t = warpgroup_mma(v, do.permute([1, 0]), nothing, use_acc=False, is_async=True)
@@ -203,7 +203,7 @@ def _accumulate(
 
 @gluon.jit
 def _producer(k_desc, v_desc, dk_desc, dv_desc, work, load, ring, order, kv_head, start_n, n):
-    """One warp, all that comes and goes but dQ: K and V once, Q and dO through their ring, dK and dV at the end."""
+    """One warp that moves everything except dQ: K and V once, Q and dO through their ring, dK and dV at the end."""
     scale, k_s, v_s, kv_full, dk_full, dv_full = work
     batch = load[3]
     mbarrier.expect(kv_full.index(0), CONSUMERS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
@@ -223,7 +223,7 @@ def _producer(k_desc, v_desc, dk_desc, dv_desc, work, load, ring, order, kv_head
 
 @gluon.jit
 def _consumer(work, ring, dq, seen, unseen, masked, n, w: gl.constexpr, CAUSAL: gl.constexpr):
-    """A warpgroup with the w-th 64 keys of the program: their dK and dV stay in its registers."""
+    """A warpgroup with the w-th 64 keys of the CTA, whose dK and dV stay in its registers."""
     scale, k_s, v_s, kv_full, dk_full, dv_full = work
     q_s, do_s, stats_s, q_full, do_full, q_do_empty = ring
     ds_s, ds_full, ds_empty = dq
@@ -240,24 +240,23 @@ def _consumer(work, ring, dq, seen, unseen, masked, n, w: gl.constexpr, CAUSAL: 
     v = v_s.index(w).reshape([ROWS, VALUE_DIM])
     scale_log2 = scale * LOG2_E
     mbarrier.wait(kv_full.index(0), 0)
-    # Query tiles that see none of these keys, but some of the consumer's before: they give dQ nothing.
+    # Query tiles that see none of these keys, but some of the other consumer's: these keys add nothing to dQ.
     unseen *= w
     for step in range(unseen):
         slot = step % STAGES
         phase = step // STAGES & 1
-        # Else the next wait, whose phase looks like the one before this, would not wait.
+        # Otherwise the next wait would return at once, because its phase has the same parity as the one before this one.
         mbarrier.wait(q_full.index(slot), phase)
         mbarrier.wait(ds_empty.index(slot), phase ^ 1)
         ds_s.index(slot * CONSUMERS + w).store(gl.zeros([ROWS, BLOCK_M], q_s.dtype, s_layout))
         fence_async_shared()
         mbarrier.arrive(ds_full.index(slot), count=1)
         mbarrier.arrive(q_do_empty.index(slot), count=1)
-    # The diagonal needs a mask. Keys past the end always do: p may be infinite there, and infinity times the zeros that a load
-    # gives past the end is NaN.
+    # The diagonal needs a mask, and so do keys past the end: p may be infinite there, and infinity times a load's zeros is NaN.
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, ring, dq, seen, unseen, masked, w, CAUSAL, True)
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, ring, dq, seen, masked, n, w, CAUSAL, False)
 
-    # What leaves takes the place of what came: V is no longer read by anyone, K once the last dQ is done.
+    # Outputs leave from the buffers of the inputs: nobody reads V any more, and K is free when the last dQ is done.
     v.store(dv.to(v_s.dtype))
     fence_async_shared()
     mbarrier.arrive(dv_full.index(w), count=1)
@@ -269,7 +268,7 @@ def _consumer(work, ring, dq, seen, unseen, masked, n, w: gl.constexpr, CAUSAL: 
 
 @gluon.jit
 def _dq_consumer(sums_desc, k_s, dq, dq_s, order, n):
-    """A warpgroup that makes dQ of what the consumers leave of dS."""
+    """A warpgroup that computes dQ from the consumers' dS."""
     ds_s, ds_full, ds_empty = dq
     STAGES: gl.constexpr = ds_s.shape[0] // CONSUMERS
     for step in range(n):
@@ -288,15 +287,15 @@ def _backward_kernel(
 ):  # fmt: skip
     shift = diagonal % BLOCK_M
     tiles_m = gl.cdiv(seq_q + shift, BLOCK_M)
-    ROW_BYTES: gl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # of Q, the sums of dQ, and dO
+    ROW_BYTES: gl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # of Q, dQ's accumulator, and dO
     tile, batch_head = tile_and_head(gl.cdiv(seq_k, KEYS), seq_q, ROW_BYTES, CAUSAL)
     start_n = tile * KEYS
     batch = batch_head // kv_heads
     kv_head = batch_head % kv_heads
-    corner = 0  # the query tile whose first row sees the first of these keys and no more, if there is one
-    first = 0  # of the query tiles that see these keys; where none does, the last one stands in
-    masked = 0  # of them, the number that needs a mask
-    unseen = 0  # of them, the number that sees no key of the second consumer
+    corner = 0  # the query tile whose first row sees the first of these keys and no more, if it exists
+    first = 0  # the query tiles that see these keys; if none does, the last one runs, fully masked
+    masked = 0  # number of these that need a mask
+    unseen = 0  # number of these that see no key of the second consumer
     if CAUSAL:
         corner = (start_n - diagonal + shift) // BLOCK_M
         first = gl.minimum(gl.maximum(corner, 0), tiles_m - 1)
@@ -304,9 +303,8 @@ def _backward_kernel(
         unseen = gl.where(corner < 0, 0, ROWS // BLOCK_M)
     n = tiles_m - first
     masked = gl.where(start_n + KEYS > seq_k, n, masked)
-    # Programs that begin together read the same tiles together, and share what comes from the L2 cache, if they go on from the
-    # last tile. Those of the next wave begin one by one, the ones with fewer tiles later: they meet if they go on in order. One
-    # head's tiles stay in the cache anyway.
+    # CTAs that start together share tiles through the L2 cache if they go from the last tile backwards. In later waves CTAs
+    # start one by one, those with fewer tiles later: they meet if they go forwards. One head's tiles stay in the cache anyway.
     turning = n
     if CAUSAL:
         turning = gl.where((heads_per_kv > 1) & (gl.program_id(0) // at_once % 2 == 0), masked, n)
@@ -352,8 +350,9 @@ def _backward_kernel(
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors.
 
-    float32 and D or Dv = 256 are left to v7, and so is everything while `torch.use_deterministic_algorithms` is on: the sums of
-    dQ are added up in the order in which the programs come.
+    Falls back to v7 for float32, for D or Dv = 256, and under `torch.use_deterministic_algorithms`, because CTAs add to dQ in
+    any
+    order.
     """
     require_hopper(__package__)
     batch, heads, seq_q, head_dim = q.shape
@@ -362,9 +361,9 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
         return backward_of_v7(grad_out, q, k, v, out, lse, causal=causal, scale=scale, diagonal=diagonal)
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     q, k, v, out, grad_out = map(addressable, (q, k, v, out, grad_out))
-    block_m = 64 if max(head_dim, value_dim) == 128 else 128  # as many rows of S and dP as fit in registers beside dK and dV
-    columns = min(64, head_dim)  # of the parts, of 64 rows, in which dQ leaves a program
-    shift = diagonal % block_m  # rows of the first query tile before query 0: then the diagonal begins at a tile's corner
+    block_m = 64 if max(head_dim, value_dim) == 128 else 128  # as many rows of S and dP as fit into registers beside dK and dV
+    columns = min(64, head_dim)  # parts of 64 rows in which dQ leaves a CTA
+    shift = diagonal % block_m  # rows of the first query tile before query 0, so that the diagonal starts at a tile's corner
     tiles_m = triton.cdiv(seq_q + shift, block_m) * batch * heads
     stats = lse.new_empty(tiles_m * 2, block_m)
     sums = lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)

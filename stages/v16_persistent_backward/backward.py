@@ -1,4 +1,4 @@
-"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warps specialised, in Gluon, for Hopper."""
+"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper."""
 
 import torch
 import triton
@@ -23,10 +23,10 @@ from stages.v7_one_backward.backward import backward as backward_of_v7
 
 from .forward import LOG2_E
 
-ROWS = gl.constexpr(64)  # keys of a consumer: what the four warps of a warpgroup multiply at once
+ROWS = gl.constexpr(64)  # keys of a consumer, as many rows as a warpgroup's wgmma has
 CONSUMERS = gl.constexpr(2)
-KEYS = gl.constexpr(CONSUMERS * ROWS)  # of a program, whose dK and dV stay in its registers
-SUM_COLUMNS = 256  # of the float32 sums of dQ as TMA sees them: as wide as a box of it can be
+KEYS = gl.constexpr(CONSUMERS * ROWS)  # of a CTA, whose dK and dV stay in its registers
+SUM_COLUMNS = 256  # columns of dQ's float32 accumulator, as TMA sees it: the widest box that TMA supports
 
 
 @triton.jit(do_not_specialize=["heads", "seq_q", "shift"])
@@ -34,8 +34,8 @@ def _prepare_kernel(
     out_desc, do_desc, lse_ptr, stats_ptr, sums_ptr, counter_ptr, heads, seq_q, shift,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """For each query tile: log2(e) * lse and delta = rowsum(dO * O), side by side, and the sums of its dQ set to zero. So
-    is the counter of tiles."""
+    """For each query tile: store log2(e) * lse and delta = rowsum(dO * O) side by side, and zero dQ's accumulator. Also zero
+    the counter of tiles."""
     tiles_m = tl.cdiv(seq_q + shift, BLOCK_M)
     tile = tl.program_id(0).to(tl.int64)
     start_m = tl.program_id(0) % tiles_m * BLOCK_M - shift
@@ -63,8 +63,8 @@ def _finish_kernel(
     sums_ptr, dq_ptr, stride_b, stride_h, stride_m, scale, heads, seq_q, shift,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """dQ from its sums, which lie as the registers of a warpgroup do: 64 rows, part of their columns, warp, group of columns,
-    thread, row half, column pair."""
+    """Round dQ from its accumulator, which has the order of a warpgroup's registers: 64 rows, part of their columns, warp,
+    group of columns, thread, row half, column pair."""
     tiles_m = tl.cdiv(seq_q + shift, BLOCK_M)
     tile = tl.program_id(0).to(tl.int64)
     start_m = tl.program_id(0) % tiles_m * BLOCK_M - shift
@@ -75,25 +75,25 @@ def _finish_kernel(
     rows = start_m + tl.arange(0, BLOCK_M)
     dq_ptr += (batch_head // heads).to(tl.int64) * stride_b + (batch_head % heads).to(tl.int64) * stride_h
     dq_ptrs = dq_ptr + rows.to(tl.int64)[:, None] * stride_m + tl.arange(0, HEAD_DIM)
-    tl.store(dq_ptrs, dq, mask=((rows >= 0) & (rows < seq_q))[:, None])  # a descriptor stores nothing before query 0
+    tl.store(dq_ptrs, dq, mask=((rows >= 0) & (rows < seq_q))[:, None])  # TMA cannot store before query 0
 
 
 @gluon.jit
 def _tile(tile, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, CAUSAL: gl.constexpr):
-    """The `tile`-th of all: where it is (batch, K/V head, first key), the order of its query tiles, what a mask depends on, and
-    of its steps the number, how many at first see no key of the second consumer, and how many at first need a mask."""
+    """Return a work tile: batch, K/V head and first key; the order of its query tiles; what its mask depends on; its number
+    of steps, of steps that see no key of the second consumer, and of masked steps."""
     kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles = problem
     shift = diagonal % BLOCK_M
     tiles_m = gl.cdiv(seq_q + shift, BLOCK_M)
-    ROW_BYTES: gl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # of Q, the sums of dQ, and dO
+    ROW_BYTES: gl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # of Q, dQ's accumulator, and dO
     tile_n, batch_head = tile_and_head(gl.cdiv(seq_k, KEYS), seq_q, ROW_BYTES, CAUSAL, program=tile, programs=tiles)
     start_n = tile_n * KEYS
-    corner = 0  # the query tile whose first row sees the first of these keys and no more, if there is one
-    first = 0  # of the query tiles that see these keys; where none does, the last one stands in
-    # Of them, the number that needs a mask. One always has it: else the first of two loops is not entered at times, and ptxas
-    # (of CUDA 12.8) has the second take addresses of K and V that only the way through the first makes.
+    corner = 0  # the query tile whose first row sees the first of these keys and no more, if it exists
+    first = 0  # the query tiles that see these keys; if none does, the last one runs, fully masked
+    # Number of these that need a mask, but at least one: if the first of two loops may be skipped, ptxas (CUDA 12.8) lets the
+    # second use addresses of K and V that only the first computes.
     masked = 1
-    unseen = 0  # of them, the number that sees no key of the second consumer
+    unseen = 0  # number of these that see no key of the second consumer
     if CAUSAL:
         corner = (start_n - diagonal + shift) // BLOCK_M
         first = gl.minimum(gl.maximum(corner, 0), tiles_m - 1)
@@ -101,9 +101,8 @@ def _tile(tile, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DI
         unseen = gl.where(corner < 0, 0, ROWS // BLOCK_M)
     n = tiles_m - first
     masked = gl.where(start_n + KEYS > seq_k, n, masked)
-    # Programs that begin together read the same tiles together, and share what comes from the L2 cache, if they go on from the
-    # last tile. Those of the next wave begin one by one, the ones with fewer tiles later: they meet if they go on in order. One
-    # head's tiles stay in the cache anyway.
+    # CTAs that start together share tiles through the L2 cache if they go from the last tile backwards. In later waves CTAs
+    # start one by one, those with fewer tiles later: they meet if they go forwards. One head's tiles stay in the cache anyway.
     turning = n
     if CAUSAL:
         turning = gl.where((heads_per_kv > 1) & (tile // at_once % 2 == 0), masked, n)
@@ -115,10 +114,10 @@ def _tile(tile, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DI
 
 @gluon.jit
 def _query_tile(step, order):
-    """The query tile of a step: its number in its head, and among the tiles of all heads.
+    """Return the query tile of a step: its number within its head, and among the tiles of all heads.
 
-    The steps take a tile of each query head that shares the keys, then the next tile of each: in order, or, once `turning`
-    tiles are done, from the last one on.
+    Steps take one tile of each query head that shares the keys, then the next tile of each. The tiles go in order, or, once
+    `turning` tiles are done, from the last one backwards.
     """
     heads_per_kv, first, turning, tiles_m, first_head = order
     done = step // heads_per_kv
@@ -128,7 +127,7 @@ def _query_tile(step, order):
 
 @gluon.jit
 def _load(load, ring, order, fill, step):
-    """Begin to load the Q and dO of a step, and what goes with them, once those who read these buffers are done."""
+    """Start to load a step's Q and dO, with LSE and delta, when the consumers have released the buffers."""
     q_desc, do_desc, stats_desc, batch, head, shift = load
     q_s, do_s, stats_s, q_full, do_full, q_do_empty = ring
     STAGES: gl.constexpr = q_s.shape[0]
@@ -145,7 +144,7 @@ def _load(load, ring, order, fill, step):
 
 @gluon.jit
 def _add_dq(ds_s, ds_empty, slot, k_s, k_slot, dq_s, sums_desc, row):
-    """Make dQ of a step's dS and K, and have TMA add it to the sums in memory."""
+    """Compute dQ from a step's dS and K, and let TMA add it to the accumulator in memory."""
     BLOCK_M: gl.constexpr = ds_s.shape[2]
     HEAD_DIM: gl.constexpr = k_s.shape[4]
     PARTS: gl.constexpr = dq_s.shape[0]
@@ -162,7 +161,7 @@ def _add_dq(ds_s, ds_empty, slot, k_s, k_slot, dq_s, sums_desc, row):
         dq = warpgroup_mma_wait(0, [dq])  # [64, COLUMNS]
         if part == PARTS - 1:
             mbarrier.arrive(ds_empty.index(slot), count=1)
-        # In the order of the registers, four of a thread after four of the next: stored without a bank conflict.
+        # In the order of the registers, four of a thread after four of the next: no bank conflicts.
         dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5])
         tma.store_wait(PARTS - 1)
         dq_s.index(part).store(dq.reshape(sums_desc.block_shape))
@@ -172,8 +171,8 @@ def _add_dq(ds_s, ds_empty, slot, k_s, k_slot, dq_s, sums_desc, row):
 
 @gluon.jit
 def _widened(p):
-    """p in float32. From bfloat16 two at a time, out of the register that holds both: left to itself the compiler keeps a
-    register for each from when p is rounded on, and has none to spare."""
+    """Return p in float32. Two bfloat16 elements share a register, and this unpacks them. Otherwise the compiler keeps a
+    float32 register for each element as well, and spills."""
     if p.dtype == gl.bfloat16:
         halves: gl.constexpr = (
             "/* a.to(gl.float32) */{ .reg .b32 t; shl.b32 t, $2, 16; mov.b32 $0, t; and.b32 t, $2, 0xffff0000; mov.b32 $1, t; }"
@@ -187,8 +186,9 @@ def _widened(p):
 def _accumulate(
     dk, dv, k, v, scale_log2, ring, dq, seen, fill, lo, hi, w: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Add what the steps [lo, hi) of a tile, the first of which is the fill-th of all, give to a consumer's dk and dv, and
-    leave its dS for dQ. P and dS come out transposed, so that they go into the matmuls for dV and dK straight from registers.
+    """Add the contribution of a tile's steps [lo, hi), the first of which is number `fill` of all, to a consumer's dk and dv,
+    and store
+    its dS for dQ. P and dS are computed transposed, so that they enter the matmuls for dV and dK from registers.
     """
     q_s, do_s, stats_s, q_full, do_full, q_do_empty = ring
     ds_s, ds_full, ds_empty = dq
@@ -204,7 +204,7 @@ def _accumulate(
     nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
     if CAUSAL:
         offs_n = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-        seen_from = gl.where(offs_n < keys, offs_n, 2**30)  # the first query to see a key; past the end none does
+        seen_from = gl.where(offs_n < keys, offs_n, 2**30)  # the first query that sees a key; past the end there is none
     for step in range(lo, hi):
         slot = (fill + step) % STAGES
         phase = (fill + step) // STAGES & 1
@@ -223,7 +223,7 @@ def _accumulate(
                 offs_n = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
                 visible = (offs_n < keys)[:, None]
             p_t = gl.where(visible, p_t, float("-inf"))
-        # Through the wait, which waits for nothing, so that the compiler has p ready before it issues the matmuls.
+        # This wait waits for nothing, but makes the compiler compute p before it issues the matmuls.
         p_t = warpgroup_mma_wait(0, [gl.exp2(p_t).to(dtype)])
         mbarrier.wait(do_full.index(slot), phase)
         dp_t = warpgroup_mma(v, do.permute([1, 0]), nothing, use_acc=False, is_async=True)
@@ -243,7 +243,7 @@ def _accumulate(
 
 @gluon.jit
 def _load_kv(k_desc, v_desc, work, where, turn):
-    """Begin to load K and V of the turn-th tile of this program."""
+    """Start to load K and V of this CTA's tile number `turn`."""
     scale, k_s, v_s, kv_full, dk_full, dv_full = work
     batch, kv_head, start_n = where
     slot = turn % kv_full.shape[0]
@@ -256,7 +256,7 @@ def _load_kv(k_desc, v_desc, work, where, turn):
 
 @gluon.jit
 def _store_dkv(dk_desc, dv_desc, work, where, turn):
-    """Store dK and dV of the turn-th tile once they are there, and wait until their buffers can be filled again."""
+    """Store dK and dV of tile number `turn` when they are ready, and wait until their buffers are free."""
     scale, k_s, v_s, kv_full, dk_full, dv_full = work
     batch, kv_head, start_n = where
     slot = turn % kv_full.shape[0] * CONSUMERS
@@ -272,10 +272,10 @@ def _store_dkv(dk_desc, dv_desc, work, where, turn):
 
 @gluon.jit
 def _producer(k_desc, v_desc, dk_desc, dv_desc, counter_ptr, work, load, ring, turns, problem, CAUSAL: gl.constexpr):
-    """One warp, all that comes and goes but dQ: K and V of a tile, Q and dO through their ring, dK and dV at the end.
+    """One warp that moves everything except dQ: K and V of a tile, Q and dO through their ring, dK and dV at the end.
 
-    It also takes the tiles: the first by the program's number, then, if programs stay, one after another by a counter that all
-    share. What a tile's first steps need it loads before the tile before is done.
+    The first tile is the CTA's number. If CTAs are persistent, a counter that they share gives the others. The first steps of a
+    tile load before the tile before has ended.
     """
     q_desc, do_desc, stats_desc = load
     scale, k_s, v_s, kv_full, dk_full, dv_full = work
@@ -300,7 +300,7 @@ def _producer(k_desc, v_desc, dk_desc, dv_desc, counter_ptr, work, load, ring, t
         tile = tiles
         if kv_full.shape[0] > 1:
             tile = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
-            # A number past the last tile goes on too: it tells the others to end.
+            # A number past the last tile is passed on too: it tells the others to end.
             tile_s.index(turn % 2).store(gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
             mbarrier.arrive(tile_full.index(turn % 2), count=1)
         for step in range(at_first, n):
@@ -313,7 +313,7 @@ def _producer(k_desc, v_desc, dk_desc, dv_desc, counter_ptr, work, load, ring, t
 
 @gluon.jit
 def _next(turns, turn, tiles, stays: gl.constexpr):
-    """The tile after the turn-th, once the producer has taken it; none where programs do not stay."""
+    """Return the tile after number `turn`, once the producer has taken it; none if CTAs are not persistent."""
     tile_s, tile_full = turns
     tile = tiles
     if stays:
@@ -324,7 +324,7 @@ def _next(turns, turn, tiles, stays: gl.constexpr):
 
 @gluon.jit
 def _consumer(work, ring, dq, turns, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
-    """A warpgroup with the w-th 64 keys of each tile: their dK and dV stay in its registers."""
+    """A warpgroup with the w-th 64 keys of each tile, whose dK and dV stay in its registers."""
     scale, k_s, v_s, kv_full, dk_full, dv_full = work
     q_s, do_s, stats_s, q_full, do_full, q_do_empty = ring
     ds_s, ds_full, ds_empty = dq
@@ -349,25 +349,25 @@ def _consumer(work, ring, dq, turns, problem, w: gl.constexpr, CAUSAL: gl.conste
         k = k_s.index(kv_slot * CONSUMERS + w).reshape([ROWS, HEAD_DIM])
         v = v_s.index(kv_slot * CONSUMERS + w).reshape([ROWS, VALUE_DIM])
         mbarrier.wait(kv_full.index(kv_slot), turn // KV_STAGES & 1)
-        # Query tiles that see none of these keys, but some of the consumer's before: they give dQ nothing.
+        # Query tiles that see none of these keys, but some of the other consumer's: these keys add nothing to dQ.
         unseen *= w
         for step in range(unseen):
             slot = (fill + step) % STAGES
             phase = (fill + step) // STAGES & 1
-            # Else the next wait, whose phase looks like the one before this, would not wait.
+            # Otherwise the next wait would return at once, because its phase has the same parity as the one before this one.
             mbarrier.wait(q_full.index(slot), phase)
             mbarrier.wait(ds_empty.index(slot), phase ^ 1)
             ds_s.index(slot * CONSUMERS + w).store(gl.zeros([ROWS, BLOCK_M], q_s.dtype, s_layout))
             fence_async_shared()
             mbarrier.arrive(ds_full.index(slot), count=1)
             mbarrier.arrive(q_do_empty.index(slot), count=1)
-        # The diagonal needs a mask. Keys past the end always do: p may be infinite there, and infinity times the zeros that a
-        # load gives past the end is NaN.
+        # The diagonal needs a mask, and so do keys past the end: p may be infinite there, and infinity times a load's zeros is
+        # NaN.
         dk, dv = _accumulate(dk, dv, k, v, scale_log2, ring, dq, seen, fill, unseen, masked, w, CAUSAL, True)
         dk, dv = _accumulate(dk, dv, k, v, scale_log2, ring, dq, seen, fill, masked, n, w, CAUSAL, False)
         fill += n
 
-        # What leaves takes the place of what came: V is no longer read by anyone, K once the last dQ is done.
+        # Outputs leave from the buffers of the inputs: nobody reads V any more, and K is free when the last dQ is done.
         v.store(dv.to(v_s.dtype))
         fence_async_shared()
         mbarrier.arrive(dv_full.index(kv_slot * CONSUMERS + w), count=1)
@@ -383,7 +383,7 @@ def _consumer(work, ring, dq, turns, problem, w: gl.constexpr, CAUSAL: gl.conste
 def _dq_consumer(
     sums_desc, work, dq, dq_s, turns, problem, BLOCK_M: gl.constexpr, VALUE_DIM: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup that makes dQ of what the consumers leave of dS."""
+    """A warpgroup that computes dQ from the consumers' dS."""
     scale, k_s, v_s, kv_full, dk_full, dv_full = work
     ds_s, ds_full, ds_empty = dq
     tiles = problem[6]
@@ -422,13 +422,13 @@ def _backward_kernel(
     PARTS: gl.constexpr = BLOCK_M * HEAD_DIM // (sums_desc.block_shape[0] * sums_desc.block_shape[1])
     dq_s = gl.allocate_shared_memory(gl.float32, [PARTS] + sums_desc.block_shape, sums_desc.layout)
     tile_s = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    kv_full = new_barriers(KV_STAGES, 1)  # none for empty buffers: from these the producer itself has stored dK and dV
+    kv_full = new_barriers(KV_STAGES, 1)  # no barrier for empty buffers: the producer itself stores dK and dV from these
     dk_full = new_barriers(KV_STAGES * CONSUMERS, 1)
     dv_full = new_barriers(KV_STAGES * CONSUMERS, 1)
     q_full, q_do_empty = new_ring(STAGES, 1, CONSUMERS)
     do_full = new_barriers(STAGES, 1)
     ds_full, ds_empty = new_ring(STAGES, CONSUMERS, 1)
-    tile_full = new_barriers(2, 1)  # all have read a number when dK of the tile after it is there
+    tile_full = new_barriers(2, 1)  # all have read a number when dK of the next tile is ready
 
     ring = (q_s, do_s, stats_s, q_full, do_full, q_do_empty)
     load = (q_desc, do_desc, stats_desc)
@@ -452,8 +452,9 @@ def _backward_kernel(
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors.
 
-    float32 and D or Dv = 256 are left to v7, and so is everything while `torch.use_deterministic_algorithms` is on: the sums of
-    dQ are added up in the order in which the programs come.
+    Falls back to v7 for float32, for D or Dv = 256, and under `torch.use_deterministic_algorithms`, because CTAs add to dQ in
+    any
+    order.
     """
     require_hopper(__package__)
     batch, heads, seq_q, head_dim = q.shape
@@ -462,15 +463,15 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
         return backward_of_v7(grad_out, q, k, v, out, lse, causal=causal, scale=scale, diagonal=diagonal)
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     q, k, v, out, grad_out = map(addressable, (q, k, v, out, grad_out))
-    block_m = 64 if max(head_dim, value_dim) == 128 else 128  # as many rows of S and dP as fit in registers beside dK and dV
-    columns = min(64, head_dim)  # of the parts, of 64 rows, in which dQ leaves a program
-    shift = diagonal % block_m  # rows of the first query tile before query 0: then the diagonal begins at a tile's corner
+    block_m = 64 if max(head_dim, value_dim) == 128 else 128  # as many rows of S and dP as fit into registers beside dK and dV
+    columns = min(64, head_dim)  # parts of 64 rows in which dQ leaves a CTA
+    shift = diagonal % block_m  # rows of the first query tile before query 0, so that the diagonal starts at a tile's corner
     tiles_m = triton.cdiv(seq_q + shift, block_m) * batch * heads
     tiles = triton.cdiv(seq_k, 128) * batch * kv_heads
-    # Programs stay where there is room for K and V of two tiles: those of the next are then loaded while one is being done.
+    # CTAs are persistent if K and V of two tiles fit: the next tile's then load during the current one.
     kv_stages = 1 if max(head_dim, value_dim) == 128 else 2
     programs = tiles if kv_stages == 1 else min(tiles, num_sms())
-    counter = None if kv_stages == 1 else lse.new_empty(1, dtype=torch.int32)  # of the tiles taken beyond each program's first
+    counter = None if kv_stages == 1 else lse.new_empty(1, dtype=torch.int32)  # number of tiles taken after each CTA's first
     stats = lse.new_empty(tiles_m * 2, block_m)
     sums = lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)
     _prepare_kernel[tiles_m,](

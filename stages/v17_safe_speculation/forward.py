@@ -1,5 +1,5 @@
-"""v14's forward with the keys of a tile split over programs where tiles alone do not fill the GPU (Flash-Decoding), and the
-query heads that share keys in one tile, in Gluon, for Hopper."""
+"""v14's forward with split keys (Flash-Decoding) where tiles do not fill the GPU, and with the query heads of a K/V head in
+one tile, in Gluon, for Hopper."""
 
 import functools
 from math import ceil
@@ -25,21 +25,21 @@ from common.runtime import num_sms
 from stages.v7_one_backward.forward import forward as forward_of_v7
 
 LOG2_E = gl.constexpr(1.4426950408889634)
-LATELY = gl.constexpr(128)  # tiles, about as many as are in progress: if a quarter of so many has failed, the rest will too
+LATELY = gl.constexpr(128)  # tiles, about as many as run at a time: if a quarter of them failed, most others will too
 LOOKED_AT = gl.constexpr(512)  # flags that a warp loads at once
-ROWS = gl.constexpr(64)  # query rows of a consumer: what the four warps of a warpgroup multiply at once
+ROWS = gl.constexpr(64)  # query rows of a consumer, as many as a warpgroup's wgmma has
 
 
 @gluon.jit
 def _rows_before(diagonal, PACKED: gl.constexpr):
-    """The rows of the first tile before query 0, with which a consumer's rows see keys up to one and the same tile."""
+    """Return how many rows the first tile starts before query 0. Then all rows of a consumer see keys up to the same tile."""
     return diagonal % (ROWS // PACKED) * PACKED
 
 
 @gluon.jit
 def _share(tiles, split, splits, SPLIT: gl.constexpr):
-    """How many of a tile's key tiles are a split's: the split-th, and every one `splits` further on. Programs that work at
-    the same time then read keys that lie next to each other."""
+    """Return how many key tiles a split has: number `split`, and every `splits`-th one after it. CTAs that run together thus
+    read neighbouring keys."""
     return gl.cdiv(gl.maximum(tiles - split, 0), splits) if SPLIT else tiles
 
 
@@ -48,9 +48,12 @@ def _tile(
     tile, problem,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """The `tile`-th of all tiles: batch and head, first query row, split, and the number of its key tiles; a split without any
-    loads one, which is not used. The tiles of `group` heads follow each other, the longest (where causal: the last rows) first:
-    their K and V stay in the L2 cache."""
+    """Return batch and head, first query row, split and number of key tiles of a work unit. A split without key tiles loads one
+    and does not use it.
+
+    Tiles of `group` heads follow each other, so that the K and V of these heads stay in the L2 cache; with a mask the longest
+    tiles, of the last rows, come first.
+    """
     batch_heads, heads, heads_per_kv, group, tiles_m, seq_q, seq_k, diagonal, splits = problem
     split = 0
     if SPLIT:
@@ -74,20 +77,20 @@ def _add(a, b):
 
 @gluon.jit
 def _begun(tiles, counter_ptr):
-    """Tiles among which all are that the first launch has begun: the counter goes on in this one."""
+    """Return an upper bound of the tile numbers that the first launch has started; its counter goes on in this launch."""
     return gl.minimum(gl.num_programs(0) + gl.load(counter_ptr), tiles)
 
 
 @gluon.jit
 def _leave(tile, failed_ptr):
-    """Leave a tile to the second launch, as one that has failed."""
+    """Leave a tile to the second launch, as if it had failed."""
     gl.store(failed_ptr, 1)
     gl.store(failed_ptr + 1 + LATELY + tile, 1)
 
 
 @gluon.jit
 def _next_failed(tile, others, begun, failed_ptr):
-    """The first tile from `tile` on that failed with so many others before it; `begun` or more where there is none."""
+    """Return the failed tile that has `others` failed ones before it from `tile` on; at least `begun` if there is none."""
     offs = gl.arange(0, LOOKED_AT, gl.BlockedLayout([LOOKED_AT // 32], [32], [1], [0]))
     while (others >= 0) & (tile < begun):
         failed = gl.load(failed_ptr + 1 + LATELY + tile + offs, mask=tile + offs < begun, other=0)
@@ -98,7 +101,7 @@ def _next_failed(tile, others, begun, failed_ptr):
 
 @gluon.jit
 def _next_again(failed, others, begun, counter_ptr, failed_ptr):
-    """Where the search for tiles that failed ends, as `_next_failed` has it, and the tile: that one, or one not yet begun."""
+    """Return where `_next_failed` ended, and the tile to take: the failed one it found, or else one that nobody has started."""
     failed = _next_failed(failed, others, begun, failed_ptr)
     tile = failed
     if failed >= begun:
@@ -108,7 +111,8 @@ def _next_again(failed, others, begun, counter_ptr, failed_ptr):
 
 @gluon.jit
 def _in_vain(tile, tiles, failed_ptr):
-    """Whether many have failed of the tiles that were begun a turn before this one, and so are done. Samples are before all."""
+    """Return whether more than a quarter failed of the LATELY tiles that started a round before this one. Samples precede
+    all tiles."""
     before = gl.maximum(tile + 1 - LATELY, 0) + gl.arange(0, LATELY, gl.BlockedLayout([LATELY // 32], [32], [1], [0]))
     failed = gl.load(failed_ptr + 1 + before, mask=before - LATELY < tiles, other=0, volatile=True)
     return gl.sum(failed, 0) * 4 > LATELY
@@ -116,8 +120,8 @@ def _in_vain(tile, tiles, failed_ptr):
 
 @gluon.jit
 def _load(load, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
-    """Begin to load into the next buffers of their ring, once those who read them are done: K of the key tile at start_n, and V
-    of the one a step after it, which is used at the same time."""
+    """Start to load the next slot of the ring, when the consumers have released it: K of the key tile at start_n, and V of
+    the tile a step after it, which is used together with that K."""
     k_desc, v_desc, batch, kv_head, step = load
     k_s, v_s, kv_full, kv_empty = ring
     STAGES: gl.constexpr = k_s.shape[0]
@@ -133,7 +137,7 @@ def _load(load, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
 
 @gluon.jit
 def _scores(q, ring, fill, ROWS: gl.constexpr):
-    """Begin the scores of a key tile, once its K is there."""
+    """Start to compute the scores of a key tile, once its K has arrived."""
     k_s, v_s, kv_full, kv_empty = ring
     STAGES: gl.constexpr = k_s.shape[0]
     BLOCK_N: gl.constexpr = k_s.shape[3]
@@ -146,23 +150,23 @@ def _scores(q, ring, fill, ROWS: gl.constexpr):
 
 @gluon.jit
 def _sums(p):
-    """Four sums of each row of p, one for each of the four threads that hold it: none has to wait for others'."""
+    """Sum each row of p into four parts, one for each of the four threads that hold it, so that no thread waits for another."""
     return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
 def _maxima(s):
-    """Four maxima of each row of s, as `_sums` has sums."""
+    """Four maxima of each row of s, one per thread, as in `_sums`."""
     return gl.max(gl.max(s.reshape([s.shape[0], s.shape[1] // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
 def _visible(s, start_n, seq_k, last, PACKED: gl.constexpr, CAUSAL: gl.constexpr):
-    """The scores s of the key tile at start_n, -inf where there is no key or a row does not see it. `last`: that row 0 sees."""
+    """Return the scores s of the key tile at start_n, with -inf for masked keys. `last`: the last key that row 0 sees."""
     offs_n = start_n + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
     visible = (offs_n < seq_k)[None, :]
     if CAUSAL:
-        last_n = last + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout)) // PACKED  # that each row sees
+        last_n = last + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout)) // PACKED  # the last key that each row sees
         visible = visible & (last_n[:, None] >= offs_n[None, :])
     return gl.where(visible, s, float("-inf"))
 
@@ -172,8 +176,10 @@ def _accumulate(
     acc, s, q, k_first, ring, fill, tiles, start_n, seq_k, last, sees_first, scale_log2,
     CONSUMERS: gl.constexpr, PACKED: gl.constexpr, RUNNING: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """A consumer's softmax over so many key tiles, from the last on, which is at start_n and whose scores s have begun: acc, to
-    which the matmul for the first tile is still being added, m (maximum), l (sum)."""
+    """A consumer's online softmax over `tiles` key tiles, from the last one, at start_n, backwards; its scores s are in flight.
+
+    Returns acc, whose matmul for the first tile is still in flight, m (maximum) and l (sum).
+    """
     k_s, v_s, kv_full, kv_empty = ring
     STAGES: gl.constexpr = k_s.shape[0]
     ROWS: gl.constexpr = acc.shape[0]
@@ -190,13 +196,14 @@ def _accumulate(
         s_first = warpgroup_mma(q, k_first.permute([1, 0]), s_first, use_acc=False, is_async=True)
         s, s_first = warpgroup_mma_wait(0, [s, s_first])
     mbarrier.arrive(kv_empty.index(fill % STAGES), count=1)
-    # The last tile alone can end past the last key, or lie on the diagonal: a consumer's rows see keys up to a multiple of
-    # ROWS // PACKED, because the first query tile begins `_rows_before` query 0.
+    # Only the last tile can pass the last key or contain the diagonal: a consumer's rows see keys up to a multiple of ROWS //
+    # PACKED, because the first query tile starts `_rows_before` query 0.
     if CAUSAL or start_n + BLOCK_N > seq_k:
         s = _visible(s, start_n, seq_k, last, PACKED, CAUSAL)
     maxima = _maxima(s)
     if not RUNNING:
-        # The first keys have a say too: a sink is one of them, and the upper rows of the diagonal's tile see few others.
+        # The guess includes the first keys: an attention sink is one of them, and the upper rows of the diagonal's tile see few
+        # others.
         of_first = gl.where(sees_first, _maxima(s_first), float("-inf"))
         maxima = gl.maximum(maxima, gl.convert_layout(of_first, maxima.type.layout))
     # Finite: every row sees the first key of this tile.
@@ -206,19 +213,19 @@ def _accumulate(
     p = gl.convert_layout(p.to(k_s.dtype), p_layout)
 
     for _ in range(1, tiles):
-        # Both matmuls at once, so that the tensor cores have work for as long as possible while others take their softmax.
+        # Issue both matmuls together, so that the tensor cores have work while other consumers compute their softmax.
         fill += 1
         slot = fill % STAGES
         s = _scores(q, ring, fill, ROWS)
         acc = warpgroup_mma(p, v_s.index(slot).reshape([BLOCK_N, v_s.shape[4]]), acc, is_async=True)
         if CONSUMERS == 2:
             s = warpgroup_mma_wait(1, [s])  # [rows, BLOCK_N]
-        else:  # the matmuls of three others run under these exponentials: give the buffers back before them
+        else:  # three other consumers' matmuls run under these exponentials: release the buffers before them
             s, acc = warpgroup_mma_wait(0, [s, acc])
             mbarrier.arrive(kv_empty.index(slot), count=1)
         if RUNNING:
             m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
-            rescale = gl.exp2(m - m_new)  # what was summed under the old maximum
+            rescale = gl.exp2(m - m_new)  # rescales sums under the old maximum
             l = l * gl.convert_layout(rescale, gl.SliceLayout(1, l.type.layout))[:, None]
             m = m_new
         p = gl.exp2(s * scale_log2 - m[:, None])
@@ -239,7 +246,7 @@ def _accumulate(
 
 @gluon.jit
 def _pass_on(tile, turns, slot):
-    """Tell the consumers the number of a tile; one past the last goes on too, and tells them to end."""
+    """Tell the consumers a tile's number; one past the last tile tells them to end."""
     tile_s, tile_full = turns
     tile_s.index(slot).store(gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
     mbarrier.arrive(tile_full.index(slot), count=1)
@@ -249,13 +256,14 @@ def _pass_on(tile, turns, slot):
 def _producer(
     load, PACKED: gl.constexpr, SPLIT: gl.constexpr, RUNNING: gl.constexpr, AGAIN: gl.constexpr, CAUSAL: gl.constexpr
 ):  # fmt: skip
-    """One warp: keeps the buffers of Q, K and V full, the next tile's too while this one's is still being finished.
+    """One warp: keep the buffers of Q, K and V full, also for the next tile while the current one ends.
 
-    It also takes the tiles: the first by the program's number, then one after another by a counter that all programs share,
-    unless too many fail; of those that failed, AGAIN, and of short work, each as many further on as there are programs.
+    The first tile is the CTA's number. A counter that all CTAs share gives the others, unless too many tiles fail. AGAIN:
+    failed
+    tiles; these, and short work, go in strides of the number of CTAs.
     """
     q_desc, k_desc, v_desc, first_desc, counter_ptr, failed_ptr, ring, queries, turns, problem = load
-    gdc_launch_dependents()  # all programs are running by now: the next launch's begin as these end, or beside them
+    gdc_launch_dependents()  # all CTAs are running: the next launch's CTAs may start as these end, or beside them
     q_s, first_s, q_full, q_empty = queries
     tile_s, tile_full = turns
     batch_heads, heads, heads_per_kv, group, tiles_m, seq_q, seq_k, diagonal, splits = problem
@@ -291,14 +299,14 @@ def _producer(
                 _load(kv, ring, fill, start_n, True, False)
         if not RUNNING:
             if turn == 0:
-                gdc_wait()  # for the samples, while these come
+                gdc_wait()  # for the samples, while Q and K load
             in_vain = _in_vain(tile, tiles, failed_ptr)
             if turn == 0:
                 _pass_on(gl.where(in_vain, tiles, tile), turns, Q_STAGES)
                 if in_vain:
                     _leave(tile, failed_ptr)
                     share = 0
-                    for w in gl.static_range(CONSUMERS):  # nobody else will: a program must not end before they have come
+                    for w in gl.static_range(CONSUMERS):  # the CTA must wait, as no consumer will
                         mbarrier.wait(q_full.index(w), 0)
                     mbarrier.wait(ring[2].index(0), 0)
         if AGAIN:
@@ -325,7 +333,7 @@ def _consumer(
     work, w: gl.constexpr,
     PACKED: gl.constexpr, SPLIT: gl.constexpr, RUNNING: gl.constexpr, AGAIN: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup with the w-th 64 query rows of each tile: all of the arithmetic."""
+    """A warpgroup that computes the w-th 64 query rows of each tile."""
     out_desc, out_ptr, lse_ptr, part_ptr, failed_ptr, scale, o_s, ring, queries, turns, problem = work
     k_s, v_s, kv_full, kv_empty = ring
     q_s, first_s, q_full, q_empty = queries
@@ -342,7 +350,7 @@ def _consumer(
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
     q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
     rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    # From there it need not be read for every key tile; two consumers have the registers for that, four have not.
+    # Q in registers need not be read for every key tile; two consumers have enough registers, four do not.
     Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and HEAD_DIM <= 128
     # exp(x) = exp2(x * log2(e)), and exp2 is one instruction; never 0, because a masked score, -inf, times 0 is NaN
     scale_log2 = gl.maximum(scale * LOG2_E, 1e-37)
@@ -360,9 +368,9 @@ def _consumer(
         seen = gl.cdiv(gl.minimum((start_m + ROWS) // PACKED + diagonal, seq_k) if CAUSAL else seq_k, BLOCK_N)
 
         offs_m = start_m + gl.arange(0, ROWS, rows)
-        last = start_m // PACKED + diagonal  # the first row's last key
+        last = start_m // PACKED + diagonal  # the last key of the first row
         nothing = False
-        if SPLIT:  # what such a consumer makes of one tile is not used
+        if SPLIT:  # such a consumer computes one tile, which is not used
             seen = gl.minimum(_share(seen, split, splits, SPLIT), share)
             nothing = (seen <= 0) | (start_m >= seq_q)
             seen = gl.where(nothing, 1, seen)
@@ -372,13 +380,13 @@ def _consumer(
         mbarrier.wait(q_full.index(slot), turn // Q_STAGES & 1)
         q_buffer = q_s.index(slot).reshape([ROWS, HEAD_DIM])
         q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
-        for _ in range(share - seen):  # key tiles that only later consumers see: let them pass
+        for _ in range(share - seen):  # skip key tiles that only later consumers see
             mbarrier.wait(kv_full.index(fill % STAGES), fill // STAGES & 1)
             mbarrier.arrive(kv_empty.index(fill % STAGES), count=1)
             fill += 1
         s = _scores(q, ring, fill, ROWS)
         if Q_STAGES == 2:
-            # O of the tile before has left the other buffer: its Q may come.
+            # O of the tile before has left the other buffer, so the next Q may arrive there.
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index((turn + 1) % Q_STAGES * CONSUMERS + w), count=1, pred=turn > 0)
         start_n = (split + (seen - 1) * splits) * BLOCK_N
@@ -405,7 +413,7 @@ def _consumer(
         mbarrier.arrive(kv_empty.index(fill % STAGES), count=1)
         fill += 1
         if not RUNNING:
-            # An infinite P, or too large a sum, has made l or some of a row of O infinite, or not a number.
+            # An infinite P, or an overflowing sum, makes l or part of a row of O infinite or NaN.
             fails = ~(gl.abs(gl.sum(acc, 1) + gl.convert_layout(l, gl.SliceLayout(1, acc_layout))) < float("inf"))
             same = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, acc_layout))
             gl.store(failed_ptr + same, 1, mask=fails)
@@ -438,10 +446,10 @@ def _sample_kernel(
     batch_heads, heads, heads_per_kv, group, seq_q, seq_k, diagonal, splits,
     BLOCK_M: gl.constexpr, PACKED: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """A sample for each program, spread over all tiles: whether among what a consumer's rows score with two key tiles something
-    is more than 2^highest times what has a say in their maximum. They take turns in the LATELY flags before the first tile. All
-    flags of tiles, and the counter, become 0."""
-    gdc_launch_dependents()  # speculating: it can get ready meanwhile
+    """Each CTA scores one sample, spread over all tiles: does a score of a consumer's rows with two key tiles exceed the
+    guessed maximum by a factor of more than 2^highest? The answers go into the LATELY flags before the first tile's. Also
+    zero all flags of tiles and the counter."""
+    gdc_launch_dependents()  # the speculating launch may prepare meanwhile
     BLOCK_N: gl.constexpr = k_desc.block_shape[2]
     HEAD_DIM: gl.constexpr = k_desc.block_shape[3]
     FIRST_KEYS: gl.constexpr = first_desc.block_shape[2]
@@ -533,17 +541,17 @@ def _forward_kernel(
     if not RUNNING:
         first_s = gl.allocate_shared_memory(k_desc.dtype, [Q_STAGES * CONSUMERS] + first_desc.block_shape, first_desc.layout)
     tile_s = gl.allocate_shared_memory(gl.int32, [Q_STAGES + 1, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    q_full, q_empty = new_ring(Q_STAGES * CONSUMERS, 1, 1)  # each consumer has buffers of its own
+    q_full, q_empty = new_ring(Q_STAGES * CONSUMERS, 1, 1)  # each consumer has its own buffers
     kv_full, kv_empty = new_ring(STAGES, 1, CONSUMERS)
     ring = (k_s, v_s, kv_full, kv_empty)
-    tile_full = new_barriers(Q_STAGES + 1, 1)  # a number has been read when its buffer of Q is empty; the first has its own
+    tile_full = new_barriers(Q_STAGES + 1, 1)  # a number has been read when its buffer of Q is released; the first has its own
 
     queries = (q_s, first_s, q_full, q_empty)
     turns = (tile_s, tile_full)
     problem = (batch_heads, heads, heads_per_kv, group, tiles_m, seq_q, seq_k, diagonal, splits if SPLIT else 1)
     work = (out_desc, out_ptr, lse_ptr, part_ptr, failed_ptr, scale, o_s, ring, queries, turns, problem)
     load = (q_desc, k_desc, v_desc, first_desc, counter_ptr, failed_ptr, ring, queries, turns, problem)
-    # The registers of an SM, 512 for each of 128 threads, go where the tiles are: the producer keeps 24.
+    # An SM has 512 registers for each of 128 threads. The producer keeps 24 per thread, and the consumers get the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (work, 0, PACKED, SPLIT, RUNNING, AGAIN, CAUSAL)),
@@ -567,8 +575,8 @@ def _merge_kernel(
     part_ptr, part_lse_ptr, out_ptr, lse_ptr, stride_ob, stride_oh, stride_om, rows, heads, seq_q, splits,
     VALUE_DIM: gl.constexpr, ROWS: gl.constexpr, AT_ONCE: gl.constexpr,
 ):  # fmt: skip
-    """Some rows of out and lse from what the splits have of them: their outputs, weighted by exp(lse of the split - lse)."""
-    # A thread has its columns of all splits that are read at once, and waits for no other; or of a quarter of them.
+    """Merge some rows of out and lse from the splits: their outputs, weighted by exp(lse of the split - lse)."""
+    # A thread has its columns of all splits that are read at once, or of a quarter of them, and waits for no other thread.
     WARP_ROWS: gl.constexpr = max(1, 128 // VALUE_DIM)
     threads: gl.constexpr = [WARP_ROWS, 1, 32 // WARP_ROWS]
     by_rows: gl.constexpr = gl.BlockedLayout([1, AT_ONCE, 4], threads, [4, 1, 1], [2, 1, 0])
@@ -603,41 +611,41 @@ def _merge_kernel(
     gl.store(out_ptr + offs_o[:, None] + offs_d[None, :], out.to(out_ptr.dtype.element_ty), mask=(row < rows)[:, None])
 
 
-# Bytes of K and V that heads whose tiles are done at the same time may have. Programs that read the same K and V at the same
-# time share what comes from the L2 cache; where tiles differ in length, more heads to mix keep the programs busy to the end.
+# Bytes of K and V of the heads whose tiles run at the same time. CTAs that read the same K and V at the same time share them
+# through the L2 cache. Where tiles differ in length, more heads keep the CTAs busy to the end.
 L2_SHARE = {"full": 8 * 2**20, "causal": 32 * 2**20}
-# By head dimension, the larger of the two: query rows of a tile, 64 for each of two or four consumers; keys of a tile; buffers
-# of K and V, and of Q. Then the same where rows are few: what counts is that K and V are read, long tiles at a time.
+# By the larger head dimension: query rows per tile, 64 for each of two or four consumers; keys per tile; buffers of K and V;
+# buffers of Q. FEW_ROWS: the same if there are few rows, where long tiles keep loads of K and V in flight.
 TILES = {16: (256, 64, 6, 2), 32: (256, 64, 6, 2), 64: (256, 64, 6, 2), 128: (128, 64, 3, 2), 256: (128, 64, 2, 1)}
 FEW_ROWS = {16: (128, 128, 3, 2), 32: (128, 128, 3, 2), 64: (128, 128, 3, 2), 128: (128, 128, 2, 2), 256: (128, 64, 2, 1)}
-FEW_SQUARES = 8  # of 128 query rows and 128 keys for each program: so few take the second, where the first has 256 rows
-# What failed is done again with a running maximum, for which key tiles are longer.
+FEW_SQUARES = 8  # squares of 128 queries and 128 keys per CTA, up to which FEW_ROWS is used where TILES has 256 rows
+# Failed tiles run again with a running maximum, for which longer key tiles are faster.
 TILES_AGAIN = TILES | {128: (128, 128, 2, 2)}
-FIRST_KEYS = 32  # that have a say in the maximum of each row that sees them; half of them …
-SHORT_ROW = 512  # … where rows have no more keys: matmuls for the maximum alone take most time there
-OVERFLOW = {torch.float16: 16, torch.bfloat16: 128}  # the power of 2 that is too large for P
-HEADROOM = 7  # powers of 2 below it that a sample, of few rows and keys, has to stay to speak for a tile
-# Key tiles of a program up to which the launches before and after it take longer than a running maximum.
+FIRST_KEYS = 32  # of each row that sees them, included in the guess; half of them …
+SHORT_ROW = 512  # … if rows have no more keys than this: there the extra matmul costs most
+OVERFLOW = {torch.float16: 16, torch.bfloat16: 128}  # the power of 2 at which P overflows
+HEADROOM = 7  # powers of 2 below OVERFLOW that a sample must stay, because a whole tile has larger scores
+# Key tiles per CTA up to which the extra launches take longer than a running maximum.
 SHORT = {16: 16, 32: 16, 64: 16, 128: 32, 256: 32}
-# What `splits_of` reckons with, fitted to times on an H200. The unit is the time in which a program reads a number of K or V
-# while few others read: 30 of them take 1 ns.
-CROWDED = 0.75  # longer it takes if all programs read: the memory has then the rate of 75 of the 132
-ROWS_READ = 75  # a tile of more rows is computed for longer than its keys are read
+# Constants of `splits_of`, fitted to times on an H200. The unit is the time in which a CTA reads an element of K or V while few
+# others read: 1/30 ns.
+CROWDED = 0.75  # extra time if all CTAs read: memory then has the rate of 75 of the 132 CTAs
+ROWS_READ = 75  # a tile with more rows computes for longer than it reads keys
 MERGE = 75_000  # a launch
 
 
 @functools.cache
 def splits_of(tiles: int, key_tiles: int, rows: int, keys: int, width: int, programs: int) -> int:
-    """The number of parts of the keys with which query tiles are done soonest: the fewest within 1 % of the best.
+    """Return the number of parts of the keys for which query tiles finish soonest: the fewest within 1 % of the best.
 
-    The programs take a part each, in ceil(tiles * splits / programs) turns of ceil(key_tiles / splits) key tiles. Then the
-    parts are merged, which is a launch, and their outputs are written and read in float32, by all programs.
+    The CTAs take ceil(tiles * splits / programs) rounds of ceil(key_tiles / splits) key tiles. Then one more launch merges the
+    parts, whose outputs all CTAs write and read in float32.
 
     Args:
         tiles: query tiles of all heads, of `rows` rows each.
         key_tiles: key tiles of each, of `keys` keys.
-        width: numbers that a key has in K and V.
-        programs: that run at a time.
+        width: elements per key in K and V together.
+        programs: CTAs that run at a time.
     """
 
     def cost(splits):
@@ -652,23 +660,23 @@ def splits_of(tiles: int, key_tiles: int, rows: int, keys: int, width: int, prog
 
 
 class Plan(NamedTuple):
-    """How a forward's work is cut."""
+    """How a forward's work is divided."""
 
-    tile: tuple[int, int, int, int]  # as TILES has it
-    packed: int  # query heads that lie side by side in a tile
+    tile: tuple[int, int, int, int]  # as in TILES
+    packed: int  # query heads side by side in a tile
     splits: int
-    tiles: int  # of all heads; each is taken once for each split
-    short: bool  # a running maximum costs less than the launches that do without
+    tiles: int  # of all heads; each is taken once per split
+    short: bool  # a running maximum costs less than the extra launches
 
 
 def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, programs) -> Plan:
-    """What is best for so many queries, the last of which sees so many keys, on so many programs at a time."""
+    """Return the best plan for `seq_q` queries, the last of which sees `keys` keys, with `programs` CTAs at a time."""
     width = max(head_dim, value_dim)
     per_kv = heads // kv_heads
     together = per_kv if 64 % per_kv == 0 else 1
     rows = seq_q * together
     groups = batch * heads // together
-    # One tile has all rows of a K/V head, but for heads that cannot be together; or tiles of 256 rows are too few programs.
+    # Few: a tile has all rows of a K/V head (unless its heads cannot be packed), or tiles of 256 rows would be too few CTAs.
     squares = ceil(rows / 128) * ceil(keys / 128) * groups
     few = rows <= 128 or (TILES[width][0] > 128 and squares <= FEW_SQUARES * programs)
     block_m, block_n, stages, q_stages = (FEW_ROWS if few else TILES)[width]
@@ -677,7 +685,7 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, pro
     splits = 1
     if few or tiles < programs:
         splits = splits_of(tiles, key_tiles, min(rows, block_m), block_n, head_dim + value_dim, programs)
-    if few and key_tiles <= splits and block_n > ROWS.value:  # two tiles of half the keys: sooner there, and so are scores
+    if few and key_tiles <= splits and block_n > ROWS.value:  # two tiles of half the keys are ready sooner
         block_n, stages, key_tiles = block_n // 2, stages * 2, key_tiles * 2
     packed = together if few or splits > 1 or tiles < ceil(seq_q / block_m) * batch * heads else 1
     before = diagonal % (64 // packed)  # positions
@@ -689,7 +697,7 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, pro
 
 @replayed
 def forward(q, k, v, *, causal, scale, diagonal=0):
-    """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors. float32 is left to v7.
+    """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors. Falls back to v7 for float32.
 
     Raises:
         Unavailable: the GPU is not a Hopper GPU.
@@ -702,7 +710,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     out = empty_rows(q, value_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
-        q, scale = -q, -scale  # the same scores; the largest one is then the largest before scaling too
+        q, scale = -q, -scale  # the scores stay the same; now their maximum can be taken before scaling
     q, k, v = addressable(q), addressable(k), addressable(v)
     keys = min(seq_k, seq_q + diagonal) if causal else seq_k
     cut = plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, num_sms())
@@ -715,8 +723,8 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     if packed > 1:
         queries, outputs = (t.unflatten(1, (-1, packed)).transpose(2, 3) for t in (q, out))  # [B, H / packed, Sq, packed, D]
         held = 64 // packed, packed
-    out_ptr = outputs if diagonal % (64 // packed) else None  # where the first query tile begins before query 0
-    parts = lse, lse  # the first is not used then
+    out_ptr = outputs if diagonal % (64 // packed) else None  # if the first query tile starts before query 0
+    parts = lse, lse  # the first is unused then
     if splits > 1:
         parts = lse.new_empty(splits, lse.numel(), value_dim), lse.new_empty(splits, lse.numel())
 
@@ -737,7 +745,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     if cut.short:
         launch(lse, lse, SPLIT=True, RUNNING=True, AGAIN=False)
     else:
-        # Of the tiles taken beyond each program's first; whether any tile failed, which samples did, and which tiles.
+        # Number of tiles taken after each CTA's first; whether any tile failed, which samples did, and which tiles.
         flags = 1 + LATELY.value + tiles * splits
         counter, failed = lse.new_empty(1 + flags, dtype=torch.int32).split([1, flags])
         _sample_kernel[min(LATELY.value, num_sms()),](
@@ -750,7 +758,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     if splits > 1:
         own = min(16, 2048 // value_dim)  # splits whose outputs fit into a thread's registers
         at_once = next((n for n in (4, 8, 16) if splits <= n <= own), 4 * own)
-        merged = max(1, 128 // value_dim) * (4 if at_once <= own else 1)  # rows of a program
+        merged = max(1, 128 // value_dim) * (4 if at_once <= own else 1)  # rows per CTA
         _merge_kernel[ceil(lse.numel() / merged),](
             *parts, out, lse, *out.stride()[:3], lse.numel(), heads, seq_q, splits,
             VALUE_DIM=value_dim, ROWS=merged, AT_ONCE=at_once, num_warps=4, launch_pdl=True,

@@ -1,5 +1,5 @@
-"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warps specialised, in Gluon, for Hopper; for
-D = 256 in two kernels, of seven matmuls."""
+"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper; for D =
+256 in two kernels with seven matmuls."""
 
 import torch
 import triton
@@ -32,9 +32,9 @@ from stages.v7_one_backward.backward import backward as backward_of_v7
 
 from .forward import LOG2_E
 
-ROWS = gl.constexpr(64)  # keys of a consumer: what the four warps of a warpgroup multiply at once
+ROWS = gl.constexpr(64)  # keys of a consumer, as many rows as a warpgroup's wgmma has
 CONSUMERS = gl.constexpr(2)
-KEYS = gl.constexpr(CONSUMERS * ROWS)  # of a program, whose dK and dV stay in its registers
+KEYS = gl.constexpr(CONSUMERS * ROWS)  # of a CTA, whose dK and dV stay in its registers
 
 
 @triton.jit(do_not_specialize=["heads", "seq_q", "shift"])
@@ -42,8 +42,8 @@ def _prepare_kernel(
     out_desc, do_desc, lse_ptr, stats_ptr, sums_ptr, counter_ptr, heads, seq_q, shift,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """For each query tile: log2(e) * lse and delta = rowsum(dO * O), side by side, and the sums of its dQ set to zero. So
-    is the counter of tiles."""
+    """For each query tile: store log2(e) * lse and delta = rowsum(dO * O) side by side, and zero dQ's accumulator. Also zero
+    the counter of tiles."""
     tiles_m = tl.cdiv(seq_q + shift, BLOCK_M)
     tile = tl.program_id(0).to(tl.int64)
     start_m = tl.program_id(0) % tiles_m * BLOCK_M - shift
@@ -72,8 +72,8 @@ def _finish_kernel(
     sums_ptr, dq_ptr, stride_b, stride_h, stride_m, scale, heads, seq_q, shift,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """dQ from its sums, which lie as the registers of a warpgroup do: 64 rows, part of their columns, warp, group of columns,
-    thread, row half, column pair."""
+    """Round dQ from its accumulator, which has the order of a warpgroup's registers: 64 rows, part of their columns, warp,
+    group of columns, thread, row half, column pair."""
     tiles_m = tl.cdiv(seq_q + shift, BLOCK_M)
     tile = tl.program_id(0).to(tl.int64)
     start_m = tl.program_id(0) % tiles_m * BLOCK_M - shift
@@ -84,7 +84,7 @@ def _finish_kernel(
     rows = start_m + tl.arange(0, BLOCK_M)
     dq_ptr += (batch_head // heads).to(tl.int64) * stride_b + (batch_head % heads).to(tl.int64) * stride_h
     dq_ptrs = dq_ptr + rows.to(tl.int64)[:, None] * stride_m + tl.arange(0, HEAD_DIM)
-    tl.store(dq_ptrs, dq, mask=((rows >= 0) & (rows < seq_q))[:, None])  # a descriptor stores nothing before query 0
+    tl.store(dq_ptrs, dq, mask=((rows >= 0) & (rows < seq_q))[:, None])  # TMA cannot store before query 0
 
 
 @gluon.jit
@@ -92,20 +92,20 @@ def _tile(
     tile, problem,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """The `tile`-th of all: where it is (batch, K/V head, first key), the order of its query tiles, what a mask depends on, and
-    of its steps the number, how many at first see no key of the second consumer, and how many at first need a mask."""
+    """Return a work tile: batch, K/V head and first key; the order of its query tiles; what its mask depends on; its number
+    of steps, of steps that see no key of the second consumer, and of masked steps."""
     kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles = problem
     shift = diagonal % BLOCK_M
     tiles_m = gl.cdiv(seq_q + shift, BLOCK_M)
-    ROW_BYTES: gl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # of Q, the sums of dQ, and dO
+    ROW_BYTES: gl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # of Q, dQ's accumulator, and dO
     tile_n, batch_head = tile_and_head(gl.cdiv(seq_k, BLOCK_N), seq_q, ROW_BYTES, CAUSAL, program=tile, programs=tiles)
     start_n = tile_n * BLOCK_N
-    corner = 0  # the query tile whose first row sees the first of these keys and no more, if there is one
-    first = 0  # of the query tiles that see these keys; where none does, the last one stands in
-    # Of them, the number that needs a mask. One always has it: else the first of two loops is not entered at times, and ptxas
-    # (of CUDA 12.8) has the second take addresses of K and V that only the way through the first makes.
+    corner = 0  # the query tile whose first row sees the first of these keys and no more, if it exists
+    first = 0  # the query tiles that see these keys; if none does, the last one runs, fully masked
+    # Number of these that need a mask, but at least one: if the first of two loops may be skipped, ptxas (CUDA 12.8) lets the
+    # second use addresses of K and V that only the first computes.
     masked = 1
-    unseen = 0  # of them, the number that sees no key of the second consumer
+    unseen = 0  # number of these that see no key of the second consumer
     if CAUSAL:
         corner = (start_n - diagonal + shift) // BLOCK_M
         first = gl.minimum(gl.maximum(corner, 0), tiles_m - 1)
@@ -113,9 +113,8 @@ def _tile(
         unseen = gl.where(corner < 0, 0, ROWS // BLOCK_M)
     n = tiles_m - first
     masked = gl.where(start_n + BLOCK_N > seq_k, n, masked)
-    # Programs that begin together read the same tiles together, and share what comes from the L2 cache, if they go on from the
-    # last tile. Those of the next wave begin one by one, the ones with fewer tiles later: they meet if they go on in order. One
-    # head's tiles stay in the cache anyway.
+    # CTAs that start together share tiles through the L2 cache if they go from the last tile backwards. In later waves CTAs
+    # start one by one, those with fewer tiles later: they meet if they go forwards. One head's tiles stay in the cache anyway.
     turning = n
     if CAUSAL:
         turning = gl.where((heads_per_kv > 1) & (tile // at_once % 2 == 0), masked, n)
@@ -127,10 +126,10 @@ def _tile(
 
 @gluon.jit
 def _query_tile(step, order):
-    """The query tile of a step: its number in its head, and among the tiles of all heads.
+    """Return the query tile of a step: its number within its head, and among the tiles of all heads.
 
-    The steps take a tile of each query head that shares the keys, then the next tile of each: in order, or, once `turning`
-    tiles are done, from the last one on.
+    Steps take one tile of each query head that shares the keys, then the next tile of each. The tiles go in order, or, once
+    `turning` tiles are done, from the last one backwards.
     """
     heads_per_kv, first, turning, tiles_m, first_head = order
     done = step // heads_per_kv
@@ -140,7 +139,7 @@ def _query_tile(step, order):
 
 @gluon.jit
 def _load(load, ring, order, fill, step):
-    """Begin to load the Q and dO of a step, and what goes with them, once those who read these buffers are done."""
+    """Start to load a step's Q and dO, with LSE and delta, when the consumers have released the buffers."""
     q_desc, do_desc, stats_desc, batch, head, shift = load
     q_s, do_s, stats_s, q_full, do_full, q_do_empty = ring
     STAGES: gl.constexpr = q_s.shape[0]
@@ -157,7 +156,7 @@ def _load(load, ring, order, fill, step):
 
 @gluon.jit
 def _add_dq(ds_s, ds_empty, slot, k_s, k_slot, sums_ptr, row, PARTS: gl.constexpr):
-    """Make dQ of a step's dS and K, and add it to the sums in memory."""
+    """Compute dQ from a step's dS and K, and add it to the accumulator in memory."""
     BLOCK_M: gl.constexpr = ds_s.shape[2]
     HEAD_DIM: gl.constexpr = k_s.shape[4]
     COLUMNS: gl.constexpr = BLOCK_M * HEAD_DIM // PARTS // 64
@@ -174,15 +173,15 @@ def _add_dq(ds_s, ds_empty, slot, k_s, k_slot, sums_ptr, row, PARTS: gl.constexp
         dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5]).reshape([64 * COLUMNS])
         offs = gl.arange(0, 64 * COLUMNS, dq.type.layout)
         reduce_add(sums_ptr + (row.to(gl.int64) * PARTS + part) * (64 * COLUMNS) + offs, dq)
-        # For each part, though dS is free after the last: ptxas begins the next one's matmul no sooner, with the registers
-        # that were added. Else it wants registers for both, has not so many, and waits for each matmul of the whole kernel.
+        # After each part, though dS is free only after the last: otherwise ptxas wants registers for both this part's additions
+        # and the next part's matmul, has too few, and serializes the matmuls of the whole kernel.
         mbarrier.arrive(ds_empty.index(slot), count=1)
 
 
 @gluon.jit
 def _widened(p):
-    """p in float32. From bfloat16 two at a time, out of the register that holds both: left to itself the compiler keeps a
-    register for each from when p is rounded on, and has none to spare."""
+    """Return p in float32. Two bfloat16 elements share a register, and this unpacks them. Otherwise the compiler keeps a
+    float32 register for each element as well, and spills."""
     if p.dtype == gl.bfloat16:
         halves: gl.constexpr = (
             "/* a.to(gl.float32) */{ .reg .b32 t; shl.b32 t, $2, 16; mov.b32 $0, t; and.b32 t, $2, 0xffff0000; mov.b32 $1, t; }"
@@ -196,8 +195,9 @@ def _widened(p):
 def _accumulate(
     dk, dv, k, v, scale_log2, ring, dq, seen, fill, lo, hi, w: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Add what the steps [lo, hi) of a tile, the first of which is the fill-th of all, give to a consumer's dk and dv, and
-    leave its dS for dQ. P and dS come out transposed, so that they go into the matmuls for dV and dK straight from registers.
+    """Add the contribution of a tile's steps [lo, hi), the first of which is number `fill` of all, to a consumer's dk and dv,
+    and store
+    its dS for dQ. P and dS are computed transposed, so that they enter the matmuls for dV and dK from registers.
     """
     q_s, do_s, stats_s, q_full, do_full, q_do_empty = ring
     ds_s, ds_full, ds_empty = dq
@@ -213,7 +213,7 @@ def _accumulate(
     nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
     if CAUSAL:
         offs_n = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-        seen_from = gl.where(offs_n < keys, offs_n, 2**30)  # the first query to see a key; past the end none does
+        seen_from = gl.where(offs_n < keys, offs_n, 2**30)  # the first query that sees a key; past the end there is none
     for step in range(lo, hi):
         slot = (fill + step) % STAGES
         phase = (fill + step) // STAGES & 1
@@ -232,7 +232,7 @@ def _accumulate(
                 offs_n = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
                 visible = (offs_n < keys)[:, None]
             p_t = gl.where(visible, p_t, float("-inf"))
-        # Through the wait, which waits for nothing, so that the compiler has p ready before it issues the matmuls.
+        # This wait waits for nothing, but makes the compiler compute p before it issues the matmuls.
         p_t = warpgroup_mma_wait(0, [gl.exp2(p_t).to(dtype)])
         mbarrier.wait(do_full.index(slot), phase)
         dp_t = warpgroup_mma(v, do.permute([1, 0]), nothing, use_acc=False, is_async=True)
@@ -252,7 +252,7 @@ def _accumulate(
 
 @gluon.jit
 def _load_kv(k_desc, v_desc, work, where, turn):
-    """Begin to load K and V of the turn-th tile of this program."""
+    """Start to load K and V of this CTA's tile number `turn`."""
     scale, k_s, v_s, kv_full, dk_full, dv_full = work
     batch, kv_head, start_n = where
     slot = turn % kv_full.shape[0]
@@ -265,7 +265,7 @@ def _load_kv(k_desc, v_desc, work, where, turn):
 
 @gluon.jit
 def _store_dkv(dk_desc, dv_desc, work, where, turn):
-    """Store dK and dV of the turn-th tile once they are there, and wait until their buffers can be filled again."""
+    """Store dK and dV of tile number `turn` when they are ready, and wait until their buffers are free."""
     scale, k_s, v_s, kv_full, dk_full, dv_full = work
     batch, kv_head, start_n = where
     slot = turn % kv_full.shape[0] * CONSUMERS
@@ -281,10 +281,10 @@ def _store_dkv(dk_desc, dv_desc, work, where, turn):
 
 @gluon.jit
 def _producer(k_desc, v_desc, dk_desc, dv_desc, counter_ptr, work, load, ring, turns, problem, CAUSAL: gl.constexpr):
-    """One warp, all that comes and goes but dQ: K and V of a tile, Q and dO through their ring, dK and dV at the end.
+    """One warp that moves everything except dQ: K and V of a tile, Q and dO through their ring, dK and dV at the end.
 
-    It also takes the tiles: the first by the program's number, then, if programs stay, one after another by a counter that all
-    share. What a tile's first steps need it loads before the tile before is done.
+    The first tile is the CTA's number. If CTAs are persistent, a counter that they share gives the others. The first steps of a
+    tile load before the tile before has ended.
     """
     q_desc, do_desc, stats_desc = load
     scale, k_s, v_s, kv_full, dk_full, dv_full = work
@@ -309,7 +309,7 @@ def _producer(k_desc, v_desc, dk_desc, dv_desc, counter_ptr, work, load, ring, t
         tile = tiles
         if kv_full.shape[0] > 1:
             tile = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
-            # A number past the last tile goes on too: it tells the others to end.
+            # A number past the last tile is passed on too: it tells the others to end.
             tile_s.index(turn % 2).store(gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
             mbarrier.arrive(tile_full.index(turn % 2), count=1)
         for step in range(at_first, n):
@@ -322,7 +322,7 @@ def _producer(k_desc, v_desc, dk_desc, dv_desc, counter_ptr, work, load, ring, t
 
 @gluon.jit
 def _next(turns, turn, tiles, stays: gl.constexpr):
-    """The tile after the turn-th, once the producer has taken it; none where programs do not stay."""
+    """Return the tile after number `turn`, once the producer has taken it; none if CTAs are not persistent."""
     tile_s, tile_full = turns
     tile = tiles
     if stays:
@@ -333,7 +333,7 @@ def _next(turns, turn, tiles, stays: gl.constexpr):
 
 @gluon.jit
 def _consumer(work, ring, dq, turns, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
-    """A warpgroup with the w-th 64 keys of each tile: their dK and dV stay in its registers."""
+    """A warpgroup with the w-th 64 keys of each tile, whose dK and dV stay in its registers."""
     scale, k_s, v_s, kv_full, dk_full, dv_full = work
     q_s, do_s, stats_s, q_full, do_full, q_do_empty = ring
     ds_s, ds_full, ds_empty = dq
@@ -358,25 +358,25 @@ def _consumer(work, ring, dq, turns, problem, w: gl.constexpr, CAUSAL: gl.conste
         k = k_s.index(kv_slot * CONSUMERS + w).reshape([ROWS, HEAD_DIM])
         v = v_s.index(kv_slot * CONSUMERS + w).reshape([ROWS, VALUE_DIM])
         mbarrier.wait(kv_full.index(kv_slot), turn // KV_STAGES & 1)
-        # Query tiles that see none of these keys, but some of the consumer's before: they give dQ nothing.
+        # Query tiles that see none of these keys, but some of the other consumer's: these keys add nothing to dQ.
         unseen *= w
         for step in range(unseen):
             slot = (fill + step) % STAGES
             phase = (fill + step) // STAGES & 1
-            # Else the next wait, whose phase looks like the one before this, would not wait.
+            # Otherwise the next wait would return at once, because its phase has the same parity as the one before this one.
             mbarrier.wait(q_full.index(slot), phase)
             mbarrier.wait(ds_empty.index(slot), phase ^ 1)
             ds_s.index(slot * CONSUMERS + w).store(gl.zeros([ROWS, BLOCK_M], q_s.dtype, s_layout))
             fence_async_shared()
             mbarrier.arrive(ds_full.index(slot), count=1)
             mbarrier.arrive(q_do_empty.index(slot), count=1)
-        # The diagonal needs a mask. Keys past the end always do: p may be infinite there, and infinity times the zeros that a
-        # load gives past the end is NaN.
+        # The diagonal needs a mask, and so do keys past the end: p may be infinite there, and infinity times a load's zeros is
+        # NaN.
         dk, dv = _accumulate(dk, dv, k, v, scale_log2, ring, dq, seen, fill, unseen, masked, w, CAUSAL, True)
         dk, dv = _accumulate(dk, dv, k, v, scale_log2, ring, dq, seen, fill, masked, n, w, CAUSAL, False)
         fill += n
 
-        # What leaves takes the place of what came: V is no longer read by anyone, K once the last dQ is done.
+        # Outputs leave from the buffers of the inputs: nobody reads V any more, and K is free when the last dQ is done.
         v.store(dv.to(v_s.dtype))
         fence_async_shared()
         mbarrier.arrive(dv_full.index(kv_slot * CONSUMERS + w), count=1)
@@ -393,7 +393,7 @@ def _dq_consumer(
     sums_ptr, work, dq, turns, problem,
     BLOCK_M: gl.constexpr, VALUE_DIM: gl.constexpr, PARTS: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup that makes dQ of what the consumers leave of dS."""
+    """A warpgroup that computes dQ from the consumers' dS."""
     scale, k_s, v_s, kv_full, dk_full, dv_full = work
     ds_s, ds_full, ds_empty = dq
     tiles = problem[6]
@@ -429,13 +429,13 @@ def _backward_kernel(
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], q_desc.dtype)
     ds_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES * CONSUMERS, ROWS, BLOCK_M], ds_layout)
     tile_s = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    kv_full = new_barriers(KV_STAGES, 1)  # none for empty buffers: from these the producer itself has stored dK and dV
+    kv_full = new_barriers(KV_STAGES, 1)  # no barrier for empty buffers: the producer itself stores dK and dV from these
     dk_full = new_barriers(KV_STAGES * CONSUMERS, 1)
     dv_full = new_barriers(KV_STAGES * CONSUMERS, 1)
     q_full, q_do_empty = new_ring(STAGES, 1, CONSUMERS)
     do_full = new_barriers(STAGES, 1)
     ds_full, ds_empty = new_ring(STAGES, CONSUMERS, PARTS)
-    tile_full = new_barriers(2, 1)  # all have read a number when dK of the tile after it is there
+    tile_full = new_barriers(2, 1)  # all have read a number when dK of the next tile is ready
 
     ring = (q_s, do_s, stats_s, q_full, do_full, q_do_empty)
     load = (q_desc, do_desc, stats_desc)
@@ -457,7 +457,7 @@ def _backward_kernel(
 
 @gluon.jit
 def _load_step(load, ring, order, step):
-    """Begin to load the Q and dO of a step, and what goes with Q, each once those who read its buffer are done."""
+    """Start to load a step's Q, with LSE and delta, and its dO, each when its buffer is released."""
     q_desc, do_desc, stats_desc, batch, head, shift = load
     q_s, do_s, stats_s, q_full, q_empty, do_full, do_empty = ring
     STAGES: gl.constexpr = q_s.shape[0]
@@ -476,7 +476,7 @@ def _load_step(load, ring, order, step):
 
 @gluon.jit
 def _dkv_producer(k_desc, v_desc, load, work, ring, problem, CAUSAL: gl.constexpr):
-    """One warp: K and V of a key tile, and Q and dO of all query tiles that see it."""
+    """One warp: load K and V of a key tile, and Q and dO of all query tiles that see it."""
     q_desc, do_desc, stats_desc = load
     k_s, v_s, k_full, v_full = work
     kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles = problem
@@ -497,7 +497,7 @@ def _dkv_producer(k_desc, v_desc, load, work, ring, problem, CAUSAL: gl.constexp
 
 @gluon.jit
 def _p_of(s_t, scale_log2, ring, p_s, p_full, step, order, ahead, seen_from, CAUSAL: gl.constexpr):
-    """P of a step from its scores, transposed and rounded, also where the other consumer finds it."""
+    """Compute a step's P from its scores, transposed and rounded, and store it for the other consumer."""
     q_s, do_s, stats_s, q_full, q_empty, do_full, do_empty = ring
     BLOCK_M: gl.constexpr = q_s.shape[3]
     s_layout: gl.constexpr = s_t.type.layout
@@ -516,8 +516,8 @@ def _p_of(s_t, scale_log2, ring, p_s, p_full, step, order, ahead, seen_from, CAU
 
 @gluon.jit
 def _dv_consumer(dv_desc, scale, work, ring, p_s, p_full, problem, CAUSAL: gl.constexpr):
-    """A warpgroup that makes P of a key tile, and dV of it, which stays in its registers. P comes out transposed, so that it
-    goes into the matmul for dV straight from registers; the other consumer has it through shared memory."""
+    """A warpgroup that computes P of a key tile, and dV, which stays in its registers. P is computed transposed, so that it
+    enters the matmul for dV from registers; the other consumer reads it from shared memory."""
     k_s, v_s, k_full, v_full = work
     q_s, do_s, stats_s, q_full, q_empty, do_full, do_empty = ring
     STAGES: gl.constexpr = q_s.shape[0]
@@ -532,8 +532,8 @@ def _dv_consumer(dv_desc, scale, work, ring, p_s, p_full, problem, CAUSAL: gl.co
     batch, kv_head, start_n = where
     keys, ahead, heads_per_kv = seen
     scale_log2 = scale * LOG2_E
-    # The first query to see a key. Past the end none does: p may be infinite there, and infinity times the zeros that a load
-    # gives past the end is NaN.
+    # The first query that sees a key. Past the end there is none: p may be infinite there, and infinity times a load's zeros is
+    # NaN.
     offs_n = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     seen_from = gl.where(offs_n < keys, offs_n if CAUSAL else 0, 2**30)
     nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
@@ -546,7 +546,7 @@ def _dv_consumer(dv_desc, scale, work, ring, p_s, p_full, problem, CAUSAL: gl.co
     s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
     for step in range(n - 1):
         p_t = _p_of(s_t, scale_log2, ring, p_s, p_full, step, order, ahead, seen_from, CAUSAL)
-        # The matmul for dV first: its buffer is free again while the next scores are being multiplied.
+        # The matmul for dV comes first, so that its buffer is free while the next scores are computed.
         slot = step % STAGES
         mbarrier.wait(do_full.index(slot), step // STAGES & 1)
         do = do_s.index(slot).reshape([BLOCK_M, VALUE_DIM])
@@ -565,7 +565,7 @@ def _dv_consumer(dv_desc, scale, work, ring, p_s, p_full, problem, CAUSAL: gl.co
     dv = warpgroup_mma_wait(0, [dv])
     mbarrier.arrive(do_empty.index(slot), count=1)
 
-    # dV takes the place of V once the other consumer is done with it, and so with the last dO.
+    # dV leaves from V's buffer, once the other consumer has read V, and with it the last dO.
     mbarrier.wait(do_empty.index(slot), phase)
     v_s.reshape([ROWS, VALUE_DIM]).store(dv.to(v_s.dtype))
     fence_async_shared()
@@ -575,7 +575,7 @@ def _dv_consumer(dv_desc, scale, work, ring, p_s, p_full, problem, CAUSAL: gl.co
 
 @gluon.jit
 def _ds_of(dp_t, ring, p_s, p_full, step):
-    """dS of a step from dP, and from P once that is there; transposed and rounded."""
+    """Compute a step's dS from dP and P, once P is ready; transposed and rounded."""
     q_s, do_s, stats_s, q_full, q_empty, do_full, do_empty = ring
     slot = step % q_s.shape[0]
     mbarrier.wait(p_full.index(slot), step // q_s.shape[0] & 1)  # and for Q, which the other consumer has waited for
@@ -586,7 +586,7 @@ def _ds_of(dp_t, ring, p_s, p_full, step):
 
 @gluon.jit
 def _dk_consumer(dk_desc, scale, work, ring, p_s, p_full, problem, CAUSAL: gl.constexpr):
-    """A warpgroup that makes dS of a key tile, and dK of it, which stays in its registers."""
+    """A warpgroup that computes dS of a key tile, and dK, which stays in its registers."""
     k_s, v_s, k_full, v_full = work
     q_s, do_s, stats_s, q_full, q_empty, do_full, do_empty = ring
     STAGES: gl.constexpr = q_s.shape[0]
@@ -610,7 +610,7 @@ def _dk_consumer(dk_desc, scale, work, ring, p_s, p_full, problem, CAUSAL: gl.co
     mbarrier.arrive(do_empty.index(0), count=1)
     for step in range(n - 1):
         ds_t = _ds_of(dp_t, ring, p_s, p_full, step)
-        # The matmul for dK first: Q, which the scores have long been made of, is needed again soonest.
+        # The matmul for dK comes first, because Q's buffer is needed again soonest; the scores have read it already.
         slot = step % STAGES
         q = q_s.index(slot).reshape([BLOCK_M, HEAD_DIM])
         dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)
@@ -627,7 +627,7 @@ def _dk_consumer(dk_desc, scale, work, ring, p_s, p_full, problem, CAUSAL: gl.co
     dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)
     dk = warpgroup_mma_wait(0, [dk])
 
-    # dK takes the place of K, which was read for the last time before the last P was there.
+    # dK leaves from K's buffer, which was last read before the last P was ready.
     k_s.reshape([ROWS, HEAD_DIM]).store((dk * scale).to(k_s.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(dk_desc, [batch, kv_head, start_n, 0], k_s)
@@ -649,9 +649,9 @@ def _wide_dkv_kernel(
     p_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, ROWS, BLOCK_M], p_layout)
     k_full = new_barriers(1, 1)
     v_full = new_barriers(1, 1)
-    q_full, q_empty = new_ring(STAGES, 1, 1)  # both consumers read Q, but the second is always the last to
+    q_full, q_empty = new_ring(STAGES, 1, 1)  # both consumers read Q, and the second is always the last to do so
     do_full, do_empty = new_ring(STAGES, 1, CONSUMERS)
-    p_full = new_barriers(STAGES, 1)  # none for empty buffers: there is a Q for the next P once the one before has been read
+    p_full = new_barriers(STAGES, 1)  # no empty barrier: Q of the next P arrives only after the last P has been read
 
     ring = (q_s, do_s, stats_s, q_full, q_empty, do_full, do_empty)
     load = (q_desc, do_desc, stats_desc)
@@ -670,9 +670,9 @@ def _wide_dkv_kernel(
 
 @gluon.jit
 def _query_rows(problem, BLOCK_M: gl.constexpr, ROW_BYTES: gl.constexpr, CAUSAL: gl.constexpr):
-    """This program's query tile: batch and head, first row, and how many key tiles its rows see."""
+    """Return this CTA's query tile: batch and head, first row, and number of key tiles that its rows see."""
     heads, heads_per_kv, seq_q, seq_k, diagonal = problem
-    before = diagonal % ROWS  # rows of the first tile before query 0, with which a consumer's see keys up to the end of a tile
+    before = diagonal % ROWS  # rows of the first tile before query 0: a consumer's rows then see whole key tiles
     tiles_m = gl.cdiv(seq_q + before, BLOCK_M)
     tile, batch_head = tile_and_head(tiles_m, seq_k, ROW_BYTES, CAUSAL)
     start_m = tile * BLOCK_M - before
@@ -684,7 +684,7 @@ def _query_rows(problem, BLOCK_M: gl.constexpr, ROW_BYTES: gl.constexpr, CAUSAL:
 
 @gluon.jit
 def _dq_producer(q_desc, k_desc, v_desc, do_desc, queries, ring, problem, CAUSAL: gl.constexpr):
-    """One warp: Q and dO of a query tile, and K and V of all key tiles that it sees, from the last on."""
+    """One warp: load Q and dO of a query tile, and K and V of all key tiles that it sees, from the last one backwards."""
     q_s, do_s, q_full, do_full = queries
     k_s, v_s, k_full, k_empty, v_full, v_empty = ring
     heads, heads_per_kv, seq_q, seq_k, diagonal = problem
@@ -712,13 +712,13 @@ def _dq_producer(q_desc, k_desc, v_desc, do_desc, queries, ring, problem, CAUSAL
 
 @gluon.jit
 def _matmul(rows, tile_s, full, step):
-    """Begin the matmul of a consumer's rows and the K, or the V, of a step, transposed, once that is there."""
+    """Start the matmul of a consumer's rows with a step's K or V, transposed, once that has arrived."""
     STAGES: gl.constexpr = tile_s.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, ROWS, 16])
     nothing = gl.zeros([ROWS, ROWS], gl.float32, layout)
     slot = step % STAGES
     mbarrier.wait(full.index(slot), step // STAGES & 1)
-    if STAGES == 1:  # 0 all the same, but ptxas does not know: it would spill registers to keep the addresses of all its parts
+    if STAGES == 1:  # always 0, but ptxas does not know: otherwise it keeps the addresses of all parts in registers, and spills
         slot = step // 2**24
     tile = tile_s.index(slot).reshape([ROWS, tile_s.shape[4]])
     return warpgroup_mma(rows, tile.permute([1, 0]), nothing, use_acc=False, is_async=True)
@@ -726,7 +726,7 @@ def _matmul(rows, tile_s, full, step):
 
 @gluon.jit
 def _ds_from(s, dp, stats, start_n):
-    """dS of a step, whose scores are there, and its dP once that is."""
+    """Compute a step's dS from its scores, and from its dP once that is ready."""
     lse_log2, delta, seen_to, scale_log2 = stats
     offs_n = start_n + gl.arange(0, ROWS, gl.SliceLayout(0, s.type.layout))
     s = gl.where(offs_n[None, :] < seen_to[:, None], s * scale_log2 - lse_log2[:, None], float("-inf"))
@@ -737,7 +737,7 @@ def _ds_from(s, dp, stats, start_n):
 
 @gluon.jit
 def _query_consumer(dq_desc, dq_ptr, stats_ptr, scale, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
-    """A warpgroup with the w-th 64 rows of a query tile: their dQ stays in its registers."""
+    """A warpgroup with the w-th 64 rows of a query tile, whose dQ stays in its registers."""
     q_s, do_s, q_full, do_full = queries
     k_s, v_s, k_full, k_empty, v_full, v_empty = ring
     heads, heads_per_kv, seq_q, seq_k, diagonal = problem
@@ -754,13 +754,13 @@ def _query_consumer(dq_desc, dq_ptr, stats_ptr, scale, queries, ring, problem, w
     start_m += w * ROWS
     offs_m = gl.arange(0, ROWS, of_rows)
     tiles = gl.cdiv(seq_q + diagonal % ROWS, ROWS)
-    tile = (start_m + diagonal % ROWS) // ROWS  # past the last one where there are no such rows
+    tile = (start_m + diagonal % ROWS) // ROWS  # past the last tile if there are no such rows
     stats_ptr += (batch_head.to(gl.int64) * tiles + tile) * (2 * ROWS)
     inside = tile * ROWS + offs_m < tiles * ROWS
     lse_log2 = gl.load(stats_ptr + offs_m, mask=inside, other=float("inf"))
     delta = gl.load(stats_ptr + ROWS + offs_m, mask=inside, other=0.0)
     seen = n
-    seen_to = seq_k + gl.zeros([ROWS], gl.int32, of_rows)  # past the end p may be infinite, and that times 0 is NaN
+    seen_to = seq_k + gl.zeros([ROWS], gl.int32, of_rows)  # past the end p may be infinite, and infinity times 0 is NaN
     if CAUSAL:
         seen = gl.minimum(n, gl.cdiv(start_m + ROWS + diagonal, ROWS))
         seen_to = gl.minimum(seen_to, start_m + diagonal + 1 + offs_m)
@@ -768,9 +768,10 @@ def _query_consumer(dq_desc, dq_ptr, stats_ptr, scale, queries, ring, problem, w
     dq = gl.zeros([ROWS, HEAD_DIM], gl.float32, dq_layout)
     q = q_s.index(w).reshape([ROWS, HEAD_DIM])
     do = do_s.index(w).reshape([ROWS, VALUE_DIM])
-    for step in range(n - seen):  # a key tile that only the other consumer's rows see: let it pass
+    for step in range(n - seen):  # skip a key tile that only the other consumer's rows see
         mbarrier.arrive(k_empty.index(step % K_STAGES), count=1)
-        # Else the next wait, whose phase looks like the one before this, would not wait. For K those between do.
+        # Otherwise the next wait would return at once, because its phase has the same parity as the one before this one. K has
+        # other waits in between.
         mbarrier.wait(v_full.index(step % V_STAGES), step // V_STAGES & 1)
         mbarrier.arrive(v_empty.index(step % V_STAGES), count=1)
     mbarrier.wait(q_full.index(w), 0)
@@ -781,14 +782,14 @@ def _query_consumer(dq_desc, dq_ptr, stats_ptr, scale, queries, ring, problem, w
     ds = _ds_from(s, dp, stats, (seen - 1) * ROWS).to(k_s.dtype)
     mbarrier.arrive(v_empty.index((n - seen) % V_STAGES), count=1)
     for step in range(n - seen + 1, n):
-        # The matmul for dQ first, which gives K back; V is there again by the time that the last one is issued.
+        # The matmul for dQ comes first and releases K; V has arrived again by the time that the last one is issued.
         slot = (step - 1) % K_STAGES
         k = k_s.index(slot).reshape([ROWS, HEAD_DIM])
         dq = warpgroup_mma(gl.convert_layout(ds, ds_layout), k, dq, is_async=True)
         s = _matmul(q, k_s, k_full, step)
         dq = warpgroup_mma_wait(1, [dq])
         mbarrier.arrive(k_empty.index(slot), count=1)
-        dp = _matmul(do, v_s, v_full, step)  # in registers that dS had
+        dp = _matmul(do, v_s, v_full, step)  # reuses the registers of dS
         s = warpgroup_mma_wait(1, [s])  # [queries, keys]
         ds = _ds_from(s, dp, stats, (n - 1 - step) * ROWS).to(k_s.dtype)
         mbarrier.arrive(v_empty.index(step % V_STAGES), count=1)
@@ -801,7 +802,7 @@ def _query_consumer(dq_desc, dq_ptr, stats_ptr, scale, queries, ring, problem, w
     if start_m < 0:
         store_rows(dq_ptr, dq_desc, batch, head, start_m, dq)
     else:
-        q.store(dq)  # these rows of Q are this consumer's alone
+        q.store(dq)  # only this consumer reads these rows of Q
         fence_async_shared()
         tma.async_copy_shared_to_global(dq_desc, [batch, head, start_m, 0], q_s.index(w))
         tma.store_wait(0)
@@ -840,8 +841,9 @@ def _wide_dq_kernel(
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors.
 
-    float32 is left to v7, and so are D and Dv up to 128 while `torch.use_deterministic_algorithms` is on: there the sums of dQ
-    are added up in the order in which the programs come.
+    Falls back to v7 for float32, and for D and Dv up to 128 under `torch.use_deterministic_algorithms`, because CTAs add to dQ
+    in
+    any order.
     """
     require_hopper(__package__)
     batch, heads, seq_q, head_dim = q.shape
@@ -851,9 +853,9 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
         return backward_of_v7(grad_out, q, k, v, out, lse, causal=causal, scale=scale, diagonal=diagonal)
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     q, k, v, out, grad_out = map(addressable, (q, k, v, out, grad_out))
-    block_m = 64 if max(head_dim, value_dim) >= 128 else 128  # as many rows of S and dP as fit in registers beside dK and dV
-    columns = min(64, head_dim)  # of the parts, of 64 rows, in which dQ leaves a program
-    shift = diagonal % block_m  # rows of the first query tile before query 0: then the diagonal begins at a tile's corner
+    block_m = 64 if max(head_dim, value_dim) >= 128 else 128  # as many rows of S and dP as fit into registers beside dK and dV
+    columns = min(64, head_dim)  # parts of 64 rows in which dQ leaves a CTA
+    shift = diagonal % block_m  # rows of the first query tile before query 0, so that the diagonal starts at a tile's corner
     tiles_m = triton.cdiv(seq_q + shift, block_m) * batch * heads
     stats = lse.new_empty(tiles_m * 2, block_m)
     if wide:
@@ -878,10 +880,10 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
         )  # fmt: skip
         return dq, dk, dv
     tiles = triton.cdiv(seq_k, 128) * batch * kv_heads
-    # Programs stay where there is room for K and V of two tiles: those of the next are then loaded while one is being done.
+    # CTAs are persistent if K and V of two tiles fit: the next tile's then load during the current one.
     kv_stages = 1 if max(head_dim, value_dim) == 128 else 2
     programs = tiles if kv_stages == 1 else min(tiles, num_sms())
-    counter = None if kv_stages == 1 else lse.new_empty(1, dtype=torch.int32)  # of the tiles taken beyond each program's first
+    counter = None if kv_stages == 1 else lse.new_empty(1, dtype=torch.int32)  # number of tiles taken after each CTA's first
     sums = lse.new_empty(tiles_m, block_m * head_dim)
     _prepare_kernel[tiles_m,](
         describe(out, block_m, value_dim), describe(grad_out, block_m, value_dim), lse, stats, sums, counter,

@@ -1,4 +1,4 @@
-"""Backward with P and dS one Triton kernel each (arXiv 2205.14135, Appendix B.2); the five matmuls stay the library's."""
+"""Backward with one Triton kernel each for P and dS (arXiv 2205.14135, Appendix B.2); the library computes the five matmuls."""
 
 import torch
 import triton
@@ -14,7 +14,7 @@ def _p_kernel(
     s_ptr, lse_ptr, p_ptr, scale, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """P = exp(scale * S - lse) for BLOCK_M rows of one head."""
+    """Compute P = exp(scale * S - lse) for BLOCK_M rows of one head."""
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     offs_m = tl.program_id(0) % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = (tl.program_id(0) // tiles_m).to(tl.int64) * seq_q + offs_m  # int64: S can pass 2**31 elements
@@ -25,7 +25,7 @@ def _p_kernel(
         inside = in_q[:, None] & (offs_n[None, :] < seq_k)
         visible = inside
         if CAUSAL:
-            visible = visible & (offs_m[:, None] + diagonal >= offs_n[None, :])  # what lies past the diagonal is not read
+            visible = visible & (offs_m[:, None] + diagonal >= offs_n[None, :])  # nothing past the diagonal is read
         offs = rows[:, None] * seq_k + offs_n[None, :]
         s = tl.load(s_ptr + offs, mask=visible, other=0.0) * scale  # [BLOCK_M, BLOCK_N]
         p = tl.where(visible, tl.exp(s - lse[:, None]), 0.0)
@@ -40,7 +40,7 @@ def _ds_kernel(
     heads, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32,
     VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """dS = P * (dP - delta) for BLOCK_M rows of one head, delta = rowsum(dO * O) from the rows themselves."""
+    """Compute dS = P * (dP - delta) for BLOCK_M rows of one head, with delta = rowsum(dO * O)."""
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     offs_m = tl.program_id(0) % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
     batch_head = tl.program_id(0) // tiles_m
@@ -59,7 +59,7 @@ def _ds_kernel(
         inside = in_q[:, None] & (offs_n[None, :] < seq_k)
         visible = inside
         if CAUSAL:
-            visible = visible & (offs_m[:, None] + diagonal >= offs_n[None, :])  # what lies past the diagonal is not read
+            visible = visible & (offs_m[:, None] + diagonal >= offs_n[None, :])  # nothing past the diagonal is read
         offs = rows[:, None] * seq_k + offs_n[None, :]
         p = tl.load(p_ptr + offs, mask=visible, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
         dp = tl.load(dp_ptr + offs, mask=visible, other=0.0)  # [BLOCK_M, BLOCK_N]
@@ -77,7 +77,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     s = matmul_float32(q, k.mT)  # [B, H, Sq, Sk]
     p = torch.empty_like(s, dtype=q.dtype)
     _p_kernel[grid](s, lse, p, scale, seq_q, k.shape[2], diagonal, CAUSAL=causal, **tile)
-    del s  # the next matmul can have its memory
+    del s  # frees memory for the next matmul
     dv = transposed_matmul_float32(p, grad_out, kv_heads)
     dp = matmul_float32(grad_out, v.mT)  # [B, H, Sq, Sk]
     ds = torch.empty_like(p)

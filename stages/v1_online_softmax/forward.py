@@ -14,12 +14,12 @@ def _softmax_kernel(
     s_ptr, p_ptr, lse_ptr, scale, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """A program owns BLOCK_M rows of one head's S: P = softmax(scale * S), and the rows' log-sum-exp."""
+    """Compute P = softmax(scale * S) and the log-sum-exp for BLOCK_M rows of one head."""
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     offs_m = tl.program_id(0) % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = (tl.program_id(0) // tiles_m).to(tl.int64) * seq_q + offs_m  # int64: S can pass 2**31 elements
     in_q = offs_m < seq_q
-    # Past the diagonal of its last row a program reads nothing: those probabilities are 0.
+    # Skip everything past the diagonal of the last row: those probabilities are 0.
     end = tl.minimum(tl.program_id(0) % tiles_m * BLOCK_M + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -32,7 +32,7 @@ def _softmax_kernel(
         s_ptrs = s_ptr + rows[:, None] * seq_k + offs_n[None, :]
         s = tl.load(s_ptrs, mask=visible & in_q[:, None], other=0.0) * scale  # [BLOCK_M, BLOCK_N]
         s = tl.where(visible, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1))  # finite: the first tile holds key 0, which every query sees
+        m_new = tl.maximum(m, tl.max(s, 1))  # finite: the first tile contains key 0, which every query sees
         l = l * tl.exp(m - m_new) + tl.sum(tl.exp(s - m_new[:, None]), 1)
         m = m_new
     lse = m + tl.log(l)
@@ -54,7 +54,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape
     value_dim = v.shape[3]
-    # NOTE: S and P, Sq x Sk each, still go to memory and come back; v2 keeps them on the chip.
+    # NOTE: S and P, Sq x Sk each, go to memory and back; v2 keeps them on the chip.
     s = matmul_float32(q, k.mT)  # [B, H, Sq, Sk]
     p = torch.empty_like(s, dtype=q.dtype)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)

@@ -23,7 +23,7 @@ def _backward_kernel(
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program owns one head of K and V. dq [B, H, Sq, D] is float32 and contiguous, and holds 0."""
+    """A program owns one K/V head. dq [B, H, Sq, D] is float32, contiguous and initially 0."""
     batch = tl.program_id(0) // kv_heads
     kv_head = tl.program_id(0) % kv_heads
     offs_d = tl.arange(0, HEAD_DIM)
@@ -40,14 +40,14 @@ def _backward_kernel(
         v = tl.load(v_ptr + offs_n[:, None] * stride_vn + offs_v[None, :], mask=in_k, other=0.0)  # [BLOCK_N, VALUE_DIM]
         dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
         dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
-        # Queries before the tile's first key see none of it.
+        # Queries before the tile's first key do not see the tile.
         first_m = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M if CAUSAL else 0
         for shared in range(heads_per_kv):  # the query heads that share these keys
             head = kv_head * heads_per_kv + shared
             q_head = q_ptr + batch * stride_qb + head * stride_qh
             out_head = out_ptr + batch * stride_ob + head * stride_oh
             do_head = do_ptr + batch * stride_dob + head * stride_doh
-            # int64: times HEAD_DIM it can pass 2**31 elements
+            # int64: row * HEAD_DIM can pass 2**31 elements
             first_row = (tl.program_id(0).to(tl.int64) * heads_per_kv + shared) * seq_q
             for start_m in range(first_m, seq_q, BLOCK_M):
                 offs_m = start_m + tl.arange(0, BLOCK_M)
@@ -76,8 +76,8 @@ def _backward_kernel(
         dv_ptrs = dv_ptr + offs_n[:, None] * stride_dvn + offs_v[None, :]
         tl.store(dk_ptrs, (dk * scale).to(dk_ptr.dtype.element_ty), mask=in_k)
         tl.store(dv_ptrs, dv.to(dv_ptr.dtype.element_ty), mask=in_k)
-        # The next K/V tile reads back the dq that other threads of this program have just written: the barrier makes
-        # their stores to global memory visible to the whole program before anyone goes on.
+        # The next K/V tile reads dq that other threads of this program have just written. The barrier makes their stores
+        # visible.
         tl.debug_barrier()
 
 
@@ -89,7 +89,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     grad_out = contiguous_rows(grad_out)
     dq = q.new_zeros(q.shape, dtype=torch.float32)
     dk, dv = empty_rows(k), empty_rows(v)
-    # More stages would buffer tiles of dQ too, and outgrow the chip.
+    # More stages would also buffer dQ tiles, which do not fit on the chip.
     tile = {**key_tile(max(head_dim, value_dim), q.dtype), "num_stages": 1}
     _backward_kernel[batch * kv_heads,](
         q, k, v, out, grad_out, lse, dq, dk, dv, scale,

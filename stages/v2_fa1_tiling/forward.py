@@ -19,7 +19,7 @@ def _forward_kernel(
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program owns one head. o [B, H, Sq, Dv], m and l [B, H, Sq] are float32 and contiguous, and hold 0, -inf and 0."""
+    """A program owns one head. o [B, H, Sq, Dv], m and l [B, H, Sq] are float32, contiguous, and initially 0, -inf and 0."""
     batch = tl.program_id(0) // heads
     head = tl.program_id(0) % heads
     kv_head = head // heads_per_kv
@@ -28,16 +28,16 @@ def _forward_kernel(
     q_ptr += batch * stride_qb + head * stride_qh
     k_ptr += batch * stride_kb + kv_head * stride_kh
     v_ptr += batch * stride_vb + kv_head * stride_vh
-    first_row = tl.program_id(0).to(tl.int64) * seq_q  # int64: times VALUE_DIM it can pass 2**31 elements
+    first_row = tl.program_id(0).to(tl.int64) * seq_q  # int64: row * VALUE_DIM can pass 2**31 elements
 
     for start_n in range(0, seq_k, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
         in_k = offs_n[:, None] < seq_k
         k = tl.load(k_ptr + offs_n[:, None] * stride_kn + offs_d[None, :], mask=in_k, other=0.0)  # [BLOCK_N, HEAD_DIM]
         v = tl.load(v_ptr + offs_n[:, None] * stride_vn + offs_v[None, :], mask=in_k, other=0.0)  # [BLOCK_N, VALUE_DIM]
-        # Queries before the tile's first key see none of it.
+        # Queries before the tile's first key do not see the tile.
         first_m = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M if CAUSAL else 0
-        # NOTE: each K/V tile reads and rewrites O, m and l of every query; v3 lets a program own the queries instead.
+        # NOTE: each K/V tile reads and rewrites O, m and l of every query; in v3 a program owns the queries instead.
         for start_m in range(first_m, seq_q, BLOCK_M):
             offs_m = start_m + tl.arange(0, BLOCK_M)
             in_q = offs_m < seq_q
@@ -52,7 +52,7 @@ def _forward_kernel(
             if CAUSAL:
                 visible = visible & (offs_m[:, None] >= offs_n[None, :] - diagonal)
             s = tl.where(visible, s, float("-inf"))
-            m_new = tl.maximum(m, tl.max(s, 1))  # finite: the first tile holds key 0, which every query sees
+            m_new = tl.maximum(m, tl.max(s, 1))  # finite: the first tile contains key 0, which every query sees
             p = tl.exp(s - m_new[:, None])
             l_old = l * tl.exp(m - m_new)
             l_new = l_old + tl.sum(p, 1)
@@ -61,8 +61,8 @@ def _forward_kernel(
             tl.store(o_ptrs, o, mask=in_q[:, None])
             tl.store(m_ptr + first_row + offs_m, m_new, mask=in_q)
             tl.store(l_ptr + first_row + offs_m, l_new, mask=in_q)
-        # The next K/V tile reads back the o, m and l that other threads of this program have just written: the barrier
-        # makes their stores to global memory visible to the whole program before anyone goes on.
+        # The next K/V tile reads o, m and l that other threads of this program have just written. The barrier makes their
+        # stores visible.
         tl.debug_barrier()
 
 
@@ -74,7 +74,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     o = q.new_zeros(*q.shape[:3], value_dim, dtype=torch.float32)
     m = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
     l = q.new_zeros(q.shape[:3], dtype=torch.float32)
-    # More stages would buffer tiles of O too, and outgrow the chip.
+    # More stages would also buffer O tiles, which do not fit on the chip.
     tile = {**query_tile(max(head_dim, value_dim), q.dtype), "num_stages": 1}
     _forward_kernel[batch * heads,](
         q, k, v, o, m, l, scale,

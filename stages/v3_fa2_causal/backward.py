@@ -17,7 +17,7 @@ def _accumulate_dq(
     dq, q, do, lse_log2, delta, k_ptr, v_ptr, stride_kn, stride_vn, lo, hi, seq_k, offs_m, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what the keys [lo, hi) give to one query tile's dq."""
+    """Add the contribution of the keys [lo, hi) to one query tile's dq."""
     offs_d = tl.arange(0, HEAD_DIM)
     offs_v = tl.arange(0, do.shape[1])
     for start_n in range(lo, hi, BLOCK_N):
@@ -78,7 +78,7 @@ def _dq_kernel(
     scale_log2 = scale * LOG2_E
     dq = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
 
-    # Stage 1 takes the whole tiles that every row sees, without a mask; stage 2 the diagonal and the ragged end, with one.
+    # Stage 1: whole tiles that every row sees, without a mask. Stage 2: the diagonal and the ragged end, masked.
     end = tl.minimum(start_m + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k
     full = (tl.minimum(start_m + diagonal, seq_k) if CAUSAL else seq_k) // BLOCK_N * BLOCK_N
     dq = _accumulate_dq(
@@ -100,7 +100,8 @@ def _accumulate_dkv(
     dk, dv, k, v, q_ptr, out_ptr, do_ptr, lse_ptr, stride_qm, stride_om, stride_dom, lo, hi, seq_q, offs_n, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what the queries [lo, hi) give to one K/V tile's dk and dv; P and dS come out transposed, as both need."""
+    """Add the contribution of the queries [lo, hi) to one K/V tile's dk and dv. P and dS are computed transposed, as both
+    need them."""
     offs_d = tl.arange(0, HEAD_DIM)
     offs_v = tl.arange(0, v.shape[1])
     for start_m in range(lo, hi, BLOCK_M):
@@ -117,7 +118,7 @@ def _accumulate_dkv(
         do = tl.load(do_ptrs, mask=in_q, other=0.0) if MASKED else tl.load(do_ptrs)  # [BLOCK_M, VALUE_DIM]
         dv = tl.dot(p_t.to(do.dtype), do, dv, input_precision=PRECISION)
         dp_t = tl.dot(v, do.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
-        # NOTE: every K/V tile reads O again for this, as the dQ kernel has done already; v5 computes delta once.
+        # NOTE: every K/V tile reads O again here, though the dQ kernel has computed delta already; v5 computes it once.
         out_ptrs = out_ptr + offs_m[:, None] * stride_om + offs_v[None, :]
         out = tl.load(out_ptrs, mask=in_q, other=0.0) if MASKED else tl.load(out_ptrs)  # [BLOCK_M, VALUE_DIM]
         delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
@@ -158,7 +159,7 @@ def _dkv_kernel(
     dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
     dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
 
-    # Stage 1 takes the diagonal, with a mask; stage 2 the whole tiles that see every key, without; stage 3 the ragged end.
+    # Stage 1: the diagonal, masked. Stage 2: whole tiles that see every key, without a mask. Stage 3: the ragged end, masked.
     first = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M if CAUSAL else 0
     full = tl.cdiv(tl.maximum(start_n + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M if CAUSAL else 0
     ragged = tl.maximum(full, seq_q // BLOCK_M * BLOCK_M)

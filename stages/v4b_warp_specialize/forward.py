@@ -1,4 +1,4 @@
-"""FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1), its loop warp-specialized by the compiler."""
+"""FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1) with a loop that the compiler warp-specializes."""
 
 import contextvars
 
@@ -21,7 +21,7 @@ def _accumulate(
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     SPECIALIZED: tl.constexpr,
 ):  # fmt: skip
-    """Fold the keys [lo, hi) into one query tile's running softmax: acc, m (running maximum), l (running sum)."""
+    """Fold the keys [lo, hi) into one query tile's online softmax: acc, m (running maximum), l (running sum)."""
     for start_n in tl.range(lo, hi, BLOCK_N, warp_specialize=SPECIALIZED, disallow_acc_multi_buffer=True):
         offs_n = start_n + tl.arange(0, BLOCK_N)
         k = k_desc.load([start_n, 0])  # [BLOCK_N, HEAD_DIM]
@@ -31,9 +31,9 @@ def _accumulate(
             if CAUSAL:
                 visible = visible & (offs_m[:, None] >= offs_n[None, :])
             s = tl.where(visible, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)  # finite: the first tile holds key 0, which every query sees
+        m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)  # finite: the first tile contains key 0, which every query sees
         p = tl.exp2(s * scale_log2 - m_new[:, None])
-        rescale = tl.exp2(m - m_new)  # what was summed under the old maximum
+        rescale = tl.exp2(m - m_new)  # rescales sums under the old maximum
         l = l * rescale + tl.sum(p, 1)
         v = v_desc.load([start_n, 0])  # [BLOCK_N, VALUE_DIM]
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
@@ -44,19 +44,19 @@ def _accumulate(
 TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
     (128, 128, 4, 2), (128, 64, 4, 2), (32, 32, 8, 1), (16, 32, 8, 1),
 )  # fmt: skip
-HOPPER = range(90, 100)  # architectures; for later ones the compiler does not get through
-MOST_KEYS = 128  # of a tile; a multiple of them leaves no ragged end
+HOPPER = range(90, 100)  # the only architectures on which this compiles
+MOST_KEYS = 128  # keys per tile; a multiple of them leaves no ragged end
 
 
 @autotune(configs(TILES, pre_hook=None))
-@triton.jit(do_not_specialize=["heads", "heads_per_kv", "seq_q", "seq_k", "diagonal"])  # on a constant 1 the compiler gives up
+@triton.jit(do_not_specialize=["heads", "heads_per_kv", "seq_q", "seq_k", "diagonal"])  # the compiler fails on a constant 1
 def _forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, scale,
     stride_qb: tl.int64, stride_qh: tl.int64, stride_qm: tl.int64,
     stride_kb: tl.int64, stride_kh: tl.int64, stride_kn: tl.int64,
     stride_vb: tl.int64, stride_vh: tl.int64, stride_vn: tl.int64,
     stride_ob: tl.int64, stride_oh: tl.int64, stride_om: tl.int64,
-    heads, heads_per_kv, seq_q, seq_k, diagonal, bucket, zero,  # bucket: for the tuning key alone
+    heads, heads_per_kv, seq_q, seq_k, diagonal, bucket, zero,  # bucket: only part of the tuning key
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr, SPECIALIZED: tl.constexpr,
 ):  # fmt: skip
@@ -68,8 +68,8 @@ def _forward_kernel(
     kv_head = head // heads_per_kv
     offs_m = start_m + tl.arange(0, BLOCK_M)
 
-    # Made here, of a head alone: the compiler splits the rows between two groups of warps, and the descriptors with them, which
-    # it can do for those alone that the kernel makes, of two dimensions.
+    # The kernel makes descriptors of one head, in two dimensions: the compiler splits their rows between two groups of warps,
+    # and can do so only for such descriptors.
     q_ptr += batch * stride_qb + head * stride_qh
     q_desc = tl.make_tensor_descriptor(q_ptr, [seq_q, HEAD_DIM], [stride_qm, 1], [BLOCK_M, HEAD_DIM])
     out_ptr += batch * stride_ob + head * stride_oh
@@ -78,8 +78,8 @@ def _forward_kernel(
     k_desc = tl.make_tensor_descriptor(k_ptr, [seq_k, HEAD_DIM], [stride_kn, 1], [BLOCK_N, HEAD_DIM])
     v_ptr += batch * stride_vb + kv_head * stride_vh
     v_desc = tl.make_tensor_descriptor(v_ptr, [seq_k, VALUE_DIM], [stride_vn, 1], [BLOCK_N, VALUE_DIM])
-    # The compiler moves the second group's rows by adding to the very value that says where the tile begins. Were it start_m,
-    # offs_m would be moved as well, a second time; what it cannot know to be zero makes it another value.
+    # The compiler shifts the second group's rows by adding to the value where the tile starts. If that were start_m, offs_m
+    # would be shifted twice. The compiler does not know that `zero` is 0, so this is a value of its own.
     first_m = start_m + zero
     q = q_desc.load([first_m, 0])  # [BLOCK_M, HEAD_DIM], stays on the chip
 
@@ -89,7 +89,7 @@ def _forward_kernel(
     # exp(x) = exp2(x * log2(e)), and exp2 is one instruction; never 0, because a masked score, -inf, times 0 is NaN
     scale_log2 = tl.maximum(scale * LOG2_E, 1e-37)
 
-    # One loop for all tiles, with a mask in each: the compiler specializes no loop that another one follows.
+    # One loop for all tiles, masked in each: the compiler does not specialize a loop that another one follows.
     end = tl.minimum(start_m + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k
     acc, m, l = _accumulate(
         acc, m, l, q, k_desc, v_desc, 0, end, seq_k, offs_m + diagonal, scale_log2,
@@ -110,11 +110,11 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     out = empty_rows(q, value_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
-        q, scale = -q, -scale  # the same scores; the largest one is then the largest before scaling too
+        q, scale = -q, -scale  # the scores stay the same; now their maximum can be taken before scaling
     q, k, v = addressable(q), addressable(k), addressable(v)
     device = q.device
-    context = contextvars.copy_context()  # outside of it the allocator stays the user's
-    context.run(triton.set_allocator, lambda size, *_: torch.empty(size, dtype=torch.int8, device=device))  # for descriptors
+    context = contextvars.copy_context()  # outside of this block the user's allocator stays
+    context.run(triton.set_allocator, lambda size, *_: torch.empty(size, dtype=torch.int8, device=device))  # descriptors
     context.run(
         _forward_kernel[lambda args: (triton.cdiv(seq_q, args["BLOCK_M"]) * batch * heads,)],
         q, k, v, out, lse, scale,

@@ -1,4 +1,4 @@
-"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2), with delta computed once, as line 4 has it."""
+"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) with delta computed once (line 4)."""
 
 import torch
 import triton
@@ -10,12 +10,12 @@ from common.kernels.tuning import autotune, bucket, configs
 from common.operator import empty_rows
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-DELTA_ROWS = 64  # rows of a program of the delta kernel
+DELTA_ROWS = 64  # rows per program of the delta kernel
 
 
 @triton.jit
 def _delta_kernel(out_desc, do_desc, delta_ptr, heads, seq_q: tl.int32, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr):
-    """delta = rowsum(dO * O), [B, H, Sq] float32: what the gradient of softmax takes off every row of dP."""
+    """Compute delta = rowsum(dO * O), [B, H, Sq] float32, which the softmax's gradient subtracts from each row of dP."""
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     start_m = tl.program_id(0) % tiles_m * BLOCK_M
     batch_head = tl.program_id(0) // tiles_m
@@ -33,7 +33,7 @@ def _accumulate_dq(
     dq, q, do, lse_log2, delta, k_desc, v_desc, batch, kv_head, lo, hi, seq_k, offs_m, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what the keys [lo, hi) give to one query tile's dq."""
+    """Add the contribution of the keys [lo, hi) to one query tile's dq."""
     for start_n in range(lo, hi, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
         k = k_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, HEAD_DIM)
@@ -52,7 +52,7 @@ def _accumulate_dq(
 
 
 def _set_block_shapes(args):
-    """Before a launch: what a descriptor moves at once is the tile of the configuration about to run."""
+    """Before a launch: write the tile sizes of the chosen configuration into the descriptors."""
     for name, rows, columns in (
         ("q_desc", "BLOCK_M", "HEAD_DIM"),
         ("do_desc", "BLOCK_M", "VALUE_DIM"),
@@ -76,13 +76,13 @@ DQ_TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
 @triton.jit
 def _dq_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_desc, lse_ptr, delta_ptr, scale,
-    heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32, bucket,  # bucket: for the tuning key alone
+    heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32, bucket,  # bucket: only part of the tuning key
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     start_m = tl.program_id(0) % tiles_m * BLOCK_M
-    # NOTE: head after head; where causal, the last heads' longest tiles end long after all others. v6 starts the longest first.
+    # NOTE: head after head; with a causal mask the last heads' long tiles end after all others. v6 starts the longest first.
     batch_head = tl.program_id(0) // tiles_m
     batch = batch_head // heads
     head = batch_head % heads
@@ -97,7 +97,7 @@ def _dq_kernel(
     scale_log2 = scale * LOG2_E
     dq = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
 
-    # Stage 1 takes the whole tiles that every row sees, without a mask; stage 2 the diagonal and the ragged end, with one.
+    # Stage 1: whole tiles that every row sees, without a mask. Stage 2: the diagonal and the ragged end, masked.
     end = tl.minimum(start_m + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k
     full = (tl.minimum(start_m + diagonal, seq_k) if CAUSAL else seq_k) // BLOCK_N * BLOCK_N
     dq = _accumulate_dq(
@@ -118,7 +118,8 @@ def _accumulate_dkv(
     dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, batch, head, lo, hi, seq_q, offs_n, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what the queries [lo, hi) give to one K/V tile's dk and dv; P and dS come out transposed, as both need."""
+    """Add the contribution of the queries [lo, hi) to one K/V tile's dk and dv. P and dS are computed transposed, as both
+    need them."""
     for start_m in range(lo, hi, BLOCK_M):
         offs_m = start_m + tl.arange(0, BLOCK_M)
         q = q_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, HEAD_DIM)
@@ -146,7 +147,7 @@ DKV_TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
 @triton.jit
 def _dkv_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse_ptr, delta_ptr, scale,
-    kv_heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32, bucket,  # bucket: for the tuning key alone
+    kv_heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32, bucket,  # bucket: only part of the tuning key
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -163,7 +164,7 @@ def _dkv_kernel(
     dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
     dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
 
-    # Stage 1 takes the diagonal, with a mask; stage 2 the tiles that see every key, without: past the end a load gives zeros.
+    # Stage 1: the diagonal, masked. Stage 2: tiles that see every key, without a mask, since loads past the end give zeros.
     first = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M if CAUSAL else 0
     full = tl.cdiv(tl.maximum(start_n + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M if CAUSAL else 0
     for shared in range(heads_per_kv):  # the query heads that share these keys

@@ -7,8 +7,8 @@ from .forward import forward
 
 __all__ = ["SPILLED_BYTES", "UNORDERED", "attention", "backward", "forward"]
 
-# Stored and loaded by a thread, at most, for D = 128 with a mask: five matmuls leave few registers beside dK and dV.
-SPILLED_BYTES = 16  # by Triton 3.6; by 3.7 none
-UNORDERED = ("dq",)  # added up in the order in which programs come, unless `torch.use_deterministic_algorithms` is on
+# Spilled bytes per thread at D = 128 with a mask: five matmuls leave few registers beside dK and dV.
+SPILLED_BYTES = 16  # with Triton 3.6; with 3.7 nothing is spilled
+UNORDERED = ("dq",)  # programs add to it in any order, unless `torch.use_deterministic_algorithms` is on
 
 attention = make_attention(__name__, forward, backward)

@@ -1,4 +1,4 @@
-"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel, as it stands there: dQ is added up in memory."""
+"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel: dQ accumulates in memory."""
 
 import torch
 import triton
@@ -12,12 +12,12 @@ from common.operator import empty_rows
 from stages.v6_tile_order.backward import backward as backward_of_v6
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-DELTA_ROWS = 64  # rows of a program of the delta kernel
+DELTA_ROWS = 64  # rows per program of the delta kernel
 
 
 @triton.jit
 def _delta_kernel(out_desc, do_desc, delta_ptr, heads, seq_q: tl.int32, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr):
-    """delta = rowsum(dO * O), [B, H, Sq] float32: what the gradient of softmax takes off every row of dP."""
+    """Compute delta = rowsum(dO * O), [B, H, Sq] float32, which the softmax's gradient subtracts from each row of dP."""
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     start_m = tl.program_id(0) % tiles_m * BLOCK_M
     batch_head = tl.program_id(0) // tiles_m
@@ -31,8 +31,8 @@ def _delta_kernel(out_desc, do_desc, delta_ptr, heads, seq_q: tl.int32, VALUE_DI
 
 
 def _before_launch(args):
-    """What a descriptor moves at once is the tile of the configuration about to run, and its programs add dQ to zeros, not to
-    what the tuner's runs have left."""
+    """Write the tile sizes of the chosen configuration into the descriptors, and zero the accumulator of dQ, to which the
+    tuner's runs have added."""
     for name, rows, columns in (
         ("q_desc", "BLOCK_M", "HEAD_DIM"),
         ("do_desc", "BLOCK_M", "VALUE_DIM"),
@@ -52,8 +52,8 @@ def _accumulate(
     dk, dv, k, v, q_desc, do_desc, sums_desc, lse_ptr, delta_ptr, batch, head, lo, hi, seq_q, seen_from, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what the queries [lo, hi) give to one K/V tile's dk and dv, and what it gives to their dq, which is summed in memory.
-    P and dS come out transposed, as dk and dv need."""
+    """Add the contribution of the queries [lo, hi) to one K/V tile's dk and dv, and to dq in memory. P and dS are computed
+    transposed, as dk and dv need them."""
     for start_m in range(lo, hi, BLOCK_M):
         offs_m = start_m + tl.arange(0, BLOCK_M)
         q = q_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, HEAD_DIM)
@@ -68,7 +68,7 @@ def _accumulate(
         delta = tl.load(delta_ptr + offs_m, mask=offs_m < seq_q, other=0.0)
         ds_t = (p_t * (dp_t - delta[None, :])).to(q.dtype)
         dk = tl.dot(ds_t, q, dk, input_precision=PRECISION)
-        # NOTE: where each matmul is waited for, and where its operands lie, the compiler decides; v8 writes it down.
+        # NOTE: the compiler decides when to wait for a matmul and where its operands lie; v8 makes this explicit.
         dq = tl.dot(ds_t.T, k, input_precision=PRECISION)  # [BLOCK_M, HEAD_DIM]
         sums_desc.atomic_add([batch, head, start_m, 0], dq.reshape(1, 1, BLOCK_M, HEAD_DIM))
     return dk, dv
@@ -84,12 +84,12 @@ TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
 @triton.jit
 def _backward_kernel(
     q_desc, k_desc, v_desc, do_desc, sums_desc, dk_desc, dv_desc, lse_ptr, delta_ptr, scale,
-    kv_heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32, bucket,  # bucket: for the tuning key alone
+    kv_heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32, bucket,  # bucket: only part of the tuning key
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles_n = tl.cdiv(seq_k, BLOCK_N)
-    tile, batch_head = tile_and_head(tiles_n, seq_q, 6 * HEAD_DIM + 2 * VALUE_DIM, CAUSAL)  # Q, sums of dQ, dO
+    tile, batch_head = tile_and_head(tiles_n, seq_q, 6 * HEAD_DIM + 2 * VALUE_DIM, CAUSAL)  # Q, dQ's accumulator, dO
     start_n = tile * BLOCK_N
     batch = batch_head // kv_heads
     kv_head = batch_head % kv_heads
@@ -101,9 +101,10 @@ def _backward_kernel(
     dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
     dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
 
-    # The first query to see a key; past the end none does: p may be infinite there, and infinity times a load's zeros is NaN.
+    # The first query that sees a key. Past the end there is none: p may be infinite there, and infinity times a load's zeros is
+    # NaN.
     seen_from = tl.where(offs_n < seq_k, offs_n - diagonal if CAUSAL else 0, 2**30)
-    # Stage 1 takes the diagonal, and all if keys end here, with a mask; stage 2 the tiles that see every key, without.
+    # Stage 1: the diagonal, or all tiles if keys end here, masked. Stage 2: tiles that see every key, without a mask.
     first = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M if CAUSAL else 0
     full = tl.cdiv(tl.maximum(start_n + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M if CAUSAL else 0
     full = tl.where(start_n + BLOCK_N > seq_k, seq_q, full)
@@ -128,7 +129,7 @@ def _backward_kernel(
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors.
 
-    While `torch.use_deterministic_algorithms` is on all is left to v6: dQ is added up in the order in which the programs come.
+    Under `torch.use_deterministic_algorithms` this falls back to v6, because programs add to dQ in any order.
     """
     if torch.are_deterministic_algorithms_enabled():
         return backward_of_v6(grad_out, q, k, v, out, lse, causal=causal, scale=scale, diagonal=diagonal)

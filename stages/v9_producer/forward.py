@@ -24,7 +24,7 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 
 @gluon.jit
 def _load(load, ring, fill):
-    """Begin to load a key tile's K and V into the next buffers of their ring, once those who read them are done."""
+    """Start to load a key tile's K and V into the next buffers of the ring, when the consumers have released them."""
     k_desc, v_desc, batch, kv_head = load
     k_s, v_s, kv_full, kv_empty = ring
     STAGES: gl.constexpr = k_s.shape[0]
@@ -38,7 +38,7 @@ def _load(load, ring, fill):
 
 @gluon.jit
 def _accumulate(acc, m, l, q, ring, lo, hi, seq_k, last_n, scale_log2, CAUSAL: gl.constexpr, MASKED: gl.constexpr):
-    """Fold the key tiles [lo, hi) into one query tile's running softmax: acc, m (running maximum), l (running sum)."""
+    """Fold the key tiles [lo, hi) into one query tile's online softmax: acc, m (running maximum), l (running sum)."""
     k_s, v_s, kv_full, kv_empty = ring
     STAGES: gl.constexpr = k_s.shape[0]
     BLOCK_N: gl.constexpr = k_s.shape[3]
@@ -51,7 +51,7 @@ def _accumulate(acc, m, l, q, ring, lo, hi, seq_k, last_n, scale_log2, CAUSAL: g
         mbarrier.wait(kv_full.index(slot), tile // STAGES & 1)
         k = k_s.index(slot).reshape([BLOCK_N, k_s.shape[4]])
         s = warpgroup_mma(q, k.permute([1, 0]), no_s, use_acc=False, is_async=True)
-        # NOTE: all warps wait, and then no matmul runs under their softmax; v10's warpgroups go each at its own pace.
+        # NOTE: all warps wait, so no matmul runs under their softmax; in v10 each warpgroup goes at its own pace.
         s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
         if MASKED:
             offs_n = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
@@ -59,9 +59,9 @@ def _accumulate(acc, m, l, q, ring, lo, hi, seq_k, last_n, scale_log2, CAUSAL: g
             if CAUSAL:
                 visible = visible & (last_n[:, None] >= offs_n[None, :])
             s = gl.where(visible, s, float("-inf"))
-        m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)  # finite: the first tile holds key 0, which every query sees
+        m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)  # finite: the first tile contains key 0, which every query sees
         p = gl.exp2(s * scale_log2 - m_new[:, None])
-        rescale = gl.exp2(m - m_new)  # what was summed under the old maximum
+        rescale = gl.exp2(m - m_new)  # rescales sums under the old maximum
         l = l * rescale + gl.sum(p, 1)
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
         v = v_s.index(slot).reshape([BLOCK_N, v_s.shape[4]])
@@ -74,7 +74,7 @@ def _accumulate(acc, m, l, q, ring, lo, hi, seq_k, last_n, scale_log2, CAUSAL: g
 
 @gluon.jit
 def _producer(load):
-    """One warp: loads Q, and keeps the buffers of K and V full."""
+    """One warp: load Q, and keep the buffers of K and V full."""
     q_desc, q_s, q_full, batch, head, start_m, kv, ring, n = load
     mbarrier.expect(q_full.index(0), q_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(q_desc, [batch, head, start_m, 0], q_full.index(0), q_s.index(0))
@@ -84,7 +84,7 @@ def _producer(load):
 
 @gluon.jit
 def _consumer(work, CAUSAL: gl.constexpr):
-    """All of the arithmetic of a program."""
+    """The other warps: compute a CTA's part of the gradients."""
     out_desc, lse_ptr, scale, q_s, o_s, q_full, batch, head, start_m, seq_q, seq_k, diagonal, ring, n = work
     k_s, v_s, kv_full, kv_empty = ring
     ROWS: gl.constexpr = q_s.shape[3]
@@ -94,7 +94,7 @@ def _consumer(work, CAUSAL: gl.constexpr):
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
     rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    # Stage 1 takes the whole tiles that every row sees, without a mask; stage 2 the diagonal and the ragged end, with one.
+    # Stage 1: whole tiles that every row sees, without a mask. Stage 2: the diagonal and the ragged end, masked.
     full = (gl.minimum(start_m + diagonal, seq_k) if CAUSAL else seq_k) // BLOCK_N
 
     offs_m = start_m + gl.arange(0, ROWS, rows)
@@ -145,17 +145,17 @@ def _forward_kernel(
     kv = (k_desc, v_desc, batch, head // heads_per_kv)
     work = (out_desc, lse_ptr, scale, q_s, o_s, q_full, batch, head, start_m, seq_q, seq_k, diagonal, ring, n)
     load = (q_desc, q_s, q_full, batch, head, start_m, kv, ring, n)
-    # The registers of an SM, 512 for each of 128 threads, go where the tiles are: the producer keeps 24.
+    # An SM has 512 registers for each of 128 threads. The producer keeps 24 per thread, and the consumers get the rest.
     gl.warp_specialize([(_consumer, (work, CAUSAL)), (_producer, (load,))], [1], [24])
 
 
-# By head dimension, the larger of the two: query rows of a tile, keys of a tile, buffers of K and V.
+# By the larger head dimension: query rows per tile, keys per tile, buffers of K and V.
 TILES = {16: (256, 64, 6), 32: (256, 64, 6), 64: (256, 64, 6), 128: (128, 128, 2), 256: (128, 64, 2)}
 
 
 @replayed
 def forward(q, k, v, *, causal, scale, diagonal=0):
-    """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors. float32 is left to v7.
+    """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors. Falls back to v7 for float32.
 
     Raises:
         Unavailable: the GPU is not a Hopper GPU.
@@ -168,7 +168,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     out = empty_rows(q, value_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
-        q, scale = -q, -scale  # the same scores; the largest one is then the largest before scaling too
+        q, scale = -q, -scale  # the scores stay the same; now their maximum can be taken before scaling
     q, k, v = addressable(q), addressable(k), addressable(v)
     block_m, block_n, stages = TILES[max(head_dim, value_dim)]
     _forward_kernel[triton.cdiv(seq_q, block_m) * batch * heads,](

@@ -113,8 +113,8 @@ def test_the_story_tells_of_new_stages(inside, monkeypatch, capsys):
     monkeypatch.setattr(stages, "names", lambda: [V0, LAST, COPIES[V0], NEXT])
     story.print_story()
     told = " ".join(capsys.readouterr().out.split())
-    assert f"{NEXT} {new_stage.IDEA.capitalize()}, in a sentence. from {LAST}: {story.Change(0, 0, ())}" in told
-    assert f"{COPIES[V0]} A dead end: {new_stage.IDEA}, in a sentence. from {V0}: " in told  # less its notes
+    assert f"{NEXT} {new_stage.IDEA.capitalize()}. from {LAST}: {story.Change(0, 0, ())}" in told
+    assert f"{COPIES[V0]} A dead end: {new_stage.IDEA}. from {V0}: " in told  # less its notes
 
 
 def test_tables_and_benchmark_compare_a_new_stage_with_what_it_was_made_from(inside):

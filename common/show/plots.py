@@ -50,6 +50,8 @@ BARS = (  # of each pass and head dimension, in the order of COLUMNS: a colour f
 RUN_COLORS = ("#f4a582", "#fdbe85", "#d94801")  # of bars, by the number of their run
 DECODING = run_file("decode-d128")
 DECODED = ((1, 16, 16), (8, 32, 8))  # batch, heads and K/V heads of the panels
+STORY = ("v0", "v1", "v3", "v5")  # the stages that the speed plots draw besides the newest
+LABEL_GAP = 0.035  # between names of lines, as a share of the axis
 SAME = 1.02  # lines of which none is further above another one than by that factor lie on each other
 
 
@@ -133,15 +135,30 @@ def _selected(found, names, pass_, head_dim, causal):
     ]
 
 
+def _label_ends(axes, lines: dict[str, list[tuple]], names: list[str]):
+    """Name each line to the right of its last point, in its colour, no two names closer than `LABEL_GAP` of the axis."""
+    low, high = axes.get_ylim()
+    gap, below = LABEL_GAP * (high - low), low - (high - low)
+    for name, points in sorted(lines.items(), key=lambda line: line[1][-1][1]):
+        below = max(points[-1][1], below + gap)
+        axes.annotate(
+            spoken(name), xy=(1, below), xycoords=("axes fraction", "data"), xytext=(6, 0), textcoords="offset points",
+            va="center", fontsize=8, color=style(name, names)["color"], annotation_clip=False,
+        )  # fmt: skip
+
+
 def _speed(found, names, pass_):
-    figure, grid = plt.subplots(2, 2, figsize=(10, 8), layout="constrained")
+    """Few stages, chosen for the story, and the libraries; each line has its name at its end."""
+    stage_names = [name for name in names if stages.position(name)]
+    chosen = [name for name in names if name not in stage_names or stages.version(name) in STORY or name == stage_names[-1]]
+    figure, grid = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
     for axes, (head_dim, causal) in zip(grid.flat, [(64, False), (64, True), (128, False), (128, True)], strict=True):
         axes.set_title(f"{PASS_NAMES[pass_]}, D={head_dim}, {'causal' if causal else 'full'}", fontsize=10)
         axes.set_ylabel("TFLOP/s")
-        chosen = _selected(found, names, pass_, head_dim, causal)
-        _lines(axes, chosen, names, "tflops")
+        lines = _lines(axes, _selected(found, chosen, pass_, head_dim, causal), chosen, "tflops")
         axes.set_ylim(0)
-    _legend(figure, 6)
+        axes.spines[["top", "right"]].set_visible(False)
+        _label_ends(axes, lines, chosen)
     return figure
 
 

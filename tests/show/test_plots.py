@@ -1,5 +1,7 @@
 """The plots: every implementation can be told from the others, in every figure, by one legend."""
 
+import itertools
+
 import pytest
 from test_results import records
 from test_results import run as run_of
@@ -59,7 +61,7 @@ def test_no_two_implementations_look_the_same():
     assert len(looks) == len(names), "without colours"
 
 
-@pytest.mark.parametrize("name", ["evolution", "speed-forward", "speed-backward", "gain", "memory"])
+@pytest.mark.parametrize("name", ["evolution", "gain", "memory"])
 def test_a_figure_has_one_legend_of_all_that_it_draws(drawn, name):
     figure = drawn[0][name]
     (legend,) = figure.legends
@@ -77,6 +79,20 @@ def test_a_figure_has_one_legend_of_all_that_it_draws(drawn, name):
         assert sorted(shown) == sorted(bars_of_runs + [f"{peer}, run [{key}]" for peer, key in of_peers])
         return
     assert shown == {"gain": bars}.get(name, peers + stages_of_line)
+
+
+@pytest.mark.parametrize("name", ["speed-forward", "speed-backward"])
+def test_speed_has_few_lines_and_a_name_at_the_end_of_each(drawn, name):
+    figure = drawn[0][name]
+    peers = [results.spoken(other) for other in main_line() if not stages.position(other)]
+    assert not figure.legends
+    for axes in figure.axes:
+        labels = [text.get_text() for text in axes.texts]
+        assert sorted(labels) == sorted([*peers, "v0", "v1", "v3", "v5", results.spoken(main_line()[-1])])
+        assert len(axes.lines) == len(labels)
+        heights = sorted(text.xy[1] for text in axes.texts)
+        low, high = axes.get_ylim()
+        assert all(above - below >= 0.03 * (high - low) for below, above in itertools.pairwise(heights))
 
 
 def decoding(impl, gbps, batch, heads, kv_heads, seq_len, kv_len):
@@ -111,7 +127,8 @@ def test_decoding_shows_the_rates_of_one_query_next_to_a_copys(tmp_path, monkeyp
 def test_axes_take_most_of_the_width(drawn):
     for name, figure in drawn[0].items():
         figure.draw_without_rendering()
-        assert sum(axes.get_position().width for axes in figure.axes[:2]) > 0.8, name
+        room_for_names = 0.15 if name.startswith("speed") else 0
+        assert sum(axes.get_position().width for axes in figure.axes[:2]) > 0.8 - room_for_names, name
 
 
 def test_evolution_shows_the_means_of_the_summary(drawn):

@@ -1,4 +1,4 @@
-"""What the tests share: inputs, a stage's results on them, and the check of these against float64."""
+"""Shared by the tests: inputs, a stage's results on them, and the check of these results against float64."""
 
 import functools
 import hashlib
@@ -14,21 +14,21 @@ from common.measure.timeline import has_gluon
 from common.operator import diagonal
 from common.runtime import DEVICE, INTERPRETED
 
-TILED = (40, 100)  # query and key counts of a cheap problem, with ragged ends and, for most tiles, more than one key tile
+TILED = (40, 100)  # (queries, keys) of a cheap problem: ragged ends, and most query tiles visit more than one key tile
 
-# Batch and heads of a problem that is not about these: the interpreter is slow for each. More, and not equally many, have those
-# of strides, of short lengths, of memory.
+# Batch size and heads of a problem about something else: the interpreter is slow for each. Tests of strides, short lengths
+# and memory use larger, unequal counts.
 FEW = {} if DEVICE == "cuda" else {"batch": 1, "heads": 2}
-FEW_SHARED = FEW | {"kv_heads": 1, "value_dim": 16}  # all query heads share K and V, and values are smaller than keys
+FEW_SHARED = FEW | {"kv_heads": 1, "value_dim": 16}  # all query heads share one K/V head; values are smaller than keys
 
-KEPT_PROBLEMS, KEPT_ELEMENTS = 100, 2**18  # whose answers are kept on the CPU: no more, with no more numbers in q and k
+KEPT_PROBLEMS, KEPT_ELEMENTS = 100, 2**18  # answers that the CPU caches, and elements of q and k up to which it does
 
 
 NEED = re.compile(r"""^from stages\.(v\w+)|^PARENT = "(v\w+)"|stages\.resolve\("(v\w+)"\)""")
 
 
 def needs_of_stages_that_are_gone(root: Path) -> list[str]:
-    """`file:line: text` of each line of the stages and bench.py that needs a stage without a directory under `root`."""
+    """`file:line: text` of each line in the stages and bench.py that needs a stage without a directory under `root`."""
     names = {path.parent.name for path in root.glob("stages/v*/__init__.py")}
     there = names | {name.split("_")[0] for name in names}
     found = []
@@ -41,10 +41,10 @@ def needs_of_stages_that_are_gone(root: Path) -> list[str]:
 
 @functools.cache
 def in_full() -> frozenset[str]:
-    """The stages of which the default run checks everything: on the interpreter, which is slow, not all.
+    """The stages that get every test in the default run: all on a GPU, some on the slow interpreter.
 
-    Of the others it checks the results alone: of dead ends, of the stages in Gluon all but the last, and of those with tuned
-    tiles all but the last of either kind of backward, of two kernels and of one.
+    The interpreter runs every test for the newest stage, for the last stage of each number of tuned kernels, and for the
+    Triton stages without tuning. Other stages, dead ends included, get correctness tests only.
     """
     if not INTERPRETED:
         return frozenset(stages.names())
@@ -55,9 +55,9 @@ def in_full() -> frozenset[str]:
 
 
 def make_inputs(seq_q, seq_k, head_dim=32, dtype=torch.float16, *, batch=2, heads=3, kv_heads=None, value_dim=None):
-    """q, k, v and a gradient of the output, normally distributed; more than one batch and head, and not equally many.
+    """q, k, v and a gradient of the output, normally distributed. Batch size and head count differ and exceed 1.
 
-    k and v have the heads of q, and v its head dimension, unless `kv_heads` and `value_dim` say otherwise.
+    `kv_heads` defaults to `heads`, and `value_dim` to `head_dim`.
     """
     kv_heads, value_dim = kv_heads or heads, value_dim or head_dim
     shapes = (heads, seq_q, head_dim), (kv_heads, seq_k, head_dim), (kv_heads, seq_k, value_dim), (heads, seq_q, value_dim)
@@ -73,7 +73,7 @@ def by_operator(stage, q, k, v, grad_out, *, causal, scale):
 
 
 def by_functions(stage, q, k, v, grad_out, *, causal, scale):
-    """All results of a stage, from its own two functions."""
+    """All results of a stage, from its own `forward` and `backward`."""
     options = {"causal": bool(causal), "scale": scale, "diagonal": diagonal(causal, q.shape[2], k.shape[2])}
     out, lse = stage.forward(q, k, v, **options)
     dq, dk, dv = stage.backward(grad_out, q, k, v, out, lse, **options)
@@ -81,7 +81,7 @@ def by_functions(stage, q, k, v, grad_out, *, causal, scale):
 
 
 def check(stage, q, k, v, grad_out, *, causal, scale=None, run=by_operator):
-    """Assert that a stage's results are as near to float64 as `common.measure.reference` asks, and return them."""
+    """Assert that a stage's results are as close to float64 as `common.measure.reference` requires, and return them."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     results = run(stage, q, k, v, grad_out, causal=causal, scale=scale)
     for name, like in {"out": q, "dq": q, "dk": k, "dv": v}.items():
@@ -95,7 +95,7 @@ def check(stage, q, k, v, grad_out, *, causal, scale=None, run=by_operator):
 
 
 class _Problem(tuple):
-    """Arguments of `truth` and `plain`, equal to others that hold the same numbers."""
+    """Arguments of `truth` and `plain` as a cache key: two are equal if their types and values are."""
 
     def __new__(cls, *arguments):
         return super().__new__(cls, arguments)
@@ -120,14 +120,14 @@ class _Problem(tuple):
 
 @functools.lru_cache(KEPT_PROBLEMS if DEVICE == "cpu" else 0)
 def _answer(problem):
-    """What every stage is compared with on that problem: the truth, and how far from it a stage may be."""
+    """The exact results of a problem, and the largest error that each may have."""
     exact = truth(*problem)
     bounds = error_bounds(exact, plain(*problem))
     return {name: exact[name] for name in bounds}, bounds
 
 
 def assert_same_bits(first: dict, second: dict, unordered: tuple = ()):
-    """Assert that two sets of results are equal in every bit, a zero's sign included; those in `unordered` nearly so."""
+    """Assert that results are equal in every bit, signs of zeros included, but only nearly so for names in `unordered`."""
     for name, result in first.items():
         other = second[name]
         if name in unordered:
@@ -137,6 +137,6 @@ def assert_same_bits(first: dict, second: dict, unordered: tuple = ()):
 
 
 def cells(table, impl):
-    """The rows of an implementation, each the list of its cells."""
+    """The table's rows for `impl`, each a list of cells."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")]
     return [row for row in rows if row[2:3] == [impl]]

@@ -5,7 +5,7 @@ import threading
 import zlib
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch and numpy: on problems this small more threads only wait
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # set before torch and numpy load: small problems gain nothing from threads
 
 import numpy  # noqa: E402
 import pytest  # noqa: E402
@@ -24,27 +24,29 @@ ROOT = Path(__file__).parents[1]
 
 
 def pytest_make_parametrize_id(val):
-    """float16 in the name of a test, not dtype0."""
+    """Write float16 in the name of a test, not dtype0."""
     return str(val).removeprefix("torch.") if isinstance(val, torch.dtype) else None
 
 
 def pytest_configure():
-    """Stop before the first test where a stage is gone that others need: each of them would fail, and none would say why."""
+    """Stop with one clear error if a stage is missing that others need. Otherwise many tests would fail without the reason."""
     if lines := needs_of_stages_that_are_gone(ROOT):
         raise pytest.UsageError("these lines need a stage whose directory is gone:\n" + "\n".join(lines))
 
 
-@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+@pytest.hookimpl(optionalhook=True)  # a hook of pytest-xdist
 def pytest_xdist_auto_num_workers():
-    """As many processes as processors for the interpreter; a GPU holds no more than eight and their memory."""
+    """One process per CPU core on the interpreter. On a GPU at most eight, to fit in its memory."""
     processors = len(os.sched_getaffinity(0))
     return processors if INTERPRETED else min(8, processors)
 
 
-@pytest.hookimpl(tryfirst=True)  # before the long ones are left out
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out the long tests
 def pytest_collection_modifyitems(items):
-    """Stages that are not `in_full` have their results checked and no more, in float32 not even these where another stage's
-    kernels make them. All else that is done to them is in the long run."""
+    """Mark most tests of stages outside `in_full` as long: only tests marked `every_stage` stay in the default run.
+
+    A Gluon stage falls back to another stage's kernels in float32, so its float32 tests are long too.
+    """
     in_gluon = {name for name in stages.names() if has_gluon(name)}
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
@@ -66,7 +68,7 @@ def stage(request):
 
 @pytest.fixture(scope="module")
 def ranks():
-    """Processes that are ranks of a group: `ranks.Ranks`, as many as tests need and there are GPUs for."""
+    """A group of `ranks.Ranks` processes: four, or fewer if there are fewer GPUs."""
     from ranks import MOST, Ranks
 
     if MOST < 2:
@@ -78,7 +80,7 @@ def ranks():
 
 @pytest.fixture
 def unordered(stage):
-    """The results, by name, that a stage adds up in no fixed order: `UNORDERED` in its module, none if it does not say."""
+    """The names of the results that a stage sums in no fixed order: `UNORDERED` in its module, or none."""
     return getattr(stage, "UNORDERED", ())
 
 
@@ -92,21 +94,20 @@ def _same_random_numbers():
 
 @pytest.fixture(autouse=True)
 def _orders_of_its_own(request):
-    """Each test has seeds of its own, by its name: the suite runs Gluon's kernels in many orders, and a test that fails does so
-    again by itself, with the same ones."""
+    """Seed each test by its name: Gluon kernels run in many orders, and a failing test fails again when it runs alone."""
     restart_seeds(zlib.crc32(request.node.nodeid.encode()))
 
 
 @pytest.fixture
 def real_tuning():
-    """Asked for by a test in which the autotuner compiles and times its configurations, as it does for a user."""
+    """Take this fixture in a test where the autotuner must compile and time its configurations, as it does for a user."""
 
 
 @pytest.fixture(autouse=True)
 def _quick_tuning(request, monkeypatch):
-    """On a GPU the autotuner takes the first configuration that fits: the tests make hundreds of problems to tune for.
+    """On a GPU the autotuner takes the first configuration that fits: the tests tune for hundreds of problems.
 
-    That every configuration is right, the tests of the autotuner show one by one.
+    The tests of the autotuner check every configuration.
     """
     if "real_tuning" not in request.fixturenames:
         monkeypatch.setattr(Autotuner, "prune_configs", first_that_survives)
@@ -115,15 +116,15 @@ def _quick_tuning(request, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _refuse_to_write_outside(monkeypatch):
-    """In the interpreter, a store outside every argument of a kernel raises, instead of ending the process some time later."""
+    """On the interpreter, a store outside every kernel argument raises at once, and does not crash the process later."""
     if not INTERPRETED:
         return
     prepare, store = interpreter.GridExecutor._init_args_hst, interpreter.InterpreterBuilder.create_masked_store
-    running = threading.local()  # the address ranges of the kernel that a thread runs
+    running = threading.local()  # the address ranges that the kernel of a thread may write
 
     def remember_arguments(executor, args, kwargs):
         on_host = prepare(executor, args, kwargs)
-        tensors = [getattr(value, "base", value) for value in (*on_host[0], *on_host[1].values())]  # or a descriptor's
+        tensors = [getattr(value, "base", value) for value in (*on_host[0], *on_host[1].values())]  # or a descriptor's tensor
         storages = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, torch.Tensor)]
         running.allowed = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
         return on_host

@@ -1,4 +1,4 @@
-"""What each stage must move and compute, in closed form: float16 inputs, a tile of whole rows, every byte and FLOP.
+"""The bytes and FLOPs of each stage in closed form, for float16 inputs and tiles of whole rows.
 
 A prediction is the list of a pass's steps, each (bytes read, bytes written) or (bytes read, bytes written, FLOPs).
 """
@@ -17,7 +17,7 @@ Steps = Iterator[tuple]
 
 @dataclass(frozen=True)
 class Problem:
-    """Shapes and tiles. `heads` and `kv_heads` count those of the whole batch; a tile is (BLOCK_M queries, BLOCK_N keys)."""
+    """Shapes and tiles. `heads` and `kv_heads` count the whole batch. A tile is (BLOCK_M queries, BLOCK_N keys)."""
 
     heads: int
     kv_heads: int  # each shared by heads / kv_heads query heads
@@ -26,19 +26,19 @@ class Problem:
     head_dim: int  # D, of Q and K
     value_dim: int  # Dv, of V and O
     causal: bool
-    query_tile: tuple[int, int]  # of programs that own queries, and of v2's forward
-    key_tile: tuple[int, int]  # of programs that own keys, and of v2's backward
+    query_tile: tuple[int, int]  # for programs that own queries, and v2's forward
+    key_tile: tuple[int, int]  # for programs that own keys, and v2's backward
 
-    # Bytes of a row, and of whole tensors, in float16. In float32 they are twice that.
+    # Bytes of a row and of whole tensors in float16. Float32 takes twice as many.
 
     @property
     def row_of_q(self):
-        """Of K, dQ and dK too."""
+        """A row of Q, K, dQ or dK."""
         return self.head_dim * HALF
 
     @property
     def row_of_o(self):
-        """Of dO, V and dV too."""
+        """A row of O, dO, V or dV."""
         return self.value_dim * HALF
 
     @property
@@ -61,16 +61,16 @@ class Problem:
         """V, and dV: [B, Hkv, Sk, Dv]."""
         return self.kv_heads * self.seq_k * self.row_of_o
 
-    # Bytes of what has no head dimension.
+    # Bytes of tensors without a head dimension.
 
     @property
     def row(self):
-        """A number for each query, as m, l, LSE and delta: [B, H, Sq] float32."""
+        """One float32 per query, such as m, l, LSE or delta: [B, H, Sq]."""
         return self.heads * self.seq_q * FLOAT
 
     @property
     def s(self):
-        """S, and dP: [B, H, Sq, Sk] float32. P and dS in float16 are half of that."""
+        """S, and dP: [B, H, Sq, Sk] float32. P and dS in float16 take half."""
         return self.heads * self.seq_q * self.seq_k * FLOAT
 
     @property
@@ -79,23 +79,23 @@ class Problem:
         seen = (min(i + 1, self.seq_k) for i in range(self.seq_q)) if self.causal else [self.seq_q * self.seq_k]
         return self.heads * sum(seen) * FLOAT
 
-    # FLOPs of matmuls. S, dQ and dK sum over, or give, rows of D numbers, as Q and K have; O, dP and dV of Dv, as V has.
+    # FLOPs of matmuls. The matmuls of S, dQ and dK have the dimension D of Q and K; O, dP and dV have the Dv of V.
 
     def flops(self, scores, of_keys, of_values):
-        """Of so many matmuls with D and with Dv, each over `scores` elements of S."""
+        """FLOPs of `of_keys` matmuls with D and `of_values` with Dv, each over `scores` elements of S."""
         return 2 * scores * (of_keys * self.head_dim + of_values * self.value_dim)
 
     @property
     def key_matmul(self):
-        """S, dQ or dK, each, over all of S."""
+        """The matmul of S, dQ or dK, over all of S."""
         return self.flops(self.heads * self.seq_q * self.seq_k, 1, 0)
 
     @property
     def value_matmul(self):
-        """O, dP or dV, each, over all of S."""
+        """The matmul of O, dP or dV, over all of S."""
         return self.flops(self.heads * self.seq_q * self.seq_k, 0, 1)
 
-    # What tiles see of each other. A query head asks for its keys whether it shares them or not.
+    # Tiles that see each other. A query head loads its keys whether it shares them or not.
 
     @property
     def key_tiles_seen(self):
@@ -106,12 +106,12 @@ class Problem:
 
     @property
     def keys_read(self):
-        """Rows of K, and of V, that all query tiles of all heads load, in whole tiles, cut off at the end of K alone."""
+        """Rows of K (or V) that all query tiles of all heads load: whole tiles, clipped only at the end of K."""
         return self.heads * sum(min(tiles * self.query_tile[1], self.seq_k) for tiles in self.key_tiles_seen)
 
     @property
     def kv_read(self):
-        """Bytes of these rows: as many where heads share K and V as where each has its own, but fewer distinct ones."""
+        """Bytes of these rows of K and V. If heads share K and V, the same bytes hold fewer distinct rows."""
         return self.keys_read * (self.row_of_q + self.row_of_o)
 
     def first_queries(self, tile):
@@ -120,28 +120,28 @@ class Problem:
         return [min(start // m * m if self.causal else 0, self.seq_q) for start in range(0, self.seq_k, n)]
 
     def queries_read(self, tile):
-        """Rows of Q that are loaded for all key tiles of all heads."""
+        """Rows of Q that all key tiles of all heads load."""
         return self.heads * sum(self.seq_q - first for first in self.first_queries(tile))
 
     def scores_of_queries(self):
-        """Elements of S in what query tiles see, in whole tiles."""
+        """Elements of S that the query tiles compute, in whole tiles."""
         m, n = self.query_tile
         return self.heads * sum(self.key_tiles_seen) * m * n
 
     def scores_of_keys(self, tile):
-        """Elements of S in what key tiles are seen by, in whole tiles."""
+        """Elements of S that the key tiles compute, in whole tiles."""
         m, n = tile
         tiles = sum(math.ceil((self.seq_q - first) / m) for first in self.first_queries(tile))
         return self.heads * tiles * m * n
 
 
-# --- v0: every line of PyTorch reads and writes all of S. To its matmuls the rows of the query heads that share a K/V head are
-# one taller matrix: K and V are read, and dK and dV written, once for all of them.
+# --- v0: every line of PyTorch reads and writes all of S. Its matmuls join the query heads that share a K/V head into one
+# taller matrix: they read K and V, and write dK and dV, once for these heads.
 
 
 def _masked(p: Problem) -> Steps:
     if p.causal:
-        mask = p.seq_q * p.seq_k  # a byte each, the same for every head
+        mask = p.seq_q * p.seq_k  # one byte per element, the same for every head
         yield 0, mask  # ones
         yield mask, mask  # tril
         yield mask, mask  # not
@@ -194,7 +194,7 @@ def _scaled_and_stored(p: Problem) -> Steps:
     yield 2 * p.v, p.v
 
 
-# --- v1: S is read twice, P written once, and what is masked is not read
+# --- v1: the kernels read S twice, write P once, and do not read masked scores
 
 
 def v1_forward(p: Problem) -> Steps:
@@ -215,8 +215,8 @@ def v1_backward(p: Problem) -> Steps:
     yield from _scaled_and_stored(p)
 
 
-# --- v2: no S; Θ(S² D² / M): each of the S / BLOCK_N key tiles, BLOCK_N ~ M / D, goes through all of Q, and O with it.
-# A program of the forward has a query head, one of the backward a K/V head and all query heads that share it.
+# --- v2: no S. Θ(S² D² / M) bytes: each of the S / BLOCK_N key tiles, BLOCK_N ~ M / D, goes through all of Q and O.
+# A forward program has one query head. A backward program has one K/V head and all query heads that share it.
 
 
 def v2_forward(p: Problem) -> Steps:
@@ -246,8 +246,8 @@ def v2_backward(p: Problem) -> Steps:
     yield 2 * p.q, p.q  # dQ in float16
 
 
-# --- v3 and v4: a query tile is read once, O written once; K and V once for each query tile. A program that owns keys has all
-# query heads that share them: it reads K and V, and writes dK and dV, once for all of these.
+# --- v3 and v4: each query tile is read once, and its O written once; K and V are read once per query tile. A program that
+# owns keys has all query heads that share them: it reads K and V, and writes dK and dV, once for all these heads.
 
 
 def v3_forward(p: Problem) -> Steps:
@@ -262,7 +262,7 @@ def v3_backward(p: Problem) -> Steps:
     yield p.k + p.v + queries, p.k + p.v, p.flops(p.scores_of_keys(p.key_tile), 2, 2)
 
 
-# --- v4a: a copy of K beforehand; the forward reads that instead, dQ reads both
+# --- v4a: a kernel copies K first. The forward reads the copy, dQ reads both
 
 
 def v4a_forward(p: Problem) -> Steps:
@@ -276,7 +276,7 @@ def v4a_backward(p: Problem) -> Steps:
     yield from v3_backward(p)
 
 
-# --- v5: delta takes the place of O
+# --- v5: delta replaces O
 
 
 def v5_backward(p: Problem) -> Steps:
@@ -286,7 +286,7 @@ def v5_backward(p: Problem) -> Steps:
     yield p.k + p.v + queries, p.k + p.v, p.flops(p.scores_of_keys(p.key_tile), 2, 2)
 
 
-# --- v7: a backward of five matmuls, and dQ added up in memory
+# --- v7: a backward of five matmuls, which sums dQ in memory
 
 
 def v7_backward(p: Problem) -> Steps:
@@ -295,20 +295,20 @@ def v7_backward(p: Problem) -> Steps:
     queries = p.queries_read(p.key_tile)
     yield (
         p.k + p.v + queries * (p.row_of_q + p.row_of_o + 2 * FLOAT),  # K, V once; for each key tile Q, dO, LSE and delta
-        p.k + p.v + queries * 2 * p.row_of_q,  # dK and dV once; what is added to the sums for each key tile
+        p.k + p.v + queries * 2 * p.row_of_q,  # dK and dV once; additions to dQ's sums for each key tile
         p.flops(p.scores_of_keys(p.key_tile), 3, 2),
     )
     yield 2 * p.q, p.q  # dQ = sums * scale
 
 
-# --- v8 and on: tiles of their own, by the larger head dimension, up to 128. In the backward Q and dO are read once for each
-# 128 keys. From v10 on programs have consumers, of 64 rows each. From v12 on the forward's take their tiles by a counter,
-# and the narrow backward's from v16 on. v18's backward has tiles for 256.
+# --- v8 and on: tiles of their own, by the larger head dimension, up to 128. The backward reads Q and dO once per 128 keys.
+# From v10 on CTAs have consumers of 64 rows each. A counter gives out the forward's tiles from v12 on, and the narrow
+# backward's from v16 on. v18's backward has tiles for 256.
 
-ROWS = 64  # of a consumer: queries in the forward, keys in the backward
+ROWS = 64  # per consumer: queries in the forward, keys in the backward
 NUM_SMS = GPUS["h200"].num_sms
-V15 = importlib.import_module("stages.v15_split_keys.forward")  # says how long work is that it takes in another way
-V17 = importlib.import_module("stages.v17_safe_speculation.forward")  # says how many keys all rows begin with
+V15 = importlib.import_module("stages.v15_split_keys.forward")  # decides which work is short, and how to split it
+V17 = importlib.import_module("stages.v17_safe_speculation.forward")  # decides how many first keys and samples there are
 
 
 def _wide(p: Problem) -> bool:
@@ -316,12 +316,12 @@ def _wide(p: Problem) -> bool:
 
 
 def _query_tiles(p: Problem):
-    """Of all heads."""
+    """Query tiles of all heads."""
     return p.heads * math.ceil(p.seq_q / p.query_tile[0])
 
 
 def _forward(p: Problem, rows: int) -> tuple[int, int, int]:
-    """As v3; so many rows are multiplied with the key tiles that they see together, those past the last query too."""
+    """As v3, but `rows` query rows at a time compute all key tiles that any of them sees. Rows past the end count too."""
     m, n = p.query_tile
     ends = (min(start + rows, p.seq_k) if p.causal else p.seq_k for start in range(0, math.ceil(p.seq_q / m) * m, rows))
     steps = p.heads * sum(math.ceil(end / n) for end in ends)
@@ -330,7 +330,7 @@ def _forward(p: Problem, rows: int) -> tuple[int, int, int]:
 
 def _persistent_forward(p: Problem) -> tuple[int, int, int]:
     read, written, flops = _forward(p, ROWS)
-    counter = _query_tiles(p) * INT  # after each tile, for another
+    counter = _query_tiles(p) * INT  # one per tile, to take the next
     return read + counter, written + counter, flops
 
 
@@ -351,9 +351,9 @@ def v12_forward(p: Problem) -> Steps:
 def v13_forward(p: Problem, wide_keys: int = 128) -> Steps:
     p = replace(p, query_tile=(128, wide_keys) if _wide(p) else (256, 64))
     tiles = _query_tiles(p)
-    yield 0, (2 + tiles) * INT  # the counter, and a flag for all tiles and for each, = 0
-    yield _persistent_forward(p)  # in which no tile fails: the scores are not far apart
-    yield min(tiles, NUM_SMS) * INT, 0  # each program reads the flag for all tiles, and ends
+    yield 0, (2 + tiles) * INT  # the counter, a flag for all tiles, and a flag per tile, = 0
+    yield _persistent_forward(p)  # no tile fails: the scores are close together
+    yield min(tiles, NUM_SMS) * INT, 0  # each CTA reads the flag for all tiles, and ends
 
 
 def v14_forward(p: Problem) -> Steps:
@@ -362,7 +362,7 @@ def v14_forward(p: Problem) -> Steps:
 
 def v15_forward(p: Problem, safe: bool = False) -> Steps:
     per_kv = p.heads // p.kv_heads
-    packed = per_kv if 64 % per_kv == 0 else 1  # rows of a query, side by side
+    packed = per_kv if 64 % per_kv == 0 else 1  # rows per query: its group's heads, side by side
     seen_keys = min(p.seq_q, p.seq_k) if p.causal else p.seq_k
     squares = math.ceil(p.seq_q * packed / 128) * math.ceil(seen_keys / 128) * (p.heads // packed)
     few = p.seq_q * packed <= 128 or (not _wide(p) and squares <= V15.FEW_SQUARES * NUM_SMS)
@@ -386,7 +386,7 @@ def v15_forward(p: Problem, safe: bool = False) -> Steps:
         tiles = math.ceil((min(end_row // packed, p.seq_k) if p.causal else p.seq_k) / n)
         return math.ceil(max(tiles - split, 0) / splits)
 
-    keys = steps = 0  # loaded; of 64 rows and a key tile
+    keys = steps = 0  # loaded keys; matmuls of 64 rows with a key tile
     for start, split in itertools.product(range(0, rows, m), range(splits)):
         share = max(seen(start + m, split), 1)
         keys += sum(max(0, min(n, p.seq_k - tile * n)) for tile in range(split, split + share * splits, splits))
@@ -396,13 +396,13 @@ def v15_forward(p: Problem, safe: bool = False) -> Steps:
             steps += 1 if unused else some
     keys, steps = (p.heads // packed * number for number in (keys, steps))
     read = splits * p.q + keys * (p.row_of_q + p.row_of_o)
-    parts = splits * (2 * p.o + p.row)  # in float32, with the log-sum-exp of each
+    parts = splits * (2 * p.o + p.row)  # in float32, with the LSE of each part
     written = parts if splits > 1 else p.o + p.row
     if at_once:
         yield read, written, p.flops(steps * ROWS * n, 1, 1)
     else:
         counted = jobs * INT if splits == 1 or safe else 0
-        first_keys = looks = 0  # of the last, the number of flags
+        first_keys = looks = 0  # looks: the flags that are read
         if safe:
             first_keys = V17.FIRST_KEYS if seen_keys > V17.SHORT_ROW else V17.FIRST_KEYS // 2
             lately = V17.LATELY.value
@@ -420,7 +420,7 @@ def v15_forward(p: Problem, safe: bool = False) -> Steps:
 
 
 def _samples(p: Problem, m: int, n: int, packed: int, first_keys: int, flags: int) -> tuple[int, int, int]:
-    """v17's, evenly spread over all tiles of m rows: of 64 rows, the first keys and three key tiles of n."""
+    """v17's samples, spread evenly over all tiles of m rows. Each has 64 rows, the first keys and three key tiles of n."""
     heads, rows = p.heads // packed, p.seq_q * packed
     tiles_m = math.ceil(rows / m)
     per_kv = p.heads // p.kv_heads // packed
@@ -449,15 +449,15 @@ def v8_backward(p: Problem, consumers: bool = False) -> Steps:
     stats = p.heads * tiles_m * m * 2 * FLOAT  # log2(e) LSE and delta, in whole tiles
     sums = p.heads * tiles_m * m * p.head_dim * FLOAT  # dQ in float32, in whole tiles
     yield 2 * p.o + p.row, stats + sums  # O, dO and LSE; the sums = 0
-    # For each 128 keys of a head, the first query tile that sees them; the last one where none does.
+    # For each 128 keys of a head, the first query tile that sees them, or the last tile if none does.
     first = [min(start // m, tiles_m - 1) if p.causal else 0 for start in range(0, p.seq_k, 2 * ROWS)]
     queries = p.heads * sum(p.seq_q - tile * m for tile in first)
     steps = p.heads * sum(tiles_m - tile for tile in first)
-    # The first 64 queries see nothing of the second consumer's keys, which makes no S, dP, dV and dK of them.
+    # The first 64 queries see no key of the second consumer, which skips their S, dP, dV and dK.
     unseen = p.heads * len(first) if consumers and p.causal and m == ROWS else 0
     yield (
-        p.k + p.v + queries * (p.row_of_q + p.row_of_o) + steps * m * 2 * FLOAT,  # K, V once; Q, dO and stats a step
-        p.k + p.v + steps * m * 2 * p.row_of_q,  # dK and dV once; what is added to the sums a step
+        p.k + p.v + queries * (p.row_of_q + p.row_of_o) + steps * m * 2 * FLOAT,  # K, V once; Q, dO and stats per step
+        p.k + p.v + steps * m * 2 * p.row_of_q,  # dK and dV once; additions to the sums per step
         p.flops(steps * m * 2 * ROWS, 3, 2) - p.flops(unseen * m * ROWS, 2, 2),
     )
     yield sums, p.q  # dQ in float16
@@ -471,7 +471,7 @@ def v16_backward(p: Problem) -> Steps:
     (read, written), (main_read, main_written, flops), finish = v10_backward(p)
     tiles = 0 if _wide(p) else p.kv_heads * math.ceil(p.seq_k / (2 * ROWS))
     yield read, written + min(tiles, 1) * INT  # the counter = 0
-    yield main_read + tiles * INT, main_written + tiles * INT, flops  # after each tile, for another
+    yield main_read + tiles * INT, main_written + tiles * INT, flops  # one per tile, to take the next
     yield finish
 
 
@@ -482,7 +482,7 @@ def v18_backward(p: Problem) -> Steps:
     tiles_m = math.ceil(p.seq_q / ROWS)
     stats = p.heads * tiles_m * ROWS * 2 * FLOAT  # log2(e) LSE and delta, in whole tiles
     yield 2 * p.o + p.row, stats  # O, dO and LSE
-    # dK and dV: K and V once, Q, dO and stats for each 64 keys of a head that they see; the last tile where none does.
+    # dK and dV: K and V once; per 64 keys, Q, dO and stats of the queries that see them, or of the last tile if none does.
     first = [min(start // ROWS, tiles_m - 1) if p.causal else 0 for start in range(0, p.seq_k, ROWS)]
     queries = p.heads * sum(p.seq_q - tile * ROWS for tile in first)
     steps = p.heads * sum(tiles_m - tile for tile in first)
@@ -491,14 +491,14 @@ def v18_backward(p: Problem) -> Steps:
         p.k + p.v,
         p.flops(steps * ROWS * ROWS, 2, 2),
     )
-    # dQ: Q, dO and stats once, K and V for each 128 queries; each consumer multiplies the key tiles that its 64 see.
+    # dQ: Q, dO and stats once, K and V for each 128 queries; each consumer computes the key tiles that its 64 queries see.
     p = replace(p, query_tile=(2 * ROWS, ROWS))
     seen = (min(end, p.seq_k) if p.causal else p.seq_k for end in range(ROWS, math.ceil(p.seq_q / 128) * 128 + 1, ROWS))
     steps = p.heads * sum(math.ceil(end / ROWS) for end in seen)
     yield p.q + p.o + stats + p.kv_read, p.q, p.flops(steps * ROWS * ROWS, 2, 1)
 
 
-# A stage that is not here moves what nobody has written down yet: its test is skipped and says so.
+# If a stage is missing here, its test is skipped and says so.
 PREDICTIONS = {
     "v0": (v0_forward, v0_backward),
     "v1": (v1_forward, v1_backward),

@@ -1,4 +1,4 @@
-"""Random problems over the whole contract of a stage: lengths, heads, layouts in memory, scales, how far scores spread."""
+"""Random problems over the whole contract of a stage: lengths, heads, memory layouts, scales, spreads of the scores."""
 
 import itertools
 import math
@@ -15,19 +15,19 @@ on_gpu = DEVICE == "cuda"
 DIMENSIONS = "bhsd"  # batch, heads, sequence, head dimension
 TILE_EDGES = (32, 64, 128, 256, 512) if on_gpu else (16, 32, 64)
 LONGEST = TILE_EDGES[-1] + 20
-# What plain PyTorch gets wrong of one row may be next to nothing by chance, and is no yardstick; the largest error of so many
-# rows is one. Of fewer, none is nearly all one key's, or has keys that are all the same.
+# With few rows plain PyTorch's largest error may be tiny by chance, and gives no usable bound. Problems with fewer rows than
+# this have no sink, no wide scores and no repeated keys.
 FEW_ROWS = 16
-# A float16 ends at 65504, and its gradients grow with the scale: of what it can hold, a scale may be this large or small.
+# Float16 ends at 65504, and its gradients grow with the scale: this limits its scales.
 SCALES = dict.fromkeys(DTYPES, (SMALLEST_SCALE, LARGEST_SCALE)) | {torch.float16: (1e-4, 1e4)}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a [B, H, S, D] tensor lies in memory, between NaN.
+    """The place of a [B, H, S, D] tensor in memory, between NaN.
 
     order: the dimensions from the outermost in memory to the innermost.
-    gaps: what else lies there along each of B, H, S, D, as (before, after), in elements of that dimension.
+    gaps: (before, after) each of B, H, S, D, in elements of that dimension.
     offset: elements before the first.
     expanded: dimensions of stride 0, which share one element.
     """
@@ -38,7 +38,7 @@ class Layout:
     expanded: str = ""
 
     def place(self, values):
-        """A tensor of that layout, with these values; along an expanded dimension, the first of them."""
+        """A tensor of that layout with these values. Along an expanded dimension it has the first value only."""
         shape = values.shape
         for dim, name in enumerate(DIMENSIONS):
             values = values.narrow(dim, 0, 1) if name in self.expanded else values
@@ -52,13 +52,13 @@ class Layout:
 
 @dataclass(frozen=True)
 class Problem:
-    """Inputs of an attention, as few numbers.
+    """Inputs of an attention, in short.
 
-    kv_heads, value_dim: heads of k and v, and the last dimension of v; those of q if None.
+    kv_heads, value_dim: heads of k and v, and the last dimension of v; q's if None.
     spread: standard deviation of the scaled scores.
-    sink: a key, counted modulo their number, and by how much its scores are above the others'; None is none.
+    sink: a key, modulo the number of keys, and the nats by which it scores above the others; None for no sink.
     layouts: of q, k, v and the gradient of the output.
-    return_lse: whether the log-sum-exp is asked for together with the gradients.
+    return_lse: whether the call that has gradients also returns the LSE.
     """
 
     seq_q: int
@@ -93,7 +93,7 @@ class Problem:
         q, k = size * q, size * k
         if self.sink:
             key, nats = self.sink
-            # Of the last dimension: the other products, added to so large a number, would be rounded once more each.
+            # The last dimension makes the sink, so its large product is added last: products added after it would lose digits.
             q[..., -1], k[..., -1] = math.sqrt(nats / scale), 0
             k[:, :, key % self.seq_k, -1] = math.copysign(math.sqrt(nats / scale), self.scale)
         values = (tensor.to(self.dtype) for tensor in (q, k, v, grad_out))
@@ -101,14 +101,14 @@ class Problem:
 
 
 def _orders():
-    """Orders of the dimensions in memory, those with whole rows more often: the others are copied before a kernel sees them."""
+    """Orders of the dimensions in memory. Most have contiguous rows: the others are copied before a kernel sees them."""
     every = ["".join(order) for order in itertools.permutations(DIMENSIONS)]
     whole_rows = [order for order in every if order.endswith("d")]
     return st.sampled_from(3 * whole_rows + every)
 
 
 def _layouts(*expanded):
-    """Layouts with such dimensions expanded. One draw for what belongs together: each takes longer than a small kernel."""
+    """Layouts with such dimensions expanded. One draw sets many gaps at once: a draw takes longer than a small kernel."""
     gaps = list(itertools.product(((0, 0), (0, 1), (1, 0), (8, 8), (5, 3)), repeat=4))
     return st.just(Layout()) | st.builds(
         Layout,
@@ -119,22 +119,22 @@ def _layouts(*expanded):
     )
 
 
-# Of q, k and v not the head dimension: a sum of equal products rounds the same way at each step, and all of a row's results are
-# then one number.
+# Only the output's gradient may expand the head dimension. In q, k and v, equal products would round alike at each step, and
+# all results of a row would be one number.
 LAYOUTS = st.tuples(_layouts(), _layouts(), _layouts(), _layouts("d", "bhsd"))
 
 
 def value_dims(head_dim):
-    """Mostly the same, else the next smaller or larger one: each pair is one more to compile kernels for."""
+    """Mostly `head_dim`, else the next smaller or larger one: each new pair needs more kernels to be compiled."""
     place = HEAD_DIMS.index(head_dim)
     return [head_dim, head_dim, *HEAD_DIMS[max(0, place - 1) : place + 2]]
 
 
 def problems(head_dims):
-    """A strategy of problems with one of these head dimensions; simple ones come out where a test fails."""
+    """A strategy of problems with one of these head dimensions. A failure shrinks to a simple problem."""
     edges = [edge + by for edge in TILE_EDGES for by in (-1, 0, 1)]
     lengths = st.sampled_from([1] * len(edges) + edges) | st.integers(1, LONGEST)
-    # Batch, heads of k and v, and how many query heads share each.
+    # (batch, K/V heads, query heads per K/V head)
     few = [(1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 2), (1, 2, 2), (1, 1, 3)]
     more = [(2, 2, 1), (1, 3, 1), (3, 2, 1), (2, 2, 3), (1, 1, 8), (2, 3, 8)]
     batch_and_heads = st.sampled_from(few + more if on_gpu else few)
@@ -152,19 +152,19 @@ def problems(head_dims):
         seq_q, seq_k, scale, layouts = draw(lengths), draw(lengths), draw(scales[dtype]), draw(LAYOUTS)
         spread, sink = draw(spreads), draw(sinks)
         if scale == 0:
-            # A kernel has 1e-37 there. The log-sum-exp of one key is then not 0 but next to it, and no bound has room for that.
+            # Kernels replace 0 by 1e-37. The LSE of a single key is then nearly 0, but not 0, and no bound has room for that.
             seq_q, seq_k = max(2, seq_q), max(2, seq_k)
-        if causal == BOTTOM_RIGHT:  # which takes no more queries than keys
+        if causal == BOTTOM_RIGHT:  # bottom-right takes no more queries than keys
             seq_q, seq_k = sorted((seq_q, seq_k))
         q, k, v, grad_out = layouts
-        if dtype == torch.float32:  # a sum of equal rows rounds the same way at each step, too
+        if dtype == torch.float32:  # a sum of equal rows would also round alike at each step
             v, grad_out = (replace(layout, expanded=layout.expanded.replace("s", "")) for layout in (v, grad_out))
             layouts = q, k, v, grad_out
         sizes = zip(DIMENSIONS, (batch, kv_heads * shared, seq_q), strict=False)
         if math.prod(size for name, size in sizes if name not in q.expanded or name not in grad_out.expanded) < FEW_ROWS:
             spread, sink = min(1.0, spread), None
             layouts = *(replace(layout, expanded="") for layout in (q, k, v)), grad_out
-            if on_gpu:  # the interpreter, slow for each, has the same problems every time
+            if on_gpu:  # not on the slow interpreter, where the problems are the same every time
                 kv_heads = math.ceil(FEW_ROWS / shared)
         return Problem(
             seq_q=seq_q, seq_k=seq_k, batch=batch, heads=kv_heads * shared, kv_heads=kv_heads, head_dim=head_dim,

@@ -1,7 +1,7 @@
-"""Python in a process of its own that need not load torch, which is most of what a small program takes.
+"""Python programs in processes of their own, without loading torch each time: that takes most of a small program's time.
 
-Run as a script, this file loads torch and nothing else, and forks for each program that it is told: whether a program's kernels
-run on a GPU or on the interpreter, it decides by its own environment. So this module imports nothing of the project.
+Run as a script, this file loads only torch, and forks for each program. A program's environment decides whether kernels run on
+a GPU or on the interpreter, so this module imports nothing of the project.
 """
 
 import functools
@@ -18,10 +18,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def python(*arguments, cwd=ROOT, **variables) -> subprocess.CompletedProcess:
-    """Run `python` with these arguments, of which the first is -c, -m or a script, and find the project's packages.
+    """Run `python` with these arguments, the first of which is -c, -m or a script. It finds the project's packages.
 
-    The environment is this one and `variables`, without what tells pytest-benchmark that it runs under pytest-xdist, where it
-    measures nothing.
+    The environment is this one and `variables`, without those of pytest-xdist: under it pytest-benchmark measures nothing.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     with tempfile.TemporaryDirectory() as directory:
@@ -38,7 +37,7 @@ def _server():
 
 
 def _serve():
-    """Fork for each program, and tell its exit status; ends in each fork, and where there are no more."""
+    """Fork for each program and print its exit status. Each fork returns its program; the end of the input returns None."""
     for line in sys.stdin:
         if (process := os.fork()) == 0:
             return json.loads(line)
@@ -47,7 +46,7 @@ def _serve():
 
 
 def _run(arguments, cwd, environment, said):
-    """Be that program."""
+    """Run the program in this process."""
     for descriptor, path in enumerate([os.devnull, *said]):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), descriptor)
     os.chdir(cwd)

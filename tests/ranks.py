@@ -1,4 +1,4 @@
-"""Processes that are the ranks of a group, and do what a test sends them: begun once, because each takes seconds to begin."""
+"""Processes that are the ranks of a group and run what a test sends. They start once, because a start takes seconds."""
 
 import contextlib
 import datetime
@@ -15,16 +15,16 @@ from triton.runtime.autotuner import Autotuner
 from common.measure.aot import first_that_survives
 from common.runtime import DEVICE
 
-MOST = 4 if DEVICE == "cpu" else min(4, torch.cuda.device_count())  # of a test's ranks
-TIMEOUT_S = 120  # of a test's processes, and of their group
-# A process that has asked for a GPU cannot be forked, and multiprocessing's one fork server may be the compiler's
-# (`common.measure.aot`), where nothing is interpreted.
+MOST = 4 if DEVICE == "cpu" else min(4, torch.cuda.device_count())  # ranks of a test
+TIMEOUT_S = 120  # for a test's processes, and for their group
+# A process that has used a GPU cannot be forked. The one fork server of multiprocessing may be the compiler's
+# (`common.measure.aot`), which interprets nothing.
 CONTEXT = multiprocessing.get_context("spawn")
 INTERPRET = {"TRITON_INTERPRET": "1"} if DEVICE == "cpu" else {}  # a test of the compiler may have set it otherwise
 
 
 def _serve(rank, size, port, timeout_s, connection):
-    """What a process does: answer each (function, arguments) with (result, None) or (None, exception)."""
+    """The loop of a process: answer each (function, arguments) with (result, None) or (None, exception)."""
     torch.set_num_threads(1)
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)
@@ -51,7 +51,7 @@ def _serve(rank, size, port, timeout_s, connection):
 
 
 class Ranks:
-    """So many processes; a test calls a function in the first few of them, as one group."""
+    """`size` processes. A test calls a function in the first few of them, as one group."""
 
     def __init__(self, size, timeout_s=TIMEOUT_S):
         self.size = size
@@ -69,7 +69,7 @@ class Ranks:
             self.processes.append(process)
 
     def outcomes(self, size, function, *arguments) -> list:
-        """What `function(group, *arguments)` returns or raises in each of so many ranks; EOFError of one that has ended."""
+        """What `function(group, *arguments)` returns or raises in each of `size` ranks. EOFError means an ended rank."""
         found = []
         for connection in self.connections[:size]:
             connection.send((function, size, arguments))
@@ -83,7 +83,7 @@ class Ranks:
         return found
 
     def call(self, size, function, *arguments) -> list:
-        """`outcomes`, of which none may be an exception."""
+        """As `outcomes`, but raises if an outcome is an exception."""
         found = self.outcomes(size, function, *arguments)
         for outcome in found:
             if isinstance(outcome, Exception):

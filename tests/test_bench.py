@@ -1,4 +1,4 @@
-"""The benchmark's own parts: what it counts, how it times, what its tables say, what its command line takes."""
+"""The benchmark: its command line, its cases, its check of results, and whole runs."""
 
 import contextlib
 import itertools
@@ -82,7 +82,7 @@ def test_one_stage_brings_its_predecessor_and_v0():
     assert bench.chosen_stages(names) == names
 
 
-def test_a_dead_end_is_compared_with_what_it_branches_off_and_precedes_nothing(monkeypatch):
+def test_a_dead_end_is_compared_with_its_parent_and_precedes_nothing(monkeypatch):
     names = ["v0_a", "v4_b", "v4a_c", "v5_d"]
     monkeypatch.setattr(stages, "names", lambda: names)
     assert bench.chosen_stages(["v4a_c"]) == ["v0_a", "v4_b", "v4a_c"]
@@ -145,7 +145,7 @@ def test_reference_run_of_the_stages_has_one_dtype_and_head_dimension(dtype, hea
     every = itertools.product(
         (*bench.BASELINES, *names), ("fwd", "bwd"), (head_dim,), (False, True), (dtype,), bench.workloads.SEQ_LENS
     )
-    again = {("v4b", "bwd"), ("v11a", "bwd"), ("v12a", "bwd"), ("v13a", "bwd"), ("v18a", "fwd")}  # which are another's
+    again = {("v4b", "bwd"), ("v11a", "bwd"), ("v12a", "bwd"), ("v13a", "bwd"), ("v18a", "fwd")}  # another stage's code
     assert sorted(seen) == sorted(case for case in every if (stages.version(case[0]), case[1]) not in again)
     assert all(w.kv_heads == w.heads and w.value_dim == w.head_dim for _, w in found)
 
@@ -159,7 +159,7 @@ def test_reference_run_of_passes_as_one_is_of_a_smaller_model():
     assert len(set(found)) == len(found)
 
 
-# What a GPU measures in ten minutes, at the 0.9 s that a case took with what has to be compiled and tuned first.
+# Cases that a GPU measures in ten minutes. A case takes 0.9 s, with compilation and tuning.
 TEN_MINUTES = 650
 
 
@@ -187,7 +187,7 @@ def test_reference_run_of_shared_heads_has_the_newest_stage_alone():
         (64, 128, 1, 4096, "float16"), (128, 64, 1, 4096, "float16"),
     }  # fmt: skip
     assert {(w.pass_, w.causal) for w in others} == set(itertools.product(("fwd", "bwd"), (False, True)))
-    assert 3 * len(mine) * bench.GPU_CASE_S < 600  # seconds, with SDPA's two
+    assert 3 * len(mine) * bench.GPU_CASE_S < 600  # seconds, with two implementations of SDPA
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -240,7 +240,7 @@ def test_durations_are_short(seconds, shown):
 # --- the check
 
 
-WHERE = {  # in [batch, heads, rows, D], none of it in the first or the last head
+WHERE = {  # [batch, heads, rows, D]; the first and the last head are right
     "head": (1, 2),
     "batch element": (1,),
     "tile of rows": (1, 2, slice(16, 32)),
@@ -249,7 +249,7 @@ WHERE = {  # in [batch, heads, rows, D], none of it in the first or the last hea
 
 @pytest.mark.parametrize("where", WHERE.values(), ids=WHERE)
 @pytest.mark.parametrize("pass_", ["fwd", "bwd"])
-def test_check_sees_what_is_wrong_in_the_middle(monkeypatch, pass_, where):
+def test_check_finds_errors_in_the_middle(monkeypatch, pass_, where):
     name, right = next(iter(bench.BASELINES.items()))
 
     def wrong(q, k, v, *, causal):
@@ -267,7 +267,7 @@ def test_check_sees_what_is_wrong_in_the_middle(monkeypatch, pass_, where):
 
 @pytest.fixture
 def some_heads(monkeypatch):
-    """A workload of which every third K/V head is checked: 2 and 5 of six."""
+    """A workload with six K/V heads. Every third is checked: 2 and 5."""
     bench._problem.cache_clear()
     workload = Workload("fwd", 2, 6, 8, 16, False, "float16", kv_heads=3, kv_len=64)
     monkeypatch.setattr(bench, "CHECKED_SCORES", 2 * 6 * 64 * (16 + 16) // 2)
@@ -275,11 +275,11 @@ def some_heads(monkeypatch):
     bench._problem.cache_clear()
 
 
-def test_heads_are_compared_as_often_as_there_is_time_for(some_heads):
+def test_as_many_heads_are_compared_as_there_is_time_for(some_heads):
     k = torch.arange(6).view(2, 3, 1)
     assert bench._checked(k, some_heads).flatten().tolist() == [2, 5]
     q = torch.arange(12).view(2, 6, 1)
-    assert bench._checked(q, some_heads).squeeze(-1).tolist() == [[4, 5], [10, 11]]  # with the query heads of each
+    assert bench._checked(q, some_heads).squeeze(-1).tolist() == [[4, 5], [10, 11]]  # the query heads of these two
     for pass_ in ("fwd", "bwd"):
         *_, truth, bounds = bench._problem(replace(some_heads, pass_=pass_))
         assert truth["out"].shape == (2, 2, 8, 16) and ("dk" in bounds) == (pass_ == "bwd")
@@ -309,11 +309,11 @@ def test_check_of_some_heads_sees_errors_there_and_nan_everywhere(some_heads, pa
         bench.check(result, workload)
 
 
-# --- the whole
+# --- whole runs
 
 
 def run_bench(directory, *arguments, prepare="", lengths=("--seq-len=32", "--causal=yes")):
-    """Run bench.py in a process of its own, after `prepare`, Python that changes it first."""
+    """Run bench.py in a process of its own. `prepare` is Python that changes it first."""
     source = f"import sys, torch, bench\n{prepare}\nsys.exit(bench.main(sys.argv[1:]))"
     small = [*lengths, "--head-dim=16", "--batch=1", "--heads=2", "--json=run.json", "--wide"]
     return programs.python("-c", source, *small, *arguments, cwd=directory)
@@ -385,7 +385,7 @@ def test_run_with_more_keys_than_queries_is_checked_counted_and_shown(tmp_path):
     assert speed_table(records, run["machine_info"]) in done.stdout
 
 
-def test_ceilings_are_measured_once_and_that_of_a_copy_where_keys_are_not_as_many_as_queries(monkeypatch):
+def test_ceilings_are_measured_once_and_a_copy_s_only_if_keys_and_queries_differ(monkeypatch):
     asked = []
     monkeypatch.setattr(bench, "_gpu_timer", lambda: "timer")
     monkeypatch.setattr(bench.timing, "matmul_tflops", lambda timer, dtype: asked.append(dtype) or 800.0)
@@ -411,7 +411,7 @@ def test_run_killed_while_it_saves_leaves_the_file_that_was_there(tmp_path):
     killed = """
 import resource, signal
 sys.dont_write_bytecode = True
-signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # which ends the process where it writes more than this to a file
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # ends the process if it writes more than the limit below
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 """
@@ -452,7 +452,7 @@ def test_nan_is_wrong(tmp_path):
     assert [r["failure"] for r in json.loads((tmp_path / "run.json").read_text())["failures"]] == ["WRONG"]
 
 
-def test_what_a_library_refuses_in_the_backward_is_a_row_with_its_words(tmp_path):
+def test_a_library_s_refusal_in_the_backward_is_a_row_with_its_message(tmp_path):
     prepare = """
 def refuse(grad):
     raise RuntimeError("dV is 32")
@@ -493,7 +493,7 @@ def test_failure_of_a_case_shows_its_traceback_and_fails_the_run(tmp_path):
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU measures times")
 def test_saved_runs_without_a_gpu_say_to_pytest_benchmark_what_they_are(tmp_path):
-    """It calls everything a time; an interpreter's would mean nothing."""
+    """pytest-benchmark calls every number a time. An interpreter's time would mean nothing."""
     for _ in range(2):
         assert run_bench(tmp_path, "--stage=v0", "--pass=fwd").returncode == 0
     command = [str(Path(sys.executable).with_name("pytest-benchmark")), "compare", "--columns=median", "--name=short"]

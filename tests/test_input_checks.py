@@ -1,4 +1,4 @@
-"""Bad input is refused, with a message that says what is wrong with which argument, before any kernel runs."""
+"""Bad input is refused before any kernel runs. The message names the argument and its fault."""
 
 import math
 
@@ -16,7 +16,7 @@ GOOD = dict(zip("qkv", make_inputs(5, 7, 16), strict=False))
 
 
 def each(change):
-    """All three tensors, changed alike."""
+    """All three tensors with the same change."""
     return {name: change(tensor) for name, tensor in GOOD.items()}
 
 
@@ -93,7 +93,7 @@ def test_a_gpu_that_was_asked_for_and_is_not_there():
 
 
 class Calls(TorchDispatchMode):
-    """Counts the calls of the stages' operators, in which all kernels run."""
+    """Counts the calls of the stages' operators, which run all kernels."""
 
     count = 0
 
@@ -116,7 +116,7 @@ def test_good_input_runs_a_kernel(stage):
 
 
 def test_options_go_by_name(stage):
-    """A fourth positional argument is attn_mask in PyTorch's SDPA: taken for `causal` here it would pass unnoticed."""
+    """SDPA's fourth positional argument is attn_mask. Here it would silently count as `causal`."""
     with pytest.raises(TypeError, match="positional"):
         stage.attention(*GOOD.values(), True)
 
@@ -132,5 +132,5 @@ def test_scale_may_be_any_number(stage, scale):
     assert torch.equal(stage.attention(**GOOD, scale=scale), stage.attention(**GOOD, scale=float(scale)))
 
 
-def test_scale_of_none_is_that_of_sdpa(stage):
+def test_scale_of_none_is_sdpa_s(stage):
     assert torch.equal(stage.attention(**GOOD), stage.attention(**GOOD, scale=16**-0.5))

@@ -1,4 +1,4 @@
-"""The Makefile: what a target asks for, and which Python it sets up."""
+"""The Makefile: the variables that a target needs, and the Python that it sets up."""
 
 import os
 import pathlib
@@ -33,7 +33,7 @@ OURS = (
 
 
 def make(directory, *arguments, **environment):
-    """Run make without the variables that it takes, which `make test` has passed on."""
+    """Run make without its own variables, which `make test` has passed on."""
     clean = {name: value for name, value in os.environ.items() if name not in OURS}
     return subprocess.run(
         ["make", "--no-print-directory", *arguments], cwd=directory, capture_output=True, text=True, env=clean | environment,
@@ -54,7 +54,7 @@ def make(directory, *arguments, **environment):
 ])  # fmt: skip
 def test_a_missing_variable_is_named_before_anything_is_installed(arguments, missing, example, tmp_path):
     shutil.copy(ROOT / "Makefile", tmp_path)
-    done = make(tmp_path, *arguments)  # without PYTHON: the environment would be made first
+    done = make(tmp_path, *arguments)  # without PYTHON, make would create the environment first
     assert done.returncode == 2 and not done.stdout
     assert done.stderr.count("\n") == 1 and f"{missing}=… is missing, as in: {example}." in done.stderr
     assert not (tmp_path / ".venv").exists()
@@ -73,7 +73,7 @@ def test_reference_hands_over_its_grid():
 
 
 def targets():
-    """The targets that the Makefile declares phony: all that a user calls."""
+    """The targets that the Makefile declares phony: all targets for users."""
     return next(line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith(".PHONY:")).split()[1:]
 
 

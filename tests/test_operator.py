@@ -25,7 +25,7 @@ SCALE = 0.2
 
 
 def gradients(function, leaves, grad_out):
-    """The result of `function` and its gradients, by the names that the other helpers use."""
+    """The result of `function` and its gradients, under the names of the other helpers."""
     out = function(*leaves)
     dq, dk, dv = torch.autograd.grad(out, leaves, grad_out)
     return {"out": out.detach(), "dq": dq, "dk": dk, "dv": dv}
@@ -36,7 +36,7 @@ def as_leaves(*tensors):
 
 
 def stage_operators(stage):
-    """The forward and the backward operator that a stage's attention is made of."""
+    """The forward and the backward operator of a stage's attention."""
     name = stage.__name__.removeprefix("stages.")
     return (getattr(torch.ops.kernel_evolution, f"{name}_{part}").default for part in ("forward", "backward"))
 
@@ -58,7 +58,7 @@ LAYOUTS = {"transposed": Layout("bshd"), "expanded": Layout(expanded="h")}
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_fake_results_are_laid_out_like_real_ones(stage, layout):
-    """Compiled code takes the strides of results from the fake ones, also where values are smaller or larger than keys."""
+    """Compiled code takes the strides of results from fake results, also if values are smaller or larger than keys."""
     forward, backward = stage_operators(stage)
     for value_dim in (16, 64):
         q, k, v, grad_out = map(layout.place, make_inputs(3, 5, batch=2, heads=2, value_dim=value_dim))
@@ -69,7 +69,7 @@ def test_fake_results_are_laid_out_like_real_ones(stage, layout):
 
 @pytest.mark.parametrize("columns", [8, 32])
 def test_rows_of_another_size_lie_in_the_same_order(columns):
-    """In whatever order those of the tensor lie, and whichever of its dimensions are expanded; those of a fake tensor too."""
+    """The rows keep the tensor's order in memory, whichever dimensions are expanded. Fake tensors give the same strides."""
     values, fakes = torch.zeros(2, 3, 5, 16, device=DEVICE), FakeTensorMode()
     expansions = itertools.chain.from_iterable(itertools.combinations("bhs", number) for number in range(4))
     for order, expanded in itertools.product(itertools.permutations("bhs"), expansions):
@@ -81,7 +81,7 @@ def test_rows_of_another_size_lie_in_the_same_order(columns):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_without_a_graph_break(stage, dynamic):
-    """Forward and backward inside a compiled function with work before and after; no second compilation for another length."""
+    """Forward and backward run in a compiled function, with other work around them. Another length compiles nothing again."""
     compilations = torch._dynamo.testing.CompileCounterWithBackend("inductor" if on_gpu else "aot_eager")
 
     def model(q, k, v):
@@ -99,16 +99,16 @@ def test_compiled_without_a_graph_break(stage, dynamic):
 
 
 @pytest.mark.parametrize("run", [by_operator, by_functions])
-def test_calls_of_one_kind_follow_each_other(stage, run):
-    """From the third on, on a GPU, they repeat what the second has launched: with their own tensors."""
+def test_repeated_calls_of_one_kind_are_right(stage, run):
+    """On a GPU, the third call and later ones repeat the launches of the second, with their own tensors."""
     kept = []
     for _ in range(4):
         inputs = make_inputs(*TILED, **FEW_SHARED)
-        kept.append((inputs, check(stage, *inputs, causal="bottom-right", run=run)))  # so that each finds other memory
+        kept.append((inputs, check(stage, *inputs, causal="bottom-right", run=run)))  # so that each call gets other memory
 
 
-def test_who_watches_operators_sees_them(stage, unordered):
-    """Calls that nobody watches go past PyTorch's dispatcher, and have the same results."""
+def test_a_profiler_sees_the_operators(stage, unordered):
+    """Calls that nobody watches bypass PyTorch's dispatcher, and have the same results."""
     inputs = make_inputs(*TILED, **FEW_SHARED)
     alone = by_operator(stage, *inputs, causal=True, scale=SCALE)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -118,8 +118,8 @@ def test_who_watches_operators_sees_them(stage, unordered):
     assert_same_bits(alone, profiled, unordered)
 
 
-def test_a_sign_that_is_not_yet_turned(stage, unordered):
-    """PyTorch notes it, as for the imaginary part of a conjugate, and its dispatcher turns it where memory is used."""
+def test_a_lazy_negation(stage, unordered):
+    """PyTorch may store a negation as a flag, as in a conjugate's imaginary part. Its dispatcher then negates the memory."""
     q, k, v, grad_out = make_inputs(9, 20, dtype=torch.float32, **FEW)
     turned = torch._neg_view(-k)
     assert turned.is_neg() and torch.equal(turned, k)
@@ -148,7 +148,7 @@ def test_only_the_gradients_that_are_asked_for(stage):
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing(stage, use_reentrant, unordered):
-    """The forward runs again inside the backward: it must do so with the same bits."""
+    """The forward runs again inside the backward, and gives the same bits."""
     q, k, v, grad_out = make_inputs(*TILED, **FEW_SHARED)
 
     def attend(q, k, v):
@@ -158,14 +158,14 @@ def test_activation_checkpointing(stage, use_reentrant, unordered):
     kept = gradients(attend, leaves, grad_out)
     leaves = as_leaves(q, k, v)
     out = checkpoint(attend, *leaves, use_reentrant=use_reentrant)
-    out.backward(grad_out)  # autograd.grad is what re-entrant checkpointing does not support
+    out.backward(grad_out)  # re-entrant checkpointing does not support autograd.grad
     dq, dk, dv = (leaf.grad for leaf in leaves)
     assert_same_bits(kept, {"out": out.detach(), "dq": dq, "dk": dk, "dv": dv}, unordered)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16] if not on_gpu else [torch.bfloat16, torch.float16])
 def test_autocast_casts_the_inputs(stage, dtype, unordered):
-    """As if cast by hand, forward and backward: autocast does not reach the float32 matmuls inside a stage."""
+    """Results are as if the inputs were cast by hand. Autocast does not reach the float32 matmuls inside a stage."""
     q, k, v, grad_out = make_inputs(*TILED, dtype=torch.float32, **FEW_SHARED)
     by_hand = by_operator(stage, q.to(dtype), k.to(dtype), v.to(dtype), grad_out.to(dtype), causal=True, scale=SCALE)
     leaves = as_leaves(q, k, v)
@@ -178,7 +178,7 @@ def test_autocast_casts_the_inputs(stage, dtype, unordered):
 
 
 def test_autocast_leaves_float64_alone(stage):
-    """As SDPA's autocast does: here float64 is refused, and must not pass as bfloat16."""
+    """Autocast leaves float64 as it is, as for SDPA. The stage refuses it, and must not take it as bfloat16."""
     q, k, v, _ = make_inputs(*TILED, **FEW)
     with torch.autocast(DEVICE, torch.bfloat16), pytest.raises(TypeError, match="float64"):
         stage.attention(q.double(), k.double(), v.double())
@@ -186,7 +186,7 @@ def test_autocast_leaves_float64_alone(stage):
 
 @pytest.mark.parametrize("seq_q, seq_k", [TILED, (1, 1)])
 def test_saved_tensors_may_come_back_in_another_layout(stage, seq_q, seq_k, unordered):
-    """As from hooks that offload them: at an address that is no multiple of 16 bytes, with other strides."""
+    """Hooks that offload tensors may return them with other strides, or not aligned to 16 bytes."""
 
     def moved(tensor):
         shape = tensor.shape if tensor.dim() < 4 else (*tensor.shape[:-1], tensor.shape[-1] + 1)
@@ -218,8 +218,8 @@ def test_a_reloaded_stage_is_the_new_one(stage):
         torch.testing.assert_close(old, new)
 
 
-def test_differentiating_twice_says_that_it_cannot(stage):
-    """A second derivative of zero, without a word, would be the worse answer."""
+def test_differentiating_twice_raises(stage):
+    """A silent second derivative of zero would be worse."""
     q, k, v, grad_out = make_inputs(9, 20, 16, torch.float32, **FEW)
     leaves = as_leaves(q, k, v)
     out = stage.attention(*leaves)
@@ -231,7 +231,7 @@ def test_differentiating_twice_says_that_it_cannot(stage):
 @needs_gpu
 @pytest.mark.parametrize("calls", [1, 3])
 def test_cuda_graph_after_some_calls(stage, calls, unordered):
-    """A replay reads what has been copied into the captured inputs since. What is captured may be a repeated call."""
+    """A graph replay reads the current values of the captured inputs. The captured call may be a repeated one."""
     static = as_leaves(*make_inputs(130, 200)[:3])
     grad_out = torch.randn_like(static[0])
     for _ in range(calls):
@@ -250,7 +250,7 @@ def test_cuda_graph_after_some_calls(stage, calls, unordered):
 @needs_gpu
 @pytest.mark.parametrize("calls", [1, 3])
 def test_a_stream_that_is_not_the_default(stage, calls, unordered):
-    """Inputs that are still being computed on that stream: a kernel launched elsewhere would read them too early."""
+    """That stream is still computing the inputs. A kernel launched elsewhere would read them too early."""
     inputs = make_inputs(130, 200)
     for _ in range(calls):
         expected = by_operator(stage, *inputs, causal=True, scale=SCALE)
@@ -269,7 +269,7 @@ def test_a_stream_that_is_not_the_default(stage, calls, unordered):
 @needs_gpu
 @pytest.mark.parametrize("calls", [1, 3])
 def test_a_thread_that_has_not_used_the_gpu_yet(stage, calls, unordered):
-    """A new thread has no CUDA context, and a tensor descriptor cannot be encoded without; autograd's thread was the first."""
+    """A new thread has no CUDA context, which a tensor descriptor needs. Autograd's thread was the first such case."""
     inputs = make_inputs(130, 200)
     for _ in range(calls):
         expected = by_functions(stage, *inputs, causal=True, scale=SCALE)
@@ -294,7 +294,7 @@ def test_a_device_that_is_not_the_current_one(stage, run):
 @needs_gpu
 @pytest.mark.parametrize("huge", ["batch", "heads", "rows"])
 def test_strides_past_two_to_the_31_elements(stage, huge):
-    """An int32 product of index and stride wraps around and reads somewhere else: q, k, v and dO interleaved, far apart."""
+    """An int32 product of index and stride would wrap around. q, k, v and dO are interleaved, with elements far apart."""
     batch, head, row = {"batch": (2**31 + 64, 256, 1024), "heads": (256, 2**30 + 64, 512), "rows": (256, 512, 2**25 + 64)}[huge]
     memory = torch.empty(2**32, dtype=torch.float16, device=DEVICE)  # 8 GiB
 
@@ -308,7 +308,7 @@ def test_strides_past_two_to_the_31_elements(stage, huge):
 @needs_gpu
 @pytest.mark.parametrize("shared", [1, 2])
 def test_results_past_two_to_the_31_elements(stage, shared):
-    """Outputs are contiguous, so only that many of them get so far: one head's inputs, expanded over all heads."""
+    """Contiguous outputs reach so far only with this many heads. The inputs are one head's, expanded over all heads."""
     heads, seq, head_dim = 2**31 // (160 * 256) + 2, 160, 256
     torch.cuda.empty_cache()  # what earlier tests have freed
     if torch.cuda.mem_get_info()[0] < 100 * 2**30:
@@ -329,7 +329,7 @@ def test_results_past_two_to_the_31_elements(stage, shared):
 
 
 class Wrapped(torch.Tensor):
-    """A tensor whose numbers are in another one, where the dispatcher alone finds them."""
+    """A tensor whose elements are in another one. Only the dispatcher finds them there."""
 
     @staticmethod
     def __new__(cls, inner):
@@ -346,7 +346,7 @@ class Wrapped(torch.Tensor):
 
 @pytest.mark.parametrize("which", range(5), ids=["q", "k", "v", "out", "lse"])
 def test_one_saved_tensor_may_come_back_as_another_class(stage, which, unordered):
-    """Its numbers are not where a kernel would look for them."""
+    """A kernel would look for the tensor's elements in the wrong place."""
     q, k, v, grad_out = make_inputs(9, 20, **FEW_SHARED)
     expected = by_operator(stage, q, k, v, grad_out, causal=True, scale=SCALE)
     order = itertools.count()

@@ -1,4 +1,4 @@
-"""Any stage over a sequence that several processes share: what they have together is what one has of the whole."""
+"""Attention of any stage over a sequence that several processes share equals one process's attention over all of it."""
 
 import functools
 import itertools
@@ -26,18 +26,18 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this PyTorch ha
 
 
 def on(size):
-    """A number of ranks as a test's parameter: where there are so many."""
+    """A number of ranks as a test's parameter. It is skipped if there are fewer GPUs."""
     return pytest.param(size, marks=pytest.mark.skipif(size > max(MOST, 2), reason=f"needs {size} GPUs"))
 
 
 sizes = pytest.mark.parametrize("size", [*map(on, SIZES)])
 
 
-# --- What the ranks do: functions of the group and of what a test sends.
+# --- Functions that the ranks run. They take the group and the test's arguments.
 
 
 def by_ring(stage, q, k, v, grad_out, *, causal, scale, group):
-    """All results of a stage, of the whole sequence on each rank."""
+    """All results of a stage. Each rank returns them for the whole sequence."""
     q, k, v, grad_out = (shard(tensor, 2, group) for tensor in (q, k, v, grad_out))
     leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
     out, lse = ring_attention(stage, *leaves, group=group, causal=causal, scale=scale, return_lse=True)
@@ -46,7 +46,7 @@ def by_ring(stage, q, k, v, grad_out, *, causal, scale, group):
 
 
 def as_one(group, name, causal, seq, dtype, shape, again=False):
-    """Hold a stage's results to float64; with `again`, its bits to those of a second call too."""
+    """Compare a stage's results with float64. With `again`, compare their bits with a second call's too."""
     stage, problem = stages.load(name), make_inputs(seq, seq, dtype=dtype, **shape)
     run = functools.partial(by_ring, group=group)
     first = check(stage, *problem, causal=causal, run=run)
@@ -62,12 +62,12 @@ def in_double(q, k, v, causal):
 
 
 def gradients_with_lse(group, causal, uses):
-    """Gradients through out, the LSE or both, as `uses` says by rank, next to those of autograd in float64."""
+    """Compare gradients with autograd in float64. By rank, `uses` says whether they come through out, the LSE or both."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     q, k, v, grad_out = make_inputs(4 * size, 4 * size, dtype=torch.float32)
     grad_lse = torch.randn(q.shape[:3]).to(q)
     of_out, of_lse = torch.ones(2, size * 4, device=q.device)
-    for other, use in enumerate(uses):  # the rows of that rank
+    for other, use in enumerate(uses):  # the rows of rank `other`
         rows = torch.cat([torch.arange(4 * size).chunk(2 * size)[place] for place in (other, 2 * size - 1 - other)])
         of_out[rows], of_lse[rows] = float("out" in use), float("lse" in use)
     grad_out, grad_lse = grad_out * of_out[:, None], grad_lse * of_lse
@@ -84,7 +84,7 @@ def gradients_with_lse(group, causal, uses):
 
 
 def attend(group, by_rank):
-    """A small forward, with what `by_rank` has other on this rank: the shape of q, k and v, a dtype, or options."""
+    """A small forward. `by_rank` changes the shape of q, k and v, a dtype, or options on some ranks."""
     other = dict(by_rank.get(dist.get_rank(group), {}))
     shape, kv_heads = other.pop("shape", (1, 2, 6, 16)), other.pop("kv_heads", 2)
     q = torch.ones(shape, dtype=other.pop("dtype", torch.float16), device=DEVICE)
@@ -105,7 +105,7 @@ def unshard_unlike(group):
 
 
 def unlike_lengths(group):
-    """Without a mask, more keys than queries, and an odd number of each on a rank."""
+    """Without a mask, a rank may have more keys than queries, and an odd number of each."""
     size = dist.get_world_size(group)
     q, k, v, _ = make_inputs(3 * size, 5 * size)
     q, k, v = (tensor.chunk(size, 2)[dist.get_rank(group)] for tensor in (q, k, v))
@@ -122,7 +122,7 @@ def make_inputs_again(*shape):
 
 
 def rounds_and_layouts(group):
-    """A sequence comes back as it was, along each dimension, and its parts are those that the docstring names."""
+    """`unshard` undoes `shard` along each dimension. A rank has the parts that the docstring of `shard` names."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     for dim in (0, 1, -1):
         whole = torch.arange(3 * (4 * size) ** 2, device=DEVICE).view(4 * size, 12 * size).to(torch.float32)
@@ -135,7 +135,7 @@ def rounds_and_layouts(group):
 
 
 def with_checkpoint_and_autocast(group):
-    """Recomputed in the backward the result is the same, and autocast multiplies in its dtype."""
+    """A result recomputed in the backward is the same, and autocast computes in its dtype."""
     q, k, v, grad_out = (shard(t, 2, group) for t in make_inputs(16, 16, dtype=torch.float32))
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
     attention = functools.partial(ring_attention, stages.load("v3"), group=group, causal=True)
@@ -147,7 +147,7 @@ def with_checkpoint_and_autocast(group):
 
 
 def end_at_step(group, who, backward):
-    """A forward, or a backward, in which a rank ends in the middle."""
+    """A forward or a backward during which rank `who` ends."""
 
     def forward(q, k, v, *, causal, scale):
         if dist.get_rank(group) == who and not causal and not backward:
@@ -246,7 +246,7 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize(("other", "message"), DIFFERENT.values(), ids=DIFFERENT.keys())
-def test_ranks_that_differ_are_told_all(ranks, other, message):
+def test_ranks_with_different_arguments_all_raise(ranks, other, message):
     for outcome in ranks.outcomes(2, attend, {1: other}):
         assert isinstance(outcome, ValueError), outcome
         with pytest.raises(ValueError, match=rf"ranks of the group differ: rank 0 has v3.*; rank 1 has .*{message}"):
@@ -266,7 +266,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("other", "kind"), WRONG.values(), ids=WRONG.keys())
-def test_what_is_wrong_on_one_rank_ends_the_call_on_all(ranks, other, kind):
+def test_an_error_on_one_rank_ends_the_call_on_all(ranks, other, kind):
     fine, wrong = ranks.outcomes(2, attend, {1: other})
     assert type(wrong) is kind
     assert type(fine) is ValueError and f"rank 1 has {kind.__name__}: {wrong}" in str(fine)
@@ -289,7 +289,7 @@ def test_lengths_that_cannot_be_cut(function, message, monkeypatch):
         function()
 
 
-def test_what_is_no_stage(monkeypatch):
+def test_a_name_is_no_stage(monkeypatch):
     monkeypatch.setattr(ring, "_place", lambda group: (0, 1))
     monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
     q = torch.ones(1, 1, 2, 16, device=DEVICE)
@@ -304,7 +304,7 @@ def place(rank, size):
 
 
 @pytest.mark.parametrize("size", range(1, 7))
-def test_every_step_of_every_rank_is_as_long_and_every_score_is_met_once(size):
+def test_all_steps_are_equally_long_and_meet_every_score_once(size):
     chunk = 3
     length, whole = 2 * chunk, 2 * chunk * size
     positions = [[*range(r * chunk, (r + 1) * chunk), *range(whole - (r + 1) * chunk, whole - r * chunk)] for r in range(size)]
@@ -329,8 +329,8 @@ def test_two_blocks_are_held_beside_the_own_one(monkeypatch):
 @pytest.mark.parametrize(("size", "kv_heads", "events"), [
     (2, 6, ["send", 3, 6, "send", 3]), (3, 6, ["send", 2, "send", 6, "send", 6, "send", 4]), (2, 1, ["send", 1, 1, "send"]),
 ])  # fmt: skip
-def test_what_travels_in_a_backward_has_heads_to_travel_under(size, kv_heads, events, monkeypatch):
-    """What is sent, K and V or gradients, and the K/V heads of the stage's calls, in their order."""
+def test_sends_of_a_backward_run_while_heads_are_computed(size, kv_heads, events, monkeypatch):
+    """`events` are the sends of K and V or gradients, and the K/V heads of each call of the stage, in order."""
     seen = []
 
     def backward(grad_out, q, k, v, out, lse, *, causal, scale):
@@ -339,7 +339,7 @@ def test_what_travels_in_a_backward_has_heads_to_travel_under(size, kv_heads, ev
         return tuple(torch.zeros_like(tensor) for tensor in (q, k, v))
 
     monkeypatch.setattr(ring.Ring, "pass_on", lambda self, tensors, into: [seen.append("send")][:0])
-    monkeypatch.setattr(ring, "add", lambda *tensors: None)  # of what has not come
+    monkeypatch.setattr(ring, "add", lambda *tensors: None)  # nothing has arrived to add
     q, k = (torch.ones(1, heads, 4, 16, dtype=torch.bfloat16, device=DEVICE) for heads in (2 * kv_heads, kv_heads))
     options = {"stage": types.SimpleNamespace(backward=backward), "ring": place(0, size), "causal": True, "scale": 1.0}
     ring._backward(q, q, k, k, q, q[..., 0].float(), **options)
@@ -360,11 +360,11 @@ def test_a_rank_that_ends_ends_the_others(backward):
     other, gone = ranks.outcomes(2, end_at_step, 1, backward)
     ranks.end()
     assert isinstance(gone, EOFError)
-    # NCCL's watchdog ends the process, which waits for a GPU that waits.
+    # With NCCL the process waits for a waiting GPU, until NCCL's watchdog ends it.
     assert isinstance(other, RuntimeError if DEVICE == "cpu" else (RuntimeError, EOFError)), other
 
 
-def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_groups_timeout():
+def test_a_missing_rank_is_waited_for_until_the_groups_timeout():
     if MOST < 2:
         pytest.skip("needs two GPUs")
     ranks = Ranks(2, timeout_s=3)

@@ -1,4 +1,4 @@
-"""Where a line lives: imports run one way, from what shows to what runs; one format everywhere."""
+"""Imports run one way: code that shows results imports code that runs kernels. All files have one format."""
 
 import ast
 import pathlib
@@ -17,12 +17,12 @@ ORDER = (  # a room imports from itself and from those before it
 
 
 def rank(module):
-    """The place in ORDER of a dotted name; None for another project's, and for the package `common`, which is its runtime."""
+    """The place of a dotted name in ORDER. None for other projects, and for the package `common` itself."""
     return next((place for place, room in enumerate(ORDER) if f"{module}.".startswith(f"{room}.")), None)
 
 
 def imported(path):
-    """The dotted names that a file imports, wherever in it."""
+    """The dotted names of all imports in a file."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -1,4 +1,4 @@
-"""What `make test` runs: one round of pytest without a GPU, two with one; a stand-in for Python takes them down."""
+"""`make test` runs one round of pytest without a GPU, two with one. A stand-in for Python records the rounds."""
 
 import os
 import shutil

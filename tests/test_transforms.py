@@ -1,4 +1,4 @@
-"""Every stage under torch.func: reverse mode and vmap are right, forward mode and second derivatives are refused."""
+"""Every stage under torch.func: reverse mode and vmap are right; forward mode and second derivatives are refused."""
 
 import pickle
 
@@ -16,13 +16,13 @@ SCALE = 0.2
 
 @pytest.fixture
 def problem(stage):
-    """`attend(q, k, v)`, which is causal, and its arguments, of a few rows."""
+    """`attend(q, k, v)`, which is causal, and its arguments, which have few rows."""
     tensors = make_inputs(2, 3, 16, torch.float32, heads=2, kv_heads=1)[:3]
     return (lambda q, k, v: stage.attention(q, k, v, causal=True, scale=SCALE)), tensors
 
 
 def attend_all(attend):
-    """What `attend` does to a batch element, mapped over the batch."""
+    """`attend` for one batch element, mapped over the batch."""
     return vmap(lambda q, k, v: attend(q[None], k[None], v[None])[0])
 
 
@@ -31,7 +31,7 @@ def expected_gradients(attend, tensors, grad_out):
     return torch.autograd.grad(attend(*leaves), leaves, grad_out)
 
 
-def test_vjp_and_grad_are_those_of_autograd(problem):
+def test_vjp_and_grad_agree_with_autograd(problem):
     attend, tensors = problem
     grad_out = torch.randn_like(tensors[0])
     expected = expected_gradients(attend, tensors, grad_out)
@@ -66,7 +66,7 @@ def test_jacrev_is_the_jacobian(problem):
 def test_vmap_maps_any_dimension(problem):
     attend, (q, k, v) = problem
     torch.testing.assert_close(attend_all(attend)(q, k, v), attend(q, k, v))
-    twice = vmap(attend_all(attend), in_dims=(1, None, 3), out_dims=2)(  # queries outermost in the second dimension, k shared
+    twice = vmap(attend_all(attend), in_dims=(1, None, 3), out_dims=2)(  # q in dimension 1, v in 3, k shared
         torch.stack([q, 2 * q], 1), k, torch.stack([v, -v], 3)
     )
     torch.testing.assert_close(twice, torch.stack([attend(q, k, v), attend(2 * q, k, -v)], 2))
@@ -83,7 +83,7 @@ def test_vmap_of_grad_gives_the_gradients_of_each_element(problem):
     "transform", [vmap, lambda f: grad(lambda *one: f(*one).sum()), jacrev], ids=["vmap", "grad", "jacrev"]
 )
 def test_transforms_can_be_compiled(transform):
-    """All stages share this code: one is enough."""
+    """All stages share this code, so one is enough."""
     attention = stages.load(stages.names()[0]).attention
     tensors = make_inputs(2, 3, 16, torch.float32)[:3]
 
@@ -116,7 +116,7 @@ FORWARD_MODE = {
 @pytest.mark.parametrize("differentiate", FORWARD_MODE.values(), ids=FORWARD_MODE.keys())
 @pytest.mark.parametrize("through", ["attention", "operator"])
 def test_forward_mode_is_refused_before_a_kernel_runs(stage, problem, through, differentiate, monkeypatch):
-    """PyTorch takes an operator without forward-mode derivatives for one whose tangents are zero."""
+    """PyTorch assumes that an operator without forward-mode derivatives has tangents of zero."""
     attend, (q, k, v) = problem
     if through == "operator":
         name = stage.__name__.removeprefix("stages.")
@@ -142,7 +142,7 @@ def test_a_tangent_of_the_output_s_gradient_is_refused(problem):
 
 
 def test_forward_mode_around_a_call_without_tangents(problem):
-    """A tensor that is constant there has a tangent of zero, and that is right."""
+    """A tensor that is constant there has a tangent of zero, which is right."""
     attend, (q, k, v) = problem
     out, tangent = jvp(lambda x: x * attend(q, k, v), (q,), (q,))
     torch.testing.assert_close([out, tangent], [q * attend(q, k, v)] * 2)

@@ -1,4 +1,4 @@
-"""The example trains as with SDPA, and what a stage does not compute is refused."""
+"""The Llama example has the same training losses as with SDPA, and refuses options that a stage does not support."""
 
 import functools
 
@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 from examples import llama  # noqa: E402
 
 SIZE = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-TOKENS = 1 + torch.arange(12, device=DEVICE).repeat(2, 1) * 7  # [B, S], any
+TOKENS = 1 + torch.arange(12, device=DEVICE).repeat(2, 1) * 7  # [B, S], arbitrary token ids
 
 
 def sdpa(q, k, v, *, causal, scale):
@@ -29,7 +29,7 @@ def sdpa_in_float64(q, k, v, **options):
 
 @functools.cache
 def losses(attention):
-    """The loss of each of a few steps in float32; with None, of transformers' own SDPA."""
+    """The losses of a few float32 training steps with `attention`, or with transformers' own SDPA if it is None."""
     if attention is not None:
         llama.register("attention", attention)
     model = llama.build("sdpa" if attention is None else "attention", torch.float32, **SIZE)
@@ -37,12 +37,12 @@ def losses(attention):
 
 
 def tolerance():
-    """Five times what SDPA's own rounding does to its losses, and eight units in the last place of a loss of 5."""
+    """Five times the effect of SDPA's rounding on its losses, plus eight units in the last place of a loss of 5."""
     return 5 * (losses(sdpa_in_float64) - losses(None)).abs().max() + 4e-6
 
 
 @pytest.mark.parametrize("name", ["v3", next(name for name in reversed(stages.names()) if not stages.is_dead_end(name))])
-def test_loss_follows_that_with_sdpa(name):
+def test_loss_matches_sdpa(name):
     if reason := stages.unavailable(name):
         pytest.skip(f"{name} {reason}")
     got = losses(stages.load(name).attention)
@@ -58,20 +58,20 @@ WRONG = {
 
 
 @pytest.mark.parametrize("attention", WRONG.values(), ids=WRONG.keys())
-def test_loss_shows_what_is_wrong(attention):
+def test_loss_reveals_wrong_attention(attention):
     assert (losses(attention) - losses(None)).abs().max() > tolerance()
 
 
 @pytest.fixture
 def model():
-    """A Llama in eval mode whose attention is what `register` makes of SDPA."""
+    """A Llama in eval mode that calls SDPA through `llama.register`."""
     llama.register("attention", sdpa)
     return llama.build("attention", torch.float32, **SIZE).eval()
 
 
 @pytest.fixture
 def reference():
-    """The same with transformers' own SDPA."""
+    """The same Llama with transformers' own SDPA."""
     return llama.build("sdpa", torch.float32, **SIZE).eval()
 
 
@@ -85,7 +85,7 @@ TAKEN = {
 
 
 @pytest.mark.parametrize("options", TAKEN.values(), ids=TAKEN.keys())
-def test_takes_what_changes_nothing(options, model, reference):
+def test_takes_options_that_change_nothing(options, model, reference):
     torch.testing.assert_close(model(TOKENS, **options).logits, reference(TOKENS, **options).logits, rtol=0, atol=1e-5)
 
 
@@ -113,7 +113,7 @@ def padded(at):
 
 
 PACKED = {"position_ids": torch.arange(12, device=DEVICE)[None] % 6}
-REFUSED = {  # what the model is called with, and what the error says
+REFUSED = {  # name: (arguments of the model, text of the error)
     "padding on the left": ({"attention_mask": padded(0)}, "a padding mask"),
     "padding on the right": ({"attention_mask": padded(-1)}, "a padding mask"),
     "a mask of 4 dimensions": ({"attention_mask": torch.ones(2, 1, 12, 12, device=DEVICE).tril()}, "an attention mask"),
@@ -127,12 +127,12 @@ REFUSED = {  # what the model is called with, and what the error says
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_refuses_what_changes_the_result(options, message, model):
+def test_refuses_options_that_change_the_result(options, message, model):
     with pytest.raises(NotImplementedError, match=f"attention does not take .*{message}"):
         model(TOKENS, **options)
 
 
-def test_several_queries_after_a_cache_see_what_they_would_without_one(model):
+def test_several_queries_after_a_cache_give_the_logits_of_a_whole_sequence(model):
     whole = model(TOKENS).logits
     cache = model(TOKENS[:, :8], use_cache=True).past_key_values
     after = model(TOKENS[:, 8:], past_key_values=cache, use_cache=True).logits
@@ -161,7 +161,7 @@ def test_refuses_dropout_in_training():
 
 
 def of_family(family, attn_implementation, **options):
-    """A small model of another family in eval mode, the same for every attention."""
+    """A small model of another family in eval mode, with the same weights for every attention."""
     llama.register("attention", sdpa)
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(vocab_size=256, intermediate_size=64, pad_token_id=0, **SIZE, **options)
@@ -175,7 +175,7 @@ def of_family(family, attn_implementation, **options):
     ("Llama4Text", {"attention_chunk_size": 11, "num_local_experts": 2, "head_dim": 16}, "chunks"),
     ("Gemma2", {"head_dim": 16}, "softcap"), ("GptOss", {"num_local_experts": 2, "head_dim": 16}, "s_aux"),
 ])  # fmt: skip
-def test_refuses_what_other_models_have(family, options, message):
+def test_refuses_features_of_other_models(family, options, message):
     with pytest.raises(NotImplementedError, match=message):
         of_family(family, "attention", **options)(TOKENS)
 

@@ -1,4 +1,4 @@
-"""A Llama whose sequence several processes share learns what one process does."""
+"""A Llama whose sequence is split over several processes has the same losses as one process."""
 
 import functools
 
@@ -30,7 +30,7 @@ def alone():
 
 @pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_losses_are_those_of_one_process(ranks, size):
+def test_losses_equal_one_process(ranks, size):
     if size > ranks.size:
         pytest.skip(f"needs {size} GPUs")
     for losses in ranks.call(size, together):

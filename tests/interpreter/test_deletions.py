@@ -1,6 +1,6 @@
-"""Each barrier of every Gluon kernel is needed, and missed: without one of its statements some order of events is an error.
+"""Each barrier statement of a Gluon kernel is needed: without it, some order of events raises an error.
 
-What can go without an error is not needed, and goes from the kernel; or no problem below reaches it, and one more is added.
+If a deletion raises no error, delete the statement from the kernel, or add a problem below that needs it.
 """
 
 import importlib.util
@@ -19,14 +19,13 @@ from common.runtime import INTERPRETED
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="a GPU only goes wrong sometimes, or hangs")
 
-# To wait or to let others go on; and the waits for matmuls, which compute nothing themselves. Not the waits for a turn (v11a),
-# which are for speed alone.
+# Statements that synchronize, waits for matmuls included. Waits on `turns` (v11a) are left out: they only affect speed.
 STATEMENT = re.compile(
     r"\s+(mbarrier\.(?!wait\(turns\.)(wait|arrive|expect)\(|fence_async_shared\(|tma\.store_wait\("
     r"|(\w+, )*\w+ = warpgroup_mma_wait\(\d, \[[\w, ]+\]\))"
 )
-# (query rows, keys, head dimension, that of v, causal, heads, those of k and v, scale over the usual one): each has paths that
-# the others have not. In float16 the last overflows where the first keys are trusted.
+# (queries, keys, head_dim, value_dim, causal, heads, K/V heads, factor on the usual scale). Each problem takes paths that
+# the others do not. The last overflows in float16 where the maximum is guessed from the first keys.
 PROBLEMS = [
     (60, 100, 64, 128, True, 12, 1, 1),
     (300, 330, 64, 64, True, 2, 1, 1),
@@ -39,11 +38,11 @@ PROBLEMS = [
     (600, 1100, 64, 64, False, 2, 2, 10),
 ]
 SEEDS = range(12)
-EVERY = 12  # statement of a file is deleted in the default run
+EVERY = 12  # the default run deletes every 12th statement of a file
 
 
 def statements():
-    """Each that is deleted: stage, part, index of its line."""
+    """Each statement to delete: stage, part, index of its line."""
     for name, part in itertools.product(stages.names(), ("forward", "backward")):
         lines = Path(stages.__path__[0], name, f"{part}.py").read_text().splitlines()
         found = [index for index, line in enumerate(lines) if STATEMENT.match(line)]
@@ -53,7 +52,7 @@ def statements():
 
 
 def without_line(name, part, index, folder):
-    """`forward` or `backward` of a stage without a line of its file."""
+    """`forward` or `backward` of a stage, loaded from a copy of its file in which one line is `pass`."""
     lines = Path(stages.__path__[0], name, f"{part}.py").read_text().splitlines()
     indent = re.match(r"\s*", lines[index])[0]
     path = folder / f"{part}.py"
@@ -65,7 +64,7 @@ def without_line(name, part, index, folder):
 
 
 def run(function, part, stage, problem):
-    """One pass of a stage, with `function` in place of its own."""
+    """Run one pass of a stage with `function` in place of its own."""
     seq_q, seq_k, head_dim, value_dim, causal, heads, kv_heads, wider = problem
     q, k, v, grad_out = make_inputs(seq_q, seq_k, head_dim, batch=1, heads=heads, kv_heads=kv_heads, value_dim=value_dim)
     options = {"causal": causal, "scale": wider * head_dim**-0.5}
@@ -75,7 +74,7 @@ def run(function, part, stage, problem):
 
 
 @pytest.mark.parametrize("name, part, index", list(statements()))
-def test_without_it_there_is_an_error(name, part, index, tmp_path):
+def test_deleting_a_barrier_raises_an_error(name, part, index, tmp_path):
     function, stage = without_line(name, part, index, tmp_path), stages.load(name)
     for seed, problem in itertools.product(SEEDS, PROBLEMS):
         schedule.restart_seeds(seed)
@@ -90,8 +89,8 @@ def test_without_it_there_is_an_error(name, part, index, tmp_path):
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 @pytest.mark.parametrize("stage", sorted({param.values[0] for param in statements()}, key=stages.position))
-def test_with_all_of_them_there_is_none(stage, problem):
-    """Else the test above could pass for another reason."""
+def test_complete_kernel_raises_no_error(stage, problem):
+    """Without this check the test above could pass for another reason."""
     for part in ("forward", "backward"):
         schedule.restart_seeds(0)
         run(getattr(stages.load(stage), part), part, stages.load(stage), problem)

@@ -1,6 +1,6 @@
-"""The interpreter of Gluon runs small kernels in many orders, and finds in each order the mistake that a kernel is given.
+"""The Gluon interpreter runs small kernels in many orders and finds a planted mistake in each order.
 
-A kernel is right where `MISTAKE` is "none". `errors` puts the text of a line where the message has its number.
+A kernel is correct if `MISTAKE` is "none". `error` replaces the line number in a message with that line's text.
 """
 
 import itertools
@@ -33,7 +33,7 @@ from common.runtime import INTERPRETED
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the interpreter is not in use here")
 
 SEEDS = range(20)
-SIZE = gl.constexpr(16)  # of a tile, in both directions
+SIZE = gl.constexpr(16)  # rows and columns of a tile
 LAYOUT = gl.constexpr(gl.BlockedLayout([1, 1], [2, 16], [4, 1], [1, 0]))
 SHARED = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=2)
 
@@ -44,7 +44,7 @@ def _no_seed_for_all(monkeypatch):
 
 
 def tiles(number):
-    """So many tiles, one below the other, of numbers with which all arithmetic here is exact."""
+    """`number` tiles, one below the other, of small integers, so that all arithmetic here is exact."""
     return torch.randint(-4, 5, (number * SIZE.value, SIZE.value)).half()
 
 
@@ -58,7 +58,7 @@ def launch(kernel, *arguments, seed, programs=1):
 
 
 def error(kernel, *arguments, seed):
-    """What the interpreter says of a kernel with a mistake, which must name a line, a partition and the seed."""
+    """The interpreter's message for a kernel with a mistake. The message must name a line, a partition and the seed."""
     with pytest.raises(InterpreterError) as caught:
         launch(kernel, *arguments, seed=seed)
     message = str(caught.value)
@@ -71,7 +71,7 @@ def error(kernel, *arguments, seed):
 
 
 def check_errors(expected, kernel, *arguments, seeds=SEEDS[:10]):
-    """In every order there is an error that `expected`, a regular expression, matches."""
+    """Assert that every order raises an error that the regular expression `expected` matches."""
     for seed in seeds:
         message = error(kernel, *arguments, seed=seed)
         assert re.search(expected, message), message
@@ -164,7 +164,7 @@ def test_mistakes_in_copies_are_found(mistake):
     check_errors(IN_COPIES[mistake], _double_kernel, describe(x), describe(x.clone()), 5, mistake)
 
 
-def test_deadlock_says_of_every_partition_what_it_waits_for():
+def test_deadlock_names_what_each_partition_waits_for():
     message = error(_double_kernel, describe(tiles(5)), describe(tiles(5)), 5, "no copy", seed=0)
     waits = re.findall(r"^  .*, in (\w+) \(.*\) waits for (.*)$", message, re.MULTILINE)
     assert message.startswith("deadlock\n")
@@ -175,7 +175,7 @@ def test_deadlock_says_of_every_partition_what_it_waits_for():
     ]
 
 
-# --- a buffer that is read in every way and then written again in every way
+# --- a buffer: every kind of read, then every kind of write
 
 
 @gluon.jit
@@ -239,7 +239,7 @@ def test_buffer_is_written_again_only_after_it_was_read(reader, writer):
         launch(_rewrite_kernel, describe(x), describe(out), reader, writer, False, seed=seed)
         assert torch.equal(out, first @ first if reader == "a matmul" else first)
     race = rf"in _rewrite \(.*\): race: {writer} writes x_s, and {reader} may still read it: .*, in _read \(.*\)\n"
-    if reader == "a load":  # which comes after the write in some orders
+    if reader == "a load":  # in some orders the load comes after the write
         race += rf"|in _read \(.*\): race: a load reads x_s, and {writer} may still write it: .*, in _rewrite \(.*\)\n"
     check_errors(race, _rewrite_kernel, describe(x), describe(out), reader, writer, True)
 
@@ -274,8 +274,8 @@ def _parts_kernel(x_desc, FIRST: gl.constexpr, DIM: gl.constexpr, SAYS: gl.const
 
 @pytest.mark.parametrize("first, says", [(8, True), (0, False), (8, False), (4, False), (1, False)])
 @pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
-def test_all_readers_of_what_is_written_must_have_read_it(dim, first, says):
-    """One of two says so; the other need not where it reads another part, which begins at `first`."""
+def test_write_waits_for_every_reader_of_the_same_part(dim, first, says):
+    """One of two readers always arrives. The other may skip this only if it reads another part, which begins at `first`."""
     if says or first == 0:
         for seed in SEEDS:
             launch(_parts_kernel, describe(tiles(1)), first, dim, says, seed=seed)
@@ -287,7 +287,7 @@ def test_all_readers_of_what_is_written_must_have_read_it(dim, first, says):
         check_errors(race, _parts_kernel, describe(tiles(1)), first, dim, says)
 
 
-# --- what ordinary stores have written, used by what is asynchronous
+# --- asynchronous reads of what ordinary stores wrote
 
 
 @gluon.jit
@@ -330,7 +330,7 @@ def _hand_over_kernel(out_desc, FENCE: gl.constexpr, USER: gl.constexpr, ALONE: 
 
 @pytest.mark.parametrize("alone", [True, False], ids=["one partition", "two partitions"])
 @pytest.mark.parametrize("user", ["a matmul", "a copy"])
-def test_stores_are_fenced_before_what_is_asynchronous_reads_them(user, alone):
+def test_stores_need_a_fence_before_asynchronous_reads(user, alone):
     out = torch.empty(SIZE.value, SIZE.value).half()
     for seed in SEEDS:
         for fence in ("by the writer", "by the reader", *(["before the wait"] if alone else [])):
@@ -449,7 +449,7 @@ def _wait_for_matmuls_kernel(x_desc, OUTSTANDING: gl.constexpr, USE: gl.constexp
 
 @pytest.mark.parametrize("used", range(3))
 @pytest.mark.parametrize("use", ["value", "buffer"])
-def test_all_matmuls_are_over_but_the_last_ones(use, used):
+def test_wait_leaves_only_the_last_matmuls_pending(use, used):
     x = describe(tiles(3))
     early = {
         "value": r"matmuls\[USED\].*a matmul's value is used before warpgroup_mma_wait\n",
@@ -482,7 +482,7 @@ def _wait_for_stores_kernel(out_desc, out_ptr, seen_ptr, PENDING: gl.constexpr, 
 
 
 @pytest.mark.parametrize("pending", range(5))
-def test_all_stores_are_over_but_the_last_ones(pending):
+def test_wait_leaves_only_the_last_stores_pending(pending):
     waited_for = max(0, 3 - pending)
     out, seen = torch.empty(3 * SIZE.value, SIZE.value).half(), torch.empty(3)
     seen_after_the_wait = set()
@@ -490,7 +490,7 @@ def test_all_stores_are_over_but_the_last_ones(pending):
         launch(_wait_for_stores_kernel, describe(out.zero_()), out, seen, pending, waited_for - 1, seed=seed)
         seen_after_the_wait.add(tuple(seen.tolist()))
         assert out.all()
-    if waited_for:  # all of these, and of the others any, in any order
+    if waited_for:  # stores waited for have ended; the others may have, in any combination
         assert seen_after_the_wait == set(itertools.product(*[[1]] * waited_for, *[[0, 1]] * (3 - waited_for)))
     for used in range(waited_for, 3):
         race = rf"race: a store writes x_s\[{used}\], and a copy may still read it: tma.async"
@@ -517,8 +517,8 @@ def _add_kernel(sums_ptr, x_ptr):
     reduce_add(sums_ptr + offs // 2, gl.load(x_ptr + offs))
 
 
-def test_registers_are_added_to_memory_which_nobody_reads():
-    """Two of them to each place; nothing comes back, and so nothing counts as read but what is added."""
+def test_registers_are_added_to_memory_without_a_read():
+    """Each address receives two elements. The kernel reads no sums back: only the added elements count as read."""
     sums, x = torch.randn(SIZE.value // 2), torch.randn(SIZE.value)
     expected = sums + x[::2] + x[1::2]
     (counted,) = count(lambda: launch(_add_kernel, sums, x, seed=0)).launches
@@ -526,12 +526,12 @@ def test_registers_are_added_to_memory_which_nobody_reads():
     assert (counted.read, counted.written) == (4 * SIZE.value, 4 * SIZE.value)
 
 
-CORNERS = [(0, 0), (8, 8), (16, 16), (-8, 16), (-40, 0), (24, 0), (0, 40)]  # of a tile, in a tensor of 24 by 24
+CORNERS = [(0, 0), (8, 8), (16, 16), (-8, 16), (-40, 0), (24, 0), (0, 40)]  # where a tile begins in a tensor of 24 by 24
 MARGIN = 48
 
 
 def tile_at(corner, padded):
-    """A view of the tile in a tensor with a margin."""
+    """The tile at `corner`, a view of a tensor with a margin."""
     row, column = corner
     return padded[MARGIN + row :, MARGIN + column :][: SIZE.value, : SIZE.value]
 
@@ -548,7 +548,7 @@ def test_load_is_padded_outside_of_a_tensor(corner, padding):
 @pytest.mark.parametrize("adds", [False, True], ids=["stores", "adds"])
 @pytest.mark.parametrize("corner", [corner for corner in CORNERS if min(corner) >= 0], ids=str)
 def test_store_is_clipped_past_the_end_of_a_tensor(corner, adds):
-    """The tensor lies in the middle of other memory, which stays as it was. A store before it is a mistake, see above."""
+    """The memory around the tensor stays unchanged. A store before the tensor is a mistake, see above."""
     tile, memory = torch.randn(SIZE.value, SIZE.value).half(), torch.randn(40, 40).half()
     expected, padded = memory.clone(), torch.nn.functional.pad(memory[8:32, 8:32], [MARGIN] * 4)
     launch(_move_kernel, describe(tile), describe(memory[8:32, 8:32]), 0, 0, *corner, adds, seed=0)
@@ -624,7 +624,7 @@ def test_other_mistakes_are_found(mistake):
     check_errors(OTHERS[mistake], _some_mistakes_kernel, torch.zeros(4), describe(tiles(1)), 46341, mistake, seeds=SEEDS[:3])
 
 
-def test_what_has_no_mistake_passes():
+def test_kernel_without_a_mistake_passes():
     for seed in SEEDS:
         launch(_some_mistakes_kernel, torch.zeros(4), describe(tiles(1)), 46340, "none", seed=seed)
     launch(_some_mistakes_kernel, torch.zeros(4), describe(tiles(1)), 46340, "overflow", seed=0)
@@ -655,14 +655,14 @@ def _take_tickets_kernel(takers_ptr, counter_ptr, tickets):
 
 
 def takers(seed, programs=2):
-    """Which partition of which program took each of sixteen tickets, in an order of the seed's."""
+    """For each of sixteen tickets, the partition and program that took it, in the order of this seed."""
     taken, counter = torch.full((16,), -1), torch.zeros(1, dtype=torch.int32)
     launch(_take_tickets_kernel, taken, counter, len(taken), seed=seed, programs=programs)
     assert counter == len(taken) + 2 * programs
     return tuple(taken.tolist())
 
 
-def test_seed_says_who_goes_on():
+def test_seed_decides_the_order():
     orders = [takers(seed) for seed in SEEDS]
     assert orders[:5] == [takers(seed) for seed in SEEDS[:5]]
     assert len(set(orders)) > len(SEEDS) / 2
@@ -671,8 +671,8 @@ def test_seed_says_who_goes_on():
 
 def test_two_programs_run_at_a_time():
     programs = [{who // 10 for who in takers(seed, programs=3)} for seed in SEEDS]
-    assert max(map(len, programs)) == 2  # the third waits for one of them to end
-    assert set().union(*programs) == {0, 1, 2}  # and can be any of them
+    assert max(map(len, programs)) == 2  # the third waits until another program ends
+    assert set().union(*programs) == {0, 1, 2}  # every program takes tickets under some seed
 
 
 def test_seed_in_the_environment_replays(monkeypatch):
@@ -682,7 +682,7 @@ def test_seed_in_the_environment_replays(monkeypatch):
     assert takers(4) == takers(5) == first
 
 
-def test_message_says_how_to_have_it_again(monkeypatch):
+def test_seed_in_the_message_replays_the_error(monkeypatch):
     arguments = describe(tiles(5)), describe(tiles(5)), 5, "arrives early"
     messages = {seed: error(_double_kernel, *arguments, seed=seed) for seed in SEEDS}
     assert len({message.replace(f"={seed} ", " ") for seed, message in messages.items()}) > 1
@@ -711,7 +711,7 @@ _noted = []
 
 def _note(what):
     _noted.append(what)
-    time.sleep(1e-4)  # another thread may go on
+    time.sleep(1e-4)  # lets another thread run
 
 
 @gluon.jit

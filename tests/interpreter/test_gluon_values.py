@@ -1,4 +1,4 @@
-"""What a Gluon kernel's variables hold on the interpreter: as Triton has them, whose own interpreter computes the same here."""
+"""Variables of a Gluon kernel have the same types and values as in Triton's own interpreter."""
 
 import linecache
 import re
@@ -21,7 +21,7 @@ _recorded = []
 
 
 def _record(result):
-    """Called by a kernel: note a result, its type in Triton's name."""
+    """A kernel calls this to note a result and its type, by Triton's name."""
     if isinstance(result, bool):
         data, dtype = torch.tensor(result), "int1"
     elif isinstance(result, int):
@@ -35,16 +35,16 @@ def _record(result):
 
 
 def record(kernel, *arguments):
-    """What a kernel has noted."""
+    """What a kernel notes."""
     _recorded.clear()
-    with warnings.catch_warnings(action="ignore"):  # of numpy's, where a number overflows
+    with warnings.catch_warnings(action="ignore"):  # numpy warns if a number overflows
         kernel[(1,)](*arguments)
     return list(_recorded)
 
 
 @triton.jit
 def _note_two(x, y, INTEGERS: tl.constexpr):
-    """Two values, of which one may be a number of the text."""
+    """Note operations on two values, one of which may be a literal."""
     _record(x + y)
     _record(x - y)
     _record(x * y)
@@ -67,7 +67,7 @@ def _note_numbers(x, INTEGERS: tl.constexpr, SCALAR_INTEGER: tl.constexpr):
     _note_two(x, 2, INTEGERS)
     _note_two(3, x, INTEGERS)
     _note_two(x, 2.5, False)
-    if not SCALAR_INTEGER:  # or Python computes, with a double
+    if not SCALAR_INTEGER:  # else Python computes, in double precision
         _note_two(0.1, x, False)
     _record(-x)
     _record(tl.where(x < 2, 1, 0))
@@ -116,7 +116,7 @@ def check_same(in_gluon, in_triton, *arguments):
 
 
 def operands(*numbers):
-    """Pointers to these numbers in each type, and to single ones."""
+    """Tensors of these numbers in each type, and tensors of a single number."""
     return (
         [torch.tensor(numbers).to(dtype) for dtype in TYPES]
         + [torch.tensor(number) for number in (2.5, 2**31 + 1)]
@@ -135,8 +135,8 @@ def test_types_are_promoted_as_in_triton(x):
         check_same(_two_in_gluon, _two_in_triton, x, y, x.dim() == 0, y.dim() == 0, integers)
 
 
-@pytest.mark.parametrize("x", [x for x in operands(7, -7, 3, 1) if x.dtype != torch.bfloat16], ids=name)  # Triton fails
-def test_numbers_of_the_text_take_the_type_of_others_as_in_triton(x):
+@pytest.mark.parametrize("x", [x for x in operands(7, -7, 3, 1) if x.dtype != torch.bfloat16], ids=name)  # Triton fails there
+def test_literals_take_the_type_of_the_other_operand_as_in_triton(x):
     check_same(_one_in_gluon, _one_in_triton, x, x.dim() == 0, not x.is_floating_point())
 
 
@@ -209,7 +209,7 @@ def _nan_kernel(x_ptr, y_ptr):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_nan_is_neither_larger_nor_smaller(dtype):
-    """As on a GPU: maximum and minimum of Triton's own interpreter are NaN where one of two is."""
+    """As on a GPU. In Triton's own interpreter, maximum and minimum are NaN if one operand is."""
     nan, inf = float("nan"), float("inf")
     x, y, nothing = torch.tensor([[1, nan, nan, -inf], [nan, nan, 3, inf], [nan] * 4], dtype=dtype)
     results = [result for _, result in record(_nan_kernel, x, y)]
@@ -226,7 +226,7 @@ def _nan_asked_for_kernel(x_ptr):
     _record(gl.minimum(x, 2.0, propagate_nan=tl.PropagateNan.ALL))
 
 
-def test_nan_is_larger_and_smaller_where_that_is_asked_for():
+def test_nan_propagates_if_asked_for():
     nan = float("nan")
     (_, larger), (_, smaller) = record(_nan_asked_for_kernel, torch.tensor([1, nan, 3, 2]))
     torch.testing.assert_close(larger, torch.tensor([2, nan, 3, 2]).double(), equal_nan=True)
@@ -247,7 +247,7 @@ def _bits_kernel(x_ptr):
 
 
 def test_bits_and_halves_of_a_tensor():
-    """A sign, eight bits of exponent plus 127, and the others: 1.5 is 127 of exponent, and half of all else."""
+    """A float32 is a sign, 8 exponent bits offset by 127, and 23 fraction bits: 1.5 has exponent 127 and fraction 0.5."""
     (dtype, bits), (_, shifted), (_, doubled), *halves = record(_bits_kernel, torch.tensor([1.5, -1.0, 0.25, 8.0]))
     assert dtype == "int32" and bits.tolist() == [0x3FC00000, 0x3F800000 - 2**31, 0x3E800000, 0x41000000]
     assert shifted.tolist() == [-(2**31), 0, 0, 0]
@@ -309,7 +309,7 @@ def test_element_outside_of_a_tensor_is_an_error(i, mask):
 
 def test_pointer_spans_what_a_view_spans():
     x, out = torch.arange(20), torch.zeros(20, dtype=torch.int64)
-    _copy_kernel[(1,)](x[::2], out, 0, 16, 16)  # to element 18, of which 16 are loaded
+    _copy_kernel[(1,)](x[::2], out, 0, 16, 16)  # spans 19 elements; the kernel loads 16
     assert out[:16].tolist() == list(range(16))
     with pytest.raises(InterpreterError, match="element 5 of `x_ptr`, which has 5"):
         _copy_kernel[(1,)](x[:9:2][:3], out, 0, 16, 16)

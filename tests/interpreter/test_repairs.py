@@ -1,6 +1,6 @@
-"""Triton's interpreter, on which everything runs where there is no GPU, computes what a GPU would.
+"""Triton's interpreter, which replaces a GPU where there is none, computes what a GPU would.
 
-Run as a script, this file prints what the kernel below makes of bfloat16 in an interpreter that nobody has repaired.
+Run as a script, this file prints the bfloat16 errors of an interpreter without our repairs.
 """
 
 import json
@@ -69,7 +69,7 @@ def bfloat16_errors(device):
 
 
 def rounding_errors(device, dtype):
-    """How many float32 values a kernel casts to something else than PyTorch does, which rounds to nearest and ties to even."""
+    """How many float32 values a kernel casts differently from PyTorch, which rounds to nearest and ties to even."""
     torch.manual_seed(0)
     values = torch.randn(2048, device=device).to(dtype).float()
     ulp = torch.finfo(dtype).eps * 2.0 ** values.abs().log2().floor()
@@ -96,13 +96,13 @@ def test_casts_round_to_nearest_even(dtype):
 
 @pytest.mark.skipif(GPU, reason="the interpreter is not in use here")
 def test_bfloat16_needs_the_repair():
-    """Without it these errors are large: a repair that does nothing would pass the tests above only if Triton were right."""
+    """Without the repair the errors are large. Once Triton is fixed, this test fails and the repair can go."""
     import programs
 
     run = programs.python(__file__, TRITON_INTERPRET="1")
     assert run.returncode == 0, run.stderr
     errors = json.loads(run.stdout)
-    operations = [errors[name] for name in ("dot", "sum", "product")]  # NaN where raw bits happen to make one
+    operations = [errors[name] for name in ("dot", "sum", "product")]  # NaN if the raw bits happen to encode one
     assert not any(error < 0.1 for error in operations), "fixed in Triton: drop the repair"
     assert errors["casts"] > 0
 
@@ -165,8 +165,8 @@ EARLIER = [pytest.param(imports, marks=pytest.mark.long) for imports in ("import
 
 
 @pytest.mark.parametrize("imports", [*EARLIER, "import triton.language, torch, stages"])
-def test_no_variable_to_set_in_any_order_of_imports(imports):
-    """Triton reads TRITON_INTERPRET as it is imported and compiles or interprets its own library functions from then on."""
+def test_imports_in_any_order_need_no_environment_variable(imports):
+    """Triton reads TRITON_INTERPRET when it is imported. From then on it compiles or interprets its library functions."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     run = subprocess.run(
@@ -189,7 +189,7 @@ if __name__ == "__main__":
 
 
 def test_descriptors_add_to_memory():
-    """Tiles that overlap are summed; what lies past the end is not touched."""
+    """Overlapping tiles are summed. Memory past the end of the tensor stays unchanged."""
     x = torch.zeros(20, 16, device="cuda" if GPU else "cpu")
     descriptor = TensorDescriptor.from_tensor(x[:18], [16, 16])
     _add_tile_kernel[(2,)](descriptor, BLOCK=16)
@@ -199,7 +199,7 @@ def test_descriptors_add_to_memory():
 
 @pytest.mark.skipif(GPU, reason="a GPU stops the program, and takes no other")
 def test_descriptors_store_nothing_before_a_tensor():
-    """There a GPU only loads; past the end both are clipped."""
+    """Before a tensor a GPU can only load. Past its end, loads and stores are both clipped."""
     from triton.runtime.interpreter import InterpreterError
 
     x = torch.zeros(20, 16)

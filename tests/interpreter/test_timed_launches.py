@@ -1,4 +1,4 @@
-"""The model of an SM: units that take turns, partitions that wait, at rates that make the cycles easy to count."""
+"""The timing model of an SM: partitions wait and share its units. The rates make cycles easy to count."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def _instructions(x_ptr):
     gl.store(x_ptr, gl.max(gl.max(y + x, 1), 0))
 
 
-def test_instructions_follow_each_other_and_a_multiplication_and_a_subtraction_are_one():
+def test_instructions_run_in_order_and_a_multiplication_joins_a_subtraction():
     x = torch.zeros(1)
     timing = time_of(_instructions, x)
     assert x.item() == pytest.approx(2**1.5 + 1.5)
@@ -96,13 +96,13 @@ def _additions(sums_ptr):
         reduce_add(sums_ptr + gl.arange(0, 64 * 64 // 2, x.type.layout), x)
 
 
-def test_additions_from_registers_take_their_bytes_and_nobody_waits_for_them():
+def test_additions_from_registers_take_their_bytes_and_no_wait():
     sums = torch.zeros(TILE // 2)
     assert spans(time_of(_additions, sums), STORES) == [("add", 0, 900), ("add", 900, 1800)]
     assert (sums == 3).all()
 
 
-FILLED = 4 + 500 + 300 + 20  # an arrival, a copy, what it takes beyond its bytes, the end of the wait
+FILLED = 4 + 500 + 300 + 20  # arrival, copy of the bytes, latency of the copy, end of the wait
 
 
 def tile():
@@ -148,7 +148,7 @@ def _hand_over():
 
 
 def test_a_wait_ends_some_cycles_after_the_arrival():
-    assert time_of(_hand_over).end == 3 + 1 + 20  # of one warp
+    assert time_of(_hand_over).end == 3 + 1 + 20  # fence, arrival and hand-over of one warp
 
 
 def test_launches_are_timed_inside_alone_and_in_order():

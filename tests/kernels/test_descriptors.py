@@ -1,4 +1,4 @@
-"""Which tensors are copied before a descriptor addresses them."""
+"""Only tensors that a descriptor cannot address are copied."""
 
 import pytest
 import torch

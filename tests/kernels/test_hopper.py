@@ -1,4 +1,4 @@
-"""Where Hopper's kernels can run."""
+"""Hopper kernels run on sm_90 and on the interpreter. Elsewhere their error names a stage to use instead."""
 
 import pytest
 from cases import make_inputs

@@ -1,6 +1,6 @@
-"""Launches of compiled kernels by several threads, on several devices, and after a compilation that failed.
+"""Launches of compiled kernels by several threads, on several devices, and after a failed compilation.
 
-The driver is a stand-in, and each test a program of its own: the kernels of this process may be the interpreter's.
+A stand-in replaces the driver. Each test runs in its own process, because this one may interpret kernels.
 """
 
 import programs
@@ -38,7 +38,7 @@ class Driver(StandInDriver):
 triton.runtime.driver.set_active(Driver())
 
 TUNER = stages.load("v4").forward.__globals__["_forward_kernel"]
-TUNER.configs = [TUNER.configs[0], *TUNER.configs[5:7], TUNER.configs[-1]]  # large, small, and for float32: soon compiled
+TUNER.configs = [TUNER.configs[0], *TUNER.configs[5:7], TUNER.configs[-1]]  # large, small, and for float32: quick to compile
 
 def forward(name, head_dim=64, dtype=torch.float16, causal=True, seq=256, diagonal=0):
     q, k, v = (torch.empty(1, 2, seq, head_dim, dtype=dtype, device="meta") for _ in range(3))
@@ -52,8 +52,8 @@ def run(program):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_what_failed_to_compile_in_parallel_is_compiled_again():
-    """`ast.parse` may fail in one of several threads; the failed compilation was kept, and raised at every launch."""
+def test_a_failed_parallel_compilation_is_repeated():
+    """`ast.parse` may fail in one of several threads. The failure was once cached and raised at every launch."""
     run("""
 compile_, failures = compiler.compile, []
 
@@ -72,7 +72,7 @@ assert failures and launched
 
 
 def test_each_device_is_tuned_for():
-    """What fits one with 227 KiB of shared memory for a block does not fit one with 99."""
+    """A tile that fits 227 KiB of shared memory per block does not fit 99 KiB."""
     run("""
 for index in (0, 1, 0, 1):
     device.index = index
@@ -81,8 +81,8 @@ assert {index for index, _ in launched} == {0, 1}
 """)
 
 
-def test_launches_of_several_threads_keep_to_themselves():
-    """Of one autotuner, for different problems: each launch has the block shapes that its kernel was compiled for."""
+def test_threads_do_not_mix_their_launches():
+    """Threads share an autotuner for different problems. Each launch has the block shapes of its own kernel."""
     run("""
 problems = [(32, torch.float16), (64, torch.bfloat16), (128, torch.float16), (64, torch.float32)]
 for problem in problems:  # tuned and compiled
@@ -127,7 +127,7 @@ assert len(launched) == 2 and len(loaded) == 1
 
 
 def test_one_thread_parses_at_a_time():
-    """In CPython 3.11 and 3.12 `ast.parse` keeps its recursion depth for all threads together."""
+    """In CPython 3.11 and 3.12 all threads share the recursion depth of `ast.parse`."""
     run("""
 import ast
 parse, parsing, most = ast.parse, 0, 0
@@ -148,8 +148,8 @@ assert most == 1 and launched
 
 
 def test_no_length_of_1_becomes_a_constant():
-    """With it a loop becomes straight code, for which ptxas had a matmul read its tile from a wrong address: `dp_t` of v4's
-    dK and dV for D = 64, Dv = 32."""
+    """A constant length turns a loop into straight code. ptxas then let a matmul read its tile from a wrong address: `dp_t` of
+    v4's dK and dV for D = 64, Dv = 32."""
     run("""
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
@@ -171,12 +171,12 @@ triton.knobs.compilation.always_compile = True
 triton.knobs.compilation.listener = lambda src, **_: compiled.append({src.fn.arg_names[path[0]] for path in src.constants})
 forward("v3", head_dim=16, seq=1, diagonal=1)
 (constants,) = compiled
-assert "heads_per_kv" in constants and not constants & {"seq_q", "seq_k", "diagonal"}, constants  # one of 1 does become one
+assert "heads_per_kv" in constants and not constants & {"seq_q", "seq_k", "diagonal"}, constants  # other 1s do
 """)
 
 
-def test_nothing_split_takes_the_instructions_of_the_stage_before():
-    """Of v15, in both launches: what splits need is not there for the compiler."""
+def test_v15_without_splits_has_the_instructions_of_v14():
+    """In both launches of v15, the compiler does not see the code for splits."""
     run("""
 import collections, pathlib, re
 

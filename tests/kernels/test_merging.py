@@ -1,4 +1,4 @@
-"""Attention over two sets of keys, merged, is attention over both; and sums are rounded once."""
+"""Merging attention over two sets of keys gives attention over both. Sums are rounded once."""
 
 import pytest
 import torch
@@ -19,11 +19,11 @@ def test_two_sets_of_keys(seq_q, seq_k, cut, value_dim, dtype):
     merge(out, lse, parts[1]["out"].to(dtype), parts[1]["lse"].float())
     whole = truth(q, k, v, False, 1.0)
     torch.testing.assert_close(lse.double(), whole["lse"], rtol=1e-6, atol=1e-6)
-    near = 2 * torch.finfo(dtype).eps + 1e-5  # a log-sum-exp of 30 is rounded too, and a weight is its power
+    near = 2 * torch.finfo(dtype).eps + 1e-5  # the LSE, about 30, is rounded too, and a weight is its exponential
     torch.testing.assert_close(out.double(), whole["out"], rtol=near, atol=near)
 
 
-def test_rows_of_a_larger_result_and_others_layouts():
+def test_merge_into_rows_of_a_larger_result_from_another_layout():
     out, more = torch.randn(2, 3, 20, 32, device=DEVICE), torch.randn(2, 10, 3, 32, device=DEVICE).transpose(1, 2)
     lse, more_lse = torch.randn(2, 3, 20, device=DEVICE), torch.randn(3, 2, 10, device=DEVICE).transpose(0, 1)
     before = out.clone(), lse.clone()
@@ -36,8 +36,8 @@ def test_rows_of_a_larger_result_and_others_layouts():
 
 @pytest.mark.parametrize("into_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_read_and_written_has_any_dtype_and_is_rounded_once(dtype, into_dtype):
-    """Bit by bit what a merge in float32 gives, rounded; in rows of a larger result, and in place where dtypes allow it."""
+def test_merge_takes_any_dtypes_and_rounds_once(dtype, into_dtype):
+    """The bits are those of a float32 merge, rounded once: in rows of a larger result, and in place."""
     out, more = torch.randn(2, 2, 3, 20, 32, device=DEVICE).to(dtype)
     lse, more_lse = torch.randn(2, 2, 3, 20, device=DEVICE)
     expected, expected_lse = out.float().clone(), lse.clone()
@@ -65,7 +65,7 @@ def test_log_sum_exps_that_are_far_apart(apart):
 @pytest.mark.parametrize(("dtype", "part_dtype"), [(torch.bfloat16,) * 2, (torch.float32, torch.float16), (torch.float32,) * 2])
 @pytest.mark.parametrize(("rows", "first", "length"), [(1, 0, 1), (40, 0, 40), (300, 0, 170), (300, 130, 170)])
 def test_a_sum_is_rounded_once(rows, first, length, dtype, part_dtype, into_dtype):
-    """Rows that the part does not have stay as they are; heads of a larger result, and others layouts."""
+    """Rows outside the part keep their values. The result is some heads of a larger tensor; the part has another layout."""
     whole = torch.randn(2, 3, rows, 32, device=DEVICE).to(dtype)
     part = torch.randn(2, length, 3, 32, device=DEVICE).to(part_dtype).transpose(1, 2)
     expected = whole.float().clone()

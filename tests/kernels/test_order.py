@@ -36,9 +36,9 @@ def test_causal_attention_goes_through_a_group_of_heads_longest_tile_first(group
     assert taken(group * SEQ * ROW_BYTES, causal=True) == expected
 
 
-@pytest.mark.filterwarnings("error")  # of numpy, in the interpreter: a division by zero
+@pytest.mark.filterwarnings("error")  # numpy warns on the interpreter if a kernel divides by zero
 def test_short_heads_do_not_make_groups_of_two_to_the_32_tiles():
-    """So many heads that their tiles, counted in int32, are 0: keys take little memory where they are few."""
+    """The heads of a group are limited: 2**24 heads of one-byte keys would have 2**32 tiles, which is 0 in int32."""
     taken = torch.empty(256, 2, dtype=torch.int32, device=DEVICE)
     _record_kernel[256,](taken, 256, 1, 1, True, 2**24)
     assert taken.tolist() == [[tile, 0] for tile in range(256)]

@@ -1,4 +1,4 @@
-"""Which tensors are copied before a kernel addresses them by pointers."""
+"""Only tensors whose rows cannot be loaded 16 bytes at a time are copied before a kernel addresses them by pointers."""
 
 import pytest
 import torch
@@ -19,6 +19,6 @@ def test_rows_that_load_16_bytes_at_a_time_are_not_copied(tensor):
     [PADDED[..., 1:17], PADDED[..., :40].contiguous()[..., :16], TENSOR.mT, TENSOR[0, 0, 0, 0].expand(2, 3, 40, 16)],
     ids=["address", "stride", "columns", "one number"],
 )
-def test_others_are(tensor):
+def test_other_rows_are_copied(tensor):
     copy = aligned(tensor)
     assert copy.is_contiguous() and copy.data_ptr() % 16 == 0 and torch.equal(copy, tensor)

@@ -1,7 +1,6 @@
-"""A repeated call launches what its function would launch, whatever came before it; a recording keeps no tensor.
+"""A repeated call launches what its function would launch, whatever call came before. A recording keeps no tensor.
 
-The driver and the compiler are stand-ins, and each test a program of its own: the kernels of this process may be the
-interpreter's.
+Stand-ins replace the driver and the compiler. Each test runs in its own process, because this one may interpret kernels.
 """
 
 import programs
@@ -28,7 +27,7 @@ launches = []  # of the last call
 
 class Binary(CompiledKernel):
     def __init__(self, src, target, options):
-        self.key = src.hash(), str(options), getattr(device, "index", 0)  # two compilations of the same are the same
+        self.key = src.hash(), str(options), getattr(device, "index", 0)  # two compilations of one source are equal
         self.src, self.function, self.packed_metadata, self._run = src, object(), object(), self.launch
         self.name, self.metadata = src.fn.__name__, SimpleNamespace(shared=0, global_scratch_size=0)
 
@@ -52,8 +51,8 @@ def address(value):
     return value.data_ptr() if isinstance(value, torch.Tensor) else value
 
 def seen():
-    \"\"\"The launches of the last call, with numbers for addresses, in the order in which they come: PyTorch's allocator on the
-    CPU gives multiples of 64.\"\"\"
+    \"\"\"The launches of the last call. Addresses become numbers in order of first use: PyTorch's CPU allocator aligns to
+    64 bytes.\"\"\"
     numbers = {}
 
     def place(at):
@@ -107,8 +106,9 @@ def run(program, *arguments):
 
 @pytest.mark.parametrize("stage", REPLAYED)
 def test_a_call_launches_what_its_function_does(stage):
-    """In the same order the same binaries, which Triton finds by keys of its own, on the same stream, with the same arguments:
-    for calls that differ from others in a single thing, or in none."""
+    """A repeated call launches the same binaries with the same arguments, in the same order and on the same stream.
+
+    The calls differ from others in one thing, or in none. Triton finds binaries by keys of its own."""
     run(
         """
 stage = stages.load(sys.argv[1])
@@ -122,7 +122,7 @@ OTHERS = {
 calls = [{}, *({name: value} for name, values in OTHERS.items() for value in values), {"seq_k": 144, "diagonal": 16}]
 calls = [call for call in calls for _ in range(4)]
 draw.shuffle(calls)
-calls = [{"same": True}] * 3 + calls  # recorded, and of the kind of others
+calls = [{"same": True}] * 3 + calls  # recorded first, as the kind of the usual call
 repeats = {"forward": 0, "backward": 0}
 for call in calls:
     how = USUAL | call
@@ -130,7 +130,7 @@ for call in calls:
     device.index, deterministic, same = (how.pop(setting) for setting in ("index", "deterministic", "same"))
     torch.use_deterministic_algorithms(deterministic)
     q, k, v = problem(**how)
-    if k.stride(-1) > 1:  # the operator's doing
+    if k.stride(-1) > 1:  # the operator does this
         q, k, v = (each.contiguous() for each in (q, k, v))
     if same:
         q = v = k
@@ -139,14 +139,14 @@ for call in calls:
         repeats[function.__name__] += repeated()
         expected = launched(function.__wrapped__, *tensors, **options)
         assert got == expected, (call, function.__name__, got, expected)
-assert min(repeats.values()) > len(calls) / 4, repeats  # two in four of a kind, but that some kinds are left to other stages
+assert min(repeats.values()) > len(calls) / 4, repeats  # two of four of a kind, except where stages fall back
 """,
         stage,
     )
 
 
-def test_the_driver_gets_what_triton_gives_it():
-    """Descriptors that repeated calls have encoded once, each with the address of the call's own tensor."""
+def test_the_driver_gets_the_arguments_that_triton_gives_it():
+    """Repeated calls give each descriptor the address of their own tensor, and encode it once per address."""
     run("""
 from triton.backends.nvidia import driver as nvidia
 BASE = getattr(nvidia, "_BASE_ARGS_FORMAT_LEN", None)  # of Triton 3.6, which passes all arguments in a row
@@ -205,7 +205,7 @@ for name in ("v15", "v8", "v5"):
 
 
 def test_a_pick_of_the_tuner_is_honoured():
-    """Also one that it makes after a call has been recorded."""
+    """A pick that the tuner makes after a recording counts too."""
     run("""
 stage = stages.load("v6")
 tensors = problem()
@@ -221,15 +221,15 @@ for _ in range(3):
     assert after == launched(stage.forward.__wrapped__, *tensors, **OPTIONS) != before
 launched(stage.forward, *tensors, **OPTIONS)
 assert repeated()
-tuner.cache.clear()  # tuned anew, in the middle of a recording
+tuner.cache.clear()  # tuned again, in the middle of a recording
 for _ in range(3):
     got = launched(stage.forward, *tensors, **OPTIONS)
 assert repeated() and got == launched(stage.forward.__wrapped__, *tensors, **OPTIONS)
 """)
 
 
-def test_who_watches_launches_sees_them():
-    """A profiler's hooks are called, with the metadata that they ask for; without them the next call is a repeated one."""
+def test_profiler_hooks_see_every_launch():
+    """A profiler's hooks are called, with the metadata that they ask for. Without hooks the next call is a repeated one."""
     run("""
 stage = stages.load("v15")
 tensors = problem()
@@ -255,15 +255,15 @@ assert repeated()
 """)
 
 
-def test_what_is_kept_is_small():
-    """No tensor, and of calls that are all of their own kind no more than a number."""
+def test_recordings_are_small():
+    """Recordings keep no tensor, and a function keeps a limited number of them: here five."""
     run("""
 stage = stages.load("v14")
 stage.forward(*problem(seq_q=30), **OPTIONS)
 replay.MOST_KINDS = 5
 compiler = "torch._dynamo" in sys.modules
 gc.collect()
-gc.disable()  # memory is given back at once
+gc.disable()  # tensors must be freed without the garbage collector
 for seq_q in range(1, 20):
     for _ in range(3):
         tensors = problem(seq_q=seq_q)
@@ -274,12 +274,12 @@ del tensors, results
 launches.clear()
 assert not any(each() is not None for each in watched)
 assert not any(isinstance(each, torch.Tensor) and each.dim() == 4 for each in gc.get_objects())
-assert ("torch._dynamo" in sys.modules) == compiler  # to load it takes a second
+assert ("torch._dynamo" in sys.modules) == compiler  # loading it takes a second
 """)
 
 
-def test_what_cannot_be_repeated_is_called():
-    """A function that takes a tensor from elsewhere, which the next call may find changed, or gone."""
+def test_a_function_that_cannot_be_repeated_is_called():
+    """The function uses a tensor that is no argument. It may change, or be gone, before the next call."""
     run("""
 stage = stages.load("v3")
 elsewhere = torch.ones(1)

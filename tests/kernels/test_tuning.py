@@ -1,4 +1,4 @@
-"""Whatever configuration an autotuner picks, the result is right; nearby problems share what it picked."""
+"""Every configuration of an autotuner gives right results, and nearby problems share a pick."""
 
 import functools
 import itertools
@@ -36,8 +36,8 @@ TUNERS = [pytest.param(name, kernel, id=f"{name}{kernel}", marks=marks_of(name))
 
 
 def configurations():
-    """Each of every tuner: stage, kernel, index. The interpreter knows tiles, but no warps and no stages: those that it cannot
-    tell from one before are marked long there."""
+    """Each configuration of each tuner: stage, kernel, index. The interpreter ignores warps and pipeline stages: there, a
+    configuration with the tiles of an earlier one is marked long."""
     for name in stages.names():
         for kernel, tuner in tuners(name).items():
             tiles = [tuple(config.kwargs.values()) for config in tuner.configs]
@@ -62,9 +62,9 @@ def check_both(name, inputs):
 
 @functools.cache
 def timed(name, head_dim, dtype):
-    """The configurations, by kernel, that are left to be timed for this problem; this also compiles them, in parallel."""
+    """For each kernel, the configurations that are timed for this problem. The call also compiles them, in parallel."""
     for tuner in tuners(name).values():
-        tuner.cache.clear()  # of what tests without real tuning have left
+        tuner.cache.clear()  # drop the picks of tests without real tuning
     check_both(name, make_inputs(*LENGTHS, head_dim, dtype, batch=1, heads=1))
     return {kernel: set(tuner.configs_timings) for kernel, tuner in tuners(name).items()}
 
@@ -72,23 +72,23 @@ def timed(name, head_dim, dtype):
 @pytest.mark.parametrize("name, kernel, index", list(configurations()))
 @pytest.mark.parametrize("head_dim, dtype", PROBLEMS)
 def test_every_configuration_is_right(name, kernel, index, head_dim, dtype, real_tuning, monkeypatch):
-    """The autotuner picks the fastest configuration: one that skips a tile is faster than all that do not, and wins.
+    """The autotuner picks the fastest configuration. One that skips a tile is faster than the right ones, and wins.
 
-    The causal stages of a kernel are split at tile edges, and not every pair of BLOCK_M and BLOCK_N puts them where they
-    belong; so both lengths here end inside a tile, and are longer than any.
+    A causal kernel splits its loop at tile edges, and some pairs of BLOCK_M and BLOCK_N may split it at a wrong place. So both
+    lengths end inside a tile and exceed every tile.
     """
     tuner = tuners(name)[kernel]
     config = tuner.configs[index]
     assert min(LENGTHS) > max(config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"])
     if on_gpu and config not in timed(name, head_dim, dtype)[kernel]:
         pytest.skip("left out for this problem on this GPU")
-    monkeypatch.setattr(tuner, "configs", [config])  # the only one runs without being timed
+    monkeypatch.setattr(tuner, "configs", [config])  # a single configuration runs without being timed
     check_both(name, make_inputs(*LENGTHS, head_dim, dtype, batch=1, heads=1))
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in TUNED])
 def test_timing_leaves_nothing_behind(name, real_tuning, monkeypatch):
-    """Timing runs a kernel again and again; what is added up in memory has to begin at zero each time, and at the end."""
+    """Timing runs a kernel many times. Sums in memory must start at zero each time, and in the final run."""
 
     def time_twice(call, quantiles):
         call()
@@ -115,8 +115,8 @@ def test_nearby_lengths_share_a_tuning(name, kernel, monkeypatch):
     assert len(tuner.cache) == 5
 
 
-def test_kernels_of_one_text_are_tuned_once():
-    """And no others: what is picked for one must not run another."""
+def test_identical_kernels_are_tuned_once():
+    """Kernels that differ share no picks."""
     every = [(stage, *found) for stage in TUNED for found in tuners(stage).items()]
     shared = 0
     for (_, kernel, tuner), (_, other_kernel, other) in itertools.combinations(every, 2):
@@ -128,7 +128,7 @@ def test_kernels_of_one_text_are_tuned_once():
 
 
 def picked(milliseconds):
-    """What a tuner picks of five configurations, and what it times before, one after another: their numbers.
+    """A tuner's pick among five configurations, and those that it timed before, in order, as numbers.
 
     `milliseconds` gives the time of a configuration, by its number and how often it was timed before.
     """
@@ -147,33 +147,33 @@ def picked(milliseconds):
 
 
 @pytest.mark.parametrize("noise", list(itertools.permutations((1.0, 0.9, 0.8))), ids=str)
-def test_noise_in_the_first_round_chooses_nothing(noise, real_tuning):
+def test_noise_in_the_first_round_does_not_decide(noise, real_tuning):
     taken, timed = picked(lambda number, before: [2, *([1, 1, 1] if before else noise), 3][number])
     assert taken == 1
     assert timed == [0, 1, 2, 3, 4] + [1, 2, 3] * tuning.FINAL_ROUNDS
 
 
-def test_a_clock_that_falls_chooses_nothing(real_tuning):
-    """Each timing takes longer than the one before; all timings of one configuration, then all of the next, would show that."""
+def test_a_falling_clock_does_not_decide(real_tuning):
+    """Each timing takes longer than the last. Timing one configuration fully before the next would favour the first."""
     clock = itertools.count()
     assert picked(lambda number, before: [2, 1, 2, 0.97, 2][number] * (1 + 0.004 * next(clock)))[0] == 3
 
 
 @pytest.mark.parametrize("outlier", [0.1, 10])
 @pytest.mark.parametrize("when", range(1, 1 + tuning.FINAL_ROUNDS))
-def test_an_outlier_chooses_nothing(outlier, when, real_tuning):
+def test_an_outlier_does_not_decide(outlier, when, real_tuning):
     assert picked(lambda number, before: outlier if (number, before) == (3, when) else [2, 1, 1.2, 1.1, 3][number])[0] == 1
     assert picked(lambda number, before: outlier if (number, before) == (1, when) else [2, 1, 1.2, 1.1, 3][number])[0] == 1
 
 
-def test_the_first_of_equals_is_picked_and_a_faster_one_before_them(real_tuning):
+def test_the_first_of_equals_is_picked_unless_one_is_faster(real_tuning):
     assert picked(lambda number, before: 1)[0] == 0
     assert picked(lambda number, before: [1.009, 1.005, 1.2, 1.2, 1][number])[0] == 0
     assert picked(lambda number, before: [1.011, 1.2, 1.009, 1.2, 1][number])[0] == 2
     assert picked(lambda number, before: [1.02, 1.02, 1.02, 1.02, 1][number])[0] == 4
 
 
-def test_what_cannot_run_is_not_picked(real_tuning):
+def test_a_configuration_that_cannot_run_is_not_picked(real_tuning):
     assert picked(lambda number, before: [math.inf, math.inf, math.inf, math.inf, 1][number])[0] == 4
 
 

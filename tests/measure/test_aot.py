@@ -1,4 +1,4 @@
-"""Every kernel, compiled for GPUs that need not be there: that it compiles, and what it compiles to."""
+"""Every kernel compiles, for GPUs that need not be there, to the right instructions without too many spills."""
 
 import collections
 import itertools
@@ -18,7 +18,7 @@ NAMES = stages.names()
 ROAD = [name for name in NAMES if not stages.is_dead_end(name)]
 ANYWHERE = [name for name in ROAD if not hasattr(stages.load(name), "unavailable")]
 SELECTIONS = {
-    "hopper": {"archs": (90,)},  # which the tiles are chosen for
+    "hopper": {"archs": (90,)},  # the tiles are chosen for Hopper
     "shared-heads": {"archs": (90,), "head_dims": (128,), "kv_heads": (4,)},
     "other-values": {"archs": (90,), "value_dim": 32},
     "others": {"archs": tuple(arch for arch in aot.USUAL_ARCHS if arch != 90)},
@@ -28,7 +28,7 @@ SELECTIONS = {
 
 
 def _selections():
-    """Pairs of a stage and a selection. In the default run the last stage, and the last that runs anywhere: it for all GPUs."""
+    """Pairs of stage and selection. The default run takes the last stage, and for all GPUs the last that runs on any."""
     for name, selection in itertools.product(NAMES, SELECTIONS):
         quick = {"hopper": (ROAD[-1], ANYWHERE[-1]), "shared-heads": (ROAD[-1],), "others": (ANYWHERE[-1],)}
         yield pytest.param(
@@ -53,16 +53,16 @@ def compiled(
         for values in itertools.product(archs, dtypes, head_dims, causal, kv_heads)
     ]
     with pytest.MonkeyPatch.context() as environment:
-        for variable in ("TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES"):  # which are set for the processes that compile
+        for variable in ("TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES"):  # aot sets both for the processes that compile
             environment.setenv(variable, "")
         rows, errors, unavailable = aot.compile_cases(cases, all_configs)
-    print(*rows, *errors, sep="\n")  # where a test fails
+    print(*rows, *errors, sep="\n")  # shown if a test fails
     return {"rows": rows, "errors": errors, "unavailable": unavailable}
 
 
 @pytest.fixture(scope="module", params=_selections())
 def report(request):
-    """What a stage's kernels compile to, for some problems; with the stage's name in it."""
+    """The report of a stage's kernels for some problems, with the stage's name."""
     name, selection = request.param
     report = compiled(name, **SELECTIONS[selection])
     if not report["rows"] and not report["errors"] and not report["unavailable"]:
@@ -73,13 +73,13 @@ def report(request):
 @pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_fits_gpus_with_less_shared_memory(name):
-    """A tile made for a data-centre GPU asked the others for more shared memory than their 99 KiB, at D = 128."""
+    """A tile for data-centre GPUs once needed more than the 99 KiB of shared memory that other GPUs have, at D = 128."""
     archs = [arch for arch in aot.SHARED_LIMIT if arch not in aot.USUAL_ARCHS]
     assert not compiled(name, archs=archs, head_dims=(64, 128, 256))["errors"]
 
 
 def rows_of(report, tuned_for=False):
-    """The report's rows; with `tuned_for`, those of the problems that the tiles were chosen for."""
+    """The report's rows. `tuned_for` keeps only problems that the tiles were chosen for."""
     if reasons := {case["reason"] for case in report["unavailable"] if not report["rows"]}:
         pytest.skip(f"{report['stage']} {reasons.pop()}")
     rows = report["rows"]
@@ -111,16 +111,16 @@ def test_shared_memory_fits(report):
 
 
 def test_no_spills(report):
-    """Each kernel has a tile that keeps to its registers, or to what its stage says that it spills, `SPILLED_BYTES`. An
-    autotuner may also try some that do not: one of those, with 200 bytes spilled, was the fastest forward for D = 128 on an
-    H200."""
+    """Each kernel has a configuration that spills nothing, or at most `SPILLED_BYTES` of its stage.
+
+    An autotuner may also try others: one that spilled 200 bytes was the fastest forward for D = 128 on an H200."""
     allowed = getattr(stages.load(report["stage"]), "SPILLED_BYTES", 0)
     for problem, rows in by_kernel(rows_of(report, tuned_for=True)).items():
         assert min(row["spilled_bytes"] for row in rows) <= allowed, problem
 
 
 def test_descriptors_become_tma_and_matmuls_wgmma(report):
-    """A stage that hands its kernels descriptors does so for Hopper's TMA and warp-group matmuls: both are there."""
+    """Kernels that take descriptors use Hopper's TMA, and their matmuls are wgmma."""
     rows = [row for row in rows_of(report, tuned_for=True) if row["arch"] == 90 and row["descriptors"]]
     if not rows:
         pytest.skip("no kernel takes a tensor descriptor, or none is compiled for Hopper")
@@ -128,15 +128,16 @@ def test_descriptors_become_tma_and_matmuls_wgmma(report):
         assert "TMA" in row["instructions"], row
     for problem, configs in by_kernel(row for row in rows if row["dots"]).items():
         assert any("wgmma" in row["instructions"] for row in configs), problem
-        # Such as of matmuls that wait for each other; that a `warpgroup.arrive` was added costs nothing.
+        # Matmuls that wait for each other are a performance loss. An added `warpgroup.arrive` costs nothing.
         assert any(not [text for text in row["warnings"] if "Performance Loss" in text] for row in configs), problem
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in ROAD if name not in ANYWHERE])
 def test_matmuls_of_a_hopper_stage_are_not_serialised(name):
-    """ptxas says so (C7510 and its neighbours) where it makes asynchronous matmuls wait for each other after all. One half
-    type may do where the other does not: with bfloat16 a backward once spilled a kilobyte."""
+    """ptxas warns (C7510 and its neighbours) if it makes asynchronous matmuls wait for each other.
+
+    One half type may compile well and the other not: with bfloat16 a backward once spilled a kilobyte."""
     report = compiled(name, archs=(90,), dtypes=("float16", "bfloat16"), causal=(True, False), kv_heads=(aot.HEADS, 4))
     assert not report["errors"]
     rows = report["rows"]
@@ -193,8 +194,8 @@ def test_registers_are_shown_by_role():
 
 
 def test_roles_share_the_registers_of_their_kernel(report):
-    """And they pass tiles on through rings, whose depths are shown; the compiler's num_stages would mean nothing there."""
-    rows = [row for row in rows_of(report) if row["roles"] and row["roles"][0][0] != "default"]  # that the compiler made
+    """Roles pass tiles through rings. The table shows the rings' depths and not the compiler's num_stages."""
+    rows = [row for row in rows_of(report) if row["roles"] and row["roles"][0][0] != "default"]  # a role of the compiler's
     if not rows:
         pytest.skip("no kernel's warps have roles of their own")
     module = stages.load(report["stage"])

@@ -1,4 +1,4 @@
-"""What stages are measured against: which heads and head dimensions it takes, and what it says of the others."""
+"""The baselines of the stages: the heads and head dimensions that they take, and their refusals of others."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from common.runtime import DEVICE
 @pytest.mark.parametrize("impl", BASELINES)
 @pytest.mark.parametrize("causal", [False, True])
 def test_query_heads_share_kv_heads_in_groups(impl, causal):
-    """As if each K/V head were there once for every query head of its group."""
+    """The results are as if each K/V head were repeated for every query head of its group."""
     shape = (1, 4, 128, 64, causal, "float16")
     q, k, v, grad_out = inputs = Workload("fwd", *shape, kv_heads=2).inputs()
     every = q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), grad_out
@@ -29,8 +29,8 @@ def test_query_heads_share_kv_heads_in_groups(impl, causal):
 @pytest.mark.skipif(DEVICE == "cuda", reason="calls are counted on the CPU")
 @pytest.mark.parametrize("value_dim", [32, 64])
 @pytest.mark.parametrize("pass_", ["fwd", "bwd"])
-def test_flops_of_sdpa_are_those_of_the_workload(pass_, value_dim):
-    """Where it recomputes nothing: its backward by matmuls has the scores of its forward."""
+def test_flops_of_sdpa_agree_with_the_workload(pass_, value_dim):
+    """The two are equal unless SDPA recomputes less: its backward by matmuls (Dv = 64) keeps the scores of its forward."""
     workload = Workload(pass_, 1, 4, 64, 32, False, "float32", kv_heads=2, value_dim=value_dim)
     call = timed_call("sdpa", workload, workload.inputs())
     recomputed = 0 if value_dim == 32 or pass_ == "fwd" else 2 * 4 * 64**2 * 32
@@ -45,5 +45,5 @@ def test_flops_of_sdpa_are_those_of_the_workload(pass_, value_dim):
     ("flash-4", TypeError("missing argument"), None), ("v7_some", RuntimeError("No available kernel"), None),
     ("v7_some", Unavailable("sm_80"), None),
 ])  # fmt: skip
-def test_a_refusal_is_told_from_a_failure(impl, error, said):
+def test_refusals_and_failures_are_told_apart(impl, error, said):
     assert refusal(impl, error) == said

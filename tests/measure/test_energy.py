@@ -1,4 +1,4 @@
-"""What is read of the GPU's counter of energy becomes power, and a table."""
+"""Readings of the GPU's energy counter become power, and a table."""
 
 import time
 from unittest.mock import Mock
@@ -17,7 +17,7 @@ INFO = {"gpu": "X", "torch": "1", "triton": "2", "limit_watts": 700.0, "commit":
 
 
 class Library:
-    """In place of NVML: a GPU that has used a joule more each time. The function `refused` is not supported."""
+    """Stands in for NVML: a GPU that uses one more joule per call. It does not support the function `refused`."""
 
     def __init__(self, refused=None, reasons=0x4):
         self.refused, self.reasons, self.millijoules = refused, reasons, 0
@@ -42,7 +42,7 @@ class Library:
 
 @pytest.fixture
 def library(monkeypatch):
-    """A function that puts a `Library` in NVML's place."""
+    """A function that replaces NVML with a `Library`."""
     monkeypatch.setattr(energy.torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(energy.torch.cuda, "get_device_properties", lambda _: Mock(uuid="1-2"))
     return lambda *options: monkeypatch.setattr(energy.ctypes, "CDLL", lambda _: Library(*options))
@@ -50,7 +50,7 @@ def library(monkeypatch):
 
 @pytest.mark.parametrize(("reasons", "capped"), [(0x4, True), (0x80, True), (0x1 | 0x20, False), (0, False)])
 def test_gauges_are_read_while_calls_run(library, reasons, capped):
-    """0x1: nothing to do; 0x20: too hot."""
+    """0x1 means idle and 0x20 too hot: neither is the power limit."""
     library(None, reasons)
     gauges = energy.Gauges()
     assert gauges.limit_watts() == 700
@@ -62,13 +62,13 @@ def test_gauges_are_read_while_calls_run(library, reasons, capped):
 
 
 @pytest.mark.parametrize("refused", ["nvmlInit_v2", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetTotalEnergyConsumption"])
-def test_what_nvml_does_not_know_is_said_at_once(refused, library):
+def test_an_unsupported_nvml_function_raises_at_once(refused, library):
     library(refused)
     with pytest.raises(RuntimeError, match="NVML says: Not Supported"):
         energy.Gauges()
 
 
-def test_a_missing_library_is_said(library, monkeypatch):
+def test_a_missing_library_raises(library, monkeypatch):
     monkeypatch.setattr(energy.ctypes, "CDLL", Mock(side_effect=OSError("no such file")))
     with pytest.raises(RuntimeError, match="NVML is missing: no such file"):
         energy.Gauges()
@@ -79,7 +79,7 @@ def readings(*steps):
 
 
 def test_power_is_taken_between_steps_of_the_counter():
-    """It stands still between its steps: readings before the first one and after the last one say nothing of the time."""
+    """The counter moves in steps. Readings before the first step and after the last one do not count."""
     assert energy.watts(readings((0.0, 5), (1.0, 5), (1.5, 105), (2.0, 105), (2.5, 405), (3.5, 405))) == 300
 
 
@@ -101,7 +101,7 @@ def test_table_has_a_row_for_each_case():
 
 
 def test_a_stage_that_cannot_run_is_left_out_and_named(monkeypatch, capsys):
-    """Whether it says so while it is made ready or when it is called."""
+    """A stage may raise `Unavailable` while it is prepared, or when it is called."""
 
     def timed_call(impl, workload, inputs):
         def call():

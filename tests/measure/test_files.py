@@ -24,7 +24,7 @@ def test_write_that_fails_half_way_leaves_the_file_as_it_was(tmp_path):
     path = tmp_path / "run.json"
     path.write_text("good")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # as a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # like a full disk
     try:
         with pytest.raises(OSError):
             files.replace(path, 2000 * "x")
@@ -34,6 +34,6 @@ def test_write_that_fails_half_way_leaves_the_file_as_it_was(tmp_path):
 
 
 @pytest.mark.parametrize("path", sorted(COMMON.glob("**/*.py")), ids=lambda path: path.stem)
-def test_nothing_else_writes_text(path):
+def test_no_other_module_writes_text(path):
     names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
     assert path.stem == "files" or "write_text" not in names

@@ -1,4 +1,4 @@
-"""Where a saved number is from."""
+"""A saved measurement names the commit that it comes from."""
 
 import re
 import shutil
@@ -8,7 +8,7 @@ import pytest
 from common.measure import machine
 
 
-def test_commit_is_that_of_the_repository():
+def test_commit_is_the_repository_s():
     if shutil.which("git") is None or machine.facts()["commit"] == "unknown":
         pytest.skip("this is no git checkout")
     assert re.fullmatch(r"[0-9a-f]{40}(\+dirty)?", machine.facts()["commit"])

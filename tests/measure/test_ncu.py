@@ -1,4 +1,4 @@
-"""What the profiler measured is put next to the right counts."""
+"""Each measurement of the profiler is compared with the right counts."""
 
 import json
 import os
@@ -60,7 +60,7 @@ def test_table_has_a_row_for_each_kernel_and_one_for_the_operators():
 
 
 @pytest.mark.parametrize("metrics", [ncu.MEMORY, ncu.MEMORY[:1]], ids=["measured", "not all measured"])
-def test_table_shows_what_moved_in_memory_where_heads_are_shared(metrics):
+def test_table_shows_memory_traffic_if_heads_are_shared(metrics):
     kernels = [{"name": "_forward_kernel", **dict.fromkeys(METRICS, 1e6), **dict.fromkeys(metrics, 3e6)}]
     counted = [launch("_forward_kernel", 1_000_000, 1_000_000)]
     info = {"gpu": "X", "torch": "1", "triton": "2", "ncu": "3", "commit": "abc", "date": "2026-01-02"}
@@ -91,7 +91,7 @@ else:
 """
 
 
-def test_measuring_saves_what_the_profiler_says_of_each_case(tmp_path, monkeypatch):
+def test_measuring_saves_the_profiler_s_numbers_of_each_case(tmp_path, monkeypatch):
     path = tmp_path / "ncu"
     path.write_text(PROFILER)
     path.chmod(0o755)
@@ -155,11 +155,11 @@ def test_committed_counts_of_kernels_are_within_a_tenth_of_what_was_measured(pat
     assert result["cases"] and "dirty" not in result["machine_info"]["commit"]
     for case in result["cases"]:
         for label, counted, measured in ncu.pairs(case):
-            if label == "PyTorch":  # of the library's operators no more than arguments and results are counted
+            if label == "PyTorch":  # PyTorch's operators are counted by arguments and results only
                 continue
             both = ncu.comparison(counted, measured)
             where = case["impl"], case["pass"], case["causal"], label
-            # No more than a flag of four bytes for each program: each is a sector of 32 on its way.
+            # A kernel that reads only a flag of four bytes per program moves a sector of 32 bytes for each.
             sectors = 8 if both["read"] <= 4 * GPUS["h200"].num_sms else 1
             assert both["read_measured"] == pytest.approx(sectors * both["read"], rel=0.1), where
             assert both["written_measured"] - both["spilled"] == pytest.approx(both["written"], rel=0.1), where

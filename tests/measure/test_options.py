@@ -1,4 +1,4 @@
-"""The options that the commands share: what they take, and what they say of a file that cannot be written."""
+"""Options that the commands share: the values that they take, and the error for a file that cannot be written."""
 
 import argparse
 import errno
@@ -26,7 +26,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(command, argum
         "no permission": (tmp_path / "x.json", "cannot be written: Permission denied"),
         "a directory": (tmp_path, "is not the name of a file"),
     }[place]
-    if place == "no permission":  # which root always has
+    if place == "no permission":  # root always has permission
         refusal = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         monkeypatch.setattr(options.tempfile, "TemporaryFile", Mock(side_effect=refusal))
     with pytest.raises(SystemExit) as stopped:
@@ -64,7 +64,7 @@ def test_lists_are_alike_in_every_command():
     assert "(default: all)" in parser.format_help() and "(default: 64,128)" in parser.format_help()
 
 
-def test_a_directory_that_vanished_is_one_line(tmp_path):
+def test_a_missing_directory_is_an_error_of_one_line(tmp_path):
     options.write_json(tmp_path / "x.json", [1])
     assert json.loads((tmp_path / "x.json").read_text()) == [1]
     with pytest.raises(SystemExit, match="cannot be written: No such file"):
@@ -72,7 +72,7 @@ def test_a_directory_that_vanished_is_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("text", [None, "", "[1", '{"benchmarks": []}'], ids=["missing", "empty", "half-written", "another"])
-def test_counting_what_measure_did_not_write_is_one_line(text, tmp_path, monkeypatch):
+def test_counting_a_file_that_measure_did_not_write_is_an_error_of_one_line(text, tmp_path, monkeypatch):
     monkeypatch.setattr(ncu, "DEVICE", "cpu")
     path = tmp_path / "x.json"
     if text is not None:

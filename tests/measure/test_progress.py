@@ -15,7 +15,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """What time it is for tqdm: a list of one number."""
+    """The time that tqdm sees: a list of one number."""
     now = [0.0]
     monkeypatch.setattr(Progress, "_time", staticmethod(lambda: now[0]), raising=False)
     monkeypatch.setattr("tqdm.std.time", lambda: now[0])
@@ -41,7 +41,7 @@ def test_a_file_gets_a_line_every_ten_seconds(clock, monkeypatch):
     ]
 
 
-def test_a_file_gets_nothing_of_a_short_run(clock, monkeypatch):
+def test_a_file_gets_nothing_from_a_short_run(clock, monkeypatch):
     monkeypatch.setattr("sys.stderr", io.StringIO())
     run(clock, 1, 5)
     assert progress.sys.stderr.getvalue() == ""
@@ -56,7 +56,7 @@ def test_a_terminal_gets_a_bar_that_names_each_piece(clock, monkeypatch):
 
 
 @pytest.mark.parametrize("stream", [io.StringIO, Terminal])
-def test_what_is_said_in_between_is_a_line(stream, clock, monkeypatch):
+def test_messages_in_between_have_their_own_line(stream, clock, monkeypatch):
     monkeypatch.setattr("sys.stderr", stream())
     with Progress(2.0) as bar:
         bar.begin("a")

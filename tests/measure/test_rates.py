@@ -1,4 +1,4 @@
-"""The kernels that measure an SM's rates compile for it, and what they measure becomes a table."""
+"""The kernels that measure an SM's rates compile, and their measurements become a table."""
 
 import re
 from pathlib import Path
@@ -32,7 +32,7 @@ for unit, cases in rates.UNITS.items():
             case.launch(torch.empty(case.programs, rates.FIELDS.value, dtype=torch.int64, device="meta"), 1000)
         launched.add(case.kernel)
 """
-INSTRUCTIONS = {  # what the kernels of a unit are there for
+INSTRUCTIONS = {  # that the kernels of a unit measure
     "copy-in": ["cp.async.bulk.tensor"],
     "copy-out": ["cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor"],
     "tensor-cores": ["wgmma.mma_async"],
@@ -44,7 +44,7 @@ INSTRUCTIONS = {  # what the kernels of a unit are there for
 
 @pytest.fixture(scope="module", params=["first", pytest.param("every", marks=pytest.mark.long)])
 def log(request):
-    """What a process of its own says while it compiles the first case of each kernel, or every case; and ptxas' log."""
+    """Output of a process that compiles the first case of each kernel, or every case, with ptxas' log."""
     run = programs.python("-c", COMPILE, request.param, TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
     assert run.returncode == 0, run.stderr
     return run.stdout
@@ -64,7 +64,7 @@ def test_nothing_spills_or_is_serialised(log):
 
 def test_every_step_of_an_instruction_is_compiled(log):
     path = next(line.split()[2] for line in log.splitlines() if line.startswith("instructions "))
-    steps = 4 * rates.ROWS.value * rates.COLUMNS.value // 128 * rates.UNROLLED.value  # a thread's, in each warpgroup
+    steps = 4 * rates.ROWS.value * rates.COLUMNS.value // 128 * rates.UNROLLED.value  # of a thread, in each warpgroup
     assert Path(path).read_text().count("ex2.approx.ftz.f32") == steps
 
 
@@ -73,12 +73,12 @@ def one_case(per):
 
 
 @pytest.mark.parametrize(("per", "rate"), [("cycles", 0.25), ("bytes a cycle", 4.0)])
-def test_a_rate_is_of_all_turns(per, rate):
+def test_a_rate_covers_all_turns(per, rate):
     assert one_case(per).rate(cycles=3200, turns=100) == rate
 
 
 class FakeKernel:
-    """Takes 10 cycles a turn and 50 besides, at 2 GHz; the last `shared` programs run where others do."""
+    """Takes 50 cycles and 10 more per turn, at 2 GHz. The last `shared` programs run on another program's SM."""
 
     def __init__(self, shared=0):
         self.shared = shared

@@ -18,14 +18,14 @@ SCALE = 0.2
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
-# For `make_inputs`: each query head with K and V of its own; two that share them, and larger values; three, and smaller ones.
+# For `make_inputs`: own K/V heads; two query heads share one, with larger values; three share one, with smaller values.
 SIZES = [{}, {"heads": 4, "kv_heads": 2, "value_dim": 64}, {"kv_heads": 1, "value_dim": 16}]
 
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("causal", [False, True])
 def test_truth_is_what_pytorch_computes_in_float64(causal, sizes):
-    """And so is the yardstick, of float32 inputs, but for their rounding."""
+    """With float32 inputs the yardstick matches PyTorch too, up to rounding."""
     q, k, v, grad_out = make_inputs(*TILED, dtype=torch.float32, **sizes)
     got, yardstick = (make(q, k, v, causal, SCALE, grad_out) for make in (truth, plain))
     leaves = [tensor.double().requires_grad_() for tensor in (q, k, v)]
@@ -41,11 +41,11 @@ def test_truth_is_what_pytorch_computes_in_float64(causal, sizes):
     torch.testing.assert_close(got["lse"], scores.logsumexp(-1))
 
 
-@pytest.mark.parametrize("rows", [7, 130])  # of the truth at a time, not 40 = 5 x 7 + 5; or two heads, of six
+@pytest.mark.parametrize("rows", [7, 130])  # query rows of the truth per block: 40 = 5 x 7 + 5, or two of the six heads
 @pytest.mark.parametrize("sizes", [SIZES[0], SIZES[2]])
 @pytest.mark.parametrize("causal", [False, True])
-def test_blocks_of_query_rows_make_what_all_rows_make_at_once(causal, sizes, rows, monkeypatch):
-    """Two of the three heads that share K and V too, and the third with the first of the next three."""
+def test_blocks_of_query_rows_give_the_results_of_all_rows_at_once(causal, sizes, rows, monkeypatch):
+    """A block may hold two of three heads that share K and V. The next one holds the third, and one of the next three."""
     q, k, v, grad_out = make_inputs(*TILED, **sizes)
     whole = [make(q, k, v, causal, SCALE, grad_out) for make in (truth, plain)]
     monkeypatch.setattr(reference, "BLOCK_BYTES", 8 * 100 * rows)
@@ -54,10 +54,10 @@ def test_blocks_of_query_rows_make_what_all_rows_make_at_once(causal, sizes, row
         torch.testing.assert_close(blocks[0]["magnitudes"][name], magnitude, rtol=1e-13, atol=1e-13)
         torch.testing.assert_close(blocks[0][name], whole[0][name], rtol=1e-13, atol=1e-13)
         errors = [(yardstick[name].double() - exact[name]).square().mean().sqrt() for exact, yardstick in (whole, blocks)]
-        if name == "lse":  # float32, and on a GPU summed in another order: what is left is a rounding, either way
+        if name == "lse":  # a GPU sums float32 in another order: both errors are only rounding
             assert max(errors) < torch.finfo(torch.float32).eps * whole[0][name].square().mean().sqrt()
         else:
-            torch.testing.assert_close(*errors, rtol=0.01, atol=0)  # the yardstick is no other: it rounds to float16 as before
+            torch.testing.assert_close(*errors, rtol=0.01, atol=0)  # the yardstick is the same: it rounds to float16 as before
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="what is allocated on the CPU is counted")
@@ -65,7 +65,7 @@ def test_memory_is_bounded_whatever_the_length(monkeypatch):
     monkeypatch.setattr(reference, "BLOCK_BYTES", 2**16)
     for length in (256, 1024):
         q, k, v, grad_out = make_inputs(length, length, head_dim=16, batch=1, heads=1)
-        results = 20 * 8 * length * 16  # bytes: of these there are so many, and copies
+        results = 20 * 8 * length * 16  # bytes of the results and their copies
         for make in (truth, plain):
             peak = count(lambda make=make, q=q, k=k, v=v, g=grad_out: make(q, k, v, True, SCALE, g)).peak
             assert peak < 8 * 2**16 + results  # a matrix of all scores in float64 takes 8 MiB
@@ -73,7 +73,7 @@ def test_memory_is_bounded_whatever_the_length(monkeypatch):
 
 @pytest.mark.skipif(not INTERPRETED, reason="what is allocated on the CPU is counted")
 def test_memory_is_bounded_whatever_the_number_of_heads(monkeypatch):
-    """Of which many fit where queries are few, but for their K and V."""
+    """With few queries many heads would fit in a block, but not their K and V."""
     monkeypatch.setattr(reference, "BLOCK_BYTES", 2**18)
     q, k, v, _ = make_inputs(1, 512, head_dim=32, batch=8, heads=8)  # K and V: 16 MiB in float64
     for make in (truth, plain):
@@ -89,7 +89,7 @@ def results(request):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bound_has_room_for_rounding_only(results, name):
-    """The truth itself, rounded, passes; three percent too much of everything does not, nor does one wrong element."""
+    """The rounded truth passes. Three percent too much everywhere fails, and so does one wrong element."""
     exact, yardstick = results
     rounded = exact[name].to(yardstick[name].dtype)
     assert_correct({name: rounded}, exact, yardstick)
@@ -103,7 +103,7 @@ def test_bound_has_room_for_rounding_only(results, name):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", NAMES)
 def test_one_element_that_is_not_finite_fails(results, name, bad):
-    """err > bound is False for NaN: a check written that way lets it pass."""
+    """`err > bound` is False for NaN: a check written that way would pass."""
     exact, yardstick = results
     broken = yardstick[name].clone()
     broken[1, 2, 3] = bad
@@ -119,7 +119,7 @@ def test_a_shape_that_broadcasts_fails(results):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tensorfloat32_fails_the_bound_of_float32(name):
-    """Ten bits of mantissa, which is what a GPU multiplies where input_precision is left at its default."""
+    """A GPU multiplies with ten bits of mantissa if input_precision keeps its default."""
     q, k, v, grad_out = make_inputs(*TILED, dtype=torch.float32)
     coarse = [(tensor.view(torch.int32) + (1 << 12) & -(1 << 13)).view(torch.float32) for tensor in (q, k, v, grad_out)]
     got = plain(*coarse[:3], True, SCALE, coarse[3])[name]
@@ -127,7 +127,7 @@ def test_tensorfloat32_fails_the_bound_of_float32(name):
         assert_correct({name: got}, truth(q, k, v, True, SCALE, grad_out), plain(q, k, v, True, SCALE, grad_out))
 
 
-def test_the_diagonal_is_where_pytorch_s_lower_right_has_it():
+def test_the_diagonal_agrees_with_pytorch_s_lower_right():
     q, k, v, _ = make_inputs(5, 9, 16, torch.float32)
     expected = scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=causal_lower_right(5, 9), scale=0.3)
     torch.testing.assert_close(truth(q, k, v, True, 0.3, diagonal=4)["out"], expected)
@@ -157,10 +157,10 @@ def passes(name, got, exact, bounds):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bounds_are_a_multiple_of_plain_pytorch_s_error_and_the_loss_of_float32(name):
-    """The truth keeps its float64: a difference in the yardstick's dtype would lose 2**-20."""
+    """Errors are taken in float64: a difference in the yardstick's dtype would lose 2**-20."""
     exact = invented({name: [3.0, -4.0 + 2**-20]}, {name: [6 * 2.0**22, -8 * 2.0**22]})
     bounds = error_bounds(exact, {name: torch.tensor([3.5, -5.0], dtype=torch.float16)})[name]
-    error = 1 + 2**-20  # of the second, the larger; it is negative
+    error = 1 + 2**-20  # the second element has the larger error, a negative one
     assert bounds["largest"].item() == pytest.approx(FACTORS[name] * error + 8, rel=1e-12)
     assert bounds["rms"].item() == pytest.approx(FACTORS[name] * math.sqrt((0.25 + error**2) / 2) + math.sqrt(50), rel=1e-12)
 
@@ -169,7 +169,7 @@ def test_bounds_are_a_multiple_of_plain_pytorch_s_error_and_the_loss_of_float32(
 @pytest.mark.parametrize(("kind", "room"), [("largest", 16), ("rms", 8)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_error_may_be_its_bound_and_half_a_unit_in_the_last_place_of_the_truth(dtype, kind, room, sign):
-    """The largest element is 8, the root mean square of all four 4; one error of 24 halves has a root mean square of 12."""
+    """The largest element is 8, and the RMS of all four is 4. A single error of 24 half units has an RMS of 12."""
     half = HALF_ULPS[dtype]
     exact = torch.tensor([-8.0, 0, 0, 0], dtype=torch.float64)
     bounds = {each: torch.tensor(room * half if each == kind else ANY, dtype=torch.float64) for each in ("largest", "rms")}
@@ -184,7 +184,7 @@ def test_error_may_be_its_bound_and_half_a_unit_in_the_last_place_of_the_truth(d
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rule_is_held_to_the_last_bit(name):
-    """A quarter off everywhere, plain PyTorch allows two or three quarters; the magnitudes allow a half more."""
+    """Plain PyTorch is off by a quarter, which allows two or three quarters. The magnitudes allow a half more."""
     exact = invented({"out": [0.0, 0.0], name: [0.0] * 4}, {"out": [2.0**21] * 2, name: [2.0**21] * 4})
     yardstick = {"out": torch.full((2,), 0.25), name: torch.tensor([0.25, -0.25, -0.25, 0.25])}
     most = FACTORS[name] / 4 + 1 / 2
@@ -197,25 +197,25 @@ def test_rule_is_held_to_the_last_bit(name):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_nothing_that_is_not_finite_passes_whatever_the_bound(dtype, bad):
-    """Plain PyTorch may overflow too, and its error is then no bound."""
+def test_values_that_are_not_finite_never_pass(dtype, bad):
+    """Plain PyTorch may overflow too. Its error is then no bound."""
     got, exact = torch.tensor([1.0, bad], dtype=dtype), torch.ones(2, dtype=torch.float64)
     for bound in (1.0, math.inf, math.nan):
         bounds = {kind: torch.tensor(bound, dtype=torch.float64) for kind in ("largest", "rms")}
         with pytest.raises(AssertionError, match=r"largest error .* worst at \(1,\)"):
             assert_close("out", got, exact, bounds)
-    for kind in ("largest", "rms"):  # a bound that is NaN allows nothing, not even what is right
+    for kind in ("largest", "rms"):  # a bound of NaN refuses even a right result
         assert not passes("out", got.new_ones(2), exact, bounds | {kind: torch.tensor(0.0)})
 
 
 @pytest.mark.parametrize("scale", [0.5, -0.5])
 def test_magnitudes_are_sums_without_signs(scale):
-    """One query, two keys that score 0: each has half of the softmax. Their absolute scores are 1 and 2."""
+    """One query and two keys that score 0: each P is 1/2. Their absolute scores are 1 and 2."""
     q, k, v = torch.tensor([[1.0, -1]]), torch.tensor([[1.0, 1], [-2, -2]]), torch.tensor([[-1.0], [3]])
     tensors = (tensor[None, None].to(DEVICE) for tensor in (q, k, v))
     found = truth(*tensors, False, scale, torch.full((1, 1, 1, 1), -2.0, device=DEVICE))["magnitudes"]
     log = math.log(2)
-    first, second = (2 + log) / 2, (3 + log) / 2  # P, times 1, the absolute score and the absolute LSE
+    first, second = (2 + log) / 2, (3 + log) / 2  # P times (1 + the absolute score + the absolute LSE)
     out = first * 1 + second * 3
     ds = first * (2 * 1 + 2 * out), second * (2 * 3 + 2 * out)
     expected = {
@@ -228,9 +228,9 @@ def test_magnitudes_are_sums_without_signs(scale):
 
 
 def test_yardstick_rounds_p_out_and_ds_and_nothing_else():
-    """In bfloat16, three queries that see one, two and three keys of score 0. A third is 171/512 there.
+    """In bfloat16, three queries see one, two and three keys of score 0. A third is 171/512 there.
 
-    The values sum to 3 + 3/256 + 2**-12; a third of that rounds to 1, and that times 171/512 to 1 + 1/128.
+    The values sum to 3 + 3/256 + 2**-12. A third of the sum rounds to 1. The sum times 171/512 rounds to 1 + 1/128.
     """
     q, k = torch.tensor([[1.0, 0]] * 3), torch.tensor([[0.0, 1]] * 3)
     v, grad_out = torch.tensor([[3], [3 / 256], [2**-12]]), torch.tensor([[0.0], [-2], [3]])
@@ -238,6 +238,6 @@ def test_yardstick_rounds_p_out_and_ds_and_nothing_else():
     found = plain(q, k, v, True, 1.0, grad_out)
     assert found["out"].flatten()[2].item() == 1 + 1 / 128
     assert found["dv"].flatten()[0].item() == 3 * 171 / 512 - 1
-    # dS of the last query: 255/128, -255/256, and -1.00806, which rounds to -129/128. The gradients of exact ones sum to 0.
+    # dS of the last query: 255/128, -255/256, and -1.00806, which rounds to -129/128. Without rounding they sum to 0.
     assert found["dq"][0, 0, 2].tolist() == [0, 255 / 128 - 255 / 256 - 129 / 128]
     assert found["lse"].dtype == torch.float32 and found["lse"].flatten()[2].item() == pytest.approx(math.log(3), rel=1e-6)

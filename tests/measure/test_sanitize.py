@@ -1,4 +1,4 @@
-"""What compute-sanitizer says is read right, and what is not known to be false fails."""
+"""Reports of compute-sanitizer are read correctly. A report that is not a known false alarm fails."""
 
 import os
 import re
@@ -127,7 +127,7 @@ sys.exit("the program says why" if os.environ.get("FAILS") else 0)
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """The command with a stand-in for the tool; its exit status and what it prints."""
+    """Run the command with a stand-in for the tool; returns its exit status and its output."""
     path = tmp_path / "compute-sanitizer"
     path.write_text(SANITIZER)
     path.chmod(0o755)
@@ -156,7 +156,7 @@ def test_clean_stages_pass(run):
     assert cells(shown, "v13_speculative_softmax") == ["n/a", "n/a"] and "v13_speculative_softmax needs another GPU" in shown
 
 
-def test_reports_that_nobody_knows_fail_and_are_shown(run):
+def test_unknown_reports_fail_and_are_shown(run):
     status, shown = run("--stage=v3", "--tool=memcheck,initcheck", memcheck=MEMCHECK, initcheck=INITCHECK)
     assert status == 1
     assert cells(shown, "v3_fa2_causal") == ["4", "NEW", "1", "NEW"]
@@ -184,7 +184,7 @@ def test_a_program_that_fails_is_not_clean(run, monkeypatch, log):
 
 
 @pytest.mark.parametrize(("flag", "message"), [("--tool=memchek", "'memchek' is not one of memcheck"), ("--stage=v99", "v99")])
-def test_a_wrong_name_says_which_there_are(flag, message, capsys):
+def test_a_wrong_name_is_answered_with_the_right_ones(flag, message, capsys):
     with pytest.raises(SystemExit) as stopped:
         sanitize.main([flag])
     assert stopped.value.code == 2 and message in capsys.readouterr().err
@@ -197,8 +197,8 @@ def test_without_a_gpu_it_says_what_it_needs():
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="there is a GPU")
-def test_what_runs_inside_of_the_tool_runs(monkeypatch):
+def test_the_program_inside_the_tool_runs(monkeypatch):
     monkeypatch.setattr(sanitize, "PROBLEMS", [("float16", 16, True, (20, 9))])
     monkeypatch.setattr(sanitize.torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(sanitize.Autotuner, "prune_configs", sanitize.Autotuner.prune_configs)  # which it replaces, restored
+    monkeypatch.setattr(sanitize.Autotuner, "prune_configs", sanitize.Autotuner.prune_configs)  # restored after the test
     sanitize.run_stage("v5_tuned")

@@ -1,4 +1,4 @@
-"""The benchmark of a ring: what is sent is what the formula says, what is wrong is not timed, and what the tables compare."""
+"""The ring's benchmark: ranks send what the formula says, wrong results are not timed, tables compare with one GPU."""
 
 import functools
 import itertools
@@ -36,7 +36,7 @@ def measured(group, *of_workload):
 
 
 class Live(TorchDispatchMode):
-    """Inside, the memory that tensors take, other than those given, is counted: at most so many bytes at once, in `most`."""
+    """Counts the bytes of new tensors, without the given ones. `most` is the most bytes that live at once."""
 
     def __init__(self, *given):
         super().__init__()
@@ -54,7 +54,7 @@ class Live(TorchDispatchMode):
 
 
 def held(group, work):
-    """The most bytes that a rank holds at once, with a stage that takes no memory but for its results."""
+    """The most bytes that a rank holds at once, with a stage that allocates only its results."""
 
     def forward(q, k, v, *, causal, scale):
         return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -77,7 +77,7 @@ def held(group, work):
 
 
 def checked(group, wrong, pass_, causal):
-    """The check of the ring's results, or of others that are wrong in one way."""
+    """Check the ring's results, or results with one mistake."""
     stage, size = stages.load("v3"), dist.get_world_size(group)
     ring = functools.partial(ring_attention, stage, group=group, causal=causal)
     attends = {
@@ -95,7 +95,7 @@ def checked(group, wrong, pass_, causal):
     (3, True, "fwd+bwd", (8 + 2 + 4, 8 + 1 + 4, 8 + 1 + 2)),
 ])  # fmt: skip
 def test_a_rank_sends_what_the_formula_says(ranks, size, causal, pass_, sent):
-    """Bytes for each number of a block of K and V: the blocks of both passes, and the gradients at each step."""
+    """`sent` is bytes per element of a block of K and V: the blocks of both passes, and the gradients at each step."""
     if size > MOST:
         pytest.skip(f"needs {size} GPUs")
     for found, of_rank in zip(ranks.call(size, measured, pass_, 8 * size, causal), sent, strict=True):
@@ -113,7 +113,7 @@ def test_right_results_pass_the_check(ranks, pass_, causal):
     ("own keys alone", "fwd", True, "out: "), ("another mask", "fwd", False, "out: "),
     ("half of a gradient", "fwd+bwd", True, "dv: "), ("NaN in another head", "fwd", True, "NaN or infinity in out of rank 1"),
 ])  # fmt: skip
-def test_wrong_results_are_told_to_every_rank(ranks, wrong, pass_, causal, message):
+def test_wrong_results_raise_on_every_rank(ranks, wrong, pass_, causal, message):
     for outcome in ranks.outcomes(2, checked, wrong, pass_, causal):
         assert isinstance(outcome, AssertionError) and message in str(outcome), outcome
 
@@ -173,7 +173,7 @@ def test_tables_compare_with_one_gpu():
     assert "2 × X, torch 1, triton 2, commit abc, 2026-01-02, nccl NCCL 2, NCCL_X=1" in table
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")][2:]
     two = next(row for row in rows if row[:4] == ["2", "1000", "2000", "v3_x"])
-    assert two[4] == "2.500*" and two[7:] == ["80", "80", "3.0", "7", "5"]  # 4 times the work, on twice as many, in 2.5
+    assert two[4] == "2.500*" and two[7:] == ["80", "80", "3.0", "7", "5"]  # 4 times the work, on 2 GPUs, in 2.5 times the time
     failed = next(row for row in rows if row[3] == "sdpa-cudnn")
     assert failed[4:] == ["n/a"] + ["-"] * 7
     assert "sdpa-cudnn, 2 ranks, S=2000: why" in table and "16 GB/s each way" in table and "in part its time" in table
@@ -192,10 +192,10 @@ def test_a_rank_holds_no_more_than_the_formula_says(ranks, size, kv_heads):
         assert most[False] >= 0.75 * scaling.held_bytes(work, size), "else it says nothing"
 
 
-def test_what_is_held_does_not_grow_with_the_ranks():
+def test_memory_of_a_rank_does_not_grow_with_the_ranks():
     held = [scaling.held_bytes(workload("fwd+bwd", 64 * ranks, True), ranks) for ranks in (3, 4, 8)]
     assert len(set(held)) == 1
-    out, kv = 2 * 64 * 16, 2 * 64 * 32  # numbers of a rank
+    out, kv = 2 * 64 * 16, 2 * 64 * 32  # elements of a rank
     assert scaling.held_bytes(workload("fwd", 64 * 2, True), 2) == kv * 2 + out * 4 + 2 * 2 * 64 * 4
     assert scaling.held_bytes(workload("fwd", 64 * 3, True), 3) == 2 * kv * 2 + out * 8 + 2 * 2 * 64 * 4
 

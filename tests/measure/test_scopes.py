@@ -1,4 +1,4 @@
-"""What Proton records inside of a kernel: the copy of the kernel, and what is kept of the record."""
+"""Proton's records inside a kernel: the copy of the kernel with scopes, and the part of the record that is kept."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def test_a_line_that_is_not_there_is_named():
         scopes.with_scopes(FORWARD.replace("warpgroup_mma_wait(1, [s])", "something"))
 
 
-def test_what_is_kept_is_from_the_middle_and_begins_at_zero():
+def test_the_kept_record_is_from_the_middle_and_begins_at_zero():
     spans = [{"who": "1: consumer", "what": "softmax", "start": 100.0 * n, "end": 100.0 * n + 50} for n in range(200)]
     kept = scopes.kept(spans)
     assert kept[0]["start"] >= 0 and kept[-1]["end"] <= scopes.CYCLES

@@ -1,4 +1,4 @@
-"""The model of the Gluon stages: its rates, what it says of them, its command."""
+"""The timing model of the Gluon stages: its rates, its results, its command."""
 
 import json
 
@@ -16,9 +16,9 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the model runs in the i
 SMALL = Workload("fwd", 1, 1, 512, 64, False, "float16")
 
 
-def test_rates_are_those_of_the_committed_file():
+def test_rates_come_from_the_committed_file():
     rates = timeline.measured_rates()
-    assert 0.98 * 4096 < rates.flops <= 4096 and 15 < rates.results["exp2"] <= 16  # what matmuls and exponentials bind at
+    assert 0.98 * 4096 < rates.flops <= 4096 and 15 < rates.results["exp2"] <= 16  # the limits of matmuls and exponentials
     assert all(0 < rate <= 128 for rate in rates.results.values())
     assert rates.copied > rates.stored > rates.added > 0
     assert rates.matmul > 0 and rates.copy > rates.store > 0
@@ -26,7 +26,7 @@ def test_rates_are_those_of_the_committed_file():
 
 @pytest.mark.parametrize("pass_", ["fwd", "bwd"])
 def test_matmuls_take_their_time_whatever_the_kernel(pass_):
-    """Of each unit the model knows how long it works: matmuls of a forward are 4 S² D FLOPs, of a backward 10."""
+    """The model knows how long each unit works. The matmuls of a forward are 4 S² D FLOPs, of a backward 10 S² D."""
     workload = Workload(pass_, 1, 1, 512, 64, False, "float16")
     rates = timeline.measured_rates()
     facts = timeline.record("v13", workload, timeline.simulate(stages.load("v13"), workload, rates))
@@ -37,13 +37,13 @@ def test_matmuls_take_their_time_whatever_the_kernel(pass_):
     assert facts["cycles_a_tile"] == pytest.approx(facts["cycles"] * timeline.SCORES / 512**2)
 
 
-def test_it_is_the_same_every_time():
+def test_the_model_is_deterministic():
     first, second = (timeline.simulate(stages.load("v12"), SMALL, timeline.measured_rates()) for _ in range(2))
     assert [timing.end for timing in first] == [timing.end for timing in second]
 
 
 @pytest.mark.parametrize("name", [name for name in stages.names() if timeline.has_gluon(name)])
-def test_committed_cycles_are_what_the_model_says(name):
+def test_committed_cycles_are_the_model_s(name):
     records, _ = results.load_counts(results.TIMELINE)
     if not any(record["impl"] == name for record in records):
         pytest.skip("not timed yet: results/README.md says how")
@@ -65,7 +65,7 @@ def test_a_stage_without_gluon_is_refused():
         timeline.main(["--stage=v3"])
 
 
-def test_a_pass_that_falls_back_on_triton_is_refused_with_what_works():
+def test_a_pass_that_falls_back_to_triton_is_refused_with_a_working_option():
     with pytest.raises(SystemExit) as refused:
         timeline.require_timed([stages.resolve("v8")], ["fwd", "bwd"], [64, 256])
     message = str(refused.value)

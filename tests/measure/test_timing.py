@@ -1,4 +1,4 @@
-"""The timer: what it leaves out, how it hides the launch, and that other timers agree; a fake GPU moves the clock."""
+"""The timer: what it leaves out, how it hides the launch, and whether other timers agree. A fake GPU moves the clock."""
 
 import statistics
 import time
@@ -16,13 +16,13 @@ from common.runtime import DEVICE
 
 
 class FakeGpu:
-    """Stands in for `torch` in common.measure.timing. Launching is free on its CPU; what is queued runs one after the other."""
+    """Stands in for `torch` in common.measure.timing. Launches take no CPU time; queued work runs in order."""
 
     FLUSH_S = 30e-6
 
     def __init__(self):
         self.cpu_s = self.queue_end_s = 0.0
-        self.log = []  # what is queued and waited for
+        self.log = []  # queued work and waits
         gpu = self
 
         class Event:
@@ -61,7 +61,7 @@ class FakeGpu:
         return types.SimpleNamespace(sum=lambda: self.run(self.FLUSH_S, "flush"))
 
     def run(self, seconds, name="call"):
-        """Queue work that takes the GPU so long."""
+        """Queue work that takes the GPU `seconds`."""
         self.log.append(name)
         self.queue_end_s = max(self.queue_end_s, self.cpu_s) + seconds
 
@@ -114,7 +114,7 @@ def test_head_start_is_in_seconds_whatever_the_clock_of_the_gpu(gpu):
 
 def test_launch_that_takes_longer_than_its_kernels_is_hidden(gpu):
     timer = timing.GpuTimer()
-    call = call_taking(gpu, 3e-3, 1e-3)  # seen in full the launch would make it 4 ms
+    call = call_taking(gpu, 3e-3, 1e-3)  # if visible, the launch would make it 4 ms
     assert timer._rounds(call, 20, 0.0)[1]
     times, hidden = timer.measure(call)
     assert times == pytest.approx([1e-3] * len(times)) and hidden
@@ -134,7 +134,7 @@ def test_launch_that_takes_longer_after_the_warm_up_is_hidden(gpu):
     assert times == pytest.approx([100e-6] * len(times)) and hidden
 
 
-def test_few_long_rounds_are_not_called_exposed_for_the_first_one(gpu):
+def test_few_long_rounds_are_not_flagged_because_of_the_first(gpu):
     for gpu_s in (15e-3, 80e-3):
         times, hidden = timing.GpuTimer().measure(call_taking(gpu, 2e-3, gpu_s))
         assert times == pytest.approx([gpu_s] * len(times)) and hidden
@@ -143,7 +143,7 @@ def test_few_long_rounds_are_not_called_exposed_for_the_first_one(gpu):
 def test_launch_that_is_too_long_to_hide_is_flagged(gpu):
     timer = timing.GpuTimer()
     assert not timer.measure(call_taking(gpu, 10 * timing.LONGEST_SPIN_S, 1e-3))[1]
-    assert timer.measure(call_taking(gpu, 0, 1e-3))[1]  # the next case begins anew
+    assert timer.measure(call_taking(gpu, 0, 1e-3))[1]  # the next case starts anew
 
 
 @pytest.mark.parametrize(("gpu_s", "rounds"), [(1e-5, 200), (2e-3, 50), (0.04, 5), (0.06, 3)])
@@ -166,7 +166,7 @@ def test_timer_recovers_from_a_call_that_raised(gpu):
 
 @pytest.mark.parametrize(("gpu_s", "rounds"), [(1e-5, 100), (2.1e-3, 9), (0.2, 3)])
 def test_host_time_is_the_cpus_alone(gpu, monkeypatch, gpu_s, rounds):
-    """A call that found the queue full would wait for the GPU, and show its time."""
+    """A call that finds the queue full would wait for the GPU, and include its time."""
     monkeypatch.setattr(timing.time, "perf_counter", lambda: gpu.cpu_s)
     assert timing.host_seconds(call_taking(gpu, 30e-6, gpu_s), gpu_s) == pytest.approx([30e-6] * rounds)
     assert gpu.log == ["wait", "call"] * (timing.HOST_WARM_UP_ROUNDS + rounds)
@@ -184,8 +184,8 @@ def test_host_time_is_each_rounds_own_without_the_first_ones(gpu, monkeypatch):
 
 
 @pytest.mark.parametrize(("host_s", "gpu_s", "expected"), [(30e-6, 5e-6, 30.5e-6), (5e-6, 30e-6, 30.5e-6)])
-def test_calls_in_a_row_take_what_takes_longer(gpu, host_s, gpu_s, expected):
-    """The CPU's time or the GPU's; once the other's, before the first kernel or after the last launch."""
+def test_calls_in_a_row_take_the_longer_of_cpu_and_gpu_time(gpu, host_s, gpu_s, expected):
+    """Calls take the CPU's or the GPU's time. The other one counts once: before the first kernel or after the last launch."""
     gpu.log.clear()
     times = timing.seconds_in_a_row(call_taking(gpu, host_s, gpu_s), gpu_s)
     assert times == pytest.approx([expected] * timing.MOST_ROWS)
@@ -194,17 +194,17 @@ def test_calls_in_a_row_take_what_takes_longer(gpu, host_s, gpu_s, expected):
 
 
 def test_replay_gives_pytest_benchmark_the_times_that_were_measured():
-    """It subtracts two readings a round; float32 milliseconds that go on from round to round would lose digits."""
+    """pytest-benchmark subtracts two readings per round. A running total of float32 milliseconds would lose digits."""
     replay = timing.Replay()
     replay.load([0.25, 1e-6])
     assert [-replay() + replay() for _ in range(2)] == [0.25, 1e-6]
-    replay.load([3.0])  # whatever was left of the case before
+    replay.load([3.0])  # drops the rest of the case before
     assert -replay() + replay() == 3.0
 
 
 @pytest.mark.parametrize(("free", "size"), [(2**40, timing.COPY_BYTES), (4000, 1000)])
 def test_a_copy_counts_what_it_reads_and_what_it_writes(free, size, monkeypatch):
-    """And is as large as fits."""
+    """The copy is as large as fits."""
 
     class Buffer:
         filled = copied = False
@@ -241,11 +241,11 @@ def test_a_copy_is_as_fast_as_the_memory_of_some_gpu():
 
 @pytest.mark.alone
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-@pytest.mark.parametrize("impl", [*stages.names()[3:], "sdpa-cudnn"])  # earlier ones are slow, and add nothing here
+@pytest.mark.parametrize("impl", [*stages.names()[3:], "sdpa-cudnn"])  # earlier stages are slow, and add nothing here
 @pytest.mark.parametrize("batch, seq_len", [(4, 4096), (2, 8192)])
 def test_gpu_times_agree_with_triton_do_bench(impl, batch, seq_len):
-    """Both after a rest and the same warm-up. Calls of a millisecond or so: do_bench hides no launch, so that the time of a
-    short call is in part the CPU's there."""
+    """Both timers rest and warm up alike. A call takes about a millisecond: do_bench hides no launch, so for a short call it
+    would include the CPU's time."""
     from triton.testing import do_bench
 
     if impl in stages.names() and (reason := stages.unavailable(impl)):
@@ -269,7 +269,7 @@ def test_gpu_times_agree_with_triton_do_bench(impl, batch, seq_len):
 @pytest.mark.parametrize("impl", stages.names()[3:])
 @pytest.mark.parametrize("pass_", ["fwd", "fwd+bwd"])
 def test_short_sequences_are_not_launch_bound_in_a_graph(impl, pass_):
-    """The calls of a replayed graph take what their kernels take, without gaps between them."""
+    """The calls of a replayed graph take the time of their kernels, without gaps."""
     workload = Workload(pass_, *workloads.paper_shape(512, 64), 512, 64, True, "float16")
     call, timer, calls = timed_call(impl, workload, workload.inputs()), timing.GpuTimer(), 10
     alone, _ = timer.measure(call)

@@ -1,4 +1,4 @@
-"""Each stage moves and computes what its formula says, to the byte; the counter that says so is right itself."""
+"""Each stage moves and computes what its formula says, to the byte. The counter is tested too."""
 
 import dataclasses
 import importlib.util
@@ -49,7 +49,7 @@ def version(stage):
 
 
 def problem(seq_q, seq_k, head_dim, causal, *, heads=2, kv_heads=None, value_dim=None, tiles=None):
-    """A batch of one; `tiles` is (query tile, key tile), else what an H200 gets."""
+    """A problem with batch 1. `tiles` is (query tile, key tile); the default is an H200's tiles."""
     value_dim = value_dim or head_dim
     fixed = (choose(max(head_dim, value_dim), torch.float16) for choose in (query_tile, key_tile))
     tiles = tiles or [(tile["BLOCK_M"], tile["BLOCK_N"]) for tile in fixed]
@@ -96,7 +96,7 @@ def test_stage_moves_what_its_formula_says(stage, seq_q, seq_k, causal):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_formula_holds_for_large_heads(stage, causal):
-    """Some stages take other tiles for them."""
+    """Some stages have other tiles for large heads."""
     check(stage, problem(150, 200, 128, causal))
 
 
@@ -104,7 +104,7 @@ def test_formula_holds_for_large_heads(stage, causal):
 @pytest.mark.parametrize(("seq_q", "seq_k"), [TILED, *(pytest.param(*pair, marks=pytest.mark.long) for pair in LENGTHS[:-1])])
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(16, 64), (32, 128), (128, 32)])
 def test_formula_holds_for_shared_heads_and_a_v_of_another_dimension(stage, seq_q, seq_k, head_dim, value_dim, causal):
-    """Six heads, two K/V heads, three that share each: all different, as are D and Dv."""
+    """Six query heads share two K/V heads, three each: these numbers all differ, as do D and Dv."""
     check(stage, problem(seq_q, seq_k, head_dim, causal, heads=6, kv_heads=2, value_dim=value_dim))
 
 
@@ -112,7 +112,7 @@ def test_formula_holds_for_shared_heads_and_a_v_of_another_dimension(stage, seq_
 @pytest.mark.parametrize(("seq_q", "seq_k"), LENGTHS)
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(256, 256), pytest.param(64, 256, marks=pytest.mark.long)])
 def test_formula_of_the_newest_backward_holds_for_the_largest_heads(seq_q, seq_k, head_dim, value_dim, causal):
-    """The forward, and backwards before it, take tiles for them that no formula has."""
+    """No formula has the tiles of the forward, and of earlier backwards, for these heads."""
     stage = stages.load([name for name in stages.names() if not stages.is_dead_end(name)][-1])
     p = problem(seq_q, seq_k, head_dim, causal, heads=4, kv_heads=2, value_dim=value_dim)
     _, backward = counted(stage, p)
@@ -121,12 +121,12 @@ def test_formula_of_the_newest_backward_holds_for_the_largest_heads(seq_q, seq_k
 
 @pytest.mark.parametrize("sizes", [{"heads": 4, "kv_heads": 2}, {"heads": 2, "head_dim": 128}, {"heads": 1, "causal": True}])
 def test_formula_holds_where_keys_are_split(sizes):
-    """A few queries, and as many parts as make them worth merging; with a mask they see two keys, and nothing is split."""
+    """Few queries see many keys, which are split. With a causal mask they see two keys, and nothing is split."""
     check(stages.load("v15"), problem(2, 1500, **{"head_dim": 32, "causal": False} | sizes))
 
 
 def nothing_is_short(monkeypatch, *modules):
-    """Have all work of v15 take the way of long work, there and in its formula."""
+    """Make v15 and its formula treat all work as long."""
     for module in (importlib.import_module("stages.v15_split_keys.forward"), *modules):
         for width in getattr(module, "SHORT", ()):
             monkeypatch.setitem(module.SHORT, width, 0)
@@ -148,10 +148,10 @@ def test_formulas_hold_for_other_tiles(name, tiles):
 
 
 def test_saved_reads_of_out_are_all_that_v5_saves_over_v4():
-    """The dQ and the dK/dV kernel of v4 read O; v5's delta kernel reads O and dO, and theirs delta."""
+    """v4's dQ and dK/dV kernels read O. In v5 they read delta, which another kernel computes from O and dO."""
     p = problem(300, 140, 32, True)
     (_, v4), (_, v5) = (counted(stages.load(name), p) for name in ("v4", "v5"))
-    rows = p.heads * p.seq_q + p.queries_read(p.key_tile)  # of O, by the dQ and the dK/dV kernel
+    rows = p.heads * p.seq_q + p.queries_read(p.key_tile)  # rows of O that v4's dQ and dK/dV kernels read
     assert v4.read - v5.read == rows * (p.row_of_o - 4) - 2 * p.o
     assert v5.written - v4.written == p.row
     assert v4.flops == v5.flops
@@ -171,7 +171,7 @@ def test_committed_counts_are_what_the_formulas_say(stage_name):
         assert predicted(stage_name.split("_")[0], pass_, p) == saved
 
 
-# What follows is read off the formulas, which the tests above hold to the byte, where counting would take too long.
+# The next tests read the formulas, because counting would take too long. The tests above check the formulas to the byte.
 
 
 def moved(name, pass_, seq_len, head_dim=64, causal=False, tiles=None):
@@ -190,7 +190,7 @@ def test_v0_and_v1_move_a_constant_for_each_score(name, pass_, bytes_a_score):
 
 @pytest.mark.parametrize("pass_", [FORWARD, BACKWARD])
 def test_v2_moves_s_squared_d_squared_over_the_memory_on_the_chip(pass_):
-    """With K/V tiles of M / 4D rows, as the paper has them."""
+    """K/V tiles have M / 4D rows, as in the paper."""
 
     def with_memory(memory, seq_len, head_dim):
         tile = 64, memory // (4 * head_dim)
@@ -210,8 +210,8 @@ def test_causal_is_about_half(name, pass_):
         assert causal[index] / full[index] == pytest.approx(0.5, abs=0.01)
 
 
-# The checks above are only worth something if they fail: kernels that read or write a tile twice. What is done for tiles that
-# failed is left out: there are none.
+# The checks above must fail for kernels that read or write a tile twice. Accesses for failed tiles are left out: no tile
+# fails.
 
 ACCESS = re.compile(
     r"\s+(?:\w+ = .*)?\b(?:(?:tl|gl|\w+_desc)\.(?:load|store|atomic_add)|tma\.async_copy_\w+|async_reduce_add)"
@@ -221,8 +221,8 @@ FOR_FAILED = {"_begun", "_leave", "_next_failed", "_next_again"}
 
 
 def accesses():
-    """Every line of every kernel that loads or stores: (stage, file, index of the line). Marked long in functions that
-    the stage before has, to the letter, and in those that no stage has any more of which everything is checked."""
+    """Every line of every kernel that loads or stores: (stage, file, index of the line). A line is marked long if its function
+    equals the parent's, or is not in a stage that the default run checks in full."""
     checked = {
         (part, *function)
         for name, part in itertools.product(in_full(), ("forward", "backward"))
@@ -269,8 +269,7 @@ def test_access_that_happens_twice_is_noticed(name, part, index, tmp_path, monke
             counted(mutant, problem(130, 70, 32, True))
         return
     both = "atomic_add" in lines[index] and "desc" not in lines[index]
-    # Where a stage splits keys, the second problem has them split, and the third is one that it leaves as it is, if it is long.
-    # The last has the widest heads.
+    # The second problem is split in stages that split keys. The third is not, and is made long. The last has the widest heads.
     for each in (p, problem(2, 1500, 32, False), problem(130, 70, 32, True), problem(*TILED, 256, True)):
         if each.seq_q == 130:
             nothing_is_short(monkeypatch, module)
@@ -343,8 +342,8 @@ def _copy_out(x_desc, y_desc, x_s, full, start, ADDS: gl.constexpr):
 
 
 @gluon.jit
-def _copy_engine_kernel(x_desc, y_desc, ADDS: gl.constexpr):
-    """A partition copies a tile in, another out."""
+def _tma_copy_kernel(x_desc, y_desc, ADDS: gl.constexpr):
+    """One partition copies a tile in, another copies it out."""
     x_s = gl.allocate_shared_memory(x_desc.dtype, x_desc.block_shape, x_desc.layout)
     full = new_barriers(1, 1)
     arguments = (x_desc, y_desc, x_s, full, gl.program_id(0) * x_desc.block_shape[0], ADDS)
@@ -390,10 +389,10 @@ def test_descriptors_are_clipped_at_the_end_of_their_tensor():
 
 
 @pytest.mark.parametrize("adds", [False, True])
-def test_copy_engine_moves_what_is_inside_of_a_tensor_and_leaves_adding_to_the_cache(adds):
+def test_tma_moves_only_elements_inside_a_tensor_and_reads_none_to_add(adds):
     x, y = torch.zeros(2, 50, 16)
-    launch = only_launch(lambda: _copy_engine_kernel[(2,)](describe_rows(x, 32), describe_rows(y, 32), ADDS=adds))
-    assert launch == Launch("_copy_engine_kernel", {}, 50 * 16 * 4, 50 * 16 * 4, 0)
+    launch = only_launch(lambda: _tma_copy_kernel[(2,)](describe_rows(x, 32), describe_rows(y, 32), ADDS=adds))
+    assert launch == Launch("_tma_copy_kernel", {}, 50 * 16 * 4, 50 * 16 * 4, 0)
 
 
 def test_atomics_read_and_write():
@@ -461,14 +460,14 @@ def test_peak_is_of_live_memory():
     assert [launch.name for launch in result.launches] == ["aten.clone", "aten.copy_", "aten.add", "aten.add"]
 
 
-def test_inside_of_a_kernel_is_no_operator_and_no_memory():
+def test_kernel_bodies_count_no_operators_and_no_memory():
     x = torch.zeros(100)
     result = count(lambda: _copy_kernel[(4,)](x, torch.empty_like(x), 100, BLOCK_M=32))
     assert [launch.name for launch in result.launches] == ["_copy_kernel"]
     assert result.peak == 400
     x = torch.zeros(50, 16)
-    result = count(lambda: _copy_engine_kernel[(2,)](describe_rows(x, 32), describe_rows(torch.empty_like(x), 32), ADDS=True))
-    assert [launch.name for launch in result.launches] == ["_copy_engine_kernel"]
+    result = count(lambda: _tma_copy_kernel[(2,)](describe_rows(x, 32), describe_rows(torch.empty_like(x), 32), ADDS=True))
+    assert [launch.name for launch in result.launches] == ["_tma_copy_kernel"]
     assert result.peak == 50 * 16 * 4
 
 
@@ -530,4 +529,4 @@ def test_roofline_adds_launches_and_names_what_takes_longer():
     assert traffic.roofline([computing], gpu) == (pytest.approx(3e-6), "FLOPs")
     costs = traffic.costs(Count([moving, computing], 2**20), gpu, "float16")
     assert costs["roofline_us"] == pytest.approx(8) and costs["peak_extra_mib"] == 1 and costs["kernel_launches"] == 2
-    assert traffic.costs(Count([moving], 0), gpu, "float32")["roofline_us"] is None  # another peak
+    assert traffic.costs(Count([moving], 0), gpu, "float32")["roofline_us"] is None  # float32 has another peak

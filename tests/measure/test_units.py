@@ -1,4 +1,4 @@
-"""What the profiler says of units and stalls becomes a table."""
+"""The profiler's numbers of units and stalls become a table."""
 
 import programs
 import pytest

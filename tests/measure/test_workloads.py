@@ -1,4 +1,4 @@
-"""What is measured: the papers' workloads, their FLOPs and inputs."""
+"""The measured workloads: their FLOPs, labels, records and inputs."""
 
 import pytest
 import torch
@@ -20,13 +20,13 @@ def test_flops(pass_, causal, flops):
 
 
 @pytest.mark.parametrize(("pass_", "dims"), [("fwd", 64 + 16), ("bwd", 3 * 64 + 2 * 16), ("fwd+bwd", 4 * 64 + 3 * 16)])
-def test_flops_are_those_of_both_head_dimensions_and_of_all_query_heads(pass_, dims):
+def test_flops_count_both_head_dimensions_and_all_query_heads(pass_, dims):
     workload = Workload(pass_, 2, 6, 100, 64, False, "float16", kv_heads=2, value_dim=16)
     assert workload.flops == 2 * 2 * 6 * 100**2 * dims
 
 
 @pytest.mark.parametrize(("pass_", "dims"), [("fwd", 64 + 16), ("bwd", 3 * 64 + 2 * 16)])
-def test_flops_are_those_of_each_query_with_each_key(pass_, dims):
+def test_flops_count_each_query_with_each_key(pass_, dims):
     workload = Workload(pass_, 2, 6, 3, 64, False, "float16", value_dim=16, kv_len=100)
     assert workload.flops == 2 * 2 * 6 * 3 * 100 * dims
 
@@ -59,7 +59,7 @@ def test_kv_heads_that_do_not_divide_the_heads_are_refused():
         Workload("fwd", 1, 6, 64, 16, True, "float16", kv_heads=4)
 
 
-def test_a_record_of_before_shared_heads_and_other_lengths_is_the_same_workload():
+def test_an_old_record_without_kv_heads_and_lengths_is_the_same_workload():
     workload = Workload("bwd", 2, 6, 100, 64, True, "float16")
     old = workload.record()
     del old["kv_heads"], old["value_dim"], old["kv_len"]
@@ -89,7 +89,7 @@ def test_scores_have_the_standard_deviation_asked_for():
     assert (q @ k.mT / 8).std().item() == pytest.approx(4, rel=0.05)
 
 
-def test_a_sink_scores_what_it_says_for_every_query():
+def test_a_sink_has_its_score_for_every_query():
     q, k, *_ = Workload("fwd", 1, 2, 60, 64, False, "float32", sink=12.0).inputs()
     scores = q @ k.mT / 8
     torch.testing.assert_close(scores[..., 0], torch.full_like(scores[..., 0], 12.0))

@@ -1,4 +1,4 @@
-"""The table of which stage to use on which GPU: what decides a cell, on invented records and on the committed ones."""
+"""The table of stages to use on each GPU: its cells, for invented records and for the committed ones."""
 
 import json
 
@@ -27,7 +27,7 @@ def made(us, problems=()):
     return {"compiled": compiled, "counted": counted, "seq_len": 7, "machine_info": machine}
 
 
-def test_times_are_those_of_tuned_tiles_over_fixed_ones():
+def test_cells_are_times_of_tuned_tiles_over_fixed_ones():
     us = {
         (V7, "a100", 64, "fwd"): 6.0,
         (V3, "a100", 64, "fwd"): 2.0,
@@ -42,7 +42,7 @@ def test_times_are_those_of_tuned_tiles_over_fixed_ones():
 
 
 @pytest.mark.parametrize(("arch", "version"), [(80, "v3"), (86, "v3"), (89, "v3"), (100, "v7"), (120, "v7")])
-def test_what_is_recommended_runs_there(arch, version):
+def test_the_recommended_stage_runs_there(arch, version):
     assert stages.version(choice.recommended(arch)) == version
     found = [
         r for r in json.loads(CHOICE.read_text())["compiled"] if r["arch"] == arch and r["stage"] == stages.resolve(version)
@@ -51,8 +51,8 @@ def test_what_is_recommended_runs_there(arch, version):
     assert all(record["problem"] is None and record["shared_bytes"] <= SHARED_LIMIT[arch] for record in found)
 
 
-def test_what_is_recommended_is_faster_at_peak_than_what_is_not():
-    """v4 to v7 before Hopper: why their tiles are small there, `common.kernels.tuning` says."""
+def test_the_recommended_stage_is_faster_at_peak_than_the_other():
+    """Before Hopper, v4 to v7 have small tiles: `common.kernels.tuning` says why."""
     us = {(r["stage"], r["gpu"], r["head_dim"], r["pass"]): r["us"] for r in json.loads(CHOICE.read_text())["counted"]}
     for head_dim, pass_ in ((64, "fwd"), (64, "bwd"), (128, "fwd"), (128, "bwd")):
         assert us[V7, "a100", head_dim, pass_] > 1.5 * us[V3, "a100", head_dim, pass_]

@@ -1,4 +1,4 @@
-"""The last two saved runs side by side: what is compared, what is left out, and what is refused."""
+"""The last two saved runs side by side: the rows that are compared, the rows left out, and the runs refused."""
 
 import json
 import os
@@ -20,7 +20,7 @@ def record(impl, seq_len=64, **values):
 
 
 def rows(out, impl=""):
-    """The rows of the tables, or those of one implementation, each the list of its cells."""
+    """The rows of the tables, or the rows of one implementation. A row is a list of cells."""
     found = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if line.startswith("| ")]
     return [row for row in found if row[0] != "implementation" and impl in row[0]]
 
@@ -31,7 +31,7 @@ def timed(impl, ms, **values):
 
 @pytest.fixture
 def saved(tmp_path, monkeypatch):
-    """A function that saves a run, in a directory that is empty at first; the later the newer."""
+    """A function that saves a run, in a directory that is empty at first. A later run is newer."""
     monkeypatch.chdir(tmp_path)
     directory = tmp_path / ".benchmarks" / "Linux"
     directory.mkdir(parents=True)
@@ -90,7 +90,7 @@ def test_a_file_that_is_no_whole_run_is_named_and_left_out(saved, text, capsys):
     assert broken.name in captured.err and "not a whole run" in captured.err
 
 
-def test_a_run_of_before_shared_heads_is_compared_with_its_like(saved, capsys):
+def test_an_old_run_without_kv_heads_is_compared_too(saved, capsys):
     old = timed("v0_a", 3.0)
     del old["kv_heads"], old["value_dim"], old["kv_len"]
     saved([old], gpu="X")
@@ -101,7 +101,7 @@ def test_a_run_of_before_shared_heads_is_compared_with_its_like(saved, capsys):
     assert "Only one of the runs has 2 of the workloads; these are left out." in out
 
 
-def test_different_gpus_are_said(saved, capsys):
+def test_different_gpus_are_reported(saved, capsys):
     saved([timed("v0_a", 3.0)], gpu="X")
     saved([timed("v0_a", 2.0)], gpu="Y")
     compare.main()
@@ -113,7 +113,7 @@ def test_different_gpus_are_said(saved, capsys):
     ({"records": [timed("v0_a", 3.0)], "gpu": "X"}, {"records": [timed("v0_a", 3.0, seq_len=32)], "gpu": "X"}, "no workload"),
     ({"records": [timed("v0_a", 3.0)], "gpu": "X"}, {"records": [], "text": ""}, "are needed, .benchmarks has 1"),
 ])  # fmt: skip
-def test_what_cannot_be_compared_is_one_line(saved, first, second, message):
+def test_runs_that_cannot_be_compared_are_an_error_of_one_line(saved, first, second, message):
     saved(**first)
     saved(**second)
     with pytest.raises(SystemExit, match=message):

@@ -13,7 +13,7 @@ from common.show import counts, tables
 
 
 def run_counts(*arguments, prepare=None, interpret="1"):
-    """Run the command, after `prepare`, Python that changes the module first."""
+    """Run the command. `prepare` is Python that changes the module first."""
     small = ["--pass=fwd", "--seq-len=64", "--causal=yes"]
     changed = f"import sys\nfrom common.show import counts\n{prepare}\nsys.exit(counts.main(sys.argv[1:]))"
     command = ["-c", changed] if prepare else ["-m", "common.show.counts"]
@@ -30,13 +30,13 @@ def test_stages_that_a_gpu_cannot_run_are_named_and_left_out(gpu):
         assert (f"{name} is not counted: it needs a Hopper GPU" in run.stderr) == left_out
 
 
-def test_nothing_is_counted_of_stages_that_a_gpu_cannot_run():
+def test_only_stages_that_a_gpu_cannot_run_is_an_error():
     run = run_counts("--stage=v8", "--gpu=a100")
     assert run.returncode == 1 and "nothing to count" in run.stderr
 
 
 def test_command_prints_the_table_and_saves_every_launch(tmp_path):
-    """In the interpreter even where a GPU would be used."""
+    """The command uses the interpreter even if the environment asks for a GPU."""
     path = tmp_path / "traffic.json"
     run = run_counts("--stage=v1,v2", "--head-dim=16", "--gpu=a100", f"--json={path}", interpret="0")
     assert run.returncode == 0, run.stderr

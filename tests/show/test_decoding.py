@@ -1,4 +1,4 @@
-"""The tables of decoding: times, rates of K and V, and shares of a copy's rate, of what was measured."""
+"""The tables of decoding: measured times, rates of reading K and V, and shares of a copy's rate."""
 
 import pytest
 
@@ -10,7 +10,7 @@ KV = 2 * 2 * 8 * 1024 * 128  # bytes of K and V of a batch element with eight K/
 
 
 def record(impl, gbps=None, *, batch=1, heads=8, seq_len=1, kv_len=1024, **values):
-    """A measurement that reads K and V at a rate."""
+    """A measurement that reads K and V at `gbps`."""
     workload = Workload("fwd", batch, heads, seq_len, 128, False, "bfloat16", kv_heads=8, kv_len=kv_len)
     measured = {"ms": KV * batch * kv_len / 1024 / gbps / 1e6, "launch_hidden": True} if gbps else {}
     return {"impl": impl, **workload.record(), **measured, **values}
@@ -28,12 +28,12 @@ RECORDS = [
 
 
 def rows(text, *begin):
-    """The rows that begin with these cells, each without them."""
+    """The rest of each row that begins with these cells."""
     found = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
     return [row[len(begin) :] for row in found if row[: len(begin)] == list(begin)]
 
 
-def test_rate_is_that_of_k_and_v_read_once():
+def test_rate_counts_one_read_of_k_and_v():
     one = record("v15_split", 100.0, heads=32, seq_len=16)
     assert kv_bytes(Workload.of(one)) == KV and kv_gbps(one) == pytest.approx(100)
     other = Workload("fwd", 3, 8, 1, 64, False, "float32", kv_heads=4, value_dim=16, kv_len=10)
@@ -56,7 +56,7 @@ def test_summary_sets_the_newest_stage_against_the_fastest_peer_of_each_point():
     more = [record("v15_split", 90.0, seq_len=64), record("flash-3", 30.0, seq_len=64)]
     text = decoding_tables(RECORDS + more, MACHINE)
     worst = "0.50: fwd B=1 H=8 S=1 Sk=4096 D=128 full bfloat16"
-    assert rows(text, "1")[:1] == [["1.26", worst]]  # of 2, 0.5 and 2
+    assert rows(text, "1")[:1] == [["1.26", worst]]  # the mean of 2, 0.5 and 2
     assert ["64", "3.00", "3.00: fwd B=1 H=8 S=64 Sk=1024 D=128 full bfloat16"] in rows(text)
     assert rows(text, "all") == [["1.57", worst]]
 

@@ -47,7 +47,7 @@ def test_results_hold_every_stage(name):
     if name not in results.implementations(records):
         pytest.skip("not measured yet: make reference")
     measured = {(r["pass"], r["head_dim"], r["causal"]) for r in records if r["impl"] == name and "ms" in r}
-    if parent := stages.parent(name):  # the reference leaves out a pass of a dead end that has its parent's code
+    if parent := stages.parent(name):  # the reference skips a dead end's pass that has its parent's code
         same = [pass_ for pass_ in results.CODE if stages.is_dead_end(name) and results.same_code(name, parent, pass_)]
         measured |= set(itertools.product(same, (64, 128), (False, True)))
     assert set(itertools.product(("fwd", "bwd"), (64, 128), (False, True))) <= measured
@@ -91,7 +91,7 @@ def test_table_replaces_what_is_between_its_markers_alone():
 
 
 def cells(table, *labels):
-    """The cells behind the labels of a table's row."""
+    """The cells after the labels of a table's row."""
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")]
     (row,) = [row for row in rows if row[: len(labels)] == list(labels)]
     return row[len(labels) :]
@@ -140,12 +140,12 @@ def times(impl, pass_, head_dim, causal):
 
 
 def gains(new, old, pass_, head_dim, causal):
-    """How many times as fast `new` was, by sequence length."""
+    """The speedup of `new` over `old`, by sequence length."""
     before, after = (times(impl, pass_, head_dim, causal) for impl in (old, new))
     return {seq_len: before[seq_len] / ms for seq_len, ms in after.items()}
 
 
-def test_what_the_documents_say_of_lengths_holds():
+def test_claims_of_the_documents_about_lengths_hold():
     v0, v1, v2, v3, v5, v6, v7, v12, v13, v14 = map(stages.resolve, "v0 v1 v2 v3 v5 v6 v7 v12 v13 v14".split())
     for causal in (False, True):
         assert max(gains(v2, v1, "fwd", 128, causal).values()) < 1
@@ -167,7 +167,7 @@ def test_what_the_documents_say_of_lengths_holds():
         assert all(causal[seq_len] > full[seq_len] for seq_len in causal)
 
 
-def test_what_the_documents_say_of_spread_scores_holds():
+def test_claims_of_the_documents_about_spread_scores_hold():
     table = documents.spread_table("v13_speculative_softmax")
     for mask in ("full", "causal"):
         found = {dtype: cells(table, dtype, mask) for dtype in ("float16", "bfloat16")}
@@ -179,7 +179,7 @@ def test_what_the_documents_say_of_spread_scores_holds():
     assert set(cells(documents.spread_table("v5_tuned"), "float16", "full")) == {"-"}  # not in that run
 
 
-def test_tuned_tiles_of_v4_mostly_move_more_than_those_of_v3():
+def test_tuned_tiles_of_v4_mostly_move_more_than_v3_s():
     more = []
     for pass_, head_dim in results.COLUMNS:
         for causal in (False, True):
@@ -242,7 +242,7 @@ def test_tables_of_the_front_documents_are_narrow(path):
     assert max((row.count("|") - 1 for row in rows), default=0) <= 7
 
 
-def test_short_caches_are_read_as_the_documents_say():
+def test_claims_of_the_documents_about_short_caches_hold():
     records, _ = results.load_run(results.run_file("decode-d64"))
     short = [record for record in records if record["seq_len"] == 1 and record["kv_len"] <= 4096]
     ms = {(r["impl"], r["batch"], r["kv_heads"], r["kv_len"]): r["ms"] for r in short}
@@ -252,11 +252,11 @@ def test_short_caches_are_read_as_the_documents_say():
 
 
 def test_sinks_are_shown_next_to_the_stage_with_a_running_maximum(monkeypatch, tmp_path):
-    """A stage's ratio, and in brackets that of the stage before; a result that was wrong has none."""
+    """A cell has the stage's ratio, and in brackets the previous stage's. A wrong result has no ratio."""
     ms = {"v12_persistent": 2.0, "v16_persistent_backward": 4.0, "v17_safe_speculation": 1.0}
     point = {"head_dim": 64, "dtype": "float16", "causal": False, "seq_len": 4096, "score_std": 1.0}
     records = [point | {"impl": impl, "sink": sink, "ms": time} for impl, time in ms.items() for sink in (0.0, 16.0)]
-    del records[3]["ms"]  # v16's, with a sink
+    del records[3]["ms"]  # v16 with a sink
     machine = {"gpu": "a GPU", "torch": "2", "triton": "3", "commit": "0" * 40}
     monkeypatch.setattr(sinks, "run_file", lambda name: tmp_path)
     monkeypatch.setattr(sinks, "load_run", lambda path: (records, machine))

@@ -35,7 +35,7 @@ SHOWN = re.compile(
 
 
 def commands():
-    """Each command that is shown, and the file and line where it is first."""
+    """Each command that is shown, with the file and line where it comes first."""
     found = {}
     for path in sorted(set(FILES)):
         text = path.read_text()
@@ -50,11 +50,11 @@ COMMANDS = commands()
 
 
 class Parsed(Exception):
-    """A command's options were right."""
+    """A command's options are right."""
 
 
 def run_to_the_parser(module, arguments, monkeypatch):
-    """Hand a command its arguments, as far as its parser. SystemExit: they are wrong."""
+    """Run a command up to its parser. Wrong arguments raise SystemExit."""
     parse = argparse.ArgumentParser.parse_args
 
     def parse_and_stop(self, *given, **options):
@@ -63,7 +63,7 @@ def run_to_the_parser(module, arguments, monkeypatch):
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
     monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("would run another program"))
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # of a ring's programs
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # set in a ring's processes
         monkeypatch.setenv(name, "1")
     with pytest.raises(Parsed):
         importlib.import_module(module).main(arguments)
@@ -94,7 +94,7 @@ def variables_of(target):
 
 
 def make_in_a_copy(given, root, monkeypatch):
-    """What `make stage` does, in a copy of the stages and of the files that it changes."""
+    """Do what `make stage` does, in a copy of the stages and of the files that it changes."""
     for name in ("stages", "tests"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "README.md", root)
@@ -106,7 +106,7 @@ def make_in_a_copy(given, root, monkeypatch):
 
 
 def check_make(words, root, monkeypatch):
-    """A `make` command: its targets exist, know its variables, and what they run takes the arguments."""
+    """A `make` command: its targets exist and know its variables, and their programs take the arguments."""
     targets = [word for word in words[1:] if "=" not in word]
     given = dict(word.split("=", 1) for word in words[1:] if "=" in word)
     for target in targets:
@@ -147,7 +147,7 @@ def test_a_command_that_is_wrong_is_noticed(wrong, tmp_path, monkeypatch):
 
 
 def test_commands_are_found():
-    """In a document, a docstring, the Makefile's help and its messages."""
+    """Commands are found in documents, docstrings, and the Makefile's help and messages."""
     places = {place.split(":")[0] for place in COMMANDS.values()}
     assert {
         "README.md",
@@ -162,13 +162,13 @@ def test_commands_are_found():
 
 
 NEED_A_GPU = {"reference", "rates", "energy", "sanitize", "example", "example-ring"}
-THEMSELVES = {"test", "test-long", "clean", "bench", "plots"}  # the suite, what would delete a tree, what takes minutes
+THEMSELVES = {"test", "test-long", "clean", "bench", "plots"}  # the suite, a target that deletes files, and slow ones
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("make ")])
 def test_a_make_command_that_is_shown_runs(command, tmp_path):
-    """In a copy of the repository, what needs no GPU."""
+    """The commands that need no GPU run in a copy of the repository."""
     words = [word for word in shlex.split(command) if not word.startswith("PYTHON=")]
     targets = {word for word in words[1:] if "=" not in word}
     if targets & (NEED_A_GPU | THEMSELVES) and len(words) == 2 or targets & NEED_A_GPU or "--million" in command:
@@ -191,19 +191,19 @@ def left_over(names, text):
 PREDICTIONS = ROOT / "tests" / "predictions.py"
 
 
-def test_no_line_is_left_of_a_stage_that_is_gone():
+def test_no_line_is_left_about_a_missing_stage():
     lines = left_over(stages.names(), PREDICTIONS.read_text())
     assert not lines, "delete these lines of tests/predictions.py; their stages are gone:\n" + "\n".join(lines)
 
 
-def test_the_lines_of_a_stage_that_is_gone_are_named():
+def test_lines_about_a_missing_stage_are_named():
     for gone in stages.names():
         (line,) = left_over([name for name in stages.names() if name != gone], PREDICTIONS.read_text())
         assert f'"{stages.version(gone)}": (' in line
 
 
-def test_what_needs_a_stage_that_is_gone_is_named(tmp_path):
-    """A fallback's import, a recorded parent and a grid of the benchmark; of stages that are there nothing is said."""
+def test_lines_that_need_a_missing_stage_are_named(tmp_path):
+    """A fallback's import, a recorded parent and a benchmark's grid are named. Lines about existing stages are not."""
     shutil.copytree(ROOT / "stages", tmp_path / "stages", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "bench.py", tmp_path)
     assert needs_of_stages_that_are_gone(tmp_path) == []

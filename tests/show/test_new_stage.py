@@ -1,4 +1,4 @@
-"""`make stage`: a copy of any stage has its own name everywhere, and passes the tests; what cannot be made leaves nothing."""
+"""`make stage`: a copy of any stage has its own name everywhere and passes the tests. A refused one leaves nothing."""
 
 import importlib
 import re
@@ -33,7 +33,7 @@ def version(name):
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
-    """A copy of the repository with a dead end made of every stage, and a stage made of the last one."""
+    """A copy of the repository, with a dead end made from every stage and a new stage made from the last one."""
     root = tmp_path_factory.mktemp("tree") / "repository"
     shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(".*", "__pycache__", "plots"))
     with pytest.MonkeyPatch.context() as patch:
@@ -46,24 +46,24 @@ def tree(tmp_path_factory):
 
 @pytest.fixture
 def inside(tree, monkeypatch):
-    """That copy, as the repository."""
+    """The copy, in place of the repository."""
     monkeypatch.setattr(results, "ROOT", tree)
     monkeypatch.setattr(stages, "__path__", [str(tree / "stages")])
     return tree
 
 
 def contents(root):
-    """Every file that a new stage could change, with what is in it; every directory."""
+    """Every file that a new stage could change, with its content, and every directory."""
     paths = [root / "README.md", root / "tests" / "predictions.py", *(root / "stages").rglob("*")]
     return {path: path.is_file() and path.read_bytes() for path in paths}
 
 
 @pytest.mark.parametrize(("source", "name"), [*COPIES.items(), (LAST, NEXT)])
-def test_nothing_of_the_old_stage_s_name_is_left(tree, source, name):
+def test_the_old_stage_s_name_is_gone(tree, source, name):
     old = re.compile(rf"\b{version(source)}(\b|_)")
     files = {path.name: path.read_text() for path in (tree / "stages" / name).iterdir()}
     assert set(files) >= {"__init__.py", "forward.py", "backward.py", "README.md"}
-    files["README.md"] = documents.with_table(files["README.md"], "gain", "")  # which names the stage before
+    files["README.md"] = documents.with_table(files["README.md"], "gain", "")  # its table names the stage before
     assert re.findall('^PARENT = "(.*)"', files["__init__.py"], re.MULTILINE) == ([] if source == LAST else [version(source)])
     files["__init__.py"] = re.sub("^PARENT = .*", "", files["__init__.py"], flags=re.MULTILINE)
     for file, text in files.items():
@@ -73,7 +73,7 @@ def test_nothing_of_the_old_stage_s_name_is_left(tree, source, name):
 
 @pytest.mark.parametrize("source", COPIES)
 def test_a_copy_computes_what_its_own_directory_says(tree, source, tmp_path, monkeypatch):
-    """Right as it is; wrong once its forward, and nobody else's, returns zeros."""
+    """A copy is right as it is, and wrong once its own forward returns zeros."""
     if reason := stages.unavailable(source):
         pytest.skip(f"{source} {reason}")
     name = COPIES[source]
@@ -98,7 +98,7 @@ def test_a_copy_computes_what_its_own_directory_says(tree, source, tmp_path, mon
 
 
 def test_the_tests_pass_with_new_stages(tree):
-    """Those of files, names, documents and style; what is computed is shown above."""
+    """Tests of files, names, documents and style pass. The test above checks results."""
     files = ("stages/test_contract", "stages/test_readmes", "show/test_documents", "show/test_story", "test_rooms")
     chosen = " or ".join([*COPIES.values(), NEXT, "test_documents_agree", "test_ruff"])
     run = subprocess.run(
@@ -109,7 +109,7 @@ def test_the_tests_pass_with_new_stages(tree):
 
 
 def test_the_story_tells_of_new_stages(inside, monkeypatch, capsys):
-    """A stage that goes on from the last one with its kernels changes nothing yet."""
+    """A stage that starts with the kernels of the last one changes nothing yet."""
     monkeypatch.setattr(stages, "names", lambda: [V0, LAST, COPIES[V0], NEXT])
     story.print_story()
     told = " ".join(capsys.readouterr().out.split())
@@ -117,8 +117,8 @@ def test_the_story_tells_of_new_stages(inside, monkeypatch, capsys):
     assert f"{COPIES[V0]} A dead end: {new_stage.IDEA}. from {V0}: " in told  # less its notes
 
 
-def test_tables_and_benchmark_compare_a_new_stage_with_what_it_was_made_from(inside):
-    """Which is not what its number says: that of v18z is v18."""
+def test_tables_and_benchmark_compare_a_new_stage_with_its_parent(inside):
+    """The parent is not the one that the number suggests: v18z looks like a stage from v18."""
     copy = COPIES[V0]
     assert stages.parent(copy) == V0 and bench.chosen_stages([copy]) == [V0, copy]
     counts = {"bytes_read": 3e6, "bytes_written": 1e6, "flops_executed": 8e6, "bound": "bytes", "kernel_launches": 1}
@@ -131,8 +131,8 @@ def test_tables_and_benchmark_compare_a_new_stage_with_what_it_was_made_from(ins
     assert "×3.00" in summary(records, machine, copy)
 
 
-def test_a_stage_made_from_a_new_one_has_that_for_its_parent(inside):
-    """And not the parent that its own parent recorded."""
+def test_a_stage_made_from_a_new_one_has_it_as_parent(inside):
+    """The parent that its own parent recorded does not count."""
     for source, name, parent in ((COPIES[V0], f"v{NUMBER + 2}_next", COPIES[V0]), (NEXT, f"v{NUMBER + 2}_next", NEXT)):
         new_stage.main([source, name])
         assert stages.parent(name) == parent
@@ -154,7 +154,7 @@ def test_a_copy_has_the_prediction_of_the_stage_that_it_is_made_of(tree):
 
 
 def test_notes_that_point_ahead_stay():
-    """A dead end off v4 still has v5 before it; v5 itself, and what comes later, has not."""
+    """A dead end off v4 still has v5 ahead and keeps notes about it. v5 and later stages do not."""
     code = "x = 1\n    # NOTE: this is read twice; v5 reads it once.\n    # NOTE: this is slow.\ny = 2  # v5's\n"
     assert new_stage.without_past_notes(code, "v4c_some") == code
     for name in ("v5_other", "v5a_some", "v10_some"):
@@ -191,7 +191,7 @@ def test_lines_are_put_in_the_order_of_the_stages():
         ("v0", f"v{NUMBER + 2}_{'x' * 300}", "too long"),
     ],
 )
-def test_what_cannot_be_made_is_refused_in_a_line(inside, capsys, source, name, message):
+def test_an_impossible_stage_is_refused_in_one_line(inside, capsys, source, name, message):
     before = contents(inside)
     with pytest.raises(SystemExit) as stopped:
         new_stage.main([source, name])
@@ -235,7 +235,7 @@ def test_what_to_write_next_is_printed(inside, capsys):
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-def test_make_passes_on_what_it_is_given():
+def test_make_passes_on_its_variables():
     def shown(*variables):
         return subprocess.run(
             ["make", "--no-print-directory", "--dry-run", "stage", f"PYTHON={sys.executable}", *variables],

@@ -1,4 +1,4 @@
-"""The plots: every implementation can be told from the others, in every figure, by one legend."""
+"""The plots: each implementation has its own look, the same in every figure, and each figure has one legend."""
 
 import itertools
 
@@ -140,8 +140,8 @@ def test_evolution_shows_the_means_of_the_summary(drawn):
         assert [line.get_ydata()[0] for line in axes.lines] == [rates[name] for name in rates if not stages.position(name)]
 
 
-def test_gains_are_over_the_parent_and_what_is_not_measured_says_so(monkeypatch):
-    """v2 goes on from v0; its backward is v0's; v1 was not measured beside v0."""
+def test_gains_are_over_the_parent_or_say_that_they_are_not_measured(monkeypatch):
+    """v2's parent is v0, and its backward is v0's. v1 was not measured beside v0."""
     monkeypatch.setattr(stages, "parent", lambda name: None if name == "v0_a" else "v0_a")
     monkeypatch.setattr(plots, "same_code", lambda new, old, pass_: (new, pass_) == ("v2_c", "bwd"))
     runs = [

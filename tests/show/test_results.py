@@ -1,4 +1,4 @@
-"""Measured gains: which run a number is from, and when there is none; on invented runs."""
+"""Measured gains, on invented runs: the run that a number is from, and missing numbers."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""docs/several-gpus.md shows the runs that results/ has, and says so where it has none; what is drawn."""
+"""docs/several-gpus.md shows the runs in results/, or says that there are none. Runs are drawn too."""
 
 import json
 
@@ -51,7 +51,7 @@ def test_a_run_is_shown_with_its_most_gpus(root):
 
 
 def test_shares_of_one_gpu_and_of_a_linear_gain():
-    """Four times the work of a GPU with half the tokens, on two in twice the time; one GPU takes 3 ms for all of it."""
+    """Two GPUs do four times the work of one GPU with half the tokens, in twice its time. One GPU takes 3 ms for all of it."""
     alone = [record("v3_x", "fwd", 1, 1000, 1.0), record("v3_x", "fwd", 1, 2000, 3.0), record("v4_y", "fwd", 1, 2000, 9.0)]
     both = record("v3_x", "fwd", 2, 2000, 2.0)
     found = scaling.Scaling(RUN | {"records": [*alone, both]})
@@ -61,7 +61,7 @@ def test_shares_of_one_gpu_and_of_a_linear_gain():
     )
 
 
-def test_a_run_is_drawn_where_it_has_several_numbers_of_gpus(tmp_path):
+def test_a_run_with_several_numbers_of_gpus_is_drawn(tmp_path):
     plots.draw_scaling("ring-x", RUN, tmp_path)
     assert (tmp_path / "ring-x.png").exists()
     assert scaling.Scaling(RUN).is_drawn() and not scaling.Scaling(MILLION).is_drawn()

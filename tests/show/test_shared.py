@@ -1,4 +1,4 @@
-"""The tables of shared K/V heads: ratios of what was measured, and a dash or the reason for what was not."""
+"""The tables of shared K/V heads: ratios of measurements. A missing one is a dash or a reason."""
 
 import json
 
@@ -10,7 +10,7 @@ MACHINE = {"gpu": "X", "torch": "1", "triton": "2", "commit": "abc", "date": "20
 
 
 def record(impl, ms=None, sharing=1, *, pass_="fwd", seq_len=1024, causal=False, value_dim=None, **values):
-    """A measurement with eight heads, so many of which share a K/V head."""
+    """A measurement with eight heads, `sharing` of which share a K/V head."""
     workload = Workload(pass_, 2, 8, seq_len, 64, causal, "float16", kv_heads=8 // sharing, value_dim=value_dim)
     measured = {"ms": ms, "tflops": 100 / ms, "launch_hidden": True, "peak_extra_mib": 8.0 / sharing} if ms else {}
     return {"impl": impl, **workload.record(), **measured, **values}
@@ -25,7 +25,7 @@ RECORDS = [
 
 
 def rows(text, *begin):
-    """The rows that begin with these cells, each without them."""
+    """The rest of each row that begins with these cells."""
     found = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
     return [row[len(begin) :] for row in found if row[: len(begin)] == list(begin)]
 
@@ -41,7 +41,7 @@ def test_each_point_has_the_numbers_of_every_sharing():
     assert "8 heads of D = 64" in text and "1, 4, 8 query heads to a K/V head" in text and "commit abc, 2026-01-02" in text
 
 
-def test_summary_has_the_mean_of_each_ratio_and_the_worst_point_of_those_that_share():
+def test_summary_has_each_ratio_s_mean_and_worst_point_of_shared_heads():
     text = shared_tables([*RECORDS, record("v8_late", 3.0, pass_="bwd"), record("v8_late", 3.0, 8, pass_="bwd")], MACHINE)
     assert rows(text, "v8 with all heads") == [
         ["forward", "1.000", "1.414", "2.000", "4.000: fwd B=2 H=8 Hkv=2 S=2048 D=64 causal float16"],
@@ -53,7 +53,7 @@ def test_summary_has_the_mean_of_each_ratio_and_the_worst_point_of_those_that_sh
     ]
 
 
-def test_another_dimension_of_v_has_a_table_of_its_own_with_what_libraries_say():
+def test_another_dimension_of_v_has_its_own_table_with_the_libraries_messages():
     refusals = [
         record("flash-3", value_dim=128, pass_=pass_, failure="n/a", note="V headdim\n  is 128") for pass_ in ("fwd", "bwd")
     ]
@@ -66,7 +66,7 @@ def test_another_dimension_of_v_has_a_table_of_its_own_with_what_libraries_say()
     assert "Dv" not in shared_tables(RECORDS, MACHINE)
 
 
-def test_traffic_of_a_step_is_that_of_heads_that_share_nothing(monkeypatch, tmp_path):
+def test_traffic_of_a_step_is_from_heads_that_share_nothing(monkeypatch, tmp_path):
     shape = {"impl": "v8_late", "pass": "fwd", "batch": 1, "heads": 8, "seq_len": 64, "head_dim": 64, "causal": False,
              "dtype": "float16"}  # fmt: skip
     cases = [shape | {"kv_heads": 2, "value_dim": 64}, shape | {"kv_heads": 8, "value_dim": 32}, shape | {"tuned": {}}]

@@ -1,4 +1,4 @@
-"""The walk from stage to stage: what it says of the steps, and what the steps must be like."""
+"""The walk from stage to stage: its text about the steps, and rules for the steps."""
 
 import re
 
@@ -13,7 +13,7 @@ from common.show import results, story
 
 
 def steps():
-    """(old, new) of every step, those into dead ends included."""
+    """(old, new) of every step, also of steps into dead ends."""
     pairs = [(stages.parent(name), name) for name in stages.names()]
     return [pair for pair in pairs if pair[0]]
 
@@ -23,7 +23,7 @@ def run(*arguments):
 
 
 def write_stages(root, **files):
-    """Stages in a directory, each the text of its forward.py, with an empty backward.py."""
+    """Write stages into a directory: forward.py has the given text, backward.py is empty."""
     for stage, text in files.items():
         (root / stage).mkdir()
         (root / stage / "forward.py").write_text(text)
@@ -42,7 +42,7 @@ def test_a_change_is_lines_and_the_functions_that_they_are_in(tmp_path, monkeypa
 
 
 def test_caching_delta_stays_a_small_change():
-    """More than delta would be in it."""
+    """A larger change would have more than delta in it."""
     change = story.change(stages.resolve("v4"), stages.resolve("v5"))
     assert 0 < change.added + change.removed <= 60
     assert "_forward_kernel" not in change.functions
@@ -51,14 +51,14 @@ def test_caching_delta_stays_a_small_change():
 @pytest.mark.parametrize("file", story.CODE)
 @pytest.mark.parametrize(("old", "new"), steps())
 def test_neighbours_define_what_they_share_in_the_same_order(old, new, file):
-    """A function that moved would show as taken out in one place and put in at another."""
+    """The diff would show a function that moved as deleted and added."""
     old_names, new_names = (list(story.functions(stages.directory(stage) / file)) for stage in (old, new))
     assert [name for name in old_names if name in new_names] == [name for name in new_names if name in old_names]
     assert file.removesuffix(".py") == new_names[-1]
 
 
 def told_in_one_line(text):
-    """What was wrapped, in one line."""
+    """Wrapped text in one line."""
     return " ".join(text.split())
 
 
@@ -75,7 +75,7 @@ def test_story_tells_of_every_stage():
         for pass_ in results.CODE:
             if not results.same_code(new, old, pass_):
                 assert story.speed_line(runs, old, new, pass_) in told
-    for head_dim in results.HEAD_DIMS:  # of the newest stage too
+    for head_dim in results.HEAD_DIMS:  # the newest stage has its gain too
         ratio, _ = results.gain(runs, *reversed(steps()[-1]), "bwd", head_dim)
         assert f"×{ratio:.2f} (D={head_dim})" in done.stdout.rpartition(steps()[-1][1])[2]
 

@@ -1,4 +1,4 @@
-"""The first lines of a benchmark: what they answer, their numbers, and that they fit a terminal."""
+"""The first lines of a benchmark's output: their statements, their numbers, and their fit in a terminal."""
 
 import pytest
 from cases import cells
@@ -28,7 +28,7 @@ def rows(text, impl):
 
 
 def test_gain_over_the_parent_comes_first():
-    """A geometric mean over the workloads of a pass: those that both have."""
+    """The gain is a geometric mean over the workloads of a pass that both stages have."""
     records = [record(V2, 4.0), record(V3, 1.0), record(V2, 9.0, 1024), record(V3, 9.0, 1024), record(V3, 1.0, 2048)]
     records += [record("sdpa-cudnn", 0.5), record("sdpa-cudnn", 9.0, 1024)]
     records += [record(V2, 3.0, **{"pass": "bwd"}), record(V3, 6.0, **{"pass": "bwd"})]
@@ -72,7 +72,7 @@ def test_a_run_of_all_stages_compares_the_newest_with_the_first():
     assert "more are in the tables below." in text and rows(text, newest) and rows(text, names[0])
 
 
-def test_what_failed_is_said():
+def test_failures_are_listed():
     records = [record(V2, failure="OOM"), record(V2, failure="OOM", seq_len=1024), record(V3, 1.0), record("x", failure="n/a")]
     assert f"Not measured: x n/a, {V2} OOM (2 cases)." in summary(
         sorted(records, key=lambda r: r["impl"], reverse=True), GPU, V3
@@ -82,7 +82,7 @@ def test_what_failed_is_said():
 @pytest.mark.parametrize("machine", [GPU, CPU])
 @pytest.mark.parametrize("about", [None, max(stages.names(), key=len)])
 def test_it_fits_a_terminal(machine, about):
-    """With every library, every stage, all passes and head dimensions, and failures of each."""
+    """The summary fits with every library, stage, pass and head dimension, and with failures of each."""
     shapes = [(pass_, head_dim) for pass_ in ("fwd", "bwd", "fwd+bwd") for head_dim in (64, 128)]
     names = ["sdpa-flash", "sdpa-cudnn", "flash-3", "flash-4", *stages.names()]
     on_gpu = machine["gpu"] is not None

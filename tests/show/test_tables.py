@@ -1,4 +1,4 @@
-"""The benchmark's tables say what was measured, in stage order, and compare nothing with what failed."""
+"""The benchmark's tables show measurements in stage order, and compare nothing with a failure."""
 
 from cases import cells
 
@@ -77,13 +77,13 @@ def test_table_sorts_lengths_as_numbers_and_splits_by_pass_dimension_mask_dtype_
     ]
 
 
-def test_table_shows_kv_heads_where_some_are_shared_and_vs_dimension_where_it_is_another():
+def test_table_shows_kv_heads_if_some_are_shared_and_dv_if_it_differs():
     def changed(impl, ms=None, **changes):
         return record(impl, ms, kv_heads=16, value_dim=128) | changes
 
     records = [record("v0_a", 8.0), changed("v1_b", 4.0)]
     usual = speed_table(records, GPU)
-    assert "K/V" not in usual and "Dv" not in usual and cells(usual, "v1_b")[0][6] == "2.00"  # one without the keys is the same
+    assert "K/V" not in usual and "Dv" not in usual and cells(usual, "v1_b")[0][6] == "2.00"  # v0's record lacks the keys
     records += [changed("v0_a", 6.0, kv_heads=4), changed("v1_b", kv_heads=4, failure="n/a", note="sm_80")]
     records += [changed("v1_b", 2.0, value_dim=64)]
     table = speed_table(records, GPU)
@@ -100,7 +100,7 @@ def test_table_shows_kv_heads_where_some_are_shared_and_vs_dimension_where_it_is
     ]
 
 
-def test_table_shows_the_number_of_keys_where_it_is_not_that_of_queries():
+def test_table_shows_the_number_of_keys_if_it_differs_from_queries():
     def decoding(impl, ms=None, kv_len=64, **changes):
         return record(impl, ms, seq_len=1, kv_len=kv_len, **changes)
 
@@ -120,12 +120,12 @@ def test_table_shows_the_number_of_keys_where_it_is_not_that_of_queries():
     assert {len(row) for row in rows} == {len(rows[0])}
 
 
-def test_table_shows_the_spread_of_the_hosts_time_where_a_run_has_it():
+def test_table_shows_the_spread_of_the_hosts_time_if_a_run_has_it():
     table = speed_table([record("v0_a", 1.0), record("v1_b", 1.0, host_us=1234.4, host_iqr_us=56.6)], GPU)
     assert [cells(table, impl)[0][-1] for impl in ("v0_a", "v1_b")] == ["33", "1,234 ± 57"]
 
 
-def test_table_shows_what_short_calls_take_in_a_row_where_a_run_has_it():
+def test_table_shows_the_time_of_calls_in_a_row_if_a_run_has_it():
     long, short = record("v0_a", 1.0), record("v1_b", 0.01, in_a_row_us=41.26)
     assert "µs in a row" not in speed_table([long], GPU)
     table = speed_table([long, short, record("v2_c", failure="OOM")], GPU)
@@ -162,7 +162,7 @@ def lines_too_long(text):
 
 
 def test_a_terminal_gets_the_columns_that_it_has_room_for():
-    """All of them where lines may have any length; the ones that matter most in 100 columns."""
+    """Lines of any length have all columns. Lines of 100 columns have the most important ones."""
     names = ["sdpa-cudnn", "v2_fa1_tiling", "v13a_polynomial_exponentials"]
     records = [record(name, 1234.5, seq_len=16384, batch=64, host_us=1234.4, host_iqr_us=56.6) for name in names]
     everything, fitted = speed_table(records, GPU), speed_table(records, GPU | {"commit": 40 * "f"}, columns=100)
@@ -176,7 +176,7 @@ def test_a_terminal_gets_the_columns_that_it_has_room_for():
     assert of_last["ms"] == "1,234.500"  # a cell stays under its header
 
 
-def test_a_crowded_table_goes_by_versions():
+def test_a_crowded_table_shows_versions_for_names():
     values = {"kv_len": 524288, "kv_heads": 4, "in_a_row_us": 12345.6}
     records = [record(name, 12345.6, seq_len=16384, **values) for name in ("v2_fa1_tiling", "v13a_polynomial_exponentials")]
     table = speed_table(records, GPU, columns=100)

@@ -1,4 +1,4 @@
-"""The pictures of an SM's time."""
+"""The pictures of an SM's timeline."""
 
 import pytest
 
@@ -27,8 +27,8 @@ def test_a_picture_has_a_lane_for_each_unit_and_a_colour_for_each_partition(tmp_
     timelines.plt.close("all")
 
 
-def test_what_is_committed_is_of_gluon_stages():
-    drawn = {path.stem for path in timelines.TIMELINES.glob("*.png") if "-" not in path.stem}  # those with one are of a user
+def test_committed_pictures_are_of_gluon_stages():
+    drawn = {path.stem for path in timelines.TIMELINES.glob("*.png") if "-" not in path.stem}  # a name with one is a user's
     assert drawn and drawn - {"recorded"} <= {name.split("_")[0] for name in timelines.GLUON}
 
 

@@ -15,24 +15,24 @@ on_gpu = DEVICE == "cuda"
 LENGTHS = [(1, 1), (1, 239), (113, 203), (128, 217), (108, 256), (256, 512)]
 LONG = [(1023, 1024), (1024, 1023)]
 OF_THREE_TILES = [(383, 384), (384, 383)]
-LENGTHS += [*LONG, (4001, 4096)] if on_gpu else [*OF_THREE_TILES, *LONG]  # or of more than fit the time
+LENGTHS += [*LONG, (4001, 4096)] if on_gpu else [*OF_THREE_TILES, *LONG]  # without a GPU, LONG is marked long
 
 
 def marks_of(number, lengths, long):
-    """Of a problem in a round whose lengths come full and causal in turn: for every stage is half of it, but the longest."""
+    """Marks of problem `number` of a round. Every stage runs half of the round's problems, but not the longest."""
     if long:
         return [pytest.mark.long]
     return [pytest.mark.every_stage] if number % 4 in (1, 2) and lengths not in OF_THREE_TILES else []
 
 
 def problems():
-    """Every length, causal and not, with every head dimension and dtype, in rounds.
+    """Every length, full and causal, with every head dimension and dtype, in rounds.
 
-    A round takes every length causal and not, and each of the 15 pairs of dtype and head dimension at least once; the next
-    round moves the pairs on by one, and 15 rounds are the whole product. All but the first are marked long. Half of that one is
-    for every stage, each length of at most two tiles once.
+    A round has every length full and causal, and each of the 15 pairs of dtype and head dimension at least once. The next
+    round moves the pairs on by one, so 15 rounds have all combinations. All rounds but the first are marked long. Every stage
+    runs half of the first round: each length of at most two tiles once.
     """
-    # In this order the first round gives the long lengths pairs that the interpreter, slow per tile, has large tiles for.
+    # In this order the long lengths of the first round get pairs with large tiles: the interpreter is slow per tile.
     quick = list(itertools.product((torch.float16, torch.bfloat16), HEAD_DIMS[:-1]))
     slow = [*itertools.product([torch.float32], HEAD_DIMS), (torch.bfloat16, HEAD_DIMS[-1]), (torch.float16, HEAD_DIMS[-1])]
     pairs = quick[:3] + slow + quick[3:]
@@ -51,23 +51,23 @@ def test_results_match_float64(stage, seq_q, seq_k, causal, head_dim, dtype):
     check(stage, *make_inputs(seq_q, seq_k, head_dim, dtype, **(FEW if seq_q > 100 else {})), causal=causal)
 
 
-SHARED = [(1, 8, 1), (2, 3, 1), (1, 4, 2), (1, 2, 2)]  # batch, heads of q, heads of k and v
-DIMENSIONS = [(256, 16), (32, 256), (64, 128), (128, 64), (64, 64)]  # of a head of q and k, and of v
+SHARED = [(1, 8, 1), (2, 3, 1), (1, 4, 2), (1, 2, 2)]  # batch, query heads, K/V heads
+DIMENSIONS = [(256, 16), (32, 256), (64, 128), (128, 64), (64, 64)]  # head_dim, value_dim
 
 
 def problems_of_shared_heads():
-    """Lengths, causal and not, with shared heads and values of another size than keys, in rounds.
+    """Lengths, full and causal, with shared heads and different dimensions of keys and values, in rounds.
 
-    A round takes every length causal and not, all of `SHARED` and all of `DIMENSIONS`. The next round moves these on by one;
-    after 15 rounds each length has had all dimensions in every dtype. All but the first are marked long. Half of that is
-    for every stage.
+    A round has every length full and causal, all of `SHARED` and all of `DIMENSIONS`. The next round moves these on by one.
+    After 15 rounds each length has had all dimensions in every dtype. All rounds but the first are marked long. Every stage
+    runs half of the first.
     """
     lengths = [*LENGTHS[:4], LONG[0] if on_gpu else (383, 384)]
     for turn in range(len(DIMENSIONS) * len(DTYPES)):
         for number, (causal, (seq_q, seq_k)) in enumerate(itertools.product((False, True), lengths)):
             batch, heads, kv_heads = SHARED[(number % len(lengths) + turn) % len(SHARED)]
             head_dim, value_dim = DIMENSIONS[(number + turn) % len(DIMENSIONS)]
-            dtype = DTYPES[(number + turn - 1) % len(DTYPES)]  # float32 first where rows or heads are few
+            dtype = DTYPES[(number + turn - 1) % len(DTYPES)]  # so that few rows or heads have float32 first
             sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "value_dim": value_dim}
             shape = f"{seq_q}x{seq_k}-{'causal' if causal else 'full'}-b{batch}-h{heads}x{kv_heads}-d{head_dim}x{value_dim}"
             yield pytest.param(
@@ -81,10 +81,10 @@ def test_results_of_shared_heads_match_float64(stage, seq_q, seq_k, causal, head
     check(stage, *make_inputs(seq_q, seq_k, head_dim, dtype, **sizes), causal=causal)
 
 
-def test_shared_heads_do_what_repeated_ones_do(stage, unordered):
-    """To the bit where a query's results are its own. The library may add up another product in another order.
+def test_shared_heads_equal_repeated_heads(stage, unordered):
+    """The bits are equal if a query's results depend on that query alone. The library may sum other matmuls in another order.
 
-    The heads are so many that programs of a stage which takes query tiles in two orders take them in both.
+    There are enough heads for a stage with two orders of query tiles to use both.
     """
     seq_q, seq_k, kv_heads = (1000, 1100, 32) if on_gpu else (280, 150, 2)
     q, k, v, grad_out = make_inputs(seq_q, seq_k, batch=1, heads=2 * kv_heads, kv_heads=kv_heads, value_dim=128)
@@ -102,9 +102,9 @@ def test_shared_heads_do_what_repeated_ones_do(stage, unordered):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_results_are_rounded_to_nearest(stage, dtype):
-    """A cast that truncates (as Triton's interpreter does for bfloat16) shrinks every result, by a third of an ulp on average.
+    """A cast that truncates, as in Triton's own interpreter for bfloat16, shrinks results by a third of an ulp on average.
 
-    Twice the error of plain PyTorch has room for that; the mean, where roundings to nearest cancel, has not.
+    Twice the error of plain PyTorch has room for that. The mean has not: there, roundings to nearest cancel.
     """
     q, k, v, grad_out = make_inputs(64, 100, dtype=dtype)
     results = by_operator(stage, q, k, v, grad_out, causal=False, scale=0.2)
@@ -115,7 +115,7 @@ def test_results_are_rounded_to_nearest(stage, dtype):
 
 
 def as_bshd(tensor):
-    """The view that model code makes: [B, S, H, D].transpose(1, 2)."""
+    """The view in model code: [B, S, H, D].transpose(1, 2)."""
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -138,12 +138,12 @@ def as_expanded_heads(tensor):
 
 
 def as_odd_rows(tensor):
-    """Rows whose stride is no multiple of 16 bytes, which TMA cannot address."""
+    """Rows whose stride is no multiple of 16 bytes. TMA cannot address them."""
     return tensor.new_full((*tensor.shape[:-1], tensor.shape[-1] + 1), float("nan"))[..., :-1].copy_(tensor)
 
 
 def as_odd_base(tensor):
-    """A first element that is not aligned to 16 bytes, which TMA cannot address either."""
+    """A first element that is not aligned to 16 bytes. TMA cannot address it either."""
     return tensor.new_full((tensor.numel() + 1,), float("nan"))[1:].view(tensor.shape).copy_(tensor)
 
 
@@ -153,7 +153,7 @@ def as_columns(tensor):
 
 
 def as_expanded_scalar(tensor):
-    """What out.sum().backward() hands on: one element, every stride 0."""
+    """The gradient from out.sum().backward(): one element, every stride 0."""
     return tensor[0, 0, 0, 0].expand_as(tensor)
 
 
@@ -172,7 +172,7 @@ def test_inputs_of_any_strides(stage, layout):
 
 @pytest.mark.parametrize("turn", range(4))
 def test_inputs_of_different_strides(stage, turn):
-    """Reading v with the strides of k, or k with those of q, goes unnoticed as long as these are equal."""
+    """If strides are equal, a kernel that reads v with the strides of k, or k with the strides of q, looks right."""
     in_turn = (layouts[turn], as_columns, layouts[turn + 1], layouts[turn + 2])
     inputs = make_inputs(*TILED, **({"heads": 4, "kv_heads": 2} if turn % 2 else {}))
     tensors = (layout(tensor) for layout, tensor in zip(in_turn, inputs, strict=True))
@@ -181,13 +181,13 @@ def test_inputs_of_different_strides(stage, turn):
 
 @pytest.mark.parametrize("layout", [*layouts, as_columns, as_expanded_scalar, as_expanded_rows])
 def test_gradient_of_the_output_may_have_any_strides(stage, layout):
-    """Kernels that take dO to be laid out like O read the wrong elements of an expanded or transposed one, without an error."""
+    """A kernel that assumes O's layout for dO reads wrong elements of an expanded or transposed dO, without an error."""
     q, k, v, grad_out = make_inputs(*TILED, value_dim=64)
     check(stage, q, k, v, layout(grad_out), causal=True, run=by_functions)
 
 
 def test_gradient_of_a_sum(stage):
-    """out.sum().backward() hands on a gradient whose strides are all 0; autograd must not lose it on the way."""
+    """out.sum().backward() makes a gradient whose strides are all 0. Autograd must not lose it on the way."""
     q, k, v, grad_out = make_inputs(*TILED, **FEW)
     check(stage, q, k, v, torch.ones((), dtype=q.dtype, device=DEVICE).expand_as(grad_out), causal=False)
 
@@ -195,13 +195,13 @@ def test_gradient_of_a_sum(stage):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 1.0])
 def test_any_finite_scale(stage, scale, causal):
-    """-inf times a scale of 0 is NaN, and the largest score is not the largest once scaled by a negative number."""
+    """-inf times a scale of 0 is NaN, and a negative scale turns the largest score into the smallest."""
     check(stage, *make_inputs(*TILED, **FEW), causal=causal, scale=scale)
 
 
 @pytest.mark.parametrize("scale", [1e-30, -1e-30, 1e6, -1e6])
 def test_scales_at_the_ends_of_their_range(stage, scale):
-    """At one end all keys weigh the same; at the other a row's largest score, 1e7 to 1e8 here, is all that counts."""
+    """At one end all keys weigh the same. At the other only a row's largest score counts, 1e7 to 1e8 here."""
     q, k, v, _ = make_inputs(*TILED, head_dim=128, **FEW)
     out, lse = stage.forward(q, k, v, causal=False, scale=scale)
     exact, yardstick = (make(q, k, v, False, scale) for make in (truth, plain))
@@ -210,7 +210,7 @@ def test_scales_at_the_ends_of_their_range(stage, scale):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_scale_of_zero_makes_all_scores_equal(stage, dtype):
-    """However large they were: bfloat16 and float32 products reach 1e38."""
+    """Even large q·k become equal: bfloat16 and float32 hold up to 1e38."""
     q, k, v, grad_out = make_inputs(*TILED, dtype=dtype, **FEW)
     check(stage, 1e15 * q, 1e15 * k, v, grad_out, causal=True, scale=0.0)
 
@@ -218,7 +218,7 @@ def test_a_scale_of_zero_makes_all_scores_equal(stage, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sign, causal", [("all large", True), ("all small", True), ("all small", False), ("both", True)])
 def test_scores_of_ten_thousand(stage, sign, causal, dtype):
-    """exp overflows past 88 and float16 past 65504, so the unscaled q·k of these (80 000) does not fit it."""
+    """exp overflows past 88. The unscaled q·k here, 80 000, does not fit float16, which ends at 65504."""
     head_dim = 64
     q, k, v, grad_out = make_inputs(*TILED, head_dim, dtype, **FEW)
     direction = torch.randn(head_dim, device=DEVICE).sign() * 35.4  # 35.4² · 64 / √64 = 10⁴
@@ -233,8 +233,8 @@ def test_scores_of_ten_thousand(stage, sign, causal, dtype):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("growth", [200.0, 40.0, -200.0])
 def test_scores_that_grow_along_the_keys(stage, growth, causal, dtype):
-    """A row's maximum over the keys at either end is far too small for those at the other: exp overflows float16 from 11 on,
-    float32 and bfloat16 from 88 on. Here of the later half of one head's rows, so that what it does to others shows too."""
+    """The maximum over keys at one end is far too small for keys at the other: exp overflows float16 from 11 on, float32 and
+    bfloat16 from 88 on. Only the later half of one head's rows grows, to show effects on other rows."""
     seq_q, seq_k, head_dim = (1100, 1000, 64) if on_gpu else (110, 100, 16)
     q, k, v, grad_out = make_inputs(seq_q, seq_k, head_dim, dtype, **FEW)
     q[..., 0] = 0
@@ -265,7 +265,7 @@ def test_equal_scores_give_the_mean_of_v(stage, dtype):
 
 @pytest.mark.parametrize("size", [2.0**30, 2.0**-30])
 def test_bfloat16_keeps_its_range(stage, size):
-    """A kernel that goes through float16 inside turns values past 65504 into infinities and values below 6e-8 into zeros."""
+    """A kernel that uses float16 inside turns values past 65504 into infinities and values below 6e-8 into zeros."""
     q, k, v, grad_out = make_inputs(*TILED, dtype=torch.bfloat16, **FEW)
     results = check(stage, q, k, v * size, grad_out, causal=False)
     assert results["out"].abs().mean() > 0.01 * size
@@ -273,7 +273,7 @@ def test_bfloat16_keeps_its_range(stage, size):
 
 @pytest.mark.parametrize("seq_q, seq_k", [(1, 150), (70, 203), (203, 70), (150, 1)])
 def test_causal_is_aligned_top_left(stage, seq_q, seq_k):
-    """Query i sees keys 0 … i, however many there are; a key that no query sees has no gradient at all."""
+    """Query i sees keys 0 … i. A key that no query sees has a gradient of zero."""
     q, k, v, grad_out = make_inputs(seq_q, seq_k, **FEW)
     results = check(stage, q, k, v, grad_out, causal=True)
     assert torch.equal(results["out"][:, :, 0], v[:, :, 0])
@@ -297,13 +297,13 @@ def test_causal_is_aligned_top_left(stage, seq_q, seq_k):
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
 )
 def test_causal_may_be_aligned_bottom_right(stage, seq_q, seq_k, sizes):
-    """The last query sees all keys, each before it one less."""
+    """The last query sees all keys, and each query before it one key less."""
     results = check(stage, *make_inputs(seq_q, seq_k, **FEW | sizes), causal="bottom-right")
     assert results["dk"][:, :, -1].any() and results["dv"][:, :, -1].any()
 
 
-def test_chunks_of_queries_do_what_all_of_them_do(stage):
-    """Each with the keys so far, as a cache grows."""
+def test_chunks_of_queries_equal_all_queries(stage):
+    """Each chunk sees the keys so far, as with a growing cache."""
     q, k, v, grad_out = make_inputs(200, 200, **FEW)
     whole = check(stage, q, k, v, grad_out, causal=True)
     for first, end in ((0, 70), (70, 113), (113, 114), (114, 200)):
@@ -315,9 +315,9 @@ def test_chunks_of_queries_do_what_all_of_them_do(stage):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_merging_halves_of_the_keys_by_their_lse(stage, causal):
-    """out = Σ exp(lse_i - lse) out_i with lse = logsumexp(lse_i): what splitting keys over devices rests on.
+    """out = Σ exp(lse_i - lse) out_i with lse = logsumexp(lse_i): splitting keys over devices relies on this.
 
-    Causal queries here all see the first half in full, so that half is not causal for them.
+    Causal queries here see all of the first half, so that half's call is not causal.
     """
     q, k, v, _ = make_inputs(70, 140, dtype=torch.float32, **FEW)
     keys = torch.split(k, 70, dim=2)
@@ -339,7 +339,7 @@ def test_merging_halves_of_the_keys_by_their_lse(stage, causal):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradient_through_the_lse(stage, causal):
-    """Alone and together with the output's gradient, as a loss with a z-term has it."""
+    """The gradient through the LSE alone, and with the output's gradient, as in a loss with a z-term."""
     q, k, v, grad_out = make_inputs(*TILED, dtype=torch.float32, **FEW_SHARED)
     grad_lse = torch.randn(q.shape[:3], device=DEVICE)
     scale = -0.2
@@ -368,7 +368,7 @@ def test_gradient_through_the_lse(stage, causal):
 
 @pytest.mark.parametrize("dtype, sizes", [*zip(DTYPES, 3 * [FEW], strict=True), (torch.float16, FEW_SHARED)])
 def test_same_inputs_give_the_same_bits(stage, dtype, sizes, unordered):
-    """Atomic additions, or a race, would not. A stage that declares some results UNORDERED has a mode that gives them too."""
+    """Atomic additions or a race would change bits. A stage with UNORDERED results has a deterministic mode."""
     torch.use_deterministic_algorithms(bool(unordered))
     inputs = make_inputs(*((1000, 1100) if on_gpu else TILED), 64, dtype, **sizes)
     first = by_operator(stage, *inputs, causal=True, scale=0.125)
@@ -383,7 +383,7 @@ def test_more_heads_than_a_grid_axis_holds(stage, shared):
     inputs = make_inputs(3, 5, 16, batch=2, heads=shared * 33_000, kv_heads=33_000)
     results = by_functions(stage, *inputs, causal=True, scale=0.25)
 
-    def some(tensor):  # of the heads: the truth of all takes minutes
+    def some(tensor):  # of the heads: the truth for all takes minutes
         return tensor.unflatten(1, (33_000, -1))[:, ::10_999].flatten(1, 2)
 
     q, k, v, grad_out = map(some, inputs)

@@ -1,4 +1,4 @@
-"""What makes two stages comparable, and the code readable: the same files, the same names."""
+"""All stages have the same files and the same names, which makes them comparable and readable."""
 
 import ast
 import importlib.util
@@ -15,7 +15,7 @@ PARTS = ("forward", "backward")
 
 @pytest.fixture(params=stages.names())
 def stage(request):
-    """Every stage, those that cannot run here too."""
+    """Every stage, even if it cannot run here."""
     return stages.load(request.param)
 
 
@@ -25,7 +25,7 @@ def test_a_stage_has_the_same_files_as_every_other(stage, file):
 
 
 def test_a_stage_exports_the_contract(stage):
-    """Two functions with the same arguments in every stage, and the operator made of them."""
+    """Every stage has two functions with the same arguments, and an operator made of them."""
     assert set(stage.__all__) >= {"attention", "forward", "backward"}
     arguments = {
         name: list(inspect.signature(getattr(stage, name)).parameters) for name in ("attention", "forward", "backward")
@@ -38,7 +38,7 @@ def test_a_stage_exports_the_contract(stage):
 
 
 def test_a_stage_answers_with_its_own_functions(stage):
-    """Not with those of the stage that it was copied from."""
+    """A stage does not use the functions of the stage that it was copied from."""
     directory = stage.__name__.removeprefix("stages.")
     assert [stage.forward.__module__, stage.backward.__module__] == [f"{stage.__name__}.{part}" for part in PARTS]
     assert (stage.attention.__module__, stage.attention.__qualname__) == (stage.__name__, "attention")
@@ -46,7 +46,7 @@ def test_a_stage_answers_with_its_own_functions(stage):
     assert operator.name() == f"kernel_evolution::{directory}_forward"
 
 
-def test_a_stage_that_answers_with_another_s_functions_is_found_out(tmp_path):
+def test_a_stage_with_another_s_functions_is_found(tmp_path):
     path = tmp_path / "__init__.py"
     path.write_text(f"from stages.{stages.names()[0]} import attention, backward, forward\n")
     spec = importlib.util.spec_from_file_location("stages.v99_copy", path)
@@ -57,7 +57,7 @@ def test_a_stage_that_answers_with_another_s_functions_is_found_out(tmp_path):
 
 
 def taken_from_others(path, package):
-    """What a file of a stage imports from other stages: (file, module, name), the last None for a module as a whole."""
+    """A stage file's imports from other stages: (file, module, name). The name is None for a whole module."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -69,11 +69,11 @@ def taken_from_others(path, package):
 
 
 def is_fallback(file, module, name):
-    """Whether that is another stage's forward in a forward.py, or its backward in a backward.py."""
+    """Whether an import is another stage's forward in a forward.py, or its backward in a backward.py."""
     return file == name and name in PARTS and module in {f"stages.{other}.{name}" for other in stages.names()}
 
 
-def test_a_stage_takes_nothing_from_another_but_what_it_falls_back_on(stage):
+def test_a_stage_imports_only_fallbacks_from_other_stages(stage):
     paths = pathlib.Path(stage.__file__).parent.glob("**/*.py")
     taken = [found for path in paths for found in taken_from_others(path, stage.__name__)]
     assert [found for found in taken if not is_fallback(*found)] == []
@@ -91,14 +91,14 @@ def test_a_stage_takes_nothing_from_another_but_what_it_falls_back_on(stage):
     ("import stages", False),
     ("import stages.{0}.forward", False),
 ])  # fmt: skip
-def test_what_a_stage_may_take_from_another(tmp_path, line, allowed):
+def test_imports_that_a_stage_may_have(tmp_path, line, allowed):
     path = tmp_path / "forward.py"
     path.write_text(line.format(stages.names()[0]))
     assert all(is_fallback(*found) for found in taken_from_others(path, "stages.v99_some")) == allowed
 
 
 def test_the_code_of_a_stage_does_not_hold_its_name(stage):
-    """A copy of it need not be told what it is called."""
+    """A copy then needs no change for its new name."""
     directory = pathlib.Path(stage.__file__).parent
     version = directory.name.split("_")[0]
     for path in directory.glob("**/*.py"):
@@ -106,14 +106,14 @@ def test_the_code_of_a_stage_does_not_hold_its_name(stage):
 
 
 def test_the_readmes_name_a_stage(stage):
-    """Its own in the title, the project's in a table."""
+    """The stage's README names it in the title, the project's README in a table."""
     directory = pathlib.Path(stage.__file__).parent
     version = directory.name.split("_")[0]
     assert (directory / "README.md").read_text().startswith(f"# {version}: ")
     assert f"\n| [{version}](stages/{directory.name}) |" in (directory.parents[1] / "README.md").read_text()
 
 
-def test_a_stage_says_what_it_is(stage):
+def test_a_stage_has_docstrings(stage):
     for text in (stage.__doc__, stage.attention.__doc__, stage.forward.__doc__, stage.backward.__doc__):
         assert text
 

@@ -1,4 +1,4 @@
-"""Bottom-right masks whose diagonal crosses tiles at every place: an end that is one key off shows at few of them alone."""
+"""Bottom-right masks whose diagonal crosses tiles at every place. An end that is one key off shows at few places only."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def check_diagonal(stage, seq_q, diagonal, head_dim=16, dtype=torch.float16):
 
 
 @pytest.mark.every_stage
-@pytest.mark.parametrize("head_dim", [16, 128, 256])  # each has tiles of its own, and D = 256 kernels of its own too
+@pytest.mark.parametrize("head_dim", [16, 128, 256])  # each has its own tiles, and D = 256 its own kernels
 def test_diagonals_next_to_the_edges_of_tiles(stage, head_dim):
     for seq_q, diagonal, of in NEXT_TO_EDGES:
         if of == head_dim:
@@ -35,7 +35,7 @@ def test_diagonals_next_to_the_edges_of_tiles(stage, head_dim):
 
 @pytest.mark.every_stage
 def test_diagonals_of_every_residue_in_some_stage(stage):
-    """Each stage takes some residues, and together the stages take all: most of their masks are copies of each other."""
+    """Each stage tests some residues, and all stages together test all. Most of their mask code is the same."""
     names = stages.names()
     place = names.index(stage.__name__.removeprefix("stages."))
     for diagonal in range(place, TILE, len(names)):
@@ -71,12 +71,12 @@ def test_scores_far_below_zero_of_more_queries_than_keys(stage, head_dim, seq_k,
 
 @pytest.mark.every_stage
 def test_the_tile_of_the_first_queries_may_fail(stage, monkeypatch):
-    """A stage that speculates notes which tiles failed. The rows before query 0 add a tile, which needs room for its note."""
+    """A stage that speculates has a flag for each failed tile. The rows before query 0 add a tile, which needs a flag too."""
     names = stage.forward.__globals__
-    if "SHORT" in names:  # that number of key tiles is done without speculation
+    if "SHORT" in names:  # work of at most that many key tiles does not speculate
         for name, value in {"FEW_SQUARES": 0, "SHORT": dict.fromkeys(names["SHORT"], 0), "splits_of": lambda *_: 1}.items():
             monkeypatch.setitem(names, name, value)
-    monkeypatch.setattr(replay, "is_watched", lambda: True)  # another call with the same shapes is not repeated
+    monkeypatch.setattr(replay, "is_watched", lambda: True)  # no call is replayed for another with its shapes
     q, k, v, grad_out = make_inputs(256, 256 + 129, 128, batch=1, heads=1)
     q[..., 0] = 0
     q[:, :, 0, 0], k[:, :, 50, 0] = 40, 40  # 141 nats for the first query alone

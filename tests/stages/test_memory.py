@@ -1,4 +1,4 @@
-"""What a kernel may touch: no read outside its inputs, no write outside its outputs, no output left unwritten, no race."""
+"""A kernel reads only its inputs, writes only its outputs, writes all of them, and has no race."""
 
 import gc
 import weakref
@@ -19,7 +19,7 @@ MARGIN = 1 << 18  # bytes: more than any tile
 
 
 class PoisonedMemory(TorchDispatchMode):
-    """Inside, every new tensor lies between two margins of NaN, and an uninitialised one starts as NaN itself."""
+    """Puts every new tensor between two margins of NaN. An uninitialised tensor starts as NaN itself."""
 
     def __init__(self):
         super().__init__()
@@ -45,9 +45,9 @@ class PoisonedMemory(TorchDispatchMode):
 
 
 def refuse_to_load_nan(monkeypatch):
-    """Make the interpreter raise where a kernel loads NaN: memory outside an input, or not written yet.
+    """Make the interpreter raise if a kernel loads NaN: memory outside an input, or not written yet.
 
-    On a GPU such a load may end the process, even if the kernel goes on to ignore what it got.
+    On a GPU such a load may end the process, even if the kernel ignores the value.
     """
     load = interpreter.InterpreterBuilder.create_masked_load
 
@@ -63,7 +63,7 @@ def refuse_to_load_nan(monkeypatch):
 
 
 def surrounded(tensor):
-    """`tensor` with NaN before and after every row, every head and the whole; strides and base stay multiples of 16 bytes."""
+    """`tensor` with NaN before and after every row, every head and the whole. Strides and base are multiples of 16 bytes."""
     batch, heads, seq, head_dim = tensor.shape
     buffer = tensor.new_full((batch, heads, seq + 256, head_dim + 16), float("nan"))
     return buffer[:, :, 128:-128, 8:-8].copy_(tensor)
@@ -98,7 +98,7 @@ def test_nothing_outside_is_read_or_written(stage, seq_q, seq_k, head_dim, kv_he
 
 
 def test_a_call_leaves_nothing_behind(stage):
-    """Neither its inputs, alive in what Triton keeps, nor another allocator than the one that the user has set."""
+    """Triton keeps no input alive, and the user's allocator stays set."""
 
     def mine(size, alignment, stream):
         return torch.empty(size, dtype=torch.int8, device=DEVICE)
@@ -118,9 +118,9 @@ def test_a_call_leaves_nothing_behind(stage):
 @pytest.mark.skipif(not INTERPRETED, reason="the order of programs can be chosen in the interpreter only")
 @pytest.mark.parametrize("dtype, kv_heads", zip(DTYPES, (2, 1, 2), strict=True))
 def test_programs_in_reverse_order_give_the_same_bits(stage, dtype, kv_heads, unordered, monkeypatch):
-    """Two programs that write the same place are a race on a GPU; one after the other, the later one covers it up.
+    """Two programs that write the same place race on a GPU. One after the other, the later write hides the error.
 
-    So does the last tile of a head whose store runs into the next head: the next program puts that right.
+    A last tile that is stored past its head is hidden too: the next program overwrites the wrong elements.
     """
     inputs = make_inputs(150, 170, 16, dtype, batch=1, heads=2, kv_heads=kv_heads)
     forwards = by_functions(stage, *inputs, causal=True, scale=0.25)
@@ -139,12 +139,12 @@ def reverse_programs(monkeypatch):
     monkeypatch.setattr(builder, "set_grid_idx", reversed_index)
 
 
-# The checks above are only worth something if they fail: kernels that do what must not be done.
+# The checks above must fail for kernels that do forbidden things.
 
 
 @triton.jit
 def _copy_kernel(x_ptr, y_ptr, size, extra_read, extra_write, BLOCK: tl.constexpr):
-    """Copy rows of `size` elements, a program a row; reads and writes `extra` elements past the end of the row."""
+    """Copy rows of `size` elements, one program per row. Read and write `extra` elements past the end of a row."""
     offs = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + tl.program_id(0) * size + offs, mask=offs < size + extra_read, other=0.0)
     total = tl.sum(x, 0)
@@ -158,7 +158,7 @@ def copy_rows(x, extra_read=0, extra_write=0):
 
 
 @pytest.mark.parametrize("extra_read, extra_write", [(0, 0), (0, 1), (0, -1), (1, 0)])
-def test_poisoned_memory_shows_what_is_wrong(extra_read, extra_write):
+def test_poisoned_memory_reveals_mistakes(extra_read, extra_write):
     with PoisonedMemory() as memory:
         x = torch.ones(3, 100, device=DEVICE)
         y = copy_rows(x, extra_read, extra_write)
@@ -173,7 +173,7 @@ def test_poisoned_memory_shows_what_is_wrong(extra_read, extra_write):
 @pytest.mark.skipif(not INTERPRETED, reason="the order of programs can be chosen in the interpreter only")
 def test_reverse_order_shows_a_store_into_the_next_row(monkeypatch):
     x = torch.arange(300.0, device=DEVICE).view(3, 100)
-    with PoisonedMemory():  # for its margins: the last row's store has no next row to run into
+    with PoisonedMemory():  # its margins take the excess of the last row's store
         assert torch.equal(copy_rows(x, extra_write=5), x)
         reverse_programs(monkeypatch)
         assert not torch.equal(copy_rows(x, extra_write=5), x)

@@ -1,7 +1,7 @@
-"""What holds for every problem of the contract: a stage's results are as near to float64 as `common.measure.reference` asks.
+"""Random problems over the whole contract: results are as close to float64 as `common.measure.reference` requires.
 
 `make test` takes the same 200 problems every time, `make test-long` on a GPU 10 000 new ones for each stage. A failure shows
-the simplest problem that fails: it belongs into `FOUND`, with which every run begins.
+the simplest problem that fails. Add it to `FOUND`, which every run takes first.
 """
 
 import sys
@@ -26,7 +26,7 @@ AVAILABLE = [name for name in stages.names() if not stages.unavailable(name)]
 CHEAP = (16, 32)  # head dimensions, for the interpreter
 
 EXPANDED = Layout("hsdb", expanded="s")  # `torch.empty_like` makes its rows the innermost dimension
-FOUND = [  # every problem that a stage, or a mistake below, was once found wrong with, as simple as it gets
+FOUND = [  # problems on which a stage, or a mistake below, once failed, in their simplest form
     Problem(1, 15, dtype=torch.float16),
     Problem(1, 1, dtype=torch.float16, scale=-0.125),
     Problem(8, 2, heads=2, dtype=torch.float16, scale=0.0, layouts=(Layout(), Layout(), EXPANDED, Layout())),
@@ -38,14 +38,14 @@ FOUND = [  # every problem that a stage, or a mistake below, was once found wron
 
 
 def replaying(test):
-    """A test of a problem that begins with those in `FOUND`."""
+    """Make a test of a problem take the problems in `FOUND` first."""
     for problem in FOUND:
         test = example(problem=problem)(test)
     return test
 
 
 def without_lse(stage, q, k, v, grad_out, *, causal, scale):
-    """All results of a stage, the log-sum-exp from a call of its own; in `by_operator` it is the same call's second output."""
+    """All results of a stage, the LSE from a call of its own. In `by_operator` the LSE is the same call's second output."""
     leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
     out = stage.attention(*leaves, causal=causal, scale=scale)
     dq, dk, dv = torch.autograd.grad(out, leaves, grad_out)
@@ -59,7 +59,7 @@ def solve(stage, problem):
     check(stage, *problem.tensors(), causal=problem.causal, scale=problem.scale, run=run)
 
 
-# The fixtures hold for all examples of a test alike; a compilation takes longer than hypothesis would wait for an example.
+# All examples of a test share the fixtures. A compilation takes longer than hypothesis would wait for an example.
 ordinary = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 same_every_time = settings(ordinary, derandomize=True, database=None)
 
@@ -73,10 +73,10 @@ def test_any_problem_is_solved(stage, problem):
 
 @pytest.fixture
 def one_binary(stage, monkeypatch):
-    """The kernels of a stage are compiled for any numbers and addresses: not anew for each that is 1 or a multiple of 16.
+    """Compile the kernels of a stage for any values and addresses, and not again for each 1 or multiple of 16.
 
-    Ten thousand problems come with so many of these that their compilation would take hours; `test_any_problem_is_solved` has
-    kernels as they are.
+    Ten thousand problems have so many of these that compilation would take hours. `test_any_problem_is_solved` compiles the
+    kernels as usual.
     """
     modules = [module for name, module in sys.modules.items() if name.startswith("stages.")]
     values = [value for module in modules for value in vars(module).values()]
@@ -103,11 +103,11 @@ def test_any_of_many_problems_is_solved(stage, head_dim, one_binary):
     solved()
 
 
-# The property is worth something only if mistakes have problems that it finds: attention made wrong on its way in.
+# The property must find mistakes: here attention gets wrong inputs.
 
 
 def forgets_the_ragged_end(q, k, v, causal, scale):
-    """Key tiles are 16 rows, and the last one only counts where it is whole."""
+    """Key tiles have 16 rows, and a last tile that is not whole does not count."""
     whole = max(1, k.shape[2] // 16 * 16)
     return q, k[:, :, :whole], v[:, :, :whole], causal, scale
 
@@ -117,7 +117,7 @@ def takes_the_scale_without_its_sign(q, k, v, causal, scale):
 
 
 def reads_v_with_the_strides_of_k(q, k, v, causal, scale):
-    """Where that stays inside of the memory of v; it is a NaN where the gaps are."""
+    """If the strides of k leave v's memory, v keeps its own. The gaps in the memory hold NaN."""
     try:
         return q, k, v.as_strided(v.shape, k.stride()), causal, scale
     except RuntimeError:
@@ -125,7 +125,7 @@ def reads_v_with_the_strides_of_k(q, k, v, causal, scale):
 
 
 def deals_out_the_heads_in_turn(q, k, v, causal, scale):
-    """Query head h gets head h % Hkv of k and v, in place of h // (H / Hkv)."""
+    """Query head h gets head h % Hkv of k and v, and not h // (H / Hkv)."""
     turns = q.shape[1] // k.shape[1]
     return q, k.repeat(1, turns, 1, 1), v.repeat(1, turns, 1, 1), causal, scale
 

@@ -1,4 +1,4 @@
-"""The READMEs: those of the stages can be read side by side, what they name exists, and what they measured is generated."""
+"""The READMEs: stages have the same headings, links and names lead somewhere, and measured numbers are generated."""
 
 import re
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_notes_that_are_quoted_are_in_the_code(stage, readme):
 
 
 def anchors(path):
-    """The names by which a document's headings can be linked to."""
+    """The anchors of a document's headings."""
     headings = re.findall(r"^#+ (.*)", path.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -66,7 +66,7 @@ def test_files_and_modules_that_are_named_exist(document):
 
 
 def test_measured_numbers_are_generated(document):
-    """What is measured or counted stands between markers, where `make readme` writes it from results/."""
+    """Measured and counted numbers stand between markers, where `make readme` writes them from results/."""
     prose = re.sub(r"<!-- (\w+): written by make readme -->.*?<!-- end of \1 -->", "", document.read_text(), flags=re.DOTALL)
     assert re.findall(f".*(?:{MEASURED}).*", prose) == []
 

@@ -1,5 +1,4 @@
-"""Speculation that is safe: where other keys score far above the first that are looked at, results are right, and no further
-tile is begun that would fail as well."""
+"""Safe speculation: results are right if other keys score far above the first keys, and no tile is started in vain."""
 
 import importlib
 
@@ -19,13 +18,13 @@ SAMPLES = importlib.import_module(f"stages.{SAFE[0]}.forward").LATELY.value
 
 
 def options_of(name):
-    """The names of all that a stage's forward kernel takes."""
+    """The argument names of a stage's forward kernel."""
     kernel = stages.load(name).forward.__globals__.get("_forward_kernel")
     return getattr(kernel, "arg_names", ())
 
 
 def make_long(stage, monkeypatch):
-    """Have a stage treat all work as it does long work, in as many parts as there are tiles, each call by itself."""
+    """Make a stage treat all work as long, without splits, and run each call without replay."""
     names = stage.forward.__globals__
     long = {"FEW_SQUARES": 0, "SHORT": dict.fromkeys(names.get("SHORT", ()), 0), "splits_of": lambda *_: 1}
     for name in long.keys() & names.keys():
@@ -35,7 +34,7 @@ def make_long(stage, monkeypatch):
 
 @pytest.fixture(params=SAFE)
 def long_work(request, monkeypatch):
-    """A stage that speculates on work of any length, and what it launches."""
+    """A stage that speculates on work of any length, with few programs at a time."""
     if reason := stages.unavailable(request.param):
         pytest.skip(f"{request.param} {reason}")
     stage = stages.load(request.param)
@@ -51,7 +50,7 @@ def check(stage, q, k, v, causal):
 
 
 def with_key(key, nats, heads, seq_len, head_dim, dtype):
-    """q, k and v, where a key scores so many nats for all queries, and the others are normal."""
+    """q, k and v. One key scores `nats` for all queries, and the other keys are normal."""
     q, k, v, _ = make_inputs(seq_len, seq_len, head_dim, dtype, batch=1, heads=heads)
     q[..., 0], k[..., 0], k[:, :, key] = 4, 0, 0
     k[:, :, key, 0] = nats * head_dim**0.5 / 4
@@ -59,14 +58,14 @@ def with_key(key, nats, heads, seq_len, head_dim, dtype):
 
 
 SPECULATING = [name for name in stages.names() if "AGAIN" in options_of(name)]
-SINKS = [0, 10, 15, 16, 45]  # a key for each head: of the 16 that have a say in the maximum where rows are short, or past them
+SINKS = [0, 10, 15, 16, 45]  # one key per head: among the 16 first keys that short rows guess their maximum from, or past them
 
 
 @pytest.mark.parametrize("name", SPECULATING)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("nats", [16, 120])
 def test_rows_before_a_sink_do_not_see_it(name, nats, dtype, monkeypatch):
-    """Causal: a maximum that has a key in it that the row does not see makes all other P of that row too small, or 0."""
+    """If a row's maximum includes a key that the row does not see (causal), all P of that row are too small, or 0."""
     if reason := stages.unavailable(name):
         pytest.skip(f"{name} {reason}")
     stage = stages.load(name)
@@ -76,7 +75,7 @@ def test_rows_before_a_sink_do_not_see_it(name, nats, dtype, monkeypatch):
     q, k, v = (torch.cat(tensors, 1) for tensors in zip(*heads, strict=True))
     check(stage, q, k, v, True)
     if dtype == torch.bfloat16 and nats < 88:
-        # P of a sink that the guess leaves out is rounded, and so is O, which delta is made of: a limit in the README of v13.
+        # The guess leaves some sinks out: their P is rounded, and so are O and delta. v13's README names this limit.
         q, k, v = (tensor[:, : SINKS.index(16) if name in SAFE else 0] for tensor in (q, k, v))
     if q.numel():
         check_both_passes(stage, q, k, v, torch.randn_like(v), causal=True)
@@ -84,13 +83,13 @@ def test_rows_before_a_sink_do_not_see_it(name, nats, dtype, monkeypatch):
 
 @pytest.mark.parametrize(("dtype", "nats"), [(torch.float16, 40), (torch.bfloat16, 60)], ids=str)
 def test_sinks_around_the_last_of_the_first_keys_of_long_rows(long_work, nats, dtype):
-    """Rows of more than 512 keys ask 32 of them."""
+    """In rows of more than 512 keys the guess includes the first 32."""
     heads = [with_key(key, nats, 1, 600, 16, dtype) for key in (16, 31, 32)]
     check(long_work, *(torch.cat(tensors, 1) for tensors in zip(*heads, strict=True)), True)
 
 
 class Recorded:
-    """A forward kernel that notes what its first launch leaves to the second: how many tiles were begun, and which failed."""
+    """A forward kernel that records what its first launch leaves to the second: the tiles started, and those that failed."""
 
     def __init__(self, kernel):
         self.kernel = kernel
@@ -118,38 +117,38 @@ def recorded(long_work, monkeypatch):
 @pytest.mark.parametrize("nats", [8, 16, 24])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_sink_is_known_from_the_beginning(long_work, recorded, head_dim, nats, causal, dtype):
-    """Its P is 1, which no dtype rounds, and no tile is done again."""
+    """The sink's P is 1, which no dtype rounds. No tile is repeated."""
     check(long_work, *with_key(0, nats, 2, 330, head_dim, dtype), causal)
     assert not recorded.failed.any()
 
 
-HEADS = 200 if DEVICE == "cpu" else 1000  # of a tile each
+HEADS = 200 if DEVICE == "cpu" else 1000  # of one tile each
 
 
-def test_no_tile_is_begun_where_samples_fail(long_work, recorded):
+def test_no_tile_is_started_if_samples_fail(long_work, recorded):
     check(long_work, *with_key(100, 30, HEADS, 200, 16, torch.float16), False)
     assert recorded.samples.sum() > SAMPLES / 4
-    assert recorded.begun == recorded.programs  # and these have given up at once
+    assert recorded.begun == recorded.programs  # and these gave up at once
     assert recorded.failed[: recorded.programs].all() and not recorded.failed[recorded.programs :].any()
 
 
 @pytest.mark.parametrize(("std", "fail"), [(1, False), (2.5, False), (5, True)])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_samples_tell_whether_tiles_would_fail(long_work, recorded, head_dim, causal, std, fail):
+def test_samples_predict_whether_tiles_fail(long_work, recorded, head_dim, causal, std, fail):
     q, k, v, _ = make_inputs(1000, 1000, head_dim, torch.float16, batch=1, heads=4)
-    with interpreted_as(Device(num_sms=SAMPLES)):  # one for each
+    with interpreted_as(Device(num_sms=SAMPLES)):  # one per sample
         check(long_work, q * std, k, v, causal)
     assert (recorded.samples.sum() > SAMPLES / 4) == fail
 
 
 @pytest.fixture
 def blind(long_work, monkeypatch):
-    """Samples see nothing."""
+    """Make all samples pass."""
     monkeypatch.setitem(long_work.forward.__globals__, "HEADROOM", -(2**20))
 
 
-def test_no_further_tile_is_begun_in_vain(long_work, blind, recorded):
+def test_no_further_tile_is_started_in_vain(long_work, blind, recorded):
     check(long_work, *with_key(100, 30, HEADS, 200, 16, torch.float16), False)
     assert not recorded.samples.any()
     assert recorded.begun < HEADS

@@ -1,4 +1,4 @@
-"""What shows only after long or hard use: many calls, many threads, a process killed in the middle."""
+"""Faults that only long or hard use shows: many calls, many threads, a process killed in the middle."""
 
 import concurrent.futures
 import contextlib
@@ -29,7 +29,7 @@ THREADS, ROUNDS = (8, 100) if on_gpu else (4, 1)
 
 
 def test_threads_do_not_disturb_each_other(monkeypatch):
-    """All stages at once, on a stream for each thread, and what the autotuner knows forgotten: bits as from one thread."""
+    """Threads run all stages at once, each on its own stream, with empty tuner caches. Bits are as from one thread."""
     inputs = make_inputs(40, 70, 16, batch=1, heads=1)
     options = {"causal": True, "scale": 0.25}
     names = AVAILABLE if on_gpu else AVAILABLE[1:6]
@@ -57,12 +57,12 @@ def test_threads_do_not_disturb_each_other(monkeypatch):
 
 
 CALLS = 100_000  # forward and backward of half as many problems
-WARM_UP = 4_000  # of them, until every kernel is compiled and the allocator has its blocks
+WARM_UP = 4_000  # calls, until every kernel is compiled and the allocator has its blocks
 HOST_BYTES, GPU_BYTES = 32 * 2**20, 32 * 2**20  # 300 bytes a call
 
 
 def memory_in_use():
-    """Bytes of this process in the host's memory, and of everyone in the GPU's."""
+    """Bytes of host memory of this process, and of GPU memory of all processes."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -75,9 +75,9 @@ def memory_in_use():
 @pytest.mark.alone
 @needs_gpu
 def test_many_calls_leave_no_memory_behind():
-    """Of lengths that differ from call to call: a cache that keeps something for each of them grows."""
+    """Lengths differ from call to call: a cache that keeps something for each of them grows."""
     longest = 300
-    lengths = [length for length in range(2, longest) if length % 16]  # the compiler makes no difference between these
+    lengths = [length for length in range(2, longest) if length % 16]  # the compiler treats these alike
     pick = random.Random(0)
     inputs = make_inputs(longest, longest, 64)
 
@@ -109,7 +109,7 @@ print("right")
 
 
 def kill(command, said, delay, **options):
-    """Start a process, and kill it some seconds after it has said something on stderr, or let it end before."""
+    """Start a process and kill it `delay` seconds after it writes `said` to stderr, unless it ends before."""
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, **options) as process:
         for line in process.stderr:
             if said in line:
@@ -121,7 +121,7 @@ def kill(command, said, delay, **options):
 @pytest.mark.long
 @needs_gpu
 def test_killed_while_it_tunes_the_next_process_works(tmp_path):
-    """Triton's cache is on disk, and shared by processes: nothing half-written may count there."""
+    """Triton's cache is on disk and shared by processes. Half-written files must not count there."""
     command = [sys.executable, "-c", FIRST_CALL]
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     for delay in (0.0, 0.3, 1.0, 2.0, 4.0):
@@ -133,7 +133,7 @@ def test_killed_while_it_tunes_the_next_process_works(tmp_path):
 @pytest.mark.long
 @needs_gpu
 def test_killed_while_it_measures_the_next_run_works(tmp_path):
-    """A run that is killed leaves a file of results that can be read, or none."""
+    """A killed run leaves a readable file of results, or none."""
     command = [sys.executable, str(ROOT / "bench.py"), "--stage=v3", "--seq-len=512", "--head-dim=64", "--json=run.json"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     for delay in (0.0, 1.0, 3.0):

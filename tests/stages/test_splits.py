@@ -1,4 +1,4 @@
-"""The keys split over programs, and merged: whatever the number of splits, the result is one softmax's."""
+"""Keys are split over programs, and the parts merged. With any number of splits the result is one softmax's."""
 
 import importlib
 
@@ -17,13 +17,13 @@ SPLITTING = [name for name in stages.names() if hasattr(importlib.import_module(
 
 @pytest.fixture(autouse=True)
 def _every_call_by_itself(monkeypatch):
-    """What a test changes in a stage is no part of a call's kind: an earlier call would be repeated."""
+    """Switch replay off. A test's change of a stage keeps a call's kind, so an earlier call would be repeated."""
     monkeypatch.setattr(replay, "is_watched", lambda: True)
 
 
 @pytest.fixture(params=SPLITTING)
 def split(request, monkeypatch):
-    """A stage that splits, and a function that has it take a number of splits from then on."""
+    """A stage that splits, and a function that sets its number of splits."""
     if reason := stages.unavailable(request.param):
         pytest.skip(f"{request.param} {reason}")
     stage = stages.load(request.param)
@@ -36,23 +36,23 @@ def split(request, monkeypatch):
 
 
 def forward(stage, q, k, v, causal=False, scale=None):
-    """out and lse, and what they are compared with."""
+    """A stage's out and lse, the truth, and the results of plain PyTorch."""
     options = {"causal": bool(causal), "scale": scale or q.shape[-1] ** -0.5}
     options["diagonal"] = diagonal(causal, q.shape[2], k.shape[2])
     out, lse = stage.forward(q, k, v, **options)
     return {"out": out, "lse": lse}, truth(q, k, v, **options), plain(q, k, v, **options)
 
 
-PROBLEMS = [  # queries, keys, head dimension, causal, heads, of these K/V heads, v's head dimension
+PROBLEMS = [  # queries, keys, head_dim, causal, heads, K/V heads, value_dim
     (1, 700, 64, False, 4, 1, 64),  # the last split ends inside a tile
     (1, 1, 16, False, 2, 2, 16),
-    (5, 300, 128, "bottom-right", 2, 1, 128),  # two consumers' rows, of which one has none
+    (5, 300, 128, "bottom-right", 2, 1, 128),  # two consumers' rows: one has none
     (40, 600, 64, "bottom-right", 2, 1, 32),
-    (40, 600, 64, True, 2, 1, 32),  # aligned top left no row sees most of the keys: splits without any
-    (70, 203, 32, "bottom-right", 3, 1, 64),  # heads that are no power of two
-    (150, 700, 64, "bottom-right", 2, 1, 64),  # more rows than a tile of few
+    (40, 600, 64, True, 2, 1, 32),  # aligned top left, no row sees most of the keys: some splits have no key
+    (70, 203, 32, "bottom-right", 3, 1, 64),  # the number of heads is no power of two
+    (150, 700, 64, "bottom-right", 2, 1, 64),  # more rows than a tile for few rows has
     (140, 400, 128, False, 1, 1, 128),
-    (1, 239, 256, True, 1, 1, 256),  # a row that sees one key, where key tiles are as short as its tile's rows
+    (1, 239, 256, True, 1, 1, 256),  # one visible key; key tiles are as short as the query tile's rows
 ]
 
 
@@ -66,8 +66,8 @@ def test_any_number_of_splits_makes_one_softmax(split, problem, number):
     assert_correct(*forward(stage, q, k, v, causal))
 
 
-# Head dimensions, splits, and by how much scores grow from the first split to the last. A merge reads 64 splits at once, and 32
-# for Dv = 256. Where scores fall by 400, a merge that forgets the maximum so far overflows.
+# head_dim, value_dim, splits, and growth of the scores from the first split to the last. A merge reads 64 splits at once, and
+# 32 for Dv = 256. If scores fall by 400, a merge that forgets its maximum overflows.
 MORE_THAN_AT_ONCE = [
     (16, 16, 65, 4), (32, 32, 130, 4), (16, 64, 65, 4), (64, 128, 128, 4), (32, 256, 33, 4), (256, 128, 65, 4),
     (256, 256, 65, 4), (16, 16, 65, -400),
@@ -76,7 +76,7 @@ MORE_THAN_AT_ONCE = [
 
 @pytest.mark.parametrize(("head_dim", "value_dim", "number", "growth"), MORE_THAN_AT_ONCE)
 def test_more_splits_than_a_merge_reads_at_once(split, head_dim, value_dim, number, growth):
-    """A merge rescales its accumulator by each further maximum. Scores grow or fall, so that this factor is never 1.
+    """A merge rescales its accumulator for each new maximum. Scores grow or fall, so that this factor is never 1.
 
     Each split has a tile of 64 keys, and only the last tile is not whole.
     """
@@ -89,7 +89,7 @@ def test_more_splits_than_a_merge_reads_at_once(split, head_dim, value_dim, numb
     assert_correct(*forward(stage, q, k, v))
 
 
-# Queries, keys, and query heads of one K/V head. A tile holds all of these heads for each of its queries. It begins before
+# Queries, keys, and query heads of one K/V head. A tile has all of these heads for each of its queries. It begins before
 # query 0 unless the diagonal is a multiple of the number of queries in 64 rows.
 PACKED = [(2, 129, 64), (2, 130, 64), (3, 67, 64), (12, 17, 8), (5, 70, 32), (33, 160, 4)]
 
@@ -107,7 +107,7 @@ def test_diagonals_of_heads_that_share_a_tile(split, seq_q, seq_k, heads, number
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("seq_q", [2, 140])
 def test_scores_that_differ_widely_from_split_to_split(split, seq_q, dtype):
-    """The sum of one split is nothing next to that of another, or all of it."""
+    """The sum of one split may be negligible next to another, or be nearly all of it."""
     stage, into = split
     q, k, v, _ = make_inputs(seq_q, 640, 64, dtype, batch=1, heads=2)
     q[..., 0], k[..., 0] = 8.0, 0.0
@@ -126,7 +126,7 @@ def test_same_bits_on_every_run(split):
 
 
 def test_heads_that_share_keys_share_a_tile(split, monkeypatch):
-    """K and V are read once for all of them."""
+    """K and V are read once for all these heads."""
     stage, _ = split
     launched = []
     kernel = stage.forward.__globals__["_forward_kernel"]
@@ -136,7 +136,7 @@ def test_heads_that_share_keys_share_a_tile(split, monkeypatch):
 
 
 class Recorded:
-    """A kernel whose launches' options are kept."""
+    """A kernel that records the options of its launches."""
 
     def __init__(self, kernel, launched):
         self.kernel, self.launched = kernel, launched
@@ -169,8 +169,8 @@ def test_splits_fill_the_gpu_where_tiles_do_not(name):
 
 
 @pytest.mark.parametrize("name", SPLITTING)
-def test_work_of_any_length_takes_its_own_way(name, monkeypatch):
-    """Long work speculates, and begins again where that fails; short work keeps a running maximum, in one launch."""
+def test_long_and_short_work_take_different_ways(name, monkeypatch):
+    """Long work speculates and repeats tiles that fail. Short work keeps a running maximum, in one launch."""
     if reason := stages.unavailable(name):
         pytest.skip(f"{name} {reason}")
     stage = stages.load(name)

@@ -1,4 +1,4 @@
-"""In which order a stage takes its tiles: where that is the stage's idea, the results do not depend on it."""
+"""The order in which a stage takes its tiles, for stages whose idea it is. The results are right in that order."""
 
 import importlib
 import itertools
@@ -18,7 +18,7 @@ from common.runtime import DEVICE, Device, interpreted_as
 pytestmark = [pytest.mark.every_stage, pytest.mark.skipif(DEVICE == "cuda", reason="watches the interpreters")]
 
 HEADS, SEQ, HEAD_DIM = 5, 600, 16
-GROUP = 2  # heads, of which 5 are no multiple
+GROUP = 2  # heads per group; 5 is no multiple of it
 KV_BYTES = SEQ * 2 * HEAD_DIM * 2  # of a head's K and V
 
 
@@ -32,9 +32,9 @@ ORDERED = [name for name in stages.names() if {"tile_and_head", "L2_SHARE"} & na
 
 @pytest.fixture(params=ORDERED)
 def stage(request, monkeypatch):
-    """A stage with an order of tiles, on a GPU of one SM, and how many heads a group has there.
+    """A stage with an order of tiles, on a GPU of one SM, and the number of heads in a group there.
 
-    Persistent stages have a share of the L2 cache that can be made small. All heads of so small a problem fit the others'.
+    Persistent stages have a share of the L2 cache, which is made small here. In other stages all heads of this problem fit.
     """
     names = names_in(request.param)
     if "L2_SHARE" in names:
@@ -48,7 +48,7 @@ def stage(request, monkeypatch):
 
 
 class Watch:
-    """Notes which tiles of a tensor each program of a kernel loads."""
+    """Records which tiles of a tensor each program of a kernel loads."""
 
     def __init__(self, monkeypatch):
         self._loaded, self._kernel, self._rows, self._block = [], None, None, None
@@ -61,14 +61,14 @@ class Watch:
         """Watch what one kernel loads from one contiguous tensor.
 
         Args:
-            block: the rows of a tile, or the name of the kernel's argument that has them.
+            block: the rows of a tile, or the name of the kernel's argument for them.
         """
         self._loaded, self._kernel, self._rows = [], kernel, block
         self._start, self._end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         self._seq_len, self._head_dim = tensor.shape[2:]
 
     def taken(self):
-        """The tiles, as (head, tile of the head), in the order of the programs, and of each program's loads."""
+        """The tiles as (head, tile of the head): program by program, and in the order of a program's loads."""
         tiles = [tile for _, *tile in sorted(self._loaded, key=lambda loaded: loaded[0])]
         return [tuple(tile) for tile, _ in itertools.groupby(tiles)]
 
@@ -125,7 +125,7 @@ def test_causal_tiles_go_through_groups_of_heads_the_longest_first(stage, watch)
 
 
 def test_tiles_without_a_mask_go_through_groups_of_heads(stage, watch):
-    """Or head after head; each tile once."""
+    """Going head after head is right too. Each tile comes once."""
     stage, group = stage
     taken = forward(stage, watch, causal=False)
     tiles = 1 + max(tile for _, tile in taken)
@@ -134,7 +134,7 @@ def test_tiles_without_a_mask_go_through_groups_of_heads(stage, watch):
 
 
 def ordered_backwards():
-    """Of each backward kernel that has an order: the stage, the tensor whose tiles its programs take, and their rows."""
+    """For each backward kernel with an order: stage, kernel, the tensor whose tiles its programs take, and a tile's rows."""
     for name in stages.names():
         names = vars(importlib.import_module(f"stages.{name}.backward"))
         rows = names["KEYS"].value if "KEYS" in names else "BLOCK_N"

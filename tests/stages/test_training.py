@@ -16,7 +16,7 @@ BATCH, CONTEXT, WIDTH, HEADS = (16, 250, 128, 4) if DEVICE == "cuda" else (1, 50
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each on top of a LayerNorm and beside a residual; q, k and v are views of one packed projection."""
+    """Attention and an MLP, each after a LayerNorm and with a residual. q, k and v are views of one packed projection."""
 
     def __init__(self, attend):
         super().__init__()
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """The next byte from those before it, by two blocks."""
+    """Two blocks that predict the next byte from the bytes before it."""
 
     def __init__(self, attend):
         super().__init__()
@@ -45,7 +45,7 @@ class LanguageModel(nn.Module):
 
 
 def losses(attend, dtype):
-    """The loss of each step, the same weights and the same text for every `attend`."""
+    """The loss of each step. Every `attend` has the same weights and the same text."""
     torch.manual_seed(0)
     model = LanguageModel(attend).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
@@ -73,10 +73,10 @@ def sdpa_in_float64(q, k, v):
 
 @functools.cache
 def expected(dtype):
-    """The losses with SDPA, and how far a stage's may be from them.
+    """The losses with SDPA, and the distance that a stage's losses may have from them.
 
-    Rounding moves the curve, a little more with each step; how much, SDPA in float64 shows. Five times that is room for other
-    roundings, and 4e-6 for those of the loss itself, eight units in the last place of a loss of 5.
+    Rounding moves the curve a little more with each step: SDPA in float64 shows how much. The tolerance is five times that, and
+    4e-6 for rounding the loss itself: eight units in the last place of a loss of 5.
     """
     curve = losses(sdpa, dtype)
     return curve, 5 * (losses(sdpa_in_float64, dtype) - curve).abs().max() + 4e-6
@@ -88,7 +88,7 @@ dtypes = pytest.mark.parametrize(
 
 
 @dtypes
-def test_loss_follows_that_with_sdpa(stage, dtype):
+def test_loss_matches_sdpa(stage, dtype):
     curve, tolerance = expected(dtype)
     got = losses(functools.partial(stage.attention, causal=True), dtype)
     assert (got - curve).abs().max() <= tolerance
@@ -118,7 +118,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("attend", WRONG.values(), ids=WRONG.keys())
-def test_loss_shows_what_is_wrong(attend):
-    """The tolerance is worth something only if mistakes exceed it."""
+def test_loss_reveals_wrong_attention(attend):
+    """The tolerance is useful only if mistakes exceed it."""
     curve, tolerance = expected(torch.float32)
     assert (losses(attend, torch.float32) - curve).abs().max() > tolerance

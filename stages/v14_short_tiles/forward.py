@@ -108,8 +108,8 @@ def _accumulate(
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
     s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
     mbarrier.arrive(kv_empty.index(fill % STAGES), count=1)
-    # Only the last tile can pass the last key or contain the diagonal: a consumer's rows see keys up to a multiple of ROWS,
-    # because the first query tile starts diagonal % ROWS rows before query 0.
+    # Only the last tile can pass the last key or contain the diagonal. The first query tile starts diagonal % ROWS rows before
+    # query 0, so a consumer's rows see keys up to a multiple of ROWS.
     start_n = (tiles - 1) * BLOCK_N
     if CAUSAL or start_n + BLOCK_N > seq_k:
         offs_n = start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
@@ -349,7 +349,7 @@ def _forward_kernel(
 
 
 # Bytes of K and V of the heads whose tiles run at the same time. CTAs that read the same K and V at the same time share them
-# through the L2 cache. Where tiles differ in length, more heads keep the CTAs busy to the end.
+# through the L2 cache. If tiles differ in length, more heads keep the CTAs busy to the end.
 L2_SHARE = {"full": 8 * 2**20, "causal": 32 * 2**20}
 # By the larger head dimension: query rows per tile, 64 for each of two or four consumers; keys per tile; buffers of K and V;
 # buffers of Q.

@@ -131,8 +131,8 @@ def _accumulate(
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
     s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
     mbarrier.arrive(kv_empty.index(fill % STAGES), count=1)
-    # Only the last tile can pass the last key or contain the diagonal: a consumer's rows see keys up to a multiple of ROWS //
-    # PACKED, because the first query tile starts `_rows_before` query 0.
+    # Only the last tile can pass the last key or contain the diagonal. The first query tile starts `_rows_before` query 0, so a
+    # consumer's rows see keys up to a multiple of ROWS // PACKED.
     if CAUSAL or start_n + BLOCK_N > seq_k:
         offs_n = start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
         visible = (offs_n < seq_k)[None, :]
@@ -448,7 +448,7 @@ def _merge_kernel(
 
 
 # Bytes of K and V of the heads whose tiles run at the same time. CTAs that read the same K and V at the same time share them
-# through the L2 cache. Where tiles differ in length, more heads keep the CTAs busy to the end.
+# through the L2 cache. If tiles differ in length, more heads keep the CTAs busy to the end.
 L2_SHARE = {"full": 8 * 2**20, "causal": 32 * 2**20}
 # By the larger head dimension: query rows per tile, 64 for each of two or four consumers; keys per tile; buffers of K and V;
 # buffers of Q. FEW_ROWS: the same if there are few rows, where long tiles keep loads of K and V in flight.
@@ -500,7 +500,8 @@ class Plan(NamedTuple):
 
 
 def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, programs) -> Plan:
-    """Return the best plan for `seq_q` queries, the last of which sees `keys` keys, with `programs` CTAs at a time."""
+    """Return the best plan for `seq_q` queries and the `keys` keys that the last of them sees, with `programs` CTAs at a
+    time."""
     width = max(head_dim, value_dim)
     per_kv = heads // kv_heads
     together = per_kv if 64 % per_kv == 0 else 1

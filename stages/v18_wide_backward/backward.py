@@ -103,7 +103,7 @@ def _tile(
     start_n = tile_n * BLOCK_N
     corner = 0  # the query tile whose first row sees the first of these keys and no more, if it exists
     first = 0  # the query tiles that see these keys; if none does, the last one runs, fully masked
-    # Number of these that need a mask, but at least one: if the first of two loops may be skipped, ptxas (CUDA 12.8) lets the
+    # Number of these that need a mask, at least one. If the first of two loops may be skipped, ptxas (CUDA 12.8) lets the
     # second use addresses of K and V that only the first computes.
     masked = 1
     unseen = 0  # number of these that see no key of the second consumer
@@ -199,9 +199,9 @@ def _widened(p):
 def _accumulate(
     dk, dv, k, v, scale_log2, ring, dq, seen, fill, lo, hi, w: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Add the contribution of a tile's steps [lo, hi), the first of which is number `fill` of all, to a consumer's dk and dv,
-    and store
-    its dS for dQ. P and dS are computed transposed, so that they enter the matmuls for dV and dK from registers.
+    """Add the contribution of a tile's steps [lo, hi) to a consumer's dk and dv, and store its dS for dQ. Step lo is number
+    `fill` of
+    all. P and dS are computed transposed, so that they enter the matmuls for dV and dK from registers.
     """
     q_s, do_s, stats_s, q_full, do_full, q_do_empty = ring
     ds_s, ds_full, ds_empty = dq

@@ -196,8 +196,8 @@ def _accumulate(
         s_first = warpgroup_mma(q, k_first.permute([1, 0]), s_first, use_acc=False, is_async=True)
         s, s_first = warpgroup_mma_wait(0, [s, s_first])
     mbarrier.arrive(kv_empty.index(fill % STAGES), count=1)
-    # Only the last tile can pass the last key or contain the diagonal: a consumer's rows see keys up to a multiple of ROWS //
-    # PACKED, because the first query tile starts `_rows_before` query 0.
+    # Only the last tile can pass the last key or contain the diagonal. The first query tile starts `_rows_before` query 0, so a
+    # consumer's rows see keys up to a multiple of ROWS // PACKED.
     if CAUSAL or start_n + BLOCK_N > seq_k:
         s = _visible(s, start_n, seq_k, last, PACKED, CAUSAL)
     maxima = _maxima(s)
@@ -612,7 +612,7 @@ def _merge_kernel(
 
 
 # Bytes of K and V of the heads whose tiles run at the same time. CTAs that read the same K and V at the same time share them
-# through the L2 cache. Where tiles differ in length, more heads keep the CTAs busy to the end.
+# through the L2 cache. If tiles differ in length, more heads keep the CTAs busy to the end.
 L2_SHARE = {"full": 8 * 2**20, "causal": 32 * 2**20}
 # By the larger head dimension: query rows per tile, 64 for each of two or four consumers; keys per tile; buffers of K and V;
 # buffers of Q. FEW_ROWS: the same if there are few rows, where long tiles keep loads of K and V in flight.
@@ -670,7 +670,8 @@ class Plan(NamedTuple):
 
 
 def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, programs) -> Plan:
-    """Return the best plan for `seq_q` queries, the last of which sees `keys` keys, with `programs` CTAs at a time."""
+    """Return the best plan for `seq_q` queries and the `keys` keys that the last of them sees, with `programs` CTAs at a
+    time."""
     width = max(head_dim, value_dim)
     per_kv = heads // kv_heads
     together = per_kv if 64 % per_kv == 0 else 1

@@ -169,12 +169,13 @@ def print_story():
 
 def print_diff(old: str, new: str, prose: bool):
     """The change from one stage to another, code first, then its size and what it gained; with the READMEs where asked."""
+    color = "always" if sys.stdout.isatty() else "never"
     for name in (*FILES, "README.md") if prose else FILES:
-        sys.stdout.flush()
-        subprocess.run(
-            ["git", "--no-pager", "diff", "--no-index", "--no-prefix", f"stages/{old}/{name}", f"stages/{new}/{name}"],
-            cwd=results.ROOT, check=False,
+        shown = subprocess.run(
+            ["git", "diff", "--no-index", "--no-prefix", f"--color={color}", f"stages/{old}/{name}", f"stages/{new}/{name}"],
+            cwd=results.ROOT, capture_output=True, text=True, check=False,
         )  # fmt: skip
+        print(shown.stdout, end="")
     print("", new, *step_lines(old, new), "", sources(), sep="\n")
 
 

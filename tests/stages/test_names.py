@@ -33,7 +33,7 @@ def twin(tmp_path, monkeypatch):
         lambda: story.main([]),
         lambda: story.main(["diff", "v4", "v5"]),
         lambda: counts.parse_options([]),
-        documents.main,
+        lambda: documents.main([]),
         lambda: aot.main([]),
         lambda: ncu.main(["measure", "x.json"]),
         lambda: units.main(["measure", "x.json"]),

@@ -73,6 +73,7 @@ class Device:
 
 
 _interpreter = Device()
+_stands_in = INTERPRETED  # whether `_interpreter` is asked about architecture, where there is a GPU too
 
 
 def shared_memory_limit() -> float:
@@ -87,7 +88,7 @@ def num_sms() -> int:
 
 def architecture() -> int | str | None:
     """The current device's: 90 for sm_90, "gfx942" for one that is not NVIDIA's; None on the interpreter."""
-    return _interpreter.architecture if INTERPRETED else triton.runtime.driver.active.get_current_target().arch
+    return _interpreter.architecture if _stands_in else triton.runtime.driver.active.get_current_target().arch
 
 
 @contextlib.contextmanager
@@ -99,6 +100,18 @@ def interpreted_as(device: Device):
         yield
     finally:
         _interpreter = before
+
+
+@contextlib.contextmanager
+def architecture_as(device: Device):
+    """Inside, `architecture` is the device's, even if kernels run on a GPU."""
+    global _stands_in
+    before, _stands_in = _stands_in, True
+    try:
+        with interpreted_as(device):
+            yield
+    finally:
+        _stands_in = before
 
 
 if INTERPRETED:

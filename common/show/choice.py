@@ -16,7 +16,7 @@ from common.measure.aot import HEADS, SHARED_LIMIT, compile_cases
 from common.measure.options import json_path, write_json
 from common.measure.traffic import GPUS, count_stage, roofline
 from common.measure.workloads import Workload
-from common.runtime import INTERPRETED, Device, interpreted_as
+from common.runtime import INTERPRETED, Device, architecture_as
 from common.show.results import HEAD_DIMS
 
 SEQ_LEN = 1024  # that is counted
@@ -108,7 +108,7 @@ def choice_table(choice: dict) -> str:
 
 def recommended(arch: int) -> str:
     """What `stages.recommended` says on a GPU of that architecture."""
-    with interpreted_as(Device(arch, SHARED_LIMIT[arch])):
+    with architecture_as(Device(arch, SHARED_LIMIT[arch])):
         return stages.recommended()
 
 

@@ -62,6 +62,8 @@ def run_to_the_parser(module, arguments, monkeypatch):
         raise Parsed
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+    if hasattr(program := importlib.import_module(module), "INTERPRETED"):
+        monkeypatch.setattr(program, "INTERPRETED", True)  # or it starts anew on the interpreter before it parses
     monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("would run another program"))
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # set in a ring's processes
         monkeypatch.setenv(name, "1")

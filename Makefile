@@ -1,7 +1,7 @@
 # `make` lists the targets. Without PYTHON they create and use .venv; PYTHON=python3 uses that interpreter as it is.
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-long sanitize bench bench-ring reference rates energy traffic compare readme table plots timeline story diff stage example example-ring lint format clean
+.PHONY: help test test-long sanitize bench bench-ring reference rates energy traffic compare readme table plots timeline trace story diff stage example example-ring lint format clean
 
 ifdef PYTHON
 SETUP := packages
@@ -107,9 +107,13 @@ table: needs-FILE $(SETUP)  ## print the tables of a results file: make table FI
 plots: $(SETUP)  ## draw plots/ from results/
 	$(PYTHON) -m common.show.plots
 	$(PYTHON) -m common.show.timelines --committed
+	$(PYTHON) -m common.show.traces --stage v2,v3
 
 timeline: $(SETUP)  ## draw what an SM does in a Gluon stage, STAGE=v14; ARGS="…" goes to common.show.timelines (ARGS=--help)
 	$(PYTHON) -m common.show.timelines $(addprefix --stage=,$(STAGE)) $(ARGS)
+
+trace: $(SETUP)  ## draw which tiles a stage reads and writes, STAGE=v2,v3; ARGS="…" goes to common.show.traces (ARGS=--help)
+	$(PYTHON) -m common.show.traces $(addprefix --stage=,$(STAGE)) $(ARGS)
 
 story: $(SETUP)  ## walk from stage to stage: ideas, sizes of the changes, bytes saved, speed gained
 	@$(PYTHON) -m common.show.story$(piped)

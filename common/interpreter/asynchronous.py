@@ -13,17 +13,23 @@ from .values import Register, Values, in_triton, operand
 class Traffic:
     """What a kernel asks of global memory and of the tensor cores; `common.measure.counter` watches these."""
 
-    def read(self, nbytes: int):
-        """So many bytes are read from global memory."""
+    def read(self, nbytes: int, first: int, last: int):
+        """A number of bytes is read from global memory, in elements from one address to another."""
 
-    def write(self, nbytes: int):
-        """So many bytes are written to global memory."""
+    def write(self, nbytes: int, first: int, last: int, adds: bool = False):
+        """A number of bytes is written to global memory, or added to what is there."""
 
     def multiply(self, flops: int):
         """A matmul takes so many FLOPs."""
 
 
 traffic = Traffic()
+
+
+def _ends(part: torch.Tensor) -> tuple[int, int]:
+    """The addresses of the first and the last element of a part of a tensor."""
+    steps = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True)) if part.numel() else 0
+    return part.data_ptr(), part.data_ptr() + steps * part.itemsize
 
 
 class Descriptor:
@@ -52,7 +58,7 @@ class Descriptor:
         part, of_tile = self.clipped(coord)
         whole = torch.full(self.block_shape, self._padding, dtype=self._tensor.dtype)
         whole[of_tile] = part
-        traffic.read(part.numel() * part.itemsize)
+        traffic.read(part.numel() * part.itemsize, *_ends(part))
         return whole
 
     def check(self, coord, buffer: Buffer):
@@ -118,7 +124,7 @@ class Store:
             part += tile  # by the L2 cache: the SM reads nothing
         else:
             part.copy_(tile)
-        traffic.write(nbytes)
+        traffic.write(nbytes, *_ends(part), self._adds)
         self.over = True
 
 

@@ -182,10 +182,16 @@ def _inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
 # --- global memory
 
 
+def _ends(pointer, offsets) -> tuple[int, int]:
+    """The lowest and the highest address of some elements."""
+    start, size = pointer.elements.data_ptr(), pointer.elements.itemsize
+    return (start + int(offsets.min()) * size, start + int(offsets.max()) * size) if offsets.numel() else (start, start)
+
+
 @means(gl.load, tl.load)
 def _load(pointer, mask=None, other=None, volatile=False):
     offsets, counts = pointer.at(mask)
-    traffic.read(int(counts.sum()) * pointer.elements.itemsize)
+    traffic.read(int(counts.sum()) * pointer.elements.itemsize, *_ends(pointer, offsets[counts]))
     loaded = pointer.elements[torch.where(counts, offsets, 0)]
     if other is not None:
         loaded = torch.where(counts, loaded, torch.as_tensor(operand(other), dtype=loaded.dtype))
@@ -195,7 +201,7 @@ def _load(pointer, mask=None, other=None, volatile=False):
 @means(gl.store, tl.store)
 def _store(pointer, stored, mask=None):
     offsets, counts = pointer.at(mask)
-    traffic.write(int(counts.sum()) * pointer.elements.itemsize)
+    traffic.write(int(counts.sum()) * pointer.elements.itemsize, *_ends(pointer, offsets[counts]))
     stored = torch.as_tensor(operand(stored)).to(pointer.elements.dtype).expand(offsets.shape)
     pointer.elements[offsets[counts]] = stored[counts]
 
@@ -206,7 +212,7 @@ def _add_up(pointer, added, mask=None):
     added = torch.as_tensor(operand(added)).to(pointer.elements.dtype).expand(offsets.shape)
     pointer.elements.index_put_((offsets[counts],), added[counts], accumulate=True)
     nbytes = int(counts.sum()) * pointer.elements.itemsize
-    traffic.write(nbytes)
+    traffic.write(nbytes, *_ends(pointer, offsets[counts]), True)
     now().switch()
     return nbytes
 

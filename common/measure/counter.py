@@ -79,7 +79,7 @@ def count(call: Callable) -> Count:
     What PyTorch's dispatcher does not see is not counted: the inside of an operator, and of a custom operator. So a stage is
     counted through its plain functions.
     """
-    with _Counter() as counter:
+    with Counter() as counter:
         call()
     return Count(counter.launches, counter.peak)
 
@@ -88,17 +88,19 @@ def _tensors(values) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def _bytes(tensors) -> int:
-    """Bytes of memory behind some tensors, one passed twice counted once."""
-    distinct = {(t.data_ptr(), t.dtype, t.shape, t.stride()): t for t in tensors}.values()
-    sizes = (math.prod(n for n, stride in zip(t.shape, t.stride(), strict=True) if stride) * t.itemsize for t in distinct)
-    return sum(sizes)
+def distinct(tensors) -> list[Tensor]:
+    """Some tensors, one passed twice once."""
+    return list({(t.data_ptr(), t.dtype, t.shape, t.stride()): t for t in tensors}.values())
 
 
-def _operator_launch(func, args, kwargs, result) -> Launch:
-    """What an operator of PyTorch moves and computes, from its schema: what it reads, changes in place and returns."""
-    packet = func.overloadpacket
-    name = packet.__name__
+def bytes_of(tensor: Tensor) -> int:
+    """Bytes of memory behind a tensor; a dimension that is only expanded counts as one."""
+    return math.prod(n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride) * tensor.itemsize
+
+
+def moved(func, args, kwargs, result) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors that an operator of PyTorch reads, and those that it writes, from its schema."""
+    name = func.overloadpacket.__name__
     read, written = [], _tensors(result)
     values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     for argument in func._schema.arguments:
@@ -110,12 +112,19 @@ def _operator_launch(func, args, kwargs, result) -> Launch:
             read += tensors
     if name.startswith("new_") or name.endswith("_like"):  # these take no more than shape and dtype from their argument
         read = []
+    return distinct(read), distinct(written)
+
+
+def _operator_launch(func, args, kwargs, result) -> Launch:
+    """What an operator of PyTorch moves and computes."""
+    packet = func.overloadpacket
+    read, written = (sum(map(bytes_of, tensors)) for tensors in moved(func, args, kwargs, result))
     formula = _FLOPS.get(packet)
     flops = formula(*_tensors(args), out_val=result) if formula else 0
-    return Launch(f"aten.{name}", read=_bytes(read), written=_bytes(written), flops=flops)
+    return Launch(f"aten.{packet.__name__}", read=read, written=written, flops=flops)
 
 
-class _Counter(TorchDispatchMode):
+class Counter(TorchDispatchMode):
     """Watches PyTorch's operators and storages, and from `__enter__` to `__exit__` what interpreted kernels do."""
 
     def __init__(self):
@@ -226,9 +235,9 @@ class _Counter(TorchDispatchMode):
         """Add what a Gluon kernel says to this number of its launch. Its threads come one at a time."""
 
         def watch(say):
-            def counted(traffic, amount):
+            def counted(traffic, amount, *where):
                 setattr(self.launches[-1], what, getattr(self.launches[-1], what) + amount)
-                say(traffic, amount)
+                say(traffic, amount, *where)
 
             return counted
 

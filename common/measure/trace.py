@@ -1,0 +1,283 @@
+"""Which tile of which tensor a pass reads, writes or adds to, in order: recorded from the kernels on the interpreters.
+
+An access is one load, store, atomic or TMA copy of a program, or one argument of an operator of PyTorch. Its bytes are those
+of `common.measure.counter`, so the accesses of a trace add up to the counted traffic. `common.show.traces` is the command.
+
+Triton's programs and PyTorch's operators run one after the other, and their accesses are in that order. Gluon's launches run
+on the model of an SM (`common.measure.timeline`), which gives each access its cycles.
+"""
+
+import dataclasses
+import sys
+from dataclasses import dataclass
+
+import numpy
+import torch
+from torch import Tensor
+from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.runtime.interpreter import interpreter_builder
+
+from common.interpreter import schedule
+from common.measure.counter import Counter, Launch, bytes_of, moved
+from common.measure.timeline import measured_rates
+from common.measure.traffic import GPUS, Gpu, tiles_of
+from common.measure.workloads import DTYPES, Workload
+
+ONE_SM = dataclasses.replace(GPUS["h200"], num_sms=1)  # the model's: a persistent kernel has one CTA there
+GIVEN = {"fwd": ("Q", "K", "V"), "bwd": ("dO", "Q", "K", "V", "O", "LSE")}
+RESULTS = {"fwd": ("O", "LSE"), "bwd": ("dQ", "dK", "dV")}
+
+
+@dataclass
+class Access:
+    """What a program does to a part of a tensor.
+
+    Attributes:
+        launch: the number of the launch.
+        program: the number of the program or CTA; 0 for an operator of PyTorch.
+        partition: the function of the warps that access, in a kernel with several; else "".
+        kind: "read", "write" or "add".
+        tensor: a name, as `Trace.tensors` has it.
+        heads, rows, columns: first and last; heads are counted through all batches.
+        nbytes: that move. An atomic addition reads and writes.
+        start, end: cycles of a timed launch, else None.
+    """
+
+    launch: int
+    program: int
+    partition: str
+    kind: str
+    tensor: str
+    heads: tuple[int, int]
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    nbytes: int
+    start: float | None = None
+    end: float | None = None
+
+
+@dataclass
+class Trace:
+    """The accesses of a pass, in order.
+
+    Attributes:
+        launches: as counted.
+        tensors: (heads, rows, columns) of each tensor by name, in the order of their first access.
+        spans: of each launch, by number: what the units of the model of an SM did, if it was timed.
+    """
+
+    launches: list[Launch]
+    accesses: list[Access]
+    tensors: dict[str, tuple[int, int, int]]
+    spans: dict[int, list]
+
+
+def trace(stage, workload: Workload, gpu: Gpu = ONE_SM) -> Trace:
+    """Record a pass of a stage; `stage` as in `common.measure.traffic.tiles_of`.
+
+    Args:
+        workload: a forward or a backward.
+        gpu: whose tiles, and number of CTAs of a persistent kernel, the kernels have.
+    """
+    inputs = workload.inputs()
+    outer = {(workload.batch, workload.heads), (workload.batch, workload.kv_heads)}
+    with tiles_of(gpu, stage, max(workload.head_dim, workload.value_dim), DTYPES[workload.dtype]):
+        call, given = _prepared(stage, workload, inputs)
+        with schedule.timed(measured_rates()) as timings, _Tracer(timings, outer) as tracer:
+            for name, tensor in zip(GIVEN[workload.pass_], given, strict=True):
+                tracer.know(tensor, name)
+            results = call()
+            for name, tensor in zip(RESULTS[workload.pass_], results, strict=True):
+                tracer.know(tensor, name)
+    return tracer.trace()
+
+
+def _prepared(stage, workload, inputs):
+    """The call of a pass, and the tensors that it is given, in the order of `GIVEN`."""
+    options = {"causal": workload.causal, "scale": workload.head_dim**-0.5}
+    *qkv, grad_out = inputs
+    if workload.pass_ == "fwd":
+        return (lambda: stage.forward(*qkv, **options)), qkv
+    out, lse = stage.forward(*qkv, **options)
+    return (lambda: stage.backward(grad_out, *qkv, out, lse, **options)), [grad_out, *qkv, out, lse]
+
+
+class _Known:
+    """A tensor that may be accessed, and its name once that is known.
+
+    Args:
+        outer: (batch, heads) of the tensors that a pass has. A tensor of three dimensions that begins with one of them is
+            [B, H, S]; any other is [B · H, rows, columns], as a batched matmul has it.
+    """
+
+    def __init__(self, tensor: Tensor, name: str | None, outer: set[tuple[int, int]]):
+        self.tensor, self.name = tensor, name  # kept, so that no other tensor gets its memory
+        self.storage = tensor.untyped_storage()
+        self.first, self.end = self.storage.data_ptr(), self.storage.data_ptr() + self.storage.nbytes()
+        sizes, strides = list(tensor.shape), list(tensor.stride())
+        if tensor.dim() == 3:
+            at = 3 if tuple(tensor.shape[:2]) in outer else 0
+            sizes.insert(at, 1)
+            strides.insert(at, 0)
+        self._sizes, self._strides = (sizes, strides) if len(sizes) == 4 else (None, None)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Heads of all batches, rows, columns. A tensor of another form is one column of elements."""
+        if not self._sizes:
+            return 1, self.storage.nbytes() // self.tensor.itemsize, 1
+        batch, heads, rows, columns = self._sizes
+        return batch * heads, rows, columns
+
+    def place(self, address: int) -> tuple[int, int, int]:
+        """Head, row and column of an element."""
+        left = (address - self.tensor.data_ptr()) // self.tensor.itemsize
+        if not self._sizes:
+            return 0, left, 0
+        found, sizes, strides = [0, 0, 0, 0], self._sizes, self._strides
+        for dim in sorted((dim for dim in range(4) if sizes[dim] > 1 and strides[dim]), key=lambda dim: -strides[dim]):
+            found[dim], left = divmod(left, strides[dim])
+        return found[0] * sizes[1] + found[1], found[2], found[3]
+
+
+class _Tracer(Counter):
+    """Counts, and notes what it counts."""
+
+    def __init__(self, timings, outer):
+        super().__init__()
+        self._timings, self._outer = timings, outer
+        self._known: list[_Known] = []
+        self._seen = []  # (known, access without its name)
+        self._timed = {}  # timing by launch
+
+    def know(self, tensor: Tensor, name: str | None) -> _Known:
+        """The tensor in whose memory this one lies, with that name unless it has one."""
+        storage = tensor.untyped_storage()
+        known = next((known for known in self._known if known.storage.data_ptr() == storage.data_ptr()), None)
+        if known is None:
+            known = _Known(tensor, None, self._outer)
+            self._known.append(known)
+        if name in (*GIVEN["bwd"], *RESULTS["bwd"]) or known.name is None:
+            known.name = name
+        return known
+
+    def trace(self) -> Trace:
+        """What was recorded."""
+        names, tensors = {}, {}
+        for known, _ in self._seen:
+            if id(known) not in names:
+                name = known.name or "temporary"
+                while name in tensors:  # several temporaries of one name
+                    name += "\N{PRIME}"
+                names[id(known)], tensors[name] = name, known.shape
+        accesses = [dataclasses.replace(access, tensor=names[id(known)]) for known, access in self._seen]
+        spans = {launch: self._timings[number].spans for launch, number in self._timed.items()}
+        return Trace(self.launches, accesses, tensors, spans)
+
+    def _note(self, kind, first, last, nbytes, program=0, partition="", span=None):
+        if not nbytes:
+            return
+        known = next((known for known in self._known if known.first <= first < known.end), None)
+        if known is None:
+            raise RuntimeError(f"{self.launches[-1].name} accesses memory of no tensor that is known")
+        (head, row, column), (last_head, last_row, last_column) = known.place(first), known.place(last)
+        rows = (row, last_row) if last_head == head else (0, known.shape[1] - 1)
+        columns = tuple(sorted((column, last_column)))
+        place = (head, last_head), rows, columns
+        access = Access(len(self.launches) - 1, program, partition, kind, "", *place, nbytes, *(span or (None, None)))
+        self._seen.append((known, access))
+
+    def _run(self, run):
+        counted = super()._run(run)
+
+        def traced(function, *args, warmup, **kwargs):
+            if not warmup:
+                for name, value in [*zip(function.arg_names, args, strict=False), *kwargs.items()]:
+                    tensor = getattr(value, "base", value)
+                    if isinstance(tensor, Tensor):
+                        self.know(tensor, name.removesuffix("_ptr").removesuffix("_desc"))
+                if isinstance(function, GluonJITFunction):
+                    self._timed[len(self.launches)] = len(self._timings)
+            return counted(function, *args, warmup=warmup, **kwargs)
+
+        return traced
+
+    def _touch(self, pointers, mask, read, written):
+        super()._touch(pointers, mask, read, written)
+        addresses = numpy.asarray(pointers.data)
+        addresses = addresses[numpy.broadcast_to(numpy.asarray(getattr(mask, "data", mask)).astype(bool), addresses.shape)]
+        if addresses.size:
+            size = max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
+            kind = "add" if read and written else "read" if read else "write"
+            program = interpreter_builder.grid_idx[0]
+            self._note(kind, int(addresses.min()), int(addresses.max()), (read + written) * addresses.size * size, program)
+
+    def _descriptor_reduce(self, descriptor_reduce):
+        counted = super()._descriptor_reduce(descriptor_reduce)
+
+        def traced(*args):
+            before, written = len(self._seen), self.launches[-1].written
+            counted(*args)
+            self._seen[before:], noted = [], self._seen[before:]
+            if noted:
+                known, access = noted[-1]
+                nbytes = self.launches[-1].written - written
+                self._seen.append((known, dataclasses.replace(access, kind="add", nbytes=nbytes)))
+
+        return traced
+
+    def _of_gluon(self, what):
+        watch = super()._of_gluon(what)
+        if what == "flops":
+            return watch
+
+        def traced(say):
+            counted = watch(say)
+
+            def noted(traffic, nbytes, first, last, adds=False):
+                counted(traffic, nbytes, first, last, adds) if what == "written" else counted(traffic, nbytes, first, last)
+                running, timing = schedule.now().running, schedule.now().timing
+                span = (running.clock, running.clock)
+                if timing and timing.spans and timing.spans[-1].what in ("load", "store", "add"):
+                    span = timing.spans[-1].start, timing.spans[-1].end
+                kind = "read" if what == "read" else "add" if adds else "write"
+                self._note(kind, first, last, nbytes, running.program.number, running.name, span)
+
+            return noted
+
+        return traced
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = len(self.launches)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self._in_kernel:
+            return result
+        for tensor in (leaf for leaf in torch.utils._pytree.tree_leaves(result) if isinstance(leaf, Tensor)):
+            self.know(tensor, None)
+        if len(self.launches) > before:
+            read, written = moved(func, args, kwargs or {}, result)
+            for kind, tensors in (("read", read), ("write", written)):
+                for tensor in tensors:
+                    self._note_operand(kind, tensor)
+        return result
+
+    def _note_operand(self, kind, tensor):
+        known = self.know(tensor, _name_in_a_stage(tensor))
+        heads, rows, columns = known.shape
+        access = Access(
+            len(self.launches) - 1, 0, "", kind, "", (0, heads - 1), (0, rows - 1), (0, columns - 1), bytes_of(tensor)
+        )
+        if access.nbytes:
+            self._seen.append((known, access))
+
+
+def _name_in_a_stage(tensor: Tensor) -> str | None:
+    """What a stage's host function calls a tensor; None if it has no name yet."""
+    frame = sys._getframe(2)
+    while frame:
+        if "/stages/v" in frame.f_code.co_filename:
+            for name, value in frame.f_locals.items():
+                if isinstance(value, Tensor) and value.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
+                    return name
+        frame = frame.f_back
+    return None

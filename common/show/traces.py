@@ -1,0 +1,212 @@
+"""Which tiles a stage reads and writes, and when: drawn, and as events for Perfetto.
+
+    make trace STAGE=v2,v3                                # anywhere; writes plots/traces/v2-v3-fwd-d32-causal-s1024.png
+    make trace STAGE=v12 ARGS="--perfetto /tmp/v12.json"  # opens in https://ui.perfetto.dev and chrome://tracing
+
+`common.measure.trace` records the accesses.
+"""
+
+import argparse
+import itertools
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")  # draws into files; needs no display
+
+import matplotlib.pyplot as plt  # noqa: E402
+from matplotlib.collections import PatchCollection  # noqa: E402
+from matplotlib.legend_handler import HandlerTuple  # noqa: E402
+from matplotlib.patches import Patch, Rectangle  # noqa: E402
+
+import stages  # noqa: E402
+from common.measure import terminal  # noqa: E402
+from common.measure.options import add_list, json_path, list_of, one_of, write_json  # noqa: E402
+from common.measure.trace import Trace, trace  # noqa: E402
+from common.measure.workloads import Workload  # noqa: E402
+from common.show.results import PLOTS  # noqa: E402
+from common.show.tables import PASS_NAMES  # noqa: E402
+
+TRACES = PLOTS / "traces"
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442")  # of programs, in turn
+WRITES = {"write": "black", "add": "#B22222"}
+FEW = 2  # rows; a tensor with fewer has no lane
+WIDTH, LANE, GAP = 9.0, 0.42, 0.25  # inches, of the picture, of a lane, and above a stage
+
+
+def lanes(recorded: Trace) -> list[str]:
+    """The tensors that get a lane, in the order of their first access."""
+    return [name for name, (_, rows, _) in recorded.tensors.items() if rows >= FEW]
+
+
+def has_cycles(recorded: Trace) -> bool:
+    """Whether every access that has a lane was timed."""
+    shown = lanes(recorded)
+    return all(access.start is not None for access in recorded.accesses if access.tensor in shown)
+
+
+def moments(recorded: Trace) -> list[tuple[float, float]]:
+    """The begin and the end of each access on the time axis: in cycles, or else in MB moved before it."""
+    if has_cycles(recorded):
+        before = list(itertools.accumulate((_cycles(recorded, launch) for launch in range(len(recorded.launches))), initial=0))
+        return [
+            (before[a.launch] + (a.start or 0), before[a.launch] + max(a.end or 0, a.start or 0)) for a in recorded.accesses
+        ]
+    ends = list(itertools.accumulate(access.nbytes / 1e6 for access in recorded.accesses))
+    return list(zip([0.0, *ends], ends, strict=False))
+
+
+def _cycles(recorded, launch):
+    """The cycles of a timed launch."""
+    return max((span.end for span in recorded.spans.get(launch, [])), default=0.0)
+
+
+def _draw(axes, name: str, recorded: Trace, unit: str):
+    """A lane for each tensor, with its rows downwards."""
+    shown = lanes(recorded)
+    patches = {"read": [], "write": [], "add": []}
+    colors = []
+    times = moments(recorded)
+    least = max(end for _, end in times) / 900 if times else 0  # a pixel
+    for access, (begin, end) in zip(recorded.accesses, times, strict=True):
+        if access.tensor not in shown:
+            continue
+        heads, rows, _ = recorded.tensors[access.tensor]
+        total = heads * rows
+        first = (access.heads[0] * rows + access.rows[0]) / total
+        last = (access.heads[1] * rows + access.rows[1] + 1) / total
+        top = shown.index(access.tensor) + 0.06 + 0.88 * first
+        patches[access.kind].append(Rectangle((begin, top), max(end - begin, least), max(0.88 * (last - first), 0.02)))
+        if access.kind == "read":
+            colors.append(COLORS[access.program % len(COLORS)])
+    for place in range(len(shown)):
+        axes.axhspan(place + 0.06, place + 0.94, color="0.95", zorder=0)
+    axes.add_collection(PatchCollection(patches["read"], facecolors=colors, linewidths=0))
+    for kind, color in WRITES.items():
+        axes.add_collection(PatchCollection(patches[kind], facecolors=color, edgecolors=color, linewidths=0.6))
+    axes.set_yticks([place + 0.5 for place in range(len(shown))], shown, fontsize=8)
+    axes.set_ylim(len(shown), 0)
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    moved = sum(access.nbytes for access in recorded.accesses) / 1e6
+    axes.set_title(f"{name}: {len(recorded.accesses)} accesses, {moved:.2f} MB", fontsize=9, loc="left")
+    axes.set_xlabel(unit, fontsize=8)
+
+
+def draw(names: list[str], workload: Workload, path: Path) -> list[Trace]:
+    """Write a picture with a panel for each stage, in one scale if the panels have one unit; return the traces."""
+    recorded = [trace(stages.load(name), workload) for name in names]
+    heights = [max(1, len(lanes(each))) * LANE + GAP for each in recorded]
+    figure, grid = plt.subplots(
+        len(names), 1, figsize=(WIDTH, sum(heights) + 1.2 + 0.5 * len(names)), layout="constrained", squeeze=False,
+        gridspec_kw={"height_ratios": heights},
+    )  # fmt: skip
+    ends, units = [], []
+    for axes, name, each in zip(grid[:, 0], names, recorded, strict=True):
+        units.append("cycles of the model of an SM" if has_cycles(each) else "MB moved so far")
+        ends.append(max((end for _, end in moments(each)), default=1.0))
+        _draw(axes, name, each, units[-1])
+    for axes, unit in zip(grid[:, 0], units, strict=True):
+        axes.set_xlim(0, max(end for end, other in zip(ends, units, strict=True) if other == unit))
+    programs = [Patch(color=color) for color in COLORS[:3]]
+    figure.legend(
+        [tuple(programs), *(Patch(color=color) for color in WRITES.values())],
+        ["read, by program", "write", "add in memory"],
+        handler_map={tuple: HandlerTuple(ndivide=None)},
+        loc="outside lower center", ncols=3, fontsize=8, frameon=False,
+    )  # fmt: skip
+    mask = "causal" if workload.causal else "full"
+    figure.suptitle(
+        f"{PASS_NAMES[workload.pass_]}, D={workload.head_dim}, {mask}, S={workload.seq_len}, H={workload.heads}, "
+        f"{workload.dtype}; recorded from the kernels; rows downwards",
+        fontsize=8, color="0.4",
+    )  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+    return recorded
+
+
+def perfetto(traces: dict[str, Trace]) -> dict:
+    """Traces as trace events: a process for each stage's launch, a thread for each tensor and for each unit of the SM.
+
+    Timed launches have a cycle for a microsecond. In others each access takes one.
+    """
+    events = []
+    processes = itertools.count(1)
+    for name, recorded in traces.items():
+        begin = 0.0
+        for launch, counted in enumerate(recorded.launches):
+            accesses = [access for access in recorded.accesses if access.launch == launch]
+            process, threads = next(processes), {}
+            events.append(_label("process_name", process, 0, f"{name}, launch {launch}: {counted.name}"))
+
+            def thread(track, process=process, threads=threads):
+                if track not in threads:
+                    threads[track] = len(threads) + 1
+                    events.append(_label("thread_name", process, threads[track], track))
+                return threads[track]
+
+            free = {}  # from when on a track is
+            for number, access in enumerate(accesses):
+                start, end = (number, number + 1) if access.start is None else (access.start, access.end)
+                start = max(start, free.get(access.tensor, 0.0))
+                free[access.tensor] = end = max(end, start)
+                place = {
+                    "heads": list(access.heads), "rows": list(access.rows), "columns": list(access.columns),
+                    "bytes": access.nbytes, "program": access.program, "partition": access.partition,
+                }  # fmt: skip
+                what = f"{access.kind} {access.tensor}"
+                track = thread(f"tensor {access.tensor}")
+                events.append(_slice(what, process, track, begin + start, end - start, "access", place))
+            for span in recorded.spans.get(launch, []):
+                place = {"partition": str(span.who)}
+                track = thread(f"unit {span.unit}")
+                events.append(_slice(span.what, process, track, begin + span.start, span.end - span.start, "unit", place))
+            begin += max(_cycles(recorded, launch), len(accesses))
+    return {"traceEvents": events, "displayTimeUnit": "ns"}
+
+
+def _label(kind, process, thread, text):
+    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": text}}
+
+
+def _slice(name, process, thread, start, duration, category, place):
+    return {
+        "ph": "X", "name": name, "cat": category, "pid": process, "tid": thread, "ts": start, "dur": duration, "args": place
+    }  # fmt: skip
+
+
+def main(argv: list[str]):
+    """The command line."""
+    terminal.prepare()
+    parser = argparse.ArgumentParser(
+        prog="python -m common.show.traces",
+        description="Draw which tiles of which tensors a stage reads and writes, in order. LIST is comma-separated.",
+    )
+    add_list(parser, "--stage", "v2,v3")
+    passes = one_of({"fwd": "fwd", "bwd": "bwd"})
+    parser.add_argument("--pass", type=list_of(passes), default="fwd", metavar="LIST", help="fwd, bwd (default: %(default)s)")
+    for flag, default in (("--seq-len", "1024"), ("--head-dim", "32"), ("--causal", "yes"), ("--heads", "1")):
+        add_list(parser, flag, default)
+    parser.add_argument("--kv-heads", type=int, default=None, metavar="N", help="K/V heads (default: as many as heads)")
+    parser.add_argument("--perfetto", type=json_path, metavar="FILE", help="also write the traces as trace events")
+    options = parser.parse_args(argv)
+    traces = {}
+    shapes = itertools.product(vars(options)["pass"], options.head_dim, options.causal, options.seq_len, options.heads)
+    for pass_, head_dim, causal, seq_len, heads in shapes:
+        workload = Workload(pass_, 1, heads, seq_len, head_dim, causal, "float16", kv_heads=options.kv_heads)
+        versions = "-".join(stages.version(name) for name in options.stage)
+        path = TRACES / f"{versions}-{pass_}-d{head_dim}-{'causal' if causal else 'full'}-s{seq_len}.png"
+        recorded = draw(options.stage, workload, path)
+        traces |= {
+            f"{name} {path.stem}" if len(traces) else name: each for name, each in zip(options.stage, recorded, strict=True)
+        }
+        print(path)
+    if options.perfetto:
+        write_json(options.perfetto, perfetto(traces))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

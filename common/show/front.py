@@ -56,7 +56,7 @@ def _row(found: list[Run], name: str) -> tuple[list[str], list[Run]]:
     """A stage's cells in the ladder, and the runs that they are from."""
     parent, used = stages.parent(name), []
     text = idea(name).removeprefix("A dead end: ").rstrip(".")
-    text = text[0].upper() + text[1:]
+    text = text.capitalize() if text.split()[0].islower() else text
     lines = change(parent, name) if parent else None
     cells = [f"[{stages.version(name)}](stages/{name})", text, str(lines.added + lines.removed) if lines else "-"]
     for pass_ in CODE:
@@ -92,13 +92,13 @@ def ladder(found: list[Run]) -> str:
         first += [headers[5].replace("before", "parent"), headers[6]]
         table = tabulate(rows, first if dead else headers, tablefmt="pipe", disable_numparse=True, colalign=align)
         tables.append(re.sub(" {2,}", " ", re.sub("-{4,}", "---", table)))  # or a long cell makes every row as long
-    caption = (
-        f"Float16, D = {HEAD_DIM}, geometric mean over S = 1024 to 16384, causal and not. *× before*: times as fast as the "
-        "stage before. *% of fastest*: speed as a share of the fastest library at each point. *same code*: the file did not "
-        f"change. `-`: not measured. {sources(found, used)}."
+    words = (
+        "*× before*: times as fast as the stage before. *% of fastest*: speed as a share of the fastest library at each point. "
+        "*same code*: the file did not change. `-`: not measured."
     )
     dead_ends = "A dead end looks right and is not. It branches off the stage of its number, and nothing is built on it."
-    return f"{tables[0]}\n\n{dead_ends}\n\n{tables[1]}\n\n{caption}"
+    measured = f"Float16, D = {HEAD_DIM}, geometric mean over S = 1024 to 16384, causal and not. {sources(found, used)}."
+    return "\n\n".join([words, tables[0], dead_ends, tables[1], measured])
 
 
 def headline(found: list[Run]) -> str:

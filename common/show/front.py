@@ -56,7 +56,7 @@ def _row(found: list[Run], name: str) -> tuple[list[str], list[Run]]:
     """A stage's cells in the ladder, and the runs that they are from."""
     parent, used = stages.parent(name), []
     text = idea(name).removeprefix("A dead end: ").rstrip(".")
-    text = text.capitalize() if text.split()[0].islower() else text
+    text = text[0].upper() + text[1:] if text.split()[0].islower() else text
     lines = change(parent, name) if parent else None
     cells = [f"[{stages.version(name)}](stages/{name})", text, str(lines.added + lines.removed) if lines else "-"]
     for pass_ in CODE:

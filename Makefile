@@ -1,4 +1,4 @@
-# `make` lists the targets. Without PYTHON they create and use .venv; PYTHON=python3 uses that interpreter as it is.
+# `make` lists the targets. Without PYTHON the targets create and use .venv; PYTHON=python3 uses that interpreter as it is.
 
 .DEFAULT_GOAL := help
 .PHONY: help test test-long sanitize bench bench-ring reference rates energy traffic compare readme table plots timeline trace story diff stage example example-ring lint format clean
@@ -14,27 +14,27 @@ endif
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo "Without PYTHON=… the packages of requirements.txt are installed in .venv first; PYTHON=python3 uses that one as it is."
+	@echo "Without PYTHON=… make first installs requirements.txt in .venv; PYTHON=python3 uses that interpreter as it is."
 
 # A prerequisite of the targets that take a variable: `make diff` asks for A and B before it installs anything.
 needs-%:
 	@: $(if $(strip $($*)),,$(error $*=… is missing, as in: $(EXAMPLE)))
 
-# $(call install,OPTIONS): pip, which is heard only where it fails.
+# $(call install,OPTIONS): run pip; print its output only if it fails.
 define install
 	@.venv/bin/python -m pip install --quiet --disable-pip-version-check $(1) >.venv/pip.log 2>&1 || { cat .venv/pip.log >&2; exit 1; }
 endef
 
-# With PYTHON=…: says which packages that interpreter lacks.
+# With PYTHON=…: fail with the names of the packages that this interpreter lacks.
 PACKAGES := torch triton numpy matplotlib pytest pytest_benchmark hypothesis tabulate tqdm
 missing = $(shell $(PYTHON) -c 'import sys; from importlib.util import find_spec as f; print(*[p for p in sys.argv[1:] if not f(p)])' $(PACKAGES))
 packages:
 	@: $(if $(strip $(missing)),$(error $(PYTHON) lacks $(strip $(missing)); run $(PYTHON) -m pip install --requirement requirements.txt))
 
-# Behind a command whose reader may have seen enough, such as `head`: that it was cut off (141) is no failure.
+# For commands that may be piped into `head`: exit status 141 (SIGPIPE) is not a failure.
 piped = ; status=$$?; [ $$status -eq 141 ] || exit $$status
 
-# The stamp is written last: an installation that failed is tried again. For these versions all pinned packages have wheels.
+# The stamp is written last, so that a failed installation is retried. These Python versions have wheels of all pinned packages.
 .venv/installed: requirements.txt
 	@found=; for python in python3 python3.14 python3.13 python3.12 python3.11; do \
 		if $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null; then \
@@ -47,14 +47,14 @@ piped = ; status=$$?; [ $$status -eq 141 ] || exit $$status
 	$(call install,--requirement requirements.txt)
 	@touch $@
 
-# What the examples need besides; no other target does.
+# Additional packages for the examples.
 .venv/example: examples/requirements.txt .venv/installed
 	@echo "Installing the packages of examples/requirements.txt into .venv, once; this takes a minute." >&2
 	$(call install,--constraint requirements.txt --requirement examples/requirements.txt)
 	@touch $@
 
-# $(call run_tests,MARKS): on several processes where pytest-xdist is installed. What is marked `alone` runs after the others on a
-# GPU, in one process: it times something, or takes all of the memory. A part without a test (5) is no failure, unless both are.
+# $(call run_tests,MARKS): run pytest, in parallel if pytest-xdist is installed. On a GPU, tests marked `alone` run last and in one
+# process: they measure times or fill the memory. Exit status 5 (no tests) is a failure only if both parts return it.
 define run_tests
 	@spread=; if $(PYTHON) -c 'import xdist' 2>/dev/null; then spread="--numprocesses=auto --dist=worksteal"; fi; \
 	if ! $(PYTHON) -c 'from common.runtime import DEVICE; exit(DEVICE != "cuda")'; then \
@@ -67,7 +67,7 @@ endef
 test: $(SETUP)  ## run the tests; ARGS="…" goes to pytest
 	$(call run_tests,not long)
 
-test-long: $(SETUP)  ## run the tests, those over the time budget too
+test-long: $(SETUP)  ## run all tests, also those over the time budget
 	$(call run_tests,)
 
 sanitize: $(SETUP)  ## run the stages under compute-sanitizer, on a GPU; ARGS="…" goes to common.measure.sanitize (ARGS=--help)
@@ -76,22 +76,22 @@ sanitize: $(SETUP)  ## run the stages under compute-sanitizer, on a GPU; ARGS="�
 bench: $(SETUP)  ## measure all stages, or STAGE=v3 with its neighbours; ARGS="…" goes to bench.py (ARGS=--help)
 	@$(PYTHON) bench.py $(addprefix --stage=,$(STAGE)) $(ARGS)
 
-bench-ring: $(SETUP)  ## measure a stage on GPUS=4, which share a sequence (default 2); ARGS="…" goes to common.measure.scaling
+bench-ring: $(SETUP)  ## measure a stage on GPUS=4 GPUs that share a sequence (default 2); ARGS="…" goes to common.measure.scaling
 	$(PYTHON) -m common.measure.scaling $(addprefix --gpus=,$(GPUS)) $(addprefix --stage=,$(STAGE)) $(ARGS)
 
 reference: EXAMPLE = make reference GRID=float16-d64 FILE=results/float16-d64-h200.json
-reference: needs-GRID needs-FILE $(SETUP)  ## measure on a GPU a part of what results/ keeps, GRID=float16-d64, into FILE=…
+reference: needs-GRID needs-FILE $(SETUP)  ## measure one part of results/ on a GPU, GRID=float16-d64, into FILE=…
 	$(PYTHON) bench.py --reference "$(GRID)" --json "$(FILE)"
 
 rates: EXAMPLE = make rates FILE=results/rates-h200.json
-rates: needs-FILE $(SETUP)  ## measure on a Hopper GPU what each unit of an SM does in a cycle, into FILE=…
+rates: needs-FILE $(SETUP)  ## measure the rate of each unit of an SM on a Hopper GPU, into FILE=…
 	$(PYTHON) -m common.measure.rates --json "$(FILE)"
 
 energy: EXAMPLE = make energy FILE=results/energy-d64-h200.json ARGS="--head-dim 64"
-energy: needs-FILE $(SETUP)  ## measure on an NVIDIA GPU the joules of a call, into FILE=…; ARGS="…" goes to common.measure.energy
+energy: needs-FILE $(SETUP)  ## measure the joules of a call on an NVIDIA GPU, into FILE=…; ARGS="…" goes to common.measure.energy
 	$(PYTHON) -m common.measure.energy "$(FILE)" $(ARGS)
 
-traffic: $(SETUP)  ## count what each stage moves and computes, with no GPU; ARGS="…" goes to common.show.counts (ARGS=--help)
+traffic: $(SETUP)  ## count the bytes and FLOPs of each stage, without a GPU; ARGS="…" goes to common.show.counts (ARGS=--help)
 	@$(PYTHON) -m common.show.counts $(addprefix --stage=,$(STAGE)) $(ARGS)$(piped)
 
 compare: $(SETUP)  ## show the last two saved runs side by side, per workload
@@ -129,14 +129,14 @@ stage: needs-FROM needs-NAME $(SETUP)  ## begin a new stage with the kernels of 
 example: $(SETUP_EXAMPLE)  ## train a small Llama with a stage's attention, next to SDPA's: make example STAGE=v5 (ARGS=--help)
 	$(PYTHON) -m examples.llama $(addprefix --stage=,$(STAGE)) $(ARGS)
 
-example-ring: $(SETUP_EXAMPLE)  ## the same on GPUS=4, which share each sequence (default 2), next to one: make example-ring STAGE=v5
+example-ring: $(SETUP_EXAMPLE)  ## the same on GPUS=4 GPUs that share each sequence (default 2), next to one GPU: make example-ring STAGE=v5
 	$(PYTHON) -m examples.long_llama $(addprefix --gpus=,$(GPUS)) $(addprefix --stage=,$(STAGE)) $(ARGS)
 
 lint: $(SETUP)  ## check style and formatting
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 
-format: $(SETUP)  ## repair style and formatting where a tool can
+format: $(SETUP)  ## fix style and formatting where ruff can
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
 

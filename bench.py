@@ -1,7 +1,7 @@
-"""Measure stages and baselines: a command (`python bench.py --help`) and, with the same code, a pytest-benchmark module.
+"""Measure stages and baselines. This file is a command (`python bench.py --help`) and a pytest-benchmark module.
 
-Before an implementation is timed its result is compared with attention in float64; a wrong one is reported and not timed. Of
-workloads larger than the papers' some heads are compared, evenly spread, and the others have to be finite.
+Before timing an implementation, it compares the result with attention in float64. A wrong result is reported and not timed. For
+workloads larger than the papers', it compares evenly spread heads and only requires the others to be finite.
 """
 
 import argparse
@@ -36,21 +36,21 @@ from common.show.tables import speed_table
 
 SAVED = Path(".benchmarks")  # pytest-benchmark's
 
-SHORT_S = 1e-3  # of a call that takes the GPU longer the launches are hidden anyway
+SHORT_S = 1e-3  # a call that takes the GPU longer hides its launches anyway
 
-# What a case takes, roughly. On an H200, with all that is tuned and compiled: the reference run's time over its cases.
+# Approximate time of a case on an H200, without tuning and compilation: the reference run's time divided by its cases.
 GPU_CASE_S = 0.75
-# On the interpreter, with what is around its two calls, and for each pair of a query and a key (2.5 times in a backward): the
-# mean over all stages at S = 512 and 1024.
+# Approximate time on the interpreter: a fixed part, and a part per query-key pair (2.5 times as much in a backward). Means over
+# all stages at S = 512 and 1024.
 INTERPRETER_CASE_S, INTERPRETER_PAIR_S = 0.1, 6e-7
 
-CHECKED_SCORES = 2**33  # in float64, at most: those of 32 heads of 16384 queries and keys
+CHECKED_SCORES = 2**33  # maximum number of float64 scores, as many as 32 heads of 16384 queries and keys have
 
-GPU = traffic.GPUS["h200"]  # whose tiles and peaks the tables without a GPU are about
+GPU = traffic.GPUS["h200"]  # tables made without a GPU assume its tiles and peaks
 
 
 def parse_options(argv: list[str]) -> argparse.Namespace:
-    """The command line as lists of values, without doubles; exits with status 2 on a value that is not allowed."""
+    """Return the command line as lists of distinct values; exit with status 2 on an invalid value."""
     parser = argparse.ArgumentParser(
         prog="bench.py",
         description="Measure stages and baselines, forward and backward. LIST is comma-separated; a flag can also be repeated. "
@@ -77,22 +77,22 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     add_list("seq_len", positive, workloads.SEQ_LENS, f"any; default: {joined(workloads.SEQ_LENS)}")
     add_list("causal", one_of({"no": False, "yes": True}), [False, True], "of no,yes; default: no,yes")
     add_list("dtype", one_of(dtypes), ["float16"], f"of {joined(dtypes)}; default: float16")
-    add_list("batch", positive, [None], "any; default: what makes 16384 tokens (without a GPU: 1)")
-    add_list("heads", positive, [None], "any; default: what makes a hidden size of 2048 (without a GPU: 2)")
-    add_list("kv_heads", positive, [None], "any that divide the heads, which share them; default: as many as heads")
-    add_list("kv_len", positive, [None], "keys, any, without a causal mask; default: as many as queries, the sequence length")
+    add_list("batch", positive, [None], "any; default: for 16384 tokens in all (without a GPU: 1)")
+    add_list("heads", positive, [None], "any; default: for a hidden size of 2048 (without a GPU: 2)")
+    add_list("kv_heads", positive, [None], "any divisor of the heads, which share them; default: as many as heads")
+    add_list("kv_len", positive, [None], "number of keys, any, without a causal mask; default: as many as queries")
     add_list("value_dim", one_of(head_dims), [None], f"of {joined(head_dims)}; default: as the head dimension")
     add_list("score_std", positive_number, [1.0], "standard deviation of the scores, any; default: 1")
-    add_list("sink", positive_or_zero, [0.0], "nats that key 0 scores for every query, any; default: 0, it is as the others")
+    add_list("sink", positive_or_zero, [0.0], "score of key 0 for every query, in nats, any; default: 0, no attention sink")
     parser.add_argument("--json", type=json_path, metavar="FILE", help="also save the run in FILE")
     parser.add_argument("--wide", action="store_true", help="show every column of the tables, in lines of any length")
     parser.add_argument(
         "--reference",
         choices=GRIDS,
-        help="a part of what results/ keeps: the stages in a dtype, for a head dimension; the newest four and their dead ends; "
-        "the newest two for head dimension 256; calls so short that the CPU's time counts; both passes as one, of a smaller "
-        "model; forwards of numbers that are not normal; the newest stage where query heads share K/V heads, and where v's "
-        "head dimension is not k's; or where queries are few and keys many",
+        help="one part of results/. A dtype and head dimension: all stages. newest: the newest four and their dead ends. wide: "
+        "the newest two at head dimension 256. short: calls so short that CPU time counts. sinks: attention sinks and wide "
+        "score distributions. passes-as-one: forward and backward together, of a smaller model. shared: GQA, and another head "
+        "dimension for V than for K. decode: few queries, many keys",
     )
 
     options = parser.parse_args(argv)
@@ -113,7 +113,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
 
 
 def _workloads(options) -> list[Workload]:
-    """All workloads of a command line, the passes of a shape together; ValueError where K/V heads do not divide the heads."""
+    """Return all workloads, with the passes of a shape together; raise ValueError if K/V heads do not divide the heads."""
     names = ("head_dim", "causal", "dtype", "score_std", "sink", "seq_len", "kv_len", "batch", "heads", "kv_heads", "value_dim")
     found = []
     for shape in itertools.product(*(getattr(options, name) for name in names)):
@@ -125,34 +125,35 @@ def _workloads(options) -> list[Workload]:
 
 
 def chosen_stages(chosen: list[str]) -> list[str]:
-    """The stages to measure: those chosen; of a single one also the one before it, and v0. In stage order."""
+    """Return the chosen stages in stage order; a single stage brings its parent and v0 along."""
     wanted = {*chosen, stages.names()[0], stages.parent(chosen[0])} if len(chosen) == 1 else set(chosen)
     return [name for name in stages.names() if name in wanted]
 
 
 MAIN_LINE = [name for name in stages.names() if not stages.is_dead_end(name)]
-# By head dimension: heads, and K/V heads for 1, 4 and 8 of them each.
+# By head dimension: the query heads, and the K/V heads for groups of 1, 4 and 8 query heads.
 SHARED_HEADS = {64: (32, (32, 8, 4)), 128: (16, (16, 4, 2))}
 EVERYTHING = [*BASELINES, *stages.names()]
-# The fastest of ours and of others. FlashAttention-2 is the slowest by far, and would take a third of the time.
+# The newest stage and the fast libraries. FlashAttention-2 is by far the slowest and would take a third of the time.
 FASTEST = [*(name for name in BASELINES if name != "sdpa-flash"), MAIN_LINE[-1]]
-# The reference is too long to be run for each new stage: the last ones, their dead ends, and what they are measured against.
+# The whole reference takes too long for each new stage: this part has the newest stages, their dead ends and the baselines.
 NEWEST = [
     *(name for name in BASELINES if name != "sdpa-flash"),
     *(name for name in stages.names() if stages.position(name) >= stages.position(MAIN_LINE[-4])),
 ]
-# D = 256, which the stages before have left to a kernel in Triton.
+# D = 256: before v18 the backwards of Gluon stages fall back to v7, a Triton kernel.
 WIDE = [*(name for name in BASELINES if name != "sdpa-flash"), *MAIN_LINE[-2:]]
-# Decoding: few queries, many keys. FlashAttention-4 is for other GPUs first; v14 is the last stage that does not split keys.
+# Decoding: few queries, many keys. FlashAttention-4 mainly targets newer GPUs. v14 is the last stage that does not split keys.
 DECODING = dict.fromkeys([*(name for name in BASELINES if name != "flash-4"), stages.resolve("v14"), MAIN_LINE[-1]])
-# Numbers that are not normal: the last stage with a running maximum, the last that knows a row's last keys alone, the next.
+# Attention sinks and wide scores: v12 is the last stage with a running maximum. v16 is the last that guesses the maximum from a
+# row's last keys alone; v17 also uses the first keys.
 SINKS = [stages.resolve(name) for name in ("v12", "v16", "v17")]
 DECODING_KV_LENS = (1024, 4096, 16384, 65536, 524288)
 MOST_KV_BYTES = 40e9  # K and V together
 
 
 def _decoding(head_dim: int) -> list[list[str]]:
-    """Command lines of forwards of few queries, for all numbers of keys whose K and V fit in memory."""
+    """Return command lines of forwards with few queries, for every number of keys whose K and V fit in memory."""
     found = []
     for batch, (heads, kv_heads) in itertools.product((1, 8, 64), ((16, 16), (32, 8))):
         key = 2 * 2 * batch * kv_heads * head_dim  # bytes of K and V for a key, of all heads
@@ -164,7 +165,7 @@ def _decoding(head_dim: int) -> list[list[str]]:
     return found
 
 
-GRIDS = {  # the parts of what results/ keeps, a run each: command lines, and the implementations that each is for
+GRIDS = {  # each part of results/, one run: its command lines, and the implementations to measure with each
     **{f"float16-d{dim}": [([f"--head-dim={dim}", "--dtype=float16"], EVERYTHING)] for dim in HEAD_DIMS},
     **{  # dead ends are shown in one dtype
         f"bfloat16-d{dim}": [([f"--head-dim={dim}", "--dtype=bfloat16"], [*BASELINES, *MAIN_LINE])] for dim in HEAD_DIMS
@@ -194,7 +195,7 @@ GRIDS = {  # the parts of what results/ keeps, a run each: command lines, and th
 
 @functools.cache
 def repeats(impl: str, pass_: str) -> bool:
-    """Whether the code of a dead end for a pass is, to the letter, that of the stage it branches off."""
+    """Whether a dead end's file for a pass is identical to its parent's."""
     file = {"fwd": "forward.py", "bwd": "backward.py"}.get(pass_)
     if file is None or impl in BASELINES or not stages.is_dead_end(impl):
         return False
@@ -203,9 +204,9 @@ def repeats(impl: str, pass_: str) -> bool:
 
 
 def cases(options: argparse.Namespace) -> list[tuple[str, Workload]]:
-    """All (implementation, workload) to measure; those of one workload follow each other, under like clocks.
+    """Return all (implementation, workload) to measure. Cases of one workload are adjacent, so the GPU's clock is similar.
 
-    The reference leaves out what it would only measure again: what `repeats`.
+    The reference leaves out a pass that `repeats` the parent's.
     """
     if not options.reference:
         return [(i, workload) for workload in options.workloads for i in (*BASELINES, *chosen_stages(options.stage))]
@@ -215,7 +216,7 @@ def cases(options: argparse.Namespace) -> list[tuple[str, Workload]]:
 
 
 def expected_seconds(impl: str, workload: Workload) -> float:
-    """What measuring a case takes, roughly."""
+    """Return about how many seconds a case takes."""
     if DEVICE == "cuda":
         return GPU_CASE_S
     interpreted = impl not in BASELINES and not stages.unavailable(impl)
@@ -224,7 +225,7 @@ def expected_seconds(impl: str, workload: Workload) -> float:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a reader wants them: 40 s, 12 min, 3.5 h."""
+    """Format seconds: 40 s, 12 min, 3.5 h."""
     for unit, size, digits in (("h", 3600, 1), ("min", 60, 0)):
         if seconds >= 1.5 * size:
             return f"{seconds / size:.{digits}f} {unit}"
@@ -232,20 +233,21 @@ def duration(seconds: float) -> str:
 
 
 def _count(impl: str, workload: Workload) -> Count:
-    """What an implementation moves and computes; a stage with the tiles of `GPU`."""
+    """Count the traffic and FLOPs of an implementation; a stage uses the tiles of `GPU`."""
     if impl in BASELINES:
         return count(timed_call(impl, workload, workload.inputs()))
     return traffic.count_stage(stages.load(impl), workload, GPU)
 
 
 def _checked(tensor: Tensor, workload: Workload) -> Tensor:
-    """The heads of a [B, H or Hkv, …] tensor that are checked: all, or so many that they have `CHECKED_SCORES`.
+    """Return the heads of a [B, H or Hkv, …] tensor to check: all, or a subset with at most `CHECKED_SCORES` scores.
 
-    These are every third, fifth, … K/V head of all batch elements, the last one of all among them, with its query heads, as
-    [K/V heads, 1 or query heads of each, …]. An odd step meets other heads in each batch element where their number is even.
+    The subset is every third, fifth, … K/V head of all batch elements, always with the last, and its query heads, as
+    [K/V heads, 1 or query heads of each, …]. If the number of heads is even, an odd step checks different heads in each batch
+    element.
     """
     w = workload
-    rows = max(w.seq_len, w.head_dim + w.value_dim)  # of few queries K and V cost more than the scores
+    rows = max(w.seq_len, w.head_dim + w.value_dim)  # with few queries, K and V take more memory than the scores
     step = math.ceil(w.batch * w.heads * w.kv_len * rows / CHECKED_SCORES)
     if step == 1:
         return tensor
@@ -254,22 +256,22 @@ def _checked(tensor: Tensor, workload: Workload) -> Tensor:
     return heads[(len(heads) - 1) % step :: step]
 
 
-@functools.lru_cache(maxsize=1)  # the implementations of a workload follow each other
+@functools.lru_cache(maxsize=1)  # the cases of a workload are adjacent
 def _problem(workload: Workload):
-    """The inputs of a workload, the truth of the heads that are checked, and how far from it a result may be."""
-    _problem.cache_clear()  # the inputs of the workload before, which may be as large
+    """Return a workload's inputs, the truth for the checked heads, and the error bounds."""
+    _problem.cache_clear()  # free the previous workload's inputs, which may be as large
     inputs = workload.inputs()
     *qkv, grad_out = (_checked(tensor, workload) for tensor in inputs)
     options = {"causal": workload.causal, "scale": workload.head_dim**-0.5}
     options["grad_out"] = None if workload.pass_ == "fwd" else grad_out
     truth = reference.truth(*qkv, **options)
     bounds = reference.error_bounds(truth, reference.plain(*qkv, **options))
-    del truth["magnitudes"]  # as large as the truth, and in the way of the implementations
+    del truth["magnitudes"]  # as large as the truth; the implementations need the memory
     return inputs, truth, bounds
 
 
 class WrongResult(Exception):
-    """A result is further from the truth than it may be; says how far, and how far it may be."""
+    """A result exceeds its error bound; the message has the error and the bound."""
 
 
 def check(result, workload: Workload):
@@ -285,7 +287,7 @@ def check(result, workload: Workload):
 
 
 def _failure(impl: str, error: BaseException) -> dict:
-    """How the table shows a case that could not be measured."""
+    """Return the failure and its note, as the table shows a case that could not be measured."""
     if isinstance(error, torch.OutOfMemoryError):
         return {"failure": "OOM"}
     if isinstance(error, operator.Unavailable):
@@ -303,12 +305,12 @@ def _gpu_timer() -> timing.GpuTimer:
 
 
 TIMER = timing.Replay()
-# What a saved run calls a group of benchmarks, after the workload. Without a GPU it says what the "times" are.
+# A suffix to the name of a benchmark group in a saved run. Without a GPU it explains the "times".
 GROUP = "" if DEVICE == "cuda" else f" (no GPU: counted, as time at the peaks of an {GPU.name})"
 
 
 class Bench:
-    """The pytest plugin of one run: which cases, what was measured, and the tables at the end."""
+    """The pytest plugin of one run: it keeps the cases and the measurements, and prints the tables at the end."""
 
     def __init__(self, options: argparse.Namespace):
         self.cases = cases(options)
@@ -324,27 +326,27 @@ class Bench:
     def pytest_collection_finish(self, session):
         every = [dict(item.callspec.params) for item in session.items]
         self.expected = [expected_seconds(params.pop("impl"), Workload(**params)) for params in every]
-        first_use = "; more where kernels have to be compiled and tuned first" if DEVICE == "cuda" else ""
+        first_use = "; longer if kernels have to be compiled and tuned first" if DEVICE == "cuda" else ""
         print(f"{len(every)} cases, about {duration(sum(self.expected))}{first_use}.")
         self.progress = Progress(sum(self.expected))
         gc.collect()
-        gc.freeze()  # the modules, so that the collections between cases do not go through them
+        gc.freeze()  # collections between cases skip the objects that exist now
 
     def pytest_report_teststatus(self, report):
         if report.when == "call":
-            return report.outcome, "", ""  # no letters: the progress bar says it
+            return report.outcome, "", ""  # no letters: the progress bar replaces them
 
     def pytest_benchmark_update_machine_info(self, machine_info):
-        for name in ("node", "release"):  # which machine it was, its GPU and versions aside, is nobody's business
+        for name in ("node", "release"):  # private; the GPU and the versions are enough
             machine_info.pop(name)
         machine_info.update(self.machine)
 
     def pytest_benchmark_update_json(self, output_json):
         output_json["commit_info"].pop("project", None)  # the name of the directory
         for benchmark in output_json["benchmarks"]:
-            benchmark["stats"].pop("data", None)  # the single rounds; the statistics over them stay
+            benchmark["stats"].pop("data", None)  # single rounds; their statistics stay
         output_json["failures"] = [record for record in self.records if "failure" in record]
-        if self.json:  # here, because pytest-benchmark would write into the file that is there
+        if self.json:  # not by pytest-benchmark, which would overwrite an existing file in place
             files.replace(self.json, json.dumps(output_json, indent=4))
 
     def pytest_terminal_summary(self, terminalreporter):
@@ -354,7 +356,7 @@ class Bench:
             terminalreporter.write_line("\n\n".join([summary(self.records, self.machine, self.about), tables]))
 
     def measure(self, benchmark, impl: str, workload: Workload):
-        """Measure one case and record it; a case that cannot be measured is recorded as a failure."""
+        """Measure one case and record the measurement or the failure."""
         self.progress.begin(f"{self.begun + 1} of {len(self.expected)}, {spoken(impl)}, {workload.label}")
         try:
             self._record(benchmark, impl, workload)
@@ -363,13 +365,13 @@ class Bench:
             self.begun += 1
 
     def _record(self, benchmark, impl, workload):
-        benchmark.name = impl  # in its group, the workload
+        benchmark.name = impl  # the group is the workload
         record = {"impl": impl, **workload.record()}
         self.records.append(record)
         try:
             measured = self._measured(benchmark, impl, workload)
         except KeyboardInterrupt:
-            self.records.pop()  # what was measured before is shown and saved
+            self.records.pop()  # earlier records are still shown and saved
             raise
         except BaseException as error:
             record |= _failure(impl, error)
@@ -382,7 +384,7 @@ class Bench:
             record |= measured
             benchmark.extra_info |= record
             return
-        gc.collect()  # out here the traceback no longer holds the tensors of the case
+        gc.collect()  # outside of `except`, where no traceback holds the case's tensors
         torch.cuda.empty_cache()
         pytest.skip(record["failure"])
 
@@ -393,10 +395,10 @@ class Bench:
 
         call = timed_call(impl, workload, inputs)
         check(call(), workload)
-        # The call that was checked tuned and compiled the kernels, which takes memory of its own.
+        # The checked call has tuned and compiled the kernels, which takes extra memory.
         if DEVICE == "cpu":
             costs = traffic.costs(_count(impl, workload), GPU, workload.dtype)
-            TIMER.load([(costs["roofline_us"] or 0.0) / 1e6])  # 0 in float32, whose peaks are not known
+            TIMER.load([(costs["roofline_us"] or 0.0) / 1e6])  # 0 in float32, whose peaks are unknown
             benchmark.pedantic(lambda: None)
             return {"flops": workload.flops, **costs}
         costs = footprint(call)
@@ -419,7 +421,7 @@ class Bench:
         }
 
     def _measure_ceilings(self, workload):
-        """Measure what the library reaches, once in a run: in matmuls, and in a copy where keys are not as many as queries."""
+        """Measure, once a run, the TFLOP/s of PyTorch's matmul and, if Sk != Sq, the GB/s of a copy."""
         if workload.dtype not in self.machine["matmul_tflops"]:
             self.machine["matmul_tflops"][workload.dtype] = timing.matmul_tflops(_gpu_timer(), workloads.DTYPES[workload.dtype])
         if workload.kv_len != workload.seq_len and "copy_gbps" not in self.machine:
@@ -427,7 +429,7 @@ class Bench:
 
 
 def _bench(config) -> Bench:
-    """The plugin that `main` has registered; under plain `pytest bench.py`, one with the default options."""
+    """Return the plugin that `main` registered; under plain `pytest bench.py`, make one with the default options."""
     for plugin in config.pluginmanager.get_plugins():
         if isinstance(plugin, Bench):
             return plugin
@@ -458,16 +460,16 @@ def test_speed(
 
 
 def main(argv: list[str]) -> int:
-    """Run the benchmark that `argv` describes; return pytest's exit status: 1 where a result was wrong or a case failed.
+    """Run the benchmark that `argv` describes; return pytest's exit status, 1 if a result was wrong or a case failed.
 
-    Stopped by a signal it shows and saves what it has measured, and returns 2.
+    A signal stops the run: it shows and saves the finished cases and returns 2.
     """
     options = parse_options(argv)
     if options.reference and DEVICE == "cpu":
-        raise SystemExit("--reference measures a GPU, and none is in use here")
+        raise SystemExit("--reference needs a GPU, and none is in use here")
     if reason := unwritable(SAVED if SAVED.exists() else Path()):
-        raise SystemExit(f"the run is to be saved in {SAVED}, which cannot be written here: {reason}")
-    for number in (signal.SIGINT, signal.SIGTERM):  # a time limit too, and in the background of a shell, which ignores SIGINT
+        raise SystemExit(f"cannot save the run in {SAVED}: {reason}")
+    for number in (signal.SIGINT, signal.SIGTERM):  # SIGTERM: for time limits, and for background jobs, which ignore SIGINT
         signal.signal(number, signal.default_int_handler)
     arguments = [__file__, "-qq", "--capture=no", "--no-header", "--disable-warnings", "-p", "no:cacheprovider"]
     arguments += ["--override-ini=addopts=", "--benchmark-quiet", "--benchmark-autosave"]
@@ -475,6 +477,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    import bench  # what pytest imports too: one module, one timer
+    import bench  # the module that pytest imports too, so that there is one timer
 
     sys.exit(bench.main(sys.argv[1:]))

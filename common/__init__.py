@@ -1,5 +1,5 @@
-"""What is not the point of any stage, in rooms; imports run one way: show, measure, the stages, kernels, operator, runtime."""
+"""Code that the stages share. Imports go one way: show, measure, the stages, kernels, operator, runtime."""
 
-from common import runtime  # first: it chooses between GPU and interpreter, before any kernel is defined
+from common import runtime  # first: it chooses GPU or interpreter before any kernel is defined
 
 __all__ = ["runtime"]

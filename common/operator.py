@@ -1,4 +1,4 @@
-"""The one operator that every stage becomes: input checks, registration with PyTorch, autograd."""
+"""Turn a stage into a PyTorch operator: input checks, registration, autograd."""
 
 from collections.abc import Callable
 from numbers import Real
@@ -13,30 +13,30 @@ from common.runtime import DEVICE
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIMS = (16, 32, 64, 128, 256)
-SMALLEST_SCALE, LARGEST_SCALE = 1e-30, 1e6  # of a scale's size, unless it is 0
-BOTTOM_RIGHT = "bottom-right"  # what `causal` may be beside a bool
+SMALLEST_SCALE, LARGEST_SCALE = 1e-30, 1e6  # limits of a scale's absolute value, unless it is 0
+BOTTOM_RIGHT = "bottom-right"  # `causal` is a bool or this
 NAMESPACE = "kernel_evolution"  # of the operators
-_libraries: dict[str, torch.library.Library] = {}  # what keeps each operator registered
+_libraries: dict[str, torch.library.Library] = {}  # keep the operators registered
 
 
 class Unavailable(RuntimeError):
-    """A stage cannot run here: it needs another GPU. Says which, and which stage to use instead."""
+    """A stage needs another GPU. The message names the GPU, and the stage to use instead."""
 
 
 def checked_flag(name, value) -> bool:
-    """`value`, Python's or numpy's bool; anything else raises TypeError."""
+    """Return `value`, Python's or numpy's bool, as a bool; anything else raises TypeError."""
     if not isinstance(value, (bool, numpy.bool_)):
         raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
     return bool(value)
 
 
 def diagonal(causal: bool | str, seq_q: int, seq_k: int) -> int:
-    """Of a causal mask, what `torch.tril` calls so: query i sees key j where j <= i + diagonal."""
+    """Return the diagonal of a causal mask, as in `torch.tril`: query i sees key j where j <= i + diagonal."""
     return seq_k - seq_q if causal == BOTTOM_RIGHT else 0
 
 
 def _checked_causal(causal, seq_q: int, seq_k: int) -> tuple[bool, int]:
-    """Whether there is a mask, and its diagonal; raises TypeError or ValueError."""
+    """Return whether there is a mask, and its diagonal; raise TypeError or ValueError for an invalid `causal`."""
     if not isinstance(causal, str):
         if not isinstance(causal, (bool, numpy.bool_)):
             raise TypeError(f"causal must be a bool or {BOTTOM_RIGHT!r}, got {type(causal).__name__}")
@@ -45,13 +45,13 @@ def _checked_causal(causal, seq_q: int, seq_k: int) -> tuple[bool, int]:
         raise ValueError(f"causal must be a bool or {BOTTOM_RIGHT!r}, got {causal[:40]!r}")
     if seq_q > seq_k:
         raise ValueError(
-            f"causal={BOTTOM_RIGHT!r} takes no more queries than keys, of which some would see none: got {seq_q} and {seq_k}"
+            f"causal={BOTTOM_RIGHT!r} takes no more queries than keys, or some would see no key: got {seq_q} and {seq_k}"
         )
     return True, diagonal(causal, seq_q, seq_k)
 
 
 def checked_scale(scale, head_dim: int) -> float:
-    """`scale` as a float, 1 / sqrt(head_dim) for None; raises TypeError or ValueError."""
+    """Return `scale` as a float, 1 / sqrt(head_dim) for None; raise TypeError or ValueError for an invalid scale."""
     if scale is None:
         return head_dim**-0.5
     if isinstance(scale, (bool, numpy.bool_)) or not isinstance(scale, Real):
@@ -62,7 +62,7 @@ def checked_scale(scale, head_dim: int) -> float:
 
 
 def _are_right(q, k, v) -> bool:
-    """All that `check_inputs` looks for, at once: most often nothing is wrong, and every call asks."""
+    """Whether `check_inputs` has nothing to report; a fast path for each call."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         return False
     if q.is_nested or k.is_nested or v.is_nested:  # a nested tensor may have no shape
@@ -91,7 +91,8 @@ def _why_that_device() -> str:
 
 
 def check_inputs(q, k, v):
-    """Raise ValueError or TypeError, naming the argument, what it got and what it takes. Runs before any kernel."""
+    """Raise ValueError or TypeError for wrong inputs, before any kernel runs. The message names argument, value and valid
+    values."""
     if _are_right(q, k, v):
         return
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -123,11 +124,11 @@ def check_inputs(q, k, v):
     if v.shape[:3] != k.shape[:3]:
         raise ValueError(f"v must have the batch, heads and length of k, {tuple(k.shape[:3])}, got {tuple(v.shape[:3])}")
     if q.shape[1] % k.shape[1]:
-        raise ValueError(f"the number of heads of q must be a multiple of that of k and v: got {q.shape[1]} and {k.shape[1]}")
+        raise ValueError(f"the heads of q must be a multiple of the heads of k and v: got {q.shape[1]} and {k.shape[1]}")
 
 
 def autocast(*tensors) -> tuple:
-    """The tensors in the dtype of autocast, which is on: as PyTorch has it, every floating-point one but those in float64."""
+    """Cast floating-point tensors, except float64, to autocast's dtype, as PyTorch does; autocast must be on."""
     dtype = torch.get_autocast_dtype(DEVICE)
     return tuple(
         t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
@@ -135,17 +136,18 @@ def autocast(*tensors) -> tuple:
 
 
 def contiguous_rows(tensor: Tensor) -> Tensor:
-    """`tensor` if its last dimension is contiguous, else a contiguous copy; the kernels address a row by its first element."""
+    """Return `tensor` if its last dimension is contiguous, else a contiguous copy; kernels address a row by its first
+    element."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def empty_rows(tensor: Tensor, columns: int | None = None) -> Tensor:
-    """What `torch.empty_like` makes of a tensor with contiguous rows, if its rows are contiguous, else a contiguous tensor.
+    """Return `torch.empty_like(tensor)` if its rows are contiguous, else a contiguous empty tensor.
 
-    Of an expanded tensor it may make one in which the expanded dimension is the innermost.
+    For an expanded tensor, `empty_like` may make the expanded dimension the innermost.
 
     Args:
-        columns: the size of the last dimension; the tensor's own if not given.
+        columns: the size of the last dimension; by default the tensor's own.
     """
     if columns not in (None, tensor.shape[-1]):
         tensor = tensor[..., :1].expand(*tensor.shape[:-1], columns)
@@ -154,19 +156,18 @@ def empty_rows(tensor: Tensor, columns: int | None = None) -> Tensor:
 
 
 def plainly(function: Callable, first: Tensor, *tensors: Tensor, **options):
-    """Call on the tensors' device, and multiply in their dtype even where autocast is on around the call."""
+    """Call `function` on the tensors' device, with autocast off, so that it computes in the tensors' dtype."""
     elsewhere = first.is_cuda and first.get_device() != torch.cuda.current_device()
-    if elsewhere or torch.is_autocast_enabled(DEVICE):  # most often neither, and changing them costs more than asking
+    if elsewhere or torch.is_autocast_enabled(DEVICE):  # rarely; checking costs less than setting both
         with torch.cuda.device_of(first), torch.autocast(DEVICE, enabled=False):
             return function(first, *tensors, **options)
     return function(first, *tensors, **options)
 
 
 def _unwatched(*tensors: Tensor) -> bool:
-    """Whether backward autograd alone has to know of a call.
+    """Whether only backward autograd must see a call.
 
-    No compiler, tracer, transform, mode or profiler; no class of tensors, none that a transform has left behind, and no sign
-    that the dispatcher has yet to turn.
+    That is: no compiler, tracer, transform, mode or profiler; and no tensor subclass, tensor of a transform, or lazy negation.
     """
     return not (
         torch.compiler.is_compiling()
@@ -185,7 +186,7 @@ def _unwatched(*tensors: Tensor) -> bool:
 
 
 def _refuse_tangents(name: str, inputs: tuple):
-    """Raise NotImplementedError for a tensor with a tangent, before a kernel runs: its result would silently have none."""
+    """Raise NotImplementedError for an input with a forward-mode tangent, because the result would silently have none."""
     if forward_ad._current_level < 0:
         return
     if any(isinstance(one, Tensor) and forward_ad.unpack_dual(one).tangent is not None for one in inputs):
@@ -196,15 +197,15 @@ def _refuse_tangents(name: str, inputs: tuple):
 
 
 def _autograd_kernel(name: str, operator: Callable, gradients: Callable, setup_context: Callable) -> Callable:
-    """The dispatcher's autograd kernel of an operator. Inside of torch.func's transforms it runs once for each of them.
+    """Return the dispatcher's autograd kernel of an operator. Inside torch.func's transforms it runs once for each transform.
 
-    `torch.library.register_autograd` makes a kernel that raises inside of transforms.
+    The kernel of `torch.library.register_autograd` would raise inside transforms.
     """
 
     class Differentiable(torch.autograd.function._SingleLevelFunction):
         @staticmethod
         def forward(ctx, keys, *inputs):
-            # PyTorch switches both modes off around a forward; transforms further out see the call next, and need them.
+            # PyTorch switches both modes off around a forward, but outer transforms see the call next and need them.
             with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
                 output = below(keys, *inputs)
             setup_context(ctx, inputs, output)
@@ -229,7 +230,7 @@ def _autograd_kernel(name: str, operator: Callable, gradients: Callable, setup_c
 
 
 def _vmap_rule(operator: Callable) -> Callable:
-    """What `torch.vmap` calls for an operator: it folds the mapped dimension into the batch, dimension 0 of every tensor."""
+    """Return the rule that `torch.vmap` calls: it folds the mapped dimension into the batch, dimension 0 of every tensor."""
 
     def fold(tensor, dim, size):
         tensor = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
@@ -245,14 +246,14 @@ def _vmap_rule(operator: Callable) -> Callable:
 
 
 def _register(name: str, function: Callable, fake: Callable, gradients: Callable, setup_context: Callable) -> Callable:
-    """The PyTorch operator `kernel_evolution::{name}` of an annotated function that returns new tensors.
+    """Register an annotated function that returns new tensors as the PyTorch operator `kernel_evolution::{name}`.
 
-    What `torch.library.custom_op` does, less what it adds to every call: some 5 µs of the CPU's time. As there, a name that is
-    registered again, when a module is reloaded, is the new function's.
+    This does what `torch.library.custom_op` does, without its overhead of some 5 µs of CPU time per call. Registering a name
+    again, when a module is reloaded, replaces the function.
 
     Args:
-        fake: takes what `function` takes, and returns tensors like its results, of any values.
-        gradients, setup_context: as `torch.library.register_autograd` has them.
+        fake: takes the arguments of `function` and returns tensors like its results, with any values.
+        gradients, setup_context: as in `torch.library.register_autograd`.
     """
     if name in _libraries:
         _libraries.pop(name)._destroy()
@@ -274,8 +275,8 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
         forward: `(q, k, v, *, causal, scale, diagonal=0) -> (out, lse)`.
         backward: `(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0) -> (dq, dk, dv)`.
 
-    Both take `causal` as a bool, and where it is True hide key j from query i where j > i + diagonal. The diagonal is 0, or
-    Sk - Sq where there are no more queries than keys.
+    Both take `causal` as a bool; if it is True, key j is hidden from query i where j > i + diagonal. The diagonal is 0 or, if
+    Sq <= Sk, may be Sk - Sq.
     """
     name = package.rpartition(".")[2]
 
@@ -288,7 +289,7 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
     def run_backward(
         grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float, diagonal: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # Hooks may bring saved tensors back in another layout.
+        # Saved-tensor hooks may return another layout.
         q, k, v, out = map(contiguous_rows, (q, k, v, out))
         options = {"causal": causal, "scale": scale, "diagonal": diagonal}
         return plainly(backward, grad_out, q, k, v, out, lse.contiguous(), **options)
@@ -299,7 +300,7 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
     def setup_context(ctx, inputs, output):
         q, k, v, *ctx.options = inputs
         ctx.save_for_backward(q, k, v, *output)
-        ctx.set_materialize_grads(False)  # an output that the loss does not use costs nothing
+        ctx.set_materialize_grads(False)  # no zero gradients for outputs that the loss does not use
 
     def gradients(ctx, grad_out, grad_lse):
         q, k, v, out, lse = ctx.saved_tensors
@@ -309,8 +310,8 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
             short = not torch.is_grad_enabled() and _unwatched(grad_out, q, k, v, out, lse)
             dq, dk, dv = (run_backward if short else backward_op)(grad_out, q, k, v, out, lse, *ctx.options)
         if grad_lse is not None:
-            # d lse / d s = P, so lse adds scale * grad_lse * (P K) to dq and scale * Pᵀ (grad_lse * q) to dk: an attention
-            # output with K for V, and the dV of a backward with that matmul for dO.
+            # d lse / d s = P, so lse adds scale * grad_lse * (P K) to dq and scale * Pᵀ (grad_lse * q) to dk. P K is an
+            # attention output with K for V. The term of dk is the dV of a backward with scale * grad_lse * q for dO.
             _, scale, _ = ctx.options
             weight = (scale * grad_lse)[..., None]
             mean_key, _ = forward_op(q, k, k, *ctx.options)
@@ -325,7 +326,7 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
         raise RuntimeError(f"the gradients of {name}'s attention cannot be differentiated again")
 
     class ShortCut(torch.autograd.Function):
-        """The operator's autograd without PyTorch's way through its dispatcher, which takes longer than all else here."""
+        """The operator's autograd without PyTorch's dispatcher, which takes longer than all else here."""
 
         @staticmethod
         def forward(ctx, *inputs):
@@ -343,28 +344,28 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
 
         Args:
             q: [B, H, Sq, D]; float16, bfloat16 or float32; D one of 16, 32, 64, 128, 256. Any strides.
-            k: [B, Hkv, Sk, D], dtype and device of q. Any Sq, Sk >= 1, multiples of nothing. H is a multiple of Hkv: query head
-                h attends to head h // (H / Hkv) of k and v, as in PyTorch's SDPA with `enable_gqa` (arXiv 2305.13245).
-            v: [B, Hkv, Sk, Dv]; Dv as D may be, equal to it or not.
+            k: [B, Hkv, Sk, D], dtype and device of q. Any Sq, Sk >= 1. H is a multiple of Hkv: query head h attends to head
+                h // (H / Hkv) of k and v, as in PyTorch's SDPA with `enable_gqa` (arXiv 2305.13245).
+            v: [B, Hkv, Sk, Dv]; Dv has the same choices as D and need not equal it.
             causal: True hides key j from query i where j > i, aligned top left, as PyTorch's SDPA with `is_causal` does.
-                "bottom-right" hides it where j > i + Sk - Sq: for queries that are the last of the Sk positions, as PyTorch's
-                `causal_lower_right` does. A single query sees all keys then.
-            scale: factor of the scores: 0, or a number of a size from 1e-30 to 1e6; None is 1 / sqrt(D). Scaled scores are
-                exponents in float32: past 1e7 they are a whole number off, and past 5e8 the result may be NaN.
-            return_lse: also return the log-sum-exp of the scaled scores; it is differentiable too, at the price of one more
+                "bottom-right" hides key j where j > i + Sk - Sq, like PyTorch's `causal_lower_right`: the queries are the last
+                of the Sk positions, so a single query sees all keys.
+            scale: factor of the scores: 0, or an absolute value from 1e-30 to 1e6; None is 1 / sqrt(D). Scaled scores are
+                exponents in float32: beyond 1e7 their error reaches 1, and beyond 5e8 the result may be NaN.
+            return_lse: also return the log-sum-exp of the scaled scores. It is differentiable too; its gradient costs one more
                 forward and backward.
 
         Returns:
             out [B, H, Sq, Dv] like q, or (out, lse) with lse [B, H, Sq] float32, natural logarithm.
 
         Raises:
-            TypeError: an argument of the wrong type, a sparse or nested tensor, a dtype that is not supported or is not q's.
-            ValueError: a wrong rank, shape, head dimension or device, heads of q that are no multiple of those of k, an empty
-                tensor, a scale out of its range, another string for `causal`, or "bottom-right" with more queries than keys.
-
+            TypeError: an argument of the wrong type, a sparse or nested tensor, an unsupported dtype, or another dtype than
+                q's.
+            ValueError: a wrong rank, shape, head dimension or device, H not a multiple of Hkv, an empty tensor, a scale out of
+                range, another string for `causal`, or "bottom-right" with more queries than keys.
             NotImplementedError: an input has a forward-mode tangent (`torch.func.jvp`, `jacfwd`, `hessian`).
 
-        Under `torch.autocast` the inputs, unless float64, are cast to the autocast dtype first, as SDPA does. `torch.func`'s
+        Under `torch.autocast` inputs other than float64 are first cast to the autocast dtype, as SDPA does. `torch.func`'s
         `grad`, `vjp`, `jacrev` and `vmap` work. The gradients cannot be differentiated again.
         """
         if torch.is_autocast_enabled(DEVICE):

@@ -1,11 +1,11 @@
-"""Attention over a sequence that is spread over GPUs, of any stage: ring attention (Liu et al. 2023, arXiv 2310.01889).
+"""Ring attention with any stage, over a sequence that GPUs share (Liu et al. 2023, arXiv 2310.01889).
 
-A stage's forward gives out and LSE, and its backward takes them. That is all it takes: each rank keeps its queries, K and V go
-round, and what a rank has of each block of keys is merged by the LSEs. With the LSE of all keys a stage's backward gives each
-block's part of the true gradients. docs/several-gpus.md derives it, and says what travels.
+A stage's forward returns out and LSE, and its backward takes them. This is enough: each rank keeps its queries, K and V go
+round the ring, and each rank merges the outputs of the blocks of keys by their LSEs. With the LSE of all keys, a stage's
+backward gives each block's part of the true gradients. docs/several-gpus.md has the derivation and the traffic.
 
-What travels does so on `torch.distributed`: NCCL's, on a stream of its own, between GPUs, and gloo between processes on CPUs.
-Each rank calls the same functions in the same order, as with every collective.
+`torch.distributed` sends the blocks: NCCL on its own stream between GPUs, and gloo between CPU processes. As with every
+collective, all ranks must call the same functions in the same order.
 """
 
 import hashlib
@@ -19,11 +19,11 @@ from common.kernels.merging import add, merge
 from common.operator import autocast, check_inputs, checked_flag, checked_scale, contiguous_rows, empty_rows, plainly
 from common.runtime import DEVICE
 
-PAUSE_CYCLES = 20_000  # of a GPU, some 10 µs: in as much NCCL's kernel has begun
+PAUSE_CYCLES = 20_000  # of a GPU, some 10 µs: enough for NCCL's kernel to begin
 
 
 def _gathered(numbers: list[int], group, device) -> list[list[int]]:
-    """What each rank of a group has for `numbers`. Where the group has gloo too, the GPU is not waited for."""
+    """Gather `numbers` from each rank of a group. If the group also has gloo, this does not wait for the GPU."""
     where = "cpu" if "cpu:" in dist.get_backend_config(group) else device
     mine = torch.tensor(numbers, device=where)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
@@ -32,10 +32,10 @@ def _gathered(numbers: list[int], group, device) -> list[list[int]]:
 
 
 def _agree(group, device, said: str, wrong: Exception | None):
-    """Raise on every rank unless all say the same, and nothing is wrong on any.
+    """Raise on every rank if the ranks' texts differ or any rank has an error.
 
-    Every call asks: a rank that went by what was agreed before would wait for one whose options have changed. It costs 8 bytes;
-    only where these differ is it said in words.
+    Every call checks, because a rank with changed options would leave the others waiting. The ranks exchange an 8-byte hash,
+    and the texts only if the hashes differ.
     """
     size = dist.get_world_size(group)
     said = f"{type(wrong).__name__}: {wrong}" if wrong else said
@@ -52,7 +52,7 @@ def _agree(group, device, said: str, wrong: Exception | None):
 
 
 def _place(group) -> tuple[int, int]:
-    """This rank of the group, and their number; raises ValueError where it is none of them."""
+    """Return (rank, number of ranks) in the group; raise ValueError if this process is not in the group."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
         raise ValueError(f"group must have this process as a rank, got one of {size} others")
@@ -60,25 +60,25 @@ def _place(group) -> tuple[int, int]:
 
 
 def shard(tensor: Tensor, dim: int, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The part of a sequence that this rank has of it, in zigzag: one chunk from the front, and its mirror from the back.
+    """Return this rank's part of a sequence, in zigzag order: one chunk from the front, and its mirror image from the back.
 
-    Of n ranks and 2 n equal chunks, rank r has chunks r and 2 n - 1 - r, in this order. With a causal mask the first queries
-    have few keys and the last ones many: so each rank has as much to do as any other, and in each step of the ring too. (Zigzag
-    is what ring-flash-attention and Llama 3's context parallelism do, arXiv 2407.21783; Striped Attention, arXiv 2311.09431,
-    balances by interleaving.) Without a mask any order would do; it is the same.
+    With n ranks, the sequence has 2 n equal chunks, and rank r gets chunks r and 2 n - 1 - r, in this order. With a causal
+    mask, the first queries see few keys and the last queries many. Zigzag gives all ranks equal work, in each step of the ring
+    too. (ring-flash-attention and Llama 3's context parallelism do the same, arXiv 2407.21783; Striped Attention, arXiv
+    2311.09431, balances by interleaving.) The order is the same without a mask, where any would do.
 
-    Whatever has to do with positions is to be sharded like the tokens: position_ids, labels (shifted before), masks.
+    Shard everything that depends on positions like the tokens: position_ids, labels (shift them first), masks.
 
     Args:
         tensor: the whole sequence along `dim`, the same on each rank. Any dtype.
-        dim: of the sequence; 2 for [B, H, S, D].
+        dim: the dimension of the sequence; 2 for [B, H, S, D].
         group: None is all processes.
 
     Returns:
-        A new tensor, S / n along `dim`; of a single rank, `tensor` itself. Differentiable; nothing is sent.
+        A new tensor, S / n along `dim`; with a single rank, `tensor` itself. Differentiable; nothing is sent.
 
     Raises:
-        ValueError: S is no multiple of 2 n.
+        ValueError: S is not a multiple of 2 n.
     """
     rank, size = _place(group)
     if size == 1:
@@ -93,17 +93,17 @@ def shard(tensor: Tensor, dim: int, group: dist.ProcessGroup | None = None) -> T
 
 @torch.no_grad()
 def unshard(tensor: Tensor, dim: int, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The whole sequence, on each rank, of the parts that `shard` gave. Not differentiable: a result, no step of a model.
+    """Return the whole sequence on each rank, from the parts that `shard` made. It is for results and is not differentiable.
 
     Args:
-        tensor: S / n along `dim`, of one shape and dtype on each rank.
-        dim, group: as `shard` was given them.
+        tensor: S / n along `dim`, with the same shape and dtype on each rank.
+        dim, group: the arguments of `shard`.
 
     Returns:
-        S along `dim`; of a single rank, `tensor` itself.
+        S along `dim`; with a single rank, `tensor` itself.
 
     Raises:
-        ValueError: on each rank, where shapes or dtypes differ, or S / n is odd.
+        ValueError: on each rank, if shapes or dtypes differ or S / n is odd.
     """
     _, size = _place(group)
     odd = size > 1 and tensor.shape[dim] % 2
@@ -118,36 +118,36 @@ def unshard(tensor: Tensor, dim: int, group: dist.ProcessGroup | None = None) ->
 
 
 def _wait(works: list[dist.Work]):
-    """Until what was begun has arrived; of a GPU only the current stream waits. Empties the list, which keeps what was sent."""
+    """Wait for transfers; on a GPU only the current stream waits. Empty the list, which keeps the sent tensors alive."""
     while works:
         works.pop().wait()
 
 
 class Ring:
-    """A rank's place in a group, what it has to do at each step, and what travels."""
+    """A rank in a group: its part of the work at each step, and its transfers."""
 
     def __init__(self, group):
         self.group = group
         self.rank, self.size = _place(group)
 
     def pass_on(self, tensors, into) -> list[dist.Work]:
-        """Begin to send contiguous tensors to the next rank, and to receive like ones from the one before."""
+        """Begin to send contiguous tensors to the next rank, and to receive tensors from the previous rank in `into`."""
         sends = [dist.P2POp(dist.isend, t, group=self.group, group_peer=(self.rank + 1) % self.size) for t in tensors]
         receives = [dist.P2POp(dist.irecv, t, group=self.group, group_peer=(self.rank - 1) % self.size) for t in into]
         return dist.batch_isend_irecv(sends + receives)
 
     def blocks(self, k: Tensor, v: Tensor):
-        """K and V of each rank: this one's, those of the rank before, and so on. Beside its own it holds two of them.
+        """Yield K and V of each rank: this rank's, the previous rank's, and so on. It holds two blocks besides its own.
 
-        When a block is given the next one has begun to travel. NCCL's kernel needs SMs, though, and the programs of
-        a persistent kernel leave none until they end: begin with something short, under which it starts. There is nothing
-        short before the first block, and so a pause.
+        When a block is yielded, the next one is already on its way. But NCCL's kernel needs SMs, and a persistent kernel leaves
+        none until it ends. So the caller must begin with a short kernel, during which NCCL's kernel starts. Nothing short
+        precedes the first block, hence the pause.
         """
         held, buffers = (k, v), []
         for step in range(self.size - 1):
             if step < 2:
                 buffers.append((torch.empty_like(k), torch.empty_like(v)))
-            following = buffers[step % 2]  # which had the block of the step before
+            following = buffers[step % 2]  # it had the previous step's block
             works = self.pass_on(held, following)
             if step == 0 and k.is_cuda:
                 torch.cuda._sleep(PAUSE_CYCLES)
@@ -157,13 +157,13 @@ class Ring:
         yield held
 
     def meet(self, step: int, causal: bool, length: int, before: int = 0) -> tuple[slice, slice, bool]:
-        """Which of this rank's queries see which keys of the block that it has at a step, and whether with a causal mask.
+        """Return (query rows, keys, causal): which queries see which keys of the step's block, and whether with a causal mask.
 
-        With `before`, those of the rank that is so many before this one.
+        This is for the rank that is `before` ranks before this one.
 
-        A block's keys are two chunks, as the queries are. Of an earlier rank the front chunk comes before all queries, and the
-        back one after; of a later rank both lie between the front queries and the back ones. Either way half of the scores
-        are there, without a mask; of the rank's own block the mask leaves half.
+        The keys of a block are two chunks, like the queries. If they are from an earlier rank, the front chunk is before all
+        queries and the back chunk after them. If they are from a later rank, both chunks are between the front and back
+        queries. Either way half of the scores are visible, without a mask. In the rank's own block the mask leaves half.
         """
         every = slice(None)
         if not causal or step == 0:
@@ -175,28 +175,28 @@ class Ring:
 
 
 def _float32(tensor: Tensor) -> Tensor:
-    """Where a float32 sum that begins with a tensor can be written: there, if it is float32, else new memory of its shape."""
+    """Return where to write a float32 sum with `tensor`: `tensor` itself if it is float32, else a new tensor of its shape."""
     return tensor if tensor.dtype == torch.float32 else torch.empty_like(tensor, dtype=torch.float32)
 
 
 class _Merged:
-    """out and lse of a rank's queries, to which each block of keys adds its own.
+    """out and lse of a rank's queries, merged over the blocks of keys in place.
 
-    Those of the rank's own block, in the dtype of q, are given; both change in place. out is float32 only between two merges
-    of the same rows: the first reads what the stage gave, and the last writes the result.
+    They start with the rank's own block, in the dtype of q. Between two merges of the same rows, out is float32: the first
+    merge reads the stage's out, and the last one writes the result.
     """
 
     def __init__(self, ring: Ring, causal: bool, out: Tensor, lse: Tensor):
         self.out, self.lse = out, lse
         half = out.shape[2] // 2
-        # Rows, of a tensor that may have only the back ones; the last step at which they meet a block; what they have so far.
+        # [rows (valid in tensors that have only the back rows too), last step at which they meet a block, their out so far].
         chunks = (slice(half), ring.rank), (slice(-half, None), ring.size - 1)
         if not causal or ring.rank == ring.size - 1:
             chunks = ((slice(None), ring.size - 1),)
         self.chunks = [[rows, last, out[:, :, rows]] for rows, last in chunks]
 
     def add(self, step: int, more: Tensor, more_lse: Tensor):
-        """Merge with the out and lse of a step's block: of all queries, or of the back ones."""
+        """Merge the out and lse of a step's block, which are of all queries or of the back ones."""
         for chunk in self.chunks:
             rows, last, out = chunk
             if step > last:
@@ -207,14 +207,14 @@ class _Merged:
 
 
 def _forward(q, k, v, *, stage, ring: Ring, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """out like q and lse, of this rank's queries and the keys of all ranks. K and V are contiguous."""
+    """Return (out, lse) of this rank's queries and the keys of all ranks. K and V are contiguous."""
     if ring.size == 1:
         return stage.forward(q, k, v, causal=causal, scale=scale)
     merged = part = None
     for step, (block_k, block_v) in enumerate(ring.blocks(k, v)):
         if part:
-            merged.add(step - 1, *part)  # short, as `blocks` asks
-            part = None  # whose memory the stage may take
+            merged.add(step - 1, *part)  # short, as `blocks` requires
+            part = None  # free the memory for the stage
         rows, keys, masked = ring.meet(step, causal, q.shape[2])
         operands = q[:, :, rows], block_k[:, :, keys], block_v[:, :, keys]
         part = stage.forward(*operands, causal=masked, scale=scale)
@@ -225,7 +225,7 @@ def _forward(q, k, v, *, stage, ring: Ring, causal: bool, scale: float) -> tuple
 
 
 def _sum(one: Tensor, other: Tensor, at_end: bool = False) -> Tensor:
-    """The float32 sum of two tensors, of which one may have only the first rows of the other, or with `at_end` the last."""
+    """Return the float32 sum of two tensors; one may have only the first rows (with `at_end` the last rows) of the other."""
     whole, part = (one, other) if one.shape[2] >= other.shape[2] else (other, one)
     into = _float32(whole)
     add(whole, part, whole.shape[2] - part.shape[2] if at_end else 0, into)
@@ -233,19 +233,20 @@ def _sum(one: Tensor, other: Tensor, at_end: bool = False) -> Tensor:
 
 
 class _Gradients:
-    """What the blocks of other ranks give: dQ of this rank's queries, and dK and dV, which follow their block, a step later.
+    """Gradients from the blocks of other ranks: dQ of this rank's queries; and dK and dV, which follow their block a step
+    later.
 
-    A sum begins with what a stage has given, as it is: one part has lost nothing that float32 would keep. So it stays where it
-    is, or travels so; the sum of two is float32. Of dQ there are all rows, or only the back ones, and of dK and dV all keys, or
-    only the front ones, as long as no rank's queries have met others: the rest is 0, and neither written nor sent.
+    A sum starts with a stage's unchanged result in its dtype, because float32 would add no precision; the sum of two parts is
+    float32. dQ has all rows or only the back ones. dK and dV have all keys, or only the front ones as long as no rank's queries
+    have met the others: the rest is 0, and is neither written nor sent.
     """
 
     def __init__(self, ring: Ring, causal: bool, keys: int):
-        """keys: of a block."""
+        """`keys` is the number of keys in a block."""
         self.ring, self.causal, self.keys = ring, causal, keys
 
     def add(self, step: int, part: list[Tensor]):
-        """Add dq, dk and dv of a step's block, and send dK and dV on. The list is empty then, and their memory free."""
+        """Add dq, dk and dv of a step's block, and send dK and dV on. Empty the list to free its memory."""
         dq, dk, dv = part
         part.clear()
         if step == 1:
@@ -259,28 +260,28 @@ class _Gradients:
         keys = len(range(self.keys)[met])
         self.coming = [total.new_empty(*total.shape[:2], keys, total.shape[3]) for total in self.sums]
         self.works = self.ring.pass_on(self.sums, self.coming)
-        self.dq = dq if step == 1 else _sum(self.dq, dq, at_end=True)  # short, as `blocks` asks
+        self.dq = dq if step == 1 else _sum(self.dq, dq, at_end=True)  # short, as `blocks` requires
 
     def home(self) -> list[Tensor]:
-        """dK and dV of the rank's own keys, once they have come; nothing else is kept."""
+        """Wait for dK and dV of the rank's own keys, and return them; free everything else."""
         _wait(self.works)
         self.sums = self.dq = None
         return self.coming
 
 
 def first_heads(kv_heads: int, itemsize: int, ranks: int) -> int:
-    """Of the K/V heads of a rank's own block, how many the backward computes before all else; the others come last.
+    """Return how many K/V heads of a rank's own block the backward computes first; it computes the other heads last.
 
-    Under the first ones K and V travel, under the last ones the gradients of the last step: so each have a share like the bytes
-    of these. They are `itemsize` for each number of K and V, and of the gradients too if there are two ranks, else 4, as they
-    are sums. A single head is not shared out: it comes first.
+    K and V travel during the first heads, and the gradients of the last step during the last heads. So the heads are divided in
+    proportion to the bytes: `itemsize` per element of K and V, and for the gradients `itemsize` with two ranks, else 4, because
+    sums are float32. A single head comes first.
     """
     last = itemsize if ranks == 2 else 4
     return max(1, min(round(kv_heads * itemsize / (itemsize + last)), kv_heads - 1))
 
 
 def _backward(grad_out, q, k, v, out, lse, *, stage, ring: Ring, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv in the dtype of q, each rounded once from a float32 sum over blocks. K and V are contiguous."""
+    """Return dq, dk and dv in the dtype of q, each rounded once from a float32 sum over blocks. K and V are contiguous."""
     if ring.size == 1:
         return stage.backward(grad_out, q, k, v, out, lse, causal=causal, scale=scale)
     kv_heads, shared_by = k.shape[1], q.shape[1] // k.shape[1]
@@ -289,7 +290,7 @@ def _backward(grad_out, q, k, v, out, lse, *, stage, ring: Ring, causal: bool, s
         return slice(shared_by * heads.start, shared_by * heads.stop)
 
     def of_block(step, k, v, heads):
-        """A list of dq, dk and dv of some K/V heads, and of the query heads that share them."""
+        """Return [dq, dk, dv] of some K/V heads and the query heads that share them."""
         rows, keys, masked = ring.meet(step, causal, q.shape[2])
         rows, keys = (slice(None), queries(heads), rows), (slice(None), heads, keys)
         # NOTE: a stage computes delta, the row sums of dO ∘ O, again for each block.
@@ -301,7 +302,7 @@ def _backward(grad_out, q, k, v, out, lse, *, stage, ring: Ring, causal: bool, s
     gradients, own, part = _Gradients(ring, causal, k.shape[2]), [], []
     for step, block in enumerate(ring.blocks(k, v)):
         if part:
-            gradients.add(step - 1, part)  # short, as `blocks` asks
+            gradients.add(step - 1, part)  # short, as `blocks` requires
         if step == 0:
             own.append(of_block(step, *block, shares[0]))
         else:
@@ -336,10 +337,10 @@ class _RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_out, grad_lse):
         q, k, v, out, lse = ctx.saved_tensors
-        q, out, k, v = contiguous_rows(q), contiguous_rows(out), k.contiguous(), v.contiguous()  # hooks may have changed that
+        q, out, k, v = contiguous_rows(q), contiguous_rows(out), k.contiguous(), v.contiguous()  # hooks may change the layout
         ring = ctx.options["ring"]
         of_out, of_lse = grad_out is not None, grad_lse is not None
-        if ctx.return_lse and ring.size > 1:  # a rank whose loss needs only one of the two is needed for the others' keys
+        if ctx.return_lse and ring.size > 1:  # a rank must join a pass that any other rank needs
             every = _gathered([of_out, of_lse], ring.group, q.device)
             of_out, of_lse = (any(column) for column in zip(*every, strict=True))
         if of_out:
@@ -357,7 +358,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _checked(stage, q, k, v, causal, scale, return_lse, size):
-    """The options as `_RingAttention` takes them; raises TypeError or ValueError, naming the argument."""
+    """Return checked (causal, scale, return_lse); raise TypeError or ValueError with the wrong argument's name."""
     if not all(callable(getattr(stage, name, None)) for name in ("forward", "backward")):
         raise TypeError(f"stage must be a stage's module, as stages.load gives it, got {type(stage).__name__}")
     check_inputs(q, k, v)
@@ -371,36 +372,34 @@ def _checked(stage, q, k, v, causal, scale, return_lse, size):
 
 @torch.compiler.disable  # a graph would break at each of the transfers
 def ring_attention(stage, q, k, v, *, group=None, causal=False, scale=None, return_lse=False):
-    """A stage's attention over a sequence that the ranks of a group share as `shard` has it; differentiable in q, k and v.
+    """A stage's attention over a sequence that the ranks of a group share, divided by `shard`; differentiable in q, k and v.
 
-    The result is that of attention over the whole sequence: blocks are merged in float32, and nothing is left out.
+    The result equals attention over the whole sequence. Blocks are merged in float32.
 
     Args:
-        stage: a stage's module, of which `forward` and `backward` are called: `stages.load("v3")`.
-        q: [B, H, S / n, D] on each of n ranks; dtypes, D and Dv, heads and strides as each stage's `attention` takes them.
-        k, v: [B, Hkv, S / n, D] and [B, Hkv, S / n, Dv]. Without a mask their length may be another than q's.
-        group: None is all processes. Any number of ranks; of one, the stage alone is called. With both backends,
-            `init_process_group("cpu:gloo,cuda:nccl")`, no call waits for the GPU; with NCCL alone each does.
-        causal: a bool; hides key j from query i where j > i, positions in the whole sequence.
-        scale: as the stage's `attention` takes it; None is 1 / sqrt(D).
-        return_lse: also return the log-sum-exp, differentiable too, at the price of one more forward and backward.
+        stage: a stage's module, with `forward` and `backward`, such as `stages.load("v3")`.
+        q: [B, H, S / n, D] on each of n ranks; dtypes, D and Dv, heads and strides as in a stage's `attention`.
+        k, v: [B, Hkv, S / n, D] and [B, Hkv, S / n, Dv]. Without a mask their length may differ from q's.
+        group: None is all processes. Any number of ranks; with one rank, only the stage is called. With both backends,
+            `init_process_group("cpu:gloo,cuda:nccl")`, no call waits for the GPU; with only NCCL every call does.
+        causal: a bool; True hides key j from query i where j > i, as positions in the whole sequence.
+        scale: as in the stage's `attention`; None is 1 / sqrt(D).
+        return_lse: also return the log-sum-exp. It is differentiable too; its gradient costs one more forward and backward.
 
     Returns:
         out [B, H, S / n, Dv] like q, or (out, lse) with lse [B, H, S / n] float32, of this rank's queries.
 
     Raises:
-        TypeError, ValueError: before anything is sent, what is wrong with an argument, as the stage's `attention` says it; or
-            S / n is odd with a mask. On the other ranks, and on every one where ranks differ in shapes, dtype, options, stage
-            or in what needs a gradient, a ValueError says what each has.
-        RuntimeError: PyTorch's, when a rank has ended, or has not come within the group's timeout.
+        TypeError, ValueError: an argument is wrong, as in the stage's `attention`, or S / n is odd with a mask. The other ranks
+            raise a ValueError that lists what each rank has. So do all ranks if they differ in shapes, dtype, options, stage or
+            required gradients. All checks come before K and V are sent.
+        RuntimeError: from PyTorch, if a rank has ended or does not arrive within the group's timeout.
 
-    K and V travel while a block is computed, and in the backward so do their gradients, whose sums are float32. Beside its
-    arguments and results a forward holds two blocks of K and V, out of a block, and with more than two ranks out in float32; a
-    backward two blocks of K and V, the gradients of a block, and two blocks of dK and dV and dQ, with more than two ranks in
-    float32. Nothing has the length of the whole sequence.
+    K and V travel while a block is computed; in the backward so do their gradients. `common.measure.scaling.held_bytes` has the
+    memory: a few blocks, and nothing with the length of the whole sequence.
 
-    The same inputs give the same bits on the same number of ranks, if the stage's do. Under `torch.autocast` inputs are cast
-    as SDPA does. The gradients cannot be differentiated again.
+    If the stage is deterministic, the same inputs on the same number of ranks give the same bits. Under `torch.autocast` inputs
+    are cast as SDPA does. The gradients cannot be differentiated again.
     """
     ring = Ring(group)
     if torch.is_autocast_enabled(DEVICE):

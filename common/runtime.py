@@ -1,7 +1,6 @@
-"""Where the kernels run: on the GPU, or, where there is none, on Triton's interpreter on the CPU.
+"""Choose where kernels run: on the GPU or, without a GPU, in Triton's interpreter on the CPU.
 
-Importing this module decides. Without a GPU it switches the interpreter on, so that nobody has to set a variable; an explicit
-`TRITON_INTERPRET=1` (or `0`) in the environment wins.
+Importing this module makes the choice. An explicit `TRITON_INTERPRET=1` (or `0`) in the environment overrides it.
 """
 
 import contextlib
@@ -29,11 +28,11 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
 def _let_any_thread_launch_first():
-    """Make the first launch of a kernel safe where other threads launch too.
+    """Make the first launch of a kernel thread-safe.
 
-    Triton 3.6 and 3.7 load a kernel's binary with no regard to other threads: these load it again, or find it half there. And
-    `ast.parse`, with which a compilation begins, is not safe for threads in CPython 3.11 and 3.12 ("AST constructor
-    recursion depth mismatch").
+    Triton 3.6 and 3.7 load a kernel's binary without a lock: other threads load it again, or find it half loaded. And
+    `ast.parse`, with which a compilation begins, is not thread-safe in CPython 3.11 and 3.12 ("AST constructor recursion depth
+    mismatch").
     """
     parse, load, lock = JITCallable.parse, CompiledKernel._init_handles, threading.RLock()
 
@@ -42,7 +41,7 @@ def _let_any_thread_launch_first():
             return parse(self)
 
     def load_once(self):
-        if self.function is None:  # set last
+        if self.function is None:  # loading sets it last
             with lock:
                 load(self)
 
@@ -55,7 +54,7 @@ def _properties_of(device: int) -> dict[str, int]:
 
 
 def current_device() -> int:
-    """The index of the current GPU; 0 on the interpreter."""
+    """Return the index of the current GPU; 0 on the interpreter."""
     return 0 if INTERPRETED else triton.runtime.driver.active.get_current_device()
 
 
@@ -65,7 +64,7 @@ def _properties() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Device:
-    """What a stage may ask of a device; unless given, what the interpreter answers when it stands in for no GPU."""
+    """The properties of a device that stages use; the defaults are the interpreter's own."""
 
     architecture: int | None = None
     shared_memory: float = math.inf
@@ -77,23 +76,23 @@ _stands_in = INTERPRETED  # whether `_interpreter` is asked about architecture, 
 
 
 def shared_memory_limit() -> float:
-    """Bytes of shared memory that one program can have on the current device."""
+    """Return the maximum bytes of shared memory per program on the current device."""
     return _interpreter.shared_memory if INTERPRETED else _properties()["max_shared_mem"]
 
 
 def num_sms() -> int:
-    """The number of SMs of the current device; on the interpreter, of programs that run at the same time."""
+    """Return the number of SMs of the current device; on the interpreter, the number of concurrent programs."""
     return _interpreter.num_sms if INTERPRETED else _properties()["multiprocessor_count"]
 
 
 def architecture() -> int | str | None:
-    """The current device's: 90 for sm_90, "gfx942" for one that is not NVIDIA's; None on the interpreter."""
+    """Return the current device's architecture: 90 for sm_90, "gfx942" for an AMD GPU; None on the interpreter."""
     return _interpreter.architecture if _stands_in else triton.runtime.driver.active.get_current_target().arch
 
 
 @contextlib.contextmanager
 def interpreted_as(device: Device):
-    """Inside, the interpreter stands in for a GPU: stages launch the programs, with the tiles, that they would there."""
+    """Context manager: the interpreter stands in for a GPU, so stages choose the programs and tiles for that GPU."""
     global _interpreter
     before, _interpreter = _interpreter, device
     try:
@@ -115,7 +114,7 @@ def architecture_as(device: Device):
 
 
 if INTERPRETED:
-    from common.interpreter import gluon  # which a GPU's users need not wait for
+    from common.interpreter import gluon  # slow to import, and not needed on a GPU
 
     if _imported_before:
         repairs.adopt_language()

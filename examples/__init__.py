@@ -1,1 +1,1 @@
-"""What stages are for: programs that use them, with packages of their own in requirements.txt."""
+"""Programs that use stages; requirements.txt has their additional packages."""

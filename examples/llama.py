@@ -1,6 +1,6 @@
-"""Train a small Llama of Hugging Face's transformers with a stage as its attention, next to one with PyTorch's SDPA.
+"""Train a small Llama of Hugging Face's transformers with a stage's attention, next to one with PyTorch's SDPA.
 
-`make example STAGE=v5` runs it. `register` is all that a stage needs to be an attention of transformers; copy it.
+`make example STAGE=v5` runs it. To use a stage in transformers, copy `register`.
 """
 
 import argparse
@@ -18,24 +18,24 @@ from common.measure.options import positive, single
 from common.runtime import DEVICE
 
 TEXT = Path(__file__).parents[1] / "tests" / "stages" / "data" / "alice.txt"  # a token is a byte
-WARM_UP = 5  # steps, in which kernels are compiled and tuned
+WARM_UP = 5  # steps, in which kernels may be compiled and tuned
 if DEVICE == "cuda":
     SIZE = {"num_hidden_layers": 4, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8}
-    # With more steps it learns the text by heart, and then two runs of SDPA itself end with different losses.
+    # With more steps the model memorizes the text, and even two runs of SDPA then end with different losses.
     RATE, STEPS, BATCH, SEQ_LEN = 3e-4, 100, 1, 16384
 else:  # the interpreter is slow
     SIZE = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     RATE, STEPS, BATCH, SEQ_LEN = 3e-3, 100, 1, 64
 
-# What transformers 5.17 hands on to an attention that changes nothing in it.
+# Options of transformers 5.17 that do not change the attention.
 HARMLESS = {"num_items_in_batch", "output_hidden_states", "output_router_logits", "use_cache"}
 
 
 def register(name, attention):
-    """Let `attn_implementation=name` be a stage's attention, in any model of transformers that takes others than its own.
+    """Let `attn_implementation=name` select a stage's attention, in any transformers model that supports other implementations.
 
-    What the stage does not compute raises NotImplementedError. Under `torch.compile` a model needs an attention_mask of ones:
-    without one, transformers takes each batch for packed sequences there.
+    Options that the stage lacks raise NotImplementedError. Under `torch.compile`, pass an attention_mask of ones: without it,
+    transformers treats each batch as packed sequences.
     """
 
     def refuse(asked):
@@ -47,7 +47,8 @@ def register(name, attention):
         q_length, kv_length, q_offset=0, kv_offset=0, attention_mask=None, local_size=None, allow_is_causal_skip=True,
         allow_is_bidirectional_skip=False, **others,
     ):  # fmt: skip
-        """None, for causal or no masking. Unless this is registered, transformers leaves out padding and all else silently."""
+        """Return None, for causal or no masking. Without this function transformers would silently ignore padding and other
+        masks."""
         refuse({
             "a padding mask": attention_mask is not None and (attention_mask.shape[1] < kv_length or not attention_mask.all()),
             "a sliding window, or chunks": local_size is not None and local_size < kv_offset + kv_length,
@@ -63,7 +64,7 @@ def register(name, attention):
     ):  # fmt: skip
         queries, keys = query.shape[2], key.shape[2]  # query [B, H, Sq, D], key and value [B, Hkv, Sk, D]
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        causal = causal and queries > 1  # a single query is the newest, and sees all keys
+        causal = causal and queries > 1  # a single query is the newest token and sees all keys
         if causal and queries != keys:
             causal = "bottom-right"  # several queries after a cache: the last one sees all keys
         refuse({
@@ -73,21 +74,21 @@ def register(name, attention):
             "packed sequences": queries > 1 and position_ids is not None and bool((position_ids.diff() != 1).any()),
         } | {option: value for option, value in options.items() if option not in HARMLESS})  # fmt: skip
         out = attention(query, key, value, causal=causal, scale=scaling)
-        return out.transpose(1, 2).contiguous(), None  # [B, Sq, H, D], and no weights
+        return out.transpose(1, 2).contiguous(), None  # [B, Sq, H, D], no attention weights
 
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, mask)
 
 
 def build(attn_implementation, dtype=torch.bfloat16, **size):
-    """A Llama with random weights, the same ones whatever its attention."""
+    """Build a Llama with random weights, the same for every attention."""
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=256, intermediate_size=2 * size["hidden_size"], use_cache=False, **size)
     return AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation, dtype=dtype).to(DEVICE)
 
 
 def draw(steps, batch, seq_len):
-    """The batches of a run, each [batch, seq_len]: windows of the text, which goes round."""
+    """Yield the batches of a run, each [batch, seq_len]: windows of the text, which repeats."""
     text = torch.tensor(list(TEXT.read_bytes()), device=DEVICE)
     generator = torch.Generator().manual_seed(0)
     for _ in range(steps):
@@ -96,12 +97,12 @@ def draw(steps, batch, seq_len):
 
 
 def loss_of_whole(model, batch):
-    """The mean loss of the tokens of a batch [batch, seq_len]."""
+    """Return the mean loss over a batch [batch, seq_len]."""
     return model(input_ids=batch, labels=batch).loss
 
 
 def train(model, batches, rate=RATE, loss_of=loss_of_whole):
-    """Train on each batch; yield its loss, and the seconds that the step took."""
+    """Train on each batch; yield its loss and the seconds of the step."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     for batch in batches:
@@ -116,7 +117,7 @@ def train(model, batches, rate=RATE, loss_of=loss_of_whole):
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="make example", description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--stage", type=single(stages.resolve), default=stages.recommended(), help="v5, say (default: %(default)s)"
+        "--stage", type=single(stages.resolve), default=stages.recommended(), help="such as v5 (default: %(default)s)"
     )
     for flag, default in (("--steps", STEPS), ("--batch", BATCH), ("--seq-len", SEQ_LEN)):
         parser.add_argument(flag, type=single(positive), default=default, metavar="N", help="(default: %(default)s)")
@@ -128,7 +129,7 @@ def main(argv=None):
     print(f"{options.stage} and sdpa, {options.steps} steps of {options.batch} × {options.seq_len} tokens")
     runs = [train(build(name, **SIZE), draw(options.steps, options.batch, options.seq_len)) for name in names]
     losses, times = {name: [] for name in names}, {name: [] for name in names}
-    for step in (bar := tqdm(zip(*runs, strict=True), total=options.steps, disable=None)):  # no bar but on a terminal
+    for step in (bar := tqdm(zip(*runs, strict=True), total=options.steps, disable=None)):  # a bar only on a terminal
         for name, (loss, seconds) in zip(names, step, strict=True):
             losses[name].append(loss)
             times[name].append(1e3 * seconds)
@@ -141,7 +142,7 @@ def main(argv=None):
     for name in names:
         print(f"median step, {name}: {statistics.median(times[name][WARM_UP:] or times[name]):.1f} ms")
     if DEVICE == "cpu":
-        print("No GPU in use: the kernels are interpreted, on the CPU. Interpreter times mean nothing.")
+        print("No GPU in use: the kernels are interpreted on the CPU. Interpreter times mean nothing.")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Train a small Llama on a sequence that several processes share, next to one process that has all of it.
+"""Train a small Llama on a sequence that several processes share, next to one process with the whole sequence.
 
-`make example-ring GPUS=2 STAGE=v5` runs it. `spread` and `loss_of_part` are all that a model needs: copy them.
+`make example-ring GPUS=2 STAGE=v5` runs it. To do the same with another model, copy `spread` and `loss_of_part`.
 """
 
 import argparse
@@ -20,14 +20,14 @@ from common.ring import ring_attention, shard
 from common.runtime import DEVICE
 from examples import llama
 
-NOT_A_LABEL = -100  # what a loss leaves out
+NOT_A_LABEL = -100  # a label that the loss ignores
 
 
 def spread(model, length, group=None):
-    """Have a model take parts of sequences of that length, as `shard` cuts them: their tokens are not where it would think.
+    """Let a model take `shard`'s parts of sequences of that length: give it the tokens' positions.
 
     Returns:
-        the model, whose gradients are the means over the ranks.
+        The model, whose gradients are means over the ranks.
     """
     positions = shard(torch.arange(length, device=DEVICE)[None], 1, group)
     model.model.rotary_emb.register_forward_pre_hook(
@@ -37,8 +37,9 @@ def spread(model, length, group=None):
 
 
 def loss_of_part(model, batch, group=None):
-    """The loss of this rank's part of a batch [batch, length], times the number of ranks: their mean is that of all tokens."""
-    labels = F.pad(batch[:, 1:], (0, 1), value=NOT_A_LABEL)  # the token after each, before the sequence is cut
+    """Return the loss of this rank's part of a batch [batch, length], scaled so that the mean over ranks is the mean over
+    tokens."""
+    labels = F.pad(batch[:, 1:], (0, 1), value=NOT_A_LABEL)  # shift labels before sharding
     part, labels = (shard(tensor, 1, group) for tensor in (batch, labels))
     logits = model(input_ids=part).logits.float()
     total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=NOT_A_LABEL, reduction="sum")
@@ -46,7 +47,7 @@ def loss_of_part(model, batch, group=None):
 
 
 def train_together(stage, dtype, batches, length, rate=llama.RATE, group=None, **size):
-    """Train a Llama whose attention is a stage's over all ranks; the loss of each step, the same on each of them."""
+    """Train a Llama with a stage's ring attention; return the loss of each step, the same on each rank."""
 
     def attention(q, k, v, *, causal, scale):
         return ring_attention(stage, q, k, v, group=group, causal=causal, scale=scale)
@@ -62,7 +63,7 @@ def train_together(stage, dtype, batches, length, rate=llama.RATE, group=None, *
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="make example-ring ARGS=…", description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--stage", type=single(stages.resolve), default=stages.recommended(), help="v5, say (default: %(default)s)"
+        "--stage", type=single(stages.resolve), default=stages.recommended(), help="such as v5 (default: %(default)s)"
     )
     for flag, default in (("--steps", 20), ("--batch", llama.BATCH), ("--seq-len", llama.SEQ_LEN)):
         parser.add_argument(flag, type=single(positive), default=default, metavar="N", help="(default: %(default)s)")
@@ -89,7 +90,7 @@ def main(argv=None):
         shown = {"step": rows} | {name: [losses[row] for row in rows] for name, losses in named.items()}
         print(tabulate(shown, headers="keys", floatfmt=".4f"))
         print(f"\nlargest difference of the losses: {max(abs(a - b) for a, b in zip(together, alone, strict=True)):.4f}")
-    dist.broadcast_object_list([None], src=0)  # the others wait, on the CPU
+    dist.broadcast_object_list([None], src=0)  # the other ranks wait on the CPU
     dist.destroy_process_group()
 
 

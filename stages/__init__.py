@@ -1,6 +1,6 @@
-"""The stages of the evolution, one package each; nothing outside a stage's directory lists its name.
+"""The stages of the evolution, one package each. No code outside a stage's directory lists its name.
 
-A name says where a stage stands: v4_… is the fourth step, v4a_… a dead end, which branches off it and leads nowhere.
+A name gives a stage's position: v4_… is the fourth step, v4a_… a dead end that branches off it.
 """
 
 import difflib
@@ -17,21 +17,21 @@ from common.runtime import architecture
 
 
 def position(name: str) -> tuple[int, str] | None:
-    """Where a stage of that name stands: (4, "") for v4_…, (4, "a") for v4a_…; None for what is no stage."""
+    """Return a stage's position: (4, "") for v4_…, (4, "a") for v4a_…; None for other names."""
     match = re.match(r"v(\d+)([a-z]?)_", name)
     return match and (int(match[1]), match[2])
 
 
 def is_dead_end(name: str) -> bool:
-    """Whether that is a stage from which the evolution does not go on."""
+    """Whether a stage is a dead end, from which the evolution does not continue."""
     return (position(name) or (0, ""))[1] != ""
 
 
 def names() -> list[str]:
-    """The directory names of all stages, in stage order, dead ends after what they branch off: ['v0_naive', …].
+    """Return the directory names of all stages in order, dead ends after the stage that they branch off: ['v0_naive', …].
 
     Raises:
-        SystemExit: two have one number; no command, and no test, could tell which of them a step is from.
+        SystemExit: two stages have the same number, so a step's parent would be ambiguous.
     """
     found = [module.name for module in pkgutil.iter_modules(__path__) if module.ispkg and position(module.name)]
     found.sort(key=lambda name: (position(name), name))
@@ -42,7 +42,7 @@ def names() -> list[str]:
 
 
 def version(name: str) -> str:
-    """The part of a stage's name that tells it from all others: "v3" of "v3_fa2_causal"."""
+    """Return the version in a stage's name: "v3" for "v3_fa2_causal"."""
     return name.partition("_")[0]
 
 
@@ -53,10 +53,10 @@ def directory(name: str) -> Path:
 
 
 def resolve(name: str) -> str:
-    """The directory name that `name` stands for: itself, or its version alone ("v3", "V3" or "3").
+    """Return the directory name of a stage; `name` is a directory name or a version ("v3", "V3" or "3").
 
     Raises:
-        ValueError: no stage is called that. The message names a similar one, or else says which there are.
+        ValueError: there is no such stage. The message names a similar one, or all versions.
     """
     wanted = name.strip().lower()
     wanted = f"v{wanted}" if wanted[:1].isdigit() else wanted
@@ -74,21 +74,21 @@ def resolve(name: str) -> str:
 
 
 def load(name: str) -> ModuleType:
-    """The stage's module, with `attention`, `forward` and `backward`; `name` as in `resolve`."""
+    """Import a stage's module, with `attention`, `forward` and `backward`; `name` as in `resolve`."""
     return importlib.import_module(f"stages.{resolve(name)}")
 
 
 def parent(name: str) -> str | None:
-    """The directory name of the stage that `name` was made from; None where there is no such stage, as for the first one.
+    """Return the directory name of the stage that `name` was made from; None if there is no such stage, as for the first one.
 
-    A stage made from v14 that is not v15 or v14a says so: `PARENT = "v14"` in its `__init__.py`. Without a `PARENT`, a stage's
-    parent has the number before, and a dead end's parent has its own number.
+    `PARENT = "v14"` in a stage's `__init__.py` names its parent. Without it, a stage's parent has the previous number, and a
+    dead end's parent has its own number.
 
     Args:
-        name: a directory name. That of a stage which is gone, as old results have it, counts as one without a `PARENT`.
+        name: a directory name. A stage that no longer exists, in old results, counts as one without a `PARENT`.
 
     Raises:
-        SystemExit: no stage is called what `PARENT` says.
+        SystemExit: `PARENT` names no stage.
     """
     module = directory(name) / "__init__.py"
     if recorded := module.exists() and re.search(r"^PARENT = [\"'](.*)[\"']", module.read_text(), re.MULTILINE):
@@ -101,15 +101,15 @@ def parent(name: str) -> str | None:
 
 
 def unavailable(name: str) -> str | None:
-    """Why a stage cannot run here, as its own `unavailable()` has it; None where it can, as those without one can anywhere."""
+    """Return why a stage cannot run here, from its own `unavailable()`; None if it can, or if it has no such function."""
     return getattr(load(name), "unavailable", lambda: None)()
 
 
 def recommended() -> str:
-    """The directory name of the stage to use here: the newest one that runs well on the current GPU, and no dead end.
+    """Return the directory name of the stage to use here: the newest stage, not a dead end, that runs well on the current GPU.
 
-    A stage with autotuned kernels moves its tiles through tensor descriptors. Before Hopper there is no TMA, so these kernels
-    get small tiles only (`common.kernels.tuning`), and a stage with fixed tiles is faster. On the interpreter every stage runs.
+    Autotuned kernels move their tiles through tensor descriptors. GPUs before Hopper have no TMA, so these kernels get only
+    small tiles (`common.kernels.tuning`), and a stage with fixed tiles is faster. On the interpreter every stage runs.
     """
     arch = architecture()
     has_tma = arch is None or arch in WITH_COPY_ENGINE

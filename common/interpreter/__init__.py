@@ -1,1 +1,1 @@
-"""Kernels on a CPU: Triton's interpreter, and what it needs to compute as a GPU does."""
+"""Kernels on a CPU: repairs to Triton's interpreter, and an interpreter for Gluon."""

@@ -1,6 +1,6 @@
-"""What goes on beside a partition once it has been issued: TMA's copies, and matmuls of a warpgroup.
+"""Asynchronous operations that a partition issues: TMA copies and warpgroup matmuls.
 
-Each takes place when the seed says, between its issue and the wait that knows it to be over.
+The seed chooses when each one takes place, between its issue and the wait for it.
 """
 
 import torch
@@ -11,16 +11,16 @@ from .values import Register, Values, in_triton, operand
 
 
 class Traffic:
-    """What a kernel asks of global memory and of the tensor cores; `common.measure.counter` watches these."""
+    """Hooks for a kernel's global memory traffic and matmuls; `common.measure.counter` watches them."""
 
     def read(self, nbytes: int, first: int, last: int):
-        """A number of bytes is read from global memory, in elements from one address to another."""
+        """Called when `nbytes` are read from global memory, in elements from address `first` to address `last`."""
 
     def write(self, nbytes: int, first: int, last: int, adds: bool = False):
-        """A number of bytes is written to global memory, or added to what is there."""
+        """Called when `nbytes` are written to global memory, or added to what is there."""
 
     def multiply(self, flops: int):
-        """A matmul takes so many FLOPs."""
+        """Called when a matmul of `flops` FLOPs takes place."""
 
 
 traffic = Traffic()
@@ -33,7 +33,7 @@ def _ends(part: torch.Tensor) -> tuple[int, int]:
 
 
 class Descriptor:
-    """A tensor as TMA knows it."""
+    """A tensor descriptor, as TMA sees a tensor."""
 
     def __init__(self, descriptor, name: str):
         self.name = name
@@ -45,7 +45,7 @@ class Descriptor:
         self.shape, self.strides = self._tensor.shape, self._tensor.stride()
 
     def clipped(self, coord):
-        """The part of a tile that lies inside of the tensor, and which of the tile's elements that is."""
+        """Return the part of the tensor that a tile covers, and the slices of the tile that this part fills."""
         inside, of_tile = [], []
         for first, size, end in zip(map(int, coord), self.block_shape, self._tensor.shape, strict=True):
             begin, stop = max(first, 0), max(min(first + size, end), 0)
@@ -54,7 +54,7 @@ class Descriptor:
         return self._tensor[tuple(inside)], tuple(of_tile)
 
     def tile(self, coord):
-        """A tile, padded where it lies outside."""
+        """Return a tile, padded outside of the tensor."""
         part, of_tile = self.clipped(coord)
         whole = torch.full(self.block_shape, self._padding, dtype=self._tensor.dtype)
         whole[of_tile] = part
@@ -62,7 +62,7 @@ class Descriptor:
         return whole
 
     def check(self, coord, buffer: Buffer):
-        """There must be as many coordinates as dimensions, and a buffer must be as large as a tile."""
+        """Fail unless there is a coordinate for each dimension and the buffer has the tile's size and dtype."""
         if len(coord) != len(self.block_shape):
             now().fail(f"{len(coord)} coordinates for `{self.name}`, which has {len(self.block_shape)} dimensions")
         if buffer.numel != self.block_type.numel or buffer.dtype != self.dtype:
@@ -81,7 +81,7 @@ class _BlockType:
 
 
 class Load:
-    """A copy from global to shared memory, which a barrier waits for."""
+    """A TMA copy from global to shared memory; it signals a barrier."""
 
     def __init__(self, descriptor: Descriptor, coord, barrier: Barrier, buffer: Buffer):
         descriptor.check(coord, buffer)
@@ -94,18 +94,18 @@ class Load:
         now().switch()
 
     def take_place(self):
-        """Fill the buffer, and tell the barrier."""
+        """Fill the buffer and signal the barrier."""
         self._buffer.view.copy_(self._descriptor.tile(self._coord).view(self._buffer.shape))
         self._barrier.land(self._buffer.nbytes, self._known, self._cycle)
 
 
 class Store:
-    """A copy from shared to global memory, or an addition to what is there, which its partition waits for."""
+    """A TMA copy or addition from shared to global memory; its partition waits for it."""
 
     def __init__(self, descriptor: Descriptor, coord, buffer: Buffer, adds: bool):
         descriptor.check(coord, buffer)
         if any(int(first) < 0 for first in coord):
-            now().fail(f"a store to `{descriptor.name}` at {[*map(int, coord)]}: before the tensor TMA only loads")
+            now().fail(f"a store to `{descriptor.name}` at {[*map(int, coord)]}: TMA cannot store before a tensor")
         self._descriptor, self._coord, self.buffer, self._adds = descriptor, coord, buffer, adds
         self.where = now().here()
         self.event = buffer.memory.use(buffer, "a copy", writes=False, asynchronous=True)
@@ -116,12 +116,12 @@ class Store:
         now().switch()
 
     def take_place(self):
-        """Write the part of the tile that lies inside of the tensor."""
+        """Write or add the part of the tile that lies inside the tensor."""
         part, of_tile = self._descriptor.clipped(self._coord)
         tile = self.buffer.view.reshape(self._descriptor.block_shape)[of_tile]
         nbytes = part.numel() * part.itemsize
         if self._adds:
-            part += tile  # by the L2 cache: the SM reads nothing
+            part += tile  # the L2 cache adds: the SM reads nothing
         else:
             part.copy_(tile)
         traffic.write(nbytes, *_ends(part), self._adds)
@@ -129,7 +129,7 @@ class Store:
 
 
 def store_wait(pendings: int):
-    """tma.store_wait: until all of this partition's stores have been read but so many, the last ones."""
+    """tma.store_wait: wait until TMA has read all stores of this partition except the last `pendings`."""
     partition = now().running
     waited_for = partition.stores[: max(0, len(partition.stores) - pendings)]
     now().switch(Waiting(lambda: all(store.over for store in waited_for), lambda: "its stores"))
@@ -141,7 +141,7 @@ def store_wait(pendings: int):
 
 
 class Matmul(Values):
-    """warpgroup_mma: a matmul, whose value is there once it has been waited for."""
+    """warpgroup_mma: a matmul whose value is available after the wait."""
 
     def __init__(self, a, b, acc, use_acc):
         (m, k), n = a.shape, b.shape[1]
@@ -165,11 +165,11 @@ class Matmul(Values):
 
     @property
     def data(self):
-        """Of a matmul that has not been waited for there is none."""
+        """Fail: nobody has waited for this matmul."""
         return now().fail("a matmul's value is used before warpgroup_mma_wait")
 
     def __getattr__(self, name):
-        """What a tensor has, a matmul that has not been waited for has not."""
+        """Fail on a tensor's attributes: nobody has waited for this matmul."""
         if name.startswith("__"):
             raise AttributeError(name)
         return self.data
@@ -183,12 +183,12 @@ class Matmul(Values):
         traffic.multiply(self.flops)
 
     def result(self) -> torch.Tensor:
-        """The value; it takes place now if it has not yet."""
+        """Return the value; the matmul takes place now if it has not yet."""
         now().perform(self)
         return self._value
 
     def finish(self):
-        """Have it over, and its partition know."""
+        """Complete the matmul, and let its partition know."""
         self.result()
         self.over = True
         now().running.known |= self._events
@@ -197,10 +197,10 @@ class Matmul(Values):
 
 
 def matmul_wait(outstanding: int, results: list):
-    """warpgroup_mma_wait: until all of this partition's matmuls are over but so many, the last ones.
+    """warpgroup_mma_wait: wait until all matmuls of this partition except the last `outstanding` are over.
 
     Returns:
-        `results`, matmuls that are over as their values; one, or a tuple.
+        `results`, with the values of finished matmuls: one object, or a tuple of several.
     """
     partition = now().running
     while len(partition.matmuls) > outstanding:

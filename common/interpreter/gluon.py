@@ -1,8 +1,8 @@
-"""Gluon on the CPU: its kernels run as they are, warps, barriers, TMA and asynchronous matmuls included.
+"""Gluon on the CPU: it runs unchanged kernels, with warp roles, barriers, TMA and asynchronous matmuls.
 
-`install` has every launch of a Gluon kernel run here. A kernel's own Python body runs, with what it calls of Gluon and Triton
-replaced by what MEANING has; what that lacks raises an error that names it. `schedule` says in which order things happen,
-`shared` what is an error, `asynchronous` what goes on by itself, `values` what a variable holds.
+`install` redirects every launch of a Gluon kernel to `run`, which executes the kernel's Python body. Functions of Gluon and
+Triton are replaced by their entries in MEANING; a missing entry raises an error with the function's name. `schedule` orders the
+events, `shared` finds races, `asynchronous` has copies and matmuls, and `values` has a kernel's variables.
 """
 
 import builtins
@@ -32,11 +32,11 @@ from .schedule import MARK, Program, begin, next_seed, now, outermost_frame
 from .shared import Barriers, Buffer, Memory
 from .values import Pointer, Register, Scalar, computed, in_torch, operand, promoted, tensor, value
 
-MEANING = {}  # by the identity of a function of Gluon or Triton, which has no cheap hash: the function, and what it does here
+MEANING = {}  # id of a function of Gluon or Triton -> (the function, its replacement). By id, because hashing one is slow
 
 
 def means(*functions):
-    """The decorated function is what these do here."""
+    """Register the decorated function as the replacement of `functions`."""
 
     def enter(meaning):
         MEANING.update({id(function): (function, meaning) for function in functions})
@@ -72,7 +72,7 @@ def _static_assert(condition, message=""):
 means(gl.constexpr)(lambda constant: constant)
 means(gl.to_tensor)(lambda x: Scalar(x) if isinstance(x, int) else x)
 means(gl.static_range, tl.static_range)(range)
-means(gdc_wait)(lambda: None)  # a launch begins when the one before has ended
+means(gdc_wait)(lambda: None)  # a launch begins when the previous one has ended
 means(gdc_launch_dependents)(lambda: None)
 
 
@@ -122,8 +122,8 @@ def _join(x, y):
 
 
 def _either(compute, or_nan):
-    """The larger, or the smaller, of two; a number where the other is NaN, or NaN if that is asked for. Not in bfloat16, as in
-    Triton."""
+    """Return the meaning of maximum or minimum. If one operand is NaN, the result is the other, or NaN with PropagateNan.ALL.
+    As in Triton, bfloat16 operands give a float32 result."""
 
     def meaning(x, y, propagate_nan=tl.PropagateNan.NONE):
         chosen = or_nan if propagate_nan == tl.PropagateNan.ALL else compute
@@ -143,7 +143,7 @@ def _max(x, axis):
         return computed("row maximum", x.data.to(torch.promote_types(x.data.dtype, torch.int32)).amax(axis), x)
     data = x.data.to(torch.promote_types(x.data.dtype, torch.float32))
     largest = data.amax(axis)
-    if largest.isnan().any():  # a number's, where there is one
+    if largest.isnan().any():  # NaN only if the whole row is NaN
         nan = data.isnan()
         largest = data.masked_fill(nan, float("-inf")).amax(axis).masked_fill(nan.all(axis), float("nan"))
     return computed("row maximum", largest, x)
@@ -159,7 +159,7 @@ def _sum(x, axis):
 @means(gl.associative_scan)
 def _associative_scan(x, axis, combine_fn):
     total, reach = x.data.movedim(axis, 0), 1
-    while reach < total.shape[0]:  # how many each is the result of
+    while reach < total.shape[0]:  # each element combines up to `reach` elements
         further = combine_fn(Register(total[:-reach], None), Register(total[reach:], None)).data
         total, reach = torch.cat([total[:reach], further]), 2 * reach
     return computed("scan", total.movedim(0, axis), x, layout=x.layout)
@@ -171,12 +171,12 @@ for _function, _compute in ((gl.abs, torch.abs), (gl.exp2, torch.exp2), (gl.log2
 
 @means(gl.inline_asm_elementwise)
 def _inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
-    """What the comment says with which the instructions begin: an expression of a, b, c …, the arguments."""
+    """Evaluate the comment at the start of the assembly: an expression of the arguments a, b, c, …"""
     comment = re.match(r"/\*(.*?)\*/", asm)
     if comment is None:
-        now().fail("inline assembly that does not begin with a comment, of what it computes of its arguments a, b, …")
+        now().fail("inline assembly that does not begin with a comment, the expression of a, b, … that it computes")
     names = dict(zip("abcdefgh", args, strict=False))
-    return eval(comment[1].strip(), {"gl": _Language(gl)}, names).to(dtype)  # by the author of the assembly
+    return eval(comment[1].strip(), {"gl": _Language(gl)}, names).to(dtype)  # trusted: the comment is the stage author's
 
 
 # --- global memory
@@ -207,7 +207,7 @@ def _store(pointer, stored, mask=None):
 
 
 def _add_up(pointer, added, mask=None):
-    """Add to memory; the number of bytes."""
+    """Add to memory; return the number of bytes."""
     offsets, counts = pointer.at(mask)
     added = torch.as_tensor(operand(added)).to(pointer.elements.dtype).expand(offsets.shape)
     pointer.elements.index_put_((offsets[counts],), added[counts], accumulate=True)
@@ -225,7 +225,7 @@ def _atomic_add(pointer, added, mask=None):
 
 
 def add_in_memory(pointer, added):
-    """An addition of which nothing comes back, by the L2 cache: the SM reads nothing."""
+    """Add in the L2 cache, without a result: the SM reads nothing."""
     nbytes = _add_up(pointer, added)
     if now().timing:
         now().timing.copy(now().running, "add", nbytes)
@@ -299,7 +299,7 @@ def _warpgroup_mma_wait(num_outstanding=0, deps=None):
 @means(gl.warp_specialize)
 def _warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
     if len(worker_num_warps) != len(functions_and_args) - 1:
-        now().fail(f"{len(functions_and_args) - 1} workers, and numbers of warps for {len(worker_num_warps)}")
+        now().fail(f"{len(functions_and_args) - 1} workers, but {len(worker_num_warps)} numbers of warps")
     warps = [now().running.warps, *worker_num_warps]
     calls = [functools.partial(function, *given) for function, given in functions_and_args]
     now().specialize(list(zip(calls, (function.__name__ for function, _ in functions_and_args), warps, strict=True)))
@@ -309,7 +309,7 @@ def _warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None)
 
 
 class _Language:
-    """A module of Triton as a kernel sees it."""
+    """A module of Triton, with functions replaced by their meanings."""
 
     def __init__(self, module):
         self._module = module
@@ -319,7 +319,7 @@ class _Language:
 
 
 def _meaning(thing, name):
-    """What a global of a kernel is here."""
+    """Return the interpreter's replacement of a kernel's global."""
     if id(thing) in MEANING:
         return MEANING[id(thing)][1]
     if isinstance(thing, types.ModuleType) and thing.__name__.startswith("triton"):
@@ -335,7 +335,7 @@ def _meaning(thing, name):
 
 @functools.cache
 def _translated(function):
-    """A kernel's function with its globals as they are here."""
+    """Return a kernel's function with its globals replaced."""
     scope = {MARK: True}
     made = types.FunctionType(function.__code__, scope, function.__name__, None, function.__closure__)
     made.__defaults__ = function.__defaults__ and tuple(_meaning(one, "a default") for one in function.__defaults__)
@@ -348,7 +348,7 @@ def _translated(function):
 
 
 def _codes(code):
-    """A function's code, and that of functions inside of it."""
+    """Yield the code of a function and of all nested functions."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -356,7 +356,7 @@ def _codes(code):
 
 
 def _argument(name, argument):
-    """An argument of a launch as its kernel has it."""
+    """Convert a launch argument to the object that the kernel sees."""
     if hasattr(argument, "block_shape"):
         return Descriptor(argument, name)
     if isinstance(argument, torch.Tensor):
@@ -372,7 +372,7 @@ def _argument(name, argument):
 
 
 def run(kernel: GluonJITFunction, *args, grid, warmup, **options):
-    """Launch a kernel: on the CPU, one program after the other, or a few at a time."""
+    """Run a launch on the CPU, `schedule.AT_ONCE` programs at a time; one at a time if timed."""
     if warmup:
         return
     signature = inspect.signature(kernel.fn)
@@ -391,5 +391,5 @@ def run(kernel: GluonJITFunction, *args, grid, warmup, **options):
 
 
 def install():
-    """Have every launch of a Gluon kernel run here."""
+    """Redirect every launch of a Gluon kernel to `run`."""
     GluonJITFunction.run = run

@@ -1,4 +1,4 @@
-"""Triton's interpreter, repaired: what it computes otherwise than a GPU does. `common.runtime` applies what is here."""
+"""Repairs to Triton's interpreter, which differs from a GPU in some results. `common.runtime` applies them."""
 
 import functools
 import threading
@@ -13,7 +13,7 @@ from triton.runtime.jit import JITFunction
 
 
 def adopt_language():
-    """Give the interpreter its own version of what `triton.language`, imported before us, defined for the compiler."""
+    """Make interpreted versions of the functions that `triton.language` defined for the compiler when it was imported."""
     adopted = {}
     for namespace in (tl, tl.standard, tl.random, tl.tensor):
         for name, function in list(vars(namespace).items()):
@@ -23,20 +23,20 @@ def adopt_language():
 
 
 def _widen(handle):
-    """A bfloat16 handle, which the interpreter keeps as raw uint16, as float32; any other handle as it is."""
+    """Convert a bfloat16 handle, which holds raw uint16, to float32; return any other handle unchanged."""
     if handle.dtype.scalar != tl.bfloat16:
         return handle
     return TensorHandle((handle.data.astype(numpy.uint32) << 16).view(numpy.float32), tl.float32)
 
 
 def _to_bfloat16(data):
-    """A float32 array rounded to nearest even, as the raw uint16 of bfloat16."""
+    """Round a float32 array to nearest even; return a bfloat16 handle of raw uint16."""
     rounded = torch.from_numpy(numpy.ascontiguousarray(data)).to(torch.bfloat16)
     return TensorHandle(rounded.view(torch.uint16).numpy().reshape(data.shape), tl.bfloat16)
 
 
 def repair_bfloat16():
-    """Give the interpreter's bfloat16 the meaning that it has on a GPU.
+    """Make bfloat16 compute as on a GPU.
 
     Triton 3.6 and 3.7 compute with the raw 16 bits: `tl.dot` multiplies them as integers, arithmetic adds them as integers, and
     a cast from float32 truncates where the hardware rounds to nearest even.
@@ -74,20 +74,20 @@ def add_descriptor_reductions():
 
 
 def refuse_stores_before_a_tensor():
-    """Have a descriptor's store at a negative coordinate fail: it stops a GPU's program. A load there gives zeros."""
+    """Make a descriptor's store at a negative coordinate fail, as on a GPU. A load there gives zeros."""
     store = InterpreterBuilder.create_descriptor_store
 
     def checked(self, desc, value, indices):
         where = [int(index.data.item()) for index in indices]
         if min(where) < 0:
-            raise ValueError(f"a store at {where}: before the tensor TMA only loads")
+            raise ValueError(f"a store at {where}: TMA cannot store before a tensor")
         store(self, desc, value, indices)
 
     InterpreterBuilder.create_descriptor_store = checked
 
 
 def repair_loop_bounds():
-    """Let a scalar, an array of one element, end a loop: Triton 3.6 has numpy convert it, which from 2.5 on refuses."""
+    """Let a scalar tensor end a loop. Triton 3.6 lets numpy convert its one-element array, which fails from numpy 2.5 on."""
     patch = interpreter._patch_lang_tensor
 
     def patch_and_repair(tensor, scope):
@@ -98,7 +98,7 @@ def repair_loop_bounds():
 
 
 def run_one_kernel_at_a_time():
-    """Let threads wait for each other: all kernels share one builder, which knows of one program."""
+    """Run one kernel at a time: all kernels share one builder, which holds the state of a single program."""
     run, lock = InterpretedFunction.run, threading.RLock()
 
     def run_alone(self, *args, **kwargs):
@@ -109,8 +109,7 @@ def run_one_kernel_at_a_time():
 
 
 def patch_the_language_once():
-    """Let all calls of a function in a kernel find the language as the first has left it; Triton patches it anew for each one,
-    which takes a fifth of a kernel's time."""
+    """Patch the language once for each function of a launch. Triton patches it for every call, a fifth of a kernel's time."""
     patch, run, patched = interpreter._patch_lang, InterpretedFunction.run, set()
 
     def run_and_patch(self, *args, **kwargs):
@@ -127,8 +126,8 @@ def patch_the_language_once():
 
 
 def check_overflow_cheaply():
-    """Let int32 numbers that overflow be an error, where Triton computes each sum once more in int64, in a third of a kernel's
-    time, for an assertion that it then leaves out."""
+    """Raise an error if int32 arithmetic overflows. Triton repeats each operation in int64 for an assertion that it then skips,
+    which takes a third of a kernel's time."""
     of_numbers = {"add": numpy.add, "sub": numpy.subtract, "mul": numpy.multiply}
 
     def check(lhs, rhs, operation):
@@ -143,7 +142,7 @@ def check_overflow_cheaply():
 
 
 def look_types_up_once():
-    """Let numpy's type for one of Triton's be looked up once; Triton makes a table of them for every array."""
+    """Cache the numpy dtype of a Triton dtype; Triton builds a table of all of them for every array."""
     look_up = functools.cache(interpreter._get_np_dtype)
 
     def numpy_type(dtype):

@@ -1,9 +1,9 @@
-"""Who runs when: the partitions of a kernel's programs take turns, and what is asynchronous takes place, as a seed chooses.
+"""The order of events: a seed chooses which partition runs and when asynchronous operations take place.
 
-One thread runs at a time. At every barrier, copy, matmul and fence it gives up its turn, and the seed says who goes on: a run
-is one interleaving of very many, and its seed replays it. That a run is right does not hang on the seed alone. What each
-partition knows to be over is kept (`Partition.known`), and two uses of a buffer of which neither knows of the other are an
-error in whichever order they happened to come.
+One thread runs at a time. At every barrier, copy, matmul and fence the thread gives up its turn, and the seed chooses the next
+one. A run is one of very many interleavings, and its seed replays it. Finding races does not depend on the seed alone:
+`Partition.known` keeps the events that a partition knows to be over. Two conflicting uses of a buffer are an error, in either
+order, if the later use's partition does not know that the earlier use is over.
 """
 
 import contextlib
@@ -21,25 +21,25 @@ from triton.runtime.interpreter import InterpreterError
 from .timing import Rates, Timing
 
 VARIABLE = "GLUON_SEED"  # in the environment: the seed of every launch
-AT_ONCE = 2  # programs that run at the same time: the SMs of the GPU that is interpreted
-MARK = "__interpreted__"  # among the globals of every function of a kernel
+AT_ONCE = 2  # programs that run at the same time: the number of SMs of the interpreted GPU
+MARK = "__interpreted__"  # a global of every translated function of a kernel
 
 _seeds = itertools.count()
 
 
 def restart_seeds(first: int):
-    """Let the launches from now on have the seeds `first`, `first` + 1, … unless the environment has one for all."""
+    """Give the next launches the seeds `first`, `first` + 1, … unless the environment sets one for all."""
     global _seeds
     _seeds = itertools.count(first)
 
 
 def next_seed() -> int:
-    """The seed of a launch."""
+    """Return the seed of the next launch."""
     return int(os.environ.get(VARIABLE) or next(_seeds))
 
 
 def _kernel_frames(frame):
-    """The frames of a kernel's functions, from the innermost on."""
+    """Yield the frames of a kernel's functions, innermost first."""
     while frame:
         if MARK in frame.f_globals:
             yield frame
@@ -47,7 +47,7 @@ def _kernel_frames(frame):
 
 
 class Place:
-    """A line of a kernel, and the partition that is there."""
+    """A partition, and the line of the kernel that it runs."""
 
     def __init__(self, partition, frame):
         inner = next(_kernel_frames(frame), None)
@@ -61,51 +61,51 @@ class Place:
 
 
 def outermost_frame():
-    """The frame of the function that this thread runs of a kernel."""
+    """Return the frame of the kernel function in which this thread began."""
     *_, frame = _kernel_frames(sys._getframe(1))
     return frame
 
 
 class Stopped(BaseException):
-    """Ends a partition of a launch that has failed elsewhere."""
+    """Ends a partition because another one has failed."""
 
 
 class Waiting:
-    """What a partition waits for."""
+    """A condition that a partition waits for."""
 
     def __init__(self, over: Callable[[], bool], what: Callable[[], str]):
-        self.over, self.what = over, what  # whether it may go on; in words, for the report of a deadlock
+        self.over, self.what = over, what  # whether the wait is over; its description, for a deadlock report
 
 
 class Program:
-    """One program of a launch: its number, what has happened in it, the frame of its kernel."""
+    """One program of a launch: its number, partitions, memories, barriers and kernel frame."""
 
     def __init__(self, number: int):
         self.number = number
-        self.partitions = []  # that have begun, ended ones too
+        self.partitions = []  # all that have begun, including ended ones
         self.memories, self.barriers = [], []
         self.frame = None
         self._events = itertools.count()
 
     def event(self) -> int:
-        """A new event: a bit of its own in what a partition knows to be over."""
+        """Return a new event: one bit of `Partition.known`."""
         return 1 << next(self._events)
 
     def name_of(self, thing) -> str | None:
-        """What the kernel's function calls a buffer or a row of barriers."""
+        """Return the kernel's variable name of a buffer or a row of barriers."""
         if self.frame is None:
             return None
         return next((name for name, value in self.frame.f_locals.items() if value is thing), None)
 
 
 class Partition:
-    """A thread of a program: the program as it begins, or a role of its warps."""
+    """A thread of a program: the whole program at its start, or one warp role."""
 
     def __init__(self, program: Program, call: Callable, name: str, warps: int, parent: "Partition | None" = None):
         self.program, self.call, self.name, self.warps = program, call, name, warps
-        self.clock = parent.clock if parent else 0.0  # in a launch that is timed
-        self.known = parent.known if parent else 0  # the events that are over, for all that this partition can tell
-        self.matmuls, self.stores = [], []  # asynchronous ones that it has issued and not waited for
+        self.clock = parent.clock if parent else 0.0  # in a timed launch
+        self.known = parent.known if parent else 0  # bits of the events that this partition knows to be over
+        self.matmuls, self.stores = [], []  # issued and not yet waited for
         self.waiting = self.frame = None
         self.turn = threading.Lock()
         self.turn.acquire()
@@ -117,24 +117,24 @@ class Partition:
 
 
 class Schedule:
-    """A launch: runs programs, some at a time, until all have ended or one has failed."""
+    """A launch: it runs programs, a few at a time, until all have ended or one has failed."""
 
     def __init__(self, seed: int, timing: Timing | None = None):
         self.seed, self.timing = seed, timing
         self.random = random.Random(seed)
-        self.eagerness = self.random.choice((0, 0.1, 0.5, 1))  # with which what has been issued takes place, at each turn
-        self.constancy = self.random.choice((0, 0.5, 0.9))  # with which who runs goes on running
-        self.fair = self.random.choice((True, False))  # or some operations are put off for as long as there are others
-        self._issued = {}  # copies and matmuls that have not taken place yet, by identity, with the rank that they were dealt
+        self.eagerness = self.random.choice((0, 0.1, 0.5, 1))  # probability, at each turn, that an issued operation takes place
+        self.constancy = self.random.choice((0, 0.5, 0.9))  # probability that the running partition keeps running
+        self.fair = self.random.choice((True, False))  # if not, operations of high rank wait until no others are left
+        self._issued = {}  # id -> (random rank, operation) of copies and matmuls that have not taken place yet
         self.error = None
         self.running = None
-        self.programs = 0  # of the launch
-        self._partitions = []  # that have begun and not ended
+        self.programs = 0  # in the launch
+        self._partitions = []  # begun and not ended
         self._finished = threading.Lock()
 
     @torch.inference_mode()
     def run(self, programs: Iterable[tuple[Program, Callable]], warps: int):
-        """Run all, each with so many warps, in an order of the seed's; one after the other in a launch that is timed."""
+        """Run all programs with `warps` warps each, in an order that the seed chooses; in sequence if the launch is timed."""
         programs = list(programs)
         self.programs = len(programs)
         if not self.timing and self.random.random() < 0.5:
@@ -158,7 +158,7 @@ class Schedule:
             raise self.error
 
     def specialize(self, calls: list[tuple[Callable, str, int]]):
-        """Run partitions beside each other, each a call, its name and its number of warps, and wait for all of them."""
+        """Run partitions (call, name, number of warps) concurrently, and wait for all of them."""
         parent = self.running
         workers = [Partition(parent.program, *call, parent) for call in calls]
         for worker in workers:
@@ -169,7 +169,7 @@ class Schedule:
             parent.known |= worker.known
 
     def switch(self, waiting: Waiting | None = None):
-        """Let the seed choose who goes on; the partition that runs, not before it has what it is waiting for."""
+        """Let the seed choose the next partition; the running one continues only when `waiting` is over."""
         me = self.running
         me.waiting, me.frame = waiting, sys._getframe(1)
         following = self._next()
@@ -181,31 +181,31 @@ class Schedule:
             raise Stopped
 
     def issue(self, operation):
-        """Let an asynchronous operation take place from now on, whenever the seed says."""
+        """Issue an asynchronous operation: from now on it takes place when the seed chooses."""
         self._issued[id(operation)] = self.random.random(), operation
         if self.timing:
             self.perform(operation)
 
     def perform(self, operation):
-        """Let it take place now, if it has not yet."""
+        """Let an operation take place now, if it has not yet."""
         if self._issued.pop(id(operation), None) is not None:
             operation.take_place()
 
     def fail(self, message: str):
-        """Raise an error, at the line where the partition that runs is."""
+        """Raise an error that names the running partition's line."""
         raise InterpreterError(f"{self.here()}: {message}\n{self.replayed}")
 
     def here(self) -> Place:
-        """Where the partition that runs is."""
+        """Return the running partition's place."""
         return Place(self.running, sys._getframe(1))
 
     @property
     def replayed(self) -> str:
-        """How to have the same order again."""
+        """How to replay this order, as text."""
         return f"{VARIABLE}={self.seed} replays this order"
 
     def _begin(self, partition, then):
-        @torch.inference_mode()  # a thread begins without it, and whether the arguments were made in it nobody knows
+        @torch.inference_mode()  # a new thread is not in it, and the arguments may be inference tensors
         def body():
             partition.turn.acquire()
             try:
@@ -226,7 +226,7 @@ class Schedule:
         threading.Thread(target=body, daemon=True).start()
 
     def _in_the_kernel(self, error):
-        """An error of Python's, with the line of the kernel that raised it."""
+        """Wrap a Python exception with the line of the kernel that raised it."""
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if MARK in frame.f_globals]
         place = Place(self.running, frames[-1] if frames else None)
         wrapped = InterpreterError(f"{place}: {error!r}\n{self.replayed}")
@@ -234,7 +234,7 @@ class Schedule:
         return wrapped
 
     def _end(self, partition):
-        """Nothing may be left of what a partition has begun, and of a program nothing at all."""
+        """Fail if a partition leaves stores or matmuls unfinished, or a program leaves barriers waiting for bytes."""
         if partition.stores:
             store = partition.stores[0]
             self.fail(f"{partition.name} ends before {store.buffer} has been read, with no store_wait after {store.where}")
@@ -257,7 +257,7 @@ class Schedule:
         partition.turn.release()
 
     def _next(self):
-        """Who goes on, of those who can; before, some of what has been issued takes place. None: all have ended."""
+        """Perform some issued operations, and return the partition that goes on; None if all have ended."""
         while not self.error:
             try:
                 if self._issued and self.random.random() < self.eagerness:
@@ -292,7 +292,7 @@ _one_at_a_time = threading.RLock()
 
 @contextlib.contextmanager
 def begin(seed: int):
-    """A launch, inside; another thread's waits."""
+    """Context of a launch; a launch of another thread waits."""
     global _running
     with _one_at_a_time:
         timing = None
@@ -307,7 +307,7 @@ def begin(seed: int):
 
 @contextlib.contextmanager
 def timed(rates: Rates):
-    """Inside, launches are timed at some rates; gives their timings, in order, as they come."""
+    """Time the launches in this context with `rates`; yield the growing list of their timings."""
     global _rates, _timings
     with _one_at_a_time:
         _rates, _timings = rates, []
@@ -318,5 +318,5 @@ def timed(rates: Rates):
 
 
 def now() -> Schedule | None:
-    """The launch that runs."""
+    """Return the running launch."""
     return _running

@@ -1,8 +1,8 @@
-"""Shared memory, barriers, and the rules for both: who may use a buffer when.
+"""Shared memory and barriers, and the check for races.
 
-Each use of a part of a buffer is an event. It may conflict with one before it (one of the two writes) only where the partition
-that begins it knows that the other is over: because it was its own, or through barriers and waits, which pass on what those who
-arrive know. What ordinary stores have written, TMA and matmuls see only after `fence_async_shared`.
+Each use of a part of a buffer is an event. Two uses conflict if they overlap and one of them writes. The later one is a race
+unless its partition knows that the earlier one is over. A partition knows its own accesses. It learns of others from barriers
+and waits, which pass on what the arriving partitions know. TMA and matmuls see ordinary stores only after `fence_async_shared`.
 """
 
 import functools
@@ -20,7 +20,7 @@ from .values import Register, in_torch, in_triton
 
 
 class _Part(NamedTuple):
-    """Which elements of its memory a view has."""
+    """The elements of a memory that a view covers."""
 
     offset: int
     shape: tuple[int, ...]
@@ -28,23 +28,23 @@ class _Part(NamedTuple):
 
     @classmethod
     def of(cls, view):
-        """A view's."""
+        """Return a view's part."""
         return cls(view.storage_offset(), tuple(view.shape), view.stride())
 
     @property
     def span(self):
-        """The first element in its memory, and that after its last."""
+        """(first element, last element + 1) in the memory."""
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
         return self.offset, self.offset + last + 1
 
     @property
     def is_dense(self):
-        """Whether it has all elements between its first and its last."""
+        """Whether the part has all elements between its first and its last."""
         first, end = self.span
         return end - first == math.prod(self.shape)
 
     def elements(self):
-        """Where its elements lie in its memory."""
+        """Return the offsets of the elements in the memory."""
         offsets = numpy.array([self.offset])
         for size, stride in zip(self.shape, self.strides, strict=True):
             offsets = (offsets[:, None] + numpy.arange(size) * stride).ravel()
@@ -53,17 +53,17 @@ class _Part(NamedTuple):
 
 @dataclass(eq=False)
 class _Use:
-    """Of a part of a buffer, by an ordinary access or by an asynchronous operation."""
+    """One use of a part of a buffer, by an ordinary access or an asynchronous operation."""
 
     part: _Part
     who: str
     where: Place
     writes: bool
     event: int
-    fences: int | None = None  # of an ordinary store: the events that made it visible to TMA and to matmuls
+    fences: int | None = None  # for an ordinary store: the fence events that made it visible to TMA and matmuls
 
 
-# A kernel's tiles have few shapes and places, and each use of one is compared with all before it: answers are kept.
+# A kernel has few distinct tiles, and each use is compared with all earlier uses, so the answers are cached.
 
 
 @functools.lru_cache(2**16)
@@ -77,24 +77,24 @@ def _overlap(a: _Part, b: _Part) -> bool:
 
 @functools.lru_cache(2**16)
 def _inside(part: _Part, whole: _Part) -> bool:
-    """Whether a part without gaps has all elements of another."""
+    """Whether `whole`, which must have no gaps, contains all elements of `part`."""
     (first, end), (first_whole, end_whole) = part.span, whole.span
     return whole.is_dense and first_whole <= first and end <= end_whole
 
 
 class Memory:
-    """What lies behind the views of a buffer, and who uses it."""
+    """The memory behind the views of a buffer, and its uses."""
 
     def __init__(self, program: Program, dtype: tl.dtype, shape: list[int]):
         self.program = program
         self.data = torch.empty([int(size) for size in shape], dtype=in_torch(dtype))
         self._filled = torch.zeros(self.data.numel(), dtype=torch.bool)
         self._all_filled = False
-        self.uses = []  # that one to come may conflict with
+        self.uses = []  # that a later use may conflict with
         program.memories.append(self)
 
     def use(self, buffer: "Buffer", who: str, *, writes: bool, asynchronous: bool) -> int:
-        """The event of a use that begins now; an error where it is too early for it."""
+        """Begin a use and return its event; fail if an earlier, conflicting use may not be over."""
         schedule, part = now(), _Part.of(buffer.view)
         known = schedule.running.known
         does = "writes" if writes else "reads"
@@ -111,7 +111,7 @@ class Memory:
             self._flags(buffer.view).fill_(True)
         else:
             self._check_filled(buffer, who)
-            # Whoever will know of this read knows of those before it that this partition knows of.
+            # Whoever knows of this read also knows of the earlier reads that this partition knows of.
             self.uses = [u for u in self.uses if u.writes or not u.event & known or not _inside(u.part, part)]
         use = _Use(part, who, schedule.here(), writes, self.program.event())
         if writes and not asynchronous:
@@ -120,17 +120,17 @@ class Memory:
         return use.event
 
     def _flags(self, view):
-        """Which elements of a view were ever written."""
+        """Return which elements of a view were ever written."""
         return self._filled.as_strided(view.shape, view.stride(), view.storage_offset())
 
     def _check_filled(self, buffer, who):
         self._all_filled = self._all_filled or bool(self._filled.all())
         if not self._all_filled and not self._flags(buffer.view).all():
-            now().fail(f"{who} reads {buffer}, and not all of that was ever written")
+            now().fail(f"{who} reads {buffer}, which was not fully written")
 
 
 def fence():
-    """fence_async_shared: what the partition knows to be stored, TMA and matmuls see from here on."""
+    """fence_async_shared: stores that the partition knows of become visible to TMA and matmuls."""
     partition = now().running
     event = partition.program.event()
     for use in itertools.chain.from_iterable(memory.uses for memory in partition.program.memories):
@@ -143,7 +143,7 @@ def fence():
 
 
 class Buffer:
-    """A view of shared memory, as Gluon's shared_memory_descriptor."""
+    """A view of shared memory, like Gluon's shared_memory_descriptor."""
 
     def __init__(self, memory: Memory, view: torch.Tensor, whole: "Buffer | None" = None, part: str = ""):
         self.memory, self.view = memory, view
@@ -162,13 +162,13 @@ class Buffer:
         return Buffer(self.memory, view, self._whole, self._part + part)
 
     def index(self, index):
-        """One of a row of buffers."""
+        """Return one buffer of a row of buffers."""
         if not 0 <= index < self.shape[0]:
             now().fail(f"index {index} of {self}, which has {self.shape[0]}")
         return self._view(self.view[int(index)], f"[{index}]")
 
     def slice(self, start, length, dim=0):
-        """Some rows, or columns."""
+        """Return a view of some rows or columns."""
         if not 0 <= start <= start + length <= self.shape[dim]:
             now().fail(f"{start} to {start + length} of dimension {dim} of {self}, which has {self.shape[dim]}")
         return self._view(
@@ -176,15 +176,15 @@ class Buffer:
         )
 
     def reshape(self, shape):
-        """The same elements in another shape."""
+        """Return a view of the same elements in another shape."""
         return self._view(self.view.view(shape))
 
     def permute(self, order):
-        """The same elements with the dimensions in another order."""
+        """Return a view with the dimensions in another order."""
         return self._view(self.view.permute(order))
 
     def load(self, layout=None):
-        """Its elements, in registers."""
+        """Return the elements, in registers."""
         schedule = now()
         schedule.running.known |= self.memory.use(self, "a load", writes=False, asynchronous=False)
         schedule.switch()
@@ -193,7 +193,7 @@ class Buffer:
         return Register(self.view.clone(), layout)
 
     def store(self, values):
-        """Fill it from registers."""
+        """Fill the buffer from registers."""
         if values.shape != self.shape or values.dtype != self.dtype:
             now().fail(f"{values.dtype} {values.shape} is stored to {self}, which is {self.dtype} {self.shape}")
         now().running.known |= self.memory.use(self, "a store", writes=True, asynchronous=False)
@@ -204,7 +204,7 @@ class Buffer:
 
 
 class Barriers:
-    """A row of barriers, as Gluon has them: shared memory of MBarrierLayout."""
+    """A row of barriers, which Gluon allocates as shared memory with MBarrierLayout."""
 
     def __init__(self, program: Program, number: int):
         self.program = program
@@ -217,25 +217,25 @@ class Barriers:
         return self.program.name_of(self) or "a barrier"
 
     def index(self, index):
-        """One of them."""
+        """Return one barrier."""
         if not 0 <= index < len(self._barriers):
             now().fail(f"index {index} of {self}, which has {len(self._barriers)}")
         return self._barriers[index]
 
 
 class Barrier:
-    """An mbarrier: a phase of it is over when all arrivals have come, and all bytes that they announced."""
+    """An mbarrier: a phase is over when all arrivals and all announced bytes have come."""
 
     def __init__(self, row: Barriers, number: int):
         self._row, self._number = row, number
-        self._count = None  # arrivals of a phase
+        self._count = None  # arrivals that complete a phase
         self._missing = self._bytes = 0  # arrivals and bytes that this phase still waits for
         self._announced = 0  # bytes for which no copy was issued yet
-        self._where = None  # bytes were last announced
-        self._phases = 0  # that are over
-        self._gathered = 0  # what those know who have arrived in this phase
-        self._passed_on = 0  # what those knew who had arrived in the phases that are over
-        self._cycle = self._over_at = 0.0  # in a launch that is timed: of the last arrival, and of the last that ended a phase
+        self._where = None  # place of the last announcement of bytes
+        self._phases = 0  # completed
+        self._gathered = 0  # events known to the arrivals of this phase
+        self._passed_on = 0  # events known to the arrivals of completed phases
+        self._cycle = self._over_at = 0.0  # in a timed launch: cycle of the last arrival, and of the last phase's end
 
     def __str__(self):
         return f"{self._row}[{self._number}]"
@@ -248,7 +248,7 @@ class Barrier:
         """mbarrier.arrive, or mbarrier.expect, with the bytes that copies will bring."""
         self._check_init()
         if self._missing < count:
-            now().fail(f"{count} more arrivals at {self}, of which this phase had all {self._count}")
+            now().fail(f"{count} more arrivals at {self}, whose phase had all {self._count} already")
         if timing := now().timing:
             timing.spend(now().running, timing.rates.arrive)
             self._cycle = max(self._cycle, now().running.clock)
@@ -262,21 +262,21 @@ class Barrier:
         now().switch()
 
     def claim(self, nbytes: int):
-        """A copy of so many bytes will say here that it is over."""
+        """Register a copy of `nbytes` that will signal this barrier."""
         self._check_init()
         if nbytes > self._announced:
             now().fail(f"a copy brings {nbytes} bytes to {self}, which expects {self._announced} more")
         self._announced -= nbytes
 
     def land(self, nbytes: int, known: int, cycle: float):
-        """A copy has come; `known` is over."""
+        """Count a finished copy; `known` are the events that it knows to be over."""
         self._cycle = max(self._cycle, cycle)
         self._bytes -= nbytes
         self._gathered |= known
         self._complete()
 
     def wait(self, phase):
-        """mbarrier.wait: until a phase of this parity is over."""
+        """mbarrier.wait: wait until a phase of this parity is over."""
         self._check_init()
         now().switch(Waiting(lambda: self._phases & 1 != phase, lambda: self._described(phase)))
         now().running.known |= self._passed_on
@@ -285,7 +285,7 @@ class Barrier:
             timing.reach(now().running, self._over_at + timing.rates.hand_over)
 
     def check_at_end(self):
-        """All that was announced must have come."""
+        """Fail if announced bytes have not come."""
         if self._bytes:
             now().fail(f"{self} expects {self._bytes} more bytes: {self._where}")
 
@@ -302,5 +302,5 @@ class Barrier:
             now().fail(f"{self} has had no mbarrier.init")
 
     def _described(self, phase):
-        """What a phase still waits for."""
+        """Describe what a phase still waits for."""
         return f"{self}, phase {phase}: {self._missing} of {self._count} arrivals and {self._bytes} bytes are missing"

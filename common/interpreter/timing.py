@@ -1,14 +1,14 @@
-"""How long a kernel takes on one SM, and which unit does what meanwhile, at given rates.
+"""A model of a kernel's time on one SM, and of what each unit does meanwhile, at given rates.
 
-A model, made of rates and of what waits for what. A unit does what it is asked for in turn. A partition does one thing after
-the other, each for a whole tile, and meanwhile others use the other units. Not in it: instructions of one partition that
-overlap, what the compiler moves across a wait, bank conflicts, what lies behind the L2 cache, addresses and loops, the clock.
+A unit serves its requests in order. A partition does one operation after the other, each for a whole tile; meanwhile other
+partitions use other units. The model ignores overlap between a partition's own instructions, code that the compiler moves
+across a wait, bank conflicts, misses of the L2 cache, address and loop arithmetic, and clock changes.
 """
 
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-FEW = 512  # elements; of fewer, such as one for each row, a thread has so few that they cost next to nothing
+FEW = 512  # elements; the model ignores instructions on fewer, such as one for each row
 COPIES, STORES, TENSOR_CORES = "copies in", "copies out", "tensor cores"
 EXPONENTIALS, OTHERS, SHARED = "exponentials", "other instructions", "shared memory"
 UNITS = COPIES, STORES, TENSOR_CORES, EXPONENTIALS, OTHERS, SHARED
@@ -16,13 +16,14 @@ UNITS = COPIES, STORES, TENSOR_CORES, EXPONENTIALS, OTHERS, SHARED
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one SM while all others do the same, in cycles of its clock.
+    """Rates of one SM while all others do the same, in cycles of its clock.
 
-    results: a cycle, of each kind of instruction.
-    flops, copied, stored, added, shared: FLOPs of matmuls and bytes a cycle: of copies from global memory, to it, and of those
-        that add to it, and of loads and stores of shared memory.
-    matmul, copy, store: cycles from the issue of one to its end, beyond those that its unit takes.
-    arrive, wait, fence: cycles that they take of a partition of one warp, and of four.
+    results: results per cycle, for each kind of instruction.
+    flops: FLOPs of matmuls per cycle.
+    copied, stored, added, shared: bytes per cycle of TMA copies from and to global memory, of TMA additions to it, and of loads
+        and stores of shared memory.
+    matmul, copy, store: latency in cycles, from issue to end, beyond the cycles that the unit is busy.
+    arrive, wait, fence: cycles of a partition with one warp, and with four.
     hand_over: cycles from an arrival to the end of a wait for it.
     """
 
@@ -43,7 +44,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Span:
-    """What a unit does for a partition, from one cycle to another."""
+    """Work of a unit for a partition, from one cycle to another."""
 
     unit: str
     who: object
@@ -54,15 +55,15 @@ class Span:
 
 @dataclass
 class Timing:
-    """The clock of a launch in which one program after the other runs."""
+    """The clock of a launch whose programs run one after the other."""
 
     rates: Rates
     spans: list[Span] = field(default_factory=list)
-    end: float = 0.0  # of all that was done so far
-    _free: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # from when on each unit is
+    end: float = 0.0  # of all work so far
+    _free: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # cycle from which each unit is free
 
     def take(self, unit: str, partition, what: str, cycles: float) -> float:
-        """Until when a unit does something, after all that it was asked for before."""
+        """Occupy a unit for some cycles after its earlier requests; return the cycle in which it is done."""
         start = max(self._free[unit], partition.clock)
         self._free[unit] = end = start + cycles
         self.spans.append(Span(unit, partition, what, start, end))
@@ -70,20 +71,20 @@ class Timing:
         return end
 
     def instruction(self, partition, name: str, elements: int, operands: list, result):
-        """An instruction for each element; `result.made` becomes its name."""
+        """Time an elementwise instruction; `result.made` becomes its name."""
         result.made = name
         if name in ("add", "sub") and any(operand.made == "mul" for operand in operands):
-            return  # a multiplication and an addition are one instruction
+            return  # a multiplication and an addition become one instruction
         if elements >= FEW and name in self.rates.results:
             unit = EXPONENTIALS if name in ("exp2", "log2") else OTHERS
             self.reach(partition, self.take(unit, partition, name, elements / self.rates.results[name]))
 
     def shared(self, partition, what: str, nbytes: int):
-        """An ordinary access to shared memory."""
+        """Time a load or store of shared memory."""
         self.reach(partition, self.take(SHARED, partition, what, nbytes / self.rates.shared))
 
     def copy(self, partition, what: str, nbytes: int) -> float:
-        """A copy is issued; the cycle in which it is over."""
+        """Issue a copy; return the cycle in which it is over."""
         rate, latency, unit = {
             "load": (self.rates.copied, self.rates.copy, COPIES),
             "store": (self.rates.stored, self.rates.store, STORES),
@@ -92,14 +93,14 @@ class Timing:
         return self.take(unit, partition, what, nbytes / rate) + latency
 
     def matmul(self, partition, flops: int) -> float:
-        """A matmul is issued; the cycle in which it is over."""
+        """Issue a matmul; return the cycle in which it is over."""
         return self.take(TENSOR_CORES, partition, "matmul", flops / self.rates.flops) + self.rates.matmul
 
     def reach(self, partition, cycle: float):
-        """A partition goes on in that cycle, or is there already."""
+        """Advance a partition's clock to `cycle`, unless it is there already."""
         partition.clock = max(partition.clock, cycle)
         self.end = max(self.end, partition.clock)
 
     def spend(self, partition, cycles: dict[int, float]):
-        """A partition takes so long for something that depends on its number of warps."""
+        """Advance a partition's clock by `cycles`, which depend on its number of warps."""
         self.reach(partition, partition.clock + cycles[1 if partition.warps == 1 else 4])

@@ -1,6 +1,6 @@
-"""What a kernel's variables hold: scalars, tensors in registers, and pointers; computed by torch, in the types of Triton.
+"""A kernel's variables: scalars, tensors in registers, and pointers. torch computes them, with Triton's types.
 
-Layouts say which thread holds what, and change no value: they are kept where one is given, and not looked at.
+Layouts assign elements to threads and change no value: the interpreter keeps a given layout and ignores it.
 """
 
 import operator
@@ -20,17 +20,17 @@ _TRITON = {in_torch: in_triton for in_triton, in_torch in _TORCH.items()}
 
 
 def in_torch(dtype: tl.dtype) -> torch.dtype:
-    """Triton's type as torch's."""
+    """Convert Triton's dtype to torch's."""
     return _TORCH[dtype]
 
 
 def in_triton(dtype: torch.dtype) -> tl.dtype:
-    """torch's type as Triton's."""
+    """Convert torch's dtype to Triton's."""
     return _TRITON[dtype]
 
 
 class Scalar(int):
-    """An integer in a register, of 32 bits or of 64. One that does not fit is an error: on a GPU it wraps."""
+    """An integer of 32 or 64 bits in a register. One that does not fit is an error; on a GPU it would wrap."""
 
     def __new__(cls, value, bits=32):
         number = super().__new__(cls, value)
@@ -42,7 +42,7 @@ class Scalar(int):
     dtype = property(lambda self: tl.int32 if self.bits == 32 else tl.int64)
 
     def to(self, dtype):
-        """This number in another type."""
+        """Convert to another type."""
         if dtype in (tl.int32, tl.int64):
             return Scalar(int(self), dtype.primitive_bitwidth)
         return Register(torch.tensor(int(self), dtype=in_torch(dtype)))
@@ -62,7 +62,7 @@ def _remainder(a, b):
     return a - _truncated(a, b) * b
 
 
-_INTEGER = {  # as in C, not as in Python: a quotient is rounded towards zero
+_INTEGER = {  # as in C and unlike Python, division rounds towards zero
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": _truncated, "mod": _remainder,
     "and": operator.and_, "or": operator.or_, "xor": operator.xor, "lshift": operator.lshift, "rshift": operator.rshift,
 }  # fmt: skip
@@ -89,14 +89,14 @@ Scalar.__invert__ = lambda self: Scalar(~int(self), self.bits)
 
 
 def value(data: torch.Tensor, layout=None):
-    """A tensor as what a kernel has of it: one without dimensions, of integers, is a scalar."""
+    """Wrap a tensor for a kernel: an integer tensor without dimensions becomes a scalar, any other a register."""
     if data.dim() == 0 and not data.is_floating_point():
         return bool(data) if data.dtype == torch.bool else Scalar(data.item(), 8 * max(4, data.itemsize))
     return Register(data, layout)
 
 
 def computed(name: str, data: torch.Tensor, *operands, layout=None):
-    """`value` of what an instruction has made of some operands, for each element; a launch that is timed takes note of it."""
+    """Return `value(data)` for the result of an elementwise instruction; a timed launch records the instruction."""
     result, schedule = value(data, layout), now()
     if schedule and schedule.timing and isinstance(result, Register):
         given = [one for one in operands if isinstance(one, Values)]
@@ -105,7 +105,7 @@ def computed(name: str, data: torch.Tensor, *operands, layout=None):
 
 
 def operand(thing):
-    """What torch computes with for a value of a kernel."""
+    """Return the torch tensor or number of a kernel's value."""
     return thing.data if isinstance(thing, Values) else thing
 
 
@@ -113,7 +113,7 @@ _IN_THE_TEXT = {bool: torch.bool, int: torch.int32, float: torch.float32}
 
 
 def _type(thing):
-    """The type of a value of a kernel; of a number in its text, the one that Triton gives it."""
+    """Return the dtype of a kernel's value; a Python number gets the dtype that Triton gives a literal."""
     if isinstance(thing, Values):
         return thing.data.dtype
     if isinstance(thing, Scalar):
@@ -122,7 +122,7 @@ def _type(thing):
 
 
 def tensor(thing, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A value of a kernel as a tensor, of its own type if of no other."""
+    """Convert a kernel's value to a tensor, of its own dtype if none is given."""
     dtype = dtype or _type(thing)
     return thing.data.to(dtype) if isinstance(thing, Values) else torch.tensor(thing, dtype=dtype)
 
@@ -132,7 +132,7 @@ def _kind(dtype):
 
 
 def _common_type(x, y):
-    """The type in which Triton computes with two values."""
+    """Return the dtype in which Triton computes with two values."""
     of_x, of_y = _type(x), _type(y)
     if of_x == of_y:
         return of_x
@@ -148,7 +148,7 @@ def _common_type(x, y):
 
 
 def promoted(x, y, divides=False):
-    """Two values as tensors of the type in which Triton computes with both."""
+    """Convert two values to tensors of their common dtype."""
     dtype = _common_type(x, y)
     if divides and dtype in (torch.float16, torch.bfloat16):
         dtype = torch.float32
@@ -156,9 +156,9 @@ def promoted(x, y, divides=False):
 
 
 class Values:
-    """What operators work on: `data`, a torch tensor."""
+    """The base class with operators, which work on `data`, a torch tensor."""
 
-    made = None  # in a launch that is timed: the instruction that has made the elements
+    made = None  # in a timed launch: the name of the instruction that computed the elements
 
     def _with(self, name, compute, other, swapped=False):
         if not isinstance(other, Values | int | float):
@@ -207,9 +207,9 @@ class Register(Values):
     )
 
     def to(self, dtype, bitcast=False):
-        """These values in another type, rounded to nearest even; or what their bits are in that type."""
+        """Convert to another type, rounded to nearest even, or reinterpret the bits."""
         if bitcast:
-            if dtype.primitive_bitwidth != self.dtype.primitive_bitwidth:  # as the compiler has it
+            if dtype.primitive_bitwidth != self.dtype.primitive_bitwidth:  # the compiler raises too
                 raise ValueError(f"the bits of {self.dtype} are no {dtype}")
             return self._moved(self.data.view(in_torch(dtype)), self.layout)
         widens = dtype.primitive_bitwidth > self.dtype.primitive_bitwidth
@@ -218,15 +218,15 @@ class Register(Values):
         )
 
     def reshape(self, *shape):
-        """The same values in another shape."""
+        """Return the same values in another shape."""
         return self._moved(self.data.reshape(shape[0] if isinstance(shape[0], list | tuple) else shape))
 
     def permute(self, *order):
-        """The same values with the dimensions in another order."""
+        """Return the same values with the dimensions in another order."""
         return self._moved(self.data.permute(order[0] if isinstance(order[0], list | tuple) else order))
 
     def _moved(self, data, layout=None):
-        """The same values elsewhere, which takes no instruction."""
+        """Wrap the same values rearranged, which takes no instruction."""
         return computed("move", data, self, layout=layout)
 
     def __getattr__(self, name):
@@ -236,10 +236,10 @@ class Register(Values):
 
 
 class Pointer:
-    """An address, or a tensor of them, in an argument of the kernel."""
+    """An address, or a tensor of addresses, in an argument of the kernel."""
 
     def __init__(self, elements: torch.Tensor, offset=0, name: str = ""):
-        self.elements, self.offset, self.name = elements, offset, name  # all that the argument spans, flat; offsets into it
+        self.elements, self.offset, self.name = elements, offset, name  # the argument's memory, flat; an offset into it
 
     dtype = property(lambda self: tl.pointer_type(in_triton(self.elements.dtype)))
 
@@ -250,7 +250,7 @@ class Pointer:
     __radd__ = __add__
 
     def at(self, mask):
-        """(offsets, which of them count): as tensors of one shape, or as numbers."""
+        """Return (offsets, mask), int64 and bool tensors of one shape; fail if an unmasked offset is outside."""
         if not isinstance(self.offset, torch.Tensor) and not isinstance(mask, Values):
             offsets, counts = torch.tensor([int(self.offset)]), torch.tensor([mask is None or bool(mask)])
         else:
@@ -263,5 +263,5 @@ class Pointer:
 
     @property
     def is_scalar(self):
-        """Whether it is one address."""
+        """Whether this is a single address."""
         return not isinstance(self.offset, torch.Tensor) or self.offset.dim() == 0

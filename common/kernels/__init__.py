@@ -1,1 +1,1 @@
-"""What stages are made of: descriptors, tiles, tuning, the order of programs, Hopper's instructions, repetition."""
+"""Building blocks of the stages: descriptors, tiles, tuning, program order, Hopper's instructions, replayed launches."""

@@ -1,4 +1,4 @@
-"""Host-side tensor descriptors: what TMA (Hopper and newer) needs to know of a tensor."""
+"""Host-side tensor descriptors for TMA, which Hopper and newer GPUs have."""
 
 import threading
 
@@ -6,18 +6,18 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-ALIGNMENT = 16  # bytes: of the base address and of every stride but the last
+ALIGNMENT = 16  # bytes, for the base address and every stride except the last
 _thread = threading.local()
 
 
 def addressable(tensor: Tensor) -> Tensor:
     """`tensor` if a descriptor can address it, else a contiguous copy.
 
-    A descriptor wants a base and strides of multiples of 16 bytes and a contiguous last dimension; a view that starts in the
-    middle of a row, or whose rows are padded by a few elements, has neither.
+    A descriptor needs a base address and strides in multiples of 16 bytes, and a contiguous last dimension. A view that starts
+    in the middle of a row, or with rows padded by a few elements, is not aligned.
     """
     if tensor.data_ptr() % ALIGNMENT == 0:
-        if tensor.is_contiguous():  # the usual case, and every call asks
+        if tensor.is_contiguous():  # a fast path for the usual case
             return tensor
         *steps, last = _used_strides(tensor)
         if last == 1 and all(step * tensor.element_size() % ALIGNMENT == 0 for step in steps):
@@ -26,21 +26,21 @@ def addressable(tensor: Tensor) -> Tensor:
 
 
 def _used_strides(tensor: Tensor) -> list[int]:
-    """The strides; that of a dimension of size 1 is never used, may be anything, and is replaced."""
+    """Return the strides, with a valid one for dimensions of size 1, whose stride is unused and arbitrary."""
     return [stride if size > 1 else ALIGNMENT for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
 
 
 def aligned_strides(tensor: Tensor) -> list[int]:
-    """The strides of an `addressable` tensor as a descriptor takes them."""
+    """Return the strides of an `addressable` tensor for a descriptor."""
     strides = _used_strides(tensor) if 1 in tensor.shape else list(tensor.stride())
     strides[-1] = 1
     return strides
 
 
 def give_context(tensor: Tensor):
-    """Give this thread a CUDA context if it has none, as a new one, such as autograd's, until a call of the runtime.
+    """Give this thread a CUDA context if it has none, as a new thread, such as autograd's, before its first runtime call.
 
-    The driver's call that encodes a descriptor fails without.
+    Without a context the driver cannot encode a descriptor.
     """
     if tensor.is_cuda and not hasattr(_thread, "has_context"):
         torch.cuda.Event().record()
@@ -48,15 +48,16 @@ def give_context(tensor: Tensor):
 
 
 def located(tensor: Tensor) -> dict:
-    """Where an `addressable` tensor lies, in the terms of a descriptor: base, shape and strides."""
+    """Return a descriptor's base, shape and strides for an `addressable` tensor."""
     give_context(tensor)
     return {"base": tensor, "shape": list(tensor.shape), "strides": aligned_strides(tensor)}
 
 
 def describe(tensor: Tensor, rows: int = 1, columns: int = 1) -> TensorDescriptor:
-    """A descriptor of an `addressable` [B, H, S, D] tensor, to be moved so many rows and columns of a head at a time.
+    """Make a descriptor of an `addressable` [B, H, S, D] tensor, for tiles of `rows` x `columns` of one head.
 
-    An autotuned kernel's `pre_hook` sets these anew. The sequence is a dimension of its own, so that the hardware clips at its
-    end: past it a load gives zeros, and a store does nothing.
+    An autotuned kernel's `pre_hook` sets `rows` and `columns` anew. The sequence is a dimension of its own, so that TMA clips
+    at
+    its end: there a load gives zeros and a store does nothing.
     """
     return TensorDescriptor(**located(tensor), block_shape=[1, 1, rows, columns])

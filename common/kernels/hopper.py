@@ -1,4 +1,4 @@
-"""What stages written in Gluon share: where they can run, descriptors, and the one instruction Gluon does not wrap."""
+"""Code that the Gluon stages share: GPU checks, descriptors, and TMA's addition, which Gluon does not wrap."""
 
 import functools
 import importlib
@@ -23,9 +23,9 @@ ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float3
 
 
 def unavailable() -> str | None:
-    """Why kernels made of Hopper's own instructions (warpgroup matmuls, register reallocation) cannot run; None: they can."""
+    """Return why Hopper's own instructions (wgmma, register reallocation) cannot run here; None if they can."""
     arch = architecture()
-    if arch is None or arch in HOPPER:  # None: they are interpreted
+    if arch is None or arch in HOPPER:  # None: the interpreter runs them
         return None
     name = f"sm_{arch}" if isinstance(arch, int) else arch
     return f"needs a Hopper GPU (sm_90), and this one is {name}"
@@ -35,19 +35,19 @@ def require_hopper(stage: str):
     """Raise Unavailable unless this is a Hopper GPU; the message names the stage to use instead.
 
     Args:
-        stage: the package of the stage that asks, such as "stages.v8_gluon".
+        stage: the package of the calling stage, such as "stages.v8_gluon".
     """
     if reason := unavailable():
-        evolution = importlib.import_module(stage.rpartition(".")[0])  # kernels know no stage; the stages' package does
+        evolution = importlib.import_module(stage.rpartition(".")[0])  # here: common.kernels must not import stages
         raise Unavailable(f"{stage} {reason}; use {evolution.__name__}.{evolution.recommended()}")
 
 
 def describe_tile(tensor: Tensor, *rows: int) -> TensorDescriptor:
-    """`descriptors.describe` for Gluon, of whole rows: the descriptor also says how a tile lies in shared memory.
+    """Like `descriptors.describe`, for Gluon and whole rows: the descriptor also has the tile's layout in shared memory.
 
     Args:
-        tensor: [B, H, S, D], or [B, H, S, N, D] where N rows have the same place in the sequence.
-        rows: of a tile, by dimension.
+        tensor: [B, H, S, D], or [B, H, S, N, D], where N rows have the same position in the sequence.
+        rows: the tile's size in each dimension between H and D.
     """
     block = (1, 1, *rows, tensor.shape[-1])
     return TensorDescriptor(**located(tensor), block_shape=list(block), layout=_layout(block, tensor.dtype))
@@ -59,7 +59,7 @@ def _layout(block, dtype):
 
 
 def describe_rows(tensor: Tensor, rows: int) -> TensorDescriptor:
-    """A descriptor of a contiguous [N, C] tensor, to be moved `rows` rows at a time, in shared memory as in global memory."""
+    """Make a descriptor of a contiguous [N, C] tensor, for tiles of `rows` rows with the same layout in shared memory."""
     block = [rows, tensor.shape[1]]
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * tensor.element_size(), rank=2)
     return TensorDescriptor(tensor, list(tensor.shape), [tensor.shape[1], 1], block, layout)
@@ -69,8 +69,8 @@ def describe_rows(tensor: Tensor, rows: int) -> TensorDescriptor:
 def async_reduce_add(tensor_desc, coord, src, _semantic=None):
     """Add the tile `src` in shared memory to the tile at `coord` in global memory, by TMA.
 
-    Completes like `tma.async_copy_shared_to_global`, its twin: `tma.store_wait` waits until `src` has been read. Triton 3.6 and
-    3.7 have the operation, but Gluon no function for it.
+    It completes like `tma.async_copy_shared_to_global`: `tma.store_wait` waits until `src` has been read. Triton 3.6 and 3.7
+    have the operation, but Gluon has no function for it.
     """
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
@@ -83,8 +83,8 @@ def _interpreted(tensor_desc, coord, src):
 
 @gluon.jit
 def reduce_add(ptrs, tile):
-    """Add a tile in registers to what is at its pointers in memory. Numbers that lie four by four in a thread are added so,
-    by one instruction (red.global.add.v4.f32)."""
+    """Add a tile in registers to memory. If each thread has four consecutive elements, one instruction adds them
+    (red.global.add.v4.f32)."""
     gl.atomic_add(ptrs, tile, sem="relaxed")
 
 
@@ -93,15 +93,15 @@ means(reduce_add)(add_in_memory)
 
 @gluon.jit
 def store_rows(ptr, desc, batch, head, start, tile):
-    """Store the rows of a tile that lie inside of a tensor, each thread those that it has.
+    """Store the rows of a tile that lie inside a tensor, by pointers.
 
-    For a tile that begins before the tensor. Of such a one TMA loads what there is, but a store at a negative
-    coordinate stops the program.
+    This is for a tile that begins before the tensor. TMA can load such a tile, but a TMA store at a negative coordinate stops
+    the program.
 
     Args:
         ptr, desc: the tensor, [B, H, S, D] or [B, H, S, N, D], and its descriptor.
-        start: where in the sequence the tile's first row is.
-        tile: [rows, D]; N rows have the same place in the sequence.
+        start: the position of the tile's first row in the sequence.
+        tile: [rows, D]; N rows have the same position in the sequence.
     """
     layout: gl.constexpr = tile.type.layout
     N: gl.constexpr = desc.block_shape[3] if len(desc.block_shape) == 5 else 1
@@ -116,7 +116,7 @@ def store_rows(ptr, desc, batch, head, start, tile):
 
 @gluon.jit
 def new_barriers(number: gl.constexpr, count: gl.constexpr):
-    """So many barriers, each of which completes a phase with every `count` arrivals."""
+    """Allocate `number` barriers; `count` arrivals complete a phase of one."""
     barriers = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(number):
         mbarrier.init(barriers.index(i), count=count)
@@ -125,6 +125,6 @@ def new_barriers(number: gl.constexpr, count: gl.constexpr):
 
 @gluon.jit
 def new_ring(STAGES: gl.constexpr, producers: gl.constexpr, consumers: gl.constexpr):
-    """The barriers of a ring of buffers: `full` completes when all producers have filled one, `empty` when all consumers have
-    read it."""
+    """Allocate the barriers (full, empty) of a ring buffer: a slot is full after all producers have filled it, and empty after
+    all consumers have read it."""
     return new_barriers(STAGES, producers), new_barriers(STAGES, consumers)

@@ -1,4 +1,4 @@
-"""The library matrix product of the stages that still materialise the scores."""
+"""PyTorch's matmul for the stages that materialise the scores."""
 
 import torch
 from torch import Tensor
@@ -6,12 +6,12 @@ from torch import Tensor
 
 @torch.library.impl("aten::bmm.dtype", "CPU")
 def _bmm_on_cpu(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """What PyTorch has on GPUs alone, so that the CPU runs, and counts, the same operators."""
+    """Add an operator that PyTorch has only on GPUs, so that the CPU runs and counts the same operators."""
     return torch.bmm(a.to(out_dtype), b.to(out_dtype))
 
 
 def _bmm(a, b):
-    """[B, H, M, K] x [B, H, K, N], accumulated, and returned, in float32."""
+    """[B, H, M, K] x [B, H, K, N] -> [B, H, M, N] float32, accumulated in float32."""
     if a.dtype == torch.float32:
         return a @ b
     product = torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32)
@@ -19,15 +19,15 @@ def _bmm(a, b):
 
 
 def _stacked(tensor, heads):
-    """[B, H, M, K] as [B, heads, H / heads · M, K]: the rows of the query heads that share a K/V head below each other."""
+    """[B, H, M, K] -> [B, heads, H / heads · M, K]: concatenate the rows of the query heads that share a K/V head."""
     return tensor if tensor.shape[1] == heads else tensor.reshape(tensor.shape[0], heads, -1, tensor.shape[3])
 
 
 def matmul_float32(a: Tensor, b: Tensor) -> Tensor:
     """Batched a @ b, [B, H, M, K] x [B, Hkv, K, N] -> [B, H, M, N] float32, accumulated in float32.
 
-    H / Hkv heads of `a` share a head of `b`. PyTorch's `matmul` would round the result to the inputs' dtype: float16 scores
-    overflow past 65504.
+    H / Hkv heads of `a` share a head of `b`. PyTorch's `matmul` would round the result to the inputs' dtype, and float16 scores
+    would overflow past 65504.
     """
     return _bmm(_stacked(a, b.shape[1]), b).view(*a.shape[:3], b.shape[3])
 

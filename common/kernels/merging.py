@@ -1,4 +1,4 @@
-"""Attention over some keys merged with attention over others: out by the log-sum-exps, and gradients, which are added."""
+"""Merge attention over two sets of keys: outputs are weighted by their log-sum-exps, and gradients are added."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ ELEMENTS = 4096  # of a program's tile: 32 for each thread
 
 @triton.jit
 def _place(heads, tiles, BLOCK_M: tl.constexpr):
-    """This program's batch, head and rows."""
+    """Return this program's batch, head and rows."""
     batch_head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     rows = (tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     return (batch_head // heads).to(tl.int64), (batch_head % heads).to(tl.int64), rows
@@ -17,7 +17,7 @@ def _place(heads, tiles, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _elements(ptr, b, h, rows, stride_b, stride_h, stride_s, COLUMNS: tl.constexpr):
-    """Where the elements of some rows are."""
+    """Return pointers to the elements of some rows."""
     return ptr + b * stride_b + h * stride_h + rows[:, None] * stride_s + tl.arange(0, COLUMNS)[None, :]
 
 
@@ -36,7 +36,7 @@ def _merge_kernel(
     m = tl.maximum(lse, more_lse)
     weight, more_weight = tl.exp(lse - m), tl.exp(more_lse - m)
     l = weight + more_weight  # from 1 to 2
-    tl.debug_barrier()  # several warps have loaded the same lse: none stores before all have
+    tl.debug_barrier()  # several warps load the same lse: all must have loaded it before one stores
     tl.store(lse_ptrs, m + tl.log(l), mask=inside)
     out_ptrs = _elements(out_ptr, b, h, offs_m, stride_ob, stride_oh, stride_os, VALUE_DIM)
     more_ptrs = _elements(more_ptr, b, h, offs_m, stride_mb, stride_mh, stride_ms, VALUE_DIM)
@@ -48,18 +48,17 @@ def _merge_kernel(
 
 
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, into: Tensor | None = None):
-    """Make `lse`, in place, and `into` attention over the keys of `out` and those of `more`: in one pass, in float32.
+    """Merge attention over two sets of keys into `into` and, in place, `lse`: in one pass, in float32.
 
-    A softmax over two sets of keys has the sums of both: with l = exp(lse) + exp(more_lse), out becomes
+    The denominators of two softmaxes add up: with l = exp(lse) + exp(more_lse), the result is
     (exp(lse) out + exp(more_lse) more) / l, and lse becomes log l. (FlashAttention-2, arXiv 2307.08691, section 3.1.)
 
     Args:
-        out: [B, H, S, Dv], attention over some keys; any dtype, any strides with contiguous rows, half of a larger tensor for
-            one.
-        lse: [B, H, S] float32, its log-sum-exps; any strides but the last, 1.
-        more: [B, H, S, Dv], attention over the other keys; dtype and strides may be others than of `out`.
-        more_lse: [B, H, S] float32.
-        into: [B, H, S, Dv], which takes the result, rounded once; dtype and strides may be others again. None is `out`.
+        out: [B, H, S, Dv], attention over some keys; any dtype, any strides with contiguous rows, such as a slice of a tensor.
+        lse: [B, H, S] float32, the log-sum-exps of `out`; the last stride is 1.
+        more: [B, H, S, Dv], attention over the other keys; its own dtype and strides.
+        more_lse: [B, H, S] float32, the log-sum-exps of `more`; the last stride is 1.
+        into: [B, H, S, Dv], the result, rounded once; its own dtype and strides. None means `out`.
     """
     into = out if into is None else into
     batch, heads, seq, value_dim = out.shape
@@ -91,14 +90,13 @@ def _add_kernel(
 
 
 def add(whole: Tensor, part: Tensor, first: int, into: Tensor):
-    """Make `into` the sum of `whole` and of `part`, which is of some of the rows: in one pass, in float32, rounded once.
+    """Add `part` to some rows of `whole`: into = whole + part, in one pass, in float32, rounded once.
 
     Args:
         whole: [B, H, S, D]; any dtype, any strides with contiguous rows.
-        part: [B, H, Sp, D], of the rows [first, first + Sp) of `whole`, which has them all; the others it counts as 0. Dtype
-            and strides may be others than of `whole`.
+        part: [B, H, Sp, D], added to the rows [first, first + Sp); its own dtype and strides.
         first: the first of these rows.
-        into: [B, H, S, D]; dtype and strides may be others again. It may be `whole`.
+        into: [B, H, S, D], the sum of all rows; its own dtype and strides. It may be `whole`.
     """
     batch, heads, seq, head_dim = whole.shape
     block_m = max(1, ELEMENTS // head_dim)

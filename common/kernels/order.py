@@ -1,4 +1,4 @@
-"""In which order the programs of a launch take their tiles."""
+"""The order in which the programs of a launch take their tiles."""
 
 import triton
 import triton.language as tl
@@ -8,21 +8,21 @@ import triton.language as tl
 def tile_and_head(
     tiles, seq, ROW_BYTES: tl.constexpr, CAUSAL: tl.constexpr, L2_SHARE: tl.constexpr = 16 * 2**20, program=None, programs=None,
 ):  # fmt: skip
-    """This program's tile, of the `tiles` of a head, and its head, of those of all batches.
+    """Return this program's (tile, head): one of the `tiles` of a head, and one head of all batch elements.
 
-    Programs start in their order. Where all take as long, they go through head after head, and those that run at the same time
-    share that head's `seq` rows of ROW_BYTES. Causal tiles differ in length, and a long one that starts late leaves the other
-    SMs idle at the end: so they go through a group of heads, tile 0 of each, then tile 1 of each, before the next
-    group. The rows of a group take at most L2_SHARE bytes, unless it is one head. Count tiles so that tile 0 is the longest.
-    Where heads share rows, `seq` is the part of these that falls to each. A program that stays gives the number of the one that
-    it stands for, and how many there would be.
+    Programs start in the order of their numbers. Without a causal mask they go through head after head. So programs that
+    run at the same time share the head's `seq` rows of ROW_BYTES in the L2 cache. Causal tiles differ in length, and a long
+    tile that starts late leaves the other SMs idle at the end. So programs go through a group of heads: tile 0 of each head,
+    then tile 1 of each, and so on. The rows of a group take at most L2_SHARE bytes, unless the group is one head. Number the
+    tiles so that tile 0 is the longest. If heads share rows, `seq` is the number of rows per head. A persistent CTA passes the
+    `program` whose tile it takes, and the number of `programs` that a launch without persistence would have.
     """
     if program is None:
         program = tl.program_id(0)
         programs = tl.num_programs(0)
     if CAUSAL:
         heads = programs // tiles
-        group = tl.minimum(tl.maximum(L2_SHARE // ROW_BYTES // seq, 1), heads)  # of more, group * tiles could pass 2**31
+        group = tl.minimum(tl.maximum(L2_SHARE // ROW_BYTES // seq, 1), heads)  # more could pass 2**31 in group * tiles
         first = program // (group * tiles) * group
         group = tl.minimum(group, heads - first)
         inside = program - first * tiles

@@ -1,10 +1,11 @@
-"""A stage's host function without its price: what a call allocates and launches is recorded, and others repeat that alone.
+"""Record the allocations and launches of a stage's host function, and replay them without its CPU cost.
 
-A short launch takes the GPU less time than the CPU takes to prepare it: checks, descriptors, the tuner's pick, and above all
-Triton's search for the binary that fits the arguments. What comes of these depends on the options of a call and on what its
-tensors are, and not on where they lie. So the second call of a kind is recorded as steps: memory taken, operators of PyTorch,
-compiled kernels launched. Later calls of the kind take these steps with tensors of their own, as a CUDA graph would, but into
-new memory and on any stream. A recording holds numbers and binaries, and no tensor.
+A short kernel takes the GPU less time than the CPU takes to prepare the launch: checks, descriptors, the tuner's choice, and
+    above
+all Triton's search for the binary that fits the arguments. The outcome depends only on a call's options and its tensors'
+shapes, strides and dtypes, not on their addresses. So the second call of a kind is recorded as steps: allocations, PyTorch
+operators, and kernel launches. Later calls of the kind replay these steps with their own tensors. This is like a CUDA graph,
+but into new memory and on any stream. A recording holds numbers and binaries, but no tensor.
 """
 
 import contextvars
@@ -26,12 +27,12 @@ from triton.compiler import CompiledKernel
 from common.kernels.descriptors import ALIGNMENT, give_context
 from common.runtime import INTERPRETED
 
-MOST_KINDS = 1024  # of calls that are kept for a function; the oldest is forgotten first
-MOST_ADDRESSES = 64  # that are kept encoded, for each descriptor of a launch
-_EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}  # operators that take memory …
-_ZEROS = {"new_zeros", "zeros", "zeros_like"}  # … and set it to zero
-_CALLED, _UNREPEATABLE = "called", "unrepeatable"  # in place of a replay: not yet recorded; no use to record it again
-_changing = threading.Lock()  # a dictionary in which another thread looks for its oldest entry
+MOST_KINDS = 1024  # recorded kinds of calls per function; the oldest is dropped first
+MOST_ADDRESSES = 64  # encoded descriptors kept for each descriptor argument of a launch
+_EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}  # operators that allocate …
+_ZEROS = {"new_zeros", "zeros", "zeros_like"}  # … and fill with zeros
+_CALLED, _UNREPEATABLE = "called", "unrepeatable"  # instead of a replay: called once, to be recorded; cannot be replayed
+_changing = threading.Lock()  # for changes to `replays`, which another thread may be iterating
 
 
 class _Thread(threading.local):
@@ -42,7 +43,7 @@ _thread = _Thread()
 
 
 class _Place(NamedTuple):
-    """Where a tensor begins: in the tensor of that number, so many bytes after its first element."""
+    """Where a tensor begins: `offset` bytes after the first element of tensor `number`."""
 
     number: int
     offset: int = 0
@@ -50,22 +51,23 @@ class _Place(NamedTuple):
 
 
 class _Recording(TorchDispatchMode):
-    """Watches a call, and notes its steps: functions of the tensors so far, to which each may add one, and of the stream.
+    """Watches a call and records its steps. A step is a function of the stream and the list of tensors, which it may extend.
 
-    Tensors have numbers: those given come first, then those made, in order. A kernel takes addresses: views need not be made
-    for it.
+    Tensors are numbered: first the arguments, then the results of steps. Kernels take addresses, so a view for a kernel needs
+        no
+    step.
     """
 
     def __init__(self, tensors):
         super().__init__()
         self.steps, self.conditions, self.repeatable = [], [], True
-        self._places, self._tensors, self._numbers = {}, [], 0  # by id, which is no other's while the tensor is kept
+        self._places, self._tensors, self._numbers = {}, [], 0  # places by id, unique while `_tensors` keeps the tensor
         for tensor in tensors:
             self._number(tensor)
 
     @classmethod
     def _should_skip_dynamo(cls):
-        return False  # or the first recording loads the compiler, which takes a second
+        return False  # otherwise the first recording loads the compiler, which takes a second
 
     def __enter__(self):
         _thread.recording = self
@@ -84,11 +86,11 @@ class _Recording(TorchDispatchMode):
         self._numbers += 1
 
     def _place(self, tensor) -> _Place:
-        self.repeatable &= id(tensor) in self._places  # else it is from elsewhere
+        self.repeatable &= id(tensor) in self._places  # a tensor from elsewhere cannot be replayed
         return self._places.get(id(tensor), _Place(0))
 
     def number_of(self, tensor) -> int:
-        """The number of a tensor that a step takes; a view is made for that."""
+        """Return the number of a tensor that a step takes; add a step that makes it if it is a view."""
         place = self._place(tensor)
         if place.is_view:
             self.steps.append(_view(tensor, place))
@@ -122,10 +124,10 @@ class _Recording(TorchDispatchMode):
         return result
 
     def launch(self, kernel, run, x, y, z, stream, function, metadata, launch_metadata, enter_hook, exit_hook, *args):
-        """Launch a compiled kernel; called in place of its `run`."""
-        with _disable_current_modes():  # memory that it takes is its own affair
+        """Launch a compiled kernel and record the launch; called in place of the kernel's `run`."""
+        with _disable_current_modes():  # the launch's own allocations are not recorded
             run(x, y, z, stream, function, metadata, launch_metadata, enter_hook, exit_hook, *args)
-        if kernel.metadata.global_scratch_size:  # from what the stage has given `triton.set_allocator`, in this context
+        if kernel.metadata.global_scratch_size:  # allocated by the stage's `triton.set_allocator`, a context variable
             run = functools.partial(_in_context, contextvars.copy_context(), run)
         pointers, descriptors, others = [], [], list(args)
         for at, arg in enumerate(args):
@@ -141,7 +143,7 @@ class _Recording(TorchDispatchMode):
         self.steps.append(_launch(run, (x, y, z), (function, metadata, None, None, None), pointers, descriptors, others))
 
     def replay(self, results):
-        """What is to be kept of the call, which has returned `results`."""
+        """Return what to keep of a call that returned `results`."""
         results = [self.number_of(result) for result in results]
         if not all(condition() for condition in self.conditions):
             return _CALLED
@@ -157,7 +159,7 @@ def _layout(tensor):
 
 
 def _in_context(context, run, *args):
-    context.copy().run(run, *args)  # in a copy, because one thread alone can be in a context
+    context.copy().run(run, *args)  # a copy, because only one thread at a time can be in a context
 
 
 def _take(like, zeros):
@@ -197,16 +199,16 @@ def _operate(func, args, kwargs, given, named, in_place):
 
 
 def _described(kind, fields, tensor):
-    descriptor = kind.__new__(kind)  # without the checks, which its like has passed
+    descriptor = kind.__new__(kind)  # without the checks, which the recorded descriptor has passed
     descriptor.__dict__.update(fields, base=tensor)
     return [descriptor]
 
 
 def _encoders(run):
-    """Triton's launcher of a kernel as one that takes descriptors as the driver encodes them, and for each its encoder.
+    """Return a launcher of the kernel that takes encoded descriptors, and an encoder for each descriptor.
 
-    The launcher itself, and none, for a kernel without descriptors, for a GPU without TMA, and where Triton has it
-    otherwise than in 3.6 and 3.7.
+    Return Triton's launcher and no encoders for a kernel without descriptors, a GPU without TMA, or a Triton whose launcher
+    differs from 3.6 and 3.7.
     """
     encoding = getattr(run, "launch", None)
     known = inspect.getclosurevars(encoding) if inspect.isfunction(encoding) else None
@@ -221,7 +223,7 @@ def _encoders(run):
 
 def _launch(run, grid, binary, pointers, descriptors, others):
     run, encoders = _encoders(run)
-    # From the last one on: what is encoded takes more places.
+    # From the last to the first: an encoded descriptor takes more places in `args`.
     described = [
         (at, number, functools.partial(_described, kind, fields), encode, {})
         for (at, number, kind, fields), encode in itertools.zip_longest(descriptors, encoders)
@@ -237,7 +239,7 @@ def _launch(run, grid, binary, pointers, descriptors, others):
                 args[at : at + 1] = describe(tensor)
                 continue
             address = tensor.data_ptr()
-            places = encoded.get(address)  # memory is often taken where it was the last time
+            places = encoded.get(address)  # the allocator often returns the same address
             if places is None:
                 if len(encoded) >= MOST_ADDRESSES:
                     encoded.clear()
@@ -249,7 +251,7 @@ def _launch(run, grid, binary, pointers, descriptors, others):
 
 
 class _Replay(NamedTuple):
-    """What a recording leaves."""
+    """The replay of a recorded call."""
 
     steps: list[Callable]
     conditions: list[Callable]
@@ -263,16 +265,16 @@ class _Replay(NamedTuple):
 
 
 def depends_on(condition: Callable[[], bool]):
-    """While a call is being recorded: have it repeated only as long as `condition()` is true, and else recorded anew."""
+    """If a call is being recorded, let it be replayed only while `condition()` is true, and recorded anew otherwise."""
     if _thread.recording:
         _thread.recording.conditions.append(condition)
 
 
 def is_watched() -> bool:
-    """Whether somebody has to see each launch as Triton makes it: a profiler, by its hooks, or one who looks for errors."""
+    """Whether each launch must go through Triton, for a profiler's hooks or for debugging."""
     runtime = triton.knobs.runtime
     for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
-        if getattr(hook, "calls", hook):  # of a chain of hooks
+        if getattr(hook, "calls", hook):  # a chain of hooks has `calls`
             return True
     return bool(runtime.debug or triton.knobs.compilation.instrumentation_mode)
 
@@ -282,7 +284,7 @@ def _kind(tensor):
 
 
 class _Replayed:
-    """A function, and by kind of call what has been recorded of it."""
+    """A function, and its recording for each kind of call."""
 
     def __init__(self, function):
         functools.update_wrapper(self, function)
@@ -290,7 +292,7 @@ class _Replayed:
         self.replays = {}
 
     def __call__(self, *tensors, causal, scale, diagonal=0):
-        if _thread.recording or is_watched():  # recorded: by the stage that leaves this call to this one
+        if _thread.recording or is_watched():  # recording: a stage that falls back to this one is being recorded
             return self.__wrapped__(*tensors, causal=causal, scale=scale, diagonal=diagonal)
         driver = triton.runtime.driver.active
         device = driver.get_current_device()
@@ -306,7 +308,7 @@ class _Replayed:
                 if len(self.replays) > MOST_KINDS:
                     del self.replays[next(iter(self.replays))]
             return self.__wrapped__(*tensors, causal=causal, scale=scale, diagonal=diagonal)
-        tensors = [tensor.detach() for tensor in tensors]  # aliases: what is the same tensor now may be two the next time
+        tensors = [tensor.detach() for tensor in tensors]  # new objects: arguments that are one tensor now may be two later
         with _Recording(tensors) as recording:
             results = self.__wrapped__(*tensors, causal=causal, scale=scale, diagonal=diagonal)
         with _changing:
@@ -315,11 +317,11 @@ class _Replayed:
 
 
 def replayed(function: Callable) -> Callable:
-    """Decorate a stage's `forward` or `backward`: from the third call of a kind on it repeats what the second one has done.
+    """Decorate a stage's `forward` or `backward`: record its second call of a kind, and replay it from the third on.
 
-    A kind is all that a call's steps may depend on: options; shape, strides, dtype, device and alignment of each tensor; the
-    current device; whether PyTorch has to be deterministic. What they depend on beside these says so, by `depends_on`. Where
-    launches are watched, and on the interpreter, the function is called as it is.
+    A kind is all that a call's steps may depend on: the options; the shape, strides, dtype, device and alignment of each
+    tensor; the current device; and whether PyTorch must be deterministic. Anything else that the steps depend on calls
+    `depends_on`. Watched launches, and the interpreter, always call the function itself.
     """
     return function if INTERPRETED else _Replayed(function)
 

@@ -1,4 +1,4 @@
-"""`triton.autotune` that one can wait for: announced, pruned to the device, compiled in parallel, shared by nearby lengths."""
+"""A faster `triton.autotune`: pruned to the device, compiled in parallel, shared by nearby lengths, and announced on stderr."""
 
 import collections
 import copy
@@ -17,23 +17,23 @@ from triton.runtime.autotuner import Autotuner
 from common.kernels.replay import depends_on
 from common.runtime import INTERPRETED, architecture, current_device, shared_memory_limit
 
-WITH_COPY_ENGINE = range(90, 1000)  # architectures: from Hopper on descriptors are the hardware's
+WITH_COPY_ENGINE = range(90, 1000)  # architectures with TMA, from Hopper on
 KEY = ("bucket", "HEAD_DIM", "VALUE_DIM", "CAUSAL", "PRECISION")  # kernel arguments; a new combination is tuned anew
-FINALISTS = 3  # configurations that are timed again …
-FINAL_ROUNDS = 4  # … in turns, so often …
-REST_S = 0.06  # … after a rest, so that the GPU's clock does not depend on what was timed before
-AS_FAST = 1.01  # times the shortest time: what differs by less may differ the other way next time
+FINALISTS = 3  # the fastest configurations, timed again …
+FINAL_ROUNDS = 4  # … in this many rounds …
+REST_S = 0.06  # … after a rest, so that the GPU's clock does not depend on earlier timings
+AS_FAST = 1.01  # a factor to the shortest time; smaller differences are noise
 _tuning = threading.RLock()
-_picks = {}  # by the text of its file and its name: what is kept of a kernel's tuning. A stage that changes nothing shares it.
+_picks = {}  # (text of the file, kernel name) -> tuning cache; stages with an identical file share it
 
 
 def bucket(seq_q: int, seq_k: int) -> int:
-    """The power of two, from 128 to 4096, that stands for nearby sequence lengths in the tuning key."""
-    return 1 << min(max(7, (max(seq_q, seq_k) - 1).bit_length()), 12)  # not triton's function: every call asks, and it is slow
+    """Return the power of two, from 128 to 4096, that stands for nearby sequence lengths in the tuning key."""
+    return 1 << min(max(7, (max(seq_q, seq_k) - 1).bit_length()), 12)  # on every call: triton.next_power_of_2 is slow
 
 
 def configs(tiles: Sequence[tuple[int, int, int, int]], pre_hook: Callable | None) -> list[triton.Config]:
-    """A configuration for each (BLOCK_M, BLOCK_N, num_warps, num_stages)."""
+    """Make a configuration for each (BLOCK_M, BLOCK_N, num_warps, num_stages)."""
     return [
         triton.Config({"BLOCK_M": m, "BLOCK_N": n}, num_warps=warps, num_stages=stages, pre_hook=pre_hook)
         for m, n, warps, stages in tiles
@@ -41,10 +41,10 @@ def configs(tiles: Sequence[tuple[int, int, int, int]], pre_hook: Callable | Non
 
 
 def sensible(config: triton.Config, row_bytes: int, precision: str, has_copy_engine: bool) -> bool:
-    """Whether a tile is worth compiling for rows of that many bytes.
+    """Whether a tile is worth compiling for rows of `row_bytes`.
 
-    Only the small ones are where exact float32 matmuls keep every operand in registers, and where there is no TMA,
-    so that a descriptor becomes an address in registers for every element.
+    Only small tiles are worth it in two cases: exact float32 matmuls keep every operand in registers, and without TMA a
+    descriptor becomes an address in registers for every element.
     """
     rows = max(config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"])
     if precision == "ieee" or not has_copy_engine:
@@ -53,20 +53,20 @@ def sensible(config: triton.Config, row_bytes: int, precision: str, has_copy_eng
 
 
 def tuners(stage) -> dict[str, Autotuner]:
-    """The autotuned kernels of a stage, a module or anything else with `forward` and `backward`, by name."""
+    """Return the autotuned kernels of a stage (a module, or any object with `forward` and `backward`) by name."""
     found = (*stage.forward.__globals__.items(), *stage.backward.__globals__.items())
     return {name: value for name, value in found if isinstance(value, Autotuner)}
 
 
 def _time(call, quantiles):
-    """Milliseconds of a configuration; on the interpreter, where there is nothing to time, all are the same."""
+    """Return a configuration's time in milliseconds; 0 on the interpreter."""
     if INTERPRETED:
         return [0.0] * len(quantiles)
     return triton.runtime.driver.active.get_benchmarker()(call, quantiles=quantiles, warmup=5, rep=25)
 
 
 class _Tuner(Autotuner):
-    """`triton.autotune`'s, but for each device, and safe for threads: what a call needs it keeps to itself."""
+    """Triton's Autotuner, with a cache per device, and safe to call from several threads."""
 
     def run(self, *args, **kwargs):
         named = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
@@ -85,9 +85,9 @@ class _Tuner(Autotuner):
         def bench(config):
             return self._bench(*args, config=config, **kwargs)
 
-        with _tuning:  # one kernel at a time, which others would disturb
-            if key not in self.cache:  # another thread's doing, meanwhile
-                depends_on(lambda: False)  # a recording of this call has what is launched to be timed
+        with _tuning:  # time one kernel at a time
+            if key not in self.cache:  # another thread may have tuned meanwhile
+                depends_on(lambda: False)  # discard a recording of this call: it has the launches that are timed
                 self.nargs = dict(zip(self.arg_names, args, strict=False))
                 try:
                     timings = {config: bench(config) for config in self.prune_configs(kwargs)}
@@ -99,10 +99,10 @@ class _Tuner(Autotuner):
         return self.cache[key]
 
     def _fastest(self, timings, bench):
-        """The first in the list of those that are as fast as any: the fastest few are timed again, in turns, to know.
+        """Time the fastest few again, in turns, and return the first in the list that is within `AS_FAST` of the best.
 
-        A GPU's clock rises and falls while it is at work. Timings of one configuration after another show that too; in turns,
-        all of them meet the same clock. Between equals the order of the list decides, and not chance.
+        A GPU's clock changes while it works. In turns, all configurations meet the same clock. The list's order, and not
+        chance, decides between equals.
         """
         fastest = sorted(timings, key=timings.get)[:FINALISTS]
         finalists = [config for config in timings if config in fastest]
@@ -115,12 +115,11 @@ class _Tuner(Autotuner):
 
 
 def autotune(configs: list[triton.Config]) -> Callable:
-    """Decorate a kernel whose tiles go through descriptors; the fastest of `configs` that fits the device runs.
+    """Decorate a kernel whose tiles go through descriptors: run the fastest of `configs` that fits the device.
 
-    The first call of a new `KEY` on a device says on stderr that it is tuning, compiles what may fit in parallel and times it,
-    in some seconds. The fastest few are timed again, in turns, and the first in `configs` that is within `AS_FAST` of the best
-    is taken: noise does not choose, and the same code runs with the same tiles. On the interpreter the first sensible
-    configuration is taken. A kernel whose whole file is that of another, which was tuned before, takes that one's choice.
+    The first call with a new `KEY` on a device announces the tuning on stderr, compiles the sensible configurations in parallel
+    and times them; this takes some seconds. `_Tuner._fastest` then chooses, so that noise does not. The interpreter takes the
+    first sensible configuration. A kernel in a file identical to that of a tuned kernel takes its choice.
     """
 
     def decorate(kernel):
@@ -147,10 +146,10 @@ def autotune(configs: list[triton.Config]) -> Callable:
 
 
 def compile_all(kernel, configs: list[triton.Config], args: dict) -> list:
-    """The kernel compiled for each configuration, in parallel and without a launch; `args` are a launch's, by name.
+    """Compile the kernel for each configuration, in parallel and without a launch; `args` are launch arguments by name.
 
     Raises:
-        What the compiler raises for a configuration, compiled alone.
+        The compiler's exceptions.
     """
 
     def compiled(kernel, config):
@@ -158,8 +157,8 @@ def compile_all(kernel, configs: list[triton.Config], args: dict) -> list:
             config.pre_hook({**args, **config.kwargs})
         return kernel.run(**{**args, **config.all_kwargs(), "warmup": True})
 
-    # In a copy with caches of its own: until a compilation is done, and for ever where it fails, what the cache holds is not a
-    # kernel yet, which a launch by another thread must not find. An error would leave the mode switched on, and is dropped.
+    # Compile a copy with its own caches: until a compilation is done, or if it fails, the cache holds no kernel, and a launch
+    # by another thread must not find it. Errors are ignored here, because an error would leave the mode switched on.
     apart = copy.copy(kernel)
     apart.device_caches = collections.defaultdict(apart.create_binder)
     with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
@@ -169,4 +168,4 @@ def compile_all(kernel, configs: list[triton.Config], args: dict) -> list:
         key: binary for key, binary in apart.device_caches[current_device()][0].items() if isinstance(binary, CompiledKernel)
     }
     kernel.device_caches[current_device()][0].update(done)
-    return [compiled(kernel, config) for config in configs]  # what failed in parallel is compiled here, alone
+    return [compiled(kernel, config) for config in configs]  # compiles again, and raises, what failed in parallel

@@ -1,1 +1,1 @@
-"""Measuring and counting: workloads, the truth in float64, timers, counters, the compiler's and the profiler's reports."""
+"""Measuring and counting: workloads, a float64 reference, timers, counters, and reports of compiler and profiler."""

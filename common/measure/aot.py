@@ -1,9 +1,9 @@
-"""What the compiler makes of a stage's kernels for a GPU that is not there: registers, spills, shared memory, instructions.
+"""Compile a stage's kernels for a GPU that need not be there; report registers, spills, shared memory and instructions.
 
     python -m common.measure.aot --stage v3 --arch 80,90 --head-dim 64,128 --causal yes,no
 
-A stage's own `forward` and `backward` run on tensors without data, under a stand-in for Triton's driver. So every kernel
-that they launch is bound, specialized and compiled as for a launch on that GPU, by Triton itself, and then not launched.
+A stage's own `forward` and `backward` run on tensors without data, with a stand-in for Triton's driver. So Triton binds,
+specializes and compiles every kernel as for a launch on that GPU, but does not launch it.
 """
 
 import argparse
@@ -34,26 +34,26 @@ from common.measure import terminal
 from common.measure.options import HEAD_DIM, add_list, json_path, list_of, one_of, single, write_json
 from common.measure.progress import Progress
 
-# Bytes of shared memory that a block may have, by architecture.
+# Maximum bytes of shared memory per block, by architecture.
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
-USUAL_ARCHS = (80, 90, 100)  # one of each generation that differs in how it moves and multiplies tiles
-INSTRUCTIONS = {  # what the table calls them, and how PTX does
+USUAL_ARCHS = (80, 90, 100)  # one of each generation with its own way to move and multiply tiles
+INSTRUCTIONS = {  # name in the table -> name in PTX
     "mma.sync": "mma.sync",
     "wgmma": "wgmma.mma_async",
     "tcgen05": "tcgen05.mma",
     "cp.async": "cp.async.cg",
     "TMA": "cp.async.bulk.tensor",
 }
-BATCH, HEADS, SEQ_LEN = 4, 16, 4096  # of the tensors without data: an ordinary workload, every length a multiple of 16
+BATCH, HEADS, SEQ_LEN = 4, 16, 4096  # shape of the tensors without data: an ordinary workload, every length a multiple of 16
 
 
 class StandInDriver:
-    """Triton's driver for a GPU that is not there: it says what the GPU is, and loads and launches nothing.
+    """Triton's driver for a GPU that need not be there: it describes the GPU, and loads and launches nothing.
 
     Args:
         arch: 80 for sm_80, and so on.
         launched: called with the metadata of each compiled kernel before its first launch.
-        benchmarker: what an autotuner times its configurations with, `(kernel_call, quantiles, warmup, rep) -> times`.
+        benchmarker: times an autotuner's configurations, `(kernel_call, quantiles, warmup, rep) -> times`.
     """
 
     def __init__(self, arch, launched, benchmarker):
@@ -64,7 +64,7 @@ class StandInDriver:
         self._launched = launched
         self.utils = SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": SHARED_LIMIT[arch], "multiprocessor_count": 132},
-            load_binary=lambda name, binary, shared, device: (name, name, 0, 0, 1024),  # 1024 threads a block at most
+            load_binary=lambda name, binary, shared, device: (name, name, 0, 0, 1024),  # at most 1024 threads a block
         )
 
     def launcher_cls(self, source, metadata):
@@ -73,7 +73,7 @@ class StandInDriver:
 
 
 class _OutputByThread(io.TextIOBase):
-    """A stream that keeps apart what the threads write to it."""
+    """A stream that keeps the output of each thread separate."""
 
     def __init__(self):
         self._texts = collections.defaultdict(str)
@@ -83,12 +83,12 @@ class _OutputByThread(io.TextIOBase):
         return len(text)
 
     def take(self):
-        """What this thread has written since it last asked."""
+        """Return what this thread has written since its last call."""
         return self._texts.pop(threading.get_ident(), "")
 
 
 def first_that_survives(autotuner, kwargs):
-    """In place of an autotuner's `prune_configs`: the first configuration that is not pruned; later ones are not compiled."""
+    """Replace an autotuner's `prune_configs`: keep the first configuration that is not pruned, so that only one is compiled."""
     for config in autotuner.configs:
         if kept := autotuner.early_config_prune([config], autotuner.nargs, **kwargs):
             return kept
@@ -96,14 +96,14 @@ def first_that_survives(autotuner, kwargs):
 
 
 def roles(source: str, ttgir: str, ptx: str) -> list[tuple[str, int]]:
-    """(function, registers of a thread) of each role of a warp-specialized kernel, the default one first; none of another.
+    """Return (function, registers per thread) of each role of a warp-specialized kernel, the default role first; [] if none.
 
-    A role that the compiler made has no function of its own: it is called what the compiler calls it.
+    A role that the compiler made has no function, and gets the compiler's name.
 
     Args:
-        source: the kernel as it is before any pass, in which each role is a call.
-        ttgir: which has the registers that the workers ask for.
-        ptx: which has what they leave to the default role: it begins with all that there are, and then gives some away.
+        source: the kernel before any pass, where each role is a call.
+        ttgir: has the registers that the workers request.
+        ptx: has the registers of the default role, in its second setmaxnreg.
     """
     requested = re.search(r"requestedRegisters = array<i32: ([\d, ]+)>", ttgir)
     if not requested:
@@ -116,13 +116,13 @@ def roles(source: str, ttgir: str, ptx: str) -> list[tuple[str, int]]:
 
 
 def _describe(source, metadata, metadata_group, ptxas_log):
-    """One compiled kernel as a row of the report."""
+    """Return one compiled kernel as a row of the report."""
     texts = {path.suffix: path.read_text() for path in map(pathlib.Path, metadata_group.values()) if path.suffix != ".cubin"}
-    source_ir = texts.get(".ttir") or texts[".ttgir"]  # what Gluon begins with
+    source_ir = texts.get(".ttir") or texts[".ttgir"]  # Gluon has no .ttir
     constants = {source.fn.arg_names[path[0]]: value for path, value in source.constants.items()}
     config = {name: value for name, value in constants.items() if name.startswith("BLOCK_") or "STAGES" in name}
     config["num_warps"] = metadata["num_warps"]
-    if ".ttir" in texts:  # the depth of the compiler's pipeline; Gluon's kernels have rings of their own, in STAGES
+    if ".ttir" in texts:  # depth of the compiler's pipeline; Gluon kernels have ring buffers with STAGES slots
         config["num_stages"] = metadata["num_stages"]
     return {
         "kernel": source.fn.__name__,
@@ -139,7 +139,7 @@ def _describe(source, metadata, metadata_group, ptxas_log):
 
 
 def _compile_case(sender, case, all_configs):
-    """Compile what one forward and backward launch; runs in a process of its own. Sends (rows, errors, unavailable)."""
+    """Compile the kernels of one forward and backward, in a process of its own; send (rows, errors, unavailable)."""
     compiled, rows, errors, output = {}, [], [], _OutputByThread()
 
     def on_compiled(src, metadata, metadata_group, times, cache_hit):
@@ -152,14 +152,14 @@ def _compile_case(sender, case, all_configs):
         if all_configs:
             try:
                 kernel_call()
-            except Exception as error:  # the autotuner drops a configuration that fails; here it is a finding
+            except Exception as error:  # the autotuner drops a failing configuration; report it here
                 errors.append(case | {"error": f"{type(error).__name__}: {error}"})
                 raise
         return [0.0, 0.0, 0.0]
 
     triton.runtime.driver.set_active(StandInDriver(case["arch"], on_launched, time_nothing))
     triton.knobs.compilation.listener = on_compiled
-    triton.knobs.compilation.always_compile = True  # a kernel from the cache comes without ptxas' log
+    triton.knobs.compilation.always_compile = True  # a cached kernel has no ptxas log
     triton.knobs.nvidia.dump_ptxas_log = True  # to stdout, by the thread that compiles
     if reason := stages.unavailable(case["stage"]):
         sender.send(([], [], [case | {"reason": reason}]))
@@ -185,35 +185,35 @@ def _compile_case(sender, case, all_configs):
 
 
 def _in_own_process(context, case, all_configs):
-    """(rows, errors, unavailable) of a case: its own process has fresh caches, and may crash, as compilers do."""
+    """Return (rows, errors, unavailable) of a case. Its own process has fresh caches, and may crash as compilers do."""
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_compile_case, args=(sender, case, all_configs))
     process.start()
-    sender.close()  # the process has its own; recv() now notices when that one is gone
+    sender.close()  # the process has its own end; recv() now fails if that end closes
     try:
         return receiver.recv()
     except EOFError:
         process.join()
-        return [], [case | {"error": f"its process died, exit code {process.exitcode}"}], []
+        return [], [case | {"error": f"the compiler's process died, exit code {process.exitcode}"}], []
 
 
 def compile_cases(cases, all_configs):
     """Compile every kernel of the cases, as many at a time as there are CPU cores, with a progress line.
 
     Args:
-        cases: dicts with stage, arch (int), dtype (name), head_dim (int), causal (bool), kv_heads (of `HEADS`) and value_dim
-            (None: as head_dim).
-        all_configs: every configuration an autotuner would try, rather than the first.
+        cases: dicts with stage, arch (int), dtype (name), head_dim (int), causal (bool), kv_heads (a divisor of `HEADS`) and
+            value_dim (None: as head_dim).
+        all_configs: compile every configuration that an autotuner would try, not only the first.
 
     Returns:
-        rows, errors and unavailable, in the order of the cases. A row is the case and: kernel, config, registers (a thread, at
-        launch), roles (as `roles` has them), spilled_bytes (of spill stores and loads, a thread), shared_bytes (a block),
-        instructions (keys of `INSTRUCTIONS`), dots (matmuls in the source), descriptors (arguments that are tensor
-        descriptors), warnings (of ptxas). An error is the case and: error. What the stage cannot run on is the case and:
-        reason.
+        Lists of rows, errors and unavailable cases, in the order of the cases. A row is the case with: kernel, config,
+        registers (per thread at launch), roles (see `roles`), spilled_bytes (spill stores and loads per thread), shared_bytes
+        (per block), instructions (keys of `INSTRUCTIONS`), dots (matmuls in the source), descriptors (number of descriptor
+        arguments), warnings (of ptxas). An error is the case with: error. An unavailable case, which the stage cannot run, is
+        the case with: reason.
     """
-    os.environ["TRITON_INTERPRET"] = "0"  # for the processes started below; in this one it is too late to matter
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU that is there plays no part, and its memory stays free
+    os.environ["TRITON_INTERPRET"] = "0"  # for the processes started below; too late to affect this one
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # use no GPU memory
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["common"])  # imports torch and triton, once for all processes
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -230,7 +230,7 @@ def compile_cases(cases, all_configs):
 
 
 def _registers(row):
-    """A thread's, at launch and in each role; roles that are alike share an entry."""
+    """Format the registers per thread at launch and in each role; identical adjacent roles share an entry."""
     alike = [(role, len(list(group))) for role, group in itertools.groupby(row["roles"])]
     by_role = ", ".join(f"{f'{count} × ' if count > 1 else ''}{name} {registers}" for (name, registers), count in alike)
     return f"{row['registers']}: {by_role}" if by_role else row["registers"]
@@ -240,7 +240,7 @@ def _fits(row):
     return row["shared_bytes"] <= SHARED_LIMIT[row["arch"]]
 
 
-_CELLS = {  # what the table shows otherwise
+_CELLS = {  # columns that the table formats
     "value_dim": lambda row: row["value_dim"] or row["head_dim"],
     "registers": _registers,
     "shared_bytes": lambda row: f"{row['shared_bytes']}/{SHARED_LIMIT[row['arch']]}",
@@ -249,10 +249,10 @@ _CELLS = {  # what the table shows otherwise
 
 
 def table(rows: list[dict], wide: bool) -> str:
-    """The rows as a table of all columns where `wide`, else of those that fit a terminal of 100 columns.
+    """Format the rows as a table: with all columns if `wide`, else for a terminal of 100 columns.
 
-    There a stage goes by its version, a configuration is its numbers alone, the registers of roles are left out, and what all
-    rows have in common stands above the table.
+    The narrow table has versions instead of stage names, configurations without names, and no registers of roles. Values that
+    all rows share stand above it.
     """
     shared = ["dtype", "head_dim", "value_dim", "causal", "kv_heads"]
     columns = ["stage", "kernel", "arch", *shared, "config", "registers", "spilled_bytes", "shared_bytes", "instructions"]
@@ -275,12 +275,12 @@ def table(rows: list[dict], wide: bool) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """The command line; returns the exit status: 1 where a kernel does not compile or fit, 2 where there was none."""
+    """Run the command line; return the exit status: 1 if a kernel does not compile or fit, 2 if there was no kernel."""
     terminal.prepare()
     parser = argparse.ArgumentParser(
         prog="python -m common.measure.aot",
         description="Compile the kernels of a stage for GPUs that need not be there, and report registers, spills, shared "
-        "memory and instructions; of a kernel whose warps have roles, the registers of each role too. LIST is comma-separated.",
+        "memory and instructions, and the registers of each warp role if there are roles. LIST is comma-separated.",
     )
     add_list(parser, "--stage", ",".join(stages.names()))
     archs = {str(arch): arch for arch in SHARED_LIMIT}
@@ -290,13 +290,13 @@ def main(argv: list[str]) -> int:
     for flag, default in (("--head-dim", "64,128"), ("--dtype", "float16"), ("--causal", "yes")):
         add_list(parser, flag, default)
     kv_heads = {str(number): number for number in range(1, HEADS + 1) if HEADS % number == 0}
-    kv_help = f"heads of K and V, which {HEADS} query heads share: {', '.join(kv_heads)} (default: %(default)s)"
+    kv_help = f"K/V heads, shared by {HEADS} query heads: {', '.join(kv_heads)} (default: %(default)s)"
     parser.add_argument("--kv-heads", type=list_of(one_of(kv_heads)), default=str(HEADS), metavar="LIST", help=kv_help)
     value_help = "head dimension of V (default: as --head-dim)"
     parser.add_argument("--value-dim", type=single(HEAD_DIM), default=None, metavar="NUMBER", help=value_help)
-    parser.add_argument("--all-configs", action="store_true", help="all that an autotuner would try, not only the first")
-    parser.add_argument("--wide", action="store_true", help="all columns, and the registers of each role")
-    parser.add_argument("--json", type=json_path, metavar="FILE", help="also write rows and errors there")
+    parser.add_argument("--all-configs", action="store_true", help="compile every configuration, not only the first")
+    parser.add_argument("--wide", action="store_true", help="show all columns and the registers of each role")
+    parser.add_argument("--json", type=json_path, metavar="FILE", help="also write rows and errors to FILE")
     arguments = parser.parse_args(argv)
 
     names = "stage", "arch", "dtype", "head_dim", "causal", "kv_heads"

@@ -1,4 +1,4 @@
-"""What the stages are measured against: PyTorch's attention, and FlashAttention-3 and -4 where they are installed."""
+"""Baselines for the stages: PyTorch's attention, and FlashAttention-3 and -4 if they are installed."""
 
 import contextlib
 import functools
@@ -20,7 +20,7 @@ def _sdpa(q, k, v, *, causal, backend):
 
 
 class _Flash3(torch.autograd.Function):
-    """FlashAttention-3 by its operators, [B, S, H, D]."""
+    """FlashAttention-3 through its operators, on [B, S, H, D] tensors."""
 
     @staticmethod
     def forward(ctx, q, k, v, causal):
@@ -36,7 +36,7 @@ class _Flash3(torch.autograd.Function):
 
 
 def _transposed(attention):
-    """Of a function of [B, S, H, D] tensors one of [B, H, S, D] tensors."""
+    """Adapt a function of [B, S, H, D] tensors to [B, H, S, D] tensors."""
 
     def transposed(q, k, v, *, causal):
         return attention(*(tensor.transpose(1, 2) for tensor in (q, k, v)), causal).transpose(1, 2)
@@ -45,9 +45,9 @@ def _transposed(attention):
 
 
 def _installed() -> dict[str, Callable]:
-    """FlashAttention-3, its own package's or xformers', and FlashAttention-4, where they are installed.
+    """Return the installed ones of FlashAttention-3 (from its own package or xformers) and FlashAttention-4.
 
-    They see by the shapes that query heads share K/V heads, and that v has rows of another size than k.
+    Both infer GQA, and a head dimension of v other than k's, from the shapes.
     """
     found = {}
     for module in ("flash_attn_3._C", "xformers.flash_attn_3._C"):
@@ -65,7 +65,7 @@ def _installed() -> dict[str, Callable]:
     return found
 
 
-# To compare with another library, add what has a stage's `attention(q, k, v, *, causal)`.
+# To compare with another library, add a function with the signature of a stage's `attention(q, k, v, *, causal)`.
 if DEVICE == "cuda":
     BASELINES = {
         "sdpa-flash": functools.partial(_sdpa, backend=SDPBackend.FLASH_ATTENTION),
@@ -77,13 +77,13 @@ else:
 
 
 def refusal(impl: str, error: BaseException) -> str | None:
-    """What a baseline says where it does not take a workload, in either pass; None where the error is of another kind."""
+    """Return a baseline's message if the error means that it does not support a workload; None for other errors."""
     if impl.startswith("flash-") and isinstance(error, (AssertionError, NotImplementedError, RuntimeError, ValueError)):
         return str(error)
     if impl.startswith("sdpa") and isinstance(error, RuntimeError):
         if "No available kernel" in str(error):
             return "this backend of SDPA does not take this"
-        if "cuDNN Frontend error" in str(error):  # of a graph that it has no plan for
+        if "cuDNN Frontend error" in str(error):  # cuDNN has no plan for the graph
             return str(error)
     return None
 
@@ -93,7 +93,7 @@ def attention_of(impl: str) -> Callable:
 
 
 def timed_call(impl: str, workload: Workload, inputs) -> Callable:
-    """The call to time: it returns what its pass computes, `out` or (dq, dk, dv). A backward's forward runs here, once."""
+    """Return the call to time, which returns `out` or (dq, dk, dv). For a backward, the forward runs here, once."""
     attention, causal = attention_of(impl), workload.causal
     *qkv, grad_out = inputs
     if workload.pass_ == "fwd":

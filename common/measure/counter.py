@@ -1,15 +1,15 @@
-"""What a call moves, computes and allocates, counted exactly on the CPU, where the kernels are interpreted.
+"""Exact counts of a call's traffic, FLOPs and allocations, on the CPU with interpreted kernels.
 
-A kernel counts what its programs ask of global memory: every element that a load, store, atomic or copy touches, each time,
-for each program anew. Masked elements count nothing, nor does what lies outside a descriptor's tensor, which the hardware
-clips. That is the traffic between the SMs and what lies behind them, and the "HBM accesses" of the FlashAttention
-papers; a cache may serve part of it. An atomic operation reads and writes. Where TMA adds, it writes:
-the L2 cache adds.
+The traffic of a kernel is every element of global memory that a load, store, atomic or copy of any program touches, each time.
+Masked elements do not count, nor do elements outside a descriptor's tensor, which the hardware clips. This is the traffic
+between the SMs and the rest of the GPU, and the "HBM accesses" of the FlashAttention papers; caches may serve part of it. An
+atomic operation reads and writes. TMA's addition only writes: the L2 cache adds.
 
-An operator of PyTorch counts its arguments and results once each, the least that it can move: how often a library reads its
-tiles is its own affair. A dimension that is only expanded counts as one; views and empty tensors move nothing.
+A PyTorch operator counts each argument and result once, the minimum: a library may read its tiles more often. An expanded
+    dimension
+counts as size 1; views and empty tensors move nothing.
 
-FLOPs are those of matmuls as executed: the masked part of a tile and what is computed again are in them.
+FLOPs are those of executed matmuls, including masked parts of tiles and recomputation.
 """
 
 import math
@@ -30,18 +30,18 @@ from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 from common.interpreter.asynchronous import Traffic
 
 aten = torch.ops.aten
-_FLOPS = flop_registry | {  # the CPU's attention has none of its own
+_FLOPS = flop_registry | {  # the registry lacks the CPU's attention
     aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
     aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[aten._scaled_dot_product_flash_attention_backward],
 }
-# Operators that launch nothing on a GPU, besides those that PyTorch marks as views.
+# Operators that launch nothing on a GPU, in addition to those that PyTorch marks as views.
 _NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"}
-_OVERWRITING = {"copy_", "fill_", "zero_"}  # in place, without a look at what was there
+_OVERWRITING = {"copy_", "fill_", "zero_"}  # in place, without reading the old values
 
 
 @dataclass
 class Launch:
-    """One kernel, or one operator of PyTorch: bytes read and written, FLOPs of its matmuls."""
+    """One kernel or PyTorch operator: bytes read and written, and FLOPs of its matmuls."""
 
     name: str  # of the kernel's function; "aten.…" for an operator
     tile: dict[str, int] = field(default_factory=dict)  # a kernel's BLOCK_… arguments
@@ -52,7 +52,7 @@ class Launch:
 
 @dataclass
 class Count:
-    """What a call took: its launches in order, and the peak of the memory that it allocated, in bytes, outputs included."""
+    """The launches of a call in order, and its peak of allocated memory in bytes, including outputs."""
 
     launches: list[Launch]
     peak: int
@@ -74,10 +74,10 @@ class Count:
 
 
 def count(call: Callable) -> Count:
-    """Call once and count; on the interpreter only, whose kernels can be watched.
+    """Call once and count. This works only on the interpreter.
 
-    What PyTorch's dispatcher does not see is not counted: the inside of an operator, and of a custom operator. So a stage is
-    counted through its plain functions.
+    PyTorch's dispatcher does not see the inside of operators and custom operators. So count a stage through its plain
+    functions.
     """
     with Counter() as counter:
         call()
@@ -89,17 +89,17 @@ def _tensors(values) -> list[Tensor]:
 
 
 def distinct(tensors) -> list[Tensor]:
-    """Some tensors, one passed twice once."""
+    """Return the tensors without repetitions."""
     return list({(t.data_ptr(), t.dtype, t.shape, t.stride()): t for t in tensors}.values())
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """Bytes of memory behind a tensor; a dimension that is only expanded counts as one."""
+    """Return the bytes of memory behind a tensor; an expanded dimension counts as one."""
     return math.prod(n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride) * tensor.itemsize
 
 
 def moved(func, args, kwargs, result) -> tuple[list[Tensor], list[Tensor]]:
-    """The tensors that an operator of PyTorch reads, and those that it writes, from its schema."""
+    """Return the tensors that a PyTorch operator reads and writes; its schema shows what it reads, changes and returns."""
     name = func.overloadpacket.__name__
     read, written = [], _tensors(result)
     values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
@@ -110,7 +110,7 @@ def moved(func, args, kwargs, result) -> tuple[list[Tensor], list[Tensor]]:
             written += tensors
         if not (changed and (argument.is_out or name in _OVERWRITING)):
             read += tensors
-    if name.startswith("new_") or name.endswith("_like"):  # these take no more than shape and dtype from their argument
+    if name.startswith("new_") or name.endswith("_like"):  # these only use shape and dtype of their argument
         read = []
     return distinct(read), distinct(written)
 
@@ -125,7 +125,7 @@ def _operator_launch(func, args, kwargs, result) -> Launch:
 
 
 class Counter(TorchDispatchMode):
-    """Watches PyTorch's operators and storages, and from `__enter__` to `__exit__` what interpreted kernels do."""
+    """Watches PyTorch's operators and storages, and the interpreted kernels."""
 
     def __init__(self):
         super().__init__()
@@ -135,12 +135,12 @@ class Counter(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls):
-        return False  # or the first operator loads the compiler, which takes a second
+        return False  # otherwise the first operator loads the compiler, which takes a second
 
     def __enter__(self):
         watched = (
             (InterpretedFunction, "run", self._run),
-            # All of the interpreter's other loads and stores, those of descriptors included, end in these two.
+            # The interpreter's other loads and stores, also of descriptors, call these two.
             (InterpreterBuilder, "create_masked_load", self._load),
             (InterpreterBuilder, "create_masked_store", self._store),
             (InterpreterBuilder, "create_atomic_rmw", self._atomic_rmw),
@@ -152,7 +152,7 @@ class Counter(TorchDispatchMode):
             (Traffic, "write", self._of_gluon("written")),
             (Traffic, "multiply", self._of_gluon("flops")),
         )
-        # On a GPU, where nothing is interpreted, the interpreter lacks what `common.interpreter` adds.
+        # On a GPU the interpreter lacks the functions that `common.interpreter` adds.
         there = [(owner, name, watch) for owner, name, watch in watched if hasattr(owner, name)]
         self._originals = [(owner, name, getattr(owner, name)) for owner, name, _ in there]
         for owner, name, watch in there:
@@ -170,7 +170,7 @@ class Counter(TorchDispatchMode):
                 tile = {name: value for name, value in kwargs.items() if name.startswith("BLOCK_")}
                 tile = {name: value.value if isinstance(value, constexpr) else value for name, value in tile.items()}
                 self.launches.append(Launch(function.__name__, tile))
-            self._in_kernel = True  # the interpreter's own tensors are no cost of the kernel
+            self._in_kernel = True  # the interpreter's own tensors do not count
             try:
                 return run(function, *args, warmup=warmup, **kwargs)
             finally:
@@ -179,9 +179,9 @@ class Counter(TorchDispatchMode):
         return counted
 
     def _touch(self, pointers, mask, read, written):
-        """Count the elements that a memory operation's mask lets through, as many times read and written."""
+        """Count the unmasked elements of a memory operation, `read` times read and `written` times written."""
         element = max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
-        touched = int(numpy.count_nonzero(numpy.asarray(mask.data))) * element  # a descriptor's mask is an array itself
+        touched = int(numpy.count_nonzero(numpy.asarray(mask.data))) * element  # a descriptor's mask is a plain array
         self.launches[-1].read += read * touched
         self.launches[-1].written += written * touched
 
@@ -207,7 +207,7 @@ class Counter(TorchDispatchMode):
         return counted
 
     def _descriptor_reduce(self, descriptor_reduce):
-        """What TMA adds is written: the L2 cache does the adding, and nothing comes back."""
+        """Count only the write of TMA's addition: the L2 cache adds and returns nothing."""
 
         def counted(*args):
             read = self.launches[-1].read
@@ -232,7 +232,7 @@ class Counter(TorchDispatchMode):
         return counted
 
     def _of_gluon(self, what):
-        """Add what a Gluon kernel says to this number of its launch. Its threads come one at a time."""
+        """Add a Gluon kernel's amount to the field `what` of its launch. Only one thread runs at a time."""
 
         def watch(say):
             def counted(traffic, amount, *where):

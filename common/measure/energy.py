@@ -1,9 +1,9 @@
-"""The energy of a call at the power limit of a GPU, and the clock that the limit leaves, as NVML reports them.
+"""The energy of a call at a GPU's power limit, and the clock at that limit, as NVML reports them.
 
-    python -m common.measure.energy results/energy-d64-h200.json --head-dim 64   # where there is an NVIDIA GPU
+    python -m common.measure.energy results/energy-d64-h200.json --head-dim 64   # on an NVIDIA GPU
     make readme                                                                  # writes results/energy-d64-h200.md
 
-A GPU at its power limit lowers its clock until it draws no more. A call then takes its energy over that power, however few
+A GPU lowers its clock to stay within its power limit. There a call's time is its energy divided by the limit, however few
 cycles it needs.
 """
 
@@ -27,32 +27,32 @@ from common.measure.workloads import Workload
 from common.operator import Unavailable
 from common.runtime import INTERPRETED
 
-REST_S = 0.4  # after which the clock is high for a moment: long enough for a few calls …
-RESTED_CALLS = 3  # … of which so many are timed, after one that is not, …
-RESTS = 3  # … and after each of so many rests
-SETTLE_S = 0.3  # of calls back to back until the clock is what the power limit leaves
-MEASURED_S = 1.0  # of such calls that are measured: many readings of the counter of energy
-READ_S = 4e-3  # between two readings; the counter goes on every 20 to 100 ms
+REST_S = 0.4  # after a rest the clock is high for long enough for a few calls
+RESTED_CALLS = 3  # timed calls after each rest; one more call before them is not timed
+RESTS = 3  # number of rests
+SETTLE_S = 0.3  # back-to-back calls until the clock has settled at the power limit
+MEASURED_S = 1.0  # then back-to-back calls that are measured: many readings of the energy counter
+READ_S = 4e-3  # between two readings; the counter is updated every 20 to 100 ms
 CACHE_BYTES = 256 * 2**20  # more than any L2 cache holds
-FROM = (8, "")  # the first stage that is measured unless others are asked for: from there on no tiles are searched for
+FROM = (8, "")  # the first stage measured by default: from v8 on no tiles are tuned
 SM_CLOCK = 1  # nvmlClockType_t
-POWER_CAP = 0x4 | 0x80  # nvmlClocksThrottleReasons: by software and by hardware, for want of power
+POWER_CAP = 0x4 | 0x80  # nvmlClocksThrottleReasons: power cap by software, power brake by hardware
 
 
 class Reading(NamedTuple):
-    """What the GPU says of itself at a time."""
+    """The GPU's own measurements at one time."""
 
     seconds: float
-    joules: float  # since its driver was loaded
+    joules: float  # since the driver was loaded
     mhz: int
-    capped: bool  # its clock is lower than it could be, because of the power limit
+    capped: bool  # whether the power limit lowers the clock
 
 
 class Gauges:
     """NVML's view of the GPU that PyTorch uses.
 
     Raises:
-        RuntimeError: NVML is missing, or does not say of this GPU what is read here.
+        RuntimeError: NVML is missing, or does not support a measurement on this GPU.
     """
 
     def __init__(self):
@@ -64,7 +64,7 @@ class Gauges:
         self._device = ctypes.c_void_p()
         self._check(self._nvml.nvmlInit_v2())
         self._check(self._nvml.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(self._device)))
-        self.read()  # not every GPU counts its energy
+        self.read()  # raises if this GPU does not count its energy
 
     def _check(self, code: int):
         if code:
@@ -87,7 +87,7 @@ class Gauges:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[list[Reading]]:
-        """A list that grows by a reading every `READ_S`."""
+        """Yield a list that grows by a reading every `READ_S`."""
         readings, stop = [], threading.Event()
 
         def watch():
@@ -104,10 +104,10 @@ class Gauges:
 
 
 def watts(readings: list[Reading]) -> float:
-    """The mean power between the first and the last time that the counter of energy went on.
+    """Return the mean power between the first and the last update of the energy counter.
 
     Raises:
-        ValueError: it did not twice.
+        ValueError: fewer than two updates.
     """
     steps = [after for before, after in itertools.pairwise(readings) if after.joules > before.joules]
     if len(steps) < 2:
@@ -117,7 +117,7 @@ def watts(readings: list[Reading]) -> float:
 
 
 def _seconds(call: Callable, count: int) -> float:
-    """GPU seconds of a call, of so many back to back."""
+    """Return the GPU seconds per call of `count` calls back to back."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(count):
@@ -128,7 +128,7 @@ def _seconds(call: Callable, count: int) -> float:
 
 
 def rested_seconds(call: Callable, cache_filler: torch.Tensor) -> float:
-    """The median GPU time of the first calls after rests, but one, each with a cold L2 cache."""
+    """Return the median GPU seconds of the first calls after rests, with a cold L2 cache. The very first call is not timed."""
     times = []
     for _ in range(RESTS):
         torch.cuda.synchronize()
@@ -146,8 +146,8 @@ def rested_seconds(call: Callable, cache_filler: torch.Tensor) -> float:
 
 
 def measure(call: Callable, gauges: Gauges, cache_filler: torch.Tensor) -> dict:
-    """What a call takes in the long run, in seconds and joules, at which power and clock, and how long after a rest."""
-    for _ in range(3):  # records, tunes and compiles
+    """Measure a call: seconds, joules, power and clock at the power limit, and seconds after a rest."""
+    for _ in range(3):  # tunes, compiles and records
         call()
     rested = rested_seconds(call, cache_filler)
     _seconds(call, max(1, int(SETTLE_S / rested)))
@@ -165,7 +165,7 @@ def measure(call: Callable, gauges: Gauges, cache_filler: torch.Tensor) -> dict:
 
 
 def cases(impls: list[str], shapes: list[Workload]) -> Iterator[tuple[str, Workload, Callable]]:
-    """Each implementation and workload that it takes, and the call to measure; those of one workload follow each other."""
+    """Yield each implementation, a workload that it supports, and the call to measure; cases of a workload are adjacent."""
     for workload, impl in itertools.product(shapes, impls):
         try:
             call = timed_call(impl, workload, workload.inputs())
@@ -191,7 +191,7 @@ def main(argv: list[str]):
     add_list(parser, "--causal", "no,yes")
     options = parser.parse_args(argv)
     if INTERPRETED:
-        raise SystemExit("the energy of a call needs an NVIDIA GPU, and there is none")
+        raise SystemExit("measuring energy needs an NVIDIA GPU, and there is none")
     try:
         gauges = Gauges()
     except RuntimeError as error:

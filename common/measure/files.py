@@ -1,15 +1,16 @@
-"""Results that are whole: a file is replaced in one step, or stays as it was."""
+"""Replace files in one step, so that no result is ever half written."""
 
 import os
 from pathlib import Path
 
 
 def replace(path: Path, text: str):
-    """Make `text` what a file holds. Whoever is killed before that is done leaves the file as it was.
+    """Replace a file's content by `text`. A process that is killed meanwhile leaves the old content.
 
-    The text is first written next to it, to a name that starts with a dot and ends in ".partial", which the next call takes.
+    The text first goes to a file next to it, with a dot before the name and ".partial" after it. The next call overwrites a
+    left one.
     """
-    path = path.resolve()  # through a link: what it points to is replaced, not the link
+    path = path.resolve()  # replace the target of a link, not the link
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_text(text)

@@ -1,16 +1,16 @@
-"""The peak of the memory that a call adds on a GPU. Without one, `common.measure.counter` counts it."""
+"""The peak of a call's additional memory on a GPU. Without a GPU, `common.measure.counter` counts it."""
 
 import gc
 from collections.abc import Callable
 
 import torch
 
-MIB_IN_MB = 2**20 / 1e6  # records have MiB; what is shown is in MB of 10⁶, as all bytes
+MIB_IN_MB = 2**20 / 1e6  # records have MiB; tables show MB of 10⁶ bytes
 
 
 def footprint(call: Callable) -> dict:
-    """Call once; {"peak_extra_mib": the peak of the memory allocated during it less what was allocated before}."""
-    gc.collect()  # else a cycle that is collected during the call hides some of what it allocates
+    """Call once; return {"peak_extra_mib": peak allocated memory during the call minus allocated memory before it}."""
+    gc.collect()  # otherwise garbage that is freed during the call hides some of its allocations
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     call()

@@ -1,4 +1,4 @@
-"""What every saved number carries: where it is from."""
+"""The machine, versions, commit and date that are saved with all measurements."""
 
 import contextlib
 import datetime
@@ -10,11 +10,11 @@ import torch
 
 from common.runtime import DEVICE
 
-OTHERS = ("flash-attn-3", "xformers", "flash-attn-4")  # where the baselines that need not be there come from
+OTHERS = ("flash-attn-3", "xformers", "flash-attn-4")  # packages of the optional baselines
 
 
 def _versions(packages) -> dict[str, str]:
-    """Those of the packages that are installed."""
+    """Return the versions of the installed packages."""
     found = {}
     for name in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -23,7 +23,7 @@ def _versions(packages) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The commit of this repository; "unknown" without git, or where the files are no checkout."""
+    """Return the commit of this repository; "unknown" without git or outside of a checkout."""
     command = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--abbrev=40", "--exclude=*"]
     try:
         described = subprocess.run([*command, "--dirty=+dirty"], capture_output=True, text=True, check=False)
@@ -33,7 +33,7 @@ def _commit() -> str:
 
 
 def facts() -> dict:
-    """GPU (None on the interpreter), versions of torch, cuDNN, Triton and `OTHERS`, commit of this repository, and date."""
+    """Return the GPU (None on the interpreter), versions of torch, cuDNN, Triton and `OTHERS`, the commit, and the date."""
     return {
         "gpu": torch.cuda.get_device_name() if DEVICE == "cuda" else None,
         "torch": torch.__version__,

@@ -1,15 +1,15 @@
-"""Counted traffic next to what Nsight Compute measures between the L2 cache and the SMs, for the same launches.
+"""Compare counted traffic with Nsight Compute's measurement between the L2 cache and the SMs, for the same launches.
 
-    python -m common.measure.ncu measure results/traffic-h200.json   # where there are a GPU and `ncu`
-    python -m common.measure.ncu count results/traffic-h200.json     # anywhere: adds the counts, for the tiles tuned there
+    python -m common.measure.ncu measure results/traffic-h200.json   # on a GPU with `ncu`
+    python -m common.measure.ncu count results/traffic-h200.json     # anywhere: adds the counts, with the measured tiles
     make readme                                              # writes results/traffic-h200.md
 
-What can make the two differ: an L1 cache serves a pointer load whose line it still holds (copies that go past it to shared
-memory, and TMA, always ask the L2 cache); memory moves in sectors of 32 bytes, of which the end of a row may use a
-part; registers that spill go through the same ports.
+Three effects make the two differ. The L1 cache serves a pointer load whose line it still holds; asynchronous copies and TMA
+bypass it. Memory moves in sectors of 32 bytes, and the end of a row may use only a part of a sector. Spilled registers go
+through the same ports.
 
-Where query heads share K/V heads their programs ask for as many bytes of K and V as with heads of their own, but for fewer
-distinct ones. What the L2 cache makes of that is seen in the bytes it takes from device memory (`--heads 16 --kv-heads 16,2`).
+With GQA, programs request as many bytes of K and V as without, but fewer distinct bytes. The effect of the L2 cache shows in
+the bytes from device memory (`--heads 16 --kv-heads 16,2`).
 """
 
 import argparse
@@ -35,31 +35,31 @@ from common.measure.traffic import GPUS, count_stage, stage_call
 from common.measure.workloads import Workload
 from common.runtime import DEVICE
 
-# Bytes between an SM's L1 cache and the crossbar to the L2 cache, TMA's included.
+# Bytes between an SM's L1 cache and the crossbar to the L2 cache, including TMA.
 READ, WRITTEN = "l1tex__m_xbar2l1tex_read_bytes.sum", "l1tex__m_l1tex2xbar_write_bytes.sum"
-SPILLED = "l1tex__t_sectors_pipe_lsu_mem_local_op_st.sum"  # registers without room: these stores are in WRITTEN too
+SPILLED = "l1tex__t_sectors_pipe_lsu_mem_local_op_st.sum"  # stores of spilled registers, which WRITTEN includes
 SECTOR = 32  # bytes
 MEMORY = "dram__bytes_read.sum", "dram__bytes_write.sum"  # between the L2 cache and device memory
-FURTHER = (  # to explain a difference; what this GPU does not have is left out
-    "l1tex__m_xbar2l1tex_read_bytes_mem_global_op_tma_ld.sum",  # of these TMA's
+FURTHER = (  # metrics to explain a difference; those that this GPU lacks are left out
+    "l1tex__m_xbar2l1tex_read_bytes_mem_global_op_tma_ld.sum",  # TMA's part of the bytes above
     "l1tex__m_l1tex2xbar_write_bytes_mem_global_op_tma_st.sum",
-    "lts__t_sectors_srcunit_tex_op_read.sum",  # the same traffic at the L2 cache's end, in sectors of 32 bytes
+    "lts__t_sectors_srcunit_tex_op_read.sum",  # the same traffic at the L2 cache, in sectors of 32 bytes
     "lts__t_sectors_srcunit_tex_op_write.sum",
-    "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",  # what pointer loads ask of the L1 cache …
-    "l1tex__t_sectors_pipe_lsu_mem_global_op_ld_lookup_hit.sum",  # … and what it has
-    "l1tex__t_sectors_pipe_lsu_mem_local_op_ld.sum",  # spilled registers come back, mostly from the L1 cache
+    "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",  # pointer loads from the L1 cache …
+    "l1tex__t_sectors_pipe_lsu_mem_global_op_ld_lookup_hit.sum",  # … and its hits
+    "l1tex__t_sectors_pipe_lsu_mem_local_op_ld.sum",  # reloads of spilled registers, mostly from the L1 cache
     *MEMORY,
 )
-HEADS = 2  # unless asked: bytes are the same for each head, and the interpreter has to count them all
+HEADS = 2  # default; each head moves the same bytes, and the interpreter has to count all heads
 
 
 @triton.jit
 def _case_begins_kernel(case):
-    """Nothing; its name separates what the profiler saw of one case from the next."""
+    """Do nothing: the kernel's name marks where a case begins in the profile."""
 
 
 def launch(options):
-    """Inside the profiler: run each case once within its sight, after once without, which tunes and compiles."""
+    """Run each case in the profiler: once unprofiled to tune and compile, then once profiled."""
     cases = []
     for name, workload in itertools.product(options.stage, options.workloads):
         stage = stages.load(name)
@@ -71,7 +71,7 @@ def launch(options):
 
 
 def show(label: str, call: Callable):
-    """Let the profiler see a call as one case, after one that it does not see."""
+    """Profile a call as one case, after an unprofiled call."""
     print(label, file=sys.stderr, flush=True)
     call()
     _case_begins_kernel[(1,)](0)
@@ -84,7 +84,7 @@ def show(label: str, call: Callable):
 
 
 def parse(log: str, metrics: Sequence[str]) -> list[list[dict]]:
-    """The kernels of each case, in order, from `ncu --csv --page raw`: {"name", and the value of each metric that is there}."""
+    """Parse `ncu --csv --page raw`: for each case a list of kernels, {"name": …} and the available metrics."""
     header, _, *rows = csv.reader(line for line in log.splitlines() if line.startswith('"'))
     cases = []
     for row in rows:
@@ -98,17 +98,17 @@ def parse(log: str, metrics: Sequence[str]) -> list[list[dict]]:
 
 
 def profile(module: str, options: Sequence[str], metrics: Sequence[str], optional: Sequence[str] = ()) -> dict:
-    """What `ncu` says of the kernels that `python -m module launch FILE options` shows it; FILE gets the list of cases.
+    """Profile `python -m module launch FILE options` with `ncu`; `launch` writes the list of cases to FILE.
 
     Args:
-        metrics: what to measure.
-        optional: what to measure where this GPU has it.
+        metrics: metrics to measure.
+        optional: metrics to measure if this GPU has them.
 
     Returns:
-        machine_info, and cases as `launch` wrote them, each with its kernels.
+        {"machine_info", "cases"}: the cases that `launch` wrote, each with its "kernels".
 
     Raises:
-        SystemExit: there is no GPU or no `ncu`, or it failed.
+        SystemExit: there is no GPU or no `ncu`, or `ncu` failed.
     """
     if DEVICE != "cuda" or not shutil.which("ncu"):
         raise SystemExit("this needs a GPU, and ncu on the PATH")
@@ -131,19 +131,19 @@ def profile(module: str, options: Sequence[str], metrics: Sequence[str], optiona
 
 
 def as_flags(options, *names: str) -> list[str]:
-    """These lists of a command line, for another one; without those that were not given."""
+    """Return the given list options as flags for another command."""
     lists = {name: getattr(options, name) for name in names if getattr(options, name) != [None]}
     return [f"--{name.replace('_', '-')}={','.join(map(str, values))}" for name, values in lists.items()]
 
 
 def measure(options):
-    """Run all cases under `ncu` and save what it says of each of their kernels."""
+    """Run all cases under `ncu` and save the metrics of each kernel."""
     selection = as_flags(options, "stage", "seq_len", "head_dim", "heads", "kv_heads", "value_dim")
     write_json(options.file, profile("common.measure.ncu", selection, (READ, WRITTEN, SPILLED), FURTHER))
 
 
 def add_counts(options):
-    """Count each saved case on the interpreter, with the tiles that it was measured with, and save that too."""
+    """Count each saved case on the interpreter, with the measured tiles, and add the counts to the file."""
     if DEVICE != "cpu":
         raise SystemExit("count needs the interpreter: set TRITON_INTERPRET=1")
     try:
@@ -160,7 +160,7 @@ def add_counts(options):
 
 
 def pairs(case: dict) -> list[tuple[str, list[dict], list[dict]]]:
-    """(label, counted launches, measured kernels) of each Triton kernel, and of all of PyTorch's operators together."""
+    """Return (label, counted launches, measured kernels) of each Triton kernel, and of all PyTorch operators together."""
     counted = {True: [], False: []}
     for launch_ in case["counted"]:
         counted[launch_["name"].startswith("aten.")].append(launch_)
@@ -177,7 +177,7 @@ def pairs(case: dict) -> list[tuple[str, list[dict], list[dict]]]:
 
 
 def comparison(counted: list[dict], measured: list[dict]) -> dict[str, int]:
-    """Bytes of launches together, counted and measured; `spilled` are those written that no program asks for."""
+    """Sum the bytes of some launches, counted and measured; `spilled` are the bytes of stored spilled registers."""
     return {
         "read": sum(launch_["read"] for launch_ in counted),
         "written": sum(launch_["written"] for launch_ in counted),
@@ -194,9 +194,9 @@ def main(argv: list[str]):
         prog="python -m common.measure.ncu",
         description="Compare counted traffic with Nsight Compute's. LIST is comma-separated.",
     )
-    parser.add_argument("what", choices=["measure", "count", "launch"], help="launch is what measure runs in the profiler")
+    parser.add_argument("what", choices=["measure", "count", "launch"], help="measure runs launch in the profiler")
     parser.add_argument("file", type=json_path, help="the JSON file that measure writes and count completes")
-    parser.add_argument("--gpu", choices=GPUS, default="h200", help="whose fixed tiles count takes (default: %(default)s)")
+    parser.add_argument("--gpu", choices=GPUS, default="h200", help="GPU whose fixed tiles count uses (default: %(default)s)")
     available = [name for name in stages.names() if not stages.unavailable(name)]
     for flag, default in (
         ("--stage", ",".join(available)), ("--seq-len", "2048"), ("--head-dim", "64,128"), ("--heads", str(HEADS)),

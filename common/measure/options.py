@@ -16,7 +16,7 @@ from common.operator import HEAD_DIMS
 
 
 def single(parse: Callable) -> Callable:
-    """The argparse type of one value; `parse` turns its text into it or raises ValueError, whose message the user reads."""
+    """Return the argparse type of one value; `parse` converts the text, or raises ValueError with a message for the user."""
 
     def parse_text(text):
         try:
@@ -28,12 +28,12 @@ def single(parse: Callable) -> Callable:
 
 
 def list_of(parse: Callable) -> Callable:
-    """The argparse type of a comma-separated list; `parse` turns one entry into its value or raises ValueError."""
+    """Return the argparse type of a comma-separated list; `parse` converts one entry, or raises ValueError."""
     return single(lambda text: [parse(entry.strip()) for entry in text.split(",")])
 
 
 def one_of(choices: dict) -> Callable:
-    """What an entry stands for in `choices`; anything else raises ValueError and says what there is."""
+    """Return a function that looks an entry up in `choices`; it raises ValueError, with the choices, for anything else."""
 
     def parse(text):
         if text not in choices:
@@ -44,14 +44,14 @@ def one_of(choices: dict) -> Callable:
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1, or ValueError."""
+    """Parse a whole number of at least 1; raise ValueError otherwise."""
     if not text.isdecimal() or int(text) == 0:
         raise ValueError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def positive_number(text: str) -> float:
-    """A number above 0 and below infinity, or ValueError."""
+    """Parse a finite number above 0; raise ValueError otherwise."""
     number = float(text)
     if not 0 < number < math.inf:
         raise ValueError(f"{text!r} is not a number above 0")
@@ -59,7 +59,7 @@ def positive_number(text: str) -> float:
 
 
 def positive_or_zero(text: str) -> float:
-    """A number of at least 0 and below infinity, or ValueError."""
+    """Parse a finite number of at least 0; raise ValueError otherwise."""
     number = float(text)
     if not 0 <= number < math.inf:
         raise ValueError(f"{text!r} is not a number of at least 0")
@@ -67,7 +67,7 @@ def positive_or_zero(text: str) -> float:
 
 
 def unwritable(directory: Path) -> str | None:
-    """Why no file can be made in a directory; None where one can."""
+    """Return why a directory is not writable; None if it is."""
     try:
         tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
@@ -76,7 +76,7 @@ def unwritable(directory: Path) -> str | None:
 
 
 def json_path(text: str) -> Path:
-    """The absolute path of a file to write, whose directory has to be there and to take it; no device or pipe."""
+    """Return the absolute path of a file to write. Its directory must exist and be writable; a device or pipe is refused."""
     path = Path(text).absolute()
     if path.exists() and not path.is_file():
         raise argparse.ArgumentTypeError(f"{text!r} is not the name of a file")
@@ -89,12 +89,12 @@ def json_path(text: str) -> Path:
 
 HEAD_DIM = one_of({str(head_dim): head_dim for head_dim in HEAD_DIMS})
 
-LISTS = {  # the options that several commands have: the type of an entry, and what the help says of it
+LISTS = {  # options of several commands: the type of an entry, and the help text
     "--stage": (stages.resolve, "such as {version} or {stage}"),
     "--seq-len": (positive, "any"),
     "--head-dim": (HEAD_DIM, ", ".join(map(str, HEAD_DIMS))),
     "--heads": (positive, "any"),
-    "--kv-heads": (positive, "any that divide the heads (default: as many as heads)"),
+    "--kv-heads": (positive, "any divisor of the heads (default: as many as heads)"),
     "--value-dim": (HEAD_DIM, f"{', '.join(map(str, HEAD_DIMS))} (default: as the head dimension)"),
     "--causal": (one_of({"no": False, "yes": True}), "no, yes"),
     "--dtype": (one_of({name: name for name in DTYPES}), ", ".join(DTYPES)),
@@ -102,9 +102,9 @@ LISTS = {  # the options that several commands have: the type of an entry, and w
 
 
 def add_list(parser: argparse.ArgumentParser, flag: str, default: str | None):
-    """Add an option of `LISTS`, a comma-separated list; `default` is as one would write it, None where the help says what."""
+    """Add an option of `LISTS`, a comma-separated list; `default` is its text, or None if the help text names the default."""
     parse, help_text = LISTS[flag]
-    if flag == "--stage":  # the command takes the last of its default
+    if flag == "--stage":  # its example is the last default
         last = stages.resolve(default.split(",")[-1])
         help_text = help_text.format(version=stages.version(last), stage=last)
     if default:
@@ -113,9 +113,10 @@ def add_list(parser: argparse.ArgumentParser, flag: str, default: str | None):
 
 
 def add_implementations(parser: argparse.ArgumentParser, baselines: Iterable[str], first: tuple):
-    """Add --impl, baselines and stages; unless it is given, all but dead ends, and of stages those from `first` on.
+    """Add --impl, a list of baselines and stages. The default is all baselines, and all stages from `first` on except dead
+    ends.
 
-    `baselines` are given because to import them is slow: some come with compilers of their own.
+    `baselines` is an argument because importing them is slow: some packages bring their own compilers.
     """
     baselines = list(baselines)
 
@@ -131,14 +132,14 @@ def add_implementations(parser: argparse.ArgumentParser, baselines: Iterable[str
 
     usual = [name for name in stages.names() if not stages.is_dead_end(name) and stages.position(name) >= first]
     usual = ",".join([*baselines, *usual])
-    help_text = "of what to measure (default: %(default)s)"
+    help_text = "implementations to measure (default: %(default)s)"
     parser.add_argument("--impl", type=list_of(implementation), default=usual, metavar="LIST", help=help_text)
 
 
 def workloads_of(parser: argparse.ArgumentParser, **lists) -> list[Workload]:
-    """A workload, a single batch element in float16, for each combination of these fields; the last field changes fastest.
+    """Return a workload of batch 1 in float16 for each combination of the fields in `lists`; the last field changes fastest.
 
-    Exits with status 2 where K/V heads do not divide the heads.
+    Exit with status 2 if K/V heads do not divide the heads.
     """
     combinations = itertools.product(*lists.values())
     try:
@@ -148,8 +149,8 @@ def workloads_of(parser: argparse.ArgumentParser, **lists) -> list[Workload]:
 
 
 def write_json(path: Path, content):
-    """Write the file that an option names; SystemExit says why where it cannot be."""
+    """Write a JSON file; raise SystemExit with the reason if that fails."""
     try:
         files.replace(path, json.dumps(content, indent=1))
-    except OSError as error:  # what `json_path` saw may be gone by now
+    except OSError as error:  # the directory may have changed since `json_path` checked it
         raise SystemExit(f"{path} cannot be written: {error.strerror}") from None

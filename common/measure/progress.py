@@ -1,15 +1,15 @@
-"""How far a command is and how long it still takes, on stderr: a live bar on a terminal, now and then a line elsewhere."""
+"""A command's progress and remaining time on stderr: a live bar on a terminal, otherwise a line now and then."""
 
 import sys
 
 from tqdm import tqdm
 
-LINES_APART_S = 10  # where stderr is no terminal
+LINES_APART_S = 10  # if stderr is no terminal
 COLUMNS = 100
 
 
 class _Lines:
-    """What tqdm writes its bar to where stderr is no terminal: each bar becomes a line, without a carriage return."""
+    """The file for tqdm if stderr is no terminal: each bar becomes a line, without a carriage return."""
 
     def write(self, text: str):
         if line := text.strip():
@@ -20,9 +20,9 @@ class _Lines:
 
 
 class Progress(tqdm):
-    """A bar for work of a total size, in any unit in which time passes evenly, such as expected seconds.
+    """A progress bar for work of size `total`, in a unit that is proportional to time, such as expected seconds.
 
-    `begin(name)` a piece of work, and `update(size)` after it. A context manager.
+    Call `begin(name)` before a piece of work and `update(size)` after it. It is a context manager.
     """
 
     def __init__(self, total: float):
@@ -40,5 +40,5 @@ class Progress(tqdm):
 
 
 def say(text: str):
-    """A line on stderr, above the bar."""
+    """Print a line on stderr, above the bar."""
     tqdm.write(text, file=sys.stderr)

@@ -1,9 +1,9 @@
-"""The rates of one Hopper SM, each from a loop that does one thing, in cycles of its own clock.
+"""Microbenchmarks of one Hopper SM: each rate is from a loop that does one thing, in cycles of the SM's clock.
 
-    python -m common.measure.rates --json results/rates-h200.json   # where there is a Hopper GPU
+    python -m common.measure.rates --json results/rates-h200.json   # on a Hopper GPU
 
-A kernel reads the clock, runs its loop n times, and reads the clock again; n is such that what begins and ends the loop
-does not count. A rate is the median over SMs and repetitions.
+A kernel reads the clock, runs its loop n times, and reads the clock again; n is so large that the start and end of the loop do
+not matter. A rate is the median over SMs and repetitions.
 """
 
 import argparse
@@ -34,18 +34,18 @@ from common.measure import machine, terminal
 from common.measure.options import json_path, list_of, one_of, write_json
 from common.runtime import INTERPRETED, num_sms
 
-ROWS = gl.constexpr(64)  # of a warpgroup's tile
-COLUMNS = gl.constexpr(64)  # of each of the two register tiles that instructions change in turn
-UNROLLED = gl.constexpr(8)  # instructions on an element in a turn of the loop
-L2_TILES = gl.constexpr(8)  # that a program moves in turn: 132 programs' are 17 MB, of 16 KiB each, which the L2 cache holds
-RING = gl.constexpr(4)  # tiles of shared memory that loads take in turn
-FIELDS = gl.constexpr(5)  # of a program's record: begin and end in cycles, begin and end in nanoseconds, SM
+ROWS = gl.constexpr(64)  # rows of a warpgroup's tile
+COLUMNS = gl.constexpr(64)  # columns of each of the two register tiles that instructions update alternately
+UNROLLED = gl.constexpr(8)  # instructions on an element per iteration
+L2_TILES = gl.constexpr(8)  # tiles that a program cycles through: for 132 programs 17 MB with 16 KiB tiles, which fit in L2
+RING = gl.constexpr(4)  # tiles of shared memory that loads cycle through
+FIELDS = gl.constexpr(5)  # a program's record: begin and end in cycles, begin and end in nanoseconds, SM
 
-TARGET_CYCLES = 300_000  # of a loop
-FIRST_TURNS = 64  # of the run that shows how many take so long
+TARGET_CYCLES = 300_000  # duration of a loop
+FIRST_TURNS = 64  # iterations of the run that finds how many take TARGET_CYCLES
 REPETITIONS = 7
 
-COPY_BYTES = 192 * 2**10  # of shared memory, for tiles on their way
+COPY_BYTES = 192 * 2**10  # shared memory for tiles in flight
 
 
 @gluon.jit
@@ -55,7 +55,7 @@ def _cycle():
 
 @gluon.jit
 def _stamp(record_ptr, end: gl.constexpr):
-    """Write down when this is, in cycles and in nanoseconds, and on which SM."""
+    """Record the time, in cycles and in nanoseconds, and the SM."""
     record_ptr += gl.program_id(0) * FIELDS
     gl.store(record_ptr + end, _cycle())
     gl.store(record_ptr + 2 + end, globaltimer())
@@ -64,14 +64,14 @@ def _stamp(record_ptr, end: gl.constexpr):
 
 @gluon.jit
 def _meet(barriers, number: gl.constexpr):
-    """Wait until every warpgroup has come here."""
+    """Wait until all warpgroups have arrived."""
     mbarrier.arrive(barriers.index(number), count=1)
     mbarrier.wait(barriers.index(number), 0)
 
 
 @gluon.jit
 def _mark(clock, end: gl.constexpr, w: gl.constexpr):
-    """Where a loop begins, or ends: all warpgroups that are busy come there, and the first one reads the clock."""
+    """Mark the begin or end of a loop: all busy warpgroups meet, and the first one reads the clock."""
     record_ptr, barriers, busy = clock
     _meet(barriers, end)
     if w == 0:
@@ -80,7 +80,7 @@ def _mark(clock, end: gl.constexpr, w: gl.constexpr):
 
 @gluon.jit
 def _stand_aside(clock):
-    """In place of both `_mark`s, for a warpgroup that is not busy."""
+    """Replace both `_mark`s in a warpgroup that is not busy."""
     record_ptr, barriers, busy = clock
     mbarrier.arrive(barriers.index(0), count=1)
     mbarrier.arrive(barriers.index(1), count=1)
@@ -88,7 +88,7 @@ def _stand_aside(clock):
 
 @gluon.jit
 def _use(x, sink_ptr):
-    """Store the sums of x's rows, so that x has to be computed."""
+    """Store the row sums of x, so that the compiler keeps the computation of x."""
     layout: gl.constexpr = gl.SliceLayout(1, x.type.layout)
     gl.store(sink_ptr + gl.arange(0, x.shape[0], layout), gl.sum(x.to(gl.float32), 1))
 
@@ -100,7 +100,7 @@ def _warpgroup(work: gl.constexpr, arguments, w: gl.constexpr):
 
 @gluon.jit
 def _warpgroups(work: gl.constexpr, arguments, WARPGROUPS: gl.constexpr, REGISTERS: gl.constexpr):
-    """Run `work` in two or four warpgroups; its last argument is which one it is."""
+    """Run `work` in two or four warpgroups; its last argument is the warpgroup's number."""
     if WARPGROUPS == 2:
         gl.warp_specialize([(_warpgroup, (work, arguments, 0)), (_warpgroup, (work, arguments, 1))], [4], [REGISTERS])
     else:
@@ -118,7 +118,7 @@ def _warpgroups(work: gl.constexpr, arguments, WARPGROUPS: gl.constexpr, REGISTE
 
 @gluon.jit(do_not_specialize=["n", "depth", "own"])
 def _copy_in_kernel(record_ptr, n, desc, depth, own, STAGES: gl.constexpr):
-    """Copy n tiles to shared memory, `depth` of them at a time; each program its own ones, or all the same."""
+    """Copy n tiles to shared memory, `depth` at a time; each program copies its own tiles, or all copy the same."""
     buffers = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_shape, desc.layout)
     full = new_barriers(STAGES, 1)
     first = gl.program_id(0) * own * L2_TILES
@@ -145,7 +145,7 @@ def _copy_in_kernel(record_ptr, n, desc, depth, own, STAGES: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["n", "own"])
 def _copy_out_kernel(record_ptr, n, desc, own, PENDING: gl.constexpr, ADD: gl.constexpr):
-    """Copy a tile of shared memory to memory n times, or add it there; PENDING copies may still be reading it."""
+    """Copy a tile of shared memory to global memory n times, or add it there; PENDING copies may still be reading it."""
     tile = gl.allocate_shared_memory(desc.dtype, desc.block_shape, desc.layout)
     first = gl.program_id(0) * own * L2_TILES
     _stamp(record_ptr, 0)
@@ -162,7 +162,7 @@ def _copy_out_kernel(record_ptr, n, desc, own, PENDING: gl.constexpr, ADD: gl.co
 
 @gluon.jit
 def _multiply(clock, n, sink_ptr, tiles, A: gl.constexpr, PENDING: gl.constexpr, w: gl.constexpr):
-    """n matmuls one after another on one accumulator, PENDING of them still running when the next is issued."""
+    """Issue n matmuls on one accumulator; PENDING matmuls still run when the next one is issued."""
     record_ptr, barriers, busy = clock
     a_s, b_s = tiles
     N: gl.constexpr = b_s.shape[1]
@@ -192,7 +192,7 @@ def _matmul_kernel(
     WARPGROUPS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     a_shape: gl.constexpr = [K, ROWS] if A == "transposed" else [ROWS, K]
-    b_shape: gl.constexpr = [N, K] if A == "shared" else [K, N]  # as K of Q Kᵀ lies, or as V of P V
+    b_shape: gl.constexpr = [N, K] if A == "shared" else [K, N]  # the layout of K in Q Kᵀ, or of V in P V
     a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(a_shape, gl.float16)
     b_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(b_shape, gl.float16)
     a_s = gl.allocate_shared_memory(gl.float16, [WARPGROUPS] + a_shape, a_layout)
@@ -210,7 +210,7 @@ def _matmul_kernel(
 
 @gluon.jit
 def _instruct(clock, n, sink_ptr, ASM: gl.constexpr, w: gl.constexpr):
-    """An instruction on every element of two register tiles in turn; each takes both and gives one of them a new value."""
+    """Execute an instruction on every element of two register tiles; it reads both and updates them alternately."""
     record_ptr, barriers, busy = clock
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     if w < busy:
@@ -236,7 +236,7 @@ def _instruction_kernel(record_ptr, n, sink_ptr, busy, ASM: gl.constexpr):
 
 @gluon.jit
 def _load_shared(clock, n, sink_ptr, tiles_s, ROW: gl.constexpr, w: gl.constexpr):
-    """Load RING tiles n times, as the first operand of a matmul lies in registers; or rows, as a matmul's columns do."""
+    """Load RING tiles n times, in the layout of a matmul's first operand; or rows, in the layout of a result's columns."""
     record_ptr, barriers, busy = clock
     mma_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles_s.shape[2], 16])
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma_layout, k_width=2)
@@ -245,7 +245,7 @@ def _load_shared(clock, n, sink_ptr, tiles_s, ROW: gl.constexpr, w: gl.constexpr
         mixed = tiles_s.index(0).load(layout)
         _mark(clock, 0, w)
         for i in range(n):
-            for j in gl.static_range(RING):  # in another order each time: what is known to be loaded is not loaded again
+            for j in gl.static_range(RING):  # in changing order, so that the compiler cannot reuse a load
                 x = tiles_s.index((i + j) % RING).load(layout)
                 mixed = gl.inline_asm_elementwise(
                     "xor.b32 $0, $1, $2;", "=r,r,r", [mixed, x], x.dtype, is_pure=True, pack=1 if ROW else 2
@@ -271,7 +271,7 @@ def _load_shared_kernel(record_ptr, n, sink_ptr, busy, N: gl.constexpr, ROW: gl.
 
 @gluon.jit
 def _store_shared(clock, n, first_s, second_s, FENCE: gl.constexpr, w: gl.constexpr):
-    """Store n times two tiles of a matmul's result; float32 in the order of the registers, as the sums of dQ."""
+    """Store two tiles of a matmul's result n times; float32 tiles in register order, like the sums of dQ."""
     record_ptr, barriers, busy = clock
     N: gl.constexpr = first_s.shape[1] * first_s.shape[2] // ROWS
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
@@ -306,7 +306,7 @@ def _store_shared_kernel(record_ptr, n, busy, N: gl.constexpr, SUMS: gl.constexp
 
 @gluon.jit
 def _idle():
-    """The role of warps that have none."""
+    """The role of unused warps."""
 
 
 @gluon.jit
@@ -327,7 +327,7 @@ def _answer(n, there, back):
 
 @gluon.jit(do_not_specialize=["n"])
 def _barrier_kernel(record_ptr, n, CALLER: gl.constexpr, ANSWERER: gl.constexpr):
-    """So many warps arrive at a barrier that others wait for, and wait until these arrive at another, n times."""
+    """Let CALLER warps and ANSWERER warps wait for each other's arrivals by turns, n times."""
     there = new_barriers(1, 1)
     back = new_barriers(1, 1)
     gl.warp_specialize(
@@ -337,7 +337,7 @@ def _barrier_kernel(record_ptr, n, CALLER: gl.constexpr, ANSWERER: gl.constexpr)
 
 @gluon.jit(do_not_specialize=["n"])
 def _synchronise_kernel(record_ptr, n, WHAT: gl.constexpr):
-    """What a step of synchronisation takes of the warps that execute it, with nothing to wait for."""
+    """Time one synchronisation instruction, with nothing to wait for."""
     barriers = new_barriers(2, 1)
     _stamp(record_ptr, 0)
     for _ in range(n):
@@ -350,7 +350,7 @@ def _synchronise_kernel(record_ptr, n, WHAT: gl.constexpr):
     _stamp(record_ptr, 1)
 
 
-INSTRUCTIONS = {  # PTX with two registers and a number that changes from step to step; results of each
+INSTRUCTIONS = {  # name -> (PTX with two registers and an int that changes each iteration, results per instruction)
     "exp2": ("ex2.approx.ftz.f32 $0, $1;", 1),
     "multiply-add": ("fma.rn.f32 $0, $1, $2, $1;", 1),
     "multiply": ("mul.f32 $0, $1, $2;", 1),
@@ -361,8 +361,8 @@ INSTRUCTIONS = {  # PTX with two registers and a number that changes from step t
     "to float16": ("{ .reg .b32 t; cvt.rn.f16x2.f32 t, $1, $2; mov.b32 $0, t; }", 2),
     "to bfloat16": ("{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $1, $2; mov.b32 $0, t; }", 2),
     "from float16": ("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $1; cvt.f32.f16 $0, lo; }", 1),
-    # Of a register with two, the low half is a product and the high half a mask. The other register has a part in it, lest the
-    # compiler makes one of several.
+    # Unpacking a register with two bfloat16 takes a multiplication for the low half and a mask for the high half. The second
+    # register is an input, so that the compiler cannot merge several instructions.
     "from bfloat16, low": (
         "{ .reg .b32 t, u; mov.b32 t, $1; mov.b32 u, $2; mad.lo.u32 t, t, $3, u; mov.b32 $0, t; }", 1,
     ),
@@ -375,23 +375,23 @@ INSTRUCTIONS = {  # PTX with two registers and a number that changes from step t
 
 @dataclass(frozen=True)
 class Case:
-    """A rate: of a kernel whose loop gets `amount` of something done in each of its turns."""
+    """A rate to measure: a kernel whose loop does `amount` of something per iteration."""
 
     name: str
-    kernel: JITFunction  # takes the record and the number of turns, then `arguments`
+    kernel: JITFunction  # takes the record, the number of iterations, then `arguments`
     arguments: tuple
     options: dict
     amount: float
-    per: str  # what the rate is in: "cycles" for each of so many, or so many "… a cycle"
-    programs: int  # each on an SM of its own
-    warpgroups: int | None = None  # that are busy, of a kernel where this can be chosen
+    per: str  # unit of the rate: "cycles" (per unit of amount), or amount as "… a cycle"
+    programs: int  # each on its own SM
+    warpgroups: int | None = None  # busy warpgroups, if the kernel has a choice
 
     def launch(self, record: torch.Tensor, turns: int):
         """Run the loop; the record is [programs, FIELDS] int64."""
         self.kernel[(self.programs,)](record, turns, *self.arguments, **self.options)
 
     def rate(self, cycles: float, turns: int) -> float:
-        """The rate of a loop that took so many cycles."""
+        """Return the rate of a loop that took `cycles`."""
         return cycles / (self.amount * turns) if self.per == "cycles" else self.amount * turns / cycles
 
 
@@ -427,7 +427,7 @@ def _copies_out(device, programs) -> Iterator[Case]:
 
 def _matmuls(device, programs) -> Iterator[Case]:
     sink = torch.zeros(ROWS.value, device=device)
-    shapes = {  # of the stages' matmuls, and short ones
+    shapes = {  # the stages' matmuls, and short ones
         "shared": ((64, 16), (64, 64), (64, 128), (64, 256), (128, 16), (128, 64), (128, 128)),
         "registers": ((64, 64), (64, 128), (128, 64), (128, 128), (256, 64)),
         "transposed": ((64, 64),),
@@ -490,11 +490,11 @@ UNITS = {
 
 
 def measure(case: Case) -> dict:
-    """A case's rate, with what it was measured on, as it is saved."""
+    """Measure a case; return its rate and details, as they are saved."""
     record = torch.zeros(case.programs, FIELDS.value, dtype=torch.int64, device="cuda")
     turns = FIRST_TURNS
     rates, clocks = [], []
-    for repetition in range(-2, REPETITIONS):  # the first run compiles, the second shows how long a turn takes
+    for repetition in range(-2, REPETITIONS):  # the first run compiles, the second times an iteration
         case.launch(record, turns)
         begins, ends, begins_ns, ends_ns, on = record.cpu().unbind(1)
         if len(set(on.tolist())) != case.programs:
@@ -514,7 +514,7 @@ def measure(case: Case) -> dict:
 
 
 def table(rates: list[dict]) -> str:
-    """What `measure` returns, a row each."""
+    """Format what `measure` returns, one row per rate."""
     headers = "unit", "what", "SMs", "warpgroups", "rate", "", "10 % to 90 %", "GHz"
     rows = [
         [
@@ -531,13 +531,13 @@ def main(argv: list[str]):
     terminal.prepare()
     parser = argparse.ArgumentParser(
         prog="python -m common.measure.rates",
-        description="Measure what the units of a Hopper SM do in a cycle. LIST is comma-separated.",
+        description="Measure the rates of a Hopper SM's units. LIST is comma-separated.",
     )
     names = {name: name for name in UNITS}
     parser.add_argument(
-        "--unit", type=list_of(one_of(names)), default=",".join(names), metavar="LIST", help="which (default: %(default)s)"
+        "--unit", type=list_of(one_of(names)), default=",".join(names), metavar="LIST", help="units (default: %(default)s)"
     )
-    parser.add_argument("--json", type=json_path, metavar="FILE", help="also write the rates there")
+    parser.add_argument("--json", type=json_path, metavar="FILE", help="also write the rates to FILE")
     options = parser.parse_args(argv)
     if reason := "needs a Hopper GPU (sm_90)" if INTERPRETED else hopper.unavailable():
         raise SystemExit(f"common.measure.rates {reason}")

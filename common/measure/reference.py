@@ -1,24 +1,25 @@
-"""What a stage is compared with: attention in float64, what plain PyTorch makes of it, and the bound between them."""
+"""References for a stage's results: attention in float64, attention in plain PyTorch, and the error bounds."""
 
 import functools
 
 import torch
 from torch import Tensor
 
-FACTORS = {"out": 2, "lse": 2, "dq": 3, "dk": 3, "dv": 3}  # how far from plain PyTorch's error a stage may be
+FACTORS = {"out": 2, "lse": 2, "dq": 3, "dk": 3, "dv": 3}  # a stage's error may be at most this factor times plain PyTorch's
 
-# What float32 loses where plain PyTorch happens to lose nothing: a GPU's exp2 and log2 are good to 2**-22.
+# Relative error of float32, allowed even if plain PyTorch happens to have none: a GPU's exp2 and log2 are accurate to 2**-22.
 FLOAT32_LOSS = 2.0**-22
 
 _SIZES = {"largest": lambda x: x.abs().max(), "rms": lambda x: x.square().mean().sqrt()}
 
-# Of matrices [heads, query rows, keys], of which several are held at once, and of these heads' K and V. A head of 16384 rows
-# and keys fits in float32: its dK and dV are one matmul, as in plain PyTorch; of more they are sums of such matmuls.
+# Maximum size of a matrix [heads, query rows, keys], and of these heads' K and V; several such matrices are held at once. A
+# head of 16384 rows and keys fits in float32, so dK and dV are one matmul, as in plain PyTorch. For longer heads they are sums
+# of matmuls.
 BLOCK_BYTES = 2**30
 
 
 def _scores(q, k, causal, scale, first, diagonal):
-    """The scores of some query rows, of which the first has that number."""
+    """Return the scores of some query rows, starting with row `first`."""
     s = q @ k.mT * scale  # [heads, rows, Sk]
     if causal:
         s = s.masked_fill(~torch.ones_like(s, dtype=torch.bool).tril(first + diagonal), float("-inf"))
@@ -26,7 +27,8 @@ def _scores(q, k, causal, scale, first, diagonal):
 
 
 def _rows(q, k, v, grad_out, *, first, causal, scale, diagonal, dtype):
-    """What some query rows of some heads make, in the precision of the arguments; P, O and dS are rounded to `dtype`."""
+    """Return the results of some query rows and heads, in the precision of the arguments; P, O and dS are rounded to
+    `dtype`."""
     s = _scores(q, k, causal, scale, first, diagonal)
     p = s.softmax(-1)  # [heads, rows, Sk]
     narrow_p = p.to(dtype).to(p.dtype)
@@ -40,14 +42,15 @@ def _rows(q, k, v, grad_out, *, first, causal, scale, diagonal, dtype):
 
 
 def _row_magnitudes(q, k, v, grad_out, *, first, causal, scale, diagonal):
-    """What _rows sums, summed without signs: float32 rounds in proportion to these, however much of them cancels."""
+    """Return the sums of `_rows` over absolute values: float32's rounding error is proportional to them, even with
+    cancellation."""
     s = _scores(q, k, causal, scale, first, diagonal)
     lse = s.logsumexp(-1, keepdim=True)
     q, k, v, size = abs(q), abs(k), abs(v), abs(scale)
     p = s.softmax(-1)
     s = _scores(q, k, causal, size, first, diagonal)  # without signs
     magnitudes = {"lse": s.amax(-1) + lse.squeeze(-1).abs()}
-    p *= s.clamp_(min=0).add_(1 + lse.abs())  # an exponent has an error in proportion to its terms, and so has its power
+    p *= s.clamp_(min=0).add_(1 + lse.abs())  # an exponent's error, so the power's relative error, is proportional to its terms
     del s
     magnitudes["out"] = out = p @ v
     if grad_out is not None:
@@ -58,7 +61,7 @@ def _row_magnitudes(q, k, v, grad_out, *, first, causal, scale, diagonal):
 
 
 def _together(above, below):
-    """The results of some query rows and of those below them as one: each key's gradients are sums over the rows."""
+    """Combine the results of some query rows and of the rows below; the gradients of keys are summed over the rows."""
     return {
         name: result + below[name] if name in ("dk", "dv") else torch.cat((result, below[name]), 1)
         for name, result in above.items()
@@ -66,13 +69,13 @@ def _together(above, below):
 
 
 def _each_head(function, precision, q, k, v, grad_out, **options):
-    """`function` of as many heads at a time as fit, or of as many of a head's query rows; its results, as [B, H, …].
+    """Apply `function` to as many heads, or query rows of a head, at a time as fit; return its results as [B, H, …].
 
-    The gradients of k and v, as [B, Hkv, …], are sums over the query heads that share these.
+    The gradients of k and v, [B, Hkv, …], are summed over the query heads that share a K/V head.
     """
     batch, kv_heads = k.shape[:2]
     tensors = [None if t is None else t.detach().flatten(0, 1) for t in (q, k, v, grad_out)]
-    shared = torch.arange(len(tensors[0]), device=q.device) // (q.shape[1] // kv_heads)  # each query head's K and V
+    shared = torch.arange(len(tensors[0]), device=q.device) // (q.shape[1] // kv_heads)  # the K/V head of each query head
     rows = max(1, BLOCK_BYTES // (k.shape[2] * precision.itemsize))
     heads = max(1, rows // max(q.shape[2], k.shape[3] + v.shape[3]))
 
@@ -97,16 +100,16 @@ def _each_head(function, precision, q, k, v, grad_out, **options):
 def truth(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, grad_out: Tensor | None = None, diagonal: int = 0
 ) -> dict:  # fmt: skip
-    """Attention in float64, on the inputs' device.
+    """Compute attention in float64, on the inputs' device.
 
     Args:
         q: [B, H, Sq, D]; k: [B, Hkv, Sk, D]; v: [B, Hkv, Sk, Dv], H a multiple of Hkv; any dtype, any strides.
         grad_out: [B, H, Sq, Dv], the gradient of the output; None leaves the gradients out.
-        diagonal: where causal, query i sees key j where j <= i + diagonal.
+        diagonal: if causal, query i sees key j where j <= i + diagonal.
 
     Returns:
         "out" [B, H, Sq, Dv], "lse" [B, H, Sq] and, given `grad_out`, "dq", "dk", "dv" shaped like q, k, v, all float64; and
-        "magnitudes", a dict with, for each of these, the sums of absolute values that `error_bounds` takes.
+        "magnitudes", a dict with the same names and the sums of absolute values for `error_bounds`.
     """
     options = {"causal": causal, "scale": scale, "diagonal": diagonal}
     results = _each_head(_rows, torch.float64, q, k, v, grad_out, **options, dtype=torch.float64)
@@ -117,10 +120,10 @@ def truth(
 def plain(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, grad_out: Tensor | None = None, diagonal: int = 0
 ) -> dict:  # fmt: skip
-    """The yardstick: unfused PyTorch with inputs, P, dS and results in q's dtype and everything between in float32.
+    """Compute attention in unfused PyTorch, the yardstick: inputs, P, dS and results in q's dtype, all else in float32.
 
-    It is stricter than matmuls that return float16, whose scores and dP are rounded too and overflow past 65504.
-    Arguments and results as in `truth`; "lse" is float32, the others have q's dtype.
+    This is stricter than matmuls that return float16, which also round scores and dP, and overflow past 65504. Arguments and
+    results are as in `truth`; "lse" is float32, the others have q's dtype.
     """
     options = {"causal": causal, "scale": scale, "diagonal": diagonal}
     results = _each_head(_rows, torch.float32, q, k, v, grad_out, **options, dtype=q.dtype)
@@ -128,14 +131,14 @@ def plain(
 
 
 def error_bounds(truth: dict, plain: dict) -> dict[str, dict[str, Tensor]]:
-    """By name of a result: how large its "largest" and its "rms" error may be, before its last rounding.
+    """Return, by name of a result, the bounds of its "largest" and "rms" error before the last rounding.
 
-    Each may be `FACTORS` times that of `plain`, plus the roundings that `plain` may have been spared by chance: `FLOAT32_LOSS`
-    of the sum without signs (where the truth is a difference of equal numbers, such as the gradient of a softmax over one key,
-    float32 leaves something of their size, not of the difference).
+    A bound is `FACTORS` times the error of `plain`, plus `FLOAT32_LOSS` times the sum of absolute values, because `plain` may
+    be exact by chance. (The truth may be a difference of equal numbers, such as the gradient of a softmax over one
+    key. Then float32's error is proportional to the numbers, not to their difference.)
 
     Args:
-        truth, plain: what the functions of these names return for the same inputs.
+        truth, plain: results of the functions of these names for the same inputs.
     """
     bounds = {}
     for name, yardstick in plain.items():
@@ -147,22 +150,22 @@ def error_bounds(truth: dict, plain: dict) -> dict[str, dict[str, Tensor]]:
 
 
 def assert_close(name: str, got: Tensor, truth: Tensor, bounds: dict[str, Tensor]):
-    """Assert that `got` is as near to `truth` as `bounds` asks, those of its name in `error_bounds`.
+    """Assert that the errors of `got` are within `bounds`, the entry of `error_bounds` for this result.
 
-    Half a unit in the last place of got's dtype of the result comes on top: the last rounding of anyone's result.
+    Half a unit in the last place of got's dtype is added, for the last rounding.
 
     Raises:
-        AssertionError: a shape that differs, an error past its bound, or a NaN or infinity anywhere.
+        AssertionError: a different shape, an error beyond its bound, or a NaN or infinity anywhere.
     """
     assert got.shape == truth.shape, f"{name}: shape {tuple(got.shape)}, expected {tuple(truth.shape)}"
     error = (got.double() - truth).abs()
     half_ulp = torch.finfo(got.dtype).eps / 2
     errors = torch.stack([size(error) for size in _SIZES.values()])
     allowed = torch.stack([bounds[kind] + half_ulp * size(truth) for kind, size in _SIZES.items()])
-    allowed = allowed.clamp(max=torch.finfo(allowed.dtype).max)  # an infinity fails even where plain PyTorch overflows too
-    if (errors <= allowed).all():  # NaN fails: it is not <= anything. One answer is waited for, in which all of it is
+    allowed = allowed.clamp(max=torch.finfo(allowed.dtype).max)  # an infinity fails even if plain PyTorch overflows too
+    if (errors <= allowed).all():  # NaN fails: it is not <= anything. This is the only synchronization with the GPU
         return
-    worst = torch.unravel_index(error.argmax(), error.shape)  # argmax takes NaN for the largest
+    worst = torch.unravel_index(error.argmax(), error.shape)  # argmax treats NaN as the largest
     worst = tuple(index.item() for index in worst)
     measured = zip(_SIZES, errors.tolist(), allowed.tolist(), strict=True)
     kind, size, bound = next(each for each in measured if not each[1] <= each[2])
@@ -173,9 +176,9 @@ def assert_close(name: str, got: Tensor, truth: Tensor, bounds: dict[str, Tensor
 
 
 def assert_correct(got: dict, truth: dict, plain: dict):
-    """`assert_close` for each result in `got` ("out", "lse", "dq", "dk", "dv").
+    """Call `assert_close` for each result in `got` ("out", "lse", "dq", "dk", "dv").
 
-    `truth` and `plain` are what the functions of these names return for the same inputs.
+    `truth` and `plain` are the results of the functions of these names for the same inputs.
     """
     bounds = error_bounds(truth, plain)
     for name, result in got.items():

@@ -1,10 +1,11 @@
-"""Every stage under NVIDIA's compute-sanitizer: memory out of bounds, memory read before it is written, races in shared memory.
+"""Run every stage under NVIDIA's compute-sanitizer: out-of-bounds accesses, uninitialized reads, races in shared memory.
 
     python -m common.measure.sanitize                                    # all tools and stages; needs a GPU
     python -m common.measure.sanitize --tool racecheck --stage v12,v14
 
-Racecheck does not follow every barrier: `KNOWN` lists what it reports and is no race. Any other report fails, and so does
-a known one that is gone.
+Racecheck does not understand every barrier: `KNOWN` lists its false reports. Any other report fails the run, and so does a
+    missing
+known report.
 """
 
 import argparse
@@ -32,21 +33,21 @@ from common.measure.workloads import DTYPES
 from common.runtime import DEVICE
 
 ROOT = Path(stages.__path__[0]).parent
-OUR_KERNELS = "^_[a-z]"  # a regular expression; C++ has _Z or no underscore there
-TOOLS = {  # and the options of each
-    "memcheck": ["--report-api-errors", "no"],  # PyTorch asks the driver for more than it has, and goes on without
-    # It has to see every kernel write, PyTorch's too; what those read is left out of the reports.
+OUR_KERNELS = "^_[a-z]"  # a regular expression; names of C++ kernels begin with _Z or no underscore
+TOOLS = {  # tool -> options
+    "memcheck": ["--report-api-errors", "no"],  # PyTorch probes for driver functions and handles the errors
+    # It must see the writes of PyTorch's kernels too; `sanitize` drops the reports of their reads.
     "initcheck": ["--check-api-memory-access", "no"],
     "racecheck": ["--kernel-name", f"regex={OUR_KERNELS}"],
 }
-LENGTHS = (200, 257), (257, 130)  # of queries and keys; ragged ends
+LENGTHS = (200, 257), (257, 130)  # (queries, keys), no multiples of a tile
 PROBLEMS = list(itertools.product(("float16", "bfloat16"), (64, 128), (False, True), LENGTHS))
-MOST_REPORTS = 500_000  # of a stage; v4b's descriptors make 100 000
+MOST_REPORTS = 500_000  # per stage; v4b's descriptors cause 100 000
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a tool reports: what it is, the kernel, and the lines of the source that access the memory, where they are known."""
+    """A tool's report: its kind, the kernel, and the source lines of the accesses, if known."""
 
     kind: str
     kernel: str = ""
@@ -62,7 +63,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Known:
-    """A report that is false, of these stages: all lines that it names look like this regular expression."""
+    """A false report on some stages: all its source lines match the regular expression `lines`."""
 
     tool: str
     stages: tuple[str, ...]
@@ -71,7 +72,7 @@ class Known:
     reason: str
 
     def explains(self, tool: str, stage: str, report: Report) -> bool:
-        """Whether a report of a tool on a stage is this one."""
+        """Whether a tool's report on a stage is this false one."""
         return (
             (tool, report.kernel) == (self.tool, self.kernel)
             and stage in self.stages
@@ -81,18 +82,18 @@ class Known:
 
 
 def _with(text: str) -> tuple[str, ...]:
-    """The stages whose forward has that text."""
+    """Return the stages whose forward.py contains `text`."""
     return tuple(name for name in stages.names() if text in (ROOT / "stages" / name / "forward.py").read_text())
 
 
 TOLD, ROLES, BY_COMPILER = _with("tile_s.index("), _with("gl.warp_specialize("), _with(" warp_specialize=")
 TILE = "the mbarriers tile_full and tile_empty order the producer's store of the next tile's number and the consumers' loads"
-STATE = "what the compiler tells the other warps, their function and its arguments, lies between barriers of its own"
-COPIED = "the compiler's own warps copy Q, and hand over their rows, between mbarriers of its making"
+STATE = "the compiler passes the other warps their function and its arguments between its own barriers"
+COPIED = "the compiler's own warps copy Q and hand over their rows between its own mbarriers"
 DESCRIBED = "a program writes its descriptor with tensormap.cp_fenceproxy, which initcheck does not count as a write"
 KNOWN = (
     Known("racecheck", TOLD, "_forward_kernel", r"tile_s\.index\(.*\)\.(store|load)\(", TILE),
-    # The state lies where the function begins, and where the warps part, in an `if` of some forwards.
+    # Reported where the function begins and where the warps split, which is inside an `if` in some forwards.
     Known("racecheck", ROLES, "_forward_kernel", r"^def _forward_kernel\(|if CONSUMERS == 2:|gl\.warp_specialize\(", STATE),
     Known("racecheck", ROLES, "_backward_kernel", r"^def _backward_kernel\(|gl\.warp_specialize\(", STATE),
     Known("racecheck", BY_COMPILER, "_forward_kernel", r"^def _forward_kernel\(|q_desc\.load\(|tl\.store\(lse_ptrs", COPIED),
@@ -101,8 +102,8 @@ KNOWN = (
 
 
 def run_stage(name: str):
-    """Inside a tool: forward and backward of a stage, by its plain functions, on small problems."""
-    Autotuner.prune_configs = first_that_survives  # to time all of them in there would take minutes
+    """Run a stage's forward and backward on small problems; called under a tool."""
+    Autotuner.prune_configs = first_that_survives  # timing all configurations under a tool would take minutes
     stage = stages.load(name)
     for dtype, head_dim, causal, (seq_q, seq_k) in PROBLEMS:
         shapes = [(2, 3, length, head_dim) for length in (seq_q, seq_k, seq_k, seq_q)]
@@ -119,12 +120,12 @@ PLACE = re.compile(
 
 
 def parse(log: str) -> tuple[list[Report], int]:
-    """The reports in a tool's log, in order, and how many there are in all, of which the log may hold no more than some.
+    """Return the reports in a tool's log, in order, and the total number of reports, which can exceed the number in the log.
 
-    A report is a line that begins at the margin, and indented ones with the accesses, the threads and the frames of the stack.
+    A report is an unindented line, followed by indented lines with accesses, threads and stack frames.
 
     Raises:
-        ValueError: there is no summary at the end: the tool has not finished.
+        ValueError: there is no summary at the end, so the tool has not finished.
     """
     texts = [match[1] for match in re.finditer(r"^=========(?: (.*))?$", log, re.MULTILINE) if match[1]]
     total = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards? displayed)", log)
@@ -141,19 +142,19 @@ def parse(log: str) -> tuple[list[Report], int]:
 
 
 def _report(texts):
-    """One report of its lines."""
+    """Parse the lines of one report."""
     kind, *others = texts
     if race := re.fullmatch(r"(Error|Warning): Race reported between (.*)", kind):
         kind, others = "race", [race[2], *others]
     kind = re.sub(r" of size [\d,]+ bytes?", "", kind)
     places = [place for place in map(PLACE.fullmatch, others) if place]
-    kernel = places[-1]["kernel"].split("(")[0] if places else ""  # the last frame's; those before are what it calls
+    kernel = places[-1]["kernel"].split("(")[0] if places else ""  # the last frame is the kernel
     accesses = (place for place in places if place["file"] and not place["what"].startswith("Device Frame"))
     return Report(kind, kernel, tuple(dict.fromkeys((place["file"], int(place["line"])) for place in accesses)))
 
 
 def sanitize(tool: str, stage: str) -> collections.Counter:
-    """What a tool reports of a stage, and how often."""
+    """Run a tool on a stage; return its reports and how often each occurs."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "log")
         command = ["compute-sanitizer", "--tool", tool, "--log-file", str(path), "--print-limit", str(MOST_REPORTS)]
@@ -161,10 +162,10 @@ def sanitize(tool: str, stage: str) -> collections.Counter:
         program = f"from common.measure import sanitize; sanitize.run_stage({stage!r})"
         run = subprocess.run(
             [*command, sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False,
-            env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # a tensor an allocation, whose bounds the tool knows
+            env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # one allocation per tensor, with its bounds
         )  # fmt: skip
         log = path.read_text() if path.exists() else ""
-    last = (run.stderr.strip() or run.stdout.strip() or "nothing said").splitlines()[-1]
+    last = (run.stderr.strip() or run.stdout.strip() or "no output").splitlines()[-1]
     try:
         reports, total = parse(log)
     except ValueError:
@@ -179,7 +180,7 @@ def sanitize(tool: str, stage: str) -> collections.Counter:
 
 
 def main(argv: list[str]) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line; return the exit status."""
     terminal.prepare()
     parser = argparse.ArgumentParser(
         prog="python -m common.measure.sanitize",
@@ -187,7 +188,7 @@ def main(argv: list[str]) -> int:
     )
     tools = {tool: tool for tool in TOOLS}
     for flag, parse_entry, default in (("--tool", one_of(tools), TOOLS), ("--stage", stages.resolve, stages.names())):
-        help_text = "of what to run (default: %(default)s)"
+        help_text = "what to run (default: %(default)s)"
         parser.add_argument(flag, type=list_of(parse_entry), default=",".join(default), metavar="LIST", help=help_text)
     options = parser.parse_args(argv)
     if DEVICE != "cuda" or not shutil.which("compute-sanitizer"):

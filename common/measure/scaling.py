@@ -1,8 +1,8 @@
-"""How a ring of GPUs scales: the program of a rank, of which `make bench-ring GPUS=4` begins one for each GPU.
+"""Measure how ring attention scales; `make bench-ring GPUS=4` starts this program once for each GPU.
 
-Weak scaling gives each GPU as many tokens however many GPUs there are; strong scaling shares one sequence out over more of
-them. Both stand next to one GPU, and next to PyTorch's own context parallelism over SDPA. Nothing is timed before it has been
-compared with float64. Without GPUs it runs small over gloo, and shows what a rank sends next to `sent_bytes`.
+Weak scaling keeps the tokens per GPU constant; strong scaling divides one sequence among more GPUs. The tables compare both
+with one GPU, and with PyTorch's context parallelism over SDPA. Each result is compared with float64 before it is timed. Without
+GPUs the program runs small cases over gloo and compares the bytes that a rank sends with `sent_bytes`.
 """
 
 import argparse
@@ -34,31 +34,31 @@ from common.ring import Ring, first_heads, ring_attention, unshard
 from common.runtime import DEVICE
 
 ON_GPUS = DEVICE == "cuda"
-# With the flash and the cuDNN backend; on several GPUs by PyTorch's context parallelism.
+# SDPA backends; on several GPUs with PyTorch's context parallelism.
 SDPA = {"sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION} if ON_GPUS else {}
 if ON_GPUS:
     TOKENS, HEADS, HEAD_DIMENSION = "8192,32768", 16, 128
-else:  # what the interpreter gets through in seconds
+else:  # sizes that the interpreter runs in seconds
     TOKENS, HEADS, HEAD_DIMENSION = "16", 2, 16
 GPUS = 2
-MILLION, MILLION_HEADS = 2**20, 8  # tokens in all, and heads, of --million
+MILLION, MILLION_HEADS = 2**20, 8  # total tokens, and heads, of --million
 PASSES = ("fwd", "fwd+bwd")
 
-TIMEOUT_S = 240  # for which a rank waits for another, which may have to compile and tune meanwhile
-LIMIT_S = 140  # of a run: cases that would begin later are left out
-GPU_CASE_S, CASE_S = 1.5, 1.0  # what a case takes, roughly, its check included
-SPIN_CYCLES = 10_000_000  # 5 ms: the CPU's head start, before each round
-CHECKED_ROWS = 8  # of each chunk of the sequence
-WARM_UP = 3  # calls: from the third of a kind on a stage's call is a replay
-ROUNDS_S, FEWEST_ROUNDS, MOST_ROUNDS = 0.3, 5, 30  # GPU time of a case's rounds, and how many they are
-SLOW_S, SLOW_ROUNDS = 0.5, 3  # a call that takes longer needs no warm-up, and gets so many
+TIMEOUT_S = 240  # a rank waits this long for another, which may have to compile and tune
+LIMIT_S = 140  # cases that would begin later in a run are left out
+GPU_CASE_S, CASE_S = 1.5, 1.0  # approximate time of a case, including its check
+SPIN_CYCLES = 10_000_000  # 5 ms: the CPU's head start before each round
+CHECKED_ROWS = 8  # checked query rows per chunk of the sequence
+WARM_UP = 3  # calls; from the third call of a kind on, a stage replays
+ROUNDS_S, FEWEST_ROUNDS, MOST_ROUNDS = 0.3, 5, 30  # GPU time of a case's rounds, and limits to their number
+SLOW_S, SLOW_ROUNDS = 0.5, 3  # a call slower than SLOW_S gets no warm-up and SLOW_ROUNDS rounds
 
 
 def sent_bytes(workload: Workload, ranks: int, rank: int = 0) -> int:
-    """Bytes that a rank sends in a pass: K and V of n - 1 blocks, and in a backward these again, and their gradients.
+    """Return the bytes that a rank sends in a pass: n - 1 blocks of K and V, and in a backward also their gradients.
 
-    A block has B · Hkv · S / n · (D + Dv) numbers, of e bytes. Its gradients have e bytes the first time that they are sent,
-    then 4. With a mask they are those of half of the keys until the block comes to rank 0, which so sends most.
+    A block has B · Hkv · S / n · (D + Dv) elements of e bytes. A gradient element has e bytes when it is first sent, then 4.
+    With a causal mask only the gradients of half the keys are sent, until the block comes to rank 0. So rank 0 sends the most.
     """
     w, size = workload, DTYPES[workload.dtype].itemsize
     numbers = w.batch * w.kv_heads * (w.kv_len // ranks) * (w.head_dim + w.value_dim)
@@ -68,17 +68,22 @@ def sent_bytes(workload: Workload, ranks: int, rank: int = 0) -> int:
 
 
 def held_bytes(workload: Workload, ranks: int) -> int:
-    """Bytes that a rank of a ring holds at most, beside its inputs and what the stage takes for itself.
+    """Return the maximum bytes that a rank holds, without its inputs and the stage's own memory. All tensors have S / n tokens.
 
-    Forward: two blocks of K and V, the result, out of a block, with more than two ranks out in float32, the LSE twice. With a
-    backward: out and LSE that were saved, and of two ranks two blocks of dK and dV, which leave and arrive, dQ of a block and
-    the result, and either the gradients of the own block's first heads, or dK and dV of all and dQ of its last ones. Of more
-    ranks two blocks of K and V, the gradients of the own block's first heads and of a block, dQ and two blocks of dK and dV in
-    float32; when dQ of two blocks becomes float32 it is held twice, and dK and dV not. All have S / n tokens.
+    Forward: two blocks of K and V (one with two ranks), the result, out of a block, the LSE twice, and with more than two ranks
+    out in float32.
+    Backward: the saved out and LSE, and, with two ranks, two blocks of dK and dV (one leaves, one arrives), dQ of a block and
+        of
+    the result, and the larger of two: the gradients of the own block's first heads, or dK and dV of all heads and dQ of the
+        last
+    heads.
+    Backward with more ranks: two blocks of K and V, the gradients of the own block's first heads, dQ and two blocks of dK and
+        dV
+    in float32, and the gradients of a block. While dQ of two blocks becomes float32, dQ is held twice and dK and dV are not.
     """
     w, size = workload, DTYPES[workload.dtype].itemsize
     tokens, blocks = w.batch * w.seq_len // ranks, min(2, ranks - 1)
-    kv = tokens * w.kv_heads * (w.head_dim + w.value_dim)  # numbers in a block of K and V
+    kv = tokens * w.kv_heads * (w.head_dim + w.value_dim)  # elements in a block of K and V
     q, out, lse = (tokens * w.heads * columns for columns in (w.head_dim, w.value_dim, 1))
     if w.pass_ == "fwd":
         between = 4 if ranks > 2 and size < 4 else 0  # two merges
@@ -94,7 +99,7 @@ def held_bytes(workload: Workload, ranks: int) -> int:
 
 @contextlib.contextmanager
 def counted_sends():
-    """Inside, the bytes that this process sends to other ranks of a ring are counted, into a list of one number."""
+    """Context manager: count the bytes that this process sends to other ranks of a ring, in a list of one number."""
     sent, begin = [0], dist.batch_isend_irecv
 
     def counting(operations):
@@ -107,7 +112,7 @@ def counted_sends():
 
 @contextlib.contextmanager
 def attention_of(impl: str, group, causal: bool):
-    """Inside, `attend(q, k, v)` of the parts of a sequence as `common.ring.shard` has them, which is how PyTorch has them too.
+    """Context manager: yield `attend(q, k, v)` for the parts of a sequence, in the order of `common.ring.shard` and of PyTorch.
 
     Raises:
         Unavailable: this PyTorch has no context parallelism, or not as in 2.11 to 2.13.
@@ -125,20 +130,20 @@ def attention_of(impl: str, group, causal: bool):
                 from torch.distributed.tensor.experimental._attention import _cp_options
             except ImportError as error:
                 raise Unavailable(f"this PyTorch has no context parallelism as in 2.11: {error}") from None
-            _cp_options.enable_load_balance = causal  # what a mask leaves; head and tail, as in zigzag
-            some = torch.zeros(2 * size if causal else size, device=DEVICE)  # it wants a sequence to cut
+            _cp_options.enable_load_balance = causal  # for a causal mask; head and tail chunks, as in zigzag
+            some = torch.zeros(2 * size if causal else size, device=DEVICE)  # context_parallel needs a sequence to shard
             mesh = DeviceMesh.from_group(group, DEVICE)
             context = context_parallel(mesh, buffers=[some], buffer_seq_dims=[0])
             context.__enter__()
-            stack.callback(context.__exit__, None, None, None)  # 2.11's leaves SDPA as it has made it where it sees an error
-        # By its module: inside, that name stands for the one that goes round.
+            stack.callback(context.__exit__, None, None, None)  # hide errors: PyTorch 2.11 does not restore SDPA after one
+        # Through its module, because the context replaces the function there.
         yield lambda q, k, v: F.scaled_dot_product_attention(
             q, k, v, is_causal=causal, **({} if q.shape[1] == k.shape[1] else {"enable_gqa": True})
         )
 
 
 def inputs(workload: Workload, group) -> tuple[Tensor, ...]:
-    """This rank's part of q, k, v and of the gradient of the output; normal numbers, others on each rank."""
+    """Return this rank's part of q, k, v and the output's gradient: normally distributed, different on each rank."""
     w, size = workload, dist.get_world_size(group)
     generator = torch.Generator(DEVICE).manual_seed(dist.get_rank(group))
     shapes = [(w.heads, w.head_dim), (w.kv_heads, w.head_dim), (w.kv_heads, w.value_dim), (w.heads, w.value_dim)]
@@ -151,7 +156,7 @@ def inputs(workload: Workload, group) -> tuple[Tensor, ...]:
 
 
 def _of_rows(function: Callable, q, k, v, causal, scale, grad_out, positions) -> dict:
-    """`truth` or `plain` of `common.measure.reference` for queries at some positions of the sequence, and all keys."""
+    """Compute `truth` or `plain` of `common.measure.reference` for queries at some positions and all keys."""
     if not causal:
         return function(q, k, v, False, scale, grad_out)
 
@@ -176,18 +181,18 @@ def _of_rows(function: Callable, q, k, v, causal, scale, grad_out, positions) ->
 
 
 def _row_of_ranks(tensor: Tensor, group) -> Tensor:
-    """Those of all ranks, one after the other along the sequence."""
+    """Gather a tensor from all ranks and concatenate along the sequence."""
     every = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
     dist.all_gather(every, tensor.contiguous(), group=group)
     return torch.cat(every, 2)
 
 
 def check(attend: Callable, workload: Workload, group):
-    """Raise AssertionError on each rank unless the results are as near to float64 as `common.measure.reference` asks.
+    """Raise AssertionError on each rank unless the results are within the bounds of `common.measure.reference`.
 
-    Of the first K/V head and its query heads, some rows of each of the 2 n chunks are compared, from the first to the last, and
-    all of dK and dV for a gradient that is 0 in all other rows: each block of keys is then met by rows of each rank. The rest
-    has to be finite.
+    The check compares the first K/V head and its query heads: some rows of each of the 2 n chunks, including the first and
+    last, and all of dK and dV. The gradient of the output is 0 in all other rows, so dK and dV depend on compared rows of every
+    rank. All other results only have to be finite.
     """
     w, rank, size = workload, dist.get_rank(group), dist.get_world_size(group)
     q, k, v, grad_out = inputs(w, group)
@@ -208,7 +213,7 @@ def check(attend: Callable, workload: Workload, group):
         q, k, v = (leaf.detach() for leaf in leaves)
     wrong = [name for name, part in parts.items() if not part.isfinite().all()]
     got = {}
-    for name, part in parts.items():  # of the keys all, of the queries these rows of each rank
+    for name, part in parts.items():  # all keys, and these query rows of each rank
         of_keys = name in ("dk", "dv")
         got[name] = unshard(part[:, :1], 2, group) if of_keys else _row_of_ranks(part[:, heads, rows], group)
     del parts
@@ -216,7 +221,7 @@ def check(attend: Callable, workload: Workload, group):
     all_k, all_v = (unshard(tensor[:, :1], 2, group) for tensor in (k, v))
     verdict = [f"NaN or infinity in {', '.join(wrong)} of rank {rank}" if wrong else None]
     if rank == 0 and not wrong:
-        chunks = [(other, 2 * size - 1 - other) for other in range(size)]  # of each rank
+        chunks = [(other, 2 * size - 1 - other) for other in range(size)]  # the chunks of each rank
         positions = [pair[row // chunk] * chunk + row % chunk for pair in chunks for row in rows]
         options = w.causal, w.head_dim**-0.5, None if w.pass_ == "fwd" else few_grad, positions
         truth, plain = (_of_rows(each, few_q, all_k, all_v, *options) for each in (reference.truth, reference.plain))
@@ -230,9 +235,10 @@ def check(attend: Callable, workload: Workload, group):
 
 
 def _rounds(call: Callable, group, count: int) -> tuple[list[float], bool]:
-    """Seconds of each round on this rank's GPU, and whether the CPU was ahead of it: a barrier, an event, the call, an event.
+    """Return the seconds of each round on this rank's GPU, and whether the CPU was ahead of the GPU.
 
-    The barrier is a reduction on the GPUs behind a spin, so that they begin together and no launch is waited for.
+    A round is a barrier, an event, the call, and an event. The barrier is a reduction on the GPUs after a spin, so that all
+    GPUs begin together and none waits for a launch.
     """
     token, events, exposed = torch.ones(1, device=DEVICE), [], 0
     for _ in range(count):
@@ -249,14 +255,14 @@ def _rounds(call: Callable, group, count: int) -> tuple[list[float], bool]:
 
 
 def _slowest(seconds: list[float], group) -> list[float]:
-    """Of each round, that of the rank that took longest."""
+    """Return the time of the slowest rank in each round."""
     every = [None] * dist.get_world_size(group)
     dist.all_gather_object(every, seconds, group=group)
     return [max(of_round) for of_round in zip(*every, strict=True)]
 
 
 def timed(call: Callable, group) -> dict:
-    """Median and interquartile range over rounds, in ms, of the time until the last rank is done."""
+    """Measure the time until the last rank is done: median and interquartile range over rounds, in ms."""
     call()
     (estimate,) = _slowest(_rounds(call, group, 1)[0], group)
     count = SLOW_ROUNDS
@@ -270,7 +276,7 @@ def timed(call: Callable, group) -> dict:
 
 
 def measure(impl: str, workload: Workload, group) -> dict:
-    """What a case costs; on a GPU its time and memory, and of a ring everywhere what a rank sends."""
+    """Measure a case: time and memory on a GPU; for a ring also the bytes that a rank sends."""
     size = dist.get_world_size(group)
     with attention_of(impl, group, workload.causal) as attend:
         check(attend, workload, group)
@@ -300,7 +306,7 @@ def measure(impl: str, workload: Workload, group) -> dict:
 
 
 def _failure(error: Exception) -> dict:
-    """How the table shows a case that could not be measured."""
+    """Return the failure and its note, as the table shows a case that could not be measured."""
     if isinstance(error, torch.OutOfMemoryError):
         return {"failure": "OOM"}
     kind = "n/a" if isinstance(error, Unavailable) else "WRONG" if isinstance(error, AssertionError) else "ERROR"
@@ -308,7 +314,7 @@ def _failure(error: Exception) -> dict:
 
 
 def link(tokens: int, heads: int, kv_heads: int | None, head_dim: int, dtype: str, group) -> dict:
-    """How long a block of K and V travels to the next rank while nothing else is done, and GB/s each way."""
+    """Measure how long an otherwise idle ring takes to send a block of K and V to the next rank, and the GB/s each way."""
     shape = 1, kv_heads or heads, tokens, head_dim
     blocks = [[torch.randn(shape, device=DEVICE, dtype=DTYPES[dtype]) for _ in "kv"] for _ in range(2)]
     ring = Ring(group)
@@ -330,7 +336,7 @@ COUNT_HEADERS = ("ranks", "S", "implementation", "bytes sent", "formula")
 
 
 def _cells(record, by_case):
-    """A row of a GPU's table."""
+    """Return a row of the table for GPUs."""
     impl, ranks, seq_len = record["impl"], record["ranks"], record["seq_len"]
     start = [ranks, seq_len // ranks, seq_len, impl]
     if "failure" in record:
@@ -346,11 +352,11 @@ def _cells(record, by_case):
 
 
 def tables(run: dict) -> str:
-    """A run as markdown.
+    """Format a run as markdown.
 
     Args:
-        run: "machine_info", "records", of each case what `Workload.record` has, `impl`, `ranks`, and what `measure` returns or
-            `failure` and `note`; and "links", what `link` returns.
+        run: "machine_info"; "records", for each case the fields of `Workload.record`, `impl`, `ranks`, and what `measure`
+            returns or `failure` and `note`; and "links", a list of what `link` returns.
     """
     facts, records = run["machine_info"], run["records"]
     where = facts["gpus"] if facts["gpu"] else "CPU, interpreted, over gloo"
@@ -390,15 +396,15 @@ def tables(run: dict) -> str:
 
 
 def add_gpus(parser: argparse.ArgumentParser):
-    """Add --gpus, how many ranks `start_ranks` starts."""
-    parser.add_argument("--gpus", type=single(positive), default=GPUS, help="that share a sequence (default: %(default)s)")
+    """Add --gpus, the number of ranks that `start_ranks` starts."""
+    parser.add_argument("--gpus", type=single(positive), default=GPUS, help="GPUs that share a sequence (default: %(default)s)")
 
 
 def start_ranks(module: str, argv: list[str], parse: Callable):
-    """Become torchrun, which starts `module` once for each GPU. Options that are wrong end this process first, in one message.
+    """Become torchrun, which starts `module` once for each GPU. Wrong options end this process first, with one message.
 
     Args:
-        parse: parses the options for a number of GPUs, and ends the process where they are wrong.
+        parse: parses the options for a number of GPUs, and ends the process if they are wrong.
     """
     parser = argparse.ArgumentParser(add_help=False)
     add_gpus(parser)
@@ -409,38 +415,38 @@ def start_ranks(module: str, argv: list[str], parse: Callable):
 
 
 def parse_options(argv: list[str] | None, world: int) -> argparse.Namespace:
-    """The command line; exits with status 2 on a value that is not allowed."""
+    """Parse the command line; exit with status 2 on an invalid value."""
     parser = argparse.ArgumentParser(prog="make bench-ring ARGS=…", description=__doc__.partition("\n")[0])
     add_gpus(parser)
     add_list(parser, "--stage", stages.version(stages.recommended()))
     passes = list_of(one_of({name: name for name in PASSES}))
     parser.add_argument("--pass", dest="passes", type=passes, default=list(PASSES), metavar="LIST", help="of fwd,fwd+bwd")
-    tokens_help = "a GPU has, even numbers (default: %(default)s)"
+    tokens_help = "tokens per GPU, even numbers (default: %(default)s)"
     parser.add_argument("--tokens", type=list_of(positive), default=TOKENS, metavar="LIST", help=tokens_help)
     parser.add_argument("--heads", type=single(positive), default=HEADS, help="(default: %(default)s)")
-    parser.add_argument("--kv-heads", type=single(positive), help="which share K and V (default: as many as heads)")
+    parser.add_argument("--kv-heads", type=single(positive), help="K/V heads (default: as many as heads)")
     parser.add_argument("--head-dim", type=single(HEAD_DIM), default=HEAD_DIMENSION, help="(default: %(default)s)")
     for flag, default in (("--causal", "yes"), ("--dtype", "bfloat16")):
         add_list(parser, flag, default)
     million_help = f"{MILLION} tokens over all GPUs, {MILLION_HEADS} heads, both passes, no peers"
     parser.add_argument("--million", action="store_true", help=million_help)
-    limit_help = "no case begins later (default: %(default)s)"
+    limit_help = "start no case after this time (default: %(default)s)"
     parser.add_argument("--limit", type=single(positive), default=LIMIT_S, metavar="SECONDS", help=limit_help)
-    parser.add_argument("--json", type=json_path, metavar="FILE", help="also write the run there")
+    parser.add_argument("--json", type=json_path, metavar="FILE", help="also write the run to FILE")
     chosen = parser.parse_args(argv)
     if chosen.million:
         chosen.tokens, chosen.heads, chosen.kv_heads = [MILLION // world], MILLION_HEADS, None
     if any(tokens % 2 for tokens in chosen.tokens):
-        parser.error("argument --tokens: a GPU has two chunks of the sequence, so an even number")
+        parser.error("argument --tokens: must be an even number, because each GPU has two chunks of the sequence")
     if chosen.heads % (chosen.kv_heads or 1):
         parser.error(f"argument --kv-heads: {chosen.kv_heads} K/V heads do not divide {chosen.heads} heads")
     return chosen
 
 
 def cases(options, world: int) -> list[tuple[str, Workload, int]]:
-    """(implementation, workload, ranks) of each case, on 1, 2, 4, … ranks: the same tokens a rank, and the largest sequence."""
+    """Return (implementation, workload, ranks) of each case, on 1, 2, 4, … ranks: equal tokens per rank, and equal sequence."""
     sizes = sorted({2**power for power in range(world.bit_length()) if 2**power <= world} | {world})
-    points = {}  # in order, each once
+    points = {}  # distinct, in order
     for tokens, size in itertools.product(options.tokens, sizes):
         points |= {(size, size * tokens): None} | ({(size, world * tokens): None} if world * tokens % (2 * size) == 0 else {})
     impls = [*SDPA, *options.stage]
@@ -455,9 +461,9 @@ def cases(options, world: int) -> list[tuple[str, Workload, int]]:
 
 
 def begin() -> dict:
-    """Join the group of all ranks, as torchrun's environment describes it; the groups of the first 1, 2, 3, … of them.
+    """Join the group of all ranks, from torchrun's environment; return the groups of the first 1, 2, 3, … ranks by size.
 
-    NCCL's stream has a high priority: its few programs go before those of a stage that are waiting for an SM.
+    NCCL's stream has a high priority: its few CTAs go before a stage's programs that wait for an SM.
     """
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
 
@@ -485,14 +491,14 @@ def _facts(world: int) -> dict:
 
 
 def _of_rank_0(value):
-    """What the first rank has; all wait for it, on the CPU."""
+    """Return rank 0's value on all ranks; they wait on the CPU."""
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """What one rank does; exit status 1 where a result was wrong, or a stage failed."""
+    """Run one rank; return exit status 1 if a result was wrong or a stage failed."""
     terminal.prepare()
     begun = time.perf_counter()
     if "WORLD_SIZE" not in os.environ:
@@ -507,7 +513,7 @@ def main(argv: list[str] | None = None) -> int:
             print(text, end=end, flush=True)
 
     each = GPU_CASE_S if ON_GPUS else CASE_S
-    say(f"{world} ranks, {len(to_do)} cases, about {each * len(to_do):.0f} s; more where kernels are compiled and tuned first.")
+    say(f"{world} ranks, {len(to_do)} cases, about {each * len(to_do):.0f} s; longer if kernels are compiled and tuned first.")
     for impl, workload, size in to_do:
         record = {"impl": impl, **workload.record(), "ranks": size}
         say(f"[{time.perf_counter() - begun:.0f} s] {workload.label} {impl} on {size}: ", end="")
@@ -516,7 +522,7 @@ def main(argv: list[str] | None = None) -> int:
         elif rank < size:
             try:
                 found = measure(impl, workload, groups[size])
-            except Exception as error:  # of one kind of case; the others are measured
+            except Exception as error:  # continue with the other cases
                 found = _failure(error)
             record |= found
             if ON_GPUS:
@@ -532,7 +538,7 @@ def main(argv: list[str] | None = None) -> int:
     if rank == 0:
         print("\n" + tables(run))
         if not ON_GPUS:
-            print("\nNo GPU in use: times mean nothing, and none are shown.")
+            print("\nNo GPU in use: times mean nothing and are not shown.")
         if options.json:
             write_json(options.json, run)
     _of_rank_0(None)

@@ -1,9 +1,10 @@
-"""What one program of a Gluon forward does on a GPU, and when, as Proton records it inside of the kernel.
+"""Record with Proton, inside the kernel, what one program of a Gluon forward does on a GPU and when.
 
-    python -m common.measure.scopes --json results/scopes-h200.json   # where there is a Hopper GPU
+    python -m common.measure.scopes --json results/scopes-h200.json   # on a Hopper GPU
 
-A copy of v14's forward gets scopes around its loads, matmuls and exponentials. They cost some cycles each, and the compiler
-moves nothing across them: what is recorded is the kernel's order and overlap, a little slower.
+A copy of v14's forward gets scopes around its loads, matmuls and exponentials. Each scope costs some cycles, and the compiler
+moves
+nothing across it: the record shows the kernel's order and overlap, a little slower.
 """
 
 import argparse
@@ -24,8 +25,8 @@ from common.runtime import DEVICE
 
 STAGE = "v14_short_tiles"
 WORKLOAD = Workload("fwd", 8, 16, 2048, 128, False, "float16")
-CYCLES = 6000  # that are kept
-WARPS = {"warp 0": "1: consumer", "warp 4": "2: consumer"}  # the first warp of a partition, and what a timeline calls that
+CYCLES = 6000  # kept cycles
+WARPS = {"warp 0": "1: consumer", "warp 4": "2: consumer"}  # first warp of a partition -> the partition's name in a timeline
 LOOP = "# Issue both matmuls together"
 SCOPES = (  # from the kernel's end to its beginning: name, first line, last line, a line before them
     ("store O", "o_s.index(slot).reshape(", "tma.async_copy_shared_to_global(", "def _consumer"),
@@ -35,15 +36,15 @@ SCOPES = (  # from the kernel's end to its beginning: name, first line, last lin
     ("softmax", "p = gl.exp2(s * scale_log2", "l = l + _sums(p)", LOOP),
     ("wait for S", "s = warpgroup_mma_wait(1, [s])", None, LOOP),
     ("issue matmuls", "s = _scores(q", "acc = warpgroup_mma(p", LOOP),
-    ("wait for K, V", "mbarrier.wait(kv_full", None, "def _scores"),  # inside of the one above
+    ("wait for K, V", "mbarrier.wait(kv_full", None, "def _scores"),  # inside the scope above
 )
 
 
 def with_scopes(text: str) -> str:
-    """A stage's forward.py with SCOPES.
+    """Insert SCOPES into the text of a stage's forward.py.
 
     Raises:
-        ValueError: a line of theirs is not there.
+        ValueError: a line that SCOPES names is missing.
     """
     lines = text.split("\n")
 
@@ -64,7 +65,7 @@ def with_scopes(text: str) -> str:
 
 
 def record() -> list[dict]:
-    """Run the copy, and return what one program did: who, what, start and end in cycles, in order."""
+    """Run the copy, and return the spans of one program, in order: who, what, start and end in cycles."""
     import triton.profiler as proton
     from triton.profiler.mode import Default
 
@@ -73,7 +74,7 @@ def record() -> list[dict]:
         path = Path(directory, "scopes.py")
         files.replace(
             path, text.replace("for again in (False, True):", "for again in (False,):")
-        )  # the other finds nothing to do
+        )  # the second launch has nothing to do
         spec = importlib.util.spec_from_file_location(f"stages.{STAGE}.scopes", path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
@@ -88,7 +89,7 @@ def record() -> list[dict]:
     spans = []
     for event in events:
         if event["pid"] == program:
-            # Chrome's traces are in microseconds; these say that a cycle is a nanosecond.
+            # Chrome traces are in microseconds; Proton writes a cycle as a nanosecond.
             start, duration = (1000 * event[name] for name in ("ts", "dur"))
             who = next(name for warp, name in WARPS.items() if event["tid"].startswith(warp))
             spans.append({"who": who, "what": event["name"], "start": start, "end": start + duration})
@@ -96,7 +97,7 @@ def record() -> list[dict]:
 
 
 def kept(spans: list[dict]) -> list[dict]:
-    """CYCLES from the middle, counted from their first."""
+    """Keep CYCLES from the middle, with times from the first kept cycle."""
     first = (spans[0]["start"] + spans[-1]["end"]) / 2
     inside = [span for span in spans if first <= span["start"] and span["end"] <= first + CYCLES]
     return [{**span, "start": round(span["start"] - first), "end": round(span["end"] - first)} for span in inside]
@@ -106,9 +107,9 @@ def main(argv: list[str]):
     """The command line."""
     terminal.prepare()
     parser = argparse.ArgumentParser(
-        prog="python -m common.measure.scopes", description=f"Record what a program of {STAGE}'s forward does, and when."
+        prog="python -m common.measure.scopes", description=f"Record what a program of {STAGE}'s forward does and when."
     )
-    parser.add_argument("--json", type=json_path, required=True, metavar="FILE", help="write it there")
+    parser.add_argument("--json", type=json_path, required=True, metavar="FILE", help="the file to write")
     options = parser.parse_args(argv)
     if DEVICE != "cuda" or (reason := stages.unavailable(STAGE)):
         raise SystemExit(f"common.measure.scopes {reason if DEVICE == 'cuda' else 'needs a Hopper GPU (sm_90)'}")

@@ -1,4 +1,4 @@
-"""What every command does before it prints: signs that a terminal cannot show, and readers that have seen enough."""
+"""Prepare standard output: replace characters that the terminal lacks, and end quietly if the reader closes the pipe."""
 
 import codecs
 import signal
@@ -21,12 +21,12 @@ PLAIN = {
 
 
 def _plainly(error: UnicodeEncodeError) -> tuple[str, int]:
-    """The signs that an encoding lacks, as it can write them."""
+    """Replace characters that an encoding lacks by similar ones."""
     return "".join(PLAIN.get(sign, "?") for sign in error.object[error.start : error.end]), error.end
 
 
 def prepare():
-    """Print in the terminal's encoding whatever it is, and end without a word where a reader such as `head` has seen enough."""
+    """Print in the terminal's encoding, whatever it is, and end silently if a reader such as `head` closes the pipe."""
     codecs.register_error("plainly", _plainly)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="plainly")

@@ -1,9 +1,9 @@
-"""What a stage's Gluon kernels do on one SM, cycle by cycle, at the rates measured of its units.
+"""Simulate a stage's Gluon kernels on one SM, cycle by cycle, at the measured rates of its units.
 
     python -m common.measure.timeline --stage v12,v13 --json results/timeline.json   # anywhere
 
-`common.interpreter.timing` is the model; results/rates-h200.json has its rates, each from a kernel of its own
-(`common.measure.rates`) and none from the stages. Only Gluon's kernels are timed: other kernels of a stage are left out.
+`common.interpreter.timing` is the model. Its rates, in results/rates-h200.json, are from microbenchmarks
+(`common.measure.rates`), not from the stages. Only Gluon kernels are timed; a stage's other kernels are left out.
 """
 
 import argparse
@@ -28,11 +28,11 @@ from common.runtime import Device, interpreted_as
 
 RATES = Path(__file__).parents[2] / "results" / "rates-h200.json"
 HOPPER = Device(architecture=90, shared_memory=227 * 1024, num_sms=1)
-SCORES = 128 * 128  # cycles are given for so many, masked ones not counted
+SCORES = 128 * 128  # cycles are given for this number of unmasked scores
 
 
 def measured_rates(path: Path = RATES) -> Rates:
-    """What `common.measure.rates` has measured, as the model takes it."""
+    """Return the rates that `common.measure.rates` measured, for the model."""
     values = {}
     for rate in json.loads(path.read_text())["rates"]:
         values[rate["unit"], rate["name"], rate["num_sms"] == 1, rate["warpgroups"]] = rate["value"]
@@ -41,10 +41,10 @@ def measured_rates(path: Path = RATES) -> Rates:
         return values[unit, name, alone, warpgroups]
 
     def latency(unit, name, nbytes, rate):
-        """Cycles from the issue of one copy to its end, without those in which its bytes move."""
+        """Return the cycles from a copy's issue to its end, without the cycles in which its bytes move."""
         return value(unit, name, alone=True) - nbytes / rate
 
-    results = {  # a cycle, of four warpgroups
+    results = {  # results a cycle, with four warpgroups
         name: value("instructions", measured, warpgroups=4)
         for name, measured in {
             "add": "add", "sub": "add", "sum": "add", "mul": "multiply", "max": "max", "row maximum": "max", "select": "select",
@@ -62,7 +62,7 @@ def measured_rates(path: Path = RATES) -> Rates:
     return Rates(
         results=results,
         flops=2 * 64**3 / matmul,
-        copied=value("copy-in", "128x64, 12 at a time, the same tiles"),  # programs that run together share a head's tiles
+        copied=value("copy-in", "128x64, 12 at a time, the same tiles"),  # concurrent programs share a head's tiles
         stored=value("copy-out", "64x128, 2 at a time, own tiles"),
         added=value("copy-out", "16x256 float32, added, 2 at a time, own tiles"),
         shared=value("shared-memory", "store a result, 64x128", warpgroups=4),
@@ -77,7 +77,7 @@ def measured_rates(path: Path = RATES) -> Rates:
 
 
 def simulate(stage, workload: Workload, rates: Rates) -> list[Timing]:
-    """The timing of each Gluon kernel that a pass of a stage launches, on one SM."""
+    """Return the timing on one SM of each Gluon kernel that a pass of a stage launches."""
     torch.manual_seed(0)
     with interpreted_as(HOPPER):
         call = stage_call(stage, workload, workload.inputs())
@@ -87,7 +87,7 @@ def simulate(stage, workload: Workload, rates: Rates) -> list[Timing]:
 
 
 def record(name: str, workload: Workload, timings: list[Timing]) -> dict:
-    """Cycles of all kernels, cycles for SCORES scores, and how busy each unit is in the longest kernel."""
+    """Return the cycles of all kernels, the cycles for SCORES scores, and each unit's busy share in the longest kernel."""
     longest = max(timings, key=lambda timing: timing.end)
     busy = Counter()
     for span in longest.spans:
@@ -104,30 +104,30 @@ def record(name: str, workload: Workload, timings: list[Timing]) -> dict:
 
 
 def has_gluon(name: str) -> bool:
-    """Whether a stage's own kernels are Gluon's, whose launches can be timed; those run on Hopper GPUs alone."""
+    """Whether a stage's own kernels are Gluon kernels, which can be timed here; such a stage defines `unavailable`."""
     return hasattr(stages.load(name), "unavailable")
 
 
 def require_timed(names: list[str], passes: list[str], head_dims: list[int]):
-    """SystemExit, before any work, where a stage launches no Gluon kernel: nothing of it is timed. The message says what is."""
+    """Raise SystemExit, before any work, if a stage launches no Gluon kernel; the message names what can be timed."""
     for name, pass_, head_dim in itertools.product(names, passes, head_dims):
         if not has_gluon(name):
-            raise SystemExit(f"{name} has no Gluon kernel: nothing of it is timed")
+            raise SystemExit(f"{name} has no Gluon kernel, and only those are timed")
         if not _timed(name, pass_, head_dim):
             works = ", ".join(str(size) for size in HEAD_DIMS if _timed(name, pass_, size))
             raise SystemExit(
-                f"{name} launches no Gluon kernel for --pass {pass_} --head-dim {head_dim}: it falls back on another stage's "
+                f"{name} launches no Gluon kernel for --pass {pass_} --head-dim {head_dim}: it falls back to another stage's "
                 f"Triton kernels, which are not timed. --head-dim of {works} works."
             )
 
 
 def _timed(name, pass_, head_dim):
-    """Whether any kernel of a pass is timed; the shortest sequence tells."""
+    """Whether any kernel of a pass is timed, found with the shortest sequence."""
     return bool(simulate(stages.load(name), Workload(pass_, 1, 1, 1, head_dim, False, "float16"), measured_rates()))
 
 
 def table(records: list[dict]) -> str:
-    """The records as a table, a row each."""
+    """Format the records as a table, one row each."""
     rows = [
         [r["impl"], r["pass"], r["head_dim"], "causal" if r["causal"] else "full", r["seq_len"], round(r["cycles_a_tile"])]
         + [f"{100 * r['busy'][unit]:.0f}" for unit in UNITS]
@@ -146,7 +146,7 @@ def main(argv: list[str]):
     parser.add_argument("--pass", type=passes, default="fwd,bwd", metavar="LIST", help="fwd, bwd (default: both)")
     for flag, default in (("--seq-len", "2048"), ("--head-dim", "64,128"), ("--causal", "no,yes")):
         add_list(parser, flag, default)
-    parser.add_argument("--json", type=json_path, metavar="FILE", help="also write the records there")
+    parser.add_argument("--json", type=json_path, metavar="FILE", help="also write the records to FILE")
     options = parser.parse_args(argv)
     require_timed(options.stage, vars(options)["pass"], options.head_dim)
     rates, records = measured_rates(), []

@@ -1,4 +1,4 @@
-"""GPU time: what the kernels of a call take, without the time that the CPU takes to launch them; and with it."""
+"""The GPU time of a call's kernels, without and with the CPU's launch time."""
 
 import statistics
 import time
@@ -6,41 +6,40 @@ from collections.abc import Callable
 
 import torch
 
-REST_S = 0.06  # before a case: what the power limit does to it then does not depend on the cases before
-WARM_UP_S = 0.15  # GPU time until the clock has settled to what the power limit leaves
+REST_S = 0.06  # before a case, so that the power limit's effect does not depend on earlier cases
+WARM_UP_S = 0.15  # GPU time until the clock has settled at the power limit
 CASE_S = 0.1  # GPU time spent on the rounds of a case …
-FEWEST_ROUNDS, MOST_ROUNDS = 5, 200  # … within these
-SLOW_S = 50e-3  # a call that takes longer than this is a warm-up itself …
+FEWEST_ROUNDS, MOST_ROUNDS = 5, 200  # … within these limits
+SLOW_S = 50e-3  # a call that takes longer needs no other warm-up …
 SLOW_ROUNDS = 3  # … and gets this many rounds
-HEAD_START_S = 3e-3  # of the CPU, before the first round: more than a call's host part, so that few rounds are hidden too
+HEAD_START_S = 3e-3  # the CPU's head start before the first round: more than its time for a call, to hide even few rounds
 SHORTEST_SPIN_S, LONGEST_SPIN_S = 50e-6, 20e-3
-EXPOSED_SHARE = 0.1  # of the rounds; the median of the others is not moved by so few
-HOST_S = 20e-3  # time spent on how long the CPU takes …
-FEWEST_HOST_ROUNDS, MOST_HOST_ROUNDS = 3, 100  # … within these rounds …
-HOST_WARM_UP_ROUNDS = 2  # … and after these
-IN_A_ROW = 10  # calls, as a program makes them one after another …
-MOST_ROWS = 20  # … in rounds for which the same holds
+EXPOSED_SHARE = 0.1  # allowed share of exposed rounds, too few to change the median
+HOST_S = 20e-3  # time spent on measuring the CPU's time …
+FEWEST_HOST_ROUNDS, MOST_HOST_ROUNDS = 3, 100  # … within these numbers of rounds …
+HOST_WARM_UP_ROUNDS = 2  # … after this many warm-up rounds
+IN_A_ROW = 10  # calls back to back in a round …
+MOST_ROWS = 20  # … of at most this many rounds
 CACHE_BYTES = 256 * 2**20  # more than any L2 cache holds
 MATMUL_SIZE = 8192
 COPY_BYTES = 4 * 2**30  # much more than an L2 cache holds
 
 
 class GpuTimer:
-    """Measures calls as a program that does nothing else would run them: back to back, with a cold L2 cache.
+    """Measures calls back to back, as in a program that does nothing else, with a cold L2 cache.
 
-    A case begins after a rest. At its power limit an H200 that has been at work without a pause for 0.8 s slows down by up to a
-    fifth for 0.2 s, and again a second later: without rests, that would meet some case or other. After a rest of 0.05 s it is
-    0.8 s again.
+    A case begins after a rest. At its power limit, an H200 slows down by up to a fifth for 0.2 s after 0.8 s of uninterrupted
+    work, and again a second later. Without rests, some cases would meet this. A rest of 0.05 s restarts the 0.8 s.
 
-    All rounds, those to warm up too, are queued without waiting for the GPU in between, because after an idle stretch its clock
-    is higher, most of all for the kernels that draw most power. A round reads `CACHE_BYTES`, which empties the L2 cache,
-    records an event, calls, and records another: the time between the two is the GPU's as long as the CPU is ahead of it. It
-    does not write them: what is written the L2 cache keeps for a while, and a call that is bound by memory would have to wait
-    for that too.
+    All rounds, including warm-up, are queued without waiting for the GPU, because its clock is higher after an idle time, most
+    of all for power-hungry kernels. A round reads `CACHE_BYTES`, which evicts the L2 cache, records an event, calls, and
+    records another event. The time between the events is GPU time as long as the CPU is ahead. The round does not write
+    `CACHE_BYTES`, because the L2 cache would keep dirty lines for a while, and a memory-bound call would have to wait for them.
 
-    Where the GPU is past the first event before the call has queued its kernels, that round is exposed: it shows in part the
-    CPU's time. Where too many are, each round is begun with a spin on the GPU, longer and longer until they are few; a call
-    whose host part is longer than `LONGEST_SPIN_S`, or that itself waits for the GPU, stays exposed.
+    A round is exposed if the GPU passes the first event before the call has queued its kernels: the time then includes CPU
+        time.
+    If too many rounds are exposed, each round begins with a spin on the GPU, longer and longer until few are. A call stays
+    exposed if it takes the CPU longer than `LONGEST_SPIN_S` or waits for the GPU itself.
     """
 
     def __init__(self):
@@ -52,7 +51,7 @@ class GpuTimer:
         self._cycles_per_s = cycles / seconds
 
     def _rounds(self, call: Callable, count: int, spin_s: float, warm_up: int = 0) -> tuple[list[float], bool]:
-        """GPU seconds of each of `count` rounds, after others to warm up, and whether too many of them were exposed."""
+        """Return the GPU seconds of each of `count` rounds after `warm_up` rounds, and whether too many rounds were exposed."""
         exposed = 0
         events = []
         torch.cuda._sleep(int(HEAD_START_S * self._cycles_per_s))
@@ -70,7 +69,7 @@ class GpuTimer:
         return [start.elapsed_time(end) / 1e3 for start, end in events[warm_up:]], exposed > EXPOSED_SHARE * count
 
     def measure(self, call: Callable) -> tuple[list[float], bool]:
-        """GPU seconds of each round of a call, and whether its launch was hidden, so that they are the GPU's alone."""
+        """Return the GPU seconds of each round of a call, and whether the launch was hidden, so that they have no CPU time."""
         torch.cuda.synchronize()
         time.sleep(REST_S)
         (estimate,), _ = self._rounds(call, 1, 0.0)
@@ -87,14 +86,13 @@ class GpuTimer:
 
 
 def host_seconds(call: Callable, gpu_seconds: float) -> list[float]:
-    """The CPU's time for a call, until it returns, in each of some rounds: checks, dispatch, descriptors, launches.
+    """Return the CPU time of each round of a call until it returns: checks, dispatch, descriptors, launches.
 
-    It varies much more than the GPU's: the CPU has other work and its clock rises and falls. So a short call gets many rounds,
-    and their spread is worth as much as their median. The first rounds are left out: they find cold caches, and a CPU that has
-    waited for the GPU.
+    CPU time varies much more than GPU time: the CPU has other work and a changing clock. So a short call gets many rounds, and
+    their spread matters as much as their median. The first rounds are left out: caches are cold, and the CPU has waited.
 
     Args:
-        gpu_seconds: what a call takes on the GPU, which is left to finish before the next one, so that none waits in a queue.
+        gpu_seconds: GPU time of a call. Each round waits for the GPU to finish, so that no call waits in a queue.
     """
     times = []
     count = max(FEWEST_HOST_ROUNDS, min(int(HOST_S / gpu_seconds), MOST_HOST_ROUNDS))
@@ -107,13 +105,13 @@ def host_seconds(call: Callable, gpu_seconds: float) -> list[float]:
 
 
 def seconds_in_a_row(call: Callable, gpu_seconds: float) -> list[float]:
-    """Seconds that each of `IN_A_ROW` calls takes in a program without CUDA graphs: no launch is hidden, no cache emptied.
+    """Return the seconds per call of `IN_A_ROW` calls in a program without CUDA graphs, with a warm cache and visible launches.
 
-    The time between an event that the GPU passes at once and one behind the last call, shared out among the calls. Of short
-    ones, whose kernels are done before the CPU has launched the next, it is the CPU's, and what a launch takes to arrive.
+    It is the time between an event that the GPU passes at once and an event behind the last call, divided by the calls. For
+    short calls, whose kernels end before the CPU has launched the next, it is CPU time and launch latency.
 
     Args:
-        gpu_seconds: what a call takes on the GPU alone.
+        gpu_seconds: GPU time of a call.
     """
     times = []
     count = max(FEWEST_HOST_ROUNDS, min(int(HOST_S / (IN_A_ROW * gpu_seconds)), MOST_ROWS))
@@ -130,19 +128,19 @@ def seconds_in_a_row(call: Callable, gpu_seconds: float) -> list[float]:
 
 
 class Replay:
-    """A timer for pytest-benchmark, which reads it before and after each round: the readings are times measured before.
+    """A timer for pytest-benchmark that replays measured times: it is read before and after each round.
 
-    Each round starts from 0 again, so that no sum of many rounds costs digits.
+    Each round starts at 0, so that a sum of many rounds does not lose precision.
     """
 
     def __init__(self):
         self._readings = iter(())
 
     def __repr__(self):
-        return "replayed: GPU time between two events, or counted time at peak"  # what saved runs name as their timer
+        return "replayed: GPU time between two events, or counted time at peak"  # saved runs have this as the timer's name
 
     def load(self, times: list[float]):
-        """Take the seconds of the rounds to come; what is left of earlier ones is dropped."""
+        """Set the seconds of the next rounds, and drop earlier ones."""
         self._readings = iter([reading for seconds in times for reading in (0.0, seconds)])
 
     def __call__(self) -> float:
@@ -150,7 +148,7 @@ class Replay:
 
 
 def matmul_tflops(timer: GpuTimer, dtype: torch.dtype) -> float:
-    """TFLOP/s that the library reaches on a large square matmul, the ceiling of what attention can."""
+    """Measure PyTorch's TFLOP/s on a large square matmul, a ceiling for attention."""
     a, b = torch.randn(2, MATMUL_SIZE, MATMUL_SIZE, device="cuda", dtype=dtype)
     out = torch.empty_like(a)
     times, _ = timer.measure(lambda: torch.mm(a, b, out=out))
@@ -158,7 +156,7 @@ def matmul_tflops(timer: GpuTimer, dtype: torch.dtype) -> float:
 
 
 def copy_gbps(timer: GpuTimer) -> float:
-    """GB/s, read and written together, of a copy of `COPY_BYTES` in the GPU's memory, or of a quarter of what is free."""
+    """Measure the GB/s, read plus written, of a copy of `COPY_BYTES`, or a quarter of the free memory, on the GPU."""
     size = min(COPY_BYTES, torch.cuda.mem_get_info()[0] // 4)
     source = torch.empty(size, dtype=torch.uint8, device="cuda").random_()  # no zeros, as in `Workload.inputs`
     target = torch.empty_like(source)

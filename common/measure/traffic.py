@@ -1,8 +1,8 @@
-"""What each stage moves and computes, counted on the CPU, and how long that takes at a GPU's published peaks.
+"""Traffic and FLOPs of each stage, counted on the CPU, and the time that they take at a GPU's published peaks.
 
-What is counted, and how, `common.measure.counter` says. Every kernel takes the tiles that it would take on the named GPU, and
-the number of programs; an autotuned one the fixed tiles of the earlier stages (`common.kernels.tiles`) where they are among its
-configurations for that GPU, so that a stage's gain is its idea's, and not the tuning's. `common.show.counts` is the command.
+`common.measure.counter` explains what counts. Every kernel has the tiles and the number of programs that it has on the named
+GPU. An autotuned kernel takes the fixed tiles of the earlier stages (`common.kernels.tiles`) if they are among its
+configurations for that GPU. So a stage's gain comes from its idea and not from tuning. `common.show.counts` is the command.
 """
 
 import contextlib
@@ -36,27 +36,27 @@ class Gpu:
         return f"{self.name}, {self.tflops:g} TFLOP/s and {self.tb_per_s:g} TB/s"
 
     def unavailable(self, stage_name: str) -> str | None:
-        """Why a stage cannot run on this GPU, as `stages.unavailable` has it."""
+        """Return why a stage cannot run on this GPU; None if it can."""
         with self.interpreted():
             return stages.unavailable(stage_name)
 
     def interpreted(self):
-        """Inside, the interpreter stands in for this GPU."""
+        """Context manager: the interpreter stands in for this GPU."""
         return interpreted_as(Device(self.arch, SHARED_LIMIT[self.arch], self.num_sms))
 
 
 GPUS = {
-    # The page gives 1,979 TFLOP/s, with sparsity; dense is half of that. SMs: as the H100 SXM, which has the same
-    # chip (https://developer.nvidia.com/blog/nvidia-hopper-architecture-in-depth/).
+    # The page gives 1,979 TFLOP/s with sparsity; dense is half. SMs: as in the H100 SXM, which has the same chip
+    # (https://developer.nvidia.com/blog/nvidia-hopper-architecture-in-depth/).
     "h200": Gpu("NVIDIA H200 SXM", 90, 132, 989, 4.8, "https://www.nvidia.com/en-us/data-center/h200/"),
     # SMs: https://developer.nvidia.com/blog/nvidia-ampere-architecture-in-depth/
     "a100": Gpu(
         "NVIDIA A100 80GB SXM", 80, 108, 312, 2.039,
         "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf",
     ),
-    # The page gives 759 TOPS in FP4 with sparsity; dense float16 with float32 accumulation is a sixteenth of that, by the table
-    # of the architecture's whitepaper (RTX 5090: 3,352 and 209.5). Bandwidth: 128 bits at 28 Gbit/s.
-    # SMs: 4,608 cores by the page, 128 in each by the whitepaper.
+    # The page gives 759 TOPS in FP4 with sparsity. Dense float16 with float32 accumulation is a sixteenth, from the table in
+    # the architecture's whitepaper (RTX 5090: 3,352 and 209.5). Bandwidth: 128 bits at 28 Gbit/s. SMs: 4,608 cores (page), 128
+    # per SM (whitepaper).
     "rtx5060ti": Gpu(
         "NVIDIA GeForce RTX 5060 Ti", 120, 36, 47.4, 0.448,
         "https://www.nvidia.com/en-us/geforce/graphics-cards/50-series/rtx-5060-family/ and "
@@ -67,24 +67,24 @@ GPUS = {
 
 @contextlib.contextmanager
 def tiles_of(gpu: Gpu, stage, head_dim: int, dtype: torch.dtype, tuned: dict[str, tuple[int, int]] | None = None):
-    """Inside, a stage's kernels take the tiles, and as many programs, that they would on a GPU.
+    """Context manager: a stage's kernels have the tiles and the number of programs that they have on a GPU.
 
     Args:
-        stage: a module, or anything else with `forward` and `backward`.
-        head_dim: the larger one of q's and v's.
-        tuned: (BLOCK_M, BLOCK_N) of the autotuned kernels by name, where they are known.
+        stage: a module, or any object with `forward` and `backward`.
+        head_dim: the larger head dimension of q and v.
+        tuned: (BLOCK_M, BLOCK_N) of the autotuned kernels by name, if known.
     """
     with gpu.interpreted(), contextlib.ExitStack() as restored:
         for name, tuner in tuners(stage).items():
             tile = (tuned or {}).get(name) or _likely_tile(gpu, tuner, head_dim, dtype)
             config = triton.Config(dict(zip(("BLOCK_M", "BLOCK_N"), tile, strict=True)), pre_hook=tuner.configs[0].pre_hook)
             restored.callback(setattr, tuner, "configs", tuner.configs)
-            tuner.configs = [config]  # the only one runs without being timed
+            tuner.configs = [config]  # a single configuration is not timed
         yield
 
 
 def _likely_tile(gpu, tuner, head_dim, dtype):
-    """The fixed tile that means the same, if it is among a kernel's configurations for this GPU, else the first that is."""
+    """Return the corresponding fixed tile if it is among a kernel's configurations for this GPU, else the first of them."""
     precision = "ieee" if dtype == torch.float32 else "tf32"
     options = [head_dim * dtype.itemsize, precision, gpu.arch in WITH_COPY_ENGINE]
     tiles = [(c.kwargs["BLOCK_M"], c.kwargs["BLOCK_N"]) for c in tuner.configs if sensible(c, *options)]
@@ -95,7 +95,7 @@ def _likely_tile(gpu, tuner, head_dim, dtype):
 
 
 def stage_call(stage, workload: Workload, inputs):
-    """A call of what a stage does in a pass, by its plain functions; a backward's forward runs here, once."""
+    """Return a call of a stage's plain functions for a pass. For a backward, the forward runs here, once."""
     options = {"causal": workload.causal, "scale": workload.head_dim**-0.5}
     *qkv, grad_out = inputs
     if workload.pass_ == "fwd":
@@ -113,10 +113,10 @@ def count_stage(stage, workload: Workload, gpu: Gpu, tuned: dict[str, tuple[int,
 
 
 def roofline(launches: list[Launch], gpu: Gpu) -> tuple[float, str]:
-    """Seconds that launches, one after the other, take at a GPU's peaks, and what most of them are spent on.
+    """Return the seconds of sequential launches at a GPU's peaks, and whether "bytes" or "FLOPs" take most of them.
 
-    Each takes as long as its bytes or its FLOPs, whichever is longer. The bytes are all taken from memory: what a cache
-    serves is faster.
+    A launch takes as long as its bytes or its FLOPs, whichever is longer. All bytes count at memory bandwidth; caches are
+    faster.
     """
     seconds = {"bytes": 0.0, "FLOPs": 0.0}
     for launch in launches:
@@ -126,7 +126,7 @@ def roofline(launches: list[Launch], gpu: Gpu) -> tuple[float, str]:
 
 
 def costs(counted: Count, gpu: Gpu, dtype: str) -> dict:
-    """A count as a record of `tables.speed_table` has it; without a roofline for float32, whose peaks are others."""
+    """Return a count as fields of a record for `tables.speed_table`; float32, with other peaks, has no roofline."""
     tiles = ("×".join(map(str, launch.tile.values())) for launch in counted.launches if launch.tile)
     seconds, bound = (None, None) if dtype == "float32" else roofline(counted.launches, gpu)
     return {

@@ -1,9 +1,9 @@
 """How busy the units of a GPU are in each kernel, and what its warps wait for, as Nsight Compute measures it.
 
-    python -m common.measure.units results/units-h200.json   # where there are a GPU and `ncu`
+    python -m common.measure.units results/units-h200.json   # on a GPU with `ncu`
     make readme                                      # writes results/units-h200.md
 
-The unit that is busy nearly all of the time is what binds a kernel; where none is, its warps wait for each other or for memory.
+A unit that is busy nearly all the time bounds a kernel. If there is none, the warps wait for each other or for memory.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from common.measure.options import add_implementations, add_list, json_path, wri
 from common.measure.workloads import Workload
 
 TIME, CLOCK, REGISTERS = "gpu__time_duration.sum", "sm__cycles_elapsed.avg.per_second", "launch__registers_per_thread"
-UNITS = {  # of the most that each can do, from a kernel's begin to its end
+UNITS = {  # percent of each unit's peak, from a kernel's begin to its end
     "tensor cores": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
     "exponentials": "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_elapsed",
     "issue slots": "sm__inst_issued.avg.pct_of_peak_sustained_elapsed",
@@ -24,17 +24,17 @@ UNITS = {  # of the most that each can do, from a kernel's begin to its end
     "L2 cache": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
     "device memory": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
 }
-STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"  # warps that wait so, for each instruction issued
+STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"  # stalled warps per issued instruction
 REASONS = (
     "barrier", "branch_resolving", "dispatch_stall", "drain", "gmma", "imc_miss", "lg_throttle", "long_scoreboard",
     "math_pipe_throttle", "membar", "mio_throttle", "misc", "no_instruction", "not_selected", "short_scoreboard", "sleeping",
     "tex_throttle", "wait",
 )  # fmt: skip
-FROM = (3, "")  # the first stage that is measured unless others are asked for: from there on matmuls bind
+FROM = (3, "")  # the first stage measured by default: from v3 on matmuls are the bottleneck
 
 
 def launch(options):
-    """Inside the profiler: one call of each case."""
+    """Run one call of each case in the profiler."""
     cases = []
     shapes = itertools.product(options.head_dim, options.seq_len, (False, True), ("fwd", "bwd"), options.impl)
     for head_dim, seq_len, causal, pass_, impl in shapes:
@@ -45,7 +45,7 @@ def launch(options):
 
 
 def measure(options):
-    """Run all cases under `ncu` and save what it says of each of their kernels."""
+    """Run all cases under `ncu` and save the metrics of each kernel."""
     selection = ncu.as_flags(options, "impl", "seq_len", "head_dim")
     stalls = [STALL.format(reason) for reason in REASONS]
     metrics = (TIME, CLOCK, REGISTERS, *UNITS.values())
@@ -57,7 +57,7 @@ def main(argv: list[str]):
     terminal.prepare()
     description = "Measure how busy the GPU's units are in each kernel. LIST is comma-separated."
     parser = argparse.ArgumentParser(prog="python -m common.measure.units", description=description)
-    parser.add_argument("what", nargs="?", choices=["measure", "launch"], default="measure", help="launch runs in the profiler")
+    parser.add_argument("what", nargs="?", choices=["measure", "launch"], default="measure", help="measure runs launch in ncu")
     parser.add_argument("file", type=json_path, help="the JSON file to write")
     add_implementations(parser, BASELINES, FROM)
     add_list(parser, "--seq-len", "4096")

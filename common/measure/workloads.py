@@ -1,4 +1,4 @@
-"""What is measured: the workloads of the FlashAttention papers, their FLOPs and their inputs."""
+"""Workloads of the FlashAttention papers: shapes, FLOPs and inputs."""
 
 from dataclasses import asdict, dataclass, fields
 
@@ -7,29 +7,28 @@ from torch import Tensor
 
 from common.runtime import DEVICE
 
-# The matmuls of a pass: how many sum over, or give, rows of the size of q and k, and how many of v's. A forward has S and O; a
-# backward S again, dQ and dK, and dP and dV.
+# Matmuls of a pass with the head dimension of q and k, and with v's. Forward: S; O. Backward: S again, dQ and dK; dP and dV.
 PASSES = {"fwd": (1, 1), "bwd": (3, 2), "fwd+bwd": (4, 3)}
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 TOKENS = 16384  # batch * seq_len
 HIDDEN = 2048  # heads * head_dim
-SINK_QUERY = 4  # no more than what is in a row anyway
+SINK_QUERY = 4  # not larger than other elements of a row
 if DEVICE == "cuda":
     HEAD_DIMS = (64, 128)
     SEQ_LENS = (512, 1024, 2048, 4096, 8192, 16384)
-else:  # few, on the interpreter, but long enough for several tiles each way
+else:  # small for the interpreter, but with several tiles of queries and keys
     HEAD_DIMS = (64,)
     SEQ_LENS = (512, 1024)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One pass of attention over q [batch, heads, seq_len, head_dim], and k and v of kv_heads and kv_len, with head_dim and
-    value_dim.
+    """One pass of attention over q [batch, heads, seq_len, head_dim], k [batch, kv_heads, kv_len, head_dim] and v
+    [batch, kv_heads, kv_len, value_dim].
 
     Raises:
-        ValueError: the K/V heads do not divide the heads, or it is causal and has not as many keys as queries.
+        ValueError: the K/V heads do not divide the heads, or a causal workload has more or fewer keys than queries.
     """
 
     pass_: str  # a key of PASSES
@@ -40,10 +39,10 @@ class Workload:
     causal: bool
     dtype: str  # a key of DTYPES
     score_std: float = 1.0  # the standard deviation of the scores, q·k / √D
-    kv_heads: int | None = None  # each serves heads / kv_heads query heads; None: as many as heads
+    kv_heads: int | None = None  # heads / kv_heads query heads share one; None: as many as heads
     value_dim: int | None = None  # None: as head_dim
     kv_len: int | None = None  # keys; None: as many as queries, seq_len
-    sink: float = 0.0  # nats that key 0 scores for every query, where the others' mean is 0; 0: it is as they are
+    sink: float = 0.0  # score of key 0 for every query, in nats, if not 0; the other keys' scores have mean 0
 
     def __post_init__(self):
         for name, usual in (("kv_heads", self.heads), ("value_dim", self.head_dim), ("kv_len", self.seq_len)):
@@ -51,18 +50,18 @@ class Workload:
                 object.__setattr__(self, name, usual)
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.kv_heads} K/V heads do not divide {self.heads} heads")
-        if self.causal and self.kv_len != self.seq_len:  # which keys a query sees would have to be said
+        if self.causal and self.kv_len != self.seq_len:  # the alignment of the mask would be ambiguous
             raise ValueError(f"a causal workload of {self.seq_len} queries has as many keys, not {self.kv_len}")
 
     @classmethod
     def of(cls, record: dict) -> "Workload":
-        """The workload of a record, of an older one too, which lacks the last fields; TypeError where something is missing."""
+        """Return the workload of a record. An older record may lack the last fields; other missing fields raise TypeError."""
         names = {field.name: field.name.rstrip("_") for field in fields(cls)}
         return cls(**{field: record[name] for field, name in names.items() if name in record})
 
     @property
     def flops(self) -> float:
-        """FLOPs as the papers count them: matmuls alone, half of them when causal, recomputation not counted."""
+        """FLOPs as the papers count them: only matmuls, half if causal, without recomputation."""
         of_keys, of_values = PASSES[self.pass_]
         scores = self.batch * self.heads * self.seq_len * self.kv_len
         return 2 * scores * (of_keys * self.head_dim + of_values * self.value_dim) * (0.5 if self.causal else 1.0)
@@ -78,16 +77,14 @@ class Workload:
         return f"{self.pass_} B={self.batch} {heads} {lengths} {dims} {mask} {self.dtype}{spread}{sink}"
 
     def record(self) -> dict:
-        """What a record of a table says of its workload."""
+        """Return the workload's fields of a table's record."""
         return {name.rstrip("_"): value for name, value in asdict(self).items()}
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v and the gradient of the output: normal numbers, q's times `score_std`, the same for every implementation.
+        """Return q, k, v and the output's gradient: normally distributed, q times `score_std`, equal for all implementations.
 
-        A sink takes the first number of each row of q and k: of q's all `SINK_QUERY`, of k's what makes the scores of key 0, 0
-        for the other keys.
-
-        Never zeros: a GPU multiplies zeros with less power, so at a higher clock.
+        A sink uses the first element of each row of q and k: `SINK_QUERY` in q, 0 in k, and in key 0 the value that gives its
+        score. Inputs are never all zeros: a GPU needs less power to multiply zeros, so its clock would be higher.
         """
         generator = torch.Generator(DEVICE).manual_seed(0)
         rows, kv_rows = (self.heads, self.seq_len), (self.kv_heads, self.kv_len)
@@ -103,7 +100,7 @@ class Workload:
 
 
 def paper_shape(seq_len: int, head_dim: int) -> tuple[int, int]:
-    """The batch and the number of heads that make 16k tokens of hidden size 2048; 1 and 2 on the CPU."""
+    """Return (batch, heads) for 16k tokens of hidden size 2048; (1, 2) on the CPU."""
     if DEVICE == "cpu":
         return 1, 2
     return max(1, TOKENS // seq_len), HIDDEN // head_dim

@@ -1,1 +1,1 @@
-"""What is shown of what was measured: tables, plots, the walk from stage to stage, the documents' generated parts."""
+"""Show the measurements: tables, plots, the walk from stage to stage, and generated parts of the documents."""

@@ -1,4 +1,4 @@
-"""Which stage to use on which GPU: what the compiler makes of each stage there, and its counted time at the GPU's peaks.
+"""Which stage to use on which GPU, from the compiled size of each stage and its counted time at the GPU's peaks.
 
 python -m common.show.choice results/choice.json   # without a GPU
 """
@@ -19,9 +19,9 @@ from common.measure.workloads import Workload
 from common.runtime import INTERPRETED, Device, architecture_as
 from common.show.results import HEAD_DIMS
 
-SEQ_LEN = 1024  # that is counted
+SEQ_LEN = 1024  # counted sequence length
 PASSES = ("fwd", "bwd")
-FAMILIES = {  # of GPUs, by architecture
+FAMILIES = {  # GPUs by architecture
     80: "A100, A30",
     86: "GeForce RTX 30, A10, A40, RTX A6000",
     89: "GeForce RTX 40, L4, L40S",
@@ -32,9 +32,10 @@ FAMILIES = {  # of GPUs, by architecture
 
 
 def compiled(names: list[str]) -> list[dict]:
-    """A record for each stage, architecture and head dimension, whose largest kernels decide.
+    """Return a record for each stage, architecture and head dimension, with the maxima over the stage's kernels.
 
-    A record has: stage, arch, head_dim, shared_bytes (a block), spilled_bytes (a thread), and problem: None, or why the stage
+    A record has: stage, arch, head_dim, shared_bytes (per block), spilled_bytes (per thread), and problem: None, or why the
+        stage
     does not run there.
     """
     shape = {"dtype": "float16", "causal": True, "kv_heads": HEADS, "value_dim": None}
@@ -59,9 +60,9 @@ def compiled(names: list[str]) -> list[dict]:
 
 
 def counted(names: list[str]) -> list[dict]:
-    """The time at the published peaks of each pass, in µs, for each GPU whose peaks are known and each stage that it runs.
+    """Return the time in µs of each pass at the published peaks, for each GPU of `GPUS` and each stage that runs on it.
 
-    One head is counted, on a GPU with one SM: it is full, as a real one is with many heads, and no stage splits the keys.
+    This counts one head on a GPU with one SM: the GPU is full, like a real one with many heads, so no stage splits the keys.
     """
     records = []
     full = {key: dataclasses.replace(gpu, num_sms=1) for key, gpu in GPUS.items()}
@@ -76,13 +77,13 @@ def counted(names: list[str]) -> list[dict]:
 
 
 def choice_table(choice: dict) -> str:
-    """Which stage to use on which GPU, a row for each architecture.
+    """Format which stage to use on which GPU, one row per architecture.
 
     Args:
-        choice: what `main` writes: "compiled" and "counted", as these functions return them, and "machine_info".
+        choice: what `main` writes: the results of `compiled` and `counted`, "seq_len" and "machine_info".
     """
     gpus = {gpu.arch: key for key, gpu in GPUS.items()}
-    tuned, fixed = recommended(100), recommended(80)  # the newest with tuned tiles, and the newest with fixed ones
+    tuned, fixed = recommended(100), recommended(80)  # the newest stage with tuned tiles, and with fixed tiles
     us = {(r["stage"], r["gpu"], r["head_dim"], r["pass"]): r["us"] for r in choice["counted"]}
     rows = []
     for arch, family in FAMILIES.items():
@@ -94,7 +95,7 @@ def choice_table(choice: dict) -> str:
             times = [us.get((name, gpus.get(arch), head_dim, pass_)) for name in (tuned, fixed)]
             cells.append(f"{times[0] / times[1]:.2f}" if all(times) else "-")
         rows.append([f"sm_{arch}", family, " to ".join(stages.version(name) for name in (run[0], run[-1]))])
-        use = recommended(arch) if recommended(arch) in run else run[-1]  # a stage that is newer than the file is not in it
+        use = recommended(arch) if recommended(arch) in run else run[-1]  # the file lacks newer stages
         rows[-1] += [stages.version(use), f"{cells[0]}, {cells[1]}", f"{cells[2]}, {cells[3]}"]
     machine = choice["machine_info"]
     caption = (
@@ -107,7 +108,7 @@ def choice_table(choice: dict) -> str:
 
 
 def recommended(arch: int) -> str:
-    """What `stages.recommended` says on a GPU of that architecture."""
+    """Return `stages.recommended()` for a GPU of that architecture."""
     with architecture_as(Device(arch, SHARED_LIMIT[arch])):
         return stages.recommended()
 
@@ -115,14 +116,14 @@ def recommended(arch: int) -> str:
 def main(argv: list[str]):
     """The command line."""
     terminal.prepare()
-    description = "Compile and count the stages for GPUs that need not be there, which takes minutes."
+    description = "Compile and count the stages for GPUs that need not be there. This takes minutes."
     parser = argparse.ArgumentParser(prog="python -m common.show.choice", description=description)
     parser.add_argument("file", type=json_path, help="the JSON file to write")
     options = parser.parse_args(argv)
     if not INTERPRETED:
-        raise SystemExit("the stages are counted on the interpreter: TRITON_INTERPRET=1 chooses it")
+        raise SystemExit("counting needs the interpreter: set TRITON_INTERPRET=1")
     names = [name for name in stages.names()[1:] if not stages.is_dead_end(name)]  # the first launches no Triton kernel
-    counts = counted(names)  # first: to compile switches the interpreter off
+    counts = counted(names)  # first, because compiling switches the interpreter off
     found = {"machine_info": machine.facts(), "seq_len": SEQ_LEN, "counted": counts, "compiled": compiled(names)}
     write_json(options.file, found)
 

@@ -1,4 +1,4 @@
-"""The last two saved runs of the benchmark side by side: their times, or, without a GPU, what they counted.
+"""Compare the last two saved runs of the benchmark: their times or, without a GPU, their counts.
 
 python -m common.show.compare
 """
@@ -19,7 +19,7 @@ from common.show.tables import short_commit, stage_order
 
 SAVED = Path(".benchmarks")  # where pytest-benchmark saves, under the current directory
 COUNTED = ("MB", "MFLOP", "µs at peak")  # read and written; executed
-NO_TIMES = "No GPU: the runs counted and did not time. Times at peak are those of a GPU's published peaks."
+NO_TIMES = "No GPU: the runs have counts and no times. Times at peak assume a GPU's published peaks."
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Run:
 
     @property
     def origin(self) -> str:
-        """Where it is from, with what tells it from another run of the same machine."""
+        """GPU, versions, commit and date of the run."""
         facts = [self.machine["gpu"] or "no GPU", f"torch {self.machine['torch']}", f"triton {self.machine['triton']}"]
         return ", ".join([*facts, f"commit {short_commit(self.machine['commit'])}", self.machine["date"]])
 
 
 def load(path: Path) -> Run:
-    """A saved run; ValueError, KeyError or TypeError where the file is not a whole one."""
+    """Load a saved run; raise ValueError, KeyError or TypeError if the file is incomplete."""
     records, machine = results.records_of(json.loads(path.read_text()))
     found = {}
     for record in records:
@@ -46,9 +46,9 @@ def load(path: Path) -> Run:
 
 
 def last_two(directory: Path) -> list[Run]:
-    """The two newest runs, the older one first, or what there is; a file that is not a whole run is named on stderr."""
+    """Return the two newest runs, the older one first, or fewer; name incomplete files on stderr."""
 
-    def saved_at(path):  # the name says when; the file may have been copied since
+    def saved_at(path):  # from the name, because the file may have been copied since
         return re.findall(r"\d{8}_\d{6}", path.name), path.name
 
     found = []
@@ -56,14 +56,14 @@ def last_two(directory: Path) -> list[Run]:
         try:
             found.insert(0, load(path))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            print(f"{path} is left out, it is not a whole run: {error!r}", file=sys.stderr)
+            print(f"{path} is left out, because it is not a whole run: {error!r}", file=sys.stderr)
         if len(found) == 2:
             break
     return found
 
 
 def _cells(record, on_gpu):
-    """What a run has of a case; where it has no number, why."""
+    """Return the cells of a case in a run: numbers, or why there are none."""
     if record is None or "failure" in record:
         shown = record["failure"] if record else "-"
         return [shown] if on_gpu else [shown] + ["-"] * (len(COUNTED) - 1)
@@ -74,7 +74,7 @@ def _cells(record, on_gpu):
 
 
 def table(old: Run, new: Run) -> str:
-    """A table for each workload of both runs; both with a GPU, or both without."""
+    """Format a table for each workload that both runs have. Both runs must have a GPU, or neither."""
     on_gpu = new.machine["gpu"] is not None
     names = ("ms ± IQR",) if on_gpu else COUNTED
     headers = ["implementation", *(text for name in names for text in (name, "now")), "× as fast"]
@@ -95,7 +95,7 @@ def table(old: Run, new: Run) -> str:
 
 
 def main():
-    """The command line; SystemExit says why there is nothing to compare."""
+    """Run the command line; raise SystemExit with the reason if there is nothing to compare."""
     terminal.prepare()
     runs = last_two(SAVED)
     if len(runs) < 2:
@@ -104,11 +104,11 @@ def main():
     print(f"before: {old.origin}\nnow:    {new.origin}")
     gpus = old.machine["gpu"], new.machine["gpu"]
     if None in gpus and gpus != (None, None):
-        raise SystemExit("one of the last two runs had a GPU and one had none: they measured nothing in common")
+        raise SystemExit("the last two runs cannot be compared: one had a GPU and one had none")
     if gpus == (None, None):
         print(NO_TIMES)
     elif gpus[0] != gpus[1]:
-        print("The runs are of different GPUs: what differs need not be the code's doing.")
+        print("The runs are from different GPUs: differences need not come from the code.")
     if not (shared := old.records.keys() & new.records.keys()):
         raise SystemExit("the last two runs have no workload in common")
     if left_out := len(old.records | new.records) - len(shared):

@@ -1,8 +1,8 @@
-"""What each stage moves and computes, as a table.
+"""Table of the traffic and FLOPs of each stage.
 
     python -m common.show.counts --stage v3 --pass bwd --seq-len 1024 --head-dim 128 --causal yes --gpu a100
 
-What is counted, and with which tiles, `common.measure.traffic` says.
+`common.measure.traffic` explains what is counted, and with which tiles.
 """
 
 import argparse
@@ -22,11 +22,11 @@ from common.show.results import spoken
 
 
 def parse_options(argv: list[str]) -> argparse.Namespace:
-    """The command line as lists of values; exits with status 2 on a value that is not allowed."""
+    """Return the command line as lists of values; exit with status 2 on an invalid value."""
     parser = argparse.ArgumentParser(
         prog="python -m common.show.counts",
-        description="Count what stages move and compute, float16, a single batch element, and say how long that takes at a "
-        "GPU's published peaks. Needs no GPU. LIST is comma-separated.",
+        description="Count the bytes and FLOPs of stages, in float16 with batch 1, and show the time that they take at a GPU's "
+        "published peaks. Needs no GPU. LIST is comma-separated.",
     )
     passes = one_of({"fwd": "fwd", "bwd": "bwd"})
     add_list(parser, "--stage", ",".join(stages.names()))
@@ -36,9 +36,9 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         ("--value-dim", None),
     ):  # fmt: skip
         add_list(parser, flag, default)
-    parser.add_argument("--gpu", choices=GPUS, default="h200", help="whose tiles and peaks (default: %(default)s)")
+    parser.add_argument("--gpu", choices=GPUS, default="h200", help="GPU to count for (default: %(default)s)")
     parser.add_argument("--wide", action="store_true", help="show every column of the tables, in lines of any length")
-    parser.add_argument("--json", type=json_path, metavar="FILE", help="also write the records, and each launch, there")
+    parser.add_argument("--json", type=json_path, metavar="FILE", help="also write the records with all launches to FILE")
     options = parser.parse_args(argv)
     names = "head_dim", "causal", "seq_len", "heads", "kv_heads", "value_dim"
     lists = {name: getattr(options, name) for name in names}
@@ -47,9 +47,9 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """The command line; returns the exit status. Stopped by a signal it shows and saves what it has counted, and returns 2."""
+    """Run the command line; return the exit status. A signal stops it: it shows and saves the finished counts and returns 2."""
     terminal.prepare()
-    if not INTERPRETED:  # only the interpreter's kernels can be watched: the same command, with it
+    if not INTERPRETED:  # counting needs the interpreter: restart with it
         interpreted = os.environ | {"TRITON_INTERPRET": "1"}
         os.execve(sys.executable, [sys.executable, "-m", "common.show.counts", *argv], interpreted)
     options = parse_options(argv)
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
     countable = [name for name in options.stage if not reasons[name]]
     if not countable:
         raise SystemExit("there is nothing to count")
-    for number in (signal.SIGINT, signal.SIGTERM):  # a time limit too, and in the background of a shell, which ignores SIGINT
+    for number in (signal.SIGINT, signal.SIGTERM):  # SIGTERM: for time limits, and for background jobs, which ignore SIGINT
         signal.signal(number, signal.default_int_handler)
     cases = [(name, workload) for workload in options.workloads for name in countable]
     records = []

@@ -1,4 +1,4 @@
-"""What a run says of decoding, where few queries read many keys: times, and the rate at which K and V are read."""
+"""Tables of decoding runs, where few queries read many keys: times, and the rate at which K and V are read."""
 
 import itertools
 import statistics
@@ -9,23 +9,23 @@ from common.show.results import implementations, origin, spoken
 from common.show.shared import remarks
 from common.show.tables import markdown
 
-LARGE_BYTES = 256e6  # of K and V: more than caches hold
-FEW_ROWS = 64  # query rows that a K/V head is read for: up to so many, time is that of reading
+LARGE_BYTES = 256e6  # of K and V, more than caches hold
+FEW_ROWS = 64  # query rows per K/V head; up to this number, reading K and V takes most of the time
 
 
 def kv_bytes(workload: Workload) -> int:
-    """Bytes of K and V, each read once."""
+    """Return the bytes of K and V, each read once."""
     w = workload
     return w.batch * w.kv_heads * w.kv_len * (w.head_dim + w.value_dim) * DTYPES[w.dtype].itemsize
 
 
 def kv_gbps(record: dict) -> float:
-    """GB/s of K and V in a record that has a time."""
+    """Return the GB/s of K and V for a record with a time."""
     return kv_bytes(Workload.of(record)) / record["ms"] / 1e6
 
 
 def _model(workload):
-    """What the points of one table have in common."""
+    """Return the values that the points of one table share."""
     return workload.batch, workload.heads, workload.kv_heads
 
 
@@ -47,17 +47,17 @@ class _Run:
         return self.records.get((impl, point), {}).get("ms")
 
     def gain(self, point):
-        """The fastest baseline's time over the newest stage's; None where one was not measured."""
+        """Return the fastest baseline's time over the newest stage's; None if one was not measured."""
         ours = self.ms(self.stage, point)
         theirs = [ms for impl in self.names if not stages.position(impl) and (ms := self.ms(impl, point))]
         return min(theirs) / ours if ours and theirs else None
 
     def share(self, impl, point):
-        """Of the copy's rate; None where there is no time."""
+        """Return the share of the copy's rate; None without a time."""
         return kv_gbps(self.records[impl, point]) / self.copy_gbps if self.ms(impl, point) else None
 
     def cell(self, impl, point):
-        """Time, rate and share of the copy's, or why there are none."""
+        """Format time, rate, and share of the copy's rate, or why there are none."""
         record = self.records.get((impl, point), {})
         if "ms" not in record:
             return record.get("failure", "-")
@@ -66,7 +66,7 @@ class _Run:
 
 
 def _gains(run):
-    """How many times as fast the newest stage is as the fastest baseline, for each number of queries and for all."""
+    """Format the newest stage's speed over the fastest baseline, for each number of queries and for all."""
     gains = {point: gain for point in run.points if (gain := run.gain(point))}
     rows = []
     for queries in (*sorted({point.seq_len for point in gains}), "all"):
@@ -78,7 +78,7 @@ def _gains(run):
 
 
 def _shares(run):
-    """Of the copy's rate, for each implementation where reading K and V is what there is to do."""
+    """Format each implementation's share of the copy's rate, for workloads that mostly read K and V."""
     large = [p for p in run.points if kv_bytes(p) >= LARGE_BYTES and p.seq_len * p.heads // p.kv_heads <= FEW_ROWS]
     rows = []
     for impl in run.names:
@@ -90,16 +90,16 @@ def _shares(run):
 
 
 def _points(run, points):
-    """A row for each point of a model."""
+    """Format a row for each point of a model."""
     rows = [[w.seq_len, w.kv_len, f"{kv_bytes(w) / 1e6:,.0f}", *(run.cell(impl, w) for impl in run.names)] for w in points]
     return markdown(rows, ["S", "Sk", "MB", *map(spoken, run.names)])
 
 
 def decoding_tables(records: list[dict], machine: dict) -> str:
-    """The tables of a run of `bench.py --reference decode-…`: the newest stages next to the peers.
+    """Format the tables of a `bench.py --reference decode-…` run: the newest stages next to the peers.
 
     Args:
-        records, machine: as `common.show.results.load_run` gives them.
+        records, machine: from `common.show.results.load_run`.
     """
     run = _Run(records, machine)
     dims = ", ".join(f"D = {dim}" for dim in sorted({point.head_dim for point in run.points}))

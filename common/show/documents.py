@@ -1,4 +1,4 @@
-"""What the documents show of the committed results: tables, rewritten between markers by `make readme`."""
+"""Write the generated parts of the documents, from the committed results: `make readme`."""
 
 import argparse
 import difflib
@@ -58,7 +58,7 @@ from common.show.tables import PASS_NAMES, speed_table
 
 
 def with_table(text: str, name: str, table: str) -> str:
-    """`text` with what stands between the markers of `name` replaced by `table`.
+    """Return `text` with `table` between the markers of `name`.
 
     Raises:
         ValueError: the text does not have the two markers exactly once.
@@ -71,12 +71,12 @@ def with_table(text: str, name: str, table: str) -> str:
 
 
 def _spans():
-    """Pass, head dimension and mask of each row of a stage's tables."""
+    """Return pass, head dimension and mask of each row of a stage's tables."""
     return [(pass_, head_dim, causal) for pass_, head_dim in COLUMNS for causal in (False, True)]
 
 
 def _step_table(rows: dict[tuple, list[str]], headers: list[str]) -> str:
-    """A table with these cells by span."""
+    """Format a table with a row of cells for each span."""
     align = ["left", "right", "left"] + ["right"] * len(headers)
     table = [
         [PASS_NAMES[pass_], head_dim, "causal" if causal else "full", *row] for (pass_, head_dim, causal), row in rows.items()
@@ -93,7 +93,7 @@ def _changed_spans(name: str) -> tuple[list[tuple], str]:
 
 
 def traffic_of_step(name: str) -> str:
-    """What a stage and its parent move and compute, as counted, without the rows that do not change."""
+    """Format the counted traffic and FLOPs of a stage and its parent, without the rows that do not change."""
     counts, _ = load_counts(TRAFFIC)
     parent = stages.parent(name)
     columns = {
@@ -119,7 +119,7 @@ def traffic_of_step(name: str) -> str:
 
 
 def gain_table(name: str) -> str:
-    """What a step's traffic predicts it to gain, and what it gained, by sequence length; the first stage's times."""
+    """Format a step's predicted gain and its measured gain by sequence length; for the first stage, its times."""
     parent = stages.parent(name)
     measured = runs()
     counts, _ = load_counts(TRAFFIC)
@@ -163,7 +163,7 @@ def gain_table(name: str) -> str:
 
 
 def tuned_table(name: str) -> str:
-    """What a stage and its parent moved on the GPU, with the tiles that each ran with there."""
+    """Format the measured traffic of a stage and its parent, with the tiles that the tuner chose on the GPU."""
     parent = stages.parent(name)
     rows = {}
     for span in _changed_spans(name)[0]:
@@ -181,7 +181,7 @@ def tuned_table(name: str) -> str:
 
 
 def units_of_step(name: str) -> str:
-    """How busy the units of the GPU are in a stage, the one before and two peers."""
+    """Format how busy the GPU's units are in a stage, its parent and two peers."""
     result = json.loads(UNITS.read_text())
     shown = {"fwd": ("sdpa-cudnn", "flash-3", stages.parent(name), name), "bwd": (stages.parent(name), name)}
     cases = [case for case in result["cases"] if not case["causal"] and case["impl"] in shown[case["pass"]]]
@@ -189,7 +189,7 @@ def units_of_step(name: str) -> str:
 
 
 def spread_table(name: str) -> str:
-    """Times of a stage's forward over those of the one before, where scores spread further."""
+    """Format the time of a stage's forward over its parent's, for wider score distributions."""
     records, machine = load_run(run_file("spread"))
     ms = {(r["impl"], r["dtype"], r["causal"], r["score_std"]): r["ms"] for r in records}
     deviations = sorted({record["score_std"] for record in records})
@@ -209,7 +209,7 @@ def spread_table(name: str) -> str:
 
 
 def wide_table(name: str) -> str:
-    """A stage with D = 256: TFLOP/s, its gain over the stage before, and its share of what each library reaches."""
+    """Format a stage's TFLOP/s at D = 256, its gain over its parent, and its share of each library's rate."""
     path = run_file("wide")
     if not path.exists():
         return "Not measured yet."
@@ -230,13 +230,13 @@ def wide_table(name: str) -> str:
 
 
 def timeline_table() -> str:
-    """What the model of an SM says of the Gluon stages, next to what was measured of their main kernels."""
+    """Format the model's cycles of the Gluon stages next to the measured cycles of their main kernels."""
     model, _ = load_counts(TIMELINE)
     units = json.loads(UNITS.read_text())
     seq_len = units["cases"][0]["seq_len"]
 
     def cycles(stage, *span):
-        """Of all SMs, in a pass's longest kernel, for as many scores as the model's."""
+        """Return the measured cycles of an SM in a pass's longest kernel, for SCORES scores."""
         wanted = (stage, *span)
         for case in units["cases"]:
             if (case["impl"], case["pass"], case["head_dim"], case["causal"]) == wanted:
@@ -250,7 +250,7 @@ def timeline_table() -> str:
         ours, theirs = ((modelled(model, stage, *span, seq_len), cycles(stage, *span)) for stage in (name, stages.parent(name)))
         row = [name, PASS_NAMES[span[0]], span[1], "causal" if span[2] else "full", *(f"{x:.0f}" if x else "-" for x in ours)]
         row.append(f"{ours[0] / ours[1]:.2f}" if all(ours) else "-")
-        if all(ours) and all(theirs):  # of a stage that is not Gluon's the model says nothing
+        if all(ours) and all(theirs):  # the model has only Gluon stages
             gains = [old / new for old, new in zip(theirs, ours, strict=True)]
             row += [*(f"×{gain:.2f}" for gain in gains), f"{gains[0] / gains[1]:.2f}"]
         rows.append(row + ["-"] * (10 - len(row)))
@@ -264,13 +264,13 @@ def timeline_table() -> str:
     return f"{caption}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True, colalign=align)}"
 
 
-PASSAGES = {  # what the README of a stage may show between markers
+PASSAGES = {  # generated passages that a stage's README may have
     "traffic": traffic_of_step, "gain": gain_table, "tuned": tuned_table, "units": units_of_step, "spread": spread_table,
     "sinks": sinks_table, "wide": wide_table,
 }  # fmt: skip
 
 
-RUNS = {  # by the name of the run: the heading of its document, and what that shows of the records and the machine
+RUNS = {  # by name of the run: its heading, and the function that formats its records
     "float16-d64": ("All stages in float16, D = 64", speed_table),
     "float16-d128": ("All stages in float16, D = 128", speed_table),
     "bfloat16-d64": ("All stages in bfloat16, D = 64", speed_table),
@@ -345,7 +345,7 @@ def with_passages(path: Path, passages: dict[str, Callable[[], str]]) -> str:
 
 
 def documents() -> dict[Path, str]:
-    """What each generated document must be, from the committed results."""
+    """Return the text of each document with generated parts, from the committed results."""
     found = {path: with_passages(path, FRONT) for path in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])}
     for name in stages.names():
         passages = {passage: functools.partial(write, name) for passage, write in PASSAGES.items()}

@@ -1,4 +1,4 @@
-"""The table of what NVML says of energy."""
+"""The table of measured energy."""
 
 from tabulate import tabulate
 
@@ -7,7 +7,7 @@ from common.show.tables import PASS_NAMES, title
 
 
 def energy_table(result: dict) -> str:
-    """The markdown table of a saved file: a row for each implementation and workload, which follow each other."""
+    """Format a saved file of `common.measure.energy` as a markdown table: a row for each workload and implementation."""
     rows = []
     for case in result["cases"]:
         workload = Workload.of(case)

@@ -1,9 +1,9 @@
-"""Make a new stage from another one: the same kernels under a new name, and its lines in README.md and tests/predictions.py.
+"""Make a new stage from another one: copy the kernels, and add lines to README.md and tests/predictions.py.
 
     make stage FROM=v14 NAME=v14x_yours
 
-A stage's code does not hold the stage's name, so a copy of the code is right as it is. The copy leaves out what only the old
-stage can say: its idea, its README, and the notes that point to a stage which is no longer the next.
+A stage's code does not contain the stage's name, so a copy of the code works unchanged. The copy omits the old stage's idea,
+its README, and notes about stages that are no longer ahead.
 """
 
 import argparse
@@ -47,7 +47,7 @@ Pseudocode with the names of the code.
 <!-- gain: written by make readme -->
 <!-- end of gain -->
 
-What was gained, and why it is more or less than predicted.
+The gain, and why it is more or less than predicted.
 
 ## Limits
 
@@ -67,10 +67,10 @@ Then run:
 
 
 def checked(source: str, name: str) -> str:
-    """The directory name of the stage `source`, as `stages.resolve` has it.
+    """Return the directory name of the stage `source`, from `stages.resolve`.
 
     Raises:
-        ValueError: there is no such stage, or `name` cannot be that of a new one; in one line.
+        ValueError: there is no such stage, or `name` cannot be the name of a new one. The message is one line.
     """
     for variable, value in (("FROM", source), ("NAME", name)):
         if not value:
@@ -91,12 +91,12 @@ def checked(source: str, name: str) -> str:
 
 
 def free_number() -> str:
-    """The version of the next step of the main line: v19 where v18 is the last."""
+    """Return the version of the next step of the main line: v19 if v18 is the last."""
     return f"v{max(stages.position(name)[0] for name in stages.names()) + 1}"
 
 
 def example(source: str) -> str:
-    """A command that makes a dead end off the stage `source`, with the last letter that is free."""
+    """Return a command that makes a dead end off the stage `source`, with the last free letter."""
     number, _ = stages.position(source)
     taken = {stages.position(name) for name in stages.names()}
     free = [letter for letter in ascii_lowercase if (number, letter) not in taken]
@@ -104,7 +104,7 @@ def example(source: str) -> str:
 
 
 def without_past_notes(code: str, name: str) -> str:
-    """`code` without the lines `# NOTE: …` that name a stage before `name`, or its number: that stage is no longer ahead."""
+    """Remove the lines `# NOTE: …` that name a stage up to `name`, which is no longer ahead."""
 
     def kept(match):
         named = [stages.position(f"{version}_") for version in re.findall(r"\bv\d+[a-z]?\b", match[0])]
@@ -114,13 +114,13 @@ def without_past_notes(code: str, name: str) -> str:
 
 
 def with_docstring(code: str, docstring: str) -> str:
-    """A module's code with another docstring."""
+    """Replace the docstring in a module's code."""
     rest = code.splitlines(keepends=True)[ast.parse(code).body[0].end_lineno :]
     return "".join([f'"""{docstring}"""\n', *rest])
 
 
 def with_parent(code: str, source: str, name: str) -> str:
-    """The code of the module of stage `source` for stage `name`: it records its parent, unless the number says the same."""
+    """Return the module code of stage `source` for stage `name`, with a `PARENT` unless the number implies it."""
     code = re.sub(r"^PARENT = .*\n", "", code, flags=re.MULTILINE)
     if stages.parent(name) == source:
         return code
@@ -128,10 +128,10 @@ def with_parent(code: str, source: str, name: str) -> str:
 
 
 def with_line(text: str, pattern: str, line: str) -> str:
-    """`text` with `line` among the neighbouring lines that match `pattern`, in the order of the stages that they begin with.
+    """Insert `line` among the adjacent lines of `text` that match `pattern`, in the order of their stages.
 
     Raises:
-        ValueError: there are none, or not all side by side.
+        ValueError: no lines match, or the matching lines are not adjacent.
     """
     lines = re.findall(f"^{pattern}\n", text, re.MULTILINE)
     if not lines or "".join(lines) not in text:
@@ -144,7 +144,7 @@ def make(source: str, name: str) -> bool:
     """Write stages/`name` with the code of stage `source`, its README.md row and its line in tests/predictions.py; or nothing.
 
     Returns:
-        whether there is a prediction of what `source` moves and computes: it holds for the new one, for now.
+        Whether `source` has a prediction of its bytes and FLOPs, which is copied for the new stage.
     """
     directory = results.ROOT / "stages"
     old, new = source.split("_")[0], name.split("_")[0]
@@ -156,7 +156,7 @@ def make(source: str, name: str) -> bool:
         line = f'    "{new}": {prediction[1]}'
         after[predictions] = with_line(before[predictions], r' {4}"v\d+[a-z]?": .*', line)
     idea = ("A dead end: " + IDEA) if stages.is_dead_end(name) else IDEA.capitalize()
-    with tempfile.TemporaryDirectory(prefix=".new-", dir=directory) as temporary:  # in there, so that it need only be renamed
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=directory) as temporary:  # there, so that a rename suffices
         copy = Path(temporary) / name
         shutil.copytree(directory / source, copy, ignore=shutil.ignore_patterns("__pycache__"))
         for path in copy.glob("*.py"):
@@ -165,7 +165,7 @@ def make(source: str, name: str) -> bool:
         code = with_parent(with_docstring(module.read_text(), f"{idea}."), source, name)
         files.replace(module, code)
         text = README.format(version=new, idea=idea)
-        stages.__path__.append(temporary)  # where `stages.parent` finds the new one
+        stages.__path__.append(temporary)  # so that `stages.parent` finds the new stage
         try:
             files.replace(copy / "README.md", documents.with_table(text, "gain", documents.gain_table(name)))
             after[readme] = documents.with_table(before[readme], "ladder", documents.ladder(results.runs()))
@@ -196,7 +196,7 @@ def main(argv: list[str]):
         predicted = make(source, options.name)
     except (OSError, ValueError) as error:
         parser.exit(2, f"make stage: {error}\n")
-    prediction = f"now they are those of {stages.version(source)}" if predicted else "now there are none"
+    prediction = f"now a copy of {stages.version(source)}'s" if predicted else "now missing"
     version = stages.version(options.name)
     print(NEXT.format(name=options.name, source=source, version=version, prediction=prediction), end="")
 

@@ -1,5 +1,5 @@
-"""The plots of the stages: what the walk bought, speed and memory against sequence length, the gain of each step, decoding,
-and sequences that several GPUs share."""
+"""Plots: the evolution of speed, speed and memory against sequence length, the gain of each step, decoding, and sequences that
+several GPUs share."""
 
 import itertools
 import textwrap
@@ -35,7 +35,7 @@ from common.show.results import (  # noqa: E402
 from common.show.scaling import Scaling, load_ring, ring_files  # noqa: E402
 from common.show.tables import PASS_NAMES  # noqa: E402
 
-# Peers are dashed, with hollow markers, in colours that no stage has and that those who see fewer colours tell apart.
+# Peers are dashed with hollow markers, in colours that no stage has and that colour-blind readers can tell apart.
 PEER_STYLES = (
     {"color": "0.55", "linestyle": "--", "marker": "o"},
     {"color": "0.15", "linestyle": ":", "marker": "s"},
@@ -43,21 +43,21 @@ PEER_STYLES = (
     {"color": "#009E73", "linestyle": (0, (6, 1, 1, 1, 1, 1)), "marker": "D"},
 )
 STAGE_MARKERS = "osv^DPX*<>"
-BARS = (  # of each pass and head dimension, in the order of COLUMNS: a colour for the pass, dark for the larger head dimension
+BARS = (  # style of each pass and head dimension, in the order of COLUMNS: colour by pass, dark for the larger head dimension
     {"color": "#9ecae1"}, {"color": "#2171b5"},
     {"color": "#fdbe85", "hatch": "///"}, {"color": "#d94801", "hatch": "///"},
 )  # fmt: skip
-RUN_COLORS = ("#f4a582", "#fdbe85", "#d94801")  # of bars, by the number of their run
+RUN_COLORS = ("#f4a582", "#fdbe85", "#d94801")  # of bars, by run number
 DECODING = run_file("decode-d128")
 DECODED = ((1, 16, 16), (8, 32, 8))  # batch, heads and K/V heads of the panels
-STORY = ("v0", "v1", "v3", "v5")  # the stages that the speed plots draw besides the newest
-LABEL_GAP = 0.035  # between names of lines, as a share of the axis
-SAME = 1.02  # lines of which none is further above another one than by that factor lie on each other
+STORY = ("v0", "v1", "v3", "v5")  # stages in the speed plots, beside the newest
+LABEL_GAP = 0.035  # smallest distance of two names, as a share of the axis
+SAME = 1.02  # lines overlap if they differ by less than this factor everywhere
 
 
 def style(name: str, names: list[str]) -> dict:
-    """Colour, line and marker of an implementation, the same in every plot of these: stages from dark to bright, with solid
-    lines; a marker that comes a second time is hollow."""
+    """Return the colour, line and marker of an implementation, equal in all plots with the same `names`. Stages are solid lines
+    from dark to bright; a marker is hollow when it is used a second time."""
     if not stages.position(name):
         baselines = [other for other in names if not stages.position(other)]
         return {**PEER_STYLES[baselines.index(name) % len(PEER_STYLES)], "markerfacecolor": "white"}
@@ -69,7 +69,7 @@ def style(name: str, names: list[str]) -> dict:
 
 
 def together(lines: dict[str, list[tuple]]) -> list[list[str]]:
-    """The names in groups whose lines lie on each other, each in the order given; a line is a list of (x, y), y > 0."""
+    """Group the names whose lines overlap, in the given order; a line is a list of (x, y), y > 0."""
     groups = []
     for name, points in lines.items():
         for group in groups:
@@ -83,7 +83,7 @@ def together(lines: dict[str, list[tuple]]) -> list[list[str]]:
 
 
 def in_short(group: list[str], names: list[str]) -> str:
-    """The names of a group as one speaks of them; of three or more stages that follow each other the first and the last."""
+    """Return the short names of a group; three or more consecutive stages become "first to last"."""
     runs = []
     for name in group:
         if runs and stages.position(runs[-1][-1]) and names.index(name) == names.index(runs[-1][-1]) + 1:
@@ -96,7 +96,7 @@ def in_short(group: list[str], names: list[str]) -> str:
 
 
 def _lines(axes, records: list[dict], names: list[str], value: str, unit: float = 1.0) -> dict[str, list[tuple]]:
-    """One line an implementation against sequence length, of its value times `unit`; returns their points."""
+    """Plot a line per implementation, value times `unit` against sequence length; return the points."""
     lines = {}
     for name in names:
         points = sorted((r["seq_len"], r[value] * unit) for r in records if r["impl"] == name and "failure" not in r)
@@ -115,7 +115,7 @@ def _length_axis(axes, lengths: set[int], label: str):
 
 
 def _legend(figure, columns: int):
-    """One legend below all axes, of what any of them shows."""
+    """Draw one legend for all axes below them."""
     shown = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -124,7 +124,7 @@ def _legend(figure, columns: int):
 
 
 def _selected(found, names, pass_, head_dim, causal):
-    """The records of each implementation's newest run. No ratio may be taken between them."""
+    """Return the records of each implementation's newest run. Runs differ, so take no ratio between the records."""
     wanted = pass_, head_dim, causal
     of_runs = {name: newest(found, pass_, head_dim, name) for name in names}
     return [
@@ -170,18 +170,18 @@ def _memory(found, names):
         axes.set_yscale("log")
         lines = _lines(axes, _selected(found, names, pass_, 128, True), names, "peak_extra_mib", MIB_IN_MB)
         for group in together(lines):
-            if len(group) > 1:  # only the last one drawn can be seen
+            if len(group) > 1:  # only the last line is visible
                 axes.annotate(
                     textwrap.fill(in_short(group, names), 60), xy=lines[group[0]][0], xytext=(0, -5),
                     textcoords="offset points", va="top", fontsize=8, color="0.2",
                 )  # fmt: skip
-        axes.set_ylim(min(y for points in lines.values() for _, y in points) / 2.5)  # room for the label of the lowest
+        axes.set_ylim(min(y for points in lines.values() for _, y in points) / 2.5)  # room for the lowest line's label
     _legend(figure, 6)
     return figure
 
 
 def _gain(found, names):
-    """How many times as fast each stage is as its parent; no bar where the code of a pass is the parent's."""
+    """Plot how many times as fast each stage is as its parent; a pass with the parent's code has no bar."""
     figure, grid = plt.subplots(2, 1, figsize=(12, 7), layout="constrained", sharex=True, sharey=True)
     steps = [(stages.parent(name), name) for name in names if stages.position(name) and stages.parent(name)]
     width = 0.84 / len(HEAD_DIMS)
@@ -220,9 +220,9 @@ def _gain(found, names):
 
 
 def _evolution(found, names):
-    """Bars for the stages, lines for the libraries: the means of the summary, for the largest head dimension.
+    """Plot the summary's means for the largest head dimension: bars for the stages, lines for the libraries.
 
-    Each is from its newest run. A bar's colour says from which; so does a line's label, where the newest stage's run lacks it.
+    Each is from its newest run. Colours of bars and labels of lines show the run.
     """
     figure, grid = plt.subplots(1, 2, figsize=(13, 4.4), layout="constrained", sharey=True)
     for axes, pass_ in zip(grid, ("fwd", "bwd"), strict=True):
@@ -246,7 +246,7 @@ def _evolution(found, names):
 
 
 def _decoding(records, copy_gbps):
-    """The rate at which one query's keys and values are read."""
+    """Plot the rate at which one query's keys and values are read."""
     names = implementations(records)
     figure, grid = plt.subplots(1, len(DECODED), figsize=(10, 4.5), layout="constrained", sharey=True)
     for axes, model in zip(grid, DECODED, strict=True):
@@ -268,8 +268,8 @@ def draw_decoding(records: list[dict], machine: dict, directory: Path):
     """Write decoding.png.
 
     Args:
-        records, machine: of `DECODING`, as `common.show.results.load_run` gives them.
-        directory: where.
+        records, machine: from `common.show.results.load_run(DECODING)`.
+        directory: the output directory.
     """
     figure = _decoding(records, machine["copy_gbps"])
     figure.suptitle(f"{origin(machine)}; bfloat16, no mask", fontsize=8, color="0.4")
@@ -278,7 +278,7 @@ def draw_decoding(records: list[dict], machine: dict, directory: Path):
 
 
 def _scaling(found):
-    """The rate of each GPU against their number: solid, with as many tokens each; dotted, with one sequence for all."""
+    """Plot the rate per GPU against the number of GPUs: solid for equal tokens per GPU, dotted for equal sequence length."""
     tokens = sorted({r["seq_len"] // r["ranks"] for r in found.records if r["ranks"] == found.ranks})
     passes = [pass_ for pass_ in PASS_NAMES if any(r["pass"] == pass_ for r in found.records)]
     figure, grid = plt.subplots(len(passes), len(tokens), figsize=(10, 3.6 * len(passes)), layout="constrained", squeeze=False)
@@ -299,7 +299,7 @@ def _scaling(found):
 
 
 def draw_scaling(name: str, run: dict, directory: Path):
-    """Write a plot of that name, of a run of `make bench-ring` that has cases on several numbers of GPUs."""
+    """Write a plot, with that name, of a `make bench-ring` run with several numbers of GPUs."""
     found, facts = Scaling(run), run["machine_info"]
     figure, first = _scaling(found), found.records[0]
     model = f"H={first['heads']}, D={first['head_dim']}, {'causal' if first['causal'] else 'full'}, {first['dtype']}"
@@ -313,8 +313,8 @@ def draw(found: list[Run], directory: Path):
     """Write evolution.png, speed-forward.png, speed-backward.png, gain.png and memory.png; dead ends are left out.
 
     Args:
-        found: as `common.show.results.runs` gives them; each implementation is drawn from the newest run that has it.
-        directory: where; it is made if it is not there.
+        found: from `common.show.results.runs`; each implementation is drawn from its newest run.
+        directory: the output directory, created if missing.
     """
     names = implementations([record for run in reversed(found) for record in run.records])
     names = [name for name in names if not stages.is_dead_end(name)]
@@ -335,7 +335,7 @@ def draw(found: list[Run], directory: Path):
 
 
 def draw_all(directory: Path):
-    """Draw what results/ has into a directory."""
+    """Draw all plots of results/ into a directory."""
     draw(runs(), directory)
     draw_decoding(*load_run(DECODING), directory)
     for path in ring_files():

@@ -1,4 +1,4 @@
-"""The tables of what Nsight Compute measured: traffic next to the counts, and how busy the units of the GPU are."""
+"""Tables of Nsight Compute's measurements: traffic next to the counts, and how busy the units of the GPU are."""
 
 import re
 
@@ -9,8 +9,8 @@ from common.measure.units import CLOCK, REASONS, REGISTERS, STALL, TIME, UNITS
 from common.measure.workloads import Workload
 from common.show.tables import PASS_NAMES, title
 
-SHOWN_STALLS = 2  # the most frequent ones
-LEAST_SHARE = 0.02  # of a case's time: kernels below are left out of the table
+SHOWN_STALLS = 2  # the most frequent stall reasons
+LEAST_SHARE = 0.02  # of a case's time; the table omits kernels with less
 
 
 def _ratio(measured: float, counted: float) -> str:
@@ -18,14 +18,14 @@ def _ratio(measured: float, counted: float) -> str:
 
 
 def traffic_table(result: dict) -> str:
-    """The markdown table of a file that was measured and counted: MB, and measured over counted.
+    """Format a measured and counted file as a markdown table: MB, and measured over counted.
 
-    Where query heads share K/V heads it has their numbers, and what moved between the L2 cache and device memory.
+    With GQA the table also has the numbers of heads and the bytes between the L2 cache and device memory.
     """
     info = result["machine_info"]
     workloads = [Workload.of(case) for case in result["cases"]]
     first = workloads[0]
-    columns = {}  # that not every file has
+    columns = {}  # optional columns
     if any(w.value_dim != w.head_dim for w in workloads):
         columns["Dv"] = lambda w: w.value_dim
     if shares := any((w.heads, w.kv_heads) != (first.heads, first.heads) for w in workloads):
@@ -60,13 +60,13 @@ def traffic_table(result: dict) -> str:
 
 
 def _short(name: str) -> str:
-    """A kernel's name without its template and arguments, and no longer than a table can show."""
+    """Shorten a kernel's name: no template, no arguments, at most 40 characters."""
     name = re.sub(r"<.*|\(.*", "", name).split("::")[-1].removeprefix("void ")
     return name if len(name) <= 40 else name[:39] + "…"
 
 
 def units_table(result: dict) -> str:
-    """The markdown table of a saved file: a row for each kernel that takes a noticeable part of its case."""
+    """Format a saved file as a markdown table: a row for each kernel with at least LEAST_SHARE of its case's time."""
     rows = []
     for case in result["cases"]:
         whole = sum(kernel[TIME] for kernel in case["kernels"])

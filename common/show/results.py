@@ -1,4 +1,4 @@
-"""What results/ holds, read: the runs, the counts, and the gains that follow from them."""
+"""Read results/: the runs, the counts, and the gains that follow from them."""
 
 import ast
 import functools
@@ -19,11 +19,11 @@ HEAD_DIMS = (64, 128)
 
 
 def run_file(name: str) -> Path:
-    """Where results/ has a run; a part of the reference is called there what `bench.py --reference` calls it."""
+    """Return the path of a run in results/; a part of the reference has the name of `bench.py --reference`."""
     return ROOT / "results" / f"{name}-h200.json"
 
 
-CODE = {"fwd": "forward.py", "bwd": "backward.py"}  # the file of a stage that has a pass
+CODE = {"fwd": "forward.py", "bwd": "backward.py"}  # a stage's file for each pass
 TRAFFIC = ROOT / "results" / "traffic.json"
 COUNTED_AT = 2048  # the sequence length of that file
 UNITS = ROOT / "results" / "units-h200.json"
@@ -42,32 +42,31 @@ def _parsed(path: Path, changed_ns: int) -> dict:
 
 
 def _read(path: Path) -> dict:
-    """A file of results/, which is there for many readers: nobody changes it; SystemExit names it where it is missing or not
-    whole."""
+    """Return a file's cached content, which callers must not change; raise SystemExit if the file is missing or incomplete."""
     try:
         return _parsed(path, path.stat().st_mtime_ns)
     except (OSError, ValueError):
-        raise SystemExit(f"{path} is needed, and is missing or not whole; results/README.md says what makes it") from None
+        raise SystemExit(f"{path} is missing or not whole; results/README.md has the command that writes it") from None
 
 
 def records_of(run: dict) -> tuple[list[dict], dict]:
-    """The records (as `speed_table` takes them) and the machine of a saved run."""
+    """Return the records (as for `speed_table`) and the machine of a saved run."""
     return [benchmark["extra_info"] for benchmark in run["benchmarks"]] + run["failures"], run["machine_info"]
 
 
 def load_run(path: Path) -> tuple[list[dict], dict]:
-    """`records_of` a file of results/."""
+    """Return `records_of` a file."""
     return records_of(_read(path))
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a file of results/ holds of the workloads that the means are over, S = 512 included.
+    """A saved run's records of the papers' workloads, including S = 512.
 
     Attributes:
-        records: float16, 16k tokens, hidden size 2048, normally distributed inputs; failures too.
+        records: float16, 16k tokens, hidden size 2048, normally distributed inputs; including failures.
         machine: GPU, versions, commit and date.
-        ended: the time at which it ended, in a form that sorts.
+        ended: the end time as a sortable string.
     """
 
     records: list[dict]
@@ -76,7 +75,7 @@ class Run:
 
     @functools.cached_property
     def _whole(self):
-        """(implementation, pass, head dimension) of what was tried at every point of the means."""
+        """The (implementation, pass, head dimension) that the run tried at every point of the means."""
         tried = {}
         for record in self.records:
             case = record["impl"], record["pass"], record["head_dim"]
@@ -97,7 +96,7 @@ def is_usual(record: dict) -> bool:
 
 @functools.lru_cache
 def _run(path: Path, changed_ns: int) -> Run | None:
-    """The run in a file of results/; None where the file has no two stages side by side at every point of the means."""
+    """Return the run in a file of results/; None if it does not have two stages at every point of the means."""
     saved = _read(path)
     if "benchmarks" not in saved:
         return None
@@ -107,20 +106,20 @@ def _run(path: Path, changed_ns: int) -> Run | None:
 
 
 def runs() -> list[Run]:
-    """The runs in results/ that have stages side by side at every point of the means, the newest first."""
+    """Return the runs in results/ that have at least two stages at every point of the means, newest first."""
     found = [_run(path, path.stat().st_mtime_ns) for path in sorted((ROOT / "results").glob("*.json"))]
     return sorted(filter(None, found), key=lambda run: run.ended, reverse=True)
 
 
 def newest(runs: list[Run], pass_: str, head_dim: int, *impls: str) -> Run | None:
-    """The newest run that measured this pass of all these implementations side by side; None where no run did."""
+    """Return the newest run that measured this pass of all these implementations; None if there is none."""
     return next((run for run in runs if all(run.holds(impl, pass_, head_dim) for impl in impls)), None)
 
 
 def gain(runs: list[Run], new: str, old: str, pass_: str, head_dim: int) -> tuple[float, Run] | None:
-    """How many times as fast `new` is as `old`, and the run that says so: the newest one with both. None where no run has both.
+    """Return how many times as fast `new` is as `old`, and the newest run that has both; None if no run has both.
 
-    The one source of gains for the story, the documents and the plots.
+    The story, the documents and the plots all use these gains.
     """
     run = newest(runs, pass_, head_dim, new, old)
     ratio = run and speedup(run.records, new, old, pass_, head_dim)
@@ -128,22 +127,23 @@ def gain(runs: list[Run], new: str, old: str, pass_: str, head_dim: int) -> tupl
 
 
 def rate(runs: list[Run], impl: str, pass_: str, head_dim: int) -> tuple[float, Run] | None:
-    """Mean TFLOP/s in the newest run that has this pass of an implementation, and that run; None where no run has it."""
+    """Return the mean TFLOP/s in the newest run that has this pass of an implementation, and that run; None if no run has
+    it."""
     run = newest(runs, pass_, head_dim, impl)
     mean = run and mean_rate(run.records, impl, pass_, head_dim)
     return (mean, run) if mean else None
 
 
 def chain(runs: list[Run], new: str, old: str, pass_: str, head_dim: int) -> list[tuple[str, str, float, Run]] | None:
-    """How `new` compares with `old` where no run has both: gains whose product does, over as few stages as possible.
+    """Return a shortest chain of gains whose product compares `new` with `old`, because no single run may have both.
 
     Returns:
-        (later stage, earlier stage, gain, run) of each link; None where no links lead from `old` to `new`.
+        (later stage, earlier stage, gain, run) of each link; None if no links lead from `old` to `new`.
     """
     links = {old: []}
     reached = [old]
     names = [name for name in implementations([r for run in runs for r in run.records]) if stages.position(name)]
-    for stage in reached:  # which grows: breadth first
+    for stage in reached:  # breadth first: `reached` grows
         for name in names:
             if name not in links and (found := gain(runs, name, stage, pass_, head_dim)):
                 links[name] = [*links[stage], (name, stage, *found)]
@@ -152,13 +152,13 @@ def chain(runs: list[Run], new: str, old: str, pass_: str, head_dim: int) -> lis
 
 
 def number(runs: list[Run], run: Run) -> int:
-    """The number by which captions call a run: 1 is the oldest. Files of one GPU, commit and day share a number."""
+    """Return the number of a run in captions: 1 is the oldest. Files of one GPU, commit and day share a number."""
     origins = list(dict.fromkeys(origin(other.machine, dated=True) for other in reversed(runs)))
     return origins.index(origin(run.machine, dated=True)) + 1
 
 
 def sources(runs: list[Run], used: Iterable[Run]) -> str:
-    """The runs that numbers are from, once each: "[1] GPU, versions, commit, date; [2] …"."""
+    """Return the origins of the used runs, once each: "[1] GPU, versions, commit, date; [2] …"."""
     named = {number(runs, run): origin(run.machine, dated=True) for run in used}
     return "; ".join(f"[{key}] {named[key]}" for key in sorted(named))
 
@@ -169,7 +169,7 @@ def _parsed_code(text: str) -> str:
 
 
 def same_code(new: str, old: str, pass_: str) -> bool:
-    """Whether two stages have the same code for a pass, but for comments. False where a stage is gone."""
+    """Whether two stages have the same code for a pass, apart from comments; False if a stage no longer exists."""
     paths = [stages.directory(name) / CODE[pass_] for name in (new, old)]
     if not all(path.exists() for path in paths):
         return False
@@ -178,12 +178,12 @@ def same_code(new: str, old: str, pass_: str) -> bool:
 
 
 def implementations(records: list[dict]) -> list[str]:
-    """The names in the records: baselines first, then the stages in their order."""
+    """Return the names in the records: baselines first, then the stages in stage order."""
     return sorted(dict.fromkeys(record["impl"] for record in records), key=stage_order)
 
 
 def measured(records: list[dict], impl: str, pass_: str, head_dim: int) -> dict[tuple[bool, int], dict]:
-    """The records by (causal, seq_len), of the lengths that means are over; without what could not be measured."""
+    """Return the records by (causal, seq_len), for the lengths of the means and without failures."""
     return {
         (record["causal"], record["seq_len"]): record
         for record in records
@@ -194,57 +194,57 @@ def measured(records: list[dict], impl: str, pass_: str, head_dim: int) -> dict[
 
 
 def times_of(records: list[dict], impl: str, pass_: str, head_dim: int) -> dict[tuple[bool, int], float]:
-    """Milliseconds by (causal, seq_len)."""
+    """Return milliseconds by (causal, seq_len)."""
     return {key: record["ms"] for key, record in measured(records, impl, pass_, head_dim).items()}
 
 
 def mean_ratio(ours: dict, theirs: dict) -> float | None:
-    """The geometric mean of theirs / ours over the keys of both; None where there are none."""
+    """Return the geometric mean of theirs / ours over common keys; None if there are none."""
     common = ours.keys() & theirs.keys()
     return statistics.geometric_mean(theirs[key] / ours[key] for key in common) if common else None
 
 
 def speedup(records: list[dict], impl: str, over: str, pass_: str, head_dim: int) -> float | None:
-    """How many times as fast `impl` is as `over` in the records of one run: the mean over `MEAN_OVER`, causal and not.
+    """Return how many times as fast `impl` is as `over` in one run: the mean over `MEAN_OVER`, causal and not.
 
-    Only points at which both were measured count (v0 runs out of memory at some); None where there are none.
+    Only points at which both were measured count (v0 runs out of memory at some); None if there are none.
     """
     return mean_ratio(*(times_of(records, name, pass_, head_dim) for name in (impl, over)))
 
 
 def origin(machine: dict, dated: bool = False) -> str:
-    """Where a run's numbers are from: GPU, versions, commit, and the date if asked."""
+    """Return a run's GPU, versions and commit, and with `dated` its date."""
     versions = f"{machine['gpu']}, torch {machine['torch']}, triton {machine['triton']}, commit {machine['commit'][:12]}"
     return versions + (f", {machine['date']}" if dated else "")
 
 
 def load_counts(path: Path) -> tuple[list[dict], dict]:
-    """The records and the machine of a file that `common.measure.traffic` wrote."""
+    """Return the records and the machine of a file of counts or of the timeline."""
     counts = _read(path)
     return counts["records"], counts["machine_info"]
 
 
 def counted(counts: list[dict], impl: str, pass_: str, head_dim: int, causal: bool) -> dict | None:
-    """The count of a stage's pass; None where there is none."""
+    """Return the count of a stage's pass; None if there is none."""
     wanted = (impl, pass_, head_dim, causal, COUNTED_AT)
     found = [c for c in counts if (c["impl"], c["pass"], c["head_dim"], c["causal"], c["seq_len"]) == wanted]
     return found[0] if found else None
 
 
 def modelled(records: list[dict], impl: str | None, pass_: str, head_dim: int, causal: bool, seq_len: int) -> float | None:
-    """Cycles for `timeline.SCORES` scores, of a file that `common.measure.timeline` wrote; None where there are none."""
+    """Return the cycles for `timeline.SCORES` scores from a file of `common.measure.timeline`; None if there are none."""
     wanted = (impl, pass_, head_dim, causal, seq_len)
     found = [r for r in records if (r["impl"], r["pass"], r["head_dim"], r["causal"], r["seq_len"]) == wanted]
     return found[0]["cycles_a_tile"] if found else None
 
 
 def moved(count: dict) -> int:
-    """Bytes read and written."""
+    """Return the bytes read and written."""
     return count["bytes_read"] + count["bytes_written"]
 
 
 def mean_rate(records: list[dict], impl: str, pass_: str, head_dim: int) -> float | None:
-    """TFLOP/s, the geometric mean over `MEAN_OVER`, causal and not; None where nothing was measured."""
+    """Return the geometric mean of TFLOP/s over `MEAN_OVER`, causal and not; None if nothing was measured."""
     rates = [record["tflops"] for record in measured(records, impl, pass_, head_dim).values()]
     return statistics.geometric_mean(rates) if rates else None
 
@@ -255,12 +255,12 @@ SPOKEN = {
 
 
 def spoken(name: str) -> str:
-    """An implementation as a sentence names it: a stage by its version, a peer by its usual name."""
+    """Return an implementation's short name: a stage's version, or a library's usual name."""
     return name.split("_")[0] if stages.position(name) else SPOKEN.get(name, name)
 
 
 def tuned_case(impl: str, pass_: str, head_dim: int, causal: bool) -> dict | None:
-    """What Nsight Compute measured of a stage's pass, with the tiles that its tuner chose on the GPU; None where it did not."""
+    """Return Nsight Compute's measurement of a stage's pass, with the tiles that the tuner chose; None if there is none."""
     wanted = (impl, pass_, head_dim, causal)
     for path in sorted((ROOT / "results").glob("traffic-*.json")):
         for case in json.loads(path.read_text())["cases"]:
@@ -270,18 +270,18 @@ def tuned_case(impl: str, pass_: str, head_dim: int, causal: bool) -> dict | Non
 
 
 def shared(record: dict) -> bool:
-    """Whether query heads share K/V heads, or v has another head dimension than k, in a record of any file."""
+    """Whether a record has GQA, or another head dimension for v than for k."""
     workload = Workload.of(record)
     return (workload.kv_heads, workload.value_dim) != (workload.heads, workload.head_dim)
 
 
 def bytes_of(case: dict) -> int:
-    """Bytes that the kernels of a `tuned_case` moved between L2 cache and SMs, spilled registers included."""
+    """Return the bytes that the kernels of a `tuned_case` moved between L2 cache and SMs, including spilled registers."""
     return int(sum(kernel[READ] + kernel[WRITTEN] for kernel in case["kernels"]))
 
 
 def bytes_in_words(before: int, after: int) -> str:
-    """What code moves that moves `after` bytes where its parent's moves `before`: "1.94 times fewer bytes"."""
+    """Compare `after` bytes with the parent's `before` bytes: "1.94 times fewer bytes"."""
     ratio = before / after
     if f"{ratio:.2f}" == "1.00":
         return "the same bytes"
@@ -289,7 +289,7 @@ def bytes_in_words(before: int, after: int) -> str:
 
 
 def same_tiles(*cases: dict) -> bool:
-    """Whether the kernels that `tuned_case`s have in common ran with the same tiles; False where they have none in common."""
+    """Whether the kernels that two `tuned_case`s share ran with the same tiles; False if they share none."""
     before, after = ({launch["name"]: launch["tile"] for launch in case["counted"] if "tile" in launch} for case in cases)
     common = before.keys() & after.keys()
     return bool(common) and all(before[name] == after[name] for name in common)

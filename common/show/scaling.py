@@ -1,4 +1,4 @@
-"""What runs of `make bench-ring` say of a sequence that several GPUs share, in short."""
+"""Summaries of `make bench-ring` runs, in which several GPUs share a sequence."""
 
 import json
 from pathlib import Path
@@ -11,12 +11,12 @@ COMMAND = 'make bench-ring GPUS=2 ARGS="--json results/ring-h200-x2.json"'
 
 
 def ring_files() -> list[Path]:
-    """The runs that results/ has, by name."""
+    """Return the files of the runs in results/, sorted by name."""
     return sorted((ROOT / "results").glob("ring-*.json"))
 
 
 def load_ring(path: Path) -> dict:
-    """A run, as `common.measure.scaling.tables` takes it."""
+    """Load a run for `common.measure.scaling.tables`."""
     return json.loads(path.read_text())
 
 
@@ -26,7 +26,7 @@ def _key(record, ranks, seq_len):
 
 
 class Scaling:
-    """The cases of a run that have a time, next to those that they are compared with."""
+    """The timed cases of a run, and the cases that they are compared with."""
 
     def __init__(self, run: dict):
         self.records = [record for record in run["records"] if "ms" in record]
@@ -35,22 +35,22 @@ class Scaling:
         self._by_case = {_key(r, r["ranks"], r["seq_len"]): r for r in self.records}
 
     def weak(self, record: dict) -> float | None:
-        """Of the rate of one GPU with as many tokens as each has here; None where that was not measured."""
+        """Return the rate per GPU over one GPU's rate with the same tokens per GPU; None if not measured."""
         alone = self._by_case.get(_key(record, 1, record["seq_len"] // record["ranks"]))
         return record["tflops"] / alone["tflops"] if alone else None
 
     def strong(self, record: dict) -> float | None:
-        """Of a linear gain over one GPU with the same sequence; None where that was not measured."""
+        """Return the share of a linear speedup over one GPU with the same sequence; None if not measured."""
         alone = self._by_case.get(_key(record, 1, record["seq_len"]))
         return alone["ms"] / record["ms"] / record["ranks"] if alone else None
 
     def is_drawn(self) -> bool:
-        """Whether there is a line to draw, from one number of GPUs to another."""
+        """Whether the run has several numbers of GPUs, so that a plot has lines."""
         return len({record["ranks"] for record in self.records}) > 1
 
 
 def _summary(path):
-    """Where a run is from, and its cases on the most GPUs."""
+    """Format a run's origin, and its cases with the most GPUs."""
     run = load_ring(path)
     facts, found = run["machine_info"], Scaling(run)
     most = [record for record in found.records if record["ranks"] == found.ranks]
@@ -75,7 +75,7 @@ def _summary(path):
 
 
 def scaling_passage() -> str:
-    """What docs/several-gpus.md shows of the runs that results/ has."""
+    """Return the generated passage of docs/several-gpus.md on the runs in results/."""
     files = ring_files()
     if not files:
         return f"Not measured yet: `{COMMAND}`, then `make plots readme`."

@@ -1,4 +1,4 @@
-"""What a run says of query heads that share K/V heads, and of a v whose head dimension is not k's."""
+"""Tables for GQA, and for another head dimension of v than of k."""
 
 import itertools
 import statistics
@@ -13,7 +13,7 @@ CUDNN = "sdpa-cudnn"
 
 
 def _order(workload):
-    """Sort key of a table's rows."""
+    """Return the sort key of a table's rows."""
     w = workload
     return list(PASS_NAMES).index(w.pass_), w.head_dim, w.value_dim, w.causal, w.dtype, w.seq_len
 
@@ -23,7 +23,7 @@ def _mask(workload):
 
 
 def remarks(records: list[dict]) -> list[str]:
-    """What stands below the tables of a run: what libraries say of what they do not take, and what a star means."""
+    """Return the notes below a run's tables: libraries' messages on unsupported workloads, and the meaning of a star."""
     notes = [f"{spoken(record['impl'])}: {' '.join(record['note'].split())}" for record in records if record.get("note")]
     found = list(dict.fromkeys(notes))
     if any(record.get("launch_hidden") is False for record in records):
@@ -32,32 +32,32 @@ def remarks(records: list[dict]) -> list[str]:
 
 
 class _Run:
-    """The records of a run by implementation, workload with all heads, and how many of these share a K/V head."""
+    """The records of a run by implementation, workload without GQA, and number of query heads per K/V head."""
 
     def __init__(self, records):
         self.records = {}
         for record in records:
             w = Workload.of(record)
             self.records[record["impl"], replace(w, kv_heads=w.heads), w.heads // w.kv_heads] = record
-        points = sorted({point for _, point, _ in self.records}, key=_order)  # workloads, with all heads
+        points = sorted({point for _, point, _ in self.records}, key=_order)  # workloads without GQA
         self.points = [point for point in points if point.value_dim == point.head_dim]
         self.other_dims = [point for point in points if point.value_dim != point.head_dim]
-        self.sharing = sorted({sharing for _, _, sharing in self.records})  # query heads to a K/V head
+        self.sharing = sorted({sharing for _, _, sharing in self.records})  # query heads per K/V head
         names = implementations(records)
         self.stage, self.peers = names[-1], names[:-1]
 
     def record(self, impl, point, sharing=1):
-        """What was measured at a point with so many query heads to a K/V head; empty where nothing was."""
+        """Return the record of a point with `sharing` query heads per K/V head; empty if there is none."""
         return self.records.get((impl, point, sharing), {})
 
     def ratio(self, point, sharing, over):
-        """The stage's time over a peer's for the same, or over its own with all heads; None where one was not measured."""
+        """Return the stage's time over a peer's, or over its own without GQA; None if one was not measured."""
         theirs = self.record(self.stage, point) if over == self.stage else self.record(over, point, sharing)
         times = self.record(self.stage, point, sharing).get("ms"), theirs.get("ms")
         return times[0] / times[1] if all(times) else None
 
     def cell(self, impl, point, sharing=1):
-        """TFLOP/s, with a star where the launch could not be hidden, or why there are none."""
+        """Format TFLOP/s, with a star if the launch could not be hidden, or why there are none."""
         record = self.record(impl, point, sharing)
         if "tflops" not in record:
             return record.get("failure", "-")
@@ -65,7 +65,7 @@ class _Run:
 
 
 def _summary(run):
-    """Geometric means of the ratios, for each number of query heads to a K/V head, and the worst point of those that share."""
+    """Format geometric means of the ratios, for each number of query heads per K/V head, and the worst point with GQA."""
     rows = []
     for over, pass_ in itertools.product((run.stage, *run.peers), dict.fromkeys(point.pass_ for point in run.points)):
         points = [point for point in run.points if point.pass_ == pass_]
@@ -85,7 +85,7 @@ def _summary(run):
 
 
 def _each(run):
-    """A row for each point, its cells for each number of query heads to a K/V head."""
+    """Format a row for each point, with values for each number of query heads per K/V head in a cell."""
 
     def ratios(point, over):
         found = [run.ratio(point, sharing, over) for sharing in run.sharing if sharing > 1 or over != run.stage]
@@ -107,7 +107,7 @@ def _each(run):
 
 
 def _other_dims(run):
-    """TFLOP/s of all implementations where v has another head dimension than k."""
+    """Format TFLOP/s of all implementations for workloads with another head dimension of v than of k."""
     names = (run.stage, *run.peers)
     rows = [
         [PASS_NAMES[w.pass_], w.head_dim, w.value_dim, _mask(w), *(run.cell(impl, w) for impl in names)] for w in run.other_dims
@@ -116,10 +116,10 @@ def _other_dims(run):
 
 
 def shared_tables(records: list[dict], machine: dict) -> str:
-    """The tables of a run of `bench.py --reference shared`: its newest stage next to the peers.
+    """Format the tables of a `bench.py --reference shared` run: its newest stage next to the peers.
 
     Args:
-        records, machine: as `common.show.results.load_run` gives them.
+        records, machine: from `common.show.results.load_run`.
     """
     run = _Run(records)
     heads = sorted({(point.head_dim, point.heads) for point in run.points})

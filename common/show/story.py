@@ -1,6 +1,6 @@
-"""The walk from stage to stage: the idea, the size of the change, the traffic it saves and the speed it gained.
+"""The walk from stage to stage: the idea, the size of the change, the traffic that it saves and the speed that it gains.
 
-python -m common.show.story               # all of it, from what is committed alone
+python -m common.show.story               # all steps, from committed files alone
 python -m common.show.story diff v4 v5    # one step, code first
 """
 
@@ -24,7 +24,7 @@ WIDTH = 100  # of a terminal
 
 @dataclass(frozen=True)
 class Change:
-    """What differs in the code of two stages: lines, and the functions that are not the same."""
+    """The difference between the code of two stages: numbers of lines, and changed functions."""
 
     added: int
     removed: int
@@ -36,7 +36,7 @@ class Change:
 
 
 def functions(path) -> dict[str, str]:
-    """The source of each function of a file, decorators included, in the file's order."""
+    """Return the source of each function in a file, including decorators, in order."""
     text = path.read_text()
     found = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
     sources = {}
@@ -47,14 +47,14 @@ def functions(path) -> dict[str, str]:
 
 
 def change(old: str, new: str) -> Change:
-    """How the code of stage `new` differs from that of `old`; both directory names."""
+    """Compare the code of stages `old` and `new`, given as directory names."""
     added = removed = 0
     touched = []
     for name in CODE:
         paths = [stages.directory(stage) / name for stage in (old, new)]
         counted = subprocess.run(
             ["git", "diff", "--no-index", "--numstat", *map(str, paths)], capture_output=True, text=True, check=False
-        )  # 1 where they differ
+        )  # exit status 1 if the files differ
         if counted.stdout:
             plus, minus, _ = counted.stdout.split("\t", 2)
             added, removed = added + int(plus), removed + int(minus)
@@ -64,17 +64,17 @@ def change(old: str, new: str) -> Change:
 
 
 def idea(name: str) -> str:
-    """A stage in one sentence: the first line of its docstring."""
+    """Return a stage's idea: the first line of its docstring."""
     return ast.get_docstring(ast.parse((stages.directory(name) / "__init__.py").read_text())).splitlines()[0]
 
 
 def _wrapped(text: str, indent: str = "", hanging: str = "") -> str:
-    """`text` in lines of at most `WIDTH` characters. The later ones are indented by `hanging` more than the first."""
+    """Wrap `text` at `WIDTH` characters. Lines after the first are indented by `hanging` more."""
     return textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent + hanging, break_on_hyphens=False)
 
 
 def speed_line(runs: list[results.Run], old: str, new: str, pass_: str) -> str:
-    """How many times as fast a pass of `new` is, by head dimension, and the number of the run that says so."""
+    """Return a line with the speed of a pass of `new` over `old`, by head dimension, and the run's number."""
     cells = {}  # by the run's number
     for head_dim in results.HEAD_DIMS:
         if found := results.gain(runs, new, old, pass_, head_dim):
@@ -88,7 +88,7 @@ def speed_line(runs: list[results.Run], old: str, new: str, pass_: str) -> str:
 
 
 def _moved(label: str, bytes_at: dict[int, tuple[int, int]]) -> list[str]:
-    """A line on bytes, of (before, after) by head dimension; none where there are no bytes."""
+    """Return a line on bytes, given (before, after) by head dimension; no line without bytes."""
     words = {head_dim: results.bytes_in_words(*both) for head_dim, both in bytes_at.items()}
     if set(words.values()) == {"the same bytes"}:
         words = {", ".join(f"D={head_dim}" for head_dim in words): "the same bytes"}
@@ -98,10 +98,11 @@ def _moved(label: str, bytes_at: dict[int, tuple[int, int]]) -> list[str]:
 
 
 def bytes_lines(counts: list[dict], old: str, new: str, pass_: str) -> list[str]:
-    """What a pass of `new` moves next to `old`'s: as counted at fixed tiles, and as measured at equal tuned tiles.
+    """Return lines that compare the bytes of a pass of `new` and `old`: counted at fixed tiles, and measured at equal tuned
+    tiles.
 
     Args:
-        counts: the records of `results.TRAFFIC`; none where it is missing.
+        counts: the records of `results.TRAFFIC`; empty if the file is missing.
     """
     fixed, tuned = {}, {}
     for head_dim in results.HEAD_DIMS:
@@ -119,7 +120,7 @@ def _counts() -> list[dict]:
 
 
 def step_lines(old: str, new: str) -> list[str]:
-    """The size of a step and what each pass gained, in lines of at most `WIDTH` characters."""
+    """Return the size of a step and the gain of each pass, in lines of at most `WIDTH` characters."""
     runs, counts = results.runs(), _counts()
     lines = [_wrapped(f"from {old}: {change(old, new)}", "    ", "    ")]
     for pass_ in results.CODE:
@@ -133,7 +134,7 @@ def step_lines(old: str, new: str) -> list[str]:
 
 
 def sources() -> str:
-    """How to read `step_lines`, and the runs that the speeds are from."""
+    """Explain how to read `step_lines`, and name the runs of the speeds."""
     found = results.runs()
     parts = []
     if results.TRAFFIC.exists():
@@ -156,7 +157,7 @@ def sources() -> str:
 
 
 def print_story():
-    """Each step of the walk, dead ends after the stage that they branch off."""
+    """Print each step of the walk, with dead ends after the stage that they branch off."""
     names = stages.names()
     print(_wrapped("Each stage: its idea, the code that it changes, and what each pass gains. Sources are at the end.") + "\n")
     for name in names:
@@ -168,7 +169,7 @@ def print_story():
 
 
 def print_diff(old: str, new: str, prose: bool):
-    """The change from one stage to another, code first, then its size and what it gained; with the READMEs where asked."""
+    """Print the change from one stage to another: the code, with `prose` the READMEs, then its size and gain."""
     color = "always" if sys.stdout.isatty() else "never"
     for name in (*FILES, "README.md") if prose else FILES:
         shown = subprocess.run(
@@ -197,7 +198,7 @@ def main(argv: list[str]):
     diff.add_argument("--prose", choices=["no", "yes"], default="no", help="whether to show the READMEs too")
     options = parser.parse_args(argv)
     if not shutil.which("git"):
-        raise SystemExit("git is needed, which compares the stages, and it is not on the PATH")
+        raise SystemExit("this needs git to compare the stages, and git is not on the PATH")
     if options.command == "diff":
         if options.old == options.new:
             raise SystemExit(f"{results.spoken(options.old)} and {results.spoken(options.new)} are the same stage")

@@ -1,4 +1,4 @@
-"""The first lines that a benchmark shows: what its stage gained over its parent, next to its neighbours and the libraries."""
+"""The first lines of a benchmark's output: a stage's gain over its parent, next to its neighbours and the libraries."""
 
 from collections import Counter
 
@@ -7,12 +7,12 @@ from common.show.results import implementations, mean_ratio
 from common.show.tables import PASS_NAMES, markdown
 
 LINES, COLUMNS = 15, 100  # at most
-MOST_GROUPS = 4  # pairs of pass and head dimension that have room side by side
+MOST_GROUPS = 4  # pairs of pass and head dimension that fit side by side
 NO_GPU = "No GPU: kernels were interpreted. Times are those of the counted bytes and FLOPs at an H200's peaks."
 
 
 def _times(records: list[dict], impl: str | None, on_gpu: bool, **values) -> dict:
-    """The time of each workload of an implementation, of the records that have these values."""
+    """Return an implementation's time for each workload, from the records with these values."""
     time = "ms" if on_gpu else "roofline_us"
     workload = ("pass", "seq_len", "kv_len", "batch", "heads", "kv_heads", "head_dim", "value_dim", "causal", "dtype")
     workload += ("score_std", "sink")
@@ -32,20 +32,20 @@ def _total(records, impl, name, **values) -> float:
 
 
 def _change(before: float, after: float) -> str:
-    """How many times less or more there is after than before."""
+    """Format how many times fewer or more there are after than before."""
     if round(before / after, 2) == 1:
         return "as many"
     return f"{before / after:.2f} times fewer" if after < before else f"{after / before:.2f} times more"
 
 
 def _steps(records, names, on_gpu) -> dict[str, float]:
-    """The stages whose parent was measured too, and how many times as fast as that they are."""
+    """Return the stages whose parent was measured too, and how many times as fast as the parent they are."""
     gains = {name: _gain(records, name, stages.parent(name), on_gpu) for name in names if stages.position(name)}
     return {name: gain for name, gain in gains.items() if gain}
 
 
 def _headline(records, subject, over, on_gpu) -> list[str]:
-    """How many times as fast a stage is, in each pass, as another one."""
+    """Return lines on how many times as fast a stage is as another one, in each pass."""
     if over == subject:
         return [f"{subject}:"]
     role = "its parent" if over == stages.parent(subject) else "the first stage of this run"
@@ -67,7 +67,7 @@ def _headline(records, subject, over, on_gpu) -> list[str]:
 
 
 def _failures(records) -> list[str]:
-    """A line on what could not be measured."""
+    """Return a line on the cases that could not be measured."""
     counted = Counter((record["impl"], record["failure"]) for record in records if "failure" in record)
     parts = [f"{impl} {failure}" + (f" ({number} cases)" if number > 1 else "") for (impl, failure), number in counted.items()]
     text = f"Not measured: {', '.join(parts)}."
@@ -75,7 +75,7 @@ def _failures(records) -> list[str]:
 
 
 def _chosen(names, first: list, steps: dict, room: int) -> list[str]:
-    """As many names as there is room for: libraries and those in `first`, then the stages that gained most."""
+    """Return at most `room` names: the libraries and `first`, then the stages that gained most."""
     ranked = [name for name in names if not stages.position(name)] + first
     ranked += sorted(steps, key=steps.get, reverse=True) + names
     kept = [name for name in dict.fromkeys(ranked) if name in names][:room]
@@ -83,11 +83,11 @@ def _chosen(names, first: list, steps: dict, room: int) -> list[str]:
 
 
 def summary(records: list[dict], machine: dict, about: str | None = None) -> str:
-    """What a run has to say, in at most `LINES` lines of `COLUMNS` columns: gains over the parent, by pass and head dimension.
+    """Summarize a run in at most `LINES` lines of `COLUMNS` columns: gains over the parent, by pass and head dimension.
 
     Args:
-        records, machine: as `common.show.tables.speed_table` takes them.
-        about: the stage whose gain over its parent comes first; None: that of the newest over the first.
+        records, machine: as for `common.show.tables.speed_table`.
+        about: the stage whose gain over its parent comes first; None: the newest stage's gain over the first.
     """
     on_gpu = machine["gpu"] is not None
     names = implementations(records)
@@ -101,7 +101,7 @@ def summary(records: list[dict], machine: dict, about: str | None = None) -> str
     lines = _headline(records, subject, over, on_gpu)
     groups = list(dict.fromkeys((record["pass"], record["head_dim"]) for record in records))[:MOST_GROUPS]
     groups.sort(key=lambda group: (list(PASS_NAMES).index(group[0]), group[1]))
-    room = LINES - len(lines) - len(notes) - 4  # two lines above the rows, an empty one, and what is said of the others
+    room = LINES - len(lines) - len(notes) - 4  # two header lines, an empty line, and the line on the others
     chosen = _chosen(names, [subject, over, ours[0]], steps, room)
     rows = []
     for name in chosen:

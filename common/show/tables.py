@@ -1,4 +1,4 @@
-"""The tables of a benchmark run, computed from its records alone: those in memory, or those that a JSON file keeps."""
+"""The tables of a benchmark run, computed only from its records, in memory or from a JSON file."""
 
 import textwrap
 from itertools import groupby
@@ -9,8 +9,8 @@ import stages
 from common.measure.footprint import MIB_IN_MB
 from common.measure.workloads import Workload
 
-_SHARED = ("pass", "head_dim", "value_dim", "causal", "dtype", "score_std", "sink")  # what the rows of one table have in common
-_WORKLOAD = ("seq_len", "kv_len", "batch", "heads", "kv_heads")  # what tells its workloads apart
+_SHARED = ("pass", "head_dim", "value_dim", "causal", "dtype", "score_std", "sink")  # equal in all rows of a table
+_WORKLOAD = ("seq_len", "kv_len", "batch", "heads", "kv_heads")  # different between its workloads
 PASS_NAMES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 _PARENT = "× parent"
 _TIME_HEADERS = (
@@ -21,10 +21,10 @@ _COUNT_HEADERS = (
     "S", "B × H", "implementation", "tiles", "MB read", "MB written", "MFLOP", "FLOP / byte", "µs at peak", "bound by",
     _PARENT, "launches", "peak extra MB",
 )  # fmt: skip
-_KV_LEN = "Sk"  # a column of runs in which some have not as many keys as queries
+_KV_LEN = "Sk"  # a column of runs in which Sk differs from S
 _IN_A_ROW = "µs in a row"  # a column of runs of short calls
-_KV_HEADS = "K/V heads"  # a column of runs in which some are shared
-# Columns that a table without room does without, the first one first.
+_KV_HEADS = "K/V heads"  # a column of runs with GQA
+# Columns that a narrow table drops, in this order.
 _LEFT_OUT = (
     "host µs", "% of matmul", "peak extra MB", "bound by", _IN_A_ROW, "FLOP / byte", "× v0", "tiles", "B × H", "± IQR",
     "launches", "% of cuDNN", "MFLOP", "MB written",
@@ -36,23 +36,23 @@ def _by(keys):
 
 
 def stage_order(impl: str) -> tuple[int, str]:
-    """Sort key: baselines as they come, then the stages in the order of the evolution."""
+    """Return a sort key: baselines first, then the stages in the order of the evolution."""
     return stages.position(impl) or (-1, "")
 
 
 def title(impl: str) -> str:
-    """An implementation as a table names it."""
+    """Return an implementation's name in tables."""
     return f"{impl} (dead end)" if stages.is_dead_end(impl) else impl
 
 
 def short_commit(commit: str) -> str:
-    """A commit as a terminal has room for it: twelve digits, and that files differ from it."""
+    """Shorten a commit to twelve digits, and "+dirty" if files differ from it."""
     digits, dirty, _ = commit.partition("+dirty")
     return digits[:12] + dirty
 
 
 def markdown(rows: list[list], headers: list[str], left: tuple = ()) -> str:
-    """A table whose columns are aligned right, but for those with the headers in `left`."""
+    """Format a table whose columns are aligned right, except those with headers in `left`."""
     align = ["left" if header in left else "right" for header in headers]
     return tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=align)
 
@@ -70,7 +70,7 @@ def _ratio(a, b, factor=1.0):
 
 
 def _time_before(impl, time_at):
-    """The time of an implementation's parent. By its place: the directory of a stage may have been renamed since a run."""
+    """Return the parent's time, by the stage's position, because its directory may have been renamed since the run."""
     parent = stages.parent(impl)
     return parent and time_at.get(stages.position(parent))
 
@@ -108,14 +108,14 @@ def _count_cells(record, time_at):
 
 
 def _where(record):
-    """Which row of a table a note is about."""
+    """Return which row of a table a note is about."""
     keys = "" if record["kv_len"] == record["seq_len"] else f", {_KV_LEN}={record['kv_len']}"
     heads = "" if record["kv_heads"] == record["heads"] else f", {record['kv_heads']} {_KV_HEADS}"
     return f"S={record['seq_len']}{keys}{heads}"
 
 
 def _rows(records, machine, headers, name):
-    """The rows of one table, workload by workload; what they share is written in the first. `name` names an implementation."""
+    """Yield the rows of one table by workload; only a workload's first row has its shape. `name` formats an implementation."""
     for _, group in groupby(sorted(records, key=_by(_WORKLOAD)), key=_by(_WORKLOAD)):
         group = sorted(group, key=lambda record: stage_order(record["impl"]))
         time = "ms" if machine["gpu"] else "roofline_us"
@@ -126,7 +126,7 @@ def _rows(records, machine, headers, name):
             shape += [f"{record['batch']} × {record['heads']}"]
             shape += [record["kv_heads"]] if _KV_HEADS in headers else []
             shape = shape if index == 0 else [""] * len(shape)
-            if "failure" in record:  # said where the first measurement would be
+            if "failure" in record:  # in the place of the first measurement
                 cells = [record["failure"]] + ["-"] * (len(headers) - len(shape) - 2)
             elif machine["gpu"]:
                 cells = _time_cells(record, time_at, time_of, machine, headers)
@@ -136,9 +136,9 @@ def _rows(records, machine, headers, name):
 
 
 def _fitted(rows: list[list], headers: list[str], columns: int | None) -> str:
-    """The table, without as many of the columns `_LEFT_OUT` as it takes to fit; all columns where `columns` is None.
+    """Format the table, without the first columns of `_LEFT_OUT` if it is too wide; with all columns if `columns` is None.
 
-    Where even that is too wide, stages go by their versions.
+    If the table is still too wide, versions replace the names of stages.
     """
     name = headers.index("implementation")
     short = [[*row[:name], row[name].split("_")[0], *row[name + 1 :]] for row in rows]
@@ -155,21 +155,20 @@ def _fitted(rows: list[list], headers: list[str], columns: int | None) -> str:
 
 
 def speed_table(records: list[dict], machine: dict, columns: int | None = None) -> str:
-    """One markdown table for each pass, head dimension, head dimension of v, mask, dtype and spread of the scores.
+    """Format a markdown table for each pass, head dimension, head dimension of v, mask, dtype and score distribution.
 
     Args:
-        records: of one run: the `extra_info` of each benchmark and the entries of "failures" in its JSON file. A record has
-            what `Workload.record` returns, of older runs without the last fields, `impl`, and either `failure` and `note`, or
-            `flops`, `ms`, `iqr_ms`, `tflops`, `launch_hidden`, `peak_extra_mib`, `host_us` and, in runs that know the spread
-            of the host's time, `host_iqr_us`, and that of short calls in a row, `in_a_row_us`; or, without a GPU, what
-            `common.measure.traffic.costs` returns.
-        columns: characters that a line may have; None shows all there is, in lines of any length.
-        machine: the file's "machine_info": `gpu` (None: interpreted, and the tables show counts, and times at the peaks of
-            `roofline`), `torch`, `triton`, `commit`, `date`, `matmul_tflops` by dtype, and `copy_gbps` where it was measured.
+        records: all records of one run: each benchmark's `extra_info`, and the "failures" of its JSON file. A record has the
+            fields of `Workload.record` (older runs lack the last ones), `impl`, and one of: `failure` and `note`; on a GPU
+            `flops`, `ms`, `iqr_ms`, `tflops`, `launch_hidden`, `peak_extra_mib`, `host_us` and optionally `host_iqr_us` and
+            `in_a_row_us`; without a GPU the fields of `common.measure.traffic.costs`.
+        machine: the file's "machine_info": `gpu` (None: interpreted, the tables show counts and times at the peaks of
+            `roofline`), `torch`, `triton`, `commit`, `date`, `matmul_tflops` by dtype, and optionally `copy_gbps`.
+        columns: the maximum line length; None shows all columns, in lines of any length.
 
-    Baselines come first, then the stages in their order. "× parent" and "× v0" say how many times as fast a stage is as the one
-    that it was made from, and as v0; what the run did not measure is "-". "host µs" is a median ± an interquartile range;
-    "µs in a row" is the time of a short call among others, back to back, with launches that are not hidden.
+    Baselines come first, then the stages in stage order. "× parent" and "× v0" are how many times as fast a stage is as its
+    parent and as v0; "-" is not measured. "host µs" is a median ± an interquartile range; "µs in a row" is the time of a short
+    call among back-to-back calls, with launches that are not hidden.
     """
     records = [record | Workload.of(record).record() for record in records]
     headers = list(_TIME_HEADERS if machine["gpu"] else _COUNT_HEADERS)
@@ -187,9 +186,8 @@ def speed_table(records: list[dict], machine: dict, columns: int | None = None) 
     parts = [", ".join(facts)]
     if not machine["gpu"]:
         parts.append(
-            "Bytes as Triton's kernels ask for them (PyTorch's operators: arguments and results once), FLOPs as executed. "
-            f"µs at peak: each launch's bytes or FLOPs, whichever takes longer, at {machine['roofline']}; a cache can make it "
-            "less."
+            "Bytes that Triton's kernels request (PyTorch's operators: arguments and results once), and executed FLOPs. "
+            f"µs at peak: each launch's bytes or FLOPs, whichever takes longer, at {machine['roofline']}; caches can reduce it."
         )
     parts.append(f"{_PARENT}: times as fast as the stage that a stage was made from.")
 

@@ -1,6 +1,6 @@
-"""What one SM does, drawn: a lane for each unit, coloured by the partition that it works for.
+"""Draw what one SM does: a lane for each unit, coloured by the partition that it works for.
 
-    make timeline STAGE=v14 ARGS="--pass bwd --head-dim 128"   # anywhere; into plots/timelines
+    make timeline STAGE=v14 ARGS="--pass bwd --head-dim 128"   # anywhere; writes to plots/timelines
 
 `make plots` draws both passes of every Gluon stage, D = 64. `common.measure.timeline` is the model.
 """
@@ -28,14 +28,14 @@ from common.show.tables import PASS_NAMES  # noqa: E402
 
 GLUON = [name for name in stages.names() if has_gluon(name)]
 TIMELINES = PLOTS / "timelines"
-CYCLES = 5000  # that are drawn
-FROM = 15 / 32  # of the kernel's time: where 8, 16 or 32 tiles or programs follow each other, inside of one
-COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")  # that those who see fewer colours tell apart
-NARROW = 0.04  # of the width; what is narrower has no label
+CYCLES = 5000  # drawn cycles
+FROM = 15 / 32  # begin at this share of the kernel's time: inside a tile if 8, 16 or 32 tiles or programs follow each other
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")  # also for colour-blind readers
+NARROW = 0.04  # of the width; narrower spans have no label
 
 
 def _draw(axes, name: str, workload: Workload):
-    """A lane for each unit, and how busy each is."""
+    """Draw a lane for each unit, and how busy the unit is."""
     timings = simulate(stages.load(name), workload, measured_rates())
     facts = record(name, workload, timings)
     longest = max(timings, key=lambda timing: timing.end)
@@ -65,12 +65,12 @@ def _draw(axes, name: str, workload: Workload):
 
 
 def _partition(span) -> str:
-    """Its number in its program, and its function."""
+    """Return the number of the span's partition and its function."""
     return str(span.who).split(", partition ")[-1].replace(": _", ": ")
 
 
 def draw(name: str, workloads: list[Workload], path: Path):
-    """Write a picture of a stage with a panel for each workload."""
+    """Write a plot of a stage with a panel for each workload."""
     figure, grid = plt.subplots(len(workloads), 1, figsize=(11, 3.2 * len(workloads)), layout="constrained", squeeze=False)
     for axes, workload in zip(grid[:, 0], workloads, strict=True):
         _draw(axes, name, workload)
@@ -83,7 +83,7 @@ def draw(name: str, workloads: list[Workload], path: Path):
 
 
 def draw_recorded(recorded: dict, path: Path):
-    """Write a picture of what partitions did on a GPU, above what they do in the model: a lane for each."""
+    """Write a plot of the partitions' work recorded on a GPU, above their work in the model: a lane for each partition."""
     names = ("batch", "heads", "seq_len", "head_dim", "causal", "dtype")
     workload = Workload(recorded["pass"], **{name: recorded[name] for name in names} | {"batch": 1, "heads": 1})
     longest = max(simulate(stages.load(recorded["impl"]), workload, measured_rates()), key=lambda timing: timing.end)
@@ -118,7 +118,7 @@ def draw_recorded(recorded: dict, path: Path):
 
 
 def draw_all(directory: Path):
-    """Both passes of every stage whose kernels are Gluon's, but dead ends, and what was recorded of one."""
+    """Draw both passes of every Gluon stage except dead ends, and the recorded stage."""
     for name in (name for name in GLUON if not stages.is_dead_end(name)):
         workloads = [Workload(pass_, 1, 1, 2048, 64, False, "float16") for pass_ in ("fwd", "bwd")]
         draw(name, workloads, directory / f"{name.split('_')[0]}.png")
@@ -138,7 +138,7 @@ def main(argv: list[str]):
     parser.add_argument("--pass", type=passes, default="fwd", metavar="LIST", help="fwd, bwd (default: %(default)s)")
     for flag, default in (("--seq-len", "2048"), ("--head-dim", "64"), ("--causal", "no")):
         add_list(parser, flag, default)
-    parser.add_argument("--committed", action="store_true", help="instead of these, what plots/timelines has of each stage")
+    parser.add_argument("--committed", action="store_true", help="ignore the other options, and draw all of plots/timelines")
     options = parser.parse_args(argv)
     if options.committed:
         draw_all(TIMELINES)

@@ -142,18 +142,18 @@ IN_COPIES = {
     "no arrival": rf"{WAIT_EMPTY}{FILL} waits for empty\[0\], phase 0: 1 of 1 arrivals and 0 bytes are missing\n",
     "more bytes": rf"{WAIT_FULL}{DOUBLE} waits for full\[0\], phase 0: 0 of 1 arrivals and 32 bytes are missing\n",
     "fewer bytes": rf"{COPY}{FILL}: a copy brings 512 bytes to full\[0\], which expects 480 more\n",
-    "two arrivals": rf"mbarrier.arrive.*, in {DOUBLE}: 2 more arrivals at empty\[0\], of which this phase had all 1\n",
+    "two arrivals": rf"mbarrier.arrive.*, in {DOUBLE}: 2 more arrivals at empty\[0\], whose phase had all 1 already\n",
     "no init": rf"(mbarrier.expect.*, in {FILL}|{WAIT_FULL}{DOUBLE}): full\[0\] has had no mbarrier.init\n",
     "barrier outside": rf"{WAIT_FULL}{DOUBLE}: index 2 of full, which has 2\n",
     "buffer outside": rf"{LOAD}{DOUBLE}: index 2 of x_s, which has 2\n",
-    "no wait for the copy": rf"{LOAD}{DOUBLE}: (a load reads x_s\[0\], and not all of that was ever written|"
+    "no wait for the copy": rf"{LOAD}{DOUBLE}: (a load reads x_s\[0\], which was not fully written|"
     rf"race: a load reads x_s\[0\], and a copy may still write it: {COPY}{FILL})\n",
     "store beside a copy": rf"x_s.*, in {FILL}: race: a store writes x_s\[0\], and a copy may still write it: {COPY}{FILL}\n",
     "arrives early": rf"{COPY}{FILL}: race: a copy writes x_s\[0\], and a load may still read it: {LOAD}{DOUBLE}\n|"
     rf"{LOAD}{DOUBLE}: race: a load reads x_s\[0\], and a copy may still write it: {COPY}{FILL}\n",
     "no wait for the store": rf"out_s.*{DOUBLE}: race: a store writes out_s, and a copy may still read it: {SAVE}{DOUBLE}\n",
     "no fence": rf"{SAVE}{DOUBLE}: a copy reads out_s after a store, with no fence_async_shared in between: out_s.*{DOUBLE}\n",
-    "store before": rf"{SAVE}{DOUBLE}: a store to `out_desc` at \[-\d+, 0\]: before the tensor TMA only loads\n",
+    "store before": rf"{SAVE}{DOUBLE}: a store to `out_desc` at \[-\d+, 0\]: TMA cannot store before a tensor\n",
     "no last wait": rf": _double ends before out_s has been read, with no store_wait after {SAVE}{DOUBLE}\n",
 }
 
@@ -599,7 +599,7 @@ def _some_mistakes_kernel(x_ptr, x_desc, n, MISTAKE: gl.constexpr):
 
 
 OTHERS = {
-    "never written": r"a load reads x_s\[8:16\], and not all of that was ever written",
+    "never written": r"a load reads x_s\[8:16\], which was not fully written",
     "slice outside": r"8 to 17 of dimension 0 of x_s, which has 16",
     "other shape": r"fp16 \[16, 8\] is stored to x_s, which is fp16 \[16, 16\]",
     "other type": r"fp32 \[16, 16\] is stored to x_s, which is fp16 \[16, 16\]",

@@ -205,5 +205,5 @@ def test_descriptors_store_nothing_before_a_tensor():
     x = torch.zeros(20, 16)
     descriptor = TensorDescriptor.from_tensor(x, [16, 16])
     _shift_tile_kernel[(1,)](descriptor, -4, 8)
-    with pytest.raises(InterpreterError, match="a store at .-4, 0.: before the tensor"):
+    with pytest.raises(InterpreterError, match="a store at .-4, 0.: TMA cannot store before a tensor"):
         _shift_tile_kernel[(1,)](descriptor, 8, -4)

@@ -66,7 +66,7 @@ def test_without_a_gpu_counts_are_compared_and_no_times(saved, capsys):
     saved([timed("v0_a", 456.0, **COUNTS | {"bytes_read": 1e6, "roofline_us": 4.0})])
     compare.main()
     out = capsys.readouterr().out
-    assert "the runs counted and did not time" in out and "123" not in out and "456" not in out
+    assert "the runs have counts and no times" in out and "123" not in out and "456" not in out
     assert rows(out, "v0_a") == [["v0_a", "4", "2", "2", "2", "8", "4", "2.00"]]
 
 

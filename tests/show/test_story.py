@@ -165,7 +165,7 @@ def test_diff_shows_prose_where_asked():
 @pytest.mark.parametrize("arguments", [[], ["diff", "v4", "v5"]], ids=["story", "diff"])
 def test_without_git_one_line_says_that_it_is_needed(arguments, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SystemExit, match="^git is needed"):
+    with pytest.raises(SystemExit, match="^this needs git"):
         story.main(arguments)
     assert not capsys.readouterr().out
 
@@ -187,5 +187,5 @@ def test_results_that_cannot_be_read_are_named_in_one_line(text, tmp_path):
     if text is not None:
         path.write_text(text)
     for load in (results.load_run, results.load_counts):
-        with pytest.raises(SystemExit, match="run.json is needed, and is missing or not whole"):
+        with pytest.raises(SystemExit, match="run.json is missing or not whole"):
             load(path)

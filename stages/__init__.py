@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import common  # noqa: F401  (before any stage: it chooses between GPU and interpreter)
-from common.kernels.tuning import WITH_COPY_ENGINE, tuners
+from common.kernels.tuning import WITH_TMA, tuners
 from common.runtime import architecture
 
 
@@ -112,6 +112,6 @@ def recommended() -> str:
     small tiles (`common.kernels.tuning`), and a stage with fixed tiles is faster. On the interpreter every stage runs.
     """
     arch = architecture()
-    has_tma = arch is None or arch in WITH_COPY_ENGINE
+    has_tma = arch is None or arch in WITH_TMA
     line = [name for name in names() if not is_dead_end(name) and not unavailable(name)]
     return [name for name in line if has_tma or not tuners(load(name))][-1]

@@ -17,7 +17,7 @@ from triton.runtime.autotuner import Autotuner
 from common.kernels.replay import depends_on
 from common.runtime import INTERPRETED, architecture, current_device, shared_memory_limit
 
-WITH_COPY_ENGINE = range(90, 1000)  # architectures with TMA, from Hopper on
+WITH_TMA = range(90, 1000)  # architectures with TMA, from Hopper on
 KEY = ("bucket", "HEAD_DIM", "VALUE_DIM", "CAUSAL", "PRECISION")  # kernel arguments; a new combination is tuned anew
 FINALISTS = 3  # the fastest configurations, timed again …
 FINAL_ROUNDS = 4  # … in this many rounds …
@@ -40,14 +40,14 @@ def configs(tiles: Sequence[tuple[int, int, int, int]], pre_hook: Callable | Non
     ]
 
 
-def sensible(config: triton.Config, row_bytes: int, precision: str, has_copy_engine: bool) -> bool:
+def sensible(config: triton.Config, row_bytes: int, precision: str, has_tma: bool) -> bool:
     """Whether a tile is worth compiling for rows of `row_bytes`.
 
     Only small tiles are worth it in two cases: exact float32 matmuls keep every operand in registers, and without TMA a
     descriptor becomes an address in registers for every element.
     """
     rows = max(config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"])
-    if precision == "ieee" or not has_copy_engine:
+    if precision == "ieee" or not has_tma:
         return rows <= 32
     return rows * row_bytes <= 32 * 1024
 
@@ -126,8 +126,8 @@ def autotune(configs: list[triton.Config]) -> Callable:
         def prune(configs, named_args, **kwargs):
             args = {**named_args, **kwargs}
             row_bytes = max(args["HEAD_DIM"], args["VALUE_DIM"]) * (4 if args["PRECISION"] == "ieee" else 2)
-            has_copy_engine = INTERPRETED or architecture() in WITH_COPY_ENGINE
-            kept = [config for config in configs if sensible(config, row_bytes, args["PRECISION"], has_copy_engine)]
+            has_tma = INTERPRETED or architecture() in WITH_TMA
+            kept = [config for config in configs if sensible(config, row_bytes, args["PRECISION"], has_tma)]
             if INTERPRETED:
                 return kept[:1]
             problem = ", ".join(f"{name}={args[name]}" for name in KEY)

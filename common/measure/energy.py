@@ -1,7 +1,7 @@
 """The energy of a call at a GPU's power limit, and the clock at that limit, as NVML reports them.
 
     python -m common.measure.energy results/energy-d64-h200.json --head-dim 64   # on an NVIDIA GPU
-    make readme                                                                  # writes results/energy-d64-h200.md
+    make table FILE=results/energy-d64-h200.json
 
 A GPU lowers its clock to stay within its power limit. There a call's time is its energy divided by the limit, however few
 cycles it needs.

@@ -2,7 +2,7 @@
 
     python -m common.measure.ncu measure results/traffic-h200.json   # on a GPU with `ncu`
     python -m common.measure.ncu count results/traffic-h200.json     # anywhere: adds the counts, with the measured tiles
-    make readme                                              # writes results/traffic-h200.md
+    make table FILE=results/traffic-h200-d64.json
 
 Three effects make the two differ. The L1 cache serves a pointer load whose line it still holds; asynchronous copies and TMA
 bypass it. Memory moves in sectors of 32 bytes, and the end of a row may use only a part of a sector. Spilled registers go

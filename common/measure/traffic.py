@@ -13,7 +13,7 @@ import triton
 
 import stages
 from common.kernels.tiles import key_tile, query_tile
-from common.kernels.tuning import WITH_COPY_ENGINE, sensible, tuners
+from common.kernels.tuning import WITH_TMA, sensible, tuners
 from common.measure.aot import SHARED_LIMIT
 from common.measure.counter import Count, Launch, count
 from common.measure.workloads import DTYPES, Workload
@@ -86,7 +86,7 @@ def tiles_of(gpu: Gpu, stage, head_dim: int, dtype: torch.dtype, tuned: dict[str
 def _likely_tile(gpu, tuner, head_dim, dtype):
     """Return the corresponding fixed tile if it is among a kernel's configurations for this GPU, else the first of them."""
     precision = "ieee" if dtype == torch.float32 else "tf32"
-    options = [head_dim * dtype.itemsize, precision, gpu.arch in WITH_COPY_ENGINE]
+    options = [head_dim * dtype.itemsize, precision, gpu.arch in WITH_TMA]
     tiles = [(c.kwargs["BLOCK_M"], c.kwargs["BLOCK_N"]) for c in tuner.configs if sensible(c, *options)]
     keeps_keys = any(name.startswith("dk_") for name in tuner.arg_names)
     fixed = (key_tile if keeps_keys else query_tile)(head_dim, dtype)

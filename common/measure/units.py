@@ -1,7 +1,7 @@
 """How busy the units of a GPU are in each kernel, and what its warps wait for, as Nsight Compute measures it.
 
     python -m common.measure.units results/units-h200.json   # on a GPU with `ncu`
-    make readme                                      # writes results/units-h200.md
+    make table FILE=results/units-h200.json
 
 A unit that is busy nearly all the time bounds a kernel. If there is none, the warps wait for each other or for memory.
 """

@@ -17,7 +17,6 @@ from common.show.results import (
     newest,
     rate,
     same_code,
-    sources,
     speedup,
     spoken,
     times_of,
@@ -36,6 +35,16 @@ def names_in(found: list[Run]) -> list[str]:
 def last_stage(names: list[str]) -> str:
     """The newest stage of the main line."""
     return [name for name in names if stages.position(name) and not stages.is_dead_end(name)][-1]
+
+
+def _origins(used: list[Run]) -> str:
+    """The GPUs, versions, commits and dates of some runs, the oldest first."""
+    machines = [run.machine for run in sorted(used, key=lambda run: run.ended)]
+    commits = {}
+    for machine in machines:
+        versions = f"{machine['gpu']}, torch {machine['torch']}, triton {machine['triton']}"
+        commits.setdefault(versions, []).append(f"{machine['commit'][:12]} ({machine['date']})")
+    return "; ".join(f"{versions}, commit {', '.join(dict.fromkeys(found))}" for versions, found in commits.items())
 
 
 def share_of_the_fastest(found: list[Run], name: str, pass_: str) -> tuple[float, Run] | None:
@@ -78,7 +87,7 @@ def ladder(found: list[Run]) -> str:
     Args:
         found: as `common.show.results.runs` gives them.
     """
-    headers = ["stage", "idea", "lines changed", "forward × before", "% of fastest", "backward × before", "% of fastest"]
+    headers = ["stage", "idea", "lines changed", "forward × parent", "% of fastest", "backward × parent", "% of fastest"]
     align = ["left", "left"] + ["right"] * 5
     tables, used = [], []
     for dead in (False, True):
@@ -88,16 +97,19 @@ def ladder(found: list[Run]) -> str:
                 cells, runs = _row(found, name)
                 rows.append(cells)
                 used += runs
-        first = ["dead end", *headers[1:3], headers[3].replace("before", "parent"), headers[4]]
-        first += [headers[5].replace("before", "parent"), headers[6]]
-        table = tabulate(rows, first if dead else headers, tablefmt="pipe", disable_numparse=True, colalign=align)
+        table = tabulate(
+            rows, ["dead end" if dead else "stage", *headers[1:]], tablefmt="pipe", disable_numparse=True, colalign=align
+        )
         tables.append(re.sub(" {2,}", " ", re.sub("-{4,}", "---", table)))  # or a long cell makes every row as long
     words = (
-        "*× before*: times as fast as the stage before. *% of fastest*: speed as a share of the fastest library at each point. "
-        "*same code*: the file did not change. `-`: not measured."
+        "*lines changed*: added and removed in the two files of a stage. *× parent*: times as fast as the stage that it was made "
+        "from. *% of fastest*, for the pass on its left: speed as a share of the fastest library, taken at each length and mask. "
+        "*same code*: the file did not change; differences are noise or the tuner's. `-`: not measured."
     )
-    dead_ends = "A dead end looks right and is not. It branches off the stage of its number, and nothing is built on it."
-    measured = f"Float16, D = {HEAD_DIM}, geometric mean over S = 1024 to 16384, causal and not. {sources(found, used)}."
+    dead_ends = (
+        "A dead end is an idea that looked good and made attention slower. v4a branches off v4, and nothing is built on it."
+    )
+    measured = f"Float16, D = {HEAD_DIM}, geometric mean over S = 1024 to 16384, causal and not. Each ratio is from one run. {_origins(used)}."
     return "\n\n".join([words, tables[0], dead_ends, tables[1], measured])
 
 
@@ -120,4 +132,4 @@ def headline(found: list[Run]) -> str:
         ]
         parts.append(f"{PASS_NAMES[pass_]} {mean:.0f} TFLOP/s" + (f" ({', '.join(over)})" if over else ""))
         used += [run, *(link[-1] for link in links)]
-    return f"**{spoken(last)}, D = {HEAD_DIM}, float16**: {'; '.join(parts)}. {sources(found, used)}."
+    return f"**{spoken(last)}, D = {HEAD_DIM}, float16**: {'; '.join(parts)}. {_origins(used)}."

@@ -102,14 +102,15 @@ def ladder(found: list[Run]) -> str:
         )
         tables.append(re.sub(" {2,}", " ", re.sub("-{4,}", "---", table)))  # or a long cell makes every row as long
     words = (
-        "*lines changed*: added and removed in the two files of a stage. *× parent*: times as fast as the stage that it was made "
-        "from. *% of fastest*, for the pass on its left: speed as a share of the fastest library, taken at each length and mask. "
+        "*lines changed*: added and removed in the two files of a stage. *× parent*: times as fast as the stage that it was "
+        "made from. *% of fastest*, for the pass on its left: speed as a share of the fastest library, at each length and mask. "
         "*same code*: the file did not change; differences are noise or the tuner's. `-`: not measured."
     )
     dead_ends = (
         "A dead end is an idea that looked good and made attention slower. v4a branches off v4, and nothing is built on it."
     )
-    measured = f"Float16, D = {HEAD_DIM}, geometric mean over S = 1024 to 16384, causal and not. Each ratio is from one run. {_origins(used)}."
+    over = f"Float16, D = {HEAD_DIM}, geometric mean over S = 1024 to 16384, causal and not. Each ratio is from one run."
+    measured = f"{over} {_origins(used)}."
     return "\n\n".join([words, tables[0], dead_ends, tables[1], measured])
 
 
@@ -126,7 +127,11 @@ def headline(found: list[Run]) -> str:
     for pass_ in CODE:
         mean, run = rate(found, last, pass_, HEAD_DIM)
         links = chain(found, last, first, pass_, HEAD_DIM) or []
-        over = [f"×{math.prod(ratio for *_, ratio, _ in links):.0f} {spoken(first)}"] if links else []
+        over = (
+            [f"×{math.prod(ratio for *_, ratio, _ in links):.0f} {spoken(first)}{' over several runs' * (len(links) > 1)}"]
+            if links
+            else []
+        )
         over += [
             f"×{ratio:.2f} {spoken(name)}" for name in libraries if (ratio := speedup(run.records, last, name, pass_, HEAD_DIM))
         ]

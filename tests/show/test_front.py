@@ -61,7 +61,8 @@ def test_headline_multiplies_gains_where_no_run_has_both_ends():
     old = run_of("old", "2026-01-01", records("v0_a", 10.0), records("v1_b", 2.0), records("v1a_x", 0.1))
     new = run_of("new", "2026-01-02", records("v1_b", 4.0), records("v2_c", 1.0), records("sdpa-cudnn", 1.5))
     assert front.headline([new, old]) == (
-        "**v2, D = 128, float16**: forward 100 TFLOP/s (×20 v0, ×1.50 cuDNN); backward 100 TFLOP/s (×20 v0, ×1.50 cuDNN). "
+        "**v2, D = 128, float16**: forward 100 TFLOP/s (×20 v0 over several runs, ×1.50 cuDNN); "
+        "backward 100 TFLOP/s (×20 v0 over several runs, ×1.50 cuDNN). "
         "X, torch 1, triton 2, commit old (2026-01-01), new (2026-01-02)."
     )
     assert "forward 50 TFLOP/s (×5 v0);" in front.headline([old])

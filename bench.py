@@ -153,7 +153,7 @@ MOST_KV_BYTES = 40e9  # K and V together
 
 
 def _decoding(head_dim: int) -> list[list[str]]:
-    """Return command lines of forwards with few queries, for every number of keys whose K and V fit in memory."""
+    """Return command lines that benchmark forwards with few queries, for each number of keys whose K and V fit in memory."""
     found = []
     for batch, (heads, kv_heads) in itertools.product((1, 8, 64), ((16, 16), (32, 8))):
         key = 2 * 2 * batch * kv_heads * head_dim  # bytes of K and V for a key, of all heads

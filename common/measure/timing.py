@@ -86,7 +86,7 @@ class GpuTimer:
 
 
 def host_seconds(call: Callable, gpu_seconds: float) -> list[float]:
-    """Return the CPU time of each round of a call until it returns: checks, dispatch, descriptors, launches.
+    """Return, for each round, the CPU time until a call returns: checks, dispatch, descriptors, launches.
 
     CPU time varies much more than GPU time: the CPU has other work and a changing clock. So a short call gets many rounds, and
     their spread matters as much as their median. The first rounds are left out: caches are cold, and the CPU has waited.

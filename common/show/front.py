@@ -103,7 +103,7 @@ def ladder(found: list[Run]) -> str:
         tables.append(re.sub(" {2,}", " ", re.sub("-{4,}", "---", table)))  # or a long cell makes every row as long
     words = (
         "*lines changed*: added and removed in the two files of a stage. *× parent*: times as fast as the stage that it was "
-        "made from. *% of fastest*, for the pass on its left: speed as a share of the fastest library, at each length and mask. "
+        "made from. *% of fastest*, for the pass on its left: share of the fastest library's speed, at each length and mask. "
         "*same code*: the file did not change; differences are noise or the tuner's. `-`: not measured."
     )
     dead_ends = (

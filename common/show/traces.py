@@ -41,7 +41,7 @@ def lanes(recorded: Trace) -> list[str]:
 
 
 def has_cycles(recorded: Trace) -> bool:
-    """Whether every access that has a lane was timed."""
+    """Whether every access that is drawn was timed."""
     shown = lanes(recorded)
     return all(access.start is not None for access in recorded.accesses if access.tensor in shown)
 

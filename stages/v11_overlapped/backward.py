@@ -59,8 +59,8 @@ def _finish_kernel(
     sums_ptr, dq_ptr, stride_b, stride_h, stride_m, scale, heads, seq_q, shift,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Round dQ from its accumulator, which has the order of a warpgroup's registers: 64 rows, part of their columns, warp,
-    group of columns, thread, row half, column pair."""
+    """Round dQ from its accumulator, which has the order of a warpgroup's registers. Its dimensions, from outer to inner:
+    block of 64 rows, block of columns, warp, column group, thread, row half, column pair."""
     tiles_m = tl.cdiv(seq_q + shift, BLOCK_M)
     tile = tl.program_id(0).to(tl.int64)
     start_m = tl.program_id(0) % tiles_m * BLOCK_M - shift

@@ -54,8 +54,8 @@ def _next_failed(tile, tiles, failed_ptr):
 
 @gluon.jit
 def _load(load, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
-    """Start to load the next slot of the ring, when the consumers have released it: K of the key tile at start_n, and V of
-    the tile after it, which is used together with that K."""
+    """Start to load the next slot of the ring, when the consumers have released it. It holds two tiles that one step uses
+    together: K of the key tile at start_n, and V of the tile after that one."""
     k_desc, v_desc, batch, kv_head = load
     k_s, v_s, kv_full, kv_empty = ring
     STAGES: gl.constexpr = k_s.shape[0]

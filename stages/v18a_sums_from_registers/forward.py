@@ -120,8 +120,8 @@ def _in_vain(tile, tiles, failed_ptr):
 
 @gluon.jit
 def _load(load, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
-    """Start to load the next slot of the ring, when the consumers have released it: K of the key tile at start_n, and V of
-    the tile a step after it, which is used together with that K."""
+    """Start to load the next slot of the ring, when the consumers have released it. It holds two tiles that one step uses
+    together: K of the key tile at start_n, and V of the tile one `step` after that one."""
     k_desc, v_desc, batch, kv_head, step = load
     k_s, v_s, kv_full, kv_empty = ring
     STAGES: gl.constexpr = k_s.shape[0]
@@ -670,8 +670,7 @@ class Plan(NamedTuple):
 
 
 def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, programs) -> Plan:
-    """Return the best plan for `seq_q` queries and the `keys` keys that the last of them sees, with `programs` CTAs at a
-    time."""
+    """Return the best plan for `seq_q` queries. The last query sees `keys` keys, and `programs` CTAs run at a time."""
     width = max(head_dim, value_dim)
     per_kv = heads // kv_heads
     together = per_kv if 64 % per_kv == 0 else 1

@@ -128,7 +128,7 @@ def test_identical_kernels_are_tuned_once():
 
 
 def picked(milliseconds):
-    """A tuner's pick among five configurations, and those that it timed before, in order, as numbers.
+    """The numbers of the configurations that a tuner timed, in order, and of the one that it picked among five.
 
     `milliseconds` gives the time of a configuration, by its number and how often it was timed before.
     """

@@ -1,4 +1,4 @@
-"""The first lines of a benchmark's output: their statements, their numbers, and their fit in a terminal."""
+"""The first lines of a benchmark's output state the right ratios and fit a terminal."""
 
 import pytest
 from cases import cells

@@ -1,4 +1,4 @@
-"""Matmuls run under the softmax: each starts before it is needed."""
+"""Matmuls overlap the softmax: each starts before it is needed."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -61,7 +61,7 @@ def _row_magnitudes(q, k, v, grad_out, *, first, causal, scale, diagonal):
 
 
 def _together(above, below):
-    """Combine the results of some query rows and of the rows below; the gradients of keys are summed over the rows."""
+    """Combine the results of two blocks of query rows: dK and dV are added, the other results are concatenated."""
     return {
         name: result + below[name] if name in ("dk", "dv") else torch.cat((result, below[name]), 1)
         for name, result in above.items()
@@ -69,7 +69,7 @@ def _together(above, below):
 
 
 def _each_head(function, precision, q, k, v, grad_out, **options):
-    """Apply `function` to as many heads, or query rows of a head, at a time as fit; return its results as [B, H, …].
+    """Apply `function` to parts that fit into memory: some heads, or some query rows of a head. Return [B, H, …].
 
     The gradients of k and v, [B, Hkv, …], are summed over the query heads that share a K/V head.
     """

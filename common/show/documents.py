@@ -47,7 +47,6 @@ from common.show.results import (
     run_file,
     runs,
     same_code,
-    sources,
     spoken,
     tuned_case,
 )
@@ -145,7 +144,8 @@ def gain_table(name: str) -> str:
             rows[span] = [f"{time:.2f}" if time else "-" for time in times[0]]
     columns = {span[:2] for span in spans}
     used = [run for column, run in side_by_side.items() if run and column in columns]
-    where = f"Float16, 16k tokens. {sources(measured, used)}." if used else ""
+    machines = dict.fromkeys(f"{run.machine['gpu']}, commit {run.machine['commit'][:12]}" for run in used)
+    where = f"Float16, 16k tokens, {'; '.join(machines)}." if used else ""
     headers = [f"S = {seq_len}" for seq_len in lengths]
     if not parent:
         return f"Milliseconds, by sequence length. {where}\n\n{_step_table(rows, headers)}"

@@ -102,20 +102,26 @@ def ladder(found: list[Run]) -> str:
         )
         tables.append(re.sub(" {2,}", " ", re.sub("-{4,}", "---", table)))  # or a long cell makes every row as long
     words = (
-        "*lines changed*: added and removed in the two files of a stage. *× parent*: times as fast as the stage that it was "
-        "made from. *% of fastest*, for the pass on its left: share of the fastest library's speed, at each length and mask. "
-        "*same code*: the file did not change; differences are noise or the tuner's. `-`: not measured."
+        "*lines changed*: how many lines the stage adds to `forward.py` and `backward.py`, plus how many it removes. "
+        "*× parent*: the parent's time over the stage's time. "
+        "*% of fastest*: the stage's speed as a share of the fastest library's. The libraries are cuDNN and "
+        "FlashAttention-2, -3 and -4. *same code*: the stage does not change this pass, and small differences are noise. "
+        "`-`: not measured."
     )
     dead_ends = (
-        "A dead end is an idea that looked good and made attention slower. v4a branches off v4, and nothing is built on it."
+        "A dead end is an idea that looked good and made attention slower. "
+        "v4a starts from v4, and v5 starts from v4 again, not from v4a."
     )
-    over = f"Float16, D = {HEAD_DIM}, geometric mean over S = 1024 to 16384, causal and not. Each ratio is from one run."
+    over = (
+        f"Float16, D = {HEAD_DIM}. Each number is the geometric mean over ten workloads: "
+        "S = 1024 to 16384, with and without a causal mask. Each ratio compares times of one run."
+    )
     measured = f"{over} {_origins(used)}."
     return "\n\n".join([words, tables[0], dead_ends, tables[1], measured])
 
 
 def headline(found: list[Run]) -> str:
-    """How fast the newest stage is, next to the libraries and to the first stage.
+    """A table: how fast the newest stage is, next to the first stage and to the libraries.
 
     Args:
         found: as `common.show.results.runs` gives them.
@@ -123,18 +129,21 @@ def headline(found: list[Run]) -> str:
     names = names_in(found)
     first, last = next(name for name in names if stages.position(name)), last_stage(names)
     libraries = [name for name in names if not stages.position(name)]
-    parts, used = [], []
-    for pass_ in CODE:
-        mean, run = rate(found, last, pass_, HEAD_DIM)
+    best = {pass_: rate(found, last, pass_, HEAD_DIM) for pass_ in CODE}
+    beside = {name for _, run in best.values() for name in implementations(run.records)}
+    libraries = [name for name in libraries if name in beside]
+    rows, used, chained = [], [], False
+    for pass_, (mean, run) in best.items():
         links = chain(found, last, first, pass_, HEAD_DIM) or []
-        over = (
-            [f"×{math.prod(ratio for *_, ratio, _ in links):.0f} {spoken(first)}{' over several runs' * (len(links) > 1)}"]
-            if links
-            else []
-        )
-        over += [
-            f"×{ratio:.2f} {spoken(name)}" for name in libraries if (ratio := speedup(run.records, last, name, pass_, HEAD_DIM))
-        ]
-        parts.append(f"{PASS_NAMES[pass_]} {mean:.0f} TFLOP/s" + (f" ({', '.join(over)})" if over else ""))
+        ratios = [math.prod(ratio for *_, ratio, _ in links) if links else None]
+        ratios += [speedup(run.records, last, name, pass_, HEAD_DIM) for name in libraries]
+        cells = [f"×{ratio:.{2 if ratio < 10 else 0}f}" if ratio else "-" for ratio in ratios]
+        rows.append([PASS_NAMES[pass_], f"{mean:.0f}", *cells])
         used += [run, *(link[-1] for link in links)]
-    return f"**{spoken(last)}, D = {HEAD_DIM}, float16**: {'; '.join(parts)}. {_origins(used)}."
+        chained |= len(links) > 1
+    headers = [f"{spoken(last)}, D = {HEAD_DIM}", "TFLOP/s", *(f"× {spoken(name)}" for name in (first, *libraries))]
+    table = tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=["left"] + ["right"] * (len(headers) - 1))
+    words = f"×1.10 means 1.10 times as fast. Float16, on the workloads of the ladder below. {_origins(used)}."
+    if chained:
+        words += f" The ratio to {spoken(first)} multiplies the gains of two or more runs."
+    return f"{table}\n\n{words}"

@@ -40,7 +40,7 @@ class Scaling:
         return record["tflops"] / alone["tflops"] if alone else None
 
     def strong(self, record: dict) -> float | None:
-        """Return the share of a linear speedup over one GPU with the same sequence; None if not measured."""
+        """Return the speedup over one GPU with the same sequence, divided by the number of GPUs; None if not measured."""
         alone = self._by_case.get(_key(record, 1, record["seq_len"]))
         return alone["ms"] / record["ms"] / record["ranks"] if alone else None
 

@@ -12,7 +12,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     if causal:
         visible = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril(diagonal)
         s = s.masked_fill(~visible, float("-inf"))
-    # NOTE: each line reads and writes all of S; v1 makes them one kernel.
+    # NOTE: each line reads and writes all of S; v1 does all of this in one kernel.
     m = s.amax(-1, keepdim=True)
     p = torch.exp(s - m)  # safe: the largest exponent is 0
     l = p.sum(-1, keepdim=True)

@@ -76,8 +76,8 @@ def _accumulate(acc, s, q, ring, fill, tiles, seq_k, last, scale_log2, CAUSAL: g
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
     s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
     mbarrier.arrive(kv_empty.index(fill % STAGES), count=1)
-    # Only the last tile can pass the last key or contain the diagonal. The first query tile starts diagonal % ROWS rows before
-    # query 0, so a consumer's rows see keys up to a multiple of ROWS.
+    # Only the last tile can pass the last key or contain the diagonal: the first query tile starts diagonal % ROWS rows before
+    # query 0, so the last key that a consumer's rows see is always at the end of ROWS keys.
     start_n = (tiles - 1) * BLOCK_N
     if CAUSAL or start_n + BLOCK_N > seq_k:
         offs_n = start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
@@ -100,7 +100,7 @@ def _accumulate(acc, s, q, ring, fill, tiles, seq_k, last, scale_log2, CAUSAL: g
         s = warpgroup_mma_wait(1, [s])  # [rows, BLOCK_N]
         m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
         p = gl.exp2(s * scale_log2 - m_new[:, None])
-        rescale = gl.exp2(m - m_new)  # rescales sums under the old maximum
+        rescale = gl.exp2(m - m_new)  # rescales what was computed with the old maximum
         l = l * gl.convert_layout(rescale, gl.SliceLayout(1, l.type.layout))[:, None] + _sums(p)
         acc = warpgroup_mma_wait(0, [acc])  # the compiler moves this before the exponentials
         mbarrier.arrive(kv_empty.index(slot), count=1)
@@ -147,7 +147,8 @@ def _consumer(work, w: gl.constexpr, CAUSAL: gl.constexpr):
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
     q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
     rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    # Q in registers need not be read for every key tile; two consumers have enough registers, four do not.
+    # With Q in registers, the matmul need not read Q from shared memory for every key tile. Two consumers have enough registers
+    # for this, four do not.
     Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and HEAD_DIM <= 128
     start_m += w * ROWS
     seen = gl.cdiv(gl.minimum(start_m + ROWS + diagonal, seq_k) if CAUSAL else seq_k, BLOCK_N)
@@ -159,7 +160,7 @@ def _consumer(work, w: gl.constexpr, CAUSAL: gl.constexpr):
     mbarrier.wait(q_full.index(w), 0)
     q_buffer = q_s.index(w).reshape([ROWS, HEAD_DIM])
     q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
-    for fill in range(n - seen):  # skip key tiles that only later consumers see
+    for fill in range(n - seen):  # skip key tiles that only the CTA's later consumers see
         mbarrier.wait(kv_full.index(fill % STAGES), fill // STAGES & 1)
         mbarrier.arrive(kv_empty.index(fill % STAGES), count=1)
     s = _scores(q, ring, n - seen, ROWS)
@@ -208,7 +209,8 @@ def _forward_kernel(
     kv = (k_desc, v_desc, batch, head // heads_per_kv)
     work = (out_desc, out_ptr, lse_ptr, scale, q_s, o_s, q_full, batch, head, start_m, seq_q, seq_k, diagonal, ring, n)
     load = (q_desc, q_s, q_full, batch, head, start_m, kv, ring, n)
-    # An SM has 512 registers for each of 128 threads. The producer keeps 24 per thread, and the consumers get the rest.
+    # An SM has 65,536 registers, 512 for each thread of a warpgroup. The producer keeps 24 per thread, and the consumers get
+    # the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (work, 0, CAUSAL)), (_consumer, (work, 1, CAUSAL)), (_producer, (load,))],

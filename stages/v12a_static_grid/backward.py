@@ -123,7 +123,8 @@ def _add_dq(ds_s, ds_empty, slot, k_s, dq_s, sums_desc, row):
         dq = warpgroup_mma_wait(0, [dq])  # [64, COLUMNS]
         if part == PARTS - 1:
             mbarrier.arrive(ds_empty.index(slot), count=1)
-        # In the order of the registers, four of a thread after four of the next: no bank conflicts.
+        # Elements are stored in the order of the registers: four of one thread, then four of the next. This has no bank
+        # conflicts.
         dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5])
         tma.store_wait(PARTS - 1)
         dq_s.index(part).store(dq.reshape(sums_desc.block_shape))
@@ -164,7 +165,7 @@ def _accumulate(
     nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
     if CAUSAL:
         offs_n = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-        seen_from = gl.where(offs_n < keys, offs_n, 2**30)  # the first query that sees a key; past the end there is none
+        seen_from = gl.where(offs_n < keys, offs_n, 2**30)  # the first query that sees each key; none sees one past the end
     for step in range(lo, hi):
         slot = step % STAGES
         phase = step // STAGES & 1
@@ -183,7 +184,7 @@ def _accumulate(
                 offs_n = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
                 visible = (offs_n < keys)[:, None]
             p_t = gl.where(visible, p_t, float("-inf"))
-        # This wait waits for nothing, but makes the compiler compute p before it issues the matmuls.
+        # No matmul is in flight here. The wait only makes the compiler compute p before it issues the next matmuls.
         p_t = warpgroup_mma_wait(0, [gl.exp2(p_t).to(dtype)])
         mbarrier.wait(do_full.index(slot), phase)
         dp_t = warpgroup_mma(v, do.permute([1, 0]), nothing, use_acc=False, is_async=True)
@@ -240,23 +241,24 @@ def _consumer(work, ring, dq, seen, unseen, masked, n, w: gl.constexpr, CAUSAL: 
     v = v_s.index(w).reshape([ROWS, VALUE_DIM])
     scale_log2 = scale * LOG2_E
     mbarrier.wait(kv_full.index(0), 0)
-    # Query tiles that see none of these keys, but some of the other consumer's: these keys add nothing to dQ.
+    # Some query tiles see keys of the other consumer only: for these, this consumer stores zeros as dS.
     unseen *= w
     for step in range(unseen):
         slot = step % STAGES
         phase = step // STAGES & 1
-        # Otherwise the next wait would return at once, because its phase has the same parity as the one before this one.
+        # Without this wait, the next one would return at once: its phase has the same parity as the phase before this one.
         mbarrier.wait(q_full.index(slot), phase)
         mbarrier.wait(ds_empty.index(slot), phase ^ 1)
         ds_s.index(slot * CONSUMERS + w).store(gl.zeros([ROWS, BLOCK_M], q_s.dtype, s_layout))
         fence_async_shared()
         mbarrier.arrive(ds_full.index(slot), count=1)
         mbarrier.arrive(q_do_empty.index(slot), count=1)
-    # The diagonal needs a mask, and so do keys past the end: p may be infinite there, and infinity times a load's zeros is NaN.
+    # The diagonal needs a mask. Keys past the end need one too: p may be infinite there, and infinity times 0 is NaN.
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, ring, dq, seen, unseen, masked, w, CAUSAL, True)
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, ring, dq, seen, masked, n, w, CAUSAL, False)
 
-    # Outputs leave from the buffers of the inputs: nobody reads V any more, and K is free when the last dQ is done.
+    # The buffers of V and K now hold dV and dK, and TMA stores these. V is not needed any more, and K is free when the last dQ
+    # is done.
     v.store(dv.to(v_s.dtype))
     fence_async_shared()
     mbarrier.arrive(dv_full.index(w), count=1)
@@ -274,7 +276,7 @@ def _dq_consumer(sums_desc, k_s, dq, dq_s, order, n):
     for step in range(n):
         slot = step % STAGES
         _, row = _query_tile(step, order)
-        mbarrier.wait(ds_full.index(slot), step // STAGES & 1)  # and for K, which the consumers have waited for
+        mbarrier.wait(ds_full.index(slot), step // STAGES & 1)  # and for K: the consumers waited for it
         _add_dq(ds_s, ds_empty, slot, k_s, dq_s, sums_desc, row)
     tma.store_wait(0)
 
@@ -303,8 +305,9 @@ def _backward_kernel(
         unseen = gl.where(corner < 0, 0, ROWS // BLOCK_M)
     n = tiles_m - first
     masked = gl.where(start_n + KEYS > seq_k, n, masked)
-    # CTAs that start together share tiles through the L2 cache if they go from the last tile backwards. In later waves CTAs
-    # start one by one, those with fewer tiles later: they meet if they go forwards. One head's tiles stay in the cache anyway.
+    # CTAs that read the same tile at the same time share it through the L2 cache. CTAs that start together all begin with the
+    # last tile and go backwards. Later CTAs start one by one, those with fewer tiles later, so they go forwards. If a K/V head
+    # has one query head, its tiles stay in the cache anyway.
     turning = n
     if CAUSAL:
         turning = gl.where((heads_per_kv > 1) & (gl.program_id(0) // at_once % 2 == 0), masked, n)
@@ -350,9 +353,8 @@ def _backward_kernel(
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors.
 
-    Falls back to v7 for float32, for D or Dv = 256, and under `torch.use_deterministic_algorithms`, because CTAs add to dQ in
-    any
-    order.
+    Falls back to v7 for float32 and for D or Dv = 256. Also falls back under `torch.use_deterministic_algorithms`, because CTAs
+    add to dQ in any order.
     """
     require_hopper(__package__)
     batch, heads, seq_q, head_dim = q.shape

@@ -108,8 +108,8 @@ def _accumulate(
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
     s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
     mbarrier.arrive(kv_empty.index(fill % STAGES), count=1)
-    # Only the last tile can pass the last key or contain the diagonal. The first query tile starts diagonal % ROWS rows before
-    # query 0, so a consumer's rows see keys up to a multiple of ROWS.
+    # Only the last tile can pass the last key or contain the diagonal: the first query tile starts diagonal % ROWS rows before
+    # query 0, so the last key that a consumer's rows see is always at the end of ROWS keys.
     start_n = (tiles - 1) * BLOCK_N
     if CAUSAL or start_n + BLOCK_N > seq_k:
         offs_n = start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
@@ -153,7 +153,7 @@ def _accumulate(
             mbarrier.arrive(kv_empty.index(slot), count=1)
         if AGAIN:
             m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
-            rescale = gl.exp2(m - m_new)  # rescales sums under the old maximum
+            rescale = gl.exp2(m - m_new)  # rescales what was computed with the old maximum
             l = l * gl.convert_layout(rescale, gl.SliceLayout(1, l.type.layout))[:, None]
             m = m_new
         p = gl.exp2(s * scale_log2 - m[:, None])
@@ -240,7 +240,8 @@ def _consumer(work, w: gl.constexpr, AGAIN: gl.constexpr, CAUSAL: gl.constexpr):
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
     q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
     rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    # Q in registers need not be read for every key tile; two consumers have enough registers, four do not.
+    # With Q in registers, the matmul need not read Q from shared memory for every key tile. Two consumers have enough registers
+    # for this, four do not.
     Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and HEAD_DIM <= 128
     # exp(x) = exp2(x * log2(e)), and exp2 is one instruction; never 0, because a masked score, -inf, times 0 is NaN
     scale_log2 = gl.maximum(scale * LOG2_E, 1e-37)
@@ -262,13 +263,13 @@ def _consumer(work, w: gl.constexpr, AGAIN: gl.constexpr, CAUSAL: gl.constexpr):
         mbarrier.wait(q_full.index(slot), turn // Q_STAGES & 1)
         q_buffer = q_s.index(slot).reshape([ROWS, HEAD_DIM])
         q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
-        for _ in range(n - seen):  # skip key tiles that only later consumers see
+        for _ in range(n - seen):  # skip key tiles that only the CTA's later consumers see
             mbarrier.wait(kv_full.index(fill % STAGES), fill // STAGES & 1)
             mbarrier.arrive(kv_empty.index(fill % STAGES), count=1)
             fill += 1
         s = _scores(q, ring, fill, ROWS)
         if Q_STAGES == 2:
-            # O of the tile before has left the other buffer, so the next Q may arrive there.
+            # TMA has stored the last tile's O from the other buffer, so the next Q may arrive there.
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index((turn + 1) % Q_STAGES * CONSUMERS + w), count=1, pred=turn > 0)
         acc, m, l = _accumulate(acc, s, q, ring, fill, seen, seq_k, start_m + diagonal, scale_log2, CONSUMERS, AGAIN, CAUSAL)
@@ -327,14 +328,15 @@ def _forward_kernel(
     q_full, q_empty = new_ring(Q_STAGES * CONSUMERS, 1, 1)  # each consumer has its own buffers
     kv_full, kv_empty = new_ring(STAGES, 1, CONSUMERS)
     ring = (k_s, v_s, kv_full, kv_empty)
-    tile_full = new_barriers(Q_STAGES, 1)  # a number has been read when its buffer of Q is released
+    tile_full = new_barriers(Q_STAGES, 1)  # a tile's number has been read when its buffer of Q is released
 
     queries = (q_s, q_full, q_empty)
     turns = (tile_s, tile_full)
     problem = (batch_heads, heads, heads_per_kv, group, tiles_m, seq_q, seq_k, diagonal)
     work = (out_desc, out_ptr, lse_ptr, failed_ptr, scale, o_s, ring, queries, turns, problem)
     load = (q_desc, k_desc, v_desc, counter_ptr, failed_ptr, ring, queries, turns, problem)
-    # An SM has 512 registers for each of 128 threads. The producer keeps 24 per thread, and the consumers get the rest.
+    # An SM has 65,536 registers, 512 for each thread of a warpgroup. The producer keeps 24 per thread, and the consumers get
+    # the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (work, 0, AGAIN, CAUSAL)), (_consumer, (work, 1, AGAIN, CAUSAL)), (_producer, (load, AGAIN, CAUSAL))],
@@ -379,7 +381,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     programs = min(tiles, num_sms())
     kv_bytes = seq_k * (head_dim + value_dim) * k.element_size()
     group = heads // kv_heads * max(1, min(batch * kv_heads, L2_SHARE["causal" if causal else "full"] // kv_bytes))
-    # Number of tiles taken after each CTA's first; whether any tile failed, and which.
+    # The counter of tiles that were taken after each CTA's first; a flag if any tile failed; a flag for each tile.
     counter, failed = lse.new_zeros(2 + tiles, dtype=torch.int32).split([1, 1 + tiles])
     tensors = describe_tile(q, 64), describe_tile(k, block_n), describe_tile(v, block_n), describe_tile(out, 64), out_ptr, lse
     for again in (False, True):

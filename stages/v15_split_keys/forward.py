@@ -175,7 +175,7 @@ def _accumulate(
             mbarrier.arrive(kv_empty.index(slot), count=1)
         if RUNNING:
             m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
-            rescale = gl.exp2(m - m_new)  # rescales sums under the old maximum
+            rescale = gl.exp2(m - m_new)  # rescales what was computed with the old maximum
             l = l * gl.convert_layout(rescale, gl.SliceLayout(1, l.type.layout))[:, None]
             m = m_new
         p = gl.exp2(s * scale_log2 - m[:, None])
@@ -273,7 +273,8 @@ def _consumer(
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
     q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
     rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    # Q in registers need not be read for every key tile; two consumers have enough registers, four do not.
+    # With Q in registers, the matmul need not read Q from shared memory for every key tile. Two consumers have enough registers
+    # for this, four do not.
     Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and HEAD_DIM <= 128
     # exp(x) = exp2(x * log2(e)), and exp2 is one instruction; never 0, because a masked score, -inf, times 0 is NaN
     scale_log2 = gl.maximum(scale * LOG2_E, 1e-37)
@@ -302,13 +303,13 @@ def _consumer(
         mbarrier.wait(q_full.index(slot), turn // Q_STAGES & 1)
         q_buffer = q_s.index(slot).reshape([ROWS, HEAD_DIM])
         q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
-        for _ in range(share - seen):  # skip key tiles that only later consumers see
+        for _ in range(share - seen):  # skip key tiles that only the CTA's later consumers see
             mbarrier.wait(kv_full.index(fill % STAGES), fill // STAGES & 1)
             mbarrier.arrive(kv_empty.index(fill % STAGES), count=1)
             fill += 1
         s = _scores(q, ring, fill, ROWS)
         if Q_STAGES == 2:
-            # O of the tile before has left the other buffer, so the next Q may arrive there.
+            # TMA has stored the last tile's O from the other buffer, so the next Q may arrive there.
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index((turn + 1) % Q_STAGES * CONSUMERS + w), count=1, pred=turn > 0)
         start_n = (split + (seen - 1) * splits) * BLOCK_N
@@ -380,14 +381,15 @@ def _forward_kernel(
     q_full, q_empty = new_ring(Q_STAGES * CONSUMERS, 1, 1)  # each consumer has its own buffers
     kv_full, kv_empty = new_ring(STAGES, 1, CONSUMERS)
     ring = (k_s, v_s, kv_full, kv_empty)
-    tile_full = new_barriers(Q_STAGES, 1)  # a number has been read when its buffer of Q is released
+    tile_full = new_barriers(Q_STAGES, 1)  # a tile's number has been read when its buffer of Q is released
 
     queries = (q_s, q_full, q_empty)
     turns = (tile_s, tile_full)
     problem = (batch_heads, heads, heads_per_kv, group, tiles_m, seq_q, seq_k, diagonal, splits if SPLIT else 1)
     work = (out_desc, out_ptr, lse_ptr, part_ptr, failed_ptr, scale, o_s, ring, queries, turns, problem)
     load = (q_desc, k_desc, v_desc, counter_ptr, failed_ptr, ring, queries, turns, problem)
-    # An SM has 512 registers for each of 128 threads. The producer keeps 24 per thread, and the consumers get the rest.
+    # An SM has 65,536 registers, 512 for each thread of a warpgroup. The producer keeps 24 per thread, and the consumers get
+    # the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (work, 0, PACKED, SPLIT, RUNNING, AGAIN, CAUSAL)),
@@ -412,7 +414,8 @@ def _merge_kernel(
     VALUE_DIM: gl.constexpr, ROWS: gl.constexpr, AT_ONCE: gl.constexpr,
 ):  # fmt: skip
     """Merge some rows of out and lse from the splits: their outputs, weighted by exp(lse of the split - lse)."""
-    # A thread has its columns of all splits that are read at once, or of a quarter of them, and waits for no other thread.
+    # Each thread holds its columns of all splits, or of a quarter of them. So it can add them without waiting for other
+    # threads.
     WARP_ROWS: gl.constexpr = max(1, 128 // VALUE_DIM)
     threads: gl.constexpr = [WARP_ROWS, 1, 32 // WARP_ROWS]
     by_rows: gl.constexpr = gl.BlockedLayout([1, AT_ONCE, 4], threads, [4, 1, 1], [2, 1, 0])
@@ -569,7 +572,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     if cut.short:
         kernel(*parts, lse, lse, SPLIT=True, RUNNING=True, AGAIN=False)
     else:
-        # Number of tiles taken after each CTA's first; whether any tile failed, and which.
+        # The counter of tiles that were taken after each CTA's first; a flag if any tile failed; a flag for each tile.
         counter, failed = lse.new_zeros(2 + tiles * splits, dtype=torch.int32).split([1, 1 + tiles * splits])
         for again in (False, True):
             kernel(*parts, counter, failed, SPLIT=splits > 1, RUNNING=again, AGAIN=again, launch_pdl=again)

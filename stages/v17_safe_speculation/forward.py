@@ -90,7 +90,8 @@ def _leave(tile, failed_ptr):
 
 @gluon.jit
 def _next_failed(tile, others, begun, failed_ptr):
-    """Return the failed tile that has `others` failed ones before it from `tile` on; at least `begun` if there is none."""
+    """Search from `tile` on: skip `others` failed tiles and return the next failed one, or at least `begun` if there is
+    none."""
     offs = gl.arange(0, LOOKED_AT, gl.BlockedLayout([LOOKED_AT // 32], [32], [1], [0]))
     while (others >= 0) & (tile < begun):
         failed = gl.load(failed_ptr + 1 + LATELY + tile + offs, mask=tile + offs < begun, other=0)
@@ -101,7 +102,8 @@ def _next_failed(tile, others, begun, failed_ptr):
 
 @gluon.jit
 def _next_again(failed, others, begun, counter_ptr, failed_ptr):
-    """Return where `_next_failed` ended, and the tile to take: the failed one it found, or else one that nobody has started."""
+    """Return where `_next_failed` ended, and the tile to take: the failed tile that it found, or else a tile that never
+    started."""
     failed = _next_failed(failed, others, begun, failed_ptr)
     tile = failed
     if failed >= begun:
@@ -111,8 +113,8 @@ def _next_again(failed, others, begun, counter_ptr, failed_ptr):
 
 @gluon.jit
 def _in_vain(tile, tiles, failed_ptr):
-    """Return whether more than a quarter failed of the LATELY tiles that started a round before this one. Samples precede
-    all tiles."""
+    """Return whether, of the LATELY tiles that started a round before this one, more than a quarter failed. The samples
+    count as the tiles before the first."""
     before = gl.maximum(tile + 1 - LATELY, 0) + gl.arange(0, LATELY, gl.BlockedLayout([LATELY // 32], [32], [1], [0]))
     failed = gl.load(failed_ptr + 1 + before, mask=before - LATELY < tiles, other=0, volatile=True)
     return gl.sum(failed, 0) * 4 > LATELY
@@ -225,7 +227,7 @@ def _accumulate(
             mbarrier.arrive(kv_empty.index(slot), count=1)
         if RUNNING:
             m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
-            rescale = gl.exp2(m - m_new)  # rescales sums under the old maximum
+            rescale = gl.exp2(m - m_new)  # rescales what was computed with the old maximum
             l = l * gl.convert_layout(rescale, gl.SliceLayout(1, l.type.layout))[:, None]
             m = m_new
         p = gl.exp2(s * scale_log2 - m[:, None])
@@ -263,7 +265,7 @@ def _producer(
     tiles; these, and short work, go in strides of the number of CTAs.
     """
     q_desc, k_desc, v_desc, first_desc, counter_ptr, failed_ptr, ring, queries, turns, problem = load
-    gdc_launch_dependents()  # all CTAs are running: the next launch's CTAs may start as these end, or beside them
+    gdc_launch_dependents()  # all CTAs are running, so the next launch may start its CTAs when these end, or beside them
     q_s, first_s, q_full, q_empty = queries
     tile_s, tile_full = turns
     batch_heads, heads, heads_per_kv, group, tiles_m, seq_q, seq_k, diagonal, splits = problem
@@ -299,7 +301,7 @@ def _producer(
                 _load(kv, ring, fill, start_n, True, False)
         if not RUNNING:
             if turn == 0:
-                gdc_wait()  # for the samples, while Q and K load
+                gdc_wait()  # wait for the samples while Q and K load
             in_vain = _in_vain(tile, tiles, failed_ptr)
             if turn == 0:
                 _pass_on(gl.where(in_vain, tiles, tile), turns, Q_STAGES)
@@ -350,7 +352,8 @@ def _consumer(
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
     q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
     rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    # Q in registers need not be read for every key tile; two consumers have enough registers, four do not.
+    # With Q in registers, the matmul need not read Q from shared memory for every key tile. Two consumers have enough registers
+    # for this, four do not.
     Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and HEAD_DIM <= 128
     # exp(x) = exp2(x * log2(e)), and exp2 is one instruction; never 0, because a masked score, -inf, times 0 is NaN
     scale_log2 = gl.maximum(scale * LOG2_E, 1e-37)
@@ -380,13 +383,13 @@ def _consumer(
         mbarrier.wait(q_full.index(slot), turn // Q_STAGES & 1)
         q_buffer = q_s.index(slot).reshape([ROWS, HEAD_DIM])
         q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
-        for _ in range(share - seen):  # skip key tiles that only later consumers see
+        for _ in range(share - seen):  # skip key tiles that only the CTA's later consumers see
             mbarrier.wait(kv_full.index(fill % STAGES), fill // STAGES & 1)
             mbarrier.arrive(kv_empty.index(fill % STAGES), count=1)
             fill += 1
         s = _scores(q, ring, fill, ROWS)
         if Q_STAGES == 2:
-            # O of the tile before has left the other buffer, so the next Q may arrive there.
+            # TMA has stored the last tile's O from the other buffer, so the next Q may arrive there.
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index((turn + 1) % Q_STAGES * CONSUMERS + w), count=1, pred=turn > 0)
         start_n = (split + (seen - 1) * splits) * BLOCK_N
@@ -446,9 +449,9 @@ def _sample_kernel(
     batch_heads, heads, heads_per_kv, group, seq_q, seq_k, diagonal, splits,
     BLOCK_M: gl.constexpr, PACKED: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Each CTA scores one sample, spread over all tiles: does a score of a consumer's rows with two key tiles exceed the
-    guessed maximum by a factor of more than 2^highest? The answers go into the LATELY flags before the first tile's. Also
-    zero all flags of tiles and the counter."""
+    """Score samples that are spread over all tiles, one per CTA, and zero the counter and the flags of all tiles. A sample
+    is a consumer's 64 rows with two key tiles. Its flag is set if a score exceeds the guessed maximum by a factor of more
+    than 2^highest. The LATELY flags of samples lie before the flags of tiles."""
     gdc_launch_dependents()  # the speculating launch may prepare meanwhile
     BLOCK_N: gl.constexpr = k_desc.block_shape[2]
     HEAD_DIM: gl.constexpr = k_desc.block_shape[3]
@@ -551,7 +554,8 @@ def _forward_kernel(
     problem = (batch_heads, heads, heads_per_kv, group, tiles_m, seq_q, seq_k, diagonal, splits if SPLIT else 1)
     work = (out_desc, out_ptr, lse_ptr, part_ptr, failed_ptr, scale, o_s, ring, queries, turns, problem)
     load = (q_desc, k_desc, v_desc, first_desc, counter_ptr, failed_ptr, ring, queries, turns, problem)
-    # An SM has 512 registers for each of 128 threads. The producer keeps 24 per thread, and the consumers get the rest.
+    # An SM has 65,536 registers, 512 for each thread of a warpgroup. The producer keeps 24 per thread, and the consumers get
+    # the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (work, 0, PACKED, SPLIT, RUNNING, AGAIN, CAUSAL)),
@@ -576,7 +580,8 @@ def _merge_kernel(
     VALUE_DIM: gl.constexpr, ROWS: gl.constexpr, AT_ONCE: gl.constexpr,
 ):  # fmt: skip
     """Merge some rows of out and lse from the splits: their outputs, weighted by exp(lse of the split - lse)."""
-    # A thread has its columns of all splits that are read at once, or of a quarter of them, and waits for no other thread.
+    # Each thread holds its columns of all splits, or of a quarter of them. So it can add them without waiting for other
+    # threads.
     WARP_ROWS: gl.constexpr = max(1, 128 // VALUE_DIM)
     threads: gl.constexpr = [WARP_ROWS, 1, 32 // WARP_ROWS]
     by_rows: gl.constexpr = gl.BlockedLayout([1, AT_ONCE, 4], threads, [4, 1, 1], [2, 1, 0])
@@ -745,7 +750,8 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     if cut.short:
         launch(lse, lse, SPLIT=True, RUNNING=True, AGAIN=False)
     else:
-        # Number of tiles taken after each CTA's first; whether any tile failed, which samples did, and which tiles.
+        # The counter of tiles that were taken after each CTA's first; a flag if any tile failed; a flag for each sample and
+        # each tile.
         flags = 1 + LATELY.value + tiles * splits
         counter, failed = lse.new_empty(1 + flags, dtype=torch.int32).split([1, flags])
         _sample_kernel[min(LATELY.value, num_sms()),](

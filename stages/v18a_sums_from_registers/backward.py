@@ -113,8 +113,9 @@ def _tile(
         unseen = gl.where(corner < 0, 0, ROWS // BLOCK_M)
     n = tiles_m - first
     masked = gl.where(start_n + BLOCK_N > seq_k, n, masked)
-    # CTAs that start together share tiles through the L2 cache if they go from the last tile backwards. In later waves CTAs
-    # start one by one, those with fewer tiles later: they meet if they go forwards. One head's tiles stay in the cache anyway.
+    # CTAs that read the same tile at the same time share it through the L2 cache. CTAs that start together all begin with the
+    # last tile and go backwards. Later CTAs start one by one, those with fewer tiles later, so they go forwards. If a K/V head
+    # has one query head, its tiles stay in the cache anyway.
     turning = n
     if CAUSAL:
         turning = gl.where((heads_per_kv > 1) & (tile // at_once % 2 == 0), masked, n)
@@ -169,12 +170,14 @@ def _add_dq(ds_s, ds_empty, slot, k_s, k_slot, sums_ptr, row, PARTS: gl.constexp
             k = k_s.index(k_slot * CONSUMERS + w).reshape([ROWS, HEAD_DIM]).slice(part * COLUMNS % HEAD_DIM, COLUMNS, dim=1)
             dq = warpgroup_mma(ds_t.permute([1, 0]), k, dq, use_acc=w > 0, is_async=True)
         dq = warpgroup_mma_wait(0, [dq])  # [64, COLUMNS]
-        # In the order of the registers, four of a thread after four of the next: an instruction adds four of each.
+        # Elements lie in the order of the registers: four of one thread, then four of the next. An instruction adds four of
+        # each thread.
         dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5]).reshape([64 * COLUMNS])
         offs = gl.arange(0, 64 * COLUMNS, dq.type.layout)
         reduce_add(sums_ptr + (row.to(gl.int64) * PARTS + part) * (64 * COLUMNS) + offs, dq)
-        # After each part, though dS is free only after the last. Otherwise ptxas wants registers for this part's additions and
-        # for the next part's matmul. It has too few, and serializes the matmuls of the whole kernel.
+        # An arrival after each part, though dS is free only after the last part. Without it, ptxas needs registers for this
+        # part's additions and for the next part's matmul at the same time. It has too few, and serializes the matmuls of the
+        # whole kernel.
         mbarrier.arrive(ds_empty.index(slot), count=1)
 
 
@@ -213,7 +216,7 @@ def _accumulate(
     nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
     if CAUSAL:
         offs_n = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-        seen_from = gl.where(offs_n < keys, offs_n, 2**30)  # the first query that sees a key; past the end there is none
+        seen_from = gl.where(offs_n < keys, offs_n, 2**30)  # the first query that sees each key; none sees one past the end
     for step in range(lo, hi):
         slot = (fill + step) % STAGES
         phase = (fill + step) // STAGES & 1
@@ -232,7 +235,7 @@ def _accumulate(
                 offs_n = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
                 visible = (offs_n < keys)[:, None]
             p_t = gl.where(visible, p_t, float("-inf"))
-        # This wait waits for nothing, but makes the compiler compute p before it issues the matmuls.
+        # No matmul is in flight here. The wait only makes the compiler compute p before it issues the next matmuls.
         p_t = warpgroup_mma_wait(0, [gl.exp2(p_t).to(dtype)])
         mbarrier.wait(do_full.index(slot), phase)
         dp_t = warpgroup_mma(v, do.permute([1, 0]), nothing, use_acc=False, is_async=True)
@@ -358,25 +361,25 @@ def _consumer(work, ring, dq, turns, problem, w: gl.constexpr, CAUSAL: gl.conste
         k = k_s.index(kv_slot * CONSUMERS + w).reshape([ROWS, HEAD_DIM])
         v = v_s.index(kv_slot * CONSUMERS + w).reshape([ROWS, VALUE_DIM])
         mbarrier.wait(kv_full.index(kv_slot), turn // KV_STAGES & 1)
-        # Query tiles that see none of these keys, but some of the other consumer's: these keys add nothing to dQ.
+        # Some query tiles see keys of the other consumer only: for these, this consumer stores zeros as dS.
         unseen *= w
         for step in range(unseen):
             slot = (fill + step) % STAGES
             phase = (fill + step) // STAGES & 1
-            # Otherwise the next wait would return at once, because its phase has the same parity as the one before this one.
+            # Without this wait, the next one would return at once: its phase has the same parity as the phase before this one.
             mbarrier.wait(q_full.index(slot), phase)
             mbarrier.wait(ds_empty.index(slot), phase ^ 1)
             ds_s.index(slot * CONSUMERS + w).store(gl.zeros([ROWS, BLOCK_M], q_s.dtype, s_layout))
             fence_async_shared()
             mbarrier.arrive(ds_full.index(slot), count=1)
             mbarrier.arrive(q_do_empty.index(slot), count=1)
-        # The diagonal needs a mask, and so do keys past the end: p may be infinite there, and infinity times a load's zeros is
-        # NaN.
+        # The diagonal needs a mask. Keys past the end need one too: p may be infinite there, and infinity times 0 is NaN.
         dk, dv = _accumulate(dk, dv, k, v, scale_log2, ring, dq, seen, fill, unseen, masked, w, CAUSAL, True)
         dk, dv = _accumulate(dk, dv, k, v, scale_log2, ring, dq, seen, fill, masked, n, w, CAUSAL, False)
         fill += n
 
-        # Outputs leave from the buffers of the inputs: nobody reads V any more, and K is free when the last dQ is done.
+        # The buffers of V and K now hold dV and dK, and TMA stores these. V is not needed any more, and K is free when the last
+        # dQ is done.
         v.store(dv.to(v_s.dtype))
         fence_async_shared()
         mbarrier.arrive(dv_full.index(kv_slot * CONSUMERS + w), count=1)
@@ -407,7 +410,7 @@ def _dq_consumer(
         for step in range(n):
             slot = (fill + step) % STAGES
             _, row = _query_tile(step, order)
-            mbarrier.wait(ds_full.index(slot), (fill + step) // STAGES & 1)  # and for K, which the consumers have waited for
+            mbarrier.wait(ds_full.index(slot), (fill + step) // STAGES & 1)  # and for K: the consumers waited for it
             _add_dq(ds_s, ds_empty, slot, k_s, turn % KV_STAGES, sums_ptr, row, PARTS)
         fill += n
         tile = _next(turns, turn, tiles, KV_STAGES > 1)
@@ -532,7 +535,7 @@ def _dv_consumer(dv_desc, scale, work, ring, p_s, p_full, problem, CAUSAL: gl.co
     batch, kv_head, start_n = where
     keys, ahead, heads_per_kv = seen
     scale_log2 = scale * LOG2_E
-    # The first query that sees a key. Past the end there is none: p may be infinite there, and infinity times a load's zeros is
+    # The first query that sees each key; no query sees a key past the end. There p may be infinite, and infinity times 0 is
     # NaN.
     offs_n = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     seen_from = gl.where(offs_n < keys, offs_n if CAUSAL else 0, 2**30)
@@ -565,7 +568,7 @@ def _dv_consumer(dv_desc, scale, work, ring, p_s, p_full, problem, CAUSAL: gl.co
     dv = warpgroup_mma_wait(0, [dv])
     mbarrier.arrive(do_empty.index(slot), count=1)
 
-    # dV leaves from V's buffer, once the other consumer has read V, and with it the last dO.
+    # TMA stores dV from V's buffer, once the other consumer has read V and the last dO.
     mbarrier.wait(do_empty.index(slot), phase)
     v_s.reshape([ROWS, VALUE_DIM]).store(dv.to(v_s.dtype))
     fence_async_shared()
@@ -578,7 +581,7 @@ def _ds_of(dp_t, ring, p_s, p_full, step):
     """Compute a step's dS from dP and P, once P is ready; transposed and rounded."""
     q_s, do_s, stats_s, q_full, q_empty, do_full, do_empty = ring
     slot = step % q_s.shape[0]
-    mbarrier.wait(p_full.index(slot), step // q_s.shape[0] & 1)  # and for Q, which the other consumer has waited for
+    mbarrier.wait(p_full.index(slot), step // q_s.shape[0] & 1)  # and for Q: the other consumer waited for it
     p_t = p_s.index(slot).load(dp_t.type.layout)
     delta = stats_s.index(slot).slice(1, 1).load(dp_t.type.layout)  # [1, queries]
     return (p_t.to(gl.float32) * (dp_t - delta)).to(q_s.dtype)
@@ -610,7 +613,7 @@ def _dk_consumer(dk_desc, scale, work, ring, p_s, p_full, problem, CAUSAL: gl.co
     mbarrier.arrive(do_empty.index(0), count=1)
     for step in range(n - 1):
         ds_t = _ds_of(dp_t, ring, p_s, p_full, step)
-        # The matmul for dK comes first, because Q's buffer is needed again soonest; the scores have read it already.
+        # The matmul for dK comes first, because it is the last to read Q, and the producer needs Q's buffer soonest.
         slot = step % STAGES
         q = q_s.index(slot).reshape([BLOCK_M, HEAD_DIM])
         dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)
@@ -627,7 +630,7 @@ def _dk_consumer(dk_desc, scale, work, ring, p_s, p_full, problem, CAUSAL: gl.co
     dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)
     dk = warpgroup_mma_wait(0, [dk])
 
-    # dK leaves from K's buffer, which was last read before the last P was ready.
+    # TMA stores dK from K's buffer. K was last read before the last P was ready.
     k_s.reshape([ROWS, HEAD_DIM]).store((dk * scale).to(k_s.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(dk_desc, [batch, kv_head, start_n, 0], k_s)
@@ -718,7 +721,7 @@ def _matmul(rows, tile_s, full, step):
     nothing = gl.zeros([ROWS, ROWS], gl.float32, layout)
     slot = step % STAGES
     mbarrier.wait(full.index(slot), step // STAGES & 1)
-    if STAGES == 1:  # always 0, but ptxas does not know: otherwise it keeps the addresses of all parts in registers, and spills
+    if STAGES == 1:  # always 0; if ptxas knew that, it would keep the addresses of all parts in registers, and spill
         slot = step // 2**24
     tile = tile_s.index(slot).reshape([ROWS, tile_s.shape[4]])
     return warpgroup_mma(rows, tile.permute([1, 0]), nothing, use_acc=False, is_async=True)
@@ -841,9 +844,8 @@ def _wide_dq_kernel(
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors.
 
-    Falls back to v7 for float32, and for D and Dv up to 128 under `torch.use_deterministic_algorithms`, because CTAs add to dQ
-    in
-    any order.
+    Falls back to v7 for float32. Up to D = 128 also falls back under `torch.use_deterministic_algorithms`, because CTAs add to
+    dQ in any order.
     """
     require_hopper(__package__)
     batch, heads, seq_q, head_dim = q.shape

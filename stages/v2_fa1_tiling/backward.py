@@ -40,7 +40,7 @@ def _backward_kernel(
         v = tl.load(v_ptr + offs_n[:, None] * stride_vn + offs_v[None, :], mask=in_k, other=0.0)  # [BLOCK_N, VALUE_DIM]
         dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
         dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
-        # Queries before the tile's first key do not see the tile.
+        # Start at the diagonal: earlier queries do not see this tile.
         first_m = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M if CAUSAL else 0
         for shared in range(heads_per_kv):  # the query heads that share these keys
             head = kv_head * heads_per_kv + shared
@@ -89,7 +89,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     grad_out = contiguous_rows(grad_out)
     dq = q.new_zeros(q.shape, dtype=torch.float32)
     dk, dv = empty_rows(k), empty_rows(v)
-    # More stages would also buffer dQ tiles, which do not fit on the chip.
+    # With more stages, tiles of dQ would be buffered too, and these do not fit on the chip.
     tile = {**key_tile(max(head_dim, value_dim), q.dtype), "num_stages": 1}
     _backward_kernel[batch * kv_heads,](
         q, k, v, out, grad_out, lse, dq, dk, dv, scale,

@@ -35,7 +35,7 @@ def _forward_kernel(
         in_k = offs_n[:, None] < seq_k
         k = tl.load(k_ptr + offs_n[:, None] * stride_kn + offs_d[None, :], mask=in_k, other=0.0)  # [BLOCK_N, HEAD_DIM]
         v = tl.load(v_ptr + offs_n[:, None] * stride_vn + offs_v[None, :], mask=in_k, other=0.0)  # [BLOCK_N, VALUE_DIM]
-        # Queries before the tile's first key do not see the tile.
+        # Start at the diagonal: earlier queries do not see this tile.
         first_m = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M if CAUSAL else 0
         # NOTE: each K/V tile reads and rewrites O, m and l of every query; in v3 a program owns the queries instead.
         for start_m in range(first_m, seq_q, BLOCK_M):
@@ -74,7 +74,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     o = q.new_zeros(*q.shape[:3], value_dim, dtype=torch.float32)
     m = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
     l = q.new_zeros(q.shape[:3], dtype=torch.float32)
-    # More stages would also buffer O tiles, which do not fit on the chip.
+    # With more stages, tiles of O would be buffered too, and these do not fit on the chip.
     tile = {**query_tile(max(head_dim, value_dim), q.dtype), "num_stages": 1}
     _forward_kernel[batch * heads,](
         q, k, v, o, m, l, scale,

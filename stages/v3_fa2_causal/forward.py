@@ -33,7 +33,7 @@ def _accumulate(
             s = tl.where(visible, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)  # finite: the first tile contains key 0, which every query sees
         p = tl.exp2(s * scale_log2 - m_new[:, None])
-        rescale = tl.exp2(m - m_new)  # rescales sums under the old maximum
+        rescale = tl.exp2(m - m_new)  # rescales what was computed with the old maximum
         l = l * rescale + tl.sum(p, 1)
         v_ptrs = v_ptr + offs_n[:, None] * stride_vn + offs_v[None, :]
         v = tl.load(v_ptrs, mask=in_k, other=0.0) if MASKED else tl.load(v_ptrs)  # [BLOCK_N, VALUE_DIM]

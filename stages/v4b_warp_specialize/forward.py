@@ -33,7 +33,7 @@ def _accumulate(
             s = tl.where(visible, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)  # finite: the first tile contains key 0, which every query sees
         p = tl.exp2(s * scale_log2 - m_new[:, None])
-        rescale = tl.exp2(m - m_new)  # rescales sums under the old maximum
+        rescale = tl.exp2(m - m_new)  # rescales what was computed with the old maximum
         l = l * rescale + tl.sum(p, 1)
         v = v_desc.load([start_n, 0])  # [BLOCK_N, VALUE_DIM]
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
@@ -68,8 +68,8 @@ def _forward_kernel(
     kv_head = head // heads_per_kv
     offs_m = start_m + tl.arange(0, BLOCK_M)
 
-    # The kernel makes descriptors of one head, in two dimensions: the compiler splits their rows between two groups of warps,
-    # and can do so only for such descriptors.
+    # The compiler splits the rows of a descriptor between two groups of warps. It can do so only for descriptors with two
+    # dimensions that are made in the kernel.
     q_ptr += batch * stride_qb + head * stride_qh
     q_desc = tl.make_tensor_descriptor(q_ptr, [seq_q, HEAD_DIM], [stride_qm, 1], [BLOCK_M, HEAD_DIM])
     out_ptr += batch * stride_ob + head * stride_oh
@@ -78,8 +78,8 @@ def _forward_kernel(
     k_desc = tl.make_tensor_descriptor(k_ptr, [seq_k, HEAD_DIM], [stride_kn, 1], [BLOCK_N, HEAD_DIM])
     v_ptr += batch * stride_vb + kv_head * stride_vh
     v_desc = tl.make_tensor_descriptor(v_ptr, [seq_k, VALUE_DIM], [stride_vn, 1], [BLOCK_N, VALUE_DIM])
-    # The compiler shifts the second group's rows by adding to the value where the tile starts. If that were start_m, offs_m
-    # would be shifted twice. The compiler does not know that `zero` is 0, so this is a value of its own.
+    # For the second group of warps the compiler adds 64 to the variable where the tile starts. If that were start_m, offs_m
+    # would be shifted twice. The compiler does not know that `zero` is 0, so it treats this as another variable.
     first_m = start_m + zero
     q = q_desc.load([first_m, 0])  # [BLOCK_M, HEAD_DIM], stays on the chip
 
@@ -89,7 +89,7 @@ def _forward_kernel(
     # exp(x) = exp2(x * log2(e)), and exp2 is one instruction; never 0, because a masked score, -inf, times 0 is NaN
     scale_log2 = tl.maximum(scale * LOG2_E, 1e-37)
 
-    # One loop for all tiles, masked in each: the compiler does not specialize a loop that another one follows.
+    # One loop with a mask in every tile: the compiler cannot specialize a loop if another loop follows.
     end = tl.minimum(start_m + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k
     acc, m, l = _accumulate(
         acc, m, l, q, k_desc, v_desc, 0, end, seq_k, offs_m + diagonal, scale_log2,

@@ -82,7 +82,7 @@ def _dq_kernel(
 ):  # fmt: skip
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     start_m = tl.program_id(0) % tiles_m * BLOCK_M
-    # NOTE: head after head; with a causal mask the last heads' long tiles end after all others. v6 starts the longest first.
+    # NOTE: with a causal mask the last head's long tiles start last, and the GPU waits for them. v6 starts the longest first.
     batch_head = tl.program_id(0) // tiles_m
     batch = batch_head // heads
     head = batch_head % heads

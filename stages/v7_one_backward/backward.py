@@ -101,7 +101,7 @@ def _backward_kernel(
     dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
     dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
 
-    # The first query that sees a key. Past the end there is none: p may be infinite there, and infinity times a load's zeros is
+    # The first query that sees each key; no query sees a key past the end. There p may be infinite, and infinity times 0 is
     # NaN.
     seen_from = tl.where(offs_n < seq_k, offs_n - diagonal if CAUSAL else 0, 2**30)
     # Stage 1: the diagonal, or all tiles if keys end here, masked. Stage 2: tiles that see every key, without a mask.

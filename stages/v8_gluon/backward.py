@@ -116,7 +116,8 @@ def _add_dq(ds_s, k_s, dq_s, sums_desc, row):
         k = k_s.index(0).reshape([KEYS, HEAD_DIM]).slice(part * COLUMNS % HEAD_DIM, COLUMNS, dim=1)
         dq = warpgroup_mma(ds_t.permute([1, 0]), k, nothing, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(0, [dq])  # [64, COLUMNS]
-        # In the order of the registers, four of a thread after four of the next: no bank conflicts.
+        # Elements are stored in the order of the registers: four of one thread, then four of the next. This has no bank
+        # conflicts.
         dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5])
         tma.store_wait(PARTS - 1)
         dq_s.index(part).store(dq.reshape(sums_desc.block_shape))
@@ -158,7 +159,7 @@ def _accumulate(
     nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
     if CAUSAL:
         offs_n = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-        seen_from = gl.where(offs_n < keys, offs_n, 2**30)  # the first query that sees a key; past the end there is none
+        seen_from = gl.where(offs_n < keys, offs_n, 2**30)  # the first query that sees each key; none sees one past the end
     for step in range(lo, hi):
         slot = step % STAGES
         phase = step // STAGES & 1
@@ -211,11 +212,11 @@ def _consumer(work, load, ring, dq, seen, masked, n, CAUSAL: gl.constexpr):
     v = v_s.index(0).reshape([ROWS, VALUE_DIM])
     scale_log2 = scale * LOG2_E
     mbarrier.wait(kv_full.index(0), 0)
-    # The diagonal needs a mask, and so do keys past the end: p may be infinite there, and infinity times a load's zeros is NaN.
+    # The diagonal needs a mask. Keys past the end need one too: p may be infinite there, and infinity times 0 is NaN.
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, load, ring, dq, seen, 0, masked, n, CAUSAL, True)
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, load, ring, dq, seen, masked, n, n, CAUSAL, False)
 
-    # Outputs leave from the buffers of the inputs.
+    # The buffers of K and V now hold dK and dV, and TMA stores these.
     v.store(dv.to(v_s.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(dv_desc, [batch, kv_head, start_n, 0], v_s.index(0))
@@ -247,8 +248,9 @@ def _backward_kernel(
         masked = gl.maximum(gl.minimum(corner + KEYS // BLOCK_M, tiles_m), first) - first
     n = tiles_m - first
     masked = gl.where(start_n + KEYS > seq_k, n, masked)
-    # CTAs that start together share tiles through the L2 cache if they go from the last tile backwards. In later waves CTAs
-    # start one by one, those with fewer tiles later: they meet if they go forwards. One head's tiles stay in the cache anyway.
+    # CTAs that read the same tile at the same time share it through the L2 cache. CTAs that start together all begin with the
+    # last tile and go backwards. Later CTAs start one by one, those with fewer tiles later, so they go forwards. If a K/V head
+    # has one query head, its tiles stay in the cache anyway.
     turning = n
     if CAUSAL:
         turning = gl.where((heads_per_kv > 1) & (gl.program_id(0) // at_once % 2 == 0), masked, n)
@@ -285,9 +287,8 @@ def _backward_kernel(
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors.
 
-    Falls back to v7 for float32, for D or Dv = 256, and under `torch.use_deterministic_algorithms`, because CTAs add to dQ in
-    any
-    order.
+    Falls back to v7 for float32 and for D or Dv = 256. Also falls back under `torch.use_deterministic_algorithms`, because CTAs
+    add to dQ in any order.
     """
     require_hopper(__package__)
     batch, heads, seq_q, head_dim = q.shape

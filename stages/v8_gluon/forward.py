@@ -24,7 +24,7 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 
 @gluon.jit
 def _load(load, ring, fill):
-    """Start to load a key tile's K and V into the next buffers of the ring, which the CTA has read."""
+    """Start to load a key tile's K and V into the next slot of the ring. All warps of the CTA have read what the slot held."""
     k_desc, v_desc, batch, kv_head = load
     k_s, v_s, kv_full = ring
     STAGES: gl.constexpr = k_s.shape[0]
@@ -60,7 +60,7 @@ def _accumulate(acc, m, l, q, load, ring, lo, hi, n, seq_k, last_n, scale_log2, 
             s = gl.where(visible, s, float("-inf"))
         m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)  # finite: the first tile contains key 0, which every query sees
         p = gl.exp2(s * scale_log2 - m_new[:, None])
-        rescale = gl.exp2(m - m_new)  # rescales sums under the old maximum
+        rescale = gl.exp2(m - m_new)  # rescales what was computed with the old maximum
         l = l * rescale + gl.sum(p, 1)
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
         v = v_s.index(slot).reshape([BLOCK_N, v_s.shape[4]])

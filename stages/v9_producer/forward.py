@@ -61,7 +61,7 @@ def _accumulate(acc, m, l, q, ring, lo, hi, seq_k, last_n, scale_log2, CAUSAL: g
             s = gl.where(visible, s, float("-inf"))
         m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)  # finite: the first tile contains key 0, which every query sees
         p = gl.exp2(s * scale_log2 - m_new[:, None])
-        rescale = gl.exp2(m - m_new)  # rescales sums under the old maximum
+        rescale = gl.exp2(m - m_new)  # rescales what was computed with the old maximum
         l = l * rescale + gl.sum(p, 1)
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
         v = v_s.index(slot).reshape([BLOCK_N, v_s.shape[4]])
@@ -145,7 +145,8 @@ def _forward_kernel(
     kv = (k_desc, v_desc, batch, head // heads_per_kv)
     work = (out_desc, lse_ptr, scale, q_s, o_s, q_full, batch, head, start_m, seq_q, seq_k, diagonal, ring, n)
     load = (q_desc, q_s, q_full, batch, head, start_m, kv, ring, n)
-    # An SM has 512 registers for each of 128 threads. The producer keeps 24 per thread, and the consumers get the rest.
+    # An SM has 65,536 registers, 512 for each thread of a warpgroup. The producer keeps 24 per thread, and the consumers get
+    # the rest.
     gl.warp_specialize([(_consumer, (work, CAUSAL)), (_producer, (load,))], [1], [24])
 
 

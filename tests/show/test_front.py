@@ -60,11 +60,17 @@ def test_an_idea_is_said_in_twelve_words(name):
 def test_headline_multiplies_gains_where_no_run_has_both_ends():
     old = run_of("old", "2026-01-01", records("v0_a", 10.0), records("v1_b", 2.0), records("v1a_x", 0.1))
     new = run_of("new", "2026-01-02", records("v1_b", 4.0), records("v2_c", 1.0), records("sdpa-cudnn", 1.5))
-    assert front.headline([new, old]) == (
-        "**v2, D = 128, float16**: forward 100 TFLOP/s (×20 v0 over several runs, ×1.50 cuDNN); "
-        "backward 100 TFLOP/s (×20 v0 over several runs, ×1.50 cuDNN). "
-        "X, torch 1, triton 2, commit old (2026-01-01), new (2026-01-02)."
-    )
-    assert "forward 50 TFLOP/s (×5 v0);" in front.headline([old])
+    assert front.headline([new, old]).splitlines() == [
+        "| v2, D = 128   |   TFLOP/s |   × v0 |   × cuDNN |",
+        "|:--------------|----------:|-------:|----------:|",
+        "| forward       |       100 |    ×20 |     ×1.50 |",
+        "| backward      |       100 |    ×20 |     ×1.50 |",
+        "",
+        "×1.10 means 1.10 times as fast. Float16, on the workloads of the ladder below. "
+        "X, torch 1, triton 2, commit old (2026-01-01), new (2026-01-02). "
+        "The ratio to v0 multiplies the gains of two or more runs.",
+    ]
+    assert "|        50 |  ×5.00 |" in front.headline([old])  # cuDNN is not in this run
+    assert "multiplies" not in front.headline([old])
     apart = run_of("apart", "2026-01-03", records("v3_d", 1.0), records("v4_e", 1.0))
-    assert "forward 100 TFLOP/s;" in front.headline([apart, old])  # no factor
+    assert "|       100 |      - |" in front.headline([apart, old])  # no factor

@@ -1,7 +1,7 @@
 # `make` lists the targets. Without PYTHON the targets create and use .venv; PYTHON=python3 uses that interpreter as it is.
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-long sanitize bench bench-ring reference rates energy traffic compare readme table plots timeline trace story diff stage example example-ring lint format clean
+.PHONY: help test test-long sanitize bench bench-ring reference rates energy traffic compare readme table plots timeline trace site screenshots story diff stage example example-ring lint format clean
 
 ifdef PYTHON
 SETUP := packages
@@ -114,6 +114,12 @@ timeline: $(SETUP)  ## draw what an SM does in a Gluon stage, STAGE=v14; ARGS="â
 
 trace: $(SETUP)  ## draw which tiles a stage reads and writes, STAGE=v2,v3; ARGS="â€¦" goes to common.show.traces (ARGS=--help)
 	$(PYTHON) -m common.show.traces $(addprefix --stage=,$(STAGE)) $(ARGS)
+
+site: $(SETUP)  ## build the site, a page for each step, into site/; open site/index.html
+	@$(PYTHON) -m common.site $(addprefix --stage=,$(STAGE)) $(ARGS)
+
+screenshots: site  ## take the README's pictures of the site, with a Chromium that is installed
+	$(PYTHON) -m common.site.screenshots
 
 story: $(SETUP)  ## walk from stage to stage: ideas, sizes of the changes, bytes saved, speed gained
 	@$(PYTHON) -m common.show.story$(piped)

@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 ROOMS = ("common/**/*.py", "stages/**/*.py", "bench.py", "examples/**/*.py")
 ORDER = (  # a room imports from itself and from those before it
     "common.interpreter", "common.runtime", "common.operator", "common.kernels", "common.ring", "stages", "common.measure",
-    "common.show", "bench", "examples",
+    "common.show", "common.site", "bench", "examples",
 )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ from common.show.results import (
     TIMELINE,
     TRAFFIC,
     UNITS,
+    Run,
     bytes_in_words,
     bytes_of,
     counted,
@@ -117,47 +118,73 @@ def traffic_of_step(name: str) -> str:
     return f"{caption}\n\n{_step_table(rows, list(columns))}"
 
 
-def gain_table(name: str) -> str:
-    """Format a step's predicted gain and its measured gain by sequence length; for the first stage, its times."""
-    parent = stages.parent(name)
+def _side_by_side(name: str) -> dict[tuple, Run | None]:
+    """The newest run that has both a stage and its parent, by pass and head dimension."""
     measured = runs()
+    return {column: newest(measured, *column, *filter(None, (stages.parent(name), name))) for column in COLUMNS}
+
+
+def _is_modelled(name: str) -> bool:
+    """Whether the model of an SM predicts a step's gain; the roofline predicts the others."""
+    model, _ = load_counts(TIMELINE)
+    return all(any(record["impl"] == stage for record in model) for stage in (name, stages.parent(name)))
+
+
+def gains(name: str) -> tuple[list[int], dict[tuple, tuple[float | None, list[float | None]]]]:
+    """The predicted gain of a step, and its measured gains by sequence length; for the first stage, its milliseconds.
+
+    Returns:
+        The sequence lengths; and (prediction, a value for each length) by pass, head dimension and mask. None: not known.
+    """
+    parent = stages.parent(name)
     counts, _ = load_counts(TRAFFIC)
     model, _ = load_counts(TIMELINE)
-    timed = all(any(record["impl"] == stage for record in model) for stage in (name, parent))
-    lengths = sorted({record["seq_len"] for run in measured for record in run.records})
-    side_by_side = {column: newest(measured, *column, *filter(None, (parent, name))) for column in COLUMNS}
-    spans, note = _changed_spans(name)
-    rows = {}
-    for span in spans:
+    lengths = sorted({record["seq_len"] for run in runs() for record in run.records})
+    side_by_side, modelled_too = _side_by_side(name), _is_modelled(name)
+    found = {}
+    for span in _changed_spans(name)[0]:
         pass_, head_dim, causal = span
         run = side_by_side[pass_, head_dim]
         ms = {(r["impl"], r["pass"], r["causal"], r["seq_len"]): r["ms"] for r in run.records if "ms" in r} if run else {}
-        now, old = (counted(counts, stage, *span) for stage in (name, parent))
-        times = [[ms.get((stage, pass_, causal, seq_len)) for seq_len in lengths] for stage in (name, parent)]
-        if parent:
-            costs = [count and count["roofline_us"] for count in (old, now)]
-            if timed:
-                costs = [modelled(model, stage, *span, COUNTED_AT) for stage in (parent, name)]
-            predicted = f"×{costs[0] / costs[1]:.2f}" if all(costs) else "-"
-            rows[span] = [predicted, *(f"×{b / a:.2f}" if a and b else "-" for a, b in zip(*times, strict=True))]
+        now, old = ([ms.get((stage, pass_, causal, seq_len)) for seq_len in lengths] for stage in (name, parent))
+        if not parent:
+            found[span] = None, now
+            continue
+        if modelled_too:
+            costs = [modelled(model, stage, *span, COUNTED_AT) for stage in (parent, name)]
         else:
-            rows[span] = [f"{time:.2f}" if time else "-" for time in times[0]]
-    columns = {span[:2] for span in spans}
+            costs = [count and count["roofline_us"] for count in (counted(counts, stage, *span) for stage in (parent, name))]
+        predicted = costs[0] / costs[1] if all(costs) else None
+        found[span] = predicted, [b / a if a and b else None for a, b in zip(now, old, strict=True)]
+    return lengths, found
+
+
+def gain_table(name: str) -> str:
+    """Format a step's predicted gain and its measured gain by sequence length; for the first stage, its times."""
+    parent = stages.parent(name)
+    lengths, found = gains(name)
+    side_by_side = _side_by_side(name)
+    columns = {span[:2] for span in found}
     used = [run for column, run in side_by_side.items() if run and column in columns]
     machines = dict.fromkeys(f"{run.machine['gpu']}, commit {run.machine['commit'][:12]}" for run in used)
     where = f"Float16, 16k tokens, {'; '.join(machines)}." if used else ""
     headers = [f"S = {seq_len}" for seq_len in lengths]
     if not parent:
+        rows = {span: [f"{time:.2f}" if time else "-" for time in times] for span, (_, times) in found.items()}
         return f"Milliseconds, by sequence length. {where}\n\n{_step_table(rows, headers)}"
-    if not rows:
+    if not found:
         return f"{spoken(name)} has the code of {spoken(parent)}."
+    rows = {
+        span: [f"×{ratio:.2f}" if ratio else "-" for ratio in (predicted, *ratios)]
+        for span, (predicted, ratios) in found.items()
+    }
     missing = [f"{PASS_NAMES[column[0]]} D={column[1]}" for column in COLUMNS if column in columns and not side_by_side[column]]
-    of = "[model](../../docs/measuring.md#the-model-of-an-sm)" if timed else "roofline"
+    of = "[model](../../docs/measuring.md#the-model-of-an-sm)" if _is_modelled(name) else "roofline"
     caption = [
         f"Times as fast as {spoken(parent)}; predicted by the {of} at S = {COUNTED_AT}.",
         where,
         f"Not measured beside {spoken(parent)}: {', '.join(missing)}." if missing else "",
-        note,
+        _changed_spans(name)[1],
     ]
     return f"{' '.join(filter(None, caption))}\n\n{_step_table(rows, ['predicted', *headers])}"
 

@@ -37,7 +37,7 @@ def last_stage(names: list[str]) -> str:
     return [name for name in names if stages.position(name) and not stages.is_dead_end(name)][-1]
 
 
-def _origins(used: list[Run]) -> str:
+def origins(used: list[Run]) -> str:
     """The GPUs, versions, commits and dates of some runs, the oldest first."""
     machines = [run.machine for run in sorted(used, key=lambda run: run.ended)]
     commits = {}
@@ -61,7 +61,7 @@ def share_of_the_fastest(found: list[Run], name: str, pass_: str) -> tuple[float
     return (ratio, run) if ratio else None
 
 
-def _row(found: list[Run], name: str) -> tuple[list[str], list[Run]]:
+def row(found: list[Run], name: str) -> tuple[list[str], list[Run]]:
     """A stage's cells in the ladder, and the runs that they are from."""
     parent, used = stages.parent(name), []
     text = idea(name).removeprefix("A dead end: ").rstrip(".")
@@ -94,7 +94,7 @@ def ladder(found: list[Run]) -> str:
         rows = []
         for name in stages.names():
             if stages.is_dead_end(name) == dead:
-                cells, runs = _row(found, name)
+                cells, runs = row(found, name)
                 rows.append(cells)
                 used += runs
         table = tabulate(
@@ -116,7 +116,7 @@ def ladder(found: list[Run]) -> str:
         f"Float16, D = {HEAD_DIM}. Each number is the geometric mean over ten workloads: "
         "S = 1024 to 16384, with and without a causal mask. Each ratio compares times of one run."
     )
-    measured = f"{over} {_origins(used)}."
+    measured = f"{over} {origins(used)}."
     return "\n\n".join([words, tables[0], dead_ends, tables[1], measured])
 
 
@@ -143,7 +143,7 @@ def headline(found: list[Run]) -> str:
         chained |= len(links) > 1
     headers = [f"{spoken(last)}, D = {HEAD_DIM}", "TFLOP/s", *(f"× {spoken(name)}" for name in (first, *libraries))]
     table = tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=["left"] + ["right"] * (len(headers) - 1))
-    words = f"×1.10 means 1.10 times as fast. Float16, on the workloads of the ladder below. {_origins(used)}."
+    words = f"×1.10 means 1.10 times as fast. Float16, on the workloads of the ladder below. {origins(used)}."
     if chained:
         words += f" The ratio to {spoken(first)} multiplies the gains of two or more runs."
     return f"{table}\n\n{words}"

@@ -41,9 +41,9 @@ def _draw(axes, name: str, workload: Workload):
     longest = max(timings, key=lambda timing: timing.end)
     first = min(FROM * longest.end, max(0.0, longest.end - CYCLES))
     shown = [span for span in longest.spans if span.end > first and span.start < first + CYCLES]
-    partitions = sorted({_partition(span) for span in shown})
+    partitions = sorted({partition_of(span) for span in shown})
     for span in shown:
-        lane, color = -UNITS.index(span.unit), COLORS[partitions.index(_partition(span)) % len(COLORS)]
+        lane, color = -UNITS.index(span.unit), COLORS[partitions.index(partition_of(span)) % len(COLORS)]
         begin, end = max(span.start - first, 0), min(span.end - first, CYCLES)
         axes.barh(lane, end - begin, left=begin, height=0.8, color=color, edgecolor="white", linewidth=0.4)
         if end - begin > NARROW * CYCLES:
@@ -64,7 +64,7 @@ def _draw(axes, name: str, workload: Workload):
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=7, frameon=False)
 
 
-def _partition(span) -> str:
+def partition_of(span) -> str:
     """Return the number of the span's partition and its function."""
     return str(span.who).split(", partition ")[-1].replace(": _", ": ")
 
@@ -89,7 +89,7 @@ def draw_recorded(recorded: dict, path: Path):
     longest = max(simulate(stages.load(recorded["impl"]), workload, measured_rates()), key=lambda timing: timing.end)
     first = FROM * longest.end
     model = [
-        {"who": _partition(span), "what": span.what, "start": span.start - first, "end": span.end - first}
+        {"who": partition_of(span), "what": span.what, "start": span.start - first, "end": span.end - first}
         for span in longest.spans
         if first < span.end and span.start < first + CYCLES and span.unit != COPIES
     ]

@@ -41,9 +41,8 @@ def lanes(recorded: Trace) -> list[str]:
 
 
 def has_cycles(recorded: Trace) -> bool:
-    """Whether every access that is drawn was timed."""
-    shown = lanes(recorded)
-    return all(access.start is not None for access in recorded.accesses if access.tensor in shown)
+    """Whether launches were timed. Then accesses of other launches, such as PyTorch's, take no time."""
+    return any(recorded.spans.values())
 
 
 def moments(recorded: Trace) -> list[tuple[float, float]]:

@@ -1,0 +1,211 @@
+"""Build the site: `make site` writes it to site/, and site/index.html opens from disk.
+
+python -m common.site              # everything, in a minute or two
+python -m common.site --stage v3   # these steps alone, with the start page and the documents
+"""
+
+import argparse
+import ast
+import multiprocessing
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import jinja2
+from markupsafe import Markup
+
+import stages
+from common.measure import terminal
+from common.measure.options import add_list
+from common.show import front
+from common.show.results import CODE, ROOT, runs, same_code
+from common.show.story import change, idea
+from common.show.tables import PASS_NAMES
+from common.site import charts
+from common.site.diffs import changed_parts, rows
+from common.site.scenes import Mark, scenes
+from common.site.texts import Texts, colored_file, page_of
+
+HERE = Path(__file__).parent
+OUT = ROOT / "site"
+LISTED = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "results" / "README.md"]
+DOCUMENTS = [*LISTED, *(path for path in sorted((ROOT / "results").glob("*.md")) if path not in LISTED)]
+CHOICES = [
+    ("pass", "Pass", [("fwd", "forward"), ("bwd", "backward")]),
+    ("d", "D", [("64", "64"), ("128", "128")]),
+    ("causal", "Mask", [("yes", "causal"), ("no", "full")]),
+    ("s", "S", [(charts.MEAN, "mean of 1024 to 16384"), *((str(2**n), str(2**n)) for n in range(9, 15))]),
+]
+SELECTED = {"pass": "fwd", "d": "128", "causal": "yes", "s": charts.MEAN}
+
+
+def drawn(marks: list[Mark], end: float, grouped: bool) -> Markup:
+    """The marks of a lane as SVG, in a square of 1000 by 100.
+
+    Args:
+        end: of the time axis.
+        grouped: marks with the same words are one path, which keeps thousands of them small.
+    """
+    paths = {}
+    for place, mark in enumerate(marks):
+        look = f"c{mark.color}" if mark.kind in ("read", "busy") else mark.kind
+        key = (look, mark.words) if grouped else (look, mark.words, place)
+        x, width = 1000 * mark.start / end, 1000 * (mark.end - mark.start) / end
+        y, height = 4 + 92 * mark.top, max(92 * (mark.bottom - mark.top), 4)
+        paths.setdefault(key, []).append(f"M{x:.2f} {y:.1f}h{width:.2f}v{height:.1f}h-{width:.2f}z")
+    return Markup("").join(
+        Markup('<path class="{}" data-words="{}" d="{}"/>').format(look, words, "".join(path))
+        for (look, words, *_), path in paths.items()
+    )
+
+
+def sections(readme: str) -> dict[str, str]:
+    """A stage's README by heading; its generated tables are apart, under "traffic" and "numbers"."""
+    found = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", readme, re.MULTILINE | re.DOTALL))
+    table = re.compile(r"<!-- traffic:.*?<!-- end of traffic -->\n?", re.DOTALL)
+    found["traffic"] = "".join(table.findall(found["Problem"]))
+    gain = re.search(r"<!-- gain:.*?<!-- end of gain -->\n?", found["Gain"], re.DOTALL)
+    found["numbers"], found["Gain"] = gain[0], found["Gain"].replace(gain[0], "")
+    drawn_by_the_page = re.compile(
+        r"^(!\[.*\]\(\S*/(timelines|traces)/.*|The \[model of an SM\].*\(`make timeline .*)\n", re.MULTILINE
+    )
+    found |= {title: drawn_by_the_page.sub("", found[title]) for title in ("Idea", "Gain")}
+    return found | {"Problem": table.sub("", found["Problem"])}
+
+
+def summary(path: Path) -> str:
+    """The first line of a module's docstring."""
+    return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
+
+
+class Site:
+    """Writes the pages into a folder, which it empties first."""
+
+    def __init__(self, out: Path):
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir(parents=True)
+        self._out = out
+        self._texts = Texts(out)
+        self._templates = jinja2.Environment(
+            loader=jinja2.FileSystemLoader(HERE / "templates"), autoescape=True, trim_blocks=True
+        )
+        self._templates.globals["drawn"] = drawn
+
+    def _write(self, page: str, template: str, **values):
+        terms = {anchor: self._texts.definitions[anchor] for anchor in sorted(self._texts.used)}
+        (self._out / page).write_text(self._templates.get_template(template).render(terms=terms, **values))
+        self._texts.page()
+
+    def _html(self, text: str, source: Path) -> Markup:
+        return Markup(self._texts.html(text, source))
+
+    def start(self):
+        """The start page."""
+        found = runs()
+        cards = []
+        for name in stages.names():
+            _, words, lines, *cells = front.row(found, name)[0]
+            words = Markup(self._texts.inline(words, ROOT / "README.md"))
+            passes = [(PASS_NAMES[pass_], cells[2 * place], cells[2 * place + 1]) for place, pass_ in enumerate(CODE)]
+            cards.append({
+                "version": stages.version(name), "idea": words, "lines": lines, "passes": passes,
+                "dead_end": stages.is_dead_end(name),
+            })  # fmt: skip
+        spec = charts.speed_spec(charts.speeds())
+        titles = [(page_of(path), path.read_text().partition("\n")[0].lstrip("# ")) for path in LISTED]
+        self._write(
+            "index.html", "index.html", title="How attention got fast", cards=cards, spec=charts.compiled(spec),
+            chart=Markup(charts.svg(spec)), choices=CHOICES, selected=SELECTED, first=stages.version(stages.names()[0]),
+            measured=front.origins(found), documents=titles,
+        )  # fmt: skip
+
+    def document(self, path: Path):
+        """A page with a Markdown file."""
+        text = path.read_text()
+        body = self._html(text, path)
+        self._write(page_of(path), "document.html", title=text.partition("\n")[0].lstrip("# "), body=body)
+
+    def glossary(self):
+        """The page with all terms."""
+        body = Markup("<h1>Glossary</h1>") + Markup("").join(
+            Markup('<p id="{}">{}</p>').format(anchor, Markup(words)) for anchor, words in self._texts.definitions.items()
+        )
+        self._texts.page()
+        self._write("glossary.html", "document.html", title="Glossary", body=body)
+
+    def step(self, name: str, found):
+        """The page of a stage; `found` are its scenes."""
+        parent, names = stages.parent(name), stages.names()
+        place, readme = names.index(name), stages.directory(name) / "README.md"
+        self._texts.page()
+        words = Markup(self._texts.inline(idea(name).rstrip("."), readme))
+        parts = {title: self._html(text, readme) for title, text in sections(readme.read_text()).items()}
+        self._write(
+            f"{stages.version(name)}.html", "step.html", title=f"{stages.version(name)}: {idea(name)}".replace("`", ""),
+            version=stages.version(name), parent=parent and stages.version(parent), idea=words,
+            before=place and stages.version(names[place - 1]),
+            after=stages.version(names[place + 1]) if place + 1 < len(names) else None,
+            sections=parts, traffic=parts["traffic"], scenes=found, pass_names=PASS_NAMES,
+            diffs=[self._diff(name, parent, pass_) for pass_ in CODE if parent and not same_code(name, parent, pass_)],
+            chart=Markup(charts.gain_svg(name)), size=parent and change(parent, name),
+        )  # fmt: skip
+
+    @staticmethod
+    def _diff(name, parent, pass_):
+        old, new = ((stages.directory(stage) / CODE[pass_]).read_text() for stage in (parent, name))
+        blocks = []
+        for row in rows(old, new):
+            if not blocks or blocks[-1]["folded"] != row.folded:
+                blocks.append({"folded": row.folded, "rows": []})
+            blocks[-1]["rows"].append(row)
+        return {"pass_": pass_, "file": CODE[pass_], "parts": changed_parts(parent, name, CODE[pass_]), "blocks": blocks}
+
+    def code(self):
+        """Pages of the files that texts link to."""
+        while self._texts.files:
+            path = self._texts.files.pop()
+            if path.is_dir():
+                inside = [each for each in sorted(path.glob("*.py")) if each.name != "__init__.py"]
+                items = [Markup("<li><code>{}</code>: {}</li>").format(each.name, summary(each)) for each in inside]
+                body = Markup("<ul>") + Markup("").join(items) + Markup("</ul>")
+            else:
+                body = Markup(colored_file(path))
+            where = path.relative_to(ROOT)
+            heading = Markup("<h1>{}</h1>").format(where)
+            self._write(self._texts.page_of_file(path), "document.html", title=str(where), body=heading + body)
+
+    def assets(self):
+        """Styles and scripts."""
+        for path in (HERE / "assets").iterdir():
+            shutil.copyfile(path, self._out / path.name)
+        (self._out / "vega.js").write_text(charts.library())
+
+
+def build(out: Path, names: list[str]):
+    """Write the site to a folder, with the pages of these stages."""
+    site = Site(out)
+    site.assets()
+    site.start()
+    for path in DOCUMENTS:
+        site.document(path)
+    site.glossary()
+    with multiprocessing.Pool(min(2, multiprocessing.cpu_count())) as pool:
+        for name, found in zip(names, pool.imap(scenes, names), strict=True):
+            site.step(name, found)
+    site.code()
+
+
+def main(argv: list[str]):
+    """The command line."""
+    terminal.prepare()
+    parser = argparse.ArgumentParser(prog="python -m common.site", description="Build the site. LIST is comma-separated.")
+    add_list(parser, "--stage", ",".join(stages.names()))
+    parser.add_argument("--out", type=Path, default=OUT, metavar="FOLDER", help="where to write it (default: site)")
+    options = parser.parse_args(argv)
+    build(options.out, options.stage)
+    print(options.out / "index.html")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,34 @@
+"""The Chromium that is installed, which takes pictures of the site and tests it."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+
+from playwright.sync_api import Browser, sync_playwright
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+HINT = "no Chromium is installed; on Debian and Ubuntu: apt-get install chromium, or set CHROMIUM to its path"
+
+
+def path() -> str | None:
+    """Return the path of a Chromium; None if there is none."""
+    return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+
+
+@contextlib.contextmanager
+def chromium() -> Iterator[Browser]:
+    """A Chromium without a window.
+
+    Raises:
+        SystemExit: none is installed.
+    """
+    if not path():
+        raise SystemExit(HINT)
+    options = ["--no-sandbox"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []  # root cannot have the sandbox
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path(), args=options)
+        try:
+            yield browser
+        finally:
+            browser.close()

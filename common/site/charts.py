@@ -1,0 +1,153 @@
+"""The charts: the speed of all stages and libraries, and a step's gain by sequence length. Vega-Lite draws them."""
+
+import functools
+import itertools
+import json
+
+import vl_convert
+
+import stages
+from common.show.documents import gains
+from common.show.results import COUNTED_AT, HEAD_DIMS, implementations, mean_rate, runs, spoken
+from common.show.tables import PASS_NAMES
+
+MEAN = "mean"  # of all sequence lengths and both masks
+COLORS = {"main line": "#2f6fb0", "dead end": "#b8b8b8", "library": "#d2691e"}
+LOOK = {
+    "background": None, "font": "system-ui, sans-serif",
+    "axis": {"labelColor": "currentColor", "titleColor": "currentColor", "gridColor": "#8884", "domainColor": "#8888",
+             "tickColor": "#8888", "labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": "normal"},
+    "legend": {"labelColor": "currentColor", "titleColor": "currentColor", "labelFontSize": 12},
+    "header": {"labelColor": "currentColor", "titleColor": "currentColor", "labelFontSize": 12},
+    "title": {"color": "currentColor"}, "text": {"color": "currentColor"}, "view": {"stroke": None, "continuousWidth": 700},
+}  # fmt: skip
+
+
+def kind(name: str) -> str:
+    """What an implementation is, a key of COLORS."""
+    if not stages.position(name):
+        return "library"
+    return "dead end" if stages.is_dead_end(name) else "main line"
+
+
+def speeds() -> list[dict]:
+    """A row for each implementation and workload, from the newest run that has it; and for their means."""
+    found = runs()
+    rows = {}
+    for run in found:
+        origin = {"commit": run.machine["commit"][:12], "machine": run.machine["gpu"], "date": run.machine["date"]}
+        for record in run.records:
+            if "ms" in record:
+                key = record["impl"], record["pass"], record["head_dim"], record["causal"], record["seq_len"]
+                spread = record["iqr_ms"] / record["ms"] * record["tflops"] / 2
+                rows.setdefault(key, _short({"tflops": record["tflops"], "spread": spread, "ms": record["ms"]}) | origin)
+        for name, pass_, head_dim, causal in itertools.product(
+            implementations(run.records), PASS_NAMES, HEAD_DIMS, (False, True)
+        ):
+            of_mask = [record for record in run.records if record["causal"] == causal]
+            mean = run.holds(name, pass_, head_dim) and mean_rate(of_mask, name, pass_, head_dim)
+            if mean:
+                rows.setdefault((name, pass_, head_dim, causal, MEAN), _short({"tflops": mean}) | origin)
+    names = ("impl", "pass", "d", "causal", "s")
+    return [
+        dict(zip(names, key, strict=True)) | row | {"name": spoken(key[0]), "kind": kind(key[0])}
+        for key, row in rows.items()
+        if row
+    ]
+
+
+def _short(numbers: dict[str, float]) -> dict[str, float]:
+    """Numbers with four digits, as a chart needs them."""
+    return {name: float(f"{value:.4g}") for name, value in numbers.items()}
+
+
+def speed_spec(rows: list[dict]) -> dict:
+    """The chart of all implementations, with parameters `pass`, `d`, `causal` and `s`."""
+    order = [spoken(name) for name in implementations([{"impl": row["impl"]} for row in rows])]
+    shown = "datum.pass == pass && datum.d == d && datum.causal == causal && datum.s == s"
+    y = {"field": "name", "type": "nominal", "sort": order, "title": None, "axis": {"grid": False}}
+    x = {"field": "tflops", "type": "quantitative", "title": "TFLOP/s"}
+    numbers = {"tflops": "TFLOP/s", "spread": "± half the interquartile range", "ms": "ms"}
+    tooltip = [{"field": "name", "title": "name"}]
+    tooltip += [{"field": field, "title": title, "format": ".3~s"} for field, title in numbers.items()]
+    tooltip += [{"field": field, "title": field} for field in ("machine", "commit", "date")]
+    return {
+        "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
+        "description": "TFLOP/s of every stage and library, as bars",
+        "data": {"values": rows},
+        "params": [{"name": "pass", "value": "fwd"}, {"name": "d", "value": max(HEAD_DIMS)}, {"name": "causal", "value": True},
+                   {"name": "s", "value": MEAN}],
+        "transform": [{"filter": shown}],
+        "width": "container", "height": {"step": 17},
+        "layer": [
+            {"mark": {"type": "bar", "height": 12}, "encoding": {
+                "x": x, "y": y, "tooltip": tooltip,
+                "color": {"field": "kind", "type": "nominal", "title": None,
+                          "scale": {"domain": list(COLORS), "range": list(COLORS.values())}, "legend": {"orient": "top"}}}},
+            {"mark": {"type": "rule", "strokeWidth": 2, "color": "currentColor"}, "transform": [
+                {"calculate": "datum.tflops - (datum.spread || 0)", "as": "low"},
+                {"calculate": "datum.tflops + (datum.spread || 0)", "as": "high"}],
+             "encoding": {"x": {**x, "field": "low"}, "x2": {"field": "high"}, "y": y}},
+            {"mark": {"type": "text", "align": "left", "dx": 6, "fontSize": 11}, "encoding": {
+                "x": x, "y": y, "text": {"field": "tflops", "type": "quantitative", "format": ".0f"}}},
+        ],
+        "config": LOOK,
+    }  # fmt: skip
+
+
+def gain_svg(name: str) -> str:
+    """A step's gain by sequence length, beside its prediction, as SVG; "" if nothing was measured."""
+    rows, predictions = [], []
+    lengths, found = gains(name)
+    if not stages.parent(name):
+        return ""
+    for (pass_, head_dim, causal), (predicted, ratios) in found.items():
+        of = {"panel": f"{PASS_NAMES[pass_]}, D = {head_dim}", "mask": "causal" if causal else "full"}
+        known = [(length, ratio) for length, ratio in zip(lengths, ratios, strict=True) if ratio]
+        rows += [{**of, "what": "measured", "s": length, "gain": ratio} for length, ratio in known]
+        predictions += [{**of, "what": "predicted", "s": COUNTED_AT, "gain": predicted}] if predicted else []
+    if not rows:
+        return ""
+    parent = spoken(stages.parent(name))
+    masks = {"field": "mask", "type": "nominal", "title": None}
+    both = ["full", "causal"]
+    place = {
+        "x": {"field": "s", "type": "ordinal", "title": "S", "axis": {"labelAngle": 0}},
+        "y": {"field": "gain", "type": "quantitative", "title": f"times as fast as {parent}", "scale": {"zero": False}},
+        "color": {**masks, "scale": {"domain": both, "range": ["#2f6fb0", "#d2691e"]}, "legend": {"orient": "top"}},
+        "shape": {**masks, "scale": {"domain": both, "range": ["circle", "square"]}},
+    }
+    line = {"type": "line", "point": {"filled": True, "size": 45}}
+    hollow = {"type": "point", "size": 130, "filled": False, "strokeWidth": 2}
+    layers = [
+        {"mark": {"type": "rule", "strokeDash": [3, 3], "color": "#888"}, "encoding": {"y": {"datum": 1}}},
+        {"transform": [{"filter": "datum.what == 'measured'"}], "mark": line, "encoding": place},
+        {"transform": [{"filter": "datum.what == 'predicted'"}], "mark": hollow, "encoding": place},
+    ]
+    panels = list(dict.fromkeys(row["panel"] for row in rows))
+    spec = {
+        "description": f"Gain of {spoken(name)} by sequence length; hollow marks are predictions",
+        "data": {"values": rows + predictions},
+        "facet": {"field": "panel", "type": "nominal", "title": None, "sort": panels},
+        "columns": 4,
+        "spec": {"width": 240, "height": 130, "layer": layers},
+        "resolve": {"scale": {"y": "independent"}},
+        "config": LOOK,
+    }
+    return svg(spec).replace("<svg ", '<svg aria-hidden="true" ', 1)
+
+
+def svg(spec: dict) -> str:
+    """A chart as SVG."""
+    return vl_convert.vegalite_to_svg(json.dumps(spec))
+
+
+def compiled(spec: dict) -> dict:
+    """A chart as Vega, which a page can draw without Vega-Lite."""
+    return vl_convert.vegalite_to_vega(json.dumps(spec))
+
+
+@functools.cache
+def library() -> str:
+    """Vega as one script, which defines `vegaEmbed`."""
+    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")

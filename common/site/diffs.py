@@ -1,0 +1,157 @@
+"""The code of two stages side by side: highlighted, with the changed words marked and equal lines folded."""
+
+import ast
+import difflib
+import html
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pygments.lexers import PythonLexer
+from pygments.token import STANDARD_TYPES, Comment
+
+import stages
+from common.show.story import functions
+
+CONTEXT = 3  # equal lines that stay visible next to a change
+ALIKE = 0.5  # lines of which this share is equal are shown next to each other
+MANY = 4000  # pairs of lines: more are shown in their order
+
+
+@dataclass
+class Line:
+    """A line of a file: its number, from 1, and its HTML."""
+
+    number: int
+    code: str
+
+
+@dataclass
+class Row:
+    """A row of the table: a line of each stage, of which one may be missing.
+
+    Attributes:
+        part: the function, at its first row; else "".
+        folded: this row is far from any change.
+    """
+
+    old: Line | None
+    new: Line | None
+    changed: bool
+    part: str = ""
+    folded: bool = False
+
+
+def _tokens(text: str) -> list[list[tuple]]:
+    """The tokens of each line: (type, text)."""
+    lines = [[]]
+    for kind, value in PythonLexer(stripnl=False).get_tokens(text):
+        for place, piece in enumerate(value.split("\n")):
+            if place:
+                lines.append([])
+            if piece:
+                lines[-1].append((kind, piece))
+    return lines
+
+
+def _linked(comment: str) -> str:
+    """A comment's HTML; stages that it names are links."""
+    known = {stages.version(name) for name in stages.names()}
+
+    def link(found):
+        return f'<a href="{found[0]}.html">{found[0]}</a>' if found[0] in known else found[0]
+
+    return re.sub(r"\bv\d+[a-z]?\b", link, html.escape(comment))
+
+
+def _code(tokens: list[tuple], changed: set[int]) -> str:
+    """A line's HTML; `changed` are the characters that the other line lacks."""
+    parts, at = [], 0
+    for kind, text in tokens:
+        marks = [at + place in changed for place in range(len(text))]
+        at += len(text)
+        first = 0
+        for place in range(1, len(text) + 1):
+            if place < len(text) and marks[place] == marks[first]:
+                continue
+            piece = text[first:place]
+            shown = _linked(piece) if kind in Comment else html.escape(piece)
+            shown = f'<span class="{STANDARD_TYPES[kind]}">{shown}</span>' if STANDARD_TYPES.get(kind) else shown
+            parts.append(f"<mark>{shown}</mark>" if marks[first] else shown)
+            first = place
+    return "".join(parts)
+
+
+def _differences(old: str, new: str) -> tuple[set[int], set[int]]:
+    """The characters of two lines that the other line lacks, by words; none if the lines have little in common."""
+    words = [re.findall(r"\w+|\s+|[^\w\s]", line) for line in (old, new)]
+    matcher = difflib.SequenceMatcher(None, *words, autojunk=False)
+    if matcher.ratio() < ALIKE:
+        return set(), set()
+    found = set(), set()
+    for tag, a, b, c, d in matcher.get_opcodes():
+        if tag != "equal":
+            for line, (first, last), characters in zip(words, ((a, b), (c, d)), found, strict=True):
+                begin = sum(map(len, line[:first]))
+                characters.update(range(begin, begin + sum(map(len, line[first:last]))))
+    return found
+
+
+def _paired(old: list[str], new: list[str]) -> Iterable[tuple[int | None, int | None]]:
+    """Pairs of lines of a changed block that are alike, in order; the others stand alone."""
+    best, pair = ALIKE, None
+    if len(old) * len(new) <= MANY:
+        for i, a in enumerate(old):
+            matcher = difflib.SequenceMatcher(None, "", a.strip(), autojunk=False)
+            for j, b in enumerate(new):
+                matcher.set_seq1(b.strip())
+                if matcher.real_quick_ratio() > best and matcher.quick_ratio() > best and matcher.ratio() > best:
+                    best, pair = matcher.ratio(), (i, j)
+    if pair:
+        i, j = pair
+        yield from _paired(old[:i], new[:j])
+        yield i, j
+        yield from ((i + 1 + a if a is not None else None, j + 1 + b if b is not None else None)
+                    for a, b in _paired(old[i + 1 :], new[j + 1 :]))  # fmt: skip
+        return
+    for place in range(max(len(old), len(new))):
+        yield place if place < len(old) else None, place if place < len(new) else None
+
+
+def _first_lines(text: str) -> dict[int, str]:
+    """The functions of a file by the number of the line where they begin, decorators included."""
+    found = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    return {min([node.lineno, *(each.lineno for each in node.decorator_list)]): node.name for node in found}
+
+
+def rows(old_text: str, new_text: str) -> list[Row]:
+    """The rows of two files side by side."""
+    old, new = old_text.splitlines(), new_text.splitlines()
+    old_tokens, new_tokens = _tokens(old_text), _tokens(new_text)
+    begins = _first_lines(new_text)
+    found = []
+
+    def line(tokens, place, changed=frozenset()):
+        return None if place is None else Line(place + 1, _code(tokens[place], changed))
+
+    for tag, a, b, c, d in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        pairs = zip(range(a, b), range(c, d), strict=True)
+        if tag != "equal":
+            pairs = ((None if i is None else a + i, None if j is None else c + j) for i, j in _paired(old[a:b], new[c:d]))
+        for i, j in pairs:
+            left, right = set(), set()
+            if tag != "equal" and i is not None and j is not None:
+                left, right = _differences(old[i], new[j])
+            part = begins.get(j + 1, "") if j is not None else ""
+            found.append(Row(line(old_tokens, i, left), line(new_tokens, j, right), tag != "equal", part))
+    changes = [place for place, row in enumerate(found) if row.changed]
+    near = {place + step for place in changes for step in range(-CONTEXT, CONTEXT + 1)}
+    for place, row in enumerate(found):
+        row.folded = place not in near
+    return found
+
+
+def changed_parts(old: str, new: str, file: str) -> list[str]:
+    """The functions of a file that a stage adds or changes."""
+    before, after = (functions(stages.directory(name) / file) for name in (old, new))
+    return [part for part in after if before.get(part) != after[part]]

@@ -1,0 +1,140 @@
+"""What the page of a step shows in motion: the accesses of a pass, and what the units of an SM do, for parent and stage."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import stages
+from common.interpreter.timing import UNITS
+from common.measure.trace import ONE_SM, Trace, trace
+from common.measure.workloads import Workload
+from common.show.results import CODE, same_code
+from common.show.tables import PASS_NAMES
+from common.show.timelines import partition_of
+from common.show.traces import COLORS, has_cycles, lanes, moments
+
+# One head, causal, D = 64 and S = 1024, unless a step changes something else.
+USUAL = {"seq_len": 1024, "head_dim": 64, "causal": True}
+UNUSUAL = {
+    "v14_short_tiles": {"head_dim": 128},
+    "v15_split_keys": {"seq_len": 1, "kv_len": 4096, "causal": False, "sms": 8},
+    "v18_wide_backward": {"seq_len": 512, "head_dim": 256},
+    "v18a_sums_from_registers": {"head_dim": 128},
+}
+LEAST = 1 / 500  # of the width: the width of the shortest access
+FIRST = "Q", "K", "V", "O", "LSE", "dO", "dQ", "dK", "dV"  # in this order in each panel, then temporaries
+
+
+@dataclass
+class Mark:
+    """A rectangle in a lane.
+
+    Attributes:
+        kind: "read", "write" or "add"; for a unit of the SM, "busy".
+        color: a number, of a program or of a partition.
+        start, end: on the time axis.
+        top, bottom: shares of the lane's height.
+        words: what happens.
+    """
+
+    kind: str
+    color: int
+    start: float
+    end: float
+    top: float
+    bottom: float
+    words: str
+
+
+@dataclass
+class Panel:
+    """Lanes with one time axis.
+
+    Attributes:
+        lanes: the marks of each lane, by its name.
+        keys: names of the colors, if they have any.
+    """
+
+    stage: str
+    unit: str
+    end: float
+    accesses: int
+    megabytes: float
+    lanes: dict[str, list[Mark]]
+    keys: dict[int, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclass
+class Scene:
+    """A pass of a step.
+
+    Attributes:
+        accesses: the panels of parent and stage; of v0, one panel.
+        units: panels of what the units of an SM do, of those of the two that have Gluon kernels.
+    """
+
+    pass_: str
+    shape: str
+    accesses: list[Panel]
+    units: list[Panel]
+
+
+def passes(name: str) -> list[str]:
+    """The passes that a stage changes."""
+    parent = stages.parent(name)
+    return [pass_ for pass_ in CODE if not parent or not same_code(name, parent, pass_)]
+
+
+def scenes(name: str) -> list[Scene]:
+    """Record the passes that a stage changes, of its parent and of itself."""
+    shape = USUAL | UNUSUAL.get(name, {})
+    gpu = dataclasses.replace(ONE_SM, num_sms=shape.pop("sms", 1))
+    return [_scene(name, pass_, shape, gpu) for pass_ in passes(name)]
+
+
+def _scene(name, pass_, shape, gpu) -> Scene:
+    workload = Workload(pass_, 1, 1, dtype="float16", **shape)
+    recorded = {stage: trace(stages.load(stage), workload, gpu) for stage in (stages.parent(name), name) if stage}
+    length = f"S = {workload.seq_len}" if workload.kv_len == workload.seq_len else f"Sq = 1, Sk = {workload.kv_len}"
+    words = f"{PASS_NAMES[pass_]}, one head, D = {workload.head_dim}, {length}, {'causal' if workload.causal else 'full'}"
+    return Scene(
+        pass_,
+        words,
+        [_accesses(stage, each) for stage, each in recorded.items()],
+        [_units(stage, each) for stage, each in recorded.items() if any(each.spans.values())],
+    )
+
+
+def _accesses(stage: str, recorded: Trace) -> Panel:
+    found, times = {}, moments(recorded)
+    end = max((end for _, end in times), default=0.0)
+    shown = lanes(recorded)
+    for access, (start, stop) in zip(recorded.accesses, times, strict=True):
+        if access.tensor not in shown:
+            continue
+        heads, rows, _ = recorded.tensors[access.tensor]
+        top, bottom = access.heads[0] * rows + access.rows[0], access.heads[1] * rows + access.rows[1] + 1
+        who = f"{access.partition.lstrip('_')} of CTA" if access.partition else "program"
+        where = f"rows {access.rows[0]} to {access.rows[1]}"
+        does = {"read": "reads", "write": "writes", "add": "adds to"}[access.kind]
+        words = f"{who} {access.program} {does} {access.tensor}, {where}: {access.nbytes:,} bytes"
+        mark = Mark(
+            access.kind, access.program % len(COLORS), start, max(stop, start + end * LEAST),
+            top / (heads * rows), bottom / (heads * rows), words,
+        )  # fmt: skip
+        lane = "temporary" if access.tensor.startswith("temporary") else access.tensor
+        found.setdefault(lane, []).append(mark)
+    unit = "cycles of the model of an SM" if has_cycles(recorded) else "MB moved so far"
+    found = {lane: found[lane] for lane in (*FIRST, *found) if lane in found}
+    return Panel(stage, unit, end, len(recorded.accesses), sum(access.nbytes for access in recorded.accesses) / 1e6, found)
+
+
+def _units(stage: str, recorded: Trace) -> Panel:
+    spans = max(recorded.spans.values(), key=lambda spans: max((span.end for span in spans), default=0))
+    partitions = sorted({partition_of(span) for span in spans})
+    found = {unit: [] for unit in UNITS}
+    for span in spans:
+        who = partition_of(span)
+        mark = Mark("busy", partitions.index(who) % len(COLORS), span.start, span.end, 0.0, 1.0, f"{who}: {span.what}")
+        found[span.unit].append(mark)
+    keys = {place % len(COLORS): who for place, who in enumerate(partitions)}
+    return Panel(stage, "cycles of the model of an SM", max(span.end for span in spans), len(spans), 0.0, found, keys)

@@ -1,0 +1,32 @@
+"""Take the README's pictures of the site: `make screenshots`."""
+
+import sys
+
+from common.measure import terminal
+from common.show.results import PLOTS
+from common.site.__main__ import OUT
+from common.site.browser import chromium
+
+PICTURES = PLOTS / "site"
+SIZE = {"width": 1440, "height": 900}
+SETTLED = 1000  # milliseconds until charts are drawn
+SHOTS = {"start": "index.html", "v3": "v3.html#time=700", "v12": "v12.html"}
+
+
+def main():
+    """Write a picture of each of these pages, as one sees it first."""
+    terminal.prepare()
+    if not (OUT / "index.html").exists():
+        raise SystemExit(f"{OUT} does not exist; make site builds it")
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    with chromium() as browser:
+        page = browser.new_page(viewport=SIZE)
+        for name, address in SHOTS.items():
+            page.goto(f"{OUT.as_uri()}/{address}")
+            page.wait_for_timeout(SETTLED)
+            page.screenshot(path=PICTURES / f"{name}.png")
+            print(PICTURES / f"{name}.png")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

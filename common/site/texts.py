@@ -1,0 +1,220 @@
+"""Markdown of the repository as HTML: math as MathML, links that stay within the site, and the glossary's words explained."""
+
+import html
+import re
+import shutil
+from pathlib import Path
+
+from latex2mathml.converter import convert
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from mdit_py_plugins.anchors import anchors_plugin
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import get_lexer_by_name, guess_lexer_for_filename
+from pygments.util import ClassNotFound
+
+import stages
+from common.show.results import ROOT
+
+GLOSSARY = ROOT / "docs" / "reading.md"
+LETTERS = {"B", "H", "S", "D", "P", "O"}  # too short to be found in a text
+PICTURES = (".png", ".svg")
+NOTHING = re.compile(r"(?!)")  # no text has it
+
+
+def slug(text: str) -> str:
+    """The anchor of a heading, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
+
+
+def mathml(formula: str, display: bool) -> str:
+    """A formula in LaTeX as MathML."""
+    plain = re.sub(r"\\[Bb]igg?[lr]?(?=\\|\(|\)|\[|\]|\|)", "", formula)  # MathML's brackets grow by themselves
+    return convert(plain.replace(r"\textstyle", ""), display="block" if display else "inline")
+
+
+def page_of(path: Path) -> str:
+    """The page of a Markdown file or of a stage's directory."""
+    if path.name == "README.md":
+        path = path.parent
+    if path == ROOT:
+        return "index.html"
+    if path.parent == ROOT / "stages":
+        return f"{stages.version(path.name)}.html"
+    return f"{path.stem.lower()}.html"
+
+
+class Texts:
+    """Turns Markdown into HTML, and collects what the pages need besides.
+
+    Attributes:
+        definitions: the glossary, HTML by anchor.
+        used: the terms that the current page names; `page` begins a page.
+        files: the code files that texts link to.
+    """
+
+    def __init__(self, out: Path):
+        self._out = out
+        self.definitions: dict[str, str] = {}
+        self.used: set[str] = set()
+        self.files: set[Path] = set()
+        self._terms: dict[str, str] = {}  # anchor by term
+        self._source = ROOT
+        self._parser = MarkdownIt("gfm-like", {"linkify": False, "html": True})
+        self._parser.use(anchors_plugin, max_level=3, slug_func=slug)
+        self._parser.inline.ruler.before("backticks", "math", _math)
+        self._parser.add_render_rule("math", lambda renderer, tokens, at, *_: mathml(tokens[at].content, False))
+        self._parser.add_render_rule("fence", lambda renderer, *args: _fence(renderer, *args))
+        self._parser.core.ruler.push("places", self._places)
+        self._parser.core.ruler.push("terms", self._mark_terms)
+        self._read_glossary()
+        names = sorted(self._terms, key=len, reverse=True)
+        self._pattern = re.compile(rf"(?<![\w/-])(?:{'|'.join(map(_either_case, names))})(?:s|es)?(?![\w-])")
+
+    def page(self) -> None:
+        """Begin a page: terms are explained again where they first occur."""
+        self.used = set()
+
+    def html(self, text: str, source: Path) -> str:
+        """The HTML of a text.
+
+        Args:
+            source: the file that the text is from. Its links are relative to that.
+        """
+        self._source = source
+        return re.sub(r"<!--.*?-->\n?", "", self._parser.render(text), flags=re.DOTALL)
+
+    def inline(self, text: str, source: Path) -> str:
+        """The same for a sentence, without a paragraph around it and without explained terms."""
+        self._source = source
+        pattern, self._pattern = self._pattern, NOTHING
+        found = self._parser.renderInline(text)
+        self._pattern = pattern
+        return found
+
+    def _read_glossary(self):
+        self._pattern = NOTHING
+        _, _, text = GLOSSARY.read_text().partition("## Glossary")
+        for title, words in re.findall(r"^\*\*(.+?)\.\*\* (.*?)(?=\n\n|\Z)", text, re.MULTILINE | re.DOTALL):
+            anchor = f"term-{slug(title.split(',')[0])}"
+            self.definitions[anchor] = self.inline(f"**{title}.** {words}", GLOSSARY)
+            self._terms |= {term: anchor for term in title.split(", ") if term not in LETTERS}
+
+    def _mark_terms(self, state):
+        """Explain each term where a page first names it, outside of headings and links."""
+        heading = False
+        for token in state.tokens:
+            heading = token.type == "heading_open" or (heading and token.type != "heading_close")
+            if token.type == "inline" and not heading:
+                token.children = list(self._with_terms(token.children))
+
+    def _with_terms(self, tokens):
+        inside = 0
+        for token in tokens:
+            inside += {"link_open": 1, "link_close": -1}.get(token.type, 0)
+            if token.type != "text" or inside:
+                yield token
+                continue
+            at = 0
+            for found in self._pattern.finditer(token.content):
+                anchor = self._anchor(found[0])
+                if anchor in self.used:
+                    continue
+                self.used.add(anchor)
+                yield Token("text", "", 0, content=token.content[at : found.start()])
+                link = f'<a class="term" href="glossary.html#{anchor}" data-term="{anchor}">{html.escape(found[0])}</a>'
+                yield Token("html_inline", "", 0, content=link)
+                at = found.end()
+            yield Token("text", "", 0, content=token.content[at:])
+
+    def _anchor(self, word):
+        for term, anchor in self._terms.items():
+            if re.fullmatch(f"{_either_case(term)}(?:s|es)?", word):
+                return anchor
+        raise KeyError(word)
+
+    def _places(self, state):
+        """Let links and pictures lead to pages of the site."""
+        for token in state.tokens:
+            for child in token.children or []:
+                if child.type == "link_open":
+                    child.attrSet("href", self._link(child.attrGet("href")))
+                if child.type == "image":
+                    child.attrSet("src", self.picture((self._source.parent / child.attrGet("src")).resolve()))
+
+    def picture(self, path: Path) -> str:
+        """Copy a picture into the site; return its place."""
+        name = "-".join(path.relative_to(ROOT / "plots").parts)
+        (self._out / "pictures").mkdir(exist_ok=True)
+        shutil.copyfile(path, self._out / "pictures" / name)
+        return f"pictures/{name}"
+
+    def _link(self, target: str) -> str:
+        if re.match(r"\w+:", target):
+            return target
+        name, _, anchor = target.partition("#")
+        if not name:
+            return target
+        path = (self._source.parent / name).resolve()
+        if path == GLOSSARY and anchor == "glossary":
+            return "glossary.html"
+        anchor = f"#{anchor}" if anchor else ""
+        if path.suffix == ".md" or path.parent == ROOT / "stages":
+            return page_of(path) + anchor
+        if path.suffix in PICTURES:
+            return self.picture(path)
+        return self.file(path)
+
+    def file(self, path: Path) -> str:
+        """The page that shows a file, or lists a directory."""
+        self.files.add(path)
+        return self.page_of_file(path)
+
+    @staticmethod
+    def page_of_file(path: Path) -> str:
+        """Where that page is."""
+        return f"code-{'-'.join(path.relative_to(ROOT).parts)}.html"
+
+
+def _fence(renderer, tokens, at, options, env) -> str:
+    """A block of code, or a formula."""
+    token = tokens[at]
+    return mathml(token.content.strip(), True) if token.info == "math" else colored(token.content, token.info)
+
+
+def colored(code: str, language: str) -> str:
+    """Code as HTML; `language` may be unknown."""
+    try:
+        lexer = get_lexer_by_name(language)
+    except ClassNotFound:
+        return f"<pre tabindex=0>{html.escape(code)}</pre>"
+    return highlight(code, lexer, HtmlFormatter(cssclass="code")).replace("<pre>", "<pre tabindex=0>", 1)
+
+
+def colored_file(path: Path) -> str:
+    """A file as HTML."""
+    try:
+        lexer = guess_lexer_for_filename(path.name, "")
+    except ClassNotFound:
+        return f"<pre tabindex=0>{html.escape(path.read_text())}</pre>"
+    return highlight(path.read_text(), lexer, HtmlFormatter(cssclass="code")).replace("<pre>", "<pre tabindex=0>", 1)
+
+
+def _math(state, silent: bool) -> bool:
+    """GitHub's inline formula: $`…`$."""
+    found = re.compile(r"\$`(.+?)`\$", re.DOTALL).match(state.src, state.pos)
+    if not found:
+        return False
+    if not silent:
+        state.push("math", "", 0).content = found[1]
+    state.pos = found.end()
+    return True
+
+
+def _either_case(term: str) -> str:
+    """A pattern for a term; a word may begin a sentence or not, an abbreviation is as it is."""
+    first = term[0]
+    if term[1:].islower() or " " in term:
+        return f"[{first.upper()}{first.lower()}]{re.escape(term[1:])}"
+    return re.escape(term)

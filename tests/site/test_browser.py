@@ -1,0 +1,281 @@
+"""The pages of the site in a Chromium: they load, their controls change what is drawn, and everyone can read them."""
+
+import itertools
+import re
+
+import pytest
+
+playwright = pytest.importorskip("playwright.sync_api")
+axe_playwright = pytest.importorskip("axe_playwright_python.sync_playwright")
+pytest.importorskip("vl_convert")
+
+import stages  # noqa: E402
+from common.show.results import CODE  # noqa: E402
+from common.site.browser import HINT, chromium, path  # noqa: E402
+from common.site.diffs import rows  # noqa: E402
+
+STEPS = [stages.version(name) for name in stages.names()]
+DOCUMENTS = ["index", "glossary", "reading", "operator", "measuring", "interpreter", "several-gpus", "contributing", "results"]
+WIDE, NARROW = {"width": 1440, "height": 900}, {"width": 380, "height": 800}
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if not path():
+        pytest.skip(HINT)
+    with chromium() as found:
+        yield found
+
+
+class Watched:
+    """A page of the browser that notes errors and requests.
+
+    Attributes:
+        noted: messages of errors and warnings, and requests that leave the disk.
+    """
+
+    def __init__(self, browser, site, **options):
+        self.site, self.noted = site, []
+        self.page = browser.new_page(**({"viewport": WIDE} | options))
+        self.page.on("console", lambda message: message.type in ("error", "warning") and self.noted.append(message.text))
+        self.page.on("pageerror", lambda error: self.noted.append(str(error)))
+        self.page.on("request", lambda request: request.url.startswith(("file:", "data:")) or self.noted.append(request.url))
+
+    def open(self, address):
+        """Load a page of the site, and wait for its chart."""
+        self.page.goto("about:blank")  # or a new part after # would not load the page again
+        self.page.goto(f"{self.site.as_uri()}/{address}")
+        if address.startswith("index"):
+            self.page.wait_for_selector("#chart .vega-embed svg, #chart svg.marks")
+        return self.page
+
+
+@pytest.fixture
+def watched(browser, site):
+    found = Watched(browser, site)
+    yield found
+    found.page.close()
+    assert found.noted == []
+
+
+@pytest.fixture(scope="module")
+def reader(browser, site):
+    """A page that several tests use one after the other."""
+    found = Watched(browser, site)
+    yield found
+    found.page.close()
+
+
+def visible(page, selector):
+    return [each for each in page.query_selector_all(selector) if each.is_visible()]
+
+
+@pytest.mark.parametrize("name", [*DOCUMENTS, *STEPS])
+def test_a_page_opens_and_fits(reader, name):
+    """No error, no request to a network, and nothing is wider than a phone."""
+    reader.noted.clear()
+    reader.page.set_viewport_size(NARROW)
+    page = reader.open(f"{name}.html")
+    assert page.evaluate("document.documentElement.scrollWidth") <= NARROW["width"]
+    assert reader.noted == []
+
+
+SOON = {("index", "light"), ("index", "dark"), ("glossary", "light"), ("reading", "dark"), ("v3", "light"), ("v12", "dark")}
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [
+        pytest.param(name, scheme, marks=[] if (name, scheme) in SOON else [pytest.mark.long])
+        for name, scheme in itertools.product([*DOCUMENTS, *STEPS], ("light", "dark"))
+    ],
+)
+def test_everyone_can_read_a_page(reader, name, scheme):
+    """Names, contrast and structure pass axe."""
+    reader.page.set_viewport_size(WIDE)
+    page = reader.open(f"{name}.html")
+    page.emulate_media(color_scheme=scheme)
+    found = axe_playwright.Axe().run(page, options={"resultTypes": ["violations"], "preload": False})
+    page.emulate_media(color_scheme="light")
+    serious = [each for each in found.response["violations"] if each["impact"] in ("serious", "critical")]
+    assert [(each["id"], node["html"][:200]) for each in serious for node in each["nodes"][:3]] == []
+
+
+def test_pages_of_code_open(watched):
+    files = sorted(watched.site.glob("code-*.html"))
+    assert files
+    for file in files:
+        assert watched.open(file.name).inner_text("h1") in file.name.replace("code-", "").replace("-", "/")
+
+
+def bars(page):
+    return [bar.get_attribute("aria-label") for bar in page.query_selector_all("#chart path[aria-label*='TFLOP']")]
+
+
+@pytest.mark.parametrize(("name", "value"), [("pass", "bwd"), ("d", "64"), ("causal", "no"), ("s", "16384")])
+def test_a_choice_changes_the_chart_and_the_address(watched, name, value):
+    page = watched.open("index.html")
+    before = bars(page)
+    assert len(before) > len(STEPS)
+    page.select_option(f"#choices select[name={name}]", value)
+    page.wait_for_timeout(200)
+    after = bars(page)
+    assert after and after != before
+    assert f"{name}={value}" in page.url
+    fragment = page.url.partition("#")[2]
+    page = watched.open(f"index.html#{fragment}")
+    page.wait_for_timeout(200)
+    assert page.input_value(f"#choices select[name={name}]") == value and bars(page) == after
+
+
+def test_a_bar_tells_its_value_and_where_it_was_measured(watched):
+    page = watched.open("index.html")
+    page.select_option("#choices select[name=s]", "2048")
+    page.wait_for_timeout(200)
+    page.query_selector_all("#chart path[aria-label*='TFLOP']")[-1].hover()
+    page.wait_for_selector("#box.on")
+    words = page.inner_text("#box")
+    assert re.search(r"TFLOP/s: \d", words) and re.search(r"interquartile range: \d", words)
+    assert re.search(r"commit: [0-9a-f]{12}", words) and "machine: NVIDIA" in words
+
+
+def test_the_pass_that_is_chosen_is_shown(watched):
+    page = watched.open("v3.html")
+    assert [each.inner_text() for each in visible(page, ".parts")][0].startswith("forward.py")
+    page.click("button[data-show=bwd]")
+    assert [each.inner_text() for each in visible(page, ".parts")][0].startswith("backward.py")
+    shown = [each.inner_text() for each in visible(page, ".names")]
+    assert len(shown) == 2 and all("dO" in names for names in shown)
+    page = watched.open("v3.html#pass=bwd")
+    assert [each.inner_text() for each in visible(page, ".parts")][0].startswith("backward.py")
+
+
+def veils(page):
+    """Where the veil of each visible panel begins, as a share of its width."""
+    places = "each => each.offsetLeft / each.parentElement.offsetWidth"
+    return [each.evaluate(places) for each in visible(page, ".panel:not(.zoomed) .veil")]
+
+
+def test_the_slider_moves_through_both_traces(watched):
+    page = watched.open("v3.html#time=0")
+    assert veils(page) == pytest.approx([0, 0], abs=0.01)
+    page.fill("#time", "250")
+    assert veils(page) == pytest.approx([0.25, 0.25], abs=0.01)
+    end = float(page.query_selector(".panel").get_attribute("data-end"))
+    assert float(page.inner_text("#now").split()[0]) == pytest.approx(end / 4, abs=0.01)
+    assert "time=250" in page.url
+
+
+def test_play_moves_until_it_is_paused(watched):
+    page = watched.open("v3.html#time=0")
+    page.click("#play")
+    page.wait_for_function("document.getElementById('time').value > 20")
+    page.click("#play")
+    at = page.input_value("#time")
+    page.wait_for_timeout(150)
+    assert page.input_value("#time") == at and page.inner_text("#play") == "Play" and f"time={at}" in page.url
+
+
+def test_an_access_tells_what_it_is(watched):
+    page = watched.open("v3.html")
+    page.query_selector("svg[aria-label^='v3_fa2_causal: K'] path").hover()
+    page.wait_for_selector("#box.on")
+    assert re.match(r"program \d+ reads K, rows \d+ to \d+: [\d,]+ bytes", page.inner_text("#box"))
+
+
+def test_writes_differ_from_reads_without_color(watched):
+    page = watched.open("v7.html")
+    looks = {
+        kind: page.query_selector(f".inner .{kind}").evaluate(
+            "each => [getComputedStyle(each).fill, getComputedStyle(each).stroke]"
+        )
+        for kind in ("c0", "write", "add")
+    }
+    grey = {kind: sum(map(int, re.findall(r"\d+", fill)[:3])) for kind, (fill, _) in looks.items() if fill != "none"}
+    assert looks["add"][0] == "none" and looks["add"][1] != "none"  # hollow
+    assert abs(grey["c0"] - grey["write"]) > 100
+
+
+def test_zoom_widens_the_timelines_and_they_scroll_together(watched):
+    page = watched.open("v12.html")
+    field = visible(page, ".zoomed .field")[0]
+    before = field.evaluate("each => each.scrollWidth")
+    page.fill("#zoom", "8")
+    assert field.evaluate("each => each.scrollWidth") == pytest.approx(8 * before, rel=0.02)
+    field.evaluate("each => { each.scrollLeft = 300; }")
+    page.wait_for_timeout(100)
+    assert [each.evaluate("each => each.scrollLeft") for each in visible(page, ".zoomed .field")] == [300, 300]
+    assert "zoom=8" in page.url
+
+
+def test_equal_lines_unfold_and_fold(watched):
+    page = watched.open("v6.html")
+    count = page.locator(".diff tr:visible").count()
+    page.click(".bar button")
+    unfolded = page.locator(".diff tr:visible").count()
+    assert unfolded > count
+    page.click(".bar button")
+    assert page.locator(".diff tr:visible").count() == count
+
+
+def test_keys_and_links_lead_from_step_to_step(watched):
+    page = watched.open("v3.html")
+    page.keyboard.press("ArrowRight")
+    page.wait_for_url("**/v4.html")
+    page.keyboard.press("ArrowLeft")
+    page.wait_for_url("**/v3.html")
+    page.click("a[rel=prev]")
+    page.wait_for_url("**/v2.html")
+    page.focus("#time")
+    page.keyboard.press("ArrowLeft")  # moves the slider
+    assert page.url.endswith("v2.html#time=999")
+
+
+def test_a_part_of_the_code_is_one_click_away(watched):
+    page = watched.open("v3.html")
+    page.click(".parts a:has-text('_forward_kernel')")
+    row = page.query_selector("#fwd-_forward_kernel")
+    box, frame = row.bounding_box(), page.query_selector(".scroll.code").bounding_box()
+    assert frame["y"] <= box["y"] + 30 and box["y"] < frame["y"] + frame["height"]
+    assert "fwd-_forward_kernel" in page.url
+
+
+@pytest.mark.parametrize("how", ["hover", "focus"])
+def test_a_term_shows_its_definition(watched, how):
+    page = watched.open("v12.html")
+    term = page.query_selector("a.term:has-text('CTA')")
+    getattr(term, how)()
+    page.wait_for_selector("#box.on")
+    assert "thread block" in page.inner_text("#box") and term.get_attribute("aria-describedby") == "box"
+    page.keyboard.press("Escape")
+    assert not visible(page, "#box.on")
+
+
+def test_a_note_leads_to_the_step_that_answers_it(watched):
+    page = watched.open("v2.html")
+    page.locator(".diff a[href='v3.html']").first.evaluate("each => each.click()")
+    page.wait_for_url("**/v3.html")
+
+
+def test_without_scripts_everything_is_there(browser, site):
+    watched = Watched(browser, site, java_script_enabled=False)
+    page = watched.page
+    page.goto(f"{site.as_uri()}/v3.html")
+    assert [each.inner_text().split(":")[0] for each in visible(page, ".parts")] == ["forward.py", "backward.py"]
+    assert len(visible(page, ".panel")) == 4 and not visible(page, "button")
+    texts = [
+        [(stages.directory(name) / file).read_text() for name in ("v2_fa1_tiling", "v3_fa2_causal")] for file in CODE.values()
+    ]
+    assert len(visible(page, ".diff tbody tr")) == sum(len(rows(*both)) for both in texts)
+    page.goto(f"{site.as_uri()}/index.html")
+    assert visible(page, "#chart svg") and not visible(page, "#choices")
+    page.close()
+
+
+def test_dark_and_light(watched):
+    page = watched.open("v3.html")
+    colors = []
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        colors.append(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert colors[0] != colors[1]

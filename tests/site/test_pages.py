@@ -1,0 +1,153 @@
+"""The pages of the site, without a browser: what they hold, where their links lead and how large they are."""
+
+import html
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+pytest.importorskip("vl_convert")
+
+import stages  # noqa: E402
+from common.measure.trace import trace  # noqa: E402
+from common.measure.workloads import Workload  # noqa: E402
+from common.show.results import CODE  # noqa: E402
+from common.site import charts, scenes, texts  # noqa: E402
+from common.site.__main__ import drawn, sections  # noqa: E402
+from common.site.diffs import rows  # noqa: E402
+
+STEPS = [(stages.parent(name), name) for name in stages.names() if stages.parent(name)]
+LARGEST = 1.5e6  # bytes of a page with its styles, scripts and pictures
+
+
+class Links(HTMLParser):
+    """What a page links to and loads, and its anchors."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.links, self.loads, self.anchors = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.anchors += [attrs["id"]] if "id" in attrs else []
+        self.links += [attrs["href"]] if tag == "a" else []
+        if tag in ("script", "img") and "src" in attrs:
+            self.loads.append(attrs["src"])
+        if tag == "link" and attrs["rel"] == "stylesheet":
+            self.loads.append(attrs["href"])
+
+
+@pytest.fixture(scope="module")
+def pages(site):
+    return {path.name: Links(path.read_text()) for path in site.glob("*.html")}
+
+
+def test_every_step_and_document_has_a_page(pages):
+    assert {f"{stages.version(name)}.html" for name in stages.names()} <= set(pages)
+    assert {"index.html", "glossary.html", "reading.html", "operator.html", "measuring.html", "contributing.html"} <= set(pages)
+
+
+def test_links_lead_somewhere(pages, site):
+    broken = []
+    for page, found in pages.items():
+        assert len(set(found.anchors)) == len(found.anchors), page
+        for link in found.links:
+            target, _, anchor = link.partition("#")
+            if re.match("https?:", link):
+                continue
+            known = pages.get(target or page)
+            if not known and not (site / target).exists() or anchor and anchor not in known.anchors:
+                broken.append((page, link))
+    assert broken == []
+
+
+def test_nothing_is_loaded_from_elsewhere_and_no_page_is_large(pages, site):
+    for page, found in pages.items():
+        assert not [place for place in found.loads if ":" in place], page
+        total = sum((site / name).stat().st_size for name in [page, *set(found.loads)])
+        assert total <= LARGEST, f"{page}: {total} bytes"
+
+
+def test_each_term_of_the_glossary_is_defined_and_explained_where_it_is_named(pages, site):
+    found = texts.Texts(site)
+    assert len(found.definitions) > 30
+    assert set(found.definitions) <= set(pages["glossary.html"].anchors)
+    shown = found.html("TMA loads a tile, and a second tile. `TMA` and [a TMA](x.md) are no text.", texts.GLOSSARY)
+    assert re.findall(r'data-term="(.*?)">(.*?)<', shown) == [("term-tma", "TMA"), ("term-tile", "tile")]
+
+
+@pytest.mark.parametrize("name", stages.names())
+def test_formulas_become_mathml(name, site):
+    readme = stages.directory(name) / "README.md"
+    shown = texts.Texts(site).html(readme.read_text(), readme)
+    formulas = re.findall(r"<math.*?</math>", shown, re.DOTALL)
+    assert len(formulas) == len(re.findall(r"^```math|\$`", re.sub(r"`\$", "", readme.read_text()), re.MULTILINE))
+    assert not [formula for formula in formulas if "\\" in formula]
+
+
+@pytest.mark.parametrize("name", stages.names())
+def test_a_readme_is_shown_as_a_whole(name):
+    readme = (stages.directory(name) / "README.md").read_text()
+    found = sections(readme)
+    titles = re.findall(r"^## (\w+)", readme, re.MULTILINE)
+    assert set(titles) == {"Problem", "Idea", "Derivation", "Algorithm", "Gain", "Limits"}
+    shown = set(" ".join(found.values()).split())
+    drawn_by_the_page = re.compile(r"^(!\[.*|The \[model of an SM\].*)\n", re.MULTILINE)
+    text = re.sub(r"^## \w+\n", "", drawn_by_the_page.sub("", readme.partition("\n## ")[2]), flags=re.MULTILINE)
+    assert [word for word in text.partition("\n")[2].split() if word not in shown] == []
+
+
+@pytest.mark.parametrize(("parent", "name"), STEPS)
+@pytest.mark.parametrize("file", CODE.values())
+def test_a_diff_holds_both_files(parent, name, file):
+    old, new = ((stages.directory(stage) / file).read_text() for stage in (parent, name))
+    found = rows(old, new)
+    for side, text in (("old", old), ("new", new)):
+        lines = [getattr(row, side) for row in found if getattr(row, side)]
+        assert [line.number for line in lines] == list(range(1, len(lines) + 1))
+        assert [html.unescape(re.sub("<.*?>", "", line.code)) for line in lines] == text.splitlines()
+    equal = [row for row in found if not row.changed]
+    assert all(row.old.code == row.new.code for row in equal)
+    assert not [row for row in found if row.changed and row.folded]
+
+
+def test_a_diff_marks_the_words_that_change():
+    (row,) = rows("total = first + second\n", "total = first - second\n")
+    assert "<mark>" in row.old.code and re.sub("<.*?>", "", re.search("<mark>(.*?)</mark>", row.new.code)[1]) == "-"
+    assert rows("a = 1\n", "completely(different)\n")[0].old.code.count("<mark>") == 0
+
+
+def test_notes_link_to_the_step_that_answers_them():
+    (row,) = rows("# NOTE: slow; v5 is faster, v99 is not here\n", "# NOTE: slow; v5 is faster, v99 is not here\n")
+    assert '<a href="v5.html">v5</a>' in row.new.code and "v99.html" not in row.new.code
+
+
+@pytest.mark.parametrize("name", ["v2_fa1_tiling", "v12_persistent"])
+def test_a_panel_has_all_bytes_of_the_trace(name):
+    workload = Workload("fwd", 1, 1, 1024, 64, True, "float16")
+    recorded = trace(stages.load(name), workload)
+    panel = next(each for each in scenes.scenes(name)[0].accesses if each.stage == name)
+    shown = [int(mark.words.split(": ")[-1].split()[0].replace(",", "")) for marks in panel.lanes.values() for mark in marks]
+    lanes = [access.nbytes for access in recorded.accesses if recorded.tensors[access.tensor][1] > 1]
+    assert sorted(shown) == sorted(lanes)
+    assert panel.megabytes == pytest.approx(sum(access.nbytes for access in recorded.accesses) / 1e6)
+
+
+def test_marks_are_drawn_to_scale():
+    mark = scenes.Mark("read", 2, 25.0, 50.0, 0.5, 1.0, "program 2 reads <Q>")
+    assert drawn([mark], 100.0, False) == (
+        '<path class="c2" data-words="program 2 reads &lt;Q&gt;" d="M250.00 50.0h250.00v46.0h-250.00z"/>'
+    )
+    later = scenes.Mark("read", 2, 75.0, 100.0, 0.5, 1.0, mark.words)
+    assert drawn([mark, later], 100.0, True).count("<path") == 1
+    assert drawn([mark, later], 100.0, False).count("<path") == 2
+
+
+def test_the_chart_has_every_implementation_and_says_where_it_is_from():
+    found = charts.speeds()
+    measured = {row["impl"] for row in found}
+    assert set(stages.names()) <= measured and "sdpa-cudnn" in measured
+    assert all(row["commit"] and row["machine"] and row["tflops"] > 0 for row in found)
+    keys = [tuple(row[name] for name in ("impl", "pass", "d", "causal", "s")) for row in found]
+    assert len(set(keys)) == len(keys)

@@ -116,7 +116,7 @@ trace: $(SETUP)  ## draw which tiles a stage reads and writes, STAGE=v2,v3; ARGS
 	$(PYTHON) -m common.show.traces $(addprefix --stage=,$(STAGE)) $(ARGS)
 
 site: $(SETUP)  ## build the site, a page for each step, into site/; open site/index.html
-	@$(PYTHON) -m common.site $(addprefix --stage=,$(STAGE)) $(ARGS)
+	@$(PYTHON) -m common.site.pages $(addprefix --stage=,$(STAGE)) $(ARGS)
 
 screenshots: site  ## take the README's pictures of the site, with a Chromium that is installed
 	$(PYTHON) -m common.site.screenshots

@@ -54,6 +54,14 @@ def in_full() -> frozenset[str]:
     return frozenset({line[-1], *last.values()} | untuned)
 
 
+def once(names: list[str], file: str) -> list[str]:
+    """The stages of `names`. On the interpreter, of stages with the same file only the first: the others' results are equal."""
+    first = {}
+    for name in names:
+        first.setdefault((stages.directory(name) / file).read_bytes() if INTERPRETED else name, name)
+    return list(first.values())
+
+
 def make_inputs(seq_q, seq_k, head_dim=32, dtype=torch.float16, *, batch=2, heads=3, kv_heads=None, value_dim=None):
     """q, k, v and a gradient of the output, normally distributed. Batch size and head count differ and exceed 1.
 

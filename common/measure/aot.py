@@ -1,6 +1,7 @@
 """Compile a stage's kernels for a GPU that need not be there; report registers, spills, shared memory and instructions.
 
     python -m common.measure.aot --stage v3 --arch 80,90 --head-dim 64,128 --causal yes,no
+    python -m common.measure.aot --stage v12 --arch 90 --against HEAD~3   # is the machine code still the same?
 
 A stage's own `forward` and `backward` run on tensors without data, with a stand-in for Triton's driver. So Triton binds,
 specializes and compiles every kernel as for a launch on that GPU, but does not launch it.
@@ -12,12 +13,16 @@ import concurrent.futures
 import contextlib
 import io
 import itertools
+import json
 import multiprocessing
 import operator
 import os
 import pathlib
 import re
+import shutil
+import subprocess
 import sys
+import tempfile
 import threading
 from types import SimpleNamespace
 
@@ -44,6 +49,7 @@ INSTRUCTIONS = {  # name in the table -> name in PTX
     "cp.async": "cp.async.cg",
     "TMA": "cp.async.bulk.tensor",
 }
+ROOT = pathlib.Path(__file__).parents[2]
 BATCH, HEADS, SEQ_LEN = 4, 16, 4096  # shape of the tensors without data: an ordinary workload, every length a multiple of 16
 
 
@@ -135,7 +141,15 @@ def _describe(source, metadata, metadata_group, ptxas_log):
         "dots": sum(source_ir.count(name) for name in ("tt.dot ", "ttng.warp_group_dot ")),
         "descriptors": sum(str(type_name).startswith("tensordesc") for type_name in source.signature.values()),
         "warnings": sorted(set(re.findall(r"\(C\d+\).*", ptxas_log))),
+        "ptx": dict(collections.Counter(opcodes(texts[".ptx"]))),
     }
+
+
+def opcodes(ptx: str) -> list[str]:
+    """Return the opcode of each instruction, with its modifiers: "add.s32"."""
+    statements = re.split(r"[;{}]", re.sub(r"//.*|^\s*[$\w]+:", "", ptx, flags=re.MULTILINE))
+    found = (re.match(r"\s*(?:@!?%\w+\s+)?([a-z][\w.:]*)", statement) for statement in statements)
+    return [opcode[1] for opcode in found if opcode]
 
 
 def _compile_case(sender, case, all_configs):
@@ -209,8 +223,8 @@ def compile_cases(cases, all_configs):
         Lists of rows, errors and unavailable cases, in the order of the cases. A row is the case with: kernel, config,
         registers (per thread at launch), roles (see `roles`), spilled_bytes (spill stores and loads per thread), shared_bytes
         (per block), instructions (keys of `INSTRUCTIONS`), dots (matmuls in the source), descriptors (number of descriptor
-        arguments), warnings (of ptxas). An error is the case with: error. An unavailable case, which the stage cannot run, is
-        the case with: reason.
+        arguments), warnings (of ptxas), ptx (number of instructions by opcode). An error is the case with: error. An
+        unavailable case, which the stage cannot run, is the case with: reason.
     """
     os.environ["TRITON_INTERPRET"] = "0"  # for the processes started below; too late to affect this one
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # use no GPU memory
@@ -274,6 +288,74 @@ def table(rows: list[dict], wide: bool) -> str:
     return f"{above}\n\n{shown}" if above else shown
 
 
+COMPARED = "registers", "spilled_bytes", "shared_bytes", "roles", "ptx"
+
+
+def _at_revision(revision: str, argv: list[str]) -> dict:
+    """Compile the kernels of a revision of this repository, with this file; return what `--json` writes.
+
+    Raises:
+        SystemExit: there is no such revision, or a stage or kernel of it does not compile.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        tree = pathlib.Path(folder)
+        archive = subprocess.run(["git", "archive", revision], cwd=ROOT, capture_output=True, check=False)
+        if archive.returncode:
+            raise SystemExit(f"git archive {revision}: {archive.stderr.decode().strip()}")
+        subprocess.run(["tar", "--extract"], input=archive.stdout, cwd=tree, check=True)
+        shutil.copytree(ROOT / "common" / "measure", tree / "common" / "measure", dirs_exist_ok=True)
+        command = [sys.executable, "-m", "common.measure.aot", *argv, "--json", "rows.json"]
+        done = subprocess.run(command, cwd=tree, stdout=subprocess.DEVNULL, check=False)
+        if done.returncode:
+            raise SystemExit(f"the kernels of {revision} do not all compile")
+        return json.loads((tree / "rows.json").read_text())
+
+
+def differences(before: list[dict], after: list[dict]) -> list[str]:
+    """Return a line for each kernel whose code differs between two lists of rows, and for each kernel that only one has.
+
+    Kernels of one case are compared by name, and in their order if a name occurs several times.
+    """
+    names = "stage", "arch", "dtype", "head_dim", "value_dim", "causal", "kv_heads", "kernel"
+    found = []
+    for rows in (before, after):
+        of_name = collections.defaultdict(list)
+        for row in rows:
+            of_name[tuple(row[name] for name in names)].append(row)
+        found.append({(*key, number): row for key, same in of_name.items() for number, row in enumerate(same)})
+    lines = []
+    for key in found[0] | found[1]:
+        stage, arch, dtype, head_dim, _, causal, kv_heads, kernel, _ = key
+        mask = "causal" if causal else "full"
+        where = f"{stages.version(stage)} {kernel} sm_{arch} {dtype} D={head_dim} {mask} {kv_heads} K/V heads"
+        old, new = (rows.get(key) for rows in found)
+        if not old or not new:
+            lines.append(f"{where}: only {'after' if new else 'before'}")
+            continue
+        changed = []
+        for name in COMPARED:
+            if name == "ptx":
+                counts = [collections.Counter(row["ptx"]) for row in (old, new)]
+                for sign, more in (("+", counts[1] - counts[0]), ("-", counts[0] - counts[1])):
+                    changed += [f"{sign}{number} {opcode}" for opcode, number in sorted(more.items())]
+            elif json.dumps(old[name]) != json.dumps(new[name]):
+                changed.append(f"{name} {old[name]} -> {new[name]}")
+        if changed:
+            lines.append(f"{where}: {', '.join(changed)}")
+    return lines
+
+
+def _compare(revision: str, argv: list[str], rows: list[dict]) -> int:
+    """Print how the rows differ from those of a revision; return the exit status: 1 if they do."""
+    place = argv.index("--against") if "--against" in argv else None
+    others = argv[:place] + argv[place + 2 :] if place is not None else [word for word in argv if "--against=" not in word]
+    before = _at_revision(revision, others)["rows"]
+    lines = differences(before, rows)
+    print(*lines, sep="\n", end="\n" if lines else "")
+    print(f"{len(rows)} kernels compared with {revision} (Triton {triton.__version__}): {len(lines)} differ")
+    return 1 if lines else 0
+
+
 def main(argv: list[str]) -> int:
     """Run the command line; return the exit status: 1 if a kernel does not compile or fit, 2 if there was no kernel."""
     terminal.prepare()
@@ -297,6 +379,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--all-configs", action="store_true", help="compile every configuration, not only the first")
     parser.add_argument("--wide", action="store_true", help="show all columns and the registers of each role")
     parser.add_argument("--json", type=json_path, metavar="FILE", help="also write rows and errors to FILE")
+    parser.add_argument(
+        "--against", metavar="REV", help="compare with the kernels of a revision: registers, spills, shared memory, PTX opcodes"
+    )
     arguments = parser.parse_args(argv)
 
     names = "stage", "arch", "dtype", "head_dim", "causal", "kv_heads"
@@ -304,7 +389,7 @@ def main(argv: list[str]) -> int:
     cases = [dict(zip(names, values, strict=True)) | {"value_dim": arguments.value_dim} for values in product]
     rows, errors, unavailable = compile_cases(cases, arguments.all_configs)
 
-    if rows:
+    if rows and not arguments.against:
         print(table(rows, arguments.wide))
     for name in arguments.stage:
         if not any(row["stage"] == name for row in rows + errors + unavailable):
@@ -326,6 +411,8 @@ def main(argv: list[str]) -> int:
     if not rows and not errors:
         print("nothing was compiled", file=sys.stderr)
         return 2
+    if arguments.against and not errors:
+        return _compare(arguments.against, argv, rows)
     return 1 if errors or not all(map(_fits, rows)) else 0
 
 

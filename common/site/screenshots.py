@@ -4,8 +4,8 @@ import sys
 
 from common.measure import terminal
 from common.show.results import PLOTS
-from common.site.__main__ import OUT
 from common.site.browser import chromium
+from common.site.pages import OUT
 
 PICTURES = PLOTS / "site"
 SIZE = {"width": 1440, "height": 900}

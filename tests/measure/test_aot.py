@@ -233,3 +233,83 @@ def test_exit_status_says_whether_all_compiles_and_fits(found, status, message, 
     monkeypatch.setattr(aot, "compile_cases", lambda cases, all_configs: found)
     assert aot.main(["--stage=v10"]) == status
     assert message in capsys.readouterr().err
+
+
+PTX = """
+.visible .entry kernel(.param .u64 a)
+{
+	.reg .b32 	%r<9>;
+$L__BB0_1:  // a loop
+	ld.param.b64 	%rd1, [a];
+	@%p1 ld.global.v2.b32 { %r1, %r2 }, [ %rd1 + 0 ];
+	@!%p2 bra 	$L__BB0_1;
+	{
+	waitLoop:
+	mbarrier.try_wait.parity.shared.b64 complete, [%r3], %r4;
+	}
+	wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {%f1,%f2}, %rd3, %rd4, p, 1, 1, 0, 1;
+	ret;
+}
+"""
+
+
+def test_opcodes_are_found_behind_predicates_and_in_blocks():
+    assert aot.opcodes(PTX) == [
+        "ld.param.b64", "ld.global.v2.b32", "bra", "mbarrier.try_wait.parity.shared.b64",
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16", "ret",
+    ]  # fmt: skip
+
+
+def row(kernel, **changed):
+    case = {
+        "stage": NAMES[1],
+        "arch": 90,
+        "dtype": "float16",
+        "head_dim": 64,
+        "value_dim": None,
+        "causal": True,
+        "kv_heads": 16,
+    }
+    code = {
+        "registers": 64,
+        "spilled_bytes": 0,
+        "shared_bytes": 1024,
+        "roles": [],
+        "warnings": [],
+        "ptx": {"add.s32": 2, "ret": 1},
+    }
+    return case | {"kernel": kernel} | code | changed
+
+
+def test_differences_name_the_kernel_and_what_changed():
+    before = [row("_a"), row("_a", registers=80), row("_b"), row("_gone")]
+    assert aot.differences(before, before) == []
+    after = [row("_a"), row("_a", registers=81), row("_b", ptx={"add.s32": 1, "mul.f32": 1, "ret": 1}), row("_new")]
+    where = "v1 {} sm_90 float16 D=64 causal 16 K/V heads: {}"
+    assert aot.differences(before, after) == [
+        where.format("_a", "registers 80 -> 81"), where.format("_b", "+1 mul.f32, -1 add.s32"),
+        where.format("_gone", "only before"), where.format("_new", "only after"),
+    ]  # fmt: skip
+
+
+def test_a_revision_that_does_not_exist_is_refused(monkeypatch):
+    monkeypatch.setattr(aot, "compile_cases", lambda *_: ([row("_a")], [], []))
+    with pytest.raises(SystemExit, match="git archive no-such-revision"):
+        aot.main(["--stage", "v1", "--against", "no-such-revision"])
+
+
+@pytest.mark.parametrize("words", [["--against", "HEAD"], ["--against=HEAD"]], ids=" ".join)
+def test_against_compares_with_the_same_cases(words, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(aot, "compile_cases", lambda *_: ([row("_a", registers=65)], [], []))
+    monkeypatch.setattr(aot, "_at_revision", lambda *given: asked.append(given) or {"rows": [row("_a")]})
+    assert aot.main(["--stage", "v1", *words, "--arch", "90"]) == 1
+    assert asked == [("HEAD", ["--stage", "v1", "--arch", "90"])]
+    assert "registers 64 -> 65" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_a_revision_has_its_own_code(capsys):
+    """HEAD's kernels, compiled from an extracted copy, are those of this tree or differ by what is not committed."""
+    assert aot.main(["--stage", "v1", "--arch", "90", "--head-dim", "64", "--against", "HEAD"]) in (0, 1)
+    assert re.search(r"[1-9]\d* kernels compared with HEAD", capsys.readouterr().out)

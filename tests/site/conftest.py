@@ -5,7 +5,7 @@ import fcntl
 import pytest
 
 import stages
-from common.site.__main__ import build
+from common.site.pages import build
 
 
 @pytest.fixture(scope="session")

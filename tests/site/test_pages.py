@@ -13,8 +13,8 @@ from common.measure.trace import trace  # noqa: E402
 from common.measure.workloads import Workload  # noqa: E402
 from common.show.results import CODE  # noqa: E402
 from common.site import charts, scenes, texts  # noqa: E402
-from common.site.__main__ import drawn, sections  # noqa: E402
 from common.site.diffs import rows  # noqa: E402
+from common.site.pages import drawn, sections  # noqa: E402
 
 STEPS = [(stages.parent(name), name) for name in stages.names() if stages.parent(name)]
 LARGEST = 1.5e6  # bytes of a page with its styles, scripts and pictures

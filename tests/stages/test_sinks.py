@@ -5,14 +5,16 @@ import importlib
 import pytest
 import torch
 from cases import check as check_both_passes
-from cases import make_inputs
+from cases import make_inputs, once
 
 import stages
 from common.kernels import replay
 from common.measure.reference import assert_correct, plain, truth
 from common.runtime import DEVICE, Device, interpreted_as
 
-SAFE = [name for name in stages.names() if hasattr(importlib.import_module(f"stages.{name}.forward"), "FIRST_KEYS")]
+SAFE = once(
+    [name for name in stages.names() if hasattr(importlib.import_module(f"stages.{name}.forward"), "FIRST_KEYS")], "forward.py"
+)
 PROGRAMS = 2  # that run at a time, so that each takes several tiles
 SAMPLES = importlib.import_module(f"stages.{SAFE[0]}.forward").LATELY.value
 
@@ -57,7 +59,7 @@ def with_key(key, nats, heads, seq_len, head_dim, dtype):
     return q, k, v
 
 
-SPECULATING = [name for name in stages.names() if "AGAIN" in options_of(name)]
+SPECULATING = once([name for name in stages.names() if "AGAIN" in options_of(name)], "forward.py")
 SINKS = [0, 10, 15, 16, 45]  # one key per head: among the 16 first keys that short rows guess their maximum from, or past them
 
 

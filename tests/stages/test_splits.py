@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 import torch
-from cases import by_functions, make_inputs
+from cases import by_functions, make_inputs, once
 
 import stages
 from common.kernels import replay
@@ -12,7 +12,9 @@ from common.measure.reference import assert_correct, plain, truth
 from common.operator import diagonal
 from common.runtime import DEVICE
 
-SPLITTING = [name for name in stages.names() if hasattr(importlib.import_module(f"stages.{name}.forward"), "splits_of")]
+SPLITTING = once(
+    [name for name in stages.names() if hasattr(importlib.import_module(f"stages.{name}.forward"), "splits_of")], "forward.py"
+)
 
 
 @pytest.fixture(autouse=True)

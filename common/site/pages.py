@@ -1,7 +1,7 @@
 """Build the site: `make site` writes it to site/, and site/index.html opens from disk.
 
-python -m common.site              # everything, in a minute or two
-python -m common.site --stage v3   # these steps alone, with the start page and the documents
+python -m common.site.pages              # everything, in a minute or two
+python -m common.site.pages --stage v3   # these steps alone, with the start page and the documents
 """
 
 import argparse
@@ -16,7 +16,7 @@ import jinja2
 from markupsafe import Markup
 
 import stages
-from common.measure import terminal
+from common.measure import files, terminal
 from common.measure.options import add_list
 from common.show import front
 from common.show.results import CODE, ROOT, runs, same_code
@@ -52,7 +52,7 @@ def drawn(marks: list[Mark], end: float, grouped: bool) -> Markup:
         look = f"c{mark.color}" if mark.kind in ("read", "busy") else mark.kind
         key = (look, mark.words) if grouped else (look, mark.words, place)
         x, width = 1000 * mark.start / end, 1000 * (mark.end - mark.start) / end
-        y, height = 4 + 92 * mark.top, max(92 * (mark.bottom - mark.top), 4)
+        y, height = 4 + 92 * mark.top, max(92 * (mark.bottom - mark.top), 6)
         paths.setdefault(key, []).append(f"M{x:.2f} {y:.1f}h{width:.2f}v{height:.1f}h-{width:.2f}z")
     return Markup("").join(
         Markup('<path class="{}" data-words="{}" d="{}"/>').format(look, words, "".join(path))
@@ -94,7 +94,7 @@ class Site:
 
     def _write(self, page: str, template: str, **values):
         terms = {anchor: self._texts.definitions[anchor] for anchor in sorted(self._texts.used)}
-        (self._out / page).write_text(self._templates.get_template(template).render(terms=terms, **values))
+        files.replace(self._out / page, self._templates.get_template(template).render(terms=terms, **values))
         self._texts.page()
 
     def _html(self, text: str, source: Path) -> Markup:
@@ -179,7 +179,7 @@ class Site:
         """Styles and scripts."""
         for path in (HERE / "assets").iterdir():
             shutil.copyfile(path, self._out / path.name)
-        (self._out / "vega.js").write_text(charts.library())
+        files.replace(self._out / "vega.js", charts.library())
 
 
 def build(out: Path, names: list[str]):
@@ -199,7 +199,7 @@ def build(out: Path, names: list[str]):
 def main(argv: list[str]):
     """The command line."""
     terminal.prepare()
-    parser = argparse.ArgumentParser(prog="python -m common.site", description="Build the site. LIST is comma-separated.")
+    parser = argparse.ArgumentParser(prog="python -m common.site.pages", description="Build the site. LIST is comma-separated.")
     add_list(parser, "--stage", ",".join(stages.names()))
     parser.add_argument("--out", type=Path, default=OUT, metavar="FOLDER", help="where to write it (default: site)")
     options = parser.parse_args(argv)

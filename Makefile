@@ -115,6 +115,8 @@ timeline: $(SETUP)  ## draw what an SM does in a Gluon stage, STAGE=v14; ARGS="â
 trace: $(SETUP)  ## draw which tiles a stage reads and writes, STAGE=v2,v3; ARGS="â€¦" goes to common.show.traces (ARGS=--help)
 	$(PYTHON) -m common.show.traces $(addprefix --stage=,$(STAGE)) $(ARGS)
 
+site screenshots: PACKAGES += jinja2 pygments markdown_it mdit_py_plugins latex2mathml vl_convert
+screenshots: PACKAGES += playwright
 site: $(SETUP)  ## build the site, a page for each step, into site/; open site/index.html
 	@$(PYTHON) -m common.site.pages $(addprefix --stage=,$(STAGE)) $(ARGS)
 

@@ -112,7 +112,7 @@ def traffic_of_step(name: str) -> str:
         if not parent or any(len(set(cell)) > 1 for cell in cells):
             rows[span] = [" → ".join(dict.fromkeys(cell)) for cell in cells]
     if not rows:
-        return f"{spoken(name)} moves the same bytes as {spoken(parent)} and computes the same FLOPs."
+        return f"One head, S = {COUNTED_AT}: bytes and FLOPs as in {spoken(parent)}."
     step = f"{spoken(parent)} → {spoken(name)}: o" if parent else "O"
     caption = f"{step}ne head, float16, S = {COUNTED_AT}. *µs at peak*: [roofline](../../docs/reading.md#glossary) of an H200."
     return f"{caption}\n\n{_step_table(rows, list(columns))}"

@@ -123,7 +123,7 @@ def test_passes_with_the_parents_code_have_no_rows():
 
 def test_a_step_that_moves_the_same_says_so_in_a_line():
     assert documents.traffic_of_step(stages.resolve("v14")).count("|") > 9  # its tiles are others
-    assert documents.traffic_of_step(stages.resolve("v4")) == "v4 moves the same bytes as v3 and computes the same FLOPs."
+    assert documents.traffic_of_step(stages.resolve("v4")) == "One head, S = 2048: bytes and FLOPs as in v3."
 
 
 @functools.cache

@@ -5,12 +5,13 @@ import fcntl
 import pytest
 
 import stages
-from common.site.pages import build
 
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory, worker_id):
     """The folder with all pages."""
+    from common.site.pages import build  # needs packages that may not be installed
+
     base = tmp_path_factory.getbasetemp()
     shared = base if worker_id == "master" else base.parent
     with (shared / "site.lock").open("w") as lock:

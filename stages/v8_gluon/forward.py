@@ -74,7 +74,7 @@ def _accumulate(acc, m, l, q, load, ring, lo, hi, n, seq_k, last_n, scale_log2, 
 
 @gluon.jit
 def _consumer(work, load, ring, n, CAUSAL: gl.constexpr):
-    """Compute a CTA's part of the gradients, and load from the second round of the ring on."""
+    """Compute a CTA's query tile, and load from the second round of the ring on."""
     out_desc, lse_ptr, scale, q_s, o_s, q_full, batch, head, start_m, seq_q, seq_k, diagonal = work
     k_s, v_s, kv_full = ring
     ROWS: gl.constexpr = q_s.shape[3]

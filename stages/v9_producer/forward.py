@@ -84,7 +84,7 @@ def _producer(load):
 
 @gluon.jit
 def _consumer(work, CAUSAL: gl.constexpr):
-    """The other warps: compute a CTA's part of the gradients."""
+    """The other warps: compute a CTA's query tile."""
     out_desc, lse_ptr, scale, q_s, o_s, q_full, batch, head, start_m, seq_q, seq_k, diagonal, ring, n = work
     k_s, v_s, kv_full, kv_empty = ring
     ROWS: gl.constexpr = q_s.shape[3]

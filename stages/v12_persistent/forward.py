@@ -94,8 +94,8 @@ def _accumulate(acc, s, q, ring, fill, tiles, seq_k, last, scale_log2, CAUSAL: g
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
     s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
     mbarrier.arrive(kv_empty.index(fill % STAGES), count=1)
-    # Only the last tile can pass the last key or contain the diagonal: the first query tile starts diagonal % ROWS rows before
-    # query 0, so the last key that a consumer's rows see is always at the end of ROWS keys.
+    # Only the last tile can pass the last key or contain the diagonal. The first query tile starts diagonal % ROWS rows before
+    # query 0. So the number of keys that a consumer's rows see is a multiple of ROWS.
     start_n = (tiles - 1) * BLOCK_N
     if CAUSAL or start_n + BLOCK_N > seq_k:
         offs_n = start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))

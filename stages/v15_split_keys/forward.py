@@ -131,8 +131,8 @@ def _accumulate(
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
     s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
     mbarrier.arrive(kv_empty.index(fill % STAGES), count=1)
-    # Only the last tile can pass the last key or contain the diagonal. The first query tile starts `_rows_before` query 0, so a
-    # consumer's rows see keys up to a multiple of ROWS // PACKED.
+    # Only the last tile can pass the last key or contain the diagonal. The first query tile starts `_rows_before` query 0. So
+    # the number of keys that a consumer's rows see is a multiple of ROWS // PACKED.
     if CAUSAL or start_n + BLOCK_N > seq_k:
         offs_n = start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
         visible = (offs_n < seq_k)[None, :]

@@ -198,8 +198,8 @@ def _accumulate(
         s_first = warpgroup_mma(q, k_first.permute([1, 0]), s_first, use_acc=False, is_async=True)
         s, s_first = warpgroup_mma_wait(0, [s, s_first])
     mbarrier.arrive(kv_empty.index(fill % STAGES), count=1)
-    # Only the last tile can pass the last key or contain the diagonal. The first query tile starts `_rows_before` query 0, so a
-    # consumer's rows see keys up to a multiple of ROWS // PACKED.
+    # Only the last tile can pass the last key or contain the diagonal. The first query tile starts `_rows_before` query 0. So
+    # the number of keys that a consumer's rows see is a multiple of ROWS // PACKED.
     if CAUSAL or start_n + BLOCK_N > seq_k:
         s = _visible(s, start_n, seq_k, last, PACKED, CAUSAL)
     maxima = _maxima(s)

@@ -57,7 +57,6 @@ def describe(tensor: Tensor, rows: int = 1, columns: int = 1) -> TensorDescripto
     """Make a descriptor of an `addressable` [B, H, S, D] tensor, for tiles of `rows` x `columns` of one head.
 
     An autotuned kernel's `pre_hook` sets `rows` and `columns` anew. The sequence is a dimension of its own, so that TMA clips
-    at
-    its end: there a load gives zeros and a store does nothing.
+    at its end: there a load gives zeros and a store does nothing.
     """
     return TensorDescriptor(**located(tensor), block_shape=[1, 1, rows, columns])

@@ -3,8 +3,7 @@
     python -m common.measure.scopes --json results/scopes-h200.json   # on a Hopper GPU
 
 A copy of v14's forward gets scopes around its loads, matmuls and exponentials. Each scope costs some cycles, and the compiler
-moves
-nothing across it: the record shows the kernel's order and overlap, a little slower.
+moves nothing across it: the record shows the kernel's order and overlap, a little slower.
 """
 
 import argparse

@@ -189,8 +189,7 @@ def _accumulate(
     dk, dv, k, v, scale_log2, ring, dq, seen, fill, lo, hi, w: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Add the contribution of a tile's steps [lo, hi) to a consumer's dk and dv, and store its dS for dQ. Step lo is number
-    `fill` of
-    all. P and dS are computed transposed, so that they enter the matmuls for dV and dK from registers.
+    `fill` of all. P and dS are computed transposed, so that they enter the matmuls for dV and dK from registers.
     """
     q_s, do_s, stats_s, q_full, do_full, q_do_empty = ring
     ds_s, ds_full, ds_empty = dq

@@ -260,9 +260,8 @@ def _producer(
 ):  # fmt: skip
     """One warp: keep the buffers of Q, K and V full, also for the next tile while the current one ends.
 
-    The first tile is the CTA's number. A counter that all CTAs share gives the others, unless too many tiles fail. AGAIN:
-    failed
-    tiles; these, and short work, go in strides of the number of CTAs.
+    The first tile is the CTA's number. A counter that all CTAs share gives the others, unless too many tiles fail. With AGAIN
+    the CTA takes failed tiles. With RUNNING and not AGAIN, tiles go in strides of the number of CTAs.
     """
     q_desc, k_desc, v_desc, first_desc, counter_ptr, failed_ptr, ring, queries, turns, problem = load
     gdc_launch_dependents()  # all CTAs are running, so the next launch may start its CTAs when these end, or beside them

@@ -6,6 +6,7 @@ python -m common.show.story diff v4 v5    # one step, code first
 
 import argparse
 import ast
+import functools
 import shutil
 import subprocess
 import sys
@@ -37,7 +38,11 @@ class Change:
 
 def functions(path) -> dict[str, str]:
     """Return the source of each function in a file, including decorators, in order."""
-    text = path.read_text()
+    return _functions(path.read_text())
+
+
+@functools.lru_cache(128)
+def _functions(text: str) -> dict[str, str]:
     found = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
     sources = {}
     for node in found:

@@ -2,6 +2,7 @@
 
 import ast
 import difflib
+import functools
 import html
 import re
 from collections.abc import Iterable
@@ -42,6 +43,7 @@ class Row:
     folded: bool = False
 
 
+@functools.lru_cache(8)  # a file is the new one of a step and the old one of the next
 def _tokens(text: str) -> list[list[tuple]]:
     """The tokens of each line: (type, text)."""
     lines = [[]]
@@ -54,9 +56,8 @@ def _tokens(text: str) -> list[list[tuple]]:
     return lines
 
 
-def _linked(comment: str) -> str:
-    """A comment's HTML; stages that it names are links."""
-    known = {stages.version(name) for name in stages.names()}
+def _linked(comment: str, known: frozenset[str]) -> str:
+    """A comment's HTML; stages that it names are links, if their versions are `known`."""
 
     def link(found):
         return f'<a href="{found[0]}.html">{found[0]}</a>' if found[0] in known else found[0]
@@ -64,7 +65,7 @@ def _linked(comment: str) -> str:
     return re.sub(r"\bv\d+[a-z]?\b", link, html.escape(comment))
 
 
-def _code(tokens: list[tuple], changed: set[int]) -> str:
+def _code(tokens: list[tuple], changed: set[int], known: frozenset[str]) -> str:
     """A line's HTML; `changed` are the characters that the other line lacks."""
     parts, at = [], 0
     for kind, text in tokens:
@@ -75,7 +76,7 @@ def _code(tokens: list[tuple], changed: set[int]) -> str:
             if place < len(text) and marks[place] == marks[first]:
                 continue
             piece = text[first:place]
-            shown = _linked(piece) if kind in Comment else html.escape(piece)
+            shown = _linked(piece, known) if kind in Comment else html.escape(piece)
             shown = f'<span class="{STANDARD_TYPES[kind]}">{shown}</span>' if STANDARD_TYPES.get(kind) else shown
             parts.append(f"<mark>{shown}</mark>" if marks[first] else shown)
             first = place
@@ -129,10 +130,11 @@ def rows(old_text: str, new_text: str) -> list[Row]:
     old, new = old_text.splitlines(), new_text.splitlines()
     old_tokens, new_tokens = _tokens(old_text), _tokens(new_text)
     begins = _first_lines(new_text)
+    known = frozenset(map(stages.version, stages.names()))
     found = []
 
     def line(tokens, place, changed=frozenset()):
-        return None if place is None else Line(place + 1, _code(tokens[place], changed))
+        return None if place is None else Line(place + 1, _code(tokens[place], changed, known))
 
     for tag, a, b, c, d in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
         pairs = zip(range(a, b), range(c, d), strict=True)

@@ -182,8 +182,13 @@ class Site:
         files.replace(self._out / "vega.js", charts.library())
 
 
-def build(out: Path, names: list[str]):
-    """Write the site to a folder, with the pages of these stages."""
+def build(out: Path, names: list[str], recorded: list[str] | None = None):
+    """Write the site to a folder, with the pages of these stages.
+
+    Args:
+        recorded: the stages whose kernels are recorded; the pages of others have no traces. Default: all.
+    """
+    recorded = names if recorded is None else recorded
     site = Site(out)
     site.assets()
     site.start()
@@ -191,8 +196,9 @@ def build(out: Path, names: list[str]):
         site.document(path)
     site.glossary()
     with multiprocessing.Pool(min(2, multiprocessing.cpu_count())) as pool:
-        for name, found in zip(names, pool.imap(scenes, names), strict=True):
-            site.step(name, found)
+        found = dict(zip(recorded, pool.imap(scenes, recorded), strict=True))
+        for name in names:
+            site.step(name, found.get(name, []))
     site.code()
 
 

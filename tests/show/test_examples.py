@@ -80,6 +80,8 @@ def check_python(words, monkeypatch):
     assert path.exists(), path
     if module.startswith("examples."):
         pytest.importorskip("transformers")
+    if module.startswith("common.site."):
+        pytest.importorskip("vl_convert")
     if "argparse" in path.read_text() and (arguments or module not in ("common.measure.ncu", "common.measure.units")):
         run_to_the_parser(module, arguments, monkeypatch)
     else:

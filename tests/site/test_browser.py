@@ -226,9 +226,10 @@ def test_keys_and_links_lead_from_step_to_step(watched):
     page.wait_for_url("**/v3.html")
     page.click("a[rel=prev]")
     page.wait_for_url("**/v2.html")
+    page = watched.open("v3.html")
     page.focus("#time")
     page.keyboard.press("ArrowLeft")  # moves the slider
-    assert page.url.endswith("v2.html#time=999")
+    assert page.url.endswith("v3.html#time=999")
 
 
 def test_a_part_of_the_code_is_one_click_away(watched):

@@ -2,6 +2,7 @@
 
 import html
 import re
+import time
 from html.parser import HTMLParser
 
 import pytest
@@ -14,7 +15,7 @@ from common.measure.workloads import Workload  # noqa: E402
 from common.show.results import CODE  # noqa: E402
 from common.site import charts, scenes, texts  # noqa: E402
 from common.site.diffs import rows  # noqa: E402
-from common.site.pages import drawn, sections  # noqa: E402
+from common.site.pages import build, drawn, sections  # noqa: E402
 
 STEPS = [(stages.parent(name), name) for name in stages.names() if stages.parent(name)]
 LARGEST = 1.5e6  # bytes of a page with its styles, scripts and pictures
@@ -151,3 +152,16 @@ def test_the_chart_has_every_implementation_and_says_where_it_is_from():
     assert all(row["commit"] and row["machine"] and row["tflops"] > 0 for row in found)
     keys = [tuple(row[name] for name in ("impl", "pass", "d", "causal", "s")) for row in found]
     assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.long
+def test_everything_is_built_in_time(tmp_path):
+    """`make site` takes at most two minutes, and each page has the traces of its step."""
+    began = time.monotonic()
+    build(tmp_path / "site", stages.names())
+    assert time.monotonic() - began < 120
+    for name in stages.names():
+        page = tmp_path / "site" / f"{stages.version(name)}.html"
+        panels = page.read_text().count('<figure class="panel ') + page.read_text().count('<figure class="panel"')
+        assert panels >= len(scenes.passes(name)) * (2 if stages.parent(name) else 1), name
+        assert page.stat().st_size + (tmp_path / "site" / "site.css").stat().st_size < LARGEST, name

@@ -4,7 +4,7 @@ import importlib
 import itertools
 
 import pytest
-from cases import make_inputs
+from cases import make_inputs, once
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 
@@ -27,7 +27,7 @@ def names_in(name):
     return vars(importlib.import_module(f"stages.{name}.forward"))
 
 
-ORDERED = [name for name in stages.names() if {"tile_and_head", "L2_SHARE"} & names_in(name).keys()]
+ORDERED = [name for name in once(stages.names(), "forward.py") if {"tile_and_head", "L2_SHARE"} & names_in(name).keys()]
 
 
 @pytest.fixture(params=ORDERED)
@@ -135,7 +135,7 @@ def test_tiles_without_a_mask_go_through_groups_of_heads(stage, watch):
 
 def ordered_backwards():
     """For each backward kernel with an order: stage, kernel, the tensor whose tiles its programs take, and a tile's rows."""
-    for name in stages.names():
+    for name in once(stages.names(), "backward.py"):
         names = vars(importlib.import_module(f"stages.{name}.backward"))
         rows = names["KEYS"].value if "KEYS" in names else "BLOCK_N"
         kernels = {

@@ -346,7 +346,7 @@ class Bench:
         for benchmark in output_json["benchmarks"]:
             benchmark["stats"].pop("data", None)  # single rounds; their statistics stay
         output_json["failures"] = [record for record in self.records if "failure" in record]
-        if self.json:  # not by pytest-benchmark, which would overwrite an existing file in place
+        if self.json:  # written here, because pytest-benchmark would overwrite an existing file in place
             files.replace(self.json, json.dumps(output_json, indent=4))
 
     def pytest_terminal_summary(self, terminalreporter):

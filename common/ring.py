@@ -137,7 +137,8 @@ class Ring:
         return dist.batch_isend_irecv(sends + receives)
 
     def blocks(self, k: Tensor, v: Tensor):
-        """Yield K and V of each rank: this rank's, the previous rank's, and so on. It holds two blocks besides its own.
+        """Yield K and V of each rank: this rank's, the previous rank's, and so on. Meanwhile a rank holds two
+        blocks besides its own.
 
         When a block is yielded, the next one is already on its way. But NCCL's kernel needs SMs, and a persistent kernel leaves
         none until it ends. So the caller must begin with a short kernel, during which NCCL's kernel starts. Nothing short

@@ -62,7 +62,8 @@ def in_double(q, k, v, causal):
 
 
 def gradients_with_lse(group, causal, uses):
-    """Compare gradients with autograd in float64. By rank, `uses` says whether they come through out, the LSE or both."""
+    """Compare gradients with autograd in float64. For each rank, `uses` says whether
+    the gradients come through `out`, through the LSE or through both."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     q, k, v, grad_out = make_inputs(4 * size, 4 * size, dtype=torch.float32)
     grad_lse = torch.randn(q.shape[:3]).to(q)

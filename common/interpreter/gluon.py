@@ -32,7 +32,8 @@ from .schedule import MARK, Program, begin, next_seed, now, outermost_frame
 from .shared import Barriers, Buffer, Memory
 from .values import Pointer, Register, Scalar, computed, in_torch, operand, promoted, tensor, value
 
-MEANING = {}  # id of a function of Gluon or Triton -> (the function, its replacement). By id, because hashing one is slow
+# id of a function of Gluon or Triton -> (the function, its replacement). The key is an id, because hashing a function is slow.
+MEANING = {}
 
 
 def means(*functions):

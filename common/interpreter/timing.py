@@ -20,11 +20,13 @@ class Rates:
 
     results: results per cycle, for each kind of instruction.
     flops: FLOPs of matmuls per cycle.
-    copied, stored, added, shared: bytes per cycle of TMA copies from and to global memory, of TMA additions to it, and of loads
-        and stores of shared memory.
+    copied: bytes per cycle that TMA copies from global memory.
+    stored: bytes per cycle that TMA copies to global memory.
+    added: bytes per cycle that TMA adds to global memory.
+    shared: bytes per cycle of loads and stores of shared memory.
     matmul, copy, store: latency in cycles, from issue to end, beyond the cycles that the unit is busy.
-    arrive, wait, fence: cycles of a partition with one warp, and with four.
-    hand_over: cycles from an arrival to the end of a wait for it.
+    arrive, wait, fence: cycles that a partition needs for one, by its number of warps (one or four).
+    hand_over: cycles from an arrival until a partition that waits for it goes on.
     """
 
     results: dict[str, float]

@@ -29,10 +29,11 @@ from common.runtime import INTERPRETED
 
 MOST_KINDS = 1024  # recorded kinds of calls per function; the oldest is dropped first
 MOST_ADDRESSES = 64  # encoded descriptors kept for each descriptor argument of a launch
-_EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}  # operators that allocate …
-_ZEROS = {"new_zeros", "zeros", "zeros_like"}  # … and fill with zeros
-_CALLED, _UNREPEATABLE = "called", "unrepeatable"  # instead of a replay: called once, to be recorded; cannot be replayed
-_changing = threading.Lock()  # for changes to `replays`, which another thread may be iterating
+_EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}  # operators that allocate a tensor
+_ZEROS = {"new_zeros", "zeros", "zeros_like"}  # operators that allocate a tensor and fill it with zeros
+# Instead of a recording: this kind of call was made once, so record the next one; or, it cannot be replayed.
+_CALLED, _UNREPEATABLE = "called", "unrepeatable"
+_changing = threading.Lock()  # held while `replays` changes, because another thread may be iterating it
 
 
 class _Thread(threading.local):

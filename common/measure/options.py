@@ -104,7 +104,7 @@ LISTS = {  # options of several commands: the type of an entry, and the help tex
 def add_list(parser: argparse.ArgumentParser, flag: str, default: str | None):
     """Add an option of `LISTS`, a comma-separated list; `default` is its text, or None if the help text names the default."""
     parse, help_text = LISTS[flag]
-    if flag == "--stage":  # its example is the last default
+    if flag == "--stage":  # the help text shows the last default as its example
         last = stages.resolve(default.split(",")[-1])
         help_text = help_text.format(version=stages.version(last), stage=last)
     if default:

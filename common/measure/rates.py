@@ -71,7 +71,7 @@ def _meet(barriers, number: gl.constexpr):
 
 @gluon.jit
 def _mark(clock, end: gl.constexpr, w: gl.constexpr):
-    """Mark the begin or end of a loop: all busy warpgroups meet, and the first one reads the clock."""
+    """Mark the beginning or the end of a loop: all busy warpgroups meet, and the first one reads the clock."""
     record_ptr, barriers, busy = clock
     _meet(barriers, end)
     if w == 0:

@@ -37,9 +37,8 @@ class GpuTimer:
     `CACHE_BYTES`, because the L2 cache would keep dirty lines for a while, and a memory-bound call would have to wait for them.
 
     A round is exposed if the GPU passes the first event before the call has queued its kernels: the time then includes CPU
-        time.
-    If too many rounds are exposed, each round begins with a spin on the GPU, longer and longer until few are. A call stays
-    exposed if it takes the CPU longer than `LONGEST_SPIN_S` or waits for the GPU itself.
+    time. If too many rounds are exposed, each round begins with a spin on the GPU, longer and longer until few are. A call
+    stays exposed if its CPU time exceeds `LONGEST_SPIN_S`, or if the call itself waits for the GPU.
     """
 
     def __init__(self):

@@ -63,7 +63,7 @@ def last_two(directory: Path) -> list[Run]:
 
 
 def _cells(record, on_gpu):
-    """Return the cells of a case in a run: numbers, or why there are none."""
+    """Return the cells of a case in a run: its numbers, or the reason why it was not measured."""
     if record is None or "failure" in record:
         shown = record["failure"] if record else "-"
         return [shown] if on_gpu else [shown] + ["-"] * (len(COUNTED) - 1)

@@ -57,7 +57,7 @@ class _Run:
         return kv_gbps(self.records[impl, point]) / self.copy_gbps if self.ms(impl, point) else None
 
     def cell(self, impl, point):
-        """Format time, rate, and share of the copy's rate, or why there are none."""
+        """Format time, rate, and share of the copy's rate. If nothing was measured, return the reason."""
         record = self.records.get((impl, point), {})
         if "ms" not in record:
             return record.get("failure", "-")

@@ -50,7 +50,7 @@ class Scaling:
 
 
 def _summary(path):
-    """Format a run's origin, and its cases with the most GPUs."""
+    """Format where a run is from (GPU, versions, commit, date), and its cases with the most GPUs."""
     run = load_ring(path)
     facts, found = run["machine_info"], Scaling(run)
     most = [record for record in found.records if record["ranks"] == found.ranks]

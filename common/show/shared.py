@@ -32,7 +32,7 @@ def remarks(records: list[dict]) -> list[str]:
 
 
 class _Run:
-    """The records of a run by implementation, workload without GQA, and number of query heads per K/V head."""
+    """The records of a run, by implementation, by workload (whatever its K/V heads), and by query heads per K/V head."""
 
     def __init__(self, records):
         self.records = {}
@@ -57,7 +57,7 @@ class _Run:
         return times[0] / times[1] if all(times) else None
 
     def cell(self, impl, point, sharing=1):
-        """Format TFLOP/s, with a star if the launch could not be hidden, or why there are none."""
+        """Format TFLOP/s, with a star if the launch could not be hidden. If nothing was measured, return the reason."""
         record = self.record(impl, point, sharing)
         if "tflops" not in record:
             return record.get("failure", "-")

@@ -118,7 +118,7 @@ def draw_recorded(recorded: dict, path: Path):
 
 
 def draw_all(directory: Path):
-    """Draw both passes of every Gluon stage except dead ends, and the recorded stage."""
+    """Draw both passes of every Gluon stage that is no dead end. Also draw the stage that was recorded on a GPU."""
     for name in (name for name in GLUON if not stages.is_dead_end(name)):
         workloads = [Workload(pass_, 1, 1, 2048, 64, False, "float16") for pass_ in ("fwd", "bwd")]
         draw(name, workloads, directory / f"{name.split('_')[0]}.png")

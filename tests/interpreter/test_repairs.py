@@ -199,7 +199,7 @@ def test_descriptors_add_to_memory():
 
 @pytest.mark.skipif(GPU, reason="a GPU stops the program, and takes no other")
 def test_descriptors_store_nothing_before_a_tensor():
-    """Before a tensor a GPU can only load. Past its end, loads and stores are both clipped."""
+    """At negative coordinates a GPU can load, but not store. Past the end of a tensor, it clips loads and stores."""
     from triton.runtime.interpreter import InterpreterError
 
     x = torch.zeros(20, 16)

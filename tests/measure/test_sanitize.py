@@ -127,7 +127,7 @@ sys.exit("the program says why" if os.environ.get("FAILS") else 0)
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Run the command with a stand-in for the tool; returns its exit status and its output."""
+    """Run the command with a stand-in for compute-sanitizer. Return the exit status and the output of the command."""
     path = tmp_path / "compute-sanitizer"
     path.write_text(SANITIZER)
     path.chmod(0o755)

@@ -26,7 +26,7 @@ def marks_of(number, lengths, long):
 
 
 def problems():
-    """Every length, full and causal, with every head dimension and dtype, in rounds.
+    """Return cases in rounds: every length, with and without a causal mask, with every head dimension and dtype.
 
     A round has every length full and causal, and each of the 15 pairs of dtype and head dimension at least once. The next
     round moves the pairs on by one, so 15 rounds have all combinations. All rounds but the first are marked long. Every stage
@@ -56,7 +56,7 @@ DIMENSIONS = [(256, 16), (32, 256), (64, 128), (128, 64), (64, 64)]  # head_dim,
 
 
 def problems_of_shared_heads():
-    """Lengths, full and causal, with shared heads and different dimensions of keys and values, in rounds.
+    """Return cases in rounds: lengths, with and without a causal mask, with shared heads and with D ≠ Dv.
 
     A round has every length full and causal, all of `SHARED` and all of `DIMENSIONS`. The next round moves these on by one.
     After 15 rounds each length has had all dimensions in every dtype. All rounds but the first are marked long. Every stage

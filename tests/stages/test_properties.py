@@ -107,7 +107,7 @@ def test_any_of_many_problems_is_solved(stage, head_dim, one_binary):
 
 
 def forgets_the_ragged_end(q, k, v, causal, scale):
-    """Key tiles have 16 rows, and a last tile that is not whole does not count."""
+    """Key tiles have 16 rows. A last tile with fewer rows is ignored."""
     whole = max(1, k.shape[2] // 16 * 16)
     return q, k[:, :, :whole], v[:, :, :whole], causal, scale
 

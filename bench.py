@@ -1,4 +1,6 @@
-"""Measure stages and baselines. This file is a command (`python bench.py --help`) and a pytest-benchmark module.
+"""Measure stages and baselines.
+
+This file is a command (`python bench.py --help`) and a pytest-benchmark module.
 
 Before timing an implementation, it compares the result with attention in float64. A wrong result is reported and not timed. For
 workloads larger than the papers', it compares evenly spread heads and only requires the others to be finite.
@@ -36,17 +38,18 @@ from common.show.tables import speed_table
 
 SAVED = Path(".benchmarks")  # pytest-benchmark's
 
-SHORT_S = 1e-3  # a call that takes the GPU longer hides its launches anyway
+SHORT_S = 1e-3  # if the GPU needs longer for a call, the call hides its launches anyway
 
-# Approximate time of a case on an H200, without tuning and compilation: the reference run's time divided by its cases.
+# Approximate time of a case on an H200, without tuning and compilation. It is the time of the reference run divided by the
+# number of cases in that run.
 GPU_CASE_S = 0.75
-# Approximate time on the interpreter: a fixed part, and a part per query-key pair (2.5 times as much in a backward). Means over
-# all stages at S = 512 and 1024.
+# Approximate time of a case on the interpreter: a fixed part, and a part per query-key pair. A backward takes 2.5 times as long
+# per pair. Both numbers are means over all stages at S = 512 and 1024.
 INTERPRETER_CASE_S, INTERPRETER_PAIR_S = 0.1, 6e-7
 
 CHECKED_SCORES = 2**33  # maximum number of float64 scores, as many as 32 heads of 16384 queries and keys have
 
-GPU = traffic.GPUS["h200"]  # tables made without a GPU assume its tiles and peaks
+GPU = traffic.GPUS["h200"]  # a table that is made without a GPU uses this GPU's tiles and peaks
 
 
 def parse_options(argv: list[str]) -> argparse.Namespace:
@@ -113,7 +116,8 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
 
 
 def _workloads(options) -> list[Workload]:
-    """Return all workloads, with the passes of a shape together; raise ValueError if K/V heads do not divide the heads."""
+    """Return all workloads; the passes of a shape are adjacent. Raise ValueError if the number of heads is not a multiple of
+    the number of K/V heads."""
     names = ("head_dim", "causal", "dtype", "score_std", "sink", "seq_len", "kv_len", "batch", "heads", "kv_heads", "value_dim")
     found = []
     for shape in itertools.product(*(getattr(options, name) for name in names)):
@@ -125,28 +129,31 @@ def _workloads(options) -> list[Workload]:
 
 
 def chosen_stages(chosen: list[str]) -> list[str]:
-    """Return the chosen stages in stage order; a single stage brings its parent and v0 along."""
+    """Return the chosen stages in stage order; if a single stage is chosen, its parent and v0 are added."""
     wanted = {*chosen, stages.names()[0], stages.parent(chosen[0])} if len(chosen) == 1 else set(chosen)
     return [name for name in stages.names() if name in wanted]
 
 
 MAIN_LINE = [name for name in stages.names() if not stages.is_dead_end(name)]
-# By head dimension: the query heads, and the K/V heads for groups of 1, 4 and 8 query heads.
+# For each head dimension: the number of query heads, and the numbers of K/V heads. They give groups of 1, 4 and 8 query heads.
 SHARED_HEADS = {64: (32, (32, 8, 4)), 128: (16, (16, 4, 2))}
 EVERYTHING = [*BASELINES, *stages.names()]
-# The newest stage and the fast libraries. FlashAttention-2 is by far the slowest and would take a third of the time.
+# The newest stage and the fast libraries. FlashAttention-2 is not in the list: it is by far the slowest, and would take a third
+# of the time.
 FASTEST = [*(name for name in BASELINES if name != "sdpa-flash"), MAIN_LINE[-1]]
-# The whole reference takes too long for each new stage: this part has the newest stages, their dead ends and the baselines.
+# To run the whole reference again for each new stage takes too long. This part has only the newest stages, their dead ends and
+# the baselines.
 NEWEST = [
     *(name for name in BASELINES if name != "sdpa-flash"),
     *(name for name in stages.names() if stages.position(name) >= stages.position(MAIN_LINE[-4])),
 ]
-# D = 256: before v18 the backwards of Gluon stages fall back to v7, a Triton kernel.
+# For D = 256. Before v18, the backward of a Gluon stage falls back to v7, a Triton kernel.
 WIDE = [*(name for name in BASELINES if name != "sdpa-flash"), *MAIN_LINE[-2:]]
-# Decoding: few queries, many keys. FlashAttention-4 mainly targets newer GPUs. v14 is the last stage that does not split keys.
+# Decoding has few queries and many keys. FlashAttention-4 is left out, because it mainly targets newer GPUs. v14 is the last
+# stage that does not split keys.
 DECODING = dict.fromkeys([*(name for name in BASELINES if name != "flash-4"), stages.resolve("v14"), MAIN_LINE[-1]])
-# Attention sinks and wide scores: v12 is the last stage with a running maximum. v16 is the last that guesses the maximum from a
-# row's last keys alone; v17 also uses the first keys.
+# Attention sinks and wide scores: v12 is the last stage with a running maximum. v16 is the last stage that guesses the maximum
+# from only a row's last keys; v17 also uses the first keys.
 SINKS = [stages.resolve(name) for name in ("v12", "v16", "v17")]
 DECODING_KV_LENS = (1024, 4096, 16384, 65536, 524288)
 MOST_KV_BYTES = 40e9  # K and V together
@@ -156,7 +163,7 @@ def _decoding(head_dim: int) -> list[list[str]]:
     """Return command lines that benchmark forwards with few queries, for each number of keys whose K and V fit in memory."""
     found = []
     for batch, (heads, kv_heads) in itertools.product((1, 8, 64), ((16, 16), (32, 8))):
-        key = 2 * 2 * batch * kv_heads * head_dim  # bytes of K and V for a key, of all heads
+        key = 2 * 2 * batch * kv_heads * head_dim  # bytes of one key's K and V in all heads and batch elements
         kv_lens = [kv_len for kv_len in DECODING_KV_LENS if key * kv_len <= MOST_KV_BYTES]
         found.append([
             "--pass=fwd", "--causal=no", "--dtype=bfloat16", f"--head-dim={head_dim}", "--seq-len=1,16,64,512",
@@ -165,7 +172,7 @@ def _decoding(head_dim: int) -> list[list[str]]:
     return found
 
 
-GRIDS = {  # each part of results/, one run: its command lines, and the implementations to measure with each
+GRIDS = {  # each part of results/ is one run: a list of command lines, each with the implementations to measure
     **{f"float16-d{dim}": [([f"--head-dim={dim}", "--dtype=float16"], EVERYTHING)] for dim in HEAD_DIMS},
     **{  # dead ends are shown in one dtype
         f"bfloat16-d{dim}": [([f"--head-dim={dim}", "--dtype=bfloat16"], [*BASELINES, *MAIN_LINE])] for dim in HEAD_DIMS
@@ -204,9 +211,11 @@ def repeats(impl: str, pass_: str) -> bool:
 
 
 def cases(options: argparse.Namespace) -> list[tuple[str, Workload]]:
-    """Return all (implementation, workload) to measure. Cases of one workload are adjacent, so the GPU's clock is similar.
+    """Return all (implementation, workload) to measure.
 
-    The reference leaves out a pass that `repeats` the parent's.
+    Cases of one workload are adjacent, so the GPU's clock is similar.
+
+    The reference run leaves out a case for which `repeats` is true.
     """
     if not options.reference:
         return [(i, workload) for workload in options.workloads for i in (*BASELINES, *chosen_stages(options.stage))]
@@ -242,9 +251,9 @@ def _count(impl: str, workload: Workload) -> Count:
 def _checked(tensor: Tensor, workload: Workload) -> Tensor:
     """Return the heads of a [B, H or Hkv, …] tensor to check: all, or a subset with at most `CHECKED_SCORES` scores.
 
-    The subset is every third, fifth, … K/V head of all batch elements, always with the last, and its query heads, as
-    [K/V heads, 1 or query heads of each, …]. If the number of heads is even, an odd step checks different heads in each batch
-    element.
+    The subset has every third, fifth, … K/V head, counted over all batch elements, and always the last one. It also has the
+    query heads of these K/V heads. Its shape is [K/V heads, 1 or query heads of each, …]. If the number of heads is even, an
+    odd step checks different heads in each batch element.
     """
     w = workload
     rows = max(w.seq_len, w.head_dim + w.value_dim)  # with few queries, K and V take more memory than the scores
@@ -266,7 +275,7 @@ def _problem(workload: Workload):
     options["grad_out"] = None if workload.pass_ == "fwd" else grad_out
     truth = reference.truth(*qkv, **options)
     bounds = reference.error_bounds(truth, reference.plain(*qkv, **options))
-    del truth["magnitudes"]  # as large as the truth; the implementations need the memory
+    del truth["magnitudes"]  # the magnitudes are as large as the truth, and the implementations need the memory
     return inputs, truth, bounds
 
 
@@ -287,7 +296,7 @@ def check(result, workload: Workload):
 
 
 def _failure(impl: str, error: BaseException) -> dict:
-    """Return the failure and its note, as the table shows a case that could not be measured."""
+    """Return how the table shows a case that could not be measured: the failure and its note."""
     if isinstance(error, torch.OutOfMemoryError):
         return {"failure": "OOM"}
     if isinstance(error, operator.Unavailable):
@@ -330,14 +339,14 @@ class Bench:
         print(f"{len(every)} cases, about {duration(sum(self.expected))}{first_use}.")
         self.progress = Progress(sum(self.expected))
         gc.collect()
-        gc.freeze()  # collections between cases skip the objects that exist now
+        gc.freeze()  # garbage collections between the cases skip the objects that exist now
 
     def pytest_report_teststatus(self, report):
         if report.when == "call":
             return report.outcome, "", ""  # no letters: the progress bar replaces them
 
     def pytest_benchmark_update_machine_info(self, machine_info):
-        for name in ("node", "release"):  # private; the GPU and the versions are enough
+        for name in ("node", "release"):  # these are private; the GPU and the versions are enough
             machine_info.pop(name)
         machine_info.update(self.machine)
 
@@ -384,7 +393,7 @@ class Bench:
             record |= measured
             benchmark.extra_info |= record
             return
-        gc.collect()  # outside of `except`, where no traceback holds the case's tensors
+        gc.collect()  # this is outside of `except`, so no traceback holds the case's tensors
         torch.cuda.empty_cache()
         pytest.skip(record["failure"])
 
@@ -421,7 +430,7 @@ class Bench:
         }
 
     def _measure_ceilings(self, workload):
-        """Measure, once a run, the TFLOP/s of PyTorch's matmul and, if Sk != Sq, the GB/s of a copy."""
+        """Measure the TFLOP/s of PyTorch's matmul and, if Sk != Sq, the GB/s of a copy. Each is measured once per run."""
         if workload.dtype not in self.machine["matmul_tflops"]:
             self.machine["matmul_tflops"][workload.dtype] = timing.matmul_tflops(_gpu_timer(), workloads.DTYPES[workload.dtype])
         if workload.kv_len != workload.seq_len and "copy_gbps" not in self.machine:
@@ -429,7 +438,8 @@ class Bench:
 
 
 def _bench(config) -> Bench:
-    """Return the plugin that `main` registered; under plain `pytest bench.py`, make one with the default options."""
+    """Return the plugin that `main` registered. Under plain `pytest bench.py` there is none: make one with the default
+    options."""
     for plugin in config.pluginmanager.get_plugins():
         if isinstance(plugin, Bench):
             return plugin
@@ -460,16 +470,17 @@ def test_speed(
 
 
 def main(argv: list[str]) -> int:
-    """Run the benchmark that `argv` describes; return pytest's exit status, 1 if a result was wrong or a case failed.
+    """Run the benchmark that `argv` describes; return pytest's exit status: 1 if a result was wrong or a case failed.
 
-    A signal stops the run: it shows and saves the finished cases and returns 2.
+    A signal stops the run. The run then shows and saves the finished cases, and returns 2.
     """
     options = parse_options(argv)
     if options.reference and DEVICE == "cpu":
         raise SystemExit("--reference needs a GPU, and none is in use here")
     if reason := unwritable(SAVED if SAVED.exists() else Path()):
         raise SystemExit(f"cannot save the run in {SAVED}: {reason}")
-    for number in (signal.SIGINT, signal.SIGTERM):  # SIGTERM: for time limits, and for background jobs, which ignore SIGINT
+    # A time limit sends SIGTERM. A background job ignores SIGINT, so it needs SIGTERM too.
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     arguments = [__file__, "-qq", "--capture=no", "--no-header", "--disable-warnings", "-p", "no:cacheprovider"]
     arguments += ["--override-ini=addopts=", "--benchmark-quiet", "--benchmark-autosave"]
@@ -477,6 +488,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    import bench  # the module that pytest imports too, so that there is one timer
+    import bench  # pytest imports the same module, so there is only one timer
 
     sys.exit(bench.main(sys.argv[1:]))

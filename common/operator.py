@@ -24,7 +24,7 @@ class Unavailable(RuntimeError):
 
 
 def checked_flag(name, value) -> bool:
-    """Return `value`, Python's or numpy's bool, as a bool; anything else raises TypeError."""
+    """Return `value` as a bool if it is a bool of Python or numpy; otherwise raise TypeError."""
     if not isinstance(value, (bool, numpy.bool_)):
         raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
     return bool(value)
@@ -62,7 +62,7 @@ def checked_scale(scale, head_dim: int) -> float:
 
 
 def _are_right(q, k, v) -> bool:
-    """Whether `check_inputs` has nothing to report; a fast path for each call."""
+    """Whether the inputs pass `check_inputs`. This is a fast path for each call."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         return False
     if q.is_nested or k.is_nested or v.is_nested:  # a nested tensor may have no shape
@@ -167,7 +167,8 @@ def plainly(function: Callable, first: Tensor, *tensors: Tensor, **options):
 def _unwatched(*tensors: Tensor) -> bool:
     """Whether only backward autograd must see a call.
 
-    That is: no compiler, tracer, transform, mode or profiler; and no tensor subclass, tensor of a transform, or lazy negation.
+    Then no compiler, tracer, transform, mode or profiler is active. And no tensor is a subclass, belongs to a transform, or is
+    lazily negated.
     """
     return not (
         torch.compiler.is_compiling()
@@ -197,7 +198,9 @@ def _refuse_tangents(name: str, inputs: tuple):
 
 
 def _autograd_kernel(name: str, operator: Callable, gradients: Callable, setup_context: Callable) -> Callable:
-    """Return the dispatcher's autograd kernel of an operator. Inside torch.func's transforms it runs once for each transform.
+    """Return the dispatcher's autograd kernel of an operator.
+
+    Inside torch.func's transforms it runs once for each transform.
 
     The kernel of `torch.library.register_autograd` would raise inside transforms.
     """
@@ -205,7 +208,8 @@ def _autograd_kernel(name: str, operator: Callable, gradients: Callable, setup_c
     class Differentiable(torch.autograd.function._SingleLevelFunction):
         @staticmethod
         def forward(ctx, keys, *inputs):
-            # PyTorch switches both modes off around a forward, but outer transforms see the call next and need them.
+            # PyTorch switches both modes off around a forward. Outer transforms see the call next and need both modes, so
+            # switch them on.
             with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
                 output = below(keys, *inputs)
             setup_context(ctx, inputs, output)
@@ -246,10 +250,12 @@ def _vmap_rule(operator: Callable) -> Callable:
 
 
 def _register(name: str, function: Callable, fake: Callable, gradients: Callable, setup_context: Callable) -> Callable:
-    """Register an annotated function that returns new tensors as the PyTorch operator `kernel_evolution::{name}`.
+    """Register a function as the PyTorch operator `kernel_evolution::{name}`.
 
-    This does what `torch.library.custom_op` does, without its overhead of some 5 µs of CPU time per call. Registering a name
-    again, when a module is reloaded, replaces the function.
+    The function has annotations and returns new tensors.
+
+    `torch.library.custom_op` does the same, but adds some 5 µs of CPU time to each call. If a reloaded module registers a name
+    again, the new function replaces the old one.
 
     Args:
         fake: takes the arguments of `function` and returns tensors like its results, with any values.
@@ -271,12 +277,12 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
     """Register a stage's two functions as a differentiable PyTorch operator and return the function that users call.
 
     Args:
-        package: the stage's `__name__`; its last part, the directory, names the operators, `kernel_evolution::{name}_forward`.
+        package: the stage's `__name__`. The last part of `__name__`, the directory, names the operators:
+            `kernel_evolution::{name}_forward` and `_backward`.
         forward: `(q, k, v, *, causal, scale, diagonal=0) -> (out, lse)`.
-        backward: `(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0) -> (dq, dk, dv)`.
-
-    Both take `causal` as a bool; if it is True, key j is hidden from query i where j > i + diagonal. The diagonal is 0 or, if
-    Sq <= Sk, may be Sk - Sq.
+        backward: `(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0) -> (dq, dk, dv)`. Both functions take `causal`
+            as a bool. If `causal` is True, key j is hidden from query i where j > i + diagonal. The diagonal is 0 or Sk - Sq;
+            Sk - Sq requires Sq <= Sk.
     """
     name = package.rpartition(".")[2]
 
@@ -300,7 +306,7 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
     def setup_context(ctx, inputs, output):
         q, k, v, *ctx.options = inputs
         ctx.save_for_backward(q, k, v, *output)
-        ctx.set_materialize_grads(False)  # no zero gradients for outputs that the loss does not use
+        ctx.set_materialize_grads(False)  # do not make zero gradients for outputs that the loss does not use
 
     def gradients(ctx, grad_out, grad_lse):
         q, k, v, out, lse = ctx.saved_tensors
@@ -310,8 +316,9 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
             short = not torch.is_grad_enabled() and _unwatched(grad_out, q, k, v, out, lse)
             dq, dk, dv = (run_backward if short else backward_op)(grad_out, q, k, v, out, lse, *ctx.options)
         if grad_lse is not None:
-            # d lse / d s = P, so lse adds scale * grad_lse * (P K) to dq and scale * Pᵀ (grad_lse * q) to dk. P K is an
-            # attention output with K for V. The term of dk is the dV of a backward with scale * grad_lse * q for dO.
+            # d lse / d s = P, so lse adds scale * grad_lse * (P K) to dq and scale * Pᵀ (grad_lse * q) to dk. P K is the
+            # attention output if K takes the place of V. The term of dk is the dV of a backward whose dO is scale * grad_lse *
+            # q.
             _, scale, _ = ctx.options
             weight = (scale * grad_lse)[..., None]
             mean_key, _ = forward_op(q, k, k, *ctx.options)
@@ -326,7 +333,8 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
         raise RuntimeError(f"the gradients of {name}'s attention cannot be differentiated again")
 
     class ShortCut(torch.autograd.Function):
-        """The operator's autograd without PyTorch's dispatcher, which takes longer than all else here."""
+        """The operator's autograd without PyTorch's dispatcher. The dispatcher would take longer than everything else in this
+        call."""
 
         @staticmethod
         def forward(ctx, *inputs):
@@ -343,30 +351,30 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
         """Exact attention, softmax(scale · q kᵀ) v, differentiable in q, k and v.
 
         Args:
-            q: [B, H, Sq, D]; float16, bfloat16 or float32; D one of 16, 32, 64, 128, 256. Any strides.
-            k: [B, Hkv, Sk, D], dtype and device of q. Any Sq, Sk >= 1. H is a multiple of Hkv: query head h attends to head
-                h // (H / Hkv) of k and v, as in PyTorch's SDPA with `enable_gqa` (arXiv 2305.13245).
+            q: [B, H, Sq, D] in float16, bfloat16 or float32, with any strides. D is one of 16, 32, 64, 128, 256.
+            k: [B, Hkv, Sk, D], with the dtype and device of q. Sq and Sk may be any lengths >= 1. H is a multiple of Hkv.
+                Query head h attends to head h // (H / Hkv) of k and v, as in PyTorch's SDPA with `enable_gqa` (arXiv
+                2305.13245).
             v: [B, Hkv, Sk, Dv]; Dv has the same choices as D and need not equal it.
-            causal: True hides key j from query i where j > i, aligned top left, as PyTorch's SDPA with `is_causal` does.
-                "bottom-right" hides key j where j > i + Sk - Sq, like PyTorch's `causal_lower_right`: the queries are the last
-                of the Sk positions, so a single query sees all keys.
-            scale: factor of the scores: 0, or an absolute value from 1e-30 to 1e6; None is 1 / sqrt(D). Scaled scores are
-                exponents in float32: beyond 1e7 their error reaches 1, and beyond 5e8 the result may be NaN.
-            return_lse: also return the log-sum-exp of the scaled scores. It is differentiable too; its gradient costs one more
-                forward and backward.
+            causal: True hides key j from query i where j > i. The mask is aligned top left, as in PyTorch's SDPA with
+                `is_causal`. "bottom-right" hides key j where j > i + Sk - Sq, like PyTorch's `causal_lower_right`. Then the
+                queries are the last of the Sk positions, so a single query sees all keys.
+            scale: the factor of the scores. It is 0 or has an absolute value from 1e-30 to 1e6; None is 1 / sqrt(D). Scaled
+                scores are exponents in float32. If scores exceed 1e7, their error reaches 1. If scores exceed 5e8, the result
+                may be NaN.
+            return_lse: also return the log-sum-exp of the scaled scores. The log-sum-exp is differentiable too, and its
+                gradient costs one more forward and backward.
 
         Returns:
-            out [B, H, Sq, Dv] like q, or (out, lse) with lse [B, H, Sq] float32, natural logarithm.
+            out [B, H, Sq, Dv] like q, or (out, lse). lse is [B, H, Sq] in float32 and uses the natural logarithm.
 
         Raises:
-            TypeError: an argument of the wrong type, a sparse or nested tensor, an unsupported dtype, or another dtype than
-                q's.
-            ValueError: a wrong rank, shape, head dimension or device, H not a multiple of Hkv, an empty tensor, a scale out of
-                range, another string for `causal`, or "bottom-right" with more queries than keys.
-            NotImplementedError: an input has a forward-mode tangent (`torch.func.jvp`, `jacfwd`, `hessian`).
-
-        Under `torch.autocast` inputs other than float64 are first cast to the autocast dtype, as SDPA does. `torch.func`'s
-        `grad`, `vjp`, `jacrev` and `vmap` work. The gradients cannot be differentiated again.
+            TypeError: an argument has the wrong type, a tensor is sparse or nested, or a dtype is unsupported or differs from
+            q's. ValueError: a rank, shape, head dimension or device is wrong, or a tensor is empty. Or H is not a multiple of
+            Hkv, `scale` is out of range, `causal` is another string, or "bottom-right" gets more queries than keys.
+            NotImplementedError: an input has a forward-mode tangent (`torch.func.jvp`, `jacfwd`, `hessian`). Under
+            `torch.autocast` inputs other than float64 are first cast to the autocast dtype, as SDPA does. `torch.func`'s
+            `grad`, `vjp`, `jacrev` and `vmap` work. The gradients cannot be differentiated again.
         """
         if torch.is_autocast_enabled(DEVICE):
             q, k, v = autocast(q, k, v)

@@ -1,11 +1,12 @@
 """Ring attention with any stage, over a sequence that GPUs share (Liu et al. 2023, arXiv 2310.01889).
 
-A stage's forward returns out and LSE, and its backward takes them. This is enough: each rank keeps its queries, K and V go
-round the ring, and each rank merges the outputs of the blocks of keys by their LSEs. With the LSE of all keys, a stage's
-backward gives each block's part of the true gradients. docs/several-gpus.md has the derivation and the traffic.
+A stage's forward returns out and LSE, and the stage's backward takes both. Ring attention needs no more. Each rank keeps its
+queries, and K and V go round the ring. Each rank merges the outputs of the blocks of keys by the LSEs of the blocks. If a
+stage's backward gets the LSE of all keys, it gives each block's part of the true gradients. docs/several-gpus.md has the
+derivation and the traffic.
 
-`torch.distributed` sends the blocks: NCCL on its own stream between GPUs, and gloo between CPU processes. As with every
-collective, all ranks must call the same functions in the same order.
+`torch.distributed` sends the blocks. NCCL sends between GPUs, on a stream of its own; gloo sends between CPU processes. As with
+every collective, all ranks must call the same functions in the same order.
 """
 
 import hashlib
@@ -63,11 +64,12 @@ def shard(tensor: Tensor, dim: int, group: dist.ProcessGroup | None = None) -> T
     """Return this rank's part of a sequence, in zigzag order: one chunk from the front, and its mirror image from the back.
 
     With n ranks, the sequence has 2 n equal chunks, and rank r gets chunks r and 2 n - 1 - r, in this order. With a causal
-    mask, the first queries see few keys and the last queries many. Zigzag gives all ranks equal work, in each step of the ring
-    too. (ring-flash-attention and Llama 3's context parallelism do the same, arXiv 2407.21783; Striped Attention, arXiv
-    2311.09431, balances by interleaving.) The order is the same without a mask, where any would do.
+    mask, the first queries see few keys and the last queries many. Zigzag order gives all ranks equal work, in each step of
+    the ring too. (ring-flash-attention and Llama 3's context parallelism, arXiv 2407.21783, use the same order. Striped
+    Attention, arXiv 2311.09431, interleaves the tokens instead.) Without a mask any order would do, but the order is the
+    same.
 
-    Shard everything that depends on positions like the tokens: position_ids, labels (shift them first), masks.
+    Shard the tokens and everything else that depends on positions: position_ids, labels (shift the labels first) and masks.
 
     Args:
         tensor: the whole sequence along `dim`, the same on each rank. Any dtype.
@@ -75,7 +77,8 @@ def shard(tensor: Tensor, dim: int, group: dist.ProcessGroup | None = None) -> T
         group: None is all processes.
 
     Returns:
-        A new tensor, S / n along `dim`; with a single rank, `tensor` itself. Differentiable; nothing is sent.
+        A new tensor with S / n elements along `dim`; with a single rank, `tensor` itself. The function is differentiable and
+        sends nothing.
 
     Raises:
         ValueError: S is not a multiple of 2 n.
@@ -93,14 +96,15 @@ def shard(tensor: Tensor, dim: int, group: dist.ProcessGroup | None = None) -> T
 
 @torch.no_grad()
 def unshard(tensor: Tensor, dim: int, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the whole sequence on each rank, from the parts that `shard` made. It is for results and is not differentiable.
+    """Join the parts that `shard` made, and return the whole sequence on each rank. This function is for results and is not
+    differentiable.
 
     Args:
         tensor: S / n along `dim`, with the same shape and dtype on each rank.
         dim, group: the arguments of `shard`.
 
     Returns:
-        S along `dim`; with a single rank, `tensor` itself.
+        A tensor with S elements along `dim`; with a single rank, `tensor` itself.
 
     Raises:
         ValueError: on each rank, if shapes or dtypes differ or S / n is odd.
@@ -137,12 +141,13 @@ class Ring:
         return dist.batch_isend_irecv(sends + receives)
 
     def blocks(self, k: Tensor, v: Tensor):
-        """Yield K and V of each rank: this rank's, the previous rank's, and so on. Meanwhile a rank holds two
-        blocks besides its own.
+        """Yield K and V of each rank: this rank's, the previous rank's, and so on.
 
-        When a block is yielded, the next one is already on its way. But NCCL's kernel needs SMs, and a persistent kernel leaves
-        none until it ends. So the caller must begin with a short kernel, during which NCCL's kernel starts. Nothing short
-        precedes the first block, hence the pause.
+        Meanwhile a rank holds two blocks besides its own.
+
+        When a block is yielded, the next one is already on its way. But NCCL's kernel needs SMs, and a persistent kernel frees
+        no SM until it ends. So the caller must begin with a short kernel, so that NCCL's kernel can start meanwhile. No short
+        kernel precedes the first block, so this function pauses there.
         """
         held, buffers = (k, v), []
         for step in range(self.size - 1):
@@ -158,13 +163,15 @@ class Ring:
         yield held
 
     def meet(self, step: int, causal: bool, length: int, before: int = 0) -> tuple[slice, slice, bool]:
-        """Return (query rows, keys, causal): which queries see which keys of the step's block, and whether with a causal mask.
+        """Return (query rows, keys, causal): which queries see which keys of the step's block, and whether a causal mask
+        applies.
 
-        This is for the rank that is `before` ranks before this one.
+        The result is for the rank that is `before` ranks before this one.
 
-        The keys of a block are two chunks, like the queries. If they are from an earlier rank, the front chunk is before all
-        queries and the back chunk after them. If they are from a later rank, both chunks are between the front and back
-        queries. Either way half of the scores are visible, without a mask. In the rank's own block the mask leaves half.
+        The keys of a block are two chunks, like the queries. If the keys are from an earlier rank, the front chunk is before
+        all queries and the back chunk is after all queries. If the keys are from a later rank, both chunks are between the
+        front and back queries. In both cases half of the scores are visible, and no mask is needed. In the rank's own block,
+        the mask leaves half of the scores.
         """
         every = slice(None)
         if not causal or step == 0:
@@ -181,23 +188,24 @@ def _float32(tensor: Tensor) -> Tensor:
 
 
 class _Merged:
-    """out and lse of a rank's queries, merged over the blocks of keys in place.
+    """The out and lse of a rank's queries.
 
-    They start with the rank's own block, in the dtype of q. Between two merges of the same rows, out is float32: the first
-    merge reads the stage's out, and the last one writes the result.
+    Blocks of keys are merged into them in place. out and lse start with the rank's own block, out in the dtype of q. Between
+    two merges of the same rows, out is float32: the first merge reads the stage's out, and the last one writes the result.
     """
 
     def __init__(self, ring: Ring, causal: bool, out: Tensor, lse: Tensor):
         self.out, self.lse = out, lse
         half = out.shape[2] // 2
-        # [rows (valid in tensors that have only the back rows too), last step at which they meet a block, their out so far].
+        # A chunk is [rows, last step at which the rows meet a block, their out so far]. `rows` is valid also in tensors that
+        # have only the back rows.
         chunks = (slice(half), ring.rank), (slice(-half, None), ring.size - 1)
         if not causal or ring.rank == ring.size - 1:
             chunks = ((slice(None), ring.size - 1),)
         self.chunks = [[rows, last, out[:, :, rows]] for rows, last in chunks]
 
     def add(self, step: int, more: Tensor, more_lse: Tensor):
-        """Merge the out and lse of a step's block, which are of all queries or of the back ones."""
+        """Merge the out and lse of a step's block. They are for all queries or only for the back ones."""
         for chunk in self.chunks:
             rows, last, out = chunk
             if step > last:
@@ -226,7 +234,8 @@ def _forward(q, k, v, *, stage, ring: Ring, causal: bool, scale: float) -> tuple
 
 
 def _sum(one: Tensor, other: Tensor, at_end: bool = False) -> Tensor:
-    """Return the float32 sum of two tensors; one may have only the first rows (with `at_end` the last rows) of the other."""
+    """Return the float32 sum of two tensors. One tensor may have only the first rows of the other, or with `at_end` only the
+    last rows."""
     whole, part = (one, other) if one.shape[2] >= other.shape[2] else (other, one)
     into = _float32(whole)
     add(whole, part, whole.shape[2] - part.shape[2] if at_end else 0, into)
@@ -234,12 +243,12 @@ def _sum(one: Tensor, other: Tensor, at_end: bool = False) -> Tensor:
 
 
 class _Gradients:
-    """Gradients from the blocks of other ranks: dQ of this rank's queries; and dK and dV, which follow their block a step
+    """Gradients from the blocks of other ranks. dQ is of this rank's queries. dK and dV follow their block of keys one step
     later.
 
-    A sum starts with a stage's unchanged result in its dtype, because float32 would add no precision; the sum of two parts is
-    float32. dQ has all rows or only the back ones. dK and dV have all keys, or only the front ones as long as no rank's queries
-    have met the others: the rest is 0, and is neither written nor sent.
+    The first part of a sum keeps the dtype of the stage's result, because float32 would add no precision. The sum of two parts
+    is float32. dQ has all rows or only the back ones. dK and dV have only the front keys until a rank's queries meet the other
+    keys. The gradients of those keys are 0 until then, and are neither written nor sent. After that, dK and dV have all keys.
     """
 
     def __init__(self, ring: Ring, causal: bool, keys: int):
@@ -273,16 +282,17 @@ class _Gradients:
 def first_heads(kv_heads: int, itemsize: int, ranks: int) -> int:
     """Return how many K/V heads of a rank's own block the backward computes first; it computes the other heads last.
 
-    K and V travel during the first heads, and the gradients of the last step during the last heads. So the heads are divided in
-    proportion to the bytes: `itemsize` per element of K and V, and for the gradients `itemsize` with two ranks, else 4, because
-    sums are float32. A single head comes first.
+    K and V travel while the first heads are computed. The gradients of the last step travel while the last heads are computed.
+    So the heads are divided in proportion to the bytes. An element of K and V has `itemsize` bytes. A gradient has `itemsize`
+    bytes with two ranks, else 4, because sums are float32. A single head comes first.
     """
     last = itemsize if ranks == 2 else 4
     return max(1, min(round(kv_heads * itemsize / (itemsize + last)), kv_heads - 1))
 
 
 def _backward(grad_out, q, k, v, out, lse, *, stage, ring: Ring, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv in the dtype of q, each rounded once from a float32 sum over blocks. K and V are contiguous."""
+    """Return dq, dk and dv in the dtype of q. Each is a float32 sum over blocks that is rounded once. K and V are
+    contiguous."""
     if ring.size == 1:
         return stage.backward(grad_out, q, k, v, out, lse, causal=causal, scale=scale)
     kv_heads, shared_by = k.shape[1], q.shape[1] // k.shape[1]
@@ -350,7 +360,8 @@ class _RingAttention(torch.autograd.Function):
         else:
             dq, dk, dv = (torch.zeros_like(tensor) for tensor in (q, k, v))
         if of_lse:
-            # As in `common.operator`: an attention output with K for V, and the dV of a backward with that matmul for dO.
+            # As in `common.operator`: compute an attention output with K for V. Then compute the dV of a backward whose dO is
+            # `weight * q`.
             weight = (ctx.options["scale"] * (torch.zeros_like(lse) if grad_lse is None else grad_lse))[..., None]
             mean_key, _ = plainly(_forward, q, k, k, **ctx.options)
             dq = dq + (weight * mean_key).to(dq.dtype)
@@ -373,34 +384,35 @@ def _checked(stage, q, k, v, causal, scale, return_lse, size):
 
 @torch.compiler.disable  # a graph would break at each of the transfers
 def ring_attention(stage, q, k, v, *, group=None, causal=False, scale=None, return_lse=False):
-    """A stage's attention over a sequence that the ranks of a group share, divided by `shard`; differentiable in q, k and v.
+    """A stage's attention over a sequence that the ranks of a group share.
+
+    `shard` divides the sequence. The result is differentiable in q, k and v.
 
     The result equals attention over the whole sequence. Blocks are merged in float32.
 
     Args:
         stage: a stage's module, with `forward` and `backward`, such as `stages.load("v3")`.
-        q: [B, H, S / n, D] on each of n ranks; dtypes, D and Dv, heads and strides as in a stage's `attention`.
-        k, v: [B, Hkv, S / n, D] and [B, Hkv, S / n, Dv]. Without a mask their length may differ from q's.
-        group: None is all processes. Any number of ranks; with one rank, only the stage is called. With both backends,
-            `init_process_group("cpu:gloo,cuda:nccl")`, no call waits for the GPU; with only NCCL every call does.
-        causal: a bool; True hides key j from query i where j > i, as positions in the whole sequence.
+        q: [B, H, S / n, D] on each of n ranks. Dtypes, D, Dv, heads and strides may be as in a stage's `attention`.
+        k, v: [B, Hkv, S / n, D] and [B, Hkv, S / n, Dv]. Without a mask the length of k and v may differ from that of q.
+        group: None is all processes. The group may have any number of ranks; with one rank, only the stage is called. With
+            both backends, `init_process_group("cpu:gloo,cuda:nccl")`, no call waits for the GPU. With only NCCL every call
+            waits for the GPU.
+        causal: a bool; True hides key j from query i where j > i. i and j are positions in the whole sequence.
         scale: as in the stage's `attention`; None is 1 / sqrt(D).
         return_lse: also return the log-sum-exp. It is differentiable too; its gradient costs one more forward and backward.
 
     Returns:
-        out [B, H, S / n, Dv] like q, or (out, lse) with lse [B, H, S / n] float32, of this rank's queries.
+        out [B, H, S / n, Dv] of this rank's queries, like q; or (out, lse). lse is [B, H, S / n] in float32.
 
     Raises:
-        TypeError, ValueError: an argument is wrong, as in the stage's `attention`, or S / n is odd with a mask. The other ranks
-            raise a ValueError that lists what each rank has. So do all ranks if they differ in shapes, dtype, options, stage or
-            required gradients. All checks come before K and V are sent.
-        RuntimeError: from PyTorch, if a rank has ended or does not arrive within the group's timeout.
-
-    K and V travel while a block is computed; in the backward so do their gradients. `common.measure.scaling.held_bytes` has the
-    memory: a few blocks, and nothing with the length of the whole sequence.
-
-    If the stage is deterministic, the same inputs on the same number of ranks give the same bits. Under `torch.autocast` inputs
-    are cast as SDPA does. The gradients cannot be differentiated again.
+        TypeError, ValueError: an argument is wrong, as in the stage's `attention`, or S / n is odd with a mask. The other
+        ranks then raise a ValueError that lists what each rank has. All ranks raise this ValueError if they differ in shapes,
+        dtype, options, stage or required gradients. All checks come before K and V are sent. RuntimeError: from PyTorch, if a
+        rank has ended or does not arrive within the group's timeout. K and V travel while a block is computed. In the
+        backward the gradients of K and V also travel then. `common.measure.scaling.held_bytes` computes the memory: a few
+        blocks, and no tensor with the length of the whole sequence. If the stage is deterministic, the same inputs on the
+        same number of ranks give the same bits. Under `torch.autocast` inputs are cast as SDPA does. The gradients cannot be
+        differentiated again.
     """
     ring = Ring(group)
     if torch.is_autocast_enabled(DEVICE):

@@ -30,9 +30,9 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 def _let_any_thread_launch_first():
     """Make the first launch of a kernel thread-safe.
 
-    Triton 3.6 and 3.7 load a kernel's binary without a lock: other threads load it again, or find it half loaded. And
-    `ast.parse`, with which a compilation begins, is not thread-safe in CPython 3.11 and 3.12 ("AST constructor recursion depth
-    mismatch").
+    Triton 3.6 and 3.7 load a kernel's binary without a lock, so other threads load it again or find it half loaded. A
+    compilation begins with `ast.parse`. In CPython 3.11 and 3.12 `ast.parse` is not thread-safe ("AST constructor recursion
+    depth mismatch").
     """
     parse, load, lock = JITCallable.parse, CompiledKernel._init_handles, threading.RLock()
 
@@ -72,7 +72,7 @@ class Device:
 
 
 _interpreter = Device()
-_stands_in = INTERPRETED  # whether `_interpreter` is asked about architecture, where there is a GPU too
+_stands_in = INTERPRETED  # whether `architecture` reads `_interpreter`, even where there is a GPU
 
 
 def shared_memory_limit() -> float:
@@ -103,7 +103,7 @@ def interpreted_as(device: Device):
 
 @contextlib.contextmanager
 def architecture_as(device: Device):
-    """Inside, `architecture` is the device's, even if kernels run on a GPU."""
+    """Context manager: inside, `architecture` returns that of `device`, even if kernels run on a GPU."""
     global _stands_in
     before, _stands_in = _stands_in, True
     try:

@@ -1,6 +1,7 @@
-"""Train a small Llama of Hugging Face's transformers with a stage's attention, next to one with PyTorch's SDPA.
+"""Train a small Llama of Hugging Face's transformers with a stage's attention, and another one with PyTorch's SDPA. `make
+example STAGE=v5` runs this example.
 
-`make example STAGE=v5` runs it. To use a stage in transformers, copy `register`.
+To use a stage in transformers, copy `register`.
 """
 
 import argparse
@@ -34,8 +35,8 @@ HARMLESS = {"num_items_in_batch", "output_hidden_states", "output_router_logits"
 def register(name, attention):
     """Let `attn_implementation=name` select a stage's attention, in any transformers model that supports other implementations.
 
-    Options that the stage lacks raise NotImplementedError. Under `torch.compile`, pass an attention_mask of ones: without it,
-    transformers treats each batch as packed sequences.
+    Options that the stage lacks raise NotImplementedError. Under `torch.compile`, pass an attention_mask of ones. Without this
+    mask, transformers treats each batch as packed sequences.
     """
 
     def refuse(asked):
@@ -47,8 +48,8 @@ def register(name, attention):
         q_length, kv_length, q_offset=0, kv_offset=0, attention_mask=None, local_size=None, allow_is_causal_skip=True,
         allow_is_bidirectional_skip=False, **others,
     ):  # fmt: skip
-        """Return None, for causal or no masking. Without this function transformers would silently ignore padding and other
-        masks."""
+        """Return None, because the mask is causal or there is none. Without this function transformers would silently ignore
+        padding and other masks."""
         refuse({
             "a padding mask": attention_mask is not None and (attention_mask.shape[1] < kv_length or not attention_mask.all()),
             "a sliding window, or chunks": local_size is not None and local_size < kv_offset + kv_length,

@@ -1,6 +1,7 @@
-"""Train a small Llama on a sequence that several processes share, next to one process with the whole sequence.
+"""Train a small Llama on a sequence that several processes share.
 
-`make example-ring GPUS=2 STAGE=v5` runs it. To do the same with another model, copy `spread` and `loss_of_part`.
+For comparison, one process trains it on the whole sequence. `make example-ring GPUS=2 STAGE=v5` runs this example. To do the
+same with another model, copy `spread` and `loss_of_part`.
 """
 
 import argparse
@@ -24,10 +25,10 @@ NOT_A_LABEL = -100  # a label that the loss ignores
 
 
 def spread(model, length, group=None):
-    """Let a model take `shard`'s parts of sequences of that length: give it the tokens' positions.
+    """Give a model the tokens' positions, so that it takes the parts that `shard` makes of sequences of `length` tokens.
 
     Returns:
-        The model, whose gradients are means over the ranks.
+        The model. Its gradients are means over the ranks.
     """
     positions = shard(torch.arange(length, device=DEVICE)[None], 1, group)
     model.model.rotary_emb.register_forward_pre_hook(
@@ -37,8 +38,8 @@ def spread(model, length, group=None):
 
 
 def loss_of_part(model, batch, group=None):
-    """Return the loss of this rank's part of a batch [batch, length], scaled so that the mean over ranks is the mean over
-    tokens."""
+    """Return the loss of this rank's part of a batch [batch, length]. The loss is scaled so that its mean over ranks is the
+    mean over tokens."""
     labels = F.pad(batch[:, 1:], (0, 1), value=NOT_A_LABEL)  # shift labels before sharding
     part, labels = (shard(tensor, 1, group) for tensor in (batch, labels))
     logits = model(input_ids=part).logits.float()

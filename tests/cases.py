@@ -1,4 +1,4 @@
-"""Shared by the tests: inputs, a stage's results on them, and the check of these results against float64."""
+"""The tests share this code: inputs, the results of a stage, and the check of these results against float64."""
 
 import functools
 import hashlib
@@ -16,19 +16,19 @@ from common.runtime import DEVICE, INTERPRETED
 
 TILED = (40, 100)  # (queries, keys) of a cheap problem: ragged ends, and most query tiles visit more than one key tile
 
-# Batch size and heads of a problem about something else: the interpreter is slow for each. Tests of strides, short lengths
-# and memory use larger, unequal counts.
+# Batch size and heads for tests of something else: the interpreter is slow for each batch element and head. Tests of strides,
+# short lengths and memory use larger, unequal counts.
 FEW = {} if DEVICE == "cuda" else {"batch": 1, "heads": 2}
 FEW_SHARED = FEW | {"kv_heads": 1, "value_dim": 16}  # all query heads share one K/V head; values are smaller than keys
 
-KEPT_PROBLEMS, KEPT_ELEMENTS = 100, 2**18  # answers that the CPU caches, and elements of q and k up to which it does
+KEPT_PROBLEMS, KEPT_ELEMENTS = 100, 2**18  # the CPU caches this many answers, of at most this many elements
 
 
 NEED = re.compile(r"""^from stages\.(v\w+)|^PARENT = "(v\w+)"|stages\.resolve\("(v\w+)"\)""")
 
 
 def needs_of_stages_that_are_gone(root: Path) -> list[str]:
-    """`file:line: text` of each line in the stages and bench.py that needs a stage without a directory under `root`."""
+    """`file:line: text` of each line in the stages and bench.py that needs a stage which has no directory under `root`."""
     names = {path.parent.name for path in root.glob("stages/v*/__init__.py")}
     there = names | {name.split("_")[0] for name in names}
     found = []
@@ -41,10 +41,12 @@ def needs_of_stages_that_are_gone(root: Path) -> list[str]:
 
 @functools.cache
 def in_full() -> frozenset[str]:
-    """The stages that get every test in the default run: all on a GPU, some on the slow interpreter.
+    """The stages that get every test in the default run.
 
-    The interpreter runs every test for the newest stage, for the last stage of each number of tuned kernels, and for the
-    Triton stages without tuning. Other stages, dead ends included, get correctness tests only.
+    On a GPU these are all stages, on the slow interpreter only some.
+
+    The interpreter runs every test for the newest stage, for the last stage of each number of tuned kernels, and for the Triton
+    stages without tuning. Other stages and dead ends get only correctness tests.
     """
     if not INTERPRETED:
         return frozenset(stages.names())
@@ -63,7 +65,9 @@ def once(names: list[str], file: str) -> list[str]:
 
 
 def make_inputs(seq_q, seq_k, head_dim=32, dtype=torch.float16, *, batch=2, heads=3, kv_heads=None, value_dim=None):
-    """q, k, v and a gradient of the output, normally distributed. Batch size and head count differ and exceed 1.
+    """q, k, v and a gradient of the output, normally distributed.
+
+    Batch size and head count differ and exceed 1.
 
     `kv_heads` defaults to `heads`, and `value_dim` to `head_dim`.
     """
@@ -73,7 +77,7 @@ def make_inputs(seq_q, seq_k, head_dim=32, dtype=torch.float16, *, batch=2, head
 
 
 def by_operator(stage, q, k, v, grad_out, *, causal, scale):
-    """All results of a stage, through the operator and its autograd."""
+    """All results of a stage, computed through its operator and autograd."""
     q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
     out, lse = stage.attention(q, k, v, causal=causal, scale=scale, return_lse=True)
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), grad_out)
@@ -81,7 +85,7 @@ def by_operator(stage, q, k, v, grad_out, *, causal, scale):
 
 
 def by_functions(stage, q, k, v, grad_out, *, causal, scale):
-    """All results of a stage, from its own `forward` and `backward`."""
+    """All results of a stage, computed by its own `forward` and `backward`."""
     options = {"causal": bool(causal), "scale": scale, "diagonal": diagonal(causal, q.shape[2], k.shape[2])}
     out, lse = stage.forward(q, k, v, **options)
     dq, dk, dv = stage.backward(grad_out, q, k, v, out, lse, **options)
@@ -103,7 +107,7 @@ def check(stage, q, k, v, grad_out, *, causal, scale=None, run=by_operator):
 
 
 class _Problem(tuple):
-    """Arguments of `truth` and `plain` as a cache key: two are equal if their types and values are."""
+    """A cache key: the arguments of `truth` and `plain`. Two keys are equal if the arguments' types and values are equal."""
 
     def __new__(cls, *arguments):
         return super().__new__(cls, arguments)
@@ -135,7 +139,8 @@ def _answer(problem):
 
 
 def assert_same_bits(first: dict, second: dict, unordered: tuple = ()):
-    """Assert that results are equal in every bit, signs of zeros included, but only nearly so for names in `unordered`."""
+    """Assert that each result is equal in every bit, also the signs of zeros. Results named in `unordered` only have to be
+    close."""
     for name, result in first.items():
         other = second[name]
         if name in unordered:

@@ -5,7 +5,7 @@ import threading
 import zlib
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # set before torch and numpy load: small problems gain nothing from threads
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # set this before torch and numpy load: threads do not make small problems faster
 
 import numpy  # noqa: E402
 import pytest  # noqa: E402
@@ -29,14 +29,14 @@ def pytest_make_parametrize_id(val):
 
 
 def pytest_configure():
-    """Stop with one clear error if a stage is missing that others need. Otherwise many tests would fail without the reason."""
+    """Stop with one clear error if other stages need a missing stage. Otherwise many tests would fail and not say why."""
     if lines := needs_of_stages_that_are_gone(ROOT):
         raise pytest.UsageError("these lines need a stage whose directory is gone:\n" + "\n".join(lines))
 
 
 @pytest.hookimpl(optionalhook=True)  # a hook of pytest-xdist
 def pytest_xdist_auto_num_workers():
-    """One process per CPU core on the interpreter. On a GPU at most eight, to fit in its memory."""
+    """The interpreter gets one process per CPU core. A GPU gets at most eight processes, so that its memory is enough."""
     processors = len(os.sched_getaffinity(0))
     return processors if INTERPRETED else min(8, processors)
 
@@ -80,7 +80,7 @@ def ranks():
 
 @pytest.fixture
 def unordered(stage):
-    """The names of the results that a stage sums in no fixed order: `UNORDERED` in its module, or none."""
+    """The names of the results that a stage sums in no fixed order. The stage's module lists them as `UNORDERED`."""
     return getattr(stage, "UNORDERED", ())
 
 
@@ -94,7 +94,7 @@ def _same_random_numbers():
 
 @pytest.fixture(autouse=True)
 def _orders_of_its_own(request):
-    """Seed each test by its name: Gluon kernels run in many orders, and a failing test fails again when it runs alone."""
+    """Seed each test by its name. Gluon kernels run in many orders, so a test that fails must also fail when it runs alone."""
     restart_seeds(zlib.crc32(request.node.nodeid.encode()))
 
 
@@ -105,7 +105,7 @@ def real_tuning():
 
 @pytest.fixture(autouse=True)
 def _quick_tuning(request, monkeypatch):
-    """On a GPU the autotuner takes the first configuration that fits: the tests tune for hundreds of problems.
+    """On a GPU the autotuner takes the first configuration that fits, because the tests tune for hundreds of problems.
 
     The tests of the autotuner check every configuration.
     """
@@ -116,7 +116,7 @@ def _quick_tuning(request, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _refuse_to_write_outside(monkeypatch):
-    """On the interpreter, a store outside every kernel argument raises at once, and does not crash the process later."""
+    """On the interpreter, a store outside every kernel argument raises at once. Otherwise it could crash the process later."""
     if not INTERPRETED:
         return
     prepare, store = interpreter.GridExecutor._init_args_hst, interpreter.InterpreterBuilder.create_masked_store

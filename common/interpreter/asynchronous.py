@@ -1,6 +1,6 @@
 """Asynchronous operations that a partition issues: TMA copies and warpgroup matmuls.
 
-The seed chooses when each one takes place, between its issue and the wait for it.
+Between the issue of an operation and the wait for it, the seed chooses when the operation takes place.
 """
 
 import torch
@@ -14,7 +14,8 @@ class Traffic:
     """Hooks for a kernel's global memory traffic and matmuls; `common.measure.counter` watches them."""
 
     def read(self, nbytes: int, first: int, last: int):
-        """Called when `nbytes` are read from global memory, in elements from address `first` to address `last`."""
+        """Called when `nbytes` are read from global memory. `first` and `last` are the addresses of the first and the last
+        element."""
 
     def write(self, nbytes: int, first: int, last: int, adds: bool = False):
         """Called when `nbytes` are written to global memory, or added to what is there."""
@@ -45,7 +46,7 @@ class Descriptor:
         self.shape, self.strides = self._tensor.shape, self._tensor.stride()
 
     def clipped(self, coord):
-        """Return the part of the tensor that a tile covers, and the slices of the tile that this part fills."""
+        """Return the part of the tensor that a tile covers, and the slices of the tile that are filled from this part."""
         inside, of_tile = [], []
         for first, size, end in zip(map(int, coord), self.block_shape, self._tensor.shape, strict=True):
             begin, stop = max(first, 0), max(min(first + size, end), 0)
@@ -129,7 +130,7 @@ class Store:
 
 
 def store_wait(pendings: int):
-    """tma.store_wait: wait until TMA has read all stores of this partition except the last `pendings`."""
+    """tma.store_wait: wait until TMA has read the buffers of all stores of this partition except the last `pendings` stores."""
     partition = now().running
     waited_for = partition.stores[: max(0, len(partition.stores) - pendings)]
     now().switch(Waiting(lambda: all(store.over for store in waited_for), lambda: "its stores"))
@@ -141,7 +142,7 @@ def store_wait(pendings: int):
 
 
 class Matmul(Values):
-    """warpgroup_mma: a matmul whose value is available after the wait."""
+    """warpgroup_mma: a matmul. The kernel can use the value only after warpgroup_mma_wait."""
 
     def __init__(self, a, b, acc, use_acc):
         (m, k), n = a.shape, b.shape[1]
@@ -169,7 +170,7 @@ class Matmul(Values):
         return now().fail("a matmul's value is used before warpgroup_mma_wait")
 
     def __getattr__(self, name):
-        """Fail on a tensor's attributes: nobody has waited for this matmul."""
+        """Fail if the kernel uses an attribute of a tensor: nobody has waited for this matmul."""
         if name.startswith("__"):
             raise AttributeError(name)
         return self.data
@@ -200,7 +201,7 @@ def matmul_wait(outstanding: int, results: list):
     """warpgroup_mma_wait: wait until all matmuls of this partition except the last `outstanding` are over.
 
     Returns:
-        `results`, with the values of finished matmuls: one object, or a tuple of several.
+        `results`, where the values replace the finished matmuls: one object, or a tuple if there are several.
     """
     partition = now().running
     while len(partition.matmuls) > outstanding:

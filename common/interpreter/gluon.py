@@ -1,8 +1,9 @@
-"""Gluon on the CPU: it runs unchanged kernels, with warp roles, barriers, TMA and asynchronous matmuls.
+"""Gluon on the CPU. The interpreter runs unchanged kernels, with warp roles, barriers, TMA and asynchronous matmuls.
 
-`install` redirects every launch of a Gluon kernel to `run`, which executes the kernel's Python body. Functions of Gluon and
-Triton are replaced by their entries in MEANING; a missing entry raises an error with the function's name. `schedule` orders the
-events, `shared` finds races, `asynchronous` has copies and matmuls, and `values` has a kernel's variables.
+`install` redirects every launch of a Gluon kernel to `run`, which executes the kernel's Python body. The entries of MEANING
+replace functions of Gluon and Triton. If a function has no entry, a call raises an error with the function's name. The module
+`schedule` orders the events, and `shared` finds races. `asynchronous` has copies and matmuls, and `values` has a kernel's
+variables.
 """
 
 import builtins
@@ -123,8 +124,8 @@ def _join(x, y):
 
 
 def _either(compute, or_nan):
-    """Return the meaning of maximum or minimum. If one operand is NaN, the result is the other, or NaN with PropagateNan.ALL.
-    As in Triton, bfloat16 operands give a float32 result."""
+    """Return the meaning of maximum or minimum. If one operand is NaN, the result is the other operand. With PropagateNan.ALL,
+    the result is NaN. As in Triton, bfloat16 operands give a float32 result."""
 
     def meaning(x, y, propagate_nan=tl.PropagateNan.NONE):
         chosen = or_nan if propagate_nan == tl.PropagateNan.ALL else compute
@@ -144,7 +145,7 @@ def _max(x, axis):
         return computed("row maximum", x.data.to(torch.promote_types(x.data.dtype, torch.int32)).amax(axis), x)
     data = x.data.to(torch.promote_types(x.data.dtype, torch.float32))
     largest = data.amax(axis)
-    if largest.isnan().any():  # NaN only if the whole row is NaN
+    if largest.isnan().any():  # the result is NaN only if the whole row is
         nan = data.isnan()
         largest = data.masked_fill(nan, float("-inf")).amax(axis).masked_fill(nan.all(axis), float("nan"))
     return computed("row maximum", largest, x)
@@ -373,7 +374,7 @@ def _argument(name, argument):
 
 
 def run(kernel: GluonJITFunction, *args, grid, warmup, **options):
-    """Run a launch on the CPU, `schedule.AT_ONCE` programs at a time; one at a time if timed."""
+    """Run a launch on the CPU, `schedule.AT_ONCE` programs at a time. A timed launch runs one program at a time."""
     if warmup:
         return
     signature = inspect.signature(kernel.fn)

@@ -13,7 +13,7 @@ from triton.runtime.jit import JITFunction
 
 
 def adopt_language():
-    """Make interpreted versions of the functions that `triton.language` defined for the compiler when it was imported."""
+    """At its import, `triton.language` defined some functions for the compiler. Replace them by interpreted versions."""
     adopted = {}
     for namespace in (tl, tl.standard, tl.random, tl.tensor):
         for name, function in list(vars(namespace).items()):
@@ -87,7 +87,8 @@ def refuse_stores_before_a_tensor():
 
 
 def repair_loop_bounds():
-    """Let a scalar tensor end a loop. Triton 3.6 lets numpy convert its one-element array, which fails from numpy 2.5 on."""
+    """Let a scalar tensor be the end of a loop. In Triton 3.6, numpy converts the tensor's one-element array. This fails from
+    numpy 2.5 on."""
     patch = interpreter._patch_lang_tensor
 
     def patch_and_repair(tensor, scope):
@@ -109,7 +110,8 @@ def run_one_kernel_at_a_time():
 
 
 def patch_the_language_once():
-    """Patch the language once for each function of a launch. Triton patches it for every call, a fifth of a kernel's time."""
+    """Patch the language once for each function of a launch. Triton patches the language for every call, which takes a fifth of
+    a kernel's time."""
     patch, run, patched = interpreter._patch_lang, InterpretedFunction.run, set()
 
     def run_and_patch(self, *args, **kwargs):
@@ -126,8 +128,11 @@ def patch_the_language_once():
 
 
 def check_overflow_cheaply():
-    """Raise an error if int32 arithmetic overflows. Triton repeats each operation in int64 for an assertion that it then skips,
-    which takes a third of a kernel's time."""
+    """Raise an error if arithmetic on integers of fewer than 64 bits overflows.
+
+    Triton repeats each operation in int64 for an assertion, and then skips the assertion. This takes a third of a kernel's
+    time.
+    """
     of_numbers = {"add": numpy.add, "sub": numpy.subtract, "mul": numpy.multiply}
 
     def check(lhs, rhs, operation):
@@ -142,7 +147,7 @@ def check_overflow_cheaply():
 
 
 def look_types_up_once():
-    """Cache the numpy dtype of a Triton dtype; Triton builds a table of all of them for every array."""
+    """Cache the numpy dtype of a Triton dtype. Triton builds a table of all dtypes for every array."""
     look_up = functools.cache(interpreter._get_np_dtype)
 
     def numpy_type(dtype):

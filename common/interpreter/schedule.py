@@ -1,9 +1,11 @@
-"""The order of events: a seed chooses which partition runs and when asynchronous operations take place.
+"""The order of events.
+
+A seed chooses which partition runs, and when asynchronous operations take place.
 
 One thread runs at a time. At every barrier, copy, matmul and fence the thread gives up its turn, and the seed chooses the next
-one. A run is one of very many interleavings, and its seed replays it. Finding races does not depend on the seed alone:
-`Partition.known` keeps the events that a partition knows to be over. Two conflicting uses of a buffer are an error, in either
-order, if the later use's partition does not know that the earlier use is over.
+thread. A run is one of very many interleavings. The same seed replays the same run. Finding races does not depend on the seed
+alone: `Partition.known` keeps the events that a partition knows to be over. Two uses of a buffer that conflict are an error, in
+either order, unless the partition of the later use knows that the earlier use is over.
 """
 
 import contextlib
@@ -20,8 +22,8 @@ from triton.runtime.interpreter import InterpreterError
 
 from .timing import Rates, Timing
 
-VARIABLE = "GLUON_SEED"  # in the environment: the seed of every launch
-AT_ONCE = 2  # programs that run at the same time: the number of SMs of the interpreted GPU
+VARIABLE = "GLUON_SEED"  # environment variable with the seed of every launch
+AT_ONCE = 2  # number of programs that run at the same time, and of SMs of the interpreted GPU
 MARK = "__interpreted__"  # a global of every translated function of a kernel
 
 _seeds = itertools.count()
@@ -74,7 +76,7 @@ class Waiting:
     """A condition that a partition waits for."""
 
     def __init__(self, over: Callable[[], bool], what: Callable[[], str]):
-        self.over, self.what = over, what  # whether the wait is over; its description, for a deadlock report
+        self.over, self.what = over, what  # `what` describes the wait in a deadlock report
 
 
 class Program:
@@ -92,14 +94,14 @@ class Program:
         return 1 << next(self._events)
 
     def name_of(self, thing) -> str | None:
-        """Return the kernel's variable name of a buffer or a row of barriers."""
+        """Return the name of the kernel's variable that holds a buffer or a row of barriers."""
         if self.frame is None:
             return None
         return next((name for name, value in self.frame.f_locals.items() if value is thing), None)
 
 
 class Partition:
-    """A thread of a program: the whole program at its start, or one warp role."""
+    """A thread of a program: the program itself from its start, or one warp role."""
 
     def __init__(self, program: Program, call: Callable, name: str, warps: int, parent: "Partition | None" = None):
         self.program, self.call, self.name, self.warps = program, call, name, warps
@@ -124,7 +126,7 @@ class Schedule:
         self.random = random.Random(seed)
         self.eagerness = self.random.choice((0, 0.1, 0.5, 1))  # probability, at each turn, that an issued operation takes place
         self.constancy = self.random.choice((0, 0.5, 0.9))  # probability that the running partition keeps running
-        self.fair = self.random.choice((True, False))  # if not, operations of high rank wait until no others are left
+        self.fair = self.random.choice((True, False))  # False: an operation waits until none of lower rank is left
         self._issued = {}  # id -> (random rank, operation) of copies and matmuls that have not taken place yet
         self.error = None
         self.running = None
@@ -134,7 +136,8 @@ class Schedule:
 
     @torch.inference_mode()
     def run(self, programs: Iterable[tuple[Program, Callable]], warps: int):
-        """Run all programs with `warps` warps each, in an order that the seed chooses; in sequence if the launch is timed."""
+        """Run all programs with `warps` warps each, in an order that the seed chooses. In a timed launch, one program runs
+        after the other."""
         programs = list(programs)
         self.programs = len(programs)
         if not self.timing and self.random.random() < 0.5:
@@ -181,7 +184,7 @@ class Schedule:
             raise Stopped
 
     def issue(self, operation):
-        """Issue an asynchronous operation: from now on it takes place when the seed chooses."""
+        """Issue an asynchronous operation: from now on the seed chooses when the operation takes place."""
         self._issued[id(operation)] = self.random.random(), operation
         if self.timing:
             self.perform(operation)
@@ -205,7 +208,7 @@ class Schedule:
         return f"{VARIABLE}={self.seed} replays this order"
 
     def _begin(self, partition, then):
-        @torch.inference_mode()  # a new thread is not in it, and the arguments may be inference tensors
+        @torch.inference_mode()  # a new thread does not inherit inference mode, and the arguments may be inference tensors
         def body():
             partition.turn.acquire()
             try:
@@ -257,7 +260,7 @@ class Schedule:
         partition.turn.release()
 
     def _next(self):
-        """Perform some issued operations, and return the partition that goes on; None if all have ended."""
+        """Perform some issued operations. Return the partition that runs next, or None if all partitions have ended."""
         while not self.error:
             try:
                 if self._issued and self.random.random() < self.eagerness:
@@ -292,7 +295,7 @@ _one_at_a_time = threading.RLock()
 
 @contextlib.contextmanager
 def begin(seed: int):
-    """Context of a launch; a launch of another thread waits."""
+    """Context manager of a launch. Meanwhile, a launch by another thread waits."""
     global _running
     with _one_at_a_time:
         timing = None

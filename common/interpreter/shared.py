@@ -1,8 +1,9 @@
 """Shared memory and barriers, and the check for races.
 
-Each use of a part of a buffer is an event. Two uses conflict if they overlap and one of them writes. The later one is a race
-unless its partition knows that the earlier one is over. A partition knows its own accesses. It learns of others from barriers
-and waits, which pass on what the arriving partitions know. TMA and matmuls see ordinary stores only after `fence_async_shared`.
+Each use of a part of a buffer is an event. Two uses conflict if they overlap and one of them writes. The later use is a race
+unless its partition knows that the earlier use is over. A partition knows its own accesses. Barriers and waits tell a partition
+of other accesses: they pass on what the arriving partitions know. TMA and matmuls see ordinary stores only after
+`fence_async_shared`.
 """
 
 import functools
@@ -94,7 +95,7 @@ class Memory:
         program.memories.append(self)
 
     def use(self, buffer: "Buffer", who: str, *, writes: bool, asynchronous: bool) -> int:
-        """Begin a use and return its event; fail if an earlier, conflicting use may not be over."""
+        """Begin a use and return its event; fail if an earlier use conflicts and may not be over."""
         schedule, part = now(), _Part.of(buffer.view)
         known = schedule.running.known
         does = "writes" if writes else "reads"
@@ -111,7 +112,7 @@ class Memory:
             self._flags(buffer.view).fill_(True)
         else:
             self._check_filled(buffer, who)
-            # Whoever knows of this read also knows of the earlier reads that this partition knows of.
+            # A partition that knows of this read also knows of the earlier reads that the running partition knows of.
             self.uses = [u for u in self.uses if u.writes or not u.event & known or not _inside(u.part, part)]
         use = _Use(part, who, schedule.here(), writes, self.program.event())
         if writes and not asynchronous:
@@ -230,12 +231,12 @@ class Barrier:
         self._row, self._number = row, number
         self._count = None  # arrivals that complete a phase
         self._missing = self._bytes = 0  # arrivals and bytes that this phase still waits for
-        self._announced = 0  # bytes for which no copy was issued yet
+        self._announced = 0  # announced bytes for which no copy was issued yet
         self._where = None  # place of the last announcement of bytes
         self._phases = 0  # completed
-        self._gathered = 0  # events known to the arrivals of this phase
-        self._passed_on = 0  # events known to the arrivals of completed phases
-        self._cycle = self._over_at = 0.0  # in a timed launch: cycle of the last arrival, and of the last phase's end
+        self._gathered = 0  # events that this phase's arrivals know to be over
+        self._passed_on = 0  # events that the arrivals of completed phases know to be over
+        self._cycle = self._over_at = 0.0  # timed launch: cycles of the last arrival and the last phase's end
 
     def __str__(self):
         return f"{self._row}[{self._number}]"
@@ -245,7 +246,7 @@ class Barrier:
         self._count = self._missing = count
 
     def arrive(self, count=1, nbytes=0):
-        """mbarrier.arrive, or mbarrier.expect, with the bytes that copies will bring."""
+        """mbarrier.arrive; or mbarrier.expect, if copies will bring `nbytes` bytes."""
         self._check_init()
         if self._missing < count:
             now().fail(f"{count} more arrivals at {self}, whose phase had all {self._count} already")

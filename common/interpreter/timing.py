@@ -1,14 +1,14 @@
-"""A model of a kernel's time on one SM, and of what each unit does meanwhile, at given rates.
+"""A model of a kernel on one SM. From given rates, it finds the kernel's time and what each unit does meanwhile.
 
-A unit serves its requests in order. A partition does one operation after the other, each for a whole tile; meanwhile other
-partitions use other units. The model ignores overlap between a partition's own instructions, code that the compiler moves
+A unit serves its requests in order. A partition does one operation after the other, each for a whole tile. Meanwhile other
+partitions may use other units. The model ignores overlap between a partition's own instructions, code that the compiler moves
 across a wait, bank conflicts, misses of the L2 cache, address and loop arithmetic, and clock changes.
 """
 
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-FEW = 512  # elements; the model ignores instructions on fewer, such as one for each row
+FEW = 512  # the model ignores an instruction on fewer elements, such as one element per row
 COPIES, STORES, TENSOR_CORES = "copies in", "copies out", "tensor cores"
 EXPONENTIALS, OTHERS, SHARED = "exponentials", "other instructions", "shared memory"
 UNITS = COPIES, STORES, TENSOR_CORES, EXPONENTIALS, OTHERS, SHARED
@@ -46,7 +46,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Span:
-    """Work of a unit for a partition, from one cycle to another."""
+    """Work that a unit does for a partition, from one cycle to another."""
 
     unit: str
     who: object
@@ -65,7 +65,7 @@ class Timing:
     _free: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # cycle from which each unit is free
 
     def take(self, unit: str, partition, what: str, cycles: float) -> float:
-        """Occupy a unit for some cycles after its earlier requests; return the cycle in which it is done."""
+        """Occupy a unit for some cycles after its earlier requests; return the cycle in which the unit is done."""
         start = max(self._free[unit], partition.clock)
         self._free[unit] = end = start + cycles
         self.spans.append(Span(unit, partition, what, start, end))
@@ -73,10 +73,10 @@ class Timing:
         return end
 
     def instruction(self, partition, name: str, elements: int, operands: list, result):
-        """Time an elementwise instruction; `result.made` becomes its name."""
+        """Time an elementwise instruction, and store the instruction's name in `result.made`."""
         result.made = name
         if name in ("add", "sub") and any(operand.made == "mul" for operand in operands):
-            return  # a multiplication and an addition become one instruction
+            return  # the multiplication and this addition become one instruction
         if elements >= FEW and name in self.rates.results:
             unit = EXPONENTIALS if name in ("exp2", "log2") else OTHERS
             self.reach(partition, self.take(unit, partition, name, elements / self.rates.results[name]))

@@ -1,6 +1,6 @@
-"""A kernel's variables: scalars, tensors in registers, and pointers. torch computes them, with Triton's types.
+"""A kernel's variables: scalars, tensors in registers, and pointers. torch computes the values, with Triton's types.
 
-Layouts assign elements to threads and change no value: the interpreter keeps a given layout and ignores it.
+A layout assigns elements to threads and changes no value. So the interpreter stores a layout, but does not use it.
 """
 
 import operator
@@ -30,7 +30,7 @@ def in_triton(dtype: torch.dtype) -> tl.dtype:
 
 
 class Scalar(int):
-    """An integer of 32 or 64 bits in a register. One that does not fit is an error; on a GPU it would wrap."""
+    """An integer of 32 or 64 bits in a register. A value that does not fit is an error here; on a GPU it would wrap."""
 
     def __new__(cls, value, bits=32):
         number = super().__new__(cls, value)
@@ -62,7 +62,7 @@ def _remainder(a, b):
     return a - _truncated(a, b) * b
 
 
-_INTEGER = {  # as in C and unlike Python, division rounds towards zero
+_INTEGER = {  # division rounds towards zero, as in C; in Python it rounds down
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": _truncated, "mod": _remainder,
     "and": operator.and_, "or": operator.or_, "xor": operator.xor, "lshift": operator.lshift, "rshift": operator.rshift,
 }  # fmt: skip
@@ -207,7 +207,7 @@ class Register(Values):
     )
 
     def to(self, dtype, bitcast=False):
-        """Convert to another type, rounded to nearest even, or reinterpret the bits."""
+        """Convert to another type and round to nearest even. With `bitcast`, reinterpret the bits instead."""
         if bitcast:
             if dtype.primitive_bitwidth != self.dtype.primitive_bitwidth:  # the compiler raises too
                 raise ValueError(f"the bits of {self.dtype} are no {dtype}")
@@ -226,7 +226,7 @@ class Register(Values):
         return self._moved(self.data.permute(order[0] if isinstance(order[0], list | tuple) else order))
 
     def _moved(self, data, layout=None):
-        """Wrap the same values rearranged, which takes no instruction."""
+        """Wrap the same values in a new arrangement; this takes no instruction."""
         return computed("move", data, self, layout=layout)
 
     def __getattr__(self, name):
@@ -236,7 +236,7 @@ class Register(Values):
 
 
 class Pointer:
-    """An address, or a tensor of addresses, in an argument of the kernel."""
+    """An address, or a tensor of addresses. They point into the memory of a kernel argument."""
 
     def __init__(self, elements: torch.Tensor, offset=0, name: str = ""):
         self.elements, self.offset, self.name = elements, offset, name  # the argument's memory, flat; an offset into it
@@ -250,7 +250,7 @@ class Pointer:
     __radd__ = __add__
 
     def at(self, mask):
-        """Return (offsets, mask), int64 and bool tensors of one shape; fail if an unmasked offset is outside."""
+        """Return (offsets, mask), int64 and bool tensors of one shape; fail if an unmasked offset is out of bounds."""
         if not isinstance(self.offset, torch.Tensor) and not isinstance(mask, Values):
             offsets, counts = torch.tensor([int(self.offset)]), torch.tensor([mask is None or bool(mask)])
         else:

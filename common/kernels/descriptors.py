@@ -13,8 +13,8 @@ _thread = threading.local()
 def addressable(tensor: Tensor) -> Tensor:
     """`tensor` if a descriptor can address it, else a contiguous copy.
 
-    A descriptor needs a base address and strides in multiples of 16 bytes, and a contiguous last dimension. A view that starts
-    in the middle of a row, or with rows padded by a few elements, is not aligned.
+    A descriptor needs a base address and strides in multiples of 16 bytes, and a contiguous last dimension. A view is not
+    aligned if it starts in the middle of a row, or if a few elements pad its rows.
     """
     if tensor.data_ptr() % ALIGNMENT == 0:
         if tensor.is_contiguous():  # a fast path for the usual case
@@ -26,7 +26,7 @@ def addressable(tensor: Tensor) -> Tensor:
 
 
 def _used_strides(tensor: Tensor) -> list[int]:
-    """Return the strides, with a valid one for dimensions of size 1, whose stride is unused and arbitrary."""
+    """Return the strides. A dimension of size 1 gets a valid stride, because its own stride is unused and arbitrary."""
     return [stride if size > 1 else ALIGNMENT for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
 
 
@@ -38,7 +38,9 @@ def aligned_strides(tensor: Tensor) -> list[int]:
 
 
 def give_context(tensor: Tensor):
-    """Give this thread a CUDA context if it has none, as a new thread, such as autograd's, before its first runtime call.
+    """Give this thread a CUDA context if it has none.
+
+    A new thread, such as autograd's, has none before its first runtime call.
 
     Without a context the driver cannot encode a descriptor.
     """
@@ -56,7 +58,7 @@ def located(tensor: Tensor) -> dict:
 def describe(tensor: Tensor, rows: int = 1, columns: int = 1) -> TensorDescriptor:
     """Make a descriptor of an `addressable` [B, H, S, D] tensor, for tiles of `rows` x `columns` of one head.
 
-    An autotuned kernel's `pre_hook` sets `rows` and `columns` anew. The sequence is a dimension of its own, so that TMA clips
-    at its end: there a load gives zeros and a store does nothing.
+    An autotuned kernel's `pre_hook` sets `rows` and `columns` anew. The sequence is a dimension of its own, so TMA clips a tile
+    at the end of the sequence. Past this end, a load gives zeros and a store does nothing.
     """
     return TensorDescriptor(**located(tensor), block_shape=[1, 1, rows, columns])

@@ -43,7 +43,8 @@ def require_hopper(stage: str):
 
 
 def describe_tile(tensor: Tensor, *rows: int) -> TensorDescriptor:
-    """Like `descriptors.describe`, for Gluon and whole rows: the descriptor also has the tile's layout in shared memory.
+    """Like `descriptors.describe`, but for Gluon and for whole rows. The descriptor also has the tile's layout in shared
+    memory.
 
     Args:
         tensor: [B, H, S, D], or [B, H, S, N, D], where N rows have the same position in the sequence.
@@ -93,10 +94,10 @@ means(reduce_add)(add_in_memory)
 
 @gluon.jit
 def store_rows(ptr, desc, batch, head, start, tile):
-    """Store the rows of a tile that lie inside a tensor, by pointers.
+    """Store those rows of a tile that lie inside a tensor, by pointers.
 
-    This is for a tile that begins before the tensor. TMA can load such a tile, but a TMA store at a negative coordinate stops
-    the program.
+    A stage needs this for a tile that begins before the tensor. TMA can load such a tile, but a TMA store at a negative
+    coordinate stops the program.
 
     Args:
         ptr, desc: the tensor, [B, H, S, D] or [B, H, S, N, D], and its descriptor.
@@ -116,7 +117,7 @@ def store_rows(ptr, desc, batch, head, start, tile):
 
 @gluon.jit
 def new_barriers(number: gl.constexpr, count: gl.constexpr):
-    """Allocate `number` barriers; `count` arrivals complete a phase of one."""
+    """Allocate `number` barriers; `count` arrivals complete a phase of each barrier."""
     barriers = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(number):
         mbarrier.init(barriers.index(i), count=count)
@@ -125,6 +126,6 @@ def new_barriers(number: gl.constexpr, count: gl.constexpr):
 
 @gluon.jit
 def new_ring(STAGES: gl.constexpr, producers: gl.constexpr, consumers: gl.constexpr):
-    """Allocate the barriers (full, empty) of a ring buffer: a slot is full after all producers have filled it, and empty after
-    all consumers have read it."""
+    """Allocate the barriers (full, empty) of a ring buffer. A slot is full after all producers have filled the slot, and empty
+    after all consumers have read the slot."""
     return new_barriers(STAGES, producers), new_barriers(STAGES, consumers)

@@ -1,4 +1,4 @@
-"""PyTorch's matmul for the stages that materialise the scores."""
+"""PyTorch's matmul for the stages that store the whole score matrix in memory."""
 
 import torch
 from torch import Tensor

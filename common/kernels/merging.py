@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ELEMENTS = 4096  # of a program's tile: 32 for each thread
+ELEMENTS = 4096  # elements in a program's tile: 32 for each thread
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def _merge_kernel(
     m = tl.maximum(lse, more_lse)
     weight, more_weight = tl.exp(lse - m), tl.exp(more_lse - m)
     l = weight + more_weight  # from 1 to 2
-    tl.debug_barrier()  # several warps load the same lse: all must have loaded it before one stores
+    tl.debug_barrier()  # several warps load the same lse: all must have loaded it before one of them stores the new lse
     tl.store(lse_ptrs, m + tl.log(l), mask=inside)
     out_ptrs = _elements(out_ptr, b, h, offs_m, stride_ob, stride_oh, stride_os, VALUE_DIM)
     more_ptrs = _elements(more_ptr, b, h, offs_m, stride_mb, stride_mh, stride_ms, VALUE_DIM)
@@ -48,10 +48,11 @@ def _merge_kernel(
 
 
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, into: Tensor | None = None):
-    """Merge attention over two sets of keys into `into` and, in place, `lse`: in one pass, in float32.
+    """Merge attention over two sets of keys in one pass, in float32.
 
-    The denominators of two softmaxes add up: with l = exp(lse) + exp(more_lse), the result is
-    (exp(lse) out + exp(more_lse) more) / l, and lse becomes log l. (FlashAttention-2, arXiv 2307.08691, section 3.1.)
+    The output goes to `into`; `lse` is changed in place. The denominators of two softmaxes add up. With l = exp(lse) +
+    exp(more_lse), the result is (exp(lse) out + exp(more_lse) more) / l, and lse becomes log l. (FlashAttention-2, arXiv
+    2307.08691, section 3.1.)
 
     Args:
         out: [B, H, S, Dv], attention over some keys; any dtype, any strides with contiguous rows, such as a slice of a tensor.
@@ -90,7 +91,7 @@ def _add_kernel(
 
 
 def add(whole: Tensor, part: Tensor, first: int, into: Tensor):
-    """Add `part` to some rows of `whole`: into = whole + part, in one pass, in float32, rounded once.
+    """Add `part` to some rows of `whole`: into = whole + part. This takes one pass, in float32; the sum is rounded once.
 
     Args:
         whole: [B, H, S, D]; any dtype, any strides with contiguous rows.

@@ -8,12 +8,14 @@ import triton.language as tl
 def tile_and_head(
     tiles, seq, ROW_BYTES: tl.constexpr, CAUSAL: tl.constexpr, L2_SHARE: tl.constexpr = 16 * 2**20, program=None, programs=None,
 ):  # fmt: skip
-    """Return this program's (tile, head): one of the `tiles` of a head, and one head of all batch elements.
+    """Return this program's (tile, head).
 
-    Programs start in the order of their numbers. Without a causal mask they go through head after head. So programs that
-    run at the same time share the head's `seq` rows of ROW_BYTES in the L2 cache. Causal tiles differ in length, and a long
-    tile that starts late leaves the other SMs idle at the end. So programs go through a group of heads: tile 0 of each head,
-    then tile 1 of each, and so on. The rows of a group take at most L2_SHARE bytes, unless the group is one head. Number the
+    `tile` counts the `tiles` of a head; `head` counts the heads of all batch elements.
+
+    Programs start in the order of their numbers. Without a causal mask they go through head after head. So programs that run at
+    the same time share the head's `seq` rows of ROW_BYTES in the L2 cache. Causal tiles differ in length, and a long tile that
+    starts late leaves the other SMs idle at the end. So programs go through a group of heads: first tile 0 of each head, then
+    tile 1 of each head, and so on. The rows of a group take at most L2_SHARE bytes, unless the group is one head. Number the
     tiles so that tile 0 is the longest. If heads share rows, `seq` is the number of rows per head. A persistent CTA passes the
     `program` whose tile it takes, and the number of `programs` that a launch without persistence would have.
     """
@@ -22,7 +24,7 @@ def tile_and_head(
         programs = tl.num_programs(0)
     if CAUSAL:
         heads = programs // tiles
-        group = tl.minimum(tl.maximum(L2_SHARE // ROW_BYTES // seq, 1), heads)  # more could pass 2**31 in group * tiles
+        group = tl.minimum(tl.maximum(L2_SHARE // ROW_BYTES // seq, 1), heads)  # at most all heads: group * tiles fits in int32
         first = program // (group * tiles) * group
         group = tl.minimum(group, heads - first)
         inside = program - first * tiles

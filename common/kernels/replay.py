@@ -1,11 +1,11 @@
 """Record the allocations and launches of a stage's host function, and replay them without its CPU cost.
 
-A short kernel takes the GPU less time than the CPU takes to prepare the launch: checks, descriptors, the tuner's choice, and
-    above
-all Triton's search for the binary that fits the arguments. The outcome depends only on a call's options and its tensors'
-shapes, strides and dtypes, not on their addresses. So the second call of a kind is recorded as steps: allocations, PyTorch
-operators, and kernel launches. Later calls of the kind replay these steps with their own tensors. This is like a CUDA graph,
-but into new memory and on any stream. A recording holds numbers and binaries, but no tensor.
+The CPU often takes longer to prepare a launch than the GPU takes to run it. The CPU checks the arguments, makes descriptors,
+asks the tuner, and above all waits while Triton searches for the binary that fits the arguments. The result of this work
+depends only on a call's options and on the shapes, strides and dtypes of its tensors. It does not depend on addresses. So the
+second call of a kind is recorded as steps: allocations, PyTorch operators, and kernel launches. Later calls of this kind replay
+the steps with their own tensors. This is like a CUDA graph, but each replay takes new memory and may run on any stream. A
+recording holds numbers and binaries, but no tensor.
 """
 
 import contextvars
@@ -52,11 +52,12 @@ class _Place(NamedTuple):
 
 
 class _Recording(TorchDispatchMode):
-    """Watches a call and records its steps. A step is a function of the stream and the list of tensors, which it may extend.
+    """Watches a call and records its steps.
 
-    Tensors are numbered: first the arguments, then the results of steps. Kernels take addresses, so a view for a kernel needs
-        no
-    step.
+    A step is a function of the list of tensors and of the stream. A step may append to the list.
+
+    Tensors are numbered: first the arguments, then the results of steps. A kernel takes an address, so a view that only a
+    kernel uses needs no step.
     """
 
     def __init__(self, tensors):
@@ -91,7 +92,7 @@ class _Recording(TorchDispatchMode):
         return self._places.get(id(tensor), _Place(0))
 
     def number_of(self, tensor) -> int:
-        """Return the number of a tensor that a step takes; add a step that makes it if it is a view."""
+        """Return the number of a tensor that a step takes. If the tensor is a view, first add a step that makes the view."""
         place = self._place(tensor)
         if place.is_view:
             self.steps.append(_view(tensor, place))
@@ -128,7 +129,7 @@ class _Recording(TorchDispatchMode):
         """Launch a compiled kernel and record the launch; called in place of the kernel's `run`."""
         with _disable_current_modes():  # the launch's own allocations are not recorded
             run(x, y, z, stream, function, metadata, launch_metadata, enter_hook, exit_hook, *args)
-        if kernel.metadata.global_scratch_size:  # allocated by the stage's `triton.set_allocator`, a context variable
+        if kernel.metadata.global_scratch_size:  # the stage's `triton.set_allocator` allocates it, and is a context variable
             run = functools.partial(_in_context, contextvars.copy_context(), run)
         pointers, descriptors, others = [], [], list(args)
         for at, arg in enumerate(args):
@@ -144,7 +145,7 @@ class _Recording(TorchDispatchMode):
         self.steps.append(_launch(run, (x, y, z), (function, metadata, None, None, None), pointers, descriptors, others))
 
     def replay(self, results):
-        """Return what to keep of a call that returned `results`."""
+        """Return what `_Replayed.replays` keeps of a call that returned `results`."""
         results = [self.number_of(result) for result in results]
         if not all(condition() for condition in self.conditions):
             return _CALLED
@@ -208,8 +209,8 @@ def _described(kind, fields, tensor):
 def _encoders(run):
     """Return a launcher of the kernel that takes encoded descriptors, and an encoder for each descriptor.
 
-    Return Triton's launcher and no encoders for a kernel without descriptors, a GPU without TMA, or a Triton whose launcher
-    differs from 3.6 and 3.7.
+    In three cases, return Triton's launcher and no encoders: the kernel has no descriptors, the GPU has no TMA, or Triton's
+    launcher differs from that of 3.6 and 3.7.
     """
     encoding = getattr(run, "launch", None)
     known = inspect.getclosurevars(encoding) if inspect.isfunction(encoding) else None
@@ -224,7 +225,7 @@ def _encoders(run):
 
 def _launch(run, grid, binary, pointers, descriptors, others):
     run, encoders = _encoders(run)
-    # From the last to the first: an encoded descriptor takes more places in `args`.
+    # The last descriptor comes first, because an encoded descriptor takes more places in `args`.
     described = [
         (at, number, functools.partial(_described, kind, fields), encode, {})
         for (at, number, kind, fields), encode in itertools.zip_longest(descriptors, encoders)
@@ -266,13 +267,14 @@ class _Replay(NamedTuple):
 
 
 def depends_on(condition: Callable[[], bool]):
-    """If a call is being recorded, let it be replayed only while `condition()` is true, and recorded anew otherwise."""
+    """If a call is being recorded, let the recording be replayed only while `condition()` is true. Otherwise the call is
+    recorded anew."""
     if _thread.recording:
         _thread.recording.conditions.append(condition)
 
 
 def is_watched() -> bool:
-    """Whether each launch must go through Triton, for a profiler's hooks or for debugging."""
+    """Whether each launch must go through Triton, because a profiler has hooks or a debugging mode is on."""
     runtime = triton.knobs.runtime
     for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
         if getattr(hook, "calls", hook):  # a chain of hooks has `calls`
@@ -293,7 +295,7 @@ class _Replayed:
         self.replays = {}
 
     def __call__(self, *tensors, causal, scale, diagonal=0):
-        if _thread.recording or is_watched():  # recording: a stage that falls back to this one is being recorded
+        if _thread.recording or is_watched():  # while recording: a stage that falls back to this one is being recorded
             return self.__wrapped__(*tensors, causal=causal, scale=scale, diagonal=diagonal)
         driver = triton.runtime.driver.active
         device = driver.get_current_device()
@@ -309,7 +311,7 @@ class _Replayed:
                 if len(self.replays) > MOST_KINDS:
                     del self.replays[next(iter(self.replays))]
             return self.__wrapped__(*tensors, causal=causal, scale=scale, diagonal=diagonal)
-        tensors = [tensor.detach() for tensor in tensors]  # new objects: arguments that are one tensor now may be two later
+        tensors = [tensor.detach() for tensor in tensors]  # new objects: two arguments may be one tensor in this call alone
         with _Recording(tensors) as recording:
             results = self.__wrapped__(*tensors, causal=causal, scale=scale, diagonal=diagonal)
         with _changing:
@@ -321,8 +323,8 @@ def replayed(function: Callable) -> Callable:
     """Decorate a stage's `forward` or `backward`: record its second call of a kind, and replay it from the third on.
 
     A kind is all that a call's steps may depend on: the options; the shape, strides, dtype, device and alignment of each
-    tensor; the current device; and whether PyTorch must be deterministic. Anything else that the steps depend on calls
-    `depends_on`. Watched launches, and the interpreter, always call the function itself.
+    tensor; the current device; and whether PyTorch must be deterministic. If the steps depend on anything else, the code there
+    calls `depends_on`. If launches are watched (`is_watched`), and on the interpreter, every call runs the function itself.
     """
     return function if INTERPRETED else _Replayed(function)
 

@@ -1,20 +1,20 @@
-"""The fixed tiles of v1 to v3. The stages share them, so that a stage's gain comes from its idea."""
+"""The fixed tiles of v1 to v3. These stages share the tiles, so a stage's gain comes from its idea and not from other tiles."""
 
 import torch
 
 from common.runtime import shared_memory_limit
 
-# Minimum bytes of shared memory per program on data-centre GPUs (others have about 100 KiB), and from Hopper on. Hopper's
-# tensor cores read operands from shared memory, which leaves the registers to the accumulators.
+# Minimum bytes of shared memory per program. The first is for data-center GPUs (others have about 100 KiB), the second for
+# those from Hopper on. Hopper's tensor cores read operands from shared memory, so the registers are free for the accumulators.
 DATA_CENTRE = 160 * 1024
 HOPPER = 200 * 1024
 
 
 def query_tile(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Return launch arguments for programs that own BLOCK_M query rows and take BLOCK_N key rows a step.
+    """Return launch arguments for programs that own BLOCK_M query rows and take BLOCK_N key rows in each step.
 
-    The tile is 128 x 64. It is smaller where operands would outgrow registers and shared memory: for D = 256, and for float32,
-    whose exact matmuls run on the ordinary arithmetic units with every operand in registers.
+    The tile is 128 x 64. It is smaller where the operands would not fit in registers and shared memory: for D = 256 and for
+    float32. Exact float32 matmuls run on the ordinary arithmetic units, with every operand in registers.
     """
     if dtype == torch.float32:
         return {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 8, "num_stages": 1}
@@ -25,8 +25,8 @@ def query_tile(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 def key_tile(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Return launch arguments for backward programs that own BLOCK_N key rows, with two accumulators, and take BLOCK_M query
-    rows a step."""
+    """Return launch arguments for backward programs. A program owns BLOCK_N key rows, with two accumulators. In each step it
+    takes BLOCK_M query rows."""
     if dtype == torch.float32:
         return {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 8, "num_stages": 1}
     if head_dim > 128:

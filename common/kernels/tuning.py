@@ -1,4 +1,5 @@
-"""A faster `triton.autotune`: pruned to the device, compiled in parallel, shared by nearby lengths, and announced on stderr."""
+"""A faster `triton.autotune`. It prunes the configurations for the device, compiles them in parallel, and announces the tuning
+on stderr. Nearby lengths share a choice."""
 
 import collections
 import copy
@@ -21,8 +22,8 @@ WITH_TMA = range(90, 1000)  # architectures with TMA, from Hopper on
 KEY = ("bucket", "HEAD_DIM", "VALUE_DIM", "CAUSAL", "PRECISION")  # kernel arguments; a new combination is tuned anew
 FINALISTS = 3  # the fastest configurations, timed again …
 FINAL_ROUNDS = 4  # … in this many rounds …
-REST_S = 0.06  # … after a rest, so that the GPU's clock does not depend on earlier timings
-AS_FAST = 1.01  # a factor to the shortest time; smaller differences are noise
+REST_S = 0.06  # … after a rest of this length, so that the GPU's clock does not depend on earlier timings
+AS_FAST = 1.01  # times up to this factor times the shortest count as equal: the difference is noise
 _tuning = threading.RLock()
 _picks = {}  # (text of the file, kernel name) -> tuning cache; stages with an identical file share it
 
@@ -43,8 +44,8 @@ def configs(tiles: Sequence[tuple[int, int, int, int]], pre_hook: Callable | Non
 def sensible(config: triton.Config, row_bytes: int, precision: str, has_tma: bool) -> bool:
     """Whether a tile is worth compiling for rows of `row_bytes`.
 
-    Only small tiles are worth it in two cases: exact float32 matmuls keep every operand in registers, and without TMA a
-    descriptor becomes an address in registers for every element.
+    In two cases only small tiles are worth it. Exact float32 matmuls keep every operand in registers. Without TMA, a descriptor
+    becomes one address per element, in registers.
     """
     rows = max(config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"])
     if precision == "ieee" or not has_tma:
@@ -53,7 +54,8 @@ def sensible(config: triton.Config, row_bytes: int, precision: str, has_tma: boo
 
 
 def tuners(stage) -> dict[str, Autotuner]:
-    """Return the autotuned kernels of a stage (a module, or any object with `forward` and `backward`) by name."""
+    """Return {name: kernel} of a stage's autotuned kernels. The stage is a module, or any object with `forward` and
+    `backward`."""
     found = (*stage.forward.__globals__.items(), *stage.backward.__globals__.items())
     return {name: value for name, value in found if isinstance(value, Autotuner)}
 
@@ -66,7 +68,7 @@ def _time(call, quantiles):
 
 
 class _Tuner(Autotuner):
-    """Triton's Autotuner, with a cache per device, and safe to call from several threads."""
+    """Triton's Autotuner, but with a cache per device. Several threads may call it."""
 
     def run(self, *args, **kwargs):
         named = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
@@ -87,7 +89,7 @@ class _Tuner(Autotuner):
 
         with _tuning:  # time one kernel at a time
             if key not in self.cache:  # another thread may have tuned meanwhile
-                depends_on(lambda: False)  # discard a recording of this call: it has the launches that are timed
+                depends_on(lambda: False)  # discard a recording of this call: it includes the timed launches
                 self.nargs = dict(zip(self.arg_names, args, strict=False))
                 try:
                     timings = {config: bench(config) for config in self.prune_configs(kwargs)}
@@ -99,10 +101,11 @@ class _Tuner(Autotuner):
         return self.cache[key]
 
     def _fastest(self, timings, bench):
-        """Time the fastest few again, in turns, and return the first in the list that is within `AS_FAST` of the best.
+        """Time the fastest few configurations again, in turns.
 
-        A GPU's clock changes while it works. In turns, all configurations meet the same clock. The list's order, and not
-        chance, decides between equals.
+        Return the first one in the list whose time is within `AS_FAST` of the best. A GPU's clock changes while the GPU works.
+        Because the configurations take turns, all run at about the same clock. If two are equally fast, the list's order
+        decides, and not chance.
         """
         fastest = sorted(timings, key=timings.get)[:FINALISTS]
         finalists = [config for config in timings if config in fastest]
@@ -115,11 +118,14 @@ class _Tuner(Autotuner):
 
 
 def autotune(configs: list[triton.Config]) -> Callable:
-    """Decorate a kernel whose tiles go through descriptors: run the fastest of `configs` that fits the device.
+    """Decorate a kernel whose tiles go through descriptors.
+
+    A call runs the fastest of the `configs` that fit the device.
 
     The first call with a new `KEY` on a device announces the tuning on stderr, compiles the sensible configurations in parallel
-    and times them; this takes some seconds. `_Tuner._fastest` then chooses, so that noise does not. The interpreter takes the
-    first sensible configuration. A kernel in a file identical to that of a tuned kernel takes its choice.
+    and times them; this takes some seconds. Then `_Tuner._fastest` chooses one, so that noise does not decide. The interpreter
+    takes the first sensible configuration. If two stages have identical files, the kernel of one takes the choice that was
+    tuned for the other.
     """
 
     def decorate(kernel):
@@ -157,8 +163,9 @@ def compile_all(kernel, configs: list[triton.Config], args: dict) -> list:
             config.pre_hook({**args, **config.kwargs})
         return kernel.run(**{**args, **config.all_kwargs(), "warmup": True})
 
-    # Compile a copy with its own caches: until a compilation is done, or if it fails, the cache holds no kernel, and a launch
-    # by another thread must not find it. Errors are ignored here, because an error would leave the mode switched on.
+    # Compile a copy of the kernel that has its own caches. Until a compilation is done, or if it fails, the cache entry is no
+    # kernel. A launch by another thread must not find this entry. Errors are ignored here, because an error would leave the
+    # mode switched on.
     apart = copy.copy(kernel)
     apart.device_caches = collections.defaultdict(apart.create_binder)
     with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
@@ -168,4 +175,4 @@ def compile_all(kernel, configs: list[triton.Config], args: dict) -> list:
         key: binary for key, binary in apart.device_caches[current_device()][0].items() if isinstance(binary, CompiledKernel)
     }
     kernel.device_caches[current_device()][0].update(done)
-    return [compiled(kernel, config) for config in configs]  # compiles again, and raises, what failed in parallel
+    return [compiled(kernel, config) for config in configs]  # compiles again what failed in parallel, and so raises the error

@@ -41,7 +41,7 @@ from common.measure.progress import Progress
 
 # Maximum bytes of shared memory per block, by architecture.
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
-USUAL_ARCHS = (80, 90, 100)  # one of each generation with its own way to move and multiply tiles
+USUAL_ARCHS = (80, 90, 100)  # one architecture for each way to move and multiply tiles
 INSTRUCTIONS = {  # name in the table -> name in PTX
     "mma.sync": "mma.sync",
     "wgmma": "wgmma.mma_async",
@@ -50,11 +50,11 @@ INSTRUCTIONS = {  # name in the table -> name in PTX
     "TMA": "cp.async.bulk.tensor",
 }
 ROOT = pathlib.Path(__file__).parents[2]
-BATCH, HEADS, SEQ_LEN = 4, 16, 4096  # shape of the tensors without data: an ordinary workload, every length a multiple of 16
+BATCH, HEADS, SEQ_LEN = 4, 16, 4096  # the tensors' shape, an ordinary one: all lengths are multiples of 16
 
 
 class StandInDriver:
-    """Triton's driver for a GPU that need not be there: it describes the GPU, and loads and launches nothing.
+    """Triton's driver for a GPU that need not be there: it describes the GPU, but loads no binary and launches nothing.
 
     Args:
         arch: 80 for sm_80, and so on.
@@ -89,7 +89,7 @@ class _OutputByThread(io.TextIOBase):
         return len(text)
 
     def take(self):
-        """Return what this thread has written since its last call."""
+        """Return what this thread has written since it last called `take`."""
         return self._texts.pop(threading.get_ident(), "")
 
 
@@ -102,14 +102,14 @@ def first_that_survives(autotuner, kwargs):
 
 
 def roles(source: str, ttgir: str, ptx: str) -> list[tuple[str, int]]:
-    """Return (function, registers per thread) of each role of a warp-specialized kernel, the default role first; [] if none.
+    """Return (function, registers per thread) of each role of a warp-specialized kernel, the default role first.
 
-    A role that the compiler made has no function, and gets the compiler's name.
+    Return [] if the kernel has no roles. A role that the compiler made has no function; its entry has the compiler's name
+    instead.
 
     Args:
-        source: the kernel before any pass, where each role is a call.
-        ttgir: has the registers that the workers request.
-        ptx: has the registers of the default role, in its second setmaxnreg.
+        source: the kernel's IR before any compiler pass; there each role is a call. ttgir: has the registers that the workers
+        request. ptx: has the registers of the default role, in its second setmaxnreg.
     """
     requested = re.search(r"requestedRegisters = array<i32: ([\d, ]+)>", ttgir)
     if not requested:
@@ -128,7 +128,7 @@ def _describe(source, metadata, metadata_group, ptxas_log):
     constants = {source.fn.arg_names[path[0]]: value for path, value in source.constants.items()}
     config = {name: value for name, value in constants.items() if name.startswith("BLOCK_") or "STAGES" in name}
     config["num_warps"] = metadata["num_warps"]
-    if ".ttir" in texts:  # depth of the compiler's pipeline; Gluon kernels have ring buffers with STAGES slots
+    if ".ttir" in texts:  # a Gluon kernel has no num_stages: its rings have STAGES slots
         config["num_stages"] = metadata["num_stages"]
     return {
         "kernel": source.fn.__name__,
@@ -199,11 +199,12 @@ def _compile_case(sender, case, all_configs):
 
 
 def _in_own_process(context, case, all_configs):
-    """Return (rows, errors, unavailable) of a case. Its own process has fresh caches, and may crash as compilers do."""
+    """Return (rows, errors, unavailable) of a case. The case runs in its own process, which has fresh caches and may crash, as
+    compilers do."""
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_compile_case, args=(sender, case, all_configs))
     process.start()
-    sender.close()  # the process has its own end; recv() now fails if that end closes
+    sender.close()  # the process has its own copy of this end; recv() now fails if that copy closes
     try:
         return receiver.recv()
     except EOFError:
@@ -212,7 +213,7 @@ def _in_own_process(context, case, all_configs):
 
 
 def compile_cases(cases, all_configs):
-    """Compile every kernel of the cases, as many at a time as there are CPU cores, with a progress line.
+    """Compile every kernel of the cases, with a progress line. As many cases as there are CPU cores compile at a time.
 
     Args:
         cases: dicts with stage, arch (int), dtype (name), head_dim (int), causal (bool), kv_heads (a divisor of `HEADS`) and
@@ -220,16 +221,16 @@ def compile_cases(cases, all_configs):
         all_configs: compile every configuration that an autotuner would try, not only the first.
 
     Returns:
-        Lists of rows, errors and unavailable cases, in the order of the cases. A row is the case with: kernel, config,
-        registers (per thread at launch), roles (see `roles`), spilled_bytes (spill stores and loads per thread), shared_bytes
-        (per block), instructions (keys of `INSTRUCTIONS`), dots (matmuls in the source), descriptors (number of descriptor
-        arguments), warnings (of ptxas), ptx (number of instructions by opcode). An error is the case with: error. An
-        unavailable case, which the stage cannot run, is the case with: reason.
+        Lists of rows, errors and unavailable cases, in the order of the cases. A row is the case's dict with added keys:
+        kernel, config, registers (per thread at launch), roles (see `roles`), spilled_bytes (spill stores and loads per
+        thread), shared_bytes (per block), instructions (keys of `INSTRUCTIONS`), dots (matmuls in the source), descriptors
+        (number of descriptor arguments), warnings (of ptxas), ptx (number of instructions by opcode). An error is the case's
+        dict with the added key error. An unavailable case is one that the stage cannot run; its dict has the added key reason.
     """
     os.environ["TRITON_INTERPRET"] = "0"  # for the processes started below; too late to affect this one
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # use no GPU memory
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["common"])  # imports torch and triton, once for all processes
+    context.set_forkserver_preload(["common"])  # this imports torch and triton only once, for all processes
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         futures = [pool.submit(_in_own_process, context, case, all_configs) for case in cases]
         try:
@@ -265,8 +266,8 @@ _CELLS = {  # columns that the table formats
 def table(rows: list[dict], wide: bool) -> str:
     """Format the rows as a table: with all columns if `wide`, else for a terminal of 100 columns.
 
-    The narrow table has versions instead of stage names, configurations without names, and no registers of roles. Values that
-    all rows share stand above it.
+    The narrow table has a version instead of a stage's name, a configuration's numbers without their names, and no registers of
+    roles. Above the table stand the values that all rows share.
     """
     shared = ["dtype", "head_dim", "value_dim", "causal", "kv_heads"]
     columns = ["stage", "kernel", "arch", *shared, "config", "registers", "spilled_bytes", "shared_bytes", "instructions"]

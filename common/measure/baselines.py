@@ -45,9 +45,9 @@ def _transposed(attention):
 
 
 def _installed() -> dict[str, Callable]:
-    """Return the installed ones of FlashAttention-3 (from its own package or xformers) and FlashAttention-4.
+    """Return those of FlashAttention-3 (from its own package or xformers) and FlashAttention-4 that are installed.
 
-    Both infer GQA, and a head dimension of v other than k's, from the shapes.
+    Both libraries take GQA from the shapes, and also a head dimension of v that differs from k's.
     """
     found = {}
     for module in ("flash_attn_3._C", "xformers.flash_attn_3._C"):

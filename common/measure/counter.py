@@ -1,13 +1,12 @@
 """Exact counts of a call's traffic, FLOPs and allocations, on the CPU with interpreted kernels.
 
-The traffic of a kernel is every element of global memory that a load, store, atomic or copy of any program touches, each time.
-Masked elements do not count, nor do elements outside a descriptor's tensor, which the hardware clips. This is the traffic
-between the SMs and the rest of the GPU, and the "HBM accesses" of the FlashAttention papers; caches may serve part of it. An
-atomic operation reads and writes. TMA's addition only writes: the L2 cache adds.
+A kernel's traffic counts each element of global memory every time that a load, store, atomic or copy of a program touches it.
+Masked elements do not count. Elements outside a descriptor's tensor do not count either, because the hardware clips them. This
+is the traffic between the SMs and the rest of the GPU, and the "HBM accesses" of the FlashAttention papers; caches may serve
+part of it. An atomic operation reads and writes. TMA's addition only writes: the L2 cache adds.
 
-A PyTorch operator counts each argument and result once, the minimum: a library may read its tiles more often. An expanded
-    dimension
-counts as size 1; views and empty tensors move nothing.
+For a PyTorch operator, each argument and result counts once. This is the minimum: a library may read its tiles more often. An
+expanded dimension counts as size 1; views and empty tensors move nothing.
 
 FLOPs are those of executed matmuls, including masked parts of tiles and recomputation.
 """
@@ -43,7 +42,7 @@ _OVERWRITING = {"copy_", "fill_", "zero_"}  # in place, without reading the old 
 class Launch:
     """One kernel or PyTorch operator: bytes read and written, and FLOPs of its matmuls."""
 
-    name: str  # of the kernel's function; "aten.…" for an operator
+    name: str  # name of the kernel's function, or "aten.…" for an operator
     tile: dict[str, int] = field(default_factory=dict)  # a kernel's BLOCK_… arguments
     read: int = 0
     written: int = 0
@@ -74,10 +73,12 @@ class Count:
 
 
 def count(call: Callable) -> Count:
-    """Call once and count. This works only on the interpreter.
+    """Call once and count.
 
-    PyTorch's dispatcher does not see the inside of operators and custom operators. So count a stage through its plain
-    functions.
+    This works only on the interpreter.
+
+    PyTorch's dispatcher does not see what happens inside an operator, such as a stage's custom operator. So count a stage
+    through its plain functions.
     """
     with Counter() as counter:
         call()
@@ -99,7 +100,8 @@ def bytes_of(tensor: Tensor) -> int:
 
 
 def moved(func, args, kwargs, result) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors that a PyTorch operator reads and writes; its schema shows what it reads, changes and returns."""
+    """Return (tensors read, tensors written) of a PyTorch operator. The operator's schema shows what it reads, changes and
+    returns."""
     name = func.overloadpacket.__name__
     read, written = [], _tensors(result)
     values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
@@ -116,7 +118,7 @@ def moved(func, args, kwargs, result) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _operator_launch(func, args, kwargs, result) -> Launch:
-    """What an operator of PyTorch moves and computes."""
+    """Return the bytes that a PyTorch operator moves, and its FLOPs."""
     packet = func.overloadpacket
     read, written = (sum(map(bytes_of, tensors)) for tensors in moved(func, args, kwargs, result))
     formula = _FLOPS.get(packet)
@@ -179,7 +181,7 @@ class Counter(TorchDispatchMode):
         return counted
 
     def _touch(self, pointers, mask, read, written):
-        """Count the unmasked elements of a memory operation, `read` times read and `written` times written."""
+        """Count the bytes of a memory operation's unmasked elements: `read` times as read, `written` times as written."""
         element = max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
         touched = int(numpy.count_nonzero(numpy.asarray(mask.data))) * element  # a descriptor's mask is a plain array
         self.launches[-1].read += read * touched

@@ -3,8 +3,8 @@
     python -m common.measure.energy results/energy-d64-h200.json --head-dim 64   # on an NVIDIA GPU
     make table FILE=results/energy-d64-h200.json
 
-A GPU lowers its clock to stay within its power limit. There a call's time is its energy divided by the limit, however few
-cycles it needs.
+A GPU lowers its clock to stay within its power limit. At the limit, a call's time is the call's energy divided by the limit,
+even if the call needs few cycles.
 """
 
 import argparse
@@ -27,14 +27,14 @@ from common.measure.workloads import Workload
 from common.operator import Unavailable
 from common.runtime import INTERPRETED
 
-REST_S = 0.4  # after a rest the clock is high for long enough for a few calls
+REST_S = 0.4  # after a rest of this length, the clock stays high for a few calls
 RESTED_CALLS = 3  # timed calls after each rest; one more call before them is not timed
 RESTS = 3  # number of rests
-SETTLE_S = 0.3  # back-to-back calls until the clock has settled at the power limit
-MEASURED_S = 1.0  # then back-to-back calls that are measured: many readings of the energy counter
-READ_S = 4e-3  # between two readings; the counter is updated every 20 to 100 ms
+SETTLE_S = 0.3  # calls run back to back for this time, until the clock has settled at the power limit
+MEASURED_S = 1.0  # then calls are measured back to back for this time, with many readings of the energy counter
+READ_S = 4e-3  # time between two readings; the GPU updates the counter every 20 to 100 ms
 CACHE_BYTES = 256 * 2**20  # more than any L2 cache holds
-FROM = (8, "")  # the first stage measured by default: from v8 on no tiles are tuned
+FROM = (8, "")  # by default, v8 is the first stage measured: from v8 on no tiles are tuned
 SM_CLOCK = 1  # nvmlClockType_t
 POWER_CAP = 0x4 | 0x80  # nvmlClocksThrottleReasons: power cap by software, power brake by hardware
 
@@ -128,7 +128,8 @@ def _seconds(call: Callable, count: int) -> float:
 
 
 def rested_seconds(call: Callable, cache_filler: torch.Tensor) -> float:
-    """Return the median GPU seconds of the first calls after rests, with a cold L2 cache. The very first call is not timed."""
+    """Return the median GPU seconds of the first few calls after a rest, with a cold L2 cache. The very first call after each
+    rest is not timed."""
     times = []
     for _ in range(RESTS):
         torch.cuda.synchronize()

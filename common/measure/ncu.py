@@ -1,15 +1,15 @@
-"""Compare counted traffic with Nsight Compute's measurement between the L2 cache and the SMs, for the same launches.
+"""Compare the counted traffic of launches with what Nsight Compute measures between the L2 cache and the SMs.
 
     python -m common.measure.ncu measure results/traffic-h200.json   # on a GPU with `ncu`
     python -m common.measure.ncu count results/traffic-h200.json     # anywhere: adds the counts, with the measured tiles
     make table FILE=results/traffic-h200-d64.json
 
-Three effects make the two differ. The L1 cache serves a pointer load whose line it still holds; asynchronous copies and TMA
-bypass it. Memory moves in sectors of 32 bytes, and the end of a row may use only a part of a sector. Spilled registers go
+Three effects make the two numbers differ. The L1 cache serves a pointer load whose line it still holds; asynchronous copies and
+TMA bypass it. Memory moves in sectors of 32 bytes, and the end of a row may use only a part of a sector. Spilled registers go
 through the same ports.
 
-With GQA, programs request as many bytes of K and V as without, but fewer distinct bytes. The effect of the L2 cache shows in
-the bytes from device memory (`--heads 16 --kv-heads 16,2`).
+With GQA, programs request as many bytes of K and V as without GQA, but fewer of these bytes are distinct. The bytes from device
+memory show the effect of the L2 cache (`--heads 16 --kv-heads 16,2`).
 """
 
 import argparse
@@ -40,7 +40,7 @@ READ, WRITTEN = "l1tex__m_xbar2l1tex_read_bytes.sum", "l1tex__m_l1tex2xbar_write
 SPILLED = "l1tex__t_sectors_pipe_lsu_mem_local_op_st.sum"  # stores of spilled registers, which WRITTEN includes
 SECTOR = 32  # bytes
 MEMORY = "dram__bytes_read.sum", "dram__bytes_write.sum"  # between the L2 cache and device memory
-FURTHER = (  # metrics to explain a difference; those that this GPU lacks are left out
+FURTHER = (  # metrics that explain a difference; metrics that this GPU lacks are left out
     "l1tex__m_xbar2l1tex_read_bytes_mem_global_op_tma_ld.sum",  # TMA's part of the bytes above
     "l1tex__m_l1tex2xbar_write_bytes_mem_global_op_tma_st.sum",
     "lts__t_sectors_srcunit_tex_op_read.sum",  # the same traffic at the L2 cache, in sectors of 32 bytes
@@ -50,7 +50,7 @@ FURTHER = (  # metrics to explain a difference; those that this GPU lacks are le
     "l1tex__t_sectors_pipe_lsu_mem_local_op_ld.sum",  # reloads of spilled registers, mostly from the L1 cache
     *MEMORY,
 )
-HEADS = 2  # default; each head moves the same bytes, and the interpreter has to count all heads
+HEADS = 2  # the default is small: each head moves the same bytes, and the interpreter has to count every head
 
 
 @triton.jit
@@ -84,7 +84,8 @@ def show(label: str, call: Callable):
 
 
 def parse(log: str, metrics: Sequence[str]) -> list[list[dict]]:
-    """Parse `ncu --csv --page raw`: for each case a list of kernels, {"name": …} and the available metrics."""
+    """Parse the output of `ncu --csv --page raw`. Return a list of kernels for each case. A kernel is {"name": …} with the
+    available metrics."""
     header, _, *rows = csv.reader(line for line in log.splitlines() if line.startswith('"'))
     cases = []
     for row in rows:
@@ -177,7 +178,8 @@ def pairs(case: dict) -> list[tuple[str, list[dict], list[dict]]]:
 
 
 def comparison(counted: list[dict], measured: list[dict]) -> dict[str, int]:
-    """Sum the bytes of some launches, counted and measured; `spilled` are the bytes of stored spilled registers."""
+    """Sum the counted and the measured bytes of some launches; `spilled` is the bytes that stores of spilled registers
+    write."""
     return {
         "read": sum(launch_["read"] for launch_ in counted),
         "written": sum(launch_["written"] for launch_ in counted),

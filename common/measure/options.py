@@ -16,7 +16,8 @@ from common.operator import HEAD_DIMS
 
 
 def single(parse: Callable) -> Callable:
-    """Return the argparse type of one value; `parse` converts the text, or raises ValueError with a message for the user."""
+    """Return the argparse type of one value. `parse` converts the text; if it cannot, it raises ValueError with a message for
+    the user."""
 
     def parse_text(text):
         try:
@@ -33,7 +34,8 @@ def list_of(parse: Callable) -> Callable:
 
 
 def one_of(choices: dict) -> Callable:
-    """Return a function that looks an entry up in `choices`; it raises ValueError, with the choices, for anything else."""
+    """Return a function that looks up an entry in `choices`. For any other entry, this function raises ValueError and names the
+    choices."""
 
     def parse(text):
         if text not in choices:
@@ -113,10 +115,11 @@ def add_list(parser: argparse.ArgumentParser, flag: str, default: str | None):
 
 
 def add_implementations(parser: argparse.ArgumentParser, baselines: Iterable[str], first: tuple):
-    """Add --impl, a list of baselines and stages. The default is all baselines, and all stages from `first` on except dead
-    ends.
+    """Add --impl, a list of baselines and stages.
 
-    `baselines` is an argument because importing them is slow: some packages bring their own compilers.
+    The default is all baselines, and all stages from `first` on except dead ends.
+
+    The caller passes the `baselines`, because to import them is slow: some packages bring their own compilers.
     """
     baselines = list(baselines)
 

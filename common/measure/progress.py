@@ -9,7 +9,7 @@ COLUMNS = 100
 
 
 class _Lines:
-    """The file for tqdm if stderr is no terminal: each bar becomes a line, without a carriage return."""
+    """tqdm writes to this file if stderr is no terminal: each bar becomes a line, without a carriage return."""
 
     def write(self, text: str):
         if line := text.strip():

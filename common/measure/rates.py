@@ -1,4 +1,4 @@
-"""Microbenchmarks of one Hopper SM: each rate is from a loop that does one thing, in cycles of the SM's clock.
+"""Microbenchmarks of one Hopper SM. Each rate comes from a loop that does one thing, and is in cycles of the SM's clock.
 
     python -m common.measure.rates --json results/rates-h200.json   # on a Hopper GPU
 
@@ -37,12 +37,12 @@ from common.runtime import INTERPRETED, num_sms
 ROWS = gl.constexpr(64)  # rows of a warpgroup's tile
 COLUMNS = gl.constexpr(64)  # columns of each of the two register tiles that instructions update alternately
 UNROLLED = gl.constexpr(8)  # instructions on an element per iteration
-L2_TILES = gl.constexpr(8)  # tiles that a program cycles through: for 132 programs 17 MB with 16 KiB tiles, which fit in L2
+L2_TILES = gl.constexpr(8)  # tiles that a program cycles through: 17 MB for 132 programs with 16 KiB tiles fit in L2
 RING = gl.constexpr(4)  # tiles of shared memory that loads cycle through
-FIELDS = gl.constexpr(5)  # a program's record: begin and end in cycles, begin and end in nanoseconds, SM
+FIELDS = gl.constexpr(5)  # numbers in a program's record: begin and end in cycles, begin and end in nanoseconds, SM
 
 TARGET_CYCLES = 300_000  # duration of a loop
-FIRST_TURNS = 64  # iterations of the run that finds how many take TARGET_CYCLES
+FIRST_TURNS = 64  # iterations of the first two runs, which find how many take TARGET_CYCLES
 REPETITIONS = 7
 
 COPY_BYTES = 192 * 2**10  # shared memory for tiles in flight
@@ -118,7 +118,8 @@ def _warpgroups(work: gl.constexpr, arguments, WARPGROUPS: gl.constexpr, REGISTE
 
 @gluon.jit(do_not_specialize=["n", "depth", "own"])
 def _copy_in_kernel(record_ptr, n, desc, depth, own, STAGES: gl.constexpr):
-    """Copy n tiles to shared memory, `depth` at a time; each program copies its own tiles, or all copy the same."""
+    """Copy n tiles to shared memory, `depth` at a time. Each program copies its own tiles if `own` is 1; all copy the same
+    tiles if it is 0."""
     buffers = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_shape, desc.layout)
     full = new_barriers(STAGES, 1)
     first = gl.program_id(0) * own * L2_TILES
@@ -145,7 +146,8 @@ def _copy_in_kernel(record_ptr, n, desc, depth, own, STAGES: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["n", "own"])
 def _copy_out_kernel(record_ptr, n, desc, own, PENDING: gl.constexpr, ADD: gl.constexpr):
-    """Copy a tile of shared memory to global memory n times, or add it there; PENDING copies may still be reading it."""
+    """Copy a tile from shared to global memory n times, or add it there. When the next copy is issued, PENDING earlier copies
+    may still read the tile."""
     tile = gl.allocate_shared_memory(desc.dtype, desc.block_shape, desc.layout)
     first = gl.program_id(0) * own * L2_TILES
     _stamp(record_ptr, 0)
@@ -162,7 +164,7 @@ def _copy_out_kernel(record_ptr, n, desc, own, PENDING: gl.constexpr, ADD: gl.co
 
 @gluon.jit
 def _multiply(clock, n, sink_ptr, tiles, A: gl.constexpr, PENDING: gl.constexpr, w: gl.constexpr):
-    """Issue n matmuls on one accumulator; PENDING matmuls still run when the next one is issued."""
+    """Issue n matmuls on one accumulator. When the next matmul is issued, PENDING earlier ones may still run."""
     record_ptr, barriers, busy = clock
     a_s, b_s = tiles
     N: gl.constexpr = b_s.shape[1]
@@ -210,7 +212,8 @@ def _matmul_kernel(
 
 @gluon.jit
 def _instruct(clock, n, sink_ptr, ASM: gl.constexpr, w: gl.constexpr):
-    """Execute an instruction on every element of two register tiles; it reads both and updates them alternately."""
+    """Execute an instruction on every element of two register tiles. The instruction reads both tiles, and updates each tile in
+    turn."""
     record_ptr, barriers, busy = clock
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     if w < busy:
@@ -236,7 +239,8 @@ def _instruction_kernel(record_ptr, n, sink_ptr, busy, ASM: gl.constexpr):
 
 @gluon.jit
 def _load_shared(clock, n, sink_ptr, tiles_s, ROW: gl.constexpr, w: gl.constexpr):
-    """Load RING tiles n times, in the layout of a matmul's first operand; or rows, in the layout of a result's columns."""
+    """Load RING tiles n times, in the layout of a matmul's first operand. With ROW, load rows instead, in the layout of a
+    matmul result's columns."""
     record_ptr, barriers, busy = clock
     mma_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles_s.shape[2], 16])
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma_layout, k_width=2)
@@ -245,7 +249,7 @@ def _load_shared(clock, n, sink_ptr, tiles_s, ROW: gl.constexpr, w: gl.constexpr
         mixed = tiles_s.index(0).load(layout)
         _mark(clock, 0, w)
         for i in range(n):
-            for j in gl.static_range(RING):  # in changing order, so that the compiler cannot reuse a load
+            for j in gl.static_range(RING):  # the order changes, so that the compiler cannot reuse a load
                 x = tiles_s.index((i + j) % RING).load(layout)
                 mixed = gl.inline_asm_elementwise(
                     "xor.b32 $0, $1, $2;", "=r,r,r", [mixed, x], x.dtype, is_pure=True, pack=1 if ROW else 2
@@ -271,7 +275,7 @@ def _load_shared_kernel(record_ptr, n, sink_ptr, busy, N: gl.constexpr, ROW: gl.
 
 @gluon.jit
 def _store_shared(clock, n, first_s, second_s, FENCE: gl.constexpr, w: gl.constexpr):
-    """Store two tiles of a matmul's result n times; float32 tiles in register order, like the sums of dQ."""
+    """Store two tiles of a matmul's result n times. Float32 tiles are stored in register order, like a stage's sums of dQ."""
     record_ptr, barriers, busy = clock
     N: gl.constexpr = first_s.shape[1] * first_s.shape[2] // ROWS
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
@@ -327,7 +331,7 @@ def _answer(n, there, back):
 
 @gluon.jit(do_not_specialize=["n"])
 def _barrier_kernel(record_ptr, n, CALLER: gl.constexpr, ANSWERER: gl.constexpr):
-    """Let CALLER warps and ANSWERER warps wait for each other's arrivals by turns, n times."""
+    """Let CALLER warps and ANSWERER warps take turns, n times: one side arrives, and the other side waits for this."""
     there = new_barriers(1, 1)
     back = new_barriers(1, 1)
     gl.warp_specialize(
@@ -337,7 +341,7 @@ def _barrier_kernel(record_ptr, n, CALLER: gl.constexpr, ANSWERER: gl.constexpr)
 
 @gluon.jit(do_not_specialize=["n"])
 def _synchronise_kernel(record_ptr, n, WHAT: gl.constexpr):
-    """Time one synchronisation instruction, with nothing to wait for."""
+    """Time one synchronization instruction that has nothing to wait for."""
     barriers = new_barriers(2, 1)
     _stamp(record_ptr, 0)
     for _ in range(n):
@@ -350,7 +354,7 @@ def _synchronise_kernel(record_ptr, n, WHAT: gl.constexpr):
     _stamp(record_ptr, 1)
 
 
-INSTRUCTIONS = {  # name -> (PTX with two registers and an int that changes each iteration, results per instruction)
+INSTRUCTIONS = {  # name -> (PTX, results per instruction); its inputs: two registers and a changing int
     "exp2": ("ex2.approx.ftz.f32 $0, $1;", 1),
     "multiply-add": ("fma.rn.f32 $0, $1, $2, $1;", 1),
     "multiply": ("mul.f32 $0, $1, $2;", 1),
@@ -382,7 +386,7 @@ class Case:
     arguments: tuple
     options: dict
     amount: float
-    per: str  # unit of the rate: "cycles" (per unit of amount), or amount as "… a cycle"
+    per: str  # the rate's unit: "cycles" means cycles per unit of the amount, "… a cycle" means the amount per cycle
     programs: int  # each on its own SM
     warpgroups: int | None = None  # busy warpgroups, if the kernel has a choice
 
@@ -494,7 +498,7 @@ def measure(case: Case) -> dict:
     record = torch.zeros(case.programs, FIELDS.value, dtype=torch.int64, device="cuda")
     turns = FIRST_TURNS
     rates, clocks = [], []
-    for repetition in range(-2, REPETITIONS):  # the first run compiles, the second times an iteration
+    for repetition in range(-2, REPETITIONS):  # the first run compiles; the second run finds the time of an iteration
         case.launch(record, turns)
         begins, ends, begins_ns, ends_ns, on = record.cpu().unbind(1)
         if len(set(on.tolist())) != case.programs:

@@ -7,14 +7,15 @@ from torch import Tensor
 
 FACTORS = {"out": 2, "lse": 2, "dq": 3, "dk": 3, "dv": 3}  # a stage's error may be at most this factor times plain PyTorch's
 
-# Relative error of float32, allowed even if plain PyTorch happens to have none: a GPU's exp2 and log2 are accurate to 2**-22.
+# Relative error of float32. It is allowed even if plain PyTorch happens to have no error: a GPU's exp2 and log2 are accurate to
+# 2**-22.
 FLOAT32_LOSS = 2.0**-22
 
 _SIZES = {"largest": lambda x: x.abs().max(), "rms": lambda x: x.square().mean().sqrt()}
 
-# Maximum size of a matrix [heads, query rows, keys], and of these heads' K and V; several such matrices are held at once. A
-# head of 16384 rows and keys fits in float32, so dK and dV are one matmul, as in plain PyTorch. For longer heads they are sums
-# of matmuls.
+# Maximum size of a matrix [heads, query rows, keys], and of the K and V of these heads. Memory holds several such matrices at
+# the same time. The float32 matrix of a head with 16384 rows and keys fits. So dK and dV take one matmul each, as in plain
+# PyTorch. For longer heads, dK and dV are sums of matmuls.
 BLOCK_BYTES = 2**30
 
 
@@ -27,8 +28,8 @@ def _scores(q, k, causal, scale, first, diagonal):
 
 
 def _rows(q, k, v, grad_out, *, first, causal, scale, diagonal, dtype):
-    """Return the results of some query rows and heads, in the precision of the arguments; P, O and dS are rounded to
-    `dtype`."""
+    """Return the results of some query rows and heads. They are computed in the precision of the arguments, but P, O and dS are
+    rounded to `dtype`."""
     s = _scores(q, k, causal, scale, first, diagonal)
     p = s.softmax(-1)  # [heads, rows, Sk]
     narrow_p = p.to(dtype).to(p.dtype)
@@ -42,8 +43,8 @@ def _rows(q, k, v, grad_out, *, first, causal, scale, diagonal, dtype):
 
 
 def _row_magnitudes(q, k, v, grad_out, *, first, causal, scale, diagonal):
-    """Return the sums of `_rows` over absolute values: float32's rounding error is proportional to them, even with
-    cancellation."""
+    """Return the sums of `_rows`, but over absolute values. float32's rounding error is proportional to these sums, even if the
+    terms cancel."""
     s = _scores(q, k, causal, scale, first, diagonal)
     lse = s.logsumexp(-1, keepdim=True)
     q, k, v, size = abs(q), abs(k), abs(v), abs(scale)
@@ -69,7 +70,9 @@ def _together(above, below):
 
 
 def _each_head(function, precision, q, k, v, grad_out, **options):
-    """Apply `function` to parts that fit into memory: some heads, or some query rows of a head. Return [B, H, …].
+    """Apply `function` to parts that fit into memory: some heads, or some query rows of a head.
+
+    Return [B, H, …].
 
     The gradients of k and v, [B, Hkv, …], are summed over the query heads that share a K/V head.
     """
@@ -120,10 +123,12 @@ def truth(
 def plain(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, grad_out: Tensor | None = None, diagonal: int = 0
 ) -> dict:  # fmt: skip
-    """Compute attention in unfused PyTorch, the yardstick: inputs, P, dS and results in q's dtype, all else in float32.
+    """Compute attention in unfused PyTorch, as the yardstick.
 
-    This is stricter than matmuls that return float16, which also round scores and dP, and overflow past 65504. Arguments and
-    results are as in `truth`; "lse" is float32, the others have q's dtype.
+    Inputs, P, dS and results are in q's dtype, and all else is in float32.
+
+    This is stricter than matmuls that return float16. Such matmuls also round scores and dP, and overflow past 65504. Arguments
+    and results are as in `truth`; "lse" is float32, the others have q's dtype.
     """
     options = {"causal": causal, "scale": scale, "diagonal": diagonal}
     results = _each_head(_rows, torch.float32, q, k, v, grad_out, **options, dtype=q.dtype)
@@ -131,7 +136,7 @@ def plain(
 
 
 def error_bounds(truth: dict, plain: dict) -> dict[str, dict[str, Tensor]]:
-    """Return, by name of a result, the bounds of its "largest" and "rms" error before the last rounding.
+    """Return {name of a result: bounds}. The bounds limit the "largest" and the "rms" error before the last rounding.
 
     A bound is `FACTORS` times the error of `plain`, plus `FLOAT32_LOSS` times the sum of absolute values, because `plain` may
     be exact by chance. (The truth may be a difference of equal numbers, such as the gradient of a softmax over one
@@ -152,7 +157,7 @@ def error_bounds(truth: dict, plain: dict) -> dict[str, dict[str, Tensor]]:
 def assert_close(name: str, got: Tensor, truth: Tensor, bounds: dict[str, Tensor]):
     """Assert that the errors of `got` are within `bounds`, the entry of `error_bounds` for this result.
 
-    Half a unit in the last place of got's dtype is added, for the last rounding.
+    Each bound grows by half a unit in the last place of got's dtype, for the last rounding.
 
     Raises:
         AssertionError: a different shape, an error beyond its bound, or a NaN or infinity anywhere.

@@ -3,9 +3,8 @@
     python -m common.measure.sanitize                                    # all tools and stages; needs a GPU
     python -m common.measure.sanitize --tool racecheck --stage v12,v14
 
-Racecheck does not understand every barrier: `KNOWN` lists its false reports. Any other report fails the run, and so does a
-    missing
-known report.
+Racecheck does not understand every barrier; `KNOWN` lists the false reports. The run fails if there is another report, or if a
+known report is missing.
 """
 
 import argparse
@@ -35,8 +34,8 @@ from common.runtime import DEVICE
 ROOT = Path(stages.__path__[0]).parent
 OUR_KERNELS = "^_[a-z]"  # a regular expression; names of C++ kernels begin with _Z or no underscore
 TOOLS = {  # tool -> options
-    "memcheck": ["--report-api-errors", "no"],  # PyTorch probes for driver functions and handles the errors
-    # It must see the writes of PyTorch's kernels too; `sanitize` drops the reports of their reads.
+    "memcheck": ["--report-api-errors", "no"],  # PyTorch tries driver functions that may be missing, and handles the errors
+    # initcheck must also see what PyTorch's kernels write; `sanitize` drops the reports on what these kernels read.
     "initcheck": ["--check-api-memory-access", "no"],
     "racecheck": ["--kernel-name", f"regex={OUR_KERNELS}"],
 }
@@ -93,7 +92,8 @@ COPIED = "the compiler's own warps copy Q and hand over their rows between its o
 DESCRIBED = "a program writes its descriptor with tensormap.cp_fenceproxy, which initcheck does not count as a write"
 KNOWN = (
     Known("racecheck", TOLD, "_forward_kernel", r"tile_s\.index\(.*\)\.(store|load)\(", TILE),
-    # Reported where the function begins and where the warps split, which is inside an `if` in some forwards.
+    # The report is on the line where the function begins and the line where the warps split. In some forwards, the warps split
+    # inside an `if`.
     Known("racecheck", ROLES, "_forward_kernel", r"^def _forward_kernel\(|if CONSUMERS == 2:|gl\.warp_specialize\(", STATE),
     Known("racecheck", ROLES, "_backward_kernel", r"^def _backward_kernel\(|gl\.warp_specialize\(", STATE),
     Known("racecheck", BY_COMPILER, "_forward_kernel", r"^def _forward_kernel\(|q_desc\.load\(|tl\.store\(lse_ptrs", COPIED),

@@ -34,7 +34,7 @@ from common.ring import Ring, first_heads, ring_attention, unshard
 from common.runtime import DEVICE
 
 ON_GPUS = DEVICE == "cuda"
-# SDPA backends; on several GPUs with PyTorch's context parallelism.
+# SDPA backends. On several GPUs, they run with PyTorch's context parallelism.
 SDPA = {"sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION} if ON_GPUS else {}
 if ON_GPUS:
     TOKENS, HEADS, HEAD_DIMENSION = "8192,32768", 16, 128
@@ -45,20 +45,22 @@ MILLION, MILLION_HEADS = 2**20, 8  # total tokens, and heads, of --million
 PASSES = ("fwd", "fwd+bwd")
 
 TIMEOUT_S = 240  # a rank waits this long for another, which may have to compile and tune
-LIMIT_S = 140  # cases that would begin later in a run are left out
+LIMIT_S = 140  # a case that would begin later than this in a run is left out
 GPU_CASE_S, CASE_S = 1.5, 1.0  # approximate time of a case, including its check
-SPIN_CYCLES = 10_000_000  # 5 ms: the CPU's head start before each round
+SPIN_CYCLES = 10_000_000  # 5 ms: the GPU spins before each round, so that the CPU is ahead
 CHECKED_ROWS = 8  # checked query rows per chunk of the sequence
-WARM_UP = 3  # calls; from the third call of a kind on, a stage replays
-ROUNDS_S, FEWEST_ROUNDS, MOST_ROUNDS = 0.3, 5, 30  # GPU time of a case's rounds, and limits to their number
-SLOW_S, SLOW_ROUNDS = 0.5, 3  # a call slower than SLOW_S gets no warm-up and SLOW_ROUNDS rounds
+WARM_UP = 3  # untimed calls; a stage replays from the third call of a kind on
+ROUNDS_S, FEWEST_ROUNDS, MOST_ROUNDS = 0.3, 5, 30  # GPU time of all rounds of a case, and limits of the number of rounds
+SLOW_S, SLOW_ROUNDS = 0.5, 3  # a call slower than SLOW_S gets no warm-up and only SLOW_ROUNDS rounds
 
 
 def sent_bytes(workload: Workload, ranks: int, rank: int = 0) -> int:
-    """Return the bytes that a rank sends in a pass: n - 1 blocks of K and V, and in a backward also their gradients.
+    """Return the bytes that a rank sends in a pass with n ranks: n - 1 blocks of K and V. A backward also sends the gradients
+    of these blocks.
 
     A block has B · Hkv · S / n · (D + Dv) elements of e bytes. A gradient element has e bytes when it is first sent, then 4.
-    With a causal mask only the gradients of half the keys are sent, until the block comes to rank 0. So rank 0 sends the most.
+    With a causal mask, a rank sends only the gradients of half the block's keys, until the block comes to rank 0. From there
+    on, all are sent. So rank 0 sends the most.
     """
     w, size = workload, DTYPES[workload.dtype].itemsize
     numbers = w.batch * w.kv_heads * (w.kv_len // ranks) * (w.head_dim + w.value_dim)
@@ -68,18 +70,18 @@ def sent_bytes(workload: Workload, ranks: int, rank: int = 0) -> int:
 
 
 def held_bytes(workload: Workload, ranks: int) -> int:
-    """Return the maximum bytes that a rank holds, without its inputs and the stage's own memory. All tensors have S / n tokens.
+    """Return the maximum bytes that a rank holds, without its inputs and the stage's own memory.
 
-    Forward: two blocks of K and V (one with two ranks), the result, out of a block, the LSE twice, and with more than two ranks
-    out in float32.
-    Backward: the saved out and LSE, and, with two ranks, two blocks of dK and dV (one leaves, one arrives), dQ of a block and
-        of
-    the result, and the larger of two: the gradients of the own block's first heads, or dK and dV of all heads and dQ of the
-        last
-    heads.
-    Backward with more ranks: two blocks of K and V, the gradients of the own block's first heads, dQ and two blocks of dK and
-        dV
-    in float32, and the gradients of a block. While dQ of two blocks becomes float32, dQ is held twice and dK and dV are not.
+    All tensors have S / n tokens.
+
+    - Forward: two blocks of K and V (with two ranks: one block), the result, the output of one block, and two LSEs. With
+      more than two ranks, also the output in float32.
+    - Backward with two ranks: the saved out and LSE, two blocks of dK and dV (one leaves, one arrives), dQ of a block, and dQ
+      of the result. To this, add the larger of two: the gradients of the own block's first heads; or dK and dV of all heads
+      with dQ of the last heads.
+    - Backward with more ranks: the saved out and LSE, two blocks of K and V, the gradients of the own block's first heads, dQ
+      and two blocks of dK and dV in float32, and the gradients of a block. While dQ of two blocks is converted to float32,
+      the rank holds dQ twice, but not dK and dV.
     """
     w, size = workload, DTYPES[workload.dtype].itemsize
     tokens, blocks = w.batch * w.seq_len // ranks, min(2, ranks - 1)
@@ -112,10 +114,11 @@ def counted_sends():
 
 @contextlib.contextmanager
 def attention_of(impl: str, group, causal: bool):
-    """Context manager: yield `attend(q, k, v)` for the parts of a sequence, in the order of `common.ring.shard` and of PyTorch.
+    """Context manager: yield `attend(q, k, v)` for a rank's part of a sequence. The part has the order of `common.ring.shard`,
+    which is also PyTorch's.
 
     Raises:
-        Unavailable: this PyTorch has no context parallelism, or not as in 2.11 to 2.13.
+        Unavailable: this PyTorch has no context parallelism, or its interface is not that of 2.11 to 2.13.
     """
     if impl not in SDPA:
         yield functools.partial(ring_attention, stages.load(impl), group=group, causal=causal)
@@ -130,20 +133,21 @@ def attention_of(impl: str, group, causal: bool):
                 from torch.distributed.tensor.experimental._attention import _cp_options
             except ImportError as error:
                 raise Unavailable(f"this PyTorch has no context parallelism as in 2.11: {error}") from None
-            _cp_options.enable_load_balance = causal  # for a causal mask; head and tail chunks, as in zigzag
+            _cp_options.enable_load_balance = causal  # for a causal mask: each rank gets a head and a tail chunk, as in zigzag
             some = torch.zeros(2 * size if causal else size, device=DEVICE)  # context_parallel needs a sequence to shard
             mesh = DeviceMesh.from_group(group, DEVICE)
             context = context_parallel(mesh, buffers=[some], buffer_seq_dims=[0])
             context.__enter__()
-            stack.callback(context.__exit__, None, None, None)  # hide errors: PyTorch 2.11 does not restore SDPA after one
-        # Through its module, because the context replaces the function there.
+            stack.callback(context.__exit__, None, None, None)  # hide errors: PyTorch 2.11 restores SDPA only without one
+        # Call SDPA through its module, because the context replaces the function in the module.
         yield lambda q, k, v: F.scaled_dot_product_attention(
             q, k, v, is_causal=causal, **({} if q.shape[1] == k.shape[1] else {"enable_gqa": True})
         )
 
 
 def inputs(workload: Workload, group) -> tuple[Tensor, ...]:
-    """Return this rank's part of q, k, v and the output's gradient: normally distributed, different on each rank."""
+    """Return this rank's part of q, k, v and the output's gradient. The values are normally distributed and differ on each
+    rank."""
     w, size = workload, dist.get_world_size(group)
     generator = torch.Generator(DEVICE).manual_seed(dist.get_rank(group))
     shapes = [(w.heads, w.head_dim), (w.kv_heads, w.head_dim), (w.kv_heads, w.value_dim), (w.heads, w.value_dim)]
@@ -190,9 +194,9 @@ def _row_of_ranks(tensor: Tensor, group) -> Tensor:
 def check(attend: Callable, workload: Workload, group):
     """Raise AssertionError on each rank unless the results are within the bounds of `common.measure.reference`.
 
-    The check compares the first K/V head and its query heads: some rows of each of the 2 n chunks, including the first and
-    last, and all of dK and dV. The gradient of the output is 0 in all other rows, so dK and dV depend on compared rows of every
-    rank. All other results only have to be finite.
+    The check compares the first K/V head and its query heads. It compares all of dK and dV, and some query rows of each of the
+    2 n chunks. These rows include the first and the last row of a chunk. The gradient of the output is 0 in all other rows, so
+    dK and dV depend on compared rows of every rank. All other results only have to be finite.
     """
     w, rank, size = workload, dist.get_rank(group), dist.get_world_size(group)
     q, k, v, grad_out = inputs(w, group)
@@ -276,7 +280,7 @@ def timed(call: Callable, group) -> dict:
 
 
 def measure(impl: str, workload: Workload, group) -> dict:
-    """Measure a case: time and memory on a GPU; for a ring also the bytes that a rank sends."""
+    """Measure the time and memory of a case on a GPU. For a ring, also count the bytes that a rank sends."""
     size = dist.get_world_size(group)
     with attention_of(impl, group, workload.causal) as attend:
         check(attend, workload, group)
@@ -306,7 +310,7 @@ def measure(impl: str, workload: Workload, group) -> dict:
 
 
 def _failure(error: Exception) -> dict:
-    """Return the failure and its note, as the table shows a case that could not be measured."""
+    """Return how the table shows a case that could not be measured: the failure and its note."""
     if isinstance(error, torch.OutOfMemoryError):
         return {"failure": "OOM"}
     kind = "n/a" if isinstance(error, Unavailable) else "WRONG" if isinstance(error, AssertionError) else "ERROR"
@@ -355,8 +359,8 @@ def tables(run: dict) -> str:
     """Format a run as markdown.
 
     Args:
-        run: "machine_info"; "records", for each case the fields of `Workload.record`, `impl`, `ranks`, and what `measure`
-            returns or `failure` and `note`; and "links", a list of what `link` returns.
+        run: "machine_info"; "records" has, for each case, the fields of `Workload.record`, `impl`, `ranks`, and either the
+        result of `measure` or `failure` and `note`. "links" is a list of results of `link`.
     """
     facts, records = run["machine_info"], run["records"]
     where = facts["gpus"] if facts["gpu"] else "CPU, interpreted, over gloo"
@@ -401,7 +405,8 @@ def add_gpus(parser: argparse.ArgumentParser):
 
 
 def start_ranks(module: str, argv: list[str], parse: Callable):
-    """Become torchrun, which starts `module` once for each GPU. Wrong options end this process first, with one message.
+    """Replace this process by torchrun, which starts `module` once for each GPU. If options are wrong, this process ends before
+    that, with one message.
 
     Args:
         parse: parses the options for a number of GPUs, and ends the process if they are wrong.
@@ -444,7 +449,8 @@ def parse_options(argv: list[str] | None, world: int) -> argparse.Namespace:
 
 
 def cases(options, world: int) -> list[tuple[str, Workload, int]]:
-    """Return (implementation, workload, ranks) of each case, on 1, 2, 4, … ranks: equal tokens per rank, and equal sequence."""
+    """Return (implementation, workload, ranks) of each case, on 1, 2, 4, … ranks. Some cases keep the tokens per rank, others
+    the sequence length."""
     sizes = sorted({2**power for power in range(world.bit_length()) if 2**power <= world} | {world})
     points = {}  # distinct, in order
     for tokens, size in itertools.product(options.tokens, sizes):
@@ -461,9 +467,11 @@ def cases(options, world: int) -> list[tuple[str, Workload, int]]:
 
 
 def begin() -> dict:
-    """Join the group of all ranks, from torchrun's environment; return the groups of the first 1, 2, 3, … ranks by size.
+    """Join the group of all ranks that torchrun's environment describes.
 
-    NCCL's stream has a high priority: its few CTAs go before a stage's programs that wait for an SM.
+    Return, by size, the groups of the first 1, 2, 3, … ranks.
+
+    NCCL's stream has a high priority, so NCCL's few CTAs get an SM before a stage's waiting programs.
     """
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
 

@@ -1,9 +1,11 @@
-"""Record with Proton, inside the kernel, what one program of a Gluon forward does on a GPU and when.
+"""Record what one program of a Gluon forward does on a GPU, and when.
+
+Proton records this inside the kernel.
 
     python -m common.measure.scopes --json results/scopes-h200.json   # on a Hopper GPU
 
 A copy of v14's forward gets scopes around its loads, matmuls and exponentials. Each scope costs some cycles, and the compiler
-moves nothing across it: the record shows the kernel's order and overlap, a little slower.
+moves nothing across a scope. So the record shows the kernel's order and overlap, but the kernel runs a little slower.
 """
 
 import argparse
@@ -27,7 +29,7 @@ WORKLOAD = Workload("fwd", 8, 16, 2048, 128, False, "float16")
 CYCLES = 6000  # kept cycles
 WARPS = {"warp 0": "1: consumer", "warp 4": "2: consumer"}  # first warp of a partition -> the partition's name in a timeline
 LOOP = "# Issue both matmuls together"
-SCOPES = (  # from the kernel's end to its beginning: name, first line, last line, a line before them
+SCOPES = (  # each scope's name, its first line, its last line, and a line before it. The kernel's last scope comes first.
     ("store O", "o_s.index(slot).reshape(", "tma.async_copy_shared_to_global(", "def _consumer"),
     ("last matmul", "acc = warpgroup_mma_wait(0, [acc])", None, "normalize = "),
     ("convert", "p = gl.convert_layout(p.to(k_s.dtype), p_layout)", None, "acc = acc * gl.convert_layout(rescale"),
@@ -64,7 +66,7 @@ def with_scopes(text: str) -> str:
 
 
 def record() -> list[dict]:
-    """Run the copy, and return the spans of one program, in order: who, what, start and end in cycles."""
+    """Run the copy, and return the spans of one program in order. A span has `who`, `what`, and `start` and `end` in cycles."""
     import triton.profiler as proton
     from triton.profiler.mode import Default
 
@@ -96,7 +98,7 @@ def record() -> list[dict]:
 
 
 def kept(spans: list[dict]) -> list[dict]:
-    """Keep CYCLES from the middle, with times from the first kept cycle."""
+    """Keep the spans in CYCLES cycles from the middle. Times count from the first kept cycle."""
     first = (spans[0]["start"] + spans[-1]["end"]) / 2
     inside = [span for span in spans if first <= span["start"] and span["end"] <= first + CYCLES]
     return [{**span, "start": round(span["start"] - first), "end": round(span["end"] - first)} for span in inside]

@@ -26,7 +26,7 @@ def _plainly(error: UnicodeEncodeError) -> tuple[str, int]:
 
 
 def prepare():
-    """Print in the terminal's encoding, whatever it is, and end silently if a reader such as `head` closes the pipe."""
+    """Print in the terminal's encoding. If a reader such as `head` closes the pipe, end silently."""
     codecs.register_error("plainly", _plainly)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="plainly")

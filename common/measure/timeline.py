@@ -2,8 +2,8 @@
 
     python -m common.measure.timeline --stage v12,v13 --json results/timeline.json   # anywhere
 
-`common.interpreter.timing` is the model. Its rates, in results/rates-h200.json, are from microbenchmarks
-(`common.measure.rates`), not from the stages. Only Gluon kernels are timed; a stage's other kernels are left out.
+`common.interpreter.timing` is the model. The model's rates, in results/rates-h200.json, are measured with microbenchmarks
+(`common.measure.rates`), not with the stages. Only Gluon kernels are timed; a stage's other kernels are left out.
 """
 
 import argparse
@@ -109,7 +109,8 @@ def has_gluon(name: str) -> bool:
 
 
 def require_timed(names: list[str], passes: list[str], head_dims: list[int]):
-    """Raise SystemExit, before any work, if a stage launches no Gluon kernel; the message names what can be timed."""
+    """Before any work, raise SystemExit if a stage launches no Gluon kernel. The message names the head dimensions that can be
+    timed, if any."""
     for name, pass_, head_dim in itertools.product(names, passes, head_dims):
         if not has_gluon(name):
             raise SystemExit(f"{name} has no Gluon kernel, and only those are timed")
@@ -122,7 +123,7 @@ def require_timed(names: list[str], passes: list[str], head_dims: list[int]):
 
 
 def _timed(name, pass_, head_dim):
-    """Whether any kernel of a pass is timed, found with the shortest sequence."""
+    """Whether any kernel of a pass is timed. The function finds this by simulating the shortest sequence."""
     return bool(simulate(stages.load(name), Workload(pass_, 1, 1, 1, head_dim, False, "float16"), measured_rates()))
 
 

@@ -1,4 +1,4 @@
-"""The GPU time of a call's kernels, without and with the CPU's launch time."""
+"""Measure the GPU time of a call's kernels, with and without the CPU's launch time."""
 
 import statistics
 import time
@@ -12,9 +12,9 @@ CASE_S = 0.1  # GPU time spent on the rounds of a case …
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 200  # … within these limits
 SLOW_S = 50e-3  # a call that takes longer needs no other warm-up …
 SLOW_ROUNDS = 3  # … and gets this many rounds
-HEAD_START_S = 3e-3  # the CPU's head start before the first round: more than its time for a call, to hide even few rounds
+HEAD_START_S = 3e-3  # the CPU's head start before the first round; longer than its time for a call
 SHORTEST_SPIN_S, LONGEST_SPIN_S = 50e-6, 20e-3
-EXPOSED_SHARE = 0.1  # allowed share of exposed rounds, too few to change the median
+EXPOSED_SHARE = 0.1  # allowed share of exposed rounds: so few rounds do not change the median
 HOST_S = 20e-3  # time spent on measuring the CPU's time …
 FEWEST_HOST_ROUNDS, MOST_HOST_ROUNDS = 3, 100  # … within these numbers of rounds …
 HOST_WARM_UP_ROUNDS = 2  # … after this many warm-up rounds
@@ -26,19 +26,22 @@ COPY_BYTES = 4 * 2**30  # much more than an L2 cache holds
 
 
 class GpuTimer:
-    """Measures calls back to back, as in a program that does nothing else, with a cold L2 cache.
+    """Measures back-to-back calls, as in a program that does nothing else.
+
+    The L2 cache is cold.
 
     A case begins after a rest. At its power limit, an H200 slows down by up to a fifth for 0.2 s after 0.8 s of uninterrupted
-    work, and again a second later. Without rests, some cases would meet this. A rest of 0.05 s restarts the 0.8 s.
+    work, and again a second later. Without rests, some cases would run during such a slow time. After a rest of 0.05 s, the 0.8
+    s start again.
 
-    All rounds, including warm-up, are queued without waiting for the GPU, because its clock is higher after an idle time, most
-    of all for power-hungry kernels. A round reads `CACHE_BYTES`, which evicts the L2 cache, records an event, calls, and
-    records another event. The time between the events is GPU time as long as the CPU is ahead. The round does not write
+    All rounds, including warm-up, are queued without waiting for the GPU. After an idle time the GPU's clock would be higher,
+    most of all for power-hungry kernels. A round reads `CACHE_BYTES` to evict the L2 cache. Then it records an event, makes the
+    call, and records another event. If the CPU is ahead, the time between the events is GPU time only. The round does not write
     `CACHE_BYTES`, because the L2 cache would keep dirty lines for a while, and a memory-bound call would have to wait for them.
 
     A round is exposed if the GPU passes the first event before the call has queued its kernels: the time then includes CPU
-    time. If too many rounds are exposed, each round begins with a spin on the GPU, longer and longer until few are. A call
-    stays exposed if its CPU time exceeds `LONGEST_SPIN_S`, or if the call itself waits for the GPU.
+    time. If too many rounds are exposed, each round begins with a spin on the GPU. The spin is doubled until few rounds are
+    exposed. A call stays exposed if its CPU time exceeds `LONGEST_SPIN_S`, or if the call itself waits for the GPU.
     """
 
     def __init__(self):
@@ -68,7 +71,8 @@ class GpuTimer:
         return [start.elapsed_time(end) / 1e3 for start, end in events[warm_up:]], exposed > EXPOSED_SHARE * count
 
     def measure(self, call: Callable) -> tuple[list[float], bool]:
-        """Return the GPU seconds of each round of a call, and whether the launch was hidden, so that they have no CPU time."""
+        """Return the GPU seconds of each round of a call, and whether the launch was hidden. If it was, the seconds include no
+        CPU time."""
         torch.cuda.synchronize()
         time.sleep(REST_S)
         (estimate,), _ = self._rounds(call, 1, 0.0)
@@ -85,13 +89,17 @@ class GpuTimer:
 
 
 def host_seconds(call: Callable, gpu_seconds: float) -> list[float]:
-    """Return, for each round, the CPU time until a call returns: checks, dispatch, descriptors, launches.
+    """Return, for each round, the CPU time until a call returns.
 
-    CPU time varies much more than GPU time: the CPU has other work and a changing clock. So a short call gets many rounds, and
-    their spread matters as much as their median. The first rounds are left out: caches are cold, and the CPU has waited.
+    The CPU checks, dispatches, makes descriptors and launches.
+
+    CPU time varies much more than GPU time, because the CPU has other work and a changing clock. So a short call gets many
+    rounds, and the spread of the rounds matters as much as the median. The first rounds are left out, because their caches
+    are cold and the CPU has waited.
 
     Args:
-        gpu_seconds: GPU time of a call. Each round waits for the GPU to finish, so that no call waits in a queue.
+        gpu_seconds: GPU time of a call. Before each round, the CPU waits for the GPU to finish, so that no call waits in a
+            queue.
     """
     times = []
     count = max(FEWEST_HOST_ROUNDS, min(int(HOST_S / gpu_seconds), MOST_HOST_ROUNDS))
@@ -104,10 +112,11 @@ def host_seconds(call: Callable, gpu_seconds: float) -> list[float]:
 
 
 def seconds_in_a_row(call: Callable, gpu_seconds: float) -> list[float]:
-    """Return the seconds per call of `IN_A_ROW` calls in a program without CUDA graphs, with a warm cache and visible launches.
+    """Return the seconds per call of `IN_A_ROW` calls without CUDA graphs.
 
-    It is the time between an event that the GPU passes at once and an event behind the last call, divided by the calls. For
-    short calls, whose kernels end before the CPU has launched the next, it is CPU time and launch latency.
+    The cache is warm, and the launches are visible. The GPU passes a first event at once and a second event after the last
+    call. The result is the time between the events, divided by the number of calls. The kernels of a short call end before the
+    CPU has launched the next call. For such calls the result is CPU time and launch latency.
 
     Args:
         gpu_seconds: GPU time of a call.
@@ -155,7 +164,8 @@ def matmul_tflops(timer: GpuTimer, dtype: torch.dtype) -> float:
 
 
 def copy_gbps(timer: GpuTimer) -> float:
-    """Measure the GB/s, read plus written, of a copy of `COPY_BYTES`, or a quarter of the free memory, on the GPU."""
+    """Measure the GB/s, read plus written, of a copy on the GPU. The copy has `COPY_BYTES` or a quarter of the free memory,
+    whichever is less."""
     size = min(COPY_BYTES, torch.cuda.mem_get_info()[0] // 4)
     source = torch.empty(size, dtype=torch.uint8, device="cuda").random_()  # no zeros, as in `Workload.inputs`
     target = torch.empty_like(source)

@@ -1,10 +1,13 @@
-"""Which tile of which tensor a pass reads, writes or adds to, in order: recorded from the kernels on the interpreters.
+"""Record which tiles of which tensors a pass reads, writes or adds to, in order.
 
-An access is one load, store, atomic or TMA copy of a program, or one argument of an operator of PyTorch. Its bytes are those
-of `common.measure.counter`, so the accesses of a trace add up to the counted traffic. `common.show.traces` is the command.
+The kernels run on the interpreters.
 
-Triton's programs and PyTorch's operators run one after the other, and their accesses are in that order. Gluon's launches run
-on the model of an SM (`common.measure.timeline`), which gives each access its cycles.
+An access is one load, store, atomic or TMA copy of a program, or one argument of an operator of PyTorch. Each access has the
+bytes that `common.measure.counter` counts, so the accesses of a trace add up to the counted traffic. `common.show.traces` is
+the command.
+
+Triton's programs and PyTorch's operators run one after the other, and this is the order of their accesses. Gluon's launches run
+on the model of an SM (`common.measure.timeline`). The model gives each access its cycles.
 """
 
 import dataclasses
@@ -23,7 +26,7 @@ from common.measure.timeline import measured_rates
 from common.measure.traffic import GPUS, Gpu, tiles_of
 from common.measure.workloads import DTYPES, Workload
 
-ONE_SM = dataclasses.replace(GPUS["h200"], num_sms=1)  # the model's: a persistent kernel has one CTA there
+ONE_SM = dataclasses.replace(GPUS["h200"], num_sms=1)  # the model has one SM, so a persistent kernel has one CTA
 GIVEN = {"fwd": ("Q", "K", "V"), "bwd": ("dO", "Q", "K", "V", "O", "LSE")}
 RESULTS = {"fwd": ("O", "LSE"), "bwd": ("dQ", "dK", "dV")}
 
@@ -33,14 +36,11 @@ class Access:
     """What a program does to a part of a tensor.
 
     Attributes:
-        launch: the number of the launch.
-        program: the number of the program or CTA; 0 for an operator of PyTorch.
-        partition: the function of the warps that access, in a kernel with several; else "".
-        kind: "read", "write" or "add".
-        tensor: a name, as `Trace.tensors` has it.
-        heads, rows, columns: first and last; heads are counted through all batches.
-        nbytes: that move. An atomic addition reads and writes.
-        start, end: cycles of a timed launch, else None.
+        launch: the number of the launch. program: the number of the program or CTA; 0 for an operator of PyTorch. partition: in
+        a kernel with several partitions, the function that the accessing warps run; else "". kind: "read", "write" or "add".
+        tensor: the tensor's name in `Trace.tensors`. heads, rows, columns: the first and the last one; heads are counted
+        through all batches. nbytes: the bytes that move. An atomic addition both reads and writes. start, end: the cycles if
+        the launch was timed, else None.
     """
 
     launch: int
@@ -60,10 +60,9 @@ class Access:
 class Trace:
     """The accesses of a pass, in order.
 
-    Attributes:
-        launches: as counted.
-        tensors: (heads, rows, columns) of each tensor by name, in the order of their first access.
-        spans: of each launch, by number: what the units of the model of an SM did, if it was timed.
+    Attributes: launches: the launches that the counter counted. tensors: (heads, rows, columns) of each tensor by name. The
+    tensors are in the order of their first access.
+        spans: by number of a timed launch, what the units of the model of an SM did.
     """
 
     launches: list[Launch]
@@ -73,11 +72,11 @@ class Trace:
 
 
 def trace(stage, workload: Workload, gpu: Gpu = ONE_SM) -> Trace:
-    """Record a pass of a stage; `stage` as in `common.measure.traffic.tiles_of`.
+    """Record a pass of a stage; `stage` is as in `common.measure.traffic.tiles_of`.
 
     Args:
         workload: a forward or a backward.
-        gpu: whose tiles, and number of CTAs of a persistent kernel, the kernels have.
+        gpu: the GPU that determines the kernels' tiles and a persistent kernel's number of CTAs.
     """
     inputs = workload.inputs()
     outer = {(workload.batch, workload.heads), (workload.batch, workload.kv_heads)}
@@ -93,7 +92,7 @@ def trace(stage, workload: Workload, gpu: Gpu = ONE_SM) -> Trace:
 
 
 def _prepared(stage, workload, inputs):
-    """The call of a pass, and the tensors that it is given, in the order of `GIVEN`."""
+    """Return the call of a pass, and the tensors that the call gets, in the order of `GIVEN`."""
     options = {"causal": workload.causal, "scale": workload.head_dim**-0.5}
     *qkv, grad_out = inputs
     if workload.pass_ == "fwd":
@@ -103,11 +102,11 @@ def _prepared(stage, workload, inputs):
 
 
 class _Known:
-    """A tensor that may be accessed, and its name once that is known.
+    """A tensor that kernels may access, and its name once the name is known.
 
     Args:
-        outer: (batch, heads) of the tensors that a pass has. A tensor of three dimensions that begins with one of them is
-            [B, H, S]; any other is [B · H, rows, columns], as a batched matmul has it.
+        outer: the pairs (batch, heads) of the tensors of a pass. If a tensor of three dimensions begins with such a pair, its
+            shape is [B, H, S]. Otherwise it is [B · H, rows, columns], as in a batched matmul.
     """
 
     def __init__(self, tensor: Tensor, name: str | None, outer: set[tuple[int, int]]):
@@ -123,7 +122,7 @@ class _Known:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Heads of all batches, rows, columns. A tensor of another form is one column of elements."""
+        """Return the heads of all batches, the rows and the columns. A tensor of another form is one column of elements."""
         if not self._sizes:
             return 1, self.storage.nbytes() // self.tensor.itemsize, 1
         batch, heads, rows, columns = self._sizes
@@ -151,7 +150,7 @@ class _Tracer(Counter):
         self._timed = {}  # timing by launch
 
     def know(self, tensor: Tensor, name: str | None) -> _Known:
-        """The tensor in whose memory this one lies, with that name unless it has one."""
+        """Return the known tensor that has the same memory as `tensor`. It gets `name` unless it has a name."""
         storage = tensor.untyped_storage()
         known = next((known for known in self._known if known.storage.data_ptr() == storage.data_ptr()), None)
         if known is None:
@@ -272,7 +271,7 @@ class _Tracer(Counter):
 
 
 def _name_in_a_stage(tensor: Tensor) -> str | None:
-    """What a stage's host function calls a tensor; None if it has no name yet."""
+    """Return the tensor's name in a stage's host function; None if the tensor has no name yet."""
     frame = sys._getframe(2)
     while frame:
         if "/stages/v" in frame.f_code.co_filename:

@@ -1,4 +1,4 @@
-"""Traffic and FLOPs of each stage, counted on the CPU, and the time that they take at a GPU's published peaks.
+"""Count the traffic and FLOPs of each stage on the CPU, and compute their time at a GPU's published peaks.
 
 `common.measure.counter` explains what counts. Every kernel has the tiles and the number of programs that it has on the named
 GPU. An autotuned kernel takes the fixed tiles of the earlier stages (`common.kernels.tiles`) if they are among its
@@ -46,17 +46,17 @@ class Gpu:
 
 
 GPUS = {
-    # The page gives 1,979 TFLOP/s with sparsity; dense is half. SMs: as in the H100 SXM, which has the same chip
-    # (https://developer.nvidia.com/blog/nvidia-hopper-architecture-in-depth/).
+    # The page gives 1,979 TFLOP/s with sparsity; without sparsity it is half. The number of SMs is that of the H100 SXM, which
+    # has the same chip (https://developer.nvidia.com/blog/nvidia-hopper-architecture-in-depth/).
     "h200": Gpu("NVIDIA H200 SXM", 90, 132, 989, 4.8, "https://www.nvidia.com/en-us/data-center/h200/"),
     # SMs: https://developer.nvidia.com/blog/nvidia-ampere-architecture-in-depth/
     "a100": Gpu(
         "NVIDIA A100 80GB SXM", 80, 108, 312, 2.039,
         "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf",
     ),
-    # The page gives 759 TOPS in FP4 with sparsity. Dense float16 with float32 accumulation is a sixteenth, from the table in
-    # the architecture's whitepaper (RTX 5090: 3,352 and 209.5). Bandwidth: 128 bits at 28 Gbit/s. SMs: 4,608 cores (page), 128
-    # per SM (whitepaper).
+    # The page gives 759 TOPS in FP4 with sparsity. Dense float16 with float32 accumulation has a sixteenth of this rate. The
+    # ratio is from the architecture's whitepaper (RTX 5090: 3,352 and 209.5). The bandwidth is that of 128 bits at 28 Gbit/s.
+    # The page gives 4,608 cores, and the whitepaper 128 cores per SM.
     "rtx5060ti": Gpu(
         "NVIDIA GeForce RTX 5060 Ti", 120, 36, 47.4, 0.448,
         "https://www.nvidia.com/en-us/geforce/graphics-cards/50-series/rtx-5060-family/ and "
@@ -84,7 +84,8 @@ def tiles_of(gpu: Gpu, stage, head_dim: int, dtype: torch.dtype, tuned: dict[str
 
 
 def _likely_tile(gpu, tuner, head_dim, dtype):
-    """Return the corresponding fixed tile if it is among a kernel's configurations for this GPU, else the first of them."""
+    """Return the fixed tile for this kernel if it is among the kernel's configurations for this GPU. Otherwise return the first
+    configuration's tile."""
     precision = "ieee" if dtype == torch.float32 else "tf32"
     options = [head_dim * dtype.itemsize, precision, gpu.arch in WITH_TMA]
     tiles = [(c.kwargs["BLOCK_M"], c.kwargs["BLOCK_N"]) for c in tuner.configs if sensible(c, *options)]
@@ -113,10 +114,10 @@ def count_stage(stage, workload: Workload, gpu: Gpu, tuned: dict[str, tuple[int,
 
 
 def roofline(launches: list[Launch], gpu: Gpu) -> tuple[float, str]:
-    """Return the seconds of sequential launches at a GPU's peaks, and whether "bytes" or "FLOPs" take most of them.
+    """Return the seconds of sequential launches at a GPU's peaks, and whether "bytes" or "FLOPs" take most of the time.
 
-    A launch takes as long as its bytes or its FLOPs, whichever is longer. All bytes count at memory bandwidth; caches are
-    faster.
+    A launch takes the longer of the time for its bytes and the time for its FLOPs. All bytes count at memory bandwidth,
+    although caches are faster.
     """
     seconds = {"bytes": 0.0, "FLOPs": 0.0}
     for launch in launches:
@@ -126,7 +127,7 @@ def roofline(launches: list[Launch], gpu: Gpu) -> tuple[float, str]:
 
 
 def costs(counted: Count, gpu: Gpu, dtype: str) -> dict:
-    """Return a count as fields of a record for `tables.speed_table`; float32, with other peaks, has no roofline."""
+    """Return a count as fields of a record for `tables.speed_table`. float32 has other peaks, so it gets no roofline."""
     tiles = ("×".join(map(str, launch.tile.values())) for launch in counted.launches if launch.tile)
     seconds, bound = (None, None) if dtype == "float32" else roofline(counted.launches, gpu)
     return {

@@ -1,9 +1,9 @@
-"""How busy the units of a GPU are in each kernel, and what its warps wait for, as Nsight Compute measures it.
+"""Measure with Nsight Compute how busy a GPU's units are in each kernel, and what the kernel's warps wait for.
 
     python -m common.measure.units results/units-h200.json   # on a GPU with `ncu`
     make table FILE=results/units-h200.json
 
-A unit that is busy nearly all the time bounds a kernel. If there is none, the warps wait for each other or for memory.
+A unit that is busy nearly all the time bounds a kernel. If no unit is that busy, the warps wait for each other or for memory.
 """
 
 import argparse

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from common.runtime import DEVICE
 
-# Matmuls of a pass with the head dimension of q and k, and with v's. Forward: S; O. Backward: S again, dQ and dK; dP and dV.
+# How many matmuls of a pass have q's and k's head dimension, and how many have v's. Forward: (S; O). Backward: (S again, dQ and
+# dK; dP and dV).
 PASSES = {"fwd": (1, 1), "bwd": (3, 2), "fwd+bwd": (4, 3)}
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -39,10 +40,10 @@ class Workload:
     causal: bool
     dtype: str  # a key of DTYPES
     score_std: float = 1.0  # the standard deviation of the scores, q·k / √D
-    kv_heads: int | None = None  # heads / kv_heads query heads share one; None: as many as heads
+    kv_heads: int | None = None  # heads / kv_heads query heads share a K/V head; None: kv_heads = heads
     value_dim: int | None = None  # None: as head_dim
     kv_len: int | None = None  # keys; None: as many as queries, seq_len
-    sink: float = 0.0  # score of key 0 for every query, in nats, if not 0; the other keys' scores have mean 0
+    sink: float = 0.0  # if not 0, the score of key 0 for every query, in nats; the other keys' scores have mean 0
 
     def __post_init__(self):
         for name, usual in (("kv_heads", self.heads), ("value_dim", self.head_dim), ("kv_len", self.seq_len)):
@@ -81,10 +82,11 @@ class Workload:
         return {name.rstrip("_"): value for name, value in asdict(self).items()}
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return q, k, v and the output's gradient: normally distributed, q times `score_std`, equal for all implementations.
+        """Return q, k, v and the output's gradient, the same for all implementations.
 
-        A sink uses the first element of each row of q and k: `SINK_QUERY` in q, 0 in k, and in key 0 the value that gives its
-        score. Inputs are never all zeros: a GPU needs less power to multiply zeros, so its clock would be higher.
+        All are normally distributed, and q is multiplied by `score_std`. A sink uses the first element of each row of q and k.
+        This element is `SINK_QUERY` in q and 0 in k. In key 0 it is the value that gives the sink's score. Inputs are never all
+        zeros: a GPU needs less power to multiply zeros, so its clock would be higher.
         """
         generator = torch.Generator(DEVICE).manual_seed(0)
         rows, kv_rows = (self.heads, self.seq_len), (self.kv_heads, self.kv_len)
@@ -100,7 +102,7 @@ class Workload:
 
 
 def paper_shape(seq_len: int, head_dim: int) -> tuple[int, int]:
-    """Return (batch, heads) for 16k tokens of hidden size 2048; (1, 2) on the CPU."""
+    """Return (batch, heads) such that there are 16k tokens and the hidden size is 2048; (1, 2) on the CPU."""
     if DEVICE == "cpu":
         return 1, 2
     return max(1, TOKENS // seq_len), HIDDEN // head_dim

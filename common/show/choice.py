@@ -1,4 +1,4 @@
-"""Which stage to use on which GPU, from the compiled size of each stage and its counted time at the GPU's peaks.
+"""Find which stage to use on which GPU. Each stage is compiled for its size, and its time at the GPU's peaks is counted.
 
 python -m common.show.choice results/choice.json   # without a GPU
 """
@@ -34,9 +34,8 @@ FAMILIES = {  # GPUs by architecture
 def compiled(names: list[str]) -> list[dict]:
     """Return a record for each stage, architecture and head dimension, with the maxima over the stage's kernels.
 
-    A record has: stage, arch, head_dim, shared_bytes (per block), spilled_bytes (per thread), and problem: None, or why the
-        stage
-    does not run there.
+    A record has stage, arch, head_dim, shared_bytes (per block), spilled_bytes (per thread) and problem. `problem` is None or
+    the reason why the stage does not run there.
     """
     shape = {"dtype": "float16", "causal": True, "kv_heads": HEADS, "value_dim": None}
     cases = [
@@ -62,7 +61,7 @@ def compiled(names: list[str]) -> list[dict]:
 def counted(names: list[str]) -> list[dict]:
     """Return the time in µs of each pass at the published peaks, for each GPU of `GPUS` and each stage that runs on it.
 
-    This counts one head on a GPU with one SM: the GPU is full, like a real one with many heads, so no stage splits the keys.
+    This counts one head on a GPU with one SM. Such a GPU is full, like a real GPU with many heads, so no stage splits the keys.
     """
     records = []
     full = {key: dataclasses.replace(gpu, num_sms=1) for key, gpu in GPUS.items()}

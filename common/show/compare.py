@@ -46,7 +46,8 @@ def load(path: Path) -> Run:
 
 
 def last_two(directory: Path) -> list[Run]:
-    """Return the two newest runs, the older one first, or fewer; name incomplete files on stderr."""
+    """Return the two newest runs, the older one first. The list is shorter if there are fewer runs. Name incomplete files on
+    stderr."""
 
     def saved_at(path):  # from the name, because the file may have been copied since
         return re.findall(r"\d{8}_\d{6}", path.name), path.name

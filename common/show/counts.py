@@ -47,7 +47,8 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line; return the exit status. A signal stops it: it shows and saves the finished counts and returns 2."""
+    """Run the command line; return the exit status. After a signal, stop counting, show and save the finished counts, and
+    return 2."""
     terminal.prepare()
     if not INTERPRETED:  # counting needs the interpreter: restart with it
         interpreted = os.environ | {"TRITON_INTERPRET": "1"}
@@ -61,7 +62,8 @@ def main(argv: list[str]) -> int:
     countable = [name for name in options.stage if not reasons[name]]
     if not countable:
         raise SystemExit("there is nothing to count")
-    for number in (signal.SIGINT, signal.SIGTERM):  # SIGTERM: for time limits, and for background jobs, which ignore SIGINT
+    # A time limit sends SIGTERM. A background job ignores SIGINT, so it needs SIGTERM too.
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     cases = [(name, workload) for workload in options.workloads for name in countable]
     records = []

@@ -1,4 +1,5 @@
-"""Tables of decoding runs, where few queries read many keys: times, and the rate at which K and V are read."""
+"""Format tables of decoding runs, in which few queries read many keys. The tables show times, and the rate at which K and V are
+read."""
 
 import itertools
 import statistics
@@ -34,7 +35,7 @@ def _order(workload):
 
 
 class _Run:
-    """The records of a run by implementation and workload, and the rate of a copy."""
+    """A run: its records by implementation and workload, and its rate of a copy."""
 
     def __init__(self, records, machine):
         self.copy_gbps = machine["copy_gbps"]
@@ -47,13 +48,13 @@ class _Run:
         return self.records.get((impl, point), {}).get("ms")
 
     def gain(self, point):
-        """Return the fastest baseline's time over the newest stage's; None if one was not measured."""
+        """Return the fastest baseline's time divided by the newest stage's time; None if one of them was not measured."""
         ours = self.ms(self.stage, point)
         theirs = [ms for impl in self.names if not stages.position(impl) and (ms := self.ms(impl, point))]
         return min(theirs) / ours if ours and theirs else None
 
     def share(self, impl, point):
-        """Return the share of the copy's rate; None without a time."""
+        """Return the rate of K and V as a share of the copy's rate; None without a time."""
         return kv_gbps(self.records[impl, point]) / self.copy_gbps if self.ms(impl, point) else None
 
     def cell(self, impl, point):
@@ -66,7 +67,7 @@ class _Run:
 
 
 def _gains(run):
-    """Format the newest stage's speed over the fastest baseline, for each number of queries and for all."""
+    """Format how many times as fast the newest stage is as the fastest baseline, for each number of queries and for all."""
     gains = {point: gain for point in run.points if (gain := run.gain(point))}
     rows = []
     for queries in (*sorted({point.seq_len for point in gains}), "all"):
@@ -90,7 +91,7 @@ def _shares(run):
 
 
 def _points(run, points):
-    """Format a row for each point of a model."""
+    """Format a table with a row for each point of a model."""
     rows = [[w.seq_len, w.kv_len, f"{kv_bytes(w) / 1e6:,.0f}", *(run.cell(impl, w) for impl in run.names)] for w in points]
     return markdown(rows, ["S", "Sk", "MB", *map(spoken, run.names)])
 

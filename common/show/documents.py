@@ -85,7 +85,7 @@ def _step_table(rows: dict[tuple, list[str]], headers: list[str]) -> str:
 
 
 def _changed_spans(name: str) -> tuple[list[tuple], str]:
-    """The spans of the passes whose code is not the parent's, and a sentence on the others."""
+    """Return the spans of the passes whose code differs from the parent's, and a sentence on the other passes."""
     parent = stages.parent(name)
     same = [pass_ for pass_ in CODE if parent and same_code(name, parent, pass_)]
     note = [f"The {PASS_NAMES[pass_]} is {spoken(parent)}'s." for pass_ in same]
@@ -93,7 +93,7 @@ def _changed_spans(name: str) -> tuple[list[tuple], str]:
 
 
 def traffic_of_step(name: str) -> str:
-    """Format the counted traffic and FLOPs of a stage and its parent, without the rows that do not change."""
+    """Format the counted traffic and FLOPs of a stage and its parent. Rows in which nothing changes are left out."""
     counts, _ = load_counts(TRAFFIC)
     parent = stages.parent(name)
     columns = {
@@ -125,16 +125,18 @@ def _side_by_side(name: str) -> dict[tuple, Run | None]:
 
 
 def _is_modelled(name: str) -> bool:
-    """Whether the model of an SM predicts a step's gain; the roofline predicts the others."""
+    """Whether the model of an SM predicts a step's gain. If not, the roofline predicts the gain."""
     model, _ = load_counts(TIMELINE)
     return all(any(record["impl"] == stage for record in model) for stage in (name, stages.parent(name)))
 
 
 def gains(name: str) -> tuple[list[int], dict[tuple, tuple[float | None, list[float | None]]]]:
-    """The predicted gain of a step, and its measured gains by sequence length; for the first stage, its milliseconds.
+    """Return the predicted gain of a step, and the measured gains by sequence length. The first stage has milliseconds instead
+    of gains.
 
     Returns:
-        The sequence lengths; and (prediction, a value for each length) by pass, head dimension and mask. None: not known.
+        The sequence lengths, and (prediction, a value for each length) by pass, head dimension and mask. None stands for an
+        unknown value.
     """
     parent = stages.parent(name)
     counts, _ = load_counts(TRAFFIC)
@@ -216,7 +218,7 @@ def units_of_step(name: str) -> str:
 
 
 def spread_table(name: str) -> str:
-    """Format the time of a stage's forward over its parent's, for wider score distributions."""
+    """Format the time of a stage's forward divided by that of its parent's, for wider score distributions."""
     records, machine = load_run(run_file("spread"))
     ms = {(r["impl"], r["dtype"], r["causal"], r["score_std"]): r["ms"] for r in records}
     deviations = sorted({record["score_std"] for record in records})
@@ -257,13 +259,13 @@ def wide_table(name: str) -> str:
 
 
 def timeline_table() -> str:
-    """Format the model's cycles of the Gluon stages next to the measured cycles of their main kernels."""
+    """Format the Gluon stages' cycles in the model, next to the measured cycles of the stages' main kernels."""
     model, _ = load_counts(TIMELINE)
     units = json.loads(UNITS.read_text())
     seq_len = units["cases"][0]["seq_len"]
 
     def cycles(stage, *span):
-        """Return the measured cycles of an SM in a pass's longest kernel, for SCORES scores."""
+        """Return the measured cycles that an SM takes for SCORES scores in a pass's longest kernel."""
         wanted = (stage, *span)
         for case in units["cases"]:
             if (case["impl"], case["pass"], case["head_dim"], case["causal"]) == wanted:
@@ -322,7 +324,7 @@ KEPT = (  # the tables of results/ that are committed; `make table` prints any o
 
 
 def tables_of(path: Path) -> str:
-    """A JSON file of results/ as a document: a heading and its tables.
+    """Return a document for a JSON file of results/: a heading and the file's tables.
 
     Raises:
         ValueError: the file has no tables.
@@ -364,7 +366,7 @@ FRONT = {
 
 
 def with_passages(path: Path, passages: dict[str, Callable[[], str]]) -> str:
-    """The text of a document with all that stands between markers written again."""
+    """Return a document's text, in which everything between markers is written again."""
     text = path.read_text()
     for name in re.findall(r"<!-- (\w+): written by make readme -->", text):
         text = with_table(text, name, passages[name]())

@@ -1,4 +1,4 @@
-"""The README's front page: a sentence on where the newest stage stands, and the ladder of all stages."""
+"""Write the generated parts of README.md: the newest stage's speed, and the ladder of all stages."""
 
 import math
 import re
@@ -28,7 +28,7 @@ HEAD_DIM = max(HEAD_DIMS)  # of the numbers on the front page
 
 
 def names_in(found: list[Run]) -> list[str]:
-    """The implementations in the runs: libraries as the oldest run has them, then the stages in their order."""
+    """Return the implementations in the runs: first the libraries in the oldest run's order, then the stages in their order."""
     return implementations([record for run in reversed(found) for record in run.records])
 
 
@@ -48,7 +48,8 @@ def origins(used: list[Run]) -> str:
 
 
 def share_of_the_fastest(found: list[Run], name: str, pass_: str) -> tuple[float, Run] | None:
-    """A stage's speed over that of the fastest library at each point, and the run with both; None where no run has both."""
+    """Return how many times as fast a stage is as the fastest library at each point, and the run with both. None means that no
+    run has both."""
     run = newest(found, pass_, HEAD_DIM, name)
     if not run:
         return None
@@ -62,7 +63,7 @@ def share_of_the_fastest(found: list[Run], name: str, pass_: str) -> tuple[float
 
 
 def row(found: list[Run], name: str) -> tuple[list[str], list[Run]]:
-    """A stage's cells in the ladder, and the runs that they are from."""
+    """Return a stage's cells in the ladder, and the runs with the cells' numbers."""
     parent, used = stages.parent(name), []
     text = idea(name).removeprefix("A dead end: ").rstrip(".")
     text = text[0].upper() + text[1:] if text.split()[0].islower() else text
@@ -100,7 +101,7 @@ def ladder(found: list[Run]) -> str:
         table = tabulate(
             rows, ["dead end" if dead else "stage", *headers[1:]], tablefmt="pipe", disable_numparse=True, colalign=align
         )
-        tables.append(re.sub(" {2,}", " ", re.sub("-{4,}", "---", table)))  # or a long cell makes every row as long
+        tables.append(re.sub(" {2,}", " ", re.sub("-{4,}", "---", table)))  # otherwise a long cell makes every row as long
     words = (
         "*lines changed*: how many lines the stage adds to `forward.py` and `backward.py`, plus how many it removes. "
         "*× parent*: the parent's time over the stage's time. "
@@ -121,7 +122,7 @@ def ladder(found: list[Run]) -> str:
 
 
 def headline(found: list[Run]) -> str:
-    """A table: how fast the newest stage is, next to the first stage and to the libraries.
+    """Return a table that compares the newest stage's speed with the first stage and the libraries.
 
     Args:
         found: as `common.show.results.runs` gives them.

@@ -104,7 +104,7 @@ def example(source: str) -> str:
 
 
 def without_past_notes(code: str, name: str) -> str:
-    """Remove the lines `# NOTE: …` that name a stage up to `name`, which is no longer ahead."""
+    """Remove the lines `# NOTE: …` that name stage `name` or an earlier stage. Such a stage is no longer ahead."""
 
     def kept(match):
         named = [stages.position(f"{version}_") for version in re.findall(r"\bv\d+[a-z]?\b", match[0])]
@@ -120,7 +120,8 @@ def with_docstring(code: str, docstring: str) -> str:
 
 
 def with_parent(code: str, source: str, name: str) -> str:
-    """Return the module code of stage `source` for stage `name`, with a `PARENT` unless the number implies it."""
+    """Return the module code of stage `source`, adapted to stage `name`. Add a `PARENT` line unless the number implies the
+    parent."""
     code = re.sub(r"^PARENT = .*\n", "", code, flags=re.MULTILINE)
     if stages.parent(name) == source:
         return code
@@ -141,10 +142,11 @@ def with_line(text: str, pattern: str, line: str) -> str:
 
 
 def make(source: str, name: str) -> bool:
-    """Write stages/`name` with the code of stage `source`, its README.md row and its line in tests/predictions.py; or nothing.
+    """Write stages/`name` with the code of stage `source`, and the new stage's lines in README.md and tests/predictions.py.
+    After an error, write nothing.
 
     Returns:
-        Whether `source` has a prediction of its bytes and FLOPs, which is copied for the new stage.
+        Whether `source` has a prediction of its bytes and FLOPs. Such a prediction is copied for the new stage.
     """
     directory = results.ROOT / "stages"
     old, new = source.split("_")[0], name.split("_")[0]

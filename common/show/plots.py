@@ -35,7 +35,8 @@ from common.show.results import (  # noqa: E402
 from common.show.scaling import Scaling, load_ring, ring_files  # noqa: E402
 from common.show.tables import PASS_NAMES  # noqa: E402
 
-# Peers are dashed with hollow markers, in colours that no stage has and that colour-blind readers can tell apart.
+# Peers have dashed lines and hollow markers. Their colors are not those of any stage, and color-blind readers can tell them
+# apart.
 PEER_STYLES = (
     {"color": "0.55", "linestyle": "--", "marker": "o"},
     {"color": "0.15", "linestyle": ":", "marker": "s"},
@@ -56,8 +57,8 @@ SAME = 1.02  # lines overlap if they differ by less than this factor everywhere
 
 
 def style(name: str, names: list[str]) -> dict:
-    """Return the colour, line and marker of an implementation, equal in all plots with the same `names`. Stages are solid lines
-    from dark to bright; a marker is hollow when it is used a second time."""
+    """Return the color, line and marker of an implementation. All plots with the same `names` have the same styles. Stages have
+    solid lines, from dark to bright. A marker is hollow when it is used a second time."""
     if not stages.position(name):
         baselines = [other for other in names if not stages.position(other)]
         return {**PEER_STYLES[baselines.index(name) % len(PEER_STYLES)], "markerfacecolor": "white"}
@@ -69,7 +70,7 @@ def style(name: str, names: list[str]) -> dict:
 
 
 def together(lines: dict[str, list[tuple]]) -> list[list[str]]:
-    """Group the names whose lines overlap, in the given order; a line is a list of (x, y), y > 0."""
+    """Group the names whose lines overlap. Names keep their order. A line is a list of (x, y) with y > 0."""
     groups = []
     for name, points in lines.items():
         for group in groups:
@@ -96,7 +97,7 @@ def in_short(group: list[str], names: list[str]) -> str:
 
 
 def _lines(axes, records: list[dict], names: list[str], value: str, unit: float = 1.0) -> dict[str, list[tuple]]:
-    """Plot a line per implementation, value times `unit` against sequence length; return the points."""
+    """Plot a line for each implementation: `value` times `unit` against sequence length. Return the points."""
     lines = {}
     for name in names:
         points = sorted((r["seq_len"], r[value] * unit) for r in records if r["impl"] == name and "failure" not in r)
@@ -136,7 +137,8 @@ def _selected(found, names, pass_, head_dim, causal):
 
 
 def _label_ends(axes, lines: dict[str, list[tuple]], names: list[str]):
-    """Name each line to the right of its last point, in its colour, no two names closer than `LABEL_GAP` of the axis."""
+    """Write each line's name to the right of its last point, in the line's color. No two names are closer than `LABEL_GAP` of
+    the axis."""
     low, high = axes.get_ylim()
     gap, below = LABEL_GAP * (high - low), low - (high - low)
     for name, points in sorted(lines.items(), key=lambda line: line[1][-1][1]):
@@ -148,7 +150,7 @@ def _label_ends(axes, lines: dict[str, list[tuple]], names: list[str]):
 
 
 def _speed(found, names, pass_):
-    """Few stages, chosen for the story, and the libraries; each line has its name at its end."""
+    """Plot a few stages, chosen for the story, and the libraries. Each line has its name at its end."""
     stage_names = [name for name in names if stages.position(name)]
     chosen = [name for name in names if name not in stage_names or stages.version(name) in STORY or name == stage_names[-1]]
     figure, grid = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
@@ -222,7 +224,7 @@ def _gain(found, names):
 def _evolution(found, names):
     """Plot the summary's means for the largest head dimension: bars for the stages, lines for the libraries.
 
-    Each is from its newest run. Colours of bars and labels of lines show the run.
+    Each mean is from the implementation's newest run. The colors of bars and the labels of lines show the run.
     """
     figure, grid = plt.subplots(1, 2, figsize=(13, 4.4), layout="constrained", sharey=True)
     for axes, pass_ in zip(grid, ("fwd", "bwd"), strict=True):
@@ -278,7 +280,8 @@ def draw_decoding(records: list[dict], machine: dict, directory: Path):
 
 
 def _scaling(found):
-    """Plot the rate per GPU against the number of GPUs: solid for equal tokens per GPU, dotted for equal sequence length."""
+    """Plot the rate per GPU against the number of GPUs. Solid lines have equal tokens per GPU, dotted lines equal sequence
+    length."""
     tokens = sorted({r["seq_len"] // r["ranks"] for r in found.records if r["ranks"] == found.ranks})
     passes = [pass_ for pass_ in PASS_NAMES if any(r["pass"] == pass_ for r in found.records)]
     figure, grid = plt.subplots(len(passes), len(tokens), figsize=(10, 3.6 * len(passes)), layout="constrained", squeeze=False)
@@ -299,7 +302,7 @@ def _scaling(found):
 
 
 def draw_scaling(name: str, run: dict, directory: Path):
-    """Write a plot, with that name, of a `make bench-ring` run with several numbers of GPUs."""
+    """Plot a `make bench-ring` run with several numbers of GPUs. The file is `name`.png."""
     found, facts = Scaling(run), run["machine_info"]
     figure, first = _scaling(found), found.records[0]
     model = f"H={first['heads']}, D={first['head_dim']}, {'causal' if first['causal'] else 'full'}, {first['dtype']}"

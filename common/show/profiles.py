@@ -1,4 +1,4 @@
-"""Tables of Nsight Compute's measurements: traffic next to the counts, and how busy the units of the GPU are."""
+"""Format tables of Nsight Compute's measurements: the traffic next to the counted traffic, and how busy the GPU's units are."""
 
 import re
 
@@ -10,7 +10,7 @@ from common.measure.workloads import Workload
 from common.show.tables import PASS_NAMES, title
 
 SHOWN_STALLS = 2  # the most frequent stall reasons
-LEAST_SHARE = 0.02  # of a case's time; the table omits kernels with less
+LEAST_SHARE = 0.02  # share of a case's time; the table omits kernels with a smaller share
 
 
 def _ratio(measured: float, counted: float) -> str:
@@ -18,7 +18,7 @@ def _ratio(measured: float, counted: float) -> str:
 
 
 def traffic_table(result: dict) -> str:
-    """Format a measured and counted file as a markdown table: MB, and measured over counted.
+    """Format a file of measured and counted traffic as a markdown table: MB, and measured MB over counted MB.
 
     With GQA the table also has the numbers of heads and the bytes between the L2 cache and device memory.
     """

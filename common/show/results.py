@@ -19,7 +19,7 @@ HEAD_DIMS = (64, 128)
 
 
 def run_file(name: str) -> Path:
-    """Return the path of a run in results/; a part of the reference has the name of `bench.py --reference`."""
+    """Return the path of a run in results/. A part of the reference run has the name that `bench.py --reference` takes."""
     return ROOT / "results" / f"{name}-h200.json"
 
 
@@ -64,9 +64,8 @@ class Run:
     """A saved run's records of the papers' workloads, including S = 512.
 
     Attributes:
-        records: float16, 16k tokens, hidden size 2048, normally distributed inputs; including failures.
-        machine: GPU, versions, commit and date.
-        ended: the end time as a sortable string.
+        records: those with float16, 16k tokens, hidden size 2048 and normally distributed inputs, including failures. machine:
+        GPU, versions, commit and date. ended: the end time as a sortable string.
     """
 
     records: list[dict]
@@ -135,7 +134,7 @@ def rate(runs: list[Run], impl: str, pass_: str, head_dim: int) -> tuple[float, 
 
 
 def chain(runs: list[Run], new: str, old: str, pass_: str, head_dim: int) -> list[tuple[str, str, float, Run]] | None:
-    """Return a shortest chain of gains whose product compares `new` with `old`, because no single run may have both.
+    """Return a shortest chain of gains whose product compares `new` with `old`, which may have no run in common.
 
     Returns:
         (later stage, earlier stage, gain, run) of each link; None if no links lead from `old` to `new`.
@@ -152,7 +151,7 @@ def chain(runs: list[Run], new: str, old: str, pass_: str, head_dim: int) -> lis
 
 
 def number(runs: list[Run], run: Run) -> int:
-    """Return the number of a run in captions: 1 is the oldest. Files of one GPU, commit and day share a number."""
+    """Return the number of a run in captions; the oldest run has 1. Files from the same GPU, commit and day share a number."""
     origins = list(dict.fromkeys(origin(other.machine, dated=True) for other in reversed(runs)))
     return origins.index(origin(run.machine, dated=True)) + 1
 
@@ -205,9 +204,10 @@ def mean_ratio(ours: dict, theirs: dict) -> float | None:
 
 
 def speedup(records: list[dict], impl: str, over: str, pass_: str, head_dim: int) -> float | None:
-    """Return how many times as fast `impl` is as `over` in one run: the mean over `MEAN_OVER`, causal and not.
+    """Return how many times as fast `impl` is as `over` in one run.
 
-    Only points at which both were measured count (v0 runs out of memory at some); None if there are none.
+    The result is the mean over `MEAN_OVER`, causal and not. Only points at which both were measured count, because v0 runs out
+    of memory at some points. Return None if there are no such points.
     """
     return mean_ratio(*(times_of(records, name, pass_, head_dim) for name in (impl, over)))
 
@@ -281,7 +281,7 @@ def bytes_of(case: dict) -> int:
 
 
 def bytes_in_words(before: int, after: int) -> str:
-    """Compare `after` bytes with the parent's `before` bytes: "1.94 times fewer bytes"."""
+    """Say how a stage's `after` bytes compare with its parent's `before` bytes: "1.94 times fewer bytes"."""
     ratio = before / after
     if f"{ratio:.2f}" == "1.00":
         return "the same bytes"

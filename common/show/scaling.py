@@ -35,12 +35,13 @@ class Scaling:
         self._by_case = {_key(r, r["ranks"], r["seq_len"]): r for r in self.records}
 
     def weak(self, record: dict) -> float | None:
-        """Return the rate per GPU over one GPU's rate with the same tokens per GPU; None if not measured."""
+        """Return the rate per GPU divided by the rate of one GPU with the same tokens; None if one GPU was not measured."""
         alone = self._by_case.get(_key(record, 1, record["seq_len"] // record["ranks"]))
         return record["tflops"] / alone["tflops"] if alone else None
 
     def strong(self, record: dict) -> float | None:
-        """Return the speedup over one GPU with the same sequence, divided by the number of GPUs; None if not measured."""
+        """Return the speedup over one GPU with the same sequence, divided by the number of GPUs; None if one GPU was not
+        measured."""
         alone = self._by_case.get(_key(record, 1, record["seq_len"]))
         return alone["ms"] / record["ms"] / record["ranks"] if alone else None
 

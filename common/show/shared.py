@@ -1,4 +1,4 @@
-"""Tables for GQA, and for another head dimension of v than of k."""
+"""Format tables for GQA, and for workloads in which Dv differs from D."""
 
 import itertools
 import statistics
@@ -23,7 +23,8 @@ def _mask(workload):
 
 
 def remarks(records: list[dict]) -> list[str]:
-    """Return the notes below a run's tables: libraries' messages on unsupported workloads, and the meaning of a star."""
+    """Return the notes below a run's tables. They have the libraries' messages on unsupported workloads, and the meaning of a
+    star."""
     notes = [f"{spoken(record['impl'])}: {' '.join(record['note'].split())}" for record in records if record.get("note")]
     found = list(dict.fromkeys(notes))
     if any(record.get("launch_hidden") is False for record in records):
@@ -51,7 +52,8 @@ class _Run:
         return self.records.get((impl, point, sharing), {})
 
     def ratio(self, point, sharing, over):
-        """Return the stage's time over a peer's, or over its own without GQA; None if one was not measured."""
+        """Return the stage's time divided by a peer's time, or by the stage's own time without GQA; None if a time is
+        missing."""
         theirs = self.record(self.stage, point) if over == self.stage else self.record(over, point, sharing)
         times = self.record(self.stage, point, sharing).get("ms"), theirs.get("ms")
         return times[0] / times[1] if all(times) else None
@@ -85,7 +87,7 @@ def _summary(run):
 
 
 def _each(run):
-    """Format a row for each point, with values for each number of query heads per K/V head in a cell."""
+    """Format a table with a row for each point. A cell has a value for each number of query heads per K/V head."""
 
     def ratios(point, over):
         found = [run.ratio(point, sharing, over) for sharing in run.sharing if sharing > 1 or over != run.stage]
@@ -107,7 +109,7 @@ def _each(run):
 
 
 def _other_dims(run):
-    """Format TFLOP/s of all implementations for workloads with another head dimension of v than of k."""
+    """Format TFLOP/s of all implementations for workloads in which v and k have different head dimensions."""
     names = (run.stage, *run.peers)
     rows = [
         [PASS_NAMES[w.pass_], w.head_dim, w.value_dim, _mask(w), *(run.cell(impl, w) for impl in names)] for w in run.other_dims

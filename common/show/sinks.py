@@ -9,8 +9,8 @@ from common.show.results import load_run, origin, run_file, spoken
 
 
 def sinks_table(name: str) -> str:
-    """Format a stage's speed, and in brackets the previous stage's, over the run's first stage, which keeps a running
-    maximum."""
+    """Format how many times as fast a stage, and in brackets the previous stage, is as the run's first stage. The first stage
+    keeps a running maximum."""
     path = run_file("sinks")
     if not path.exists():
         return "Not measured yet."

@@ -1,4 +1,6 @@
-"""The walk from stage to stage: the idea, the size of the change, the traffic that it saves and the speed that it gains.
+"""Walk from stage to stage.
+
+Show each idea, the size of the change, the traffic that the change saves, and the speed that it gains.
 
 python -m common.show.story               # all steps, from committed files alone
 python -m common.show.story diff v4 v5    # one step, code first
@@ -79,7 +81,8 @@ def _wrapped(text: str, indent: str = "", hanging: str = "") -> str:
 
 
 def speed_line(runs: list[results.Run], old: str, new: str, pass_: str) -> str:
-    """Return a line with the speed of a pass of `new` over `old`, by head dimension, and the run's number."""
+    """Return a line on how many times as fast a pass of `new` is as that of `old`, by head dimension. The line names the run's
+    number."""
     cells = {}  # by the run's number
     for head_dim in results.HEAD_DIMS:
         if found := results.gain(runs, new, old, pass_, head_dim):
@@ -93,7 +96,7 @@ def speed_line(runs: list[results.Run], old: str, new: str, pass_: str) -> str:
 
 
 def _moved(label: str, bytes_at: dict[int, tuple[int, int]]) -> list[str]:
-    """Return a line on bytes, given (before, after) by head dimension; no line without bytes."""
+    """Return a line on bytes. `bytes_at` has (before, after) by head dimension. If it is empty, return no line."""
     words = {head_dim: results.bytes_in_words(*both) for head_dim, both in bytes_at.items()}
     if set(words.values()) == {"the same bytes"}:
         words = {", ".join(f"D={head_dim}" for head_dim in words): "the same bytes"}
@@ -103,8 +106,8 @@ def _moved(label: str, bytes_at: dict[int, tuple[int, int]]) -> list[str]:
 
 
 def bytes_lines(counts: list[dict], old: str, new: str, pass_: str) -> list[str]:
-    """Return lines that compare the bytes of a pass of `new` and `old`: counted at fixed tiles, and measured at equal tuned
-    tiles.
+    """Return lines that compare the bytes of a pass of `new` and `old`. Some bytes are counted at fixed tiles, others are
+    measured at equal tuned tiles.
 
     Args:
         counts: the records of `results.TRAFFIC`; empty if the file is missing.

@@ -12,7 +12,7 @@ NO_GPU = "No GPU: kernels were interpreted. Times are those of the counted bytes
 
 
 def _times(records: list[dict], impl: str | None, on_gpu: bool, **values) -> dict:
-    """Return an implementation's time for each workload, from the records with these values."""
+    """Return an implementation's time for each workload. Only records with these `values` count."""
     time = "ms" if on_gpu else "roofline_us"
     workload = ("pass", "seq_len", "kv_len", "batch", "heads", "kv_heads", "head_dim", "value_dim", "causal", "dtype")
     workload += ("score_std", "sink")
@@ -32,14 +32,14 @@ def _total(records, impl, name, **values) -> float:
 
 
 def _change(before: float, after: float) -> str:
-    """Format how many times fewer or more there are after than before."""
+    """Say in words how `after` compares with `before`: "1.94 times fewer", or "as many"."""
     if round(before / after, 2) == 1:
         return "as many"
     return f"{before / after:.2f} times fewer" if after < before else f"{after / before:.2f} times more"
 
 
 def _steps(records, names, on_gpu) -> dict[str, float]:
-    """Return the stages whose parent was measured too, and how many times as fast as the parent they are."""
+    """Return how many times as fast as its parent each stage is. A stage whose parent was not measured is left out."""
     gains = {name: _gain(records, name, stages.parent(name), on_gpu) for name in names if stages.position(name)}
     return {name: gain for name, gain in gains.items() if gain}
 

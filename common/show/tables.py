@@ -1,4 +1,4 @@
-"""The tables of a benchmark run, computed only from its records, in memory or from a JSON file."""
+"""Format the tables of a benchmark run. They depend only on the run's records, which are in memory or from a JSON file."""
 
 import textwrap
 from itertools import groupby
@@ -46,7 +46,7 @@ def title(impl: str) -> str:
 
 
 def short_commit(commit: str) -> str:
-    """Shorten a commit to twelve digits, and "+dirty" if files differ from it."""
+    """Shorten a commit to twelve digits. Keep "+dirty", which means that files differ from the commit."""
     digits, dirty, _ = commit.partition("+dirty")
     return digits[:12] + dirty
 
@@ -70,7 +70,8 @@ def _ratio(a, b, factor=1.0):
 
 
 def _time_before(impl, time_at):
-    """Return the parent's time, by the stage's position, because its directory may have been renamed since the run."""
+    """Return the parent's time. The parent is found by its position, because its directory may have been renamed since the
+    run."""
     parent = stages.parent(impl)
     return parent and time_at.get(stages.position(parent))
 
@@ -108,14 +109,15 @@ def _count_cells(record, time_at):
 
 
 def _where(record):
-    """Return which row of a table a note is about."""
+    """Return a text that names the table row of a note."""
     keys = "" if record["kv_len"] == record["seq_len"] else f", {_KV_LEN}={record['kv_len']}"
     heads = "" if record["kv_heads"] == record["heads"] else f", {record['kv_heads']} {_KV_HEADS}"
     return f"S={record['seq_len']}{keys}{heads}"
 
 
 def _rows(records, machine, headers, name):
-    """Yield the rows of one table by workload; only a workload's first row has its shape. `name` formats an implementation."""
+    """Yield the rows of one table, grouped by workload. Only the first row of a workload shows the shape. `name` formats an
+    implementation."""
     for _, group in groupby(sorted(records, key=_by(_WORKLOAD)), key=_by(_WORKLOAD)):
         group = sorted(group, key=lambda record: stage_order(record["impl"]))
         time = "ms" if machine["gpu"] else "roofline_us"
@@ -136,9 +138,10 @@ def _rows(records, machine, headers, name):
 
 
 def _fitted(rows: list[list], headers: list[str], columns: int | None) -> str:
-    """Format the table, without the first columns of `_LEFT_OUT` if it is too wide; with all columns if `columns` is None.
+    """Format the table.
 
-    If the table is still too wide, versions replace the names of stages.
+    If the table is too wide, drop columns in the order of `_LEFT_OUT`. If it is still too wide, versions replace the names of
+    stages. If `columns` is None, drop nothing.
     """
     name = headers.index("implementation")
     short = [[*row[:name], row[name].split("_")[0], *row[name + 1 :]] for row in rows]
@@ -158,17 +161,17 @@ def speed_table(records: list[dict], machine: dict, columns: int | None = None) 
     """Format a markdown table for each pass, head dimension, head dimension of v, mask, dtype and score distribution.
 
     Args:
-        records: all records of one run: each benchmark's `extra_info`, and the "failures" of its JSON file. A record has the
-            fields of `Workload.record` (older runs lack the last ones), `impl`, and one of: `failure` and `note`; on a GPU
-            `flops`, `ms`, `iqr_ms`, `tflops`, `launch_hidden`, `peak_extra_mib`, `host_us` and optionally `host_iqr_us` and
-            `in_a_row_us`; without a GPU the fields of `common.measure.traffic.costs`.
-        machine: the file's "machine_info": `gpu` (None: interpreted, the tables show counts and times at the peaks of
-            `roofline`), `torch`, `triton`, `commit`, `date`, `matmul_tflops` by dtype, and optionally `copy_gbps`.
-        columns: the maximum line length; None shows all columns, in lines of any length.
+        records: all records of one run: each benchmark's `extra_info`, and the "failures" of its JSON file. A record has `impl`
+        and the fields of `Workload.record`; older runs lack the last fields. A failed case also has `failure` and `note`. A
+        case on a GPU also has `flops`, `ms`, `iqr_ms`, `tflops`, `launch_hidden`, `peak_extra_mib` and `host_us`, and
+        optionally `host_iqr_us` and `in_a_row_us`. A case without a GPU also has the fields of `common.measure.traffic.costs`.
+        machine: the file's "machine_info": `gpu`, `torch`, `triton`, `commit`, `date`, `matmul_tflops` by dtype, and optionally
+        `copy_gbps`. If `gpu` is None, kernels were interpreted, and the tables show counts and times at the peaks of
+        `roofline`. columns: the maximum line length; None shows all columns, in lines of any length.
 
-    Baselines come first, then the stages in stage order. "× parent" and "× v0" are how many times as fast a stage is as its
-    parent and as v0; "-" is not measured. "host µs" is a median ± an interquartile range; "µs in a row" is the time of a short
-    call among back-to-back calls, with launches that are not hidden.
+    Baselines come first, then the stages in stage order. "× parent" says how many times as fast a stage is as its parent, "×
+    v0" how many times as fast as v0. "-" means not measured. "host µs" is a median ± an interquartile range. "µs in a row" is
+    the time of a short call among back-to-back calls. Its launches are not hidden.
     """
     records = [record | Workload.of(record).record() for record in records]
     headers = list(_TIME_HEADERS if machine["gpu"] else _COUNT_HEADERS)

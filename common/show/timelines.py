@@ -1,4 +1,6 @@
-"""Draw what one SM does: a lane for each unit, coloured by the partition that it works for.
+"""Draw what one SM does.
+
+Each unit has a lane, and the color shows the partition for which the unit works.
 
     make timeline STAGE=v14 ARGS="--pass bwd --head-dim 128"   # anywhere; writes to plots/timelines
 
@@ -29,7 +31,7 @@ from common.show.tables import PASS_NAMES  # noqa: E402
 GLUON = [name for name in stages.names() if has_gluon(name)]
 TIMELINES = PLOTS / "timelines"
 CYCLES = 5000  # drawn cycles
-FROM = 15 / 32  # begin at this share of the kernel's time: inside a tile if 8, 16 or 32 tiles or programs follow each other
+FROM = 15 / 32  # the picture begins at this share of the kernel's time: inside a tile, if 8, 16 or 32 follow each other
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")  # also for colour-blind readers
 NARROW = 0.04  # of the width; narrower spans have no label
 
@@ -83,7 +85,7 @@ def draw(name: str, workloads: list[Workload], path: Path):
 
 
 def draw_recorded(recorded: dict, path: Path):
-    """Write a plot of the partitions' work recorded on a GPU, above their work in the model: a lane for each partition."""
+    """Write a plot of what the partitions did on a GPU, above what they do in the model. Each partition has a lane."""
     names = ("batch", "heads", "seq_len", "head_dim", "causal", "dtype")
     workload = Workload(recorded["pass"], **{name: recorded[name] for name in names} | {"batch": 1, "heads": 1})
     longest = max(simulate(stages.load(recorded["impl"]), workload, measured_rates()), key=lambda timing: timing.end)

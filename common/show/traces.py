@@ -1,4 +1,4 @@
-"""Which tiles a stage reads and writes, and when: drawn, and as events for Perfetto.
+"""Show which tiles a stage reads and writes, and when: as a picture, or as events for Perfetto.
 
     make trace STAGE=v2,v3                                # anywhere; writes plots/traces/v2-v3-fwd-d32-causal-s1024.png
     make trace STAGE=v12 ARGS="--perfetto /tmp/v12.json"  # opens in https://ui.perfetto.dev and chrome://tracing
@@ -31,8 +31,8 @@ from common.show.tables import PASS_NAMES  # noqa: E402
 TRACES = PLOTS / "traces"
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442")  # of programs, in turn
 WRITES = {"write": "black", "add": "#B22222"}
-FEW = 2  # rows; a tensor with fewer has no lane
-WIDTH, LANE, GAP = 9.0, 0.42, 0.25  # inches, of the picture, of a lane, and above a stage
+FEW = 2  # number of rows; a tensor with fewer has no lane
+WIDTH, LANE, GAP = 9.0, 0.42, 0.25  # in inches: width of the picture, height of a lane, gap above a stage
 
 
 def lanes(recorded: Trace) -> list[str]:
@@ -41,12 +41,13 @@ def lanes(recorded: Trace) -> list[str]:
 
 
 def has_cycles(recorded: Trace) -> bool:
-    """Whether launches were timed. Then accesses of other launches, such as PyTorch's, take no time."""
+    """Whether any launch was timed. If so, accesses of launches that were not timed, such as PyTorch's, take no time."""
     return any(recorded.spans.values())
 
 
 def moments(recorded: Trace) -> list[tuple[float, float]]:
-    """The begin and the end of each access on the time axis: in cycles, or else in MB moved before it."""
+    """Return the begin and the end of each access on the time axis. The unit is cycles or, if no launch was timed, the MB moved
+    so far."""
     if has_cycles(recorded):
         before = list(itertools.accumulate((_cycles(recorded, launch) for launch in range(len(recorded.launches))), initial=0))
         return [
@@ -94,7 +95,7 @@ def _draw(axes, name: str, recorded: Trace, unit: str):
 
 
 def draw(names: list[str], workload: Workload, path: Path) -> list[Trace]:
-    """Write a picture with a panel for each stage, in one scale if the panels have one unit; return the traces."""
+    """Write a picture with a panel for each stage, and return the traces. Panels with the same unit have the same scale."""
     recorded = [trace(stages.load(name), workload) for name in names]
     heights = [max(1, len(lanes(each))) * LANE + GAP for each in recorded]
     figure, grid = plt.subplots(
@@ -128,9 +129,10 @@ def draw(names: list[str], workload: Workload, path: Path) -> list[Trace]:
 
 
 def perfetto(traces: dict[str, Trace]) -> dict:
-    """Traces as trace events: a process for each stage's launch, a thread for each tensor and for each unit of the SM.
+    """Return the traces as trace events.
 
-    Timed launches have a cycle for a microsecond. In others each access takes one.
+    Each launch of a stage is a process. Each tensor and each unit of the SM is a thread. In a timed launch, a microsecond
+    stands for a cycle. In other launches, each access takes a microsecond.
     """
     events = []
     processes = itertools.count(1)

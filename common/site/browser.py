@@ -18,7 +18,7 @@ def path() -> str | None:
 
 @contextlib.contextmanager
 def chromium() -> Iterator[Browser]:
-    """A Chromium without a window.
+    """Context manager: yield a Chromium without a window.
 
     Raises:
         SystemExit: none is installed.

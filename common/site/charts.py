@@ -1,4 +1,4 @@
-"""The charts: the speed of all stages and libraries, and a step's gain by sequence length. Vega-Lite draws them."""
+"""Vega-Lite charts: the speed of all stages and libraries, and a step's gain by sequence length."""
 
 import functools
 import itertools
@@ -24,14 +24,15 @@ LOOK = {
 
 
 def kind(name: str) -> str:
-    """What an implementation is, a key of COLORS."""
+    """Return the kind of an implementation, a key of COLORS."""
     if not stages.position(name):
         return "library"
     return "dead end" if stages.is_dead_end(name) else "main line"
 
 
 def speeds() -> list[dict]:
-    """A row for each implementation and workload, from the newest run that has it; and for their means."""
+    """Return a row for each implementation and workload, and for the means over workloads. A row is from the newest run that
+    has it."""
     found = runs()
     rows = {}
     for run in found:
@@ -96,7 +97,7 @@ def speed_spec(rows: list[dict]) -> dict:
 
 
 def gain_svg(name: str) -> str:
-    """A step's gain by sequence length, beside its prediction, as SVG; "" if nothing was measured."""
+    """Return an SVG of a step's gain by sequence length, beside the predicted gain; "" if nothing was measured."""
     rows, predictions = [], []
     lengths, found = gains(name)
     if not stages.parent(name):

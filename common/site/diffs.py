@@ -1,4 +1,4 @@
-"""The code of two stages side by side: highlighted, with the changed words marked and equal lines folded."""
+"""Show the code of two stages side by side. The code is highlighted, changed words are marked, and equal lines are folded."""
 
 import ast
 import difflib
@@ -15,8 +15,8 @@ import stages
 from common.show.story import functions
 
 CONTEXT = 3  # equal lines that stay visible next to a change
-ALIKE = 0.5  # lines of which this share is equal are shown next to each other
-MANY = 4000  # pairs of lines: more are shown in their order
+ALIKE = 0.5  # if this share of two lines is equal, the lines are shown next to each other
+MANY = 4000  # pairs of lines; with more pairs, lines are shown in their order
 
 
 @dataclass
@@ -29,11 +29,10 @@ class Line:
 
 @dataclass
 class Row:
-    """A row of the table: a line of each stage, of which one may be missing.
+    """A row of the table: a line of each stage.
 
-    Attributes:
-        part: the function, at its first row; else "".
-        folded: this row is far from any change.
+    One of the lines may be missing. Attributes: part: the function that begins in this row; else "". folded: this row is far
+    from any change.
     """
 
     old: Line | None
@@ -84,7 +83,8 @@ def _code(tokens: list[tuple], changed: set[int], known: frozenset[str]) -> str:
 
 
 def _differences(old: str, new: str) -> tuple[set[int], set[int]]:
-    """The characters of two lines that the other line lacks, by words; none if the lines have little in common."""
+    """Return, for each of two lines, the characters in words that the other line lacks. Return none if the lines have little in
+    common."""
     words = [re.findall(r"\w+|\s+|[^\w\s]", line) for line in (old, new)]
     matcher = difflib.SequenceMatcher(None, *words, autojunk=False)
     if matcher.ratio() < ALIKE:
@@ -99,7 +99,7 @@ def _differences(old: str, new: str) -> tuple[set[int], set[int]]:
 
 
 def _paired(old: list[str], new: list[str]) -> Iterable[tuple[int | None, int | None]]:
-    """Pairs of lines of a changed block that are alike, in order; the others stand alone."""
+    """Pair the lines of a changed block that are alike. Pair the lines between them in order; None fills the shorter side."""
     best, pair = ALIKE, None
     if len(old) * len(new) <= MANY:
         for i, a in enumerate(old):
@@ -120,7 +120,7 @@ def _paired(old: list[str], new: list[str]) -> Iterable[tuple[int | None, int | 
 
 
 def _first_lines(text: str) -> dict[int, str]:
-    """The functions of a file by the number of the line where they begin, decorators included."""
+    """Return the functions and classes of a file by the number of their first line. The first line may be a decorator."""
     found = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     return {min([node.lineno, *(each.lineno for each in node.decorator_list)]): node.name for node in found}
 

@@ -41,11 +41,11 @@ SELECTED = {"pass": "fwd", "d": "128", "causal": "yes", "s": charts.MEAN}
 
 
 def drawn(marks: list[Mark], end: float, grouped: bool) -> Markup:
-    """The marks of a lane as SVG, in a square of 1000 by 100.
+    """Return the marks of a lane as SVG, in a rectangle of 1000 by 100.
 
     Args:
-        end: of the time axis.
-        grouped: marks with the same words are one path, which keeps thousands of them small.
+        end: the end of the time axis.
+        grouped: if True, marks with the same words are one path. Then thousands of marks need little space.
     """
     paths = {}
     for place, mark in enumerate(marks):
@@ -61,7 +61,7 @@ def drawn(marks: list[Mark], end: float, grouped: bool) -> Markup:
 
 
 def sections(readme: str) -> dict[str, str]:
-    """A stage's README by heading; its generated tables are apart, under "traffic" and "numbers"."""
+    """Return the sections of a stage's README by heading. The generated tables are separate, under "traffic" and "numbers"."""
     found = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", readme, re.MULTILINE | re.DOTALL))
     table = re.compile(r"<!-- traffic:.*?<!-- end of traffic -->\n?", re.DOTALL)
     found["traffic"] = "".join(table.findall(found["Problem"]))

@@ -1,4 +1,4 @@
-"""What the page of a step shows in motion: the accesses of a pass, and what the units of an SM do, for parent and stage."""
+"""Record what the page of a step animates, for parent and stage: the accesses of a pass, and what the units of an SM do."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ UNUSUAL = {
     "v18_wide_backward": {"seq_len": 512, "head_dim": 256},
     "v18a_sums_from_registers": {"head_dim": 128},
 }
-LEAST = 1 / 500  # of the width: the width of the shortest access
+LEAST = 1 / 500  # the width of the shortest access, as a share of the whole width
 FIRST = "Q", "K", "V", "O", "LSE", "dO", "dQ", "dK", "dV"  # in this order in each panel, then temporaries
 
 
@@ -29,11 +29,9 @@ class Mark:
     """A rectangle in a lane.
 
     Attributes:
-        kind: "read", "write" or "add"; for a unit of the SM, "busy".
-        color: a number, of a program or of a partition.
-        start, end: on the time axis.
-        top, bottom: shares of the lane's height.
-        words: what happens.
+        kind: "read", "write" or "add"; for a unit of the SM, "busy". color: the number of a program or of a partition. start,
+        end: positions on the time axis. top, bottom: positions as shares of the lane's height. words: a text that says what
+        happens.
     """
 
     kind: str
@@ -68,8 +66,8 @@ class Scene:
     """A pass of a step.
 
     Attributes:
-        accesses: the panels of parent and stage; of v0, one panel.
-        units: panels of what the units of an SM do, of those of the two that have Gluon kernels.
+        accesses: the panels of parent and stage; v0 has one panel. units: panels of what the units of an SM do. Parent or stage
+        has such a panel if it has Gluon kernels.
     """
 
     pass_: str
@@ -85,7 +83,7 @@ def passes(name: str) -> list[str]:
 
 
 def scenes(name: str) -> list[Scene]:
-    """Record the passes that a stage changes, of its parent and of itself."""
+    """Record the passes that a stage changes, both for the parent and for the stage."""
     shape = USUAL | UNUSUAL.get(name, {})
     gpu = dataclasses.replace(ONE_SM, num_sms=shape.pop("sms", 1))
     return [_scene(name, pass_, shape, gpu) for pass_ in passes(name)]

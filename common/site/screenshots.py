@@ -14,7 +14,7 @@ SHOTS = {"start": "index.html", "v3": "v3.html#time=700", "v12": "v12.html"}
 
 
 def main():
-    """Write a picture of each of these pages, as one sees it first."""
+    """Write a picture of each page in SHOTS. The picture shows what a visitor sees first."""
     terminal.prepare()
     if not (OUT / "index.html").exists():
         raise SystemExit(f"{OUT} does not exist; make site builds it")

@@ -1,4 +1,5 @@
-"""Markdown of the repository as HTML: math as MathML, links that stay within the site, and the glossary's words explained."""
+"""Turn the repository's Markdown into HTML. Math becomes MathML, links stay within the site, and words of the glossary are
+explained."""
 
 import html
 import re
@@ -46,12 +47,10 @@ def page_of(path: Path) -> str:
 
 
 class Texts:
-    """Turns Markdown into HTML, and collects what the pages need besides.
+    """Turns Markdown into HTML, and collects what else the pages need.
 
-    Attributes:
-        definitions: the glossary, HTML by anchor.
-        used: the terms that the current page names; `page` begins a page.
-        files: the code files that texts link to.
+    Attributes: definitions: the glossary as HTML, by anchor. used: the terms that the current page names. `page` begins a new
+    page. files: the code files that texts link to.
     """
 
     def __init__(self, out: Path):
@@ -86,7 +85,7 @@ class Texts:
         return re.sub(r"<!--.*?-->\n?", "", self._parser.render(text), flags=re.DOTALL)
 
     def inline(self, text: str, source: Path) -> str:
-        """The same for a sentence, without a paragraph around it and without explained terms."""
+        """Return the HTML of a sentence, without a paragraph around it. Terms are not explained."""
         self._source = source
         pattern, self._pattern = self._pattern, NOTHING
         found = self._parser.renderInline(text)
@@ -213,7 +212,7 @@ def _math(state, silent: bool) -> bool:
 
 
 def _either_case(term: str) -> str:
-    """A pattern for a term; a word may begin a sentence or not, an abbreviation is as it is."""
+    """Return a pattern for a term. A word may begin with a capital, as in a sentence; an abbreviation keeps its case."""
     first = term[0]
     if term[1:].islower() or " " in term:
         return f"[{first.upper()}{first.lower()}]{re.escape(term[1:])}"

@@ -37,7 +37,8 @@ def losses(attention):
 
 
 def tolerance():
-    """Five times the effect of SDPA's rounding on its losses, plus eight units in the last place of a loss of 5."""
+    """The tolerance: five times the effect of SDPA's rounding on the losses, plus eight units in the last place of a loss of
+    5."""
     return 5 * (losses(sdpa_in_float64) - losses(None)).abs().max() + 4e-6
 
 
@@ -161,7 +162,7 @@ def test_refuses_dropout_in_training():
 
 
 def of_family(family, attn_implementation, **options):
-    """A small model of another family in eval mode, with the same weights for every attention."""
+    """A small model of another family, in eval mode. Its weights do not depend on the attention."""
     llama.register("attention", sdpa)
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(vocab_size=256, intermediate_size=64, pad_token_id=0, **SIZE, **options)

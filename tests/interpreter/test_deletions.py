@@ -19,13 +19,13 @@ from common.runtime import INTERPRETED
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="a GPU only goes wrong sometimes, or hangs")
 
-# Statements that synchronize, waits for matmuls included. Waits on `turns` (v11a) are left out: they only affect speed.
+# Statements that synchronize, also waits for matmuls. Waits on `turns` (v11a) are left out, because they only affect speed.
 STATEMENT = re.compile(
     r"\s+(mbarrier\.(?!wait\(turns\.)(wait|arrive|expect)\(|fence_async_shared\(|tma\.store_wait\("
     r"|(\w+, )*\w+ = warpgroup_mma_wait\(\d, \[[\w, ]+\]\))"
 )
-# (queries, keys, head_dim, value_dim, causal, heads, K/V heads, factor on the usual scale). Each problem takes paths that
-# the others do not. The last overflows in float16 where the maximum is guessed from the first keys.
+# (queries, keys, head_dim, value_dim, causal, heads, K/V heads, factor on the usual scale). Each problem takes paths that the
+# others do not. The last problem overflows float16 in a stage that guesses the maximum from the first keys.
 PROBLEMS = [
     (60, 100, 64, 128, True, 12, 1, 1),
     (300, 330, 64, 64, True, 2, 1, 1),
@@ -38,11 +38,11 @@ PROBLEMS = [
     (600, 1100, 64, 64, False, 2, 2, 10),
 ]
 SEEDS = range(12)
-EVERY = 12  # the default run deletes every 12th statement of a file
+EVERY = 12  # the default run deletes one statement in 12 of a file
 
 
 def statements():
-    """Each statement to delete: stage, part, index of its line."""
+    """Each statement to delete, as (stage, part, index of its line)."""
     for name, part in itertools.product(stages.names(), ("forward", "backward")):
         lines = Path(stages.__path__[0], name, f"{part}.py").read_text().splitlines()
         found = [index for index, line in enumerate(lines) if STATEMENT.match(line)]

@@ -1,6 +1,6 @@
 """The Gluon interpreter runs small kernels in many orders and finds a planted mistake in each order.
 
-A kernel is correct if `MISTAKE` is "none". `error` replaces the line number in a message with that line's text.
+With `MISTAKE` = "none" a kernel is correct. `error` replaces the line number in a message with that line's text.
 """
 
 import itertools
@@ -44,7 +44,7 @@ def _no_seed_for_all(monkeypatch):
 
 
 def tiles(number):
-    """`number` tiles, one below the other, of small integers, so that all arithmetic here is exact."""
+    """`number` tiles, one below the other. They hold small integers, so all arithmetic here is exact."""
     return torch.randint(-4, 5, (number * SIZE.value, SIZE.value)).half()
 
 
@@ -77,7 +77,7 @@ def check_errors(expected, kernel, *arguments, seeds=SEEDS[:10]):
         assert re.search(expected, message), message
 
 
-# --- copies through a ring of buffers, and back
+# --- copies into a ring of buffers, and copies back to memory
 
 
 @gluon.jit
@@ -175,7 +175,7 @@ def test_deadlock_names_what_each_partition_waits_for():
     ]
 
 
-# --- a buffer: every kind of read, then every kind of write
+# --- one buffer: each kind of read, followed by each kind of write
 
 
 @gluon.jit
@@ -239,7 +239,7 @@ def test_buffer_is_written_again_only_after_it_was_read(reader, writer):
         launch(_rewrite_kernel, describe(x), describe(out), reader, writer, False, seed=seed)
         assert torch.equal(out, first @ first if reader == "a matmul" else first)
     race = rf"in _rewrite \(.*\): race: {writer} writes x_s, and {reader} may still read it: .*, in _read \(.*\)\n"
-    if reader == "a load":  # in some orders the load comes after the write
+    if reader == "a load":  # in some orders the load runs after the write
         race += rf"|in _read \(.*\): race: a load reads x_s, and {writer} may still write it: .*, in _rewrite \(.*\)\n"
     check_errors(race, _rewrite_kernel, describe(x), describe(out), reader, writer, True)
 
@@ -275,7 +275,8 @@ def _parts_kernel(x_desc, FIRST: gl.constexpr, DIM: gl.constexpr, SAYS: gl.const
 @pytest.mark.parametrize("first, says", [(8, True), (0, False), (8, False), (4, False), (1, False)])
 @pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
 def test_write_waits_for_every_reader_of_the_same_part(dim, first, says):
-    """One of two readers always arrives. The other may skip this only if it reads another part, which begins at `first`."""
+    """One of two readers always arrives. The other reader's part begins at `first`. It may skip its arrival only if it reads
+    another part than the writer writes."""
     if says or first == 0:
         for seed in SEEDS:
             launch(_parts_kernel, describe(tiles(1)), first, dim, says, seed=seed)
@@ -287,7 +288,7 @@ def test_write_waits_for_every_reader_of_the_same_part(dim, first, says):
         check_errors(race, _parts_kernel, describe(tiles(1)), first, dim, says)
 
 
-# --- asynchronous reads of what ordinary stores wrote
+# --- asynchronous reads of data that ordinary stores wrote
 
 
 @gluon.jit
@@ -490,7 +491,7 @@ def test_wait_leaves_only_the_last_stores_pending(pending):
         launch(_wait_for_stores_kernel, describe(out.zero_()), out, seen, pending, waited_for - 1, seed=seed)
         seen_after_the_wait.add(tuple(seen.tolist()))
         assert out.all()
-    if waited_for:  # stores waited for have ended; the others may have, in any combination
+    if waited_for:  # a store that was waited for has ended; any of the other stores may have ended
         assert seen_after_the_wait == set(itertools.product(*[[1]] * waited_for, *[[0, 1]] * (3 - waited_for)))
     for used in range(waited_for, 3):
         race = rf"race: a store writes x_s\[{used}\], and a copy may still read it: tma.async"
@@ -518,7 +519,7 @@ def _add_kernel(sums_ptr, x_ptr):
 
 
 def test_registers_are_added_to_memory_without_a_read():
-    """Each address receives two elements. The kernel reads no sums back: only the added elements count as read."""
+    """The kernel adds two elements to each address. It does not read the sums, so only the added elements count as read."""
     sums, x = torch.randn(SIZE.value // 2), torch.randn(SIZE.value)
     expected = sums + x[::2] + x[1::2]
     (counted,) = count(lambda: launch(_add_kernel, sums, x, seed=0)).launches
@@ -531,7 +532,7 @@ MARGIN = 48
 
 
 def tile_at(corner, padded):
-    """The tile at `corner`, a view of a tensor with a margin."""
+    """The tile at `corner`: a view of `padded`, which is a tensor with a margin."""
     row, column = corner
     return padded[MARGIN + row :, MARGIN + column :][: SIZE.value, : SIZE.value]
 
@@ -548,7 +549,7 @@ def test_load_is_padded_outside_of_a_tensor(corner, padding):
 @pytest.mark.parametrize("adds", [False, True], ids=["stores", "adds"])
 @pytest.mark.parametrize("corner", [corner for corner in CORNERS if min(corner) >= 0], ids=str)
 def test_store_is_clipped_past_the_end_of_a_tensor(corner, adds):
-    """The memory around the tensor stays unchanged. A store before the tensor is a mistake, see above."""
+    """The memory around the tensor stays unchanged. A store before the tensor is an error, and is tested above."""
     tile, memory = torch.randn(SIZE.value, SIZE.value).half(), torch.randn(40, 40).half()
     expected, padded = memory.clone(), torch.nn.functional.pad(memory[8:32, 8:32], [MARGIN] * 4)
     launch(_move_kernel, describe(tile), describe(memory[8:32, 8:32]), 0, 0, *corner, adds, seed=0)
@@ -655,7 +656,7 @@ def _take_tickets_kernel(takers_ptr, counter_ptr, tickets):
 
 
 def takers(seed, programs=2):
-    """For each of sixteen tickets, the partition and program that took it, in the order of this seed."""
+    """For each of sixteen tickets, the partition and program that took the ticket. The seed decides the order."""
     taken, counter = torch.full((16,), -1), torch.zeros(1, dtype=torch.int32)
     launch(_take_tickets_kernel, taken, counter, len(taken), seed=seed, programs=programs)
     assert counter == len(taken) + 2 * programs

@@ -21,7 +21,7 @@ _recorded = []
 
 
 def _record(result):
-    """A kernel calls this to note a result and its type, by Triton's name."""
+    """Record a result and its type, by Triton's name. Kernels call this function."""
     if isinstance(result, bool):
         data, dtype = torch.tensor(result), "int1"
     elif isinstance(result, int):
@@ -44,7 +44,7 @@ def record(kernel, *arguments):
 
 @triton.jit
 def _note_two(x, y, INTEGERS: tl.constexpr):
-    """Note operations on two values, one of which may be a literal."""
+    """Record the results of operations on two values. One of the values may be a literal."""
     _record(x + y)
     _record(x - y)
     _record(x * y)
@@ -116,7 +116,7 @@ def check_same(in_gluon, in_triton, *arguments):
 
 
 def operands(*numbers):
-    """Tensors of these numbers in each type, and tensors of a single number."""
+    """Tensors of these numbers, one for each type, and tensors that hold a single number."""
     return (
         [torch.tensor(numbers).to(dtype) for dtype in TYPES]
         + [torch.tensor(number) for number in (2.5, 2**31 + 1)]
@@ -209,7 +209,7 @@ def _nan_kernel(x_ptr, y_ptr):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_nan_is_neither_larger_nor_smaller(dtype):
-    """As on a GPU. In Triton's own interpreter, maximum and minimum are NaN if one operand is."""
+    """A GPU does the same. In Triton's own interpreter, maximum and minimum are NaN if one operand is NaN."""
     nan, inf = float("nan"), float("inf")
     x, y, nothing = torch.tensor([[1, nan, nan, -inf], [nan, nan, 3, inf], [nan] * 4], dtype=dtype)
     results = [result for _, result in record(_nan_kernel, x, y)]

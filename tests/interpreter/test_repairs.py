@@ -1,4 +1,4 @@
-"""Triton's interpreter, which replaces a GPU where there is none, computes what a GPU would.
+"""Triton's interpreter runs kernels where there is no GPU. It must compute what a GPU computes.
 
 Run as a script, this file prints the bfloat16 errors of an interpreter without our repairs.
 """
@@ -96,13 +96,13 @@ def test_casts_round_to_nearest_even(dtype):
 
 @pytest.mark.skipif(GPU, reason="the interpreter is not in use here")
 def test_bfloat16_needs_the_repair():
-    """Without the repair the errors are large. Once Triton is fixed, this test fails and the repair can go."""
+    """Without the repair the errors are large. When Triton is fixed, this test fails and the repair can be deleted."""
     import programs
 
     run = programs.python(__file__, TRITON_INTERPRET="1")
     assert run.returncode == 0, run.stderr
     errors = json.loads(run.stdout)
-    operations = [errors[name] for name in ("dot", "sum", "product")]  # NaN if the raw bits happen to encode one
+    operations = [errors[name] for name in ("dot", "sum", "product")]  # NaN if the raw bits happen to mean NaN
     assert not any(error < 0.1 for error in operations), "fixed in Triton: drop the repair"
     assert errors["casts"] > 0
 
@@ -166,7 +166,8 @@ EARLIER = [pytest.param(imports, marks=pytest.mark.long) for imports in ("import
 
 @pytest.mark.parametrize("imports", [*EARLIER, "import triton.language, torch, stages"])
 def test_imports_in_any_order_need_no_environment_variable(imports):
-    """Triton reads TRITON_INTERPRET when it is imported. From then on it compiles or interprets its library functions."""
+    """Triton reads TRITON_INTERPRET when it is imported. After the import, Triton either compiles or interprets its library
+    functions."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     run = subprocess.run(

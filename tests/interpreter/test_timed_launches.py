@@ -1,4 +1,4 @@
-"""The timing model of an SM: partitions wait and share its units. The rates make cycles easy to count."""
+"""The timing model of an SM: partitions wait, and they share the SM's units. The rates here make cycles easy to count."""
 
 import pytest
 import torch
@@ -102,7 +102,7 @@ def test_additions_from_registers_take_their_bytes_and_no_wait():
     assert (sums == 3).all()
 
 
-FILLED = 4 + 500 + 300 + 20  # arrival, copy of the bytes, latency of the copy, end of the wait
+FILLED = 4 + 500 + 300 + 20  # cycles: arrival, copy of the bytes, latency of the copy, end of the wait
 
 
 def tile():

@@ -1,4 +1,4 @@
-"""Only tensors that a descriptor cannot address are copied."""
+"""A tensor is copied only if a descriptor cannot address it."""
 
 import pytest
 import torch

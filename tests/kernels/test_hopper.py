@@ -1,4 +1,4 @@
-"""Hopper kernels run on sm_90 and on the interpreter. Elsewhere their error names a stage to use instead."""
+"""Hopper kernels run on sm_90 and on the interpreter. On other GPUs, the error names a stage to use instead."""
 
 import pytest
 from cases import make_inputs

@@ -53,7 +53,7 @@ def run(program):
 
 
 def test_a_failed_parallel_compilation_is_repeated():
-    """`ast.parse` may fail in one of several threads. The failure was once cached and raised at every launch."""
+    """`ast.parse` may fail in one of several threads. An earlier version cached this failure and raised it at every launch."""
     run("""
 compile_, failures = compiler.compile, []
 
@@ -148,8 +148,8 @@ assert most == 1 and launched
 
 
 def test_no_length_of_1_becomes_a_constant():
-    """A constant length turns a loop into straight code. ptxas then let a matmul read its tile from a wrong address: `dp_t` of
-    v4's dK and dV for D = 64, Dv = 32."""
+    """A constant length turns a loop into straight code. ptxas then let a matmul read its tile from a wrong address: `dp_t` in
+    v4's kernel of dK and dV, with D = 64 and Dv = 32."""
     run("""
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
@@ -176,7 +176,7 @@ assert "heads_per_kv" in constants and not constants & {"seq_q", "seq_k", "diago
 
 
 def test_v15_without_splits_has_the_instructions_of_v14():
-    """In both launches of v15, the compiler does not see the code for splits."""
+    """When v15 does not split, the compiler sees no code for splits in either launch."""
     run("""
 import collections, pathlib, re
 

@@ -1,4 +1,4 @@
-"""Merging attention over two sets of keys gives attention over both. Sums are rounded once."""
+"""Merging attention over two sets of keys gives attention over both. Each sum is rounded only once."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def test_two_sets_of_keys(seq_q, seq_k, cut, value_dim, dtype):
     merge(out, lse, parts[1]["out"].to(dtype), parts[1]["lse"].float())
     whole = truth(q, k, v, False, 1.0)
     torch.testing.assert_close(lse.double(), whole["lse"], rtol=1e-6, atol=1e-6)
-    near = 2 * torch.finfo(dtype).eps + 1e-5  # the LSE, about 30, is rounded too, and a weight is its exponential
+    near = 2 * torch.finfo(dtype).eps + 1e-5  # the LSE, about 30, is rounded too, and a weight is the exponential of an LSE
     torch.testing.assert_close(out.double(), whole["out"], rtol=near, atol=near)
 
 
@@ -37,7 +37,8 @@ def test_merge_into_rows_of_a_larger_result_from_another_layout():
 @pytest.mark.parametrize("into_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_merge_takes_any_dtypes_and_rounds_once(dtype, into_dtype):
-    """The bits are those of a float32 merge, rounded once: in rows of a larger result, and in place."""
+    """The bits equal those of a merge in float32 that is rounded once. The result may be rows of a larger tensor, or replace
+    `out`."""
     out, more = torch.randn(2, 2, 3, 20, 32, device=DEVICE).to(dtype)
     lse, more_lse = torch.randn(2, 2, 3, 20, device=DEVICE)
     expected, expected_lse = out.float().clone(), lse.clone()
@@ -65,7 +66,8 @@ def test_log_sum_exps_that_are_far_apart(apart):
 @pytest.mark.parametrize(("dtype", "part_dtype"), [(torch.bfloat16,) * 2, (torch.float32, torch.float16), (torch.float32,) * 2])
 @pytest.mark.parametrize(("rows", "first", "length"), [(1, 0, 1), (40, 0, 40), (300, 0, 170), (300, 130, 170)])
 def test_a_sum_is_rounded_once(rows, first, length, dtype, part_dtype, into_dtype):
-    """Rows outside the part keep their values. The result is some heads of a larger tensor; the part has another layout."""
+    """Rows outside the part keep their values. The result is some heads of a larger tensor. The part has another layout than
+    the result."""
     whole = torch.randn(2, 3, rows, 32, device=DEVICE).to(dtype)
     part = torch.randn(2, length, 3, 32, device=DEVICE).to(part_dtype).transpose(1, 2)
     expected = whole.float().clone()

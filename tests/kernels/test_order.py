@@ -38,7 +38,8 @@ def test_causal_attention_goes_through_a_group_of_heads_longest_tile_first(group
 
 @pytest.mark.filterwarnings("error")  # numpy warns on the interpreter if a kernel divides by zero
 def test_short_heads_do_not_make_groups_of_two_to_the_32_tiles():
-    """The heads of a group are limited: 2**24 heads of one-byte keys would have 2**32 tiles, which is 0 in int32."""
+    """The number of heads in a group is limited. Without a limit, 2**24 heads of one-byte keys have 2**32 tiles, which int32
+    stores as 0."""
     taken = torch.empty(256, 2, dtype=torch.int32, device=DEVICE)
     _record_kernel[256,](taken, 256, 1, 1, True, 2**24)
     assert taken.tolist() == [[tile, 0] for tile in range(256)]

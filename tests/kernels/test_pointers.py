@@ -1,4 +1,4 @@
-"""Only tensors whose rows cannot be loaded 16 bytes at a time are copied before a kernel addresses them by pointers."""
+"""Kernels address tensors by pointers. A tensor is copied first only if its rows cannot be loaded 16 bytes at a time."""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""A repeated call launches what its function would launch, whatever call came before. A recording keeps no tensor.
+"""A repeated call launches what its function would launch.
+
+Earlier calls do not change this. A recording keeps no tensor.
 
 Stand-ins replace the driver and the compiler. Each test runs in its own process, because this one may interpret kernels.
 """

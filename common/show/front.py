@@ -103,11 +103,11 @@ def ladder(found: list[Run]) -> str:
         )
         tables.append(re.sub(" {2,}", " ", re.sub("-{4,}", "---", table)))  # otherwise a long cell makes every row as long
     words = (
-        "*lines changed*: how many lines the stage adds to `forward.py` and `backward.py`, plus how many it removes. "
+        "*lines changed*: added plus removed lines of `forward.py` and `backward.py`. "
         "*× parent*: the parent's time over the stage's time. "
-        "*% of fastest*: the stage's speed as a share of the fastest library's. The libraries are cuDNN and "
-        "FlashAttention-2, -3 and -4. *same code*: the stage does not change this pass, and small differences are noise. "
-        "`-`: not measured."
+        "*% of fastest*: the stage's speed as a share of the fastest library's (cuDNN, FlashAttention-2, -3 or -4). "
+        "It may come from another run than *× parent*. "
+        "*same code*: the stage does not change this pass, and small differences are noise. `-`: not measured, or no parent."
     )
     dead_ends = (
         "A dead end is an idea that looked good and made attention slower. "
@@ -115,7 +115,7 @@ def ladder(found: list[Run]) -> str:
     )
     over = (
         f"Float16, D = {HEAD_DIM}. Each number is the geometric mean over ten workloads: "
-        "S = 1024 to 16384, with and without a causal mask. Each ratio compares times of one run."
+        "1024 to 16384 tokens, with and without a causal mask. Each ratio compares times of one run."
     )
     measured = f"{over} {origins(used)}."
     return "\n\n".join([words, tables[0], dead_ends, tables[1], measured])
@@ -146,5 +146,7 @@ def headline(found: list[Run]) -> str:
     table = tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=["left"] + ["right"] * (len(headers) - 1))
     words = f"×1.10 means 1.10 times as fast. Float16, on the workloads of the ladder below. {origins(used)}."
     if chained:
-        words += f" The ratio to {spoken(first)} multiplies the gains of two or more runs."
+        words += (
+            f" No run has both {spoken(first)} and {spoken(last)}, so × {spoken(first)} multiplies the gains of several runs."
+        )
     return f"{table}\n\n{words}"

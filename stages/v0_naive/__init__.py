@@ -1,4 +1,4 @@
-"""Textbook attention in PyTorch, with S and P in memory."""
+"""Textbook attention in PyTorch, with all scores in memory."""
 
 from common.operator import make_attention
 

@@ -1,4 +1,4 @@
-"""Matmuls overlap the softmax: each starts before it is needed."""
+"""Each matmul starts early, so that it runs during the softmax."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -1,4 +1,4 @@
-"""The guess includes attention sinks; samples tell when guessing is hopeless."""
+"""The guess includes attention sinks; sampled scores show when guessing would fail."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

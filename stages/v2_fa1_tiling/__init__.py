@@ -1,4 +1,4 @@
-"""FlashAttention tiling: S and P never leave the chip."""
+"""FlashAttention tiling: scores never leave the chip."""
 
 from common.operator import make_attention
 

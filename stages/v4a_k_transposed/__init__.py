@@ -1,4 +1,4 @@
-"""A dead end: K transposed in memory beforehand, not in the dot."""
+"""A dead end: K transposed in memory beforehand, so that no matmul transposes it."""
 
 from common.operator import make_attention
 

@@ -129,3 +129,9 @@ def new_ring(STAGES: gl.constexpr, producers: gl.constexpr, consumers: gl.conste
     """Allocate the barriers (full, empty) of a ring buffer. A slot is full after all producers have filled the slot, and empty
     after all consumers have read the slot."""
     return new_barriers(STAGES, producers), new_barriers(STAGES, consumers)
+
+
+@gluon.jit
+def slot_and_phase(n, slots: gl.constexpr):
+    """Return the slot of the n-th use of a ring buffer, and the parity of the phase that this use completes."""
+    return n % slots, n // slots & 1

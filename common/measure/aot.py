@@ -147,7 +147,8 @@ def _describe(source, metadata, metadata_group, ptxas_log):
 
 def opcodes(ptx: str) -> list[str]:
     """Return the opcode of each instruction, with its modifiers: "add.s32"."""
-    statements = re.split(r"[;{}]", re.sub(r"//.*|^\s*[$\w]+:", "", ptx, flags=re.MULTILINE))
+    # Comments, labels, and directives that end with their line, such as .loc, would hide the next instruction.
+    statements = re.split(r"[;{}]", re.sub(r"//.*|^\s*[$\w]+:|^\s*\.[^;{\n]*$", "", ptx, flags=re.MULTILINE))
     found = (re.match(r"\s*(?:@!?%\w+\s+)?([a-z][\w.:]*)", statement) for statement in statements)
     return [opcode[1] for opcode in found if opcode]
 

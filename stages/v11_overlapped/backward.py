@@ -1,5 +1,7 @@
 """FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +16,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from common.kernels.descriptors import addressable, describe
-from common.kernels.hopper import async_reduce_add, describe_rows, describe_tile, new_barriers, new_ring, require_hopper
+from common.kernels.hopper import (
+    async_reduce_add,
+    describe_rows,
+    describe_tile,
+    new_barriers,
+    new_ring,
+    require_hopper,
+    slot_and_phase,
+)
 from common.kernels.order import tile_and_head
 from common.kernels.replay import replayed
 from common.operator import empty_rows
@@ -27,6 +37,75 @@ ROWS = gl.constexpr(64)  # keys of a consumer, as many rows as a warpgroup's wgm
 CONSUMERS = gl.constexpr(2)
 KEYS = gl.constexpr(CONSUMERS * ROWS)  # of a CTA, whose dK and dV stay in its registers
 SUM_COLUMNS = 256  # columns of dQ's float32 accumulator, as TMA sees it: the widest box that TMA supports
+
+
+class Tensors(NamedTuple):
+    """Tensors in global memory."""
+
+    q: tma.tensor_descriptor
+    k: tma.tensor_descriptor
+    v: tma.tensor_descriptor
+    do: tma.tensor_descriptor
+    stats: tma.tensor_descriptor  # of each query tile: log2(e) * LSE, then delta
+    sums: tma.tensor_descriptor  # dQ's accumulator
+    dk: tma.tensor_descriptor
+    dv: tma.tensor_descriptor
+
+
+class Order(NamedTuple):
+    """The order in which a work tile takes its query tiles; see `_query_tile`."""
+
+    heads_per_kv: gl.tensor
+    first: gl.tensor  # the first query tile that sees one of the keys
+    turning: gl.tensor  # query tiles before the order turns
+    tiles_m: gl.tensor  # query tiles of a head
+    first_head: gl.tensor  # the first query head, counted over all batch elements
+    shift: gl.tensor  # rows of the first query tile before query 0
+
+
+class Tile(NamedTuple):
+    """A work tile: KEYS keys of one head, and the query tiles that see them."""
+
+    batch: gl.tensor
+    kv_head: gl.tensor
+    head: gl.tensor  # the first query head
+    start_n: gl.tensor  # the first key
+    keys: gl.tensor  # number of keys from start_n on
+    ahead: gl.tensor  # how many queries the first query tile is after the one on the diagonal
+    order: Order
+    steps: gl.tensor  # query tiles of all query heads
+    unseen: gl.tensor  # first steps that see no key of the second consumer
+    masked: gl.tensor  # first steps that need a mask
+
+
+class KeysValues(NamedTuple):
+    """K and V in shared memory, and dK and dV on their way out."""
+
+    k: gl.shared_memory_descriptor  # [CONSUMERS, 1, 1, ROWS, HEAD_DIM]
+    v: gl.shared_memory_descriptor  # [CONSUMERS, 1, 1, ROWS, VALUE_DIM]
+    full: gl.shared_memory_descriptor  # a barrier: K and V have arrived
+    dk_full: gl.shared_memory_descriptor  # a barrier for each consumer: dK is where K was
+    dv_full: gl.shared_memory_descriptor  # a barrier for each consumer: dV is where V was
+
+
+class Ring(NamedTuple):
+    """The tiles of a step in shared memory: a ring buffer with STAGES slots."""
+
+    q: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, HEAD_DIM]
+    do: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, VALUE_DIM]
+    stats: gl.shared_memory_descriptor  # [STAGES, 2, BLOCK_M]
+    q_full: gl.shared_memory_descriptor  # a barrier for each slot: Q and the statistics have arrived
+    do_full: gl.shared_memory_descriptor  # dO has arrived
+    empty: gl.shared_memory_descriptor  # all consumers have read Q, dO and the statistics
+
+
+class DsRing(NamedTuple):
+    """dS on its way to the matmul for dQ, and dQ on its way to memory."""
+
+    ds: gl.shared_memory_descriptor  # [STAGES * CONSUMERS, ROWS, BLOCK_M]
+    dq: gl.shared_memory_descriptor  # [PARTS, ...]
+    full: gl.shared_memory_descriptor  # a barrier for each slot: all consumers have written dS
+    empty: gl.shared_memory_descriptor  # dS has been read
 
 
 @triton.jit(do_not_specialize=["heads", "seq_q", "shift"])
@@ -76,60 +155,57 @@ def _finish_kernel(
 
 @gluon.jit
 def _query_tile(step, order):
-    """Return the query tile of a step: its number within its head, and among the tiles of all heads.
+    """Return the query tile of a step: its number within its head, and its number among the tiles of all heads.
 
     Steps take one tile of each query head that shares the keys, then the next tile of each. The tiles go in order, or, once
     `turning` tiles are done, from the last one backwards.
     """
-    heads_per_kv, first, turning, tiles_m, first_head = order
-    done = step // heads_per_kv
-    tile = gl.where(done < turning, first + done, tiles_m - 1 + turning - done)
-    return tile, (first_head + step % heads_per_kv) * tiles_m + tile
+    done = step // order.heads_per_kv
+    tile = gl.where(done < order.turning, order.first + done, order.tiles_m - 1 + order.turning - done)
+    return tile, (order.first_head + step % order.heads_per_kv) * order.tiles_m + tile
 
 
 @gluon.jit
-def _load(load, ring, order, step):
+def _load(tensors, tile, ring, step):
     """Start to load a step's Q and dO, with LSE and delta, when the consumers have released the buffers."""
-    q_desc, do_desc, stats_desc, batch, head, shift = load
-    q_s, do_s, stats_s, q_full, do_full, q_do_empty = ring
-    STAGES: gl.constexpr = q_s.shape[0]
-    slot = step % STAGES
-    tile, row = _query_tile(step, order)
-    where = [batch, head + step % order[0], tile * q_s.shape[3] - shift, 0]
-    mbarrier.wait(q_do_empty.index(slot), (step // STAGES & 1) ^ 1)
-    mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes + stats_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(q_desc, where, q_full.index(slot), q_s.index(slot))
-    tma.async_copy_global_to_shared(stats_desc, [row * 2, 0], q_full.index(slot), stats_s.index(slot))
-    mbarrier.expect(do_full.index(slot), do_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(do_desc, where, do_full.index(slot), do_s.index(slot))
+    STAGES: gl.constexpr = ring.q.shape[0]
+    slot, phase = slot_and_phase(step, STAGES)
+    number, row = _query_tile(step, tile.order)
+    where = [tile.batch, tile.head + step % tile.order.heads_per_kv, number * ring.q.shape[3] - tile.order.shift, 0]
+    mbarrier.wait(ring.empty.index(slot), phase ^ 1)
+    mbarrier.expect(ring.q_full.index(slot), tensors.q.block_type.nbytes + tensors.stats.block_type.nbytes)
+    tma.async_copy_global_to_shared(tensors.q, where, ring.q_full.index(slot), ring.q.index(slot))
+    tma.async_copy_global_to_shared(tensors.stats, [row * 2, 0], ring.q_full.index(slot), ring.stats.index(slot))
+    mbarrier.expect(ring.do_full.index(slot), tensors.do.block_type.nbytes)
+    tma.async_copy_global_to_shared(tensors.do, where, ring.do_full.index(slot), ring.do.index(slot))
 
 
 @gluon.jit
-def _add_dq(ds_s, ds_empty, slot, k_s, dq_s, sums_desc, row):
+def _add_dq(tensors, ds_ring, slot, kv, row):
     """Compute dQ from a step's dS and K, and let TMA add it to the accumulator in memory."""
-    BLOCK_M: gl.constexpr = ds_s.shape[2]
-    HEAD_DIM: gl.constexpr = k_s.shape[4]
-    PARTS: gl.constexpr = dq_s.shape[0]
+    BLOCK_M: gl.constexpr = ds_ring.ds.shape[2]
+    HEAD_DIM: gl.constexpr = kv.k.shape[4]
+    PARTS: gl.constexpr = ds_ring.dq.shape[0]
     COLUMNS: gl.constexpr = BLOCK_M * HEAD_DIM // PARTS // 64
-    SUM_ROWS: gl.constexpr = sums_desc.block_shape[0]
+    SUM_ROWS: gl.constexpr = tensors.sums.block_shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     nothing = gl.zeros([64, COLUMNS], gl.float32, layout)
     for part in gl.static_range(PARTS):
         dq = nothing
         for w in gl.static_range(CONSUMERS):
-            ds_t = ds_s.index(slot * CONSUMERS + w).slice(part * COLUMNS // HEAD_DIM * 64, 64, dim=1)
-            k = k_s.index(w).reshape([ROWS, HEAD_DIM]).slice(part * COLUMNS % HEAD_DIM, COLUMNS, dim=1)
+            ds_t = ds_ring.ds.index(slot * CONSUMERS + w).slice(part * COLUMNS // HEAD_DIM * 64, 64, dim=1)
+            k = kv.k.index(w).reshape([ROWS, HEAD_DIM]).slice(part * COLUMNS % HEAD_DIM, COLUMNS, dim=1)
             dq = warpgroup_mma(ds_t.permute([1, 0]), k, dq, use_acc=w > 0, is_async=True)
         dq = warpgroup_mma_wait(0, [dq])  # [64, COLUMNS]
         if part == PARTS - 1:
-            mbarrier.arrive(ds_empty.index(slot), count=1)
+            mbarrier.arrive(ds_ring.empty.index(slot), count=1)
         # Elements are stored in the order of the registers: four of one thread, then four of the next. This has no bank
         # conflicts.
         dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5])
         tma.store_wait(PARTS - 1)
-        dq_s.index(part).store(dq.reshape(sums_desc.block_shape))
+        ds_ring.dq.index(part).store(dq.reshape(tensors.sums.block_shape))
         fence_async_shared()
-        async_reduce_add(sums_desc, [(row * PARTS + part) * SUM_ROWS, 0], dq_s.index(part))
+        async_reduce_add(tensors.sums, [(row * PARTS + part) * SUM_ROWS, 0], ds_ring.dq.index(part))
 
 
 @gluon.jit
@@ -147,137 +223,133 @@ def _widened(p):
 
 @gluon.jit
 def _accumulate(
-    dk, dv, k, v, scale_log2, ring, dq, seen, lo, hi, w: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+    dk, dv, k, v, scale_log2, tile, ring, ds_ring, lo, hi,
+    w: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Add the contribution of the steps [lo, hi) to a consumer's dk and dv, and store its dS for dQ. P and dS are computed
     transposed, so that they enter the matmuls for dV and dK from registers."""
-    q_s, do_s, stats_s, q_full, do_full, q_do_empty = ring
-    ds_s, ds_full, ds_empty = dq
-    keys, ahead, heads_per_kv = seen
-    STAGES: gl.constexpr = q_s.shape[0]
-    BLOCK_M: gl.constexpr = q_s.shape[3]
-    HEAD_DIM: gl.constexpr = q_s.shape[4]
-    VALUE_DIM: gl.constexpr = do_s.shape[4]
+    STAGES: gl.constexpr = ring.q.shape[0]
+    BLOCK_M: gl.constexpr = ring.q.shape[3]
+    HEAD_DIM: gl.constexpr = ring.q.shape[4]
+    VALUE_DIM: gl.constexpr = ring.do.shape[4]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_M, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv.type.layout, k_width=2)
     ds_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk.type.layout, k_width=2)
-    dtype: gl.constexpr = q_s.dtype
+    dtype: gl.constexpr = ring.q.dtype
     nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
     if CAUSAL:
         offs_n = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-        seen_from = gl.where(offs_n < keys, offs_n, 2**30)  # the first query that sees each key; none sees one past the end
+        seen_from = gl.where(offs_n < tile.keys, offs_n, 2**30)  # the first query that sees each key; none sees past the end
     for step in range(lo, hi):
-        slot = step % STAGES
-        phase = step // STAGES & 1
-        q = q_s.index(slot).reshape([BLOCK_M, HEAD_DIM])
-        do = do_s.index(slot).reshape([BLOCK_M, VALUE_DIM])
-        mbarrier.wait(q_full.index(slot), phase)
+        slot, phase = slot_and_phase(step, STAGES)
+        q = ring.q.index(slot).reshape([BLOCK_M, HEAD_DIM])
+        do = ring.do.index(slot).reshape([BLOCK_M, VALUE_DIM])
+        mbarrier.wait(ring.q_full.index(slot), phase)
         s_t = warpgroup_mma(k, q.permute([1, 0]), nothing, use_acc=False, is_async=True)
         s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
-        lse_log2 = stats_s.index(slot).slice(0, 1).load(s_layout)  # [1, queries]
+        lse_log2 = ring.stats.index(slot).slice(0, 1).load(s_layout)  # [1, queries]
         p_t = s_t * scale_log2 - lse_log2
         if MASKED:
             if CAUSAL:
-                offs_m = step // heads_per_kv * BLOCK_M + ahead + gl.arange(0, BLOCK_M, gl.SliceLayout(0, s_layout))
+                first_m = step // tile.order.heads_per_kv * BLOCK_M + tile.ahead
+                offs_m = first_m + gl.arange(0, BLOCK_M, gl.SliceLayout(0, s_layout))
                 visible = offs_m[None, :] >= seen_from[:, None]
             else:
                 offs_n = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-                visible = (offs_n < keys)[:, None]
+                visible = (offs_n < tile.keys)[:, None]
             p_t = gl.where(visible, p_t, float("-inf"))
         # No matmul is in flight here. The wait only makes the compiler compute p before it issues the next matmuls.
         p_t = warpgroup_mma_wait(0, [gl.exp2(p_t).to(dtype)])
-        mbarrier.wait(do_full.index(slot), phase)
+        mbarrier.wait(ring.do_full.index(slot), phase)
         dp_t = warpgroup_mma(v, do.permute([1, 0]), nothing, use_acc=False, is_async=True)
         dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), do, dv, is_async=True)
-        mbarrier.wait(ds_empty.index(slot), phase ^ 1)
+        mbarrier.wait(ds_ring.empty.index(slot), phase ^ 1)
         dp_t = warpgroup_mma_wait(1, [dp_t])  # [keys, queries]
-        delta = stats_s.index(slot).slice(1, 1).load(s_layout)  # [1, queries]
+        delta = ring.stats.index(slot).slice(1, 1).load(s_layout)  # [1, queries]
         ds_t = (_widened(p_t) * (dp_t - delta)).to(dtype)
-        ds_s.index(slot * CONSUMERS + w).store(ds_t)
+        ds_ring.ds.index(slot * CONSUMERS + w).store(ds_t)
         fence_async_shared()
         dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)
-        mbarrier.arrive(ds_full.index(slot), count=1)
+        mbarrier.arrive(ds_ring.full.index(slot), count=1)
         dk, dv = warpgroup_mma_wait(0, [dk, dv])
-        mbarrier.arrive(q_do_empty.index(slot), count=1)
+        mbarrier.arrive(ring.empty.index(slot), count=1)
     return dk, dv
 
 
 @gluon.jit
-def _producer(k_desc, v_desc, dk_desc, dv_desc, work, load, ring, order, kv_head, start_n, n):
+def _producer(tensors, tile, kv, ring):
     """One warp that moves everything except dQ: K and V once, Q and dO through their ring, dK and dV at the end."""
-    scale, k_s, v_s, kv_full, dk_full, dv_full = work
-    batch = load[3]
-    mbarrier.expect(kv_full.index(0), CONSUMERS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+
+    mbarrier.expect(kv.full.index(0), CONSUMERS * (tensors.k.block_type.nbytes + tensors.v.block_type.nbytes))
     for w in gl.static_range(CONSUMERS):
-        tma.async_copy_global_to_shared(k_desc, [batch, kv_head, start_n + w * ROWS, 0], kv_full.index(0), k_s.index(w))
-        tma.async_copy_global_to_shared(v_desc, [batch, kv_head, start_n + w * ROWS, 0], kv_full.index(0), v_s.index(w))
-    for step in range(n):
-        _load(load, ring, order, step)
+        where = [tile.batch, tile.kv_head, tile.start_n + w * ROWS, 0]
+        tma.async_copy_global_to_shared(tensors.k, where, kv.full.index(0), kv.k.index(w))
+        tma.async_copy_global_to_shared(tensors.v, where, kv.full.index(0), kv.v.index(w))
+    for step in range(tile.steps):
+        _load(tensors, tile, ring, step)
     for w in gl.static_range(CONSUMERS):
-        mbarrier.wait(dv_full.index(w), 0)
-        tma.async_copy_shared_to_global(dv_desc, [batch, kv_head, start_n + w * ROWS, 0], v_s.index(w))
+        mbarrier.wait(kv.dv_full.index(w), 0)
+        where = [tile.batch, tile.kv_head, tile.start_n + w * ROWS, 0]
+        tma.async_copy_shared_to_global(tensors.dv, where, kv.v.index(w))
     for w in gl.static_range(CONSUMERS):
-        mbarrier.wait(dk_full.index(w), 0)
-        tma.async_copy_shared_to_global(dk_desc, [batch, kv_head, start_n + w * ROWS, 0], k_s.index(w))
+        mbarrier.wait(kv.dk_full.index(w), 0)
+        where = [tile.batch, tile.kv_head, tile.start_n + w * ROWS, 0]
+        tma.async_copy_shared_to_global(tensors.dk, where, kv.k.index(w))
     tma.store_wait(0)
 
 
 @gluon.jit
-def _consumer(work, ring, dq, seen, unseen, masked, n, w: gl.constexpr, CAUSAL: gl.constexpr):
+def _consumer(tile, kv, ring, ds_ring, scale, w: gl.constexpr, CAUSAL: gl.constexpr):
     """A warpgroup with the w-th 64 keys of the CTA, whose dK and dV stay in its registers."""
-    scale, k_s, v_s, kv_full, dk_full, dv_full = work
-    q_s, do_s, stats_s, q_full, do_full, q_do_empty = ring
-    ds_s, ds_full, ds_empty = dq
-    STAGES: gl.constexpr = q_s.shape[0]
-    BLOCK_M: gl.constexpr = q_s.shape[3]
-    HEAD_DIM: gl.constexpr = k_s.shape[4]
-    VALUE_DIM: gl.constexpr = v_s.shape[4]
+    STAGES: gl.constexpr = ring.q.shape[0]
+    BLOCK_M: gl.constexpr = ring.q.shape[3]
+    HEAD_DIM: gl.constexpr = kv.k.shape[4]
+    VALUE_DIM: gl.constexpr = kv.v.shape[4]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_M, 16])
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, HEAD_DIM, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
     dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, dk_layout)
     dv = gl.zeros([ROWS, VALUE_DIM], gl.float32, dv_layout)
-    k = k_s.index(w).reshape([ROWS, HEAD_DIM])
-    v = v_s.index(w).reshape([ROWS, VALUE_DIM])
+    k = kv.k.index(w).reshape([ROWS, HEAD_DIM])
+    v = kv.v.index(w).reshape([ROWS, VALUE_DIM])
     scale_log2 = scale * LOG2_E
-    mbarrier.wait(kv_full.index(0), 0)
+    mbarrier.wait(kv.full.index(0), 0)
     # Some query tiles see keys of the other consumer only: for these, this consumer stores zeros as dS.
-    unseen *= w
+    unseen = tile.unseen * w
     for step in range(unseen):
-        slot = step % STAGES
-        phase = step // STAGES & 1
+        slot, phase = slot_and_phase(step, STAGES)
         # Without this wait, the next one would return at once: its phase has the same parity as the phase before this one.
-        mbarrier.wait(q_full.index(slot), phase)
-        mbarrier.wait(ds_empty.index(slot), phase ^ 1)
-        ds_s.index(slot * CONSUMERS + w).store(gl.zeros([ROWS, BLOCK_M], q_s.dtype, s_layout))
+        mbarrier.wait(ring.q_full.index(slot), phase)
+        mbarrier.wait(ds_ring.empty.index(slot), phase ^ 1)
+        ds_ring.ds.index(slot * CONSUMERS + w).store(gl.zeros([ROWS, BLOCK_M], ring.q.dtype, s_layout))
         fence_async_shared()
-        mbarrier.arrive(ds_full.index(slot), count=1)
-        mbarrier.arrive(q_do_empty.index(slot), count=1)
+        mbarrier.arrive(ds_ring.full.index(slot), count=1)
+        mbarrier.arrive(ring.empty.index(slot), count=1)
     # The diagonal needs a mask. Keys past the end need one too: p may be infinite there, and infinity times 0 is NaN.
-    dk, dv = _accumulate(dk, dv, k, v, scale_log2, ring, dq, seen, unseen, masked, w, CAUSAL, True)
-    dk, dv = _accumulate(dk, dv, k, v, scale_log2, ring, dq, seen, masked, n, w, CAUSAL, False)
+    dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, unseen, tile.masked, w, CAUSAL, True)
+    dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, tile.masked, tile.steps, w, CAUSAL, False)
 
     # The buffers of V and K now hold dV and dK, and TMA stores these. V is not needed any more, and K is free when the last dQ
     # is done.
-    v.store(dv.to(v_s.dtype))
+    v.store(dv.to(kv.v.dtype))
     fence_async_shared()
-    mbarrier.arrive(dv_full.index(w), count=1)
-    mbarrier.wait(ds_empty.index((n - 1) % STAGES), (n - 1) // STAGES & 1)
-    k.store((dk * (scale_log2 / LOG2_E)).to(k_s.dtype))
+    mbarrier.arrive(kv.dv_full.index(w), count=1)
+    slot, phase = slot_and_phase(tile.steps - 1, STAGES)
+    mbarrier.wait(ds_ring.empty.index(slot), phase)
+    k.store((dk * (scale_log2 / LOG2_E)).to(kv.k.dtype))
     fence_async_shared()
-    mbarrier.arrive(dk_full.index(w), count=1)
+    mbarrier.arrive(kv.dk_full.index(w), count=1)
 
 
 @gluon.jit
-def _dq_consumer(sums_desc, k_s, dq, dq_s, order, n):
+def _dq_consumer(tensors, tile, kv, ds_ring):
     """A warpgroup that computes dQ from the consumers' dS."""
-    ds_s, ds_full, ds_empty = dq
-    STAGES: gl.constexpr = ds_s.shape[0] // CONSUMERS
-    for step in range(n):
-        slot = step % STAGES
-        _, row = _query_tile(step, order)
-        mbarrier.wait(ds_full.index(slot), step // STAGES & 1)  # and for K: the consumers waited for it
-        _add_dq(ds_s, ds_empty, slot, k_s, dq_s, sums_desc, row)
+    STAGES: gl.constexpr = ds_ring.ds.shape[0] // CONSUMERS
+    for step in range(tile.steps):
+        slot, phase = slot_and_phase(step, STAGES)
+        _, row = _query_tile(step, tile.order)
+        mbarrier.wait(ds_ring.full.index(slot), phase)  # and for K: the consumers waited for it
+        _add_dq(tensors, ds_ring, slot, kv, row)
     tma.store_wait(0)
 
 
@@ -290,8 +362,8 @@ def _backward_kernel(
     shift = diagonal % BLOCK_M
     tiles_m = gl.cdiv(seq_q + shift, BLOCK_M)
     ROW_BYTES: gl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # of Q, dQ's accumulator, and dO
-    tile, batch_head = tile_and_head(gl.cdiv(seq_k, KEYS), seq_q, ROW_BYTES, CAUSAL)
-    start_n = tile * KEYS
+    tile_n, batch_head = tile_and_head(gl.cdiv(seq_k, KEYS), seq_q, ROW_BYTES, CAUSAL)
+    start_n = tile_n * KEYS
     batch = batch_head // kv_heads
     kv_head = batch_head % kv_heads
     corner = 0  # the query tile whose first row sees the first of these keys and no more, if it exists
@@ -303,14 +375,14 @@ def _backward_kernel(
         first = gl.minimum(gl.maximum(corner, 0), tiles_m - 1)
         masked = gl.maximum(gl.minimum(corner + KEYS // BLOCK_M, tiles_m), first) - first
         unseen = gl.where(corner < 0, 0, ROWS // BLOCK_M)
-    n = tiles_m - first
-    masked = gl.where(start_n + KEYS > seq_k, n, masked)
+    tiles = tiles_m - first
+    masked = gl.where(start_n + KEYS > seq_k, tiles, masked)
     # CTAs that read the same tile at the same time share it through the L2 cache. CTAs that start together all begin with the
     # last tile and go backwards. Later CTAs start one by one, those with fewer tiles later, so they go forwards. If a K/V head
     # has one query head, its tiles stay in the cache anyway.
-    turning = n
+    turning = tiles
     if CAUSAL:
-        turning = gl.where((heads_per_kv > 1) & (gl.program_id(0) // at_once % 2 == 0), masked, n)
+        turning = gl.where((heads_per_kv > 1) & (gl.program_id(0) // at_once % 2 == 0), masked, tiles)
 
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
     do_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, VALUE_DIM], do_desc.layout)
@@ -328,21 +400,21 @@ def _backward_kernel(
     do_full = new_barriers(STAGES, 1)
     ds_full, ds_empty = new_ring(STAGES, CONSUMERS, 1)
 
-    ring = (q_s, do_s, stats_s, q_full, do_full, q_do_empty)
-    order = (heads_per_kv, first, turning, tiles_m, batch_head * heads_per_kv)
-    load = (q_desc, do_desc, stats_desc, batch, kv_head * heads_per_kv, shift)
-    dq = (ds_s, ds_full, ds_empty)
-    work = (scale, k_s, v_s, kv_full, dk_full, dv_full)
-    seen = (seq_k - start_n, (first - corner) * BLOCK_M, heads_per_kv)
-    steps = n * heads_per_kv
-    unseen *= heads_per_kv
-    masked *= heads_per_kv
+    tensors = Tensors(q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc)
+    order = Order(heads_per_kv, first, turning, tiles_m, batch_head * heads_per_kv, shift)
+    tile = Tile(
+        batch, kv_head, kv_head * heads_per_kv, start_n, seq_k - start_n, (first - corner) * BLOCK_M, order,
+        tiles * heads_per_kv, unseen * heads_per_kv, masked * heads_per_kv,
+    )  # fmt: skip
+    ring = Ring(q_s, do_s, stats_s, q_full, do_full, q_do_empty)
+    ds_ring = DsRing(ds_s, dq_s, ds_full, ds_empty)
+    kv = KeysValues(k_s, v_s, kv_full, dk_full, dv_full)
     gl.warp_specialize(
         [
-            (_consumer, (work, ring, dq, seen, unseen, masked, steps, 0, CAUSAL)),
-            (_consumer, (work, ring, dq, seen, unseen, masked, steps, 1, CAUSAL)),
-            (_dq_consumer, (sums_desc, k_s, dq, dq_s, order, steps)),
-            (_producer, (k_desc, v_desc, dk_desc, dv_desc, work, load, ring, order, kv_head, start_n, steps)),
+            (_consumer, (tile, kv, ring, ds_ring, scale, 0, CAUSAL)),
+            (_consumer, (tile, kv, ring, ds_ring, scale, 1, CAUSAL)),
+            (_dq_consumer, (tensors, tile, kv, ds_ring)),
+            (_producer, (tensors, tile, kv, ring)),
         ],
         [4, 4, 1],
         [208, 64, 24],

@@ -1,5 +1,7 @@
 """FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1 and section 3.2), warp-specialized, in Gluon, for Hopper."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 from triton.experimental import gluon
@@ -13,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from common.kernels.descriptors import addressable
-from common.kernels.hopper import describe_tile, new_barriers, new_ring, require_hopper, store_rows
+from common.kernels.hopper import describe_tile, new_barriers, new_ring, require_hopper, slot_and_phase, store_rows
 from common.kernels.order import tile_and_head
 from common.kernels.replay import replayed
 from common.operator import empty_rows
@@ -23,34 +25,81 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 ROWS = gl.constexpr(64)  # query rows of a consumer, as many as a warpgroup's wgmma has
 
 
+class Tensors(NamedTuple):
+    """Tensors in global memory: a descriptor each, a pointer to LSE."""
+
+    q: tma.tensor_descriptor
+    k: tma.tensor_descriptor
+    v: tma.tensor_descriptor
+    out: tma.tensor_descriptor
+    out_ptr: gl.tensor | None  # pointer, if the first query tile starts before query 0
+    lse: gl.tensor  # pointer to the row of this CTA's head
+
+
+class Problem(NamedTuple):
+    """Sizes that all CTAs share."""
+
+    seq_q: gl.tensor
+    seq_k: gl.tensor
+    diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
+    scale: gl.tensor
+
+
+class Tile(NamedTuple):
+    """A work tile: BLOCK_M query rows of one head, and the key tiles that they see."""
+
+    batch: gl.tensor
+    head: gl.tensor
+    kv_head: gl.tensor
+    start_m: gl.tensor  # its first query row
+    keys: gl.tensor  # number of key tiles
+
+
+class Queries(NamedTuple):
+    """Q in shared memory, and O on its way out."""
+
+    q: gl.shared_memory_descriptor  # [CONSUMERS, 1, 1, 64, HEAD_DIM]
+    o: gl.shared_memory_descriptor  # [CONSUMERS, 1, 1, 64, VALUE_DIM]
+    full: gl.shared_memory_descriptor  # a barrier for each slot: Q has arrived
+
+
+class Ring(NamedTuple):
+    """K and V in shared memory: a ring buffer with STAGES slots."""
+
+    k: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_N, HEAD_DIM]
+    v: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_N, VALUE_DIM]
+    full: gl.shared_memory_descriptor  # a barrier for each slot: K and V have arrived
+    empty: gl.shared_memory_descriptor  # all consumers have read K and V
+
+
 @gluon.jit
-def _load(load, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
+def _load(tensors, tile, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
     """Start to load the next slot of the ring, when the consumers have released it. It holds two tiles that one step uses
     together: K of the key tile at start_n, and V of the tile after that one."""
-    k_desc, v_desc, batch, kv_head = load
-    k_s, v_s, kv_full, kv_empty = ring
-    STAGES: gl.constexpr = k_s.shape[0]
-    BLOCK_N: gl.constexpr = k_s.shape[3]
-    NBYTES: gl.constexpr = (k_desc.block_type.nbytes if K else 0) + (v_desc.block_type.nbytes if V else 0)
-    slot = fill % STAGES
-    mbarrier.wait(kv_empty.index(slot), (fill // STAGES & 1) ^ 1)
-    mbarrier.expect(kv_full.index(slot), NBYTES)
+    STAGES: gl.constexpr = ring.k.shape[0]
+    BLOCK_N: gl.constexpr = ring.k.shape[3]
+    NBYTES: gl.constexpr = (tensors.k.block_type.nbytes if K else 0) + (tensors.v.block_type.nbytes if V else 0)
+    slot, phase = slot_and_phase(fill, STAGES)
+    mbarrier.wait(ring.empty.index(slot), phase ^ 1)
+    mbarrier.expect(ring.full.index(slot), NBYTES)
     if K:
-        tma.async_copy_global_to_shared(k_desc, [batch, kv_head, start_n, 0], kv_full.index(slot), k_s.index(slot))
+        where = [tile.batch, tile.kv_head, start_n, 0]
+        tma.async_copy_global_to_shared(tensors.k, where, ring.full.index(slot), ring.k.index(slot))
     if V:
-        tma.async_copy_global_to_shared(v_desc, [batch, kv_head, start_n + BLOCK_N, 0], kv_full.index(slot), v_s.index(slot))
+        where = [tile.batch, tile.kv_head, start_n + BLOCK_N, 0]
+        tma.async_copy_global_to_shared(tensors.v, where, ring.full.index(slot), ring.v.index(slot))
 
 
 @gluon.jit
 def _scores(q, ring, fill, ROWS: gl.constexpr):
     """Start to compute the scores of a key tile, once its K has arrived."""
-    k_s, v_s, kv_full, kv_empty = ring
-    STAGES: gl.constexpr = k_s.shape[0]
-    BLOCK_N: gl.constexpr = k_s.shape[3]
+    STAGES: gl.constexpr = ring.k.shape[0]
+    BLOCK_N: gl.constexpr = ring.k.shape[3]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
     no_s = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
-    mbarrier.wait(kv_full.index(fill % STAGES), fill // STAGES & 1)
-    k = k_s.index(fill % STAGES).reshape([BLOCK_N, k_s.shape[4]])
+    slot, phase = slot_and_phase(fill, STAGES)
+    mbarrier.wait(ring.full.index(slot), phase)
+    k = ring.k.index(slot).reshape([BLOCK_N, ring.k.shape[4]])
     return warpgroup_mma(q, k.permute([1, 0]), no_s, use_acc=False, is_async=True)
 
 
@@ -61,27 +110,27 @@ def _sums(p):
 
 
 @gluon.jit
-def _accumulate(acc, s, q, ring, fill, tiles, seq_k, last, scale_log2, CAUSAL: gl.constexpr):
+def _accumulate(acc, s, q, ring, fill, tiles, problem, last, scale_log2, CAUSAL: gl.constexpr):
     """A consumer's online softmax over `tiles` key tiles, from the last one backwards; the scores s of the last one are in
     flight.
 
     Returns acc, whose matmul for the first tile is still in flight, m (maximum) and l (sum).
     """
-    k_s, v_s, kv_full, kv_empty = ring
-    STAGES: gl.constexpr = k_s.shape[0]
+    STAGES: gl.constexpr = ring.k.shape[0]
     ROWS: gl.constexpr = acc.shape[0]
-    BLOCK_N: gl.constexpr = k_s.shape[3]
+    BLOCK_N: gl.constexpr = ring.k.shape[3]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
     acc_layout: gl.constexpr = acc.type.layout
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
     s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
-    mbarrier.arrive(kv_empty.index(fill % STAGES), count=1)
+    slot, phase = slot_and_phase(fill, STAGES)
+    mbarrier.arrive(ring.empty.index(slot), count=1)
     # Only the last tile can pass the last key or contain the diagonal. The first query tile starts diagonal % ROWS rows before
     # query 0. So the number of keys that a consumer's rows see is a multiple of ROWS.
     start_n = (tiles - 1) * BLOCK_N
-    if CAUSAL or start_n + BLOCK_N > seq_k:
+    if CAUSAL or start_n + BLOCK_N > problem.seq_k:
         offs_n = start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
-        visible = (offs_n < seq_k)[None, :]
+        visible = (offs_n < problem.seq_k)[None, :]
         if CAUSAL:
             last_n = last + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))  # the last key that each row sees
             visible = visible & (last_n[:, None] >= offs_n[None, :])
@@ -89,60 +138,58 @@ def _accumulate(acc, s, q, ring, fill, tiles, seq_k, last, scale_log2, CAUSAL: g
     m = gl.max(s, 1) * scale_log2  # finite: every row sees the first key of this tile
     p = gl.exp2(s * scale_log2 - m[:, None])
     l = _sums(p)
-    p = gl.convert_layout(p.to(k_s.dtype), p_layout)
+    p = gl.convert_layout(p.to(ring.k.dtype), p_layout)
 
     for _ in range(1, tiles):
         # Issue both matmuls together, so that the tensor cores have work while other consumers compute their softmax.
         fill += 1
-        slot = fill % STAGES
+        slot, phase = slot_and_phase(fill, STAGES)
         s = _scores(q, ring, fill, ROWS)
-        acc = warpgroup_mma(p, v_s.index(slot).reshape([BLOCK_N, v_s.shape[4]]), acc, is_async=True)
+        acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
         s = warpgroup_mma_wait(1, [s])  # [rows, BLOCK_N]
         m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
         p = gl.exp2(s * scale_log2 - m_new[:, None])
         rescale = gl.exp2(m - m_new)  # rescales what was computed with the old maximum
         l = l * gl.convert_layout(rescale, gl.SliceLayout(1, l.type.layout))[:, None] + _sums(p)
         acc = warpgroup_mma_wait(0, [acc])  # the compiler moves this before the exponentials
-        mbarrier.arrive(kv_empty.index(slot), count=1)
+        mbarrier.arrive(ring.empty.index(slot), count=1)
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
         m = m_new
-        p = gl.convert_layout(p.to(k_s.dtype), p_layout)
+        p = gl.convert_layout(p.to(ring.k.dtype), p_layout)
 
     fill += 1
-    slot = fill % STAGES
-    mbarrier.wait(kv_full.index(slot), fill // STAGES & 1)
-    acc = warpgroup_mma(p, v_s.index(slot).reshape([BLOCK_N, v_s.shape[4]]), acc, is_async=True)
+    slot, phase = slot_and_phase(fill, STAGES)
+    mbarrier.wait(ring.full.index(slot), phase)
+    acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
     return acc, m, gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, s_layout))
 
 
 @gluon.jit
-def _producer(load):
+def _producer(tensors, tile, queries, ring):
     """One warp: load Q, and keep the buffers of K and V full, with n + 1 loads for n key tiles."""
-    q_desc, q_s, q_full, batch, head, start_m, kv, ring, n = load
-    CONSUMERS: gl.constexpr = q_s.shape[0]
-    BLOCK_N: gl.constexpr = ring[0].shape[3]
-    start_n = (n - 1) * BLOCK_N
+    CONSUMERS: gl.constexpr = queries.q.shape[0]
+    BLOCK_N: gl.constexpr = ring.k.shape[3]
+    start_n = (tile.keys - 1) * BLOCK_N
     for w in gl.static_range(CONSUMERS):
-        mbarrier.expect(q_full.index(w), q_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(q_desc, [batch, head, start_m + w * ROWS, 0], q_full.index(w), q_s.index(w))
+        mbarrier.expect(queries.full.index(w), tensors.q.block_type.nbytes)
+        where = [tile.batch, tile.head, tile.start_m + w * ROWS, 0]
+        tma.async_copy_global_to_shared(tensors.q, where, queries.full.index(w), queries.q.index(w))
         if w == 0:
-            _load(kv, ring, 0, start_n, True, False)
-    for fill in range(1, n):
+            _load(tensors, tile, ring, 0, start_n, True, False)
+    for fill in range(1, tile.keys):
         start_n -= BLOCK_N
-        _load(kv, ring, fill, start_n, True, True)
-    _load(kv, ring, n, start_n - BLOCK_N, False, True)
+        _load(tensors, tile, ring, fill, start_n, True, True)
+    _load(tensors, tile, ring, tile.keys, start_n - BLOCK_N, False, True)
 
 
 @gluon.jit
-def _consumer(work, w: gl.constexpr, CAUSAL: gl.constexpr):
+def _consumer(tensors, tile, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
     """A warpgroup that computes the w-th 64 query rows of the CTA."""
-    out_desc, out_ptr, lse_ptr, scale, q_s, o_s, q_full, batch, head, start_m, seq_q, seq_k, diagonal, ring, n = work
-    k_s, v_s, kv_full, kv_empty = ring
-    CONSUMERS: gl.constexpr = q_s.shape[0]
-    STAGES: gl.constexpr = k_s.shape[0]
-    BLOCK_N: gl.constexpr = k_s.shape[3]
-    HEAD_DIM: gl.constexpr = k_s.shape[4]
-    VALUE_DIM: gl.constexpr = v_s.shape[4]
+    CONSUMERS: gl.constexpr = queries.q.shape[0]
+    STAGES: gl.constexpr = ring.k.shape[0]
+    BLOCK_N: gl.constexpr = ring.k.shape[3]
+    HEAD_DIM: gl.constexpr = ring.k.shape[4]
+    VALUE_DIM: gl.constexpr = ring.v.shape[4]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
     q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
@@ -150,32 +197,34 @@ def _consumer(work, w: gl.constexpr, CAUSAL: gl.constexpr):
     # With Q in registers, the matmul need not read Q from shared memory for every key tile. Two consumers have enough registers
     # for this, four do not.
     Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and HEAD_DIM <= 128
-    start_m += w * ROWS
-    seen = gl.cdiv(gl.minimum(start_m + ROWS + diagonal, seq_k) if CAUSAL else seq_k, BLOCK_N)
+    start_m = tile.start_m + w * ROWS
+    seen = gl.cdiv(gl.minimum(start_m + ROWS + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k, BLOCK_N)
 
     offs_m = start_m + gl.arange(0, ROWS, rows)
     acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, acc_layout)
     # exp(x) = exp2(x * log2(e)), and exp2 is one instruction; never 0, because a masked score, -inf, times 0 is NaN
-    scale_log2 = gl.maximum(scale * LOG2_E, 1e-37)
-    mbarrier.wait(q_full.index(w), 0)
-    q_buffer = q_s.index(w).reshape([ROWS, HEAD_DIM])
+    scale_log2 = gl.maximum(problem.scale * LOG2_E, 1e-37)
+    mbarrier.wait(queries.full.index(w), 0)
+    q_buffer = queries.q.index(w).reshape([ROWS, HEAD_DIM])
     q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
-    for fill in range(n - seen):  # skip key tiles that only the CTA's later consumers see
-        mbarrier.wait(kv_full.index(fill % STAGES), fill // STAGES & 1)
-        mbarrier.arrive(kv_empty.index(fill % STAGES), count=1)
-    s = _scores(q, ring, n - seen, ROWS)
-    acc, m, l = _accumulate(acc, s, q, ring, n - seen, seen, seq_k, start_m + diagonal, scale_log2, CAUSAL)
+    for fill in range(tile.keys - seen):  # skip key tiles that only the CTA's later consumers see
+        slot, phase = slot_and_phase(fill, STAGES)
+        mbarrier.wait(ring.full.index(slot), phase)
+        mbarrier.arrive(ring.empty.index(slot), count=1)
+    s = _scores(q, ring, tile.keys - seen, ROWS)
+    last = start_m + problem.diagonal  # the last key of the first row
+    acc, m, l = _accumulate(acc, s, q, ring, tile.keys - seen, seen, problem, last, scale_log2, CAUSAL)
 
-    gl.store(lse_ptr + offs_m, (m + gl.log2(l)) / LOG2_E, mask=(offs_m >= 0) & (offs_m < seq_q))
+    gl.store(tensors.lse + offs_m, (m + gl.log2(l)) / LOG2_E, mask=(offs_m >= 0) & (offs_m < problem.seq_q))
     normalize = gl.convert_layout(1.0 / l, gl.SliceLayout(1, acc_layout))[:, None]
     # NOTE: the next program's loads start when this one has ended; v12's persistent CTAs load the next tile meanwhile.
-    out = (warpgroup_mma_wait(0, [acc]) * normalize).to(q_s.dtype)  # [ROWS, VALUE_DIM]
-    if out_ptr is not None and start_m < 0:
-        store_rows(out_ptr, out_desc, batch, head, start_m, out)
+    out = (warpgroup_mma_wait(0, [acc]) * normalize).to(queries.q.dtype)  # [ROWS, VALUE_DIM]
+    if tensors.out_ptr is not None and start_m < 0:
+        store_rows(tensors.out_ptr, tensors.out, tile.batch, tile.head, start_m, out)
     else:
-        o_s.index(w).reshape([ROWS, VALUE_DIM]).store(out)
+        queries.o.index(w).reshape([ROWS, VALUE_DIM]).store(out)
         fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [batch, head, start_m, 0], o_s.index(w))
+        tma.async_copy_shared_to_global(tensors.out, [tile.batch, tile.head, start_m, 0], queries.o.index(w))
         tma.store_wait(0)
 
 
@@ -188,11 +237,10 @@ def _forward_kernel(
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
     tiles_m = gl.cdiv(seq_q + diagonal % ROWS, BLOCK_M)
-    tile, batch_head = tile_and_head(tiles_m, gl.cdiv(seq_k, heads_per_kv), 2 * (HEAD_DIM + VALUE_DIM), CAUSAL)  # K, V
-    start_m = (tiles_m - 1 - tile) * BLOCK_M - diagonal % ROWS
-    batch = batch_head // heads
+    number, batch_head = tile_and_head(tiles_m, gl.cdiv(seq_k, heads_per_kv), 2 * (HEAD_DIM + VALUE_DIM), CAUSAL)  # K, V
+    start_m = (tiles_m - 1 - number) * BLOCK_M - diagonal % ROWS
     head = batch_head % heads
-    n = gl.cdiv(gl.minimum(start_m + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k, BLOCK_N)
+    keys = gl.cdiv(gl.minimum(start_m + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k, BLOCK_N)
 
     q_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM], q_desc.layout)
     k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
@@ -201,25 +249,30 @@ def _forward_kernel(
         o_s = q_s  # Q is no longer needed when O is done
     else:
         o_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, VALUE_DIM], out_desc.layout)
-    q_full = new_barriers(CONSUMERS, 1)  # each consumer has its own buffer
+    q_full = new_barriers(CONSUMERS, 1)  # each consumer has its own slot
     kv_full, kv_empty = new_ring(STAGES, 1, CONSUMERS)
-    ring = (k_s, v_s, kv_full, kv_empty)
 
-    lse_ptr += batch_head.to(gl.int64) * seq_q
-    kv = (k_desc, v_desc, batch, head // heads_per_kv)
-    work = (out_desc, out_ptr, lse_ptr, scale, q_s, o_s, q_full, batch, head, start_m, seq_q, seq_k, diagonal, ring, n)
-    load = (q_desc, q_s, q_full, batch, head, start_m, kv, ring, n)
+    tensors = Tensors(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr + batch_head.to(gl.int64) * seq_q)
+    problem = Problem(seq_q, seq_k, diagonal, scale)
+    tile = Tile(batch_head // heads, head, head // heads_per_kv, start_m, keys)
+    queries = Queries(q_s, o_s, q_full)
+    ring = Ring(k_s, v_s, kv_full, kv_empty)
     # An SM has 65,536 registers, 512 for each thread of a warpgroup. The producer keeps 24 per thread, and the consumers get
     # the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
-            [(_consumer, (work, 0, CAUSAL)), (_consumer, (work, 1, CAUSAL)), (_producer, (load,))],
+            [(_consumer, (tensors, tile, queries, ring, problem, 0, CAUSAL)),
+             (_consumer, (tensors, tile, queries, ring, problem, 1, CAUSAL)),
+             (_producer, (tensors, tile, queries, ring))],
             [4, 1], [240, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
-            [(_consumer, (work, 0, CAUSAL)), (_consumer, (work, 1, CAUSAL)),
-             (_consumer, (work, 2, CAUSAL)), (_consumer, (work, 3, CAUSAL)), (_producer, (load,))],
+            [(_consumer, (tensors, tile, queries, ring, problem, 0, CAUSAL)),
+             (_consumer, (tensors, tile, queries, ring, problem, 1, CAUSAL)),
+             (_consumer, (tensors, tile, queries, ring, problem, 2, CAUSAL)),
+             (_consumer, (tensors, tile, queries, ring, problem, 3, CAUSAL)),
+             (_producer, (tensors, tile, queries, ring))],
             [4, 4, 4, 1], [112, 112, 112, 24],
         )  # fmt: skip
 

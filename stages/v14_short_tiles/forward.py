@@ -1,6 +1,8 @@
 """v12's forward with a guessed maximum, taken from the first key tiles and checked afterwards (FlashDecoding++, arXiv
 2311.01282, section 3), in Gluon, for Hopper."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 from triton.experimental import gluon
@@ -15,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from common.kernels.descriptors import addressable
-from common.kernels.hopper import describe_tile, new_barriers, new_ring, require_hopper, store_rows
+from common.kernels.hopper import describe_tile, new_barriers, new_ring, require_hopper, slot_and_phase, store_rows
 from common.kernels.replay import replayed
 from common.operator import empty_rows
 from common.runtime import num_sms
@@ -26,60 +28,140 @@ FEW_TILES = gl.constexpr(8)  # up to so many key tiles rows rarely fail, and a s
 ROWS = gl.constexpr(64)  # query rows of a consumer, as many as a warpgroup's wgmma has
 
 
+class Tensors(NamedTuple):
+    """Tensors in global memory: a descriptor each, a pointer to LSE."""
+
+    q: tma.tensor_descriptor
+    k: tma.tensor_descriptor
+    v: tma.tensor_descriptor
+    out: tma.tensor_descriptor
+    out_ptr: gl.tensor | None  # pointer, if the first query tile starts before query 0
+    lse: gl.tensor  # pointer to [B, H, Sq]
+    counter: gl.tensor  # number of tiles taken after each CTA's first
+    failed: gl.tensor  # Flags
+
+
+class Flags(NamedTuple):
+    """Pointers to int32 flags, which are parts of one tensor."""
+
+    any_failed: gl.tensor  # 1: the second launch has work
+    tile_failed: gl.tensor  # one for each tile
+
+
+class Problem(NamedTuple):
+    """Sizes that all CTAs share."""
+
+    batch_heads: gl.tensor  # B * H
+    heads: gl.tensor
+    heads_per_kv: gl.tensor
+    group: gl.tensor  # heads whose tiles follow each other
+    tiles_m: gl.tensor  # query tiles of a head
+    seq_q: gl.tensor
+    seq_k: gl.tensor
+    diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
+    scale: gl.tensor
+
+
+class Tile(NamedTuple):
+    """A work tile: BLOCK_M query rows of one head, and the key tiles that they see."""
+
+    batch_head: gl.tensor  # batch * H + head
+    batch: gl.tensor
+    head: gl.tensor
+    kv_head: gl.tensor
+    start_m: gl.tensor  # its first query row
+    keys: gl.tensor  # number of key tiles
+
+
+class Queries(NamedTuple):
+    """Q in shared memory, and O on its way out."""
+
+    q: gl.shared_memory_descriptor  # [Q_STAGES * CONSUMERS, 1, 1, 64, HEAD_DIM]
+    o: gl.shared_memory_descriptor  # [Q_STAGES * CONSUMERS, 1, 1, 64, VALUE_DIM]
+    full: gl.shared_memory_descriptor  # a barrier for each slot: Q has arrived
+    empty: gl.shared_memory_descriptor  # O has left the slot
+
+
+class Ring(NamedTuple):
+    """K and V in shared memory: a ring buffer with STAGES slots."""
+
+    k: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_N, HEAD_DIM]
+    v: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_N, VALUE_DIM]
+    full: gl.shared_memory_descriptor  # a barrier for each slot: K and V have arrived
+    empty: gl.shared_memory_descriptor  # all consumers have read K and V
+
+
+class NextTiles(NamedTuple):
+    """The numbers of tiles, which the producer passes on to the consumers."""
+
+    number: gl.shared_memory_descriptor  # [Q_STAGES, 1]
+    full: gl.shared_memory_descriptor  # a barrier for each slot: the number has been written
+
+
 @gluon.jit
-def _tile(tile, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
-    """Return batch and head, first query row and number of key tiles of a work tile.
+def _tile(number, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
+    """Return the work tile with a number.
 
     Tiles of `group` heads follow each other, so that the K and V of these heads stay in the L2 cache; with a mask the longest
     tiles, of the last rows, come first.
     """
-    batch_heads, heads, heads_per_kv, group, tiles_m, seq_q, seq_k, diagonal = problem
-    first = tile // (group * tiles_m) * group
-    inside = tile % (group * tiles_m)
-    group = gl.minimum(group, batch_heads - first)
+    first = number // (problem.group * problem.tiles_m) * problem.group
+    inside = number % (problem.group * problem.tiles_m)
+    group = gl.minimum(problem.group, problem.batch_heads - first)
+    batch_head = first + inside % group
+    head = batch_head % problem.heads
     start_m = inside // group * BLOCK_M
+    seq_k = problem.seq_k
     if CAUSAL:
-        start_m = (tiles_m - 1) * BLOCK_M - start_m - diagonal % ROWS
-        seq_k = gl.minimum(seq_k, start_m + BLOCK_M + diagonal)
-    return first + inside % group, start_m, gl.cdiv(seq_k, BLOCK_N)
+        start_m = (problem.tiles_m - 1) * BLOCK_M - start_m - problem.diagonal % ROWS
+        seq_k = gl.minimum(seq_k, start_m + BLOCK_M + problem.diagonal)
+    return Tile(
+        batch_head, batch_head // problem.heads, head, head // problem.heads_per_kv, start_m, gl.cdiv(seq_k, BLOCK_N)
+    )  # fmt: skip
 
 
 @gluon.jit
-def _next_failed(tile, tiles, failed_ptr):
-    """Return the first failed tile among `tile`, `tile` + number of CTAs, …"""
-    while gl.load(failed_ptr + 1 + tile, mask=tile < tiles, other=1) == 0:
-        tile += gl.num_programs(0)
-    return tile
+def _flags(failed_ptr):
+    """Return the parts of the flags in memory."""
+    return Flags(failed_ptr, failed_ptr + 1)
 
 
 @gluon.jit
-def _load(load, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
+def _next_failed(number, tiles, flags):
+    """Return the first failed tile among `number`, `number` + number of CTAs, …"""
+    while gl.load(flags.tile_failed + number, mask=number < tiles, other=1) == 0:
+        number += gl.num_programs(0)
+    return number
+
+
+@gluon.jit
+def _load(tensors, tile, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
     """Start to load the next slot of the ring, when the consumers have released it. It holds two tiles that one step uses
     together: K of the key tile at start_n, and V of the tile after that one."""
-    k_desc, v_desc, batch, kv_head = load
-    k_s, v_s, kv_full, kv_empty = ring
-    STAGES: gl.constexpr = k_s.shape[0]
-    BLOCK_N: gl.constexpr = k_s.shape[3]
-    NBYTES: gl.constexpr = (k_desc.block_type.nbytes if K else 0) + (v_desc.block_type.nbytes if V else 0)
-    slot = fill % STAGES
-    mbarrier.wait(kv_empty.index(slot), (fill // STAGES & 1) ^ 1)
-    mbarrier.expect(kv_full.index(slot), NBYTES)
+    STAGES: gl.constexpr = ring.k.shape[0]
+    BLOCK_N: gl.constexpr = ring.k.shape[3]
+    NBYTES: gl.constexpr = (tensors.k.block_type.nbytes if K else 0) + (tensors.v.block_type.nbytes if V else 0)
+    slot, phase = slot_and_phase(fill, STAGES)
+    mbarrier.wait(ring.empty.index(slot), phase ^ 1)
+    mbarrier.expect(ring.full.index(slot), NBYTES)
     if K:
-        tma.async_copy_global_to_shared(k_desc, [batch, kv_head, start_n, 0], kv_full.index(slot), k_s.index(slot))
+        where = [tile.batch, tile.kv_head, start_n, 0]
+        tma.async_copy_global_to_shared(tensors.k, where, ring.full.index(slot), ring.k.index(slot))
     if V:
-        tma.async_copy_global_to_shared(v_desc, [batch, kv_head, start_n + BLOCK_N, 0], kv_full.index(slot), v_s.index(slot))
+        where = [tile.batch, tile.kv_head, start_n + BLOCK_N, 0]
+        tma.async_copy_global_to_shared(tensors.v, where, ring.full.index(slot), ring.v.index(slot))
 
 
 @gluon.jit
 def _scores(q, ring, fill, ROWS: gl.constexpr):
     """Start to compute the scores of a key tile, once its K has arrived."""
-    k_s, v_s, kv_full, kv_empty = ring
-    STAGES: gl.constexpr = k_s.shape[0]
-    BLOCK_N: gl.constexpr = k_s.shape[3]
+    STAGES: gl.constexpr = ring.k.shape[0]
+    BLOCK_N: gl.constexpr = ring.k.shape[3]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
     no_s = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
-    mbarrier.wait(kv_full.index(fill % STAGES), fill // STAGES & 1)
-    k = k_s.index(fill % STAGES).reshape([BLOCK_N, k_s.shape[4]])
+    slot, phase = slot_and_phase(fill, STAGES)
+    mbarrier.wait(ring.full.index(slot), phase)
+    k = ring.k.index(slot).reshape([BLOCK_N, ring.k.shape[4]])
     return warpgroup_mma(q, k.permute([1, 0]), no_s, use_acc=False, is_async=True)
 
 
@@ -91,29 +173,29 @@ def _sums(p):
 
 @gluon.jit
 def _accumulate(
-    acc, s, q, ring, fill, tiles, seq_k, last, scale_log2,
-    CONSUMERS: gl.constexpr, AGAIN: gl.constexpr, CAUSAL: gl.constexpr,
+    acc, s, q, ring, fill, tiles, problem, last, scale_log2,
+    CONSUMERS: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """A consumer's online softmax over `tiles` key tiles, from the last one backwards; the scores s of the last one are in
     flight.
 
     Returns acc, whose matmul for the first tile is still in flight, m (maximum) and l (sum).
     """
-    k_s, v_s, kv_full, kv_empty = ring
-    STAGES: gl.constexpr = k_s.shape[0]
+    STAGES: gl.constexpr = ring.k.shape[0]
     ROWS: gl.constexpr = acc.shape[0]
-    BLOCK_N: gl.constexpr = k_s.shape[3]
+    BLOCK_N: gl.constexpr = ring.k.shape[3]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
     acc_layout: gl.constexpr = acc.type.layout
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
     s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
-    mbarrier.arrive(kv_empty.index(fill % STAGES), count=1)
+    slot, phase = slot_and_phase(fill, STAGES)
+    mbarrier.arrive(ring.empty.index(slot), count=1)
     # Only the last tile can pass the last key or contain the diagonal. The first query tile starts diagonal % ROWS rows before
     # query 0. So the number of keys that a consumer's rows see is a multiple of ROWS.
     start_n = (tiles - 1) * BLOCK_N
-    if CAUSAL or start_n + BLOCK_N > seq_k:
+    if CAUSAL or start_n + BLOCK_N > problem.seq_k:
         offs_n = start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
-        visible = (offs_n < seq_k)[None, :]
+        visible = (offs_n < problem.seq_k)[None, :]
         if CAUSAL:
             last_n = last + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))  # the last key that each row sees
             visible = visible & (last_n[:, None] >= offs_n[None, :])
@@ -124,34 +206,34 @@ def _accumulate(
         # The upper rows of the diagonal's tile see few keys, so the guess includes the next tile.
         first = 2
         fill += 1
-        slot = fill % STAGES
+        slot, phase = slot_and_phase(fill, STAGES)
         s_next = warpgroup_mma_wait(0, [_scores(q, ring, fill, ROWS)])
         m = gl.maximum(m, gl.max(s_next, 1) * scale_log2)
         p = gl.exp2(s * scale_log2 - m[:, None])
         l = _sums(p)
-        p = gl.convert_layout(p.to(k_s.dtype), p_layout)
-        acc = warpgroup_mma(p, v_s.index(slot).reshape([BLOCK_N, v_s.shape[4]]), acc, is_async=True)
+        p = gl.convert_layout(p.to(ring.k.dtype), p_layout)
+        acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
         p_next = gl.exp2(s_next * scale_log2 - m[:, None])
         l = l + _sums(p_next)
         acc = warpgroup_mma_wait(0, [acc])
-        mbarrier.arrive(kv_empty.index(slot), count=1)
+        mbarrier.arrive(ring.empty.index(slot), count=1)
     else:
         p_next = gl.exp2(s * scale_log2 - m[:, None])
         l = _sums(p_next)
-    p = gl.convert_layout(p_next.to(k_s.dtype), p_layout)
+    p = gl.convert_layout(p_next.to(ring.k.dtype), p_layout)
 
     for _ in range(first, tiles):
         # Issue both matmuls together, so that the tensor cores have work while other consumers compute their softmax.
         fill += 1
-        slot = fill % STAGES
+        slot, phase = slot_and_phase(fill, STAGES)
         s = _scores(q, ring, fill, ROWS)
-        acc = warpgroup_mma(p, v_s.index(slot).reshape([BLOCK_N, v_s.shape[4]]), acc, is_async=True)
+        acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
         if CONSUMERS == 2:
             s = warpgroup_mma_wait(1, [s])  # [rows, BLOCK_N]
         else:  # three other consumers' matmuls run under these exponentials: release the buffers before them
             s, acc = warpgroup_mma_wait(0, [s, acc])
-            mbarrier.arrive(kv_empty.index(slot), count=1)
-        if AGAIN:
+            mbarrier.arrive(ring.empty.index(slot), count=1)
+        if MODE == "again":
             m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
             rescale = gl.exp2(m - m_new)  # rescales what was computed with the old maximum
             l = l * gl.convert_layout(rescale, gl.SliceLayout(1, l.type.layout))[:, None]
@@ -160,82 +242,76 @@ def _accumulate(
         l = l + _sums(p)
         if CONSUMERS == 2:
             acc = warpgroup_mma_wait(0, [acc])
-            mbarrier.arrive(kv_empty.index(slot), count=1)
-        if AGAIN:
+            mbarrier.arrive(ring.empty.index(slot), count=1)
+        if MODE == "again":
             acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
-        p = gl.convert_layout(p.to(k_s.dtype), p_layout)
+        p = gl.convert_layout(p.to(ring.k.dtype), p_layout)
 
     fill += 1
-    slot = fill % STAGES
-    mbarrier.wait(kv_full.index(slot), fill // STAGES & 1)
-    acc = warpgroup_mma(p, v_s.index(slot).reshape([BLOCK_N, v_s.shape[4]]), acc, is_async=True)
+    slot, phase = slot_and_phase(fill, STAGES)
+    mbarrier.wait(ring.full.index(slot), phase)
+    acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
     return acc, m, gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, s_layout))
 
 
 @gluon.jit
-def _producer(load, AGAIN: gl.constexpr, CAUSAL: gl.constexpr):
+def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, CAUSAL: gl.constexpr):
     """One warp: keep the buffers of Q, K and V full, also for the next tile while the current one ends.
 
-    The first tile is the CTA's number. A counter that all CTAs share gives the others. AGAIN: failed tiles, in fixed strides.
+    The first tile is the CTA's number. A counter that all CTAs share gives the others. MODE "again": failed tiles, in fixed
+    strides.
     """
-    q_desc, k_desc, v_desc, counter_ptr, failed_ptr, ring, queries, turns, problem = load
-    q_s, q_full, q_empty = queries
-    tile_s, tile_full = turns
-    batch_heads, heads, heads_per_kv, group, tiles_m, seq_q, seq_k, diagonal = problem
-    Q_STAGES: gl.constexpr = tile_s.shape[0]
-    CONSUMERS: gl.constexpr = q_s.shape[0] // Q_STAGES
+    Q_STAGES: gl.constexpr = next_tiles.number.shape[0]
+    CONSUMERS: gl.constexpr = queries.q.shape[0] // Q_STAGES
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
-    BLOCK_N: gl.constexpr = ring[0].shape[3]
+    BLOCK_N: gl.constexpr = ring.k.shape[3]
     fill = 0
     turn = 0
-    tile = gl.program_id(0)
-    tiles = batch_heads * tiles_m
-    if AGAIN:
-        tile = _next_failed(tile, tiles, failed_ptr)
-    while tile < tiles:
-        batch_head, start_m, n = _tile(tile, problem, BLOCK_M, BLOCK_N, CAUSAL)
-        batch, head = batch_head // heads, batch_head % heads
-        kv = (k_desc, v_desc, batch, head // heads_per_kv)
-        start_n = (n - 1) * BLOCK_N
+    number = gl.program_id(0)
+    tiles = problem.batch_heads * problem.tiles_m
+    if MODE == "again":
+        number = _next_failed(number, tiles, _flags(tensors.failed))
+    while number < tiles:
+        tile = _tile(number, problem, BLOCK_M, BLOCK_N, CAUSAL)
+        start_n = (tile.keys - 1) * BLOCK_N
         for w in gl.static_range(CONSUMERS):
-            slot = turn % Q_STAGES * CONSUMERS + w
-            mbarrier.wait(q_empty.index(slot), (turn // Q_STAGES & 1) ^ 1)
-            mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(q_desc, [batch, head, start_m + w * ROWS, 0], q_full.index(slot), q_s.index(slot))
+            slot, phase = slot_and_phase(turn, Q_STAGES)
+            slot = slot * CONSUMERS + w
+            mbarrier.wait(queries.empty.index(slot), phase ^ 1)
+            mbarrier.expect(queries.full.index(slot), tensors.q.block_type.nbytes)
+            where = [tile.batch, tile.head, tile.start_m + w * ROWS, 0]
+            tma.async_copy_global_to_shared(tensors.q, where, queries.full.index(slot), queries.q.index(slot))
             if w == 0:
-                _load(kv, ring, fill, start_n, True, False)
-        if AGAIN:
-            tile = _next_failed(tile + gl.num_programs(0), tiles, failed_ptr)
+                _load(tensors, tile, ring, fill, start_n, True, False)
+        if MODE == "again":
+            number = _next_failed(number + gl.num_programs(0), tiles, _flags(tensors.failed))
         else:
-            tile = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
-        for _ in range(1, n):
+            number = gl.num_programs(0) + gl.atomic_add(tensors.counter, 1)
+        for _ in range(1, tile.keys):
             fill += 1
             start_n -= BLOCK_N
-            _load(kv, ring, fill, start_n, True, True)
-        _load(kv, ring, fill + 1, start_n - BLOCK_N, False, True)
+            _load(tensors, tile, ring, fill, start_n, True, True)
+        _load(tensors, tile, ring, fill + 1, start_n - BLOCK_N, False, True)
         fill += 2
         # A number past the last tile is passed on too: it tells the consumers to end.
-        slot = turn % Q_STAGES
-        tile_s.index(slot).store(gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-        mbarrier.arrive(tile_full.index(slot), count=1)
+        slot, phase = slot_and_phase(turn, Q_STAGES)
+        next_tiles.number.index(slot).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+        mbarrier.arrive(next_tiles.full.index(slot), count=1)
         turn += 1
 
 
 @gluon.jit
-def _consumer(work, w: gl.constexpr, AGAIN: gl.constexpr, CAUSAL: gl.constexpr):
+def _consumer(
+    tensors, queries, ring, next_tiles, problem, w: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr
+):  # fmt: skip
     """A warpgroup that computes the w-th 64 query rows of each tile."""
-    out_desc, out_ptr, lse_ptr, failed_ptr, scale, o_s, ring, queries, turns, problem = work
-    k_s, v_s, kv_full, kv_empty = ring
-    q_s, q_full, q_empty = queries
-    tile_s, tile_full = turns
-    batch_heads, heads, heads_per_kv, group, tiles_m, seq_q, seq_k, diagonal = problem
-    Q_STAGES: gl.constexpr = tile_s.shape[0]
-    CONSUMERS: gl.constexpr = q_s.shape[0] // Q_STAGES
-    STAGES: gl.constexpr = k_s.shape[0]
+    Q_STAGES: gl.constexpr = next_tiles.number.shape[0]
+    CONSUMERS: gl.constexpr = queries.q.shape[0] // Q_STAGES
+    STAGES: gl.constexpr = ring.k.shape[0]
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
-    BLOCK_N: gl.constexpr = k_s.shape[3]
-    HEAD_DIM: gl.constexpr = k_s.shape[4]
-    VALUE_DIM: gl.constexpr = v_s.shape[4]
+    BLOCK_N: gl.constexpr = ring.k.shape[3]
+    HEAD_DIM: gl.constexpr = ring.k.shape[4]
+    VALUE_DIM: gl.constexpr = ring.v.shape[4]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
     q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
@@ -244,62 +320,68 @@ def _consumer(work, w: gl.constexpr, AGAIN: gl.constexpr, CAUSAL: gl.constexpr):
     # for this, four do not.
     Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and HEAD_DIM <= 128
     # exp(x) = exp2(x * log2(e)), and exp2 is one instruction; never 0, because a masked score, -inf, times 0 is NaN
-    scale_log2 = gl.maximum(scale * LOG2_E, 1e-37)
+    scale_log2 = gl.maximum(problem.scale * LOG2_E, 1e-37)
     fill = 0
     turn = 0
-    tile = gl.program_id(0)
-    tiles = batch_heads * tiles_m
-    if AGAIN:
-        tile = _next_failed(tile, tiles, failed_ptr)
-    while tile < tiles:
-        done = tile
-        batch_head, start_m, n = _tile(tile, problem, BLOCK_M, BLOCK_N, CAUSAL)
-        start_m += w * ROWS
-        seen = gl.cdiv(gl.minimum(start_m + ROWS + diagonal, seq_k) if CAUSAL else seq_k, BLOCK_N)
+    number = gl.program_id(0)
+    tiles = problem.batch_heads * problem.tiles_m
+    if MODE == "again":
+        number = _next_failed(number, tiles, _flags(tensors.failed))
+    while number < tiles:
+        done = number
+        tile = _tile(number, problem, BLOCK_M, BLOCK_N, CAUSAL)
+        start_m = tile.start_m + w * ROWS
+        seen = gl.cdiv(gl.minimum(start_m + ROWS + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k, BLOCK_N)
 
         offs_m = start_m + gl.arange(0, ROWS, rows)
         acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, acc_layout)
-        slot = turn % Q_STAGES * CONSUMERS + w
-        mbarrier.wait(q_full.index(slot), turn // Q_STAGES & 1)
-        q_buffer = q_s.index(slot).reshape([ROWS, HEAD_DIM])
+        turn_slot, turn_phase = slot_and_phase(turn, Q_STAGES)
+        own = turn_slot * CONSUMERS + w  # this consumer's slot of `queries`
+        mbarrier.wait(queries.full.index(own), turn_phase)
+        q_buffer = queries.q.index(own).reshape([ROWS, HEAD_DIM])
         q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
-        for _ in range(n - seen):  # skip key tiles that only the CTA's later consumers see
-            mbarrier.wait(kv_full.index(fill % STAGES), fill // STAGES & 1)
-            mbarrier.arrive(kv_empty.index(fill % STAGES), count=1)
+        for _ in range(tile.keys - seen):  # skip key tiles that only the CTA's later consumers see
+            slot, phase = slot_and_phase(fill, STAGES)
+            mbarrier.wait(ring.full.index(slot), phase)
+            mbarrier.arrive(ring.empty.index(slot), count=1)
             fill += 1
         s = _scores(q, ring, fill, ROWS)
         if Q_STAGES == 2:
             # TMA has stored the last tile's O from the other buffer, so the next Q may arrive there.
             tma.store_wait(0)
-            mbarrier.arrive(q_empty.index((turn + 1) % Q_STAGES * CONSUMERS + w), count=1, pred=turn > 0)
-        acc, m, l = _accumulate(acc, s, q, ring, fill, seen, seq_k, start_m + diagonal, scale_log2, CONSUMERS, AGAIN, CAUSAL)
+            slot, phase = slot_and_phase(turn + 1, Q_STAGES)
+            mbarrier.arrive(queries.empty.index(slot * CONSUMERS + w), count=1, pred=turn > 0)
+        last = start_m + problem.diagonal  # the last key of the first row
+        acc, m, l = _accumulate(acc, s, q, ring, fill, seen, problem, last, scale_log2, CONSUMERS, MODE, CAUSAL)
         fill += seen
 
-        lse_ptrs = lse_ptr + batch_head.to(gl.int64) * seq_q + offs_m
-        gl.store(lse_ptrs, (m + gl.log2(l)) / LOG2_E, mask=(offs_m >= 0) & (offs_m < seq_q))
+        lse_ptrs = tensors.lse + tile.batch_head.to(gl.int64) * problem.seq_q + offs_m
+        gl.store(lse_ptrs, (m + gl.log2(l)) / LOG2_E, mask=(offs_m >= 0) & (offs_m < problem.seq_q))
         normalize = gl.convert_layout(1.0 / l, gl.SliceLayout(1, acc_layout))[:, None]
-        mbarrier.wait(tile_full.index(turn % Q_STAGES), turn // Q_STAGES & 1)
-        tile = gl.max(tile_s.index(turn % Q_STAGES).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        mbarrier.wait(next_tiles.full.index(turn_slot), turn_phase)
+        number = gl.max(next_tiles.number.index(turn_slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
         acc = warpgroup_mma_wait(0, [acc])
-        mbarrier.arrive(kv_empty.index(fill % STAGES), count=1)
+        slot, phase = slot_and_phase(fill, STAGES)
+        mbarrier.arrive(ring.empty.index(slot), count=1)
         fill += 1
-        if not AGAIN:
+        if MODE == "guess":
             # An infinite P, or an overflowing sum, makes l or part of a row of O infinite or NaN.
             fails = ~(gl.abs(gl.sum(acc, 1) + gl.convert_layout(l, gl.SliceLayout(1, acc_layout))) < float("inf"))
             same = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, acc_layout))
-            gl.store(failed_ptr + same, 1, mask=fails)
-            gl.store(failed_ptr + 1 + done + same, 1, mask=fails)
-        if out_ptr is not None and start_m < 0:
-            out = (acc * normalize).to(q_s.dtype)
-            store_rows(out_ptr, out_desc, batch_head // heads, batch_head % heads, start_m, out)
+            flags = _flags(tensors.failed)
+            gl.store(flags.any_failed + same, 1, mask=fails)
+            gl.store(flags.tile_failed + done + same, 1, mask=fails)
+        if tensors.out_ptr is not None and start_m < 0:
+            out = (acc * normalize).to(queries.q.dtype)
+            store_rows(tensors.out_ptr, tensors.out, tile.batch, tile.head, start_m, out)
         else:
-            o_s.index(slot).reshape([ROWS, VALUE_DIM]).store((acc * normalize).to(q_s.dtype))
+            queries.o.index(own).reshape([ROWS, VALUE_DIM]).store((acc * normalize).to(queries.q.dtype))
             fence_async_shared()
-            where = [batch_head // heads, batch_head % heads, start_m, 0]
-            tma.async_copy_shared_to_global(out_desc, where, o_s.index(slot))
+            where = [tile.batch, tile.head, start_m, 0]
+            tma.async_copy_shared_to_global(tensors.out, where, queries.o.index(own))
         if Q_STAGES == 1:
             tma.store_wait(0)
-            mbarrier.arrive(q_empty.index(slot), count=1)
+            mbarrier.arrive(queries.empty.index(own), count=1)
         turn += 1
     tma.store_wait(0)
 
@@ -309,11 +391,11 @@ def _forward_kernel(
     q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, counter_ptr, failed_ptr, scale,
     batch_heads, heads, heads_per_kv, group, seq_q, seq_k, diagonal,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr, AGAIN: gl.constexpr, CAUSAL: gl.constexpr,
+    Q_STAGES: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
     tiles_m = gl.cdiv(seq_q + diagonal % ROWS, BLOCK_M)
-    if AGAIN:
+    if MODE == "again":
         gdc_wait()  # for the first launch
         if gl.load(failed_ptr) == 0:
             return
@@ -327,25 +409,27 @@ def _forward_kernel(
     tile_s = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full, q_empty = new_ring(Q_STAGES * CONSUMERS, 1, 1)  # each consumer has its own buffers
     kv_full, kv_empty = new_ring(STAGES, 1, CONSUMERS)
-    ring = (k_s, v_s, kv_full, kv_empty)
-    tile_full = new_barriers(Q_STAGES, 1)  # a tile's number has been read when its buffer of Q is released
-
-    queries = (q_s, q_full, q_empty)
-    turns = (tile_s, tile_full)
-    problem = (batch_heads, heads, heads_per_kv, group, tiles_m, seq_q, seq_k, diagonal)
-    work = (out_desc, out_ptr, lse_ptr, failed_ptr, scale, o_s, ring, queries, turns, problem)
-    load = (q_desc, k_desc, v_desc, counter_ptr, failed_ptr, ring, queries, turns, problem)
+    tensors = Tensors(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, counter_ptr, failed_ptr)
+    problem = Problem(batch_heads, heads, heads_per_kv, group, tiles_m, seq_q, seq_k, diagonal, scale)
+    queries = Queries(q_s, o_s, q_full, q_empty)
+    ring = Ring(k_s, v_s, kv_full, kv_empty)
+    next_tiles = NextTiles(tile_s, new_barriers(Q_STAGES, 1))  # no empty barriers: `queries.empty` follows the reading
     # An SM has 65,536 registers, 512 for each thread of a warpgroup. The producer keeps 24 per thread, and the consumers get
     # the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
-            [(_consumer, (work, 0, AGAIN, CAUSAL)), (_consumer, (work, 1, AGAIN, CAUSAL)), (_producer, (load, AGAIN, CAUSAL))],
+            [(_consumer, (tensors, queries, ring, next_tiles, problem, 0, MODE, CAUSAL)),
+             (_consumer, (tensors, queries, ring, next_tiles, problem, 1, MODE, CAUSAL)),
+             (_producer, (tensors, queries, ring, next_tiles, problem, MODE, CAUSAL))],
             [4, 1], [240, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
-            [(_consumer, (work, 0, AGAIN, CAUSAL)), (_consumer, (work, 1, AGAIN, CAUSAL)),
-             (_consumer, (work, 2, AGAIN, CAUSAL)), (_consumer, (work, 3, AGAIN, CAUSAL)), (_producer, (load, AGAIN, CAUSAL))],
+            [(_consumer, (tensors, queries, ring, next_tiles, problem, 0, MODE, CAUSAL)),
+             (_consumer, (tensors, queries, ring, next_tiles, problem, 1, MODE, CAUSAL)),
+             (_consumer, (tensors, queries, ring, next_tiles, problem, 2, MODE, CAUSAL)),
+             (_consumer, (tensors, queries, ring, next_tiles, problem, 3, MODE, CAUSAL)),
+             (_producer, (tensors, queries, ring, next_tiles, problem, MODE, CAUSAL))],
             [4, 4, 4, 1], [112, 112, 112, 24],
         )  # fmt: skip
 
@@ -384,10 +468,10 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     # The counter of tiles that were taken after each CTA's first; a flag if any tile failed; a flag for each tile.
     counter, failed = lse.new_zeros(2 + tiles, dtype=torch.int32).split([1, 1 + tiles])
     tensors = describe_tile(q, 64), describe_tile(k, block_n), describe_tile(v, block_n), describe_tile(out, 64), out_ptr, lse
-    for again in (False, True):
+    for mode in ("guess", "again"):
         _forward_kernel[programs,](
             *tensors, counter, failed, scale, batch * heads, heads, heads // kv_heads, group, seq_q, seq_k, diagonal,
             HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, Q_STAGES=q_stages,
-            AGAIN=again, CAUSAL=causal, num_warps=4, maxnreg={128: 168, 256: 96}[block_m], launch_pdl=again,
+            MODE=mode, CAUSAL=causal, num_warps=4, maxnreg={128: 168, 256: 96}[block_m], launch_pdl=mode == "again",
         )  # fmt: skip
     return out, lse

@@ -1,6 +1,8 @@
 """FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper; for D =
 256 in two kernels with seven matmuls."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -22,6 +24,7 @@ from common.kernels.hopper import (
     new_barriers,
     new_ring,
     require_hopper,
+    slot_and_phase,
     store_rows,
 )
 from common.kernels.order import tile_and_head
@@ -36,6 +39,104 @@ ROWS = gl.constexpr(64)  # keys of a consumer, as many rows as a warpgroup's wgm
 CONSUMERS = gl.constexpr(2)
 KEYS = gl.constexpr(CONSUMERS * ROWS)  # of a CTA, whose dK and dV stay in its registers
 SUM_COLUMNS = 256  # columns of dQ's float32 accumulator, as TMA sees it: the widest box that TMA supports
+
+
+class Tensors(NamedTuple):
+    """Tensors in global memory."""
+
+    q: tma.tensor_descriptor
+    k: tma.tensor_descriptor
+    v: tma.tensor_descriptor
+    do: tma.tensor_descriptor
+    stats: tma.tensor_descriptor  # of each query tile: log2(e) * LSE, then delta
+    sums: tma.tensor_descriptor  # dQ's accumulator
+    dk: tma.tensor_descriptor
+    dv: tma.tensor_descriptor
+    counter: gl.tensor | None  # number of tiles taken after each CTA's first
+
+
+class Problem(NamedTuple):
+    """Sizes that all CTAs share."""
+
+    kv_heads: gl.tensor
+    heads_per_kv: gl.tensor
+    seq_q: gl.tensor
+    seq_k: gl.tensor
+    diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
+    at_once: gl.tensor  # CTAs that run at the same time
+    tiles: gl.tensor  # key tiles of all heads
+    scale: gl.tensor
+
+
+class Order(NamedTuple):
+    """The order in which a work tile takes its query tiles; see `_query_tile`."""
+
+    heads_per_kv: gl.tensor
+    first: gl.tensor  # the first query tile that sees one of the keys
+    turning: gl.tensor  # query tiles before the order turns
+    tiles_m: gl.tensor  # query tiles of a head
+    first_head: gl.tensor  # the first query head, counted over all batch elements
+    shift: gl.tensor  # rows of the first query tile before query 0
+
+
+class Tile(NamedTuple):
+    """A work tile: BLOCK_N keys of one head, and the query tiles that see them."""
+
+    batch: gl.tensor
+    kv_head: gl.tensor
+    head: gl.tensor  # the first query head
+    start_n: gl.tensor  # the first key
+    keys: gl.tensor  # number of keys from start_n on
+    ahead: gl.tensor  # how many queries the first query tile is after the one on the diagonal
+    order: Order
+    steps: gl.tensor  # query tiles of all query heads
+    unseen: gl.tensor  # first steps that see no key of the second consumer
+    masked: gl.tensor  # first steps that need a mask
+
+
+class Place(NamedTuple):
+    """Where a work tile's K and V lie, and its dK and dV."""
+
+    batch: gl.tensor
+    kv_head: gl.tensor
+    start_n: gl.tensor
+
+
+class KeysValues(NamedTuple):
+    """K and V in shared memory, and dK and dV on their way out."""
+
+    k: gl.shared_memory_descriptor  # [KV_STAGES * CONSUMERS, 1, 1, ROWS, HEAD_DIM]
+    v: gl.shared_memory_descriptor  # [KV_STAGES * CONSUMERS, 1, 1, ROWS, VALUE_DIM]
+    full: gl.shared_memory_descriptor  # a barrier for each slot: K and V have arrived
+    dk_full: gl.shared_memory_descriptor  # a barrier for each consumer: dK is where K was
+    dv_full: gl.shared_memory_descriptor  # a barrier for each consumer: dV is where V was
+
+
+class Ring(NamedTuple):
+    """The tiles of a step in shared memory: a ring buffer with STAGES slots."""
+
+    q: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, HEAD_DIM]
+    do: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, VALUE_DIM]
+    stats: gl.shared_memory_descriptor  # [STAGES, 2, BLOCK_M]
+    q_full: gl.shared_memory_descriptor  # a barrier for each slot: Q and the statistics have arrived
+    do_full: gl.shared_memory_descriptor  # dO has arrived
+    empty: gl.shared_memory_descriptor  # all consumers have read Q, dO and the statistics
+
+
+class DsRing(NamedTuple):
+    """dS on its way to the matmul for dQ, and dQ on its way to memory."""
+
+    ds: gl.shared_memory_descriptor  # [STAGES * CONSUMERS, ROWS, BLOCK_M]
+    dq: gl.shared_memory_descriptor  # [PARTS, ...]
+    full: gl.shared_memory_descriptor  # a barrier for each slot: all consumers have written dS
+    empty: gl.shared_memory_descriptor  # dS has been read
+
+
+class NextTiles(NamedTuple):
+    """The numbers of tiles, which the producer passes on to the other warps."""
+
+    number: gl.shared_memory_descriptor  # [2, 1]
+    full: gl.shared_memory_descriptor  # a barrier for each slot: the number has been written
 
 
 @triton.jit(do_not_specialize=["heads", "seq_q", "shift"])
@@ -90,16 +191,17 @@ def _finish_kernel(
 
 @gluon.jit
 def _tile(
-    tile, problem,
+    number, problem,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Return a work tile: batch, K/V head and first key; the order of its query tiles; what its mask depends on; its number
-    of steps, of steps that see no key of the second consumer, and of masked steps."""
-    kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles = problem
-    shift = diagonal % BLOCK_M
-    tiles_m = gl.cdiv(seq_q + shift, BLOCK_M)
+    """Return the work tile with a number."""
+    heads_per_kv = problem.heads_per_kv
+    shift = problem.diagonal % BLOCK_M
+    tiles_m = gl.cdiv(problem.seq_q + shift, BLOCK_M)
     ROW_BYTES: gl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # of Q, dQ's accumulator, and dO
-    tile_n, batch_head = tile_and_head(gl.cdiv(seq_k, BLOCK_N), seq_q, ROW_BYTES, CAUSAL, program=tile, programs=tiles)
+    tile_n, batch_head = tile_and_head(
+        gl.cdiv(problem.seq_k, BLOCK_N), problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=problem.tiles
+    )
     start_n = tile_n * BLOCK_N
     corner = 0  # the query tile whose first row sees the first of these keys and no more, if it exists
     first = 0  # the query tiles that see these keys; if none does, the last one runs, fully masked
@@ -108,80 +210,80 @@ def _tile(
     masked = 1
     unseen = 0  # number of these that see no key of the second consumer
     if CAUSAL:
-        corner = (start_n - diagonal + shift) // BLOCK_M
+        corner = (start_n - problem.diagonal + shift) // BLOCK_M
         first = gl.minimum(gl.maximum(corner, 0), tiles_m - 1)
         masked = gl.maximum(gl.minimum(corner + BLOCK_N // BLOCK_M, tiles_m) - first, 1)
         unseen = gl.where(corner < 0, 0, ROWS // BLOCK_M)
-    n = tiles_m - first
-    masked = gl.where(start_n + BLOCK_N > seq_k, n, masked)
+    tiles = tiles_m - first
+    masked = gl.where(start_n + BLOCK_N > problem.seq_k, tiles, masked)
     # CTAs that read the same tile at the same time share it through the L2 cache. CTAs that start together all begin with the
     # last tile and go backwards. Later CTAs start one by one, those with fewer tiles later, so they go forwards. If a K/V head
     # has one query head, its tiles stay in the cache anyway.
-    turning = n
+    turning = tiles
     if CAUSAL:
-        turning = gl.where((heads_per_kv > 1) & (tile // at_once % 2 == 0), masked, n)
-    where = (batch_head // kv_heads, batch_head % kv_heads, start_n)
-    order = (heads_per_kv, first, turning, tiles_m, batch_head * heads_per_kv)
-    seen = (seq_k - start_n, (first - corner) * BLOCK_M, heads_per_kv)
-    return where, order, seen, n * heads_per_kv, unseen * heads_per_kv, masked * heads_per_kv
+        turning = gl.where((heads_per_kv > 1) & (number // problem.at_once % 2 == 0), masked, tiles)
+    kv_head = batch_head % problem.kv_heads
+    order = Order(heads_per_kv, first, turning, tiles_m, batch_head * heads_per_kv, shift)
+    return Tile(
+        batch_head // problem.kv_heads, kv_head, kv_head * heads_per_kv, start_n, problem.seq_k - start_n,
+        (first - corner) * BLOCK_M, order, tiles * heads_per_kv, unseen * heads_per_kv, masked * heads_per_kv,
+    )  # fmt: skip
 
 
 @gluon.jit
 def _query_tile(step, order):
-    """Return the query tile of a step: its number within its head, and among the tiles of all heads.
+    """Return the query tile of a step: its number within its head, and its number among the tiles of all heads.
 
     Steps take one tile of each query head that shares the keys, then the next tile of each. The tiles go in order, or, once
     `turning` tiles are done, from the last one backwards.
     """
-    heads_per_kv, first, turning, tiles_m, first_head = order
-    done = step // heads_per_kv
-    tile = gl.where(done < turning, first + done, tiles_m - 1 + turning - done)
-    return tile, (first_head + step % heads_per_kv) * tiles_m + tile
+    done = step // order.heads_per_kv
+    tile = gl.where(done < order.turning, order.first + done, order.tiles_m - 1 + order.turning - done)
+    return tile, (order.first_head + step % order.heads_per_kv) * order.tiles_m + tile
 
 
 @gluon.jit
-def _load(load, ring, order, fill, step):
+def _load(tensors, tile, ring, fill, step):
     """Start to load a step's Q and dO, with LSE and delta, when the consumers have released the buffers."""
-    q_desc, do_desc, stats_desc, batch, head, shift = load
-    q_s, do_s, stats_s, q_full, do_full, q_do_empty = ring
-    STAGES: gl.constexpr = q_s.shape[0]
-    slot = fill % STAGES
-    tile, row = _query_tile(step, order)
-    where = [batch, head + step % order[0], tile * q_s.shape[3] - shift, 0]
-    mbarrier.wait(q_do_empty.index(slot), (fill // STAGES & 1) ^ 1)
-    mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes + stats_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(q_desc, where, q_full.index(slot), q_s.index(slot))
-    tma.async_copy_global_to_shared(stats_desc, [row * 2, 0], q_full.index(slot), stats_s.index(slot))
-    mbarrier.expect(do_full.index(slot), do_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(do_desc, where, do_full.index(slot), do_s.index(slot))
+    STAGES: gl.constexpr = ring.q.shape[0]
+    slot, phase = slot_and_phase(fill, STAGES)
+    number, row = _query_tile(step, tile.order)
+    where = [tile.batch, tile.head + step % tile.order.heads_per_kv, number * ring.q.shape[3] - tile.order.shift, 0]
+    mbarrier.wait(ring.empty.index(slot), phase ^ 1)
+    mbarrier.expect(ring.q_full.index(slot), tensors.q.block_type.nbytes + tensors.stats.block_type.nbytes)
+    tma.async_copy_global_to_shared(tensors.q, where, ring.q_full.index(slot), ring.q.index(slot))
+    tma.async_copy_global_to_shared(tensors.stats, [row * 2, 0], ring.q_full.index(slot), ring.stats.index(slot))
+    mbarrier.expect(ring.do_full.index(slot), tensors.do.block_type.nbytes)
+    tma.async_copy_global_to_shared(tensors.do, where, ring.do_full.index(slot), ring.do.index(slot))
 
 
 @gluon.jit
-def _add_dq(ds_s, ds_empty, slot, k_s, k_slot, dq_s, sums_desc, row):
+def _add_dq(tensors, ds_ring, slot, kv, kv_slot, row):
     """Compute dQ from a step's dS and K, and let TMA add it to the accumulator in memory."""
-    BLOCK_M: gl.constexpr = ds_s.shape[2]
-    HEAD_DIM: gl.constexpr = k_s.shape[4]
-    PARTS: gl.constexpr = dq_s.shape[0]
+    BLOCK_M: gl.constexpr = ds_ring.ds.shape[2]
+    HEAD_DIM: gl.constexpr = kv.k.shape[4]
+    PARTS: gl.constexpr = ds_ring.dq.shape[0]
     COLUMNS: gl.constexpr = BLOCK_M * HEAD_DIM // PARTS // 64
-    SUM_ROWS: gl.constexpr = sums_desc.block_shape[0]
+    SUM_ROWS: gl.constexpr = tensors.sums.block_shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     nothing = gl.zeros([64, COLUMNS], gl.float32, layout)
     for part in gl.static_range(PARTS):
         dq = nothing
         for w in gl.static_range(CONSUMERS):
-            ds_t = ds_s.index(slot * CONSUMERS + w).slice(part * COLUMNS // HEAD_DIM * 64, 64, dim=1)
-            k = k_s.index(k_slot * CONSUMERS + w).reshape([ROWS, HEAD_DIM]).slice(part * COLUMNS % HEAD_DIM, COLUMNS, dim=1)
+            ds_t = ds_ring.ds.index(slot * CONSUMERS + w).slice(part * COLUMNS // HEAD_DIM * 64, 64, dim=1)
+            k = kv.k.index(kv_slot * CONSUMERS + w).reshape([ROWS, HEAD_DIM])
+            k = k.slice(part * COLUMNS % HEAD_DIM, COLUMNS, dim=1)
             dq = warpgroup_mma(ds_t.permute([1, 0]), k, dq, use_acc=w > 0, is_async=True)
         dq = warpgroup_mma_wait(0, [dq])  # [64, COLUMNS]
         if part == PARTS - 1:
-            mbarrier.arrive(ds_empty.index(slot), count=1)
+            mbarrier.arrive(ds_ring.empty.index(slot), count=1)
         # Elements are stored in the order of the registers: four of one thread, then four of the next. This has no bank
         # conflicts.
         dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5])
         tma.store_wait(PARTS - 1)
-        dq_s.index(part).store(dq.reshape(sums_desc.block_shape))
+        ds_ring.dq.index(part).store(dq.reshape(tensors.sums.block_shape))
         fence_async_shared()
-        async_reduce_add(sums_desc, [(row * PARTS + part) * SUM_ROWS, 0], dq_s.index(part))
+        async_reduce_add(tensors.sums, [(row * PARTS + part) * SUM_ROWS, 0], ds_ring.dq.index(part))
 
 
 @gluon.jit
@@ -199,222 +301,211 @@ def _widened(p):
 
 @gluon.jit
 def _accumulate(
-    dk, dv, k, v, scale_log2, ring, dq, seen, fill, lo, hi, w: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+    dk, dv, k, v, scale_log2, tile, ring, ds_ring, fill, lo, hi,
+    w: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Add the contribution of a tile's steps [lo, hi) to a consumer's dk and dv, and store its dS for dQ. Step lo is number
     `fill` of all. P and dS are computed transposed, so that they enter the matmuls for dV and dK from registers.
     """
-    q_s, do_s, stats_s, q_full, do_full, q_do_empty = ring
-    ds_s, ds_full, ds_empty = dq
-    keys, ahead, heads_per_kv = seen
-    STAGES: gl.constexpr = q_s.shape[0]
-    BLOCK_M: gl.constexpr = q_s.shape[3]
-    HEAD_DIM: gl.constexpr = q_s.shape[4]
-    VALUE_DIM: gl.constexpr = do_s.shape[4]
+    STAGES: gl.constexpr = ring.q.shape[0]
+    BLOCK_M: gl.constexpr = ring.q.shape[3]
+    HEAD_DIM: gl.constexpr = ring.q.shape[4]
+    VALUE_DIM: gl.constexpr = ring.do.shape[4]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_M, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv.type.layout, k_width=2)
     ds_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk.type.layout, k_width=2)
-    dtype: gl.constexpr = q_s.dtype
+    dtype: gl.constexpr = ring.q.dtype
     nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
     if CAUSAL:
         offs_n = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-        seen_from = gl.where(offs_n < keys, offs_n, 2**30)  # the first query that sees each key; none sees one past the end
+        seen_from = gl.where(offs_n < tile.keys, offs_n, 2**30)  # the first query that sees each key; none sees past the end
     for step in range(lo, hi):
-        slot = (fill + step) % STAGES
-        phase = (fill + step) // STAGES & 1
-        q = q_s.index(slot).reshape([BLOCK_M, HEAD_DIM])
-        do = do_s.index(slot).reshape([BLOCK_M, VALUE_DIM])
-        mbarrier.wait(q_full.index(slot), phase)
+        slot, phase = slot_and_phase(fill + step, STAGES)
+        q = ring.q.index(slot).reshape([BLOCK_M, HEAD_DIM])
+        do = ring.do.index(slot).reshape([BLOCK_M, VALUE_DIM])
+        mbarrier.wait(ring.q_full.index(slot), phase)
         s_t = warpgroup_mma(k, q.permute([1, 0]), nothing, use_acc=False, is_async=True)
         s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
-        lse_log2 = stats_s.index(slot).slice(0, 1).load(s_layout)  # [1, queries]
+        lse_log2 = ring.stats.index(slot).slice(0, 1).load(s_layout)  # [1, queries]
         p_t = s_t * scale_log2 - lse_log2
         if MASKED:
             if CAUSAL:
-                offs_m = step // heads_per_kv * BLOCK_M + ahead + gl.arange(0, BLOCK_M, gl.SliceLayout(0, s_layout))
+                first_m = step // tile.order.heads_per_kv * BLOCK_M + tile.ahead
+                offs_m = first_m + gl.arange(0, BLOCK_M, gl.SliceLayout(0, s_layout))
                 visible = offs_m[None, :] >= seen_from[:, None]
             else:
                 offs_n = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-                visible = (offs_n < keys)[:, None]
+                visible = (offs_n < tile.keys)[:, None]
             p_t = gl.where(visible, p_t, float("-inf"))
         # No matmul is in flight here. The wait only makes the compiler compute p before it issues the next matmuls.
         p_t = warpgroup_mma_wait(0, [gl.exp2(p_t).to(dtype)])
-        mbarrier.wait(do_full.index(slot), phase)
+        mbarrier.wait(ring.do_full.index(slot), phase)
         dp_t = warpgroup_mma(v, do.permute([1, 0]), nothing, use_acc=False, is_async=True)
         dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), do, dv, is_async=True)
-        mbarrier.wait(ds_empty.index(slot), phase ^ 1)
+        mbarrier.wait(ds_ring.empty.index(slot), phase ^ 1)
         dp_t = warpgroup_mma_wait(1, [dp_t])  # [keys, queries]
-        delta = stats_s.index(slot).slice(1, 1).load(s_layout)  # [1, queries]
+        delta = ring.stats.index(slot).slice(1, 1).load(s_layout)  # [1, queries]
         ds_t = (_widened(p_t) * (dp_t - delta)).to(dtype)
-        ds_s.index(slot * CONSUMERS + w).store(ds_t)
+        ds_ring.ds.index(slot * CONSUMERS + w).store(ds_t)
         fence_async_shared()
         dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)
-        mbarrier.arrive(ds_full.index(slot), count=1)
+        mbarrier.arrive(ds_ring.full.index(slot), count=1)
         dk, dv = warpgroup_mma_wait(0, [dk, dv])
-        mbarrier.arrive(q_do_empty.index(slot), count=1)
+        mbarrier.arrive(ring.empty.index(slot), count=1)
     return dk, dv
 
 
 @gluon.jit
-def _load_kv(k_desc, v_desc, work, where, turn):
+def _load_kv(tensors, tile, kv, turn):
     """Start to load K and V of this CTA's tile number `turn`."""
-    scale, k_s, v_s, kv_full, dk_full, dv_full = work
-    batch, kv_head, start_n = where
-    slot = turn % kv_full.shape[0]
-    mbarrier.expect(kv_full.index(slot), CONSUMERS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+    slot, phase = slot_and_phase(turn, kv.full.shape[0])
+    mbarrier.expect(kv.full.index(slot), CONSUMERS * (tensors.k.block_type.nbytes + tensors.v.block_type.nbytes))
     for w in gl.static_range(CONSUMERS):
-        rows = [batch, kv_head, start_n + w * ROWS, 0]
-        tma.async_copy_global_to_shared(k_desc, rows, kv_full.index(slot), k_s.index(slot * CONSUMERS + w))
-        tma.async_copy_global_to_shared(v_desc, rows, kv_full.index(slot), v_s.index(slot * CONSUMERS + w))
+        rows = [tile.batch, tile.kv_head, tile.start_n + w * ROWS, 0]
+        tma.async_copy_global_to_shared(tensors.k, rows, kv.full.index(slot), kv.k.index(slot * CONSUMERS + w))
+        tma.async_copy_global_to_shared(tensors.v, rows, kv.full.index(slot), kv.v.index(slot * CONSUMERS + w))
 
 
 @gluon.jit
-def _store_dkv(dk_desc, dv_desc, work, where, turn):
+def _store_dkv(tensors, place, kv, turn):
     """Store dK and dV of tile number `turn` when they are ready, and wait until their buffers are free."""
-    scale, k_s, v_s, kv_full, dk_full, dv_full = work
-    batch, kv_head, start_n = where
-    slot = turn % kv_full.shape[0] * CONSUMERS
-    phase = turn // kv_full.shape[0] & 1
+    slot, phase = slot_and_phase(turn, kv.full.shape[0])
+    slot = slot * CONSUMERS
     for w in gl.static_range(CONSUMERS):
-        mbarrier.wait(dv_full.index(slot + w), phase)
-        tma.async_copy_shared_to_global(dv_desc, [batch, kv_head, start_n + w * ROWS, 0], v_s.index(slot + w))
+        mbarrier.wait(kv.dv_full.index(slot + w), phase)
+        rows = [place.batch, place.kv_head, place.start_n + w * ROWS, 0]
+        tma.async_copy_shared_to_global(tensors.dv, rows, kv.v.index(slot + w))
     for w in gl.static_range(CONSUMERS):
-        mbarrier.wait(dk_full.index(slot + w), phase)
-        tma.async_copy_shared_to_global(dk_desc, [batch, kv_head, start_n + w * ROWS, 0], k_s.index(slot + w))
+        mbarrier.wait(kv.dk_full.index(slot + w), phase)
+        rows = [place.batch, place.kv_head, place.start_n + w * ROWS, 0]
+        tma.async_copy_shared_to_global(tensors.dk, rows, kv.k.index(slot + w))
     tma.store_wait(0)
 
 
 @gluon.jit
-def _producer(k_desc, v_desc, dk_desc, dv_desc, counter_ptr, work, load, ring, turns, problem, CAUSAL: gl.constexpr):
+def _producer(tensors, kv, ring, next_tiles, problem, CAUSAL: gl.constexpr):
     """One warp that moves everything except dQ: K and V of a tile, Q and dO through their ring, dK and dV at the end.
 
     The first tile is the CTA's number. If CTAs are persistent, a counter that they share gives the others. The first steps of a
     tile load before the tile before has ended.
     """
-    q_desc, do_desc, stats_desc = load
-    scale, k_s, v_s, kv_full, dk_full, dv_full = work
-    tile_s, tile_full = turns
-    kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles = problem
-    STAGES: gl.constexpr = ring[0].shape[0]
-    BLOCK_M: gl.constexpr = ring[0].shape[3]
+    STAGES: gl.constexpr = ring.q.shape[0]
+    BLOCK_M: gl.constexpr = ring.q.shape[3]
+    HEAD_DIM: gl.constexpr = kv.k.shape[4]
+    VALUE_DIM: gl.constexpr = kv.v.shape[4]
     fill = 0
     turn = 0
-    tile = gl.program_id(0)
-    before = (0, 0, 0)
-    while tile < tiles:
-        where, order, seen, n, unseen, masked = _tile(tile, problem, BLOCK_M, KEYS, k_s.shape[4], v_s.shape[4], CAUSAL)
-        batch, kv_head, start_n = where
-        rows = (q_desc, do_desc, stats_desc, batch, kv_head * heads_per_kv, diagonal % BLOCK_M)
-        _load_kv(k_desc, v_desc, work, where, turn)
-        at_first = gl.minimum(n, STAGES)
+    number = gl.program_id(0)
+    before = Place(0, 0, 0)
+    while number < problem.tiles:
+        tile = _tile(number, problem, BLOCK_M, KEYS, HEAD_DIM, VALUE_DIM, CAUSAL)
+        _load_kv(tensors, tile, kv, turn)
+        at_first = gl.minimum(tile.steps, STAGES)
         for step in range(at_first):
-            _load(rows, ring, order, fill + step, step)
+            _load(tensors, tile, ring, fill + step, step)
         if turn > 0:
-            _store_dkv(dk_desc, dv_desc, work, before, turn - 1)
-        tile = tiles
-        if kv_full.shape[0] > 1:
-            tile = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
+            _store_dkv(tensors, before, kv, turn - 1)
+        number = problem.tiles
+        if kv.full.shape[0] > 1:
+            number = gl.num_programs(0) + gl.atomic_add(tensors.counter, 1)
             # A number past the last tile is passed on too: it tells the others to end.
-            tile_s.index(turn % 2).store(gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-            mbarrier.arrive(tile_full.index(turn % 2), count=1)
-        for step in range(at_first, n):
-            _load(rows, ring, order, fill + step, step)
-        before = where
-        fill += n
+            slot, phase = slot_and_phase(turn, 2)
+            next_tiles.number.index(slot).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+            mbarrier.arrive(next_tiles.full.index(slot), count=1)
+        for step in range(at_first, tile.steps):
+            _load(tensors, tile, ring, fill + step, step)
+        before = Place(tile.batch, tile.kv_head, tile.start_n)
+        fill += tile.steps
         turn += 1
-    _store_dkv(dk_desc, dv_desc, work, before, turn - 1)
+    _store_dkv(tensors, before, kv, turn - 1)
 
 
 @gluon.jit
-def _next(turns, turn, tiles, stays: gl.constexpr):
-    """Return the tile after number `turn`, once the producer has taken it; none if CTAs are not persistent."""
-    tile_s, tile_full = turns
-    tile = tiles
-    if stays:
-        mbarrier.wait(tile_full.index(turn % 2), turn // 2 & 1)
-        tile = gl.max(tile_s.index(turn % 2).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-    return tile
+def _next(next_tiles, turn, tiles, PERSISTENT: gl.constexpr):
+    """Return the number of the tile after this CTA's tile `turn`, once the producer has taken it. If CTAs are not persistent,
+    there is no such tile."""
+    number = tiles
+    if PERSISTENT:
+        slot, phase = slot_and_phase(turn, 2)
+        mbarrier.wait(next_tiles.full.index(slot), phase)
+        number = gl.max(next_tiles.number.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    return number
 
 
 @gluon.jit
-def _consumer(work, ring, dq, turns, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
+def _consumer(kv, ring, ds_ring, next_tiles, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
     """A warpgroup with the w-th 64 keys of each tile, whose dK and dV stay in its registers."""
-    scale, k_s, v_s, kv_full, dk_full, dv_full = work
-    q_s, do_s, stats_s, q_full, do_full, q_do_empty = ring
-    ds_s, ds_full, ds_empty = dq
-    tiles = problem[6]
-    KV_STAGES: gl.constexpr = kv_full.shape[0]
-    STAGES: gl.constexpr = q_s.shape[0]
-    BLOCK_M: gl.constexpr = q_s.shape[3]
-    HEAD_DIM: gl.constexpr = k_s.shape[4]
-    VALUE_DIM: gl.constexpr = v_s.shape[4]
+    KV_STAGES: gl.constexpr = kv.full.shape[0]
+    STAGES: gl.constexpr = ring.q.shape[0]
+    BLOCK_M: gl.constexpr = ring.q.shape[3]
+    HEAD_DIM: gl.constexpr = kv.k.shape[4]
+    VALUE_DIM: gl.constexpr = kv.v.shape[4]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_M, 16])
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, HEAD_DIM, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
-    scale_log2 = scale * LOG2_E
+    scale_log2 = problem.scale * LOG2_E
     fill = 0
     turn = 0
-    tile = gl.program_id(0)
-    while tile < tiles:
-        where, order, seen, n, unseen, masked = _tile(tile, problem, BLOCK_M, KEYS, HEAD_DIM, VALUE_DIM, CAUSAL)
+    number = gl.program_id(0)
+    while number < problem.tiles:
+        tile = _tile(number, problem, BLOCK_M, KEYS, HEAD_DIM, VALUE_DIM, CAUSAL)
         dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, dk_layout)
         dv = gl.zeros([ROWS, VALUE_DIM], gl.float32, dv_layout)
-        kv_slot = turn % KV_STAGES
-        k = k_s.index(kv_slot * CONSUMERS + w).reshape([ROWS, HEAD_DIM])
-        v = v_s.index(kv_slot * CONSUMERS + w).reshape([ROWS, VALUE_DIM])
-        mbarrier.wait(kv_full.index(kv_slot), turn // KV_STAGES & 1)
+        kv_slot, kv_phase = slot_and_phase(turn, KV_STAGES)
+        k = kv.k.index(kv_slot * CONSUMERS + w).reshape([ROWS, HEAD_DIM])
+        v = kv.v.index(kv_slot * CONSUMERS + w).reshape([ROWS, VALUE_DIM])
+        mbarrier.wait(kv.full.index(kv_slot), kv_phase)
         # Some query tiles see keys of the other consumer only: for these, this consumer stores zeros as dS.
-        unseen *= w
+        unseen = tile.unseen * w
         for step in range(unseen):
-            slot = (fill + step) % STAGES
-            phase = (fill + step) // STAGES & 1
+            slot, phase = slot_and_phase(fill + step, STAGES)
             # Without this wait, the next one would return at once: its phase has the same parity as the phase before this one.
-            mbarrier.wait(q_full.index(slot), phase)
-            mbarrier.wait(ds_empty.index(slot), phase ^ 1)
-            ds_s.index(slot * CONSUMERS + w).store(gl.zeros([ROWS, BLOCK_M], q_s.dtype, s_layout))
+            mbarrier.wait(ring.q_full.index(slot), phase)
+            mbarrier.wait(ds_ring.empty.index(slot), phase ^ 1)
+            ds_ring.ds.index(slot * CONSUMERS + w).store(gl.zeros([ROWS, BLOCK_M], ring.q.dtype, s_layout))
             fence_async_shared()
-            mbarrier.arrive(ds_full.index(slot), count=1)
-            mbarrier.arrive(q_do_empty.index(slot), count=1)
+            mbarrier.arrive(ds_ring.full.index(slot), count=1)
+            mbarrier.arrive(ring.empty.index(slot), count=1)
         # The diagonal needs a mask. Keys past the end need one too: p may be infinite there, and infinity times 0 is NaN.
-        dk, dv = _accumulate(dk, dv, k, v, scale_log2, ring, dq, seen, fill, unseen, masked, w, CAUSAL, True)
-        dk, dv = _accumulate(dk, dv, k, v, scale_log2, ring, dq, seen, fill, masked, n, w, CAUSAL, False)
-        fill += n
+        dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, fill, unseen, tile.masked, w, CAUSAL, True)
+        dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, fill, tile.masked, tile.steps, w, CAUSAL, False)
+        fill += tile.steps
 
         # The buffers of V and K now hold dV and dK, and TMA stores these. V is not needed any more, and K is free when the last
         # dQ is done.
-        v.store(dv.to(v_s.dtype))
+        v.store(dv.to(kv.v.dtype))
         fence_async_shared()
-        mbarrier.arrive(dv_full.index(kv_slot * CONSUMERS + w), count=1)
-        mbarrier.wait(ds_empty.index((fill - 1) % STAGES), (fill - 1) // STAGES & 1)
-        k.store((dk * (scale_log2 / LOG2_E)).to(k_s.dtype))
+        mbarrier.arrive(kv.dv_full.index(kv_slot * CONSUMERS + w), count=1)
+        slot, phase = slot_and_phase(fill - 1, STAGES)
+        mbarrier.wait(ds_ring.empty.index(slot), phase)
+        k.store((dk * (scale_log2 / LOG2_E)).to(kv.k.dtype))
         fence_async_shared()
-        mbarrier.arrive(dk_full.index(kv_slot * CONSUMERS + w), count=1)
-        tile = _next(turns, turn, tiles, KV_STAGES > 1)
+        mbarrier.arrive(kv.dk_full.index(kv_slot * CONSUMERS + w), count=1)
+        number = _next(next_tiles, turn, problem.tiles, KV_STAGES > 1)
         turn += 1
 
 
 @gluon.jit
-def _dq_consumer(
-    sums_desc, work, dq, dq_s, turns, problem, BLOCK_M: gl.constexpr, VALUE_DIM: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
+def _dq_consumer(tensors, kv, ds_ring, next_tiles, problem, CAUSAL: gl.constexpr):
     """A warpgroup that computes dQ from the consumers' dS."""
-    scale, k_s, v_s, kv_full, dk_full, dv_full = work
-    ds_s, ds_full, ds_empty = dq
-    tiles = problem[6]
-    KV_STAGES: gl.constexpr = kv_full.shape[0]
-    STAGES: gl.constexpr = ds_s.shape[0] // CONSUMERS
+    KV_STAGES: gl.constexpr = kv.full.shape[0]
+    STAGES: gl.constexpr = ds_ring.ds.shape[0] // CONSUMERS
+    BLOCK_M: gl.constexpr = ds_ring.ds.shape[2]
+    HEAD_DIM: gl.constexpr = kv.k.shape[4]
+    VALUE_DIM: gl.constexpr = kv.v.shape[4]
     fill = 0
     turn = 0
-    tile = gl.program_id(0)
-    while tile < tiles:
-        where, order, seen, n, unseen, masked = _tile(tile, problem, BLOCK_M, KEYS, k_s.shape[4], VALUE_DIM, CAUSAL)
-        for step in range(n):
-            slot = (fill + step) % STAGES
-            _, row = _query_tile(step, order)
-            mbarrier.wait(ds_full.index(slot), (fill + step) // STAGES & 1)  # and for K: the consumers waited for it
-            _add_dq(ds_s, ds_empty, slot, k_s, turn % KV_STAGES, dq_s, sums_desc, row)
-        fill += n
-        tile = _next(turns, turn, tiles, KV_STAGES > 1)
+    number = gl.program_id(0)
+    while number < problem.tiles:
+        tile = _tile(number, problem, BLOCK_M, KEYS, HEAD_DIM, VALUE_DIM, CAUSAL)
+        kv_slot, kv_phase = slot_and_phase(turn, KV_STAGES)
+        for step in range(tile.steps):
+            slot, phase = slot_and_phase(fill + step, STAGES)
+            _, row = _query_tile(step, tile.order)
+            mbarrier.wait(ds_ring.full.index(slot), phase)  # and for K: the consumers waited for it
+            _add_dq(tensors, ds_ring, slot, kv, kv_slot, row)
+        fill += tile.steps
+        number = _next(next_tiles, turn, problem.tiles, KV_STAGES > 1)
         turn += 1
     tma.store_wait(0)
 
@@ -444,200 +535,211 @@ def _backward_kernel(
     ds_full, ds_empty = new_ring(STAGES, CONSUMERS, 1)
     tile_full = new_barriers(2, 1)  # all have read a number when dK of the next tile is ready
 
-    ring = (q_s, do_s, stats_s, q_full, do_full, q_do_empty)
-    load = (q_desc, do_desc, stats_desc)
-    dq = (ds_s, ds_full, ds_empty)
-    work = (scale, k_s, v_s, kv_full, dk_full, dv_full)
-    turns = (tile_s, tile_full)
-    problem = (kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles)
+    tensors = Tensors(q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, counter_ptr)
+    problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles, scale)
+    kv = KeysValues(k_s, v_s, kv_full, dk_full, dv_full)
+    ring = Ring(q_s, do_s, stats_s, q_full, do_full, q_do_empty)
+    ds_ring = DsRing(ds_s, dq_s, ds_full, ds_empty)
+    next_tiles = NextTiles(tile_s, tile_full)
     gl.warp_specialize(
         [
-            (_consumer, (work, ring, dq, turns, problem, 0, CAUSAL)),
-            (_consumer, (work, ring, dq, turns, problem, 1, CAUSAL)),
-            (_dq_consumer, (sums_desc, work, dq, dq_s, turns, problem, BLOCK_M, VALUE_DIM, CAUSAL)),
-            (_producer, (k_desc, v_desc, dk_desc, dv_desc, counter_ptr, work, load, ring, turns, problem, CAUSAL)),
+            (_consumer, (kv, ring, ds_ring, next_tiles, problem, 0, CAUSAL)),
+            (_consumer, (kv, ring, ds_ring, next_tiles, problem, 1, CAUSAL)),
+            (_dq_consumer, (tensors, kv, ds_ring, next_tiles, problem, CAUSAL)),
+            (_producer, (tensors, kv, ring, next_tiles, problem, CAUSAL)),
         ],
         [4, 4, 1],
         [208, 64, 24],
     )
 
 
+class KeyTile(NamedTuple):
+    """K and V of a work tile in shared memory, and dK and dV on their way out."""
+
+    k: gl.shared_memory_descriptor  # [1, 1, ROWS, HEAD_DIM]
+    v: gl.shared_memory_descriptor  # [1, 1, ROWS, VALUE_DIM]
+    k_full: gl.shared_memory_descriptor  # a barrier: K has arrived
+    v_full: gl.shared_memory_descriptor
+
+
+class StepRing(NamedTuple):
+    """The tiles of a step in shared memory: a ring buffer with STAGES slots. Q and dO are released one by one."""
+
+    q: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, HEAD_DIM]
+    do: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, VALUE_DIM]
+    stats: gl.shared_memory_descriptor  # [STAGES, 2, BLOCK_M]
+    q_full: gl.shared_memory_descriptor  # a barrier for each slot: Q and the statistics have arrived
+    q_empty: gl.shared_memory_descriptor
+    do_full: gl.shared_memory_descriptor
+    do_empty: gl.shared_memory_descriptor
+
+
+class PRing(NamedTuple):
+    """P on its way from one consumer to the other."""
+
+    p: gl.shared_memory_descriptor  # [STAGES, ROWS, BLOCK_M]
+    full: gl.shared_memory_descriptor  # a barrier for each slot
+
+
 @gluon.jit
-def _load_step(load, ring, order, step):
+def _load_step(tensors, tile, ring, step):
     """Start to load a step's Q, with LSE and delta, and its dO, each when its buffer is released."""
-    q_desc, do_desc, stats_desc, batch, head, shift = load
-    q_s, do_s, stats_s, q_full, q_empty, do_full, do_empty = ring
-    STAGES: gl.constexpr = q_s.shape[0]
-    slot = step % STAGES
-    phase = step // STAGES & 1
-    tile, row = _query_tile(step, order)
-    where = [batch, head + step % order[0], tile * q_s.shape[3] - shift, 0]
-    mbarrier.wait(q_empty.index(slot), phase ^ 1)
-    mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes + stats_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(q_desc, where, q_full.index(slot), q_s.index(slot))
-    tma.async_copy_global_to_shared(stats_desc, [row * 2, 0], q_full.index(slot), stats_s.index(slot))
-    mbarrier.wait(do_empty.index(slot), phase ^ 1)
-    mbarrier.expect(do_full.index(slot), do_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(do_desc, where, do_full.index(slot), do_s.index(slot))
+    STAGES: gl.constexpr = ring.q.shape[0]
+    slot, phase = slot_and_phase(step, STAGES)
+    number, row = _query_tile(step, tile.order)
+    where = [tile.batch, tile.head + step % tile.order.heads_per_kv, number * ring.q.shape[3] - tile.order.shift, 0]
+    mbarrier.wait(ring.q_empty.index(slot), phase ^ 1)
+    mbarrier.expect(ring.q_full.index(slot), tensors.q.block_type.nbytes + tensors.stats.block_type.nbytes)
+    tma.async_copy_global_to_shared(tensors.q, where, ring.q_full.index(slot), ring.q.index(slot))
+    tma.async_copy_global_to_shared(tensors.stats, [row * 2, 0], ring.q_full.index(slot), ring.stats.index(slot))
+    mbarrier.wait(ring.do_empty.index(slot), phase ^ 1)
+    mbarrier.expect(ring.do_full.index(slot), tensors.do.block_type.nbytes)
+    tma.async_copy_global_to_shared(tensors.do, where, ring.do_full.index(slot), ring.do.index(slot))
 
 
 @gluon.jit
-def _dkv_producer(k_desc, v_desc, load, work, ring, problem, CAUSAL: gl.constexpr):
+def _dkv_producer(tensors, kv, ring, problem, CAUSAL: gl.constexpr):
     """One warp: load K and V of a key tile, and Q and dO of all query tiles that see it."""
-    q_desc, do_desc, stats_desc = load
-    k_s, v_s, k_full, v_full = work
-    kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles = problem
-    BLOCK_M: gl.constexpr = ring[0].shape[3]
-    HEAD_DIM: gl.constexpr = k_s.shape[3]
-    VALUE_DIM: gl.constexpr = v_s.shape[3]
-    tile = gl.program_id(0)
-    where, order, seen, n, unseen, masked = _tile(tile, problem, BLOCK_M, ROWS, HEAD_DIM, VALUE_DIM, CAUSAL)
-    batch, kv_head, start_n = where
-    rows = (q_desc, do_desc, stats_desc, batch, kv_head * heads_per_kv, diagonal % BLOCK_M)
-    mbarrier.expect(k_full.index(0), k_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(k_desc, [batch, kv_head, start_n, 0], k_full.index(0), k_s)
-    mbarrier.expect(v_full.index(0), v_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(v_desc, [batch, kv_head, start_n, 0], v_full.index(0), v_s)
-    for step in range(n):
-        _load_step(rows, ring, order, step)
+    BLOCK_M: gl.constexpr = ring.q.shape[3]
+    HEAD_DIM: gl.constexpr = kv.k.shape[3]
+    VALUE_DIM: gl.constexpr = kv.v.shape[3]
+    tile = _tile(gl.program_id(0), problem, BLOCK_M, ROWS, HEAD_DIM, VALUE_DIM, CAUSAL)
+    where = [tile.batch, tile.kv_head, tile.start_n, 0]
+    mbarrier.expect(kv.k_full.index(0), tensors.k.block_type.nbytes)
+    tma.async_copy_global_to_shared(tensors.k, where, kv.k_full.index(0), kv.k)
+    mbarrier.expect(kv.v_full.index(0), tensors.v.block_type.nbytes)
+    tma.async_copy_global_to_shared(tensors.v, where, kv.v_full.index(0), kv.v)
+    for step in range(tile.steps):
+        _load_step(tensors, tile, ring, step)
 
 
 @gluon.jit
-def _p_of(s_t, scale_log2, ring, p_s, p_full, step, order, ahead, seen_from, CAUSAL: gl.constexpr):
+def _p_of(s_t, scale_log2, tile, ring, p_ring, step, seen_from, CAUSAL: gl.constexpr):
     """Compute a step's P from its scores, transposed and rounded, and store it for the other consumer."""
-    q_s, do_s, stats_s, q_full, q_empty, do_full, do_empty = ring
-    BLOCK_M: gl.constexpr = q_s.shape[3]
+    BLOCK_M: gl.constexpr = ring.q.shape[3]
     s_layout: gl.constexpr = s_t.type.layout
-    slot = step % q_s.shape[0]
-    lse_log2 = stats_s.index(slot).slice(0, 1).load(s_layout)  # [1, queries]
+    slot, phase = slot_and_phase(step, ring.q.shape[0])
+    lse_log2 = ring.stats.index(slot).slice(0, 1).load(s_layout)  # [1, queries]
     p_t = s_t * scale_log2 - lse_log2
     offs_m = gl.zeros([BLOCK_M], gl.int32, gl.SliceLayout(0, s_layout))
     if CAUSAL:
-        tile, row = _query_tile(step, order)
-        offs_m = (tile - order[1]) * BLOCK_M + ahead + gl.arange(0, BLOCK_M, gl.SliceLayout(0, s_layout))
-    p_t = gl.exp2(gl.where(offs_m[None, :] >= seen_from[:, None], p_t, float("-inf"))).to(q_s.dtype)
-    p_s.index(slot).store(p_t)
-    mbarrier.arrive(p_full.index(slot), count=1)
+        number, row = _query_tile(step, tile.order)
+        first_m = (number - tile.order.first) * BLOCK_M + tile.ahead
+        offs_m = first_m + gl.arange(0, BLOCK_M, gl.SliceLayout(0, s_layout))
+    p_t = gl.exp2(gl.where(offs_m[None, :] >= seen_from[:, None], p_t, float("-inf"))).to(ring.q.dtype)
+    p_ring.p.index(slot).store(p_t)
+    mbarrier.arrive(p_ring.full.index(slot), count=1)
     return p_t
 
 
 @gluon.jit
-def _dv_consumer(dv_desc, scale, work, ring, p_s, p_full, problem, CAUSAL: gl.constexpr):
+def _dv_consumer(tensors, kv, ring, p_ring, problem, CAUSAL: gl.constexpr):
     """A warpgroup that computes P of a key tile, and dV, which stays in its registers. P is computed transposed, so that it
     enters the matmul for dV from registers; the other consumer reads it from shared memory."""
-    k_s, v_s, k_full, v_full = work
-    q_s, do_s, stats_s, q_full, q_empty, do_full, do_empty = ring
-    STAGES: gl.constexpr = q_s.shape[0]
-    BLOCK_M: gl.constexpr = q_s.shape[3]
-    HEAD_DIM: gl.constexpr = k_s.shape[3]
-    VALUE_DIM: gl.constexpr = v_s.shape[3]
+    STAGES: gl.constexpr = ring.q.shape[0]
+    BLOCK_M: gl.constexpr = ring.q.shape[3]
+    HEAD_DIM: gl.constexpr = kv.k.shape[3]
+    VALUE_DIM: gl.constexpr = kv.v.shape[3]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_M, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv_layout, k_width=2)
-    tile = gl.program_id(0)
-    where, order, seen, n, unseen, masked = _tile(tile, problem, BLOCK_M, ROWS, HEAD_DIM, VALUE_DIM, CAUSAL)
-    batch, kv_head, start_n = where
-    keys, ahead, heads_per_kv = seen
-    scale_log2 = scale * LOG2_E
+    tile = _tile(gl.program_id(0), problem, BLOCK_M, ROWS, HEAD_DIM, VALUE_DIM, CAUSAL)
+    scale_log2 = problem.scale * LOG2_E
     # The first query that sees each key; no query sees a key past the end. There p may be infinite, and infinity times 0 is
     # NaN.
     offs_n = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-    seen_from = gl.where(offs_n < keys, offs_n if CAUSAL else 0, 2**30)
+    seen_from = gl.where(offs_n < tile.keys, offs_n if CAUSAL else 0, 2**30)
     nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
     dv = gl.zeros([ROWS, VALUE_DIM], gl.float32, dv_layout)
-    k = k_s.reshape([ROWS, HEAD_DIM])
-    mbarrier.wait(k_full.index(0), 0)
-    mbarrier.wait(q_full.index(0), 0)
-    q = q_s.index(0).reshape([BLOCK_M, HEAD_DIM])
+    k = kv.k.reshape([ROWS, HEAD_DIM])
+    mbarrier.wait(kv.k_full.index(0), 0)
+    mbarrier.wait(ring.q_full.index(0), 0)
+    q = ring.q.index(0).reshape([BLOCK_M, HEAD_DIM])
     s_t = warpgroup_mma(k, q.permute([1, 0]), nothing, use_acc=False, is_async=True)
     s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
-    for step in range(n - 1):
-        p_t = _p_of(s_t, scale_log2, ring, p_s, p_full, step, order, ahead, seen_from, CAUSAL)
+    for step in range(tile.steps - 1):
+        p_t = _p_of(s_t, scale_log2, tile, ring, p_ring, step, seen_from, CAUSAL)
         # The matmul for dV comes first, so that its buffer is free while the next scores are computed.
-        slot = step % STAGES
-        mbarrier.wait(do_full.index(slot), step // STAGES & 1)
-        do = do_s.index(slot).reshape([BLOCK_M, VALUE_DIM])
+        slot, phase = slot_and_phase(step, STAGES)
+        mbarrier.wait(ring.do_full.index(slot), phase)
+        do = ring.do.index(slot).reshape([BLOCK_M, VALUE_DIM])
         dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), do, dv, is_async=True)
-        mbarrier.wait(q_full.index((step + 1) % STAGES), (step + 1) // STAGES & 1)
-        q = q_s.index((step + 1) % STAGES).reshape([BLOCK_M, HEAD_DIM])
+        next_slot, next_phase = slot_and_phase(step + 1, STAGES)
+        mbarrier.wait(ring.q_full.index(next_slot), next_phase)
+        q = ring.q.index(next_slot).reshape([BLOCK_M, HEAD_DIM])
         s_t = warpgroup_mma(k, q.permute([1, 0]), nothing, use_acc=False, is_async=True)
         dv = warpgroup_mma_wait(1, [dv])
-        mbarrier.arrive(do_empty.index(slot), count=1)
+        mbarrier.arrive(ring.do_empty.index(slot), count=1)
         s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
-    p_t = _p_of(s_t, scale_log2, ring, p_s, p_full, n - 1, order, ahead, seen_from, CAUSAL)
-    slot = (n - 1) % STAGES
-    phase = (n - 1) // STAGES & 1
-    mbarrier.wait(do_full.index(slot), phase)
-    dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), do_s.index(slot).reshape([BLOCK_M, VALUE_DIM]), dv, is_async=True)
+    p_t = _p_of(s_t, scale_log2, tile, ring, p_ring, tile.steps - 1, seen_from, CAUSAL)
+    slot, phase = slot_and_phase(tile.steps - 1, STAGES)
+    mbarrier.wait(ring.do_full.index(slot), phase)
+    dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), ring.do.index(slot).reshape([BLOCK_M, VALUE_DIM]), dv, is_async=True)
     dv = warpgroup_mma_wait(0, [dv])
-    mbarrier.arrive(do_empty.index(slot), count=1)
+    mbarrier.arrive(ring.do_empty.index(slot), count=1)
 
     # TMA stores dV from V's buffer, once the other consumer has read V and the last dO.
-    mbarrier.wait(do_empty.index(slot), phase)
-    v_s.reshape([ROWS, VALUE_DIM]).store(dv.to(v_s.dtype))
+    mbarrier.wait(ring.do_empty.index(slot), phase)
+    kv.v.reshape([ROWS, VALUE_DIM]).store(dv.to(kv.v.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(dv_desc, [batch, kv_head, start_n, 0], v_s)
+    tma.async_copy_shared_to_global(tensors.dv, [tile.batch, tile.kv_head, tile.start_n, 0], kv.v)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _ds_of(dp_t, ring, p_s, p_full, step):
+def _ds_of(dp_t, ring, p_ring, step):
     """Compute a step's dS from dP and P, once P is ready; transposed and rounded."""
-    q_s, do_s, stats_s, q_full, q_empty, do_full, do_empty = ring
-    slot = step % q_s.shape[0]
-    mbarrier.wait(p_full.index(slot), step // q_s.shape[0] & 1)  # and for Q: the other consumer waited for it
-    p_t = p_s.index(slot).load(dp_t.type.layout)
-    delta = stats_s.index(slot).slice(1, 1).load(dp_t.type.layout)  # [1, queries]
-    return (p_t.to(gl.float32) * (dp_t - delta)).to(q_s.dtype)
+    slot, phase = slot_and_phase(step, ring.q.shape[0])
+    mbarrier.wait(p_ring.full.index(slot), phase)  # and for Q: the other consumer waited for it
+    p_t = p_ring.p.index(slot).load(dp_t.type.layout)
+    delta = ring.stats.index(slot).slice(1, 1).load(dp_t.type.layout)  # [1, queries]
+    return (p_t.to(gl.float32) * (dp_t - delta)).to(ring.q.dtype)
 
 
 @gluon.jit
-def _dk_consumer(dk_desc, scale, work, ring, p_s, p_full, problem, CAUSAL: gl.constexpr):
+def _dk_consumer(tensors, kv, ring, p_ring, problem, CAUSAL: gl.constexpr):
     """A warpgroup that computes dS of a key tile, and dK, which stays in its registers."""
-    k_s, v_s, k_full, v_full = work
-    q_s, do_s, stats_s, q_full, q_empty, do_full, do_empty = ring
-    STAGES: gl.constexpr = q_s.shape[0]
-    BLOCK_M: gl.constexpr = q_s.shape[3]
-    HEAD_DIM: gl.constexpr = k_s.shape[3]
-    VALUE_DIM: gl.constexpr = v_s.shape[3]
+    STAGES: gl.constexpr = ring.q.shape[0]
+    BLOCK_M: gl.constexpr = ring.q.shape[3]
+    HEAD_DIM: gl.constexpr = kv.k.shape[3]
+    VALUE_DIM: gl.constexpr = kv.v.shape[3]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_M, 16])
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, HEAD_DIM, 16])
     ds_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk_layout, k_width=2)
-    tile = gl.program_id(0)
-    where, order, seen, n, unseen, masked = _tile(tile, problem, BLOCK_M, ROWS, HEAD_DIM, VALUE_DIM, CAUSAL)
-    batch, kv_head, start_n = where
+    tile = _tile(gl.program_id(0), problem, BLOCK_M, ROWS, HEAD_DIM, VALUE_DIM, CAUSAL)
     nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
     dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, dk_layout)
-    v = v_s.reshape([ROWS, VALUE_DIM])
-    mbarrier.wait(v_full.index(0), 0)
-    mbarrier.wait(do_full.index(0), 0)
-    do = do_s.index(0).reshape([BLOCK_M, VALUE_DIM])
+    v = kv.v.reshape([ROWS, VALUE_DIM])
+    mbarrier.wait(kv.v_full.index(0), 0)
+    mbarrier.wait(ring.do_full.index(0), 0)
+    do = ring.do.index(0).reshape([BLOCK_M, VALUE_DIM])
     dp_t = warpgroup_mma(v, do.permute([1, 0]), nothing, use_acc=False, is_async=True)
     dp_t = warpgroup_mma_wait(0, [dp_t])  # [keys, queries]
-    mbarrier.arrive(do_empty.index(0), count=1)
-    for step in range(n - 1):
-        ds_t = _ds_of(dp_t, ring, p_s, p_full, step)
+    mbarrier.arrive(ring.do_empty.index(0), count=1)
+    for step in range(tile.steps - 1):
+        ds_t = _ds_of(dp_t, ring, p_ring, step)
         # The matmul for dK comes first, because it is the last to read Q, and the producer needs Q's buffer soonest.
-        slot = step % STAGES
-        q = q_s.index(slot).reshape([BLOCK_M, HEAD_DIM])
+        slot, phase = slot_and_phase(step, STAGES)
+        q = ring.q.index(slot).reshape([BLOCK_M, HEAD_DIM])
         dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)
-        next_slot = (step + 1) % STAGES
-        mbarrier.wait(do_full.index(next_slot), (step + 1) // STAGES & 1)
-        do = do_s.index(next_slot).reshape([BLOCK_M, VALUE_DIM])
+        next_slot, next_phase = slot_and_phase(step + 1, STAGES)
+        mbarrier.wait(ring.do_full.index(next_slot), next_phase)
+        do = ring.do.index(next_slot).reshape([BLOCK_M, VALUE_DIM])
         dp_t = warpgroup_mma(v, do.permute([1, 0]), nothing, use_acc=False, is_async=True)
         dk = warpgroup_mma_wait(1, [dk])
-        mbarrier.arrive(q_empty.index(slot), count=1)
+        mbarrier.arrive(ring.q_empty.index(slot), count=1)
         dp_t = warpgroup_mma_wait(0, [dp_t])  # [keys, queries]
-        mbarrier.arrive(do_empty.index(next_slot), count=1)
-    ds_t = _ds_of(dp_t, ring, p_s, p_full, n - 1)
-    q = q_s.index((n - 1) % STAGES).reshape([BLOCK_M, HEAD_DIM])
+        mbarrier.arrive(ring.do_empty.index(next_slot), count=1)
+    ds_t = _ds_of(dp_t, ring, p_ring, tile.steps - 1)
+    slot, phase = slot_and_phase(tile.steps - 1, STAGES)
+    q = ring.q.index(slot).reshape([BLOCK_M, HEAD_DIM])
     dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)
     dk = warpgroup_mma_wait(0, [dk])
 
     # TMA stores dK from K's buffer. K was last read before the last P was ready.
-    k_s.reshape([ROWS, HEAD_DIM]).store((dk * scale).to(k_s.dtype))
+    kv.k.reshape([ROWS, HEAD_DIM]).store((dk * problem.scale).to(kv.k.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(dk_desc, [batch, kv_head, start_n, 0], k_s)
+    tma.async_copy_shared_to_global(tensors.dk, [tile.batch, tile.kv_head, tile.start_n, 0], kv.k)
     tma.store_wait(0)
 
 
@@ -660,61 +762,124 @@ def _wide_dkv_kernel(
     do_full, do_empty = new_ring(STAGES, 1, CONSUMERS)
     p_full = new_barriers(STAGES, 1)  # no empty barrier: Q of the next P arrives only after the last P has been read
 
-    ring = (q_s, do_s, stats_s, q_full, q_empty, do_full, do_empty)
-    load = (q_desc, do_desc, stats_desc)
-    work = (k_s, v_s, k_full, v_full)
-    problem = (kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles)
+    tensors = Tensors(q_desc, k_desc, v_desc, do_desc, stats_desc, None, dk_desc, dv_desc, None)
+    problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles, scale)
+    kv = KeyTile(k_s, v_s, k_full, v_full)
+    ring = StepRing(q_s, do_s, stats_s, q_full, q_empty, do_full, do_empty)
+    p_ring = PRing(p_s, p_full)
     gl.warp_specialize(
         [
-            (_dv_consumer, (dv_desc, scale, work, ring, p_s, p_full, problem, CAUSAL)),
-            (_dk_consumer, (dk_desc, scale, work, ring, p_s, p_full, problem, CAUSAL)),
-            (_dkv_producer, (k_desc, v_desc, load, work, ring, problem, CAUSAL)),
+            (_dv_consumer, (tensors, kv, ring, p_ring, problem, CAUSAL)),
+            (_dk_consumer, (tensors, kv, ring, p_ring, problem, CAUSAL)),
+            (_dkv_producer, (tensors, kv, ring, problem, CAUSAL)),
         ],
         [4, 1],
         [240, 24],
     )
 
 
+class QueryTensors(NamedTuple):
+    """Tensors in global memory, for dQ."""
+
+    q: tma.tensor_descriptor
+    k: tma.tensor_descriptor
+    v: tma.tensor_descriptor
+    do: tma.tensor_descriptor
+    stats: gl.tensor  # pointer; of each query tile: log2(e) * LSE, then delta
+    dq: tma.tensor_descriptor
+    dq_ptr: gl.tensor  # pointer, for the tile that starts before query 0
+
+
+class QueryProblem(NamedTuple):
+    """Sizes that all CTAs share."""
+
+    heads: gl.tensor
+    heads_per_kv: gl.tensor
+    seq_q: gl.tensor
+    seq_k: gl.tensor
+    diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
+    scale: gl.tensor
+
+
+class QueryTile(NamedTuple):
+    """A work tile: BLOCK_M query rows of one head, and the key tiles that they see."""
+
+    batch_head: gl.tensor  # batch * H + head
+    batch: gl.tensor
+    head: gl.tensor
+    kv_head: gl.tensor
+    start_m: gl.tensor  # the first row
+    steps: gl.tensor  # key tiles
+
+
+class Queries(NamedTuple):
+    """Q and dO of a work tile in shared memory."""
+
+    q: gl.shared_memory_descriptor  # [CONSUMERS, 1, 1, ROWS, HEAD_DIM]
+    do: gl.shared_memory_descriptor  # [CONSUMERS, 1, 1, ROWS, VALUE_DIM]
+    q_full: gl.shared_memory_descriptor  # a barrier for each consumer
+    do_full: gl.shared_memory_descriptor
+
+
+class KeyRing(NamedTuple):
+    """K and V in shared memory: two ring buffers, with K_STAGES and V_STAGES slots."""
+
+    k: gl.shared_memory_descriptor  # [K_STAGES, 1, 1, ROWS, HEAD_DIM]
+    v: gl.shared_memory_descriptor  # [V_STAGES, 1, 1, ROWS, VALUE_DIM]
+    k_full: gl.shared_memory_descriptor  # a barrier for each slot
+    k_empty: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    v_empty: gl.shared_memory_descriptor
+
+
+class RowStats(NamedTuple):
+    """What dS needs of each of a consumer's rows."""
+
+    lse_log2: gl.tensor  # log2(e) * LSE
+    delta: gl.tensor
+    seen_to: gl.tensor  # number of keys that the row sees
+    scale_log2: gl.tensor
+
+
 @gluon.jit
-def _query_rows(problem, BLOCK_M: gl.constexpr, ROW_BYTES: gl.constexpr, CAUSAL: gl.constexpr):
-    """Return this CTA's query tile: batch and head, first row, and number of key tiles that its rows see."""
-    heads, heads_per_kv, seq_q, seq_k, diagonal = problem
-    before = diagonal % ROWS  # rows of the first tile before query 0: a consumer's rows then see whole key tiles
-    tiles_m = gl.cdiv(seq_q + before, BLOCK_M)
-    tile, batch_head = tile_and_head(tiles_m, seq_k, ROW_BYTES, CAUSAL)
-    start_m = tile * BLOCK_M - before
+def _query_work(problem, BLOCK_M: gl.constexpr, ROW_BYTES: gl.constexpr, CAUSAL: gl.constexpr):
+    """Return this CTA's work tile."""
+    before = problem.diagonal % ROWS  # rows of the first tile before query 0: a consumer's rows then see whole key tiles
+    tiles_m = gl.cdiv(problem.seq_q + before, BLOCK_M)
+    number, batch_head = tile_and_head(tiles_m, problem.seq_k, ROW_BYTES, CAUSAL)
+    start_m = number * BLOCK_M - before
+    seq_k = problem.seq_k
     if CAUSAL:
-        start_m = (tiles_m - 1 - tile) * BLOCK_M - before
-        seq_k = gl.minimum(seq_k, start_m + BLOCK_M + diagonal)
-    return batch_head, start_m, gl.cdiv(seq_k, ROWS)
+        start_m = (tiles_m - 1 - number) * BLOCK_M - before
+        seq_k = gl.minimum(seq_k, start_m + BLOCK_M + problem.diagonal)
+    head = batch_head % problem.heads
+    return QueryTile(
+        batch_head, batch_head // problem.heads, head, head // problem.heads_per_kv, start_m, gl.cdiv(seq_k, ROWS)
+    )  # fmt: skip
 
 
 @gluon.jit
-def _dq_producer(q_desc, k_desc, v_desc, do_desc, queries, ring, problem, CAUSAL: gl.constexpr):
+def _dq_producer(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
     """One warp: load Q and dO of a query tile, and K and V of all key tiles that it sees, from the last one backwards."""
-    q_s, do_s, q_full, do_full = queries
-    k_s, v_s, k_full, k_empty, v_full, v_empty = ring
-    heads, heads_per_kv, seq_q, seq_k, diagonal = problem
-    BLOCK_M: gl.constexpr = q_s.shape[0] * ROWS
-    ROW_BYTES: gl.constexpr = 2 * (k_s.shape[4] + v_s.shape[4])
-    batch_head, start_m, n = _query_rows(problem, BLOCK_M, ROW_BYTES, CAUSAL)
-    batch, head = batch_head // heads, batch_head % heads
-    kv_head = head // heads_per_kv
+    BLOCK_M: gl.constexpr = queries.q.shape[0] * ROWS
+    ROW_BYTES: gl.constexpr = 2 * (ring.k.shape[4] + ring.v.shape[4])
+    tile = _query_work(problem, BLOCK_M, ROW_BYTES, CAUSAL)
     for w in gl.static_range(CONSUMERS):
-        mbarrier.expect(q_full.index(w), q_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(q_desc, [batch, head, start_m + w * ROWS, 0], q_full.index(w), q_s.index(w))
-        mbarrier.expect(do_full.index(w), do_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(do_desc, [batch, head, start_m + w * ROWS, 0], do_full.index(w), do_s.index(w))
-    for step in range(n):
-        where = [batch, kv_head, (n - 1 - step) * ROWS, 0]
-        slot = step % k_s.shape[0]
-        mbarrier.wait(k_empty.index(slot), (step // k_s.shape[0] & 1) ^ 1)
-        mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(k_desc, where, k_full.index(slot), k_s.index(slot))
-        slot = step % v_s.shape[0]
-        mbarrier.wait(v_empty.index(slot), (step // v_s.shape[0] & 1) ^ 1)
-        mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(v_desc, where, v_full.index(slot), v_s.index(slot))
+        where = [tile.batch, tile.head, tile.start_m + w * ROWS, 0]
+        mbarrier.expect(queries.q_full.index(w), tensors.q.block_type.nbytes)
+        tma.async_copy_global_to_shared(tensors.q, where, queries.q_full.index(w), queries.q.index(w))
+        mbarrier.expect(queries.do_full.index(w), tensors.do.block_type.nbytes)
+        tma.async_copy_global_to_shared(tensors.do, where, queries.do_full.index(w), queries.do.index(w))
+    for step in range(tile.steps):
+        where = [tile.batch, tile.kv_head, (tile.steps - 1 - step) * ROWS, 0]
+        slot, phase = slot_and_phase(step, ring.k.shape[0])
+        mbarrier.wait(ring.k_empty.index(slot), phase ^ 1)
+        mbarrier.expect(ring.k_full.index(slot), tensors.k.block_type.nbytes)
+        tma.async_copy_global_to_shared(tensors.k, where, ring.k_full.index(slot), ring.k.index(slot))
+        slot, phase = slot_and_phase(step, ring.v.shape[0])
+        mbarrier.wait(ring.v_empty.index(slot), phase ^ 1)
+        mbarrier.expect(ring.v_full.index(slot), tensors.v.block_type.nbytes)
+        tma.async_copy_global_to_shared(tensors.v, where, ring.v_full.index(slot), ring.v.index(slot))
 
 
 @gluon.jit
@@ -723,8 +888,8 @@ def _matmul(rows, tile_s, full, step):
     STAGES: gl.constexpr = tile_s.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, ROWS, 16])
     nothing = gl.zeros([ROWS, ROWS], gl.float32, layout)
-    slot = step % STAGES
-    mbarrier.wait(full.index(slot), step // STAGES & 1)
+    slot, phase = slot_and_phase(step, STAGES)
+    mbarrier.wait(full.index(slot), phase)
     if STAGES == 1:  # always 0; if ptxas knew that, it would keep the addresses of all parts in registers, and spill
         slot = step // 2**24
     tile = tile_s.index(slot).reshape([ROWS, tile_s.shape[4]])
@@ -734,84 +899,86 @@ def _matmul(rows, tile_s, full, step):
 @gluon.jit
 def _ds_from(s, dp, stats, start_n):
     """Compute a step's dS from its scores, and from its dP once that is ready."""
-    lse_log2, delta, seen_to, scale_log2 = stats
     offs_n = start_n + gl.arange(0, ROWS, gl.SliceLayout(0, s.type.layout))
-    s = gl.where(offs_n[None, :] < seen_to[:, None], s * scale_log2 - lse_log2[:, None], float("-inf"))
+    s = gl.where(offs_n[None, :] < stats.seen_to[:, None], s * stats.scale_log2 - stats.lse_log2[:, None], float("-inf"))
     p = gl.exp2(s)
     dp = warpgroup_mma_wait(0, [dp])  # [queries, keys]
-    return p * (dp - delta[:, None])
+    return p * (dp - stats.delta[:, None])
 
 
 @gluon.jit
-def _query_consumer(dq_desc, dq_ptr, stats_ptr, scale, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
+def _query_consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
     """A warpgroup with the w-th 64 rows of a query tile, whose dQ stays in its registers."""
-    q_s, do_s, q_full, do_full = queries
-    k_s, v_s, k_full, k_empty, v_full, v_empty = ring
-    heads, heads_per_kv, seq_q, seq_k, diagonal = problem
-    BLOCK_M: gl.constexpr = q_s.shape[0] * ROWS
-    HEAD_DIM: gl.constexpr = k_s.shape[4]
-    VALUE_DIM: gl.constexpr = v_s.shape[4]
-    K_STAGES: gl.constexpr = k_s.shape[0]
-    V_STAGES: gl.constexpr = v_s.shape[0]
+    BLOCK_M: gl.constexpr = queries.q.shape[0] * ROWS
+    HEAD_DIM: gl.constexpr = ring.k.shape[4]
+    VALUE_DIM: gl.constexpr = ring.v.shape[4]
+    K_STAGES: gl.constexpr = ring.k.shape[0]
+    V_STAGES: gl.constexpr = ring.v.shape[0]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, ROWS, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, HEAD_DIM, 16])
     ds_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dq_layout, k_width=2)
     of_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    batch_head, start_m, n = _query_rows(problem, BLOCK_M, 2 * (HEAD_DIM + VALUE_DIM), CAUSAL)
-    start_m += w * ROWS
+    tile = _query_work(problem, BLOCK_M, 2 * (HEAD_DIM + VALUE_DIM), CAUSAL)
+    start_m = tile.start_m + w * ROWS
     offs_m = gl.arange(0, ROWS, of_rows)
-    tiles = gl.cdiv(seq_q + diagonal % ROWS, ROWS)
-    tile = (start_m + diagonal % ROWS) // ROWS  # past the last tile if there are no such rows
-    stats_ptr += (batch_head.to(gl.int64) * tiles + tile) * (2 * ROWS)
-    inside = tile * ROWS + offs_m < tiles * ROWS
+    tiles = gl.cdiv(problem.seq_q + problem.diagonal % ROWS, ROWS)
+    number = (start_m + problem.diagonal % ROWS) // ROWS  # past the last tile if there are no such rows
+    stats_ptr = tensors.stats + (tile.batch_head.to(gl.int64) * tiles + number) * (2 * ROWS)
+    inside = number * ROWS + offs_m < tiles * ROWS
     lse_log2 = gl.load(stats_ptr + offs_m, mask=inside, other=float("inf"))
     delta = gl.load(stats_ptr + ROWS + offs_m, mask=inside, other=0.0)
-    seen = n
-    seen_to = seq_k + gl.zeros([ROWS], gl.int32, of_rows)  # past the end p may be infinite, and infinity times 0 is NaN
+    seen = tile.steps
+    # Past the end p may be infinite, and infinity times 0 is NaN.
+    seen_to = problem.seq_k + gl.zeros([ROWS], gl.int32, of_rows)
     if CAUSAL:
-        seen = gl.minimum(n, gl.cdiv(start_m + ROWS + diagonal, ROWS))
-        seen_to = gl.minimum(seen_to, start_m + diagonal + 1 + offs_m)
-    stats = (lse_log2, delta, seen_to, scale * LOG2_E)
+        seen = gl.minimum(tile.steps, gl.cdiv(start_m + ROWS + problem.diagonal, ROWS))
+        seen_to = gl.minimum(seen_to, start_m + problem.diagonal + 1 + offs_m)
+    stats = RowStats(lse_log2, delta, seen_to, problem.scale * LOG2_E)
     dq = gl.zeros([ROWS, HEAD_DIM], gl.float32, dq_layout)
-    q = q_s.index(w).reshape([ROWS, HEAD_DIM])
-    do = do_s.index(w).reshape([ROWS, VALUE_DIM])
-    for step in range(n - seen):  # skip a key tile that only the other consumer's rows see
-        mbarrier.arrive(k_empty.index(step % K_STAGES), count=1)
+    q = queries.q.index(w).reshape([ROWS, HEAD_DIM])
+    do = queries.do.index(w).reshape([ROWS, VALUE_DIM])
+    unseen = tile.steps - seen
+    for step in range(unseen):  # skip a key tile that only the other consumer's rows see
+        slot, phase = slot_and_phase(step, K_STAGES)
+        mbarrier.arrive(ring.k_empty.index(slot), count=1)
         # Otherwise the next wait would return at once, because its phase has the same parity as the one before this one. K has
         # other waits in between.
-        mbarrier.wait(v_full.index(step % V_STAGES), step // V_STAGES & 1)
-        mbarrier.arrive(v_empty.index(step % V_STAGES), count=1)
-    mbarrier.wait(q_full.index(w), 0)
-    s = _matmul(q, k_s, k_full, n - seen)
-    mbarrier.wait(do_full.index(w), 0)
-    dp = _matmul(do, v_s, v_full, n - seen)
+        slot, phase = slot_and_phase(step, V_STAGES)
+        mbarrier.wait(ring.v_full.index(slot), phase)
+        mbarrier.arrive(ring.v_empty.index(slot), count=1)
+    mbarrier.wait(queries.q_full.index(w), 0)
+    s = _matmul(q, ring.k, ring.k_full, unseen)
+    mbarrier.wait(queries.do_full.index(w), 0)
+    dp = _matmul(do, ring.v, ring.v_full, unseen)
     s = warpgroup_mma_wait(1, [s])  # [queries, keys]
-    ds = _ds_from(s, dp, stats, (seen - 1) * ROWS).to(k_s.dtype)
-    mbarrier.arrive(v_empty.index((n - seen) % V_STAGES), count=1)
-    for step in range(n - seen + 1, n):
+    ds = _ds_from(s, dp, stats, (seen - 1) * ROWS).to(ring.k.dtype)
+    slot, phase = slot_and_phase(unseen, V_STAGES)
+    mbarrier.arrive(ring.v_empty.index(slot), count=1)
+    for step in range(unseen + 1, tile.steps):
         # The matmul for dQ comes first and releases K; V has arrived again by the time that the last one is issued.
-        slot = (step - 1) % K_STAGES
-        k = k_s.index(slot).reshape([ROWS, HEAD_DIM])
+        slot, phase = slot_and_phase(step - 1, K_STAGES)
+        k = ring.k.index(slot).reshape([ROWS, HEAD_DIM])
         dq = warpgroup_mma(gl.convert_layout(ds, ds_layout), k, dq, is_async=True)
-        s = _matmul(q, k_s, k_full, step)
+        s = _matmul(q, ring.k, ring.k_full, step)
         dq = warpgroup_mma_wait(1, [dq])
-        mbarrier.arrive(k_empty.index(slot), count=1)
-        dp = _matmul(do, v_s, v_full, step)  # reuses the registers of dS
+        mbarrier.arrive(ring.k_empty.index(slot), count=1)
+        dp = _matmul(do, ring.v, ring.v_full, step)  # reuses the registers of dS
         s = warpgroup_mma_wait(1, [s])  # [queries, keys]
-        ds = _ds_from(s, dp, stats, (n - 1 - step) * ROWS).to(k_s.dtype)
-        mbarrier.arrive(v_empty.index(step % V_STAGES), count=1)
-    k = k_s.index((n - 1) % K_STAGES).reshape([ROWS, HEAD_DIM])
+        ds = _ds_from(s, dp, stats, (tile.steps - 1 - step) * ROWS).to(ring.k.dtype)
+        slot, phase = slot_and_phase(step, V_STAGES)
+        mbarrier.arrive(ring.v_empty.index(slot), count=1)
+    slot, phase = slot_and_phase(tile.steps - 1, K_STAGES)
+    k = ring.k.index(slot).reshape([ROWS, HEAD_DIM])
     dq = warpgroup_mma(gl.convert_layout(ds, ds_layout), k, dq, is_async=True)
     dq = warpgroup_mma_wait(0, [dq])
 
-    dq = (dq * scale).to(q_s.dtype)
-    batch, head = batch_head // heads, batch_head % heads
+    dq = (dq * problem.scale).to(queries.q.dtype)
     if start_m < 0:
-        store_rows(dq_ptr, dq_desc, batch, head, start_m, dq)
+        store_rows(tensors.dq_ptr, tensors.dq, tile.batch, tile.head, start_m, dq)
     else:
         q.store(dq)  # only this consumer reads these rows of Q
         fence_async_shared()
-        tma.async_copy_shared_to_global(dq_desc, [batch, head, start_m, 0], q_s.index(w))
+        tma.async_copy_shared_to_global(tensors.dq, [tile.batch, tile.head, start_m, 0], queries.q.index(w))
         tma.store_wait(0)
 
 
@@ -830,14 +997,15 @@ def _wide_dq_kernel(
     k_full, k_empty = new_ring(K_STAGES, 1, CONSUMERS)
     v_full, v_empty = new_ring(V_STAGES, 1, CONSUMERS)
 
-    queries = (q_s, do_s, q_full, do_full)
-    ring = (k_s, v_s, k_full, k_empty, v_full, v_empty)
-    problem = (heads, heads_per_kv, seq_q, seq_k, diagonal)
+    tensors = QueryTensors(q_desc, k_desc, v_desc, do_desc, stats_ptr, dq_desc, dq_ptr)
+    problem = QueryProblem(heads, heads_per_kv, seq_q, seq_k, diagonal, scale)
+    queries = Queries(q_s, do_s, q_full, do_full)
+    ring = KeyRing(k_s, v_s, k_full, k_empty, v_full, v_empty)
     gl.warp_specialize(
         [
-            (_query_consumer, (dq_desc, dq_ptr, stats_ptr, scale, queries, ring, problem, 0, CAUSAL)),
-            (_query_consumer, (dq_desc, dq_ptr, stats_ptr, scale, queries, ring, problem, 1, CAUSAL)),
-            (_dq_producer, (q_desc, k_desc, v_desc, do_desc, queries, ring, problem, CAUSAL)),
+            (_query_consumer, (tensors, queries, ring, problem, 0, CAUSAL)),
+            (_query_consumer, (tensors, queries, ring, problem, 1, CAUSAL)),
+            (_dq_producer, (tensors, queries, ring, problem, CAUSAL)),
         ],
         [4, 1],
         [240, 24],

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from common.kernels.descriptors import addressable
-from common.kernels.hopper import describe_tile, new_barriers, new_ring, require_hopper, store_rows
+from common.kernels.hopper import describe_tile, new_barriers, new_ring, require_hopper, slot_and_phase, store_rows
 from common.kernels.replay import replayed
 from common.operator import empty_rows
 from common.runtime import num_sms
@@ -28,6 +28,82 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 LATELY = gl.constexpr(128)  # tiles, about as many as run at a time: if a quarter of them failed, most others will too
 LOOKED_AT = gl.constexpr(512)  # flags that a warp loads at once
 ROWS = gl.constexpr(64)  # query rows of a consumer, as many as a warpgroup's wgmma has
+
+
+class Tensors(NamedTuple):
+    """Tensors in global memory: a descriptor each, a pointer to LSE."""
+
+    q: tma.tensor_descriptor
+    k: tma.tensor_descriptor
+    v: tma.tensor_descriptor
+    first: tma.tensor_descriptor  # the first keys' K
+    out: tma.tensor_descriptor
+    out_ptr: gl.tensor | None  # pointer, if the first query tile starts before query 0
+    lse: gl.tensor  # pointer to [B, H, Sq]; with splits, to [splits, B, H, Sq]
+    part: gl.tensor  # with splits, pointer to their outputs, [splits, B, H, Sq, VALUE_DIM]
+    counter: gl.tensor  # number of tiles taken after each CTA's first
+    failed: gl.tensor  # Flags
+
+
+class Flags(NamedTuple):
+    """Pointers to int32 flags, which are parts of one tensor."""
+
+    any_failed: gl.tensor  # 1: the second launch has work
+    sample_failed: gl.tensor  # LATELY
+    tile_failed: gl.tensor  # one for each tile and split
+
+
+class Problem(NamedTuple):
+    """Sizes that all CTAs share."""
+
+    batch_heads: gl.tensor  # B * H
+    heads: gl.tensor
+    heads_per_kv: gl.tensor
+    group: gl.tensor  # heads whose tiles follow each other
+    tiles_m: gl.tensor  # query tiles of a head
+    seq_q: gl.tensor
+    seq_k: gl.tensor
+    diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
+    splits: gl.tensor
+    scale: gl.tensor
+
+
+class Tile(NamedTuple):
+    """A work tile: BLOCK_M query rows of one head, and the key tiles that they see."""
+
+    batch_head: gl.tensor  # batch * H + head
+    batch: gl.tensor
+    head: gl.tensor
+    kv_head: gl.tensor
+    start_m: gl.tensor  # its first query row
+    split: gl.tensor  # which part of the keys
+    keys: gl.tensor  # number of key tiles
+
+
+class Queries(NamedTuple):
+    """Q in shared memory, and O on its way out."""
+
+    q: gl.shared_memory_descriptor  # [Q_STAGES * CONSUMERS, 1, 1, 64, HEAD_DIM]
+    o: gl.shared_memory_descriptor  # [Q_STAGES * CONSUMERS, 1, 1, 64, VALUE_DIM]
+    first: gl.shared_memory_descriptor  # the first keys' K, [Q_STAGES * CONSUMERS, 1, 1, FIRST_KEYS, HEAD_DIM]
+    full: gl.shared_memory_descriptor  # a barrier for each slot: Q has arrived
+    empty: gl.shared_memory_descriptor  # O has left the slot
+
+
+class Ring(NamedTuple):
+    """K and V in shared memory: a ring buffer with STAGES slots."""
+
+    k: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_N, HEAD_DIM]
+    v: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_N, VALUE_DIM]
+    full: gl.shared_memory_descriptor  # a barrier for each slot: K and V have arrived
+    empty: gl.shared_memory_descriptor  # all consumers have read K and V
+
+
+class NextTiles(NamedTuple):
+    """The numbers of tiles, which the producer passes on to the consumers."""
+
+    number: gl.shared_memory_descriptor  # [Q_STAGES + 1, 1]
+    full: gl.shared_memory_descriptor  # a barrier for each slot: the number has been written
 
 
 @gluon.jit
@@ -45,29 +121,52 @@ def _share(tiles, split, splits, SPLIT: gl.constexpr):
 
 @gluon.jit
 def _tile(
-    tile, problem,
+    number, problem,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Return batch and head, first query row, split and number of key tiles of a work unit. A split without key tiles loads one
-    and does not use it.
+    """Return the work tile with a number. A split without key tiles loads one and does not use it.
 
     Tiles of `group` heads follow each other, so that the K and V of these heads stay in the L2 cache; with a mask the longest
     tiles, of the last rows, come first.
     """
-    batch_heads, heads, heads_per_kv, group, tiles_m, seq_q, seq_k, diagonal, splits = problem
     split = 0
     if SPLIT:
-        split = tile % splits
-        tile = tile // splits
-    first = tile // (group * tiles_m) * group
-    inside = tile % (group * tiles_m)
-    group = gl.minimum(group, batch_heads - first)
+        split = number % problem.splits
+        number = number // problem.splits
+    first = number // (problem.group * problem.tiles_m) * problem.group
+    inside = number % (problem.group * problem.tiles_m)
+    group = gl.minimum(problem.group, problem.batch_heads - first)
+    batch_head = first + inside % group
+    head = batch_head % problem.heads
     start_m = inside // group * BLOCK_M
+    seq_k = problem.seq_k
     if CAUSAL:
-        start_m = (tiles_m - 1) * BLOCK_M - start_m - _rows_before(diagonal, PACKED)
-        seq_k = gl.minimum(seq_k, (start_m + BLOCK_M) // PACKED + diagonal)
-    share = _share(gl.cdiv(seq_k, BLOCK_N), split, splits, SPLIT)
-    return first + inside % group, start_m, split, gl.maximum(share, 1) if SPLIT else share
+        start_m = (problem.tiles_m - 1) * BLOCK_M - start_m - _rows_before(problem.diagonal, PACKED)
+        seq_k = gl.minimum(seq_k, (start_m + BLOCK_M) // PACKED + problem.diagonal)
+    keys = _share(gl.cdiv(seq_k, BLOCK_N), split, problem.splits, SPLIT)
+    if SPLIT:
+        keys = gl.maximum(keys, 1)
+    return Tile(batch_head, batch_head // problem.heads, head, head // problem.heads_per_kv, start_m, split, keys)
+
+
+@gluon.jit
+def _place(row, problem, PACKED: gl.constexpr):
+    """Return where a row of a tile lies among the rows of the tile's PACKED heads, which follow each other in memory."""
+    return row % PACKED * (problem.seq_q // PACKED) + row // PACKED
+
+
+@gluon.jit
+def _seen(start_m, problem, BLOCK_N: gl.constexpr, PACKED: gl.constexpr, CAUSAL: gl.constexpr):
+    """Return how many key tiles the rows of a consumer see, which start at start_m."""
+    return gl.cdiv(
+        gl.minimum((start_m + ROWS) // PACKED + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k, BLOCK_N
+    )
+
+
+@gluon.jit
+def _row(tile, row, PACKED: gl.constexpr):
+    """Return the coordinates of a row of the tile's head in Q and O."""
+    return [tile.batch, tile.head, row // PACKED, 0, 0] if PACKED > 1 else [tile.batch, tile.head, row, 0]
 
 
 @gluon.jit
@@ -82,71 +181,77 @@ def _begun(tiles, counter_ptr):
 
 
 @gluon.jit
-def _leave(tile, failed_ptr):
-    """Leave a tile to the second launch, as if it had failed."""
-    gl.store(failed_ptr, 1)
-    gl.store(failed_ptr + 1 + LATELY + tile, 1)
+def _flags(failed_ptr):
+    """Return the parts of the flags in memory."""
+    return Flags(failed_ptr, failed_ptr + 1, failed_ptr + 1 + LATELY)
 
 
 @gluon.jit
-def _next_failed(tile, others, begun, failed_ptr):
-    """Search from `tile` on: skip `others` failed tiles and return the next failed one, or at least `begun` if there is
+def _leave(number, flags):
+    """Leave a tile to the second launch, as if it had failed."""
+    gl.store(flags.any_failed, 1)
+    gl.store(flags.tile_failed + number, 1)
+
+
+@gluon.jit
+def _next_failed(number, others, begun, flags):
+    """Search from tile `number` on: skip `others` failed tiles and return the next failed one, or at least `begun` if there is
     none."""
     offs = gl.arange(0, LOOKED_AT, gl.BlockedLayout([LOOKED_AT // 32], [32], [1], [0]))
-    while (others >= 0) & (tile < begun):
-        failed = gl.load(failed_ptr + 1 + LATELY + tile + offs, mask=tile + offs < begun, other=0)
-        tile += gl.sum((gl.associative_scan(failed, 0, _add) <= others).to(gl.int32), 0)
+    while (others >= 0) & (number < begun):
+        failed = gl.load(flags.tile_failed + number + offs, mask=number + offs < begun, other=0)
+        number += gl.sum((gl.associative_scan(failed, 0, _add) <= others).to(gl.int32), 0)
         others -= gl.sum(failed, 0)
-    return tile
+    return number
 
 
 @gluon.jit
-def _next_again(failed, others, begun, counter_ptr, failed_ptr):
+def _next_again(failed, others, begun, counter_ptr, flags):
     """Return where `_next_failed` ended, and the tile to take: the failed tile that it found, or else a tile that never
     started."""
-    failed = _next_failed(failed, others, begun, failed_ptr)
-    tile = failed
+    failed = _next_failed(failed, others, begun, flags)
+    number = failed
     if failed >= begun:
-        tile = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
-    return failed, tile
+        number = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
+    return failed, number
 
 
 @gluon.jit
-def _in_vain(tile, tiles, failed_ptr):
+def _in_vain(number, tiles, flags):
     """Return whether, of the LATELY tiles that started a round before this one, more than a quarter failed. The samples
     count as the tiles before the first."""
-    before = gl.maximum(tile + 1 - LATELY, 0) + gl.arange(0, LATELY, gl.BlockedLayout([LATELY // 32], [32], [1], [0]))
-    failed = gl.load(failed_ptr + 1 + before, mask=before - LATELY < tiles, other=0, volatile=True)
+    before = gl.maximum(number + 1 - LATELY, 0) + gl.arange(0, LATELY, gl.BlockedLayout([LATELY // 32], [32], [1], [0]))
+    failed = gl.load(flags.sample_failed + before, mask=before - LATELY < tiles, other=0, volatile=True)
     return gl.sum(failed, 0) * 4 > LATELY
 
 
 @gluon.jit
-def _load(load, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
+def _load(tensors, tile, ring, fill, start_n, step, K: gl.constexpr, V: gl.constexpr):
     """Start to load the next slot of the ring, when the consumers have released it. It holds two tiles that one step uses
     together: K of the key tile at start_n, and V of the tile one `step` after that one."""
-    k_desc, v_desc, batch, kv_head, step = load
-    k_s, v_s, kv_full, kv_empty = ring
-    STAGES: gl.constexpr = k_s.shape[0]
-    NBYTES: gl.constexpr = (k_desc.block_type.nbytes if K else 0) + (v_desc.block_type.nbytes if V else 0)
-    slot = fill % STAGES
-    mbarrier.wait(kv_empty.index(slot), (fill // STAGES & 1) ^ 1)
-    mbarrier.expect(kv_full.index(slot), NBYTES)
+    STAGES: gl.constexpr = ring.k.shape[0]
+    NBYTES: gl.constexpr = (tensors.k.block_type.nbytes if K else 0) + (tensors.v.block_type.nbytes if V else 0)
+    slot, phase = slot_and_phase(fill, STAGES)
+    mbarrier.wait(ring.empty.index(slot), phase ^ 1)
+    mbarrier.expect(ring.full.index(slot), NBYTES)
     if K:
-        tma.async_copy_global_to_shared(k_desc, [batch, kv_head, start_n, 0], kv_full.index(slot), k_s.index(slot))
+        where = [tile.batch, tile.kv_head, start_n, 0]
+        tma.async_copy_global_to_shared(tensors.k, where, ring.full.index(slot), ring.k.index(slot))
     if V:
-        tma.async_copy_global_to_shared(v_desc, [batch, kv_head, start_n + step, 0], kv_full.index(slot), v_s.index(slot))
+        where = [tile.batch, tile.kv_head, start_n + step, 0]
+        tma.async_copy_global_to_shared(tensors.v, where, ring.full.index(slot), ring.v.index(slot))
 
 
 @gluon.jit
 def _scores(q, ring, fill, ROWS: gl.constexpr):
     """Start to compute the scores of a key tile, once its K has arrived."""
-    k_s, v_s, kv_full, kv_empty = ring
-    STAGES: gl.constexpr = k_s.shape[0]
-    BLOCK_N: gl.constexpr = k_s.shape[3]
+    STAGES: gl.constexpr = ring.k.shape[0]
+    BLOCK_N: gl.constexpr = ring.k.shape[3]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
     no_s = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
-    mbarrier.wait(kv_full.index(fill % STAGES), fill // STAGES & 1)
-    k = k_s.index(fill % STAGES).reshape([BLOCK_N, k_s.shape[4]])
+    slot, phase = slot_and_phase(fill, STAGES)
+    mbarrier.wait(ring.full.index(slot), phase)
+    k = ring.k.index(slot).reshape([BLOCK_N, ring.k.shape[4]])
     return warpgroup_mma(q, k.permute([1, 0]), no_s, use_acc=False, is_async=True)
 
 
@@ -175,21 +280,20 @@ def _visible(s, start_n, seq_k, last, PACKED: gl.constexpr, CAUSAL: gl.constexpr
 
 @gluon.jit
 def _accumulate(
-    acc, s, q, k_first, ring, fill, tiles, start_n, seq_k, last, sees_first, scale_log2,
-    CONSUMERS: gl.constexpr, PACKED: gl.constexpr, RUNNING: gl.constexpr, CAUSAL: gl.constexpr,
+    acc, s, q, k_first, ring, fill, tiles, start_n, problem, last, sees_first, scale_log2,
+    CONSUMERS: gl.constexpr, PACKED: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """A consumer's online softmax over `tiles` key tiles, from the last one, at start_n, backwards; its scores s are in flight.
 
     Returns acc, whose matmul for the first tile is still in flight, m (maximum) and l (sum).
     """
-    k_s, v_s, kv_full, kv_empty = ring
-    STAGES: gl.constexpr = k_s.shape[0]
+    STAGES: gl.constexpr = ring.k.shape[0]
     ROWS: gl.constexpr = acc.shape[0]
-    BLOCK_N: gl.constexpr = k_s.shape[3]
+    BLOCK_N: gl.constexpr = ring.k.shape[3]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
     acc_layout: gl.constexpr = acc.type.layout
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
-    if RUNNING:
+    if MODE != "guess":
         s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
     else:
         FIRST_KEYS: gl.constexpr = k_first.shape[0]
@@ -197,13 +301,14 @@ def _accumulate(
         s_first = gl.zeros([ROWS, FIRST_KEYS], gl.float32, first_layout)
         s_first = warpgroup_mma(q, k_first.permute([1, 0]), s_first, use_acc=False, is_async=True)
         s, s_first = warpgroup_mma_wait(0, [s, s_first])
-    mbarrier.arrive(kv_empty.index(fill % STAGES), count=1)
+    slot, phase = slot_and_phase(fill, STAGES)
+    mbarrier.arrive(ring.empty.index(slot), count=1)
     # Only the last tile can pass the last key or contain the diagonal. The first query tile starts `_rows_before` query 0. So
     # the number of keys that a consumer's rows see is a multiple of ROWS // PACKED.
-    if CAUSAL or start_n + BLOCK_N > seq_k:
-        s = _visible(s, start_n, seq_k, last, PACKED, CAUSAL)
+    if CAUSAL or start_n + BLOCK_N > problem.seq_k:
+        s = _visible(s, start_n, problem.seq_k, last, PACKED, CAUSAL)
     maxima = _maxima(s)
-    if not RUNNING:
+    if MODE == "guess":
         # The guess includes the first keys: an attention sink is one of them, and the upper rows of the diagonal's tile see few
         # others.
         of_first = gl.where(sees_first, _maxima(s_first), float("-inf"))
@@ -212,20 +317,20 @@ def _accumulate(
     m = gl.convert_layout(gl.max(maxima, 1), gl.SliceLayout(1, s_layout)) * scale_log2
     p = gl.exp2(s * scale_log2 - m[:, None])
     l = _sums(p)
-    p = gl.convert_layout(p.to(k_s.dtype), p_layout)
+    p = gl.convert_layout(p.to(ring.k.dtype), p_layout)
 
     for _ in range(1, tiles):
         # Issue both matmuls together, so that the tensor cores have work while other consumers compute their softmax.
         fill += 1
-        slot = fill % STAGES
+        slot, phase = slot_and_phase(fill, STAGES)
         s = _scores(q, ring, fill, ROWS)
-        acc = warpgroup_mma(p, v_s.index(slot).reshape([BLOCK_N, v_s.shape[4]]), acc, is_async=True)
+        acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
         if CONSUMERS == 2:
             s = warpgroup_mma_wait(1, [s])  # [rows, BLOCK_N]
         else:  # three other consumers' matmuls run under these exponentials: release the buffers before them
             s, acc = warpgroup_mma_wait(0, [s, acc])
-            mbarrier.arrive(kv_empty.index(slot), count=1)
-        if RUNNING:
+            mbarrier.arrive(ring.empty.index(slot), count=1)
+        if MODE != "guess":
             m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
             rescale = gl.exp2(m - m_new)  # rescales what was computed with the old maximum
             l = l * gl.convert_layout(rescale, gl.SliceLayout(1, l.type.layout))[:, None]
@@ -234,119 +339,113 @@ def _accumulate(
         l = l + _sums(p)
         if CONSUMERS == 2:
             acc = warpgroup_mma_wait(0, [acc])
-            mbarrier.arrive(kv_empty.index(slot), count=1)
-        if RUNNING:
+            mbarrier.arrive(ring.empty.index(slot), count=1)
+        if MODE != "guess":
             acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
-        p = gl.convert_layout(p.to(k_s.dtype), p_layout)
+        p = gl.convert_layout(p.to(ring.k.dtype), p_layout)
 
     fill += 1
-    slot = fill % STAGES
-    mbarrier.wait(kv_full.index(slot), fill // STAGES & 1)
-    acc = warpgroup_mma(p, v_s.index(slot).reshape([BLOCK_N, v_s.shape[4]]), acc, is_async=True)
+    slot, phase = slot_and_phase(fill, STAGES)
+    mbarrier.wait(ring.full.index(slot), phase)
+    acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
     return acc, m, gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, s_layout))
 
 
 @gluon.jit
-def _pass_on(tile, turns, slot):
+def _pass_on(number, next_tiles, slot):
     """Tell the consumers a tile's number; one past the last tile tells them to end."""
-    tile_s, tile_full = turns
-    tile_s.index(slot).store(gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-    mbarrier.arrive(tile_full.index(slot), count=1)
+    next_tiles.number.index(slot).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.arrive(next_tiles.full.index(slot), count=1)
 
 
 @gluon.jit
 def _producer(
-    load, PACKED: gl.constexpr, SPLIT: gl.constexpr, RUNNING: gl.constexpr, AGAIN: gl.constexpr, CAUSAL: gl.constexpr
+    tensors, queries, ring, next_tiles, problem,
+    PACKED: gl.constexpr, SPLIT: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """One warp: keep the buffers of Q, K and V full, also for the next tile while the current one ends.
 
-    The first tile is the CTA's number. A counter that all CTAs share gives the others, unless too many tiles fail. With AGAIN
-    the CTA takes failed tiles. With RUNNING and not AGAIN, tiles go in strides of the number of CTAs.
+    The first tile is the CTA's number. A counter that all CTAs share gives the others, unless too many tiles fail. If MODE is
+    "again", the CTA takes failed tiles. If MODE is "running", its tiles follow each other in strides of the number of CTAs.
     """
-    q_desc, k_desc, v_desc, first_desc, counter_ptr, failed_ptr, ring, queries, turns, problem = load
+    if MODE != "running":
+        flags = _flags(tensors.failed)
     gdc_launch_dependents()  # all CTAs are running, so the next launch may start its CTAs when these end, or beside them
-    q_s, first_s, q_full, q_empty = queries
-    tile_s, tile_full = turns
-    batch_heads, heads, heads_per_kv, group, tiles_m, seq_q, seq_k, diagonal, splits = problem
-    Q_STAGES: gl.constexpr = tile_s.shape[0] - 1
-    CONSUMERS: gl.constexpr = q_s.shape[0] // Q_STAGES
+    Q_STAGES: gl.constexpr = next_tiles.number.shape[0] - 1
+    CONSUMERS: gl.constexpr = queries.q.shape[0] // Q_STAGES
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
-    BLOCK_N: gl.constexpr = ring[0].shape[3]
+    BLOCK_N: gl.constexpr = ring.k.shape[3]
     fill = 0
     turn = 0
-    tile = gl.program_id(0)
-    tiles = batch_heads * tiles_m * splits
-    if AGAIN:
-        begun = _begun(tiles, counter_ptr)
-        failed, tile = _next_again(gl.to_tensor(0), tile, begun, counter_ptr, failed_ptr)
-        _pass_on(tile, turns, Q_STAGES)
-    while tile < tiles:
-        batch_head, start_m, split, share = _tile(tile, problem, BLOCK_M, BLOCK_N, PACKED, SPLIT, CAUSAL)
-        batch, head = batch_head // heads, batch_head % heads
-        step = BLOCK_N * splits if SPLIT else BLOCK_N
-        kv = (k_desc, v_desc, batch, head // heads_per_kv, step)
-        start_n = split * BLOCK_N + (share - 1) * step
+    number = gl.program_id(0)
+    tiles = problem.batch_heads * problem.tiles_m * problem.splits
+    if MODE == "again":
+        begun = _begun(tiles, tensors.counter)
+        failed, number = _next_again(gl.to_tensor(0), number, begun, tensors.counter, flags)
+        _pass_on(number, next_tiles, Q_STAGES)
+    while number < tiles:
+        tile = _tile(number, problem, BLOCK_M, BLOCK_N, PACKED, SPLIT, CAUSAL)
+        step = BLOCK_N * problem.splits if SPLIT else BLOCK_N
+        keys = tile.keys
+        start_n = tile.split * BLOCK_N + (keys - 1) * step
         for w in gl.static_range(CONSUMERS):
-            slot = turn % Q_STAGES * CONSUMERS + w
-            mbarrier.wait(q_empty.index(slot), (turn // Q_STAGES & 1) ^ 1)
-            mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes + (0 if RUNNING else first_desc.block_type.nbytes))
-            row = start_m + w * ROWS
-            where = [batch, head, row // PACKED, 0, 0] if PACKED > 1 else [batch, head, row, 0]
-            tma.async_copy_global_to_shared(q_desc, where, q_full.index(slot), q_s.index(slot))
-            if not RUNNING:
-                where = [batch, head // heads_per_kv, 0, 0]
-                tma.async_copy_global_to_shared(first_desc, where, q_full.index(slot), first_s.index(slot))
+            slot, phase = slot_and_phase(turn, Q_STAGES)
+            slot = slot * CONSUMERS + w
+            mbarrier.wait(queries.empty.index(slot), phase ^ 1)
+            NBYTES: gl.constexpr = tensors.q.block_type.nbytes + (tensors.first.block_type.nbytes if MODE == "guess" else 0)
+            mbarrier.expect(queries.full.index(slot), NBYTES)
+            where = _row(tile, tile.start_m + w * ROWS, PACKED)
+            tma.async_copy_global_to_shared(tensors.q, where, queries.full.index(slot), queries.q.index(slot))
+            if MODE == "guess":
+                where = [tile.batch, tile.kv_head, 0, 0]
+                tma.async_copy_global_to_shared(tensors.first, where, queries.full.index(slot), queries.first.index(slot))
             if w == 0:
-                _load(kv, ring, fill, start_n, True, False)
-        if not RUNNING:
+                _load(tensors, tile, ring, fill, start_n, step, True, False)
+        if MODE == "guess":
             if turn == 0:
                 gdc_wait()  # wait for the samples while Q and K load
-            in_vain = _in_vain(tile, tiles, failed_ptr)
+            in_vain = _in_vain(number, tiles, flags)
             if turn == 0:
-                _pass_on(gl.where(in_vain, tiles, tile), turns, Q_STAGES)
+                _pass_on(gl.where(in_vain, tiles, number), next_tiles, Q_STAGES)
                 if in_vain:
-                    _leave(tile, failed_ptr)
-                    share = 0
+                    _leave(number, flags)
+                    keys = 0
                     for w in gl.static_range(CONSUMERS):  # the CTA must wait, as no consumer will
-                        mbarrier.wait(q_full.index(w), 0)
-                    mbarrier.wait(ring[2].index(0), 0)
-        if AGAIN:
-            failed, tile = _next_again(failed + 1, gl.num_programs(0) - 1, begun, counter_ptr, failed_ptr)
-        elif RUNNING:
-            tile += gl.num_programs(0)
+                        mbarrier.wait(queries.full.index(w), 0)
+                    mbarrier.wait(ring.full.index(0), 0)
+        if MODE == "again":
+            failed, number = _next_again(failed + 1, gl.num_programs(0) - 1, begun, tensors.counter, flags)
+        elif MODE == "running":
+            number += gl.num_programs(0)
         elif in_vain:
-            tile = tiles
+            number = tiles
         else:
-            tile = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
-        for _ in range(1, share):
+            number = gl.num_programs(0) + gl.atomic_add(tensors.counter, 1)
+        for _ in range(1, keys):
             fill += 1
             start_n -= step
-            _load(kv, ring, fill, start_n, True, True)
-        if RUNNING or share > 0:
-            _load(kv, ring, fill + 1, start_n - step, False, True)
+            _load(tensors, tile, ring, fill, start_n, step, True, True)
+        if MODE != "guess" or keys > 0:
+            _load(tensors, tile, ring, fill + 1, start_n - step, step, False, True)
         fill += 2
-        _pass_on(tile, turns, turn % Q_STAGES)
+        slot, phase = slot_and_phase(turn, Q_STAGES)
+        _pass_on(number, next_tiles, slot)
         turn += 1
 
 
 @gluon.jit
 def _consumer(
-    work, w: gl.constexpr,
-    PACKED: gl.constexpr, SPLIT: gl.constexpr, RUNNING: gl.constexpr, AGAIN: gl.constexpr, CAUSAL: gl.constexpr,
+    tensors, queries, ring, next_tiles, problem, w: gl.constexpr,
+    PACKED: gl.constexpr, SPLIT: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup that computes the w-th 64 query rows of each tile."""
-    out_desc, out_ptr, lse_ptr, part_ptr, failed_ptr, scale, o_s, ring, queries, turns, problem = work
-    k_s, v_s, kv_full, kv_empty = ring
-    q_s, first_s, q_full, q_empty = queries
-    tile_s, tile_full = turns
-    batch_heads, heads, heads_per_kv, group, tiles_m, seq_q, seq_k, diagonal, splits = problem
-    Q_STAGES: gl.constexpr = tile_s.shape[0] - 1
-    CONSUMERS: gl.constexpr = q_s.shape[0] // Q_STAGES
-    STAGES: gl.constexpr = k_s.shape[0]
+    Q_STAGES: gl.constexpr = next_tiles.number.shape[0] - 1
+    CONSUMERS: gl.constexpr = queries.q.shape[0] // Q_STAGES
+    STAGES: gl.constexpr = ring.k.shape[0]
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
-    BLOCK_N: gl.constexpr = k_s.shape[3]
-    HEAD_DIM: gl.constexpr = k_s.shape[4]
-    VALUE_DIM: gl.constexpr = v_s.shape[4]
+    BLOCK_N: gl.constexpr = ring.k.shape[3]
+    HEAD_DIM: gl.constexpr = ring.k.shape[4]
+    VALUE_DIM: gl.constexpr = ring.v.shape[4]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
     q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
@@ -355,89 +454,92 @@ def _consumer(
     # for this, four do not.
     Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and HEAD_DIM <= 128
     # exp(x) = exp2(x * log2(e)), and exp2 is one instruction; never 0, because a masked score, -inf, times 0 is NaN
-    scale_log2 = gl.maximum(scale * LOG2_E, 1e-37)
+    scale_log2 = gl.maximum(problem.scale * LOG2_E, 1e-37)
     fill = 0
     turn = 0
-    tile = gl.program_id(0)
-    tiles = batch_heads * tiles_m * splits
-    if AGAIN or not RUNNING:
-        mbarrier.wait(tile_full.index(Q_STAGES), 0)
-        tile = gl.max(tile_s.index(Q_STAGES).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-    while tile < tiles:
-        done = tile
-        batch_head, start_m, split, share = _tile(tile, problem, BLOCK_M, BLOCK_N, PACKED, SPLIT, CAUSAL)
-        start_m += w * ROWS
-        seen = gl.cdiv(gl.minimum((start_m + ROWS) // PACKED + diagonal, seq_k) if CAUSAL else seq_k, BLOCK_N)
+    number = gl.program_id(0)
+    tiles = problem.batch_heads * problem.tiles_m * problem.splits
+    if MODE != "running":
+        mbarrier.wait(next_tiles.full.index(Q_STAGES), 0)
+        number = gl.max(next_tiles.number.index(Q_STAGES).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    while number < tiles:
+        done = number
+        tile = _tile(number, problem, BLOCK_M, BLOCK_N, PACKED, SPLIT, CAUSAL)
+        start_m = tile.start_m + w * ROWS
+        seen = _seen(start_m, problem, BLOCK_N, PACKED, CAUSAL)
 
         offs_m = start_m + gl.arange(0, ROWS, rows)
-        last = start_m // PACKED + diagonal  # the last key of the first row
+        last = start_m // PACKED + problem.diagonal  # the last key of the first row
         nothing = False
         if SPLIT:  # such a consumer computes one tile, which is not used
-            seen = gl.minimum(_share(seen, split, splits, SPLIT), share)
-            nothing = (seen <= 0) | (start_m >= seq_q)
+            seen = gl.minimum(_share(seen, tile.split, problem.splits, SPLIT), tile.keys)
+            nothing = (seen <= 0) | (start_m >= problem.seq_q)
             seen = gl.where(nothing, 1, seen)
             last = gl.where(nothing, 2**30, last)
         acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, acc_layout)
-        slot = turn % Q_STAGES * CONSUMERS + w
-        mbarrier.wait(q_full.index(slot), turn // Q_STAGES & 1)
-        q_buffer = q_s.index(slot).reshape([ROWS, HEAD_DIM])
+        turn_slot, turn_phase = slot_and_phase(turn, Q_STAGES)
+        own = turn_slot * CONSUMERS + w  # this consumer's slot of `queries`
+        mbarrier.wait(queries.full.index(own), turn_phase)
+        q_buffer = queries.q.index(own).reshape([ROWS, HEAD_DIM])
         q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
-        for _ in range(share - seen):  # skip key tiles that only the CTA's later consumers see
-            mbarrier.wait(kv_full.index(fill % STAGES), fill // STAGES & 1)
-            mbarrier.arrive(kv_empty.index(fill % STAGES), count=1)
+        for _ in range(tile.keys - seen):  # skip key tiles that only the CTA's later consumers see
+            slot, phase = slot_and_phase(fill, STAGES)
+            mbarrier.wait(ring.full.index(slot), phase)
+            mbarrier.arrive(ring.empty.index(slot), count=1)
             fill += 1
         s = _scores(q, ring, fill, ROWS)
         if Q_STAGES == 2:
             # TMA has stored the last tile's O from the other buffer, so the next Q may arrive there.
             tma.store_wait(0)
-            mbarrier.arrive(q_empty.index((turn + 1) % Q_STAGES * CONSUMERS + w), count=1, pred=turn > 0)
-        start_n = (split + (seen - 1) * splits) * BLOCK_N
+            slot, phase = slot_and_phase(turn + 1, Q_STAGES)
+            mbarrier.arrive(queries.empty.index(slot * CONSUMERS + w), count=1, pred=turn > 0)
+        start_n = (tile.split + (seen - 1) * problem.splits) * BLOCK_N
         sees_first = seen > 1
         if SPLIT:
-            sees_first = sees_first & (split == 0)
+            sees_first = sees_first & (tile.split == 0)
         k_first = q_buffer
-        if not RUNNING:
-            k_first = first_s.index(slot).reshape([first_s.shape[3], HEAD_DIM])
+        if MODE == "guess":
+            k_first = queries.first.index(own).reshape([queries.first.shape[3], HEAD_DIM])
         acc, m, l = _accumulate(
-            acc, s, q, k_first, ring, fill, seen, start_n, seq_k, last, sees_first, scale_log2,
-            CONSUMERS, PACKED, RUNNING, CAUSAL,
+            acc, s, q, k_first, ring, fill, seen, start_n, problem, last, sees_first, scale_log2,
+            CONSUMERS, PACKED, MODE, CAUSAL,
         )  # fmt: skip
         fill += seen
 
         lse = gl.where(nothing, float("-inf"), (m + gl.log2(l)) / LOG2_E)
-        part = (split * batch_heads + batch_head).to(gl.int64) * seq_q
-        lse_ptrs = lse_ptr + part + offs_m % PACKED * (seq_q // PACKED) + offs_m // PACKED
-        gl.store(lse_ptrs, lse, mask=(offs_m >= 0) & (offs_m < seq_q))
+        part = (tile.split * problem.batch_heads + tile.batch_head).to(gl.int64) * problem.seq_q
+        gl.store(tensors.lse + part + _place(offs_m, problem, PACKED), lse, mask=(offs_m >= 0) & (offs_m < problem.seq_q))
         normalize = gl.convert_layout(1.0 / l, gl.SliceLayout(1, acc_layout))[:, None]
-        mbarrier.wait(tile_full.index(turn % Q_STAGES), turn // Q_STAGES & 1)
-        tile = gl.max(tile_s.index(turn % Q_STAGES).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        mbarrier.wait(next_tiles.full.index(turn_slot), turn_phase)
+        number = gl.max(next_tiles.number.index(turn_slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
         acc = warpgroup_mma_wait(0, [acc])
-        mbarrier.arrive(kv_empty.index(fill % STAGES), count=1)
+        slot, phase = slot_and_phase(fill, STAGES)
+        mbarrier.arrive(ring.empty.index(slot), count=1)
         fill += 1
-        if not RUNNING:
+        if MODE == "guess":
             # An infinite P, or an overflowing sum, makes l or part of a row of O infinite or NaN.
             fails = ~(gl.abs(gl.sum(acc, 1) + gl.convert_layout(l, gl.SliceLayout(1, acc_layout))) < float("inf"))
             same = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, acc_layout))
-            gl.store(failed_ptr + same, 1, mask=fails)
-            gl.store(failed_ptr + 1 + LATELY + done + same, 1, mask=fails)
-        if SPLIT and splits > 1:
+            flags = _flags(tensors.failed)
+            gl.store(flags.any_failed + same, 1, mask=fails)
+            gl.store(flags.tile_failed + done + same, 1, mask=fails)
+        if SPLIT and problem.splits > 1:
             offs_o = start_m + gl.arange(0, ROWS, gl.SliceLayout(1, acc_layout))
             offs_d = gl.arange(0, VALUE_DIM, gl.SliceLayout(0, acc_layout))
-            part_ptrs = part_ptr + (part + offs_o % PACKED * (seq_q // PACKED) + offs_o // PACKED)[:, None] * VALUE_DIM
+            part_ptrs = tensors.part + (part + _place(offs_o, problem, PACKED))[:, None] * VALUE_DIM
             part_o = gl.where(nothing, 0.0, acc * normalize)
-            gl.store(part_ptrs + offs_d[None, :], part_o, mask=((offs_o >= 0) & (offs_o < seq_q))[:, None])
-        elif out_ptr is not None and start_m < 0:
-            out = (acc * normalize).to(q_s.dtype)
-            store_rows(out_ptr, out_desc, batch_head // heads, batch_head % heads, start_m // PACKED, out)
+            gl.store(part_ptrs + offs_d[None, :], part_o, mask=((offs_o >= 0) & (offs_o < problem.seq_q))[:, None])
+        elif tensors.out_ptr is not None and start_m < 0:
+            out = (acc * normalize).to(queries.q.dtype)
+            store_rows(tensors.out_ptr, tensors.out, tile.batch, tile.head, start_m // PACKED, out)
         else:
-            o_s.index(slot).reshape([ROWS, VALUE_DIM]).store((acc * normalize).to(q_s.dtype))
+            queries.o.index(own).reshape([ROWS, VALUE_DIM]).store((acc * normalize).to(queries.q.dtype))
             fence_async_shared()
-            batch, head = batch_head // heads, batch_head % heads
-            where = [batch, head, start_m // PACKED, 0, 0] if PACKED > 1 else [batch, head, start_m, 0]
-            tma.async_copy_shared_to_global(out_desc, where, o_s.index(slot))
+            where = _row(tile, start_m, PACKED)
+            tma.async_copy_shared_to_global(tensors.out, where, queries.o.index(own))
         if Q_STAGES == 1:
             tma.store_wait(0)
-            mbarrier.arrive(q_empty.index(slot), count=1)
+            mbarrier.arrive(queries.empty.index(own), count=1)
         turn += 1
     tma.store_wait(0)
 
@@ -459,38 +561,35 @@ def _sample_kernel(
     tiles = batch_heads * tiles_m
     sample = gl.program_id(0)
     samples = gl.num_programs(0)
-    problem = (batch_heads, heads, heads_per_kv, group, tiles_m, seq_q, seq_k, diagonal, 1)
-    tile = (sample.to(gl.int64) * tiles // samples).to(gl.int32)
-    batch_head, start_m, _, _ = _tile(tile, problem, BLOCK_M, BLOCK_N, PACKED, False, CAUSAL)
-    batch, head = batch_head // heads, batch_head % heads
-    start_m += sample % (BLOCK_M // ROWS) * ROWS
-    seen = gl.cdiv(gl.minimum((start_m + ROWS) // PACKED + diagonal, seq_k) if CAUSAL else seq_k, BLOCK_N)
+    problem = Problem(batch_heads, heads, heads_per_kv, group, tiles_m, seq_q, seq_k, diagonal, 1, scale)
+    tile = _tile((sample.to(gl.int64) * tiles // samples).to(gl.int32), problem, BLOCK_M, BLOCK_N, PACKED, False, CAUSAL)
+    start_m = tile.start_m + sample % (BLOCK_M // ROWS) * ROWS
+    seen = _seen(start_m, problem, BLOCK_N, PACKED, CAUSAL)
+    flags = _flags(failed_ptr)
 
     q_s = gl.allocate_shared_memory(q_desc.dtype, q_desc.block_shape, q_desc.layout)
     first_s = gl.allocate_shared_memory(k_desc.dtype, first_desc.block_shape, first_desc.layout)
     k_s = gl.allocate_shared_memory(k_desc.dtype, [3] + k_desc.block_shape, k_desc.layout)
     full = new_barriers(1, 1)
     mbarrier.expect(full.index(0), q_desc.block_type.nbytes + first_desc.block_type.nbytes + 3 * k_desc.block_type.nbytes)
-    where = [batch, head, start_m // PACKED, 0, 0] if PACKED > 1 else [batch, head, start_m, 0]
-    tma.async_copy_global_to_shared(q_desc, where, full.index(0), q_s)
-    kv_head = head // heads_per_kv
-    tma.async_copy_global_to_shared(first_desc, [batch, kv_head, 0, 0], full.index(0), first_s)
+    tma.async_copy_global_to_shared(q_desc, _row(tile, start_m, PACKED), full.index(0), q_s)
+    tma.async_copy_global_to_shared(first_desc, [tile.batch, tile.kv_head, 0, 0], full.index(0), first_s)
     last_n = (seen - 1) * BLOCK_N
     one_n = sample % seen * BLOCK_N
     other_n = (sample + gl.cdiv(seen, 2)) % seen * BLOCK_N
-    tma.async_copy_global_to_shared(k_desc, [batch, kv_head, last_n, 0], full.index(0), k_s.index(0))
-    tma.async_copy_global_to_shared(k_desc, [batch, kv_head, one_n, 0], full.index(0), k_s.index(1))
-    tma.async_copy_global_to_shared(k_desc, [batch, kv_head, other_n, 0], full.index(0), k_s.index(2))
+    tma.async_copy_global_to_shared(k_desc, [tile.batch, tile.kv_head, last_n, 0], full.index(0), k_s.index(0))
+    tma.async_copy_global_to_shared(k_desc, [tile.batch, tile.kv_head, one_n, 0], full.index(0), k_s.index(1))
+    tma.async_copy_global_to_shared(k_desc, [tile.batch, tile.kv_head, other_n, 0], full.index(0), k_s.index(2))
 
     if sample == 0:
         gl.store(counter_ptr, 0)
-        gl.store(failed_ptr, 0)
-    flags: gl.constexpr = gl.BlockedLayout([LOOKED_AT // 128], [32], [4], [0])
+        gl.store(flags.any_failed, 0)
+    layout: gl.constexpr = gl.BlockedLayout([LOOKED_AT // 128], [32], [4], [0])
     share = gl.cdiv(tiles * splits, samples)
     for start in range(0, share, LOOKED_AT):
-        offs = start + gl.arange(0, LOOKED_AT, flags)
+        offs = start + gl.arange(0, LOOKED_AT, layout)
         own = (offs < share) & (sample * share + offs < tiles * splits)
-        gl.store(failed_ptr + 1 + LATELY + sample * share + offs, gl.zeros([LOOKED_AT], gl.int32, flags), mask=own)
+        gl.store(flags.tile_failed + sample * share + offs, gl.zeros([LOOKED_AT], gl.int32, layout), mask=own)
 
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
     first_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, FIRST_KEYS, 16])
@@ -512,7 +611,7 @@ def _sample_kernel(
     lately: gl.constexpr = gl.BlockedLayout([LATELY // 128], [32], [4], [0])
     offs = gl.arange(0, LATELY, lately)
     gl.store(
-        failed_ptr + 1 + offs,
+        flags.sample_failed + offs,
         gl.full([LATELY], gl.where(above > highest, 1, 0), gl.int32, lately),
         mask=offs % samples == sample,
     )
@@ -523,12 +622,11 @@ def _forward_kernel(
     q_desc, k_desc, v_desc, first_desc, out_desc, out_ptr, part_ptr, lse_ptr, counter_ptr, failed_ptr, scale,
     batch_heads, heads, heads_per_kv, group, seq_q, seq_k, diagonal, splits,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr, RUNNING: gl.constexpr, AGAIN: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    Q_STAGES: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
     tiles_m = gl.cdiv(seq_q + _rows_before(diagonal, PACKED), BLOCK_M)
-    if AGAIN:
+    if MODE == "again":
         gdc_wait()  # for the first launch
         if gl.load(failed_ptr) == 0:
             return
@@ -540,35 +638,34 @@ def _forward_kernel(
     else:
         o_s = gl.allocate_shared_memory(q_desc.dtype, [Q_STAGES * CONSUMERS] + out_desc.block_shape, out_desc.layout)
     first_s = q_s
-    if not RUNNING:
+    if MODE == "guess":
         first_s = gl.allocate_shared_memory(k_desc.dtype, [Q_STAGES * CONSUMERS] + first_desc.block_shape, first_desc.layout)
     tile_s = gl.allocate_shared_memory(gl.int32, [Q_STAGES + 1, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full, q_empty = new_ring(Q_STAGES * CONSUMERS, 1, 1)  # each consumer has its own buffers
     kv_full, kv_empty = new_ring(STAGES, 1, CONSUMERS)
-    ring = (k_s, v_s, kv_full, kv_empty)
-    tile_full = new_barriers(Q_STAGES + 1, 1)  # a number has been read when its buffer of Q is released; the first has its own
-
-    queries = (q_s, first_s, q_full, q_empty)
-    turns = (tile_s, tile_full)
-    problem = (batch_heads, heads, heads_per_kv, group, tiles_m, seq_q, seq_k, diagonal, splits if SPLIT else 1)
-    work = (out_desc, out_ptr, lse_ptr, part_ptr, failed_ptr, scale, o_s, ring, queries, turns, problem)
-    load = (q_desc, k_desc, v_desc, first_desc, counter_ptr, failed_ptr, ring, queries, turns, problem)
+    tensors = Tensors(q_desc, k_desc, v_desc, first_desc, out_desc, out_ptr, lse_ptr, part_ptr, counter_ptr, failed_ptr)
+    splits = splits if SPLIT else 1
+    problem = Problem(batch_heads, heads, heads_per_kv, group, tiles_m, seq_q, seq_k, diagonal, splits, scale)
+    queries = Queries(q_s, o_s, first_s, q_full, q_empty)
+    ring = Ring(k_s, v_s, kv_full, kv_empty)
+    # No empty barriers: `queries.empty` follows the reading. The CTA's first number has a slot of its own.
+    next_tiles = NextTiles(tile_s, new_barriers(Q_STAGES + 1, 1))
     # An SM has 65,536 registers, 512 for each thread of a warpgroup. The producer keeps 24 per thread, and the consumers get
     # the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
-            [(_consumer, (work, 0, PACKED, SPLIT, RUNNING, AGAIN, CAUSAL)),
-             (_consumer, (work, 1, PACKED, SPLIT, RUNNING, AGAIN, CAUSAL)),
-             (_producer, (load, PACKED, SPLIT, RUNNING, AGAIN, CAUSAL))],
+            [(_consumer, (tensors, queries, ring, next_tiles, problem, 0, PACKED, SPLIT, MODE, CAUSAL)),
+             (_consumer, (tensors, queries, ring, next_tiles, problem, 1, PACKED, SPLIT, MODE, CAUSAL)),
+             (_producer, (tensors, queries, ring, next_tiles, problem, PACKED, SPLIT, MODE, CAUSAL))],
             [4, 1], [240, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
-            [(_consumer, (work, 0, PACKED, SPLIT, RUNNING, AGAIN, CAUSAL)),
-             (_consumer, (work, 1, PACKED, SPLIT, RUNNING, AGAIN, CAUSAL)),
-             (_consumer, (work, 2, PACKED, SPLIT, RUNNING, AGAIN, CAUSAL)),
-             (_consumer, (work, 3, PACKED, SPLIT, RUNNING, AGAIN, CAUSAL)),
-             (_producer, (load, PACKED, SPLIT, RUNNING, AGAIN, CAUSAL))],
+            [(_consumer, (tensors, queries, ring, next_tiles, problem, 0, PACKED, SPLIT, MODE, CAUSAL)),
+             (_consumer, (tensors, queries, ring, next_tiles, problem, 1, PACKED, SPLIT, MODE, CAUSAL)),
+             (_consumer, (tensors, queries, ring, next_tiles, problem, 2, PACKED, SPLIT, MODE, CAUSAL)),
+             (_consumer, (tensors, queries, ring, next_tiles, problem, 3, PACKED, SPLIT, MODE, CAUSAL)),
+             (_producer, (tensors, queries, ring, next_tiles, problem, PACKED, SPLIT, MODE, CAUSAL))],
             [4, 4, 4, 1], [112, 112, 112, 24],
         )  # fmt: skip
 
@@ -728,26 +825,27 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
         queries, outputs = (t.unflatten(1, (-1, packed)).transpose(2, 3) for t in (q, out))  # [B, H / packed, Sq, packed, D]
         held = 64 // packed, packed
     out_ptr = outputs if diagonal % (64 // packed) else None  # if the first query tile starts before query 0
-    parts = lse, lse  # the first is unused then
+    parts = None, lse
     if splits > 1:
         parts = lse.new_empty(splits, lse.numel(), value_dim), lse.new_empty(splits, lse.numel())
 
     first_keys = FIRST_KEYS if keys > SHORT_ROW else FIRST_KEYS // 2
 
-    def launch(counter, failed, SPLIT, RUNNING, AGAIN):
-        block_m, block_n, stages, q_stages = TILES_AGAIN[max(head_dim, value_dim)] if AGAIN and splits == 1 else cut.tile
+    def launch(counter, failed, mode):
+        longer = mode == "again" and splits == 1
+        block_m, block_n, stages, q_stages = TILES_AGAIN[max(head_dim, value_dim)] if longer else cut.tile
         _forward_kernel[min(tiles * splits, num_sms()),](
             describe_tile(queries, *held), describe_tile(k, block_n), describe_tile(v, block_n), describe_tile(k, first_keys),
             describe_tile(outputs, *held), out_ptr, *parts, counter, failed,
             scale=scale, batch_heads=batch * heads // packed, heads=heads // packed, heads_per_kv=per_kv, group=group,
             seq_q=seq_q * packed, seq_k=seq_k, diagonal=diagonal, splits=splits,
             HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, Q_STAGES=q_stages,
-            PACKED=packed, SPLIT=SPLIT, RUNNING=RUNNING, AGAIN=AGAIN, CAUSAL=causal,
-            num_warps=4, maxnreg={128: 168, 256: 96}[block_m], launch_pdl=AGAIN or not RUNNING,
+            PACKED=packed, SPLIT=splits > 1, MODE=mode, CAUSAL=causal,
+            num_warps=4, maxnreg={128: 168, 256: 96}[block_m], launch_pdl=mode != "running",
         )  # fmt: skip
 
     if cut.short:
-        launch(lse, lse, SPLIT=True, RUNNING=True, AGAIN=False)
+        launch(None, None, "running")
     else:
         # The counter of tiles that were taken after each CTA's first; a flag if any tile failed; a flag for each sample and
         # each tile.
@@ -758,8 +856,8 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
             scale, OVERFLOW[q.dtype] - HEADROOM, batch * heads // packed, heads // packed, per_kv, group, seq_q * packed, seq_k,
             diagonal, splits, BLOCK_M=block_m, PACKED=packed, CAUSAL=causal, num_warps=4,
         )  # fmt: skip
-        for again in (False, True):
-            launch(counter, failed, SPLIT=splits > 1, RUNNING=again, AGAIN=again)
+        for mode in ("guess", "again"):
+            launch(counter, failed, mode)
     if splits > 1:
         own = min(16, 2048 // value_dim)  # splits whose outputs fit into a thread's registers
         at_once = next((n for n in (4, 8, 16) if splits <= n <= own), 4 * own)

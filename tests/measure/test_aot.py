@@ -240,6 +240,7 @@ PTX = """
 {
 	.reg .b32 	%r<9>;
 $L__BB0_1:  // a loop
+	.loc	1 23 19                         // ends with its line
 	ld.param.b64 	%rd1, [a];
 	@%p1 ld.global.v2.b32 { %r1, %r2 }, [ %rd1 + 0 ];
 	@!%p2 bra 	$L__BB0_1;

@@ -38,7 +38,7 @@ from common.show.tables import speed_table
 
 SAVED = Path(".benchmarks")  # pytest-benchmark's
 
-SHORT_S = 1e-3  # if the GPU needs longer for a call, the call hides its launches anyway
+SHORT_S = 1e-3  # GPU time below which calls in a row are timed too; in a longer call, the GPU hides the launches
 
 # Approximate time of a case on an H200, without tuning and compilation. It is the time of the reference run divided by the
 # number of cases in that run.

@@ -138,7 +138,7 @@ def attention_of(impl: str, group, causal: bool):
             mesh = DeviceMesh.from_group(group, DEVICE)
             context = context_parallel(mesh, buffers=[some], buffer_seq_dims=[0])
             context.__enter__()
-            stack.callback(context.__exit__, None, None, None)  # hide errors: PyTorch 2.11 restores SDPA only without one
+            stack.callback(context.__exit__, None, None, None)  # no error: PyTorch 2.11 would leave SDPA replaced
         # Call SDPA through its module, because the context replaces the function in the module.
         yield lambda q, k, v: F.scaled_dot_product_attention(
             q, k, v, is_causal=causal, **({} if q.shape[1] == k.shape[1] else {"enable_gqa": True})

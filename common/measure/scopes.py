@@ -30,14 +30,14 @@ CYCLES = 6000  # kept cycles
 WARPS = {"warp 0": "1: consumer", "warp 4": "2: consumer"}  # first warp of a partition -> the partition's name in a timeline
 LOOP = "# Issue both matmuls together"
 SCOPES = (  # each scope's name, its first line, its last line, and a line before it. The kernel's last scope comes first.
-    ("store O", "o_s.index(slot).reshape(", "tma.async_copy_shared_to_global(", "def _consumer"),
+    ("store O", "queries.o.index(own).reshape(", "tma.async_copy_shared_to_global(", "def _consumer"),
     ("last matmul", "acc = warpgroup_mma_wait(0, [acc])", None, "normalize = "),
-    ("convert", "p = gl.convert_layout(p.to(k_s.dtype), p_layout)", None, "acc = acc * gl.convert_layout(rescale"),
+    ("convert", "p = gl.convert_layout(p.to(ring.k.dtype), p_layout)", None, "acc = acc * gl.convert_layout(rescale"),
     ("wait for O", "acc = warpgroup_mma_wait(0, [acc])", None, LOOP),
     ("softmax", "p = gl.exp2(s * scale_log2", "l = l + _sums(p)", LOOP),
     ("wait for S", "s = warpgroup_mma_wait(1, [s])", None, LOOP),
     ("issue matmuls", "s = _scores(q", "acc = warpgroup_mma(p", LOOP),
-    ("wait for K, V", "mbarrier.wait(kv_full", None, "def _scores"),  # inside the scope above
+    ("wait for K, V", "mbarrier.wait(ring.full", None, "def _scores"),  # inside the scope above
 )
 
 

@@ -295,8 +295,20 @@ def _forward_kernel(
         )  # fmt: skip
 
 
-# By the larger head dimension: query rows per tile, 64 for each of two or four consumers; keys per tile; buffers of K and V.
-TILES = {16: (256, 64, 6), 32: (256, 64, 6), 64: (256, 64, 6), 128: (128, 128, 2), 256: (128, 64, 2)}
+class Shape(NamedTuple):
+    """The sizes of a work tile, and how many of its buffers there are."""
+
+    queries: int  # query rows: 64 for each of two or four consumers
+    keys: int  # keys of a key tile
+    kv_slots: int  # buffers of K and V
+    maxnreg: int  # registers per thread at the launch; 65,536 for all warps, of which each role then takes its own number
+
+
+# By the larger head dimension.
+TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, maxnreg=96)) | {
+    128: Shape(queries=128, keys=128, kv_slots=2, maxnreg=168),
+    256: Shape(queries=128, keys=64, kv_slots=2, maxnreg=168),
+}
 
 
 @replayed
@@ -317,11 +329,11 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
         q, scale = -q, -scale  # the scores stay the same; now their maximum can be taken before scaling
     q, k, v = addressable(q), addressable(k), addressable(v)
     out_ptr = out if diagonal % 64 else None  # if the first query tile starts before query 0
-    block_m, block_n, stages = TILES[max(head_dim, value_dim)]
-    _forward_kernel[triton.cdiv(seq_q + diagonal % 64, block_m) * batch * heads,](
-        describe_tile(q, 64), describe_tile(k, block_n), describe_tile(v, block_n), describe_tile(out, 64), out_ptr, lse,
+    shape = TILES[max(head_dim, value_dim)]
+    _forward_kernel[triton.cdiv(seq_q + diagonal % 64, shape.queries) * batch * heads,](
+        describe_tile(q, 64), describe_tile(k, shape.keys), describe_tile(v, shape.keys), describe_tile(out, 64), out_ptr, lse,
         scale, heads, heads // kv_heads, seq_q, seq_k, diagonal,
-        HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, CAUSAL=causal,
-        num_warps=4, maxnreg={128: 168, 256: 96}[block_m],
+        HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=shape.queries, BLOCK_N=shape.keys, STAGES=shape.kv_slots, CAUSAL=causal,
+        num_warps=4, maxnreg=shape.maxnreg,
     )  # fmt: skip
     return out, lse

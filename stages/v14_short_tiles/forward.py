@@ -108,16 +108,15 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL:
     first = number // (problem.group * problem.tiles_m) * problem.group
     inside = number % (problem.group * problem.tiles_m)
     group = gl.minimum(problem.group, problem.batch_heads - first)
-    batch_head = first + inside % group
-    head = batch_head % problem.heads
     start_m = inside // group * BLOCK_M
     seq_k = problem.seq_k
     if CAUSAL:
         start_m = (problem.tiles_m - 1) * BLOCK_M - start_m - problem.diagonal % ROWS
         seq_k = gl.minimum(seq_k, start_m + BLOCK_M + problem.diagonal)
-    return Tile(
-        batch_head, batch_head // problem.heads, head, head // problem.heads_per_kv, start_m, gl.cdiv(seq_k, BLOCK_N)
-    )  # fmt: skip
+    keys = gl.cdiv(seq_k, BLOCK_N)
+    batch_head = first + inside % group
+    head = batch_head % problem.heads
+    return Tile(batch_head, batch_head // problem.heads, head, head // problem.heads_per_kv, start_m, keys)
 
 
 @gluon.jit
@@ -335,15 +334,15 @@ def _consumer(
 
         offs_m = start_m + gl.arange(0, ROWS, rows)
         acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, acc_layout)
-        turn_slot, turn_phase = slot_and_phase(turn, Q_STAGES)
-        own = turn_slot * CONSUMERS + w  # this consumer's slot of `queries`
-        mbarrier.wait(queries.full.index(own), turn_phase)
+        slot, phase = slot_and_phase(turn, Q_STAGES)
+        own = slot * CONSUMERS + w  # this consumer's slot of `queries`
+        mbarrier.wait(queries.full.index(own), phase)
         q_buffer = queries.q.index(own).reshape([ROWS, HEAD_DIM])
         q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
         for _ in range(tile.keys - seen):  # skip key tiles that only the CTA's later consumers see
-            slot, phase = slot_and_phase(fill, STAGES)
-            mbarrier.wait(ring.full.index(slot), phase)
-            mbarrier.arrive(ring.empty.index(slot), count=1)
+            kv_slot, kv_phase = slot_and_phase(fill, STAGES)
+            mbarrier.wait(ring.full.index(kv_slot), kv_phase)
+            mbarrier.arrive(ring.empty.index(kv_slot), count=1)
             fill += 1
         s = _scores(q, ring, fill, ROWS)
         if Q_STAGES == 2:
@@ -358,11 +357,12 @@ def _consumer(
         lse_ptrs = tensors.lse + tile.batch_head.to(gl.int64) * problem.seq_q + offs_m
         gl.store(lse_ptrs, (m + gl.log2(l)) / LOG2_E, mask=(offs_m >= 0) & (offs_m < problem.seq_q))
         normalize = gl.convert_layout(1.0 / l, gl.SliceLayout(1, acc_layout))[:, None]
-        mbarrier.wait(next_tiles.full.index(turn_slot), turn_phase)
-        number = gl.max(next_tiles.number.index(turn_slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        slot, phase = slot_and_phase(turn, Q_STAGES)
+        mbarrier.wait(next_tiles.full.index(slot), phase)
+        number = gl.max(next_tiles.number.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
         acc = warpgroup_mma_wait(0, [acc])
-        slot, phase = slot_and_phase(fill, STAGES)
-        mbarrier.arrive(ring.empty.index(slot), count=1)
+        kv_slot, kv_phase = slot_and_phase(fill, STAGES)
+        mbarrier.arrive(ring.empty.index(kv_slot), count=1)
         fill += 1
         if MODE == "guess":
             # An infinite P, or an overflowing sum, makes l or part of a row of O infinite or NaN.
@@ -437,9 +437,23 @@ def _forward_kernel(
 # Bytes of K and V of the heads whose tiles run at the same time. CTAs that read the same K and V at the same time share them
 # through the L2 cache. If tiles differ in length, more heads keep the CTAs busy to the end.
 L2_SHARE = {"full": 8 * 2**20, "causal": 32 * 2**20}
-# By the larger head dimension: query rows per tile, 64 for each of two or four consumers; keys per tile; buffers of K and V;
-# buffers of Q.
-TILES = {16: (256, 64, 6, 2), 32: (256, 64, 6, 2), 64: (256, 64, 6, 2), 128: (128, 64, 3, 2), 256: (128, 64, 2, 1)}
+
+
+class Shape(NamedTuple):
+    """The sizes of a work tile, and how many of its buffers there are."""
+
+    queries: int  # query rows: 64 for each of two or four consumers
+    keys: int  # keys of a key tile
+    kv_slots: int  # buffers of K and V
+    q_slots: int  # buffers of Q
+    maxnreg: int  # registers per thread at the launch; 65,536 for all warps, of which each role then takes its own number
+
+
+# By the larger head dimension.
+TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, q_slots=2, maxnreg=96)) | {
+    128: Shape(queries=128, keys=64, kv_slots=3, q_slots=2, maxnreg=168),
+    256: Shape(queries=128, keys=64, kv_slots=2, q_slots=1, maxnreg=168),
+}
 
 
 @replayed
@@ -460,18 +474,20 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
         q, scale = -q, -scale  # the scores stay the same; now their maximum can be taken before scaling
     q, k, v = addressable(q), addressable(k), addressable(v)
     out_ptr = out if diagonal % 64 else None  # if the first query tile starts before query 0
-    block_m, block_n, stages, q_stages = TILES[max(head_dim, value_dim)]
-    tiles = triton.cdiv(seq_q + diagonal % 64, block_m) * batch * heads
+    shape = TILES[max(head_dim, value_dim)]
+    tiles = triton.cdiv(seq_q + diagonal % 64, shape.queries) * batch * heads
     programs = min(tiles, num_sms())
     kv_bytes = seq_k * (head_dim + value_dim) * k.element_size()
     group = heads // kv_heads * max(1, min(batch * kv_heads, L2_SHARE["causal" if causal else "full"] // kv_bytes))
     # The counter of tiles that were taken after each CTA's first; a flag if any tile failed; a flag for each tile.
     counter, failed = lse.new_zeros(2 + tiles, dtype=torch.int32).split([1, 1 + tiles])
-    tensors = describe_tile(q, 64), describe_tile(k, block_n), describe_tile(v, block_n), describe_tile(out, 64), out_ptr, lse
+    descriptors = describe_tile(q, 64), describe_tile(k, shape.keys), describe_tile(v, shape.keys), describe_tile(out, 64)
     for mode in ("guess", "again"):
         _forward_kernel[programs,](
-            *tensors, counter, failed, scale, batch * heads, heads, heads // kv_heads, group, seq_q, seq_k, diagonal,
-            HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, Q_STAGES=q_stages,
-            MODE=mode, CAUSAL=causal, num_warps=4, maxnreg={128: 168, 256: 96}[block_m], launch_pdl=mode == "again",
+            *descriptors, out_ptr, lse, counter, failed, scale,
+            batch * heads, heads, heads // kv_heads, group, seq_q, seq_k, diagonal,
+            HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=shape.queries, BLOCK_N=shape.keys,
+            STAGES=shape.kv_slots, Q_STAGES=shape.q_slots, MODE=mode, CAUSAL=causal,
+            num_warps=4, maxnreg=shape.maxnreg, launch_pdl=mode == "again",
         )  # fmt: skip
     return out, lse

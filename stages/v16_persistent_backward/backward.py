@@ -197,8 +197,8 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
         gl.cdiv(problem.seq_k, KEYS), problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=problem.tiles
     )
     start_n = tile_n * KEYS
-    corner = 0  # the query tile whose first row sees the first of these keys and no more, if it exists
-    first = 0  # the query tiles that see these keys; if none does, the last one runs, fully masked
+    corner = 0  # the query tile whose first row sees only the first of these keys; it may not exist
+    first = 0  # the first query tile that sees these keys; if none does, the last one, fully masked
     # Number of these that need a mask, at least one. If the first of two loops may be skipped, ptxas (CUDA 12.8) lets the
     # second use addresses of K and V that only the first computes.
     masked = 1
@@ -492,8 +492,8 @@ def _dq_consumer(tensors, kv, ds_ring, next_tiles, problem, CAUSAL: gl.constexpr
     number = gl.program_id(0)
     while number < problem.tiles:
         tile = _tile(number, problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
-        kv_slot, kv_phase = slot_and_phase(turn, KV_STAGES)
         for step in range(tile.steps):
+            kv_slot, kv_phase = slot_and_phase(turn, KV_STAGES)
             slot, phase = slot_and_phase(fill + step, STAGES)
             _, row = _query_tile(step, tile.order)
             mbarrier.wait(ds_ring.full.index(slot), phase)  # and for K: the consumers waited for it

@@ -136,8 +136,6 @@ def _tile(
     first = number // (problem.group * problem.tiles_m) * problem.group
     inside = number % (problem.group * problem.tiles_m)
     group = gl.minimum(problem.group, problem.batch_heads - first)
-    batch_head = first + inside % group
-    head = batch_head % problem.heads
     start_m = inside // group * BLOCK_M
     seq_k = problem.seq_k
     if CAUSAL:
@@ -146,6 +144,8 @@ def _tile(
     keys = _share(gl.cdiv(seq_k, BLOCK_N), split, problem.splits, SPLIT)
     if SPLIT:
         keys = gl.maximum(keys, 1)
+    batch_head = first + inside % group
+    head = batch_head % problem.heads
     return Tile(batch_head, batch_head // problem.heads, head, head // problem.heads_per_kv, start_m, split, keys)
 
 
@@ -375,6 +375,7 @@ def _producer(
     CONSUMERS: gl.constexpr = queries.q.shape[0] // Q_STAGES
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     BLOCK_N: gl.constexpr = ring.k.shape[3]
+    NBYTES: gl.constexpr = tensors.q.block_type.nbytes + (tensors.first.block_type.nbytes if MODE == "guess" else 0)
     fill = 0
     turn = 0
     number = gl.program_id(0)
@@ -392,7 +393,6 @@ def _producer(
             slot, phase = slot_and_phase(turn, Q_STAGES)
             slot = slot * CONSUMERS + w
             mbarrier.wait(queries.empty.index(slot), phase ^ 1)
-            NBYTES: gl.constexpr = tensors.q.block_type.nbytes + (tensors.first.block_type.nbytes if MODE == "guess" else 0)
             mbarrier.expect(queries.full.index(slot), NBYTES)
             where = _row(tile, tile.start_m + w * ROWS, PACKED)
             tma.async_copy_global_to_shared(tensors.q, where, queries.full.index(slot), queries.q.index(slot))
@@ -477,15 +477,15 @@ def _consumer(
             seen = gl.where(nothing, 1, seen)
             last = gl.where(nothing, 2**30, last)
         acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, acc_layout)
-        turn_slot, turn_phase = slot_and_phase(turn, Q_STAGES)
-        own = turn_slot * CONSUMERS + w  # this consumer's slot of `queries`
-        mbarrier.wait(queries.full.index(own), turn_phase)
+        slot, phase = slot_and_phase(turn, Q_STAGES)
+        own = slot * CONSUMERS + w  # this consumer's slot of `queries`
+        mbarrier.wait(queries.full.index(own), phase)
         q_buffer = queries.q.index(own).reshape([ROWS, HEAD_DIM])
         q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
         for _ in range(tile.keys - seen):  # skip key tiles that only the CTA's later consumers see
-            slot, phase = slot_and_phase(fill, STAGES)
-            mbarrier.wait(ring.full.index(slot), phase)
-            mbarrier.arrive(ring.empty.index(slot), count=1)
+            kv_slot, kv_phase = slot_and_phase(fill, STAGES)
+            mbarrier.wait(ring.full.index(kv_slot), kv_phase)
+            mbarrier.arrive(ring.empty.index(kv_slot), count=1)
             fill += 1
         s = _scores(q, ring, fill, ROWS)
         if Q_STAGES == 2:
@@ -510,11 +510,12 @@ def _consumer(
         part = (tile.split * problem.batch_heads + tile.batch_head).to(gl.int64) * problem.seq_q
         gl.store(tensors.lse + part + _place(offs_m, problem, PACKED), lse, mask=(offs_m >= 0) & (offs_m < problem.seq_q))
         normalize = gl.convert_layout(1.0 / l, gl.SliceLayout(1, acc_layout))[:, None]
-        mbarrier.wait(next_tiles.full.index(turn_slot), turn_phase)
-        number = gl.max(next_tiles.number.index(turn_slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        slot, phase = slot_and_phase(turn, Q_STAGES)
+        mbarrier.wait(next_tiles.full.index(slot), phase)
+        number = gl.max(next_tiles.number.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
         acc = warpgroup_mma_wait(0, [acc])
-        slot, phase = slot_and_phase(fill, STAGES)
-        mbarrier.arrive(ring.empty.index(slot), count=1)
+        kv_slot, kv_phase = slot_and_phase(fill, STAGES)
+        mbarrier.arrive(ring.empty.index(kv_slot), count=1)
         fill += 1
         if MODE == "guess":
             # An infinite P, or an overflowing sum, makes l or part of a row of O infinite or NaN.
@@ -715,13 +716,30 @@ def _merge_kernel(
 # Bytes of K and V of the heads whose tiles run at the same time. CTAs that read the same K and V at the same time share them
 # through the L2 cache. If tiles differ in length, more heads keep the CTAs busy to the end.
 L2_SHARE = {"full": 8 * 2**20, "causal": 32 * 2**20}
-# By the larger head dimension: query rows per tile, 64 for each of two or four consumers; keys per tile; buffers of K and V;
-# buffers of Q. FEW_ROWS: the same if there are few rows, where long tiles keep loads of K and V in flight.
-TILES = {16: (256, 64, 6, 2), 32: (256, 64, 6, 2), 64: (256, 64, 6, 2), 128: (128, 64, 3, 2), 256: (128, 64, 2, 1)}
-FEW_ROWS = {16: (128, 128, 3, 2), 32: (128, 128, 3, 2), 64: (128, 128, 3, 2), 128: (128, 128, 2, 2), 256: (128, 64, 2, 1)}
+
+
+class Shape(NamedTuple):
+    """The sizes of a work tile, and how many of its buffers there are."""
+
+    queries: int  # query rows: 64 for each of two or four consumers
+    keys: int  # keys of a key tile
+    kv_slots: int  # buffers of K and V
+    q_slots: int  # buffers of Q
+    maxnreg: int  # registers per thread at the launch; 65,536 for all warps, of which each role then takes its own number
+
+
+# By the larger head dimension. FEW_ROWS: if there are few rows, where long tiles keep loads of K and V in flight.
+TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, q_slots=2, maxnreg=96)) | {
+    128: Shape(queries=128, keys=64, kv_slots=3, q_slots=2, maxnreg=168),
+    256: Shape(queries=128, keys=64, kv_slots=2, q_slots=1, maxnreg=168),
+}
+FEW_ROWS = dict.fromkeys((16, 32, 64), Shape(queries=128, keys=128, kv_slots=3, q_slots=2, maxnreg=168)) | {
+    128: Shape(queries=128, keys=128, kv_slots=2, q_slots=2, maxnreg=168),
+    256: Shape(queries=128, keys=64, kv_slots=2, q_slots=1, maxnreg=168),
+}
 FEW_SQUARES = 8  # squares of 128 queries and 128 keys per CTA, up to which FEW_ROWS is used where TILES has 256 rows
 # Failed tiles run again with a running maximum, for which longer key tiles are faster.
-TILES_AGAIN = TILES | {128: (128, 128, 2, 2)}
+TILES_AGAIN = TILES | {128: Shape(queries=128, keys=128, kv_slots=2, q_slots=2, maxnreg=168)}
 FIRST_KEYS = 32  # of each row that sees them, included in the guess; half of them …
 SHORT_ROW = 512  # … if rows have no more keys than this: there the extra matmul costs most
 OVERFLOW = {torch.float16: 16, torch.bfloat16: 128}  # the power of 2 at which P overflows
@@ -763,7 +781,7 @@ def splits_of(tiles: int, key_tiles: int, rows: int, keys: int, width: int, prog
 class Plan(NamedTuple):
     """How a forward's work is divided."""
 
-    tile: tuple[int, int, int, int]  # as in TILES
+    shape: Shape
     packed: int  # query heads side by side in a tile
     splits: int
     tiles: int  # of all heads; each is taken once per split
@@ -779,21 +797,21 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, pro
     groups = batch * heads // together
     # Few: a tile has all rows of a K/V head (unless its heads cannot be packed), or tiles of 256 rows would be too few CTAs.
     squares = ceil(rows / 128) * ceil(keys / 128) * groups
-    few = rows <= 128 or (TILES[width][0] > 128 and squares <= FEW_SQUARES * programs)
-    block_m, block_n, stages, q_stages = (FEW_ROWS if few else TILES)[width]
-    tiles = ceil(rows / block_m) * groups
-    key_tiles = ceil(keys / block_n)
+    few = rows <= 128 or (TILES[width].queries > 128 and squares <= FEW_SQUARES * programs)
+    shape = (FEW_ROWS if few else TILES)[width]
+    tiles = ceil(rows / shape.queries) * groups
+    key_tiles = ceil(keys / shape.keys)
     splits = 1
     if few or tiles < programs:
-        splits = splits_of(tiles, key_tiles, min(rows, block_m), block_n, head_dim + value_dim, programs)
-    if few and key_tiles <= splits and block_n > ROWS.value:  # two tiles of half the keys are ready sooner
-        block_n, stages, key_tiles = block_n // 2, stages * 2, key_tiles * 2
-    packed = together if few or splits > 1 or tiles < ceil(seq_q / block_m) * batch * heads else 1
+        splits = splits_of(tiles, key_tiles, min(rows, shape.queries), shape.keys, head_dim + value_dim, programs)
+    if few and key_tiles <= splits and shape.keys > ROWS.value:  # two tiles of half the keys are ready sooner
+        shape, key_tiles = shape._replace(keys=shape.keys // 2, kv_slots=shape.kv_slots * 2), key_tiles * 2
+    packed = together if few or splits > 1 or tiles < ceil(seq_q / shape.queries) * batch * heads else 1
     before = diagonal % (64 // packed)  # positions
-    tiles = ceil((seq_q + before) * packed / block_m) * batch * (heads // packed)
+    tiles = ceil((seq_q + before) * packed / shape.queries) * batch * (heads // packed)
     turns = ceil(tiles * splits / programs)
     short = few or turns * ceil(key_tiles / splits) <= SHORT[width]
-    return Plan((block_m, block_n, stages, q_stages), packed, splits, tiles, short)
+    return Plan(shape, packed, splits, tiles, short)
 
 
 @replayed
@@ -816,7 +834,6 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     keys = min(seq_k, seq_q + diagonal) if causal else seq_k
     cut = plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, num_sms())
     packed, splits, tiles = cut.packed, cut.splits, cut.tiles
-    block_m, block_n, stages, q_stages = cut.tile
     kv_bytes = seq_k * (head_dim + value_dim) * k.element_size()
     per_kv = heads // kv_heads // packed
     group = per_kv * max(1, min(batch * kv_heads, L2_SHARE["causal" if causal else "full"] // kv_bytes))
@@ -833,15 +850,16 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
 
     def launch(counter, failed, mode):
         longer = mode == "again" and splits == 1
-        block_m, block_n, stages, q_stages = TILES_AGAIN[max(head_dim, value_dim)] if longer else cut.tile
+        shape = TILES_AGAIN[max(head_dim, value_dim)] if longer else cut.shape
         _forward_kernel[min(tiles * splits, num_sms()),](
-            describe_tile(queries, *held), describe_tile(k, block_n), describe_tile(v, block_n), describe_tile(k, first_keys),
+            describe_tile(queries, *held), describe_tile(k, shape.keys), describe_tile(v, shape.keys),
+            describe_tile(k, first_keys),
             describe_tile(outputs, *held), out_ptr, *parts, counter, failed,
             scale=scale, batch_heads=batch * heads // packed, heads=heads // packed, heads_per_kv=per_kv, group=group,
             seq_q=seq_q * packed, seq_k=seq_k, diagonal=diagonal, splits=splits,
-            HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, Q_STAGES=q_stages,
-            PACKED=packed, SPLIT=splits > 1, MODE=mode, CAUSAL=causal,
-            num_warps=4, maxnreg={128: 168, 256: 96}[block_m], launch_pdl=mode != "running",
+            HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=shape.queries, BLOCK_N=shape.keys,
+            STAGES=shape.kv_slots, Q_STAGES=shape.q_slots, PACKED=packed, SPLIT=splits > 1, MODE=mode, CAUSAL=causal,
+            num_warps=4, maxnreg=shape.maxnreg, launch_pdl=mode != "running",
         )  # fmt: skip
 
     if cut.short:
@@ -852,9 +870,9 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
         flags = 1 + LATELY.value + tiles * splits
         counter, failed = lse.new_empty(1 + flags, dtype=torch.int32).split([1, flags])
         _sample_kernel[min(LATELY.value, num_sms()),](
-            describe_tile(queries, *held), describe_tile(k, block_n), describe_tile(k, first_keys), counter, failed,
+            describe_tile(queries, *held), describe_tile(k, cut.shape.keys), describe_tile(k, first_keys), counter, failed,
             scale, OVERFLOW[q.dtype] - HEADROOM, batch * heads // packed, heads // packed, per_kv, group, seq_q * packed, seq_k,
-            diagonal, splits, BLOCK_M=block_m, PACKED=packed, CAUSAL=causal, num_warps=4,
+            diagonal, splits, BLOCK_M=cut.shape.queries, PACKED=packed, CAUSAL=causal, num_warps=4,
         )  # fmt: skip
         for mode in ("guess", "again"):
             launch(counter, failed, mode)

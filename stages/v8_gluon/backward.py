@@ -297,8 +297,8 @@ def _backward_kernel(
     start_n = tile_n * KEYS
     batch = batch_head // kv_heads
     kv_head = batch_head % kv_heads
-    corner = 0  # the query tile whose first row sees the first of these keys and no more, if it exists
-    first = 0  # the query tiles that see these keys; if none does, the last one runs, fully masked
+    corner = 0  # the query tile whose first row sees only the first of these keys; it may not exist
+    first = 0  # the first query tile that sees these keys; if none does, the last one, fully masked
     masked = 0  # number of these that need a mask
     if CAUSAL:
         corner = (start_n - diagonal + shift) // BLOCK_M

@@ -1,4 +1,5 @@
-"""The ring's benchmark: ranks send what the formula says, wrong results are not timed, tables compare with one GPU."""
+"""The ring's benchmark. Ranks send the bytes of the formula. Wrong results are not timed. Tables compare several GPUs with
+one."""
 
 import functools
 import itertools

@@ -59,7 +59,7 @@ def with_key(key, nats, heads, seq_len, head_dim, dtype):
     return q, k, v
 
 
-SPECULATING = once([name for name in stages.names() if "AGAIN" in options_of(name)], "forward.py")
+SPECULATING = once([name for name in stages.names() if "MODE" in options_of(name)], "forward.py")
 SINKS = [0, 10, 15, 16, 45]  # one key per head: among the 16 first keys that short rows guess their maximum from, or past them
 
 
@@ -97,12 +97,12 @@ class Recorded:
         self.kernel = kernel
 
     def __getitem__(self, grid):
-        def launch(*args, AGAIN, **options):
-            if AGAIN:
+        def launch(*args, MODE, **options):
+            if MODE == "again":
                 *_, counter, failed = args
                 _, self.samples, self.failed = failed.clone().split([1, SAMPLES, len(failed) - 1 - SAMPLES])
                 self.programs, self.begun = grid[0], grid[0] + counter.item()
-            return self.kernel[grid](*args, AGAIN=AGAIN, **options)
+            return self.kernel[grid](*args, MODE=MODE, **options)
 
         return launch
 

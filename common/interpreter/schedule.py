@@ -94,10 +94,11 @@ class Program:
         return 1 << next(self._events)
 
     def name_of(self, thing) -> str | None:
-        """Return the kernel's name of a buffer or a row of barriers: a field of a NamedTuple ("ring.full"), or else a variable."""
+        """Return the kernel's name of a buffer or a row of barriers: a field such as "ring.full", or else a variable."""
         found = self.frame.f_locals if self.frame else {}
         for name, value in found.items():
-            for field in getattr(value, "_fields", ()):
+            fields = value._fields if isinstance(value, tuple) and hasattr(value, "_fields") else ()
+            for field in fields:
                 if getattr(value, field) is thing:
                     return f"{name}.{field}"
         return next((name for name, value in found.items() if value is thing), None)

@@ -85,13 +85,13 @@ def _with(text: str) -> tuple[str, ...]:
     return tuple(name for name in stages.names() if text in (ROOT / "stages" / name / "forward.py").read_text())
 
 
-TOLD, ROLES, BY_COMPILER = _with("tile_s.index("), _with("gl.warp_specialize("), _with(" warp_specialize=")
-TILE = "the mbarriers tile_full and tile_empty order the producer's store of the next tile's number and the consumers' loads"
+TOLD, ROLES, BY_COMPILER = _with("next_tiles.number.index("), _with("gl.warp_specialize("), _with(" warp_specialize=")
+TILE = "the mbarriers next_tiles.full and queries.empty order the store of a tile's number and its loads"
 STATE = "the compiler passes the other warps their function and its arguments between its own barriers"
 COPIED = "the compiler's own warps copy Q and hand over their rows between its own mbarriers"
 DESCRIBED = "a program writes its descriptor with tensormap.cp_fenceproxy, which initcheck does not count as a write"
 KNOWN = (
-    Known("racecheck", TOLD, "_forward_kernel", r"tile_s\.index\(.*\)\.(store|load)\(", TILE),
+    Known("racecheck", TOLD, "_forward_kernel", r"next_tiles\.number\.index\(.*\)\.(store|load)\(", TILE),
     # The report is on the line where the function begins and the line where the warps split. In some forwards, the warps split
     # inside an `if`.
     Known("racecheck", ROLES, "_forward_kernel", r"^def _forward_kernel\(|if CONSUMERS == 2:|gl\.warp_specialize\(", STATE),

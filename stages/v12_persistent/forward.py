@@ -299,13 +299,14 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
         kv_slot, kv_phase = slot_and_phase(fill, STAGES)
         mbarrier.arrive(ring.empty.index(kv_slot), count=1)
         fill += 1
+        batch, head = tile.batch_head // problem.heads, tile.batch_head % problem.heads  # only now: saves registers
         if tensors.out_ptr is not None and start_m < 0:
             out = (acc * normalize).to(queries.q.dtype)
-            store_rows(tensors.out_ptr, tensors.out, tile.batch, tile.head, start_m, out)
+            store_rows(tensors.out_ptr, tensors.out, batch, head, start_m, out)
         else:
             queries.o.index(own).reshape([ROWS, VALUE_DIM]).store((acc * normalize).to(queries.q.dtype))
             fence_async_shared()
-            where = [tile.batch, tile.head, start_m, 0]
+            where = [batch, head, start_m, 0]
             tma.async_copy_shared_to_global(tensors.out, where, queries.o.index(own))
         if Q_STAGES == 1:
             tma.store_wait(0)

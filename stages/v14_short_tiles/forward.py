@@ -371,13 +371,14 @@ def _consumer(
             flags = _flags(tensors.failed)
             gl.store(flags.any_failed + same, 1, mask=fails)
             gl.store(flags.tile_failed + done + same, 1, mask=fails)
+        batch, head = tile.batch_head // problem.heads, tile.batch_head % problem.heads  # only now: saves registers
         if tensors.out_ptr is not None and start_m < 0:
             out = (acc * normalize).to(queries.q.dtype)
-            store_rows(tensors.out_ptr, tensors.out, tile.batch, tile.head, start_m, out)
+            store_rows(tensors.out_ptr, tensors.out, batch, head, start_m, out)
         else:
             queries.o.index(own).reshape([ROWS, VALUE_DIM]).store((acc * normalize).to(queries.q.dtype))
             fence_async_shared()
-            where = [tile.batch, tile.head, start_m, 0]
+            where = [batch, head, start_m, 0]
             tma.async_copy_shared_to_global(tensors.out, where, queries.o.index(own))
         if Q_STAGES == 1:
             tma.store_wait(0)

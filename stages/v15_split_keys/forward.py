@@ -160,9 +160,9 @@ def _seen(start_m, problem, BLOCK_N: gl.constexpr, PACKED: gl.constexpr, CAUSAL:
 
 
 @gluon.jit
-def _row(tile, row, PACKED: gl.constexpr):
-    """Return the coordinates of a row of the tile's head in Q and O."""
-    return [tile.batch, tile.head, row // PACKED, 0, 0] if PACKED > 1 else [tile.batch, tile.head, row, 0]
+def _row(batch, head, row, PACKED: gl.constexpr):
+    """Return the coordinates of a tile's row in Q and O."""
+    return [batch, head, row // PACKED, 0, 0] if PACKED > 1 else [batch, head, row, 0]
 
 
 @gluon.jit
@@ -303,8 +303,8 @@ def _producer(
 ):  # fmt: skip
     """One warp: keep the buffers of Q, K and V full, also for the next tile while the current one ends.
 
-    The first tile is the CTA's number. A counter that all CTAs share gives the others, but strides are fixed if MODE is
-    "running". MODE "again": failed tiles and splits, in fixed strides.
+    The first tile is the CTA's number. A counter that all CTAs share gives the others. If keys are split, or MODE is "running",
+    the CTA takes tiles in fixed strides. If MODE is "again", it takes failed tiles and splits, in fixed strides.
     """
     if SPLIT:
         gdc_launch_dependents()  # the merge may start: all CTAs are running, and the merge's CTAs fit beside them
@@ -328,13 +328,13 @@ def _producer(
             slot = slot * CONSUMERS + w
             mbarrier.wait(queries.empty.index(slot), phase ^ 1)
             mbarrier.expect(queries.full.index(slot), tensors.q.block_type.nbytes)
-            where = _row(tile, tile.start_m + w * ROWS, PACKED)
+            where = _row(tile.batch, tile.head, tile.start_m + w * ROWS, PACKED)
             tma.async_copy_global_to_shared(tensors.q, where, queries.full.index(slot), queries.q.index(slot))
             if w == 0:
                 _load(tensors, tile, ring, fill, start_n, step, True, False)
         if MODE == "again":
             number = _next_failed(number + gl.num_programs(0), tiles, _flags(tensors.failed))
-        elif MODE == "running":
+        elif SPLIT or MODE == "running":
             number += gl.num_programs(0)
         else:
             number = gl.num_programs(0) + gl.atomic_add(tensors.counter, 1)
@@ -388,7 +388,7 @@ def _consumer(
         offs_m = start_m + gl.arange(0, ROWS, rows)
         last = start_m // PACKED + problem.diagonal  # the last key of the first row
         nothing = False
-        if SPLIT:  # such a consumer computes one tile, which is not used
+        if SPLIT or MODE == "running":  # such a consumer computes one tile, which is not used
             seen = gl.minimum(_share(seen, tile.split, problem.splits, SPLIT), tile.keys)
             nothing = (seen <= 0) | (start_m >= problem.seq_q)
             seen = gl.where(nothing, 1, seen)
@@ -434,6 +434,7 @@ def _consumer(
             flags = _flags(tensors.failed)
             gl.store(flags.any_failed + same, 1, mask=fails)
             gl.store(flags.tile_failed + done + same, 1, mask=fails)
+        batch, head = tile.batch_head // problem.heads, tile.batch_head % problem.heads  # only now: saves registers
         if SPLIT and problem.splits > 1:
             offs_o = start_m + gl.arange(0, ROWS, gl.SliceLayout(1, acc_layout))
             offs_d = gl.arange(0, VALUE_DIM, gl.SliceLayout(0, acc_layout))
@@ -442,11 +443,11 @@ def _consumer(
             gl.store(part_ptrs + offs_d[None, :], part_o, mask=((offs_o >= 0) & (offs_o < problem.seq_q))[:, None])
         elif tensors.out_ptr is not None and start_m < 0:
             out = (acc * normalize).to(queries.q.dtype)
-            store_rows(tensors.out_ptr, tensors.out, tile.batch, tile.head, start_m // PACKED, out)
+            store_rows(tensors.out_ptr, tensors.out, batch, head, start_m // PACKED, out)
         else:
             queries.o.index(own).reshape([ROWS, VALUE_DIM]).store((acc * normalize).to(queries.q.dtype))
             fence_async_shared()
-            where = _row(tile, start_m, PACKED)
+            where = _row(batch, head, start_m, PACKED)
             tma.async_copy_shared_to_global(tensors.out, where, queries.o.index(own))
         if Q_STAGES == 1:
             tma.store_wait(0)

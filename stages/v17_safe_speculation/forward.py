@@ -164,9 +164,9 @@ def _seen(start_m, problem, BLOCK_N: gl.constexpr, PACKED: gl.constexpr, CAUSAL:
 
 
 @gluon.jit
-def _row(tile, row, PACKED: gl.constexpr):
-    """Return the coordinates of a row of the tile's head in Q and O."""
-    return [tile.batch, tile.head, row // PACKED, 0, 0] if PACKED > 1 else [tile.batch, tile.head, row, 0]
+def _row(batch, head, row, PACKED: gl.constexpr):
+    """Return the coordinates of a tile's row in Q and O."""
+    return [batch, head, row // PACKED, 0, 0] if PACKED > 1 else [batch, head, row, 0]
 
 
 @gluon.jit
@@ -394,7 +394,7 @@ def _producer(
             slot = slot * CONSUMERS + w
             mbarrier.wait(queries.empty.index(slot), phase ^ 1)
             mbarrier.expect(queries.full.index(slot), NBYTES)
-            where = _row(tile, tile.start_m + w * ROWS, PACKED)
+            where = _row(tile.batch, tile.head, tile.start_m + w * ROWS, PACKED)
             tma.async_copy_global_to_shared(tensors.q, where, queries.full.index(slot), queries.q.index(slot))
             if MODE == "guess":
                 where = [tile.batch, tile.kv_head, 0, 0]
@@ -471,7 +471,7 @@ def _consumer(
         offs_m = start_m + gl.arange(0, ROWS, rows)
         last = start_m // PACKED + problem.diagonal  # the last key of the first row
         nothing = False
-        if SPLIT:  # such a consumer computes one tile, which is not used
+        if SPLIT or MODE == "running":  # such a consumer computes one tile, which is not used
             seen = gl.minimum(_share(seen, tile.split, problem.splits, SPLIT), tile.keys)
             nothing = (seen <= 0) | (start_m >= problem.seq_q)
             seen = gl.where(nothing, 1, seen)
@@ -524,6 +524,7 @@ def _consumer(
             flags = _flags(tensors.failed)
             gl.store(flags.any_failed + same, 1, mask=fails)
             gl.store(flags.tile_failed + done + same, 1, mask=fails)
+        batch, head = tile.batch_head // problem.heads, tile.batch_head % problem.heads  # only now: saves registers
         if SPLIT and problem.splits > 1:
             offs_o = start_m + gl.arange(0, ROWS, gl.SliceLayout(1, acc_layout))
             offs_d = gl.arange(0, VALUE_DIM, gl.SliceLayout(0, acc_layout))
@@ -532,11 +533,11 @@ def _consumer(
             gl.store(part_ptrs + offs_d[None, :], part_o, mask=((offs_o >= 0) & (offs_o < problem.seq_q))[:, None])
         elif tensors.out_ptr is not None and start_m < 0:
             out = (acc * normalize).to(queries.q.dtype)
-            store_rows(tensors.out_ptr, tensors.out, tile.batch, tile.head, start_m // PACKED, out)
+            store_rows(tensors.out_ptr, tensors.out, batch, head, start_m // PACKED, out)
         else:
             queries.o.index(own).reshape([ROWS, VALUE_DIM]).store((acc * normalize).to(queries.q.dtype))
             fence_async_shared()
-            where = _row(tile, start_m, PACKED)
+            where = _row(batch, head, start_m, PACKED)
             tma.async_copy_shared_to_global(tensors.out, where, queries.o.index(own))
         if Q_STAGES == 1:
             tma.store_wait(0)
@@ -573,7 +574,7 @@ def _sample_kernel(
     k_s = gl.allocate_shared_memory(k_desc.dtype, [3] + k_desc.block_shape, k_desc.layout)
     full = new_barriers(1, 1)
     mbarrier.expect(full.index(0), q_desc.block_type.nbytes + first_desc.block_type.nbytes + 3 * k_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(q_desc, _row(tile, start_m, PACKED), full.index(0), q_s)
+    tma.async_copy_global_to_shared(q_desc, _row(tile.batch, tile.head, start_m, PACKED), full.index(0), q_s)
     tma.async_copy_global_to_shared(first_desc, [tile.batch, tile.kv_head, 0, 0], full.index(0), first_s)
     last_n = (seen - 1) * BLOCK_N
     one_n = sample % seen * BLOCK_N

@@ -22,7 +22,7 @@ def line_of(text):
 
 
 STORE, LOAD, SUM = (
-    line_of(text) for text in ("tile_s.index(slot).store", "tile_s.index(turn % Q_STAGES).load", "l = _sums(p)")
+    line_of(text) for text in ("next_tiles.number.index(slot).store", "next_tiles.number.index(slot).load", "l = _sums(p)")
 )
 
 MEMCHECK = """========= COMPUTE-SANITIZER
@@ -93,7 +93,7 @@ def test_reports_of_racecheck():
     known = Report("race", "_forward_kernel", ((str(FORWARD), STORE), (str(FORWARD), LOAD)))
     new = Report("race", "_forward_kernel", ((str(FORWARD), STORE), (str(FORWARD), LOAD), (str(FORWARD), SUM)))
     assert sanitize.parse(RACECHECK) == ([known, known, new], 3)
-    assert "tile_s.index(slot).store" in str(known)
+    assert "next_tiles.number.index(slot).store" in str(known)
     entry = sanitize.KNOWN[0]
     assert entry.explains("racecheck", "v12_persistent", known)
     assert not entry.explains("racecheck", "v12_persistent", new), "one line of it is another"

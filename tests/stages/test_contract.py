@@ -161,3 +161,37 @@ def test_a_stage_without_a_recorded_parent_follows_the_number_before():
     assert stages.parent("v4a_k_transposed") == "v4_autotune_descriptor"
     assert stages.parent("v5_gone_since") == "v4_autotune_descriptor"
     assert stages.parent("v0_naive") is stages.parent("sdpa-cudnn") is None
+
+
+def by_position(source):
+    """What a Gluon kernel should do by name: tuples that are taken apart or indexed, and slots and phases that are computed."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Assign(targets=[ast.Tuple(elts=[_, _, _, *_])], value=ast.Name()):
+                found.append(ast.unparse(node))
+            case ast.Subscript(value=ast.Name(), slice=ast.Constant(value=int())):
+                found.append(ast.unparse(node))
+            case ast.BinOp(op=ast.Mod(), right=ast.Name(id=name)) if name.endswith("STAGES"):
+                found.append(ast.unparse(node))
+            case ast.BinOp(left=ast.BinOp(op=ast.FloorDiv()), op=ast.BitAnd(), right=ast.Constant(value=1)):
+                found.append(ast.unparse(node))
+    return found
+
+
+def test_gluon_kernels_use_names(stage):
+    for path in pathlib.Path(stage.__file__).parent.glob("*.py"):
+        if "import gluon" in path.read_text():
+            assert by_position(path.read_text()) == [], path
+
+
+@pytest.mark.parametrize("line", [
+    "k, v, full = ring", "head = where[1]", "slot = fill % STAGES", "slot = (fill + 1) % KV_STAGES", "phase = fill // 2 & 1",
+])  # fmt: skip
+def test_positions_are_found(line):
+    assert len(by_position(f"def f(ring, where, fill):\n    {line}")) == 1
+
+
+@pytest.mark.parametrize("line", ["acc, m, l = fold(acc)", "slot, phase = ring", "full = ring.full", "n = shape.k.shape[0]"])
+def test_names_are_no_positions(line):
+    assert by_position(line) == []

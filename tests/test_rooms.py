@@ -10,7 +10,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 ROOMS = ("common/**/*.py", "stages/**/*.py", "bench.py", "examples/**/*.py")
-ORDER = (  # a room imports from itself and from those before it
+ORDER = (  # a package imports only from itself and from packages before it in this list
     "common.interpreter", "common.runtime", "common.operator", "common.kernels", "common.ring", "stages", "common.measure",
     "common.show", "common.site", "bench", "examples",
 )  # fmt: skip

@@ -87,8 +87,10 @@ def refuse_stores_before_a_tensor():
 
 
 def repair_loop_bounds():
-    """Let a scalar tensor be the end of a loop. In Triton 3.6, numpy converts the tensor's one-element array. This fails from
-    numpy 2.5 on."""
+    """Let a scalar tensor be the end of a loop.
+
+    Triton 3.6 lets numpy convert the tensor's one-element array to an int. This fails from numpy 2.5 on.
+    """
     patch = interpreter._patch_lang_tensor
 
     def patch_and_repair(tensor, scope):

@@ -431,7 +431,7 @@ def _copies_out(device, programs) -> Iterator[Case]:
 
 def _matmuls(device, programs) -> Iterator[Case]:
     sink = torch.zeros(ROWS.value, device=device)
-    shapes = {  # the stages' matmuls, and short ones
+    shapes = {  # (N, K) of the stages' matmuls, and some with a small K
         "shared": ((64, 16), (64, 64), (64, 128), (64, 256), (128, 16), (128, 64), (128, 128)),
         "registers": ((64, 64), (64, 128), (128, 64), (128, 128), (256, 64)),
         "transposed": ((64, 64),),

@@ -167,7 +167,7 @@ def speed_table(records: list[dict], machine: dict, columns: int | None = None) 
         optionally `host_iqr_us` and `in_a_row_us`. A case without a GPU also has the fields of `common.measure.traffic.costs`.
         machine: the file's "machine_info": `gpu`, `torch`, `triton`, `commit`, `date`, `matmul_tflops` by dtype, and optionally
         `copy_gbps`. If `gpu` is None, kernels were interpreted, and the tables show counts and times at the peaks of
-        `roofline`. columns: the maximum line length; None shows all columns, in lines of any length.
+        `roofline`. columns: the maximum line length; with None, all columns are shown, in lines of any length.
 
     Baselines come first, then the stages in stage order. "× parent" says how many times as fast a stage is as its parent, "×
     v0" how many times as fast as v0. "-" means not measured. "host µs" is a median ± an interquartile range. "µs in a row" is

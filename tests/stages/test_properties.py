@@ -45,7 +45,7 @@ def replaying(test):
 
 
 def without_lse(stage, q, k, v, grad_out, *, causal, scale):
-    """All results of a stage, the LSE from a call of its own. In `by_operator` the LSE is the same call's second output."""
+    """All results of a stage, the LSE from a call of its own. `by_operator` instead takes out and LSE from one call."""
     leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
     out = stage.attention(*leaves, causal=causal, scale=scale)
     dq, dk, dv = torch.autograd.grad(out, leaves, grad_out)

@@ -150,10 +150,6 @@ def rows(old_text: str, new_text: str) -> list[Row]:
     near = {place + step for place in changes for step in range(-CONTEXT, CONTEXT + 1)}
     for place, row in enumerate(found):
         row.folded = place not in near
-    head = next((place for place, row in enumerate(found) if row.part and not row.part[0].isupper()), 0)
-    if any(place >= head for place in changes):
-        for row in found[:head]:  # imports, classes and constants would hide the first function that changes
-            row.folded = True
     return found
 
 

@@ -19,12 +19,12 @@ import stages
 from common.measure import files, terminal
 from common.measure.options import add_list
 from common.show import front
-from common.show.results import CODE, HEAD_DIMS, ROOT, TRAFFIC, gain, load_counts, runs, same_code
-from common.show.story import bytes_lines, change, idea
+from common.show.results import CODE, ROOT, runs, same_code
+from common.show.story import change, idea
 from common.show.tables import PASS_NAMES
 from common.site import charts
 from common.site.diffs import changed_parts, rows
-from common.site.scenes import LANES, Mark, same_bytes, scenes
+from common.site.scenes import Mark, scenes
 from common.site.texts import Texts, colored_file, page_of
 
 HERE = Path(__file__).parent
@@ -37,7 +37,6 @@ CHOICES = [
     ("causal", "Mask", [("yes", "causal"), ("no", "full")]),
     ("s", "S", [(charts.MEAN, "mean of 1024 to 16384"), *((str(2**n), str(2**n)) for n in range(9, 15))]),
 ]
-SLOWER = 0.995  # a gain below this number says "slower"
 SELECTED = {"pass": "fwd", "d": "128", "causal": "yes", "s": charts.MEAN}
 
 
@@ -53,7 +52,7 @@ def drawn(marks: list[Mark], end: float, grouped: bool) -> Markup:
         look = f"c{mark.color}" if mark.kind in ("read", "busy") else mark.kind
         key = (look, mark.words) if grouped else (look, mark.words, place)
         x, width = 1000 * mark.start / end, 1000 * (mark.end - mark.start) / end
-        y, height = 4 + 92 * mark.top, max(92 * (mark.bottom - mark.top), 9)
+        y, height = 4 + 92 * mark.top, max(92 * (mark.bottom - mark.top), 6)
         paths.setdefault(key, []).append(f"M{x:.2f} {y:.1f}h{width:.2f}v{height:.1f}h-{width:.2f}z")
     return Markup("").join(
         Markup('<path class="{}" data-words="{}" d="{}"/>').format(look, words, "".join(path))
@@ -80,43 +79,6 @@ def summary(path: Path) -> str:
     return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
 
 
-def results_of(name: str, parent: str, found, counts) -> list[tuple[str, str]]:
-    """Return (pass, what the step gained) for the top of its page: times, and bytes.
-
-    Args:
-        found: as `common.show.results.runs` gives them.
-        counts: the records of `common.show.results.TRAFFIC`.
-    """
-    lines = []
-    for pass_ in CODE:
-        if same_code(name, parent, pass_):
-            lines.append((PASS_NAMES[pass_], "same code"))
-            continue
-        times = []
-        for head_dim in HEAD_DIMS:
-            if gained := gain(found, name, parent, pass_, head_dim):
-                slower = ", slower" if gained[0] < SLOWER else ""
-                times.append(f"×{gained[0]:.2f} as fast{slower} (D = {head_dim})")
-        moved = [line.removeprefix("counted: ") for line in bytes_lines(counts, parent, name, pass_) if line[0] == "c"]
-        words = [", ".join(times) or "time not measured", *moved]
-        lines.append((PASS_NAMES[pass_], "; ".join(words).replace("D=", "D = ")))
-    return lines
-
-
-def neighbors(name: str) -> dict:
-    """Return the links of a step's page: the steps before and after on the main line, and the dead ends that start here."""
-    line = [each for each in stages.names() if not stages.is_dead_end(each)]
-    dropped = [stages.version(each) for each in stages.names() if stages.is_dead_end(each) and stages.parent(each) == name]
-    if name not in line:
-        return {"before": stages.version(stages.parent(name)), "after": None, "dropped": dropped}
-    place = line.index(name)
-    return {
-        "before": stages.version(line[place - 1]) if place else None,
-        "after": stages.version(line[place + 1]) if place + 1 < len(line) else None,
-        "dropped": dropped,
-    }
-
-
 class Site:
     """Writes the pages into a folder, which it empties first."""
 
@@ -125,11 +87,10 @@ class Site:
         out.mkdir(parents=True)
         self._out = out
         self._texts = Texts(out)
-        self._runs, self._counts = runs(), load_counts(TRAFFIC)[0]
         self._templates = jinja2.Environment(
             loader=jinja2.FileSystemLoader(HERE / "templates"), autoescape=True, trim_blocks=True
         )
-        self._templates.globals |= {"drawn": drawn, "lane_words": LANES}
+        self._templates.globals["drawn"] = drawn
 
     def _write(self, page: str, template: str, **values):
         terms = {anchor: self._texts.definitions[anchor] for anchor in sorted(self._texts.used)}
@@ -141,7 +102,7 @@ class Site:
 
     def start(self):
         """The start page."""
-        found = self._runs
+        found = runs()
         cards = []
         for name in stages.names():
             _, words, lines, *cells = front.row(found, name)[0]
@@ -175,16 +136,17 @@ class Site:
 
     def step(self, name: str, found):
         """The page of a stage; `found` are its scenes."""
-        parent, readme = stages.parent(name), stages.directory(name) / "README.md"
+        parent, names = stages.parent(name), stages.names()
+        place, readme = names.index(name), stages.directory(name) / "README.md"
         self._texts.page()
         words = Markup(self._texts.inline(idea(name).rstrip("."), readme))
         parts = {title: self._html(text, readme) for title, text in sections(readme.read_text()).items()}
         self._write(
             f"{stages.version(name)}.html", "step.html", title=f"{stages.version(name)}: {idea(name)}".replace("`", ""),
             version=stages.version(name), parent=parent and stages.version(parent), idea=words,
-            **neighbors(name), gained=results_of(name, parent, self._runs, self._counts) if parent else [],
-            timed=parent and all(same_bytes(scene) for scene in found), sections=parts, traffic=parts["traffic"],
-            scenes=found, pass_names=PASS_NAMES,
+            before=place and stages.version(names[place - 1]),
+            after=stages.version(names[place + 1]) if place + 1 < len(names) else None,
+            sections=parts, traffic=parts["traffic"], scenes=found, pass_names=PASS_NAMES,
             diffs=[self._diff(name, parent, pass_) for pass_ in CODE if parent and not same_code(name, parent, pass_)],
             chart=Markup(charts.gain_svg(name)), size=parent and change(parent, name),
         )  # fmt: skip

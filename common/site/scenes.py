@@ -20,27 +20,7 @@ UNUSUAL = {
     "v18_wide_backward": {"seq_len": 512, "head_dim": 256},
     "v18a_sums_from_registers": {"head_dim": 128},
 }
-LANES = {  # what the names of the code mean
-    "temporary": "tensors of PyTorch that hold intermediate results",
-    "sums": "the accumulator of dQ, in float32",
-    "counter": "the number of tiles that CTAs have taken",
-    "stats": "LSE and delta of each query",
-    "delta": "row sums of dO times O",
-    "s": "scores, one row for each query",
-    "s′": "scores, before the softmax",
-    "p": "the softmax of the scores",
-    "dp": "gradient of the softmax",
-    "ds": "gradient of the scores",
-    "o": "O of the key tiles so far, not yet divided by l",
-    "m": "running maximum of each row",
-    "l": "running sum of each row",
-    "dq": "dQ of the tiles so far",
-    "dk": "dK of the tiles so far",
-    "dv": "dV of the tiles so far",
-    "visible": "the mask",
-    "out": "the output",
-}
-LEAST = 1 / 300  # the width of the shortest access, as a share of the whole width
+LEAST = 1 / 500  # the width of the shortest access, as a share of the whole width
 FIRST = "Q", "K", "V", "O", "LSE", "dO", "dQ", "dK", "dV"  # in this order in each panel, then temporaries
 
 
@@ -70,7 +50,6 @@ class Panel:
     Attributes:
         lanes: the marks of each lane, by its name.
         keys: names of the colors, if they have any.
-        busy: for units of an SM, the share of the time in which each unit is busy.
     """
 
     stage: str
@@ -80,7 +59,6 @@ class Panel:
     megabytes: float
     lanes: dict[str, list[Mark]]
     keys: dict[int, str] = dataclasses.field(default_factory=dict)
-    busy: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclass
@@ -124,11 +102,6 @@ def _scene(name, pass_, shape, gpu) -> Scene:
     )
 
 
-def same_bytes(scene: Scene) -> bool:
-    """Whether parent and stage move equally many bytes. Then the step can only change when they move."""
-    return len({round(panel.megabytes, 2) for panel in scene.accesses}) == 1
-
-
 def _accesses(stage: str, recorded: Trace) -> Panel:
     found, times = {}, moments(recorded)
     end = max((end for _, end in times), default=0.0)
@@ -162,6 +135,4 @@ def _units(stage: str, recorded: Trace) -> Panel:
         mark = Mark("busy", partitions.index(who) % len(COLORS), span.start, span.end, 0.0, 1.0, f"{who}: {span.what}")
         found[span.unit].append(mark)
     keys = {place % len(COLORS): who for place, who in enumerate(partitions)}
-    end = max(span.end for span in spans)
-    busy = {unit: sum(mark.end - mark.start for mark in marks) / end for unit, marks in found.items()}
-    return Panel(stage, "cycles of the model of an SM", end, len(spans), 0.0, found, keys, busy)
+    return Panel(stage, "cycles of the model of an SM", max(span.end for span in spans), len(spans), 0.0, found, keys)

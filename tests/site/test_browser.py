@@ -199,8 +199,6 @@ def test_writes_differ_from_reads_without_color(watched):
 def test_zoom_widens_the_timelines_and_they_scroll_together(watched):
     page = watched.open("v12.html")
     field = visible(page, ".zoomed .field")[0]
-    assert field.evaluate("each => each.scrollWidth > 5 * each.clientWidth")  # opens zoomed on a few tiles
-    page.fill("#zoom", "1")
     before = field.evaluate("each => each.scrollWidth")
     page.fill("#zoom", "8")
     assert field.evaluate("each => each.scrollWidth") == pytest.approx(8 * before, rel=0.02)
@@ -208,27 +206,6 @@ def test_zoom_widens_the_timelines_and_they_scroll_together(watched):
     page.wait_for_timeout(100)
     assert [each.evaluate("each => each.scrollLeft") for each in visible(page, ".zoomed .field")] == [300, 300]
     assert "zoom=8" in page.url
-
-
-def test_a_page_begins_with_what_the_step_gained(watched):
-    page = watched.open("v7.html")
-    gained = page.inner_text(".gained")
-    assert "same code" in gained and "slower" in gained and "more bytes" in gained
-    headings = [each.inner_text() for each in page.locator("h2:visible").all()]
-    assert headings.index("Gain") < headings.index("What changes in the code")
-    assert headings.index("What it reads and writes, and when") < headings.index("What it moves and computes")
-    page = watched.open("v12.html")  # moves the same bytes, at other times
-    headings = [each.inner_text() for each in page.locator("h2:visible").all()]
-    assert headings.index("What an SM does") < headings.index("What it reads and writes, and when")
-    assert all(re.match(r"\d+ % ", each.inner_text()) for each in visible(page, ".zoomed .names span"))
-    assert "cycles of the model of an SM →" in visible(page, ".axis")[0].inner_text()
-    assert "MB moved so far →" in visible(watched.open("v3.html"), ".axis")[0].inner_text()
-
-
-def test_the_code_opens_at_the_first_function_that_changes(watched):
-    page = watched.open("v12.html")
-    page.locator(".diff").scroll_into_view_if_needed()
-    assert page.locator(".diff tr.ch:visible").first.inner_text().strip().split("\t")[-1].startswith(("@gluon.jit", "def "))
 
 
 def test_equal_lines_unfold_and_fold(watched):
@@ -249,9 +226,6 @@ def test_keys_and_links_lead_from_step_to_step(watched):
     page.wait_for_url("**/v3.html")
     page.click("a[rel=prev]")
     page.wait_for_url("**/v2.html")
-    assert watched.open("v4.html").get_attribute("a[rel=next]", "href") == "v5.html"  # dead ends lie beside the main line
-    assert [each.inner_text() for each in page.locator(".dropped a").all()] == ["v4a", "v4b"]
-    assert page.locator("a[rel=next]").count() and not watched.open("v4a.html").locator("a[rel=next]").count()
     page = watched.open("v3.html")
     page.focus("#time")
     page.keyboard.press("ArrowLeft")  # moves the slider

@@ -1,7 +1,6 @@
 """The pages of the site, without a browser: what they hold, where their links lead and how large they are."""
 
 import html
-import itertools
 import re
 import time
 from html.parser import HTMLParser
@@ -111,9 +110,7 @@ def test_a_diff_holds_both_files(parent, name, file):
         assert [html.unescape(re.sub("<.*?>", "", line.code)) for line in lines] == text.splitlines()
     equal = [row for row in found if not row.changed]
     assert all(row.old.code == row.new.code for row in equal)
-    heads = list(itertools.takewhile(lambda row: not row.part or row.part[0].isupper(), found))
-    assert not [row for row in found[len(heads) :] if row.changed and row.folded]  # imports, classes and constants are folded
-    assert len(heads) == len(found) or all(row.folded for row in heads) or not any(row.changed for row in found[len(heads) :])
+    assert not [row for row in found if row.changed and row.folded]
 
 
 def test_a_diff_marks_the_words_that_change():

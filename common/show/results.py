@@ -280,12 +280,17 @@ def bytes_of(case: dict) -> int:
     return int(sum(kernel[READ] + kernel[WRITTEN] for kernel in case["kernels"]))
 
 
-def bytes_in_words(before: int, after: int) -> str:
+def bytes_in_words(before: int, after: int, what: str = "bytes") -> str:
     """Say how a stage's `after` bytes compare with its parent's `before` bytes: "1.94 times fewer bytes"."""
     ratio = before / after
     if f"{ratio:.2f}" == "1.00":
-        return "the same bytes"
-    return f"{ratio:.2f} times fewer bytes" if ratio > 1 else f"{1 / ratio:.2f} times more bytes"
+        return f"the same {what}"
+    return f"{ratio:.2f} times fewer {what}" if ratio > 1 else f"{1 / ratio:.2f} times more {what}"
+
+
+def speed_in_words(ratio: float) -> str:
+    """Say how many times as fast a stage is as its parent: "×1.51 as fast", or "×0.92 as fast (slower)"."""
+    return f"×{ratio:.2f} as fast" + (" (slower)" if round(ratio, 2) < 1 else "")
 
 
 def same_tiles(*cases: dict) -> bool:

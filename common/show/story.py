@@ -17,12 +17,20 @@ from dataclasses import dataclass
 
 import stages
 from common.measure import terminal
+from common.measure.workloads import Workload
 from common.show import results
 from common.show.tables import PASS_NAMES
 
 CODE = tuple(results.CODE.values())
 FILES = (*CODE, "__init__.py")
 WIDTH = 100  # of a terminal
+# Gains that the means do not show, because they are of other workloads: by run, words and the fields of its records.
+ELSEWHERE = {
+    "wide": ("D = 256", {"head_dim": 256}),
+    "decode-d64": ("D = 64 and one query", {"seq_len": 1}),
+    "decode-d128": ("D = 128 and one query", {"seq_len": 1}),
+    "sinks": ("wide scores (standard deviation 8)", {"score_std": 8.0}),
+}
 
 
 @dataclass(frozen=True)
@@ -121,6 +129,49 @@ def bytes_lines(counts: list[dict], old: str, new: str, pass_: str) -> list[str]
         if all(both) and both[1]["tuned"] and results.same_tiles(*both):
             tuned[head_dim] = tuple(map(results.bytes_of, both))
     return _moved("counted", fixed) + _moved("measured", tuned)
+
+
+def result(old: str, new: str) -> dict[str, list[str]]:
+    """Say what a step changes in time, bytes and FLOPs, by pass: {"fwd": ["×1.51 as fast", …], "bwd": ["same code"]}."""
+    runs, counts, found = results.runs(), _counts(), {}
+    for pass_ in results.CODE:
+        if results.same_code(new, old, pass_):
+            found[pass_] = ["same code"]
+            continue
+        gains = {head_dim: results.gain(runs, new, old, pass_, head_dim) for head_dim in results.HEAD_DIMS}
+        speed = {f"D = {head_dim}": results.speed_in_words(gain[0]) for head_dim, gain in gains.items() if gain}
+        for name, (where, fields) in ELSEWHERE.items():
+            records = results.load_run(results.run_file(name))[0] if results.run_file(name).exists() else []
+            if gain := _gain_at(records, old, new, {"pass": pass_, **fields}):
+                speed[where] = results.speed_in_words(gain)
+        moved, flops = {}, {}
+        for head_dim in results.HEAD_DIMS:
+            both = [results.counted(counts, name, pass_, head_dim, False) for name in (old, new)]
+            if all(both):
+                before, after = both
+                moved[f"D = {head_dim}"] = results.bytes_in_words(results.moved(before), results.moved(after))
+                executed = before["flops_executed"], after["flops_executed"]
+                flops[f"D = {head_dim}"] = results.bytes_in_words(*executed, "FLOPs")
+        parts = [_at(speed) or "time not measured", _at(moved) and f"reads and writes {_at(moved)}"]
+        parts += [_at(flops)] if set(flops.values()) != {"the same FLOPs"} else []
+        found[pass_] = list(filter(None, parts))
+    return found
+
+
+def _at(words: dict[str, str]) -> str:
+    """Join words by where they hold; if they hold everywhere, say them once."""
+    if len(set(words.values())) < 2:
+        return "".join(set(words.values()))
+    return ", ".join(f"{text} at {where}" for where, text in words.items())
+
+
+def _gain_at(records, old, new, fields):
+    """Return how many times as fast `new` is as `old`, over the records with these fields; None if there are none."""
+    times = {old: {}, new: {}}
+    for record in records:
+        if record["impl"] in times and "ms" in record and all(record.get(name) == value for name, value in fields.items()):
+            times[record["impl"]][Workload.of(record)] = record["ms"]
+    return results.mean_ratio(times[new], times[old])
 
 
 def _counts() -> list[dict]:

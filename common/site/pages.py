@@ -19,8 +19,8 @@ import stages
 from common.measure import files, terminal
 from common.measure.options import add_list
 from common.show import front
-from common.show.results import CODE, ROOT, runs, same_code
-from common.show.story import change, idea
+from common.show.results import CODE, COUNTED_AT, ROOT, runs, same_code
+from common.show.story import idea, result
 from common.show.tables import PASS_NAMES
 from common.site import charts
 from common.site.diffs import changed_parts, rows
@@ -148,7 +148,7 @@ class Site:
             after=stages.version(names[place + 1]) if place + 1 < len(names) else None,
             sections=parts, traffic=parts["traffic"], scenes=found, pass_names=PASS_NAMES,
             diffs=[self._diff(name, parent, pass_) for pass_ in CODE if parent and not same_code(name, parent, pass_)],
-            chart=Markup(charts.gain_svg(name)), size=parent and change(parent, name),
+            chart=Markup(charts.gain_svg(name)), result=parent and result(parent, name), counted_at=COUNTED_AT,
         )  # fmt: skip
 
     @staticmethod

@@ -12,6 +12,7 @@ pytest.importorskip("vl_convert")
 import stages  # noqa: E402
 from common.measure.trace import trace  # noqa: E402
 from common.measure.workloads import Workload  # noqa: E402
+from common.show import results  # noqa: E402
 from common.show.results import CODE  # noqa: E402
 from common.site import charts, scenes, texts  # noqa: E402
 from common.site.diffs import rows  # noqa: E402
@@ -133,6 +134,27 @@ def test_a_panel_has_all_bytes_of_the_trace(name):
     lanes = [access.nbytes for access in recorded.accesses if recorded.tensors[access.tensor][1] > 1]
     assert sorted(shown) == sorted(lanes)
     assert panel.megabytes == pytest.approx(sum(access.nbytes for access in recorded.accesses) / 1e6)
+
+
+def body(site, name):
+    """The page of a stage as text, and the titles of its sections."""
+    text = (site / f"{stages.version(stages.resolve(name))}.html").read_text()
+    return html.unescape(re.sub(r"\s+", " ", re.sub("<.*?>", "", text))), re.findall(r'<h2 id="(\w+)"', text)
+
+
+def test_a_page_begins_with_what_the_step_changes(site):
+    words, titles = body(site, "v3")
+    runs = results.runs()
+    for pass_ in CODE:
+        ratio, _ = results.gain(runs, stages.resolve("v3"), stages.resolve("v2"), pass_, 128)
+        assert f"×{ratio:.2f} as fast at D = 128" in words.partition("Problem")[0]
+    assert "reads and writes 5.03 times fewer bytes at D = 64" in words and "1.40 times more FLOPs" in words
+    assert titles.index("trace") < titles.index("gain") < titles.index("moves") < titles.index("diff")
+    assert "(slower)" not in words.partition("Problem")[0]
+    assert "as fast (slower) at D = 128" in body(site, "v2")[0]
+    assert "Backward: same code." in body(site, "v12")[0]
+    assert re.search(r"×\d\.\d\d as fast at D = 256", body(site, "v18")[0])
+    assert re.search(r"×\d\.\d\d as fast at D = 64 and one query", body(site, "v15")[0])
 
 
 def test_marks_are_drawn_to_scale():

@@ -45,6 +45,11 @@ def has_cycles(recorded: Trace) -> bool:
     return any(recorded.spans.values())
 
 
+def unit(recorded: Trace) -> str:
+    """The unit of the time axis."""
+    return "cycles of the model of an SM" if has_cycles(recorded) else "MB moved so far"
+
+
 def moments(recorded: Trace) -> list[tuple[float, float]]:
     """Return the begin and the end of each access on the time axis. The unit is cycles or, if no launch was timed, the MB moved
     so far."""
@@ -62,7 +67,7 @@ def _cycles(recorded, launch):
     return max((span.end for span in recorded.spans.get(launch, [])), default=0.0)
 
 
-def _draw(axes, name: str, recorded: Trace, unit: str):
+def _draw(axes, name: str, recorded: Trace):
     """A lane for each tensor, with its rows downwards."""
     shown = lanes(recorded)
     patches = {"read": [], "write": [], "add": []}
@@ -91,7 +96,7 @@ def _draw(axes, name: str, recorded: Trace, unit: str):
     axes.spines[["top", "right", "left"]].set_visible(False)
     moved = sum(access.nbytes for access in recorded.accesses) / 1e6
     axes.set_title(f"{name}: {len(recorded.accesses)} accesses, {moved:.2f} MB", fontsize=9, loc="left")
-    axes.set_xlabel(unit, fontsize=8)
+    axes.set_xlabel(unit(recorded), fontsize=8)
 
 
 def draw(names: list[str], workload: Workload, path: Path) -> list[Trace]:
@@ -104,11 +109,11 @@ def draw(names: list[str], workload: Workload, path: Path) -> list[Trace]:
     )  # fmt: skip
     ends, units = [], []
     for axes, name, each in zip(grid[:, 0], names, recorded, strict=True):
-        units.append("cycles of the model of an SM" if has_cycles(each) else "MB moved so far")
+        units.append(unit(each))
         ends.append(max((end for _, end in moments(each)), default=1.0))
-        _draw(axes, name, each, units[-1])
-    for axes, unit in zip(grid[:, 0], units, strict=True):
-        axes.set_xlim(0, max(end for end, other in zip(ends, units, strict=True) if other == unit))
+        _draw(axes, name, each)
+    for axes, of_axes in zip(grid[:, 0], units, strict=True):
+        axes.set_xlim(0, max(end for end, other in zip(ends, units, strict=True) if other == of_axes))
     programs = [Patch(color=color) for color in COLORS[:3]]
     figure.legend(
         [tuple(programs), *(Patch(color=color) for color in WRITES.values())],

@@ -10,7 +10,7 @@ from common.measure.workloads import Workload
 from common.show.results import CODE, same_code
 from common.show.tables import PASS_NAMES
 from common.show.timelines import partition_of
-from common.show.traces import COLORS, has_cycles, lanes, moments
+from common.show.traces import COLORS, has_cycles, lanes, moments, unit
 
 # One head, causal, D = 64 and S = 1024, unless a step changes something else.
 USUAL = {"seq_len": 1024, "head_dim": 64, "causal": True}
@@ -21,6 +21,9 @@ UNUSUAL = {
     "v18a_sums_from_registers": {"head_dim": 128},
 }
 LEAST = 1 / 500  # the width of the shortest access, as a share of the whole width
+ORDER = "order of accesses, one after the other; width = bytes"
+TIMED = "time: cycles of the timed launches in the model of an SM, one launch after the other; width = duration"
+LAUNCH = "time: cycles of the longest launch in the model of an SM"
 FIRST = "Q", "K", "V", "O", "LSE", "dO", "dQ", "dK", "dV"  # in this order in each panel, then temporaries
 
 
@@ -48,12 +51,14 @@ class Panel:
     """Lanes with one time axis.
 
     Attributes:
+        unit: of the time axis. axis: what the time axis shows.
         lanes: the marks of each lane, by its name.
         keys: names of the colors, if they have any.
     """
 
     stage: str
     unit: str
+    axis: str
     end: float
     accesses: int
     megabytes: float
@@ -121,9 +126,10 @@ def _accesses(stage: str, recorded: Trace) -> Panel:
         )  # fmt: skip
         lane = "temporary" if access.tensor.startswith("temporary") else access.tensor
         found.setdefault(lane, []).append(mark)
-    unit = "cycles of the model of an SM" if has_cycles(recorded) else "MB moved so far"
+    to_the_right = TIMED if has_cycles(recorded) else ORDER
     found = {lane: found[lane] for lane in (*FIRST, *found) if lane in found}
-    return Panel(stage, unit, end, len(recorded.accesses), sum(access.nbytes for access in recorded.accesses) / 1e6, found)
+    moved = sum(access.nbytes for access in recorded.accesses) / 1e6
+    return Panel(stage, unit(recorded), to_the_right, end, len(recorded.accesses), moved, found)
 
 
 def _units(stage: str, recorded: Trace) -> Panel:
@@ -135,4 +141,4 @@ def _units(stage: str, recorded: Trace) -> Panel:
         mark = Mark("busy", partitions.index(who) % len(COLORS), span.start, span.end, 0.0, 1.0, f"{who}: {span.what}")
         found[span.unit].append(mark)
     keys = {place % len(COLORS): who for place, who in enumerate(partitions)}
-    return Panel(stage, "cycles of the model of an SM", max(span.end for span in spans), len(spans), 0.0, found, keys)
+    return Panel(stage, unit(recorded), LAUNCH, max(span.end for span in spans), len(spans), 0.0, found, keys)

@@ -166,6 +166,13 @@ def test_the_slider_moves_through_both_traces(watched):
     assert "time=250" in page.url
 
 
+def test_the_time_axis_says_what_is_to_the_right(watched):
+    axes = [each.inner_text() for each in visible(watched.open("v3.html"), "figure:not(.zoomed) .axis")]
+    assert len(axes) == 2 and all("order of accesses" in words and "width = bytes" in words for words in axes)
+    axes = [each.inner_text() for each in visible(watched.open("v12.html"), ".axis")]
+    assert len(axes) == 4 and all("cycles" in words and "launch" in words for words in axes)
+
+
 def test_play_moves_until_it_is_paused(watched):
     page = watched.open("v3.html#time=0")
     page.click("#play")

@@ -218,21 +218,21 @@ def units_of_step(name: str) -> str:
 
 
 def spread_table(name: str) -> str:
-    """Format the time of a stage's forward divided by that of its parent's, for wider score distributions."""
+    """Format how many times as fast a stage's forward is as its parent's, for wider score distributions."""
     records, machine = load_run(run_file("spread"))
     ms = {(r["impl"], r["dtype"], r["causal"], r["score_std"]): r["ms"] for r in records}
     deviations = sorted({record["score_std"] for record in records})
     rows = []
     for dtype, causal in itertools.product(("float16", "bfloat16"), (False, True)):
         times = [[ms.get((stage, dtype, causal, std)) for std in deviations] for stage in (name, stages.parent(name))]
-        ratios = [f"×{a / b:.2f}" if a and b else "-" for a, b in zip(*times, strict=True)]
+        ratios = [f"×{theirs / ours:.2f}" if ours and theirs else "-" for ours, theirs in zip(*times, strict=True)]
         rows.append([dtype, "causal" if causal else "full", *ratios])
     first = records[0]
     caption = (
-        f"Time over {spoken(stages.parent(name))}'s forward, by the standard deviation of the scores: "
-        f"D = {first['head_dim']}, S = {first['seq_len']}, {origin(machine)}."
+        f"Times as fast as {spoken(stages.parent(name))}'s forward, by the standard deviation of the scores; "
+        f"below ×1.00 is slower. D = {first['head_dim']}, S = {first['seq_len']}, {origin(machine)}."
     )
-    headers = ["", "mask", *(f"{std:g}" for std in deviations)]
+    headers = ["", "mask", *(f"deviation {std:g}" for std in deviations)]
     align = ["left", "left"] + ["right"] * len(deviations)
     return f"{caption}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True, colalign=align)}"
 

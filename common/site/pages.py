@@ -147,6 +147,7 @@ class Site:
             before=place and stages.version(names[place - 1]),
             after=stages.version(names[place + 1]) if place + 1 < len(names) else None,
             sections=parts, traffic=parts["traffic"], scenes=found, pass_names=PASS_NAMES,
+            gains_time_alone=bool(found) and all(scene.moves_the_same for scene in found),
             diffs=[self._diff(name, parent, pass_) for pass_ in CODE if parent and not same_code(name, parent, pass_)],
             chart=Markup(charts.gain_svg(name)), result=parent and result(parent, name), counted_at=COUNTED_AT,
         )  # fmt: skip

@@ -7,7 +7,7 @@ import stages
 from common.interpreter.timing import UNITS
 from common.measure.trace import ONE_SM, Trace, trace
 from common.measure.workloads import Workload
-from common.show.results import CODE, same_code
+from common.show.results import CODE, bytes_in_words, same_code
 from common.show.tables import PASS_NAMES
 from common.show.timelines import partition_of
 from common.show.traces import COLORS, has_cycles, lanes, moments, unit
@@ -79,6 +79,12 @@ class Scene:
     shape: str
     accesses: list[Panel]
     units: list[Panel]
+
+    @property
+    def moves_the_same(self) -> bool:
+        """Whether parent and stage read and write as many bytes."""
+        moved = [panel.megabytes for panel in self.accesses]
+        return len(moved) == 2 and bytes_in_words(*moved) == "the same bytes"
 
 
 def passes(name: str) -> list[str]:

@@ -157,6 +157,13 @@ def test_a_page_begins_with_what_the_step_changes(site):
     assert re.search(r"×\d\.\d\d as fast at D = 64 and one query", body(site, "v15")[0])
 
 
+@pytest.mark.parametrize(("name", "first"), [("v3", "trace"), ("v7", "trace"), ("v12", "units")])
+def test_a_page_begins_with_the_picture_of_what_changes(site, name, first):
+    """If parent and stage move the same bytes, the timeline of the SM comes before the accesses."""
+    titles = body(site, name)[1]
+    assert min(titles.index(title) for title in ("trace", "units") if title in titles) == titles.index(first)
+
+
 def test_marks_are_drawn_to_scale():
     mark = scenes.Mark("read", 2, 25.0, 50.0, 0.5, 1.0, "program 2 reads <Q>")
     assert drawn([mark], 100.0, False) == (

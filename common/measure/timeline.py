@@ -18,7 +18,7 @@ from tabulate import tabulate
 
 import stages
 from common.interpreter import schedule
-from common.interpreter.timing import UNITS, Rates, Timing
+from common.interpreter.timing import UNITS, Rates, Span, Timing
 from common.measure import machine, terminal
 from common.measure.options import add_list, json_path, list_of, one_of, write_json
 from common.measure.traffic import stage_call
@@ -86,12 +86,17 @@ def simulate(stage, workload: Workload, rates: Rates) -> list[Timing]:
     return list(timings)
 
 
+def busy(spans: list[Span], end: float) -> dict[str, float]:
+    """Return the share of the time, from 0 to `end`, in which each unit is busy."""
+    cycles = Counter()
+    for span in spans:
+        cycles[span.unit] += span.end - span.start
+    return {unit: cycles[unit] / end for unit in UNITS}
+
+
 def record(name: str, workload: Workload, timings: list[Timing]) -> dict:
     """Return the cycles of all kernels, the cycles for SCORES scores, and each unit's busy share in the longest kernel."""
     longest = max(timings, key=lambda timing: timing.end)
-    busy = Counter()
-    for span in longest.spans:
-        busy[span.unit] += span.end - span.start
     cycles = sum(timing.end for timing in timings)
     scores = workload.batch * workload.heads * workload.seq_len * workload.kv_len / (2 if workload.causal else 1)
     return {
@@ -99,7 +104,7 @@ def record(name: str, workload: Workload, timings: list[Timing]) -> dict:
         **workload.record(),
         "cycles": cycles,
         "cycles_a_tile": cycles * SCORES / scores,
-        "busy": {unit: busy[unit] / longest.end for unit in UNITS},
+        "busy": busy(longest.spans, longest.end),
     }
 
 

@@ -22,9 +22,10 @@ from common.show import front
 from common.show.results import CODE, COUNTED_AT, ROOT, runs, same_code
 from common.show.story import idea, result
 from common.show.tables import PASS_NAMES
+from common.show.traces import COLORS
 from common.site import charts
 from common.site.diffs import changed_parts, rows
-from common.site.scenes import Mark, scenes
+from common.site.scenes import MOST_ZOOM, Mark, scenes
 from common.site.texts import Texts, colored_file, page_of
 
 HERE = Path(__file__).parent
@@ -52,7 +53,7 @@ def drawn(marks: list[Mark], end: float, grouped: bool) -> Markup:
         look = f"c{mark.color}" if mark.kind in ("read", "busy") else mark.kind
         key = (look, mark.words) if grouped else (look, mark.words, place)
         x, width = 1000 * mark.start / end, 1000 * (mark.end - mark.start) / end
-        y, height = 4 + 92 * mark.top, max(92 * (mark.bottom - mark.top), 6)
+        y, height = 4 + 92 * mark.top, max(92 * (mark.bottom - mark.top), 10)
         paths.setdefault(key, []).append(f"M{x:.2f} {y:.1f}h{width:.2f}v{height:.1f}h-{width:.2f}z")
     return Markup("").join(
         Markup('<path class="{}" data-words="{}" d="{}"/>').format(look, words, "".join(path))
@@ -146,6 +147,7 @@ class Site:
             version=stages.version(name), parent=parent and stages.version(parent), idea=words,
             before=place and stages.version(names[place - 1]),
             after=stages.version(names[place + 1]) if place + 1 < len(names) else None,
+            colors=len(COLORS), most_zoom=MOST_ZOOM, zoom=next((scene.zoom for scene in found if scene.units), 1),
             sections=parts, traffic=parts["traffic"], scenes=found, pass_names=PASS_NAMES,
             gains_time_alone=bool(found) and all(scene.moves_the_same for scene in found),
             diffs=[self._diff(name, parent, pass_) for pass_ in CODE if parent and not same_code(name, parent, pass_)],

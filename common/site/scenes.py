@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import stages
 from common.interpreter.timing import UNITS
+from common.measure.timeline import busy
 from common.measure.trace import ONE_SM, Trace, trace
 from common.measure.workloads import Workload
 from common.show.results import CODE, bytes_in_words, same_code
@@ -20,7 +21,9 @@ UNUSUAL = {
     "v18_wide_backward": {"seq_len": 512, "head_dim": 256},
     "v18a_sums_from_registers": {"head_dim": 128},
 }
-LEAST = 1 / 500  # the width of the shortest access, as a share of the whole width
+LEAST = 1 / 300  # the width of the shortest access, as a share of the whole width
+VISIBLE = 20000  # cycles of a timeline that a wide page shows when it opens: a few tiles
+MOST_ZOOM = 24
 ORDER = "order of accesses, one after the other; width = bytes"
 TIMED = "time: cycles of the timed launches in the model of an SM, one launch after the other; width = duration"
 LAUNCH = "time: cycles of the longest launch in the model of an SM"
@@ -54,6 +57,7 @@ class Panel:
         unit: of the time axis. axis: what the time axis shows.
         lanes: the marks of each lane, by its name.
         keys: names of the colors, if they have any.
+        busy: the share of the time in which a unit is busy, by lane.
     """
 
     stage: str
@@ -64,6 +68,7 @@ class Panel:
     megabytes: float
     lanes: dict[str, list[Mark]]
     keys: dict[int, str] = dataclasses.field(default_factory=dict)
+    busy: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclass
@@ -79,6 +84,11 @@ class Scene:
     shape: str
     accesses: list[Panel]
     units: list[Panel]
+
+    @property
+    def zoom(self) -> float:
+        """By how much the timelines are wider than the page when it opens."""
+        return min(max(round(2 * max(panel.end for panel in self.units) / VISIBLE) / 2, 1), MOST_ZOOM)
 
     @property
     def moves_the_same(self) -> bool:
@@ -147,4 +157,5 @@ def _units(stage: str, recorded: Trace) -> Panel:
         mark = Mark("busy", partitions.index(who) % len(COLORS), span.start, span.end, 0.0, 1.0, f"{who}: {span.what}")
         found[span.unit].append(mark)
     keys = {place % len(COLORS): who for place, who in enumerate(partitions)}
-    return Panel(stage, unit(recorded), LAUNCH, max(span.end for span in spans), len(spans), 0.0, found, keys)
+    end = max(span.end for span in spans)
+    return Panel(stage, unit(recorded), LAUNCH, end, len(spans), 0.0, found, keys, busy(spans, end))

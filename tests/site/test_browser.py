@@ -206,13 +206,20 @@ def test_writes_differ_from_reads_without_color(watched):
 def test_zoom_widens_the_timelines_and_they_scroll_together(watched):
     page = watched.open("v12.html")
     field = visible(page, ".zoomed .field")[0]
-    before = field.evaluate("each => each.scrollWidth")
+    width, opened = field.evaluate("each => [each.clientWidth, each.scrollWidth]")
+    assert opened > 3 * width and field.evaluate("each => each.scrollLeft") > width
     page.fill("#zoom", "8")
-    assert field.evaluate("each => each.scrollWidth") == pytest.approx(8 * before, rel=0.02)
+    assert field.evaluate("each => each.scrollWidth") == pytest.approx(8 * width, rel=0.02)
     field.evaluate("each => { each.scrollLeft = 300; }")
     page.wait_for_timeout(100)
     assert [each.evaluate("each => each.scrollLeft") for each in visible(page, ".zoomed .field")] == [300, 300]
     assert "zoom=8" in page.url
+
+
+def test_a_lane_of_a_timeline_says_how_busy_its_unit_is(watched):
+    for panel in visible(watched.open("v12.html"), ".zoomed"):
+        busy = [re.fullmatch(r"(\d+) %", each.inner_text()) for each in panel.query_selector_all(".names b")]
+        assert len(busy) == len(panel.query_selector_all("svg")) and 0 < max(int(each[1]) for each in busy) <= 100
 
 
 def test_equal_lines_unfold_and_fold(watched):

@@ -54,12 +54,15 @@ if (time) {
 
 const zoom = document.getElementById("zoom");
 if (zoom) {
-  const draw = () => { for (const inner of all(".zoomed .inner")) inner.style.width = 100 * zoom.value + "%"; };
+  const draw = () => zoom.closest("section").style.setProperty("--zoom", zoom.value);
   if (kept.has("zoom")) zoom.value = kept.get("zoom");
   draw();
   zoom.oninput = draw;
   zoom.onchange = () => keep("zoom", zoom.value);
   const fields = all(".zoomed .field");  // parent and stage scroll together
+  const middle = () => { for (const field of fields) field.scrollLeft = field.scrollWidth / 2 - field.clientWidth / 2; };
+  middle();
+  for (const button of shows) button.addEventListener("click", middle);
   for (const field of fields) field.onscroll = () => { for (const other of fields) other.scrollLeft = field.scrollLeft; };
 }
 

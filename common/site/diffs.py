@@ -32,7 +32,7 @@ class Row:
     """A row of the table: a line of each stage.
 
     One of the lines may be missing. Attributes: part: the function that begins in this row; else "". folded: this row is far
-    from any change.
+    from any change, or belongs to the `head` of a file: its docstring and its imports.
     """
 
     old: Line | None
@@ -40,6 +40,7 @@ class Row:
     changed: bool
     part: str = ""
     folded: bool = False
+    head: bool = False
 
 
 @functools.lru_cache(8)  # a file is the new one of a step and the old one of the next
@@ -125,6 +126,17 @@ def _first_lines(text: str) -> dict[int, str]:
     return {min([node.lineno, *(each.lineno for each in node.decorator_list)]): node.name for node in found}
 
 
+def _head(text: str) -> int:
+    """The number of the last line of a file's docstring and imports; 0 if it has none."""
+    ends = [0]
+    for place, node in enumerate(ast.parse(text).body):
+        docstring = not place and isinstance(node, ast.Expr)
+        if not docstring and not isinstance(node, ast.Import | ast.ImportFrom):
+            break
+        ends.append(node.end_lineno)
+    return ends[-1]
+
+
 def rows(old_text: str, new_text: str) -> list[Row]:
     """The rows of two files side by side."""
     old, new = old_text.splitlines(), new_text.splitlines()
@@ -146,10 +158,13 @@ def rows(old_text: str, new_text: str) -> list[Row]:
                 left, right = _differences(old[i], new[j])
             part = begins.get(j + 1, "") if j is not None else ""
             found.append(Row(line(old_tokens, i, left), line(new_tokens, j, right), tag != "equal", part))
-    changes = [place for place, row in enumerate(found) if row.changed]
+    heads = _head(old_text), _head(new_text)
+    for row in found:
+        row.head = all(line.number <= last for line, last in zip((row.old, row.new), heads, strict=True) if line)
+    changes = [place for place, row in enumerate(found) if row.changed and not row.head]
     near = {place + step for place in changes for step in range(-CONTEXT, CONTEXT + 1)}
     for place, row in enumerate(found):
-        row.folded = place not in near
+        row.folded = row.head or place not in near
     return found
 
 

@@ -159,8 +159,8 @@ class Site:
         old, new = ((stages.directory(stage) / CODE[pass_]).read_text() for stage in (parent, name))
         blocks = []
         for row in rows(old, new):
-            if not blocks or blocks[-1]["folded"] != row.folded:
-                blocks.append({"folded": row.folded, "rows": []})
+            if not blocks or (blocks[-1]["folded"], blocks[-1]["head"]) != (row.folded, row.head):
+                blocks.append({"folded": row.folded, "head": row.head, "rows": []})
             blocks[-1]["rows"].append(row)
         return {"pass_": pass_, "file": CODE[pass_], "parts": changed_parts(parent, name, CODE[pass_]), "blocks": blocks}
 

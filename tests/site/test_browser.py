@@ -232,6 +232,15 @@ def test_equal_lines_unfold_and_fold(watched):
     assert page.locator(".diff tr:visible").count() == count
 
 
+@pytest.mark.parametrize("name", ["v3", "v7", "v12"])
+def test_the_code_opens_at_the_first_changed_kernel(watched, name):
+    rows_shown = visible(watched.open(f"{name}.html"), ".diff tbody tr:not(.bar)")
+    shown = [row.inner_text() for row in rows_shown]
+    assert not [text for text in shown if re.search(r"^\d*\s*(import|from) ", text)]
+    changed = next(place for place, row in enumerate(rows_shown) if "ch" in (row.get_attribute("class") or ""))
+    assert changed <= 3 and any("def " in text for text in shown[changed : changed + 10])
+
+
 def test_keys_and_links_lead_from_step_to_step(watched):
     page = watched.open("v3.html")
     page.keyboard.press("ArrowRight")

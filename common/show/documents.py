@@ -99,6 +99,7 @@ def traffic_of_step(name: str) -> str:
     columns = {
         "MB read": lambda count: f"{count['bytes_read'] / 1e6:.2f}",
         "MB written": lambda count: f"{count['bytes_written'] / 1e6:.2f}",
+        "total MB": lambda count: f"{moved(count) / 1e6:.2f}",
         "MFLOP": lambda count: f"{count['flops_executed'] / 1e6:.0f}",
         "FLOP / byte": lambda count: f"{count['flops_executed'] / moved(count):.1f}",
         "kernel launches": lambda count: str(count["kernel_launches"]),
@@ -110,11 +111,14 @@ def traffic_of_step(name: str) -> str:
         both = [counted(counts, stage, *span) for stage in (parent, name) if stage]
         cells = [[show(count) if count else "-" for count in both] for show in columns.values()]
         if not parent or any(len(set(cell)) > 1 for cell in cells):
-            rows[span] = [" → ".join(dict.fromkeys(cell)) for cell in cells]
+            rows[span] = [f"**{' → '.join(cell)}**" if len(set(cell)) > 1 else cell[0] for cell in cells]
     if not rows:
         return f"One head, S = {COUNTED_AT}: bytes and FLOPs as in {spoken(parent)}."
     step = f"{spoken(parent)} → {spoken(name)}: o" if parent else "O"
-    caption = f"{step}ne head, float16, S = {COUNTED_AT}. *µs at peak*: [roofline](../../docs/reading.md#glossary) of an H200."
+    caption = (
+        f"{step}ne head, float16, S = {COUNTED_AT}. *µs at peak*: "
+        "least time ([roofline](../../docs/reading.md#glossary), H200)."
+    )
     return f"{caption}\n\n{_step_table(rows, list(columns))}"
 
 

@@ -120,11 +120,14 @@ def gain_svg(name: str) -> str:
     }
     line = {"type": "line", "point": {"filled": True, "size": 45}}
     hollow = {"type": "point", "size": 130, "filled": False, "strokeWidth": 2}
+    slower = {"type": "text", "text": "slower", "align": "right", "baseline": "top", "dy": 3, "color": "#888", "fontSize": 11}
+    lost = any(row["gain"] < 1 for row in rows)
     layers = [
         {"mark": {"type": "rule", "strokeDash": [3, 3], "color": "#888"}, "encoding": {"y": {"datum": 1}}},
         {"transform": [{"filter": "datum.what == 'measured'"}], "mark": line, "encoding": place},
         {"transform": [{"filter": "datum.what == 'predicted'"}], "mark": hollow, "encoding": place},
     ]
+    layers += [{"mark": slower, "encoding": {"y": {"datum": 1}, "x": {"value": "width"}}}] if lost else []
     panels = list(dict.fromkeys(row["panel"] for row in rows))
     spec = {
         "description": f"Gain of {spoken(name)} by sequence length; hollow marks are predictions",
@@ -132,7 +135,7 @@ def gain_svg(name: str) -> str:
         "facet": {"field": "panel", "type": "nominal", "title": None, "sort": panels},
         "columns": 4,
         "spec": {"width": 240, "height": 130, "layer": layers},
-        "resolve": {"scale": {"y": "independent"}},
+        "resolve": {"axis": {"y": "independent"}},
         "config": LOOK,
     }
     return svg(spec).replace("<svg ", '<svg aria-hidden="true" ', 1)

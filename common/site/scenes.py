@@ -22,6 +22,24 @@ UNUSUAL = {
     "v18a_sums_from_registers": {"head_dim": 128},
 }
 LEAST = 1 / 300  # the width of the shortest access, as a share of the whole width
+WORDS = {  # of lanes
+    "Q": "queries", "K": "keys", "V": "values", "O": "the output", "LSE": "log-sum-exp of each row of scores",
+    "dO": "gradient of the output", "dQ": "gradient of the queries", "dK": "gradient of the keys",
+    "dV": "gradient of the values",
+    "s": "scores: every query times every key", "visible": "the mask: which keys a query sees",
+    "p": "softmax of the scores", "m": "maximum of each row of scores", "l": "sum of each row of exponentials",
+    "o": "the output before it is complete, in float32", "out": "the output before it is rounded",
+    "dp": "gradient of p", "ds": "gradient of the scores",
+    "dq": "gradient of the queries before it is rounded", "dk": "gradient of the keys before it is rounded",
+    "dv": "gradient of the values before it is rounded",
+    "delta": "row sums of dO ∘ O", "sums": "dQ while programs add to it, in float32", "stats": "LSE and delta of each row",
+    "k_t": "the keys, transposed", "lse": "log-sum-exp of each part of the keys",
+    "counter": "what programs share: the next tile, and tiles to compute again",
+    "temporary": "tensors without a name in the code",
+    "copies in": "copies from memory to shared memory", "copies out": "copies from shared memory to memory",
+    "tensor cores": "matmuls", "exponentials": "exp2 of scores", "other instructions": "all other arithmetic",
+    "shared memory": "loads and stores of shared memory by warps",
+}  # fmt: skip
 VISIBLE = 20000  # cycles of a timeline that a wide page shows when it opens: a few tiles
 MOST_ZOOM = 24
 ORDER = "order of accesses, one after the other; width = bytes"
@@ -69,6 +87,11 @@ class Panel:
     lanes: dict[str, list[Mark]]
     keys: dict[int, str] = dataclasses.field(default_factory=dict)
     busy: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @staticmethod
+    def words(lane: str) -> str:
+        """Say what a lane shows."""
+        return WORDS.get(lane.rstrip("\N{PRIME}"), "") + (", another copy" if lane.endswith("\N{PRIME}") else "")
 
 
 @dataclass

@@ -166,6 +166,12 @@ def test_a_page_begins_with_the_picture_of_what_changes(site, name, first):
     assert min(titles.index(title) for title in ("trace", "units") if title in titles) == titles.index(first)
 
 
+def test_each_lane_is_explained(site):
+    for page in site.glob("v*.html"):
+        titles = re.findall(r'<span title="(.*?)"><span>(.*?)</span>', page.read_text())
+        assert not [lane for title, lane in titles if not title.removesuffix(", another copy")], page.name
+
+
 def test_marks_are_drawn_to_scale():
     mark = scenes.Mark("read", 2, 25.0, 50.0, 0.5, 1.0, "program 2 reads <Q>")
     assert drawn([mark], 100.0, False) == (

@@ -6,6 +6,7 @@ python -m common.site.pages --stage v3   # these steps alone, with the start pag
 
 import argparse
 import ast
+import bisect
 import multiprocessing
 import re
 import shutil
@@ -75,6 +76,14 @@ def sections(readme: str) -> dict[str, str]:
     return found | {"Problem": table.sub("", found["Problem"])}
 
 
+def neighbors(name: str) -> tuple[str | None, str | None]:
+    """Return the stages before and after a stage. Both are on the main line; a dead end lies between two of its stages."""
+    line = [each for each in stages.names() if not stages.is_dead_end(each)]
+    place = bisect.bisect_left(line, stages.position(name), key=stages.position)
+    last = place + (name in line)
+    return line[place - 1] if place else None, line[last] if last < len(line) else None
+
+
 def summary(path: Path) -> str:
     """The first line of a module's docstring."""
     return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
@@ -137,16 +146,18 @@ class Site:
 
     def step(self, name: str, found):
         """The page of a stage; `found` are its scenes."""
-        parent, names = stages.parent(name), stages.names()
-        place, readme = names.index(name), stages.directory(name) / "README.md"
+        parent, readme = stages.parent(name), stages.directory(name) / "README.md"
+        before, after = neighbors(name)
+        dropped = [each for each in stages.names() if stages.is_dead_end(each) and stages.parent(each) == name]
         self._texts.page()
         words = Markup(self._texts.inline(idea(name).rstrip("."), readme))
         parts = {title: self._html(text, readme) for title, text in sections(readme.read_text()).items()}
         self._write(
             f"{stages.version(name)}.html", "step.html", title=f"{stages.version(name)}: {idea(name)}".replace("`", ""),
             version=stages.version(name), parent=parent and stages.version(parent), idea=words,
-            before=place and stages.version(names[place - 1]),
-            after=stages.version(names[place + 1]) if place + 1 < len(names) else None,
+            before=before and stages.version(before), after=after and stages.version(after),
+            dropped=[(stages.version(each), idea(each).removeprefix("A dead end: ").rstrip(".")) for each in dropped],
+            dead_end=stages.is_dead_end(name),
             colors=len(COLORS), most_zoom=MOST_ZOOM, zoom=next((scene.zoom for scene in found if scene.units), 1),
             sections=parts, traffic=parts["traffic"], scenes=found, pass_names=PASS_NAMES,
             gains_time_alone=bool(found) and all(scene.moves_the_same for scene in found),

@@ -249,6 +249,9 @@ def test_keys_and_links_lead_from_step_to_step(watched):
     page.wait_for_url("**/v3.html")
     page.click("a[rel=prev]")
     page.wait_for_url("**/v2.html")
+    page = watched.open("v4.html")
+    page.keyboard.press("ArrowRight")
+    page.wait_for_url("**/v5.html")  # not v4a
     page = watched.open("v3.html")
     page.focus("#time")
     page.keyboard.press("ArrowLeft")  # moves the slider

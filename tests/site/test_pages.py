@@ -172,6 +172,16 @@ def test_each_lane_is_explained(site):
         assert not [lane for title, lane in titles if not title.removesuffix(", another copy")], page.name
 
 
+def test_neighbors_are_on_the_main_line_and_dead_ends_apart(site, pages):
+    for name in stages.names():
+        text = (site / f"{stages.version(name)}.html").read_text()
+        around = re.findall(r'<a rel="(?:prev|next)" href="(\w+).html"', text)
+        assert around and not any(stages.is_dead_end(stages.resolve(version)) for version in around)
+    assert re.findall(r'rel="(?:prev|next)" href="(\w+)', (site / "v4a.html").read_text()) == ["v4", "v5"]
+    apart = re.search("Tried and dropped:(.*?)</span>", (site / "v4.html").read_text(), re.DOTALL)[1]
+    assert re.findall(r'href="(\w+)', apart) == ["v4a", "v4b"]
+
+
 def test_marks_are_drawn_to_scale():
     mark = scenes.Mark("read", 2, 25.0, 50.0, 0.5, 1.0, "program 2 reads <Q>")
     assert drawn([mark], 100.0, False) == (

@@ -152,16 +152,17 @@ def result(old: str, new: str) -> dict[str, list[str]]:
                 moved[f"D = {head_dim}"] = results.bytes_in_words(results.moved(before), results.moved(after))
                 executed = before["flops_executed"], after["flops_executed"]
                 flops[f"D = {head_dim}"] = results.bytes_in_words(*executed, "FLOPs")
-        parts = [_at(speed) or "time not measured", _at(moved) and f"reads and writes {_at(moved)}"]
+        bytes_at = _at(moved, named=len(speed) > len(moved))
+        parts = [_at(speed) or "time not measured", bytes_at and f"reads and writes {bytes_at}"]
         parts += [_at(flops)] if set(flops.values()) != {"the same FLOPs"} else []
         found[pass_] = list(filter(None, parts))
     return found
 
 
-def _at(words: dict[str, str]) -> str:
-    """Join words by where they hold; if they hold everywhere, say them once."""
+def _at(words: dict[str, str], named: bool = False) -> str:
+    """Join words by where they hold. If they hold everywhere, say them once, and with `named` say where."""
     if len(set(words.values())) < 2:
-        return "".join(set(words.values()))
+        return "".join(set(words.values())) + (f" at {' and '.join(words)}" if named and words else "")
     return ", ".join(f"{text} at {where}" for where, text in words.items())
 
 

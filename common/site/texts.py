@@ -136,6 +136,8 @@ class Texts:
     def _places(self, state):
         """Let links and pictures lead to pages of the site."""
         for token in state.tokens:
+            if token.type == "table_open":
+                token.attrSet("tabindex", "0")  # a wide table scrolls, also with keys
             for child in token.children or []:
                 if child.type == "link_open":
                     child.attrSet("href", self._link(child.attrGet("href")))

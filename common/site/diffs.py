@@ -32,7 +32,7 @@ class Row:
     """A row of the table: a line of each stage.
 
     One of the lines may be missing. Attributes: part: the function that begins in this row; else "". folded: this row is far
-    from any change, or belongs to the `head` of a file: its docstring and its imports.
+    from any change, or belongs to the `head` of a file: all that precedes its first function.
     """
 
     old: Line | None
@@ -127,14 +127,9 @@ def _first_lines(text: str) -> dict[int, str]:
 
 
 def _head(text: str) -> int:
-    """The number of the last line of a file's docstring and imports; 0 if it has none."""
-    ends = [0]
-    for place, node in enumerate(ast.parse(text).body):
-        docstring = not place and isinstance(node, ast.Expr)
-        if not docstring and not isinstance(node, ast.Import | ast.ImportFrom):
-            break
-        ends.append(node.end_lineno)
-    return ends[-1]
+    """The number of the last line before a file's first function: docstring, imports, classes and constants."""
+    lines = _first_lines(text)
+    return min((line for line, name in lines.items() if not name[0].isupper()), default=1) - 1
 
 
 def rows(old_text: str, new_text: str) -> list[Row]:

@@ -142,7 +142,7 @@ def store_wait(pendings: int):
 
 
 class Matmul(Values):
-    """warpgroup_mma: a matmul. The kernel can use the value only after warpgroup_mma_wait."""
+    """warpgroup_mma: a matmul. The kernel can use the result only after warpgroup_mma_wait."""
 
     def __init__(self, a, b, acc, use_acc):
         (m, k), n = a.shape, b.shape[1]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-ALIGNMENT = 16  # bytes, for the base address and every stride except the last
+ALIGNMENT = 16  # TMA's alignment, in bytes, of the base address and of every stride except the last
 _thread = threading.local()
 
 

@@ -35,7 +35,10 @@ class Scaling:
         self._by_case = {_key(r, r["ranks"], r["seq_len"]): r for r in self.records}
 
     def weak(self, record: dict) -> float | None:
-        """Return the rate per GPU divided by the rate of one GPU with the same tokens; None if one GPU was not measured."""
+        """Return the rate per GPU, divided by the rate of one GPU with as many tokens as each of these GPUs.
+
+        None if one GPU was not measured.
+        """
         alone = self._by_case.get(_key(record, 1, record["seq_len"] // record["ranks"]))
         return record["tflops"] / alone["tflops"] if alone else None
 

@@ -50,7 +50,7 @@ FIRST = "Q", "K", "V", "O", "LSE", "dO", "dQ", "dK", "dV"  # in this order in ea
 
 @dataclass
 class Mark:
-    """A rectangle in a lane.
+    """A rectangle in a lane, which is a row of the picture for one tensor or unit.
 
     Attributes:
         kind: "read", "write" or "add"; for a unit of the SM, "busy". color: the number of a program or of a partition. start,

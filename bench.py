@@ -202,12 +202,12 @@ GRIDS = {  # each part of results/ is one run: a list of command lines, each wit
 
 @functools.cache
 def repeats(impl: str, pass_: str) -> bool:
-    """Whether a dead end's file for a pass is identical to its parent's."""
-    file = {"fwd": "forward.py", "bwd": "backward.py"}.get(pass_)
-    if file is None or impl in BASELINES or not stages.is_dead_end(impl):
+    """Whether a dead end's files for a pass are identical to its parent's."""
+    code = {"fwd": "forward", "bwd": "backward"}.get(pass_)
+    if code is None or impl in BASELINES or not stages.is_dead_end(impl):
         return False
-    ours, theirs = (Path(stages.__path__[0], name, file).read_text() for name in (impl, stages.parent(impl)))
-    return ours == theirs
+    both = impl, stages.parent(impl)
+    return all(len({stages.source(name, file) for name in both}) == 1 for file in stages.files(code, *both))
 
 
 def cases(options: argparse.Namespace) -> list[tuple[str, Workload]]:

@@ -52,6 +52,19 @@ def directory(name: str) -> Path:
     return next((path for path in paths if path.exists()), paths[0])
 
 
+def files(pass_: str, *names: str) -> list[str]:
+    """Return the names of all files that these stages have for a pass, "forward" or "backward": `forward.py`, then its parts,
+    `forward_….py`."""
+    parts = {path.name for name in names for path in directory(name).glob(f"{pass_}_*.py")}
+    return [f"{pass_}.py", *sorted(parts)]
+
+
+def source(name: str, file: str) -> str:
+    """Return the text of a stage's file; "" if the stage has no such file."""
+    path = directory(name) / file
+    return path.read_text() if path.exists() else ""
+
+
 def resolve(name: str) -> str:
     """Return the directory name of a stage; `name` is a directory name or a version ("v3", "V3" or "3").
 

@@ -1,8 +1,13 @@
 """The tests share this code: inputs, the results of a stage, and the check of these results against float64."""
 
+import contextlib
 import functools
 import hashlib
+import importlib
 import re
+import sys
+import types
+from collections import ChainMap
 from pathlib import Path
 
 import torch
@@ -56,12 +61,55 @@ def in_full() -> frozenset[str]:
     return frozenset({line[-1], *last.values()} | untuned)
 
 
-def once(names: list[str], file: str) -> list[str]:
-    """The stages of `names`. On the interpreter, of stages with the same file only the first: the others' results are equal."""
+def once(names: list[str], pass_: str) -> list[str]:
+    """The stages of `names`. On the interpreter, of stages with the same code for a pass only the first: the others' results
+    are equal."""
     first = {}
     for name in names:
-        first.setdefault((stages.directory(name) / file).read_bytes() if INTERPRETED else name, name)
+        first.setdefault(tuple(sources(name, pass_).items()) if INTERPRETED else name, name)
     return list(first.values())
+
+
+def sources(name: str, pass_: str) -> dict[str, str]:
+    """The texts of a pass's files by their names."""
+    return {file: stages.source(name, file) for file in stages.files(pass_, name)}
+
+
+def namespaces(name: str, pass_: str = "forward") -> list[dict]:
+    """The global names of each file of a stage's pass; changing them changes the stage."""
+    modules = [file.removesuffix(".py") for file in stages.files(pass_, name)]
+    return [vars(importlib.import_module(f"stages.{name}.{module}")) for module in modules]
+
+
+def names_in(name: str, pass_: str = "forward") -> ChainMap:
+    """All global names of a stage's pass."""
+    return ChainMap(*namespaces(name, pass_))
+
+
+def set_names(monkeypatch, name: str, **values):
+    """Set global names in each file of a stage's forward that has them."""
+    for names in namespaces(name):
+        for variable in values.keys() & names.keys():
+            monkeypatch.setitem(names, variable, values[variable])
+
+
+@contextlib.contextmanager
+def mutant(name: str, file: str, text: str, folder: Path):
+    """A package with the files of a stage's passes, one of which has another text.
+
+    Its modules import each other and not the stage's.
+    """
+    package = types.ModuleType(f"stages.{name}.mutant")
+    package.__path__ = [str(folder)]
+    for pass_ in ("forward", "backward"):
+        for each, source in sources(name, pass_).items():
+            (folder / each).write_text(text if each == file else source)
+    sys.modules[package.__name__] = package
+    try:
+        yield package.__name__
+    finally:
+        for module in [module for module in sys.modules if module.startswith(package.__name__)]:
+            del sys.modules[module]
 
 
 def make_inputs(seq_q, seq_k, head_dim=32, dtype=torch.float16, *, batch=2, heads=3, kv_heads=None, value_dim=None):

@@ -3,11 +3,12 @@
 A prediction is the list of a pass's steps, each (bytes read, bytes written) or (bytes read, bytes written, FLOPs).
 """
 
-import importlib
 import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+
+from cases import names_in
 
 from common.measure.traffic import GPUS
 
@@ -307,8 +308,8 @@ def v7_backward(p: Problem) -> Steps:
 
 ROWS = 64  # per consumer: queries in the forward, keys in the backward
 NUM_SMS = GPUS["h200"].num_sms
-V15 = importlib.import_module("stages.v15_split_keys.forward")  # decides which work is short, and how to split it
-V17 = importlib.import_module("stages.v17_safe_speculation.forward")  # decides how many first keys and samples there are
+V15 = names_in("v15_split_keys")  # decides which work is short, and how to split it
+V17 = names_in("v17_safe_speculation")  # decides how many first keys and samples there are
 
 
 def _wide(p: Problem) -> bool:
@@ -365,14 +366,14 @@ def v15_forward(p: Problem, safe: bool = False) -> Steps:
     packed = per_kv if 64 % per_kv == 0 else 1  # rows per query: its group's heads, side by side
     seen_keys = min(p.seq_q, p.seq_k) if p.causal else p.seq_k
     squares = math.ceil(p.seq_q * packed / 128) * math.ceil(seen_keys / 128) * (p.heads // packed)
-    few = p.seq_q * packed <= 128 or (not _wide(p) and squares <= V15.FEW_SQUARES * NUM_SMS)
+    few = p.seq_q * packed <= 128 or (not _wide(p) and squares <= V15["FEW_SQUARES"] * NUM_SMS)
     m, n = (128, 128) if few else (128 if _wide(p) else 256, 64)
     tiles = math.ceil(p.seq_q * packed / m) * (p.heads // packed)
     key_tiles = math.ceil(seen_keys / n)
     splits = 1
     if few or tiles < NUM_SMS:
         width = p.head_dim + p.value_dim
-        splits = V15.splits_of(tiles, key_tiles, min(p.seq_q * packed, m), n, width, NUM_SMS)
+        splits = V15["splits_of"](tiles, key_tiles, min(p.seq_q * packed, m), n, width, NUM_SMS)
     if few and key_tiles <= splits and n > ROWS:
         n, key_tiles = n // 2, key_tiles * 2
     if splits == 1 and not few and tiles == math.ceil(p.seq_q / m) * p.heads:
@@ -380,7 +381,7 @@ def v15_forward(p: Problem, safe: bool = False) -> Steps:
     rows = p.seq_q * packed
     jobs = math.ceil(rows / m) * p.heads // packed * splits
     turns = math.ceil(jobs / NUM_SMS)
-    at_once = few or turns * math.ceil(key_tiles / splits) <= V15.SHORT[max(p.head_dim, p.value_dim)]
+    at_once = few or turns * math.ceil(key_tiles / splits) <= V15["SHORT"][max(p.head_dim, p.value_dim)]
 
     def seen(end_row, split):  # key tiles of the split
         tiles = math.ceil((min(end_row // packed, p.seq_k) if p.causal else p.seq_k) / n)
@@ -404,12 +405,12 @@ def v15_forward(p: Problem, safe: bool = False) -> Steps:
         counted = jobs * INT if splits == 1 or safe else 0
         first_keys = looks = 0  # looks: the flags that are read
         if safe:
-            first_keys = V17.FIRST_KEYS if seen_keys > V17.SHORT_ROW else V17.FIRST_KEYS // 2
-            lately = V17.LATELY.value
+            first_keys = V17["FIRST_KEYS"] if seen_keys > V17["SHORT_ROW"] else V17["FIRST_KEYS"] // 2
+            lately = V17["LATELY"].value
             looks = sum(min(lately, jobs + lately - max(job + 1 - lately, 0)) for job in range(jobs))
         read += p.heads // packed * splits * math.ceil(rows / m) * m // ROWS * min(first_keys, p.seq_k) * p.row_of_q
         if safe:
-            yield _samples(p, m, n, packed, first_keys, (2 + V17.LATELY.value + jobs) * INT)
+            yield _samples(p, m, n, packed, first_keys, (2 + V17["LATELY"].value + jobs) * INT)
         else:
             yield 0, (2 + jobs) * INT
         flops = p.flops(steps * ROWS * n, 1, 1) + p.flops(jobs * m * first_keys, 1, 0)
@@ -424,9 +425,9 @@ def _samples(p: Problem, m: int, n: int, packed: int, first_keys: int, flags: in
     heads, rows = p.heads // packed, p.seq_q * packed
     tiles_m = math.ceil(rows / m)
     per_kv = p.heads // p.kv_heads // packed
-    fit = V17.L2_SHARE["causal" if p.causal else "full"] // (p.seq_k * (p.row_of_q + p.row_of_o))
+    fit = V17["L2_SHARE"]["causal" if p.causal else "full"] // (p.seq_k * (p.row_of_q + p.row_of_o))
     group = per_kv * max(1, min(p.kv_heads, fit))
-    read, samples = 0, min(V17.LATELY.value, NUM_SMS)
+    read, samples = 0, min(V17["LATELY"].value, NUM_SMS)
     for sample in range(samples):
         tile = sample * heads * tiles_m // samples
         inside = tile % (group * tiles_m)

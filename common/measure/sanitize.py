@@ -81,8 +81,10 @@ class Known:
 
 
 def _with(text: str) -> tuple[str, ...]:
-    """Return the stages whose forward.py contains `text`."""
-    return tuple(name for name in stages.names() if text in (ROOT / "stages" / name / "forward.py").read_text())
+    """Return the stages whose forward contains `text`."""
+    return tuple(
+        name for name in stages.names() if any(text in stages.source(name, file) for file in stages.files("forward", name))
+    )
 
 
 TOLD, ROLES, BY_COMPILER = _with("next_tiles.number.index("), _with("gl.warp_specialize("), _with(" warp_specialize=")

@@ -356,7 +356,7 @@ def tables_of(path: Path) -> str:
 def step_hunk() -> str:
     """One change of one step, as a diff: v6's order of tiles."""
     old, new = (stages.resolve(version) for version in ("v5", "v6"))
-    before, after = ((ROOT / "stages" / name / "forward.py").read_text().splitlines() for name in (old, new))
+    before, after = (stages.source(name, "forward.py").splitlines() for name in (old, new))
     lines = list(difflib.unified_diff(before, after, n=0, lineterm=""))[2:]
     hunks = "\n".join(line for line in lines if not line.startswith("@@") and not line[1:].startswith(("from ", '"""')))
     return f"```diff\n{hunks}\n```"

@@ -55,7 +55,7 @@ The gain, and why it is more or less than predicted.
 """
 NEXT = """\
 stages/{name} has the kernels of {source}, its parent. Write next:
-  stages/{name}/forward.py, backward.py: the idea; keep names, order and formatting
+  stages/{name}/forward.py, backward.py and their parts: the idea; keep names, order and formatting
   stages/{name}/__init__.py: the idea in at most 12 words, on the first line; `make story` and README.md show it
   stages/{name}/README.md: the text under the headings
   tests/predictions.py: bytes and FLOPs of {version}; {prediction}

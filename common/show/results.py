@@ -23,7 +23,7 @@ def run_file(name: str) -> Path:
     return ROOT / "results" / f"{name}-h200.json"
 
 
-CODE = {"fwd": "forward.py", "bwd": "backward.py"}  # a stage's file for each pass
+CODE = {"fwd": "forward", "bwd": "backward"}  # the passes that have code of their own, as `stages.files` calls them
 TRAFFIC = ROOT / "results" / "traffic.json"
 COUNTED_AT = 2048  # the sequence length of that file
 UNITS = ROOT / "results" / "units-h200.json"
@@ -169,11 +169,10 @@ def _parsed_code(text: str) -> str:
 
 def same_code(new: str, old: str, pass_: str) -> bool:
     """Whether two stages have the same code for a pass, apart from comments; False if a stage no longer exists."""
-    paths = [stages.directory(name) / CODE[pass_] for name in (new, old)]
-    if not all(path.exists() for path in paths):
+    if not all(stages.directory(name).exists() for name in (new, old)):
         return False
-    ours, theirs = (path.read_text() for path in paths)
-    return ours == theirs or _parsed_code(ours) == _parsed_code(theirs)
+    both = ([stages.source(name, file) for name in (new, old)] for file in stages.files(CODE[pass_], new, old))
+    return all(ours == theirs or _parsed_code(ours) == _parsed_code(theirs) for ours, theirs in both)
 
 
 def implementations(records: list[dict]) -> list[str]:

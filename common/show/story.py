@@ -9,6 +9,7 @@ python -m common.show.story diff v4 v5    # one step, code first
 import argparse
 import ast
 import functools
+import os
 import shutil
 import subprocess
 import sys
@@ -21,8 +22,6 @@ from common.measure.workloads import Workload
 from common.show import results
 from common.show.tables import PASS_NAMES
 
-CODE = tuple(results.CODE.values())
-FILES = (*CODE, "__init__.py")
 WIDTH = 100  # of a terminal
 # Gains that the means do not show, because they are of other workloads: by run, words and the fields of its records.
 ELSEWHERE = {
@@ -46,13 +45,14 @@ class Change:
         return f"{size}, in {', '.join(self.functions) or 'no function'}"
 
 
-def functions(path) -> dict[str, str]:
-    """Return the source of each function in a file, including decorators, in order."""
-    return _functions(path.read_text())
+def code_files(*names: str) -> list[str]:
+    """Return the names of the files of these stages' passes."""
+    return [file for pass_ in results.CODE.values() for file in stages.files(pass_, *names)]
 
 
 @functools.lru_cache(128)
-def _functions(text: str) -> dict[str, str]:
+def functions(text: str) -> dict[str, str]:
+    """Return the source of each function in a file's text, including decorators, in order."""
     found = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
     sources = {}
     for node in found:
@@ -61,19 +61,23 @@ def _functions(text: str) -> dict[str, str]:
     return sources
 
 
+def _git_diff(old: str, new: str, file: str, *options: str) -> str:
+    """Compare a file of two stages with git. A stage that lacks the file counts as one with an empty file."""
+    paths = [stages.directory(stage) / file for stage in (old, new)]
+    shown = [os.path.relpath(path, results.ROOT) if path.exists() else os.devnull for path in paths]
+    command = ["git", "diff", "--no-index", *options, *shown]
+    return subprocess.run(command, cwd=results.ROOT, capture_output=True, text=True, check=False).stdout
+
+
 def change(old: str, new: str) -> Change:
     """Compare the code of stages `old` and `new`, given as directory names."""
     added = removed = 0
     touched = []
-    for name in CODE:
-        paths = [stages.directory(stage) / name for stage in (old, new)]
-        counted = subprocess.run(
-            ["git", "diff", "--no-index", "--numstat", *map(str, paths)], capture_output=True, text=True, check=False
-        )  # exit status 1 if the files differ
-        if counted.stdout:
-            plus, minus, _ = counted.stdout.split("\t", 2)
+    for file in code_files(old, new):
+        if counted := _git_diff(old, new, file, "--numstat"):
+            plus, minus, _ = counted.split("\t", 2)
             added, removed = added + int(plus), removed + int(minus)
-        before, after = map(functions, paths)
+        before, after = (functions(stages.source(stage, file)) for stage in (old, new))
         touched += [function for function in (before | after) if before.get(function) != after.get(function)]
     return Change(added, removed, tuple(dict.fromkeys(touched)))
 
@@ -231,12 +235,8 @@ def print_story():
 def print_diff(old: str, new: str, prose: bool):
     """Print the change from one stage to another: the code, with `prose` the READMEs, then its size and gain."""
     color = "always" if sys.stdout.isatty() else "never"
-    for name in (*FILES, "README.md") if prose else FILES:
-        shown = subprocess.run(
-            ["git", "diff", "--no-index", "--no-prefix", f"--color={color}", f"stages/{old}/{name}", f"stages/{new}/{name}"],
-            cwd=results.ROOT, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        print(shown.stdout, end="")
+    for file in (*code_files(old, new), "__init__.py", *(["README.md"] if prose else [])):
+        print(_git_diff(old, new, file, "--no-prefix", f"--color={color}"), end="")
     print("", new, *step_lines(old, new), "", sources(), sep="\n")
 
 

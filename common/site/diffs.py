@@ -165,5 +165,5 @@ def rows(old_text: str, new_text: str) -> list[Row]:
 
 def changed_parts(old: str, new: str, file: str) -> list[str]:
     """The functions of a file that a stage adds or changes."""
-    before, after = (functions(stages.directory(name) / file) for name in (old, new))
+    before, after = (functions(stages.source(name, file)) for name in (old, new))
     return [part for part in after if before.get(part) != after[part]]

@@ -161,19 +161,28 @@ class Site:
             colors=len(COLORS), most_zoom=MOST_ZOOM, zoom=next((scene.zoom for scene in found if scene.units), 1),
             sections=parts, traffic=parts["traffic"], scenes=found, pass_names=PASS_NAMES,
             gains_time_alone=bool(found) and all(scene.moves_the_same for scene in found),
-            diffs=[self._diff(name, parent, pass_) for pass_ in CODE if parent and not same_code(name, parent, pass_)],
+            diffs=self._diffs(name, parent) if parent else [],
             chart=Markup(charts.gain_svg(name)), result=parent and result(parent, name), counted_at=COUNTED_AT,
         )  # fmt: skip
 
+    def _diffs(self, name, parent):
+        """A table for each file that differs, in a pass whose code differs."""
+        return [
+            self._diff(name, parent, pass_, file)
+            for pass_ in CODE
+            if not same_code(name, parent, pass_)
+            for file in stages.files(CODE[pass_], parent, name)
+            if stages.source(parent, file) != stages.source(name, file)
+        ]
+
     @staticmethod
-    def _diff(name, parent, pass_):
-        old, new = ((stages.directory(stage) / CODE[pass_]).read_text() for stage in (parent, name))
+    def _diff(name, parent, pass_, file):
         blocks = []
-        for row in rows(old, new):
+        for row in rows(stages.source(parent, file), stages.source(name, file)):
             if not blocks or (blocks[-1]["folded"], blocks[-1]["head"]) != (row.folded, row.head):
                 blocks.append({"folded": row.folded, "head": row.head, "rows": []})
             blocks[-1]["rows"].append(row)
-        return {"pass_": pass_, "file": CODE[pass_], "parts": changed_parts(parent, name, CODE[pass_]), "blocks": blocks}
+        return {"pass_": pass_, "file": file, "parts": changed_parts(parent, name, file), "blocks": blocks}
 
     def code(self):
         """Pages of the files that texts link to."""

@@ -3,14 +3,13 @@
 If a deletion raises no error, delete the statement from the kernel, or add a problem below that needs it.
 """
 
-import importlib.util
+import importlib
 import itertools
 import re
-from pathlib import Path
 
 import pytest
 import torch
-from cases import make_inputs
+from cases import make_inputs, mutant, sources
 from triton.runtime.interpreter import InterpreterError
 
 import stages
@@ -42,48 +41,43 @@ EVERY = 12  # the default run deletes one statement in 12 of a file
 
 
 def statements():
-    """Each statement to delete, as (stage, part, index of its line)."""
-    for name, part in itertools.product(stages.names(), ("forward", "backward")):
-        lines = Path(stages.__path__[0], name, f"{part}.py").read_text().splitlines()
-        found = [index for index, line in enumerate(lines) if STATEMENT.match(line)]
-        for number, index in enumerate(found):
+    """Each statement to delete, as (stage, pass, file, index of its line)."""
+    for name, pass_ in itertools.product(stages.names(), ("forward", "backward")):
+        found = [
+            (file, index)
+            for file, text in sources(name, pass_).items()
+            for index, line in enumerate(text.splitlines())
+            if STATEMENT.match(line)
+        ]
+        for number, (file, index) in enumerate(found):
             marks = [pytest.mark.long] if number % EVERY else []
-            yield pytest.param(name, part, index, id=f"{name}-{part}-{index + 1}", marks=marks)
+            yield pytest.param(name, pass_, file, index, id=f"{name}-{file}-{index + 1}", marks=marks)
 
 
-def without_line(name, part, index, folder):
-    """`forward` or `backward` of a stage, loaded from a copy of its file in which one line is `pass`."""
-    lines = Path(stages.__path__[0], name, f"{part}.py").read_text().splitlines()
-    indent = re.match(r"\s*", lines[index])[0]
-    path = folder / f"{part}.py"
-    path.write_text("\n".join([*lines[:index], f"{indent}pass", *lines[index + 1 :]]))
-    spec = importlib.util.spec_from_file_location(f"stages.{name}.mutant", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return getattr(module, part)
-
-
-def run(function, part, stage, problem):
+def run(function, pass_, stage, problem):
     """Run one pass of a stage with `function` in place of its own."""
     seq_q, seq_k, head_dim, value_dim, causal, heads, kv_heads, wider = problem
     q, k, v, grad_out = make_inputs(seq_q, seq_k, head_dim, batch=1, heads=heads, kv_heads=kv_heads, value_dim=value_dim)
     options = {"causal": causal, "scale": wider * head_dim**-0.5}
-    if part == "forward":
+    if pass_ == "forward":
         return function(q, k, v, **options)
     return function(grad_out, q, k, v, *stage.forward(q, k, v, **options), **options)
 
 
-@pytest.mark.parametrize("name, part, index", list(statements()))
-def test_deleting_a_barrier_raises_an_error(name, part, index, tmp_path):
-    function, stage = without_line(name, part, index, tmp_path), stages.load(name)
-    for seed, problem in itertools.product(SEEDS, PROBLEMS):
-        schedule.restart_seeds(seed)
-        torch.manual_seed(0)
-        try:
-            run(function, part, stage, problem)
-        except InterpreterError as error:
-            assert f"{part}.py:" in str(error) and "GLUON_SEED" in str(error), error
-            return
+@pytest.mark.parametrize("name, pass_, file, index", list(statements()))
+def test_deleting_a_barrier_raises_an_error(name, pass_, file, index, tmp_path):
+    lines = stages.source(name, file).splitlines()
+    lines[index] = re.match(r"\s*", lines[index])[0] + "pass"
+    with mutant(name, file, "\n".join(lines), tmp_path) as package:
+        function, stage = getattr(importlib.import_module(f"{package}.{pass_}"), pass_), stages.load(name)
+        for seed, problem in itertools.product(SEEDS, PROBLEMS):
+            schedule.restart_seeds(seed)
+            torch.manual_seed(0)
+            try:
+                run(function, pass_, stage, problem)
+            except InterpreterError as error:
+                assert f"{tmp_path}/{pass_}" in str(error) and "GLUON_SEED" in str(error), error
+                return
     pytest.fail("nothing is missed")
 
 
@@ -91,6 +85,6 @@ def test_deleting_a_barrier_raises_an_error(name, part, index, tmp_path):
 @pytest.mark.parametrize("stage", sorted({param.values[0] for param in statements()}, key=stages.position))
 def test_complete_kernel_raises_no_error(stage, problem):
     """Without this check the test above could pass for another reason."""
-    for part in ("forward", "backward"):
+    for pass_ in ("forward", "backward"):
         schedule.restart_seeds(0)
-        run(getattr(stages.load(stage), part), part, stages.load(stage), problem)
+        run(getattr(stages.load(stage), pass_), pass_, stages.load(stage), problem)

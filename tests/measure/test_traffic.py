@@ -1,17 +1,16 @@
 """Each stage moves and computes what its formula says, to the byte. The counter is tested too."""
 
+import contextlib
 import dataclasses
-import importlib.util
-import itertools
+import importlib
 import re
 import types
-from pathlib import Path
 
 import pytest
 import torch
 import triton
 import triton.language as tl
-from cases import TILED, in_full, make_inputs
+from cases import TILED, in_full, make_inputs, mutant, namespaces
 from predictions import PREDICTIONS, Problem, total
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -127,10 +126,11 @@ def test_formula_holds_where_keys_are_split(sizes):
 
 def nothing_is_short(monkeypatch, *modules):
     """Make v15 and its formula treat all work as long."""
-    for module in (importlib.import_module("stages.v15_split_keys.forward"), *modules):
-        for width in getattr(module, "SHORT", ()):
-            monkeypatch.setitem(module.SHORT, width, 0)
-        monkeypatch.setattr(module, "FEW_SQUARES", 0, raising=False)
+    for names in (*namespaces("v15_split_keys"), *map(vars, modules)):
+        for width in names.get("SHORT", ()):
+            monkeypatch.setitem(names["SHORT"], width, 0)
+        if "FEW_SQUARES" in names:
+            monkeypatch.setitem(names, "FEW_SQUARES", 0)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
@@ -224,57 +224,65 @@ def accesses():
     """Every line of every kernel that loads or stores: (stage, file, index of the line). A line is marked long if its function
     equals the parent's, or is not in a stage that the default run checks in full."""
     checked = {
-        (part, *function)
-        for name, part in itertools.product(in_full(), ("forward", "backward"))
-        for function in story.functions(Path(stages.__path__[0], name, f"{part}.py")).items()
+        (file, *function)
+        for name in in_full()
+        for file in story.code_files(name)
+        for function in story.functions(stages.source(name, file)).items()
     }
     for name in stages.names():
         base = stages.parent(name)
-        for part in ("forward", "backward"):
-            path = Path(stages.__path__[0], name, f"{part}.py")
-            known = story.functions(path.parents[1] / base / path.name) if base else {}
-            source, kept, for_failed = path.read_text(), set(), set()
-            for function, text in story.functions(path).items():
+        for file in story.code_files(name):
+            known = story.functions(stages.source(base, file)) if base else {}
+            source, kept, for_failed = stages.source(name, file), set(), set()
+            for function, text in story.functions(source).items():
                 first = source[: source.index(text)].count("\n")
-                if known.get(function) == text or (part, function, text) not in checked:
+                if known.get(function) == text or (file, function, text) not in checked:
                     kept.update(range(first, first + 1 + text.count("\n")))
                 if function in FOR_FAILED:
                     for_failed.update(range(first, first + 1 + text.count("\n")))
             for i, line in enumerate(source.splitlines()):
                 if ACCESS.match(line) and i not in for_failed:
                     marks = [pytest.mark.long] if i in kept else []
-                    yield pytest.param(name, part, i, id=f"{name}-{part}-{i + 1}", marks=marks)
+                    yield pytest.param(name, file, i, id=f"{name}-{file}-{i + 1}", marks=marks)
 
 
-@pytest.mark.parametrize("name, part, index", list(accesses()))
-def test_access_that_happens_twice_is_noticed(name, part, index, tmp_path, monkeypatch):
+@pytest.fixture
+def mutated(tmp_path):
+    """A function that returns a stage with another text of one of its files, and its forward's modules."""
+    with contextlib.ExitStack() as stack:
+
+        def changed(name, file, text):
+            package = stack.enter_context(mutant(name, file, text, tmp_path))
+            forwards = [importlib.import_module(f"{package}.{each[:-3]}") for each in stages.files("forward", name)]
+            backward = importlib.import_module(f"{package}.backward").backward
+            return types.SimpleNamespace(forward=forwards[0].forward, backward=backward), forwards
+
+        yield changed
+
+
+@pytest.mark.parametrize("name, file, index", list(accesses()))
+def test_access_that_happens_twice_is_noticed(name, file, index, mutated, monkeypatch):
     stage = stages.load(name)
     if version(stage) not in PREDICTIONS:
         pytest.skip("its formula is not written yet: tests/predictions.py")
-    lines = Path(stages.__path__[0], name, f"{part}.py").read_text().splitlines()
-    path = tmp_path / "mutant.py"
-    path.write_text("\n".join([*lines[: index + 1], *lines[index:]]))
-    spec = importlib.util.spec_from_file_location(f"{stage.__name__}.mutant", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    mutant = types.SimpleNamespace(forward=stage.forward, backward=stage.backward)
-    setattr(mutant, part, getattr(module, part))
-    pass_ = ("forward", "backward").index(part)
+    lines = stages.source(name, file).splitlines()
+    changed, forwards = mutated(name, file, "\n".join([*lines[: index + 1], *lines[index:]]))
+    pass_ = int(file.startswith("backward"))
     p = problem(*TILED, 32, True)  # one for which the formula is right, as tested above
     if "async_copy_global_to_shared" in lines[index]:  # a race for the buffer, or more bytes than its barrier expects
         with pytest.raises(InterpreterError, match="race: a copy writes|a copy brings .* bytes to .* which expects"):
-            counted(mutant, p)
-            counted(mutant, problem(*TILED, 256, True))
-            nothing_is_short(monkeypatch, module)
-            counted(mutant, problem(130, 70, 32, True))
+            counted(changed, p)
+            counted(changed, problem(*TILED, 256, True))
+            nothing_is_short(monkeypatch, *forwards)
+            counted(changed, problem(130, 70, 32, True))
         return
     both = "atomic_add" in lines[index] and "desc" not in lines[index]
     # The second problem is split in stages that split keys. The third is not, and is made long. The last has the widest heads.
     for each in (p, problem(2, 1500, 32, False), problem(130, 70, 32, True), problem(*TILED, 256, True)):
         if each.seq_q == 130:
-            nothing_is_short(monkeypatch, module)
+            nothing_is_short(monkeypatch, *forwards)
         read, written, _ = predicted(version(stage), pass_, each)
-        counts = counted(mutant, each)[pass_]
+        counts = counted(changed, each)[pass_]
         if noticed := (counts.read > read) + (counts.written > written):
             break
     assert noticed == 1 + both

@@ -10,7 +10,7 @@ axe_playwright = pytest.importorskip("axe_playwright_python.sync_playwright")
 pytest.importorskip("vl_convert")
 
 import stages  # noqa: E402
-from common.show.results import CODE  # noqa: E402
+from common.show.story import code_files  # noqa: E402
 from common.site.browser import HINT, chromium, path  # noqa: E402
 from common.site.diffs import rows  # noqa: E402
 
@@ -290,9 +290,8 @@ def test_without_scripts_everything_is_there(browser, site):
     page.goto(f"{site.as_uri()}/v3.html")
     assert [each.inner_text().split(":")[0] for each in visible(page, ".parts")] == ["forward.py", "backward.py"]
     assert len(visible(page, ".panel")) == 4 and not visible(page, "button")
-    texts = [
-        [(stages.directory(name) / file).read_text() for name in ("v2_fa1_tiling", "v3_fa2_causal")] for file in CODE.values()
-    ]
+    both = ("v2_fa1_tiling", "v3_fa2_causal")
+    texts = [[stages.source(name, file) for name in both] for file in code_files(*both)]
     assert len(visible(page, ".diff tbody tr")) == sum(len(rows(*both)) for both in texts)
     page.goto(f"{site.as_uri()}/index.html")
     assert visible(page, "#chart svg") and not visible(page, "#choices")

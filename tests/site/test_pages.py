@@ -101,9 +101,13 @@ def test_a_readme_is_shown_as_a_whole(name):
 
 
 @pytest.mark.parametrize(("parent", "name"), STEPS)
-@pytest.mark.parametrize("file", CODE.values())
-def test_a_diff_holds_both_files(parent, name, file):
-    old, new = ((stages.directory(stage) / file).read_text() for stage in (parent, name))
+@pytest.mark.parametrize("pass_", CODE.values())
+def test_a_diff_holds_both_files(parent, name, pass_):
+    for file in stages.files(pass_, parent, name):
+        holds_both(*(stages.source(stage, file) for stage in (parent, name)))
+
+
+def holds_both(old, new):
     found = rows(old, new)
     for side, text in (("old", old), ("new", new)):
         lines = [getattr(row, side) for row in found if getattr(row, side)]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import by_functions, check, make_inputs
+from cases import by_functions, check, make_inputs, names_in, set_names
 
 import stages
 from common.kernels import replay
@@ -72,10 +72,9 @@ def test_scores_far_below_zero_of_more_queries_than_keys(stage, head_dim, seq_k,
 @pytest.mark.every_stage
 def test_the_tile_of_the_first_queries_may_fail(stage, monkeypatch):
     """A stage that speculates has a flag for each failed tile. The rows before query 0 add a tile, which needs a flag too."""
-    names = stage.forward.__globals__
-    if "SHORT" in names:  # work of at most that many key tiles does not speculate
-        for name, value in {"FEW_SQUARES": 0, "SHORT": dict.fromkeys(names["SHORT"], 0), "splits_of": lambda *_: 1}.items():
-            monkeypatch.setitem(names, name, value)
+    name = stage.__name__.removeprefix("stages.")
+    shorts = dict.fromkeys(names_in(name).get("SHORT", ()), 0)  # work of at most that many key tiles does not speculate
+    set_names(monkeypatch, name, FEW_SQUARES=0, SHORT=shorts, splits_of=lambda *_: 1)
     monkeypatch.setattr(replay, "is_watched", lambda: True)  # no call is replayed for another with its shapes
     q, k, v, grad_out = make_inputs(256, 256 + 129, 128, batch=1, heads=1)
     q[..., 0] = 0

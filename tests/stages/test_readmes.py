@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from cases import sources
 
 ROOT = Path(__file__).parents[2]
 HEADINGS = ["Problem", "Idea", "Derivation", "Algorithm", "Gain", "Limits"]
@@ -28,7 +29,8 @@ def test_gain_has_its_markers_once_and_in_its_section(readme):
 
 
 def test_notes_that_are_quoted_are_in_the_code(stage, readme):
-    code = "".join((Path(stage.__file__).parent / f"{part}.py").read_text() for part in ("forward", "backward"))
+    name = stage.__name__.removeprefix("stages.")
+    code = "".join(text for pass_ in ("forward", "backward") for text in sources(name, pass_).values())
     for note in re.findall(r"`(NOTE: .*?)`", readme, re.DOTALL):
         assert " ".join(note.split()) in code
 

@@ -1,22 +1,18 @@
 """Safe speculation: results are right if other keys score far above the first keys, and no tile is started in vain."""
 
-import importlib
-
 import pytest
 import torch
 from cases import check as check_both_passes
-from cases import make_inputs, once
+from cases import make_inputs, names_in, once, set_names
 
 import stages
 from common.kernels import replay
 from common.measure.reference import assert_correct, plain, truth
 from common.runtime import DEVICE, Device, interpreted_as
 
-SAFE = once(
-    [name for name in stages.names() if hasattr(importlib.import_module(f"stages.{name}.forward"), "FIRST_KEYS")], "forward.py"
-)
+SAFE = once([name for name in stages.names() if "FIRST_KEYS" in names_in(name)], "forward")
 PROGRAMS = 2  # that run at a time, so that each takes several tiles
-SAMPLES = importlib.import_module(f"stages.{SAFE[0]}.forward").LATELY.value
+SAMPLES = names_in(SAFE[0])["LATELY"].value
 
 
 def options_of(name):
@@ -25,12 +21,10 @@ def options_of(name):
     return getattr(kernel, "arg_names", ())
 
 
-def make_long(stage, monkeypatch):
+def make_long(name, monkeypatch):
     """Make a stage treat all work as long, without splits, and run each call without replay."""
-    names = stage.forward.__globals__
-    long = {"FEW_SQUARES": 0, "SHORT": dict.fromkeys(names.get("SHORT", ()), 0), "splits_of": lambda *_: 1}
-    for name in long.keys() & names.keys():
-        monkeypatch.setitem(names, name, long[name])
+    shorts = dict.fromkeys(names_in(name).get("SHORT", ()), 0)
+    set_names(monkeypatch, name, FEW_SQUARES=0, SHORT=shorts, splits_of=lambda *_: 1)
     monkeypatch.setattr(replay, "is_watched", lambda: True)
 
 
@@ -40,7 +34,7 @@ def long_work(request, monkeypatch):
     if reason := stages.unavailable(request.param):
         pytest.skip(f"{request.param} {reason}")
     stage = stages.load(request.param)
-    make_long(stage, monkeypatch)
+    make_long(request.param, monkeypatch)
     with interpreted_as(Device(num_sms=PROGRAMS)):
         yield stage
 
@@ -59,7 +53,7 @@ def with_key(key, nats, heads, seq_len, head_dim, dtype):
     return q, k, v
 
 
-SPECULATING = once([name for name in stages.names() if "MODE" in options_of(name)], "forward.py")
+SPECULATING = once([name for name in stages.names() if "MODE" in options_of(name)], "forward")
 SINKS = [0, 10, 15, 16, 45]  # one key per head: among the 16 first keys that short rows guess their maximum from, or past them
 
 
@@ -71,7 +65,7 @@ def test_rows_before_a_sink_do_not_see_it(name, nats, dtype, monkeypatch):
     if reason := stages.unavailable(name):
         pytest.skip(f"{name} {reason}")
     stage = stages.load(name)
-    make_long(stage, monkeypatch)
+    make_long(stage.__name__.removeprefix("stages."), monkeypatch)
     # More than 128 rows: fewer keep a running maximum.
     heads = [with_key(key, nats, 1, 130, 64, dtype) for key in SINKS]
     q, k, v = (torch.cat(tensors, 1) for tensors in zip(*heads, strict=True))

@@ -1,10 +1,8 @@
 """Keys are split over programs, and the parts merged. With any number of splits the result is one softmax's."""
 
-import importlib
-
 import pytest
 import torch
-from cases import by_functions, make_inputs, once
+from cases import by_functions, make_inputs, names_in, once, set_names
 
 import stages
 from common.kernels import replay
@@ -12,9 +10,7 @@ from common.measure.reference import assert_correct, plain, truth
 from common.operator import diagonal
 from common.runtime import DEVICE
 
-SPLITTING = once(
-    [name for name in stages.names() if hasattr(importlib.import_module(f"stages.{name}.forward"), "splits_of")], "forward.py"
-)
+SPLITTING = once([name for name in stages.names() if "splits_of" in names_in(name)], "forward")
 
 
 @pytest.fixture(autouse=True)
@@ -31,8 +27,7 @@ def split(request, monkeypatch):
     stage = stages.load(request.param)
 
     def into(number):
-        monkeypatch.setitem(stage.forward.__globals__, "splits_of", lambda *_: number)
-        monkeypatch.setitem(stage.forward.__globals__, "FEW_SQUARES", 0)  # more than 128 rows have v14's tile
+        set_names(monkeypatch, request.param, splits_of=lambda *_: number, FEW_SQUARES=0)  # over 128 rows: v14's tile
 
     return stage, into
 
@@ -153,7 +148,7 @@ class Recorded:
 
 @pytest.mark.parametrize("name", SPLITTING)
 def test_splits_fill_the_gpu_where_tiles_do_not(name):
-    splits_of = importlib.import_module(f"stages.{name}.forward").splits_of
+    splits_of = names_in(name)["splits_of"]
 
     def splits(tiles, key_tiles, programs=132, rows=1):
         return splits_of(tiles, key_tiles, rows, 128, 256, programs)
@@ -181,9 +176,8 @@ def test_long_and_short_work_take_different_ways(name, monkeypatch):
     for longest, ways in ((0, {"guess", "again"}), (10**6, {"running"})):
         launched = []
         kernel = Recorded(stage.forward.__globals__["_forward_kernel"], launched)
-        shorts = dict.fromkeys(stage.forward.__globals__["SHORT"], longest)
+        shorts = dict.fromkeys(names_in(name)["SHORT"], longest)
         with monkeypatch.context() as patch:
-            for name, value in {"FEW_SQUARES": 0, "SHORT": shorts, "_forward_kernel": kernel}.items():
-                patch.setitem(stage.forward.__globals__, name, value)
+            set_names(patch, name, FEW_SQUARES=0, SHORT=shorts, _forward_kernel=kernel)
             assert_correct(*forward(stage, q, k, v))
         assert {launch["MODE"] for launch in launched} == ways

@@ -1,10 +1,9 @@
 """The order in which a stage takes its tiles, for stages whose idea it is. The results are right in that order."""
 
-import importlib
 import itertools
 
 import pytest
-from cases import make_inputs, once
+from cases import make_inputs, names_in, once, set_names
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 
@@ -22,12 +21,7 @@ GROUP = 2  # heads per group; 5 is no multiple of it
 KV_BYTES = SEQ * 2 * HEAD_DIM * 2  # of a head's K and V
 
 
-def names_in(name):
-    """The global names of a stage's forward."""
-    return vars(importlib.import_module(f"stages.{name}.forward"))
-
-
-ORDERED = [name for name in once(stages.names(), "forward.py") if {"tile_and_head", "L2_SHARE"} & names_in(name).keys()]
+ORDERED = [name for name in once(stages.names(), "forward") if {"tile_and_head", "L2_SHARE"} & names_in(name).keys()]
 
 
 @pytest.fixture(params=ORDERED)
@@ -38,10 +32,8 @@ def stage(request, monkeypatch):
     """
     names = names_in(request.param)
     if "L2_SHARE" in names:
-        monkeypatch.setitem(names, "L2_SHARE", dict.fromkeys(names["L2_SHARE"], GROUP * KV_BYTES))
-    for name, value in {"FEW_SQUARES": 0, "splits_of": lambda *_: 1}.items():  # v14's tiles, and no splits
-        if name in names:
-            monkeypatch.setitem(names, name, value)
+        set_names(monkeypatch, request.param, L2_SHARE=dict.fromkeys(names["L2_SHARE"], GROUP * KV_BYTES))
+    set_names(monkeypatch, request.param, FEW_SQUARES=0, splits_of=lambda *_: 1)  # v14's tiles, and no splits
     monkeypatch.setattr(replay, "is_watched", lambda: True)
     with interpreted_as(Device(num_sms=1)):
         yield stages.load(request.param), GROUP if "L2_SHARE" in names else HEADS
@@ -135,8 +127,8 @@ def test_tiles_without_a_mask_go_through_groups_of_heads(stage, watch):
 
 def ordered_backwards():
     """For each backward kernel with an order: stage, kernel, the tensor whose tiles its programs take, and a tile's rows."""
-    for name in once(stages.names(), "backward.py"):
-        names = vars(importlib.import_module(f"stages.{name}.backward"))
+    for name in once(stages.names(), "backward"):
+        names = names_in(name, "backward")
         rows = names["KEYS"].value if "KEYS" in names else "BLOCK_N"
         kernels = {
             "_dq_kernel": ("q", "BLOCK_M"),

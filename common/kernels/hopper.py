@@ -19,6 +19,8 @@ from common.operator import Unavailable
 from common.runtime import architecture
 
 HOPPER = range(90, 100)  # architectures
+LOG2_E = gl.constexpr(1.4426950408889634)
+ROWS = gl.constexpr(64)  # of a tile that one warpgroup multiplies (wgmma)
 ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 
@@ -90,6 +92,19 @@ def reduce_add(ptrs, tile):
 
 
 means(reduce_add)(add_in_memory)
+
+
+@gluon.jit
+def widened(p):
+    """Return p in float32. Two bfloat16 elements share a register, and this unpacks them. Otherwise the compiler keeps a
+    float32 register for each element as well, and v8's backward spills."""
+    if p.dtype == gl.bfloat16:
+        halves: gl.constexpr = (
+            "/* a.to(gl.float32) */{ .reg .b32 t; shl.b32 t, $2, 16; mov.b32 $0, t; and.b32 t, $2, 0xffff0000; mov.b32 $1, t; }"
+        )
+        return gl.inline_asm_elementwise(halves, "=f,=f,r", [p], gl.float32, is_pure=True, pack=2)
+    else:
+        return p.to(gl.float32)
 
 
 @gluon.jit

@@ -8,6 +8,7 @@ python -m common.show.story diff v4 v5    # one step, code first
 
 import argparse
 import ast
+import difflib
 import functools
 import os
 import shutil
@@ -69,15 +70,52 @@ def _git_diff(old: str, new: str, file: str, *options: str) -> str:
     return subprocess.run(command, cwd=results.ROOT, capture_output=True, text=True, check=False).stdout
 
 
+@functools.lru_cache(128)
+def _lines(text: str) -> dict[str, list[str]]:
+    """Return the lines of each top-level definition of a file, with the comments before it; under "" all other lines.
+    Indentation, empty lines and NOTEs are left out."""
+    lines = [line.strip() for line in text.splitlines()]
+    owner = [""] * len(lines)
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Assign):
+            name = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else node.name
+            first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))]) - 1
+            while first and lines[first - 1].startswith("#"):
+                first -= 1
+            owner[first : node.end_lineno] = [name] * (node.end_lineno - first)
+    found = {}
+    for name, line in zip(owner, lines, strict=True):
+        if line and not line.startswith("# NOTE:"):
+            found.setdefault(name, []).append(line)
+    return found
+
+
+def _definitions(name: str, pass_: str) -> dict[str, list[str]]:
+    """Return `_lines` of all files of a stage's pass."""
+    found = {}
+    for file in stages.files(pass_, name):
+        for definition, lines in _lines(stages.source(name, file)).items():
+            found.setdefault(definition or file, []).extend(lines)
+    return found
+
+
 def change(old: str, new: str) -> Change:
-    """Compare the code of stages `old` and `new`, given as directory names."""
+    """Compare the code of stages `old` and `new`, given as directory names.
+
+    A definition that moved to another file of its pass counts as unchanged. NOTEs and white space do not count.
+    """
     added = removed = 0
     touched = []
-    for file in code_files(old, new):
-        if counted := _git_diff(old, new, file, "--numstat"):
-            plus, minus, _ = counted.split("\t", 2)
-            added, removed = added + int(plus), removed + int(minus)
-        before, after = (functions(stages.source(stage, file)) for stage in (old, new))
+    for pass_ in results.CODE.values():
+        before, after = (_definitions(stage, pass_) for stage in (old, new))
+        for name in before | after:
+            shown = list(difflib.unified_diff(before.get(name, []), after.get(name, []), n=0, lineterm=""))[2:]
+            marks = [line[0] for line in shown]
+            added, removed = added + marks.count("+"), removed + marks.count("-")
+        before, after = (
+            {name: text for file in stages.files(pass_, stage) for name, text in functions(stages.source(stage, file)).items()}
+            for stage in (old, new)
+        )
         touched += [function for function in (before | after) if before.get(function) != after.get(function)]
     return Change(added, removed, tuple(dict.fromkeys(touched)))
 

@@ -15,14 +15,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from common.kernels.descriptors import addressable
-from common.kernels.hopper import describe_tile, new_barriers, new_ring, require_hopper, slot_and_phase
+from common.kernels.hopper import LOG2_E, ROWS, describe_tile, new_barriers, new_ring, require_hopper, slot_and_phase
 from common.kernels.order import tile_and_head
 from common.kernels.replay import replayed
 from common.operator import empty_rows
 from stages.v7_one_backward.forward import forward as forward_of_v7
-
-LOG2_E = gl.constexpr(1.4426950408889634)
-ROWS = gl.constexpr(64)  # query rows of a consumer, as many as a warpgroup's wgmma has
 
 
 class Tensors(NamedTuple):

@@ -6,23 +6,25 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from common.kernels.descriptors import addressable
-from common.kernels.hopper import describe_tile, new_barriers, new_ring, require_hopper, slot_and_phase, store_rows
+from common.kernels.hopper import (
+    LOG2_E,
+    ROWS,
+    describe_tile,
+    new_barriers,
+    new_ring,
+    require_hopper,
+    slot_and_phase,
+    store_rows,
+)
 from common.kernels.order import tile_and_head
 from common.kernels.replay import replayed
 from common.operator import empty_rows
 from stages.v7_one_backward.forward import forward as forward_of_v7
 
-LOG2_E = gl.constexpr(1.4426950408889634)
-ROWS = gl.constexpr(64)  # query rows of a consumer, as many as a warpgroup's wgmma has
+from .forward_softmax import _accumulate, _scores
 
 
 class Tensors(NamedTuple):
@@ -91,80 +93,6 @@ def _load(tensors, tile, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
 
 
 @gluon.jit
-def _scores(q, ring, fill, ROWS: gl.constexpr):
-    """Start to compute the scores of a key tile, once its K has arrived."""
-    STAGES: gl.constexpr = ring.k.shape[0]
-    BLOCK_N: gl.constexpr = ring.k.shape[3]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
-    no_s = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
-    slot, phase = slot_and_phase(fill, STAGES)
-    mbarrier.wait(ring.full.index(slot), phase)
-    k = ring.k.index(slot).reshape([BLOCK_N, ring.k.shape[4]])
-    return warpgroup_mma(q, k.permute([1, 0]), no_s, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _sums(p):
-    """Sum each row of p into four parts, one for each of the four threads that hold it, so that no thread waits for another."""
-    return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
-
-
-@gluon.jit
-def _accumulate(acc, s, q, ring, fill, tiles, problem, last, scale_log2, CAUSAL: gl.constexpr):
-    """A consumer's online softmax over `tiles` key tiles, from the last one backwards; the scores s of the last one are in
-    flight.
-
-    Returns acc, whose matmul for the first tile is still in flight, m (maximum) and l (sum).
-    """
-    STAGES: gl.constexpr = ring.k.shape[0]
-    ROWS: gl.constexpr = acc.shape[0]
-    BLOCK_N: gl.constexpr = ring.k.shape[3]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
-    acc_layout: gl.constexpr = acc.type.layout
-    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
-    s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
-    slot, phase = slot_and_phase(fill, STAGES)
-    mbarrier.arrive(ring.empty.index(slot), count=1)
-    # Only the last tile can pass the last key or contain the diagonal. The first query tile starts diagonal % ROWS rows before
-    # query 0. So the number of keys that a consumer's rows see is a multiple of ROWS.
-    start_n = (tiles - 1) * BLOCK_N
-    if CAUSAL or start_n + BLOCK_N > problem.seq_k:
-        offs_n = start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
-        visible = (offs_n < problem.seq_k)[None, :]
-        if CAUSAL:
-            last_n = last + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))  # the last key that each row sees
-            visible = visible & (last_n[:, None] >= offs_n[None, :])
-        s = gl.where(visible, s, float("-inf"))
-    m = gl.max(s, 1) * scale_log2  # finite: every row sees the first key of this tile
-    p = gl.exp2(s * scale_log2 - m[:, None])
-    l = _sums(p)
-    p = gl.convert_layout(p.to(ring.k.dtype), p_layout)
-
-    for _ in range(1, tiles):
-        # Issue both matmuls together, so that the tensor cores have work while other consumers compute their softmax.
-        fill += 1
-        slot, phase = slot_and_phase(fill, STAGES)
-        s = _scores(q, ring, fill, ROWS)
-        acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
-        s = warpgroup_mma_wait(1, [s])  # [rows, BLOCK_N]
-        m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
-        p = gl.exp2(s * scale_log2 - m_new[:, None])
-        rescale = gl.exp2(m - m_new)  # rescales what was computed with the old maximum
-        l = l * gl.convert_layout(rescale, gl.SliceLayout(1, l.type.layout))[:, None] + _sums(p)
-        acc = warpgroup_mma_wait(0, [acc])  # the compiler moves this before the exponentials
-        mbarrier.arrive(ring.empty.index(slot), count=1)
-        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
-        m = m_new
-        p = gl.convert_layout(p.to(ring.k.dtype), p_layout)
-
-    fill += 1
-    slot, phase = slot_and_phase(fill, STAGES)
-    mbarrier.wait(ring.full.index(slot), phase)
-    acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
-    return acc, m, gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, s_layout))
-
-
-@gluon.jit
 def _producer(tensors, tile, queries, ring):
     """One warp: load Q, and keep the buffers of K and V full, with n + 1 loads for n key tiles."""
     CONSUMERS: gl.constexpr = queries.q.shape[0]
@@ -211,7 +139,7 @@ def _consumer(tensors, tile, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
         slot, phase = slot_and_phase(fill, STAGES)
         mbarrier.wait(ring.full.index(slot), phase)
         mbarrier.arrive(ring.empty.index(slot), count=1)
-    s = _scores(q, ring, tile.keys - seen, ROWS)
+    s = _scores(q, ring, tile.keys - seen)
     last = start_m + problem.diagonal  # the last key of the first row
     acc, m, l = _accumulate(acc, s, q, ring, tile.keys - seen, seen, problem, last, scale_log2, CAUSAL)
 

@@ -6,23 +6,26 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from common.kernels.descriptors import addressable
-from common.kernels.hopper import describe_tile, new_barriers, new_ring, require_hopper, slot_and_phase, store_rows
+from common.kernels.hopper import (
+    LOG2_E,
+    ROWS,
+    describe_tile,
+    new_barriers,
+    new_ring,
+    require_hopper,
+    slot_and_phase,
+    store_rows,
+)
 from common.kernels.replay import replayed
 from common.operator import empty_rows
 from common.runtime import num_sms
 from stages.v7_one_backward.forward import forward as forward_of_v7
 
-LOG2_E = gl.constexpr(1.4426950408889634)
-ROWS = gl.constexpr(64)  # query rows of a consumer, as many as a warpgroup's wgmma has
+from .forward_scheduler import NextTiles, Problem, _next, _pass_on, _tile
+from .forward_softmax import _accumulate, _scores
 
 
 class Tensors(NamedTuple):
@@ -35,31 +38,6 @@ class Tensors(NamedTuple):
     out_ptr: gl.tensor | None  # pointer, if the first query tile starts before query 0
     lse: gl.tensor  # pointer to [B, H, Sq]
     counter: gl.tensor  # number of tiles taken after each CTA's first
-
-
-class Problem(NamedTuple):
-    """Sizes that all CTAs share."""
-
-    batch_heads: gl.tensor  # B * H
-    heads: gl.tensor
-    heads_per_kv: gl.tensor
-    group: gl.tensor  # heads whose tiles follow each other
-    tiles_m: gl.tensor  # query tiles of a head
-    seq_q: gl.tensor
-    seq_k: gl.tensor
-    diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
-    scale: gl.tensor
-
-
-class Tile(NamedTuple):
-    """A work tile: BLOCK_M query rows of one head, and the key tiles that they see."""
-
-    batch_head: gl.tensor  # batch * H + head
-    batch: gl.tensor
-    head: gl.tensor
-    kv_head: gl.tensor
-    start_m: gl.tensor  # its first query row
-    keys: gl.tensor  # number of key tiles
 
 
 class Queries(NamedTuple):
@@ -78,34 +56,6 @@ class Ring(NamedTuple):
     v: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_N, VALUE_DIM]
     full: gl.shared_memory_descriptor  # a barrier for each slot: K and V have arrived
     empty: gl.shared_memory_descriptor  # all consumers have read K and V
-
-
-class NextTiles(NamedTuple):
-    """The numbers of tiles, which the producer passes on to the consumers."""
-
-    number: gl.shared_memory_descriptor  # [Q_STAGES, 1]
-    full: gl.shared_memory_descriptor  # a barrier for each slot: the number has been written
-
-
-@gluon.jit
-def _tile(number, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
-    """Return the work tile with a number.
-
-    Tiles of `group` heads follow each other, so that the K and V of these heads stay in the L2 cache; with a mask the longest
-    tiles, of the last rows, come first.
-    """
-    first = number // (problem.group * problem.tiles_m) * problem.group
-    inside = number % (problem.group * problem.tiles_m)
-    group = gl.minimum(problem.group, problem.batch_heads - first)
-    start_m = inside // group * BLOCK_M
-    seq_k = problem.seq_k
-    if CAUSAL:
-        start_m = (problem.tiles_m - 1) * BLOCK_M - start_m - problem.diagonal % ROWS
-        seq_k = gl.minimum(seq_k, start_m + BLOCK_M + problem.diagonal)
-    keys = gl.cdiv(seq_k, BLOCK_N)
-    batch_head = first + inside % group
-    head = batch_head % problem.heads
-    return Tile(batch_head, batch_head // problem.heads, head, head // problem.heads_per_kv, start_m, keys)
 
 
 @gluon.jit
@@ -127,78 +77,15 @@ def _load(tensors, tile, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
 
 
 @gluon.jit
-def _scores(q, ring, fill, ROWS: gl.constexpr):
-    """Start to compute the scores of a key tile, once its K has arrived."""
+def _skip(ring, fill, tiles):
+    """Release the next `tiles` key tiles unread, and return the number of the one after them."""
     STAGES: gl.constexpr = ring.k.shape[0]
-    BLOCK_N: gl.constexpr = ring.k.shape[3]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
-    no_s = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
-    slot, phase = slot_and_phase(fill, STAGES)
-    mbarrier.wait(ring.full.index(slot), phase)
-    k = ring.k.index(slot).reshape([BLOCK_N, ring.k.shape[4]])
-    return warpgroup_mma(q, k.permute([1, 0]), no_s, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _sums(p):
-    """Sum each row of p into four parts, one for each of the four threads that hold it, so that no thread waits for another."""
-    return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
-
-
-@gluon.jit
-def _accumulate(acc, s, q, ring, fill, tiles, problem, last, scale_log2, CAUSAL: gl.constexpr):
-    """A consumer's online softmax over `tiles` key tiles, from the last one backwards; the scores s of the last one are in
-    flight.
-
-    Returns acc, whose matmul for the first tile is still in flight, m (maximum) and l (sum).
-    """
-    STAGES: gl.constexpr = ring.k.shape[0]
-    ROWS: gl.constexpr = acc.shape[0]
-    BLOCK_N: gl.constexpr = ring.k.shape[3]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
-    acc_layout: gl.constexpr = acc.type.layout
-    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
-    s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
-    slot, phase = slot_and_phase(fill, STAGES)
-    mbarrier.arrive(ring.empty.index(slot), count=1)
-    # Only the last tile can pass the last key or contain the diagonal. The first query tile starts diagonal % ROWS rows before
-    # query 0. So the number of keys that a consumer's rows see is a multiple of ROWS.
-    start_n = (tiles - 1) * BLOCK_N
-    if CAUSAL or start_n + BLOCK_N > problem.seq_k:
-        offs_n = start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
-        visible = (offs_n < problem.seq_k)[None, :]
-        if CAUSAL:
-            last_n = last + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))  # the last key that each row sees
-            visible = visible & (last_n[:, None] >= offs_n[None, :])
-        s = gl.where(visible, s, float("-inf"))
-    m = gl.max(s, 1) * scale_log2  # finite: every row sees the first key of this tile
-    p = gl.exp2(s * scale_log2 - m[:, None])
-    l = _sums(p)
-    p = gl.convert_layout(p.to(ring.k.dtype), p_layout)
-
-    for _ in range(1, tiles):
-        # Issue both matmuls together, so that the tensor cores have work while other consumers compute their softmax.
-        fill += 1
+    for _ in range(tiles):
         slot, phase = slot_and_phase(fill, STAGES)
-        s = _scores(q, ring, fill, ROWS)
-        acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
-        s = warpgroup_mma_wait(1, [s])  # [rows, BLOCK_N]
-        # NOTE: every tile computes a new maximum, and usually rescales by 1; v13 uses the first tile's.
-        m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
-        p = gl.exp2(s * scale_log2 - m_new[:, None])
-        rescale = gl.exp2(m - m_new)  # rescales what was computed with the old maximum
-        l = l * gl.convert_layout(rescale, gl.SliceLayout(1, l.type.layout))[:, None] + _sums(p)
-        acc = warpgroup_mma_wait(0, [acc])  # the compiler moves this before the exponentials
+        mbarrier.wait(ring.full.index(slot), phase)
         mbarrier.arrive(ring.empty.index(slot), count=1)
-        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
-        m = m_new
-        p = gl.convert_layout(p.to(ring.k.dtype), p_layout)
-
-    fill += 1
-    slot, phase = slot_and_phase(fill, STAGES)
-    mbarrier.wait(ring.full.index(slot), phase)
-    acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
-    return acc, m, gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, s_layout))
+        fill += 1
+    return fill
 
 
 @gluon.jit
@@ -233,11 +120,23 @@ def _producer(tensors, queries, ring, next_tiles, problem, CAUSAL: gl.constexpr)
             _load(tensors, tile, ring, fill, start_n, True, True)
         _load(tensors, tile, ring, fill + 1, start_n - BLOCK_N, False, True)
         fill += 2
-        # A number past the last tile is passed on too: it tells the consumers to end.
         slot, phase = slot_and_phase(turn, Q_STAGES)
-        next_tiles.number.index(slot).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-        mbarrier.arrive(next_tiles.full.index(slot), count=1)
+        _pass_on(number, next_tiles, slot)
         turn += 1
+
+
+@gluon.jit
+def _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m):
+    """Store a consumer's rows of O, from its slot `own` of `queries`."""
+    batch, head = tile.batch_head // problem.heads, tile.batch_head % problem.heads  # only now: saves registers
+    if tensors.out_ptr is not None and start_m < 0:
+        out = (acc * normalize).to(queries.q.dtype)
+        store_rows(tensors.out_ptr, tensors.out, batch, head, start_m, out)
+    else:
+        queries.o.index(own).reshape(acc.shape).store((acc * normalize).to(queries.q.dtype))
+        fence_async_shared()
+        where = [batch, head, start_m, 0]
+        tma.async_copy_shared_to_global(tensors.out, where, queries.o.index(own))
 
 
 @gluon.jit
@@ -274,12 +173,8 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
         mbarrier.wait(queries.full.index(own), phase)
         q_buffer = queries.q.index(own).reshape([ROWS, HEAD_DIM])
         q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
-        for _ in range(tile.keys - seen):  # skip key tiles that only the CTA's later consumers see
-            kv_slot, kv_phase = slot_and_phase(fill, STAGES)
-            mbarrier.wait(ring.full.index(kv_slot), kv_phase)
-            mbarrier.arrive(ring.empty.index(kv_slot), count=1)
-            fill += 1
-        s = _scores(q, ring, fill, ROWS)
+        fill = _skip(ring, fill, tile.keys - seen)  # only the CTA's later consumers see these
+        s = _scores(q, ring, fill)
         if Q_STAGES == 2:
             # TMA has stored the last tile's O from the other buffer, so the next Q may arrive there.
             tma.store_wait(0)
@@ -293,21 +188,12 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
         gl.store(lse_ptrs, (m + gl.log2(l)) / LOG2_E, mask=(offs_m >= 0) & (offs_m < problem.seq_q))
         normalize = gl.convert_layout(1.0 / l, gl.SliceLayout(1, acc_layout))[:, None]
         slot, phase = slot_and_phase(turn, Q_STAGES)
-        mbarrier.wait(next_tiles.full.index(slot), phase)
-        number = gl.max(next_tiles.number.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        number = _next(next_tiles, slot, phase)
         acc = warpgroup_mma_wait(0, [acc])
         kv_slot, kv_phase = slot_and_phase(fill, STAGES)
         mbarrier.arrive(ring.empty.index(kv_slot), count=1)
         fill += 1
-        batch, head = tile.batch_head // problem.heads, tile.batch_head % problem.heads  # only now: saves registers
-        if tensors.out_ptr is not None and start_m < 0:
-            out = (acc * normalize).to(queries.q.dtype)
-            store_rows(tensors.out_ptr, tensors.out, batch, head, start_m, out)
-        else:
-            queries.o.index(own).reshape([ROWS, VALUE_DIM]).store((acc * normalize).to(queries.q.dtype))
-            fence_async_shared()
-            where = [batch, head, start_m, 0]
-            tma.async_copy_shared_to_global(tensors.out, where, queries.o.index(own))
+        _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m)
         if Q_STAGES == 1:
             tma.store_wait(0)
             mbarrier.arrive(queries.empty.index(own), count=1)

@@ -4,28 +4,29 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_wait
 
 from common.kernels.descriptors import addressable
-from common.kernels.hopper import describe_tile, new_barriers, new_ring, require_hopper, slot_and_phase, store_rows
+from common.kernels.hopper import (
+    LOG2_E,
+    ROWS,
+    describe_tile,
+    new_barriers,
+    new_ring,
+    require_hopper,
+    slot_and_phase,
+    store_rows,
+)
 from common.kernels.replay import replayed
 from common.operator import empty_rows
 from common.runtime import num_sms
 from stages.v7_one_backward.forward import forward as forward_of_v7
 
-LOG2_E = gl.constexpr(1.4426950408889634)
-FEW_TILES = gl.constexpr(8)  # up to so many key tiles rows rarely fail, and a second tile in the guess costs most
-ROWS = gl.constexpr(64)  # query rows of a consumer, as many as a warpgroup's wgmma has
+from .forward_scheduler import NextTiles, Problem, _flags, _next, _next_failed, _pass_on, _tile
+from .forward_softmax import _accumulate, _scores
 
 
 class Tensors(NamedTuple):
@@ -39,38 +40,6 @@ class Tensors(NamedTuple):
     lse: gl.tensor  # pointer to [B, H, Sq]
     counter: gl.tensor  # number of tiles taken after each CTA's first
     failed: gl.tensor  # Flags
-
-
-class Flags(NamedTuple):
-    """Pointers to int32 flags, which are parts of one tensor."""
-
-    any_failed: gl.tensor  # 1: the second launch has work
-    tile_failed: gl.tensor  # one for each tile
-
-
-class Problem(NamedTuple):
-    """Sizes that all CTAs share."""
-
-    batch_heads: gl.tensor  # B * H
-    heads: gl.tensor
-    heads_per_kv: gl.tensor
-    group: gl.tensor  # heads whose tiles follow each other
-    tiles_m: gl.tensor  # query tiles of a head
-    seq_q: gl.tensor
-    seq_k: gl.tensor
-    diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
-    scale: gl.tensor
-
-
-class Tile(NamedTuple):
-    """A work tile: BLOCK_M query rows of one head, and the key tiles that they see."""
-
-    batch_head: gl.tensor  # batch * H + head
-    batch: gl.tensor
-    head: gl.tensor
-    kv_head: gl.tensor
-    start_m: gl.tensor  # its first query row
-    keys: gl.tensor  # number of key tiles
 
 
 class Queries(NamedTuple):
@@ -89,48 +58,6 @@ class Ring(NamedTuple):
     v: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_N, VALUE_DIM]
     full: gl.shared_memory_descriptor  # a barrier for each slot: K and V have arrived
     empty: gl.shared_memory_descriptor  # all consumers have read K and V
-
-
-class NextTiles(NamedTuple):
-    """The numbers of tiles, which the producer passes on to the consumers."""
-
-    number: gl.shared_memory_descriptor  # [Q_STAGES, 1]
-    full: gl.shared_memory_descriptor  # a barrier for each slot: the number has been written
-
-
-@gluon.jit
-def _tile(number, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
-    """Return the work tile with a number.
-
-    Tiles of `group` heads follow each other, so that the K and V of these heads stay in the L2 cache; with a mask the longest
-    tiles, of the last rows, come first.
-    """
-    first = number // (problem.group * problem.tiles_m) * problem.group
-    inside = number % (problem.group * problem.tiles_m)
-    group = gl.minimum(problem.group, problem.batch_heads - first)
-    start_m = inside // group * BLOCK_M
-    seq_k = problem.seq_k
-    if CAUSAL:
-        start_m = (problem.tiles_m - 1) * BLOCK_M - start_m - problem.diagonal % ROWS
-        seq_k = gl.minimum(seq_k, start_m + BLOCK_M + problem.diagonal)
-    keys = gl.cdiv(seq_k, BLOCK_N)
-    batch_head = first + inside % group
-    head = batch_head % problem.heads
-    return Tile(batch_head, batch_head // problem.heads, head, head // problem.heads_per_kv, start_m, keys)
-
-
-@gluon.jit
-def _flags(failed_ptr):
-    """Return the parts of the flags in memory."""
-    return Flags(failed_ptr, failed_ptr + 1)
-
-
-@gluon.jit
-def _next_failed(number, tiles, flags):
-    """Return the first failed tile among `number`, `number` + number of CTAs, …"""
-    while gl.load(flags.tile_failed + number, mask=number < tiles, other=1) == 0:
-        number += gl.num_programs(0)
-    return number
 
 
 @gluon.jit
@@ -152,130 +79,15 @@ def _load(tensors, tile, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
 
 
 @gluon.jit
-def _scores(q, ring, fill, ROWS: gl.constexpr):
-    """Start to compute the scores of a key tile, once its K has arrived."""
+def _skip(ring, fill, tiles):
+    """Release the next `tiles` key tiles unread, and return the number of the one after them."""
     STAGES: gl.constexpr = ring.k.shape[0]
-    BLOCK_N: gl.constexpr = ring.k.shape[3]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
-    no_s = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
-    slot, phase = slot_and_phase(fill, STAGES)
-    mbarrier.wait(ring.full.index(slot), phase)
-    k = ring.k.index(slot).reshape([BLOCK_N, ring.k.shape[4]])
-    return warpgroup_mma(q, k.permute([1, 0]), no_s, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _polynomial_exp2(x):
-    """2^x without the hardware's exponential: a power of two, made from bits, times a polynomial."""
-    # For x up to -127, and for masked scores, that power is 0. NaN stays NaN.
-    x = gl.maximum(x, -127.0, propagate_nan=tl.PropagateNan.ALL)
-    # Adding a number whose last bit counts as 1 rounds x to an integer j. The sum ends in the bits of j + 127, the exponent of
-    # 2^j.
-    rounds: gl.constexpr = 1.5 * 2**23 + 127
-    rounded = gl.minimum(x, 128.0) + rounds  # 2^128 is inf
-    power = (rounded.to(gl.int32, bitcast=True) << 23).to(gl.float32, bitcast=True)
-    x = x - (rounded - rounds)
-    # 2^x for x from -1/2 to 1/2, with a relative error of at most 2.7e-6 (minimax).
-    return ((((0.0095701 * x + 0.05591786) * x + 0.24024745) * x + 0.69312181) * x + 0.99999926) * power
-
-
-@gluon.jit
-def _exp2(x):
-    """2^x; every fourth group of eight columns, which has its own registers, uses the polynomial."""
-    eights = x.reshape([x.shape[0], x.shape[1] // 32, 2, 2, 8]).permute([0, 1, 4, 2, 3])
-    halves, others = gl.split(eights)
-    quarters, by_polynomial = gl.split(others)
-    p = gl.join(gl.exp2(halves), gl.join(gl.exp2(quarters), _polynomial_exp2(by_polynomial)))
-    return gl.convert_layout(p.permute([0, 1, 3, 4, 2]).reshape(x.shape), x.type.layout)
-
-
-@gluon.jit
-def _sums(p):
-    """Sum each row of p into four parts, one for each of the four threads that hold it, so that no thread waits for another."""
-    return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
-
-
-@gluon.jit
-def _accumulate(
-    acc, s, q, ring, fill, tiles, problem, last, scale_log2,
-    CONSUMERS: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
-    """A consumer's online softmax over `tiles` key tiles, from the last one backwards; the scores s of the last one are in
-    flight.
-
-    Returns acc, whose matmul for the first tile is still in flight, m (maximum) and l (sum).
-    """
-    STAGES: gl.constexpr = ring.k.shape[0]
-    ROWS: gl.constexpr = acc.shape[0]
-    BLOCK_N: gl.constexpr = ring.k.shape[3]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
-    acc_layout: gl.constexpr = acc.type.layout
-    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
-    s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
-    slot, phase = slot_and_phase(fill, STAGES)
-    mbarrier.arrive(ring.empty.index(slot), count=1)
-    # Only the last tile can pass the last key or contain the diagonal. The first query tile starts diagonal % ROWS rows before
-    # query 0. So the number of keys that a consumer's rows see is a multiple of ROWS.
-    start_n = (tiles - 1) * BLOCK_N
-    if CAUSAL or start_n + BLOCK_N > problem.seq_k:
-        offs_n = start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
-        visible = (offs_n < problem.seq_k)[None, :]
-        if CAUSAL:
-            last_n = last + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))  # the last key that each row sees
-            visible = visible & (last_n[:, None] >= offs_n[None, :])
-        s = gl.where(visible, s, float("-inf"))
-    m = gl.max(s, 1) * scale_log2  # finite: every row sees the first key of this tile
-    first = 1
-    if CAUSAL and tiles > FEW_TILES:
-        # The upper rows of the diagonal's tile see few keys, so the guess includes the next tile.
-        first = 2
-        fill += 1
+    for _ in range(tiles):
         slot, phase = slot_and_phase(fill, STAGES)
-        s_next = warpgroup_mma_wait(0, [_scores(q, ring, fill, ROWS)])
-        m = gl.maximum(m, gl.max(s_next, 1) * scale_log2)
-        p = _exp2(s * scale_log2 - m[:, None])
-        l = _sums(p)
-        p = gl.convert_layout(p.to(ring.k.dtype), p_layout)
-        acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
-        p_next = _exp2(s_next * scale_log2 - m[:, None])
-        l = l + _sums(p_next)
-        acc = warpgroup_mma_wait(0, [acc])
+        mbarrier.wait(ring.full.index(slot), phase)
         mbarrier.arrive(ring.empty.index(slot), count=1)
-    else:
-        p_next = _exp2(s * scale_log2 - m[:, None])
-        l = _sums(p_next)
-    p = gl.convert_layout(p_next.to(ring.k.dtype), p_layout)
-
-    for _ in range(first, tiles):
-        # Issue both matmuls together, so that the tensor cores have work while other consumers compute their softmax.
         fill += 1
-        slot, phase = slot_and_phase(fill, STAGES)
-        s = _scores(q, ring, fill, ROWS)
-        acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
-        if CONSUMERS == 2:
-            s = warpgroup_mma_wait(1, [s])  # [rows, BLOCK_N]
-        else:  # three other consumers' matmuls run under these exponentials: release the buffers before them
-            s, acc = warpgroup_mma_wait(0, [s, acc])
-            mbarrier.arrive(ring.empty.index(slot), count=1)
-        if MODE == "again":
-            m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
-            rescale = gl.exp2(m - m_new)  # rescales what was computed with the old maximum
-            l = l * gl.convert_layout(rescale, gl.SliceLayout(1, l.type.layout))[:, None]
-            m = m_new
-        p = _exp2(s * scale_log2 - m[:, None])
-        l = l + _sums(p)
-        if CONSUMERS == 2:
-            acc = warpgroup_mma_wait(0, [acc])
-            mbarrier.arrive(ring.empty.index(slot), count=1)
-        if MODE == "again":
-            acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
-        p = gl.convert_layout(p.to(ring.k.dtype), p_layout)
-
-    fill += 1
-    slot, phase = slot_and_phase(fill, STAGES)
-    mbarrier.wait(ring.full.index(slot), phase)
-    acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
-    return acc, m, gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, s_layout))
+    return fill
 
 
 @gluon.jit
@@ -317,11 +129,35 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
             _load(tensors, tile, ring, fill, start_n, True, True)
         _load(tensors, tile, ring, fill + 1, start_n - BLOCK_N, False, True)
         fill += 2
-        # A number past the last tile is passed on too: it tells the consumers to end.
         slot, phase = slot_and_phase(turn, Q_STAGES)
-        next_tiles.number.index(slot).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-        mbarrier.arrive(next_tiles.full.index(slot), count=1)
+        _pass_on(number, next_tiles, slot)
         turn += 1
+
+
+@gluon.jit
+def _check(acc, l, number, tensors):
+    """Flag tile `number` as failed if O is not finite: an infinite P, or an overflowing sum, makes l or part of a row of O
+    infinite or NaN."""
+    of_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    fails = ~(gl.abs(gl.sum(acc, 1) + gl.convert_layout(l, of_rows)) < float("inf"))
+    same = gl.zeros([acc.shape[0]], gl.int32, of_rows)
+    flags = _flags(tensors.failed)
+    gl.store(flags.any_failed + same, 1, mask=fails)
+    gl.store(flags.tile_failed + number + same, 1, mask=fails)
+
+
+@gluon.jit
+def _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m):
+    """Store a consumer's rows of O, from its slot `own` of `queries`."""
+    batch, head = tile.batch_head // problem.heads, tile.batch_head % problem.heads  # only now: saves registers
+    if tensors.out_ptr is not None and start_m < 0:
+        out = (acc * normalize).to(queries.q.dtype)
+        store_rows(tensors.out_ptr, tensors.out, batch, head, start_m, out)
+    else:
+        queries.o.index(own).reshape(acc.shape).store((acc * normalize).to(queries.q.dtype))
+        fence_async_shared()
+        where = [batch, head, start_m, 0]
+        tma.async_copy_shared_to_global(tensors.out, where, queries.o.index(own))
 
 
 @gluon.jit
@@ -364,12 +200,8 @@ def _consumer(
         mbarrier.wait(queries.full.index(own), phase)
         q_buffer = queries.q.index(own).reshape([ROWS, HEAD_DIM])
         q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
-        for _ in range(tile.keys - seen):  # skip key tiles that only the CTA's later consumers see
-            kv_slot, kv_phase = slot_and_phase(fill, STAGES)
-            mbarrier.wait(ring.full.index(kv_slot), kv_phase)
-            mbarrier.arrive(ring.empty.index(kv_slot), count=1)
-            fill += 1
-        s = _scores(q, ring, fill, ROWS)
+        fill = _skip(ring, fill, tile.keys - seen)  # only the CTA's later consumers see these
+        s = _scores(q, ring, fill)
         if Q_STAGES == 2:
             # TMA has stored the last tile's O from the other buffer, so the next Q may arrive there.
             tma.store_wait(0)
@@ -383,28 +215,14 @@ def _consumer(
         gl.store(lse_ptrs, (m + gl.log2(l)) / LOG2_E, mask=(offs_m >= 0) & (offs_m < problem.seq_q))
         normalize = gl.convert_layout(1.0 / l, gl.SliceLayout(1, acc_layout))[:, None]
         slot, phase = slot_and_phase(turn, Q_STAGES)
-        mbarrier.wait(next_tiles.full.index(slot), phase)
-        number = gl.max(next_tiles.number.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        number = _next(next_tiles, slot, phase)
         acc = warpgroup_mma_wait(0, [acc])
         kv_slot, kv_phase = slot_and_phase(fill, STAGES)
         mbarrier.arrive(ring.empty.index(kv_slot), count=1)
         fill += 1
         if MODE == "guess":
-            # An infinite P, or an overflowing sum, makes l or part of a row of O infinite or NaN.
-            fails = ~(gl.abs(gl.sum(acc, 1) + gl.convert_layout(l, gl.SliceLayout(1, acc_layout))) < float("inf"))
-            same = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, acc_layout))
-            flags = _flags(tensors.failed)
-            gl.store(flags.any_failed + same, 1, mask=fails)
-            gl.store(flags.tile_failed + done + same, 1, mask=fails)
-        batch, head = tile.batch_head // problem.heads, tile.batch_head % problem.heads  # only now: saves registers
-        if tensors.out_ptr is not None and start_m < 0:
-            out = (acc * normalize).to(queries.q.dtype)
-            store_rows(tensors.out_ptr, tensors.out, batch, head, start_m, out)
-        else:
-            queries.o.index(own).reshape([ROWS, VALUE_DIM]).store((acc * normalize).to(queries.q.dtype))
-            fence_async_shared()
-            where = [batch, head, start_m, 0]
-            tma.async_copy_shared_to_global(tensors.out, where, queries.o.index(own))
+            _check(acc, l, done, tensors)
+        _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m)
         if Q_STAGES == 1:
             tma.store_wait(0)
             mbarrier.arrive(queries.empty.index(own), count=1)

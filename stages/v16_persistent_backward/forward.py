@@ -8,25 +8,41 @@ from typing import NamedTuple
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from common.kernels.descriptors import addressable
-from common.kernels.hopper import describe_tile, new_barriers, new_ring, require_hopper, slot_and_phase, store_rows
+from common.kernels.hopper import (
+    LOG2_E,
+    ROWS,
+    describe_tile,
+    new_barriers,
+    new_ring,
+    require_hopper,
+    slot_and_phase,
+    store_rows,
+)
 from common.kernels.replay import replayed
 from common.operator import empty_rows
 from common.runtime import num_sms
 from stages.v7_one_backward.forward import forward as forward_of_v7
 
-LOG2_E = gl.constexpr(1.4426950408889634)
-FEW_TILES = gl.constexpr(8)  # up to so many key tiles rows rarely fail, and a second tile in the guess costs most
-ROWS = gl.constexpr(64)  # query rows of a consumer, as many as a warpgroup's wgmma has
+from .forward_merge import _merge_kernel
+from .forward_plan import L2_SHARE, plan
+from .forward_scheduler import (
+    NextTiles,
+    Problem,
+    _flags,
+    _next,
+    _next_failed,
+    _pass_on,
+    _place,
+    _row,
+    _rows_before,
+    _tile,
+    _to_compute,
+)
+from .forward_softmax import _accumulate, _scores
 
 
 class Tensors(NamedTuple):
@@ -41,40 +57,6 @@ class Tensors(NamedTuple):
     part: gl.tensor  # with splits, pointer to their outputs, [splits, B, H, Sq, VALUE_DIM]
     counter: gl.tensor  # number of tiles taken after each CTA's first
     failed: gl.tensor  # Flags
-
-
-class Flags(NamedTuple):
-    """Pointers to int32 flags, which are parts of one tensor."""
-
-    any_failed: gl.tensor  # 1: the second launch has work
-    tile_failed: gl.tensor  # one for each tile and split
-
-
-class Problem(NamedTuple):
-    """Sizes that all CTAs share."""
-
-    batch_heads: gl.tensor  # B * H
-    heads: gl.tensor
-    heads_per_kv: gl.tensor
-    group: gl.tensor  # heads whose tiles follow each other
-    tiles_m: gl.tensor  # query tiles of a head
-    seq_q: gl.tensor
-    seq_k: gl.tensor
-    diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
-    splits: gl.tensor
-    scale: gl.tensor
-
-
-class Tile(NamedTuple):
-    """A work tile: BLOCK_M query rows of one head, and the key tiles that they see."""
-
-    batch_head: gl.tensor  # batch * H + head
-    batch: gl.tensor
-    head: gl.tensor
-    kv_head: gl.tensor
-    start_m: gl.tensor  # its first query row
-    split: gl.tensor  # which part of the keys
-    keys: gl.tensor  # number of key tiles
 
 
 class Queries(NamedTuple):
@@ -95,90 +77,6 @@ class Ring(NamedTuple):
     empty: gl.shared_memory_descriptor  # all consumers have read K and V
 
 
-class NextTiles(NamedTuple):
-    """The numbers of tiles, which the producer passes on to the consumers."""
-
-    number: gl.shared_memory_descriptor  # [Q_STAGES, 1]
-    full: gl.shared_memory_descriptor  # a barrier for each slot: the number has been written
-
-
-@gluon.jit
-def _rows_before(diagonal, PACKED: gl.constexpr):
-    """Return how many rows the first tile starts before query 0. Then all rows of a consumer see keys up to the same tile."""
-    return diagonal % (ROWS // PACKED) * PACKED
-
-
-@gluon.jit
-def _share(tiles, split, splits, SPLIT: gl.constexpr):
-    """Return how many key tiles a split has: number `split`, and every `splits`-th one after it. CTAs that run together thus
-    read neighbouring keys."""
-    return gl.cdiv(gl.maximum(tiles - split, 0), splits) if SPLIT else tiles
-
-
-@gluon.jit
-def _tile(
-    number, problem,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
-    """Return the work tile with a number. A split without key tiles loads one and does not use it.
-
-    Tiles of `group` heads follow each other, so that the K and V of these heads stay in the L2 cache; with a mask the longest
-    tiles, of the last rows, come first.
-    """
-    split = 0
-    if SPLIT:
-        split = number % problem.splits
-        number = number // problem.splits
-    first = number // (problem.group * problem.tiles_m) * problem.group
-    inside = number % (problem.group * problem.tiles_m)
-    group = gl.minimum(problem.group, problem.batch_heads - first)
-    start_m = inside // group * BLOCK_M
-    seq_k = problem.seq_k
-    if CAUSAL:
-        start_m = (problem.tiles_m - 1) * BLOCK_M - start_m - _rows_before(problem.diagonal, PACKED)
-        seq_k = gl.minimum(seq_k, (start_m + BLOCK_M) // PACKED + problem.diagonal)
-    keys = _share(gl.cdiv(seq_k, BLOCK_N), split, problem.splits, SPLIT)
-    if SPLIT:
-        keys = gl.maximum(keys, 1)
-    batch_head = first + inside % group
-    head = batch_head % problem.heads
-    return Tile(batch_head, batch_head // problem.heads, head, head // problem.heads_per_kv, start_m, split, keys)
-
-
-@gluon.jit
-def _place(row, problem, PACKED: gl.constexpr):
-    """Return where a row of a tile lies among the rows of the tile's PACKED heads, which follow each other in memory."""
-    return row % PACKED * (problem.seq_q // PACKED) + row // PACKED
-
-
-@gluon.jit
-def _seen(start_m, problem, BLOCK_N: gl.constexpr, PACKED: gl.constexpr, CAUSAL: gl.constexpr):
-    """Return how many key tiles the rows of a consumer see, which start at start_m."""
-    return gl.cdiv(
-        gl.minimum((start_m + ROWS) // PACKED + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k, BLOCK_N
-    )
-
-
-@gluon.jit
-def _row(batch, head, row, PACKED: gl.constexpr):
-    """Return the coordinates of a tile's row in Q and O."""
-    return [batch, head, row // PACKED, 0, 0] if PACKED > 1 else [batch, head, row, 0]
-
-
-@gluon.jit
-def _flags(failed_ptr):
-    """Return the parts of the flags in memory."""
-    return Flags(failed_ptr, failed_ptr + 1)
-
-
-@gluon.jit
-def _next_failed(number, tiles, flags):
-    """Return the first failed tile among `number`, `number` + number of CTAs, …"""
-    while gl.load(flags.tile_failed + number, mask=number < tiles, other=1) == 0:
-        number += gl.num_programs(0)
-    return number
-
-
 @gluon.jit
 def _load(tensors, tile, ring, fill, start_n, step, K: gl.constexpr, V: gl.constexpr):
     """Start to load the next slot of the ring, when the consumers have released it. It holds two tiles that one step uses
@@ -197,104 +95,15 @@ def _load(tensors, tile, ring, fill, start_n, step, K: gl.constexpr, V: gl.const
 
 
 @gluon.jit
-def _scores(q, ring, fill, ROWS: gl.constexpr):
-    """Start to compute the scores of a key tile, once its K has arrived."""
+def _skip(ring, fill, tiles):
+    """Release the next `tiles` key tiles unread, and return the number of the one after them."""
     STAGES: gl.constexpr = ring.k.shape[0]
-    BLOCK_N: gl.constexpr = ring.k.shape[3]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
-    no_s = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
-    slot, phase = slot_and_phase(fill, STAGES)
-    mbarrier.wait(ring.full.index(slot), phase)
-    k = ring.k.index(slot).reshape([BLOCK_N, ring.k.shape[4]])
-    return warpgroup_mma(q, k.permute([1, 0]), no_s, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _sums(p):
-    """Sum each row of p into four parts, one for each of the four threads that hold it, so that no thread waits for another."""
-    return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
-
-
-@gluon.jit
-def _accumulate(
-    acc, s, q, ring, fill, tiles, start_n, problem, last, scale_log2,
-    CONSUMERS: gl.constexpr, PACKED: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
-    """A consumer's online softmax over `tiles` key tiles, from the last one, at start_n, backwards; its scores s are in flight.
-
-    Returns acc, whose matmul for the first tile is still in flight, m (maximum) and l (sum).
-    """
-    STAGES: gl.constexpr = ring.k.shape[0]
-    ROWS: gl.constexpr = acc.shape[0]
-    BLOCK_N: gl.constexpr = ring.k.shape[3]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
-    acc_layout: gl.constexpr = acc.type.layout
-    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
-    s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
-    slot, phase = slot_and_phase(fill, STAGES)
-    mbarrier.arrive(ring.empty.index(slot), count=1)
-    # Only the last tile can pass the last key or contain the diagonal. The first query tile starts `_rows_before` query 0. So
-    # the number of keys that a consumer's rows see is a multiple of ROWS // PACKED.
-    if CAUSAL or start_n + BLOCK_N > problem.seq_k:
-        offs_n = start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
-        visible = (offs_n < problem.seq_k)[None, :]
-        if CAUSAL:
-            last_n = last + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout)) // PACKED  # the last key that each row sees
-            visible = visible & (last_n[:, None] >= offs_n[None, :])
-        s = gl.where(visible, s, float("-inf"))
-    m = gl.max(s, 1) * scale_log2  # finite: every row sees the first key of this tile
-    first = 1
-    if CAUSAL and tiles > FEW_TILES:
-        # The upper rows of the diagonal's tile see few keys, so the guess includes the next tile.
-        # NOTE: the guess misses attention sinks, which are first keys: their P overflows or is rounded; v17 includes them.
-        first = 2
-        fill += 1
+    for _ in range(tiles):
         slot, phase = slot_and_phase(fill, STAGES)
-        s_next = warpgroup_mma_wait(0, [_scores(q, ring, fill, ROWS)])
-        m = gl.maximum(m, gl.max(s_next, 1) * scale_log2)
-        p = gl.exp2(s * scale_log2 - m[:, None])
-        l = _sums(p)
-        p = gl.convert_layout(p.to(ring.k.dtype), p_layout)
-        acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
-        p_next = gl.exp2(s_next * scale_log2 - m[:, None])
-        l = l + _sums(p_next)
-        acc = warpgroup_mma_wait(0, [acc])
+        mbarrier.wait(ring.full.index(slot), phase)
         mbarrier.arrive(ring.empty.index(slot), count=1)
-    else:
-        p_next = gl.exp2(s * scale_log2 - m[:, None])
-        l = _sums(p_next)
-    p = gl.convert_layout(p_next.to(ring.k.dtype), p_layout)
-
-    for _ in range(first, tiles):
-        # Issue both matmuls together, so that the tensor cores have work while other consumers compute their softmax.
         fill += 1
-        slot, phase = slot_and_phase(fill, STAGES)
-        s = _scores(q, ring, fill, ROWS)
-        acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
-        if CONSUMERS == 2:
-            s = warpgroup_mma_wait(1, [s])  # [rows, BLOCK_N]
-        else:  # three other consumers' matmuls run under these exponentials: release the buffers before them
-            s, acc = warpgroup_mma_wait(0, [s, acc])
-            mbarrier.arrive(ring.empty.index(slot), count=1)
-        if MODE != "guess":
-            m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
-            rescale = gl.exp2(m - m_new)  # rescales what was computed with the old maximum
-            l = l * gl.convert_layout(rescale, gl.SliceLayout(1, l.type.layout))[:, None]
-            m = m_new
-        p = gl.exp2(s * scale_log2 - m[:, None])
-        l = l + _sums(p)
-        if CONSUMERS == 2:
-            acc = warpgroup_mma_wait(0, [acc])
-            mbarrier.arrive(ring.empty.index(slot), count=1)
-        if MODE != "guess":
-            acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
-        p = gl.convert_layout(p.to(ring.k.dtype), p_layout)
-
-    fill += 1
-    slot, phase = slot_and_phase(fill, STAGES)
-    mbarrier.wait(ring.full.index(slot), phase)
-    acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
-    return acc, m, gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, s_layout))
+    return fill
 
 
 @gluon.jit
@@ -345,11 +154,43 @@ def _producer(
             _load(tensors, tile, ring, fill, start_n, step, True, True)
         _load(tensors, tile, ring, fill + 1, start_n - step, step, False, True)
         fill += 2
-        # A number past the last tile is passed on too: it tells the consumers to end.
         slot, phase = slot_and_phase(turn, Q_STAGES)
-        next_tiles.number.index(slot).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-        mbarrier.arrive(next_tiles.full.index(slot), count=1)
+        _pass_on(number, next_tiles, slot)
         turn += 1
+
+
+@gluon.jit
+def _check(acc, l, number, tensors):
+    """Flag tile `number` as failed if O is not finite: an infinite P, or an overflowing sum, makes l or part of a row of O
+    infinite or NaN."""
+    of_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    fails = ~(gl.abs(gl.sum(acc, 1) + gl.convert_layout(l, of_rows)) < float("inf"))
+    same = gl.zeros([acc.shape[0]], gl.int32, of_rows)
+    flags = _flags(tensors.failed)
+    gl.store(flags.any_failed + same, 1, mask=fails)
+    gl.store(flags.tile_failed + number + same, 1, mask=fails)
+
+
+@gluon.jit
+def _store_out(
+    acc, normalize, tensors, queries, own, problem, tile, start_m, part, idle, PACKED: gl.constexpr, SPLIT: gl.constexpr
+):
+    """Store a consumer's rows of O, from its slot `own` of `queries`, or of a split's output, which begins at `part`."""
+    batch, head = tile.batch_head // problem.heads, tile.batch_head % problem.heads  # only now: saves registers
+    if SPLIT and problem.splits > 1:
+        offs_m = start_m + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
+        offs_d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+        part_ptrs = tensors.part + (part + _place(offs_m, problem, PACKED))[:, None] * acc.shape[1]
+        part_o = gl.where(idle, 0.0, acc * normalize)
+        gl.store(part_ptrs + offs_d[None, :], part_o, mask=((offs_m >= 0) & (offs_m < problem.seq_q))[:, None])
+    elif tensors.out_ptr is not None and start_m < 0:
+        out = (acc * normalize).to(queries.q.dtype)
+        store_rows(tensors.out_ptr, tensors.out, batch, head, start_m // PACKED, out)
+    else:
+        queries.o.index(own).reshape(acc.shape).store((acc * normalize).to(queries.q.dtype))
+        fence_async_shared()
+        where = _row(batch, head, start_m, PACKED)
+        tma.async_copy_shared_to_global(tensors.out, where, queries.o.index(own))
 
 
 @gluon.jit
@@ -384,28 +225,16 @@ def _consumer(
         done = number
         tile = _tile(number, problem, BLOCK_M, BLOCK_N, PACKED, SPLIT, CAUSAL)
         start_m = tile.start_m + w * ROWS
-        seen = _seen(start_m, problem, BLOCK_N, PACKED, CAUSAL)
-
+        seen, last, idle = _to_compute(start_m, tile, problem, BLOCK_N, PACKED, SPLIT, MODE, CAUSAL)
         offs_m = start_m + gl.arange(0, ROWS, rows)
-        last = start_m // PACKED + problem.diagonal  # the last key of the first row
-        nothing = False
-        if SPLIT or MODE == "running":  # such a consumer computes one tile, which is not used
-            seen = gl.minimum(_share(seen, tile.split, problem.splits, SPLIT), tile.keys)
-            nothing = (seen <= 0) | (start_m >= problem.seq_q)
-            seen = gl.where(nothing, 1, seen)
-            last = gl.where(nothing, 2**30, last)
         acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, acc_layout)
         slot, phase = slot_and_phase(turn, Q_STAGES)
         own = slot * CONSUMERS + w  # this consumer's slot of `queries`
         mbarrier.wait(queries.full.index(own), phase)
         q_buffer = queries.q.index(own).reshape([ROWS, HEAD_DIM])
         q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
-        for _ in range(tile.keys - seen):  # skip key tiles that only the CTA's later consumers see
-            kv_slot, kv_phase = slot_and_phase(fill, STAGES)
-            mbarrier.wait(ring.full.index(kv_slot), kv_phase)
-            mbarrier.arrive(ring.empty.index(kv_slot), count=1)
-            fill += 1
-        s = _scores(q, ring, fill, ROWS)
+        fill = _skip(ring, fill, tile.keys - seen)  # only the CTA's later consumers see these
+        s = _scores(q, ring, fill)
         if Q_STAGES == 2:
             # TMA has stored the last tile's O from the other buffer, so the next Q may arrive there.
             tma.store_wait(0)
@@ -417,39 +246,19 @@ def _consumer(
         )
         fill += seen
 
-        lse = gl.where(nothing, float("-inf"), (m + gl.log2(l)) / LOG2_E)
+        lse = gl.where(idle, float("-inf"), (m + gl.log2(l)) / LOG2_E)
         part = (tile.split * problem.batch_heads + tile.batch_head).to(gl.int64) * problem.seq_q
         gl.store(tensors.lse + part + _place(offs_m, problem, PACKED), lse, mask=(offs_m >= 0) & (offs_m < problem.seq_q))
         normalize = gl.convert_layout(1.0 / l, gl.SliceLayout(1, acc_layout))[:, None]
         slot, phase = slot_and_phase(turn, Q_STAGES)
-        mbarrier.wait(next_tiles.full.index(slot), phase)
-        number = gl.max(next_tiles.number.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        number = _next(next_tiles, slot, phase)
         acc = warpgroup_mma_wait(0, [acc])
         kv_slot, kv_phase = slot_and_phase(fill, STAGES)
         mbarrier.arrive(ring.empty.index(kv_slot), count=1)
         fill += 1
         if MODE == "guess":
-            # An infinite P, or an overflowing sum, makes l or part of a row of O infinite or NaN.
-            fails = ~(gl.abs(gl.sum(acc, 1) + gl.convert_layout(l, gl.SliceLayout(1, acc_layout))) < float("inf"))
-            same = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, acc_layout))
-            flags = _flags(tensors.failed)
-            gl.store(flags.any_failed + same, 1, mask=fails)
-            gl.store(flags.tile_failed + done + same, 1, mask=fails)
-        batch, head = tile.batch_head // problem.heads, tile.batch_head % problem.heads  # only now: saves registers
-        if SPLIT and problem.splits > 1:
-            offs_o = start_m + gl.arange(0, ROWS, gl.SliceLayout(1, acc_layout))
-            offs_d = gl.arange(0, VALUE_DIM, gl.SliceLayout(0, acc_layout))
-            part_ptrs = tensors.part + (part + _place(offs_o, problem, PACKED))[:, None] * VALUE_DIM
-            part_o = gl.where(nothing, 0.0, acc * normalize)
-            gl.store(part_ptrs + offs_d[None, :], part_o, mask=((offs_o >= 0) & (offs_o < problem.seq_q))[:, None])
-        elif tensors.out_ptr is not None and start_m < 0:
-            out = (acc * normalize).to(queries.q.dtype)
-            store_rows(tensors.out_ptr, tensors.out, batch, head, start_m // PACKED, out)
-        else:
-            queries.o.index(own).reshape([ROWS, VALUE_DIM]).store((acc * normalize).to(queries.q.dtype))
-            fence_async_shared()
-            where = _row(batch, head, start_m, PACKED)
-            tma.async_copy_shared_to_global(tensors.out, where, queries.o.index(own))
+            _check(acc, l, done, tensors)
+        _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m, part, idle, PACKED, SPLIT)
         if Q_STAGES == 1:
             tma.store_wait(0)
             mbarrier.arrive(queries.empty.index(own), count=1)
@@ -504,143 +313,6 @@ def _forward_kernel(
              (_producer, (tensors, queries, ring, next_tiles, problem, PACKED, SPLIT, MODE, CAUSAL))],
             [4, 4, 4, 1], [112, 112, 112, 24],
         )  # fmt: skip
-
-
-@gluon.jit(do_not_specialize=["rows", "heads", "seq_q", "splits"])
-def _merge_kernel(
-    part_ptr, part_lse_ptr, out_ptr, lse_ptr, stride_ob, stride_oh, stride_om, rows, heads, seq_q, splits,
-    VALUE_DIM: gl.constexpr, ROWS: gl.constexpr, AT_ONCE: gl.constexpr,
-):  # fmt: skip
-    """Merge some rows of out and lse from the splits: their outputs, weighted by exp(lse of the split - lse)."""
-    # Each thread holds its columns of all splits, or of a quarter of them. So it can add them without waiting for other
-    # threads.
-    WARP_ROWS: gl.constexpr = max(1, 128 // VALUE_DIM)
-    threads: gl.constexpr = [WARP_ROWS, 1, 32 // WARP_ROWS]
-    by_rows: gl.constexpr = gl.BlockedLayout([1, AT_ONCE, 4], threads, [4, 1, 1], [2, 1, 0])
-    by_splits: gl.constexpr = gl.BlockedLayout([1, AT_ONCE // 4, 4], threads, [1, 4, 1], [2, 1, 0])
-    layout: gl.constexpr = by_rows if ROWS > WARP_ROWS else by_splits
-    of_rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))
-    of_out: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, layout))
-    row = gl.program_id(0) * ROWS + gl.arange(0, ROWS, of_rows)
-    offs_s = gl.arange(0, AT_ONCE, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
-    offs_d = gl.arange(0, VALUE_DIM, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    gdc_wait()  # for the splits
-    m = gl.full([ROWS], float("-inf"), gl.float32, of_rows)
-    l = gl.zeros([ROWS], gl.float32, of_rows)
-    acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, gl.SliceLayout(1, layout))
-    for first in range(0, splits, AT_ONCE):
-        part = (first + offs_s).to(gl.int64)[None, :] * rows + row[:, None]
-        inside = (first + offs_s < splits)[None, :] & (row < rows)[:, None]
-        lse = gl.load(part_lse_ptr + part, mask=inside, other=float("-inf"))
-        o = gl.load(part_ptr + (part * VALUE_DIM)[:, :, None] + offs_d[None, None, :], mask=inside[:, :, None], other=0.0)
-        m_new = gl.maximum(gl.maximum(m, gl.max(lse, 1)), -1e38)  # finite: some splits have no key for this row
-        rescale = gl.exp2((m - m_new) * LOG2_E)
-        weight = gl.exp2((lse - m_new[:, None]) * LOG2_E)
-        l = l * rescale + gl.sum(weight, 1)
-        acc = acc * gl.convert_layout(rescale, of_out)[:, None] + gl.sum(weight[:, :, None] * o, 1)
-        m = m_new
-    gl.store(lse_ptr + row, m + gl.log2(l) / LOG2_E, mask=row < rows)
-    out = acc / gl.convert_layout(l, of_out)[:, None]
-    row = gl.convert_layout(row, of_out)
-    head = row // seq_q
-    offs_o = (head // heads).to(gl.int64) * stride_ob + (head % heads).to(gl.int64) * stride_oh
-    offs_o += (row % seq_q).to(gl.int64) * stride_om
-    gl.store(out_ptr + offs_o[:, None] + offs_d[None, :], out.to(out_ptr.dtype.element_ty), mask=(row < rows)[:, None])
-
-
-# Bytes of K and V of the heads whose tiles run at the same time. CTAs that read the same K and V at the same time share them
-# through the L2 cache. If tiles differ in length, more heads keep the CTAs busy to the end.
-L2_SHARE = {"full": 8 * 2**20, "causal": 32 * 2**20}
-
-
-class Shape(NamedTuple):
-    """The sizes of a work tile, and how many of its buffers there are."""
-
-    queries: int  # query rows: 64 for each of two or four consumers
-    keys: int  # keys of a key tile
-    kv_slots: int  # buffers of K and V
-    q_slots: int  # buffers of Q
-    maxnreg: int  # registers per thread at the launch; 65,536 for all warps, of which each role then takes its own number
-
-
-# By the larger head dimension. FEW_ROWS: if there are few rows, where long tiles keep loads of K and V in flight.
-TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, q_slots=2, maxnreg=96)) | {
-    128: Shape(queries=128, keys=64, kv_slots=3, q_slots=2, maxnreg=168),
-    256: Shape(queries=128, keys=64, kv_slots=2, q_slots=1, maxnreg=168),
-}
-FEW_ROWS = dict.fromkeys((16, 32, 64), Shape(queries=128, keys=128, kv_slots=3, q_slots=2, maxnreg=168)) | {
-    128: Shape(queries=128, keys=128, kv_slots=2, q_slots=2, maxnreg=168),
-    256: Shape(queries=128, keys=64, kv_slots=2, q_slots=1, maxnreg=168),
-}
-FEW_SQUARES = 8  # squares of 128 queries and 128 keys per CTA, up to which FEW_ROWS is used where TILES has 256 rows
-# Key tiles per CTA up to which the extra launches take longer than a running maximum.
-SHORT = {16: 16, 32: 16, 64: 16, 128: 32, 256: 32}
-# Constants of `splits_of`, fitted to times on an H200. The unit is the time in which a CTA reads an element of K or V while few
-# others read: 1/30 ns.
-CROWDED = 0.75  # extra time if all CTAs read: memory then has the rate of 75 of the 132 CTAs
-ROWS_READ = 75  # a tile with more rows computes for longer than it reads keys
-MERGE = 75_000  # a launch
-
-
-@functools.cache
-def splits_of(tiles: int, key_tiles: int, rows: int, keys: int, width: int, programs: int) -> int:
-    """Return the number of parts of the keys for which query tiles finish soonest: the fewest within 1 % of the best.
-
-    The CTAs take ceil(tiles * splits / programs) rounds of ceil(key_tiles / splits) key tiles. Then one more launch merges the
-    parts, whose outputs all CTAs write and read in float32.
-
-    Args:
-        tiles: query tiles of all heads, of `rows` rows each.
-        key_tiles: key tiles of each, of `keys` keys.
-        width: elements per key in K and V together.
-        programs: CTAs that run at a time.
-    """
-
-    def cost(splits):
-        turns = ceil(tiles * splits / programs)
-        busy = tiles * splits / (turns * programs)
-        key_tile = keys * width * max(1 + CROWDED * busy**2, rows / ROWS_READ)
-        parts = 2 * tiles * splits * rows * width * (1 + CROWDED) / programs
-        return turns * ceil(key_tiles / splits) * key_tile + (MERGE + parts) * (splits > 1)
-
-    costs = {splits: cost(splits) for splits in range(1, min(key_tiles, programs) + 1)}
-    return next(splits for splits, cost in costs.items() if cost <= 1.01 * min(costs.values()))
-
-
-class Plan(NamedTuple):
-    """How a forward's work is divided."""
-
-    shape: Shape
-    packed: int  # query heads side by side in a tile
-    splits: int
-    tiles: int  # of all heads; each is taken once per split
-    short: bool  # a running maximum costs less than the extra launches
-
-
-def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, programs) -> Plan:
-    """Return the best plan for `seq_q` queries. The last query sees `keys` keys, and `programs` CTAs run at a time."""
-    width = max(head_dim, value_dim)
-    per_kv = heads // kv_heads
-    together = per_kv if 64 % per_kv == 0 else 1
-    rows = seq_q * together
-    groups = batch * heads // together
-    # Few: a tile has all rows of a K/V head (unless its heads cannot be packed), or tiles of 256 rows would be too few CTAs.
-    squares = ceil(rows / 128) * ceil(keys / 128) * groups
-    few = rows <= 128 or (TILES[width].queries > 128 and squares <= FEW_SQUARES * programs)
-    shape = (FEW_ROWS if few else TILES)[width]
-    tiles = ceil(rows / shape.queries) * groups
-    key_tiles = ceil(keys / shape.keys)
-    splits = 1
-    if few or tiles < programs:
-        splits = splits_of(tiles, key_tiles, min(rows, shape.queries), shape.keys, head_dim + value_dim, programs)
-    if few and key_tiles <= splits and shape.keys > ROWS.value:  # two tiles of half the keys are ready sooner
-        shape, key_tiles = shape._replace(keys=shape.keys // 2, kv_slots=shape.kv_slots * 2), key_tiles * 2
-    packed = together if few or splits > 1 or tiles < ceil(seq_q / shape.queries) * batch * heads else 1
-    before = diagonal % (64 // packed)  # positions
-    tiles = ceil((seq_q + before) * packed / shape.queries) * batch * (heads // packed)
-    turns = ceil(tiles * splits / programs)
-    short = few or turns * ceil(key_tiles / splits) <= SHORT[width]
-    return Plan(shape, packed, splits, tiles, short)
 
 
 @replayed

@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -17,6 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from common.kernels.descriptors import addressable, describe
 from common.kernels.hopper import (
+    LOG2_E,
+    ROWS,
     async_reduce_add,
     describe_rows,
     describe_tile,
@@ -24,18 +25,16 @@ from common.kernels.hopper import (
     new_ring,
     require_hopper,
     slot_and_phase,
+    widened,
 )
-from common.kernels.order import tile_and_head
 from common.kernels.replay import replayed
 from common.operator import empty_rows
 from common.runtime import num_sms
 from stages.v7_one_backward.backward import backward as backward_of_v7
 
-from .forward import LOG2_E
+from .backward_prepare import _finish_kernel, _prepare_kernel
+from .backward_scheduler import CONSUMERS, NextTiles, Problem, _next, _query_tile, _tile
 
-ROWS = gl.constexpr(64)  # keys of a consumer, as many rows as a warpgroup's wgmma has
-CONSUMERS = gl.constexpr(2)
-KEYS = gl.constexpr(CONSUMERS * ROWS)  # of a CTA, whose dK and dV stay in its registers
 SUM_COLUMNS = 256  # columns of dQ's float32 accumulator, as TMA sees it: the widest box that TMA supports
 
 
@@ -51,45 +50,6 @@ class Tensors(NamedTuple):
     dk: tma.tensor_descriptor
     dv: tma.tensor_descriptor
     counter: gl.tensor | None  # number of tiles taken after each CTA's first
-
-
-class Problem(NamedTuple):
-    """Sizes that all CTAs share."""
-
-    kv_heads: gl.tensor
-    heads_per_kv: gl.tensor
-    seq_q: gl.tensor
-    seq_k: gl.tensor
-    diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
-    at_once: gl.tensor  # CTAs that run at the same time
-    tiles: gl.tensor  # key tiles of all heads
-    scale: gl.tensor
-
-
-class Order(NamedTuple):
-    """The order in which a work tile takes its query tiles; see `_query_tile`."""
-
-    heads_per_kv: gl.tensor
-    first: gl.tensor  # the first query tile that sees one of the keys
-    turning: gl.tensor  # query tiles before the order turns
-    tiles_m: gl.tensor  # query tiles of a head
-    first_head: gl.tensor  # the first query head, counted over all batch elements
-    shift: gl.tensor  # rows of the first query tile before query 0
-
-
-class Tile(NamedTuple):
-    """A work tile: KEYS keys of one head, and the query tiles that see them."""
-
-    batch: gl.tensor
-    kv_head: gl.tensor
-    head: gl.tensor  # the first query head
-    start_n: gl.tensor  # the first key
-    keys: gl.tensor  # number of keys from start_n on
-    ahead: gl.tensor  # how many queries the first query tile is after the one on the diagonal
-    order: Order
-    steps: gl.tensor  # query tiles of all query heads
-    unseen: gl.tensor  # first steps that see no key of the second consumer
-    masked: gl.tensor  # first steps that need a mask
 
 
 class Place(NamedTuple):
@@ -128,112 +88,6 @@ class DsRing(NamedTuple):
     dq: gl.shared_memory_descriptor  # [PARTS, ...]
     full: gl.shared_memory_descriptor  # a barrier for each slot: all consumers have written dS
     empty: gl.shared_memory_descriptor  # dS has been read
-
-
-class NextTiles(NamedTuple):
-    """The numbers of tiles, which the producer passes on to the other warps."""
-
-    number: gl.shared_memory_descriptor  # [2, 1]
-    full: gl.shared_memory_descriptor  # a barrier for each slot: the number has been written
-
-
-@triton.jit(do_not_specialize=["heads", "seq_q", "shift"])
-def _prepare_kernel(
-    out_desc, do_desc, lse_ptr, stats_ptr, sums_ptr, counter_ptr, heads, seq_q, shift,
-    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """For each query tile: store log2(e) * lse and delta = rowsum(dO * O) side by side, and zero dQ's accumulator. Also zero
-    the counter of tiles."""
-    tiles_m = tl.cdiv(seq_q + shift, BLOCK_M)
-    tile = tl.program_id(0).to(tl.int64)
-    start_m = tl.program_id(0) % tiles_m * BLOCK_M - shift
-    batch_head = tl.program_id(0) // tiles_m
-    batch = batch_head // heads
-    head = batch_head % heads
-    if counter_ptr is not None:
-        if tile == 0:
-            tl.store(counter_ptr, 0)
-    offs = tl.arange(0, BLOCK_M * HEAD_DIM)
-    tl.store(sums_ptr + tile * BLOCK_M * HEAD_DIM + offs, tl.zeros_like(offs).to(tl.float32))
-    rows = tl.arange(0, BLOCK_M)
-    inside = (start_m + rows >= 0) & (start_m + rows < seq_q)
-    do = do_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, VALUE_DIM)
-    out = out_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, VALUE_DIM)
-    delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
-    lse_ptrs = lse_ptr + batch_head.to(tl.int64) * seq_q + start_m + rows
-    lse = tl.load(lse_ptrs, mask=inside, other=float("inf"))  # outside: p = 0
-    tl.store(stats_ptr + tile * 2 * BLOCK_M + rows, lse * LOG2_E)
-    tl.store(stats_ptr + (tile * 2 + 1) * BLOCK_M + rows, delta)
-
-
-@triton.jit(do_not_specialize=["heads", "seq_q", "shift"])
-def _finish_kernel(
-    sums_ptr, dq_ptr, stride_b, stride_h, stride_m, scale, heads, seq_q, shift,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """Round dQ from its accumulator, which has the order of a warpgroup's registers. Its dimensions, from outer to inner:
-    block of 64 rows, block of columns, warp, column group, thread, row half, column pair."""
-    tiles_m = tl.cdiv(seq_q + shift, BLOCK_M)
-    tile = tl.program_id(0).to(tl.int64)
-    start_m = tl.program_id(0) % tiles_m * BLOCK_M - shift
-    batch_head = tl.program_id(0) // tiles_m
-    sums = tl.load(sums_ptr + tile * BLOCK_M * HEAD_DIM + tl.arange(0, BLOCK_M * HEAD_DIM)) * scale
-    dq = sums.to(dq_ptr.dtype.element_ty).reshape(BLOCK_M // 64, PARTS, 4, HEAD_DIM // PARTS // 8, 8, 4, 2, 2)
-    dq = dq.permute(0, 2, 6, 4, 1, 3, 5, 7).reshape(BLOCK_M, HEAD_DIM)
-    rows = start_m + tl.arange(0, BLOCK_M)
-    dq_ptr += (batch_head // heads).to(tl.int64) * stride_b + (batch_head % heads).to(tl.int64) * stride_h
-    dq_ptrs = dq_ptr + rows.to(tl.int64)[:, None] * stride_m + tl.arange(0, HEAD_DIM)
-    tl.store(dq_ptrs, dq, mask=((rows >= 0) & (rows < seq_q))[:, None])  # TMA cannot store before query 0
-
-
-@gluon.jit
-def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, CAUSAL: gl.constexpr):
-    """Return the work tile with a number."""
-    heads_per_kv = problem.heads_per_kv
-    shift = problem.diagonal % BLOCK_M
-    tiles_m = gl.cdiv(problem.seq_q + shift, BLOCK_M)
-    ROW_BYTES: gl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # of Q, dQ's accumulator, and dO
-    tile_n, batch_head = tile_and_head(
-        gl.cdiv(problem.seq_k, KEYS), problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=problem.tiles
-    )
-    start_n = tile_n * KEYS
-    corner = 0  # the query tile whose first row sees only the first of these keys; it may not exist
-    first = 0  # the first query tile that sees these keys; if none does, the last one, fully masked
-    # Number of these that need a mask, at least one. If the first of two loops may be skipped, ptxas (CUDA 12.8) lets the
-    # second use addresses of K and V that only the first computes.
-    masked = 1
-    unseen = 0  # number of these that see no key of the second consumer
-    if CAUSAL:
-        corner = (start_n - problem.diagonal + shift) // BLOCK_M
-        first = gl.minimum(gl.maximum(corner, 0), tiles_m - 1)
-        masked = gl.maximum(gl.minimum(corner + KEYS // BLOCK_M, tiles_m) - first, 1)
-        unseen = gl.where(corner < 0, 0, ROWS // BLOCK_M)
-    tiles = tiles_m - first
-    masked = gl.where(start_n + KEYS > problem.seq_k, tiles, masked)
-    # CTAs that read the same tile at the same time share it through the L2 cache. CTAs that start together all begin with the
-    # last tile and go backwards. Later CTAs start one by one, those with fewer tiles later, so they go forwards. If a K/V head
-    # has one query head, its tiles stay in the cache anyway.
-    turning = tiles
-    if CAUSAL:
-        turning = gl.where((heads_per_kv > 1) & (number // problem.at_once % 2 == 0), masked, tiles)
-    kv_head = batch_head % problem.kv_heads
-    order = Order(heads_per_kv, first, turning, tiles_m, batch_head * heads_per_kv, shift)
-    return Tile(
-        batch_head // problem.kv_heads, kv_head, kv_head * heads_per_kv, start_n, problem.seq_k - start_n,
-        (first - corner) * BLOCK_M, order, tiles * heads_per_kv, unseen * heads_per_kv, masked * heads_per_kv,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _query_tile(step, order):
-    """Return the query tile of a step: its number within its head, and its number among the tiles of all heads.
-
-    Steps take one tile of each query head that shares the keys, then the next tile of each. The tiles go in order, or, once
-    `turning` tiles are done, from the last one backwards.
-    """
-    done = step // order.heads_per_kv
-    tile = gl.where(done < order.turning, order.first + done, order.tiles_m - 1 + order.turning - done)
-    return tile, (order.first_head + step % order.heads_per_kv) * order.tiles_m + tile
 
 
 @gluon.jit
@@ -278,19 +132,6 @@ def _add_dq(tensors, ds_ring, slot, kv, kv_slot, row):
         ds_ring.dq.index(part).store(dq.reshape(tensors.sums.block_shape))
         fence_async_shared()
         async_reduce_add(tensors.sums, [(row * PARTS + part) * SUM_ROWS, 0], ds_ring.dq.index(part))
-
-
-@gluon.jit
-def _widened(p):
-    """Return p in float32. Two bfloat16 elements share a register, and this unpacks them. Otherwise the compiler keeps a
-    float32 register for each element as well, and spills."""
-    if p.dtype == gl.bfloat16:
-        halves: gl.constexpr = (
-            "/* a.to(gl.float32) */{ .reg .b32 t; shl.b32 t, $2, 16; mov.b32 $0, t; and.b32 t, $2, 0xffff0000; mov.b32 $1, t; }"
-        )
-        return gl.inline_asm_elementwise(halves, "=f,=f,r", [p], gl.float32, is_pure=True, pack=2)
-    else:
-        return p.to(gl.float32)
 
 
 @gluon.jit
@@ -339,7 +180,7 @@ def _accumulate(
         mbarrier.wait(ds_ring.empty.index(slot), phase ^ 1)
         dp_t = warpgroup_mma_wait(1, [dp_t])  # [keys, queries]
         delta = ring.stats.index(slot).slice(1, 1).load(s_layout)  # [1, queries]
-        ds_t = (_widened(p_t) * (dp_t - delta)).to(dtype)
+        ds_t = (widened(p_t) * (dp_t - delta)).to(dtype)
         ds_ring.ds.index(slot * CONSUMERS + w).store(ds_t)
         fence_async_shared()
         dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)
@@ -412,18 +253,6 @@ def _producer(tensors, kv, ring, next_tiles, problem, CAUSAL: gl.constexpr):
         fill += tile.steps
         turn += 1
     _store_dkv(tensors, before, kv, turn - 1)
-
-
-@gluon.jit
-def _next(next_tiles, turn, tiles, PERSISTENT: gl.constexpr):
-    """Return the number of the tile after this CTA's tile `turn`, once the producer has taken it. If CTAs are not persistent,
-    there is no such tile."""
-    number = tiles
-    if PERSISTENT:
-        slot, phase = slot_and_phase(turn, 2)
-        mbarrier.wait(next_tiles.full.index(slot), phase)
-        number = gl.max(next_tiles.number.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-    return number
 
 
 @gluon.jit

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -18,6 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from common.kernels.descriptors import addressable, describe
 from common.kernels.hopper import (
+    LOG2_E,
+    ROWS,
     describe_rows,
     describe_tile,
     new_barriers,
@@ -25,19 +26,17 @@ from common.kernels.hopper import (
     reduce_add,
     require_hopper,
     slot_and_phase,
-    store_rows,
+    widened,
 )
-from common.kernels.order import tile_and_head
 from common.kernels.replay import replayed
 from common.operator import empty_rows
 from common.runtime import num_sms
 from stages.v7_one_backward.backward import backward as backward_of_v7
 
-from .forward import LOG2_E
-
-ROWS = gl.constexpr(64)  # keys of a consumer, as many rows as a warpgroup's wgmma has
-CONSUMERS = gl.constexpr(2)
-KEYS = gl.constexpr(CONSUMERS * ROWS)  # of a CTA, whose dK and dV stay in its registers
+from .backward_prepare import _finish_kernel, _prepare_kernel
+from .backward_scheduler import CONSUMERS, KEYS, NextTiles, Problem, _next, _query_tile, _tile
+from .backward_wide_dkv import _wide_dkv_kernel
+from .backward_wide_dq import _wide_dq_kernel
 
 
 class Tensors(NamedTuple):
@@ -52,45 +51,6 @@ class Tensors(NamedTuple):
     dk: tma.tensor_descriptor
     dv: tma.tensor_descriptor
     counter: gl.tensor | None  # number of tiles taken after each CTA's first
-
-
-class Problem(NamedTuple):
-    """Sizes that all CTAs share."""
-
-    kv_heads: gl.tensor
-    heads_per_kv: gl.tensor
-    seq_q: gl.tensor
-    seq_k: gl.tensor
-    diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
-    at_once: gl.tensor  # CTAs that run at the same time
-    tiles: gl.tensor  # key tiles of all heads
-    scale: gl.tensor
-
-
-class Order(NamedTuple):
-    """The order in which a work tile takes its query tiles; see `_query_tile`."""
-
-    heads_per_kv: gl.tensor
-    first: gl.tensor  # the first query tile that sees one of the keys
-    turning: gl.tensor  # query tiles before the order turns
-    tiles_m: gl.tensor  # query tiles of a head
-    first_head: gl.tensor  # the first query head, counted over all batch elements
-    shift: gl.tensor  # rows of the first query tile before query 0
-
-
-class Tile(NamedTuple):
-    """A work tile: BLOCK_N keys of one head, and the query tiles that see them."""
-
-    batch: gl.tensor
-    kv_head: gl.tensor
-    head: gl.tensor  # the first query head
-    start_n: gl.tensor  # the first key
-    keys: gl.tensor  # number of keys from start_n on
-    ahead: gl.tensor  # how many queries the first query tile is after the one on the diagonal
-    order: Order
-    steps: gl.tensor  # query tiles of all query heads
-    unseen: gl.tensor  # first steps that see no key of the second consumer
-    masked: gl.tensor  # first steps that need a mask
 
 
 class Place(NamedTuple):
@@ -128,116 +88,6 @@ class DsRing(NamedTuple):
     ds: gl.shared_memory_descriptor  # [STAGES * CONSUMERS, ROWS, BLOCK_M]
     full: gl.shared_memory_descriptor  # a barrier for each slot: all consumers have written dS
     empty: gl.shared_memory_descriptor  # dS has been read
-
-
-class NextTiles(NamedTuple):
-    """The numbers of tiles, which the producer passes on to the other warps."""
-
-    number: gl.shared_memory_descriptor  # [2, 1]
-    full: gl.shared_memory_descriptor  # a barrier for each slot: the number has been written
-
-
-@triton.jit(do_not_specialize=["heads", "seq_q", "shift"])
-def _prepare_kernel(
-    out_desc, do_desc, lse_ptr, stats_ptr, sums_ptr, counter_ptr, heads, seq_q, shift,
-    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """For each query tile: store log2(e) * lse and delta = rowsum(dO * O) side by side, and zero dQ's accumulator. Also zero
-    the counter of tiles."""
-    tiles_m = tl.cdiv(seq_q + shift, BLOCK_M)
-    tile = tl.program_id(0).to(tl.int64)
-    start_m = tl.program_id(0) % tiles_m * BLOCK_M - shift
-    batch_head = tl.program_id(0) // tiles_m
-    batch = batch_head // heads
-    head = batch_head % heads
-    if counter_ptr is not None:
-        if tile == 0:
-            tl.store(counter_ptr, 0)
-    if sums_ptr is not None:
-        offs = tl.arange(0, BLOCK_M * HEAD_DIM)
-        tl.store(sums_ptr + tile * BLOCK_M * HEAD_DIM + offs, tl.zeros_like(offs).to(tl.float32))
-    rows = tl.arange(0, BLOCK_M)
-    inside = (start_m + rows >= 0) & (start_m + rows < seq_q)
-    do = do_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, VALUE_DIM)
-    out = out_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, VALUE_DIM)
-    delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
-    lse_ptrs = lse_ptr + batch_head.to(tl.int64) * seq_q + start_m + rows
-    lse = tl.load(lse_ptrs, mask=inside, other=float("inf"))  # outside: p = 0
-    tl.store(stats_ptr + tile * 2 * BLOCK_M + rows, lse * LOG2_E)
-    tl.store(stats_ptr + (tile * 2 + 1) * BLOCK_M + rows, delta)
-
-
-@triton.jit(do_not_specialize=["heads", "seq_q", "shift"])
-def _finish_kernel(
-    sums_ptr, dq_ptr, stride_b, stride_h, stride_m, scale, heads, seq_q, shift,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """Round dQ from its accumulator, which has the order of a warpgroup's registers. Its dimensions, from outer to inner:
-    block of 64 rows, block of columns, warp, column group, thread, row half, column pair."""
-    tiles_m = tl.cdiv(seq_q + shift, BLOCK_M)
-    tile = tl.program_id(0).to(tl.int64)
-    start_m = tl.program_id(0) % tiles_m * BLOCK_M - shift
-    batch_head = tl.program_id(0) // tiles_m
-    sums = tl.load(sums_ptr + tile * BLOCK_M * HEAD_DIM + tl.arange(0, BLOCK_M * HEAD_DIM)) * scale
-    dq = sums.to(dq_ptr.dtype.element_ty).reshape(BLOCK_M // 64, PARTS, 4, HEAD_DIM // PARTS // 8, 8, 4, 2, 2)
-    dq = dq.permute(0, 2, 6, 4, 1, 3, 5, 7).reshape(BLOCK_M, HEAD_DIM)
-    rows = start_m + tl.arange(0, BLOCK_M)
-    dq_ptr += (batch_head // heads).to(tl.int64) * stride_b + (batch_head % heads).to(tl.int64) * stride_h
-    dq_ptrs = dq_ptr + rows.to(tl.int64)[:, None] * stride_m + tl.arange(0, HEAD_DIM)
-    tl.store(dq_ptrs, dq, mask=((rows >= 0) & (rows < seq_q))[:, None])  # TMA cannot store before query 0
-
-
-@gluon.jit
-def _tile(
-    number, problem,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
-    """Return the work tile with a number."""
-    heads_per_kv = problem.heads_per_kv
-    shift = problem.diagonal % BLOCK_M
-    tiles_m = gl.cdiv(problem.seq_q + shift, BLOCK_M)
-    ROW_BYTES: gl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # of Q, dQ's accumulator, and dO
-    tile_n, batch_head = tile_and_head(
-        gl.cdiv(problem.seq_k, BLOCK_N), problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=problem.tiles
-    )
-    start_n = tile_n * BLOCK_N
-    corner = 0  # the query tile whose first row sees only the first of these keys; it may not exist
-    first = 0  # the first query tile that sees these keys; if none does, the last one, fully masked
-    # Number of these that need a mask, at least one. If the first of two loops may be skipped, ptxas (CUDA 12.8) lets the
-    # second use addresses of K and V that only the first computes.
-    masked = 1
-    unseen = 0  # number of these that see no key of the second consumer
-    if CAUSAL:
-        corner = (start_n - problem.diagonal + shift) // BLOCK_M
-        first = gl.minimum(gl.maximum(corner, 0), tiles_m - 1)
-        masked = gl.maximum(gl.minimum(corner + BLOCK_N // BLOCK_M, tiles_m) - first, 1)
-        unseen = gl.where(corner < 0, 0, ROWS // BLOCK_M)
-    tiles = tiles_m - first
-    masked = gl.where(start_n + BLOCK_N > problem.seq_k, tiles, masked)
-    # CTAs that read the same tile at the same time share it through the L2 cache. CTAs that start together all begin with the
-    # last tile and go backwards. Later CTAs start one by one, those with fewer tiles later, so they go forwards. If a K/V head
-    # has one query head, its tiles stay in the cache anyway.
-    turning = tiles
-    if CAUSAL:
-        turning = gl.where((heads_per_kv > 1) & (number // problem.at_once % 2 == 0), masked, tiles)
-    kv_head = batch_head % problem.kv_heads
-    order = Order(heads_per_kv, first, turning, tiles_m, batch_head * heads_per_kv, shift)
-    return Tile(
-        batch_head // problem.kv_heads, kv_head, kv_head * heads_per_kv, start_n, problem.seq_k - start_n,
-        (first - corner) * BLOCK_M, order, tiles * heads_per_kv, unseen * heads_per_kv, masked * heads_per_kv,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _query_tile(step, order):
-    """Return the query tile of a step: its number within its head, and its number among the tiles of all heads.
-
-    Steps take one tile of each query head that shares the keys, then the next tile of each. The tiles go in order, or, once
-    `turning` tiles are done, from the last one backwards.
-    """
-    done = step // order.heads_per_kv
-    tile = gl.where(done < order.turning, order.first + done, order.tiles_m - 1 + order.turning - done)
-    return tile, (order.first_head + step % order.heads_per_kv) * order.tiles_m + tile
 
 
 @gluon.jit
@@ -280,19 +130,6 @@ def _add_dq(tensors, ds_ring, slot, kv, kv_slot, row, PARTS: gl.constexpr):
         # part's additions and for the next part's matmul at the same time. It has too few, and serializes the matmuls of the
         # whole kernel.
         mbarrier.arrive(ds_ring.empty.index(slot), count=1)
-
-
-@gluon.jit
-def _widened(p):
-    """Return p in float32. Two bfloat16 elements share a register, and this unpacks them. Otherwise the compiler keeps a
-    float32 register for each element as well, and spills."""
-    if p.dtype == gl.bfloat16:
-        halves: gl.constexpr = (
-            "/* a.to(gl.float32) */{ .reg .b32 t; shl.b32 t, $2, 16; mov.b32 $0, t; and.b32 t, $2, 0xffff0000; mov.b32 $1, t; }"
-        )
-        return gl.inline_asm_elementwise(halves, "=f,=f,r", [p], gl.float32, is_pure=True, pack=2)
-    else:
-        return p.to(gl.float32)
 
 
 @gluon.jit
@@ -341,7 +178,7 @@ def _accumulate(
         mbarrier.wait(ds_ring.empty.index(slot), phase ^ 1)
         dp_t = warpgroup_mma_wait(1, [dp_t])  # [keys, queries]
         delta = ring.stats.index(slot).slice(1, 1).load(s_layout)  # [1, queries]
-        ds_t = (_widened(p_t) * (dp_t - delta)).to(dtype)
+        ds_t = (widened(p_t) * (dp_t - delta)).to(dtype)
         ds_ring.ds.index(slot * CONSUMERS + w).store(ds_t)
         fence_async_shared()
         dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)
@@ -414,18 +251,6 @@ def _producer(tensors, kv, ring, next_tiles, problem, CAUSAL: gl.constexpr):
         fill += tile.steps
         turn += 1
     _store_dkv(tensors, before, kv, turn - 1)
-
-
-@gluon.jit
-def _next(next_tiles, turn, tiles, PERSISTENT: gl.constexpr):
-    """Return the number of the tile after this CTA's tile `turn`, once the producer has taken it. If CTAs are not persistent,
-    there is no such tile."""
-    number = tiles
-    if PERSISTENT:
-        slot, phase = slot_and_phase(turn, 2)
-        mbarrier.wait(next_tiles.full.index(slot), phase)
-        number = gl.max(next_tiles.number.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-    return number
 
 
 @gluon.jit
@@ -543,465 +368,6 @@ def _backward_kernel(
         ],
         [4, 4, 1],
         [208, 64, 24],
-    )
-
-
-class KeyTile(NamedTuple):
-    """K and V of a work tile in shared memory, and dK and dV on their way out."""
-
-    k: gl.shared_memory_descriptor  # [1, 1, ROWS, HEAD_DIM]
-    v: gl.shared_memory_descriptor  # [1, 1, ROWS, VALUE_DIM]
-    k_full: gl.shared_memory_descriptor  # a barrier: K has arrived
-    v_full: gl.shared_memory_descriptor
-
-
-class StepRing(NamedTuple):
-    """The tiles of a step in shared memory: a ring buffer with STAGES slots. Q and dO are released one by one."""
-
-    q: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, HEAD_DIM]
-    do: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, VALUE_DIM]
-    stats: gl.shared_memory_descriptor  # [STAGES, 2, BLOCK_M]
-    q_full: gl.shared_memory_descriptor  # a barrier for each slot: Q and the statistics have arrived
-    q_empty: gl.shared_memory_descriptor
-    do_full: gl.shared_memory_descriptor
-    do_empty: gl.shared_memory_descriptor
-
-
-class PRing(NamedTuple):
-    """P on its way from one consumer to the other."""
-
-    p: gl.shared_memory_descriptor  # [STAGES, ROWS, BLOCK_M]
-    full: gl.shared_memory_descriptor  # a barrier for each slot
-
-
-@gluon.jit
-def _load_step(tensors, tile, ring, step):
-    """Start to load a step's Q, with LSE and delta, and its dO, each when its buffer is released."""
-    STAGES: gl.constexpr = ring.q.shape[0]
-    slot, phase = slot_and_phase(step, STAGES)
-    number, row = _query_tile(step, tile.order)
-    where = [tile.batch, tile.head + step % tile.order.heads_per_kv, number * ring.q.shape[3] - tile.order.shift, 0]
-    mbarrier.wait(ring.q_empty.index(slot), phase ^ 1)
-    mbarrier.expect(ring.q_full.index(slot), tensors.q.block_type.nbytes + tensors.stats.block_type.nbytes)
-    tma.async_copy_global_to_shared(tensors.q, where, ring.q_full.index(slot), ring.q.index(slot))
-    tma.async_copy_global_to_shared(tensors.stats, [row * 2, 0], ring.q_full.index(slot), ring.stats.index(slot))
-    mbarrier.wait(ring.do_empty.index(slot), phase ^ 1)
-    mbarrier.expect(ring.do_full.index(slot), tensors.do.block_type.nbytes)
-    tma.async_copy_global_to_shared(tensors.do, where, ring.do_full.index(slot), ring.do.index(slot))
-
-
-@gluon.jit
-def _dkv_producer(tensors, kv, ring, problem, CAUSAL: gl.constexpr):
-    """One warp: load K and V of a key tile, and Q and dO of all query tiles that see it."""
-    BLOCK_M: gl.constexpr = ring.q.shape[3]
-    HEAD_DIM: gl.constexpr = kv.k.shape[3]
-    VALUE_DIM: gl.constexpr = kv.v.shape[3]
-    tile = _tile(gl.program_id(0), problem, BLOCK_M, ROWS, HEAD_DIM, VALUE_DIM, CAUSAL)
-    where = [tile.batch, tile.kv_head, tile.start_n, 0]
-    mbarrier.expect(kv.k_full.index(0), tensors.k.block_type.nbytes)
-    tma.async_copy_global_to_shared(tensors.k, where, kv.k_full.index(0), kv.k)
-    mbarrier.expect(kv.v_full.index(0), tensors.v.block_type.nbytes)
-    tma.async_copy_global_to_shared(tensors.v, where, kv.v_full.index(0), kv.v)
-    for step in range(tile.steps):
-        _load_step(tensors, tile, ring, step)
-
-
-@gluon.jit
-def _p_of(s_t, scale_log2, tile, ring, p_ring, step, seen_from, CAUSAL: gl.constexpr):
-    """Compute a step's P from its scores, transposed and rounded, and store it for the other consumer."""
-    BLOCK_M: gl.constexpr = ring.q.shape[3]
-    s_layout: gl.constexpr = s_t.type.layout
-    slot, phase = slot_and_phase(step, ring.q.shape[0])
-    lse_log2 = ring.stats.index(slot).slice(0, 1).load(s_layout)  # [1, queries]
-    p_t = s_t * scale_log2 - lse_log2
-    offs_m = gl.zeros([BLOCK_M], gl.int32, gl.SliceLayout(0, s_layout))
-    if CAUSAL:
-        number, row = _query_tile(step, tile.order)
-        first_m = (number - tile.order.first) * BLOCK_M + tile.ahead
-        offs_m = first_m + gl.arange(0, BLOCK_M, gl.SliceLayout(0, s_layout))
-    p_t = gl.exp2(gl.where(offs_m[None, :] >= seen_from[:, None], p_t, float("-inf"))).to(ring.q.dtype)
-    p_ring.p.index(slot).store(p_t)
-    mbarrier.arrive(p_ring.full.index(slot), count=1)
-    return p_t
-
-
-@gluon.jit
-def _dv_consumer(tensors, kv, ring, p_ring, problem, CAUSAL: gl.constexpr):
-    """A warpgroup that computes P of a key tile, and dV, which stays in its registers. P is computed transposed, so that it
-    enters the matmul for dV from registers; the other consumer reads it from shared memory."""
-    STAGES: gl.constexpr = ring.q.shape[0]
-    BLOCK_M: gl.constexpr = ring.q.shape[3]
-    HEAD_DIM: gl.constexpr = kv.k.shape[3]
-    VALUE_DIM: gl.constexpr = kv.v.shape[3]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_M, 16])
-    dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv_layout, k_width=2)
-    tile = _tile(gl.program_id(0), problem, BLOCK_M, ROWS, HEAD_DIM, VALUE_DIM, CAUSAL)
-    scale_log2 = problem.scale * LOG2_E
-    # The first query that sees each key; no query sees a key past the end. There p may be infinite, and infinity times 0 is
-    # NaN.
-    offs_n = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-    seen_from = gl.where(offs_n < tile.keys, offs_n if CAUSAL else 0, 2**30)
-    nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
-    dv = gl.zeros([ROWS, VALUE_DIM], gl.float32, dv_layout)
-    k = kv.k.reshape([ROWS, HEAD_DIM])
-    mbarrier.wait(kv.k_full.index(0), 0)
-    mbarrier.wait(ring.q_full.index(0), 0)
-    q = ring.q.index(0).reshape([BLOCK_M, HEAD_DIM])
-    s_t = warpgroup_mma(k, q.permute([1, 0]), nothing, use_acc=False, is_async=True)
-    s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
-    for step in range(tile.steps - 1):
-        p_t = _p_of(s_t, scale_log2, tile, ring, p_ring, step, seen_from, CAUSAL)
-        # The matmul for dV comes first, so that its buffer is free while the next scores are computed.
-        slot, phase = slot_and_phase(step, STAGES)
-        mbarrier.wait(ring.do_full.index(slot), phase)
-        do = ring.do.index(slot).reshape([BLOCK_M, VALUE_DIM])
-        dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), do, dv, is_async=True)
-        next_slot, next_phase = slot_and_phase(step + 1, STAGES)
-        mbarrier.wait(ring.q_full.index(next_slot), next_phase)
-        q = ring.q.index(next_slot).reshape([BLOCK_M, HEAD_DIM])
-        s_t = warpgroup_mma(k, q.permute([1, 0]), nothing, use_acc=False, is_async=True)
-        dv = warpgroup_mma_wait(1, [dv])
-        mbarrier.arrive(ring.do_empty.index(slot), count=1)
-        s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
-    p_t = _p_of(s_t, scale_log2, tile, ring, p_ring, tile.steps - 1, seen_from, CAUSAL)
-    slot, phase = slot_and_phase(tile.steps - 1, STAGES)
-    mbarrier.wait(ring.do_full.index(slot), phase)
-    dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), ring.do.index(slot).reshape([BLOCK_M, VALUE_DIM]), dv, is_async=True)
-    dv = warpgroup_mma_wait(0, [dv])
-    mbarrier.arrive(ring.do_empty.index(slot), count=1)
-
-    # TMA stores dV from V's buffer, once the other consumer has read V and the last dO.
-    mbarrier.wait(ring.do_empty.index(slot), phase)
-    kv.v.reshape([ROWS, VALUE_DIM]).store(dv.to(kv.v.dtype))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(tensors.dv, [tile.batch, tile.kv_head, tile.start_n, 0], kv.v)
-    tma.store_wait(0)
-
-
-@gluon.jit
-def _ds_of(dp_t, ring, p_ring, step):
-    """Compute a step's dS from dP and P, once P is ready; transposed and rounded."""
-    slot, phase = slot_and_phase(step, ring.q.shape[0])
-    mbarrier.wait(p_ring.full.index(slot), phase)  # and for Q: the other consumer waited for it
-    p_t = p_ring.p.index(slot).load(dp_t.type.layout)
-    delta = ring.stats.index(slot).slice(1, 1).load(dp_t.type.layout)  # [1, queries]
-    return (p_t.to(gl.float32) * (dp_t - delta)).to(ring.q.dtype)
-
-
-@gluon.jit
-def _dk_consumer(tensors, kv, ring, p_ring, problem, CAUSAL: gl.constexpr):
-    """A warpgroup that computes dS of a key tile, and dK, which stays in its registers."""
-    STAGES: gl.constexpr = ring.q.shape[0]
-    BLOCK_M: gl.constexpr = ring.q.shape[3]
-    HEAD_DIM: gl.constexpr = kv.k.shape[3]
-    VALUE_DIM: gl.constexpr = kv.v.shape[3]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_M, 16])
-    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, HEAD_DIM, 16])
-    ds_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk_layout, k_width=2)
-    tile = _tile(gl.program_id(0), problem, BLOCK_M, ROWS, HEAD_DIM, VALUE_DIM, CAUSAL)
-    nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
-    dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, dk_layout)
-    v = kv.v.reshape([ROWS, VALUE_DIM])
-    mbarrier.wait(kv.v_full.index(0), 0)
-    mbarrier.wait(ring.do_full.index(0), 0)
-    do = ring.do.index(0).reshape([BLOCK_M, VALUE_DIM])
-    dp_t = warpgroup_mma(v, do.permute([1, 0]), nothing, use_acc=False, is_async=True)
-    dp_t = warpgroup_mma_wait(0, [dp_t])  # [keys, queries]
-    mbarrier.arrive(ring.do_empty.index(0), count=1)
-    for step in range(tile.steps - 1):
-        ds_t = _ds_of(dp_t, ring, p_ring, step)
-        # The matmul for dK comes first, because it is the last to read Q, and the producer needs Q's buffer soonest.
-        slot, phase = slot_and_phase(step, STAGES)
-        q = ring.q.index(slot).reshape([BLOCK_M, HEAD_DIM])
-        dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)
-        next_slot, next_phase = slot_and_phase(step + 1, STAGES)
-        mbarrier.wait(ring.do_full.index(next_slot), next_phase)
-        do = ring.do.index(next_slot).reshape([BLOCK_M, VALUE_DIM])
-        dp_t = warpgroup_mma(v, do.permute([1, 0]), nothing, use_acc=False, is_async=True)
-        dk = warpgroup_mma_wait(1, [dk])
-        mbarrier.arrive(ring.q_empty.index(slot), count=1)
-        dp_t = warpgroup_mma_wait(0, [dp_t])  # [keys, queries]
-        mbarrier.arrive(ring.do_empty.index(next_slot), count=1)
-    ds_t = _ds_of(dp_t, ring, p_ring, tile.steps - 1)
-    slot, phase = slot_and_phase(tile.steps - 1, STAGES)
-    q = ring.q.index(slot).reshape([BLOCK_M, HEAD_DIM])
-    dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)
-    dk = warpgroup_mma_wait(0, [dk])
-
-    # TMA stores dK from K's buffer. K was last read before the last P was ready.
-    kv.k.reshape([ROWS, HEAD_DIM]).store((dk * problem.scale).to(kv.k.dtype))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(tensors.dk, [tile.batch, tile.kv_head, tile.start_n, 0], kv.k)
-    tma.store_wait(0)
-
-
-@gluon.jit(do_not_specialize=["kv_heads", "seq_q", "seq_k", "diagonal", "tiles"])
-def _wide_dkv_kernel(
-    q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, scale,
-    kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles,
-    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
-    q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
-    do_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, VALUE_DIM], do_desc.layout)
-    stats_s = gl.allocate_shared_memory(gl.float32, [STAGES, 2, BLOCK_M], stats_desc.layout)
-    k_s = gl.allocate_shared_memory(k_desc.dtype, [1, 1, ROWS, HEAD_DIM], k_desc.layout)
-    v_s = gl.allocate_shared_memory(v_desc.dtype, [1, 1, ROWS, VALUE_DIM], v_desc.layout)
-    p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], q_desc.dtype)
-    p_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, ROWS, BLOCK_M], p_layout)
-    k_full = new_barriers(1, 1)
-    v_full = new_barriers(1, 1)
-    q_full, q_empty = new_ring(STAGES, 1, 1)  # both consumers read Q, and the second is always the last to do so
-    do_full, do_empty = new_ring(STAGES, 1, CONSUMERS)
-    p_full = new_barriers(STAGES, 1)  # no empty barrier: Q of the next P arrives only after the last P has been read
-
-    tensors = Tensors(q_desc, k_desc, v_desc, do_desc, stats_desc, None, dk_desc, dv_desc, None)
-    problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles, scale)
-    kv = KeyTile(k_s, v_s, k_full, v_full)
-    ring = StepRing(q_s, do_s, stats_s, q_full, q_empty, do_full, do_empty)
-    p_ring = PRing(p_s, p_full)
-    gl.warp_specialize(
-        [
-            (_dv_consumer, (tensors, kv, ring, p_ring, problem, CAUSAL)),
-            (_dk_consumer, (tensors, kv, ring, p_ring, problem, CAUSAL)),
-            (_dkv_producer, (tensors, kv, ring, problem, CAUSAL)),
-        ],
-        [4, 1],
-        [240, 24],
-    )
-
-
-class QueryTensors(NamedTuple):
-    """Tensors in global memory, for dQ."""
-
-    q: tma.tensor_descriptor
-    k: tma.tensor_descriptor
-    v: tma.tensor_descriptor
-    do: tma.tensor_descriptor
-    stats: gl.tensor  # pointer; of each query tile: log2(e) * LSE, then delta
-    dq: tma.tensor_descriptor
-    dq_ptr: gl.tensor  # pointer, for the tile that starts before query 0
-
-
-class QueryProblem(NamedTuple):
-    """Sizes that all CTAs share."""
-
-    heads: gl.tensor
-    heads_per_kv: gl.tensor
-    seq_q: gl.tensor
-    seq_k: gl.tensor
-    diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
-    scale: gl.tensor
-
-
-class QueryTile(NamedTuple):
-    """A work tile: BLOCK_M query rows of one head, and the key tiles that they see."""
-
-    batch_head: gl.tensor  # batch * H + head
-    batch: gl.tensor
-    head: gl.tensor
-    kv_head: gl.tensor
-    start_m: gl.tensor  # the first row
-    steps: gl.tensor  # key tiles
-
-
-class Queries(NamedTuple):
-    """Q and dO of a work tile in shared memory."""
-
-    q: gl.shared_memory_descriptor  # [CONSUMERS, 1, 1, ROWS, HEAD_DIM]
-    do: gl.shared_memory_descriptor  # [CONSUMERS, 1, 1, ROWS, VALUE_DIM]
-    q_full: gl.shared_memory_descriptor  # a barrier for each consumer
-    do_full: gl.shared_memory_descriptor
-
-
-class KeyRing(NamedTuple):
-    """K and V in shared memory: two ring buffers, with K_STAGES and V_STAGES slots."""
-
-    k: gl.shared_memory_descriptor  # [K_STAGES, 1, 1, ROWS, HEAD_DIM]
-    v: gl.shared_memory_descriptor  # [V_STAGES, 1, 1, ROWS, VALUE_DIM]
-    k_full: gl.shared_memory_descriptor  # a barrier for each slot
-    k_empty: gl.shared_memory_descriptor
-    v_full: gl.shared_memory_descriptor
-    v_empty: gl.shared_memory_descriptor
-
-
-class RowStats(NamedTuple):
-    """What dS needs of each of a consumer's rows."""
-
-    lse_log2: gl.tensor  # log2(e) * LSE
-    delta: gl.tensor
-    seen_to: gl.tensor  # number of keys that the row sees
-    scale_log2: gl.tensor
-
-
-@gluon.jit
-def _query_work(problem, BLOCK_M: gl.constexpr, ROW_BYTES: gl.constexpr, CAUSAL: gl.constexpr):
-    """Return this CTA's work tile."""
-    before = problem.diagonal % ROWS  # rows of the first tile before query 0: a consumer's rows then see whole key tiles
-    tiles_m = gl.cdiv(problem.seq_q + before, BLOCK_M)
-    number, batch_head = tile_and_head(tiles_m, problem.seq_k, ROW_BYTES, CAUSAL)
-    start_m = number * BLOCK_M - before
-    seq_k = problem.seq_k
-    if CAUSAL:
-        start_m = (tiles_m - 1 - number) * BLOCK_M - before
-        seq_k = gl.minimum(seq_k, start_m + BLOCK_M + problem.diagonal)
-    head = batch_head % problem.heads
-    return QueryTile(
-        batch_head, batch_head // problem.heads, head, head // problem.heads_per_kv, start_m, gl.cdiv(seq_k, ROWS)
-    )  # fmt: skip
-
-
-@gluon.jit
-def _dq_producer(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
-    """One warp: load Q and dO of a query tile, and K and V of all key tiles that it sees, from the last one backwards."""
-    BLOCK_M: gl.constexpr = queries.q.shape[0] * ROWS
-    ROW_BYTES: gl.constexpr = 2 * (ring.k.shape[4] + ring.v.shape[4])
-    tile = _query_work(problem, BLOCK_M, ROW_BYTES, CAUSAL)
-    for w in gl.static_range(CONSUMERS):
-        where = [tile.batch, tile.head, tile.start_m + w * ROWS, 0]
-        mbarrier.expect(queries.q_full.index(w), tensors.q.block_type.nbytes)
-        tma.async_copy_global_to_shared(tensors.q, where, queries.q_full.index(w), queries.q.index(w))
-        mbarrier.expect(queries.do_full.index(w), tensors.do.block_type.nbytes)
-        tma.async_copy_global_to_shared(tensors.do, where, queries.do_full.index(w), queries.do.index(w))
-    for step in range(tile.steps):
-        where = [tile.batch, tile.kv_head, (tile.steps - 1 - step) * ROWS, 0]
-        slot, phase = slot_and_phase(step, ring.k.shape[0])
-        mbarrier.wait(ring.k_empty.index(slot), phase ^ 1)
-        mbarrier.expect(ring.k_full.index(slot), tensors.k.block_type.nbytes)
-        tma.async_copy_global_to_shared(tensors.k, where, ring.k_full.index(slot), ring.k.index(slot))
-        slot, phase = slot_and_phase(step, ring.v.shape[0])
-        mbarrier.wait(ring.v_empty.index(slot), phase ^ 1)
-        mbarrier.expect(ring.v_full.index(slot), tensors.v.block_type.nbytes)
-        tma.async_copy_global_to_shared(tensors.v, where, ring.v_full.index(slot), ring.v.index(slot))
-
-
-@gluon.jit
-def _matmul(rows, tile_s, full, step):
-    """Start the matmul of a consumer's rows with a step's K or V, transposed, once that has arrived."""
-    STAGES: gl.constexpr = tile_s.shape[0]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, ROWS, 16])
-    nothing = gl.zeros([ROWS, ROWS], gl.float32, layout)
-    slot, phase = slot_and_phase(step, STAGES)
-    mbarrier.wait(full.index(slot), phase)
-    if STAGES == 1:  # always 0; if ptxas knew that, it would keep the addresses of all parts in registers, and spill
-        slot = step // 2**24
-    tile = tile_s.index(slot).reshape([ROWS, tile_s.shape[4]])
-    return warpgroup_mma(rows, tile.permute([1, 0]), nothing, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _ds_from(s, dp, stats, start_n):
-    """Compute a step's dS from its scores, and from its dP once that is ready."""
-    offs_n = start_n + gl.arange(0, ROWS, gl.SliceLayout(0, s.type.layout))
-    s = gl.where(offs_n[None, :] < stats.seen_to[:, None], s * stats.scale_log2 - stats.lse_log2[:, None], float("-inf"))
-    p = gl.exp2(s)
-    dp = warpgroup_mma_wait(0, [dp])  # [queries, keys]
-    return p * (dp - stats.delta[:, None])
-
-
-@gluon.jit
-def _query_consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
-    """A warpgroup with the w-th 64 rows of a query tile, whose dQ stays in its registers."""
-    BLOCK_M: gl.constexpr = queries.q.shape[0] * ROWS
-    HEAD_DIM: gl.constexpr = ring.k.shape[4]
-    VALUE_DIM: gl.constexpr = ring.v.shape[4]
-    K_STAGES: gl.constexpr = ring.k.shape[0]
-    V_STAGES: gl.constexpr = ring.v.shape[0]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, ROWS, 16])
-    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, HEAD_DIM, 16])
-    ds_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dq_layout, k_width=2)
-    of_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    tile = _query_work(problem, BLOCK_M, 2 * (HEAD_DIM + VALUE_DIM), CAUSAL)
-    start_m = tile.start_m + w * ROWS
-    offs_m = gl.arange(0, ROWS, of_rows)
-    tiles = gl.cdiv(problem.seq_q + problem.diagonal % ROWS, ROWS)
-    number = (start_m + problem.diagonal % ROWS) // ROWS  # past the last tile if there are no such rows
-    stats_ptr = tensors.stats + (tile.batch_head.to(gl.int64) * tiles + number) * (2 * ROWS)
-    inside = number * ROWS + offs_m < tiles * ROWS
-    lse_log2 = gl.load(stats_ptr + offs_m, mask=inside, other=float("inf"))
-    delta = gl.load(stats_ptr + ROWS + offs_m, mask=inside, other=0.0)
-    seen = tile.steps
-    # Past the end p may be infinite, and infinity times 0 is NaN.
-    seen_to = problem.seq_k + gl.zeros([ROWS], gl.int32, of_rows)
-    if CAUSAL:
-        seen = gl.minimum(tile.steps, gl.cdiv(start_m + ROWS + problem.diagonal, ROWS))
-        seen_to = gl.minimum(seen_to, start_m + problem.diagonal + 1 + offs_m)
-    stats = RowStats(lse_log2, delta, seen_to, problem.scale * LOG2_E)
-    dq = gl.zeros([ROWS, HEAD_DIM], gl.float32, dq_layout)
-    q = queries.q.index(w).reshape([ROWS, HEAD_DIM])
-    do = queries.do.index(w).reshape([ROWS, VALUE_DIM])
-    unseen = tile.steps - seen
-    for step in range(unseen):  # skip a key tile that only the other consumer's rows see
-        slot, phase = slot_and_phase(step, K_STAGES)
-        mbarrier.arrive(ring.k_empty.index(slot), count=1)
-        # Otherwise the next wait would return at once, because its phase has the same parity as the one before this one. K has
-        # other waits in between.
-        slot, phase = slot_and_phase(step, V_STAGES)
-        mbarrier.wait(ring.v_full.index(slot), phase)
-        mbarrier.arrive(ring.v_empty.index(slot), count=1)
-    mbarrier.wait(queries.q_full.index(w), 0)
-    s = _matmul(q, ring.k, ring.k_full, unseen)
-    mbarrier.wait(queries.do_full.index(w), 0)
-    dp = _matmul(do, ring.v, ring.v_full, unseen)
-    s = warpgroup_mma_wait(1, [s])  # [queries, keys]
-    ds = _ds_from(s, dp, stats, (seen - 1) * ROWS).to(ring.k.dtype)
-    slot, phase = slot_and_phase(unseen, V_STAGES)
-    mbarrier.arrive(ring.v_empty.index(slot), count=1)
-    for step in range(unseen + 1, tile.steps):
-        # The matmul for dQ comes first and releases K; V has arrived again by the time that the last one is issued.
-        slot, phase = slot_and_phase(step - 1, K_STAGES)
-        k = ring.k.index(slot).reshape([ROWS, HEAD_DIM])
-        dq = warpgroup_mma(gl.convert_layout(ds, ds_layout), k, dq, is_async=True)
-        s = _matmul(q, ring.k, ring.k_full, step)
-        dq = warpgroup_mma_wait(1, [dq])
-        mbarrier.arrive(ring.k_empty.index(slot), count=1)
-        dp = _matmul(do, ring.v, ring.v_full, step)  # reuses the registers of dS
-        s = warpgroup_mma_wait(1, [s])  # [queries, keys]
-        ds = _ds_from(s, dp, stats, (tile.steps - 1 - step) * ROWS).to(ring.k.dtype)
-        slot, phase = slot_and_phase(step, V_STAGES)
-        mbarrier.arrive(ring.v_empty.index(slot), count=1)
-    slot, phase = slot_and_phase(tile.steps - 1, K_STAGES)
-    k = ring.k.index(slot).reshape([ROWS, HEAD_DIM])
-    dq = warpgroup_mma(gl.convert_layout(ds, ds_layout), k, dq, is_async=True)
-    dq = warpgroup_mma_wait(0, [dq])
-
-    dq = (dq * problem.scale).to(queries.q.dtype)
-    if start_m < 0:
-        store_rows(tensors.dq_ptr, tensors.dq, tile.batch, tile.head, start_m, dq)
-    else:
-        q.store(dq)  # only this consumer reads these rows of Q
-        fence_async_shared()
-        tma.async_copy_shared_to_global(tensors.dq, [tile.batch, tile.head, start_m, 0], queries.q.index(w))
-        tma.store_wait(0)
-
-
-@gluon.jit(do_not_specialize=["heads", "seq_q", "seq_k", "diagonal"])
-def _wide_dq_kernel(
-    q_desc, k_desc, v_desc, do_desc, stats_ptr, dq_desc, dq_ptr, scale,
-    heads, heads_per_kv, seq_q, seq_k, diagonal,
-    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
-    q_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM], q_desc.layout)
-    do_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, VALUE_DIM], do_desc.layout)
-    k_s = gl.allocate_shared_memory(k_desc.dtype, [K_STAGES, 1, 1, ROWS, HEAD_DIM], k_desc.layout)
-    v_s = gl.allocate_shared_memory(v_desc.dtype, [V_STAGES, 1, 1, ROWS, VALUE_DIM], v_desc.layout)
-    q_full = new_barriers(CONSUMERS, 1)
-    do_full = new_barriers(CONSUMERS, 1)
-    k_full, k_empty = new_ring(K_STAGES, 1, CONSUMERS)
-    v_full, v_empty = new_ring(V_STAGES, 1, CONSUMERS)
-
-    tensors = QueryTensors(q_desc, k_desc, v_desc, do_desc, stats_ptr, dq_desc, dq_ptr)
-    problem = QueryProblem(heads, heads_per_kv, seq_q, seq_k, diagonal, scale)
-    queries = Queries(q_s, do_s, q_full, do_full)
-    ring = KeyRing(k_s, v_s, k_full, k_empty, v_full, v_empty)
-    gl.warp_specialize(
-        [
-            (_query_consumer, (tensors, queries, ring, problem, 0, CAUSAL)),
-            (_query_consumer, (tensors, queries, ring, problem, 1, CAUSAL)),
-            (_dq_producer, (tensors, queries, ring, problem, CAUSAL)),
-        ],
-        [4, 1],
-        [240, 24],
     )
 
 

@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -16,14 +15,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from common.kernels.descriptors import addressable, describe
-from common.kernels.hopper import async_reduce_add, describe_rows, describe_tile, new_barriers, require_hopper, slot_and_phase
+from common.kernels.hopper import (
+    LOG2_E,
+    async_reduce_add,
+    describe_rows,
+    describe_tile,
+    new_barriers,
+    require_hopper,
+    slot_and_phase,
+    widened,
+)
 from common.kernels.order import tile_and_head
 from common.kernels.replay import replayed
 from common.operator import empty_rows
 from common.runtime import num_sms
 from stages.v7_one_backward.backward import backward as backward_of_v7
 
-from .forward import LOG2_E
+from .backward_prepare import _finish_kernel, _prepare_kernel
 
 KEYS = gl.constexpr(128)  # of a CTA, whose dK and dV stay in its registers
 SUM_COLUMNS = 256  # columns of dQ's float32 accumulator, as TMA sees it: the widest box that TMA supports
@@ -92,51 +100,6 @@ class DsRing(NamedTuple):
     dq: gl.shared_memory_descriptor  # [PARTS, ...]
 
 
-@triton.jit(do_not_specialize=["heads", "seq_q", "shift"])
-def _prepare_kernel(
-    out_desc, do_desc, lse_ptr, stats_ptr, sums_ptr, heads, seq_q, shift,
-    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """For each query tile: store log2(e) * lse and delta = rowsum(dO * O) side by side, and zero dQ's accumulator."""
-    tiles_m = tl.cdiv(seq_q + shift, BLOCK_M)
-    tile = tl.program_id(0).to(tl.int64)
-    start_m = tl.program_id(0) % tiles_m * BLOCK_M - shift
-    batch_head = tl.program_id(0) // tiles_m
-    batch = batch_head // heads
-    head = batch_head % heads
-    offs = tl.arange(0, BLOCK_M * HEAD_DIM)
-    tl.store(sums_ptr + tile * BLOCK_M * HEAD_DIM + offs, tl.zeros_like(offs).to(tl.float32))
-    rows = tl.arange(0, BLOCK_M)
-    inside = (start_m + rows >= 0) & (start_m + rows < seq_q)
-    do = do_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, VALUE_DIM)
-    out = out_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, VALUE_DIM)
-    delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
-    lse_ptrs = lse_ptr + batch_head.to(tl.int64) * seq_q + start_m + rows
-    lse = tl.load(lse_ptrs, mask=inside, other=float("inf"))  # outside: p = 0
-    tl.store(stats_ptr + tile * 2 * BLOCK_M + rows, lse * LOG2_E)
-    tl.store(stats_ptr + (tile * 2 + 1) * BLOCK_M + rows, delta)
-
-
-@triton.jit(do_not_specialize=["heads", "seq_q", "shift"])
-def _finish_kernel(
-    sums_ptr, dq_ptr, stride_b, stride_h, stride_m, scale, heads, seq_q, shift,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """Round dQ from its accumulator, which has the order of a warpgroup's registers. Its dimensions, from outer to inner:
-    block of 64 rows, block of columns, warp, column group, thread, row half, column pair."""
-    tiles_m = tl.cdiv(seq_q + shift, BLOCK_M)
-    tile = tl.program_id(0).to(tl.int64)
-    start_m = tl.program_id(0) % tiles_m * BLOCK_M - shift
-    batch_head = tl.program_id(0) // tiles_m
-    sums = tl.load(sums_ptr + tile * BLOCK_M * HEAD_DIM + tl.arange(0, BLOCK_M * HEAD_DIM)) * scale
-    dq = sums.to(dq_ptr.dtype.element_ty).reshape(BLOCK_M // 64, PARTS, 4, HEAD_DIM // PARTS // 8, 8, 4, 2, 2)
-    dq = dq.permute(0, 2, 6, 4, 1, 3, 5, 7).reshape(BLOCK_M, HEAD_DIM)
-    rows = start_m + tl.arange(0, BLOCK_M)
-    dq_ptr += (batch_head // heads).to(tl.int64) * stride_b + (batch_head % heads).to(tl.int64) * stride_h
-    dq_ptrs = dq_ptr + rows.to(tl.int64)[:, None] * stride_m + tl.arange(0, HEAD_DIM)
-    tl.store(dq_ptrs, dq, mask=((rows >= 0) & (rows < seq_q))[:, None])  # TMA cannot store before query 0
-
-
 @gluon.jit
 def _query_tile(step, order):
     """Return the query tile of a step: its number within its head, and its number among the tiles of all heads.
@@ -188,19 +151,6 @@ def _add_dq(tensors, ds_ring, kv, row):
 
 
 @gluon.jit
-def _widened(p):
-    """Return p in float32. Two bfloat16 elements share a register, and this unpacks them. Otherwise the compiler keeps a
-    float32 register for each element as well, and spills."""
-    if p.dtype == gl.bfloat16:
-        halves: gl.constexpr = (
-            "/* a.to(gl.float32) */{ .reg .b32 t; shl.b32 t, $2, 16; mov.b32 $0, t; and.b32 t, $2, 0xffff0000; mov.b32 $1, t; }"
-        )
-        return gl.inline_asm_elementwise(halves, "=f,=f,r", [p], gl.float32, is_pure=True, pack=2)
-    else:
-        return p.to(gl.float32)
-
-
-@gluon.jit
 def _accumulate(
     dk, dv, k, v, scale_log2, tensors, tile, kv, ring, ds_ring, lo, hi, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
@@ -244,7 +194,7 @@ def _accumulate(
         dp_t = warpgroup_mma(v, do.permute([1, 0]), nothing, use_acc=False, is_async=True)
         dp_t = warpgroup_mma_wait(0, [dp_t])  # [keys, queries]
         delta = ring.stats.index(slot).slice(1, 1).load(s_layout)  # [1, queries]
-        ds_t = (_widened(p_t) * (dp_t - delta)).to(dtype)
+        ds_t = (widened(p_t) * (dp_t - delta)).to(dtype)
         ds_ring.ds.index(0).store(ds_t)
         fence_async_shared()
         dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)

@@ -41,6 +41,15 @@ def test_a_change_is_lines_and_the_functions_that_they_are_in(tmp_path, monkeypa
     assert "no function" in str(story.change("v0_a", "v2_c"))
 
 
+def test_what_moved_is_no_change(tmp_path, monkeypatch):
+    monkeypatch.setattr(stages, "__path__", [str(tmp_path)])
+    moved = "# why\nX = 1\n\n\ndef a():\n    return 1\n\n\n"
+    own = "def b():\n    # NOTE: v1 is faster\n    return 2\n"
+    write_stages(tmp_path, v0_a=moved + own, v1_b="from .forward_part import a\n\n\n" + own.replace("v1", "v2"))
+    (tmp_path / "v1_b" / "forward_part.py").write_text(moved)
+    assert story.change("v0_a", "v1_b") == story.Change(added=1, removed=0, functions=("b",))
+
+
 def test_caching_delta_stays_a_small_change():
     """A larger change would have more than delta in it."""
     change = story.change(stages.resolve("v4"), stages.resolve("v5"))

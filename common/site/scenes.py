@@ -35,6 +35,7 @@ WORDS = {  # of lanes
     "delta": "row sums of dO ∘ O", "sums": "dQ while programs add to it, in float32", "stats": "LSE and delta of each row",
     "k_t": "the keys, transposed", "lse": "log-sum-exp of each part of the keys",
     "counter": "what programs share: the next tile, and tiles to compute again",
+    "state": "what programs share: the next tile, and tiles to compute again",
     "temporary": "tensors without a name in the code",
     "copies in": "copies from memory to shared memory", "copies out": "copies from shared memory to memory",
     "tensor cores": "matmuls", "exponentials": "exp2 of scores", "other instructions": "all other arithmetic",

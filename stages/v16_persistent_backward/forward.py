@@ -270,19 +270,21 @@ def _consumer(
 def _forward_kernel(
     q_desc, k_desc, v_desc, out_desc, out_ptr, part_ptr, lse_ptr, counter_ptr, failed_ptr, scale,
     batch_heads, heads, heads_per_kv, group, seq_q, seq_k, diagonal, splits,
-    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+    MODE: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
+    PACKED: gl.constexpr = q_desc.block_shape[3] if len(q_desc.block_shape) == 5 else 1
+    SPLIT: gl.constexpr = part_ptr is not None
     tiles_m = gl.cdiv(seq_q + _rows_before(diagonal, PACKED), BLOCK_M)
     if MODE == "again":
         gdc_wait()  # for the first launch
         if gl.load(failed_ptr) == 0:
             return
     q_s = gl.allocate_shared_memory(q_desc.dtype, [Q_STAGES * CONSUMERS] + q_desc.block_shape, q_desc.layout)
-    k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
-    v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, VALUE_DIM], v_desc.layout)
-    if VALUE_DIM == HEAD_DIM:
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_shape, k_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_shape, v_desc.layout)
+    if out_desc.block_shape == q_desc.block_shape:
         o_s = q_s  # Q is no longer needed when O is done
     else:
         o_s = gl.allocate_shared_memory(q_desc.dtype, [Q_STAGES * CONSUMERS] + out_desc.block_shape, out_desc.layout)
@@ -350,19 +352,19 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
         describe_tile(outputs, *held), out_ptr,
         scale=scale, batch_heads=batch * heads // packed, heads=heads // packed, heads_per_kv=per_kv, group=group,
         seq_q=seq_q * packed, seq_k=seq_k, diagonal=diagonal, splits=splits,
-        HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=shape.queries, BLOCK_N=shape.keys,
-        STAGES=shape.kv_slots, Q_STAGES=shape.q_slots, PACKED=packed, CAUSAL=causal, num_warps=4, maxnreg=shape.maxnreg,
+        BLOCK_M=shape.queries, BLOCK_N=shape.keys, STAGES=shape.kv_slots, Q_STAGES=shape.q_slots, CAUSAL=causal,
+        num_warps=4, maxnreg=shape.maxnreg,
     )  # fmt: skip
     parts = None, lse
     if splits > 1:
         parts = lse.new_empty(splits, lse.numel(), value_dim), lse.new_empty(splits, lse.numel())
     if cut.short:
-        kernel(*parts, None, None, SPLIT=splits > 1, MODE="running")
+        kernel(*parts, None, None, MODE="running")
     else:
         # The counter of tiles that were taken after each CTA's first; a flag if any tile failed; a flag for each tile.
         counter, failed = lse.new_zeros(2 + tiles * splits, dtype=torch.int32).split([1, 1 + tiles * splits])
         for mode in ("guess", "again"):
-            kernel(*parts, counter, failed, SPLIT=splits > 1, MODE=mode, launch_pdl=mode == "again")
+            kernel(*parts, counter, failed, MODE=mode, launch_pdl=mode == "again")
     if splits > 1:
         own = min(16, 2048 // value_dim)  # splits whose outputs fit into a thread's registers
         at_once = next((n for n in (4, 8, 16) if splits <= n <= own), 4 * own)

@@ -34,7 +34,6 @@ from .forward_scheduler import (
     NextTiles,
     Problem,
     _begun,
-    _flags,
     _in_vain,
     _leave,
     _next,
@@ -43,6 +42,7 @@ from .forward_scheduler import (
     _place,
     _row,
     _rows_before,
+    _state,
     _tile,
     _to_compute,
 )
@@ -60,8 +60,7 @@ class Tensors(NamedTuple):
     out_ptr: gl.tensor | None  # pointer, if the first query tile starts before query 0
     lse: gl.tensor  # pointer to [B, H, Sq]; with splits, to [splits, B, H, Sq]
     part: gl.tensor  # with splits, pointer to their outputs, [splits, B, H, Sq, VALUE_DIM]
-    counter: gl.tensor  # number of tiles taken after each CTA's first
-    failed: gl.tensor  # Flags
+    state: gl.tensor | None  # State, if a launch guesses
 
 
 class Queries(NamedTuple):
@@ -123,7 +122,7 @@ def _producer(
     "again", the CTA takes failed tiles. If MODE is "running", its tiles follow each other in strides of the number of CTAs.
     """
     if MODE != "running":
-        flags = _flags(tensors.failed)
+        state = _state(tensors.state)
     gdc_launch_dependents()  # all CTAs are running, so the next launch may start its CTAs when these end, or beside them
     Q_STAGES: gl.constexpr = next_tiles.number.shape[0] - 1
     CONSUMERS: gl.constexpr = queries.q.shape[0] // Q_STAGES
@@ -135,8 +134,8 @@ def _producer(
     number = gl.program_id(0)
     tiles = problem.batch_heads * problem.tiles_m * problem.splits
     if MODE == "again":
-        begun = _begun(tiles, tensors.counter)
-        failed, number = _next_again(gl.to_tensor(0), number, begun, tensors.counter, flags)
+        begun = _begun(tiles, state)
+        failed, number = _next_again(gl.to_tensor(0), number, begun, state)
         _pass_on(number, next_tiles, Q_STAGES)
     while number < tiles:
         tile = _tile(number, problem, BLOCK_M, BLOCK_N, PACKED, SPLIT, CAUSAL)
@@ -158,23 +157,23 @@ def _producer(
         if MODE == "guess":
             if turn == 0:
                 gdc_wait()  # wait for the samples while Q and K load
-            in_vain = _in_vain(number, tiles, flags)
+            in_vain = _in_vain(number, tiles, state)
             if turn == 0:
                 _pass_on(gl.where(in_vain, tiles, number), next_tiles, Q_STAGES)
                 if in_vain:
-                    _leave(number, flags)
+                    _leave(number, state)
                     keys = 0
                     for w in gl.static_range(CONSUMERS):  # the CTA must wait, as no consumer will
                         mbarrier.wait(queries.full.index(w), 0)
                     mbarrier.wait(ring.full.index(0), 0)
         if MODE == "again":
-            failed, number = _next_again(failed + 1, gl.num_programs(0) - 1, begun, tensors.counter, flags)
+            failed, number = _next_again(failed + 1, gl.num_programs(0) - 1, begun, state)
         elif MODE == "running":
             number += gl.num_programs(0)
         elif in_vain:
             number = tiles
         else:
-            number = gl.num_programs(0) + gl.atomic_add(tensors.counter, 1)
+            number = gl.num_programs(0) + gl.atomic_add(state.counter, 1)
         for _ in range(1, keys):
             fill += 1
             start_n -= step
@@ -194,9 +193,9 @@ def _check(acc, l, number, tensors):
     of_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     fails = ~(gl.abs(gl.sum(acc, 1) + gl.convert_layout(l, of_rows)) < float("inf"))
     same = gl.zeros([acc.shape[0]], gl.int32, of_rows)
-    flags = _flags(tensors.failed)
-    gl.store(flags.any_failed + same, 1, mask=fails)
-    gl.store(flags.tile_failed + number + same, 1, mask=fails)
+    state = _state(tensors.state)
+    gl.store(state.any_failed + same, 1, mask=fails)
+    gl.store(state.tile_failed + number + same, 1, mask=fails)
 
 
 @gluon.jit
@@ -300,21 +299,23 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=["batch_heads", "heads", "group", "seq_q", "seq_k", "diagonal", "splits"])
 def _forward_kernel(
-    q_desc, k_desc, v_desc, first_desc, out_desc, out_ptr, part_ptr, lse_ptr, counter_ptr, failed_ptr, scale,
+    q_desc, k_desc, v_desc, first_desc, out_desc, out_ptr, part_ptr, lse_ptr, state_ptr, scale,
     batch_heads, heads, heads_per_kv, group, seq_q, seq_k, diagonal, splits,
-    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+    MODE: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
+    PACKED: gl.constexpr = q_desc.block_shape[3] if len(q_desc.block_shape) == 5 else 1
+    SPLIT: gl.constexpr = part_ptr is not None
     tiles_m = gl.cdiv(seq_q + _rows_before(diagonal, PACKED), BLOCK_M)
     if MODE == "again":
         gdc_wait()  # for the first launch
-        if gl.load(failed_ptr) == 0:
+        if gl.load(_state(state_ptr).any_failed) == 0:
             return
     q_s = gl.allocate_shared_memory(q_desc.dtype, [Q_STAGES * CONSUMERS] + q_desc.block_shape, q_desc.layout)
-    k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
-    v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, VALUE_DIM], v_desc.layout)
-    if VALUE_DIM == HEAD_DIM:
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_shape, k_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_shape, v_desc.layout)
+    if out_desc.block_shape == q_desc.block_shape:
         o_s = q_s  # Q is no longer needed when O is done
     else:
         o_s = gl.allocate_shared_memory(q_desc.dtype, [Q_STAGES * CONSUMERS] + out_desc.block_shape, out_desc.layout)
@@ -324,7 +325,7 @@ def _forward_kernel(
     tile_s = gl.allocate_shared_memory(gl.int32, [Q_STAGES + 1, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full, q_empty = new_ring(Q_STAGES * CONSUMERS, 1, 1)  # each consumer has its own buffers
     kv_full, kv_empty = new_ring(STAGES, 1, CONSUMERS)
-    tensors = Tensors(q_desc, k_desc, v_desc, first_desc, out_desc, out_ptr, lse_ptr, part_ptr, counter_ptr, failed_ptr)
+    tensors = Tensors(q_desc, k_desc, v_desc, first_desc, out_desc, out_ptr, lse_ptr, part_ptr, state_ptr)
     splits = splits if SPLIT else 1
     problem = Problem(batch_heads, heads, heads_per_kv, group, tiles_m, seq_q, seq_k, diagonal, splits, scale)
     queries = Queries(q_s, o_s, first_s, q_full, q_empty)
@@ -385,34 +386,30 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
 
     first_keys = FIRST_KEYS if keys > SHORT_ROW else FIRST_KEYS // 2
 
-    def launch(counter, failed, mode):
+    def launch(state, mode):
         longer = mode == "again" and splits == 1
         shape = TILES_AGAIN[max(head_dim, value_dim)] if longer else cut.shape
         _forward_kernel[min(tiles * splits, num_sms()),](
             describe_tile(queries, *held), describe_tile(k, shape.keys), describe_tile(v, shape.keys),
             describe_tile(k, first_keys),
-            describe_tile(outputs, *held), out_ptr, *parts, counter, failed,
+            describe_tile(outputs, *held), out_ptr, *parts, state,
             scale=scale, batch_heads=batch * heads // packed, heads=heads // packed, heads_per_kv=per_kv, group=group,
             seq_q=seq_q * packed, seq_k=seq_k, diagonal=diagonal, splits=splits,
-            HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=shape.queries, BLOCK_N=shape.keys,
-            STAGES=shape.kv_slots, Q_STAGES=shape.q_slots, PACKED=packed, SPLIT=splits > 1, MODE=mode, CAUSAL=causal,
+            BLOCK_M=shape.queries, BLOCK_N=shape.keys, STAGES=shape.kv_slots, Q_STAGES=shape.q_slots, MODE=mode, CAUSAL=causal,
             num_warps=4, maxnreg=shape.maxnreg, launch_pdl=mode != "running",
         )  # fmt: skip
 
     if cut.short:
-        launch(None, None, "running")
+        launch(None, "running")
     else:
-        # The counter of tiles that were taken after each CTA's first; a flag if any tile failed; a flag for each sample and
-        # each tile.
-        flags = 1 + LATELY.value + tiles * splits
-        counter, failed = lse.new_empty(1 + flags, dtype=torch.int32).split([1, flags])
+        state = lse.new_empty(2 + LATELY.value + tiles * splits, dtype=torch.int32)  # see `State`
         _sample_kernel[min(LATELY.value, num_sms()),](
-            describe_tile(queries, *held), describe_tile(k, cut.shape.keys), describe_tile(k, first_keys), counter, failed,
+            describe_tile(queries, *held), describe_tile(k, cut.shape.keys), describe_tile(k, first_keys), state,
             scale, OVERFLOW[q.dtype] - HEADROOM, batch * heads // packed, heads // packed, per_kv, group, seq_q * packed, seq_k,
             diagonal, splits, BLOCK_M=cut.shape.queries, PACKED=packed, CAUSAL=causal, num_warps=4,
         )  # fmt: skip
         for mode in ("guess", "again"):
-            launch(counter, failed, mode)
+            launch(state, mode)
     if splits > 1:
         own = min(16, 2048 // value_dim)  # splits whose outputs fit into a thread's registers
         at_once = next((n for n in (4, 8, 16) if splits <= n <= own), 4 * own)

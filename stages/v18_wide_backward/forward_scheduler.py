@@ -12,9 +12,10 @@ LATELY = gl.constexpr(128)  # tiles, about as many as run at a time: if a quarte
 LOOKED_AT = gl.constexpr(512)  # flags that a warp loads at once
 
 
-class Flags(NamedTuple):
-    """Pointers to int32 flags, which are parts of one tensor."""
+class State(NamedTuple):
+    """Pointers to what CTAs share, which is one int32 tensor: a counter, and flags."""
 
+    counter: gl.tensor  # number of tiles taken after each CTA's first
     any_failed: gl.tensor  # 1: the second launch has work
     sample_failed: gl.tensor  # LATELY
     tile_failed: gl.tensor  # one for each tile and split
@@ -142,53 +143,53 @@ def _add(a, b):
 
 
 @gluon.jit
-def _begun(tiles, counter_ptr):
+def _begun(tiles, state):
     """Return an upper bound of the tile numbers that the first launch has started; its counter goes on in this launch."""
-    return gl.minimum(gl.num_programs(0) + gl.load(counter_ptr), tiles)
+    return gl.minimum(gl.num_programs(0) + gl.load(state.counter), tiles)
 
 
 @gluon.jit
-def _flags(failed_ptr):
-    """Return the parts of the flags in memory."""
-    return Flags(failed_ptr, failed_ptr + 1, failed_ptr + 1 + LATELY)
+def _state(state_ptr):
+    """Return the parts of the state in memory."""
+    return State(state_ptr, state_ptr + 1, state_ptr + 2, state_ptr + 2 + LATELY)
 
 
 @gluon.jit
-def _leave(number, flags):
+def _leave(number, state):
     """Leave a tile to the second launch, as if it had failed."""
-    gl.store(flags.any_failed, 1)
-    gl.store(flags.tile_failed + number, 1)
+    gl.store(state.any_failed, 1)
+    gl.store(state.tile_failed + number, 1)
 
 
 @gluon.jit
-def _next_failed(number, others, begun, flags):
+def _next_failed(number, others, begun, state):
     """Search from tile `number` on: skip `others` failed tiles and return the next failed one, or at least `begun` if there is
     none."""
     offs = gl.arange(0, LOOKED_AT, gl.BlockedLayout([LOOKED_AT // 32], [32], [1], [0]))
     while (others >= 0) & (number < begun):
-        failed = gl.load(flags.tile_failed + number + offs, mask=number + offs < begun, other=0)
+        failed = gl.load(state.tile_failed + number + offs, mask=number + offs < begun, other=0)
         number += gl.sum((gl.associative_scan(failed, 0, _add) <= others).to(gl.int32), 0)
         others -= gl.sum(failed, 0)
     return number
 
 
 @gluon.jit
-def _next_again(failed, others, begun, counter_ptr, flags):
+def _next_again(failed, others, begun, state):
     """Return where `_next_failed` ended, and the tile to take: the failed tile that it found, or else a tile that never
     started."""
-    failed = _next_failed(failed, others, begun, flags)
+    failed = _next_failed(failed, others, begun, state)
     number = failed
     if failed >= begun:
-        number = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
+        number = gl.num_programs(0) + gl.atomic_add(state.counter, 1)
     return failed, number
 
 
 @gluon.jit
-def _in_vain(number, tiles, flags):
+def _in_vain(number, tiles, state):
     """Return whether, of the LATELY tiles that started a round before this one, more than a quarter failed. The samples
     count as the tiles before the first."""
     before = gl.maximum(number + 1 - LATELY, 0) + gl.arange(0, LATELY, gl.BlockedLayout([LATELY // 32], [32], [1], [0]))
-    failed = gl.load(flags.sample_failed + before, mask=before - LATELY < tiles, other=0, volatile=True)
+    failed = gl.load(state.sample_failed + before, mask=before - LATELY < tiles, other=0, volatile=True)
     return gl.sum(failed, 0) * 4 > LATELY
 
 

@@ -8,13 +8,13 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from common.kernels.hopper import LOG2_E, ROWS, new_barriers
 
-from .forward_scheduler import LATELY, LOOKED_AT, Problem, _flags, _row, _rows_before, _seen, _tile
+from .forward_scheduler import LATELY, LOOKED_AT, Problem, _row, _rows_before, _seen, _state, _tile
 from .forward_softmax import _visible
 
 
 @gluon.jit(do_not_specialize=["batch_heads", "heads", "group", "seq_q", "seq_k", "diagonal", "splits"])
 def _sample_kernel(
-    q_desc, k_desc, first_desc, counter_ptr, failed_ptr, scale, highest,
+    q_desc, k_desc, first_desc, state_ptr, scale, highest,
     batch_heads, heads, heads_per_kv, group, seq_q, seq_k, diagonal, splits,
     BLOCK_M: gl.constexpr, PACKED: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
@@ -33,7 +33,7 @@ def _sample_kernel(
     tile = _tile((sample.to(gl.int64) * tiles // samples).to(gl.int32), problem, BLOCK_M, BLOCK_N, PACKED, False, CAUSAL)
     start_m = tile.start_m + sample % (BLOCK_M // ROWS) * ROWS
     seen = _seen(start_m, problem, BLOCK_N, PACKED, CAUSAL)
-    flags = _flags(failed_ptr)
+    state = _state(state_ptr)
 
     q_s = gl.allocate_shared_memory(q_desc.dtype, q_desc.block_shape, q_desc.layout)
     first_s = gl.allocate_shared_memory(k_desc.dtype, first_desc.block_shape, first_desc.layout)
@@ -50,14 +50,14 @@ def _sample_kernel(
     tma.async_copy_global_to_shared(k_desc, [tile.batch, tile.kv_head, other_n, 0], full.index(0), k_s.index(2))
 
     if sample == 0:
-        gl.store(counter_ptr, 0)
-        gl.store(flags.any_failed, 0)
+        gl.store(state.counter, 0)
+        gl.store(state.any_failed, 0)
     layout: gl.constexpr = gl.BlockedLayout([LOOKED_AT // 128], [32], [4], [0])
     share = gl.cdiv(tiles * splits, samples)
     for start in range(0, share, LOOKED_AT):
         offs = start + gl.arange(0, LOOKED_AT, layout)
         own = (offs < share) & (sample * share + offs < tiles * splits)
-        gl.store(flags.tile_failed + sample * share + offs, gl.zeros([LOOKED_AT], gl.int32, layout), mask=own)
+        gl.store(state.tile_failed + sample * share + offs, gl.zeros([LOOKED_AT], gl.int32, layout), mask=own)
 
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
     first_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, FIRST_KEYS, 16])
@@ -79,7 +79,7 @@ def _sample_kernel(
     lately: gl.constexpr = gl.BlockedLayout([LATELY // 128], [32], [4], [0])
     offs = gl.arange(0, LATELY, lately)
     gl.store(
-        flags.sample_failed + offs,
+        state.sample_failed + offs,
         gl.full([LATELY], gl.where(above > highest, 1, 0), gl.int32, lately),
         mask=offs % samples == sample,
     )

@@ -93,8 +93,8 @@ class Recorded:
     def __getitem__(self, grid):
         def launch(*args, MODE, **options):
             if MODE == "again":
-                *_, counter, failed = args
-                _, self.samples, self.failed = failed.clone().split([1, SAMPLES, len(failed) - 1 - SAMPLES])
+                state = args[-1].clone()
+                counter, _, self.samples, self.failed = state.split([1, 1, SAMPLES, len(state) - 2 - SAMPLES])
                 self.programs, self.begun = grid[0], grid[0] + counter.item()
             return self.kernel[grid](*args, MODE=MODE, **options)
 

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from common.kernels.pointers import head_ptr, strides, tile_ptrs
 from common.kernels.replay import replayed
 from common.kernels.tiles import key_tile
 from common.operator import contiguous_rows, empty_rows
@@ -12,13 +13,7 @@ from common.operator import contiguous_rows, empty_rows
 @triton.jit
 def _backward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, lse_ptr, dq_ptr, dk_ptr, dv_ptr, scale,
-    stride_qb: tl.int64, stride_qh: tl.int64, stride_qm: tl.int64,
-    stride_kb: tl.int64, stride_kh: tl.int64, stride_kn: tl.int64,
-    stride_vb: tl.int64, stride_vh: tl.int64, stride_vn: tl.int64,
-    stride_ob: tl.int64, stride_oh: tl.int64, stride_om: tl.int64,
-    stride_dob: tl.int64, stride_doh: tl.int64, stride_dom: tl.int64,
-    stride_dkb: tl.int64, stride_dkh: tl.int64, stride_dkn: tl.int64,
-    stride_dvb: tl.int64, stride_dvh: tl.int64, stride_dvn: tl.int64,
+    q_strides, k_strides, v_strides, out_strides, do_strides, dk_strides, dv_strides,
     kv_heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -28,33 +23,33 @@ def _backward_kernel(
     kv_head = tl.program_id(0) % kv_heads
     offs_d = tl.arange(0, HEAD_DIM)
     offs_v = tl.arange(0, VALUE_DIM)
-    k_ptr += batch * stride_kb + kv_head * stride_kh
-    v_ptr += batch * stride_vb + kv_head * stride_vh
-    dk_ptr += batch * stride_dkb + kv_head * stride_dkh
-    dv_ptr += batch * stride_dvb + kv_head * stride_dvh
+    k_ptr = head_ptr(k_ptr, k_strides, batch, kv_head)
+    v_ptr = head_ptr(v_ptr, v_strides, batch, kv_head)
+    dk_ptr = head_ptr(dk_ptr, dk_strides, batch, kv_head)
+    dv_ptr = head_ptr(dv_ptr, dv_strides, batch, kv_head)
 
     for start_n in range(0, seq_k, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
         in_k = offs_n[:, None] < seq_k
-        k = tl.load(k_ptr + offs_n[:, None] * stride_kn + offs_d[None, :], mask=in_k, other=0.0)  # [BLOCK_N, HEAD_DIM]
-        v = tl.load(v_ptr + offs_n[:, None] * stride_vn + offs_v[None, :], mask=in_k, other=0.0)  # [BLOCK_N, VALUE_DIM]
+        k = tl.load(tile_ptrs(k_ptr, k_strides, offs_n, offs_d), mask=in_k, other=0.0)  # [BLOCK_N, HEAD_DIM]
+        v = tl.load(tile_ptrs(v_ptr, v_strides, offs_n, offs_v), mask=in_k, other=0.0)  # [BLOCK_N, VALUE_DIM]
         dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
         dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
         # Start at the diagonal: earlier queries do not see this tile.
         first_m = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M if CAUSAL else 0
         for shared in range(heads_per_kv):  # the query heads that share these keys
             head = kv_head * heads_per_kv + shared
-            q_head = q_ptr + batch * stride_qb + head * stride_qh
-            out_head = out_ptr + batch * stride_ob + head * stride_oh
-            do_head = do_ptr + batch * stride_dob + head * stride_doh
+            q_head = head_ptr(q_ptr, q_strides, batch, head)
+            out_head = head_ptr(out_ptr, out_strides, batch, head)
+            do_head = head_ptr(do_ptr, do_strides, batch, head)
             # int64: row * HEAD_DIM can pass 2**31 elements
             first_row = (tl.program_id(0).to(tl.int64) * heads_per_kv + shared) * seq_q
             for start_m in range(first_m, seq_q, BLOCK_M):
                 offs_m = start_m + tl.arange(0, BLOCK_M)
                 in_q = offs_m < seq_q
-                q = tl.load(q_head + offs_m[:, None] * stride_qm + offs_d[None, :], mask=in_q[:, None], other=0.0)
-                do = tl.load(do_head + offs_m[:, None] * stride_dom + offs_v[None, :], mask=in_q[:, None], other=0.0)
-                out = tl.load(out_head + offs_m[:, None] * stride_om + offs_v[None, :], mask=in_q[:, None], other=0.0)
+                q = tl.load(tile_ptrs(q_head, q_strides, offs_m, offs_d), mask=in_q[:, None], other=0.0)
+                do = tl.load(tile_ptrs(do_head, do_strides, offs_m, offs_v), mask=in_q[:, None], other=0.0)
+                out = tl.load(tile_ptrs(out_head, out_strides, offs_m, offs_v), mask=in_q[:, None], other=0.0)
                 lse = tl.load(lse_ptr + first_row + offs_m, mask=in_q, other=float("inf"))  # past the end: p = 0
                 delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
 
@@ -72,8 +67,8 @@ def _backward_kernel(
                 dq = tl.load(dq_ptrs, mask=in_q[:, None], other=0.0)  # [BLOCK_M, HEAD_DIM]
                 dq += tl.dot(ds, k, input_precision=PRECISION) * scale
                 tl.store(dq_ptrs, dq, mask=in_q[:, None])
-        dk_ptrs = dk_ptr + offs_n[:, None] * stride_dkn + offs_d[None, :]
-        dv_ptrs = dv_ptr + offs_n[:, None] * stride_dvn + offs_v[None, :]
+        dk_ptrs = tile_ptrs(dk_ptr, dk_strides, offs_n, offs_d)
+        dv_ptrs = tile_ptrs(dv_ptr, dv_strides, offs_n, offs_v)
         tl.store(dk_ptrs, (dk * scale).to(dk_ptr.dtype.element_ty), mask=in_k)
         tl.store(dv_ptrs, dv.to(dv_ptr.dtype.element_ty), mask=in_k)
         # The next K/V tile reads dq that other threads of this program have just written. The barrier makes their stores
@@ -93,8 +88,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     tile = {**key_tile(max(head_dim, value_dim), q.dtype), "num_stages": 1}
     _backward_kernel[batch * kv_heads,](
         q, k, v, out, grad_out, lse, dq, dk, dv, scale,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *grad_out.stride()[:3],
-        *dk.stride()[:3], *dv.stride()[:3],
+        *strides(q, k, v, out, grad_out, dk, dv),
         kv_heads, heads // kv_heads, seq_q, seq_k, diagonal,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **tile,

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from common.kernels.pointers import aligned
+from common.kernels.pointers import aligned, head_ptr, strides, tile_ptrs
 from common.kernels.replay import replayed
 from common.kernels.tiles import key_tile, query_tile
 from common.operator import empty_rows
@@ -14,7 +14,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _accumulate_dq(
-    dq, q, do, lse_log2, delta, k_ptr, v_ptr, stride_kn, stride_vn, lo, hi, seq_k, offs_m, scale_log2,
+    dq, q, do, lse_log2, delta, k_ptr, v_ptr, k_strides, v_strides, lo, hi, seq_k, offs_m, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add the contribution of the keys [lo, hi) to one query tile's dq."""
@@ -23,10 +23,10 @@ def _accumulate_dq(
     for start_n in range(lo, hi, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
         in_k = offs_n[:, None] < seq_k
-        k_ptrs = k_ptr + offs_n[:, None] * stride_kn + offs_d[None, :]
+        k_ptrs = tile_ptrs(k_ptr, k_strides, offs_n, offs_d)
         k = tl.load(k_ptrs, mask=in_k, other=0.0) if MASKED else tl.load(k_ptrs)  # [BLOCK_N, HEAD_DIM]
         s = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        v_ptrs = v_ptr + offs_n[:, None] * stride_vn + offs_v[None, :]
+        v_ptrs = tile_ptrs(v_ptr, v_strides, offs_n, offs_v)
         v = tl.load(v_ptrs, mask=in_k, other=0.0) if MASKED else tl.load(v_ptrs)  # [BLOCK_N, VALUE_DIM]
         dp = tl.dot(do, v.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         p = tl.exp2(s * scale_log2 - lse_log2[:, None])
@@ -43,12 +43,7 @@ def _accumulate_dq(
 @triton.jit
 def _dq_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, scale,
-    stride_qb: tl.int64, stride_qh: tl.int64, stride_qm: tl.int64,
-    stride_kb: tl.int64, stride_kh: tl.int64, stride_kn: tl.int64,
-    stride_vb: tl.int64, stride_vh: tl.int64, stride_vn: tl.int64,
-    stride_ob: tl.int64, stride_oh: tl.int64, stride_om: tl.int64,
-    stride_dob: tl.int64, stride_doh: tl.int64, stride_dom: tl.int64,
-    stride_dqb: tl.int64, stride_dqh: tl.int64, stride_dqm: tl.int64,
+    q_strides, k_strides, v_strides, out_strides, do_strides, dq_strides,
     heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -64,17 +59,17 @@ def _dq_kernel(
     offs_v = tl.arange(0, VALUE_DIM)
     in_q = offs_m[:, None] < seq_q
 
-    q_ptrs = q_ptr + batch * stride_qb + head * stride_qh + offs_m[:, None] * stride_qm + offs_d[None, :]
+    q_ptrs = tile_ptrs(head_ptr(q_ptr, q_strides, batch, head), q_strides, offs_m, offs_d)
     q = tl.load(q_ptrs, mask=in_q, other=0.0)  # [BLOCK_M, HEAD_DIM]
-    do_ptrs = do_ptr + batch * stride_dob + head * stride_doh + offs_m[:, None] * stride_dom + offs_v[None, :]
+    do_ptrs = tile_ptrs(head_ptr(do_ptr, do_strides, batch, head), do_strides, offs_m, offs_v)
     do = tl.load(do_ptrs, mask=in_q, other=0.0)  # [BLOCK_M, VALUE_DIM]
-    out_ptrs = out_ptr + batch * stride_ob + head * stride_oh + offs_m[:, None] * stride_om + offs_v[None, :]
+    out_ptrs = tile_ptrs(head_ptr(out_ptr, out_strides, batch, head), out_strides, offs_m, offs_v)
     out = tl.load(out_ptrs, mask=in_q, other=0.0)  # [BLOCK_M, VALUE_DIM]
     delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
     rows = batch_head.to(tl.int64) * seq_q + offs_m
     lse_log2 = tl.load(lse_ptr + rows, mask=offs_m < seq_q, other=float("inf")) * LOG2_E  # past the end: p = 0
-    k_ptr += batch * stride_kb + kv_head * stride_kh
-    v_ptr += batch * stride_vb + kv_head * stride_vh
+    k_ptr = head_ptr(k_ptr, k_strides, batch, kv_head)
+    v_ptr = head_ptr(v_ptr, v_strides, batch, kv_head)
     scale_log2 = scale * LOG2_E
     dq = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
 
@@ -82,22 +77,22 @@ def _dq_kernel(
     end = tl.minimum(start_m + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k
     full = (tl.minimum(start_m + diagonal, seq_k) if CAUSAL else seq_k) // BLOCK_N * BLOCK_N
     dq = _accumulate_dq(
-        dq, q, do, lse_log2, delta, k_ptr, v_ptr, stride_kn, stride_vn, 0, full, seq_k, offs_m + diagonal, scale_log2,
+        dq, q, do, lse_log2, delta, k_ptr, v_ptr, k_strides, v_strides, 0, full, seq_k, offs_m + diagonal, scale_log2,
         HEAD_DIM, BLOCK_N, CAUSAL, False, PRECISION,
     )  # fmt: skip
     dq = _accumulate_dq(
-        dq, q, do, lse_log2, delta, k_ptr, v_ptr, stride_kn, stride_vn, full, end, seq_k, offs_m + diagonal, scale_log2,
+        dq, q, do, lse_log2, delta, k_ptr, v_ptr, k_strides, v_strides, full, end, seq_k, offs_m + diagonal, scale_log2,
         HEAD_DIM, BLOCK_N, CAUSAL, True, PRECISION,
     )  # fmt: skip
 
     dq *= scale
-    dq_ptrs = dq_ptr + batch * stride_dqb + head * stride_dqh + offs_m[:, None] * stride_dqm + offs_d[None, :]
+    dq_ptrs = tile_ptrs(head_ptr(dq_ptr, dq_strides, batch, head), dq_strides, offs_m, offs_d)
     tl.store(dq_ptrs, dq.to(dq_ptr.dtype.element_ty), mask=in_q)
 
 
 @triton.jit
 def _accumulate_dkv(
-    dk, dv, k, v, q_ptr, out_ptr, do_ptr, lse_ptr, stride_qm, stride_om, stride_dom, lo, hi, seq_q, offs_n, scale_log2,
+    dk, dv, k, v, q_ptr, out_ptr, do_ptr, lse_ptr, q_strides, out_strides, do_strides, lo, hi, seq_q, offs_n, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add the contribution of the queries [lo, hi) to one K/V tile's dk and dv. P and dS are computed transposed, as both
@@ -107,19 +102,19 @@ def _accumulate_dkv(
     for start_m in range(lo, hi, BLOCK_M):
         offs_m = start_m + tl.arange(0, BLOCK_M)
         in_q = offs_m[:, None] < seq_q
-        q_ptrs = q_ptr + offs_m[:, None] * stride_qm + offs_d[None, :]
+        q_ptrs = tile_ptrs(q_ptr, q_strides, offs_m, offs_d)
         q = tl.load(q_ptrs, mask=in_q, other=0.0) if MASKED else tl.load(q_ptrs)  # [BLOCK_M, HEAD_DIM]
         s_t = tl.dot(k, q.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         lse_log2 = tl.load(lse_ptr + offs_m, mask=offs_m < seq_q, other=float("inf")) * LOG2_E  # past the end: p = 0
         p_t = tl.exp2(s_t * scale_log2 - lse_log2[None, :])
         if MASKED and CAUSAL:
             p_t = tl.where(offs_m[None, :] >= offs_n[:, None], p_t, 0.0)
-        do_ptrs = do_ptr + offs_m[:, None] * stride_dom + offs_v[None, :]
+        do_ptrs = tile_ptrs(do_ptr, do_strides, offs_m, offs_v)
         do = tl.load(do_ptrs, mask=in_q, other=0.0) if MASKED else tl.load(do_ptrs)  # [BLOCK_M, VALUE_DIM]
         dv = tl.dot(p_t.to(do.dtype), do, dv, input_precision=PRECISION)
         dp_t = tl.dot(v, do.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         # NOTE: every K/V tile reads O again here, though the dQ kernel has computed delta already; v5 computes it once.
-        out_ptrs = out_ptr + offs_m[:, None] * stride_om + offs_v[None, :]
+        out_ptrs = tile_ptrs(out_ptr, out_strides, offs_m, offs_v)
         out = tl.load(out_ptrs, mask=in_q, other=0.0) if MASKED else tl.load(out_ptrs)  # [BLOCK_M, VALUE_DIM]
         delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
         ds_t = p_t * (dp_t - delta[None, :])
@@ -130,13 +125,7 @@ def _accumulate_dkv(
 @triton.jit
 def _dkv_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, scale,
-    stride_qb: tl.int64, stride_qh: tl.int64, stride_qm: tl.int64,
-    stride_kb: tl.int64, stride_kh: tl.int64, stride_kn: tl.int64,
-    stride_vb: tl.int64, stride_vh: tl.int64, stride_vn: tl.int64,
-    stride_ob: tl.int64, stride_oh: tl.int64, stride_om: tl.int64,
-    stride_dob: tl.int64, stride_doh: tl.int64, stride_dom: tl.int64,
-    stride_dkb: tl.int64, stride_dkh: tl.int64, stride_dkn: tl.int64,
-    stride_dvb: tl.int64, stride_dvh: tl.int64, stride_dvn: tl.int64,
+    q_strides, k_strides, v_strides, out_strides, do_strides, dk_strides, dv_strides,
     kv_heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -151,9 +140,9 @@ def _dkv_kernel(
     offs_v = tl.arange(0, VALUE_DIM)
     in_k = offs_n[:, None] < seq_k
 
-    k_ptrs = k_ptr + batch * stride_kb + kv_head * stride_kh + offs_n[:, None] * stride_kn + offs_d[None, :]
+    k_ptrs = tile_ptrs(head_ptr(k_ptr, k_strides, batch, kv_head), k_strides, offs_n, offs_d)
     k = tl.load(k_ptrs, mask=in_k, other=0.0)  # [BLOCK_N, HEAD_DIM]
-    v_ptrs = v_ptr + batch * stride_vb + kv_head * stride_vh + offs_n[:, None] * stride_vn + offs_v[None, :]
+    v_ptrs = tile_ptrs(head_ptr(v_ptr, v_strides, batch, kv_head), v_strides, offs_n, offs_v)
     v = tl.load(v_ptrs, mask=in_k, other=0.0)  # [BLOCK_N, VALUE_DIM]
     scale_log2 = scale * LOG2_E
     dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
@@ -165,27 +154,27 @@ def _dkv_kernel(
     ragged = tl.maximum(full, seq_q // BLOCK_M * BLOCK_M)
     for shared in range(heads_per_kv):  # the query heads that share these keys
         head = kv_head * heads_per_kv + shared
-        q_head = q_ptr + batch * stride_qb + head * stride_qh
-        out_head = out_ptr + batch * stride_ob + head * stride_oh
-        do_head = do_ptr + batch * stride_dob + head * stride_doh
+        q_head = head_ptr(q_ptr, q_strides, batch, head)
+        out_head = head_ptr(out_ptr, out_strides, batch, head)
+        do_head = head_ptr(do_ptr, do_strides, batch, head)
         lse_head = lse_ptr + (batch_head.to(tl.int64) * heads_per_kv + shared) * seq_q
         dk, dv = _accumulate_dkv(
-            dk, dv, k, v, q_head, out_head, do_head, lse_head, stride_qm, stride_om, stride_dom,
+            dk, dv, k, v, q_head, out_head, do_head, lse_head, q_strides, out_strides, do_strides,
             first, tl.minimum(full, seq_q), seq_q, offs_n - diagonal, scale_log2, HEAD_DIM, BLOCK_M, CAUSAL, True, PRECISION,
         )  # fmt: skip
         dk, dv = _accumulate_dkv(
-            dk, dv, k, v, q_head, out_head, do_head, lse_head, stride_qm, stride_om, stride_dom,
+            dk, dv, k, v, q_head, out_head, do_head, lse_head, q_strides, out_strides, do_strides,
             full, ragged, seq_q, offs_n - diagonal, scale_log2, HEAD_DIM, BLOCK_M, CAUSAL, False, PRECISION,
         )  # fmt: skip
         dk, dv = _accumulate_dkv(
-            dk, dv, k, v, q_head, out_head, do_head, lse_head, stride_qm, stride_om, stride_dom,
+            dk, dv, k, v, q_head, out_head, do_head, lse_head, q_strides, out_strides, do_strides,
             ragged, seq_q, seq_q, offs_n - diagonal, scale_log2, HEAD_DIM, BLOCK_M, CAUSAL, True, PRECISION,
         )  # fmt: skip
 
     dk *= scale
-    dk_ptrs = dk_ptr + batch * stride_dkb + kv_head * stride_dkh + offs_n[:, None] * stride_dkn + offs_d[None, :]
+    dk_ptrs = tile_ptrs(head_ptr(dk_ptr, dk_strides, batch, kv_head), dk_strides, offs_n, offs_d)
     tl.store(dk_ptrs, dk.to(dk_ptr.dtype.element_ty), mask=in_k)
-    dv_ptrs = dv_ptr + batch * stride_dvb + kv_head * stride_dvh + offs_n[:, None] * stride_dvn + offs_v[None, :]
+    dv_ptrs = tile_ptrs(head_ptr(dv_ptr, dv_strides, batch, kv_head), dv_strides, offs_n, offs_v)
     tl.store(dv_ptrs, dv.to(dv_ptr.dtype.element_ty), mask=in_k)
 
 
@@ -201,14 +190,13 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
     _dq_kernel[triton.cdiv(seq_q, tile_q["BLOCK_M"]) * batch * heads,](
         q, k, v, out, grad_out, dq, lse, scale,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *grad_out.stride()[:3], *dq.stride()[:3],
+        *strides(q, k, v, out, grad_out, dq),
         heads, heads // kv_heads, seq_q, seq_k, diagonal,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal, PRECISION=precision, **tile_q,
     )  # fmt: skip
     _dkv_kernel[triton.cdiv(seq_k, tile_k["BLOCK_N"]) * batch * kv_heads,](
         q, k, v, out, grad_out, dk, dv, lse, scale,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *grad_out.stride()[:3],
-        *dk.stride()[:3], *dv.stride()[:3],
+        *strides(q, k, v, out, grad_out, dk, dv),
         kv_heads, heads // kv_heads, seq_q, seq_k, diagonal,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal, PRECISION=precision, **tile_k,
     )  # fmt: skip

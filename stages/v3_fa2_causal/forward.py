@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from common.kernels.pointers import aligned
+from common.kernels.pointers import aligned, head_ptr, strides, tile_ptrs
 from common.kernels.replay import replayed
 from common.kernels.tiles import query_tile
 from common.operator import empty_rows
@@ -14,7 +14,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _accumulate(
-    acc, m, l, q, k_ptr, v_ptr, stride_kn, stride_vn, lo, hi, seq_k, offs_m, scale_log2,
+    acc, m, l, q, k_ptr, v_ptr, k_strides, v_strides, lo, hi, seq_k, offs_m, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys [lo, hi) into one query tile's online softmax: acc, m (running maximum), l (running sum)."""
@@ -23,7 +23,7 @@ def _accumulate(
     for start_n in range(lo, hi, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
         in_k = offs_n[:, None] < seq_k
-        k_ptrs = k_ptr + offs_n[:, None] * stride_kn + offs_d[None, :]
+        k_ptrs = tile_ptrs(k_ptr, k_strides, offs_n, offs_d)
         k = tl.load(k_ptrs, mask=in_k, other=0.0) if MASKED else tl.load(k_ptrs)  # [BLOCK_N, HEAD_DIM]
         s = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if MASKED:
@@ -35,7 +35,7 @@ def _accumulate(
         p = tl.exp2(s * scale_log2 - m_new[:, None])
         rescale = tl.exp2(m - m_new)  # rescales what was computed with the old maximum
         l = l * rescale + tl.sum(p, 1)
-        v_ptrs = v_ptr + offs_n[:, None] * stride_vn + offs_v[None, :]
+        v_ptrs = tile_ptrs(v_ptr, v_strides, offs_n, offs_v)
         v = tl.load(v_ptrs, mask=in_k, other=0.0) if MASKED else tl.load(v_ptrs)  # [BLOCK_N, VALUE_DIM]
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
         m = m_new
@@ -45,10 +45,7 @@ def _accumulate(
 @triton.jit
 def _forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, scale,
-    stride_qb: tl.int64, stride_qh: tl.int64, stride_qm: tl.int64,
-    stride_kb: tl.int64, stride_kh: tl.int64, stride_kn: tl.int64,
-    stride_vb: tl.int64, stride_vh: tl.int64, stride_vn: tl.int64,
-    stride_ob: tl.int64, stride_oh: tl.int64, stride_om: tl.int64,
+    q_strides, k_strides, v_strides, out_strides,
     heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -64,10 +61,10 @@ def _forward_kernel(
     offs_v = tl.arange(0, VALUE_DIM)
     in_q = offs_m[:, None] < seq_q
 
-    q_ptrs = q_ptr + batch * stride_qb + head * stride_qh + offs_m[:, None] * stride_qm + offs_d[None, :]
+    q_ptrs = tile_ptrs(head_ptr(q_ptr, q_strides, batch, head), q_strides, offs_m, offs_d)
     q = tl.load(q_ptrs, mask=in_q, other=0.0)  # [BLOCK_M, HEAD_DIM], stays on the chip
-    k_ptr += batch * stride_kb + kv_head * stride_kh
-    v_ptr += batch * stride_vb + kv_head * stride_vh
+    k_ptr = head_ptr(k_ptr, k_strides, batch, kv_head)
+    v_ptr = head_ptr(v_ptr, v_strides, batch, kv_head)
 
     acc = tl.zeros([BLOCK_M, VALUE_DIM], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -79,16 +76,16 @@ def _forward_kernel(
     end = tl.minimum(start_m + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k
     full = (tl.minimum(start_m + diagonal, seq_k) if CAUSAL else seq_k) // BLOCK_N * BLOCK_N
     acc, m, l = _accumulate(
-        acc, m, l, q, k_ptr, v_ptr, stride_kn, stride_vn, 0, full, seq_k, offs_m + diagonal, scale_log2,
+        acc, m, l, q, k_ptr, v_ptr, k_strides, v_strides, 0, full, seq_k, offs_m + diagonal, scale_log2,
         HEAD_DIM, BLOCK_N, CAUSAL, False, PRECISION,
     )  # fmt: skip
     acc, m, l = _accumulate(
-        acc, m, l, q, k_ptr, v_ptr, stride_kn, stride_vn, full, end, seq_k, offs_m + diagonal, scale_log2,
+        acc, m, l, q, k_ptr, v_ptr, k_strides, v_strides, full, end, seq_k, offs_m + diagonal, scale_log2,
         HEAD_DIM, BLOCK_N, CAUSAL, True, PRECISION,
     )  # fmt: skip
 
     out = acc / l[:, None]  # [BLOCK_M, VALUE_DIM]
-    out_ptrs = out_ptr + batch * stride_ob + head * stride_oh + offs_m[:, None] * stride_om + offs_v[None, :]
+    out_ptrs = tile_ptrs(head_ptr(out_ptr, out_strides, batch, head), out_strides, offs_m, offs_v)
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=in_q)
     lse_ptrs = lse_ptr + batch_head.to(tl.int64) * seq_q + offs_m
     tl.store(lse_ptrs, (m + tl.log2(l)) / LOG2_E, mask=offs_m < seq_q)
@@ -107,7 +104,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     tile = query_tile(max(head_dim, value_dim), q.dtype)
     _forward_kernel[triton.cdiv(seq_q, tile["BLOCK_M"]) * batch * heads,](
         q, k, v, out, lse, scale,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
+        *strides(q, k, v, out),
         heads, heads // kv_heads, seq_q, seq_k, diagonal,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **tile,
     )  # fmt: skip

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from common.kernels.descriptors import addressable, aligned_strides
+from common.kernels.pointers import Strides, head_ptr
 from common.kernels.replay import replayed
 from common.kernels.tuning import autotune, bucket, configs
 from common.operator import empty_rows
@@ -52,10 +53,7 @@ MOST_KEYS = 128  # keys per tile; a multiple of them leaves no ragged end
 @triton.jit(do_not_specialize=["heads", "heads_per_kv", "seq_q", "seq_k", "diagonal"])  # the compiler fails on a constant 1
 def _forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, scale,
-    stride_qb: tl.int64, stride_qh: tl.int64, stride_qm: tl.int64,
-    stride_kb: tl.int64, stride_kh: tl.int64, stride_kn: tl.int64,
-    stride_vb: tl.int64, stride_vh: tl.int64, stride_vn: tl.int64,
-    stride_ob: tl.int64, stride_oh: tl.int64, stride_om: tl.int64,
+    q_strides, k_strides, v_strides, out_strides,
     heads, heads_per_kv, seq_q, seq_k, diagonal, bucket, zero,  # bucket: only part of the tuning key
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr, SPECIALIZED: tl.constexpr,
@@ -70,14 +68,14 @@ def _forward_kernel(
 
     # The compiler splits the rows of a descriptor between two groups of warps. It can do so only for descriptors with two
     # dimensions that are made in the kernel.
-    q_ptr += batch * stride_qb + head * stride_qh
-    q_desc = tl.make_tensor_descriptor(q_ptr, [seq_q, HEAD_DIM], [stride_qm, 1], [BLOCK_M, HEAD_DIM])
-    out_ptr += batch * stride_ob + head * stride_oh
-    out_desc = tl.make_tensor_descriptor(out_ptr, [seq_q, VALUE_DIM], [stride_om, 1], [BLOCK_M, VALUE_DIM])
-    k_ptr += batch * stride_kb + kv_head * stride_kh
-    k_desc = tl.make_tensor_descriptor(k_ptr, [seq_k, HEAD_DIM], [stride_kn, 1], [BLOCK_N, HEAD_DIM])
-    v_ptr += batch * stride_vb + kv_head * stride_vh
-    v_desc = tl.make_tensor_descriptor(v_ptr, [seq_k, VALUE_DIM], [stride_vn, 1], [BLOCK_N, VALUE_DIM])
+    q_ptr = head_ptr(q_ptr, q_strides, batch, head)
+    q_desc = tl.make_tensor_descriptor(q_ptr, [seq_q, HEAD_DIM], [q_strides.row, 1], [BLOCK_M, HEAD_DIM])
+    out_ptr = head_ptr(out_ptr, out_strides, batch, head)
+    out_desc = tl.make_tensor_descriptor(out_ptr, [seq_q, VALUE_DIM], [out_strides.row, 1], [BLOCK_M, VALUE_DIM])
+    k_ptr = head_ptr(k_ptr, k_strides, batch, kv_head)
+    k_desc = tl.make_tensor_descriptor(k_ptr, [seq_k, HEAD_DIM], [k_strides.row, 1], [BLOCK_N, HEAD_DIM])
+    v_ptr = head_ptr(v_ptr, v_strides, batch, kv_head)
+    v_desc = tl.make_tensor_descriptor(v_ptr, [seq_k, VALUE_DIM], [v_strides.row, 1], [BLOCK_N, VALUE_DIM])
     # For the second group of warps the compiler adds 64 to the variable where the tile starts. If that were start_m, offs_m
     # would be shifted twice. The compiler does not know that `zero` is 0, so it treats this as another variable.
     first_m = start_m + zero
@@ -118,7 +116,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     context.run(
         _forward_kernel[lambda args: (triton.cdiv(seq_q, args["BLOCK_M"]) * batch * heads,)],
         q, k, v, out, lse, scale,
-        *aligned_strides(q)[:3], *aligned_strides(k)[:3], *aligned_strides(v)[:3], *aligned_strides(out)[:3],
+        *(Strides(*aligned_strides(tensor)[:3]) for tensor in (q, k, v, out)),
         heads, heads // kv_heads, seq_q, seq_k, diagonal, bucket(seq_q, seq_k), 0,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal, MASKED=causal or seq_k % MOST_KEYS > 0,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", SPECIALIZED=architecture() in HOPPER,

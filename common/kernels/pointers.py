@@ -1,5 +1,7 @@
 """Address tensors by pointers and strides."""
 
+import functools
+from collections import namedtuple
 from typing import NamedTuple
 
 import torch
@@ -24,16 +26,21 @@ def aligned(tensor: Tensor) -> Tensor:
 
 
 class Strides(NamedTuple):
-    """The strides of a [B, H, S, D] tensor whose last stride is 1, in elements. A kernel takes them as one argument."""
+    """The strides of a [B, H, S, D] tensor whose last stride is 1, in elements."""
 
     batch: tl.tensor
     head: tl.tensor
     row: tl.tensor
 
 
-def strides(*tensors: Tensor) -> list[Strides]:
-    """Return the strides of each tensor."""
-    return [Strides(*tensor.stride()[:3]) for tensor in tensors]
+@functools.cache
+def _by_name(names: tuple[str, ...]) -> type:
+    return namedtuple("strides", names)
+
+
+def strides(**tensors: Tensor) -> tuple[Strides, ...]:
+    """Return the strides of tensors by their names: `strides(q=q, k=k).q.row`. A kernel takes all of them as one argument."""
+    return _by_name(tuple(tensors))(*(Strides(*tensor.stride()[:3]) for tensor in tensors.values()))
 
 
 @triton.jit

@@ -135,7 +135,7 @@ def _consumer(tensors, queries, ring, problem, w: gl.constexpr, Q_STAGES: gl.con
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
     q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
-    rows: gl.constexpr = gl.SliceLayout(1, s_layout)
+    of_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     # With Q in registers, the matmul need not read Q from shared memory for every key tile. Two consumers have enough registers
     # for this, four do not.
     Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and HEAD_DIM <= 128
@@ -149,7 +149,7 @@ def _consumer(tensors, queries, ring, problem, w: gl.constexpr, Q_STAGES: gl.con
         start_m = tile.start_m + w * ROWS
         seen = gl.cdiv(gl.minimum(start_m + ROWS + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k, BLOCK_N)
 
-        offs_m = start_m + gl.arange(0, ROWS, rows)
+        offs_m = start_m + gl.arange(0, ROWS, of_rows)
         acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, acc_layout)
         slot, phase = slot_and_phase(turn, Q_STAGES)
         own = slot * CONSUMERS + w  # this consumer's slot of `queries`

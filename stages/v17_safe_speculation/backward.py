@@ -114,9 +114,9 @@ def _add_dq(tensors, ds_ring, slot, kv, kv_slot, row):
     COLUMNS: gl.constexpr = BLOCK_M * HEAD_DIM // PARTS // 64
     SUM_ROWS: gl.constexpr = tensors.sums.block_shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    nothing = gl.zeros([64, COLUMNS], gl.float32, layout)
+    zeros = gl.zeros([64, COLUMNS], gl.float32, layout)
     for part in gl.static_range(PARTS):
-        dq = nothing
+        dq = zeros
         for w in gl.static_range(CONSUMERS):
             ds_t = ds_ring.ds.index(slot * CONSUMERS + w).slice(part * COLUMNS // HEAD_DIM * 64, 64, dim=1)
             k = kv.k.index(kv_slot * CONSUMERS + w).reshape([ROWS, HEAD_DIM])
@@ -150,7 +150,7 @@ def _accumulate(
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv.type.layout, k_width=2)
     ds_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk.type.layout, k_width=2)
     dtype: gl.constexpr = ring.q.dtype
-    nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
+    zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
     if CAUSAL:
         offs_n = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
         seen_from = gl.where(offs_n < tile.keys, offs_n, 2**30)  # the first query that sees each key; none sees past the end
@@ -159,7 +159,7 @@ def _accumulate(
         q = ring.q.index(slot).reshape([BLOCK_M, HEAD_DIM])
         do = ring.do.index(slot).reshape([BLOCK_M, VALUE_DIM])
         mbarrier.wait(ring.q_full.index(slot), phase)
-        s_t = warpgroup_mma(k, q.permute([1, 0]), nothing, use_acc=False, is_async=True)
+        s_t = warpgroup_mma(k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
         s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
         lse_log2 = ring.stats.index(slot).slice(0, 1).load(s_layout)  # [1, queries]
         p_t = s_t * scale_log2 - lse_log2
@@ -175,7 +175,7 @@ def _accumulate(
         # No matmul is in flight here. The wait only makes the compiler compute p before it issues the next matmuls.
         p_t = warpgroup_mma_wait(0, [gl.exp2(p_t).to(dtype)])
         mbarrier.wait(ring.do_full.index(slot), phase)
-        dp_t = warpgroup_mma(v, do.permute([1, 0]), nothing, use_acc=False, is_async=True)
+        dp_t = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)
         dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), do, dv, is_async=True)
         mbarrier.wait(ds_ring.empty.index(slot), phase ^ 1)
         dp_t = warpgroup_mma_wait(1, [dp_t])  # [keys, queries]
@@ -196,9 +196,9 @@ def _load_kv(tensors, tile, kv, turn):
     slot, phase = slot_and_phase(turn, kv.full.shape[0])
     mbarrier.expect(kv.full.index(slot), CONSUMERS * (tensors.k.block_type.nbytes + tensors.v.block_type.nbytes))
     for w in gl.static_range(CONSUMERS):
-        rows = [tile.batch, tile.kv_head, tile.start_n + w * ROWS, 0]
-        tma.async_copy_global_to_shared(tensors.k, rows, kv.full.index(slot), kv.k.index(slot * CONSUMERS + w))
-        tma.async_copy_global_to_shared(tensors.v, rows, kv.full.index(slot), kv.v.index(slot * CONSUMERS + w))
+        where = [tile.batch, tile.kv_head, tile.start_n + w * ROWS, 0]
+        tma.async_copy_global_to_shared(tensors.k, where, kv.full.index(slot), kv.k.index(slot * CONSUMERS + w))
+        tma.async_copy_global_to_shared(tensors.v, where, kv.full.index(slot), kv.v.index(slot * CONSUMERS + w))
 
 
 @gluon.jit
@@ -208,12 +208,12 @@ def _store_dkv(tensors, place, kv, turn):
     slot = slot * CONSUMERS
     for w in gl.static_range(CONSUMERS):
         mbarrier.wait(kv.dv_full.index(slot + w), phase)
-        rows = [place.batch, place.kv_head, place.start_n + w * ROWS, 0]
-        tma.async_copy_shared_to_global(tensors.dv, rows, kv.v.index(slot + w))
+        where = [place.batch, place.kv_head, place.start_n + w * ROWS, 0]
+        tma.async_copy_shared_to_global(tensors.dv, where, kv.v.index(slot + w))
     for w in gl.static_range(CONSUMERS):
         mbarrier.wait(kv.dk_full.index(slot + w), phase)
-        rows = [place.batch, place.kv_head, place.start_n + w * ROWS, 0]
-        tma.async_copy_shared_to_global(tensors.dk, rows, kv.k.index(slot + w))
+        where = [place.batch, place.kv_head, place.start_n + w * ROWS, 0]
+        tma.async_copy_shared_to_global(tensors.dk, where, kv.k.index(slot + w))
     tma.store_wait(0)
 
 

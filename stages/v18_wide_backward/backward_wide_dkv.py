@@ -125,13 +125,13 @@ def _dv_consumer(tensors, kv, ring, p_ring, problem, CAUSAL: gl.constexpr):
     # NaN.
     offs_n = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     seen_from = gl.where(offs_n < tile.keys, offs_n if CAUSAL else 0, 2**30)
-    nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
+    zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
     dv = gl.zeros([ROWS, VALUE_DIM], gl.float32, dv_layout)
     k = kv.k.reshape([ROWS, HEAD_DIM])
     mbarrier.wait(kv.k_full.index(0), 0)
     mbarrier.wait(ring.q_full.index(0), 0)
     q = ring.q.index(0).reshape([BLOCK_M, HEAD_DIM])
-    s_t = warpgroup_mma(k, q.permute([1, 0]), nothing, use_acc=False, is_async=True)
+    s_t = warpgroup_mma(k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
     s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
     for step in range(tile.steps - 1):
         p_t = _p_of(s_t, scale_log2, tile, ring, p_ring, step, seen_from, CAUSAL)
@@ -143,7 +143,7 @@ def _dv_consumer(tensors, kv, ring, p_ring, problem, CAUSAL: gl.constexpr):
         next_slot, next_phase = slot_and_phase(step + 1, STAGES)
         mbarrier.wait(ring.q_full.index(next_slot), next_phase)
         q = ring.q.index(next_slot).reshape([BLOCK_M, HEAD_DIM])
-        s_t = warpgroup_mma(k, q.permute([1, 0]), nothing, use_acc=False, is_async=True)
+        s_t = warpgroup_mma(k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
         dv = warpgroup_mma_wait(1, [dv])
         mbarrier.arrive(ring.do_empty.index(slot), count=1)
         s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
@@ -183,13 +183,13 @@ def _dk_consumer(tensors, kv, ring, p_ring, problem, CAUSAL: gl.constexpr):
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, HEAD_DIM, 16])
     ds_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk_layout, k_width=2)
     tile = _tile(gl.program_id(0), problem, BLOCK_M, ROWS, HEAD_DIM, VALUE_DIM, CAUSAL)
-    nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
+    zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
     dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, dk_layout)
     v = kv.v.reshape([ROWS, VALUE_DIM])
     mbarrier.wait(kv.v_full.index(0), 0)
     mbarrier.wait(ring.do_full.index(0), 0)
     do = ring.do.index(0).reshape([BLOCK_M, VALUE_DIM])
-    dp_t = warpgroup_mma(v, do.permute([1, 0]), nothing, use_acc=False, is_async=True)
+    dp_t = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)
     dp_t = warpgroup_mma_wait(0, [dp_t])  # [keys, queries]
     mbarrier.arrive(ring.do_empty.index(0), count=1)
     for step in range(tile.steps - 1):
@@ -201,7 +201,7 @@ def _dk_consumer(tensors, kv, ring, p_ring, problem, CAUSAL: gl.constexpr):
         next_slot, next_phase = slot_and_phase(step + 1, STAGES)
         mbarrier.wait(ring.do_full.index(next_slot), next_phase)
         do = ring.do.index(next_slot).reshape([BLOCK_M, VALUE_DIM])
-        dp_t = warpgroup_mma(v, do.permute([1, 0]), nothing, use_acc=False, is_async=True)
+        dp_t = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)
         dk = warpgroup_mma_wait(1, [dk])
         mbarrier.arrive(ring.q_empty.index(slot), count=1)
         dp_t = warpgroup_mma_wait(0, [dp_t])  # [keys, queries]

@@ -123,17 +123,17 @@ def _dq_producer(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _matmul(rows, tile_s, full, step):
-    """Start the matmul of a consumer's rows with a step's K or V, transposed, once that has arrived."""
-    STAGES: gl.constexpr = tile_s.shape[0]
+def _matmul(a, buffers, full, step):
+    """Start the matmul of a, a consumer's Q or dO, with a step's K or V, transposed, once that has arrived."""
+    STAGES: gl.constexpr = buffers.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, ROWS, 16])
-    nothing = gl.zeros([ROWS, ROWS], gl.float32, layout)
+    zeros = gl.zeros([ROWS, ROWS], gl.float32, layout)
     slot, phase = slot_and_phase(step, STAGES)
     mbarrier.wait(full.index(slot), phase)
     if STAGES == 1:  # always 0; if ptxas knew that, it would keep the addresses of all parts in registers, and spill
         slot = step // 2**24
-    tile = tile_s.index(slot).reshape([ROWS, tile_s.shape[4]])
-    return warpgroup_mma(rows, tile.permute([1, 0]), nothing, use_acc=False, is_async=True)
+    tile = buffers.index(slot).reshape([ROWS, buffers.shape[4]])
+    return warpgroup_mma(a, tile.permute([1, 0]), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit

@@ -12,8 +12,7 @@ from common.operator import contiguous_rows, empty_rows
 
 @triton.jit
 def _backward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, lse_ptr, dq_ptr, dk_ptr, dv_ptr, scale,
-    q_strides, k_strides, v_strides, out_strides, do_strides, dk_strides, dv_strides,
+    q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, lse_ptr, dq_ptr, dk_ptr, dv_ptr, scale, strides,
     kv_heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -23,33 +22,33 @@ def _backward_kernel(
     kv_head = tl.program_id(0) % kv_heads
     offs_d = tl.arange(0, HEAD_DIM)
     offs_v = tl.arange(0, VALUE_DIM)
-    k_ptr = head_ptr(k_ptr, k_strides, batch, kv_head)
-    v_ptr = head_ptr(v_ptr, v_strides, batch, kv_head)
-    dk_ptr = head_ptr(dk_ptr, dk_strides, batch, kv_head)
-    dv_ptr = head_ptr(dv_ptr, dv_strides, batch, kv_head)
+    k_ptr = head_ptr(k_ptr, strides.k, batch, kv_head)
+    v_ptr = head_ptr(v_ptr, strides.v, batch, kv_head)
+    dk_ptr = head_ptr(dk_ptr, strides.dk, batch, kv_head)
+    dv_ptr = head_ptr(dv_ptr, strides.dv, batch, kv_head)
 
     for start_n in range(0, seq_k, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
         in_k = offs_n[:, None] < seq_k
-        k = tl.load(tile_ptrs(k_ptr, k_strides, offs_n, offs_d), mask=in_k, other=0.0)  # [BLOCK_N, HEAD_DIM]
-        v = tl.load(tile_ptrs(v_ptr, v_strides, offs_n, offs_v), mask=in_k, other=0.0)  # [BLOCK_N, VALUE_DIM]
+        k = tl.load(tile_ptrs(k_ptr, strides.k, offs_n, offs_d), mask=in_k, other=0.0)  # [BLOCK_N, HEAD_DIM]
+        v = tl.load(tile_ptrs(v_ptr, strides.v, offs_n, offs_v), mask=in_k, other=0.0)  # [BLOCK_N, VALUE_DIM]
         dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
         dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
         # Start at the diagonal: earlier queries do not see this tile.
         first_m = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M if CAUSAL else 0
         for shared in range(heads_per_kv):  # the query heads that share these keys
             head = kv_head * heads_per_kv + shared
-            q_head = head_ptr(q_ptr, q_strides, batch, head)
-            out_head = head_ptr(out_ptr, out_strides, batch, head)
-            do_head = head_ptr(do_ptr, do_strides, batch, head)
+            q_head = head_ptr(q_ptr, strides.q, batch, head)
+            out_head = head_ptr(out_ptr, strides.out, batch, head)
+            do_head = head_ptr(do_ptr, strides.do, batch, head)
             # int64: row * HEAD_DIM can pass 2**31 elements
             first_row = (tl.program_id(0).to(tl.int64) * heads_per_kv + shared) * seq_q
             for start_m in range(first_m, seq_q, BLOCK_M):
                 offs_m = start_m + tl.arange(0, BLOCK_M)
                 in_q = offs_m < seq_q
-                q = tl.load(tile_ptrs(q_head, q_strides, offs_m, offs_d), mask=in_q[:, None], other=0.0)
-                do = tl.load(tile_ptrs(do_head, do_strides, offs_m, offs_v), mask=in_q[:, None], other=0.0)
-                out = tl.load(tile_ptrs(out_head, out_strides, offs_m, offs_v), mask=in_q[:, None], other=0.0)
+                q = tl.load(tile_ptrs(q_head, strides.q, offs_m, offs_d), mask=in_q[:, None], other=0.0)
+                do = tl.load(tile_ptrs(do_head, strides.do, offs_m, offs_v), mask=in_q[:, None], other=0.0)
+                out = tl.load(tile_ptrs(out_head, strides.out, offs_m, offs_v), mask=in_q[:, None], other=0.0)
                 lse = tl.load(lse_ptr + first_row + offs_m, mask=in_q, other=float("inf"))  # past the end: p = 0
                 delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
 
@@ -67,8 +66,8 @@ def _backward_kernel(
                 dq = tl.load(dq_ptrs, mask=in_q[:, None], other=0.0)  # [BLOCK_M, HEAD_DIM]
                 dq += tl.dot(ds, k, input_precision=PRECISION) * scale
                 tl.store(dq_ptrs, dq, mask=in_q[:, None])
-        dk_ptrs = tile_ptrs(dk_ptr, dk_strides, offs_n, offs_d)
-        dv_ptrs = tile_ptrs(dv_ptr, dv_strides, offs_n, offs_v)
+        dk_ptrs = tile_ptrs(dk_ptr, strides.dk, offs_n, offs_d)
+        dv_ptrs = tile_ptrs(dv_ptr, strides.dv, offs_n, offs_v)
         tl.store(dk_ptrs, (dk * scale).to(dk_ptr.dtype.element_ty), mask=in_k)
         tl.store(dv_ptrs, dv.to(dv_ptr.dtype.element_ty), mask=in_k)
         # The next K/V tile reads dq that other threads of this program have just written. The barrier makes their stores
@@ -87,8 +86,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     # With more stages, tiles of dQ would be buffered too, and these do not fit on the chip.
     tile = {**key_tile(max(head_dim, value_dim), q.dtype), "num_stages": 1}
     _backward_kernel[batch * kv_heads,](
-        q, k, v, out, grad_out, lse, dq, dk, dv, scale,
-        *strides(q, k, v, out, grad_out, dk, dv),
+        q, k, v, out, grad_out, lse, dq, dk, dv, scale, strides(q=q, k=k, v=v, out=out, do=grad_out, dk=dk, dv=dv),
         kv_heads, heads // kv_heads, seq_q, seq_k, diagonal,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **tile,

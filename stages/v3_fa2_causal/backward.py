@@ -42,8 +42,7 @@ def _accumulate_dq(
 
 @triton.jit
 def _dq_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, scale,
-    q_strides, k_strides, v_strides, out_strides, do_strides, dq_strides,
+    q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, scale, strides,
     heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -59,17 +58,17 @@ def _dq_kernel(
     offs_v = tl.arange(0, VALUE_DIM)
     in_q = offs_m[:, None] < seq_q
 
-    q_ptrs = tile_ptrs(head_ptr(q_ptr, q_strides, batch, head), q_strides, offs_m, offs_d)
+    q_ptrs = tile_ptrs(head_ptr(q_ptr, strides.q, batch, head), strides.q, offs_m, offs_d)
     q = tl.load(q_ptrs, mask=in_q, other=0.0)  # [BLOCK_M, HEAD_DIM]
-    do_ptrs = tile_ptrs(head_ptr(do_ptr, do_strides, batch, head), do_strides, offs_m, offs_v)
+    do_ptrs = tile_ptrs(head_ptr(do_ptr, strides.do, batch, head), strides.do, offs_m, offs_v)
     do = tl.load(do_ptrs, mask=in_q, other=0.0)  # [BLOCK_M, VALUE_DIM]
-    out_ptrs = tile_ptrs(head_ptr(out_ptr, out_strides, batch, head), out_strides, offs_m, offs_v)
+    out_ptrs = tile_ptrs(head_ptr(out_ptr, strides.out, batch, head), strides.out, offs_m, offs_v)
     out = tl.load(out_ptrs, mask=in_q, other=0.0)  # [BLOCK_M, VALUE_DIM]
     delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
     rows = batch_head.to(tl.int64) * seq_q + offs_m
     lse_log2 = tl.load(lse_ptr + rows, mask=offs_m < seq_q, other=float("inf")) * LOG2_E  # past the end: p = 0
-    k_ptr = head_ptr(k_ptr, k_strides, batch, kv_head)
-    v_ptr = head_ptr(v_ptr, v_strides, batch, kv_head)
+    k_ptr = head_ptr(k_ptr, strides.k, batch, kv_head)
+    v_ptr = head_ptr(v_ptr, strides.v, batch, kv_head)
     scale_log2 = scale * LOG2_E
     dq = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
 
@@ -77,16 +76,16 @@ def _dq_kernel(
     end = tl.minimum(start_m + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k
     full = (tl.minimum(start_m + diagonal, seq_k) if CAUSAL else seq_k) // BLOCK_N * BLOCK_N
     dq = _accumulate_dq(
-        dq, q, do, lse_log2, delta, k_ptr, v_ptr, k_strides, v_strides, 0, full, seq_k, offs_m + diagonal, scale_log2,
+        dq, q, do, lse_log2, delta, k_ptr, v_ptr, strides.k, strides.v, 0, full, seq_k, offs_m + diagonal, scale_log2,
         HEAD_DIM, BLOCK_N, CAUSAL, False, PRECISION,
     )  # fmt: skip
     dq = _accumulate_dq(
-        dq, q, do, lse_log2, delta, k_ptr, v_ptr, k_strides, v_strides, full, end, seq_k, offs_m + diagonal, scale_log2,
+        dq, q, do, lse_log2, delta, k_ptr, v_ptr, strides.k, strides.v, full, end, seq_k, offs_m + diagonal, scale_log2,
         HEAD_DIM, BLOCK_N, CAUSAL, True, PRECISION,
     )  # fmt: skip
 
     dq *= scale
-    dq_ptrs = tile_ptrs(head_ptr(dq_ptr, dq_strides, batch, head), dq_strides, offs_m, offs_d)
+    dq_ptrs = tile_ptrs(head_ptr(dq_ptr, strides.dq, batch, head), strides.dq, offs_m, offs_d)
     tl.store(dq_ptrs, dq.to(dq_ptr.dtype.element_ty), mask=in_q)
 
 
@@ -124,8 +123,7 @@ def _accumulate_dkv(
 
 @triton.jit
 def _dkv_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, scale,
-    q_strides, k_strides, v_strides, out_strides, do_strides, dk_strides, dv_strides,
+    q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, scale, strides,
     kv_heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -140,9 +138,9 @@ def _dkv_kernel(
     offs_v = tl.arange(0, VALUE_DIM)
     in_k = offs_n[:, None] < seq_k
 
-    k_ptrs = tile_ptrs(head_ptr(k_ptr, k_strides, batch, kv_head), k_strides, offs_n, offs_d)
+    k_ptrs = tile_ptrs(head_ptr(k_ptr, strides.k, batch, kv_head), strides.k, offs_n, offs_d)
     k = tl.load(k_ptrs, mask=in_k, other=0.0)  # [BLOCK_N, HEAD_DIM]
-    v_ptrs = tile_ptrs(head_ptr(v_ptr, v_strides, batch, kv_head), v_strides, offs_n, offs_v)
+    v_ptrs = tile_ptrs(head_ptr(v_ptr, strides.v, batch, kv_head), strides.v, offs_n, offs_v)
     v = tl.load(v_ptrs, mask=in_k, other=0.0)  # [BLOCK_N, VALUE_DIM]
     scale_log2 = scale * LOG2_E
     dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
@@ -154,27 +152,27 @@ def _dkv_kernel(
     ragged = tl.maximum(full, seq_q // BLOCK_M * BLOCK_M)
     for shared in range(heads_per_kv):  # the query heads that share these keys
         head = kv_head * heads_per_kv + shared
-        q_head = head_ptr(q_ptr, q_strides, batch, head)
-        out_head = head_ptr(out_ptr, out_strides, batch, head)
-        do_head = head_ptr(do_ptr, do_strides, batch, head)
+        q_head = head_ptr(q_ptr, strides.q, batch, head)
+        out_head = head_ptr(out_ptr, strides.out, batch, head)
+        do_head = head_ptr(do_ptr, strides.do, batch, head)
         lse_head = lse_ptr + (batch_head.to(tl.int64) * heads_per_kv + shared) * seq_q
         dk, dv = _accumulate_dkv(
-            dk, dv, k, v, q_head, out_head, do_head, lse_head, q_strides, out_strides, do_strides,
+            dk, dv, k, v, q_head, out_head, do_head, lse_head, strides.q, strides.out, strides.do,
             first, tl.minimum(full, seq_q), seq_q, offs_n - diagonal, scale_log2, HEAD_DIM, BLOCK_M, CAUSAL, True, PRECISION,
         )  # fmt: skip
         dk, dv = _accumulate_dkv(
-            dk, dv, k, v, q_head, out_head, do_head, lse_head, q_strides, out_strides, do_strides,
+            dk, dv, k, v, q_head, out_head, do_head, lse_head, strides.q, strides.out, strides.do,
             full, ragged, seq_q, offs_n - diagonal, scale_log2, HEAD_DIM, BLOCK_M, CAUSAL, False, PRECISION,
         )  # fmt: skip
         dk, dv = _accumulate_dkv(
-            dk, dv, k, v, q_head, out_head, do_head, lse_head, q_strides, out_strides, do_strides,
+            dk, dv, k, v, q_head, out_head, do_head, lse_head, strides.q, strides.out, strides.do,
             ragged, seq_q, seq_q, offs_n - diagonal, scale_log2, HEAD_DIM, BLOCK_M, CAUSAL, True, PRECISION,
         )  # fmt: skip
 
     dk *= scale
-    dk_ptrs = tile_ptrs(head_ptr(dk_ptr, dk_strides, batch, kv_head), dk_strides, offs_n, offs_d)
+    dk_ptrs = tile_ptrs(head_ptr(dk_ptr, strides.dk, batch, kv_head), strides.dk, offs_n, offs_d)
     tl.store(dk_ptrs, dk.to(dk_ptr.dtype.element_ty), mask=in_k)
-    dv_ptrs = tile_ptrs(head_ptr(dv_ptr, dv_strides, batch, kv_head), dv_strides, offs_n, offs_v)
+    dv_ptrs = tile_ptrs(head_ptr(dv_ptr, strides.dv, batch, kv_head), strides.dv, offs_n, offs_v)
     tl.store(dv_ptrs, dv.to(dv_ptr.dtype.element_ty), mask=in_k)
 
 
@@ -189,14 +187,12 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     tile_q, tile_k = query_tile(widest, q.dtype), key_tile(widest, q.dtype)
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
     _dq_kernel[triton.cdiv(seq_q, tile_q["BLOCK_M"]) * batch * heads,](
-        q, k, v, out, grad_out, dq, lse, scale,
-        *strides(q, k, v, out, grad_out, dq),
+        q, k, v, out, grad_out, dq, lse, scale, strides(q=q, k=k, v=v, out=out, do=grad_out, dq=dq),
         heads, heads // kv_heads, seq_q, seq_k, diagonal,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal, PRECISION=precision, **tile_q,
     )  # fmt: skip
     _dkv_kernel[triton.cdiv(seq_k, tile_k["BLOCK_N"]) * batch * kv_heads,](
-        q, k, v, out, grad_out, dk, dv, lse, scale,
-        *strides(q, k, v, out, grad_out, dk, dv),
+        q, k, v, out, grad_out, dk, dv, lse, scale, strides(q=q, k=k, v=v, out=out, do=grad_out, dk=dk, dv=dv),
         kv_heads, heads // kv_heads, seq_q, seq_k, diagonal,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal, PRECISION=precision, **tile_k,
     )  # fmt: skip

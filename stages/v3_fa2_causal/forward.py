@@ -44,8 +44,7 @@ def _accumulate(
 
 @triton.jit
 def _forward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, scale,
-    q_strides, k_strides, v_strides, out_strides,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, scale, strides,
     heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -61,10 +60,10 @@ def _forward_kernel(
     offs_v = tl.arange(0, VALUE_DIM)
     in_q = offs_m[:, None] < seq_q
 
-    q_ptrs = tile_ptrs(head_ptr(q_ptr, q_strides, batch, head), q_strides, offs_m, offs_d)
+    q_ptrs = tile_ptrs(head_ptr(q_ptr, strides.q, batch, head), strides.q, offs_m, offs_d)
     q = tl.load(q_ptrs, mask=in_q, other=0.0)  # [BLOCK_M, HEAD_DIM], stays on the chip
-    k_ptr = head_ptr(k_ptr, k_strides, batch, kv_head)
-    v_ptr = head_ptr(v_ptr, v_strides, batch, kv_head)
+    k_ptr = head_ptr(k_ptr, strides.k, batch, kv_head)
+    v_ptr = head_ptr(v_ptr, strides.v, batch, kv_head)
 
     acc = tl.zeros([BLOCK_M, VALUE_DIM], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -76,16 +75,16 @@ def _forward_kernel(
     end = tl.minimum(start_m + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k
     full = (tl.minimum(start_m + diagonal, seq_k) if CAUSAL else seq_k) // BLOCK_N * BLOCK_N
     acc, m, l = _accumulate(
-        acc, m, l, q, k_ptr, v_ptr, k_strides, v_strides, 0, full, seq_k, offs_m + diagonal, scale_log2,
+        acc, m, l, q, k_ptr, v_ptr, strides.k, strides.v, 0, full, seq_k, offs_m + diagonal, scale_log2,
         HEAD_DIM, BLOCK_N, CAUSAL, False, PRECISION,
     )  # fmt: skip
     acc, m, l = _accumulate(
-        acc, m, l, q, k_ptr, v_ptr, k_strides, v_strides, full, end, seq_k, offs_m + diagonal, scale_log2,
+        acc, m, l, q, k_ptr, v_ptr, strides.k, strides.v, full, end, seq_k, offs_m + diagonal, scale_log2,
         HEAD_DIM, BLOCK_N, CAUSAL, True, PRECISION,
     )  # fmt: skip
 
     out = acc / l[:, None]  # [BLOCK_M, VALUE_DIM]
-    out_ptrs = tile_ptrs(head_ptr(out_ptr, out_strides, batch, head), out_strides, offs_m, offs_v)
+    out_ptrs = tile_ptrs(head_ptr(out_ptr, strides.out, batch, head), strides.out, offs_m, offs_v)
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=in_q)
     lse_ptrs = lse_ptr + batch_head.to(tl.int64) * seq_q + offs_m
     tl.store(lse_ptrs, (m + tl.log2(l)) / LOG2_E, mask=offs_m < seq_q)
@@ -103,8 +102,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     q, k, v = aligned(q), aligned(k), aligned(v)
     tile = query_tile(max(head_dim, value_dim), q.dtype)
     _forward_kernel[triton.cdiv(seq_q, tile["BLOCK_M"]) * batch * heads,](
-        q, k, v, out, lse, scale,
-        *strides(q, k, v, out),
+        q, k, v, out, lse, scale, strides(q=q, k=k, v=v, out=out),
         heads, heads // kv_heads, seq_q, seq_k, diagonal,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **tile,
     )  # fmt: skip

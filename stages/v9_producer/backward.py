@@ -138,11 +138,11 @@ def _add_dq(tensors, ds_ring, kv, row):
     COLUMNS: gl.constexpr = BLOCK_M * HEAD_DIM // PARTS // 64
     SUM_ROWS: gl.constexpr = tensors.sums.block_shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, COLUMNS // 2, 16])
-    nothing = gl.zeros([64, COLUMNS], gl.float32, layout)
+    zeros = gl.zeros([64, COLUMNS], gl.float32, layout)
     for part in gl.static_range(PARTS):
         ds_t = ds_ring.ds.index(0).slice(part * COLUMNS // HEAD_DIM * 64, 64, dim=1)
         k = kv.k.index(0).reshape([KEYS, HEAD_DIM]).slice(part * COLUMNS % HEAD_DIM, COLUMNS, dim=1)
-        dq = warpgroup_mma(ds_t.permute([1, 0]), k, nothing, use_acc=False, is_async=True)
+        dq = warpgroup_mma(ds_t.permute([1, 0]), k, zeros, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(0, [dq])  # [64, COLUMNS]
         # Elements are stored in the order of the registers: four of one thread, then four of the next. This has no bank
         # conflicts.
@@ -168,7 +168,7 @@ def _accumulate(
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv.type.layout, k_width=2)
     ds_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk.type.layout, k_width=2)
     dtype: gl.constexpr = ring.q.dtype
-    nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
+    zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
     if CAUSAL:
         offs_n = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
         seen_from = gl.where(offs_n < tile.keys, offs_n, 2**30)  # the first query that sees each key; none sees past the end
@@ -177,7 +177,7 @@ def _accumulate(
         q = ring.q.index(slot).reshape([BLOCK_M, HEAD_DIM])
         do = ring.do.index(slot).reshape([BLOCK_M, VALUE_DIM])
         mbarrier.wait(ring.q_full.index(slot), phase)
-        s_t = warpgroup_mma(k, q.permute([1, 0]), nothing, use_acc=False, is_async=True)
+        s_t = warpgroup_mma(k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
         s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
         lse_log2 = ring.stats.index(slot).slice(0, 1).load(s_layout)  # [1, queries]
         p_t = s_t * scale_log2 - lse_log2
@@ -194,7 +194,7 @@ def _accumulate(
         mbarrier.wait(ring.do_full.index(slot), phase)
         dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), do, dv, is_async=True)
         dv = warpgroup_mma_wait(0, [dv])
-        dp_t = warpgroup_mma(v, do.permute([1, 0]), nothing, use_acc=False, is_async=True)
+        dp_t = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)
         dp_t = warpgroup_mma_wait(0, [dp_t])  # [keys, queries]
         delta = ring.stats.index(slot).slice(1, 1).load(s_layout)  # [1, queries]
         ds_t = (widened(p_t) * (dp_t - delta)).to(dtype)

@@ -134,14 +134,14 @@ def _consumer(tensors, tile, queries, ring, problem, CAUSAL: gl.constexpr):
     VALUE_DIM: gl.constexpr = ring.v.shape[4]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
-    rows: gl.constexpr = gl.SliceLayout(1, s_layout)
+    of_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     # Stage 1: whole tiles that every row sees, without a mask. Stage 2: the diagonal and the ragged end, masked.
     full = (gl.minimum(tile.start_m + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k) // BLOCK_N
 
-    offs_m = tile.start_m + gl.arange(0, ROWS, rows)
+    offs_m = tile.start_m + gl.arange(0, ROWS, of_rows)
     acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, acc_layout)
-    m = gl.full([ROWS], float("-inf"), gl.float32, rows)
-    l = gl.zeros([ROWS], gl.float32, rows)
+    m = gl.full([ROWS], float("-inf"), gl.float32, of_rows)
+    l = gl.zeros([ROWS], gl.float32, of_rows)
     # exp(x) = exp2(x * log2(e)), and exp2 is one instruction; never 0, because a masked score, -inf, times 0 is NaN
     scale_log2 = gl.maximum(problem.scale * LOG2_E, 1e-37)
     mbarrier.wait(queries.full.index(0), 0)

@@ -195,3 +195,28 @@ def test_positions_are_found(line):
 @pytest.mark.parametrize("line", ["acc, m, l = fold(acc)", "slot, phase = ring", "full = ring.full", "n = shape.k.shape[0]"])
 def test_names_are_no_positions(line):
     assert by_position(line) == []
+
+
+def too_large(source):
+    """The functions of a file that are too large to hold in mind, with their lines and parameters; "the file" if it is."""
+    found = ["the file"] if source.count("\n") > 450 else []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            lines, parameters = node.end_lineno + 1 - first, len(node.args.args + node.args.kwonlyargs)
+            if lines > 80 or parameters > 24:
+                found.append((node.name, lines, parameters))
+    return found
+
+
+def test_files_and_functions_have_a_size_to_hold_in_mind(stage):
+    for path in pathlib.Path(stage.__file__).parent.glob("*.py"):
+        assert too_large(path.read_text()) == [], path
+
+
+def test_what_is_too_large_is_found():
+    parameters = ", ".join(f"p{number}" for number in range(25))
+    assert too_large(f"def f({parameters}):\n    pass\n") == [("f", 2, 25)]
+    assert too_large("@jit\ndef f(p):\n" + 79 * "    p = p\n") == [("f", 81, 1)]
+    assert too_large("@jit\ndef f(p):\n" + 78 * "    p = p\n") == []
+    assert too_large(451 * "p = 1\n") == ["the file"]

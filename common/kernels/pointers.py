@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from common.kernels.descriptors import aligned_strides
+
 ALIGNMENT = 16  # Triton checks for multiples of 16 bytes in addresses and of 16 elements in strides
 
 
@@ -40,7 +42,7 @@ def _by_name(names: tuple[str, ...]) -> type:
 
 def strides(**tensors: Tensor) -> tuple[Strides, ...]:
     """Return the strides of tensors by their names: `strides(q=q, k=k).q.row`. A kernel takes all of them as one argument."""
-    return _by_name(tuple(tensors))(*(Strides(*tensor.stride()[:3]) for tensor in tensors.values()))
+    return _by_name(tuple(tensors))(*(Strides(*aligned_strides(tensor)[:3]) for tensor in tensors.values()))
 
 
 @triton.jit

@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from common.kernels.descriptors import addressable, aligned_strides
-from common.kernels.pointers import Strides, head_ptr
+from common.kernels.descriptors import addressable
+from common.kernels.pointers import head_ptr, strides
 from common.kernels.replay import replayed
 from common.kernels.tuning import autotune, bucket, configs
 from common.operator import empty_rows
@@ -52,8 +52,7 @@ MOST_KEYS = 128  # keys per tile; a multiple of them leaves no ragged end
 @autotune(configs(TILES, pre_hook=None))
 @triton.jit(do_not_specialize=["heads", "heads_per_kv", "seq_q", "seq_k", "diagonal"])  # the compiler fails on a constant 1
 def _forward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, scale,
-    q_strides, k_strides, v_strides, out_strides,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, scale, strides,
     heads, heads_per_kv, seq_q, seq_k, diagonal, bucket, zero,  # bucket: only part of the tuning key
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr, SPECIALIZED: tl.constexpr,
@@ -68,14 +67,14 @@ def _forward_kernel(
 
     # The compiler splits the rows of a descriptor between two groups of warps. It can do so only for descriptors with two
     # dimensions that are made in the kernel.
-    q_ptr = head_ptr(q_ptr, q_strides, batch, head)
-    q_desc = tl.make_tensor_descriptor(q_ptr, [seq_q, HEAD_DIM], [q_strides.row, 1], [BLOCK_M, HEAD_DIM])
-    out_ptr = head_ptr(out_ptr, out_strides, batch, head)
-    out_desc = tl.make_tensor_descriptor(out_ptr, [seq_q, VALUE_DIM], [out_strides.row, 1], [BLOCK_M, VALUE_DIM])
-    k_ptr = head_ptr(k_ptr, k_strides, batch, kv_head)
-    k_desc = tl.make_tensor_descriptor(k_ptr, [seq_k, HEAD_DIM], [k_strides.row, 1], [BLOCK_N, HEAD_DIM])
-    v_ptr = head_ptr(v_ptr, v_strides, batch, kv_head)
-    v_desc = tl.make_tensor_descriptor(v_ptr, [seq_k, VALUE_DIM], [v_strides.row, 1], [BLOCK_N, VALUE_DIM])
+    q_ptr = head_ptr(q_ptr, strides.q, batch, head)
+    q_desc = tl.make_tensor_descriptor(q_ptr, [seq_q, HEAD_DIM], [strides.q.row, 1], [BLOCK_M, HEAD_DIM])
+    out_ptr = head_ptr(out_ptr, strides.out, batch, head)
+    out_desc = tl.make_tensor_descriptor(out_ptr, [seq_q, VALUE_DIM], [strides.out.row, 1], [BLOCK_M, VALUE_DIM])
+    k_ptr = head_ptr(k_ptr, strides.k, batch, kv_head)
+    k_desc = tl.make_tensor_descriptor(k_ptr, [seq_k, HEAD_DIM], [strides.k.row, 1], [BLOCK_N, HEAD_DIM])
+    v_ptr = head_ptr(v_ptr, strides.v, batch, kv_head)
+    v_desc = tl.make_tensor_descriptor(v_ptr, [seq_k, VALUE_DIM], [strides.v.row, 1], [BLOCK_N, VALUE_DIM])
     # For the second group of warps the compiler adds 64 to the variable where the tile starts. If that were start_m, offs_m
     # would be shifted twice. The compiler does not know that `zero` is 0, so it treats this as another variable.
     first_m = start_m + zero
@@ -115,8 +114,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     context.run(triton.set_allocator, lambda size, *_: torch.empty(size, dtype=torch.int8, device=device))  # descriptors
     context.run(
         _forward_kernel[lambda args: (triton.cdiv(seq_q, args["BLOCK_M"]) * batch * heads,)],
-        q, k, v, out, lse, scale,
-        *(Strides(*aligned_strides(tensor)[:3]) for tensor in (q, k, v, out)),
+        q, k, v, out, lse, scale, strides(q=q, k=k, v=v, out=out),
         heads, heads // kv_heads, seq_q, seq_k, diagonal, bucket(seq_q, seq_k), 0,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal, MASKED=causal or seq_k % MOST_KEYS > 0,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", SPECIALIZED=architecture() in HOPPER,

@@ -103,7 +103,7 @@ def ladder(found: list[Run]) -> str:
         )
         tables.append(re.sub(" {2,}", " ", re.sub("-{4,}", "---", table)))  # otherwise a long cell makes every row as long
     words = (
-        "*lines changed*: added plus removed lines of code, without NOTEs, empty lines and indentation. "
+        "*lines changed*: added plus removed lines of code. "
         "*× parent*: the parent's time over the stage's time. "
         "*% of fastest*: the stage's speed as a share of the fastest library's (cuDNN, FlashAttention-2, -3 or -4). "
         "It may come from another run than *× parent*. "

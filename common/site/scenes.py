@@ -43,7 +43,7 @@ WORDS = {  # of lanes
 }  # fmt: skip
 VISIBLE = 20000  # cycles of a timeline that a wide page shows when it opens: a few tiles
 MOST_ZOOM = 24
-ORDER = "order of accesses, one after the other; width = bytes"
+ORDER = "order of accesses, one after the other; width = bytes, small accesses widened"
 TIMED = "time: cycles of the timed launches in the model of an SM, one launch after the other; width = duration"
 LAUNCH = "time: cycles of the longest launch in the model of an SM"
 FIRST = "Q", "K", "V", "O", "LSE", "dO", "dQ", "dK", "dV"  # in this order in each panel, then temporaries

@@ -3,11 +3,14 @@
 A name gives a stage's position: v4_… is the fourth step, v4a_… a dead end that branches off it.
 """
 
+import contextlib
 import difflib
 import importlib
 import itertools
 import pkgutil
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -63,6 +66,30 @@ def source(name: str, file: str) -> str:
     """Return the text of a stage's file; "" if the stage has no such file."""
     path = directory(name) / file
     return path.read_text() if path.exists() else ""
+
+
+@contextlib.contextmanager
+def changed(name: str, texts: dict[str, str], folder: Path) -> Iterator[str]:
+    """Make a package in `folder` with the files of a stage's passes, some of which have other texts.
+
+    Its modules import each other and not the stage's.
+
+    Args:
+        texts: the other texts by the names of their files.
+
+    Yields:
+        The package's name, under which its modules can be imported.
+    """
+    package = ModuleType(f"{__name__}.{name}.changed")
+    package.__path__ = [str(folder)]
+    for file in (*files("forward", name), *files("backward", name)):
+        (folder / file).write_text(texts.get(file, source(name, file)))
+    sys.modules[package.__name__] = package
+    try:
+        yield package.__name__
+    finally:
+        for module in [module for module in sys.modules if module.startswith(package.__name__)]:
+            del sys.modules[module]
 
 
 def resolve(name: str) -> str:

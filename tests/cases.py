@@ -1,12 +1,9 @@
 """The tests share this code: inputs, the results of a stage, and the check of these results against float64."""
 
-import contextlib
 import functools
 import hashlib
 import importlib
 import re
-import sys
-import types
 from collections import ChainMap
 from pathlib import Path
 
@@ -91,25 +88,6 @@ def set_names(monkeypatch, name: str, **values):
     for names in namespaces(name):
         for variable in values.keys() & names.keys():
             monkeypatch.setitem(names, variable, values[variable])
-
-
-@contextlib.contextmanager
-def mutant(name: str, file: str, text: str, folder: Path):
-    """A package with the files of a stage's passes, one of which has another text.
-
-    Its modules import each other and not the stage's.
-    """
-    package = types.ModuleType(f"stages.{name}.mutant")
-    package.__path__ = [str(folder)]
-    for pass_ in ("forward", "backward"):
-        for each, source in sources(name, pass_).items():
-            (folder / each).write_text(text if each == file else source)
-    sys.modules[package.__name__] = package
-    try:
-        yield package.__name__
-    finally:
-        for module in [module for module in sys.modules if module.startswith(package.__name__)]:
-            del sys.modules[module]
 
 
 def make_inputs(seq_q, seq_k, head_dim=32, dtype=torch.float16, *, batch=2, heads=3, kv_heads=None, value_dim=None):

@@ -9,7 +9,7 @@ moves nothing across a scope. So the record shows the kernel's order and overlap
 """
 
 import argparse
-import importlib.util
+import importlib
 import json
 import re
 import sys
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 import stages
-from common.measure import files, machine, terminal
+from common.measure import machine, terminal
 from common.measure.options import json_path, write_json
 from common.measure.workloads import Workload
 from common.runtime import DEVICE
@@ -29,20 +29,26 @@ WORKLOAD = Workload("fwd", 8, 16, 2048, 128, False, "float16")
 CYCLES = 6000  # kept cycles
 WARPS = {"warp 0": "1: consumer", "warp 4": "2: consumer"}  # first warp of a partition -> the partition's name in a timeline
 LOOP = "# Issue both matmuls together"
-SCOPES = (  # each scope's name, its first line, its last line, and a line before it. The kernel's last scope comes first.
-    ("store O", "queries.o.index(own).reshape(", "tma.async_copy_shared_to_global(", "def _consumer"),
-    ("last matmul", "acc = warpgroup_mma_wait(0, [acc])", None, "normalize = "),
-    ("convert", "p = gl.convert_layout(p.to(ring.k.dtype), p_layout)", None, "acc = acc * gl.convert_layout(rescale"),
-    ("wait for O", "acc = warpgroup_mma_wait(0, [acc])", None, LOOP),
-    ("softmax", "p = gl.exp2(s * scale_log2", "l = l + _sums(p)", LOOP),
-    ("wait for S", "s = warpgroup_mma_wait(1, [s])", None, LOOP),
-    ("issue matmuls", "s = _scores(q", "acc = warpgroup_mma(p", LOOP),
-    ("wait for K, V", "mbarrier.wait(ring.full", None, "def _scores"),  # inside the scope above
-)
+# By file, each scope's name, its first line, its last line, and a line before it. The file's last scope comes first.
+SCOPES = {
+    "forward.py": (
+        ("last matmul", "acc = warpgroup_mma_wait(0, [acc])", None, "normalize = "),
+        ("store O", "queries.o.index(own).reshape(", "tma.async_copy_shared_to_global(", "def _store_out"),
+    ),
+    "forward_softmax.py": (
+        ("convert", "p = gl.convert_layout(p.to(ring.k.dtype), p_layout)", None, "acc = acc * gl.convert_layout(rescale"),
+        ("wait for O", "acc = warpgroup_mma_wait(0, [acc])", None, LOOP),
+        ("softmax", "p = gl.exp2(s * scale_log2", "l = l + _sums(p)", LOOP),
+        ("wait for S", "s = warpgroup_mma_wait(1, [s])", None, LOOP),
+        ("issue matmuls", "s = _scores(q", "acc = warpgroup_mma(p", LOOP),
+        ("wait for K, V", "mbarrier.wait(ring.full", None, "def _scores"),  # inside the scope above
+    ),
+}
+LAUNCHES = 'for mode in ("guess", "again"):', 'for mode in ("guess",):'  # the second launch has nothing to do
 
 
-def with_scopes(text: str) -> str:
-    """Insert SCOPES into the text of a stage's forward.py.
+def with_scopes(file: str, text: str) -> str:
+    """Insert a file's SCOPES into its text.
 
     Raises:
         ValueError: a line that SCOPES names is missing.
@@ -55,13 +61,13 @@ def with_scopes(text: str) -> str:
                 return index
         raise ValueError(f"no line begins with {beginning!r} after line {start}")
 
-    for name, first, last, before in SCOPES:
+    for name, first, last, before in SCOPES[file]:
         begin = find(first, find(before, 0))
         end = find(last, begin) if last else begin
         indent = re.match(r"\s*", lines[begin])[0]
         lines.insert(end + 1, f'{indent}pl.exit_scope("{name}")')
         lines.insert(begin, f'{indent}pl.enter_scope("{name}")')
-    lines.insert(find("import triton", 0), "import triton.profiler.language as pl")
+    lines.insert(find("from triton", 0), "import triton.profiler.language as pl")
     return "\n".join(lines)
 
 
@@ -70,15 +76,9 @@ def record() -> list[dict]:
     import triton.profiler as proton
     from triton.profiler.mode import Default
 
-    with tempfile.TemporaryDirectory() as directory:
-        text = with_scopes((Path(stages.__path__[0]) / STAGE / "forward.py").read_text())
-        path = Path(directory, "scopes.py")
-        files.replace(
-            path, text.replace("for again in (False, True):", "for again in (False,):")
-        )  # the second launch has nothing to do
-        spec = importlib.util.spec_from_file_location(f"stages.{STAGE}.scopes", path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+    texts = {file: with_scopes(file, stages.source(STAGE, file).replace(*LAUNCHES)) for file in SCOPES}
+    with tempfile.TemporaryDirectory() as directory, stages.changed(STAGE, texts, Path(directory)) as package:
+        module = importlib.import_module(f"{package}.forward")
         q, k, v, _ = WORKLOAD.inputs()
         mode = Default(optimizations="clock32,time_shift", sampling_strategy="selective", sampling_options="0,4")
         session = proton.start(str(Path(directory, "trace")), data="trace", backend="instrumentation", mode=mode)

@@ -9,7 +9,7 @@ import re
 
 import pytest
 import torch
-from cases import make_inputs, mutant, sources
+from cases import make_inputs, sources
 from triton.runtime.interpreter import InterpreterError
 
 import stages
@@ -68,7 +68,7 @@ def run(function, pass_, stage, problem):
 def test_deleting_a_barrier_raises_an_error(name, pass_, file, index, tmp_path):
     lines = stages.source(name, file).splitlines()
     lines[index] = re.match(r"\s*", lines[index])[0] + "pass"
-    with mutant(name, file, "\n".join(lines), tmp_path) as package:
+    with stages.changed(name, {file: "\n".join(lines)}, tmp_path) as package:
         function, stage = getattr(importlib.import_module(f"{package}.{pass_}"), pass_), stages.load(name)
         for seed, problem in itertools.product(SEEDS, PROBLEMS):
             schedule.restart_seeds(seed)

@@ -7,23 +7,28 @@ from pathlib import Path
 
 import programs
 import pytest
+from cases import sources
 
 import stages
 from common.measure import sanitize
 from common.measure.sanitize import Report
 from common.runtime import INTERPRETED
 
-FORWARD = Path(stages.__path__[0], "v12_persistent", "forward.py")
+
+def line_of(part, text):
+    """The first line with that text in a part of v12's forward, as "path:number"."""
+    path = Path(stages.__path__[0], "v12_persistent", f"forward_{part}.py")
+    return f"{path}:{next(number for number, line in enumerate(path.read_text().splitlines(), start=1) if text in line)}"
 
 
-def line_of(text):
-    """The number of the first line in v12's forward with that text."""
-    return next(number for number, line in enumerate(FORWARD.read_text().splitlines(), start=1) if text in line)
+def place(line):
+    """The path and the number in such a line."""
+    path, number = line.rsplit(":", 1)
+    return path, int(number)
 
 
-STORE, LOAD, SUM = (
-    line_of(text) for text in ("next_tiles.number.index(slot).store", "next_tiles.number.index(slot).load", "l = _sums(p)")
-)
+STORE, LOAD = (line_of("scheduler", f"next_tiles.number.index(slot).{what}(") for what in ("store", "load"))
+SUM = line_of("softmax", "l = _sums(p)")
 
 MEMCHECK = """========= COMPUTE-SANITIZER
 ========= Invalid __global__ write of size 4 bytes
@@ -56,9 +61,9 @@ INITCHECK = """========= COMPUTE-SANITIZER
 =========
 ========= ERROR SUMMARY: 2 errors
 """
-KNOWN_RACE = f"""========= Error: Race reported between Write access at _forward_kernel+0x90 in {FORWARD}:{STORE}
-=========     and Read access at _forward_kernel+0x100 in {FORWARD}:{LOAD} [508 hazards]
-=========     and Read access at _forward_kernel+0x150 in {FORWARD}:{LOAD} [4 hazards]
+KNOWN_RACE = f"""========= Error: Race reported between Write access at _forward_kernel+0x90 in {STORE}
+=========     and Read access at _forward_kernel+0x100 in {LOAD} [508 hazards]
+=========     and Read access at _forward_kernel+0x150 in {LOAD} [4 hazards]
 =========
 """
 NEW_RACE = KNOWN_RACE.replace(f"{LOAD} [4", f"{SUM} [4").replace("Error", "Warning")
@@ -90,8 +95,8 @@ def test_reports_of_initcheck():
 
 
 def test_reports_of_racecheck():
-    known = Report("race", "_forward_kernel", ((str(FORWARD), STORE), (str(FORWARD), LOAD)))
-    new = Report("race", "_forward_kernel", ((str(FORWARD), STORE), (str(FORWARD), LOAD), (str(FORWARD), SUM)))
+    known = Report("race", "_forward_kernel", tuple(map(place, (STORE, LOAD))))
+    new = Report("race", "_forward_kernel", tuple(map(place, (STORE, LOAD, SUM))))
     assert sanitize.parse(RACECHECK) == ([known, known, new], 3)
     assert "next_tiles.number.index(slot).store" in str(known)
     entry = sanitize.KNOWN[0]
@@ -111,8 +116,8 @@ def test_a_log_without_a_summary_is_no_clean_one(log):
 @pytest.mark.parametrize("entry", sanitize.KNOWN, ids=lambda entry: f"{entry.tool}-{entry.kernel}-{entry.lines}")
 def test_known_reports_are_of_lines_that_are_there(entry):
     for stage in entry.stages:
-        lines = Path(stages.__path__[0], stage, f"{entry.kernel.split('_')[1]}.py").read_text().splitlines()
-        assert any(re.search(entry.lines, line) for line in lines)
+        texts = sources(stage, entry.kernel.split("_")[1]).values()
+        assert any(re.search(entry.lines, line) for text in texts for line in text.splitlines())
 
 
 SANITIZER = f"""#!{sys.executable}

@@ -1,28 +1,32 @@
 """Proton's records inside a kernel: the copy of the kernel with scopes, and the part of the record that is kept."""
 
-from pathlib import Path
-
 import pytest
 
 import stages
 from common.measure import scopes
 from common.runtime import INTERPRETED
 
-FORWARD = Path(stages.__path__[0], scopes.STAGE, "forward.py").read_text()
+SOFTMAX = "forward_softmax.py"
 
 
-def test_scopes_are_around_the_lines_that_they_name():
-    lines = [line.strip() for line in scopes.with_scopes(FORWARD).split("\n")]
-    for name, first, last, _ in scopes.SCOPES:
+@pytest.mark.parametrize("file", scopes.SCOPES)
+def test_scopes_are_around_the_lines_that_they_name(file):
+    text = stages.source(scopes.STAGE, file)
+    lines = [line.strip() for line in scopes.with_scopes(file, text).split("\n")]
+    for name, first, last, _ in scopes.SCOPES[file]:
         begin, end = (lines.index(f'pl.{what}_scope("{name}")') for what in ("enter", "exit"))
         assert lines[begin + 1].startswith(first) and lines[end - 1].startswith(last or first)
-    without = [line for line in scopes.with_scopes(FORWARD).split("\n") if "pl." not in line and not line.endswith(" as pl")]
-    assert "\n".join(without) == FORWARD
+    shown = scopes.with_scopes(file, text).split("\n")
+    assert "\n".join(line for line in shown if "pl." not in line and not line.endswith(" as pl")) == text
 
 
 def test_a_line_that_is_not_there_is_named():
     with pytest.raises(ValueError, match="wait"):
-        scopes.with_scopes(FORWARD.replace("warpgroup_mma_wait(1, [s])", "something"))
+        scopes.with_scopes(SOFTMAX, stages.source(scopes.STAGE, SOFTMAX).replace("warpgroup_mma_wait(1, [s])", "something"))
+
+
+def test_only_the_first_launch_is_recorded():
+    assert stages.source(scopes.STAGE, "forward.py").count(scopes.LAUNCHES[0]) == 1
 
 
 def test_the_kept_record_is_from_the_middle_and_begins_at_zero():

@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from cases import TILED, in_full, make_inputs, mutant, namespaces
+from cases import TILED, in_full, make_inputs, namespaces
 from predictions import PREDICTIONS, Problem, total
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -252,7 +252,7 @@ def mutated(tmp_path):
     with contextlib.ExitStack() as stack:
 
         def changed(name, file, text):
-            package = stack.enter_context(mutant(name, file, text, tmp_path))
+            package = stack.enter_context(stages.changed(name, {file: text}, tmp_path))
             forwards = [importlib.import_module(f"{package}.{each[:-3]}") for each in stages.files("forward", name)]
             backward = importlib.import_module(f"{package}.backward").backward
             return types.SimpleNamespace(forward=forwards[0].forward, backward=backward), forwards

@@ -48,7 +48,7 @@ class Tile(NamedTuple):
     head: gl.tensor
     kv_head: gl.tensor
     start_m: gl.tensor  # its first query row
-    keys: gl.tensor  # number of key tiles
+    key_tiles: gl.tensor
 
 
 class Queries(NamedTuple):
@@ -123,7 +123,7 @@ def _producer(tensors, tile, queries, ring):
         mbarrier.expect(queries.full.index(w), tensors.q.block_type.nbytes)
         where = [tile.batch, tile.head, tile.start_m + w * ROWS, 0]
         tma.async_copy_global_to_shared(tensors.q, where, queries.full.index(w), queries.q.index(w))
-    for fill in range(tile.keys):
+    for fill in range(tile.key_tiles):
         _load(tensors, tile, ring, fill)
 
 

@@ -54,7 +54,7 @@ class Tile(NamedTuple):
     head: gl.tensor
     kv_head: gl.tensor
     start_m: gl.tensor  # its first query row
-    keys: gl.tensor  # number of key tiles
+    key_tiles: gl.tensor
 
 
 class Queries(NamedTuple):
@@ -97,17 +97,17 @@ def _producer(tensors, tile, queries, ring):
     """One warp: load Q, and keep the buffers of K and V full, with n + 1 loads for n key tiles."""
     CONSUMERS: gl.constexpr = queries.q.shape[0]
     BLOCK_N: gl.constexpr = ring.k.shape[3]
-    start_n = (tile.keys - 1) * BLOCK_N
+    start_n = (tile.key_tiles - 1) * BLOCK_N
     for w in gl.static_range(CONSUMERS):
         mbarrier.expect(queries.full.index(w), tensors.q.block_type.nbytes)
         where = [tile.batch, tile.head, tile.start_m + w * ROWS, 0]
         tma.async_copy_global_to_shared(tensors.q, where, queries.full.index(w), queries.q.index(w))
         if w == 0:
             _load(tensors, tile, ring, 0, start_n, True, False)
-    for fill in range(1, tile.keys):
+    for fill in range(1, tile.key_tiles):
         start_n -= BLOCK_N
         _load(tensors, tile, ring, fill, start_n, True, True)
-    _load(tensors, tile, ring, tile.keys, start_n - BLOCK_N, False, True)
+    _load(tensors, tile, ring, tile.key_tiles, start_n - BLOCK_N, False, True)
 
 
 @gluon.jit
@@ -135,13 +135,13 @@ def _consumer(tensors, tile, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
     mbarrier.wait(queries.full.index(w), 0)
     q_buffer = queries.q.index(w).reshape([ROWS, HEAD_DIM])
     q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
-    for fill in range(tile.keys - seen):  # skip key tiles that only the CTA's later consumers see
+    for fill in range(tile.key_tiles - seen):  # skip key tiles that only the CTA's later consumers see
         slot, phase = slot_and_phase(fill, STAGES)
         mbarrier.wait(ring.full.index(slot), phase)
         mbarrier.arrive(ring.empty.index(slot), count=1)
-    s = _scores(q, ring, tile.keys - seen)
+    s = _scores(q, ring, tile.key_tiles - seen)
     last = start_m + problem.diagonal  # the last key of the first row
-    acc, m, l = _accumulate(acc, s, q, ring, tile.keys - seen, seen, problem, last, scale_log2, CAUSAL)
+    acc, m, l = _accumulate(acc, s, q, ring, tile.key_tiles - seen, seen, problem, last, scale_log2, CAUSAL)
 
     gl.store(tensors.lse + offs_m, (m + gl.log2(l)) / LOG2_E, mask=(offs_m >= 0) & (offs_m < problem.seq_q))
     normalize = gl.convert_layout(1.0 / l, gl.SliceLayout(1, acc_layout))[:, None]

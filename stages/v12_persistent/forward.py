@@ -103,7 +103,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, CAUSAL: gl.constexpr)
     number = gl.program_id(0)
     while number < problem.batch_heads * problem.tiles_m:
         tile = _tile(number, problem, BLOCK_M, BLOCK_N, CAUSAL)
-        start_n = (tile.keys - 1) * BLOCK_N
+        start_n = (tile.key_tiles - 1) * BLOCK_N
         for w in gl.static_range(CONSUMERS):
             slot, phase = slot_and_phase(turn, Q_STAGES)
             slot = slot * CONSUMERS + w
@@ -114,7 +114,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, CAUSAL: gl.constexpr)
             if w == 0:
                 _load(tensors, tile, ring, fill, start_n, True, False)
         number = gl.num_programs(0) + gl.atomic_add(tensors.counter, 1)
-        for _ in range(1, tile.keys):
+        for _ in range(1, tile.key_tiles):
             fill += 1
             start_n -= BLOCK_N
             _load(tensors, tile, ring, fill, start_n, True, True)
@@ -173,10 +173,10 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
         mbarrier.wait(queries.full.index(own), phase)
         q_buffer = queries.q.index(own).reshape([ROWS, HEAD_DIM])
         q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
-        fill = _skip(ring, fill, tile.keys - seen)  # only the CTA's later consumers see these
+        fill = _skip(ring, fill, tile.key_tiles - seen)  # only the CTA's later consumers see these
         s = _scores(q, ring, fill)
         if Q_STAGES == 2:
-            # TMA has stored the last tile's O from the other buffer, so the next Q may arrive there.
+            # TMA has stored the last tile's O from the other buffer, which is the next one: the next Q may arrive there.
             tma.store_wait(0)
             slot, phase = slot_and_phase(turn + 1, Q_STAGES)
             mbarrier.arrive(queries.empty.index(slot * CONSUMERS + w), count=1, pred=turn > 0)
@@ -225,8 +225,8 @@ def _forward_kernel(
     queries = Queries(q_s, o_s, q_full, q_empty)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
     next_tiles = NextTiles(tile_s, new_barriers(Q_STAGES, 1))  # no empty barriers: `queries.empty` follows the reading
-    # An SM has 65,536 registers, 512 for each thread of a warpgroup. The producer keeps 24 per thread, and the consumers get
-    # the rest.
+    # An SM has 65,536 registers, 512 for each thread of a warpgroup. The producer keeps 24 per thread, the other roles the
+    # numbers in the list, and the first role, which runs on the launch's own warps, gets the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (tensors, queries, ring, next_tiles, problem, 0, CAUSAL)),

@@ -31,7 +31,7 @@ class Tile(NamedTuple):
     head: gl.tensor
     kv_head: gl.tensor
     start_m: gl.tensor  # its first query row
-    keys: gl.tensor  # number of key tiles
+    key_tiles: gl.tensor
 
 
 class NextTiles(NamedTuple):

@@ -89,7 +89,7 @@ def _producer(tensors, queries, ring, problem, Q_STAGES: gl.constexpr, CAUSAL: g
     number = gl.program_id(0)
     while number < problem.batch_heads * problem.tiles_m:
         tile = _tile(number, problem, BLOCK_M, BLOCK_N, CAUSAL)
-        start_n = (tile.keys - 1) * BLOCK_N
+        start_n = (tile.key_tiles - 1) * BLOCK_N
         for w in gl.static_range(CONSUMERS):
             slot, phase = slot_and_phase(turn, Q_STAGES)
             slot = slot * CONSUMERS + w
@@ -99,7 +99,7 @@ def _producer(tensors, queries, ring, problem, Q_STAGES: gl.constexpr, CAUSAL: g
             tma.async_copy_global_to_shared(tensors.q, where, queries.full.index(slot), queries.q.index(slot))
             if w == 0:
                 _load(tensors, tile, ring, fill, start_n, True, False)
-        for _ in range(1, tile.keys):
+        for _ in range(1, tile.key_tiles):
             fill += 1
             start_n -= BLOCK_N
             _load(tensors, tile, ring, fill, start_n, True, True)
@@ -156,7 +156,7 @@ def _consumer(tensors, queries, ring, problem, w: gl.constexpr, Q_STAGES: gl.con
         mbarrier.wait(queries.full.index(own), phase)
         q_buffer = queries.q.index(own).reshape([ROWS, HEAD_DIM])
         q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
-        fill = _skip(ring, fill, tile.keys - seen)  # only the CTA's later consumers see these
+        fill = _skip(ring, fill, tile.key_tiles - seen)  # only the CTA's later consumers see these
         s = _scores(q, ring, fill)
         if Q_STAGES == 2:
             # TMA has stored the last tile's O from the other buffer, so the next Q may arrive there.

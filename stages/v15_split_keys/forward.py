@@ -131,7 +131,7 @@ def _producer(
     while number < tiles:
         tile = _tile(number, problem, BLOCK_M, BLOCK_N, PACKED, SPLIT, CAUSAL)
         step = BLOCK_N * problem.splits if SPLIT else BLOCK_N
-        keys = tile.keys
+        keys = tile.key_tiles
         start_n = tile.split * BLOCK_N + (keys - 1) * step
         for w in gl.static_range(CONSUMERS):
             slot, phase = slot_and_phase(turn, Q_STAGES)
@@ -233,10 +233,10 @@ def _consumer(
         mbarrier.wait(queries.full.index(own), phase)
         q_buffer = queries.q.index(own).reshape([ROWS, HEAD_DIM])
         q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
-        fill = _skip(ring, fill, tile.keys - seen)  # only the CTA's later consumers see these
+        fill = _skip(ring, fill, tile.key_tiles - seen)  # only the CTA's later consumers see these
         s = _scores(q, ring, fill)
         if Q_STAGES == 2:
-            # TMA has stored the last tile's O from the other buffer, so the next Q may arrive there.
+            # TMA has stored the last tile's O from the other buffer, which is the next one: the next Q may arrive there.
             tma.store_wait(0)
             slot, phase = slot_and_phase(turn + 1, Q_STAGES)
             mbarrier.arrive(queries.empty.index(slot * CONSUMERS + w), count=1, pred=turn > 0)
@@ -297,8 +297,8 @@ def _forward_kernel(
     queries = Queries(q_s, o_s, q_full, q_empty)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
     next_tiles = NextTiles(tile_s, new_barriers(Q_STAGES, 1))  # no empty barriers: `queries.empty` follows the reading
-    # An SM has 65,536 registers, 512 for each thread of a warpgroup. The producer keeps 24 per thread, and the consumers get
-    # the rest.
+    # An SM has 65,536 registers, 512 for each thread of a warpgroup. The producer keeps 24 per thread, the other roles the
+    # numbers in the list, and the first role, which runs on the launch's own warps, gets the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (tensors, queries, ring, next_tiles, problem, 0, PACKED, SPLIT, MODE, CAUSAL)),

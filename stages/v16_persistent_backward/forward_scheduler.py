@@ -19,12 +19,12 @@ class Flags(NamedTuple):
 class Problem(NamedTuple):
     """Sizes that all CTAs share."""
 
-    batch_heads: gl.tensor  # B * H
-    heads: gl.tensor
+    batch_heads: gl.tensor  # B * H / PACKED
+    heads: gl.tensor  # H / PACKED
     heads_per_kv: gl.tensor
     group: gl.tensor  # heads whose tiles follow each other
     tiles_m: gl.tensor  # query tiles of a head
-    seq_q: gl.tensor
+    seq_q: gl.tensor  # rows of a head: queries * PACKED
     seq_k: gl.tensor
     diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
     splits: gl.tensor
@@ -40,7 +40,7 @@ class Tile(NamedTuple):
     kv_head: gl.tensor
     start_m: gl.tensor  # its first query row
     split: gl.tensor  # which part of the keys
-    keys: gl.tensor  # number of key tiles
+    key_tiles: gl.tensor
 
 
 class NextTiles(NamedTuple):
@@ -119,7 +119,7 @@ def _to_compute(
     last = start_m // PACKED + problem.diagonal
     idle = False
     if SPLIT or MODE == "running":
-        seen = gl.minimum(_share(seen, tile.split, problem.splits, SPLIT), tile.keys)
+        seen = gl.minimum(_share(seen, tile.split, problem.splits, SPLIT), tile.key_tiles)
         idle = (seen <= 0) | (start_m >= problem.seq_q)
         seen = gl.where(idle, 1, seen)
         last = gl.where(idle, 2**30, last)

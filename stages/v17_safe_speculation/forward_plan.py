@@ -4,10 +4,10 @@ import functools
 from math import ceil
 from typing import NamedTuple
 
-# Bytes of K and V of the heads whose tiles run at the same time. CTAs that read the same K and V at the same time share them
-# through the L2 cache. If tiles differ in length, more heads keep the CTAs busy to the end.
 from common.kernels.hopper import ROWS
 
+# Bytes of K and V of the heads whose tiles run at the same time. CTAs that read the same K and V at the same time share them
+# through the L2 cache. If tiles differ in length, more heads keep the CTAs busy to the end.
 L2_SHARE = {"full": 8 * 2**20, "causal": 32 * 2**20}
 
 

@@ -18,9 +18,9 @@ def _sample_kernel(
     batch_heads, heads, heads_per_kv, group, seq_q, seq_k, diagonal, splits,
     BLOCK_M: gl.constexpr, PACKED: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Score samples that are spread over all tiles, one per CTA, and zero the counter and the flags of all tiles. A sample
-    is a consumer's 64 rows with two key tiles. Its flag is set if a score exceeds the guessed maximum by a factor of more
-    than 2^highest. The LATELY flags of samples lie before the flags of tiles."""
+    """Score samples that are spread over all tiles, one per CTA, and zero the counter and the flags of all tiles. A sample is
+    a consumer's 64 rows, their guess, and two key tiles to test it with. Its flag is set if a score exceeds the guessed
+    maximum by a factor of more than 2^highest. The LATELY flags of samples lie before the flags of tiles."""
     gdc_launch_dependents()  # the speculating launch may start its setup before this launch ends
     BLOCK_N: gl.constexpr = k_desc.block_shape[2]
     HEAD_DIM: gl.constexpr = k_desc.block_shape[3]

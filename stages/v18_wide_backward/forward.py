@@ -1,5 +1,9 @@
-"""v14's forward with split keys (Flash-Decoding) where tiles do not fill the GPU, and with the query heads of a K/V head in
-one tile, in Gluon, for Hopper."""
+"""A forward in three modes, with split keys (Flash-Decoding) where tiles do not fill the GPU, and with the query heads of a K/V
+head in one tile; in Gluon, for Hopper.
+
+MODE "guess": the maximum is taken from the last tile and the first keys, and tiles are checked. MODE "again": a second launch
+computes the tiles that failed, or never started, with a running maximum. MODE "running": one launch with a running maximum.
+"""
 
 from math import ceil
 from typing import NamedTuple
@@ -140,7 +144,7 @@ def _producer(
     while number < tiles:
         tile = _tile(number, problem, BLOCK_M, BLOCK_N, PACKED, SPLIT, CAUSAL)
         step = BLOCK_N * problem.splits if SPLIT else BLOCK_N
-        keys = tile.keys
+        keys = tile.key_tiles
         start_n = tile.split * BLOCK_N + (keys - 1) * step
         for w in gl.static_range(CONSUMERS):
             slot, phase = slot_and_phase(turn, Q_STAGES)
@@ -260,10 +264,10 @@ def _consumer(
         mbarrier.wait(queries.full.index(own), phase)
         q_buffer = queries.q.index(own).reshape([ROWS, HEAD_DIM])
         q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
-        fill = _skip(ring, fill, tile.keys - seen)  # only the CTA's later consumers see these
+        fill = _skip(ring, fill, tile.key_tiles - seen)  # only the CTA's later consumers see these
         s = _scores(q, ring, fill)
         if Q_STAGES == 2:
-            # TMA has stored the last tile's O from the other buffer, so the next Q may arrive there.
+            # TMA has stored the last tile's O from the other buffer, which is the next one: the next Q may arrive there.
             tma.store_wait(0)
             slot, phase = slot_and_phase(turn + 1, Q_STAGES)
             mbarrier.arrive(queries.empty.index(slot * CONSUMERS + w), count=1, pred=turn > 0)
@@ -332,8 +336,8 @@ def _forward_kernel(
     ring = Ring(k_s, v_s, kv_full, kv_empty)
     # No empty barriers: `queries.empty` follows the reading. The CTA's first number has a slot of its own.
     next_tiles = NextTiles(tile_s, new_barriers(Q_STAGES + 1, 1))
-    # An SM has 65,536 registers, 512 for each thread of a warpgroup. The producer keeps 24 per thread, and the consumers get
-    # the rest.
+    # An SM has 65,536 registers, 512 for each thread of a warpgroup. The producer keeps 24 per thread, the other roles the
+    # numbers in the list, and the first role, which runs on the launch's own warps, gets the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (tensors, queries, ring, next_tiles, problem, 0, PACKED, SPLIT, MODE, CAUSAL)),

@@ -48,7 +48,7 @@ class Tile(NamedTuple):
     head: gl.tensor
     kv_head: gl.tensor
     start_m: gl.tensor  # its first query row
-    keys: gl.tensor  # number of key tiles
+    key_tiles: gl.tensor
 
 
 class Queries(NamedTuple):
@@ -111,7 +111,7 @@ def _accumulate(
         acc = warpgroup_mma(gl.convert_layout(p.to(ring.k.dtype), p_layout), v, acc, is_async=True)
         acc = warpgroup_mma_wait(0, [acc])
         m = m_new
-        if fill + STAGES < tile.keys:
+        if fill + STAGES < tile.key_tiles:
             _load(tensors, tile, ring, fill + STAGES)
     return acc, m, l
 
@@ -139,7 +139,7 @@ def _consumer(tensors, tile, queries, ring, problem, CAUSAL: gl.constexpr):
     q = queries.q.index(0).reshape([ROWS, HEAD_DIM])  # stays on the chip
 
     acc, m, l = _accumulate(acc, m, l, q, tensors, tile, ring, 0, full, problem, offs_m, scale_log2, CAUSAL, False)
-    acc, m, l = _accumulate(acc, m, l, q, tensors, tile, ring, full, tile.keys, problem, offs_m, scale_log2, CAUSAL, True)
+    acc, m, l = _accumulate(acc, m, l, q, tensors, tile, ring, full, tile.key_tiles, problem, offs_m, scale_log2, CAUSAL, True)
 
     out = acc / gl.convert_layout(l, gl.SliceLayout(1, acc_layout))[:, None]  # [ROWS, VALUE_DIM]
     queries.o.index(0).reshape([ROWS, VALUE_DIM]).store(out.to(queries.q.dtype))

@@ -48,7 +48,7 @@ class Tile(NamedTuple):
     head: gl.tensor
     kv_head: gl.tensor
     start_m: gl.tensor  # its first query row
-    keys: gl.tensor  # number of key tiles
+    key_tiles: gl.tensor
 
 
 class Queries(NamedTuple):
@@ -121,7 +121,7 @@ def _producer(tensors, tile, queries, ring):
     mbarrier.expect(queries.full.index(0), tensors.q.block_type.nbytes)
     where = [tile.batch, tile.head, tile.start_m, 0]
     tma.async_copy_global_to_shared(tensors.q, where, queries.full.index(0), queries.q.index(0))
-    for fill in range(tile.keys):
+    for fill in range(tile.key_tiles):
         _load(tensors, tile, ring, fill)
 
 
@@ -148,7 +148,7 @@ def _consumer(tensors, tile, queries, ring, problem, CAUSAL: gl.constexpr):
     q = queries.q.index(0).reshape([ROWS, HEAD_DIM])  # stays on the chip
 
     acc, m, l = _accumulate(acc, m, l, q, ring, 0, full, problem, offs_m, scale_log2, CAUSAL, False)
-    acc, m, l = _accumulate(acc, m, l, q, ring, full, tile.keys, problem, offs_m, scale_log2, CAUSAL, True)
+    acc, m, l = _accumulate(acc, m, l, q, ring, full, tile.key_tiles, problem, offs_m, scale_log2, CAUSAL, True)
 
     out = acc / gl.convert_layout(l, gl.SliceLayout(1, acc_layout))[:, None]  # [ROWS, VALUE_DIM]
     queries.o.index(0).reshape([ROWS, VALUE_DIM]).store(out.to(queries.q.dtype))

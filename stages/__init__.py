@@ -70,7 +70,7 @@ def source(name: str, file: str) -> str:
 
 @contextlib.contextmanager
 def changed(name: str, texts: dict[str, str], folder: Path) -> Iterator[str]:
-    """Make a package in `folder` with the files of a stage's passes, some of which have other texts.
+    """Make a package in `folder` with the files of a stage's passes, some with other texts.
 
     Its modules import each other and not the stage's.
 

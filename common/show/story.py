@@ -90,13 +90,18 @@ def _lines(text: str) -> dict[str, list[str]]:
     return found
 
 
-def _definitions(name: str, pass_: str) -> dict[str, list[str]]:
-    """Return `_lines` of all files of a stage's pass."""
-    found = {}
-    for file in stages.files(pass_, name):
-        for definition, lines in _lines(stages.source(name, file)).items():
-            found.setdefault(definition or file, []).extend(lines)
-    return found
+def _texts(old: str, new: str, pass_: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Return what to compare of two stages: the lines of each file, and of each definition that moved to another file."""
+    files = stages.files(pass_, old, new)
+    parts = [{file: _lines(stages.source(stage, file)) for file in files} for stage in (old, new)]
+    homes = [{name: file for file in files for name in found[file] if name} for found in parts]
+    moved = {name for name in homes[0].keys() & homes[1].keys() if homes[0][name] != homes[1][name]}
+    texts = {}, {}
+    for text, found in zip(texts, parts, strict=True):
+        for file in files:
+            for name, lines in found[file].items():
+                text.setdefault(name if name in moved else file, []).extend(lines)
+    return texts
 
 
 def change(old: str, new: str) -> Change:
@@ -107,7 +112,7 @@ def change(old: str, new: str) -> Change:
     added = removed = 0
     touched = []
     for pass_ in results.CODE.values():
-        before, after = (_definitions(stage, pass_) for stage in (old, new))
+        before, after = _texts(old, new, pass_)
         for name in before | after:
             shown = list(difflib.unified_diff(before.get(name, []), after.get(name, []), n=0, lineterm=""))[2:]
             marks = [line[0] for line in shown]

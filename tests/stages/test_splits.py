@@ -129,18 +129,18 @@ def test_heads_that_share_keys_share_a_tile(split, monkeypatch):
     kernel = stage.forward.__globals__["_forward_kernel"]
     monkeypatch.setitem(stage.forward.__globals__, "_forward_kernel", Recorded(kernel, launched))
     forward(stage, *make_inputs(2, 200, 64, batch=1, heads=8, kv_heads=2)[:3])
-    assert {launch["seq_q"] for launch in launched} == {8}
+    assert {launch["tile"][3] for launch in launched} == {4} and {launch["seq_q"] for launch in launched} == {8}
 
 
 class Recorded:
-    """A kernel that records the options of its launches."""
+    """A kernel that records the options of its launches, and the shape of Q's tiles."""
 
     def __init__(self, kernel, launched):
         self.kernel, self.launched = kernel, launched
 
     def __getitem__(self, grid):
         def launch(*args, **options):
-            self.launched.append(options)
+            self.launched.append({**options, "tile": args[0].block_shape})
             return self.kernel[grid](*args, **options)
 
         return launch

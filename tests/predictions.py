@@ -231,8 +231,9 @@ def v2_forward(p: Problem) -> Steps:
         p.flops(p.scores_of_keys(p.query_tile), 1, 1),
     )
     yield 2 * p.o, p.o  # O in float16
-    yield p.row, p.row  # log l
-    yield 2 * p.row, p.row  # m + log l
+    yield p.row, p.row  # log2 l
+    yield 2 * p.row, p.row  # m + log2 l
+    yield p.row, p.row  # its natural logarithm
 
 
 def v2_backward(p: Problem) -> Steps:

@@ -8,6 +8,8 @@ from common.kernels.matmul import matmul_float32, transposed_matmul_float32
 from common.kernels.tiles import query_tile
 from common.operator import contiguous_rows, empty_rows
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def _p_kernel(
@@ -19,7 +21,8 @@ def _p_kernel(
     offs_m = tl.program_id(0) % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = (tl.program_id(0) // tiles_m).to(tl.int64) * seq_q + offs_m  # int64: S can pass 2**31 elements
     in_q = offs_m < seq_q
-    lse = tl.load(lse_ptr + rows, mask=in_q, other=0.0)
+    lse_log2 = tl.load(lse_ptr + rows, mask=in_q, other=0.0) * LOG2_E
+    scale_log2 = scale * LOG2_E
     for start_n in range(0, seq_k, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
         inside = in_q[:, None] & (offs_n[None, :] < seq_k)
@@ -27,8 +30,8 @@ def _p_kernel(
         if CAUSAL:
             visible = visible & (offs_m[:, None] + diagonal >= offs_n[None, :])  # nothing past the diagonal is read
         offs = rows[:, None] * seq_k + offs_n[None, :]
-        s = tl.load(s_ptr + offs, mask=visible, other=0.0) * scale  # [BLOCK_M, BLOCK_N]
-        p = tl.where(visible, tl.exp(s - lse[:, None]), 0.0)
+        s = tl.load(s_ptr + offs, mask=visible, other=0.0)  # [BLOCK_M, BLOCK_N]
+        p = tl.where(visible, tl.exp2(s * scale_log2 - lse_log2[:, None]), 0.0)
         tl.store(p_ptr + offs, p.to(p_ptr.dtype.element_ty), mask=inside)
 
 
@@ -70,20 +73,20 @@ def _ds_kernel(
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape
-    kv_heads, value_dim = k.shape[1], v.shape[3]
+    kv_heads, seq_k, value_dim = v.shape[1:]
     grad_out = contiguous_rows(grad_out)
     tile = query_tile(max(head_dim, value_dim), q.dtype)
     grid = (triton.cdiv(seq_q, tile["BLOCK_M"]) * batch * heads,)
     s = matmul_float32(q, k.mT)  # [B, H, Sq, Sk]
     p = torch.empty_like(s, dtype=q.dtype)
-    _p_kernel[grid](s, lse, p, scale, seq_q, k.shape[2], diagonal, CAUSAL=causal, **tile)
+    _p_kernel[grid](s, lse, p, scale, seq_q, seq_k, diagonal, CAUSAL=causal, **tile)
     del s  # frees memory for the next matmul
     dv = transposed_matmul_float32(p, grad_out, kv_heads)
     dp = matmul_float32(grad_out, v.mT)  # [B, H, Sq, Sk]
     ds = torch.empty_like(p)
     _ds_kernel[grid](
         p, dp, out, grad_out, ds, *out.stride()[:3], *grad_out.stride()[:3],
-        heads, seq_q, k.shape[2], diagonal, VALUE_DIM=value_dim, CAUSAL=causal, **tile,
+        heads, seq_q, seq_k, diagonal, VALUE_DIM=value_dim, CAUSAL=causal, **tile,
     )  # fmt: skip
     dq = matmul_float32(ds, k) * scale
     dk = transposed_matmul_float32(ds, q, kv_heads) * scale

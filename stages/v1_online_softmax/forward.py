@@ -8,6 +8,8 @@ from common.kernels.matmul import matmul_float32
 from common.kernels.tiles import query_tile
 from common.operator import empty_rows
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def _softmax_kernel(
@@ -24,19 +26,22 @@ def _softmax_kernel(
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
+    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction; never 0, because a masked score, -inf, times 0 is NaN
+    scale_log2 = tl.maximum(scale * LOG2_E, 1e-37)
     for start_n in range(0, end, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
         visible = offs_n[None, :] < seq_k
         if CAUSAL:
             visible = visible & (offs_m[:, None] + diagonal >= offs_n[None, :])
         s_ptrs = s_ptr + rows[:, None] * seq_k + offs_n[None, :]
-        s = tl.load(s_ptrs, mask=visible & in_q[:, None], other=0.0) * scale  # [BLOCK_M, BLOCK_N]
+        s = tl.load(s_ptrs, mask=visible & in_q[:, None], other=0.0)  # [BLOCK_M, BLOCK_N]
         s = tl.where(visible, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1))  # finite: the first tile contains key 0, which every query sees
-        l = l * tl.exp(m - m_new) + tl.sum(tl.exp(s - m_new[:, None]), 1)
+        m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)  # finite: the first tile contains key 0, which every query sees
+        p = tl.exp2(s * scale_log2 - m_new[:, None])
+        l = l * tl.exp2(m - m_new) + tl.sum(p, 1)
         m = m_new
-    lse = m + tl.log(l)
-    tl.store(lse_ptr + rows, lse, mask=in_q)
+    lse_log2 = m + tl.log2(l)
+    tl.store(lse_ptr + rows, lse_log2 / LOG2_E, mask=in_q)
 
     for start_n in range(0, seq_k, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
@@ -45,21 +50,23 @@ def _softmax_kernel(
         if CAUSAL:
             visible = visible & (offs_m[:, None] + diagonal >= offs_n[None, :])
         offs = rows[:, None] * seq_k + offs_n[None, :]
-        s = tl.load(s_ptr + offs, mask=visible, other=0.0) * scale  # [BLOCK_M, BLOCK_N]
-        p = tl.where(visible, tl.exp(s - lse[:, None]), 0.0)
+        s = tl.load(s_ptr + offs, mask=visible, other=0.0)  # [BLOCK_M, BLOCK_N]
+        p = tl.where(visible, tl.exp2(s * scale_log2 - lse_log2[:, None]), 0.0)
         tl.store(p_ptr + offs, p.to(p_ptr.dtype.element_ty), mask=inside)
 
 
 def forward(q, k, v, *, causal, scale, diagonal=0):
     """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape
-    value_dim = v.shape[3]
+    kv_heads, seq_k, value_dim = v.shape[1:]
+    if scale < 0:
+        q, scale = -q, -scale  # the scores stay the same; now their maximum can be taken before scaling
     # NOTE: S and P, Sq x Sk each, go to memory and back; v2 keeps them on the chip.
     s = matmul_float32(q, k.mT)  # [B, H, Sq, Sk]
     p = torch.empty_like(s, dtype=q.dtype)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     tile = query_tile(max(head_dim, value_dim), q.dtype)
     _softmax_kernel[triton.cdiv(seq_q, tile["BLOCK_M"]) * batch * heads,](
-        s, p, lse, scale, seq_q, k.shape[2], diagonal, CAUSAL=causal, **tile
+        s, p, lse, scale, seq_q, seq_k, diagonal, CAUSAL=causal, **tile
     )  # fmt: skip
     return empty_rows(q, value_dim).copy_(matmul_float32(p, v)), lse

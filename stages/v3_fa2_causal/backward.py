@@ -14,7 +14,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _accumulate_dq(
-    dq, q, do, lse_log2, delta, k_ptr, v_ptr, k_strides, v_strides, lo, hi, seq_k, offs_m, scale_log2,
+    dq, q, do, lse_log2, delta, k_ptr, v_ptr, strides, lo, hi, seq_k, offs_m, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add the contribution of the keys [lo, hi) to one query tile's dq."""
@@ -23,11 +23,9 @@ def _accumulate_dq(
     for start_n in range(lo, hi, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
         in_k = offs_n[:, None] < seq_k
-        k_ptrs = tile_ptrs(k_ptr, k_strides, offs_n, offs_d)
-        k = tl.load(k_ptrs, mask=in_k, other=0.0) if MASKED else tl.load(k_ptrs)  # [BLOCK_N, HEAD_DIM]
+        k = tl.load(tile_ptrs(k_ptr, strides.k, offs_n, offs_d), mask=in_k, other=0.0)  # [BLOCK_N, HEAD_DIM]
         s = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        v_ptrs = tile_ptrs(v_ptr, v_strides, offs_n, offs_v)
-        v = tl.load(v_ptrs, mask=in_k, other=0.0) if MASKED else tl.load(v_ptrs)  # [BLOCK_N, VALUE_DIM]
+        v = tl.load(tile_ptrs(v_ptr, strides.v, offs_n, offs_v), mask=in_k, other=0.0)  # [BLOCK_N, VALUE_DIM]
         dp = tl.dot(do, v.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         p = tl.exp2(s * scale_log2 - lse_log2[:, None])
         if MASKED:
@@ -35,8 +33,8 @@ def _accumulate_dq(
             if CAUSAL:
                 visible = visible & (offs_m[:, None] >= offs_n[None, :])
             p = tl.where(visible, p, 0.0)
-        ds = p * (dp - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+        ds = (p * (dp - delta[:, None])).to(q.dtype)
+        dq = tl.dot(ds, k, dq, input_precision=PRECISION)
     return dq
 
 
@@ -76,11 +74,11 @@ def _dq_kernel(
     end = tl.minimum(start_m + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k
     full = (tl.minimum(start_m + diagonal, seq_k) if CAUSAL else seq_k) // BLOCK_N * BLOCK_N
     dq = _accumulate_dq(
-        dq, q, do, lse_log2, delta, k_ptr, v_ptr, strides.k, strides.v, 0, full, seq_k, offs_m + diagonal, scale_log2,
+        dq, q, do, lse_log2, delta, k_ptr, v_ptr, strides, 0, full, seq_k, offs_m + diagonal, scale_log2,
         HEAD_DIM, BLOCK_N, CAUSAL, False, PRECISION,
     )  # fmt: skip
     dq = _accumulate_dq(
-        dq, q, do, lse_log2, delta, k_ptr, v_ptr, strides.k, strides.v, full, end, seq_k, offs_m + diagonal, scale_log2,
+        dq, q, do, lse_log2, delta, k_ptr, v_ptr, strides, full, end, seq_k, offs_m + diagonal, scale_log2,
         HEAD_DIM, BLOCK_N, CAUSAL, True, PRECISION,
     )  # fmt: skip
 
@@ -91,8 +89,8 @@ def _dq_kernel(
 
 @triton.jit
 def _accumulate_dkv(
-    dk, dv, k, v, q_ptr, out_ptr, do_ptr, lse_ptr, q_strides, out_strides, do_strides, lo, hi, seq_q, offs_n, scale_log2,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    dk, dv, k, v, q_ptr, out_ptr, do_ptr, lse_ptr, strides, lo, hi, seq_q, seen_from, scale_log2,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add the contribution of the queries [lo, hi) to one K/V tile's dk and dv. P and dS are computed transposed, as both
     need them."""
@@ -101,23 +99,20 @@ def _accumulate_dkv(
     for start_m in range(lo, hi, BLOCK_M):
         offs_m = start_m + tl.arange(0, BLOCK_M)
         in_q = offs_m[:, None] < seq_q
-        q_ptrs = tile_ptrs(q_ptr, q_strides, offs_m, offs_d)
-        q = tl.load(q_ptrs, mask=in_q, other=0.0) if MASKED else tl.load(q_ptrs)  # [BLOCK_M, HEAD_DIM]
+        q = tl.load(tile_ptrs(q_ptr, strides.q, offs_m, offs_d), mask=in_q, other=0.0)  # [BLOCK_M, HEAD_DIM]
         s_t = tl.dot(k, q.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         lse_log2 = tl.load(lse_ptr + offs_m, mask=offs_m < seq_q, other=float("inf")) * LOG2_E  # past the end: p = 0
         p_t = tl.exp2(s_t * scale_log2 - lse_log2[None, :])
-        if MASKED and CAUSAL:
-            p_t = tl.where(offs_m[None, :] >= offs_n[:, None], p_t, 0.0)
-        do_ptrs = tile_ptrs(do_ptr, do_strides, offs_m, offs_v)
-        do = tl.load(do_ptrs, mask=in_q, other=0.0) if MASKED else tl.load(do_ptrs)  # [BLOCK_M, VALUE_DIM]
+        if MASKED:
+            p_t = tl.where(offs_m[None, :] >= seen_from[:, None], p_t, 0.0)
+        do = tl.load(tile_ptrs(do_ptr, strides.do, offs_m, offs_v), mask=in_q, other=0.0)  # [BLOCK_M, VALUE_DIM]
         dv = tl.dot(p_t.to(do.dtype), do, dv, input_precision=PRECISION)
         dp_t = tl.dot(v, do.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         # NOTE: every K/V tile reads O again here, though the dQ kernel has computed delta already; v5 computes it once.
-        out_ptrs = tile_ptrs(out_ptr, out_strides, offs_m, offs_v)
-        out = tl.load(out_ptrs, mask=in_q, other=0.0) if MASKED else tl.load(out_ptrs)  # [BLOCK_M, VALUE_DIM]
+        out = tl.load(tile_ptrs(out_ptr, strides.out, offs_m, offs_v), mask=in_q, other=0.0)  # [BLOCK_M, VALUE_DIM]
         delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
-        ds_t = p_t * (dp_t - delta[None, :])
-        dk = tl.dot(ds_t.to(q.dtype), q, dk, input_precision=PRECISION)
+        ds_t = (p_t * (dp_t - delta[None, :])).to(q.dtype)
+        dk = tl.dot(ds_t, q, dk, input_precision=PRECISION)
     return dk, dv
 
 
@@ -146,10 +141,10 @@ def _dkv_kernel(
     dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
     dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
 
-    # Stage 1: the diagonal, masked. Stage 2: whole tiles that see every key, without a mask. Stage 3: the ragged end, masked.
+    seen_from = offs_n - diagonal  # the first query that sees each key
+    # Stage 1: the diagonal, masked. Stage 2: tiles that see every key, without a mask, since loads past the end give zeros.
     first = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M if CAUSAL else 0
     full = tl.cdiv(tl.maximum(start_n + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M if CAUSAL else 0
-    ragged = tl.maximum(full, seq_q // BLOCK_M * BLOCK_M)
     for shared in range(heads_per_kv):  # the query heads that share these keys
         head = kv_head * heads_per_kv + shared
         q_head = head_ptr(q_ptr, strides.q, batch, head)
@@ -157,16 +152,12 @@ def _dkv_kernel(
         do_head = head_ptr(do_ptr, strides.do, batch, head)
         lse_head = lse_ptr + (batch_head.to(tl.int64) * heads_per_kv + shared) * seq_q
         dk, dv = _accumulate_dkv(
-            dk, dv, k, v, q_head, out_head, do_head, lse_head, strides.q, strides.out, strides.do,
-            first, tl.minimum(full, seq_q), seq_q, offs_n - diagonal, scale_log2, HEAD_DIM, BLOCK_M, CAUSAL, True, PRECISION,
+            dk, dv, k, v, q_head, out_head, do_head, lse_head, strides,
+            first, tl.minimum(full, seq_q), seq_q, seen_from, scale_log2, HEAD_DIM, BLOCK_M, True, PRECISION,
         )  # fmt: skip
         dk, dv = _accumulate_dkv(
-            dk, dv, k, v, q_head, out_head, do_head, lse_head, strides.q, strides.out, strides.do,
-            full, ragged, seq_q, offs_n - diagonal, scale_log2, HEAD_DIM, BLOCK_M, CAUSAL, False, PRECISION,
-        )  # fmt: skip
-        dk, dv = _accumulate_dkv(
-            dk, dv, k, v, q_head, out_head, do_head, lse_head, strides.q, strides.out, strides.do,
-            ragged, seq_q, seq_q, offs_n - diagonal, scale_log2, HEAD_DIM, BLOCK_M, CAUSAL, True, PRECISION,
+            dk, dv, k, v, q_head, out_head, do_head, lse_head, strides,
+            full, seq_q, seq_q, seen_from, scale_log2, HEAD_DIM, BLOCK_M, False, PRECISION,
         )  # fmt: skip
 
     dk *= scale

@@ -14,7 +14,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _accumulate(
-    acc, m, l, q, k_ptr, v_ptr, k_strides, v_strides, lo, hi, seq_k, offs_m, scale_log2,
+    acc, m, l, q, k_ptr, v_ptr, strides, lo, hi, seq_k, offs_m, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys [lo, hi) into one query tile's online softmax: acc, m (running maximum), l (running sum)."""
@@ -23,8 +23,7 @@ def _accumulate(
     for start_n in range(lo, hi, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
         in_k = offs_n[:, None] < seq_k
-        k_ptrs = tile_ptrs(k_ptr, k_strides, offs_n, offs_d)
-        k = tl.load(k_ptrs, mask=in_k, other=0.0) if MASKED else tl.load(k_ptrs)  # [BLOCK_N, HEAD_DIM]
+        k = tl.load(tile_ptrs(k_ptr, strides.k, offs_n, offs_d), mask=in_k, other=0.0)  # [BLOCK_N, HEAD_DIM]
         s = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if MASKED:
             visible = offs_n[None, :] < seq_k
@@ -35,8 +34,7 @@ def _accumulate(
         p = tl.exp2(s * scale_log2 - m_new[:, None])
         rescale = tl.exp2(m - m_new)  # rescales what was computed with the old maximum
         l = l * rescale + tl.sum(p, 1)
-        v_ptrs = tile_ptrs(v_ptr, v_strides, offs_n, offs_v)
-        v = tl.load(v_ptrs, mask=in_k, other=0.0) if MASKED else tl.load(v_ptrs)  # [BLOCK_N, VALUE_DIM]
+        v = tl.load(tile_ptrs(v_ptr, strides.v, offs_n, offs_v), mask=in_k, other=0.0)  # [BLOCK_N, VALUE_DIM]
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
         m = m_new
     return acc, m, l
@@ -75,11 +73,11 @@ def _forward_kernel(
     end = tl.minimum(start_m + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k
     full = (tl.minimum(start_m + diagonal, seq_k) if CAUSAL else seq_k) // BLOCK_N * BLOCK_N
     acc, m, l = _accumulate(
-        acc, m, l, q, k_ptr, v_ptr, strides.k, strides.v, 0, full, seq_k, offs_m + diagonal, scale_log2,
+        acc, m, l, q, k_ptr, v_ptr, strides, 0, full, seq_k, offs_m + diagonal, scale_log2,
         HEAD_DIM, BLOCK_N, CAUSAL, False, PRECISION,
     )  # fmt: skip
     acc, m, l = _accumulate(
-        acc, m, l, q, k_ptr, v_ptr, strides.k, strides.v, full, end, seq_k, offs_m + diagonal, scale_log2,
+        acc, m, l, q, k_ptr, v_ptr, strides, full, end, seq_k, offs_m + diagonal, scale_log2,
         HEAD_DIM, BLOCK_N, CAUSAL, True, PRECISION,
     )  # fmt: skip
 

@@ -30,8 +30,8 @@ def _accumulate_dq(
             if CAUSAL:
                 visible = visible & (offs_m[:, None] >= offs_n[None, :])
             p = tl.where(visible, p, 0.0)
-        ds = p * (dp - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+        ds = (p * (dp - delta[:, None])).to(q.dtype)
+        dq = tl.dot(ds, k, dq, input_precision=PRECISION)
     return dq
 
 
@@ -100,8 +100,8 @@ def _dq_kernel(
 
 @triton.jit
 def _accumulate_dkv(
-    dk, dv, k, v, q_desc, out_desc, do_desc, lse_ptr, batch, head, lo, hi, seq_q, offs_n, scale_log2,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    dk, dv, k, v, q_desc, out_desc, do_desc, lse_ptr, batch, head, lo, hi, seq_q, seen_from, scale_log2,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add the contribution of the queries [lo, hi) to one K/V tile's dk and dv. P and dS are computed transposed, as both
     need them."""
@@ -111,16 +111,16 @@ def _accumulate_dkv(
         s_t = tl.dot(k, q.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         lse_log2 = tl.load(lse_ptr + offs_m, mask=offs_m < seq_q, other=float("inf")) * LOG2_E  # past the end: p = 0
         p_t = tl.exp2(s_t * scale_log2 - lse_log2[None, :])
-        if MASKED and CAUSAL:
-            p_t = tl.where(offs_m[None, :] >= offs_n[:, None], p_t, 0.0)
+        if MASKED:
+            p_t = tl.where(offs_m[None, :] >= seen_from[:, None], p_t, 0.0)
         do = do_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, v.shape[1])
         dv = tl.dot(p_t.to(do.dtype), do, dv, input_precision=PRECISION)
         dp_t = tl.dot(v, do.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         # NOTE: every K/V tile reads O again here, though the dQ kernel has computed delta already; v5 computes it once.
         out = out_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, v.shape[1])
         delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
-        ds_t = p_t * (dp_t - delta[None, :])
-        dk = tl.dot(ds_t.to(q.dtype), q, dk, input_precision=PRECISION)
+        ds_t = (p_t * (dp_t - delta[None, :])).to(q.dtype)
+        dk = tl.dot(ds_t, q, dk, input_precision=PRECISION)
     return dk, dv
 
 
@@ -151,6 +151,7 @@ def _dkv_kernel(
     dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
     dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
 
+    seen_from = offs_n - diagonal  # the first query that sees each key
     # Stage 1: the diagonal, masked. Stage 2: tiles that see every key, without a mask, since loads past the end give zeros.
     first = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M if CAUSAL else 0
     full = tl.cdiv(tl.maximum(start_n + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M if CAUSAL else 0
@@ -159,11 +160,11 @@ def _dkv_kernel(
         rows = (batch_head.to(tl.int64) * heads_per_kv + shared) * seq_q
         dk, dv = _accumulate_dkv(
             dk, dv, k, v, q_desc, out_desc, do_desc, lse_ptr + rows, batch, head,
-            first, tl.minimum(full, seq_q), seq_q, offs_n - diagonal, scale_log2, HEAD_DIM, BLOCK_M, CAUSAL, True, PRECISION,
+            first, tl.minimum(full, seq_q), seq_q, seen_from, scale_log2, HEAD_DIM, BLOCK_M, True, PRECISION,
         )  # fmt: skip
         dk, dv = _accumulate_dkv(
             dk, dv, k, v, q_desc, out_desc, do_desc, lse_ptr + rows, batch, head,
-            full, seq_q, seq_q, offs_n - diagonal, scale_log2, HEAD_DIM, BLOCK_M, CAUSAL, False, PRECISION,
+            full, seq_q, seq_q, seen_from, scale_log2, HEAD_DIM, BLOCK_M, False, PRECISION,
         )  # fmt: skip
 
     dk *= scale

@@ -129,6 +129,18 @@ def test_a_stage_that_is_not_there(name):
         stages.load(name)
 
 
+def test_a_pass_without_a_change_has_the_same_files():
+    """A NOTE about a later stage stands in the first of the files that this stage changes."""
+    for name in stages.names():
+        parent = stages.parent(name)
+        for pass_ in PARTS if parent else ():
+            before, after = ({file: stages.source(one, file) for file in stages.files(pass_, one)} for one in (parent, name))
+            bare = [
+                {file: re.sub(r"(?m)^ *# NOTE:.*\n", "", text) for file, text in texts.items()} for texts in (before, after)
+            ]
+            assert before == after or bare[0] != bare[1], f"{name}: the {pass_} differs from {parent}'s in NOTEs alone"
+
+
 def test_stages_are_in_order():
     positions = [stages.position(name) for name in stages.names()]
     assert positions == sorted(set(positions))

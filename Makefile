@@ -127,8 +127,8 @@ story: $(SETUP)  ## walk from stage to stage: ideas, sizes of the changes, bytes
 	@$(PYTHON) -m common.show.story$(piped)
 
 diff: EXAMPLE = make diff A=v3 B=v4
-diff: needs-A needs-B $(SETUP)  ## show the code that a stage changes and what it gained: make diff A=v3 B=v4; PROSE=yes: READMEs too
-	@$(PYTHON) -m common.show.story diff "$(A)" "$(B)" $(addprefix --prose=,$(PROSE))$(piped)
+diff: needs-A needs-B $(SETUP)  ## show the code that a stage changes and what it gained: make diff A=v3 B=v4; PROSE=yes: READMEs too; EXACT=yes: NOTEs and white space too
+	@$(PYTHON) -m common.show.story diff "$(A)" "$(B)" $(addprefix --prose=,$(PROSE))$(if $(EXACT), --exact=$(EXACT))$(piped)
 
 stage: EXAMPLE = make stage FROM=v14 NAME=v14x_yours
 stage: needs-FROM needs-NAME $(SETUP)  ## begin a new stage with the kernels of another: make stage FROM=v14 NAME=v14x_yours

@@ -11,14 +11,17 @@ import ast
 import difflib
 import functools
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 from dataclasses import dataclass
+from pathlib import Path
 
 import stages
-from common.measure import terminal
+from common.measure import files, terminal
 from common.measure.workloads import Workload
 from common.show import results
 from common.show.tables import PASS_NAMES
@@ -62,12 +65,23 @@ def functions(text: str) -> dict[str, str]:
     return sources
 
 
-def _git_diff(old: str, new: str, file: str, *options: str) -> str:
-    """Compare a file of two stages with git. A stage that lacks the file counts as one with an empty file."""
-    paths = [stages.directory(stage) / file for stage in (old, new)]
-    shown = [os.path.relpath(path, results.ROOT) if path.exists() else os.devnull for path in paths]
-    command = ["git", "diff", "--no-index", *options, *shown]
-    return subprocess.run(command, cwd=results.ROOT, capture_output=True, text=True, check=False).stdout
+def _git_diff(old: str, new: str, file: str, exact: bool) -> str:
+    """Compare a file of two stages with git. A stage that lacks the file counts as one with an empty file. Unless `exact`,
+    leave out NOTEs and changes of white space."""
+    options = ["--no-prefix", f"--color={'always' if sys.stdout.isatty() else 'never'}", *([] if exact else ["-w"])]
+    with tempfile.TemporaryDirectory() as folder:
+        shown = []
+        for stage in (old, new):
+            path = stages.directory(stage) / file
+            if not path.exists():
+                shown.append(os.devnull)
+                continue
+            copy = Path(folder, "stages", stage, file)
+            copy.parent.mkdir(parents=True)
+            files.replace(copy, path.read_text() if exact else re.sub(r"(?m)^ *# NOTE:.*\n", "", path.read_text()))
+            shown.append(str(copy.relative_to(folder)))
+        command = ["git", "diff", "--no-index", *options, *shown]
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout
 
 
 @functools.lru_cache(128)
@@ -275,11 +289,10 @@ def print_story():
     print(sources())
 
 
-def print_diff(old: str, new: str, prose: bool):
+def print_diff(old: str, new: str, prose: bool, exact: bool):
     """Print the change from one stage to another: the code, with `prose` the READMEs, then its size and gain."""
-    color = "always" if sys.stdout.isatty() else "never"
     for file in (*code_files(old, new), "__init__.py", *(["README.md"] if prose else [])):
-        print(_git_diff(old, new, file, "--no-prefix", f"--color={color}"), end="")
+        print(_git_diff(old, new, file, exact), end="")
     print("", new, *step_lines(old, new), "", sources(), sep="\n")
 
 
@@ -299,13 +312,14 @@ def main(argv: list[str]):
     diff.add_argument("old", type=_stage)
     diff.add_argument("new", type=_stage)
     diff.add_argument("--prose", choices=["no", "yes"], default="no", help="whether to show the READMEs too")
+    diff.add_argument("--exact", choices=["no", "yes"], default="no", help="whether to show NOTEs and white space too")
     options = parser.parse_args(argv)
     if not shutil.which("git"):
         raise SystemExit("this needs git to compare the stages, and git is not on the PATH")
     if options.command == "diff":
         if options.old == options.new:
             raise SystemExit(f"{results.spoken(options.old)} and {results.spoken(options.new)} are the same stage")
-        print_diff(options.old, options.new, options.prose == "yes")
+        print_diff(options.old, options.new, options.prose == "yes", options.exact == "yes")
     else:
         print_story()
 

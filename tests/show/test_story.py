@@ -151,6 +151,24 @@ def test_diff_shows_the_code_first_and_then_what_it_gained():
     assert all(len(line) <= story.WIDTH for line in "\n".join(end).splitlines())
 
 
+def test_diff_leaves_out_notes_and_white_space(tmp_path, monkeypatch):
+    monkeypatch.setattr(stages, "__path__", [str(tmp_path)])
+    old = "def a():\n    # NOTE: v1 indents\n    return 1\n\n\ndef b():\n    return 2\n"
+    write_stages(tmp_path, v0_a=old, v1_b=old.replace("    # NOTE: v1 indents\n    return", "        return").replace("2", "3"))
+
+    def changed(exact):
+        return [line for line in story._git_diff("v0_a", "v1_b", "forward.py", exact).splitlines() if line[:1] in "+-"][2:]
+
+    assert changed(exact=False) == ["-    return 2", "+    return 3"]
+    assert changed(exact=True) == [
+        "-    # NOTE: v1 indents",
+        "-    return 1",
+        "+        return 1",
+        "-    return 2",
+        "+    return 3",
+    ]
+
+
 def test_diff_of_stages_that_are_not_neighbours():
     done = run("diff", "v0", "v18")
     assert done.returncode == 0 and "speed: not measured beside v0" in done.stdout

@@ -30,7 +30,6 @@ from common.kernels.hopper import (
 from common.kernels.order import tile_and_head
 from common.kernels.replay import replayed
 from common.operator import empty_rows
-from common.runtime import num_sms
 from stages.v7_one_backward.backward import backward as backward_of_v7
 
 from .backward_prepare import _finish_kernel, _prepare_kernel
@@ -58,10 +57,8 @@ class Order(NamedTuple):
 
     heads_per_kv: gl.tensor
     first: gl.tensor  # the first query tile that sees one of the keys
-    turning: gl.tensor  # query tiles before the order turns
     tiles_m: gl.tensor  # query tiles of a head
     first_head: gl.tensor  # the first query head, counted over all batch elements
-    shift: gl.tensor  # rows of the first query tile before query 0
 
 
 class Tile(NamedTuple):
@@ -72,7 +69,7 @@ class Tile(NamedTuple):
     head: gl.tensor  # the first query head
     start_n: gl.tensor  # the first key
     keys: gl.tensor  # number of keys from start_n on
-    ahead: gl.tensor  # how many queries the first query tile is after the one on the diagonal
+    ahead: gl.tensor  # the first row of the first query tile sees key start_n + ahead and all before it
     order: Order
     steps: gl.tensor  # query tiles of all query heads
     unseen: gl.tensor  # first steps that see no key of the second consumer
@@ -111,11 +108,9 @@ class DsRing(NamedTuple):
 def _query_tile(step, order):
     """Return the query tile of a step: its number within its head, and its number among the tiles of all heads.
 
-    Steps take one tile of each query head that shares the keys, then the next tile of each. The tiles go in order, or, once
-    `turning` tiles are done, from the last one backwards.
+    Steps take one tile of each query head that shares the keys, then the next tile of each.
     """
-    done = step // order.heads_per_kv
-    tile = gl.where(done < order.turning, order.first + done, order.tiles_m - 1 + order.turning - done)
+    tile = order.first + step // order.heads_per_kv
     return tile, (order.first_head + step % order.heads_per_kv) * order.tiles_m + tile
 
 
@@ -125,7 +120,7 @@ def _load(tensors, tile, ring, step):
     STAGES: gl.constexpr = ring.q.shape[0]
     slot, phase = slot_and_phase(step, STAGES)
     number, row = _query_tile(step, tile.order)
-    where = [tile.batch, tile.head + step % tile.order.heads_per_kv, number * ring.q.shape[3] - tile.order.shift, 0]
+    where = [tile.batch, tile.head + step % tile.order.heads_per_kv, number * ring.q.shape[3], 0]
     mbarrier.wait(ring.empty.index(slot), phase ^ 1)
     mbarrier.expect(ring.q_full.index(slot), tensors.q.block_type.nbytes + tensors.stats.block_type.nbytes)
     tma.async_copy_global_to_shared(tensors.q, where, ring.q_full.index(slot), ring.q.index(slot))
@@ -288,34 +283,28 @@ def _dq_consumer(tensors, tile, kv, ds_ring):
 @gluon.jit(do_not_specialize=["kv_heads", "seq_q", "seq_k", "diagonal"])
 def _backward_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, scale,
-    kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once,
+    kv_heads, heads_per_kv, seq_q, seq_k, diagonal,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    shift = diagonal % BLOCK_M
-    tiles_m = gl.cdiv(seq_q + shift, BLOCK_M)
+    tiles_m = gl.cdiv(seq_q, BLOCK_M)
     ROW_BYTES: gl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # of Q, dQ's accumulator, and dO
     tile_n, batch_head = tile_and_head(gl.cdiv(seq_k, KEYS), seq_q, ROW_BYTES, CAUSAL)
     start_n = tile_n * KEYS
     batch = batch_head // kv_heads
     kv_head = batch_head % kv_heads
-    corner = 0  # the query tile whose first row sees only the first of these keys; it may not exist
     first = 0  # the first query tile that sees these keys; if none does, the last one, fully masked
-    masked = 0  # number of these that need a mask
-    unseen = 0  # number of these that see no key of the second consumer
+    masked = 0  # number of query tiles from there on that need a mask
+    unseen = 0  # number of query tiles from there on that see no key of the second consumer
+    ahead = 0
     if CAUSAL:
-        corner = (start_n - diagonal + shift) // BLOCK_M
-        first = gl.minimum(gl.maximum(corner, 0), tiles_m - 1)
-        masked = gl.maximum(gl.minimum(corner + KEYS // BLOCK_M, tiles_m), first) - first
-        unseen = gl.where(corner < 0, 0, ROWS // BLOCK_M)
+        first = gl.minimum(gl.maximum(start_n - diagonal, 0) // BLOCK_M, tiles_m - 1)
+        full = gl.cdiv(gl.maximum(start_n + KEYS - 1 - diagonal, 0), BLOCK_M)  # the first query tile that sees every key
+        masked = gl.minimum(full, tiles_m) - first
+        if BLOCK_M <= ROWS:
+            unseen = gl.minimum(gl.maximum(start_n + ROWS - diagonal, 0) // BLOCK_M, tiles_m) - first
+        ahead = first * BLOCK_M + diagonal - start_n
     tiles = tiles_m - first
     masked = gl.where(start_n + KEYS > seq_k, tiles, masked)
-    # CTAs that read the same tile at the same time share it through the L2 cache. Masked tiles come first, in order, as
-    # `_accumulate` expects. CTAs that start together then all begin with the last tile and go backwards. Later CTAs start one
-    # by one, those with fewer tiles later, so they go forwards. If a K/V head has one query head, its tiles stay in the cache
-    # anyway.
-    turning = tiles
-    if CAUSAL:
-        turning = gl.where((heads_per_kv > 1) & (gl.program_id(0) // at_once % 2 == 0), masked, tiles)
 
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
     do_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, VALUE_DIM], do_desc.layout)
@@ -332,10 +321,10 @@ def _backward_kernel(
     ds_full, ds_empty = new_ring(STAGES, CONSUMERS, 1)
 
     tensors = Tensors(q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc)
-    order = Order(heads_per_kv, first, turning, tiles_m, batch_head * heads_per_kv, shift)
+    order = Order(heads_per_kv, first, tiles_m, batch_head * heads_per_kv)
     tile = Tile(
-        batch, kv_head, kv_head * heads_per_kv, start_n, seq_k - start_n, (first - corner) * BLOCK_M, order,
-        tiles * heads_per_kv, unseen * heads_per_kv, masked * heads_per_kv,
+        batch, kv_head, kv_head * heads_per_kv, start_n, seq_k - start_n, ahead, order, tiles * heads_per_kv,
+        unseen * heads_per_kv, masked * heads_per_kv,
     )  # fmt: skip
     ring = Ring(q_s, do_s, stats_s, q_full, do_full, q_do_empty)
     ds_ring = DsRing(ds_s, dq_s, ds_full, ds_empty)
@@ -368,23 +357,21 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     q, k, v, out, grad_out = map(addressable, (q, k, v, out, grad_out))
     block_m = 64 if max(head_dim, value_dim) == 128 else 128  # as many rows of S and dP as fit into registers beside dK and dV
     columns = min(64, head_dim)  # parts of 64 rows in which dQ leaves a CTA
-    shift = diagonal % block_m  # rows of the first query tile before query 0, so that the diagonal starts at a tile's corner
-    tiles_m = triton.cdiv(seq_q + shift, block_m) * batch * heads
+    tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
     stats = lse.new_empty(tiles_m * 2, block_m)
     sums = lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)
     _prepare_kernel[tiles_m,](
-        describe(out, block_m, value_dim), describe(grad_out, block_m, value_dim), lse, stats, sums, heads, seq_q, shift,
+        describe(out, block_m, value_dim), describe(grad_out, block_m, value_dim), lse, stats, sums, heads, seq_q,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m,
     )  # fmt: skip
     _backward_kernel[triton.cdiv(seq_k, 128) * batch * kv_heads,](
         describe_tile(q, block_m), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, block_m),
         describe_rows(stats, 2), describe_rows(sums, 64 * columns // SUM_COLUMNS),
         describe_tile(dk, 64), describe_tile(dv, 64), scale,
-        kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, num_sms(),
+        kv_heads, heads // kv_heads, seq_q, seq_k, diagonal,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, CAUSAL=causal, num_warps=4, maxnreg=128,
     )  # fmt: skip
     _finish_kernel[tiles_m,](
-        sums, dq, *dq.stride()[:3], scale, heads, seq_q, shift,
-        HEAD_DIM=head_dim, BLOCK_M=block_m, PARTS=head_dim // columns,
+        sums, dq, *dq.stride()[:3], scale, heads, seq_q, HEAD_DIM=head_dim, BLOCK_M=block_m, PARTS=head_dim // columns,
     )  # fmt: skip
     return dq, dk, dv

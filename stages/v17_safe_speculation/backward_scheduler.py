@@ -34,7 +34,6 @@ class Order(NamedTuple):
     turning: gl.tensor  # query tiles before the order turns
     tiles_m: gl.tensor  # query tiles of a head
     first_head: gl.tensor  # the first query head, counted over all batch elements
-    shift: gl.tensor  # rows of the first query tile before query 0
 
 
 class Tile(NamedTuple):
@@ -45,7 +44,7 @@ class Tile(NamedTuple):
     head: gl.tensor  # the first query head
     start_n: gl.tensor  # the first key
     keys: gl.tensor  # number of keys from start_n on
-    ahead: gl.tensor  # how many queries the first query tile is after the one on the diagonal
+    ahead: gl.tensor  # the first row of the first query tile sees key start_n + ahead and all before it
     order: Order
     steps: gl.tensor  # query tiles of all query heads
     unseen: gl.tensor  # first steps that see no key of the second consumer
@@ -63,24 +62,26 @@ class NextTiles(NamedTuple):
 def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, CAUSAL: gl.constexpr):
     """Return the work tile with a number."""
     heads_per_kv = problem.heads_per_kv
-    shift = problem.diagonal % BLOCK_M
-    tiles_m = gl.cdiv(problem.seq_q + shift, BLOCK_M)
+    tiles_m = gl.cdiv(problem.seq_q, BLOCK_M)
     ROW_BYTES: gl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # of Q, dQ's accumulator, and dO
     tile_n, batch_head = tile_and_head(
         gl.cdiv(problem.seq_k, KEYS), problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=problem.tiles
     )
     start_n = tile_n * KEYS
-    corner = 0  # the query tile whose first row sees only the first of these keys; it may not exist
     first = 0  # the first query tile that sees these keys; if none does, the last one, fully masked
-    # Number of these that need a mask, at least one. If the first of two loops may be skipped, ptxas (CUDA 12.8) lets the
-    # second use addresses of K and V that only the first computes.
+    # Number of query tiles from there on that need a mask, at least one. If the first of two loops may be skipped, ptxas
+    # (CUDA 12.8) lets the second use addresses of K and V that only the first computes.
     masked = 1
-    unseen = 0  # number of these that see no key of the second consumer
+    unseen = 0  # number of query tiles from there on that see no key of the second consumer
+    ahead = 0
     if CAUSAL:
-        corner = (start_n - problem.diagonal + shift) // BLOCK_M
-        first = gl.minimum(gl.maximum(corner, 0), tiles_m - 1)
-        masked = gl.maximum(gl.minimum(corner + KEYS // BLOCK_M, tiles_m) - first, 1)
-        unseen = gl.where(corner < 0, 0, ROWS // BLOCK_M)
+        start = start_n - problem.diagonal  # the query that sees the first of these keys, and none of the others
+        first = gl.minimum(gl.maximum(start, 0) // BLOCK_M, tiles_m - 1)
+        full = gl.cdiv(gl.maximum(start + KEYS - 1, 0), BLOCK_M)  # the first query tile that sees every key
+        masked = gl.maximum(gl.minimum(full, tiles_m) - first, 1)
+        if BLOCK_M <= ROWS:
+            unseen = gl.minimum(gl.maximum(start + ROWS, 0) // BLOCK_M, tiles_m) - first
+        ahead = first * BLOCK_M - start
     tiles = tiles_m - first
     masked = gl.where(start_n + KEYS > problem.seq_k, tiles, masked)
     # CTAs that read the same tile at the same time share it through the L2 cache. Masked tiles come first, in order, as
@@ -91,10 +92,10 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
     if CAUSAL:
         turning = gl.where((heads_per_kv > 1) & (number // problem.at_once % 2 == 0), masked, tiles)
     kv_head = batch_head % problem.kv_heads
-    order = Order(heads_per_kv, first, turning, tiles_m, batch_head * heads_per_kv, shift)
+    order = Order(heads_per_kv, first, turning, tiles_m, batch_head * heads_per_kv)
     return Tile(
         batch_head // problem.kv_heads, kv_head, kv_head * heads_per_kv, start_n, problem.seq_k - start_n,
-        (first - corner) * BLOCK_M, order, tiles * heads_per_kv, unseen * heads_per_kv, masked * heads_per_kv,
+        ahead, order, tiles * heads_per_kv, unseen * heads_per_kv, masked * heads_per_kv,
     )  # fmt: skip
 
 

@@ -99,7 +99,7 @@ def _load(tensors, tile, ring, fill, step):
     STAGES: gl.constexpr = ring.q.shape[0]
     slot, phase = slot_and_phase(fill, STAGES)
     number, row = _query_tile(step, tile.order)
-    where = [tile.batch, tile.head + step % tile.order.heads_per_kv, number * ring.q.shape[3] - tile.order.shift, 0]
+    where = [tile.batch, tile.head + step % tile.order.heads_per_kv, number * ring.q.shape[3], 0]
     mbarrier.wait(ring.empty.index(slot), phase ^ 1)
     mbarrier.expect(ring.q_full.index(slot), tensors.q.block_type.nbytes + tensors.stats.block_type.nbytes)
     tma.async_copy_global_to_shared(tensors.q, where, ring.q_full.index(slot), ring.q.index(slot))
@@ -396,14 +396,12 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     q, k, v, out, grad_out = map(addressable, (q, k, v, out, grad_out))
     block_m = 64 if max(head_dim, value_dim) >= 128 else 128  # as many rows of S and dP as fit into registers beside dK and dV
     columns = min(64, head_dim)  # parts of 64 rows in which dQ leaves a CTA
-    shift = diagonal % block_m  # rows of the first query tile before query 0, so that the diagonal starts at a tile's corner
-    tiles_m = triton.cdiv(seq_q + shift, block_m) * batch * heads
+    tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
     stats = lse.new_empty(tiles_m * 2, block_m)
     if wide:
         _prepare_kernel[tiles_m,](
             describe(out, block_m, value_dim), describe(grad_out, block_m, value_dim), lse, stats, None, None,
-            heads, seq_q, shift,
-            HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m,
+            heads, seq_q, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m,
         )  # fmt: skip
         tiles = triton.cdiv(seq_k, 64) * batch * kv_heads
         of_64 = [describe_tile(tensor, 64) for tensor in (q, k, v, grad_out)]
@@ -413,8 +411,8 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
             HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, CAUSAL=causal,
             num_warps=4, maxnreg=168,
         )  # fmt: skip
-        _wide_dq_kernel[triton.cdiv(seq_q + shift, 128) * batch * heads,](
-            *of_64, stats, describe_tile(dq, 64), dq, scale,
+        _wide_dq_kernel[triton.cdiv(seq_q, 128) * batch * heads,](
+            *of_64, stats, describe_tile(dq, 64), scale,
             heads, heads // kv_heads, seq_q, seq_k, diagonal,
             HEAD_DIM=head_dim, VALUE_DIM=value_dim, K_STAGES=2, V_STAGES=1, CAUSAL=causal,
             num_warps=4, maxnreg=168,
@@ -428,8 +426,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     sums = lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)
     _prepare_kernel[tiles_m,](
         describe(out, block_m, value_dim), describe(grad_out, block_m, value_dim), lse, stats, sums, counter,
-        heads, seq_q, shift,
-        HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m,
+        heads, seq_q, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m,
     )  # fmt: skip
     _backward_kernel[programs,](
         describe_tile(q, block_m), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, block_m),
@@ -440,7 +437,6 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
         num_warps=4, maxnreg=128,
     )  # fmt: skip
     _finish_kernel[tiles_m,](
-        sums, dq, *dq.stride()[:3], scale, heads, seq_q, shift,
-        HEAD_DIM=head_dim, BLOCK_M=block_m, PARTS=head_dim // columns,
+        sums, dq, *dq.stride()[:3], scale, heads, seq_q, HEAD_DIM=head_dim, BLOCK_M=block_m, PARTS=head_dim // columns,
     )  # fmt: skip
     return dq, dk, dv

@@ -63,7 +63,7 @@ def _load_step(tensors, tile, ring, step):
     STAGES: gl.constexpr = ring.q.shape[0]
     slot, phase = slot_and_phase(step, STAGES)
     number, row = _query_tile(step, tile.order)
-    where = [tile.batch, tile.head + step % tile.order.heads_per_kv, number * ring.q.shape[3] - tile.order.shift, 0]
+    where = [tile.batch, tile.head + step % tile.order.heads_per_kv, number * ring.q.shape[3], 0]
     mbarrier.wait(ring.q_empty.index(slot), phase ^ 1)
     mbarrier.expect(ring.q_full.index(slot), tensors.q.block_type.nbytes + tensors.stats.block_type.nbytes)
     tma.async_copy_global_to_shared(tensors.q, where, ring.q_full.index(slot), ring.q.index(slot))

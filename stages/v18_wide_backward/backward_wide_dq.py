@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from common.kernels.hopper import LOG2_E, ROWS, new_barriers, new_ring, slot_and_phase, store_rows
+from common.kernels.hopper import LOG2_E, ROWS, new_barriers, new_ring, slot_and_phase
 from common.kernels.order import tile_and_head
 
 from .backward_scheduler import CONSUMERS
@@ -27,7 +27,6 @@ class QueryTensors(NamedTuple):
     do: tma.tensor_descriptor
     stats: gl.tensor  # pointer; of each query tile: log2(e) * LSE, then delta
     dq: tma.tensor_descriptor
-    dq_ptr: gl.tensor  # pointer, for the tile that starts before query 0
 
 
 class QueryProblem(NamedTuple):
@@ -84,13 +83,12 @@ class RowStats(NamedTuple):
 @gluon.jit
 def _query_work(problem, BLOCK_M: gl.constexpr, ROW_BYTES: gl.constexpr, CAUSAL: gl.constexpr):
     """Return this CTA's work tile."""
-    before = problem.diagonal % ROWS  # rows of the first tile before query 0: a consumer's rows then see whole key tiles
-    tiles_m = gl.cdiv(problem.seq_q + before, BLOCK_M)
+    tiles_m = gl.cdiv(problem.seq_q, BLOCK_M)
     number, batch_head = tile_and_head(tiles_m, problem.seq_k, ROW_BYTES, CAUSAL)
-    start_m = number * BLOCK_M - before
+    start_m = number * BLOCK_M
     seq_k = problem.seq_k
     if CAUSAL:
-        start_m = (tiles_m - 1 - number) * BLOCK_M - before
+        start_m = (tiles_m - 1 - number) * BLOCK_M
         seq_k = gl.minimum(seq_k, start_m + BLOCK_M + problem.diagonal)
     head = batch_head % problem.heads
     return QueryTile(
@@ -161,8 +159,8 @@ def _query_consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
     tile = _query_work(problem, BLOCK_M, 2 * (HEAD_DIM + VALUE_DIM), CAUSAL)
     start_m = tile.start_m + w * ROWS
     offs_m = gl.arange(0, ROWS, of_rows)
-    tiles = gl.cdiv(problem.seq_q + problem.diagonal % ROWS, ROWS)
-    number = (start_m + problem.diagonal % ROWS) // ROWS  # past the last tile if there are no such rows
+    tiles = gl.cdiv(problem.seq_q, ROWS)
+    number = start_m // ROWS  # past the last tile if there are no such rows
     stats_ptr = tensors.stats + (tile.batch_head.to(gl.int64) * tiles + number) * (2 * ROWS)
     inside = number * ROWS + offs_m < tiles * ROWS
     lse_log2 = gl.load(stats_ptr + offs_m, mask=inside, other=float("inf"))
@@ -212,19 +210,15 @@ def _query_consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
     dq = warpgroup_mma(gl.convert_layout(ds, ds_layout), k, dq, is_async=True)
     dq = warpgroup_mma_wait(0, [dq])
 
-    dq = (dq * problem.scale).to(queries.q.dtype)
-    if start_m < 0:
-        store_rows(tensors.dq_ptr, tensors.dq, tile.batch, tile.head, start_m, dq)
-    else:
-        q.store(dq)  # only this consumer reads these rows of Q
-        fence_async_shared()
-        tma.async_copy_shared_to_global(tensors.dq, [tile.batch, tile.head, start_m, 0], queries.q.index(w))
-        tma.store_wait(0)
+    q.store((dq * problem.scale).to(queries.q.dtype))  # only this consumer reads these rows of Q
+    fence_async_shared()
+    tma.async_copy_shared_to_global(tensors.dq, [tile.batch, tile.head, start_m, 0], queries.q.index(w))
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["heads", "seq_q", "seq_k", "diagonal"])
 def _wide_dq_kernel(
-    q_desc, k_desc, v_desc, do_desc, stats_ptr, dq_desc, dq_ptr, scale,
+    q_desc, k_desc, v_desc, do_desc, stats_ptr, dq_desc, scale,
     heads, heads_per_kv, seq_q, seq_k, diagonal,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
@@ -237,7 +231,7 @@ def _wide_dq_kernel(
     k_full, k_empty = new_ring(K_STAGES, 1, CONSUMERS)
     v_full, v_empty = new_ring(V_STAGES, 1, CONSUMERS)
 
-    tensors = QueryTensors(q_desc, k_desc, v_desc, do_desc, stats_ptr, dq_desc, dq_ptr)
+    tensors = QueryTensors(q_desc, k_desc, v_desc, do_desc, stats_ptr, dq_desc)
     problem = QueryProblem(heads, heads_per_kv, seq_q, seq_k, diagonal, scale)
     queries = Queries(q_s, do_s, q_full, do_full)
     ring = KeyRing(k_s, v_s, k_full, k_empty, v_full, v_empty)

@@ -15,8 +15,8 @@ TILE = 128  # keys of the longest tile: residues repeat from there on
 
 # Queries, diagonal, head dimension. Say that a key tile has N keys. A loop that ends one key early loses a key where the
 # diagonal is 1 modulo N. An unmasked loop that ends too late sees a hidden key where the diagonal is -2 modulo N: 126 is -2 for
-# every N here. A grid that ignores the shift loses rows where Sq + shift crosses a tile's edge. A diagonal longer than a query
-# tile makes the number of the first query tile negative.
+# every N here. In the forward, a grid that ignores the rows before query 0 loses rows at a tile's edge. A diagonal longer than
+# a query tile makes the number of the first query tile negative.
 NEXT_TO_EDGES = [(128, 1, 256), (128, 126, 16), (256, 129, 16), (128, 126, 128), (128, 65, 128), (65, 63, 256), (128, 65, 256)]
 
 

@@ -121,7 +121,7 @@ def load(name: str) -> ModuleType:
 def parent(name: str) -> str | None:
     """Return the directory name of the stage that `name` was made from; None if there is no such stage, as for the first one.
 
-    `PARENT = "v14"` in a stage's `__init__.py` names its parent. Without it, a stage's parent has the previous number, and a
+    `PARENT = "v25"` in a stage's `__init__.py` names its parent. Without it, a stage's parent has the previous number, and a
     dead end's parent has its own number.
 
     Args:

@@ -97,7 +97,7 @@ means(reduce_add)(add_in_memory)
 @gluon.jit
 def widened(p):
     """Return p in float32. Two bfloat16 elements share a register, and this unpacks them. Otherwise the compiler keeps a
-    float32 register for each element as well, and v8's backward spills."""
+    float32 register for each element as well, and v10's backward spills."""
     if p.dtype == gl.bfloat16:
         halves: gl.constexpr = (
             "/* a.to(gl.float32) */{ .reg .b32 t; shl.b32 t, $2, 16; mov.b32 $0, t; and.b32 t, $2, 0xffff0000; mov.b32 $1, t; }"

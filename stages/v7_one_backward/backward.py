@@ -68,7 +68,7 @@ def _accumulate(
         delta = tl.load(delta_ptr + offs_m, mask=offs_m < seq_q, other=0.0)
         ds_t = (p_t * (dp_t - delta[None, :])).to(q.dtype)
         dk = tl.dot(ds_t, q, dk, input_precision=PRECISION)
-        # NOTE: the compiler decides when to wait for a matmul and where its operands lie; v8 makes this explicit.
+        # NOTE: the compiler decides when to wait for a matmul and where its operands lie; v10 makes this explicit.
         dq = tl.dot(ds_t.T, k, input_precision=PRECISION)  # [BLOCK_M, HEAD_DIM]
         sums_desc.atomic_add([batch, head, start_m, 0], dq.reshape(1, 1, BLOCK_M, HEAD_DIM))
     return dk, dv

@@ -17,26 +17,18 @@ from common.runtime import DEVICE, Device, interpreted_as
 pytestmark = [pytest.mark.every_stage, pytest.mark.skipif(DEVICE == "cuda", reason="watches the interpreters")]
 
 HEADS, SEQ, HEAD_DIM = 5, 600, 16
-GROUP = 2  # heads per group; 5 is no multiple of it
-KV_BYTES = SEQ * 2 * HEAD_DIM * 2  # of a head's K and V
 
 
-ORDERED = [name for name in once(stages.names(), "forward") if {"tile_and_head", "L2_SHARE"} & names_in(name).keys()]
+ORDERED = [name for name in once(stages.names(), "forward") if "tile_and_head" in names_in(name)]
 
 
 @pytest.fixture(params=ORDERED)
 def stage(request, monkeypatch):
-    """A stage with an order of tiles, on a GPU of one SM, and the number of heads in a group there.
-
-    Persistent stages have a share of the L2 cache, which is made small here. In other stages all heads of this problem fit.
-    """
-    names = names_in(request.param)
-    if "L2_SHARE" in names:
-        set_names(monkeypatch, request.param, L2_SHARE=dict.fromkeys(names["L2_SHARE"], GROUP * KV_BYTES))
-    set_names(monkeypatch, request.param, FEW_SQUARES=0, splits_of=lambda *_: 1)  # v14's tiles, and no splits
+    """A stage with an order of tiles, on a GPU of one SM."""
+    set_names(monkeypatch, request.param, FEW_SQUARES=0, splits_of=lambda *_: 1)  # v25's tiles, and no splits
     monkeypatch.setattr(replay, "is_watched", lambda: True)
     with interpreted_as(Device(num_sms=1)):
-        yield stages.load(request.param), GROUP if "L2_SHARE" in names else HEADS
+        yield stages.load(request.param)
 
 
 class Watch:
@@ -107,29 +99,25 @@ def forward(stage, watch, causal):
     return watch.taken()
 
 
-def test_causal_tiles_go_through_groups_of_heads_the_longest_first(stage, watch):
-    stage, group = stage
-    groups = [range(first, min(first + group, HEADS)) for first in range(0, HEADS, group)]
+def test_causal_tiles_go_through_all_heads_the_longest_first(stage, watch):
+    """K and V of all these heads fit into the L2 cache."""
     taken = forward(stage, watch, causal=True)
     tiles = 1 + max(tile for _, tile in taken)
     assert tiles >= 3
-    assert taken == [(head, tile) for heads in groups for tile in reversed(range(tiles)) for head in heads]
+    assert taken == [(head, tile) for tile in reversed(range(tiles)) for head in range(HEADS)]
 
 
-def test_tiles_without_a_mask_go_through_groups_of_heads(stage, watch):
-    """Going head after head is right too. Each tile comes once."""
-    stage, group = stage
+def test_tiles_without_a_mask_go_through_head_after_head(stage, watch):
     taken = forward(stage, watch, causal=False)
     tiles = 1 + max(tile for _, tile in taken)
-    assert sorted(taken) == [(head, tile) for head in range(HEADS) for tile in range(tiles)]
-    assert [head // group for head, _ in taken] == sorted(head // group for head, _ in taken)
+    assert taken == [(head, tile) for head in range(HEADS) for tile in reversed(range(tiles))]
 
 
 def ordered_backwards():
     """For each backward kernel with an order: stage, kernel, the tensor whose tiles its programs take, and a tile's rows."""
     for name in once(stages.names(), "backward"):
         names = names_in(name, "backward")
-        rows = names["KEYS"].value if "KEYS" in names else "BLOCK_N"
+        rows = getattr(names.get("KEYS"), "value", "BLOCK_N")  # a constant of the kernel, or an argument
         kernels = {
             "_dq_kernel": ("q", "BLOCK_M"),
             "_backward_kernel": ("k", rows),

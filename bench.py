@@ -202,9 +202,9 @@ GRIDS = {  # each part of results/ is one run: a list of command lines, each wit
 
 @functools.cache
 def repeats(impl: str, pass_: str) -> bool:
-    """Whether a dead end's files for a pass are identical to its parent's."""
+    """Whether a stage's files for a pass are identical to its parent's."""
     code = {"fwd": "forward", "bwd": "backward"}.get(pass_)
-    if code is None or impl in BASELINES or not stages.is_dead_end(impl):
+    if code is None or impl in BASELINES or not stages.parent(impl):
         return False
     both = impl, stages.parent(impl)
     return all(len({stages.source(name, file) for name in both}) == 1 for file in stages.files(code, *both))
@@ -215,13 +215,18 @@ def cases(options: argparse.Namespace) -> list[tuple[str, Workload]]:
 
     Cases of one workload are adjacent, so the GPU's clock is similar.
 
-    The reference run leaves out a case for which `repeats` is true.
+    The reference run leaves out a pass that a stage has from its parent, if it measures the parent.
     """
     if not options.reference:
         return [(i, workload) for workload in options.workloads for i in (*BASELINES, *chosen_stages(options.stage))]
     chosen = [(parse_options(argv).workloads, names) for argv, names in GRIDS[options.reference]]
-    every = [(impl, workload) for selected, names in chosen for workload in selected for impl in names]
-    return [(impl, workload) for impl, workload in every if not repeats(impl, workload.pass_)]
+    return [
+        (impl, workload)
+        for selected, names in chosen
+        for workload in selected
+        for impl in names
+        if not (repeats(impl, workload.pass_) and stages.parent(impl) in names)
+    ]
 
 
 def expected_seconds(impl: str, workload: Workload) -> float:

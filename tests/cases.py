@@ -12,7 +12,6 @@ import torch
 import stages
 from common.kernels.tuning import tuners
 from common.measure.reference import assert_close, error_bounds, plain, truth
-from common.measure.timeline import has_gluon
 from common.operator import diagonal
 from common.runtime import DEVICE, INTERPRETED
 
@@ -54,8 +53,13 @@ def in_full() -> frozenset[str]:
         return frozenset(stages.names())
     line = [name for name in stages.names() if not stages.is_dead_end(name)]
     last = {len(tuners(stages.load(name))): name for name in line}  # for each number of tuned kernels
-    untuned = {name for name in line if not has_gluon(name) and not tuners(stages.load(name))}
+    untuned = {name for name in line if not needs_hopper(name) and not tuners(stages.load(name))}
     return frozenset({line[-1], *last.values()} | untuned)
+
+
+def needs_hopper(name: str) -> bool:
+    """Whether a stage runs on Hopper alone, and so falls back to another stage for float32."""
+    return hasattr(stages.load(name), "unavailable")
 
 
 def once(names: list[str], pass_: str) -> list[str]:

@@ -10,14 +10,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # set this before torch and numpy
 import numpy  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from cases import in_full, needs_of_stages_that_are_gone  # noqa: E402
+from cases import in_full, needs_hopper, needs_of_stages_that_are_gone  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 from triton.runtime.autotuner import Autotuner  # noqa: E402
 
 import stages  # noqa: E402
 from common.interpreter.schedule import restart_seeds  # noqa: E402
 from common.measure.aot import first_that_survives  # noqa: E402
-from common.measure.timeline import has_gluon  # noqa: E402
 from common.runtime import INTERPRETED  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
@@ -45,15 +44,15 @@ def pytest_xdist_auto_num_workers():
 def pytest_collection_modifyitems(items):
     """Mark most tests of stages outside `in_full` as long: only tests marked `every_stage` stay in the default run.
 
-    A Gluon stage falls back to another stage's kernels in float32, so its float32 tests are long too.
+    A stage for Hopper falls back to another stage's kernels in float32, so its float32 tests are long too.
     """
-    in_gluon = {name for name in stages.names() if has_gluon(name)}
+    for_hopper = {name for name in stages.names() if needs_hopper(name)}
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         name = params.get("stage")
         if not isinstance(name, str) or name in in_full():
             continue
-        left_to_another = name in in_gluon and params.get("dtype") == torch.float32
+        left_to_another = name in for_hopper and params.get("dtype") == torch.float32
         if left_to_another or not item.get_closest_marker("every_stage"):
             item.add_marker(pytest.mark.long)
 

@@ -222,18 +222,22 @@ def units_of_step(name: str) -> str:
 
 
 def spread_table(name: str) -> str:
-    """Format how many times as fast a stage's forward is as its parent's, for wider score distributions."""
+    """Format how many times as fast a stage's forward is as that of the stage before it in this run, for wider score
+    distributions."""
     records, machine = load_run(run_file("spread"))
+    before = stages.parent(name)
+    while before and before not in {record["impl"] for record in records}:
+        before = stages.parent(before)
     ms = {(r["impl"], r["dtype"], r["causal"], r["score_std"]): r["ms"] for r in records}
     deviations = sorted({record["score_std"] for record in records})
     rows = []
     for dtype, causal in itertools.product(("float16", "bfloat16"), (False, True)):
-        times = [[ms.get((stage, dtype, causal, std)) for std in deviations] for stage in (name, stages.parent(name))]
+        times = [[ms.get((stage, dtype, causal, std)) for std in deviations] for stage in (name, before)]
         ratios = [f"×{theirs / ours:.2f}" if ours and theirs else "-" for ours, theirs in zip(*times, strict=True)]
         rows.append([dtype, "causal" if causal else "full", *ratios])
     first = records[0]
     caption = (
-        f"Times as fast as {spoken(stages.parent(name))}'s forward, by the standard deviation of the scores; "
+        f"Times as fast as {spoken(before or '-')}'s forward, by the standard deviation of the scores; "
         f"below ×1.00 is slower. D = {first['head_dim']}, S = {first['seq_len']}, {origin(machine)}."
     )
     headers = ["", "mask", *(f"deviation {std:g}" for std in deviations)]

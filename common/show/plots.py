@@ -43,7 +43,7 @@ PEER_STYLES = (
     {"color": "#0072B2", "linestyle": "-.", "marker": "^"},
     {"color": "#009E73", "linestyle": (0, (6, 1, 1, 1, 1, 1)), "marker": "D"},
 )
-STAGE_MARKERS = "osv^DPX*<>"
+STAGE_MARKERS = "osv^DPX*<>pHdh8"
 BARS = (  # style of each pass and head dimension, in the order of COLUMNS: colour by pass, dark for the larger head dimension
     {"color": "#9ecae1"}, {"color": "#2171b5"},
     {"color": "#fdbe85", "hatch": "///"}, {"color": "#d94801", "hatch": "///"},

@@ -93,6 +93,16 @@ def is_usual(record: dict) -> bool:
     return head_dim in HEAD_DIMS and Workload.of(record) == Workload(record["pass"], *shape, record["causal"], "float16")
 
 
+def _with_repeats(records: list[dict]) -> list[dict]:
+    """Add records of the passes that a stage has from its parent: a reference run measures them only as the parent's."""
+    every, measured_stages = list(records), {record["impl"] for record in records}
+    for name, pass_ in itertools.product(stages.names(), CODE):  # parents come first
+        of = {impl: [r for r in every if (r["impl"], r["pass"]) == (impl, pass_)] for impl in (name, stages.parent(name))}
+        if not of[name] and name in measured_stages and same_code(name, stages.parent(name), pass_):
+            every += [{**record, "impl": name} for record in of[stages.parent(name)]]
+    return every
+
+
 @functools.lru_cache
 def _run(path: Path, changed_ns: int) -> Run | None:
     """Return the run in a file of results/; None if it does not have two stages at every point of the means."""
@@ -100,7 +110,9 @@ def _run(path: Path, changed_ns: int) -> Run | None:
     if "benchmarks" not in saved:
         return None
     records, machine = records_of(saved)
-    run = Run([record for record in records if is_usual(record)], machine, saved.get("datetime", machine["date"]))
+    run = Run(
+        _with_repeats([record for record in records if is_usual(record)]), machine, saved.get("datetime", machine["date"])
+    )
     return run if len({impl for impl, *_ in run._whole if stages.position(impl)}) > 1 else None
 
 

@@ -1,4 +1,4 @@
-"""Keys from last to first, so that only the first tile needs a mask."""
+"""Keys from last to first: only the first tile needs a mask."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

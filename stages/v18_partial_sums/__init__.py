@@ -1,4 +1,4 @@
-"""Four threads share a row: they add their sums only at the end."""
+"""Four threads share a row, and add their sums at the end."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[2]
 LAST = max((name for name in stages.names() if not stages.is_dead_end(name)), key=stages.position)
 V0 = stages.names()[0]
 NUMBER = stages.position(LAST)[0]
-COPIES = {source: f"v{NUMBER}{letter}_copy" for source, letter in zip(stages.names(), reversed(ascii_lowercase), strict=False)}
+FREE = (f"v{number}{letter}_copy" for number in (NUMBER, NUMBER - 1) for letter in reversed(ascii_lowercase[1:]))
+COPIES = dict(zip(stages.names(), FREE, strict=False))
 NEXT = f"v{NUMBER + 1}_copy"
 
 

@@ -33,7 +33,7 @@ def test_committed_pictures_are_of_gluon_stages():
 
 
 def test_a_stage_without_gluon_is_refused():
-    with pytest.raises(SystemExit, match="v3_fa2_causal has no Gluon kernel"):
+    with pytest.raises(SystemExit, match="v3_fa2_causal is not in Gluon"):
         timelines.main(["--stage=v3"])
 
 

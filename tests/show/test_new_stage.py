@@ -69,7 +69,9 @@ def test_the_old_stage_s_name_is_gone(tree, source, name):
     files = {path.name: path.read_text() for path in (tree / "stages" / name).iterdir()}
     assert set(files) >= {"__init__.py", "forward.py", "backward.py", "README.md"}
     files["README.md"] = documents.with_table(files["README.md"], "gain", "")  # its table names the stage before
-    assert re.findall('^PARENT = "(.*)"', files["__init__.py"], re.MULTILINE) == ([] if source == LAST else [version(source)])
+    number, branch = stages.position(name)
+    named = [] if stages.position(source) == (number if branch else number - 1, "") else [version(source)]
+    assert re.findall('^PARENT = "(.*)"', files["__init__.py"], re.MULTILINE) == named
     files["__init__.py"] = re.sub("^PARENT = .*", "", files["__init__.py"], flags=re.MULTILINE)
     for file, text in files.items():
         assert not old.search(text), file

@@ -10,6 +10,7 @@ axe_playwright = pytest.importorskip("axe_playwright_python.sync_playwright")
 pytest.importorskip("vl_convert")
 
 import stages  # noqa: E402
+from common.show import results  # noqa: E402
 from common.show.story import code_files  # noqa: E402
 from common.site.browser import HINT, chromium, path  # noqa: E402
 from common.site.diffs import rows  # noqa: E402
@@ -116,7 +117,8 @@ def bars(page):
 def test_a_choice_changes_the_chart_and_the_address(watched, name, value):
     page = watched.open("index.html")
     before = bars(page)
-    assert len(before) > len(STEPS)
+    measured = [name for name in stages.names() if results.newest(results.runs(), "fwd", 128, name)]
+    assert len(before) > len(measured)
     page.select_option(f"#choices select[name={name}]", value)
     page.wait_for_timeout(200)
     after = bars(page)
@@ -232,7 +234,7 @@ def test_equal_lines_unfold_and_fold(watched):
     assert page.locator(".diff tr:visible").count() == count
 
 
-@pytest.mark.parametrize("name", ["v3", "v7", "v21"])
+@pytest.mark.parametrize("name", ["v3", "v7", "v20"])
 def test_the_code_opens_at_the_first_changed_kernel(watched, name):
     rows_shown = visible(watched.open(f"{name}.html"), ".diff tbody tr:not(.bar)")
     shown = [row.inner_text() for row in rows_shown]
@@ -269,7 +271,7 @@ def test_a_part_of_the_code_is_one_click_away(watched):
 
 @pytest.mark.parametrize("how", ["hover", "focus"])
 def test_a_term_shows_its_definition(watched, how):
-    page = watched.open("v21.html")
+    page = watched.open("v20.html")
     term = page.query_selector("a.term:has-text('CTA')")
     getattr(term, how)()
     page.wait_for_selector("#box.on")

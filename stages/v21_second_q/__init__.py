@@ -1,4 +1,4 @@
-"""A second buffer of Q: the next tile's Q loads during this one."""
+"""A second buffer of Q, where the next tile's Q loads meanwhile."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -139,7 +139,7 @@ def _producer(tensors, tile, queries, ring):
 
 @gluon.jit
 def _store_out(out, tensors, queries, w, tile, start_m):
-    """Store a consumer's rows of O, from its buffer of Q, or by pointers if they begin before query 0."""
+    """Store a consumer's rows of O. TMA cannot store at a negative row, so rows before query 0 need pointers."""
     if tensors.out_ptr is not None and start_m < 0:
         store_rows(tensors.out_ptr, tensors.out, tile.batch, tile.head, start_m, out)
     else:
@@ -161,7 +161,7 @@ def _consumer(tensors, tile, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
     q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
     of_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     # With Q in registers, the matmul need not read Q from shared memory for every key tile. Two consumers have enough registers
-    # for this, four do not.
+    # for this up to D = 128, four do not.
     Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and HEAD_DIM <= 128
     start_m = tile.start_m + w * ROWS
     # Stage 1: whole tiles that every row sees, without a mask. Stage 2: the diagonal and the ragged end, masked.

@@ -1,4 +1,4 @@
-"""FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1 and section 3.2), warp-specialized, in Gluon, for Hopper."""
+"""FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1), warp-specialized, in Gluon, for Hopper."""
 
 from typing import NamedTuple
 
@@ -77,7 +77,7 @@ class Ring(NamedTuple):
 @gluon.jit
 def _load(tensors, tile, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
     """Start to load the next slot of the ring, when the consumers have released it. It holds two tiles that one step uses
-    together: K of the key tile at start_n, and V of the tile after that one."""
+    together: K of the key tile at start_n, and V of the key tile behind it, whose scores are known."""
     STAGES: gl.constexpr = ring.k.shape[0]
     BLOCK_N: gl.constexpr = ring.k.shape[3]
     NBYTES: gl.constexpr = (tensors.k.block_type.nbytes if K else 0) + (tensors.v.block_type.nbytes if V else 0)
@@ -124,7 +124,7 @@ def _producer(tensors, tile, queries, ring):
 
 @gluon.jit
 def _store_out(out, tensors, queries, w, tile, start_m):
-    """Store a consumer's rows of O, from its buffer of Q, or by pointers if they begin before query 0."""
+    """Store a consumer's rows of O. TMA cannot store at a negative row, so rows before query 0 need pointers."""
     if tensors.out_ptr is not None and start_m < 0:
         store_rows(tensors.out_ptr, tensors.out, tile.batch, tile.head, start_m, out)
     else:
@@ -146,7 +146,7 @@ def _consumer(tensors, tile, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
     q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
     of_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     # With Q in registers, the matmul need not read Q from shared memory for every key tile. Two consumers have enough registers
-    # for this, four do not.
+    # for this up to D = 128, four do not.
     Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and HEAD_DIM <= 128
     start_m = tile.start_m + w * ROWS
     seen = gl.cdiv(gl.minimum(start_m + ROWS + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k, BLOCK_N)
@@ -180,7 +180,7 @@ def _forward_kernel(
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
     tiles_m = gl.cdiv(seq_q + diagonal % ROWS, BLOCK_M)
     number, batch_head = tile_and_head(tiles_m, gl.cdiv(seq_k, heads_per_kv), 2 * (HEAD_DIM + VALUE_DIM), CAUSAL)  # K, V
-    start_m = (tiles_m - 1 - number) * BLOCK_M - diagonal % ROWS
+    start_m = (tiles_m - 1 - number) * BLOCK_M - diagonal % ROWS  # so that the diagonal starts at a tile's corner
     head = batch_head % heads
     keys = gl.cdiv(gl.minimum(start_m + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k, BLOCK_N)
 

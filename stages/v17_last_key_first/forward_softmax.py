@@ -46,7 +46,7 @@ def _accumulate(acc, s, q, ring, fill, tiles, problem, last, scale_log2, CAUSAL:
     slot, phase = slot_and_phase(fill, STAGES)
     mbarrier.arrive(ring.empty.index(slot), count=1)
     # Only the last tile can pass the last key or contain the diagonal. The first query tile starts diagonal % ROWS rows before
-    # query 0. So the number of keys that a consumer's rows see is a multiple of ROWS.
+    # query 0. So the number of keys that a consumer's last row sees is a multiple of ROWS.
     start_n = (tiles - 1) * BLOCK_N
     if CAUSAL or start_n + BLOCK_N > problem.seq_k:
         s = _visible(s, start_n, problem.seq_k, last, CAUSAL)

@@ -61,7 +61,7 @@ class Ring(NamedTuple):
 @gluon.jit
 def _load(tensors, tile, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
     """Start to load the next slot of the ring, when the consumers have released it. It holds two tiles that one step uses
-    together: K of the key tile at start_n, and V of the tile after that one."""
+    together: K of the key tile at start_n, and V of the key tile behind it, whose scores are known."""
     STAGES: gl.constexpr = ring.k.shape[0]
     BLOCK_N: gl.constexpr = ring.k.shape[3]
     NBYTES: gl.constexpr = (tensors.k.block_type.nbytes if K else 0) + (tensors.v.block_type.nbytes if V else 0)
@@ -125,7 +125,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, CAUSAL: gl.constexpr)
 
 @gluon.jit
 def _store_out(out, tensors, queries, w, tile, start_m):
-    """Store a consumer's rows of O, from its buffer of Q, or by pointers if they begin before query 0."""
+    """Store a consumer's rows of O. TMA cannot store at a negative row, so rows before query 0 need pointers."""
     if tensors.out_ptr is not None and start_m < 0:
         store_rows(tensors.out_ptr, tensors.out, tile.batch, tile.head, start_m, out)
     else:
@@ -150,7 +150,7 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
     q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
     of_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     # With Q in registers, the matmul need not read Q from shared memory for every key tile. Two consumers have enough registers
-    # for this, four do not.
+    # for this up to D = 128, four do not.
     Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and HEAD_DIM <= 128
     # exp(x) = exp2(x * log2(e)), and exp2 is one instruction; never 0, because a masked score, -inf, times 0 is NaN
     scale_log2 = gl.maximum(problem.scale * LOG2_E, 1e-37)
@@ -179,7 +179,7 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
         normalize = gl.convert_layout(1.0 / l, gl.SliceLayout(1, acc_layout))[:, None]
         number = _next(next_tiles, 0, phase)
         out = (warpgroup_mma_wait(0, [acc]) * normalize).to(queries.q.dtype)  # [ROWS, VALUE_DIM]
-        kv_slot, kv_phase = slot_and_phase(fill, STAGES)
+        kv_slot, _ = slot_and_phase(fill, STAGES)
         mbarrier.arrive(ring.empty.index(kv_slot), count=1)
         fill += 1
         # NOTE: the next tile's Q waits until O has left; in v21 it has another buffer.

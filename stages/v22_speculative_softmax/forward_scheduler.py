@@ -70,7 +70,7 @@ def _flags(failed_ptr):
 
 @gluon.jit
 def _next_failed(number, tiles, flags):
-    """Return the first failed tile among `number`, `number` + number of CTAs, …"""
+    """Return the first failed tile among `number`, `number` + number of CTAs, …; at least `tiles` if there is none."""
     while gl.load(flags.tile_failed + number, mask=number < tiles, other=1) == 0:
         number += gl.num_programs(0)
     return number

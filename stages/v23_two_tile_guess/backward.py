@@ -248,7 +248,7 @@ def _consumer(tile, kv, ring, ds_ring, scale, w: gl.constexpr, CAUSAL: gl.conste
     unseen = tile.unseen * w
     for step in range(unseen):
         slot, phase = slot_and_phase(step, STAGES)
-        # Without this wait, the next one would return at once: its phase has the same parity as the phase before this one.
+        # Without this wait, the next one for Q would return at once: its phase has the same parity as the one before this.
         mbarrier.wait(ring.q_full.index(slot), phase)
         mbarrier.wait(ds_ring.empty.index(slot), phase ^ 1)
         ds_ring.ds.index(slot * CONSUMERS + w).store(gl.zeros([ROWS, BLOCK_M], ring.q.dtype, s_layout))
@@ -302,7 +302,7 @@ def _backward_kernel(
         first = gl.minimum(gl.maximum(start_n - diagonal, 0) // BLOCK_M, tiles_m - 1)
         full = gl.cdiv(gl.maximum(start_n + KEYS - 1 - diagonal, 0), BLOCK_M)  # the first query tile that sees every key
         masked = gl.minimum(full, tiles_m) - first
-        if BLOCK_M <= ROWS:
+        if BLOCK_M <= ROWS:  # longer query tiles rarely miss all keys of a consumer
             unseen = gl.minimum(gl.maximum(start_n + ROWS - diagonal, 0) // BLOCK_M, tiles_m) - first
     tiles = tiles_m - first
     masked = gl.where(start_n + KEYS > seq_k, tiles, masked)

@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from common.kernels.hopper import ROWS, slot_and_phase
 
-FEW_TILES = gl.constexpr(8)  # up to so many key tiles rows rarely fail, and a second tile in the guess costs most
+FEW_TILES = gl.constexpr(8)  # rows with at most so many key tiles rarely fail, and a second tile would cost them most
 
 
 @gluon.jit
@@ -44,8 +44,7 @@ def _accumulate(
     acc, s, q, ring, fill, tiles, problem, last, scale_log2,
     CONSUMERS: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """A consumer's online softmax over `tiles` key tiles, from the last one backwards; the scores s of the last one are in
-    flight.
+    """A consumer's softmax over `tiles` key tiles, from the last one backwards; the scores s of the last one are in flight.
 
     Returns acc, whose matmul for the first tile is still in flight, m (maximum) and l (sum).
     """
@@ -58,7 +57,7 @@ def _accumulate(
     slot, phase = slot_and_phase(fill, STAGES)
     mbarrier.arrive(ring.empty.index(slot), count=1)
     # Only the last tile can pass the last key or contain the diagonal. The first query tile starts diagonal % ROWS rows before
-    # query 0. So the number of keys that a consumer's rows see is a multiple of ROWS.
+    # query 0. So the number of keys that a consumer's last row sees is a multiple of ROWS.
     start_n = (tiles - 1) * BLOCK_N
     if CAUSAL or start_n + BLOCK_N > problem.seq_k:
         s = _visible(s, start_n, problem.seq_k, last, CAUSAL)

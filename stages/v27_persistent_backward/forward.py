@@ -80,7 +80,7 @@ class Ring(NamedTuple):
 @gluon.jit
 def _load(tensors, tile, ring, fill, start_n, step, K: gl.constexpr, V: gl.constexpr):
     """Start to load the next slot of the ring, when the consumers have released it. It holds two tiles that one step uses
-    together: K of the key tile at start_n, and V of the tile one `step` after that one."""
+    together: K of the key tile at start_n, and V of the key tile one `step` behind it, whose scores are known."""
     STAGES: gl.constexpr = ring.k.shape[0]
     NBYTES: gl.constexpr = (tensors.k.block_type.nbytes if K else 0) + (tensors.v.block_type.nbytes if V else 0)
     slot, phase = slot_and_phase(fill, STAGES)
@@ -213,7 +213,7 @@ def _consumer(
     q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
     of_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     # With Q in registers, the matmul need not read Q from shared memory for every key tile. Two consumers have enough registers
-    # for this, four do not.
+    # for this up to D = 128, four do not.
     Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and HEAD_DIM <= 128
     # exp(x) = exp2(x * log2(e)), and exp2 is one instruction; never 0, because a masked score, -inf, times 0 is NaN
     scale_log2 = gl.maximum(problem.scale * LOG2_E, 1e-37)
@@ -255,7 +255,7 @@ def _consumer(
         slot, phase = slot_and_phase(turn, Q_STAGES)
         number = _next(next_tiles, slot, phase)
         acc = warpgroup_mma_wait(0, [acc])
-        kv_slot, kv_phase = slot_and_phase(fill, STAGES)
+        kv_slot, _ = slot_and_phase(fill, STAGES)
         mbarrier.arrive(ring.empty.index(kv_slot), count=1)
         fill += 1
         if MODE == "guess":

@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from common.kernels.hopper import ROWS, slot_and_phase
 
-FEW_TILES = gl.constexpr(8)  # up to so many key tiles rows rarely fail, and a second tile in the guess costs most
+FEW_TILES = gl.constexpr(8)  # rows with at most so many key tiles rarely fail, and a second tile would cost them most
 
 
 @gluon.jit

@@ -72,7 +72,7 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
         first = gl.minimum(gl.maximum(start, 0) // BLOCK_M, tiles_m - 1)
         full = gl.cdiv(gl.maximum(start + KEYS - 1, 0), BLOCK_M)  # the first query tile that sees every key
         masked = gl.maximum(gl.minimum(full, tiles_m) - first, 1)
-        if BLOCK_M <= ROWS:
+        if BLOCK_M <= ROWS:  # longer query tiles rarely miss all keys of a consumer
             unseen = gl.minimum(gl.maximum(start + ROWS, 0) // BLOCK_M, tiles_m) - first
     tiles = tiles_m - first
     masked = gl.where(start_n + KEYS > problem.seq_k, tiles, masked)

@@ -281,7 +281,7 @@ def _consumer(kv, ring, ds_ring, next_tiles, problem, w: gl.constexpr, CAUSAL: g
         unseen = tile.unseen * w
         for step in range(unseen):
             slot, phase = slot_and_phase(fill + step, STAGES)
-            # Without this wait, the next one would return at once: its phase has the same parity as the phase before this one.
+            # Without this wait, the next one for Q would return at once: its phase has the same parity as the one before this.
             mbarrier.wait(ring.q_full.index(slot), phase)
             mbarrier.wait(ds_ring.empty.index(slot), phase ^ 1)
             ds_ring.ds.index(slot * CONSUMERS + w).store(gl.zeros([ROWS, BLOCK_M], ring.q.dtype, s_layout))

@@ -31,8 +31,8 @@ def _delta_kernel(out_desc, do_desc, delta_ptr, heads, seq_q: tl.int32, VALUE_DI
 
 
 def _before_launch(args):
-    """Write the tile sizes of the chosen configuration into the descriptors, and zero the accumulator of dQ, to which the
-    tuner's runs have added."""
+    """Write the tile sizes of the chosen configuration into the descriptors, and zero the accumulator of dQ before each launch,
+    also before the tuner's."""
     for name, rows, columns in (
         ("q_desc", "BLOCK_M", "HEAD_DIM"),
         ("do_desc", "BLOCK_M", "VALUE_DIM"),

@@ -13,7 +13,7 @@ from stages.v7_one_backward.backward import backward as backward_of_v7
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 DELTA_ROWS = 64  # rows per program of the delta kernel
-KEYS = 128  # of a program, whose dK and dV stay in its registers
+KEYS = 128  # keys of a program; their dK and dV stay in its registers
 
 
 @triton.jit

@@ -222,11 +222,10 @@ def units_of_step(name: str) -> str:
 
 
 def spread_table(name: str) -> str:
-    """Format how many times as fast a stage's forward is as that of the stage before it in this run, for wider score
-    distributions."""
+    """Compare the times of a stage's forward with the previous stage of this run, for wider score distributions."""
     records, machine = load_run(run_file("spread"))
-    before = stages.parent(name)
-    while before and before not in {record["impl"] for record in records}:
+    measured, before = {record["impl"] for record in records}, stages.parent(name)
+    while before and before not in measured:
         before = stages.parent(before)
     ms = {(r["impl"], r["dtype"], r["causal"], r["score_std"]): r["ms"] for r in records}
     deviations = sorted({record["score_std"] for record in records})

@@ -95,11 +95,14 @@ def is_usual(record: dict) -> bool:
 
 def _with_repeats(records: list[dict]) -> list[dict]:
     """Add records of the passes that a stage has from its parent: a reference run measures them only as the parent's."""
-    every, measured_stages = list(records), {record["impl"] for record in records}
-    for name, pass_ in itertools.product(stages.names(), CODE):  # parents come first
-        of = {impl: [r for r in every if (r["impl"], r["pass"]) == (impl, pass_)] for impl in (name, stages.parent(name))}
-        if not of[name] and name in measured_stages and same_code(name, stages.parent(name), pass_):
-            every += [{**record, "impl": name} for record in of[stages.parent(name)]]
+    every = list(records)
+    tried = {(record["impl"], record["pass"]) for record in records}
+    for name, pass_ in itertools.product(dict.fromkeys(record["impl"] for record in records), CODE):
+        owner = name
+        while (owner, pass_) not in tried and (parent := stages.parent(owner)) and same_code(owner, parent, pass_):
+            owner = parent
+        if owner != name:
+            every += [{**record, "impl": name} for record in records if (record["impl"], record["pass"]) == (owner, pass_)]
     return every
 
 

@@ -56,7 +56,7 @@ class Queries(NamedTuple):
 
     q: gl.shared_memory_descriptor  # [1, 1, 1, BLOCK_M, HEAD_DIM]
     o: gl.shared_memory_descriptor  # [1, 1, 1, BLOCK_M, VALUE_DIM]
-    full: gl.shared_memory_descriptor  # a barrier for each slot: Q has arrived
+    full: gl.shared_memory_descriptor  # a barrier: Q has arrived
 
 
 class Ring(NamedTuple):
@@ -133,7 +133,7 @@ def _consumer(tensors, tile, queries, ring, problem, CAUSAL: gl.constexpr):
     acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, acc_layout)
     m = gl.full([ROWS], float("-inf"), gl.float32, of_rows)
     l = gl.zeros([ROWS], gl.float32, of_rows)
-    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction; never 0, because a masked score, -inf, times 0 is NaN
+    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0: a masked score, -inf, times 0 is NaN
     scale_log2 = gl.maximum(problem.scale * LOG2_E, 1e-37)
     mbarrier.wait(queries.full.index(0), 0)
     q = queries.q.index(0).reshape([ROWS, HEAD_DIM])  # stays on the chip

@@ -172,7 +172,7 @@ def _consumer(tensors, tile, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
     acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, acc_layout)
     m = gl.full([ROWS], float("-inf"), gl.float32, of_rows)
     l = gl.zeros([ROWS], gl.float32, of_rows)
-    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction; never 0, because a masked score, -inf, times 0 is NaN
+    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0: a masked score, -inf, times 0 is NaN
     scale_log2 = gl.maximum(problem.scale * LOG2_E, 1e-37)
     mbarrier.wait(queries.full.index(w), 0)
     q_buffer = queries.q.index(w).reshape([ROWS, HEAD_DIM])
@@ -215,8 +215,8 @@ def _forward_kernel(
     tile = Tile(batch_head // heads, head, head // heads_per_kv, start_m, keys)
     queries = Queries(q_s, o_s, q_full)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
-    # An SM has 65,536 registers, 512 for each thread of a warpgroup. The producer keeps 24 per thread, and the consumers get
-    # the rest.
+    # An SM has 65,536 registers, 512 for each thread of a warpgroup. The producer keeps 24 per thread, the other roles the
+    # numbers in the list, and the first role, which runs on the launch's own warps, gets the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (tensors, tile, queries, ring, problem, 0, CAUSAL)),

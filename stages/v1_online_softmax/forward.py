@@ -26,7 +26,7 @@ def _softmax_kernel(
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
-    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction; never 0, because a masked score, -inf, times 0 is NaN
+    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0: a masked score, -inf, times 0 is NaN
     scale_log2 = tl.maximum(scale * LOG2_E, 1e-37)
     for start_n in range(0, end, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)

@@ -141,7 +141,7 @@ def _consumer(tensors, queries, ring, problem, w: gl.constexpr, Q_STAGES: gl.con
     # With Q in registers, the matmul need not read Q from shared memory for every key tile. Two consumers have enough registers
     # for this up to D = 128, four do not.
     Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and HEAD_DIM <= 128
-    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction; never 0, because a masked score, -inf, times 0 is NaN
+    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0: a masked score, -inf, times 0 is NaN
     scale_log2 = gl.maximum(problem.scale * LOG2_E, 1e-37)
     fill = 0
     turn = 0
@@ -161,7 +161,7 @@ def _consumer(tensors, queries, ring, problem, w: gl.constexpr, Q_STAGES: gl.con
         fill = _skip(ring, fill, tile.key_tiles - seen)  # only the CTA's later consumers see these
         s = _scores(q, ring, fill)
         if Q_STAGES == 2:
-            # TMA has stored the last tile's O from the other buffer, so the next Q may arrive there.
+            # TMA has stored the last tile's O from the other buffer, which is the next one: the next Q may arrive there.
             tma.store_wait(0)
             slot, phase = slot_and_phase(turn + 1, Q_STAGES)
             mbarrier.arrive(queries.empty.index(slot * CONSUMERS + w), count=1, pred=turn > 0)
@@ -207,8 +207,8 @@ def _forward_kernel(
     problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale)
     queries = Queries(q_s, o_s, q_full, q_empty)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
-    # An SM has 65,536 registers, 512 for each thread of a warpgroup. The producer keeps 24 per thread, and the consumers get
-    # the rest.
+    # An SM has 65,536 registers, 512 for each thread of a warpgroup. The producer keeps 24 per thread, the other roles the
+    # numbers in the list, and the first role, which runs on the launch's own warps, gets the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (tensors, queries, ring, problem, 0, Q_STAGES, CAUSAL)),

@@ -181,7 +181,7 @@ def _consumer(
     # With Q in registers, the matmul need not read Q from shared memory for every key tile. Two consumers have enough registers
     # for this up to D = 128, four do not.
     Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and HEAD_DIM <= 128
-    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction; never 0, because a masked score, -inf, times 0 is NaN
+    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0: a masked score, -inf, times 0 is NaN
     scale_log2 = gl.maximum(problem.scale * LOG2_E, 1e-37)
     fill = 0
     turn = 0

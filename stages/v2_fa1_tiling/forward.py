@@ -31,7 +31,7 @@ def _forward_kernel(
     o_ptr = head_ptr(o_ptr, strides.o, batch, head)
     k_ptr = head_ptr(k_ptr, strides.k, batch, kv_head)
     v_ptr = head_ptr(v_ptr, strides.v, batch, kv_head)
-    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction; never 0, because a masked score, -inf, times 0 is NaN
+    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0: a masked score, -inf, times 0 is NaN
     scale_log2 = tl.maximum(scale * LOG2_E, 1e-37)
 
     for start_n in range(0, seq_k, BLOCK_N):

@@ -157,7 +157,7 @@ def _dkv_kernel(
     dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
 
     seen_from = offs_n - diagonal  # the first query that sees each key
-    # Stage 1: the diagonal, masked. Stage 2: tiles that see every key, without a mask, since loads past the end give zeros.
+    # Stage 1: the diagonal, masked. Stage 2: without a mask: queries past the end have p = 0, keys there are not stored.
     first = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M if CAUSAL else 0
     full = tl.cdiv(tl.maximum(start_n + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M if CAUSAL else 0
     for shared in range(heads_per_kv):  # the query heads that share these keys

@@ -42,8 +42,7 @@ def _before_launch(args):
         ("dk_desc", "BLOCK_N", "HEAD_DIM"),
         ("dv_desc", "BLOCK_N", "VALUE_DIM"),
     ):
-        if name in args:
-            args[name].block_shape = [1, 1, args[rows], args[columns]]
+        args[name].block_shape = [1, 1, args[rows], args[columns]]
     args["sums_desc"].base.zero_()
 
 

@@ -73,7 +73,7 @@ def _forward_kernel(
     acc = tl.zeros([BLOCK_M, VALUE_DIM], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
-    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction; never 0, because a masked score, -inf, times 0 is NaN
+    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0: a masked score, -inf, times 0 is NaN
     scale_log2 = tl.maximum(scale * LOG2_E, 1e-37)
 
     # Stage 1: whole tiles that every row sees, without a mask. Stage 2: the diagonal and the ragged end, masked.

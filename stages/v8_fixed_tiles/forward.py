@@ -60,7 +60,7 @@ def _forward_kernel(
     acc = tl.zeros([BLOCK_M, VALUE_DIM], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
-    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction; never 0, because a masked score, -inf, times 0 is NaN
+    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0: a masked score, -inf, times 0 is NaN
     scale_log2 = tl.maximum(scale * LOG2_E, 1e-37)
 
     # Stage 1: whole tiles that every row sees, without a mask. Stage 2: the diagonal and the ragged end, masked.
@@ -82,11 +82,11 @@ def _forward_kernel(
 
 
 class Shape(NamedTuple):
-    """The sizes of a work tile."""
+    """The sizes of a work tile, and how many of its buffers there are."""
 
-    queries: int  # query rows, 16 for each warp
+    queries: int  # query rows
     keys: int  # keys of a key tile
-    kv_slots: int  # key tiles that load at the same time
+    kv_slots: int  # buffers of K and V
 
 
 # By the larger head dimension.

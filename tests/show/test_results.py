@@ -92,6 +92,25 @@ def test_runs_are_found_by_what_they_hold(tmp_path, monkeypatch):
     assert results.implementations(found[0].records) == ["v0_a", "v1_b"]
 
 
+def test_a_pass_that_was_measured_as_the_parent_s_counts_as_the_stage_s(tmp_path, monkeypatch):
+    """A run is of fewer passes than stages have. The first stage has no parent, and v3 has code of its own."""
+    (tmp_path / "results").mkdir()
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    monkeypatch.setattr(stages, "__path__", [str(tmp_path)])
+    for name, code in {"v0_a": 0, "v1_b": 1, "v2_c": 1, "v3_d": 2}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+        (tmp_path / name / "forward.py").write_text(f"x = {name[1]}\n")
+        (tmp_path / name / "backward.py").write_text(f"x = {code}\n")
+    found = records("v1_b", 2.0) + [
+        record for name in ("v0_a", "v2_c", "v3_d") for record in records(name, 1.0, passes=["fwd"])
+    ]
+    write(tmp_path / "results", "some", "2026-01-04", found)
+    (only,) = results.runs()
+    assert results.speedup(only.records, "v2_c", "v1_b", "bwd", 64) == pytest.approx(1)
+    assert [only.holds(name, "bwd", 64) for name in ("v0_a", "v1_b", "v2_c", "v3_d")] == [False, True, True, False]
+
+
 def test_captions_name_each_run_once():
     other = results.Run(OLD.records, OLD.machine, "2026-01-01T23")
     found = [NEW, MIDDLE, other, OLD]

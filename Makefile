@@ -109,7 +109,7 @@ plots: $(SETUP)  ## draw plots/ from results/
 	$(PYTHON) -m common.show.timelines --committed
 	$(PYTHON) -m common.show.traces --stage v2,v3
 
-timeline: $(SETUP)  ## draw what an SM does in a Gluon stage, STAGE=v25; ARGS="…" goes to common.show.timelines (ARGS=--help)
+timeline: $(SETUP)  ## draw what an SM does in a Gluon stage, STAGE=v29; ARGS="…" goes to common.show.timelines (ARGS=--help)
 	$(PYTHON) -m common.show.timelines $(addprefix --stage=,$(STAGE)) $(ARGS)
 
 trace: $(SETUP)  ## draw which tiles a stage reads and writes, STAGE=v2,v3; ARGS="…" goes to common.show.traces (ARGS=--help)
@@ -130,8 +130,8 @@ diff: EXAMPLE = make diff A=v3 B=v4
 diff: needs-A needs-B $(SETUP)  ## show the code that a stage changes and what it gained: make diff A=v3 B=v4; PROSE=yes: READMEs too; EXACT=yes: NOTEs and white space too
 	@$(PYTHON) -m common.show.story diff "$(A)" "$(B)" $(addprefix --prose=,$(PROSE))$(if $(EXACT), --exact=$(EXACT))$(piped)
 
-stage: EXAMPLE = make stage FROM=v25 NAME=v25x_yours
-stage: needs-FROM needs-NAME $(SETUP)  ## begin a new stage with the kernels of another: make stage FROM=v25 NAME=v25x_yours
+stage: EXAMPLE = make stage FROM=v29 NAME=v29x_yours
+stage: needs-FROM needs-NAME $(SETUP)  ## begin a new stage with the kernels of another: make stage FROM=v29 NAME=v29x_yours
 	$(PYTHON) -m common.show.new_stage -- "$(FROM)" "$(NAME)"
 
 example: $(SETUP_EXAMPLE)  ## train a small Llama with a stage's attention, next to SDPA's: make example STAGE=v5 (ARGS=--help)

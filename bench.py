@@ -147,14 +147,14 @@ NEWEST = [
     *(name for name in BASELINES if name != "sdpa-flash"),
     *(name for name in stages.names() if stages.position(name) >= stages.position(MAIN_LINE[-4])),
 ]
-# For D = 256. Before v29, the backward of a Gluon stage falls back to v7, a Triton kernel.
+# For D = 256. Before v42, the backward of a Gluon stage falls back to v7, a Triton kernel.
 WIDE = [*(name for name in BASELINES if name != "sdpa-flash"), *MAIN_LINE[-2:]]
-# Decoding has few queries and many keys. FlashAttention-4 is left out, because it mainly targets newer GPUs. v25 is the last
+# Decoding has few queries and many keys. FlashAttention-4 is left out, because it mainly targets newer GPUs. v29 is the last
 # stage that does not split keys.
-DECODING = dict.fromkeys([*(name for name in BASELINES if name != "flash-4"), stages.resolve("v25"), MAIN_LINE[-1]])
-# Attention sinks and wide scores: v21 is the last stage with a running maximum. v27 is the last stage that guesses the maximum
-# from only a row's last keys; v28 also uses the first keys.
-SINKS = [stages.resolve(name) for name in ("v21", "v27", "v28")]
+DECODING = dict.fromkeys([*(name for name in BASELINES if name != "flash-4"), stages.resolve("v29"), MAIN_LINE[-1]])
+# Attention sinks and wide scores: v25 is the last stage with a running maximum. v36 is the last stage that guesses the maximum
+# from only a row's last keys; v39 also uses the first keys.
+SINKS = [stages.resolve(name) for name in ("v25", "v36", "v39")]
 DECODING_KV_LENS = (1024, 4096, 16384, 65536, 524288)
 MOST_KV_BYTES = 40e9  # K and V together
 

@@ -121,8 +121,8 @@ def load(name: str) -> ModuleType:
 def parent(name: str) -> str | None:
     """Return the directory name of the stage that `name` was made from; None if there is no such stage, as for the first one.
 
-    `PARENT = "v25"` in a stage's `__init__.py` names its parent. Without it, a stage's parent has the previous number, and a
-    dead end's parent has its own number.
+    `PARENT = "v29"` in a stage's `__init__.py` names its parent. Without it, the parent is the stage of the main line
+    before it; a dead end's parent has its own number.
 
     Args:
         name: a directory name. A stage that no longer exists, in old results, counts as one without a `PARENT`.
@@ -137,7 +137,8 @@ def parent(name: str) -> str | None:
         except ValueError:
             raise SystemExit(f"{module}: {recorded[0]} names no stage") from None
     number, branch = position(name) or (0, "")
-    return next((other for other in names() if position(other) == (number if branch else number - 1, "")), None)
+    line = [other for other in names() if not is_dead_end(other) and position(other) < (number + bool(branch), "")]
+    return line[-1] if line else None
 
 
 def unavailable(name: str) -> str | None:

@@ -304,14 +304,14 @@ def v7_backward(p: Problem) -> Steps:
 
 
 # --- v8 and on: tiles of their own, by the larger head dimension, up to 128. The backward reads Q and dO once per 128 keys.
-# From v13 on, in the backward from v14 on, CTAs have consumers of 64 rows each. A counter gives out the forward's tiles from
-# v20 on, and the narrow backward's from v27 on. v29's backward has tiles for 256.
+# From v14 on, in the backward from v15 on, CTAs have consumers of 64 rows each. A counter gives out the forward's tiles from
+# v24 on, and the narrow backward's from v36 on. v42's backward has tiles for 256.
 
 SHARE_OF_L2 = 16 * 2**20  # as in common.kernels.order
 ROWS = 64  # per consumer: queries in the forward, keys in the backward
 NUM_SMS = GPUS["h200"].num_sms
-V26 = names_in("v26_split_keys")  # decides which work is short, and how to split it
-V28 = names_in("v28_safe_speculation")  # decides how many first keys and samples there are
+V33 = names_in("v33_split_keys")  # decides which work is short, and how to split it
+V39 = names_in("v39_safe_speculation")  # decides how many first keys and samples there are
 
 
 def _wide(p: Problem) -> bool:
@@ -342,16 +342,16 @@ def v8_forward(p: Problem) -> Steps:
     yield _forward(p, p.query_tile[0])
 
 
-def v13_forward(p: Problem) -> Steps:
+def v14_forward(p: Problem) -> Steps:
     yield _forward(replace(p, query_tile=(128, 128) if _wide(p) else (256, 64)), ROWS)
 
 
-def v20_forward(p: Problem) -> Steps:
+def v24_forward(p: Problem) -> Steps:
     yield 0, INT  # the counter = 0
     yield _persistent_forward(replace(p, query_tile=(128, 128) if _wide(p) else (256, 64)))
 
 
-def v22_forward(p: Problem, wide_keys: int = 128) -> Steps:
+def v26_forward(p: Problem, wide_keys: int = 128) -> Steps:
     p = replace(p, query_tile=(128, wide_keys) if _wide(p) else (256, 64))
     tiles = _query_tiles(p)
     yield 0, (2 + tiles) * INT  # the counter, a flag for all tiles, and a flag per tile, = 0
@@ -359,23 +359,23 @@ def v22_forward(p: Problem, wide_keys: int = 128) -> Steps:
     yield min(tiles, NUM_SMS) * INT, 0  # each CTA reads the flag for all tiles, and ends
 
 
-def v25_forward(p: Problem) -> Steps:
-    yield from v22_forward(p, wide_keys=64)
+def v29_forward(p: Problem) -> Steps:
+    yield from v26_forward(p, wide_keys=64)
 
 
-def v26_forward(p: Problem, safe: bool = False) -> Steps:
+def v33_forward(p: Problem, safe: bool = False) -> Steps:
     per_kv = p.heads // p.kv_heads
     packed = per_kv if 64 % per_kv == 0 else 1  # rows per query: its group's heads, side by side
     seen_keys = min(p.seq_q, p.seq_k) if p.causal else p.seq_k
     squares = math.ceil(p.seq_q * packed / 128) * math.ceil(seen_keys / 128) * (p.heads // packed)
-    few = p.seq_q * packed <= 128 or (not _wide(p) and squares <= V26["FEW_SQUARES"] * NUM_SMS)
+    few = p.seq_q * packed <= 128 or (not _wide(p) and squares <= V33["FEW_SQUARES"] * NUM_SMS)
     m, n = (128, 128) if few else (128 if _wide(p) else 256, 64)
     tiles = math.ceil(p.seq_q * packed / m) * (p.heads // packed)
     key_tiles = math.ceil(seen_keys / n)
     splits = 1
     if few or tiles < NUM_SMS:
         width = p.head_dim + p.value_dim
-        splits = V26["splits_of"](tiles, key_tiles, min(p.seq_q * packed, m), n, width, NUM_SMS)
+        splits = V33["splits_of"](tiles, key_tiles, min(p.seq_q * packed, m), n, width, NUM_SMS)
     if few and key_tiles <= splits and n > ROWS:
         n, key_tiles = n // 2, key_tiles * 2
     if splits == 1 and not few and tiles == math.ceil(p.seq_q / m) * p.heads:
@@ -383,7 +383,7 @@ def v26_forward(p: Problem, safe: bool = False) -> Steps:
     rows = p.seq_q * packed
     jobs = math.ceil(rows / m) * p.heads // packed * splits
     turns = math.ceil(jobs / NUM_SMS)
-    at_once = few or turns * math.ceil(key_tiles / splits) <= V26["SHORT"][max(p.head_dim, p.value_dim)]
+    at_once = few or turns * math.ceil(key_tiles / splits) <= V33["SHORT"][max(p.head_dim, p.value_dim)]
 
     def seen(end_row, split):  # key tiles of the split
         tiles = math.ceil((min(end_row // packed, p.seq_k) if p.causal else p.seq_k) / n)
@@ -407,12 +407,12 @@ def v26_forward(p: Problem, safe: bool = False) -> Steps:
         counted = jobs * INT if splits == 1 or safe else 0
         first_keys = looks = 0  # looks: the flags that are read
         if safe:
-            first_keys = V28["FIRST_KEYS"] if seen_keys > V28["SHORT_ROW"] else V28["FIRST_KEYS"] // 2
-            lately = V28["LATELY"].value
+            first_keys = V39["FIRST_KEYS"] if seen_keys > V39["SHORT_ROW"] else V39["FIRST_KEYS"] // 2
+            lately = V39["LATELY"].value
             looks = sum(min(lately, jobs + lately - max(job + 1 - lately, 0)) for job in range(jobs))
         read += p.heads // packed * splits * math.ceil(rows / m) * m // ROWS * min(first_keys, p.seq_k) * p.row_of_q
         if safe:
-            yield _samples(p, m, n, packed, first_keys, (2 + V28["LATELY"].value + jobs) * INT)
+            yield _samples(p, m, n, packed, first_keys, (2 + V39["LATELY"].value + jobs) * INT)
         else:
             yield 0, (2 + jobs) * INT
         flops = p.flops(steps * ROWS * n, 1, 1) + p.flops(jobs * m * first_keys, 1, 0)
@@ -423,14 +423,14 @@ def v26_forward(p: Problem, safe: bool = False) -> Steps:
 
 
 def _samples(p: Problem, m: int, n: int, packed: int, first_keys: int, flags: int) -> tuple[int, int, int]:
-    """v28's samples, spread evenly over all tiles of m rows. Each has 64 rows, the first keys and three key tiles of n."""
+    """v39's samples, spread evenly over all tiles of m rows. Each has 64 rows, the first keys and three key tiles of n."""
     heads, rows = p.heads // packed, p.seq_q * packed
     tiles_m = math.ceil(rows / m)
     per_kv = p.heads // p.kv_heads // packed
     group = 1
     if p.causal:
         group = min(max(SHARE_OF_L2 // (2 * p.row_of_q) // math.ceil(p.seq_k / per_kv), 1), heads)
-    read, samples = 0, min(V28["LATELY"].value, NUM_SMS)
+    read, samples = 0, min(V39["LATELY"].value, NUM_SMS)
     for sample in range(samples):
         tile = sample * heads * tiles_m // samples
         inside = tile % (group * tiles_m)
@@ -443,8 +443,8 @@ def _samples(p: Problem, m: int, n: int, packed: int, first_keys: int, flags: in
     return read * p.row_of_q, flags, p.flops(samples * ROWS * (3 * n + first_keys), 1, 0)
 
 
-def v28_forward(p: Problem) -> Steps:
-    yield from v26_forward(p, safe=True)
+def v39_forward(p: Problem) -> Steps:
+    yield from v33_forward(p, safe=True)
 
 
 def v8_backward(p: Problem) -> Steps:
@@ -473,7 +473,7 @@ def v10_backward(p: Problem) -> Steps:
     yield scale
 
 
-def v11_backward(p: Problem, consumers: bool = False) -> Steps:
+def v12_backward(p: Problem, consumers: bool = False) -> Steps:
     m = 64 if _wide(p) else 128
     tiles_m = math.ceil(p.seq_q / m)
     stats = p.heads * tiles_m * m * 2 * FLOAT  # log2(e) LSE and delta, in whole tiles
@@ -492,21 +492,21 @@ def v11_backward(p: Problem, consumers: bool = False) -> Steps:
     yield sums, p.q  # dQ in float16
 
 
-def v14_backward(p: Problem) -> Steps:
-    yield from v11_backward(p, consumers=True)
+def v15_backward(p: Problem) -> Steps:
+    yield from v12_backward(p, consumers=True)
 
 
-def v27_backward(p: Problem) -> Steps:
-    (read, written), (main_read, main_written, flops), finish = v14_backward(p)
+def v36_backward(p: Problem) -> Steps:
+    (read, written), (main_read, main_written, flops), finish = v15_backward(p)
     tiles = 0 if _wide(p) else p.kv_heads * math.ceil(p.seq_k / (2 * ROWS))
     yield read, written + min(tiles, 1) * INT  # the counter = 0
     yield main_read + tiles * INT, main_written + tiles * INT, flops  # one per tile, to take the next
     yield finish
 
 
-def v29_backward(p: Problem) -> Steps:
+def v42_backward(p: Problem) -> Steps:
     if max(p.head_dim, p.value_dim) < 256:
-        yield from v27_backward(p)
+        yield from v36_backward(p)
         return
     tiles_m = math.ceil(p.seq_q / ROWS)
     stats = p.heads * tiles_m * ROWS * 2 * FLOAT  # log2(e) LSE and delta, in whole tiles
@@ -542,29 +542,29 @@ PREDICTIONS = {
     "v8": (v8_forward, v8_backward),
     "v9": (v8_forward, v8_backward),
     "v10": (v8_forward, v10_backward),
-    "v11": (v8_forward, v11_backward),
-    "v12": (v8_forward, v11_backward),
-    "v13": (v13_forward, v11_backward),
-    "v14": (v13_forward, v14_backward),
-    "v15": (v13_forward, v14_backward),
-    "v16": (v13_forward, v14_backward),
-    "v17": (v13_forward, v14_backward),
-    "v18": (v13_forward, v14_backward),
-    "v19": (v13_forward, v14_backward),
-    "v19a": (v13_forward, v14_backward),
-    "v20": (v20_forward, v14_backward),
-    "v21": (v20_forward, v14_backward),
-    "v21a": (v13_forward, v14_backward),
-    "v22": (v22_forward, v14_backward),
-    "v23": (v22_forward, v14_backward),
-    "v24": (v22_forward, v14_backward),
-    "v24a": (v22_forward, v14_backward),
-    "v25": (v25_forward, v14_backward),
-    "v26": (v26_forward, v14_backward),
-    "v27": (v26_forward, v27_backward),
-    "v28": (v28_forward, v27_backward),
-    "v29": (v28_forward, v29_backward),
-    "v29a": (v28_forward, v29_backward),
+    "v12": (v8_forward, v12_backward),
+    "v13": (v8_forward, v12_backward),
+    "v14": (v14_forward, v12_backward),
+    "v15": (v14_forward, v15_backward),
+    "v16": (v14_forward, v15_backward),
+    "v17": (v14_forward, v15_backward),
+    "v20": (v14_forward, v15_backward),
+    "v21": (v14_forward, v15_backward),
+    "v22": (v14_forward, v15_backward),
+    "v22a": (v14_forward, v15_backward),
+    "v24": (v24_forward, v15_backward),
+    "v25": (v24_forward, v15_backward),
+    "v25a": (v14_forward, v15_backward),
+    "v26": (v26_forward, v15_backward),
+    "v27": (v26_forward, v15_backward),
+    "v28": (v26_forward, v15_backward),
+    "v28a": (v26_forward, v15_backward),
+    "v29": (v29_forward, v15_backward),
+    "v33": (v33_forward, v15_backward),
+    "v36": (v33_forward, v36_backward),
+    "v39": (v39_forward, v36_backward),
+    "v42": (v39_forward, v42_backward),
+    "v42a": (v39_forward, v42_backward),
 }
 
 

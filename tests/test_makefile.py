@@ -47,8 +47,8 @@ def make(directory, *arguments, **environment):
     (["reference", "FILE=x"], "GRID", "make reference GRID=float16-d64 FILE=results/float16-d64-h200.json"),
     (["reference", "GRID=x"], "FILE", "make reference GRID=float16-d64 FILE=results/float16-d64-h200.json"),
     (["reference", "GRID=x", "FILE= "], "FILE", "make reference GRID=float16-d64 FILE=results/float16-d64-h200.json"),
-    (["stage"], "FROM", "make stage FROM=v25 NAME=v25x_yours"),
-    (["stage", "FROM=v25"], "NAME", "make stage FROM=v25 NAME=v25x_yours"),
+    (["stage"], "FROM", "make stage FROM=v29 NAME=v29x_yours"),
+    (["stage", "FROM=v29"], "NAME", "make stage FROM=v29 NAME=v29x_yours"),
     (["rates"], "FILE", "make rates FILE=results/rates-h200.json"),
     (["energy"], "FILE", "make energy FILE=results/energy-d64-h200.json ARGS=\"--head-dim 64\""),
 ])  # fmt: skip

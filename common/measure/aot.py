@@ -1,7 +1,7 @@
 """Compile a stage's kernels for a GPU that need not be there; report registers, spills, shared memory and instructions.
 
     python -m common.measure.aot --stage v3 --arch 80,90 --head-dim 64,128 --causal yes,no
-    python -m common.measure.aot --stage v21 --arch 90 --against HEAD~3   # is the machine code still the same?
+    python -m common.measure.aot --stage v25 --arch 90 --against HEAD~3   # is the machine code still the same?
 
 A stage's own `forward` and `backward` run on tensors without data, with a stand-in for Triton's driver. So Triton binds,
 specializes and compiles every kernel as for a launch on that GPU, but does not launch it.

@@ -1,7 +1,7 @@
 """Run every stage under NVIDIA's compute-sanitizer: out-of-bounds accesses, uninitialized reads, races in shared memory.
 
     python -m common.measure.sanitize                                    # all tools and stages; needs a GPU
-    python -m common.measure.sanitize --tool racecheck --stage v21,v25
+    python -m common.measure.sanitize --tool racecheck --stage v25,v29
 
 Racecheck does not understand every barrier; `KNOWN` lists the false reports. The run fails if there is another report, or if a
 known report is missing.

@@ -4,7 +4,7 @@ Proton records this inside the kernel.
 
     python -m common.measure.scopes --json results/scopes-h200.json   # on a Hopper GPU
 
-A copy of v25's forward gets scopes around its loads, matmuls and exponentials. Each scope costs some cycles, and the compiler
+A copy of v29's forward gets scopes around its loads, matmuls and exponentials. Each scope costs some cycles, and the compiler
 moves nothing across a scope. So the record shows the kernel's order and overlap, but the kernel runs a little slower.
 """
 
@@ -24,7 +24,7 @@ from common.measure.options import json_path, write_json
 from common.measure.workloads import Workload
 from common.runtime import DEVICE
 
-STAGE = "v25_short_tiles"
+STAGE = "v29_short_tiles"
 WORKLOAD = Workload("fwd", 8, 16, 2048, 128, False, "float16")
 CYCLES = 6000  # kept cycles
 WARPS = {"warp 0": "1: consumer", "warp 4": "2: consumer"}  # first warp of a partition -> the partition's name in a timeline

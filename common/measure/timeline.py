@@ -1,6 +1,6 @@
 """Simulate a stage's Gluon kernels on one SM, cycle by cycle, at the measured rates of its units.
 
-    python -m common.measure.timeline --stage v21,v24 --json results/timeline.json   # anywhere
+    python -m common.measure.timeline --stage v25,v28 --json results/timeline.json   # anywhere
 
 `common.interpreter.timing` is the model. The model's rates, in results/rates-h200.json, are measured with microbenchmarks
 (`common.measure.rates`), not with the stages. Only Gluon kernels are timed; a stage's other kernels are left out.

@@ -1,6 +1,6 @@
 """Make a new stage from another one: copy the kernels, and add lines to README.md and tests/predictions.py.
 
-    make stage FROM=v25 NAME=v25x_yours
+    make stage FROM=v29 NAME=v29x_yours
 
 A stage's code does not contain the stage's name, so a copy of the code works unchanged. The copy omits the old stage's idea,
 its README, and notes about stages that are no longer ahead.
@@ -91,7 +91,7 @@ def checked(source: str, name: str) -> str:
 
 
 def free_number() -> str:
-    """Return the version of the next step of the main line: v30 if v29 is the last."""
+    """Return the version of the next step of the main line: v30 if v42 is the last."""
     return f"v{max(stages.position(name)[0] for name in stages.names()) + 1}"
 
 
@@ -190,7 +190,7 @@ def main(argv: list[str]):
     parser = argparse.ArgumentParser(
         prog="make stage", usage=example(stages.names()[-1]), description="Make a new stage from another one's kernels."
     )
-    parser.add_argument("source", metavar="FROM", help="such as v25 or v4_autotune_descriptor")
+    parser.add_argument("source", metavar="FROM", help="such as v29 or v4_autotune_descriptor")
     parser.add_argument("name", metavar="NAME", help="v<number>_<name>, or v<number><letter>_<name> for a dead end")
     options = parser.parse_args(argv)
     try:

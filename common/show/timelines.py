@@ -2,7 +2,7 @@
 
 Each unit has a lane, and the color shows the partition for which the unit works.
 
-    make timeline STAGE=v25 ARGS="--pass bwd --head-dim 128"   # anywhere; writes to plots/timelines
+    make timeline STAGE=v29 ARGS="--pass bwd --head-dim 128"   # anywhere; writes to plots/timelines
 
 `make plots` draws both passes of every Gluon stage, D = 64. `common.measure.timeline` is the model.
 """

@@ -1,7 +1,7 @@
 """Show which tiles a stage reads and writes, and when: as a picture, or as events for Perfetto.
 
     make trace STAGE=v2,v3                                # anywhere; writes plots/traces/v2-v3-fwd-d32-causal-s1024.png
-    make trace STAGE=v21 ARGS="--perfetto /tmp/v21.json"  # opens in https://ui.perfetto.dev and chrome://tracing
+    make trace STAGE=v25 ARGS="--perfetto /tmp/v25.json"  # opens in https://ui.perfetto.dev and chrome://tracing
 
 `common.measure.trace` records the accesses.
 """

@@ -16,10 +16,10 @@ from common.show.traces import COLORS, has_cycles, lanes, moments, unit
 # One head, causal, D = 64 and S = 1024, unless a step changes something else.
 USUAL = {"seq_len": 1024, "head_dim": 64, "causal": True}
 UNUSUAL = {
-    "v25_short_tiles": {"head_dim": 128},
-    "v26_split_keys": {"seq_len": 1, "kv_len": 4096, "causal": False, "sms": 8},
-    "v29_wide_backward": {"seq_len": 512, "head_dim": 256},
-    "v29a_sums_from_registers": {"head_dim": 128},
+    "v29_short_tiles": {"head_dim": 128},
+    "v33_split_keys": {"seq_len": 1, "kv_len": 4096, "causal": False, "sms": 8},
+    "v42_wide_backward": {"seq_len": 512, "head_dim": 256},
+    "v42a_sums_from_registers": {"head_dim": 128},
 }
 LEAST = 1 / 300  # the width of the shortest access, as a share of the whole width
 WORDS = {  # of lanes

@@ -10,7 +10,7 @@ from common.site.pages import OUT
 PICTURES = PLOTS / "site"
 SIZE = {"width": 1440, "height": 900}
 SETTLED = 1000  # milliseconds until charts are drawn
-SHOTS = {"start": "index.html", "v3": "v3.html#time=700", "v21": "v21.html"}
+SHOTS = {"start": "index.html", "v3": "v3.html#time=700", "v25": "v25.html"}
 
 
 def main():

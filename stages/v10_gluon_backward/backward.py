@@ -141,7 +141,7 @@ def _add_dq(tensors, ds_ring, kv, where):
         dq = warpgroup_mma(ds_t.permute([1, 0]), k, zeros, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(0, [dq])  # [64, HEAD_DIM]
         tma.store_wait(PARTS - 1)
-        # NOTE: threads that store these rows together hit the same banks; v11 keeps dQ in the order of the registers.
+        # NOTE: threads that store these rows together hit the same banks; v12 keeps dQ in the order of the registers.
         ds_ring.dq.index(part).reshape([64, HEAD_DIM]).store(dq)
         fence_async_shared()
         async_reduce_add(tensors.sums, where, ds_ring.dq.index(part))

@@ -18,7 +18,7 @@ from common.runtime import INTERPRETED
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="a GPU only goes wrong sometimes, or hangs")
 
-# Statements that synchronize, also waits for matmuls. Waits on `turns` (v19a) are left out, because they only affect speed.
+# Statements that synchronize, also waits for matmuls. Waits on `turns` (v22a) are left out, because they only affect speed.
 STATEMENT = re.compile(
     r"\s+(mbarrier\.(?!wait\(turns\.)(wait|arrive|expect)\(|fence_async_shared\(|tma\.store_wait\("
     r"|(\w+, )*\w+ = warpgroup_mma_wait\(\d, \[[\w, ]+\]\))"

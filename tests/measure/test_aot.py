@@ -209,7 +209,7 @@ def test_roles_share_the_registers_of_their_kernel(report):
 
 
 ROW = {
-    "stage": "v15_q_in_registers", "kernel": "_backward_kernel", "arch": 90, "dtype": "float16", "head_dim": 64,
+    "stage": "v16_q_in_registers", "kernel": "_backward_kernel", "arch": 90, "dtype": "float16", "head_dim": 64,
     "value_dim": None, "causal": True, "kv_heads": 16, "config": "BLOCK_M=128 BLOCK_N=128 STAGES=2 Q_STAGES=2 num_warps=12",
     "registers": 168, "roles": [("_producer", 24)], "spilled_bytes": 0, "shared_bytes": 200000,
     "instructions": ["mma.sync", "cp.async"], "warnings": [],
@@ -231,7 +231,7 @@ def test_table_fits_a_terminal_unless_it_is_asked_to_be_wide():
 ])  # fmt: skip
 def test_exit_status_says_whether_all_compiles_and_fits(found, status, message, monkeypatch, capsys):
     monkeypatch.setattr(aot, "compile_cases", lambda cases, all_configs: found)
-    assert aot.main(["--stage=v15"]) == status
+    assert aot.main(["--stage=v16"]) == status
     assert message in capsys.readouterr().err
 
 

@@ -16,8 +16,8 @@ from common.runtime import INTERPRETED
 
 
 def line_of(part, text):
-    """The first line with that text in a part of v21's forward, as "path:number"."""
-    path = Path(stages.__path__[0], "v21_second_q", f"forward_{part}.py")
+    """The first line with that text in a part of v25's forward, as "path:number"."""
+    path = Path(stages.__path__[0], "v25_second_q", f"forward_{part}.py")
     return f"{path}:{next(number for number, line in enumerate(path.read_text().splitlines(), start=1) if text in line)}"
 
 
@@ -100,11 +100,11 @@ def test_reports_of_racecheck():
     assert sanitize.parse(RACECHECK) == ([known, known, new], 3)
     assert "next_tiles.number.index(slot).store" in str(known)
     entry = sanitize.KNOWN[0]
-    assert entry.explains("racecheck", "v21_second_q", known)
-    assert not entry.explains("racecheck", "v21_second_q", new), "one line of it is another"
-    assert not entry.explains("memcheck", "v21_second_q", known)
+    assert entry.explains("racecheck", "v25_second_q", known)
+    assert not entry.explains("racecheck", "v25_second_q", new), "one line of it is another"
+    assert not entry.explains("memcheck", "v25_second_q", known)
     assert not entry.explains("racecheck", "v3_fa2_causal", known)
-    assert not entry.explains("racecheck", "v21_second_q", Report("race", "_forward_kernel")), "no line is known"
+    assert not entry.explains("racecheck", "v25_second_q", Report("race", "_forward_kernel")), "no line is known"
 
 
 @pytest.mark.parametrize("log", ["", "========= COMPUTE-SANITIZER\n"])
@@ -137,7 +137,7 @@ def run(tmp_path, monkeypatch, capsys):
     path.write_text(SANITIZER)
     path.chmod(0o755)
     monkeypatch.setattr(sanitize, "DEVICE", "cuda")
-    monkeypatch.setattr(stages, "unavailable", lambda name: "needs another GPU" if "v24" in name else None)
+    monkeypatch.setattr(stages, "unavailable", lambda name: "needs another GPU" if "v28" in name else None)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("LOGS", str(tmp_path))
 
@@ -155,10 +155,10 @@ def cells(shown, stage):
 
 
 def test_clean_stages_pass(run):
-    status, shown = run("--stage=v3,v24", "--tool=memcheck,initcheck", memcheck=CLEAN, initcheck=CLEAN)
+    status, shown = run("--stage=v3,v28", "--tool=memcheck,initcheck", memcheck=CLEAN, initcheck=CLEAN)
     assert status == 0
     assert cells(shown, "v3_fa2_causal") == ["clean", "clean"]
-    assert cells(shown, "v24_dependent_launch") == ["n/a", "n/a"] and "v24_dependent_launch needs another GPU" in shown
+    assert cells(shown, "v28_dependent_launch") == ["n/a", "n/a"] and "v28_dependent_launch needs another GPU" in shown
 
 
 def test_unknown_reports_fail_and_are_shown(run):
@@ -173,11 +173,11 @@ def test_unknown_reports_fail_and_are_shown(run):
 def test_known_reports_pass_with_their_reasons_and_fail_once_they_are_gone(run, monkeypatch):
     monkeypatch.setattr(sanitize, "KNOWN", sanitize.KNOWN[:1])
     only_known = RACECHECK.replace(NEW_RACE, "").replace("3 hazards", "2 hazards")
-    status, shown = run("--stage=v21", "--tool=racecheck", racecheck=only_known)
-    assert status == 0 and cells(shown, "v21_second_q") == ["2", "known"] and sanitize.TILE in shown
-    status, shown = run("--stage=v21", "--tool=racecheck", racecheck=RACECHECK)
-    assert status == 1 and cells(shown, "v21_second_q") == ["1", "NEW,", "2", "known"]
-    status, shown = run("--stage=v21", "--tool=racecheck", racecheck=CLEAN)
+    status, shown = run("--stage=v25", "--tool=racecheck", racecheck=only_known)
+    assert status == 0 and cells(shown, "v25_second_q") == ["2", "known"] and sanitize.TILE in shown
+    status, shown = run("--stage=v25", "--tool=racecheck", racecheck=RACECHECK)
+    assert status == 1 and cells(shown, "v25_second_q") == ["1", "NEW,", "2", "known"]
+    status, shown = run("--stage=v25", "--tool=racecheck", racecheck=CLEAN)
     assert status == 1 and "no report any more" in shown
 
 

@@ -29,7 +29,7 @@ def test_matmuls_take_their_time_whatever_the_kernel(pass_):
     """The model knows how long each unit works. The matmuls of a forward are 4 S² D FLOPs, of a backward 10 S² D."""
     workload = Workload(pass_, 1, 1, 512, 64, False, "float16")
     rates = timeline.measured_rates()
-    facts = timeline.record("v24", workload, timeline.simulate(stages.load("v24"), workload, rates))
+    facts = timeline.record("v28", workload, timeline.simulate(stages.load("v28"), workload, rates))
     flops = {"fwd": 4, "bwd": 10}[pass_] * 512**2 * 64
     assert facts["busy"][TENSOR_CORES] * facts["cycles"] == pytest.approx(flops / rates.flops)
     assert facts["busy"][EXPONENTIALS] * facts["cycles"] == pytest.approx(512**2 / rates.results["exp2"], rel=0.01)
@@ -38,7 +38,7 @@ def test_matmuls_take_their_time_whatever_the_kernel(pass_):
 
 
 def test_the_model_is_deterministic():
-    first, second = (timeline.simulate(stages.load("v21"), SMALL, timeline.measured_rates()) for _ in range(2))
+    first, second = (timeline.simulate(stages.load("v25"), SMALL, timeline.measured_rates()) for _ in range(2))
     assert [timing.end for timing in first] == [timing.end for timing in second]
 
 
@@ -55,9 +55,9 @@ def test_committed_cycles_are_the_model_s(name):
 
 def test_command_prints_the_table_and_saves_the_records(tmp_path, capsys):
     path = tmp_path / "timeline.json"
-    timeline.main(["--stage=v24", "--pass=fwd", "--head-dim=64", "--causal=no", "--seq-len=256", f"--json={path}"])
+    timeline.main(["--stage=v28", "--pass=fwd", "--head-dim=64", "--causal=no", "--seq-len=256", f"--json={path}"])
     (record,) = json.loads(path.read_text())["records"]
-    assert f"{record['cycles_a_tile']:.0f}" in capsys.readouterr().out and record["impl"] == "v24_dependent_launch"
+    assert f"{record['cycles_a_tile']:.0f}" in capsys.readouterr().out and record["impl"] == "v28_dependent_launch"
 
 
 def test_a_stage_without_gluon_is_refused():
@@ -67,7 +67,7 @@ def test_a_stage_without_gluon_is_refused():
 
 def test_a_pass_that_falls_back_to_triton_is_refused_with_a_working_option():
     with pytest.raises(SystemExit) as refused:
-        timeline.require_timed([stages.resolve("v11")], ["fwd", "bwd"], [64, 256])
+        timeline.require_timed([stages.resolve("v12")], ["fwd", "bwd"], [64, 256])
     message = str(refused.value)
-    assert message.startswith("v11_own_layouts launches no Gluon kernel for --pass bwd --head-dim 256")
+    assert message.startswith("v12_own_layouts launches no Gluon kernel for --pass bwd --head-dim 256")
     assert message.endswith("--head-dim of 16, 32, 64, 128 works.") and "\n" not in message

@@ -121,12 +121,12 @@ def test_formula_of_the_newest_backward_holds_for_the_largest_heads(seq_q, seq_k
 @pytest.mark.parametrize("sizes", [{"heads": 4, "kv_heads": 2}, {"heads": 2, "head_dim": 128}, {"heads": 1, "causal": True}])
 def test_formula_holds_where_keys_are_split(sizes):
     """Few queries see many keys, which are split. With a causal mask they see two keys, and nothing is split."""
-    check(stages.load("v26"), problem(2, 1500, **{"head_dim": 32, "causal": False} | sizes))
+    check(stages.load("v33"), problem(2, 1500, **{"head_dim": 32, "causal": False} | sizes))
 
 
 def nothing_is_short(monkeypatch, *modules):
-    """Make v26 and its formula treat all work as long."""
-    for names in (*namespaces("v26_split_keys"), *map(vars, modules)):
+    """Make v33 and its formula treat all work as long."""
+    for names in (*namespaces("v33_split_keys"), *map(vars, modules)):
         for width in names.get("SHORT", ()):
             monkeypatch.setitem(names["SHORT"], width, 0)
         if "FEW_SQUARES" in names:
@@ -136,7 +136,7 @@ def nothing_is_short(monkeypatch, *modules):
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_formula_holds_for_long_work(monkeypatch, kv_heads):
     nothing_is_short(monkeypatch)
-    check(stages.load("v26"), problem(150, 300, 64, False, kv_heads=kv_heads))
+    check(stages.load("v33"), problem(150, 300, 64, False, kv_heads=kv_heads))
 
 
 @pytest.mark.parametrize("tiles", [((64, 32), (64, 32)), ((16, 64), (128, 64))], ids=str)
@@ -515,9 +515,9 @@ def test_stages_get_the_tiles_of_the_gpu(gpu, fixed, tuned):
 
 
 def test_persistent_kernels_have_as_many_programs_as_the_gpu_has_sms():
-    """Each program of v24's second launch reads a flag."""
+    """Each program of v28's second launch reads a flag."""
     workload = traffic.Workload("fwd", 1, 5, 16, 16, False, "float16")
-    counts = traffic.count_stage(stages.load("v24"), workload, dataclasses.replace(H200, num_sms=3))
+    counts = traffic.count_stage(stages.load("v28"), workload, dataclasses.replace(H200, num_sms=3))
     assert counts.launches[-1] == Launch("_forward_kernel", {"BLOCK_M": 256, "BLOCK_N": 64}, 3 * 4, 0, 0)
 
 
@@ -525,9 +525,9 @@ def test_stages_are_available_where_a_gpu_has_what_they_need():
     for name in stages.names():
         assert H200.unavailable(name) is None and stages.unavailable(name) is None
     assert traffic.GPUS["a100"].unavailable("v7") is None
-    assert "this one is sm_80" in traffic.GPUS["a100"].unavailable("v11")
+    assert "this one is sm_80" in traffic.GPUS["a100"].unavailable("v12")
     with pytest.raises(Unavailable):
-        traffic.count_stage(stages.load("v11"), traffic.Workload("fwd", 1, 1, 16, 16, False, "float16"), traffic.GPUS["a100"])
+        traffic.count_stage(stages.load("v12"), traffic.Workload("fwd", 1, 1, 16, 16, False, "float16"), traffic.GPUS["a100"])
 
 
 def test_roofline_adds_launches_and_names_what_takes_longer():

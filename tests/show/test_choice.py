@@ -9,7 +9,7 @@ from common.measure.aot import SHARED_LIMIT
 from common.show import choice
 from common.show.results import CHOICE
 
-V2, V3, V7, V11 = map(stages.resolve, ("v2", "v3", "v7", "v11"))
+V2, V3, V7, V12 = map(stages.resolve, ("v2", "v3", "v7", "v12"))
 
 
 def rows(table):
@@ -20,7 +20,7 @@ def rows(table):
 def made(us, problems=()):
     compiled = [
         {"stage": name, "arch": arch, "problem": "does not fit" if (name, arch) in problems else None}
-        for arch in choice.FAMILIES for name in (V2, V3, V7, V11)
+        for arch in choice.FAMILIES for name in (V2, V3, V7, V12)
     ]  # fmt: skip
     counted = [{"stage": n, "gpu": g, "head_dim": d, "pass": p, "us": t} for (n, g, d, p), t in us.items()]
     machine = {"triton": "9", "commit": "abc", "date": "2026-01-02"}
@@ -34,9 +34,9 @@ def test_cells_are_times_of_tuned_tiles_over_fixed_ones():
         (V7, "a100", 128, "bwd"): 1.0,
         (V3, "a100", 128, "bwd"): 4.0,
     }
-    table = choice.choice_table(made(us, problems={(V11, arch) for arch in choice.FAMILIES if arch != 90}))
+    table = choice.choice_table(made(us, problems={(V12, arch) for arch in choice.FAMILIES if arch != 90}))
     assert rows(table)["sm_80"][1:] == ["v2 to v7", "v3", "3.00, -", "-, 0.25"]
-    assert rows(table)["sm_90"][1:3] == ["v2 to v11", "v11"]
+    assert rows(table)["sm_90"][1:3] == ["v2 to v12", "v12"]
     assert rows(table)["sm_86"][1:] == ["v2 to v7", "v3", "-, -", "-, -"]
     assert "v7's time over v3's" in table and "S = 7" in table
 

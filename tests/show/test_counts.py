@@ -31,7 +31,7 @@ def test_stages_that_a_gpu_cannot_run_are_named_and_left_out(gpu):
 
 
 def test_only_stages_that_a_gpu_cannot_run_is_an_error():
-    run = run_counts("--stage=v11", "--gpu=a100")
+    run = run_counts("--stage=v12", "--gpu=a100")
     assert run.returncode == 1 and "nothing to count" in run.stderr
 
 

@@ -70,13 +70,13 @@ def test_speedup_is_the_geometric_mean_where_both_were_measured():
 
 
 def test_implementations_come_in_stage_order():
-    names = ("v15_late", "v2_early", "sdpa-b", "v0_naive", "sdpa-a", "v2_early")
+    names = ("v16_late", "v2_early", "sdpa-b", "v0_naive", "sdpa-a", "v2_early")
     assert results.implementations([{"impl": name} for name in names]) == [
         "sdpa-b",
         "sdpa-a",
         "v0_naive",
         "v2_early",
-        "v15_late",
+        "v16_late",
     ]
 
 
@@ -122,7 +122,7 @@ def test_passes_with_the_parents_code_have_no_rows():
 
 
 def test_a_step_that_moves_the_same_says_so_in_a_line():
-    assert documents.traffic_of_step(stages.resolve("v25")).count("|") > 9  # its tiles are others
+    assert documents.traffic_of_step(stages.resolve("v29")).count("|") > 9  # its tiles are others
     assert documents.traffic_of_step(stages.resolve("v4")) == "One head, S = 2048: bytes and FLOPs as in v3."
 
 
@@ -146,7 +146,7 @@ def gains(new, old, pass_, head_dim, causal):
 
 
 def test_claims_of_the_documents_about_lengths_hold():
-    v0, v1, v2, v3, v5, v6, v7, v21, v24, v25 = map(stages.resolve, "v0 v1 v2 v3 v5 v6 v7 v21 v24 v25".split())
+    v0, v1, v2, v3, v5, v6, v7, v25, v28, v29 = map(stages.resolve, "v0 v1 v2 v3 v5 v6 v7 v25 v28 v29".split())
     for causal in (False, True):
         assert max(gains(v2, v1, "fwd", 128, causal).values()) < 1
         assert min(gains(v2, v1, "fwd", 128, causal).values()) < 0.5
@@ -154,21 +154,21 @@ def test_claims_of_the_documents_about_lengths_hold():
             over_v2 = gains(v3, v2, pass_, head_dim, causal)
             assert over_v2[512] < over_v2[1024] < over_v2[2048]
             assert all(1.75 < over_v2[2 * seq_len] / over_v2[seq_len] < 2.15 for seq_len in (4096, 8192))
-        over_v21 = gains(v24, v21, "fwd", 64, causal)
-        assert over_v21.pop(512) < 1 or not causal
-        assert min(over_v21.values()) > 1
-        assert all(gain > 1 for length, gain in gains(v25, v21, "fwd", 128, causal).items() if length >= 2048)
+        over_v25 = gains(v28, v25, "fwd", 64, causal)
+        assert over_v25.pop(512) < 1 or not causal
+        assert min(over_v25.values()) > 1
+        assert all(gain > 1 for length, gain in gains(v29, v25, "fwd", 128, causal).items() if length >= 2048)
         assert min(gains(v7, v6, "bwd", 128, causal).values()) < 1
-    assert all(gain > 1 for length, gain in gains(v24, v21, "fwd", 128, True).items() if length >= 4096)
-    assert gains(v21, v5, "bwd", 64, True)[512] < 1
-    assert gains(v21, "sdpa-cudnn", "fwd", 128, True)[512] < 1
+    assert all(gain > 1 for length, gain in gains(v28, v25, "fwd", 128, True).items() if length >= 4096)
+    assert gains(v25, v5, "bwd", 64, True)[512] < 1
+    assert gains(v25, "sdpa-cudnn", "fwd", 128, True)[512] < 1
     for pass_, head_dim in results.COLUMNS:
         full, causal = (times(v0, pass_, head_dim, causal) for causal in (False, True))
         assert all(causal[seq_len] > full[seq_len] for seq_len in causal)
 
 
 def test_claims_of_the_documents_about_spread_scores_hold():
-    table = documents.spread_table("v24_dependent_launch")
+    table = documents.spread_table("v28_dependent_launch")
     for mask in ("full", "causal"):
         found = {dtype: cells(table, dtype, mask) for dtype in ("float16", "bfloat16")}
         narrow, *_, wide = (float(ratio.removeprefix("×")) for ratio in found["float16"])
@@ -188,7 +188,7 @@ def test_tuned_tiles_of_v4_mostly_move_more_than_v3_s():
             assert old <= new or pass_ == "bwd"
             more.append(old < new)
     assert sum(more) > len(more) / 2
-    assert results.tuned_case("v24_dependent_launch", "fwd", 256, False) is None
+    assert results.tuned_case("v28_dependent_launch", "fwd", 256, False) is None
 
 
 KINDS_OF_TABLES = {
@@ -246,31 +246,31 @@ def test_claims_of_the_documents_about_short_caches_hold():
     records, _ = results.load_run(results.run_file("decode-d64"))
     short = [record for record in records if record["seq_len"] == 1 and record["kv_len"] <= 4096]
     ms = {(r["impl"], r["batch"], r["kv_heads"], r["kv_len"]): r["ms"] for r in short}
-    v26 = stages.resolve("v26")
-    ahead = [ms["sdpa-cudnn", *point] < time for (impl, *point), time in ms.items() if impl == v26]
+    v33 = stages.resolve("v33")
+    ahead = [ms["sdpa-cudnn", *point] < time for (impl, *point), time in ms.items() if impl == v33]
     assert sum(ahead) > len(ahead) / 2
 
 
 def test_sinks_are_shown_next_to_the_stage_with_a_running_maximum(monkeypatch, tmp_path):
     """A cell has the stage's ratio, and in brackets the previous stage's. A wrong result has no ratio."""
-    ms = {"v21_second_q": 2.0, "v27_persistent_backward": 4.0, "v28_safe_speculation": 1.0}
+    ms = {"v25_second_q": 2.0, "v36_persistent_backward": 4.0, "v39_safe_speculation": 1.0}
     point = {"head_dim": 64, "dtype": "float16", "causal": False, "seq_len": 4096, "score_std": 1.0}
     records = [point | {"impl": impl, "sink": sink, "ms": time} for impl, time in ms.items() for sink in (0.0, 16.0)]
-    del records[3]["ms"]  # v27 with a sink
+    del records[3]["ms"]  # v36 with a sink
     machine = {"gpu": "a GPU", "torch": "2", "triton": "3", "commit": "0" * 40}
     monkeypatch.setattr(sinks, "run_file", lambda name: tmp_path)
     monkeypatch.setattr(sinks, "load_run", lambda path: (records, machine))
-    table = sinks.sinks_table("v28_safe_speculation")
+    table = sinks.sinks_table("v39_safe_speculation")
     assert "deviation 1 |" in table and "sink of 16 |" in table
     assert cells(table, "64", "float16", "full") == ["2.00 (0.50)", "2.00 (wrong)"]
 
 
 def test_wide_heads_are_next_to_the_stage_before_and_the_libraries(monkeypatch, tmp_path):
-    rates = {"sdpa-cudnn": 400.0, "v28_safe_speculation": 100.0, "v29_wide_backward": 500.0}
+    rates = {"sdpa-cudnn": 400.0, "v39_safe_speculation": 100.0, "v42_wide_backward": 500.0}
     records = [{"impl": i, "pass": "bwd", "causal": True, "seq_len": 4096, "tflops": rate} for i, rate in rates.items()]
     machine = {"gpu": "a GPU", "torch": "2", "triton": "3", "commit": "0" * 40}
     monkeypatch.setattr(documents, "run_file", lambda name: tmp_path)
     monkeypatch.setattr(documents, "load_run", lambda path: (records, machine))
-    table = documents.wide_table("v29_wide_backward")
+    table = documents.wide_table("v42_wide_backward")
     assert cells(table, "backward", "causal", "4096") == ["500", "×5.00", "125 %"]
     assert cells(table, "forward", "full", "4096") == ["-", "-", "-"]

@@ -143,7 +143,7 @@ def test_a_command_that_is_shown_can_be_pasted(command, tmp_path, monkeypatch):
 @pytest.mark.parametrize("wrong", [
     "make bnech", "make bench STGE=v3", "make bench STAGE=v99", 'make bench ARGS="--pass sideways"', "make diff A=v3 B=v77",
     'make traffic ARGS="--seq-lens 64"', "python -m common.show.no_such", "python bench.py --stages v3",
-    "python -m common.measure.aot --arch 90 --mask no", "make stage FROM=v25 NAME=v26_yours", ".venv/bin/no-such-command",
+    "python -m common.measure.aot --arch 90 --mask no", "make stage FROM=v29 NAME=v33_yours", ".venv/bin/no-such-command",
 ])  # fmt: skip
 def test_a_command_that_is_wrong_is_noticed(wrong, tmp_path, monkeypatch):
     with pytest.raises((AssertionError, SystemExit, ValueError)):
@@ -161,7 +161,7 @@ def test_commands_are_found():
         "Makefile",
         "common/measure/aot.py",
     } <= places
-    assert {"make bench STAGE=v3", "make stage FROM=v25 NAME=v25x_yours", "make diff A=v3 B=v4"} <= COMMANDS.keys()
+    assert {"make bench STAGE=v3", "make stage FROM=v29 NAME=v29x_yours", "make diff A=v3 B=v4"} <= COMMANDS.keys()
     assert len(COMMANDS) > 60
 
 
@@ -216,7 +216,7 @@ def test_lines_that_need_a_missing_stage_are_named(tmp_path):
     for gone, file in (
         ("v7", "stages/v8_fixed_tiles/forward.py"),
         ("v3", "stages/v99_some/__init__.py:1"),
-        ("v25", "bench.py"),
+        ("v29", "bench.py"),
     ):
         shutil.move(tmp_path / "stages" / stages.resolve(gone), tmp_path / "kept")
         lines = needs_of_stages_that_are_gone(tmp_path)

@@ -125,7 +125,7 @@ def test_the_story_tells_of_new_stages(inside, monkeypatch, capsys):
 
 
 def test_tables_and_benchmark_compare_a_new_stage_with_its_parent(inside):
-    """The parent is not the one that the number suggests: v29z looks like a stage from v29."""
+    """The parent is not the one that the number suggests: v42z looks like a stage from v42."""
     copy = COPIES[V0]
     assert stages.parent(copy) == V0 and bench.chosen_stages([copy]) == [V0, copy]
     counts = {"bytes_read": 3e6, "bytes_written": 1e6, "flops_executed": 8e6, "bound": "bytes", "kernel_launches": 1}
@@ -164,15 +164,15 @@ def test_notes_that_point_ahead_stay():
     """A dead end off v4 still has v5 ahead and keeps notes about it. v5 and later stages do not."""
     code = "x = 1\n    # NOTE: this is read twice; v5 reads it once.\n    # NOTE: this is slow.\ny = 2  # v5's\n"
     assert new_stage.without_past_notes(code, "v4c_some") == code
-    for name in ("v5_other", "v5a_some", "v15_some"):
+    for name in ("v5_other", "v5a_some", "v16_some"):
         assert new_stage.without_past_notes(code, name) == "x = 1\n    # NOTE: this is slow.\ny = 2  # v5's\n"
 
 
 def test_lines_are_put_in_the_order_of_the_stages():
-    text = "above\n| v2 | b |\n| v12 | c |\nbelow\n"
-    assert new_stage.with_line(text, r"\| v\d+ .*", "| v15 | d |\n") == text.replace("| c |\n", "| c |\n| v15 | d |\n")
-    assert new_stage.with_line(text, r"\| v\d+ .*", "| v3 | d |\n") == text.replace("| v12", "| v3 | d |\n| v12")
-    assert new_stage.with_line(text, r"\| v\d+ .*", "| v12 | d |\n") == text.replace("| c |", "| d |")
+    text = "above\n| v2 | b |\n| v13 | c |\nbelow\n"
+    assert new_stage.with_line(text, r"\| v\d+ .*", "| v16 | d |\n") == text.replace("| c |\n", "| c |\n| v16 | d |\n")
+    assert new_stage.with_line(text, r"\| v\d+ .*", "| v3 | d |\n") == text.replace("| v13", "| v3 | d |\n| v13")
+    assert new_stage.with_line(text, r"\| v\d+ .*", "| v13 | d |\n") == text.replace("| c |", "| d |")
     for wrong in ("above\n", text + text):
         with pytest.raises(ValueError, match="side by side"):
             new_stage.with_line(wrong, r"\| v\d+ .*", "| v3 | d |\n")
@@ -252,14 +252,14 @@ def test_make_passes_on_its_variables():
             check=True,
         ).stdout
 
-    assert shown("FROM=v21", "NAME=v24_some").splitlines()[-1] == (
-        f'{sys.executable} -m common.show.new_stage -- "v21" "v24_some"'
+    assert shown("FROM=v25", "NAME=v28_some").splitlines()[-1] == (
+        f'{sys.executable} -m common.show.new_stage -- "v25" "v28_some"'
     )
 
 
 def test_the_example_of_a_message_can_be_pasted(inside, capsys):
     with pytest.raises(SystemExit):
-        new_stage.main(["v25", LAST])
+        new_stage.main(["v29", LAST])
     *_, source, name = re.search(r"try make stage FROM=(\S+) NAME=(\w+), or NAME=(\w+)", capsys.readouterr().err).groups()
-    for given in (("v25", source), ("v25", name)):
-        assert new_stage.checked(*given) == "v25_short_tiles"
+    for given in (("v29", source), ("v29", name)):
+        assert new_stage.checked(*given) == "v29_short_tiles"

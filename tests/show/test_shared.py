@@ -17,9 +17,9 @@ def record(impl, ms=None, sharing=1, *, pass_="fwd", seq_len=1024, causal=False,
 
 
 RECORDS = [
-    *(record("v11_late", ms, sharing) for ms, sharing in ((2.0, 1), (1.0, 4), (4.0, 8))),
+    *(record("v12_late", ms, sharing) for ms, sharing in ((2.0, 1), (1.0, 4), (4.0, 8))),
     *(record("sdpa-cudnn", ms, sharing) for ms, sharing in ((1.0, 1), (2.0, 4), (2.0, 8))),
-    record("v11_late", 1.0, seq_len=2048, causal=True), record("v11_late", 4.0, 4, seq_len=2048, causal=True),
+    record("v12_late", 1.0, seq_len=2048, causal=True), record("v12_late", 4.0, 4, seq_len=2048, causal=True),
     record("sdpa-cudnn", failure="OOM", seq_len=2048, causal=True),
 ]  # fmt: skip
 
@@ -42,8 +42,8 @@ def test_each_point_has_the_numbers_of_every_sharing():
 
 
 def test_summary_has_each_ratio_s_mean_and_worst_point_of_shared_heads():
-    text = shared_tables([*RECORDS, record("v11_late", 3.0, pass_="bwd"), record("v11_late", 3.0, 8, pass_="bwd")], MACHINE)
-    assert rows(text, "v11 with all heads") == [
+    text = shared_tables([*RECORDS, record("v12_late", 3.0, pass_="bwd"), record("v12_late", 3.0, 8, pass_="bwd")], MACHINE)
+    assert rows(text, "v12 with all heads") == [
         ["forward", "1.000", "1.414", "2.000", "4.000: fwd B=2 H=8 Hkv=2 S=2048 D=64 causal float16"],
         ["backward", "1.000", "-", "1.000", "1.000: bwd B=2 H=8 Hkv=1 S=1024 D=64 full float16"],
     ]
@@ -57,9 +57,9 @@ def test_another_dimension_of_v_has_its_own_table_with_the_libraries_messages():
     refusals = [
         record("flash-3", value_dim=128, pass_=pass_, failure="n/a", note="V headdim\n  is 128") for pass_ in ("fwd", "bwd")
     ]
-    others = [record("v11_late", 2.0, value_dim=128), record("sdpa-cudnn", 1.0, value_dim=128, launch_hidden=False)]
+    others = [record("v12_late", 2.0, value_dim=128), record("sdpa-cudnn", 1.0, value_dim=128, launch_hidden=False)]
     text = shared_tables([*RECORDS, *others, *refusals], MACHINE)
-    assert rows(text, "pass", "D", "Dv") == [["mask", "v11", "cuDNN", "FlashAttention-3"]]
+    assert rows(text, "pass", "D", "Dv") == [["mask", "v12", "cuDNN", "FlashAttention-3"]]
     assert rows(text, "forward", "64", "128", "full") == [["50", "100*", "n/a"]]
     assert rows(text, "backward", "64", "128", "full") == [["-", "-", "n/a"]]
     assert text.count("FlashAttention-3: V headdim is 128") == 1 and "launch could not be hidden" in text
@@ -67,10 +67,10 @@ def test_another_dimension_of_v_has_its_own_table_with_the_libraries_messages():
 
 
 def test_traffic_of_a_step_is_from_heads_that_share_nothing(monkeypatch, tmp_path):
-    shape = {"impl": "v11_late", "pass": "fwd", "batch": 1, "heads": 8, "seq_len": 64, "head_dim": 64, "causal": False,
+    shape = {"impl": "v12_late", "pass": "fwd", "batch": 1, "heads": 8, "seq_len": 64, "head_dim": 64, "causal": False,
              "dtype": "float16"}  # fmt: skip
     cases = [shape | {"kv_heads": 2, "value_dim": 64}, shape | {"kv_heads": 8, "value_dim": 32}, shape | {"tuned": {}}]
     monkeypatch.setattr(results, "ROOT", tmp_path)
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "traffic-some.json").write_text(json.dumps({"cases": cases}))
-    assert results.tuned_case("v11_late", "fwd", 64, False) == cases[2]
+    assert results.tuned_case("v12_late", "fwd", 64, False) == cases[2]

@@ -14,9 +14,9 @@ def test_a_picture_has_a_lane_for_each_unit_and_a_colour_for_each_partition(tmp_
     figures = []
     monkeypatch.setattr(timelines, "TIMELINES", tmp_path / "plots")
     monkeypatch.setattr(timelines.plt, "close", figures.append)
-    timelines.main(["--stage=v24", "--seq-len=512", "--pass=bwd"])
+    timelines.main(["--stage=v28", "--seq-len=512", "--pass=bwd"])
     (path,) = (tmp_path / "plots").iterdir()
-    assert path.name == "v24-bwd-d64-full-s512.png" and str(path) in capsys.readouterr().out
+    assert path.name == "v28-bwd-d64-full-s512.png" and str(path) in capsys.readouterr().out
     (axes,) = figures[0].axes
     lanes = [label.get_text() for label in axes.get_yticklabels()]
     assert [lane.split("\n")[0] for lane in lanes] == list(timelines.UNITS)

@@ -81,7 +81,7 @@ def test_a_page_opens_and_fits(reader, name):
     assert reader.noted == []
 
 
-SOON = {("index", "light"), ("index", "dark"), ("glossary", "light"), ("reading", "dark"), ("v3", "light"), ("v21", "dark")}
+SOON = {("index", "light"), ("index", "dark"), ("glossary", "light"), ("reading", "dark"), ("v3", "light"), ("v25", "dark")}
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_the_slider_moves_through_both_traces(watched):
 def test_the_time_axis_says_what_is_to_the_right(watched):
     axes = [each.inner_text() for each in visible(watched.open("v3.html"), "figure:not(.zoomed) .axis")]
     assert len(axes) == 2 and all("order of accesses" in words and "width = bytes" in words for words in axes)
-    axes = [each.inner_text() for each in visible(watched.open("v21.html"), ".axis")]
+    axes = [each.inner_text() for each in visible(watched.open("v25.html"), ".axis")]
     assert len(axes) == 4 and all("cycles" in words and "launch" in words for words in axes)
 
 
@@ -206,7 +206,7 @@ def test_writes_differ_from_reads_without_color(watched):
 
 
 def test_zoom_widens_the_timelines_and_they_scroll_together(watched):
-    page = watched.open("v21.html")
+    page = watched.open("v25.html")
     field = visible(page, ".zoomed .field")[0]
     width, opened = field.evaluate("each => [each.clientWidth, each.scrollWidth]")
     assert opened > 3 * width and field.evaluate("each => each.scrollLeft") > width
@@ -219,7 +219,7 @@ def test_zoom_widens_the_timelines_and_they_scroll_together(watched):
 
 
 def test_a_lane_of_a_timeline_says_how_busy_its_unit_is(watched):
-    for panel in visible(watched.open("v21.html"), ".zoomed"):
+    for panel in visible(watched.open("v25.html"), ".zoomed"):
         busy = [re.fullmatch(r"(\d+) %", each.inner_text()) for each in panel.query_selector_all(".names b")]
         assert len(busy) == len(panel.query_selector_all("svg")) and 0 < max(int(each[1]) for each in busy) <= 100
 
@@ -234,7 +234,7 @@ def test_equal_lines_unfold_and_fold(watched):
     assert page.locator(".diff tr:visible").count() == count
 
 
-@pytest.mark.parametrize("name", ["v3", "v7", "v20"])
+@pytest.mark.parametrize("name", ["v3", "v7", "v24"])
 def test_the_code_opens_at_the_first_changed_kernel(watched, name):
     rows_shown = visible(watched.open(f"{name}.html"), ".diff tbody tr:not(.bar)")
     shown = [row.inner_text() for row in rows_shown]
@@ -271,7 +271,7 @@ def test_a_part_of_the_code_is_one_click_away(watched):
 
 @pytest.mark.parametrize("how", ["hover", "focus"])
 def test_a_term_shows_its_definition(watched, how):
-    page = watched.open("v20.html")
+    page = watched.open("v24.html")
     term = page.query_selector("a.term:has-text('CTA')")
     getattr(term, how)()
     page.wait_for_selector("#box.on")

@@ -131,7 +131,7 @@ def test_notes_link_to_the_step_that_answers_them():
     assert '<a href="v5.html">v5</a>' in row.new.code and "v99.html" not in row.new.code
 
 
-@pytest.mark.parametrize("name", ["v2_fa1_tiling", "v21_second_q"])
+@pytest.mark.parametrize("name", ["v2_fa1_tiling", "v25_second_q"])
 def test_a_panel_has_all_bytes_of_the_trace(name):
     workload = Workload("fwd", 1, 1, 1024, 64, True, "float16")
     recorded = trace(stages.load(name), workload)
@@ -158,12 +158,12 @@ def test_a_page_begins_with_what_the_step_changes(site):
     assert titles.index("trace") < titles.index("gain") < titles.index("moves") < titles.index("diff")
     assert "(slower)" not in words.partition("Problem")[0]
     assert "as fast (slower) at D = 128" in body(site, "v2")[0]
-    assert "Backward: same code." in body(site, "v21")[0]
-    assert re.search(r"×\d\.\d\d as fast at D = 256", body(site, "v29")[0])
-    assert re.search(r"×\d\.\d\d as fast at D = 64 and one query", body(site, "v26")[0])
+    assert "Backward: same code." in body(site, "v25")[0]
+    assert re.search(r"×\d\.\d\d as fast at D = 256", body(site, "v42")[0])
+    assert re.search(r"×\d\.\d\d as fast at D = 64 and one query", body(site, "v33")[0])
 
 
-@pytest.mark.parametrize(("name", "first"), [("v3", "trace"), ("v7", "trace"), ("v21", "units")])
+@pytest.mark.parametrize(("name", "first"), [("v3", "trace"), ("v7", "trace"), ("v25", "units")])
 def test_a_page_begins_with_the_picture_of_what_changes(site, name, first):
     """If parent and stage move the same bytes, the timeline of the SM comes before the accesses."""
     titles = body(site, name)[1]

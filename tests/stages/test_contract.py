@@ -155,10 +155,10 @@ def stage_with(parent, directory):
     return name
 
 
-@pytest.mark.parametrize("recorded", ["v25", "v25_short_tiles"])
+@pytest.mark.parametrize("recorded", ["v29", "v29_short_tiles"])
 def test_a_stage_records_its_parent(recorded, tmp_path, monkeypatch):
     monkeypatch.setattr(stages, "__path__", [*stages.__path__, str(tmp_path)])
-    assert stages.parent(stage_with(recorded, tmp_path)) == "v25_short_tiles"
+    assert stages.parent(stage_with(recorded, tmp_path)) == "v29_short_tiles"
 
 
 def test_a_parent_that_is_not_there(tmp_path, monkeypatch):

@@ -71,7 +71,7 @@ def test_rows_before_a_sink_do_not_see_it(name, nats, dtype, monkeypatch):
     q, k, v = (torch.cat(tensors, 1) for tensors in zip(*heads, strict=True))
     check(stage, q, k, v, True)
     if dtype == torch.bfloat16 and nats < 88:
-        # The guess leaves some sinks out: their P is rounded, and so are O and delta. v22's README names this limit.
+        # The guess leaves some sinks out: their P is rounded, and so are O and delta. v26's README names this limit.
         q, k, v = (tensor[:, : SINKS.index(16) if name in SAFE else 0] for tensor in (q, k, v))
     if q.numel():
         check_both_passes(stage, q, k, v, torch.randn_like(v), causal=True)

@@ -27,7 +27,7 @@ def split(request, monkeypatch):
     stage = stages.load(request.param)
 
     def into(number):
-        set_names(monkeypatch, request.param, splits_of=lambda *_: number, FEW_SQUARES=0)  # over 128 rows: v25's tile
+        set_names(monkeypatch, request.param, splits_of=lambda *_: number, FEW_SQUARES=0)  # over 128 rows: v29's tile
 
     return stage, into
 

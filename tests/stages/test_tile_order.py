@@ -30,7 +30,7 @@ def stage(request, monkeypatch):
     """A stage with an order of tiles, on a GPU of one SM, where K and V of two heads share the L2 cache."""
     for ordered in (order.tile_and_head.rewrite(), gluon._translated(order.tile_and_head.fn)):  # as the interpreters run it
         monkeypatch.setattr(ordered, "__defaults__", (GROUP * KV_BYTES, *ordered.__defaults__[1:]))
-    set_names(monkeypatch, request.param, FEW_SQUARES=0, splits_of=lambda *_: 1)  # v25's tiles, and no splits
+    set_names(monkeypatch, request.param, FEW_SQUARES=0, splits_of=lambda *_: 1)  # v29's tiles, and no splits
     monkeypatch.setattr(replay, "is_watched", lambda: True)
     with interpreted_as(Device(num_sms=1)):
         yield stages.load(request.param)

@@ -32,9 +32,10 @@ from common.measure.options import json_path, list_of, one_of, positive, positiv
 from common.measure.progress import COLUMNS, Progress, say
 from common.measure.workloads import Workload
 from common.runtime import DEVICE
-from common.show.results import HEAD_DIMS, spoken
+from common.show.results import CODE, HEAD_DIMS, spoken
 from common.show.summary import summary
 from common.show.tables import speed_table
+from common.show.tracks import stages_of
 
 SAVED = Path(".benchmarks")  # pytest-benchmark's
 
@@ -92,10 +93,10 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--reference",
         choices=GRIDS,
-        help="one part of results/. A dtype and head dimension: all stages. newest: the newest four and their dead ends. wide: "
-        "the newest two at head dimension 256. short: calls so short that CPU time counts. sinks: attention sinks and wide "
-        "score distributions. passes-as-one: forward and backward together, of a smaller model. shared: GQA, and another head "
-        "dimension for V than for K. decode: few queries, many keys",
+        help="one part of results/. forward-, backward-: all stages in float16. bfloat16: the end of the main ladder, and the "
+        "newest stage. decode: few queries, many keys. sinks: attention sinks and wide score distributions. wide: head "
+        "dimension 256. short: calls so short that CPU time counts. passes-as-one: forward and backward together, of a smaller "
+        "model. shared: GQA, and another head dimension for V than for K",
     )
 
     options = parser.parse_args(argv)
@@ -134,28 +135,29 @@ def chosen_stages(chosen: list[str]) -> list[str]:
     return [name for name in stages.names() if name in wanted]
 
 
-MAIN_LINE = [name for name in stages.names() if not stages.is_dead_end(name)]
+LINE = [name for name in stages.names() if not stages.is_dead_end(name)]  # ladder and tracks
 # For each head dimension: the number of query heads, and the numbers of K/V heads. They give groups of 1, 4 and 8 query heads.
 SHARED_HEADS = {64: (32, (32, 8, 4)), 128: (16, (16, 4, 2))}
+LADDER = [name for name in LINE if not stages.track(name)]
 EVERYTHING = [*BASELINES, *stages.names()]
-# The newest stage and the fast libraries. FlashAttention-2 is not in the list: it is by far the slowest, and would take a third
-# of the time.
-FASTEST = [*(name for name in BASELINES if name != "sdpa-flash"), MAIN_LINE[-1]]
-# To run the whole reference again for each new stage takes too long. This part has only the newest stages, their dead ends and
-# the baselines.
-NEWEST = [
-    *(name for name in BASELINES if name != "sdpa-flash"),
-    *(name for name in stages.names() if stages.position(name) >= stages.position(MAIN_LINE[-4])),
-]
-# For D = 256. Before v42, the backward of a Gluon stage falls back to v7, a Triton kernel.
-WIDE = [*(name for name in BASELINES if name != "sdpa-flash"), *MAIN_LINE[-2:]]
-# Decoding has few queries and many keys. FlashAttention-4 is left out, because it mainly targets newer GPUs. v29 is the last
-# stage that does not split keys.
-DECODING = dict.fromkeys([*(name for name in BASELINES if name != "flash-4"), stages.resolve("v29"), MAIN_LINE[-1]])
-# Attention sinks and wide scores: v25 is the last stage with a running maximum. v36 is the last stage that guesses the maximum
-# from only a row's last keys; v39 also uses the first keys.
-SINKS = [stages.resolve(name) for name in ("v25", "v36", "v39")]
-DECODING_KV_LENS = (1024, 4096, 16384, 65536, 524288)
+# FlashAttention-2 is not in the list: it is by far the slowest, and would take a third of the time.
+FAST_LIBRARIES = [name for name in BASELINES if name != "sdpa-flash"]
+FASTEST = [*FAST_LIBRARIES, LINE[-1]]
+
+
+def _of_track(key: str) -> list[str]:
+    """The stages of a track, after the stage that it starts from."""
+    found = stages_of(key)
+    return [stages.parent(found[0]), *found]
+
+
+# For D = 256. Before this track, the backward of a Gluon stage falls back to v7, a Triton kernel.
+WIDE = [*FAST_LIBRARIES, *_of_track("wide")]
+# Decoding has few queries and many keys. FlashAttention-4 is left out, because it mainly targets newer GPUs.
+DECODING = [*(name for name in BASELINES if name != "flash-4"), *_of_track("decoding")]
+# Attention sinks and wide scores. v25 is the last stage with a running maximum; later stages guess the maximum.
+SINKS = [stages.resolve("v25"), *_of_track("sinks")]
+DECODING_KV_LENS = (1024, 16384, 65536, 524288)
 MOST_KV_BYTES = 40e9  # K and V together
 
 
@@ -166,18 +168,21 @@ def _decoding(head_dim: int) -> list[list[str]]:
         key = 2 * 2 * batch * kv_heads * head_dim  # bytes of one key's K and V in all heads and batch elements
         kv_lens = [kv_len for kv_len in DECODING_KV_LENS if key * kv_len <= MOST_KV_BYTES]
         found.append([
-            "--pass=fwd", "--causal=no", "--dtype=bfloat16", f"--head-dim={head_dim}", "--seq-len=1,16,64,512",
+            "--pass=fwd", "--causal=no", "--dtype=bfloat16", f"--head-dim={head_dim}", "--seq-len=1,16,512",
             f"--kv-len={','.join(map(str, kv_lens))}", f"--batch={batch}", f"--heads={heads}", f"--kv-heads={kv_heads}",
         ])  # fmt: skip
     return found
 
 
 GRIDS = {  # each part of results/ is one run: a list of command lines, each with the implementations to measure
-    **{f"float16-d{dim}": [([f"--head-dim={dim}", "--dtype=float16"], EVERYTHING)] for dim in HEAD_DIMS},
-    **{  # dead ends are shown in one dtype
-        f"bfloat16-d{dim}": [([f"--head-dim={dim}", "--dtype=bfloat16"], [*BASELINES, *MAIN_LINE])] for dim in HEAD_DIMS
+    **{
+        f"{CODE[pass_]}-d{dim}": [([f"--pass={pass_}", f"--head-dim={dim}", "--dtype=float16"], EVERYTHING)]
+        for pass_, dim in itertools.product(CODE, HEAD_DIMS)
     },
-    **{f"newest-d{dim}": [([f"--head-dim={dim}", "--dtype=float16"], NEWEST)] for dim in HEAD_DIMS},
+    **{
+        f"bfloat16-d{dim}": [([f"--head-dim={dim}", "--dtype=bfloat16"], [*BASELINES, LADDER[-1], LINE[-1]])]
+        for dim in HEAD_DIMS
+    },
     "wide": [(["--head-dim=256", "--seq-len=1024,4096,16384"], WIDE)],
     "short": [(["--batch=1", "--heads=2", "--seq-len=128,512", "--head-dim=64", "--causal=no"], EVERYTHING)],
     "sinks": [

@@ -1,6 +1,7 @@
 """The stages of the evolution, one package each. No code outside a stage's directory lists its name.
 
-A name gives a stage's position: v4_… is the fourth step, v4a_… a dead end that branches off it.
+A name gives a stage's position: v4_… is the fourth step, v4a_… a dead end that branches off it. The main ladder leads to the
+fastest attention for training. Tracks go on from its end, each for one other workload.
 """
 
 import contextlib
@@ -42,6 +43,21 @@ def names() -> list[str]:
         if position(first) == position(second):
             raise SystemExit(f"stages/{first} and stages/{second} have one number; rename one of them")
     return found
+
+
+def _recorded(name: str, what: str) -> str | None:
+    """Return the string that a stage's `__init__.py` assigns to the name `what`; None if it does not."""
+    module = directory(name) / "__init__.py"
+    found = module.exists() and re.search(rf"^{what} = [\"'](.*)[\"']", module.read_text(), re.MULTILINE)
+    return found[1] if found else None
+
+
+def track(name: str) -> str | None:
+    """Return the track of a stage, `TRACK = "decoding"` in its `__init__.py`; None for a stage of the main ladder.
+
+    `common.show.tracks` lists the tracks and their benchmarks.
+    """
+    return _recorded(name, "TRACK")
 
 
 def version(name: str) -> str:
@@ -130,12 +146,12 @@ def parent(name: str) -> str | None:
     Raises:
         SystemExit: `PARENT` names no stage.
     """
-    module = directory(name) / "__init__.py"
-    if recorded := module.exists() and re.search(r"^PARENT = [\"'](.*)[\"']", module.read_text(), re.MULTILINE):
+    if recorded := _recorded(name, "PARENT"):
         try:
-            return resolve(recorded[1])
+            return resolve(recorded)
         except ValueError:
-            raise SystemExit(f"{module}: {recorded[0]} names no stage") from None
+            module = directory(name) / "__init__.py"
+            raise SystemExit(f"{module}: PARENT = {recorded!r} names no stage") from None
     number, branch = position(name) or (0, "")
     line = [other for other in names() if not is_dead_end(other) and position(other) < (number + bool(branch), "")]
     return line[-1] if line else None

@@ -21,6 +21,7 @@ from common.measure.workloads import Workload
 from common.runtime import DEVICE
 from common.show.summary import summary
 from common.show.tables import speed_table
+from common.show.tracks import TRACKS, stages_of
 
 ROOT = programs.ROOT
 
@@ -54,7 +55,7 @@ def test_options_take_lists_repeated_flags_and_short_names():
         (["--kv-len", "64", "--seq-len=64,128"], "argument --kv-len: a causal workload has as many keys as queries"),
         (["--value-dim", "48"], "'48' is not one of 16, 32, 64, 128, 256"),
         (["--reference", "all"], "'all' (choose from "),
-        (["--reference"], "--reference {float16-d64,float16-d128,"),
+        (["--reference"], "--reference {forward-d64,forward-d128,"),
         (["--score-std", "0"], "'0' is not a number above 0"),
         (["--score-std", "nan"], "'nan' is not a number above 0"),
         (["--score-std", "wide"], "'wide'"),
@@ -143,16 +144,27 @@ def test_a_pass_that_a_stage_has_from_its_parent_is_a_repeat():
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_reference_run_of_the_stages_has_one_dtype_and_head_dimension(dtype, head_dim):
-    found = reference_cases(f"{dtype}-d{head_dim}")
-    names = [name for name in stages.names() if dtype == "float16" or not stages.is_dead_end(name)]
+@pytest.mark.parametrize("pass_", ["fwd", "bwd"])
+def test_reference_run_of_the_stages_has_one_pass_and_head_dimension(pass_, head_dim):
+    found = reference_cases(f"{bench.CODE[pass_]}-d{head_dim}")
     seen = [(impl, w.pass_, w.head_dim, w.causal, w.dtype, w.seq_len) for impl, w in found]
     every = itertools.product(
-        (*bench.BASELINES, *names), ("fwd", "bwd"), (head_dim,), (False, True), (dtype,), bench.workloads.SEQ_LENS
+        (*bench.BASELINES, *stages.names()), (pass_,), (head_dim,), (False, True), ("float16",), bench.workloads.SEQ_LENS
     )
     assert sorted(seen) == sorted(case for case in every if not bench.repeats(*case[:2]))
     assert all(w.kv_heads == w.heads and w.value_dim == w.head_dim for _, w in found)
+
+
+@pytest.mark.parametrize("key", TRACKS)
+def test_a_track_has_its_stages_and_their_parent_in_its_benchmark(key):
+    track, line = TRACKS[key], stages_of(key)
+
+    for grid in track.grids:
+        measured = {impl for impl, work in reference_cases(grid) if work.pass_ == track.pass_ and track.counts(work)}
+        for name in (stages.parent(line[0]), *line):
+            while name not in measured and bench.repeats(name, track.pass_):
+                name = stages.parent(name)
+            assert name in measured
 
 
 def test_reference_run_of_passes_as_one_is_of_a_smaller_model():
@@ -198,22 +210,22 @@ def test_reference_run_of_shared_heads_has_the_newest_stage_alone():
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_reference_run_of_decoding_has_few_queries_and_as_many_keys_as_fit(head_dim):
     found = reference_cases(f"decode-d{head_dim}")
-    newest = max((name for name in stages.names() if not stages.is_dead_end(name)), key=stages.position)
     others = {name for name in bench.BASELINES if name != "flash-4"}
-    assert {impl for impl, _ in found} == {*others, stages.resolve("v29"), newest} and len(set(found)) == len(found)
-    mine = [w for impl, w in found if impl == newest]
+    line = bench.LADDER[-1], *stages_of("decoding")
+    assert {impl for impl, _ in found} == {*others, *line} and len(set(found)) == len(found)
+    mine = [w for impl, w in found if impl == line[-1]]
     assert {(w.pass_, w.head_dim, w.value_dim, w.causal, w.dtype) for w in mine} == {
         ("fwd", head_dim, head_dim, False, "bfloat16")
     }
     points = {(w.batch, w.kv_heads, w.kv_len) for w in mine}
     assert points == {
         (batch, kv_heads, kv_len)
-        for batch, kv_heads, kv_len in itertools.product((1, 8, 64), (16, 8), (1024, 4096, 16384, 65536, 524288))
+        for batch, kv_heads, kv_len in itertools.product((1, 8, 64), (16, 8), (1024, 16384, 65536, 524288))
         if (batch, kv_len) != (64, 524288)
     }
     assert {(w.heads, w.kv_heads) for w in mine} == {(16, 16), (32, 8)}
     assert sorted((w.batch, w.kv_heads, w.kv_len, w.seq_len) for w in mine) == sorted(
-        (*point, seq_len) for point in points for seq_len in (1, 16, 64, 512)
+        (*point, seq_len) for point in points for seq_len in (1, 16, 512)
     )
     assert max(4 * w.batch * w.kv_heads * w.kv_len * head_dim for w in mine) <= 40e9
 

@@ -307,12 +307,12 @@ PASSAGES = {  # generated passages that a stage's README may have
 
 
 RUNS = {  # by name of the run: its heading, and the function that formats its records
-    "float16-d64": ("All stages in float16, D = 64", speed_table),
-    "float16-d128": ("All stages in float16, D = 128", speed_table),
-    "bfloat16-d64": ("All stages in bfloat16, D = 64", speed_table),
-    "bfloat16-d128": ("All stages in bfloat16, D = 128", speed_table),
-    "newest-d64": ("The newest stages in float16, D = 64", speed_table),
-    "newest-d128": ("The newest stages in float16, D = 128", speed_table),
+    "forward-d64": ("Forward, all stages in float16, D = 64", speed_table),
+    "forward-d128": ("Forward, all stages in float16, D = 128", speed_table),
+    "backward-d64": ("Backward, all stages in float16, D = 64", speed_table),
+    "backward-d128": ("Backward, all stages in float16, D = 128", speed_table),
+    "bfloat16-d64": ("In bfloat16, D = 64", speed_table),
+    "bfloat16-d128": ("In bfloat16, D = 128", speed_table),
     "wide": ("D = 256", speed_table),
     "short": ("Short calls in float16", speed_table),
     "passes-as-one": ("Both passes as one", speed_table),

@@ -23,6 +23,7 @@ from common.show.results import (
 )
 from common.show.story import change, idea
 from common.show.tables import PASS_NAMES
+from common.show.tracks import TRACKS, table
 
 HEAD_DIM = max(HEAD_DIMS)  # of the numbers on the front page
 
@@ -62,13 +63,18 @@ def share_of_the_fastest(found: list[Run], name: str, pass_: str) -> tuple[float
     return (ratio, run) if ratio else None
 
 
-def row(found: list[Run], name: str) -> tuple[list[str], list[Run]]:
-    """Return a stage's cells in the ladder, and the runs with the cells' numbers."""
-    parent, used = stages.parent(name), []
+def start(name: str) -> list[str]:
+    """Return a stage's first cells in a table: link, idea, and number of changed lines."""
     text = idea(name).removeprefix("A dead end: ").rstrip(".")
     text = text[0].upper() + text[1:] if text.split()[0].islower() else text
+    parent = stages.parent(name)
     lines = change(parent, name) if parent else None
-    cells = [f"[{stages.version(name)}](stages/{name})", text, str(lines.added + lines.removed) if lines else "-"]
+    return [f"[{stages.version(name)}](stages/{name})", text, str(lines.added + lines.removed) if lines else "-"]
+
+
+def row(found: list[Run], name: str) -> tuple[list[str], list[Run]]:
+    """Return a stage's cells in the ladder, and the runs with the cells' numbers."""
+    parent, used, cells = stages.parent(name), [], start(name)
     for pass_ in CODE:
         gained = parent and gain(found, name, parent, pass_, HEAD_DIM)
         if parent and same_code(name, parent, pass_):
@@ -82,8 +88,13 @@ def row(found: list[Run], name: str) -> tuple[list[str], list[Run]]:
     return cells, used
 
 
+def _short(shown: str) -> str:
+    """Shorten a Markdown table's padding: otherwise one long cell makes every row as long."""
+    return re.sub(" {2,}", " ", re.sub("-{4,}", "---", shown))
+
+
 def ladder(found: list[Run]) -> str:
-    """The table of stages, then the table of dead ends.
+    """The table of the main ladder, then the tables of tracks and of dead ends.
 
     Args:
         found: as `common.show.results.runs` gives them.
@@ -94,14 +105,14 @@ def ladder(found: list[Run]) -> str:
     for dead in (False, True):
         rows = []
         for name in stages.names():
-            if stages.is_dead_end(name) == dead:
+            if stages.is_dead_end(name) == dead and (dead or not stages.track(name)):
                 cells, runs = row(found, name)
                 rows.append(cells)
                 used += runs
-        table = tabulate(
+        shown = tabulate(
             rows, ["dead end" if dead else "stage", *headers[1:]], tablefmt="pipe", disable_numparse=True, colalign=align
         )
-        tables.append(re.sub(" {2,}", " ", re.sub("-{4,}", "---", table)))  # otherwise a long cell makes every row as long
+        tables.append(_short(shown))
     words = (
         "*lines changed*: added plus removed lines of code. "
         "*× parent*: the parent's time over the stage's time. "
@@ -109,16 +120,21 @@ def ladder(found: list[Run]) -> str:
         "It may come from another run than *× parent*. "
         "*same code*: the stage does not change this pass, and small differences are noise. `-`: not measured, or no parent."
     )
-    dead_ends = (
-        "A dead end is an idea that looked good and made attention slower. "
-        "v4a starts from v4, and v5 starts from v4 again, not from v4a."
-    )
     over = (
         f"Float16, D = {HEAD_DIM}. Each number is the geometric mean over ten workloads: "
         "1024 to 16384 tokens, with and without a causal mask. Each ratio compares times of one run."
     )
+    tracks = (
+        "The ladder ends at the fastest attention for training. Each track goes on from there, for one other workload. "
+        "The last stage has it all."
+    )
+    dead_ends = (
+        "A dead end is an idea that looked good and made attention slower. "
+        "v4a starts from v4, and v5 starts from v4 again, not from v4a."
+    )
+    each = [_short(table(key, start)) for key in TRACKS]
     measured = f"{over} {origins(used)}."
-    return "\n\n".join([words, tables[0], dead_ends, tables[1], measured])
+    return "\n\n".join([words, tables[0], measured, tracks, *each, dead_ends, tables[1]])
 
 
 def headline(found: list[Run]) -> str:

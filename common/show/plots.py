@@ -182,6 +182,14 @@ def _memory(found, names):
     return figure
 
 
+def _mark_tracks(axes, names):
+    """Draw a line where the main ladder ends and the tracks begin, if `names` has both."""
+    places = [place for place, name in enumerate(names) if stages.track(name)]
+    if places and places[0]:
+        axes.axvline(places[0] - 0.5, color="0.5", linewidth=0.8, linestyle=(0, (4, 3)))
+        axes.text(places[0] - 0.4, 0.99, "tracks", transform=axes.get_xaxis_transform(), va="top", fontsize=8, color="0.4")
+
+
 def _gain(found, names):
     """Plot how many times as fast each stage is as its parent; a pass with the parent's code has no bar."""
     figure, grid = plt.subplots(2, 1, figsize=(12, 7), layout="constrained", sharex=True, sharey=True)
@@ -201,6 +209,7 @@ def _gain(found, names):
         label = f"{PASS_NAMES[pass_]}, D={head_dim}"
         heights = [ratio - 1 for ratio in gains.values()]
         axes.bar(gains.keys(), heights, width * 0.92, bottom=1, label=label, edgecolor="white", linewidth=0, **BARS[index])
+        _mark_tracks(axes, [new for _, new in steps])
         for x, ratio in gains.items():
             above = ratio >= 1
             axes.text(
@@ -234,6 +243,7 @@ def _evolution(found, names):
         of_bars = [number(found, rates[name][1]) for name in line]
         colors = [RUN_COLORS[key % len(RUN_COLORS)] for key in of_bars]
         labels = [f"stages, run [{key}]" if key not in of_bars[:place] else "_" for place, key in enumerate(of_bars)]
+        _mark_tracks(axes, line)
         bars = axes.bar([spoken(name) for name in line], [rates[name][0] for name in line], color=colors, label=labels)
         axes.bar_label(bars, fmt="%.0f", fontsize=7.5, padding=1, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.3})
         for name, (mean, run) in rates.items():

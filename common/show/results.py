@@ -93,15 +93,15 @@ def is_usual(record: dict) -> bool:
     return head_dim in HEAD_DIMS and Workload.of(record) == Workload(record["pass"], *shape, record["causal"], "float16")
 
 
-def _with_repeats(records: list[dict]) -> list[dict]:
+def with_repeats(records: list[dict]) -> list[dict]:
     """Add records of the passes that a stage has from its parent: a reference run measures them only as the parent's."""
     every = list(records)
     tried = {(record["impl"], record["pass"]) for record in records}
-    for name, pass_ in itertools.product(dict.fromkeys(record["impl"] for record in records), CODE):
+    for name, pass_ in itertools.product(stages.names(), CODE):
         owner = name
         while (owner, pass_) not in tried and (parent := stages.parent(owner)) and same_code(owner, parent, pass_):
             owner = parent
-        if owner != name:
+        if owner != name and (owner, pass_) in tried:
             every += [{**record, "impl": name} for record in records if (record["impl"], record["pass"]) == (owner, pass_)]
     return every
 
@@ -113,9 +113,7 @@ def _run(path: Path, changed_ns: int) -> Run | None:
     if "benchmarks" not in saved:
         return None
     records, machine = records_of(saved)
-    run = Run(
-        _with_repeats([record for record in records if is_usual(record)]), machine, saved.get("datetime", machine["date"])
-    )
+    run = Run(with_repeats([record for record in records if is_usual(record)]), machine, saved.get("datetime", machine["date"]))
     return run if len({impl for impl, *_ in run._whole if stages.position(impl)}) > 1 else None
 
 

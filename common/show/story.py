@@ -22,18 +22,11 @@ from pathlib import Path
 
 import stages
 from common.measure import files, terminal
-from common.measure.workloads import Workload
-from common.show import results
+from common.show import results, tracks
 from common.show.tables import PASS_NAMES
+from common.show.tracks import TRACKS
 
 WIDTH = 100  # of a terminal
-# Gains that the means do not show, because they are of other workloads: by run, words and the fields of its records.
-ELSEWHERE = {
-    "wide": ("D = 256", {"head_dim": 256}),
-    "decode-d64": ("D = 64 and one query", {"seq_len": 1}),
-    "decode-d128": ("D = 128 and one query", {"seq_len": 1}),
-    "sinks": ("wide scores (standard deviation 8)", {"score_std": 8.0}),
-}
 
 
 @dataclass(frozen=True)
@@ -201,10 +194,9 @@ def result(old: str, new: str) -> dict[str, list[str]]:
             continue
         gains = {head_dim: results.gain(runs, new, old, pass_, head_dim) for head_dim in results.HEAD_DIMS}
         speed = {f"D = {head_dim}": results.speed_in_words(gain[0]) for head_dim, gain in gains.items() if gain}
-        for name, (where, fields) in ELSEWHERE.items():
-            records = results.load_run(results.run_file(name))[0] if results.run_file(name).exists() else []
-            if gain := _gain_at(records, old, new, {"pass": pass_, **fields}):
-                speed[where] = results.speed_in_words(gain)
+        key = stages.track(new)
+        if key and TRACKS[key].pass_ == pass_ and (gain := tracks.gain(key, new, old)):
+            speed[TRACKS[key].at] = results.speed_in_words(gain)
         moved, flops = {}, {}
         for head_dim in results.HEAD_DIMS:
             both = [results.counted(counts, name, pass_, head_dim, False) for name in (old, new)]
@@ -225,15 +217,6 @@ def _at(words: dict[str, str], named: bool = False) -> str:
     if len(set(words.values())) < 2:
         return "".join(set(words.values())) + (f" at {' and '.join(words)}" if named and words else "")
     return ", ".join(f"{text} at {where}" for where, text in words.items())
-
-
-def _gain_at(records, old, new, fields):
-    """Return how many times as fast `new` is as `old`, over the records with these fields; None if there are none."""
-    times = {old: {}, new: {}}
-    for record in records:
-        if record["impl"] in times and "ms" in record and all(record.get(name) == value for name, value in fields.items()):
-            times[record["impl"]][Workload.of(record)] = record["ms"]
-    return results.mean_ratio(times[new], times[old])
 
 
 def _counts() -> list[dict]:
@@ -279,9 +262,10 @@ def sources() -> str:
 
 def print_story():
     """Print each step of the walk, with dead ends after the stage that they branch off."""
-    names = stages.names()
     print(_wrapped("Each stage: its idea, the code that it changes, and what each pass gains. Sources are at the end.") + "\n")
-    for name in names:
+    for heading, name in tracks.headings(stages.names()):
+        if heading:
+            print(_wrapped(heading), "", sep="\n")
         print(name, _wrapped(idea(name), "    "), sep="\n")
         if old := stages.parent(name):
             print(*step_lines(old, name), sep="\n")

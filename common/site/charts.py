@@ -12,7 +12,7 @@ from common.show.results import COUNTED_AT, HEAD_DIMS, implementations, mean_rat
 from common.show.tables import PASS_NAMES
 
 MEAN = "mean"  # of all sequence lengths and both masks
-COLORS = {"main line": "#2f6fb0", "dead end": "#b8b8b8", "library": "#d2691e"}
+COLORS = {"main ladder": "#2f6fb0", "track": "#3f9b6c", "dead end": "#b8b8b8", "library": "#d2691e"}
 LOOK = {
     "background": None, "font": "system-ui, sans-serif",
     "axis": {"labelColor": "currentColor", "titleColor": "currentColor", "gridColor": "#8884", "domainColor": "#8888",
@@ -27,7 +27,9 @@ def kind(name: str) -> str:
     """Return the kind of an implementation, a key of COLORS."""
     if not stages.position(name):
         return "library"
-    return "dead end" if stages.is_dead_end(name) else "main line"
+    if stages.is_dead_end(name):
+        return "dead end"
+    return "track" if stages.track(name) else "main ladder"
 
 
 def speeds() -> list[dict]:

@@ -24,6 +24,7 @@ from common.show.results import CODE, COUNTED_AT, ROOT, runs, same_code
 from common.show.story import idea, result
 from common.show.tables import PASS_NAMES
 from common.show.traces import COLORS
+from common.show.tracks import TRACKS
 from common.site import charts
 from common.site.diffs import changed_parts, rows
 from common.site.scenes import MOST_ZOOM, Mark, scenes
@@ -120,14 +121,14 @@ class Site:
             passes = [(PASS_NAMES[pass_], cells[2 * place], cells[2 * place + 1]) for place, pass_ in enumerate(CODE)]
             cards.append({
                 "version": stages.version(name), "idea": words, "lines": lines, "passes": passes,
-                "dead_end": stages.is_dead_end(name),
+                "dead_end": stages.is_dead_end(name), "track": stages.track(name),
             })  # fmt: skip
         spec = charts.speed_spec(charts.speeds())
         titles = [(page_of(path), path.read_text().partition("\n")[0].lstrip("# ")) for path in LISTED]
         self._write(
             "index.html", "index.html", title="How attention got fast", cards=cards, spec=charts.compiled(spec),
             chart=Markup(charts.svg(spec)), choices=CHOICES, selected=SELECTED, first=stages.version(stages.names()[0]),
-            measured=front.origins(found), documents=titles,
+            measured=front.origins(found), documents=titles, tracks=TRACKS, pass_names=PASS_NAMES,
         )  # fmt: skip
 
     def document(self, path: Path):

@@ -1,11 +1,14 @@
 """The README's front page: the ladder and the headline."""
 
+import re
+
 import pytest
 from test_results import records
 from test_results import run as run_of
 
 import stages
 from common.show import front
+from common.show.tracks import TRACKS, stages_of
 
 V0, V1, V2, V3 = map(stages.resolve, ("v0", "v1", "v2", "v3"))
 
@@ -31,7 +34,7 @@ def test_ladder_shows_the_newest_gains_and_shares_of_one_run(code):
     assert found[f"[v1](stages/{V1})"] == ["×2.00", "25 %", "same code", "25 %"]  # next to cuDNN, in the newer run
     assert found[f"[v2](stages/{V2})"] == ["-", "-", "×4.00", "100 %"]
     assert found[f"[v3](stages/{V3})"] == ["-"] * 4  # measured beside nothing
-    assert table.endswith("commit old (2026-01-01), new (2026-01-02).")
+    assert "commit old (2026-01-01), new (2026-01-02)." in table
 
 
 def test_the_fastest_library_is_that_of_each_point(code):
@@ -45,8 +48,14 @@ def test_ladder_has_each_stage_once_and_dead_ends_apart():
     table = front.ladder([])
     for name in stages.names():
         assert table.count(f"(stages/{name})") == 1
-    line, dead_ends = table.split("| dead end |")
-    assert all((f"(stages/{name})" in dead_ends) == stages.is_dead_end(name) for name in stages.names())
+    rest, dead_ends = table.split("| dead end |")
+    line, *of_tracks = re.split("|".join(rf"\| {track.title} \|" for track in TRACKS.values()), rest)
+    assert len(of_tracks) == len(TRACKS)
+    for name in stages.names():
+        assert (f"(stages/{name})" in line) == (not stages.is_dead_end(name) and not stages.track(name))
+        assert (f"(stages/{name})" in dead_ends) == stages.is_dead_end(name)
+    for key, shown in zip(TRACKS, of_tracks, strict=True):
+        assert re.findall(r"\(stages/(\w+)\)", shown) == stages_of(key) != []
     assert "[v5](stages/v5_tuned) | Delta" in line
 
 

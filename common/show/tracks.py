@@ -1,0 +1,103 @@
+"""The tracks after the main ladder. Each is for one workload, and its benchmark is a part of the reference run."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from tabulate import tabulate
+
+import stages
+from common.measure.workloads import Workload
+from common.show import results
+from common.show.tables import PASS_NAMES
+
+
+@dataclass(frozen=True)
+class Track:
+    """A track's workloads. Its stages name its key: `TRACK = "decoding"`."""
+
+    title: str
+    pass_: str
+    grids: tuple[str, ...]  # what `bench.py --reference` takes
+    words: str  # which workloads of the grids count
+    at: str  # the same in short
+    counts: Callable[[Workload], bool]
+
+
+TRACKS = {
+    "decoding": Track(
+        "Decoding", "fwd", ("decode-d64", "decode-d128"),
+        "one query, 1024 to 524288 keys, bfloat16, D = 64 and 128", "one query", lambda work: work.seq_len == 1,
+    ),
+    "short-rows": Track(
+        "Short sequences", "bwd", ("backward-d64",),
+        "512 and 1024 tokens, float16, D = 64", "S ≤ 1024, D = 64", lambda work: work.seq_len <= 1024,
+    ),
+    "sinks": Track(
+        "Attention sinks and wide scores", "fwd", ("sinks",),
+        "scores of standard deviation 4 and more, and sinks, D = 64 and 128", "sinks and wide scores",
+        lambda work: work.sink > 0 or work.score_std >= 4,
+    ),
+    "wide": Track("D = 256", "bwd", ("wide",), "1024 to 16384 tokens, float16", "D = 256", lambda work: True),
+}  # fmt: skip
+
+
+def stages_of(key: str) -> list[str]:
+    """Return a track's stages in order, without dead ends."""
+    return [name for name in stages.names() if stages.track(name) == key and not stages.is_dead_end(name)]
+
+
+def _times(track: Track) -> tuple[dict[str, dict[Workload, float]], list[dict]]:
+    """Return milliseconds by implementation and workload, and the machines of the runs."""
+    times, machines = {}, []
+    for path in filter(lambda path: path.exists(), map(results.run_file, track.grids)):
+        records, machine = results.load_run(path)
+        machines.append(machine)
+        for record in results.with_repeats(records):
+            work = Workload.of(record)
+            if "ms" in record and work.pass_ == track.pass_ and track.counts(work):
+                times.setdefault(record["impl"], {})[work] = record["ms"]
+    return times, machines
+
+
+def gain(key: str, new: str, old: str) -> float | None:
+    """Return how many times as fast `new` is as `old`, the mean over a track's workloads; None if they were not measured."""
+    times, _ = _times(TRACKS[key])
+    return results.mean_ratio(times.get(new, {}), times.get(old, {}))
+
+
+def share_of_the_fastest(key: str, name: str) -> float | None:
+    """Return how many times as fast a stage is as the fastest library, the mean over a track's workloads."""
+    times, _ = _times(TRACKS[key])
+    libraries = [of_impl for impl, of_impl in times.items() if not stages.position(impl)]
+    fastest = {work: min(each[work] for each in libraries if work in each) for work in set().union(*libraries)}
+    return results.mean_ratio(times.get(name, {}), fastest)
+
+
+def table(key: str, start: Callable[[str], list[str]]) -> str:
+    """Format a track: its workloads, and a row for each stage.
+
+    Args:
+        start: returns a stage's first cells, for stage, idea and changed lines.
+    """
+    track = TRACKS[key]
+    rows = []
+    for name in stages_of(key):
+        gained, share = gain(key, name, stages.parent(name)), share_of_the_fastest(key, name)
+        rows.append([
+            *start(name), f"×{gained:.2f}" if gained else "-", f"{100 * share:.0f} %" if share else "-",
+        ])  # fmt: skip
+    headers = [track.title, "idea", "lines changed", "× parent", "% of fastest"]
+    align = ["left", "left", "right", "right", "right"]
+    shown = tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=align)
+    machines = dict.fromkeys(results.origin(machine) for machine in _times(track)[1])
+    return f"{PASS_NAMES[track.pass_].capitalize()}, {track.words}. {'; '.join(machines) or 'Not measured'}.\n\n{shown}"
+
+
+def headings(names: list[str]) -> Iterator[tuple[str | None, str]]:
+    """Pair each stage with the heading before it, if a track begins there."""
+    before = None
+    for name in names:
+        key = stages.track(name)
+        track = TRACKS[key] if key and key != before else None
+        yield (f"Track: {track.title} ({PASS_NAMES[track.pass_]}, {track.words})" if track else None), name
+        before = key

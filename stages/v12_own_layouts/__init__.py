@@ -1,4 +1,4 @@
-"""Statistics and dQ lie in memory as the kernel needs them."""
+"""dQ accumulates in register order; two kernels zero it and reorder it."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

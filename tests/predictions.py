@@ -473,6 +473,19 @@ def v10_backward(p: Problem) -> Steps:
     yield scale
 
 
+def v11_backward(p: Problem) -> Steps:
+    m = 64 if _wide(p) else 128
+    stats = p.heads * math.ceil(p.seq_q / m) * m * 2 * FLOAT  # log2(e) LSE and delta, in whole tiles
+    first = _first_tiles(p, m)
+    queries = p.heads * sum(p.seq_q - tile * m for tile in first)
+    steps = p.heads * sum(math.ceil(p.seq_q / m) - tile for tile in first)
+    zero, _, (_, written, flops), scale = v10_backward(p)
+    yield zero
+    yield 2 * p.o + p.row, stats  # O, dO and LSE
+    yield p.k + p.v + queries * (p.row_of_q + p.row_of_o) + steps * m * 2 * FLOAT, written, flops  # stats per step
+    yield scale
+
+
 def v12_backward(p: Problem, consumers: bool = False) -> Steps:
     m = 64 if _wide(p) else 128
     tiles_m = math.ceil(p.seq_q / m)
@@ -542,6 +555,7 @@ PREDICTIONS = {
     "v8": (v8_forward, v8_backward),
     "v9": (v8_forward, v8_backward),
     "v10": (v8_forward, v10_backward),
+    "v11": (v8_forward, v11_backward),
     "v12": (v8_forward, v12_backward),
     "v13": (v8_forward, v12_backward),
     "v14": (v14_forward, v12_backward),

@@ -179,6 +179,7 @@ def _accumulate(
         mbarrier.wait(ring.q_full.index(slot), phase)
         s_t = warpgroup_mma(k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
         s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
+        # NOTE: the warps load LSE and delta themselves and wait for them; in v11 TMA loads them with Q.
         lse_log2 = gl.load(tensors.lse + row + offs_m, mask=offs_m < tile.seq_q, other=float("inf")) * LOG2_E  # no row: p = 0
         p_t = s_t * scale_log2 - gl.convert_layout(lse_log2, of_columns)[None, :]
         if MASKED:

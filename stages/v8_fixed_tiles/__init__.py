@@ -1,4 +1,4 @@
-"""One tile shape per head dimension, chosen for Hopper; no tuner."""
+"""One tile shape per head dimension, for Hopper's 16-bit matmuls; no tuner."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -43,14 +43,15 @@ def _accumulate(
         q = q_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, HEAD_DIM)
         s_t = tl.dot(k, q.T)  # [BLOCK_N, BLOCK_M]
         lse_log2 = tl.load(lse_ptr + offs_m, mask=offs_m < seq_q, other=float("inf")) * LOG2_E  # past the end: p = 0
-        p_t = tl.exp2(s_t * scale_log2 - lse_log2[None, :])
+        p_t = s_t * scale_log2 - lse_log2[None, :]
         if MASKED:
-            p_t = tl.where(offs_m[None, :] >= seen_from[:, None], p_t, 0.0)
+            p_t = tl.where(offs_m[None, :] >= seen_from[:, None], p_t, float("-inf"))
+        p_t = tl.exp2(p_t).to(q.dtype)  # 16 bits: float32 would take twice the registers until dS needs P
         do = do_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, v.shape[1])
-        dv = tl.dot(p_t.to(do.dtype), do, dv)
+        dv = tl.dot(p_t, do, dv)
         dp_t = tl.dot(v, do.T)  # [BLOCK_N, BLOCK_M]
         delta = tl.load(delta_ptr + offs_m, mask=offs_m < seq_q, other=0.0)
-        ds_t = (p_t * (dp_t - delta[None, :])).to(q.dtype)
+        ds_t = (p_t.to(tl.float32) * (dp_t - delta[None, :])).to(q.dtype)
         dk = tl.dot(ds_t, q, dk)
         # NOTE: the compiler decides when to wait for a matmul and where its operands lie; v10 makes this explicit.
         dq = tl.dot(ds_t.T, k)  # [BLOCK_M, HEAD_DIM]

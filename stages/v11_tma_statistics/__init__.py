@@ -1,4 +1,4 @@
-"""Statistics and dQ lie in memory as the kernel needs them."""
+"""LSE and delta lie side by side; TMA loads them with Q."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

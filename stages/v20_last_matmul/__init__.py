@@ -1,4 +1,4 @@
-"""Keys from last to first: only the first tile needs a mask."""
+"""While the last P V runs, compute 1/l and store LSE."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -562,6 +562,8 @@ PREDICTIONS = {
     "v15": (v14_forward, v15_backward),
     "v16": (v14_forward, v15_backward),
     "v17": (v14_forward, v15_backward),
+    "v18": (v14_forward, v15_backward),
+    "v19": (v14_forward, v15_backward),
     "v20": (v14_forward, v15_backward),
     "v21": (v14_forward, v15_backward),
     "v22": (v14_forward, v15_backward),

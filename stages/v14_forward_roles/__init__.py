@@ -1,4 +1,4 @@
-"""Each warpgroup of the forward computes at its own pace."""
+"""Forward warpgroups go at their own pace, to their own last tile."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

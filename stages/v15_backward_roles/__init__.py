@@ -1,4 +1,4 @@
-"""Roles in the backward: two consumers, and a warpgroup for dQ."""
+"""Backward roles: one copies, two consume their own tiles, one computes dQ."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -177,6 +177,7 @@ def _forward_kernel(
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
     tiles_m = gl.cdiv(seq_q, BLOCK_M)
     number, batch_head = tile_and_head(tiles_m, gl.cdiv(seq_k, heads_per_kv), 2 * (HEAD_DIM + VALUE_DIM), CAUSAL)  # K, V
+    # NOTE: a consumer's diagonal may cross two key tiles; v17 shifts the query tiles, so that it crosses one.
     start_m = (tiles_m - 1 - number) * BLOCK_M
     head = batch_head % heads
     keys = gl.cdiv(gl.minimum(start_m + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k, BLOCK_N)

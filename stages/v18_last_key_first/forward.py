@@ -6,7 +6,7 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from common.kernels.descriptors import addressable
 from common.kernels.hopper import (
@@ -75,21 +75,15 @@ class Ring(NamedTuple):
 
 
 @gluon.jit
-def _load(tensors, tile, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
-    """Start to load the next slot of the ring, when the consumers have released it. It holds two tiles that one step uses
-    together: K of the key tile at start_n, and V of the key tile behind it, whose scores are known."""
+def _load(tensors, tile, ring, fill):
+    """Start to load a key tile's K and V into the next buffers of the ring, when the consumers have released them."""
     STAGES: gl.constexpr = ring.k.shape[0]
-    BLOCK_N: gl.constexpr = ring.k.shape[3]
-    NBYTES: gl.constexpr = (tensors.k.block_type.nbytes if K else 0) + (tensors.v.block_type.nbytes if V else 0)
     slot, phase = slot_and_phase(fill, STAGES)
+    where = [tile.batch, tile.kv_head, (tile.key_tiles - 1 - fill) * ring.k.shape[3], 0]
     mbarrier.wait(ring.empty.index(slot), phase ^ 1)
-    mbarrier.expect(ring.full.index(slot), NBYTES)
-    if K:
-        where = [tile.batch, tile.kv_head, start_n, 0]
-        tma.async_copy_global_to_shared(tensors.k, where, ring.full.index(slot), ring.k.index(slot))
-    if V:
-        where = [tile.batch, tile.kv_head, start_n + BLOCK_N, 0]
-        tma.async_copy_global_to_shared(tensors.v, where, ring.full.index(slot), ring.v.index(slot))
+    mbarrier.expect(ring.full.index(slot), tensors.k.block_type.nbytes + tensors.v.block_type.nbytes)
+    tma.async_copy_global_to_shared(tensors.k, where, ring.full.index(slot), ring.k.index(slot))
+    tma.async_copy_global_to_shared(tensors.v, where, ring.full.index(slot), ring.v.index(slot))
 
 
 @gluon.jit
@@ -106,20 +100,14 @@ def _skip(ring, fill, tiles):
 
 @gluon.jit
 def _producer(tensors, tile, queries, ring):
-    """One warp: load Q, and keep the buffers of K and V full, with n + 1 loads for n key tiles."""
+    """One warp: load Q, and keep the buffers of K and V full."""
     CONSUMERS: gl.constexpr = queries.q.shape[0]
-    BLOCK_N: gl.constexpr = ring.k.shape[3]
-    start_n = (tile.key_tiles - 1) * BLOCK_N
     for w in gl.static_range(CONSUMERS):
         mbarrier.expect(queries.full.index(w), tensors.q.block_type.nbytes)
         where = [tile.batch, tile.head, tile.start_m + w * ROWS, 0]
         tma.async_copy_global_to_shared(tensors.q, where, queries.full.index(w), queries.q.index(w))
-        if w == 0:
-            _load(tensors, tile, ring, 0, start_n, True, False)
-    for fill in range(1, tile.key_tiles):
-        start_n -= BLOCK_N
-        _load(tensors, tile, ring, fill, start_n, True, True)
-    _load(tensors, tile, ring, tile.key_tiles, start_n - BLOCK_N, False, True)
+    for fill in range(tile.key_tiles):
+        _load(tensors, tile, ring, fill)
 
 
 @gluon.jit
@@ -131,7 +119,6 @@ def _store_out(out, tensors, queries, w, tile, start_m):
         queries.o.index(w).reshape(out.shape).store(out)
         fence_async_shared()
         tma.async_copy_shared_to_global(tensors.out, [tile.batch, tile.head, start_m, 0], queries.o.index(w))
-        tma.store_wait(0)
 
 
 @gluon.jit
@@ -158,16 +145,15 @@ def _consumer(tensors, tile, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
     mbarrier.wait(queries.full.index(w), 0)
     q_buffer = queries.q.index(w).reshape([ROWS, HEAD_DIM])
     q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
-    fill = _skip(ring, 0, tile.key_tiles - seen)  # only the CTA's later consumers see these
+    fill = _skip(ring, gl.to_tensor(0), tile.key_tiles - seen)  # only the CTA's later consumers see these
     s = _scores(q, ring, fill)
     last = start_m + problem.diagonal  # the last key of the first row
     acc, m, l = _accumulate(acc, s, q, ring, fill, seen, problem, last, scale_log2, CAUSAL)
 
-    gl.store(tensors.lse + offs_m, (m + gl.log2(l)) / LOG2_E, mask=(offs_m >= 0) & (offs_m < problem.seq_q))
-    normalize = gl.convert_layout(1.0 / l, gl.SliceLayout(1, acc_layout))[:, None]
-    # NOTE: the next program's loads start when this one has ended; v24's persistent CTAs load the next tile meanwhile.
-    out = (warpgroup_mma_wait(0, [acc]) * normalize).to(queries.q.dtype)  # [ROWS, VALUE_DIM]
+    out = (acc / gl.convert_layout(l, gl.SliceLayout(1, acc_layout))[:, None]).to(queries.q.dtype)  # [ROWS, VALUE_DIM]
     _store_out(out, tensors, queries, w, tile, start_m)
+    gl.store(tensors.lse + offs_m, (m + gl.log2(l)) / LOG2_E, mask=(offs_m >= 0) & (offs_m < problem.seq_q))
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["heads", "seq_q", "seq_k", "diagonal"])

@@ -1,0 +1,53 @@
+"""Triton's front end accepts every Gluon kernel. The interpreter takes more than the compiler, which types each variable."""
+
+import programs
+import pytest
+from cases import INTERPRETED, needs_hopper, once
+
+import stages
+
+NAMES = [name for name in stages.names() if needs_hopper(name)]
+PASSES = [(name, pass_) for pass_ in ("forward", "backward") for name in once(NAMES, pass_)]
+PROGRAM = """
+import torch, triton
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import JITFunction
+
+import stages
+from common.measure import aot
+
+accepted = []
+
+def accept(self, key, signature, device, constexprs, options, attrs, warmup):
+    # Stop after the first representation: the later ones take much longer.
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    source = self.ASTSource(self, signature, constexprs, attrs)
+    source.make_ir(target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context)
+    accepted.append(self.fn.__name__)
+
+target = GPUTarget("cuda", 90, 32)
+backend = make_backend(target)
+JITFunction._do_compile = accept
+triton.runtime.driver.set_active(aot.StandInDriver(90, None, None))
+stage = stages.load(NAME)
+q, k, v, out, grad_out = (torch.empty(1, 4, 512, 128, dtype=torch.float16, device="meta") for _ in range(5))
+lse = torch.empty(1, 4, 512, device="meta")
+if PASS == "forward":
+    stage.forward(q, k, v, causal=True, scale=0.125)
+else:
+    stage.backward(grad_out, q, k, v, out, lse, causal=True, scale=0.125)
+assert f"_{PASS}_kernel" in accepted, accepted
+"""
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU, every test compiles the kernels")
+@pytest.mark.parametrize(("name", "pass_"), PASSES)
+def test_the_front_end_accepts_a_pass(name, pass_):
+    """Three stages once passed a literal 0 for a variable that a loop counts up: right on the interpreter, a type error here."""
+    program = f"NAME, PASS = {name!r}, {pass_!r}\n{PROGRAM}"
+    done = programs.python("-c", program, TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Each matmul starts early, so that it runs during the softmax."""
+"""In both passes, matmuls start early and run during the softmax."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -158,14 +158,14 @@ def _consumer(tensors, tile, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
     mbarrier.wait(queries.full.index(w), 0)
     q_buffer = queries.q.index(w).reshape([ROWS, HEAD_DIM])
     q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
-    fill = _skip(ring, 0, tile.key_tiles - seen)  # only the CTA's later consumers see these
+    fill = _skip(ring, gl.to_tensor(0), tile.key_tiles - seen)  # only the CTA's later consumers see these
     s = _scores(q, ring, fill)
     last = start_m + problem.diagonal  # the last key of the first row
     acc, m, l = _accumulate(acc, s, q, ring, fill, seen, problem, last, scale_log2, CONSUMERS, CAUSAL)
 
     gl.store(tensors.lse + offs_m, (m + gl.log2(l)) / LOG2_E, mask=(offs_m >= 0) & (offs_m < problem.seq_q))
     normalize = gl.convert_layout(1.0 / l, gl.SliceLayout(1, acc_layout))[:, None]
-    # NOTE: the next program's loads start when this one has ended; v24's persistent CTAs load the next tile meanwhile.
+    # NOTE: the next program's loads start when this one has ended; v23's persistent CTAs load the next tile meanwhile.
     out = (warpgroup_mma_wait(0, [acc]) * normalize).to(queries.q.dtype)  # [ROWS, VALUE_DIM]
     _store_out(out, tensors, queries, w, tile, start_m)
 

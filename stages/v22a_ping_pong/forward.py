@@ -93,6 +93,19 @@ def _load(tensors, tile, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
 
 
 @gluon.jit
+def _skip(ring, turns, fill, tiles, w: gl.constexpr):
+    """Release the next `tiles` key tiles unread, and return the number of the one after them."""
+    STAGES: gl.constexpr = ring.k.shape[0]
+    for _ in range(tiles):
+        slot, phase = slot_and_phase(fill, STAGES)
+        _take_turn(turns, fill, w)  # replaces v22's wait for the tile: a consumer cannot skip ahead of the others by two
+        mbarrier.arrive(ring.empty.index(slot), count=1)
+        _hand_over(turns, w)
+        fill += 1
+    return fill
+
+
+@gluon.jit
 def _producer(tensors, tile, queries, ring):
     """One warp: load Q, and keep the buffers of K and V full, with n + 1 loads for n key tiles."""
     CONSUMERS: gl.constexpr = queries.q.shape[0]
@@ -126,7 +139,6 @@ def _store_out(out, tensors, queries, w, tile, start_m):
 def _consumer(tensors, tile, queries, ring, turns, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
     """A warpgroup that computes the w-th 64 query rows of the CTA."""
     CONSUMERS: gl.constexpr = queries.q.shape[0]
-    STAGES: gl.constexpr = ring.k.shape[0]
     BLOCK_N: gl.constexpr = ring.k.shape[3]
     HEAD_DIM: gl.constexpr = ring.k.shape[4]
     VALUE_DIM: gl.constexpr = ring.v.shape[4]
@@ -147,22 +159,15 @@ def _consumer(tensors, tile, queries, ring, turns, problem, w: gl.constexpr, CAU
     mbarrier.wait(queries.full.index(w), 0)
     q_buffer = queries.q.index(w).reshape([ROWS, HEAD_DIM])
     q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
-    # skip key tiles that only later consumers see, in turn, even before they have arrived
-    for fill in range(tile.key_tiles - seen):
-        slot, phase = slot_and_phase(fill, STAGES)
-        _take_turn(turns, fill, w)
-        mbarrier.arrive(ring.empty.index(slot), count=1)
-        _hand_over(turns, w)
-    s = _scores(q, ring, turns, tile.key_tiles - seen, w)
+    fill = _skip(ring, turns, gl.to_tensor(0), tile.key_tiles - seen, w)  # only the CTA's later consumers see these
+    s = _scores(q, ring, turns, fill, w)
     _hand_over(turns, w)
     last = start_m + problem.diagonal  # the last key of the first row
-    acc, m, l = _accumulate(
-        acc, s, q, ring, turns, tile.key_tiles - seen, seen, problem, last, scale_log2, w, CONSUMERS, CAUSAL
-    )
+    acc, m, l = _accumulate(acc, s, q, ring, turns, fill, seen, problem, last, scale_log2, w, CONSUMERS, CAUSAL)
 
     gl.store(tensors.lse + offs_m, (m + gl.log2(l)) / LOG2_E, mask=(offs_m >= 0) & (offs_m < problem.seq_q))
     normalize = gl.convert_layout(1.0 / l, gl.SliceLayout(1, acc_layout))[:, None]
-    # NOTE: the next program's loads start when this one has ended; v24's persistent CTAs load the next tile meanwhile.
+    # NOTE: the next program's loads start when this one has ended; v23's persistent CTAs load the next tile meanwhile.
     out = (warpgroup_mma_wait(0, [acc]) * normalize).to(queries.q.dtype)  # [ROWS, VALUE_DIM]
     _store_out(out, tensors, queries, w, tile, start_m)
 

@@ -53,20 +53,9 @@ def _visible(s, start_n, seq_k, last, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def _accumulate(
-    acc,
-    s,
-    q,
-    ring,
-    turns,
-    fill,
-    tiles,
-    problem,
-    last,
-    scale_log2,
-    w: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    CAUSAL: gl.constexpr,
-):
+    acc, s, q, ring, turns, fill, tiles, problem, last, scale_log2,
+    w: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
     """A consumer's online softmax over `tiles` key tiles, from the last one backwards; the scores s of the last one are in
     flight.
 

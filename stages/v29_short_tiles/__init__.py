@@ -1,4 +1,4 @@
-"""Half as many keys per tile at D = 128."""
+"""At D = 128, half the keys per tile and three buffers."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

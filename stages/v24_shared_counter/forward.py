@@ -9,13 +9,22 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from common.kernels.descriptors import addressable
-from common.kernels.hopper import LOG2_E, ROWS, describe_tile, new_ring, require_hopper, slot_and_phase, store_rows
+from common.kernels.hopper import (
+    LOG2_E,
+    ROWS,
+    describe_tile,
+    new_barriers,
+    new_ring,
+    require_hopper,
+    slot_and_phase,
+    store_rows,
+)
 from common.kernels.replay import replayed
 from common.operator import empty_rows
 from common.runtime import num_sms
 from stages.v7_one_backward.forward import forward as forward_of_v7
 
-from .forward_scheduler import Problem, _tile
+from .forward_scheduler import NextTiles, Problem, _next, _pass_on, _tile
 from .forward_softmax import _accumulate, _scores
 
 
@@ -28,13 +37,14 @@ class Tensors(NamedTuple):
     out: tma.tensor_descriptor
     out_ptr: gl.tensor | None  # pointer, if the first query tile starts before query 0
     lse: gl.tensor  # pointer to [B, H, Sq]
+    counter: gl.tensor  # number of tiles taken after each CTA's first
 
 
 class Queries(NamedTuple):
     """Q in shared memory, and O on its way out."""
 
-    q: gl.shared_memory_descriptor  # [Q_STAGES * CONSUMERS, 1, 1, 64, HEAD_DIM]
-    o: gl.shared_memory_descriptor  # [Q_STAGES * CONSUMERS, 1, 1, 64, VALUE_DIM]
+    q: gl.shared_memory_descriptor  # [CONSUMERS, 1, 1, 64, HEAD_DIM]
+    o: gl.shared_memory_descriptor  # [CONSUMERS, 1, 1, 64, VALUE_DIM]
     full: gl.shared_memory_descriptor  # a barrier for each slot: Q has arrived
     empty: gl.shared_memory_descriptor  # O has left the slot
 
@@ -79,9 +89,12 @@ def _skip(ring, fill, tiles):
 
 
 @gluon.jit
-def _producer(tensors, queries, ring, problem, Q_STAGES: gl.constexpr, CAUSAL: gl.constexpr):
-    """One warp: keep the buffers of Q, K and V full, also for the next tile while the current one ends."""
-    CONSUMERS: gl.constexpr = queries.q.shape[0] // Q_STAGES
+def _producer(tensors, queries, ring, next_tiles, problem, CAUSAL: gl.constexpr):
+    """One warp: keep the buffers of Q, K and V full, also for the next tile while the current one ends.
+
+    The first tile is the CTA's number. A counter that all CTAs share gives the others.
+    """
+    CONSUMERS: gl.constexpr = queries.q.shape[0]
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     BLOCK_N: gl.constexpr = ring.k.shape[3]
     ROW_BYTES: gl.constexpr = 2 * (ring.k.shape[4] + ring.v.shape[4])  # of K and V
@@ -92,22 +105,22 @@ def _producer(tensors, queries, ring, problem, Q_STAGES: gl.constexpr, CAUSAL: g
         tile = _tile(number, problem, ROW_BYTES, BLOCK_M, BLOCK_N, CAUSAL)
         start_n = (tile.key_tiles - 1) * BLOCK_N
         for w in gl.static_range(CONSUMERS):
-            slot, phase = slot_and_phase(turn, Q_STAGES)
-            slot = slot * CONSUMERS + w
-            mbarrier.wait(queries.empty.index(slot), phase ^ 1)
-            mbarrier.expect(queries.full.index(slot), tensors.q.block_type.nbytes)
+            _, phase = slot_and_phase(turn, 1)
+            mbarrier.wait(queries.empty.index(w), phase ^ 1)
+            mbarrier.expect(queries.full.index(w), tensors.q.block_type.nbytes)
             where = [tile.batch, tile.head, tile.start_m + w * ROWS, 0]
-            tma.async_copy_global_to_shared(tensors.q, where, queries.full.index(slot), queries.q.index(slot))
+            tma.async_copy_global_to_shared(tensors.q, where, queries.full.index(w), queries.q.index(w))
             if w == 0:
                 _load(tensors, tile, ring, fill, start_n, True, False)
+        number = gl.num_programs(0) + gl.atomic_add(tensors.counter, 1)
         for _ in range(1, tile.key_tiles):
             fill += 1
             start_n -= BLOCK_N
             _load(tensors, tile, ring, fill, start_n, True, True)
         _load(tensors, tile, ring, fill + 1, start_n - BLOCK_N, False, True)
         fill += 2
+        _pass_on(number, next_tiles, 0)
         turn += 1
-        number += gl.num_programs(0)
 
 
 @gluon.jit
@@ -125,9 +138,9 @@ def _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m):
 
 
 @gluon.jit
-def _consumer(tensors, queries, ring, problem, w: gl.constexpr, Q_STAGES: gl.constexpr, CAUSAL: gl.constexpr):
+def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
     """A warpgroup that computes the w-th 64 query rows of each tile."""
-    CONSUMERS: gl.constexpr = queries.q.shape[0] // Q_STAGES
+    CONSUMERS: gl.constexpr = queries.q.shape[0]
     STAGES: gl.constexpr = ring.k.shape[0]
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     BLOCK_N: gl.constexpr = ring.k.shape[3]
@@ -153,18 +166,12 @@ def _consumer(tensors, queries, ring, problem, w: gl.constexpr, Q_STAGES: gl.con
 
         offs_m = start_m + gl.arange(0, ROWS, of_rows)
         acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, acc_layout)
-        slot, phase = slot_and_phase(turn, Q_STAGES)
-        own = slot * CONSUMERS + w  # this consumer's slot of `queries`
-        mbarrier.wait(queries.full.index(own), phase)
-        q_buffer = queries.q.index(own).reshape([ROWS, HEAD_DIM])
+        _, phase = slot_and_phase(turn, 1)
+        mbarrier.wait(queries.full.index(w), phase)
+        q_buffer = queries.q.index(w).reshape([ROWS, HEAD_DIM])
         q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
         fill = _skip(ring, fill, tile.key_tiles - seen)  # only the CTA's later consumers see these
         s = _scores(q, ring, fill)
-        if Q_STAGES == 2:
-            # TMA has stored the last tile's O from the other buffer, which is the next one: the next Q may arrive there.
-            tma.store_wait(0)
-            slot, phase = slot_and_phase(turn + 1, Q_STAGES)
-            mbarrier.arrive(queries.empty.index(slot * CONSUMERS + w), count=1, pred=turn > 0)
         last = start_m + problem.diagonal  # the last key of the first row
         acc, m, l = _accumulate(acc, s, q, ring, fill, seen, problem, last, scale_log2, CONSUMERS, CAUSAL)
         fill += seen
@@ -172,57 +179,58 @@ def _consumer(tensors, queries, ring, problem, w: gl.constexpr, Q_STAGES: gl.con
         lse_ptrs = tensors.lse + tile.batch_head.to(gl.int64) * problem.seq_q + offs_m
         gl.store(lse_ptrs, (m + gl.log2(l)) / LOG2_E, mask=(offs_m >= 0) & (offs_m < problem.seq_q))
         normalize = gl.convert_layout(1.0 / l, gl.SliceLayout(1, acc_layout))[:, None]
+        number = _next(next_tiles, 0, phase)
         acc = warpgroup_mma_wait(0, [acc])
         kv_slot, _ = slot_and_phase(fill, STAGES)
         mbarrier.arrive(ring.empty.index(kv_slot), count=1)
         fill += 1
-        _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m)
-        if Q_STAGES == 1:
-            tma.store_wait(0)
-            mbarrier.arrive(queries.empty.index(own), count=1)
+        # NOTE: the next tile's Q waits until O has left; in v25 it has another buffer.
+        _store_out(acc, normalize, tensors, queries, w, problem, tile, start_m)
+        tma.store_wait(0)
+        mbarrier.arrive(queries.empty.index(w), count=1)
         turn += 1
-        number += gl.num_programs(0)
-    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["batch_heads", "heads", "seq_q", "seq_k", "diagonal"])
 def _forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, scale,
+    q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, counter_ptr, scale,
     batch_heads, heads, heads_per_kv, seq_q, seq_k, diagonal,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    CAUSAL: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
     tiles_m = gl.cdiv(seq_q + diagonal % ROWS, BLOCK_M)
-    q_s = gl.allocate_shared_memory(q_desc.dtype, [Q_STAGES * CONSUMERS, 1, 1, ROWS, HEAD_DIM], q_desc.layout)
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM], q_desc.layout)
     k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, VALUE_DIM], v_desc.layout)
     if VALUE_DIM == HEAD_DIM:
         o_s = q_s  # Q is no longer needed when O is done
     else:
-        o_s = gl.allocate_shared_memory(q_desc.dtype, [Q_STAGES * CONSUMERS, 1, 1, ROWS, VALUE_DIM], out_desc.layout)
-    q_full, q_empty = new_ring(Q_STAGES * CONSUMERS, 1, 1)  # each consumer has its own buffers
+        o_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, VALUE_DIM], out_desc.layout)
+    tile_s = gl.allocate_shared_memory(gl.int32, [1, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_full, q_empty = new_ring(CONSUMERS, 1, 1)  # each consumer has its own slot
     kv_full, kv_empty = new_ring(STAGES, 1, CONSUMERS)
-    tensors = Tensors(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr)
+    tensors = Tensors(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, counter_ptr)
     problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale)
     queries = Queries(q_s, o_s, q_full, q_empty)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
+    next_tiles = NextTiles(tile_s, new_barriers(1, 1))  # no empty barriers: `queries.empty` follows the reading
     # An SM has 65,536 registers, 512 for each thread of a warpgroup. The producer keeps 24 per thread, the other roles the
     # numbers in the list, and the first role, which runs on the launch's own warps, gets the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
-            [(_consumer, (tensors, queries, ring, problem, 0, Q_STAGES, CAUSAL)),
-             (_consumer, (tensors, queries, ring, problem, 1, Q_STAGES, CAUSAL)),
-             (_producer, (tensors, queries, ring, problem, Q_STAGES, CAUSAL))],
+            [(_consumer, (tensors, queries, ring, next_tiles, problem, 0, CAUSAL)),
+             (_consumer, (tensors, queries, ring, next_tiles, problem, 1, CAUSAL)),
+             (_producer, (tensors, queries, ring, next_tiles, problem, CAUSAL))],
             [4, 1], [240, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
-            [(_consumer, (tensors, queries, ring, problem, 0, Q_STAGES, CAUSAL)),
-             (_consumer, (tensors, queries, ring, problem, 1, Q_STAGES, CAUSAL)),
-             (_consumer, (tensors, queries, ring, problem, 2, Q_STAGES, CAUSAL)),
-             (_consumer, (tensors, queries, ring, problem, 3, Q_STAGES, CAUSAL)),
-             (_producer, (tensors, queries, ring, problem, Q_STAGES, CAUSAL))],
+            [(_consumer, (tensors, queries, ring, next_tiles, problem, 0, CAUSAL)),
+             (_consumer, (tensors, queries, ring, next_tiles, problem, 1, CAUSAL)),
+             (_consumer, (tensors, queries, ring, next_tiles, problem, 2, CAUSAL)),
+             (_consumer, (tensors, queries, ring, next_tiles, problem, 3, CAUSAL)),
+             (_producer, (tensors, queries, ring, next_tiles, problem, CAUSAL))],
             [4, 4, 4, 1], [112, 112, 112, 24],
         )  # fmt: skip
 
@@ -233,14 +241,13 @@ class Shape(NamedTuple):
     queries: int  # query rows: 64 for each of two or four consumers
     keys: int  # keys of a key tile
     kv_slots: int  # buffers of K and V
-    q_slots: int  # buffers of Q
     maxnreg: int  # registers per thread at the launch; 65,536 for all warps, of which each role then takes its own number
 
 
 # By the larger head dimension.
-TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, q_slots=2, maxnreg=96)) | {
-    128: Shape(queries=128, keys=128, kv_slots=2, q_slots=2, maxnreg=168),
-    256: Shape(queries=128, keys=64, kv_slots=2, q_slots=1, maxnreg=168),
+TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, maxnreg=96)) | {
+    128: Shape(queries=128, keys=128, kv_slots=2, maxnreg=168),
+    256: Shape(queries=128, keys=64, kv_slots=2, maxnreg=168),
 }
 
 
@@ -264,10 +271,11 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     out_ptr = out if diagonal % 64 else None  # if the first query tile starts before query 0
     shape = TILES[max(head_dim, value_dim)]
     programs = min(triton.cdiv(seq_q + diagonal % 64, shape.queries) * batch * heads, num_sms())
+    counter = lse.new_zeros(1, dtype=torch.int32)  # number of tiles taken after each CTA's first
     _forward_kernel[programs,](
         describe_tile(q, 64), describe_tile(k, shape.keys), describe_tile(v, shape.keys), describe_tile(out, 64), out_ptr,
-        lse, scale, batch * heads, heads, heads // kv_heads, seq_q, seq_k, diagonal,
+        lse, counter, scale, batch * heads, heads, heads // kv_heads, seq_q, seq_k, diagonal,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=shape.queries, BLOCK_N=shape.keys,
-        STAGES=shape.kv_slots, Q_STAGES=shape.q_slots, CAUSAL=causal, num_warps=4, maxnreg=shape.maxnreg,
+        STAGES=shape.kv_slots, CAUSAL=causal, num_warps=4, maxnreg=shape.maxnreg,
     )  # fmt: skip
     return out, lse

@@ -1,4 +1,4 @@
-"""A dead end: tiles assigned by CTA number, not by a counter."""
+"""CTAs take tiles from a shared counter, in place of fixed ones."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -73,7 +73,6 @@ def _accumulate(acc, s, q, ring, fill, tiles, problem, last, scale_log2, CONSUME
         else:  # three other consumers' matmuls run under these exponentials: release the buffers before them
             s, acc = warpgroup_mma_wait(0, [s, acc])
             mbarrier.arrive(ring.empty.index(slot), count=1)
-        # NOTE: every tile computes a new maximum, and usually rescales by 1; v26 uses the first tile's.
         m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
         p = gl.exp2(s * scale_log2 - m_new[:, None])
         rescale = gl.exp2(m - m_new)  # rescales what was computed with the old maximum

@@ -13,7 +13,6 @@ from common.kernels.hopper import (
     LOG2_E,
     ROWS,
     describe_tile,
-    new_barriers,
     new_ring,
     require_hopper,
     slot_and_phase,
@@ -24,7 +23,7 @@ from common.operator import empty_rows
 from common.runtime import num_sms
 from stages.v7_one_backward.forward import forward as forward_of_v7
 
-from .forward_scheduler import NextTiles, Problem, _next, _pass_on, _tile
+from .forward_scheduler import Problem, _tile
 from .forward_softmax import _accumulate, _scores
 
 
@@ -37,7 +36,6 @@ class Tensors(NamedTuple):
     out: tma.tensor_descriptor
     out_ptr: gl.tensor | None  # pointer, if the first query tile starts before query 0
     lse: gl.tensor  # pointer to [B, H, Sq]
-    counter: gl.tensor  # number of tiles taken after each CTA's first
 
 
 class Queries(NamedTuple):
@@ -89,11 +87,8 @@ def _skip(ring, fill, tiles):
 
 
 @gluon.jit
-def _producer(tensors, queries, ring, next_tiles, problem, CAUSAL: gl.constexpr):
-    """One warp: keep the buffers of Q, K and V full, also for the next tile while the current one ends.
-
-    The first tile is the CTA's number. A counter that all CTAs share gives the others.
-    """
+def _producer(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
+    """One warp: keep the buffers of Q, K and V full, also for the next tile while the current one ends."""
     CONSUMERS: gl.constexpr = queries.q.shape[0]
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     BLOCK_N: gl.constexpr = ring.k.shape[3]
@@ -112,31 +107,32 @@ def _producer(tensors, queries, ring, next_tiles, problem, CAUSAL: gl.constexpr)
             tma.async_copy_global_to_shared(tensors.q, where, queries.full.index(w), queries.q.index(w))
             if w == 0:
                 _load(tensors, tile, ring, fill, start_n, True, False)
-        number = gl.num_programs(0) + gl.atomic_add(tensors.counter, 1)
         for _ in range(1, tile.key_tiles):
             fill += 1
             start_n -= BLOCK_N
             _load(tensors, tile, ring, fill, start_n, True, True)
         _load(tensors, tile, ring, fill + 1, start_n - BLOCK_N, False, True)
         fill += 2
-        _pass_on(number, next_tiles, 0)
         turn += 1
+        number += gl.num_programs(0)
 
 
 @gluon.jit
-def _store_out(out, tensors, queries, w, tile, start_m):
-    """Store a consumer's rows of O. TMA cannot store at a negative row, so rows before query 0 need pointers."""
+def _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m):
+    """Store a consumer's rows of O, from its slot `own` of `queries`."""
+    batch, head = tile.batch_head // problem.heads, tile.batch_head % problem.heads  # only now: saves registers
     if tensors.out_ptr is not None and start_m < 0:
-        store_rows(tensors.out_ptr, tensors.out, tile.batch, tile.head, start_m, out)
+        out = (acc * normalize).to(queries.q.dtype)
+        store_rows(tensors.out_ptr, tensors.out, batch, head, start_m, out)
     else:
-        queries.o.index(w).reshape(out.shape).store(out)
+        queries.o.index(own).reshape(acc.shape).store((acc * normalize).to(queries.q.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(tensors.out, [tile.batch, tile.head, start_m, 0], queries.o.index(w))
-        tma.store_wait(0)
+        where = [batch, head, start_m, 0]
+        tma.async_copy_shared_to_global(tensors.out, where, queries.o.index(own))
 
 
 @gluon.jit
-def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
+def _consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
     """A warpgroup that computes the w-th 64 query rows of each tile."""
     CONSUMERS: gl.constexpr = queries.q.shape[0]
     STAGES: gl.constexpr = ring.k.shape[0]
@@ -177,20 +173,21 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
         lse_ptrs = tensors.lse + tile.batch_head.to(gl.int64) * problem.seq_q + offs_m
         gl.store(lse_ptrs, (m + gl.log2(l)) / LOG2_E, mask=(offs_m >= 0) & (offs_m < problem.seq_q))
         normalize = gl.convert_layout(1.0 / l, gl.SliceLayout(1, acc_layout))[:, None]
-        number = _next(next_tiles, 0, phase)
-        out = (warpgroup_mma_wait(0, [acc]) * normalize).to(queries.q.dtype)  # [ROWS, VALUE_DIM]
+        acc = warpgroup_mma_wait(0, [acc])
         kv_slot, _ = slot_and_phase(fill, STAGES)
         mbarrier.arrive(ring.empty.index(kv_slot), count=1)
         fill += 1
-        # NOTE: the next tile's Q waits until O has left; in v25 it has another buffer.
-        _store_out(out, tensors, queries, w, tile, start_m)
+        _store_out(acc, normalize, tensors, queries, w, problem, tile, start_m)
+        tma.store_wait(0)
         mbarrier.arrive(queries.empty.index(w), count=1)
         turn += 1
+        # NOTE: the CTA's tiles are fixed. With a mask, some CTAs get longer tiles; v24 gives the next tile to a free CTA.
+        number += gl.num_programs(0)
 
 
 @gluon.jit(do_not_specialize=["batch_heads", "heads", "seq_q", "seq_k", "diagonal"])
 def _forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, counter_ptr, scale,
+    q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, scale,
     batch_heads, heads, heads_per_kv, seq_q, seq_k, diagonal,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
@@ -204,30 +201,28 @@ def _forward_kernel(
         o_s = q_s  # Q is no longer needed when O is done
     else:
         o_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, VALUE_DIM], out_desc.layout)
-    tile_s = gl.allocate_shared_memory(gl.int32, [1, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full, q_empty = new_ring(CONSUMERS, 1, 1)  # each consumer has its own slot
     kv_full, kv_empty = new_ring(STAGES, 1, CONSUMERS)
-    tensors = Tensors(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, counter_ptr)
+    tensors = Tensors(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr)
     problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale)
     queries = Queries(q_s, o_s, q_full, q_empty)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
-    next_tiles = NextTiles(tile_s, new_barriers(1, 1))  # no empty barriers: `queries.empty` follows the reading
     # An SM has 65,536 registers, 512 for each thread of a warpgroup. The producer keeps 24 per thread, the other roles the
     # numbers in the list, and the first role, which runs on the launch's own warps, gets the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
-            [(_consumer, (tensors, queries, ring, next_tiles, problem, 0, CAUSAL)),
-             (_consumer, (tensors, queries, ring, next_tiles, problem, 1, CAUSAL)),
-             (_producer, (tensors, queries, ring, next_tiles, problem, CAUSAL))],
+            [(_consumer, (tensors, queries, ring, problem, 0, CAUSAL)),
+             (_consumer, (tensors, queries, ring, problem, 1, CAUSAL)),
+             (_producer, (tensors, queries, ring, problem, CAUSAL))],
             [4, 1], [240, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
-            [(_consumer, (tensors, queries, ring, next_tiles, problem, 0, CAUSAL)),
-             (_consumer, (tensors, queries, ring, next_tiles, problem, 1, CAUSAL)),
-             (_consumer, (tensors, queries, ring, next_tiles, problem, 2, CAUSAL)),
-             (_consumer, (tensors, queries, ring, next_tiles, problem, 3, CAUSAL)),
-             (_producer, (tensors, queries, ring, next_tiles, problem, CAUSAL))],
+            [(_consumer, (tensors, queries, ring, problem, 0, CAUSAL)),
+             (_consumer, (tensors, queries, ring, problem, 1, CAUSAL)),
+             (_consumer, (tensors, queries, ring, problem, 2, CAUSAL)),
+             (_consumer, (tensors, queries, ring, problem, 3, CAUSAL)),
+             (_producer, (tensors, queries, ring, problem, CAUSAL))],
             [4, 4, 4, 1], [112, 112, 112, 24],
         )  # fmt: skip
 
@@ -268,10 +263,9 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     out_ptr = out if diagonal % 64 else None  # if the first query tile starts before query 0
     shape = TILES[max(head_dim, value_dim)]
     programs = min(triton.cdiv(seq_q + diagonal % 64, shape.queries) * batch * heads, num_sms())
-    counter = lse.new_zeros(1, dtype=torch.int32)  # number of tiles taken after each CTA's first
     _forward_kernel[programs,](
         describe_tile(q, 64), describe_tile(k, shape.keys), describe_tile(v, shape.keys), describe_tile(out, 64), out_ptr,
-        lse, counter, scale, batch * heads, heads, heads // kv_heads, seq_q, seq_k, diagonal,
+        lse, scale, batch * heads, heads, heads // kv_heads, seq_q, seq_k, diagonal,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=shape.queries, BLOCK_N=shape.keys,
         STAGES=shape.kv_slots, CAUSAL=causal, num_warps=4, maxnreg=shape.maxnreg,
     )  # fmt: skip

@@ -63,15 +63,13 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
     )
     start_n = tile_n * KEYS
     first = 0  # the first query tile that sees these keys; if none does, the last one, fully masked
-    # Number of query tiles from there on that need a mask, at least one. If the first of two loops may be skipped, ptxas
-    # (CUDA 12.8) lets the second use addresses of K and V that only the first computes.
-    masked = 1
+    masked = 0  # number of query tiles from there on that need a mask
     unseen = 0  # number of query tiles from there on that see no key of the second consumer
     if CAUSAL:
         start = start_n - problem.diagonal  # the query that sees the first of these keys, and none of the others
         first = gl.minimum(gl.maximum(start, 0) // BLOCK_M, tiles_m - 1)
         full = gl.cdiv(gl.maximum(start + KEYS - 1, 0), BLOCK_M)  # the first query tile that sees every key
-        masked = gl.maximum(gl.minimum(full, tiles_m) - first, 1)
+        masked = gl.minimum(full, tiles_m) - first
         if BLOCK_M <= ROWS:  # longer query tiles rarely miss all keys of a consumer
             unseen = gl.minimum(gl.maximum(start + ROWS, 0) // BLOCK_M, tiles_m) - first
     tiles = tiles_m - first

@@ -305,7 +305,7 @@ def v7_backward(p: Problem) -> Steps:
 
 # --- v8 and on: tiles of their own, by the larger head dimension, up to 128. The backward reads Q and dO once per 128 keys.
 # From v14 on, in the backward from v15 on, CTAs have consumers of 64 rows each. A counter gives out the forward's tiles from
-# v24 on, and the narrow backward's from v36 on. v42's backward has tiles for 256.
+# v24 on, and the narrow backward's from v35 on. v42's backward has tiles for 256.
 
 SHARE_OF_L2 = 16 * 2**20  # as in common.kernels.order
 ROWS = 64  # per consumer: queries in the forward, keys in the backward
@@ -577,6 +577,8 @@ PREDICTIONS = {
     "v28a": (v26_forward, v15_backward),
     "v29": (v29_forward, v15_backward),
     "v33": (v33_forward, v15_backward),
+    "v34": (v33_forward, v15_backward),
+    "v35": (v33_forward, v36_backward),
     "v36": (v33_forward, v36_backward),
     "v39": (v39_forward, v36_backward),
     "v42": (v39_forward, v42_backward),

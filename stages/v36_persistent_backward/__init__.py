@@ -1,4 +1,4 @@
-"""A persistent backward: the next tile's K and V load early."""
+"""A second K/V buffer: the next tile's K and V load early."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -165,7 +165,7 @@ def _consumer(tensors, tile, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
 
     gl.store(tensors.lse + offs_m, (m + gl.log2(l)) / LOG2_E, mask=(offs_m >= 0) & (offs_m < problem.seq_q))
     normalize = gl.convert_layout(1.0 / l, gl.SliceLayout(1, acc_layout))[:, None]
-    # NOTE: the next program's loads start when this one has ended; v24's persistent CTAs load the next tile meanwhile.
+    # NOTE: the next program's loads start when this one has ended; v23's persistent CTAs load the next tile meanwhile.
     out = (warpgroup_mma_wait(0, [acc]) * normalize).to(queries.q.dtype)  # [ROWS, VALUE_DIM]
     _store_out(out, tensors, queries, w, tile, start_m)
 

@@ -253,7 +253,7 @@ def test_claims_of_the_documents_about_short_caches_hold():
 
 def test_sinks_are_shown_next_to_the_stage_with_a_running_maximum(monkeypatch, tmp_path):
     """A cell has the stage's ratio, and in brackets the previous stage's. A wrong result has no ratio."""
-    ms = {"v25_second_q": 2.0, "v36_persistent_backward": 4.0, "v39_safe_speculation": 1.0}
+    ms = {"v25_second_q": 2.0, "v36_second_kv": 4.0, "v39_safe_speculation": 1.0}
     point = {"head_dim": 64, "dtype": "float16", "causal": False, "seq_len": 4096, "score_std": 1.0}
     records = [point | {"impl": impl, "sink": sink, "ms": time} for impl, time in ms.items() for sink in (0.0, 16.0)]
     del records[3]["ms"]  # v36 with a sink

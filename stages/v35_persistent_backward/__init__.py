@@ -7,6 +7,7 @@ from .backward import backward
 from .forward import forward
 
 __all__ = ["SPILLED_BYTES", "UNORDERED", "attention", "backward", "forward", "unavailable"]
+TRACK = "short-rows"
 
 # Spilled bytes per thread. dK, dV, S and dP leave few registers in a backward consumer. Most of these values are spilled once
 # per tile; a step without a mask reads back a few words at most.

@@ -153,8 +153,8 @@ WIDE = [*(name for name in BASELINES if name != "sdpa-flash"), *MAIN_LINE[-2:]]
 # stage that does not split keys.
 DECODING = dict.fromkeys([*(name for name in BASELINES if name != "flash-4"), stages.resolve("v29"), MAIN_LINE[-1]])
 # Attention sinks and wide scores: v25 is the last stage with a running maximum. v36 is the last stage that guesses the maximum
-# from only a row's last keys; v39 also uses the first keys.
-SINKS = [stages.resolve(name) for name in ("v25", "v36", "v39")]
+# from only a row's last keys; v37 to v40 make guessing safe.
+SINKS = [stages.resolve(name) for name in ("v25", "v36", "v37", "v38", "v39", "v40")]
 DECODING_KV_LENS = (1024, 4096, 16384, 65536, 524288)
 MOST_KV_BYTES = 40e9  # K and V together
 

@@ -1,4 +1,4 @@
-"""The guess includes attention sinks; sampled scores show when guessing would fail."""
+"""The guessed maximum includes the first keys, where attention sinks are."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

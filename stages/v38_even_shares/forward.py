@@ -120,7 +120,7 @@ def _producer(
     """One warp: keep the buffers of Q, K and V full, also for the next tile while the current one ends.
 
     The first tile is the CTA's number. A counter that all CTAs share gives the others. If keys are split, or MODE is "running",
-    the CTA takes tiles in fixed strides. If MODE is "again", CTA n of N takes the failed tiles and splits n, n + N, ….
+    the CTA takes tiles in fixed strides. If MODE is "again", CTA n of N takes the failed tiles of ranks n, n + N, ….
     """
     if SPLIT:
         gdc_launch_dependents()  # the merge may start: all CTAs are running, and the merge's CTAs fit beside them

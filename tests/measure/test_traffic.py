@@ -284,8 +284,10 @@ def test_access_that_happens_twice_is_noticed(name, file, index, mutated, monkey
             counted(changed, problem(130, 70, 32, True))
         return
     both = "atomic_add" in lines[index] and "desc" not in lines[index]
-    # The second problem is split in stages that split keys. The third is not, and is made long. The last has the widest heads.
-    for each in (p, problem(2, 1500, 32, False), problem(130, 70, 32, True), problem(*TILED, 256, True)):
+    # The second problem is split in stages that split keys. The third is not, and is made long. The fourth has wide heads.
+    # The last has more than 128 tiles, so that v39 looks at flags.
+    looks = problem(130, 20, 16, False, heads=150)
+    for each in (p, problem(2, 1500, 32, False), problem(130, 70, 32, True), problem(*TILED, 256, True), looks):
         if each.seq_q == 130:
             nothing_is_short(monkeypatch, *map(vars, forwards))
         read, written, _ = predicted(version(stage), pass_, each)

@@ -311,7 +311,7 @@ SHARE_OF_L2 = 16 * 2**20  # as in common.kernels.order
 ROWS = 64  # per consumer: queries in the forward, keys in the backward
 NUM_SMS = GPUS["h200"].num_sms
 V33 = names_in("v33_split_keys")  # decides which work is short, and how to split it
-V39 = names_in("v39_safe_speculation")  # decides how many first keys and samples there are
+V40 = names_in("v40_safe_speculation")  # decides how many first keys and samples there are
 
 
 def _wide(p: Problem) -> bool:
@@ -363,7 +363,7 @@ def v29_forward(p: Problem) -> Steps:
     yield from v26_forward(p, wide_keys=64)
 
 
-def v33_forward(p: Problem, safe: bool = False) -> Steps:
+def v33_forward(p: Problem, first: bool = False, gives_up: bool = False, samples: bool = False) -> Steps:
     per_kv = p.heads // p.kv_heads
     packed = per_kv if 64 % per_kv == 0 else 1  # rows per query: its group's heads, side by side
     seen_keys = min(p.seq_q, p.seq_k) if p.causal else p.seq_k
@@ -404,15 +404,16 @@ def v33_forward(p: Problem, safe: bool = False) -> Steps:
     if at_once:
         yield read, written, p.flops(steps * ROWS * n, 1, 1)
     else:
-        counted = jobs * INT if splits == 1 or safe else 0
+        counted = jobs * INT if splits == 1 or gives_up else 0
         first_keys = looks = 0  # looks: the flags that are read
-        if safe:
-            first_keys = V39["FIRST_KEYS"] if seen_keys > V39["SHORT_ROW"] else V39["FIRST_KEYS"] // 2
-            lately = V39["LATELY"].value
-            looks = sum(min(lately, jobs + lately - max(job + 1 - lately, 0)) for job in range(jobs))
+        lately = V40["LATELY"].value
+        if first:
+            first_keys = V40["FIRST_KEYS"] if seen_keys > V40["SHORT_ROW"] else V40["FIRST_KEYS"] // 2
+        if gives_up:
+            looks = jobs * lately if samples else sum(min(max(job + 1 - lately, 0), lately) for job in range(jobs))
         read += p.heads // packed * splits * math.ceil(rows / m) * m // ROWS * min(first_keys, p.seq_k) * p.row_of_q
-        if safe:
-            yield _samples(p, m, n, packed, first_keys, (2 + V39["LATELY"].value + jobs) * INT)
+        if samples:
+            yield _samples(p, m, n, packed, first_keys, (2 + lately + jobs) * INT)
         else:
             yield 0, (2 + jobs) * INT
         flops = p.flops(steps * ROWS * n, 1, 1) + p.flops(jobs * m * first_keys, 1, 0)
@@ -423,14 +424,14 @@ def v33_forward(p: Problem, safe: bool = False) -> Steps:
 
 
 def _samples(p: Problem, m: int, n: int, packed: int, first_keys: int, flags: int) -> tuple[int, int, int]:
-    """v39's samples, spread evenly over all tiles of m rows. Each has 64 rows, the first keys and three key tiles of n."""
+    """v40's samples, spread evenly over all tiles of m rows. Each has 64 rows, the first keys and three key tiles of n."""
     heads, rows = p.heads // packed, p.seq_q * packed
     tiles_m = math.ceil(rows / m)
     per_kv = p.heads // p.kv_heads // packed
     group = 1
     if p.causal:
         group = min(max(SHARE_OF_L2 // (2 * p.row_of_q) // math.ceil(p.seq_k / per_kv), 1), heads)
-    read, samples = 0, min(V39["LATELY"].value, NUM_SMS)
+    read, samples = 0, min(V40["LATELY"].value, NUM_SMS)
     for sample in range(samples):
         tile = sample * heads * tiles_m // samples
         inside = tile % (group * tiles_m)
@@ -443,8 +444,16 @@ def _samples(p: Problem, m: int, n: int, packed: int, first_keys: int, flags: in
     return read * p.row_of_q, flags, p.flops(samples * ROWS * (3 * n + first_keys), 1, 0)
 
 
+def v37_forward(p: Problem) -> Steps:
+    yield from v33_forward(p, first=True)
+
+
 def v39_forward(p: Problem) -> Steps:
-    yield from v33_forward(p, safe=True)
+    yield from v33_forward(p, first=True, gives_up=True)
+
+
+def v40_forward(p: Problem) -> Steps:
+    yield from v33_forward(p, first=True, gives_up=True, samples=True)
 
 
 def v8_backward(p: Problem) -> Steps:
@@ -580,9 +589,12 @@ PREDICTIONS = {
     "v34": (v33_forward, v15_backward),
     "v35": (v33_forward, v36_backward),
     "v36": (v33_forward, v36_backward),
+    "v37": (v37_forward, v36_backward),
+    "v38": (v37_forward, v36_backward),
     "v39": (v39_forward, v36_backward),
-    "v42": (v39_forward, v42_backward),
-    "v42a": (v39_forward, v42_backward),
+    "v40": (v40_forward, v36_backward),
+    "v42": (v40_forward, v42_backward),
+    "v42a": (v40_forward, v42_backward),
 }
 
 

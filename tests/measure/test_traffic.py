@@ -124,19 +124,26 @@ def test_formula_holds_where_keys_are_split(sizes):
     check(stages.load("v33"), problem(2, 1500, **{"head_dim": 32, "causal": False} | sizes))
 
 
-def nothing_is_short(monkeypatch, *modules):
-    """Make v33 and its formula treat all work as long."""
-    for names in (*namespaces("v33_split_keys"), *map(vars, modules)):
+def nothing_is_short(monkeypatch, *others):
+    """Make v33, its formula and a stage with these global names treat all work as long."""
+    for names in (*namespaces("v33_split_keys"), *others):
         for width in names.get("SHORT", ()):
             monkeypatch.setitem(names["SHORT"], width, 0)
         if "FEW_SQUARES" in names:
             monkeypatch.setitem(names, "FEW_SQUARES", 0)
 
 
+@pytest.mark.parametrize("name", ["v33", "v37", "v38", "v39", "v40"])
 @pytest.mark.parametrize("kv_heads", [1, 2])
-def test_formula_holds_for_long_work(monkeypatch, kv_heads):
-    nothing_is_short(monkeypatch)
-    check(stages.load("v33"), problem(150, 300, 64, False, kv_heads=kv_heads))
+def test_formula_holds_for_long_work(monkeypatch, kv_heads, name):
+    nothing_is_short(monkeypatch, *namespaces(stages.resolve(name)))
+    check(stages.load(name), problem(150, 300, 64, False, kv_heads=kv_heads))
+
+
+def test_formula_holds_for_looks_at_other_tiles(monkeypatch):
+    """Each of many tiles looks at flags of those that started before it. Then the first tiles have none before them."""
+    nothing_is_short(monkeypatch, *namespaces(stages.resolve("v39")))
+    check(stages.load("v39"), problem(129, 20, 16, False, heads=150))
 
 
 @pytest.mark.parametrize("tiles", [((64, 32), (64, 32)), ((16, 64), (128, 64))], ids=str)
@@ -273,14 +280,16 @@ def test_access_that_happens_twice_is_noticed(name, file, index, mutated, monkey
         with pytest.raises(InterpreterError, match="race: a copy writes|a copy brings .* bytes to .* which expects"):
             counted(changed, p)
             counted(changed, problem(*TILED, 256, True))
-            nothing_is_short(monkeypatch, *forwards)
+            nothing_is_short(monkeypatch, *map(vars, forwards))
             counted(changed, problem(130, 70, 32, True))
         return
     both = "atomic_add" in lines[index] and "desc" not in lines[index]
-    # The second problem is split in stages that split keys. The third is not, and is made long. The last has the widest heads.
-    for each in (p, problem(2, 1500, 32, False), problem(130, 70, 32, True), problem(*TILED, 256, True)):
+    # The second problem is split in stages that split keys. The third is not, and is made long. The fourth has wide heads.
+    # The last has more than 128 tiles, so that v39 looks at flags.
+    looks = problem(130, 20, 16, False, heads=150)
+    for each in (p, problem(2, 1500, 32, False), problem(130, 70, 32, True), problem(*TILED, 256, True), looks):
         if each.seq_q == 130:
-            nothing_is_short(monkeypatch, *forwards)
+            nothing_is_short(monkeypatch, *map(vars, forwards))
         read, written, _ = predicted(version(stage), pass_, each)
         counts = counted(changed, each)[pass_]
         if noticed := (counts.read > read) + (counts.written > written):

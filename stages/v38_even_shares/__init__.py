@@ -1,4 +1,4 @@
-"""The guess includes attention sinks; sampled scores show when guessing would fail."""
+"""The second launch shares out failed tiles evenly, by their ranks."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

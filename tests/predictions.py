@@ -180,7 +180,7 @@ def v0_backward(p: Problem) -> Steps:
     yield 4 * p.o, 2 * p.o  # O ∘ dO
     yield 2 * p.o, p.row  # delta
     yield p.s + p.row, p.s  # dP - delta
-    yield 2 * p.s, p.s  # P ∘
+    yield p.s // 2 + p.s, p.s  # P ∘
     yield p.s, p.s // 2  # dS in float16
     yield p.s // 2 + p.k, 2 * p.q, p.key_matmul  # dQ = dS K, float32
     yield p.s // 2 + p.q, 2 * p.k, p.key_matmul  # dK = dSᵀ Q, float32

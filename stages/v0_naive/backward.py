@@ -13,10 +13,10 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     if causal:
         visible = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril(diagonal)
         s = s.masked_fill(~visible, float("-inf"))
-    p = torch.exp(s - lse[..., None])
-    dv = transposed_matmul_float32(p.to(v.dtype), grad_out, kv_heads)
+    p = torch.exp(s - lse[..., None]).to(v.dtype)
+    dv = transposed_matmul_float32(p, grad_out, kv_heads)
     dp = matmul_float32(grad_out, v.mT)  # [B, H, Sq, Sk]
-    delta = (out.float() * grad_out.float()).sum(-1, keepdim=True)  # = rowsum(P ∘ dP), but D columns instead of Sk
+    delta = (out.float() * grad_out.float()).sum(-1, keepdim=True)  # = rowsum(P ∘ dP), from D columns instead of Sk
     ds = (p * (dp - delta)).to(q.dtype)
     dq = matmul_float32(ds, k) * scale
     dk = transposed_matmul_float32(ds, q, kv_heads) * scale

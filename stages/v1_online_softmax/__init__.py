@@ -1,4 +1,4 @@
-"""Scale, mask and softmax in one Triton kernel: online softmax."""
+"""Online softmax: scale, mask and softmax, fused into Triton kernels."""
 
 from common.operator import make_attention
 

@@ -21,7 +21,7 @@ def _softmax_kernel(
     offs_m = tl.program_id(0) % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = (tl.program_id(0) // tiles_m).to(tl.int64) * seq_q + offs_m  # int64: S can pass 2**31 elements
     in_q = offs_m < seq_q
-    # Skip everything past the diagonal of the last row: those probabilities are 0.
+    # Skip the keys past the diagonal of the last row: their probabilities are 0.
     end = tl.minimum(tl.program_id(0) % tiles_m * BLOCK_M + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)

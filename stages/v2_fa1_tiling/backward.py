@@ -14,14 +14,13 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _accumulate(
-    dk, dv, k, v, q_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, strides, lo, hi, seq_q, seen_from, scale,
+    dk, dv, k, v, q_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, strides, lo, hi, seq_q, seen_from, scale_log2, scale,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add the contribution of the queries [lo, hi) to one K/V tile's dk and dv, and to dq in memory. P and dS are computed
     transposed, as dk and dv need them."""
     offs_d = tl.arange(0, HEAD_DIM)
     offs_v = tl.arange(0, v.shape[1])
-    scale_log2 = scale * LOG2_E
     for start_m in range(lo, hi, BLOCK_M):
         offs_m = start_m + tl.arange(0, BLOCK_M)
         in_q = offs_m[:, None] < seq_q
@@ -59,6 +58,7 @@ def _backward_kernel(
     kv_head = batch_head % kv_heads
     offs_d = tl.arange(0, HEAD_DIM)
     offs_v = tl.arange(0, VALUE_DIM)
+    scale_log2 = scale * LOG2_E
 
     for start_n in range(0, seq_k, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
@@ -79,10 +79,10 @@ def _backward_kernel(
             out_head = head_ptr(out_ptr, strides.out, batch, head)
             do_head = head_ptr(do_ptr, strides.do, batch, head)
             dq_head = head_ptr(dq_ptr, strides.dq, batch, head)
-            lse_head = lse_ptr + (batch_head.to(tl.int64) * heads_per_kv + shared) * seq_q
+            rows = (batch_head.to(tl.int64) * heads_per_kv + shared) * seq_q
             dk, dv = _accumulate(
-                dk, dv, k, v, q_head, out_head, do_head, dq_head, lse_head, strides,
-                first, seq_q, seq_q, seen_from, scale, HEAD_DIM, BLOCK_M, PRECISION,
+                dk, dv, k, v, q_head, out_head, do_head, dq_head, lse_ptr + rows, strides,
+                first, seq_q, seq_q, seen_from, scale_log2, scale, HEAD_DIM, BLOCK_M, PRECISION,
             )  # fmt: skip
 
         dk *= scale
@@ -103,7 +103,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     sums = q.new_zeros(q.shape, dtype=torch.float32)  # of dQ
     q, k, v, out, grad_out = map(aligned, (q, k, v, out, grad_out))
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
-    # With more stages, tiles of dQ would be buffered too, and these do not fit on the chip.
+    # With num_stages > 1, Triton would also buffer tiles of dQ. They do not fit on the chip.
     tile = {**key_tile(max(head_dim, value_dim), q.dtype), "num_stages": 1}
     _backward_kernel[batch * kv_heads,](
         q, k, v, out, grad_out, sums, dk, dv, lse, scale, strides(q=q, k=k, v=v, out=out, do=grad_out, dq=sums, dk=dk, dv=dv),

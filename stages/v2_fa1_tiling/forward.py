@@ -82,7 +82,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     if scale < 0:
         q, scale = -q, -scale  # the scores stay the same; now their maximum can be taken before scaling
     q, k, v = aligned(q), aligned(k), aligned(v)
-    # With more stages, tiles of O would be buffered too, and these do not fit on the chip.
+    # With num_stages > 1, Triton would also buffer tiles of O. They do not fit on the chip.
     tile = {**query_tile(max(head_dim, value_dim), q.dtype), "num_stages": 1}
     _forward_kernel[batch * heads,](
         q, k, v, o, m, l, scale, strides(q=q, k=k, v=v, o=o),

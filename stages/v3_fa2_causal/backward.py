@@ -1,4 +1,4 @@
-"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2): dQ over query tiles, dK and dV over K/V tiles, no atomics."""
+"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in two kernels: one owns query tiles, the other K/V tiles."""
 
 import torch
 import triton
@@ -142,7 +142,8 @@ def _dkv_kernel(
     dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
 
     seen_from = offs_n - diagonal  # the first query that sees each key
-    # Stage 1: the diagonal, masked. Stage 2: without a mask: queries past the end have p = 0, keys there are not stored.
+    # Stage 1: the diagonal, masked. Stage 2: all later queries, without a mask. Queries past the end have p = 0, and results of
+    # keys past the end are not stored.
     first = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M if CAUSAL else 0
     full = tl.cdiv(tl.maximum(start_n + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M if CAUSAL else 0
     for shared in range(heads_per_kv):  # the query heads that share these keys
@@ -150,13 +151,13 @@ def _dkv_kernel(
         q_head = head_ptr(q_ptr, strides.q, batch, head)
         out_head = head_ptr(out_ptr, strides.out, batch, head)
         do_head = head_ptr(do_ptr, strides.do, batch, head)
-        lse_head = lse_ptr + (batch_head.to(tl.int64) * heads_per_kv + shared) * seq_q
+        rows = (batch_head.to(tl.int64) * heads_per_kv + shared) * seq_q
         dk, dv = _accumulate_dkv(
-            dk, dv, k, v, q_head, out_head, do_head, lse_head, strides,
+            dk, dv, k, v, q_head, out_head, do_head, lse_ptr + rows, strides,
             first, tl.minimum(full, seq_q), seq_q, seen_from, scale_log2, HEAD_DIM, BLOCK_M, True, PRECISION,
         )  # fmt: skip
         dk, dv = _accumulate_dkv(
-            dk, dv, k, v, q_head, out_head, do_head, lse_head, strides,
+            dk, dv, k, v, q_head, out_head, do_head, lse_ptr + rows, strides,
             full, seq_q, seq_q, seen_from, scale_log2, HEAD_DIM, BLOCK_M, False, PRECISION,
         )  # fmt: skip
 

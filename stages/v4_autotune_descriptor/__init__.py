@@ -1,4 +1,4 @@
-"""Autotuned tiles, moved by TMA through tensor descriptors."""
+"""Tile sizes chosen by an autotuner; tiles moved by TMA descriptors."""
 
 from common.operator import make_attention
 

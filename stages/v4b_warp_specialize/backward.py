@@ -61,7 +61,7 @@ DQ_TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
 @triton.jit
 def _dq_kernel(
     q_desc, k_desc, v_desc, out_desc, do_desc, dq_desc, lse_ptr, scale,
-    heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32, bucket,  # bucket: only part of the tuning key
+    heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32, bucket,  # bucket: for the tuner only
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -134,7 +134,7 @@ DKV_TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
 @triton.jit
 def _dkv_kernel(
     q_desc, k_desc, v_desc, out_desc, do_desc, dk_desc, dv_desc, lse_ptr, scale,
-    kv_heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32, bucket,  # bucket: only part of the tuning key
+    kv_heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32, bucket,  # bucket: for the tuner only
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -152,7 +152,8 @@ def _dkv_kernel(
     dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
 
     seen_from = offs_n - diagonal  # the first query that sees each key
-    # Stage 1: the diagonal, masked. Stage 2: without a mask: queries past the end have p = 0, keys there are not stored.
+    # Stage 1: the diagonal, masked. Stage 2: all later queries, without a mask. Queries past the end have p = 0, and results of
+    # keys past the end are not stored.
     first = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M if CAUSAL else 0
     full = tl.cdiv(tl.maximum(start_n + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M if CAUSAL else 0
     for shared in range(heads_per_kv):  # the query heads that share these keys

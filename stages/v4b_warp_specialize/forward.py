@@ -23,7 +23,7 @@ def _accumulate(
     SPECIALIZED: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys [lo, hi) into one query tile's online softmax: acc, m (running maximum), l (running sum)."""
-    for start_n in tl.range(lo, hi, BLOCK_N, warp_specialize=SPECIALIZED, disallow_acc_multi_buffer=True):
+    for start_n in tl.range(lo, hi, BLOCK_N, warp_specialize=SPECIALIZED):
         offs_n = start_n + tl.arange(0, BLOCK_N)
         k = k_desc.load([start_n, 0])  # [BLOCK_N, HEAD_DIM]
         s = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
@@ -46,14 +46,14 @@ TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
     (128, 128, 4, 2), (128, 64, 4, 2), (32, 32, 8, 1), (16, 32, 8, 1),
 )  # fmt: skip
 HOPPER = range(90, 100)  # the only architectures on which this compiles
-MOST_KEYS = 128  # keys per tile; a multiple of them leaves no ragged end
+MOST_KEYS = 128  # keys of the longest tile; if Sk is a multiple of it, no tile has a ragged end
 
 
 @autotune(configs(TILES, pre_hook=None))
 @triton.jit(do_not_specialize=["heads", "heads_per_kv", "seq_q", "seq_k", "diagonal"])  # the compiler fails on a constant 1
 def _forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, scale, strides,
-    heads, heads_per_kv, seq_q, seq_k, diagonal, bucket, zero,  # bucket: only part of the tuning key
+    heads, heads_per_kv, seq_q, seq_k, diagonal, bucket, zero,  # bucket: for the tuner only
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr, SPECIALIZED: tl.constexpr,
 ):  # fmt: skip
@@ -110,8 +110,8 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
         q, scale = -q, -scale  # the scores stay the same; now their maximum can be taken before scaling
     q, k, v = addressable(q), addressable(k), addressable(v)
     device = q.device
-    context = contextvars.copy_context()  # outside of this block the user's allocator stays
-    context.run(triton.set_allocator, lambda size, *_: torch.empty(size, dtype=torch.int8, device=device))  # descriptors
+    context = contextvars.copy_context()  # the user's allocator stays, outside of this context
+    context.run(triton.set_allocator, lambda size, *_: torch.empty(size, dtype=torch.int8, device=device))  # for descriptors
     context.run(
         _forward_kernel[lambda args: (triton.cdiv(seq_q, args["BLOCK_M"]) * batch * heads,)],
         q, k, v, out, lse, scale, strides(q=q, k=k, v=v, out=out),

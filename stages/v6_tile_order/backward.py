@@ -38,7 +38,7 @@ def _accumulate_dq(
     for start_n in range(lo, hi, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
         k = k_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, HEAD_DIM)
-        # NOTE: S and dP are computed here and again for dK and dV; v7 computes dQ there.
+        # NOTE: S and dP are computed here and again in `_dkv_kernel`; v7 computes dQ there.
         s = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         v = v_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, do.shape[1])
         dp = tl.dot(do, v.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
@@ -78,7 +78,7 @@ DQ_TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
 @triton.jit
 def _dq_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_desc, lse_ptr, delta_ptr, scale,
-    heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32, bucket,  # bucket: only part of the tuning key
+    heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32, bucket,  # bucket: for the tuner only
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -148,13 +148,13 @@ DKV_TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
 @triton.jit
 def _dkv_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse_ptr, delta_ptr, scale,
-    kv_heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32, bucket,  # bucket: only part of the tuning key
+    kv_heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32, bucket,  # bucket: for the tuner only
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles_n = tl.cdiv(seq_k, BLOCK_N)
-    start_n = tl.program_id(0) % tiles_n * BLOCK_N
-    batch_head = tl.program_id(0) // tiles_n
+    tile, batch_head = tile_and_head(tiles_n, seq_q, 2 * (HEAD_DIM + VALUE_DIM), CAUSAL)  # Q, dO
+    start_n = tile * BLOCK_N
     batch = batch_head // kv_heads
     kv_head = batch_head % kv_heads
     offs_n = start_n + tl.arange(0, BLOCK_N)
@@ -166,7 +166,8 @@ def _dkv_kernel(
     dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
 
     seen_from = offs_n - diagonal  # the first query that sees each key
-    # Stage 1: the diagonal, masked. Stage 2: without a mask: queries past the end have p = 0, keys there are not stored.
+    # Stage 1: the diagonal, masked. Stage 2: all later queries, without a mask. Queries past the end have p = 0, and results of
+    # keys past the end are not stored.
     first = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M if CAUSAL else 0
     full = tl.cdiv(tl.maximum(start_n + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M if CAUSAL else 0
     for shared in range(heads_per_kv):  # the query heads that share these keys

@@ -1,4 +1,4 @@
-"""One backward kernel with five matmuls, not two with seven."""
+"""One backward kernel, five matmuls instead of seven; dQ summed in memory."""
 
 from common.operator import make_attention
 

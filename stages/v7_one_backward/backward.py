@@ -31,8 +31,8 @@ def _delta_kernel(out_desc, do_desc, delta_ptr, heads, seq_q: tl.int32, VALUE_DI
 
 
 def _before_launch(args):
-    """Write the tile sizes of the chosen configuration into the descriptors, and zero the accumulator of dQ before each launch,
-    also before the tuner's."""
+    """Before a launch, also one of the tuner's: write the tile sizes of the chosen configuration into the descriptors, and zero
+    dQ's accumulator."""
     for name, rows, columns in (
         ("q_desc", "BLOCK_M", "HEAD_DIM"),
         ("do_desc", "BLOCK_M", "VALUE_DIM"),
@@ -83,7 +83,7 @@ TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
 @triton.jit
 def _backward_kernel(
     q_desc, k_desc, v_desc, do_desc, sums_desc, dk_desc, dv_desc, lse_ptr, delta_ptr, scale,
-    kv_heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32, bucket,  # bucket: only part of the tuning key
+    kv_heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32, bucket,  # bucket: for the tuner only
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip

@@ -125,6 +125,7 @@ def ordered_backwards():
         rows = getattr(names.get("KEYS"), "value", "BLOCK_N")  # a constant of the kernel, or an argument
         kernels = {
             "_dq_kernel": ("q", "BLOCK_M"),
+            "_dkv_kernel": ("k", "BLOCK_N"),
             "_backward_kernel": ("k", rows),
             "_wide_dkv_kernel": ("k", 64),
             "_wide_dq_kernel": ("q", 128),

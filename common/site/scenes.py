@@ -17,7 +17,7 @@ from common.show.traces import COLORS, has_cycles, lanes, moments, unit
 USUAL = {"seq_len": 1024, "head_dim": 64, "causal": True}
 UNUSUAL = {
     "v29_short_tiles": {"head_dim": 128},
-    "v33_split_keys": {"seq_len": 1, "kv_len": 4096, "causal": False, "sms": 8},
+    "v33_planned_splits": {"seq_len": 1, "kv_len": 4096, "causal": False, "sms": 8},
     "v42_wide_backward": {"seq_len": 512, "head_dim": 256},
     "v42a_sums_from_registers": {"head_dim": 128},
 }

@@ -310,7 +310,7 @@ def v7_backward(p: Problem) -> Steps:
 SHARE_OF_L2 = 16 * 2**20  # as in common.kernels.order
 ROWS = 64  # per consumer: queries in the forward, keys in the backward
 NUM_SMS = GPUS["h200"].num_sms
-V33 = names_in("v33_split_keys")  # decides which work is short, and how to split it
+V33 = names_in("v33_planned_splits")  # decides which work is short, and how to split it
 V40 = names_in("v40_safe_speculation")  # decides how many first keys and samples there are
 
 
@@ -363,6 +363,39 @@ def v29_forward(p: Problem) -> Steps:
     yield from v26_forward(p, wide_keys=64)
 
 
+def _few_tiles(p: Problem) -> tuple[int, int, int]:
+    """v30 to v32: query rows of a tile, query heads side by side in it, and tiles of all heads. Heads are packed if this makes
+    fewer tiles."""
+    m, packed = 128 if _wide(p) else 256, p.heads // p.kv_heads
+    if 64 % packed or math.ceil(p.seq_q * packed / m) == math.ceil(p.seq_q / m) * packed:
+        packed = 1
+    return m, packed, math.ceil(p.seq_q * packed / m) * (p.heads // packed)
+
+
+def _filling(p: Problem, tiles: int) -> tuple[int, int]:
+    """v31 and v32: key tiles of the last query, and the number of splits with which the tiles fill the SMs."""
+    key_tiles = math.ceil((min(p.seq_q, p.seq_k) if p.causal else p.seq_k) / 64)
+    return key_tiles, max(1, min(key_tiles, NUM_SMS // tiles))
+
+
+def v30_forward(p: Problem) -> Steps:
+    m, packed, _ = _few_tiles(p)
+    yield from _in_parts(p, m, 64, packed, splits=1, at_once=False)
+
+
+def v31_forward(p: Problem) -> Steps:
+    m, packed, tiles = _few_tiles(p)
+    _, splits = _filling(p, tiles)
+    yield from _in_parts(p, m, 64, packed, splits, at_once=False, by_pytorch=True)
+
+
+def v32_forward(p: Problem) -> Steps:
+    m, packed, tiles = _few_tiles(p)
+    key_tiles, splits = _filling(p, tiles)
+    of_a_cta = math.ceil(tiles * splits / NUM_SMS) * math.ceil(key_tiles / splits)
+    yield from _in_parts(p, m, 64, packed, splits, at_once=of_a_cta <= V33["SHORT"][max(p.head_dim, p.value_dim)])
+
+
 def v33_forward(p: Problem, first: bool = False, gives_up: bool = False, samples: bool = False) -> Steps:
     per_kv = p.heads // p.kv_heads
     packed = per_kv if 64 % per_kv == 0 else 1  # rows per query: its group's heads, side by side
@@ -380,10 +413,26 @@ def v33_forward(p: Problem, first: bool = False, gives_up: bool = False, samples
         n, key_tiles = n // 2, key_tiles * 2
     if splits == 1 and not few and tiles == math.ceil(p.seq_q / m) * p.heads:
         packed = 1
+    turns = math.ceil(math.ceil(p.seq_q * packed / m) * p.heads // packed * splits / NUM_SMS)
+    at_once = few or turns * math.ceil(key_tiles / splits) <= V33["SHORT"][max(p.head_dim, p.value_dim)]
+    yield from _in_parts(p, m, n, packed, splits, at_once, first, gives_up, samples)
+
+
+def _in_parts(
+    p: Problem, m: int, n: int, packed: int, splits: int, at_once: bool,
+    first: bool = False, gives_up: bool = False, samples: bool = False, by_pytorch: bool = False,
+) -> Steps:  # fmt: skip
+    """v30 and on: tiles of m rows and n keys, with `packed` heads side by side, and keys in `splits` parts.
+
+    Args:
+        at_once: one launch with a running maximum, instead of a guess, and again for failed tiles.
+        first: the guess includes the first keys, from v37 on.
+        gives_up: tiles look whether others failed, from v39 on.
+        samples: scores are sampled, from v40 on.
+        by_pytorch: v31, where PyTorch merges, and the counter gives out splits too.
+    """
     rows = p.seq_q * packed
     jobs = math.ceil(rows / m) * p.heads // packed * splits
-    turns = math.ceil(jobs / NUM_SMS)
-    at_once = few or turns * math.ceil(key_tiles / splits) <= V33["SHORT"][max(p.head_dim, p.value_dim)]
 
     def seen(end_row, split):  # key tiles of the split
         tiles = math.ceil((min(end_row // packed, p.seq_k) if p.causal else p.seq_k) / n)
@@ -404,10 +453,11 @@ def v33_forward(p: Problem, first: bool = False, gives_up: bool = False, samples
     if at_once:
         yield read, written, p.flops(steps * ROWS * n, 1, 1)
     else:
-        counted = jobs * INT if splits == 1 or gives_up else 0
+        counted = jobs * INT if splits == 1 or gives_up or by_pytorch else 0
         first_keys = looks = 0  # looks: the flags that are read
         lately = V40["LATELY"].value
         if first:
+            seen_keys = min(p.seq_q, p.seq_k) if p.causal else p.seq_k
             first_keys = V40["FIRST_KEYS"] if seen_keys > V40["SHORT_ROW"] else V40["FIRST_KEYS"] // 2
         if gives_up:
             looks = jobs * lately if samples else sum(min(max(job + 1 - lately, 0), lately) for job in range(jobs))
@@ -419,7 +469,14 @@ def v33_forward(p: Problem, first: bool = False, gives_up: bool = False, samples
         flops = p.flops(steps * ROWS * n, 1, 1) + p.flops(jobs * m * first_keys, 1, 0)
         yield read + counted + looks * INT, written + counted, flops
         yield min(jobs, NUM_SMS) * INT, 0
-    if splits > 1:
+    if splits > 1 and by_pytorch:
+        yield splits * p.row, p.row  # LSE
+        yield (splits + 1) * p.row, splits * p.row  # its difference from each split's
+        yield splits * p.row, splits * p.row  # exp: the weights
+        yield parts, splits * 2 * p.o  # O of each split * its weight
+        yield splits * 2 * p.o, 2 * p.o  # their sum
+        yield 2 * p.o, p.o  # in float16
+    elif splits > 1:
         yield parts, p.o + p.row
 
 
@@ -585,6 +642,9 @@ PREDICTIONS = {
     "v28": (v26_forward, v15_backward),
     "v28a": (v26_forward, v15_backward),
     "v29": (v29_forward, v15_backward),
+    "v30": (v30_forward, v15_backward),
+    "v31": (v31_forward, v15_backward),
+    "v32": (v32_forward, v15_backward),
     "v33": (v33_forward, v15_backward),
     "v34": (v33_forward, v15_backward),
     "v35": (v33_forward, v36_backward),

@@ -17,7 +17,10 @@ from common.show.traces import COLORS, has_cycles, lanes, moments, unit
 USUAL = {"seq_len": 1024, "head_dim": 64, "causal": True}
 UNUSUAL = {
     "v29_short_tiles": {"head_dim": 128},
-    "v33_split_keys": {"seq_len": 1, "kv_len": 4096, "causal": False, "sms": 8},
+    "v30_packed_heads": {"seq_len": 1, "kv_len": 1024, "causal": False, "heads": 4, "kv_heads": 1, "sms": 4},
+    "v31_split_keys": {"seq_len": 1, "kv_len": 4096, "causal": False, "sms": 8},
+    "v32_two_launches": {"seq_len": 1, "kv_len": 4096, "causal": False, "sms": 8},
+    "v33_planned_splits": {"seq_len": 1, "kv_len": 4096, "causal": False, "sms": 8},
     "v42_wide_backward": {"seq_len": 512, "head_dim": 256},
     "v42a_sums_from_registers": {"head_dim": 128},
 }
@@ -33,7 +36,7 @@ WORDS = {  # of lanes
     "dq": "gradient of the queries before it is rounded", "dk": "gradient of the keys before it is rounded",
     "dv": "gradient of the values before it is rounded",
     "delta": "row sums of dO ∘ O", "sums": "dQ while programs add to it, in float32", "stats": "LSE and delta of each row",
-    "k_t": "the keys, transposed", "lse": "log-sum-exp of each part of the keys",
+    "k_t": "the keys, transposed", "lse": "log-sum-exp of each part of the keys", "part": "output of each part of the keys",
     "counter": "what programs share: the next tile, and tiles to compute again",
     "state": "what programs share: the next tile, and tiles to compute again",
     "temporary": "tensors without a name in the code",
@@ -135,10 +138,11 @@ def scenes(name: str) -> list[Scene]:
 
 
 def _scene(name, pass_, shape, gpu) -> Scene:
-    workload = Workload(pass_, 1, 1, dtype="float16", **shape)
+    workload = Workload(pass_, 1, dtype="float16", **{"heads": 1} | shape)
     recorded = {stage: trace(stages.load(stage), workload, gpu) for stage in (stages.parent(name), name) if stage}
     length = f"S = {workload.seq_len}" if workload.kv_len == workload.seq_len else f"Sq = 1, Sk = {workload.kv_len}"
-    words = f"{PASS_NAMES[pass_]}, one head, D = {workload.head_dim}, {length}, {'causal' if workload.causal else 'full'}"
+    heads = "one head" if workload.heads == 1 else f"{workload.heads} heads that share {workload.kv_heads} of K and V"
+    words = f"{PASS_NAMES[pass_]}, {heads}, D = {workload.head_dim}, {length}, {'causal' if workload.causal else 'full'}"
     return Scene(
         pass_,
         words,

@@ -1,4 +1,7 @@
-"""Keys are split over programs, and the parts merged. With any number of splits the result is one softmax's."""
+"""Keys are split over programs, and the parts merged. With any number of splits the result is one softmax's. Query heads that
+share a K/V head share a tile."""
+
+import itertools
 
 import pytest
 import torch
@@ -11,6 +14,8 @@ from common.operator import diagonal
 from common.runtime import DEVICE
 
 SPLITTING = once([name for name in stages.names() if "splits_of" in names_in(name)], "forward")
+PLANNING = [name for name in SPLITTING if "CROWDED" in names_in(name)]  # have a cost model
+PACKING = once([name for name in stages.names() if "_place" in names_in(name)], "forward")
 
 
 @pytest.fixture(autouse=True)
@@ -19,17 +24,22 @@ def _every_call_by_itself(monkeypatch):
     monkeypatch.setattr(replay, "is_watched", lambda: True)
 
 
+def available(name):
+    """Load a stage, or skip the test."""
+    if reason := stages.unavailable(name):
+        pytest.skip(f"{name} {reason}")
+    return stages.load(name)
+
+
+def set_splits(monkeypatch, name, number):
+    """Set a stage's number of splits."""
+    set_names(monkeypatch, name, splits_of=lambda *_: number, FEW_SQUARES=0)  # over 128 rows: v29's tile
+
+
 @pytest.fixture(params=SPLITTING)
 def split(request, monkeypatch):
     """A stage that splits, and a function that sets its number of splits."""
-    if reason := stages.unavailable(request.param):
-        pytest.skip(f"{request.param} {reason}")
-    stage = stages.load(request.param)
-
-    def into(number):
-        set_names(monkeypatch, request.param, splits_of=lambda *_: number, FEW_SQUARES=0)  # over 128 rows: v29's tile
-
-    return stage, into
+    return available(request.param), lambda number: set_splits(monkeypatch, request.param, number)
 
 
 def forward(stage, q, k, v, causal=False, scale=None):
@@ -87,17 +97,18 @@ def test_more_splits_than_a_merge_reads_at_once(split, head_dim, value_dim, numb
 
 
 # Queries, keys, and query heads of one K/V head. A tile has all of these heads for each of its queries. It begins before
-# query 0 unless the diagonal is a multiple of the number of queries in 64 rows.
-PACKED = [(2, 129, 64), (2, 130, 64), (3, 67, 64), (12, 17, 8), (5, 70, 32), (33, 160, 4)]
+# query 0 unless the diagonal is a multiple of the number of queries in 64 rows. Three heads are not packed.
+PACKED = [(2, 129, 64), (2, 130, 64), (3, 67, 64), (12, 17, 8), (5, 70, 32), (33, 160, 4), (70, 113, 2), (7, 90, 3), (9, 75, 1)]
+SPLITS_OF_PACKED = [pair for pair in itertools.product(PACKING, (1, 2)) if pair[1] == 1 or pair[0] in SPLITTING]
 
 
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize(("name", "number"), SPLITS_OF_PACKED)
 @pytest.mark.parametrize(("seq_q", "seq_k", "heads"), PACKED)
-def test_diagonals_of_heads_that_share_a_tile(split, seq_q, seq_k, heads, number):
+def test_diagonals_of_heads_that_share_a_tile(name, seq_q, seq_k, heads, number, monkeypatch):
     """A tile of few queries sees keys up to any place of a key tile, not only up to a multiple of 64."""
-    stage, into = split
+    stage = available(name)
     q, k, v, _ = make_inputs(seq_q, seq_k, 16, batch=1, heads=heads, kv_heads=1)
-    into(number)
+    set_splits(monkeypatch, name, number)
     assert_correct(*forward(stage, q, k, v, "bottom-right"))
 
 
@@ -122,31 +133,42 @@ def test_same_bits_on_every_run(split):
     assert torch.equal(first["out"], second["out"]) and torch.equal(first["lse"], second["lse"])
 
 
-def test_heads_that_share_keys_share_a_tile(split, monkeypatch):
-    """K and V are read once for all these heads."""
-    stage, _ = split
+@pytest.mark.parametrize("name", PACKING)
+@pytest.mark.parametrize(("heads", "packed"), [(1, 1), (2, 2), (3, 1), (4, 4), (6, 1), (8, 8)])
+def test_heads_that_share_keys_share_a_tile(name, heads, packed, monkeypatch):
+    """K and V are read once for all these heads, if 64 rows have the same number of queries of each."""
+    stage = available(name)
     launched = []
     kernel = stage.forward.__globals__["_forward_kernel"]
     monkeypatch.setitem(stage.forward.__globals__, "_forward_kernel", Recorded(kernel, launched))
-    forward(stage, *make_inputs(2, 200, 64, batch=1, heads=8, kv_heads=2)[:3])
-    assert {launch["tile"][3] for launch in launched} == {4} and {launch["seq_q"] for launch in launched} == {8}
+    assert_correct(*forward(stage, *make_inputs(2, 200, 64, batch=2, heads=2 * heads, kv_heads=2)[:3]))
+    of_a_query = [packed] if packed > 1 else []
+    assert launched and all(launch["tile"] == [1, 1, 64 // packed, *of_a_query, 64] for launch in launched)
+    assert all(launch["shape"] == [2, 2 * heads // packed, 2, *of_a_query, 64] for launch in launched)
 
 
 class Recorded:
-    """A kernel that records the options of its launches, and the shape of Q's tiles."""
+    """A kernel that records the options of its launches, and the shapes of Q and of Q's tiles."""
 
     def __init__(self, kernel, launched):
         self.kernel, self.launched = kernel, launched
 
     def __getitem__(self, grid):
         def launch(*args, **options):
-            self.launched.append({**options, "tile": args[0].block_shape})
+            self.launched.append({**options, "tile": args[0].block_shape, "shape": args[0].shape})
             return self.kernel[grid](*args, **options)
 
         return launch
 
 
-@pytest.mark.parametrize("name", SPLITTING)
+@pytest.mark.parametrize("name", [name for name in SPLITTING if name not in PLANNING])
+def test_as_many_splits_as_the_gpu_has_room_for(name):
+    splits_of = names_in(name)["splits_of"]
+    assert [splits_of(tiles, 512, 132) for tiles in (1, 16, 66, 67, 132, 1000)] == [132, 8, 2, 1, 1, 1]
+    assert splits_of(16, 3, 132) == 3  # a key tile each
+
+
+@pytest.mark.parametrize("name", PLANNING)
 def test_splits_fill_the_gpu_where_tiles_do_not(name):
     splits_of = names_in(name)["splits_of"]
 
@@ -165,12 +187,10 @@ def test_splits_fill_the_gpu_where_tiles_do_not(name):
         assert turns <= 1.2 * tiles * 400 / 132 + 4, "the programs are busy nearly all of the time"
 
 
-@pytest.mark.parametrize("name", SPLITTING)
+@pytest.mark.parametrize("name", [name for name in SPLITTING if "SHORT" in names_in(name)])
 def test_long_and_short_work_take_different_ways(name, monkeypatch):
     """Long work speculates and repeats tiles that fail. Short work keeps a running maximum, in one launch."""
-    if reason := stages.unavailable(name):
-        pytest.skip(f"{name} {reason}")
-    stage = stages.load(name)
+    stage = available(name)
     q, k, v, _ = make_inputs(150, 700, 64, batch=1, heads=2, kv_heads=1)
     k[:, :, 100] = 40 * q[:, :1, 3]  # the largest scores come last: keys are taken from the end
     for longest, ways in ((0, {"guess", "again"}), (10**6, {"running"})):

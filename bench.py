@@ -147,7 +147,7 @@ NEWEST = [
     *(name for name in BASELINES if name != "sdpa-flash"),
     *(name for name in stages.names() if stages.position(name) >= stages.position(MAIN_LINE[-4])),
 ]
-# For D = 256. Before v42, the backward of a Gluon stage falls back to v7, a Triton kernel.
+# For D = 256. Before v40, the backward of a Gluon stage falls back to v7, a Triton kernel.
 WIDE = [*(name for name in BASELINES if name != "sdpa-flash"), *MAIN_LINE[-2:]]
 # Decoding has few queries and many keys. FlashAttention-4 is left out, because it mainly targets newer GPUs. v29 is the last
 # stage that does not split keys.

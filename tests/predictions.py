@@ -305,7 +305,7 @@ def v7_backward(p: Problem) -> Steps:
 
 # --- v8 and on: tiles of their own, by the larger head dimension, up to 128. The backward reads Q and dO once per 128 keys.
 # From v14 on, in the backward from v15 on, CTAs have consumers of 64 rows each. A counter gives out the forward's tiles from
-# v24 on, and the narrow backward's from v36 on. v40's backward has tiles for 256.
+# v24 on, and the narrow backward's from v36 on. v41's backward has tiles for 256.
 
 SHARE_OF_L2 = 16 * 2**20  # as in common.kernels.order
 ROWS = 64  # per consumer: queries in the forward, keys in the backward
@@ -520,7 +520,7 @@ def _wide_keys(p: Problem, matmuls_of_q: int, adds: bool) -> tuple[int, int, int
     return read, written, p.flops(steps * ROWS * ROWS, matmuls_of_q, 2)
 
 
-def v40_backward(p: Problem, matmuls_of_q: int = 4) -> Steps:
+def v41_backward(p: Problem, matmuls_of_q: int = 4) -> Steps:
     if max(p.head_dim, p.value_dim) < 256:
         yield from v36_backward(p)
         return
@@ -531,8 +531,8 @@ def v40_backward(p: Problem, matmuls_of_q: int = 4) -> Steps:
     yield sums, p.q  # dQ in float16
 
 
-def v41_backward(p: Problem) -> Steps:
-    yield from v40_backward(p, matmuls_of_q=3)
+def v42_backward(p: Problem) -> Steps:
+    yield from v41_backward(p, matmuls_of_q=3)
 
 
 def v43_backward(p: Problem, rows: int = 2 * ROWS) -> Steps:
@@ -590,8 +590,8 @@ PREDICTIONS = {
     "v33": (v33_forward, v15_backward),
     "v36": (v33_forward, v36_backward),
     "v39": (v39_forward, v36_backward),
-    "v40": (v39_forward, v40_backward),
     "v41": (v39_forward, v41_backward),
+    "v42": (v39_forward, v42_backward),
     "v43": (v39_forward, v43_backward),
     "v44": (v39_forward, v44_backward),
     "v45": (v39_forward, v44_backward),

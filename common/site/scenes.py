@@ -18,8 +18,8 @@ USUAL = {"seq_len": 1024, "head_dim": 64, "causal": True}
 UNUSUAL = {
     "v29_short_tiles": {"head_dim": 128},
     "v33_split_keys": {"seq_len": 1, "kv_len": 4096, "causal": False, "sms": 8},
-    "v40_wide_kernel": {"seq_len": 512, "head_dim": 256},
-    "v41_shared_p": {"seq_len": 512, "head_dim": 256},
+    "v41_wide_kernel": {"seq_len": 512, "head_dim": 256},
+    "v42_shared_p": {"seq_len": 512, "head_dim": 256},
     "v43_dq_kernel": {"seq_len": 512, "head_dim": 256},
     "v44_dq_roles": {"seq_len": 512, "head_dim": 256},
     "v45_wide_overlap": {"seq_len": 512, "head_dim": 256},

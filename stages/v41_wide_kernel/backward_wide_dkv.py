@@ -117,7 +117,7 @@ def _wide_consumer(tensors, kv, ring, ds, dq_s, problem, GRADIENT: gl.constexpr,
         q = ring.q.index(slot).reshape([BLOCK_M, HEAD_DIM])
         do = ring.do.index(slot).reshape([BLOCK_M, VALUE_DIM])
         mbarrier.wait(ring.full.index(slot), phase)
-        # NOTE: each consumer computes S and P for itself; in v41 one of them passes P to the other.
+        # NOTE: each consumer computes S and P for itself; in v42 one of them passes P to the other.
         s_t = warpgroup_mma(k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
         s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
         lse_log2 = ring.stats.index(slot).slice(0, 1).load(s_layout)  # [1, queries]

@@ -305,7 +305,7 @@ def v7_backward(p: Problem) -> Steps:
 
 # --- v8 and on: tiles of their own, by the larger head dimension, up to 128. The backward reads Q and dO once per 128 keys.
 # From v14 on, in the backward from v15 on, CTAs have consumers of 64 rows each. A counter gives out the forward's tiles from
-# v24 on, and the narrow backward's from v35 on. v42's backward has tiles for 256.
+# v24 on, and the narrow backward's from v35 on. v41's backward has tiles for 256.
 
 SHARE_OF_L2 = 16 * 2**20  # as in common.kernels.order
 ROWS = 64  # per consumer: queries in the forward, keys in the backward
@@ -583,27 +583,54 @@ def v36_backward(p: Problem) -> Steps:
     yield finish
 
 
-def v42_backward(p: Problem) -> Steps:
-    if max(p.head_dim, p.value_dim) < 256:
-        yield from v36_backward(p)
-        return
+def _wide_keys(p: Problem, matmuls_of_q: int, adds: bool) -> tuple[int, int, int]:
+    """For D = 256: K and V once; per 64 keys, Q, dO and stats of the queries that see them, or of the last tile if none does.
+
+    Args:
+        matmuls_of_q: matmuls of a step over D; two are over Dv.
+        adds: whether a step adds dQ to its sums.
+    """
     tiles_m = math.ceil(p.seq_q / ROWS)
-    stats = p.heads * tiles_m * ROWS * 2 * FLOAT  # log2(e) LSE and delta, in whole tiles
-    yield 2 * p.o + p.row, stats  # O, dO and LSE
-    # dK and dV: K and V once; per 64 keys, Q, dO and stats of the queries that see them, or of the last tile if none does.
     first = [min(start // ROWS, tiles_m - 1) if p.causal else 0 for start in range(0, p.seq_k, ROWS)]
     queries = p.heads * sum(p.seq_q - tile * ROWS for tile in first)
     steps = p.heads * sum(tiles_m - tile for tile in first)
-    yield (
-        p.k + p.v + queries * (p.row_of_q + p.row_of_o) + steps * ROWS * 2 * FLOAT,
-        p.k + p.v,
-        p.flops(steps * ROWS * ROWS, 2, 2),
-    )
-    # dQ: Q, dO and stats once, K and V for each 128 queries; each consumer computes the key tiles that its 64 queries see.
+    read = p.k + p.v + queries * (p.row_of_q + p.row_of_o) + steps * ROWS * 2 * FLOAT
+    written = p.k + p.v + adds * steps * ROWS * 2 * p.row_of_q
+    return read, written, p.flops(steps * ROWS * ROWS, matmuls_of_q, 2)
+
+
+def v41_backward(p: Problem, matmuls_of_q: int = 4) -> Steps:
+    if max(p.head_dim, p.value_dim) < 256:
+        yield from v36_backward(p)
+        return
+    rows = p.heads * math.ceil(p.seq_q / ROWS) * ROWS  # in whole tiles
+    sums = rows * p.head_dim * FLOAT
+    yield 2 * p.o + p.row, rows * 2 * FLOAT + sums  # O, dO and LSE; log2(e) LSE and delta; the sums = 0
+    yield _wide_keys(p, matmuls_of_q, adds=True)
+    yield sums, p.q  # dQ in float16
+
+
+def v42_backward(p: Problem) -> Steps:
+    yield from v41_backward(p, matmuls_of_q=3)
+
+
+def v43_backward(p: Problem, rows: int = 2 * ROWS) -> Steps:
+    """`rows` query rows at a time compute all key tiles that any of them sees."""
+    if max(p.head_dim, p.value_dim) < 256:
+        yield from v36_backward(p)
+        return
+    stats = p.heads * math.ceil(p.seq_q / ROWS) * ROWS * 2 * FLOAT  # log2(e) LSE and delta, in whole tiles
+    yield 2 * p.o + p.row, stats  # O, dO and LSE
+    yield _wide_keys(p, 2, adds=False)
+    # dQ: Q, dO and stats once, K and V for each 128 queries.
     p = replace(p, query_tile=(2 * ROWS, ROWS))
-    seen = (min(end, p.seq_k) if p.causal else p.seq_k for end in range(ROWS, math.ceil(p.seq_q / 128) * 128 + 1, ROWS))
+    seen = (min(end, p.seq_k) if p.causal else p.seq_k for end in range(rows, math.ceil(p.seq_q / 128) * 128 + 1, rows))
     steps = p.heads * sum(math.ceil(end / ROWS) for end in seen)
-    yield p.q + p.o + stats + p.kv_read, p.q, p.flops(steps * ROWS * ROWS, 2, 1)
+    yield p.q + p.o + stats + p.kv_read, p.q, p.flops(steps * rows * ROWS, 2, 1)
+
+
+def v44_backward(p: Problem) -> Steps:
+    yield from v43_backward(p, rows=ROWS)
 
 
 # If a stage is missing here, its test is skipped and says so.
@@ -653,8 +680,12 @@ PREDICTIONS = {
     "v38": (v37_forward, v36_backward),
     "v39": (v39_forward, v36_backward),
     "v40": (v40_forward, v36_backward),
+    "v41": (v40_forward, v41_backward),
     "v42": (v40_forward, v42_backward),
-    "v42a": (v40_forward, v42_backward),
+    "v43": (v40_forward, v43_backward),
+    "v44": (v40_forward, v44_backward),
+    "v45": (v40_forward, v44_backward),
+    "v45a": (v40_forward, v44_backward),
 }
 
 

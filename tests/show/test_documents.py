@@ -266,11 +266,11 @@ def test_sinks_are_shown_next_to_the_stage_with_a_running_maximum(monkeypatch, t
 
 
 def test_wide_heads_are_next_to_the_stage_before_and_the_libraries(monkeypatch, tmp_path):
-    rates = {"sdpa-cudnn": 400.0, "v40_safe_speculation": 100.0, "v42_wide_backward": 500.0}
+    rates = {"sdpa-cudnn": 400.0, "v40_safe_speculation": 100.0, "v45_wide_overlap": 500.0}
     records = [{"impl": i, "pass": "bwd", "causal": True, "seq_len": 4096, "tflops": rate} for i, rate in rates.items()]
     machine = {"gpu": "a GPU", "torch": "2", "triton": "3", "commit": "0" * 40}
     monkeypatch.setattr(documents, "run_file", lambda name: tmp_path)
     monkeypatch.setattr(documents, "load_run", lambda path: (records, machine))
-    table = documents.wide_table("v42_wide_backward")
+    table = documents.wide_table("v45_wide_overlap")
     assert cells(table, "backward", "causal", "4096") == ["500", "×5.00", "125 %"]
     assert cells(table, "forward", "full", "4096") == ["-", "-", "-"]

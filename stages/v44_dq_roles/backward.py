@@ -34,7 +34,7 @@ from common.runtime import num_sms
 from stages.v7_one_backward.backward import backward as backward_of_v7
 
 from .backward_prepare import _finish_kernel, _prepare_kernel
-from .backward_scheduler import CONSUMERS, KEYS, NextTiles, Problem, _next, _query_tile, _tile
+from .backward_scheduler import CONSUMERS, NextTiles, Problem, _next, _query_tile, _tile
 from .backward_wide_dkv import _wide_dkv_kernel
 from .backward_wide_dq import _wide_dq_kernel
 
@@ -232,7 +232,7 @@ def _producer(tensors, kv, ring, next_tiles, problem, CAUSAL: gl.constexpr):
     number = gl.program_id(0)
     before = Place(0, 0, 0)
     while number < problem.tiles:
-        tile = _tile(number, problem, BLOCK_M, KEYS, HEAD_DIM, VALUE_DIM, CAUSAL)
+        tile = _tile(number, problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
         _load_kv(tensors, tile, kv, turn)
         at_first = gl.minimum(tile.steps, STAGES)
         for step in range(at_first):
@@ -270,7 +270,7 @@ def _consumer(kv, ring, ds_ring, next_tiles, problem, w: gl.constexpr, CAUSAL: g
     turn = 0
     number = gl.program_id(0)
     while number < problem.tiles:
-        tile = _tile(number, problem, BLOCK_M, KEYS, HEAD_DIM, VALUE_DIM, CAUSAL)
+        tile = _tile(number, problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
         dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, dk_layout)
         dv = gl.zeros([ROWS, VALUE_DIM], gl.float32, dv_layout)
         kv_slot, kv_phase = slot_and_phase(turn, KV_STAGES)
@@ -319,7 +319,7 @@ def _dq_consumer(tensors, kv, ds_ring, next_tiles, problem, CAUSAL: gl.constexpr
     turn = 0
     number = gl.program_id(0)
     while number < problem.tiles:
-        tile = _tile(number, problem, BLOCK_M, KEYS, HEAD_DIM, VALUE_DIM, CAUSAL)
+        tile = _tile(number, problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
         for step in range(tile.steps):
             kv_slot, kv_phase = slot_and_phase(turn, KV_STAGES)
             slot, phase = slot_and_phase(fill + step, STAGES)
@@ -393,13 +393,18 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     block_m = 64 if max(head_dim, value_dim) >= 128 else 128  # as many rows of S and dP as fit into registers beside dK and dV
     columns = min(64, head_dim)  # parts of 64 rows in which dQ leaves a CTA
     tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
+    tiles = triton.cdiv(seq_k, 64 if wide else 128) * batch * kv_heads
+    # CTAs are persistent if K and V of two tiles fit: the next tile's then load during the current one.
+    kv_stages = 1 if max(head_dim, value_dim) >= 128 else 2
+    programs = tiles if kv_stages == 1 else min(tiles, num_sms())
+    counter = None if kv_stages == 1 else lse.new_empty(1, dtype=torch.int32)  # number of tiles taken after each CTA's first
     stats = lse.new_empty(tiles_m * 2, block_m)
+    sums = None if wide else lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)
+    _prepare_kernel[tiles_m,](
+        describe(out, block_m, value_dim), describe(grad_out, block_m, value_dim), lse, stats, sums, counter,
+        heads, seq_q, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m,
+    )  # fmt: skip
     if wide:
-        _prepare_kernel[tiles_m,](
-            describe(out, block_m, value_dim), describe(grad_out, block_m, value_dim), lse, stats, None, None,
-            heads, seq_q, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m,
-        )  # fmt: skip
-        tiles = triton.cdiv(seq_k, 64) * batch * kv_heads
         of_64 = [describe_tile(tensor, 64) for tensor in (q, k, v, grad_out)]
         _wide_dkv_kernel[tiles,](
             *of_64, describe_rows(stats, 2), describe_tile(dk, 64), describe_tile(dv, 64), scale,
@@ -413,26 +418,16 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
             HEAD_DIM=head_dim, VALUE_DIM=value_dim, K_STAGES=2, V_STAGES=1, CAUSAL=causal,
             num_warps=4, maxnreg=168,
         )  # fmt: skip
-        return dq, dk, dv
-    tiles = triton.cdiv(seq_k, 128) * batch * kv_heads
-    # CTAs are persistent if K and V of two tiles fit: the next tile's then load during the current one.
-    kv_stages = 1 if max(head_dim, value_dim) == 128 else 2
-    programs = tiles if kv_stages == 1 else min(tiles, num_sms())
-    counter = None if kv_stages == 1 else lse.new_empty(1, dtype=torch.int32)  # number of tiles taken after each CTA's first
-    sums = lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)
-    _prepare_kernel[tiles_m,](
-        describe(out, block_m, value_dim), describe(grad_out, block_m, value_dim), lse, stats, sums, counter,
-        heads, seq_q, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m,
-    )  # fmt: skip
-    _backward_kernel[programs,](
-        describe_tile(q, block_m), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, block_m),
-        describe_rows(stats, 2), describe_rows(sums, 64 * columns // SUM_COLUMNS),
-        describe_tile(dk, 64), describe_tile(dv, 64), counter, scale,
-        kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, num_sms(), tiles,
-        HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, KV_STAGES=kv_stages, CAUSAL=causal,
-        num_warps=4, maxnreg=128,
-    )  # fmt: skip
-    _finish_kernel[tiles_m,](
-        sums, dq, *dq.stride()[:3], scale, heads, seq_q, HEAD_DIM=head_dim, BLOCK_M=block_m, PARTS=head_dim // columns,
-    )  # fmt: skip
+    else:
+        _backward_kernel[programs,](
+            describe_tile(q, block_m), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, block_m),
+            describe_rows(stats, 2), describe_rows(sums, 64 * columns // SUM_COLUMNS),
+            describe_tile(dk, 64), describe_tile(dv, 64), counter, scale,
+            kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, num_sms(), tiles,
+            HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, KV_STAGES=kv_stages, CAUSAL=causal,
+            num_warps=4, maxnreg=128,
+        )  # fmt: skip
+        _finish_kernel[tiles_m,](
+            sums, dq, *dq.stride()[:3], scale, heads, seq_q, HEAD_DIM=head_dim, BLOCK_M=block_m, PARTS=head_dim // columns,
+        )  # fmt: skip
     return dq, dk, dv

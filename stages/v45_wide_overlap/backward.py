@@ -19,11 +19,11 @@ from common.kernels.descriptors import addressable, describe
 from common.kernels.hopper import (
     LOG2_E,
     ROWS,
+    async_reduce_add,
     describe_rows,
     describe_tile,
     new_barriers,
     new_ring,
-    reduce_add,
     require_hopper,
     slot_and_phase,
     widened,
@@ -34,9 +34,11 @@ from common.runtime import num_sms
 from stages.v7_one_backward.backward import backward as backward_of_v7
 
 from .backward_prepare import _finish_kernel, _prepare_kernel
-from .backward_scheduler import CONSUMERS, KEYS, NextTiles, Problem, _next, _query_tile, _tile
+from .backward_scheduler import CONSUMERS, NextTiles, Problem, _next, _query_tile, _tile
 from .backward_wide_dkv import _wide_dkv_kernel
 from .backward_wide_dq import _wide_dq_kernel
+
+SUM_COLUMNS = 256  # columns of dQ's float32 accumulator, as TMA sees it: the widest box that TMA supports
 
 
 class Tensors(NamedTuple):
@@ -47,7 +49,7 @@ class Tensors(NamedTuple):
     v: tma.tensor_descriptor
     do: tma.tensor_descriptor
     stats: tma.tensor_descriptor  # of each query tile: log2(e) * LSE, then delta
-    sums: gl.tensor  # pointer to dQ's accumulator
+    sums: tma.tensor_descriptor  # dQ's accumulator
     dk: tma.tensor_descriptor
     dv: tma.tensor_descriptor
     counter: gl.tensor | None  # number of tiles taken after each CTA's first
@@ -83,9 +85,10 @@ class Ring(NamedTuple):
 
 
 class DsRing(NamedTuple):
-    """dS on its way to the matmul for dQ."""
+    """dS on its way to the matmul for dQ, and dQ on its way to memory."""
 
     ds: gl.shared_memory_descriptor  # [STAGES * CONSUMERS, ROWS, BLOCK_M]
+    dq: gl.shared_memory_descriptor  # [PARTS, ...]
     full: gl.shared_memory_descriptor  # a barrier for each slot: all consumers have written dS
     empty: gl.shared_memory_descriptor  # dS has been read
 
@@ -106,11 +109,13 @@ def _load(tensors, tile, ring, fill, step):
 
 
 @gluon.jit
-def _add_dq(tensors, ds_ring, slot, kv, kv_slot, row, PARTS: gl.constexpr):
-    """Compute dQ from a step's dS and K, and add it to the accumulator in memory."""
+def _add_dq(tensors, ds_ring, slot, kv, kv_slot, row):
+    """Compute dQ from a step's dS and K, and let TMA add it to the accumulator in memory."""
     BLOCK_M: gl.constexpr = ds_ring.ds.shape[2]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
+    PARTS: gl.constexpr = ds_ring.dq.shape[0]
     COLUMNS: gl.constexpr = BLOCK_M * HEAD_DIM // PARTS // 64
+    SUM_ROWS: gl.constexpr = tensors.sums.block_shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     zeros = gl.zeros([64, COLUMNS], gl.float32, layout)
     for part in gl.static_range(PARTS):
@@ -121,15 +126,15 @@ def _add_dq(tensors, ds_ring, slot, kv, kv_slot, row, PARTS: gl.constexpr):
             k = k.slice(part * COLUMNS % HEAD_DIM, COLUMNS, dim=1)
             dq = warpgroup_mma(ds_t.permute([1, 0]), k, dq, use_acc=w > 0, is_async=True)
         dq = warpgroup_mma_wait(0, [dq])  # [64, COLUMNS]
-        # Elements lie in the order of the registers: four of one thread, then four of the next. An instruction adds four of
-        # each thread.
-        dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5]).reshape([64 * COLUMNS])
-        offs = gl.arange(0, 64 * COLUMNS, dq.type.layout)
-        reduce_add(tensors.sums + (row.to(gl.int64) * PARTS + part) * (64 * COLUMNS) + offs, dq)
-        # An arrival after each part, though dS is free only after the last part. Without it, ptxas needs registers for this
-        # part's additions and for the next part's matmul at the same time. It has too few, and serializes the matmuls of the
-        # whole kernel.
-        mbarrier.arrive(ds_ring.empty.index(slot), count=1)
+        if part == PARTS - 1:
+            mbarrier.arrive(ds_ring.empty.index(slot), count=1)
+        # Elements are stored in the order of the registers: four of one thread, then four of the next. This has no bank
+        # conflicts.
+        dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5])
+        tma.store_wait(PARTS - 1)
+        ds_ring.dq.index(part).store(dq.reshape(tensors.sums.block_shape))
+        fence_async_shared()
+        async_reduce_add(tensors.sums, [(row * PARTS + part) * SUM_ROWS, 0], ds_ring.dq.index(part))
 
 
 @gluon.jit
@@ -227,7 +232,7 @@ def _producer(tensors, kv, ring, next_tiles, problem, CAUSAL: gl.constexpr):
     number = gl.program_id(0)
     before = Place(0, 0, 0)
     while number < problem.tiles:
-        tile = _tile(number, problem, BLOCK_M, KEYS, HEAD_DIM, VALUE_DIM, CAUSAL)
+        tile = _tile(number, problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
         _load_kv(tensors, tile, kv, turn)
         at_first = gl.minimum(tile.steps, STAGES)
         for step in range(at_first):
@@ -265,7 +270,7 @@ def _consumer(kv, ring, ds_ring, next_tiles, problem, w: gl.constexpr, CAUSAL: g
     turn = 0
     number = gl.program_id(0)
     while number < problem.tiles:
-        tile = _tile(number, problem, BLOCK_M, KEYS, HEAD_DIM, VALUE_DIM, CAUSAL)
+        tile = _tile(number, problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
         dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, dk_layout)
         dv = gl.zeros([ROWS, VALUE_DIM], gl.float32, dv_layout)
         kv_slot, kv_phase = slot_and_phase(turn, KV_STAGES)
@@ -303,7 +308,7 @@ def _consumer(kv, ring, ds_ring, next_tiles, problem, w: gl.constexpr, CAUSAL: g
 
 
 @gluon.jit
-def _dq_consumer(tensors, kv, ds_ring, next_tiles, problem, PARTS: gl.constexpr, CAUSAL: gl.constexpr):
+def _dq_consumer(tensors, kv, ds_ring, next_tiles, problem, CAUSAL: gl.constexpr):
     """A warpgroup that computes dQ from the consumers' dS."""
     KV_STAGES: gl.constexpr = kv.full.shape[0]
     STAGES: gl.constexpr = ds_ring.ds.shape[0] // CONSUMERS
@@ -314,24 +319,25 @@ def _dq_consumer(tensors, kv, ds_ring, next_tiles, problem, PARTS: gl.constexpr,
     turn = 0
     number = gl.program_id(0)
     while number < problem.tiles:
-        tile = _tile(number, problem, BLOCK_M, KEYS, HEAD_DIM, VALUE_DIM, CAUSAL)
+        tile = _tile(number, problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
         for step in range(tile.steps):
             kv_slot, kv_phase = slot_and_phase(turn, KV_STAGES)
             slot, phase = slot_and_phase(fill + step, STAGES)
             _, _, row = _query_tile(step, tile)
             mbarrier.wait(ds_ring.full.index(slot), phase)  # and for K: the consumers waited for it
-            _add_dq(tensors, ds_ring, slot, kv, kv_slot, row, PARTS)
+            _add_dq(tensors, ds_ring, slot, kv, kv_slot, row)
         fill += tile.steps
         number = _next(next_tiles, turn, problem.tiles, KV_STAGES > 1)
         turn += 1
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["kv_heads", "seq_q", "seq_k", "diagonal", "tiles"])
 def _backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, stats_desc, sums_ptr, dk_desc, dv_desc, counter_ptr, scale,
+    q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, counter_ptr, scale,
     kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, KV_STAGES: gl.constexpr,
-    PARTS: gl.constexpr, CAUSAL: gl.constexpr,
+    CAUSAL: gl.constexpr,
 ):  # fmt: skip
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
     do_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, VALUE_DIM], do_desc.layout)
@@ -340,26 +346,28 @@ def _backward_kernel(
     v_s = gl.allocate_shared_memory(v_desc.dtype, [KV_STAGES * CONSUMERS, 1, 1, ROWS, VALUE_DIM], v_desc.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], q_desc.dtype)
     ds_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES * CONSUMERS, ROWS, BLOCK_M], ds_layout)
+    PARTS: gl.constexpr = BLOCK_M * HEAD_DIM // (sums_desc.block_shape[0] * sums_desc.block_shape[1])
+    dq_s = gl.allocate_shared_memory(gl.float32, [PARTS] + sums_desc.block_shape, sums_desc.layout)
     tile_s = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     kv_full = new_barriers(KV_STAGES, 1)  # no barrier for empty buffers: the producer itself stores dK and dV from these
     dk_full = new_barriers(KV_STAGES * CONSUMERS, 1)
     dv_full = new_barriers(KV_STAGES * CONSUMERS, 1)
     q_full, q_do_empty = new_ring(STAGES, 1, CONSUMERS)
     do_full = new_barriers(STAGES, 1)
-    ds_full, ds_empty = new_ring(STAGES, CONSUMERS, PARTS)
+    ds_full, ds_empty = new_ring(STAGES, CONSUMERS, 1)
     tile_full = new_barriers(2, 1)  # all have read a number when dK of the next tile is ready
 
-    tensors = Tensors(q_desc, k_desc, v_desc, do_desc, stats_desc, sums_ptr, dk_desc, dv_desc, counter_ptr)
+    tensors = Tensors(q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, counter_ptr)
     problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles, scale)
     kv = KeysValues(k_s, v_s, kv_full, dk_full, dv_full)
     ring = Ring(q_s, do_s, stats_s, q_full, do_full, q_do_empty)
-    ds_ring = DsRing(ds_s, ds_full, ds_empty)
+    ds_ring = DsRing(ds_s, dq_s, ds_full, ds_empty)
     next_tiles = NextTiles(tile_s, tile_full)
     gl.warp_specialize(
         [
             (_consumer, (kv, ring, ds_ring, next_tiles, problem, 0, CAUSAL)),
             (_consumer, (kv, ring, ds_ring, next_tiles, problem, 1, CAUSAL)),
-            (_dq_consumer, (tensors, kv, ds_ring, next_tiles, problem, PARTS, CAUSAL)),
+            (_dq_consumer, (tensors, kv, ds_ring, next_tiles, problem, CAUSAL)),
             (_producer, (tensors, kv, ring, next_tiles, problem, CAUSAL)),
         ],
         [4, 4, 1],
@@ -385,13 +393,18 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     block_m = 64 if max(head_dim, value_dim) >= 128 else 128  # as many rows of S and dP as fit into registers beside dK and dV
     columns = min(64, head_dim)  # parts of 64 rows in which dQ leaves a CTA
     tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
+    tiles = triton.cdiv(seq_k, 64 if wide else 128) * batch * kv_heads
+    # CTAs are persistent if K and V of two tiles fit: the next tile's then load during the current one.
+    kv_stages = 1 if max(head_dim, value_dim) >= 128 else 2
+    programs = tiles if kv_stages == 1 else min(tiles, num_sms())
+    counter = None if kv_stages == 1 else lse.new_empty(1, dtype=torch.int32)  # number of tiles taken after each CTA's first
     stats = lse.new_empty(tiles_m * 2, block_m)
+    sums = None if wide else lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)
+    _prepare_kernel[tiles_m,](
+        describe(out, block_m, value_dim), describe(grad_out, block_m, value_dim), lse, stats, sums, counter,
+        heads, seq_q, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m,
+    )  # fmt: skip
     if wide:
-        _prepare_kernel[tiles_m,](
-            describe(out, block_m, value_dim), describe(grad_out, block_m, value_dim), lse, stats, None, None,
-            heads, seq_q, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m,
-        )  # fmt: skip
-        tiles = triton.cdiv(seq_k, 64) * batch * kv_heads
         of_64 = [describe_tile(tensor, 64) for tensor in (q, k, v, grad_out)]
         _wide_dkv_kernel[tiles,](
             *of_64, describe_rows(stats, 2), describe_tile(dk, 64), describe_tile(dv, 64), scale,
@@ -405,26 +418,16 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
             HEAD_DIM=head_dim, VALUE_DIM=value_dim, K_STAGES=2, V_STAGES=1, CAUSAL=causal,
             num_warps=4, maxnreg=168,
         )  # fmt: skip
-        return dq, dk, dv
-    tiles = triton.cdiv(seq_k, 128) * batch * kv_heads
-    # CTAs are persistent if K and V of two tiles fit: the next tile's then load during the current one.
-    kv_stages = 1 if max(head_dim, value_dim) == 128 else 2
-    programs = tiles if kv_stages == 1 else min(tiles, num_sms())
-    counter = None if kv_stages == 1 else lse.new_empty(1, dtype=torch.int32)  # number of tiles taken after each CTA's first
-    sums = lse.new_empty(tiles_m, block_m * head_dim)
-    _prepare_kernel[tiles_m,](
-        describe(out, block_m, value_dim), describe(grad_out, block_m, value_dim), lse, stats, sums, counter,
-        heads, seq_q, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m,
-    )  # fmt: skip
-    _backward_kernel[programs,](
-        describe_tile(q, block_m), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, block_m),
-        describe_rows(stats, 2), sums,
-        describe_tile(dk, 64), describe_tile(dv, 64), counter, scale,
-        kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, num_sms(), tiles,
-        HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, KV_STAGES=kv_stages, CAUSAL=causal,
-        PARTS=block_m // 64 * head_dim // columns, num_warps=4, maxnreg=128,
-    )  # fmt: skip
-    _finish_kernel[tiles_m,](
-        sums, dq, *dq.stride()[:3], scale, heads, seq_q, HEAD_DIM=head_dim, BLOCK_M=block_m, PARTS=head_dim // columns,
-    )  # fmt: skip
+    else:
+        _backward_kernel[programs,](
+            describe_tile(q, block_m), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, block_m),
+            describe_rows(stats, 2), describe_rows(sums, 64 * columns // SUM_COLUMNS),
+            describe_tile(dk, 64), describe_tile(dv, 64), counter, scale,
+            kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, num_sms(), tiles,
+            HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, KV_STAGES=kv_stages, CAUSAL=causal,
+            num_warps=4, maxnreg=128,
+        )  # fmt: skip
+        _finish_kernel[tiles_m,](
+            sums, dq, *dq.stride()[:3], scale, heads, seq_q, HEAD_DIM=head_dim, BLOCK_M=block_m, PARTS=head_dim // columns,
+        )  # fmt: skip
     return dq, dk, dv

@@ -58,35 +58,27 @@ class PRing(NamedTuple):
 
 
 @gluon.jit
-def _load_step(tensors, tile, ring, step):
-    """Start to load a step's Q, with LSE and delta, and its dO, each when its buffer is released."""
-    STAGES: gl.constexpr = ring.q.shape[0]
-    slot, phase = slot_and_phase(step, STAGES)
-    head, number, row = _query_tile(step, tile)
-    where = [tile.batch, head, number * ring.q.shape[3], 0]
-    mbarrier.wait(ring.q_empty.index(slot), phase ^ 1)
-    mbarrier.expect(ring.q_full.index(slot), tensors.q.block_type.nbytes + tensors.stats.block_type.nbytes)
-    tma.async_copy_global_to_shared(tensors.q, where, ring.q_full.index(slot), ring.q.index(slot))
-    tma.async_copy_global_to_shared(tensors.stats, [row * 2, 0], ring.q_full.index(slot), ring.stats.index(slot))
-    mbarrier.wait(ring.do_empty.index(slot), phase ^ 1)
-    mbarrier.expect(ring.do_full.index(slot), tensors.do.block_type.nbytes)
-    tma.async_copy_global_to_shared(tensors.do, where, ring.do_full.index(slot), ring.do.index(slot))
-
-
-@gluon.jit
 def _dkv_producer(tensors, kv, ring, problem, CAUSAL: gl.constexpr):
-    """One warp: load K and V of a key tile, and Q and dO of all query tiles that see it."""
+    """One warp: load K and V of a key tile, and Q and dO of all query tiles that see it, each when its buffer is released."""
+    STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
-    HEAD_DIM: gl.constexpr = kv.k.shape[3]
-    VALUE_DIM: gl.constexpr = kv.v.shape[3]
-    tile = _tile(gl.program_id(0), problem, BLOCK_M, ROWS, HEAD_DIM, VALUE_DIM, CAUSAL)
+    tile = _tile(gl.program_id(0), problem, BLOCK_M, kv.k.shape[3], kv.v.shape[3], CAUSAL)
     where = [tile.batch, tile.kv_head, tile.start_n, 0]
     mbarrier.expect(kv.k_full.index(0), tensors.k.block_type.nbytes)
     tma.async_copy_global_to_shared(tensors.k, where, kv.k_full.index(0), kv.k)
     mbarrier.expect(kv.v_full.index(0), tensors.v.block_type.nbytes)
     tma.async_copy_global_to_shared(tensors.v, where, kv.v_full.index(0), kv.v)
     for step in range(tile.steps):
-        _load_step(tensors, tile, ring, step)
+        slot, phase = slot_and_phase(step, STAGES)
+        head, number, row = _query_tile(step, tile)
+        where = [tile.batch, head, number * BLOCK_M, 0]
+        mbarrier.wait(ring.q_empty.index(slot), phase ^ 1)
+        mbarrier.expect(ring.q_full.index(slot), tensors.q.block_type.nbytes + tensors.stats.block_type.nbytes)
+        tma.async_copy_global_to_shared(tensors.q, where, ring.q_full.index(slot), ring.q.index(slot))
+        tma.async_copy_global_to_shared(tensors.stats, [row * 2, 0], ring.q_full.index(slot), ring.stats.index(slot))
+        mbarrier.wait(ring.do_empty.index(slot), phase ^ 1)
+        mbarrier.expect(ring.do_full.index(slot), tensors.do.block_type.nbytes)
+        tma.async_copy_global_to_shared(tensors.do, where, ring.do_full.index(slot), ring.do.index(slot))
 
 
 @gluon.jit
@@ -116,7 +108,7 @@ def _dv_consumer(tensors, kv, ring, p_ring, problem, CAUSAL: gl.constexpr):
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_M, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv_layout, k_width=2)
-    tile = _tile(gl.program_id(0), problem, BLOCK_M, ROWS, HEAD_DIM, VALUE_DIM, CAUSAL)
+    tile = _tile(gl.program_id(0), problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
     scale_log2 = problem.scale * LOG2_E
     # The first query that sees each key; no query sees a key past the end. There p may be infinite, and infinity times 0 is
     # NaN.
@@ -179,7 +171,7 @@ def _dk_consumer(tensors, kv, ring, p_ring, problem, CAUSAL: gl.constexpr):
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_M, 16])
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, HEAD_DIM, 16])
     ds_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk_layout, k_width=2)
-    tile = _tile(gl.program_id(0), problem, BLOCK_M, ROWS, HEAD_DIM, VALUE_DIM, CAUSAL)
+    tile = _tile(gl.program_id(0), problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
     dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, dk_layout)
     v = kv.v.reshape([ROWS, VALUE_DIM])

@@ -1,4 +1,4 @@
-"""A backward for D = 256, in two kernels."""
+"""P is computed once: one consumer passes it to the other."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention
@@ -12,7 +12,6 @@ TRACK = "wide"
 # Spilled bytes per thread. dK, dV, S and dP leave few registers in a backward consumer. Most of these values are spilled once
 # per tile; a step without a mask reads back a few words at most.
 SPILLED_BYTES = 288
-# Up to D = 128 CTAs add to it in any order, unless `torch.use_deterministic_algorithms` is on.
-UNORDERED = ("dq",)
+UNORDERED = ("dq",)  # programs add to it in any order, unless `torch.use_deterministic_algorithms` is on
 
 attention = make_attention(__name__, forward, backward)

@@ -53,13 +53,11 @@ class NextTiles(NamedTuple):
 
 
 @gluon.jit
-def _tile(
-    number, problem,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
+def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, CAUSAL: gl.constexpr):
     """Return the work tile with a number."""
     heads_per_kv = problem.heads_per_kv
     tiles_m = gl.cdiv(problem.seq_q, BLOCK_M)
+    BLOCK_N: gl.constexpr = ROWS if HEAD_DIM == 256 or VALUE_DIM == 256 else KEYS  # as many as fit into the registers
     ROW_BYTES: gl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # of Q, dQ's accumulator, and dO
     tile_n, batch_head = tile_and_head(
         gl.cdiv(problem.seq_k, BLOCK_N), problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=problem.tiles

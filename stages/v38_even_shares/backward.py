@@ -382,7 +382,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     require_hopper(__package__)
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k, value_dim = v.shape[1:]
-    # NOTE: at D = 256, dK and dV of 128 keys would take all registers; v40 takes 64 keys, and a consumer for each of the two.
+    # NOTE: at D = 256, dK and dV of 128 keys would take all registers; v41 takes 64 keys, and a consumer for each of the two.
     if q.dtype == torch.float32 or max(head_dim, value_dim) == 256 or torch.are_deterministic_algorithms_enabled():
         return backward_of_v7(grad_out, q, k, v, out, lse, causal=causal, scale=scale, diagonal=diagonal)
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)

@@ -132,7 +132,6 @@ def _wide_consumer(tensors, kv, ring, ds, dq_s, problem, GRADIENT: gl.constexpr,
             delta = ring.stats.index(slot).slice(1, 1).load(s_layout)  # [1, queries]
             ds_t = (widened(p_t) * (dp_t - delta)).to(ring.q.dtype)
             acc = warpgroup_mma(gl.convert_layout(ds_t, p_layout), q, acc, is_async=True)
-            acc = warpgroup_mma_wait(0, [acc])
             ds.store(ds_t)
             fence_async_shared()
             _add_dq(tensors, ds, dq_s, k, row)

@@ -190,11 +190,11 @@ def _dk_consumer(tensors, kv, ring, p_ring, dq_s, problem, CAUSAL: gl.constexpr)
         dp_t = warpgroup_mma_wait(0, [dp_t])  # [keys, queries]
         ds_t = _ds_of(dp_t, ring, p_ring, step)
         dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)
-        dk = warpgroup_mma_wait(0, [dk])
         ds = p_ring.p.index(slot)  # dS takes P's place
         ds.store(ds_t)
         fence_async_shared()
         _add_dq(tensors, ds, dq_s, k, row)
+        dk = warpgroup_mma_wait(0, [dk])
         mbarrier.arrive(ring.empty.index(slot), count=1)
 
     # TMA stores dK from K's buffer. The other consumer last read K before the last P was ready.

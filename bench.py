@@ -32,7 +32,7 @@ from common.measure.options import json_path, list_of, one_of, positive, positiv
 from common.measure.progress import COLUMNS, Progress, say
 from common.measure.workloads import Workload
 from common.runtime import DEVICE
-from common.show.results import CODE, HEAD_DIMS, spoken
+from common.show.results import CODE, HEAD_DIMS, MEAN_OVER, spoken
 from common.show.summary import summary
 from common.show.tables import speed_table
 from common.show.tracks import stages_of
@@ -93,10 +93,11 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--reference",
         choices=GRIDS,
-        help="one part of results/. forward-, backward-: all stages in float16. bfloat16: the end of the main ladder, and the "
-        "newest stage. decode: few queries, many keys. sinks: attention sinks and wide score distributions. wide: head "
-        "dimension 256. short: calls so short that CPU time counts. passes-as-one: forward and backward together, of a smaller "
-        "model. shared: GQA, and another head dimension for V than for K",
+        help="one part of results/. forward-, backward-: all stages in float16. newest, bfloat16: the end of the main ladder, and "
+        "the newest stage, at more lengths. short-rows: backwards of short sequences. decode: few queries, many keys. sinks: "
+        "attention sinks and wide score distributions. wide: head dimension 256. short: calls so short that CPU time counts. "
+        "passes-as-one: forward and backward together, of a smaller model. shared: GQA, and another head dimension for V than "
+        "for K",
     )
 
     options = parser.parse_args(argv)
@@ -140,6 +141,8 @@ LINE = [name for name in stages.names() if not stages.is_dead_end(name)]  # ladd
 SHARED_HEADS = {64: (32, (32, 8, 4)), 128: (16, (16, 4, 2))}
 LADDER = [name for name in LINE if not stages.track(name)]
 EVERYTHING = [*BASELINES, *stages.names()]
+NEWEST = [*BASELINES, LADDER[-1], LINE[-1]]
+SEQ_LENS = f"--seq-len={','.join(map(str, MEAN_OVER))}"  # of all stages; NEWEST is measured at every length
 # FlashAttention-2 is not in the list: it is by far the slowest, and would take a third of the time.
 FAST_LIBRARIES = [name for name in BASELINES if name != "sdpa-flash"]
 FASTEST = [*FAST_LIBRARIES, LINE[-1]]
@@ -176,13 +179,12 @@ def _decoding(head_dim: int) -> list[list[str]]:
 
 GRIDS = {  # each part of results/ is one run: a list of command lines, each with the implementations to measure
     **{
-        f"{CODE[pass_]}-d{dim}": [([f"--pass={pass_}", f"--head-dim={dim}", "--dtype=float16"], EVERYTHING)]
+        f"{CODE[pass_]}-d{dim}": [([f"--pass={pass_}", f"--head-dim={dim}", "--dtype=float16", SEQ_LENS], EVERYTHING)]
         for pass_, dim in itertools.product(CODE, HEAD_DIMS)
     },
-    **{
-        f"bfloat16-d{dim}": [([f"--head-dim={dim}", "--dtype=bfloat16"], [*BASELINES, LADDER[-1], LINE[-1]])]
-        for dim in HEAD_DIMS
-    },
+    **{f"newest-d{dim}": [([f"--head-dim={dim}", "--dtype=float16"], NEWEST)] for dim in HEAD_DIMS},
+    **{f"bfloat16-d{dim}": [([f"--head-dim={dim}", "--dtype=bfloat16"], NEWEST)] for dim in HEAD_DIMS},
+    "short-rows": [(["--pass=bwd", "--head-dim=64", "--seq-len=512,1024"], [*FAST_LIBRARIES, *_of_track("short-rows")])],
     "wide": [(["--head-dim=256", "--seq-len=1024,4096,16384"], WIDE)],
     "short": [(["--batch=1", "--heads=2", "--seq-len=128,512", "--head-dim=64", "--causal=no"], EVERYTHING)],
     "sinks": [

@@ -149,7 +149,7 @@ def test_reference_run_of_the_stages_has_one_pass_and_head_dimension(pass_, head
     found = reference_cases(f"{bench.CODE[pass_]}-d{head_dim}")
     seen = [(impl, w.pass_, w.head_dim, w.causal, w.dtype, w.seq_len) for impl, w in found]
     every = itertools.product(
-        (*bench.BASELINES, *stages.names()), (pass_,), (head_dim,), (False, True), ("float16",), bench.workloads.SEQ_LENS
+        (*bench.BASELINES, *stages.names()), (pass_,), (head_dim,), (False, True), ("float16",), bench.MEAN_OVER
     )
     assert sorted(seen) == sorted(case for case in every if not bench.repeats(*case[:2]))
     assert all(w.kv_heads == w.heads and w.value_dim == w.head_dim for _, w in found)

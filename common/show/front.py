@@ -121,8 +121,8 @@ def ladder(found: list[Run]) -> str:
         "*same code*: the stage does not change this pass, and small differences are noise. `-`: not measured, or no parent."
     )
     over = (
-        f"Float16, D = {HEAD_DIM}. Each number is the geometric mean over ten workloads: "
-        "1024 to 16384 tokens, with and without a causal mask. Each ratio compares times of one run."
+        f"Float16, D = {HEAD_DIM}. Each number is the geometric mean over six workloads: "
+        "1024, 4096 and 16384 tokens, with and without a causal mask. Each ratio compares times of one run."
     )
     tracks = (
         "The ladder ends at the fastest attention for training. Each track goes on from there, for one other workload. "

@@ -262,8 +262,9 @@ def sources() -> str:
 
 def print_story():
     """Print each step of the walk, with dead ends after the stage that they branch off."""
+    names = stages.names()
     print(_wrapped("Each stage: its idea, the code that it changes, and what each pass gains. Sources are at the end.") + "\n")
-    for heading, name in tracks.headings(stages.names()):
+    for heading, name in tracks.headings(names):
         if heading:
             print(_wrapped(heading), "", sep="\n")
         print(name, _wrapped(idea(name), "    "), sep="\n")

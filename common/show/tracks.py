@@ -29,7 +29,7 @@ TRACKS = {
         "one query, 1024 to 524288 keys, bfloat16, D = 64 and 128", "one query", lambda work: work.seq_len == 1,
     ),
     "short-rows": Track(
-        "Short sequences", "bwd", ("backward-d64",),
+        "Short sequences", "bwd", ("short-rows",),
         "512 and 1024 tokens, float16, D = 64", "S ≤ 1024, D = 64", lambda work: work.seq_len <= 1024,
     ),
     "sinks": Track(

@@ -116,7 +116,7 @@ def _load(tensors, tile, ring, step):
 
 
 @gluon.jit
-def _add_dq(tensors, ds_ring, kv, where):
+def _add_dq(tensors, ds_ring, kv, tile, head, start_m):
     """Compute dQ from a step's dS and K, and let TMA add it to the accumulator in memory."""
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     PARTS: gl.constexpr = ds_ring.dq.shape[0]
@@ -131,8 +131,8 @@ def _add_dq(tensors, ds_ring, kv, where):
         # NOTE: threads that store these rows together hit the same banks; v12 keeps dQ in the order of the registers.
         ds_ring.dq.index(part).reshape([64, HEAD_DIM]).store(dq)
         fence_async_shared()
+        where = [tile.batch, head, start_m + part * 64, 0]
         async_reduce_add(tensors.sums, where, ds_ring.dq.index(part))
-        where = [where[0], where[1], where[2] + 64, 0]
 
 
 @gluon.jit
@@ -183,7 +183,7 @@ def _accumulate(
         if step + STAGES < tile.steps:
             _load(tensors, tile, ring, step + STAGES)
         head, number, _ = _query_tile(step, tile)
-        _add_dq(tensors, ds_ring, kv, [tile.batch, head, number * BLOCK_M, 0])
+        _add_dq(tensors, ds_ring, kv, tile, head, number * BLOCK_M)
     return dk, dv
 
 

@@ -413,7 +413,8 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
             num_warps=4, maxnreg=168,
         )  # fmt: skip
         _wide_dq_kernel[triton.cdiv(seq_q, 128) * batch * heads,](
-            describe_tile(q, 128), of_64[1], of_64[2], describe_tile(grad_out, 128), stats, describe_tile(dq, 128), scale,
+            describe_tile(q, 128), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, 128), stats,
+            describe_tile(dq, 128), scale,
             heads, heads // kv_heads, seq_q, seq_k, diagonal,
             HEAD_DIM=head_dim, VALUE_DIM=value_dim, K_STAGES=2, V_STAGES=1, CAUSAL=causal, num_warps=8,
         )  # fmt: skip

@@ -191,6 +191,7 @@ def by_position(source):
     return found
 
 
+@pytest.mark.every_stage
 def test_gluon_kernels_use_names(stage):
     for path in pathlib.Path(stage.__file__).parent.glob("*.py"):
         if "import gluon" in path.read_text():

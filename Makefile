@@ -79,7 +79,7 @@ bench: $(SETUP)  ## measure all stages, or STAGE=v3 with its neighbours; ARGS="�
 bench-ring: $(SETUP)  ## measure a stage on GPUS=4 GPUs that share a sequence (default 2); ARGS="…" goes to common.measure.scaling
 	$(PYTHON) -m common.measure.scaling $(addprefix --gpus=,$(GPUS)) $(addprefix --stage=,$(STAGE)) $(ARGS)
 
-reference: EXAMPLE = make reference GRID=forward-d64 FILE=results/forward-d64-h200.json
+reference: EXAMPLE = make reference GRID=forward-d64 FILE=results/forward-d64-h100.json
 reference: needs-GRID needs-FILE $(SETUP)  ## measure one part of results/ on a GPU, GRID=forward-d64, into FILE=…
 	$(PYTHON) bench.py --reference "$(GRID)" --json "$(FILE)"
 
@@ -100,8 +100,8 @@ compare: $(SETUP)  ## show the last two saved runs side by side, per workload
 readme: $(SETUP)  ## rewrite the tables of the documents from results/
 	$(PYTHON) -m common.show.documents
 
-table: EXAMPLE = make table FILE=results/forward-d128-h200.json
-table: needs-FILE $(SETUP)  ## print the tables of a results file: make table FILE=results/forward-d128-h200.json
+table: EXAMPLE = make table FILE=results/forward-d128-h100.json
+table: needs-FILE $(SETUP)  ## print the tables of a results file: make table FILE=results/forward-d128-h100.json
 	@$(PYTHON) -m common.show.documents "$(FILE)"$(piped)
 
 plots: $(SETUP)  ## draw plots/ from results/

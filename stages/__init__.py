@@ -137,7 +137,7 @@ def load(name: str) -> ModuleType:
 def parent(name: str) -> str | None:
     """Return the directory name of the stage that `name` was made from; None if there is no such stage, as for the first one.
 
-    `PARENT = "v29"` in a stage's `__init__.py` names its parent. Without it, the parent is the stage of the main line
+    `PARENT = "v29"` in a stage's `__init__.py` names its parent. Without it, the parent is the stage of the main ladder
     before it; a dead end's parent has its own number.
 
     Args:

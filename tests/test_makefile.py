@@ -44,9 +44,9 @@ def make(directory, *arguments, **environment):
 @pytest.mark.parametrize(("arguments", "missing", "example"), [
     (["diff", "A=v4"], "B", "make diff A=v3 B=v4"), (["diff", "B=v4"], "A", "make diff A=v3 B=v4"),
     (["diff", "A=", "B=v4"], "A", "make diff A=v3 B=v4"),
-    (["reference", "FILE=x"], "GRID", "make reference GRID=forward-d64 FILE=results/forward-d64-h200.json"),
-    (["reference", "GRID=x"], "FILE", "make reference GRID=forward-d64 FILE=results/forward-d64-h200.json"),
-    (["reference", "GRID=x", "FILE= "], "FILE", "make reference GRID=forward-d64 FILE=results/forward-d64-h200.json"),
+    (["reference", "FILE=x"], "GRID", "make reference GRID=forward-d64 FILE=results/forward-d64-h100.json"),
+    (["reference", "GRID=x"], "FILE", "make reference GRID=forward-d64 FILE=results/forward-d64-h100.json"),
+    (["reference", "GRID=x", "FILE= "], "FILE", "make reference GRID=forward-d64 FILE=results/forward-d64-h100.json"),
     (["stage"], "FROM", "make stage FROM=v29 NAME=v29x_yours"),
     (["stage", "FROM=v29"], "NAME", "make stage FROM=v29 NAME=v29x_yours"),
     (["rates"], "FILE", "make rates FILE=results/rates-h200.json"),

@@ -351,7 +351,7 @@ def tables_of(path: Path) -> str:
         heading, table = "Busy units, and what warps wait for", units_table(json.loads(path.read_text()))
     elif path.name == CHOICE.name:
         heading, table = "Which stage on which GPU", choice_table(json.loads(path.read_text()))
-    elif (name := path.stem.removesuffix("-h200")) in RUNS:
+    elif (name := path.stem.rpartition("-")[0]) in RUNS:
         heading, of_records = RUNS[name]
         table = of_records(*load_run(path))
     else:

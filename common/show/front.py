@@ -34,7 +34,7 @@ def names_in(found: list[Run]) -> list[str]:
 
 
 def last_stage(names: list[str]) -> str:
-    """The newest stage of the main line."""
+    """The newest stage of the main ladder."""
     return [name for name in names if stages.position(name) and not stages.is_dead_end(name)][-1]
 
 
@@ -113,24 +113,22 @@ def ladder(found: list[Run]) -> str:
             rows, ["dead end" if dead else "stage", *headers[1:]], tablefmt="pipe", disable_numparse=True, colalign=align
         )
         tables.append(_short(shown))
+    libraries = dict.fromkeys(spoken(name) for run in used for name in names_in([run]) if not stages.position(name))
     words = (
         "*lines changed*: added plus removed lines of code. "
         "*× parent*: the parent's time over the stage's time. "
-        "*% of fastest*: the stage's speed as a share of the fastest library's (cuDNN, FlashAttention-2, -3 or -4). "
-        "It may come from another run than *× parent*. "
-        "*same code*: the stage does not change this pass, and small differences are noise. `-`: not measured, or no parent."
+        f"*% of fastest*: the stage's speed as a share of the fastest library's ({', '.join(libraries)}). "
+        "*same code*: the stage does not change this pass. `-`: not measured, or no parent."
     )
     over = (
         f"Float16, D = {HEAD_DIM}. Each number is the geometric mean over six workloads: "
         "1024, 4096 and 16384 tokens, with and without a causal mask. Each ratio compares times of one run."
     )
     tracks = (
-        "The ladder ends at the fastest attention for training. Each track goes on from there, for one other workload. "
-        "The last stage has it all."
+        "The ladder ends at the fastest attention for training. Each track goes on from there, for one other workload."
     )
     dead_ends = (
-        "A dead end is an idea that looked good and made attention slower. "
-        "v4a starts from v4, and v5 starts from v4 again, not from v4a."
+        "A dead end is an idea that looked good and made attention slower. v5 starts from v4 again, not from v4a."
     )
     each = [_short(table(key, start)) for key in TRACKS]
     measured = f"{over} {origins(used)}."

@@ -76,7 +76,7 @@ def checked(source: str, name: str) -> str:
         if not value:
             raise ValueError(f"{variable}= is missing; try {example(stages.names()[-1])}")
     source = stages.resolve(source)
-    hint = f"try {example(source)}, or NAME={free_number()}_yours for the next step of the main line"
+    hint = f"try {example(source)}, or NAME={free_number()}_yours for the next step of the main ladder"
     if not NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no name of a stage: v<number>[letter]_<snake_case>; {hint}")
     position = stages.position(name)
@@ -91,7 +91,7 @@ def checked(source: str, name: str) -> str:
 
 
 def free_number() -> str:
-    """Return the version of the next step of the main line: v30 if v42 is the last."""
+    """Return the version of the next step: v46 if v45 is the last."""
     return f"v{max(stages.position(name)[0] for name in stages.names()) + 1}"
 
 

@@ -15,12 +15,16 @@ from common.measure.workloads import HIDDEN, TOKENS, Workload
 from common.show.tables import stage_order
 
 ROOT = Path(__file__).parents[2]
+GPUS = ("h200", "h100")  # as the files of results/ name them
 HEAD_DIMS = (64, 128)
 
 
 def run_file(name: str) -> Path:
-    """Return the path of a run in results/. A part of the reference run has the name that `bench.py --reference` takes."""
-    return ROOT / "results" / f"{name}-h200.json"
+    """Return the path of a run in results/. A part of the reference run has the name that `bench.py --reference` takes; if
+    several GPUs ran it, the newest file counts."""
+    paths = [ROOT / "results" / f"{name}-{gpu}.json" for gpu in GPUS]
+    return max(paths, key=lambda path: path.exists() and _read(path)["datetime"] or "")
+
 
 
 CODE = {"fwd": "forward", "bwd": "backward"}  # the passes that have code of their own, as `stages.files` calls them

@@ -89,7 +89,7 @@ def table(key: str, start: Callable[[str], list[str]]) -> str:
     headers = [track.title, "idea", "lines changed", "× parent", "% of fastest"]
     align = ["left", "left", "right", "right", "right"]
     shown = tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=align)
-    machines = dict.fromkeys(results.origin(machine) for machine in _times(track)[1])
+    machines = dict.fromkeys(f"{machine['gpu']}, commit {machine['commit'][:12]}" for machine in _times(track)[1])
     return f"{PASS_NAMES[track.pass_].capitalize()}, {track.words}. {'; '.join(machines) or 'Not measured'}.\n\n{shown}"
 
 

@@ -78,7 +78,7 @@ def sections(readme: str) -> dict[str, str]:
 
 
 def neighbors(name: str) -> tuple[str | None, str | None]:
-    """Return the stages before and after a stage. Both are on the main line; a dead end lies between two of its stages."""
+    """Return the stages before and after a stage. Both are on the main ladder; a dead end lies between two of its stages."""
     line = [each for each in stages.names() if not stages.is_dead_end(each)]
     place = bisect.bisect_left(line, stages.position(name), key=stages.position)
     last = place + (name in line)

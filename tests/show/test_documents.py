@@ -128,7 +128,7 @@ def test_a_step_that_moves_the_same_says_so_in_a_line():
 
 @functools.cache
 def committed():
-    return [record for name in ("float16-d64", "float16-d128") for record in results.load_run(results.run_file(name))[0]]
+    return [record for name in ("forward-d64", "backward-d128") for record in results.load_run(results.run_file(name))[0]]
 
 
 def times(impl, pass_, head_dim, causal):
@@ -192,7 +192,7 @@ def test_tuned_tiles_of_v4_mostly_move_more_than_v3_s():
 
 
 KINDS_OF_TABLES = {
-    "float16-d64-h200": "All stages", "shared-h200": "Shared K/V", "decode-d64-h200": "Decoding", "traffic-h200-d64": "Traffic",
+    "forward-d64-h100": "Forward, all stages", "shared-h200": "Shared K/V", "decode-d64-h200": "Decoding", "traffic-h200-d64": "Traffic",
     "energy-d64-h200": "Energy", "ring-h200-x2": "One sequence", "timeline": "A model", "units-h200": "Busy units",
     "choice": "Which stage",
 }  # fmt: skip

@@ -114,11 +114,7 @@ def traffic_of_step(name: str) -> str:
             rows[span] = [f"**{' → '.join(cell)}**" if len(set(cell)) > 1 else cell[0] for cell in cells]
     if not rows:
         return f"One head, S = {COUNTED_AT}: bytes and FLOPs as in {spoken(parent)}."
-    step = f"{spoken(parent)} → {spoken(name)}: o" if parent else "O"
-    caption = (
-        f"{step}ne head, float16, S = {COUNTED_AT}. *µs at peak*: "
-        "least time ([roofline](../../docs/reading.md#glossary), H200)."
-    )
+    caption = f"One head, float16, S = {COUNTED_AT}. *µs at peak*: [roofline](../../docs/reading.md#glossary) of an H200."
     return f"{caption}\n\n{_step_table(rows, list(columns))}"
 
 
@@ -173,11 +169,11 @@ def gain_table(name: str) -> str:
     columns = {span[:2] for span in found}
     used = [run for column, run in side_by_side.items() if run and column in columns]
     machines = dict.fromkeys(f"{run.machine['gpu']}, commit {run.machine['commit'][:12]}" for run in used)
-    where = f"Float16, 16k tokens, {'; '.join(machines)}." if used else ""
+    where = "; ".join(machines)
     headers = [f"S = {seq_len}" for seq_len in lengths]
     if not parent:
         rows = {span: [f"{time:.2f}" if time else "-" for time in times] for span, (_, times) in found.items()}
-        return f"Milliseconds, by sequence length. {where}\n\n{_step_table(rows, headers)}"
+        return f"Milliseconds, by sequence length ({where}).\n\n{_step_table(rows, headers)}"
     if not found:
         return f"{spoken(name)} has the code of {spoken(parent)}."
     rows = {
@@ -187,8 +183,7 @@ def gain_table(name: str) -> str:
     missing = [f"{PASS_NAMES[column[0]]} D={column[1]}" for column in COLUMNS if column in columns and not side_by_side[column]]
     of = "[model](../../docs/measuring.md#the-model-of-an-sm)" if _is_modelled(name) else "roofline"
     caption = [
-        f"Times as fast as {spoken(parent)}; predicted by the {of} at S = {COUNTED_AT}.",
-        where,
+        f"Speed relative to {spoken(parent)}: *predicted* by the {of}" + (f", and measured ({where})." if where else "."),
         f"Not measured beside {spoken(parent)}: {', '.join(missing)}." if missing else "",
         _changed_spans(name)[1],
     ]

@@ -135,8 +135,8 @@ def gains(name: str) -> tuple[list[int], dict[tuple, tuple[float | None, list[fl
     of gains.
 
     Returns:
-        The sequence lengths, and (prediction, a value for each length) by pass, head dimension and mask. None stands for an
-        unknown value.
+        The measured sequence lengths, and (prediction, a value for each length) by pass, head dimension and mask. None stands
+        for an unknown value.
     """
     parent = stages.parent(name)
     counts, _ = load_counts(TRAFFIC)
@@ -158,7 +158,10 @@ def gains(name: str) -> tuple[list[int], dict[tuple, tuple[float | None, list[fl
             costs = [count and count["roofline_us"] for count in (counted(counts, stage, *span) for stage in (parent, name))]
         predicted = costs[0] / costs[1] if all(costs) else None
         found[span] = predicted, [b / a if a and b else None for a, b in zip(now, old, strict=True)]
-    return lengths, found
+    shown = [place for place, _ in enumerate(lengths) if any(values[place] for _, values in found.values())]
+    return [lengths[place] for place in shown], {
+        span: (predicted, [values[place] for place in shown]) for span, (predicted, values) in found.items()
+    }
 
 
 def gain_table(name: str) -> str:

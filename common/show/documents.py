@@ -55,6 +55,7 @@ from common.show.scaling import load_ring, scaling_passage
 from common.show.shared import shared_tables
 from common.show.sinks import sinks_table
 from common.show.tables import PASS_NAMES, speed_table
+from common.show.tracks import TRACKS, gain
 
 
 def with_table(text: str, name: str, table: str) -> str:
@@ -184,11 +185,14 @@ def gain_table(name: str) -> str:
         for span, (predicted, ratios) in found.items()
     }
     missing = [f"{PASS_NAMES[column[0]]} D={column[1]}" for column in COLUMNS if column in columns and not side_by_side[column]]
+    key = stages.track(name)
+    of_track = key and gain(key, name, parent)
     of = "[model](../../docs/measuring.md#the-model-of-an-sm)" if _is_modelled(name) else "roofline"
     caption = [
         f"Speed relative to {spoken(parent)}: *predicted* by the {of}" + (f", and measured ({where})." if where else "."),
         f"Not measured beside {spoken(parent)}: {', '.join(missing)}." if missing else "",
         _changed_spans(name)[1],
+        f"For {TRACKS[key].at}, the track's workload: ×{of_track:.2f}." if of_track else "",
     ]
     return f"{' '.join(filter(None, caption))}\n\n{_step_table(rows, ['predicted', *headers])}"
 

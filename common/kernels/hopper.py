@@ -37,7 +37,7 @@ def require_hopper(stage: str):
     """Raise Unavailable unless this is a Hopper GPU; the message names the stage to use instead.
 
     Args:
-        stage: the package of the calling stage, such as "stages.v8_gluon".
+        stage: the package of the calling stage, such as "stages.v8_fixed_tiles".
     """
     if reason := unavailable():
         evolution = importlib.import_module(stage.rpartition(".")[0])  # here: common.kernels must not import stages

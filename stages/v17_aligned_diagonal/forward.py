@@ -177,7 +177,7 @@ def _consumer(tensors, tile, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
     q_buffer = queries.q.index(w).reshape([ROWS, HEAD_DIM])
     q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
 
-    # NOTE: the masked tiles are the last ones, and several; v18 starts with the only tile that needs a mask.
+    # NOTE: the masked tile comes last, after a loop without a mask; v18 starts with it.
     acc, m, l = _accumulate(acc, m, l, q, ring, 0, full, problem, offs_m, scale_log2, CAUSAL, False)
     acc, m, l = _accumulate(acc, m, l, q, ring, full, seen, problem, offs_m, scale_log2, CAUSAL, True)
 

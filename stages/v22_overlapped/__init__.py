@@ -1,4 +1,4 @@
-"""In both passes, matmuls start early and run during the softmax."""
+"""In both passes, a consumer issues two matmuls before it waits."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

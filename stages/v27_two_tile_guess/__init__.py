@@ -1,4 +1,4 @@
-"""With a mask, guess the maximum from two tiles."""
+"""With a causal mask and many tiles, guess from two."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

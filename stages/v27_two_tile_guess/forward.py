@@ -1,4 +1,4 @@
-"""v25's forward with a guessed maximum, taken from the first key tiles and checked afterwards (FlashDecoding++, arXiv
+"""v25's forward with a guessed maximum, taken from each row's last keys and checked afterwards (FlashDecoding++, arXiv
 2311.01282, section 3), in Gluon, for Hopper."""
 
 from typing import NamedTuple
@@ -321,7 +321,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     # The counter of tiles that were taken after each CTA's first; a flag if any tile failed; a flag for each tile.
     counter, failed = lse.new_zeros(2 + tiles, dtype=torch.int32).split([1, 1 + tiles])
     descriptors = describe_tile(q, 64), describe_tile(k, shape.keys), describe_tile(v, shape.keys), describe_tile(out, 64)
-    # NOTE: the second launch waits for the end of the first; v28 lets it start earlier.
+    # NOTE: the second launch is set up only after the first has ended; v28 sets it up meanwhile.
     for mode in ("guess", "again"):
         _forward_kernel[programs,](
             *descriptors, out_ptr, lse, counter, failed, scale,

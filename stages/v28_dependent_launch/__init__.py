@@ -1,4 +1,4 @@
-"""The second launch starts while the first one ends."""
+"""The second launch is set up while the first one runs."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

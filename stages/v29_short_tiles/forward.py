@@ -1,4 +1,4 @@
-"""v25's forward with a guessed maximum, taken from the first key tiles and checked afterwards (FlashDecoding++, arXiv
+"""v25's forward with a guessed maximum, taken from each row's last keys and checked afterwards (FlashDecoding++, arXiv
 2311.01282, section 3), in Gluon, for Hopper."""
 
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""The host plans tiles, splits and launches by their predicted time."""
+"""The host chooses tiles by rows, and splits by predicted time."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -75,9 +75,9 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
     tiles = tiles_m - first
     masked = gl.where(start_n + KEYS > problem.seq_k, tiles, masked)
     # CTAs that read the same tile at the same time share it through the L2 cache. Masked tiles come first, in order, as
-    # `_accumulate` expects. CTAs that start together then all begin with the last tile and go backwards. Later CTAs start one
-    # by one, those with fewer tiles later, so they go forwards. If a K/V head has one query head, its tiles stay in the cache
-    # anyway.
+    # `_accumulate` expects. CTAs that start together then all begin with the last tile and go backwards. The next CTAs start
+    # one by one, those with fewer tiles later, so they go forwards, and so on in turns. If a K/V head has one query head, its
+    # tiles stay in the cache anyway.
     turning = tiles
     if CAUSAL:
         turning = gl.where((heads_per_kv > 1) & (number // problem.at_once % 2 == 0), masked, tiles)

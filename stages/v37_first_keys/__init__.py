@@ -1,4 +1,4 @@
-"""The guessed maximum includes the first keys, where attention sinks are."""
+"""The guess takes the first keys (sinks), not a second tile."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -1,4 +1,4 @@
-"""A kernel for D = 256: one consumer computes dV, one dK."""
+"""At D = 256, one consumer computes dV, another dK and dQ."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

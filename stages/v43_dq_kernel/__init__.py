@@ -1,4 +1,4 @@
-"""dQ gets its own kernel, so nothing is added in memory."""
+"""At D = 256 dQ has its own kernel, without sums."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

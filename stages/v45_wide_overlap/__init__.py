@@ -1,4 +1,4 @@
-"""The next step's matmul starts before the last one ends."""
+"""At D = 256, each step starts the next step's first matmul."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -1,4 +1,4 @@
-"""dQ accumulates in register order; two kernels zero it and reorder it."""
+"""dQ accumulates in register order, in parts of 64 columns."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

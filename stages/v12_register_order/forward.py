@@ -94,7 +94,7 @@ def _accumulate(
         mbarrier.wait(ring.full.index(slot), phase)
         k = ring.k.index(slot).reshape([BLOCK_N, ring.k.shape[4]])
         s = warpgroup_mma(q, k.permute([1, 0]), no_s, use_acc=False, is_async=True)
-        # NOTE: all warps wait, so no matmul runs under their softmax; v13 has a warp that loads.
+        # NOTE: the warps that compute also load, and all wait for each load; v13 has a warp that loads.
         s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
         if MASKED:
             offs_n = fill * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))

@@ -138,6 +138,7 @@ def _consumer(tensors, tile, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
     of_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     start_m = tile.start_m + w * ROWS
     # Stage 1: whole tiles that every row sees, without a mask. Stage 2: the diagonal and the ragged end, masked.
+    # A consumer that ends early never releases the last slots. The producer does not wait for these: they are at most STAGES.
     seen = gl.cdiv(gl.minimum(start_m + ROWS + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k, BLOCK_N)
     full = (gl.minimum(start_m + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k) // BLOCK_N
 

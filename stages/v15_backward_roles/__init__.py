@@ -1,4 +1,4 @@
-"""Backward roles: one copies, two consume their own tiles, one computes dQ."""
+"""Backward roles: one copies, two consume what they see, one computes dQ."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -164,6 +164,7 @@ def _consumer(tensors, tile, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
     Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and HEAD_DIM <= 128
     start_m = tile.start_m + w * ROWS
     # Stage 1: whole tiles that every row sees, without a mask. Stage 2: the diagonal and the ragged end, masked.
+    # A consumer that ends early never releases the last slots. The producer does not wait for these: they are at most STAGES.
     seen = gl.cdiv(gl.minimum(start_m + ROWS + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k, BLOCK_N)
     full = (gl.minimum(start_m + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k) // BLOCK_N
 

@@ -353,7 +353,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     q, k, v, out, grad_out = map(addressable, (q, k, v, out, grad_out))
     block_m = 64 if max(head_dim, value_dim) == 128 else 128  # as many rows of S and dP as fit into registers beside dK and dV
-    columns = min(64, head_dim)  # parts of 64 rows in which dQ leaves a CTA
+    columns = min(64, head_dim)  # of a part: dQ leaves a CTA in parts of 64 rows
     tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
     tiles = triton.cdiv(seq_k, 128) * batch * kv_heads
     persistent = max(head_dim, value_dim) < 128  # for 128, the second K and V of v36 do not fit

@@ -1,4 +1,4 @@
-"""One tile shape per head dimension, for Hopper's 16-bit matmuls; no tuner."""
+"""A fixed tile per head dimension, for Hopper; P in 16 bits."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

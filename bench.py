@@ -94,10 +94,10 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         "--reference",
         choices=GRIDS,
         help="one part of results/. forward-, backward-: all stages in float16. newest, bfloat16: the end of the main ladder, "
-        "and the newest stage, at more lengths. short-rows: backwards of short sequences. decode: few queries, many keys. sinks: "
-        "attention sinks and wide score distributions. wide: head dimension 256. short: calls so short that CPU time counts. "
-        "passes-as-one: forward and backward together, of a smaller model. shared: GQA, and another head dimension for V than "
-        "for K",
+        "and the newest stage, at more lengths. short-rows: backwards of short sequences. decode: few queries, many keys. "
+        "sinks: attention sinks and wide score distributions. wide: head dimension 256. short: calls so short that CPU time "
+        "counts. passes-as-one: forward and backward together, of a smaller model. shared: GQA, and another head dimension for "
+        "V than for K",
     )
 
     options = parser.parse_args(argv)

@@ -112,7 +112,7 @@ class Problem:
 
     @property
     def kv_read(self):
-        """Bytes of these rows of K and V. If heads share K and V, the same bytes hold fewer distinct rows."""
+        """Bytes of K and V in the rows that `keys_read` counts. If heads share K and V, fewer of these rows are distinct."""
         return self.keys_read * (self.row_of_q + self.row_of_o)
 
     def first_queries(self, tile):

@@ -101,7 +101,7 @@ class Problem:
 
 
 def _orders():
-    """Orders of the dimensions in memory. Most have contiguous rows: the others are copied before a kernel sees them."""
+    """Orders of the dimensions in memory. Most have contiguous rows: tensors without are copied before a kernel sees them."""
     every = ["".join(order) for order in itertools.permutations(DIMENSIONS)]
     whole_rows = [order for order in every if order.endswith("d")]
     return st.sampled_from(3 * whole_rows + every)

@@ -294,7 +294,7 @@ COMPARED = "registers", "spilled_bytes", "shared_bytes", "roles", "ptx"
 
 
 def _at_revision(revision: str, argv: list[str]) -> dict:
-    """Compile the kernels of a revision of this repository, with this file; return what `--json` writes.
+    """Compile the kernels of another revision with the current `common/measure`; return what `--json` writes.
 
     Raises:
         SystemExit: there is no such revision, or a stage or kernel of it does not compile.

@@ -318,7 +318,7 @@ def _failure(error: Exception) -> dict:
 
 
 def link(tokens: int, heads: int, kv_heads: int | None, head_dim: int, dtype: str, group) -> dict:
-    """Measure how long an otherwise idle ring takes to send a block of K and V to the next rank, and the GB/s each way."""
+    """Measure how long an idle ring takes to send each rank's block of K and V to the next rank, and at how many GB/s."""
     shape = 1, kv_heads or heads, tokens, head_dim
     blocks = [[torch.randn(shape, device=DEVICE, dtype=DTYPES[dtype]) for _ in "kv"] for _ in range(2)]
     ring = Ring(group)

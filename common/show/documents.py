@@ -187,7 +187,7 @@ def gain_table(name: str) -> str:
     missing = [f"{PASS_NAMES[column[0]]} D={column[1]}" for column in COLUMNS if column in columns and not side_by_side[column]]
     of = "[model](../../docs/measuring.md#the-model-of-an-sm)" if _is_modelled(name) else "roofline"
     caption = [
-        f"Times as fast as {spoken(parent)}; predicted by the {of} at S = {COUNTED_AT}.",
+        f"How many times as fast as {spoken(parent)}. *predicted*: by the {of}, at S = {COUNTED_AT}.",
         where,
         f"Not measured beside {spoken(parent)}: {', '.join(missing)}." if missing else "",
         _changed_spans(name)[1],
@@ -236,7 +236,7 @@ def spread_table(name: str) -> str:
         rows.append([dtype, "causal" if causal else "full", *ratios])
     first = records[0]
     caption = (
-        f"Times as fast as {spoken(before or '-')}'s forward, by the standard deviation of the scores; "
+        f"How many times as fast as {spoken(before or '-')}'s forward, by the standard deviation of the scores; "
         f"below ×1.00 is slower. D = {first['head_dim']}, S = {first['seq_len']}, {origin(machine)}."
     )
     headers = ["", "mask", *(f"deviation {std:g}" for std in deviations)]

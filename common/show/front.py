@@ -124,12 +124,8 @@ def ladder(found: list[Run]) -> str:
         f"Float16, D = {HEAD_DIM}. Each number is the geometric mean over six workloads: "
         "1024, 4096 and 16384 tokens, with and without a causal mask. Each ratio compares times of one run."
     )
-    tracks = (
-        "The ladder ends at the fastest attention for training. Each track goes on from there, for one other workload."
-    )
-    dead_ends = (
-        "A dead end is an idea that looked good and made attention slower. v5 starts from v4 again, not from v4a."
-    )
+    tracks = "The ladder ends at the fastest attention for training. Each track goes on from there, for one other workload."
+    dead_ends = "A dead end is an idea that looked good and made attention slower. v5 starts from v4 again, not from v4a."
     each = [_short(table(key, start)) for key in TRACKS]
     measured = f"{over} {origins(used)}."
     return "\n\n".join([words, tables[0], measured, tracks, *each, dead_ends, tables[1]])

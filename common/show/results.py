@@ -26,7 +26,6 @@ def run_file(name: str) -> Path:
     return max(paths, key=lambda path: path.exists() and _read(path)["datetime"] or "")
 
 
-
 CODE = {"fwd": "forward", "bwd": "backward"}  # the passes that have code of their own, as `stages.files` calls them
 TRAFFIC = ROOT / "results" / "traffic.json"
 COUNTED_AT = 2048  # the sequence length of that file

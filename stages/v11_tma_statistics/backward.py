@@ -62,7 +62,7 @@ class Tile(NamedTuple):
     first: gl.tensor  # the first query tile that sees one of the keys
     tiles_m: gl.tensor  # query tiles of a head
     steps: gl.tensor  # query tiles of all these heads
-    masked: gl.tensor  # first steps that need a mask
+    masked: gl.tensor  # number of steps that need a mask; they come first
 
 
 class KeysValues(NamedTuple):
@@ -152,7 +152,7 @@ def _accumulate(
     dtype: gl.constexpr = ring.q.dtype
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
     if MASKED:
-        # The first query that sees each key; none sees a key past the end.
+        # The first query that sees each key. No query sees a key past the end (2**30).
         offs_n = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
         seen_from = gl.where(offs_n < tile.keys, tile.start_n + offs_n - tile.diagonal if CAUSAL else 0, 2**30)
     for step in range(lo, hi):
@@ -201,7 +201,7 @@ def _consumer(tensors, tile, kv, ring, ds_ring, scale, CAUSAL: gl.constexpr):
     v = kv.v.index(0).reshape([ROWS, VALUE_DIM])
     scale_log2 = scale * LOG2_E
     mbarrier.wait(kv.full.index(0), 0)
-    # The diagonal needs a mask. Keys past the end need one too: p may be infinite there, and infinity times 0 is NaN.
+    # The diagonal needs a mask. So do keys past the end: their p may be infinite, and infinity times 0 is NaN.
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tensors, tile, kv, ring, ds_ring, 0, tile.masked, CAUSAL, True)
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tensors, tile, kv, ring, ds_ring, tile.masked, tile.steps, CAUSAL, False)
 

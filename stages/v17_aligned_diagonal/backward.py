@@ -66,8 +66,8 @@ class Tile(NamedTuple):
     first: gl.tensor  # the first query tile that sees one of the keys
     tiles_m: gl.tensor  # query tiles of a head
     steps: gl.tensor  # query tiles of all these heads
-    unseen: gl.tensor  # first steps that see no key of the second consumer
-    masked: gl.tensor  # first steps that need a mask
+    unseen: gl.tensor  # number of steps that see no key of the second consumer; they come first
+    masked: gl.tensor  # number of steps that need a mask; they come first
 
 
 class KeysValues(NamedTuple):
@@ -171,7 +171,7 @@ def _accumulate(
     dtype: gl.constexpr = ring.q.dtype
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
     if MASKED:
-        # The first query that sees each key; none sees a key past the end.
+        # The first query that sees each key. No query sees a key past the end (2**30).
         offs_n = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
         seen_from = gl.where(offs_n < tile.keys, tile.start_n + offs_n - tile.diagonal if CAUSAL else 0, 2**30)
     for step in range(lo, hi):
@@ -254,7 +254,7 @@ def _consumer(tile, kv, ring, ds_ring, scale, w: gl.constexpr, CAUSAL: gl.conste
         fence_async_shared()
         mbarrier.arrive(ds_ring.full.index(slot), count=1)
         mbarrier.arrive(ring.empty.index(slot), count=1)
-    # The diagonal needs a mask. Keys past the end need one too: p may be infinite there, and infinity times 0 is NaN.
+    # The diagonal needs a mask. So do keys past the end: their p may be infinite, and infinity times 0 is NaN.
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, unseen, tile.masked, w, CAUSAL, True)
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, tile.masked, tile.steps, w, CAUSAL, False)
 
@@ -277,7 +277,7 @@ def _dq_consumer(tensors, tile, kv, ds_ring):
     for step in range(tile.steps):
         slot, phase = slot_and_phase(step, STAGES)
         _, _, row = _query_tile(step, tile)
-        mbarrier.wait(ds_ring.full.index(slot), phase)  # and for K: the consumers waited for it
+        mbarrier.wait(ds_ring.full.index(slot), phase)  # K has arrived, too: the consumers waited for it
         _add_dq(tensors, ds_ring, slot, kv, row)
     tma.store_wait(0)
 

@@ -41,8 +41,8 @@ class Tile(NamedTuple):
     turning: gl.tensor  # query tiles before the order turns; see `_query_tile`
     tiles_m: gl.tensor  # query tiles of a head
     steps: gl.tensor  # query tiles of all these heads
-    unseen: gl.tensor  # first steps that see no key of the second consumer
-    masked: gl.tensor  # first steps that need a mask
+    unseen: gl.tensor  # number of steps that see no key of the second consumer; they come first
+    masked: gl.tensor  # number of steps that need a mask; they come first
 
 
 class NextTiles(NamedTuple):

@@ -152,7 +152,7 @@ def _accumulate(
     dtype: gl.constexpr = ring.q.dtype
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
     if MASKED:
-        # The first query that sees each key; none sees a key past the end.
+        # The first query that sees each key. No query sees a key past the end (2**30).
         offs_n = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
         seen_from = gl.where(offs_n < tile.keys, tile.start_n + offs_n - tile.diagonal if CAUSAL else 0, 2**30)
     for step in range(lo, hi):
@@ -285,7 +285,7 @@ def _consumer(kv, ring, ds_ring, next_tiles, problem, w: gl.constexpr, CAUSAL: g
             fence_async_shared()
             mbarrier.arrive(ds_ring.full.index(slot), count=1)
             mbarrier.arrive(ring.empty.index(slot), count=1)
-        # The diagonal needs a mask. Keys past the end need one too: p may be infinite there, and infinity times 0 is NaN.
+        # The diagonal needs a mask. So do keys past the end: their p may be infinite, and infinity times 0 is NaN.
         dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, fill, unseen, tile.masked, w, CAUSAL, True)
         dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, fill, tile.masked, tile.steps, w, CAUSAL, False)
         fill += tile.steps
@@ -321,7 +321,7 @@ def _dq_consumer(tensors, kv, ds_ring, next_tiles, problem, CAUSAL: gl.constexpr
             kv_slot, kv_phase = slot_and_phase(turn, KV_STAGES)
             slot, phase = slot_and_phase(fill + step, STAGES)
             _, _, row = _query_tile(step, tile)
-            mbarrier.wait(ds_ring.full.index(slot), phase)  # and for K: the consumers waited for it
+            mbarrier.wait(ds_ring.full.index(slot), phase)  # K has arrived, too: the consumers waited for it
             _add_dq(tensors, ds_ring, slot, kv, kv_slot, row)
         fill += tile.steps
         number = _next(next_tiles, turn, problem.tiles, KV_STAGES > 1)

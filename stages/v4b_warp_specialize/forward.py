@@ -46,7 +46,7 @@ TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
     (128, 128, 4, 2), (128, 64, 4, 2), (32, 32, 8, 1), (16, 32, 8, 1),
 )  # fmt: skip
 HOPPER = range(90, 100)  # the only architectures on which this compiles
-MOST_KEYS = 128  # keys of the longest tile; if Sk is a multiple of it, no tile has a ragged end
+MOST_KEYS = 128  # number of keys in the longest tile; if it divides Sk, no tile passes the last key
 
 
 @autotune(configs(TILES, pre_hook=None))

@@ -69,7 +69,7 @@ class Ring(NamedTuple):
 
 @gluon.jit
 def _load(tensors, tile, ring, fill):
-    """Start to load a key tile's K and V into the next slot of the ring. All warps of the CTA have read what the slot held."""
+    """Load a key tile's K and V into the ring's next slot. Before that, all warps of the CTA must have read what it held."""
     STAGES: gl.constexpr = ring.k.shape[0]
     slot, phase = slot_and_phase(fill, STAGES)
     where = [tile.batch, tile.kv_head, fill * ring.k.shape[3], 0]

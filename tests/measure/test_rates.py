@@ -32,7 +32,7 @@ for unit, cases in rates.UNITS.items():
             case.launch(torch.empty(case.programs, rates.FIELDS.value, dtype=torch.int64, device="meta"), 1000)
         launched.add(case.kernel)
 """
-INSTRUCTIONS = {  # that the kernels of a unit measure
+INSTRUCTIONS = {  # by unit: each of its kernels contains at least one of these
     "copy-in": ["cp.async.bulk.tensor"],
     "copy-out": ["cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor"],
     "tensor-cores": ["wgmma.mma_async"],

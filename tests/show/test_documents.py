@@ -192,9 +192,9 @@ def test_tuned_tiles_of_v4_mostly_move_more_than_v3_s():
 
 
 KINDS_OF_TABLES = {
-    "forward-d64-h100": "Forward, all stages", "shared-h200": "Shared K/V", "decode-d64-h200": "Decoding", "traffic-h200-d64": "Traffic",
-    "energy-d64-h200": "Energy", "ring-h200-x2": "One sequence", "timeline": "A model", "units-h200": "Busy units",
-    "choice": "Which stage",
+    "forward-d64-h100": "Forward, all stages", "shared-h200": "Shared K/V", "decode-d64-h200": "Decoding",
+    "traffic-h200-d64": "Traffic", "energy-d64-h200": "Energy", "ring-h200-x2": "One sequence", "timeline": "A model",
+    "units-h200": "Busy units", "choice": "Which stage",
 }  # fmt: skip
 
 

@@ -305,7 +305,7 @@ def measure(impl: str, workload: Workload, group) -> dict:
             every = [None] * size
             dist.all_gather_object(every, footprint(call)["peak_extra_mib"], group=group)
             found |= timed(call, group) | {"peak_extra_mib": max(every)}
-            found["tflops"] = workload.flops / size / found["ms"] / 1e9  # of each GPU
+            found["tflops"] = workload.flops / size / found["ms"] / 1e9  # per GPU
         return found
 
 

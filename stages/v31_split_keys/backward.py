@@ -35,7 +35,7 @@ from stages.v7_one_backward.backward import backward as backward_of_v7
 from .backward_prepare import _finish_kernel, _prepare_kernel
 
 CONSUMERS = gl.constexpr(2)
-KEYS = gl.constexpr(CONSUMERS * ROWS)  # of a CTA, whose dK and dV stay in its registers
+KEYS = gl.constexpr(CONSUMERS * ROWS)  # number of keys of a CTA; their dK and dV stay in registers
 SUM_COLUMNS = 256  # columns of dQ's float32 accumulator, as TMA sees it: the widest box that TMA supports
 
 
@@ -64,8 +64,8 @@ class Tile(NamedTuple):
     keys: gl.tensor  # number of keys from start_n on
     diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
     first: gl.tensor  # the first query tile that sees one of the keys
-    tiles_m: gl.tensor  # query tiles of a head
-    steps: gl.tensor  # query tiles of all these heads
+    tiles_m: gl.tensor  # number of query tiles of a head
+    steps: gl.tensor  # number of query tiles of all these heads
     unseen: gl.tensor  # number of steps that see no key of the second consumer; they come first
     masked: gl.tensor  # number of steps that need a mask; they come first
 
@@ -243,11 +243,11 @@ def _consumer(tile, kv, ring, ds_ring, scale, w: gl.constexpr, CAUSAL: gl.conste
     v = kv.v.index(w).reshape([ROWS, VALUE_DIM])
     scale_log2 = scale * LOG2_E
     mbarrier.wait(kv.full.index(0), 0)
-    # Some query tiles see keys of the other consumer only: for these, this consumer stores zeros as dS.
+    # Some query tiles see keys of the other consumer only: for these tiles, this consumer stores zeros as dS.
     unseen = tile.unseen * w
     for step in range(unseen):
         slot, phase = slot_and_phase(step, STAGES)
-        # Without this wait, the next one for Q would return at once: its phase has the same parity as the one before this.
+        # Without this wait, the next wait for Q would return at once: the previous phase has the same parity.
         mbarrier.wait(ring.q_full.index(slot), phase)
         mbarrier.wait(ds_ring.empty.index(slot), phase ^ 1)
         ds_ring.ds.index(slot * CONSUMERS + w).store(gl.zeros([ROWS, BLOCK_M], ring.q.dtype, s_layout))
@@ -289,14 +289,14 @@ def _backward_kernel(
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     tiles_m = gl.cdiv(seq_q, BLOCK_M)
-    ROW_BYTES: gl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # of Q, dQ's accumulator, and dO
+    ROW_BYTES: gl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # bytes of a query's Q, dQ accumulator and dO
     tile_n, batch_head = tile_and_head(gl.cdiv(seq_k, KEYS), seq_q, ROW_BYTES, CAUSAL)
     start_n = tile_n * KEYS
     batch = batch_head // kv_heads
     kv_head = batch_head % kv_heads
-    first = 0  # the first query tile that sees these keys; if none does, the last one, fully masked
-    masked = 0  # number of query tiles from there on that need a mask
-    unseen = 0  # number of query tiles from there on that see no key of the second consumer
+    first = 0  # the first query tile that sees these keys; if no tile does, the last tile, fully masked
+    masked = 0  # number of query tiles, from `first` on, that need a mask
+    unseen = 0  # number of query tiles, from `first` on, that see no key of the second consumer
     if CAUSAL:
         first = gl.minimum(gl.maximum(start_n - diagonal, 0) // BLOCK_M, tiles_m - 1)
         full = gl.cdiv(gl.maximum(start_n + KEYS - 1 - diagonal, 0), BLOCK_M)  # the first query tile that sees every key
@@ -356,7 +356,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
         return backward_of_v7(grad_out, q, k, v, out, lse, causal=causal, scale=scale, diagonal=diagonal)
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     q, k, v, out, grad_out = map(addressable, (q, k, v, out, grad_out))
-    block_m = 64 if max(head_dim, value_dim) == 128 else 128  # as many rows of S and dP as fit into registers beside dK and dV
+    block_m = 64 if max(head_dim, value_dim) == 128 else 128  # the most rows of S and dP that fit in registers beside dK and dV
     columns = min(64, head_dim)  # parts of 64 rows in which dQ leaves a CTA
     tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
     stats = lse.new_empty(tiles_m * 2, block_m)

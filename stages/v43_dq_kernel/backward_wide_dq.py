@@ -67,7 +67,7 @@ class KeyRing(NamedTuple):
 
 
 class RowStats(NamedTuple):
-    """What dS needs of each of a tile's rows."""
+    """Numbers of each of a tile's rows that dS needs."""
 
     lse_log2: gl.tensor  # log2(e) * LSE
     delta: gl.tensor

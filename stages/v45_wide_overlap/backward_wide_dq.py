@@ -72,7 +72,7 @@ class KeyRing(NamedTuple):
 
 
 class RowStats(NamedTuple):
-    """What dS needs of each of a consumer's rows."""
+    """Numbers of each of a consumer's rows that dS needs."""
 
     lse_log2: gl.tensor  # log2(e) * LSE
     delta: gl.tensor

@@ -176,7 +176,7 @@ def test_splits_fill_the_gpu_where_tiles_do_not(name):
         return splits_of(tiles, key_tiles, rows, 128, 256, programs)
 
     assert splits(16, 512) == 8  # 16 tiles, 8 parts each: 128 of 132 programs
-    assert splits(128, 512) == 1  # as good as full
+    assert splits(128, 512) == 1  # 128 of 132 programs without splitting
     assert splits(1024, 512) == 1
     assert splits(1, 2) == 1  # merging would take longer
     assert splits(1, 100_000) > 124

@@ -15,7 +15,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIMS = (16, 32, 64, 128, 256)
 SMALLEST_SCALE, LARGEST_SCALE = 1e-30, 1e6  # limits of a scale's absolute value, unless it is 0
 BOTTOM_RIGHT = "bottom-right"  # `causal` is a bool or this
-NAMESPACE = "kernel_evolution"  # of the operators
+NAMESPACE = "kernel_evolution"  # of the stages' PyTorch operators
 _libraries: dict[str, torch.library.Library] = {}  # keep the operators registered
 
 
@@ -388,5 +388,5 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
         out, lse = function(q, k, v, causal, checked_scale(scale, q.shape[-1]), diagonal)
         return (out, lse) if return_lse else out
 
-    attention.__module__, attention.__qualname__ = package, "attention"  # where pickle finds it
+    attention.__module__, attention.__qualname__ = package, "attention"  # pickle finds the function by these names
     return attention

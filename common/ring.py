@@ -20,7 +20,7 @@ from common.kernels.merging import add, merge
 from common.operator import autocast, check_inputs, checked_flag, checked_scale, contiguous_rows, empty_rows, plainly
 from common.runtime import DEVICE
 
-PAUSE_CYCLES = 20_000  # of a GPU, some 10 µs: enough for NCCL's kernel to begin
+PAUSE_CYCLES = 20_000  # GPU cycles, some 10 µs: enough for NCCL's kernel to begin
 
 
 def _gathered(numbers: list[int], group, device) -> list[list[int]]:
@@ -153,7 +153,7 @@ class Ring:
         for step in range(self.size - 1):
             if step < 2:
                 buffers.append((torch.empty_like(k), torch.empty_like(v)))
-            following = buffers[step % 2]  # it had the previous step's block
+            following = buffers[step % 2]  # this buffer had the previous step's block
             works = self.pass_on(held, following)
             if step == 0 and k.is_cuda:
                 torch.cuda._sleep(PAUSE_CYCLES)

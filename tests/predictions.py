@@ -27,8 +27,8 @@ class Problem:
     head_dim: int  # D, of Q and K
     value_dim: int  # Dv, of V and O
     causal: bool
-    query_tile: tuple[int, int]  # for programs that own queries, and v2's forward
-    key_tile: tuple[int, int]  # for programs that own keys, and v2's backward
+    query_tile: tuple[int, int]  # tile of programs that own queries, and of v2's forward
+    key_tile: tuple[int, int]  # tile of programs that own keys, and of v2's backward
 
     # Bytes of a row and of whole tensors in float16. Float32 takes twice as many.
 
@@ -112,7 +112,7 @@ class Problem:
 
     @property
     def kv_read(self):
-        """Bytes of these rows of K and V. If heads share K and V, the same bytes hold fewer distinct rows."""
+        """Bytes of K and V in the rows that `keys_read` counts. If heads share K and V, fewer of these rows are distinct."""
         return self.keys_read * (self.row_of_q + self.row_of_o)
 
     def first_queries(self, tile):
@@ -233,7 +233,7 @@ def v2_forward(p: Problem) -> Steps:
     yield 2 * p.o, p.o  # O in float16
     yield p.row, p.row  # log2 l
     yield 2 * p.row, p.row  # m + log2 l
-    yield p.row, p.row  # its natural logarithm
+    yield p.row, p.row  # LSE: the natural logarithm
 
 
 def v2_backward(p: Problem) -> Steps:
@@ -333,7 +333,7 @@ def _forward(p: Problem, rows: int) -> tuple[int, int, int]:
 
 def _persistent_forward(p: Problem) -> tuple[int, int, int]:
     read, written, flops = _forward(p, ROWS)
-    counter = _query_tiles(p) * INT  # one per tile, to take the next
+    counter = _query_tiles(p) * INT  # each tile adds to the counter once
     return read + counter, written + counter, flops
 
 
@@ -471,10 +471,10 @@ def _in_parts(
         yield min(jobs, NUM_SMS) * INT, 0
     if splits > 1 and by_pytorch:
         yield splits * p.row, p.row  # LSE
-        yield (splits + 1) * p.row, splits * p.row  # its difference from each split's
+        yield (splits + 1) * p.row, splits * p.row  # LSE minus each split's LSE
         yield splits * p.row, splits * p.row  # exp: the weights
         yield parts, splits * 2 * p.o  # O of each split * its weight
-        yield splits * 2 * p.o, 2 * p.o  # their sum
+        yield splits * 2 * p.o, 2 * p.o  # sum over the splits
         yield 2 * p.o, p.o  # in float16
     elif splits > 1:
         yield parts, p.o + p.row
@@ -579,7 +579,7 @@ def v36_backward(p: Problem) -> Steps:
     (read, written), (main_read, main_written, flops), finish = v15_backward(p)
     tiles = 0 if _wide(p) else p.kv_heads * math.ceil(p.seq_k / (2 * ROWS))
     yield read, written + min(tiles, 1) * INT  # the counter = 0
-    yield main_read + tiles * INT, main_written + tiles * INT, flops  # one per tile, to take the next
+    yield main_read + tiles * INT, main_written + tiles * INT, flops  # each tile adds to the counter once
     yield finish
 
 

@@ -89,7 +89,7 @@ class Problem:
         )
         q, k, v, grad_out = (torch.randn(self.batch, *shape, device=DEVICE) for shape in shapes)
         scale = abs(self.scale) or 1.0
-        size = math.sqrt(self.spread / scale) * self.head_dim**-0.25  # of q and of k
+        size = math.sqrt(self.spread / scale) * self.head_dim**-0.25  # standard deviation of q and of k
         q, k = size * q, size * k
         if self.sink:
             key, nats = self.sink
@@ -101,7 +101,7 @@ class Problem:
 
 
 def _orders():
-    """Orders of the dimensions in memory. Most have contiguous rows: the others are copied before a kernel sees them."""
+    """Orders of the dimensions in memory. Most have contiguous rows: tensors without are copied before a kernel sees them."""
     every = ["".join(order) for order in itertools.permutations(DIMENSIONS)]
     whole_rows = [order for order in every if order.endswith("d")]
     return st.sampled_from(3 * whole_rows + every)

@@ -119,7 +119,7 @@ def test_cases_with_other_numbers_of_keys_follow_each_other():
     options = bench.parse_options(["--seq-len=1,2", "--kv-len=64,128", "--causal=no", "--head-dim=32", "--pass=fwd"])
     found = dict.fromkeys(workload for _, workload in bench.cases(options))
     assert [(w.seq_len, w.kv_len) for w in found] == [(1, 64), (1, 128), (2, 64), (2, 128)]
-    options = bench.parse_options(["--seq-len=64", "--kv-len=64", "--head-dim=32"])  # as many as queries, so causal too
+    options = bench.parse_options(["--seq-len=64", "--kv-len=64", "--head-dim=32"])  # as many keys as queries, so causal too
     assert {(w.kv_len, w.causal) for _, w in bench.cases(options)} == {(64, False), (64, True)}
 
 
@@ -182,7 +182,7 @@ TEN_MINUTES = 650
 
 @pytest.mark.parametrize("name", [name for name in bench.GRIDS if name != "shared"])
 def test_a_part_of_the_reference_ends_within_ten_minutes(name, monkeypatch):
-    monkeypatch.setattr(bench.workloads, "SEQ_LENS", range(512, 512 + 6))  # as many as on a GPU
+    monkeypatch.setattr(bench.workloads, "SEQ_LENS", range(512, 512 + 6))  # as many lengths as on a GPU
     found = reference_cases(name)
     installed = 3 if name.startswith("decode") else 4  # at most
     peers = installed * len({workload for _, workload in found})

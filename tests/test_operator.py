@@ -310,7 +310,7 @@ def test_strides_past_two_to_the_31_elements(stage, huge):
 def test_results_past_two_to_the_31_elements(stage, shared):
     """Contiguous outputs reach so far only with this many heads. The inputs are one head's, expanded over all heads."""
     heads, seq, head_dim = 2**31 // (160 * 256) + 2, 160, 256
-    torch.cuda.empty_cache()  # what earlier tests have freed
+    torch.cuda.empty_cache()  # release memory that earlier tests have freed
     if torch.cuda.mem_get_info()[0] < 100 * 2**30:
         pytest.skip("needs 100 GiB of free GPU memory")
     inputs = make_inputs(seq, seq, head_dim, batch=1, heads=1)

@@ -20,7 +20,7 @@ from common.runtime import DEVICE
 
 SIZES = range(2, 5)
 NEWEST = [name for name in stages.names() if not stages.is_dead_end(name)][-1]
-FEW = [stages.names()[0], "v3"]  # one without kernels, and a quick one
+FEW = [stages.names()[0], "v3"]  # a stage without kernels, and a quick stage
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
 

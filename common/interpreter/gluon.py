@@ -161,7 +161,7 @@ def _sum(x, axis):
 @means(gl.associative_scan)
 def _associative_scan(x, axis, combine_fn):
     total, reach = x.data.movedim(axis, 0), 1
-    while reach < total.shape[0]:  # each element combines up to `reach` elements
+    while reach < total.shape[0]:  # each element is now the combination of up to `reach` elements, itself and those before it
         further = combine_fn(Register(total[:-reach], None), Register(total[reach:], None)).data
         total, reach = torch.cat([total[:reach], further]), 2 * reach
     return computed("scan", total.movedim(0, axis), x, layout=x.layout)

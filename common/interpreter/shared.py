@@ -91,7 +91,7 @@ class Memory:
         self.data = torch.empty([int(size) for size in shape], dtype=in_torch(dtype))
         self._filled = torch.zeros(self.data.numel(), dtype=torch.bool)
         self._all_filled = False
-        self.uses = []  # that a later use may conflict with
+        self.uses = []  # earlier uses, with which a later use may conflict
         program.memories.append(self)
 
     def use(self, buffer: "Buffer", who: str, *, writes: bool, asynchronous: bool) -> int:

@@ -61,7 +61,7 @@ class Timing:
 
     rates: Rates
     spans: list[Span] = field(default_factory=list)
-    end: float = 0.0  # of all work so far
+    end: float = 0.0  # cycle in which all work so far ends
     _free: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # cycle from which each unit is free
 
     def take(self, unit: str, partition, what: str, cycles: float) -> float:

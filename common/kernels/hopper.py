@@ -20,7 +20,7 @@ from common.runtime import architecture
 
 HOPPER = range(90, 100)  # architectures
 LOG2_E = gl.constexpr(1.4426950408889634)
-ROWS = gl.constexpr(64)  # of a tile that one warpgroup multiplies (wgmma)
+ROWS = gl.constexpr(64)  # rows of a tile that one warpgroup multiplies (wgmma)
 ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 

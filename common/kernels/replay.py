@@ -257,7 +257,7 @@ class _Replay(NamedTuple):
 
     steps: list[Callable]
     conditions: list[Callable]
-    results: list[int]  # their numbers
+    results: list[int]  # numbers of the result tensors
 
     def __call__(self, tensors, stream):
         tensors = list(tensors)

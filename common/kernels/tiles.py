@@ -18,7 +18,7 @@ def query_tile(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
     """
     if dtype == torch.float32:
         return {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 8, "num_stages": 1}
-    spare = 1 if shared_memory_limit() >= DATA_CENTRE else 0  # one more K/V tile in flight
+    spare = 1 if shared_memory_limit() >= DATA_CENTRE else 0  # number of additional K/V tiles in flight
     if head_dim > 128:
         return {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 1 + spare}
     return {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2 + spare}

@@ -77,7 +77,7 @@ class _Tuner(Autotuner):
         depends_on(lambda: self._picked(key) is config)
         if config.pre_hook:
             config.pre_hook({**named, **config.all_kwargs()})
-        self.best_config = config  # of the last call
+        self.best_config = config  # configuration of the last call
         return self.fn.run(*args, **kwargs, **config.all_kwargs())
 
     def _picked(self, key):
@@ -95,7 +95,7 @@ class _Tuner(Autotuner):
                     timings = {config: bench(config) for config in self.prune_configs(kwargs)}
                     picked = self._fastest(timings, bench)
                 finally:
-                    self.nargs = None  # it holds the caller's tensors
+                    self.nargs = None  # nargs holds the caller's tensors
                 self.configs_timings = timings
                 self.cache[key] = picked
         return self.cache[key]

@@ -228,7 +228,7 @@ def compile_cases(cases, all_configs):
         (number of descriptor arguments), warnings (of ptxas), ptx (number of instructions by opcode). An error is the case's
         dict with the added key error. An unavailable case is one that the stage cannot run; its dict has the added key reason.
     """
-    os.environ["TRITON_INTERPRET"] = "0"  # for the processes started below; too late to affect this one
+    os.environ["TRITON_INTERPRET"] = "0"  # this affects the processes started below, but comes too late for this one
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # use no GPU memory
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["common"])  # this imports torch and triton only once, for all processes
@@ -294,7 +294,7 @@ COMPARED = "registers", "spilled_bytes", "shared_bytes", "roles", "ptx"
 
 
 def _at_revision(revision: str, argv: list[str]) -> dict:
-    """Compile the kernels of a revision of this repository, with this file; return what `--json` writes.
+    """Compile the kernels of another revision with the current `common/measure`; return what `--json` writes.
 
     Raises:
         SystemExit: there is no such revision, or a stage or kernel of it does not compile.

@@ -112,7 +112,7 @@ def moved(func, args, kwargs, result) -> tuple[list[Tensor], list[Tensor]]:
             written += tensors
         if not (changed and (argument.is_out or name in _OVERWRITING)):
             read += tensors
-    if name.startswith("new_") or name.endswith("_like"):  # these only use shape and dtype of their argument
+    if name.startswith("new_") or name.endswith("_like"):  # such operators use only shape and dtype of their argument
         read = []
     return distinct(read), distinct(written)
 

@@ -104,7 +104,10 @@ LISTS = {  # options of several commands: the type of an entry, and the help tex
 
 
 def add_list(parser: argparse.ArgumentParser, flag: str, default: str | None):
-    """Add an option of `LISTS`, a comma-separated list; `default` is its text, or None if the help text names the default."""
+    """Add an option of `LISTS`; its value is a comma-separated list.
+
+    `default` is the list as a user would type it, or None if the help text already names it.
+    """
     parse, help_text = LISTS[flag]
     if flag == "--stage":  # the help text shows the last default as its example
         last = stages.resolve(default.split(",")[-1])

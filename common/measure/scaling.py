@@ -305,7 +305,7 @@ def measure(impl: str, workload: Workload, group) -> dict:
             every = [None] * size
             dist.all_gather_object(every, footprint(call)["peak_extra_mib"], group=group)
             found |= timed(call, group) | {"peak_extra_mib": max(every)}
-            found["tflops"] = workload.flops / size / found["ms"] / 1e9  # of each GPU
+            found["tflops"] = workload.flops / size / found["ms"] / 1e9  # per GPU
         return found
 
 
@@ -318,7 +318,7 @@ def _failure(error: Exception) -> dict:
 
 
 def link(tokens: int, heads: int, kv_heads: int | None, head_dim: int, dtype: str, group) -> dict:
-    """Measure how long an otherwise idle ring takes to send a block of K and V to the next rank, and the GB/s each way."""
+    """Measure how long an idle ring takes to send each rank's block of K and V to the next rank, and at how many GB/s."""
     shape = 1, kv_heads or heads, tokens, head_dim
     blocks = [[torch.randn(shape, device=DEVICE, dtype=DTYPES[dtype]) for _ in "kv"] for _ in range(2)]
     ring = Ring(group)

@@ -122,7 +122,10 @@ class _Known:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Return the heads of all batches, the rows and the columns. A tensor of another form is one column of elements."""
+        """Return the heads of all batches, the rows and the columns.
+
+        A tensor without three or four dimensions counts as one column of all its elements.
+        """
         if not self._sizes:
             return 1, self.storage.nbytes() // self.tensor.itemsize, 1
         batch, heads, rows, columns = self._sizes

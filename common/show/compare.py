@@ -17,7 +17,7 @@ from common.measure.workloads import Workload
 from common.show import results
 from common.show.tables import short_commit, stage_order
 
-SAVED = Path(".benchmarks")  # where pytest-benchmark saves, under the current directory
+SAVED = Path(".benchmarks")  # pytest-benchmark saves runs here, under the current directory
 COUNTED = ("MB", "MFLOP", "µs at peak")  # read and written; executed
 NO_TIMES = "No GPU: the runs have counts and no times. Times at peak assume a GPU's published peaks."
 

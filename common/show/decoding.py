@@ -10,7 +10,7 @@ from common.show.results import implementations, origin, spoken
 from common.show.shared import remarks
 from common.show.tables import markdown
 
-LARGE_BYTES = 256e6  # of K and V, more than caches hold
+LARGE_BYTES = 256e6  # bytes of K and V that exceed all caches
 FEW_ROWS = 64  # query rows per K/V head; up to this number, reading K and V takes most of the time
 
 

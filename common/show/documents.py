@@ -238,7 +238,7 @@ def spread_table(name: str) -> str:
         rows.append([dtype, "causal" if causal else "full", *ratios])
     first = records[0]
     caption = (
-        f"Times as fast as {spoken(before or '-')}'s forward, by the standard deviation of the scores; "
+        f"How many times as fast as {spoken(before or '-')}'s forward, by the standard deviation of the scores; "
         f"below ×1.00 is slower. D = {first['head_dim']}, S = {first['seq_len']}, {origin(machine)}."
     )
     headers = ["", "mask", *(f"deviation {std:g}" for std in deviations)]

@@ -25,7 +25,7 @@ from common.show.story import change, idea
 from common.show.tables import PASS_NAMES
 from common.show.tracks import TRACKS, table
 
-HEAD_DIM = max(HEAD_DIMS)  # of the numbers on the front page
+HEAD_DIM = max(HEAD_DIMS)  # head dimension of the numbers on the front page
 
 
 def names_in(found: list[Run]) -> list[str]:

@@ -48,7 +48,7 @@ BARS = (  # style of each pass and head dimension, in the order of COLUMNS: colo
     {"color": "#9ecae1"}, {"color": "#2171b5"},
     {"color": "#fdbe85", "hatch": "///"}, {"color": "#d94801", "hatch": "///"},
 )  # fmt: skip
-RUN_COLORS = ("#f4a582", "#fdbe85", "#d94801")  # of bars, by run number
+RUN_COLORS = ("#f4a582", "#fdbe85", "#d94801")  # colours of bars, by run number
 DECODING = run_file("decode-d128")
 DECODED = ((1, 16, 16), (8, 32, 8))  # batch, heads and K/V heads of the panels
 STORY = ("v0", "v1", "v3", "v5")  # stages in the speed plots, beside the newest

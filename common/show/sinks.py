@@ -31,8 +31,8 @@ def sinks_table(name: str) -> str:
         rows.append([head_dim, dtype, "causal" if causal else "full", *cells])
     names = [f"sink of {sink:g}" if sink else f"deviation {std:g}" for std, sink in points]
     caption = (
-        f"Times as fast as {spoken(first)}, forward; {spoken(before)} in brackets. *deviation*: of the scores. *sink*: "
-        "the score of key 0 in nats. *wrong*: further from the truth than a stage may be, so not timed. "
+        f"How many times as fast as {spoken(first)}'s forward; {spoken(before)} in brackets. *deviation*: of the scores. "
+        "*sink*: the score of key 0 in nats. *wrong*: further from the truth than a stage may be, so not timed. "
         f"S = {records[0]['seq_len']}, {origin(machine)}."
     )
     align = ["right", "left", "left"] + ["right"] * len(points)

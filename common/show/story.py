@@ -26,7 +26,7 @@ from common.show import results, tracks
 from common.show.tables import PASS_NAMES
 from common.show.tracks import TRACKS
 
-WIDTH = 100  # of a terminal
+WIDTH = 100  # characters in a line of a terminal
 
 
 @dataclass(frozen=True)

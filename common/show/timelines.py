@@ -32,8 +32,8 @@ GLUON = [name for name in stages.names() if has_gluon(name)]
 TIMELINES = PLOTS / "timelines"
 CYCLES = 5000  # drawn cycles
 FROM = 15 / 32  # the picture begins at this share of the kernel's time: inside a tile, if 8, 16 or 32 follow each other
-COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")  # also for colour-blind readers
-NARROW = 0.04  # of the width; narrower spans have no label
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")  # colour-blind readers can tell these apart
+NARROW = 0.04  # share of the width; narrower spans have no label
 
 
 def _draw(axes, name: str, workload: Workload):

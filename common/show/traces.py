@@ -29,7 +29,7 @@ from common.show.results import PLOTS  # noqa: E402
 from common.show.tables import PASS_NAMES  # noqa: E402
 
 TRACES = PLOTS / "traces"
-COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442")  # of programs, in turn
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442")  # colours of programs, in turn
 WRITES = {"write": "black", "add": "#B22222"}
 FEW = 2  # number of rows; a tensor with fewer has no lane
 WIDTH, LANE, GAP = 9.0, 0.42, 0.25  # in inches: width of the picture, height of a lane, gap above a stage

@@ -17,9 +17,9 @@ class Track:
 
     title: str
     pass_: str
-    grids: tuple[str, ...]  # what `bench.py --reference` takes
+    grids: tuple[str, ...]  # values of `bench.py --reference`
     words: str  # which workloads of the grids count
-    at: str  # the same in short
+    at: str  # short form of `words`
     counts: Callable[[Workload], bool]
 
 

@@ -31,8 +31,12 @@ class Line:
 class Row:
     """A row of the table: a line of each stage.
 
-    One of the lines may be missing. Attributes: part: the function that begins in this row; else "". folded: this row is far
-    from any change, or belongs to the `head` of a file: all that precedes its first function.
+    One of the lines may be missing.
+
+    Attributes:
+        part: the function that begins in this row; else "".
+        folded: this row is hidden at first, because it is far from any change or belongs to the head of a file.
+        head: this row belongs to the head of a file, which is all that precedes the first function.
     """
 
     old: Line | None

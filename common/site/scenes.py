@@ -29,7 +29,7 @@ UNUSUAL = {
     "v45a_sums_from_registers": {"head_dim": 128},
 }
 LEAST = 1 / 300  # the width of the shortest access, as a share of the whole width
-WORDS = {  # of lanes
+WORDS = {  # labels of lanes
     "Q": "queries", "K": "keys", "V": "values", "O": "the output", "LSE": "log-sum-exp of each row of scores",
     "dO": "gradient of the output", "dQ": "gradient of the queries", "dK": "gradient of the keys",
     "dV": "gradient of the values",

@@ -174,7 +174,7 @@ class Texts:
 
     @staticmethod
     def page_of_file(path: Path) -> str:
-        """Where that page is."""
+        """The name of the page that shows a file."""
         return f"code-{'-'.join(path.relative_to(ROOT).parts)}.html"
 
 

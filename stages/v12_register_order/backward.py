@@ -32,7 +32,7 @@ from stages.v7_one_backward.backward import backward as backward_of_v7
 
 from .backward_prepare import _finish_kernel, _prepare_kernel
 
-KEYS = gl.constexpr(128)  # of a CTA, whose dK and dV stay in its registers
+KEYS = gl.constexpr(128)  # number of keys of a CTA; their dK and dV stay in registers
 SUM_COLUMNS = 256  # columns of dQ's float32 accumulator, as TMA sees it: the widest box that TMA supports
 
 
@@ -61,9 +61,9 @@ class Tile(NamedTuple):
     keys: gl.tensor  # number of keys from start_n on
     diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
     first: gl.tensor  # the first query tile that sees one of the keys
-    tiles_m: gl.tensor  # query tiles of a head
-    steps: gl.tensor  # query tiles of all these heads
-    masked: gl.tensor  # first steps that need a mask
+    tiles_m: gl.tensor  # number of query tiles of a head
+    steps: gl.tensor  # number of query tiles of all these heads
+    masked: gl.tensor  # number of steps that need a mask; they come first
 
 
 class KeysValues(NamedTuple):
@@ -157,7 +157,7 @@ def _accumulate(
     dtype: gl.constexpr = ring.q.dtype
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
     if MASKED:
-        # The first query that sees each key; none sees a key past the end.
+        # The first query that sees each key. No query sees a key past the end (2**30).
         offs_n = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
         seen_from = gl.where(offs_n < tile.keys, tile.start_n + offs_n - tile.diagonal if CAUSAL else 0, 2**30)
     for step in range(lo, hi):
@@ -206,7 +206,7 @@ def _consumer(tensors, tile, kv, ring, ds_ring, scale, CAUSAL: gl.constexpr):
     v = kv.v.index(0).reshape([ROWS, VALUE_DIM])
     scale_log2 = scale * LOG2_E
     mbarrier.wait(kv.full.index(0), 0)
-    # The diagonal needs a mask. Keys past the end need one too: p may be infinite there, and infinity times 0 is NaN.
+    # The diagonal needs a mask. So do keys past the end: their p may be infinite, and infinity times 0 is NaN.
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tensors, tile, kv, ring, ds_ring, 0, tile.masked, CAUSAL, True)
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tensors, tile, kv, ring, ds_ring, tile.masked, tile.steps, CAUSAL, False)
 
@@ -227,13 +227,13 @@ def _backward_kernel(
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     tiles_m = gl.cdiv(seq_q, BLOCK_M)
-    ROW_BYTES: gl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # of Q, dQ's accumulator, and dO
+    ROW_BYTES: gl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # bytes of a query's Q, dQ accumulator and dO
     tile_n, batch_head = tile_and_head(gl.cdiv(seq_k, KEYS), seq_q, ROW_BYTES, CAUSAL)
     start_n = tile_n * KEYS
     batch = batch_head // kv_heads
     kv_head = batch_head % kv_heads
-    first = 0  # the first query tile that sees these keys; if none does, the last one, fully masked
-    masked = 0  # number of query tiles from there on that need a mask
+    first = 0  # the first query tile that sees these keys; if no tile does, the last tile, fully masked
+    masked = 0  # number of query tiles, from `first` on, that need a mask
     if CAUSAL:
         first = gl.minimum(gl.maximum(start_n - diagonal, 0) // BLOCK_M, tiles_m - 1)
         full = gl.cdiv(gl.maximum(start_n + KEYS - 1 - diagonal, 0), BLOCK_M)  # the first query tile that sees every key
@@ -284,7 +284,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
         return backward_of_v7(grad_out, q, k, v, out, lse, causal=causal, scale=scale, diagonal=diagonal)
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     q, k, v, out, grad_out = map(addressable, (q, k, v, out, grad_out))
-    block_m = 64 if max(head_dim, value_dim) == 128 else 128  # as many rows of S and dP as fit into registers beside dK and dV
+    block_m = 64 if max(head_dim, value_dim) == 128 else 128  # the most rows of S and dP that fit in registers beside dK and dV
     columns = min(64, head_dim)  # of a part: dQ leaves a CTA in parts of 64 rows
     tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
     stats = lse.new_empty(tiles_m * 2, block_m)

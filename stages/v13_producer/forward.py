@@ -47,7 +47,7 @@ class Tile(NamedTuple):
     batch: gl.tensor
     head: gl.tensor
     kv_head: gl.tensor
-    start_m: gl.tensor  # its first query row
+    start_m: gl.tensor  # the tile's first query row
     key_tiles: gl.tensor
 
 
@@ -104,7 +104,7 @@ def _accumulate(acc, m, l, q, ring, lo, hi, problem, offs_m, scale_log2, CAUSAL:
             s = gl.where(visible, s, float("-inf"))
         m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)  # finite: the first tile contains key 0, which every query sees
         p = gl.exp2(s * scale_log2 - m_new[:, None])
-        rescale = gl.exp2(m - m_new)  # rescales what was computed with the old maximum
+        rescale = gl.exp2(m - m_new)  # rescales sums that were computed with the old maximum
         l = l * rescale + gl.sum(p, 1)
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
         v = ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]])

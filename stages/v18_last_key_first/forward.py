@@ -53,7 +53,7 @@ class Tile(NamedTuple):
     batch: gl.tensor
     head: gl.tensor
     kv_head: gl.tensor
-    start_m: gl.tensor  # its first query row
+    start_m: gl.tensor  # the tile's first query row
     key_tiles: gl.tensor
 
 
@@ -145,7 +145,7 @@ def _consumer(tensors, tile, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
     mbarrier.wait(queries.full.index(w), 0)
     q_buffer = queries.q.index(w).reshape([ROWS, HEAD_DIM])
     q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
-    fill = _skip(ring, gl.to_tensor(0), tile.key_tiles - seen)  # only the CTA's later consumers see these
+    fill = _skip(ring, gl.to_tensor(0), tile.key_tiles - seen)  # only the CTA's later consumers see these key tiles
     s = _scores(q, ring, fill)
     last = start_m + problem.diagonal  # the last key of the first row
     acc, m, l = _accumulate(acc, s, q, ring, fill, seen, problem, last, scale_log2, CAUSAL)

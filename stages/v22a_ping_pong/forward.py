@@ -53,7 +53,7 @@ class Tile(NamedTuple):
     batch: gl.tensor
     head: gl.tensor
     kv_head: gl.tensor
-    start_m: gl.tensor  # its first query row
+    start_m: gl.tensor  # the tile's first query row
     key_tiles: gl.tensor
 
 
@@ -159,7 +159,7 @@ def _consumer(tensors, tile, queries, ring, turns, problem, w: gl.constexpr, CAU
     mbarrier.wait(queries.full.index(w), 0)
     q_buffer = queries.q.index(w).reshape([ROWS, HEAD_DIM])
     q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
-    fill = _skip(ring, turns, gl.to_tensor(0), tile.key_tiles - seen, w)  # only the CTA's later consumers see these
+    fill = _skip(ring, turns, gl.to_tensor(0), tile.key_tiles - seen, w)  # only the CTA's later consumers see these key tiles
     s = _scores(q, ring, turns, fill, w)
     _hand_over(turns, w)
     last = start_m + problem.diagonal  # the last key of the first row

@@ -10,7 +10,7 @@ from common.kernels.hopper import ROWS, slot_and_phase
 @gluon.jit
 def _take_turn(turns, fill, w: gl.constexpr):
     """Wait until the consumers before this one have issued their matmuls of this load, or skipped it."""
-    # The first consumer waits for the last one's turn with the load before, and at the first load for nothing.
+    # The first consumer waits for the last one, which has its turn with the previous load. At the first load it does not wait.
     mbarrier.wait(turns.index(w), (fill & 1) ^ (w == 0))
 
 
@@ -88,15 +88,15 @@ def _accumulate(
         _hand_over(turns, w)
         if CONSUMERS == 2:
             s = warpgroup_mma_wait(1, [s])  # [rows, BLOCK_N]
-        else:  # three other consumers' matmuls run under these exponentials: release the buffers before them
+        else:  # three other consumers' matmuls run under these exponentials: release the buffers first
             s, acc = warpgroup_mma_wait(0, [s, acc])
             mbarrier.arrive(ring.empty.index(slot), count=1)
         m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
         p = gl.exp2(s * scale_log2 - m_new[:, None])
-        rescale = gl.exp2(m - m_new)  # rescales what was computed with the old maximum
+        rescale = gl.exp2(m - m_new)  # rescales sums that were computed with the old maximum
         l = l * gl.convert_layout(rescale, gl.SliceLayout(1, l.type.layout))[:, None] + _sums(p)
         if CONSUMERS == 2:
-            acc = warpgroup_mma_wait(0, [acc])  # the compiler moves this before the exponentials
+            acc = warpgroup_mma_wait(0, [acc])  # the compiler moves this wait before the exponentials
             mbarrier.arrive(ring.empty.index(slot), count=1)
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
         m = m_new

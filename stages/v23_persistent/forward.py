@@ -92,7 +92,7 @@ def _producer(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
     CONSUMERS: gl.constexpr = queries.q.shape[0]
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     BLOCK_N: gl.constexpr = ring.k.shape[3]
-    ROW_BYTES: gl.constexpr = 2 * (ring.k.shape[4] + ring.v.shape[4])  # of K and V
+    ROW_BYTES: gl.constexpr = 2 * (ring.k.shape[4] + ring.v.shape[4])  # bytes of a key's K and V
     fill = 0
     turn = 0
     number = gl.program_id(0)
@@ -138,7 +138,7 @@ def _consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.const
     STAGES: gl.constexpr = ring.k.shape[0]
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     BLOCK_N: gl.constexpr = ring.k.shape[3]
-    ROW_BYTES: gl.constexpr = 2 * (ring.k.shape[4] + ring.v.shape[4])  # of K and V
+    ROW_BYTES: gl.constexpr = 2 * (ring.k.shape[4] + ring.v.shape[4])  # bytes of a key's K and V
     HEAD_DIM: gl.constexpr = ring.k.shape[4]
     VALUE_DIM: gl.constexpr = ring.v.shape[4]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
@@ -164,7 +164,7 @@ def _consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.const
         mbarrier.wait(queries.full.index(w), phase)
         q_buffer = queries.q.index(w).reshape([ROWS, HEAD_DIM])
         q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
-        fill = _skip(ring, fill, tile.key_tiles - seen)  # only the CTA's later consumers see these
+        fill = _skip(ring, fill, tile.key_tiles - seen)  # only the CTA's later consumers see these key tiles
         s = _scores(q, ring, fill)
         last = start_m + problem.diagonal  # the last key of the first row
         acc, m, l = _accumulate(acc, s, q, ring, fill, seen, problem, last, scale_log2, CONSUMERS, CAUSAL)

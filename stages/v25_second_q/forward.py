@@ -98,7 +98,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, CAUSAL: gl.constexpr)
     CONSUMERS: gl.constexpr = queries.q.shape[0] // Q_STAGES
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     BLOCK_N: gl.constexpr = ring.k.shape[3]
-    ROW_BYTES: gl.constexpr = 2 * (ring.k.shape[4] + ring.v.shape[4])  # of K and V
+    ROW_BYTES: gl.constexpr = 2 * (ring.k.shape[4] + ring.v.shape[4])  # bytes of a key's K and V
     fill = 0
     turn = 0
     number = gl.program_id(0)
@@ -148,7 +148,7 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
     STAGES: gl.constexpr = ring.k.shape[0]
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     BLOCK_N: gl.constexpr = ring.k.shape[3]
-    ROW_BYTES: gl.constexpr = 2 * (ring.k.shape[4] + ring.v.shape[4])  # of K and V
+    ROW_BYTES: gl.constexpr = 2 * (ring.k.shape[4] + ring.v.shape[4])  # bytes of a key's K and V
     HEAD_DIM: gl.constexpr = ring.k.shape[4]
     VALUE_DIM: gl.constexpr = ring.v.shape[4]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
@@ -175,10 +175,10 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
         mbarrier.wait(queries.full.index(own), phase)
         q_buffer = queries.q.index(own).reshape([ROWS, HEAD_DIM])
         q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
-        fill = _skip(ring, fill, tile.key_tiles - seen)  # only the CTA's later consumers see these
+        fill = _skip(ring, fill, tile.key_tiles - seen)  # only the CTA's later consumers see these key tiles
         s = _scores(q, ring, fill)
         if Q_STAGES == 2:
-            # TMA has stored the last tile's O from the other buffer, which is the next one: the next Q may arrive there.
+            # TMA has stored the last tile's O from the other buffer. So the next Q may arrive there.
             tma.store_wait(0)
             slot, phase = slot_and_phase(turn + 1, Q_STAGES)
             mbarrier.arrive(queries.empty.index(slot * CONSUMERS + w), count=1, pred=turn > 0)
@@ -226,7 +226,7 @@ def _forward_kernel(
     problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale)
     queries = Queries(q_s, o_s, q_full, q_empty)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
-    next_tiles = NextTiles(tile_s, new_barriers(Q_STAGES, 1))  # no empty barriers: `queries.empty` follows the reading
+    next_tiles = NextTiles(tile_s, new_barriers(Q_STAGES, 1))  # no empty barriers: reading precedes arrival at `queries.empty`
     # An SM has 65,536 registers, 512 for each thread of a warpgroup. The producer keeps 24 per thread, the other roles the
     # numbers in the list, and the first role, which runs on the launch's own warps, gets the rest.
     if CONSUMERS == 2:

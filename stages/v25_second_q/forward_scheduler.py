@@ -16,7 +16,7 @@ class Problem(NamedTuple):
     batch_heads: gl.tensor  # B * H
     heads: gl.tensor
     heads_per_kv: gl.tensor
-    tiles_m: gl.tensor  # query tiles of a head
+    tiles_m: gl.tensor  # number of query tiles of a head
     seq_q: gl.tensor
     seq_k: gl.tensor
     diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
@@ -30,7 +30,7 @@ class Tile(NamedTuple):
     batch: gl.tensor
     head: gl.tensor
     kv_head: gl.tensor
-    start_m: gl.tensor  # its first query row
+    start_m: gl.tensor  # the tile's first query row
     key_tiles: gl.tensor
 
 

@@ -95,14 +95,14 @@ def _skip(ring, fill, tiles):
 def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, CAUSAL: gl.constexpr):
     """One warp: keep the buffers of Q, K and V full, also for the next tile while the current one ends.
 
-    The first tile is the CTA's number. A counter that all CTAs share gives the others. MODE "again": failed tiles, in fixed
-    strides.
+    The first tile is the CTA's number. A counter that all CTAs share gives the others. If MODE is "again",
+    the CTA takes failed tiles, in fixed strides.
     """
     Q_STAGES: gl.constexpr = next_tiles.number.shape[0]
     CONSUMERS: gl.constexpr = queries.q.shape[0] // Q_STAGES
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     BLOCK_N: gl.constexpr = ring.k.shape[3]
-    ROW_BYTES: gl.constexpr = 2 * (ring.k.shape[4] + ring.v.shape[4])  # of K and V
+    ROW_BYTES: gl.constexpr = 2 * (ring.k.shape[4] + ring.v.shape[4])  # bytes of a key's K and V
     fill = 0
     turn = 0
     number = gl.program_id(0)
@@ -172,7 +172,7 @@ def _consumer(
     STAGES: gl.constexpr = ring.k.shape[0]
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     BLOCK_N: gl.constexpr = ring.k.shape[3]
-    ROW_BYTES: gl.constexpr = 2 * (ring.k.shape[4] + ring.v.shape[4])  # of K and V
+    ROW_BYTES: gl.constexpr = 2 * (ring.k.shape[4] + ring.v.shape[4])  # bytes of a key's K and V
     HEAD_DIM: gl.constexpr = ring.k.shape[4]
     VALUE_DIM: gl.constexpr = ring.v.shape[4]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
@@ -203,10 +203,10 @@ def _consumer(
         mbarrier.wait(queries.full.index(own), phase)
         q_buffer = queries.q.index(own).reshape([ROWS, HEAD_DIM])
         q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
-        fill = _skip(ring, fill, tile.key_tiles - seen)  # only the CTA's later consumers see these
+        fill = _skip(ring, fill, tile.key_tiles - seen)  # only the CTA's later consumers see these key tiles
         s = _scores(q, ring, fill)
         if Q_STAGES == 2:
-            # TMA has stored the last tile's O from the other buffer, which is the next one: the next Q may arrive there.
+            # TMA has stored the last tile's O from the other buffer. So the next Q may arrive there.
             tma.store_wait(0)
             slot, phase = slot_and_phase(turn + 1, Q_STAGES)
             mbarrier.arrive(queries.empty.index(slot * CONSUMERS + w), count=1, pred=turn > 0)
@@ -260,7 +260,7 @@ def _forward_kernel(
     problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale)
     queries = Queries(q_s, o_s, q_full, q_empty)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
-    next_tiles = NextTiles(tile_s, new_barriers(Q_STAGES, 1))  # no empty barriers: `queries.empty` follows the reading
+    next_tiles = NextTiles(tile_s, new_barriers(Q_STAGES, 1))  # no empty barriers: reading precedes arrival at `queries.empty`
     # An SM has 65,536 registers, 512 for each thread of a warpgroup. The producer keeps 24 per thread, the other roles the
     # numbers in the list, and the first role, which runs on the launch's own warps, gets the rest.
     if CONSUMERS == 2:

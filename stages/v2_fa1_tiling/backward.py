@@ -70,7 +70,7 @@ def _backward_kernel(
         dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
         dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
 
-        # The first query that sees each key; none sees a key past the end: there p may be infinite, and infinity * 0 is NaN.
+        # The first query that sees each key. No query sees a key past the end: its p may be infinite, and infinity * 0 is NaN.
         seen_from = tl.where(offs_n < seq_k, offs_n - diagonal if CAUSAL else 0, 2**30)
         first = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M if CAUSAL else 0
         for shared in range(heads_per_kv):  # the query heads that share these keys

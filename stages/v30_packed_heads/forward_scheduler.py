@@ -13,8 +13,8 @@ from common.kernels.order import tile_and_head
 class Flags(NamedTuple):
     """Pointers to int32 flags, which are parts of one tensor."""
 
-    any_failed: gl.tensor  # 1: the second launch has work
-    tile_failed: gl.tensor  # one for each tile
+    any_failed: gl.tensor  # 1 if the second launch has work
+    tile_failed: gl.tensor  # a flag for each tile
 
 
 class Problem(NamedTuple):
@@ -23,7 +23,7 @@ class Problem(NamedTuple):
     batch_heads: gl.tensor  # B * H / PACKED
     heads: gl.tensor  # H / PACKED
     heads_per_kv: gl.tensor
-    tiles_m: gl.tensor  # query tiles of a head
+    tiles_m: gl.tensor  # number of query tiles of a head
     seq_q: gl.tensor  # rows of a head: queries * PACKED
     seq_k: gl.tensor
     diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
@@ -37,7 +37,7 @@ class Tile(NamedTuple):
     batch: gl.tensor
     head: gl.tensor
     kv_head: gl.tensor
-    start_m: gl.tensor  # its first query row
+    start_m: gl.tensor  # the tile's first query row
     key_tiles: gl.tensor
 
 

@@ -35,7 +35,7 @@ from stages.v7_one_backward.backward import backward as backward_of_v7
 from .backward_prepare import _finish_kernel, _prepare_kernel
 
 CONSUMERS = gl.constexpr(2)
-KEYS = gl.constexpr(CONSUMERS * ROWS)  # of a CTA, whose dK and dV stay in its registers
+KEYS = gl.constexpr(CONSUMERS * ROWS)  # number of keys of a CTA; their dK and dV stay in registers
 SUM_COLUMNS = 256  # columns of dQ's float32 accumulator, as TMA sees it: the widest box that TMA supports
 
 
@@ -64,10 +64,10 @@ class Tile(NamedTuple):
     keys: gl.tensor  # number of keys from start_n on
     diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
     first: gl.tensor  # the first query tile that sees one of the keys
-    tiles_m: gl.tensor  # query tiles of a head
-    steps: gl.tensor  # query tiles of all these heads
-    unseen: gl.tensor  # first steps that see no key of the second consumer
-    masked: gl.tensor  # first steps that need a mask
+    tiles_m: gl.tensor  # number of query tiles of a head
+    steps: gl.tensor  # number of query tiles of all these heads
+    unseen: gl.tensor  # number of steps that see no key of the second consumer; they come first
+    masked: gl.tensor  # number of steps that need a mask; they come first
 
 
 class KeysValues(NamedTuple):
@@ -171,7 +171,7 @@ def _accumulate(
     dtype: gl.constexpr = ring.q.dtype
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
     if MASKED:
-        # The first query that sees each key; none sees a key past the end.
+        # The first query that sees each key. No query sees a key past the end (2**30).
         offs_n = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
         seen_from = gl.where(offs_n < tile.keys, tile.start_n + offs_n - tile.diagonal if CAUSAL else 0, 2**30)
     for step in range(lo, hi):
@@ -243,18 +243,18 @@ def _consumer(tile, kv, ring, ds_ring, scale, w: gl.constexpr, CAUSAL: gl.conste
     v = kv.v.index(w).reshape([ROWS, VALUE_DIM])
     scale_log2 = scale * LOG2_E
     mbarrier.wait(kv.full.index(0), 0)
-    # Some query tiles see keys of the other consumer only: for these, this consumer stores zeros as dS.
+    # Some query tiles see keys of the other consumer only: for these tiles, this consumer stores zeros as dS.
     unseen = tile.unseen * w
     for step in range(unseen):
         slot, phase = slot_and_phase(step, STAGES)
-        # Without this wait, the next one for Q would return at once: its phase has the same parity as the one before this.
+        # Without this wait, the next wait for Q would return at once: the previous phase has the same parity.
         mbarrier.wait(ring.q_full.index(slot), phase)
         mbarrier.wait(ds_ring.empty.index(slot), phase ^ 1)
         ds_ring.ds.index(slot * CONSUMERS + w).store(gl.zeros([ROWS, BLOCK_M], ring.q.dtype, s_layout))
         fence_async_shared()
         mbarrier.arrive(ds_ring.full.index(slot), count=1)
         mbarrier.arrive(ring.empty.index(slot), count=1)
-    # The diagonal needs a mask. Keys past the end need one too: p may be infinite there, and infinity times 0 is NaN.
+    # The diagonal needs a mask. So do keys past the end: their p may be infinite, and infinity times 0 is NaN.
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, unseen, tile.masked, w, CAUSAL, True)
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, tile.masked, tile.steps, w, CAUSAL, False)
 
@@ -277,7 +277,7 @@ def _dq_consumer(tensors, tile, kv, ds_ring):
     for step in range(tile.steps):
         slot, phase = slot_and_phase(step, STAGES)
         _, _, row = _query_tile(step, tile)
-        mbarrier.wait(ds_ring.full.index(slot), phase)  # and for K: the consumers waited for it
+        mbarrier.wait(ds_ring.full.index(slot), phase)  # K has arrived, too: the consumers waited for it
         _add_dq(tensors, ds_ring, slot, kv, row)
     tma.store_wait(0)
 
@@ -289,14 +289,14 @@ def _backward_kernel(
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     tiles_m = gl.cdiv(seq_q, BLOCK_M)
-    ROW_BYTES: gl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # of Q, dQ's accumulator, and dO
+    ROW_BYTES: gl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # bytes of a query's Q, dQ accumulator and dO
     tile_n, batch_head = tile_and_head(gl.cdiv(seq_k, KEYS), seq_q, ROW_BYTES, CAUSAL)
     start_n = tile_n * KEYS
     batch = batch_head // kv_heads
     kv_head = batch_head % kv_heads
-    first = 0  # the first query tile that sees these keys; if none does, the last one, fully masked
-    masked = 0  # number of query tiles from there on that need a mask
-    unseen = 0  # number of query tiles from there on that see no key of the second consumer
+    first = 0  # the first query tile that sees these keys; if no tile does, the last tile, fully masked
+    masked = 0  # number of query tiles, from `first` on, that need a mask
+    unseen = 0  # number of query tiles, from `first` on, that see no key of the second consumer
     if CAUSAL:
         first = gl.minimum(gl.maximum(start_n - diagonal, 0) // BLOCK_M, tiles_m - 1)
         full = gl.cdiv(gl.maximum(start_n + KEYS - 1 - diagonal, 0), BLOCK_M)  # the first query tile that sees every key
@@ -356,7 +356,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
         return backward_of_v7(grad_out, q, k, v, out, lse, causal=causal, scale=scale, diagonal=diagonal)
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     q, k, v, out, grad_out = map(addressable, (q, k, v, out, grad_out))
-    block_m = 64 if max(head_dim, value_dim) == 128 else 128  # as many rows of S and dP as fit into registers beside dK and dV
+    block_m = 64 if max(head_dim, value_dim) == 128 else 128  # the most rows of S and dP that fit in registers beside dK and dV
     columns = min(64, head_dim)  # of a part: dQ leaves a CTA in parts of 64 rows
     tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
     stats = lse.new_empty(tiles_m * 2, block_m)

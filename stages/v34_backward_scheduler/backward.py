@@ -141,7 +141,7 @@ def _accumulate(
     dtype: gl.constexpr = ring.q.dtype
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
     if MASKED:
-        # The first query that sees each key; none sees a key past the end.
+        # The first query that sees each key. No query sees a key past the end (2**30).
         offs_n = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
         seen_from = gl.where(offs_n < tile.keys, tile.start_n + offs_n - tile.diagonal if CAUSAL else 0, 2**30)
     for step in range(lo, hi):
@@ -218,18 +218,18 @@ def _consumer(kv, ring, ds_ring, problem, w: gl.constexpr, CAUSAL: gl.constexpr)
     v = kv.v.index(w).reshape([ROWS, VALUE_DIM])
     scale_log2 = problem.scale * LOG2_E
     mbarrier.wait(kv.full.index(0), 0)
-    # Some query tiles see keys of the other consumer only: for these, this consumer stores zeros as dS.
+    # Some query tiles see keys of the other consumer only: for these tiles, this consumer stores zeros as dS.
     unseen = tile.unseen * w
     for step in range(unseen):
         slot, phase = slot_and_phase(step, STAGES)
-        # Without this wait, the next one for Q would return at once: its phase has the same parity as the one before this.
+        # Without this wait, the next wait for Q would return at once: the previous phase has the same parity.
         mbarrier.wait(ring.q_full.index(slot), phase)
         mbarrier.wait(ds_ring.empty.index(slot), phase ^ 1)
         ds_ring.ds.index(slot * CONSUMERS + w).store(gl.zeros([ROWS, BLOCK_M], ring.q.dtype, s_layout))
         fence_async_shared()
         mbarrier.arrive(ds_ring.full.index(slot), count=1)
         mbarrier.arrive(ring.empty.index(slot), count=1)
-    # The diagonal needs a mask. Keys past the end need one too: p may be infinite there, and infinity times 0 is NaN.
+    # The diagonal needs a mask. So do keys past the end: their p may be infinite, and infinity times 0 is NaN.
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, unseen, tile.masked, w, CAUSAL, True)
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, tile.masked, tile.steps, w, CAUSAL, False)
 
@@ -256,7 +256,7 @@ def _dq_consumer(tensors, kv, ds_ring, problem, CAUSAL: gl.constexpr):
     for step in range(tile.steps):
         slot, phase = slot_and_phase(step, STAGES)
         _, _, row = _query_tile(step, tile)
-        mbarrier.wait(ds_ring.full.index(slot), phase)  # and for K: the consumers waited for it
+        mbarrier.wait(ds_ring.full.index(slot), phase)  # K has arrived, too: the consumers waited for it
         _add_dq(tensors, ds_ring, slot, kv, row)
     tma.store_wait(0)
 
@@ -314,7 +314,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
         return backward_of_v7(grad_out, q, k, v, out, lse, causal=causal, scale=scale, diagonal=diagonal)
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     q, k, v, out, grad_out = map(addressable, (q, k, v, out, grad_out))
-    block_m = 64 if max(head_dim, value_dim) == 128 else 128  # as many rows of S and dP as fit into registers beside dK and dV
+    block_m = 64 if max(head_dim, value_dim) == 128 else 128  # the most rows of S and dP that fit in registers beside dK and dV
     columns = min(64, head_dim)  # of a part: dQ leaves a CTA in parts of 64 rows
     tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
     tiles = triton.cdiv(seq_k, 128) * batch * kv_heads

@@ -10,7 +10,7 @@ from common.kernels.hopper import ROWS, slot_and_phase
 from common.kernels.order import tile_and_head
 
 CONSUMERS = gl.constexpr(2)
-KEYS = gl.constexpr(CONSUMERS * ROWS)  # of a CTA, whose dK and dV stay in its registers
+KEYS = gl.constexpr(CONSUMERS * ROWS)  # number of keys of a CTA; their dK and dV stay in registers
 
 
 class Problem(NamedTuple):
@@ -39,10 +39,10 @@ class Tile(NamedTuple):
     diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
     first: gl.tensor  # the first query tile that sees one of the keys
     turning: gl.tensor  # query tiles before the order turns; see `_query_tile`
-    tiles_m: gl.tensor  # query tiles of a head
-    steps: gl.tensor  # query tiles of all these heads
-    unseen: gl.tensor  # first steps that see no key of the second consumer
-    masked: gl.tensor  # first steps that need a mask
+    tiles_m: gl.tensor  # number of query tiles of a head
+    steps: gl.tensor  # number of query tiles of all these heads
+    unseen: gl.tensor  # number of steps that see no key of the second consumer; they come first
+    masked: gl.tensor  # number of steps that need a mask; they come first
 
 
 class NextTiles(NamedTuple):
@@ -57,18 +57,18 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
     """Return the work tile with a number."""
     heads_per_kv = problem.heads_per_kv
     tiles_m = gl.cdiv(problem.seq_q, BLOCK_M)
-    ROW_BYTES: gl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # of Q, dQ's accumulator, and dO
+    ROW_BYTES: gl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # bytes of a query's Q, dQ accumulator and dO
     tile_n, batch_head = tile_and_head(
         gl.cdiv(problem.seq_k, KEYS), problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=problem.tiles
     )
     start_n = tile_n * KEYS
-    first = 0  # the first query tile that sees these keys; if none does, the last one, fully masked
+    first = 0  # the first query tile that sees these keys; if no tile does, the last tile, fully masked
     # Number of query tiles from there on that need a mask, at least one. If the first of two loops may be skipped, ptxas
     # (CUDA 12.8) lets the second use addresses of K and V that only the first computes.
     masked = 1
-    unseen = 0  # number of query tiles from there on that see no key of the second consumer
+    unseen = 0  # number of query tiles, from `first` on, that see no key of the second consumer
     if CAUSAL:
-        start = start_n - problem.diagonal  # the query that sees the first of these keys, and none of the others
+        start = start_n - problem.diagonal  # this query sees the tile's first key, but not its second
         first = gl.minimum(gl.maximum(start, 0) // BLOCK_M, tiles_m - 1)
         full = gl.cdiv(gl.maximum(start + KEYS - 1, 0), BLOCK_M)  # the first query tile that sees every key
         masked = gl.maximum(gl.minimum(full, tiles_m) - first, 1)

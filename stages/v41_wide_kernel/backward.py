@@ -54,7 +54,7 @@ class Tensors(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a work tile's K and V lie, and its dK and dV."""
+    """The place of a work tile's K and V, and of its dK and dV."""
 
     batch: gl.tensor
     kv_head: gl.tensor
@@ -153,7 +153,7 @@ def _accumulate(
     dtype: gl.constexpr = ring.q.dtype
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
     if MASKED:
-        # The first query that sees each key; none sees a key past the end.
+        # The first query that sees each key. No query sees a key past the end (2**30).
         offs_n = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
         seen_from = gl.where(offs_n < tile.keys, tile.start_n + offs_n - tile.diagonal if CAUSAL else 0, 2**30)
     for step in range(lo, hi):
@@ -275,18 +275,18 @@ def _consumer(kv, ring, ds_ring, next_tiles, problem, w: gl.constexpr, CAUSAL: g
         k = kv.k.index(kv_slot * CONSUMERS + w).reshape([ROWS, HEAD_DIM])
         v = kv.v.index(kv_slot * CONSUMERS + w).reshape([ROWS, VALUE_DIM])
         mbarrier.wait(kv.full.index(kv_slot), kv_phase)
-        # Some query tiles see keys of the other consumer only: for these, this consumer stores zeros as dS.
+        # Some query tiles see keys of the other consumer only: for these tiles, this consumer stores zeros as dS.
         unseen = tile.unseen * w
         for step in range(unseen):
             slot, phase = slot_and_phase(fill + step, STAGES)
-            # Without this wait, the next one for Q would return at once: its phase has the same parity as the one before this.
+            # Without this wait, the next wait for Q would return at once: the previous phase has the same parity.
             mbarrier.wait(ring.q_full.index(slot), phase)
             mbarrier.wait(ds_ring.empty.index(slot), phase ^ 1)
             ds_ring.ds.index(slot * CONSUMERS + w).store(gl.zeros([ROWS, BLOCK_M], ring.q.dtype, s_layout))
             fence_async_shared()
             mbarrier.arrive(ds_ring.full.index(slot), count=1)
             mbarrier.arrive(ring.empty.index(slot), count=1)
-        # The diagonal needs a mask. Keys past the end need one too: p may be infinite there, and infinity times 0 is NaN.
+        # The diagonal needs a mask. So do keys past the end: their p may be infinite, and infinity times 0 is NaN.
         dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, fill, unseen, tile.masked, w, CAUSAL, True)
         dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, fill, tile.masked, tile.steps, w, CAUSAL, False)
         fill += tile.steps
@@ -322,7 +322,7 @@ def _dq_consumer(tensors, kv, ds_ring, next_tiles, problem, CAUSAL: gl.constexpr
             kv_slot, kv_phase = slot_and_phase(turn, KV_STAGES)
             slot, phase = slot_and_phase(fill + step, STAGES)
             _, _, row = _query_tile(step, tile)
-            mbarrier.wait(ds_ring.full.index(slot), phase)  # and for K: the consumers waited for it
+            mbarrier.wait(ds_ring.full.index(slot), phase)  # K has arrived, too: the consumers waited for it
             _add_dq(tensors, ds_ring, slot, kv, kv_slot, row)
         fill += tile.steps
         number = _next(next_tiles, turn, problem.tiles, KV_STAGES > 1)
@@ -347,13 +347,13 @@ def _backward_kernel(
     PARTS: gl.constexpr = BLOCK_M * HEAD_DIM // (sums_desc.block_shape[0] * sums_desc.block_shape[1])
     dq_s = gl.allocate_shared_memory(gl.float32, [PARTS] + sums_desc.block_shape, sums_desc.layout)
     tile_s = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    kv_full = new_barriers(KV_STAGES, 1)  # no barrier for empty buffers: the producer itself stores dK and dV from these
+    kv_full = new_barriers(KV_STAGES, 1)  # no empty barriers: the producer itself stores dK and dV from these buffers
     dk_full = new_barriers(KV_STAGES * CONSUMERS, 1)
     dv_full = new_barriers(KV_STAGES * CONSUMERS, 1)
     q_full, q_do_empty = new_ring(STAGES, 1, CONSUMERS)
     do_full = new_barriers(STAGES, 1)
     ds_full, ds_empty = new_ring(STAGES, CONSUMERS, 1)
-    tile_full = new_barriers(2, 1)  # all have read a number when dK of the next tile is ready
+    tile_full = new_barriers(2, 1)  # no empty barriers: all warps have read a number when dK of the next tile is ready
 
     tensors = Tensors(q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, counter_ptr)
     problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles, scale)
@@ -388,7 +388,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     q, k, v, out, grad_out = map(addressable, (q, k, v, out, grad_out))
     wide = max(head_dim, value_dim) == 256
-    block_m = 64 if max(head_dim, value_dim) >= 128 else 128  # as many rows of S and dP as fit into registers beside dK and dV
+    block_m = 64 if max(head_dim, value_dim) >= 128 else 128  # the most rows of S and dP that fit in registers beside dK and dV
     columns = min(64, head_dim)  # of a part: dQ leaves a CTA in parts of 64 rows
     tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
     tiles = triton.cdiv(seq_k, 64 if wide else 128) * batch * kv_heads

@@ -17,7 +17,7 @@ class Shape(NamedTuple):
     maxnreg: int  # registers per thread at the launch; 65,536 for all warps, of which each role then takes its own number
 
 
-# By the larger head dimension. FEW_ROWS: if there are few rows, where long tiles keep loads of K and V in flight.
+# By the larger head dimension. FEW_ROWS: shapes for few rows, where long tiles keep loads of K and V in flight.
 TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, q_slots=2, maxnreg=96)) | {
     128: Shape(queries=128, keys=64, kv_slots=3, q_slots=2, maxnreg=168),
     256: Shape(queries=128, keys=64, kv_slots=2, q_slots=1, maxnreg=168),
@@ -26,11 +26,11 @@ FEW_ROWS = dict.fromkeys((16, 32, 64), Shape(queries=128, keys=128, kv_slots=3, 
     128: Shape(queries=128, keys=128, kv_slots=2, q_slots=2, maxnreg=168),
     256: Shape(queries=128, keys=64, kv_slots=2, q_slots=1, maxnreg=168),
 }
-FEW_SQUARES = 8  # squares of 128 queries and 128 keys per CTA, up to which FEW_ROWS is used where TILES has 256 rows
+FEW_SQUARES = 8  # FEW_ROWS replaces tiles of 256 rows up to this many squares of 128 queries and 128 keys per CTA
 # Failed tiles run again with a running maximum, for which longer key tiles are faster.
 TILES_AGAIN = TILES | {128: Shape(queries=128, keys=128, kv_slots=2, q_slots=2, maxnreg=168)}
-FIRST_KEYS = 32  # of each row that sees them, included in the guess; half of them …
-SHORT_ROW = 512  # … if rows have no more keys than this: there the extra matmul costs most
+FIRST_KEYS = 32  # number of first keys in a row's guess; half as many for short rows
+SHORT_ROW = 512  # number of keys up to which rows are short: for these, the extra matmul costs most
 # Key tiles per CTA up to which the extra launches take longer than a running maximum.
 SHORT = {16: 16, 32: 16, 64: 16, 128: 32, 256: 32}
 # Constants of `splits_of`, fitted to times on an H200. The unit is the time in which a CTA reads an element of K or V while few
@@ -71,8 +71,8 @@ class Plan(NamedTuple):
     shape: Shape
     packed: int  # query heads side by side in a tile
     splits: int
-    tiles: int  # of all heads; each is taken once per split
-    short: bool  # a running maximum costs less than the extra launches
+    tiles: int  # query tiles of all heads; each is taken once per split
+    short: bool  # true if a running maximum costs less than the extra launches
 
 
 def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, programs) -> Plan:

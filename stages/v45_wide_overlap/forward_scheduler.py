@@ -9,17 +9,17 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from common.kernels.hopper import ROWS
 from common.kernels.order import tile_and_head
 
-LATELY = gl.constexpr(128)  # tiles, about as many as run at a time: if a quarter of them failed, most others will too
-LOOKED_AT = gl.constexpr(512)  # flags that a warp loads at once
+LATELY = gl.constexpr(128)  # number of tiles, about as many as run at a time: if over a quarter failed, most others will too
+LOOKED_AT = gl.constexpr(512)  # number of flags that a warp loads at once
 
 
 class State(NamedTuple):
-    """Pointers to what CTAs share, which is one int32 tensor: a counter, and flags."""
+    """Pointers into the int32 tensor that CTAs share: a counter, and flags."""
 
     counter: gl.tensor  # number of tiles taken after each CTA's first
-    any_failed: gl.tensor  # 1: the second launch has work
+    any_failed: gl.tensor  # 1 if the second launch has work
     sample_failed: gl.tensor  # LATELY
-    tile_failed: gl.tensor  # one for each tile and split
+    tile_failed: gl.tensor  # a flag for each tile and split
 
 
 class Problem(NamedTuple):
@@ -28,7 +28,7 @@ class Problem(NamedTuple):
     batch_heads: gl.tensor  # B * H / PACKED
     heads: gl.tensor  # H / PACKED
     heads_per_kv: gl.tensor
-    tiles_m: gl.tensor  # query tiles of a head
+    tiles_m: gl.tensor  # number of query tiles of a head
     seq_q: gl.tensor  # rows of a head: queries * PACKED
     seq_k: gl.tensor
     diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
@@ -43,8 +43,8 @@ class Tile(NamedTuple):
     batch: gl.tensor
     head: gl.tensor
     kv_head: gl.tensor
-    start_m: gl.tensor  # its first query row
-    split: gl.tensor  # which part of the keys
+    start_m: gl.tensor  # the tile's first query row
+    split: gl.tensor  # number of the part of the keys
     key_tiles: gl.tensor
 
 

@@ -110,8 +110,8 @@ def _dv_consumer(tensors, kv, ring, p_ring, problem, CAUSAL: gl.constexpr):
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv_layout, k_width=2)
     tile = _tile(gl.program_id(0), problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
     scale_log2 = problem.scale * LOG2_E
-    # The first query that sees each key; no query sees a key past the end. There p may be infinite, and infinity times 0 is
-    # NaN.
+    # The first query that sees each key. No query sees a key past the end (2**30), so its p is 0. Otherwise p may be
+    # infinite, and infinity times 0 is NaN.
     offs_n = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     seen_from = gl.where(offs_n < tile.keys, tile.start_n + offs_n - tile.diagonal if CAUSAL else 0, 2**30)
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
@@ -155,7 +155,7 @@ def _dv_consumer(tensors, kv, ring, p_ring, problem, CAUSAL: gl.constexpr):
 def _ds_of(dp_t, ring, p_ring, step):
     """Compute a step's dS from dP and P, once P is ready; transposed and rounded."""
     slot, phase = slot_and_phase(step, ring.q.shape[0])
-    mbarrier.wait(p_ring.full.index(slot), phase)  # and for Q: the other consumer waited for it
+    mbarrier.wait(p_ring.full.index(slot), phase)  # Q has arrived, too: the other consumer waited for it before it computed P
     p_t = p_ring.p.index(slot).load(dp_t.type.layout)
     delta = ring.stats.index(slot).slice(1, 1).load(dp_t.type.layout)  # [1, queries]
     return (p_t.to(gl.float32) * (dp_t - delta)).to(ring.q.dtype)

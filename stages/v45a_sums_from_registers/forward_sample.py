@@ -25,7 +25,7 @@ def _sample_kernel(
     BLOCK_N: gl.constexpr = k_desc.block_shape[2]
     HEAD_DIM: gl.constexpr = k_desc.block_shape[3]
     FIRST_KEYS: gl.constexpr = first_desc.block_shape[2]
-    ROW_BYTES: gl.constexpr = 4 * HEAD_DIM  # as if V had as many columns as K
+    ROW_BYTES: gl.constexpr = 4 * HEAD_DIM  # bytes of a key's K and V, as if V had as many columns as K
     tiles_m = gl.cdiv(seq_q + _rows_before(diagonal, PACKED), BLOCK_M)
     tiles = batch_heads * tiles_m
     sample = gl.program_id(0)
@@ -89,4 +89,4 @@ def _sample_kernel(
 
 
 OVERFLOW = {torch.float16: 16, torch.bfloat16: 128}  # the power of 2 at which P overflows
-HEADROOM = 7  # powers of 2 below OVERFLOW that a sample must stay, because a whole tile has larger scores
+HEADROOM = 7  # a sample must stay this many powers of 2 below OVERFLOW, because a whole tile has larger scores

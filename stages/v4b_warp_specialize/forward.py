@@ -34,7 +34,7 @@ def _accumulate(
             s = tl.where(visible, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)  # finite: the first tile contains key 0, which every query sees
         p = tl.exp2(s * scale_log2 - m_new[:, None])
-        rescale = tl.exp2(m - m_new)  # rescales what was computed with the old maximum
+        rescale = tl.exp2(m - m_new)  # rescales sums that were computed with the old maximum
         l = l * rescale + tl.sum(p, 1)
         v = v_desc.load([start_n, 0])  # [BLOCK_N, VALUE_DIM]
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
@@ -46,7 +46,7 @@ TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
     (128, 128, 4, 2), (128, 64, 4, 2), (32, 32, 8, 1), (16, 32, 8, 1),
 )  # fmt: skip
 HOPPER = range(90, 100)  # the only architectures on which this compiles
-MOST_KEYS = 128  # keys of the longest tile; if Sk is a multiple of it, no tile has a ragged end
+MOST_KEYS = 128  # number of keys in the longest tile; if it divides Sk, no tile passes the last key
 
 
 @autotune(configs(TILES, pre_hook=None))

@@ -134,7 +134,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k, value_dim = v.shape[1:]
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
-    sums = torch.empty_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)  # of dQ
+    sums = torch.empty_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)  # dQ's accumulator
     delta = torch.empty_like(lse)
     q, k, v, out, grad_out = map(addressable, (q, k, v, out, grad_out))
     _delta_kernel[triton.cdiv(seq_q, DELTA_ROWS) * batch * heads,](

@@ -47,7 +47,7 @@ class Tile(NamedTuple):
     batch: gl.tensor
     head: gl.tensor
     kv_head: gl.tensor
-    start_m: gl.tensor  # its first query row
+    start_m: gl.tensor  # the tile's first query row
     key_tiles: gl.tensor
 
 
@@ -69,7 +69,7 @@ class Ring(NamedTuple):
 
 @gluon.jit
 def _load(tensors, tile, ring, fill):
-    """Start to load a key tile's K and V into the next slot of the ring. All warps of the CTA have read what the slot held."""
+    """Load a key tile's K and V into the ring's next slot. Before that, all warps of the CTA must have read what it held."""
     STAGES: gl.constexpr = ring.k.shape[0]
     slot, phase = slot_and_phase(fill, STAGES)
     where = [tile.batch, tile.kv_head, fill * ring.k.shape[3], 0]
@@ -104,7 +104,7 @@ def _accumulate(
             s = gl.where(visible, s, float("-inf"))
         m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)  # finite: the first tile contains key 0, which every query sees
         p = gl.exp2(s * scale_log2 - m_new[:, None])
-        rescale = gl.exp2(m - m_new)  # rescales what was computed with the old maximum
+        rescale = gl.exp2(m - m_new)  # rescales sums that were computed with the old maximum
         l = l * rescale + gl.sum(p, 1)
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
         v = ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]])

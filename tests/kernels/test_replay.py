@@ -151,7 +151,7 @@ def test_the_driver_gets_the_arguments_that_triton_gives_it():
     """Repeated calls give each descriptor the address of their own tensor, and encode it once per address."""
     run("""
 from triton.backends.nvidia import driver as nvidia
-BASE = getattr(nvidia, "_BASE_ARGS_FORMAT_LEN", None)  # of Triton 3.6, which passes all arguments in a row
+BASE = getattr(nvidia, "_BASE_ARGS_FORMAT_LEN", None)  # Triton 3.6: number of arguments before the kernel's own
 sent, encoded = [], []
 
 class Launcher:

@@ -1,4 +1,4 @@
-"""The baselines of the stages: the heads and head dimensions that they take, and their refusals of others."""
+"""The baselines of the stages: the heads and head dimensions that each takes or refuses."""
 
 import pytest
 import torch

@@ -32,7 +32,7 @@ for unit, cases in rates.UNITS.items():
             case.launch(torch.empty(case.programs, rates.FIELDS.value, dtype=torch.int64, device="meta"), 1000)
         launched.add(case.kernel)
 """
-INSTRUCTIONS = {  # that the kernels of a unit measure
+INSTRUCTIONS = {  # by unit: each of its kernels contains at least one of these
     "copy-in": ["cp.async.bulk.tensor"],
     "copy-out": ["cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor"],
     "tensor-cores": ["wgmma.mma_async"],
@@ -64,7 +64,7 @@ def test_nothing_spills_or_is_serialised(log):
 
 def test_every_step_of_an_instruction_is_compiled(log):
     path = next(line.split()[2] for line in log.splitlines() if line.startswith("instructions "))
-    steps = 4 * rates.ROWS.value * rates.COLUMNS.value // 128 * rates.UNROLLED.value  # of a thread, in each warpgroup
+    steps = 4 * rates.ROWS.value * rates.COLUMNS.value // 128 * rates.UNROLLED.value  # steps of a thread, in each warpgroup
     assert Path(path).read_text().count("ex2.approx.ftz.f32") == steps
 
 

@@ -137,7 +137,7 @@ def test_the_diagonal_agrees_with_pytorch_s_lower_right():
 
 
 FACTORS = {"out": 2, "lse": 2, "dq": 3, "dk": 3, "dv": 3}
-HALF_ULPS = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 2**-24}  # of numbers from 1 to 2
+HALF_ULPS = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 2**-24}  # half an ulp of numbers from 1 to 2
 ANY = math.inf
 
 

@@ -276,7 +276,7 @@ def test_access_that_happens_twice_is_noticed(name, file, index, mutated, monkey
     lines = stages.source(name, file).splitlines()
     changed, forwards = mutated(name, file, "\n".join([*lines[: index + 1], *lines[index:]]))
     pass_ = int(file.startswith("backward"))
-    p = problem(*TILED, 32, True)  # one for which the formula is right, as tested above
+    p = problem(*TILED, 32, True)  # a problem for which the formula is right, as tested above
     if "async_copy_global_to_shared" in lines[index]:  # a race for the buffer, or more bytes than its barrier expects
         with pytest.raises(InterpreterError, match="race: a copy writes|a copy brings .* bytes to .* which expects"):
             counted(changed, p)

@@ -122,7 +122,7 @@ def test_passes_with_the_parents_code_have_no_rows():
 
 
 def test_a_step_that_moves_the_same_says_so_in_a_line():
-    assert documents.traffic_of_step(stages.resolve("v29")).count("|") > 9  # its tiles are others
+    assert documents.traffic_of_step(stages.resolve("v29")).count("|") > 9  # its tiles differ from its parent's
     assert documents.traffic_of_step(stages.resolve("v4")) == "One head, S = 2048: bytes and FLOPs as in v3."
 
 
@@ -176,7 +176,7 @@ def test_claims_of_the_documents_about_spread_scores_hold():
         narrow, *wider = (float(ratio.removeprefix("×")) for ratio in found["bfloat16"])
         assert (min(narrow, *wider) > 1) == (mask == "causal")
         assert min(wider) >= narrow - 0.02, "in bfloat16 spread scores cost nothing"
-    assert set(cells(documents.spread_table("v5_tuned"), "float16", "full")) == {"-"}  # not in that run
+    assert set(cells(documents.spread_table("v5_tuned"), "float16", "full")) == {"-"}  # that run has no v5
 
 
 def test_tuned_tiles_of_v4_mostly_move_more_than_v3_s():

@@ -68,7 +68,7 @@ def test_the_old_stage_s_name_is_gone(tree, source, name):
     old = re.compile(rf"\b{version(source)}(\b|_)")
     files = {path.name: path.read_text() for path in (tree / "stages" / name).iterdir()}
     assert set(files) >= {"__init__.py", "forward.py", "backward.py", "README.md"}
-    files["README.md"] = documents.with_table(files["README.md"], "gain", "")  # its table names the stage before
+    files["README.md"] = documents.with_table(files["README.md"], "gain", "")  # the gain table names the previous stage
     number, branch = stages.position(name)
     named = [] if stages.position(source) == (number if branch else number - 1, "") else [version(source)]
     assert re.findall('^PARENT = "(.*)"', files["__init__.py"], re.MULTILINE) == named

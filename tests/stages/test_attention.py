@@ -383,7 +383,7 @@ def test_more_heads_than_a_grid_axis_holds(stage, shared):
     inputs = make_inputs(3, 5, 16, batch=2, heads=shared * 33_000, kv_heads=33_000)
     results = by_functions(stage, *inputs, causal=True, scale=0.25)
 
-    def some(tensor):  # of the heads: the truth for all takes minutes
+    def some(tensor):  # some heads: the truth for all heads takes minutes
         return tensor.unflatten(1, (33_000, -1))[:, ::10_999].flatten(1, 2)
 
     q, k, v, grad_out = map(some, inputs)

@@ -11,12 +11,12 @@ from common.runtime import DEVICE
 on_gpu = DEVICE == "cuda"
 
 ROWS = 128  # queries of a full tile, or of two consumers
-TILE = 128  # keys of the longest tile: residues repeat from there on
+TILE = 128  # keys of the longest tile: diagonals that differ by TILE cross key tiles at the same places
 
 # Queries, diagonal, head dimension. Say that a key tile has N keys. A loop that ends one key early loses a key where the
-# diagonal is 1 modulo N. An unmasked loop that ends too late sees a hidden key where the diagonal is -2 modulo N: 126 is -2 for
-# every N here. In the forward, a grid that ignores the rows before query 0 loses rows at a tile's edge. A diagonal longer than
-# a query tile makes the number of the first query tile negative.
+# diagonal is 1 modulo N. An unmasked loop that ends one key too late reads a hidden key where the diagonal is -2 modulo N.
+# 126 is: 128 is a multiple of every N here. In the forward, a grid that ignores the rows before query 0 loses rows at a tile's
+# edge. A diagonal longer than a query tile makes the number of the first query tile negative.
 NEXT_TO_EDGES = [(128, 1, 256), (128, 126, 16), (256, 129, 16), (128, 126, 128), (128, 65, 128), (65, 63, 256), (128, 65, 256)]
 
 

@@ -173,7 +173,7 @@ def test_poisoned_memory_reveals_mistakes(extra_read, extra_write):
 @pytest.mark.skipif(not INTERPRETED, reason="the order of programs can be chosen in the interpreter only")
 def test_reverse_order_shows_a_store_into_the_next_row(monkeypatch):
     x = torch.arange(300.0, device=DEVICE).view(3, 100)
-    with PoisonedMemory():  # its margins take the excess of the last row's store
+    with PoisonedMemory():  # the margins of this memory take the excess of the last row's store
         assert torch.equal(copy_rows(x, extra_write=5), x)
         reverse_programs(monkeypatch)
         assert not torch.equal(copy_rows(x, extra_write=5), x)

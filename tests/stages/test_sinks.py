@@ -20,7 +20,7 @@ SAFE = once([name for name in stages.names() if "FIRST_KEYS" in names_in(name)],
 SHARING = [name for name in SAFE if "LOOKED_AT" in names_in(name)]  # failed tiles by their ranks
 GIVING_UP = [name for name in SAFE if "LATELY" in names_in(name)]
 SAMPLING = [name for name in SAFE if "_sample_kernel" in names_in(name)]
-PROGRAMS = 2  # that run at a time, so that each takes several tiles
+PROGRAMS = 2  # programs that run at a time: few, so that each takes several tiles
 SAMPLES = names_in(SAMPLING[0])["LATELY"].value
 
 
@@ -160,14 +160,14 @@ def test_failed_tiles_are_shared_out_in_turn(name, tiles, part):
     assert torch.equal(takers, torch.where(failed > 0, ranks % 5, -1).int())
 
 
-HEADS = 200 if DEVICE == "cpu" else 1000  # of one tile each
+HEADS = 200 if DEVICE == "cpu" else 1000  # each head has one tile
 
 
 @pytest.mark.parametrize("long_work", SAMPLING, indirect=True)
 def test_no_tile_is_started_if_samples_fail(long_work, recorded):
     check(long_work, *with_key(100, 30, HEADS, 200, 16, torch.float16), False)
     assert recorded.samples.sum() > SAMPLES / 4
-    assert recorded.begun == recorded.programs  # and these gave up at once
+    assert recorded.begun == recorded.programs  # no tile but the first of each CTA: all gave up at once
     assert recorded.failed[: recorded.programs].all() and not recorded.failed[recorded.programs :].any()
 
 
@@ -177,7 +177,7 @@ def test_no_tile_is_started_if_samples_fail(long_work, recorded):
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_samples_predict_whether_tiles_fail(long_work, recorded, head_dim, causal, std, fail):
     q, k, v, _ = make_inputs(1000, 1000, head_dim, torch.float16, batch=1, heads=4)
-    with interpreted_as(Device(num_sms=SAMPLES)):  # one per sample
+    with interpreted_as(Device(num_sms=SAMPLES)):  # one SM per sample
         check(long_work, q * std, k, v, causal)
     assert (recorded.samples.sum() > SAMPLES / 4) == fail
 

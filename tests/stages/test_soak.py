@@ -121,7 +121,7 @@ def kill(command, said, delay, **options):
 @pytest.mark.long
 @needs_gpu
 def test_killed_while_it_tunes_the_next_process_works(tmp_path):
-    """Triton's cache is on disk and shared by processes. Half-written files must not count there."""
+    """The next process must not use files of Triton's cache on disk that a killed process left half-written."""
     command = [sys.executable, "-c", FIRST_CALL]
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     for delay in (0.0, 0.3, 1.0, 2.0, 4.0):

@@ -105,7 +105,7 @@ SPLITS_OF_PACKED = [pair for pair in itertools.product(PACKING, (1, 2)) if pair[
 @pytest.mark.parametrize(("name", "number"), SPLITS_OF_PACKED)
 @pytest.mark.parametrize(("seq_q", "seq_k", "heads"), PACKED)
 def test_diagonals_of_heads_that_share_a_tile(name, seq_q, seq_k, heads, number, monkeypatch):
-    """A tile of few queries sees keys up to any place of a key tile, not only up to a multiple of 64."""
+    """The last key that a tile of few queries sees need not end a block of 64 keys."""
     stage = available(name)
     q, k, v, _ = make_inputs(seq_q, seq_k, 16, batch=1, heads=heads, kv_heads=1)
     set_splits(monkeypatch, name, number)
@@ -176,7 +176,7 @@ def test_splits_fill_the_gpu_where_tiles_do_not(name):
         return splits_of(tiles, key_tiles, rows, 128, 256, programs)
 
     assert splits(16, 512) == 8  # 16 tiles, 8 parts each: 128 of 132 programs
-    assert splits(128, 512) == 1  # as good as full
+    assert splits(128, 512) == 1  # 128 of 132 programs without splitting
     assert splits(1024, 512) == 1
     assert splits(1, 2) == 1  # merging would take longer
     assert splits(1, 100_000) > 124

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.every_stage, pytest.mark.skipif(DEVICE == "cuda", reas
 
 HEADS, SEQ, HEAD_DIM = 5, 600, 16
 GROUP = 2  # heads per group; 5 is no multiple of it
-KV_BYTES = SEQ * 2 * HEAD_DIM * 2  # of a head's K and V
+KV_BYTES = SEQ * 2 * HEAD_DIM * 2  # bytes of a head's K and V
 
 
 ORDERED = [name for name in once(stages.names(), "forward") if "tile_and_head" in names_in(name)]

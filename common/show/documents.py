@@ -27,7 +27,6 @@ from common.show.front import headline, ladder
 from common.show.profiles import traffic_table, units_table
 from common.show.results import (
     CHOICE,
-    CODE,
     COLUMNS,
     COUNTED_AT,
     ROOT,
@@ -85,12 +84,10 @@ def _step_table(rows: dict[tuple, list[str]], headers: list[str]) -> str:
     return tabulate(table, ["pass", "D", "mask", *headers], tablefmt="pipe", disable_numparse=True, colalign=align)
 
 
-def _changed_spans(name: str) -> tuple[list[tuple], str]:
-    """Return the spans of the passes whose code differs from the parent's, and a sentence on the other passes."""
+def _changed_spans(name: str) -> list[tuple]:
+    """Return the spans of the passes whose code differs from the parent's."""
     parent = stages.parent(name)
-    same = [pass_ for pass_ in CODE if parent and same_code(name, parent, pass_)]
-    note = [f"The {PASS_NAMES[pass_]} is {spoken(parent)}'s." for pass_ in same]
-    return [span for span in _spans() if span[0] not in same], " ".join(note)
+    return [span for span in _spans() if not (parent and same_code(name, parent, span[0]))]
 
 
 def traffic_of_step(name: str) -> str:
@@ -108,14 +105,14 @@ def traffic_of_step(name: str) -> str:
         "µs at peak": lambda count: f"{count['roofline_us']:.1f}",
     }
     rows = {}
-    for span in _changed_spans(name)[0]:
+    for span in _changed_spans(name):
         both = [counted(counts, stage, *span) for stage in (parent, name) if stage]
         cells = [[show(count) if count else "-" for count in both] for show in columns.values()]
         if not parent or any(len(set(cell)) > 1 for cell in cells):
             rows[span] = [f"**{' → '.join(cell)}**" if len(set(cell)) > 1 else cell[0] for cell in cells]
     if not rows:
         return f"One head, S = {COUNTED_AT}: bytes and FLOPs as in {spoken(parent)}."
-    caption = f"One head, float16, S = {COUNTED_AT}. *µs at peak*: [roofline](../../docs/reading.md#glossary) of an H200."
+    caption = f"One head, S = {COUNTED_AT} ([columns](../../docs/measuring.md#counted-traffic))."
     return f"{caption}\n\n{_step_table(rows, list(columns))}"
 
 
@@ -145,7 +142,7 @@ def gains(name: str) -> tuple[list[int], dict[tuple, tuple[float | None, list[fl
     lengths = sorted({record["seq_len"] for run in runs() for record in run.records})
     side_by_side, modelled_too = _side_by_side(name), _is_modelled(name)
     found = {}
-    for span in _changed_spans(name)[0]:
+    for span in _changed_spans(name):
         pass_, head_dim, causal = span
         run = side_by_side[pass_, head_dim]
         ms = {(r["impl"], r["pass"], r["causal"], r["seq_len"]): r["ms"] for r in run.records if "ms" in r} if run else {}
@@ -172,7 +169,7 @@ def gain_table(name: str) -> str:
     side_by_side = _side_by_side(name)
     columns = {span[:2] for span in found}
     used = [run for column, run in side_by_side.items() if run and column in columns]
-    machines = dict.fromkeys(f"{run.machine['gpu']}, commit {run.machine['commit'][:12]}" for run in used)
+    machines = dict.fromkeys(f"{' '.join(run.machine['gpu'].split()[:2])}, commit {run.machine['commit'][:12]}" for run in used)
     where = "; ".join(machines)
     headers = [f"S = {seq_len}" for seq_len in lengths]
     if not parent:
@@ -189,9 +186,8 @@ def gain_table(name: str) -> str:
     of_track = key and gain(key, name, parent)
     of = "[model](../../docs/measuring.md#the-model-of-an-sm)" if _is_modelled(name) else "roofline"
     caption = [
-        f"Speed relative to {spoken(parent)}: *predicted* by the {of}" + (f", and measured ({where})." if where else "."),
+        f"Speed over {spoken(parent)}; *predicted*: {of}" + (f"; measured: {where}." if where else "."),
         f"Not measured beside {spoken(parent)}: {', '.join(missing)}." if missing else "",
-        _changed_spans(name)[1],
         f"For {TRACKS[key].at}, the track's workload: ×{of_track:.2f}." if of_track else "",
     ]
     return f"{' '.join(filter(None, caption))}\n\n{_step_table(rows, ['predicted', *headers])}"
@@ -201,7 +197,7 @@ def tuned_table(name: str) -> str:
     """Format the measured traffic of a stage and its parent, with the tiles that the tuner chose on the GPU."""
     parent = stages.parent(name)
     rows = {}
-    for span in _changed_spans(name)[0]:
+    for span in _changed_spans(name):
         cases = [tuned_case(stage, *span) for stage in (parent, name)]
         cells = []
         for case in cases:
@@ -263,7 +259,7 @@ def wide_table(name: str) -> str:
         rows.append([PASS_NAMES[pass_], "causal" if causal else "full", seq_len, *cells])
     headers = ["pass", "mask", "S", "TFLOP/s", f"over {spoken(stages.parent(name))}", *(f"of {spoken(peer)}" for peer in peers)]
     align = ["left", "left"] + ["right"] * (len(headers) - 2)
-    caption = f"D = 256, float16, 16k tokens, hidden size 2048, {origin(machine)}."
+    caption = f"D = 256, 16k tokens, {machine['gpu']}, commit {machine['commit'][:12]}."
     return f"{caption}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True, colalign=align)}"
 
 

@@ -107,11 +107,11 @@ def test_gain_is_shown_by_length_and_says_what_is_not_measured(monkeypatch):
     newer = run_of("newer", "2026-01-02", records(V0, 5.0), found)
     monkeypatch.setattr(documents, "runs", lambda: [newer, older])
     table = documents.gain_table(V1)
-    assert cells(table, "forward", "64", "full")[1:] == ["-"] + ["×2.50"] * 4
-    assert cells(table, "backward", "64", "full")[1:] == ["-"] * 5
+    assert cells(table, "forward", "64", "full")[1:] == ["-"] + ["×2.50"] * 2
+    assert cells(table, "backward", "64", "full")[1:] == ["-"] * 3
     assert "Not measured beside v0: backward D=64, backward D=128." in table
     assert "commit newer" in table and "commit older" not in table
-    assert cells(documents.gain_table(V0), "forward", "64", "full") == ["5.00"] * 5
+    assert cells(documents.gain_table(V0), "forward", "64", "full") == ["5.00"] * 3
 
 
 def test_passes_with_the_parents_code_have_no_rows():
@@ -228,7 +228,7 @@ def test_documents_stay_small():
     root = results.ROOT
     assert words(root / "README.md") <= 700
     assert sum(map(words, [root / "CONTRIBUTING.md", *root.glob("docs/*.md")])) <= 6000
-    assert sum(map(words, root.glob("stages/*/README.md"))) <= 540 * len(stages.names())
+    assert sum(map(words, root.glob("stages/*/README.md"))) <= 16_000
 
 
 FRONT = [results.ROOT / "README.md", *(results.ROOT / "docs").glob("*.md")]

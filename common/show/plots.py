@@ -58,15 +58,22 @@ SAME = 1.02  # lines overlap if they differ by less than this factor everywhere
 
 def style(name: str, names: list[str]) -> dict:
     """Return the color, line and marker of an implementation. All plots with the same `names` have the same styles. Stages have
-    solid lines, from dark to bright. A marker is hollow when it is used a second time."""
+    solid lines, from dark to bright. A marker is hollow when it is used a second time, and from the third
+    time on the line is dotted."""
     if not stages.position(name):
         baselines = [other for other in names if not stages.position(other)]
         return {**PEER_STYLES[baselines.index(name) % len(PEER_STYLES)], "markerfacecolor": "white"}
     line = [other for other in names if stages.position(other)]
     place = line.index(name)
     color = plt.colormaps["plasma"](0.88 * place / max(1, len(line) - 1))
-    face = color if place < len(STAGE_MARKERS) else "white"
-    return {"color": color, "linestyle": "-", "marker": STAGE_MARKERS[place % len(STAGE_MARKERS)], "markerfacecolor": face}
+    uses = place // len(STAGE_MARKERS)
+    face = "white" if uses % 2 else color
+    return {
+        "color": color,
+        "linestyle": "-" if uses < 2 else ":",
+        "marker": STAGE_MARKERS[place % len(STAGE_MARKERS)],
+        "markerfacecolor": face,
+    }
 
 
 def together(lines: dict[str, list[tuple]]) -> list[list[str]]:
@@ -186,7 +193,7 @@ def _mark_tracks(axes, names):
     """Draw a line where the main ladder ends and the tracks begin, if `names` has both."""
     places = [place for place, name in enumerate(names) if stages.track(name)]
     if places and places[0]:
-        axes.axvline(places[0] - 0.5, color="0.5", linewidth=0.8, linestyle=(0, (4, 3)))
+        axes.vlines(places[0] - 0.5, 0, 1, "0.5", (0, (4, 3)), transform=axes.get_xaxis_transform(), linewidth=0.8)
         axes.text(places[0] - 0.4, 0.99, "tracks", transform=axes.get_xaxis_transform(), va="top", fontsize=8, color="0.4")
 
 

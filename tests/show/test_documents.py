@@ -127,7 +127,11 @@ def test_a_step_that_moves_the_same_says_so_in_a_line():
 
 @functools.cache
 def committed():
-    return [record for name in ("forward-d64", "backward-d128") for record in results.load_run(results.run_file(name))[0]]
+    return [
+        record
+        for name in ("forward-d64", "forward-d128", "backward-d64", "backward-d128")
+        for record in results.load_run(results.run_file(name))[0]
+    ]
 
 
 def times(impl, pass_, head_dim, causal):
@@ -266,7 +270,7 @@ def test_sinks_are_shown_next_to_the_stage_with_a_running_maximum(monkeypatch, t
 
 
 def test_wide_heads_are_next_to_the_stage_before_and_the_libraries(monkeypatch, tmp_path):
-    rates = {"sdpa-cudnn": 400.0, "v40_safe_speculation": 100.0, "v45_wide_overlap": 500.0}
+    rates = {"sdpa-cudnn": 400.0, "v44_dq_roles": 100.0, "v45_wide_overlap": 500.0}
     records = [{"impl": i, "pass": "bwd", "causal": True, "seq_len": 4096, "tflops": rate} for i, rate in rates.items()]
     machine = {"gpu": "a GPU", "torch": "2", "triton": "3", "commit": "0" * 40}
     monkeypatch.setattr(documents, "run_file", lambda name: tmp_path)

@@ -8,7 +8,6 @@ import contextlib
 import difflib
 import importlib
 import itertools
-import pkgutil
 import re
 import sys
 from collections.abc import Iterator
@@ -37,7 +36,8 @@ def names() -> list[str]:
     Raises:
         SystemExit: two stages have the same number, so a step's parent would be ambiguous.
     """
-    found = [module.name for module in pkgutil.iter_modules(__path__) if module.ispkg and position(module.name)]
+    modules = {path.parent.name for root in __path__ for path in Path(root).glob("v*/__init__.py")}
+    found = [name for name in modules if position(name)]
     found.sort(key=lambda name: (position(name), name))
     for first, second in itertools.pairwise(found):
         if position(first) == position(second):

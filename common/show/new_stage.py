@@ -170,7 +170,9 @@ def make(source: str, name: str) -> bool:
         stages.__path__.append(temporary)  # so that `stages.parent` finds the new stage
         try:
             files.replace(copy / "README.md", documents.with_table(text, "gain", documents.gain_table(name)))
-            after[readme] = documents.with_table(before[readme], "ladder", documents.ladder(results.runs()))
+            found = results.runs()
+            text = documents.with_table(before[readme], "headline", documents.headline(found))
+            after[readme] = documents.with_table(text, "ladder", documents.ladder(found))
         finally:
             stages.__path__.remove(temporary)
         try:

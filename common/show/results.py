@@ -98,14 +98,17 @@ def is_usual(record: dict) -> bool:
 
 def with_repeats(records: list[dict]) -> list[dict]:
     """Add records of the passes that a stage has from its parent: a reference run measures them only as the parent's."""
+    of_pass = {}
+    for record in records:
+        of_pass.setdefault((record["impl"], record["pass"]), []).append(record)
     every = list(records)
-    tried = {(record["impl"], record["pass"]) for record in records}
-    for name, pass_ in itertools.product(stages.names(), CODE):
-        owner = name
-        while (owner, pass_) not in tried and (parent := stages.parent(owner)) and same_code(owner, parent, pass_):
-            owner = parent
-        if owner != name and (owner, pass_) in tried:
-            every += [{**record, "impl": name} for record in records if (record["impl"], record["pass"]) == (owner, pass_)]
+    for name in stages.names() if of_pass else []:  # parents come first
+        parent = stages.parent(name)
+        for pass_ in CODE:
+            theirs = of_pass.get((parent, pass_))
+            if theirs and (name, pass_) not in of_pass and same_code(name, parent, pass_):
+                of_pass[name, pass_] = [{**record, "impl": name} for record in theirs]
+                every += of_pass[name, pass_]
     return every
 
 

@@ -1,5 +1,6 @@
 """The tracks after the main ladder. Each is for one workload, and its benchmark is a part of the reference run."""
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -48,8 +49,14 @@ def stages_of(key: str) -> list[str]:
 
 def _times(track: Track) -> tuple[dict[str, dict[Workload, float]], list[dict]]:
     """Return milliseconds by implementation and workload, and the machines of the runs."""
+    paths = [path for path in map(results.run_file, track.grids) if path.exists()]
+    return _times_of(track, tuple((path, path.stat().st_mtime_ns) for path in paths))
+
+
+@functools.lru_cache
+def _times_of(track, files):
     times, machines = {}, []
-    for path in filter(lambda path: path.exists(), map(results.run_file, track.grids)):
+    for path, _ in files:
         records, machine = results.load_run(path)
         machines.append(machine)
         for record in results.with_repeats(records):

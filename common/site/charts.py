@@ -38,7 +38,7 @@ def speeds() -> list[dict]:
     found = runs()
     rows = {}
     for run in found:
-        origin = {"commit": run.machine["commit"][:12], "machine": run.machine["gpu"], "date": run.machine["date"]}
+        origin = {"run": f"{run.machine['gpu']}, commit {run.machine['commit'][:12]}, {run.machine['date']}"}
         for record in run.records:
             if "ms" in record:
                 key = record["impl"], record["pass"], record["head_dim"], record["causal"], record["seq_len"]
@@ -73,7 +73,7 @@ def speed_spec(rows: list[dict]) -> dict:
     numbers = {"tflops": "TFLOP/s", "spread": "± half the interquartile range", "ms": "ms"}
     tooltip = [{"field": "name", "title": "name"}]
     tooltip += [{"field": field, "title": title, "format": ".3~s"} for field, title in numbers.items()]
-    tooltip += [{"field": field, "title": field} for field in ("machine", "commit", "date")]
+    tooltip += [{"field": "run", "title": "run"}]
     return {
         "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
         "description": "TFLOP/s of every stage and library, as bars",

@@ -65,7 +65,7 @@ def test_without_a_gpu_bytes_flops_and_time_at_peak_are_compared():
 def test_a_run_of_all_stages_compares_the_newest_with_the_first():
     names = stages.names()
     newest = [name for name in names if not stages.is_dead_end(name)][-1]
-    times = {name: 100.0 / 2**place for place, name in enumerate(names)}
+    times = {name: 100.0 - place for place, name in enumerate(names)}
     text = summary([record(name, time) for name, time in times.items()], GPU)
     assert text.splitlines()[0] == f"{newest} over the first stage of this run, {names[0]}:"
     assert f"{times[names[0]] / times[newest]:.2f} times as fast" in text

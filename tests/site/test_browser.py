@@ -138,7 +138,7 @@ def test_a_bar_tells_its_value_and_where_it_was_measured(watched):
     page.wait_for_selector("#box.on")
     words = page.inner_text("#box")
     assert re.search(r"TFLOP/s: \d", words) and re.search(r"interquartile range: \d", words)
-    assert re.search(r"commit: [0-9a-f]{12}", words) and "machine: NVIDIA" in words
+    assert re.search(r"run: NVIDIA .*, commit [0-9a-f]{12}, \d{4}-\d\d-\d\d", words)
 
 
 def test_the_pass_that_is_chosen_is_shown(watched):
@@ -263,10 +263,10 @@ def test_keys_and_links_lead_from_step_to_step(watched):
 def test_a_part_of_the_code_is_one_click_away(watched):
     page = watched.open("v3.html")
     page.click(".parts a:has-text('_forward_kernel')")
-    row = page.query_selector("#fwd-_forward_kernel")
+    row = page.query_selector("#forward-_forward_kernel")
     box, frame = row.bounding_box(), page.query_selector(".scroll.code").bounding_box()
     assert frame["y"] <= box["y"] + 30 and box["y"] < frame["y"] + frame["height"]
-    assert "fwd-_forward_kernel" in page.url
+    assert "forward-_forward_kernel" in page.url
 
 
 @pytest.mark.parametrize("how", ["hover", "focus"])

@@ -305,13 +305,13 @@ def v7_backward(p: Problem) -> Steps:
 
 # --- v8 and on: tiles of their own, by the larger head dimension, up to 128. The backward reads Q and dO once per 128 keys.
 # From v14 on, in the backward from v15 on, CTAs have consumers of 64 rows each. A counter gives out the forward's tiles from
-# v24 on, and the narrow backward's from v35 on. v41's backward has tiles for 256.
+# v24 on, and the narrow backward's from v37 on. v44's backward has tiles for 256.
 
 SHARE_OF_L2 = 16 * 2**20  # as in common.kernels.order
 ROWS = 64  # per consumer: queries in the forward, keys in the backward
 NUM_SMS = GPUS["h200"].num_sms
-V33 = names_in("v33_planned_splits")  # decides which work is short, and how to split it
-V40 = names_in("v40_safe_speculation")  # decides how many first keys and samples there are
+V33 = names_in("v34_planned_splits")  # decides which work is short, and how to split it
+V40 = names_in("v43_safe_speculation")  # decides how many first keys and samples there are
 
 
 def _wide(p: Problem) -> bool:
@@ -396,7 +396,7 @@ def v32_forward(p: Problem) -> Steps:
     yield from _in_parts(p, m, 64, packed, splits, at_once=of_a_cta <= V33["SHORT"][max(p.head_dim, p.value_dim)])
 
 
-def v33_forward(p: Problem, first: bool = False, gives_up: bool = False, samples: bool = False) -> Steps:
+def v34_forward(p: Problem, first: bool = False, gives_up: bool = False, samples: bool = False) -> Steps:
     per_kv = p.heads // p.kv_heads
     packed = per_kv if 64 % per_kv == 0 else 1  # rows per query: its group's heads, side by side
     seen_keys = min(p.seq_q, p.seq_k) if p.causal else p.seq_k
@@ -426,9 +426,9 @@ def _in_parts(
 
     Args:
         at_once: one launch with a running maximum, instead of a guess, and again for failed tiles.
-        first: the guess includes the first keys, from v37 on.
-        gives_up: tiles look whether others failed, from v39 on.
-        samples: scores are sampled, from v40 on.
+        first: the guess includes the first keys, from v39 on.
+        gives_up: tiles look whether others failed, from v42 on.
+        samples: scores are sampled, from v43 on.
         by_pytorch: v31, where PyTorch merges, and the counter gives out splits too.
     """
     rows = p.seq_q * packed
@@ -481,7 +481,7 @@ def _in_parts(
 
 
 def _samples(p: Problem, m: int, n: int, packed: int, first_keys: int, flags: int) -> tuple[int, int, int]:
-    """v40's samples, spread evenly over all tiles of m rows. Each has 64 rows, the first keys and three key tiles of n."""
+    """v43's samples, spread evenly over all tiles of m rows. Each has 64 rows, the first keys and three key tiles of n."""
     heads, rows = p.heads // packed, p.seq_q * packed
     tiles_m = math.ceil(rows / m)
     per_kv = p.heads // p.kv_heads // packed
@@ -501,16 +501,16 @@ def _samples(p: Problem, m: int, n: int, packed: int, first_keys: int, flags: in
     return read * p.row_of_q, flags, p.flops(samples * ROWS * (3 * n + first_keys), 1, 0)
 
 
-def v37_forward(p: Problem) -> Steps:
-    yield from v33_forward(p, first=True)
-
-
 def v39_forward(p: Problem) -> Steps:
-    yield from v33_forward(p, first=True, gives_up=True)
+    yield from v34_forward(p, first=True)
 
 
-def v40_forward(p: Problem) -> Steps:
-    yield from v33_forward(p, first=True, gives_up=True, samples=True)
+def v42_forward(p: Problem) -> Steps:
+    yield from v34_forward(p, first=True, gives_up=True)
+
+
+def v43_forward(p: Problem) -> Steps:
+    yield from v34_forward(p, first=True, gives_up=True, samples=True)
 
 
 def v8_backward(p: Problem) -> Steps:
@@ -575,7 +575,7 @@ def v15_backward(p: Problem) -> Steps:
     yield from v12_backward(p, consumers=True)
 
 
-def v36_backward(p: Problem) -> Steps:
+def v38_backward(p: Problem) -> Steps:
     (read, written), (main_read, main_written, flops), finish = v15_backward(p)
     tiles = 0 if _wide(p) else p.kv_heads * math.ceil(p.seq_k / (2 * ROWS))
     yield read, written + min(tiles, 1) * INT  # the counter = 0
@@ -599,9 +599,9 @@ def _wide_keys(p: Problem, matmuls_of_q: int, adds: bool) -> tuple[int, int, int
     return read, written, p.flops(steps * ROWS * ROWS, matmuls_of_q, 2)
 
 
-def v41_backward(p: Problem, matmuls_of_q: int = 4) -> Steps:
+def v44_backward(p: Problem, matmuls_of_q: int = 4) -> Steps:
     if max(p.head_dim, p.value_dim) < 256:
-        yield from v36_backward(p)
+        yield from v38_backward(p)
         return
     rows = p.heads * math.ceil(p.seq_q / ROWS) * ROWS  # in whole tiles
     sums = rows * p.head_dim * FLOAT
@@ -610,14 +610,14 @@ def v41_backward(p: Problem, matmuls_of_q: int = 4) -> Steps:
     yield sums, p.q  # dQ in float16
 
 
-def v42_backward(p: Problem) -> Steps:
-    yield from v41_backward(p, matmuls_of_q=3)
+def v45_backward(p: Problem) -> Steps:
+    yield from v44_backward(p, matmuls_of_q=3)
 
 
-def v43_backward(p: Problem, rows: int = 2 * ROWS) -> Steps:
+def v46_backward(p: Problem, rows: int = 2 * ROWS) -> Steps:
     """`rows` query rows at a time compute all key tiles that any of them sees."""
     if max(p.head_dim, p.value_dim) < 256:
-        yield from v36_backward(p)
+        yield from v38_backward(p)
         return
     stats = p.heads * math.ceil(p.seq_q / ROWS) * ROWS * 2 * FLOAT  # log2(e) LSE and delta, in whole tiles
     yield 2 * p.o + p.row, stats  # O, dO and LSE
@@ -629,8 +629,8 @@ def v43_backward(p: Problem, rows: int = 2 * ROWS) -> Steps:
     yield p.q + p.o + stats + p.kv_read, p.q, p.flops(steps * rows * ROWS, 2, 1)
 
 
-def v44_backward(p: Problem) -> Steps:
-    yield from v43_backward(p, rows=ROWS)
+def v47_backward(p: Problem) -> Steps:
+    yield from v46_backward(p, rows=ROWS)
 
 
 # If a stage is missing here, its test is skipped and says so.
@@ -672,20 +672,20 @@ PREDICTIONS = {
     "v30": (v30_forward, v15_backward),
     "v31": (v31_forward, v15_backward),
     "v32": (v32_forward, v15_backward),
-    "v33": (v33_forward, v15_backward),
-    "v34": (v33_forward, v15_backward),
-    "v35": (v33_forward, v36_backward),
-    "v36": (v33_forward, v36_backward),
-    "v37": (v37_forward, v36_backward),
-    "v38": (v37_forward, v36_backward),
-    "v39": (v39_forward, v36_backward),
-    "v40": (v40_forward, v36_backward),
-    "v41": (v40_forward, v41_backward),
-    "v42": (v40_forward, v42_backward),
-    "v43": (v40_forward, v43_backward),
-    "v44": (v40_forward, v44_backward),
-    "v45": (v40_forward, v44_backward),
-    "v45a": (v40_forward, v44_backward),
+    "v34": (v34_forward, v15_backward),
+    "v35": (v34_forward, v15_backward),
+    "v37": (v34_forward, v38_backward),
+    "v38": (v34_forward, v38_backward),
+    "v39": (v39_forward, v38_backward),
+    "v40": (v39_forward, v38_backward),
+    "v42": (v42_forward, v38_backward),
+    "v43": (v43_forward, v38_backward),
+    "v44": (v43_forward, v44_backward),
+    "v45": (v43_forward, v45_backward),
+    "v46": (v43_forward, v46_backward),
+    "v47": (v43_forward, v47_backward),
+    "v48": (v43_forward, v47_backward),
+    "v48a": (v43_forward, v47_backward),
 }
 
 

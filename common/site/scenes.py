@@ -20,13 +20,13 @@ UNUSUAL = {
     "v30_packed_heads": {"seq_len": 1, "kv_len": 1024, "causal": False, "heads": 4, "kv_heads": 1, "sms": 4},
     "v31_split_keys": {"seq_len": 1, "kv_len": 4096, "causal": False, "sms": 8},
     "v32_two_launches": {"seq_len": 1, "kv_len": 4096, "causal": False, "sms": 8},
-    "v33_planned_splits": {"seq_len": 1, "kv_len": 4096, "causal": False, "sms": 8},
-    "v41_wide_kernel": {"seq_len": 512, "head_dim": 256},
-    "v42_shared_p": {"seq_len": 512, "head_dim": 256},
-    "v43_dq_kernel": {"seq_len": 512, "head_dim": 256},
-    "v44_dq_roles": {"seq_len": 512, "head_dim": 256},
-    "v45_wide_overlap": {"seq_len": 512, "head_dim": 256},
-    "v45a_sums_from_registers": {"head_dim": 128},
+    "v34_planned_splits": {"seq_len": 1, "kv_len": 4096, "causal": False, "sms": 8},
+    "v44_wide_kernel": {"seq_len": 512, "head_dim": 256},
+    "v45_shared_p": {"seq_len": 512, "head_dim": 256},
+    "v46_dq_kernel": {"seq_len": 512, "head_dim": 256},
+    "v47_dq_roles": {"seq_len": 512, "head_dim": 256},
+    "v48_wide_overlap": {"seq_len": 512, "head_dim": 256},
+    "v48a_sums_from_registers": {"head_dim": 128},
 }
 LEAST = 1 / 300  # the width of the shortest access, as a share of the whole width
 WORDS = {  # labels of lanes

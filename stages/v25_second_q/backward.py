@@ -208,7 +208,7 @@ def _accumulate(
 @gluon.jit
 def _producer(tensors, tile, kv, ring):
     """One warp that moves everything except dQ: K and V once, Q and dO through their ring, dK and dV at the end."""
-    # NOTE: the next program loads K and V when this one has ended; v36's persistent CTAs load them earlier.
+    # NOTE: the next program loads K and V when this one has ended; v38's persistent CTAs load them earlier.
     mbarrier.expect(kv.full.index(0), CONSUMERS * (tensors.k.block_type.nbytes + tensors.v.block_type.nbytes))
     for w in gl.static_range(CONSUMERS):
         where = [tile.batch, tile.kv_head, tile.start_n + w * ROWS, 0]

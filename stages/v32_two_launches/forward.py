@@ -339,7 +339,7 @@ SHORT = {16: 16, 32: 16, 64: 16, 128: 32, 256: 32}
 
 def splits_of(tiles: int, key_tiles: int, programs: int) -> int:
     """Return the number of parts of the keys: with so many, the tiles fill `programs` CTAs."""
-    # NOTE: more splits also cost more: for a launch and the bytes of parts, while memory is busy; v33 predicts the time.
+    # NOTE: more splits also cost more: for a launch and the bytes of parts, while memory is busy; v34 predicts the time.
     return max(1, min(key_tiles, programs // tiles))
 
 

@@ -64,7 +64,7 @@ def _accumulate(
     first = 1
     if CAUSAL and tiles > FEW_TILES:
         # The upper rows of the diagonal's tile see few keys, so the guess includes the next tile.
-        # NOTE: the guess misses attention sinks, which are first keys: their P overflows or is rounded; v37 includes them.
+        # NOTE: the guess misses attention sinks, which are first keys: their P overflows or is rounded; v39 includes them.
         first = 2
         fill += 1
         slot, phase = slot_and_phase(fill, STAGES)

@@ -188,7 +188,7 @@ def on_compiled(src, metadata, metadata_group, times, cache_hit):
 
 triton.knobs.compilation.listener = on_compiled
 tensors = [torch.empty(4, 32, 4096, 64, dtype=torch.float16, device="meta") for _ in range(3)]
-for name in ("v29", "v30", "v31", "v32", "v33"):
+for name in ("v29", "v30", "v31", "v32", "v34"):
     stages.load(name).forward(*tensors, causal=True, scale=0.125)
-assert all(len(made[name]) == 2 and made[name] == made["v29"] for name in ("v29", "v30", "v31", "v32", "v33"))
+assert all(len(made[name]) == 2 and made[name] == made["v29"] for name in ("v29", "v30", "v31", "v32", "v34"))
 """)

@@ -192,7 +192,7 @@ def sent_by(function, tensors):
 
     return [shown(args) for args in sent]
 
-for name in ("v33", "v12", "v5"):
+for name in ("v34", "v12", "v5"):
     stage = stages.load(name)
     problems = [problem() for _ in range(3)] * 2
     for function, calls in ((stage.forward, problems), (stage.backward, [for_backward(*each) for each in problems])):
@@ -233,7 +233,7 @@ assert repeated() and got == launched(stage.forward.__wrapped__, *tensors, **OPT
 def test_profiler_hooks_see_every_launch():
     """A profiler's hooks are called, with the metadata that they ask for. Without hooks the next call is a repeated one."""
     run("""
-stage = stages.load("v33")
+stage = stages.load("v34")
 tensors = problem()
 for _ in range(3):
     launched(stage.forward, *tensors, **OPTIONS)

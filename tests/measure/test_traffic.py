@@ -118,7 +118,7 @@ def test_formula_of_the_newest_backward_holds_for_the_largest_heads(seq_q, seq_k
     assert totals(backward) == predicted(version(stage), BACKWARD, p), backward.launches
 
 
-@pytest.mark.parametrize("name", ["v30", "v31", "v32", "v33"])
+@pytest.mark.parametrize("name", ["v30", "v31", "v32", "v34"])
 @pytest.mark.parametrize("sizes", [{"heads": 4, "kv_heads": 2}, {"heads": 2, "head_dim": 128}, {"heads": 1, "causal": True}])
 def test_formula_holds_where_keys_are_split(name, sizes):
     """Few queries see many keys, which are split from v31 on. With a causal mask they see two keys, and nothing is split."""
@@ -126,15 +126,15 @@ def test_formula_holds_where_keys_are_split(name, sizes):
 
 
 def nothing_is_short(monkeypatch, *others):
-    """Make v32, v33, their formulas and a stage with these global names treat all work as long."""
-    for names in (*namespaces("v32_two_launches"), *namespaces("v33_planned_splits"), *others):
+    """Make v32, v34, their formulas and a stage with these global names treat all work as long."""
+    for names in (*namespaces("v32_two_launches"), *namespaces("v34_planned_splits"), *others):
         for width in names.get("SHORT", ()):
             monkeypatch.setitem(names["SHORT"], width, 0)
         if "FEW_SQUARES" in names:
             monkeypatch.setitem(names, "FEW_SQUARES", 0)
 
 
-@pytest.mark.parametrize("name", ["v32", "v33", "v37", "v38", "v39", "v40"])
+@pytest.mark.parametrize("name", ["v32", "v34", "v39", "v40", "v42", "v43"])
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_formula_holds_for_long_work(monkeypatch, kv_heads, name):
     nothing_is_short(monkeypatch, *namespaces(stages.resolve(name)))
@@ -143,8 +143,8 @@ def test_formula_holds_for_long_work(monkeypatch, kv_heads, name):
 
 def test_formula_holds_for_looks_at_other_tiles(monkeypatch):
     """Each of many tiles looks at flags of those that started before it. Then the first tiles have none before them."""
-    nothing_is_short(monkeypatch, *namespaces(stages.resolve("v39")))
-    check(stages.load("v39"), problem(129, 20, 16, False, heads=150))
+    nothing_is_short(monkeypatch, *namespaces(stages.resolve("v42")))
+    check(stages.load("v42"), problem(129, 20, 16, False, heads=150))
 
 
 @pytest.mark.parametrize("tiles", [((64, 32), (64, 32)), ((16, 64), (128, 64))], ids=str)
@@ -286,7 +286,7 @@ def test_access_that_happens_twice_is_noticed(name, file, index, mutated, monkey
         return
     both = "atomic_add" in lines[index] and "desc" not in lines[index]
     # The second problem is split in stages that split keys. The third is not, and is made long. The fourth has wide heads.
-    # The last has more than 128 tiles, so that v39 looks at flags.
+    # The last has more than 128 tiles, so that v42 looks at flags.
     looks = problem(130, 20, 16, False, heads=150)
     for each in (p, problem(2, 1500, 32, False), problem(130, 70, 32, True), problem(*TILED, 256, True), looks):
         if each.seq_q == 130:

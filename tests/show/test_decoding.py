@@ -18,12 +18,12 @@ def record(impl, gbps=None, *, batch=1, heads=8, seq_len=1, kv_len=1024, **value
 
 LARGE = {"batch": 64, "kv_len": 4096}  # K and V of 1.07 GB
 RECORDS = [
-    *(record(impl, gbps) for impl, gbps in (("v33_split", 100.0), ("v29_late", 10.0), ("sdpa-cudnn", 50.0), ("flash-3", 20.0))),
-    record("v33_split", 200.0, kv_len=4096), record("flash-3", 400.0, kv_len=4096),
+    *(record(impl, gbps) for impl, gbps in (("v34_split", 100.0), ("v29_late", 10.0), ("sdpa-cudnn", 50.0), ("flash-3", 20.0))),
+    record("v34_split", 200.0, kv_len=4096), record("flash-3", 400.0, kv_len=4096),
     record("sdpa-cudnn", failure="n/a", note="no\n  plan", kv_len=4096),
-    record("v33_split", 900.0, **LARGE), record("sdpa-cudnn", 450.0, **LARGE), record("v29_late", 90.0, **LARGE),
-    record("v33_split", 700.0, **LARGE, seq_len=16, heads=32, launch_hidden=False), record("flash-3", 180.0, **LARGE, heads=32),
-    record("v33_split", 10.0, **LARGE, seq_len=64, heads=16),  # K and V are read for more than 64 rows
+    record("v34_split", 900.0, **LARGE), record("sdpa-cudnn", 450.0, **LARGE), record("v29_late", 90.0, **LARGE),
+    record("v34_split", 700.0, **LARGE, seq_len=16, heads=32, launch_hidden=False), record("flash-3", 180.0, **LARGE, heads=32),
+    record("v34_split", 10.0, **LARGE, seq_len=64, heads=16),  # K and V are read for more than 64 rows
 ]  # fmt: skip
 
 
@@ -34,7 +34,7 @@ def rows(text, *begin):
 
 
 def test_rate_counts_one_read_of_k_and_v():
-    one = record("v33_split", 100.0, heads=32, seq_len=16)
+    one = record("v34_split", 100.0, heads=32, seq_len=16)
     assert kv_bytes(Workload.of(one)) == KV and kv_gbps(one) == pytest.approx(100)
     other = Workload("fwd", 3, 8, 1, 64, False, "float32", kv_heads=4, value_dim=16, kv_len=10)
     assert kv_bytes(other) == 3 * 4 * 10 * (64 + 16) * 4
@@ -42,7 +42,7 @@ def test_rate_counts_one_read_of_k_and_v():
 
 def test_each_point_has_time_rate_and_share_of_each_implementation():
     text = decoding_tables(RECORDS, MACHINE)
-    assert rows(text, "S", "Sk") == [["MB", "cuDNN", "FlashAttention-3", "v29", "v33"]] * 4
+    assert rows(text, "S", "Sk") == [["MB", "cuDNN", "FlashAttention-3", "v29", "v34"]] * 4
     assert rows(text, "1", "1024", "4") == [["0.0839 / 50 / 5%", "0.2097 / 20 / 2%", "0.4194 / 10 / 1%", "0.0419 / 100 / 10%"]]
     assert rows(text, "1", "4096", "17") == [["n/a", "0.0419 / 400 / 40%", "-", "0.0839 / 200 / 20%"]]
     assert rows(text, "16", "4096", "1,074") == [["-", "-", "-", "1.5339* / 700 / 70%"]]
@@ -53,7 +53,7 @@ def test_each_point_has_time_rate_and_share_of_each_implementation():
 
 
 def test_summary_sets_the_newest_stage_against_the_fastest_peer_of_each_point():
-    more = [record("v33_split", 90.0, seq_len=64), record("flash-3", 30.0, seq_len=64)]
+    more = [record("v34_split", 90.0, seq_len=64), record("flash-3", 30.0, seq_len=64)]
     text = decoding_tables(RECORDS + more, MACHINE)
     worst = "0.50: fwd B=1 H=8 S=1 Sk=4096 D=128 full bfloat16"
     assert rows(text, "1")[:1] == [["1.26", worst]]  # the mean of 2, 0.5 and 2
@@ -63,8 +63,8 @@ def test_summary_sets_the_newest_stage_against_the_fastest_peer_of_each_point():
 
 def test_shares_are_of_the_points_with_a_large_k_and_v_and_few_queries():
     text = decoding_tables(RECORDS, MACHINE)
-    assert rows(text, "v33") == [["80%", "70%: fwd B=64 H=32 Hkv=8 S=16 Sk=4096 D=128 full bfloat16"]]
+    assert rows(text, "v34") == [["80%", "70%: fwd B=64 H=32 Hkv=8 S=16 Sk=4096 D=128 full bfloat16"]]
     assert rows(text, "v29") == [["9%", "9%: fwd B=64 H=8 S=1 Sk=4096 D=128 full bfloat16"]]
     assert rows(text, "FlashAttention-3") == [["18%", "18%: fwd B=64 H=32 Hkv=8 S=1 Sk=4096 D=128 full bfloat16"]]
-    assert rows(decoding_tables(RECORDS[:4], MACHINE), "v33") == [["-", "-"]]
+    assert rows(decoding_tables(RECORDS[:4], MACHINE), "v34") == [["-", "-"]]
     assert rows(decoding_tables(RECORDS[:2], MACHINE), "all") == [["-", "-"]]

@@ -242,31 +242,31 @@ def test_claims_of_the_documents_about_short_caches_hold():
     records, _ = results.load_run(results.run_file("decode-d64"))
     short = [record for record in records if record["seq_len"] == 1 and record["kv_len"] <= 4096]
     ms = {(r["impl"], r["batch"], r["kv_heads"], r["kv_len"]): r["ms"] for r in short}
-    v33 = stages.resolve("v33")
-    ahead = [ms["sdpa-cudnn", *point] < time for (impl, *point), time in ms.items() if impl == v33]
+    v34 = stages.resolve("v34")
+    ahead = [ms["sdpa-cudnn", *point] < time for (impl, *point), time in ms.items() if impl == v34]
     assert sum(ahead) > len(ahead) / 2
 
 
 def test_sinks_are_shown_next_to_the_stage_with_a_running_maximum(monkeypatch, tmp_path):
     """A cell has the stage's ratio, and in brackets the previous stage's. A wrong result has no ratio."""
-    ms = {"v25_second_q": 2.0, "v36_second_kv": 4.0, "v40_safe_speculation": 1.0}
+    ms = {"v25_second_q": 2.0, "v38_second_kv": 4.0, "v43_safe_speculation": 1.0}
     point = {"head_dim": 64, "dtype": "float16", "causal": False, "seq_len": 4096, "score_std": 1.0}
     records = [point | {"impl": impl, "sink": sink, "ms": time} for impl, time in ms.items() for sink in (0.0, 16.0)]
-    del records[3]["ms"]  # v36 with a sink
+    del records[3]["ms"]  # v38 with a sink
     machine = {"gpu": "a GPU", "torch": "2", "triton": "3", "commit": "0" * 40}
     monkeypatch.setattr(sinks, "run_file", lambda name: tmp_path)
     monkeypatch.setattr(sinks, "load_run", lambda path: (records, machine))
-    table = sinks.sinks_table("v40_safe_speculation")
+    table = sinks.sinks_table("v43_safe_speculation")
     assert "deviation 1 |" in table and "sink of 16 |" in table
     assert cells(table, "64", "float16", "full") == ["2.00 (0.50)", "2.00 (wrong)"]
 
 
 def test_wide_heads_are_next_to_the_stage_before_and_the_libraries(monkeypatch, tmp_path):
-    rates = {"sdpa-cudnn": 400.0, "v44_dq_roles": 100.0, "v45_wide_overlap": 500.0}
+    rates = {"sdpa-cudnn": 400.0, "v47_dq_roles": 100.0, "v48_wide_overlap": 500.0}
     records = [{"impl": i, "pass": "bwd", "causal": True, "seq_len": 4096, "tflops": rate} for i, rate in rates.items()]
     machine = {"gpu": "a GPU", "torch": "2", "triton": "3", "commit": "0" * 40}
     monkeypatch.setattr(documents, "run_file", lambda name: tmp_path)
     monkeypatch.setattr(documents, "load_run", lambda path: (records, machine))
-    table = documents.wide_table("v45_wide_overlap")
+    table = documents.wide_table("v48_wide_overlap")
     assert cells(table, "backward", "causal", "4096") == ["500", "×5.00", "125 %"]
     assert cells(table, "forward", "full", "4096") == ["-", "-", "-"]

@@ -143,7 +143,7 @@ def test_a_command_that_is_shown_can_be_pasted(command, tmp_path, monkeypatch):
 @pytest.mark.parametrize("wrong", [
     "make bnech", "make bench STGE=v3", "make bench STAGE=v99", 'make bench ARGS="--pass sideways"', "make diff A=v3 B=v77",
     'make traffic ARGS="--seq-lens 64"', "python -m common.show.no_such", "python bench.py --stages v3",
-    "python -m common.measure.aot --arch 90 --mask no", "make stage FROM=v29 NAME=v33_yours", ".venv/bin/no-such-command",
+    "python -m common.measure.aot --arch 90 --mask no", "make stage FROM=v29 NAME=v34_yours", ".venv/bin/no-such-command",
 ])  # fmt: skip
 def test_a_command_that_is_wrong_is_noticed(wrong, tmp_path, monkeypatch):
     with pytest.raises((AssertionError, SystemExit, ValueError)):

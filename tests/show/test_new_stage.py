@@ -126,7 +126,7 @@ def test_the_story_tells_of_new_stages(inside, monkeypatch, capsys):
 
 
 def test_tables_and_benchmark_compare_a_new_stage_with_its_parent(inside):
-    """The parent is not the one that the number suggests: v42z looks like a stage from v42."""
+    """The parent is not the one that the number suggests: v45z looks like a stage from v45."""
     copy = COPIES[V0]
     assert stages.parent(copy) == V0 and bench.chosen_stages([copy]) == [V0, copy]
     counts = {"bytes_read": 3e6, "bytes_written": 1e6, "flops_executed": 8e6, "bound": "bytes", "kernel_launches": 1}

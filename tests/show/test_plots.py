@@ -102,9 +102,9 @@ def decoding(impl, gbps, batch, heads, kv_heads, seq_len, kv_len):
 
 def test_decoding_shows_the_rates_of_one_query_next_to_a_copys(tmp_path, monkeypatch):
     models = (1, 16, 16), (8, 32, 8)
-    rates = {("sdpa-cudnn", 1024): 500.0, ("v29_late", 1024): 100.0, ("v33_split", 1024): 700.0, ("v33_split", 4096): 900.0}
+    rates = {("sdpa-cudnn", 1024): 500.0, ("v29_late", 1024): 100.0, ("v34_split", 1024): 700.0, ("v34_split", 4096): 900.0}
     records = [decoding(impl, gbps, *model, 1, kv_len) for model in models for (impl, kv_len), gbps in rates.items()]
-    records += [decoding("v33_split", 1.0, *models[0], 16, 1024), decoding("v33_split", 1.0, 64, 32, 8, 1, 1024)]
+    records += [decoding("v34_split", 1.0, *models[0], 16, 1024), decoding("v34_split", 1.0, 64, 32, 8, 1, 1024)]
     records.append({**decoding("sdpa-cudnn", 1.0, *models[0], 1, 4096), "failure": "OOM"})
     del records[-1]["ms"]
     figures = []
@@ -119,7 +119,7 @@ def test_decoding_shows_the_rates_of_one_query_next_to_a_copys(tmp_path, monkeyp
         assert [[(x, round(y)) for x, y in line] for line in lines[:-1]] == expected
         assert list(axes.lines[-1].get_ydata()) == [800, 800]
     (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["cuDNN", "v29", "v33", "a copy, read and written"]
+    assert [text.get_text() for text in legend.get_texts()] == ["cuDNN", "v29", "v34", "a copy, read and written"]
     monkeypatch.undo()
     plots.plt.close(figure)
 

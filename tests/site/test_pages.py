@@ -159,7 +159,7 @@ def test_a_page_begins_with_what_the_step_changes(site):
     assert "(slower)" not in words.partition("Problem")[0]
     assert "as fast (slower) at D = 128" in body(site, "v2")[0]
     assert "Backward: same code." in body(site, "v25")[0]
-    assert re.search(r"×\d\.\d\d as fast at S ≤ 1024, D = 64", body(site, "v36")[0])
+    assert re.search(r"×\d\.\d\d as fast at S ≤ 1024, D = 64", body(site, "v38")[0])
 
 
 @pytest.mark.parametrize(("name", "first"), [("v3", "trace"), ("v7", "trace"), ("v25", "units")])

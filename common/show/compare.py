@@ -19,7 +19,7 @@ from common.show.tables import short_commit, stage_order
 
 SAVED = Path(".benchmarks")  # pytest-benchmark saves runs here, under the current directory
 COUNTED = ("MB", "MFLOP", "µs at peak")  # read and written; executed
-NO_TIMES = "No GPU: the runs have counts and no times. Times at peak assume a GPU's published peaks."
+NO_TIMES = "Without a GPU, the runs have counts and no times. Times at peak assume a GPU's published peak rates."
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def last_two(directory: Path) -> list[Run]:
         try:
             found.insert(0, load(path))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            print(f"{path} is left out, because it is not a whole run: {error!r}", file=sys.stderr)
+            print(f"{path} is left out, because the run in it is incomplete: {error!r}", file=sys.stderr)
         if len(found) == 2:
             break
     return found
@@ -100,7 +100,7 @@ def main():
     terminal.prepare()
     runs = last_two(SAVED)
     if len(runs) < 2:
-        raise SystemExit(f"two saved runs are needed, {SAVED} has {len(runs)}; each `make bench` saves one")
+        raise SystemExit(f"a comparison needs two saved runs, but {SAVED} has {len(runs)}; each `make bench` saves one")
     old, new = runs
     print(f"before: {old.origin}\nnow:    {new.origin}")
     gpus = old.machine["gpu"], new.machine["gpu"]
@@ -109,11 +109,11 @@ def main():
     if gpus == (None, None):
         print(NO_TIMES)
     elif gpus[0] != gpus[1]:
-        print("The runs are from different GPUs: differences need not come from the code.")
+        print("The runs are from different GPUs, so the code may not be the cause of a difference.")
     if not (shared := old.records.keys() & new.records.keys()):
         raise SystemExit("the last two runs have no workload in common")
     if left_out := len(old.records | new.records) - len(shared):
-        print(f"Only one of the runs has {left_out} of the workloads; these are left out.")
+        print(f"{left_out} workloads are left out, because only one of the runs has them.")
     print(f"\n{table(old, new)}")
 
 

@@ -106,15 +106,16 @@ def decoding_tables(records: list[dict], machine: dict) -> str:
     dims = ", ".join(f"D = {dim}" for dim in sorted({point.head_dim for point in run.points}))
     dtypes = ", ".join(sorted({point.dtype for point in run.points}))
     parts = [
-        f"{origin(machine)}, {machine['date']}.",
-        f"Forwards of S queries and Sk keys without a mask, {dims}, {dtypes}. A copy in the GPU's memory reads and writes "
-        f"{run.copy_gbps:,.0f} GB/s in the same run; what only reads can be faster.",
-        f"{spoken(run.stage)}, times as fast as the fastest peer at each point: the geometric mean, and the worst.",
+        f"Measured on {origin(machine)}, {machine['date']}.",
+        f"The forward has S queries and Sk keys, no mask, {dims}, {dtypes}. A copy in the GPU's memory reads and writes "
+        f"{run.copy_gbps:,.0f} GB/s in the same run. A kernel that only reads can be faster.",
+        f"The first table shows {spoken(run.stage)}'s speed divided by the speed of the fastest library at each point.",
         _gains(run),
-        f"K and V, read once, over the time, as a share of the copy's rate: the mean and the least of the points where K and V "
-        f"have at least {LARGE_BYTES / 1e6:.0f} MB and are read for at most {FEW_ROWS} query rows, S × H / Hkv.",
+        "The second table shows the rate at which K and V are read, in percent of the copy's rate. It includes the points with "
+        f"at least {LARGE_BYTES / 1e6:.0f} MB of K and V, and at most {FEW_ROWS} query rows (S × H / Hkv) per K/V head.",
         _shares(run),
-        "All points: ms / GB/s of K and V / percent of the copy's rate. MB: K and V.",
+        "The next tables show all points. A cell has ms / GB/s of K and V / percent of the copy's rate. MB is the size of K "
+        "and V.",
     ]
     for (batch, heads, kv_heads), points in itertools.groupby(run.points, key=_model):
         parts += [f"B = {batch}, H / Hkv = {heads} / {kv_heads}", _points(run, points)]

@@ -111,8 +111,10 @@ def traffic_of_step(name: str) -> str:
         if not parent or any(len(set(cell)) > 1 for cell in cells):
             rows[span] = [f"**{' → '.join(cell)}**" if len(set(cell)) > 1 else cell[0] for cell in cells]
     if not rows:
-        return f"One head, S = {COUNTED_AT}: bytes and FLOPs as in {spoken(parent)}."
-    caption = f"One head, S = {COUNTED_AT} ([columns](../../docs/measuring.md#counted-traffic))."
+        return f"{spoken(name)} moves the same bytes and computes the same FLOPs as {spoken(parent)}."
+    link = "[counted bytes and FLOPs](../../docs/measuring.md#counted-traffic)"
+    caption = f"The table shows {link} of one head, S = {COUNTED_AT}."
+    caption += f" Bold cells change from {spoken(parent)} to {spoken(name)}." if parent else ""
     return f"{caption}\n\n{_step_table(rows, list(columns))}"
 
 
@@ -169,14 +171,14 @@ def gain_table(name: str) -> str:
     side_by_side = _side_by_side(name)
     columns = {span[:2] for span in found}
     used = [run for column, run in side_by_side.items() if run and column in columns]
-    machines = dict.fromkeys(f"{' '.join(run.machine['gpu'].split()[:2])}, commit {run.machine['commit'][:12]}" for run in used)
-    where = "; ".join(machines)
+    machines = [f"an {' '.join(run.machine['gpu'].split()[:2])} (commit {run.machine['commit'][:12]})" for run in used]
+    where = " and ".join(dict.fromkeys(machines))
     headers = [f"S = {seq_len}" for seq_len in lengths]
     if not parent:
         rows = {span: [f"{time:.2f}" if time else "-" for time in times] for span, (_, times) in found.items()}
-        return f"Milliseconds, by sequence length ({where}).\n\n{_step_table(rows, headers)}"
+        return f"The table shows times in milliseconds, measured on {where}.\n\n{_step_table(rows, headers)}"
     if not found:
-        return f"{spoken(name)} has the code of {spoken(parent)}."
+        return f"{spoken(name)} has the same code as {spoken(parent)}."
     rows = {
         span: [f"×{ratio:.2f}" if ratio else "-" for ratio in (predicted, *ratios)]
         for span, (predicted, ratios) in found.items()
@@ -184,11 +186,13 @@ def gain_table(name: str) -> str:
     missing = [f"{PASS_NAMES[column[0]]} D={column[1]}" for column in COLUMNS if column in columns and not side_by_side[column]]
     key = stages.track(name)
     of_track = key and gain(key, name, parent)
+    old, new = spoken(parent), spoken(name)
     of = "[model](../../docs/measuring.md#the-model-of-an-sm)" if _is_modelled(name) else "roofline"
+    measured = f", then measurements on {where}" if where else ""
     caption = [
-        f"Speed over {spoken(parent)}; *predicted*: {of}" + (f"; measured: {where}." if where else "."),
-        f"Not measured beside {spoken(parent)}: {', '.join(missing)}." if missing else "",
-        f"For {TRACKS[key].at}, the track's workload: ×{of_track:.2f}." if of_track else "",
+        f"The table shows {new}'s speed divided by {old}'s: first the {of}'s prediction{measured}.",
+        f"No run has both stages for {', '.join(missing)}." if missing else "",
+        f"On the track's workload ({TRACKS[key].at}), {new} is {of_track:.2f} times as fast as {old}." if of_track else "",
     ]
     return f"{' '.join(filter(None, caption))}\n\n{_step_table(rows, ['predicted', *headers])}"
 
@@ -205,8 +209,8 @@ def tuned_table(name: str) -> str:
         rows[span] = [*cells, bytes_in_words(bytes_of(cases[0]), bytes_of(cases[1])) if all(cases) else "-"]
     old, new = spoken(parent), spoken(name)
     caption = (
-        "MB between the L2 cache and the SMs, as Nsight Compute measured them on an H200 with the tuner's tiles: two "
-        f"heads, S = {COUNTED_AT}, float16."
+        "The table shows the MB between the L2 cache and the SMs. Nsight Compute measured them on an H200, with the tiles that "
+        f"each stage's tuner chose. The workload has two heads, S = {COUNTED_AT} and float16."
     )
     return f"{caption}\n\n{_step_table(rows, [f'tiles of {old}', 'MB', f'tiles of {new}', 'MB', f'{new} moves'])}"
 
@@ -234,8 +238,9 @@ def spread_table(name: str) -> str:
         rows.append([dtype, "causal" if causal else "full", *ratios])
     first = records[0]
     caption = (
-        f"How many times as fast as {spoken(before or '-')}'s forward, by the standard deviation of the scores; "
-        f"below ×1.00 is slower. D = {first['head_dim']}, S = {first['seq_len']}, {origin(machine)}."
+        f"The table shows the speed of {spoken(name)}'s forward divided by the speed of {spoken(before or '-')}'s forward. "
+        "Each column has another standard deviation of the scores. "
+        f"D = {first['head_dim']} and S = {first['seq_len']}, measured on {origin(machine)}."
     )
     headers = ["", "mask", *(f"deviation {std:g}" for std in deviations)]
     align = ["left", "left"] + ["right"] * len(deviations)
@@ -246,9 +251,11 @@ def wide_table(name: str) -> str:
     """Format a stage's TFLOP/s at D = 256, its gain over its parent, and its share of each library's rate."""
     path = run_file("wide")
     if not path.exists():
-        return "Not measured yet."
+        return f"{spoken(name)} has not been measured at D = 256 yet."
     records, machine = load_run(path)
     rates = {(r["impl"], r["pass"], r["causal"], r["seq_len"]): r["tflops"] for r in records if "tflops" in r}
+    if not any(impl == name for impl, *_ in rates):
+        return f"{spoken(name)} has not been measured at D = 256 yet."
     peers = [impl for impl in implementations(records) if not stages.position(impl)]
     lengths = sorted({record["seq_len"] for record in records})
     rows = []
@@ -259,7 +266,10 @@ def wide_table(name: str) -> str:
         rows.append([PASS_NAMES[pass_], "causal" if causal else "full", seq_len, *cells])
     headers = ["pass", "mask", "S", "TFLOP/s", f"over {spoken(stages.parent(name))}", *(f"of {spoken(peer)}" for peer in peers)]
     align = ["left", "left"] + ["right"] * (len(headers) - 2)
-    caption = f"D = 256, 16k tokens, {machine['gpu']}, commit {machine['commit'][:12]}."
+    caption = (
+        f"The table shows D = 256 with 16k tokens, measured on an {machine['gpu']} (commit {machine['commit'][:12]}). The last "
+        f"columns show {spoken(name)}'s speed in percent of each library's speed."
+    )
     return f"{caption}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True, colalign=align)}"
 
 
@@ -290,9 +300,10 @@ def timeline_table() -> str:
         rows.append(row + ["-"] * (10 - len(row)))
     headers = ["stage", "pass", "D", "mask", "model", "measured", "ratio", "gain, model", "gain, measured", "ratio"]
     caption = (
-        f"Cycles of an SM for {SCORES} scores that are not masked, in a pass's longest kernel, and times as fast as "
-        f"the stage before: as `make timeline`'s model has them, at the rates of `rates-h200.json`, and as Nsight Compute "
-        f"measured them (`units-h200.json`). S = {seq_len}, float16. {origin(units['machine_info'])}."
+        f"The table shows the cycles that an SM takes for {SCORES} unmasked scores in a pass's longest kernel. *model*: "
+        "`make timeline` computes the cycles from the rates in `rates-h200.json`. *measured*: Nsight Compute measured the "
+        "cycles (`units-h200.json`). *ratio*: the value of the model divided by the measured value. *gain*: the parent's "
+        f"cycles divided by the stage's cycles. S = {seq_len}, float16, measured on {origin(units['machine_info'])}."
     )
     align = ["left", "left", "right", "left"] + ["right"] * 6
     return f"{caption}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True, colalign=align)}"
@@ -321,7 +332,7 @@ RUNS = {  # by name of the run: its heading, and the function that formats its r
     "decode-d64": ("Decoding, D = 64", decoding_tables),
     "decode-d128": ("Decoding, D = 128", decoding_tables),
     "pinned": ("With the pinned Triton", speed_table),
-    "spread": ("Scores of other spreads", speed_table),
+    "spread": ("Scores of other standard deviations", speed_table),
     "sinks": ("Attention sinks and wide score distributions", speed_table),
 }
 
@@ -338,15 +349,15 @@ def tables_of(path: Path) -> str:
         ValueError: the file has no tables.
     """
     if path.name.startswith("traffic-"):
-        heading, table = "Traffic, counted and measured", traffic_table(json.loads(path.read_text()))
+        heading, table = "Counted and measured traffic", traffic_table(json.loads(path.read_text()))
     elif path.name.startswith("energy-"):
-        heading, table = "Energy, and the power limit", energy_table(json.loads(path.read_text()))
+        heading, table = "Energy and the power limit", energy_table(json.loads(path.read_text()))
     elif path.name.startswith("ring-"):
         heading, table = "One sequence shared by several GPUs", tables(load_ring(path))
     elif path.name == TIMELINE.name:
-        heading, table = "A model of an SM, and what was measured", timeline_table()
+        heading, table = "The model of an SM next to measurements", timeline_table()
     elif path.name == UNITS.name:
-        heading, table = "Busy units, and what warps wait for", units_table(json.loads(path.read_text()))
+        heading, table = "How busy each unit is, and why warps wait", units_table(json.loads(path.read_text()))
     elif path.name == CHOICE.name:
         heading, table = "Which stage on which GPU", choice_table(json.loads(path.read_text()))
     elif (name := path.stem.rpartition("-")[0]) in RUNS:

@@ -20,10 +20,11 @@ def energy_table(result: dict) -> str:
     info = result["machine_info"]
     headers = ["pass", "D", "mask", "S", "", "J", "pJ / FLOP", "W", "capped, %", "GHz", "ms", "ms, rested"]
     caption = (
-        "Energy of a call, calls back to back, as NVML counts it; the power that this is, and the share of the time in which "
-        "the clock was lowered for want of power; the clock; the time; and that of the first calls after a rest. FLOPs as the "
-        f"papers count them. float16, 16k tokens, hidden size 2048. {info['gpu']}, limit {info['limit_watts']:.0f} W, "
-        f"torch {info['torch']}, triton {info['triton']}, commit {info['commit'][:12]}, {info['date']}."
+        "The table shows the energy, the power, the clock and the time of a call. Calls ran back to back, and NVML measured "
+        "the energy. *capped*: the share of the time in which the GPU lowered its clock to stay below the power limit. *ms, "
+        "rested*: the time of the first calls after a pause. *pJ / FLOP* counts the FLOPs of the papers. The workload has "
+        f"float16, 16k tokens and hidden size 2048. It ran on {info['gpu']} with a limit of {info['limit_watts']:.0f} W, torch "
+        f"{info['torch']}, triton {info['triton']}, commit {info['commit'][:12]}, {info['date']}."
     )
     align = ["left", "right", "left", "right", "left"] + ["right"] * 7
     return f"{caption}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True, colalign=align)}"

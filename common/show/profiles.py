@@ -48,13 +48,12 @@ def traffic_table(result: dict) -> str:
     headers += ["MB from memory", "MB to memory"] if memory else []
     align = ["left" if header in ("stage", "pass", "mask", "kernel") else "right" for header in headers]
     heads = "" if shares else f"H={first.heads}, "
-    beyond = f" Memory: between the L2 cache and device memory ({', '.join(memory)})." if memory else ""
+    beyond = f" *memory*: the MB between the L2 cache and device memory ({', '.join(memory)})." if memory else ""
     caption = (
-        f"Bytes between the L2 cache and the SMs: as Nsight Compute measures them ({READ}, {WRITTEN}), and as they "
-        f"are counted on the CPU for the same tiles. B={first.batch}, {heads}{first.dtype}.{beyond} Of PyTorch's "
-        "operators arguments and results are counted, once each; what they move beyond that is the library's. "
-        f"{info['gpu']}, torch {info['torch']}, triton {info['triton']}, ncu {info['ncu']}, commit {info['commit'][:12]}, "
-        f"{info['date']}."
+        f"The table shows the MB between the L2 cache and the SMs. *measured*: Nsight Compute measured them ({READ}, "
+        f"{WRITTEN}). *counted*: `make traffic` counted them for the same tiles. For PyTorch's operators, the count has only "
+        f"arguments and results, once each.{beyond} B={first.batch}, {heads}{first.dtype}. Measured on {info['gpu']}, torch "
+        f"{info['torch']}, triton {info['triton']}, ncu {info['ncu']}, commit {info['commit'][:12]}, {info['date']}."
     )
     return f"{caption}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True, colalign=align)}"
 
@@ -86,10 +85,11 @@ def units_table(result: dict) -> str:
     lengths = sorted({case["seq_len"] for case in result["cases"]})
     headers = ["pass", "D", "mask", "", "kernel", "ms", "GHz", "registers", *UNITS, "waiting"]
     caption = (
-        "Percent of what each unit can do in a kernel's time, the SMs' clock, registers of a thread at launch, and "
-        f"what waiting warps wait for most often. S = {', '.join(map(str, lengths))}, float16, 16k tokens, "
-        f"hidden size 2048; under the profiler, a kernel at a time. {info['gpu']}, torch {info['torch']}, triton "
-        f"{info['triton']}, ncu {info['ncu']}, commit {info['commit'][:12]}, {info['date']}."
+        "The table shows how busy each unit was during a kernel, in percent of its peak. *registers*: the registers of a "
+        "thread at launch. *waiting*: the most frequent reasons why warps wait. The workload has "
+        f"S = {', '.join(map(str, lengths))}, float16, 16k tokens and hidden size 2048. The profiler ran one kernel at a time "
+        f"on {info['gpu']}, torch {info['torch']}, triton {info['triton']}, ncu {info['ncu']}, commit {info['commit'][:12]}, "
+        f"{info['date']}."
     )
     align = ["left", "right", "left", "left", "left"] + ["right"] * (3 + len(UNITS)) + ["left"]
     return f"{caption}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True, colalign=align)}"

@@ -28,7 +28,7 @@ def remarks(records: list[dict]) -> list[str]:
     notes = [f"{spoken(record['impl'])}: {' '.join(record['note'].split())}" for record in records if record.get("note")]
     found = list(dict.fromkeys(notes))
     if any(record.get("launch_hidden") is False for record in records):
-        found.append("* The launch could not be hidden: this is in part the CPU's time.")
+        found.append("* The GPU waited for the CPU's launch, so this time includes some of the CPU's time.")
     return found
 
 
@@ -80,10 +80,10 @@ def _summary(run):
             if n > 1
         ]
         worst = "{:.3f}: {}".format(*max(shared)) if shared else "-"
-        name = f"{spoken(over)} with all heads" if over == run.stage else spoken(over)
+        name = f"{spoken(over)} without GQA" if over == run.stage else spoken(over)
         rows.append([name, PASS_NAMES[pass_], *means, worst])
-    headers = ["over the time of", "pass", *(f"mean, {n}" for n in run.sharing), "worst"]
-    return markdown(rows, headers, ("over the time of", "pass", "worst"))
+    headers = ["time divided by that of", "pass", *(f"mean, {n}" for n in run.sharing), "worst"]
+    return markdown(rows, headers, ("time divided by that of", "pass", "worst"))
 
 
 def _each(run):
@@ -103,7 +103,7 @@ def _each(run):
         costs = [ratios(point, run.stage), ratios(point, CUDNN), memory(point)]
         rows.append([PASS_NAMES[point.pass_], point.head_dim, _mask(point), point.dtype, point.seq_len, *rates, *costs])
     name = spoken(run.stage)
-    headers = ["pass", "D", "mask", "dtype", "S", f"TFLOP/s of {name}", "TFLOP/s of cuDNN", "time / that with all heads"]
+    headers = ["pass", "D", "mask", "dtype", "S", f"TFLOP/s of {name}", "TFLOP/s of cuDNN", "time / time without GQA"]
     headers += ["time / cuDNN's", f"peak extra MB of {name}"]
     return markdown(rows, headers, ("pass", "mask", "dtype"))
 
@@ -126,17 +126,20 @@ def shared_tables(records: list[dict], machine: dict) -> str:
     run = _Run(records)
     heads = sorted({(point.head_dim, point.heads) for point in run.points})
     parts = [
-        f"{origin(machine)}, {machine['date']}.",
-        f"Times of {spoken(run.stage)} over its own with all heads, and over those of others with the same heads: geometric "
-        f"means for {', '.join(map(str, run.sharing))} query heads to a K/V head, and the worst point of those that share.",
+        f"Measured on {origin(machine)}, {machine['date']}.",
+        f"The first table shows {spoken(run.stage)}'s time divided by another time. The first rows divide by "
+        f"{spoken(run.stage)}'s own time without GQA, the other rows by a library's time with the same heads. Below 1 is "
+        f"faster. *mean* is the geometric mean for {', '.join(map(str, run.sharing))} query heads per K/V head. *worst* is the "
+        "largest value with GQA.",
         _summary(run),
-        f"16k tokens, {', '.join(f'{number} heads of D = {dim}' for dim, number in heads)}. What a slash separates is for "
-        f"{', '.join(map(str, run.sharing))} query heads to a K/V head; of the time over that with all heads, for those that "
-        "share. Below 1 is faster.",
+        f"The second table shows 16k tokens and {', '.join(f'{number} heads of D = {dim}' for dim, number in heads)}. Slashes "
+        f"separate the values for {', '.join(map(str, run.sharing))} query heads per K/V head. The time divided by the time "
+        "without GQA has no value for 1 query head. Below 1 is faster.",
         _each(run),
     ]
     if run.other_dims:
         lengths = ", ".join(map(str, sorted({w.seq_len for w in run.other_dims})))
         dtypes = ", ".join(sorted({w.dtype for w in run.other_dims}))
-        parts += [f"TFLOP/s where v's head dimension, Dv, is not k's: S = {lengths}, {dtypes}.", _other_dims(run)]
+        parts += [f"The third table shows TFLOP/s if V has another head dimension (Dv) than K: S = {lengths}, {dtypes}."]
+        parts += [_other_dims(run)]
     return "\n\n".join([*parts, *remarks(records)])

@@ -13,7 +13,7 @@ def sinks_table(name: str) -> str:
     keeps a running maximum."""
     path = run_file("sinks")
     if not path.exists():
-        return "Not measured yet."
+        return "Attention sinks have not been measured yet."
     records, machine = load_run(path)
     ms = {(r["impl"], r["head_dim"], r["dtype"], r["causal"], r["score_std"], r["sink"]): r.get("ms") for r in records}
     first, *others = sorted({record["impl"] for record in records}, key=stages.position)
@@ -31,9 +31,10 @@ def sinks_table(name: str) -> str:
         rows.append([head_dim, dtype, "causal" if causal else "full", *cells])
     names = [f"sink of {sink:g}" if sink else f"deviation {std:g}" for std, sink in points]
     caption = (
-        f"How many times as fast as {spoken(first)}'s forward; {spoken(before)} in brackets. *deviation*: of the scores. "
-        "*sink*: the score of key 0 in nats. *wrong*: further from the truth than a stage may be, so not timed. "
-        f"S = {records[0]['seq_len']}, {origin(machine)}."
+        f"The table shows the speed of {spoken(name)}'s forward divided by the speed of {spoken(first)}'s forward. Brackets "
+        f"have {spoken(before)}'s value. *deviation*: the standard deviation of the scores. *sink*: the score of key 0 in "
+        "nats. *wrong*: the error was too large, so the stage was not timed. "
+        f"S = {records[0]['seq_len']}, measured on {origin(machine)}."
     )
     align = ["right", "left", "left"] + ["right"] * len(points)
     return f"{caption}\n\n{tabulate(rows, ['D', '', 'mask', *names], tablefmt='pipe', disable_numparse=True, colalign=align)}"

@@ -151,9 +151,9 @@ def speed_line(runs: list[results.Run], old: str, new: str, pass_: str) -> str:
             ratio, run = found
             cells.setdefault(f" [{results.number(runs, run)}]", []).append(f"×{ratio:.2f} (D={head_dim})")
         else:
-            cells.setdefault(f", not measured beside {results.spoken(old)}", []).append(f"D={head_dim}")
+            cells.setdefault(": no run has both stages", []).append(f"D={head_dim}")
     if not any(key.startswith(" [") for key in cells):
-        return f"speed: not measured beside {results.spoken(old)}"
+        return "speed: no run has both stages"
     return "speed: " + "; ".join(", ".join(of_run) + key for key, of_run in cells.items())
 
 
@@ -237,24 +237,26 @@ def step_lines(old: str, new: str) -> list[str]:
     return lines
 
 
-def sources() -> str:
-    """Explain how to read `step_lines`, and name the runs of the speeds."""
+def sources(lines: list[str] | None = None) -> str:
+    """Explain how to read `step_lines`, and name the runs of the speeds. With `lines`, name only the runs in these lines."""
     found = results.runs()
     parts = []
     if results.TRAFFIC.exists():
         parts.append(
-            f"Bytes: one pass without a mask, S={results.COUNTED_AT}. Counted: at fixed tiles. Measured: by Nsight Compute, "
-            "spilled registers included, shown only where the tuner chose the same tiles for both stages."
+            f"counted: the bytes of one pass without a mask, at S={results.COUNTED_AT} and with fixed tiles. measured: the "
+            "bytes that Nsight Compute measured, including spilled registers. They are shown if the tuner chose the same tiles "
+            "for both stages."
         )
     else:
         parts.append(f"Without {results.TRAFFIC.relative_to(results.ROOT)} there are no counted bytes.")
     if found:
         lengths = ", ".join(map(str, results.MEAN_OVER))
         parts.append(
-            "Speed: times as fast, in the newest run that has both stages. Float16, geometric means over "
-            f"S={lengths}, causal and not."
+            "speed: the stage's speed divided by its parent's, in the newest run that has both stages. It is the geometric "
+            f"mean over S={lengths}, with and without a causal mask, in float16. The number in brackets names the run:"
         )
-        parts += results.sources(found, found).split("; ")
+        named = results.sources(found, found).split("; ")
+        parts += [run for run in named if lines is None or run.split()[0] in "".join(lines)]
     else:
         parts.append("No run in results/ has speeds.")
     return "\n".join(_wrapped(part, "", "    ") for part in parts)
@@ -263,7 +265,7 @@ def sources() -> str:
 def print_story():
     """Print each step of the walk, with dead ends after the stage that they branch off."""
     names = stages.names()
-    print(_wrapped("Each stage: its idea, the code that it changes, and what each pass gains. Sources are at the end.") + "\n")
+    print(_wrapped("Each step has an idea, changed code, and a gain for each pass. The end explains the numbers.") + "\n")
     for heading, name in tracks.headings(names):
         if heading:
             print(_wrapped(heading), "", sep="\n")
@@ -278,7 +280,8 @@ def print_diff(old: str, new: str, prose: bool, exact: bool):
     """Print the change from one stage to another: the code, with `prose` the READMEs, then its size and gain."""
     for file in (*code_files(old, new), "__init__.py", *(["README.md"] if prose else [])):
         print(_git_diff(old, new, file, exact), end="")
-    print("", new, *step_lines(old, new), "", sources(), sep="\n")
+    lines = step_lines(old, new)
+    print("", new, *lines, "", sources(lines), sep="\n")
 
 
 def _stage(text):
@@ -300,7 +303,7 @@ def main(argv: list[str]):
     diff.add_argument("--exact", choices=["no", "yes"], default="no", help="whether to show NOTEs and white space too")
     options = parser.parse_args(argv)
     if not shutil.which("git"):
-        raise SystemExit("this needs git to compare the stages, and git is not on the PATH")
+        raise SystemExit("the story needs git to compare stages, but git is not on the PATH")
     if options.command == "diff":
         if options.old == options.new:
             raise SystemExit(f"{results.spoken(options.old)} and {results.spoken(options.new)} are the same stage")

@@ -8,7 +8,7 @@ from common.show.tables import PASS_NAMES, markdown
 
 LINES, COLUMNS = 15, 100  # at most
 MOST_GROUPS = 4  # pairs of pass and head dimension that fit side by side
-NO_GPU = "No GPU: kernels were interpreted. Times are those of the counted bytes and FLOPs at an H200's peaks."
+NO_GPU = "There is no GPU. µs at peak is the time of the counted bytes and FLOPs at an H200's peak rates."
 
 
 def _times(records: list[dict], impl: str | None, on_gpu: bool, **values) -> dict:
@@ -49,13 +49,13 @@ def _headline(records, subject, over, on_gpu) -> list[str]:
     if over == subject:
         return [f"{subject}:"]
     role = "its parent" if over == stages.parent(subject) else "the first stage of this run"
-    lines = [f"{subject} over {role}, {over}:"]
+    lines = [f"{subject} compared with {role}, {over}:"]
     for pass_, name in PASS_NAMES.items():
         if not (gain := _gain(records, subject, over, on_gpu, **{"pass": pass_})):
             continue
         text = f"  {name}: {gain:.2f} times as fast"
         if on_gpu and (cudnn := _gain(records, subject, "sdpa-cudnn", on_gpu, **{"pass": pass_})):
-            text += f", {100 * cudnn:.0f} % of cuDNN"
+            text += f", {100 * cudnn:.0f} % of cuDNN's speed"
         if not on_gpu:
             moved, flops = (
                 _change(*(sum(_total(records, impl, name, **{"pass": pass_}) for name in kinds) for impl in (over, subject)))
@@ -121,5 +121,5 @@ def summary(records: list[dict], machine: dict, about: str | None = None) -> str
     headers = [f"{unit}, × parent", *(f"{pass_}, D={head_dim}" for pass_, head_dim in groups)]
     lines += ["", *markdown(rows, headers, (headers[0],)).splitlines()]
     if len(chosen) < len(names):
-        notes.insert(0, f"{len(names) - len(chosen)} more are in the tables below.")
+        notes.insert(0, f"The tables below have {len(names) - len(chosen)} more implementations.")
     return "\n".join(lines + notes)

@@ -189,10 +189,11 @@ def speed_table(records: list[dict], machine: dict, columns: int | None = None) 
     parts = [", ".join(facts)]
     if not machine["gpu"]:
         parts.append(
-            "Bytes that Triton's kernels request (PyTorch's operators: arguments and results once), and executed FLOPs. "
-            f"µs at peak: each launch's bytes or FLOPs, whichever takes longer, at {machine['roofline']}; caches can reduce it."
+            "MB are the bytes that the kernels request. PyTorch's operators count their arguments and results once. MFLOP are "
+            f"the executed FLOPs. µs at peak is the roofline at {machine['roofline']}. Caches can make a kernel faster than "
+            "its roofline."
         )
-    parts.append(f"{_PARENT}: times as fast as the stage that a stage was made from.")
+    parts.append(f"{_PARENT}: the speed of a stage divided by the speed of its parent.")
 
     def position(record):
         return list(PASS_NAMES).index(record["pass"]), *_by(_SHARED[1:])(record)
@@ -203,13 +204,13 @@ def speed_table(records: list[dict], machine: dict, columns: int | None = None) 
         mask = "causal" if first["causal"] else "full"
         rows = list(_rows(group, machine, headers, title if columns is None else str))
         dims = f"D={first['head_dim']}" + ("" if first["value_dim"] == first["head_dim"] else f", Dv={first['value_dim']}")
-        spread = "" if first["score_std"] == 1 else f", scores of a standard deviation of {first['score_std']:g}"
-        spread += f", key 0 scores {first['sink']:g} nats" if first["sink"] else ""
+        spread = "" if first["score_std"] == 1 else f", scores of standard deviation {first['score_std']:g}"
+        spread += f", a sink of {first['sink']:g} nats at key 0" if first["sink"] else ""
         parts.append(f"{PASS_NAMES[first['pass']]}, {dims}, {mask}, {first['dtype']}{spread}")
         parts.append(_fitted(rows, headers, columns))
         parts += [f"{record['impl']} at {_where(record)}: {record['note']}" for record in group if record.get("note")]
     if any(record.get("launch_hidden") is False for record in records):
-        parts.append("* The launch could not be hidden: this is in part the CPU's time.")
+        parts.append("* The GPU waited for the CPU's launch, so this time includes some of the CPU's time.")
     if columns is not None:
         parts = [part if part.startswith("|") else textwrap.fill(part, columns) for part in parts]
     return "\n\n".join(parts)

@@ -58,7 +58,7 @@ def test_times_of_a_gpu_are_compared_by_workload(saved, capsys):
     assert [row[0] for row in rows(out)] == ["sdpa", "v0_a", "v1_b"]
     assert rows(out, "v1_b") == [["v1_b", "3 ± 0.01", "2 ± 0.01", "1.50"]]
     assert rows(out, "v0_a") == [["v0_a", "-", "OOM", "-"]]
-    assert "Only one of the runs has 1 of the workloads; these are left out." in out and "different GPUs" not in out
+    assert "1 workloads are left out, because only one of the runs has them." in out and "different GPUs" not in out
 
 
 def test_without_a_gpu_counts_are_compared_and_no_times(saved, capsys):
@@ -87,7 +87,7 @@ def test_a_file_that_is_no_whole_run_is_named_and_left_out(saved, text, capsys):
     compare.main()
     captured = capsys.readouterr()
     assert rows(captured.out) == [["v0_a", "3 ± 0.01", "2 ± 0.01", "1.50"]]
-    assert broken.name in captured.err and "not a whole run" in captured.err
+    assert broken.name in captured.err and "incomplete" in captured.err
 
 
 def test_an_old_run_without_kv_heads_is_compared_too(saved, capsys):
@@ -98,7 +98,7 @@ def test_an_old_run_without_kv_heads_is_compared_too(saved, capsys):
     compare.main()
     out = capsys.readouterr().out
     assert rows(out, "v0_a") == [["v0_a", "3 ± 0.01", "2 ± 0.01", "1.50"]]
-    assert "Only one of the runs has 2 of the workloads; these are left out." in out
+    assert "2 workloads are left out, because only one of the runs has them." in out
 
 
 def test_different_gpus_are_reported(saved, capsys):
@@ -111,7 +111,7 @@ def test_different_gpus_are_reported(saved, capsys):
 @pytest.mark.parametrize(("first", "second", "message"), [
     ({"records": [timed("v0_a", 3.0)], "gpu": "X"}, {"records": [timed("v0_a", 3.0, **COUNTS)]}, "one had none"),
     ({"records": [timed("v0_a", 3.0)], "gpu": "X"}, {"records": [timed("v0_a", 3.0, seq_len=32)], "gpu": "X"}, "no workload"),
-    ({"records": [timed("v0_a", 3.0)], "gpu": "X"}, {"records": [], "text": ""}, "are needed, .benchmarks has 1"),
+    ({"records": [timed("v0_a", 3.0)], "gpu": "X"}, {"records": [], "text": ""}, "needs two saved runs, but .benchmarks has 1"),
 ])  # fmt: skip
 def test_runs_that_cannot_be_compared_are_an_error_of_one_line(saved, first, second, message):
     saved(**first)
@@ -122,4 +122,4 @@ def test_runs_that_cannot_be_compared_are_an_error_of_one_line(saved, first, sec
 
 def test_nothing_saved_is_an_error(tmp_path):
     run = programs.python("-m", "common.show.compare", cwd=tmp_path)
-    assert run.returncode == 1 and run.stderr == "two saved runs are needed, .benchmarks has 0; each `make bench` saves one\n"
+    assert run.returncode == 1 and "needs two saved runs, but .benchmarks has 0;" in run.stderr

@@ -34,8 +34,8 @@ def test_gain_over_the_parent_comes_first():
     records += [record(V2, 3.0, **{"pass": "bwd"}), record(V3, 6.0, **{"pass": "bwd"})]
     lines = summary(records, GPU, V3).splitlines()
     assert lines[:3] == [
-        f"{V3} over its parent, {V2}:",
-        "  forward: 2.00 times as fast, 71 % of cuDNN",
+        f"{V3} compared with its parent, {V2}:",
+        "  forward: 2.00 times as fast, 71 % of cuDNN's speed",
         "  backward: 0.50 times as fast",
     ]
 
@@ -59,7 +59,7 @@ def test_without_a_gpu_bytes_flops_and_time_at_peak_are_compared():
         "  forward: 4.00 times as fast at peak, 2.00 times fewer bytes, as many FLOPs",
         "  backward: 0.80 times as fast at peak, 1.50 times more bytes, 2.00 times fewer FLOPs",
     ]
-    assert rows(text, V3)[0][1].split() == ["1.5", "×4.00"] and "No GPU" in text
+    assert rows(text, V3)[0][1].split() == ["1.5", "×4.00"] and "There is no GPU." in text
 
 
 def test_a_run_of_all_stages_compares_the_newest_with_the_first():
@@ -67,9 +67,9 @@ def test_a_run_of_all_stages_compares_the_newest_with_the_first():
     newest = [name for name in names if not stages.is_dead_end(name)][-1]
     times = {name: 100.0 - place for place, name in enumerate(names)}
     text = summary([record(name, time) for name, time in times.items()], GPU)
-    assert text.splitlines()[0] == f"{newest} over the first stage of this run, {names[0]}:"
+    assert text.splitlines()[0] == f"{newest} compared with the first stage of this run, {names[0]}:"
     assert f"{times[names[0]] / times[newest]:.2f} times as fast" in text
-    assert "more are in the tables below." in text and rows(text, newest) and rows(text, names[0])
+    assert "The tables below have" in text and rows(text, newest) and rows(text, names[0])
 
 
 def test_failures_are_listed():

@@ -171,12 +171,12 @@ def gain_table(name: str) -> str:
     side_by_side = _side_by_side(name)
     columns = {span[:2] for span in found}
     used = [run for column, run in side_by_side.items() if run and column in columns]
-    machines = [f"an {' '.join(run.machine['gpu'].split()[:2])} (commit {run.machine['commit'][:12]})" for run in used]
-    where = " and ".join(dict.fromkeys(machines))
+    machines = [f"{' '.join(run.machine['gpu'].split()[:2])}, {run.machine['commit'][:12]}" for run in used]
+    where = "; ".join(dict.fromkeys(machines))
     headers = [f"S = {seq_len}" for seq_len in lengths]
     if not parent:
         rows = {span: [f"{time:.2f}" if time else "-" for time in times] for span, (_, times) in found.items()}
-        return f"The table shows times in milliseconds, measured on {where}.\n\n{_step_table(rows, headers)}"
+        return f"The table shows milliseconds ({where}).\n\n{_step_table(rows, headers)}"
     if not found:
         return f"{spoken(name)} has the same code as {spoken(parent)}."
     rows = {
@@ -188,9 +188,9 @@ def gain_table(name: str) -> str:
     of_track = key and gain(key, name, parent)
     old, new = spoken(parent), spoken(name)
     of = "[model](../../docs/measuring.md#the-model-of-an-sm)" if _is_modelled(name) else "roofline"
-    measured = f", then measurements on {where}" if where else ""
+    measured = f", then measured ({where})" if where else ""
     caption = [
-        f"The table shows {new}'s speed divided by {old}'s: first the {of}'s prediction{measured}.",
+        f"The table divides {new}'s speed by {old}'s: predicted by the {of}{measured}.",
         f"No run has both stages for {', '.join(missing)}." if missing else "",
         f"On the track's workload ({TRACKS[key].at}), {new} is {of_track:.2f} times as fast as {old}." if of_track else "",
     ]

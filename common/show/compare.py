@@ -18,7 +18,7 @@ from common.show import results
 from common.show.tables import short_commit, stage_order
 
 SAVED = Path(".benchmarks")  # pytest-benchmark saves runs here, under the current directory
-COUNTED = ("MB", "MFLOP", "µs at peak")  # read and written; executed
+COUNTED = ("MB", "MFLOP", "µs at peak")  # MB are read and written, MFLOP executed
 NO_TIMES = "Without a GPU, the runs have counts and no times. Times at peak assume a GPU's published peak rates."
 
 

@@ -31,7 +31,7 @@ class Run:
 
     @property
     def origin(self) -> str:
-        """GPU, versions, commit and date of the run."""
+        """The GPU, versions, commit and date of the run."""
         facts = [self.machine["gpu"] or "no GPU", f"torch {self.machine['torch']}", f"triton {self.machine['triton']}"]
         return ", ".join([*facts, f"commit {short_commit(self.machine['commit'])}", self.machine["date"]])
 
@@ -46,7 +46,7 @@ def load(path: Path) -> Run:
 
 
 def last_two(directory: Path) -> list[Run]:
-    """Return the two newest runs, the older one first. The list is shorter if there are fewer runs. Name incomplete files on
+    """Return the two newest runs, the older one first. With fewer runs, the list is shorter. Name incomplete files on
     stderr."""
 
     def saved_at(path):  # from the name, because the file may have been copied since

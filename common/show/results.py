@@ -1,4 +1,4 @@
-"""Read results/: the runs, the counts, and the gains that follow from them."""
+"""Read results/: the runs, the counts, and the gains."""
 
 import ast
 import functools
@@ -136,7 +136,7 @@ def newest(runs: list[Run], pass_: str, head_dim: int, *impls: str) -> Run | Non
 
 
 def gain(runs: list[Run], new: str, old: str, pass_: str, head_dim: int) -> tuple[float, Run] | None:
-    """Return how many times as fast `new` is as `old`, and the newest run that has both; None if no run has both.
+    """Return `new`'s speed divided by `old`'s, and the newest run that has both stages; None if no run has both.
 
     The story, the documents and the plots all use these gains.
     """
@@ -146,8 +146,8 @@ def gain(runs: list[Run], new: str, old: str, pass_: str, head_dim: int) -> tupl
 
 
 def rate(runs: list[Run], impl: str, pass_: str, head_dim: int) -> tuple[float, Run] | None:
-    """Return the mean TFLOP/s in the newest run that has this pass of an implementation, and that run; None if no run has
-    it."""
+    """Return the mean TFLOP/s in the newest run that has this pass of an implementation, and the run. Return None if no run has
+    the pass."""
     run = newest(runs, pass_, head_dim, impl)
     mean = run and mean_rate(run.records, impl, pass_, head_dim)
     return (mean, run) if mean else None
@@ -223,10 +223,10 @@ def mean_ratio(ours: dict, theirs: dict) -> float | None:
 
 
 def speedup(records: list[dict], impl: str, over: str, pass_: str, head_dim: int) -> float | None:
-    """Return how many times as fast `impl` is as `over` in one run.
+    """Return the speed of `impl` divided by the speed of `over` in one run.
 
-    The result is the mean over `MEAN_OVER`, causal and not. Only points at which both were measured count, because v0 runs out
-    of memory at some points. Return None if there are no such points.
+    The result is the mean over `MEAN_OVER`, causal and not. v0 runs out of memory at some points. So the mean includes only the
+    points at which both were measured. Return None if there are no such points.
     """
     return mean_ratio(*(times_of(records, name, pass_, head_dim) for name in (impl, over)))
 

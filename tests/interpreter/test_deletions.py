@@ -3,6 +3,7 @@
 If a deletion raises no error, delete the statement from the kernel, or add a problem below that needs it.
 """
 
+import functools
 import importlib
 import itertools
 import re
@@ -15,6 +16,7 @@ from triton.runtime.interpreter import InterpreterError
 import stages
 from common.interpreter import schedule
 from common.runtime import INTERPRETED
+from common.show import story
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="a GPU only goes wrong sometimes, or hangs")
 
@@ -37,7 +39,19 @@ PROBLEMS = [
     (600, 1100, 64, 64, False, 2, 2, 10),
 ]
 SEEDS = range(12)
-EVERY = 12  # the default run deletes one statement in 12 of a file
+EVERY = 6  # the default run deletes one in 6 of the statements in functions that a stage changes
+
+
+@functools.cache
+def lines_of_changed_functions(name, file):
+    """The indices of the lines of a file's functions that differ from the parent's."""
+    source, parent, found = stages.source(name, file), stages.parent(name), set()
+    known = story.functions(stages.source(parent, file)) if parent else {}
+    for function, text in story.functions(source).items():
+        if known.get(function) != text:
+            first = source[: source.index(text)].count("\n")
+            found.update(range(first, first + 1 + text.count("\n")))
+    return found
 
 
 def statements():
@@ -49,8 +63,10 @@ def statements():
             for index, line in enumerate(text.splitlines())
             if STATEMENT.match(line)
         ]
-        for number, (file, index) in enumerate(found):
-            marks = [pytest.mark.long] if number % EVERY else []
+        changed = {place for place in found if place[1] in lines_of_changed_functions(name, place[0])}
+        kept = sorted(changed)[::EVERY]
+        for file, index in found:
+            marks = [] if (file, index) in kept else [pytest.mark.long]
             yield pytest.param(name, pass_, file, index, id=f"{name}-{file}-{index + 1}", marks=marks)
 
 

@@ -24,7 +24,7 @@ LAST = max((name for name in stages.names() if not stages.is_dead_end(name)), ke
 V0 = stages.names()[0]
 NUMBER = stages.position(LAST)[0]
 FREE = (f"v{number}{letter}_copy" for number in (NUMBER, NUMBER - 1) for letter in reversed(ascii_lowercase[1:]))
-COPIES = dict(zip(stages.names(), FREE, strict=False))
+COPIES = dict(zip([*stages.names()[::4], LAST], FREE, strict=False))
 NEXT = f"v{NUMBER + 1}_copy"
 
 

@@ -11,7 +11,7 @@ import stages
 from common.kernels import replay
 from common.measure.reference import assert_correct, plain, truth
 from common.operator import diagonal
-from common.runtime import DEVICE
+from common.runtime import DEVICE, INTERPRETED
 
 SPLITTING = once([name for name in stages.names() if "splits_of" in names_in(name)], "forward")
 PLANNING = [name for name in SPLITTING if "CROWDED" in names_in(name)]  # have a cost model
@@ -63,8 +63,14 @@ PROBLEMS = [  # queries, keys, head_dim, causal, heads, K/V heads, value_dim
 ]
 
 
-@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
-@pytest.mark.parametrize("number", [1, 2, 3, 9, 40])
+def numbers():
+    """Each problem with each number of splits. The interpreter's default run has each third of these."""
+    for i, (number, problem) in enumerate(itertools.product((1, 2, 3, 9, 40), PROBLEMS)):
+        marks = [pytest.mark.long] if INTERPRETED and (i + i // len(PROBLEMS)) % 3 else []
+        yield pytest.param(number, problem, id=f"{number}-{problem}", marks=marks)
+
+
+@pytest.mark.parametrize("number, problem", list(numbers()))
 def test_any_number_of_splits_makes_one_softmax(split, problem, number):
     stage, into = split
     seq_q, seq_k, head_dim, causal, heads, kv_heads, value_dim = problem
@@ -76,8 +82,9 @@ def test_any_number_of_splits_makes_one_softmax(split, problem, number):
 # head_dim, value_dim, splits, and growth of the scores from the first split to the last. A merge reads 64 splits at once, and
 # 32 for Dv = 256. If scores fall by 400, a merge that forgets its maximum overflows.
 MORE_THAN_AT_ONCE = [
-    (16, 16, 65, 4), (32, 32, 130, 4), (16, 64, 65, 4), (64, 128, 128, 4), (32, 256, 33, 4), (256, 128, 65, 4),
-    (256, 256, 65, 4), (16, 16, 65, -400),
+    (16, 16, 65, 4), (32, 256, 33, 4), (16, 16, 65, -400),
+    *(pytest.param(*slow, marks=[pytest.mark.long] * INTERPRETED)
+      for slow in [(32, 32, 130, 4), (16, 64, 65, 4), (64, 128, 128, 4), (256, 128, 65, 4), (256, 256, 65, 4)]),
 ]  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from common.show import results
 from common.show.tables import short_commit, stage_order
 
 SAVED = Path(".benchmarks")  # pytest-benchmark saves runs here, under the current directory
-COUNTED = ("MB", "MFLOP", "µs at peak")  # read and written; executed
+COUNTED = ("MB", "MFLOP", "µs at peak")  # MB are read and written, MFLOP executed
 NO_TIMES = "Without a GPU, the runs have counts and no times. Times at peak assume a GPU's published peak rates."
 
 
@@ -31,7 +31,7 @@ class Run:
 
     @property
     def origin(self) -> str:
-        """GPU, versions, commit and date of the run."""
+        """The GPU, versions, commit and date of the run."""
         facts = [self.machine["gpu"] or "no GPU", f"torch {self.machine['torch']}", f"triton {self.machine['triton']}"]
         return ", ".join([*facts, f"commit {short_commit(self.machine['commit'])}", self.machine["date"]])
 
@@ -46,7 +46,7 @@ def load(path: Path) -> Run:
 
 
 def last_two(directory: Path) -> list[Run]:
-    """Return the two newest runs, the older one first. The list is shorter if there are fewer runs. Name incomplete files on
+    """Return the two newest runs, the older one first. With fewer runs, the list is shorter. Name incomplete files on
     stderr."""
 
     def saved_at(path):  # from the name, because the file may have been copied since

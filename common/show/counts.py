@@ -1,4 +1,4 @@
-"""Table of the traffic and FLOPs of each stage.
+"""Print a table of the traffic and FLOPs of each stage.
 
     python -m common.show.counts --stage v3 --pass bwd --seq-len 1024 --head-dim 128 --causal yes --gpu a100
 
@@ -47,7 +47,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line; return the exit status. After a signal, stop counting, show and save the finished counts, and
+    """Run the command line; return the exit status. A signal stops the counting: then show and save the finished counts, and
     return 2."""
     terminal.prepare()
     if not INTERPRETED:  # counting needs the interpreter: restart with it

@@ -1,5 +1,5 @@
-"""Format tables of decoding runs, in which few queries read many keys. The tables show times, and the rate at which K and V are
-read."""
+"""Format tables of decoding runs, in which few queries read many keys. The tables show the time and the rate of reading K and
+V."""
 
 import itertools
 import statistics

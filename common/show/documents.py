@@ -76,7 +76,7 @@ def _spans():
 
 
 def _step_table(rows: dict[tuple, list[str]], headers: list[str]) -> str:
-    """Format a table with a row of cells for each span."""
+    """Format a table with a row of cells for each span: a pass, a head dimension and a mask."""
     align = ["left", "right", "left"] + ["right"] * len(headers)
     table = [
         [PASS_NAMES[pass_], head_dim, "causal" if causal else "full", *row] for (pass_, head_dim, causal), row in rows.items()
@@ -85,7 +85,7 @@ def _step_table(rows: dict[tuple, list[str]], headers: list[str]) -> str:
 
 
 def _changed_spans(name: str) -> list[tuple]:
-    """Return the spans of the passes whose code differs from the parent's."""
+    """Return the spans of each pass whose code differs from the parent's code."""
     parent = stages.parent(name)
     return [span for span in _spans() if not (parent and same_code(name, parent, span[0]))]
 
@@ -119,13 +119,13 @@ def traffic_of_step(name: str) -> str:
 
 
 def _side_by_side(name: str) -> dict[tuple, Run | None]:
-    """The newest run that has both a stage and its parent, by pass and head dimension."""
+    """Return the newest run that has both a stage and its parent, by pass and head dimension."""
     measured = runs()
     return {column: newest(measured, *column, *filter(None, (stages.parent(name), name))) for column in COLUMNS}
 
 
 def _is_modelled(name: str) -> bool:
-    """Whether the model of an SM predicts a step's gain. If not, the roofline predicts the gain."""
+    """Return whether the model of an SM predicts a step's gain. Otherwise the roofline predicts the gain."""
     model, _ = load_counts(TIMELINE)
     return all(any(record["impl"] == stage for record in model) for stage in (name, stages.parent(name)))
 
@@ -224,7 +224,7 @@ def units_of_step(name: str) -> str:
 
 
 def spread_table(name: str) -> str:
-    """Compare the times of a stage's forward with the previous stage of this run, for wider score distributions."""
+    """Compare a stage's forward with the previous stage of the run, for wider score distributions."""
     records, machine = load_run(run_file("spread"))
     measured, before = {record["impl"] for record in records}, stages.parent(name)
     while before and before not in measured:
@@ -369,7 +369,7 @@ def tables_of(path: Path) -> str:
 
 
 def step_hunk() -> str:
-    """One change of one step, as a diff: v6's order of tiles."""
+    """Return v6's change to the order of tiles, as a diff."""
     old, new = (stages.resolve(version) for version in ("v5", "v6"))
     before, after = (stages.source(name, "forward.py").splitlines() for name in (old, new))
     lines = list(difflib.unified_diff(before, after, n=0, lineterm=""))[2:]
@@ -377,7 +377,7 @@ def step_hunk() -> str:
     return f"```diff\n{hunks}\n```"
 
 
-# What README.md, CONTRIBUTING.md and docs/ may show between markers.
+# The passages that README.md, CONTRIBUTING.md and docs/ may have between markers.
 FRONT = {
     "headline": lambda: headline(runs()), "ladder": lambda: ladder(runs()), "hunk": step_hunk,
     "choice": lambda: choice_table(json.loads(CHOICE.read_text())), "scaling": scaling_passage,
@@ -385,7 +385,7 @@ FRONT = {
 
 
 def with_passages(path: Path, passages: dict[str, Callable[[], str]]) -> str:
-    """Return a document's text, in which everything between markers is written again."""
+    """Return a document's text with new passages between its markers."""
     text = path.read_text()
     for name in re.findall(r"<!-- (\w+): written by make readme -->", text):
         text = with_table(text, name, passages[name]())

@@ -1,4 +1,4 @@
-"""The table of measured energy."""
+"""Format the table of measured energy."""
 
 from tabulate import tabulate
 

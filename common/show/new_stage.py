@@ -28,15 +28,15 @@ README = """\
 
 ## Problem
 
-What the parent wastes: which bytes, FLOPs or cycles, and how many.
+Say which bytes, FLOPs or cycles the parent wastes, and how many.
 
 ## Idea
 
-What to do instead.
+Say what to do instead.
 
 ## Derivation
 
-Why the result is the same, and what the idea saves, in formulas. `make traffic STAGE={version}` counts bytes and FLOPs.
+Show in formulas why the result is the same, and what the idea saves. `make traffic STAGE={version}` counts bytes and FLOPs.
 
 ## Algorithm
 
@@ -47,11 +47,11 @@ Pseudocode with the names of the code.
 <!-- gain: written by make readme -->
 <!-- end of gain -->
 
-The gain, and why it is more or less than predicted.
+Say why the gain is larger or smaller than predicted.
 
 ## Limits
 
-- What the stage does not do, and where it is slower.
+- Say what the stage does not do, and where it is slower.
 """
 NEXT = """\
 stages/{name} has the kernels of {source}, its parent. Write next:

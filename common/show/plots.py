@@ -1,5 +1,5 @@
-"""Plots: the evolution of speed, speed and memory against sequence length, the gain of each step, decoding, and sequences that
-several GPUs share."""
+"""Draw the plots of plots/: the speed of all stages, speed and memory against sequence length, the gain of each step, decoding,
+and several GPUs."""
 
 import itertools
 import textwrap
@@ -44,11 +44,11 @@ PEER_STYLES = (
     {"color": "#009E73", "linestyle": (0, (6, 1, 1, 1, 1, 1)), "marker": "D"},
 )
 STAGE_MARKERS = "osv^DPX*<>pHdh8"
-BARS = (  # style of each pass and head dimension, in the order of COLUMNS: colour by pass, dark for the larger head dimension
+BARS = (  # the style of each pass and head dimension, in the order of COLUMNS
     {"color": "#9ecae1"}, {"color": "#2171b5"},
     {"color": "#fdbe85", "hatch": "///"}, {"color": "#d94801", "hatch": "///"},
 )  # fmt: skip
-RUN_COLORS = ("#f4a582", "#fdbe85", "#d94801")  # colours of bars, by run number
+RUN_COLORS = ("#f4a582", "#fdbe85", "#d94801")  # colors of bars, by run number
 DECODING = run_file("decode-d128")
 DECODED = ((1, 16, 16), (8, 32, 8))  # batch, heads and K/V heads of the panels
 STORY = ("v0", "v1", "v3", "v5")  # stages in the speed plots, beside the newest
@@ -58,8 +58,8 @@ SAME = 1.02  # lines overlap if they differ by less than this factor everywhere
 
 def style(name: str, names: list[str]) -> dict:
     """Return the color, line and marker of an implementation. All plots with the same `names` have the same styles. Stages have
-    solid lines, from dark to bright. A marker is hollow when it is used a second time, and from the third
-    time on the line is dotted."""
+    solid lines, from dark to bright. If there are more stages than markers, markers repeat: first hollow, then with dotted
+    lines."""
     if not stages.position(name):
         baselines = [other for other in names if not stages.position(other)]
         return {**PEER_STYLES[baselines.index(name) % len(PEER_STYLES)], "markerfacecolor": "white"}
@@ -132,7 +132,7 @@ def _legend(figure, columns: int):
 
 
 def _selected(found, names, pass_, head_dim, causal):
-    """Return the records of each implementation's newest run. Runs differ, so take no ratio between the records."""
+    """Return the records of each implementation's newest run. Different runs allow no ratios between their records."""
     wanted = pass_, head_dim, causal
     of_runs = {name: newest(found, pass_, head_dim, name) for name in names}
     return [
@@ -198,7 +198,7 @@ def _mark_tracks(axes, names):
 
 
 def _gain(found, names):
-    """Plot how many times as fast each stage is as its parent; a pass with the parent's code has no bar."""
+    """Plot each stage's speed divided by its parent's speed. A pass with the parent's code has no bar."""
     figure, grid = plt.subplots(2, 1, figsize=(12, 7), layout="constrained", sharex=True, sharey=True)
     steps = [(stages.parent(name), name) for name in names if stages.position(name) and stages.parent(name)]
     width = 0.84 / len(HEAD_DIMS)
@@ -238,7 +238,7 @@ def _gain(found, names):
 
 
 def _evolution(found, names):
-    """Plot the summary's means for the largest head dimension: bars for the stages, lines for the libraries.
+    """Plot the mean TFLOP/s for the largest head dimension: bars for the stages, lines for the libraries.
 
     Each mean is from the implementation's newest run. The colors of bars and the labels of lines show the run.
     """
@@ -330,7 +330,7 @@ def draw_scaling(name: str, run: dict, directory: Path):
 
 
 def draw(found: list[Run], directory: Path):
-    """Write evolution.png, speed-forward.png, speed-backward.png, gain.png and memory.png; dead ends are left out.
+    """Write evolution.png, speed-forward.png, speed-backward.png, gain.png and memory.png, without dead ends.
 
     Args:
         found: from `common.show.results.runs`; each implementation is drawn from its newest run.

@@ -1,4 +1,4 @@
-"""Format tables of Nsight Compute's measurements: the traffic next to the counted traffic, and how busy the GPU's units are."""
+"""Format tables of Nsight Compute's measurements: traffic next to its count, and how busy each unit of the GPU is."""
 
 import re
 
@@ -18,7 +18,7 @@ def _ratio(measured: float, counted: float) -> str:
 
 
 def traffic_table(result: dict) -> str:
-    """Format a file of measured and counted traffic as a markdown table: MB, and measured MB over counted MB.
+    """Format a file of measured and counted traffic as a markdown table: MB, and measured MB divided by counted MB.
 
     With GQA the table also has the numbers of heads and the bytes between the L2 cache and device memory.
     """

@@ -1,4 +1,4 @@
-"""Read results/: the runs, the counts, and the gains that follow from them."""
+"""Read results/: the runs, the counts, and the gains."""
 
 import ast
 import functools
@@ -20,22 +20,21 @@ HEAD_DIMS = (64, 128)
 
 
 def run_file(name: str) -> Path:
-    """Return the path of a run in results/. A part of the reference run has the name that `bench.py --reference` takes; if
-    several GPUs ran it, the newest file counts."""
+    """Return the path of a run in results/. `name` is a value of `bench.py --reference`. If several GPUs have run it, return
+    the newest file."""
     paths = [ROOT / "results" / f"{name}-{gpu}.json" for gpu in GPUS]
     return max(paths, key=lambda path: path.exists() and _read(path)["datetime"] or "")
 
 
 CODE = {"fwd": "forward", "bwd": "backward"}  # the passes that have code of their own, as `stages.files` calls them
 TRAFFIC = ROOT / "results" / "traffic.json"
-COUNTED_AT = 2048  # the sequence length of that file
+COUNTED_AT = 2048  # the sequence length of TRAFFIC
 UNITS = ROOT / "results" / "units-h200.json"
 CHOICE = ROOT / "results" / "choice.json"
 TIMELINE = ROOT / "results" / "timeline.json"
 SCOPES = ROOT / "results" / "scopes-h200.json"
 PLOTS = ROOT / "plots"
-MEAN_OVER = (1024, 4096, 16384)  # sequence lengths, at which the reference run measures every stage
-LONG = 2048  # from that sequence length on
+MEAN_OVER = (1024, 4096, 16384)  # sequence lengths at which the reference run measures every stage
 COLUMNS = tuple(itertools.product(("fwd", "bwd"), HEAD_DIMS))  # passes and head dimensions
 
 
@@ -49,7 +48,7 @@ def _read(path: Path) -> dict:
     try:
         return _parsed(path, path.stat().st_mtime_ns)
     except (OSError, ValueError):
-        raise SystemExit(f"{path} is missing or not whole; results/README.md has the command that writes it") from None
+        raise SystemExit(f"{path} is missing or incomplete; results/README.md has the command that writes it") from None
 
 
 def records_of(run: dict) -> tuple[list[dict], dict]:
@@ -67,8 +66,9 @@ class Run:
     """A saved run's records of the papers' workloads, including S = 512.
 
     Attributes:
-        records: those with float16, 16k tokens, hidden size 2048 and normally distributed inputs, including failures. machine:
-        GPU, versions, commit and date. ended: the end time as a sortable string.
+        records: the records with float16, 16k tokens, hidden size 2048 and normally distributed inputs, including failures.
+        machine: the GPU, versions, commit and date.
+        ended: the end time as a sortable string.
     """
 
     records: list[dict]
@@ -85,19 +85,20 @@ class Run:
         return {case for case, points in tried.items() if points.issuperset(itertools.product((False, True), MEAN_OVER))}
 
     def holds(self, impl: str, pass_: str, head_dim: int) -> bool:
-        """Whether the run tried an implementation's pass at every point of the means. A point may be a failure."""
+        """Return whether the run tried an implementation's pass at every point of the means. A point may be a failure."""
         return (impl, pass_, head_dim) in self._whole
 
 
 def is_usual(record: dict) -> bool:
-    """Whether a record is of one of the papers' workloads, in float16, with scores of standard deviation 1 and no sink."""
+    """Return whether a record has one of the papers' workloads, in float16, with scores of standard deviation 1 and no sink."""
     seq_len, head_dim = record["seq_len"], record["head_dim"]
     shape = (TOKENS // seq_len, HIDDEN // head_dim, seq_len, head_dim)
     return head_dim in HEAD_DIMS and Workload.of(record) == Workload(record["pass"], *shape, record["causal"], "float16")
 
 
 def with_repeats(records: list[dict]) -> list[dict]:
-    """Add records of the passes that a stage has from its parent: a reference run measures them only as the parent's."""
+    """Add the records of unchanged passes. A reference run skips a pass that has the same code as the parent's pass, so this
+    copies the parent's records."""
     of_pass = {}
     for record in records:
         of_pass.setdefault((record["impl"], record["pass"]), []).append(record)
@@ -135,7 +136,7 @@ def newest(runs: list[Run], pass_: str, head_dim: int, *impls: str) -> Run | Non
 
 
 def gain(runs: list[Run], new: str, old: str, pass_: str, head_dim: int) -> tuple[float, Run] | None:
-    """Return how many times as fast `new` is as `old`, and the newest run that has both; None if no run has both.
+    """Return `new`'s speed divided by `old`'s, and the newest run that has both stages; None if no run has both.
 
     The story, the documents and the plots all use these gains.
     """
@@ -145,8 +146,8 @@ def gain(runs: list[Run], new: str, old: str, pass_: str, head_dim: int) -> tupl
 
 
 def rate(runs: list[Run], impl: str, pass_: str, head_dim: int) -> tuple[float, Run] | None:
-    """Return the mean TFLOP/s in the newest run that has this pass of an implementation, and that run; None if no run has
-    it."""
+    """Return the mean TFLOP/s in the newest run that has this pass of an implementation, and the run. Return None if no run has
+    the pass."""
     run = newest(runs, pass_, head_dim, impl)
     mean = run and mean_rate(run.records, impl, pass_, head_dim)
     return (mean, run) if mean else None
@@ -187,7 +188,7 @@ def _parsed_code(text: str) -> str:
 
 
 def same_code(new: str, old: str, pass_: str) -> bool:
-    """Whether two stages have the same code for a pass, apart from comments; False if a stage no longer exists."""
+    """Return whether two stages have the same code for a pass, apart from comments; False if a stage no longer exists."""
     if not all(stages.directory(name).exists() for name in (new, old)):
         return False
     both = ([stages.source(name, file) for name in (new, old)] for file in stages.files(CODE[pass_], new, old))
@@ -222,10 +223,10 @@ def mean_ratio(ours: dict, theirs: dict) -> float | None:
 
 
 def speedup(records: list[dict], impl: str, over: str, pass_: str, head_dim: int) -> float | None:
-    """Return how many times as fast `impl` is as `over` in one run.
+    """Return the speed of `impl` divided by the speed of `over` in one run.
 
-    The result is the mean over `MEAN_OVER`, causal and not. Only points at which both were measured count, because v0 runs out
-    of memory at some points. Return None if there are no such points.
+    The result is the mean over `MEAN_OVER`, causal and not. v0 runs out of memory at some points. So the mean includes only the
+    points at which both were measured. Return None if there are no such points.
     """
     return mean_ratio(*(times_of(records, name, pass_, head_dim) for name in (impl, over)))
 
@@ -288,7 +289,7 @@ def tuned_case(impl: str, pass_: str, head_dim: int, causal: bool) -> dict | Non
 
 
 def shared(record: dict) -> bool:
-    """Whether a record has GQA, or another head dimension for v than for k."""
+    """Return whether a record has GQA, or another head dimension for V than for K."""
     workload = Workload.of(record)
     return (workload.kv_heads, workload.value_dim) != (workload.heads, workload.head_dim)
 
@@ -312,7 +313,7 @@ def speed_in_words(ratio: float) -> str:
 
 
 def same_tiles(*cases: dict) -> bool:
-    """Whether the kernels that two `tuned_case`s share ran with the same tiles; False if they share none."""
+    """Return whether the kernels that two `tuned_case`s share ran with the same tiles; False if they share none."""
     before, after = ({launch["name"]: launch["tile"] for launch in case["counted"] if "tile" in launch} for case in cases)
     common = before.keys() & after.keys()
     return bool(common) and all(before[name] == after[name] for name in common)

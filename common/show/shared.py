@@ -33,7 +33,7 @@ def remarks(records: list[dict]) -> list[str]:
 
 
 class _Run:
-    """The records of a run, by implementation, by workload (whatever its K/V heads), and by query heads per K/V head."""
+    """The records of a run, by implementation, by workload (without GQA), and by query heads per K/V head."""
 
     def __init__(self, records):
         self.records = {}

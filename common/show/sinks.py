@@ -9,8 +9,8 @@ from common.show.results import load_run, origin, run_file, spoken
 
 
 def sinks_table(name: str) -> str:
-    """Format how many times as fast a stage, and in brackets the previous stage, is as the run's first stage. The first stage
-    keeps a running maximum."""
+    """Format a stage's speed divided by the speed of the run's first stage, which keeps a running maximum. Brackets have the
+    previous stage's value."""
     path = run_file("sinks")
     if not path.exists():
         return "Attention sinks have not been measured yet."

@@ -186,7 +186,7 @@ def bytes_lines(counts: list[dict], old: str, new: str, pass_: str) -> list[str]
 
 
 def result(old: str, new: str) -> dict[str, list[str]]:
-    """Say what a step changes in time, bytes and FLOPs, by pass: {"fwd": ["×1.51 as fast", …], "bwd": ["same code"]}."""
+    """Return what a step changes in time, bytes and FLOPs, by pass: {"fwd": ["×1.51 as fast", …], "bwd": ["same code"]}."""
     runs, counts, found = results.runs(), _counts(), {}
     for pass_ in results.CODE:
         if results.same_code(new, old, pass_):
@@ -213,7 +213,7 @@ def result(old: str, new: str) -> dict[str, list[str]]:
 
 
 def _at(words: dict[str, str], named: bool = False) -> str:
-    """Join words by where they hold. If they hold everywhere, say them once, and with `named` say where."""
+    """Join texts, each with its workload. Return equal texts once, and with `named` also name their workloads."""
     if len(set(words.values())) < 2:
         return "".join(set(words.values())) + (f" at {' and '.join(words)}" if named and words else "")
     return ", ".join(f"{text} at {where}" for where, text in words.items())
@@ -242,11 +242,11 @@ def sources(lines: list[str] | None = None) -> str:
     found = results.runs()
     parts = []
     if results.TRAFFIC.exists():
-        parts.append(
-            f"counted: the bytes of one pass without a mask, at S={results.COUNTED_AT} and with fixed tiles. measured: the "
-            "bytes that Nsight Compute measured, including spilled registers. They are shown if the tuner chose the same tiles "
-            "for both stages."
-        )
+        parts += [
+            f"counted: the bytes of one pass without a mask, at S={results.COUNTED_AT} and with fixed tiles.",
+            "measured: the bytes that Nsight Compute measured, including spilled registers. This line is missing if the tuner "
+            "chose other tiles than for the parent.",
+        ]
     else:
         parts.append(f"Without {results.TRAFFIC.relative_to(results.ROOT)} there are no counted bytes.")
     if found:

@@ -1,4 +1,4 @@
-"""The first lines of a benchmark's output: a stage's gain over its parent, next to its neighbours and the libraries."""
+"""Write the first lines of a benchmark's output: a stage's gain over its parent, and a table with neighbours and libraries."""
 
 from collections import Counter
 
@@ -32,20 +32,20 @@ def _total(records, impl, name, **values) -> float:
 
 
 def _change(before: float, after: float) -> str:
-    """Say in words how `after` compares with `before`: "1.94 times fewer", or "as many"."""
+    """Return in words how `after` compares with `before`: "1.94 times fewer", or "as many"."""
     if round(before / after, 2) == 1:
         return "as many"
     return f"{before / after:.2f} times fewer" if after < before else f"{after / before:.2f} times more"
 
 
 def _steps(records, names, on_gpu) -> dict[str, float]:
-    """Return how many times as fast as its parent each stage is. A stage whose parent was not measured is left out."""
+    """Return each stage's speed divided by its parent's speed. Leave out a stage whose parent was not measured."""
     gains = {name: _gain(records, name, stages.parent(name), on_gpu) for name in names if stages.position(name)}
     return {name: gain for name, gain in gains.items() if gain}
 
 
 def _headline(records, subject, over, on_gpu) -> list[str]:
-    """Return lines on how many times as fast a stage is as another one, in each pass."""
+    """Return lines that compare the speed of the stages `subject` and `over`, one line for each pass."""
     if over == subject:
         return [f"{subject}:"]
     role = "its parent" if over == stages.parent(subject) else "the first stage of this run"
@@ -67,7 +67,7 @@ def _headline(records, subject, over, on_gpu) -> list[str]:
 
 
 def _failures(records) -> list[str]:
-    """Return a line on the cases that could not be measured."""
+    """Return a line that names the cases without a measurement."""
     counted = Counter((record["impl"], record["failure"]) for record in records if "failure" in record)
     parts = [f"{impl} {failure}" + (f" ({number} cases)" if number > 1 else "") for (impl, failure), number in counted.items()]
     text = f"Not measured: {', '.join(parts)}."

@@ -9,8 +9,8 @@ import stages
 from common.measure.footprint import MIB_IN_MB
 from common.measure.workloads import Workload
 
-_SHARED = ("pass", "head_dim", "value_dim", "causal", "dtype", "score_std", "sink")  # equal in all rows of a table
-_WORKLOAD = ("seq_len", "kv_len", "batch", "heads", "kv_heads")  # different between its workloads
+_SHARED = ("pass", "head_dim", "value_dim", "causal", "dtype", "score_std", "sink")  # these are equal in all rows of a table
+_WORKLOAD = ("seq_len", "kv_len", "batch", "heads", "kv_heads")  # these differ between the workloads of a table
 PASS_NAMES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 _PARENT = "× parent"
 _TIME_HEADERS = (
@@ -162,16 +162,16 @@ def speed_table(records: list[dict], machine: dict, columns: int | None = None) 
 
     Args:
         records: all records of one run: each benchmark's `extra_info`, and the "failures" of its JSON file. A record has `impl`
-        and the fields of `Workload.record`; older runs lack the last fields. A failed case also has `failure` and `note`. A
-        case on a GPU also has `flops`, `ms`, `iqr_ms`, `tflops`, `launch_hidden`, `peak_extra_mib` and `host_us`, and
-        optionally `host_iqr_us` and `in_a_row_us`. A case without a GPU also has the fields of `common.measure.traffic.costs`.
+            and the fields of `Workload.record`; older runs lack the last fields. A failed case also has `failure` and `note`. A
+            case on a GPU also has `flops`, `ms`, `iqr_ms`, `tflops`, `launch_hidden`, `peak_extra_mib` and `host_us`, and
+            optionally `host_iqr_us` and `in_a_row_us`. A case without a GPU has the fields of `common.measure.traffic.costs`.
         machine: the file's "machine_info": `gpu`, `torch`, `triton`, `commit`, `date`, `matmul_tflops` by dtype, and optionally
-        `copy_gbps`. If `gpu` is None, kernels were interpreted, and the tables show counts and times at the peaks of
-        `roofline`. columns: the maximum line length; with None, all columns are shown, in lines of any length.
+            `copy_gbps`. If `gpu` is None, the tables show counts, and times at the peaks of `roofline`.
+        columns: the maximum line length. With None, the tables show all columns, in lines of any length.
 
-    Baselines come first, then the stages in stage order. "× parent" says how many times as fast a stage is as its parent, "×
-    v0" how many times as fast as v0. "-" means not measured. "host µs" is a median ± an interquartile range. "µs in a row" is
-    the time of a short call among back-to-back calls. Its launches are not hidden.
+    Baselines come first, then the stages in stage order. "× parent" is a stage's speed divided by its parent's speed, and "×
+    v0" divides by v0's speed. "-" means not measured. "host µs" is a median ± an interquartile range. "µs in a row" is the time
+    of a short call among back-to-back calls.
     """
     records = [record | Workload.of(record).record() for record in records]
     headers = list(_TIME_HEADERS if machine["gpu"] else _COUNT_HEADERS)

@@ -31,8 +31,8 @@ from common.show.tables import PASS_NAMES  # noqa: E402
 GLUON = [name for name in stages.names() if has_gluon(name)]
 TIMELINES = PLOTS / "timelines"
 CYCLES = 5000  # drawn cycles
-FROM = 15 / 32  # the picture begins at this share of the kernel's time: inside a tile, if 8, 16 or 32 follow each other
-COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")  # colour-blind readers can tell these apart
+FROM = 15 / 32  # the picture begins at this share of the kernel's time, which is inside a tile of 8, 16 or 32 tiles
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")  # color-blind readers can tell these apart
 NARROW = 0.04  # share of the width; narrower spans have no label
 
 
@@ -85,7 +85,7 @@ def draw(name: str, workloads: list[Workload], path: Path):
 
 
 def draw_recorded(recorded: dict, path: Path):
-    """Write a plot of what the partitions did on a GPU, above what they do in the model. Each partition has a lane."""
+    """Plot what the partitions did on a GPU, and below it what they do in the model. Each partition has a lane."""
     names = ("batch", "heads", "seq_len", "head_dim", "causal", "dtype")
     workload = Workload(recorded["pass"], **{name: recorded[name] for name in names} | {"batch": 1, "heads": 1})
     longest = max(simulate(stages.load(recorded["impl"]), workload, measured_rates()), key=lambda timing: timing.end)

@@ -31,22 +31,22 @@ from common.show.tables import PASS_NAMES  # noqa: E402
 TRACES = PLOTS / "traces"
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442")  # colours of programs, in turn
 WRITES = {"write": "black", "add": "#B22222"}
-FEW = 2  # number of rows; a tensor with fewer has no lane
+FEW = 2  # a tensor with fewer rows has no lane
 WIDTH, LANE, GAP = 9.0, 0.42, 0.25  # in inches: width of the picture, height of a lane, gap above a stage
 
 
 def lanes(recorded: Trace) -> list[str]:
-    """The tensors that get a lane, in the order of their first access."""
+    """Return the tensors that get a lane, in the order of their first access."""
     return [name for name, (_, rows, _) in recorded.tensors.items() if rows >= FEW]
 
 
 def has_cycles(recorded: Trace) -> bool:
-    """Whether any launch was timed. If so, accesses of launches that were not timed, such as PyTorch's, take no time."""
+    """Return whether any launch was timed. Accesses of other launches, such as PyTorch's, then take no time."""
     return any(recorded.spans.values())
 
 
 def unit(recorded: Trace) -> str:
-    """The unit of the time axis."""
+    """Return the unit of the time axis."""
     return "cycles of the model of an SM" if has_cycles(recorded) else "MB moved so far"
 
 
@@ -63,12 +63,12 @@ def moments(recorded: Trace) -> list[tuple[float, float]]:
 
 
 def _cycles(recorded, launch):
-    """The cycles of a timed launch."""
+    """Return the cycles of a timed launch."""
     return max((span.end for span in recorded.spans.get(launch, [])), default=0.0)
 
 
 def _draw(axes, name: str, recorded: Trace):
-    """A lane for each tensor, with its rows downwards."""
+    """Draw a lane for each tensor. The first row of a tensor is at the top of its lane."""
     shown = lanes(recorded)
     patches = {"read": [], "write": [], "add": []}
     colors = []
@@ -154,7 +154,7 @@ def perfetto(traces: dict[str, Trace]) -> dict:
                     events.append(_label("thread_name", process, threads[track], track))
                 return threads[track]
 
-            free = {}  # from when on a track is
+            free = {}  # the time from which a track is free
             for number, access in enumerate(accesses):
                 start, end = (number, number + 1) if access.start is None else (access.start, access.end)
                 start = max(start, free.get(access.tensor, 0.0))

@@ -216,5 +216,5 @@ def test_results_that_cannot_be_read_are_named_in_one_line(text, tmp_path):
     if text is not None:
         path.write_text(text)
     for load in (results.load_run, results.load_counts):
-        with pytest.raises(SystemExit, match="run.json is missing or not whole"):
+        with pytest.raises(SystemExit, match="run.json is missing or incomplete"):
             load(path)

@@ -63,7 +63,7 @@ def with_table(text: str, name: str, table: str) -> str:
     Raises:
         ValueError: the text does not have the two markers exactly once.
     """
-    begin, end = f"<!-- {name}: written by make readme -->\n", f"<!-- end of {name} -->"
+    begin, end = f"<!-- {name}: make readme -->\n", f"<!-- /{name} -->"
     pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
     if len(pattern.findall(text)) != 1:
         raise ValueError(f"the text does not have {begin.strip()!r} … {end!r} exactly once")
@@ -387,7 +387,7 @@ FRONT = {
 def with_passages(path: Path, passages: dict[str, Callable[[], str]]) -> str:
     """Return a document's text with new passages between its markers."""
     text = path.read_text()
-    for name in re.findall(r"<!-- (\w+): written by make readme -->", text):
+    for name in re.findall(r"<!-- (\w+): make readme -->", text):
         text = with_table(text, name, passages[name]())
     return text
 

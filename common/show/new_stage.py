@@ -44,8 +44,8 @@ Pseudocode with the names of the code.
 
 ## Gain
 
-<!-- gain: written by make readme -->
-<!-- end of gain -->
+<!-- gain: make readme -->
+<!-- /gain -->
 
 Say why the gain is larger or smaller than predicted.
 

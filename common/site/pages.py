@@ -66,9 +66,9 @@ def drawn(marks: list[Mark], end: float, grouped: bool) -> Markup:
 def sections(readme: str) -> dict[str, str]:
     """Return the sections of a stage's README by heading. The generated tables are separate, under "traffic" and "numbers"."""
     found = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", readme, re.MULTILINE | re.DOTALL))
-    table = re.compile(r"<!-- traffic:.*?<!-- end of traffic -->\n?", re.DOTALL)
+    table = re.compile(r"<!-- traffic:.*?<!-- /traffic -->\n?", re.DOTALL)
     found["traffic"] = "".join(table.findall(found["Problem"]))
-    gain = re.search(r"<!-- gain:.*?<!-- end of gain -->\n?", found["Gain"], re.DOTALL)
+    gain = re.search(r"<!-- gain:.*?<!-- /gain -->\n?", found["Gain"], re.DOTALL)
     found["numbers"], found["Gain"] = gain[0], found["Gain"].replace(gain[0], "")
     drawn_by_the_page = re.compile(
         r"^(!\[.*\]\(\S*/(timelines|traces)/.*|The \[model of an SM\].*\(`make timeline .*)\n", re.MULTILINE

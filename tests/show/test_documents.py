@@ -4,7 +4,6 @@ import functools
 import itertools
 import json
 import math
-import re
 
 import pytest
 from test_results import records
@@ -82,9 +81,9 @@ def test_implementations_come_in_stage_order():
 
 
 def test_table_replaces_what_is_between_its_markers_alone():
-    text = "before\n<!-- x: written by make readme -->\nold\n<!-- end of x -->\nafter\n"
+    text = "before\n<!-- x: make readme -->\nold\n<!-- /x -->\nafter\n"
     once = documents.with_table(text, "x", "| new |")
-    assert once == "before\n<!-- x: written by make readme -->\n\n| new |\n\n<!-- end of x -->\nafter\n"
+    assert once == "before\n<!-- x: make readme -->\n\n| new |\n\n<!-- /x -->\nafter\n"
     assert documents.with_table(once, "x", "| new |") == once
     for wrong in ("before\nafter\n", text + text):
         with pytest.raises(ValueError, match="exactly once"):

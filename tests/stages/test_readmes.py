@@ -23,7 +23,7 @@ def test_headings_are_the_same_in_every_stage(readme):
 
 def test_gain_has_its_markers_once_and_in_its_section(readme):
     section = readme.partition("## Gain")[2].partition("## Limits")[0]
-    begin, end = "<!-- gain: written by make readme -->", "<!-- end of gain -->"
+    begin, end = "<!-- gain: make readme -->", "<!-- /gain -->"
     assert [readme.count(begin), readme.count(end)] == [1, 1]
     assert re.search(f"^{begin}\n.*^{end}$", section, re.MULTILINE | re.DOTALL)
 
@@ -69,7 +69,7 @@ def test_files_and_modules_that_are_named_exist(document):
 
 def test_measured_numbers_are_generated(document):
     """Measured and counted numbers stand between markers, where `make readme` writes them from results/."""
-    prose = re.sub(r"<!-- (\w+): written by make readme -->.*?<!-- end of \1 -->", "", document.read_text(), flags=re.DOTALL)
+    prose = re.sub(r"<!-- (\w+): make readme -->.*?<!-- /\1 -->", "", document.read_text(), flags=re.DOTALL)
     assert re.findall(f".*(?:{MEASURED}).*", prose) == []
 
 

@@ -116,20 +116,17 @@ def ladder(found: list[Run]) -> str:
     libraries = dict.fromkeys(spoken(name) for run in used for name in names_in([run]) if not stages.position(name))
     meanings = [
         ["lines changed", "lines of code that the stage adds to its parent's or removes"],
-        ["× parent", "how many times as fast the stage is as its parent, in one run; below ×1.00 it is slower"],
-        [
-            "% of fastest",
-            f"the stage's speed in percent of the fastest library's ({', '.join(libraries)}), in one run, which may be another run "
-            "than that of × parent; above 100 % the stage is faster",
-        ],
+        ["× parent", "how many times as fast the stage is as its parent; below ×1.00 it is slower"],
+        ["% of fastest", "the stage's speed in percent of each workload's fastest library; above 100 % the stage is faster"],
+        ["these two", "geometric means over the table's workloads, each from one run; the two may come from different runs"],
         ["same code", "the stage does not change this pass, so its time is the parent's"],
         ["`-`", "not measured; or v0, which has no parent"],
         ["commit", "the version of this repository that was measured"],
     ]
     words = _short(tabulate(meanings, ["in the tables", "meaning"], tablefmt="pipe", disable_numparse=True))
     over = (
-        f"Float16, D = {HEAD_DIM}. Each number is the geometric mean over six workloads: "
-        "1024, 4096 and 16384 tokens, each with and without a causal mask. Measured on"
+        f"Six workloads, float16, D = {HEAD_DIM}: 1024, 4096 and 16384 tokens, each with and without a causal mask. "
+        f"Libraries: {', '.join(libraries)}. Measured on"
     )
     tracks = "The stages after the ladder form four tracks. Each track speeds up one other kind of workload."
     dead_ends = (

@@ -96,9 +96,12 @@ def table(key: str, start: Callable[[str], list[str]]) -> str:
     headers = [track.title, "idea", "lines changed", "× parent", "% of fastest"]
     align = ["left", "left", "right", "right", "right"]
     shown = tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=align)
-    machines = dict.fromkeys(f"{machine['gpu']}, commit {machine['commit'][:12]}" for machine in _times(track)[1])
-    where = f"Measured on {'; '.join(machines)}." if machines else "Not measured."
-    return f"{PASS_NAMES[track.pass_].capitalize()}: {track.words}. {where}\n\n{shown}"
+    times, machines = _times(track)
+    libraries = [results.spoken(impl) for impl in times if not stages.position(impl)]
+    facts = [f" Libraries: {', '.join(libraries)}."] if libraries else []
+    places = dict.fromkeys(f"{machine['gpu']}, commit {machine['commit'][:12]}" for machine in machines)
+    facts.append(f" Measured on {'; '.join(places)}." if places else " Not measured.")
+    return f"{PASS_NAMES[track.pass_].capitalize()}: {track.words}.{''.join(facts)}\n\n{shown}"
 
 
 def headings(names: list[str]) -> Iterator[tuple[str | None, str]]:

@@ -118,7 +118,7 @@ def ladder(found: list[Run]) -> str:
         ["lines changed", "lines of code that the stage adds to its parent's or removes"],
         ["× parent", "how many times as fast the stage is as its parent; below ×1.00 it is slower"],
         ["% of fastest", "the stage's speed in percent of each workload's fastest library; above 100 % the stage is faster"],
-        ["these two", "geometric means over the table's workloads, each from one run; the two may come from different runs"],
+        ["× parent, % of fastest", "geometric means over the table's workloads, each from one run, but perhaps from two different runs"],
         ["same code", "the stage does not change this pass, so its time is the parent's"],
         ["`-`", "not measured; or v0, which has no parent"],
         ["commit", "the version of this repository that was measured"],
@@ -130,8 +130,8 @@ def ladder(found: list[Run]) -> str:
     )
     tracks = "The stages after the ladder form four tracks. Each track speeds up one other kind of workload."
     dead_ends = (
-        "A dead end is an idea that looked good and made attention slower. Later stages do not contain it: "
-        "v5's parent is v4, not v4a."
+        "A dead end is an idea that looked good and made attention slower. Its parent has the same number: v4a starts from v4. "
+        "v5 starts from v4, too."
     )
     each = [_short(table(key, start)) for key in TRACKS]
     measured = f"{over} {origins(used)}."
@@ -144,6 +144,8 @@ def headline(found: list[Run]) -> str:
     Args:
         found: as `common.show.results.runs` gives them.
     """
+    if not found:
+        return "Not measured yet."
     names = names_in(found)
     first, last = next(name for name in names if stages.position(name)), last_stage(names)
     libraries = [name for name in names if not stages.position(name)]
@@ -162,8 +164,8 @@ def headline(found: list[Run]) -> str:
     headers = [f"{spoken(last)}, D = {HEAD_DIM}", "TFLOP/s", *(f"× {spoken(name)}" for name in (first, *libraries))]
     table = tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=["left"] + ["right"] * (len(headers) - 1))
     words = (
-        f"{spoken(last)} is the newest stage. D is the head dimension. ×1.10 means 1.10 times as fast. "
-        f"The workloads are those of the ladder below. Measured on {origins(used)}."
+        f"{spoken(last)} is the newest stage. D is the head dimension. TFLOP/s counts 10¹² floating-point operations per second. "
+        f"×1.10 means 1.10 times as fast. The workloads are those of the ladder below. Measured on {origins(used)}."
     )
     if chained:
         words += (

@@ -107,14 +107,19 @@ def decoding_tables(records: list[dict], machine: dict) -> str:
     dtypes = ", ".join(sorted({point.dtype for point in run.points}))
     parts = [
         f"{origin(machine)}, {machine['date']}.",
-        f"Forwards of S queries and Sk keys without a mask, {dims}, {dtypes}. A copy in the GPU's memory reads and writes "
-        f"{run.copy_gbps:,.0f} GB/s in the same run; what only reads can be faster.",
-        f"{spoken(run.stage)}, times as fast as the fastest peer at each point: the geometric mean, and the worst.",
+        f"Forwards of S queries and Sk keys without a mask, {dims}, {dtypes}. In the same run, a copy in the GPU's "
+        "memory reads "
+        f"and writes {run.copy_gbps:,.0f} GB/s. A kernel that only reads can exceed this rate.",
+        f"How many times as fast {spoken(run.stage)} is as the fastest library of each workload: the geometric mean over the "
+        "workloads, and the worst workload.",
         _gains(run),
-        f"K and V, read once, over the time, as a share of the copy's rate: the mean and the least of the points where K and V "
-        f"have at least {LARGE_BYTES / 1e6:.0f} MB and are read for at most {FEW_ROWS} query rows, S × H / Hkv.",
+        "The bytes of K and V, divided by the time, in percent of the copy's rate: the mean and the lowest workload. Only "
+        f"workloads count in which K and V have at least {LARGE_BYTES / 1e6:.0f} MB, and each K/V head serves at "
+        f"most {FEW_ROWS} "
+        "query rows (S × H / Hkv).",
         _shares(run),
-        "All points: ms / GB/s of K and V / percent of the copy's rate. MB: K and V.",
+        "All workloads. A cell shows milliseconds, GB/s of K and V, and percent of the copy's rate. *MB* is the "
+        "size of K and V.",
     ]
     for (batch, heads, kv_heads), points in itertools.groupby(run.points, key=_model):
         parts += [f"B = {batch}, H / Hkv = {heads} / {kv_heads}", _points(run, points)]

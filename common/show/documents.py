@@ -290,9 +290,11 @@ def timeline_table() -> str:
         rows.append(row + ["-"] * (10 - len(row)))
     headers = ["stage", "pass", "D", "mask", "model", "measured", "ratio", "gain, model", "gain, measured", "ratio"]
     caption = (
-        f"Cycles of an SM for {SCORES} scores that are not masked, in a pass's longest kernel, and times as fast as "
-        f"the stage before: as `make timeline`'s model has them, at the rates of `rates-h200.json`, and as Nsight Compute "
-        f"measured them (`units-h200.json`). S = {seq_len}, float16. {origin(units['machine_info'])}."
+        f"Cycles of an SM for {SCORES} scores that are not masked, in a pass's longest kernel. *model*: `make "
+        "timeline`, with the "
+        "rates of `rates-h200.json`. *measured*: Nsight Compute (`units-h200.json`). *gain*: how many times as "
+        "fast the stage is "
+        f"as its parent. S = {seq_len}, float16. {origin(units['machine_info'])}."
     )
     align = ["left", "left", "right", "left"] + ["right"] * 6
     return f"{caption}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True, colalign=align)}"

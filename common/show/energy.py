@@ -20,9 +20,11 @@ def energy_table(result: dict) -> str:
     info = result["machine_info"]
     headers = ["pass", "D", "mask", "S", "", "J", "pJ / FLOP", "W", "capped, %", "GHz", "ms", "ms, rested"]
     caption = (
-        "Energy of a call, calls back to back, as NVML counts it; the power that this is, and the share of the time in which "
-        "the clock was lowered for want of power; the clock; the time; and that of the first calls after a rest. FLOPs as the "
-        f"papers count them. float16, 16k tokens, hidden size 2048. {info['gpu']}, limit {info['limit_watts']:.0f} W, "
+        "*J* is the energy of a call in a long series of calls, as the GPU's driver reports it (NVML). *W* is the "
+        "power. *capped* "
+        "is the share of the time in which the power limit lowered the clock. *ms* is the time of a call in the series, and "
+        "*ms, rested* the time of the first calls after a pause. FLOPs are counted as in the FlashAttention papers. Float16, "
+        f"16k tokens, hidden size 2048. {info['gpu']}, limit {info['limit_watts']:.0f} W, "
         f"torch {info['torch']}, triton {info['triton']}, commit {info['commit'][:12]}, {info['date']}."
     )
     align = ["left", "right", "left", "right", "left"] + ["right"] * 7

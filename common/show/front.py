@@ -118,7 +118,7 @@ def ladder(found: list[Run]) -> str:
         ["lines changed", "lines of code that the stage adds to its parent's or removes"],
         ["× parent", "how many times as fast the stage is as its parent; below ×1.00 it is slower"],
         ["% of fastest", "the stage's speed in percent of each workload's fastest library; above 100 % the stage is faster"],
-        ["× parent, % of fastest", "geometric means over the table's workloads, each from one run, but perhaps from two different runs"],
+        ["× parent, % of fastest", "geometric means over the table's workloads; the two can come from different runs"],
         ["same code", "the stage does not change this pass, so its time is the parent's"],
         ["`-`", "not measured; or v0, which has no parent"],
         ["commit", "the version of this repository that was measured"],
@@ -164,7 +164,8 @@ def headline(found: list[Run]) -> str:
     headers = [f"{spoken(last)}, D = {HEAD_DIM}", "TFLOP/s", *(f"× {spoken(name)}" for name in (first, *libraries))]
     table = tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=["left"] + ["right"] * (len(headers) - 1))
     words = (
-        f"{spoken(last)} is the newest stage. D is the head dimension. TFLOP/s counts 10¹² floating-point operations per second. "
+        f"{spoken(last)} is the newest stage. D is the head dimension. "
+        "TFLOP/s counts 10¹² floating-point operations per second. "
         f"×1.10 means 1.10 times as fast. The workloads are those of the ladder below. Measured on {origins(used)}."
     )
     if chained:

@@ -48,11 +48,13 @@ def traffic_table(result: dict) -> str:
     headers += ["MB from memory", "MB to memory"] if memory else []
     align = ["left" if header in ("stage", "pass", "mask", "kernel") else "right" for header in headers]
     heads = "" if shares else f"H={first.heads}, "
-    beyond = f" Memory: between the L2 cache and device memory ({', '.join(memory)})." if memory else ""
+    beyond = (
+        f" *from memory* and *to memory*: between the L2 cache and the GPU's memory ({', '.join(memory)})." if memory else ""
+    )
     caption = (
-        f"Bytes between the L2 cache and the SMs: as Nsight Compute measures them ({READ}, {WRITTEN}), and as they "
-        f"are counted on the CPU for the same tiles. B={first.batch}, {heads}{first.dtype}.{beyond} Of PyTorch's "
-        "operators arguments and results are counted, once each; what they move beyond that is the library's. "
+        f"Bytes between the L2 cache and the SMs. *measured*: by Nsight Compute ({READ}, {WRITTEN}). *counted*: on the CPU, "
+        f"for the same tiles. B={first.batch}, {heads}{first.dtype}.{beyond} For PyTorch's operators, only arguments and "
+        "results are counted, once each. "
         f"{info['gpu']}, torch {info['torch']}, triton {info['triton']}, ncu {info['ncu']}, commit {info['commit'][:12]}, "
         f"{info['date']}."
     )
@@ -86,9 +88,11 @@ def units_table(result: dict) -> str:
     lengths = sorted({case["seq_len"] for case in result["cases"]})
     headers = ["pass", "D", "mask", "", "kernel", "ms", "GHz", "registers", *UNITS, "waiting"]
     caption = (
-        "Percent of what each unit can do in a kernel's time, the SMs' clock, registers of a thread at launch, and "
-        f"what waiting warps wait for most often. S = {', '.join(map(str, lengths))}, float16, 16k tokens, "
-        f"hidden size 2048; under the profiler, a kernel at a time. {info['gpu']}, torch {info['torch']}, triton "
+        "A unit's column shows how busy it is, in percent of its peak. *GHz* is the clock of the SMs, *registers* "
+        "the number per "
+        "thread at launch, *waiting* the two most frequent reasons why warps wait. The profiler runs one kernel at a time. "
+        f"S = {', '.join(map(str, lengths))}, float16, 16k tokens, hidden size 2048. {info['gpu']}, torch "
+        f"{info['torch']}, triton "
         f"{info['triton']}, ncu {info['ncu']}, commit {info['commit'][:12]}, {info['date']}."
     )
     align = ["left", "right", "left", "left", "left"] + ["right"] * (3 + len(UNITS)) + ["left"]

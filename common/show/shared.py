@@ -28,7 +28,7 @@ def remarks(records: list[dict]) -> list[str]:
     notes = [f"{spoken(record['impl'])}: {' '.join(record['note'].split())}" for record in records if record.get("note")]
     found = list(dict.fromkeys(notes))
     if any(record.get("launch_hidden") is False for record in records):
-        found.append("* The launch could not be hidden: this is in part the CPU's time.")
+        found.append("* The launch could not be hidden, so this time includes CPU time.")
     return found
 
 
@@ -127,12 +127,16 @@ def shared_tables(records: list[dict], machine: dict) -> str:
     heads = sorted({(point.head_dim, point.heads) for point in run.points})
     parts = [
         f"{origin(machine)}, {machine['date']}.",
-        f"Times of {spoken(run.stage)} over its own with all heads, and over those of others with the same heads: geometric "
-        f"means for {', '.join(map(str, run.sharing))} query heads to a K/V head, and the worst point of those that share.",
+        f"{spoken(run.stage)}'s time with {', '.join(map(str, run.sharing))} query heads to a K/V head, divided by "
+        "two other times: "
+        "its own time without sharing, and a library's time with the same heads. *mean* is the geometric mean "
+        "over the workloads, "
+        "*worst* the worst workload with shared heads.",
         _summary(run),
-        f"16k tokens, {', '.join(f'{number} heads of D = {dim}' for dim, number in heads)}. What a slash separates is for "
-        f"{', '.join(map(str, run.sharing))} query heads to a K/V head; of the time over that with all heads, for those that "
-        "share. Below 1 is faster.",
+        f"16k tokens, {', '.join(f'{number} heads of D = {dim}' for dim, number in heads)}. Slashes separate the values for "
+        f"{', '.join(map(str, run.sharing))} query heads to a K/V head. A time divided by the time without sharing "
+        "has no value "
+        "for 1. Below 1 is faster.",
         _each(run),
     ]
     if run.other_dims:

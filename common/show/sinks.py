@@ -31,8 +31,11 @@ def sinks_table(name: str) -> str:
         rows.append([head_dim, dtype, "causal" if causal else "full", *cells])
     names = [f"sink of {sink:g}" if sink else f"deviation {std:g}" for std, sink in points]
     caption = (
-        f"How many times as fast as {spoken(first)}'s forward; {spoken(before)} in brackets. *deviation*: of the scores. "
-        "*sink*: the score of key 0 in nats. *wrong*: further from the truth than a stage may be, so not timed. "
+        f"How many times as fast {spoken(name)}'s forward is as {spoken(first)}'s; in brackets {spoken(before)}'s. "
+        "*deviation*: "
+        "the standard deviation of the scores. *sink*: the score of key 0 in nats. *wrong*: the result has too "
+        "large an error, so "
+        "it is not timed. "
         f"S = {records[0]['seq_len']}, {origin(machine)}."
     )
     align = ["right", "left", "left"] + ["right"] * len(points)

@@ -192,7 +192,7 @@ def speed_table(records: list[dict], machine: dict, columns: int | None = None) 
             "Bytes that Triton's kernels request (PyTorch's operators: arguments and results once), and executed FLOPs. "
             f"µs at peak: each launch's bytes or FLOPs, whichever takes longer, at {machine['roofline']}; caches can reduce it."
         )
-    parts.append(f"{_PARENT}: times as fast as the stage that a stage was made from.")
+    parts.append(f"{_PARENT}: how many times as fast a stage is as its parent.")
 
     def position(record):
         return list(PASS_NAMES).index(record["pass"]), *_by(_SHARED[1:])(record)
@@ -209,7 +209,7 @@ def speed_table(records: list[dict], machine: dict, columns: int | None = None) 
         parts.append(_fitted(rows, headers, columns))
         parts += [f"{record['impl']} at {_where(record)}: {record['note']}" for record in group if record.get("note")]
     if any(record.get("launch_hidden") is False for record in records):
-        parts.append("* The launch could not be hidden: this is in part the CPU's time.")
+        parts.append("* The launch could not be hidden, so this time includes CPU time.")
     if columns is not None:
         parts = [part if part.startswith("|") else textwrap.fill(part, columns) for part in parts]
     return "\n\n".join(parts)

@@ -122,6 +122,7 @@ def ladder(found: list[Run]) -> str:
         ["same code", "the stage does not change this pass, so its time is the parent's"],
         ["`-`", "not measured; or v0, which has no parent"],
         ["commit", "the version of this repository that was measured"],
+        ["measured on", "a GPU; compare numbers of one table only, because another table may be from another GPU"],
     ]
     words = _short(tabulate(meanings, ["in the tables", "meaning"], tablefmt="pipe", disable_numparse=True))
     over = (

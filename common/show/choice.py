@@ -98,9 +98,11 @@ def choice_table(choice: dict) -> str:
         rows[-1] += [stages.version(use), f"{cells[0]}, {cells[1]}", f"{cells[2]}, {cells[3]}"]
     machine = choice["machine_info"]
     caption = (
-        f"The last two columns: {stages.version(tuned)}'s time over {stages.version(fixed)}'s, counted at the GPU's published "
-        f"peaks, causal, float16, S = {choice['seq_len']}, D = 64, 128; `-` where the peaks are not known. A stage runs where "
-        f"all of its kernels compile and fit. Triton {machine['triton']}, commit {machine['commit'][:12]}, {machine['date']}."
+        f"A stage runs on an architecture if all of its kernels compile and fit into shared memory. The last two columns show "
+        f"{stages.version(tuned)}'s time over {stages.version(fixed)}'s time, for D = 64 and for D = 128. Above 1, "
+        f"{stages.version(fixed)} is faster. The times are computed from counted bytes and FLOPs (causal, float16, "
+        f"S = {choice['seq_len']}) and the GPU's published peak rates. `-`: these rates are unknown. "
+        f"Triton {machine['triton']}, commit {machine['commit'][:12]}, {machine['date']}."
     )
     headers = ["architecture", "GPUs", "stages that run", "use", "forward", "backward"]
     return f"{caption}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True)}"

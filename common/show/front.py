@@ -114,18 +114,26 @@ def ladder(found: list[Run]) -> str:
         )
         tables.append(_short(shown))
     libraries = dict.fromkeys(spoken(name) for run in used for name in names_in([run]) if not stages.position(name))
-    words = (
-        "*lines changed*: added plus removed lines of code. "
-        "*× parent*: the parent's time over the stage's time. "
-        f"*% of fastest*: the stage's speed as a share of the fastest library's ({', '.join(libraries)}). "
-        "*same code*: the stage does not change this pass. `-`: not measured, or no parent."
-    )
+    meanings = [
+        ["lines changed", "lines of code that the stage adds to its parent's or removes"],
+        ["× parent", "how many times as fast the stage is as its parent; below ×1.00 it is slower"],
+        ["% of fastest", "the stage's speed in percent of each workload's fastest library; above 100 % the stage is faster"],
+        ["× parent, % of fastest", "geometric means over the table's workloads; the two can come from different runs"],
+        ["same code", "the stage does not change this pass, so its time is the parent's"],
+        ["`-`", "not measured; or v0, which has no parent"],
+        ["commit", "the version of this repository that was measured"],
+        ["measured on", "a GPU; compare numbers of one table only, because another table may be from another GPU"],
+    ]
+    words = _short(tabulate(meanings, ["in the tables", "meaning"], tablefmt="pipe", disable_numparse=True))
     over = (
-        f"Float16, D = {HEAD_DIM}. Each number is the geometric mean over six workloads: "
-        "1024, 4096 and 16384 tokens, with and without a causal mask. Each ratio compares times of one run."
+        f"Six workloads, float16, D = {HEAD_DIM}: 1024, 4096 and 16384 tokens, each with and without a causal mask. "
+        f"Libraries: {', '.join(libraries)}. Measured on"
     )
-    tracks = "The ladder ends at the fastest attention for training. Each track goes on from there, for one other workload."
-    dead_ends = "A dead end is an idea that looked good and made attention slower. v5 starts from v4 again, not from v4a."
+    tracks = "The stages after the ladder form four tracks. Each track speeds up one other kind of workload."
+    dead_ends = (
+        "A dead end is an idea that looked good and made attention slower. Its parent has the same number: v4a starts from v4. "
+        "v5 starts from v4, too."
+    )
     each = [_short(table(key, start)) for key in TRACKS]
     measured = f"{over} {origins(used)}."
     return "\n\n".join([words, tables[0], measured, tracks, *each, dead_ends, tables[1]])
@@ -137,6 +145,8 @@ def headline(found: list[Run]) -> str:
     Args:
         found: as `common.show.results.runs` gives them.
     """
+    if not found:
+        return "Not measured yet."
     names = names_in(found)
     first, last = next(name for name in names if stages.position(name)), last_stage(names)
     libraries = [name for name in names if not stages.position(name)]
@@ -154,7 +164,11 @@ def headline(found: list[Run]) -> str:
         chained |= len(links) > 1
     headers = [f"{spoken(last)}, D = {HEAD_DIM}", "TFLOP/s", *(f"× {spoken(name)}" for name in (first, *libraries))]
     table = tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=["left"] + ["right"] * (len(headers) - 1))
-    words = f"×1.10 means 1.10 times as fast. Float16, on the workloads of the ladder below. {origins(used)}."
+    words = (
+        f"{spoken(last)} is the newest stage. D is the head dimension. "
+        "TFLOP/s counts 10¹² floating-point operations per second. "
+        f"×1.10 means 1.10 times as fast. The workloads are those of the ladder below. Measured on {origins(used)}."
+    )
     if chained:
         words += (
             f" No run has both {spoken(first)} and {spoken(last)}, so × {spoken(first)} multiplies the gains of several runs."

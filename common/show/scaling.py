@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from common.measure.footprint import MIB_IN_MB
-from common.show.results import ROOT, implementations, origin, spoken
+from common.show.results import ROOT, implementations, spoken
 from common.show.tables import PASS_NAMES, markdown
 
 COMMAND = 'make bench-ring GPUS=2 ARGS="--json results/ring-h200-x2.json"'
@@ -64,18 +64,18 @@ def _summary(path):
         memory = [f"{r[name] * MIB_IN_MB:,.0f}" if name in r else "-" for name in ("peak_extra_mib", "held_mib")]
         start = [PASS_NAMES[r["pass"]], "causal" if r["causal"] else "full", f"{r['seq_len']:,}", spoken(r["impl"])]
         rows.append([*start, f"{r['ms']:.2f}", f"{r['tflops']:.0f}", *shares, *memory])
-    headers = ["pass", "mask", "S", "", "ms", "TFLOP/s a GPU", "of one GPU, same tokens a GPU", "of linear, same S"]
-    headers += ["peak extra MB", "of the ring"]
+    headers = ["pass", "mask", "S", "attention", "ms", "TFLOP/s per GPU", "weak scaling", "strong scaling"]
+    headers += ["peak extra MB", "MB of the ring"]
     models = dict.fromkeys(f"H = {r['heads']}, Hkv = {r['kv_heads']}, D = {r['head_dim']}, {r['dtype']}" for r in most)
     links = [
-        f" K and V of {link['tokens']:,} tokens travel in {link['ms']:.2f} ms, {link['gbps']:.0f} GB/s each way."
+        f" K and V of {link['tokens']:,} tokens travel in {link['ms']:.2f} ms, at {link['gbps']:.0f} GB/s in each direction."
         for link in run["links"]
     ]
     caption = (
-        f"{facts['gpus']}; {origin(facts)}, {facts['date']}. {'; '.join(models)}.{''.join(links)} "
-        f"All cases: [{path.stem}.md](../results/{path.stem}.md)."
+        f"{'; '.join(models)}.{''.join(links)} Measured on {facts['gpus']}, torch {facts['torch']}, triton {facts['triton']}, "
+        f"commit {facts['commit'][:12]}, {facts['date']}. More cases: [{path.stem}.md](../results/{path.stem}.md)."
     )
-    return f"{caption}\n\n{markdown(rows, headers, ('pass', 'mask', ''))}"
+    return f"{caption}\n\n{markdown(rows, headers, ('pass', 'mask', 'attention'))}"
 
 
 def scaling_passage() -> str:

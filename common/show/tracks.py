@@ -35,7 +35,7 @@ TRACKS = {
     ),
     "sinks": Track(
         "Attention sinks and wide scores", "fwd", ("sinks",),
-        "scores of standard deviation 4 and more, and sinks, D = 64 and 128", "sinks and wide scores",
+        "attention sinks, or scores with a standard deviation of at least 4, D = 64 and 128", "sinks and wide scores",
         lambda work: work.sink > 0 or work.score_std >= 4,
     ),
     "wide": Track("D = 256", "bwd", ("wide",), "1024 to 16384 tokens, float16", "D = 256", lambda work: True),
@@ -96,8 +96,12 @@ def table(key: str, start: Callable[[str], list[str]]) -> str:
     headers = [track.title, "idea", "lines changed", "× parent", "% of fastest"]
     align = ["left", "left", "right", "right", "right"]
     shown = tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=align)
-    machines = dict.fromkeys(f"{machine['gpu']}, commit {machine['commit'][:12]}" for machine in _times(track)[1])
-    return f"{PASS_NAMES[track.pass_].capitalize()}, {track.words}. {'; '.join(machines) or 'Not measured'}.\n\n{shown}"
+    times, machines = _times(track)
+    libraries = [results.spoken(impl) for impl in times if not stages.position(impl)]
+    facts = [f" Libraries: {', '.join(libraries)}."] if libraries else []
+    places = dict.fromkeys(f"{machine['gpu']}, commit {machine['commit'][:12]}" for machine in machines)
+    facts.append(f" Measured on {'; '.join(places)}." if places else " Not measured.")
+    return f"{PASS_NAMES[track.pass_].capitalize()}: {track.words}.{''.join(facts)}\n\n{shown}"
 
 
 def headings(names: list[str]) -> Iterator[tuple[str | None, str]]:

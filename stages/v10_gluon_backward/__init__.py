@@ -1,4 +1,4 @@
-"""The backward in Gluon, too, with one ring for all query heads."""
+"""The backward in Gluon; one ring of buffers serves all query heads."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -1,4 +1,4 @@
-"""LSE and delta lie side by side; TMA loads them with Q."""
+"""One TMA copy loads LSE and delta, which lie side by side."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

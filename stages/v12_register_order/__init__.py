@@ -1,4 +1,4 @@
-"""dQ accumulates in register order, in parts of 64 columns."""
+"""dQ's sums lie in memory in the order of the registers."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

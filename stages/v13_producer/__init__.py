@@ -1,4 +1,4 @@
-"""A producer warp loads; the other warps compute."""
+"""A producer warp loads tiles; the other warps compute."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -1,4 +1,4 @@
-"""Forward warpgroups go at their own pace, to their own last tile."""
+"""Each warpgroup of the forward computes 64 rows at its own pace."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

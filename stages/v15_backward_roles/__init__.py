@@ -1,4 +1,4 @@
-"""Backward roles: one copies, two consume what they see, one computes dQ."""
+"""The backward gets a producer, two consumers and a warpgroup for dQ."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

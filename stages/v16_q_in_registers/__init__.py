@@ -1,4 +1,4 @@
-"""Q stays in registers, where there are enough."""
+"""Forward consumers keep Q in registers, if there are enough registers."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -1,4 +1,4 @@
-"""Query tiles start where the diagonal meets a tile's corner."""
+"""Shift query tiles so that the diagonal meets a tile's corner."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -1,4 +1,4 @@
-"""Keys from last to first: the one masked tile comes first."""
+"""Visit keys from last to first; only the first tile needs masking."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

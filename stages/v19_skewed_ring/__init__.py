@@ -1,4 +1,4 @@
-"""A step takes one tile's K and the previous tile's V."""
+"""An iteration computes one tile's scores and the previous tile's P V."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

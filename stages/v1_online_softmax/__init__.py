@@ -1,4 +1,4 @@
-"""Online softmax: scale, mask and softmax, fused into Triton kernels."""
+"""Triton kernels fuse scale, mask and an online softmax."""
 
 from common.operator import make_attention
 

@@ -1,4 +1,4 @@
-"""While the last P V runs, compute 1/l and store LSE."""
+"""Store LSE and invert the row sums during the last matmul."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

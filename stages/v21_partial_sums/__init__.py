@@ -1,4 +1,4 @@
-"""Four threads share a row, and add their sums at the end."""
+"""A row's four threads add their partial row sums only once."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -1,4 +1,4 @@
-"""A dead end: ping-pong, where consumers take turns issuing their matmuls."""
+"""A dead end: ping-pong, where consumers take turns at starting matmuls."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -1,4 +1,4 @@
-"""CTAs take tiles from a shared counter, in place of fixed ones."""
+"""Each CTA takes its next tile from a shared counter."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -1,4 +1,4 @@
-"""A second buffer of Q, where the next tile's Q loads meanwhile."""
+"""A second Q buffer: the next tile's Q loads early."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -1,4 +1,4 @@
-"""Guess each row's maximum, check it afterwards, redo what failed."""
+"""Guess each row's maximum, check it afterwards, recompute tiles that failed."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

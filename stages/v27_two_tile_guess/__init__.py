@@ -1,4 +1,4 @@
-"""With a causal mask and many tiles, guess from two."""
+"""With a causal mask, guess the maximum from two key tiles."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

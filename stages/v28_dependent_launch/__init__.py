@@ -1,4 +1,4 @@
-"""The second launch is set up while the first one runs."""
+"""The second kernel launch starts while the first one ends (PDL)."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

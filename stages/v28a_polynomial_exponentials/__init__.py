@@ -1,4 +1,4 @@
-"""A dead end: a quarter of the exponentials computed by a polynomial."""
+"""A dead end: a polynomial computes a quarter of the exponentials."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

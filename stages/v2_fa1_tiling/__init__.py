@@ -1,4 +1,4 @@
-"""FlashAttention tiling: scores never leave the chip."""
+"""FlashAttention-1: compute tile by tile, so that scores never reach memory."""
 
 from common.operator import make_attention
 

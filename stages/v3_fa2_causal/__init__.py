@@ -1,4 +1,4 @@
-"""FlashAttention-2: one program per output tile; one division; masks only where needed."""
+"""FlashAttention-2: one program per output tile, fewer divisions and fewer masks."""
 
 from common.operator import make_attention
 

@@ -1,4 +1,4 @@
-"""Tile sizes chosen by an autotuner; tiles moved by TMA descriptors."""
+"""An autotuner chooses tile sizes; TMA loads and stores tiles."""
 
 from common.operator import make_attention
 

@@ -1,4 +1,4 @@
-"""A dead end: K transposed in memory beforehand, so that no matmul transposes it."""
+"""A dead end: K is transposed in memory beforehand, not by each matmul."""
 
 from common.operator import make_attention
 

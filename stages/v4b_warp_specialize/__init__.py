@@ -1,4 +1,4 @@
-"""A dead end: warps specialized by the compiler, `warp_specialize=True`."""
+"""A dead end: the compiler gives warps different roles (`warp_specialize=True`)."""
 
 from common.operator import make_attention
 

@@ -1,4 +1,4 @@
-"""Delta, the row sums of dO ∘ O, computed only once."""
+"""Delta, the row sums of dO ∘ O, is computed only once."""
 
 from common.operator import make_attention
 

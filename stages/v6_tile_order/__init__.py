@@ -1,4 +1,4 @@
-"""The longest causal tiles first, a few heads at a time."""
+"""Start the longest causal tiles first, a few heads at a time."""
 
 from common.operator import make_attention
 

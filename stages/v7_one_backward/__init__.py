@@ -1,4 +1,4 @@
-"""One backward kernel, five matmuls instead of seven; dQ summed in memory."""
+"""One backward kernel with five matmuls, not seven, adds dQ in memory."""
 
 from common.operator import make_attention
 

@@ -1,4 +1,4 @@
-"""A fixed tile per head dimension, for Hopper; P in 16 bits."""
+"""Tile sizes fixed by hand for Hopper; P in 16 bits."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

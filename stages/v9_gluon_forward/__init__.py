@@ -1,4 +1,4 @@
-"""The forward in Gluon: layouts, buffers and barriers written out."""
+"""The forward in Gluon, with explicit layouts, buffers and barriers."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

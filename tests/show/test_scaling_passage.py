@@ -41,8 +41,8 @@ def test_a_run_is_shown_with_its_most_gpus(root):
     (root / "results" / "ring-x.json").write_text(json.dumps(RUN))
     (root / "results" / "ring-million.json").write_text(json.dumps(MILLION))
     text = scaling.scaling_passage()
-    assert "2 × X; X, torch 1, triton 2, commit abc, 2026-01-02. H = 16, Hkv = 16, D = 128, bfloat16." in text
-    assert "K and V of 1,000 tokens travel in 0.50 ms, 16 GB/s each way." in text
+    assert "H = 16, Hkv = 16, D = 128, bfloat16." in text and "on 2 × X, torch 1, triton 2, commit abc, 2026-01-02." in text
+    assert "K and V of 1,000 tokens travel in 0.50 ms, at 16 GB/s in each direction." in text
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| forward")]
     assert len(rows) == 8 and all(row[2] == "2,000" for row in rows)
     assert [row[6:8] for row in rows] == [["-", "-"]] * 4 + [["80%", "80%"]] * 4, "of the run that has one GPU too"

@@ -70,7 +70,8 @@ def _backward_kernel(
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     tiles_n = tl.cdiv(seq_k, BLOCK_N)
-    tile, batch_head = tile_and_head(tiles_n, seq_q, 6 * HEAD_DIM + 2 * VALUE_DIM, CAUSAL)  # Q, dQ's accumulator, dO
+    ROW_BYTES: tl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # bytes of a query's Q, dQ accumulator and dO
+    tile, batch_head = tile_and_head(tiles_n, seq_q, ROW_BYTES, CAUSAL)
     start_n = tile * BLOCK_N
     batch = batch_head // kv_heads
     kv_head = batch_head % kv_heads

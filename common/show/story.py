@@ -80,10 +80,13 @@ def _git_diff(old: str, new: str, file: str, exact: bool) -> str:
 @functools.lru_cache(128)
 def _lines(text: str) -> dict[str, list[str]]:
     """Return the lines of each top-level definition of a file, with the comments before it; under "" all other lines.
-    Indentation, empty lines and NOTEs are left out."""
+    Indentation, empty lines, NOTEs and the file's docstring are left out."""
     lines = [line.strip() for line in text.splitlines()]
     owner = [""] * len(lines)
-    for node in ast.parse(text).body:
+    module = ast.parse(text)
+    if ast.get_docstring(module):
+        lines[: module.body[0].end_lineno] = [""] * module.body[0].end_lineno
+    for node in module.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Assign):
             name = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else node.name
             first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))]) - 1
@@ -114,7 +117,7 @@ def _texts(old: str, new: str, pass_: str) -> tuple[dict[str, list[str]], dict[s
 def change(old: str, new: str) -> Change:
     """Compare the code of stages `old` and `new`, given as directory names.
 
-    A definition that moved to another file of its pass counts as unchanged. NOTEs and white space do not count.
+    A definition that moved to another file of its pass counts as unchanged. White space, NOTEs and docstrings of files do not count.
     """
     added = removed = 0
     touched = []

@@ -1,4 +1,8 @@
-"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel, in Gluon, for Hopper."""
+"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel, in Gluon, for Hopper.
+
+Change from v9: layouts, loads, barriers and waits are written out. Beside this, one ring loads the query tiles of all heads
+that share the keys: one tile of each head, then the next tile of each.
+"""
 
 from typing import NamedTuple
 
@@ -119,7 +123,7 @@ def _query_tile(step, tile):
 def _load(tensors, tile, ring, step):
     """Start to load a step's Q and dO into buffers that the CTA has read."""
     STAGES: gl.constexpr = ring.q.shape[0]
-    slot, phase = slot_and_phase(step, STAGES)
+    slot, _ = slot_and_phase(step, STAGES)
     head, number, _ = _query_tile(step, tile)
     where = [tile.batch, head, number * ring.q.shape[3], 0]
     mbarrier.expect(ring.q_full.index(slot), tensors.q.block_type.nbytes)
@@ -267,9 +271,9 @@ def _backward_kernel(
         batch, kv_head, kv_head * heads_per_kv, batch_head * heads_per_kv, heads_per_kv, start_n, seq_k - start_n, diagonal,
         first, seq_q, tiles * heads_per_kv, masked * heads_per_kv,
     )  # fmt: skip
-    kv = KeysValues(k_s, v_s, kv_full)
     ring = Ring(q_s, do_s, q_full, do_full)
     ds_ring = DsRing(ds_s, dq_s)
+    kv = KeysValues(k_s, v_s, kv_full)
     mbarrier.expect(kv_full.index(0), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(k_desc, [batch, kv_head, start_n, 0], kv_full.index(0), k_s.index(0))
     tma.async_copy_global_to_shared(v_desc, [batch, kv_head, start_n, 0], kv_full.index(0), v_s.index(0))

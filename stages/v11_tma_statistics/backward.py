@@ -1,4 +1,7 @@
-"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel, in Gluon, for Hopper."""
+"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel, in Gluon, for Hopper.
+
+Change from v10: TMA loads LSE and delta with Q. A kernel before this one stores them side by side (backward_prepare.py).
+"""
 
 from typing import NamedTuple
 
@@ -105,7 +108,7 @@ def _query_tile(step, tile):
 def _load(tensors, tile, ring, step):
     """Start to load a step's Q and dO, with LSE and delta, into buffers that the CTA has read."""
     STAGES: gl.constexpr = ring.q.shape[0]
-    slot, phase = slot_and_phase(step, STAGES)
+    slot, _ = slot_and_phase(step, STAGES)
     head, number, row = _query_tile(step, tile)
     where = [tile.batch, head, number * ring.q.shape[3], 0]
     mbarrier.expect(ring.q_full.index(slot), tensors.q.block_type.nbytes + tensors.stats.block_type.nbytes)
@@ -253,9 +256,9 @@ def _backward_kernel(
         batch, kv_head, kv_head * heads_per_kv, batch_head * heads_per_kv, heads_per_kv, start_n, seq_k - start_n, diagonal,
         first, tiles_m, tiles * heads_per_kv, masked * heads_per_kv,
     )  # fmt: skip
-    kv = KeysValues(k_s, v_s, kv_full)
     ring = Ring(q_s, do_s, stats_s, q_full, do_full)
     ds_ring = DsRing(ds_s, dq_s)
+    kv = KeysValues(k_s, v_s, kv_full)
     mbarrier.expect(kv_full.index(0), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(k_desc, [batch, kv_head, start_n, 0], kv_full.index(0), k_s.index(0))
     tma.async_copy_global_to_shared(v_desc, [batch, kv_head, start_n, 0], kv_full.index(0), v_s.index(0))

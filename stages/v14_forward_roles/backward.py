@@ -1,4 +1,7 @@
-"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B) with one consumer, in Gluon, for Hopper."""
+"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B) with one consumer, in Gluon, for Hopper.
+
+Change from v12: one warp loads, and the others compute.
+"""
 
 from typing import NamedTuple
 
@@ -271,9 +274,9 @@ def _backward_kernel(
         batch, kv_head, kv_head * heads_per_kv, batch_head * heads_per_kv, heads_per_kv, start_n, seq_k - start_n, diagonal,
         first, tiles_m, tiles * heads_per_kv, masked * heads_per_kv,
     )  # fmt: skip
-    kv = KeysValues(k_s, v_s, kv_full)
     ring = Ring(q_s, do_s, stats_s, q_full, do_full, q_do_empty)
     ds_ring = DsRing(ds_s, dq_s)
+    kv = KeysValues(k_s, v_s, kv_full)
     gl.warp_specialize(
         [
             (_consumer, (tensors, tile, kv, ring, ds_ring, scale, CAUSAL)),

@@ -1,4 +1,7 @@
-"""FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1), warp-specialized, in Gluon, for Hopper."""
+"""FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1), warp-specialized, in Gluon, for Hopper.
+
+Change from v15: if there are two consumers, each keeps its Q in registers.
+"""
 
 from typing import NamedTuple
 
@@ -177,7 +180,8 @@ def _forward_kernel(
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
     tiles_m = gl.cdiv(seq_q, BLOCK_M)
-    number, batch_head = tile_and_head(tiles_m, gl.cdiv(seq_k, heads_per_kv), 2 * (HEAD_DIM + VALUE_DIM), CAUSAL)  # K, V
+    ROW_BYTES: gl.constexpr = 2 * (HEAD_DIM + VALUE_DIM)  # bytes of a key's K and V
+    number, batch_head = tile_and_head(tiles_m, gl.cdiv(seq_k, heads_per_kv), ROW_BYTES, CAUSAL)
     # NOTE: a consumer's diagonal may cross two key tiles; v17 shifts the query tiles, so that it crosses one.
     start_m = (tiles_m - 1 - number) * BLOCK_M
     head = batch_head % heads

@@ -1,4 +1,8 @@
-"""FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1), warp-specialized, in Gluon, for Hopper."""
+"""FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1), warp-specialized, in Gluon, for Hopper.
+
+Change from v16: query tiles are shifted, so that a consumer's diagonal crosses one key tile. The first tile may then start
+before query 0. TMA cannot store such rows, so `_store_out` stores them with pointers.
+"""
 
 from typing import NamedTuple
 
@@ -197,7 +201,8 @@ def _forward_kernel(
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
     tiles_m = gl.cdiv(seq_q + diagonal % ROWS, BLOCK_M)
-    number, batch_head = tile_and_head(tiles_m, gl.cdiv(seq_k, heads_per_kv), 2 * (HEAD_DIM + VALUE_DIM), CAUSAL)  # K, V
+    ROW_BYTES: gl.constexpr = 2 * (HEAD_DIM + VALUE_DIM)  # bytes of a key's K and V
+    number, batch_head = tile_and_head(tiles_m, gl.cdiv(seq_k, heads_per_kv), ROW_BYTES, CAUSAL)
     start_m = (tiles_m - 1 - number) * BLOCK_M - diagonal % ROWS  # so that the diagonal starts at a tile's corner
     head = batch_head % heads
     keys = gl.cdiv(gl.minimum(start_m + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k, BLOCK_N)

@@ -1,4 +1,7 @@
-"""Online softmax (arXiv 1805.02867, Algorithm 3): one pass over S for maximum and sum, a second to write P."""
+"""Online softmax (arXiv 1805.02867, Algorithm 3): one pass over S for maximum and sum, a second to write P.
+
+Beside this, the first pass skips the key tiles that no row of a program sees.
+"""
 
 import torch
 import triton
@@ -58,7 +61,7 @@ def _softmax_kernel(
 def forward(q, k, v, *, causal, scale, diagonal=0):
     """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape
-    kv_heads, seq_k, value_dim = v.shape[1:]
+    seq_k, value_dim = v.shape[2:]
     if scale < 0:
         q, scale = -q, -scale  # the scores stay the same; now their maximum can be taken before scaling
     # NOTE: S and P, Sq x Sk each, go to memory and back; v2 keeps them on the chip.

@@ -1,4 +1,7 @@
-"""A consumer's online softmax."""
+"""A consumer's online softmax.
+
+Change from v20: the four threads that share a row keep four sums, and add them at the end.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -1,4 +1,7 @@
-"""FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1 and section 3.2), warp-specialized, in Gluon, for Hopper."""
+"""FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1 and section 3.2), warp-specialized, in Gluon, for Hopper.
+
+Change from v21: the scores of a tile and P V of the tile before are issued together (forward_softmax.py).
+"""
 
 from typing import NamedTuple
 
@@ -131,7 +134,6 @@ def _store_out(out, tensors, queries, w, tile, start_m):
         queries.o.index(w).reshape(out.shape).store(out)
         fence_async_shared()
         tma.async_copy_shared_to_global(tensors.out, [tile.batch, tile.head, start_m, 0], queries.o.index(w))
-        tma.store_wait(0)
 
 
 @gluon.jit
@@ -168,6 +170,7 @@ def _consumer(tensors, tile, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
     # NOTE: the next program's loads start when this one has ended; v23's persistent CTAs load the next tile meanwhile.
     out = (warpgroup_mma_wait(0, [acc]) * normalize).to(queries.q.dtype)  # [ROWS, VALUE_DIM]
     _store_out(out, tensors, queries, w, tile, start_m)
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["heads", "seq_q", "seq_k", "diagonal"])
@@ -179,7 +182,8 @@ def _forward_kernel(
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
     tiles_m = gl.cdiv(seq_q + diagonal % ROWS, BLOCK_M)
-    number, batch_head = tile_and_head(tiles_m, gl.cdiv(seq_k, heads_per_kv), 2 * (HEAD_DIM + VALUE_DIM), CAUSAL)  # K, V
+    ROW_BYTES: gl.constexpr = 2 * (HEAD_DIM + VALUE_DIM)  # bytes of a key's K and V
+    number, batch_head = tile_and_head(tiles_m, gl.cdiv(seq_k, heads_per_kv), ROW_BYTES, CAUSAL)
     start_m = (tiles_m - 1 - number) * BLOCK_M - diagonal % ROWS  # so that the diagonal starts at a tile's corner
     head = batch_head % heads
     keys = gl.cdiv(gl.minimum(start_m + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k, BLOCK_N)

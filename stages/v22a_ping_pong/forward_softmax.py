@@ -1,4 +1,7 @@
-"""A consumer's online softmax."""
+"""A consumer's online softmax.
+
+Change from v22: consumers take turns to issue their matmuls.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

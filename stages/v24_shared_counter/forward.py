@@ -1,4 +1,7 @@
-"""FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1 and section 3.2), warp-specialized, in Gluon, for Hopper."""
+"""FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1 and section 3.2), warp-specialized, in Gluon, for Hopper.
+
+Change from v23: a counter that all CTAs share gives a CTA its next tile.
+"""
 
 from typing import NamedTuple
 
@@ -124,17 +127,17 @@ def _producer(tensors, queries, ring, next_tiles, problem, CAUSAL: gl.constexpr)
 
 
 @gluon.jit
-def _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m):
-    """Store a consumer's rows of O, from its slot `own` of `queries`."""
+def _store_out(acc, normalize, tensors, queries, w, problem, tile, start_m):
+    """Store a consumer's rows of O. TMA cannot store at a negative row, so rows before query 0 need pointers."""
     batch, head = tile.batch_head // problem.heads, tile.batch_head % problem.heads  # only now: saves registers
     if tensors.out_ptr is not None and start_m < 0:
         out = (acc * normalize).to(queries.q.dtype)
         store_rows(tensors.out_ptr, tensors.out, batch, head, start_m, out)
     else:
-        queries.o.index(own).reshape(acc.shape).store((acc * normalize).to(queries.q.dtype))
+        queries.o.index(w).reshape(acc.shape).store((acc * normalize).to(queries.q.dtype))
         fence_async_shared()
         where = [batch, head, start_m, 0]
-        tma.async_copy_shared_to_global(tensors.out, where, queries.o.index(own))
+        tma.async_copy_shared_to_global(tensors.out, where, queries.o.index(w))
 
 
 @gluon.jit

@@ -1,4 +1,7 @@
-"""A consumer's online softmax."""
+"""A consumer's online softmax.
+
+Change from v21: the scores of a tile and P V of the tile before are issued together.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

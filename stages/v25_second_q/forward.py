@@ -1,4 +1,7 @@
-"""FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1 and section 3.2), warp-specialized, in Gluon, for Hopper."""
+"""FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1 and section 3.2), warp-specialized, in Gluon, for Hopper.
+
+Change from v24: Q has two buffers, so the next Q arrives while O leaves the other one.
+"""
 
 from typing import NamedTuple
 
@@ -121,7 +124,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, CAUSAL: gl.constexpr)
             _load(tensors, tile, ring, fill, start_n, True, True)
         _load(tensors, tile, ring, fill + 1, start_n - BLOCK_N, False, True)
         fill += 2
-        slot, phase = slot_and_phase(turn, Q_STAGES)
+        slot, _ = slot_and_phase(turn, Q_STAGES)
         _pass_on(number, next_tiles, slot)
         turn += 1
 
@@ -180,7 +183,7 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
         if Q_STAGES == 2:
             # TMA has stored the last tile's O from the other buffer. So the next Q may arrive there.
             tma.store_wait(0)
-            slot, phase = slot_and_phase(turn + 1, Q_STAGES)
+            slot, _ = slot_and_phase(turn + 1, Q_STAGES)
             mbarrier.arrive(queries.empty.index(slot * CONSUMERS + w), count=1, pred=turn > 0)
         last = start_m + problem.diagonal  # the last key of the first row
         acc, m, l = _accumulate(acc, s, q, ring, fill, seen, problem, last, scale_log2, CONSUMERS, CAUSAL)

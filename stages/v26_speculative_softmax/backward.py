@@ -1,4 +1,7 @@
-"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper."""
+"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper.
+
+Change from v21: the matmuls for dP and dV are issued together, and the wait for dV comes after dK is issued.
+"""
 
 from typing import NamedTuple
 

@@ -1,5 +1,8 @@
-"""v25's forward with a guessed maximum, taken from each row's last keys and checked afterwards (FlashDecoding++, arXiv
-2311.01282, section 3), in Gluon, for Hopper."""
+"""A forward with a guessed maximum, taken from each row's last keys and checked afterwards (FlashDecoding++, arXiv 2311.01282,
+section 3), in Gluon, for Hopper.
+
+Change from v25: the maximum is a guess. A second launch repeats the tiles that failed, with a running maximum.
+"""
 
 from typing import NamedTuple
 
@@ -130,7 +133,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
             _load(tensors, tile, ring, fill, start_n, True, True)
         _load(tensors, tile, ring, fill + 1, start_n - BLOCK_N, False, True)
         fill += 2
-        slot, phase = slot_and_phase(turn, Q_STAGES)
+        slot, _ = slot_and_phase(turn, Q_STAGES)
         _pass_on(number, next_tiles, slot)
         turn += 1
 
@@ -207,7 +210,7 @@ def _consumer(
         if Q_STAGES == 2:
             # TMA has stored the last tile's O from the other buffer. So the next Q may arrive there.
             tma.store_wait(0)
-            slot, phase = slot_and_phase(turn + 1, Q_STAGES)
+            slot, _ = slot_and_phase(turn + 1, Q_STAGES)
             mbarrier.arrive(queries.empty.index(slot * CONSUMERS + w), count=1, pred=turn > 0)
         last = start_m + problem.diagonal  # the last key of the first row
         acc, m, l = _accumulate(acc, s, q, ring, fill, seen, problem, last, scale_log2, CONSUMERS, MODE, CAUSAL)

@@ -1,4 +1,7 @@
-"""A consumer's online softmax."""
+"""A consumer's online softmax.
+
+Change from v25: the first visited tile's maximum serves all tiles. Only MODE "again" keeps a running maximum.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -1,4 +1,7 @@
-"""A consumer's online softmax."""
+"""A consumer's online softmax.
+
+Change from v26: with a causal mask and more than FEW_TILES tiles, the guessed maximum comes from the first two visited tiles.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -64,7 +67,7 @@ def _accumulate(
     m = gl.max(s, 1) * scale_log2  # finite: every row sees the first key of this tile
     first = 1
     if CAUSAL and tiles > FEW_TILES:
-        # The upper rows of the diagonal's tile see few keys, so the guess includes the next tile.
+        # The upper rows of the diagonal's tile see few keys, so the guess includes the next tile. MODE "again" does so, too.
         first = 2
         fill += 1
         slot, phase = slot_and_phase(fill, STAGES)

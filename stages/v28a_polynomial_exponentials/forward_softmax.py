@@ -1,4 +1,7 @@
-"""A consumer's online softmax."""
+"""A consumer's online softmax.
+
+Change from v28: a polynomial computes every fourth exponential.
+"""
 
 import triton.language as tl
 from triton.experimental import gluon
@@ -90,7 +93,7 @@ def _accumulate(
     m = gl.max(s, 1) * scale_log2  # finite: every row sees the first key of this tile
     first = 1
     if CAUSAL and tiles > FEW_TILES:
-        # The upper rows of the diagonal's tile see few keys, so the guess includes the next tile.
+        # The upper rows of the diagonal's tile see few keys, so the guess includes the next tile. MODE "again" does so, too.
         first = 2
         fill += 1
         slot, phase = slot_and_phase(fill, STAGES)

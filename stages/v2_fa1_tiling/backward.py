@@ -1,4 +1,8 @@
-"""FlashAttention backward (arXiv 2205.14135, Algorithm 4): K/V tiles outer, query tiles inner, dQ rewritten per K/V tile."""
+"""FlashAttention backward (arXiv 2205.14135, Algorithm 4): K/V tiles outer, query tiles inner, dQ rewritten per K/V tile.
+
+Beside this, `@replayed` records a call's launches and repeats them without their CPU cost. `aligned` copies inputs that Triton
+would load slowly.
+"""
 
 import torch
 import triton

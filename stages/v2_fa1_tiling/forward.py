@@ -1,4 +1,8 @@
-"""FlashAttention forward (arXiv 2205.14135, Algorithm 1): K/V tiles outer, query tiles inner, no S or P in global memory."""
+"""FlashAttention forward (arXiv 2205.14135, Algorithm 1): K/V tiles outer, query tiles inner, no S or P in global memory.
+
+Beside this, `@replayed` records a call's launches and repeats them without their CPU cost. `aligned` copies inputs that Triton
+would load slowly.
+"""
 
 import torch
 import triton

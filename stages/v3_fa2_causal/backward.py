@@ -1,4 +1,5 @@
-"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in two kernels: one owns query tiles, the other K/V tiles."""
+"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in two kernels: one owns query tiles, the other K/V tiles. Only
+tiles that need a mask have one."""
 
 import torch
 import triton

@@ -1,4 +1,5 @@
-"""FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1): one program per query tile, causal in stages."""
+"""FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1): one program per query tile, one division at the end, and a mask
+only for tiles that need it."""
 
 import torch
 import triton

@@ -1,4 +1,7 @@
-"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2); delta, its line 4, is computed once."""
+"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2); delta, its line 4, is computed once.
+
+Change from v5: the longest causal tiles start first.
+"""
 
 import torch
 import triton
@@ -83,7 +86,8 @@ def _dq_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
-    tile, batch_head = tile_and_head(tiles_m, tl.cdiv(seq_k, heads_per_kv), 2 * (HEAD_DIM + VALUE_DIM), CAUSAL)  # K, V
+    ROW_BYTES: tl.constexpr = 2 * (HEAD_DIM + VALUE_DIM)  # bytes of a key's K and V
+    tile, batch_head = tile_and_head(tiles_m, tl.cdiv(seq_k, heads_per_kv), ROW_BYTES, CAUSAL)
     start_m = (tiles_m - 1 - tile) * BLOCK_M
     batch = batch_head // heads
     head = batch_head % heads
@@ -153,7 +157,8 @@ def _dkv_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles_n = tl.cdiv(seq_k, BLOCK_N)
-    tile, batch_head = tile_and_head(tiles_n, seq_q, 2 * (HEAD_DIM + VALUE_DIM), CAUSAL)  # Q, dO
+    ROW_BYTES: tl.constexpr = 2 * (HEAD_DIM + VALUE_DIM)  # bytes of a query's Q and dO
+    tile, batch_head = tile_and_head(tiles_n, seq_q, ROW_BYTES, CAUSAL)
     start_n = tile * BLOCK_N
     batch = batch_head // kv_heads
     kv_head = batch_head % kv_heads

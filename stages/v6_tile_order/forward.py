@@ -1,4 +1,7 @@
-"""FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1) with autotuned tiles and tensor descriptors."""
+"""FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1) with autotuned tiles and tensor descriptors.
+
+Change from v5: the longest causal tiles start first.
+"""
 
 import torch
 import triton
@@ -61,7 +64,8 @@ def _forward_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
-    tile, batch_head = tile_and_head(tiles_m, tl.cdiv(seq_k, heads_per_kv), 2 * (HEAD_DIM + VALUE_DIM), CAUSAL)  # K, V
+    ROW_BYTES: tl.constexpr = 2 * (HEAD_DIM + VALUE_DIM)  # bytes of a key's K and V
+    tile, batch_head = tile_and_head(tiles_m, tl.cdiv(seq_k, heads_per_kv), ROW_BYTES, CAUSAL)
     start_m = (tiles_m - 1 - tile) * BLOCK_M
     batch = batch_head // heads
     head = batch_head % heads

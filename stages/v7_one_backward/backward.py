@@ -1,4 +1,7 @@
-"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel: dQ accumulates in memory."""
+"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel: dQ accumulates in memory.
+
+Beside this, keys past the end need a mask, because dQ sums over all keys of a tile.
+"""
 
 import torch
 import triton
@@ -88,7 +91,8 @@ def _backward_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles_n = tl.cdiv(seq_k, BLOCK_N)
-    tile, batch_head = tile_and_head(tiles_n, seq_q, 6 * HEAD_DIM + 2 * VALUE_DIM, CAUSAL)  # Q, dQ's accumulator, dO
+    ROW_BYTES: tl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # bytes of a query's Q, dQ accumulator and dO
+    tile, batch_head = tile_and_head(tiles_n, seq_q, ROW_BYTES, CAUSAL)
     start_n = tile * BLOCK_N
     batch = batch_head // kv_heads
     kv_head = batch_head % kv_heads

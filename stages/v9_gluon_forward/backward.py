@@ -1,4 +1,8 @@
-"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel, with tiles for Hopper: dQ accumulates in memory."""
+"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel, with tiles for Hopper: dQ accumulates in memory.
+
+Beside this, P waits for dS in 16 bits, which leaves registers for the tiles. The mask comes before the exponential. float32 and
+D = 256 fall back to v7.
+"""
 
 import torch
 import triton
@@ -66,7 +70,8 @@ def _backward_kernel(
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     tiles_n = tl.cdiv(seq_k, BLOCK_N)
-    tile, batch_head = tile_and_head(tiles_n, seq_q, 6 * HEAD_DIM + 2 * VALUE_DIM, CAUSAL)  # Q, dQ's accumulator, dO
+    ROW_BYTES: tl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # bytes of a query's Q, dQ accumulator and dO
+    tile, batch_head = tile_and_head(tiles_n, seq_q, ROW_BYTES, CAUSAL)
     start_n = tile * BLOCK_N
     batch = batch_head // kv_heads
     kv_head = batch_head % kv_heads

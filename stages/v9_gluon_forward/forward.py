@@ -1,4 +1,7 @@
-"""FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1) in Gluon, for Hopper."""
+"""FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1) in Gluon, for Hopper.
+
+Change from v8: layouts, loads, barriers and waits are written out. The algorithm is the same.
+"""
 
 from typing import NamedTuple
 
@@ -71,7 +74,7 @@ class Ring(NamedTuple):
 def _load(tensors, tile, ring, fill):
     """Load a key tile's K and V into the ring's next slot. Before that, all warps of the CTA must have read what it held."""
     STAGES: gl.constexpr = ring.k.shape[0]
-    slot, phase = slot_and_phase(fill, STAGES)
+    slot, _ = slot_and_phase(fill, STAGES)
     where = [tile.batch, tile.kv_head, fill * ring.k.shape[3], 0]
     mbarrier.expect(ring.full.index(slot), tensors.k.block_type.nbytes + tensors.v.block_type.nbytes)
     tma.async_copy_global_to_shared(tensors.k, where, ring.full.index(slot), ring.k.index(slot))
@@ -157,7 +160,8 @@ def _forward_kernel(
     CAUSAL: gl.constexpr,
 ):  # fmt: skip
     tiles_m = gl.cdiv(seq_q, BLOCK_M)
-    number, batch_head = tile_and_head(tiles_m, gl.cdiv(seq_k, heads_per_kv), 2 * (HEAD_DIM + VALUE_DIM), CAUSAL)  # K, V
+    ROW_BYTES: gl.constexpr = 2 * (HEAD_DIM + VALUE_DIM)  # bytes of a key's K and V
+    number, batch_head = tile_and_head(tiles_m, gl.cdiv(seq_k, heads_per_kv), ROW_BYTES, CAUSAL)
     start_m = (tiles_m - 1 - number) * BLOCK_M
     head = batch_head % heads
     keys = gl.cdiv(gl.minimum(start_m + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k, BLOCK_N)

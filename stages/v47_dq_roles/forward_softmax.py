@@ -45,10 +45,10 @@ def _visible(s, start_n, seq_k, last, PACKED: gl.constexpr, CAUSAL: gl.constexpr
 
 @gluon.jit
 def _accumulate(
-    acc, s, q, queries, own, ring, fill, tiles, start_n, problem, last, sees_first, scale_log2,
+    acc, s, q, queries, own, ring, fill, tiles, tile, problem, last, sees_first, scale_log2,
     CONSUMERS: gl.constexpr, PACKED: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """A consumer's online softmax over `tiles` key tiles, from the last one, at start_n, backwards; its scores s are in flight.
+    """A consumer's softmax over `tiles` key tiles, from the last one backwards; the scores s of the last one are in flight.
 
     Returns acc, whose matmul for the first tile is still in flight, m (maximum) and l (sum).
     """
@@ -70,6 +70,7 @@ def _accumulate(
     mbarrier.arrive(ring.empty.index(slot), count=1)
     # Only the last tile can pass the last key or contain the diagonal. The first query tile starts `_rows_before` query 0. So
     # the number of keys that a consumer's rows see is a multiple of ROWS // PACKED.
+    start_n = (tile.split + (tiles - 1) * problem.splits) * BLOCK_N
     if CAUSAL or start_n + BLOCK_N > problem.seq_k:
         s = _visible(s, start_n, problem.seq_k, last, PACKED, CAUSAL)
     maxima = _maxima(s)

@@ -57,6 +57,7 @@ def _accumulate(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
     acc_layout: gl.constexpr = acc.type.layout
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
+    start_n = (tile.split + (tiles - 1) * problem.splits) * BLOCK_N
     if MODE != "guess":
         s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
     else:
@@ -70,7 +71,6 @@ def _accumulate(
     mbarrier.arrive(ring.empty.index(slot), count=1)
     # Only the last tile can pass the last key or contain the diagonal. The first query tile starts `_rows_before` query 0. So
     # the number of keys that a consumer's rows see is a multiple of ROWS // PACKED.
-    start_n = (tile.split + (tiles - 1) * problem.splits) * BLOCK_N
     if CAUSAL or start_n + BLOCK_N > problem.seq_k:
         s = _visible(s, start_n, problem.seq_k, last, PACKED, CAUSAL)
     maxima = _maxima(s)

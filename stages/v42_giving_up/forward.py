@@ -288,8 +288,8 @@ def _consumer(
 def _forward_kernel(
     q_desc, k_desc, v_desc, first_desc, out_desc, out_ptr, part_ptr, lse_ptr, state_ptr, scale,
     batch_heads, heads, heads_per_kv, seq_q, seq_k, diagonal, splits,
-    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+    MODE: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
     PACKED: gl.constexpr = q_desc.block_shape[3] if len(q_desc.block_shape) == 5 else 1
@@ -299,9 +299,9 @@ def _forward_kernel(
         if gl.load(_state(state_ptr).any_failed) == 0:
             return
     q_s = gl.allocate_shared_memory(q_desc.dtype, [Q_STAGES * CONSUMERS] + q_desc.block_shape, q_desc.layout)
-    k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
-    v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, VALUE_DIM], v_desc.layout)
-    if VALUE_DIM == HEAD_DIM:
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_shape, k_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_shape, v_desc.layout)
+    if out_desc.block_shape == q_desc.block_shape:
         o_s = q_s  # Q is no longer needed when O is done
     else:
         o_s = gl.allocate_shared_memory(q_desc.dtype, [Q_STAGES * CONSUMERS] + out_desc.block_shape, out_desc.layout)
@@ -377,8 +377,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
             describe_tile(queries, *held), describe_tile(k, shape.keys), describe_tile(v, shape.keys),
             describe_tile(k, first_keys), describe_tile(outputs, *held), out_ptr, *parts, state, scale,
             batch * heads // packed, heads // packed, per_kv // packed, seq_q * packed, seq_k, diagonal, splits,
-            HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=shape.queries, BLOCK_N=shape.keys,
-            STAGES=shape.kv_slots, Q_STAGES=shape.q_slots, MODE=mode, CAUSAL=causal,
+            BLOCK_M=shape.queries, BLOCK_N=shape.keys, STAGES=shape.kv_slots, Q_STAGES=shape.q_slots, MODE=mode, CAUSAL=causal,
             num_warps=4, maxnreg=shape.maxnreg, launch_pdl=mode == "again",
         )  # fmt: skip
 

@@ -310,7 +310,7 @@ def v7_backward(p: Problem) -> Steps:
 SHARE_OF_L2 = 16 * 2**20  # as in common.kernels.order
 ROWS = 64  # per consumer: queries in the forward, keys in the backward
 NUM_SMS = GPUS["h200"].num_sms
-V33 = names_in("v34_planned_splits")  # decides which work is short, and how to split it
+V34 = names_in("v34_planned_splits")  # decides which work is short, and how to split it
 V40 = names_in("v43_safe_speculation")  # decides how many first keys and samples there are
 
 
@@ -386,41 +386,50 @@ def v30_forward(p: Problem) -> Steps:
 def v31_forward(p: Problem) -> Steps:
     m, packed, tiles = _few_tiles(p)
     _, splits = _filling(p, tiles)
-    yield from _in_parts(p, m, 64, packed, splits, at_once=False, by_pytorch=True)
+    yield from _in_parts(p, m, 64, packed, splits, at_once=False)
 
 
 def v32_forward(p: Problem) -> Steps:
     m, packed, tiles = _few_tiles(p)
     key_tiles, splits = _filling(p, tiles)
     of_a_cta = math.ceil(tiles * splits / NUM_SMS) * math.ceil(key_tiles / splits)
-    yield from _in_parts(p, m, 64, packed, splits, at_once=of_a_cta <= V33["SHORT"][max(p.head_dim, p.value_dim)])
+    yield from _in_parts(p, m, 64, packed, splits, at_once=of_a_cta <= V34["SHORT"][max(p.head_dim, p.value_dim)])
 
 
-def v34_forward(p: Problem, first: bool = False, gives_up: bool = False, samples: bool = False) -> Steps:
+def v33_forward(p: Problem) -> Steps:
+    yield from v34_forward(p, planned=False)
+
+
+def v34_forward(
+    p: Problem, first: bool = False, gives_up: bool = False, samples: bool = False, planned: bool = True
+) -> Steps:  # fmt: skip
+    """v34 and on, and v33, whose splits are not planned: with them the tiles fill the SMs."""
     per_kv = p.heads // p.kv_heads
     packed = per_kv if 64 % per_kv == 0 else 1  # rows per query: its group's heads, side by side
     seen_keys = min(p.seq_q, p.seq_k) if p.causal else p.seq_k
     squares = math.ceil(p.seq_q * packed / 128) * math.ceil(seen_keys / 128) * (p.heads // packed)
-    few = p.seq_q * packed <= 128 or (not _wide(p) and squares <= V33["FEW_SQUARES"] * NUM_SMS)
+    few = p.seq_q * packed <= 128 or (not _wide(p) and squares <= V34["FEW_SQUARES"] * NUM_SMS)
     m, n = (128, 128) if few else (128 if _wide(p) else 256, 64)
     tiles = math.ceil(p.seq_q * packed / m) * (p.heads // packed)
     key_tiles = math.ceil(seen_keys / n)
     splits = 1
-    if few or tiles < NUM_SMS:
+    if not planned:
+        splits = max(1, min(key_tiles, NUM_SMS // tiles))
+    elif few or tiles < NUM_SMS:
         width = p.head_dim + p.value_dim
-        splits = V33["splits_of"](tiles, key_tiles, min(p.seq_q * packed, m), n, width, NUM_SMS)
+        splits = V34["splits_of"](tiles, key_tiles, min(p.seq_q * packed, m), n, width, NUM_SMS)
     if few and key_tiles <= splits and n > ROWS:
         n, key_tiles = n // 2, key_tiles * 2
     if splits == 1 and not few and tiles == math.ceil(p.seq_q / m) * p.heads:
         packed = 1
     turns = math.ceil(math.ceil(p.seq_q * packed / m) * p.heads // packed * splits / NUM_SMS)
-    at_once = few or turns * math.ceil(key_tiles / splits) <= V33["SHORT"][max(p.head_dim, p.value_dim)]
+    at_once = few or turns * math.ceil(key_tiles / splits) <= V34["SHORT"][max(p.head_dim, p.value_dim)]
     yield from _in_parts(p, m, n, packed, splits, at_once, first, gives_up, samples)
 
 
 def _in_parts(
     p: Problem, m: int, n: int, packed: int, splits: int, at_once: bool,
-    first: bool = False, gives_up: bool = False, samples: bool = False, by_pytorch: bool = False,
+    first: bool = False, gives_up: bool = False, samples: bool = False,
 ) -> Steps:  # fmt: skip
     """v30 and on: tiles of m rows and n keys, with `packed` heads side by side, and keys in `splits` parts.
 
@@ -429,7 +438,6 @@ def _in_parts(
         first: the guess includes the first keys, from v39 on.
         gives_up: tiles look whether others failed, from v42 on.
         samples: scores are sampled, from v43 on.
-        by_pytorch: v31, where PyTorch merges, and the counter gives out splits too.
     """
     rows = p.seq_q * packed
     jobs = math.ceil(rows / m) * p.heads // packed * splits
@@ -453,7 +461,7 @@ def _in_parts(
     if at_once:
         yield read, written, p.flops(steps * ROWS * n, 1, 1)
     else:
-        counted = jobs * INT if splits == 1 or gives_up or by_pytorch else 0
+        counted = jobs * INT if splits == 1 or gives_up else 0
         first_keys = looks = 0  # looks: the flags that are read
         lately = V40["LATELY"].value
         if first:
@@ -469,14 +477,7 @@ def _in_parts(
         flops = p.flops(steps * ROWS * n, 1, 1) + p.flops(jobs * m * first_keys, 1, 0)
         yield read + counted + looks * INT, written + counted, flops
         yield min(jobs, NUM_SMS) * INT, 0
-    if splits > 1 and by_pytorch:
-        yield splits * p.row, p.row  # LSE
-        yield (splits + 1) * p.row, splits * p.row  # LSE minus each split's LSE
-        yield splits * p.row, splits * p.row  # exp: the weights
-        yield parts, splits * 2 * p.o  # O of each split * its weight
-        yield splits * 2 * p.o, 2 * p.o  # sum over the splits
-        yield 2 * p.o, p.o  # in float16
-    elif splits > 1:
+    if splits > 1:
         yield parts, p.o + p.row
 
 
@@ -672,12 +673,14 @@ PREDICTIONS = {
     "v30": (v30_forward, v15_backward),
     "v31": (v31_forward, v15_backward),
     "v32": (v32_forward, v15_backward),
+    "v33": (v33_forward, v15_backward),
     "v34": (v34_forward, v15_backward),
     "v35": (v34_forward, v15_backward),
     "v37": (v34_forward, v38_backward),
     "v38": (v34_forward, v38_backward),
     "v39": (v39_forward, v38_backward),
     "v40": (v39_forward, v38_backward),
+    "v41": (v39_forward, v38_backward),
     "v42": (v42_forward, v38_backward),
     "v43": (v43_forward, v38_backward),
     "v44": (v43_forward, v44_backward),

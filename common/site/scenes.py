@@ -20,6 +20,7 @@ UNUSUAL = {
     "v30_packed_heads": {"seq_len": 1, "kv_len": 1024, "causal": False, "heads": 4, "kv_heads": 1, "sms": 4},
     "v31_split_keys": {"seq_len": 1, "kv_len": 4096, "causal": False, "sms": 8},
     "v32_two_launches": {"seq_len": 1, "kv_len": 4096, "causal": False, "sms": 8},
+    "v33_few_rows": {"seq_len": 1, "kv_len": 4096, "causal": False, "sms": 8},
     "v34_planned_splits": {"seq_len": 1, "kv_len": 4096, "causal": False, "sms": 8},
     "v44_wide_kernel": {"seq_len": 512, "head_dim": 256},
     "v45_shared_p": {"seq_len": 512, "head_dim": 256},

@@ -1,10 +1,13 @@
 """v29's forward with packed heads: where this makes fewer tiles, the query heads of a K/V head lie side by side in
-one tile, in Gluon, for Hopper."""
+one tile, in Gluon, for Hopper.
 
-from math import ceil
+Two functions are new, but their code is not: `_to_compute` has what a consumer computed itself, and `launch` the launch.
+"""
+
 from typing import NamedTuple
 
 import torch
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
@@ -104,9 +107,7 @@ def _skip(ring, fill, tiles):
 
 
 @gluon.jit
-def _producer(
-    tensors, queries, ring, next_tiles, problem, PACKED: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr
-):  # fmt: skip
+def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, CAUSAL: gl.constexpr):
     """One warp: keep the buffers of Q, K and V full, also for the next tile while the current one ends.
 
     The first tile is the CTA's number. A counter that all CTAs share gives the others. If MODE is "again",
@@ -117,6 +118,7 @@ def _producer(
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     BLOCK_N: gl.constexpr = ring.k.shape[3]
     ROW_BYTES: gl.constexpr = 2 * (ring.k.shape[4] + ring.v.shape[4])  # bytes of a key's K and V
+    PACKED: gl.constexpr = tensors.q.block_shape[3] if len(tensors.q.block_shape) == 5 else 1
     fill = 0
     turn = 0
     number = gl.program_id(0)
@@ -178,8 +180,7 @@ def _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m, PA
 
 @gluon.jit
 def _consumer(
-    tensors, queries, ring, next_tiles, problem, w: gl.constexpr,
-    PACKED: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr,
+    tensors, queries, ring, next_tiles, problem, w: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr
 ):  # fmt: skip
     """A warpgroup that computes the w-th 64 query rows of each tile."""
     Q_STAGES: gl.constexpr = next_tiles.number.shape[0]
@@ -188,6 +189,7 @@ def _consumer(
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     BLOCK_N: gl.constexpr = ring.k.shape[3]
     ROW_BYTES: gl.constexpr = 2 * (ring.k.shape[4] + ring.v.shape[4])  # bytes of a key's K and V
+    PACKED: gl.constexpr = tensors.q.block_shape[3] if len(tensors.q.block_shape) == 5 else 1
     HEAD_DIM: gl.constexpr = ring.k.shape[4]
     VALUE_DIM: gl.constexpr = ring.v.shape[4]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
@@ -279,18 +281,18 @@ def _forward_kernel(
     # numbers in the list, and the first role, which runs on the launch's own warps, gets the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
-            [(_consumer, (tensors, queries, ring, next_tiles, problem, 0, PACKED, MODE, CAUSAL)),
-             (_consumer, (tensors, queries, ring, next_tiles, problem, 1, PACKED, MODE, CAUSAL)),
-             (_producer, (tensors, queries, ring, next_tiles, problem, PACKED, MODE, CAUSAL))],
+            [(_consumer, (tensors, queries, ring, next_tiles, problem, 0, MODE, CAUSAL)),
+             (_consumer, (tensors, queries, ring, next_tiles, problem, 1, MODE, CAUSAL)),
+             (_producer, (tensors, queries, ring, next_tiles, problem, MODE, CAUSAL))],
             [4, 1], [240, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
-            [(_consumer, (tensors, queries, ring, next_tiles, problem, 0, PACKED, MODE, CAUSAL)),
-             (_consumer, (tensors, queries, ring, next_tiles, problem, 1, PACKED, MODE, CAUSAL)),
-             (_consumer, (tensors, queries, ring, next_tiles, problem, 2, PACKED, MODE, CAUSAL)),
-             (_consumer, (tensors, queries, ring, next_tiles, problem, 3, PACKED, MODE, CAUSAL)),
-             (_producer, (tensors, queries, ring, next_tiles, problem, PACKED, MODE, CAUSAL))],
+            [(_consumer, (tensors, queries, ring, next_tiles, problem, 0, MODE, CAUSAL)),
+             (_consumer, (tensors, queries, ring, next_tiles, problem, 1, MODE, CAUSAL)),
+             (_consumer, (tensors, queries, ring, next_tiles, problem, 2, MODE, CAUSAL)),
+             (_consumer, (tensors, queries, ring, next_tiles, problem, 3, MODE, CAUSAL)),
+             (_producer, (tensors, queries, ring, next_tiles, problem, MODE, CAUSAL))],
             [4, 4, 4, 1], [112, 112, 112, 24],
         )  # fmt: skip
 
@@ -332,7 +334,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     shape = TILES[max(head_dim, value_dim)]
     per_kv = heads // kv_heads
     packed = per_kv if 64 % per_kv == 0 else 1  # query heads side by side in a tile
-    if ceil(seq_q * packed / shape.queries) == ceil(seq_q / shape.queries) * packed:
+    if triton.cdiv(seq_q * packed, shape.queries) == triton.cdiv(seq_q, shape.queries) * packed:
         packed = 1  # packing saves nothing if it makes as many tiles
     queries, outputs, held = q, out, (64,)
     if packed > 1:
@@ -340,18 +342,20 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
         held = 64 // packed, packed
     out_ptr = outputs if diagonal % (64 // packed) else None  # if the first query tile starts before query 0
     # NOTE: a CTA reads all keys of its tile, and if there are fewer tiles than SMs, the others idle; v31 splits the keys.
-    tiles = ceil((seq_q + diagonal % (64 // packed)) * packed / shape.queries) * batch * (heads // packed)
+    tiles = triton.cdiv((seq_q + diagonal % (64 // packed)) * packed, shape.queries) * batch * (heads // packed)
     programs = min(tiles, num_sms())
-    # The counter of tiles that were taken after each CTA's first; a flag if any tile failed; a flag for each tile.
-    counter, failed = lse.new_zeros(2 + tiles, dtype=torch.int32).split([1, 1 + tiles])
-    keys_and_values = describe_tile(k, shape.keys), describe_tile(v, shape.keys)
-    descriptors = describe_tile(queries, *held), *keys_and_values, describe_tile(outputs, *held)
-    for mode in ("guess", "again"):
+
+    def launch(counter, failed, mode):
         _forward_kernel[programs,](
-            *descriptors, out_ptr, lse, counter, failed, scale,
+            describe_tile(queries, *held), describe_tile(k, shape.keys), describe_tile(v, shape.keys),
+            describe_tile(outputs, *held), out_ptr, lse, counter, failed, scale,
             batch * heads // packed, heads // packed, per_kv // packed, seq_q * packed, seq_k, diagonal,
-            BLOCK_M=shape.queries, BLOCK_N=shape.keys, STAGES=shape.kv_slots, Q_STAGES=shape.q_slots,
-            MODE=mode, CAUSAL=causal,
+            BLOCK_M=shape.queries, BLOCK_N=shape.keys, STAGES=shape.kv_slots, Q_STAGES=shape.q_slots, MODE=mode, CAUSAL=causal,
             num_warps=4, maxnreg=shape.maxnreg, launch_pdl=mode == "again",
         )  # fmt: skip
+
+    # The counter of tiles that were taken after each CTA's first; a flag if any tile failed; a flag for each tile.
+    counter, failed = lse.new_zeros(2 + tiles, dtype=torch.int32).split([1, 1 + tiles])
+    for mode in ("guess", "again"):
+        launch(counter, failed, mode)
     return out, lse

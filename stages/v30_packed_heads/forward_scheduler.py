@@ -80,17 +80,13 @@ def _place(row, problem, PACKED: gl.constexpr):
 @gluon.jit
 def _seen(start_m, problem, BLOCK_N: gl.constexpr, PACKED: gl.constexpr, CAUSAL: gl.constexpr):
     """Return how many key tiles the rows of a consumer see, which start at start_m."""
-    return gl.cdiv(
-        gl.minimum((start_m + ROWS) // PACKED + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k, BLOCK_N
-    )
+    end = (start_m + ROWS) // PACKED + problem.diagonal
+    return gl.cdiv(gl.minimum(end, problem.seq_k) if CAUSAL else problem.seq_k, BLOCK_N)
 
 
 @gluon.jit
-def _to_compute(
-    start_m, problem,
-    BLOCK_N: gl.constexpr, PACKED: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
-    """Return how many key tiles a consumer computes, whose rows start at start_m, and the last key that its first row sees."""
+def _to_compute(start_m, problem, BLOCK_N: gl.constexpr, PACKED: gl.constexpr, CAUSAL: gl.constexpr):
+    """Return how many key tiles a consumer computes, and the last key that its first row, start_m, sees."""
     seen = _seen(start_m, problem, BLOCK_N, PACKED, CAUSAL)
     last = start_m // PACKED + problem.diagonal
     return seen, last

@@ -1,4 +1,4 @@
-"""Short work takes two launches: a running maximum, then one merge."""
+"""Short work skips the guess: one launch with a running maximum."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -1,4 +1,4 @@
-"""The host chooses tiles by rows, and splits by predicted time."""
+"""The host chooses the number of splits by predicted time."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -41,10 +41,10 @@ def _visible(s, start_n, seq_k, last, PACKED: gl.constexpr, CAUSAL: gl.constexpr
 
 @gluon.jit
 def _accumulate(
-    acc, s, q, ring, fill, tiles, start_n, problem, last, scale_log2,
+    acc, s, q, ring, fill, tiles, tile, problem, last, scale_log2,
     CONSUMERS: gl.constexpr, PACKED: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """A consumer's online softmax over `tiles` key tiles, from the last one, at start_n, backwards; its scores s are in flight.
+    """A consumer's softmax over `tiles` key tiles, from the last one backwards; the scores s of the last one are in flight.
 
     Returns acc, whose matmul for the first tile is still in flight, m (maximum) and l (sum).
     """
@@ -53,6 +53,7 @@ def _accumulate(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
     acc_layout: gl.constexpr = acc.type.layout
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
+    start_n = (tile.split + (tiles - 1) * problem.splits) * BLOCK_N
     s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
     slot, phase = slot_and_phase(fill, STAGES)
     mbarrier.arrive(ring.empty.index(slot), count=1)

@@ -1,14 +1,18 @@
 """A forward in three modes, with split keys (Flash-Decoding) where tiles do not fill the GPU, and with the query heads of a K/V
 head in one tile; in Gluon, for Hopper.
 
-MODE "guess": the maximum is taken from the last tile and the first keys, and tiles are checked. MODE "again": a second launch
-computes the tiles that failed, or never started, with a running maximum. MODE "running": one launch with a running maximum.
+MODE "guess": the maximum is taken from the last tile and the first keys, and tiles are checked. With a mask, the first keys
+replace a second tile. Short rows take half as many of them.
+MODE "again": a second launch computes the tiles that failed, or never started, with a running maximum and longer key tiles.
+MODE "running": one launch with a running maximum, for short work.
+
+`forward_sample.py` tells before the first tile whether guesses would fail. Each launch now lets the next one start early.
 """
 
-from math import ceil
 from typing import NamedTuple
 
 import torch
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
@@ -62,8 +66,8 @@ class Tensors(NamedTuple):
     first: tma.tensor_descriptor  # the first keys' K
     out: tma.tensor_descriptor
     out_ptr: gl.tensor | None  # pointer, if the first query tile starts before query 0
-    lse: gl.tensor  # pointer to [B, H, Sq]; with splits, to [splits, B, H, Sq]
-    part: gl.tensor  # with splits, pointer to their outputs, [splits, B, H, Sq, VALUE_DIM]
+    lse: gl.tensor  # pointer to [B, H, Sq]
+    part: gl.tensor | None  # if keys are split, pointer to [splits, B, H, Sq, VALUE_DIM]; LSE then has splits too
     state: gl.tensor | None  # State, if a launch guesses
 
 
@@ -87,9 +91,9 @@ class Ring(NamedTuple):
 
 
 @gluon.jit
-def _load(tensors, tile, ring, fill, start_n, step, K: gl.constexpr, V: gl.constexpr):
+def _load(tensors, tile, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
     """Start to load the next slot of the ring, when the consumers have released it. It holds two tiles that one step uses
-    together: K of the key tile at start_n, and V of the key tile one `step` behind it, whose scores are known."""
+    together: K of the key tile at start_n, and V of the key tile behind it, whose scores are known."""
     STAGES: gl.constexpr = ring.k.shape[0]
     NBYTES: gl.constexpr = (tensors.k.block_type.nbytes if K else 0) + (tensors.v.block_type.nbytes if V else 0)
     slot, phase = slot_and_phase(fill, STAGES)
@@ -99,7 +103,7 @@ def _load(tensors, tile, ring, fill, start_n, step, K: gl.constexpr, V: gl.const
         where = [tile.batch, tile.kv_head, start_n, 0]
         tma.async_copy_global_to_shared(tensors.k, where, ring.full.index(slot), ring.k.index(slot))
     if V:
-        where = [tile.batch, tile.kv_head, start_n + step, 0]
+        where = [tile.batch, tile.kv_head, start_n + tile.step, 0]
         tma.async_copy_global_to_shared(tensors.v, where, ring.full.index(slot), ring.v.index(slot))
 
 
@@ -116,10 +120,7 @@ def _skip(ring, fill, tiles):
 
 
 @gluon.jit
-def _producer(
-    tensors, queries, ring, next_tiles, problem,
-    PACKED: gl.constexpr, SPLIT: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
+def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, CAUSAL: gl.constexpr):
     """One warp: keep the buffers of Q, K and V full, also for the next tile while the current one ends.
 
     The first tile is the CTA's number. A counter that all CTAs share gives the others, unless too many tiles fail. If MODE is
@@ -133,6 +134,7 @@ def _producer(
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     BLOCK_N: gl.constexpr = ring.k.shape[3]
     ROW_BYTES: gl.constexpr = 2 * (ring.k.shape[4] + ring.v.shape[4])  # bytes of a key's K and V
+    PACKED: gl.constexpr = tensors.q.block_shape[3] if len(tensors.q.block_shape) == 5 else 1
     NBYTES: gl.constexpr = tensors.q.block_type.nbytes + (tensors.first.block_type.nbytes if MODE == "guess" else 0)
     fill = 0
     turn = 0
@@ -143,10 +145,9 @@ def _producer(
         failed, number = _next_again(gl.to_tensor(0), number, begun, state)
         _pass_on(number, next_tiles, Q_STAGES)
     while number < tiles:
-        tile = _tile(number, problem, ROW_BYTES, BLOCK_M, BLOCK_N, PACKED, SPLIT, CAUSAL)
-        step = BLOCK_N * problem.splits if SPLIT else BLOCK_N
+        tile = _tile(number, problem, ROW_BYTES, BLOCK_M, BLOCK_N, PACKED, CAUSAL)
         keys = tile.key_tiles
-        start_n = tile.split * BLOCK_N + (keys - 1) * step
+        start_n = tile.split * BLOCK_N + (keys - 1) * tile.step
         for w in gl.static_range(CONSUMERS):
             slot, phase = slot_and_phase(turn, Q_STAGES)
             slot = slot * CONSUMERS + w
@@ -158,7 +159,7 @@ def _producer(
                 where = [tile.batch, tile.kv_head, 0, 0]
                 tma.async_copy_global_to_shared(tensors.first, where, queries.full.index(slot), queries.first.index(slot))
             if w == 0:
-                _load(tensors, tile, ring, fill, start_n, step, True, False)
+                _load(tensors, tile, ring, fill, start_n, True, False)
         if MODE == "guess":
             if turn == 0:
                 gdc_wait()  # wait for the samples while Q and K load
@@ -181,10 +182,10 @@ def _producer(
             number = gl.num_programs(0) + gl.atomic_add(state.counter, 1)
         for _ in range(1, keys):
             fill += 1
-            start_n -= step
-            _load(tensors, tile, ring, fill, start_n, step, True, True)
+            start_n -= tile.step
+            _load(tensors, tile, ring, fill, start_n, True, True)
         if MODE != "guess" or keys > 0:
-            _load(tensors, tile, ring, fill + 1, start_n - step, step, False, True)
+            _load(tensors, tile, ring, fill + 1, start_n - tile.step, False, True)
         fill += 2
         slot, phase = slot_and_phase(turn, Q_STAGES)
         _pass_on(number, next_tiles, slot)
@@ -204,12 +205,10 @@ def _check(acc, l, number, tensors):
 
 
 @gluon.jit
-def _store_out(
-    acc, normalize, tensors, queries, own, problem, tile, start_m, part, idle, PACKED: gl.constexpr, SPLIT: gl.constexpr
-):
-    """Store a consumer's rows of O, from its slot `own` of `queries`, or of a split's output, which begins at `part`."""
+def _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m, part, idle, PACKED: gl.constexpr):
+    """Store a consumer's rows of O, from its slot `own` of `queries`."""
     batch, head = tile.batch_head // problem.heads, tile.batch_head % problem.heads  # only now: saves registers
-    if SPLIT and problem.splits > 1:
+    if problem.is_split is not None and problem.splits > 1:  # `part`: where the split's rows of this head begin
         offs_m = start_m + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
         offs_d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
         part_ptrs = tensors.part + (part + _place(offs_m, problem, PACKED))[:, None] * acc.shape[1]
@@ -227,8 +226,7 @@ def _store_out(
 
 @gluon.jit
 def _consumer(
-    tensors, queries, ring, next_tiles, problem, w: gl.constexpr,
-    PACKED: gl.constexpr, SPLIT: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr,
+    tensors, queries, ring, next_tiles, problem, w: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr
 ):  # fmt: skip
     """A warpgroup that computes the w-th 64 query rows of each tile."""
     Q_STAGES: gl.constexpr = next_tiles.number.shape[0] - 1
@@ -237,6 +235,7 @@ def _consumer(
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     BLOCK_N: gl.constexpr = ring.k.shape[3]
     ROW_BYTES: gl.constexpr = 2 * (ring.k.shape[4] + ring.v.shape[4])  # bytes of a key's K and V
+    PACKED: gl.constexpr = tensors.q.block_shape[3] if len(tensors.q.block_shape) == 5 else 1
     HEAD_DIM: gl.constexpr = ring.k.shape[4]
     VALUE_DIM: gl.constexpr = ring.v.shape[4]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
@@ -256,9 +255,9 @@ def _consumer(
         number = _next(next_tiles, Q_STAGES, 0)
     while number < tiles:
         done = number
-        tile = _tile(number, problem, ROW_BYTES, BLOCK_M, BLOCK_N, PACKED, SPLIT, CAUSAL)
+        tile = _tile(number, problem, ROW_BYTES, BLOCK_M, BLOCK_N, PACKED, CAUSAL)
         start_m = tile.start_m + w * ROWS
-        seen, last, idle = _to_compute(start_m, tile, problem, BLOCK_N, PACKED, SPLIT, MODE, CAUSAL)
+        seen, last, idle = _to_compute(start_m, tile, problem, BLOCK_N, PACKED, MODE, CAUSAL)
         offs_m = start_m + gl.arange(0, ROWS, of_rows)
         acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, acc_layout)
         slot, phase = slot_and_phase(turn, Q_STAGES)
@@ -273,12 +272,11 @@ def _consumer(
             tma.store_wait(0)
             slot, phase = slot_and_phase(turn + 1, Q_STAGES)
             mbarrier.arrive(queries.empty.index(slot * CONSUMERS + w), count=1, pred=turn > 0)
-        start_n = (tile.split + (seen - 1) * problem.splits) * BLOCK_N
         sees_first = seen > 1
-        if SPLIT:
+        if problem.is_split is not None:
             sees_first = sees_first & (tile.split == 0)
         acc, m, l = _accumulate(
-            acc, s, q, queries, own, ring, fill, seen, start_n, problem, last, sees_first, scale_log2,
+            acc, s, q, queries, own, ring, fill, seen, tile, problem, last, sees_first, scale_log2,
             CONSUMERS, PACKED, MODE, CAUSAL,
         )  # fmt: skip
         fill += seen
@@ -295,7 +293,7 @@ def _consumer(
         fill += 1
         if MODE == "guess":
             _check(acc, l, done, tensors)
-        _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m, part, idle, PACKED, SPLIT)
+        _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m, part, idle, PACKED)
         if Q_STAGES == 1:
             tma.store_wait(0)
             mbarrier.arrive(queries.empty.index(own), count=1)
@@ -312,7 +310,6 @@ def _forward_kernel(
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
     PACKED: gl.constexpr = q_desc.block_shape[3] if len(q_desc.block_shape) == 5 else 1
-    SPLIT: gl.constexpr = part_ptr is not None
     tiles_m = gl.cdiv(seq_q + _rows_before(diagonal, PACKED), BLOCK_M)
     if MODE == "again":
         gdc_wait()  # for the first launch
@@ -332,8 +329,8 @@ def _forward_kernel(
     q_full, q_empty = new_ring(Q_STAGES * CONSUMERS, 1, 1)  # each consumer has its own buffers
     kv_full, kv_empty = new_ring(STAGES, 1, CONSUMERS)
     tensors = Tensors(q_desc, k_desc, v_desc, first_desc, out_desc, out_ptr, lse_ptr, part_ptr, state_ptr)
-    splits = splits if SPLIT else 1
-    problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, splits, scale)
+    splits = 1 if part_ptr is None else splits
+    problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale, splits, part_ptr)
     queries = Queries(q_s, o_s, first_s, q_full, q_empty)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
     # No empty barriers: reading precedes an arrival at `queries.empty`. The CTA's first number has a slot of its own.
@@ -342,18 +339,18 @@ def _forward_kernel(
     # numbers in the list, and the first role, which runs on the launch's own warps, gets the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
-            [(_consumer, (tensors, queries, ring, next_tiles, problem, 0, PACKED, SPLIT, MODE, CAUSAL)),
-             (_consumer, (tensors, queries, ring, next_tiles, problem, 1, PACKED, SPLIT, MODE, CAUSAL)),
-             (_producer, (tensors, queries, ring, next_tiles, problem, PACKED, SPLIT, MODE, CAUSAL))],
+            [(_consumer, (tensors, queries, ring, next_tiles, problem, 0, MODE, CAUSAL)),
+             (_consumer, (tensors, queries, ring, next_tiles, problem, 1, MODE, CAUSAL)),
+             (_producer, (tensors, queries, ring, next_tiles, problem, MODE, CAUSAL))],
             [4, 1], [240, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
-            [(_consumer, (tensors, queries, ring, next_tiles, problem, 0, PACKED, SPLIT, MODE, CAUSAL)),
-             (_consumer, (tensors, queries, ring, next_tiles, problem, 1, PACKED, SPLIT, MODE, CAUSAL)),
-             (_consumer, (tensors, queries, ring, next_tiles, problem, 2, PACKED, SPLIT, MODE, CAUSAL)),
-             (_consumer, (tensors, queries, ring, next_tiles, problem, 3, PACKED, SPLIT, MODE, CAUSAL)),
-             (_producer, (tensors, queries, ring, next_tiles, problem, PACKED, SPLIT, MODE, CAUSAL))],
+            [(_consumer, (tensors, queries, ring, next_tiles, problem, 0, MODE, CAUSAL)),
+             (_consumer, (tensors, queries, ring, next_tiles, problem, 1, MODE, CAUSAL)),
+             (_consumer, (tensors, queries, ring, next_tiles, problem, 2, MODE, CAUSAL)),
+             (_consumer, (tensors, queries, ring, next_tiles, problem, 3, MODE, CAUSAL)),
+             (_producer, (tensors, queries, ring, next_tiles, problem, MODE, CAUSAL))],
             [4, 4, 4, 1], [112, 112, 112, 24],
         )  # fmt: skip
 
@@ -378,27 +375,25 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     keys = min(seq_k, seq_q + diagonal) if causal else seq_k
     cut = plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, num_sms())
     packed, splits, tiles = cut.packed, cut.splits, cut.tiles
-    per_kv = heads // kv_heads // packed
+    per_kv = heads // kv_heads
     queries, outputs, held = q, out, (64,)
     if packed > 1:
         queries, outputs = (t.unflatten(1, (-1, packed)).transpose(2, 3) for t in (q, out))  # [B, H / packed, Sq, packed, D]
         held = 64 // packed, packed
     out_ptr = outputs if diagonal % (64 // packed) else None  # if the first query tile starts before query 0
+    programs = min(tiles * splits, num_sms())
     parts = None, lse
     if splits > 1:
         parts = lse.new_empty(splits, lse.numel(), value_dim), lse.new_empty(splits, lse.numel())
-
     first_keys = FIRST_KEYS if keys > SHORT_ROW else FIRST_KEYS // 2
 
     def launch(state, mode):
         longer = mode == "again" and splits == 1
         shape = TILES_AGAIN[max(head_dim, value_dim)] if longer else cut.shape
-        _forward_kernel[min(tiles * splits, num_sms()),](
+        _forward_kernel[programs,](
             describe_tile(queries, *held), describe_tile(k, shape.keys), describe_tile(v, shape.keys),
-            describe_tile(k, first_keys),
-            describe_tile(outputs, *held), out_ptr, *parts, state,
-            scale=scale, batch_heads=batch * heads // packed, heads=heads // packed, heads_per_kv=per_kv,
-            seq_q=seq_q * packed, seq_k=seq_k, diagonal=diagonal, splits=splits,
+            describe_tile(k, first_keys), describe_tile(outputs, *held), out_ptr, *parts, state, scale,
+            batch * heads // packed, heads // packed, per_kv // packed, seq_q * packed, seq_k, diagonal, splits,
             BLOCK_M=shape.queries, BLOCK_N=shape.keys, STAGES=shape.kv_slots, Q_STAGES=shape.q_slots, MODE=mode, CAUSAL=causal,
             num_warps=4, maxnreg=shape.maxnreg, launch_pdl=mode != "running",
         )  # fmt: skip
@@ -409,8 +404,9 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
         state = lse.new_empty(2 + LATELY.value + tiles * splits, dtype=torch.int32)  # see `State`
         _sample_kernel[min(LATELY.value, num_sms()),](
             describe_tile(queries, *held), describe_tile(k, cut.shape.keys), describe_tile(k, first_keys), state,
-            scale, OVERFLOW[q.dtype] - HEADROOM, batch * heads // packed, heads // packed, per_kv, seq_q * packed, seq_k,
-            diagonal, splits, BLOCK_M=cut.shape.queries, PACKED=packed, CAUSAL=causal, num_warps=4,
+            scale, OVERFLOW[q.dtype] - HEADROOM,
+            batch * heads // packed, heads // packed, per_kv // packed, seq_q * packed, seq_k, diagonal, splits,
+            BLOCK_M=cut.shape.queries, PACKED=packed, CAUSAL=causal, num_warps=4,
         )  # fmt: skip
         for mode in ("guess", "again"):
             launch(state, mode)
@@ -418,7 +414,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
         own = min(16, 2048 // value_dim)  # number of splits whose outputs fit into a thread's registers
         at_once = next((n for n in (4, 8, 16) if splits <= n <= own), 4 * own)
         merged = max(1, 128 // value_dim) * (4 if at_once <= own else 1)  # rows per CTA
-        _merge_kernel[ceil(lse.numel() / merged),](
+        _merge_kernel[triton.cdiv(lse.numel(), merged),](
             *parts, out, lse, *out.stride()[:3], lse.numel(), heads, seq_q, splits,
             VALUE_DIM=value_dim, ROWS=merged, AT_ONCE=at_once, num_warps=4, launch_pdl=True,
         )  # fmt: skip

@@ -118,7 +118,7 @@ def test_formula_of_the_newest_backward_holds_for_the_largest_heads(seq_q, seq_k
     assert totals(backward) == predicted(version(stage), BACKWARD, p), backward.launches
 
 
-@pytest.mark.parametrize("name", ["v30", "v31", "v32", "v34"])
+@pytest.mark.parametrize("name", ["v30", "v31", "v32", "v33", "v34"])
 @pytest.mark.parametrize("sizes", [{"heads": 4, "kv_heads": 2}, {"heads": 2, "head_dim": 128}, {"heads": 1, "causal": True}])
 def test_formula_holds_where_keys_are_split(name, sizes):
     """Few queries see many keys, which are split from v31 on. With a causal mask they see two keys, and nothing is split."""
@@ -126,15 +126,15 @@ def test_formula_holds_where_keys_are_split(name, sizes):
 
 
 def nothing_is_short(monkeypatch, *others):
-    """Make v32, v34, their formulas and a stage with these global names treat all work as long."""
-    for names in (*namespaces("v32_two_launches"), *namespaces("v34_planned_splits"), *others):
+    """Make the formulas, and a stage with these global names, treat all work as long."""
+    for names in (*namespaces("v34_planned_splits"), *others):
         for width in names.get("SHORT", ()):
             monkeypatch.setitem(names["SHORT"], width, 0)
         if "FEW_SQUARES" in names:
             monkeypatch.setitem(names, "FEW_SQUARES", 0)
 
 
-@pytest.mark.parametrize("name", ["v32", "v34", "v39", "v40", "v42", "v43"])
+@pytest.mark.parametrize("name", ["v32", "v33", "v34", "v39", "v40", "v41", "v42", "v43"])
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_formula_holds_for_long_work(monkeypatch, kv_heads, name):
     nothing_is_short(monkeypatch, *namespaces(stages.resolve(name)))

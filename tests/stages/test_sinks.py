@@ -103,7 +103,8 @@ class Recorded:
     def __getitem__(self, grid):
         def launch(*args, MODE, **options):
             if MODE == "again":
-                state = torch.cat(args[-1 - ("counter_ptr" in self.kernel.arg_names) :])
+                named = dict(zip(self.kernel.arg_names, args, strict=False))
+                state = torch.cat([named[name] for name in ("counter_ptr", "failed_ptr", "state_ptr") if name in named])
                 counter, _, self.samples, self.failed = state.split([1, 1, self._samples, len(state) - 2 - self._samples])
                 self.programs, self.begun = grid[0], grid[0] + counter.item()
             return self.kernel[grid](*args, MODE=MODE, **options)

@@ -1,4 +1,4 @@
-"""A tile's number gives its keys and its order of query tiles."""
+"""A refactoring: each role computes its tile from the tile's number."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -1,4 +1,8 @@
-"""dQ for D = 256."""
+"""dQ for D = 256: a CTA computes all of dQ of its query rows, and adds nothing in memory.
+
+A producer loads, and two consumers compute 64 query rows each, at their own pace. A consumer skips a key tile that only the
+other consumer's rows see. `_matmul` hides an index from ptxas, which would spill registers otherwise.
+"""
 
 from typing import NamedTuple
 
@@ -177,7 +181,7 @@ def _query_consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
     do = queries.do.index(w).reshape([ROWS, VALUE_DIM])
     unseen = tile.steps - seen
     for step in range(unseen):  # skip a key tile that only the other consumer's rows see
-        slot, phase = slot_and_phase(step, K_STAGES)
+        slot, _ = slot_and_phase(step, K_STAGES)
         mbarrier.arrive(ring.k_empty.index(slot), count=1)
         # Otherwise the next wait would return at once, because its phase has the same parity as the one before this one. K has
         # other waits in between.
@@ -191,9 +195,9 @@ def _query_consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
         dp = _matmul(do, ring.v, ring.v_full, step)
         s = warpgroup_mma_wait(1, [s])  # [queries, keys]
         ds = _ds_from(s, dp, stats, (tile.steps - 1 - step) * ROWS).to(ring.k.dtype)
-        slot, phase = slot_and_phase(step, V_STAGES)
+        slot, _ = slot_and_phase(step, V_STAGES)
         mbarrier.arrive(ring.v_empty.index(slot), count=1)
-        slot, phase = slot_and_phase(step, K_STAGES)
+        slot, _ = slot_and_phase(step, K_STAGES)
         k = ring.k.index(slot).reshape([ROWS, HEAD_DIM])
         dq = warpgroup_mma(gl.convert_layout(ds, ds_layout), k, dq, is_async=True)
         dq = warpgroup_mma_wait(0, [dq])

@@ -1,4 +1,4 @@
-"""A refactoring: each role computes its tile from the tile's number."""
+"""A refactoring, same behaviour: each role computes its tile from a number."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

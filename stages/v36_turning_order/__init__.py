@@ -1,4 +1,4 @@
-"""In every other wave, the order of query tiles turns."""
+"""CTAs that start together read the same query tiles, last tile first."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -317,8 +317,8 @@ def _dq_consumer(tensors, kv, ds_ring, next_tiles, problem, PERSISTENT: gl.const
     number = gl.program_id(0)
     while number < problem.tiles:
         tile = _tile(number, problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
-        kv_slot, _ = slot_and_phase(turn, KV_STAGES)
         for step in range(tile.steps):
+            kv_slot, _ = slot_and_phase(turn, KV_STAGES)
             slot, phase = slot_and_phase(fill + step, STAGES)
             _, _, row = _query_tile(step, tile)
             mbarrier.wait(ds_ring.full.index(slot), phase)  # K has arrived, too: the consumers waited for it

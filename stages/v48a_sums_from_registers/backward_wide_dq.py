@@ -2,7 +2,7 @@
 
 A producer loads, and two consumers compute 64 query rows each, at their own pace. A consumer skips a key tile that only the
 other consumer's rows see. `_matmul` hides an index from ptxas, which would spill registers otherwise. A consumer issues this
-step's last matmul and the next step's first one together.
+step's last matmul and the next step's first one together. For that, Q and dO have barriers of their own.
 """
 
 from typing import NamedTuple

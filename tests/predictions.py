@@ -676,6 +676,7 @@ PREDICTIONS = {
     "v33": (v33_forward, v15_backward),
     "v34": (v34_forward, v15_backward),
     "v35": (v34_forward, v15_backward),
+    "v36": (v34_forward, v15_backward),
     "v37": (v34_forward, v38_backward),
     "v38": (v34_forward, v38_backward),
     "v39": (v39_forward, v38_backward),

@@ -258,8 +258,8 @@ def _consumer(tile, kv, ring, ds_ring, scale, w: gl.constexpr, CAUSAL: gl.conste
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, unseen, tile.masked, w, CAUSAL, True)
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, tile.masked, tile.steps, w, CAUSAL, False)
 
-    # The buffers of V and K now hold dV and dK, and TMA stores these. V is not needed any more, and K is free when the last dQ
-    # is done.
+    # The buffers of V and K now hold dV and dK, and TMA stores these. V is not needed any more, and K is free when the last
+    # dQ is done.
     v.store(dv.to(kv.v.dtype))
     fence_async_shared()
     mbarrier.arrive(kv.dv_full.index(w), count=1)

@@ -1,4 +1,7 @@
-"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper."""
+"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper.
+
+Each role computes its work tile from the tile's number. `_load_kv` and `_store_dkv` move a tile's K, V, dK and dV.
+"""
 
 from typing import NamedTuple
 
@@ -29,7 +32,6 @@ from common.kernels.hopper import (
 )
 from common.kernels.replay import replayed
 from common.operator import empty_rows
-from common.runtime import num_sms
 from stages.v7_one_backward.backward import backward as backward_of_v7
 
 from .backward_prepare import _finish_kernel, _prepare_kernel
@@ -176,20 +178,18 @@ def _accumulate(
 
 
 @gluon.jit
-def _producer(tensors, kv, ring, problem, CAUSAL: gl.constexpr):
-    """One warp that moves everything except dQ: K and V once, Q and dO through their ring, dK and dV at the end."""
-    BLOCK_M: gl.constexpr = ring.q.shape[3]
-    HEAD_DIM: gl.constexpr = kv.k.shape[4]
-    VALUE_DIM: gl.constexpr = kv.v.shape[4]
-    # NOTE: a CTA ends after one tile, and the next one starts with empty buffers; v37's CTAs take tile after tile.
-    tile = _tile(gl.program_id(0), problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
+def _load_kv(tensors, tile, kv):
+    """Start to load K and V of a tile."""
     mbarrier.expect(kv.full.index(0), CONSUMERS * (tensors.k.block_type.nbytes + tensors.v.block_type.nbytes))
     for w in gl.static_range(CONSUMERS):
         where = [tile.batch, tile.kv_head, tile.start_n + w * ROWS, 0]
         tma.async_copy_global_to_shared(tensors.k, where, kv.full.index(0), kv.k.index(w))
         tma.async_copy_global_to_shared(tensors.v, where, kv.full.index(0), kv.v.index(w))
-    for step in range(tile.steps):
-        _load(tensors, tile, ring, step)
+
+
+@gluon.jit
+def _store_dkv(tensors, tile, kv):
+    """Store dK and dV of a tile when they are ready, and wait until their buffers are free."""
     for w in gl.static_range(CONSUMERS):
         mbarrier.wait(kv.dv_full.index(w), 0)
         where = [tile.batch, tile.kv_head, tile.start_n + w * ROWS, 0]
@@ -202,8 +202,22 @@ def _producer(tensors, kv, ring, problem, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
+def _producer(tensors, kv, ring, problem, CAUSAL: gl.constexpr):
+    """One warp that moves everything except dQ: K and V of a tile, Q and dO through their ring, dK and dV at the end."""
+    BLOCK_M: gl.constexpr = ring.q.shape[3]
+    HEAD_DIM: gl.constexpr = kv.k.shape[4]
+    VALUE_DIM: gl.constexpr = kv.v.shape[4]
+    # NOTE: a CTA ends after one tile, and the next one starts with empty buffers; v37's CTAs take tile after tile.
+    tile = _tile(gl.program_id(0), problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
+    _load_kv(tensors, tile, kv)
+    for step in range(tile.steps):
+        _load(tensors, tile, ring, step)
+    _store_dkv(tensors, tile, kv)
+
+
+@gluon.jit
 def _consumer(kv, ring, ds_ring, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
-    """A warpgroup with the w-th 64 keys of the CTA, whose dK and dV stay in its registers."""
+    """A warpgroup with the w-th 64 keys of a tile, whose dK and dV stay in its registers."""
     STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
@@ -211,12 +225,12 @@ def _consumer(kv, ring, ds_ring, problem, w: gl.constexpr, CAUSAL: gl.constexpr)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_M, 16])
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, HEAD_DIM, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
+    scale_log2 = problem.scale * LOG2_E
     tile = _tile(gl.program_id(0), problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
     dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, dk_layout)
     dv = gl.zeros([ROWS, VALUE_DIM], gl.float32, dv_layout)
     k = kv.k.index(w).reshape([ROWS, HEAD_DIM])
     v = kv.v.index(w).reshape([ROWS, VALUE_DIM])
-    scale_log2 = problem.scale * LOG2_E
     mbarrier.wait(kv.full.index(0), 0)
     # Some query tiles see keys of the other consumer only: for these tiles, this consumer stores zeros as dS.
     unseen = tile.unseen * w
@@ -233,8 +247,8 @@ def _consumer(kv, ring, ds_ring, problem, w: gl.constexpr, CAUSAL: gl.constexpr)
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, unseen, tile.masked, w, CAUSAL, True)
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, tile.masked, tile.steps, w, CAUSAL, False)
 
-    # The buffers of V and K now hold dV and dK, and TMA stores these. V is not needed any more, and K is free when the last dQ
-    # is done.
+    # The buffers of V and K now hold dV and dK, and TMA stores these. V is not needed any more, and K is free when the last
+    # dQ is done.
     v.store(dv.to(kv.v.dtype))
     fence_async_shared()
     mbarrier.arrive(kv.dv_full.index(w), count=1)
@@ -261,10 +275,10 @@ def _dq_consumer(tensors, kv, ds_ring, problem, CAUSAL: gl.constexpr):
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["kv_heads", "seq_q", "seq_k", "diagonal", "tiles"])
+@gluon.jit(do_not_specialize=["kv_heads", "seq_q", "seq_k", "diagonal"])
 def _backward_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, scale,
-    kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles,
+    kv_heads, heads_per_kv, seq_q, seq_k, diagonal,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
@@ -284,10 +298,10 @@ def _backward_kernel(
     ds_full, ds_empty = new_ring(STAGES, CONSUMERS, 1)
 
     tensors = Tensors(q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc)
-    problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles, scale)
-    kv = KeysValues(k_s, v_s, kv_full, dk_full, dv_full)
+    problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, scale)
     ring = Ring(q_s, do_s, stats_s, q_full, do_full, q_do_empty)
     ds_ring = DsRing(ds_s, dq_s, ds_full, ds_empty)
+    kv = KeysValues(k_s, v_s, kv_full, dk_full, dv_full)
     gl.warp_specialize(
         [
             (_consumer, (kv, ring, ds_ring, problem, 0, CAUSAL)),
@@ -317,18 +331,17 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     block_m = 64 if max(head_dim, value_dim) == 128 else 128  # the most rows of S and dP that fit in registers beside dK and dV
     columns = min(64, head_dim)  # of a part: dQ leaves a CTA in parts of 64 rows
     tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
-    tiles = triton.cdiv(seq_k, 128) * batch * kv_heads
     stats = lse.new_empty(tiles_m * 2, block_m)
     sums = lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)
     _prepare_kernel[tiles_m,](
         describe(out, block_m, value_dim), describe(grad_out, block_m, value_dim), lse, stats, sums, heads, seq_q,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m,
     )  # fmt: skip
-    _backward_kernel[tiles,](
+    _backward_kernel[triton.cdiv(seq_k, 128) * batch * kv_heads,](
         describe_tile(q, block_m), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, block_m),
         describe_rows(stats, 2), describe_rows(sums, 64 * columns // SUM_COLUMNS),
         describe_tile(dk, 64), describe_tile(dv, 64), scale,
-        kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, num_sms(), tiles,
+        kv_heads, heads // kv_heads, seq_q, seq_k, diagonal,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, CAUSAL=causal, num_warps=4, maxnreg=128,
     )  # fmt: skip
     _finish_kernel[tiles_m,](

@@ -20,8 +20,6 @@ class Problem(NamedTuple):
     seq_q: gl.tensor
     seq_k: gl.tensor
     diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
-    at_once: gl.tensor  # CTAs that run at the same time
-    tiles: gl.tensor  # key tiles of all heads
     scale: gl.tensor
 
 
@@ -37,7 +35,6 @@ class Tile(NamedTuple):
     keys: gl.tensor  # number of keys from start_n on
     diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
     first: gl.tensor  # the first query tile that sees one of the keys
-    turning: gl.tensor  # query tiles before the order turns; see `_query_tile`
     tiles_m: gl.tensor  # number of query tiles of a head
     steps: gl.tensor  # number of query tiles of all these heads
     unseen: gl.tensor  # number of steps that see no key of the second consumer; they come first
@@ -51,7 +48,7 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
     tiles_m = gl.cdiv(problem.seq_q, BLOCK_M)
     ROW_BYTES: gl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # bytes of a query's Q, dQ accumulator and dO
     tile_n, batch_head = tile_and_head(
-        gl.cdiv(problem.seq_k, KEYS), problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=problem.tiles
+        gl.cdiv(problem.seq_k, KEYS), problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=gl.num_programs(0)
     )
     start_n = tile_n * KEYS
     first = 0  # the first query tile that sees these keys; if no tile does, the last tile, fully masked
@@ -66,17 +63,10 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
             unseen = gl.minimum(gl.maximum(start + ROWS, 0) // BLOCK_M, tiles_m) - first
     tiles = tiles_m - first
     masked = gl.where(start_n + KEYS > problem.seq_k, tiles, masked)
-    # CTAs that read the same tile at the same time share it through the L2 cache. Masked tiles come first, in order, as
-    # `_accumulate` expects. CTAs that start together then all begin with the last tile and go backwards. The next CTAs start
-    # one by one, those with fewer tiles later, so they go forwards, and so on in turns. If a K/V head has one query head, its
-    # tiles stay in the cache anyway.
-    turning = tiles
-    if CAUSAL:
-        turning = gl.where((heads_per_kv > 1) & (number // problem.at_once % 2 == 0), masked, tiles)
     kv_head = batch_head % problem.kv_heads
     return Tile(
         batch_head // problem.kv_heads, kv_head, kv_head * heads_per_kv, batch_head * heads_per_kv, heads_per_kv,
-        start_n, problem.seq_k - start_n, problem.diagonal, first, turning, tiles_m,
+        start_n, problem.seq_k - start_n, problem.diagonal, first, tiles_m,
         tiles * heads_per_kv, unseen * heads_per_kv, masked * heads_per_kv,
     )  # fmt: skip
 
@@ -85,10 +75,9 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
 def _query_tile(step, tile):
     """Return the head and the query tile of a step, and the tile's number among those of all heads.
 
-    Steps take one tile of each query head that shares the keys, then the next tile of each. The tiles go in order, or, once
-    `turning` tiles are done, from the last one backwards.
+    Steps take one tile of each query head that shares the keys, then the next tile of each.
     """
     shared = step % tile.heads_per_kv
-    done = step // tile.heads_per_kv
-    number = gl.where(done < tile.turning, tile.first + done, tile.tiles_m - 1 + tile.turning - done)
+    # NOTE: CTAs that run at the same time begin at different query tiles; in v36 they read the same ones.
+    number = tile.first + step // tile.heads_per_kv
     return tile.head + shared, number, (tile.batch_head + shared) * tile.tiles_m + number

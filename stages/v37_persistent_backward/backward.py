@@ -1,4 +1,8 @@
-"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper."""
+"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper.
+
+Each role computes its work tile from the tile's number. `_load_kv` and `_store_dkv` move a tile's K, V, dK and dV.
+Up to D = 64 CTAs are persistent: each takes tile after tile from a counter.
+"""
 
 from typing import NamedTuple
 
@@ -130,9 +134,8 @@ def _accumulate(
     dk, dv, k, v, scale_log2, tile, ring, ds_ring, fill, lo, hi,
     w: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Add the contribution of a tile's steps [lo, hi) to a consumer's dk and dv, and store its dS for dQ. Step lo is number
-    `fill` of all. P and dS are computed transposed, so that they enter the matmuls for dV and dK from registers.
-    """
+    """Add the contribution of the steps [lo, hi) to a consumer's dk and dv, and store its dS for dQ. P and dS are computed
+    transposed, so that they enter the matmuls for dV and dK from registers. Step 0 is number `fill` of the CTA's steps."""
     STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = ring.q.shape[4]
@@ -178,51 +181,60 @@ def _accumulate(
 
 
 @gluon.jit
-def _producer(tensors, kv, ring, next_tiles, problem, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr):
-    """One warp that moves everything except dQ: K and V of a tile, Q and dO through their ring, dK and dV at the end.
+def _load_kv(tensors, tile, kv):
+    """Start to load K and V of a tile."""
+    mbarrier.expect(kv.full.index(0), CONSUMERS * (tensors.k.block_type.nbytes + tensors.v.block_type.nbytes))
+    for w in gl.static_range(CONSUMERS):
+        where = [tile.batch, tile.kv_head, tile.start_n + w * ROWS, 0]
+        tma.async_copy_global_to_shared(tensors.k, where, kv.full.index(0), kv.k.index(w))
+        tma.async_copy_global_to_shared(tensors.v, where, kv.full.index(0), kv.v.index(w))
 
-    The first tile is the CTA's number. If CTAs are persistent, a counter that they share gives the others.
-    """
+
+@gluon.jit
+def _store_dkv(tensors, tile, kv, turn):
+    """Store dK and dV of this CTA's tile number `turn` when they are ready, and wait until their buffers are free."""
+    _, phase = slot_and_phase(turn, 1)
+    for w in gl.static_range(CONSUMERS):
+        mbarrier.wait(kv.dv_full.index(w), phase)
+        where = [tile.batch, tile.kv_head, tile.start_n + w * ROWS, 0]
+        tma.async_copy_shared_to_global(tensors.dv, where, kv.v.index(w))
+    for w in gl.static_range(CONSUMERS):
+        mbarrier.wait(kv.dk_full.index(w), phase)
+        where = [tile.batch, tile.kv_head, tile.start_n + w * ROWS, 0]
+        tma.async_copy_shared_to_global(tensors.dk, where, kv.k.index(w))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _producer(tensors, kv, ring, next_tiles, problem, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr):
+    """One warp that moves everything except dQ: K and V of a tile, Q and dO through their ring, dK and dV at the end."""
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     VALUE_DIM: gl.constexpr = kv.v.shape[4]
     fill = 0
     turn = 0
-    number = gl.program_id(0)
+    number = gl.program_id(0)  # a counter gives persistent CTAs the numbers of further tiles
     while number < problem.tiles:
         tile = _tile(number, problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
-        mbarrier.expect(kv.full.index(0), CONSUMERS * (tensors.k.block_type.nbytes + tensors.v.block_type.nbytes))
-        for w in gl.static_range(CONSUMERS):
-            where = [tile.batch, tile.kv_head, tile.start_n + w * ROWS, 0]
-            tma.async_copy_global_to_shared(tensors.k, where, kv.full.index(0), kv.k.index(w))
-            tma.async_copy_global_to_shared(tensors.v, where, kv.full.index(0), kv.v.index(w))
+        _load_kv(tensors, tile, kv)
         for step in range(tile.steps):
             _load(tensors, tile, ring, fill + step, step)
         number = problem.tiles
         if PERSISTENT:
             number = gl.num_programs(0) + gl.atomic_add(tensors.counter, 1)
             # A number past the last tile is passed on too: it tells the others to end.
-            slot, phase = slot_and_phase(turn, 2)
+            slot, _ = slot_and_phase(turn, 2)
             next_tiles.number.index(slot).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
             mbarrier.arrive(next_tiles.full.index(slot), count=1)
         # NOTE: the next tile's K and V load only after dK and dV have left their buffer; v38 has a second buffer.
-        _, phase = slot_and_phase(turn, 1)
-        for w in gl.static_range(CONSUMERS):
-            mbarrier.wait(kv.dv_full.index(w), phase)
-            where = [tile.batch, tile.kv_head, tile.start_n + w * ROWS, 0]
-            tma.async_copy_shared_to_global(tensors.dv, where, kv.v.index(w))
-        for w in gl.static_range(CONSUMERS):
-            mbarrier.wait(kv.dk_full.index(w), phase)
-            where = [tile.batch, tile.kv_head, tile.start_n + w * ROWS, 0]
-            tma.async_copy_shared_to_global(tensors.dk, where, kv.k.index(w))
-        tma.store_wait(0)
+        _store_dkv(tensors, tile, kv, turn)
         fill += tile.steps
         turn += 1
 
 
 @gluon.jit
 def _consumer(kv, ring, ds_ring, next_tiles, problem, w: gl.constexpr, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr):
-    """A warpgroup with the w-th 64 keys of each tile, whose dK and dV stay in its registers."""
+    """A warpgroup with the w-th 64 keys of a tile, whose dK and dV stay in its registers."""
     STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
@@ -322,9 +334,9 @@ def _backward_kernel(
 
     tensors = Tensors(q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, counter_ptr)
     problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles, scale)
-    kv = KeysValues(k_s, v_s, kv_full, dk_full, dv_full)
     ring = Ring(q_s, do_s, stats_s, q_full, do_full, q_do_empty)
     ds_ring = DsRing(ds_s, dq_s, ds_full, ds_empty)
+    kv = KeysValues(k_s, v_s, kv_full, dk_full, dv_full)
     next_tiles = NextTiles(tile_s, tile_full)
     gl.warp_specialize(
         [
@@ -356,7 +368,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     columns = min(64, head_dim)  # of a part: dQ leaves a CTA in parts of 64 rows
     tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
     tiles = triton.cdiv(seq_k, 128) * batch * kv_heads
-    persistent = max(head_dim, value_dim) < 128  # at D = 128, v38's second K and V do not fit
+    persistent = max(head_dim, value_dim) < 128  # not at D = 128, where a second K and V would not fit
     programs = min(tiles, num_sms()) if persistent else tiles
     counter = lse.new_empty(1, dtype=torch.int32) if persistent else None  # number of tiles taken after each CTA's first
     stats = lse.new_empty(tiles_m * 2, block_m)

@@ -1,4 +1,8 @@
-"""dK and dV for D = 256, and their part of dQ."""
+"""dK and dV for D = 256, and their part of dQ.
+
+One consumer computes dV, the other one dK and its part of dQ. Each step is masked, so this file
+does not use `tile.unseen` and `tile.masked`.
+"""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""dQ for D = 256."""
+"""dQ for D = 256: a CTA computes all of dQ of its query rows, and adds nothing in memory."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,8 @@
-"""dK and dV for D = 256."""
+"""dK and dV for D = 256.
+
+One consumer computes P and dV, the other one dS and dK. P reaches the second consumer through shared memory. Each step is
+masked, so this file does not use `tile.unseen` and `tile.masked`.
+"""
 
 from typing import NamedTuple
 
@@ -81,7 +85,7 @@ def _p_of(s_t, scale_log2, tile, ring, p_ring, step, seen_from):
     """Compute a step's P from its scores, transposed and rounded, and store it for the other consumer."""
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     s_layout: gl.constexpr = s_t.type.layout
-    slot, phase = slot_and_phase(step, ring.q.shape[0])
+    slot, _ = slot_and_phase(step, ring.q.shape[0])
     lse_log2 = ring.stats.index(slot).slice(0, 1).load(s_layout)  # [1, queries]
     p_t = s_t * scale_log2 - lse_log2
     _, number, _ = _query_tile(step, tile)

@@ -1,4 +1,9 @@
-"""dK and dV for D = 256."""
+"""dK and dV for D = 256.
+
+One consumer computes P and dV, the other one dS and dK. P reaches the second consumer through shared memory. Each step is
+masked, so this file does not use `tile.unseen` and `tile.masked`. A consumer issues this step's last matmul and
+the next step's first one together. For that, Q, dO, K and V have barriers of their own.
+"""
 
 from typing import NamedTuple
 
@@ -86,7 +91,7 @@ def _p_of(s_t, scale_log2, tile, ring, p_ring, step, seen_from):
     """Compute a step's P from its scores, transposed and rounded, and store it for the other consumer."""
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     s_layout: gl.constexpr = s_t.type.layout
-    slot, phase = slot_and_phase(step, ring.q.shape[0])
+    slot, _ = slot_and_phase(step, ring.q.shape[0])
     lse_log2 = ring.stats.index(slot).slice(0, 1).load(s_layout)  # [1, queries]
     p_t = s_t * scale_log2 - lse_log2
     _, number, _ = _query_tile(step, tile)
@@ -184,7 +189,7 @@ def _dk_consumer(tensors, kv, ring, p_ring, problem, CAUSAL: gl.constexpr):
     for step in range(tile.steps - 1):
         ds_t = _ds_of(dp_t, ring, p_ring, step)
         # The matmul for dK comes first, because it is the last to read Q, and the producer needs Q's buffer soonest.
-        slot, phase = slot_and_phase(step, STAGES)
+        slot, _ = slot_and_phase(step, STAGES)
         q = ring.q.index(slot).reshape([BLOCK_M, HEAD_DIM])
         dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)
         next_slot, next_phase = slot_and_phase(step + 1, STAGES)
@@ -196,7 +201,7 @@ def _dk_consumer(tensors, kv, ring, p_ring, problem, CAUSAL: gl.constexpr):
         dp_t = warpgroup_mma_wait(0, [dp_t])  # [keys, queries]
         mbarrier.arrive(ring.do_empty.index(next_slot), count=1)
     ds_t = _ds_of(dp_t, ring, p_ring, tile.steps - 1)
-    slot, phase = slot_and_phase(tile.steps - 1, STAGES)
+    slot, _ = slot_and_phase(tile.steps - 1, STAGES)
     q = ring.q.index(slot).reshape([BLOCK_M, HEAD_DIM])
     dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)
     dk = warpgroup_mma_wait(0, [dk])

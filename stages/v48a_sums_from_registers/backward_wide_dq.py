@@ -1,4 +1,9 @@
-"""dQ for D = 256."""
+"""dQ for D = 256: a CTA computes all of dQ of its query rows, and adds nothing in memory.
+
+A producer loads, and two consumers compute 64 query rows each, at their own pace. A consumer skips a key tile that only the
+other consumer's rows see. `_matmul` hides an index from ptxas, which would spill registers otherwise. A consumer issues this
+step's last matmul and the next step's first one together. For that, Q and dO have barriers of their own.
+"""
 
 from typing import NamedTuple
 
@@ -177,7 +182,7 @@ def _query_consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
     do = queries.do.index(w).reshape([ROWS, VALUE_DIM])
     unseen = tile.steps - seen
     for step in range(unseen):  # skip a key tile that only the other consumer's rows see
-        slot, phase = slot_and_phase(step, K_STAGES)
+        slot, _ = slot_and_phase(step, K_STAGES)
         mbarrier.arrive(ring.k_empty.index(slot), count=1)
         # Otherwise the next wait would return at once, because its phase has the same parity as the one before this one. K has
         # other waits in between.
@@ -190,11 +195,11 @@ def _query_consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
     dp = _matmul(do, ring.v, ring.v_full, unseen)
     s = warpgroup_mma_wait(1, [s])  # [queries, keys]
     ds = _ds_from(s, dp, stats, (seen - 1) * ROWS).to(ring.k.dtype)
-    slot, phase = slot_and_phase(unseen, V_STAGES)
+    slot, _ = slot_and_phase(unseen, V_STAGES)
     mbarrier.arrive(ring.v_empty.index(slot), count=1)
     for step in range(unseen + 1, tile.steps):
         # The matmul for dQ comes first and releases K; V has arrived again by the time that the last one is issued.
-        slot, phase = slot_and_phase(step - 1, K_STAGES)
+        slot, _ = slot_and_phase(step - 1, K_STAGES)
         k = ring.k.index(slot).reshape([ROWS, HEAD_DIM])
         dq = warpgroup_mma(gl.convert_layout(ds, ds_layout), k, dq, is_async=True)
         s = _matmul(q, ring.k, ring.k_full, step)
@@ -203,9 +208,9 @@ def _query_consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
         dp = _matmul(do, ring.v, ring.v_full, step)  # reuses the registers of dS
         s = warpgroup_mma_wait(1, [s])  # [queries, keys]
         ds = _ds_from(s, dp, stats, (tile.steps - 1 - step) * ROWS).to(ring.k.dtype)
-        slot, phase = slot_and_phase(step, V_STAGES)
+        slot, _ = slot_and_phase(step, V_STAGES)
         mbarrier.arrive(ring.v_empty.index(slot), count=1)
-    slot, phase = slot_and_phase(tile.steps - 1, K_STAGES)
+    slot, _ = slot_and_phase(tile.steps - 1, K_STAGES)
     k = ring.k.index(slot).reshape([ROWS, HEAD_DIM])
     dq = warpgroup_mma(gl.convert_layout(ds, ds_layout), k, dq, is_async=True)
     dq = warpgroup_mma_wait(0, [dq])

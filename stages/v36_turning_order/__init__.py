@@ -1,0 +1,17 @@
+"""CTAs that start together read the same query tiles, last tile first."""
+
+from common.kernels.hopper import unavailable
+from common.operator import make_attention
+
+from .backward import backward
+from .forward import forward
+
+__all__ = ["SPILLED_BYTES", "UNORDERED", "attention", "backward", "forward", "unavailable"]
+TRACK = "short-rows"
+
+# Spilled bytes per thread. dK, dV, S and dP leave few registers in a backward consumer. Most of these values are spilled once
+# per tile; a step without a mask reads back a few words at most.
+SPILLED_BYTES = 328
+UNORDERED = ("dq",)  # programs add to it in any order, unless `torch.use_deterministic_algorithms` is on
+
+attention = make_attention(__name__, forward, backward)

@@ -1,0 +1,96 @@
+"""Which CTA computes which keys, and in which order it takes their query tiles.
+
+With a causal mask and query groups, CTAs that start together read the same query tiles.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from common.kernels.hopper import ROWS
+from common.kernels.order import tile_and_head
+
+CONSUMERS = gl.constexpr(2)
+KEYS = gl.constexpr(CONSUMERS * ROWS)  # number of keys of a CTA; their dK and dV stay in registers
+
+
+class Problem(NamedTuple):
+    """Sizes that all CTAs share."""
+
+    kv_heads: gl.tensor
+    heads_per_kv: gl.tensor
+    seq_q: gl.tensor
+    seq_k: gl.tensor
+    diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
+    at_once: gl.tensor  # CTAs that run at the same time
+    scale: gl.tensor
+
+
+class Tile(NamedTuple):
+    """A work tile: KEYS keys of one head, and the query tiles that see them."""
+
+    batch: gl.tensor
+    kv_head: gl.tensor
+    head: gl.tensor  # the first of the query heads that share these keys
+    batch_head: gl.tensor  # batch * H + head
+    heads_per_kv: gl.tensor  # number of query heads that share these keys
+    start_n: gl.tensor  # the first key
+    keys: gl.tensor  # number of keys from start_n on
+    diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
+    first: gl.tensor  # the first query tile that sees one of the keys
+    turning: gl.tensor  # query tiles before the order turns; see `_query_tile`
+    tiles_m: gl.tensor  # number of query tiles of a head
+    steps: gl.tensor  # number of query tiles of all these heads
+    unseen: gl.tensor  # number of steps that see no key of the second consumer; they come first
+    masked: gl.tensor  # number of steps that need a mask; they come first
+
+
+@gluon.jit
+def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, CAUSAL: gl.constexpr):
+    """Return the work tile with a number."""
+    heads_per_kv = problem.heads_per_kv
+    tiles_m = gl.cdiv(problem.seq_q, BLOCK_M)
+    ROW_BYTES: gl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # bytes of a query's Q, dQ accumulator and dO
+    tile_n, batch_head = tile_and_head(
+        gl.cdiv(problem.seq_k, KEYS), problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=gl.num_programs(0)
+    )
+    start_n = tile_n * KEYS
+    first = 0  # the first query tile that sees these keys; if no tile does, the last tile, fully masked
+    masked = 0  # number of query tiles, from `first` on, that need a mask
+    unseen = 0  # number of query tiles, from `first` on, that see no key of the second consumer
+    if CAUSAL:
+        start = start_n - problem.diagonal  # this query sees the tile's first key, but not its second
+        first = gl.minimum(gl.maximum(start, 0) // BLOCK_M, tiles_m - 1)
+        full = gl.cdiv(gl.maximum(start + KEYS - 1, 0), BLOCK_M)  # the first query tile that sees every key
+        masked = gl.minimum(full, tiles_m) - first
+        if BLOCK_M <= ROWS:  # longer query tiles rarely miss all keys of a consumer
+            unseen = gl.minimum(gl.maximum(start + ROWS, 0) // BLOCK_M, tiles_m) - first
+    tiles = tiles_m - first
+    masked = gl.where(start_n + KEYS > problem.seq_k, tiles, masked)
+    # CTAs that read the same query tile at the same time share it through the L2 cache. Masked tiles come first, in order, as
+    # `_accumulate` expects. The first `at_once` CTAs start together, so each then goes backwards from the last tile. So all
+    # read the same tile. The next `at_once` CTAs start one by one, and those with fewer tiles start later. So they go forwards.
+    # The two orders alternate. If a K/V head has one query head, its tiles stay in the cache anyway.
+    turning = tiles
+    if CAUSAL:
+        turning = gl.where((heads_per_kv > 1) & (number // problem.at_once % 2 == 0), masked, tiles)
+    kv_head = batch_head % problem.kv_heads
+    return Tile(
+        batch_head // problem.kv_heads, kv_head, kv_head * heads_per_kv, batch_head * heads_per_kv, heads_per_kv,
+        start_n, problem.seq_k - start_n, problem.diagonal, first, turning, tiles_m,
+        tiles * heads_per_kv, unseen * heads_per_kv, masked * heads_per_kv,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _query_tile(step, tile):
+    """Return the head and the query tile of a step, and the tile's number among those of all heads.
+
+    Steps take one tile of each query head that shares the keys, then the next tile of each. The tiles go in order, or, once
+    `turning` tiles are done, from the last one backwards.
+    """
+    shared = step % tile.heads_per_kv
+    done = step // tile.heads_per_kv
+    number = gl.where(done < tile.turning, tile.first + done, tile.tiles_m - 1 + tile.turning - done)
+    return tile.head + shared, number, (tile.batch_head + shared) * tile.tiles_m + number

@@ -1,0 +1,97 @@
+"""How the host divides a forward's work: tiles, splits and launches."""
+
+import functools
+from math import ceil
+from typing import NamedTuple
+
+from common.kernels.hopper import ROWS
+
+
+class Shape(NamedTuple):
+    """The sizes of a work tile, and how many of its buffers there are."""
+
+    queries: int  # query rows: 64 for each of two or four consumers
+    keys: int  # keys of a key tile
+    kv_slots: int  # buffers of K and V
+    q_slots: int  # buffers of Q
+    maxnreg: int  # registers per thread at the launch; 65,536 for all warps, of which each role then takes its own number
+
+
+# By the larger head dimension. FEW_ROWS: shapes for few rows, where long tiles keep loads of K and V in flight.
+TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, q_slots=2, maxnreg=96)) | {
+    128: Shape(queries=128, keys=64, kv_slots=3, q_slots=2, maxnreg=168),
+    256: Shape(queries=128, keys=64, kv_slots=2, q_slots=1, maxnreg=168),
+}
+FEW_ROWS = dict.fromkeys((16, 32, 64), Shape(queries=128, keys=128, kv_slots=3, q_slots=2, maxnreg=168)) | {
+    128: Shape(queries=128, keys=128, kv_slots=2, q_slots=2, maxnreg=168),
+    256: Shape(queries=128, keys=64, kv_slots=2, q_slots=1, maxnreg=168),
+}
+FEW_SQUARES = 8  # FEW_ROWS replaces tiles of 256 rows up to this many squares of 128 queries and 128 keys per CTA
+# Key tiles per CTA up to which the extra launches take longer than a running maximum.
+SHORT = {16: 16, 32: 16, 64: 16, 128: 32, 256: 32}
+# Constants of `splits_of`, fitted to times on an H200. The unit is the time in which a CTA reads an element of K or V while few
+# others read: 1/30 ns.
+CROWDED = 0.75  # extra time if all CTAs read: memory then has the rate of 75 of the 132 CTAs
+ROWS_READ = 75  # a tile with more rows computes for longer than it reads keys
+MERGE = 75_000  # a launch
+
+
+@functools.cache
+def splits_of(tiles: int, key_tiles: int, rows: int, keys: int, width: int, programs: int) -> int:
+    """Return the number of parts of the keys for which query tiles finish soonest: the fewest within 1 % of the best.
+
+    The CTAs take ceil(tiles * splits / programs) rounds of ceil(key_tiles / splits) key tiles. Then one more launch merges the
+    parts, whose outputs all CTAs write and read in float32.
+
+    Args:
+        tiles: query tiles of all heads, of `rows` rows each.
+        key_tiles: key tiles of each, of `keys` keys.
+        width: elements per key in K and V together.
+        programs: CTAs that run at a time.
+    """
+
+    def cost(splits):
+        turns = ceil(tiles * splits / programs)
+        busy = tiles * splits / (turns * programs)
+        key_tile = keys * width * max(1 + CROWDED * busy**2, rows / ROWS_READ)
+        parts = 2 * tiles * splits * rows * width * (1 + CROWDED) / programs
+        return turns * ceil(key_tiles / splits) * key_tile + (MERGE + parts) * (splits > 1)
+
+    costs = {splits: cost(splits) for splits in range(1, min(key_tiles, programs) + 1)}
+    return next(splits for splits, cost in costs.items() if cost <= 1.01 * min(costs.values()))
+
+
+class Plan(NamedTuple):
+    """How a forward's work is divided."""
+
+    shape: Shape
+    packed: int  # query heads side by side in a tile
+    splits: int
+    tiles: int  # query tiles of all heads; each is taken once per split
+    short: bool  # true if a running maximum costs less than the extra launches
+
+
+def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, programs) -> Plan:
+    """Return the best plan for `seq_q` queries. The last query sees `keys` keys, and `programs` CTAs run at a time."""
+    width = max(head_dim, value_dim)
+    per_kv = heads // kv_heads
+    together = per_kv if 64 % per_kv == 0 else 1
+    rows = seq_q * together
+    groups = batch * heads // together
+    # Few: a tile has all rows of a K/V head (unless its heads cannot be packed), or tiles of 256 rows would be too few CTAs.
+    squares = ceil(rows / 128) * ceil(keys / 128) * groups
+    few = rows <= 128 or (TILES[width].queries > 128 and squares <= FEW_SQUARES * programs)
+    shape = (FEW_ROWS if few else TILES)[width]
+    tiles = ceil(rows / shape.queries) * groups
+    key_tiles = ceil(keys / shape.keys)
+    splits = 1
+    if few or tiles < programs:
+        splits = splits_of(tiles, key_tiles, min(rows, shape.queries), shape.keys, head_dim + value_dim, programs)
+    if few and key_tiles <= splits and shape.keys > ROWS.value:  # two tiles of half the keys are ready sooner
+        shape, key_tiles = shape._replace(keys=shape.keys // 2, kv_slots=shape.kv_slots * 2), key_tiles * 2
+    packed = together if few or splits > 1 or tiles < ceil(seq_q / shape.queries) * batch * heads else 1
+    before = diagonal % (64 // packed)  # positions
+    tiles = ceil((seq_q + before) * packed / shape.queries) * batch * (heads // packed)
+    turns = ceil(tiles * splits / programs)
+    short = few or turns * ceil(key_tiles / splits) <= SHORT[width]
+    return Plan(shape, packed, splits, tiles, short)

@@ -1,0 +1,153 @@
+"""Which CTA computes which tile, and where a tile's rows and keys lie."""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from common.kernels.hopper import ROWS
+from common.kernels.order import tile_and_head
+
+
+class Flags(NamedTuple):
+    """Pointers to int32 flags, which are parts of one tensor."""
+
+    any_failed: gl.tensor  # 1 if the second launch has work
+    tile_failed: gl.tensor  # a flag for each tile and split
+
+
+class Problem(NamedTuple):
+    """Sizes that all CTAs share."""
+
+    batch_heads: gl.tensor  # B * H / PACKED
+    heads: gl.tensor  # H / PACKED
+    heads_per_kv: gl.tensor
+    tiles_m: gl.tensor  # number of query tiles of a head
+    seq_q: gl.tensor  # rows of a head: queries * PACKED
+    seq_k: gl.tensor
+    diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
+    splits: gl.tensor
+    scale: gl.tensor
+
+
+class Tile(NamedTuple):
+    """A work tile: BLOCK_M query rows of one head, and the key tiles that they see."""
+
+    batch_head: gl.tensor  # batch * H + head
+    batch: gl.tensor
+    head: gl.tensor
+    kv_head: gl.tensor
+    start_m: gl.tensor  # the tile's first query row
+    split: gl.tensor  # number of the part of the keys
+    key_tiles: gl.tensor
+
+
+class NextTiles(NamedTuple):
+    """The numbers of tiles, which the producer passes on to the consumers."""
+
+    number: gl.shared_memory_descriptor  # [Q_STAGES, 1]
+    full: gl.shared_memory_descriptor  # a barrier for each slot: the number has been written
+
+
+@gluon.jit
+def _rows_before(diagonal, PACKED: gl.constexpr):
+    """Return how many rows the first tile starts before query 0. Then all rows of a consumer see keys up to the same tile."""
+    return diagonal % (ROWS // PACKED) * PACKED
+
+
+@gluon.jit
+def _share(tiles, split, splits, SPLIT: gl.constexpr):
+    """Return how many key tiles a split has: number `split`, and every `splits`-th one after it. CTAs that run together thus
+    read neighbouring keys."""
+    return gl.cdiv(gl.maximum(tiles - split, 0), splits) if SPLIT else tiles
+
+
+@gluon.jit
+def _tile(
+    number, problem, ROW_BYTES: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Return the work tile with a number. A split without key tiles loads one and does not use it."""
+    split = 0
+    if SPLIT:
+        split = number % problem.splits
+        number = number // problem.splits
+    tile, batch_head = tile_and_head(
+        problem.tiles_m, gl.cdiv(problem.seq_k, problem.heads_per_kv), ROW_BYTES, CAUSAL,
+        program=number, programs=problem.batch_heads * problem.tiles_m,
+    )  # fmt: skip
+    start_m = (problem.tiles_m - 1 - tile) * BLOCK_M - _rows_before(problem.diagonal, PACKED)
+    seq_k = gl.minimum((start_m + BLOCK_M) // PACKED + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k
+    keys = _share(gl.cdiv(seq_k, BLOCK_N), split, problem.splits, SPLIT)
+    if SPLIT:
+        keys = gl.maximum(keys, 1)
+    head = batch_head % problem.heads
+    return Tile(batch_head, batch_head // problem.heads, head, head // problem.heads_per_kv, start_m, split, keys)
+
+
+@gluon.jit
+def _place(row, problem, PACKED: gl.constexpr):
+    """Return where a row of a tile lies among the rows of the tile's PACKED heads, which follow each other in memory."""
+    return row % PACKED * (problem.seq_q // PACKED) + row // PACKED
+
+
+@gluon.jit
+def _seen(start_m, problem, BLOCK_N: gl.constexpr, PACKED: gl.constexpr, CAUSAL: gl.constexpr):
+    """Return how many key tiles the rows of a consumer see, which start at start_m."""
+    return gl.cdiv(
+        gl.minimum((start_m + ROWS) // PACKED + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k, BLOCK_N
+    )
+
+
+@gluon.jit
+def _to_compute(
+    start_m, tile, problem,
+    BLOCK_N: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Return how many key tiles a consumer computes, whose rows start at start_m, the last key that its first row sees, and
+    whether it is idle. An idle consumer has no rows, or its rows see no key of the split: it computes a tile that is not used.
+    """
+    seen = _seen(start_m, problem, BLOCK_N, PACKED, CAUSAL)
+    last = start_m // PACKED + problem.diagonal
+    idle = False
+    if SPLIT or MODE == "running":
+        seen = gl.minimum(_share(seen, tile.split, problem.splits, SPLIT), tile.key_tiles)
+        idle = (seen <= 0) | (start_m >= problem.seq_q)
+        seen = gl.where(idle, 1, seen)
+        last = gl.where(idle, 2**30, last)
+    return seen, last, idle
+
+
+@gluon.jit
+def _row(batch, head, row, PACKED: gl.constexpr):
+    """Return the coordinates of a tile's row in Q and O."""
+    return [batch, head, row // PACKED, 0, 0] if PACKED > 1 else [batch, head, row, 0]
+
+
+@gluon.jit
+def _flags(failed_ptr):
+    """Return the parts of the flags in memory."""
+    return Flags(failed_ptr, failed_ptr + 1)
+
+
+@gluon.jit
+def _next_failed(number, tiles, flags):
+    """Return the first failed tile among `number`, `number` + number of CTAs, …; at least `tiles` if there is none."""
+    while gl.load(flags.tile_failed + number, mask=number < tiles, other=1) == 0:
+        number += gl.num_programs(0)
+    return number
+
+
+@gluon.jit
+def _pass_on(number, next_tiles, slot):
+    """Tell the consumers a tile's number; one past the last tile tells them to end."""
+    next_tiles.number.index(slot).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.arrive(next_tiles.full.index(slot), count=1)
+
+
+@gluon.jit
+def _next(next_tiles, slot, phase):
+    """Return the number that the producer has passed on."""
+    mbarrier.wait(next_tiles.full.index(slot), phase)
+    return gl.max(next_tiles.number.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)

@@ -1,0 +1,115 @@
+"""A consumer's online softmax."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from common.kernels.hopper import ROWS, slot_and_phase
+
+FEW_TILES = gl.constexpr(8)  # rows with at most this many key tiles rarely fail, and a second tile would cost them most
+
+
+@gluon.jit
+def _scores(q, ring, fill):
+    """Start to compute the scores of a key tile, once its K has arrived."""
+    STAGES: gl.constexpr = ring.k.shape[0]
+    BLOCK_N: gl.constexpr = ring.k.shape[3]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
+    no_s = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
+    slot, phase = slot_and_phase(fill, STAGES)
+    mbarrier.wait(ring.full.index(slot), phase)
+    k = ring.k.index(slot).reshape([BLOCK_N, ring.k.shape[4]])
+    return warpgroup_mma(q, k.permute([1, 0]), no_s, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _sums(p):
+    """Sum each row of p into four parts, one for each of the four threads that hold it, so that no thread waits for another."""
+    return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _visible(s, start_n, seq_k, last, PACKED: gl.constexpr, CAUSAL: gl.constexpr):
+    """Return the scores s of the key tile at start_n, with -inf for masked keys. `last`: the last key that row 0 sees."""
+    offs_n = start_n + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+    visible = (offs_n < seq_k)[None, :]
+    if CAUSAL:
+        last_n = last + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout)) // PACKED  # the last key that each row sees
+        visible = visible & (last_n[:, None] >= offs_n[None, :])
+    return gl.where(visible, s, float("-inf"))
+
+
+@gluon.jit
+def _accumulate(
+    acc, s, q, ring, fill, tiles, start_n, problem, last, scale_log2,
+    CONSUMERS: gl.constexpr, PACKED: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """A consumer's online softmax over `tiles` key tiles, from the last one, at start_n, backwards; its scores s are in flight.
+
+    Returns acc, whose matmul for the first tile is still in flight, m (maximum) and l (sum).
+    """
+    STAGES: gl.constexpr = ring.k.shape[0]
+    BLOCK_N: gl.constexpr = ring.k.shape[3]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
+    acc_layout: gl.constexpr = acc.type.layout
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
+    s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
+    slot, phase = slot_and_phase(fill, STAGES)
+    mbarrier.arrive(ring.empty.index(slot), count=1)
+    # Only the last tile can pass the last key or contain the diagonal. The first query tile starts `_rows_before` query 0. So
+    # the number of keys that a consumer's rows see is a multiple of ROWS // PACKED.
+    if CAUSAL or start_n + BLOCK_N > problem.seq_k:
+        s = _visible(s, start_n, problem.seq_k, last, PACKED, CAUSAL)
+    m = gl.max(s, 1) * scale_log2  # finite: every row sees the first key of this tile
+    first = 1
+    if CAUSAL and tiles > FEW_TILES:
+        # The upper rows of the diagonal's tile see few keys, so the guess includes the next tile.
+        # NOTE: the guess misses attention sinks, which are first keys: their P overflows or is rounded; v39 includes them.
+        first = 2
+        fill += 1
+        slot, phase = slot_and_phase(fill, STAGES)
+        s_next = warpgroup_mma_wait(0, [_scores(q, ring, fill)])
+        m = gl.maximum(m, gl.max(s_next, 1) * scale_log2)
+        p = gl.exp2(s * scale_log2 - m[:, None])
+        l = _sums(p)
+        p = gl.convert_layout(p.to(ring.k.dtype), p_layout)
+        acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
+        p_next = gl.exp2(s_next * scale_log2 - m[:, None])
+        l = l + _sums(p_next)
+        acc = warpgroup_mma_wait(0, [acc])
+        mbarrier.arrive(ring.empty.index(slot), count=1)
+    else:
+        p_next = gl.exp2(s * scale_log2 - m[:, None])
+        l = _sums(p_next)
+    p = gl.convert_layout(p_next.to(ring.k.dtype), p_layout)
+
+    for _ in range(first, tiles):
+        # Issue both matmuls together, so that the tensor cores have work while other consumers compute their softmax.
+        fill += 1
+        slot, phase = slot_and_phase(fill, STAGES)
+        s = _scores(q, ring, fill)
+        acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
+        if CONSUMERS == 2:
+            s = warpgroup_mma_wait(1, [s])  # [rows, BLOCK_N]
+        else:  # three other consumers' matmuls run under these exponentials: release the buffers first
+            s, acc = warpgroup_mma_wait(0, [s, acc])
+            mbarrier.arrive(ring.empty.index(slot), count=1)
+        if MODE != "guess":
+            m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+            rescale = gl.exp2(m - m_new)  # rescales sums that were computed with the old maximum
+            l = l * gl.convert_layout(rescale, gl.SliceLayout(1, l.type.layout))[:, None]
+            m = m_new
+        p = gl.exp2(s * scale_log2 - m[:, None])
+        l = l + _sums(p)
+        if CONSUMERS == 2:
+            acc = warpgroup_mma_wait(0, [acc])
+            mbarrier.arrive(ring.empty.index(slot), count=1)
+        if MODE != "guess":
+            acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
+        p = gl.convert_layout(p.to(ring.k.dtype), p_layout)
+
+    fill += 1
+    slot, phase = slot_and_phase(fill, STAGES)
+    mbarrier.wait(ring.full.index(slot), phase)
+    acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
+    return acc, m, gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, s_layout))

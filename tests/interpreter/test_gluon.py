@@ -612,7 +612,7 @@ OTHERS = {
     "unknown function of a module": r"the interpreter does not know triton\S*.mbarrier.invalidate: "
     r"add it to common.interpreter.gluon",
     "unknown attribute": r"the interpreter does not know a tensor's `cumsum`: add it to common.interpreter.values",
-    "assembly": r"inline assembly that does not begin with a comment",
+    "assembly": r"inline assembly must begin with a comment",
     "overflow": r"n \* n, in _some_mistakes_kernel \(program 0\): 2147488281 does not fit an int32",
     "overflow in a loop": r"2147483649 does not fit an int32",
     "Python's": r"n // 0, in _some_mistakes_kernel \(program 0\): ZeroDivisionError",

@@ -1,4 +1,4 @@
-"""Every kernel compiles, for GPUs that need not be there, to the right instructions without too many spills."""
+"""Every kernel compiles without a GPU. It has the right instructions and not too many spills."""
 
 import collections
 import itertools
@@ -227,7 +227,7 @@ def test_table_fits_a_terminal_unless_it_is_asked_to_be_wide():
 
 @pytest.mark.parametrize(("found", "status", "message"), [
     (([], [], [ROW | {"reason": "needs a Hopper GPU"}]), 2, "nothing was compiled"), (([ROW], [], []), 0, ""),
-    (([ROW | {"arch": 120}], [], []), 1, "needs 200000 bytes of shared memory, and a block has 101376"),
+    (([ROW | {"arch": 120}], [], []), 1, "needs 200000 bytes of shared memory, but a CTA has 101376"),
     (([], [ROW | {"error": "broken"}], []), 1, "broken"),
 ])  # fmt: skip
 def test_exit_status_says_whether_all_compiles_and_fits(found, status, message, monkeypatch, capsys):

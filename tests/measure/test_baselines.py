@@ -38,7 +38,8 @@ def test_flops_of_sdpa_agree_with_the_workload(pass_, value_dim):
 
 
 @pytest.mark.parametrize(("impl", "error", "said"), [
-    ("sdpa-flash", RuntimeError("No available kernel. Aborting execution."), "this backend of SDPA does not take this"),
+    ("sdpa-flash", RuntimeError("No available kernel. Aborting execution."),
+     "this backend of SDPA does not support this workload"),
     ("sdpa-cudnn", RuntimeError("cuDNN Frontend error: no plan"), "cuDNN Frontend error: no plan"),
     ("sdpa-cudnn", RuntimeError("an illegal memory access"), None),
     ("flash-3", RuntimeError("V headdim"), "V headdim"), ("flash-4", AssertionError("head_dim_v"), "head_dim_v"),

@@ -61,7 +61,7 @@ def test_command_prints_the_table_and_saves_the_records(tmp_path, capsys):
 
 
 def test_a_stage_without_gluon_is_refused():
-    with pytest.raises(SystemExit, match="v3_fa2_causal is not in Gluon"):
+    with pytest.raises(SystemExit, match="v3_fa2_causal does not have Gluon kernels for both passes"):
         timeline.main(["--stage=v3"])
 
 

@@ -1,6 +1,9 @@
-"""Code that the stages share. Each of these imports only from those after it: show, measure, the stages, kernels, operator,
-runtime."""
+"""The stages share the code in this package.
 
-from common import runtime  # must be the first import: it chooses GPU or interpreter before any kernel is defined
+The parts are, in this order: site, show, measure, the stages, kernels, operator, runtime. Each part imports only from parts
+after it.
+"""
+
+from common import runtime  # the first import, because it chooses GPU or interpreter before any kernel is defined
 
 __all__ = ["runtime"]

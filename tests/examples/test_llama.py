@@ -129,7 +129,7 @@ REFUSED = {  # name: (arguments of the model, text of the error)
 
 @pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_refuses_options_that_change_the_result(options, message, model):
-    with pytest.raises(NotImplementedError, match=f"attention does not take .*{message}"):
+    with pytest.raises(NotImplementedError, match=f"attention does not support .*{message}"):
         model(TOKENS, **options)
 
 

@@ -1,4 +1,4 @@
-"""Bad input is refused before any kernel runs. The message names the argument and its fault."""
+"""A stage refuses wrong input before any kernel runs. The message names the argument and its fault."""
 
 import math
 
@@ -16,12 +16,12 @@ GOOD = dict(zip("qkv", make_inputs(5, 7, 16), strict=False))
 
 
 def each(change):
-    """All three tensors with the same change."""
+    """Return all three tensors with the same change."""
     return {name: change(tensor) for name, tensor in GOOD.items()}
 
 
 def nested(layout):
-    """Two sequences of a head, of different lengths."""
+    """Return a nested tensor with two sequences of different lengths."""
     return torch.nested.nested_tensor([torch.zeros(length, 16) for length in (3, 5)], layout=layout)
 
 
@@ -93,7 +93,7 @@ def test_a_gpu_that_was_asked_for_and_is_not_there():
 
 
 class Calls(TorchDispatchMode):
-    """Counts the calls of the stages' operators, which run all kernels."""
+    """Count the calls of the stages' operators, which run all kernels."""
 
     count = 0
 

@@ -48,7 +48,7 @@ BAD = {
     "head dimension of 8": (each(lambda t: t[..., :8]), ValueError, r"head_dim, .*, must be one of \(16, 32, .*\), got 8"),
     "head dimension of 48": (each(lambda t: t.repeat(1, 1, 1, 3)), ValueError, "head_dim, .*, must be one of .* got 48"),
     "k of another batch": ({"k": GOOD["k"][:1]}, ValueError, r"k must be .* k \(1, 3, 7, 16\)"),
-    "fewer heads in k": ({"k": GOOD["k"][:, :1]}, ValueError, r"v must have .* of k, \(2, 1, 7\), got \(2, 3, 7\)"),
+    "fewer heads in k": ({"k": GOOD["k"][:, :1]}, ValueError, r"v must have k's .* \(2, 1, 7\), got \(2, 3, 7\)"),
     "heads that cannot be shared out": (
         {"k": GOOD["k"][:, :2], "v": GOOD["v"][:, :2]},
         ValueError,

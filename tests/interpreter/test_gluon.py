@@ -33,7 +33,7 @@ from common.runtime import INTERPRETED
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the interpreter is not in use here")
 
 SEEDS = range(20)
-SIZE = gl.constexpr(16)  # rows and columns of a tile
+SIZE = gl.constexpr(16)  # number of rows and of columns of a tile
 LAYOUT = gl.constexpr(gl.BlockedLayout([1, 1], [2, 16], [4, 1], [1, 0]))
 SHARED = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=2)
 
@@ -44,7 +44,7 @@ def _no_seed_for_all(monkeypatch):
 
 
 def tiles(number):
-    """`number` tiles, one below the other. They hold small integers, so all arithmetic here is exact."""
+    """Return `number` tiles, one below the other. They hold small integers, so all arithmetic is exact."""
     return torch.randint(-4, 5, (number * SIZE.value, SIZE.value)).half()
 
 
@@ -58,7 +58,7 @@ def launch(kernel, *arguments, seed, programs=1):
 
 
 def error(kernel, *arguments, seed):
-    """The interpreter's message for a kernel with a mistake. The message must name a line, a partition and the seed."""
+    """Return the interpreter's message for a kernel with a mistake. It must name a line, a partition and the seed."""
     with pytest.raises(InterpreterError) as caught:
         launch(kernel, *arguments, seed=seed)
     message = str(caught.value)
@@ -175,7 +175,7 @@ def test_deadlock_names_what_each_partition_waits_for():
     ]
 
 
-# --- one buffer: each kind of read, followed by each kind of write
+# --- one buffer, with each kind of read followed by each kind of write
 
 
 @gluon.jit
@@ -275,8 +275,10 @@ def _parts_kernel(x_desc, FIRST: gl.constexpr, DIM: gl.constexpr, SAYS: gl.const
 @pytest.mark.parametrize("first, says", [(8, True), (0, False), (8, False), (4, False), (1, False)])
 @pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
 def test_write_waits_for_every_reader_of_the_same_part(dim, first, says):
-    """One of two readers always arrives. The other reader's part begins at `first`. It may skip its arrival only if it reads
-    another part than the writer writes."""
+    """One of two readers always arrives. The other reader's part begins at `first`.
+
+    The other reader may skip its arrival only if the writer writes another part.
+    """
     if says or first == 0:
         for seed in SEEDS:
             launch(_parts_kernel, describe(tiles(1)), first, dim, says, seed=seed)
@@ -532,7 +534,7 @@ MARGIN = 48
 
 
 def tile_at(corner, padded):
-    """The tile at `corner`: a view of `padded`, which is a tensor with a margin."""
+    """Return the tile at `corner`, as a view of `padded`, which is a tensor with a margin."""
     row, column = corner
     return padded[MARGIN + row :, MARGIN + column :][: SIZE.value, : SIZE.value]
 
@@ -549,7 +551,7 @@ def test_load_is_padded_outside_of_a_tensor(corner, padding):
 @pytest.mark.parametrize("adds", [False, True], ids=["stores", "adds"])
 @pytest.mark.parametrize("corner", [corner for corner in CORNERS if min(corner) >= 0], ids=str)
 def test_store_is_clipped_past_the_end_of_a_tensor(corner, adds):
-    """The memory around the tensor stays unchanged. A store before the tensor is an error, and is tested above."""
+    """A store past the tensor leaves the memory around it unchanged. A test above stores before the tensor, an error."""
     tile, memory = torch.randn(SIZE.value, SIZE.value).half(), torch.randn(40, 40).half()
     expected, padded = memory.clone(), torch.nn.functional.pad(memory[8:32, 8:32], [MARGIN] * 4)
     launch(_move_kernel, describe(tile), describe(memory[8:32, 8:32]), 0, 0, *corner, adds, seed=0)
@@ -656,7 +658,7 @@ def _take_tickets_kernel(takers_ptr, counter_ptr, tickets):
 
 
 def takers(seed, programs=2):
-    """For each of sixteen tickets, the partition and program that took the ticket. The seed decides the order."""
+    """Return the partition and program that took each of sixteen tickets. The seed decides the order."""
     taken, counter = torch.full((16,), -1), torch.zeros(1, dtype=torch.int32)
     launch(_take_tickets_kernel, taken, counter, len(taken), seed=seed, programs=programs)
     assert counter == len(taken) + 2 * programs

@@ -21,7 +21,7 @@ _recorded = []
 
 
 def _record(result):
-    """Record a result and its type, by Triton's name. Kernels call this function."""
+    """Record a result and Triton's name for its type. Kernels call this function."""
     if isinstance(result, bool):
         data, dtype = torch.tensor(result), "int1"
     elif isinstance(result, int):
@@ -35,7 +35,7 @@ def _record(result):
 
 
 def record(kernel, *arguments):
-    """What a kernel notes."""
+    """Return the values that a kernel records."""
     _recorded.clear()
     with warnings.catch_warnings(action="ignore"):  # numpy warns if a number overflows
         kernel[(1,)](*arguments)
@@ -116,7 +116,7 @@ def check_same(in_gluon, in_triton, *arguments):
 
 
 def operands(*numbers):
-    """Tensors of these numbers, one for each type, and tensors that hold a single number."""
+    """Return tensors of these numbers, one for each dtype, and tensors with a single number."""
     return (
         [torch.tensor(numbers).to(dtype) for dtype in TYPES]
         + [torch.tensor(number) for number in (2.5, 2**31 + 1)]
@@ -209,7 +209,7 @@ def _nan_kernel(x_ptr, y_ptr):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_nan_is_neither_larger_nor_smaller(dtype):
-    """A GPU does the same. In Triton's own interpreter, maximum and minimum are NaN if one operand is NaN."""
+    """Maximum and minimum ignore NaN, as on a GPU. In Triton's own interpreter they are NaN if one operand is NaN."""
     nan, inf = float("nan"), float("inf")
     x, y, nothing = torch.tensor([[1, nan, nan, -inf], [nan, nan, 3, inf], [nan] * 4], dtype=dtype)
     results = [result for _, result in record(_nan_kernel, x, y)]
@@ -247,7 +247,7 @@ def _bits_kernel(x_ptr):
 
 
 def test_bits_and_halves_of_a_tensor():
-    """A float32 is a sign, 8 exponent bits offset by 127, and 23 fraction bits: 1.5 has exponent 127 and fraction 0.5."""
+    """A float32 has a sign, 8 exponent bits offset by 127, and 23 fraction bits. 1.5 has exponent 127 and fraction 0.5."""
     (dtype, bits), (_, shifted), (_, doubled), *halves = record(_bits_kernel, torch.tensor([1.5, -1.0, 0.25, 8.0]))
     assert dtype == "int32" and bits.tolist() == [0x3FC00000, 0x3F800000 - 2**31, 0x3E800000, 0x41000000]
     assert shifted.tolist() == [-(2**31), 0, 0, 0]

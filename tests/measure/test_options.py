@@ -1,4 +1,4 @@
-"""Options that the commands share: the values that they take, and the error for a file that cannot be written."""
+"""Options that the commands share take the right values, and give an error for a file that cannot be written."""
 
 import argparse
 import errno

@@ -1,4 +1,4 @@
-"""Reports of compute-sanitizer are read correctly. A report that is not a known false alarm fails."""
+"""The command reads compute-sanitizer's reports correctly. It fails on every report that is not a known false report."""
 
 import os
 import re
@@ -16,13 +16,13 @@ from common.runtime import INTERPRETED
 
 
 def line_of(part, text):
-    """The first line with that text in a part of v25's forward, as "path:number"."""
+    """Return the first line with this text in a part of v25's forward, as "path:number"."""
     path = Path(stages.__path__[0], "v25_second_q", f"forward_{part}.py")
     return f"{path}:{next(number for number, line in enumerate(path.read_text().splitlines(), start=1) if text in line)}"
 
 
 def place(line):
-    """The path and the number in such a line."""
+    """Return the path and the number of a text "path:number"."""
     path, number = line.rsplit(":", 1)
     return path, int(number)
 
@@ -150,7 +150,7 @@ def run(tmp_path, monkeypatch, capsys):
 
 
 def cells(shown, stage):
-    """The cells of a stage's row of the table."""
+    """Return the cells of a stage's row of the table."""
     return next(line for line in shown.splitlines() if line.startswith(stage)).split()[1:]
 
 
@@ -205,5 +205,7 @@ def test_without_a_gpu_it_says_what_it_needs():
 def test_the_program_inside_the_tool_runs(monkeypatch):
     monkeypatch.setattr(sanitize, "PROBLEMS", [("float16", 16, True, (20, 9))])
     monkeypatch.setattr(sanitize.torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(sanitize.Autotuner, "prune_configs", sanitize.Autotuner.prune_configs)  # restored after the test
+    monkeypatch.setattr(
+        sanitize.Autotuner, "prune_configs", sanitize.Autotuner.prune_configs
+    )  # monkeypatch restores it after the test
     sanitize.run_stage("v5_tuned")

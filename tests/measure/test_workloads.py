@@ -1,4 +1,4 @@
-"""The measured workloads: their FLOPs, labels, records and inputs."""
+"""The measured workloads have the right FLOPs, labels, records and inputs."""
 
 import pytest
 import torch

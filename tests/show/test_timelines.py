@@ -1,4 +1,4 @@
-"""The pictures of an SM's timeline."""
+"""The pictures of an SM's timeline show the right stages."""
 
 import pytest
 

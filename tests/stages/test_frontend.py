@@ -1,4 +1,4 @@
-"""Triton's front end accepts every Gluon kernel. The interpreter takes more than the compiler, which types each variable."""
+"""Triton's front end accepts every Gluon kernel. The interpreter accepts more programs than the compiler."""
 
 import programs
 import pytest
@@ -21,7 +21,7 @@ from common.measure import aot
 accepted = []
 
 def accept(self, key, signature, device, constexprs, options, attrs, warmup):
-    # Stop after the first representation: the later ones take much longer.
+    # Stop after the first representation, because the later representations take much longer.
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)

@@ -44,9 +44,9 @@ def needs_of_stages_that_are_gone(root: Path) -> list[str]:
 def in_full() -> frozenset[str]:
     """Return the stages that get every test in the default run.
 
-    On a GPU these are all stages. The interpreter is slow, so it runs every test only for some stages: the newest stage, the
-    last stage of each number of tuned kernels, and the Triton stages without tuning. Other stages and dead ends get only
-    correctness tests.
+    On a GPU these are all stages. The interpreter is slow, so it runs every test for three kinds of stages: the newest stage,
+    the Triton stages without tuning, and the last stage with each number of tuned kernels. Other stages get only correctness
+    tests.
     """
     if not INTERPRETED:
         return frozenset(stages.names())
@@ -62,9 +62,9 @@ def needs_hopper(name: str) -> bool:
 
 
 def once(names: list[str], pass_: str) -> list[str]:
-    """Return the stages of `names`. On the interpreter, return only the first of several stages with equal code for a pass.
+    """Return the stages of `names`, without repetitions of a pass's code on the interpreter.
 
-    The results of the other stages are equal.
+    If several stages have equal code for a pass, only the first stage stays, because their results are equal.
     """
     first = {}
     for name in names:

@@ -205,7 +205,7 @@ def matmul_wait(outstanding: int, results: list):
     This is the meaning of `warpgroup_mma_wait`.
 
     Returns:
-        `results` with the values in place of the finished matmuls: a tuple, or one object if `results` has one.
+        The tuple `results`, where a value replaces each finished matmul. If `results` has one entry, only this entry.
     """
     partition = now().running
     while len(partition.matmuls) > outstanding:

@@ -1,6 +1,6 @@
 """Each barrier statement of a Gluon kernel is needed: without it, some order of events raises an error.
 
-If a deletion raises no error, delete the statement from the kernel, or add a problem below that needs it.
+If no order raises an error, delete the statement from the kernel, or add a problem below that needs the statement.
 """
 
 import importlib

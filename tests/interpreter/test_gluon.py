@@ -1,6 +1,6 @@
 """The Gluon interpreter runs small kernels in many orders and finds a planted mistake in each order.
 
-With `MISTAKE` = "none" a kernel is correct. `error` replaces the line number in a message with that line's text.
+A kernel with `MISTAKE` = "none" is correct. The function `error` replaces the line number in a message with the line's text.
 """
 
 import itertools

@@ -37,7 +37,7 @@ def test_merge_into_rows_of_a_larger_result_from_another_layout():
 @pytest.mark.parametrize("into_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_merge_takes_any_dtypes_and_rounds_once(dtype, into_dtype):
-    """The bits equal a merge in float32 that is rounded once.
+    """The result has the bits of a float32 merge that is rounded once.
 
     The result may go to rows of a larger tensor, or replace `out`.
     """

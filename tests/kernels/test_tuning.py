@@ -38,7 +38,7 @@ TUNERS = [pytest.param(name, kernel, id=f"{name}{kernel}", marks=marks_of(name))
 def configurations():
     """Yield (stage, kernel, index) of each configuration of each tuner.
 
-    The interpreter ignores warps and pipeline stages. So it marks a configuration as long if an earlier one has equal tiles.
+    The interpreter ignores warps and pipeline stages. There, a configuration is marked long if an earlier one has equal tiles.
     """
     for name in stages.names():
         for kernel, tuner in tuners(name).items():
@@ -74,7 +74,7 @@ def timed(name, head_dim, dtype):
 @pytest.mark.parametrize("name, kernel, index", list(configurations()))
 @pytest.mark.parametrize("head_dim, dtype", PROBLEMS)
 def test_every_configuration_is_right(name, kernel, index, head_dim, dtype, real_tuning, monkeypatch):
-    """Every configuration gives right results. A wrong one that skips a tile would be the fastest, and the autotuner takes it.
+    """Every configuration gives right results. The autotuner would choose a wrong configuration that skips tiles.
 
     A causal kernel splits its loop at tile edges. Some pairs of BLOCK_M and BLOCK_N may split the loop at a wrong place. So
     both lengths end inside a tile and exceed every tile.

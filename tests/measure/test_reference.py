@@ -228,9 +228,10 @@ def test_magnitudes_are_sums_without_signs(scale):
 
 
 def test_yardstick_rounds_p_out_and_ds_and_nothing_else():
-    """In bfloat16, three queries see one, two and three keys of score 0. A third is 171/512 there.
+    """`plain` rounds P, the output and dS, and nothing else. Three queries see one, two and three keys of score 0.
 
-    The values sum to 3 + 3/256 + 2**-12. A third of the sum rounds to 1. The sum times 171/512 rounds to 1 + 1/128.
+    In bfloat16, 1/3 is 171/512. The values of V sum to 3 + 3/256 + 2**-12. A third of the sum rounds to 1, and the sum times
+    171/512 rounds to 1 + 1/128.
     """
     q, k = torch.tensor([[1.0, 0]] * 3), torch.tensor([[0.0, 1]] * 3)
     v, grad_out = torch.tensor([[3], [3 / 256], [2**-12]]), torch.tensor([[0.0], [-2], [3]])

@@ -32,7 +32,7 @@ class Watched:
     """A page of the browser that records errors and requests.
 
     Attributes:
-        noted: messages of errors and warnings, and requests that leave the disk.
+        noted: the messages of errors and warnings, and the requests that are not for files.
     """
 
     def __init__(self, browser, site, **options):

@@ -31,9 +31,9 @@ def marks_of(number, lengths, long):
 def problems():
     """Return cases in rounds: every length, with and without a causal mask, with every head dimension and dtype.
 
-    A round has every length full and causal, and each of the 15 pairs of dtype and head dimension at least once. The next
-    round moves the pairs on by one, so 15 rounds have all combinations. All rounds but the first are marked long. Every stage
-    runs half of the first round: each length of at most two tiles once.
+    A round has every length with and without a causal mask. It has each of the 15 pairs of dtype and head dimension at least
+    once. The next round moves the pairs on by one, so 15 rounds have all combinations. All rounds except the first are marked
+    long. Every stage runs half of the first round: each length of at most two tiles once.
     """
     # In this order, the long lengths of the first round get large tiles, because the interpreter is slow for each tile.
     quick = list(itertools.product((torch.float16, torch.bfloat16), HEAD_DIMS[:-1]))
@@ -61,9 +61,9 @@ DIMENSIONS = [(256, 16), (32, 256), (64, 128), (128, 64), (64, 64)]  # (head_dim
 def problems_of_shared_heads():
     """Return cases in rounds: lengths, with and without a causal mask, with shared heads and with D ≠ Dv.
 
-    A round has every length full and causal, all of `SHARED` and all of `DIMENSIONS`. The next round moves these on by one.
-    After 15 rounds each length has had all dimensions in every dtype. All rounds but the first are marked long. Every stage
-    runs half of the first.
+    A round has every length with and without a causal mask, all of `SHARED`, and all of `DIMENSIONS`. The next round moves
+    `SHARED` and `DIMENSIONS` on by one. After 15 rounds each length has had all dimensions in every dtype. All rounds except
+    the first are marked long. Every stage runs half of the first round.
     """
     lengths = [*LENGTHS[:4], LONG[0] if on_gpu else (383, 384)]
     for turn in range(len(DIMENSIONS) * len(DTYPES)):

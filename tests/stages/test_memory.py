@@ -122,7 +122,7 @@ def test_a_call_leaves_nothing_behind(stage):
 def test_programs_in_reverse_order_give_the_same_bits(stage, dtype, kv_heads, unordered, monkeypatch):
     """Results do not depend on the order of programs. If two programs write the same place, they race on a GPU.
 
-    A last tile that is stored past its head is hidden too: the next program overwrites the wrong elements.
+    The usual order also hides a last tile that is stored past its head, because the next program overwrites it.
     """
     inputs = make_inputs(150, 170, 16, dtype, batch=1, heads=2, kv_heads=kv_heads)
     forwards = by_functions(stage, *inputs, causal=True, scale=0.25)

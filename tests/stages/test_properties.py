@@ -1,7 +1,7 @@
 """Results are as close to float64 as `common.measure.reference` requires, for random problems with all supported inputs.
 
-`make test` takes the same 200 problems every time, `make test-long` on a GPU 10 000 new ones for each stage. A failure shows
-the simplest problem that fails. Add it to `FOUND`, which every run takes first.
+`make test` takes the same 200 problems every time. `make test-long` on a GPU takes 10 000 new problems for each stage. A
+failure shows the simplest problem that fails. Add this problem to `FOUND`, which every run takes first.
 """
 
 import sys
@@ -75,7 +75,7 @@ def test_any_problem_is_solved(stage, problem):
 def one_binary(stage, monkeypatch):
     """Compile the kernels of a stage once for all values and addresses. Triton would compile again for 1 or multiples of 16.
 
-    Ten thousand problems have so many of these that compilation would take hours. `test_any_problem_is_solved` compiles the
+    Ten thousand problems have so many such values that compilation would take hours. `test_any_problem_is_solved` compiles the
     kernels as usual.
     """
     modules = [module for name, module in sys.modules.items() if name.startswith("stages.")]

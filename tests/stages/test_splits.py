@@ -85,7 +85,7 @@ MORE_THAN_AT_ONCE = [
 
 @pytest.mark.parametrize(("head_dim", "value_dim", "number", "growth"), MORE_THAN_AT_ONCE)
 def test_more_splits_than_a_merge_reads_at_once(split, head_dim, value_dim, number, growth):
-    """A merge rescales its accumulator for each new maximum. Scores grow or fall, so that this factor is never 1.
+    """A merge of many splits rescales its accumulator correctly. Scores grow or fall, so that the factor is never 1.
 
     Each split has a tile of 64 keys, and only the last tile is not whole.
     """

@@ -75,8 +75,8 @@ def sdpa_in_float64(q, k, v):
 def expected(dtype):
     """Return the losses with SDPA, and the distance that a stage's losses may have from them.
 
-    Rounding moves the curve a little more with each step: SDPA in float64 shows how much. The tolerance is five times that, and
-    4e-6 for rounding the loss itself: eight units in the last place of a loss of 5.
+    Rounding changes the losses a little more with each step, and SDPA in float64 shows how much. The tolerance is five times
+    this change, plus 4e-6 for rounding the loss itself (eight units in the last place of a loss of 5).
     """
     curve = losses(sdpa, dtype)
     return curve, 5 * (losses(sdpa_in_float64, dtype) - curve).abs().max() + 4e-6

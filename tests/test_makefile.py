@@ -33,7 +33,7 @@ OURS = (
 
 
 def make(directory, *arguments, **environment):
-    """Run make without its own variables, which `make test` has passed on."""
+    """Run make without the variables that an outer `make test` has set."""
     clean = {name: value for name, value in os.environ.items() if name not in OURS}
     return subprocess.run(
         ["make", "--no-print-directory", *arguments], cwd=directory, capture_output=True, text=True, env=clean | environment,

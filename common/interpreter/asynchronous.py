@@ -64,10 +64,11 @@ class Descriptor:
     def check(self, coord, buffer: Buffer):
         """Fail unless each dimension has a coordinate, and the buffer has the tile's size and dtype."""
         if len(coord) != len(self.block_shape):
-            now().fail(f"{len(coord)} coordinates for `{self.name}`, which has {len(self.block_shape)} dimensions")
+            now().fail(f"got {len(coord)} coordinates for `{self.name}`, which has {len(self.block_shape)} dimensions")
         if buffer.numel != self.block_type.numel or buffer.dtype != self.dtype:
             now().fail(
-                f"a copy between {buffer}, {buffer.dtype} {buffer.shape}, and `{self.name}`, {self.dtype} {self.block_shape}"
+                f"a copy needs one dtype and size, but {buffer} is {buffer.dtype} {buffer.shape} "
+                f"and a tile of `{self.name}` is {self.dtype} {self.block_shape}"
             )
 
 
@@ -149,7 +150,7 @@ class Matmul(Values):
     def __init__(self, a, b, acc, use_acc):
         (m, k), n = a.shape, b.shape[1]
         if b.shape[0] != k or acc.shape != [m, n] or a.dtype != b.dtype:
-            now().fail(f"a matmul of {a.dtype} {a.shape} and {b.dtype} {b.shape}, added to {acc.shape}")
+            now().fail(f"cannot multiply {a.dtype} {a.shape} and {b.dtype} {b.shape}, and add the result to {acc.shape}")
         self.shape, self.flops = [m, n], 2 * m * k * n
         self._acc, self._use_acc = acc, use_acc
         self._events = 0

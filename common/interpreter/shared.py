@@ -166,13 +166,13 @@ class Buffer:
     def index(self, index):
         """Return one buffer of several: the one at `index` in dimension 0."""
         if not 0 <= index < self.shape[0]:
-            now().fail(f"index {index} of {self}, which has {self.shape[0]}")
+            now().fail(f"index {index} is out of range: {self} has {self.shape[0]} entries")
         return self._view(self.view[int(index)], f"[{index}]")
 
     def slice(self, start, length, dim=0):
         """Return a view of some rows or columns."""
         if not 0 <= start <= start + length <= self.shape[dim]:
-            now().fail(f"{start} to {start + length} of dimension {dim} of {self}, which has {self.shape[dim]}")
+            now().fail(f"{start} to {start + length} is out of range: dimension {dim} of {self} has {self.shape[dim]} elements")
         return self._view(
             self.view.narrow(dim, int(start), length), f"[{', '.join([':'] * dim + [f'{start}:{start + length}'])}]"
         )
@@ -221,7 +221,7 @@ class Barriers:
     def index(self, index):
         """Return one barrier."""
         if not 0 <= index < len(self._barriers):
-            now().fail(f"index {index} of {self}, which has {len(self._barriers)}")
+            now().fail(f"index {index} is out of range: {self} has {len(self._barriers)} entries")
         return self._barriers[index]
 
 
@@ -254,7 +254,7 @@ class Barrier:
         """
         self._check_init()
         if self._missing < count:
-            now().fail(f"{count} more arrivals at {self}, whose phase had all {self._count} already")
+            now().fail(f"{self} gets {count} more arrivals, but its phase had all {self._count} already")
         if timing := now().timing:
             timing.spend(now().running, timing.rates.arrive)
             self._cycle = max(self._cycle, now().running.clock)

@@ -259,7 +259,7 @@ class Pointer:
             offsets, counts = torch.broadcast_tensors(torch.as_tensor(self.offset), counts)
         outside = counts & ((offsets < 0) | (offsets >= len(self.elements)))
         if outside.any():
-            now().fail(f"element {offsets[outside][0]} of `{self.name}`, which has {len(self.elements)}")
+            now().fail(f"element {offsets[outside][0]} is out of bounds: `{self.name}` has {len(self.elements)} elements")
         return offsets.long(), counts
 
     @property

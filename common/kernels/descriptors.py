@@ -43,8 +43,8 @@ def aligned_strides(tensor: Tensor) -> list[int]:
 def give_context(tensor: Tensor):
     """Give this thread a CUDA context if it has none.
 
-    The driver needs a context to encode a descriptor. A new thread, such as autograd's, gets one at its first call of the CUDA
-    runtime.
+    The driver needs a context to encode a descriptor. A new thread, such as autograd's, has no context before its first call of
+    the CUDA runtime.
     """
     if tensor.is_cuda and not hasattr(_thread, "has_context"):
         torch.cuda.Event().record()

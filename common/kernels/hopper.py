@@ -30,7 +30,7 @@ def unavailable() -> str | None:
     if arch is None or arch in HOPPER:  # None: without a GPU, the interpreter runs the kernels
         return None
     name = f"sm_{arch}" if isinstance(arch, int) else arch
-    return f"needs a Hopper GPU (sm_90), and this one is {name}"
+    return f"needs a Hopper GPU (sm_90), and this GPU is {name}"
 
 
 def require_hopper(stage: str):

@@ -13,7 +13,7 @@ def tile_and_head(
     `tile` counts the `tiles` of a head; `head` counts the heads of all batch elements.
 
     Programs start in the order of their numbers. Without a causal mask they go through head after head. So programs that run at
-    the same time share the head's `seq` rows of ROW_BYTES in the L2 cache.
+    the same time share the head's rows in the L2 cache: `seq` rows of ROW_BYTES bytes.
 
     Causal tiles differ in length, and a long tile that starts late leaves the other SMs idle at the end. So programs go through
     a group of heads: first tile 0 of each head, then tile 1 of each head, and so on. Tile 0 must be the longest. The rows of a

@@ -33,7 +33,8 @@ MOST_KINDS = 1024  # a function keeps at most this many kinds of calls, and drop
 MOST_ADDRESSES = 64  # a launch keeps at most this many encoded descriptors for each of its descriptor arguments
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}  # operators that allocate a tensor
 _ZEROS = {"new_zeros", "zeros", "zeros_like"}  # operators that allocate a tensor and fill it with zeros
-# Entries of `replays` without a recording: this kind was called once, so record the next call; this kind cannot be replayed.
+# `replays` has these entries for kinds without a recording. _CALLED: this kind was called once, so the next call is recorded.
+# _UNREPEATABLE: this kind cannot be replayed.
 _CALLED, _UNREPEATABLE = "called", "unrepeatable"
 _changing = threading.Lock()  # held while `replays` changes, because another thread may be iterating it
 
@@ -65,7 +66,7 @@ class _Recording(TorchDispatchMode):
     def __init__(self, tensors):
         super().__init__()
         self.steps, self.conditions, self.repeatable = [], [], True
-        self._places, self._tensors, self._numbers = {}, [], 0  # id -> place; `_tensors` keeps each id unique
+        self._places, self._tensors, self._numbers = {}, [], 0  # id -> place; kept tensors have unique ids
         for tensor in tensors:
             self._number(tensor)
 
@@ -211,8 +212,8 @@ def _described(kind, fields, tensor):
 def _encoders(run):
     """Return a launcher of the kernel that takes encoded descriptors, and an encoder for each descriptor.
 
-    In three cases, return Triton's launcher and no encoders: the kernel has no descriptors, the GPU has no TMA, or Triton's
-    launcher differs from that of 3.6 and 3.7.
+    Return Triton's launcher and no encoders if the kernel has no descriptors, if the GPU has no TMA, or if Triton's launcher
+    differs from the launcher of Triton 3.6 and 3.7.
     """
     encoding = getattr(run, "launch", None)
     known = inspect.getclosurevars(encoding) if inspect.isfunction(encoding) else None

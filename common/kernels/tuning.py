@@ -26,7 +26,7 @@ KEY = ("bucket", "HEAD_DIM", "VALUE_DIM", "CAUSAL", "PRECISION")  # kernel argum
 FINALISTS = 3  # this many of the fastest configurations are timed again
 FINAL_ROUNDS = 4  # each finalist is timed again this many times
 REST_S = 0.06  # seconds of rest before the finalists: earlier timings then do not change the GPU's clock
-AS_FAST = 1.01  # a time counts as equal to the shortest up to this factor, because the difference is noise
+AS_FAST = 1.01  # times up to this factor above the shortest time count as equal, because the difference is noise
 _tuning = threading.RLock()
 _picks = {}  # (text of the file, kernel name) -> tuning cache; stages with identical files share the cache
 
@@ -169,7 +169,8 @@ def compile_all(kernel, configs: list[triton.Config], args: dict) -> list:
         return kernel.run(**{**args, **config.all_kwargs(), "warmup": True})
 
     # Compile a copy of the kernel that has its own caches. A cache entry is no kernel until its compilation has succeeded, and
-    # a launch by another thread must not find such an entry. Ignore errors here, because an error would leave the mode on.
+    # a launch by another thread must not find such an entry. Ignore errors here, because an error would leave the mode on. The
+    # last line raises the errors.
     apart = copy.copy(kernel)
     apart.device_caches = collections.defaultdict(apart.create_binder)
     with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
@@ -179,4 +180,4 @@ def compile_all(kernel, configs: list[triton.Config], args: dict) -> list:
         key: binary for key, binary in apart.device_caches[current_device()][0].items() if isinstance(binary, CompiledKernel)
     }
     kernel.device_caches[current_device()][0].update(done)
-    return [compiled(kernel, config) for config in configs]  # compile failed ones again, to raise their errors
+    return [compiled(kernel, config) for config in configs]  # compiles failed configurations again

@@ -142,10 +142,10 @@ IN_COPIES = {
     "no arrival": rf"{WAIT_EMPTY}{FILL} waits for empty\[0\], phase 0: 1 of 1 arrivals and 0 bytes are missing\n",
     "more bytes": rf"{WAIT_FULL}{DOUBLE} waits for full\[0\], phase 0: 0 of 1 arrivals and 32 bytes are missing\n",
     "fewer bytes": rf"{COPY}{FILL}: a copy brings 512 bytes to full\[0\], which expects 480 more\n",
-    "two arrivals": rf"mbarrier.arrive.*, in {DOUBLE}: 2 more arrivals at empty\[0\], whose phase had all 1 already\n",
+    "two arrivals": rf"mbarrier.arrive.*, in {DOUBLE}: empty\[0\] gets 2 more arrivals, but its phase had all 1 already\n",
     "no init": rf"(mbarrier.expect.*, in {FILL}|{WAIT_FULL}{DOUBLE}): full\[0\] has had no mbarrier.init\n",
-    "barrier outside": rf"{WAIT_FULL}{DOUBLE}: index 2 of full, which has 2\n",
-    "buffer outside": rf"{LOAD}{DOUBLE}: index 2 of x_s, which has 2\n",
+    "barrier outside": rf"{WAIT_FULL}{DOUBLE}: index 2 is out of range: full has 2 entries\n",
+    "buffer outside": rf"{LOAD}{DOUBLE}: index 2 is out of range: x_s has 2 entries\n",
     "no wait for the copy": rf"{LOAD}{DOUBLE}: (a load reads x_s\[0\], which was not fully written|"
     rf"race: a load reads x_s\[0\], and a copy may still write it: {COPY}{FILL})\n",
     "store beside a copy": rf"x_s.*, in {FILL}: race: a store writes x_s\[0\], and a copy may still write it: {COPY}{FILL}\n",
@@ -603,10 +603,10 @@ def _some_mistakes_kernel(x_ptr, x_desc, n, MISTAKE: gl.constexpr):
 
 OTHERS = {
     "never written": r"a load reads x_s\[8:16\], which was not fully written",
-    "slice outside": r"8 to 17 of dimension 0 of x_s, which has 16",
+    "slice outside": r"8 to 17 is out of range: dimension 0 of x_s has 16 elements",
     "other shape": r"fp16 \[16, 8\] is stored to x_s, which is fp16 \[16, 16\]",
     "other type": r"fp32 \[16, 16\] is stored to x_s, which is fp16 \[16, 16\]",
-    "other tile": r"a copy between x_s\[0:8\], fp16 \[8, 16\], and `x_desc`, fp16 \[16, 16\]",
+    "other tile": r"but x_s\[0:8\] is fp16 \[8, 16\] and a tile of `x_desc` is fp16 \[16, 16\]",
     "coordinates": r"1 coordinates for `x_desc`, which has 2 dimensions",
     "bytes that never come": r"full\[0\] expects 512 more bytes: mbarrier.expect\(full.index\(0\), 512\), in _some",
     "unknown function": r"the interpreter does not know triton.experimental.gluon.language.histogram: "

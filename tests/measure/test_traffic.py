@@ -537,7 +537,7 @@ def test_stages_are_available_where_a_gpu_has_what_they_need():
     for name in stages.names():
         assert H200.unavailable(name) is None and stages.unavailable(name) is None
     assert traffic.GPUS["a100"].unavailable("v7") is None
-    assert "this one is sm_80" in traffic.GPUS["a100"].unavailable("v12")
+    assert "this GPU is sm_80" in traffic.GPUS["a100"].unavailable("v12")
     with pytest.raises(Unavailable):
         traffic.count_stage(stages.load("v12"), traffic.Workload("fwd", 1, 1, 16, 16, False, "float16"), traffic.GPUS["a100"])
 

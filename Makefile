@@ -74,7 +74,7 @@ test-long: $(SETUP)  ## run all tests, slow ones too
 sanitize: $(SETUP)  ## run the stages under compute-sanitizer, on a GPU; ARGS="…" goes to common.measure.sanitize (ARGS=--help)
 	$(PYTHON) -m common.measure.sanitize $(addprefix --stage=,$(STAGE)) $(ARGS)
 
-bench: $(SETUP)  ## measure all stages, or STAGE=v3 with its neighbours; ARGS="…" goes to bench.py (ARGS=--help)
+bench: $(SETUP)  ## measure all stages, or STAGE=v3 with its neighbors; ARGS="…" goes to bench.py (ARGS=--help)
 	@$(PYTHON) bench.py $(addprefix --stage=,$(STAGE)) $(ARGS)
 
 bench-ring: $(SETUP)  ## measure a stage on GPUS=4 GPUs that share a sequence (default 2); ARGS="…" goes to common.measure.scaling

@@ -261,7 +261,7 @@ def _too_few_bits_kernel(x_ptr):
 
 
 def test_bits_of_another_width_are_refused():
-    with pytest.raises(InterpreterError, match="the bits of fp32 are no int16"):
+    with pytest.raises(InterpreterError, match="fp32 and int16 differ in size"):
         _too_few_bits_kernel[(1,)](torch.ones(4))
 
 
@@ -326,7 +326,7 @@ def test_assembly_computes_what_its_comment_says():
     x, out = torch.arange(4, dtype=torch.int32), torch.empty(4)
     _assembly_kernel[(1,)](x, out, "/* a * b + gl.exp2(a.to(gl.float32)) */ mul.lo.s32 $0, $1, $2; /* more */", gl.float32)
     assert torch.equal(out, x * (x + 1) + 2.0**x)
-    with pytest.raises(InterpreterError, match="_assembly_kernel.*inline assembly that does not begin with a comment"):
+    with pytest.raises(InterpreterError, match="_assembly_kernel.*inline assembly must begin with a comment"):
         _assembly_kernel[(1,)](x, out, "mul.lo.s32 $0, $1, $2; /* a * b */", gl.float32)
 
 

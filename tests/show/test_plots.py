@@ -58,7 +58,7 @@ def test_no_two_implementations_look_the_same():
     styles = [plots.style(name, names) for name in names]
     assert len({style["color"] for style in styles}) == len(names)
     looks = {(str(style["linestyle"]), style["marker"], style["markerfacecolor"] == "white") for style in styles}
-    assert len(looks) == len(names), "without colours"
+    assert len(looks) == len(names), "without colors"
 
 
 @pytest.mark.parametrize("name", ["evolution", "gain", "memory"])

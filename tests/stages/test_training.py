@@ -92,7 +92,7 @@ def test_loss_matches_sdpa(stage, dtype):
     curve, tolerance = expected(dtype)
     got = losses(functools.partial(stage.attention, causal=True), dtype)
     assert (got - curve).abs().max() <= tolerance
-    assert got[-3:].mean() < got[0] - 1.5, "nothing was learnt"
+    assert got[-3:].mean() < got[0] - 1.5, "nothing was learned"
 
 
 class ScaledGradient(torch.autograd.Function):

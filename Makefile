@@ -68,13 +68,13 @@ endef
 test: $(SETUP)  ## run the tests; ARGS="…" goes to pytest
 	$(call run_tests,not long)
 
-test-long: $(SETUP)  ## run all tests, slow ones too
+test-long: $(SETUP)  ## run all tests, including the slow tests
 	$(call run_tests,)
 
 sanitize: $(SETUP)  ## run the stages under compute-sanitizer, on a GPU; ARGS="…" goes to common.measure.sanitize (ARGS=--help)
 	$(PYTHON) -m common.measure.sanitize $(addprefix --stage=,$(STAGE)) $(ARGS)
 
-bench: $(SETUP)  ## measure all stages, or STAGE=v3 with its neighbors; ARGS="…" goes to bench.py (ARGS=--help)
+bench: $(SETUP)  ## measure all stages, or STAGE=v3 with its parent and v0; ARGS="…" goes to bench.py (ARGS=--help)
 	@$(PYTHON) bench.py $(addprefix --stage=,$(STAGE)) $(ARGS)
 
 bench-ring: $(SETUP)  ## measure a stage on GPUS=4 GPUs that share a sequence (default 2); ARGS="…" goes to common.measure.scaling
@@ -110,7 +110,7 @@ plots: $(SETUP)  ## draw plots/ from results/
 	$(PYTHON) -m common.show.timelines --committed
 	$(PYTHON) -m common.show.traces --stage v2,v3
 
-timeline: $(SETUP)  ## draw what an SM does in a Gluon stage, STAGE=v29; ARGS="…" goes to common.show.timelines (ARGS=--help)
+timeline: $(SETUP)  ## draw the work of an SM in a Gluon stage, STAGE=v29; ARGS="…" goes to common.show.timelines (ARGS=--help)
 	$(PYTHON) -m common.show.timelines $(addprefix --stage=,$(STAGE)) $(ARGS)
 
 trace: $(SETUP)  ## draw which tiles a stage reads and writes, STAGE=v2,v3; ARGS="…" goes to common.show.traces (ARGS=--help)
@@ -124,7 +124,7 @@ site: $(SETUP)  ## build the site into site/, with a page for each step; open si
 screenshots: site  ## take the README's pictures of the site; needs an installed Chromium
 	$(PYTHON) -m common.site.screenshots
 
-story: $(SETUP)  ## walk from stage to stage, with each idea, its number of changed lines, saved bytes and gained speed
+story: $(SETUP)  ## show each stage's idea, changed lines, saved bytes and gained speed, from stage to stage
 	@$(PYTHON) -m common.show.story$(piped)
 
 diff: EXAMPLE = make diff A=v3 B=v4
@@ -135,10 +135,10 @@ stage: EXAMPLE = make stage FROM=v29 NAME=v29x_yours
 stage: needs-FROM needs-NAME $(SETUP)  ## begin a new stage with the kernels of another: make stage FROM=v29 NAME=v29x_yours
 	$(PYTHON) -m common.show.new_stage -- "$(FROM)" "$(NAME)"
 
-example: $(SETUP_EXAMPLE)  ## train a small Llama with a stage's attention, next to SDPA's: make example STAGE=v5 (ARGS=--help)
+example: $(SETUP_EXAMPLE)  ## train a small Llama with a stage's attention, and one with SDPA: make example STAGE=v5 (ARGS=--help)
 	$(PYTHON) -m examples.llama $(addprefix --stage=,$(STAGE)) $(ARGS)
 
-example-ring: $(SETUP_EXAMPLE)  ## train it on GPUS=4 GPUs that share each sequence (default 2), next to one GPU: make example-ring STAGE=v5
+example-ring: $(SETUP_EXAMPLE)  ## train a small Llama on GPUS=4 GPUs that share each sequence (default 2), and one on one GPU: make example-ring STAGE=v5
 	$(PYTHON) -m examples.long_llama $(addprefix --gpus=,$(GPUS)) $(addprefix --stage=,$(STAGE)) $(ARGS)
 
 lint: $(SETUP)  ## check style and formatting

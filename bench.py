@@ -86,7 +86,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     add_list(
         "heads", positive, [None], "numbers of query heads; default: 2048 divided by the head dimension (without a GPU: 2)"
     )
-    add_list("kv_heads", positive, [None], "numbers of K/V heads, divisors of the number of query heads; default: as many")
+    add_list("kv_heads", positive, [None], "numbers of K/V heads, divisors of the number of query heads; default: equal")
     add_list("kv_len", positive, [None], "numbers of keys, without a causal mask; default: as many as queries")
     add_list(
         "value_dim", one_of(head_dims), [None], f"head dimension of V, any of {joined(head_dims)}; default: as for Q and K"

@@ -1,7 +1,7 @@
 """The stages share the code in this package.
 
-The parts are, in this order: site, show, measure, the stages, kernels, operator, runtime. Each part imports only from parts
-after it.
+Each part imports only from later parts of this list: site, show, measure, the stages, ring, kernels, operator, runtime,
+interpreter.
 """
 
 from common import runtime  # the first import, because it chooses GPU or interpreter before any kernel is defined

@@ -45,7 +45,7 @@ def replaying(test):
 
 
 def without_lse(stage, q, k, v, grad_out, *, causal, scale):
-    """Return all results of a stage. `by_operator` takes out and LSE from one call, and otherwise two calls give them."""
+    """Return all results of a stage. A second call gives the LSE, so the differentiated call does not return it."""
     leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
     out = stage.attention(*leaves, causal=causal, scale=scale)
     dq, dk, dv = torch.autograd.grad(out, leaves, grad_out)

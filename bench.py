@@ -274,7 +274,7 @@ def _checked(tensor: Tensor, workload: Workload) -> Tensor:
 
     The check takes every third, fifth, … K/V head, counted over all batch elements, and always the last one. It takes the query
     heads of these K/V heads too. The result is [K/V heads, 1 or query heads of each K/V head, …]. The step between K/V heads is
-    odd, so the check takes different heads in each batch element if the number of heads is even.
+    odd. So for an even number of heads, the check takes different heads in each batch element.
     """
     w = workload
     rows = max(w.seq_len, w.head_dim + w.value_dim)  # with few queries, K and V take more memory than the scores

@@ -373,8 +373,7 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
             out [B, H, Sq, Dv] with the dtype of q, or (out, lse). lse is [B, H, Sq] in float32, with the natural logarithm.
 
         Raises:
-            TypeError: an argument has the wrong type, a tensor is sparse or nested, or a dtype is unsupported or differs from
-                the dtype of q.
+            TypeError: an argument has the wrong type or dtype, or a tensor is sparse or nested.
             ValueError: a shape, head dimension or device is wrong, a tensor is empty, or `scale` or `causal` is invalid.
             NotImplementedError: an input has a forward-mode tangent (`torch.func.jvp`, `jacfwd`, `hessian`).
         """

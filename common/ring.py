@@ -1,8 +1,8 @@
 """Run ring attention with any stage, over a sequence that GPUs share (Liu et al. 2023, arXiv 2310.01889).
 
 Each rank (process) keeps its queries, and blocks of K and V travel around the ring of ranks. A stage's forward returns out and
-LSE for a block of keys. Each rank merges these outputs by their LSEs. In the backward, a stage gets the LSE of all keys, and
-then computes a block's part of the true gradients. docs/several-gpus.md has the derivation and the traffic.
+LSE for a block of keys. Each rank merges these outputs by their LSEs. In the backward, a stage gets the LSE of all keys. So
+it computes a block's part of the true gradients. The derivation and the traffic are in docs/several-gpus.md.
 
 `torch.distributed` sends the blocks. NCCL sends between GPUs on a stream of its own, and gloo sends between CPU processes. As
 with every collective, all ranks must call the same functions in the same order.
@@ -62,7 +62,7 @@ def _place(group) -> tuple[int, int]:
 def shard(tensor: Tensor, dim: int, group: dist.ProcessGroup | None = None) -> Tensor:
     """Return this rank's part of a sequence: one chunk from the front, and the mirrored chunk from the back.
 
-    With n ranks, the sequence has 2 n equal chunks, and rank r gets chunks r and 2 n - 1 - r, in this zigzag order. With a
+    With n ranks, the sequence has 2 n equal chunks. Rank r gets chunks r and 2 n - 1 - r, which is called zigzag order. With a
     causal mask, the first queries see few keys and the last queries see many. Zigzag order gives all ranks equal work, in each
     step of the ring too. Llama 3's context parallelism (arXiv 2407.21783) uses this order too.
 
@@ -243,8 +243,8 @@ class _Gradients:
     """The sums of gradients over the blocks of other ranks.
 
     dQ is for this rank's queries. dK and dV travel with their block of keys, one step later. A sum with one addend keeps the
-    dtype of the stage's result. A sum with more addends is float32. dQ has all rows or only the back rows. dK and dV have only
-    the front keys of a block until any queries see the back keys too.
+    dtype of the stage's result. A sum with more addends is float32. The sum dQ has all rows or only the back rows. The sums dK
+    and dV have only the front keys of a block until any queries see the back keys too.
     """
 
     def __init__(self, ring: Ring, causal: bool, keys: int):

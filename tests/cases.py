@@ -44,9 +44,8 @@ def needs_of_stages_that_are_gone(root: Path) -> list[str]:
 def in_full() -> frozenset[str]:
     """Return the stages that get every test in the default run.
 
-    On a GPU these are all stages. The interpreter is slow, so it runs every test for three kinds of stages: the newest stage,
-    the Triton stages without tuning, and the last stage with each number of tuned kernels. Other stages get only correctness
-    tests.
+    On a GPU these are all stages. The slow interpreter runs every test only for the newest stage, the Triton stages without
+    tuning, and the last stage with each number of tuned kernels. Other stages get only correctness tests.
     """
     if not INTERPRETED:
         return frozenset(stages.names())

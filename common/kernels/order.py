@@ -19,9 +19,9 @@ def tile_and_head(
     a group of heads: first tile 0 of each head, then tile 1 of each head, and so on. Tile 0 must be the longest. The rows of a
     group take at most L2_SHARE bytes, unless the group is one head.
 
-    If query heads share rows of K and V, `seq` is the number of rows divided by the number of heads that share them. A
-    persistent CTA computes the tiles of several programs. It passes the number of one `program`, and the number of `programs`
-    in a launch without persistent CTAs.
+    If several query heads share K and V, `seq` is the number of rows divided by the number of these heads. A persistent CTA
+    computes the tiles of several programs. It passes the number of one `program`, and the number of `programs` in a launch
+    without persistent CTAs.
     """
     if program is None:
         program = tl.program_id(0)

@@ -212,8 +212,8 @@ def _described(kind, fields, tensor):
 def _encoders(run):
     """Return a launcher of the kernel that takes encoded descriptors, and an encoder for each descriptor.
 
-    Return Triton's launcher and no encoders if the kernel has no descriptors, if the GPU has no TMA, or if Triton's launcher
-    differs from the launcher of Triton 3.6 and 3.7.
+    Return Triton's launcher and no encoders if the kernel has no descriptors or the GPU has no TMA. Do the same if Triton's
+    launcher differs from the launcher of Triton 3.6 and 3.7.
     """
     encoding = getattr(run, "launch", None)
     known = inspect.getclosurevars(encoding) if inspect.isfunction(encoding) else None
@@ -327,8 +327,8 @@ class _Replayed:
 def replayed(function: Callable) -> Callable:
     """Decorate a stage's `forward` or `backward`: record the second call of a kind, and replay it from the third on.
 
-    Two calls are of one kind if they agree in the options, in the current device, and in whether PyTorch must be
-    deterministic. Their tensors must also agree in shape, strides, dtype, device and alignment. Code that depends on anything
+    Two calls are of one kind if their options and the current device are equal. PyTorch's deterministic mode must be equal
+    too, and their tensors must agree in shape, strides, dtype, device and alignment. Code that depends on anything
     else calls `depends_on`. Every call runs the function itself on the interpreter, or if `is_watched()` is true.
     """
     return function if INTERPRETED else _Replayed(function)

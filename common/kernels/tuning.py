@@ -168,8 +168,8 @@ def compile_all(kernel, configs: list[triton.Config], args: dict) -> list:
             config.pre_hook({**args, **config.kwargs})
         return kernel.run(**{**args, **config.all_kwargs(), "warmup": True})
 
-    # Compile a copy of the kernel that has its own caches. A cache entry is no kernel until its compilation has succeeded, and
-    # a launch by another thread must not find such an entry. Ignore errors here, because an error would leave the mode on. The
+    # Compile a copy of the kernel that has its own caches. A cache entry is no kernel until its compilation has succeeded. A
+    # launch by another thread must not find such an entry. Ignore errors here, because an error would leave the mode on. The
     # last line raises the errors.
     apart = copy.copy(kernel)
     apart.device_caches = collections.defaultdict(apart.create_binder)

@@ -228,12 +228,16 @@ def compile_cases(cases, all_configs):
         all_configs: whether to compile every configuration that an autotuner would try, or only the first.
 
     Returns:
-        Lists of rows, errors and unavailable cases, in the order of the cases. A row is the case's dict with added keys:
-        kernel, config, registers (per thread at launch), roles (see `roles`), spilled_bytes (spill stores and loads per
-        thread), shared_bytes (per CTA), instructions (keys of `INSTRUCTIONS`), dots (number of matmuls in the source),
-        descriptors (number of descriptor arguments), warnings (of ptxas), ptx (number of instructions by opcode). An error is
-        the case's dict with the added key error. A case is unavailable if the stage does not support the GPU. Its dict has the
-        added key reason.
+        Lists of rows, errors and unavailable cases, in the order of the cases. An error is the case's dict with the added key
+        error. A case is unavailable if the stage does not support the GPU. Its dict has the added key reason. A row is the
+        case's dict with these added keys:
+
+        - kernel: the kernel's name. config: the tile, the number of warps and the number of pipeline stages.
+        - registers: the number of registers per thread at launch. roles: the result of `roles`.
+        - spilled_bytes: the bytes of spill stores and loads per thread. shared_bytes: the bytes of shared memory per CTA.
+        - instructions: the keys of `INSTRUCTIONS` that occur. ptx: the number of instructions by opcode.
+        - dots: the number of matmuls in the source. descriptors: the number of descriptor arguments.
+        - warnings: the warnings of ptxas.
     """
     os.environ["TRITON_INTERPRET"] = "0"  # for the processes that start below
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # use no GPU memory

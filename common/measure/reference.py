@@ -14,8 +14,8 @@ FLOAT32_LOSS = 2.0**-22
 _SIZES = {"largest": lambda x: x.abs().max(), "rms": lambda x: x.square().mean().sqrt()}
 
 # Maximum bytes of a matrix [heads, query rows, keys], and of the K and V of these heads. Memory holds several such matrices at
-# the same time. The float32 matrix of a head with 16384 rows and keys fits in this size, so dK and dV take one matmul each, as
-# in plain PyTorch. For longer sequences, dK and dV are sums of matmuls.
+# the same time. The float32 matrix of a head with 16384 rows and keys has this size. So dK and dV take one matmul each, as in
+# plain PyTorch. For longer sequences, dK and dV are sums of matmuls.
 BLOCK_BYTES = 2**30
 
 

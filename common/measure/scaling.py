@@ -74,14 +74,14 @@ def held_bytes(workload: Workload, ranks: int) -> int:
 
     All tensors have S / n tokens.
 
-    - In a forward, a rank holds two blocks of K and V (one block with two ranks), the result, the output of one block, and two
-      LSEs. With more than two ranks, it also holds the output in float32.
-    - In a backward with two ranks, a rank holds the saved out and LSE, two blocks of dK and dV (one leaves, one arrives), dQ of
-      a block, and the resulting dQ. It also holds the gradients of its own block's first heads, or later dK and dV of all heads
-      and dQ of the last heads. The larger of these two counts.
-    - In a backward with more ranks, a rank holds the saved out and LSE, two blocks of K and V, and the gradients of its own
-      block's first heads. It also holds dQ and two blocks of dK and dV in float32, and the gradients of a block. While the rank
-      adds two dQ, it holds dQ twice, but not dK and dV.
+    - Forward: a rank holds the result, the output of one block, and two LSEs. With two ranks, it also holds one block of K and
+      V. With more ranks, it holds two such blocks, and the output in float32.
+    - Backward with two ranks: a rank holds the saved out and LSE, and two blocks of dK and dV. It also holds dQ of a block, and
+      the resulting dQ. At first, it holds the gradients of its own block's first heads. Later, it holds dK and dV of all heads
+      and dQ of the last heads instead. The larger size counts.
+    - Backward with more ranks: a rank holds the saved out and LSE, and two blocks of K and V. It also holds dQ and two blocks
+      of dK and dV in float32. It holds the gradients of its own block's first heads, and of another block. While the rank adds
+      two dQ, it holds dQ twice, but not dK and dV.
     """
     w, size = workload, DTYPES[workload.dtype].itemsize
     tokens, blocks = w.batch * w.seq_len // ranks, min(2, ranks - 1)

@@ -28,14 +28,14 @@ COPY_BYTES = 4 * 2**30  # much more than an L2 cache holds
 class GpuTimer:
     """Time back-to-back calls with a cold L2 cache, as in a program that does nothing else.
 
-    A case begins after a rest. At its power limit, an H200 slows down by up to a fifth for 0.2 s after 0.8 s of uninterrupted
-    work, and again a second later. Without rests, some cases would run while the GPU is slow. After a rest of 0.05 s, the GPU
-    again works for 0.8 s at full speed.
+    A case begins after a rest. At its power limit, an H200 works for 0.8 s at full speed. Then it slows down by up to a fifth
+    for 0.2 s, and again a second later. Without rests, some cases would run while the GPU is slow. After a rest of 0.05 s, the
+    GPU again works for 0.8 s at full speed.
 
     The CPU queues all rounds, including warm-up, without waiting for the GPU. After an idle time the GPU's clock would be
     higher. A round first reads `CACHE_BYTES` to evict the L2 cache. Then it records an event, makes the call, and records
-    another event. If the CPU is ahead, the time between the events is GPU time only. The round does not write `CACHE_BYTES`,
-    because a memory-bound call would have to wait until the L2 cache has written them to memory.
+    another event. If the CPU is ahead, the time between the events is GPU time only. The round does not write `CACHE_BYTES`.
+    Otherwise a memory-bound call would have to wait until the L2 cache has written the bytes to memory.
 
     A round is exposed if the GPU passes the first event before the call has queued its kernels. The measured time then includes
     CPU time. If too many rounds are exposed, each round begins with a spin on the GPU. The timer doubles the spin until few

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from common.runtime import DEVICE
 
-# The number of matmuls of a pass with the head dimension of q and k, and the number with the head dimension of v. In a forward
-# these are S and O. In a backward they are S again, dQ and dK, and then dP and dV.
+# pass -> (number of matmuls with the head dimension of q and k, number of matmuls with the head dimension of v). A forward
+# computes (S; O). A backward computes (S again, dQ, dK; dP, dV).
 PASSES = {"fwd": (1, 1), "bwd": (3, 2), "fwd+bwd": (4, 3)}
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 

@@ -47,7 +47,7 @@ assert f"_{PASS}_kernel" in accepted, accepted
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU, every test compiles the kernels")
 @pytest.mark.parametrize(("name", "pass_"), PASSES)
 def test_the_front_end_accepts_a_pass(name, pass_):
-    """Three stages once passed a literal 0 for a variable that a loop counts up: right on the interpreter, and a type error."""
+    """The compiler accepts both passes. Three stages once passed a literal 0 for a loop variable, which is a type error."""
     program = f"NAME, PASS = {name!r}, {pass_!r}\n{PROGRAM}"
     done = programs.python("-c", program, TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr

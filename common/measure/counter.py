@@ -139,7 +139,7 @@ class Counter(TorchDispatchMode):
     def __enter__(self):
         watched = (
             (InterpretedFunction, "run", self._run),
-            # All other loads and stores of the interpreter call one of the next two functions, descriptors too.
+            # The interpreter's other loads and stores, including those of descriptors, call one of the next two functions.
             (InterpreterBuilder, "create_masked_load", self._load),
             (InterpreterBuilder, "create_masked_store", self._store),
             (InterpreterBuilder, "create_atomic_rmw", self._atomic_rmw),

@@ -101,7 +101,7 @@ def held_bytes(workload: Workload, ranks: int) -> int:
 
 @contextlib.contextmanager
 def counted_sends():
-    """Enter a context that counts the bytes that this process sends to other ranks. It yields a list of one number."""
+    """Enter a context that counts the bytes that this process sends to other ranks, and yield [number of bytes]."""
     sent, begin = [0], dist.batch_isend_irecv
 
     def counting(operations):
@@ -362,8 +362,9 @@ def tables(run: dict) -> str:
     """Format a run as markdown.
 
     Args:
-        run: a dict. "machine_info" describes the GPUs. "records" has a dict for each case: the fields of `Workload.record`,
-            `impl`, `ranks`, and either the result of `measure` or `failure` and `note`. "links" has the results of `link`.
+        run: a dict. "machine_info" describes the GPUs. "records" has a dict for each case, with the fields of
+            `Workload.record`, `impl` and `ranks`. The dict also has the result of `measure`, or `failure` and `note`. "links"
+            has the results of `link`.
     """
     facts, records = run["machine_info"], run["records"]
     where = facts["gpus"] if facts["gpu"] else "CPU, interpreted, over gloo"

@@ -1,4 +1,4 @@
-# `make` lists the targets. Without PYTHON the targets create and use .venv; PYTHON=python3 uses that interpreter as it is.
+# `make` lists the targets. Without PYTHON, the targets create and use .venv. PYTHON=python3 uses python3 and installs nothing.
 
 .DEFAULT_GOAL := help
 .PHONY: help test test-long sanitize bench bench-ring reference rates energy traffic compare readme table plots timeline trace site screenshots story diff stage example example-ring lint format clean
@@ -14,47 +14,48 @@ endif
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo "Without PYTHON=… make first installs requirements.txt in .venv; PYTHON=python3 uses that interpreter as it is."
+	@echo "make first installs requirements.txt in .venv. With PYTHON=python3, it uses python3 and installs nothing."
 
-# A prerequisite of the targets that take a variable: `make diff` asks for A and B before it installs anything.
+# Targets that need a variable depend on this. So `make diff` asks for A and B before it installs anything.
 needs-%:
 	@: $(if $(strip $($*)),,$(error $*=… is missing, as in: $(EXAMPLE)))
 
-# $(call install,OPTIONS): run pip; print its output only if it fails.
+# $(call install,OPTIONS) runs pip, and prints its output only if pip fails.
 define install
 	@.venv/bin/python -m pip install --quiet --disable-pip-version-check $(1) >.venv/pip.log 2>&1 || { cat .venv/pip.log >&2; exit 1; }
 endef
 
-# With PYTHON=…: fail with the names of the packages that this interpreter lacks.
+# With PYTHON=…, this target fails with the names of the packages that the interpreter lacks.
 PACKAGES := torch triton numpy matplotlib pytest pytest_benchmark hypothesis tabulate tqdm
 missing = $(shell $(PYTHON) -c 'import sys; from importlib.util import find_spec as f; print(*[p for p in sys.argv[1:] if not f(p)])' $(PACKAGES))
 packages:
 	@: $(if $(strip $(missing)),$(error $(PYTHON) lacks $(strip $(missing)); run $(PYTHON) -m pip install --requirement requirements.txt))
 
-# For commands that may be piped into `head`: exit status 141 (SIGPIPE) is not a failure.
+# Commands whose output may go to `head` end with this. Exit status 141 (SIGPIPE) is then no failure.
 piped = ; status=$$?; [ $$status -eq 141 ] || exit $$status
 
-# The stamp is written last, so that a failed installation is retried. These Python versions have wheels of all pinned packages.
+# The last command creates the target's file, so a failed installation is tried again. All pinned packages have wheels for
+# Python 3.11 to 3.14.
 .venv/installed: requirements.txt
 	@found=; for python in python3 python3.14 python3.13 python3.12 python3.11; do \
 		if $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null; then \
 			found=$$python; break; fi; done; \
 	if [ -z "$$found" ]; then \
-		echo "Python 3.11 to 3.14 is needed and python3 is $$(python3 --version 2>&1); or name an interpreter: make … PYTHON=…" >&2; \
+		echo "Python 3.11 to 3.14 is needed, and python3 is $$(python3 --version 2>&1). Name an interpreter: make … PYTHON=…" >&2; \
 		exit 1; fi; \
-	echo "Installing the packages of requirements.txt into .venv, once; this takes 1 to 5 minutes." >&2; \
+	echo "Installing the packages of requirements.txt into .venv. This happens once and takes 1 to 5 minutes." >&2; \
 	$$found -m venv .venv
 	$(call install,--requirement requirements.txt)
 	@touch $@
 
-# Additional packages for the examples.
+# This target installs the additional packages of the examples.
 .venv/example: examples/requirements.txt .venv/installed
-	@echo "Installing the packages of examples/requirements.txt into .venv, once; this takes a minute." >&2
+	@echo "Installing the packages of examples/requirements.txt into .venv. This happens once and takes a minute." >&2
 	$(call install,--constraint requirements.txt --requirement examples/requirements.txt)
 	@touch $@
 
-# $(call run_tests,MARKS): run pytest, in parallel if pytest-xdist is installed. On a GPU, tests marked `alone` run last and in one
-# process: they measure times or fill the memory. Exit status 5 (no tests) is a failure only if both parts return it.
+# $(call run_tests,MARKS) runs pytest, in parallel if pytest-xdist is installed. On a GPU, tests marked `alone` run last in one
+# process, because they measure times or fill the memory. Exit status 5 (no tests) is a failure only if both runs return it.
 define run_tests
 	@spread=; if $(PYTHON) -c 'import xdist' 2>/dev/null; then spread="--numprocesses=auto --dist=worksteal"; fi; \
 	if ! $(PYTHON) -c 'from common.runtime import DEVICE; exit(DEVICE != "cuda")'; then \
@@ -67,13 +68,13 @@ endef
 test: $(SETUP)  ## run the tests; ARGS="…" goes to pytest
 	$(call run_tests,not long)
 
-test-long: $(SETUP)  ## run all tests, also those over the time budget
+test-long: $(SETUP)  ## run all tests, including the slow tests
 	$(call run_tests,)
 
 sanitize: $(SETUP)  ## run the stages under compute-sanitizer, on a GPU; ARGS="…" goes to common.measure.sanitize (ARGS=--help)
 	$(PYTHON) -m common.measure.sanitize $(addprefix --stage=,$(STAGE)) $(ARGS)
 
-bench: $(SETUP)  ## measure all stages, or STAGE=v3 with its neighbours; ARGS="…" goes to bench.py (ARGS=--help)
+bench: $(SETUP)  ## measure all stages, or STAGE=v3 with its parent and v0; ARGS="…" goes to bench.py (ARGS=--help)
 	@$(PYTHON) bench.py $(addprefix --stage=,$(STAGE)) $(ARGS)
 
 bench-ring: $(SETUP)  ## measure a stage on GPUS=4 GPUs that share a sequence (default 2); ARGS="…" goes to common.measure.scaling
@@ -109,7 +110,7 @@ plots: $(SETUP)  ## draw plots/ from results/
 	$(PYTHON) -m common.show.timelines --committed
 	$(PYTHON) -m common.show.traces --stage v2,v3
 
-timeline: $(SETUP)  ## draw what an SM does in a Gluon stage, STAGE=v29; ARGS="…" goes to common.show.timelines (ARGS=--help)
+timeline: $(SETUP)  ## draw the work of an SM in a Gluon stage, STAGE=v29; ARGS="…" goes to common.show.timelines (ARGS=--help)
 	$(PYTHON) -m common.show.timelines $(addprefix --stage=,$(STAGE)) $(ARGS)
 
 trace: $(SETUP)  ## draw which tiles a stage reads and writes, STAGE=v2,v3; ARGS="…" goes to common.show.traces (ARGS=--help)
@@ -117,27 +118,27 @@ trace: $(SETUP)  ## draw which tiles a stage reads and writes, STAGE=v2,v3; ARGS
 
 site screenshots: PACKAGES += jinja2 pygments markdown_it mdit_py_plugins latex2mathml vl_convert
 screenshots: PACKAGES += playwright
-site: $(SETUP)  ## build the site, a page for each step, into site/; open site/index.html
+site: $(SETUP)  ## build the site into site/, with a page for each step; open site/index.html
 	@$(PYTHON) -m common.site.pages $(addprefix --stage=,$(STAGE)) $(ARGS)
 
-screenshots: site  ## take the README's pictures of the site, with a Chromium that is installed
+screenshots: site  ## take the README's pictures of the site; needs an installed Chromium
 	$(PYTHON) -m common.site.screenshots
 
-story: $(SETUP)  ## walk from stage to stage: ideas, sizes of the changes, bytes saved, speed gained
+story: $(SETUP)  ## show each stage's idea, changed lines, saved bytes and gained speed, from stage to stage
 	@$(PYTHON) -m common.show.story$(piped)
 
 diff: EXAMPLE = make diff A=v3 B=v4
-diff: needs-A needs-B $(SETUP)  ## show the code that a stage changes and what it gained: make diff A=v3 B=v4; PROSE=yes: READMEs too; EXACT=yes: NOTEs and white space too
+diff: needs-A needs-B $(SETUP)  ## show the code that a stage changes, and its gain: make diff A=v3 B=v4; PROSE=yes adds READMEs; EXACT=yes adds NOTEs and white space
 	@$(PYTHON) -m common.show.story diff "$(A)" "$(B)" $(addprefix --prose=,$(PROSE))$(if $(EXACT), --exact=$(EXACT))$(piped)
 
 stage: EXAMPLE = make stage FROM=v29 NAME=v29x_yours
 stage: needs-FROM needs-NAME $(SETUP)  ## begin a new stage with the kernels of another: make stage FROM=v29 NAME=v29x_yours
 	$(PYTHON) -m common.show.new_stage -- "$(FROM)" "$(NAME)"
 
-example: $(SETUP_EXAMPLE)  ## train a small Llama with a stage's attention, next to SDPA's: make example STAGE=v5 (ARGS=--help)
+example: $(SETUP_EXAMPLE)  ## train a small Llama with a stage's attention, and one with SDPA: make example STAGE=v5 (ARGS=--help)
 	$(PYTHON) -m examples.llama $(addprefix --stage=,$(STAGE)) $(ARGS)
 
-example-ring: $(SETUP_EXAMPLE)  ## the same on GPUS=4 GPUs that share each sequence (default 2), next to one GPU: make example-ring STAGE=v5
+example-ring: $(SETUP_EXAMPLE)  ## train a small Llama on GPUS=4 GPUs that share each sequence (default 2), and one on one GPU: make example-ring STAGE=v5
 	$(PYTHON) -m examples.long_llama $(addprefix --gpus=,$(GPUS)) $(addprefix --stage=,$(STAGE)) $(ARGS)
 
 lint: $(SETUP)  ## check style and formatting

@@ -1,9 +1,8 @@
 """Measure stages and baselines.
 
-This file is a command (`python bench.py --help`) and a pytest-benchmark module.
-
-Before timing an implementation, it compares the result with attention in float64. A wrong result is reported and not timed. For
-workloads larger than the papers', it compares evenly spread heads and only requires the others to be finite.
+This file is a command (`python bench.py --help`) and a pytest-benchmark module. Before timing an implementation, it compares
+the result with attention in float64. It reports a wrong result and does not time it. If a workload is larger than those of the
+papers, it compares only some of the heads, evenly spread. The other heads must be finite.
 """
 
 import argparse
@@ -37,28 +36,28 @@ from common.show.summary import summary
 from common.show.tables import speed_table
 from common.show.tracks import stages_of
 
-SAVED = Path(".benchmarks")  # pytest-benchmark's
+SAVED = Path(".benchmarks")  # pytest-benchmark saves runs here
 
-SHORT_S = 1e-3  # GPU time below which calls in a row are timed too; in a longer call, the GPU hides the launches
+SHORT_S = 1e-3  # calls of fewer GPU seconds are also timed in a row, because the GPU does not hide their launches
 
-# Approximate time of a case on an H200, without tuning and compilation. It is the time of the reference run divided by the
-# number of cases in that run.
+# Approximate seconds of a case on an H200, without tuning and compilation: the time of the reference run, divided by its number
+# of cases.
 GPU_CASE_S = 0.75
-# Approximate time of a case on the interpreter: a fixed part, and a part per query-key pair. A backward takes 2.5 times as long
-# per pair. Both numbers are means over all stages at S = 512 and 1024.
+# Approximate seconds of a case on the interpreter: a constant, and a time for each query-key pair. Both are means over all
+# stages at S = 512 and 1024. A backward takes 2.5 times as long for each pair.
 INTERPRETER_CASE_S, INTERPRETER_PAIR_S = 0.1, 6e-7
 
-CHECKED_SCORES = 2**33  # maximum number of float64 scores, as many as 32 heads of 16384 queries and keys have
+CHECKED_SCORES = 2**33  # the check computes at most this many float64 scores: those of 32 heads with 16384 queries and keys
 
-GPU = traffic.GPUS["h200"]  # a table that is made without a GPU uses this GPU's tiles and peaks
+GPU = traffic.GPUS["h200"]  # without a GPU, the table uses the tiles and peaks of this GPU
 
 
 def parse_options(argv: list[str]) -> argparse.Namespace:
-    """Return the command line as lists of distinct values; exit with status 2 on an invalid value."""
+    """Return the command line as lists of distinct values. Exit with status 2 on an invalid value."""
     parser = argparse.ArgumentParser(
         prog="bench.py",
-        description="Measure stages and baselines, forward and backward. LIST is comma-separated; a flag can also be repeated. "
-        "Each run is saved in .benchmarks, where `pytest-benchmark compare` finds it.",
+        description="Measure the forward and backward of stages and baselines. LIST is comma-separated, and you can repeat a "
+        "flag. Each run is saved in .benchmarks, where `pytest-benchmark compare` finds it.",
     )
 
     defaults = {}
@@ -73,44 +72,51 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
 
     passes, dtypes = ({name: name for name in names} for names in (workloads.PASSES, workloads.DTYPES))
     head_dims = {str(head_dim): head_dim for head_dim in operator.HEAD_DIMS}
-    stage_help = f"of {joined(stages.names())}, or just v0; one alone brings its parent and v0 along; default: all"
+    stage_help = (
+        f"any of {joined(stages.names())}, or short names such as v3; a single stage adds its parent and v0; default: all"
+    )
     add_list("stage", stages.resolve, stages.names(), stage_help)
-    add_list("pass_", one_of(passes), ["fwd", "bwd"], f"of {joined(passes)}; default: fwd,bwd")
-    head_dim_help = f"of {joined(head_dims)}; default: {joined(workloads.HEAD_DIMS)}"
+    add_list("pass_", one_of(passes), ["fwd", "bwd"], f"any of {joined(passes)}; default: fwd,bwd")
+    head_dim_help = f"any of {joined(head_dims)}; default: {joined(workloads.HEAD_DIMS)}"
     add_list("head_dim", one_of(head_dims), workloads.HEAD_DIMS, head_dim_help)
-    add_list("seq_len", positive, workloads.SEQ_LENS, f"any; default: {joined(workloads.SEQ_LENS)}")
-    add_list("causal", one_of({"no": False, "yes": True}), [False, True], "of no,yes; default: no,yes")
-    add_list("dtype", one_of(dtypes), ["float16"], f"of {joined(dtypes)}; default: float16")
-    add_list("batch", positive, [None], "any; default: for 16384 tokens in all (without a GPU: 1)")
-    add_list("heads", positive, [None], "any; default: for a hidden size of 2048 (without a GPU: 2)")
-    add_list("kv_heads", positive, [None], "any divisor of the heads, which share them; default: as many as heads")
-    add_list("kv_len", positive, [None], "number of keys, any, without a causal mask; default: as many as queries")
-    add_list("value_dim", one_of(head_dims), [None], f"of {joined(head_dims)}; default: as the head dimension")
-    add_list("score_std", positive_number, [1.0], "standard deviation of the scores, any; default: 1")
-    add_list("sink", positive_or_zero, [0.0], "score of key 0 for every query, in nats, any; default: 0, no attention sink")
+    add_list("seq_len", positive, workloads.SEQ_LENS, f"sequence lengths; default: {joined(workloads.SEQ_LENS)}")
+    add_list("causal", one_of({"no": False, "yes": True}), [False, True], "any of no,yes; default: no,yes")
+    add_list("dtype", one_of(dtypes), ["float16"], f"any of {joined(dtypes)}; default: float16")
+    add_list("batch", positive, [None], "batch sizes; default: such that a batch has 16384 tokens (without a GPU: 1)")
+    add_list(
+        "heads", positive, [None], "numbers of query heads; default: 2048 divided by the head dimension (without a GPU: 2)"
+    )
+    add_list("kv_heads", positive, [None], "numbers of K/V heads, divisors of the number of query heads; default: equal")
+    add_list("kv_len", positive, [None], "numbers of keys, without a causal mask; default: as many as queries")
+    add_list(
+        "value_dim", one_of(head_dims), [None], f"head dimension of V, any of {joined(head_dims)}; default: as for Q and K"
+    )
+    add_list("score_std", positive_number, [1.0], "standard deviations of the scores; default: 1")
+    add_list(
+        "sink", positive_or_zero, [0.0], "scores of key 0 for every query, in nats; default: 0, which is no attention sink"
+    )
     parser.add_argument("--json", type=json_path, metavar="FILE", help="also save the run in FILE")
-    parser.add_argument("--wide", action="store_true", help="show every column of the tables, in lines of any length")
+    parser.add_argument("--wide", action="store_true", help="show all columns of the tables, in lines of any length")
     parser.add_argument(
         "--reference",
         choices=GRIDS,
-        help="one part of results/. forward-, backward-: all stages in float16. newest, bfloat16: the end of the main ladder, "
-        "and the newest stage, at more lengths. short-rows: backwards of short sequences. decode: few queries, many keys. "
-        "sinks: attention sinks and wide score distributions. wide: head dimension 256. short: calls so short that CPU time "
-        "counts. "
-        "passes-as-one: forward and backward together, of a smaller model. shared: GQA, and another head dimension for V than "
-        "for K",
+        help="measure one part of results/. forward-, backward-: all stages in float16. newest-, bfloat16-: the last stage of "
+        "the main ladder and the newest stage, at more lengths. short-rows: backwards of short sequences. decode-: few queries "
+        "and many keys. sinks: attention sinks and wide score distributions. wide: head dimension 256. short: calls that take "
+        "mostly CPU time. passes-as-one: forward and backward together, for a smaller model. shared: GQA, and head dimensions "
+        "that differ between K and V",
     )
 
     options = parser.parse_args(argv)
     if options.reference and any(getattr(options, name) for name in defaults):
-        parser.error("--reference is a selection of its own, and goes with --json alone")
+        parser.error("--reference selects all cases itself, so only --json can be added")
     options.about = options.stage[-1] if options.stage else None
     for name, default in defaults.items():
         values = getattr(options, name) or default
         setattr(options, name, list(dict.fromkeys(values)))
     lengths = itertools.product(options.seq_len, options.kv_len)
     if True in options.causal and any(kv_len not in (None, seq_len) for seq_len, kv_len in lengths):
-        parser.error("argument --kv-len: a causal workload has as many keys as queries; --causal=no has any number")
+        parser.error("argument --kv-len: a causal workload has as many keys as queries; add --causal=no")
     try:
         options.workloads = _workloads(options)
     except ValueError as error:
@@ -119,8 +125,11 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
 
 
 def _workloads(options) -> list[Workload]:
-    """Return all workloads; the passes of a shape are adjacent. Raise ValueError if the number of heads is not a multiple of
-    the number of K/V heads."""
+    """Return all workloads. The passes of a shape are adjacent.
+
+    Raises:
+        ValueError: the number of heads is not a multiple of the number of K/V heads.
+    """
     names = ("head_dim", "causal", "dtype", "score_std", "sink", "seq_len", "kv_len", "batch", "heads", "kv_heads", "value_dim")
     found = []
     for shape in itertools.product(*(getattr(options, name) for name in names)):
@@ -132,41 +141,41 @@ def _workloads(options) -> list[Workload]:
 
 
 def chosen_stages(chosen: list[str]) -> list[str]:
-    """Return the chosen stages in stage order; if a single stage is chosen, its parent and v0 are added."""
+    """Return the chosen stages in stage order. If a single stage is chosen, add its parent and v0."""
     wanted = {*chosen, stages.names()[0], stages.parent(chosen[0])} if len(chosen) == 1 else set(chosen)
     return [name for name in stages.names() if name in wanted]
 
 
-LINE = [name for name in stages.names() if not stages.is_dead_end(name)]  # ladder and tracks
-# For each head dimension: the number of query heads, and the numbers of K/V heads. They give groups of 1, 4 and 8 query heads.
+LINE = [name for name in stages.names() if not stages.is_dead_end(name)]  # the stages of the main ladder and the tracks
+# head dimension -> (number of query heads, numbers of K/V heads). A K/V head then serves 1, 4 or 8 query heads.
 SHARED_HEADS = {64: (32, (32, 8, 4)), 128: (16, (16, 4, 2))}
 LADDER = [name for name in LINE if not stages.track(name)]
 EVERYTHING = [*BASELINES, *stages.names()]
 NEWEST = [*BASELINES, LADDER[-1], LINE[-1]]
-SEQ_LENS = f"--seq-len={','.join(map(str, MEAN_OVER))}"  # of all stages; NEWEST is measured at every length
-# FlashAttention-2 is not in the list: it is by far the slowest, and would take a third of the time.
+SEQ_LENS = f"--seq-len={','.join(map(str, MEAN_OVER))}"  # for all stages; the stages in NEWEST are measured at more lengths
+# FlashAttention-2 is not in this list, because it is by far the slowest and would take a third of the time.
 FAST_LIBRARIES = [name for name in BASELINES if name != "sdpa-flash"]
 FASTEST = [*FAST_LIBRARIES, LINE[-1]]
 
 
 def _of_track(key: str) -> list[str]:
-    """The stages of a track, after the stage that it starts from."""
+    """Return the stage from which a track starts, and the stages of the track."""
     found = stages_of(key)
     return [stages.parent(found[0]), *found]
 
 
-# For D = 256. Before this track, the backward of a Gluon stage falls back to v7, a Triton kernel.
+# Implementations for D = 256. In earlier Gluon stages, this backward falls back to v7, which is in Triton.
 WIDE = [*FAST_LIBRARIES, *_of_track("wide")]
-# Decoding has few queries and many keys. FlashAttention-4 is left out, because it mainly targets newer GPUs.
+# Implementations for few queries and many keys. FlashAttention-4 is left out, because it mainly targets newer GPUs.
 DECODING = [*(name for name in BASELINES if name != "flash-4"), *_of_track("decoding")]
-# Attention sinks and wide scores. v25 is the last stage with a running maximum; later stages guess the maximum.
+# Implementations for attention sinks and wide scores. v25 is the last stage with a running maximum, and later stages guess it.
 SINKS = [stages.resolve("v25"), *_of_track("sinks")]
 DECODING_KV_LENS = (1024, 16384, 65536, 524288)
-MOST_KV_BYTES = 40e9  # K and V together
+MOST_KV_BYTES = 40e9  # maximum bytes of K and V together
 
 
 def _decoding(head_dim: int) -> list[list[str]]:
-    """Return command lines that benchmark forwards with few queries, for each number of keys whose K and V fit in memory."""
+    """Return command lines for forwards with few queries. They leave out numbers of keys that do not fit in memory."""
     found = []
     for batch, (heads, kv_heads) in itertools.product((1, 8, 64), ((16, 16), (32, 8))):
         key = 2 * 2 * batch * kv_heads * head_dim  # bytes of one key's K and V in all heads and batch elements
@@ -178,7 +187,7 @@ def _decoding(head_dim: int) -> list[list[str]]:
     return found
 
 
-GRIDS = {  # each part of results/ is one run: a list of command lines, each with the implementations to measure
+GRIDS = {  # part of results/ -> the command lines of its run, each with the implementations to measure
     **{
         f"{CODE[pass_]}-d{dim}": [([f"--pass={pass_}", f"--head-dim={dim}", "--dtype=float16", SEQ_LENS], EVERYTHING)]
         for pass_, dim in itertools.product(CODE, HEAD_DIMS)
@@ -210,7 +219,7 @@ GRIDS = {  # each part of results/ is one run: a list of command lines, each wit
 
 @functools.cache
 def repeats(impl: str, pass_: str) -> bool:
-    """Whether a stage's files for a pass are identical to its parent's."""
+    """Return whether a stage and its parent have identical files for a pass."""
     code = {"fwd": "forward", "bwd": "backward"}.get(pass_)
     if code is None or impl in BASELINES or not stages.parent(impl):
         return False
@@ -219,11 +228,10 @@ def repeats(impl: str, pass_: str) -> bool:
 
 
 def cases(options: argparse.Namespace) -> list[tuple[str, Workload]]:
-    """Return all (implementation, workload) to measure.
+    """Return all cases to measure, as (implementation, workload).
 
-    Cases of one workload are adjacent, so the GPU's clock is similar.
-
-    The reference run leaves out a pass that a stage has from its parent, if it measures the parent.
+    Cases of one workload are adjacent, so the GPU has a similar clock. A reference run leaves out passes that are identical to
+    the parent's, if it measures the parent.
     """
     if not options.reference:
         return [(i, workload) for workload in options.workloads for i in (*BASELINES, *chosen_stages(options.stage))]
@@ -255,18 +263,18 @@ def duration(seconds: float) -> str:
 
 
 def _count(impl: str, workload: Workload) -> Count:
-    """Count the traffic and FLOPs of an implementation; a stage uses the tiles of `GPU`."""
+    """Count the traffic and FLOPs of an implementation. A stage uses the tiles for `GPU`."""
     if impl in BASELINES:
         return count(timed_call(impl, workload, workload.inputs()))
     return traffic.count_stage(stages.load(impl), workload, GPU)
 
 
 def _checked(tensor: Tensor, workload: Workload) -> Tensor:
-    """Return the heads of a [B, H or Hkv, …] tensor to check: all, or a subset with at most `CHECKED_SCORES` scores.
+    """Return the heads of a [B, H or Hkv, …] tensor to check: all of them, or some with at most `CHECKED_SCORES` scores.
 
-    The subset has every third, fifth, … K/V head, counted over all batch elements, and always the last one. It also has the
-    query heads of these K/V heads. Its shape is [K/V heads, 1 or query heads of each, …]. If the number of heads is even, an
-    odd step checks different heads in each batch element.
+    The check takes every third, fifth, … K/V head, counted over all batch elements, and always the last one. It takes the query
+    heads of these K/V heads too. The result is [K/V heads, 1 or query heads of each K/V head, …]. The step between K/V heads is
+    odd. So for an even number of heads, the check takes different heads in each batch element.
     """
     w = workload
     rows = max(w.seq_len, w.head_dim + w.value_dim)  # with few queries, K and V take more memory than the scores
@@ -280,7 +288,7 @@ def _checked(tensor: Tensor, workload: Workload) -> Tensor:
 
 @functools.lru_cache(maxsize=1)  # the cases of a workload are adjacent
 def _problem(workload: Workload):
-    """Return a workload's inputs, the truth for the checked heads, and the error bounds."""
+    """Return a workload's inputs, the float64 results of the checked heads, and the error bounds."""
     _problem.cache_clear()  # free the previous workload's inputs, which may be as large
     inputs = workload.inputs()
     *qkv, grad_out = (_checked(tensor, workload) for tensor in inputs)
@@ -288,12 +296,12 @@ def _problem(workload: Workload):
     options["grad_out"] = None if workload.pass_ == "fwd" else grad_out
     truth = reference.truth(*qkv, **options)
     bounds = reference.error_bounds(truth, reference.plain(*qkv, **options))
-    del truth["magnitudes"]  # the magnitudes are as large as the truth, and the implementations need the memory
+    del truth["magnitudes"]  # free this memory for the implementations
     return inputs, truth, bounds
 
 
 class WrongResult(Exception):
-    """A result exceeds its error bound; the message has the error and the bound."""
+    """The error of a result that exceeds its error bound. The message has both numbers."""
 
 
 def check(result, workload: Workload):
@@ -303,13 +311,13 @@ def check(result, workload: Workload):
     try:
         for name, tensor in named.items():
             reference.assert_close(name, _checked(tensor, workload), truth[name], bounds[name])
-            assert tensor.isfinite().all(), f"{name}: NaN or infinity in a head that is not compared"
+            assert tensor.isfinite().all(), f"{name}: NaN or infinity in a head that is not compared with float64"
     except AssertionError as error:
         raise WrongResult(str(error)) from None
 
 
 def _failure(impl: str, error: BaseException) -> dict:
-    """Return how the table shows a case that could not be measured: the failure and its note."""
+    """Return the failure and the note that the table shows for a case that could not be measured."""
     if isinstance(error, torch.OutOfMemoryError):
         return {"failure": "OOM"}
     if isinstance(error, operator.Unavailable):
@@ -327,12 +335,12 @@ def _gpu_timer() -> timing.GpuTimer:
 
 
 TIMER = timing.Replay()
-# A suffix to the name of a benchmark group in a saved run. Without a GPU it explains the "times".
+# A suffix to the names of benchmark groups in a saved run. Without a GPU it explains what the "times" are.
 GROUP = "" if DEVICE == "cuda" else f" (no GPU: counted, as time at the peaks of an {GPU.name})"
 
 
 class Bench:
-    """The pytest plugin of one run: it keeps the cases and the measurements, and prints the tables at the end."""
+    """The pytest plugin of one run. It keeps the cases and the measurements, and prints the tables at the end."""
 
     def __init__(self, options: argparse.Namespace):
         self.cases = cases(options)
@@ -356,17 +364,17 @@ class Bench:
 
     def pytest_report_teststatus(self, report):
         if report.when == "call":
-            return report.outcome, "", ""  # no letters: the progress bar replaces them
+            return report.outcome, "", ""  # no letters, because the progress bar replaces them
 
     def pytest_benchmark_update_machine_info(self, machine_info):
-        for name in ("node", "release"):  # these are private; the GPU and the versions are enough
+        for name in ("node", "release"):  # leave out private names; the GPU and the versions are enough
             machine_info.pop(name)
         machine_info.update(self.machine)
 
     def pytest_benchmark_update_json(self, output_json):
-        output_json["commit_info"].pop("project", None)  # the name of the directory
+        output_json["commit_info"].pop("project", None)  # leave out the name of the directory
         for benchmark in output_json["benchmarks"]:
-            benchmark["stats"].pop("data", None)  # single rounds; their statistics stay
+            benchmark["stats"].pop("data", None)  # leave out the single rounds, and keep their statistics
         output_json["failures"] = [record for record in self.records if "failure" in record]
         if self.json:  # written here, because pytest-benchmark would overwrite an existing file in place
             files.replace(self.json, json.dumps(output_json, indent=4))
@@ -378,7 +386,7 @@ class Bench:
             terminalreporter.write_line("\n\n".join([summary(self.records, self.machine, self.about), tables]))
 
     def measure(self, benchmark, impl: str, workload: Workload):
-        """Measure one case and record the measurement or the failure."""
+        """Measure one case, and record the measurement or the failure."""
         self.progress.begin(f"{self.begun + 1} of {len(self.expected)}, {spoken(impl)}, {workload.label}")
         try:
             self._record(benchmark, impl, workload)
@@ -393,7 +401,7 @@ class Bench:
         try:
             measured = self._measured(benchmark, impl, workload)
         except KeyboardInterrupt:
-            self.records.pop()  # earlier records are still shown and saved
+            self.records.pop()  # the run still shows and saves the earlier records
             raise
         except BaseException as error:
             record |= _failure(impl, error)
@@ -406,7 +414,7 @@ class Bench:
             record |= measured
             benchmark.extra_info |= record
             return
-        gc.collect()  # this is outside of `except`, so no traceback holds the case's tensors
+        gc.collect()  # outside of `except`, because there a traceback would hold the case's tensors
         torch.cuda.empty_cache()
         pytest.skip(record["failure"])
 
@@ -417,10 +425,10 @@ class Bench:
 
         call = timed_call(impl, workload, inputs)
         check(call(), workload)
-        # The checked call has tuned and compiled the kernels, which takes extra memory.
+        # The checked call has tuned and compiled the kernels, so `footprint` does not measure the memory for this.
         if DEVICE == "cpu":
             costs = traffic.costs(_count(impl, workload), GPU, workload.dtype)
-            TIMER.load([(costs["roofline_us"] or 0.0) / 1e6])  # 0 in float32, whose peaks are unknown
+            TIMER.load([(costs["roofline_us"] or 0.0) / 1e6])  # 0 in float32, which has no roofline
             benchmark.pedantic(lambda: None)
             return {"flops": workload.flops, **costs}
         costs = footprint(call)
@@ -443,7 +451,7 @@ class Bench:
         }
 
     def _measure_ceilings(self, workload):
-        """Measure the TFLOP/s of PyTorch's matmul and, if Sk != Sq, the GB/s of a copy. Each is measured once per run."""
+        """Measure the TFLOP/s of PyTorch's matmul and, if Sk != Sq, the GB/s of a copy, each once per run."""
         if workload.dtype not in self.machine["matmul_tflops"]:
             self.machine["matmul_tflops"][workload.dtype] = timing.matmul_tflops(_gpu_timer(), workloads.DTYPES[workload.dtype])
         if workload.kv_len != workload.seq_len and "copy_gbps" not in self.machine:
@@ -451,8 +459,10 @@ class Bench:
 
 
 def _bench(config) -> Bench:
-    """Return the plugin that `main` registered. Under plain `pytest bench.py` there is none: make one with the default
-    options."""
+    """Return the plugin that `main` has registered.
+
+    A plain `pytest bench.py` has no plugin yet. The function then makes a plugin with the default options.
+    """
     for plugin in config.pluginmanager.get_plugins():
         if isinstance(plugin, Bench):
             return plugin
@@ -483,16 +493,17 @@ def test_speed(
 
 
 def main(argv: list[str]) -> int:
-    """Run the benchmark that `argv` describes; return pytest's exit status: 1 if a result was wrong or a case failed.
+    """Run the benchmark that `argv` describes, and return pytest's exit status.
 
-    A signal stops the run. The run then shows and saves the finished cases, and returns 2.
+    The status is 1 if a result was wrong or a case failed. If a signal stops the run, the run still shows and saves the
+    finished cases, and returns 2.
     """
     options = parse_options(argv)
     if options.reference and DEVICE == "cpu":
-        raise SystemExit("--reference needs a GPU, and none is in use here")
+        raise SystemExit("--reference needs a GPU, and no GPU is in use here")
     if reason := unwritable(SAVED if SAVED.exists() else Path()):
         raise SystemExit(f"cannot save the run in {SAVED}: {reason}")
-    # A time limit sends SIGTERM. A background job ignores SIGINT, so it needs SIGTERM too.
+    # Handle SIGTERM too: time limits send it, and a background job ignores SIGINT.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     arguments = [__file__, "-qq", "--capture=no", "--no-header", "--disable-warnings", "-p", "no:cacheprovider"]
@@ -501,6 +512,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    import bench  # pytest imports the same module, so there is only one timer
+    import bench  # use the module that pytest imports, so that there is only one timer
 
     sys.exit(bench.main(sys.argv[1:]))

@@ -1,6 +1,9 @@
-"""Code that the stages share. Each of these imports only from those after it: show, measure, the stages, kernels, operator,
-runtime."""
+"""The stages share the code in this package.
 
-from common import runtime  # must be the first import: it chooses GPU or interpreter before any kernel is defined
+Each part imports only from later parts of this list: site, show, measure, the stages, ring, kernels, operator, runtime,
+interpreter.
+"""
+
+from common import runtime  # the first import, because it chooses GPU or interpreter before any kernel is defined
 
 __all__ = ["runtime"]

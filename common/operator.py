@@ -1,4 +1,4 @@
-"""Turn a stage into a PyTorch operator: input checks, registration, autograd."""
+"""Turn a stage into a PyTorch operator, with input checks and autograd."""
 
 from collections.abc import Callable
 from numbers import Real
@@ -13,30 +13,30 @@ from common.runtime import DEVICE
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIMS = (16, 32, 64, 128, 256)
-SMALLEST_SCALE, LARGEST_SCALE = 1e-30, 1e6  # limits of a scale's absolute value, unless it is 0
-BOTTOM_RIGHT = "bottom-right"  # `causal` is a bool or this
-NAMESPACE = "kernel_evolution"  # of the stages' PyTorch operators
-_libraries: dict[str, torch.library.Library] = {}  # keep the operators registered
+SMALLEST_SCALE, LARGEST_SCALE = 1e-30, 1e6  # limits of a scale's absolute value, unless the scale is 0
+BOTTOM_RIGHT = "bottom-right"  # the only text that `causal` may be, instead of a bool
+NAMESPACE = "kernel_evolution"  # the namespace of the stages' PyTorch operators
+_libraries: dict[str, torch.library.Library] = {}  # an operator stays registered while its library is here
 
 
 class Unavailable(RuntimeError):
-    """A stage needs another GPU. The message names the GPU, and the stage to use instead."""
+    """The error of a stage that needs another GPU. The message names the GPU, and the stage to use instead."""
 
 
 def checked_flag(name, value) -> bool:
-    """Return `value` as a bool if it is a bool of Python or numpy; otherwise raise TypeError."""
+    """Return `value` as a bool if it is a bool of Python or numpy. Otherwise raise TypeError."""
     if not isinstance(value, (bool, numpy.bool_)):
         raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
     return bool(value)
 
 
 def diagonal(causal: bool | str, seq_q: int, seq_k: int) -> int:
-    """Return the diagonal of a causal mask, as in `torch.tril`: query i sees key j where j <= i + diagonal."""
+    """Return the diagonal of a causal mask, as in `torch.tril`. Query i sees key j if j <= i + diagonal."""
     return seq_k - seq_q if causal == BOTTOM_RIGHT else 0
 
 
 def _checked_causal(causal, seq_q: int, seq_k: int) -> tuple[bool, int]:
-    """Return whether there is a mask, and its diagonal; raise TypeError or ValueError for an invalid `causal`."""
+    """Return whether there is a mask, and its diagonal. Raise TypeError or ValueError for an invalid `causal`."""
     if not isinstance(causal, str):
         if not isinstance(causal, (bool, numpy.bool_)):
             raise TypeError(f"causal must be a bool or {BOTTOM_RIGHT!r}, got {type(causal).__name__}")
@@ -45,24 +45,26 @@ def _checked_causal(causal, seq_q: int, seq_k: int) -> tuple[bool, int]:
         raise ValueError(f"causal must be a bool or {BOTTOM_RIGHT!r}, got {causal[:40]!r}")
     if seq_q > seq_k:
         raise ValueError(
-            f"causal={BOTTOM_RIGHT!r} takes no more queries than keys, or some would see no key: got {seq_q} and {seq_k}"
+            f"causal={BOTTOM_RIGHT!r} needs at least as many keys as queries, got {seq_q} queries and {seq_k} keys"
         )
     return True, diagonal(causal, seq_q, seq_k)
 
 
 def checked_scale(scale, head_dim: int) -> float:
-    """Return `scale` as a float, 1 / sqrt(head_dim) for None; raise TypeError or ValueError for an invalid scale."""
+    """Return `scale` as a float. None gives 1 / sqrt(head_dim). Raise TypeError or ValueError for an invalid scale."""
     if scale is None:
         return head_dim**-0.5
     if isinstance(scale, (bool, numpy.bool_)) or not isinstance(scale, Real):
         raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
-    if scale != 0 and not SMALLEST_SCALE <= abs(scale) <= LARGEST_SCALE:  # NaN, too
-        raise ValueError(f"scale must be 0 or of a size from {SMALLEST_SCALE:g} to {LARGEST_SCALE:g}, got {str(scale)[:40]}")
+    if scale != 0 and not SMALLEST_SCALE <= abs(scale) <= LARGEST_SCALE:  # also for NaN
+        raise ValueError(
+            f"scale must be 0 or have an absolute value from {SMALLEST_SCALE:g} to {LARGEST_SCALE:g}, got {str(scale)[:40]}"
+        )
     return float(scale)
 
 
 def _are_right(q, k, v) -> bool:
-    """Whether the inputs pass `check_inputs`. This is a fast path for each call."""
+    """Return whether the inputs pass `check_inputs`. This check is fast, because every call makes it."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         return False
     if q.is_nested or k.is_nested or v.is_nested:  # a nested tensor may have no shape
@@ -91,8 +93,10 @@ def _why_that_device() -> str:
 
 
 def check_inputs(q, k, v):
-    """Raise ValueError or TypeError for wrong inputs, before any kernel runs. The message names argument, value and valid
-    values."""
+    """Raise ValueError or TypeError for wrong inputs, before any kernel runs.
+
+    The message names the argument, its value and the valid values.
+    """
     if _are_right(q, k, v):
         return
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -100,7 +104,7 @@ def check_inputs(q, k, v):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
         if tensor.is_nested or tensor.layout is not torch.strided:
             got = "a nested tensor" if tensor.is_nested else tensor.layout
-            raise TypeError(f"{name} must be a dense tensor, of layout torch.strided, got {got}")
+            raise TypeError(f"{name} must be a dense tensor (layout torch.strided), got {got}")
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions [batch, heads, sequence, head_dim], got {tensor.dim()}")
         if tensor.dtype not in DTYPES:
@@ -122,13 +126,13 @@ def check_inputs(q, k, v):
             f"q {tuple(q.shape)}, k {tuple(k.shape)}"
         )
     if v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"v must have the batch, heads and length of k, {tuple(k.shape[:3])}, got {tuple(v.shape[:3])}")
+        raise ValueError(f"v must have k's batch, heads and length {tuple(k.shape[:3])}, got {tuple(v.shape[:3])}")
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"the heads of q must be a multiple of the heads of k and v: got {q.shape[1]} and {k.shape[1]}")
 
 
 def autocast(*tensors) -> tuple:
-    """Cast floating-point tensors, except float64, to autocast's dtype, as PyTorch does; autocast must be on."""
+    """Cast floating-point tensors except float64 to autocast's dtype, as PyTorch does. Autocast must be on."""
     dtype = torch.get_autocast_dtype(DEVICE)
     return tuple(
         t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
@@ -136,18 +140,20 @@ def autocast(*tensors) -> tuple:
 
 
 def contiguous_rows(tensor: Tensor) -> Tensor:
-    """Return `tensor` if its last dimension is contiguous, else a contiguous copy; kernels address a row by its first
-    element."""
+    """Return `tensor` if its last dimension is contiguous, else a contiguous copy.
+
+    Kernels address a row by its first element, so its elements must lie next to each other.
+    """
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def empty_rows(tensor: Tensor, columns: int | None = None) -> Tensor:
     """Return `torch.empty_like(tensor)` if its rows are contiguous, else a contiguous empty tensor.
 
-    For an expanded tensor, `empty_like` may make the expanded dimension the innermost.
+    For an expanded tensor, `empty_like` may make the expanded dimension the innermost dimension.
 
     Args:
-        columns: the size of the last dimension; by default the tensor's own.
+        columns: the size of the last dimension. None means the tensor's own size.
     """
     if columns not in (None, tensor.shape[-1]):
         tensor = tensor[..., :1].expand(*tensor.shape[:-1], columns)
@@ -158,17 +164,17 @@ def empty_rows(tensor: Tensor, columns: int | None = None) -> Tensor:
 def plainly(function: Callable, first: Tensor, *tensors: Tensor, **options):
     """Call `function` on the tensors' device, with autocast off, so that it computes in the tensors' dtype."""
     elsewhere = first.is_cuda and first.get_device() != torch.cuda.current_device()
-    if elsewhere or torch.is_autocast_enabled(DEVICE):  # rarely; checking costs less than setting both
+    if elsewhere or torch.is_autocast_enabled(DEVICE):  # check first, because entering both contexts is slow
         with torch.cuda.device_of(first), torch.autocast(DEVICE, enabled=False):
             return function(first, *tensors, **options)
     return function(first, *tensors, **options)
 
 
 def _unwatched(*tensors: Tensor) -> bool:
-    """Whether only backward autograd must see a call.
+    """Return whether a call needs nothing of PyTorch except ordinary autograd.
 
-    Then no compiler, tracer, transform, mode or profiler is active. And no tensor is a subclass, belongs to a transform, or is
-    lazily negated.
+    This is true if no compiler, tracer, transform, mode or profiler is active. Also, every tensor must be an ordinary tensor:
+    no subclass, no tensor of a transform, and no lazily negated tensor.
     """
     return not (
         torch.compiler.is_compiling()
@@ -187,7 +193,7 @@ def _unwatched(*tensors: Tensor) -> bool:
 
 
 def _refuse_tangents(name: str, inputs: tuple):
-    """Raise NotImplementedError for an input with a forward-mode tangent, because the result would silently have none."""
+    """Raise NotImplementedError for an input with a forward-mode tangent, because the result would silently lack one."""
     if forward_ad._current_level < 0:
         return
     if any(isinstance(one, Tensor) and forward_ad.unpack_dual(one).tangent is not None for one in inputs):
@@ -198,18 +204,16 @@ def _refuse_tangents(name: str, inputs: tuple):
 
 
 def _autograd_kernel(name: str, operator: Callable, gradients: Callable, setup_context: Callable) -> Callable:
-    """Return the dispatcher's autograd kernel of an operator.
+    """Return an operator's autograd kernel for PyTorch's dispatcher.
 
-    Inside torch.func's transforms it runs once for each transform.
-
-    The kernel of `torch.library.register_autograd` would raise inside transforms.
+    The kernel also works inside torch.func's transforms, where it runs once for each transform. The kernel of
+    `torch.library.register_autograd` would raise an error there.
     """
 
     class Differentiable(torch.autograd.function._SingleLevelFunction):
         @staticmethod
         def forward(ctx, keys, *inputs):
-            # PyTorch switches both modes off around a forward. Outer transforms see the call next and need both modes, so
-            # switch them on.
+            # PyTorch switches both modes off around a forward. Switch them on again, because outer transforms need them.
             with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
                 output = below(keys, *inputs)
             setup_context(ctx, inputs, output)
@@ -234,7 +238,7 @@ def _autograd_kernel(name: str, operator: Callable, gradients: Callable, setup_c
 
 
 def _vmap_rule(operator: Callable) -> Callable:
-    """Return the rule that `torch.vmap` calls: it folds the mapped dimension into the batch, dimension 0 of every tensor."""
+    """Return the rule for `torch.vmap`. It folds the mapped dimension into the batch, dimension 0 of every tensor."""
 
     def fold(tensor, dim, size):
         tensor = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
@@ -250,16 +254,15 @@ def _vmap_rule(operator: Callable) -> Callable:
 
 
 def _register(name: str, function: Callable, fake: Callable, gradients: Callable, setup_context: Callable) -> Callable:
-    """Register a function as the PyTorch operator `kernel_evolution::{name}`.
-
-    The function has annotations and returns new tensors.
+    """Register a function as the PyTorch operator `kernel_evolution::{name}`, and return the operator.
 
     `torch.library.custom_op` does the same, but adds some 5 µs of CPU time to each call. If a reloaded module registers a name
-    again, the new function replaces the old one.
+    again, the new function replaces the old function.
 
     Args:
-        fake: takes the arguments of `function` and returns tensors like its results, with any values.
-        gradients, setup_context: as in `torch.library.register_autograd`.
+        function: an annotated function that returns new tensors.
+        fake: a function with the same arguments. It returns tensors like the results, with any values.
+        gradients, setup_context: the functions that `torch.library.register_autograd` takes.
     """
     if name in _libraries:
         _libraries.pop(name)._destroy()
@@ -277,12 +280,12 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
     """Register a stage's two functions as a differentiable PyTorch operator and return the function that users call.
 
     Args:
-        package: the stage's `__name__`. The last part of `__name__`, the directory, names the operators:
-            `kernel_evolution::{name}_forward` and `_backward`.
+        package: the stage's `__name__`. Its last part names the operators `kernel_evolution::{name}_forward` and
+            `kernel_evolution::{name}_backward`.
         forward: `(q, k, v, *, causal, scale, diagonal=0) -> (out, lse)`.
         backward: `(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0) -> (dq, dk, dv)`. Both functions take `causal`
-            as a bool. If `causal` is True, key j is hidden from query i where j > i + diagonal. The diagonal is 0 or Sk - Sq;
-            Sk - Sq requires Sq <= Sk.
+            as a bool. If `causal` is True, query i does not see key j if j > i + diagonal. The diagonal is 0, or Sk - Sq with
+            Sq <= Sk.
     """
     name = package.rpartition(".")[2]
 
@@ -295,7 +298,7 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
     def run_backward(
         grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float, diagonal: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # Saved-tensor hooks may return another layout.
+        # Saved-tensor hooks may have changed the layouts.
         q, k, v, out = map(contiguous_rows, (q, k, v, out))
         options = {"causal": causal, "scale": scale, "diagonal": diagonal}
         return plainly(backward, grad_out, q, k, v, out, lse.contiguous(), **options)
@@ -316,9 +319,8 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
             short = not torch.is_grad_enabled() and _unwatched(grad_out, q, k, v, out, lse)
             dq, dk, dv = (run_backward if short else backward_op)(grad_out, q, k, v, out, lse, *ctx.options)
         if grad_lse is not None:
-            # d lse / d s = P, so lse adds scale * grad_lse * (P K) to dq and scale * Pᵀ (grad_lse * q) to dk. P K is the
-            # attention output if K takes the place of V. The term of dk is the dV of a backward whose dO is scale * grad_lse *
-            # q.
+            # d lse / d s = P, so lse adds scale * grad_lse * (P K) to dq and scale * Pᵀ (grad_lse * q) to dk. P K is an
+            # attention output with K in the place of V. Pᵀ (…) is the dV of a backward with scale * grad_lse * q as dO.
             _, scale, _ = ctx.options
             weight = (scale * grad_lse)[..., None]
             mean_key, _ = forward_op(q, k, k, *ctx.options)
@@ -333,8 +335,7 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
         raise RuntimeError(f"the gradients of {name}'s attention cannot be differentiated again")
 
     class ShortCut(torch.autograd.Function):
-        """The operator's autograd without PyTorch's dispatcher. The dispatcher would take longer than everything else in this
-        call."""
+        """The operator's autograd without PyTorch's dispatcher, which would take longer than the rest of the call."""
 
         @staticmethod
         def forward(ctx, *inputs):
@@ -348,33 +349,33 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
     backward_op = _register(f"{name}_backward", run_backward, fake_backward, refuse, keep_nothing)
 
     def attention(q, k, v, *, causal=False, scale=None, return_lse=False):
-        """Exact attention, softmax(scale · q kᵀ) v, differentiable in q, k and v.
+        """Compute exact attention, softmax(scale · q kᵀ) v. The result is differentiable in q, k and v.
+
+        The gradients cannot be differentiated again. `grad`, `vjp`, `jacrev` and `vmap` of `torch.func` work. Under
+        `torch.autocast`, inputs other than float64 are first cast to the autocast dtype, as in PyTorch's SDPA.
 
         Args:
             q: [B, H, Sq, D] in float16, bfloat16 or float32, with any strides. D is one of 16, 32, 64, 128, 256.
             k: [B, Hkv, Sk, D], with the dtype and device of q. Sq and Sk may be any lengths >= 1. H is a multiple of Hkv.
                 Query head h attends to head h // (H / Hkv) of k and v, as in PyTorch's SDPA with `enable_gqa` (arXiv
                 2305.13245).
-            v: [B, Hkv, Sk, Dv]; Dv has the same choices as D and need not equal it.
-            causal: True hides key j from query i where j > i. The mask is aligned top left, as in PyTorch's SDPA with
-                `is_causal`. "bottom-right" hides key j where j > i + Sk - Sq, like PyTorch's `causal_lower_right`. Then the
-                queries are the last of the Sk positions, so a single query sees all keys.
-            scale: the factor of the scores. It is 0 or has an absolute value from 1e-30 to 1e6; None is 1 / sqrt(D). Scaled
-                scores are exponents in float32. If scores exceed 1e7, their error reaches 1. If scores exceed 5e8, the result
-                may be NaN.
-            return_lse: also return the log-sum-exp of the scaled scores. The log-sum-exp is differentiable too, and its
+            v: [B, Hkv, Sk, Dv], with the dtype and device of q. Dv is one of the sizes that D may have.
+            causal: a bool or "bottom-right". True hides key j from query i if j > i. The mask is aligned top left, as in
+                PyTorch's SDPA with `is_causal`. "bottom-right" hides key j if j > i + Sk - Sq, like PyTorch's
+                `causal_lower_right`. The queries are then the last of the Sk positions, so a single query sees all keys.
+            scale: the factor of the scores. None means 1 / sqrt(D). Any other scale is 0 or has an absolute value from 1e-30
+                to 1e6. Scaled scores are float32 exponents: above 1e7 their error reaches 1, and above 5e8 the result may be
+                NaN.
+            return_lse: whether to return the log-sum-exp of the scaled scores too. The log-sum-exp is differentiable, but its
                 gradient costs one more forward and backward.
 
         Returns:
-            out [B, H, Sq, Dv] like q, or (out, lse). lse is [B, H, Sq] in float32 and uses the natural logarithm.
+            out [B, H, Sq, Dv] with the dtype of q, or (out, lse). lse is [B, H, Sq] in float32, with the natural logarithm.
 
         Raises:
-            TypeError: an argument has the wrong type, a tensor is sparse or nested, or a dtype is unsupported or differs from
-            q's. ValueError: a rank, shape, head dimension or device is wrong, or a tensor is empty. Or H is not a multiple of
-            Hkv, `scale` is out of range, `causal` is another string, or "bottom-right" gets more queries than keys.
-            NotImplementedError: an input has a forward-mode tangent (`torch.func.jvp`, `jacfwd`, `hessian`). Under
-            `torch.autocast` inputs other than float64 are first cast to the autocast dtype, as SDPA does. `torch.func`'s
-            `grad`, `vjp`, `jacrev` and `vmap` work. The gradients cannot be differentiated again.
+            TypeError: an argument has the wrong type or dtype, or a tensor is sparse or nested.
+            ValueError: a shape, head dimension or device is wrong, a tensor is empty, or `scale` or `causal` is invalid.
+            NotImplementedError: an input has a forward-mode tangent (`torch.func.jvp`, `jacfwd`, `hessian`).
         """
         if torch.is_autocast_enabled(DEVICE):
             q, k, v = autocast(q, k, v)

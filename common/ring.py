@@ -1,12 +1,11 @@
-"""Ring attention with any stage, over a sequence that GPUs share (Liu et al. 2023, arXiv 2310.01889).
+"""Run ring attention with any stage, over a sequence that GPUs share (Liu et al. 2023, arXiv 2310.01889).
 
-A stage's forward returns out and LSE, and the stage's backward takes both. Ring attention needs no more. Each rank keeps its
-queries, and K and V go round the ring. Each rank merges the outputs of the blocks of keys by the LSEs of the blocks. If a
-stage's backward gets the LSE of all keys, it gives each block's part of the true gradients. docs/several-gpus.md has the
-derivation and the traffic.
+Each rank (process) keeps its queries, and blocks of K and V travel around the ring of ranks. A stage's forward returns out and
+LSE for a block of keys. Each rank merges these outputs by their LSEs. In the backward, a stage gets the LSE of all keys. So
+it computes a block's part of the true gradients. The derivation and the traffic are in docs/several-gpus.md.
 
-`torch.distributed` sends the blocks. NCCL sends between GPUs, on a stream of its own; gloo sends between CPU processes. As with
-every collective, all ranks must call the same functions in the same order.
+`torch.distributed` sends the blocks. NCCL sends between GPUs on a stream of its own, and gloo sends between CPU processes. As
+with every collective, all ranks must call the same functions in the same order.
 """
 
 import hashlib
@@ -20,11 +19,11 @@ from common.kernels.merging import add, merge
 from common.operator import autocast, check_inputs, checked_flag, checked_scale, contiguous_rows, empty_rows, plainly
 from common.runtime import DEVICE
 
-PAUSE_CYCLES = 20_000  # GPU cycles, some 10 µs: enough for NCCL's kernel to begin
+PAUSE_CYCLES = 20_000  # a pause of this many GPU cycles, some 10 µs, lets NCCL's kernel begin
 
 
 def _gathered(numbers: list[int], group, device) -> list[list[int]]:
-    """Gather `numbers` from each rank of a group. If the group also has gloo, this does not wait for the GPU."""
+    """Gather `numbers` from each rank of a group. If the group also has gloo, the function does not wait for the GPU."""
     where = "cpu" if "cpu:" in dist.get_backend_config(group) else device
     mine = torch.tensor(numbers, device=where)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
@@ -33,10 +32,10 @@ def _gathered(numbers: list[int], group, device) -> list[list[int]]:
 
 
 def _agree(group, device, said: str, wrong: Exception | None):
-    """Raise on every rank if the ranks' texts differ or any rank has an error.
+    """Raise an error on every rank if the ranks' texts differ, or if any rank has an error.
 
-    Every call checks, because a rank with changed options would leave the others waiting. The ranks exchange an 8-byte hash,
-    and the texts only if the hashes differ.
+    Every call makes this check, because other ranks would wait forever for a rank with different options. The ranks exchange
+    an 8-byte hash of the text. They exchange the texts only if the hashes differ.
     """
     size = dist.get_world_size(group)
     said = f"{type(wrong).__name__}: {wrong}" if wrong else said
@@ -53,32 +52,30 @@ def _agree(group, device, said: str, wrong: Exception | None):
 
 
 def _place(group) -> tuple[int, int]:
-    """Return (rank, number of ranks) in the group; raise ValueError if this process is not in the group."""
+    """Return (rank, number of ranks) in the group. Raise ValueError if this process is not in the group."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
-        raise ValueError(f"group must have this process as a rank, got one of {size} others")
+        raise ValueError(f"group must contain this process, got a group of {size} other processes")
     return rank, size
 
 
 def shard(tensor: Tensor, dim: int, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return this rank's part of a sequence, in zigzag order: one chunk from the front, and its mirror image from the back.
+    """Return this rank's part of a sequence: one chunk from the front, and the mirrored chunk from the back.
 
-    With n ranks, the sequence has 2 n equal chunks, and rank r gets chunks r and 2 n - 1 - r, in this order. With a causal
-    mask, the first queries see few keys and the last queries many. Zigzag order gives all ranks equal work, in each step of
-    the ring too. (ring-flash-attention and Llama 3's context parallelism, arXiv 2407.21783, use the same order. Striped
-    Attention, arXiv 2311.09431, interleaves the tokens instead.) Without a mask any order would do, but the order is the
-    same.
+    With n ranks, the sequence has 2 n equal chunks. Rank r gets chunks r and 2 n - 1 - r, which is called zigzag order. With a
+    causal mask, the first queries see few keys and the last queries see many. Zigzag order gives all ranks equal work, in each
+    step of the ring too. Llama 3's context parallelism (arXiv 2407.21783) uses this order too.
 
-    Shard the tokens and everything else that depends on positions: position_ids, labels (shift the labels first) and masks.
+    Shard the tokens and everything else that depends on positions: position_ids, masks and labels. Shift the labels before
+    sharding. The function is differentiable and sends nothing.
 
     Args:
         tensor: the whole sequence along `dim`, the same on each rank. Any dtype.
         dim: the dimension of the sequence; 2 for [B, H, S, D].
-        group: None is all processes.
+        group: the group of ranks. None means all processes.
 
     Returns:
-        A new tensor with S / n elements along `dim`; with a single rank, `tensor` itself. The function is differentiable and
-        sends nothing.
+        A new tensor with S / n elements along `dim`. With a single rank, `tensor` itself.
 
     Raises:
         ValueError: S is not a multiple of 2 n.
@@ -88,7 +85,7 @@ def shard(tensor: Tensor, dim: int, group: dist.ProcessGroup | None = None) -> T
         return tensor
     if tensor.shape[dim] % (2 * size):
         raise ValueError(
-            f"dimension {dim} of tensor must be a multiple of 2 × {size}, two chunks for each rank, got {tensor.shape[dim]}"
+            f"dimension {dim} of tensor must be a multiple of 2 × {size} (two chunks for each rank), got {tensor.shape[dim]}"
         )
     chunks = tensor.chunk(2 * size, dim)
     return torch.cat((chunks[rank], chunks[-1 - rank]), dim)
@@ -96,22 +93,23 @@ def shard(tensor: Tensor, dim: int, group: dist.ProcessGroup | None = None) -> T
 
 @torch.no_grad()
 def unshard(tensor: Tensor, dim: int, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Join the parts that `shard` made, and return the whole sequence on each rank. This function is for results and is not
-    differentiable.
+    """Join the parts that `shard` has made, and return the whole sequence on each rank.
+
+    The function is for results, and is not differentiable.
 
     Args:
-        tensor: S / n along `dim`, with the same shape and dtype on each rank.
+        tensor: this rank's part, with S / n elements along `dim`. All ranks have equal shapes and dtypes.
         dim, group: the arguments of `shard`.
 
     Returns:
-        A tensor with S elements along `dim`; with a single rank, `tensor` itself.
+        A tensor with S elements along `dim`. With a single rank, `tensor` itself.
 
     Raises:
-        ValueError: on each rank, if shapes or dtypes differ or S / n is odd.
+        ValueError: shapes or dtypes differ, or S / n is odd. Every rank raises the error.
     """
     _, size = _place(group)
     odd = size > 1 and tensor.shape[dim] % 2
-    wrong = ValueError(f"dimension {dim} of tensor must be even, two chunks, got {tensor.shape[dim]}") if odd else None
+    wrong = ValueError(f"dimension {dim} of tensor must be even (two chunks), got {tensor.shape[dim]}") if odd else None
     _agree(group, tensor.device, f"unshard of {tuple(tensor.shape)}, {tensor.dtype}, dim {dim}", wrong)
     if size == 1:
         return tensor
@@ -122,7 +120,7 @@ def unshard(tensor: Tensor, dim: int, group: dist.ProcessGroup | None = None) ->
 
 
 def _wait(works: list[dist.Work]):
-    """Wait for transfers; on a GPU only the current stream waits. Empty the list, which keeps the sent tensors alive."""
+    """Wait for transfers. On a GPU only the current stream waits. Empty the list, because it keeps the sent tensors alive."""
     while works:
         works.pop().wait()
 
@@ -135,25 +133,23 @@ class Ring:
         self.rank, self.size = _place(group)
 
     def pass_on(self, tensors, into) -> list[dist.Work]:
-        """Begin to send contiguous tensors to the next rank, and to receive tensors from the previous rank in `into`."""
+        """Begin to send contiguous tensors to the next rank, and to receive the previous rank's tensors in `into`."""
         sends = [dist.P2POp(dist.isend, t, group=self.group, group_peer=(self.rank + 1) % self.size) for t in tensors]
         receives = [dist.P2POp(dist.irecv, t, group=self.group, group_peer=(self.rank - 1) % self.size) for t in into]
         return dist.batch_isend_irecv(sends + receives)
 
     def blocks(self, k: Tensor, v: Tensor):
-        """Yield K and V of each rank: this rank's, the previous rank's, and so on.
+        """Yield the K and V of each rank: first this rank's block, then the previous rank's block, and so on.
 
-        Meanwhile a rank holds two blocks besides its own.
-
-        When a block is yielded, the next one is already on its way. But NCCL's kernel needs SMs, and a persistent kernel frees
-        no SM until it ends. So the caller must begin with a short kernel, so that NCCL's kernel can start meanwhile. No short
-        kernel precedes the first block, so this function pauses there.
+        A rank holds at most two blocks besides its own. While the caller uses a block, the next block is on its way. NCCL's
+        kernel needs SMs for this, but a persistent kernel frees no SM until it ends. So the caller must launch a short kernel
+        first, during which NCCL's kernel starts. For the first block, this function pauses instead.
         """
         held, buffers = (k, v), []
         for step in range(self.size - 1):
             if step < 2:
                 buffers.append((torch.empty_like(k), torch.empty_like(v)))
-            following = buffers[step % 2]  # this buffer had the previous step's block
+            following = buffers[step % 2]  # this buffer had the block of the previous step
             works = self.pass_on(held, following)
             if step == 0 and k.is_cuda:
                 torch.cuda._sleep(PAUSE_CYCLES)
@@ -163,15 +159,14 @@ class Ring:
         yield held
 
     def meet(self, step: int, causal: bool, length: int, before: int = 0) -> tuple[slice, slice, bool]:
-        """Return (query rows, keys, causal): which queries see which keys of the step's block, and whether a causal mask
-        applies.
+        """Return (query rows, keys, causal) for a step: which queries see which keys of the step's block.
 
-        The result is for the rank that is `before` ranks before this one.
+        `causal` says whether the stage needs a causal mask. The result is for the rank that is `before` ranks before this rank.
 
-        The keys of a block are two chunks, like the queries. If the keys are from an earlier rank, the front chunk is before
-        all queries and the back chunk is after all queries. If the keys are from a later rank, both chunks are between the
-        front and back queries. In both cases half of the scores are visible, and no mask is needed. In the rank's own block,
-        the mask leaves half of the scores.
+        The keys of a block are two chunks, like the queries. If the keys are from an earlier rank, all queries see the front
+        chunk and no query sees the back chunk. If the keys are from a later rank, only the back queries see them, and they see
+        both chunks. In both cases half of the scores are visible, and the stage needs no mask. In the rank's own block, the
+        mask leaves half of the scores.
         """
         every = slice(None)
         if not causal or step == 0:
@@ -183,29 +178,29 @@ class Ring:
 
 
 def _float32(tensor: Tensor) -> Tensor:
-    """Return where to write a float32 sum with `tensor`: `tensor` itself if it is float32, else a new tensor of its shape."""
+    """Return a float32 tensor that can take a sum with `tensor`: `tensor` itself if possible, else a new tensor."""
     return tensor if tensor.dtype == torch.float32 else torch.empty_like(tensor, dtype=torch.float32)
 
 
 class _Merged:
-    """The out and lse of a rank's queries.
+    """The merged out and lse of a rank's queries.
 
-    Blocks of keys are merged into them in place. out and lse start with the rank's own block, out in the dtype of q. Between
-    two merges of the same rows, out is float32: the first merge reads the stage's out, and the last one writes the result.
+    They start as the results of the rank's own block. Between two merges of a row, its out is float32. The last merge writes
+    the row's out in the dtype of q.
     """
 
     def __init__(self, ring: Ring, causal: bool, out: Tensor, lse: Tensor):
         self.out, self.lse = out, lse
         half = out.shape[2] // 2
-        # A chunk is [rows, last step at which the rows meet a block, their out so far]. `rows` is valid also in tensors that
-        # have only the back rows.
+        # A chunk is [rows, last step in which these rows see any keys, their out so far]. The rows of the back chunk count from
+        # the end, so they are valid in tensors that have only the back rows.
         chunks = (slice(half), ring.rank), (slice(-half, None), ring.size - 1)
         if not causal or ring.rank == ring.size - 1:
             chunks = ((slice(None), ring.size - 1),)
         self.chunks = [[rows, last, out[:, :, rows]] for rows, last in chunks]
 
     def add(self, step: int, more: Tensor, more_lse: Tensor):
-        """Merge the out and lse of a step's block. They are for all queries or only for the back ones."""
+        """Merge the out and lse of a step's block, which are for all queries or only for the back queries."""
         for chunk in self.chunks:
             rows, last, out = chunk
             if step > last:
@@ -216,13 +211,13 @@ class _Merged:
 
 
 def _forward(q, k, v, *, stage, ring: Ring, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) of this rank's queries and the keys of all ranks. K and V are contiguous."""
+    """Return (out, lse) for this rank's queries and the keys of all ranks. K and V must be contiguous."""
     if ring.size == 1:
         return stage.forward(q, k, v, causal=causal, scale=scale)
     merged = part = None
     for step, (block_k, block_v) in enumerate(ring.blocks(k, v)):
         if part:
-            merged.add(step - 1, *part)  # short, as `blocks` requires
+            merged.add(step - 1, *part)  # the short kernel that `blocks` requires
             part = None  # free the memory for the stage
         rows, keys, masked = ring.meet(step, causal, q.shape[2])
         operands = q[:, :, rows], block_k[:, :, keys], block_v[:, :, keys]
@@ -234,8 +229,10 @@ def _forward(q, k, v, *, stage, ring: Ring, causal: bool, scale: float) -> tuple
 
 
 def _sum(one: Tensor, other: Tensor, at_end: bool = False) -> Tensor:
-    """Return the float32 sum of two tensors. One tensor may have only the first rows of the other, or with `at_end` only the
-    last rows."""
+    """Return the float32 sum of two tensors.
+
+    One tensor may have only the first rows of the other tensor, or only its last rows if `at_end` is true.
+    """
     whole, part = (one, other) if one.shape[2] >= other.shape[2] else (other, one)
     into = _float32(whole)
     add(whole, part, whole.shape[2] - part.shape[2] if at_end else 0, into)
@@ -243,20 +240,19 @@ def _sum(one: Tensor, other: Tensor, at_end: bool = False) -> Tensor:
 
 
 class _Gradients:
-    """Gradients from the blocks of other ranks. dQ is of this rank's queries. dK and dV follow their block of keys one step
-    later.
+    """The sums of gradients over the blocks of other ranks.
 
-    The first part of a sum keeps the dtype of the stage's result, because float32 would add no precision. The sum of two parts
-    is float32. dQ has all rows or only the back ones. dK and dV have only the front keys until a rank's queries meet the other
-    keys. The gradients of those keys are 0 until then, and are neither written nor sent. After that, dK and dV have all keys.
+    dQ is for this rank's queries. dK and dV travel with their block of keys, one step later. A sum with one addend keeps the
+    dtype of the stage's result. A sum with more addends is float32. The sum dQ has all rows or only the back rows. The sums dK
+    and dV have only the front keys of a block until any queries see the back keys too.
     """
 
     def __init__(self, ring: Ring, causal: bool, keys: int):
-        """`keys` is the number of keys in a block."""
+        """Begin with no gradients. `keys` is the number of keys in a block."""
         self.ring, self.causal, self.keys = ring, causal, keys
 
     def add(self, step: int, part: list[Tensor]):
-        """Add dq, dk and dv of a step's block, and send dK and dV on. Empty the list to free its memory."""
+        """Add dq, dk and dv of a step's block, and send dK and dV to the next rank. Empty `part` to free its memory."""
         dq, dk, dv = part
         part.clear()
         if step == 1:
@@ -270,29 +266,28 @@ class _Gradients:
         keys = len(range(self.keys)[met])
         self.coming = [total.new_empty(*total.shape[:2], keys, total.shape[3]) for total in self.sums]
         self.works = self.ring.pass_on(self.sums, self.coming)
-        self.dq = dq if step == 1 else _sum(self.dq, dq, at_end=True)  # short, as `blocks` requires
+        self.dq = dq if step == 1 else _sum(self.dq, dq, at_end=True)  # short, for `blocks`
 
     def home(self) -> list[Tensor]:
-        """Wait for dK and dV of the rank's own keys, and return them; free everything else."""
+        """Wait for dK and dV of the rank's own keys, and return them. Free everything else."""
         _wait(self.works)
         self.sums = self.dq = None
         return self.coming
 
 
 def first_heads(kv_heads: int, itemsize: int, ranks: int) -> int:
-    """Return how many K/V heads of a rank's own block the backward computes first; it computes the other heads last.
+    """Return how many K/V heads of a rank's own block the backward computes first. It computes the other heads last.
 
-    K and V travel while the first heads are computed. The gradients of the last step travel while the last heads are computed.
-    So the heads are divided in proportion to the bytes. An element of K and V has `itemsize` bytes. A gradient has `itemsize`
-    bytes with two ranks, else 4, because sums are float32. A single head comes first.
+    K and V travel while the rank computes the first heads. The gradients of the last step travel while it computes the last
+    heads. So the function divides the heads in proportion to the bytes that travel. An element of K and V has `itemsize`
+    bytes. An element of a gradient has `itemsize` bytes with two ranks, and 4 bytes with more ranks.
     """
     last = itemsize if ranks == 2 else 4
     return max(1, min(round(kv_heads * itemsize / (itemsize + last)), kv_heads - 1))
 
 
 def _backward(grad_out, q, k, v, out, lse, *, stage, ring: Ring, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv in the dtype of q. Each is a float32 sum over blocks that is rounded once. K and V are
-    contiguous."""
+    """Return dq, dk and dv in the dtype of q. Each is a float32 sum over blocks, rounded once. K and V must be contiguous."""
     if ring.size == 1:
         return stage.backward(grad_out, q, k, v, out, lse, causal=causal, scale=scale)
     kv_heads, shared_by = k.shape[1], q.shape[1] // k.shape[1]
@@ -304,7 +299,7 @@ def _backward(grad_out, q, k, v, out, lse, *, stage, ring: Ring, causal: bool, s
         """Return [dq, dk, dv] of some K/V heads and the query heads that share them."""
         rows, keys, masked = ring.meet(step, causal, q.shape[2])
         rows, keys = (slice(None), queries(heads), rows), (slice(None), heads, keys)
-        # NOTE: a stage computes delta, the row sums of dO ∘ O, again for each block.
+        # NOTE: for each block, the stage computes delta (the row sums of dO ∘ O) again.
         operands = grad_out[rows], q[rows], k[keys], v[keys], out[rows], lse[rows].contiguous()
         return [*stage.backward(*operands, causal=masked, scale=scale)]
 
@@ -313,7 +308,7 @@ def _backward(grad_out, q, k, v, out, lse, *, stage, ring: Ring, causal: bool, s
     gradients, own, part = _Gradients(ring, causal, k.shape[2]), [], []
     for step, block in enumerate(ring.blocks(k, v)):
         if part:
-            gradients.add(step - 1, part)  # short, as `blocks` requires
+            gradients.add(step - 1, part)  # launches the short kernel that `blocks` requires
         if step == 0:
             own.append(of_block(step, *block, shares[0]))
         else:
@@ -348,10 +343,10 @@ class _RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_out, grad_lse):
         q, k, v, out, lse = ctx.saved_tensors
-        q, out, k, v = contiguous_rows(q), contiguous_rows(out), k.contiguous(), v.contiguous()  # hooks may change the layout
+        q, out, k, v = contiguous_rows(q), contiguous_rows(out), k.contiguous(), v.contiguous()  # hooks may change a layout
         ring = ctx.options["ring"]
         of_out, of_lse = grad_out is not None, grad_lse is not None
-        if ctx.return_lse and ring.size > 1:  # a rank must join a pass that any other rank needs
+        if ctx.return_lse and ring.size > 1:  # if any rank needs a pass, all ranks must join
             every = _gathered([of_out, of_lse], ring.group, q.device)
             of_out, of_lse = (any(column) for column in zip(*every, strict=True))
         if of_out:
@@ -360,8 +355,7 @@ class _RingAttention(torch.autograd.Function):
         else:
             dq, dk, dv = (torch.zeros_like(tensor) for tensor in (q, k, v))
         if of_lse:
-            # As in `common.operator`: compute an attention output with K for V. Then compute the dV of a backward whose dO is
-            # `weight * q`.
+            # `common.operator` explains this computation.
             weight = (ctx.options["scale"] * (torch.zeros_like(lse) if grad_lse is None else grad_lse))[..., None]
             mean_key, _ = plainly(_forward, q, k, k, **ctx.options)
             dq = dq + (weight * mean_key).to(dq.dtype)
@@ -370,49 +364,50 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _checked(stage, q, k, v, causal, scale, return_lse, size):
-    """Return checked (causal, scale, return_lse); raise TypeError or ValueError with the wrong argument's name."""
+    """Return checked (causal, scale, return_lse). Raise TypeError or ValueError with the wrong argument's name."""
     if not all(callable(getattr(stage, name, None)) for name in ("forward", "backward")):
-        raise TypeError(f"stage must be a stage's module, as stages.load gives it, got {type(stage).__name__}")
+        raise TypeError(f"stage must be a stage's module, as stages.load returns it, got {type(stage).__name__}")
     check_inputs(q, k, v)
     causal, return_lse = checked_flag("causal", causal), checked_flag("return_lse", return_lse)
     if causal and q.shape[2] != k.shape[2]:
-        raise ValueError(f"k must have the length of q where causal, got {k.shape[2]} and {q.shape[2]}")
+        raise ValueError(f"k must have the length of q if causal, got {k.shape[2]} keys and {q.shape[2]} queries")
     if causal and size > 1 and q.shape[2] % 2:
-        raise ValueError(f"the length of q must be even, two chunks of the sequence, got {q.shape[2]}")
+        raise ValueError(f"the length of q must be even (two chunks of the sequence), got {q.shape[2]}")
     return causal, checked_scale(scale, q.shape[-1]), return_lse
 
 
-@torch.compiler.disable  # a graph would break at each of the transfers
+@torch.compiler.disable  # the compiler's graph would break at each transfer
 def ring_attention(stage, q, k, v, *, group=None, causal=False, scale=None, return_lse=False):
-    """A stage's attention over a sequence that the ranks of a group share.
+    """Compute a stage's attention over a sequence that the ranks of a group share.
 
-    `shard` divides the sequence. The result is differentiable in q, k and v.
+    `shard` divides the sequence. The result equals attention over the whole sequence, and is differentiable in q, k and v. The
+    gradients cannot be differentiated again. Blocks are merged in float32. If the stage is deterministic, equal inputs on
+    equally many ranks give equal bits. Under `torch.autocast`, inputs are cast as in PyTorch's SDPA.
 
-    The result equals attention over the whole sequence. Blocks are merged in float32.
+    K, V and their gradients travel while the stage computes. A rank holds a few blocks, and no tensor with the length of the
+    whole sequence. `common.measure.scaling.held_bytes` computes this memory.
 
     Args:
         stage: a stage's module, with `forward` and `backward`, such as `stages.load("v3")`.
-        q: [B, H, S / n, D] on each of n ranks. Dtypes, D, Dv, heads and strides may be as in a stage's `attention`.
-        k, v: [B, Hkv, S / n, D] and [B, Hkv, S / n, Dv]. Without a mask the length of k and v may differ from that of q.
-        group: None is all processes. The group may have any number of ranks; with one rank, only the stage is called. With
-            both backends, `init_process_group("cpu:gloo,cuda:nccl")`, no call waits for the GPU. With only NCCL every call
-            waits for the GPU.
-        causal: a bool; True hides key j from query i where j > i. i and j are positions in the whole sequence.
-        scale: as in the stage's `attention`; None is 1 / sqrt(D).
-        return_lse: also return the log-sum-exp. It is differentiable too; its gradient costs one more forward and backward.
+        q: [B, H, S / n, D] on each of n ranks. A stage's `attention` lists the valid dtypes, sizes and strides.
+        k: [B, Hkv, S / n, D]. Without a mask, k and v may have another length than q.
+        v: [B, Hkv, S / n, Dv].
+        group: the group of ranks. None means all processes. With both backends, `init_process_group("cpu:gloo,cuda:nccl")`,
+            no call waits for the GPU. With only NCCL, every call waits for the GPU.
+        causal: a bool. True hides key j from query i if j > i. Both are positions in the whole sequence.
+        scale: the factor of the scores, as in the stage's `attention`. None means 1 / sqrt(D).
+        return_lse: whether to return the log-sum-exp too. It is differentiable, but its gradient costs one more forward and
+            backward.
 
     Returns:
-        out [B, H, S / n, Dv] of this rank's queries, like q; or (out, lse). lse is [B, H, S / n] in float32.
+        out [B, H, S / n, Dv] of this rank's queries, with the dtype of q; or (out, lse). lse is [B, H, S / n] in float32.
 
     Raises:
-        TypeError, ValueError: an argument is wrong, as in the stage's `attention`, or S / n is odd with a mask. The other
-        ranks then raise a ValueError that lists what each rank has. All ranks raise this ValueError if they differ in shapes,
-        dtype, options, stage or required gradients. All checks come before K and V are sent. RuntimeError: from PyTorch, if a
-        rank has ended or does not arrive within the group's timeout. K and V travel while a block is computed. In the
-        backward the gradients of K and V also travel then. `common.measure.scaling.held_bytes` computes the memory: a few
-        blocks, and no tensor with the length of the whole sequence. If the stage is deterministic, the same inputs on the
-        same number of ranks give the same bits. Under `torch.autocast` inputs are cast as SDPA does. The gradients cannot be
-        differentiated again.
+        TypeError: an argument of this rank is wrong, as in the stage's `attention`.
+        ValueError: an argument of this rank is wrong, or S / n is odd with a mask. All ranks raise ValueError if they differ
+            in shapes, dtype, options, stage or required gradients. If one rank has an error, the other ranks raise ValueError
+            too. The message lists what each rank has. All checks come before K and V are sent.
+        RuntimeError: PyTorch raises this error if a rank has ended or does not arrive within the group's timeout.
     """
     ring = Ring(group)
     if torch.is_autocast_enabled(DEVICE):

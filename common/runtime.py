@@ -1,6 +1,6 @@
-"""Choose where kernels run: on the GPU or, without a GPU, in Triton's interpreter on the CPU.
+"""Choose where kernels run: on the GPU, or without a GPU in interpreters on the CPU.
 
-Importing this module makes the choice. An explicit `TRITON_INTERPRET=1` (or `0`) in the environment overrides it.
+Importing this module makes the choice. The environment variable `TRITON_INTERPRET=1` (or `0`) overrides the choice.
 """
 
 import contextlib
@@ -30,9 +30,9 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 def _let_any_thread_launch_first():
     """Make the first launch of a kernel thread-safe.
 
-    Triton 3.6 and 3.7 load a kernel's binary without a lock, so other threads load it again or find it half loaded. A
-    compilation begins with `ast.parse`. In CPython 3.11 and 3.12 `ast.parse` is not thread-safe ("AST constructor recursion
-    depth mismatch").
+    Triton 3.6 and 3.7 load a kernel's binary without a lock. So other threads load the binary again, or find it half loaded.
+    Triton also parses a kernel's source without a lock, but `ast.parse` of CPython 3.11 and 3.12 is not thread-safe. It fails
+    with "AST constructor recursion depth mismatch".
     """
     parse, load, lock = JITCallable.parse, CompiledKernel._init_handles, threading.RLock()
 
@@ -41,7 +41,7 @@ def _let_any_thread_launch_first():
             return parse(self)
 
     def load_once(self):
-        if self.function is None:  # loading sets it last
+        if self.function is None:  # loading sets `function` last
             with lock:
                 load(self)
 
@@ -54,7 +54,7 @@ def _properties_of(device: int) -> dict[str, int]:
 
 
 def current_device() -> int:
-    """Return the index of the current GPU; 0 on the interpreter."""
+    """Return the index of the current GPU, or 0 on the interpreter."""
     return 0 if INTERPRETED else triton.runtime.driver.active.get_current_device()
 
 
@@ -64,7 +64,7 @@ def _properties() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Device:
-    """The properties of a device that stages use; the defaults are the interpreter's own."""
+    """The properties of a device that stages use. The defaults are the interpreter's own properties."""
 
     architecture: int | None = None
     shared_memory: float = math.inf
@@ -72,7 +72,7 @@ class Device:
 
 
 _interpreter = Device()
-_stands_in = INTERPRETED  # whether `architecture` reads `_interpreter`, even where there is a GPU
+_stands_in = INTERPRETED  # whether `architecture` reads `_interpreter` instead of the GPU
 
 
 def shared_memory_limit() -> float:
@@ -81,18 +81,18 @@ def shared_memory_limit() -> float:
 
 
 def num_sms() -> int:
-    """Return the number of SMs of the current device; on the interpreter, the number of concurrent programs."""
+    """Return the number of SMs of the current device, or the number of concurrent programs on the interpreter."""
     return _interpreter.num_sms if INTERPRETED else _properties()["multiprocessor_count"]
 
 
 def architecture() -> int | str | None:
-    """Return the current device's architecture: 90 for sm_90, "gfx942" for an AMD GPU; None on the interpreter."""
+    """Return the current device's architecture, such as 90 for sm_90 or "gfx942" for AMD; None on the interpreter."""
     return _interpreter.architecture if _stands_in else triton.runtime.driver.active.get_current_target().arch
 
 
 @contextlib.contextmanager
 def interpreted_as(device: Device):
-    """Context manager: the interpreter stands in for a GPU, so stages choose the programs and tiles for that GPU."""
+    """Enter a context in which stages choose programs and tiles for `device`, although the interpreter runs them."""
     global _interpreter
     before, _interpreter = _interpreter, device
     try:
@@ -103,7 +103,7 @@ def interpreted_as(device: Device):
 
 @contextlib.contextmanager
 def architecture_as(device: Device):
-    """Context manager: inside, `architecture` returns that of `device`, even if kernels run on a GPU."""
+    """Enter a context in which `architecture` returns the architecture of `device`, even on a GPU."""
     global _stands_in
     before, _stands_in = _stands_in, True
     try:

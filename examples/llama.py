@@ -1,7 +1,7 @@
-"""Train a small Llama of Hugging Face's transformers with a stage's attention, and another one with PyTorch's SDPA. `make
-example STAGE=v5` runs this example.
+"""Train a small Llama with a stage's attention, and an equal one with PyTorch's SDPA.
 
-To use a stage in transformers, copy `register`.
+`make example STAGE=v5` runs this example. The models come from Hugging Face's transformers. To use a stage in transformers,
+copy `register`.
 """
 
 import argparse
@@ -18,38 +18,41 @@ import stages
 from common.measure.options import positive, single
 from common.runtime import DEVICE
 
-TEXT = Path(__file__).parents[1] / "tests" / "stages" / "data" / "alice.txt"  # a token is a byte
-WARM_UP = 5  # steps, in which kernels may be compiled and tuned
+TEXT = Path(__file__).parents[1] / "tests" / "stages" / "data" / "alice.txt"  # the training text; each byte is a token
+WARM_UP = 5  # the median leaves out this many steps, in which kernels may be compiled and tuned
 if DEVICE == "cuda":
     SIZE = {"num_hidden_layers": 4, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8}
-    # With more steps the model memorizes the text, and even two runs of SDPA then end with different losses.
+    # With more steps the model memorizes the text. Then even two runs of SDPA end with different losses.
     RATE, STEPS, BATCH, SEQ_LEN = 3e-4, 100, 1, 16384
 else:  # the interpreter is slow
     SIZE = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     RATE, STEPS, BATCH, SEQ_LEN = 3e-3, 100, 1, 64
 
-# Options of transformers 5.17 that do not change the attention.
+# These options of transformers 5.17 do not change the attention.
 HARMLESS = {"num_items_in_batch", "output_hidden_states", "output_router_logits", "use_cache"}
 
 
 def register(name, attention):
-    """Let `attn_implementation=name` select a stage's attention, in any transformers model that supports other implementations.
+    """Let `attn_implementation=name` select a stage's attention in transformers.
 
-    Options that the stage lacks raise NotImplementedError. Under `torch.compile`, pass an attention_mask of ones. Without this
-    mask, transformers treats each batch as packed sequences.
+    This works in every model that supports other attention implementations. Options that the stage lacks raise
+    NotImplementedError. Under `torch.compile`, pass an attention_mask of ones. Without this mask, transformers treats each
+    batch as packed sequences.
     """
 
     def refuse(asked):
         for what, value in asked.items():
             if torch.is_tensor(value) or value not in (None, False, 0):
-                raise NotImplementedError(f"{name} does not take {what}")
+                raise NotImplementedError(f"{name} does not support {what}")
 
     def mask(
         q_length, kv_length, q_offset=0, kv_offset=0, attention_mask=None, local_size=None, allow_is_causal_skip=True,
         allow_is_bidirectional_skip=False, **others,
     ):  # fmt: skip
-        """Return None, because the mask is causal or there is none. Without this function transformers would silently ignore
-        padding and other masks."""
+        """Return None, because a stage needs no mask tensor. Raise NotImplementedError for masks that a stage lacks.
+
+        Without this function, transformers would silently ignore padding and other masks.
+        """
         refuse({
             "a padding mask": attention_mask is not None and (attention_mask.shape[1] < kv_length or not attention_mask.all()),
             "a sliding window, or chunks": local_size is not None and local_size < kv_offset + kv_length,
@@ -67,7 +70,7 @@ def register(name, attention):
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         causal = causal and queries > 1  # a single query is the newest token and sees all keys
         if causal and queries != keys:
-            causal = "bottom-right"  # several queries after a cache: the last one sees all keys
+            causal = "bottom-right"  # the queries follow cached keys, so the last query sees all keys
         refuse({
             "an attention mask": attention_mask,
             "dropout": dropout,
@@ -75,21 +78,21 @@ def register(name, attention):
             "packed sequences": queries > 1 and position_ids is not None and bool((position_ids.diff() != 1).any()),
         } | {option: value for option, value in options.items() if option not in HARMLESS})  # fmt: skip
         out = attention(query, key, value, causal=causal, scale=scaling)
-        return out.transpose(1, 2).contiguous(), None  # [B, Sq, H, D], no attention weights
+        return out.transpose(1, 2).contiguous(), None  # [B, Sq, H, D], and no attention weights
 
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, mask)
 
 
 def build(attn_implementation, dtype=torch.bfloat16, **size):
-    """Build a Llama with random weights, the same for every attention."""
+    """Build a Llama with random weights. Every attention implementation gets equal weights."""
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=256, intermediate_size=2 * size["hidden_size"], use_cache=False, **size)
     return AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation, dtype=dtype).to(DEVICE)
 
 
 def draw(steps, batch, seq_len):
-    """Yield the batches of a run, each [batch, seq_len]: windows of the text, which repeats."""
+    """Yield the batches of a run, each [batch, seq_len]. A row is a random window of the text, which repeats."""
     text = torch.tensor(list(TEXT.read_bytes()), device=DEVICE)
     generator = torch.Generator().manual_seed(0)
     for _ in range(steps):
@@ -103,7 +106,7 @@ def loss_of_whole(model, batch):
 
 
 def train(model, batches, rate=RATE, loss_of=loss_of_whole):
-    """Train on each batch; yield its loss and the seconds of the step."""
+    """Train on each batch. Yield the loss and the seconds of each step."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     for batch in batches:
@@ -112,7 +115,7 @@ def train(model, batches, rate=RATE, loss_of=loss_of_whole):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        yield loss.item(), time.perf_counter() - begun  # item() waits for the GPU
+        yield loss.item(), time.perf_counter() - begun  # loss.item() waits for the GPU
 
 
 def main(argv=None):
@@ -130,7 +133,7 @@ def main(argv=None):
     print(f"{options.stage} and sdpa, {options.steps} steps of {options.batch} × {options.seq_len} tokens")
     runs = [train(build(name, **SIZE), draw(options.steps, options.batch, options.seq_len)) for name in names]
     losses, times = {name: [] for name in names}, {name: [] for name in names}
-    for step in (bar := tqdm(zip(*runs, strict=True), total=options.steps, disable=None)):  # a bar only on a terminal
+    for step in (bar := tqdm(zip(*runs, strict=True), total=options.steps, disable=None)):  # show the bar only on a terminal
         for name, (loss, seconds) in zip(names, step, strict=True):
             losses[name].append(loss)
             times[name].append(1e3 * seconds)
@@ -143,7 +146,7 @@ def main(argv=None):
     for name in names:
         print(f"median step, {name}: {statistics.median(times[name][WARM_UP:] or times[name]):.1f} ms")
     if DEVICE == "cpu":
-        print("No GPU in use: the kernels are interpreted on the CPU. Interpreter times mean nothing.")
+        print("No GPU is in use. The kernels are interpreted on the CPU, so the times mean nothing.")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Train a small Llama on a sequence that several processes share.
+"""Train a small Llama on sequences that several processes share.
 
-For comparison, one process trains it on the whole sequence. `make example-ring GPUS=2 STAGE=v5` runs this example. To do the
-same with another model, copy `spread` and `loss_of_part`.
+For comparison, one process trains an equal Llama on the whole sequences. `make example-ring GPUS=2 STAGE=v5` runs this example.
+To share sequences with another model, copy `spread` and `loss_of_part`.
 """
 
 import argparse
@@ -21,14 +21,16 @@ from common.ring import ring_attention, shard
 from common.runtime import DEVICE
 from examples import llama
 
-NOT_A_LABEL = -100  # a label that the loss ignores
+NOT_A_LABEL = -100  # the loss ignores this label
 
 
 def spread(model, length, group=None):
-    """Give a model the tokens' positions, so that it takes the parts that `shard` makes of sequences of `length` tokens.
+    """Prepare a model for the parts that `shard` makes of sequences of `length` tokens.
+
+    The model gets the positions of this rank's tokens.
 
     Returns:
-        The model. Its gradients are means over the ranks.
+        The model as DistributedDataParallel, which takes the mean of the gradients over the ranks.
     """
     positions = shard(torch.arange(length, device=DEVICE)[None], 1, group)
     model.model.rotary_emb.register_forward_pre_hook(
@@ -38,8 +40,10 @@ def spread(model, length, group=None):
 
 
 def loss_of_part(model, batch, group=None):
-    """Return the loss of this rank's part of a batch [batch, length]. The loss is scaled so that its mean over ranks is the
-    mean over tokens."""
+    """Return the loss of this rank's part of a batch [batch, length].
+
+    The loss is scaled so that its mean over the ranks is the mean over the tokens.
+    """
     labels = F.pad(batch[:, 1:], (0, 1), value=NOT_A_LABEL)  # shift labels before sharding
     part, labels = (shard(tensor, 1, group) for tensor in (batch, labels))
     logits = model(input_ids=part).logits.float()
@@ -48,7 +52,7 @@ def loss_of_part(model, batch, group=None):
 
 
 def train_together(stage, dtype, batches, length, rate=llama.RATE, group=None, **size):
-    """Train a Llama with a stage's ring attention; return the loss of each step, the same on each rank."""
+    """Train a Llama with a stage's ring attention. Return the loss of each step, which is equal on all ranks."""
 
     def attention(q, k, v, *, causal, scale):
         return ring_attention(stage, q, k, v, group=group, causal=causal, scale=scale)
@@ -74,7 +78,7 @@ def main(argv=None):
         scaling.start_ranks("examples.long_llama", sys.argv[1:] if argv is None else argv, lambda gpus: parser.parse_args(argv))
     world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     if options.seq_len % (2 * world):
-        parser.error(f"argument --seq-len: {options.seq_len} is no multiple of {2 * world}, two chunks for each process")
+        parser.error(f"argument --seq-len: {options.seq_len} is no multiple of {2 * world} (two chunks for each process)")
     if DEVICE == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo")
@@ -91,7 +95,7 @@ def main(argv=None):
         shown = {"step": rows} | {name: [losses[row] for row in rows] for name, losses in named.items()}
         print(tabulate(shown, headers="keys", floatfmt=".4f"))
         print(f"\nlargest difference of the losses: {max(abs(a - b) for a, b in zip(together, alone, strict=True)):.4f}")
-    dist.broadcast_object_list([None], src=0)  # the other ranks wait on the CPU
+    dist.broadcast_object_list([None], src=0)  # the other ranks wait here for rank 0
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""The tests share this code: inputs, the results of a stage, and the check of these results against float64."""
+"""The tests share this code. It makes inputs, computes a stage's results, and checks them against float64."""
 
 import functools
 import hashlib
@@ -15,21 +15,21 @@ from common.measure.reference import assert_close, error_bounds, plain, truth
 from common.operator import diagonal
 from common.runtime import DEVICE, INTERPRETED
 
-TILED = (40, 100)  # (queries, keys) of a cheap problem: ragged ends, and most query tiles visit more than one key tile
+TILED = (40, 100)  # (queries, keys) of a cheap problem: tiles are cut off at the ends, and most queries see several key tiles
 
-# Batch size and heads for tests of something else: the interpreter is slow for each batch element and head. Tests of strides,
-# short lengths and memory use larger, unequal counts.
+# Batch size and heads for most tests. They are small, because the interpreter is slow for each batch element and head. Tests of
+# strides, short lengths and memory use larger, unequal numbers.
 FEW = {} if DEVICE == "cuda" else {"batch": 1, "heads": 2}
-FEW_SHARED = FEW | {"kv_heads": 1, "value_dim": 16}  # all query heads share one K/V head; values are smaller than keys
+FEW_SHARED = FEW | {"kv_heads": 1, "value_dim": 16}  # all query heads share one K/V head, and V has a smaller head dimension
 
-KEPT_PROBLEMS, KEPT_ELEMENTS = 100, 2**18  # the CPU caches this many answers, of at most this many elements
+KEPT_PROBLEMS, KEPT_ELEMENTS = 100, 2**18  # the cache of float64 results: number of problems, and maximum elements of each
 
 
 NEED = re.compile(r"""^from stages\.(v\w+)|^PARENT = "(v\w+)"|stages\.resolve\("(v\w+)"\)""")
 
 
 def needs_of_stages_that_are_gone(root: Path) -> list[str]:
-    """`file:line: text` of each line in the stages and bench.py that needs a stage which has no directory under `root`."""
+    """Return `file:line: text` of each line in the stages and bench.py that needs a stage without a directory in `root`."""
     names = {path.parent.name for path in root.glob("stages/v*/__init__.py")}
     there = names | {name.split("_")[0] for name in names}
     found = []
@@ -42,12 +42,10 @@ def needs_of_stages_that_are_gone(root: Path) -> list[str]:
 
 @functools.cache
 def in_full() -> frozenset[str]:
-    """The stages that get every test in the default run.
+    """Return the stages that get every test in the default run.
 
-    On a GPU these are all stages, on the slow interpreter only some.
-
-    The interpreter runs every test for the newest stage, for the last stage of each number of tuned kernels, and for the Triton
-    stages without tuning. Other stages and dead ends get only correctness tests.
+    On a GPU these are all stages. The slow interpreter runs every test only for the newest stage, the Triton stages without
+    tuning, and the last stage with each number of tuned kernels. Other stages get only correctness tests.
     """
     if not INTERPRETED:
         return frozenset(stages.names())
@@ -58,13 +56,15 @@ def in_full() -> frozenset[str]:
 
 
 def needs_hopper(name: str) -> bool:
-    """Whether a stage runs on Hopper alone, and so falls back to another stage for float32."""
+    """Return whether a stage runs only on Hopper. Such a stage falls back to another stage for float32."""
     return hasattr(stages.load(name), "unavailable")
 
 
 def once(names: list[str], pass_: str) -> list[str]:
-    """The stages of `names`. On the interpreter, of stages with the same code for a pass only the first: the others' results
-    are equal."""
+    """Return the stages of `names`, without repetitions of a pass's code on the interpreter.
+
+    If several stages have equal code for a pass, only the first stage stays, because their results are equal.
+    """
     first = {}
     for name in names:
         first.setdefault(tuple(sources(name, pass_).items()) if INTERPRETED else name, name)
@@ -72,34 +72,33 @@ def once(names: list[str], pass_: str) -> list[str]:
 
 
 def sources(name: str, pass_: str) -> dict[str, str]:
-    """The texts of a pass's files by their names."""
+    """Return the texts of a pass's files by their names."""
     return {file: stages.source(name, file) for file in stages.files(pass_, name)}
 
 
 def namespaces(name: str, pass_: str = "forward") -> list[dict]:
-    """The global names of each file of a stage's pass; changing them changes the stage."""
+    """Return the global names of each file of a stage's pass. A change of these dicts changes the stage."""
     modules = [file.removesuffix(".py") for file in stages.files(pass_, name)]
     return [vars(importlib.import_module(f"stages.{name}.{module}")) for module in modules]
 
 
 def names_in(name: str, pass_: str = "forward") -> ChainMap:
-    """All global names of a stage's pass."""
+    """Return all global names of a stage's pass in one dict."""
     return ChainMap(*namespaces(name, pass_))
 
 
 def set_names(monkeypatch, name: str, **values):
-    """Set global names in each file of a stage's forward that has them."""
+    """Set global names in all files of a stage's forward that have these names."""
     for names in namespaces(name):
         for variable in values.keys() & names.keys():
             monkeypatch.setitem(names, variable, values[variable])
 
 
 def make_inputs(seq_q, seq_k, head_dim=32, dtype=torch.float16, *, batch=2, heads=3, kv_heads=None, value_dim=None):
-    """q, k, v and a gradient of the output, normally distributed.
+    """Return q, k, v and a gradient of the output, with normally distributed elements.
 
-    Batch size and head count differ and exceed 1.
-
-    `kv_heads` defaults to `heads`, and `value_dim` to `head_dim`.
+    By default, the batch size and the number of heads differ and exceed 1. `kv_heads` defaults to `heads`, and `value_dim` to
+    `head_dim`.
     """
     kv_heads, value_dim = kv_heads or heads, value_dim or head_dim
     shapes = (heads, seq_q, head_dim), (kv_heads, seq_k, head_dim), (kv_heads, seq_k, value_dim), (heads, seq_q, value_dim)
@@ -107,7 +106,7 @@ def make_inputs(seq_q, seq_k, head_dim=32, dtype=torch.float16, *, batch=2, head
 
 
 def by_operator(stage, q, k, v, grad_out, *, causal, scale):
-    """All results of a stage, computed through its operator and autograd."""
+    """Return all results of a stage, computed through its operator and autograd."""
     q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
     out, lse = stage.attention(q, k, v, causal=causal, scale=scale, return_lse=True)
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), grad_out)
@@ -115,7 +114,7 @@ def by_operator(stage, q, k, v, grad_out, *, causal, scale):
 
 
 def by_functions(stage, q, k, v, grad_out, *, causal, scale):
-    """All results of a stage, computed by its own `forward` and `backward`."""
+    """Return all results of a stage, computed by its own `forward` and `backward`."""
     options = {"causal": bool(causal), "scale": scale, "diagonal": diagonal(causal, q.shape[2], k.shape[2])}
     out, lse = stage.forward(q, k, v, **options)
     dq, dk, dv = stage.backward(grad_out, q, k, v, out, lse, **options)
@@ -137,7 +136,7 @@ def check(stage, q, k, v, grad_out, *, causal, scale=None, run=by_operator):
 
 
 class _Problem(tuple):
-    """A cache key: the arguments of `truth` and `plain`. Two keys are equal if the arguments' types and values are equal."""
+    """A key of the cache, made from the arguments of `truth` and `plain`. Equal types and values give equal keys."""
 
     def __new__(cls, *arguments):
         return super().__new__(cls, arguments)
@@ -162,15 +161,14 @@ class _Problem(tuple):
 
 @functools.lru_cache(KEPT_PROBLEMS if DEVICE == "cpu" else 0)
 def _answer(problem):
-    """The exact results of a problem, and the largest error that each may have."""
+    """Return the float64 results of a problem, and the error bounds of each result."""
     exact = truth(*problem)
     bounds = error_bounds(exact, plain(*problem))
     return {name: exact[name] for name in bounds}, bounds
 
 
 def assert_same_bits(first: dict, second: dict, unordered: tuple = ()):
-    """Assert that each result is equal in every bit, also the signs of zeros. Results named in `unordered` only have to be
-    close."""
+    """Assert that each result is equal in every bit, even in the signs of zeros. Results in `unordered` must only be close."""
     for name, result in first.items():
         other = second[name]
         if name in unordered:
@@ -180,6 +178,6 @@ def assert_same_bits(first: dict, second: dict, unordered: tuple = ()):
 
 
 def cells(table, impl):
-    """The table's rows for `impl`, each a list of cells."""
+    """Return the table's rows for `impl`. A row is a list of cells."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")]
     return [row for row in rows if row[2:3] == [impl]]

@@ -1,11 +1,11 @@
-"""Every test that takes `stage` runs once for each stage found."""
+"""Every test with an argument `stage` runs once for each stage in the directory `stages`."""
 
 import os
 import threading
 import zlib
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # set this before torch and numpy load: threads do not make small problems faster
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch and numpy load; threads make small problems no faster
 
 import numpy  # noqa: E402
 import pytest  # noqa: E402
@@ -23,28 +23,29 @@ ROOT = Path(__file__).parents[1]
 
 
 def pytest_make_parametrize_id(val):
-    """Write float16 in the name of a test, not dtype0."""
+    """Write float16 instead of dtype0 in the name of a test."""
     return str(val).removeprefix("torch.") if isinstance(val, torch.dtype) else None
 
 
 def pytest_configure():
-    """Stop with one clear error if other stages need a missing stage. Otherwise many tests would fail and not say why."""
+    """Stop with one clear error if other stages need a missing stage. Otherwise many tests would fail for unclear reasons."""
     if lines := needs_of_stages_that_are_gone(ROOT):
-        raise pytest.UsageError("these lines need a stage whose directory is gone:\n" + "\n".join(lines))
+        raise pytest.UsageError("these lines need a stage that has no directory:\n" + "\n".join(lines))
 
 
 @pytest.hookimpl(optionalhook=True)  # a hook of pytest-xdist
 def pytest_xdist_auto_num_workers():
-    """The interpreter gets one process per CPU core. A GPU gets at most eight processes, so that its memory is enough."""
+    """Run one process per CPU core on the interpreter. Run at most eight on a GPU, so that its memory is enough."""
     processors = len(os.sched_getaffinity(0))
     return processors if INTERPRETED else min(8, processors)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out the long tests
 def pytest_collection_modifyitems(items):
-    """Mark most tests of stages outside `in_full` as long: only tests marked `every_stage` stay in the default run.
+    """Mark most tests of stages outside `in_full` as long, so that the default run leaves them out.
 
-    A stage for Hopper falls back to another stage's kernels in float32, so its float32 tests are long too.
+    Tests marked `every_stage` stay in the default run. A stage for Hopper falls back to another stage's kernels in float32, so
+    its float32 tests are marked as long too.
     """
     for_hopper = {name for name in stages.names() if needs_hopper(name)}
     for item in items:
@@ -59,7 +60,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(params=stages.names())
 def stage(request):
-    """A stage's module: `attention`, `forward`, `backward`."""
+    """The module of a stage, with `attention`, `forward` and `backward`."""
     if reason := stages.unavailable(request.param):
         pytest.skip(f"{request.param} {reason}")
     return stages.load(request.param)
@@ -67,7 +68,7 @@ def stage(request):
 
 @pytest.fixture(scope="module")
 def ranks():
-    """A group of `ranks.Ranks` processes: four, or fewer if there are fewer GPUs."""
+    """A group of four processes (`ranks.Ranks`), or fewer if the machine has fewer GPUs."""
     from ranks import MOST, Ranks
 
     if MOST < 2:
@@ -79,7 +80,7 @@ def ranks():
 
 @pytest.fixture
 def unordered(stage):
-    """The names of the results that a stage sums in no fixed order. The stage's module lists them as `UNORDERED`."""
+    """The names of the results that a stage adds up in no fixed order. The stage's module lists them as `UNORDERED`."""
     return getattr(stage, "UNORDERED", ())
 
 
@@ -93,20 +94,21 @@ def _same_random_numbers():
 
 @pytest.fixture(autouse=True)
 def _orders_of_its_own(request):
-    """Seed each test by its name. Gluon kernels run in many orders, so a test that fails must also fail when it runs alone."""
+    """Seed each test by its name, so that a failing test also fails when it runs alone."""
     restart_seeds(zlib.crc32(request.node.nodeid.encode()))
 
 
 @pytest.fixture
 def real_tuning():
-    """Take this fixture in a test where the autotuner must compile and time its configurations, as it does for a user."""
+    """Let the autotuner compile and time its configurations in a test with this fixture, as it does for a user."""
 
 
 @pytest.fixture(autouse=True)
 def _quick_tuning(request, monkeypatch):
-    """On a GPU the autotuner takes the first configuration that fits, because the tests tune for hundreds of problems.
+    """Let the autotuner take the first configuration that fits, on a GPU.
 
-    The tests of the autotuner check every configuration.
+    The tests have hundreds of problems, and tuning for each would take too long. The tests of the autotuner check every
+    configuration.
     """
     if "real_tuning" not in request.fixturenames:
         monkeypatch.setattr(Autotuner, "prune_configs", first_that_survives)
@@ -115,15 +117,17 @@ def _quick_tuning(request, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _refuse_to_write_outside(monkeypatch):
-    """On the interpreter, a store outside every kernel argument raises at once. Otherwise it could crash the process later."""
+    """Make a store outside of all kernel arguments raise an error on the interpreter. Otherwise it could crash the process."""
     if not INTERPRETED:
         return
     prepare, store = interpreter.GridExecutor._init_args_hst, interpreter.InterpreterBuilder.create_masked_store
-    running = threading.local()  # the address ranges that the kernel of a thread may write
+    running = threading.local()  # the address ranges to which the thread's kernel may write
 
     def remember_arguments(executor, args, kwargs):
         on_host = prepare(executor, args, kwargs)
-        tensors = [getattr(value, "base", value) for value in (*on_host[0], *on_host[1].values())]  # or a descriptor's tensor
+        tensors = [
+            getattr(value, "base", value) for value in (*on_host[0], *on_host[1].values())
+        ]  # a descriptor's tensor is its base
         storages = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, torch.Tensor)]
         running.allowed = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
         return on_host

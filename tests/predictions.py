@@ -1,6 +1,7 @@
-"""The bytes and FLOPs of each stage in closed form, for float16 inputs and tiles of whole rows.
+"""The formulas for the bytes and FLOPs of each stage, for float16 inputs and tiles of whole rows.
 
-A prediction is the list of a pass's steps, each (bytes read, bytes written) or (bytes read, bytes written, FLOPs).
+A prediction is a list of the launches of a pass. Each launch is (bytes read, bytes written) or (bytes read, bytes written,
+FLOPs). The comment on a launch names the tensors that it reads, writes or computes.
 """
 
 import itertools
@@ -12,25 +13,25 @@ from cases import names_in
 
 from common.measure.traffic import GPUS
 
-HALF, FLOAT, INT = 2, 4, 4  # bytes of an element
+HALF, FLOAT, INT = 2, 4, 4  # bytes of an element in float16, float32 and int32
 Steps = Iterator[tuple]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Shapes and tiles. `heads` and `kv_heads` count the whole batch. A tile is (BLOCK_M queries, BLOCK_N keys)."""
+    """The shapes and tiles of a problem. A tile is (BLOCK_M queries, BLOCK_N keys)."""
 
     heads: int
-    kv_heads: int  # each shared by heads / kv_heads query heads
+    kv_heads: int  # number of K/V heads in the whole batch
     seq_q: int
     seq_k: int
-    head_dim: int  # D, of Q and K
-    value_dim: int  # Dv, of V and O
+    head_dim: int  # D, the head dimension of Q and K
+    value_dim: int  # Dv, the head dimension of V and O
     causal: bool
-    query_tile: tuple[int, int]  # tile of programs that own queries, and of v2's forward
-    key_tile: tuple[int, int]  # tile of programs that own keys, and of v2's backward
+    query_tile: tuple[int, int]  # the tile of programs that own queries, and of v2's forward
+    key_tile: tuple[int, int]  # the tile of programs that own keys, and of v2's backward
 
-    # Bytes of a row and of whole tensors in float16. Float32 takes twice as many.
+    # The next properties are the float16 bytes of a row or of a whole tensor. Float32 takes twice as many bytes.
 
     @property
     def row_of_q(self):
@@ -62,16 +63,16 @@ class Problem:
         """V, and dV: [B, Hkv, Sk, Dv]."""
         return self.kv_heads * self.seq_k * self.row_of_o
 
-    # Bytes of tensors without a head dimension.
+    # The next properties are the bytes of tensors without a head dimension.
 
     @property
     def row(self):
-        """One float32 per query, such as m, l, LSE or delta: [B, H, Sq]."""
+        """m, l, LSE or delta: [B, H, Sq] float32."""
         return self.heads * self.seq_q * FLOAT
 
     @property
     def s(self):
-        """S, and dP: [B, H, Sq, Sk] float32. P and dS in float16 take half."""
+        """S, and dP: [B, H, Sq, Sk] float32. P and dS in float16 take half of these bytes."""
         return self.heads * self.seq_q * self.seq_k * FLOAT
 
     @property
@@ -80,10 +81,10 @@ class Problem:
         seen = (min(i + 1, self.seq_k) for i in range(self.seq_q)) if self.causal else [self.seq_q * self.seq_k]
         return self.heads * sum(seen) * FLOAT
 
-    # FLOPs of matmuls. The matmuls of S, dQ and dK have the dimension D of Q and K; O, dP and dV have the Dv of V.
+    # The next functions return FLOPs of matmuls. S, dQ and dK have the head dimension D. O, dP and dV have Dv.
 
     def flops(self, scores, of_keys, of_values):
-        """FLOPs of `of_keys` matmuls with D and `of_values` with Dv, each over `scores` elements of S."""
+        """Return the FLOPs of `of_keys` matmuls with D and `of_values` matmuls with Dv, each over `scores` elements of S."""
         return 2 * scores * (of_keys * self.head_dim + of_values * self.value_dim)
 
     @property
@@ -96,48 +97,48 @@ class Problem:
         """The matmul of O, dP or dV, over all of S."""
         return self.flops(self.heads * self.seq_q * self.seq_k, 0, 1)
 
-    # Tiles that see each other. A query head loads its keys whether it shares them or not.
+    # The next functions count the tiles that programs load. Each query head loads its keys, even if it shares them.
 
     @property
     def key_tiles_seen(self):
-        """For each query tile of a head, the number of key tiles that hold a key it sees."""
+        """Return, for each query tile of a head, the number of key tiles with a key that the query tile sees."""
         m, n = self.query_tile
         ends = (min(start + m, self.seq_k) if self.causal else self.seq_k for start in range(0, self.seq_q, m))
         return [math.ceil(end / n) for end in ends]
 
     @property
     def keys_read(self):
-        """Rows of K (or V) that all query tiles of all heads load: whole tiles, clipped only at the end of K."""
+        """Return the rows of K (or V) that all query tiles of all heads load. Only tiles at the end of K are clipped."""
         return self.heads * sum(min(tiles * self.query_tile[1], self.seq_k) for tiles in self.key_tiles_seen)
 
     @property
     def kv_read(self):
-        """Bytes of K and V in the rows that `keys_read` counts. If heads share K and V, fewer of these rows are distinct."""
+        """The bytes of K and V in the rows that `keys_read` counts."""
         return self.keys_read * (self.row_of_q + self.row_of_o)
 
     def first_queries(self, tile):
-        """For each key tile of a head, the first row of the first query tile that sees it."""
+        """Return, for each key tile of a head, the first row of the first query tile that sees the key tile."""
         m, n = tile
         return [min(start // m * m if self.causal else 0, self.seq_q) for start in range(0, self.seq_k, n)]
 
     def queries_read(self, tile):
-        """Rows of Q that all key tiles of all heads load."""
+        """Return the rows of Q that all key tiles of all heads load."""
         return self.heads * sum(self.seq_q - first for first in self.first_queries(tile))
 
     def scores_of_queries(self):
-        """Elements of S that the query tiles compute, in whole tiles."""
+        """Return the number of elements of S in the tiles that the query tiles compute."""
         m, n = self.query_tile
         return self.heads * sum(self.key_tiles_seen) * m * n
 
     def scores_of_keys(self, tile):
-        """Elements of S that the key tiles compute, in whole tiles."""
+        """Return the number of elements of S in the tiles that the key tiles compute."""
         m, n = tile
         tiles = sum(math.ceil((self.seq_q - first) / m) for first in self.first_queries(tile))
         return self.heads * tiles * m * n
 
 
-# --- v0: every line of PyTorch reads and writes all of S. Its matmuls join the query heads that share a K/V head into one
-# taller matrix: they read K and V, and write dK and dV, once for these heads.
+# --- v0: every line of PyTorch reads and writes all of S. Its matmuls stack the query heads that share a K/V head. So they read
+# K and V once for these heads, and write dK and dV once.
 
 
 def _masked(p: Problem) -> Steps:
@@ -163,7 +164,7 @@ def v0_forward(p: Problem) -> Steps:
     yield 2 * p.o, p.o  # in float16
     yield p.row, p.row  # log l
     yield 2 * p.row, p.row  # m + log l
-    yield p.o, p.o  # O where the caller expects it
+    yield p.o, p.o  # O is copied to the output tensor
 
 
 def v0_backward(p: Problem) -> Steps:
@@ -195,12 +196,12 @@ def _scaled_and_stored(p: Problem) -> Steps:
     yield 2 * p.v, p.v
 
 
-# --- v1: the kernels read S twice, write P once, and do not read masked scores
+# --- v1: the forward's kernel reads S twice and writes P once. The kernels do not read masked scores.
 
 
 def v1_forward(p: Problem) -> Steps:
     yield p.q + p.k, p.s, p.key_matmul  # S = Q Kᵀ
-    yield 2 * p.seen_s, p.s // 2 + p.row  # one pass for m and l, one for P; LSE
+    yield 2 * p.seen_s, p.s // 2 + p.row  # S is read for m and l, and again for P; P and LSE are written
     yield p.s // 2 + p.v, 2 * p.o, p.value_matmul  # O = P V, float32
     yield 2 * p.o, p.o  # in float16
 
@@ -216,15 +217,15 @@ def v1_backward(p: Problem) -> Steps:
     yield from _scaled_and_stored(p)
 
 
-# --- v2: no S. Θ(S² D² / M) bytes: each of the S / BLOCK_N key tiles, BLOCK_N ~ M / D, goes through all of Q and O.
-# A forward program has one query head. A backward program has one K/V head and all query heads that share it.
+# --- v2: no kernel stores S. Each of the S / BLOCK_N key tiles goes through all of Q and O. BLOCK_N grows like M / D, so these
+# are Θ(S² D² / M) bytes. A forward program has one query head. A backward program has one K/V head and its query heads.
 
 
 def v2_forward(p: Problem) -> Steps:
     yield 0, 2 * p.o + 2 * p.row  # O = 0 in float32, m = -inf, l = 0
     queries = p.queries_read(p.query_tile)
     state = 2 * p.row_of_o + 2 * FLOAT  # O, m and l
-    kv = p.heads // p.kv_heads * (p.k + p.v)  # once for each query head
+    kv = p.heads // p.kv_heads * (p.k + p.v)  # K and V are read once for each query head
     yield (
         kv + queries * (p.row_of_q + state),  # Q and the state for each key tile
         queries * state,
@@ -248,8 +249,8 @@ def v2_backward(p: Problem) -> Steps:
     yield 2 * p.q, p.q  # dQ in float16
 
 
-# --- v3 and v4: each query tile is read once, and its O written once; K and V are read once per query tile. A program that
-# owns keys has all query heads that share them: it reads K and V, and writes dK and dV, once for all these heads.
+# --- v3 and v4: each query tile is read once, and its O is written once. K and V are read once per query tile. A program that
+# owns keys has all query heads that share the keys. It reads K and V once for these heads, and writes dK and dV once.
 
 
 def v3_forward(p: Problem) -> Steps:
@@ -257,14 +258,14 @@ def v3_forward(p: Problem) -> Steps:
 
 
 def v3_backward(p: Problem) -> Steps:
-    # dQ: Q, dO, O and LSE once, K and V for each query tile; S and dP computed again.
+    # dQ reads Q, dO, O and LSE once, and K and V for each query tile. It computes S and dP again.
     yield p.q + 2 * p.o + p.row + p.kv_read, p.q, p.flops(p.scores_of_queries(), 2, 1)
-    # dK and dV: K and V once, Q, dO, O and LSE for each key tile; S and dP computed once more.
+    # dK and dV read K and V once, and Q, dO, O and LSE for each key tile. They compute S and dP once more.
     queries = p.queries_read(p.key_tile) * (p.row_of_q + 2 * p.row_of_o + FLOAT)
     yield p.k + p.v + queries, p.k + p.v, p.flops(p.scores_of_keys(p.key_tile), 2, 2)
 
 
-# --- v4a: a kernel copies K first. The forward reads the copy, dQ reads both
+# --- v4a: a kernel copies K first. The forward reads the copy. dQ reads K and the copy.
 
 
 def v4a_forward(p: Problem) -> Steps:
@@ -278,7 +279,7 @@ def v4a_backward(p: Problem) -> Steps:
     yield from v3_backward(p)
 
 
-# --- v5: delta replaces O
+# --- v5: the backward's kernels read delta instead of O.
 
 
 def v5_backward(p: Problem) -> Steps:
@@ -288,7 +289,7 @@ def v5_backward(p: Problem) -> Steps:
     yield p.k + p.v + queries, p.k + p.v, p.flops(p.scores_of_keys(p.key_tile), 2, 2)
 
 
-# --- v7: a backward of five matmuls, which sums dQ in memory
+# --- v7: the backward has five matmuls, and adds up dQ in memory.
 
 
 def v7_backward(p: Problem) -> Steps:
@@ -303,15 +304,15 @@ def v7_backward(p: Problem) -> Steps:
     yield 2 * p.q, p.q  # dQ = sums * scale
 
 
-# --- v8 and on: tiles of their own, by the larger head dimension, up to 128. The backward reads Q and dO once per 128 keys.
-# From v14 on, in the backward from v15 on, CTAs have consumers of 64 rows each. A counter gives out the forward's tiles from
-# v24 on, and the narrow backward's from v37 on. v44's backward has tiles for 256.
+# --- v8 and later: each stage chooses its tiles by the larger head dimension, up to 128. The backward reads Q and dO once per
+# 128 keys. CTAs have consumers of 64 rows each, in the forward from v14 on and in the backward from v15 on. A counter gives out
+# the forward's tiles from v24 on, and the narrow backward's tiles from v37 on. From v44 on, the backward has tiles for D = 256.
 
-SHARE_OF_L2 = 16 * 2**20  # as in common.kernels.order
-ROWS = 64  # per consumer: queries in the forward, keys in the backward
+SHARE_OF_L2 = 16 * 2**20  # the default of L2_SHARE in common.kernels.order
+ROWS = 64  # rows of a consumer: queries in the forward, keys in the backward
 NUM_SMS = GPUS["h200"].num_sms
-V34 = names_in("v34_planned_splits")  # decides which work is short, and how to split it
-V40 = names_in("v43_safe_speculation")  # decides how many first keys and samples there are
+V34 = names_in("v34_planned_splits")  # its functions decide which work is short, and how to split it
+V43 = names_in("v43_safe_speculation")  # its functions decide the numbers of first keys and samples
 
 
 def _wide(p: Problem) -> bool:
@@ -319,12 +320,15 @@ def _wide(p: Problem) -> bool:
 
 
 def _query_tiles(p: Problem):
-    """Query tiles of all heads."""
+    """Return the number of query tiles of all heads."""
     return p.heads * math.ceil(p.seq_q / p.query_tile[0])
 
 
 def _forward(p: Problem, rows: int) -> tuple[int, int, int]:
-    """As v3, but `rows` query rows at a time compute all key tiles that any of them sees. Rows past the end count too."""
+    """Like v3's forward, but `rows` query rows together compute all key tiles that any of these rows sees.
+
+    Rows past the end count too.
+    """
     m, n = p.query_tile
     ends = (min(start + rows, p.seq_k) if p.causal else p.seq_k for start in range(0, math.ceil(p.seq_q / m) * m, rows))
     steps = p.heads * sum(math.ceil(end / n) for end in ends)
@@ -354,9 +358,9 @@ def v24_forward(p: Problem) -> Steps:
 def v26_forward(p: Problem, wide_keys: int = 128) -> Steps:
     p = replace(p, query_tile=(128, wide_keys) if _wide(p) else (256, 64))
     tiles = _query_tiles(p)
-    yield 0, (2 + tiles) * INT  # the counter, a flag for all tiles, and a flag per tile, = 0
+    yield 0, (2 + tiles) * INT  # a counter, a flag for all tiles, and a flag for each tile are set to 0
     yield _persistent_forward(p)  # no tile fails: the scores are close together
-    yield min(tiles, NUM_SMS) * INT, 0  # each CTA reads the flag for all tiles, and ends
+    yield min(tiles, NUM_SMS) * INT, 0  # each CTA of the second launch only reads the flag for all tiles
 
 
 def v29_forward(p: Problem) -> Steps:
@@ -364,8 +368,10 @@ def v29_forward(p: Problem) -> Steps:
 
 
 def _few_tiles(p: Problem) -> tuple[int, int, int]:
-    """v30 to v32: query rows of a tile, query heads side by side in it, and tiles of all heads. Heads are packed if this makes
-    fewer tiles."""
+    """Return the tile's query rows, its number of query heads, and the number of tiles of all heads, for v30 to v32.
+
+    A tile has several query heads if this makes fewer tiles.
+    """
     m, packed = 128 if _wide(p) else 256, p.heads // p.kv_heads
     if 64 % packed or math.ceil(p.seq_q * packed / m) == math.ceil(p.seq_q / m) * packed:
         packed = 1
@@ -373,7 +379,7 @@ def _few_tiles(p: Problem) -> tuple[int, int, int]:
 
 
 def _filling(p: Problem, tiles: int) -> tuple[int, int]:
-    """v31 and v32: key tiles of the last query, and the number of splits with which the tiles fill the SMs."""
+    """Return the key tiles of the last query, and the number of splits that fill the SMs, for v31 and v32."""
     key_tiles = math.ceil((min(p.seq_q, p.seq_k) if p.causal else p.seq_k) / 64)
     return key_tiles, max(1, min(key_tiles, NUM_SMS // tiles))
 
@@ -405,7 +411,7 @@ def v34_forward(
 ) -> Steps:  # fmt: skip
     """v34 and on, and v33, whose splits are not planned: with them the tiles fill the SMs."""
     per_kv = p.heads // p.kv_heads
-    packed = per_kv if 64 % per_kv == 0 else 1  # rows per query: its group's heads, side by side
+    packed = per_kv if 64 % per_kv == 0 else 1  # number of rows per query, one for each head of its group
     seen_keys = min(p.seq_q, p.seq_k) if p.causal else p.seq_k
     squares = math.ceil(p.seq_q * packed / 128) * math.ceil(seen_keys / 128) * (p.heads // packed)
     few = p.seq_q * packed <= 128 or (not _wide(p) and squares <= V34["FEW_SQUARES"] * NUM_SMS)
@@ -431,13 +437,15 @@ def _in_parts(
     p: Problem, m: int, n: int, packed: int, splits: int, at_once: bool,
     first: bool = False, gives_up: bool = False, samples: bool = False,
 ) -> Steps:  # fmt: skip
-    """v30 and on: tiles of m rows and n keys, with `packed` heads side by side, and keys in `splits` parts.
+    """Yield the launches of a forward from v30 on, with tiles of m rows and n keys.
 
     Args:
-        at_once: one launch with a running maximum, instead of a guess, and again for failed tiles.
-        first: the guess includes the first keys, from v39 on.
-        gives_up: tiles look whether others failed, from v42 on.
-        samples: scores are sampled, from v43 on.
+        packed: the number of query heads in a tile.
+        splits: the number of parts of the keys.
+        at_once: whether one launch keeps a running maximum. Otherwise a launch guesses the maximum, and another repeats tiles.
+        first: whether the guess includes the first keys (from v39 on).
+        gives_up: whether tiles look if other tiles have failed (from v42 on).
+        samples: whether scores are sampled (from v43 on).
     """
     rows = p.seq_q * packed
     jobs = math.ceil(rows / m) * p.heads // packed * splits
@@ -446,7 +454,7 @@ def _in_parts(
         tiles = math.ceil((min(end_row // packed, p.seq_k) if p.causal else p.seq_k) / n)
         return math.ceil(max(tiles - split, 0) / splits)
 
-    keys = steps = 0  # loaded keys; matmuls of 64 rows with a key tile
+    keys = steps = 0  # number of loaded keys, and of matmuls of 64 rows with a key tile
     for start, split in itertools.product(range(0, rows, m), range(splits)):
         share = max(seen(start + m, split), 1)
         keys += sum(max(0, min(n, p.seq_k - tile * n)) for tile in range(split, split + share * splits, splits))
@@ -456,17 +464,17 @@ def _in_parts(
             steps += 1 if unused else some
     keys, steps = (p.heads // packed * number for number in (keys, steps))
     read = splits * p.q + keys * (p.row_of_q + p.row_of_o)
-    parts = splits * (2 * p.o + p.row)  # in float32, with the LSE of each part
+    parts = splits * (2 * p.o + p.row)  # bytes of O in float32 and of the LSE, for all splits
     written = parts if splits > 1 else p.o + p.row
     if at_once:
         yield read, written, p.flops(steps * ROWS * n, 1, 1)
     else:
         counted = jobs * INT if splits == 1 or gives_up else 0
-        first_keys = looks = 0  # looks: the flags that are read
-        lately = V40["LATELY"].value
+        first_keys = looks = 0  # number of loaded first keys, and of flags that are read
+        lately = V43["LATELY"].value
         if first:
             seen_keys = min(p.seq_q, p.seq_k) if p.causal else p.seq_k
-            first_keys = V40["FIRST_KEYS"] if seen_keys > V40["SHORT_ROW"] else V40["FIRST_KEYS"] // 2
+            first_keys = V43["FIRST_KEYS"] if seen_keys > V43["SHORT_ROW"] else V43["FIRST_KEYS"] // 2
         if gives_up:
             looks = jobs * lately if samples else sum(min(max(job + 1 - lately, 0), lately) for job in range(jobs))
         read += p.heads // packed * splits * math.ceil(rows / m) * m // ROWS * min(first_keys, p.seq_k) * p.row_of_q
@@ -482,14 +490,17 @@ def _in_parts(
 
 
 def _samples(p: Problem, m: int, n: int, packed: int, first_keys: int, flags: int) -> tuple[int, int, int]:
-    """v43's samples, spread evenly over all tiles of m rows. Each has 64 rows, the first keys and three key tiles of n."""
+    """Return the bytes and FLOPs of v43's samples, which are spread evenly over all tiles of m rows.
+
+    A sample has 64 rows, the first keys, and three key tiles of n keys.
+    """
     heads, rows = p.heads // packed, p.seq_q * packed
     tiles_m = math.ceil(rows / m)
     per_kv = p.heads // p.kv_heads // packed
     group = 1
     if p.causal:
         group = min(max(SHARE_OF_L2 // (2 * p.row_of_q) // math.ceil(p.seq_k / per_kv), 1), heads)
-    read, samples = 0, min(V40["LATELY"].value, NUM_SMS)
+    read, samples = 0, min(V43["LATELY"].value, NUM_SMS)
     for sample in range(samples):
         tile = sample * heads * tiles_m // samples
         inside = tile % (group * tiles_m)
@@ -519,7 +530,7 @@ def v8_backward(p: Problem) -> Steps:
 
 
 def _first_tiles(p: Problem, m: int) -> list[int]:
-    """For each 128 keys of a head, the first query tile that sees them, or the last tile if none does."""
+    """Return, for each 128 keys of a head, the first query tile that sees the keys, or the last tile if none does."""
     last = math.ceil(p.seq_q / m) - 1
     return [min(start // m, last) if p.causal else 0 for start in range(0, p.seq_k, 2 * ROWS)]
 
@@ -585,11 +596,14 @@ def v38_backward(p: Problem) -> Steps:
 
 
 def _wide_keys(p: Problem, matmuls_of_q: int, adds: bool) -> tuple[int, int, int]:
-    """For D = 256: K and V once; per 64 keys, Q, dO and stats of the queries that see them, or of the last tile if none does.
+    """Yield the launches of a backward for D = 256.
+
+    The kernel reads K and V once. For each 64 keys, it reads Q, dO and stats of the queries that see the keys, or of the last
+    tile if no query sees them.
 
     Args:
-        matmuls_of_q: matmuls of a step over D; two are over Dv.
-        adds: whether a step adds dQ to its sums.
+        matmuls_of_q: the number of matmuls over D in a step. Two more matmuls are over Dv.
+        adds: whether a step adds dQ to its sums in memory.
     """
     tiles_m = math.ceil(p.seq_q / ROWS)
     first = [min(start // ROWS, tiles_m - 1) if p.causal else 0 for start in range(0, p.seq_k, ROWS)]
@@ -604,7 +618,7 @@ def v44_backward(p: Problem, matmuls_of_q: int = 4) -> Steps:
     if max(p.head_dim, p.value_dim) < 256:
         yield from v38_backward(p)
         return
-    rows = p.heads * math.ceil(p.seq_q / ROWS) * ROWS  # in whole tiles
+    rows = p.heads * math.ceil(p.seq_q / ROWS) * ROWS  # number of query rows in whole tiles
     sums = rows * p.head_dim * FLOAT
     yield 2 * p.o + p.row, rows * 2 * FLOAT + sums  # O, dO and LSE; log2(e) LSE and delta; the sums = 0
     yield _wide_keys(p, matmuls_of_q, adds=True)
@@ -616,14 +630,14 @@ def v45_backward(p: Problem) -> Steps:
 
 
 def v46_backward(p: Problem, rows: int = 2 * ROWS) -> Steps:
-    """`rows` query rows at a time compute all key tiles that any of them sees."""
+    """Yield the launches of a backward in which `rows` query rows together compute all key tiles that any row sees."""
     if max(p.head_dim, p.value_dim) < 256:
         yield from v38_backward(p)
         return
     stats = p.heads * math.ceil(p.seq_q / ROWS) * ROWS * 2 * FLOAT  # log2(e) LSE and delta, in whole tiles
     yield 2 * p.o + p.row, stats  # O, dO and LSE
     yield _wide_keys(p, 2, adds=False)
-    # dQ: Q, dO and stats once, K and V for each 128 queries.
+    # dQ reads Q, dO and stats once, and K and V for each 128 queries.
     p = replace(p, query_tile=(2 * ROWS, ROWS))
     seen = (min(end, p.seq_k) if p.causal else p.seq_k for end in range(rows, math.ceil(p.seq_q / 128) * 128 + 1, rows))
     steps = p.heads * sum(math.ceil(end / ROWS) for end in seen)
@@ -634,7 +648,7 @@ def v47_backward(p: Problem) -> Steps:
     yield from v46_backward(p, rows=ROWS)
 
 
-# If a stage is missing here, its test is skipped and says so.
+# The test of a stage that is missing here is skipped with a message.
 PREDICTIONS = {
     "v0": (v0_forward, v0_backward),
     "v1": (v1_forward, v1_backward),
@@ -694,6 +708,6 @@ PREDICTIONS = {
 
 
 def total(steps: Steps) -> tuple[int, int, int]:
-    """Bytes read, bytes written and FLOPs of all steps."""
+    """Return the bytes read, the bytes written and the FLOPs of all launches."""
     padded = ((*step, 0)[:3] for step in steps)
     return tuple(map(sum, zip(*padded, strict=True)))

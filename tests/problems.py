@@ -1,4 +1,4 @@
-"""Random problems over the whole contract of a stage: lengths, heads, memory layouts, scales, spreads of the scores."""
+"""Draw random problems with all inputs that a stage must support: lengths, heads, memory layouts, scales and score spreads."""
 
 import itertools
 import math
@@ -12,24 +12,24 @@ from common.runtime import DEVICE
 
 on_gpu = DEVICE == "cuda"
 
-DIMENSIONS = "bhsd"  # batch, heads, sequence, head dimension
+DIMENSIONS = "bhsd"  # the letters mean batch, heads, sequence, head dimension
 TILE_EDGES = (32, 64, 128, 256, 512) if on_gpu else (16, 32, 64)
 LONGEST = TILE_EDGES[-1] + 20
-# With few rows plain PyTorch's largest error may be tiny by chance, and gives no usable bound. Problems with fewer rows than
-# this have no sink, no wide scores and no repeated keys.
+# Problems with fewer rows than this have no sink, no wide scores and no repeated keys. With few rows, the largest error of
+# plain PyTorch may be tiny by chance, and gives no useful bound.
 FEW_ROWS = 16
-# Float16 ends at 65504, and its gradients grow with the scale: this limits its scales.
+# The range of scales for each dtype. Gradients grow with the scale, and float16 ends at 65504.
 SCALES = dict.fromkeys(DTYPES, (SMALLEST_SCALE, LARGEST_SCALE)) | {torch.float16: (1e-4, 1e4)}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The place of a [B, H, S, D] tensor in memory, between NaN.
+    """The layout of a [B, H, S, D] tensor in memory. The memory between its elements is NaN.
 
-    order: the dimensions from the outermost in memory to the innermost.
-    gaps: (before, after) each of B, H, S, D, in elements of that dimension.
-    offset: elements before the first.
-    expanded: dimensions of stride 0, which share one element.
+    order: the dimensions, from the outermost in memory to the innermost.
+    gaps: the gaps (before, after) along each of B, H, S and D, in elements of this dimension.
+    offset: the number of elements in memory before the first element.
+    expanded: the dimensions with stride 0, where all positions share one element.
     """
 
     order: str = DIMENSIONS
@@ -38,7 +38,7 @@ class Layout:
     expanded: str = ""
 
     def place(self, values):
-        """A tensor of that layout with these values. Along an expanded dimension it has the first value only."""
+        """Return a tensor with this layout and these values. An expanded dimension takes only its first value."""
         shape = values.shape
         for dim, name in enumerate(DIMENSIONS):
             values = values.narrow(dim, 0, 1) if name in self.expanded else values
@@ -52,13 +52,14 @@ class Layout:
 
 @dataclass(frozen=True)
 class Problem:
-    """Inputs of an attention, in short.
+    """A description of attention's inputs.
 
-    kv_heads, value_dim: heads of k and v, and the last dimension of v; q's if None.
-    spread: standard deviation of the scaled scores.
-    sink: a key, modulo the number of keys, and the nats by which it scores above the others; None for no sink.
-    layouts: of q, k, v and the gradient of the output.
-    return_lse: whether the call that has gradients also returns the LSE.
+    kv_heads: the number of heads of k and v; None means the heads of q.
+    value_dim: the last dimension of v; None means the last dimension of q.
+    spread: the standard deviation of the scaled scores.
+    sink: (a key modulo the number of keys, the nats by which this key scores above the other keys); None means no sink.
+    layouts: the layouts of q, k, v and the gradient of the output.
+    return_lse: whether the differentiated call also returns the LSE.
     """
 
     seq_q: int
@@ -78,7 +79,7 @@ class Problem:
     seed: int = 0
 
     def tensors(self):
-        """q, k, v and the gradient of the output."""
+        """Return q, k, v and the gradient of the output."""
         torch.manual_seed(self.seed)
         kv_heads, value_dim = self.kv_heads or self.heads, self.value_dim or self.head_dim
         shapes = (
@@ -89,11 +90,11 @@ class Problem:
         )
         q, k, v, grad_out = (torch.randn(self.batch, *shape, device=DEVICE) for shape in shapes)
         scale = abs(self.scale) or 1.0
-        size = math.sqrt(self.spread / scale) * self.head_dim**-0.25  # standard deviation of q and of k
+        size = math.sqrt(self.spread / scale) * self.head_dim**-0.25  # the standard deviation of q and of k
         q, k = size * q, size * k
         if self.sink:
             key, nats = self.sink
-            # The last dimension makes the sink, so its large product is added last: products added after it would lose digits.
+            # The last dimension makes the sink, so its large product is added last. Products after it would lose digits.
             q[..., -1], k[..., -1] = math.sqrt(nats / scale), 0
             k[:, :, key % self.seq_k, -1] = math.copysign(math.sqrt(nats / scale), self.scale)
         values = (tensor.to(self.dtype) for tensor in (q, k, v, grad_out))
@@ -101,14 +102,14 @@ class Problem:
 
 
 def _orders():
-    """Orders of the dimensions in memory. Most have contiguous rows: tensors without are copied before a kernel sees them."""
+    """Return a strategy of dimension orders in memory. Most have contiguous rows, because other tensors are copied first."""
     every = ["".join(order) for order in itertools.permutations(DIMENSIONS)]
     whole_rows = [order for order in every if order.endswith("d")]
     return st.sampled_from(3 * whole_rows + every)
 
 
 def _layouts(*expanded):
-    """Layouts with such dimensions expanded. One draw sets many gaps at once: a draw takes longer than a small kernel."""
+    """Return a strategy of layouts. One draw sets many gaps, because a draw takes longer than a small kernel."""
     gaps = list(itertools.product(((0, 0), (0, 1), (1, 0), (8, 8), (5, 3)), repeat=4))
     return st.just(Layout()) | st.builds(
         Layout,
@@ -119,19 +120,19 @@ def _layouts(*expanded):
     )
 
 
-# Only the output's gradient may expand the head dimension. In q, k and v, equal products would round alike at each step, and
-# all results of a row would be one number.
+# Only the output's gradient may have an expanded head dimension. In q, k and v, all products of a row would be equal and would
+# round alike.
 LAYOUTS = st.tuples(_layouts(), _layouts(), _layouts(), _layouts("d", "bhsd"))
 
 
 def value_dims(head_dim):
-    """Mostly `head_dim`, else the next smaller or larger one: each new pair needs more kernels to be compiled."""
+    """Return a strategy that mostly draws `head_dim`, because each new pair of head dimensions needs more compilation."""
     place = HEAD_DIMS.index(head_dim)
     return [head_dim, head_dim, *HEAD_DIMS[max(0, place - 1) : place + 2]]
 
 
 def problems(head_dims):
-    """A strategy of problems with one of these head dimensions. A failure shrinks to a simple problem."""
+    """Return a strategy of problems with one of these head dimensions. A failure shrinks to a simple problem."""
     edges = [edge + by for edge in TILE_EDGES for by in (-1, 0, 1)]
     lengths = st.sampled_from([1] * len(edges) + edges) | st.integers(1, LONGEST)
     # (batch, K/V heads, query heads per K/V head)
@@ -152,19 +153,19 @@ def problems(head_dims):
         seq_q, seq_k, scale, layouts = draw(lengths), draw(lengths), draw(scales[dtype]), draw(LAYOUTS)
         spread, sink = draw(spreads), draw(sinks)
         if scale == 0:
-            # Kernels replace 0 by 1e-37. The LSE of a single key is then nearly 0, but not 0, and no bound has room for that.
+            # Kernels replace a scale of 0 by 1e-37. The LSE of a single key is then not exactly 0, and exceeds its bound.
             seq_q, seq_k = max(2, seq_q), max(2, seq_k)
-        if causal == BOTTOM_RIGHT:  # bottom-right takes no more queries than keys
+        if causal == BOTTOM_RIGHT:  # "bottom-right" needs at least as many keys as queries
             seq_q, seq_k = sorted((seq_q, seq_k))
         q, k, v, grad_out = layouts
-        if dtype == torch.float32:  # a sum of equal rows would also round alike at each step
+        if dtype == torch.float32:  # sums of equal rows would round alike at each step
             v, grad_out = (replace(layout, expanded=layout.expanded.replace("s", "")) for layout in (v, grad_out))
             layouts = q, k, v, grad_out
         sizes = zip(DIMENSIONS, (batch, kv_heads * shared, seq_q), strict=False)
         if math.prod(size for name, size in sizes if name not in q.expanded or name not in grad_out.expanded) < FEW_ROWS:
             spread, sink = min(1.0, spread), None
             layouts = *(replace(layout, expanded="") for layout in (q, k, v)), grad_out
-            if on_gpu:  # not on the slow interpreter, where the problems are the same every time
+            if on_gpu:  # the slow interpreter gets equal problems in every run
                 kv_heads = math.ceil(FEW_ROWS / shared)
         return Problem(
             seq_q=seq_q, seq_k=seq_k, batch=batch, heads=kv_heads * shared, kv_heads=kv_heads, head_dim=head_dim,

@@ -1,7 +1,7 @@
-"""Python programs in processes of their own, without loading torch each time: that takes most of a small program's time.
+"""Run Python programs in processes of their own, without loading torch for each program.
 
-Run as a script, this file loads only torch, and forks for each program. A program's environment decides whether kernels run on
-a GPU or on the interpreter, so this module imports nothing of the project.
+Loading torch takes most of a small program's time. This file, run as a script, loads only torch and forks for each program. A
+program's environment decides whether kernels run on a GPU or on the interpreter. So this module imports nothing of the project.
 """
 
 import functools
@@ -20,7 +20,8 @@ ROOT = Path(__file__).parents[1]
 def python(*arguments, cwd=ROOT, **variables) -> subprocess.CompletedProcess:
     """Run `python` with these arguments, the first of which is -c, -m or a script. It finds the project's packages.
 
-    The environment is this one and `variables`, without those of pytest-xdist: under it pytest-benchmark measures nothing.
+    The program gets this process's environment and `variables`, but not the variables of pytest-xdist. With them,
+    pytest-benchmark would measure nothing.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     with tempfile.TemporaryDirectory() as directory:
@@ -37,7 +38,7 @@ def _server():
 
 
 def _serve():
-    """Fork for each program and print its exit status. Each fork returns its program; the end of the input returns None."""
+    """Fork for each program, and print the program's exit status. A fork returns its program; the parent returns None."""
     for line in sys.stdin:
         if (process := os.fork()) == 0:
             return json.loads(line)

@@ -1,4 +1,4 @@
-"""Processes that are the ranks of a group and run what a test sends. They start once, because a start takes seconds."""
+"""Start processes that are the ranks of a group, and run functions in them. They start once, because a start takes seconds."""
 
 import contextlib
 import datetime
@@ -15,20 +15,20 @@ from triton.runtime.autotuner import Autotuner
 from common.measure.aot import first_that_survives
 from common.runtime import DEVICE
 
-MOST = 4 if DEVICE == "cpu" else min(4, torch.cuda.device_count())  # ranks of a test
-TIMEOUT_S = 120  # for a test's processes, and for their group
+MOST = 4 if DEVICE == "cpu" else min(4, torch.cuda.device_count())  # maximum number of ranks in a test
+TIMEOUT_S = 120  # seconds that a test waits for its processes, and a rank for other ranks
 # A process that has used a GPU cannot be forked. The one fork server of multiprocessing may be the compiler's
 # (`common.measure.aot`), which interprets nothing.
 CONTEXT = multiprocessing.get_context("spawn")
-INTERPRET = {"TRITON_INTERPRET": "1"} if DEVICE == "cpu" else {}  # a test of the compiler may have set it otherwise
+INTERPRET = {"TRITON_INTERPRET": "1"} if DEVICE == "cpu" else {}  # a test of the compiler may have changed it
 
 
 def _serve(rank, size, port, timeout_s, connection):
-    """The loop of a process: answer each (function, arguments) with (result, None) or (None, exception)."""
+    """Answer each (function, arguments) with (result, None) or (None, exception), in a process of the group."""
     torch.set_num_threads(1)
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)
-        Autotuner.prune_configs = first_that_survives  # as in conftest
+        Autotuner.prune_configs = first_that_survives  # like the other tests, see conftest.py
         Autotuner._bench = lambda self, *args, **kwargs: [0.0, 0.0, 0.0]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(size)}
     timeout = datetime.timedelta(seconds=timeout_s)
@@ -47,11 +47,11 @@ def _serve(rank, size, port, timeout_s, connection):
                     continue
                 answer = None, RuntimeError(f"{type(error).__name__}: {error}")
             connection.send(answer)
-    os._exit(0)  # without waiting for ranks that have ended
+    os._exit(0)  # do not wait for ranks that have ended
 
 
 class Ranks:
-    """`size` processes. A test calls a function in the first few of them, as one group."""
+    """A number of processes. A test calls a function in the first few of them, which form a group."""
 
     def __init__(self, size, timeout_s=TIMEOUT_S):
         self.size = size
@@ -69,7 +69,7 @@ class Ranks:
             self.processes.append(process)
 
     def outcomes(self, size, function, *arguments) -> list:
-        """What `function(group, *arguments)` returns or raises in each of `size` ranks. EOFError means an ended rank."""
+        """Call `function(group, *arguments)` in `size` ranks. Return each result or exception; EOFError means an ended rank."""
         found = []
         for connection in self.connections[:size]:
             connection.send((function, size, arguments))
@@ -83,7 +83,7 @@ class Ranks:
         return found
 
     def call(self, size, function, *arguments) -> list:
-        """As `outcomes`, but raises if an outcome is an exception."""
+        """Return the same as `outcomes`, but raise an error if an outcome is an exception."""
         found = self.outcomes(size, function, *arguments)
         for outcome in found:
             if isinstance(outcome, Exception):

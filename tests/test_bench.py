@@ -1,4 +1,4 @@
-"""The benchmark: its command line, its cases, its check of results, and whole runs."""
+"""The benchmark parses its command line, chooses its cases, checks results, and completes whole runs."""
 
 import contextlib
 import itertools
@@ -176,7 +176,7 @@ def test_reference_run_of_passes_as_one_is_of_a_smaller_model():
     assert len(set(found)) == len(found)
 
 
-# Cases that a GPU measures in ten minutes. A case takes 0.9 s, with compilation and tuning.
+# A GPU measures this many cases in ten minutes. A case takes 0.9 s, with compilation and tuning.
 TEN_MINUTES = 650
 
 
@@ -233,7 +233,7 @@ def test_reference_run_of_decoding_has_few_queries_and_as_many_keys_as_fit(head_
 def test_reference_run_takes_no_selection(capsys):
     with pytest.raises(SystemExit):
         bench.parse_options(["--reference", "shared", "--stage=v0"])
-    assert "--reference is a selection of its own" in capsys.readouterr().err
+    assert "--reference selects all cases itself" in capsys.readouterr().err
 
 
 # --- how long it takes
@@ -296,7 +296,7 @@ def test_as_many_heads_are_compared_as_there_is_time_for(some_heads):
     k = torch.arange(6).view(2, 3, 1)
     assert bench._checked(k, some_heads).flatten().tolist() == [2, 5]
     q = torch.arange(12).view(2, 6, 1)
-    assert bench._checked(q, some_heads).squeeze(-1).tolist() == [[4, 5], [10, 11]]  # the query heads of these two
+    assert bench._checked(q, some_heads).squeeze(-1).tolist() == [[4, 5], [10, 11]]  # the query heads of these two K/V heads
     for pass_ in ("fwd", "bwd"):
         *_, truth, bounds = bench._problem(replace(some_heads, pass_=pass_))
         assert truth["out"].shape == (2, 2, 8, 16) and ("dk" in bounds) == (pass_ == "bwd")
@@ -330,7 +330,7 @@ def test_check_of_some_heads_sees_errors_there_and_nan_everywhere(some_heads, pa
 
 
 def run_bench(directory, *arguments, prepare="", lengths=("--seq-len=32", "--causal=yes")):
-    """Run bench.py in a process of its own. `prepare` is Python that changes it first."""
+    """Run bench.py in a process of its own. `prepare` is Python code that first changes the module `bench`."""
     source = f"import sys, torch, bench\n{prepare}\nsys.exit(bench.main(sys.argv[1:]))"
     small = [*lengths, "--head-dim=16", "--batch=1", "--heads=2", "--json=run.json", "--wide"]
     return programs.python("-c", source, *small, *arguments, cwd=directory)
@@ -378,7 +378,7 @@ def test_run_with_shared_heads_and_another_dimension_of_v_is_checked_counted_and
     run = json.loads((tmp_path / "run.json").read_text())
     records = [entry["extra_info"] for entry in run["benchmarks"]]
     assert len([r for r in records if r["impl"] in ("sdpa", "v0_naive")]) == (4 if DEVICE == "cpu" else 2)
-    assert {r["failure"] for r in run["failures"]} <= {"n/a"}  # not every library takes this
+    assert {r["failure"] for r in run["failures"]} <= {"n/a"}  # not every library supports this workload
     assert {(r["heads"], r["kv_heads"], r["head_dim"], r["value_dim"]) for r in records} == {(2, 1, 16, 32)}
     assert {r["pass"]: r["flops"] for r in records} == {"fwd": 32**2 * 2 * (16 + 32), "bwd": 32**2 * 2 * (3 * 16 + 2 * 32)}
     assert {entry["group"] for entry in run["benchmarks"]} == {
@@ -458,7 +458,7 @@ bench.BASELINES["wrong"] = lambda q, k, v, *, causal: 1.01 * v0(q, k, v, causal=
     run = json.loads((tmp_path / "run.json").read_text())
     assert "wrong" not in [entry["name"] for entry in run["benchmarks"]]
     assert [(r["impl"], r["pass"], r["failure"]) for r in run["failures"]] == [("wrong", p, "WRONG") for p in ("fwd", "bwd")]
-    assert " > " in run["failures"][0]["note"]  # the error and its bound
+    assert " exceeds " in run["failures"][0]["note"]  # the note has the error and its bound
     assert "WRONG" in done.stdout
 
 
@@ -510,7 +510,7 @@ def test_failure_of_a_case_shows_its_traceback_and_fails_the_run(tmp_path):
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU measures times")
 def test_saved_runs_without_a_gpu_say_to_pytest_benchmark_what_they_are(tmp_path):
-    """pytest-benchmark calls every number a time. An interpreter's time would mean nothing."""
+    """pytest-benchmark calls every number a time. Here the number must be a counted time, because an interpreter is slow."""
     for _ in range(2):
         assert run_bench(tmp_path, "--stage=v0", "--pass=fwd").returncode == 0
     command = [str(Path(sys.executable).with_name("pytest-benchmark")), "compare", "--columns=median", "--name=short"]

@@ -1,4 +1,4 @@
-"""Bad input is refused before any kernel runs. The message names the argument and its fault."""
+"""A stage refuses wrong input before any kernel runs. The message names the argument and its fault."""
 
 import math
 
@@ -16,12 +16,12 @@ GOOD = dict(zip("qkv", make_inputs(5, 7, 16), strict=False))
 
 
 def each(change):
-    """All three tensors with the same change."""
+    """Return all three tensors with the same change."""
     return {name: change(tensor) for name, tensor in GOOD.items()}
 
 
 def nested(layout):
-    """Two sequences of a head, of different lengths."""
+    """Return a nested tensor with two sequences of different lengths."""
     return torch.nested.nested_tensor([torch.zeros(length, 16) for length in (3, 5)], layout=layout)
 
 
@@ -48,7 +48,7 @@ BAD = {
     "head dimension of 8": (each(lambda t: t[..., :8]), ValueError, r"head_dim, .*, must be one of \(16, 32, .*\), got 8"),
     "head dimension of 48": (each(lambda t: t.repeat(1, 1, 1, 3)), ValueError, "head_dim, .*, must be one of .* got 48"),
     "k of another batch": ({"k": GOOD["k"][:1]}, ValueError, r"k must be .* k \(1, 3, 7, 16\)"),
-    "fewer heads in k": ({"k": GOOD["k"][:, :1]}, ValueError, r"v must have .* of k, \(2, 1, 7\), got \(2, 3, 7\)"),
+    "fewer heads in k": ({"k": GOOD["k"][:, :1]}, ValueError, r"v must have k's .* \(2, 1, 7\), got \(2, 3, 7\)"),
     "heads that cannot be shared out": (
         {"k": GOOD["k"][:, :2], "v": GOOD["v"][:, :2]},
         ValueError,
@@ -60,8 +60,8 @@ BAD = {
         "a multiple .* got 3 and 6",
     ),
     "k of another head dimension": ({"k": GOOD["k"].repeat(1, 1, 1, 2)}, ValueError, r"k must be .* k \(2, 3, 7, 32\)"),
-    "v shorter than k": ({"v": GOOD["v"][:, :, 1:]}, ValueError, r"v must have .* of k, \(2, 3, 7\), got \(2, 3, 6\)"),
-    "v of another batch": ({"v": GOOD["v"][:1]}, ValueError, r"v must have .* of k, \(2, 3, 7\), got \(1, 3, 7\)"),
+    "v shorter than k": ({"v": GOOD["v"][:, :, 1:]}, ValueError, r"v must have k's .* \(2, 3, 7\), got \(2, 3, 6\)"),
+    "v of another batch": ({"v": GOOD["v"][:1]}, ValueError, r"v must have k's .* \(2, 3, 7\), got \(1, 3, 7\)"),
     "v of a strange head dimension": ({"v": GOOD["v"].repeat(1, 1, 1, 3)}, ValueError, "the last dimension of v .* got 48"),
     "causal is a number": ({"causal": 1}, TypeError, "causal must be a bool or 'bottom-right', got int"),
     "causal is None": ({"causal": None}, TypeError, "causal must be a bool or 'bottom-right', got NoneType"),
@@ -69,17 +69,17 @@ BAD = {
     "a query that sees no key": (
         {"causal": "bottom-right", "q": GOOD["q"].repeat(1, 1, 9, 1)},
         ValueError,
-        "no more queries than keys, .* got .* and 7",
+        "at least as many keys as queries, got .* queries and 7 keys",
     ),
     "scale is text": ({"scale": "0.1"}, TypeError, "scale must be a number or None, got str"),
     "scale is numpy's bool": ({"scale": numpy.True_}, TypeError, "scale must be a number or None, got bool"),
     "scale is a bool": ({"scale": True}, TypeError, "scale must be a number or None, got bool"),
     "scale is a tensor": ({"scale": torch.ones(())}, TypeError, "scale must be a number or None, got Tensor"),
-    "scale is NaN": ({"scale": math.nan}, ValueError, "scale must be 0 or of a size from 1e-30 to 1e.06, got nan"),
-    "scale is infinite": ({"scale": -math.inf}, ValueError, "scale must be 0 or of a size .* got -inf"),
-    "scale is no float": ({"scale": 10**400}, ValueError, "scale must be 0 or of a size .* got 1000"),
-    "scale is too large": ({"scale": 1.1e6}, ValueError, "scale must be 0 or of a size .* got 1100000.0"),
-    "scale is too small": ({"scale": -0.9e-30}, ValueError, "scale must be 0 or of a size .* got -9e-31"),
+    "scale is NaN": ({"scale": math.nan}, ValueError, "scale must be 0 or have an absolute value from 1e-30 to 1e.06, got nan"),
+    "scale is infinite": ({"scale": -math.inf}, ValueError, "scale must be 0 or have an absolute value .* got -inf"),
+    "scale is no float": ({"scale": 10**400}, ValueError, "scale must be 0 or have an absolute value .* got 1000"),
+    "scale is too large": ({"scale": 1.1e6}, ValueError, "scale must be 0 or have an absolute value .* got 1100000.0"),
+    "scale is too small": ({"scale": -0.9e-30}, ValueError, "scale must be 0 or have an absolute value .* got -9e-31"),
     "return_lse is text": ({"return_lse": "no"}, TypeError, "return_lse must be a bool, got str"),
     "return_lse is None": ({"return_lse": None}, TypeError, "return_lse must be a bool, got NoneType"),
 }
@@ -93,7 +93,7 @@ def test_a_gpu_that_was_asked_for_and_is_not_there():
 
 
 class Calls(TorchDispatchMode):
-    """Counts the calls of the stages' operators, which run all kernels."""
+    """Count the calls of the stages' operators, which run all kernels."""
 
     count = 0
 

@@ -1,4 +1,4 @@
-"""The Makefile: the variables that a target needs, and the Python that it sets up."""
+"""The Makefile asks for the variables that a target needs, and sets up the right Python."""
 
 import os
 import pathlib
@@ -33,7 +33,7 @@ OURS = (
 
 
 def make(directory, *arguments, **environment):
-    """Run make without its own variables, which `make test` has passed on."""
+    """Run make without the variables that an outer `make test` has set."""
     clean = {name: value for name, value in os.environ.items() if name not in OURS}
     return subprocess.run(
         ["make", "--no-print-directory", *arguments], cwd=directory, capture_output=True, text=True, env=clean | environment,
@@ -73,7 +73,7 @@ def test_reference_hands_over_its_grid():
 
 
 def targets():
-    """The targets that the Makefile declares phony: all targets for users."""
+    """Return the targets that the Makefile declares as phony. These are all targets for users."""
     return next(line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith(".PHONY:")).split()[1:]
 
 
@@ -172,4 +172,4 @@ def test_environment_takes_the_versions_that_all_packages_have_wheels_for(python
     done = make(tmp_path, ".venv/installed", PATH=str(commands))
     assert (done.returncode == 0) == found == (tmp_path / ".venv" / "installed").exists(), done.stdout + done.stderr
     if not found:
-        assert f"Python 3.11 to 3.14 is needed and python3 is Python {python3[0]} {python3[1]}" in done.stderr
+        assert f"Python 3.11 to 3.14 is needed, and python3 is Python {python3[0]} {python3[1]}" in done.stderr

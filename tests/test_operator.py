@@ -1,4 +1,4 @@
-"""Every stage as a PyTorch operator: compilation, checkpointing, autocast, streams, graphs, devices, huge tensors."""
+"""Every stage works as a PyTorch operator, with compilation, checkpointing, autocast, streams, graphs and huge tensors."""
 
 import concurrent.futures
 import contextlib
@@ -25,7 +25,7 @@ SCALE = 0.2
 
 
 def gradients(function, leaves, grad_out):
-    """The result of `function` and its gradients, under the names of the other helpers."""
+    """Return the result of `function` and its gradients, under the names that `cases.run` uses."""
     out = function(*leaves)
     dq, dk, dv = torch.autograd.grad(out, leaves, grad_out)
     return {"out": out.detach(), "dq": dq, "dk": dk, "dv": dv}
@@ -36,14 +36,14 @@ def as_leaves(*tensors):
 
 
 def stage_operators(stage):
-    """The forward and the backward operator of a stage's attention."""
+    """Return the forward operator and the backward operator of a stage's attention."""
     name = stage.__name__.removeprefix("stages.")
     return (getattr(torch.ops.kernel_evolution, f"{name}_{part}").default for part in ("forward", "backward"))
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_opcheck(stage, transposed):
-    """PyTorch's own check of schema, fake tensors (shapes, dtypes and strides) and autograd registration."""
+    """PyTorch's own check accepts the schema, the fake tensors (shapes, dtypes, strides) and the autograd registration."""
     q, k, v, grad_out = make_inputs(9, 20, **FEW_SHARED)
     if transposed:
         q, k, v, grad_out = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (q, k, v, grad_out))
@@ -58,7 +58,7 @@ LAYOUTS = {"transposed": Layout("bshd"), "expanded": Layout(expanded="h")}
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_fake_results_are_laid_out_like_real_ones(stage, layout):
-    """Compiled code takes the strides of results from fake results, also if values are smaller or larger than keys."""
+    """Compiled code takes the strides of results from fake results, even if V's head dimension differs from K's."""
     forward, backward = stage_operators(stage)
     for value_dim in (16, 64):
         q, k, v, grad_out = map(layout.place, make_inputs(3, 5, batch=2, heads=2, value_dim=value_dim))
@@ -69,7 +69,7 @@ def test_fake_results_are_laid_out_like_real_ones(stage, layout):
 
 @pytest.mark.parametrize("columns", [8, 32])
 def test_rows_of_another_size_lie_in_the_same_order(columns):
-    """The rows keep the tensor's order in memory, whichever dimensions are expanded. Fake tensors give the same strides."""
+    """The rows keep the tensor's order in memory for every expanded dimension. Fake tensors give equal strides."""
     values, fakes = torch.zeros(2, 3, 5, 16, device=DEVICE), FakeTensorMode()
     expansions = itertools.chain.from_iterable(itertools.combinations("bhs", number) for number in range(4))
     for order, expanded in itertools.product(itertools.permutations("bhs"), expansions):
@@ -81,7 +81,7 @@ def test_rows_of_another_size_lie_in_the_same_order(columns):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_without_a_graph_break(stage, dynamic):
-    """Forward and backward run in a compiled function, with other work around them. Another length compiles nothing again."""
+    """Forward and backward run in a compiled function with other operations. Another length causes no new compilation."""
     compilations = torch._dynamo.testing.CompileCounterWithBackend("inductor" if on_gpu else "aot_eager")
 
     def model(q, k, v):
@@ -100,15 +100,17 @@ def test_compiled_without_a_graph_break(stage, dynamic):
 
 @pytest.mark.parametrize("run", [by_operator, by_functions])
 def test_repeated_calls_of_one_kind_are_right(stage, run):
-    """On a GPU, the third call and later ones repeat the launches of the second, with their own tensors."""
+    """On a GPU, the third and later calls replay the launches of the second call with their own tensors."""
     kept = []
     for _ in range(4):
         inputs = make_inputs(*TILED, **FEW_SHARED)
-        kept.append((inputs, check(stage, *inputs, causal="bottom-right", run=run)))  # so that each call gets other memory
+        kept.append(
+            (inputs, check(stage, *inputs, causal="bottom-right", run=run))
+        )  # keep the tensors, so that each call gets other memory
 
 
 def test_a_profiler_sees_the_operators(stage, unordered):
-    """Calls that nobody watches bypass PyTorch's dispatcher, and have the same results."""
+    """Calls without compiler, profiler or transform bypass PyTorch's dispatcher. Their results are equal."""
     inputs = make_inputs(*TILED, **FEW_SHARED)
     alone = by_operator(stage, *inputs, causal=True, scale=SCALE)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -119,7 +121,7 @@ def test_a_profiler_sees_the_operators(stage, unordered):
 
 
 def test_a_lazy_negation(stage, unordered):
-    """PyTorch may store a negation as a flag, as in a conjugate's imaginary part. Its dispatcher then negates the memory."""
+    """PyTorch may store a negation as a flag, as in a conjugate's imaginary part. The dispatcher then negates the memory."""
     q, k, v, grad_out = make_inputs(9, 20, dtype=torch.float32, **FEW)
     turned = torch._neg_view(-k)
     assert turned.is_neg() and torch.equal(turned, k)
@@ -148,7 +150,7 @@ def test_only_the_gradients_that_are_asked_for(stage):
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing(stage, use_reentrant, unordered):
-    """The forward runs again inside the backward, and gives the same bits."""
+    """With checkpointing, the forward runs again inside the backward, and gives equal bits."""
     q, k, v, grad_out = make_inputs(*TILED, **FEW_SHARED)
 
     def attend(q, k, v):
@@ -178,7 +180,7 @@ def test_autocast_casts_the_inputs(stage, dtype, unordered):
 
 
 def test_autocast_leaves_float64_alone(stage):
-    """Autocast leaves float64 as it is, as for SDPA. The stage refuses it, and must not take it as bfloat16."""
+    """Autocast does not cast float64, as in SDPA. The stage must refuse float64, and not read it as bfloat16."""
     q, k, v, _ = make_inputs(*TILED, **FEW)
     with torch.autocast(DEVICE, torch.bfloat16), pytest.raises(TypeError, match="float64"):
         stage.attention(q.double(), k.double(), v.double())
@@ -219,7 +221,7 @@ def test_a_reloaded_stage_is_the_new_one(stage):
 
 
 def test_differentiating_twice_raises(stage):
-    """A silent second derivative of zero would be worse."""
+    """A second derivative raises an error, because a silent zero would be worse."""
     q, k, v, grad_out = make_inputs(9, 20, 16, torch.float32, **FEW)
     leaves = as_leaves(q, k, v)
     out = stage.attention(*leaves)
@@ -231,7 +233,7 @@ def test_differentiating_twice_raises(stage):
 @needs_gpu
 @pytest.mark.parametrize("calls", [1, 3])
 def test_cuda_graph_after_some_calls(stage, calls, unordered):
-    """A graph replay reads the current values of the captured inputs. The captured call may be a repeated one."""
+    """A replay of a CUDA graph reads the current values of the captured inputs, even if the captured call was replayed."""
     static = as_leaves(*make_inputs(130, 200)[:3])
     grad_out = torch.randn_like(static[0])
     for _ in range(calls):
@@ -250,7 +252,7 @@ def test_cuda_graph_after_some_calls(stage, calls, unordered):
 @needs_gpu
 @pytest.mark.parametrize("calls", [1, 3])
 def test_a_stream_that_is_not_the_default(stage, calls, unordered):
-    """That stream is still computing the inputs. A kernel launched elsewhere would read them too early."""
+    """A side stream is still computing the inputs. A kernel on another stream would read them too early."""
     inputs = make_inputs(130, 200)
     for _ in range(calls):
         expected = by_operator(stage, *inputs, causal=True, scale=SCALE)
@@ -269,7 +271,7 @@ def test_a_stream_that_is_not_the_default(stage, calls, unordered):
 @needs_gpu
 @pytest.mark.parametrize("calls", [1, 3])
 def test_a_thread_that_has_not_used_the_gpu_yet(stage, calls, unordered):
-    """A new thread has no CUDA context, which a tensor descriptor needs. Autograd's thread was the first such case."""
+    """A new thread, such as autograd's, has no CUDA context. A tensor descriptor needs a context."""
     inputs = make_inputs(130, 200)
     for _ in range(calls):
         expected = by_functions(stage, *inputs, causal=True, scale=SCALE)
@@ -281,7 +283,7 @@ def test_a_thread_that_has_not_used_the_gpu_yet(stage, calls, unordered):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("run", [by_operator, by_functions])
 def test_a_device_that_is_not_the_current_one(stage, run):
-    """Triton launches on the current device, wherever the tensors are."""
+    """Triton launches on the current device, even if the tensors are on another device. The stage must switch the device."""
     for _ in range(3):
         check(stage, *make_inputs(130, 200), causal=True, run=run)
     inputs = tuple(tensor.to("cuda:1") for tensor in make_inputs(130, 200))
@@ -294,7 +296,7 @@ def test_a_device_that_is_not_the_current_one(stage, run):
 @needs_gpu
 @pytest.mark.parametrize("huge", ["batch", "heads", "rows"])
 def test_strides_past_two_to_the_31_elements(stage, huge):
-    """An int32 product of index and stride would wrap around. q, k, v and dO are interleaved, with elements far apart."""
+    """The product of index and stride exceeds int32. q, k, v and dO are interleaved, with elements far apart."""
     batch, head, row = {"batch": (2**31 + 64, 256, 1024), "heads": (256, 2**30 + 64, 512), "rows": (256, 512, 2**25 + 64)}[huge]
     memory = torch.empty(2**32, dtype=torch.float16, device=DEVICE)  # 8 GiB
 
@@ -308,7 +310,7 @@ def test_strides_past_two_to_the_31_elements(stage, huge):
 @needs_gpu
 @pytest.mark.parametrize("shared", [1, 2])
 def test_results_past_two_to_the_31_elements(stage, shared):
-    """Contiguous outputs reach so far only with this many heads. The inputs are one head's, expanded over all heads."""
+    """Offsets in contiguous outputs exceed int32 only with this many heads. The inputs are one head, expanded to all heads."""
     heads, seq, head_dim = 2**31 // (160 * 256) + 2, 160, 256
     torch.cuda.empty_cache()  # release memory that earlier tests have freed
     if torch.cuda.mem_get_info()[0] < 100 * 2**30:
@@ -329,7 +331,7 @@ def test_results_past_two_to_the_31_elements(stage, shared):
 
 
 class Wrapped(torch.Tensor):
-    """A tensor whose elements are in another one. Only the dispatcher finds them there."""
+    """A tensor whose elements are in another tensor. Only the dispatcher finds the elements."""
 
     @staticmethod
     def __new__(cls, inner):
@@ -346,7 +348,7 @@ class Wrapped(torch.Tensor):
 
 @pytest.mark.parametrize("which", range(5), ids=["q", "k", "v", "out", "lse"])
 def test_one_saved_tensor_may_come_back_as_another_class(stage, which, unordered):
-    """A kernel would look for the tensor's elements in the wrong place."""
+    """A tensor subclass goes through the dispatcher. A kernel would look for its elements in the wrong place."""
     q, k, v, grad_out = make_inputs(9, 20, **FEW_SHARED)
     expected = by_operator(stage, q, k, v, grad_out, causal=True, scale=SCALE)
     order = itertools.count()

@@ -1,4 +1,4 @@
-"""Attention of any stage over a sequence that several processes share equals one process's attention over all of it."""
+"""Ring attention over a sequence that several processes share equals one process's attention over the whole sequence."""
 
 import functools
 import itertools
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this PyTorch ha
 
 
 def on(size):
-    """A number of ranks as a test's parameter. It is skipped if there are fewer GPUs."""
+    """Return a number of ranks as a test's parameter. The test is skipped if the machine has fewer GPUs."""
     return pytest.param(size, marks=pytest.mark.skipif(size > max(MOST, 2), reason=f"needs {size} GPUs"))
 
 
@@ -37,7 +37,7 @@ sizes = pytest.mark.parametrize("size", [*map(on, SIZES)])
 
 
 def by_ring(stage, q, k, v, grad_out, *, causal, scale, group):
-    """All results of a stage. Each rank returns them for the whole sequence."""
+    """Return all results of a stage. Each rank returns them for the whole sequence."""
     q, k, v, grad_out = (shard(tensor, 2, group) for tensor in (q, k, v, grad_out))
     leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
     out, lse = ring_attention(stage, *leaves, group=group, causal=causal, scale=scale, return_lse=True)
@@ -46,7 +46,7 @@ def by_ring(stage, q, k, v, grad_out, *, causal, scale, group):
 
 
 def as_one(group, name, causal, seq, dtype, shape, again=False):
-    """Compare a stage's results with float64. With `again`, compare their bits with a second call's too."""
+    """Compare a stage's results with float64. With `again`, also compare their bits with the bits of a second call."""
     stage, problem = stages.load(name), make_inputs(seq, seq, dtype=dtype, **shape)
     run = functools.partial(by_ring, group=group)
     first = check(stage, *problem, causal=causal, run=run)
@@ -62,8 +62,10 @@ def in_double(q, k, v, causal):
 
 
 def gradients_with_lse(group, causal, uses):
-    """Compare gradients with autograd in float64. For each rank, `uses` says whether
-    the gradients come through `out`, through the LSE or through both."""
+    """Compare gradients with autograd in float64.
+
+    For each rank, `uses` says whether the gradients come through `out`, through the LSE, or through both.
+    """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     q, k, v, grad_out = make_inputs(4 * size, 4 * size, dtype=torch.float32)
     grad_lse = torch.randn(q.shape[:3]).to(q)
@@ -85,7 +87,7 @@ def gradients_with_lse(group, causal, uses):
 
 
 def attend(group, by_rank):
-    """A small forward. `by_rank` changes the shape of q, k and v, a dtype, or options on some ranks."""
+    """Run a small forward. `by_rank` changes shapes, a dtype, or options on some ranks."""
     other = dict(by_rank.get(dist.get_rank(group), {}))
     shape, kv_heads = other.pop("shape", (1, 2, 6, 16)), other.pop("kv_heads", 2)
     q = torch.ones(shape, dtype=other.pop("dtype", torch.float16), device=DEVICE)
@@ -123,7 +125,7 @@ def make_inputs_again(*shape):
 
 
 def rounds_and_layouts(group):
-    """`unshard` undoes `shard` along each dimension. A rank has the parts that the docstring of `shard` names."""
+    """`unshard` undoes `shard` along each dimension. A rank gets the chunks that the docstring of `shard` names."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     for dim in (0, 1, -1):
         whole = torch.arange(3 * (4 * size) ** 2, device=DEVICE).view(4 * size, 12 * size).to(torch.float32)
@@ -136,7 +138,7 @@ def rounds_and_layouts(group):
 
 
 def with_checkpoint_and_autocast(group):
-    """A result recomputed in the backward is the same, and autocast computes in its dtype."""
+    """A result that the backward computes again has equal bits. Under autocast, the results have autocast's dtype."""
     q, k, v, grad_out = (shard(t, 2, group) for t in make_inputs(16, 16, dtype=torch.float32))
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
     attention = functools.partial(ring_attention, stages.load("v3"), group=group, causal=True)
@@ -148,7 +150,7 @@ def with_checkpoint_and_autocast(group):
 
 
 def end_at_step(group, who, backward):
-    """A forward or a backward during which rank `who` ends."""
+    """Run a forward or a backward during which rank `who` ends."""
 
     def forward(q, k, v, *, causal, scale):
         if dist.get_rank(group) == who and not causal and not backward:
@@ -252,7 +254,7 @@ def test_ranks_with_different_arguments_all_raise(ranks, other, message):
         assert isinstance(outcome, ValueError), outcome
         with pytest.raises(ValueError, match=rf"ranks of the group differ: rank 0 has v3.*; rank 1 has .*{message}"):
             raise outcome
-    assert len(set(ranks.call(2, attend, {}))) == 1, "and nothing is left over"
+    assert len(set(ranks.call(2, attend, {}))) == 1, "a message of the failed call was left over"
 
 
 def test_a_rank_that_differs_after_many_calls(ranks):
@@ -280,12 +282,12 @@ def test_unlike_parts_are_no_sequence(ranks):
 
 
 @pytest.mark.parametrize(("function", "message"), [
-    (functools.partial(shard, torch.ones(1, 2, 6, 16), 2), "must be a multiple of 2 × 2, two chunks for each rank, got 6"),
-    (functools.partial(unshard, torch.ones(1, 2, 5, 16), 2), "must be even, two chunks, got 5"),
+    (functools.partial(shard, torch.ones(1, 2, 6, 16), 2), r"2 × 2 \(two chunks for each rank\), got 6"),
+    (functools.partial(unshard, torch.ones(1, 2, 5, 16), 2), r"must be even \(two chunks\), got 5"),
 ])  # fmt: skip
 def test_lengths_that_cannot_be_cut(function, message, monkeypatch):
     monkeypatch.setattr(ring, "_place", lambda group: (0, 2))
-    monkeypatch.setattr(dist, "get_world_size", lambda group: 1)  # nobody to ask
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 1)  # no other ranks to exchange texts with
     with pytest.raises(ValueError, match=message):
         function()
 
@@ -294,7 +296,7 @@ def test_a_name_is_no_stage(monkeypatch):
     monkeypatch.setattr(ring, "_place", lambda group: (0, 1))
     monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
     q = torch.ones(1, 1, 2, 16, device=DEVICE)
-    with pytest.raises(TypeError, match="stage must be a stage's module, as stages.load gives it, got str"):
+    with pytest.raises(TypeError, match="stage must be a stage's module, as stages.load returns it, got str"):
         ring_attention("v3", q, q, q)
 
 
@@ -331,7 +333,7 @@ def test_two_blocks_are_held_beside_the_own_one(monkeypatch):
     (2, 6, ["send", 3, 6, "send", 3]), (3, 6, ["send", 2, "send", 6, "send", 6, "send", 4]), (2, 1, ["send", 1, 1, "send"]),
 ])  # fmt: skip
 def test_sends_of_a_backward_run_while_heads_are_computed(size, kv_heads, events, monkeypatch):
-    """`events` are the sends of K and V or gradients, and the K/V heads of each call of the stage, in order."""
+    """Transfers run while the stage computes. `events` has the sends, and the K/V heads of each call, in order."""
     seen = []
 
     def backward(grad_out, q, k, v, out, lse, *, causal, scale):
@@ -361,7 +363,7 @@ def test_a_rank_that_ends_ends_the_others(backward):
     other, gone = ranks.outcomes(2, end_at_step, 1, backward)
     ranks.end()
     assert isinstance(gone, EOFError)
-    # With NCCL the process waits for a waiting GPU, until NCCL's watchdog ends it.
+    # With NCCL the GPU waits for the ended rank, and the process waits for the GPU. NCCL's watchdog then ends the process.
     assert isinstance(other, RuntimeError if DEVICE == "cpu" else (RuntimeError, EOFError)), other
 
 

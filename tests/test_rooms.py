@@ -1,4 +1,4 @@
-"""Imports run one way: code that shows results imports code that runs kernels. All files have one format."""
+"""Packages import only in one direction, and all files have one format."""
 
 import ast
 import pathlib
@@ -17,12 +17,12 @@ ORDER = (  # a package imports only from itself and from packages before it in t
 
 
 def rank(module):
-    """The place of a dotted name in ORDER. None for other projects, and for the package `common` itself."""
+    """Return the place of a dotted name in ORDER. Return None for other projects, and for the package `common` itself."""
     return next((place for place, room in enumerate(ORDER) if f"{module}.".startswith(f"{room}.")), None)
 
 
 def imported(path):
-    """The dotted names of all imports in a file."""
+    """Return the dotted names of all imports in a file."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -1,4 +1,4 @@
-"""`make test` runs one round of pytest without a GPU, two with one. A stand-in for Python records the rounds."""
+"""`make test` runs pytest once without a GPU, and twice with a GPU. A stand-in for Python records the runs."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ sys.exit(int(os.environ["ALONE" if "alone" in marks and "not alone" not in marks
 
 @pytest.fixture
 def make(tmp_path):
-    """Run a target; returns its exit status and the arguments of each round of pytest."""
+    """Run a target. Return its exit status, and the arguments of each run of pytest."""
     python, log = tmp_path / "python", tmp_path / "log"
     python.write_text(PYTHON)
     python.chmod(0o755)

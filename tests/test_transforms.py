@@ -1,4 +1,4 @@
-"""Every stage under torch.func: reverse mode and vmap are right; forward mode and second derivatives are refused."""
+"""Every stage works under torch.func with reverse mode and vmap. It refuses forward mode and second derivatives."""
 
 import pickle
 
@@ -16,13 +16,13 @@ SCALE = 0.2
 
 @pytest.fixture
 def problem(stage):
-    """`attend(q, k, v)`, which is causal, and its arguments, which have few rows."""
+    """Return a causal `attend(q, k, v)`, and arguments with few rows for it."""
     tensors = make_inputs(2, 3, 16, torch.float32, heads=2, kv_heads=1)[:3]
     return (lambda q, k, v: stage.attention(q, k, v, causal=True, scale=SCALE)), tensors
 
 
 def attend_all(attend):
-    """`attend` for one batch element, mapped over the batch."""
+    """Return `attend` for one batch element, mapped over the batch by vmap."""
     return vmap(lambda q, k, v: attend(q[None], k[None], v[None])[0])
 
 
@@ -83,7 +83,7 @@ def test_vmap_of_grad_gives_the_gradients_of_each_element(problem):
     "transform", [vmap, lambda f: grad(lambda *one: f(*one).sum()), jacrev], ids=["vmap", "grad", "jacrev"]
 )
 def test_transforms_can_be_compiled(transform):
-    """All stages share this code, so one is enough."""
+    """All stages share this code, so the test runs one stage."""
     attention = stages.load(stages.names()[0]).attention
     tensors = make_inputs(2, 3, 16, torch.float32)[:3]
 
@@ -116,7 +116,7 @@ FORWARD_MODE = {
 @pytest.mark.parametrize("differentiate", FORWARD_MODE.values(), ids=FORWARD_MODE.keys())
 @pytest.mark.parametrize("through", ["attention", "operator"])
 def test_forward_mode_is_refused_before_a_kernel_runs(stage, problem, through, differentiate, monkeypatch):
-    """PyTorch assumes that an operator without forward-mode derivatives has tangents of zero."""
+    """A stage raises an error. PyTorch would assume that an operator without forward-mode derivatives has zero tangents."""
     attend, (q, k, v) = problem
     if through == "operator":
         name = stage.__name__.removeprefix("stages.")
@@ -142,7 +142,7 @@ def test_a_tangent_of_the_output_s_gradient_is_refused(problem):
 
 
 def test_forward_mode_around_a_call_without_tangents(problem):
-    """A tensor that is constant there has a tangent of zero, which is right."""
+    """A tensor that does not depend on the differentiated input has a zero tangent, which is right."""
     attend, (q, k, v) = problem
     out, tangent = jvp(lambda x: x * attend(q, k, v), (q,), (q,))
     torch.testing.assert_close([out, tangent], [q * attend(q, k, v)] * 2)

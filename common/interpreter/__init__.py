@@ -1,1 +1,1 @@
-"""Kernels on a CPU: repairs to Triton's interpreter, and an interpreter for Gluon."""
+"""Run kernels on a CPU: repair Triton's interpreter, and interpret Gluon."""

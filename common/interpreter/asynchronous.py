@@ -1,6 +1,6 @@
-"""Asynchronous operations that a partition issues: TMA copies and warpgroup matmuls.
+"""Interpret the asynchronous operations that a partition issues: TMA copies and warpgroup matmuls.
 
-Between the issue of an operation and the wait for it, the seed chooses when the operation takes place.
+An operation takes place between its issue and the end of the wait for it. A random seed chooses the moment.
 """
 
 import torch
@@ -11,24 +11,23 @@ from .values import Register, Values, in_triton, operand
 
 
 class Traffic:
-    """Hooks for a kernel's global memory traffic and matmuls; `common.measure.counter` watches them."""
+    """Hooks for a kernel's global memory traffic and matmuls. `common.measure.counter` replaces them."""
 
     def read(self, nbytes: int, first: int, last: int):
-        """Called when `nbytes` are read from global memory. `first` and `last` are the addresses of the first and the last
-        element."""
+        """Handle a read of `nbytes` from global memory. `first` and `last` are addresses of elements."""
 
     def write(self, nbytes: int, first: int, last: int, adds: bool = False):
-        """Called when `nbytes` are written to global memory, or added to what is there."""
+        """Handle a write of `nbytes` to global memory. If `adds` is true, the bytes are added to the values there."""
 
     def multiply(self, flops: int):
-        """Called when a matmul of `flops` FLOPs takes place."""
+        """Handle a matmul of `flops` FLOPs."""
 
 
 traffic = Traffic()
 
 
 def _ends(part: torch.Tensor) -> tuple[int, int]:
-    """The addresses of the first and the last element of a part of a tensor."""
+    """Return the addresses of the first and the last element of a part of a tensor."""
     steps = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True)) if part.numel() else 0
     return part.data_ptr(), part.data_ptr() + steps * part.itemsize
 
@@ -46,7 +45,7 @@ class Descriptor:
         self.shape, self.strides = self._tensor.shape, self._tensor.stride()
 
     def clipped(self, coord):
-        """Return the part of the tensor that a tile covers, and the slices of the tile that are filled from this part."""
+        """Return the part of the tensor that a tile covers, and the slices of the tile that this part fills."""
         inside, of_tile = [], []
         for first, size, end in zip(map(int, coord), self.block_shape, self._tensor.shape, strict=True):
             begin, stop = max(first, 0), max(min(first + size, end), 0)
@@ -55,7 +54,7 @@ class Descriptor:
         return self._tensor[tuple(inside)], tuple(of_tile)
 
     def tile(self, coord):
-        """Return a tile, padded outside of the tensor."""
+        """Return a tile. Elements outside of the tensor get the padding value."""
         part, of_tile = self.clipped(coord)
         whole = torch.full(self.block_shape, self._padding, dtype=self._tensor.dtype)
         whole[of_tile] = part
@@ -63,12 +62,13 @@ class Descriptor:
         return whole
 
     def check(self, coord, buffer: Buffer):
-        """Fail unless there is a coordinate for each dimension and the buffer has the tile's size and dtype."""
+        """Fail unless each dimension has a coordinate, and the buffer has the tile's size and dtype."""
         if len(coord) != len(self.block_shape):
-            now().fail(f"{len(coord)} coordinates for `{self.name}`, which has {len(self.block_shape)} dimensions")
+            now().fail(f"got {len(coord)} coordinates for `{self.name}`, which has {len(self.block_shape)} dimensions")
         if buffer.numel != self.block_type.numel or buffer.dtype != self.dtype:
             now().fail(
-                f"a copy between {buffer}, {buffer.dtype} {buffer.shape}, and `{self.name}`, {self.dtype} {self.block_shape}"
+                f"a copy needs one dtype and size, but {buffer} is {buffer.dtype} {buffer.shape} "
+                f"and a tile of `{self.name}` is {self.dtype} {self.block_shape}"
             )
 
 
@@ -82,7 +82,7 @@ class _BlockType:
 
 
 class Load:
-    """A TMA copy from global to shared memory; it signals a barrier."""
+    """A TMA copy from global to shared memory. The copy signals a barrier."""
 
     def __init__(self, descriptor: Descriptor, coord, barrier: Barrier, buffer: Buffer):
         descriptor.check(coord, buffer)
@@ -101,7 +101,7 @@ class Load:
 
 
 class Store:
-    """A TMA copy or addition from shared to global memory; its partition waits for it."""
+    """A TMA copy or addition from shared to global memory. The partition that issued the operation waits for it."""
 
     def __init__(self, descriptor: Descriptor, coord, buffer: Buffer, adds: bool):
         descriptor.check(coord, buffer)
@@ -117,12 +117,12 @@ class Store:
         now().switch()
 
     def take_place(self):
-        """Write or add the part of the tile that lies inside the tensor."""
+        """Write the part of the tile that lies inside the tensor, or add this part."""
         part, of_tile = self._descriptor.clipped(self._coord)
         tile = self.buffer.view.reshape(self._descriptor.block_shape)[of_tile]
         nbytes = part.numel() * part.itemsize
         if self._adds:
-            part += tile  # the L2 cache adds: the SM reads nothing
+            part += tile  # the L2 cache adds, so the SM reads nothing
         else:
             part.copy_(tile)
         traffic.write(nbytes, *_ends(part), self._adds)
@@ -130,7 +130,10 @@ class Store:
 
 
 def store_wait(pendings: int):
-    """tma.store_wait: wait until TMA has read the buffers of all stores of this partition except the last `pendings` stores."""
+    """Wait until TMA has read the buffers of all stores of this partition, except the last `pendings` stores.
+
+    This is the meaning of `tma.store_wait`.
+    """
     partition = now().running
     waited_for = partition.stores[: max(0, len(partition.stores) - pendings)]
     now().switch(Waiting(lambda: all(store.over for store in waited_for), lambda: "its stores"))
@@ -142,12 +145,12 @@ def store_wait(pendings: int):
 
 
 class Matmul(Values):
-    """warpgroup_mma: a matmul. The kernel can use the result only after warpgroup_mma_wait."""
+    """A matmul that `warpgroup_mma` issues. The kernel can use the result only after `warpgroup_mma_wait`."""
 
     def __init__(self, a, b, acc, use_acc):
         (m, k), n = a.shape, b.shape[1]
         if b.shape[0] != k or acc.shape != [m, n] or a.dtype != b.dtype:
-            now().fail(f"a matmul of {a.dtype} {a.shape} and {b.dtype} {b.shape}, added to {acc.shape}")
+            now().fail(f"cannot multiply {a.dtype} {a.shape} and {b.dtype} {b.shape}, and add the result to {acc.shape}")
         self.shape, self.flops = [m, n], 2 * m * k * n
         self._acc, self._use_acc = acc, use_acc
         self._events = 0
@@ -166,17 +169,17 @@ class Matmul(Values):
 
     @property
     def data(self):
-        """Fail: nobody has waited for this matmul."""
+        """Fail, because the kernel has not waited for this matmul."""
         return now().fail("a matmul's value is used before warpgroup_mma_wait")
 
     def __getattr__(self, name):
-        """Fail if the kernel uses an attribute of a tensor: nobody has waited for this matmul."""
+        """Fail if the kernel uses an attribute of a tensor, because the kernel has not waited for this matmul."""
         if name.startswith("__"):
             raise AttributeError(name)
         return self.data
 
     def take_place(self):
-        """Multiply, in float32."""
+        """Multiply the operands in float32."""
         a, b = (one.view if isinstance(one, Buffer) else one for one in self._operands)
         self._value = a.float() @ b.float()
         if self._use_acc:
@@ -184,12 +187,12 @@ class Matmul(Values):
         traffic.multiply(self.flops)
 
     def result(self) -> torch.Tensor:
-        """Return the value; the matmul takes place now if it has not yet."""
+        """Return the value. Let the matmul take place now if it has not yet."""
         now().perform(self)
         return self._value
 
     def finish(self):
-        """Complete the matmul, and let its partition know."""
+        """Complete the matmul. Its partition then knows that the reads of the operands are over."""
         self.result()
         self.over = True
         now().running.known |= self._events
@@ -198,10 +201,12 @@ class Matmul(Values):
 
 
 def matmul_wait(outstanding: int, results: list):
-    """warpgroup_mma_wait: wait until all matmuls of this partition except the last `outstanding` are over.
+    """Wait until all matmuls of this partition except the last `outstanding` are over.
+
+    This is the meaning of `warpgroup_mma_wait`.
 
     Returns:
-        `results`, where the values replace the finished matmuls: one object, or a tuple if there are several.
+        The tuple `results`, where a value replaces each finished matmul. If `results` has one entry, only this entry.
     """
     partition = now().running
     while len(partition.matmuls) > outstanding:

@@ -1,9 +1,11 @@
-"""Gluon on the CPU. The interpreter runs unchanged kernels, with warp roles, barriers, TMA and asynchronous matmuls.
+"""Interpret Gluon kernels on the CPU.
 
-`install` redirects every launch of a Gluon kernel to `run`, which executes the kernel's Python body. The entries of MEANING
-replace functions of Gluon and Triton. If a function has no entry, a call raises an error with the function's name. The module
-`schedule` orders the events, and `shared` finds races. `asynchronous` has copies and matmuls, and `values` has a kernel's
-variables.
+The interpreter runs unchanged kernels, with partitions, barriers, TMA and asynchronous matmuls. `install` redirects every
+launch of a Gluon kernel to `run`, which executes the kernel's Python body. MEANING replaces functions of Gluon and Triton. A
+call of a function without a replacement raises an error with the function's name.
+
+The module `schedule` orders the events, and `shared` finds races. `asynchronous` has copies and matmuls, and `values` has a
+kernel's variables.
 """
 
 import builtins
@@ -33,7 +35,7 @@ from .schedule import MARK, Program, begin, next_seed, now, outermost_frame
 from .shared import Barriers, Buffer, Memory
 from .values import Pointer, Register, Scalar, computed, in_torch, operand, promoted, tensor, value
 
-# id of a function of Gluon or Triton -> (the function, its replacement). The key is an id, because hashing a function is slow.
+# id of a function of Gluon or Triton -> (the function, its replacement). The key is the id, because hashing a function is slow.
 MEANING = {}
 
 
@@ -124,8 +126,11 @@ def _join(x, y):
 
 
 def _either(compute, or_nan):
-    """Return the meaning of maximum or minimum. If one operand is NaN, the result is the other operand. With PropagateNan.ALL,
-    the result is NaN. As in Triton, bfloat16 operands give a float32 result."""
+    """Return the replacement of `maximum` or `minimum`.
+
+    If one operand is NaN, the result is the other operand. With PropagateNan.ALL, the result is NaN. As in Triton, bfloat16
+    operands give a float32 result.
+    """
 
     def meaning(x, y, propagate_nan=tl.PropagateNan.NONE):
         chosen = or_nan if propagate_nan == tl.PropagateNan.ALL else compute
@@ -145,7 +150,7 @@ def _max(x, axis):
         return computed("row maximum", x.data.to(torch.promote_types(x.data.dtype, torch.int32)).amax(axis), x)
     data = x.data.to(torch.promote_types(x.data.dtype, torch.float32))
     largest = data.amax(axis)
-    if largest.isnan().any():  # the result is NaN only if the whole row is
+    if largest.isnan().any():  # the result must be NaN only if the whole row is NaN
         nan = data.isnan()
         largest = data.masked_fill(nan, float("-inf")).amax(axis).masked_fill(nan.all(axis), float("nan"))
     return computed("row maximum", largest, x)
@@ -161,7 +166,7 @@ def _sum(x, axis):
 @means(gl.associative_scan)
 def _associative_scan(x, axis, combine_fn):
     total, reach = x.data.movedim(axis, 0), 1
-    while reach < total.shape[0]:  # each element is now the combination of up to `reach` elements, itself and those before it
+    while reach < total.shape[0]:  # each element now combines itself and up to `reach` - 1 elements before it
         further = combine_fn(Register(total[:-reach], None), Register(total[reach:], None)).data
         total, reach = torch.cat([total[:reach], further]), 2 * reach
     return computed("scan", total.movedim(0, axis), x, layout=x.layout)
@@ -173,19 +178,19 @@ for _function, _compute in ((gl.abs, torch.abs), (gl.exp2, torch.exp2), (gl.log2
 
 @means(gl.inline_asm_elementwise)
 def _inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
-    """Evaluate the comment at the start of the assembly: an expression of the arguments a, b, c, …"""
+    """Evaluate the comment at the start of the assembly. The comment is an expression of the arguments a, b, c, …"""
     comment = re.match(r"/\*(.*?)\*/", asm)
     if comment is None:
-        now().fail("inline assembly that does not begin with a comment, the expression of a, b, … that it computes")
+        now().fail("inline assembly must begin with a comment: the expression of a, b, … that the assembly computes")
     names = dict(zip("abcdefgh", args, strict=False))
-    return eval(comment[1].strip(), {"gl": _Language(gl)}, names).to(dtype)  # trusted: the comment is the stage author's
+    return eval(comment[1].strip(), {"gl": _Language(gl)}, names).to(dtype)  # the stage's author wrote the comment
 
 
 # --- global memory
 
 
 def _ends(pointer, offsets) -> tuple[int, int]:
-    """The lowest and the highest address of some elements."""
+    """Return the lowest and the highest address of some elements."""
     start, size = pointer.elements.data_ptr(), pointer.elements.itemsize
     return (start + int(offsets.min()) * size, start + int(offsets.max()) * size) if offsets.numel() else (start, start)
 
@@ -209,7 +214,7 @@ def _store(pointer, stored, mask=None):
 
 
 def _add_up(pointer, added, mask=None):
-    """Add to memory; return the number of bytes."""
+    """Add to global memory, and return the number of added bytes."""
     offsets, counts = pointer.at(mask)
     added = torch.as_tensor(operand(added)).to(pointer.elements.dtype).expand(offsets.shape)
     pointer.elements.index_put_((offsets[counts],), added[counts], accumulate=True)
@@ -227,13 +232,13 @@ def _atomic_add(pointer, added, mask=None):
 
 
 def add_in_memory(pointer, added):
-    """Add in the L2 cache, without a result: the SM reads nothing."""
+    """Let the L2 cache add a tile to global memory. The SM reads nothing, because it needs no result."""
     nbytes = _add_up(pointer, added)
     if now().timing:
         now().timing.copy(now().running, "add", nbytes)
 
 
-# --- shared memory, barriers, TMA, matmuls, roles
+# --- shared memory, barriers, TMA, matmuls, partitions
 
 
 @means(gl.allocate_shared_memory)
@@ -311,7 +316,7 @@ def _warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None)
 
 
 class _Language:
-    """A module of Triton, with functions replaced by their meanings."""
+    """A module of Triton in which MEANING replaces the functions."""
 
     def __init__(self, module):
         self._module = module
@@ -321,7 +326,7 @@ class _Language:
 
 
 def _meaning(thing, name):
-    """Return the interpreter's replacement of a kernel's global."""
+    """Return the object that the interpreter uses for a global of a kernel."""
     if id(thing) in MEANING:
         return MEANING[id(thing)][1]
     if isinstance(thing, types.ModuleType) and thing.__name__.startswith("triton"):
@@ -337,7 +342,7 @@ def _meaning(thing, name):
 
 @functools.cache
 def _translated(function):
-    """Return a kernel's function with its globals replaced."""
+    """Return a copy of a kernel's function in which every global has its interpreted meaning."""
     scope = {MARK: True}
     made = types.FunctionType(function.__code__, scope, function.__name__, None, function.__closure__)
     made.__defaults__ = function.__defaults__ and tuple(_meaning(one, "a default") for one in function.__defaults__)
@@ -383,7 +388,7 @@ def run(kernel: GluonJITFunction, *args, grid, warmup, **options):
     arguments = given.arguments
     size = grid(arguments) if callable(grid) else grid
     if any(number != 1 for number in size[1:]):
-        raise NotImplementedError(f"a grid of {size}: the interpreter knows grids of one dimension")
+        raise NotImplementedError(f"the grid is {size}, but the interpreter runs only grids of one dimension")
     constants = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
     unwrapped = {name: one.value if isinstance(one, gl.constexpr) else one for name, one in arguments.items()}
     with begin(next_seed()) as schedule:

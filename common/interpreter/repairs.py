@@ -1,4 +1,7 @@
-"""Repairs to Triton's interpreter, which differs from a GPU in some results. `common.runtime` applies them."""
+"""Repair Triton's interpreter: some of its results differ from a GPU's, and some steps are slow.
+
+`common.runtime` applies these repairs.
+"""
 
 import functools
 import threading
@@ -13,7 +16,10 @@ from triton.runtime.jit import JITFunction
 
 
 def adopt_language():
-    """At its import, `triton.language` defined some functions for the compiler. Replace them by interpreted versions."""
+    """Replace the functions that `triton.language` has defined for the compiler by interpreted versions.
+
+    The functions exist if `triton.language` was imported before `common.runtime`.
+    """
     adopted = {}
     for namespace in (tl, tl.standard, tl.random, tl.tensor):
         for name, function in list(vars(namespace).items()):
@@ -23,14 +29,14 @@ def adopt_language():
 
 
 def _widen(handle):
-    """Convert a bfloat16 handle, which holds raw uint16, to float32; return any other handle unchanged."""
+    """Convert a bfloat16 handle, which holds raw uint16, to float32. Return any other handle unchanged."""
     if handle.dtype.scalar != tl.bfloat16:
         return handle
     return TensorHandle((handle.data.astype(numpy.uint32) << 16).view(numpy.float32), tl.float32)
 
 
 def _to_bfloat16(data):
-    """Round a float32 array to nearest even; return a bfloat16 handle of raw uint16."""
+    """Round a float32 array to nearest even, and return a bfloat16 handle, which holds raw uint16."""
     rounded = torch.from_numpy(numpy.ascontiguousarray(data)).to(torch.bfloat16)
     return TensorHandle(rounded.view(torch.uint16).numpy().reshape(data.shape), tl.bfloat16)
 
@@ -38,8 +44,8 @@ def _to_bfloat16(data):
 def repair_bfloat16():
     """Make bfloat16 compute as on a GPU.
 
-    Triton 3.6 and 3.7 compute with the raw 16 bits: `tl.dot` multiplies them as integers, arithmetic adds them as integers, and
-    a cast from float32 truncates where the hardware rounds to nearest even.
+    Triton 3.6 and 3.7 compute with the raw 16 bits. `tl.dot` multiplies them as integers, and arithmetic adds them as integers.
+    A cast from float32 truncates, but the hardware rounds to nearest even.
     """
     builder = InterpreterBuilder
     dot, binary_op, cast = builder.create_dot, builder.binary_op, builder.cast_impl
@@ -66,7 +72,7 @@ def add_descriptor_reductions():
 
     def create_descriptor_reduce(self, kind, desc, value, indices):
         if kind != ir.DESCRIPTOR_REDUCE_KIND.ADD:
-            raise NotImplementedError(f"a descriptor's {kind.name} in the interpreter")
+            raise NotImplementedError(f"the interpreter has no {kind.name} of a descriptor")
         pointers, mask = desc.materialize_pointers(indices)
         self.create_atomic_rmw(ir.ATOMIC_OP.FADD, pointers, value, mask, ir.MEM_SEMANTIC.RELAXED, None)
 
@@ -74,7 +80,7 @@ def add_descriptor_reductions():
 
 
 def refuse_stores_before_a_tensor():
-    """Make a descriptor's store at a negative coordinate fail, as on a GPU. A load there gives zeros."""
+    """Make a descriptor's store at a negative coordinate fail, as on a GPU. A load at such a coordinate gives zeros."""
     store = InterpreterBuilder.create_descriptor_store
 
     def checked(self, desc, value, indices):
@@ -89,7 +95,7 @@ def refuse_stores_before_a_tensor():
 def repair_loop_bounds():
     """Let a scalar tensor be the end of a loop.
 
-    Triton 3.6 lets numpy convert the tensor's one-element array to an int. This fails from numpy 2.5 on.
+    Triton 3.6 lets numpy convert the tensor's one-element array to an int. This conversion fails from numpy 2.5 on.
     """
     patch = interpreter._patch_lang_tensor
 
@@ -101,7 +107,7 @@ def repair_loop_bounds():
 
 
 def run_one_kernel_at_a_time():
-    """Run one kernel at a time: all kernels share one builder, which holds the state of a single program."""
+    """Run one kernel at a time, because all kernels share a builder that holds the state of one program."""
     run, lock = InterpretedFunction.run, threading.RLock()
 
     def run_alone(self, *args, **kwargs):
@@ -112,8 +118,10 @@ def run_one_kernel_at_a_time():
 
 
 def patch_the_language_once():
-    """Patch the language once for each function of a launch. Triton patches the language for every call, which takes a fifth of
-    a kernel's time."""
+    """Patch Triton's language once for each function of a launch.
+
+    Triton patches the language again for every call, which takes a fifth of a kernel's time.
+    """
     patch, run, patched = interpreter._patch_lang, InterpretedFunction.run, set()
 
     def run_and_patch(self, *args, **kwargs):
@@ -130,10 +138,10 @@ def patch_the_language_once():
 
 
 def check_overflow_cheaply():
-    """Raise an error if arithmetic on integers of fewer than 64 bits overflows.
+    """Raise an error if an addition, subtraction or multiplication of integers overflows.
 
-    Triton repeats each operation in int64 for an assertion, and then skips the assertion. This takes a third of a kernel's
-    time.
+    The check covers all integers of fewer than 64 bits. Triton itself repeats each operation in int64 for an assertion, but
+    then skips the assertion. This repetition takes a third of a kernel's time.
     """
     of_numbers = {"add": numpy.add, "sub": numpy.subtract, "mul": numpy.multiply}
 
@@ -149,7 +157,7 @@ def check_overflow_cheaply():
 
 
 def look_types_up_once():
-    """Cache the numpy dtype of a Triton dtype. Triton builds a table of all dtypes for every array."""
+    """Cache the numpy dtype of each Triton dtype. Triton itself builds a table of all dtypes for every array."""
     look_up = functools.cache(interpreter._get_np_dtype)
 
     def numpy_type(dtype):

@@ -1,11 +1,12 @@
-"""The order of events.
+"""Choose the order of events in an interpreted Gluon kernel.
 
-A seed chooses which partition runs, and when asynchronous operations take place.
+Each partition has a thread, and one thread runs at a time. The thread gives up its turn at every barrier, copy, matmul and
+fence. Then a random seed chooses the next thread, and which asynchronous operations take place. The same seed replays the same
+order.
 
-One thread runs at a time. At every barrier, copy, matmul and fence the thread gives up its turn, and the seed chooses the next
-thread. A run is one of very many interleavings. The same seed replays the same run. Finding races does not depend on the seed
-alone: `Partition.known` keeps the events that a partition knows to be over. Two uses of a buffer that conflict are an error, in
-either order, unless the partition of the later use knows that the earlier use is over.
+A run shows one of very many orders, but it can find races in other orders too. `Partition.known` keeps the events that a
+partition knows to be over. Suppose that two uses of a buffer conflict. They are an error unless the partition of the later use
+knows that the earlier use is over.
 """
 
 import contextlib
@@ -22,15 +23,15 @@ from triton.runtime.interpreter import InterpreterError
 
 from .timing import Rates, Timing
 
-VARIABLE = "GLUON_SEED"  # environment variable with the seed of every launch
-AT_ONCE = 2  # number of programs that run at the same time, and of SMs of the interpreted GPU
-MARK = "__interpreted__"  # a global of every translated function of a kernel
+VARIABLE = "GLUON_SEED"  # this environment variable, if set, gives the seed of every launch
+AT_ONCE = 2  # this many programs run at the same time: the interpreted GPU has this many SMs
+MARK = "__interpreted__"  # the interpreter gives this global to every function of a kernel
 
 _seeds = itertools.count()
 
 
 def restart_seeds(first: int):
-    """Give the next launches the seeds `first`, `first` + 1, … unless the environment sets one for all."""
+    """Give the next launches the seeds `first`, `first` + 1, … unless the environment sets one seed for all."""
     global _seeds
     _seeds = itertools.count(first)
 
@@ -49,7 +50,7 @@ def _kernel_frames(frame):
 
 
 class Place:
-    """A partition, and the line of the kernel that it runs."""
+    """A place in a run: a partition, and the line of the kernel that the partition runs."""
 
     def __init__(self, partition, frame):
         inner = next(_kernel_frames(frame), None)
@@ -69,7 +70,7 @@ def outermost_frame():
 
 
 class Stopped(BaseException):
-    """Ends a partition because another one has failed."""
+    """The exception that ends a partition after another partition has failed."""
 
 
 class Waiting:
@@ -84,7 +85,7 @@ class Program:
 
     def __init__(self, number: int):
         self.number = number
-        self.partitions = []  # all that have begun, including ended ones
+        self.partitions = []  # all partitions that have begun, including ended ones
         self.memories, self.barriers = [], []
         self.frame = None
         self._events = itertools.count()
@@ -94,7 +95,7 @@ class Program:
         return 1 << next(self._events)
 
     def name_of(self, thing) -> str | None:
-        """Return the kernel's name of a buffer or a row of barriers: a field such as "ring.full", or else a variable."""
+        """Return the kernel's name for a buffer or a row of barriers: a field such as "ring.full", or a variable."""
         found = self.frame.f_locals if self.frame else {}
         for name, value in found.items():
             fields = value._fields if isinstance(value, tuple) and hasattr(value, "_fields") else ()
@@ -105,13 +106,13 @@ class Program:
 
 
 class Partition:
-    """A thread of a program: the program itself from its start, or one warp role."""
+    """A thread of a program. The first partition is the program itself; the others are its warp-specialized partitions."""
 
     def __init__(self, program: Program, call: Callable, name: str, warps: int, parent: "Partition | None" = None):
         self.program, self.call, self.name, self.warps = program, call, name, warps
-        self.clock = parent.clock if parent else 0.0  # in a timed launch
-        self.known = parent.known if parent else 0  # bits of the events that this partition knows to be over
-        self.matmuls, self.stores = [], []  # issued and not yet waited for
+        self.clock = parent.clock if parent else 0.0  # the partition's current cycle in a timed launch
+        self.known = parent.known if parent else 0  # one bit for each event that this partition knows to be over
+        self.matmuls, self.stores = [], []  # matmuls and stores that were issued but not yet waited for
         self.waiting = self.frame = None
         self.turn = threading.Lock()
         self.turn.acquire()
@@ -123,25 +124,27 @@ class Partition:
 
 
 class Schedule:
-    """A launch: it runs programs, a few at a time, until all have ended or one has failed."""
+    """A launch. It runs a few programs at a time, until all have ended or one has failed."""
 
     def __init__(self, seed: int, timing: Timing | None = None):
         self.seed, self.timing = seed, timing
         self.random = random.Random(seed)
         self.eagerness = self.random.choice((0, 0.1, 0.5, 1))  # probability, at each turn, that an issued operation takes place
         self.constancy = self.random.choice((0, 0.5, 0.9))  # probability that the running partition keeps running
-        self.fair = self.random.choice((True, False))  # False: an operation waits until none of lower rank is left
-        self._issued = {}  # id -> (random rank, operation) of copies and matmuls that have not taken place yet
+        self.fair = self.random.choice((True, False))  # if False, the operation of the lowest rank takes place first
+        self._issued = {}  # id -> (random rank, operation), for copies and matmuls that have not taken place yet
         self.error = None
         self.running = None
-        self.programs = 0  # in the launch
-        self._partitions = []  # begun and not ended
+        self.programs = 0  # number of programs of the launch
+        self._partitions = []  # partitions that have begun and not ended
         self._finished = threading.Lock()
 
     @torch.inference_mode()
     def run(self, programs: Iterable[tuple[Program, Callable]], warps: int):
-        """Run all programs with `warps` warps each, in an order that the seed chooses. In a timed launch, one program runs
-        after the other."""
+        """Run all programs with `warps` warps each, in an order that the seed chooses.
+
+        A timed launch runs one program after the other.
+        """
         programs = list(programs)
         self.programs = len(programs)
         if not self.timing and self.random.random() < 0.5:
@@ -165,7 +168,7 @@ class Schedule:
             raise self.error
 
     def specialize(self, calls: list[tuple[Callable, str, int]]):
-        """Run partitions (call, name, number of warps) concurrently, and wait for all of them."""
+        """Run partitions concurrently, and wait for all of them. `calls` has (function, name, number of warps) of each."""
         parent = self.running
         workers = [Partition(parent.program, *call, parent) for call in calls]
         for worker in workers:
@@ -176,7 +179,7 @@ class Schedule:
             parent.known |= worker.known
 
     def switch(self, waiting: Waiting | None = None):
-        """Let the seed choose the next partition; the running one continues only when `waiting` is over."""
+        """Let the seed choose the next partition. The running partition continues only when `waiting` is over."""
         me = self.running
         me.waiting, me.frame = waiting, sys._getframe(1)
         following = self._next()
@@ -188,7 +191,7 @@ class Schedule:
             raise Stopped
 
     def issue(self, operation):
-        """Issue an asynchronous operation: from now on the seed chooses when the operation takes place."""
+        """Issue an asynchronous operation. The seed chooses when the operation takes place."""
         self._issued[id(operation)] = self.random.random(), operation
         if self.timing:
             self.perform(operation)
@@ -199,7 +202,7 @@ class Schedule:
             operation.take_place()
 
     def fail(self, message: str):
-        """Raise an error that names the running partition's line."""
+        """Raise an error whose message has the line that the running partition runs."""
         raise InterpreterError(f"{self.here()}: {message}\n{self.replayed}")
 
     def here(self) -> Place:
@@ -208,7 +211,7 @@ class Schedule:
 
     @property
     def replayed(self) -> str:
-        """How to replay this order, as text."""
+        """A sentence that says how to replay this order."""
         return f"{VARIABLE}={self.seed} replays this order"
 
     def _begin(self, partition, then):
@@ -233,7 +236,7 @@ class Schedule:
         threading.Thread(target=body, daemon=True).start()
 
     def _in_the_kernel(self, error):
-        """Wrap a Python exception with the line of the kernel that raised it."""
+        """Return an error with a Python exception's text and the kernel's line that raised the exception."""
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if MARK in frame.f_globals]
         place = Place(self.running, frames[-1] if frames else None)
         wrapped = InterpreterError(f"{place}: {error!r}\n{self.replayed}")
@@ -264,7 +267,7 @@ class Schedule:
         partition.turn.release()
 
     def _next(self):
-        """Perform some issued operations. Return the partition that runs next, or None if all partitions have ended."""
+        """Let some issued operations take place. Return the partition that runs next, or None if all have ended."""
         while not self.error:
             try:
                 if self._issued and self.random.random() < self.eagerness:
@@ -299,7 +302,7 @@ _one_at_a_time = threading.RLock()
 
 @contextlib.contextmanager
 def begin(seed: int):
-    """Context manager of a launch. Meanwhile, a launch by another thread waits."""
+    """Enter a context for one launch. A launch by another thread waits until the context ends."""
     global _running
     with _one_at_a_time:
         timing = None
@@ -314,7 +317,7 @@ def begin(seed: int):
 
 @contextlib.contextmanager
 def timed(rates: Rates):
-    """Time the launches in this context with `rates`; yield the growing list of their timings."""
+    """Enter a context that times launches with `rates`. It yields a list, to which each launch appends its timing."""
     global _rates, _timings
     with _one_at_a_time:
         _rates, _timings = rates, []

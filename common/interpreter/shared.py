@@ -1,9 +1,10 @@
-"""Shared memory and barriers, and the check for races.
+"""Interpret shared memory and barriers, and check for races.
 
 Each use of a part of a buffer is an event. Two uses conflict if they overlap and one of them writes. The later use is a race
-unless its partition knows that the earlier use is over. A partition knows its own accesses. Barriers and waits tell a partition
-of other accesses: they pass on what the arriving partitions know. TMA and matmuls see ordinary stores only after
-`fence_async_shared`.
+unless its partition knows that the earlier use is over.
+
+A partition knows of its own accesses. If a partition waits for a barrier, it also learns the events that the arriving
+partitions knew. TMA and matmuls see ordinary stores only after `fence_async_shared`.
 """
 
 import functools
@@ -34,13 +35,13 @@ class _Part(NamedTuple):
 
     @property
     def span(self):
-        """(first element, last element + 1) in the memory."""
+        """The range of the part in the memory: (first element, last element + 1)."""
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
         return self.offset, self.offset + last + 1
 
     @property
     def is_dense(self):
-        """Whether the part has all elements between its first and its last."""
+        """Whether the part has all elements between its first and its last element."""
         first, end = self.span
         return end - first == math.prod(self.shape)
 
@@ -61,15 +62,15 @@ class _Use:
     where: Place
     writes: bool
     event: int
-    fences: int | None = None  # for an ordinary store: the fence events that made it visible to TMA and matmuls
+    fences: int | None = None  # for an ordinary store: bits of the fences that made the store visible to TMA and matmuls
 
 
-# A kernel has few distinct tiles, and each use is compared with all earlier uses, so the answers are cached.
+# The next two functions cache their answers: a kernel has few distinct tiles, and compares each use with all earlier uses.
 
 
 @functools.lru_cache(2**16)
 def _overlap(a: _Part, b: _Part) -> bool:
-    """Whether two parts of one memory share an element."""
+    """Return whether two parts of one memory share an element."""
     (first_a, end_a), (first_b, end_b) = a.span, b.span
     if first_a >= end_b or first_b >= end_a:
         return False
@@ -78,7 +79,7 @@ def _overlap(a: _Part, b: _Part) -> bool:
 
 @functools.lru_cache(2**16)
 def _inside(part: _Part, whole: _Part) -> bool:
-    """Whether `whole`, which must have no gaps, contains all elements of `part`."""
+    """Return whether `whole` has no gaps and contains all elements of `part`."""
     (first, end), (first_whole, end_whole) = part.span, whole.span
     return whole.is_dense and first_whole <= first and end <= end_whole
 
@@ -91,11 +92,11 @@ class Memory:
         self.data = torch.empty([int(size) for size in shape], dtype=in_torch(dtype))
         self._filled = torch.zeros(self.data.numel(), dtype=torch.bool)
         self._all_filled = False
-        self.uses = []  # earlier uses, with which a later use may conflict
+        self.uses = []  # earlier uses with which a later use may conflict
         program.memories.append(self)
 
     def use(self, buffer: "Buffer", who: str, *, writes: bool, asynchronous: bool) -> int:
-        """Begin a use and return its event; fail if an earlier use conflicts and may not be over."""
+        """Begin a use and return its event. Fail if an earlier use conflicts and may not be over."""
         schedule, part = now(), _Part.of(buffer.view)
         known = schedule.running.known
         does = "writes" if writes else "reads"
@@ -112,7 +113,7 @@ class Memory:
             self._flags(buffer.view).fill_(True)
         else:
             self._check_filled(buffer, who)
-            # A partition that knows of this read also knows of the earlier reads that the running partition knows of.
+            # Forget earlier reads that the running partition knows of: whoever knows of this read also knows of them.
             self.uses = [u for u in self.uses if u.writes or not u.event & known or not _inside(u.part, part)]
         use = _Use(part, who, schedule.here(), writes, self.program.event())
         if writes and not asynchronous:
@@ -121,7 +122,7 @@ class Memory:
         return use.event
 
     def _flags(self, view):
-        """Return which elements of a view were ever written."""
+        """Return a view of the flags that say which elements were ever written."""
         return self._filled.as_strided(view.shape, view.stride(), view.storage_offset())
 
     def _check_filled(self, buffer, who):
@@ -131,7 +132,7 @@ class Memory:
 
 
 def fence():
-    """fence_async_shared: stores that the partition knows of become visible to TMA and matmuls."""
+    """Make the stores that the partition knows of visible to TMA and matmuls, as `fence_async_shared` does."""
     partition = now().running
     event = partition.program.event()
     for use in itertools.chain.from_iterable(memory.uses for memory in partition.program.memories):
@@ -163,15 +164,15 @@ class Buffer:
         return Buffer(self.memory, view, self._whole, self._part + part)
 
     def index(self, index):
-        """Return one buffer of a row of buffers."""
+        """Return one buffer of several: the one at `index` in dimension 0."""
         if not 0 <= index < self.shape[0]:
-            now().fail(f"index {index} of {self}, which has {self.shape[0]}")
+            now().fail(f"index {index} is out of range: {self} has {self.shape[0]} entries")
         return self._view(self.view[int(index)], f"[{index}]")
 
     def slice(self, start, length, dim=0):
         """Return a view of some rows or columns."""
         if not 0 <= start <= start + length <= self.shape[dim]:
-            now().fail(f"{start} to {start + length} of dimension {dim} of {self}, which has {self.shape[dim]}")
+            now().fail(f"{start} to {start + length} is out of range: dimension {dim} of {self} has {self.shape[dim]} elements")
         return self._view(
             self.view.narrow(dim, int(start), length), f"[{', '.join([':'] * dim + [f'{start}:{start + length}'])}]"
         )
@@ -185,7 +186,7 @@ class Buffer:
         return self._view(self.view.permute(order))
 
     def load(self, layout=None):
-        """Return the elements, in registers."""
+        """Load the elements into registers."""
         schedule = now()
         schedule.running.known |= self.memory.use(self, "a load", writes=False, asynchronous=False)
         schedule.switch()
@@ -205,7 +206,7 @@ class Buffer:
 
 
 class Barriers:
-    """A row of barriers, which Gluon allocates as shared memory with MBarrierLayout."""
+    """Several barriers, which Gluon allocates together as shared memory with MBarrierLayout."""
 
     def __init__(self, program: Program, number: int):
         self.program = program
@@ -220,7 +221,7 @@ class Barriers:
     def index(self, index):
         """Return one barrier."""
         if not 0 <= index < len(self._barriers):
-            now().fail(f"index {index} of {self}, which has {len(self._barriers)}")
+            now().fail(f"index {index} is out of range: {self} has {len(self._barriers)} entries")
         return self._barriers[index]
 
 
@@ -229,27 +230,31 @@ class Barrier:
 
     def __init__(self, row: Barriers, number: int):
         self._row, self._number = row, number
-        self._count = None  # arrivals that complete a phase
-        self._missing = self._bytes = 0  # arrivals and bytes that this phase still waits for
-        self._announced = 0  # announced bytes for which no copy was issued yet
-        self._where = None  # place of the last announcement of bytes
-        self._phases = 0  # completed
-        self._gathered = 0  # events that this phase's arrivals know to be over
-        self._passed_on = 0  # events that the arrivals of completed phases know to be over
-        self._cycle = self._over_at = 0.0  # timed launch: cycles of the last arrival and the last phase's end
+        self._count = None  # number of arrivals that complete a phase
+        self._missing = self._bytes = 0  # numbers of arrivals and bytes that this phase still waits for
+        self._announced = 0  # number of announced bytes for which no copy was issued yet
+        self._where = None  # where a partition last announced bytes
+        self._phases = 0  # number of completed phases
+        self._gathered = 0  # events that partitions arriving in this phase know to be over
+        self._passed_on = 0  # events that partitions arriving in completed phases knew to be over
+        self._cycle = self._over_at = 0.0  # in a timed launch: cycles of the last arrival, and of the last phase's end
 
     def __str__(self):
         return f"{self._row}[{self._number}]"
 
     def init(self, count):
-        """mbarrier.init"""
+        """Initialize the barrier, as `mbarrier.init` does."""
         self._count = self._missing = count
 
     def arrive(self, count=1, nbytes=0):
-        """mbarrier.arrive; or mbarrier.expect, if copies will bring `nbytes` bytes."""
+        """Arrive at the barrier, as `mbarrier.arrive` does, or announce bytes, as `mbarrier.expect` does.
+
+        Args:
+            nbytes: the number of bytes that copies will bring.
+        """
         self._check_init()
         if self._missing < count:
-            now().fail(f"{count} more arrivals at {self}, whose phase had all {self._count} already")
+            now().fail(f"{self} gets {count} more arrivals, but its phase had all {self._count} already")
         if timing := now().timing:
             timing.spend(now().running, timing.rates.arrive)
             self._cycle = max(self._cycle, now().running.clock)
@@ -270,14 +275,14 @@ class Barrier:
         self._announced -= nbytes
 
     def land(self, nbytes: int, known: int, cycle: float):
-        """Count a finished copy; `known` are the events that it knows to be over."""
+        """Count a finished copy. `known` has the events that were over before the copy, and the copy itself."""
         self._cycle = max(self._cycle, cycle)
         self._bytes -= nbytes
         self._gathered |= known
         self._complete()
 
     def wait(self, phase):
-        """mbarrier.wait: wait until a phase of this parity is over."""
+        """Wait until a phase of this parity is over, as `mbarrier.wait` does."""
         self._check_init()
         now().switch(Waiting(lambda: self._phases & 1 != phase, lambda: self._described(phase)))
         now().running.known |= self._passed_on

@@ -1,14 +1,14 @@
-"""A model of a kernel on one SM. From given rates, it finds the kernel's time and what each unit does meanwhile.
+"""Model a kernel on one SM: from given rates, find the kernel's time and the work of each unit.
 
 A unit serves its requests in order. A partition does one operation after the other, each for a whole tile. Meanwhile other
-partitions may use other units. The model ignores overlap between a partition's own instructions, code that the compiler moves
-across a wait, bank conflicts, misses of the L2 cache, address and loop arithmetic, and clock changes.
+partitions may use other units. The model ignores overlap between a partition's own instructions. It also ignores bank
+conflicts, misses of the L2 cache, address and loop arithmetic, and clock changes.
 """
 
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-FEW = 512  # the model ignores an instruction on fewer elements, such as one element per row
+FEW = 512  # the model ignores instructions on fewer elements than this, such as those on one element per row
 COPIES, STORES, TENSOR_CORES = "copies in", "copies out", "tensor cores"
 EXPONENTIALS, OTHERS, SHARED = "exponentials", "other instructions", "shared memory"
 UNITS = COPIES, STORES, TENSOR_CORES, EXPONENTIALS, OTHERS, SHARED
@@ -16,17 +16,17 @@ UNITS = COPIES, STORES, TENSOR_CORES, EXPONENTIALS, OTHERS, SHARED
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of one SM while all others do the same, in cycles of its clock.
+    """The rates of one SM while all SMs do the same work. Times are in cycles of the SM's clock.
 
-    results: results per cycle, for each kind of instruction.
-    flops: FLOPs of matmuls per cycle.
-    copied: bytes per cycle that TMA copies from global memory.
-    stored: bytes per cycle that TMA copies to global memory.
-    added: bytes per cycle that TMA adds to global memory.
-    shared: bytes per cycle of loads and stores of shared memory.
-    matmul, copy, store: latency in cycles, from issue to end, beyond the cycles that the unit is busy.
-    arrive, wait, fence: cycles that a partition needs for one, by its number of warps (one or four).
-    hand_over: cycles from an arrival until a partition that waits for it goes on.
+    results: the number of results per cycle, for each kind of instruction.
+    flops: the number of matmul FLOPs per cycle.
+    copied: the bytes per cycle that TMA copies from global memory.
+    stored: the bytes per cycle that TMA copies to global memory.
+    added: the bytes per cycle that TMA adds to global memory.
+    shared: the bytes per cycle that are loaded from or stored to shared memory.
+    matmul, copy, store: the latency of one operation in cycles, without the cycles in which the unit is busy.
+    arrive, wait, fence: the cycles that one such operation takes, for a partition of one or four warps.
+    hand_over: the cycles from an arrival until the waiting partition continues.
     """
 
     results: dict[str, float]
@@ -46,7 +46,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Span:
-    """Work that a unit does for a partition, from one cycle to another."""
+    """The work of a unit for a partition, from one cycle to another."""
 
     unit: str
     who: object
@@ -61,11 +61,11 @@ class Timing:
 
     rates: Rates
     spans: list[Span] = field(default_factory=list)
-    end: float = 0.0  # cycle in which all work so far ends
-    _free: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # cycle from which each unit is free
+    end: float = 0.0  # the cycle in which all work so far ends
+    _free: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # the cycle from which each unit is free
 
     def take(self, unit: str, partition, what: str, cycles: float) -> float:
-        """Occupy a unit for some cycles after its earlier requests; return the cycle in which the unit is done."""
+        """Occupy a unit for some cycles after its earlier requests. Return the cycle in which the unit is done."""
         start = max(self._free[unit], partition.clock)
         self._free[unit] = end = start + cycles
         self.spans.append(Span(unit, partition, what, start, end))
@@ -86,7 +86,7 @@ class Timing:
         self.reach(partition, self.take(SHARED, partition, what, nbytes / self.rates.shared))
 
     def copy(self, partition, what: str, nbytes: int) -> float:
-        """Issue a copy; return the cycle in which it is over."""
+        """Issue a copy, and return the cycle in which the copy is over."""
         rate, latency, unit = {
             "load": (self.rates.copied, self.rates.copy, COPIES),
             "store": (self.rates.stored, self.rates.store, STORES),
@@ -95,14 +95,14 @@ class Timing:
         return self.take(unit, partition, what, nbytes / rate) + latency
 
     def matmul(self, partition, flops: int) -> float:
-        """Issue a matmul; return the cycle in which it is over."""
+        """Issue a matmul, and return the cycle in which the matmul is over."""
         return self.take(TENSOR_CORES, partition, "matmul", flops / self.rates.flops) + self.rates.matmul
 
     def reach(self, partition, cycle: float):
-        """Advance a partition's clock to `cycle`, unless it is there already."""
+        """Advance a partition's clock to `cycle`, unless the clock is past `cycle` already."""
         partition.clock = max(partition.clock, cycle)
         self.end = max(self.end, partition.clock)
 
     def spend(self, partition, cycles: dict[int, float]):
-        """Advance a partition's clock by `cycles`, which depend on its number of warps."""
+        """Advance a partition's clock by `cycles`, which depend on the partition's number of warps."""
         self.reach(partition, partition.clock + cycles[1 if partition.warps == 1 else 4])

@@ -1,6 +1,7 @@
-"""A kernel's variables: scalars, tensors in registers, and pointers. torch computes the values, with Triton's types.
+"""Represent a kernel's variables: scalars, tensors in registers, and pointers.
 
-A layout assigns elements to threads and changes no value. So the interpreter stores a layout, but does not use it.
+PyTorch computes the values, with Triton's dtypes. A layout assigns elements to threads and changes no value. So the interpreter
+stores a layout, but does not use it.
 """
 
 import operator
@@ -30,7 +31,7 @@ def in_triton(dtype: torch.dtype) -> tl.dtype:
 
 
 class Scalar(int):
-    """An integer of 32 or 64 bits in a register. A value that does not fit is an error here; on a GPU it would wrap."""
+    """An integer of 32 or 64 bits in a register. A value that does not fit is an error here, but wraps on a GPU."""
 
     def __new__(cls, value, bits=32):
         number = super().__new__(cls, value)
@@ -62,7 +63,7 @@ def _remainder(a, b):
     return a - _truncated(a, b) * b
 
 
-_INTEGER = {  # division rounds towards zero, as in C; in Python it rounds down
+_INTEGER = {  # division rounds toward zero, as in C; Python's division rounds down
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": _truncated, "mod": _remainder,
     "and": operator.and_, "or": operator.or_, "xor": operator.xor, "lshift": operator.lshift, "rshift": operator.rshift,
 }  # fmt: skip
@@ -89,14 +90,14 @@ Scalar.__invert__ = lambda self: Scalar(~int(self), self.bits)
 
 
 def value(data: torch.Tensor, layout=None):
-    """Wrap a tensor for a kernel: an integer tensor without dimensions becomes a scalar, any other a register."""
+    """Wrap a tensor for a kernel. An integer tensor without dimensions becomes a scalar, any other a register."""
     if data.dim() == 0 and not data.is_floating_point():
         return bool(data) if data.dtype == torch.bool else Scalar(data.item(), 8 * max(4, data.itemsize))
     return Register(data, layout)
 
 
 def computed(name: str, data: torch.Tensor, *operands, layout=None):
-    """Return `value(data)` for the result of an elementwise instruction; a timed launch records the instruction."""
+    """Return `value(data)` for the result of an elementwise instruction. A timed launch records the instruction."""
     result, schedule = value(data, layout), now()
     if schedule and schedule.timing and isinstance(result, Register):
         given = [one for one in operands if isinstance(one, Values)]
@@ -113,7 +114,7 @@ _IN_THE_TEXT = {bool: torch.bool, int: torch.int32, float: torch.float32}
 
 
 def _type(thing):
-    """Return the dtype of a kernel's value; a Python number gets the dtype that Triton gives a literal."""
+    """Return the dtype of a kernel's value. A Python number gets the dtype that Triton gives to a literal."""
     if isinstance(thing, Values):
         return thing.data.dtype
     if isinstance(thing, Scalar):
@@ -122,7 +123,7 @@ def _type(thing):
 
 
 def tensor(thing, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Convert a kernel's value to a tensor, of its own dtype if none is given."""
+    """Convert a kernel's value to a tensor. Without `dtype`, the value keeps its own dtype."""
     dtype = dtype or _type(thing)
     return thing.data.to(dtype) if isinstance(thing, Values) else torch.tensor(thing, dtype=dtype)
 
@@ -156,7 +157,7 @@ def promoted(x, y, divides=False):
 
 
 class Values:
-    """The base class with operators, which work on `data`, a torch tensor."""
+    """The base class of values with operators. The operators work on `data`, a torch tensor."""
 
     made = None  # in a timed launch: the name of the instruction that computed the elements
 
@@ -209,8 +210,8 @@ class Register(Values):
     def to(self, dtype, bitcast=False):
         """Convert to another type and round to nearest even. With `bitcast`, reinterpret the bits instead."""
         if bitcast:
-            if dtype.primitive_bitwidth != self.dtype.primitive_bitwidth:  # the compiler raises too
-                raise ValueError(f"the bits of {self.dtype} are no {dtype}")
+            if dtype.primitive_bitwidth != self.dtype.primitive_bitwidth:  # Gluon's compiler raises an error too
+                raise ValueError(f"{self.dtype} and {dtype} differ in size, so a bitcast is impossible")
             return self._moved(self.data.view(in_torch(dtype)), self.layout)
         widens = dtype.primitive_bitwidth > self.dtype.primitive_bitwidth
         return computed(
@@ -226,7 +227,7 @@ class Register(Values):
         return self._moved(self.data.permute(order[0] if isinstance(order[0], list | tuple) else order))
 
     def _moved(self, data, layout=None):
-        """Wrap the same values in a new arrangement; this takes no instruction."""
+        """Wrap the same values in a new arrangement. This takes no instruction on a GPU."""
         return computed("move", data, self, layout=layout)
 
     def __getattr__(self, name):
@@ -236,10 +237,10 @@ class Register(Values):
 
 
 class Pointer:
-    """An address, or a tensor of addresses. They point into the memory of a kernel argument."""
+    """An address, or a tensor of addresses, in the memory of a kernel argument."""
 
     def __init__(self, elements: torch.Tensor, offset=0, name: str = ""):
-        self.elements, self.offset, self.name = elements, offset, name  # the argument's memory, flat; an offset into it
+        self.elements, self.offset, self.name = elements, offset, name  # the argument's flat memory, an offset, its name
 
     dtype = property(lambda self: tl.pointer_type(in_triton(self.elements.dtype)))
 
@@ -250,7 +251,7 @@ class Pointer:
     __radd__ = __add__
 
     def at(self, mask):
-        """Return (offsets, mask), int64 and bool tensors of one shape; fail if an unmasked offset is out of bounds."""
+        """Return (offsets, mask) as int64 and bool tensors of one shape. Fail if an offset is out of bounds and not masked."""
         if not isinstance(self.offset, torch.Tensor) and not isinstance(mask, Values):
             offsets, counts = torch.tensor([int(self.offset)]), torch.tensor([mask is None or bool(mask)])
         else:
@@ -258,7 +259,7 @@ class Pointer:
             offsets, counts = torch.broadcast_tensors(torch.as_tensor(self.offset), counts)
         outside = counts & ((offsets < 0) | (offsets >= len(self.elements)))
         if outside.any():
-            now().fail(f"element {offsets[outside][0]} of `{self.name}`, which has {len(self.elements)}")
+            now().fail(f"element {offsets[outside][0]} is out of bounds: `{self.name}` has {len(self.elements)} elements")
         return offsets.long(), counts
 
     @property

@@ -1,1 +1,1 @@
-"""Building blocks of the stages: descriptors, tiles, tuning, program order, Hopper's instructions, replayed launches."""
+"""The stages share these modules: descriptors, tiles, tuning, program order, Hopper's instructions, replayed launches."""

@@ -1,4 +1,4 @@
-"""Host-side tensor descriptors for TMA, which Hopper and newer GPUs have."""
+"""Make tensor descriptors for TMA on the host. Hopper and newer GPUs have TMA."""
 
 import threading
 
@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-ALIGNMENT = 16  # TMA's alignment, in bytes, of the base address and of every stride except the last
+ALIGNMENT = 16  # TMA needs the base address and all strides but the last in multiples of this many bytes
 _thread = threading.local()
 
 
 def addressable(tensor: Tensor) -> Tensor:
-    """`tensor` if a descriptor can address it, else a contiguous copy.
+    """Return `tensor` if a descriptor can address it, else a contiguous copy.
 
-    A descriptor needs a base address and strides in multiples of 16 bytes, and a contiguous last dimension. A view is not
-    aligned if it starts in the middle of a row, or if a few elements pad its rows.
+    A descriptor needs a base address and strides in multiples of 16 bytes, and a contiguous last dimension. A view may lack
+    this alignment: it may start in the middle of a row, or its rows may be padded by a few elements.
     """
     if tensor.data_ptr() % ALIGNMENT == 0:
         if tensor.is_contiguous():  # a fast path for the usual case
@@ -26,7 +26,10 @@ def addressable(tensor: Tensor) -> Tensor:
 
 
 def _used_strides(tensor: Tensor) -> list[int]:
-    """Return the strides. A dimension of size 1 gets a valid stride, because its own stride is unused and arbitrary."""
+    """Return the tensor's strides, with a valid stride for each dimension of size 1.
+
+    PyTorch may give such a dimension any stride, because nothing uses the stride.
+    """
     return [stride if size > 1 else ALIGNMENT for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
 
 
@@ -40,9 +43,8 @@ def aligned_strides(tensor: Tensor) -> list[int]:
 def give_context(tensor: Tensor):
     """Give this thread a CUDA context if it has none.
 
-    A new thread, such as autograd's, has none before its first runtime call.
-
-    Without a context the driver cannot encode a descriptor.
+    The driver needs a context to encode a descriptor. A new thread, such as autograd's, has no context before its first call of
+    the CUDA runtime.
     """
     if tensor.is_cuda and not hasattr(_thread, "has_context"):
         torch.cuda.Event().record()
@@ -58,7 +60,7 @@ def located(tensor: Tensor) -> dict:
 def describe(tensor: Tensor, rows: int = 1, columns: int = 1) -> TensorDescriptor:
     """Make a descriptor of an `addressable` [B, H, S, D] tensor, for tiles of `rows` x `columns` of one head.
 
-    An autotuned kernel's `pre_hook` sets `rows` and `columns` anew. The sequence is a dimension of its own, so TMA clips a tile
-    at the end of the sequence. Past this end, a load gives zeros and a store does nothing.
+    An autotuned kernel's `pre_hook` later replaces `rows` and `columns`. The sequence is a dimension of its own, so TMA clips a
+    tile at the end of the sequence. Past this end, a load gives zeros and a store does nothing.
     """
     return TensorDescriptor(**located(tensor), block_shape=[1, 1, rows, columns])

@@ -1,4 +1,4 @@
-"""Code that the Gluon stages share: GPU checks, descriptors, and TMA's addition, which Gluon does not wrap."""
+"""The Gluon stages share these functions: GPU checks, descriptors, barriers, and an addition by TMA."""
 
 import functools
 import importlib
@@ -18,35 +18,36 @@ from common.kernels.descriptors import located
 from common.operator import Unavailable
 from common.runtime import architecture
 
-HOPPER = range(90, 100)  # architectures
+HOPPER = range(90, 100)  # compute capabilities of Hopper GPUs, times 10
 LOG2_E = gl.constexpr(1.4426950408889634)
-ROWS = gl.constexpr(64)  # rows of a tile that one warpgroup multiplies (wgmma)
+ROWS = gl.constexpr(64)  # one wgmma computes this many rows of its result
 ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 
 def unavailable() -> str | None:
-    """Return why Hopper's own instructions (wgmma, register reallocation) cannot run here; None if they can."""
+    """Return why wgmma and Hopper's other instructions cannot run here, or None if they can."""
     arch = architecture()
-    if arch is None or arch in HOPPER:  # None: the interpreter runs them
+    if arch is None or arch in HOPPER:  # None: without a GPU, the interpreter runs the kernels
         return None
     name = f"sm_{arch}" if isinstance(arch, int) else arch
-    return f"needs a Hopper GPU (sm_90), and this one is {name}"
+    return f"needs a Hopper GPU (sm_90), and this GPU is {name}"
 
 
 def require_hopper(stage: str):
-    """Raise Unavailable unless this is a Hopper GPU; the message names the stage to use instead.
+    """Raise Unavailable if the GPU is not a Hopper GPU. The message names the stage to use instead.
 
     Args:
         stage: the package of the calling stage, such as "stages.v8_fixed_tiles".
     """
     if reason := unavailable():
-        evolution = importlib.import_module(stage.rpartition(".")[0])  # here: common.kernels must not import stages
+        evolution = importlib.import_module(stage.rpartition(".")[0])  # not at the top: common.kernels must not import stages
         raise Unavailable(f"{stage} {reason}; use {evolution.__name__}.{evolution.recommended()}")
 
 
 def describe_tile(tensor: Tensor, *rows: int) -> TensorDescriptor:
-    """Like `descriptors.describe`, but for Gluon and for whole rows. The descriptor also has the tile's layout in shared
-    memory.
+    """Make a Gluon descriptor of a tensor, for tiles of whole rows of one head.
+
+    The descriptor also has the tile's layout in shared memory.
 
     Args:
         tensor: [B, H, S, D], or [B, H, S, N, D], where N rows have the same position in the sequence.
@@ -70,10 +71,10 @@ def describe_rows(tensor: Tensor, rows: int) -> TensorDescriptor:
 
 @builtin
 def async_reduce_add(tensor_desc, coord, src, _semantic=None):
-    """Add the tile `src` in shared memory to the tile at `coord` in global memory, by TMA.
+    """Let TMA add the tile `src` in shared memory to the tile at `coord` in global memory.
 
-    It completes like `tma.async_copy_shared_to_global`: `tma.store_wait` waits until `src` has been read. Triton 3.6 and 3.7
-    have the operation, but Gluon has no function for it.
+    The addition is asynchronous: `tma.store_wait` waits until TMA has read `src`. Triton 3.6 and 3.7 can compile this
+    operation, but Gluon has no function for it.
     """
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
@@ -86,8 +87,10 @@ def _interpreted(tensor_desc, coord, src):
 
 @gluon.jit
 def reduce_add(ptrs, tile):
-    """Add a tile in registers to memory. If each thread has four consecutive elements, one instruction adds them
-    (red.global.add.v4.f32)."""
+    """Add a tile in registers to global memory.
+
+    If each thread has four consecutive elements, one instruction adds all four (red.global.add.v4.f32).
+    """
     gl.atomic_add(ptrs, tile, sem="relaxed")
 
 
@@ -96,8 +99,11 @@ means(reduce_add)(add_in_memory)
 
 @gluon.jit
 def widened(p):
-    """Return p in float32. Two bfloat16 elements share a register, and this unpacks them. Otherwise the compiler keeps a
-    float32 register for each element as well, and v10's backward spills."""
+    """Convert p to float32 with few registers.
+
+    Two bfloat16 elements share a register, and the assembly unpacks both. With Gluon's own conversion, the compiler also keeps
+    a float32 register for each element. Then v10's backward spills registers.
+    """
     if p.dtype == gl.bfloat16:
         halves: gl.constexpr = (
             "/* a.to(gl.float32) */{ .reg .b32 t; shl.b32 t, $2, 16; mov.b32 $0, t; and.b32 t, $2, 0xffff0000; mov.b32 $1, t; }"
@@ -109,15 +115,15 @@ def widened(p):
 
 @gluon.jit
 def store_rows(ptr, desc, batch, head, start, tile):
-    """Store those rows of a tile that lie inside a tensor, by pointers.
+    """Store the rows of a tile that lie inside the tensor, through pointers.
 
-    A stage needs this for a tile that begins before the tensor. TMA can load such a tile, but a TMA store at a negative
-    coordinate stops the program.
+    A stage needs this function for a tile that begins before the tensor's first row. TMA can load this tile, but a TMA store at
+    a negative coordinate stops the program.
 
     Args:
         ptr, desc: the tensor, [B, H, S, D] or [B, H, S, N, D], and its descriptor.
         start: the position of the tile's first row in the sequence.
-        tile: [rows, D]; N rows have the same position in the sequence.
+        tile: [rows, D]. If the tensor has a dimension N, N consecutive rows have the same position in the sequence.
     """
     layout: gl.constexpr = tile.type.layout
     N: gl.constexpr = desc.block_shape[3] if len(desc.block_shape) == 5 else 1
@@ -132,7 +138,7 @@ def store_rows(ptr, desc, batch, head, start, tile):
 
 @gluon.jit
 def new_barriers(number: gl.constexpr, count: gl.constexpr):
-    """Allocate `number` barriers; `count` arrivals complete a phase of each barrier."""
+    """Allocate `number` barriers. `count` arrivals at a barrier complete its phase."""
     barriers = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(number):
         mbarrier.init(barriers.index(i), count=count)
@@ -141,12 +147,14 @@ def new_barriers(number: gl.constexpr, count: gl.constexpr):
 
 @gluon.jit
 def new_ring(STAGES: gl.constexpr, producers: gl.constexpr, consumers: gl.constexpr):
-    """Allocate the barriers (full, empty) of a ring buffer. A slot is full after all producers have filled the slot, and empty
-    after all consumers have read the slot."""
+    """Allocate the barriers of a ring buffer, and return (full, empty).
+
+    A slot is full after all producers have filled the slot. A slot is empty after all consumers have read the slot.
+    """
     return new_barriers(STAGES, producers), new_barriers(STAGES, consumers)
 
 
 @gluon.jit
 def slot_and_phase(n, slots: gl.constexpr):
-    """Return the slot of the n-th use of a ring buffer, and the parity of the phase that this use completes."""
+    """Return the slot of the n-th use of a ring buffer, and the phase bit (0 or 1) of this use."""
     return n % slots, n // slots & 1

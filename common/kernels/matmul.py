@@ -1,4 +1,4 @@
-"""PyTorch's matmul for the stages that store the whole score matrix in memory."""
+"""Multiply matrices with PyTorch, for the stages that store the whole score matrix in memory."""
 
 import torch
 from torch import Tensor
@@ -6,12 +6,15 @@ from torch import Tensor
 
 @torch.library.impl("aten::bmm.dtype", "CPU")
 def _bmm_on_cpu(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Add an operator that PyTorch has only on GPUs, so that the CPU runs and counts the same operators."""
+    """Implement `bmm.dtype` for the CPU, because PyTorch has this operator only on GPUs.
+
+    So a run without a GPU counts the operators that a GPU would run.
+    """
     return torch.bmm(a.to(out_dtype), b.to(out_dtype))
 
 
 def _bmm(a, b):
-    """[B, H, M, K] x [B, H, K, N] -> [B, H, M, N] float32, accumulated in float32."""
+    """Return a @ b: [B, H, M, K] x [B, H, K, N] -> [B, H, M, N] float32, accumulated in float32."""
     if a.dtype == torch.float32:
         return a @ b
     product = torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32)
@@ -19,19 +22,22 @@ def _bmm(a, b):
 
 
 def _stacked(tensor, heads):
-    """[B, H, M, K] -> [B, heads, H / heads · M, K]: concatenate the rows of the query heads that share a K/V head."""
+    """Concatenate the rows of the query heads that share a K/V head: [B, H, M, K] -> [B, heads, H / heads · M, K]."""
     return tensor if tensor.shape[1] == heads else tensor.reshape(tensor.shape[0], heads, -1, tensor.shape[3])
 
 
 def matmul_float32(a: Tensor, b: Tensor) -> Tensor:
-    """Batched a @ b, [B, H, M, K] x [B, Hkv, K, N] -> [B, H, M, N] float32, accumulated in float32.
+    """Return a @ b for each head: [B, H, M, K] x [B, Hkv, K, N] -> [B, H, M, N] float32, accumulated in float32.
 
-    H / Hkv heads of `a` share a head of `b`. PyTorch's `matmul` would round the result to the inputs' dtype, and float16 scores
+    H / Hkv heads of `a` share a head of `b`. PyTorch's `matmul` would round the result to the inputs' dtype. Scores in float16
     would overflow past 65504.
     """
     return _bmm(_stacked(a, b.shape[1]), b).view(*a.shape[:3], b.shape[3])
 
 
 def transposed_matmul_float32(a: Tensor, b: Tensor, kv_heads: int) -> Tensor:
-    """Batched aᵀ @ b, [B, H, M, K] x [B, H, M, N] -> [B, Hkv, K, N] float32, summed over the heads that share a K/V head."""
+    """Return aᵀ @ b for each K/V head: [B, H, M, K] x [B, H, M, N] -> [B, Hkv, K, N] float32.
+
+    The result is summed over the query heads that share a K/V head.
+    """
     return _bmm(_stacked(a, kv_heads).mT, _stacked(b, kv_heads))

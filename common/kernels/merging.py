@@ -1,4 +1,4 @@
-"""Merge attention over two sets of keys: outputs are weighted by their log-sum-exps, and gradients are added."""
+"""Merge attention over two sets of keys: weight the outputs by their log-sum-exps, and add the gradients."""
 
 import triton
 import triton.language as tl
@@ -35,8 +35,8 @@ def _merge_kernel(
     more_lse = tl.load(more_lse_ptr + b * stride_nb + h * stride_nh + offs_m, mask=inside, other=0.0)
     m = tl.maximum(lse, more_lse)
     weight, more_weight = tl.exp(lse - m), tl.exp(more_lse - m)
-    l = weight + more_weight  # from 1 to 2
-    tl.debug_barrier()  # several warps load the same lse: all must have loaded it before one of them stores the new lse
+    l = weight + more_weight  # from 1 to 2, because the larger weight is 1
+    tl.debug_barrier()  # several warps load the same lse: all must have loaded it before one warp stores the new lse
     tl.store(lse_ptrs, m + tl.log(l), mask=inside)
     out_ptrs = _elements(out_ptr, b, h, offs_m, stride_ob, stride_oh, stride_os, VALUE_DIM)
     more_ptrs = _elements(more_ptr, b, h, offs_m, stride_mb, stride_mh, stride_ms, VALUE_DIM)
@@ -50,16 +50,16 @@ def _merge_kernel(
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, into: Tensor | None = None):
     """Merge attention over two sets of keys in one pass, in float32.
 
-    The output goes to `into`; `lse` is changed in place. The denominators of two softmaxes add up. With l = exp(lse) +
-    exp(more_lse), the result is (exp(lse) out + exp(more_lse) more) / l, and lse becomes log l. (FlashAttention-2, arXiv
-    2307.08691, section 3.1.)
+    The function writes the output to `into` and the new log-sum-exps to `lse`. The softmax over both sets has the denominator
+    l = exp(lse) + exp(more_lse). The output is (exp(lse) out + exp(more_lse) more) / l, and lse becomes log l.
+    (FlashAttention-2, arXiv 2307.08691, section 3.1.)
 
     Args:
-        out: [B, H, S, Dv], attention over some keys; any dtype, any strides with contiguous rows, such as a slice of a tensor.
+        out: [B, H, S, Dv], attention over the first set of keys. Any dtype; any strides with contiguous rows.
         lse: [B, H, S] float32, the log-sum-exps of `out`; the last stride is 1.
-        more: [B, H, S, Dv], attention over the other keys; its own dtype and strides.
+        more: [B, H, S, Dv], attention over the second set of keys. Its dtype and strides may differ from those of `out`.
         more_lse: [B, H, S] float32, the log-sum-exps of `more`; the last stride is 1.
-        into: [B, H, S, Dv], the result, rounded once; its own dtype and strides. None means `out`.
+        into: [B, H, S, Dv], where the function writes the result, rounded once. None means `out`.
     """
     into = out if into is None else into
     batch, heads, seq, value_dim = out.shape
@@ -91,13 +91,15 @@ def _add_kernel(
 
 
 def add(whole: Tensor, part: Tensor, first: int, into: Tensor):
-    """Add `part` to some rows of `whole`: into = whole + part. This takes one pass, in float32; the sum is rounded once.
+    """Add `part` to some rows of `whole`, and write all rows to `into`.
+
+    The kernel makes one pass. It adds in float32 and rounds each sum once.
 
     Args:
-        whole: [B, H, S, D]; any dtype, any strides with contiguous rows.
-        part: [B, H, Sp, D], added to the rows [first, first + Sp); its own dtype and strides.
-        first: the first of these rows.
-        into: [B, H, S, D], the sum of all rows; its own dtype and strides. It may be `whole`.
+        whole: [B, H, S, D]. Any dtype; any strides with contiguous rows.
+        part: [B, H, Sp, D], added to the rows [first, first + Sp) of `whole`. Its dtype and strides may differ.
+        first: the first row of `whole` that gets an addend.
+        into: [B, H, S, D], where the function writes the result. `into` may be `whole`.
     """
     batch, heads, seq, head_dim = whole.shape
     block_m = max(1, ELEMENTS // head_dim)

@@ -1,4 +1,4 @@
-"""The order in which the programs of a launch take their tiles."""
+"""Choose the order in which the programs of a launch take their tiles."""
 
 import triton
 import triton.language as tl
@@ -13,11 +13,15 @@ def tile_and_head(
     `tile` counts the `tiles` of a head; `head` counts the heads of all batch elements.
 
     Programs start in the order of their numbers. Without a causal mask they go through head after head. So programs that run at
-    the same time share the head's `seq` rows of ROW_BYTES in the L2 cache. Causal tiles differ in length, and a long tile that
-    starts late leaves the other SMs idle at the end. So programs go through a group of heads: first tile 0 of each head, then
-    tile 1 of each head, and so on. The rows of a group take at most L2_SHARE bytes, unless the group is one head. Number the
-    tiles so that tile 0 is the longest. If heads share rows, `seq` is the number of rows per head. A persistent CTA passes the
-    `program` whose tile it takes, and the number of `programs` that a launch without persistence would have.
+    the same time share the head's rows in the L2 cache: `seq` rows of ROW_BYTES bytes.
+
+    Causal tiles differ in length, and a long tile that starts late leaves the other SMs idle at the end. So programs go through
+    a group of heads: first tile 0 of each head, then tile 1 of each head, and so on. Tile 0 must be the longest. The rows of a
+    group take at most L2_SHARE bytes, unless the group is one head.
+
+    If several query heads share K and V, `seq` is the number of rows divided by the number of these heads. A persistent CTA
+    computes the tiles of several programs. It passes the number of one `program`, and the number of `programs` in a launch
+    without persistent CTAs.
     """
     if program is None:
         program = tl.program_id(0)

@@ -1,11 +1,13 @@
-"""Record the allocations and launches of a stage's host function, and replay them without its CPU cost.
+"""Record the allocations and launches of a stage's host function, and replay them with less work for the CPU.
 
 The CPU often takes longer to prepare a launch than the GPU takes to run it. The CPU checks the arguments, makes descriptors,
-asks the tuner, and above all waits while Triton searches for the binary that fits the arguments. The result of this work
-depends only on a call's options and on the shapes, strides and dtypes of its tensors. It does not depend on addresses. So the
-second call of a kind is recorded as steps: allocations, PyTorch operators, and kernel launches. Later calls of this kind replay
-the steps with their own tensors. This is like a CUDA graph, but each replay takes new memory and may run on any stream. A
-recording holds numbers and binaries, but no tensor.
+and asks the tuner. Most of the time goes into Triton's search for the binary that fits the arguments. The result of this work
+depends only on the call's options and on the shapes, strides and dtypes of the tensors. The addresses do not matter.
+
+Calls with equal options, shapes, strides and dtypes are of one kind. The second call of a kind is recorded as steps:
+allocations, PyTorch operators, and kernel launches. Later calls of this kind replay the steps with their own tensors. A
+recording is like a CUDA graph, but each replay allocates new memory and may run on any stream. A recording holds numbers and
+binaries, but no tensor.
 """
 
 import contextvars
@@ -27,11 +29,12 @@ from triton.compiler import CompiledKernel
 from common.kernels.descriptors import ALIGNMENT, give_context
 from common.runtime import INTERPRETED
 
-MOST_KINDS = 1024  # recorded kinds of calls per function; the oldest is dropped first
-MOST_ADDRESSES = 64  # encoded descriptors kept for each descriptor argument of a launch
+MOST_KINDS = 1024  # a function keeps at most this many kinds of calls, and drops the oldest kind first
+MOST_ADDRESSES = 64  # a launch keeps at most this many encoded descriptors for each of its descriptor arguments
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}  # operators that allocate a tensor
 _ZEROS = {"new_zeros", "zeros", "zeros_like"}  # operators that allocate a tensor and fill it with zeros
-# Instead of a recording: this kind of call was made once, so record the next one; or, it cannot be replayed.
+# `replays` has these entries for kinds without a recording. _CALLED: this kind was called once, so the next call is recorded.
+# _UNREPEATABLE: this kind cannot be replayed.
 _CALLED, _UNREPEATABLE = "called", "unrepeatable"
 _changing = threading.Lock()  # held while `replays` changes, because another thread may be iterating it
 
@@ -44,7 +47,7 @@ _thread = _Thread()
 
 
 class _Place(NamedTuple):
-    """Where a tensor begins: `offset` bytes after the first element of tensor `number`."""
+    """The start of a tensor: `offset` bytes after the first element of tensor `number`."""
 
     number: int
     offset: int = 0
@@ -52,18 +55,18 @@ class _Place(NamedTuple):
 
 
 class _Recording(TorchDispatchMode):
-    """Watches a call and records its steps.
+    """Watch a call and record its steps.
 
     A step is a function of the list of tensors and of the stream. A step may append to the list.
 
-    Tensors are numbered: first the arguments, then the results of steps. A kernel takes an address, so a view that only a
-    kernel uses needs no step.
+    Tensors are numbered: first the arguments, then the results of steps. A kernel takes addresses, so a view needs no step if
+    only kernels use the view.
     """
 
     def __init__(self, tensors):
         super().__init__()
         self.steps, self.conditions, self.repeatable = [], [], True
-        self._places, self._tensors, self._numbers = {}, [], 0  # places by id, unique while `_tensors` keeps the tensor
+        self._places, self._tensors, self._numbers = {}, [], 0  # id -> place; kept tensors have unique ids
         for tensor in tensors:
             self._number(tensor)
 
@@ -88,7 +91,7 @@ class _Recording(TorchDispatchMode):
         self._numbers += 1
 
     def _place(self, tensor) -> _Place:
-        self.repeatable &= id(tensor) in self._places  # a tensor from elsewhere cannot be replayed
+        self.repeatable &= id(tensor) in self._places  # a replay knows only arguments and results of steps
         return self._places.get(id(tensor), _Place(0))
 
     def number_of(self, tensor) -> int:
@@ -126,10 +129,10 @@ class _Recording(TorchDispatchMode):
         return result
 
     def launch(self, kernel, run, x, y, z, stream, function, metadata, launch_metadata, enter_hook, exit_hook, *args):
-        """Launch a compiled kernel and record the launch; called in place of the kernel's `run`."""
+        """Launch a compiled kernel and record the launch. Triton calls this method in place of the kernel's `run`."""
         with _disable_current_modes():  # the launch's own allocations are not recorded
             run(x, y, z, stream, function, metadata, launch_metadata, enter_hook, exit_hook, *args)
-        if kernel.metadata.global_scratch_size:  # the stage's `triton.set_allocator` allocates it, and is a context variable
+        if kernel.metadata.global_scratch_size:  # the stage has set the scratch memory's allocator as a context variable
             run = functools.partial(_in_context, contextvars.copy_context(), run)
         pointers, descriptors, others = [], [], list(args)
         for at, arg in enumerate(args):
@@ -145,7 +148,7 @@ class _Recording(TorchDispatchMode):
         self.steps.append(_launch(run, (x, y, z), (function, metadata, None, None, None), pointers, descriptors, others))
 
     def replay(self, results):
-        """Return what `_Replayed.replays` keeps of a call that returned `results`."""
+        """Return the entry of `_Replayed.replays` for a call that returned `results`."""
         results = [self.number_of(result) for result in results]
         if not all(condition() for condition in self.conditions):
             return _CALLED
@@ -161,7 +164,7 @@ def _layout(tensor):
 
 
 def _in_context(context, run, *args):
-    context.copy().run(run, *args)  # a copy, because only one thread at a time can be in a context
+    context.copy().run(run, *args)  # a copy, because only one thread at a time can run in a context
 
 
 def _take(like, zeros):
@@ -201,7 +204,7 @@ def _operate(func, args, kwargs, given, named, in_place):
 
 
 def _described(kind, fields, tensor):
-    descriptor = kind.__new__(kind)  # without the checks, which the recorded descriptor has passed
+    descriptor = kind.__new__(kind)  # skips the checks, which the recorded descriptor has passed
     descriptor.__dict__.update(fields, base=tensor)
     return [descriptor]
 
@@ -209,8 +212,8 @@ def _described(kind, fields, tensor):
 def _encoders(run):
     """Return a launcher of the kernel that takes encoded descriptors, and an encoder for each descriptor.
 
-    In three cases, return Triton's launcher and no encoders: the kernel has no descriptors, the GPU has no TMA, or Triton's
-    launcher differs from that of 3.6 and 3.7.
+    Return Triton's launcher and no encoders if the kernel has no descriptors or the GPU has no TMA. Do the same if Triton's
+    launcher differs from the launcher of Triton 3.6 and 3.7.
     """
     encoding = getattr(run, "launch", None)
     known = inspect.getclosurevars(encoding) if inspect.isfunction(encoding) else None
@@ -225,7 +228,7 @@ def _encoders(run):
 
 def _launch(run, grid, binary, pointers, descriptors, others):
     run, encoders = _encoders(run)
-    # The last descriptor comes first, because an encoded descriptor takes more places in `args`.
+    # Replace the last descriptor first: an encoded descriptor takes several places in `args`, so later arguments move.
     described = [
         (at, number, functools.partial(_described, kind, fields), encode, {})
         for (at, number, kind, fields), encode in itertools.zip_longest(descriptors, encoders)
@@ -253,11 +256,11 @@ def _launch(run, grid, binary, pointers, descriptors, others):
 
 
 class _Replay(NamedTuple):
-    """The replay of a recorded call."""
+    """The steps of a recorded call, and the conditions under which they may be replayed."""
 
     steps: list[Callable]
     conditions: list[Callable]
-    results: list[int]  # numbers of the result tensors
+    results: list[int]  # numbers of the tensors that the call returns
 
     def __call__(self, tensors, stream):
         tensors = list(tensors)
@@ -267,17 +270,19 @@ class _Replay(NamedTuple):
 
 
 def depends_on(condition: Callable[[], bool]):
-    """If a call is being recorded, let the recording be replayed only while `condition()` is true. Otherwise the call is
-    recorded anew."""
+    """Allow replays of the current recording only while `condition()` is true.
+
+    Once the condition is false, the next call is recorded anew. Without a current recording, the function does nothing.
+    """
     if _thread.recording:
         _thread.recording.conditions.append(condition)
 
 
 def is_watched() -> bool:
-    """Whether each launch must go through Triton, because a profiler has hooks or a debugging mode is on."""
+    """Return whether each launch must go through Triton, because a profiler has hooks or a debugging mode is on."""
     runtime = triton.knobs.runtime
     for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
-        if getattr(hook, "calls", hook):  # a chain of hooks has `calls`
+        if getattr(hook, "calls", hook):  # a chain of hooks keeps them in `calls`, which may be empty
             return True
     return bool(runtime.debug or triton.knobs.compilation.instrumentation_mode)
 
@@ -287,7 +292,7 @@ def _kind(tensor):
 
 
 class _Replayed:
-    """A function, and its recording for each kind of call."""
+    """A function with a recording for each kind of call."""
 
     def __init__(self, function):
         functools.update_wrapper(self, function)
@@ -295,11 +300,11 @@ class _Replayed:
         self.replays = {}
 
     def __call__(self, *tensors, causal, scale, diagonal=0):
-        if _thread.recording or is_watched():  # while recording: a stage that falls back to this one is being recorded
+        if _thread.recording or is_watched():  # while recording: the caller's stage falls back to this one
             return self.__wrapped__(*tensors, causal=causal, scale=scale, diagonal=diagonal)
         driver = triton.runtime.driver.active
         device = driver.get_current_device()
-        options = causal, type(scale), scale or str(scale), diagonal  # 0 is -0, but "0.0" is not "-0.0"
+        options = causal, type(scale), scale or str(scale), diagonal  # 0.0 equals -0.0, but their texts differ
         kind = (driver, device, torch.are_deterministic_algorithms_enabled(), options, *map(_kind, tensors))
         replay = self.replays.get(kind)
         if isinstance(replay, _Replay) and all(condition() for condition in replay.conditions):
@@ -311,7 +316,7 @@ class _Replayed:
                 if len(self.replays) > MOST_KINDS:
                     del self.replays[next(iter(self.replays))]
             return self.__wrapped__(*tensors, causal=causal, scale=scale, diagonal=diagonal)
-        tensors = [tensor.detach() for tensor in tensors]  # new objects: two arguments may be one tensor in this call alone
+        tensors = [tensor.detach() for tensor in tensors]  # new objects, because two arguments may be one tensor
         with _Recording(tensors) as recording:
             results = self.__wrapped__(*tensors, causal=causal, scale=scale, diagonal=diagonal)
         with _changing:
@@ -320,11 +325,11 @@ class _Replayed:
 
 
 def replayed(function: Callable) -> Callable:
-    """Decorate a stage's `forward` or `backward`: record its second call of a kind, and replay it from the third on.
+    """Decorate a stage's `forward` or `backward`: record the second call of a kind, and replay it from the third on.
 
-    A kind is all that a call's steps may depend on: the options; the shape, strides, dtype, device and alignment of each
-    tensor; the current device; and whether PyTorch must be deterministic. If the steps depend on anything else, the code there
-    calls `depends_on`. If launches are watched (`is_watched`), and on the interpreter, every call runs the function itself.
+    Two calls are of one kind if their options and the current device are equal. PyTorch's deterministic mode must be equal
+    too, and their tensors must agree in shape, strides, dtype, device and alignment. Code that depends on anything
+    else calls `depends_on`. Every call runs the function itself on the interpreter, or if `is_watched()` is true.
     """
     return function if INTERPRETED else _Replayed(function)
 

@@ -1,11 +1,12 @@
-"""The fixed tiles of v1 to v3. These stages share the tiles, so a stage's gain comes from its idea and not from other tiles."""
+"""Choose the fixed tiles of v1 to v3. These stages share the tiles, so each stage's gain comes from its idea alone."""
 
 import torch
 
 from common.runtime import shared_memory_limit
 
-# Minimum bytes of shared memory per program. The first is for data-center GPUs (others have about 100 KiB), the second for
-# those from Hopper on. Hopper's tensor cores read operands from shared memory, so the registers are free for the accumulators.
+# A program needs this many bytes of shared memory for the larger tiles. Data-center GPUs have DATA_CENTRE, and Hopper and
+# newer ones have HOPPER. Other GPUs have about 100 KiB. Hopper's tensor cores read operands from shared memory, which leaves
+# the registers to the accumulators.
 DATA_CENTRE = 160 * 1024
 HOPPER = 200 * 1024
 
@@ -13,20 +14,22 @@ HOPPER = 200 * 1024
 def query_tile(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
     """Return launch arguments for programs that own BLOCK_M query rows and take BLOCK_N key rows in each step.
 
-    The tile is 128 x 64. It is smaller where the operands would not fit in registers and shared memory: for D = 256 and for
-    float32. Exact float32 matmuls run on the ordinary arithmetic units, with every operand in registers.
+    The tile is 128 x 64. For D = 256 and for float32 the tile is smaller, because the operands must fit in registers and shared
+    memory. Exact float32 matmuls run on the ordinary arithmetic units, with every operand in registers.
     """
     if dtype == torch.float32:
         return {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 8, "num_stages": 1}
-    spare = 1 if shared_memory_limit() >= DATA_CENTRE else 0  # number of additional K/V tiles in flight
+    spare = 1 if shared_memory_limit() >= DATA_CENTRE else 0  # number of additional K/V tiles that are loaded ahead
     if head_dim > 128:
         return {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 1 + spare}
     return {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2 + spare}
 
 
 def key_tile(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Return launch arguments for backward programs. A program owns BLOCK_N key rows, with two accumulators. In each step it
-    takes BLOCK_M query rows."""
+    """Return launch arguments for programs that own BLOCK_N key rows and take BLOCK_M query rows in each step.
+
+    These programs compute the backward. Each has two accumulators, for dK and dV.
+    """
     if dtype == torch.float32:
         return {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 8, "num_stages": 1}
     if head_dim > 128:

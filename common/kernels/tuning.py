@@ -1,5 +1,8 @@
-"""A faster `triton.autotune`. It prunes the configurations for the device, compiles them in parallel, and announces the tuning
-on stderr. Nearby lengths share a choice."""
+"""Tune kernels like `triton.autotune`, but in less time.
+
+The tuner drops configurations that do not suit the device, compiles the others in parallel, and times them. It announces each
+tuning on stderr. Nearby sequence lengths share a choice.
+"""
 
 import collections
 import copy
@@ -18,19 +21,19 @@ from triton.runtime.autotuner import Autotuner
 from common.kernels.replay import depends_on
 from common.runtime import INTERPRETED, architecture, current_device, shared_memory_limit
 
-WITH_TMA = range(90, 1000)  # architectures with TMA, from Hopper on
-KEY = ("bucket", "HEAD_DIM", "VALUE_DIM", "CAUSAL", "PRECISION")  # kernel arguments; a new combination is tuned anew
-FINALISTS = 3  # the fastest configurations, timed again …
-FINAL_ROUNDS = 4  # … in this many rounds …
-REST_S = 0.06  # … after a rest of this length, so that the GPU's clock does not depend on earlier timings
-AS_FAST = 1.01  # times up to this factor times the shortest count as equal: the difference is noise
+WITH_TMA = range(90, 1000)  # compute capabilities of GPUs with TMA (Hopper and newer), times 10
+KEY = ("bucket", "HEAD_DIM", "VALUE_DIM", "CAUSAL", "PRECISION")  # kernel arguments; each new combination is tuned
+FINALISTS = 3  # this many of the fastest configurations are timed again
+FINAL_ROUNDS = 4  # each finalist is timed again this many times
+REST_S = 0.06  # seconds of rest before the finalists: earlier timings then do not change the GPU's clock
+AS_FAST = 1.01  # times up to this factor above the shortest time count as equal, because the difference is noise
 _tuning = threading.RLock()
-_picks = {}  # (text of the file, kernel name) -> tuning cache; stages with an identical file share it
+_picks = {}  # (text of the file, kernel name) -> tuning cache; stages with identical files share the cache
 
 
 def bucket(seq_q: int, seq_k: int) -> int:
     """Return the power of two, from 128 to 4096, that stands for nearby sequence lengths in the tuning key."""
-    return 1 << min(max(7, (max(seq_q, seq_k) - 1).bit_length()), 12)  # on every call: triton.next_power_of_2 is slow
+    return 1 << min(max(7, (max(seq_q, seq_k) - 1).bit_length()), 12)  # triton.next_power_of_2 is too slow for every call
 
 
 def configs(tiles: Sequence[tuple[int, int, int, int]], pre_hook: Callable | None) -> list[triton.Config]:
@@ -42,10 +45,10 @@ def configs(tiles: Sequence[tuple[int, int, int, int]], pre_hook: Callable | Non
 
 
 def sensible(config: triton.Config, row_bytes: int, precision: str, has_tma: bool) -> bool:
-    """Whether a tile is worth compiling for rows of `row_bytes`.
+    """Return whether a configuration is worth compiling for rows of `row_bytes` bytes.
 
-    In two cases only small tiles are worth it. Exact float32 matmuls keep every operand in registers. Without TMA, a descriptor
-    becomes one address per element, in registers.
+    Exact float32 matmuls allow only small tiles, because they keep every operand in registers. A GPU without TMA also allows
+    only small tiles, because a descriptor becomes one address per element, in registers.
     """
     rows = max(config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"])
     if precision == "ieee" or not has_tma:
@@ -54,21 +57,23 @@ def sensible(config: triton.Config, row_bytes: int, precision: str, has_tma: boo
 
 
 def tuners(stage) -> dict[str, Autotuner]:
-    """Return {name: kernel} of a stage's autotuned kernels. The stage is a module, or any object with `forward` and
-    `backward`."""
+    """Return a stage's autotuned kernels as {name: kernel}.
+
+    The stage is a module, or any object with `forward` and `backward`.
+    """
     found = (*stage.forward.__globals__.items(), *stage.backward.__globals__.items())
     return {name: value for name, value in found if isinstance(value, Autotuner)}
 
 
 def _time(call, quantiles):
-    """Return a configuration's time in milliseconds; 0 on the interpreter."""
+    """Return quantiles of a configuration's time in milliseconds; they are 0 on the interpreter."""
     if INTERPRETED:
         return [0.0] * len(quantiles)
     return triton.runtime.driver.active.get_benchmarker()(call, quantiles=quantiles, warmup=5, rep=25)
 
 
 class _Tuner(Autotuner):
-    """Triton's Autotuner, but with a cache per device. Several threads may call it."""
+    """An Autotuner of Triton with a cache for each device. Several threads may call the tuner."""
 
     def run(self, *args, **kwargs):
         named = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
@@ -88,24 +93,24 @@ class _Tuner(Autotuner):
             return self._bench(*args, config=config, **kwargs)
 
         with _tuning:  # time one kernel at a time
-            if key not in self.cache:  # another thread may have tuned meanwhile
+            if key not in self.cache:  # another thread may have tuned this key meanwhile
                 depends_on(lambda: False)  # discard a recording of this call: it includes the timed launches
                 self.nargs = dict(zip(self.arg_names, args, strict=False))
                 try:
                     timings = {config: bench(config) for config in self.prune_configs(kwargs)}
                     picked = self._fastest(timings, bench)
                 finally:
-                    self.nargs = None  # nargs holds the caller's tensors
+                    self.nargs = None  # free the caller's tensors
                 self.configs_timings = timings
                 self.cache[key] = picked
         return self.cache[key]
 
     def _fastest(self, timings, bench):
-        """Time the fastest few configurations again, in turns.
+        """Time the fastest few configurations again in several rounds, and return the best.
 
-        Return the first one in the list whose time is within `AS_FAST` of the best. A GPU's clock changes while the GPU works.
-        Because the configurations take turns, all run at about the same clock. If two are equally fast, the list's order
-        decides, and not chance.
+        A GPU's clock changes while the GPU works. Each round times every finalist once, so all run at about the same clock. If
+        several finalists are within `AS_FAST` of the shortest time, the first in the stage's list wins. So noise does not
+        decide.
         """
         fastest = sorted(timings, key=timings.get)[:FINALISTS]
         finalists = [config for config in timings if config in fastest]
@@ -118,14 +123,11 @@ class _Tuner(Autotuner):
 
 
 def autotune(configs: list[triton.Config]) -> Callable:
-    """Decorate a kernel whose tiles go through descriptors.
+    """Decorate a kernel so that each call runs the fastest of the `configs` that fit the device.
 
-    A call runs the fastest of the `configs` that fit the device.
-
-    The first call with a new `KEY` on a device announces the tuning on stderr, compiles the sensible configurations in parallel
-    and times them; this takes some seconds. Then `_Tuner._fastest` chooses one, so that noise does not decide. The interpreter
-    takes the first sensible configuration. If two stages have identical files, the kernel of one takes the choice that was
-    tuned for the other.
+    The kernel must load its tiles through descriptors. The first call with new values of `KEY` announces the tuning on stderr.
+    Then it compiles the sensible configurations in parallel and times them, which takes some seconds. The interpreter takes the
+    first sensible configuration. Stages with identical files share their choices.
     """
 
     def decorate(kernel):
@@ -152,7 +154,10 @@ def autotune(configs: list[triton.Config]) -> Callable:
 
 
 def compile_all(kernel, configs: list[triton.Config], args: dict) -> list:
-    """Compile the kernel for each configuration, in parallel and without a launch; `args` are launch arguments by name.
+    """Compile the kernel for each configuration in parallel, without a launch.
+
+    Args:
+        args: the launch arguments by name.
 
     Raises:
         The compiler's exceptions.
@@ -163,9 +168,9 @@ def compile_all(kernel, configs: list[triton.Config], args: dict) -> list:
             config.pre_hook({**args, **config.kwargs})
         return kernel.run(**{**args, **config.all_kwargs(), "warmup": True})
 
-    # Compile a copy of the kernel that has its own caches. Until a compilation is done, or if it fails, the cache entry is no
-    # kernel. A launch by another thread must not find this entry. Errors are ignored here, because an error would leave the
-    # mode switched on.
+    # Compile a copy of the kernel that has its own caches. A cache entry is no kernel until its compilation has succeeded. A
+    # launch by another thread must not find such an entry. Ignore errors here, because an error would leave the mode on. The
+    # last line raises the errors.
     apart = copy.copy(kernel)
     apart.device_caches = collections.defaultdict(apart.create_binder)
     with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
@@ -175,4 +180,4 @@ def compile_all(kernel, configs: list[triton.Config], args: dict) -> list:
         key: binary for key, binary in apart.device_caches[current_device()][0].items() if isinstance(binary, CompiledKernel)
     }
     kernel.device_caches[current_device()][0].update(done)
-    return [compiled(kernel, config) for config in configs]  # compiles again what failed in parallel, and so raises the error
+    return [compiled(kernel, config) for config in configs]  # compiles failed configurations again

@@ -1,1 +1,1 @@
-"""Measuring and counting: workloads, a float64 reference, timers, counters, and reports of compiler and profiler."""
+"""Measure and count: workloads, a float64 reference, timers, counters, and reports of the compiler and the profiler."""

@@ -1,10 +1,10 @@
-"""Compile a stage's kernels for a GPU that need not be there; report registers, spills, shared memory and instructions.
+"""Compile a stage's kernels without a GPU, and report their registers, spills, shared memory and instructions.
 
     python -m common.measure.aot --stage v3 --arch 80,90 --head-dim 64,128 --causal yes,no
-    python -m common.measure.aot --stage v25 --arch 90 --against HEAD~3   # is the machine code still the same?
+    python -m common.measure.aot --stage v25 --arch 90 --against HEAD~3   # has the compiled code changed since then?
 
-A stage's own `forward` and `backward` run on tensors without data, with a stand-in for Triton's driver. So Triton binds,
-specializes and compiles every kernel as for a launch on that GPU, but does not launch it.
+The stage's `forward` and `backward` run on tensors without data. A stand-in for Triton's driver describes the chosen GPU. So
+Triton compiles every kernel as for a launch on that GPU, but launches nothing.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from common.measure import terminal
 from common.measure.options import HEAD_DIM, add_list, json_path, list_of, one_of, single, write_json
 from common.measure.progress import Progress
 
-# Maximum bytes of shared memory per block, by architecture.
+# Maximum bytes of shared memory per CTA, by architecture (90 is sm_90).
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 USUAL_ARCHS = (80, 90, 100)  # one architecture for each way to move and multiply tiles
 INSTRUCTIONS = {  # name in the table -> name in PTX
@@ -50,16 +50,16 @@ INSTRUCTIONS = {  # name in the table -> name in PTX
     "TMA": "cp.async.bulk.tensor",
 }
 ROOT = pathlib.Path(__file__).parents[2]
-BATCH, HEADS, SEQ_LEN = 4, 16, 4096  # the tensors' shape, an ordinary one: all lengths are multiples of 16
+BATCH, HEADS, SEQ_LEN = 4, 16, 4096  # an ordinary shape of the tensors
 
 
 class StandInDriver:
-    """Triton's driver for a GPU that need not be there: it describes the GPU, but loads no binary and launches nothing.
+    """A driver for Triton that describes a GPU, but loads no binary and launches nothing.
 
     Args:
-        arch: 80 for sm_80, and so on.
-        launched: called with the metadata of each compiled kernel before its first launch.
-        benchmarker: times an autotuner's configurations, `(kernel_call, quantiles, warmup, rep) -> times`.
+        arch: the GPU's architecture, such as 80 for sm_80.
+        launched: a function that gets the metadata of each compiled kernel before the kernel's first launch.
+        benchmarker: a function that times an autotuner's configurations, `(kernel_call, quantiles, warmup, rep) -> times`.
     """
 
     def __init__(self, arch, launched, benchmarker):
@@ -70,7 +70,7 @@ class StandInDriver:
         self._launched = launched
         self.utils = SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": SHARED_LIMIT[arch], "multiprocessor_count": 132},
-            load_binary=lambda name, binary, shared, device: (name, name, 0, 0, 1024),  # at most 1024 threads a block
+            load_binary=lambda name, binary, shared, device: (name, name, 0, 0, 1024),  # at most 1024 threads per CTA
         )
 
     def launcher_cls(self, source, metadata):
@@ -89,12 +89,15 @@ class _OutputByThread(io.TextIOBase):
         return len(text)
 
     def take(self):
-        """Return what this thread has written since it last called `take`."""
+        """Return the text that this thread has written since its last call of `take`."""
         return self._texts.pop(threading.get_ident(), "")
 
 
 def first_that_survives(autotuner, kwargs):
-    """Replace an autotuner's `prune_configs`: keep the first configuration that is not pruned, so that only one is compiled."""
+    """Replace an autotuner's `prune_configs`: keep only the first configuration that is not pruned.
+
+    So Triton compiles a single configuration.
+    """
     for config in autotuner.configs:
         if kept := autotuner.early_config_prune([config], autotuner.nargs, **kwargs):
             return kept
@@ -102,14 +105,15 @@ def first_that_survives(autotuner, kwargs):
 
 
 def roles(source: str, ttgir: str, ptx: str) -> list[tuple[str, int]]:
-    """Return (function, registers per thread) of each role of a warp-specialized kernel, the default role first.
+    """Return (function, registers per thread) of each partition of a warp-specialized kernel.
 
-    Return [] if the kernel has no roles. A role that the compiler made has no function; its entry has the compiler's name
-    instead.
+    The default partition comes first. A kernel without partitions gives []. If the compiler itself has made a partition, the
+    entry has the compiler's name instead of a function.
 
     Args:
-        source: the kernel's IR before any compiler pass; there each role is a call. ttgir: has the registers that the workers
-        request. ptx: has the registers of the default role, in its second setmaxnreg.
+        source: the kernel's IR before any compiler pass, where each partition is a call.
+        ttgir: the kernel's TTGIR. It has the registers that the other partitions request.
+        ptx: the kernel's PTX. Its second setmaxnreg has the registers of the default partition.
     """
     requested = re.search(r"requestedRegisters = array<i32: ([\d, ]+)>", ttgir)
     if not requested:
@@ -154,7 +158,7 @@ def opcodes(ptx: str) -> list[str]:
 
 
 def _compile_case(sender, case, all_configs):
-    """Compile the kernels of one forward and backward, in a process of its own; send (rows, errors, unavailable)."""
+    """Compile the kernels of one forward and backward in this process, and send (rows, errors, unavailable)."""
     compiled, rows, errors, output = {}, [], [], _OutputByThread()
 
     def on_compiled(src, metadata, metadata_group, times, cache_hit):
@@ -167,7 +171,7 @@ def _compile_case(sender, case, all_configs):
         if all_configs:
             try:
                 kernel_call()
-            except Exception as error:  # the autotuner drops a failing configuration; report it here
+            except Exception as error:  # report the error, because the autotuner drops a failing configuration silently
                 errors.append(case | {"error": f"{type(error).__name__}: {error}"})
                 raise
         return [0.0, 0.0, 0.0]
@@ -175,7 +179,7 @@ def _compile_case(sender, case, all_configs):
     triton.runtime.driver.set_active(StandInDriver(case["arch"], on_launched, time_nothing))
     triton.knobs.compilation.listener = on_compiled
     triton.knobs.compilation.always_compile = True  # a cached kernel has no ptxas log
-    triton.knobs.nvidia.dump_ptxas_log = True  # to stdout, by the thread that compiles
+    triton.knobs.nvidia.dump_ptxas_log = True  # the thread that compiles prints the log to stdout
     if reason := stages.unavailable(case["stage"]):
         sender.send(([], [], [case | {"reason": reason}]))
         return
@@ -200,8 +204,10 @@ def _compile_case(sender, case, all_configs):
 
 
 def _in_own_process(context, case, all_configs):
-    """Return (rows, errors, unavailable) of a case. The case runs in its own process, which has fresh caches and may crash, as
-    compilers do."""
+    """Compile a case in its own process, and return (rows, errors, unavailable).
+
+    The process has fresh caches. If the compiler crashes, this program continues.
+    """
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_compile_case, args=(sender, case, all_configs))
     process.start()
@@ -214,24 +220,29 @@ def _in_own_process(context, case, all_configs):
 
 
 def compile_cases(cases, all_configs):
-    """Compile every kernel of the cases, with a progress line. As many cases as there are CPU cores compile at a time.
+    """Compile every kernel of the cases in parallel on all CPU cores, with a progress line.
 
     Args:
         cases: dicts with stage, arch (int), dtype (name), head_dim (int), causal (bool), kv_heads (a divisor of `HEADS`) and
-            value_dim (None: as head_dim).
-        all_configs: compile every configuration that an autotuner would try, not only the first.
+            value_dim (None means head_dim).
+        all_configs: whether to compile every configuration that an autotuner would try, or only the first.
 
     Returns:
-        Lists of rows, errors and unavailable cases, in the order of the cases. A row is the case's dict with added keys:
-        kernel, config, registers (per thread at launch), roles (see `roles`), spilled_bytes (spill stores and loads per
-        thread), shared_bytes (per block), instructions (keys of `INSTRUCTIONS`), dots (matmuls in the source), descriptors
-        (number of descriptor arguments), warnings (of ptxas), ptx (number of instructions by opcode). An error is the case's
-        dict with the added key error. An unavailable case is one that the stage cannot run; its dict has the added key reason.
+        Lists of rows, errors and unavailable cases, in the order of the cases. An error is the case's dict with the added key
+        error. A case is unavailable if the stage does not support the GPU. Its dict has the added key reason. A row is the
+        case's dict with these added keys:
+
+        - kernel: the kernel's name. config: the tile, the number of warps and the number of pipeline stages.
+        - registers: the number of registers per thread at launch. roles: the result of `roles`.
+        - spilled_bytes: the bytes of spill stores and loads per thread. shared_bytes: the bytes of shared memory per CTA.
+        - instructions: the keys of `INSTRUCTIONS` that occur. ptx: the number of instructions by opcode.
+        - dots: the number of matmuls in the source. descriptors: the number of descriptor arguments.
+        - warnings: the warnings of ptxas.
     """
-    os.environ["TRITON_INTERPRET"] = "0"  # this affects the processes started below, but comes too late for this one
+    os.environ["TRITON_INTERPRET"] = "0"  # for the processes that start below
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # use no GPU memory
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["common"])  # this imports torch and triton only once, for all processes
+    context.set_forkserver_preload(["common"])  # all processes share one import of torch and triton
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         futures = [pool.submit(_in_own_process, context, case, all_configs) for case in cases]
         try:
@@ -240,13 +251,13 @@ def compile_cases(cases, all_configs):
                     bar.begin(f"compiled {done} of {len(cases)} cases")
                     bar.update(1)
         finally:
-            pool.shutdown(cancel_futures=True)  # after Ctrl-C nothing new starts
+            pool.shutdown(cancel_futures=True)  # after Ctrl-C no further case starts
     found = zip(*(future.result() for future in futures), strict=True)
     return tuple(list(itertools.chain(*of_cases)) for of_cases in found)
 
 
 def _registers(row):
-    """Format the registers per thread at launch and in each role; identical adjacent roles share an entry."""
+    """Format the registers per thread at launch and in each partition. Identical adjacent partitions share an entry."""
     alike = [(role, len(list(group))) for role, group in itertools.groupby(row["roles"])]
     by_role = ", ".join(f"{f'{count} × ' if count > 1 else ''}{name} {registers}" for (name, registers), count in alike)
     return f"{row['registers']}: {by_role}" if by_role else row["registers"]
@@ -256,7 +267,7 @@ def _fits(row):
     return row["shared_bytes"] <= SHARED_LIMIT[row["arch"]]
 
 
-_CELLS = {  # columns that the table formats
+_CELLS = {  # how the table formats some columns
     "value_dim": lambda row: row["value_dim"] or row["head_dim"],
     "registers": _registers,
     "shared_bytes": lambda row: f"{row['shared_bytes']}/{SHARED_LIMIT[row['arch']]}",
@@ -265,10 +276,10 @@ _CELLS = {  # columns that the table formats
 
 
 def table(rows: list[dict], wide: bool) -> str:
-    """Format the rows as a table: with all columns if `wide`, else for a terminal of 100 columns.
+    """Format the rows as a table with all columns if `wide`, else for a terminal of 100 columns.
 
-    The narrow table has a version instead of a stage's name, a configuration's numbers without their names, and no registers of
-    roles. Above the table stand the values that all rows share.
+    The narrow table shortens a stage's name to its version and a configuration to its numbers. It leaves out the registers of
+    partitions. Values that all rows share stand above the narrow table.
     """
     shared = ["dtype", "head_dim", "value_dim", "causal", "kv_heads"]
     columns = ["stage", "kernel", "arch", *shared, "config", "registers", "spilled_bytes", "shared_bytes", "instructions"]
@@ -294,10 +305,10 @@ COMPARED = "registers", "spilled_bytes", "shared_bytes", "roles", "ptx"
 
 
 def _at_revision(revision: str, argv: list[str]) -> dict:
-    """Compile the kernels of another revision with the current `common/measure`; return what `--json` writes.
+    """Compile another revision's kernels with the current `common/measure`, and return the content of its `--json` file.
 
     Raises:
-        SystemExit: there is no such revision, or a stage or kernel of it does not compile.
+        SystemExit: the revision does not exist, or one of its stages or kernels does not compile.
     """
     with tempfile.TemporaryDirectory() as folder:
         tree = pathlib.Path(folder)
@@ -314,9 +325,9 @@ def _at_revision(revision: str, argv: list[str]) -> dict:
 
 
 def differences(before: list[dict], after: list[dict]) -> list[str]:
-    """Return a line for each kernel whose code differs between two lists of rows, and for each kernel that only one has.
+    """Return a line for each kernel whose code differs between two lists of rows, or that only one list has.
 
-    Kernels of one case are compared by name, and in their order if a name occurs several times.
+    The function matches kernels of a case by name. If a name occurs several times, it matches them in their order.
     """
     names = "stage", "arch", "dtype", "head_dim", "value_dim", "causal", "kv_heads", "kernel"
     found = []
@@ -348,7 +359,7 @@ def differences(before: list[dict], after: list[dict]) -> list[str]:
 
 
 def _compare(revision: str, argv: list[str], rows: list[dict]) -> int:
-    """Print how the rows differ from those of a revision; return the exit status: 1 if they do."""
+    """Print how the rows differ from a revision's rows. Return the exit status, which is 1 if any row differs."""
     place = argv.index("--against") if "--against" in argv else None
     others = argv[:place] + argv[place + 2 :] if place is not None else [word for word in argv if "--against=" not in word]
     before = _at_revision(revision, others)["rows"]
@@ -359,12 +370,15 @@ def _compare(revision: str, argv: list[str], rows: list[dict]) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line; return the exit status: 1 if a kernel does not compile or fit, 2 if there was no kernel."""
+    """Run the command line, and return the exit status.
+
+    The status is 1 if a kernel does not compile or does not fit, and 2 if there was no kernel.
+    """
     terminal.prepare()
     parser = argparse.ArgumentParser(
         prog="python -m common.measure.aot",
-        description="Compile the kernels of a stage for GPUs that need not be there, and report registers, spills, shared "
-        "memory and instructions, and the registers of each warp role if there are roles. LIST is comma-separated.",
+        description="Compile a stage's kernels for any GPU, without having the GPU. Report registers, spills, shared memory "
+        "and instructions. LIST is comma-separated.",
     )
     add_list(parser, "--stage", ",".join(stages.names()))
     archs = {str(arch): arch for arch in SHARED_LIMIT}
@@ -376,13 +390,15 @@ def main(argv: list[str]) -> int:
     kv_heads = {str(number): number for number in range(1, HEADS + 1) if HEADS % number == 0}
     kv_help = f"K/V heads, shared by {HEADS} query heads: {', '.join(kv_heads)} (default: %(default)s)"
     parser.add_argument("--kv-heads", type=list_of(one_of(kv_heads)), default=str(HEADS), metavar="LIST", help=kv_help)
-    value_help = "head dimension of V (default: as --head-dim)"
+    value_help = "head dimension of V (default: the head dimension of Q and K)"
     parser.add_argument("--value-dim", type=single(HEAD_DIM), default=None, metavar="NUMBER", help=value_help)
     parser.add_argument("--all-configs", action="store_true", help="compile every configuration, not only the first")
-    parser.add_argument("--wide", action="store_true", help="show all columns and the registers of each role")
+    parser.add_argument("--wide", action="store_true", help="show all columns, and the registers of each partition")
     parser.add_argument("--json", type=json_path, metavar="FILE", help="also write rows and errors to FILE")
     parser.add_argument(
-        "--against", metavar="REV", help="compare with the kernels of a revision: registers, spills, shared memory, PTX opcodes"
+        "--against",
+        metavar="REV",
+        help="compare with the kernels of git revision REV: registers, spills, shared memory, PTX opcodes",
     )
     arguments = parser.parse_args(argv)
 
@@ -403,7 +419,7 @@ def main(argv: list[str]) -> int:
             print(f"warning: {row['stage']} {row['kernel']} sm_{row['arch']} {row['config']}: {warning}")
     for row in rows:
         if not _fits(row):
-            needs = f"needs {row['shared_bytes']} bytes of shared memory, and a block has {SHARED_LIMIT[row['arch']]}"
+            needs = f"needs {row['shared_bytes']} bytes of shared memory, but a CTA has {SHARED_LIMIT[row['arch']]}"
             print(f"error: {row['stage']} {row['kernel']} sm_{row['arch']} {row['config']}: {needs}", file=sys.stderr)
     for error in errors:
         case = " ".join(f"{name}={error[name]}" for name in names)

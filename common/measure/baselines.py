@@ -1,4 +1,4 @@
-"""Baselines for the stages: PyTorch's attention, and FlashAttention-3 and -4 if they are installed."""
+"""Define the baselines of the stages: PyTorch's attention, and FlashAttention-3 and -4 if they are installed."""
 
 import contextlib
 import functools
@@ -20,7 +20,7 @@ def _sdpa(q, k, v, *, causal, backend):
 
 
 class _Flash3(torch.autograd.Function):
-    """FlashAttention-3 through its operators, on [B, S, H, D] tensors."""
+    """The autograd function of FlashAttention-3, which works on [B, S, H, D] tensors."""
 
     @staticmethod
     def forward(ctx, q, k, v, causal):
@@ -45,9 +45,10 @@ def _transposed(attention):
 
 
 def _installed() -> dict[str, Callable]:
-    """Return those of FlashAttention-3 (from its own package or xformers) and FlashAttention-4 that are installed.
+    """Return FlashAttention-3 and FlashAttention-4, as far as they are installed.
 
-    Both libraries take GQA from the shapes, and also a head dimension of v that differs from k's.
+    FlashAttention-3 comes from its own package or from xformers. Both libraries read the number of K/V heads and the head
+    dimension of v from the shapes.
     """
     found = {}
     for module in ("flash_attn_3._C", "xformers.flash_attn_3._C"):
@@ -77,13 +78,13 @@ else:
 
 
 def refusal(impl: str, error: BaseException) -> str | None:
-    """Return a baseline's message if the error means that it does not support a workload; None for other errors."""
+    """Return a baseline's message if the error means that it does not support a workload. Return None for other errors."""
     if impl.startswith("flash-") and isinstance(error, (AssertionError, NotImplementedError, RuntimeError, ValueError)):
         return str(error)
     if impl.startswith("sdpa") and isinstance(error, RuntimeError):
         if "No available kernel" in str(error):
-            return "this backend of SDPA does not take this"
-        if "cuDNN Frontend error" in str(error):  # cuDNN has no plan for the graph
+            return "this backend of SDPA does not support this workload"
+        if "cuDNN Frontend error" in str(error):  # cuDNN does not support the workload
             return str(error)
     return None
 
@@ -93,7 +94,7 @@ def attention_of(impl: str) -> Callable:
 
 
 def timed_call(impl: str, workload: Workload, inputs) -> Callable:
-    """Return the call to time, which returns `out` or (dq, dk, dv). For a backward, the forward runs here, once."""
+    """Return the call to time, which returns `out` or (dq, dk, dv). For a backward, this function runs the forward."""
     attention, causal = attention_of(impl), workload.causal
     *qkv, grad_out = inputs
     if workload.pass_ == "fwd":

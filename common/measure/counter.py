@@ -1,14 +1,14 @@
-"""Exact counts of a call's traffic, FLOPs and allocations, on the CPU with interpreted kernels.
+"""Count a call's traffic, FLOPs and allocations exactly, on the CPU with interpreted kernels.
 
-A kernel's traffic counts each element of global memory every time that a load, store, atomic or copy of a program touches it.
-Masked elements do not count. Elements outside a descriptor's tensor do not count either, because the hardware clips them. This
-is the traffic between the SMs and the rest of the GPU, and the "HBM accesses" of the FlashAttention papers; caches may serve
-part of it. An atomic operation reads and writes. TMA's addition only writes: the L2 cache adds.
+A kernel's traffic counts an element of global memory whenever a load, store, atomic or copy touches the element. Masked
+elements do not count. Elements outside a descriptor's tensor do not count either, because the hardware clips them. An atomic
+operation reads and writes. TMA's addition only writes, because the L2 cache adds. The FlashAttention papers call this traffic
+"HBM accesses", although caches may serve part of it.
 
-For a PyTorch operator, each argument and result counts once. This is the minimum: a library may read its tiles more often. An
-expanded dimension counts as size 1; views and empty tensors move nothing.
+For a PyTorch operator, each argument and result counts once. This is the minimum, because a library may read its tiles more
+often. An expanded dimension counts as size 1. Views and empty tensors move no bytes.
 
-FLOPs are those of executed matmuls, including masked parts of tiles and recomputation.
+FLOPs are those of all executed matmuls, including masked parts of tiles and recomputation.
 """
 
 import math
@@ -33,17 +33,17 @@ _FLOPS = flop_registry | {  # the registry lacks the CPU's attention
     aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
     aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[aten._scaled_dot_product_flash_attention_backward],
 }
-# Operators that launch nothing on a GPU, in addition to those that PyTorch marks as views.
+# Operators that launch nothing on a GPU. Views launch nothing either, and PyTorch marks them.
 _NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"}
-_OVERWRITING = {"copy_", "fill_", "zero_"}  # in place, without reading the old values
+_OVERWRITING = {"copy_", "fill_", "zero_"}  # operators that write in place without reading the old values
 
 
 @dataclass
 class Launch:
-    """One kernel or PyTorch operator: bytes read and written, and FLOPs of its matmuls."""
+    """The bytes that one kernel or PyTorch operator reads and writes, and the FLOPs of its matmuls."""
 
-    name: str  # name of the kernel's function, or "aten.…" for an operator
-    tile: dict[str, int] = field(default_factory=dict)  # a kernel's BLOCK_… arguments
+    name: str  # the name of the kernel's function, or "aten.…" for an operator
+    tile: dict[str, int] = field(default_factory=dict)  # a kernel's BLOCK_… arguments by name
     read: int = 0
     written: int = 0
     flops: int = 0
@@ -58,27 +58,25 @@ class Count:
 
     @property
     def read(self) -> int:
-        """Bytes read by all launches."""
+        """The bytes that all launches read."""
         return sum(launch.read for launch in self.launches)
 
     @property
     def written(self) -> int:
-        """Bytes written by all launches."""
+        """The bytes that all launches write."""
         return sum(launch.written for launch in self.launches)
 
     @property
     def flops(self) -> int:
-        """FLOPs of the matmuls of all launches."""
+        """The FLOPs of all launches' matmuls."""
         return sum(launch.flops for launch in self.launches)
 
 
 def count(call: Callable) -> Count:
-    """Call once and count.
+    """Run `call` once, and count its launches. This works only on the interpreter.
 
-    This works only on the interpreter.
-
-    PyTorch's dispatcher does not see what happens inside an operator, such as a stage's custom operator. So count a stage
-    through its plain functions.
+    PyTorch's dispatcher does not show what a custom operator does inside, such as a stage's `attention`. So pass a call of a
+    stage's `forward` or `backward`.
     """
     with Counter() as counter:
         call()
@@ -95,13 +93,12 @@ def distinct(tensors) -> list[Tensor]:
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """Return the bytes of memory behind a tensor; an expanded dimension counts as one."""
+    """Return the bytes of memory behind a tensor. An expanded dimension counts as size 1."""
     return math.prod(n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride) * tensor.itemsize
 
 
 def moved(func, args, kwargs, result) -> tuple[list[Tensor], list[Tensor]]:
-    """Return (tensors read, tensors written) of a PyTorch operator. The operator's schema shows what it reads, changes and
-    returns."""
+    """Return the tensors that a PyTorch operator reads, and the tensors that it writes, from the operator's schema."""
     name = func.overloadpacket.__name__
     read, written = [], _tensors(result)
     values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
@@ -118,7 +115,7 @@ def moved(func, args, kwargs, result) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _operator_launch(func, args, kwargs, result) -> Launch:
-    """Return the bytes that a PyTorch operator moves, and its FLOPs."""
+    """Return a PyTorch operator as a launch, with its bytes and FLOPs."""
     packet = func.overloadpacket
     read, written = (sum(map(bytes_of, tensors)) for tensors in moved(func, args, kwargs, result))
     formula = _FLOPS.get(packet)
@@ -127,7 +124,7 @@ def _operator_launch(func, args, kwargs, result) -> Launch:
 
 
 class Counter(TorchDispatchMode):
-    """Watches PyTorch's operators and storages, and the interpreted kernels."""
+    """Watch PyTorch's operators and storages, and the interpreted kernels."""
 
     def __init__(self):
         super().__init__()
@@ -142,7 +139,7 @@ class Counter(TorchDispatchMode):
     def __enter__(self):
         watched = (
             (InterpretedFunction, "run", self._run),
-            # The interpreter's other loads and stores, also of descriptors, call these two.
+            # The interpreter's other loads and stores, including those of descriptors, call one of the next two functions.
             (InterpreterBuilder, "create_masked_load", self._load),
             (InterpreterBuilder, "create_masked_store", self._store),
             (InterpreterBuilder, "create_atomic_rmw", self._atomic_rmw),
@@ -181,7 +178,7 @@ class Counter(TorchDispatchMode):
         return counted
 
     def _touch(self, pointers, mask, read, written):
-        """Count the bytes of a memory operation's unmasked elements: `read` times as read, `written` times as written."""
+        """Count the bytes of a memory operation's unmasked elements. `read` and `written` say how often they count."""
         element = max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
         touched = int(numpy.count_nonzero(numpy.asarray(mask.data))) * element  # a descriptor's mask is a plain array
         self.launches[-1].read += read * touched
@@ -209,7 +206,7 @@ class Counter(TorchDispatchMode):
         return counted
 
     def _descriptor_reduce(self, descriptor_reduce):
-        """Count only the write of TMA's addition: the L2 cache adds and returns nothing."""
+        """Count only the write of TMA's addition, because the L2 cache adds and returns nothing."""
 
         def counted(*args):
             read = self.launches[-1].read
@@ -234,7 +231,7 @@ class Counter(TorchDispatchMode):
         return counted
 
     def _of_gluon(self, what):
-        """Add a Gluon kernel's amount to the field `what` of its launch. Only one thread runs at a time."""
+        """Add a Gluon kernel's bytes or FLOPs to the field `what` of its launch. Only one thread runs at a time."""
 
         def watch(say):
             def counted(traffic, amount, *where):
@@ -255,7 +252,7 @@ class Counter(TorchDispatchMode):
             return result
         if not func.is_view and func.overloadpacket.__name__ not in _NO_KERNEL:
             self.launches.append(_operator_launch(func, args, kwargs, result))
-        # A result that shares an argument's storage is a view of it or the argument itself; any other storage is new.
+        # A result that shares an argument's storage allocates nothing. Any other storage is new.
         given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
         made = (t.untyped_storage() for t in _tensors(result))
         for storage in {s._cdata: s for s in made if s._cdata not in given}.values():

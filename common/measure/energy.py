@@ -1,10 +1,10 @@
-"""The energy of a call at a GPU's power limit, and the clock at that limit, as NVML reports them.
+"""Measure a call's energy and clock at a GPU's power limit, as NVML reports them.
 
     python -m common.measure.energy results/energy-d64-h200.json --head-dim 64   # on an NVIDIA GPU
     make table FILE=results/energy-d64-h200.json
 
-A GPU lowers its clock to stay within its power limit. At the limit, a call's time is the call's energy divided by the limit,
-even if the call needs few cycles.
+A GPU lowers its clock to stay within its power limit. At the limit, a call takes its energy divided by the power limit. So
+saving cycles shortens a call only if it also saves energy.
 """
 
 import argparse
@@ -27,29 +27,29 @@ from common.measure.workloads import Workload
 from common.operator import Unavailable
 from common.runtime import INTERPRETED
 
-REST_S = 0.4  # after a rest of this length, the clock stays high for a few calls
-RESTED_CALLS = 3  # timed calls after each rest; one more call before them is not timed
+REST_S = 0.4  # seconds of a rest; after it, the clock stays high for a few calls
+RESTED_CALLS = 3  # number of timed calls after each rest; one call before them is not timed
 RESTS = 3  # number of rests
-SETTLE_S = 0.3  # calls run back to back for this time, until the clock has settled at the power limit
-MEASURED_S = 1.0  # then calls are measured back to back for this time, with many readings of the energy counter
-READ_S = 4e-3  # time between two readings; the GPU updates the counter every 20 to 100 ms
+SETTLE_S = 0.3  # seconds of calls back to back before the measurement, until the clock has settled at the power limit
+MEASURED_S = 1.0  # seconds of measured calls back to back, during which the energy counter is read many times
+READ_S = 4e-3  # seconds between two readings; the GPU updates the counter every 20 to 100 ms
 CACHE_BYTES = 256 * 2**20  # more than any L2 cache holds
-FROM = (8, "")  # by default, v8 is the first stage measured: from v8 on no tiles are tuned
-SM_CLOCK = 1  # nvmlClockType_t
-POWER_CAP = 0x4 | 0x80  # nvmlClocksThrottleReasons: power cap by software, power brake by hardware
+FROM = (8, "")  # the default measures the stages from v8 on, because they do not tune their tiles
+SM_CLOCK = 1  # the SM clock in NVML's nvmlClockType_t
+POWER_CAP = 0x4 | 0x80  # bits of NVML's nvmlClocksThrottleReasons: software power cap, hardware power brake
 
 
 class Reading(NamedTuple):
     """The GPU's own measurements at one time."""
 
-    seconds: float
-    joules: float  # since the driver was loaded
-    mhz: int
+    seconds: float  # the time of the reading
+    joules: float  # the energy that the GPU has used since the driver was loaded
+    mhz: int  # the clock of the SMs
     capped: bool  # whether the power limit lowers the clock
 
 
 class Gauges:
-    """NVML's view of the GPU that PyTorch uses.
+    """The gauges that NVML has for the GPU that PyTorch uses.
 
     Raises:
         RuntimeError: NVML is missing, or does not support a measurement on this GPU.
@@ -87,7 +87,7 @@ class Gauges:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[list[Reading]]:
-        """Yield a list that grows by a reading every `READ_S`."""
+        """Yield a list that gets a reading every `READ_S` seconds."""
         readings, stop = [], threading.Event()
 
         def watch():
@@ -107,17 +107,17 @@ def watts(readings: list[Reading]) -> float:
     """Return the mean power between the first and the last update of the energy counter.
 
     Raises:
-        ValueError: fewer than two updates.
+        ValueError: the counter was updated less than twice.
     """
     steps = [after for before, after in itertools.pairwise(readings) if after.joules > before.joules]
     if len(steps) < 2:
-        raise ValueError("the counter of energy went on less than twice")
+        raise ValueError("the energy counter was updated less than twice")
     first, last = steps[0], steps[-1]
     return (last.joules - first.joules) / (last.seconds - first.seconds)
 
 
 def _seconds(call: Callable, count: int) -> float:
-    """Return the GPU seconds per call of `count` calls back to back."""
+    """Make `count` calls back to back, and return the GPU seconds per call."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(count):
@@ -128,8 +128,10 @@ def _seconds(call: Callable, count: int) -> float:
 
 
 def rested_seconds(call: Callable, cache_filler: torch.Tensor) -> float:
-    """Return the median GPU seconds of the first few calls after a rest, with a cold L2 cache. The very first call after each
-    rest is not timed."""
+    """Return the median GPU seconds of the first few calls after a rest, with a cold L2 cache.
+
+    The function makes `RESTS` rests. It does not time the first call after each rest.
+    """
     times = []
     for _ in range(RESTS):
         torch.cuda.synchronize()
@@ -148,7 +150,7 @@ def rested_seconds(call: Callable, cache_filler: torch.Tensor) -> float:
 
 def measure(call: Callable, gauges: Gauges, cache_filler: torch.Tensor) -> dict:
     """Measure a call: seconds, joules, power and clock at the power limit, and seconds after a rest."""
-    for _ in range(3):  # tunes, compiles and records
+    for _ in range(3):  # these calls tune and compile the kernels, and record the launches
         call()
     rested = rested_seconds(call, cache_filler)
     _seconds(call, max(1, int(SETTLE_S / rested)))
@@ -166,7 +168,10 @@ def measure(call: Callable, gauges: Gauges, cache_filler: torch.Tensor) -> dict:
 
 
 def cases(impls: list[str], shapes: list[Workload]) -> Iterator[tuple[str, Workload, Callable]]:
-    """Yield each implementation, a workload that it supports, and the call to measure; cases of a workload are adjacent."""
+    """Yield each supported case: the implementation, the workload, and the call to measure.
+
+    Cases of one workload are adjacent.
+    """
     for workload, impl in itertools.product(shapes, impls):
         try:
             call = timed_call(impl, workload, workload.inputs())
@@ -181,7 +186,7 @@ def cases(impls: list[str], shapes: list[Workload]) -> Iterator[tuple[str, Workl
 
 
 def main(argv: list[str]):
-    """The command line."""
+    """Run the command line."""
     terminal.prepare()
     description = "Measure the energy of a call, at the power limit of a GPU. LIST is comma-separated."
     parser = argparse.ArgumentParser(prog="python -m common.measure.energy", description=description)

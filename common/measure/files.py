@@ -1,16 +1,14 @@
-"""Replace files in one step, so that no result is ever half written."""
+"""Replace files in one step, so that no results file is ever half written."""
 
 import os
 from pathlib import Path
 
 
 def replace(path: Path, text: str):
-    """Replace a file's content by `text`.
+    """Replace a file's content by `text`. If the process is killed meanwhile, the file keeps its old content.
 
-    A process that is killed meanwhile leaves the old content.
-
-    The text first goes to a temporary file next to it, whose name has a dot before it and ".partial" after it. The next call
-    overwrites a temporary file that is left.
+    The text first goes to a temporary file in the same directory, `.{name}.partial`. If a killed process has left such a file,
+    the next call overwrites it.
     """
     path = path.resolve()  # replace the target of a link, not the link
     partial = path.with_name(f".{path.name}.partial")

@@ -1,4 +1,4 @@
-"""The machine, versions, commit and date that are saved with all measurements."""
+"""Find the GPU, versions, commit and date that every results file contains."""
 
 import contextlib
 import datetime
@@ -10,7 +10,7 @@ import torch
 
 from common.runtime import DEVICE
 
-OTHERS = ("flash-attn-3", "xformers", "flash-attn-4")  # packages of the optional baselines
+OTHERS = ("flash-attn-3", "xformers", "flash-attn-4")  # the packages of optional baselines
 
 
 def _versions(packages) -> dict[str, str]:
@@ -23,7 +23,7 @@ def _versions(packages) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Return the commit of this repository; "unknown" without git or outside of a checkout."""
+    """Return the commit of this repository, or "unknown" without git or outside of a checkout."""
     command = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--abbrev=40", "--exclude=*"]
     try:
         described = subprocess.run([*command, "--dirty=+dirty"], capture_output=True, text=True, check=False)

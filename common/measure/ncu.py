@@ -1,15 +1,17 @@
-"""Compare the counted traffic of launches with what Nsight Compute measures between the L2 cache and the SMs.
+"""Compare counted traffic with the traffic that Nsight Compute measures between the L2 cache and the SMs.
 
     python -m common.measure.ncu measure results/traffic-h200.json   # on a GPU with `ncu`
     python -m common.measure.ncu count results/traffic-h200.json     # anywhere: adds the counts, with the measured tiles
     make table FILE=results/traffic-h200-d64.json
 
-Three effects make the two numbers differ. The L1 cache serves a pointer load whose line it still holds; asynchronous copies and
-TMA bypass it. Memory moves in sectors of 32 bytes, and the end of a row may use only a part of a sector. Spilled registers go
-through the same ports.
+Three effects make the two numbers differ:
+
+- The L1 cache may serve a pointer load. Asynchronous copies and TMA bypass the L1 cache.
+- Memory moves in sectors of 32 bytes, and the end of a row may use only a part of a sector.
+- Spilled registers move between the SM and the L2 cache too.
 
 With GQA, programs request as many bytes of K and V as without GQA, but fewer of these bytes are distinct. The bytes from device
-memory show the effect of the L2 cache (`--heads 16 --kv-heads 16,2`).
+memory show how many bytes the L2 cache saves (`--heads 16 --kv-heads 16,2`).
 """
 
 import argparse
@@ -35,31 +37,31 @@ from common.measure.traffic import GPUS, count_stage, stage_call
 from common.measure.workloads import Workload
 from common.runtime import DEVICE
 
-# Bytes between an SM's L1 cache and the crossbar to the L2 cache, including TMA.
+# Nsight Compute's metrics for the bytes between an SM's L1 cache and the L2 cache, including TMA's bytes.
 READ, WRITTEN = "l1tex__m_xbar2l1tex_read_bytes.sum", "l1tex__m_l1tex2xbar_write_bytes.sum"
-SPILLED = "l1tex__t_sectors_pipe_lsu_mem_local_op_st.sum"  # stores of spilled registers, which WRITTEN includes
-SECTOR = 32  # bytes
+SPILLED = "l1tex__t_sectors_pipe_lsu_mem_local_op_st.sum"  # sectors of stored spilled registers, which WRITTEN includes
+SECTOR = 32  # bytes in a sector
 MEMORY = "dram__bytes_read.sum", "dram__bytes_write.sum"  # between the L2 cache and device memory
-FURTHER = (  # metrics that explain a difference; metrics that this GPU lacks are left out
-    "l1tex__m_xbar2l1tex_read_bytes_mem_global_op_tma_ld.sum",  # TMA's part of the bytes above
+FURTHER = (  # metrics that help to explain a difference, if the GPU has them
+    "l1tex__m_xbar2l1tex_read_bytes_mem_global_op_tma_ld.sum",  # the bytes of READ that TMA loads
     "l1tex__m_l1tex2xbar_write_bytes_mem_global_op_tma_st.sum",
-    "lts__t_sectors_srcunit_tex_op_read.sum",  # the same traffic at the L2 cache, in sectors of 32 bytes
+    "lts__t_sectors_srcunit_tex_op_read.sum",  # sectors that the SMs read from the L2 cache
     "lts__t_sectors_srcunit_tex_op_write.sum",
-    "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",  # pointer loads from the L1 cache …
-    "l1tex__t_sectors_pipe_lsu_mem_global_op_ld_lookup_hit.sum",  # … and its hits
+    "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",  # sectors of pointer loads
+    "l1tex__t_sectors_pipe_lsu_mem_global_op_ld_lookup_hit.sum",  # sectors of pointer loads that the L1 cache serves
     "l1tex__t_sectors_pipe_lsu_mem_local_op_ld.sum",  # reloads of spilled registers, mostly from the L1 cache
     *MEMORY,
 )
-HEADS = 2  # the default is small: each head moves the same bytes, and the interpreter has to count every head
+HEADS = 2  # few heads by default: each head moves equally many bytes, and the interpreter is slow
 
 
 @triton.jit
 def _case_begins_kernel(case):
-    """Do nothing: the kernel's name marks where a case begins in the profile."""
+    """Do nothing. The kernel's name marks where a case begins in the profile."""
 
 
 def launch(options):
-    """Run each case in the profiler: once unprofiled to tune and compile, then once profiled."""
+    """Run each case twice in the profiler. The first run tunes and compiles, and the second run is profiled."""
     cases = []
     for name, workload in itertools.product(options.stage, options.workloads):
         stage = stages.load(name)
@@ -71,7 +73,7 @@ def launch(options):
 
 
 def show(label: str, call: Callable):
-    """Profile a call as one case, after an unprofiled call."""
+    """Profile a call as one case, after a call that is not profiled."""
     print(label, file=sys.stderr, flush=True)
     call()
     _case_begins_kernel[(1,)](0)
@@ -84,8 +86,10 @@ def show(label: str, call: Callable):
 
 
 def parse(log: str, metrics: Sequence[str]) -> list[list[dict]]:
-    """Parse the output of `ncu --csv --page raw`. Return a list of kernels for each case. A kernel is {"name": …} with the
-    available metrics."""
+    """Parse the output of `ncu --csv --page raw`, and return a list of kernels for each case.
+
+    A kernel is {"name": …} with the available metrics.
+    """
     header, _, *rows = csv.reader(line for line in log.splitlines() if line.startswith('"'))
     cases = []
     for row in rows:
@@ -99,20 +103,20 @@ def parse(log: str, metrics: Sequence[str]) -> list[list[dict]]:
 
 
 def profile(module: str, options: Sequence[str], metrics: Sequence[str], optional: Sequence[str] = ()) -> dict:
-    """Profile `python -m module launch FILE options` with `ncu`; `launch` writes the list of cases to FILE.
+    """Profile `python -m module launch FILE options` with `ncu`. The command writes the list of cases to FILE.
 
     Args:
-        metrics: metrics to measure.
-        optional: metrics to measure if this GPU has them.
+        metrics: the metrics to measure.
+        optional: more metrics to measure, if the GPU has them.
 
     Returns:
-        {"machine_info", "cases"}: the cases that `launch` wrote, each with its "kernels".
+        A dict with "machine_info" and "cases". Each case of FILE gets its "kernels".
 
     Raises:
-        SystemExit: there is no GPU or no `ncu`, or `ncu` failed.
+        SystemExit: the machine has no GPU or no `ncu`, or `ncu` failed.
     """
     if DEVICE != "cuda" or not shutil.which("ncu"):
-        raise SystemExit("this needs a GPU, and ncu on the PATH")
+        raise SystemExit("this command needs a GPU, and ncu on the PATH")
     listed = subprocess.run(["ncu", "--query-metrics"], capture_output=True, text=True, check=True).stdout
     available = {line.split()[0] for line in listed.splitlines() if line.strip()}
     metrics = [*metrics, *(metric for metric in optional if metric.split(".")[0] in available)]
@@ -132,7 +136,7 @@ def profile(module: str, options: Sequence[str], metrics: Sequence[str], optiona
 
 
 def as_flags(options, *names: str) -> list[str]:
-    """Return the given list options as flags for another command."""
+    """Return the options `names`, which are lists, as flags for another command."""
     lists = {name: getattr(options, name) for name in names if getattr(options, name) != [None]}
     return [f"--{name.replace('_', '-')}={','.join(map(str, values))}" for name, values in lists.items()]
 
@@ -146,12 +150,12 @@ def measure(options):
 def add_counts(options):
     """Count each saved case on the interpreter, with the measured tiles, and add the counts to the file."""
     if DEVICE != "cpu":
-        raise SystemExit("count needs the interpreter: set TRITON_INTERPRET=1")
+        raise SystemExit("count works only on the interpreter: set TRITON_INTERPRET=1")
     try:
         result = json.loads(options.file.read_text())
         cases = result["cases"]
     except (OSError, ValueError, KeyError) as error:
-        raise SystemExit(f"{options.file} is not what measure writes: {error!r}") from None
+        raise SystemExit(f"{options.file} is not a file that measure has written: {error!r}") from None
     for done, case in enumerate(cases, start=1):
         print(f"\rcounting {done} of {len(cases)}", end="", file=sys.stderr, flush=True)
         counted = count_stage(stages.load(case["impl"]), Workload.of(case), GPUS[options.gpu], case["tuned"])
@@ -170,7 +174,7 @@ def pairs(case: dict) -> list[tuple[str, list[dict], list[dict]]]:
     pairs = []
     for launch_, kernel in zip(counted[False], kernels, strict=True):
         if launch_["name"] != kernel["name"]:
-            raise ValueError(f"{case['impl']}: counted {launch_['name']} where {kernel['name']} was measured")
+            raise ValueError(f"{case['impl']}: counted launch {launch_['name']} stands beside measured kernel {kernel['name']}")
         pairs.append((f"{launch_['name']} {'×'.join(map(str, launch_['tile'].values()))}", [launch_], [kernel]))
     if counted[True]:
         pairs.append(("PyTorch", counted[True], [kernel for kernel in case["kernels"] if kernel["name"] not in names]))
@@ -178,8 +182,10 @@ def pairs(case: dict) -> list[tuple[str, list[dict], list[dict]]]:
 
 
 def comparison(counted: list[dict], measured: list[dict]) -> dict[str, int]:
-    """Sum the counted and the measured bytes of some launches; `spilled` is the bytes that stores of spilled registers
-    write."""
+    """Add up the counted and the measured bytes of some launches.
+
+    The entry `spilled` has the bytes that stores of spilled registers write.
+    """
     return {
         "read": sum(launch_["read"] for launch_ in counted),
         "written": sum(launch_["written"] for launch_ in counted),
@@ -190,15 +196,19 @@ def comparison(counted: list[dict], measured: list[dict]) -> dict[str, int]:
 
 
 def main(argv: list[str]):
-    """The command line."""
+    """Run the command line."""
     terminal.prepare()
     parser = argparse.ArgumentParser(
         prog="python -m common.measure.ncu",
-        description="Compare counted traffic with Nsight Compute's. LIST is comma-separated.",
+        description="Compare counted traffic with the traffic that Nsight Compute measures. LIST is comma-separated.",
     )
-    parser.add_argument("what", choices=["measure", "count", "launch"], help="measure runs launch in the profiler")
+    parser.add_argument(
+        "what", choices=["measure", "count", "launch"], help="what to do; measure starts launch in the profiler"
+    )
     parser.add_argument("file", type=json_path, help="the JSON file that measure writes and count completes")
-    parser.add_argument("--gpu", choices=GPUS, default="h200", help="GPU whose fixed tiles count uses (default: %(default)s)")
+    parser.add_argument(
+        "--gpu", choices=GPUS, default="h200", help="count uses the fixed tiles for this GPU (default: %(default)s)"
+    )
     available = [name for name in stages.names() if not stages.unavailable(name)]
     for flag, default in (
         ("--stage", ",".join(available)), ("--seq-len", "2048"), ("--head-dim", "64,128"), ("--heads", str(HEADS)),

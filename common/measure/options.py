@@ -1,4 +1,4 @@
-"""Types of command-line options, for argparse."""
+"""Define types of command-line options for argparse."""
 
 import argparse
 import difflib
@@ -16,8 +16,10 @@ from common.operator import HEAD_DIMS
 
 
 def single(parse: Callable) -> Callable:
-    """Return the argparse type of one value. `parse` converts the text; if it cannot, it raises ValueError with a message for
-    the user."""
+    """Return the argparse type of one value.
+
+    `parse` converts the text. If it cannot, it raises ValueError with a message for the user.
+    """
 
     def parse_text(text):
         try:
@@ -29,13 +31,15 @@ def single(parse: Callable) -> Callable:
 
 
 def list_of(parse: Callable) -> Callable:
-    """Return the argparse type of a comma-separated list; `parse` converts one entry, or raises ValueError."""
+    """Return the argparse type of a comma-separated list. `parse` converts one entry, or raises ValueError."""
     return single(lambda text: [parse(entry.strip()) for entry in text.split(",")])
 
 
 def one_of(choices: dict) -> Callable:
-    """Return a function that looks up an entry in `choices`. For any other entry, this function raises ValueError and names the
-    choices."""
+    """Return a function that looks up a text in `choices`.
+
+    For a text that is not in `choices`, this function raises ValueError with the choices.
+    """
 
     def parse(text):
         if text not in choices:
@@ -46,14 +50,14 @@ def one_of(choices: dict) -> Callable:
 
 
 def positive(text: str) -> int:
-    """Parse a whole number of at least 1; raise ValueError otherwise."""
+    """Parse a whole number of at least 1. Raise ValueError for other texts."""
     if not text.isdecimal() or int(text) == 0:
         raise ValueError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def positive_number(text: str) -> float:
-    """Parse a finite number above 0; raise ValueError otherwise."""
+    """Parse a finite number above 0. Raise ValueError for other texts."""
     number = float(text)
     if not 0 < number < math.inf:
         raise ValueError(f"{text!r} is not a number above 0")
@@ -61,7 +65,7 @@ def positive_number(text: str) -> float:
 
 
 def positive_or_zero(text: str) -> float:
-    """Parse a finite number of at least 0; raise ValueError otherwise."""
+    """Parse a finite number of at least 0. Raise ValueError for other texts."""
     number = float(text)
     if not 0 <= number < math.inf:
         raise ValueError(f"{text!r} is not a number of at least 0")
@@ -69,7 +73,7 @@ def positive_or_zero(text: str) -> float:
 
 
 def unwritable(directory: Path) -> str | None:
-    """Return why a directory is not writable; None if it is."""
+    """Return why a directory is not writable, or None if it is writable."""
     try:
         tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
@@ -78,7 +82,7 @@ def unwritable(directory: Path) -> str | None:
 
 
 def json_path(text: str) -> Path:
-    """Return the absolute path of a file to write. Its directory must exist and be writable; a device or pipe is refused."""
+    """Return the absolute path of a file to write. The path must be in a writable directory, and no device or pipe."""
     path = Path(text).absolute()
     if path.exists() and not path.is_file():
         raise argparse.ArgumentTypeError(f"{text!r} is not the name of a file")
@@ -97,16 +101,16 @@ LISTS = {  # options of several commands: the type of an entry, and the help tex
     "--head-dim": (HEAD_DIM, ", ".join(map(str, HEAD_DIMS))),
     "--heads": (positive, "any"),
     "--kv-heads": (positive, "any divisor of the heads (default: as many as heads)"),
-    "--value-dim": (HEAD_DIM, f"{', '.join(map(str, HEAD_DIMS))} (default: as the head dimension)"),
+    "--value-dim": (HEAD_DIM, f"{', '.join(map(str, HEAD_DIMS))} (default: the head dimension)"),
     "--causal": (one_of({"no": False, "yes": True}), "no, yes"),
     "--dtype": (one_of({name: name for name in DTYPES}), ", ".join(DTYPES)),
 }
 
 
 def add_list(parser: argparse.ArgumentParser, flag: str, default: str | None):
-    """Add an option of `LISTS`; its value is a comma-separated list.
+    """Add an option of `LISTS`, which takes a comma-separated list.
 
-    `default` is the list as a user would type it, or None if the help text already names it.
+    `default` is the list as a user would type it. It is None if the help text already names the default.
     """
     parse, help_text = LISTS[flag]
     if flag == "--stage":  # the help text shows the last default as its example
@@ -118,11 +122,10 @@ def add_list(parser: argparse.ArgumentParser, flag: str, default: str | None):
 
 
 def add_implementations(parser: argparse.ArgumentParser, baselines: Iterable[str], first: tuple):
-    """Add --impl, a list of baselines and stages.
+    """Add --impl, which takes a list of baselines and stages.
 
-    The default is all baselines, and all stages from `first` on except dead ends.
-
-    The caller passes the `baselines`, because to import them is slow: some packages bring their own compilers.
+    The default is all baselines, and all stages from `first` on except dead ends. The caller passes the `baselines`, because
+    they are slow to import.
     """
     baselines = list(baselines)
 
@@ -134,7 +137,7 @@ def add_implementations(parser: argparse.ArgumentParser, baselines: Iterable[str
         try:
             return stages.resolve(text)
         except ValueError as error:
-            raise ValueError(f"{error}; and the baselines {', '.join(baselines)}") from None
+            raise ValueError(f"{error}; the baselines are {', '.join(baselines)}") from None
 
     usual = [name for name in stages.names() if not stages.is_dead_end(name) and stages.position(name) >= first]
     usual = ",".join([*baselines, *usual])
@@ -143,9 +146,9 @@ def add_implementations(parser: argparse.ArgumentParser, baselines: Iterable[str
 
 
 def workloads_of(parser: argparse.ArgumentParser, **lists) -> list[Workload]:
-    """Return a workload of batch 1 in float16 for each combination of the fields in `lists`; the last field changes fastest.
+    """Return a workload of batch 1 in float16 for each combination of the fields in `lists`.
 
-    Exit with status 2 if K/V heads do not divide the heads.
+    The last field changes fastest. Exit with status 2 if the number of heads is no multiple of the number of K/V heads.
     """
     combinations = itertools.product(*lists.values())
     try:
@@ -155,7 +158,7 @@ def workloads_of(parser: argparse.ArgumentParser, **lists) -> list[Workload]:
 
 
 def write_json(path: Path, content):
-    """Write a JSON file; raise SystemExit with the reason if that fails."""
+    """Write a JSON file. Raise SystemExit with the reason if this fails."""
     try:
         files.replace(path, json.dumps(content, indent=1))
     except OSError as error:  # the directory may have changed since `json_path` checked it

@@ -1,15 +1,15 @@
-"""A command's progress and remaining time on stderr: a live bar on a terminal, otherwise a line now and then."""
+"""Show a command's progress and remaining time on stderr, as a bar on a terminal and as occasional lines elsewhere."""
 
 import sys
 
 from tqdm import tqdm
 
-LINES_APART_S = 10  # if stderr is no terminal
+LINES_APART_S = 10  # minimum seconds between two lines, if stderr is no terminal
 COLUMNS = 100
 
 
 class _Lines:
-    """tqdm writes to this file if stderr is no terminal: each bar becomes a line, without a carriage return."""
+    """A file for tqdm's bars if stderr is no terminal. Each bar becomes a line without a carriage return."""
 
     def write(self, text: str):
         if line := text.strip():
@@ -20,9 +20,9 @@ class _Lines:
 
 
 class Progress(tqdm):
-    """A progress bar for work of size `total`, in a unit that is proportional to time, such as expected seconds.
+    """A progress bar for work of size `total`. The size must grow with the time, like expected seconds.
 
-    Call `begin(name)` before a piece of work and `update(size)` after it. It is a context manager.
+    Call `begin(name)` before a piece of work, and `update(size)` after the piece. The bar is a context manager.
     """
 
     def __init__(self, total: float):

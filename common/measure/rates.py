@@ -1,9 +1,9 @@
-"""Microbenchmarks of one Hopper SM. Each rate comes from a loop that does one thing, and is in cycles of the SM's clock.
+"""Measure the rates of one Hopper SM's units with microbenchmarks, in cycles of the SM's clock.
 
     python -m common.measure.rates --json results/rates-h200.json   # on a Hopper GPU
 
-A kernel reads the clock, runs its loop n times, and reads the clock again; n is so large that the start and end of the loop do
-not matter. A rate is the median over SMs and repetitions.
+Each kernel has a loop that does one thing. The kernel reads the clock, runs n iterations, and reads the clock again. n is so
+large that the start and the end of the loop do not matter. A rate is the median over SMs and repetitions.
 """
 
 import argparse
@@ -34,18 +34,18 @@ from common.measure import machine, terminal
 from common.measure.options import json_path, list_of, one_of, write_json
 from common.runtime import INTERPRETED, num_sms
 
-ROWS = gl.constexpr(64)  # rows of a warpgroup's tile
-COLUMNS = gl.constexpr(64)  # columns of each of the two register tiles that instructions update alternately
-UNROLLED = gl.constexpr(8)  # instructions on an element per iteration
-L2_TILES = gl.constexpr(8)  # tiles that a program cycles through: 17 MB for 132 programs with 16 KiB tiles fit in L2
-RING = gl.constexpr(4)  # tiles of shared memory that loads cycle through
-FIELDS = gl.constexpr(5)  # numbers in a program's record: begin and end in cycles, begin and end in nanoseconds, SM
+ROWS = gl.constexpr(64)  # number of rows of a warpgroup's tile
+COLUMNS = gl.constexpr(64)  # number of columns of each of the two register tiles that instructions update alternately
+UNROLLED = gl.constexpr(8)  # number of instructions on an element in each iteration
+L2_TILES = gl.constexpr(8)  # a program copies this many tiles in turn; 132 programs with 16 KiB tiles need 17 MB of L2 cache
+RING = gl.constexpr(4)  # a loop loads this many tiles of shared memory in turn
+FIELDS = gl.constexpr(5)  # a program's record: begin and end in cycles, begin and end in nanoseconds, number of the SM
 
-TARGET_CYCLES = 300_000  # duration of a loop
-FIRST_TURNS = 64  # iterations of the first two runs, which find how many take TARGET_CYCLES
-REPETITIONS = 7
+TARGET_CYCLES = 300_000  # a measured loop takes about this many cycles
+FIRST_TURNS = 64  # each of the first two runs has this many iterations; the second run finds how many take TARGET_CYCLES
+REPETITIONS = 7  # number of measured runs
 
-COPY_BYTES = 192 * 2**10  # shared memory for tiles in flight
+COPY_BYTES = 192 * 2**10  # maximum bytes of shared memory for the tiles that are copied at the same time
 
 
 @gluon.jit
@@ -55,7 +55,7 @@ def _cycle():
 
 @gluon.jit
 def _stamp(record_ptr, end: gl.constexpr):
-    """Record the time, in cycles and in nanoseconds, and the SM."""
+    """Record the time in cycles and in nanoseconds, and the number of the SM."""
     record_ptr += gl.program_id(0) * FIELDS
     gl.store(record_ptr + end, _cycle())
     gl.store(record_ptr + 2 + end, globaltimer())
@@ -71,7 +71,7 @@ def _meet(barriers, number: gl.constexpr):
 
 @gluon.jit
 def _mark(clock, end: gl.constexpr, w: gl.constexpr):
-    """Mark the beginning or the end of a loop: all busy warpgroups meet, and the first one reads the clock."""
+    """Mark the beginning or the end of a loop. All warpgroups wait for each other, and the first one reads the clock."""
     record_ptr, barriers, busy = clock
     _meet(barriers, end)
     if w == 0:
@@ -80,7 +80,7 @@ def _mark(clock, end: gl.constexpr, w: gl.constexpr):
 
 @gluon.jit
 def _stand_aside(clock):
-    """Replace both `_mark`s in a warpgroup that is not busy."""
+    """Arrive at both barriers of `_mark`, in a warpgroup that does no work."""
     record_ptr, barriers, busy = clock
     mbarrier.arrive(barriers.index(0), count=1)
     mbarrier.arrive(barriers.index(1), count=1)
@@ -100,7 +100,7 @@ def _warpgroup(work: gl.constexpr, arguments, w: gl.constexpr):
 
 @gluon.jit
 def _warpgroups(work: gl.constexpr, arguments, WARPGROUPS: gl.constexpr, REGISTERS: gl.constexpr):
-    """Run `work` in two or four warpgroups; its last argument is the warpgroup's number."""
+    """Run `work` in two or four warpgroups. The last argument of `work` is the warpgroup's number."""
     if WARPGROUPS == 2:
         gl.warp_specialize([(_warpgroup, (work, arguments, 0)), (_warpgroup, (work, arguments, 1))], [4], [REGISTERS])
     else:
@@ -118,8 +118,10 @@ def _warpgroups(work: gl.constexpr, arguments, WARPGROUPS: gl.constexpr, REGISTE
 
 @gluon.jit(do_not_specialize=["n", "depth", "own"])
 def _copy_in_kernel(record_ptr, n, desc, depth, own, STAGES: gl.constexpr):
-    """Copy n tiles to shared memory, `depth` at a time. Each program copies its own tiles if `own` is 1; all copy the same
-    tiles if it is 0."""
+    """Copy n tiles to shared memory, `depth` at a time.
+
+    If `own` is 1, each program copies its own tiles. If `own` is 0, all programs copy the same tiles.
+    """
     buffers = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_shape, desc.layout)
     full = new_barriers(STAGES, 1)
     first = gl.program_id(0) * own * L2_TILES
@@ -146,8 +148,10 @@ def _copy_in_kernel(record_ptr, n, desc, depth, own, STAGES: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["n", "own"])
 def _copy_out_kernel(record_ptr, n, desc, own, PENDING: gl.constexpr, ADD: gl.constexpr):
-    """Copy a tile from shared to global memory n times, or add it there. When the next copy is issued, PENDING earlier copies
-    may still read the tile."""
+    """Copy a tile from shared to global memory n times, or add the tile there.
+
+    PENDING earlier copies may still read the tile when the next copy is issued.
+    """
     tile = gl.allocate_shared_memory(desc.dtype, desc.block_shape, desc.layout)
     first = gl.program_id(0) * own * L2_TILES
     _stamp(record_ptr, 0)
@@ -164,7 +168,7 @@ def _copy_out_kernel(record_ptr, n, desc, own, PENDING: gl.constexpr, ADD: gl.co
 
 @gluon.jit
 def _multiply(clock, n, sink_ptr, tiles, A: gl.constexpr, PENDING: gl.constexpr, w: gl.constexpr):
-    """Issue n matmuls on one accumulator. When the next matmul is issued, PENDING earlier ones may still run."""
+    """Issue n matmuls on one accumulator. PENDING earlier matmuls may still run when the next matmul is issued."""
     record_ptr, barriers, busy = clock
     a_s, b_s = tiles
     N: gl.constexpr = b_s.shape[1]
@@ -194,7 +198,7 @@ def _matmul_kernel(
     WARPGROUPS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     a_shape: gl.constexpr = [K, ROWS] if A == "transposed" else [ROWS, K]
-    b_shape: gl.constexpr = [N, K] if A == "shared" else [K, N]  # the layout of K in Q Kᵀ, or of V in P V
+    b_shape: gl.constexpr = [N, K] if A == "shared" else [K, N]  # the shape of K in Q Kᵀ, or of V in P V
     a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(a_shape, gl.float16)
     b_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(b_shape, gl.float16)
     a_s = gl.allocate_shared_memory(gl.float16, [WARPGROUPS] + a_shape, a_layout)
@@ -212,8 +216,10 @@ def _matmul_kernel(
 
 @gluon.jit
 def _instruct(clock, n, sink_ptr, ASM: gl.constexpr, w: gl.constexpr):
-    """Execute an instruction on every element of two register tiles. The instruction reads both tiles, and updates each tile in
-    turn."""
+    """Execute an instruction on every element of two register tiles.
+
+    The instruction reads both tiles, and updates the two tiles alternately.
+    """
     record_ptr, barriers, busy = clock
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     if w < busy:
@@ -239,8 +245,10 @@ def _instruction_kernel(record_ptr, n, sink_ptr, busy, ASM: gl.constexpr):
 
 @gluon.jit
 def _load_shared(clock, n, sink_ptr, tiles_s, ROW: gl.constexpr, w: gl.constexpr):
-    """Load RING tiles n times, in the layout of a matmul's first operand. With ROW, load rows instead, in the layout of a
-    matmul result's columns."""
+    """Load RING tiles n times, in the layout of a matmul's first operand.
+
+    With ROW, each tile is one row. The loop then loads rows in the layout of a matmul's result.
+    """
     record_ptr, barriers, busy = clock
     mma_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles_s.shape[2], 16])
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma_layout, k_width=2)
@@ -249,7 +257,7 @@ def _load_shared(clock, n, sink_ptr, tiles_s, ROW: gl.constexpr, w: gl.constexpr
         mixed = tiles_s.index(0).load(layout)
         _mark(clock, 0, w)
         for i in range(n):
-            for j in gl.static_range(RING):  # the order changes, so that the compiler cannot reuse a load
+            for j in gl.static_range(RING):  # the order of tiles changes, so that the compiler cannot reuse a load
                 x = tiles_s.index((i + j) % RING).load(layout)
                 mixed = gl.inline_asm_elementwise(
                     "xor.b32 $0, $1, $2;", "=r,r,r", [mixed, x], x.dtype, is_pure=True, pack=1 if ROW else 2
@@ -275,7 +283,10 @@ def _load_shared_kernel(record_ptr, n, sink_ptr, busy, N: gl.constexpr, ROW: gl.
 
 @gluon.jit
 def _store_shared(clock, n, first_s, second_s, FENCE: gl.constexpr, w: gl.constexpr):
-    """Store two tiles of a matmul's result n times. Float32 tiles are stored in register order, like a stage's sums of dQ."""
+    """Store two tiles of a matmul's result n times.
+
+    Float32 tiles are stored in the order of the registers, as a stage stores its dQ.
+    """
     record_ptr, barriers, busy = clock
     N: gl.constexpr = first_s.shape[1] * first_s.shape[2] // ROWS
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
@@ -310,7 +321,7 @@ def _store_shared_kernel(record_ptr, n, busy, N: gl.constexpr, SUMS: gl.constexp
 
 @gluon.jit
 def _idle():
-    """The role of unused warps."""
+    """Do nothing. The unused warps run this function."""
 
 
 @gluon.jit
@@ -331,7 +342,7 @@ def _answer(n, there, back):
 
 @gluon.jit(do_not_specialize=["n"])
 def _barrier_kernel(record_ptr, n, CALLER: gl.constexpr, ANSWERER: gl.constexpr):
-    """Let CALLER warps and ANSWERER warps take turns, n times: one side arrives, and the other side waits for this."""
+    """Let CALLER warps and ANSWERER warps wait for each other in turn, n times."""
     there = new_barriers(1, 1)
     back = new_barriers(1, 1)
     gl.warp_specialize(
@@ -354,7 +365,7 @@ def _synchronise_kernel(record_ptr, n, WHAT: gl.constexpr):
     _stamp(record_ptr, 1)
 
 
-INSTRUCTIONS = {  # name -> (PTX, results per instruction); its inputs: two registers and a changing int
+INSTRUCTIONS = {  # name -> (PTX, results per instruction); the inputs $1, $2, $3 are two registers and a changing integer
     "exp2": ("ex2.approx.ftz.f32 $0, $1;", 1),
     "multiply-add": ("fma.rn.f32 $0, $1, $2, $1;", 1),
     "multiply": ("mul.f32 $0, $1, $2;", 1),
@@ -365,8 +376,8 @@ INSTRUCTIONS = {  # name -> (PTX, results per instruction); its inputs: two regi
     "to float16": ("{ .reg .b32 t; cvt.rn.f16x2.f32 t, $1, $2; mov.b32 $0, t; }", 2),
     "to bfloat16": ("{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $1, $2; mov.b32 $0, t; }", 2),
     "from float16": ("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $1; cvt.f32.f16 $0, lo; }", 1),
-    # Unpacking a register with two bfloat16 takes a multiplication for the low half and a mask for the high half. The second
-    # register is an input, so that the compiler cannot merge several instructions.
+    # A register holds two bfloat16 elements. A multiplication unpacks the low half, and a mask unpacks the high half. The
+    # second register is an input, so that the compiler cannot merge several instructions.
     "from bfloat16, low": (
         "{ .reg .b32 t, u; mov.b32 t, $1; mov.b32 u, $2; mad.lo.u32 t, t, $3, u; mov.b32 $0, t; }", 1,
     ),
@@ -379,23 +390,23 @@ INSTRUCTIONS = {  # name -> (PTX, results per instruction); its inputs: two regi
 
 @dataclass(frozen=True)
 class Case:
-    """A rate to measure: a kernel whose loop does `amount` of something per iteration."""
+    """A rate to measure. The kernel's loop does `amount` of something per iteration, such as copying bytes."""
 
     name: str
-    kernel: JITFunction  # takes the record, the number of iterations, then `arguments`
+    kernel: JITFunction  # its arguments are the record, the number of iterations, and then `arguments`
     arguments: tuple
     options: dict
     amount: float
-    per: str  # the rate's unit: "cycles" means cycles per unit of the amount, "… a cycle" means the amount per cycle
-    programs: int  # each on its own SM
-    warpgroups: int | None = None  # busy warpgroups, if the kernel has a choice
+    per: str  # the rate's unit: "cycles" for cycles per unit of the amount, or "… a cycle" for the amount per cycle
+    programs: int  # number of programs; each runs on its own SM
+    warpgroups: int | None = None  # number of working warpgroups, or None if the kernel has no choice
 
     def launch(self, record: torch.Tensor, turns: int):
-        """Run the loop; the record is [programs, FIELDS] int64."""
+        """Run `turns` iterations of the loop in each program. The record is [programs, FIELDS] int64."""
         self.kernel[(self.programs,)](record, turns, *self.arguments, **self.options)
 
     def rate(self, cycles: float, turns: int) -> float:
-        """Return the rate of a loop that took `cycles`."""
+        """Return the rate of a loop that took `cycles` for `turns` iterations."""
         return cycles / (self.amount * turns) if self.per == "cycles" else self.amount * turns / cycles
 
 
@@ -457,11 +468,11 @@ def _instructions(device, programs) -> Iterator[Case]:
 
 def _shared_memory(device, programs) -> Iterator[Case]:
     sink = torch.zeros(ROWS.value, device=device)
-    loops = []  # name, kernel, arguments, options, bytes
+    loops = []  # (name, kernel, arguments, options, bytes per iteration of one warpgroup)
     for n in (64, 128):
         nbytes = RING.value * ROWS.value * n * 2
         loops.append((f"load an operand, 64x{n}", _load_shared_kernel, (sink,), {"N": n, "ROW": False}, nbytes))
-        nbytes = RING.value * 4 * n * 4  # once for each warp
+        nbytes = RING.value * 4 * n * 4  # each of the four warps loads the row
         loops.append((f"load a row, {n}", _load_shared_kernel, (sink,), {"N": n, "ROW": True}, nbytes))
     for n, sums, fence in ((64, False, False), (64, False, True), (128, False, False), (128, False, True), (64, True, False)):
         nbytes = 2 * ROWS.value * n * (4 if sums else 2)
@@ -494,11 +505,11 @@ UNITS = {
 
 
 def measure(case: Case) -> dict:
-    """Measure a case; return its rate and details, as they are saved."""
+    """Measure a case. Return its rate and other entries of the results file."""
     record = torch.zeros(case.programs, FIELDS.value, dtype=torch.int64, device="cuda")
     turns = FIRST_TURNS
     rates, clocks = [], []
-    for repetition in range(-2, REPETITIONS):  # the first run compiles; the second run finds the time of an iteration
+    for repetition in range(-2, REPETITIONS):  # run -2 compiles, and run -1 finds the time of an iteration
         case.launch(record, turns)
         begins, ends, begins_ns, ends_ns, on = record.cpu().unbind(1)
         if len(set(on.tolist())) != case.programs:
@@ -518,7 +529,7 @@ def measure(case: Case) -> dict:
 
 
 def table(rates: list[dict]) -> str:
-    """Format what `measure` returns, one row per rate."""
+    """Format the results of `measure` as a table with one row per rate."""
     headers = "unit", "what", "SMs", "warpgroups", "rate", "", "10 % to 90 %", "GHz"
     rows = [
         [
@@ -531,7 +542,7 @@ def table(rates: list[dict]) -> str:
 
 
 def main(argv: list[str]):
-    """The command line."""
+    """Run the command line."""
     terminal.prepare()
     parser = argparse.ArgumentParser(
         prog="python -m common.measure.rates",
@@ -539,7 +550,11 @@ def main(argv: list[str]):
     )
     names = {name: name for name in UNITS}
     parser.add_argument(
-        "--unit", type=list_of(one_of(names)), default=",".join(names), metavar="LIST", help="units (default: %(default)s)"
+        "--unit",
+        type=list_of(one_of(names)),
+        default=",".join(names),
+        metavar="LIST",
+        help="units to measure (default: %(default)s)",
     )
     parser.add_argument("--json", type=json_path, metavar="FILE", help="also write the rates to FILE")
     options = parser.parse_args(argv)

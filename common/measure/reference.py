@@ -1,21 +1,21 @@
-"""References for a stage's results: attention in float64, attention in plain PyTorch, and the error bounds."""
+"""Check a stage's results against attention in float64. The error bounds come from attention in plain PyTorch."""
 
 import functools
 
 import torch
 from torch import Tensor
 
-FACTORS = {"out": 2, "lse": 2, "dq": 3, "dk": 3, "dv": 3}  # a stage's error may be at most this factor times plain PyTorch's
+FACTORS = {"out": 2, "lse": 2, "dq": 3, "dk": 3, "dv": 3}  # a stage's error may be this many times the error of plain PyTorch
 
-# Relative error of float32. It is allowed even if plain PyTorch happens to have no error: a GPU's exp2 and log2 are accurate to
-# 2**-22.
+# A stage may always have this relative error, because a GPU's exp2 and log2 are accurate to 2**-22. Plain PyTorch may have no
+# error by chance.
 FLOAT32_LOSS = 2.0**-22
 
 _SIZES = {"largest": lambda x: x.abs().max(), "rms": lambda x: x.square().mean().sqrt()}
 
-# Maximum size of a matrix [heads, query rows, keys], and of the K and V of these heads. Memory holds several such matrices at
-# the same time. The float32 matrix of a head with 16384 rows and keys fits. So dK and dV take one matmul each, as in plain
-# PyTorch. For longer heads, dK and dV are sums of matmuls.
+# Maximum bytes of a matrix [heads, query rows, keys], and of the K and V of these heads. Memory holds several such matrices at
+# the same time. The float32 matrix of a head with 16384 rows and keys has this size. So dK and dV take one matmul each, as in
+# plain PyTorch. For longer sequences, dK and dV are sums of matmuls.
 BLOCK_BYTES = 2**30
 
 
@@ -28,8 +28,10 @@ def _scores(q, k, causal, scale, first, diagonal):
 
 
 def _rows(q, k, v, grad_out, *, first, causal, scale, diagonal, dtype):
-    """Return the results of some query rows and heads. They are computed in the precision of the arguments, but P, O and dS are
-    rounded to `dtype`."""
+    """Return the results of some query rows and heads.
+
+    The function computes in the precision of the arguments, but rounds P, O and dS to `dtype`.
+    """
     s = _scores(q, k, causal, scale, first, diagonal)
     p = s.softmax(-1)  # [heads, rows, Sk]
     narrow_p = p.to(dtype).to(p.dtype)
@@ -43,15 +45,17 @@ def _rows(q, k, v, grad_out, *, first, causal, scale, diagonal, dtype):
 
 
 def _row_magnitudes(q, k, v, grad_out, *, first, causal, scale, diagonal):
-    """Return the sums of `_rows`, but over absolute values. float32's rounding error is proportional to these sums, even if the
-    terms cancel."""
+    """Return the sums of `_rows`, but over absolute values.
+
+    The rounding error in float32 is proportional to these sums, even if the terms cancel.
+    """
     s = _scores(q, k, causal, scale, first, diagonal)
     lse = s.logsumexp(-1, keepdim=True)
     q, k, v, size = abs(q), abs(k), abs(v), abs(scale)
     p = s.softmax(-1)
-    s = _scores(q, k, causal, size, first, diagonal)  # without signs
+    s = _scores(q, k, causal, size, first, diagonal)  # from absolute values
     magnitudes = {"lse": s.amax(-1) + lse.squeeze(-1).abs()}
-    p *= s.clamp_(min=0).add_(1 + lse.abs())  # an exponent's error, so the power's relative error, is proportional to its terms
+    p *= s.clamp_(min=0).add_(1 + lse.abs())  # the relative error of exp(x) is the error of x
     del s
     magnitudes["out"] = out = p @ v
     if grad_out is not None:
@@ -62,7 +66,7 @@ def _row_magnitudes(q, k, v, grad_out, *, first, causal, scale, diagonal):
 
 
 def _together(above, below):
-    """Combine the results of two blocks of query rows: dK and dV are added, the other results are concatenated."""
+    """Combine the results of two blocks of query rows. Add dK and dV, and concatenate the other results."""
     return {
         name: result + below[name] if name in ("dk", "dv") else torch.cat((result, below[name]), 1)
         for name, result in above.items()
@@ -72,9 +76,7 @@ def _together(above, below):
 def _each_head(function, precision, q, k, v, grad_out, **options):
     """Apply `function` to parts that fit into memory: some heads, or some query rows of a head.
 
-    Return [B, H, …].
-
-    The gradients of k and v, [B, Hkv, …], are summed over the query heads that share a K/V head.
+    Return tensors [B, H, …]. The gradients of k and v are [B, Hkv, …], summed over the query heads that share a K/V head.
     """
     batch, kv_heads = k.shape[:2]
     tensors = [None if t is None else t.detach().flatten(0, 1) for t in (q, k, v, grad_out)]
@@ -106,13 +108,16 @@ def truth(
     """Compute attention in float64, on the inputs' device.
 
     Args:
-        q: [B, H, Sq, D]; k: [B, Hkv, Sk, D]; v: [B, Hkv, Sk, Dv], H a multiple of Hkv; any dtype, any strides.
-        grad_out: [B, H, Sq, Dv], the gradient of the output; None leaves the gradients out.
+        q: [B, H, Sq, D], any dtype, any strides.
+        k: [B, Hkv, Sk, D]. H must be a multiple of Hkv.
+        v: [B, Hkv, Sk, Dv].
+        grad_out: [B, H, Sq, Dv], the gradient of the output. None leaves the gradients out.
         diagonal: if causal, query i sees key j where j <= i + diagonal.
 
     Returns:
-        "out" [B, H, Sq, Dv], "lse" [B, H, Sq] and, given `grad_out`, "dq", "dk", "dv" shaped like q, k, v, all float64; and
-        "magnitudes", a dict with the same names and the sums of absolute values for `error_bounds`.
+        A dict of float64 tensors: "out" [B, H, Sq, Dv] and "lse" [B, H, Sq]. With `grad_out`, it also has "dq", "dk" and "dv",
+        shaped like q, k and v. The entry "magnitudes" is a dict with the same names. It has the sums of absolute values that
+        `error_bounds` needs.
     """
     options = {"causal": causal, "scale": scale, "diagonal": diagonal}
     results = _each_head(_rows, torch.float64, q, k, v, grad_out, **options, dtype=torch.float64)
@@ -123,12 +128,11 @@ def truth(
 def plain(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, grad_out: Tensor | None = None, diagonal: int = 0
 ) -> dict:  # fmt: skip
-    """Compute attention in unfused PyTorch, as the yardstick.
+    """Compute attention in plain PyTorch, to find how large an error is normal.
 
-    Inputs, P, dS and results are in q's dtype, and all else is in float32.
-
-    This is stricter than matmuls that return float16. Such matmuls also round scores and dP, and overflow past 65504. Arguments
-    and results are as in `truth`; "lse" is float32, the others have q's dtype.
+    Inputs, P, dS and results are in q's dtype, and everything else is in float32. This gives smaller errors than matmuls that
+    return float16, because such matmuls also round scores and dP. The arguments and results are as in `truth`. "lse" is
+    float32, and the other results have q's dtype.
     """
     options = {"causal": causal, "scale": scale, "diagonal": diagonal}
     results = _each_head(_rows, torch.float32, q, k, v, grad_out, **options, dtype=q.dtype)
@@ -136,14 +140,14 @@ def plain(
 
 
 def error_bounds(truth: dict, plain: dict) -> dict[str, dict[str, Tensor]]:
-    """Return {name of a result: bounds}. The bounds limit the "largest" and the "rms" error before the last rounding.
+    """Return the bounds of each result by name. They limit the "largest" and the "rms" error before the last rounding.
 
-    A bound is `FACTORS` times the error of `plain`, plus `FLOAT32_LOSS` times the sum of absolute values, because `plain` may
-    be exact by chance. (The truth may be a difference of equal numbers, such as the gradient of a softmax over one
-    key. Then float32's error is proportional to the numbers, not to their difference.)
+    A bound is `FACTORS` times the error of `plain`, plus `FLOAT32_LOSS` times the sum of absolute values. The second term is
+    needed because `plain` may be exact by chance.
 
     Args:
-        truth, plain: results of the functions of these names for the same inputs.
+        truth: the result of the function `truth`.
+        plain: the result of the function `plain` for the same inputs.
     """
     bounds = {}
     for name, yardstick in plain.items():
@@ -155,12 +159,12 @@ def error_bounds(truth: dict, plain: dict) -> dict[str, dict[str, Tensor]]:
 
 
 def assert_close(name: str, got: Tensor, truth: Tensor, bounds: dict[str, Tensor]):
-    """Assert that the errors of `got` are within `bounds`, the entry of `error_bounds` for this result.
+    """Assert that the errors of `got` are within `bounds`, which come from `error_bounds`.
 
-    Each bound grows by half a unit in the last place of got's dtype, for the last rounding.
+    The last rounding adds half a unit in the last place of got's dtype to each bound.
 
     Raises:
-        AssertionError: a different shape, an error beyond its bound, or a NaN or infinity anywhere.
+        AssertionError: the shape differs, an error exceeds its bound, or an element is NaN or infinite.
     """
     assert got.shape == truth.shape, f"{name}: shape {tuple(got.shape)}, expected {tuple(truth.shape)}"
     error = (got.double() - truth).abs()
@@ -168,14 +172,14 @@ def assert_close(name: str, got: Tensor, truth: Tensor, bounds: dict[str, Tensor
     errors = torch.stack([size(error) for size in _SIZES.values()])
     allowed = torch.stack([bounds[kind] + half_ulp * size(truth) for kind, size in _SIZES.items()])
     allowed = allowed.clamp(max=torch.finfo(allowed.dtype).max)  # an infinity fails even if plain PyTorch overflows too
-    if (errors <= allowed).all():  # NaN fails: it is not <= anything. This is the only synchronization with the GPU
+    if (errors <= allowed).all():  # false for NaN; the only wait for the GPU
         return
     worst = torch.unravel_index(error.argmax(), error.shape)  # argmax treats NaN as the largest
     worst = tuple(index.item() for index in worst)
     measured = zip(_SIZES, errors.tolist(), allowed.tolist(), strict=True)
     kind, size, bound = next(each for each in measured if not each[1] <= each[2])
     raise AssertionError(
-        f"{name}: {kind} error {size:.3g} > {bound:.3g}, what plain PyTorch's error and rounding allow;"
+        f"{name}: {kind} error {size:.3g} exceeds {bound:.3g}, the bound from plain PyTorch's error and from rounding;"
         f" worst at {worst}: got {got[worst]:.8g}, truth {truth[worst]:.8g}"
     )
 
@@ -183,7 +187,7 @@ def assert_close(name: str, got: Tensor, truth: Tensor, bounds: dict[str, Tensor
 def assert_correct(got: dict, truth: dict, plain: dict):
     """Call `assert_close` for each result in `got` ("out", "lse", "dq", "dk", "dv").
 
-    `truth` and `plain` are the results of the functions of these names for the same inputs.
+    `truth` and `plain` are the results of the functions of these names, for the inputs of `got`.
     """
     bounds = error_bounds(truth, plain)
     for name, result in got.items():

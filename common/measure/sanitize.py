@@ -1,10 +1,10 @@
-"""Run every stage under NVIDIA's compute-sanitizer: out-of-bounds accesses, uninitialized reads, races in shared memory.
+"""Run every stage under NVIDIA's compute-sanitizer, which finds invalid accesses, uninitialized reads and races.
 
     python -m common.measure.sanitize                                    # all tools and stages; needs a GPU
     python -m common.measure.sanitize --tool racecheck --stage v25,v29
 
-Racecheck does not understand every barrier; `KNOWN` lists the false reports. The run fails if there is another report, or if a
-known report is missing.
+The tools do not understand every barrier and instruction, and `KNOWN` lists their false reports. A run fails if a tool gives
+any other report, or if a known report is missing.
 """
 
 import argparse
@@ -32,21 +32,21 @@ from common.measure.workloads import DTYPES
 from common.runtime import DEVICE
 
 ROOT = Path(stages.__path__[0]).parent
-OUR_KERNELS = "^_[a-z]"  # a regular expression; names of C++ kernels begin with _Z or no underscore
-TOOLS = {  # tool -> options
-    "memcheck": ["--report-api-errors", "no"],  # PyTorch tries driver functions that may be missing, and handles the errors
-    # initcheck must also see what PyTorch's kernels write; `sanitize` drops the reports on what these kernels read.
+OUR_KERNELS = "^_[a-z]"  # matches the stages' kernels; names of C++ kernels begin with _Z or have no underscore
+TOOLS = {  # tool -> its options
+    "memcheck": ["--report-api-errors", "no"],  # PyTorch calls driver functions that may be missing, and handles the errors
+    # initcheck must see the writes of PyTorch's kernels too. `sanitize` drops the reports on reads by these kernels.
     "initcheck": ["--check-api-memory-access", "no"],
     "racecheck": ["--kernel-name", f"regex={OUR_KERNELS}"],
 }
-LENGTHS = (200, 257), (257, 130)  # (queries, keys), no multiples of a tile
+LENGTHS = (200, 257), (257, 130)  # (number of queries, number of keys); they are no multiples of a tile's size
 PROBLEMS = list(itertools.product(("float16", "bfloat16"), (64, 128), (False, True), LENGTHS))
-MOST_REPORTS = 500_000  # per stage; v4b's descriptors cause 100 000
+MOST_REPORTS = 500_000  # maximum number of reports per stage; v4b's descriptors cause 100 000
 
 
 @dataclass(frozen=True)
 class Report:
-    """A tool's report: its kind, the kernel, and the source lines of the accesses, if known."""
+    """A report of a tool: its kind, the kernel, and the source lines of the accesses, if known."""
 
     kind: str
     kernel: str = ""
@@ -62,7 +62,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Known:
-    """A false report on some stages: all its source lines match the regular expression `lines`."""
+    """A false report on some stages. All source lines of the report match the regular expression `lines`."""
 
     tool: str
     stages: tuple[str, ...]
@@ -71,7 +71,7 @@ class Known:
     reason: str
 
     def explains(self, tool: str, stage: str, report: Report) -> bool:
-        """Whether a tool's report on a stage is this false one."""
+        """Return whether a tool's report on a stage is this false report."""
         return (
             (tool, report.kernel) == (self.tool, self.kernel)
             and stage in self.stages
@@ -88,14 +88,14 @@ def _with(text: str) -> tuple[str, ...]:
 
 
 TOLD, ROLES, BY_COMPILER = _with("next_tiles.number.index("), _with("gl.warp_specialize("), _with(" warp_specialize=")
-TILE = "the mbarriers next_tiles.full and queries.empty order the store of a tile's number and its loads"
-STATE = "the compiler passes the other warps their function and its arguments between its own barriers"
-COPIED = "the compiler's own warps copy Q and hand over their rows between its own mbarriers"
+TILE = "the mbarriers next_tiles.full and queries.empty separate the store of a tile's number from its loads"
+STATE = "the compiler's own barriers separate the writes and reads of the arguments that it passes to the other warps"
+COPIED = "the compiler's own mbarriers separate the copies of Q from the reads of its rows"
 DESCRIBED = "a program writes its descriptor with tensormap.cp_fenceproxy, which initcheck does not count as a write"
 KNOWN = (
     Known("racecheck", TOLD, "_forward_kernel", r"next_tiles\.number\.index\(.*\)\.(store|load)\(", TILE),
-    # The report is on the line where the function begins and the line where the warps split. In some forwards, the warps split
-    # inside an `if`.
+    # The report names the line where the function begins, and the line where the warps split. In some forwards, the warps
+    # split inside an `if`.
     Known("racecheck", ROLES, "_forward_kernel", r"^def _forward_kernel\(|if CONSUMERS == 2:|gl\.warp_specialize\(", STATE),
     Known("racecheck", ROLES, "_backward_kernel", r"^def _backward_kernel\(|gl\.warp_specialize\(", STATE),
     Known("racecheck", BY_COMPILER, "_forward_kernel", r"^def _forward_kernel\(|q_desc\.load\(|tl\.store\(lse_ptrs", COPIED),
@@ -104,7 +104,7 @@ KNOWN = (
 
 
 def run_stage(name: str):
-    """Run a stage's forward and backward on small problems; called under a tool."""
+    """Run a stage's forward and backward on small problems. The tool runs this function in a process of its own."""
     Autotuner.prune_configs = first_that_survives  # timing all configurations under a tool would take minutes
     stage = stages.load(name)
     for dtype, head_dim, causal, (seq_q, seq_k) in PROBLEMS:
@@ -122,12 +122,13 @@ PLACE = re.compile(
 
 
 def parse(log: str) -> tuple[list[Report], int]:
-    """Return the reports in a tool's log, in order, and the total number of reports, which can exceed the number in the log.
+    """Return the reports in a tool's log in their order, and the total number of reports.
 
-    A report is an unindented line, followed by indented lines with accesses, threads and stack frames.
+    The total can exceed the number of reports in the log. A report is an unindented line, followed by indented lines with
+    accesses, threads and stack frames.
 
     Raises:
-        ValueError: there is no summary at the end, so the tool has not finished.
+        ValueError: the log has no summary at its end, so the tool has not finished.
     """
     texts = [match[1] for match in re.finditer(r"^=========(?: (.*))?$", log, re.MULTILINE) if match[1]]
     total = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards? displayed)", log)
@@ -156,7 +157,7 @@ def _report(texts):
 
 
 def sanitize(tool: str, stage: str) -> collections.Counter:
-    """Run a tool on a stage; return its reports and how often each occurs."""
+    """Run a tool on a stage. Return each report of the tool with the number of its occurrences."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "log")
         command = ["compute-sanitizer", "--tool", tool, "--log-file", str(path), "--print-limit", str(MOST_REPORTS)]
@@ -164,7 +165,7 @@ def sanitize(tool: str, stage: str) -> collections.Counter:
         program = f"from common.measure import sanitize; sanitize.run_stage({stage!r})"
         run = subprocess.run(
             [*command, sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False,
-            env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # one allocation per tensor, with its bounds
+            env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # each tensor is one allocation, with its bounds
         )  # fmt: skip
         log = path.read_text() if path.exists() else ""
     last = (run.stderr.strip() or run.stdout.strip() or "no output").splitlines()[-1]
@@ -182,7 +183,7 @@ def sanitize(tool: str, stage: str) -> collections.Counter:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line; return the exit status."""
+    """Run the command line, and return the exit status, which is 1 if there is an unexpected result."""
     terminal.prepare()
     parser = argparse.ArgumentParser(
         prog="python -m common.measure.sanitize",
@@ -190,11 +191,11 @@ def main(argv: list[str]) -> int:
     )
     tools = {tool: tool for tool in TOOLS}
     for flag, parse_entry, default in (("--tool", one_of(tools), TOOLS), ("--stage", stages.resolve, stages.names())):
-        help_text = "what to run (default: %(default)s)"
+        help_text = "(default: %(default)s)"
         parser.add_argument(flag, type=list_of(parse_entry), default=",".join(default), metavar="LIST", help=help_text)
     options = parser.parse_args(argv)
     if DEVICE != "cuda" or not shutil.which("compute-sanitizer"):
-        raise SystemExit("this needs a GPU, and compute-sanitizer on the PATH")
+        raise SystemExit("this command needs a GPU, and compute-sanitizer on the PATH")
 
     rows, findings, notes = [], [], []
     for stage in options.stage:
@@ -215,7 +216,7 @@ def main(argv: list[str]) -> int:
                 else:
                     known += times
                     gone = [other for other in gone if other is not entry]
-            findings += [f"{tool} {stage}: no report any more of {entry.lines} in {entry.kernel}" for entry in gone]
+            findings += [f"{tool} {stage}: the known report on {entry.lines} in {entry.kernel} is missing" for entry in gone]
             counts = [f"{number} {what}" for number, what in ((unknown, "NEW"), (known, "known")) if number]
             rows[-1].append(", ".join(counts) or "clean")
     print(tabulate(rows, headers=["stage", *options.tool]))

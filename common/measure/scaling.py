@@ -1,8 +1,8 @@
-"""Measure how ring attention scales; `make bench-ring GPUS=4` starts this program once for each GPU.
+"""Measure how ring attention scales. `make bench-ring GPUS=4` starts this program once for each GPU.
 
-Weak scaling keeps the tokens per GPU constant; strong scaling divides one sequence among more GPUs. The tables compare both
-with one GPU, and with PyTorch's context parallelism over SDPA. Each result is compared with float64 before it is timed. Without
-GPUs the program runs small cases over gloo and compares the bytes that a rank sends with `sent_bytes`.
+Weak scaling keeps the tokens per GPU constant. Strong scaling divides one sequence among more GPUs. The tables compare both
+with one GPU, and with PyTorch's context parallelism over SDPA. The program compares each result with float64 before it times
+the case. Without GPUs it runs small cases over gloo, and compares the bytes that a rank sends with `sent_bytes`.
 """
 
 import argparse
@@ -34,33 +34,33 @@ from common.ring import Ring, first_heads, ring_attention, unshard
 from common.runtime import DEVICE
 
 ON_GPUS = DEVICE == "cuda"
-# SDPA backends. On several GPUs, they run with PyTorch's context parallelism.
+# The backends of SDPA. On several GPUs, they run with PyTorch's context parallelism.
 SDPA = {"sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION} if ON_GPUS else {}
 if ON_GPUS:
     TOKENS, HEADS, HEAD_DIMENSION = "8192,32768", 16, 128
 else:  # sizes that the interpreter runs in seconds
     TOKENS, HEADS, HEAD_DIMENSION = "16", 2, 16
 GPUS = 2
-MILLION, MILLION_HEADS = 2**20, 8  # total tokens, and heads, of --million
+MILLION, MILLION_HEADS = 2**20, 8  # number of tokens over all GPUs, and number of heads, with --million
 PASSES = ("fwd", "fwd+bwd")
 
-TIMEOUT_S = 240  # a rank waits this long for another, which may have to compile and tune
-LIMIT_S = 140  # a case that would begin later than this in a run is left out
-GPU_CASE_S, CASE_S = 1.5, 1.0  # approximate time of a case, including its check
-SPIN_CYCLES = 10_000_000  # 5 ms: the GPU spins before each round, so that the CPU is ahead
-CHECKED_ROWS = 8  # checked query rows per chunk of the sequence
-WARM_UP = 3  # untimed calls; a stage replays from the third call of a kind on
-ROUNDS_S, FEWEST_ROUNDS, MOST_ROUNDS = 0.3, 5, 30  # GPU time of all rounds of a case, and limits of the number of rounds
-SLOW_S, SLOW_ROUNDS = 0.5, 3  # a call slower than SLOW_S gets no warm-up and only SLOW_ROUNDS rounds
+TIMEOUT_S = 240  # a rank waits this many seconds for another rank, which may have to compile and tune
+LIMIT_S = 140  # a run starts no case after this many seconds
+GPU_CASE_S, CASE_S = 1.5, 1.0  # approximate seconds of a case, including its check: on GPUs, and on the interpreter
+SPIN_CYCLES = 10_000_000  # the GPU spins for this many cycles (5 ms) before each round, so that the CPU is ahead
+CHECKED_ROWS = 8  # number of checked query rows in each chunk of the sequence
+WARM_UP = 3  # number of untimed calls; a stage replays from the third call of a kind on
+ROUNDS_S, FEWEST_ROUNDS, MOST_ROUNDS = 0.3, 5, 30  # GPU seconds of all rounds of a case, and limits of their number
+SLOW_S, SLOW_ROUNDS = 0.5, 3  # a call of more than SLOW_S seconds gets no warm-up and only SLOW_ROUNDS rounds
 
 
 def sent_bytes(workload: Workload, ranks: int, rank: int = 0) -> int:
-    """Return the bytes that a rank sends in a pass with n ranks: n - 1 blocks of K and V. A backward also sends the gradients
-    of these blocks.
+    """Return the bytes that a rank sends in a pass.
 
-    A block has B · Hkv · S / n · (D + Dv) elements of e bytes. A gradient element has e bytes when it is first sent, then 4.
-    With a causal mask, a rank sends only the gradients of half the block's keys, until the block comes to rank 0. From there
-    on, all are sent. So rank 0 sends the most.
+    With n ranks, a rank sends n - 1 blocks of K and V. A block has B · Hkv · S / n · (D + Dv) elements of e bytes. A backward
+    also sends the gradients of these blocks. An element of a gradient has e bytes when it is first sent, and 4 bytes later.
+    With a causal mask, the ranks send only the gradients of half the block's keys, until the block comes to rank 0. After that
+    they send the gradients of all keys. So rank 0 sends the most.
     """
     w, size = workload, DTYPES[workload.dtype].itemsize
     numbers = w.batch * w.kv_heads * (w.kv_len // ranks) * (w.head_dim + w.value_dim)
@@ -74,21 +74,21 @@ def held_bytes(workload: Workload, ranks: int) -> int:
 
     All tensors have S / n tokens.
 
-    - Forward: two blocks of K and V (with two ranks: one block), the result, the output of one block, and two LSEs. With
-      more than two ranks, also the output in float32.
-    - Backward with two ranks: the saved out and LSE, two blocks of dK and dV (one leaves, one arrives), dQ of a block, and dQ
-      of the result. To this, add the larger of two: the gradients of the own block's first heads; or dK and dV of all heads
-      with dQ of the last heads.
-    - Backward with more ranks: the saved out and LSE, two blocks of K and V, the gradients of the own block's first heads, dQ
-      and two blocks of dK and dV in float32, and the gradients of a block. While dQ of two blocks is converted to float32,
-      the rank holds dQ twice, but not dK and dV.
+    - Forward: a rank holds the result, the output of one block, and two LSEs. With two ranks, it also holds one block of K and
+      V. With more ranks, it holds two such blocks, and the output in float32.
+    - Backward with two ranks: a rank holds the saved out and LSE, and two blocks of dK and dV. It also holds dQ of a block, and
+      the resulting dQ. At first, it holds the gradients of its own block's first heads. Later, it holds dK and dV of all heads
+      and dQ of the last heads instead. The larger size counts.
+    - Backward with more ranks: a rank holds the saved out and LSE, and two blocks of K and V. It also holds dQ and two blocks
+      of dK and dV in float32. It holds the gradients of its own block's first heads, and of another block. While the rank adds
+      two dQ, it holds dQ twice, but not dK and dV.
     """
     w, size = workload, DTYPES[workload.dtype].itemsize
     tokens, blocks = w.batch * w.seq_len // ranks, min(2, ranks - 1)
     kv = tokens * w.kv_heads * (w.head_dim + w.value_dim)  # elements in a block of K and V
     q, out, lse = (tokens * w.heads * columns for columns in (w.head_dim, w.value_dim, 1))
     if w.pass_ == "fwd":
-        between = 4 if ranks > 2 and size < 4 else 0  # two merges
+        between = 4 if ranks > 2 and size < 4 else 0  # bytes of a float32 element between two merges
         return blocks * kv * size + out * (2 * size + between) + 2 * lse * 4
     heads = first_heads(w.kv_heads, size, ranks)
     first_q, first_kv = (numbers * heads // w.kv_heads for numbers in (q, kv))
@@ -101,7 +101,7 @@ def held_bytes(workload: Workload, ranks: int) -> int:
 
 @contextlib.contextmanager
 def counted_sends():
-    """Context manager: count the bytes that this process sends to other ranks of a ring, in a list of one number."""
+    """Enter a context that counts the bytes that this process sends to other ranks, and yield [number of bytes]."""
     sent, begin = [0], dist.batch_isend_irecv
 
     def counting(operations):
@@ -114,11 +114,12 @@ def counted_sends():
 
 @contextlib.contextmanager
 def attention_of(impl: str, group, causal: bool):
-    """Context manager: yield `attend(q, k, v)` for a rank's part of a sequence. The part has the order of `common.ring.shard`,
-    which is also PyTorch's.
+    """Enter a context that yields `attend(q, k, v)` for a rank's part of a sequence.
+
+    The part is in the order of `common.ring.shard`. PyTorch's context parallelism uses this order too.
 
     Raises:
-        Unavailable: this PyTorch has no context parallelism, or its interface is not that of 2.11 to 2.13.
+        Unavailable: PyTorch has no context parallelism, or its interface differs from the one in PyTorch 2.11 to 2.13.
     """
     if impl not in SDPA:
         yield functools.partial(ring_attention, stages.load(impl), group=group, causal=causal)
@@ -133,12 +134,12 @@ def attention_of(impl: str, group, causal: bool):
                 from torch.distributed.tensor.experimental._attention import _cp_options
             except ImportError as error:
                 raise Unavailable(f"this PyTorch has no context parallelism as in 2.11: {error}") from None
-            _cp_options.enable_load_balance = causal  # for a causal mask: each rank gets a head and a tail chunk, as in zigzag
-            some = torch.zeros(2 * size if causal else size, device=DEVICE)  # context_parallel needs a sequence to shard
+            _cp_options.enable_load_balance = causal  # with a causal mask, each rank gets the chunks of `shard`
+            some = torch.zeros(2 * size if causal else size, device=DEVICE)  # context_parallel requires a tensor to shard
             mesh = DeviceMesh.from_group(group, DEVICE)
             context = context_parallel(mesh, buffers=[some], buffer_seq_dims=[0])
             context.__enter__()
-            stack.callback(context.__exit__, None, None, None)  # no error: PyTorch 2.11 would leave SDPA replaced
+            stack.callback(context.__exit__, None, None, None)  # pass no error, or PyTorch 2.11 leaves SDPA replaced
         # Call SDPA through its module, because the context replaces the function in the module.
         yield lambda q, k, v: F.scaled_dot_product_attention(
             q, k, v, is_causal=causal, **({} if q.shape[1] == k.shape[1] else {"enable_gqa": True})
@@ -146,8 +147,10 @@ def attention_of(impl: str, group, causal: bool):
 
 
 def inputs(workload: Workload, group) -> tuple[Tensor, ...]:
-    """Return this rank's part of q, k, v and the output's gradient. The values are normally distributed and differ on each
-    rank."""
+    """Return this rank's part of q, k, v and the output's gradient.
+
+    The elements are normally distributed, and differ on each rank.
+    """
     w, size = workload, dist.get_world_size(group)
     generator = torch.Generator(DEVICE).manual_seed(dist.get_rank(group))
     shapes = [(w.heads, w.head_dim), (w.kv_heads, w.head_dim), (w.kv_heads, w.value_dim), (w.heads, w.value_dim)]
@@ -160,7 +163,7 @@ def inputs(workload: Workload, group) -> tuple[Tensor, ...]:
 
 
 def _of_rows(function: Callable, q, k, v, causal, scale, grad_out, positions) -> dict:
-    """Compute `truth` or `plain` of `common.measure.reference` for queries at some positions and all keys."""
+    """Compute `truth` or `plain` of `common.measure.reference` for the queries at `positions` and all keys."""
     if not causal:
         return function(q, k, v, False, scale, grad_out)
 
@@ -185,7 +188,7 @@ def _of_rows(function: Callable, q, k, v, causal, scale, grad_out, positions) ->
 
 
 def _row_of_ranks(tensor: Tensor, group) -> Tensor:
-    """Gather a tensor from all ranks and concatenate along the sequence."""
+    """Gather a tensor from all ranks, and concatenate the tensors along the sequence."""
     every = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
     dist.all_gather(every, tensor.contiguous(), group=group)
     return torch.cat(every, 2)
@@ -194,9 +197,9 @@ def _row_of_ranks(tensor: Tensor, group) -> Tensor:
 def check(attend: Callable, workload: Workload, group):
     """Raise AssertionError on each rank unless the results are within the bounds of `common.measure.reference`.
 
-    The check compares the first K/V head and its query heads. It compares all of dK and dV, and some query rows of each of the
-    2 n chunks. These rows include the first and the last row of a chunk. The gradient of the output is 0 in all other rows, so
-    dK and dV depend on compared rows of every rank. All other results only have to be finite.
+    The check compares the first K/V head and its query heads. It compares dK and dV of all keys, and the other results of some
+    query rows in each of the 2 n chunks. These rows include a chunk's first and last row. The gradient of the output is 0 in
+    all other rows, so dK and dV depend only on compared rows. Results that are not compared must be finite.
     """
     w, rank, size = workload, dist.get_rank(group), dist.get_world_size(group)
     q, k, v, grad_out = inputs(w, group)
@@ -217,7 +220,7 @@ def check(attend: Callable, workload: Workload, group):
         q, k, v = (leaf.detach() for leaf in leaves)
     wrong = [name for name, part in parts.items() if not part.isfinite().all()]
     got = {}
-    for name, part in parts.items():  # all keys, and these query rows of each rank
+    for name, part in parts.items():  # gather dK and dV of all keys, and the other results of the compared query rows
         of_keys = name in ("dk", "dv")
         got[name] = unshard(part[:, :1], 2, group) if of_keys else _row_of_ranks(part[:, heads, rows], group)
     del parts
@@ -225,7 +228,7 @@ def check(attend: Callable, workload: Workload, group):
     all_k, all_v = (unshard(tensor[:, :1], 2, group) for tensor in (k, v))
     verdict = [f"NaN or infinity in {', '.join(wrong)} of rank {rank}" if wrong else None]
     if rank == 0 and not wrong:
-        chunks = [(other, 2 * size - 1 - other) for other in range(size)]  # the chunks of each rank
+        chunks = [(other, 2 * size - 1 - other) for other in range(size)]  # numbers of each rank's two chunks
         positions = [pair[row // chunk] * chunk + row % chunk for pair in chunks for row in rows]
         options = w.causal, w.head_dim**-0.5, None if w.pass_ == "fwd" else few_grad, positions
         truth, plain = (_of_rows(each, few_q, all_k, all_v, *options) for each in (reference.truth, reference.plain))
@@ -241,8 +244,8 @@ def check(attend: Callable, workload: Workload, group):
 def _rounds(call: Callable, group, count: int) -> tuple[list[float], bool]:
     """Return the seconds of each round on this rank's GPU, and whether the CPU was ahead of the GPU.
 
-    A round is a barrier, an event, the call, and an event. The barrier is a reduction on the GPUs after a spin, so that all
-    GPUs begin together and none waits for a launch.
+    A round is a spin, a barrier, an event, the call, and another event. During the spin, the CPU queues the launches. The
+    barrier is a reduction over the GPUs, so that all GPUs begin together.
     """
     token, events, exposed = torch.ones(1, device=DEVICE), [], 0
     for _ in range(count):
@@ -266,7 +269,7 @@ def _slowest(seconds: list[float], group) -> list[float]:
 
 
 def timed(call: Callable, group) -> dict:
-    """Measure the time until the last rank is done: median and interquartile range over rounds, in ms."""
+    """Measure the time until the last rank is done. Return the median and the interquartile range over rounds, in ms."""
     call()
     (estimate,) = _slowest(_rounds(call, group, 1)[0], group)
     count = SLOW_ROUNDS
@@ -280,7 +283,7 @@ def timed(call: Callable, group) -> dict:
 
 
 def measure(impl: str, workload: Workload, group) -> dict:
-    """Measure the time and memory of a case on a GPU. For a ring, also count the bytes that a rank sends."""
+    """Measure a case's time and memory on GPUs. For a stage, also count the bytes that a rank sends."""
     size = dist.get_world_size(group)
     with attention_of(impl, group, workload.causal) as attend:
         check(attend, workload, group)
@@ -310,7 +313,7 @@ def measure(impl: str, workload: Workload, group) -> dict:
 
 
 def _failure(error: Exception) -> dict:
-    """Return how the table shows a case that could not be measured: the failure and its note."""
+    """Return the failure and the note that the table shows for a case that could not be measured."""
     if isinstance(error, torch.OutOfMemoryError):
         return {"failure": "OOM"}
     kind = "n/a" if isinstance(error, Unavailable) else "WRONG" if isinstance(error, AssertionError) else "ERROR"
@@ -318,7 +321,7 @@ def _failure(error: Exception) -> dict:
 
 
 def link(tokens: int, heads: int, kv_heads: int | None, head_dim: int, dtype: str, group) -> dict:
-    """Measure how long an idle ring takes to send each rank's block of K and V to the next rank, and at how many GB/s."""
+    """Measure how fast each rank sends a block of K and V to the next rank while the GPUs do nothing else."""
     shape = 1, kv_heads or heads, tokens, head_dim
     blocks = [[torch.randn(shape, device=DEVICE, dtype=DTYPES[dtype]) for _ in "kv"] for _ in range(2)]
     ring = Ring(group)
@@ -340,7 +343,7 @@ COUNT_HEADERS = ("ranks", "S", "implementation", "bytes sent", "formula")
 
 
 def _cells(record, by_case):
-    """Return a row of the table for GPUs."""
+    """Return a row of the table that is made on GPUs."""
     impl, ranks, seq_len = record["impl"], record["ranks"], record["seq_len"]
     start = [ranks, seq_len // ranks, seq_len, impl]
     if "failure" in record:
@@ -359,8 +362,9 @@ def tables(run: dict) -> str:
     """Format a run as markdown.
 
     Args:
-        run: "machine_info"; "records" has, for each case, the fields of `Workload.record`, `impl`, `ranks`, and either the
-        result of `measure` or `failure` and `note`. "links" is a list of results of `link`.
+        run: a dict. "machine_info" describes the GPUs. "records" has a dict for each case, with the fields of
+            `Workload.record`, `impl` and `ranks`. The dict also has the result of `measure`, or `failure` and `note`. "links"
+            has the results of `link`.
     """
     facts, records = run["machine_info"], run["records"]
     where = facts["gpus"] if facts["gpu"] else "CPU, interpreted, over gloo"
@@ -392,24 +396,25 @@ def tables(run: dict) -> str:
     for each in run.get("links", ()):
         parts.append(
             f"K and V of {each['tokens']} tokens, {each['bytes'] / 1e6:,.1f} MB, travel to the next of {each['ranks']} GPUs in "
-            f"{each['ms']:.3f} ± {each['iqr_ms']:.3f} ms while nothing else is done, {each['gbps']:.0f} GB/s each way."
+            f"{each['ms']:.3f} ± {each['iqr_ms']:.3f} ms while the GPUs do nothing else: {each['gbps']:.0f} GB/s each way."
         )
     if any(record.get("launch_hidden") is False for record in records):
-        parts.append("* The CPU was not ahead: this is in part its time.")
+        parts.append("* The CPU was not ahead of the GPU, so this time includes CPU time.")
     return "\n\n".join(parts)
 
 
 def add_gpus(parser: argparse.ArgumentParser):
     """Add --gpus, the number of ranks that `start_ranks` starts."""
-    parser.add_argument("--gpus", type=single(positive), default=GPUS, help="GPUs that share a sequence (default: %(default)s)")
+    parser.add_argument(
+        "--gpus", type=single(positive), default=GPUS, help="number of GPUs that share a sequence (default: %(default)s)"
+    )
 
 
 def start_ranks(module: str, argv: list[str], parse: Callable):
-    """Replace this process by torchrun, which starts `module` once for each GPU. If options are wrong, this process ends before
-    that, with one message.
+    """Replace this process by torchrun, which starts `module` once for each GPU.
 
     Args:
-        parse: parses the options for a number of GPUs, and ends the process if they are wrong.
+        parse: parses the options for a number of GPUs. It ends this process with one message if they are wrong.
     """
     parser = argparse.ArgumentParser(add_help=False)
     add_gpus(parser)
@@ -420,39 +425,41 @@ def start_ranks(module: str, argv: list[str], parse: Callable):
 
 
 def parse_options(argv: list[str] | None, world: int) -> argparse.Namespace:
-    """Parse the command line; exit with status 2 on an invalid value."""
+    """Parse the command line. Exit with status 2 on an invalid value."""
     parser = argparse.ArgumentParser(prog="make bench-ring ARGS=…", description=__doc__.partition("\n")[0])
     add_gpus(parser)
     add_list(parser, "--stage", stages.version(stages.recommended()))
     passes = list_of(one_of({name: name for name in PASSES}))
     parser.add_argument("--pass", dest="passes", type=passes, default=list(PASSES), metavar="LIST", help="of fwd,fwd+bwd")
-    tokens_help = "tokens per GPU, even numbers (default: %(default)s)"
+    tokens_help = "even numbers of tokens per GPU (default: %(default)s)"
     parser.add_argument("--tokens", type=list_of(positive), default=TOKENS, metavar="LIST", help=tokens_help)
     parser.add_argument("--heads", type=single(positive), default=HEADS, help="(default: %(default)s)")
     parser.add_argument("--kv-heads", type=single(positive), help="K/V heads (default: as many as heads)")
     parser.add_argument("--head-dim", type=single(HEAD_DIM), default=HEAD_DIMENSION, help="(default: %(default)s)")
     for flag, default in (("--causal", "yes"), ("--dtype", "bfloat16")):
         add_list(parser, flag, default)
-    million_help = f"{MILLION} tokens over all GPUs, {MILLION_HEADS} heads, both passes, no peers"
+    million_help = f"only stages, with {MILLION} tokens over all GPUs and {MILLION_HEADS} heads"
     parser.add_argument("--million", action="store_true", help=million_help)
-    limit_help = "start no case after this time (default: %(default)s)"
+    limit_help = "start no case after this many seconds (default: %(default)s)"
     parser.add_argument("--limit", type=single(positive), default=LIMIT_S, metavar="SECONDS", help=limit_help)
     parser.add_argument("--json", type=json_path, metavar="FILE", help="also write the run to FILE")
     chosen = parser.parse_args(argv)
     if chosen.million:
         chosen.tokens, chosen.heads, chosen.kv_heads = [MILLION // world], MILLION_HEADS, None
     if any(tokens % 2 for tokens in chosen.tokens):
-        parser.error("argument --tokens: must be an even number, because each GPU has two chunks of the sequence")
+        parser.error("argument --tokens: each entry must be an even number, because each GPU gets two chunks of the sequence")
     if chosen.heads % (chosen.kv_heads or 1):
         parser.error(f"argument --kv-heads: {chosen.kv_heads} K/V heads do not divide {chosen.heads} heads")
     return chosen
 
 
 def cases(options, world: int) -> list[tuple[str, Workload, int]]:
-    """Return (implementation, workload, ranks) of each case, on 1, 2, 4, … ranks. Some cases keep the tokens per rank, others
-    the sequence length."""
+    """Return (implementation, workload, number of ranks) of each case, on 1, 2, 4, … ranks.
+
+    Some cases keep the number of tokens per rank, and other cases keep the sequence length.
+    """
     sizes = sorted({2**power for power in range(world.bit_length()) if 2**power <= world} | {world})
-    points = {}  # distinct, in order
+    points = {}  # the distinct (number of ranks, sequence length) in their order
     for tokens, size in itertools.product(options.tokens, sizes):
         points |= {(size, size * tokens): None} | ({(size, world * tokens): None} if world * tokens % (2 * size) == 0 else {})
     impls = [*SDPA, *options.stage]
@@ -469,9 +476,8 @@ def cases(options, world: int) -> list[tuple[str, Workload, int]]:
 def begin() -> dict:
     """Join the group of all ranks that torchrun's environment describes.
 
-    Return, by size, the groups of the first 1, 2, 3, … ranks.
-
-    NCCL's stream has a high priority, so NCCL's few CTAs get an SM before a stage's waiting programs.
+    Return the groups of the first 1, 2, 3, … ranks by their size. NCCL's stream has a high priority, so NCCL's few CTAs get an
+    SM before the stage's waiting programs.
     """
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
 
@@ -499,14 +505,14 @@ def _facts(world: int) -> dict:
 
 
 def _of_rank_0(value):
-    """Return rank 0's value on all ranks; they wait on the CPU."""
+    """Return rank 0's value on all ranks. The ranks wait on the CPU."""
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one rank; return exit status 1 if a result was wrong or a stage failed."""
+    """Run one rank. Return the exit status, which is 1 if a result was wrong or a stage failed."""
     terminal.prepare()
     begun = time.perf_counter()
     if "WORLD_SIZE" not in os.environ:
@@ -546,7 +552,7 @@ def main(argv: list[str] | None = None) -> int:
     if rank == 0:
         print("\n" + tables(run))
         if not ON_GPUS:
-            print("\nNo GPU in use: times mean nothing and are not shown.")
+            print("\nNo GPU is in use. The tables show no times, because the interpreter's times mean nothing.")
         if options.json:
             write_json(options.json, run)
     _of_rank_0(None)

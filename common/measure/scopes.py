@@ -1,11 +1,10 @@
 """Record what one program of a Gluon forward does on a GPU, and when.
 
-Proton records this inside the kernel.
-
     python -m common.measure.scopes --json results/scopes-h200.json   # on a Hopper GPU
 
-A copy of v29's forward gets scopes around its loads, matmuls and exponentials. Each scope costs some cycles, and the compiler
-moves nothing across a scope. So the record shows the kernel's order and overlap, but the kernel runs a little slower.
+Triton's profiler Proton records the begin and the end of each scope inside the kernel. A copy of v29's forward gets scopes
+around its loads, matmuls and exponentials. Each scope costs some cycles, and the compiler moves nothing across a scope. So the
+record shows the kernel's order and overlap, but the kernel runs a little slower.
 """
 
 import argparse
@@ -26,10 +25,10 @@ from common.runtime import DEVICE
 
 STAGE = "v29_short_tiles"
 WORKLOAD = Workload("fwd", 8, 16, 2048, 128, False, "float16")
-CYCLES = 6000  # kept cycles
-WARPS = {"warp 0": "1: consumer", "warp 4": "2: consumer"}  # first warp of a partition -> the partition's name in a timeline
+CYCLES = 6000  # the record keeps this many cycles
+WARPS = {"warp 0": "1: consumer", "warp 4": "2: consumer"}  # the first warp of a partition -> the partition's name
 LOOP = "# Issue both matmuls together"
-# By file, each scope's name, its first line, its last line, and a line before it. The file's last scope comes first.
+# For each file: (a scope's name, its first line, its last line, an earlier line). The last scope of a file comes first.
 SCOPES = {
     "forward.py": (
         ("last matmul", "acc = warpgroup_mma_wait(0, [acc])", None, "normalize = "),
@@ -41,10 +40,10 @@ SCOPES = {
         ("softmax", "p = gl.exp2(s * scale_log2", "l = l + _sums(p)", LOOP),
         ("wait for S", "s = warpgroup_mma_wait(1, [s])", None, LOOP),
         ("issue matmuls", "s = _scores(q", "acc = warpgroup_mma(p", LOOP),
-        ("wait for K, V", "mbarrier.wait(ring.full", None, "def _scores"),  # inside the scope above
+        ("wait for K, V", "mbarrier.wait(ring.full", None, "def _scores"),  # inside the scope "issue matmuls"
     ),
 }
-LAUNCHES = 'for mode in ("guess", "again"):', 'for mode in ("guess",):'  # the second launch has nothing to do
+LAUNCHES = 'for mode in ("guess", "again"):', 'for mode in ("guess",):'  # leave out the second launch, which does nothing here
 
 
 def with_scopes(file: str, text: str) -> str:
@@ -72,7 +71,10 @@ def with_scopes(file: str, text: str) -> str:
 
 
 def record() -> list[dict]:
-    """Run the copy, and return the spans of one program in order. A span has `who`, `what`, and `start` and `end` in cycles."""
+    """Run the copy of the forward, and return the spans of one program in order.
+
+    A span has `who`, `what`, and `start` and `end` in cycles.
+    """
     import triton.profiler as proton
     from triton.profiler.mode import Default
 
@@ -90,7 +92,7 @@ def record() -> list[dict]:
     spans = []
     for event in events:
         if event["pid"] == program:
-            # Chrome traces are in microseconds; Proton writes a cycle as a nanosecond.
+            # The trace counts in microseconds, and Proton writes one cycle as one nanosecond.
             start, duration = (1000 * event[name] for name in ("ts", "dur"))
             who = next(name for warp, name in WARPS.items() if event["tid"].startswith(warp))
             spans.append({"who": who, "what": event["name"], "start": start, "end": start + duration})
@@ -98,17 +100,17 @@ def record() -> list[dict]:
 
 
 def kept(spans: list[dict]) -> list[dict]:
-    """Keep the spans in CYCLES cycles from the middle. Times count from the first kept cycle."""
+    """Keep the spans in CYCLES cycles after the middle of the record. Count their times from the first kept cycle."""
     first = (spans[0]["start"] + spans[-1]["end"]) / 2
     inside = [span for span in spans if first <= span["start"] and span["end"] <= first + CYCLES]
     return [{**span, "start": round(span["start"] - first), "end": round(span["end"] - first)} for span in inside]
 
 
 def main(argv: list[str]):
-    """The command line."""
+    """Run the command line."""
     terminal.prepare()
     parser = argparse.ArgumentParser(
-        prog="python -m common.measure.scopes", description=f"Record what a program of {STAGE}'s forward does and when."
+        prog="python -m common.measure.scopes", description=f"Record what a program of {STAGE}'s forward does, and when."
     )
     parser.add_argument("--json", type=json_path, required=True, metavar="FILE", help="the file to write")
     options = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""Prepare standard output: replace characters that the terminal lacks, and end quietly if the reader closes the pipe."""
+"""Prepare standard output for terminals and pipes."""
 
 import codecs
 import signal
@@ -26,7 +26,7 @@ def _plainly(error: UnicodeEncodeError) -> tuple[str, int]:
 
 
 def prepare():
-    """Print in the terminal's encoding. If a reader such as `head` closes the pipe, end silently."""
+    """Replace characters that the terminal's encoding lacks. If a reader such as `head` closes the pipe, end silently."""
     codecs.register_error("plainly", _plainly)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="plainly")

@@ -2,8 +2,8 @@
 
     python -m common.measure.timeline --stage v25,v28 --json results/timeline.json   # anywhere
 
-`common.interpreter.timing` is the model. The model's rates, in results/rates-h200.json, are measured with microbenchmarks
-(`common.measure.rates`), not with the stages. Only Gluon kernels are timed; a stage's other kernels are left out.
+`common.interpreter.timing` is the model. The model's rates come from microbenchmarks (`common.measure.rates`), not from the
+stages. They are in results/rates-h200.json. Only Gluon kernels are timed, and a stage's other kernels are left out.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from common.runtime import Device, interpreted_as
 
 RATES = Path(__file__).parents[2] / "results" / "rates-h200.json"
 HOPPER = Device(architecture=90, shared_memory=227 * 1024, num_sms=1)
-SCORES = 128 * 128  # cycles are given for this number of unmasked scores
+SCORES = 128 * 128  # the table gives the cycles for this number of unmasked scores
 
 
 def measured_rates(path: Path = RATES) -> Rates:
@@ -44,7 +44,7 @@ def measured_rates(path: Path = RATES) -> Rates:
         """Return the cycles from a copy's issue to its end, without the cycles in which its bytes move."""
         return value(unit, name, alone=True) - nbytes / rate
 
-    results = {  # results a cycle, with four warpgroups
+    results = {  # the number of results per cycle, with four warpgroups
         name: value("instructions", measured, warpgroups=4)
         for name, measured in {
             "add": "add", "sub": "add", "sum": "add", "mul": "multiply", "max": "max", "row maximum": "max", "select": "select",
@@ -62,7 +62,7 @@ def measured_rates(path: Path = RATES) -> Rates:
     return Rates(
         results=results,
         flops=2 * 64**3 / matmul,
-        copied=value("copy-in", "128x64, 12 at a time, the same tiles"),  # concurrent programs share a head's tiles
+        copied=value("copy-in", "128x64, 12 at a time, the same tiles"),  # concurrent programs load the same tiles of K and V
         stored=value("copy-out", "64x128, 2 at a time, own tiles"),
         added=value("copy-out", "16x256 float32, added, 2 at a time, own tiles"),
         shared=value("shared-memory", "store a result, 64x128", warpgroups=4),
@@ -77,7 +77,7 @@ def measured_rates(path: Path = RATES) -> Rates:
 
 
 def simulate(stage, workload: Workload, rates: Rates) -> list[Timing]:
-    """Return the timing on one SM of each Gluon kernel that a pass of a stage launches."""
+    """Run one pass of a stage on the model of an SM. Return the timing of each Gluon kernel that it launches."""
     torch.manual_seed(0)
     with interpreted_as(HOPPER):
         call = stage_call(stage, workload, workload.inputs())
@@ -87,7 +87,7 @@ def simulate(stage, workload: Workload, rates: Rates) -> list[Timing]:
 
 
 def busy(spans: list[Span], end: float) -> dict[str, float]:
-    """Return the share of the time, from 0 to `end`, in which each unit is busy."""
+    """Return for each unit the share of the time from 0 to `end` in which the unit is busy."""
     cycles = Counter()
     for span in spans:
         cycles[span.unit] += span.end - span.start
@@ -95,7 +95,7 @@ def busy(spans: list[Span], end: float) -> dict[str, float]:
 
 
 def record(name: str, workload: Workload, timings: list[Timing]) -> dict:
-    """Return the cycles of all kernels, the cycles for SCORES scores, and each unit's busy share in the longest kernel."""
+    """Return a workload's cycles, its cycles for SCORES scores, and each unit's busy share in the longest kernel."""
     longest = max(timings, key=lambda timing: timing.end)
     cycles = sum(timing.end for timing in timings)
     scores = workload.batch * workload.heads * workload.seq_len * workload.kv_len / (2 if workload.causal else 1)
@@ -109,31 +109,30 @@ def record(name: str, workload: Workload, timings: list[Timing]) -> dict:
 
 
 def has_gluon(name: str) -> bool:
-    """Whether both passes of a stage are Gluon kernels, which can be timed here."""
+    """Return whether both passes of a stage have Gluon kernels, because only these can be timed."""
     return all("@gluon.jit" in stages.source(name, f"{pass_}.py") for pass_ in ("forward", "backward"))
 
 
 def require_timed(names: list[str], passes: list[str], head_dims: list[int]):
-    """Before any work, raise SystemExit if a stage launches no Gluon kernel. The message names the head dimensions that can be
-    timed, if any."""
+    """Raise SystemExit if a stage launches no Gluon kernel. The message names the head dimensions that can be timed."""
     for name, pass_, head_dim in itertools.product(names, passes, head_dims):
         if not has_gluon(name):
-            raise SystemExit(f"{name} is not in Gluon, and only Gluon kernels are timed")
+            raise SystemExit(f"{name} does not have Gluon kernels for both passes, and only Gluon kernels can be timed")
         if not _timed(name, pass_, head_dim):
             works = ", ".join(str(size) for size in HEAD_DIMS if _timed(name, pass_, size))
             raise SystemExit(
-                f"{name} launches no Gluon kernel for --pass {pass_} --head-dim {head_dim}: it falls back to another stage's "
-                f"Triton kernels, which are not timed. --head-dim of {works} works."
+                f"{name} launches no Gluon kernel for --pass {pass_} --head-dim {head_dim}. It falls back to another stage's "
+                f"Triton kernels, which cannot be timed. These head dimensions work: {works}."
             )
 
 
 def _timed(name, pass_, head_dim):
-    """Whether any kernel of a pass is timed. The function finds this by simulating the shortest sequence."""
+    """Return whether any kernel of a pass is timed, by simulating a sequence of length 1."""
     return bool(simulate(stages.load(name), Workload(pass_, 1, 1, 1, head_dim, False, "float16"), measured_rates()))
 
 
 def table(records: list[dict]) -> str:
-    """Format the records as a table, one row each."""
+    """Format the records as a table with one row per record."""
     rows = [
         [r["impl"], r["pass"], r["head_dim"], "causal" if r["causal"] else "full", r["seq_len"], round(r["cycles_a_tile"])]
         + [f"{100 * r['busy'][unit]:.0f}" for unit in UNITS]
@@ -143,7 +142,7 @@ def table(records: list[dict]) -> str:
 
 
 def main(argv: list[str]):
-    """The command line."""
+    """Run the command line."""
     terminal.prepare()
     description = f"Time Gluon stages on one SM, in cycles for {SCORES} scores. LIST is comma-separated."
     parser = argparse.ArgumentParser(prog="python -m common.measure.timeline", description=description)

@@ -1,4 +1,4 @@
-"""Measure the GPU time of a call's kernels, with and without the CPU's launch time."""
+"""Measure the GPU time of a call's kernels, with and without the time that the CPU needs to launch them."""
 
 import statistics
 import time
@@ -6,54 +6,52 @@ from collections.abc import Callable
 
 import torch
 
-REST_S = 0.06  # before a case, so that the power limit's effect does not depend on earlier cases
-WARM_UP_S = 0.15  # GPU time until the clock has settled at the power limit
-CASE_S = 0.1  # GPU time spent on the rounds of a case …
-FEWEST_ROUNDS, MOST_ROUNDS = 5, 200  # … within these limits
-SLOW_S = 50e-3  # a call that takes longer needs no other warm-up …
-SLOW_ROUNDS = 3  # … and gets this many rounds
-HEAD_START_S = 3e-3  # the CPU's head start before the first round; longer than its time for a call
-SHORTEST_SPIN_S, LONGEST_SPIN_S = 50e-6, 20e-3
-EXPOSED_SHARE = 0.1  # allowed share of exposed rounds: so few rounds do not change the median
-HOST_S = 20e-3  # time spent on measuring the CPU's time …
-FEWEST_HOST_ROUNDS, MOST_HOST_ROUNDS = 3, 100  # … within these numbers of rounds …
-HOST_WARM_UP_ROUNDS = 2  # … after this many warm-up rounds
-IN_A_ROW = 10  # calls back to back in a round …
-MOST_ROWS = 20  # … of at most this many rounds
+REST_S = 0.06  # seconds of rest before a case, so that the power limit's effect does not depend on earlier cases
+WARM_UP_S = 0.15  # GPU seconds of warm-up, until the clock has settled at the power limit
+CASE_S = 0.1  # GPU seconds that the rounds of a case take together
+FEWEST_ROUNDS, MOST_ROUNDS = 5, 200  # limits of the number of rounds of a case
+SLOW_S = 50e-3  # a call that takes more GPU seconds needs no warm-up except its first call
+SLOW_ROUNDS = 3  # number of rounds of such a slow call
+HEAD_START_S = 3e-3  # the GPU spins this long before the first round, so that the CPU is ahead of the GPU
+SHORTEST_SPIN_S, LONGEST_SPIN_S = 50e-6, 20e-3  # limits of the GPU's spin before each round
+EXPOSED_SHARE = 0.1  # allowed share of exposed rounds (see `GpuTimer`): so few rounds do not change the median
+HOST_S = 20e-3  # seconds spent on measuring a call's CPU time
+FEWEST_HOST_ROUNDS, MOST_HOST_ROUNDS = 3, 100  # limits of the number of rounds that measure CPU time
+HOST_WARM_UP_ROUNDS = 2  # number of warm-up rounds before the rounds that measure CPU time
+IN_A_ROW = 10  # number of calls back to back in a round of `seconds_in_a_row`
+MOST_ROWS = 20  # maximum number of rounds of `seconds_in_a_row`
 CACHE_BYTES = 256 * 2**20  # more than any L2 cache holds
 MATMUL_SIZE = 8192
 COPY_BYTES = 4 * 2**30  # much more than an L2 cache holds
 
 
 class GpuTimer:
-    """Measures back-to-back calls, as in a program that does nothing else.
+    """Time back-to-back calls with a cold L2 cache, as in a program that does nothing else.
 
-    The L2 cache is cold.
+    A case begins after a rest. At its power limit, an H200 works for 0.8 s at full speed. Then it slows down by up to a fifth
+    for 0.2 s, and again a second later. Without rests, some cases would run while the GPU is slow. After a rest of 0.05 s, the
+    GPU again works for 0.8 s at full speed.
 
-    A case begins after a rest. At its power limit, an H200 slows down by up to a fifth for 0.2 s after 0.8 s of uninterrupted
-    work, and again a second later. Without rests, some cases would run during such a slow time. After a rest of 0.05 s, the 0.8
-    s start again.
+    The CPU queues all rounds, including warm-up, without waiting for the GPU. After an idle time the GPU's clock would be
+    higher. A round first reads `CACHE_BYTES` to evict the L2 cache. Then it records an event, makes the call, and records
+    another event. If the CPU is ahead, the time between the events is GPU time only. The round does not write `CACHE_BYTES`.
+    Otherwise a memory-bound call would have to wait until the L2 cache has written the bytes to memory.
 
-    All rounds, including warm-up, are queued without waiting for the GPU. After an idle time the GPU's clock would be higher,
-    most of all for power-hungry kernels. A round reads `CACHE_BYTES` to evict the L2 cache. Then it records an event, makes the
-    call, and records another event. If the CPU is ahead, the time between the events is GPU time only. The round does not write
-    `CACHE_BYTES`, because the L2 cache would keep dirty lines for a while, and a memory-bound call would have to wait for them.
-
-    A round is exposed if the GPU passes the first event before the call has queued its kernels: the time then includes CPU
-    time. If too many rounds are exposed, each round begins with a spin on the GPU. The spin is doubled until few rounds are
-    exposed. A call stays exposed if its CPU time exceeds `LONGEST_SPIN_S`, or if the call itself waits for the GPU.
+    A round is exposed if the GPU passes the first event before the call has queued its kernels. The measured time then includes
+    CPU time. If too many rounds are exposed, each round begins with a spin on the GPU. The timer doubles the spin until few
+    rounds are exposed. A call stays exposed if its CPU time exceeds `LONGEST_SPIN_S`, or if the call itself waits for the GPU.
     """
 
     def __init__(self):
         self._cache_filler = torch.zeros(CACHE_BYTES // 4, device="cuda")
         self._cycles_per_s = 1e9
-        self._rounds(lambda: None, 1, 0.0)  # loads the kernels of a round
+        self._rounds(lambda: None, 1, 0.0)  # load the kernels that a round launches
         cycles = 10_000_000
         (seconds,), _ = self._rounds(lambda: torch.cuda._sleep(cycles), 1, 0.0)
         self._cycles_per_s = cycles / seconds
 
     def _rounds(self, call: Callable, count: int, spin_s: float, warm_up: int = 0) -> tuple[list[float], bool]:
-        """Return the GPU seconds of each of `count` rounds after `warm_up` rounds, and whether too many rounds were exposed."""
+        """Run `count` rounds after `warm_up` rounds. Return their GPU seconds, and whether too many were exposed."""
         exposed = 0
         events = []
         torch.cuda._sleep(int(HEAD_START_S * self._cycles_per_s))
@@ -71,8 +69,10 @@ class GpuTimer:
         return [start.elapsed_time(end) / 1e3 for start, end in events[warm_up:]], exposed > EXPOSED_SHARE * count
 
     def measure(self, call: Callable) -> tuple[list[float], bool]:
-        """Return the GPU seconds of each round of a call, and whether the launch was hidden. If it was, the seconds include no
-        CPU time."""
+        """Return the GPU seconds of each round of a call, and whether the launch was hidden.
+
+        If the launch was hidden, the seconds include no CPU time.
+        """
         torch.cuda.synchronize()
         time.sleep(REST_S)
         (estimate,), _ = self._rounds(call, 1, 0.0)
@@ -89,17 +89,14 @@ class GpuTimer:
 
 
 def host_seconds(call: Callable, gpu_seconds: float) -> list[float]:
-    """Return, for each round, the CPU time until a call returns.
+    """Return the CPU seconds until a call returns, for each round.
 
-    The CPU checks, dispatches, makes descriptors and launches.
-
-    CPU time varies much more than GPU time, because the CPU has other work and a changing clock. So a short call gets many
-    rounds, and the spread of the rounds matters as much as the median. The first rounds are left out, because their caches
-    are cold and the CPU has waited.
+    During this time the CPU checks arguments, makes descriptors and launches kernels. CPU time varies much more than GPU time,
+    because the CPU has other work and a changing clock. So a short call gets many rounds. Before each round, the CPU waits
+    until the GPU has finished. The first rounds are left out, because the caches are still cold.
 
     Args:
-        gpu_seconds: GPU time of a call. Before each round, the CPU waits for the GPU to finish, so that no call waits in a
-            queue.
+        gpu_seconds: the GPU time of a call.
     """
     times = []
     count = max(FEWEST_HOST_ROUNDS, min(int(HOST_S / gpu_seconds), MOST_HOST_ROUNDS))
@@ -112,14 +109,14 @@ def host_seconds(call: Callable, gpu_seconds: float) -> list[float]:
 
 
 def seconds_in_a_row(call: Callable, gpu_seconds: float) -> list[float]:
-    """Return the seconds per call of `IN_A_ROW` calls without CUDA graphs.
+    """Return the seconds per call of `IN_A_ROW` calls back to back, for each round.
 
-    The cache is warm, and the launches are visible. The GPU passes a first event at once and a second event after the last
-    call. The result is the time between the events, divided by the number of calls. The kernels of a short call end before the
-    CPU has launched the next call. For such calls the result is CPU time and launch latency.
+    The cache is warm, and the result includes the launches. The GPU passes a first event at once, and a second event after the
+    last call. The result is the time between the events, divided by the number of calls. If a call is short, its kernels end
+    before the CPU has launched the next call. The result is then mostly CPU time and launch latency.
 
     Args:
-        gpu_seconds: GPU time of a call.
+        gpu_seconds: the GPU time of a call.
     """
     times = []
     count = max(FEWEST_HOST_ROUNDS, min(int(HOST_S / (IN_A_ROW * gpu_seconds)), MOST_ROWS))
@@ -136,19 +133,20 @@ def seconds_in_a_row(call: Callable, gpu_seconds: float) -> list[float]:
 
 
 class Replay:
-    """A timer for pytest-benchmark that replays measured times: it is read before and after each round.
+    """A timer for pytest-benchmark that replays measured times.
 
-    Each round starts at 0, so that a sum of many rounds does not lose precision.
+    pytest-benchmark reads the timer before and after each round. Each round starts at 0, so that a sum of many rounds does not
+    lose precision.
     """
 
     def __init__(self):
         self._readings = iter(())
 
     def __repr__(self):
-        return "replayed: GPU time between two events, or counted time at peak"  # saved runs have this as the timer's name
+        return "replayed: GPU time between two events, or counted time at peak"  # saved runs have this text as the timer's name
 
     def load(self, times: list[float]):
-        """Set the seconds of the next rounds, and drop earlier ones."""
+        """Set the seconds of the next rounds, and drop the seconds of earlier rounds."""
         self._readings = iter([reading for seconds in times for reading in (0.0, seconds)])
 
     def __call__(self) -> float:
@@ -156,7 +154,7 @@ class Replay:
 
 
 def matmul_tflops(timer: GpuTimer, dtype: torch.dtype) -> float:
-    """Measure PyTorch's TFLOP/s on a large square matmul, a ceiling for attention."""
+    """Measure the TFLOP/s of PyTorch on a large square matmul. Attention can hardly be faster."""
     a, b = torch.randn(2, MATMUL_SIZE, MATMUL_SIZE, device="cuda", dtype=dtype)
     out = torch.empty_like(a)
     times, _ = timer.measure(lambda: torch.mm(a, b, out=out))
@@ -164,10 +162,12 @@ def matmul_tflops(timer: GpuTimer, dtype: torch.dtype) -> float:
 
 
 def copy_gbps(timer: GpuTimer) -> float:
-    """Measure the GB/s, read plus written, of a copy on the GPU. The copy has `COPY_BYTES` or a quarter of the free memory,
-    whichever is less."""
+    """Measure the GB/s of a copy on the GPU, counting the bytes read and the bytes written.
+
+    The copy has `COPY_BYTES` or a quarter of the free memory, whichever is less.
+    """
     size = min(COPY_BYTES, torch.cuda.mem_get_info()[0] // 4)
-    source = torch.empty(size, dtype=torch.uint8, device="cuda").random_()  # no zeros, as in `Workload.inputs`
+    source = torch.empty(size, dtype=torch.uint8, device="cuda").random_()  # no zeros, for the reason in `Workload.inputs`
     target = torch.empty_like(source)
     times, _ = timer.measure(lambda: target.copy_(source))
     return 2 * size / statistics.median(times) / 1e9

@@ -1,13 +1,11 @@
-"""Record which tiles of which tensors a pass reads, writes or adds to, in order.
+"""Record in order which tiles of which tensors a pass reads, writes or adds to. The kernels run on the interpreters.
 
-The kernels run on the interpreters.
+An access is one load, store, atomic or TMA copy of a program, or one argument of a PyTorch operator. Each access has the bytes
+that `common.measure.counter` counts, so the accesses of a trace add up to the counted traffic. `common.show.traces` is the
+command.
 
-An access is one load, store, atomic or TMA copy of a program, or one argument of an operator of PyTorch. Each access has the
-bytes that `common.measure.counter` counts, so the accesses of a trace add up to the counted traffic. `common.show.traces` is
-the command.
-
-Triton's programs and PyTorch's operators run one after the other, and this is the order of their accesses. Gluon's launches run
-on the model of an SM (`common.measure.timeline`). The model gives each access its cycles.
+Triton's programs and PyTorch's operators run one after the other. Gluon's launches run on the model of an SM
+(`common.measure.timeline`), which gives each access its cycles.
 """
 
 import dataclasses
@@ -33,14 +31,20 @@ RESULTS = {"fwd": ("O", "LSE"), "bwd": ("dQ", "dK", "dV")}
 
 @dataclass
 class Access:
-    """What a program does to a part of a tensor.
+    """An access of a program to a part of a tensor.
 
     Attributes:
-        launch: the number of the launch. program: the number of the program or CTA; 0 for an operator of PyTorch. partition: in
-        a kernel with several partitions, the function that the accessing warps run; else "". kind: "read", "write" or "add".
-        tensor: the tensor's name in `Trace.tensors`. heads, rows, columns: the first and the last one; heads are counted
-        through all batches. nbytes: the bytes that move. An atomic addition both reads and writes. start, end: the cycles if
-        the launch was timed, else None.
+        launch: the number of the launch.
+        program: the number of the program or CTA; 0 for a PyTorch operator.
+        partition: the function that the accessing warps run; "" if the kernel has no partitions.
+        kind: "read", "write" or "add".
+        tensor: the tensor's name in `Trace.tensors`.
+        heads: the first and the last head, counted over all batch elements.
+        rows: the first and the last row.
+        columns: the first and the last column.
+        nbytes: the number of bytes that move. An atomic addition counts twice, because it reads and writes.
+        start: the cycle in which the access begins; None if the launch was not timed.
+        end: the cycle in which the access ends; None if the launch was not timed.
     """
 
     launch: int
@@ -60,9 +64,11 @@ class Access:
 class Trace:
     """The accesses of a pass, in order.
 
-    Attributes: launches: the launches that the counter counted. tensors: (heads, rows, columns) of each tensor by name. The
-    tensors are in the order of their first access.
-        spans: by number of a timed launch, what the units of the model of an SM did.
+    Attributes:
+        launches: the launches that the counter counted.
+        accesses: the accesses of all launches.
+        tensors: the (heads, rows, columns) of each tensor by name, in the order of the first accesses.
+        spans: for the number of each timed launch, the work of the SM's units in the model.
     """
 
     launches: list[Launch]
@@ -72,11 +78,12 @@ class Trace:
 
 
 def trace(stage, workload: Workload, gpu: Gpu = ONE_SM) -> Trace:
-    """Record a pass of a stage; `stage` is as in `common.measure.traffic.tiles_of`.
+    """Record a pass of a stage.
 
     Args:
+        stage: a module, or any object with `forward` and `backward`.
         workload: a forward or a backward.
-        gpu: the GPU that determines the kernels' tiles and a persistent kernel's number of CTAs.
+        gpu: the GPU that determines the kernels' tiles, and the number of persistent CTAs.
     """
     inputs = workload.inputs()
     outer = {(workload.batch, workload.heads), (workload.batch, workload.kv_heads)}
@@ -92,7 +99,7 @@ def trace(stage, workload: Workload, gpu: Gpu = ONE_SM) -> Trace:
 
 
 def _prepared(stage, workload, inputs):
-    """Return the call of a pass, and the tensors that the call gets, in the order of `GIVEN`."""
+    """Return a call of a pass, and the call's input tensors in the order of `GIVEN`."""
     options = {"causal": workload.causal, "scale": workload.head_dim**-0.5}
     *qkv, grad_out = inputs
     if workload.pass_ == "fwd":
@@ -102,15 +109,15 @@ def _prepared(stage, workload, inputs):
 
 
 class _Known:
-    """A tensor that kernels may access, and its name once the name is known.
+    """A tensor that kernels may access. Its name may become known later.
 
     Args:
-        outer: the pairs (batch, heads) of the tensors of a pass. If a tensor of three dimensions begins with such a pair, its
-            shape is [B, H, S]. Otherwise it is [B · H, rows, columns], as in a batched matmul.
+        outer: the pairs (batch, heads) of the tensors of a pass. A tensor of three dimensions that begins with such a pair is
+            [B, H, S]. Any other tensor of three dimensions is [B · H, rows, columns], as in a batched matmul.
     """
 
     def __init__(self, tensor: Tensor, name: str | None, outer: set[tuple[int, int]]):
-        self.tensor, self.name = tensor, name  # kept, so that no other tensor gets its memory
+        self.tensor, self.name = tensor, name  # keep the tensor, so that no other tensor gets its memory
         self.storage = tensor.untyped_storage()
         self.first, self.end = self.storage.data_ptr(), self.storage.data_ptr() + self.storage.nbytes()
         sizes, strides = list(tensor.shape), list(tensor.stride())
@@ -122,9 +129,9 @@ class _Known:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Return the heads of all batches, the rows and the columns.
+        """The numbers of heads in all batch elements, of rows and of columns.
 
-        A tensor without three or four dimensions counts as one column of all its elements.
+        A tensor without three or four dimensions counts as a single column.
         """
         if not self._sizes:
             return 1, self.storage.nbytes() // self.tensor.itemsize, 1
@@ -132,7 +139,7 @@ class _Known:
         return batch * heads, rows, columns
 
     def place(self, address: int) -> tuple[int, int, int]:
-        """Head, row and column of an element."""
+        """Return the head, row and column of the element at an address."""
         left = (address - self.tensor.data_ptr()) // self.tensor.itemsize
         if not self._sizes:
             return 0, left, 0
@@ -143,17 +150,20 @@ class _Known:
 
 
 class _Tracer(Counter):
-    """Counts, and notes what it counts."""
+    """Count the traffic, and record each access that counts."""
 
     def __init__(self, timings, outer):
         super().__init__()
         self._timings, self._outer = timings, outer
         self._known: list[_Known] = []
-        self._seen = []  # (known, access without its name)
-        self._timed = {}  # timing by launch
+        self._seen = []  # (_Known, Access), where the access has no tensor name yet
+        self._timed = {}  # number of a timed launch -> index of its timing
 
     def know(self, tensor: Tensor, name: str | None) -> _Known:
-        """Return the known tensor that has the same memory as `tensor`. It gets `name` unless it has a name."""
+        """Return the known tensor with the memory of `tensor`, or a new one.
+
+        The known tensor gets `name` if it has no name yet, or if `name` is a name of attention's tensors.
+        """
         storage = tensor.untyped_storage()
         known = next((known for known in self._known if known.storage.data_ptr() == storage.data_ptr()), None)
         if known is None:
@@ -164,12 +174,12 @@ class _Tracer(Counter):
         return known
 
     def trace(self) -> Trace:
-        """What was recorded."""
+        """Return the recorded trace."""
         names, tensors = {}, {}
         for known, _ in self._seen:
             if id(known) not in names:
                 name = known.name or "temporary"
-                while name in tensors:  # several temporaries of one name
+                while name in tensors:  # several tensors can have one name
                     name += "\N{PRIME}"
                 names[id(known)], tensors[name] = name, known.shape
         accesses = [dataclasses.replace(access, tensor=names[id(known)]) for known, access in self._seen]
@@ -181,7 +191,7 @@ class _Tracer(Counter):
             return
         known = next((known for known in self._known if known.first <= first < known.end), None)
         if known is None:
-            raise RuntimeError(f"{self.launches[-1].name} accesses memory of no tensor that is known")
+            raise RuntimeError(f"{self.launches[-1].name} accesses memory that belongs to no known tensor")
         (head, row, column), (last_head, last_row, last_column) = known.place(first), known.place(last)
         rows = (row, last_row) if last_head == head else (0, known.shape[1] - 1)
         columns = tuple(sorted((column, last_column)))
@@ -274,7 +284,7 @@ class _Tracer(Counter):
 
 
 def _name_in_a_stage(tensor: Tensor) -> str | None:
-    """Return the tensor's name in a stage's host function; None if the tensor has no name yet."""
+    """Return the tensor's name in a stage's host function, or None if the tensor has no name yet."""
     frame = sys._getframe(2)
     while frame:
         if "/stages/v" in frame.f_code.co_filename:

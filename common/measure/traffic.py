@@ -1,8 +1,8 @@
 """Count the traffic and FLOPs of each stage on the CPU, and compute their time at a GPU's published peaks.
 
-`common.measure.counter` explains what counts. Every kernel has the tiles and the number of programs that it has on the named
-GPU. An autotuned kernel takes the fixed tiles of the earlier stages (`common.kernels.tiles`) if they are among its
-configurations for that GPU. So a stage's gain comes from its idea and not from tuning. `common.show.counts` is the command.
+`common.measure.counter` explains what counts. Every kernel has the tiles and the number of programs that it would have on that
+GPU. An autotuned kernel takes the fixed tiles of the earlier stages (`common.kernels.tiles`) if its configurations include
+them. So a stage's gain comes from its idea and not from tuning. `common.show.counts` is the command.
 """
 
 import contextlib
@@ -22,41 +22,41 @@ from common.runtime import Device, interpreted_as
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU's published peaks: dense float16 matmuls accumulated in float32, and memory bandwidth."""
+    """The published peaks of a GPU: dense float16 matmuls accumulated in float32, and memory bandwidth."""
 
     name: str
-    arch: int  # 80 for sm_80
+    arch: int  # the architecture, such as 80 for sm_80
     num_sms: int
     tflops: float
     tb_per_s: float
-    source: str
+    source: str  # addresses of the pages with these numbers
 
     @property
     def peaks(self) -> str:
         return f"{self.name}, {self.tflops:g} TFLOP/s and {self.tb_per_s:g} TB/s"
 
     def unavailable(self, stage_name: str) -> str | None:
-        """Return why a stage cannot run on this GPU; None if it can."""
+        """Return why a stage cannot run on this GPU, or None if it can."""
         with self.interpreted():
             return stages.unavailable(stage_name)
 
     def interpreted(self):
-        """Context manager: the interpreter stands in for this GPU."""
+        """Return a context in which the interpreter stands in for this GPU."""
         return interpreted_as(Device(self.arch, SHARED_LIMIT[self.arch], self.num_sms))
 
 
 GPUS = {
-    # The page gives 1,979 TFLOP/s with sparsity; without sparsity it is half. The number of SMs is that of the H100 SXM, which
-    # has the same chip (https://developer.nvidia.com/blog/nvidia-hopper-architecture-in-depth/).
+    # The page gives 1,979 TFLOP/s with sparsity; half of them remain without sparsity. The H100 SXM has the same chip, and the
+    # number of SMs is from https://developer.nvidia.com/blog/nvidia-hopper-architecture-in-depth/.
     "h200": Gpu("NVIDIA H200 SXM", 90, 132, 989, 4.8, "https://www.nvidia.com/en-us/data-center/h200/"),
-    # SMs: https://developer.nvidia.com/blog/nvidia-ampere-architecture-in-depth/
+    # The number of SMs is from https://developer.nvidia.com/blog/nvidia-ampere-architecture-in-depth/.
     "a100": Gpu(
         "NVIDIA A100 80GB SXM", 80, 108, 312, 2.039,
         "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf",
     ),
     # The page gives 759 TOPS in FP4 with sparsity. Dense float16 with float32 accumulation has a sixteenth of this rate. The
-    # ratio is from the architecture's whitepaper (RTX 5090: 3,352 and 209.5). The bandwidth is that of 128 bits at 28 Gbit/s.
-    # The page gives 4,608 cores, and the whitepaper 128 cores per SM.
+    # ratio is from the architecture's whitepaper (RTX 5090: 3,352 and 209.5). The bandwidth comes from 128 bits at 28 Gbit/s
+    # each. The number of SMs comes from 4,608 cores on the page and 128 cores per SM in the whitepaper.
     "rtx5060ti": Gpu(
         "NVIDIA GeForce RTX 5060 Ti", 120, 36, 47.4, 0.448,
         "https://www.nvidia.com/en-us/geforce/graphics-cards/50-series/rtx-5060-family/ and "
@@ -67,12 +67,12 @@ GPUS = {
 
 @contextlib.contextmanager
 def tiles_of(gpu: Gpu, stage, head_dim: int, dtype: torch.dtype, tuned: dict[str, tuple[int, int]] | None = None):
-    """Context manager: a stage's kernels have the tiles and the number of programs that they have on a GPU.
+    """Enter a context in which a stage's kernels have the tiles and the number of programs that they have on a GPU.
 
     Args:
         stage: a module, or any object with `forward` and `backward`.
-        head_dim: the larger head dimension of q and v.
-        tuned: (BLOCK_M, BLOCK_N) of the autotuned kernels by name, if known.
+        head_dim: the larger of q's and v's head dimensions.
+        tuned: the (BLOCK_M, BLOCK_N) of autotuned kernels by name, if known.
     """
     with gpu.interpreted(), contextlib.ExitStack() as restored:
         for name, tuner in tuners(stage).items():
@@ -84,8 +84,10 @@ def tiles_of(gpu: Gpu, stage, head_dim: int, dtype: torch.dtype, tuned: dict[str
 
 
 def _likely_tile(gpu, tuner, head_dim, dtype):
-    """Return the fixed tile for this kernel if it is among the kernel's configurations for this GPU. Otherwise return the first
-    configuration's tile."""
+    """Return the kernel's fixed tile if the kernel has a configuration with this tile for this GPU.
+
+    Otherwise return the first configuration's tile.
+    """
     precision = "ieee" if dtype == torch.float32 else "tf32"
     options = [head_dim * dtype.itemsize, precision, gpu.arch in WITH_TMA]
     tiles = [(c.kwargs["BLOCK_M"], c.kwargs["BLOCK_N"]) for c in tuner.configs if sensible(c, *options)]
@@ -96,7 +98,7 @@ def _likely_tile(gpu, tuner, head_dim, dtype):
 
 
 def stage_call(stage, workload: Workload, inputs):
-    """Return a call of a stage's plain functions for a pass. For a backward, the forward runs here, once."""
+    """Return a call of a stage's `forward` or `backward`. For a backward, this function runs the forward."""
     options = {"causal": workload.causal, "scale": workload.head_dim**-0.5}
     *qkv, grad_out = inputs
     if workload.pass_ == "fwd":
@@ -108,16 +110,16 @@ def stage_call(stage, workload: Workload, inputs):
 
 
 def count_stage(stage, workload: Workload, gpu: Gpu, tuned: dict[str, tuple[int, int]] | None = None) -> Count:
-    """Count one pass of a stage with the tiles of a GPU; `stage` and `tuned` as in `tiles_of`."""
+    """Count one pass of a stage with the tiles of a GPU. The arguments `stage` and `tuned` are those of `tiles_of`."""
     with tiles_of(gpu, stage, max(workload.head_dim, workload.value_dim), DTYPES[workload.dtype], tuned):
         return count(stage_call(stage, workload, workload.inputs()))
 
 
 def roofline(launches: list[Launch], gpu: Gpu) -> tuple[float, str]:
-    """Return the seconds of sequential launches at a GPU's peaks, and whether "bytes" or "FLOPs" take most of the time.
+    """Return the seconds that the launches take at a GPU's peaks, and whether "bytes" or "FLOPs" take most of them.
 
-    A launch takes the longer of the time for its bytes and the time for its FLOPs. All bytes count at memory bandwidth,
-    although caches are faster.
+    The launches run one after the other. Each takes the time for its bytes or the time for its FLOPs, whichever is longer. All
+    bytes move at memory bandwidth, although caches are faster.
     """
     seconds = {"bytes": 0.0, "FLOPs": 0.0}
     for launch in launches:
@@ -127,7 +129,7 @@ def roofline(launches: list[Launch], gpu: Gpu) -> tuple[float, str]:
 
 
 def costs(counted: Count, gpu: Gpu, dtype: str) -> dict:
-    """Return a count as fields of a record for `tables.speed_table`. float32 has other peaks, so it gets no roofline."""
+    """Return a count as fields of a record for `tables.speed_table`. float32 gets no roofline, because its peaks differ."""
     tiles = ("×".join(map(str, launch.tile.values())) for launch in counted.launches if launch.tile)
     seconds, bound = (None, None) if dtype == "float32" else roofline(counted.launches, gpu)
     return {

@@ -1,9 +1,10 @@
-"""Measure with Nsight Compute how busy a GPU's units are in each kernel, and what the kernel's warps wait for.
+"""Measure how busy a GPU's units are in each kernel, and why the kernel's warps wait, with Nsight Compute.
 
     python -m common.measure.units results/units-h200.json   # on a GPU with `ncu`
     make table FILE=results/units-h200.json
 
-A unit that is busy nearly all the time bounds a kernel. If no unit is that busy, the warps wait for each other or for memory.
+A unit that is busy nearly all the time limits the kernel's speed. If no unit is so busy, the warps wait for each other or for
+memory.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from common.measure.options import add_implementations, add_list, json_path, wri
 from common.measure.workloads import Workload
 
 TIME, CLOCK, REGISTERS = "gpu__time_duration.sum", "sm__cycles_elapsed.avg.per_second", "launch__registers_per_thread"
-UNITS = {  # percent of each unit's peak, from a kernel's begin to its end
+UNITS = {  # unit -> metric, in percent of the unit's peak from a kernel's begin to its end
     "tensor cores": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
     "exponentials": "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_elapsed",
     "issue slots": "sm__inst_issued.avg.pct_of_peak_sustained_elapsed",
@@ -24,13 +25,13 @@ UNITS = {  # percent of each unit's peak, from a kernel's begin to its end
     "L2 cache": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
     "device memory": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
 }
-STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"  # stalled warps per issued instruction
+STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"  # number of stalled warps per issued instruction
 REASONS = (
     "barrier", "branch_resolving", "dispatch_stall", "drain", "gmma", "imc_miss", "lg_throttle", "long_scoreboard",
     "math_pipe_throttle", "membar", "mio_throttle", "misc", "no_instruction", "not_selected", "short_scoreboard", "sleeping",
     "tex_throttle", "wait",
 )  # fmt: skip
-FROM = (3, "")  # the first stage measured by default: from v3 on matmuls are the bottleneck
+FROM = (3, "")  # the default measures the stages from v3 on, because matmuls limit their speed
 
 
 def launch(options):
@@ -53,11 +54,13 @@ def measure(options):
 
 
 def main(argv: list[str]):
-    """The command line."""
+    """Run the command line."""
     terminal.prepare()
     description = "Measure how busy the GPU's units are in each kernel. LIST is comma-separated."
     parser = argparse.ArgumentParser(prog="python -m common.measure.units", description=description)
-    parser.add_argument("what", nargs="?", choices=["measure", "launch"], default="measure", help="measure runs launch in ncu")
+    parser.add_argument(
+        "what", nargs="?", choices=["measure", "launch"], default="measure", help="what to do; measure starts launch in ncu"
+    )
     parser.add_argument("file", type=json_path, help="the JSON file to write")
     add_implementations(parser, BASELINES, FROM)
     add_list(parser, "--seq-len", "4096")

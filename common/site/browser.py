@@ -1,4 +1,4 @@
-"""The Chromium that is installed, which takes pictures of the site and tests it."""
+"""Start the installed Chromium, which takes pictures of the site and tests the site."""
 
 import contextlib
 import os
@@ -12,20 +12,20 @@ HINT = "no Chromium is installed; on Debian and Ubuntu: apt-get install chromium
 
 
 def path() -> str | None:
-    """Return the path of a Chromium; None if there is none."""
+    """Return the path of a Chromium, or None if none is installed."""
     return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 
 
 @contextlib.contextmanager
 def chromium() -> Iterator[Browser]:
-    """Context manager: yield a Chromium without a window.
+    """Enter a context that yields a Chromium without a window.
 
     Raises:
-        SystemExit: none is installed.
+        SystemExit: no Chromium is installed.
     """
     if not path():
         raise SystemExit(HINT)
-    options = ["--no-sandbox"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []  # root cannot have the sandbox
+    options = ["--no-sandbox"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []  # root cannot use the sandbox
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path(), args=options)
         try:

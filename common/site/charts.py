@@ -1,4 +1,4 @@
-"""Vega-Lite charts: the speed of all stages and libraries, and a step's gain by sequence length."""
+"""Draw charts with Vega-Lite: the speed of all stages and libraries, and a step's gain at each sequence length."""
 
 import functools
 import itertools
@@ -11,7 +11,7 @@ from common.show.documents import gains
 from common.show.results import COUNTED_AT, HEAD_DIMS, implementations, mean_rate, runs, spoken
 from common.show.tables import PASS_NAMES
 
-MEAN = "mean"  # mean over all sequence lengths and both masks
+MEAN = "mean"  # this value of `s` stands for the mean over sequence lengths
 COLORS = {"main ladder": "#2f6fb0", "track": "#3f9b6c", "dead end": "#b8b8b8", "library": "#d2691e"}
 LOOK = {
     "background": None, "font": "system-ui, sans-serif",
@@ -33,8 +33,10 @@ def kind(name: str) -> str:
 
 
 def speeds() -> list[dict]:
-    """Return a row for each implementation and workload, and for the means over workloads. A row is from the newest run that
-    has it."""
+    """Return a row for each implementation and workload, and for each mean over sequence lengths.
+
+    If several runs have a row, it comes from the newest run.
+    """
     found = runs()
     rows = {}
     for run in found:
@@ -60,12 +62,12 @@ def speeds() -> list[dict]:
 
 
 def _short(numbers: dict[str, float]) -> dict[str, float]:
-    """Numbers with four digits, as a chart needs them."""
+    """Round numbers to four digits, which are enough for a chart."""
     return {name: float(f"{value:.4g}") for name, value in numbers.items()}
 
 
 def speed_spec(rows: list[dict]) -> dict:
-    """The chart of all implementations, with parameters `pass`, `d`, `causal` and `s`."""
+    """Return the chart of all implementations' speeds. Its parameters are `pass`, `d`, `causal` and `s`."""
     order = [spoken(name) for name in implementations([{"impl": row["impl"]} for row in rows])]
     shown = "datum.pass == pass && datum.d == d && datum.causal == causal && datum.s == s"
     y = {"field": "name", "type": "nominal", "sort": order, "title": None, "axis": {"grid": False}}
@@ -76,7 +78,7 @@ def speed_spec(rows: list[dict]) -> dict:
     tooltip += [{"field": "run", "title": "run"}]
     return {
         "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
-        "description": "TFLOP/s of every stage and library, as bars",
+        "description": "bars with the TFLOP/s of every stage and library",
         "data": {"values": rows},
         "params": [{"name": "pass", "value": "fwd"}, {"name": "d", "value": max(HEAD_DIMS)}, {"name": "causal", "value": True},
                    {"name": "s", "value": MEAN}],
@@ -99,7 +101,10 @@ def speed_spec(rows: list[dict]) -> dict:
 
 
 def gain_svg(name: str) -> str:
-    """Return an SVG of a step's gain by sequence length, beside the predicted gain; "" if nothing was measured."""
+    """Return an SVG of a step's measured and predicted gain at each sequence length.
+
+    Return "" if nothing was measured.
+    """
     rows, predictions = [], []
     lengths, found = gains(name)
     if not stages.parent(name):
@@ -132,7 +137,7 @@ def gain_svg(name: str) -> str:
     layers += [{"mark": slower, "encoding": {"y": {"datum": 1}, "x": {"value": "width"}}}] if lost else []
     panels = list(dict.fromkeys(row["panel"] for row in rows))
     spec = {
-        "description": f"Gain of {spoken(name)} by sequence length; hollow marks are predictions",
+        "description": f"Gain of {spoken(name)} at each sequence length. Hollow marks are predictions.",
         "data": {"values": rows + predictions},
         "facet": {"field": "panel", "type": "nominal", "title": None, "sort": panels},
         "columns": 4,
@@ -144,16 +149,16 @@ def gain_svg(name: str) -> str:
 
 
 def svg(spec: dict) -> str:
-    """A chart as SVG."""
+    """Return a Vega-Lite chart as SVG."""
     return vl_convert.vegalite_to_svg(json.dumps(spec))
 
 
 def compiled(spec: dict) -> dict:
-    """A chart as Vega, which a page can draw without Vega-Lite."""
+    """Return a Vega-Lite chart in Vega's language, which a page can draw without Vega-Lite."""
     return vl_convert.vegalite_to_vega(json.dumps(spec))
 
 
 @functools.cache
 def library() -> str:
-    """Vega as one script, which defines `vegaEmbed`."""
+    """Return Vega as one script, which defines `vegaEmbed`."""
     return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")

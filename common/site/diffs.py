@@ -1,4 +1,4 @@
-"""Show the code of two stages side by side. The code is highlighted, changed words are marked, and equal lines are folded."""
+"""Show the code of two stages side by side, with changed words marked and equal lines folded."""
 
 import ast
 import difflib
@@ -14,14 +14,14 @@ from pygments.token import STANDARD_TYPES, Comment
 import stages
 from common.show.story import functions
 
-CONTEXT = 3  # equal lines that stay visible next to a change
-ALIKE = 0.5  # if this share of two lines is equal, the lines are shown next to each other
-MANY = 4000  # pairs of lines; with more pairs, lines are shown in their order
+CONTEXT = 3  # this many equal lines stay visible before and after a change
+ALIKE = 0.5  # two lines are shown side by side if more than this share of them is equal
+MANY = 4000  # a changed block with more pairs of lines than this is shown without looking for similar lines
 
 
 @dataclass
 class Line:
-    """A line of a file: its number, from 1, and its HTML."""
+    """A line of a file: its number, counted from 1, and its HTML."""
 
     number: int
     code: str
@@ -29,14 +29,12 @@ class Line:
 
 @dataclass
 class Row:
-    """A row of the table: a line of each stage.
-
-    One of the lines may be missing.
+    """A row of the table, with a line of the old file and a line of the new file. One of the lines may be missing.
 
     Attributes:
-        part: the function that begins in this row; else "".
-        folded: this row is hidden at first, because it is far from any change or belongs to the head of a file.
-        head: this row belongs to the head of a file, which is all that precedes the first function.
+        part: the name of the function or class that begins in this row, or "".
+        folded: whether this row is hidden at first, because it is far from any change or belongs to the head of a file.
+        head: whether this row belongs to the head of a file, which is everything before the first function.
     """
 
     old: Line | None
@@ -47,9 +45,9 @@ class Row:
     head: bool = False
 
 
-@functools.lru_cache(8)  # a file is the new one of a step and the old one of the next
+@functools.lru_cache(8)  # the new file of a step is the old file of the next step
 def _tokens(text: str) -> list[list[tuple]]:
-    """The tokens of each line: (type, text)."""
+    """Return the tokens of each line as (type, text)."""
     lines = [[]]
     for kind, value in PythonLexer(stripnl=False).get_tokens(text):
         for place, piece in enumerate(value.split("\n")):
@@ -61,7 +59,7 @@ def _tokens(text: str) -> list[list[tuple]]:
 
 
 def _linked(comment: str, known: frozenset[str]) -> str:
-    """A comment's HTML; stages that it names are links, if their versions are `known`."""
+    """Return a comment's HTML. The comment's versions of stages become links if they are in `known`."""
 
     def link(found):
         return f'<a href="{found[0]}.html">{found[0]}</a>' if found[0] in known else found[0]
@@ -70,7 +68,7 @@ def _linked(comment: str, known: frozenset[str]) -> str:
 
 
 def _code(tokens: list[tuple], changed: set[int], known: frozenset[str]) -> str:
-    """A line's HTML; `changed` are the characters that the other line lacks."""
+    """Return a line's HTML. `changed` has the positions of the characters to mark."""
     parts, at = [], 0
     for kind, text in tokens:
         marks = [at + place in changed for place in range(len(text))]
@@ -88,8 +86,10 @@ def _code(tokens: list[tuple], changed: set[int], known: frozenset[str]) -> str:
 
 
 def _differences(old: str, new: str) -> tuple[set[int], set[int]]:
-    """Return, for each of two lines, the characters in words that the other line lacks. Return none if the lines have little in
-    common."""
+    """Return for each of two lines the positions of the characters in changed words.
+
+    Return no positions if the lines have little in common.
+    """
     words = [re.findall(r"\w+|\s+|[^\w\s]", line) for line in (old, new)]
     matcher = difflib.SequenceMatcher(None, *words, autojunk=False)
     if matcher.ratio() < ALIKE:
@@ -104,7 +104,11 @@ def _differences(old: str, new: str) -> tuple[set[int], set[int]]:
 
 
 def _paired(old: list[str], new: list[str]) -> Iterable[tuple[int | None, int | None]]:
-    """Pair the lines of a changed block that are alike. Pair the lines between them in order; None fills the shorter side."""
+    """Yield pairs of line numbers in a changed block, so that the most similar lines stand side by side.
+
+    The function pairs the most similar lines first, and then the lines before and after them. It pairs lines without a similar
+    line in their order. None takes the place of a missing line.
+    """
     best, pair = ALIKE, None
     if len(old) * len(new) <= MANY:
         for i, a in enumerate(old):
@@ -125,19 +129,22 @@ def _paired(old: list[str], new: list[str]) -> Iterable[tuple[int | None, int | 
 
 
 def _first_lines(text: str) -> dict[int, str]:
-    """Return the functions and classes of a file by the number of their first line. The first line may be a decorator."""
+    """Return the first line of each function and class in a file, as {line number: name}.
+
+    A decorator counts as the first line.
+    """
     found = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     return {min([node.lineno, *(each.lineno for each in node.decorator_list)]): node.name for node in found}
 
 
 def _head(text: str) -> int:
-    """The number of the last line before a file's first function: docstring, imports, classes and constants."""
+    """Return the number of the last line before a file's first function. Classes may stand before this line."""
     lines = _first_lines(text)
     return min((line for line, name in lines.items() if not name[0].isupper()), default=1) - 1
 
 
 def rows(old_text: str, new_text: str) -> list[Row]:
-    """The rows of two files side by side."""
+    """Return the rows that show two files side by side."""
     old, new = old_text.splitlines(), new_text.splitlines()
     old_tokens, new_tokens = _tokens(old_text), _tokens(new_text)
     begins = _first_lines(new_text)
@@ -168,6 +175,6 @@ def rows(old_text: str, new_text: str) -> list[Row]:
 
 
 def changed_parts(old: str, new: str, file: str) -> list[str]:
-    """The functions of a file that a stage adds or changes."""
+    """Return the functions of a file that a stage adds or changes."""
     before, after = (functions(stages.source(name, file)) for name in (old, new))
     return [part for part in after if before.get(part) != after[part]]

@@ -1,7 +1,7 @@
-"""Build the site: `make site` writes it to site/, and site/index.html opens from disk.
+"""Build the site. `make site` writes the pages to site/, and a browser opens site/index.html from disk.
 
-python -m common.site.pages              # everything, in a minute or two
-python -m common.site.pages --stage v3   # these steps alone, with the start page and the documents
+python -m common.site.pages              # all pages, in a minute or two
+python -m common.site.pages --stage v3   # only the page of v3, with the start page and the documents
 """
 
 import argparse
@@ -48,7 +48,7 @@ def drawn(marks: list[Mark], end: float, grouped: bool) -> Markup:
 
     Args:
         end: the end of the time axis.
-        grouped: if True, marks with the same words are one path. Then thousands of marks need little space.
+        grouped: whether marks with equal words become one path. This saves space if there are thousands of marks.
     """
     paths = {}
     for place, mark in enumerate(marks):
@@ -64,7 +64,7 @@ def drawn(marks: list[Mark], end: float, grouped: bool) -> Markup:
 
 
 def sections(readme: str) -> dict[str, str]:
-    """Return the sections of a stage's README by heading. The generated tables are separate, under "traffic" and "numbers"."""
+    """Return the sections of a stage's README by heading. Generated tables are under "traffic" and "numbers"."""
     found = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", readme, re.MULTILINE | re.DOTALL))
     table = re.compile(r"<!-- traffic:.*?<!-- /traffic -->\n?", re.DOTALL)
     found["traffic"] = "".join(table.findall(found["Problem"]))
@@ -78,7 +78,7 @@ def sections(readme: str) -> dict[str, str]:
 
 
 def neighbors(name: str) -> tuple[str | None, str | None]:
-    """Return the stages before and after a stage. Both are on the main ladder; a dead end lies between two of its stages."""
+    """Return the stages before and after a stage, leaving out dead ends."""
     line = [each for each in stages.names() if not stages.is_dead_end(each)]
     place = bisect.bisect_left(line, stages.position(name), key=stages.position)
     last = place + (name in line)
@@ -86,12 +86,12 @@ def neighbors(name: str) -> tuple[str | None, str | None]:
 
 
 def summary(path: Path) -> str:
-    """The first line of a module's docstring."""
+    """Return the first line of a module's docstring."""
     return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
 
 
 class Site:
-    """Writes the pages into a folder, which it empties first."""
+    """Write the pages into a folder, after emptying the folder."""
 
     def __init__(self, out: Path):
         shutil.rmtree(out, ignore_errors=True)
@@ -112,7 +112,7 @@ class Site:
         return Markup(self._texts.html(text, source))
 
     def start(self):
-        """The start page."""
+        """Write the start page."""
         found = runs()
         cards = []
         for name in stages.names():
@@ -132,13 +132,13 @@ class Site:
         )  # fmt: skip
 
     def document(self, path: Path):
-        """A page with a Markdown file."""
+        """Write the page of a Markdown file."""
         text = path.read_text()
         body = self._html(text, path)
         self._write(page_of(path), "document.html", title=text.partition("\n")[0].lstrip("# "), body=body)
 
     def glossary(self):
-        """The page with all terms."""
+        """Write the page with all terms of the glossary."""
         body = Markup("<h1>Glossary</h1>") + Markup("").join(
             Markup('<p id="{}">{}</p>').format(anchor, Markup(words)) for anchor, words in self._texts.definitions.items()
         )
@@ -146,7 +146,7 @@ class Site:
         self._write("glossary.html", "document.html", title="Glossary", body=body)
 
     def step(self, name: str, found):
-        """The page of a stage; `found` are its scenes."""
+        """Write the page of a stage. `found` has the stage's scenes."""
         parent, readme = stages.parent(name), stages.directory(name) / "README.md"
         before, after = neighbors(name)
         dropped = [each for each in stages.names() if stages.is_dead_end(each) and stages.parent(each) == name]
@@ -167,7 +167,7 @@ class Site:
         )  # fmt: skip
 
     def _diffs(self, name, parent):
-        """A table for each file that differs, in a pass whose code differs."""
+        """Return a table for each file that differs from the parent's file, for passes whose code differs."""
         return [
             self._diff(name, parent, pass_, file)
             for pass_ in CODE
@@ -186,7 +186,7 @@ class Site:
         return {"pass_": pass_, "file": file, "parts": changed_parts(parent, name, file), "blocks": blocks}
 
     def code(self):
-        """Pages of the files that texts link to."""
+        """Write a page for each file or directory that texts link to."""
         while self._texts.files:
             path = self._texts.files.pop()
             if path.is_dir():
@@ -200,7 +200,7 @@ class Site:
             self._write(self._texts.page_of_file(path), "document.html", title=str(where), body=heading + body)
 
     def assets(self):
-        """Styles and scripts."""
+        """Copy the styles and scripts."""
         for path in (HERE / "assets").iterdir():
             shutil.copyfile(path, self._out / path.name)
         files.replace(self._out / "vega.js", charts.library())
@@ -210,7 +210,7 @@ def build(out: Path, names: list[str], recorded: list[str] | None = None):
     """Write the site to a folder, with the pages of these stages.
 
     Args:
-        recorded: the stages whose kernels are recorded; the pages of others have no traces. Default: all.
+        recorded: the stages whose pages have traces of their kernels; None means all stages in `names`.
     """
     recorded = names if recorded is None else recorded
     site = Site(out)
@@ -227,11 +227,11 @@ def build(out: Path, names: list[str], recorded: list[str] | None = None):
 
 
 def main(argv: list[str]):
-    """The command line."""
+    """Run the command line."""
     terminal.prepare()
     parser = argparse.ArgumentParser(prog="python -m common.site.pages", description="Build the site. LIST is comma-separated.")
     add_list(parser, "--stage", ",".join(stages.names()))
-    parser.add_argument("--out", type=Path, default=OUT, metavar="FOLDER", help="where to write it (default: site)")
+    parser.add_argument("--out", type=Path, default=OUT, metavar="FOLDER", help="folder to write the site to (default: site)")
     options = parser.parse_args(argv)
     build(options.out, options.stage)
     print(options.out / "index.html")

@@ -1,4 +1,4 @@
-"""Record what the page of a step animates, for parent and stage: the accesses of a pass, and what the units of an SM do."""
+"""Record what a step's page animates: the accesses of parent and stage, and the work of an SM's units."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from common.show.tables import PASS_NAMES
 from common.show.timelines import partition_of
 from common.show.traces import COLORS, has_cycles, lanes, moments, unit
 
-# One head, causal, D = 64 and S = 1024, unless a step changes something else.
+# Most scenes have one head and these sizes. UNUSUAL has the steps whose ideas need another shape.
 USUAL = {"seq_len": 1024, "head_dim": 64, "causal": True}
 UNUSUAL = {
     "v29_short_tiles": {"head_dim": 128},
@@ -29,8 +29,8 @@ UNUSUAL = {
     "v48_wide_overlap": {"seq_len": 512, "head_dim": 256},
     "v48a_sums_from_registers": {"head_dim": 128},
 }
-LEAST = 1 / 300  # the width of the shortest access, as a share of the whole width
-WORDS = {  # labels of lanes
+LEAST = 1 / 300  # every access is drawn at least this wide, as a share of the whole width
+WORDS = {  # lane -> the words of its tooltip
     "Q": "queries", "K": "keys", "V": "values", "O": "the output", "LSE": "log-sum-exp of each row of scores",
     "dO": "gradient of the output", "dQ": "gradient of the queries", "dK": "gradient of the keys",
     "dV": "gradient of the values",
@@ -49,22 +49,26 @@ WORDS = {  # labels of lanes
     "tensor cores": "matmuls", "exponentials": "exp2 of scores", "other instructions": "all other arithmetic",
     "shared memory": "loads and stores of shared memory by warps",
 }  # fmt: skip
-VISIBLE = 20000  # cycles of a timeline that a wide page shows when it opens: a few tiles
+VISIBLE = 20000  # a timeline first shows about this many cycles, which are a few tiles
 MOST_ZOOM = 24
 ORDER = "order of accesses, one after the other; width = bytes, small accesses widened"
 TIMED = "time: cycles of the timed launches in the model of an SM, one launch after the other; width = duration"
 LAUNCH = "time: cycles of the longest launch in the model of an SM"
-FIRST = "Q", "K", "V", "O", "LSE", "dO", "dQ", "dK", "dV"  # in this order in each panel, then temporaries
+FIRST = "Q", "K", "V", "O", "LSE", "dO", "dQ", "dK", "dV"  # each panel shows these lanes first, in this order
 
 
 @dataclass
 class Mark:
-    """A rectangle in a lane, which is a row of the picture for one tensor or unit.
+    """A rectangle in a lane. A lane is a row of the picture, for one tensor or one unit.
 
     Attributes:
-        kind: "read", "write" or "add"; for a unit of the SM, "busy". color: the number of a program or of a partition. start,
-        end: positions on the time axis. top, bottom: positions as shares of the lane's height. words: a text that says what
-        happens.
+        kind: "read", "write" or "add" for an access; "busy" for a unit of the SM.
+        color: the number of a color, which stands for a program or a partition.
+        start: the position of the left edge on the time axis.
+        end: the position of the right edge on the time axis.
+        top: the position of the upper edge, as a share of the lane's height.
+        bottom: the position of the lower edge, as a share of the lane's height.
+        words: the text of the tooltip.
     """
 
     kind: str
@@ -81,10 +85,11 @@ class Panel:
     """Lanes with one time axis.
 
     Attributes:
-        unit: of the time axis. axis: what the time axis shows.
-        lanes: the marks of each lane, by its name.
-        keys: names of the colors, if they have any.
-        busy: the share of the time in which a unit is busy, by lane.
+        unit: the unit of the time axis.
+        axis: the label of the time axis.
+        lanes: the marks of each lane, by the lane's name.
+        keys: the partition of each color, if colors stand for partitions.
+        busy: the share of the time in which each unit is busy, by lane.
     """
 
     stage: str
@@ -99,17 +104,17 @@ class Panel:
 
     @staticmethod
     def words(lane: str) -> str:
-        """Say what a lane shows."""
+        """Return the words of a lane's tooltip."""
         return WORDS.get(lane.rstrip("\N{PRIME}"), "") + (", another copy" if lane.endswith("\N{PRIME}") else "")
 
 
 @dataclass
 class Scene:
-    """A pass of a step.
+    """The panels for one pass of a step.
 
     Attributes:
-        accesses: the panels of parent and stage; v0 has one panel. units: panels of what the units of an SM do. Parent or stage
-        has such a panel if it has Gluon kernels.
+        accesses: the panels with the accesses of parent and stage. v0 has one panel, because it has no parent.
+        units: the panels with the work of an SM's units, for parent and stage as far as they have Gluon kernels.
     """
 
     pass_: str
@@ -119,24 +124,24 @@ class Scene:
 
     @property
     def zoom(self) -> float:
-        """By how much the timelines are wider than the page when it opens."""
+        """The width of the timelines when the page opens, in multiples of the page's width."""
         return min(max(round(2 * max(panel.end for panel in self.units) / VISIBLE) / 2, 1), MOST_ZOOM)
 
     @property
     def moves_the_same(self) -> bool:
-        """Whether parent and stage read and write as many bytes."""
+        """Whether parent and stage move equally many bytes."""
         moved = [panel.megabytes for panel in self.accesses]
         return len(moved) == 2 and bytes_in_words(*moved) == "the same bytes"
 
 
 def passes(name: str) -> list[str]:
-    """The passes that a stage changes."""
+    """Return the passes that a stage changes."""
     parent = stages.parent(name)
     return [pass_ for pass_ in CODE if not parent or not same_code(name, parent, pass_)]
 
 
 def scenes(name: str) -> list[Scene]:
-    """Record the passes that a stage changes, both for the parent and for the stage."""
+    """Record the passes that a stage changes, for the parent and for the stage."""
     shape = USUAL | UNUSUAL.get(name, {})
     gpu = dataclasses.replace(ONE_SM, num_sms=shape.pop("sms", 1))
     return [_scene(name, pass_, shape, gpu) for pass_ in passes(name)]

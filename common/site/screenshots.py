@@ -1,4 +1,4 @@
-"""Take the README's pictures of the site: `make screenshots`."""
+"""Take the README's pictures of the site. `make screenshots` runs this module."""
 
 import sys
 
@@ -9,7 +9,7 @@ from common.site.pages import OUT
 
 PICTURES = PLOTS / "site"
 SIZE = {"width": 1440, "height": 900}
-SETTLED = 1000  # milliseconds until charts are drawn
+SETTLED = 1000  # milliseconds until the charts of a page are drawn
 SHOTS = {"start": "index.html", "v3": "v3.html#time=700", "v25": "v25.html"}
 
 
@@ -17,7 +17,7 @@ def main():
     """Write a picture of each page in SHOTS. The picture shows what a visitor sees first."""
     terminal.prepare()
     if not (OUT / "index.html").exists():
-        raise SystemExit(f"{OUT} does not exist; make site builds it")
+        raise SystemExit(f"{OUT} does not exist; run make site first")
     PICTURES.mkdir(parents=True, exist_ok=True)
     with chromium() as browser:
         page = browser.new_page(viewport=SIZE)

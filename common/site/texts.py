@@ -1,5 +1,7 @@
-"""Turn the repository's Markdown into HTML. Math becomes MathML, links stay within the site, and words of the glossary are
-explained."""
+"""Turn the repository's Markdown into HTML.
+
+Formulas become MathML, links lead to pages of the site, and the glossary explains its terms where they first occur.
+"""
 
 import html
 import re
@@ -19,24 +21,24 @@ import stages
 from common.show.results import ROOT
 
 GLOSSARY = ROOT / "docs" / "reading.md"
-LETTERS = {"B", "H", "S", "D", "P", "O"}  # too short to be found in a text
+LETTERS = {"B", "H", "S", "D", "P", "O"}  # texts do not explain these terms, because single letters have other meanings too
 PICTURES = (".png", ".svg")
-NOTHING = re.compile(r"(?!)")  # no text has it
+NOTHING = re.compile(r"(?!)")  # a pattern that matches no text
 
 
 def slug(text: str) -> str:
-    """The anchor of a heading, as GitHub makes it."""
+    """Return the anchor of a heading, as GitHub makes it."""
     return re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
 
 
 def mathml(formula: str, display: bool) -> str:
-    """A formula in LaTeX as MathML."""
-    plain = re.sub(r"\\[Bb]igg?[lr]?(?=\\|\(|\)|\[|\]|\|)", "", formula)  # MathML's brackets grow by themselves
+    """Convert a formula from LaTeX to MathML."""
+    plain = re.sub(r"\\[Bb]igg?[lr]?(?=\\|\(|\)|\[|\]|\|)", "", formula)  # MathML chooses the size of brackets itself
     return convert(plain.replace(r"\textstyle", ""), display="block" if display else "inline")
 
 
 def page_of(path: Path) -> str:
-    """The page of a Markdown file or of a stage's directory."""
+    """Return the page's file name for a Markdown file or for a stage's directory."""
     if path.name == "README.md":
         path = path.parent
     if path == ROOT:
@@ -47,10 +49,12 @@ def page_of(path: Path) -> str:
 
 
 class Texts:
-    """Turns Markdown into HTML, and collects what else the pages need.
+    """Turn Markdown into HTML, and collect the terms and files that the texts name.
 
-    Attributes: definitions: the glossary as HTML, by anchor. used: the terms that the current page names. `page` begins a new
-    page. files: the code files that texts link to.
+    Attributes:
+        definitions: the glossary's entries as HTML, by anchor.
+        used: the anchors of the terms that the current page names. `page` begins a new page.
+        files: the code files that texts link to.
     """
 
     def __init__(self, out: Path):
@@ -58,7 +62,7 @@ class Texts:
         self.definitions: dict[str, str] = {}
         self.used: set[str] = set()
         self.files: set[Path] = set()
-        self._terms: dict[str, str] = {}  # anchor by term
+        self._terms: dict[str, str] = {}  # term -> its anchor in the glossary
         self._source = ROOT
         self._parser = MarkdownIt("gfm-like", {"linkify": False, "html": True})
         self._parser.use(anchors_plugin, max_level=3, slug_func=slug)
@@ -72,20 +76,20 @@ class Texts:
         self._pattern = re.compile(rf"(?<![\w/-])(?:{'|'.join(map(_either_case, names))})(?:s|es)?(?![\w-])")
 
     def page(self) -> None:
-        """Begin a page: terms are explained again where they first occur."""
+        """Begin a new page, where each term is explained again at its first place."""
         self.used = set()
 
     def html(self, text: str, source: Path) -> str:
-        """The HTML of a text.
+        """Return the HTML of a text.
 
         Args:
-            source: the file that the text is from. Its links are relative to that.
+            source: the file that has the text. Links in the text are relative to this file.
         """
         self._source = source
         return re.sub(r"<!--.*?-->\n?", "", self._parser.render(text), flags=re.DOTALL)
 
     def inline(self, text: str, source: Path) -> str:
-        """Return the HTML of a sentence, without a paragraph around it. Terms are not explained."""
+        """Return the HTML of a sentence, without a paragraph around it and without explained terms."""
         self._source = source
         pattern, self._pattern = self._pattern, NOTHING
         found = self._parser.renderInline(text)
@@ -101,7 +105,7 @@ class Texts:
             self._terms |= {term: anchor for term in title.split(", ") if term not in LETTERS}
 
     def _mark_terms(self, state):
-        """Explain each term where a page first names it, outside of headings and links."""
+        """Mark each term where a page first names it, except in headings and links."""
         heading = False
         for token in state.tokens:
             heading = token.type == "heading_open" or (heading and token.type != "heading_close")
@@ -134,10 +138,10 @@ class Texts:
         raise KeyError(word)
 
     def _places(self, state):
-        """Let links and pictures lead to pages of the site."""
+        """Let links lead to pages of the site, and pictures to copies in the site."""
         for token in state.tokens:
             if token.type == "table_open":
-                token.attrSet("tabindex", "0")  # a wide table scrolls, also with keys
+                token.attrSet("tabindex", "0")  # a wide table scrolls with the arrow keys too
             for child in token.children or []:
                 if child.type == "link_open":
                     child.attrSet("href", self._link(child.attrGet("href")))
@@ -145,7 +149,7 @@ class Texts:
                     child.attrSet("src", self.picture((self._source.parent / child.attrGet("src")).resolve()))
 
     def picture(self, path: Path) -> str:
-        """Copy a picture into the site; return its place."""
+        """Copy a picture into the site, and return its path there."""
         name = "-".join(path.relative_to(ROOT / "plots").parts)
         (self._out / "pictures").mkdir(exist_ok=True)
         shutil.copyfile(path, self._out / "pictures" / name)
@@ -168,24 +172,24 @@ class Texts:
         return self.file(path)
 
     def file(self, path: Path) -> str:
-        """The page that shows a file, or lists a directory."""
+        """Return the page that shows a file or lists a directory. `Site.code` writes this page later."""
         self.files.add(path)
         return self.page_of_file(path)
 
     @staticmethod
     def page_of_file(path: Path) -> str:
-        """The name of the page that shows a file."""
+        """Return the name of the page that shows a file."""
         return f"code-{'-'.join(path.relative_to(ROOT).parts)}.html"
 
 
 def _fence(renderer, tokens, at, options, env) -> str:
-    """A block of code, or a formula."""
+    """Return the HTML of a block of code, or of a formula in such a block."""
     token = tokens[at]
     return mathml(token.content.strip(), True) if token.info == "math" else colored(token.content, token.info)
 
 
 def colored(code: str, language: str) -> str:
-    """Code as HTML; `language` may be unknown."""
+    """Return highlighted code as HTML. Code in an unknown language is not highlighted."""
     try:
         lexer = get_lexer_by_name(language)
     except ClassNotFound:
@@ -194,7 +198,7 @@ def colored(code: str, language: str) -> str:
 
 
 def colored_file(path: Path) -> str:
-    """A file as HTML."""
+    """Return a file's text as HTML, highlighted if its language is known."""
     try:
         lexer = guess_lexer_for_filename(path.name, "")
     except ClassNotFound:
@@ -203,7 +207,7 @@ def colored_file(path: Path) -> str:
 
 
 def _math(state, silent: bool) -> bool:
-    """GitHub's inline formula: $`…`$."""
+    """Parse an inline formula as GitHub writes it: $`…`$."""
     found = re.compile(r"\$`(.+?)`\$", re.DOTALL).match(state.src, state.pos)
     if not found:
         return False
@@ -214,7 +218,7 @@ def _math(state, silent: bool) -> bool:
 
 
 def _either_case(term: str) -> str:
-    """Return a pattern for a term. A word may begin with a capital, as in a sentence; an abbreviation keeps its case."""
+    """Return a pattern for a term. A word may begin with a capital letter, but an abbreviation keeps its case."""
     first = term[0]
     if term[1:].islower() or " " in term:
         return f"[{first.upper()}{first.lower()}]{re.escape(term[1:])}"

@@ -1,4 +1,4 @@
-"""The Llama example has the same training losses as with SDPA, and refuses options that a stage does not support."""
+"""The Llama example has the training losses of SDPA, and refuses options that a stage does not support."""
 
 import functools
 
@@ -29,7 +29,7 @@ def sdpa_in_float64(q, k, v, **options):
 
 @functools.cache
 def losses(attention):
-    """The losses of a few float32 training steps with `attention`, or with transformers' own SDPA if it is None."""
+    """Return the losses of a few float32 training steps with `attention`. None means transformers' own SDPA."""
     if attention is not None:
         llama.register("attention", attention)
     model = llama.build("sdpa" if attention is None else "attention", torch.float32, **SIZE)
@@ -37,8 +37,10 @@ def losses(attention):
 
 
 def tolerance():
-    """The tolerance: five times the effect of SDPA's rounding on the losses, plus eight units in the last place of a loss of
-    5."""
+    """Return the tolerance of a loss.
+
+    It is five times the effect of SDPA's rounding on the losses, plus eight units in the last place of a loss of 5.
+    """
     return 5 * (losses(sdpa_in_float64) - losses(None)).abs().max() + 4e-6
 
 
@@ -48,7 +50,7 @@ def test_loss_matches_sdpa(name):
         pytest.skip(f"{name} {reason}")
     got = losses(stages.load(name).attention)
     assert (got - losses(None)).abs().max() <= tolerance()
-    assert got[-1] < got[0] - 0.5, "nothing was learnt"
+    assert got[-1] < got[0] - 0.5, "nothing was learned"
 
 
 WRONG = {
@@ -65,14 +67,14 @@ def test_loss_reveals_wrong_attention(attention):
 
 @pytest.fixture
 def model():
-    """A Llama in eval mode that calls SDPA through `llama.register`."""
+    """Return a Llama in eval mode that calls SDPA through `llama.register`."""
     llama.register("attention", sdpa)
     return llama.build("attention", torch.float32, **SIZE).eval()
 
 
 @pytest.fixture
 def reference():
-    """The same Llama with transformers' own SDPA."""
+    """Return the same Llama with transformers' own SDPA."""
     return llama.build("sdpa", torch.float32, **SIZE).eval()
 
 
@@ -129,7 +131,7 @@ REFUSED = {  # name: (arguments of the model, text of the error)
 
 @pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_refuses_options_that_change_the_result(options, message, model):
-    with pytest.raises(NotImplementedError, match=f"attention does not take .*{message}"):
+    with pytest.raises(NotImplementedError, match=f"attention does not support .*{message}"):
         model(TOKENS, **options)
 
 
@@ -162,7 +164,7 @@ def test_refuses_dropout_in_training():
 
 
 def of_family(family, attn_implementation, **options):
-    """A small model of another family, in eval mode. Its weights do not depend on the attention."""
+    """Return a small model of another family in eval mode. Its weights do not depend on the attention."""
     llama.register("attention", sdpa)
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(vocab_size=256, intermediate_size=64, pad_token_id=0, **SIZE, **options)

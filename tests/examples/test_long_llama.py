@@ -1,4 +1,4 @@
-"""A Llama whose sequence is split over several processes has the same losses as one process."""
+"""A Llama whose sequences are split over several processes has the losses of a Llama in one process."""
 
 import functools
 
@@ -35,4 +35,4 @@ def test_losses_equal_one_process(ranks, size):
         pytest.skip(f"needs {size} GPUs")
     for losses in ranks.call(size, together):
         assert losses == pytest.approx(alone(), abs=1e-5)
-    assert alone()[-1] < alone()[0] - 0.5, "nothing was learnt"
+    assert alone()[-1] < alone()[0] - 0.5, "nothing was learned"

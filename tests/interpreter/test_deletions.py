@@ -1,6 +1,6 @@
 """Each barrier statement of a Gluon kernel is needed: without it, some order of events raises an error.
 
-If a deletion raises no error, delete the statement from the kernel, or add a problem below that needs it.
+If no order raises an error, delete the statement from the kernel, or add a problem below that needs the statement.
 """
 
 import functools
@@ -20,13 +20,13 @@ from common.show import story
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="a GPU only goes wrong sometimes, or hangs")
 
-# Statements that synchronize, also waits for matmuls. Waits on `turns` (v22a) are left out, because they only affect speed.
+# Statements that synchronize, including waits for matmuls. Waits on `turns` (v22a) are left out: they affect only speed.
 STATEMENT = re.compile(
     r"\s+(mbarrier\.(?!wait\(turns\.)(wait|arrive|expect)\(|fence_async_shared\(|tma\.store_wait\("
     r"|(\w+, )*\w+ = warpgroup_mma_wait\(\d, \[[\w, ]+\]\))"
 )
-# (queries, keys, head_dim, value_dim, causal, heads, K/V heads, factor on the usual scale). Each problem takes paths that the
-# others do not. The last problem overflows float16 in a stage that guesses the maximum from the first keys.
+# (queries, keys, head_dim, value_dim, causal, heads, K/V heads, factor on the usual scale). Each problem runs code that the
+# other problems do not run. The last problem overflows float16 in a stage that guesses the maximum from the first keys.
 PROBLEMS = [
     (60, 100, 64, 128, True, 12, 1, 1),
     (300, 330, 64, 64, True, 2, 1, 1),
@@ -55,7 +55,7 @@ def lines_of_changed_functions(name, file):
 
 
 def statements():
-    """Each statement to delete, as (stage, pass, file, index of its line)."""
+    """Return each statement to delete, as (stage, pass, file, index of its line)."""
     for name, pass_ in itertools.product(stages.names(), ("forward", "backward")):
         found = [
             (file, index)
@@ -100,7 +100,7 @@ def test_deleting_a_barrier_raises_an_error(name, pass_, file, index, tmp_path):
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 @pytest.mark.parametrize("stage", sorted({param.values[0] for param in statements()}, key=stages.position))
 def test_complete_kernel_raises_no_error(stage, problem):
-    """Without this check the test above could pass for another reason."""
+    """Without a deletion, no order raises an error. Otherwise the test above could pass for another reason."""
     for pass_ in ("forward", "backward"):
         schedule.restart_seeds(0)
         run(getattr(stages.load(stage), pass_), pass_, stages.load(stage), problem)

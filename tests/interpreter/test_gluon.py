@@ -1,6 +1,6 @@
 """The Gluon interpreter runs small kernels in many orders and finds a planted mistake in each order.
 
-With `MISTAKE` = "none" a kernel is correct. `error` replaces the line number in a message with that line's text.
+A kernel with `MISTAKE` = "none" is correct. The function `error` replaces the line number in a message with the line's text.
 """
 
 import itertools
@@ -33,7 +33,7 @@ from common.runtime import INTERPRETED
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the interpreter is not in use here")
 
 SEEDS = range(20)
-SIZE = gl.constexpr(16)  # rows and columns of a tile
+SIZE = gl.constexpr(16)  # number of rows and of columns of a tile
 LAYOUT = gl.constexpr(gl.BlockedLayout([1, 1], [2, 16], [4, 1], [1, 0]))
 SHARED = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=2)
 
@@ -44,7 +44,7 @@ def _no_seed_for_all(monkeypatch):
 
 
 def tiles(number):
-    """`number` tiles, one below the other. They hold small integers, so all arithmetic here is exact."""
+    """Return `number` tiles, one below the other. They hold small integers, so all arithmetic is exact."""
     return torch.randint(-4, 5, (number * SIZE.value, SIZE.value)).half()
 
 
@@ -58,7 +58,7 @@ def launch(kernel, *arguments, seed, programs=1):
 
 
 def error(kernel, *arguments, seed):
-    """The interpreter's message for a kernel with a mistake. The message must name a line, a partition and the seed."""
+    """Return the interpreter's message for a kernel with a mistake. It must name a line, a partition and the seed."""
     with pytest.raises(InterpreterError) as caught:
         launch(kernel, *arguments, seed=seed)
     message = str(caught.value)
@@ -142,10 +142,10 @@ IN_COPIES = {
     "no arrival": rf"{WAIT_EMPTY}{FILL} waits for empty\[0\], phase 0: 1 of 1 arrivals and 0 bytes are missing\n",
     "more bytes": rf"{WAIT_FULL}{DOUBLE} waits for full\[0\], phase 0: 0 of 1 arrivals and 32 bytes are missing\n",
     "fewer bytes": rf"{COPY}{FILL}: a copy brings 512 bytes to full\[0\], which expects 480 more\n",
-    "two arrivals": rf"mbarrier.arrive.*, in {DOUBLE}: 2 more arrivals at empty\[0\], whose phase had all 1 already\n",
+    "two arrivals": rf"mbarrier.arrive.*, in {DOUBLE}: empty\[0\] gets 2 more arrivals, but its phase had all 1 already\n",
     "no init": rf"(mbarrier.expect.*, in {FILL}|{WAIT_FULL}{DOUBLE}): full\[0\] has had no mbarrier.init\n",
-    "barrier outside": rf"{WAIT_FULL}{DOUBLE}: index 2 of full, which has 2\n",
-    "buffer outside": rf"{LOAD}{DOUBLE}: index 2 of x_s, which has 2\n",
+    "barrier outside": rf"{WAIT_FULL}{DOUBLE}: index 2 is out of range: full has 2 entries\n",
+    "buffer outside": rf"{LOAD}{DOUBLE}: index 2 is out of range: x_s has 2 entries\n",
     "no wait for the copy": rf"{LOAD}{DOUBLE}: (a load reads x_s\[0\], which was not fully written|"
     rf"race: a load reads x_s\[0\], and a copy may still write it: {COPY}{FILL})\n",
     "store beside a copy": rf"x_s.*, in {FILL}: race: a store writes x_s\[0\], and a copy may still write it: {COPY}{FILL}\n",
@@ -175,7 +175,7 @@ def test_deadlock_names_what_each_partition_waits_for():
     ]
 
 
-# --- one buffer: each kind of read, followed by each kind of write
+# --- one buffer, with each kind of read followed by each kind of write
 
 
 @gluon.jit
@@ -275,8 +275,10 @@ def _parts_kernel(x_desc, FIRST: gl.constexpr, DIM: gl.constexpr, SAYS: gl.const
 @pytest.mark.parametrize("first, says", [(8, True), (0, False), (8, False), (4, False), (1, False)])
 @pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
 def test_write_waits_for_every_reader_of_the_same_part(dim, first, says):
-    """One of two readers always arrives. The other reader's part begins at `first`. It may skip its arrival only if it reads
-    another part than the writer writes."""
+    """One of two readers always arrives. The other reader's part begins at `first`.
+
+    The other reader may skip its arrival only if the writer writes another part.
+    """
     if says or first == 0:
         for seed in SEEDS:
             launch(_parts_kernel, describe(tiles(1)), first, dim, says, seed=seed)
@@ -532,7 +534,7 @@ MARGIN = 48
 
 
 def tile_at(corner, padded):
-    """The tile at `corner`: a view of `padded`, which is a tensor with a margin."""
+    """Return the tile at `corner`, as a view of `padded`, which is a tensor with a margin."""
     row, column = corner
     return padded[MARGIN + row :, MARGIN + column :][: SIZE.value, : SIZE.value]
 
@@ -549,7 +551,7 @@ def test_load_is_padded_outside_of_a_tensor(corner, padding):
 @pytest.mark.parametrize("adds", [False, True], ids=["stores", "adds"])
 @pytest.mark.parametrize("corner", [corner for corner in CORNERS if min(corner) >= 0], ids=str)
 def test_store_is_clipped_past_the_end_of_a_tensor(corner, adds):
-    """The memory around the tensor stays unchanged. A store before the tensor is an error, and is tested above."""
+    """A store past the tensor leaves the memory around it unchanged. A test above stores before the tensor, an error."""
     tile, memory = torch.randn(SIZE.value, SIZE.value).half(), torch.randn(40, 40).half()
     expected, padded = memory.clone(), torch.nn.functional.pad(memory[8:32, 8:32], [MARGIN] * 4)
     launch(_move_kernel, describe(tile), describe(memory[8:32, 8:32]), 0, 0, *corner, adds, seed=0)
@@ -601,10 +603,10 @@ def _some_mistakes_kernel(x_ptr, x_desc, n, MISTAKE: gl.constexpr):
 
 OTHERS = {
     "never written": r"a load reads x_s\[8:16\], which was not fully written",
-    "slice outside": r"8 to 17 of dimension 0 of x_s, which has 16",
+    "slice outside": r"8 to 17 is out of range: dimension 0 of x_s has 16 elements",
     "other shape": r"fp16 \[16, 8\] is stored to x_s, which is fp16 \[16, 16\]",
     "other type": r"fp32 \[16, 16\] is stored to x_s, which is fp16 \[16, 16\]",
-    "other tile": r"a copy between x_s\[0:8\], fp16 \[8, 16\], and `x_desc`, fp16 \[16, 16\]",
+    "other tile": r"but x_s\[0:8\] is fp16 \[8, 16\] and a tile of `x_desc` is fp16 \[16, 16\]",
     "coordinates": r"1 coordinates for `x_desc`, which has 2 dimensions",
     "bytes that never come": r"full\[0\] expects 512 more bytes: mbarrier.expect\(full.index\(0\), 512\), in _some",
     "unknown function": r"the interpreter does not know triton.experimental.gluon.language.histogram: "
@@ -612,7 +614,7 @@ OTHERS = {
     "unknown function of a module": r"the interpreter does not know triton\S*.mbarrier.invalidate: "
     r"add it to common.interpreter.gluon",
     "unknown attribute": r"the interpreter does not know a tensor's `cumsum`: add it to common.interpreter.values",
-    "assembly": r"inline assembly that does not begin with a comment",
+    "assembly": r"inline assembly must begin with a comment",
     "overflow": r"n \* n, in _some_mistakes_kernel \(program 0\): 2147488281 does not fit an int32",
     "overflow in a loop": r"2147483649 does not fit an int32",
     "Python's": r"n // 0, in _some_mistakes_kernel \(program 0\): ZeroDivisionError",
@@ -656,7 +658,7 @@ def _take_tickets_kernel(takers_ptr, counter_ptr, tickets):
 
 
 def takers(seed, programs=2):
-    """For each of sixteen tickets, the partition and program that took the ticket. The seed decides the order."""
+    """Return the partition and program that took each of sixteen tickets. The seed decides the order."""
     taken, counter = torch.full((16,), -1), torch.zeros(1, dtype=torch.int32)
     launch(_take_tickets_kernel, taken, counter, len(taken), seed=seed, programs=programs)
     assert counter == len(taken) + 2 * programs

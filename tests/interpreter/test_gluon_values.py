@@ -21,7 +21,7 @@ _recorded = []
 
 
 def _record(result):
-    """Record a result and its type, by Triton's name. Kernels call this function."""
+    """Record a result and Triton's name for its type. Kernels call this function."""
     if isinstance(result, bool):
         data, dtype = torch.tensor(result), "int1"
     elif isinstance(result, int):
@@ -35,7 +35,7 @@ def _record(result):
 
 
 def record(kernel, *arguments):
-    """What a kernel notes."""
+    """Return the values that a kernel records."""
     _recorded.clear()
     with warnings.catch_warnings(action="ignore"):  # numpy warns if a number overflows
         kernel[(1,)](*arguments)
@@ -116,7 +116,7 @@ def check_same(in_gluon, in_triton, *arguments):
 
 
 def operands(*numbers):
-    """Tensors of these numbers, one for each type, and tensors that hold a single number."""
+    """Return tensors of these numbers, one for each dtype, and tensors with a single number."""
     return (
         [torch.tensor(numbers).to(dtype) for dtype in TYPES]
         + [torch.tensor(number) for number in (2.5, 2**31 + 1)]
@@ -209,7 +209,7 @@ def _nan_kernel(x_ptr, y_ptr):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_nan_is_neither_larger_nor_smaller(dtype):
-    """A GPU does the same. In Triton's own interpreter, maximum and minimum are NaN if one operand is NaN."""
+    """Maximum and minimum ignore NaN, as on a GPU. In Triton's own interpreter they are NaN if one operand is NaN."""
     nan, inf = float("nan"), float("inf")
     x, y, nothing = torch.tensor([[1, nan, nan, -inf], [nan, nan, 3, inf], [nan] * 4], dtype=dtype)
     results = [result for _, result in record(_nan_kernel, x, y)]
@@ -247,7 +247,7 @@ def _bits_kernel(x_ptr):
 
 
 def test_bits_and_halves_of_a_tensor():
-    """A float32 is a sign, 8 exponent bits offset by 127, and 23 fraction bits: 1.5 has exponent 127 and fraction 0.5."""
+    """A float32 has a sign, 8 exponent bits offset by 127, and 23 fraction bits. 1.5 has exponent 127 and fraction 0.5."""
     (dtype, bits), (_, shifted), (_, doubled), *halves = record(_bits_kernel, torch.tensor([1.5, -1.0, 0.25, 8.0]))
     assert dtype == "int32" and bits.tolist() == [0x3FC00000, 0x3F800000 - 2**31, 0x3E800000, 0x41000000]
     assert shifted.tolist() == [-(2**31), 0, 0, 0]
@@ -261,7 +261,7 @@ def _too_few_bits_kernel(x_ptr):
 
 
 def test_bits_of_another_width_are_refused():
-    with pytest.raises(InterpreterError, match="the bits of fp32 are no int16"):
+    with pytest.raises(InterpreterError, match="fp32 and int16 differ in size"):
         _too_few_bits_kernel[(1,)](torch.ones(4))
 
 
@@ -290,7 +290,7 @@ def test_masked_elements_may_be_outside(first):
 
 @pytest.mark.parametrize(
     "n_loaded, n_stored, outside",
-    [(11, 12, "element 10 of `x_ptr`, which has 10"), (10, 13, "element 12 of `out_ptr`, which has 12")],
+    [(11, 12, "element 10 is .* `x_ptr` has 10 "), (10, 13, "element 12 is .* `out_ptr` has 12 ")],
 )
 def test_elements_outside_of_a_tensor_are_an_error(n_loaded, n_stored, outside):
     x, out = torch.arange(20)[:10], torch.arange(20)[:12]
@@ -303,7 +303,7 @@ def test_elements_outside_of_a_tensor_are_an_error(n_loaded, n_stored, outside):
 
 @pytest.mark.parametrize("i, mask", [(-1, None), (10, None), (10, True)])
 def test_element_outside_of_a_tensor_is_an_error(i, mask):
-    with pytest.raises(InterpreterError, match=f"element {i} of `x_ptr`, which has 10"):
+    with pytest.raises(InterpreterError, match=f"element {i} is out of bounds: `x_ptr` has 10 elements"):
         _copy_one_kernel[(1,)](torch.arange(10), torch.arange(10), i, mask)
 
 
@@ -311,7 +311,7 @@ def test_pointer_spans_what_a_view_spans():
     x, out = torch.arange(20), torch.zeros(20, dtype=torch.int64)
     _copy_kernel[(1,)](x[::2], out, 0, 16, 16)  # spans 19 elements; the kernel loads 16
     assert out[:16].tolist() == list(range(16))
-    with pytest.raises(InterpreterError, match="element 5 of `x_ptr`, which has 5"):
+    with pytest.raises(InterpreterError, match="element 5 is out of bounds: `x_ptr` has 5 elements"):
         _copy_kernel[(1,)](x[:9:2][:3], out, 0, 16, 16)
 
 
@@ -326,7 +326,7 @@ def test_assembly_computes_what_its_comment_says():
     x, out = torch.arange(4, dtype=torch.int32), torch.empty(4)
     _assembly_kernel[(1,)](x, out, "/* a * b + gl.exp2(a.to(gl.float32)) */ mul.lo.s32 $0, $1, $2; /* more */", gl.float32)
     assert torch.equal(out, x * (x + 1) + 2.0**x)
-    with pytest.raises(InterpreterError, match="_assembly_kernel.*inline assembly that does not begin with a comment"):
+    with pytest.raises(InterpreterError, match="_assembly_kernel.*inline assembly must begin with a comment"):
         _assembly_kernel[(1,)](x, out, "mul.lo.s32 $0, $1, $2; /* a * b */", gl.float32)
 
 

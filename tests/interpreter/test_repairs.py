@@ -58,7 +58,7 @@ def _count_kernel(count_ptr, calls):
 
 
 def bfloat16_errors(device):
-    """The largest error of each bfloat16 operation, against PyTorch."""
+    """Return the largest difference between each bfloat16 operation and PyTorch."""
     torch.manual_seed(0)
     a, b = torch.randn(2, 32, 32, device=device).bfloat16()
     results = {"dot": torch.empty(32, 32, device=device), "sum": torch.empty_like(a), "product": torch.empty_like(a)}
@@ -69,7 +69,7 @@ def bfloat16_errors(device):
 
 
 def rounding_errors(device, dtype):
-    """How many float32 values a kernel casts differently from PyTorch, which rounds to nearest and ties to even."""
+    """Return how many float32 values a kernel casts differently from PyTorch, which rounds to nearest even."""
     torch.manual_seed(0)
     values = torch.randn(2048, device=device).to(dtype).float()
     ulp = torch.finfo(dtype).eps * 2.0 ** values.abs().log2().floor()
@@ -96,7 +96,7 @@ def test_casts_round_to_nearest_even(dtype):
 
 @pytest.mark.skipif(GPU, reason="the interpreter is not in use here")
 def test_bfloat16_needs_the_repair():
-    """Without the repair the errors are large. When Triton is fixed, this test fails and the repair can be deleted."""
+    """Without the repair the errors are large. If this test fails, Triton is fixed, and you can delete the repair."""
     import programs
 
     run = programs.python(__file__, TRITON_INTERPRET="1")
@@ -166,8 +166,10 @@ EARLIER = [pytest.param(imports, marks=pytest.mark.long) for imports in ("import
 
 @pytest.mark.parametrize("imports", [*EARLIER, "import triton.language, torch, stages"])
 def test_imports_in_any_order_need_no_environment_variable(imports):
-    """Triton reads TRITON_INTERPRET when it is imported. After the import, Triton either compiles or interprets its library
-    functions."""
+    """The repairs work even if Triton was imported first.
+
+    Triton reads TRITON_INTERPRET at its import. Its library functions are then either compiled or interpreted.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     run = subprocess.run(
@@ -190,7 +192,7 @@ if __name__ == "__main__":
 
 
 def test_descriptors_add_to_memory():
-    """Overlapping tiles are summed. Memory past the end of the tensor stays unchanged."""
+    """Additions to overlapping tiles add up. Memory past the end of the tensor stays unchanged."""
     x = torch.zeros(20, 16, device="cuda" if GPU else "cpu")
     descriptor = TensorDescriptor.from_tensor(x[:18], [16, 16])
     _add_tile_kernel[(2,)](descriptor, BLOCK=16)

@@ -1,4 +1,4 @@
-"""The timing model of an SM: partitions wait, and they share the SM's units. The rates here make cycles easy to count."""
+"""In the timing model of an SM, partitions wait and share the SM's units. The rates here make cycles easy to count."""
 
 import pytest
 import torch
@@ -102,7 +102,7 @@ def test_additions_from_registers_take_their_bytes_and_no_wait():
     assert (sums == 3).all()
 
 
-FILLED = 4 + 500 + 300 + 20  # cycles: arrival, copy of the bytes, latency of the copy, end of the wait
+FILLED = 4 + 500 + 300 + 20  # cycles of an arrival, a copy, the copy's latency, and a wait's end
 
 
 def tile():

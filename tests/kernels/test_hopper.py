@@ -10,7 +10,7 @@ from common.operator import Unavailable
 
 @pytest.mark.parametrize(
     ("arch", "reason"),
-    [(None, None), (90, None), (80, "this one is sm_80"), (100, "one is sm_100"), (120, "sm_120"), ("gfx942", "one is gfx942")],
+    [(None, None), (90, None), (80, "this GPU is sm_80"), (100, "GPU is sm_100"), (120, "sm_120"), ("gfx942", "GPU is gfx942")],
 )
 def test_other_gpus_are_named(monkeypatch, arch, reason):
     monkeypatch.setattr(hopper, "architecture", lambda: arch)

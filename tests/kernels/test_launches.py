@@ -1,6 +1,6 @@
-"""Launches of compiled kernels by several threads, on several devices, and after a failed compilation.
+"""Compiled kernels launch correctly from several threads, on several devices, and after a failed compilation.
 
-A stand-in replaces the driver. Each test runs in its own process, because this one may interpret kernels.
+A stand-in replaces the driver. Each test runs in its own process, because the test's own process may interpret kernels.
 """
 
 import programs
@@ -47,7 +47,7 @@ def forward(name, head_dim=64, dtype=torch.float16, causal=True, seq=256, diagon
 
 
 def run(program):
-    """Run a program after PREPARE, on the compiler."""
+    """Run a program after PREPARE, with compiled kernels."""
     done = programs.python("-c", PREPARE + program, TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -72,7 +72,7 @@ assert failures and launched
 
 
 def test_each_device_is_tuned_for():
-    """A tile that fits 227 KiB of shared memory per block does not fit 99 KiB."""
+    """Each device has its own choice of tiles. A tile that fits in 227 KiB of shared memory does not fit in 99 KiB."""
     run("""
 for index in (0, 1, 0, 1):
     device.index = index
@@ -148,8 +148,11 @@ assert most == 1 and launched
 
 
 def test_no_length_of_1_becomes_a_constant():
-    """A constant length turns a loop into straight code. ptxas then let a matmul read its tile from a wrong address: `dp_t` in
-    v4's kernel of dK and dV, with D = 64 and Dv = 32."""
+    """No kernel gets a length as a compile-time constant.
+
+    A constant length turns a loop into straight code. ptxas then let a matmul read its tile from a wrong address: `dp_t` in
+    v4's kernel of dK and dV, with D = 64 and Dv = 32.
+    """
     run("""
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
@@ -176,7 +179,7 @@ assert "heads_per_kv" in constants and not constants & {"seq_q", "seq_k", "diago
 
 
 def test_v30_to_v34_have_the_instructions_of_v29_where_tiles_fill_the_gpu():
-    """Without splits and packed heads, the compiler sees no code for them in either launch."""
+    """Without splits and packed heads, both launches compile to the code of v29."""
     run("""
 import collections, pathlib, re
 

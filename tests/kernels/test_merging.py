@@ -37,8 +37,10 @@ def test_merge_into_rows_of_a_larger_result_from_another_layout():
 @pytest.mark.parametrize("into_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_merge_takes_any_dtypes_and_rounds_once(dtype, into_dtype):
-    """The bits equal those of a merge in float32 that is rounded once. The result may be rows of a larger tensor, or replace
-    `out`."""
+    """The result has the bits of a float32 merge that is rounded once.
+
+    The result may go to rows of a larger tensor, or replace `out`.
+    """
     out, more = torch.randn(2, 2, 3, 20, 32, device=DEVICE).to(dtype)
     lse, more_lse = torch.randn(2, 2, 3, 20, device=DEVICE)
     expected, expected_lse = out.float().clone(), lse.clone()
@@ -66,8 +68,10 @@ def test_log_sum_exps_that_are_far_apart(apart):
 @pytest.mark.parametrize(("dtype", "part_dtype"), [(torch.bfloat16,) * 2, (torch.float32, torch.float16), (torch.float32,) * 2])
 @pytest.mark.parametrize(("rows", "first", "length"), [(1, 0, 1), (40, 0, 40), (300, 0, 170), (300, 130, 170)])
 def test_a_sum_is_rounded_once(rows, first, length, dtype, part_dtype, into_dtype):
-    """Rows outside the part keep their values. The result is some heads of a larger tensor. The part has another layout than
-    the result."""
+    """Rows outside the part keep their values.
+
+    The result is some heads of a larger tensor. The part has another layout than the result.
+    """
     whole = torch.randn(2, 3, rows, 32, device=DEVICE).to(dtype)
     part = torch.randn(2, length, 3, 32, device=DEVICE).to(part_dtype).transpose(1, 2)
     expected = whole.float().clone()

@@ -1,4 +1,4 @@
-"""The order in which programs take tiles."""
+"""Programs take every tile once, in the right order."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def _record_kernel(taken_ptr, tiles, seq, ROW_BYTES: tl.constexpr, CAUSAL: tl.co
 
 
 def taken(l2_share, causal):
-    """(tile, head) of each program."""
+    """Return (tile, head) of each program."""
     result = torch.empty(TILES * HEADS, 2, dtype=torch.int32, device=DEVICE)
     _record_kernel[TILES * HEADS,](result, TILES, SEQ, ROW_BYTES, causal, l2_share)
     return list(map(tuple, result.tolist()))
@@ -38,8 +38,10 @@ def test_causal_attention_goes_through_a_group_of_heads_longest_tile_first(group
 
 @pytest.mark.filterwarnings("error")  # numpy warns on the interpreter if a kernel divides by zero
 def test_short_heads_do_not_make_groups_of_two_to_the_32_tiles():
-    """The number of heads in a group is limited. Without a limit, 2**24 heads of one-byte keys have 2**32 tiles, which int32
-    stores as 0."""
+    """A group has at most as many heads as the launch.
+
+    Without this limit, 2**24 heads of one-byte keys would have 2**32 tiles, which int32 stores as 0.
+    """
     taken = torch.empty(256, 2, dtype=torch.int32, device=DEVICE)
     _record_kernel[256,](taken, 256, 1, 1, True, 2**24)
     assert taken.tolist() == [[tile, 0] for tile in range(256)]

@@ -1,8 +1,7 @@
-"""A repeated call launches what its function would launch.
+"""A replayed call makes the launches that its function would make. A recording keeps no tensor.
 
-Earlier calls do not change this. A recording keeps no tensor.
-
-Stand-ins replace the driver and the compiler. Each test runs in its own process, because this one may interpret kernels.
+Stand-ins replace the driver and the compiler. Each test runs in its own process, because the test's own process may interpret
+kernels.
 """
 
 import programs
@@ -101,16 +100,17 @@ OPTIONS = {"causal": False, "scale": 0.5}
 
 
 def run(program, *arguments):
-    """Run a program after PREPARE, on the compiler; `arguments` are its sys.argv[1:]."""
+    """Run a program after PREPARE, with compiled kernels. `arguments` are the program's sys.argv[1:]."""
     done = programs.python("-c", PREPARE + program, *arguments, TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("stage", REPLAYED)
 def test_a_call_launches_what_its_function_does(stage):
-    """A repeated call launches the same binaries with the same arguments, in the same order and on the same stream.
+    """A replayed call launches the same binaries with the same arguments, in the same order and on the same stream.
 
-    The calls differ from others in one thing, or in none. Triton finds binaries by keys of its own."""
+    Each call differs from the usual call in at most two things.
+    """
     run(
         """
 stage = stages.load(sys.argv[1])
@@ -148,7 +148,7 @@ assert min(repeats.values()) > len(calls) / 4, repeats  # two of four of a kind,
 
 
 def test_the_driver_gets_the_arguments_that_triton_gives_it():
-    """Repeated calls give each descriptor the address of their own tensor, and encode it once per address."""
+    """Replayed calls give each descriptor the address of their own tensor. They encode a descriptor once per address."""
     run("""
 from triton.backends.nvidia import driver as nvidia
 BASE = getattr(nvidia, "_BASE_ARGS_FORMAT_LEN", None)  # Triton 3.6: number of arguments before the kernel's own
@@ -207,7 +207,7 @@ for name in ("v34", "v12", "v5"):
 
 
 def test_a_pick_of_the_tuner_is_honoured():
-    """A pick that the tuner makes after a recording counts too."""
+    """A replayed call uses the configuration that the tuner has chosen, even if it chose after the recording."""
     run("""
 stage = stages.load("v6")
 tensors = problem()
@@ -231,7 +231,7 @@ assert repeated() and got == launched(stage.forward.__wrapped__, *tensors, **OPT
 
 
 def test_profiler_hooks_see_every_launch():
-    """A profiler's hooks are called, with the metadata that they ask for. Without hooks the next call is a repeated one."""
+    """With a profiler's hooks, calls are not replayed, and the hooks get their metadata. Without hooks, replay continues."""
     run("""
 stage = stages.load("v34")
 tensors = problem()
@@ -258,7 +258,7 @@ assert repeated()
 
 
 def test_recordings_are_small():
-    """Recordings keep no tensor, and a function keeps a limited number of them: here five."""
+    """Recordings keep no tensor, and a function keeps a limited number of recordings (here five)."""
     run("""
 stage = stages.load("v29")
 stage.forward(*problem(seq_q=30), **OPTIONS)
@@ -281,7 +281,7 @@ assert ("torch._dynamo" in sys.modules) == compiler  # loading it takes a second
 
 
 def test_a_function_that_cannot_be_repeated_is_called():
-    """The function uses a tensor that is no argument. It may change, or be gone, before the next call."""
+    """A call is not replayed if its function uses a tensor that is no argument. This tensor may change before the next call."""
     run("""
 stage = stages.load("v3")
 elsewhere = torch.ones(1)

@@ -1,4 +1,4 @@
-"""Every configuration of an autotuner gives right results, and nearby problems share a pick."""
+"""Every configuration of an autotuner gives right results, and problems of similar lengths share a choice."""
 
 import functools
 import itertools
@@ -21,7 +21,7 @@ LENGTHS = (185, 203)
 
 
 def tuners(name):
-    """The autotuned kernels of a stage, by name."""
+    """Return the autotuned kernels of a stage by name."""
     return tuning.tuners(stages.load(name))
 
 
@@ -36,8 +36,10 @@ TUNERS = [pytest.param(name, kernel, id=f"{name}{kernel}", marks=marks_of(name))
 
 
 def configurations():
-    """Each configuration of each tuner: stage, kernel, index. The interpreter ignores warps and pipeline stages: there, a
-    configuration with the tiles of an earlier one is marked long."""
+    """Yield (stage, kernel, index) of each configuration of each tuner.
+
+    The interpreter ignores warps and pipeline stages. There, a configuration is marked long if an earlier one has equal tiles.
+    """
     for name in stages.names():
         for kernel, tuner in tuners(name).items():
             tiles = [tuple(config.kwargs.values()) for config in tuner.configs]
@@ -62,7 +64,7 @@ def check_both(name, inputs):
 
 @functools.cache
 def timed(name, head_dim, dtype):
-    """For each kernel, the configurations that are timed for this problem. The call also compiles them, in parallel."""
+    """Return, for each kernel, the configurations that are timed for this problem, and compile them in parallel."""
     for tuner in tuners(name).values():
         tuner.cache.clear()  # drop the picks of tests without real tuning
     check_both(name, make_inputs(*LENGTHS, head_dim, dtype, batch=1, heads=1))
@@ -72,10 +74,10 @@ def timed(name, head_dim, dtype):
 @pytest.mark.parametrize("name, kernel, index", list(configurations()))
 @pytest.mark.parametrize("head_dim, dtype", PROBLEMS)
 def test_every_configuration_is_right(name, kernel, index, head_dim, dtype, real_tuning, monkeypatch):
-    """The autotuner picks the fastest configuration. One that skips a tile is faster than the right ones, and wins.
+    """Every configuration gives right results. The autotuner would choose a wrong configuration that skips tiles.
 
-    A causal kernel splits its loop at tile edges, and some pairs of BLOCK_M and BLOCK_N may split it at a wrong place. So both
-    lengths end inside a tile and exceed every tile.
+    A causal kernel splits its loop at tile edges. Some pairs of BLOCK_M and BLOCK_N may split the loop at a wrong place. So
+    both lengths end inside a tile and exceed every tile.
     """
     tuner = tuners(name)[kernel]
     config = tuner.configs[index]
@@ -88,7 +90,7 @@ def test_every_configuration_is_right(name, kernel, index, head_dim, dtype, real
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in TUNED])
 def test_timing_leaves_nothing_behind(name, real_tuning, monkeypatch):
-    """Timing runs a kernel many times. Sums in memory must start at zero each time, and in the final run."""
+    """Sums in memory start at zero each time that the autotuner runs a kernel, and in the final run."""
 
     def time_twice(call, quantiles):
         call()
@@ -116,7 +118,7 @@ def test_nearby_lengths_share_a_tuning(name, kernel, monkeypatch):
 
 
 def test_identical_kernels_are_tuned_once():
-    """Kernels that differ share no picks."""
+    """Kernels with different files share no choices."""
     every = [(stage, *found) for stage in TUNED for found in tuners(stage).items()]
     shared = 0
     for (_, kernel, tuner), (_, other_kernel, other) in itertools.combinations(every, 2):
@@ -128,9 +130,9 @@ def test_identical_kernels_are_tuned_once():
 
 
 def picked(milliseconds):
-    """The numbers of the configurations that a tuner timed, in order, and of the one that it picked among five.
+    """Return the numbers of the timed configurations in order, and the number of the chosen one among five.
 
-    `milliseconds` gives the time of a configuration, by its number and how often it was timed before.
+    `milliseconds` returns the time of a configuration, given its number and how often it was timed before.
     """
     ran = []
     kernel = types.SimpleNamespace(fn=lambda: None, run=lambda BLOCK_M, **_: ran.append(BLOCK_M))
@@ -154,7 +156,7 @@ def test_noise_in_the_first_round_does_not_decide(noise, real_tuning):
 
 
 def test_a_falling_clock_does_not_decide(real_tuning):
-    """Each timing takes longer than the last. Timing one configuration fully before the next would favour the first."""
+    """Each timing takes longer than the timing before. So the tuner must not favor the configuration that it times first."""
     clock = itertools.count()
     assert picked(lambda number, before: [2, 1, 2, 0.97, 2][number] * (1 + 0.004 * next(clock)))[0] == 3
 

@@ -1,4 +1,4 @@
-"""Every kernel compiles, for GPUs that need not be there, to the right instructions without too many spills."""
+"""Every kernel compiles without a GPU. It has the right instructions and not too many spills."""
 
 import collections
 import itertools
@@ -28,7 +28,7 @@ SELECTIONS = {
 
 
 def _selections():
-    """Pairs of stage and selection. The default run takes the last stage, and for all GPUs the last that runs on any."""
+    """Return pairs (stage, selection). The default run takes the last stage, and the last stage that runs on any GPU."""
     for name, selection in itertools.product(NAMES, SELECTIONS):
         quick = {"hopper": (ROAD[-1], ANYWHERE[-1]), "shared-heads": (ROAD[-1],), "others": (ANYWHERE[-1],)}
         yield pytest.param(
@@ -46,7 +46,7 @@ def compiled(
     value_dim=None,
     all_configs=False,
 ):
-    """A report of `common.measure.aot`: rows, errors, unavailable."""
+    """Return a report of `common.measure.aot`: rows, errors, unavailable cases."""
     names = "arch", "dtype", "head_dim", "causal", "kv_heads"
     cases = [
         {"stage": name, "value_dim": value_dim} | dict(zip(names, values, strict=True))
@@ -62,7 +62,7 @@ def compiled(
 
 @pytest.fixture(scope="module", params=_selections())
 def report(request):
-    """The report of a stage's kernels for some problems, with the stage's name."""
+    """A stage's name, and the report of its kernels for some problems."""
     name, selection = request.param
     report = compiled(name, **SELECTIONS[selection])
     if not report["rows"] and not report["errors"] and not report["unavailable"]:
@@ -73,13 +73,13 @@ def report(request):
 @pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_fits_gpus_with_less_shared_memory(name):
-    """A tile for data-centre GPUs once needed more than the 99 KiB of shared memory that other GPUs have, at D = 128."""
+    """Every GPU has enough shared memory. A tile for data-center GPUs once needed more than the 99 KiB of other GPUs."""
     archs = [arch for arch in aot.SHARED_LIMIT if arch not in aot.USUAL_ARCHS]
     assert not compiled(name, archs=archs, head_dims=(64, 128, 256))["errors"]
 
 
 def rows_of(report, tuned_for=False):
-    """The report's rows. `tuned_for` keeps only problems that the tiles were chosen for."""
+    """Return the report's rows. `tuned_for` keeps only the problems for which the tiles were chosen."""
     if reasons := {case["reason"] for case in report["unavailable"] if not report["rows"]}:
         pytest.skip(f"{report['stage']} {reasons.pop()}")
     rows = report["rows"]
@@ -90,7 +90,7 @@ def rows_of(report, tuned_for=False):
 
 
 def by_kernel(rows):
-    """The configurations of each kernel and problem."""
+    """Return the configurations of each kernel and problem."""
     groups = collections.defaultdict(list)
     for row in rows:
         groups[row["kernel"], row["arch"], row["head_dim"], row["causal"]].append(row)
@@ -111,9 +111,9 @@ def test_shared_memory_fits(report):
 
 
 def test_no_spills(report):
-    """Each kernel has a configuration that spills nothing, or at most `SPILLED_BYTES` of its stage.
+    """Each kernel has a configuration that spills no bytes, or at most the `SPILLED_BYTES` of its stage.
 
-    An autotuner may also try others: one that spilled 200 bytes was the fastest forward for D = 128 on an H200."""
+    An autotuner may also try configurations that spill more."""
     allowed = getattr(stages.load(report["stage"]), "SPILLED_BYTES", 0)
     for problem, rows in by_kernel(rows_of(report, tuned_for=True)).items():
         assert min(row["spilled_bytes"] for row in rows) <= allowed, problem
@@ -135,9 +135,9 @@ def test_descriptors_become_tma_and_matmuls_wgmma(report):
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in ROAD if name not in ANYWHERE])
 def test_matmuls_of_a_hopper_stage_are_not_serialised(name):
-    """ptxas warns (C7510 and its neighbours) if it makes asynchronous matmuls wait for each other.
+    """ptxas gives no warning. It warns (C7510 and similar) if it makes asynchronous matmuls wait for each other.
 
-    One half type may compile well and the other not: with bfloat16 a backward once spilled a kilobyte."""
+    Both half types are tested, because a backward once spilled a kilobyte with bfloat16 only."""
     report = compiled(name, archs=(90,), dtypes=("float16", "bfloat16"), causal=(True, False), kv_heads=(aot.HEADS, 4))
     assert not report["errors"]
     rows = report["rows"]
@@ -194,8 +194,10 @@ def test_registers_are_shown_by_role():
 
 
 def test_roles_share_the_registers_of_their_kernel(report):
-    """Roles pass tiles through rings. The table shows the rings' depths and not the compiler's num_stages."""
-    rows = [row for row in rows_of(report) if row["roles"] and row["roles"][0][0] != "default"]  # a role of the compiler's
+    """The table shows the number of slots of the rings between partitions, and not the compiler's num_stages."""
+    rows = [
+        row for row in rows_of(report) if row["roles"] and row["roles"][0][0] != "default"
+    ]  # without partitions that the compiler has made
     if not rows:
         pytest.skip("no kernel's warps have roles of their own")
     module = stages.load(report["stage"])
@@ -204,7 +206,7 @@ def test_roles_share_the_registers_of_their_kernel(report):
         config = dict(setting.split("=") for setting in row["config"].split())
         names, registers = zip(*row["roles"], strict=True)
         assert set(names) <= functions.keys(), row
-        # Each role takes the registers of at least four warps, even a producer of one warp.
+        # Each partition takes the registers of at least four warps, even a producer of one warp.
         assert 4 * sum(registers) <= row["registers"] * int(config["num_warps"]), row
         assert any("STAGES" in name for name in config) and "num_stages" not in config, row
 
@@ -227,7 +229,7 @@ def test_table_fits_a_terminal_unless_it_is_asked_to_be_wide():
 
 @pytest.mark.parametrize(("found", "status", "message"), [
     (([], [], [ROW | {"reason": "needs a Hopper GPU"}]), 2, "nothing was compiled"), (([ROW], [], []), 0, ""),
-    (([ROW | {"arch": 120}], [], []), 1, "needs 200000 bytes of shared memory, and a block has 101376"),
+    (([ROW | {"arch": 120}], [], []), 1, "needs 200000 bytes of shared memory, but a CTA has 101376"),
     (([], [ROW | {"error": "broken"}], []), 1, "broken"),
 ])  # fmt: skip
 def test_exit_status_says_whether_all_compiles_and_fits(found, status, message, monkeypatch, capsys):
@@ -312,6 +314,6 @@ def test_against_compares_with_the_same_cases(words, monkeypatch, capsys):
 
 @pytest.mark.long
 def test_a_revision_has_its_own_code(capsys):
-    """HEAD's kernels, compiled from an extracted copy, are those of this tree or differ by what is not committed."""
+    """HEAD's kernels, compiled from an extracted copy, equal those of this tree, unless files here are not committed."""
     assert aot.main(["--stage", "v1", "--arch", "90", "--head-dim", "64", "--against", "HEAD"]) in (0, 1)
     assert re.search(r"[1-9]\d* kernels compared with HEAD", capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""The baselines of the stages: the heads and head dimensions that each takes or refuses."""
+"""Each baseline supports or refuses the right heads and head dimensions."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from common.runtime import DEVICE
 @pytest.mark.parametrize("impl", BASELINES)
 @pytest.mark.parametrize("causal", [False, True])
 def test_query_heads_share_kv_heads_in_groups(impl, causal):
-    """The results are as if each K/V head were repeated for every query head of its group."""
+    """With shared K/V heads, the results equal those with every K/V head repeated for its query heads."""
     shape = (1, 4, 128, 64, causal, "float16")
     q, k, v, grad_out = inputs = Workload("fwd", *shape, kv_heads=2).inputs()
     every = q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), grad_out
@@ -30,7 +30,7 @@ def test_query_heads_share_kv_heads_in_groups(impl, causal):
 @pytest.mark.parametrize("value_dim", [32, 64])
 @pytest.mark.parametrize("pass_", ["fwd", "bwd"])
 def test_flops_of_sdpa_agree_with_the_workload(pass_, value_dim):
-    """The two are equal unless SDPA recomputes less: its backward by matmuls (Dv = 64) keeps the scores of its forward."""
+    """The counted FLOPs equal the workload's FLOPs, except where SDPA's backward keeps the scores of its forward (Dv = 64)."""
     workload = Workload(pass_, 1, 4, 64, 32, False, "float32", kv_heads=2, value_dim=value_dim)
     call = timed_call("sdpa", workload, workload.inputs())
     recomputed = 0 if value_dim == 32 or pass_ == "fwd" else 2 * 4 * 64**2 * 32
@@ -38,7 +38,8 @@ def test_flops_of_sdpa_agree_with_the_workload(pass_, value_dim):
 
 
 @pytest.mark.parametrize(("impl", "error", "said"), [
-    ("sdpa-flash", RuntimeError("No available kernel. Aborting execution."), "this backend of SDPA does not take this"),
+    ("sdpa-flash", RuntimeError("No available kernel. Aborting execution."),
+     "this backend of SDPA does not support this workload"),
     ("sdpa-cudnn", RuntimeError("cuDNN Frontend error: no plan"), "cuDNN Frontend error: no plan"),
     ("sdpa-cudnn", RuntimeError("an illegal memory access"), None),
     ("flash-3", RuntimeError("V headdim"), "V headdim"), ("flash-4", AssertionError("head_dim_v"), "head_dim_v"),

@@ -17,7 +17,7 @@ INFO = {"gpu": "X", "torch": "1", "triton": "2", "limit_watts": 700.0, "commit":
 
 
 class Library:
-    """Stands in for NVML: a GPU that uses one more joule per call. It does not support the function `refused`."""
+    """A stand-in for NVML, with a GPU that uses one more joule per call. It does not support the function `refused`."""
 
     def __init__(self, refused=None, reasons=0x4):
         self.refused, self.reasons, self.millijoules = refused, reasons, 0
@@ -42,7 +42,7 @@ class Library:
 
 @pytest.fixture
 def library(monkeypatch):
-    """A function that replaces NVML with a `Library`."""
+    """Return a function that replaces NVML with a `Library`."""
     monkeypatch.setattr(energy.torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(energy.torch.cuda, "get_device_properties", lambda _: Mock(uuid="1-2"))
     return lambda *options: monkeypatch.setattr(energy.ctypes, "CDLL", lambda _: Library(*options))
@@ -50,7 +50,7 @@ def library(monkeypatch):
 
 @pytest.mark.parametrize(("reasons", "capped"), [(0x4, True), (0x80, True), (0x1 | 0x20, False), (0, False)])
 def test_gauges_are_read_while_calls_run(library, reasons, capped):
-    """0x1 means idle and 0x20 too hot: neither is the power limit."""
+    """Only the power limit counts as capped. 0x1 means that the GPU is idle, and 0x20 that it is too hot."""
     library(None, reasons)
     gauges = energy.Gauges()
     assert gauges.limit_watts() == 700
@@ -79,7 +79,7 @@ def readings(*steps):
 
 
 def test_power_is_taken_between_steps_of_the_counter():
-    """The counter moves in steps. Readings before the first step and after the last one do not count."""
+    """Readings before the counter's first update and after its last update do not count."""
     assert energy.watts(readings((0.0, 5), (1.0, 5), (1.5, 105), (2.0, 105), (2.5, 405), (3.5, 405))) == 300
 
 

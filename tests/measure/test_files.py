@@ -1,4 +1,4 @@
-"""A file of results is replaced in one step."""
+"""A results file is replaced in one step."""
 
 import ast
 import resource

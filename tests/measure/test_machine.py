@@ -1,4 +1,4 @@
-"""A saved measurement names the commit that it comes from."""
+"""A saved measurement names the commit of its code."""
 
 import re
 import shutil

@@ -159,7 +159,7 @@ def test_committed_counts_of_kernels_are_within_a_tenth_of_what_was_measured(pat
                 continue
             both = ncu.comparison(counted, measured)
             where = case["impl"], case["pass"], case["causal"], label
-            # A kernel that reads only a flag of four bytes per program moves a sector of 32 bytes for each.
+            # A program that reads only a flag of four bytes moves a sector of 32 bytes.
             sectors = 8 if both["read"] <= 4 * GPUS["h200"].num_sms else 1
             assert both["read_measured"] == pytest.approx(sectors * both["read"], rel=0.1), where
             assert both["written_measured"] - both["spilled"] == pytest.approx(both["written"], rel=0.1), where

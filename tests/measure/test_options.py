@@ -1,4 +1,4 @@
-"""Options that the commands share: the values that they take, and the error for a file that cannot be written."""
+"""Options that the commands share take the right values, and give an error for a file that cannot be written."""
 
 import argparse
 import errno
@@ -77,13 +77,13 @@ def test_counting_a_file_that_measure_did_not_write_is_an_error_of_one_line(text
     path = tmp_path / "x.json"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(SystemExit, match="x.json is not what measure writes"):
+    with pytest.raises(SystemExit, match="x.json is not a file that measure has written"):
         ncu.main(["count", str(path)])
 
 
 @pytest.mark.parametrize(("given", "found"), [
     ("flash-3, V3", ["flash-3", "v3_fa2_causal"]), ("sdpa_cudn", "did you mean sdpa-cudnn?"),
-    ("x", "v48a; and the baselines sdpa-cudnn, flash-3"),
+    ("x", "v48a; the baselines are sdpa-cudnn, flash-3"),
 ])  # fmt: skip
 def test_implementations_are_baselines_and_stages(given, found, capsys):
     parser = argparse.ArgumentParser()

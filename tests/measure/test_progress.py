@@ -1,4 +1,4 @@
-"""Progress on stderr: a live bar on a terminal, a line every ten seconds elsewhere."""
+"""Progress on stderr is a live bar on a terminal, and a line every ten seconds elsewhere."""
 
 import io
 
@@ -15,7 +15,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The time that tqdm sees: a list of one number."""
+    """The time that tqdm reads, as a list of one number."""
     now = [0.0]
     monkeypatch.setattr(Progress, "_time", staticmethod(lambda: now[0]), raising=False)
     monkeypatch.setattr("tqdm.std.time", lambda: now[0])

@@ -32,7 +32,7 @@ for unit, cases in rates.UNITS.items():
             case.launch(torch.empty(case.programs, rates.FIELDS.value, dtype=torch.int64, device="meta"), 1000)
         launched.add(case.kernel)
 """
-INSTRUCTIONS = {  # by unit: each of its kernels contains at least one of these
+INSTRUCTIONS = {  # unit -> instructions; each kernel of the unit contains at least one of them
     "copy-in": ["cp.async.bulk.tensor"],
     "copy-out": ["cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor"],
     "tensor-cores": ["wgmma.mma_async"],
@@ -44,7 +44,7 @@ INSTRUCTIONS = {  # by unit: each of its kernels contains at least one of these
 
 @pytest.fixture(scope="module", params=["first", pytest.param("every", marks=pytest.mark.long)])
 def log(request):
-    """Output of a process that compiles the first case of each kernel, or every case, with ptxas' log."""
+    """Return the output of a process that compiles the first case of each kernel, or every case, with ptxas' log."""
     run = programs.python("-c", COMPILE, request.param, TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
     assert run.returncode == 0, run.stderr
     return run.stdout
@@ -64,7 +64,7 @@ def test_nothing_spills_or_is_serialised(log):
 
 def test_every_step_of_an_instruction_is_compiled(log):
     path = next(line.split()[2] for line in log.splitlines() if line.startswith("instructions "))
-    steps = 4 * rates.ROWS.value * rates.COLUMNS.value // 128 * rates.UNROLLED.value  # steps of a thread, in each warpgroup
+    steps = 4 * rates.ROWS.value * rates.COLUMNS.value // 128 * rates.UNROLLED.value  # instructions of each thread
     assert Path(path).read_text().count("ex2.approx.ftz.f32") == steps
 
 
@@ -78,7 +78,7 @@ def test_a_rate_covers_all_turns(per, rate):
 
 
 class FakeKernel:
-    """Takes 50 cycles and 10 more per turn, at 2 GHz. The last `shared` programs run on another program's SM."""
+    """A kernel that takes 50 cycles, and 10 cycles per iteration, at 2 GHz. The last `shared` programs share an SM."""
 
     def __init__(self, shared=0):
         self.shared = shared

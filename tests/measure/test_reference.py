@@ -1,4 +1,4 @@
-"""The float64 truth and the error bound that every other test rests on."""
+"""The float64 results and the error bounds are right. Most other tests need them."""
 
 import math
 
@@ -18,14 +18,14 @@ SCALE = 0.2
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
-# For `make_inputs`: own K/V heads; two query heads share one, with larger values; three share one, with smaller values.
+# Arguments of `make_inputs`. A K/V head serves one query head, or two with a larger Dv, or three with a smaller Dv.
 SIZES = [{}, {"heads": 4, "kv_heads": 2, "value_dim": 64}, {"kv_heads": 1, "value_dim": 16}]
 
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("causal", [False, True])
 def test_truth_is_what_pytorch_computes_in_float64(causal, sizes):
-    """With float32 inputs the yardstick matches PyTorch too, up to rounding."""
+    """With float32 inputs, `plain` matches PyTorch too, up to rounding."""
     q, k, v, grad_out = make_inputs(*TILED, dtype=torch.float32, **sizes)
     got, yardstick = (make(q, k, v, causal, SCALE, grad_out) for make in (truth, plain))
     leaves = [tensor.double().requires_grad_() for tensor in (q, k, v)]
@@ -41,11 +41,11 @@ def test_truth_is_what_pytorch_computes_in_float64(causal, sizes):
     torch.testing.assert_close(got["lse"], scores.logsumexp(-1))
 
 
-@pytest.mark.parametrize("rows", [7, 130])  # query rows of the truth per block: 40 = 5 x 7 + 5, or two of the six heads
+@pytest.mark.parametrize("rows", [7, 130])  # query rows of a block: 40 = 5 x 7 + 5, or enough for two of six heads
 @pytest.mark.parametrize("sizes", [SIZES[0], SIZES[2]])
 @pytest.mark.parametrize("causal", [False, True])
 def test_blocks_of_query_rows_give_the_results_of_all_rows_at_once(causal, sizes, rows, monkeypatch):
-    """A block may hold two of three heads that share K and V. The next one holds the third, and one of the next three."""
+    """Blocks may split a group of heads. A block holds two of three heads that share K and V, and the next block the third."""
     q, k, v, grad_out = make_inputs(*TILED, **sizes)
     whole = [make(q, k, v, causal, SCALE, grad_out) for make in (truth, plain)]
     monkeypatch.setattr(reference, "BLOCK_BYTES", 8 * 100 * rows)
@@ -57,7 +57,7 @@ def test_blocks_of_query_rows_give_the_results_of_all_rows_at_once(causal, sizes
         if name == "lse":  # a GPU sums float32 in another order: both errors are only rounding
             assert max(errors) < torch.finfo(torch.float32).eps * whole[0][name].square().mean().sqrt()
         else:
-            torch.testing.assert_close(*errors, rtol=0.01, atol=0)  # the yardstick is the same: it rounds to float16 as before
+            torch.testing.assert_close(*errors, rtol=0.01, atol=0)  # `plain` rounds to float16 in any block size
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="what is allocated on the CPU is counted")
@@ -73,7 +73,7 @@ def test_memory_is_bounded_whatever_the_length(monkeypatch):
 
 @pytest.mark.skipif(not INTERPRETED, reason="what is allocated on the CPU is counted")
 def test_memory_is_bounded_whatever_the_number_of_heads(monkeypatch):
-    """With few queries many heads would fit in a block, but not their K and V."""
+    """With few queries, the scores of many heads fit in a block, but their K and V do not."""
     monkeypatch.setattr(reference, "BLOCK_BYTES", 2**18)
     q, k, v, _ = make_inputs(1, 512, head_dim=32, batch=8, heads=8)  # K and V: 16 MiB in float64
     for make in (truth, plain):
@@ -82,14 +82,14 @@ def test_memory_is_bounded_whatever_the_number_of_heads(monkeypatch):
 
 @pytest.fixture(params=DTYPES)
 def results(request):
-    """Truth and yardstick of a problem."""
+    """Return the results of `truth` and `plain` for a problem."""
     q, k, v, grad_out = make_inputs(*TILED, dtype=request.param)
     return truth(q, k, v, True, SCALE, grad_out), plain(q, k, v, True, SCALE, grad_out)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bound_has_room_for_rounding_only(results, name):
-    """The rounded truth passes. Three percent too much everywhere fails, and so does one wrong element."""
+    """The rounded truth passes. Results that are 3 % too large fail, and results with one wrong element fail."""
     exact, yardstick = results
     rounded = exact[name].to(yardstick[name].dtype)
     assert_correct({name: rounded}, exact, yardstick)
@@ -103,7 +103,7 @@ def test_bound_has_room_for_rounding_only(results, name):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", NAMES)
 def test_one_element_that_is_not_finite_fails(results, name, bad):
-    """`err > bound` is False for NaN: a check written that way would pass."""
+    """NaN fails. A check with `err > bound` would pass, because the comparison is False for NaN."""
     exact, yardstick = results
     broken = yardstick[name].clone()
     broken[1, 2, 3] = bad
@@ -119,7 +119,7 @@ def test_a_shape_that_broadcasts_fails(results):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tensorfloat32_fails_the_bound_of_float32(name):
-    """A GPU multiplies with ten bits of mantissa if input_precision keeps its default."""
+    """The bounds find matmuls in TF32, which have ten bits of mantissa. TF32 is the default of input_precision."""
     q, k, v, grad_out = make_inputs(*TILED, dtype=torch.float32)
     coarse = [(tensor.view(torch.int32) + (1 << 12) & -(1 << 13)).view(torch.float32) for tensor in (q, k, v, grad_out)]
     got = plain(*coarse[:3], True, SCALE, coarse[3])[name]
@@ -133,7 +133,7 @@ def test_the_diagonal_agrees_with_pytorch_s_lower_right():
     torch.testing.assert_close(truth(q, k, v, True, 0.3, diagonal=4)["out"], expected)
 
 
-# --- the rule itself, in numbers small enough to check by hand
+# --- the error bounds, for numbers that a reader can check by hand
 
 
 FACTORS = {"out": 2, "lse": 2, "dq": 3, "dk": 3, "dv": 3}
@@ -157,7 +157,7 @@ def passes(name, got, exact, bounds):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bounds_are_a_multiple_of_plain_pytorch_s_error_and_the_loss_of_float32(name):
-    """Errors are taken in float64: a difference in the yardstick's dtype would lose 2**-20."""
+    """The check subtracts in float64. A subtraction in the dtype of `plain` would lose 2**-20."""
     exact = invented({name: [3.0, -4.0 + 2**-20]}, {name: [6 * 2.0**22, -8 * 2.0**22]})
     bounds = error_bounds(exact, {name: torch.tensor([3.5, -5.0], dtype=torch.float16)})[name]
     error = 1 + 2**-20  # the second element has the larger error, a negative one
@@ -184,7 +184,7 @@ def test_error_may_be_its_bound_and_half_a_unit_in_the_last_place_of_the_truth(d
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rule_is_held_to_the_last_bit(name):
-    """Plain PyTorch is off by a quarter, which allows two or three quarters. The magnitudes allow a half more."""
+    """Plain PyTorch has an error of 1/4, which allows 2/4 or 3/4. The magnitudes allow 1/2 more."""
     exact = invented({"out": [0.0, 0.0], name: [0.0] * 4}, {"out": [2.0**21] * 2, name: [2.0**21] * 4})
     yardstick = {"out": torch.full((2,), 0.25), name: torch.tensor([0.25, -0.25, -0.25, 0.25])}
     most = FACTORS[name] / 4 + 1 / 2
@@ -198,7 +198,7 @@ def test_rule_is_held_to_the_last_bit(name):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_values_that_are_not_finite_never_pass(dtype, bad):
-    """Plain PyTorch may overflow too. Its error is then no bound."""
+    """An infinity fails even if plain PyTorch overflows too."""
     got, exact = torch.tensor([1.0, bad], dtype=dtype), torch.ones(2, dtype=torch.float64)
     for bound in (1.0, math.inf, math.nan):
         bounds = {kind: torch.tensor(bound, dtype=torch.float64) for kind in ("largest", "rms")}
@@ -210,7 +210,7 @@ def test_values_that_are_not_finite_never_pass(dtype, bad):
 
 @pytest.mark.parametrize("scale", [0.5, -0.5])
 def test_magnitudes_are_sums_without_signs(scale):
-    """One query and two keys that score 0: each P is 1/2. Their absolute scores are 1 and 2."""
+    """One query has two keys that score 0, so each P is 1/2. With absolute values, their scores are 1 and 2."""
     q, k, v = torch.tensor([[1.0, -1]]), torch.tensor([[1.0, 1], [-2, -2]]), torch.tensor([[-1.0], [3]])
     tensors = (tensor[None, None].to(DEVICE) for tensor in (q, k, v))
     found = truth(*tensors, False, scale, torch.full((1, 1, 1, 1), -2.0, device=DEVICE))["magnitudes"]
@@ -228,9 +228,10 @@ def test_magnitudes_are_sums_without_signs(scale):
 
 
 def test_yardstick_rounds_p_out_and_ds_and_nothing_else():
-    """In bfloat16, three queries see one, two and three keys of score 0. A third is 171/512 there.
+    """`plain` rounds P, the output and dS, and nothing else. Three queries see one, two and three keys of score 0.
 
-    The values sum to 3 + 3/256 + 2**-12. A third of the sum rounds to 1. The sum times 171/512 rounds to 1 + 1/128.
+    In bfloat16, 1/3 is 171/512. The values of V sum to 3 + 3/256 + 2**-12. A third of the sum rounds to 1, and the sum times
+    171/512 rounds to 1 + 1/128.
     """
     q, k = torch.tensor([[1.0, 0]] * 3), torch.tensor([[0.0, 1]] * 3)
     v, grad_out = torch.tensor([[3], [3 / 256], [2**-12]]), torch.tensor([[0.0], [-2], [3]])

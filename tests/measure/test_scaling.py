@@ -1,5 +1,7 @@
-"""The ring's benchmark. Ranks send the bytes of the formula. Wrong results are not timed. Tables compare several GPUs with
-one."""
+"""The benchmark of ring attention measures correctly.
+
+Ranks send the bytes of the formula. Wrong results are not timed. Tables compare several GPUs with one GPU.
+"""
 
 import functools
 import itertools
@@ -37,7 +39,7 @@ def measured(group, *of_workload):
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of new tensors, without the given ones. `most` is the most bytes that live at once."""
+    """Count the bytes of new tensors. `most` is the maximum number of bytes that exist at the same time."""
 
     def __init__(self, *given):
         super().__init__()
@@ -55,7 +57,7 @@ class Live(TorchDispatchMode):
 
 
 def held(group, work):
-    """The most bytes that a rank holds at once, with a stage that allocates only its results."""
+    """Return the maximum bytes that a rank holds, with a stage that allocates only its results."""
 
     def forward(q, k, v, *, causal, scale):
         return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -78,7 +80,7 @@ def held(group, work):
 
 
 def checked(group, wrong, pass_, causal):
-    """Check the ring's results, or results with one mistake."""
+    """Check the results of ring attention, or results with one mistake."""
     stage, size = stages.load("v3"), dist.get_world_size(group)
     ring = functools.partial(ring_attention, stage, group=group, causal=causal)
     attends = {
@@ -96,7 +98,7 @@ def checked(group, wrong, pass_, causal):
     (3, True, "fwd+bwd", (8 + 2 + 4, 8 + 1 + 4, 8 + 1 + 2)),
 ])  # fmt: skip
 def test_a_rank_sends_what_the_formula_says(ranks, size, causal, pass_, sent):
-    """`sent` is bytes per element of a block of K and V: the blocks of both passes, and the gradients at each step."""
+    """The formula counts the sent bytes. `sent` has the bytes per element of a block, for K and V and for gradients."""
     if size > MOST:
         pytest.skip(f"needs {size} GPUs")
     for found, of_rank in zip(ranks.call(size, measured, pass_, 8 * size, causal), sent, strict=True):
@@ -177,7 +179,9 @@ def test_tables_compare_with_one_gpu():
     assert two[4] == "2.500*" and two[7:] == ["80", "80", "3.0", "7", "5"]  # 4 times the work, on 2 GPUs, in 2.5 times the time
     failed = next(row for row in rows if row[3] == "sdpa-cudnn")
     assert failed[4:] == ["n/a"] + ["-"] * 7
-    assert "sdpa-cudnn, 2 ranks, S=2000: why" in table and "16 GB/s each way" in table and "in part its time" in table
+    assert (
+        "sdpa-cudnn, 2 ranks, S=2000: why" in table and "16 GB/s each way" in table and "this time includes CPU time" in table
+    )
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="what the caching allocator has taken is the benchmark's to show")
@@ -196,7 +200,7 @@ def test_a_rank_holds_no_more_than_the_formula_says(ranks, size, kv_heads):
 def test_memory_of_a_rank_does_not_grow_with_the_ranks():
     held = [scaling.held_bytes(workload("fwd+bwd", 64 * ranks, True), ranks) for ranks in (3, 4, 8)]
     assert len(set(held)) == 1
-    out, kv = 2 * 64 * 16, 2 * 64 * 32  # elements of a rank
+    out, kv = 2 * 64 * 16, 2 * 64 * 32  # number of elements on a rank
     assert scaling.held_bytes(workload("fwd", 64 * 2, True), 2) == kv * 2 + out * 4 + 2 * 2 * 64 * 4
     assert scaling.held_bytes(workload("fwd", 64 * 3, True), 3) == 2 * kv * 2 + out * 8 + 2 * 2 * 64 * 4
 

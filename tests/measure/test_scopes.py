@@ -1,4 +1,4 @@
-"""Proton's records inside a kernel: the copy of the kernel with scopes, and the part of the record that is kept."""
+"""The copy of a kernel gets its scopes, and the right part of Proton's record is kept."""
 
 import pytest
 

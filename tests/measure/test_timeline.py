@@ -1,4 +1,4 @@
-"""The timing model of the Gluon stages: its rates, its results, its command."""
+"""The timing model of Gluon stages has the right rates and results, and its command works."""
 
 import json
 
@@ -26,7 +26,7 @@ def test_rates_come_from_the_committed_file():
 
 @pytest.mark.parametrize("pass_", ["fwd", "bwd"])
 def test_matmuls_take_their_time_whatever_the_kernel(pass_):
-    """The model knows how long each unit works. The matmuls of a forward are 4 S² D FLOPs, of a backward 10 S² D."""
+    """The tensor cores are busy for the FLOPs of the matmuls: 4 S² D in a forward, and 10 S² D in a backward."""
     workload = Workload(pass_, 1, 1, 512, 64, False, "float16")
     rates = timeline.measured_rates()
     facts = timeline.record("v28", workload, timeline.simulate(stages.load("v28"), workload, rates))
@@ -61,7 +61,7 @@ def test_command_prints_the_table_and_saves_the_records(tmp_path, capsys):
 
 
 def test_a_stage_without_gluon_is_refused():
-    with pytest.raises(SystemExit, match="v3_fa2_causal is not in Gluon"):
+    with pytest.raises(SystemExit, match="v3_fa2_causal does not have Gluon kernels for both passes"):
         timeline.main(["--stage=v3"])
 
 

@@ -1,4 +1,4 @@
-"""The timer: what it leaves out, how it hides the launch, and whether other timers agree. A fake GPU moves the clock."""
+"""The timer hides launches, leaves out warm-up, and agrees with other timers. A fake GPU moves the clock."""
 
 import statistics
 import time
@@ -16,13 +16,13 @@ from common.runtime import DEVICE
 
 
 class FakeGpu:
-    """Stands in for `torch` in common.measure.timing. Launches take no CPU time; queued work runs in order."""
+    """A stand-in for `torch` in common.measure.timing. Launches take no CPU time, and queued work runs in order."""
 
     FLUSH_S = 30e-6
 
     def __init__(self):
         self.cpu_s = self.queue_end_s = 0.0
-        self.log = []  # queued work and waits
+        self.log = []  # the queued work and the waits, in order
         gpu = self
 
         class Event:
@@ -166,7 +166,7 @@ def test_timer_recovers_from_a_call_that_raised(gpu):
 
 @pytest.mark.parametrize(("gpu_s", "rounds"), [(1e-5, 100), (2.1e-3, 9), (0.2, 3)])
 def test_host_time_is_the_cpus_alone(gpu, monkeypatch, gpu_s, rounds):
-    """A call that finds the queue full would wait for the GPU, and include its time."""
+    """The CPU waits for the GPU before each round. A call that finds the queue full would include GPU time."""
     monkeypatch.setattr(timing.time, "perf_counter", lambda: gpu.cpu_s)
     assert timing.host_seconds(call_taking(gpu, 30e-6, gpu_s), gpu_s) == pytest.approx([30e-6] * rounds)
     assert gpu.log == ["wait", "call"] * (timing.HOST_WARM_UP_ROUNDS + rounds)
@@ -185,7 +185,7 @@ def test_host_time_is_each_rounds_own_without_the_first_ones(gpu, monkeypatch):
 
 @pytest.mark.parametrize(("host_s", "gpu_s", "expected"), [(30e-6, 5e-6, 30.5e-6), (5e-6, 30e-6, 30.5e-6)])
 def test_calls_in_a_row_take_the_longer_of_cpu_and_gpu_time(gpu, host_s, gpu_s, expected):
-    """Calls take the CPU's or the GPU's time. The other one counts once: before the first kernel or after the last launch."""
+    """Calls in a row take the CPU's time or the GPU's time, whichever is longer. The shorter time counts once."""
     gpu.log.clear()
     times = timing.seconds_in_a_row(call_taking(gpu, host_s, gpu_s), gpu_s)
     assert times == pytest.approx([expected] * timing.MOST_ROWS)
@@ -194,17 +194,17 @@ def test_calls_in_a_row_take_the_longer_of_cpu_and_gpu_time(gpu, host_s, gpu_s, 
 
 
 def test_replay_gives_pytest_benchmark_the_times_that_were_measured():
-    """pytest-benchmark subtracts two readings per round. A running total of float32 milliseconds would lose digits."""
+    """The timer starts each round at 0. pytest-benchmark subtracts two readings, and large readings would lose digits."""
     replay = timing.Replay()
     replay.load([0.25, 1e-6])
     assert [-replay() + replay() for _ in range(2)] == [0.25, 1e-6]
-    replay.load([3.0])  # drops the rest of the case before
+    replay.load([3.0])  # drops the remaining readings of the case before
     assert -replay() + replay() == 3.0
 
 
 @pytest.mark.parametrize(("free", "size"), [(2**40, timing.COPY_BYTES), (4000, 1000)])
 def test_a_copy_counts_what_it_reads_and_what_it_writes(free, size, monkeypatch):
-    """The copy is as large as fits."""
+    """The copy takes at most a quarter of the free memory."""
 
     class Buffer:
         filled = copied = False
@@ -241,11 +241,14 @@ def test_a_copy_is_as_fast_as_the_memory_of_some_gpu():
 
 @pytest.mark.alone
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-@pytest.mark.parametrize("impl", [*stages.names()[3:], "sdpa-cudnn"])  # earlier stages are slow, and add nothing here
+@pytest.mark.parametrize("impl", [*stages.names()[3:], "sdpa-cudnn"])  # earlier stages are too slow
 @pytest.mark.parametrize("batch, seq_len", [(4, 4096), (2, 8192)])
 def test_gpu_times_agree_with_triton_do_bench(impl, batch, seq_len):
-    """Both timers rest and warm up alike. A call takes about a millisecond: do_bench hides no launch, so for a short call it
-    would include the CPU's time."""
+    """The timer agrees with Triton's do_bench.
+
+    Both rest and warm up in the same way. A call takes about a millisecond, because do_bench would include the CPU's time of a
+    shorter call.
+    """
     from triton.testing import do_bench
 
     if impl in stages.names() and (reason := stages.unavailable(impl)):

@@ -1,4 +1,4 @@
-"""Each stage moves and computes what its formula says, to the byte. The counter is tested too."""
+"""Each stage moves and computes exactly the bytes and FLOPs of its formula. The counter counts correctly."""
 
 import contextlib
 import dataclasses
@@ -48,7 +48,7 @@ def version(stage):
 
 
 def problem(seq_q, seq_k, head_dim, causal, *, heads=2, kv_heads=None, value_dim=None, tiles=None):
-    """A problem with batch 1. `tiles` is (query tile, key tile); the default is an H200's tiles."""
+    """Return a problem with batch size 1. `tiles` is (query tile, key tile); the default tiles are those of an H200."""
     value_dim = value_dim or head_dim
     fixed = (choose(max(head_dim, value_dim), torch.float16) for choose in (query_tile, key_tile))
     tiles = tiles or [(tile["BLOCK_M"], tile["BLOCK_N"]) for tile in fixed]
@@ -56,12 +56,12 @@ def problem(seq_q, seq_k, head_dim, causal, *, heads=2, kv_heads=None, value_dim
 
 
 def predicted(name, pass_, p):
-    """Bytes read, bytes written and FLOPs of a pass."""
+    """Return the bytes read, the bytes written and the FLOPs of a pass."""
     return total(PREDICTIONS[name][pass_](p))
 
 
 def counted(stage, p, tuned=None):
-    """The counts of a stage's forward and backward."""
+    """Return the counts of a stage's forward and backward."""
     q, k, v, grad_out = make_inputs(
         p.seq_q, p.seq_k, p.head_dim, batch=1, heads=p.heads, kv_heads=p.kv_heads, value_dim=p.value_dim
     )
@@ -80,7 +80,7 @@ def totals(counts):
 
 
 def check(stage, p, tuned=None):
-    """Assert that a stage moves and computes what its formulas say."""
+    """Assert that a stage moves and computes the bytes and FLOPs of its formulas."""
     if version(stage) not in PREDICTIONS:
         pytest.skip("its formula is not written yet: tests/predictions.py")
     for pass_, counts in enumerate(counted(stage, p, tuned)):
@@ -95,7 +95,7 @@ def test_stage_moves_what_its_formula_says(stage, seq_q, seq_k, causal):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_formula_holds_for_large_heads(stage, causal):
-    """Some stages have other tiles for large heads."""
+    """The formulas hold for large head dimensions, for which some stages have other tiles."""
     check(stage, problem(150, 200, 128, causal))
 
 
@@ -103,7 +103,7 @@ def test_formula_holds_for_large_heads(stage, causal):
 @pytest.mark.parametrize(("seq_q", "seq_k"), [TILED, *(pytest.param(*pair, marks=pytest.mark.long) for pair in LENGTHS[:-1])])
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(16, 64), (32, 128), (128, 32)])
 def test_formula_holds_for_shared_heads_and_a_v_of_another_dimension(stage, seq_q, seq_k, head_dim, value_dim, causal):
-    """Six query heads share two K/V heads, three each: these numbers all differ, as do D and Dv."""
+    """The formulas hold if six query heads share two K/V heads, and D differs from Dv."""
     check(stage, problem(seq_q, seq_k, head_dim, causal, heads=6, kv_heads=2, value_dim=value_dim))
 
 
@@ -111,7 +111,7 @@ def test_formula_holds_for_shared_heads_and_a_v_of_another_dimension(stage, seq_
 @pytest.mark.parametrize(("seq_q", "seq_k"), LENGTHS)
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(256, 256), pytest.param(64, 256, marks=pytest.mark.long)])
 def test_formula_of_the_newest_backward_holds_for_the_largest_heads(seq_q, seq_k, head_dim, value_dim, causal):
-    """No formula has the tiles of the forward, and of earlier backwards, for these heads."""
+    """The last backward for D = 256 meets its formula. The forward and earlier backwards have no formula for D = 256."""
     stage = stages.load([name for name in stages.names() if not stages.is_dead_end(name)][-1])
     p = problem(seq_q, seq_k, head_dim, causal, heads=4, kv_heads=2, value_dim=value_dim)
     _, backward = counted(stage, p)
@@ -121,7 +121,7 @@ def test_formula_of_the_newest_backward_holds_for_the_largest_heads(seq_q, seq_k
 @pytest.mark.parametrize("name", ["v30", "v31", "v32", "v33", "v34"])
 @pytest.mark.parametrize("sizes", [{"heads": 4, "kv_heads": 2}, {"heads": 2, "head_dim": 128}, {"heads": 1, "causal": True}])
 def test_formula_holds_where_keys_are_split(name, sizes):
-    """Few queries see many keys, which are split from v31 on. With a causal mask they see two keys, and nothing is split."""
+    """Few queries see many keys, which stages from v31 on split. With a causal mask they see two keys, without splits."""
     check(stages.load(name), problem(2, 1500, **{"head_dim": 32, "causal": False} | sizes))
 
 
@@ -142,7 +142,7 @@ def test_formula_holds_for_long_work(monkeypatch, kv_heads, name):
 
 
 def test_formula_holds_for_looks_at_other_tiles(monkeypatch):
-    """Each of many tiles looks at flags of those that started before it. Then the first tiles have none before them."""
+    """Each of many tiles reads flags of tiles that started earlier. The first tiles have no earlier tiles."""
     nothing_is_short(monkeypatch, *namespaces(stages.resolve("v42")))
     check(stages.load("v42"), problem(129, 20, 16, False, heads=150))
 
@@ -156,7 +156,7 @@ def test_formulas_hold_for_other_tiles(name, tiles):
 
 
 def test_saved_reads_of_out_are_all_that_v5_saves_over_v4():
-    """v4's dQ and dK/dV kernels read O. In v5 they read delta, which another kernel computes from O and dO."""
+    """v5 reads fewer bytes than v4: its dQ and dK/dV kernels read delta, and not O. Another kernel computes delta."""
     p = problem(300, 140, 32, True)
     (_, v4), (_, v5) = (counted(stages.load(name), p) for name in ("v4", "v5"))
     rows = p.heads * p.seq_q + p.queries_read(p.key_tile)  # rows of O that v4's dQ and dK/dV kernels read
@@ -179,7 +179,7 @@ def test_committed_counts_are_what_the_formulas_say(stage_name):
         assert predicted(stage_name.split("_")[0], pass_, p) == saved
 
 
-# The next tests read the formulas, because counting would take too long. The tests above check the formulas to the byte.
+# The next tests use the formulas, because counting would take too long. The tests above compare the formulas with counts.
 
 
 def moved(name, pass_, seq_len, head_dim=64, causal=False, tiles=None):
@@ -198,7 +198,7 @@ def test_v0_and_v1_move_a_constant_for_each_score(name, pass_, bytes_a_score):
 
 @pytest.mark.parametrize("pass_", [FORWARD, BACKWARD])
 def test_v2_moves_s_squared_d_squared_over_the_memory_on_the_chip(pass_):
-    """K/V tiles have M / 4D rows, as in the paper."""
+    """v2's bytes grow as in the paper, where K/V tiles have M / 4D rows."""
 
     def with_memory(memory, seq_len, head_dim):
         tile = 64, memory // (4 * head_dim)
@@ -218,8 +218,8 @@ def test_causal_is_about_half(name, pass_):
         assert causal[index] / full[index] == pytest.approx(0.5, abs=0.01)
 
 
-# The checks above must fail for kernels that read or write a tile twice. Accesses for failed tiles are left out: no tile
-# fails.
+# The checks above must fail for kernels that read or write a tile twice. Accesses for failed tiles are left out, because no
+# tile fails here.
 
 ACCESS = re.compile(
     r"\s+(?:\w+ = .*)?\b(?:(?:tl|gl|\w+_desc)\.(?:load|store|atomic_add)|tma\.async_copy_\w+|async_reduce_add)"
@@ -229,8 +229,10 @@ FOR_FAILED = {"_begun", "_leave", "_next_failed", "_next_again"}
 
 
 def accesses():
-    """Every line of every kernel that loads or stores: (stage, file, index of the line). A line is marked long if its function
-    equals the parent's, or is not in a stage that the default run checks in full."""
+    """Return every line of a kernel that loads or stores, as (stage, file, index of the line).
+
+    A line is marked long if its function equals the parent's, or if the default run does not check the stage in full.
+    """
     checked = {
         (file, *function)
         for name in in_full()
@@ -256,7 +258,7 @@ def accesses():
 
 @pytest.fixture
 def mutated(tmp_path):
-    """A function that returns a stage with another text of one of its files, and its forward's modules."""
+    """A function that changes one file of a stage. It returns the changed stage, and the modules of its forward."""
     with contextlib.ExitStack() as stack:
 
         def changed(name, file, text):
@@ -285,8 +287,8 @@ def test_access_that_happens_twice_is_noticed(name, file, index, mutated, monkey
             counted(changed, problem(130, 70, 32, True))
         return
     both = "atomic_add" in lines[index] and "desc" not in lines[index]
-    # The second problem is split in stages that split keys. The third is not, and is made long. The fourth has wide heads.
-    # The last has more than 128 tiles, so that v42 looks at flags.
+    # Stages that split keys split the second problem. The third is not split, and is made long. The fourth has wide heads.
+    # The last has more than 128 tiles, so that v42 reads flags.
     looks = problem(130, 20, 16, False, heads=150)
     for each in (p, problem(2, 1500, 32, False), problem(130, 70, 32, True), problem(*TILED, 256, True), looks):
         if each.seq_q == 130:
@@ -361,7 +363,7 @@ def _copy_out(x_desc, y_desc, x_s, full, start, ADDS: gl.constexpr):
 
 @gluon.jit
 def _tma_copy_kernel(x_desc, y_desc, ADDS: gl.constexpr):
-    """One partition copies a tile in, another copies it out."""
+    """One partition copies a tile to shared memory, and another copies the tile back."""
     x_s = gl.allocate_shared_memory(x_desc.dtype, x_desc.block_shape, x_desc.layout)
     full = new_barriers(1, 1)
     arguments = (x_desc, y_desc, x_s, full, gl.program_id(0) * x_desc.block_shape[0], ADDS)
@@ -440,9 +442,9 @@ def test_dots_count_their_flops():
     (lambda x, y: x.view(10, 10).t().contiguous(), 400, 400),
     (lambda x, y: x + y[:1].expand(100), 404, 400),
     (lambda x, y: torch.bmm(x.view(2, 5, 10), y.view(2, 10, 5)), 800, 200),
-    (lambda x, y: torch.bmm(x.view(2, 5, 10), x.view(2, 10, 5)), 800, 200),  # one memory, read as two shapes,
-    (lambda x, y: x.view(10, 10) + x.view(10, 10).t(), 800, 400),  # in two orders,
-    (lambda x, y: x + x.view(torch.int32), 800, 400),  # and as two dtypes
+    (lambda x, y: torch.bmm(x.view(2, 5, 10), x.view(2, 10, 5)), 800, 200),  # one memory is read in two shapes
+    (lambda x, y: x.view(10, 10) + x.view(10, 10).t(), 800, 400),  # one memory is read in two orders
+    (lambda x, y: x + x.view(torch.int32), 800, 400),  # one memory is read with two dtypes
 ])  # fmt: skip
 def test_operators_count_arguments_and_results_once(call, read, written):
     x, y = torch.zeros(2, 100)
@@ -465,7 +467,7 @@ def test_matmuls_of_operators_count_their_flops():
 
 
 def test_peak_is_of_live_memory():
-    given = torch.ones(256, 1024)  # 1 MiB each, here and below
+    given = torch.ones(256, 1024)  # each tensor of this shape has 1 MiB
 
     def call():
         first = given.t().contiguous()
@@ -535,7 +537,7 @@ def test_stages_are_available_where_a_gpu_has_what_they_need():
     for name in stages.names():
         assert H200.unavailable(name) is None and stages.unavailable(name) is None
     assert traffic.GPUS["a100"].unavailable("v7") is None
-    assert "this one is sm_80" in traffic.GPUS["a100"].unavailable("v12")
+    assert "this GPU is sm_80" in traffic.GPUS["a100"].unavailable("v12")
     with pytest.raises(Unavailable):
         traffic.count_stage(stages.load("v12"), traffic.Workload("fwd", 1, 1, 16, 16, False, "float16"), traffic.GPUS["a100"])
 

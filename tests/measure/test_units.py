@@ -1,4 +1,4 @@
-"""The profiler's numbers of units and stalls become a table."""
+"""The profiler's numbers for units and stalls become a table."""
 
 import programs
 import pytest

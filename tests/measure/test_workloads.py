@@ -1,4 +1,4 @@
-"""The measured workloads: their FLOPs, labels, records and inputs."""
+"""The measured workloads have the right FLOPs, labels, records and inputs."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def test_usual_number_of_keys_is_a_number_and_not_in_the_label():
 
 
 def test_a_causal_workload_has_as_many_keys_as_queries():
-    with pytest.raises(ValueError, match="a causal workload of 3 queries has as many keys, not 4"):
+    with pytest.raises(ValueError, match="a causal workload of 3 queries must have as many keys, not 4"):
         Workload("fwd", 1, 6, 3, 16, True, "float16", kv_len=4)
     assert Workload("fwd", 1, 6, 3, 16, True, "float16", kv_len=3).causal
 

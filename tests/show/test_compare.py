@@ -1,4 +1,4 @@
-"""The last two saved runs side by side: the rows that are compared, the rows left out, and the runs refused."""
+"""The command shows the last two saved runs side by side. It leaves out rows, or refuses runs, that cannot be compared."""
 
 import json
 import os
@@ -20,7 +20,7 @@ def record(impl, seq_len=64, **values):
 
 
 def rows(out, impl=""):
-    """The rows of the tables, or the rows of one implementation. A row is a list of cells."""
+    """Return the rows of the tables, or the rows of one implementation. A row is a list of cells."""
     found = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if line.startswith("| ")]
     return [row for row in found if row[0] != "implementation" and impl in row[0]]
 
@@ -42,7 +42,7 @@ def saved(tmp_path, monkeypatch):
         run = {"benchmarks": [{"extra_info": r} for r in records], "failures": list(failures), "machine_info": machine}
         path = directory / f"{number:04}_abc_20260102_{number:06}.json"
         path.write_text(json.dumps(run) if text is None else text)
-        os.utime(path, (1e9 - number, 1e9 - number))  # a copy may have any times
+        os.utime(path, (1e9 - number, 1e9 - number))  # the files' times must not matter, because copies have other times
         return path
 
     return save

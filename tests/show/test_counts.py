@@ -1,4 +1,4 @@
-"""The command that counts: what it prints, saves and refuses."""
+"""The command that counts prints, saves and refuses correctly."""
 
 import json
 
@@ -13,7 +13,7 @@ from common.show import counts, tables
 
 
 def run_counts(*arguments, prepare=None, interpret="1"):
-    """Run the command. `prepare` is Python that changes the module first."""
+    """Run the command. `prepare` is Python code that first changes the module."""
     small = ["--pass=fwd", "--seq-len=64", "--causal=yes"]
     changed = f"import sys\nfrom common.show import counts\n{prepare}\nsys.exit(counts.main(sys.argv[1:]))"
     command = ["-c", changed] if prepare else ["-m", "common.show.counts"]

@@ -1,4 +1,4 @@
-"""The tables of decoding: measured times, rates of reading K and V, and shares of a copy's rate."""
+"""The tables of decoding have the right times, rates of reading K and V, and shares of a copy's rate."""
 
 import pytest
 
@@ -10,7 +10,7 @@ KV = 2 * 2 * 8 * 1024 * 128  # bytes of K and V of a batch element with eight K/
 
 
 def record(impl, gbps=None, *, batch=1, heads=8, seq_len=1, kv_len=1024, **values):
-    """A measurement that reads K and V at `gbps`."""
+    """Return a measurement that reads K and V at `gbps`."""
     workload = Workload("fwd", batch, heads, seq_len, 128, False, "bfloat16", kv_heads=8, kv_len=kv_len)
     measured = {"ms": KV * batch * kv_len / 1024 / gbps / 1e6, "launch_hidden": True} if gbps else {}
     return {"impl": impl, **workload.record(), **measured, **values}
@@ -28,7 +28,7 @@ RECORDS = [
 
 
 def rows(text, *begin):
-    """The rest of each row that begins with these cells."""
+    """Return the other cells of each row that begins with these cells."""
     found = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
     return [row[len(begin) :] for row in found if row[: len(begin)] == list(begin)]
 

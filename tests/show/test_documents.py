@@ -1,4 +1,4 @@
-"""The documents show what the committed results hold, and nothing else."""
+"""The documents show the committed results, and nothing else."""
 
 import functools
 import itertools
@@ -91,7 +91,7 @@ def test_table_replaces_what_is_between_its_markers_alone():
 
 
 def cells(table, *labels):
-    """The cells after the labels of a table's row."""
+    """Return the cells after the labels of a table's row."""
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")]
     (row,) = [row for row in rows if row[: len(labels)] == list(labels)]
     return row[len(labels) :]
@@ -135,7 +135,7 @@ def committed():
 
 
 def times(impl, pass_, head_dim, causal):
-    """Milliseconds of the committed runs, by sequence length."""
+    """Return the milliseconds of the committed runs by sequence length."""
     records = committed()
     wanted = (impl, pass_, head_dim, causal, "float16")
     found = [r for r in records if (r["impl"], r["pass"], r["head_dim"], r["causal"], r["dtype"]) == wanted and "ms" in r]
@@ -143,7 +143,7 @@ def times(impl, pass_, head_dim, causal):
 
 
 def gains(new, old, pass_, head_dim, causal):
-    """The speedup of `new` over `old`, by sequence length."""
+    """Return the speedup of `new` over `old` by sequence length."""
     before, after = (times(impl, pass_, head_dim, causal) for impl in (old, new))
     return {seq_len: before[seq_len] / ms for seq_len, ms in after.items()}
 
@@ -209,14 +209,14 @@ def test_a_file_without_tables_is_refused(file, capsys):
 
 
 def test_few_tables_are_kept():
-    """What answers a question on a screen."""
+    """The repository keeps only tables that answer a question on one screen."""
     found = {path.stem for path in (results.ROOT / "results").glob("*.md")} - {"README"}
     assert found == set(documents.KEPT)
     assert sum(path.stat().st_size for path in (results.ROOT / "results").glob("*.md")) <= 150_000
 
 
 def words(path):
-    """The words of a document outside of tables."""
+    """Return the words of a document outside of tables."""
     return sum(len(line.split()) for line in path.read_text().splitlines() if not line.startswith("|"))
 
 
@@ -248,7 +248,7 @@ def test_claims_of_the_documents_about_short_caches_hold():
 
 
 def test_sinks_are_shown_next_to_the_stage_with_a_running_maximum(monkeypatch, tmp_path):
-    """A cell has the stage's ratio, and in brackets the previous stage's. A wrong result has no ratio."""
+    """A cell has the stage's ratio, and in brackets the ratio of the previous stage. A wrong result has no ratio."""
     ms = {"v25_second_q": 2.0, "v38_second_kv": 4.0, "v43_safe_speculation": 1.0}
     point = {"head_dim": 64, "dtype": "float16", "causal": False, "seq_len": 4096, "score_std": 1.0}
     records = [point | {"impl": impl, "sink": sink, "ms": time} for impl, time in ms.items() for sink in (0.0, 16.0)]

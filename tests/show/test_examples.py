@@ -1,4 +1,4 @@
-"""Commands that documents, docstrings and messages show can be pasted: their targets, variables, stages and options exist."""
+"""A reader can paste every command in documents, docstrings and messages: its targets, variables, stages and options exist."""
 
 import argparse
 import importlib
@@ -35,7 +35,7 @@ SHOWN = re.compile(
 
 
 def commands():
-    """Each command that is shown, with the file and line where it comes first."""
+    """Return each command that a file shows, with the file and line of its first place."""
     found = {}
     for path in sorted(set(FILES)):
         text = path.read_text()
@@ -50,7 +50,7 @@ COMMANDS = commands()
 
 
 class Parsed(Exception):
-    """A command's options are right."""
+    """The exception that shows that a command's options are right."""
 
 
 def run_to_the_parser(module, arguments, monkeypatch):
@@ -63,7 +63,7 @@ def run_to_the_parser(module, arguments, monkeypatch):
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
     if hasattr(program := importlib.import_module(module), "INTERPRETED"):
-        monkeypatch.setattr(program, "INTERPRETED", True)  # or it starts anew on the interpreter before it parses
+        monkeypatch.setattr(program, "INTERPRETED", True)  # otherwise it starts again on the interpreter before it parses
     monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("would run another program"))
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # set in a ring's processes
         monkeypatch.setenv(name, "1")
@@ -72,7 +72,7 @@ def run_to_the_parser(module, arguments, monkeypatch):
 
 
 def check_python(words, monkeypatch):
-    """A `python` command: its module exists and takes the arguments."""
+    """Check a `python` command. Its module must exist and take the arguments."""
     module, arguments = ("bench", words[2:]) if words[1] == "bench.py" else (words[2], words[3:])
     if arguments == ["--help"]:
         return
@@ -89,7 +89,7 @@ def check_python(words, monkeypatch):
 
 
 def variables_of(target):
-    """The variables that a target's prerequisites and recipe use."""
+    """Return the variables that a target's prerequisites and recipe use."""
     body = re.search(rf"^{target}: (?!EXAMPLE).*\n(?:\t.*\n)*", MAKEFILE, re.MULTILINE)[0]
     used = set(re.findall(r"\$\(([A-Z]+)\)|needs-([A-Z]+)|\$\(or \$\(([A-Z]+)", body))
     if "run_tests" in body:
@@ -110,7 +110,7 @@ def make_in_a_copy(given, root, monkeypatch):
 
 
 def check_make(words, root, monkeypatch):
-    """A `make` command: its targets exist and know its variables, and their programs take the arguments."""
+    """Check a `make` command. Its targets must exist and know its variables, and their programs must take the arguments."""
     targets = [word for word in words[1:] if "=" not in word]
     given = dict(word.split("=", 1) for word in words[1:] if "=" in word)
     for target in targets:
@@ -151,7 +151,7 @@ def test_a_command_that_is_wrong_is_noticed(wrong, tmp_path, monkeypatch):
 
 
 def test_commands_are_found():
-    """Commands are found in documents, docstrings, and the Makefile's help and messages."""
+    """`commands` finds commands in documents, docstrings, and the Makefile's help and messages."""
     places = {place.split(":")[0] for place in COMMANDS.values()}
     assert {
         "README.md",
@@ -166,13 +166,13 @@ def test_commands_are_found():
 
 
 NEED_A_GPU = {"reference", "rates", "energy", "sanitize", "example", "example-ring"}
-THEMSELVES = {"test", "test-long", "clean", "bench", "plots"}  # the suite, a target that deletes files, and slow ones
+THEMSELVES = {"test", "test-long", "clean", "bench", "plots"}  # this suite, a target that deletes files, and slow targets
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("make ")])
 def test_a_make_command_that_is_shown_runs(command, tmp_path):
-    """The commands that need no GPU run in a copy of the repository."""
+    """Commands that need no GPU run in a copy of the repository."""
     words = [word for word in shlex.split(command) if not word.startswith("PYTHON=")]
     targets = {word for word in words[1:] if "=" not in word}
     if targets & (NEED_A_GPU | THEMSELVES) and len(words) == 2 or targets & NEED_A_GPU or "--million" in command:
@@ -186,7 +186,7 @@ def test_a_make_command_that_is_shown_runs(command, tmp_path):
 
 
 def left_over(names, text):
-    """`line: text` of each entry of tests/predictions.py about a stage that does not exist."""
+    """Return `line: text` of each entry of tests/predictions.py about a stage that does not exist."""
     versions = {stages.version(name) for name in names}
     entries = [(number, re.match(r'    "(v\d+[a-z]?)": \(', line), line) for number, line in enumerate(text.splitlines(), 1)]
     return [f"{number}: {line.strip()}" for number, entry, line in entries if entry and entry[1] not in versions]
@@ -207,7 +207,7 @@ def test_lines_about_a_missing_stage_are_named():
 
 
 def test_lines_that_need_a_missing_stage_are_named(tmp_path):
-    """A fallback's import, a recorded parent and a benchmark's grid are named. Lines about existing stages are not."""
+    """The error names a fallback's import, a recorded parent and a benchmark's grid, but no lines about existing stages."""
     shutil.copytree(ROOT / "stages", tmp_path / "stages", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "bench.py", tmp_path)
     assert needs_of_stages_that_are_gone(tmp_path) == []

@@ -1,4 +1,4 @@
-"""The README's front page: the ladder and the headline."""
+"""The README's first page has the right ladder and headline."""
 
 import re
 
@@ -15,7 +15,7 @@ V0, V1, V2, V3 = map(stages.resolve, ("v0", "v1", "v2", "v3"))
 
 @pytest.fixture
 def code(monkeypatch):
-    """The backward of v1 is the parent's."""
+    """Let the backward of v1 be identical to its parent's backward."""
     monkeypatch.setattr(front, "same_code", lambda new, old, pass_: (new, pass_) == (V1, "bwd"))
 
 

@@ -1,4 +1,4 @@
-"""`make stage`: a copy of any stage has its own name everywhere and passes the tests. A refused one leaves nothing."""
+"""`make stage` copies any stage. The copy has its own name everywhere and passes the tests. A refused copy leaves no files."""
 
 import importlib
 import re
@@ -41,7 +41,7 @@ def tree(tmp_path_factory):
         patch.setattr(results, "ROOT", root)
         patch.setattr(stages, "__path__", [str(root / "stages")])
         with patch.context() as quick:
-            quick.setattr(documents, "ladder", lambda found: "")  # slow, and only the last one stays
+            quick.setattr(documents, "ladder", lambda found: "")  # slow, and each new stage replaces it
             quick.setattr(documents, "headline", lambda found: "")
             for source, name in COPIES.items():
                 new_stage.main([source, name])
@@ -52,14 +52,14 @@ def tree(tmp_path_factory):
 
 @pytest.fixture
 def inside(tree, monkeypatch):
-    """The copy, in place of the repository."""
+    """The copy of the repository, which takes the repository's place."""
     monkeypatch.setattr(results, "ROOT", tree)
     monkeypatch.setattr(stages, "__path__", [str(tree / "stages")])
     return tree
 
 
 def contents(root):
-    """Every file that a new stage could change, with its content, and every directory."""
+    """Return every file that a new stage could change, with its content, and every directory."""
     paths = [root / "README.md", root / "tests" / "predictions.py", *(root / "stages").rglob("*")]
     return {path: path.is_file() and path.read_bytes() for path in paths}
 
@@ -81,7 +81,7 @@ def test_the_old_stage_s_name_is_gone(tree, source, name):
 
 @pytest.mark.parametrize("source", COPIES)
 def test_a_copy_computes_what_its_own_directory_says(tree, source, tmp_path, monkeypatch):
-    """A copy is right as it is, and wrong once its own forward returns zeros."""
+    """A copy gives right results, and wrong results after its own forward is changed to return zeros."""
     if reason := stages.unavailable(source):
         pytest.skip(f"{source} {reason}")
     name = COPIES[source]
@@ -106,7 +106,7 @@ def test_a_copy_computes_what_its_own_directory_says(tree, source, tmp_path, mon
 
 
 def test_the_tests_pass_with_new_stages(tree):
-    """Tests of files, names, documents and style pass. The test above checks results."""
+    """A copy passes the tests of files, names, documents and style. The test above checks its results."""
     files = ("stages/test_contract", "stages/test_readmes", "show/test_documents", "show/test_story", "test_rooms")
     chosen = " or ".join([*COPIES.values(), NEXT, "test_documents_agree", "test_ruff"])
     run = subprocess.run(
@@ -117,7 +117,7 @@ def test_the_tests_pass_with_new_stages(tree):
 
 
 def test_the_story_tells_of_new_stages(inside, monkeypatch, capsys):
-    """A stage that starts with the kernels of the last one changes nothing yet."""
+    """A new stage with the kernels of the last stage changes no numbers yet."""
     monkeypatch.setattr(stages, "names", lambda: [V0, LAST, COPIES[V0], NEXT])
     story.print_story()
     told = " ".join(capsys.readouterr().out.split())
@@ -126,7 +126,7 @@ def test_the_story_tells_of_new_stages(inside, monkeypatch, capsys):
 
 
 def test_tables_and_benchmark_compare_a_new_stage_with_its_parent(inside):
-    """The parent is not the one that the number suggests: v45z looks like a stage from v45."""
+    """A stage records its parent, which may differ from the number. v45z looks like a stage from v45."""
     copy = COPIES[V0]
     assert stages.parent(copy) == V0 and bench.chosen_stages([copy]) == [V0, copy]
     counts = {"bytes_read": 3e6, "bytes_written": 1e6, "flops_executed": 8e6, "bound": "bytes", "kernel_launches": 1}
@@ -140,7 +140,7 @@ def test_tables_and_benchmark_compare_a_new_stage_with_its_parent(inside):
 
 
 def test_a_stage_made_from_a_new_one_has_it_as_parent(inside):
-    """The parent that its own parent recorded does not count."""
+    """A copy records the stage that it was copied from, and not that stage's recorded parent."""
     for source, name, parent in ((COPIES[V0], f"v{NUMBER + 2}_next", COPIES[V0]), (NEXT, f"v{NUMBER + 2}_next", NEXT)):
         new_stage.main([source, name])
         assert stages.parent(name) == parent

@@ -1,4 +1,4 @@
-"""The plots: each implementation has its own look, the same in every figure, and each figure has one legend."""
+"""Each implementation has the same look in every plot, and each plot has one legend."""
 
 import itertools
 
@@ -58,7 +58,7 @@ def test_no_two_implementations_look_the_same():
     styles = [plots.style(name, names) for name in names]
     assert len({style["color"] for style in styles}) == len(names)
     looks = {(str(style["linestyle"]), style["marker"], style["markerfacecolor"] == "white") for style in styles}
-    assert len(looks) == len(names), "without colours"
+    assert len(looks) == len(names), "without colors"
 
 
 @pytest.mark.parametrize("name", ["evolution", "gain", "memory"])
@@ -141,7 +141,7 @@ def test_evolution_shows_the_means_of_the_summary(drawn):
 
 
 def test_gains_are_over_the_parent_or_say_that_they_are_not_measured(monkeypatch):
-    """v2's parent is v0, and its backward is v0's. v1 was not measured beside v0."""
+    """A plot shows a gain over the parent only if both were measured together. v1 was not measured together with v0."""
     monkeypatch.setattr(stages, "parent", lambda name: None if name == "v0_a" else "v0_a")
     monkeypatch.setattr(plots, "same_code", lambda new, old, pass_: (new, pass_) == ("v2_c", "bwd"))
     runs = [

@@ -1,4 +1,4 @@
-"""Measured gains, on invented runs: the run that a number is from, and missing numbers."""
+"""Measured gains come from the right run, and missing numbers stay missing. The runs are invented."""
 
 import itertools
 import json
@@ -14,7 +14,7 @@ def machine(commit, date="2026-01-02"):
 
 
 def records(impl, ms, passes=("fwd", "bwd"), head_dims=results.HEAD_DIMS, lengths=results.MEAN_OVER, **others):
-    """An implementation that takes `ms` at every point of the means, at a rate of 100 / ms."""
+    """Return records of an implementation that takes `ms` for every workload of the means, at a rate of 100 / ms."""
     return [
         {
             "impl": impl, "pass": pass_, "batch": 16384 // seq_len, "heads": 2048 // head_dim, "seq_len": seq_len,
@@ -25,7 +25,7 @@ def records(impl, ms, passes=("fwd", "bwd"), head_dims=results.HEAD_DIMS, length
 
 
 def run(commit, ended, *parts):
-    """A run of `records`."""
+    """Return a run with these records."""
     return results.Run(sum(parts, []), machine(commit, ended), ended)
 
 
@@ -93,7 +93,7 @@ def test_runs_are_found_by_what_they_hold(tmp_path, monkeypatch):
 
 
 def test_a_pass_that_was_measured_as_the_parent_s_counts_as_the_stage_s(tmp_path, monkeypatch):
-    """A run is of fewer passes than stages have. The first stage has no parent, and v3 has code of its own."""
+    """A run may lack passes. The first stage has no parent, and v3 has code of its own."""
     (tmp_path / "results").mkdir()
     monkeypatch.setattr(results, "ROOT", tmp_path)
     monkeypatch.setattr(stages, "__path__", [str(tmp_path)])

@@ -1,4 +1,4 @@
-"""docs/several-gpus.md shows the runs in results/, or says that there are none. Runs are drawn too."""
+"""docs/several-gpus.md shows the runs in results/, or says that there are no runs. A plot shows the runs too."""
 
 import json
 
@@ -51,7 +51,10 @@ def test_a_run_is_shown_with_its_most_gpus(root):
 
 
 def test_shares_of_one_gpu_and_of_a_linear_gain():
-    """Two GPUs do four times the work of one GPU with half the tokens, in twice its time. One GPU takes 3 ms for all tokens."""
+    """Two GPUs with twice the tokens do four times the work of one GPU in twice the time, so weak scaling is perfect.
+
+    One GPU takes 3 ms for all tokens. Two GPUs take 2 ms instead of 1.5 ms.
+    """
     alone = [record("v3_x", "fwd", 1, 1000, 1.0), record("v3_x", "fwd", 1, 2000, 3.0), record("v4_y", "fwd", 1, 2000, 9.0)]
     both = record("v3_x", "fwd", 2, 2000, 2.0)
     found = scaling.Scaling(RUN | {"records": [*alone, both]})

@@ -1,4 +1,4 @@
-"""The walk from stage to stage: its text about the steps, and rules for the steps."""
+"""The walk from stage to stage describes each step correctly, and each step follows the rules for steps."""
 
 import re
 
@@ -13,7 +13,7 @@ from common.show import results, story
 
 
 def steps():
-    """(old, new) of every step, also of steps into dead ends."""
+    """Return (old, new) of every step, including steps into dead ends."""
     pairs = [(stages.parent(name), name) for name in stages.names()]
     return [pair for pair in pairs if pair[0]]
 
@@ -23,7 +23,7 @@ def run(*arguments):
 
 
 def write_stages(root, **files):
-    """Write stages into a directory: forward.py has the given text, backward.py is empty."""
+    """Write stages into a directory. Their forward.py has the given text, and their backward.py is empty."""
     for stage, text in files.items():
         (root / stage).mkdir()
         (root / stage / "forward.py").write_text(text)
@@ -51,7 +51,7 @@ def test_what_moved_is_no_change(tmp_path, monkeypatch):
 
 
 def test_caching_delta_stays_a_small_change():
-    """A larger change would have more than delta in it."""
+    """v5 changes few lines, because its idea is only to store delta."""
     change = story.change(stages.resolve("v4"), stages.resolve("v5"))
     assert 0 < change.added + change.removed <= 60
     assert "_forward_kernel" not in change.functions
@@ -59,7 +59,7 @@ def test_caching_delta_stays_a_small_change():
 
 @pytest.mark.parametrize(("old", "new"), steps())
 def test_neighbours_define_what_they_share_in_the_same_order(old, new):
-    """The diff would show a function that moved as deleted and added."""
+    """Functions keep their order. The diff would show a moved function as deleted and added."""
     for file in story.code_files(old, new):
         old_names, new_names = (list(story.functions(stages.source(stage, file))) for stage in (old, new))
         assert [name for name in old_names if name in new_names] == [name for name in new_names if name in old_names]
@@ -68,7 +68,7 @@ def test_neighbours_define_what_they_share_in_the_same_order(old, new):
 
 
 def told_in_one_line(text):
-    """Wrapped text in one line."""
+    """Return wrapped text as one line."""
     return " ".join(text.split())
 
 

@@ -1,4 +1,4 @@
-"""The benchmark's tables show measurements in stage order, and compare nothing with a failure."""
+"""The benchmark's tables show measurements in stage order, and have no ratios to failures."""
 
 from cases import cells
 
@@ -162,7 +162,7 @@ def lines_too_long(text):
 
 
 def test_a_terminal_gets_the_columns_that_it_has_room_for():
-    """Lines of any length have all columns. Lines of 100 columns have the most important ones."""
+    """Lines of any length have all columns. Lines of 100 characters have the most important columns."""
     names = ["sdpa-cudnn", "v2_fa1_tiling", "v28a_polynomial_exponentials"]
     records = [record(name, 1234.5, seq_len=16384, batch=64, host_us=1234.4, host_iqr_us=56.6) for name in names]
     everything, fitted = speed_table(records, GPU), speed_table(records, GPU | {"commit": 40 * "f"}, columns=100)

@@ -1,4 +1,4 @@
-"""The pages of the site in a Chromium: they load, their controls change what is drawn, and everyone can read them."""
+"""The site's pages load in a Chromium, their controls change the pictures, and everyone can read the pages."""
 
 import itertools
 import re
@@ -29,10 +29,10 @@ def browser():
 
 
 class Watched:
-    """A page of the browser that notes errors and requests.
+    """A page of the browser that records errors and requests.
 
     Attributes:
-        noted: messages of errors and warnings, and requests that leave the disk.
+        noted: the messages of errors and warnings, and the requests that are not for files.
     """
 
     def __init__(self, browser, site, **options):
@@ -44,7 +44,7 @@ class Watched:
 
     def open(self, address):
         """Load a page of the site, and wait for its chart."""
-        self.page.goto("about:blank")  # or a new part after # would not load the page again
+        self.page.goto("about:blank")  # otherwise another part after # does not load the page again
         self.page.goto(f"{self.site.as_uri()}/{address}")
         if address.startswith("index"):
             self.page.wait_for_selector("#chart .vega-embed svg, #chart svg.marks")
@@ -73,7 +73,7 @@ def visible(page, selector):
 
 @pytest.mark.parametrize("name", [*DOCUMENTS, *STEPS])
 def test_a_page_opens_and_fits(reader, name):
-    """No error, no request to a network, and nothing is wider than a phone."""
+    """A page has no errors, makes no request to a network, and is no wider than a phone."""
     reader.noted.clear()
     reader.page.set_viewport_size(NARROW)
     page = reader.open(f"{name}.html")
@@ -92,7 +92,7 @@ SOON = {("index", "light"), ("index", "dark"), ("glossary", "light"), ("reading"
     ],
 )
 def test_everyone_can_read_a_page(reader, name, scheme):
-    """Names, contrast and structure pass axe."""
+    """The accessibility checker axe accepts names, contrast and structure."""
     reader.page.set_viewport_size(WIDE)
     page = reader.open(f"{name}.html")
     page.emulate_media(color_scheme=scheme)
@@ -153,7 +153,7 @@ def test_the_pass_that_is_chosen_is_shown(watched):
 
 
 def veils(page):
-    """Where the veil of each visible panel begins, as a share of its width."""
+    """Return where the veil of each visible panel begins, as a share of the panel's width."""
     places = "each => each.offsetLeft / each.parentElement.offsetWidth"
     return [each.evaluate(places) for each in visible(page, ".panel:not(.zoomed) .veil")]
 
@@ -253,7 +253,7 @@ def test_keys_and_links_lead_from_step_to_step(watched):
     page.wait_for_url("**/v2.html")
     page = watched.open("v4.html")
     page.keyboard.press("ArrowRight")
-    page.wait_for_url("**/v5.html")  # not v4a
+    page.wait_for_url("**/v5.html")  # the dead end v4a is skipped
     page = watched.open("v3.html")
     page.focus("#time")
     page.keyboard.press("ArrowLeft")  # moves the slider

@@ -1,4 +1,4 @@
-"""The pages of the site, without a browser: what they hold, where their links lead and how large they are."""
+"""The site's pages have the right content, links and sizes. These tests need no browser."""
 
 import html
 import re
@@ -19,11 +19,11 @@ from common.site.diffs import rows  # noqa: E402
 from common.site.pages import build, drawn, sections  # noqa: E402
 
 STEPS = [(stages.parent(name), name) for name in stages.names() if stages.parent(name)]
-LARGEST = 1.5e6  # bytes of a page with its styles, scripts and pictures
+LARGEST = 1.5e6  # maximum bytes of a page with its styles, scripts and pictures
 
 
 class Links(HTMLParser):
-    """What a page links to and loads, and its anchors."""
+    """The links, loaded files and anchors of a page."""
 
     def __init__(self, text):
         super().__init__()
@@ -143,7 +143,7 @@ def test_a_panel_has_all_bytes_of_the_trace(name):
 
 
 def body(site, name):
-    """The page of a stage as text, and the titles of its sections."""
+    """Return the page of a stage as text, and the titles of its sections."""
     text = (site / f"{stages.version(stages.resolve(name))}.html").read_text()
     return html.unescape(re.sub(r"\s+", " ", re.sub("<.*?>", "", text))), re.findall(r'<h2 id="(\w+)"', text)
 

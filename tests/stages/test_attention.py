@@ -1,4 +1,4 @@
-"""Outputs and gradients of every stage against attention in float64: shapes, layouts, numerical extremes, the log-sum-exp."""
+"""Outputs, gradients and log-sum-exps of every stage agree with attention in float64, for many shapes, layouts and values."""
 
 import itertools
 
@@ -19,7 +19,10 @@ LENGTHS += [*LONG, (4001, 4096)] if on_gpu else [*OF_THREE_TILES, *LONG]  # with
 
 
 def marks_of(number, lengths, long):
-    """Marks of problem `number` of a round. Every stage runs half of the round's problems, but not the longest."""
+    """Return the marks of problem `number` of a round.
+
+    Every stage runs half of a round's problems, but not the longest.
+    """
     if long:
         return [pytest.mark.long]
     return [pytest.mark.every_stage] if number % 4 in (1, 2) and lengths not in OF_THREE_TILES else []
@@ -28,11 +31,11 @@ def marks_of(number, lengths, long):
 def problems():
     """Return cases in rounds: every length, with and without a causal mask, with every head dimension and dtype.
 
-    A round has every length full and causal, and each of the 15 pairs of dtype and head dimension at least once. The next
-    round moves the pairs on by one, so 15 rounds have all combinations. All rounds but the first are marked long. Every stage
-    runs half of the first round: each length of at most two tiles once.
+    A round has every length with and without a causal mask. It has each of the 15 pairs of dtype and head dimension at least
+    once. The next round moves the pairs on by one, so 15 rounds have all combinations. All rounds except the first are marked
+    long. Every stage runs half of the first round: each length of at most two tiles once.
     """
-    # In this order the long lengths of the first round get pairs with large tiles: the interpreter is slow per tile.
+    # In this order, the long lengths of the first round get large tiles, because the interpreter is slow for each tile.
     quick = list(itertools.product((torch.float16, torch.bfloat16), HEAD_DIMS[:-1]))
     slow = [*itertools.product([torch.float32], HEAD_DIMS), (torch.bfloat16, HEAD_DIMS[-1]), (torch.float16, HEAD_DIMS[-1])]
     pairs = quick[:3] + slow + quick[3:]
@@ -51,16 +54,16 @@ def test_results_match_float64(stage, seq_q, seq_k, causal, head_dim, dtype):
     check(stage, *make_inputs(seq_q, seq_k, head_dim, dtype, **(FEW if seq_q > 100 else {})), causal=causal)
 
 
-SHARED = [(1, 8, 1), (2, 3, 1), (1, 4, 2), (1, 2, 2)]  # batch, query heads, K/V heads
-DIMENSIONS = [(256, 16), (32, 256), (64, 128), (128, 64), (64, 64)]  # head_dim, value_dim
+SHARED = [(1, 8, 1), (2, 3, 1), (1, 4, 2), (1, 2, 2)]  # (batch, query heads, K/V heads)
+DIMENSIONS = [(256, 16), (32, 256), (64, 128), (128, 64), (64, 64)]  # (head_dim, value_dim)
 
 
 def problems_of_shared_heads():
     """Return cases in rounds: lengths, with and without a causal mask, with shared heads and with D ≠ Dv.
 
-    A round has every length full and causal, all of `SHARED` and all of `DIMENSIONS`. The next round moves these on by one.
-    After 15 rounds each length has had all dimensions in every dtype. All rounds but the first are marked long. Every stage
-    runs half of the first.
+    A round has every length with and without a causal mask, all of `SHARED`, and all of `DIMENSIONS`. The next round moves
+    `SHARED` and `DIMENSIONS` on by one. After 15 rounds each length has had all dimensions in every dtype. All rounds except
+    the first are marked long. Every stage runs half of the first round.
     """
     lengths = [*LENGTHS[:4], LONG[0] if on_gpu else (383, 384)]
     for turn in range(len(DIMENSIONS) * len(DTYPES)):
@@ -82,7 +85,7 @@ def test_results_of_shared_heads_match_float64(stage, seq_q, seq_k, causal, head
 
 
 def test_shared_heads_equal_repeated_heads(stage, unordered):
-    """The bits are equal if a query's results depend on that query alone. The library may sum other matmuls in another order.
+    """A query's results depend on this query alone, so the bits are equal. The library may sum other matmuls in another order.
 
     There are enough heads for a stage with two orders of query tiles to use both.
     """
@@ -102,9 +105,9 @@ def test_shared_heads_equal_repeated_heads(stage, unordered):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_results_are_rounded_to_nearest(stage, dtype):
-    """A cast that truncates, as in Triton's own interpreter for bfloat16, shrinks results by a third of an ulp on average.
+    """Results are rounded to nearest. A cast that truncates shrinks results by a third of an ulp on average.
 
-    Twice the error of plain PyTorch has room for that. The mean has not: there, roundings to nearest cancel.
+    Twice the error of plain PyTorch would allow this. The mean over all elements shows it, because roundings to nearest cancel.
     """
     q, k, v, grad_out = make_inputs(64, 100, dtype=dtype)
     results = by_operator(stage, q, k, v, grad_out, causal=False, scale=0.2)
@@ -115,12 +118,12 @@ def test_results_are_rounded_to_nearest(stage, dtype):
 
 
 def as_bshd(tensor):
-    """The view in model code: [B, S, H, D].transpose(1, 2)."""
+    """Return the view that model code makes: [B, S, H, D].transpose(1, 2)."""
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def as_slice_of_packed(tensor):
-    """One of three tensors packed as [B, S, 3, H, D]."""
+    """Return one of three tensors that are packed as [B, S, 3, H, D]."""
     batch, heads, seq, head_dim = tensor.shape
     packed = tensor.new_full((batch, seq, 3, heads, head_dim), float("nan"))
     packed[:, :, 1] = tensor.transpose(1, 2)
@@ -133,27 +136,27 @@ def as_every_other_row(tensor):
 
 
 def as_expanded_heads(tensor):
-    """All heads share the first one's memory: stride 0."""
+    """Return a tensor in which all heads share the memory of the first head (stride 0)."""
     return tensor[:, :1].expand_as(tensor)
 
 
 def as_odd_rows(tensor):
-    """Rows whose stride is no multiple of 16 bytes. TMA cannot address them."""
+    """Return a tensor whose row stride is no multiple of 16 bytes. TMA cannot address it."""
     return tensor.new_full((*tensor.shape[:-1], tensor.shape[-1] + 1), float("nan"))[..., :-1].copy_(tensor)
 
 
 def as_odd_base(tensor):
-    """A first element that is not aligned to 16 bytes. TMA cannot address it either."""
+    """Return a tensor whose first element is not aligned to 16 bytes. TMA cannot address it."""
     return tensor.new_full((tensor.numel() + 1,), float("nan"))[1:].view(tensor.shape).copy_(tensor)
 
 
 def as_columns(tensor):
-    """The last dimension is not the contiguous one."""
+    """Return a tensor whose last dimension is not contiguous."""
     return tensor.mT.contiguous().mT
 
 
 def as_expanded_scalar(tensor):
-    """The gradient from out.sum().backward(): one element, every stride 0."""
+    """Return a gradient like that of out.sum().backward(): one element, and every stride 0."""
     return tensor[0, 0, 0, 0].expand_as(tensor)
 
 
@@ -172,7 +175,7 @@ def test_inputs_of_any_strides(stage, layout):
 
 @pytest.mark.parametrize("turn", range(4))
 def test_inputs_of_different_strides(stage, turn):
-    """If strides are equal, a kernel that reads v with the strides of k, or k with the strides of q, looks right."""
+    """The tensors have different strides. With equal strides, a kernel that reads v with k's strides would look right."""
     in_turn = (layouts[turn], as_columns, layouts[turn + 1], layouts[turn + 2])
     inputs = make_inputs(*TILED, **({"heads": 4, "kv_heads": 2} if turn % 2 else {}))
     tensors = (layout(tensor) for layout, tensor in zip(in_turn, inputs, strict=True))
@@ -181,13 +184,13 @@ def test_inputs_of_different_strides(stage, turn):
 
 @pytest.mark.parametrize("layout", [*layouts, as_columns, as_expanded_scalar, as_expanded_rows])
 def test_gradient_of_the_output_may_have_any_strides(stage, layout):
-    """A kernel that assumes O's layout for dO reads wrong elements of an expanded or transposed dO, without an error."""
+    """dO may have any layout. A kernel that assumes O's layout would silently read wrong elements."""
     q, k, v, grad_out = make_inputs(*TILED, value_dim=64)
     check(stage, q, k, v, layout(grad_out), causal=True, run=by_functions)
 
 
 def test_gradient_of_a_sum(stage):
-    """out.sum().backward() makes a gradient whose strides are all 0. Autograd must not lose it on the way."""
+    """out.sum().backward() makes a gradient whose strides are all 0. Autograd must pass it to the stage."""
     q, k, v, grad_out = make_inputs(*TILED, **FEW)
     check(stage, q, k, v, torch.ones((), dtype=q.dtype, device=DEVICE).expand_as(grad_out), causal=False)
 
@@ -195,13 +198,13 @@ def test_gradient_of_a_sum(stage):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 1.0])
 def test_any_finite_scale(stage, scale, causal):
-    """-inf times a scale of 0 is NaN, and a negative scale turns the largest score into the smallest."""
+    """Scales may be 0 or negative. -inf times 0 is NaN, and a negative scale turns the largest score into the smallest."""
     check(stage, *make_inputs(*TILED, **FEW), causal=causal, scale=scale)
 
 
 @pytest.mark.parametrize("scale", [1e-30, -1e-30, 1e6, -1e6])
 def test_scales_at_the_ends_of_their_range(stage, scale):
-    """At one end all keys weigh the same. At the other only a row's largest score counts, 1e7 to 1e8 here."""
+    """With the smallest scale all keys have equal weights. With the largest, only a row's largest score (1e7 to 1e8) counts."""
     q, k, v, _ = make_inputs(*TILED, head_dim=128, **FEW)
     out, lse = stage.forward(q, k, v, causal=False, scale=scale)
     exact, yardstick = (make(q, k, v, False, scale) for make in (truth, plain))
@@ -210,7 +213,7 @@ def test_scales_at_the_ends_of_their_range(stage, scale):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_scale_of_zero_makes_all_scores_equal(stage, dtype):
-    """Even large q·k become equal: bfloat16 and float32 hold up to 1e38."""
+    """A scale of 0 makes all scores equal, even if q·k is large. bfloat16 and float32 hold values up to 1e38."""
     q, k, v, grad_out = make_inputs(*TILED, dtype=dtype, **FEW)
     check(stage, 1e15 * q, 1e15 * k, v, grad_out, causal=True, scale=0.0)
 
@@ -218,7 +221,7 @@ def test_a_scale_of_zero_makes_all_scores_equal(stage, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sign, causal", [("all large", True), ("all small", True), ("all small", False), ("both", True)])
 def test_scores_of_ten_thousand(stage, sign, causal, dtype):
-    """exp overflows past 88. The unscaled q·k here, 80 000, does not fit float16, which ends at 65504."""
+    """Large scores do not overflow. exp overflows past 88, and the unscaled q·k of 80 000 exceeds float16 (65504)."""
     head_dim = 64
     q, k, v, grad_out = make_inputs(*TILED, head_dim, dtype, **FEW)
     direction = torch.randn(head_dim, device=DEVICE).sign() * 35.4  # 35.4² · 64 / √64 = 10⁴
@@ -233,8 +236,11 @@ def test_scores_of_ten_thousand(stage, sign, causal, dtype):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("growth", [200.0, 40.0, -200.0])
 def test_scores_that_grow_along_the_keys(stage, growth, causal, dtype):
-    """The maximum over keys at one end is far too small for keys at the other: exp overflows float16 from 11 on, float32 and
-    bfloat16 from 88 on. Only the later half of one head's rows grows, to show effects on other rows."""
+    """A maximum over the first or last keys is far too small for the other keys.
+
+    exp overflows float16 from 11 on, and float32 and bfloat16 from 88 on. Only the later half of one head's rows has growing
+    scores, to show effects on other rows.
+    """
     seq_q, seq_k, head_dim = (1100, 1000, 64) if on_gpu else (110, 100, 16)
     q, k, v, grad_out = make_inputs(seq_q, seq_k, head_dim, dtype, **FEW)
     q[..., 0] = 0
@@ -265,7 +271,7 @@ def test_equal_scores_give_the_mean_of_v(stage, dtype):
 
 @pytest.mark.parametrize("size", [2.0**30, 2.0**-30])
 def test_bfloat16_keeps_its_range(stage, size):
-    """A kernel that uses float16 inside turns values past 65504 into infinities and values below 6e-8 into zeros."""
+    """bfloat16 and float32 keep their range. A kernel that uses float16 inside would make infinities and zeros."""
     q, k, v, grad_out = make_inputs(*TILED, dtype=torch.bfloat16, **FEW)
     results = check(stage, q, k, v * size, grad_out, causal=False)
     assert results["out"].abs().mean() > 0.01 * size
@@ -303,7 +309,7 @@ def test_causal_may_be_aligned_bottom_right(stage, seq_q, seq_k, sizes):
 
 
 def test_chunks_of_queries_equal_all_queries(stage):
-    """Each chunk sees the keys so far, as with a growing cache."""
+    """Each chunk of queries sees the keys up to its end, as with a growing cache."""
     q, k, v, grad_out = make_inputs(200, 200, **FEW)
     whole = check(stage, q, k, v, grad_out, causal=True)
     for first, end in ((0, 70), (70, 113), (113, 114), (114, 200)):
@@ -315,9 +321,9 @@ def test_chunks_of_queries_equal_all_queries(stage):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_merging_halves_of_the_keys_by_their_lse(stage, causal):
-    """out = Σ exp(lse_i - lse) out_i with lse = logsumexp(lse_i): splitting keys over devices relies on this.
+    """out = Σ exp(lse_i - lse) out_i with lse = logsumexp(lse_i). Splitting keys over devices needs this.
 
-    Causal queries here see all of the first half, so that half's call is not causal.
+    Causal queries here see all keys of the first half, so the first call is not causal.
     """
     q, k, v, _ = make_inputs(70, 140, dtype=torch.float32, **FEW)
     keys = torch.split(k, 70, dim=2)
@@ -339,7 +345,7 @@ def test_merging_halves_of_the_keys_by_their_lse(stage, causal):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradient_through_the_lse(stage, causal):
-    """The gradient through the LSE alone, and with the output's gradient, as in a loss with a z-term."""
+    """The gradient through the LSE is right, alone and together with the output's gradient, as in a loss with a z-term."""
     q, k, v, grad_out = make_inputs(*TILED, dtype=torch.float32, **FEW_SHARED)
     grad_lse = torch.randn(q.shape[:3], device=DEVICE)
     scale = -0.2
@@ -368,7 +374,7 @@ def test_gradient_through_the_lse(stage, causal):
 
 @pytest.mark.parametrize("dtype, sizes", [*zip(DTYPES, 3 * [FEW], strict=True), (torch.float16, FEW_SHARED)])
 def test_same_inputs_give_the_same_bits(stage, dtype, sizes, unordered):
-    """Atomic additions or a race would change bits. A stage with UNORDERED results has a deterministic mode."""
+    """Two calls give equal bits. Atomic additions or a race would change bits. UNORDERED results have a deterministic mode."""
     torch.use_deterministic_algorithms(bool(unordered))
     inputs = make_inputs(*((1000, 1100) if on_gpu else TILED), 64, dtype, **sizes)
     first = by_operator(stage, *inputs, causal=True, scale=0.125)
@@ -379,7 +385,7 @@ def test_same_inputs_give_the_same_bits(stage, dtype, sizes, unordered):
 @pytest.mark.skipif(not on_gpu, reason="the interpreter runs programs one after another: 65 536 of them take minutes")
 @pytest.mark.parametrize("shared", [1, 2])
 def test_more_heads_than_a_grid_axis_holds(stage, shared):
-    """The second and third axes of a CUDA grid end at 65535."""
+    """Many heads work, although the second and third axes of a CUDA grid end at 65535."""
     inputs = make_inputs(3, 5, 16, batch=2, heads=shared * 33_000, kv_heads=33_000)
     results = by_functions(stage, *inputs, causal=True, scale=0.25)
 

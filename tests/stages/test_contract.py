@@ -1,4 +1,4 @@
-"""All stages have the same files and the same names, which makes them comparable and readable."""
+"""All stages have the same files and names, so that a reader can compare them."""
 
 import ast
 import importlib.util
@@ -15,7 +15,7 @@ PARTS = ("forward", "backward")
 
 @pytest.fixture(params=stages.names())
 def stage(request):
-    """Every stage, even if it cannot run here."""
+    """The module of every stage, even if the stage cannot run here."""
     return stages.load(request.param)
 
 
@@ -57,7 +57,7 @@ def test_a_stage_with_another_s_functions_is_found(tmp_path):
 
 
 def taken_from_others(path, package):
-    """A stage file's imports from other stages: (file, module, name). The name is None for a whole module."""
+    """Return a stage file's imports from other stages as (file, module, name). The name is None for a whole module."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -69,7 +69,7 @@ def taken_from_others(path, package):
 
 
 def is_fallback(file, module, name):
-    """Whether an import is another stage's forward in a forward.py, or its backward in a backward.py."""
+    """Return whether an import is another stage's forward in a forward.py, or its backward in a backward.py."""
     return file == name and name in PARTS and module in {f"stages.{other}.{name}" for other in stages.names()}
 
 
@@ -98,7 +98,7 @@ def test_imports_that_a_stage_may_have(tmp_path, line, allowed):
 
 
 def test_the_code_of_a_stage_does_not_hold_its_name(stage):
-    """A copy then needs no change for its new name."""
+    """A stage's code does not contain the stage's name, so a copy needs no change."""
     directory = pathlib.Path(stage.__file__).parent
     version = directory.name.split("_")[0]
     for path in directory.glob("**/*.py"):
@@ -106,7 +106,7 @@ def test_the_code_of_a_stage_does_not_hold_its_name(stage):
 
 
 def test_the_readmes_name_a_stage(stage):
-    """The stage's README names it in the title, the project's README in a table."""
+    """The stage's README has the stage's name in its title. The project's README has the name in a table."""
     directory = pathlib.Path(stage.__file__).parent
     version = directory.name.split("_")[0]
     assert (directory / "README.md").read_text().startswith(f"# {version}: ")
@@ -130,7 +130,7 @@ def test_a_stage_that_is_not_there(name):
 
 
 def test_a_pass_without_a_change_has_the_same_files():
-    """A NOTE about a later stage stands in the first of the files that this stage changes."""
+    """A NOTE about a later stage stands in the first file that the later stage changes."""
     for name in stages.names():
         parent = stages.parent(name)
         for pass_ in PARTS if parent else ():
@@ -148,7 +148,7 @@ def test_stages_are_in_order():
 
 
 def stage_with(parent, directory):
-    """The name of a new stage in `directory` that records this parent."""
+    """Make a new stage in `directory` that records this parent, and return the stage's name."""
     name = "v99_mine"
     (directory / name).mkdir()
     (directory / name / "__init__.py").write_text(f"PARENT = {parent!r}\n")
@@ -176,7 +176,7 @@ def test_a_stage_without_a_recorded_parent_follows_the_number_before():
 
 
 def by_position(source):
-    """What a Gluon kernel should do by name: tuples that are taken apart or indexed, and slots and phases that are computed."""
+    """Return the places where a Gluon kernel unpacks or indexes a tuple, or computes a slot or phase without the helper."""
     found = []
     for node in ast.walk(ast.parse(source)):
         match node:
@@ -211,7 +211,7 @@ def test_names_are_no_positions(line):
 
 
 def too_large(source):
-    """The functions of a file that are too large to hold in mind, with their lines and parameters; "the file" if it is."""
+    """Return the functions of a file that are too large, with their lines and parameters. "the file" stands for the file."""
     found = ["the file"] if source.count("\n") > 450 else []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef):

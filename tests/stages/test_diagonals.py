@@ -1,4 +1,4 @@
-"""Bottom-right masks whose diagonal crosses tiles at every place. An end that is one key off shows at few places only."""
+"""Bottom-right masks are right wherever their diagonal crosses a tile. A loop end that is one key off shows at few places."""
 
 import pytest
 import torch
@@ -10,12 +10,12 @@ from common.runtime import DEVICE
 
 on_gpu = DEVICE == "cuda"
 
-ROWS = 128  # queries of a full tile, or of two consumers
-TILE = 128  # keys of the longest tile: diagonals that differ by TILE cross key tiles at the same places
+ROWS = 128  # number of queries of a full tile, or of two consumers
+TILE = 128  # number of keys of the longest tile; diagonals that differ by TILE cross key tiles at the same places
 
-# Queries, diagonal, head dimension. Say that a key tile has N keys. A loop that ends one key early loses a key where the
-# diagonal is 1 modulo N. An unmasked loop that ends one key too late reads a hidden key where the diagonal is -2 modulo N.
-# 126 is: 128 is a multiple of every N here. In the forward, a grid that ignores the rows before query 0 loses rows at a tile's
+# (queries, diagonal, head dimension). Suppose that a key tile has N keys. A loop that ends one key early loses a key if the
+# diagonal is 1 modulo N. An unmasked loop that ends one key late reads a hidden key if the diagonal is -2 modulo N. The
+# diagonal 126 is -2 modulo every N here. In the forward, a grid that ignores the rows before query 0 loses rows at a tile's
 # edge. A diagonal longer than a query tile makes the number of the first query tile negative.
 NEXT_TO_EDGES = [(128, 1, 256), (128, 126, 16), (256, 129, 16), (128, 126, 128), (128, 65, 128), (65, 63, 256), (128, 65, 256)]
 
@@ -26,7 +26,7 @@ def check_diagonal(stage, seq_q, diagonal, head_dim=16, dtype=torch.float16):
 
 
 @pytest.mark.every_stage
-@pytest.mark.parametrize("head_dim", [16, 128, 256])  # each has its own tiles, and D = 256 its own kernels
+@pytest.mark.parametrize("head_dim", [16, 128, 256])  # each has other tiles, and D = 256 has other kernels
 def test_diagonals_next_to_the_edges_of_tiles(stage, head_dim):
     for seq_q, diagonal, of in NEXT_TO_EDGES:
         if of == head_dim:
@@ -35,7 +35,7 @@ def test_diagonals_next_to_the_edges_of_tiles(stage, head_dim):
 
 @pytest.mark.every_stage
 def test_diagonals_of_every_residue_in_some_stage(stage):
-    """Each stage tests some residues, and all stages together test all. Most of their mask code is the same."""
+    """Each stage tests some residues, and all stages together test all residues. Most of their mask code is equal."""
     names = stages.names()
     place = names.index(stage.__name__.removeprefix("stages."))
     for diagonal in range(place, TILE, len(names)):
@@ -58,7 +58,7 @@ def test_diagonals_of_every_residue_and_head_dimension(stage, seq_q, head_dim, d
     [(64, 40, True), (64, 127, False), (128, 127, False), (256, 40, True), (256, 63, False)],
 )
 def test_scores_far_below_zero_of_more_queries_than_keys(stage, head_dim, seq_k, causal):
-    """A key past the end scores 0. Without a mask exp(0 - lse) overflows, and 0 times infinity is NaN.
+    """Keys past the end are masked. They score 0, so exp(0 - lse) would overflow, and 0 times infinity is NaN.
 
     The last key tile lacks many keys, or only one.
     """
@@ -71,12 +71,12 @@ def test_scores_far_below_zero_of_more_queries_than_keys(stage, head_dim, seq_k,
 
 @pytest.mark.every_stage
 def test_the_tile_of_the_first_queries_may_fail(stage, monkeypatch):
-    """A stage that speculates has a flag for each failed tile. The rows before query 0 add a tile, which needs a flag too."""
+    """A stage that guesses the maximum has a flag for each failed tile. The rows before query 0 add a tile with a flag."""
     name = stage.__name__.removeprefix("stages.")
-    shorts = dict.fromkeys(names_in(name).get("SHORT", ()), 0)  # work of at most that many key tiles does not speculate
+    shorts = dict.fromkeys(names_in(name).get("SHORT", ()), 0)  # work of at most this many key tiles does not guess
     set_names(monkeypatch, name, FEW_SQUARES=0, SHORT=shorts, splits_of=lambda *_: 1)
-    monkeypatch.setattr(replay, "is_watched", lambda: True)  # no call is replayed for another with its shapes
+    monkeypatch.setattr(replay, "is_watched", lambda: True)  # switch replay off
     q, k, v, grad_out = make_inputs(256, 256 + 129, 128, batch=1, heads=1)
     q[..., 0] = 0
-    q[:, :, 0, 0], k[:, :, 50, 0] = 40, 40  # 141 nats for the first query alone
+    q[:, :, 0, 0], k[:, :, 50, 0] = 40, 40  # only the first query has a score of 141 nats
     check(stage, q, k, v, grad_out, causal="bottom-right", run=by_functions)

@@ -1,4 +1,4 @@
-"""Triton's front end accepts every Gluon kernel. The interpreter takes more than the compiler, which types each variable."""
+"""Triton's front end accepts every Gluon kernel. The interpreter accepts more programs than the compiler."""
 
 import programs
 import pytest
@@ -20,7 +20,7 @@ from common.measure import aot
 accepted = []
 
 def accept(self, key, signature, device, constexprs, options, attrs, warmup):
-    # Stop after the first representation: the later ones take much longer.
+    # Stop after the first representation, because the later representations take much longer.
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
@@ -52,7 +52,7 @@ for name in NAMES:
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU, every test compiles the kernels")
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
 def test_the_front_end_accepts_a_pass(pass_):
-    """Three stages once passed a literal 0 for a variable that a loop counts up: right on the interpreter, and a type error."""
+    """The compiler accepts each pass. Three stages once passed a literal 0 for a loop variable, which is a type error."""
     program = f"NAMES, PASS = {once(NAMES, pass_)!r}, {pass_!r}\n{PROGRAM}"
     done = programs.python("-c", program, TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr

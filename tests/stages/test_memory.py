@@ -15,11 +15,11 @@ from triton.runtime import _allocation, interpreter
 from common.operator import DTYPES
 from common.runtime import DEVICE, INTERPRETED
 
-MARGIN = 1 << 18  # bytes: more than any tile
+MARGIN = 1 << 18  # number of bytes, more than any tile has
 
 
 class PoisonedMemory(TorchDispatchMode):
-    """Puts every new tensor between two margins of NaN. An uninitialised tensor starts as NaN itself."""
+    """Put every new tensor between two margins of NaN. An uninitialized tensor is filled with NaN too."""
 
     def __init__(self):
         super().__init__()
@@ -31,7 +31,9 @@ class PoisonedMemory(TorchDispatchMode):
         if not (fresh and isinstance(result, torch.Tensor) and result.is_floating_point() and result.numel()):
             return result
         span = result.untyped_storage().nbytes()
-        buffer = torch.full((MARGIN + span + MARGIN,), 0xFF, dtype=torch.uint8, device=result.device)  # all ones: NaN
+        buffer = torch.full(
+            (MARGIN + span + MARGIN,), 0xFF, dtype=torch.uint8, device=result.device
+        )  # all bits are 1, which is NaN
         self.buffers.append((str(func), buffer, span))
         inside = buffer[MARGIN : MARGIN + span].view(result.dtype)
         inside = inside.as_strided(result.shape, result.stride(), inside.storage_offset() + result.storage_offset())
@@ -45,7 +47,7 @@ class PoisonedMemory(TorchDispatchMode):
 
 
 def refuse_to_load_nan(monkeypatch):
-    """Make the interpreter raise if a kernel loads NaN: memory outside an input, or not written yet.
+    """Make the interpreter raise an error if a kernel loads NaN from outside of an input, or from unwritten memory.
 
     On a GPU such a load may end the process, even if the kernel ignores the value.
     """
@@ -63,7 +65,7 @@ def refuse_to_load_nan(monkeypatch):
 
 
 def surrounded(tensor):
-    """`tensor` with NaN before and after every row, every head and the whole. Strides and base are multiples of 16 bytes."""
+    """Return `tensor` with NaN around every row, every head and the whole tensor. All strides are multiples of 16 bytes."""
     batch, heads, seq, head_dim = tensor.shape
     buffer = tensor.new_full((batch, heads, seq + 256, head_dim + 16), float("nan"))
     return buffer[:, :, 128:-128, 8:-8].copy_(tensor)
@@ -98,7 +100,7 @@ def test_nothing_outside_is_read_or_written(stage, seq_q, seq_k, head_dim, kv_he
 
 
 def test_a_call_leaves_nothing_behind(stage):
-    """Triton keeps no input alive, and the user's allocator stays set."""
+    """A stage keeps no input alive, and does not change the user's allocator."""
 
     def mine(size, alignment, stream):
         return torch.empty(size, dtype=torch.int8, device=DEVICE)
@@ -118,9 +120,9 @@ def test_a_call_leaves_nothing_behind(stage):
 @pytest.mark.skipif(not INTERPRETED, reason="the order of programs can be chosen in the interpreter only")
 @pytest.mark.parametrize("dtype, kv_heads", zip(DTYPES, (2, 1, 2), strict=True))
 def test_programs_in_reverse_order_give_the_same_bits(stage, dtype, kv_heads, unordered, monkeypatch):
-    """Two programs that write the same place race on a GPU. One after the other, the later write hides the error.
+    """Results do not depend on the order of programs. If two programs write the same place, they race on a GPU.
 
-    A last tile that is stored past its head is hidden too: the next program overwrites the wrong elements.
+    The usual order also hides a last tile that is stored past its head, because the next program overwrites it.
     """
     inputs = make_inputs(150, 170, 16, dtype, batch=1, heads=2, kv_heads=kv_heads)
     forwards = by_functions(stage, *inputs, causal=True, scale=0.25)
@@ -139,12 +141,12 @@ def reverse_programs(monkeypatch):
     monkeypatch.setattr(builder, "set_grid_idx", reversed_index)
 
 
-# The checks above must fail for kernels that do forbidden things.
+# The checks above must fail for kernels with mistakes.
 
 
 @triton.jit
 def _copy_kernel(x_ptr, y_ptr, size, extra_read, extra_write, BLOCK: tl.constexpr):
-    """Copy rows of `size` elements, one program per row. Read and write `extra` elements past the end of a row."""
+    """Copy rows of `size` elements, one program per row. Also copy `extra` elements past the end of a row."""
     offs = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + tl.program_id(0) * size + offs, mask=offs < size + extra_read, other=0.0)
     total = tl.sum(x, 0)

@@ -1,7 +1,7 @@
-"""Random problems over the whole contract: results are as close to float64 as `common.measure.reference` requires.
+"""Results are as close to float64 as `common.measure.reference` requires, for random problems with all supported inputs.
 
-`make test` takes the same 200 problems every time, `make test-long` on a GPU 10 000 new ones for each stage. A failure shows
-the simplest problem that fails. Add it to `FOUND`, which every run takes first.
+`make test` takes the same 200 problems every time. `make test-long` on a GPU takes 10 000 new problems for each stage. A
+failure shows the simplest problem that fails. Add this problem to `FOUND`, which every run takes first.
 """
 
 import sys
@@ -21,12 +21,12 @@ from common.runtime import DEVICE
 
 on_gpu = DEVICE == "cuda"
 
-IN_ALL, OF_EACH_STAGE = 200, 10_000  # problems of `make test`, and of each stage in `make test-long`
+IN_ALL, OF_EACH_STAGE = 200, 10_000  # number of problems in `make test`, and for each stage in `make test-long`
 AVAILABLE = [name for name in stages.names() if not stages.unavailable(name)]
-CHEAP = (16, 32)  # head dimensions, for the interpreter
+CHEAP = (16, 32)  # head dimensions for the slow interpreter
 
-EXPANDED = Layout("hsdb", expanded="s")  # `torch.empty_like` makes its rows the innermost dimension
-FOUND = [  # problems on which a stage, or a mistake below, once failed, in their simplest form
+EXPANDED = Layout("hsdb", expanded="s")  # for this layout, `torch.empty_like` makes the sequence the innermost dimension
+FOUND = [  # problems on which a stage or a mistake below has failed before, in their simplest form
     Problem(1, 15, dtype=torch.float16),
     Problem(1, 1, dtype=torch.float16, scale=-0.125),
     Problem(8, 2, heads=2, dtype=torch.float16, scale=0.0, layouts=(Layout(), Layout(), EXPANDED, Layout())),
@@ -38,14 +38,14 @@ FOUND = [  # problems on which a stage, or a mistake below, once failed, in thei
 
 
 def replaying(test):
-    """Make a test of a problem take the problems in `FOUND` first."""
+    """Let a test run the problems in `FOUND` first."""
     for problem in FOUND:
         test = example(problem=problem)(test)
     return test
 
 
 def without_lse(stage, q, k, v, grad_out, *, causal, scale):
-    """All results of a stage, the LSE from a call of its own. `by_operator` instead takes out and LSE from one call."""
+    """Return all results of a stage. A second call gives the LSE, so the differentiated call does not return it."""
     leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
     out = stage.attention(*leaves, causal=causal, scale=scale)
     dq, dk, dv = torch.autograd.grad(out, leaves, grad_out)
@@ -59,7 +59,7 @@ def solve(stage, problem):
     check(stage, *problem.tensors(), causal=problem.causal, scale=problem.scale, run=run)
 
 
-# All examples of a test share the fixtures. A compilation takes longer than hypothesis would wait for an example.
+# All examples of a test share the fixtures. There is no deadline, because a compilation takes longer than hypothesis allows.
 ordinary = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 same_every_time = settings(ordinary, derandomize=True, database=None)
 
@@ -73,9 +73,9 @@ def test_any_problem_is_solved(stage, problem):
 
 @pytest.fixture
 def one_binary(stage, monkeypatch):
-    """Compile the kernels of a stage for any values and addresses, and not again for each 1 or multiple of 16.
+    """Compile the kernels of a stage once for all values and addresses. Triton would compile again for 1 or multiples of 16.
 
-    Ten thousand problems have so many of these that compilation would take hours. `test_any_problem_is_solved` compiles the
+    Ten thousand problems have so many such values that compilation would take hours. `test_any_problem_is_solved` compiles the
     kernels as usual.
     """
     modules = [module for name, module in sys.modules.items() if name.startswith("stages.")]
@@ -107,7 +107,7 @@ def test_any_of_many_problems_is_solved(stage, head_dim, one_binary):
 
 
 def forgets_the_ragged_end(q, k, v, causal, scale):
-    """Key tiles have 16 rows. A last tile with fewer rows is ignored."""
+    """Ignore the last key tile if it has fewer than 16 rows."""
     whole = max(1, k.shape[2] // 16 * 16)
     return q, k[:, :, :whole], v[:, :, :whole], causal, scale
 
@@ -117,7 +117,7 @@ def takes_the_scale_without_its_sign(q, k, v, causal, scale):
 
 
 def reads_v_with_the_strides_of_k(q, k, v, causal, scale):
-    """If the strides of k leave v's memory, v keeps its own. The gaps in the memory hold NaN."""
+    """Read v with the strides of k, if they stay in v's memory. The gaps in the memory hold NaN."""
     try:
         return q, k, v.as_strided(v.shape, k.stride()), causal, scale
     except RuntimeError:
@@ -125,7 +125,7 @@ def reads_v_with_the_strides_of_k(q, k, v, causal, scale):
 
 
 def deals_out_the_heads_in_turn(q, k, v, causal, scale):
-    """Query head h gets head h % Hkv of k and v, and not h // (H / Hkv)."""
+    """Give query head h the head h % Hkv of k and v, instead of h // (H / Hkv)."""
     turns = q.shape[1] // k.shape[1]
     return q, k.repeat(1, turns, 1, 1), v.repeat(1, turns, 1, 1), causal, scale
 

@@ -1,4 +1,4 @@
-"""The READMEs: stages have the same headings, links and names lead somewhere, and measured numbers are generated."""
+"""READMEs of stages have equal headings. Their links and names exist, and measured numbers are generated."""
 
 import re
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_notes_that_are_quoted_are_in_the_code(stage, readme):
 
 
 def anchors(path):
-    """The anchors of a document's headings."""
+    """Return the anchors of a document's headings."""
     headings = re.findall(r"^#+ (.*)", path.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -1,5 +1,7 @@
-"""Safe speculation: results are right if other keys score far above the first keys, failed tiles are shared out evenly, and no
-tile is started in vain."""
+"""Stages that guess the maximum are right and fast if other keys score far above the first keys.
+
+All CTAs get about equally many failed tiles, and no tile starts in vain.
+"""
 
 import itertools
 from typing import NamedTuple
@@ -17,15 +19,15 @@ from common.measure.reference import assert_correct, plain, truth
 from common.runtime import DEVICE, Device, interpreted_as
 
 SAFE = once([name for name in stages.names() if "FIRST_KEYS" in names_in(name)], "forward")
-SHARING = [name for name in SAFE if "LOOKED_AT" in names_in(name)]  # failed tiles by their ranks
+SHARING = [name for name in SAFE if "LOOKED_AT" in names_in(name)]  # these stages give out failed tiles by their ranks
 GIVING_UP = [name for name in SAFE if "LATELY" in names_in(name)]
 SAMPLING = [name for name in SAFE if "_sample_kernel" in names_in(name)]
-PROGRAMS = 2  # programs that run at a time: few, so that each takes several tiles
+PROGRAMS = 2  # number of concurrent programs; there are few, so that each takes several tiles
 SAMPLES = names_in(SAMPLING[0])["LATELY"].value
 
 
 def options_of(name):
-    """The argument names of a stage's forward kernel."""
+    """Return the argument names of a stage's forward kernel."""
     kernel = stages.load(name).forward.__globals__.get("_forward_kernel")
     return getattr(kernel, "arg_names", ())
 
@@ -39,7 +41,7 @@ def make_long(name, monkeypatch):
 
 @pytest.fixture(params=SAFE)
 def long_work(request, monkeypatch):
-    """A stage that speculates on work of any length, with few programs at a time."""
+    """A stage that guesses the maximum for work of any length, with few concurrent programs."""
     if reason := stages.unavailable(request.param):
         pytest.skip(f"{request.param} {reason}")
     stage = stages.load(request.param)
@@ -55,7 +57,7 @@ def check(stage, q, k, v, causal):
 
 
 def with_key(key, nats, heads, seq_len, head_dim, dtype):
-    """q, k and v. One key scores `nats` for all queries, and the other keys are normal."""
+    """Return q, k and v, where one key scores `nats` for all queries and the other keys are normally distributed."""
     q, k, v, _ = make_inputs(seq_len, seq_len, head_dim, dtype, batch=1, heads=heads)
     q[..., 0], k[..., 0], k[:, :, key] = 4, 0, 0
     k[:, :, key, 0] = nats * head_dim**0.5 / 4
@@ -63,24 +65,24 @@ def with_key(key, nats, heads, seq_len, head_dim, dtype):
 
 
 SPECULATING = once([name for name in stages.names() if "MODE" in options_of(name)], "forward")
-SINKS = [0, 10, 15, 16, 45]  # one key per head: among the 16 first keys that short rows guess their maximum from, or past them
+SINKS = [0, 10, 15, 16, 45]  # one key per head; short rows guess their maximum from the first 16 keys
 
 
 @pytest.mark.parametrize("name", SPECULATING)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("nats", [16, 120])
 def test_rows_before_a_sink_do_not_see_it(name, nats, dtype, monkeypatch):
-    """If a row's maximum includes a key that the row does not see (causal), all P of that row are too small, or 0."""
+    """A causal row's guess ignores keys that the row does not see. Otherwise all P of the row would be too small, or 0."""
     if reason := stages.unavailable(name):
         pytest.skip(f"{name} {reason}")
     stage = stages.load(name)
     make_long(stage.__name__.removeprefix("stages."), monkeypatch)
-    # More than 128 rows: fewer keep a running maximum.
+    # More than 128 rows, because with fewer rows stages keep a running maximum.
     heads = [with_key(key, nats, 1, 130, 64, dtype) for key in SINKS]
     q, k, v = (torch.cat(tensors, 1) for tensors in zip(*heads, strict=True))
     check(stage, q, k, v, True)
     if dtype == torch.bfloat16 and nats < 88:
-        # The guess leaves some sinks out: their P is rounded, and so are O and delta. v26's README names this limit.
+        # The guess leaves out some sinks. Their P is rounded, and therefore O and delta. v26's README describes this limit.
         q, k, v = (tensor[:, : SINKS.index(16) if name in SAFE else 0] for tensor in (q, k, v))
     if q.numel():
         check_both_passes(stage, q, k, v, torch.randn_like(v), causal=True)
@@ -88,14 +90,16 @@ def test_rows_before_a_sink_do_not_see_it(name, nats, dtype, monkeypatch):
 
 @pytest.mark.parametrize(("dtype", "nats"), [(torch.float16, 40), (torch.bfloat16, 60)], ids=str)
 def test_sinks_around_the_last_of_the_first_keys_of_long_rows(long_work, nats, dtype):
-    """In rows of more than 512 keys the guess includes the first 32."""
+    """In rows of more than 512 keys, the guess includes the first 32 keys."""
     heads = [with_key(key, nats, 1, 600, 16, dtype) for key in (16, 31, 32)]
     check(long_work, *(torch.cat(tensors, 1) for tensors in zip(*heads, strict=True)), True)
 
 
 class Recorded:
-    """A forward kernel that records what its first launch leaves to the second: the tiles started, and those that failed.
-    `samples`: number of flags of samples."""
+    """A forward kernel that records which tiles its first launch has started, and which of them have failed.
+
+    The second launch repeats the failed tiles. `samples` is the number of flags of samples.
+    """
 
     def __init__(self, kernel, samples):
         self.kernel, self._samples = kernel, samples
@@ -121,7 +125,7 @@ def recorded(long_work, monkeypatch):
 
 
 def sinks():
-    """A stage, head dimension, nats, mask and dtype. Stages before the newest get few cases: they guess with the same code."""
+    """Yield (stage, head dimension, nats, mask, dtype). Older stages get few cases, because they guess with the same code."""
     for name, head_dim, nats, causal in itertools.product(SAFE, [64, 128], [8, 16, 24], [False, True]):
         for dtype in (torch.float16, torch.bfloat16):
             marks = [] if name == SAFE[-1] or (head_dim, nats, causal) == (64, 16, True) else [pytest.mark.long]

@@ -1,4 +1,4 @@
-"""Faults that only long or hard use shows: many calls, many threads, a process killed in the middle."""
+"""Stages survive long and hard use: many calls, many threads, and killed processes."""
 
 import concurrent.futures
 import contextlib
@@ -29,7 +29,7 @@ THREADS, ROUNDS = (8, 100) if on_gpu else (4, 1)
 
 
 def test_threads_do_not_disturb_each_other(monkeypatch):
-    """Threads run all stages at once, each on its own stream, with empty tuner caches. Bits are as from one thread."""
+    """Threads run all stages at once on streams of their own, with empty tuner caches. The bits equal those of one thread."""
     inputs = make_inputs(40, 70, 16, batch=1, heads=1)
     options = {"causal": True, "scale": 0.25}
     names = AVAILABLE if on_gpu else AVAILABLE[1:6]
@@ -56,13 +56,13 @@ def test_threads_do_not_disturb_each_other(monkeypatch):
             done.result()
 
 
-CALLS = 100_000  # forward and backward of half as many problems
-WARM_UP = 4_000  # calls, until every kernel is compiled and the allocator has its blocks
-HOST_BYTES, GPU_BYTES = 32 * 2**20, 32 * 2**20  # 300 bytes a call
+CALLS = 100_000  # number of calls: forward and backward of half as many problems
+WARM_UP = 4_000  # number of calls until every kernel is compiled and the allocator has its blocks
+HOST_BYTES, GPU_BYTES = 32 * 2**20, 32 * 2**20  # memory may grow by this much, which is about 300 bytes a call
 
 
 def memory_in_use():
-    """Bytes of host memory of this process, and of GPU memory of all processes."""
+    """Return the bytes of this process's host memory, and of all processes' GPU memory."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -75,7 +75,7 @@ def memory_in_use():
 @pytest.mark.alone
 @needs_gpu
 def test_many_calls_leave_no_memory_behind():
-    """Lengths differ from call to call: a cache that keeps something for each of them grows."""
+    """Memory does not grow over many calls. Lengths differ, so a cache with an entry for each length would grow."""
     longest = 300
     lengths = [length for length in range(2, longest) if length % 16]  # the compiler treats these alike
     pick = random.Random(0)
@@ -121,7 +121,7 @@ def kill(command, said, delay, **options):
 @pytest.mark.long
 @needs_gpu
 def test_killed_while_it_tunes_the_next_process_works(tmp_path):
-    """The next process must not use files of Triton's cache on disk that a killed process left half-written."""
+    """The next process does not use half-written files that a killed process has left in Triton's cache on disk."""
     command = [sys.executable, "-c", FIRST_CALL]
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     for delay in (0.0, 0.3, 1.0, 2.0, 4.0):
@@ -133,7 +133,7 @@ def test_killed_while_it_tunes_the_next_process_works(tmp_path):
 @pytest.mark.long
 @needs_gpu
 def test_killed_while_it_measures_the_next_run_works(tmp_path):
-    """A killed run leaves a readable file of results, or none."""
+    """A killed run leaves a readable results file, or no file."""
     command = [sys.executable, str(ROOT / "bench.py"), "--stage=v3", "--seq-len=512", "--head-dim=64", "--json=run.json"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     for delay in (0.0, 1.0, 3.0):

@@ -1,5 +1,7 @@
-"""Keys are split over programs, and the parts merged. With any number of splits the result is one softmax's. Query heads that
-share a K/V head share a tile."""
+"""Results are right if programs split the keys, with any number of splits.
+
+Query heads that share a K/V head share a tile.
+"""
 
 import itertools
 
@@ -14,13 +16,13 @@ from common.operator import diagonal
 from common.runtime import DEVICE, INTERPRETED
 
 SPLITTING = once([name for name in stages.names() if "splits_of" in names_in(name)], "forward")
-PLANNING = [name for name in SPLITTING if "CROWDED" in names_in(name)]  # have a cost model
+PLANNING = [name for name in SPLITTING if "CROWDED" in names_in(name)]  # these stages have a cost model
 PACKING = once([name for name in stages.names() if "_place" in names_in(name)], "forward")
 
 
 @pytest.fixture(autouse=True)
 def _every_call_by_itself(monkeypatch):
-    """Switch replay off. A test's change of a stage keeps a call's kind, so an earlier call would be repeated."""
+    """Switch replay off. A test changes a stage but not the kind of a call, so an earlier call would be replayed."""
     monkeypatch.setattr(replay, "is_watched", lambda: True)
 
 
@@ -33,31 +35,31 @@ def available(name):
 
 def set_splits(monkeypatch, name, number):
     """Set a stage's number of splits."""
-    set_names(monkeypatch, name, splits_of=lambda *_: number, FEW_SQUARES=0)  # over 128 rows: v29's tile
+    set_names(monkeypatch, name, splits_of=lambda *_: number, FEW_SQUARES=0)  # more than 128 rows take v29's tile
 
 
 @pytest.fixture(params=SPLITTING)
 def split(request, monkeypatch):
-    """A stage that splits, and a function that sets its number of splits."""
+    """A stage that splits keys, and a function that sets its number of splits."""
     return available(request.param), lambda number: set_splits(monkeypatch, request.param, number)
 
 
 def forward(stage, q, k, v, causal=False, scale=None):
-    """A stage's out and lse, the truth, and the results of plain PyTorch."""
+    """Return a stage's out and lse, the truth, and the results of plain PyTorch."""
     options = {"causal": bool(causal), "scale": scale or q.shape[-1] ** -0.5}
     options["diagonal"] = diagonal(causal, q.shape[2], k.shape[2])
     out, lse = stage.forward(q, k, v, **options)
     return {"out": out, "lse": lse}, truth(q, k, v, **options), plain(q, k, v, **options)
 
 
-PROBLEMS = [  # queries, keys, head_dim, causal, heads, K/V heads, value_dim
+PROBLEMS = [  # (queries, keys, head_dim, causal, heads, K/V heads, value_dim)
     (1, 700, 64, False, 4, 1, 64),  # the last split ends inside a tile
     (1, 1, 16, False, 2, 2, 16),
-    (5, 300, 128, "bottom-right", 2, 1, 128),  # two consumers' rows: one has none
+    (5, 300, 128, "bottom-right", 2, 1, 128),  # one of the two consumers has no rows
     (40, 600, 64, "bottom-right", 2, 1, 32),
-    (40, 600, 64, True, 2, 1, 32),  # aligned top left, no row sees most of the keys: some splits have no key
+    (40, 600, 64, True, 2, 1, 32),  # aligned top left, so no row sees most keys, and some splits have no visible key
     (70, 203, 32, "bottom-right", 3, 1, 64),  # the number of heads is no power of two
-    (150, 700, 64, "bottom-right", 2, 1, 64),  # more rows than a tile for few rows has
+    (150, 700, 64, "bottom-right", 2, 1, 64),  # more rows than the tile for few rows has
     (140, 400, 128, False, 1, 1, 128),
     (1, 239, 256, True, 1, 1, 256),  # one visible key; key tiles are as short as the query tile's rows
 ]
@@ -90,7 +92,7 @@ MORE_THAN_AT_ONCE = [
 
 @pytest.mark.parametrize(("head_dim", "value_dim", "number", "growth"), MORE_THAN_AT_ONCE)
 def test_more_splits_than_a_merge_reads_at_once(split, head_dim, value_dim, number, growth):
-    """A merge rescales its accumulator for each new maximum. Scores grow or fall, so that this factor is never 1.
+    """A merge of many splits rescales its accumulator correctly. Scores grow or fall, so that the factor is never 1.
 
     Each split has a tile of 64 keys, and only the last tile is not whole.
     """
@@ -103,8 +105,8 @@ def test_more_splits_than_a_merge_reads_at_once(split, head_dim, value_dim, numb
     assert_correct(*forward(stage, q, k, v))
 
 
-# Queries, keys, and query heads of one K/V head. A tile has all of these heads for each of its queries. It begins before
-# query 0 unless the diagonal is a multiple of the number of queries in 64 rows. Three heads are not packed.
+# (queries, keys, query heads of one K/V head). A tile has all of these heads for each of its queries. It begins before query 0
+# unless the diagonal is a multiple of the number of queries in 64 rows. Three heads do not share a tile.
 PACKED = [(2, 129, 64), (2, 130, 64), (3, 67, 64), (12, 17, 8), (5, 70, 32), (33, 160, 4), (70, 113, 2), (7, 90, 3), (9, 75, 1)]
 SPLITS_OF_PACKED = [pair for pair in itertools.product(PACKING, (1, 2)) if pair[1] == 1 or pair[0] in SPLITTING]
 
@@ -112,7 +114,7 @@ SPLITS_OF_PACKED = [pair for pair in itertools.product(PACKING, (1, 2)) if pair[
 @pytest.mark.parametrize(("name", "number"), SPLITS_OF_PACKED)
 @pytest.mark.parametrize(("seq_q", "seq_k", "heads"), PACKED)
 def test_diagonals_of_heads_that_share_a_tile(name, seq_q, seq_k, heads, number, monkeypatch):
-    """The last key that a tile of few queries sees need not end a block of 64 keys."""
+    """The last key that a tile of few queries sees may be inside a block of 64 keys."""
     stage = available(name)
     q, k, v, _ = make_inputs(seq_q, seq_k, 16, batch=1, heads=heads, kv_heads=1)
     set_splits(monkeypatch, name, number)
@@ -122,7 +124,7 @@ def test_diagonals_of_heads_that_share_a_tile(name, seq_q, seq_k, heads, number,
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("seq_q", [2, 140])
 def test_scores_that_differ_widely_from_split_to_split(split, seq_q, dtype):
-    """The sum of one split may be negligible next to another, or be nearly all of it."""
+    """The softmax sum of one split may be negligible, or nearly the whole sum."""
     stage, into = split
     q, k, v, _ = make_inputs(seq_q, 640, 64, dtype, batch=1, heads=2)
     q[..., 0], k[..., 0] = 8.0, 0.0
@@ -143,7 +145,7 @@ def test_same_bits_on_every_run(split):
 @pytest.mark.parametrize("name", PACKING)
 @pytest.mark.parametrize(("heads", "packed"), [(1, 1), (2, 2), (3, 1), (4, 4), (6, 1), (8, 8)])
 def test_heads_that_share_keys_share_a_tile(name, heads, packed, monkeypatch):
-    """K and V are read once for all these heads, if 64 rows have the same number of queries of each."""
+    """K and V are read once for all query heads of a K/V head, if 64 rows have equally many queries of each head."""
     stage = available(name)
     launched = []
     kernel = stage.forward.__globals__["_forward_kernel"]
@@ -155,7 +157,7 @@ def test_heads_that_share_keys_share_a_tile(name, heads, packed, monkeypatch):
 
 
 class Recorded:
-    """A kernel that records the options of its launches, and the shapes of Q and of Q's tiles."""
+    """A kernel that records the options of its launches, and the shapes of Q and Q's tiles."""
 
     def __init__(self, kernel, launched):
         self.kernel, self.launched = kernel, launched
@@ -196,10 +198,10 @@ def test_splits_fill_the_gpu_where_tiles_do_not(name):
 
 @pytest.mark.parametrize("name", [name for name in SPLITTING if "SHORT" in names_in(name)])
 def test_long_and_short_work_take_different_ways(name, monkeypatch):
-    """Long work speculates and repeats tiles that fail. Short work keeps a running maximum, in one launch."""
+    """For long work, a stage guesses the maximum and repeats failed tiles. For short work, it keeps a running maximum."""
     stage = available(name)
     q, k, v, _ = make_inputs(150, 700, 64, batch=1, heads=2, kv_heads=1)
-    k[:, :, 100] = 40 * q[:, :1, 3]  # the largest scores come last: keys are taken from the end
+    k[:, :, 100] = 40 * q[:, :1, 3]  # the kernel goes from the last key to the first, so it meets the largest scores last
     for longest, ways in ((0, {"guess", "again"}), (10**6, {"running"})):
         launched = []
         kernel = Recorded(stage.forward.__globals__["_forward_kernel"], launched)

@@ -1,4 +1,4 @@
-"""The order in which a stage takes its tiles, for stages whose idea it is. The results are right in that order."""
+"""Stages whose idea is the order of tiles take their tiles in this order, and their results are right."""
 
 import itertools
 
@@ -18,8 +18,8 @@ from common.runtime import DEVICE, Device, interpreted_as
 pytestmark = [pytest.mark.every_stage, pytest.mark.skipif(DEVICE == "cuda", reason="watches the interpreters")]
 
 HEADS, SEQ, HEAD_DIM = 5, 600, 16
-GROUP = 2  # heads per group; 5 is no multiple of it
-KV_BYTES = SEQ * 2 * HEAD_DIM * 2  # bytes of a head's K and V
+GROUP = 2  # number of heads in a group; the 5 heads are no multiple of it
+KV_BYTES = SEQ * 2 * HEAD_DIM * 2  # number of bytes of a head's K and V
 
 
 ORDERED = [name for name in once(stages.names(), "forward") if "tile_and_head" in names_in(name)]
@@ -27,7 +27,7 @@ ORDERED = [name for name in once(stages.names(), "forward") if "tile_and_head" i
 
 @pytest.fixture(params=ORDERED)
 def stage(request, monkeypatch):
-    """A stage with an order of tiles, on a GPU of one SM, where K and V of two heads share the L2 cache."""
+    """A stage with an order of tiles, on a GPU with one SM. K and V of two heads fit in its L2 cache."""
     for ordered in (order.tile_and_head.rewrite(), gluon._translated(order.tile_and_head.fn)):  # as the interpreters run it
         monkeypatch.setattr(ordered, "__defaults__", (GROUP * KV_BYTES, *ordered.__defaults__[1:]))
     set_names(monkeypatch, request.param, FEW_SQUARES=0, splits_of=lambda *_: 1)  # v29's tiles, and no splits
@@ -37,7 +37,7 @@ def stage(request, monkeypatch):
 
 
 class Watch:
-    """Records which tiles of a tensor each program of a kernel loads."""
+    """Record which tiles of a tensor each program of a kernel loads."""
 
     def __init__(self, monkeypatch):
         self._loaded, self._kernel, self._rows, self._block = [], None, None, None
@@ -57,7 +57,7 @@ class Watch:
         self._seq_len, self._head_dim = tensor.shape[2:]
 
     def taken(self):
-        """The tiles as (head, tile of the head): program by program, and in the order of a program's loads."""
+        """Return the tiles as (head, tile of the head), program by program, in the order of a program's loads."""
         tiles = [tile for _, *tile in sorted(self._loaded, key=lambda loaded: loaded[0])]
         return [tuple(tile) for tile, _ in itertools.groupby(tiles)]
 
@@ -95,7 +95,7 @@ def watch(monkeypatch):
 
 
 def forward(stage, watch, causal):
-    """Run a forward, check its results, and return the tiles in the order in which they were taken."""
+    """Run a forward, check its results, and return the tiles in the order in which programs have taken them."""
     q, k, v, _ = make_inputs(SEQ, SEQ, HEAD_DIM, batch=1, heads=HEADS)
     options = {"causal": causal, "scale": 0.2, "diagonal": 0}
     watch.begin("_forward_kernel", q, "BLOCK_M")
@@ -119,7 +119,7 @@ def test_tiles_without_a_mask_go_through_head_after_head(stage, watch):
 
 
 def ordered_backwards():
-    """For each backward kernel with an order: stage, kernel, the tensor whose tiles its programs take, and a tile's rows."""
+    """Yield (stage, kernel, tensor whose tiles its programs take, rows of a tile) of each backward kernel with an order."""
     for name in once(stages.names(), "backward"):
         names = names_in(name, "backward")
         rows = getattr(names.get("KEYS"), "value", "BLOCK_N")  # a constant of the kernel, or an argument

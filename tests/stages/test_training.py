@@ -1,4 +1,4 @@
-"""A small language model learns the same from every stage as from PyTorch's own attention."""
+"""A small language model learns equally well with every stage and with PyTorch's own attention."""
 
 import functools
 import pathlib
@@ -16,7 +16,7 @@ BATCH, CONTEXT, WIDTH, HEADS = (16, 250, 128, 4) if DEVICE == "cuda" else (1, 50
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each after a LayerNorm and with a residual. q, k and v are views of one packed projection."""
+    """A block of attention and an MLP, with LayerNorms and residuals. q, k and v are views of one packed projection."""
 
     def __init__(self, attend):
         super().__init__()
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Two blocks that predict the next byte from the bytes before it."""
+    """A model of two blocks that predicts the next byte from the bytes before it."""
 
     def __init__(self, attend):
         super().__init__()
@@ -45,7 +45,7 @@ class LanguageModel(nn.Module):
 
 
 def losses(attend, dtype):
-    """The loss of each step. Every `attend` has the same weights and the same text."""
+    """Return the loss of each step. Every `attend` gets equal weights and equal text."""
     torch.manual_seed(0)
     model = LanguageModel(attend).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
@@ -73,10 +73,10 @@ def sdpa_in_float64(q, k, v):
 
 @functools.cache
 def expected(dtype):
-    """The losses with SDPA, and the distance that a stage's losses may have from them.
+    """Return the losses with SDPA, and the distance that a stage's losses may have from them.
 
-    Rounding moves the curve a little more with each step: SDPA in float64 shows how much. The tolerance is five times that, and
-    4e-6 for rounding the loss itself: eight units in the last place of a loss of 5.
+    Rounding changes the losses a little more with each step, and SDPA in float64 shows how much. The tolerance is five times
+    this change, plus 4e-6 for rounding the loss itself (eight units in the last place of a loss of 5).
     """
     curve = losses(sdpa, dtype)
     return curve, 5 * (losses(sdpa_in_float64, dtype) - curve).abs().max() + 4e-6
@@ -92,11 +92,11 @@ def test_loss_matches_sdpa(stage, dtype):
     curve, tolerance = expected(dtype)
     got = losses(functools.partial(stage.attention, causal=True), dtype)
     assert (got - curve).abs().max() <= tolerance
-    assert got[-3:].mean() < got[0] - 1.5, "nothing was learnt"
+    assert got[-3:].mean() < got[0] - 1.5, "nothing was learned"
 
 
 class ScaledGradient(torch.autograd.Function):
-    """The identity, whose gradient is wrong by a factor."""
+    """The identity function with a gradient that is wrong by a factor."""
 
     @staticmethod
     def forward(ctx, x, factor):
@@ -119,6 +119,6 @@ WRONG = {
 
 @pytest.mark.parametrize("attend", WRONG.values(), ids=WRONG.keys())
 def test_loss_reveals_wrong_attention(attend):
-    """The tolerance is useful only if mistakes exceed it."""
+    """Mistakes exceed the tolerance."""
     curve, tolerance = expected(torch.float32)
     assert (losses(attend, torch.float32) - curve).abs().max() > tolerance

@@ -1,4 +1,4 @@
-// Controls of the pages. What they show is kept in the address, after "#".
+// The controls of the pages. The address keeps their state after "#".
 "use strict";
 const all = (selector) => [...document.querySelectorAll(selector)];
 const kept = new URLSearchParams(location.hash.includes("=") ? location.hash.slice(1) : "");
@@ -7,7 +7,7 @@ function keep(name, value) {
   history.replaceState(null, "", "#" + kept);
 }
 
-// A pass of the step: forward or backward.
+// These buttons choose the pass of the step, forward or backward.
 const shows = all("[data-show]");
 function show(pass) {
   for (const button of shows) button.setAttribute("aria-pressed", String(button.dataset.show === pass));
@@ -19,7 +19,7 @@ if (shows.length) {
   for (const button of shows) button.onclick = () => { show(button.dataset.show); keep("pass", button.dataset.show); };
 }
 
-// The time in the traces: a veil hides what comes later, in one scale for both stages.
+// The slider chooses a time in the traces. A veil hides later accesses. Both stages have one time scale.
 const time = document.getElementById("time");
 if (time) {
   const traces = all(".panel:not(.zoomed)");
@@ -66,14 +66,14 @@ if (zoom) {
   for (const field of fields) field.onscroll = () => { for (const other of fields) other.scrollLeft = field.scrollLeft; };
 }
 
-// Equal lines of the code are folded.
+// A button shows or hides equal lines of the code.
 for (const bar of all(".fold .bar button")) {
   const fold = bar.closest("tbody");
   bar.setAttribute("aria-expanded", "false");
   bar.onclick = () => bar.setAttribute("aria-expanded", String(!fold.classList.toggle("open") ? false : true));
 }
 
-// A box with words: a term's definition, on hover and focus, or what a mark in a picture is.
+// The box shows a term's definition on hover and focus, or the words of a mark in a picture.
 const box = document.body.appendChild(document.createElement("div"));
 box.id = "box";
 box.setAttribute("role", "tooltip");

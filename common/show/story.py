@@ -117,7 +117,8 @@ def _texts(old: str, new: str, pass_: str) -> tuple[dict[str, list[str]], dict[s
 def change(old: str, new: str) -> Change:
     """Compare the code of stages `old` and `new`, given as directory names.
 
-    A definition that moved to another file of its pass counts as unchanged. White space, NOTEs and docstrings of files do not count.
+    A definition that moved to another file of its pass counts as unchanged. White space, NOTEs and the docstrings of
+    files do not count.
     """
     added = removed = 0
     touched = []

@@ -1,4 +1,4 @@
-"""Naive backward, written out from the formulas (arXiv 2205.14135, Appendix B.2), with S, P, dP and dS in memory."""
+"""Textbook backward (arXiv 2205.14135, Appendix B.2): S, P, dP and dS are whole tensors in memory."""
 
 import torch
 
@@ -7,7 +7,7 @@ from common.operator import empty_rows
 
 
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
-    """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors."""
+    """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors."""
     kv_heads = k.shape[1]
     s = matmul_float32(q, k.mT) * scale  # [B, H, Sq, Sk]
     if causal:

@@ -1,4 +1,4 @@
-"""Naive forward: softmax(scale · Q Kᵀ) V with S and P in memory (arXiv 2205.14135, Algorithm 0), with the safe softmax."""
+"""Textbook forward (arXiv 2205.14135, Algorithm 0): softmax(scale · Q Kᵀ) V, with S and P in memory."""
 
 import torch
 
@@ -7,12 +7,12 @@ from common.operator import empty_rows
 
 
 def forward(q, k, v, *, causal, scale, diagonal=0):
-    """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors."""
+    """Return attention output and log-sum-exp. `common.operator` lists shapes, dtypes and errors."""
     s = matmul_float32(q, k.mT) * scale  # [B, H, Sq, Sk]
     if causal:
         visible = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril(diagonal)
         s = s.masked_fill(~visible, float("-inf"))
-    # NOTE: each line reads and writes all of S; v1 does all of this in one kernel.
+    # NOTE: each of these lines reads and writes all of S; v1 does them in one kernel.
     m = s.amax(-1, keepdim=True)
     p = torch.exp(s - m)  # safe: the largest exponent is 0
     l = p.sum(-1, keepdim=True)

@@ -26,7 +26,7 @@ from stages.v7_one_backward.forward import forward as forward_of_v7
 
 
 class Tensors(NamedTuple):
-    """Tensors in global memory: a descriptor each, a pointer to LSE."""
+    """Tensors in global memory: a pointer to LSE, a TMA descriptor for each other tensor."""
 
     q: tma.tensor_descriptor
     k: tma.tensor_descriptor
@@ -55,7 +55,7 @@ class Tile(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Q in shared memory, and O on its way out."""
+    """Buffers in shared memory: Q, and O until TMA has stored it."""
 
     q: gl.shared_memory_descriptor  # [1, 1, 1, BLOCK_M, HEAD_DIM]
     o: gl.shared_memory_descriptor  # [1, 1, 1, BLOCK_M, VALUE_DIM]
@@ -72,7 +72,7 @@ class Ring(NamedTuple):
 
 @gluon.jit
 def _load(tensors, tile, ring, fill):
-    """Load a key tile's K and V into the ring's next slot. Before that, all warps of the CTA must have read what it held."""
+    """Load a key tile's K and V into the ring's next slot. Before the call, all warps must have read the slot's old tiles."""
     STAGES: gl.constexpr = ring.k.shape[0]
     slot, _ = slot_and_phase(fill, STAGES)
     where = [tile.batch, tile.kv_head, fill * ring.k.shape[3], 0]
@@ -107,7 +107,7 @@ def _accumulate(
             s = gl.where(visible, s, float("-inf"))
         m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)  # finite: the first tile contains key 0, which every query sees
         p = gl.exp2(s * scale_log2 - m_new[:, None])
-        rescale = gl.exp2(m - m_new)  # rescales sums that were computed with the old maximum
+        rescale = gl.exp2(m - m_new)  # makes l and acc, which used the old maximum, fit the new one
         l = l * rescale + gl.sum(p, 1)
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
         v = ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]])
@@ -121,7 +121,7 @@ def _accumulate(
 
 @gluon.jit
 def _consumer(tensors, tile, queries, ring, problem, CAUSAL: gl.constexpr):
-    """Compute a CTA's query tile, and load from the second round of the ring on."""
+    """Compute a CTA's query tile. Also load the key tiles whose slot of the ring was used before."""
     ROWS: gl.constexpr = queries.q.shape[3]
     BLOCK_N: gl.constexpr = ring.k.shape[3]
     HEAD_DIM: gl.constexpr = ring.k.shape[4]
@@ -187,14 +187,14 @@ def _forward_kernel(
 
 
 class Shape(NamedTuple):
-    """The sizes of a work tile, and how many of its buffers there are."""
+    """Sizes of a work tile, and numbers of buffers."""
 
     queries: int  # query rows
     keys: int  # keys of a key tile
     kv_slots: int  # buffers of K and V
 
 
-# By the larger head dimension.
+# The key is the larger of D and Dv.
 TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6)) | {
     128: Shape(queries=128, keys=128, kv_slots=2),
     256: Shape(queries=128, keys=64, kv_slots=2),
@@ -203,7 +203,7 @@ TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6)) | {
 
 @replayed
 def forward(q, k, v, *, causal, scale, diagonal=0):
-    """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors. Falls back to v7 for float32.
+    """Return attention output and log-sum-exp. `common.operator` lists shapes, dtypes and errors. Float32 falls back to v7.
 
     Raises:
         Unavailable: the GPU is not a Hopper GPU.
@@ -216,7 +216,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     out = empty_rows(q, value_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
-        q, scale = -q, -scale  # the scores stay the same; now their maximum can be taken before scaling
+        q, scale = -q, -scale  # same scores; with scale >= 0, their maximum can be taken before scaling
     q, k, v = addressable(q), addressable(k), addressable(v)
     shape = TILES[max(head_dim, value_dim)]
     _forward_kernel[triton.cdiv(seq_q, shape.queries) * batch * heads,](

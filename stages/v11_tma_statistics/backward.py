@@ -45,7 +45,7 @@ class Tensors(NamedTuple):
     k: tma.tensor_descriptor
     v: tma.tensor_descriptor
     do: tma.tensor_descriptor
-    stats: tma.tensor_descriptor  # of each query tile: log2(e) * LSE, then delta
+    stats: tma.tensor_descriptor  # for each query tile: log2(e) * LSE, then delta
     sums: tma.tensor_descriptor  # dQ's accumulator
     dk: tma.tensor_descriptor
     dv: tma.tensor_descriptor
@@ -69,7 +69,7 @@ class Tile(NamedTuple):
 
 
 class KeysValues(NamedTuple):
-    """K and V in shared memory, and dK and dV on their way out."""
+    """Buffers in shared memory: K and V, then dK and dV until TMA has stored them."""
 
     k: gl.shared_memory_descriptor  # [1, 1, 1, KEYS, HEAD_DIM]
     v: gl.shared_memory_descriptor  # [1, 1, 1, KEYS, VALUE_DIM]
@@ -83,11 +83,11 @@ class Ring(NamedTuple):
     do: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, VALUE_DIM]
     stats: gl.shared_memory_descriptor  # [STAGES, 2, BLOCK_M]
     q_full: gl.shared_memory_descriptor  # a barrier for each slot: Q and the statistics have arrived
-    do_full: gl.shared_memory_descriptor  # dO has arrived
+    do_full: gl.shared_memory_descriptor  # a barrier for each slot: dO has arrived
 
 
 class DsRing(NamedTuple):
-    """dS on its way to the matmul for dQ, and dQ on its way to memory."""
+    """Buffers in shared memory: dS for the matmul of dQ, and dQ until TMA has added it to its accumulator."""
 
     ds: gl.shared_memory_descriptor  # [1, KEYS, BLOCK_M]
     dq: gl.shared_memory_descriptor  # [PARTS, 1, 1, 64, HEAD_DIM]
@@ -97,7 +97,7 @@ class DsRing(NamedTuple):
 def _query_tile(step, tile):
     """Return the head and the query tile of a step, and the tile's number among those of all heads.
 
-    Steps take one tile of each query head that shares the keys, then the next tile of each.
+    The steps take one query tile of each query head that shares the keys, then the next query tile of each head.
     """
     shared = step % tile.heads_per_kv
     number = tile.first + step // tile.heads_per_kv
@@ -131,7 +131,7 @@ def _add_dq(tensors, ds_ring, kv, tile, head, start_m):
         dq = warpgroup_mma(ds_t.permute([1, 0]), k, zeros, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(0, [dq])  # [64, HEAD_DIM]
         tma.store_wait(PARTS - 1)
-        # NOTE: threads that store these rows together hit the same banks; v12 keeps dQ in the order of the registers.
+        # NOTE: threads that store these rows at once hit the same memory banks; v12 stores dQ in register order.
         ds_ring.dq.index(part).reshape([64, HEAD_DIM]).store(dq)
         fence_async_shared()
         where = [tile.batch, head, start_m + part * 64, 0]
@@ -155,7 +155,7 @@ def _accumulate(
     dtype: gl.constexpr = ring.q.dtype
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
     if MASKED:
-        # The first query that sees each key. No query sees a key past the end (2**30).
+        # The first query that sees each key; 2**30 if the key is past the end, so that no query sees it.
         offs_n = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
         seen_from = gl.where(offs_n < tile.keys, tile.start_n + offs_n - tile.diagonal if CAUSAL else 0, 2**30)
     for step in range(lo, hi):
@@ -192,7 +192,7 @@ def _accumulate(
 
 @gluon.jit
 def _consumer(tensors, tile, kv, ring, ds_ring, scale, CAUSAL: gl.constexpr):
-    """Compute a CTA's part of the gradients, and load from the second round of the ring on."""
+    """Compute a CTA's part of the gradients. Also load the query tiles whose slot of the ring was used before."""
     ROWS: gl.constexpr = kv.k.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     VALUE_DIM: gl.constexpr = kv.v.shape[4]
@@ -204,11 +204,11 @@ def _consumer(tensors, tile, kv, ring, ds_ring, scale, CAUSAL: gl.constexpr):
     v = kv.v.index(0).reshape([ROWS, VALUE_DIM])
     scale_log2 = scale * LOG2_E
     mbarrier.wait(kv.full.index(0), 0)
-    # The diagonal needs a mask. So do keys past the end: their p may be infinite, and infinity times 0 is NaN.
+    # The diagonal needs a mask. Keys past the end need it too: their p may be infinite, and infinity times 0 is NaN.
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tensors, tile, kv, ring, ds_ring, 0, tile.masked, CAUSAL, True)
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tensors, tile, kv, ring, ds_ring, tile.masked, tile.steps, CAUSAL, False)
 
-    # The buffers of K and V now hold dK and dV, and TMA stores these.
+    # The buffers of K and V now hold dK and dV, which TMA stores.
     v.store(dv.to(kv.v.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(tensors.dv, [tile.batch, tile.kv_head, tile.start_n, 0], kv.v.index(0))
@@ -269,10 +269,10 @@ def _backward_kernel(
 
 @replayed
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
-    """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors.
+    """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
-    Falls back to v7 for float32 and for D or Dv = 256. Also falls back under `torch.use_deterministic_algorithms`, because CTAs
-    add to dQ in any order.
+    Falls back to v7 for float32, for D or Dv = 256, and under `torch.use_deterministic_algorithms`, because CTAs add to dQ in
+    any order.
     """
     require_hopper(__package__)
     batch, heads, seq_q, head_dim = q.shape

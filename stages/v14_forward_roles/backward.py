@@ -37,7 +37,7 @@ from stages.v7_one_backward.backward import backward as backward_of_v7
 from .backward_prepare import _finish_kernel, _prepare_kernel
 
 KEYS = gl.constexpr(128)  # number of keys of a CTA; their dK and dV stay in registers
-SUM_COLUMNS = 256  # columns of dQ's float32 accumulator, as TMA sees it: the widest box that TMA supports
+SUM_COLUMNS = 256  # row length of dQ's float32 accumulator in TMA's view: the widest box that TMA supports
 
 
 class Tensors(NamedTuple):
@@ -47,7 +47,7 @@ class Tensors(NamedTuple):
     k: tma.tensor_descriptor
     v: tma.tensor_descriptor
     do: tma.tensor_descriptor
-    stats: tma.tensor_descriptor  # of each query tile: log2(e) * LSE, then delta
+    stats: tma.tensor_descriptor  # for each query tile: log2(e) * LSE, then delta
     sums: tma.tensor_descriptor  # dQ's accumulator
     dk: tma.tensor_descriptor
     dv: tma.tensor_descriptor
@@ -71,7 +71,7 @@ class Tile(NamedTuple):
 
 
 class KeysValues(NamedTuple):
-    """K and V in shared memory, and dK and dV on their way out."""
+    """Buffers in shared memory: K and V, then dK and dV until TMA has stored them."""
 
     k: gl.shared_memory_descriptor  # [1, 1, 1, KEYS, HEAD_DIM]
     v: gl.shared_memory_descriptor  # [1, 1, 1, KEYS, VALUE_DIM]
@@ -85,22 +85,22 @@ class Ring(NamedTuple):
     do: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, VALUE_DIM]
     stats: gl.shared_memory_descriptor  # [STAGES, 2, BLOCK_M]
     q_full: gl.shared_memory_descriptor  # a barrier for each slot: Q and the statistics have arrived
-    do_full: gl.shared_memory_descriptor  # dO has arrived
-    empty: gl.shared_memory_descriptor  # all consumers have read Q, dO and the statistics
+    do_full: gl.shared_memory_descriptor  # a barrier for each slot: dO has arrived
+    empty: gl.shared_memory_descriptor  # a barrier for each slot: all consumers have read Q, dO and the statistics
 
 
 class DsRing(NamedTuple):
-    """dS on its way to the matmul for dQ, and dQ on its way to memory."""
+    """Buffers in shared memory: dS for the matmul of dQ, and dQ until TMA has added it to its accumulator."""
 
     ds: gl.shared_memory_descriptor  # [1, KEYS, BLOCK_M]
-    dq: gl.shared_memory_descriptor  # [PARTS, ...]
+    dq: gl.shared_memory_descriptor  # [PARTS, ...], in register order
 
 
 @gluon.jit
 def _query_tile(step, tile):
     """Return the head and the query tile of a step, and the tile's number among those of all heads.
 
-    Steps take one tile of each query head that shares the keys, then the next tile of each.
+    The steps take one query tile of each query head that shares the keys, then the next query tile of each head.
     """
     shared = step % tile.heads_per_kv
     number = tile.first + step // tile.heads_per_kv
@@ -163,7 +163,7 @@ def _accumulate(
     dtype: gl.constexpr = ring.q.dtype
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
     if MASKED:
-        # The first query that sees each key. No query sees a key past the end (2**30).
+        # The first query that sees each key; 2**30 if the key is past the end, so that no query sees it.
         offs_n = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
         seen_from = gl.where(offs_n < tile.keys, tile.start_n + offs_n - tile.diagonal if CAUSAL else 0, 2**30)
     for step in range(lo, hi):
@@ -199,7 +199,7 @@ def _accumulate(
 
 @gluon.jit
 def _producer(tensors, tile, kv, ring):
-    """One warp: load K and V once, and keep the buffers of Q and dO full."""
+    """Run on one warp: load K and V once, and keep the buffers of Q and dO full."""
     mbarrier.expect(kv.full.index(0), tensors.k.block_type.nbytes + tensors.v.block_type.nbytes)
     tma.async_copy_global_to_shared(tensors.k, [tile.batch, tile.kv_head, tile.start_n, 0], kv.full.index(0), kv.k.index(0))
     tma.async_copy_global_to_shared(tensors.v, [tile.batch, tile.kv_head, tile.start_n, 0], kv.full.index(0), kv.v.index(0))
@@ -209,7 +209,7 @@ def _producer(tensors, tile, kv, ring):
 
 @gluon.jit
 def _consumer(tensors, tile, kv, ring, ds_ring, scale, CAUSAL: gl.constexpr):
-    """The other warps: compute a CTA's part of the gradients."""
+    """Run on the other warps: compute a CTA's part of the gradients."""
     ROWS: gl.constexpr = kv.k.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     VALUE_DIM: gl.constexpr = kv.v.shape[4]
@@ -221,11 +221,11 @@ def _consumer(tensors, tile, kv, ring, ds_ring, scale, CAUSAL: gl.constexpr):
     v = kv.v.index(0).reshape([ROWS, VALUE_DIM])
     scale_log2 = scale * LOG2_E
     mbarrier.wait(kv.full.index(0), 0)
-    # The diagonal needs a mask. So do keys past the end: their p may be infinite, and infinity times 0 is NaN.
+    # The diagonal needs a mask. Keys past the end need it too: their p may be infinite, and infinity times 0 is NaN.
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tensors, tile, kv, ring, ds_ring, 0, tile.masked, CAUSAL, True)
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tensors, tile, kv, ring, ds_ring, tile.masked, tile.steps, CAUSAL, False)
 
-    # The buffers of K and V now hold dK and dV, and TMA stores these.
+    # The buffers of K and V now hold dK and dV, which TMA stores.
     v.store(dv.to(kv.v.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(tensors.dv, [tile.batch, tile.kv_head, tile.start_n, 0], kv.v.index(0))
@@ -289,10 +289,10 @@ def _backward_kernel(
 
 @replayed
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
-    """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors.
+    """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
-    Falls back to v7 for float32 and for D or Dv = 256. Also falls back under `torch.use_deterministic_algorithms`, because CTAs
-    add to dQ in any order.
+    Falls back to v7 for float32, for D or Dv = 256, and under `torch.use_deterministic_algorithms`, because CTAs add to dQ in
+    any order.
     """
     require_hopper(__package__)
     batch, heads, seq_q, head_dim = q.shape
@@ -302,7 +302,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     q, k, v, out, grad_out = map(addressable, (q, k, v, out, grad_out))
     block_m = 64 if max(head_dim, value_dim) == 128 else 128  # the most rows of S and dP that fit in registers beside dK and dV
-    columns = min(64, head_dim)  # of a part: dQ leaves a CTA in parts of 64 rows
+    columns = min(64, head_dim)  # dQ leaves a CTA in parts of 64 rows and this many columns
     tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
     stats = lse.new_empty(tiles_m * 2, block_m)
     sums = lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)

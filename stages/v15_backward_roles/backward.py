@@ -40,7 +40,7 @@ from .backward_prepare import _finish_kernel, _prepare_kernel
 
 CONSUMERS = gl.constexpr(2)
 KEYS = gl.constexpr(CONSUMERS * ROWS)  # number of keys of a CTA; their dK and dV stay in registers
-SUM_COLUMNS = 256  # columns of dQ's float32 accumulator, as TMA sees it: the widest box that TMA supports
+SUM_COLUMNS = 256  # row length of dQ's float32 accumulator in TMA's view: the widest box that TMA supports
 
 
 class Tensors(NamedTuple):
@@ -50,7 +50,7 @@ class Tensors(NamedTuple):
     k: tma.tensor_descriptor
     v: tma.tensor_descriptor
     do: tma.tensor_descriptor
-    stats: tma.tensor_descriptor  # of each query tile: log2(e) * LSE, then delta
+    stats: tma.tensor_descriptor  # for each query tile: log2(e) * LSE, then delta
     sums: tma.tensor_descriptor  # dQ's accumulator
     dk: tma.tensor_descriptor
     dv: tma.tensor_descriptor
@@ -75,7 +75,7 @@ class Tile(NamedTuple):
 
 
 class KeysValues(NamedTuple):
-    """K and V in shared memory, and dK and dV on their way out."""
+    """Buffers in shared memory: K and V, then dK and dV until TMA has stored them."""
 
     k: gl.shared_memory_descriptor  # [CONSUMERS, 1, 1, ROWS, HEAD_DIM]
     v: gl.shared_memory_descriptor  # [CONSUMERS, 1, 1, ROWS, VALUE_DIM]
@@ -91,24 +91,24 @@ class Ring(NamedTuple):
     do: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, VALUE_DIM]
     stats: gl.shared_memory_descriptor  # [STAGES, 2, BLOCK_M]
     q_full: gl.shared_memory_descriptor  # a barrier for each slot: Q and the statistics have arrived
-    do_full: gl.shared_memory_descriptor  # dO has arrived
-    empty: gl.shared_memory_descriptor  # all consumers have read Q, dO and the statistics
+    do_full: gl.shared_memory_descriptor  # a barrier for each slot: dO has arrived
+    empty: gl.shared_memory_descriptor  # a barrier for each slot: all consumers have read Q, dO and the statistics
 
 
 class DsRing(NamedTuple):
-    """dS on its way to the matmul for dQ, and dQ on its way to memory."""
+    """Buffers in shared memory: dS for the matmul of dQ, and dQ until TMA has added it to its accumulator."""
 
     ds: gl.shared_memory_descriptor  # [STAGES * CONSUMERS, ROWS, BLOCK_M]
-    dq: gl.shared_memory_descriptor  # [PARTS, ...]
+    dq: gl.shared_memory_descriptor  # [PARTS, ...], in register order
     full: gl.shared_memory_descriptor  # a barrier for each slot: all consumers have written dS
-    empty: gl.shared_memory_descriptor  # dS has been read
+    empty: gl.shared_memory_descriptor  # a barrier for each slot: dS has been read
 
 
 @gluon.jit
 def _query_tile(step, tile):
     """Return the head and the query tile of a step, and the tile's number among those of all heads.
 
-    Steps take one tile of each query head that shares the keys, then the next tile of each.
+    The steps take one query tile of each query head that shares the keys, then the next query tile of each head.
     """
     shared = step % tile.heads_per_kv
     number = tile.first + step // tile.heads_per_kv
@@ -175,7 +175,7 @@ def _accumulate(
     dtype: gl.constexpr = ring.q.dtype
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
     if MASKED:
-        # The first query that sees each key. No query sees a key past the end (2**30).
+        # The first query that sees each key; 2**30 if the key is past the end, so that no query sees it.
         offs_n = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
         seen_from = gl.where(offs_n < tile.keys, tile.start_n + offs_n - tile.diagonal if CAUSAL else 0, 2**30)
     for step in range(lo, hi):
@@ -211,8 +211,8 @@ def _accumulate(
 
 @gluon.jit
 def _producer(tensors, tile, kv, ring):
-    """One warp that moves everything except dQ: K and V once, Q and dO through their ring, dK and dV at the end."""
-    # NOTE: the next program loads K and V when this one has ended; v38's persistent CTAs load them earlier.
+    """Run on one warp: move everything except dQ. K and V move once, Q and dO through a ring, dK and dV at the end."""
+    # NOTE: the next CTA loads K and V only when this CTA has ended; v38's persistent CTAs load them earlier.
     mbarrier.expect(kv.full.index(0), CONSUMERS * (tensors.k.block_type.nbytes + tensors.v.block_type.nbytes))
     for w in gl.static_range(CONSUMERS):
         where = [tile.batch, tile.kv_head, tile.start_n + w * ROWS, 0]
@@ -233,7 +233,7 @@ def _producer(tensors, tile, kv, ring):
 
 @gluon.jit
 def _consumer(tile, kv, ring, ds_ring, scale, w: gl.constexpr, CAUSAL: gl.constexpr):
-    """A warpgroup with the w-th 64 keys of the CTA, whose dK and dV stay in its registers."""
+    """Run on a warpgroup: compute dK and dV of the w-th 64 keys of the CTA, and keep them in registers."""
     STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
@@ -251,14 +251,14 @@ def _consumer(tile, kv, ring, ds_ring, scale, w: gl.constexpr, CAUSAL: gl.conste
     unseen = tile.unseen * w
     for step in range(unseen):
         slot, phase = slot_and_phase(step, STAGES)
-        # Without this wait, the next wait for Q would return at once: the previous phase has the same parity.
+        # Without this wait, the next wait for Q would return at once, because an earlier phase has the same parity.
         mbarrier.wait(ring.q_full.index(slot), phase)
         mbarrier.wait(ds_ring.empty.index(slot), phase ^ 1)
         ds_ring.ds.index(slot * CONSUMERS + w).store(gl.zeros([ROWS, BLOCK_M], ring.q.dtype, s_layout))
         fence_async_shared()
         mbarrier.arrive(ds_ring.full.index(slot), count=1)
         mbarrier.arrive(ring.empty.index(slot), count=1)
-    # The diagonal needs a mask. So do keys past the end: their p may be infinite, and infinity times 0 is NaN.
+    # The diagonal needs a mask. Keys past the end need it too: their p may be infinite, and infinity times 0 is NaN.
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, unseen, tile.masked, w, CAUSAL, True)
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, tile.masked, tile.steps, w, CAUSAL, False)
 
@@ -276,7 +276,7 @@ def _consumer(tile, kv, ring, ds_ring, scale, w: gl.constexpr, CAUSAL: gl.conste
 
 @gluon.jit
 def _dq_consumer(tensors, tile, kv, ds_ring):
-    """A warpgroup that computes dQ from the consumers' dS."""
+    """Run on a warpgroup: compute dQ from the consumers' dS."""
     STAGES: gl.constexpr = ds_ring.ds.shape[0] // CONSUMERS
     for step in range(tile.steps):
         slot, phase = slot_and_phase(step, STAGES)
@@ -348,10 +348,10 @@ def _backward_kernel(
 
 @replayed
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
-    """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors.
+    """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
-    Falls back to v7 for float32 and for D or Dv = 256. Also falls back under `torch.use_deterministic_algorithms`, because CTAs
-    add to dQ in any order.
+    Falls back to v7 for float32, for D or Dv = 256, and under `torch.use_deterministic_algorithms`, because CTAs add to dQ in
+    any order.
     """
     require_hopper(__package__)
     batch, heads, seq_q, head_dim = q.shape
@@ -361,7 +361,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     q, k, v, out, grad_out = map(addressable, (q, k, v, out, grad_out))
     block_m = 64 if max(head_dim, value_dim) == 128 else 128  # the most rows of S and dP that fit in registers beside dK and dV
-    columns = min(64, head_dim)  # of a part: dQ leaves a CTA in parts of 64 rows
+    columns = min(64, head_dim)  # dQ leaves a CTA in parts of 64 rows and this many columns
     tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
     stats = lse.new_empty(tiles_m * 2, block_m)
     sums = lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)

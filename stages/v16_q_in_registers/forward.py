@@ -26,7 +26,7 @@ from stages.v7_one_backward.forward import forward as forward_of_v7
 
 
 class Tensors(NamedTuple):
-    """Tensors in global memory: a descriptor each, a pointer to LSE."""
+    """Tensors in global memory: a pointer to LSE, a TMA descriptor for each other tensor."""
 
     q: tma.tensor_descriptor
     k: tma.tensor_descriptor
@@ -55,7 +55,7 @@ class Tile(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Q in shared memory, and O on its way out."""
+    """Buffers in shared memory: Q, and O until TMA has stored it."""
 
     q: gl.shared_memory_descriptor  # [CONSUMERS, 1, 1, 64, HEAD_DIM]
     o: gl.shared_memory_descriptor  # [CONSUMERS, 1, 1, 64, VALUE_DIM]
@@ -68,7 +68,7 @@ class Ring(NamedTuple):
     k: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_N, HEAD_DIM]
     v: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_N, VALUE_DIM]
     full: gl.shared_memory_descriptor  # a barrier for each slot: K and V have arrived
-    empty: gl.shared_memory_descriptor  # all consumers have read K and V
+    empty: gl.shared_memory_descriptor  # a barrier for each slot: all consumers have read K and V
 
 
 @gluon.jit
@@ -97,7 +97,7 @@ def _accumulate(acc, m, l, q, ring, lo, hi, problem, offs_m, scale_log2, CAUSAL:
         mbarrier.wait(ring.full.index(slot), phase)
         k = ring.k.index(slot).reshape([BLOCK_N, ring.k.shape[4]])
         s = warpgroup_mma(q, k.permute([1, 0]), no_s, use_acc=False, is_async=True)
-        # NOTE: none of this consumer's matmuls is in flight here; in v22 the last tile's P V is.
+        # NOTE: none of this consumer's matmuls runs here; in v22 the previous tile's P V does.
         s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
         if MASKED:
             offs_n = fill * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
@@ -107,7 +107,7 @@ def _accumulate(acc, m, l, q, ring, lo, hi, problem, offs_m, scale_log2, CAUSAL:
             s = gl.where(visible, s, float("-inf"))
         m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)  # finite: the first tile contains key 0, which every query sees
         p = gl.exp2(s * scale_log2 - m_new[:, None])
-        rescale = gl.exp2(m - m_new)  # rescales sums that were computed with the old maximum
+        rescale = gl.exp2(m - m_new)  # makes l and acc, which used the old maximum, fit the new one
         l = l * rescale + gl.sum(p, 1)
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
         v = ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]])
@@ -120,7 +120,7 @@ def _accumulate(acc, m, l, q, ring, lo, hi, problem, offs_m, scale_log2, CAUSAL:
 
 @gluon.jit
 def _producer(tensors, tile, queries, ring):
-    """One warp: load Q, and keep the buffers of K and V full."""
+    """Run on one warp: load Q, and keep the buffers of K and V full."""
     CONSUMERS: gl.constexpr = queries.q.shape[0]
     for w in gl.static_range(CONSUMERS):
         mbarrier.expect(queries.full.index(w), tensors.q.block_type.nbytes)
@@ -132,7 +132,7 @@ def _producer(tensors, tile, queries, ring):
 
 @gluon.jit
 def _consumer(tensors, tile, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
-    """A warpgroup that computes the w-th 64 query rows of the CTA."""
+    """Run on a warpgroup: compute the w-th 64 query rows of the CTA."""
     CONSUMERS: gl.constexpr = queries.q.shape[0]
     BLOCK_N: gl.constexpr = ring.k.shape[3]
     HEAD_DIM: gl.constexpr = ring.k.shape[4]
@@ -146,7 +146,7 @@ def _consumer(tensors, tile, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
     Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and HEAD_DIM <= 128
     start_m = tile.start_m + w * ROWS
     # Stage 1: whole tiles that every row sees, without a mask. Stage 2: the diagonal and the ragged end, masked.
-    # A consumer that ends early never releases the last slots. The producer does not wait for these: they are at most STAGES.
+    # A consumer that ends early never releases the last slots. The producer does not wait for them: they are at most STAGES.
     seen = gl.cdiv(gl.minimum(start_m + ROWS + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k, BLOCK_N)
     full = (gl.minimum(start_m + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k) // BLOCK_N
 
@@ -202,8 +202,8 @@ def _forward_kernel(
     tile = Tile(batch_head // heads, head, head // heads_per_kv, start_m, keys)
     queries = Queries(q_s, o_s, q_full)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
-    # An SM has 65,536 registers, 512 for each thread of a warpgroup. The producer keeps 24 per thread, the other roles the
-    # numbers in the list, and the first role, which runs on the launch's own warps, gets the rest.
+    # An SM has 65,536 registers, 512 for each thread of a warpgroup. The second list has the registers per thread of the roles
+    # after the first; 24 is the producer's. The first role runs on the launch's own warps and gets the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (tensors, tile, queries, ring, problem, 0, CAUSAL)),
@@ -223,15 +223,15 @@ def _forward_kernel(
 
 
 class Shape(NamedTuple):
-    """The sizes of a work tile, and how many of its buffers there are."""
+    """Sizes of a work tile, and numbers of buffers."""
 
     queries: int  # query rows: 64 for each of two or four consumers
     keys: int  # keys of a key tile
     kv_slots: int  # buffers of K and V
-    maxnreg: int  # registers per thread at the launch; 65,536 for all warps, of which each role then takes its own number
+    maxnreg: int  # registers per thread at the launch; all warps have 65,536, which the roles then divide anew
 
 
-# By the larger head dimension.
+# The key is the larger of D and Dv.
 TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, maxnreg=96)) | {
     128: Shape(queries=128, keys=128, kv_slots=2, maxnreg=168),
     256: Shape(queries=128, keys=64, kv_slots=2, maxnreg=168),
@@ -240,7 +240,7 @@ TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, maxn
 
 @replayed
 def forward(q, k, v, *, causal, scale, diagonal=0):
-    """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors. Falls back to v7 for float32.
+    """Return attention output and log-sum-exp. `common.operator` lists shapes, dtypes and errors. Float32 falls back to v7.
 
     Raises:
         Unavailable: the GPU is not a Hopper GPU.
@@ -253,7 +253,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     out = empty_rows(q, value_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
-        q, scale = -q, -scale  # the scores stay the same; now their maximum can be taken before scaling
+        q, scale = -q, -scale  # same scores; with scale >= 0, their maximum can be taken before scaling
     q, k, v = addressable(q), addressable(k), addressable(v)
     shape = TILES[max(head_dim, value_dim)]
     _forward_kernel[triton.cdiv(seq_q, shape.queries) * batch * heads,](

@@ -22,7 +22,7 @@ def _scores(q, ring, fill):
 
 @gluon.jit
 def _visible(s, start_n, seq_k, last, CAUSAL: gl.constexpr):
-    """Return the scores s of the key tile at start_n, with -inf for masked keys. `last`: the last key that row 0 sees."""
+    """Return the scores s of the key tile at start_n, with -inf for masked keys. `last` is the last key that row 0 sees."""
     offs_n = start_n + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
     visible = (offs_n < seq_k)[None, :]
     if CAUSAL:
@@ -33,7 +33,7 @@ def _visible(s, start_n, seq_k, last, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def _accumulate(acc, s, q, ring, fill, tiles, problem, last, scale_log2, CAUSAL: gl.constexpr):
-    """A consumer's online softmax over `tiles` key tiles, from the last one backwards; the scores s of the last one are in
+    """Run a consumer's online softmax over `tiles` key tiles, the last tile first. The matmul for that tile's scores s is in
     flight.
 
     Returns acc, m (maximum) and l (sum).
@@ -58,15 +58,15 @@ def _accumulate(acc, s, q, ring, fill, tiles, problem, last, scale_log2, CAUSAL:
     for _ in range(1, tiles):
         fill += 1
         slot, phase = slot_and_phase(fill, STAGES)
-        # NOTE: no matmul of this consumer runs during its softmax; v22 lets P V of the last tile run then.
+        # NOTE: no matmul of this consumer runs during its softmax; in v22 P V of the previous tile does.
         s = warpgroup_mma_wait(0, [_scores(q, ring, fill)])  # [rows, BLOCK_N]
         acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
         acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(ring.empty.index(slot), count=1)
         m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
         p = gl.exp2(s * scale_log2 - m_new[:, None])
-        rescale = gl.exp2(m - m_new)  # rescales sums that were computed with the old maximum
-        # NOTE: four threads share a row, and exchange their sums for every tile; v21 adds them at the end.
+        rescale = gl.exp2(m - m_new)  # makes l and acc, which used the old maximum, fit the new one
+        # NOTE: four threads share a row, and add up their partial sums for every tile; v21 does so once, at the end.
         l = l * rescale + gl.sum(p, 1)
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
         m = m_new

@@ -31,13 +31,13 @@ from .forward_softmax import _accumulate, _scores
 
 
 class Tensors(NamedTuple):
-    """Tensors in global memory: a descriptor each, a pointer to LSE."""
+    """Tensors in global memory: a pointer to LSE, a TMA descriptor for each other tensor."""
 
     q: tma.tensor_descriptor
     k: tma.tensor_descriptor
     v: tma.tensor_descriptor
     out: tma.tensor_descriptor
-    out_ptr: gl.tensor | None  # pointer, if the first query tile starts before query 0
+    out_ptr: gl.tensor | None  # pointer to O if the first query tile starts before query 0
     lse: gl.tensor  # pointer to the row of this CTA's head
 
 
@@ -61,7 +61,7 @@ class Tile(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Q in shared memory, and O on its way out."""
+    """Buffers in shared memory: Q, and O until TMA has stored it."""
 
     q: gl.shared_memory_descriptor  # [CONSUMERS, 1, 1, 64, HEAD_DIM]
     o: gl.shared_memory_descriptor  # [CONSUMERS, 1, 1, 64, VALUE_DIM]
@@ -74,13 +74,13 @@ class Ring(NamedTuple):
     k: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_N, HEAD_DIM]
     v: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_N, VALUE_DIM]
     full: gl.shared_memory_descriptor  # a barrier for each slot: K and V have arrived
-    empty: gl.shared_memory_descriptor  # all consumers have read K and V
+    empty: gl.shared_memory_descriptor  # a barrier for each slot: all consumers have read K and V
 
 
 @gluon.jit
 def _load(tensors, tile, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
-    """Start to load the next slot of the ring, when the consumers have released it. It holds two tiles that one step uses
-    together: K of the key tile at start_n, and V of the key tile behind it, whose scores are known."""
+    """Start to load the next slot of the ring, when the consumers have released it. It holds the two tiles
+    of one step: K of the key tile at start_n, and V of the key tile after it, whose scores are known."""
     STAGES: gl.constexpr = ring.k.shape[0]
     BLOCK_N: gl.constexpr = ring.k.shape[3]
     NBYTES: gl.constexpr = (tensors.k.block_type.nbytes if K else 0) + (tensors.v.block_type.nbytes if V else 0)
@@ -97,7 +97,7 @@ def _load(tensors, tile, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
 
 @gluon.jit
 def _skip(ring, fill, tiles):
-    """Release the next `tiles` key tiles unread, and return the number of the one after them."""
+    """Release the next `tiles` key tiles without reading them, and return the number of the key tile after them."""
     STAGES: gl.constexpr = ring.k.shape[0]
     for _ in range(tiles):
         slot, phase = slot_and_phase(fill, STAGES)
@@ -109,7 +109,7 @@ def _skip(ring, fill, tiles):
 
 @gluon.jit
 def _producer(tensors, tile, queries, ring):
-    """One warp: load Q, and keep the buffers of K and V full, with n + 1 loads for n key tiles."""
+    """Run on one warp: load Q, and keep the buffers of K and V full, with n + 1 loads for n key tiles."""
     CONSUMERS: gl.constexpr = queries.q.shape[0]
     BLOCK_N: gl.constexpr = ring.k.shape[3]
     start_n = (tile.key_tiles - 1) * BLOCK_N
@@ -127,7 +127,7 @@ def _producer(tensors, tile, queries, ring):
 
 @gluon.jit
 def _store_out(out, tensors, queries, w, tile, start_m):
-    """Store a consumer's rows of O. TMA cannot store at a negative row, so rows before query 0 need pointers."""
+    """Store a consumer's rows of O. TMA cannot store at a negative row, so a tile that starts before query 0 needs pointers."""
     if tensors.out_ptr is not None and start_m < 0:
         store_rows(tensors.out_ptr, tensors.out, tile.batch, tile.head, start_m, out)
     else:
@@ -138,7 +138,7 @@ def _store_out(out, tensors, queries, w, tile, start_m):
 
 @gluon.jit
 def _consumer(tensors, tile, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
-    """A warpgroup that computes the w-th 64 query rows of the CTA."""
+    """Run on a warpgroup: compute the w-th 64 query rows of the CTA."""
     CONSUMERS: gl.constexpr = queries.q.shape[0]
     BLOCK_N: gl.constexpr = ring.k.shape[3]
     HEAD_DIM: gl.constexpr = ring.k.shape[4]
@@ -160,14 +160,14 @@ def _consumer(tensors, tile, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
     mbarrier.wait(queries.full.index(w), 0)
     q_buffer = queries.q.index(w).reshape([ROWS, HEAD_DIM])
     q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
-    fill = _skip(ring, gl.to_tensor(0), tile.key_tiles - seen)  # only the CTA's later consumers see these key tiles
+    fill = _skip(ring, gl.to_tensor(0), tile.key_tiles - seen)  # key tiles that only the CTA's later consumers see
     s = _scores(q, ring, fill)
-    last = start_m + problem.diagonal  # the last key of the first row
+    last = start_m + problem.diagonal  # the last key that the first row sees
     acc, m, l = _accumulate(acc, s, q, ring, fill, seen, problem, last, scale_log2, CAUSAL)
 
     gl.store(tensors.lse + offs_m, (m + gl.log2(l)) / LOG2_E, mask=(offs_m >= 0) & (offs_m < problem.seq_q))
     normalize = gl.convert_layout(1.0 / l, gl.SliceLayout(1, acc_layout))[:, None]
-    # NOTE: the next program's loads start when this one has ended; v23's persistent CTAs load the next tile meanwhile.
+    # NOTE: the next CTA's loads start only when this CTA has ended; v23's persistent CTAs load the next tile meanwhile.
     out = (warpgroup_mma_wait(0, [acc]) * normalize).to(queries.q.dtype)  # [ROWS, VALUE_DIM]
     _store_out(out, tensors, queries, w, tile, start_m)
     tma.store_wait(0)
@@ -203,8 +203,8 @@ def _forward_kernel(
     tile = Tile(batch_head // heads, head, head // heads_per_kv, start_m, keys)
     queries = Queries(q_s, o_s, q_full)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
-    # An SM has 65,536 registers, 512 for each thread of a warpgroup. The producer keeps 24 per thread, the other roles the
-    # numbers in the list, and the first role, which runs on the launch's own warps, gets the rest.
+    # An SM has 65,536 registers, 512 for each thread of a warpgroup. The second list has the registers per thread of the roles
+    # after the first; 24 is the producer's. The first role runs on the launch's own warps and gets the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (tensors, tile, queries, ring, problem, 0, CAUSAL)),
@@ -224,15 +224,15 @@ def _forward_kernel(
 
 
 class Shape(NamedTuple):
-    """The sizes of a work tile, and how many of its buffers there are."""
+    """Sizes of a work tile, and numbers of buffers."""
 
     queries: int  # query rows: 64 for each of two or four consumers
     keys: int  # keys of a key tile
     kv_slots: int  # buffers of K and V
-    maxnreg: int  # registers per thread at the launch; 65,536 for all warps, of which each role then takes its own number
+    maxnreg: int  # registers per thread at the launch; all warps have 65,536, which the roles then divide anew
 
 
-# By the larger head dimension.
+# The key is the larger of D and Dv.
 TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, maxnreg=96)) | {
     128: Shape(queries=128, keys=128, kv_slots=2, maxnreg=168),
     256: Shape(queries=128, keys=64, kv_slots=2, maxnreg=168),
@@ -241,7 +241,7 @@ TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, maxn
 
 @replayed
 def forward(q, k, v, *, causal, scale, diagonal=0):
-    """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors. Falls back to v7 for float32.
+    """Return attention output and log-sum-exp. `common.operator` lists shapes, dtypes and errors. Float32 falls back to v7.
 
     Raises:
         Unavailable: the GPU is not a Hopper GPU.
@@ -254,7 +254,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     out = empty_rows(q, value_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
-        q, scale = -q, -scale  # the scores stay the same; now their maximum can be taken before scaling
+        q, scale = -q, -scale  # same scores; with scale >= 0, their maximum can be taken before scaling
     q, k, v = addressable(q), addressable(k), addressable(v)
     out_ptr = out if diagonal % 64 else None  # if the first query tile starts before query 0
     shape = TILES[max(head_dim, value_dim)]

@@ -12,8 +12,8 @@ from common.kernels.hopper import ROWS, slot_and_phase
 
 @gluon.jit
 def _take_turn(turns, fill, w: gl.constexpr):
-    """Wait until the consumers before this one have issued their matmuls of this load, or skipped it."""
-    # The first consumer waits for the last one, which has its turn with the previous load. At the first load it does not wait.
+    """Wait until the consumers before this one have issued their matmuls with this key tile, or skipped it."""
+    # The first consumer waits for the last consumer's turn with the previous key tile. For the first key tile it does not wait.
     mbarrier.wait(turns.index(w), (fill & 1) ^ (w == 0))
 
 
@@ -39,13 +39,13 @@ def _scores(q, ring, turns, fill, w: gl.constexpr):
 
 @gluon.jit
 def _sums(p):
-    """Sum each row of p into four parts, one for each of the four threads that hold it, so that no thread waits for another."""
+    """Return four partial sums of each row of p, one per thread that holds a part of the row. So no thread waits."""
     return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
 def _visible(s, start_n, seq_k, last, CAUSAL: gl.constexpr):
-    """Return the scores s of the key tile at start_n, with -inf for masked keys. `last`: the last key that row 0 sees."""
+    """Return the scores s of the key tile at start_n, with -inf for masked keys. `last` is the last key that row 0 sees."""
     offs_n = start_n + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
     visible = (offs_n < seq_k)[None, :]
     if CAUSAL:
@@ -59,7 +59,7 @@ def _accumulate(
     acc, s, q, ring, turns, fill, tiles, problem, last, scale_log2,
     w: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """A consumer's online softmax over `tiles` key tiles, from the last one backwards; the scores s of the last one are in
+    """Run a consumer's online softmax over `tiles` key tiles, the last tile first. The matmul for that tile's scores s is in
     flight.
 
     Returns acc, whose matmul for the first tile is still in flight, m (maximum) and l (sum).
@@ -83,7 +83,7 @@ def _accumulate(
     p = gl.convert_layout(p.to(ring.k.dtype), p_layout)
 
     for _ in range(1, tiles):
-        # Issue both matmuls together, so that the tensor cores have work while other consumers compute their softmax.
+        # Issue both matmuls at once, so that the tensor cores have work while other consumers compute their softmax.
         fill += 1
         slot, phase = slot_and_phase(fill, STAGES)
         s = _scores(q, ring, turns, fill, w)
@@ -91,12 +91,12 @@ def _accumulate(
         _hand_over(turns, w)
         if CONSUMERS == 2:
             s = warpgroup_mma_wait(1, [s])  # [rows, BLOCK_N]
-        else:  # three other consumers' matmuls run under these exponentials: release the buffers first
+        else:  # the three other consumers' matmuls run during these exponentials, so release the buffers first
             s, acc = warpgroup_mma_wait(0, [s, acc])
             mbarrier.arrive(ring.empty.index(slot), count=1)
         m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
         p = gl.exp2(s * scale_log2 - m_new[:, None])
-        rescale = gl.exp2(m - m_new)  # rescales sums that were computed with the old maximum
+        rescale = gl.exp2(m - m_new)  # makes l and acc, which used the old maximum, fit the new one
         l = l * gl.convert_layout(rescale, gl.SliceLayout(1, l.type.layout))[:, None] + _sums(p)
         if CONSUMERS == 2:
             acc = warpgroup_mma_wait(0, [acc])  # the compiler moves this wait before the exponentials

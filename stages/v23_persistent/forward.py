@@ -33,23 +33,23 @@ from .forward_softmax import _accumulate, _scores
 
 
 class Tensors(NamedTuple):
-    """Tensors in global memory: a descriptor each, a pointer to LSE."""
+    """Tensors in global memory: a pointer to LSE, a TMA descriptor for each other tensor."""
 
     q: tma.tensor_descriptor
     k: tma.tensor_descriptor
     v: tma.tensor_descriptor
     out: tma.tensor_descriptor
-    out_ptr: gl.tensor | None  # pointer, if the first query tile starts before query 0
+    out_ptr: gl.tensor | None  # pointer to O if the first query tile starts before query 0
     lse: gl.tensor  # pointer to [B, H, Sq]
 
 
 class Queries(NamedTuple):
-    """Q in shared memory, and O on its way out."""
+    """Buffers in shared memory: Q, and O until TMA has stored it."""
 
     q: gl.shared_memory_descriptor  # [CONSUMERS, 1, 1, 64, HEAD_DIM]
     o: gl.shared_memory_descriptor  # [CONSUMERS, 1, 1, 64, VALUE_DIM]
     full: gl.shared_memory_descriptor  # a barrier for each slot: Q has arrived
-    empty: gl.shared_memory_descriptor  # O has left the slot
+    empty: gl.shared_memory_descriptor  # a barrier for each slot: TMA has stored O
 
 
 class Ring(NamedTuple):
@@ -58,13 +58,13 @@ class Ring(NamedTuple):
     k: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_N, HEAD_DIM]
     v: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_N, VALUE_DIM]
     full: gl.shared_memory_descriptor  # a barrier for each slot: K and V have arrived
-    empty: gl.shared_memory_descriptor  # all consumers have read K and V
+    empty: gl.shared_memory_descriptor  # a barrier for each slot: all consumers have read K and V
 
 
 @gluon.jit
 def _load(tensors, tile, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
-    """Start to load the next slot of the ring, when the consumers have released it. It holds two tiles that one step uses
-    together: K of the key tile at start_n, and V of the key tile behind it, whose scores are known."""
+    """Start to load the next slot of the ring, when the consumers have released it. It holds the two tiles
+    of one step: K of the key tile at start_n, and V of the key tile after it, whose scores are known."""
     STAGES: gl.constexpr = ring.k.shape[0]
     BLOCK_N: gl.constexpr = ring.k.shape[3]
     NBYTES: gl.constexpr = (tensors.k.block_type.nbytes if K else 0) + (tensors.v.block_type.nbytes if V else 0)
@@ -81,7 +81,7 @@ def _load(tensors, tile, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
 
 @gluon.jit
 def _skip(ring, fill, tiles):
-    """Release the next `tiles` key tiles unread, and return the number of the one after them."""
+    """Release the next `tiles` key tiles without reading them, and return the number of the key tile after them."""
     STAGES: gl.constexpr = ring.k.shape[0]
     for _ in range(tiles):
         slot, phase = slot_and_phase(fill, STAGES)
@@ -93,7 +93,7 @@ def _skip(ring, fill, tiles):
 
 @gluon.jit
 def _producer(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
-    """One warp: keep the buffers of Q, K and V full, also for the next tile while the current one ends."""
+    """Run on one warp: keep the buffers of Q, K and V full, also for the next tile while the current tile ends."""
     CONSUMERS: gl.constexpr = queries.q.shape[0]
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     BLOCK_N: gl.constexpr = ring.k.shape[3]
@@ -124,8 +124,8 @@ def _producer(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def _store_out(acc, normalize, tensors, queries, w, problem, tile, start_m):
-    """Store a consumer's rows of O. TMA cannot store at a negative row, so rows before query 0 need pointers."""
-    batch, head = tile.batch_head // problem.heads, tile.batch_head % problem.heads  # only now: saves registers
+    """Store a consumer's rows of O. TMA cannot store at a negative row, so a tile that starts before query 0 needs pointers."""
+    batch, head = tile.batch_head // problem.heads, tile.batch_head % problem.heads  # computed only here, which saves registers
     if tensors.out_ptr is not None and start_m < 0:
         out = (acc * normalize).to(queries.q.dtype)
         store_rows(tensors.out_ptr, tensors.out, batch, head, start_m, out)
@@ -138,7 +138,7 @@ def _store_out(acc, normalize, tensors, queries, w, problem, tile, start_m):
 
 @gluon.jit
 def _consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
-    """A warpgroup that computes the w-th 64 query rows of each tile."""
+    """Run on a warpgroup: compute the w-th 64 query rows of each tile."""
     CONSUMERS: gl.constexpr = queries.q.shape[0]
     STAGES: gl.constexpr = ring.k.shape[0]
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
@@ -169,9 +169,9 @@ def _consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.const
         mbarrier.wait(queries.full.index(w), phase)
         q_buffer = queries.q.index(w).reshape([ROWS, HEAD_DIM])
         q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
-        fill = _skip(ring, fill, tile.key_tiles - seen)  # only the CTA's later consumers see these key tiles
+        fill = _skip(ring, fill, tile.key_tiles - seen)  # key tiles that only the CTA's later consumers see
         s = _scores(q, ring, fill)
-        last = start_m + problem.diagonal  # the last key of the first row
+        last = start_m + problem.diagonal  # the last key that the first row sees
         acc, m, l = _accumulate(acc, s, q, ring, fill, seen, problem, last, scale_log2, CONSUMERS, CAUSAL)
         fill += seen
 
@@ -186,7 +186,7 @@ def _consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.const
         tma.store_wait(0)
         mbarrier.arrive(queries.empty.index(w), count=1)
         turn += 1
-        # NOTE: the CTA's tiles are fixed. With a mask, some CTAs get longer tiles; v24 gives the next tile to a free CTA.
+        # NOTE: each CTA's tiles are fixed. With a mask some CTAs get longer tiles; v24 gives the next tile to a free CTA.
         number += gl.num_programs(0)
 
 
@@ -212,8 +212,8 @@ def _forward_kernel(
     problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale)
     queries = Queries(q_s, o_s, q_full, q_empty)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
-    # An SM has 65,536 registers, 512 for each thread of a warpgroup. The producer keeps 24 per thread, the other roles the
-    # numbers in the list, and the first role, which runs on the launch's own warps, gets the rest.
+    # An SM has 65,536 registers, 512 for each thread of a warpgroup. The second list has the registers per thread of the roles
+    # after the first; 24 is the producer's. The first role runs on the launch's own warps and gets the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (tensors, queries, ring, problem, 0, CAUSAL)),
@@ -233,15 +233,15 @@ def _forward_kernel(
 
 
 class Shape(NamedTuple):
-    """The sizes of a work tile, and how many of its buffers there are."""
+    """Sizes of a work tile, and numbers of buffers."""
 
     queries: int  # query rows: 64 for each of two or four consumers
     keys: int  # keys of a key tile
     kv_slots: int  # buffers of K and V
-    maxnreg: int  # registers per thread at the launch; 65,536 for all warps, of which each role then takes its own number
+    maxnreg: int  # registers per thread at the launch; all warps have 65,536, which the roles then divide anew
 
 
-# By the larger head dimension.
+# The key is the larger of D and Dv.
 TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, maxnreg=96)) | {
     128: Shape(queries=128, keys=128, kv_slots=2, maxnreg=168),
     256: Shape(queries=128, keys=64, kv_slots=2, maxnreg=168),
@@ -250,7 +250,7 @@ TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, maxn
 
 @replayed
 def forward(q, k, v, *, causal, scale, diagonal=0):
-    """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors. Falls back to v7 for float32.
+    """Return attention output and log-sum-exp. `common.operator` lists shapes, dtypes and errors. Float32 falls back to v7.
 
     Raises:
         Unavailable: the GPU is not a Hopper GPU.
@@ -263,7 +263,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     out = empty_rows(q, value_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
-        q, scale = -q, -scale  # the scores stay the same; now their maximum can be taken before scaling
+        q, scale = -q, -scale  # same scores; with scale >= 0, their maximum can be taken before scaling
     q, k, v = addressable(q), addressable(k), addressable(v)
     out_ptr = out if diagonal % 64 else None  # if the first query tile starts before query 0
     shape = TILES[max(head_dim, value_dim)]

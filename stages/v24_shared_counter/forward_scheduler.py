@@ -35,7 +35,7 @@ class Tile(NamedTuple):
 
 
 class NextTiles(NamedTuple):
-    """The numbers of tiles, which the producer passes on to the consumers."""
+    """Tile numbers that the producer passes on to the consumers."""
 
     number: gl.shared_memory_descriptor  # [1, 1]
     full: gl.shared_memory_descriptor  # a barrier: the number has been written
@@ -57,7 +57,7 @@ def _tile(number, problem, ROW_BYTES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK
 
 @gluon.jit
 def _pass_on(number, next_tiles, slot):
-    """Tell the consumers a tile's number; one past the last tile tells them to end."""
+    """Tell the consumers the next tile's number. A number past the last tile tells them to end."""
     next_tiles.number.index(slot).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
     mbarrier.arrive(next_tiles.full.index(slot), count=1)
 

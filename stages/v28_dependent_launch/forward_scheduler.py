@@ -42,7 +42,7 @@ class Tile(NamedTuple):
 
 
 class NextTiles(NamedTuple):
-    """The numbers of tiles, which the producer passes on to the consumers."""
+    """Tile numbers that the producer passes on to the consumers."""
 
     number: gl.shared_memory_descriptor  # [Q_STAGES, 1]
     full: gl.shared_memory_descriptor  # a barrier for each slot: the number has been written
@@ -78,7 +78,7 @@ def _next_failed(number, tiles, flags):
 
 @gluon.jit
 def _pass_on(number, next_tiles, slot):
-    """Tell the consumers a tile's number; one past the last tile tells them to end."""
+    """Tell the consumers the next tile's number. A number past the last tile tells them to end."""
     next_tiles.number.index(slot).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
     mbarrier.arrive(next_tiles.full.index(slot), count=1)
 

@@ -1,4 +1,4 @@
-"""The kernels before and after the backward's own: delta, and dQ's accumulator."""
+"""The kernels that run before and after the backward kernel: they prepare LSE and delta, and round dQ."""
 
 import triton
 import triton.language as tl
@@ -26,7 +26,7 @@ def _prepare_kernel(
     out = out_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, VALUE_DIM)
     delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
     lse_ptrs = lse_ptr + batch_head.to(tl.int64) * seq_q + start_m + rows
-    lse = tl.load(lse_ptrs, mask=inside, other=float("inf"))  # outside: p = 0
+    lse = tl.load(lse_ptrs, mask=inside, other=float("inf"))  # past the end: p = 0
     tl.store(stats_ptr + tile * 2 * BLOCK_M + rows, lse * LOG2_E)
     tl.store(stats_ptr + (tile * 2 + 1) * BLOCK_M + rows, delta)
 

@@ -100,14 +100,14 @@ def _backward_kernel(
 
 @replayed
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
-    """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors."""
+    """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k, value_dim = v.shape[1:]
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
-    sums = q.new_zeros(q.shape, dtype=torch.float32)  # of dQ
+    sums = q.new_zeros(q.shape, dtype=torch.float32)  # accumulator of dQ
     q, k, v, out, grad_out = map(aligned, (q, k, v, out, grad_out))
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
-    # With num_stages > 1, Triton would also buffer tiles of dQ. They do not fit on the chip.
+    # With num_stages > 1, Triton would also buffer tiles of dQ, which do not fit in shared memory.
     tile = {**key_tile(max(head_dim, value_dim), q.dtype), "num_stages": 1}
     _backward_kernel[batch * kv_heads,](
         q, k, v, out, grad_out, sums, dk, dv, lse, scale, strides(q=q, k=k, v=v, out=out, do=grad_out, dq=sums, dk=dk, dv=dv),

@@ -76,7 +76,7 @@ def _forward_kernel(
 
 @replayed
 def forward(q, k, v, *, causal, scale, diagonal=0):
-    """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors."""
+    """Return attention output and log-sum-exp. `common.operator` lists shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k, value_dim = v.shape[1:]
     out = empty_rows(q, value_dim)
@@ -84,9 +84,9 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     m = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
     l = q.new_zeros(q.shape[:3], dtype=torch.float32)
     if scale < 0:
-        q, scale = -q, -scale  # the scores stay the same; now their maximum can be taken before scaling
+        q, scale = -q, -scale  # same scores; with scale >= 0, their maximum can be taken before scaling
     q, k, v = aligned(q), aligned(k), aligned(v)
-    # With num_stages > 1, Triton would also buffer tiles of O. They do not fit on the chip.
+    # With num_stages > 1, Triton would also buffer tiles of O, which do not fit in shared memory.
     tile = {**query_tile(max(head_dim, value_dim), q.dtype), "num_stages": 1}
     _forward_kernel[batch * heads,](
         q, k, v, o, m, l, scale, strides(q=q, k=k, v=v, o=o),

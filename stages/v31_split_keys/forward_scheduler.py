@@ -46,7 +46,7 @@ class Tile(NamedTuple):
 
 
 class NextTiles(NamedTuple):
-    """The numbers of tiles, which the producer passes on to the consumers."""
+    """Tile numbers that the producer passes on to the consumers."""
 
     number: gl.shared_memory_descriptor  # [Q_STAGES, 1]
     full: gl.shared_memory_descriptor  # a barrier for each slot: the number has been written
@@ -54,7 +54,7 @@ class NextTiles(NamedTuple):
 
 @gluon.jit
 def _rows_before(diagonal, PACKED: gl.constexpr):
-    """Return how many rows the first tile starts before query 0. Then all rows of a consumer see keys up to the same tile."""
+    """Return by how many rows the first tile starts before query 0, so that all rows of a consumer end in one key tile."""
     return diagonal % (ROWS // PACKED) * PACKED
 
 
@@ -96,7 +96,7 @@ def _place(row, problem, PACKED: gl.constexpr):
 
 @gluon.jit
 def _seen(start_m, problem, BLOCK_N: gl.constexpr, PACKED: gl.constexpr, CAUSAL: gl.constexpr):
-    """Return how many key tiles the rows of a consumer see, which start at start_m."""
+    """Return how many key tiles a consumer's rows see. The rows start at start_m."""
     end = (start_m + ROWS) // PACKED + problem.diagonal
     return gl.cdiv(gl.minimum(end, problem.seq_k) if CAUSAL else problem.seq_k, BLOCK_N)
 
@@ -137,7 +137,7 @@ def _next_failed(number, tiles, flags):
 
 @gluon.jit
 def _pass_on(number, next_tiles, slot):
-    """Tell the consumers a tile's number; one past the last tile tells them to end."""
+    """Tell the consumers the next tile's number. A number past the last tile tells them to end."""
     next_tiles.number.index(slot).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
     mbarrier.arrive(next_tiles.full.index(slot), count=1)
 

@@ -75,7 +75,7 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
 def _query_tile(step, tile):
     """Return the head and the query tile of a step, and the tile's number among those of all heads.
 
-    Steps take one tile of each query head that shares the keys, then the next tile of each.
+    The steps take one query tile of each query head that shares the keys, then the next query tile of each head.
     """
     shared = step % tile.heads_per_kv
     # NOTE: CTAs that run at the same time begin at different query tiles; in v36 they read the same ones.

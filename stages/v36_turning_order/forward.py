@@ -1,11 +1,14 @@
-"""v29's forward with split keys (Flash-Decoding) where tiles do not fill the GPU, and with the query heads of a K/V head in
-one tile, in Gluon, for Hopper."""
+"""A forward in three modes, with split keys (Flash-Decoding) where tiles do not fill the GPU, and with the query heads of a K/V
+head in one tile; in Gluon, for Hopper.
 
-import functools
-from math import ceil
+MODE "guess": the maximum is taken from each row's last keys, and tiles are checked. MODE "again": a second launch computes the
+tiles that failed, with a running maximum. MODE "running": one launch with a running maximum, for short work.
+"""
+
 from typing import NamedTuple
 
 import torch
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
@@ -46,26 +49,26 @@ from .forward_softmax import _accumulate, _scores
 
 
 class Tensors(NamedTuple):
-    """Tensors in global memory: a descriptor each, a pointer to LSE."""
+    """Tensors in global memory: a pointer to LSE, a TMA descriptor for each other tensor."""
 
     q: tma.tensor_descriptor
     k: tma.tensor_descriptor
     v: tma.tensor_descriptor
     out: tma.tensor_descriptor
-    out_ptr: gl.tensor | None  # pointer, if the first query tile starts before query 0
-    lse: gl.tensor  # pointer to [B, H, Sq]; with splits, to [splits, B, H, Sq]
-    part: gl.tensor  # with splits, pointer to their outputs, [splits, B, H, Sq, VALUE_DIM]
-    counter: gl.tensor  # number of tiles taken after each CTA's first
-    failed: gl.tensor  # Flags
+    out_ptr: gl.tensor | None  # pointer to O if the first query tile starts before query 0
+    lse: gl.tensor  # pointer to [B, H, Sq]
+    part: gl.tensor | None  # if keys are split, pointer to [splits, B, H, Sq, VALUE_DIM]; LSE then has splits too
+    counter: gl.tensor  # tiles taken so far, beside each CTA's first
+    failed: gl.tensor  # pointer to the flags; see `Flags`
 
 
 class Queries(NamedTuple):
-    """Q in shared memory, and O on its way out."""
+    """Buffers in shared memory: Q, and O until TMA has stored it."""
 
     q: gl.shared_memory_descriptor  # [Q_STAGES * CONSUMERS, 1, 1, 64, HEAD_DIM]
     o: gl.shared_memory_descriptor  # [Q_STAGES * CONSUMERS, 1, 1, 64, VALUE_DIM]
     full: gl.shared_memory_descriptor  # a barrier for each slot: Q has arrived
-    empty: gl.shared_memory_descriptor  # O has left the slot
+    empty: gl.shared_memory_descriptor  # a barrier for each slot: TMA has stored O
 
 
 class Ring(NamedTuple):
@@ -74,13 +77,13 @@ class Ring(NamedTuple):
     k: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_N, HEAD_DIM]
     v: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_N, VALUE_DIM]
     full: gl.shared_memory_descriptor  # a barrier for each slot: K and V have arrived
-    empty: gl.shared_memory_descriptor  # all consumers have read K and V
+    empty: gl.shared_memory_descriptor  # a barrier for each slot: all consumers have read K and V
 
 
 @gluon.jit
-def _load(tensors, tile, ring, fill, start_n, step, K: gl.constexpr, V: gl.constexpr):
-    """Start to load the next slot of the ring, when the consumers have released it. It holds two tiles that one step uses
-    together: K of the key tile at start_n, and V of the key tile one `step` behind it, whose scores are known."""
+def _load(tensors, tile, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
+    """Start to load the next slot of the ring, when the consumers have released it. It holds the two tiles
+    of one step: K of the key tile at start_n, and V of the key tile after it, whose scores are known."""
     STAGES: gl.constexpr = ring.k.shape[0]
     NBYTES: gl.constexpr = (tensors.k.block_type.nbytes if K else 0) + (tensors.v.block_type.nbytes if V else 0)
     slot, phase = slot_and_phase(fill, STAGES)
@@ -90,13 +93,13 @@ def _load(tensors, tile, ring, fill, start_n, step, K: gl.constexpr, V: gl.const
         where = [tile.batch, tile.kv_head, start_n, 0]
         tma.async_copy_global_to_shared(tensors.k, where, ring.full.index(slot), ring.k.index(slot))
     if V:
-        where = [tile.batch, tile.kv_head, start_n + step, 0]
+        where = [tile.batch, tile.kv_head, start_n + tile.step, 0]
         tma.async_copy_global_to_shared(tensors.v, where, ring.full.index(slot), ring.v.index(slot))
 
 
 @gluon.jit
 def _skip(ring, fill, tiles):
-    """Release the next `tiles` key tiles unread, and return the number of the one after them."""
+    """Release the next `tiles` key tiles without reading them, and return the number of the key tile after them."""
     STAGES: gl.constexpr = ring.k.shape[0]
     for _ in range(tiles):
         slot, phase = slot_and_phase(fill, STAGES)
@@ -107,22 +110,21 @@ def _skip(ring, fill, tiles):
 
 
 @gluon.jit
-def _producer(
-    tensors, queries, ring, next_tiles, problem,
-    PACKED: gl.constexpr, SPLIT: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
-    """One warp: keep the buffers of Q, K and V full, also for the next tile while the current one ends.
+def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, CAUSAL: gl.constexpr):
+    """Run on one warp: keep the buffers of Q, K and V full, also for the next tile while the current tile ends.
 
-    The first tile is the CTA's number. A counter that all CTAs share gives the others. If keys are split, or MODE is "running",
-    the CTA takes tiles in fixed strides. If MODE is "again", it takes failed tiles and splits, in fixed strides.
+    A CTA's first tile has the CTA's own number. A counter that all CTAs share gives its other tiles.
+    If keys are split, or MODE is "running",
+    the CTA takes tiles in fixed strides. If MODE is "again", it takes failed tiles, in fixed strides.
     """
-    if SPLIT:
+    if problem.is_split is not None:
         gdc_launch_dependents()  # the merge may start: all CTAs are running, and the merge's CTAs fit beside them
     Q_STAGES: gl.constexpr = next_tiles.number.shape[0]
     CONSUMERS: gl.constexpr = queries.q.shape[0] // Q_STAGES
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     BLOCK_N: gl.constexpr = ring.k.shape[3]
     ROW_BYTES: gl.constexpr = 2 * (ring.k.shape[4] + ring.v.shape[4])  # bytes of a key's K and V
+    PACKED: gl.constexpr = tensors.q.block_shape[3] if len(tensors.q.block_shape) == 5 else 1
     fill = 0
     turn = 0
     number = gl.program_id(0)
@@ -130,10 +132,8 @@ def _producer(
     if MODE == "again":
         number = _next_failed(number, tiles, _flags(tensors.failed))
     while number < tiles:
-        tile = _tile(number, problem, ROW_BYTES, BLOCK_M, BLOCK_N, PACKED, SPLIT, CAUSAL)
-        step = BLOCK_N * problem.splits if SPLIT else BLOCK_N
-        keys = tile.key_tiles
-        start_n = tile.split * BLOCK_N + (keys - 1) * step
+        tile = _tile(number, problem, ROW_BYTES, BLOCK_M, BLOCK_N, PACKED, CAUSAL)
+        start_n = tile.split * BLOCK_N + (tile.key_tiles - 1) * tile.step
         for w in gl.static_range(CONSUMERS):
             slot, phase = slot_and_phase(turn, Q_STAGES)
             slot = slot * CONSUMERS + w
@@ -142,20 +142,20 @@ def _producer(
             where = _row(tile.batch, tile.head, tile.start_m + w * ROWS, PACKED)
             tma.async_copy_global_to_shared(tensors.q, where, queries.full.index(slot), queries.q.index(slot))
             if w == 0:
-                _load(tensors, tile, ring, fill, start_n, step, True, False)
+                _load(tensors, tile, ring, fill, start_n, True, False)
         if MODE == "again":
             number = _next_failed(number + gl.num_programs(0), tiles, _flags(tensors.failed))
-        elif SPLIT or MODE == "running":
+        elif problem.is_split is not None or MODE == "running":
             number += gl.num_programs(0)
         else:
             number = gl.num_programs(0) + gl.atomic_add(tensors.counter, 1)
-        for _ in range(1, keys):
+        for _ in range(1, tile.key_tiles):
             fill += 1
-            start_n -= step
-            _load(tensors, tile, ring, fill, start_n, step, True, True)
-        _load(tensors, tile, ring, fill + 1, start_n - step, step, False, True)
+            start_n -= tile.step
+            _load(tensors, tile, ring, fill, start_n, True, True)
+        _load(tensors, tile, ring, fill + 1, start_n - tile.step, False, True)
         fill += 2
-        slot, phase = slot_and_phase(turn, Q_STAGES)
+        slot, _ = slot_and_phase(turn, Q_STAGES)
         _pass_on(number, next_tiles, slot)
         turn += 1
 
@@ -173,12 +173,10 @@ def _check(acc, l, number, tensors):
 
 
 @gluon.jit
-def _store_out(
-    acc, normalize, tensors, queries, own, problem, tile, start_m, part, idle, PACKED: gl.constexpr, SPLIT: gl.constexpr
-):
-    """Store a consumer's rows of O, from its slot `own` of `queries`, or of a split's output, which begins at `part`."""
-    batch, head = tile.batch_head // problem.heads, tile.batch_head % problem.heads  # only now: saves registers
-    if SPLIT and problem.splits > 1:
+def _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m, part, idle, PACKED: gl.constexpr):
+    """Store a consumer's rows of O, from its slot `own` of `queries`."""
+    batch, head = tile.batch_head // problem.heads, tile.batch_head % problem.heads  # computed only here, which saves registers
+    if problem.is_split is not None and problem.splits > 1:  # `part`: where the split's rows of this head begin
         offs_m = start_m + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
         offs_d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
         part_ptrs = tensors.part + (part + _place(offs_m, problem, PACKED))[:, None] * acc.shape[1]
@@ -196,16 +194,16 @@ def _store_out(
 
 @gluon.jit
 def _consumer(
-    tensors, queries, ring, next_tiles, problem, w: gl.constexpr,
-    PACKED: gl.constexpr, SPLIT: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr,
+    tensors, queries, ring, next_tiles, problem, w: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr
 ):  # fmt: skip
-    """A warpgroup that computes the w-th 64 query rows of each tile."""
+    """Run on a warpgroup: compute the w-th 64 query rows of each tile."""
     Q_STAGES: gl.constexpr = next_tiles.number.shape[0]
     CONSUMERS: gl.constexpr = queries.q.shape[0] // Q_STAGES
     STAGES: gl.constexpr = ring.k.shape[0]
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     BLOCK_N: gl.constexpr = ring.k.shape[3]
     ROW_BYTES: gl.constexpr = 2 * (ring.k.shape[4] + ring.v.shape[4])  # bytes of a key's K and V
+    PACKED: gl.constexpr = tensors.q.block_shape[3] if len(tensors.q.block_shape) == 5 else 1
     HEAD_DIM: gl.constexpr = ring.k.shape[4]
     VALUE_DIM: gl.constexpr = ring.v.shape[4]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
@@ -225,9 +223,9 @@ def _consumer(
         number = _next_failed(number, tiles, _flags(tensors.failed))
     while number < tiles:
         done = number
-        tile = _tile(number, problem, ROW_BYTES, BLOCK_M, BLOCK_N, PACKED, SPLIT, CAUSAL)
+        tile = _tile(number, problem, ROW_BYTES, BLOCK_M, BLOCK_N, PACKED, CAUSAL)
         start_m = tile.start_m + w * ROWS
-        seen, last, idle = _to_compute(start_m, tile, problem, BLOCK_N, PACKED, SPLIT, MODE, CAUSAL)
+        seen, last, idle = _to_compute(start_m, tile, problem, BLOCK_N, PACKED, MODE, CAUSAL)
         offs_m = start_m + gl.arange(0, ROWS, of_rows)
         acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, acc_layout)
         slot, phase = slot_and_phase(turn, Q_STAGES)
@@ -235,17 +233,14 @@ def _consumer(
         mbarrier.wait(queries.full.index(own), phase)
         q_buffer = queries.q.index(own).reshape([ROWS, HEAD_DIM])
         q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
-        fill = _skip(ring, fill, tile.key_tiles - seen)  # only the CTA's later consumers see these key tiles
+        fill = _skip(ring, fill, tile.key_tiles - seen)  # key tiles that only the CTA's later consumers see
         s = _scores(q, ring, fill)
         if Q_STAGES == 2:
-            # TMA has stored the last tile's O from the other buffer. So the next Q may arrive there.
+            # TMA has stored the previous tile's O from the other buffer. So the next Q may arrive there.
             tma.store_wait(0)
-            slot, phase = slot_and_phase(turn + 1, Q_STAGES)
+            slot, _ = slot_and_phase(turn + 1, Q_STAGES)
             mbarrier.arrive(queries.empty.index(slot * CONSUMERS + w), count=1, pred=turn > 0)
-        start_n = (tile.split + (seen - 1) * problem.splits) * BLOCK_N
-        acc, m, l = _accumulate(
-            acc, s, q, ring, fill, seen, start_n, problem, last, scale_log2, CONSUMERS, PACKED, MODE, CAUSAL
-        )
+        acc, m, l = _accumulate(acc, s, q, ring, fill, seen, tile, problem, last, scale_log2, CONSUMERS, PACKED, MODE, CAUSAL)
         fill += seen
 
         lse = gl.where(idle, float("-inf"), (m + gl.log2(l)) / LOG2_E)
@@ -260,7 +255,7 @@ def _consumer(
         fill += 1
         if MODE == "guess":
             _check(acc, l, done, tensors)
-        _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m, part, idle, PACKED, SPLIT)
+        _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m, part, idle, PACKED)
         if Q_STAGES == 1:
             tma.store_wait(0)
             mbarrier.arrive(queries.empty.index(own), count=1)
@@ -277,10 +272,9 @@ def _forward_kernel(
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
     PACKED: gl.constexpr = q_desc.block_shape[3] if len(q_desc.block_shape) == 5 else 1
-    SPLIT: gl.constexpr = part_ptr is not None
     tiles_m = gl.cdiv(seq_q + _rows_before(diagonal, PACKED), BLOCK_M)
     if MODE == "again":
-        gdc_wait()  # for the first launch
+        gdc_wait()  # wait until the first launch has ended
         if gl.load(failed_ptr) == 0:
             return
     q_s = gl.allocate_shared_memory(q_desc.dtype, [Q_STAGES * CONSUMERS] + q_desc.block_shape, q_desc.layout)
@@ -294,34 +288,34 @@ def _forward_kernel(
     q_full, q_empty = new_ring(Q_STAGES * CONSUMERS, 1, 1)  # each consumer has its own buffers
     kv_full, kv_empty = new_ring(STAGES, 1, CONSUMERS)
     tensors = Tensors(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, part_ptr, counter_ptr, failed_ptr)
-    splits = splits if SPLIT else 1
-    problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, splits, scale)
+    splits = 1 if part_ptr is None else splits
+    problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale, splits, part_ptr)
     queries = Queries(q_s, o_s, q_full, q_empty)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
-    next_tiles = NextTiles(tile_s, new_barriers(Q_STAGES, 1))  # no empty barriers: reading precedes arrival at `queries.empty`
-    # An SM has 65,536 registers, 512 for each thread of a warpgroup. The producer keeps 24 per thread, the other roles the
-    # numbers in the list, and the first role, which runs on the launch's own warps, gets the rest.
+    next_tiles = NextTiles(tile_s, new_barriers(Q_STAGES, 1))  # no empty barriers: consumers read a number before they free Q
+    # An SM has 65,536 registers, 512 for each thread of a warpgroup. The second list has the registers per thread of the roles
+    # after the first; 24 is the producer's. The first role runs on the launch's own warps and gets the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
-            [(_consumer, (tensors, queries, ring, next_tiles, problem, 0, PACKED, SPLIT, MODE, CAUSAL)),
-             (_consumer, (tensors, queries, ring, next_tiles, problem, 1, PACKED, SPLIT, MODE, CAUSAL)),
-             (_producer, (tensors, queries, ring, next_tiles, problem, PACKED, SPLIT, MODE, CAUSAL))],
+            [(_consumer, (tensors, queries, ring, next_tiles, problem, 0, MODE, CAUSAL)),
+             (_consumer, (tensors, queries, ring, next_tiles, problem, 1, MODE, CAUSAL)),
+             (_producer, (tensors, queries, ring, next_tiles, problem, MODE, CAUSAL))],
             [4, 1], [240, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
-            [(_consumer, (tensors, queries, ring, next_tiles, problem, 0, PACKED, SPLIT, MODE, CAUSAL)),
-             (_consumer, (tensors, queries, ring, next_tiles, problem, 1, PACKED, SPLIT, MODE, CAUSAL)),
-             (_consumer, (tensors, queries, ring, next_tiles, problem, 2, PACKED, SPLIT, MODE, CAUSAL)),
-             (_consumer, (tensors, queries, ring, next_tiles, problem, 3, PACKED, SPLIT, MODE, CAUSAL)),
-             (_producer, (tensors, queries, ring, next_tiles, problem, PACKED, SPLIT, MODE, CAUSAL))],
+            [(_consumer, (tensors, queries, ring, next_tiles, problem, 0, MODE, CAUSAL)),
+             (_consumer, (tensors, queries, ring, next_tiles, problem, 1, MODE, CAUSAL)),
+             (_consumer, (tensors, queries, ring, next_tiles, problem, 2, MODE, CAUSAL)),
+             (_consumer, (tensors, queries, ring, next_tiles, problem, 3, MODE, CAUSAL)),
+             (_producer, (tensors, queries, ring, next_tiles, problem, MODE, CAUSAL))],
             [4, 4, 4, 1], [112, 112, 112, 24],
         )  # fmt: skip
 
 
 @replayed
 def forward(q, k, v, *, causal, scale, diagonal=0):
-    """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors. Falls back to v7 for float32.
+    """Return attention output and log-sum-exp. `common.operator` lists shapes, dtypes and errors. Float32 falls back to v7.
 
     Raises:
         Unavailable: the GPU is not a Hopper GPU.
@@ -334,42 +328,43 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     out = empty_rows(q, value_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
-        q, scale = -q, -scale  # the scores stay the same; now their maximum can be taken before scaling
+        q, scale = -q, -scale  # same scores; with scale >= 0, their maximum can be taken before scaling
     q, k, v = addressable(q), addressable(k), addressable(v)
     keys = min(seq_k, seq_q + diagonal) if causal else seq_k
     cut = plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, num_sms())
-    packed, splits, tiles = cut.packed, cut.splits, cut.tiles
-    shape = cut.shape
-    per_kv = heads // kv_heads // packed
+    shape, packed, splits, tiles = cut.shape, cut.packed, cut.splits, cut.tiles
+    per_kv = heads // kv_heads
     queries, outputs, held = q, out, (64,)
     if packed > 1:
         queries, outputs = (t.unflatten(1, (-1, packed)).transpose(2, 3) for t in (q, out))  # [B, H / packed, Sq, packed, D]
         held = 64 // packed, packed
     out_ptr = outputs if diagonal % (64 // packed) else None  # if the first query tile starts before query 0
-    kernel = functools.partial(
-        _forward_kernel[min(tiles * splits, num_sms()),],
-        describe_tile(queries, *held), describe_tile(k, shape.keys), describe_tile(v, shape.keys),
-        describe_tile(outputs, *held), out_ptr,
-        scale=scale, batch_heads=batch * heads // packed, heads=heads // packed, heads_per_kv=per_kv,
-        seq_q=seq_q * packed, seq_k=seq_k, diagonal=diagonal, splits=splits,
-        BLOCK_M=shape.queries, BLOCK_N=shape.keys, STAGES=shape.kv_slots, Q_STAGES=shape.q_slots, CAUSAL=causal,
-        num_warps=4, maxnreg=shape.maxnreg,
-    )  # fmt: skip
+    programs = min(tiles * splits, num_sms())
     parts = None, lse
     if splits > 1:
         parts = lse.new_empty(splits, lse.numel(), value_dim), lse.new_empty(splits, lse.numel())
+
+    def launch(counter, failed, mode):
+        _forward_kernel[programs,](
+            describe_tile(queries, *held), describe_tile(k, shape.keys), describe_tile(v, shape.keys),
+            describe_tile(outputs, *held), out_ptr, *parts, counter, failed, scale,
+            batch * heads // packed, heads // packed, per_kv // packed, seq_q * packed, seq_k, diagonal, splits,
+            BLOCK_M=shape.queries, BLOCK_N=shape.keys, STAGES=shape.kv_slots, Q_STAGES=shape.q_slots, MODE=mode, CAUSAL=causal,
+            num_warps=4, maxnreg=shape.maxnreg, launch_pdl=mode == "again",
+        )  # fmt: skip
+
     if cut.short:
-        kernel(*parts, None, None, MODE="running")
+        launch(None, None, "running")
     else:
-        # The counter of tiles that were taken after each CTA's first; a flag if any tile failed; a flag for each tile.
+        # The counter of tiles that were taken; a flag that is set if any tile failed; a flag for each tile.
         counter, failed = lse.new_zeros(2 + tiles * splits, dtype=torch.int32).split([1, 1 + tiles * splits])
         for mode in ("guess", "again"):
-            kernel(*parts, counter, failed, MODE=mode, launch_pdl=mode == "again")
+            launch(counter, failed, mode)
     if splits > 1:
         own = min(16, 2048 // value_dim)  # number of splits whose outputs fit into a thread's registers
         at_once = next((n for n in (4, 8, 16) if splits <= n <= own), 4 * own)
         merged = max(1, 128 // value_dim) * (4 if at_once <= own else 1)  # rows per CTA
-        _merge_kernel[ceil(lse.numel() / merged),](
+        _merge_kernel[triton.cdiv(lse.numel(), merged),](
             *parts, out, lse, *out.stride()[:3], lse.numel(), heads, seq_q, splits,
             VALUE_DIM=value_dim, ROWS=merged, AT_ONCE=at_once, num_warps=4, launch_pdl=True,
         )  # fmt: skip

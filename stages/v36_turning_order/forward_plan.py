@@ -1,31 +1,30 @@
-"""How the host divides a forward's work: tiles, splits and launches."""
+"""How the host divides a forward's work: tiles, splits and launches. `splits_of` predicts the time."""
 
 import functools
-from math import ceil
 from typing import NamedTuple
+
+import triton
 
 from common.kernels.hopper import ROWS
 
 
 class Shape(NamedTuple):
-    """The sizes of a work tile, and how many of its buffers there are."""
+    """Sizes of a work tile, and numbers of buffers."""
 
     queries: int  # query rows: 64 for each of two or four consumers
     keys: int  # keys of a key tile
     kv_slots: int  # buffers of K and V
     q_slots: int  # buffers of Q
-    maxnreg: int  # registers per thread at the launch; 65,536 for all warps, of which each role then takes its own number
+    maxnreg: int  # registers per thread at the launch; all warps have 65,536, which the roles then divide anew
 
 
-# By the larger head dimension. FEW_ROWS: shapes for few rows, where long tiles keep loads of K and V in flight.
+# The key is the larger of D and Dv. FEW_ROWS: shapes for few rows, where long tiles keep loads of K and V in flight.
 TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, q_slots=2, maxnreg=96)) | {
     128: Shape(queries=128, keys=64, kv_slots=3, q_slots=2, maxnreg=168),
     256: Shape(queries=128, keys=64, kv_slots=2, q_slots=1, maxnreg=168),
 }
-FEW_ROWS = dict.fromkeys((16, 32, 64), Shape(queries=128, keys=128, kv_slots=3, q_slots=2, maxnreg=168)) | {
-    128: Shape(queries=128, keys=128, kv_slots=2, q_slots=2, maxnreg=168),
-    256: Shape(queries=128, keys=64, kv_slots=2, q_slots=1, maxnreg=168),
-}
+FEW_ROWS = TILES | dict.fromkeys((16, 32, 64), Shape(queries=128, keys=128, kv_slots=3, q_slots=2, maxnreg=168))
+FEW_ROWS |= {128: Shape(queries=128, keys=128, kv_slots=2, q_slots=2, maxnreg=168)}
 FEW_SQUARES = 8  # FEW_ROWS replaces tiles of 256 rows up to this many squares of 128 queries and 128 keys per CTA
 # Key tiles per CTA up to which the extra launches take longer than a running maximum.
 SHORT = {16: 16, 32: 16, 64: 16, 128: 32, 256: 32}
@@ -51,11 +50,11 @@ def splits_of(tiles: int, key_tiles: int, rows: int, keys: int, width: int, prog
     """
 
     def cost(splits):
-        turns = ceil(tiles * splits / programs)
+        turns = triton.cdiv(tiles * splits, programs)
         busy = tiles * splits / (turns * programs)
         key_tile = keys * width * max(1 + CROWDED * busy**2, rows / ROWS_READ)
         parts = 2 * tiles * splits * rows * width * (1 + CROWDED) / programs
-        return turns * ceil(key_tiles / splits) * key_tile + (MERGE + parts) * (splits > 1)
+        return turns * triton.cdiv(key_tiles, splits) * key_tile + (MERGE + parts) * (splits > 1)
 
     costs = {splits: cost(splits) for splits in range(1, min(key_tiles, programs) + 1)}
     return next(splits for splits, cost in costs.items() if cost <= 1.01 * min(costs.values()))
@@ -79,19 +78,19 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, pro
     rows = seq_q * together
     groups = batch * heads // together
     # Few: a tile has all rows of a K/V head (unless its heads cannot be packed), or tiles of 256 rows would be too few CTAs.
-    squares = ceil(rows / 128) * ceil(keys / 128) * groups
+    squares = triton.cdiv(rows, 128) * triton.cdiv(keys, 128) * groups
     few = rows <= 128 or (TILES[width].queries > 128 and squares <= FEW_SQUARES * programs)
     shape = (FEW_ROWS if few else TILES)[width]
-    tiles = ceil(rows / shape.queries) * groups
-    key_tiles = ceil(keys / shape.keys)
+    tiles = triton.cdiv(rows, shape.queries) * groups
+    key_tiles = triton.cdiv(keys, shape.keys)
     splits = 1
     if few or tiles < programs:
         splits = splits_of(tiles, key_tiles, min(rows, shape.queries), shape.keys, head_dim + value_dim, programs)
     if few and key_tiles <= splits and shape.keys > ROWS.value:  # two tiles of half the keys are ready sooner
         shape, key_tiles = shape._replace(keys=shape.keys // 2, kv_slots=shape.kv_slots * 2), key_tiles * 2
-    packed = together if few or splits > 1 or tiles < ceil(seq_q / shape.queries) * batch * heads else 1
+    packed = together if few or splits > 1 or tiles < triton.cdiv(seq_q, shape.queries) * batch * heads else 1
     before = diagonal % (64 // packed)  # positions
-    tiles = ceil((seq_q + before) * packed / shape.queries) * batch * (heads // packed)
-    turns = ceil(tiles * splits / programs)
-    short = few or turns * ceil(key_tiles / splits) <= SHORT[width]
+    tiles = triton.cdiv((seq_q + before) * packed, shape.queries) * batch * (heads // packed)
+    turns = triton.cdiv(tiles * splits, programs)
+    short = few or turns * triton.cdiv(key_tiles, splits) <= SHORT[width]
     return Plan(shape, packed, splits, tiles, short)

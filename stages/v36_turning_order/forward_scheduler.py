@@ -14,7 +14,7 @@ class Flags(NamedTuple):
     """Pointers to int32 flags, which are parts of one tensor."""
 
     any_failed: gl.tensor  # 1 if the second launch has work
-    tile_failed: gl.tensor  # a flag for each tile and split
+    tile_failed: gl.tensor  # a flag for each tile
 
 
 class Problem(NamedTuple):
@@ -27,8 +27,9 @@ class Problem(NamedTuple):
     seq_q: gl.tensor  # rows of a head: queries * PACKED
     seq_k: gl.tensor
     diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
-    splits: gl.tensor
     scale: gl.tensor
+    splits: gl.tensor  # parts of the keys
+    is_split: gl.tensor | None  # None if there is one part: the code then has nothing for more
 
 
 class Tile(NamedTuple):
@@ -39,12 +40,13 @@ class Tile(NamedTuple):
     head: gl.tensor
     kv_head: gl.tensor
     start_m: gl.tensor  # the tile's first query row
-    split: gl.tensor  # number of the part of the keys
     key_tiles: gl.tensor
+    split: gl.tensor  # number of the part of the keys
+    step: gl.tensor  # keys from the start of a key tile to that of the split's next one
 
 
 class NextTiles(NamedTuple):
-    """The numbers of tiles, which the producer passes on to the consumers."""
+    """Tile numbers that the producer passes on to the consumers."""
 
     number: gl.shared_memory_descriptor  # [Q_STAGES, 1]
     full: gl.shared_memory_descriptor  # a barrier for each slot: the number has been written
@@ -52,25 +54,24 @@ class NextTiles(NamedTuple):
 
 @gluon.jit
 def _rows_before(diagonal, PACKED: gl.constexpr):
-    """Return how many rows the first tile starts before query 0. Then all rows of a consumer see keys up to the same tile."""
+    """Return by how many rows the first tile starts before query 0, so that all rows of a consumer end in one key tile."""
     return diagonal % (ROWS // PACKED) * PACKED
 
 
 @gluon.jit
-def _share(tiles, split, splits, SPLIT: gl.constexpr):
-    """Return how many key tiles a split has: number `split`, and every `splits`-th one after it. CTAs that run together thus
-    read neighbouring keys."""
-    return gl.cdiv(gl.maximum(tiles - split, 0), splits) if SPLIT else tiles
+def _share(tiles, split, problem):
+    """Return how many of a number of key tiles a split has: tile `split`, and every `splits`-th tile after it."""
+    return gl.cdiv(gl.maximum(tiles - split, 0), problem.splits) if problem.is_split is not None else tiles
 
 
 @gluon.jit
 def _tile(
     number, problem, ROW_BYTES: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr, CAUSAL: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, PACKED: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Return the work tile with a number. A split without key tiles loads one and does not use it."""
+    """Return the work tile with a number."""
     split = 0
-    if SPLIT:
+    if problem.is_split is not None:
         split = number % problem.splits
         number = number // problem.splits
     tile, batch_head = tile_and_head(
@@ -79,11 +80,12 @@ def _tile(
     )  # fmt: skip
     start_m = (problem.tiles_m - 1 - tile) * BLOCK_M - _rows_before(problem.diagonal, PACKED)
     seq_k = gl.minimum((start_m + BLOCK_M) // PACKED + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k
-    keys = _share(gl.cdiv(seq_k, BLOCK_N), split, problem.splits, SPLIT)
-    if SPLIT:
-        keys = gl.maximum(keys, 1)
+    keys = _share(gl.cdiv(seq_k, BLOCK_N), split, problem)
+    if problem.is_split is not None:
+        keys = gl.maximum(keys, 1)  # a split without key tiles loads one and does not use it
+    step = BLOCK_N * problem.splits
     head = batch_head % problem.heads
-    return Tile(batch_head, batch_head // problem.heads, head, head // problem.heads_per_kv, start_m, split, keys)
+    return Tile(batch_head, batch_head // problem.heads, head, head // problem.heads_per_kv, start_m, keys, split, step)
 
 
 @gluon.jit
@@ -94,27 +96,21 @@ def _place(row, problem, PACKED: gl.constexpr):
 
 @gluon.jit
 def _seen(start_m, problem, BLOCK_N: gl.constexpr, PACKED: gl.constexpr, CAUSAL: gl.constexpr):
-    """Return how many key tiles the rows of a consumer see, which start at start_m."""
-    return gl.cdiv(
-        gl.minimum((start_m + ROWS) // PACKED + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k, BLOCK_N
-    )
+    """Return how many key tiles a consumer's rows see. The rows start at start_m."""
+    end = (start_m + ROWS) // PACKED + problem.diagonal
+    return gl.cdiv(gl.minimum(end, problem.seq_k) if CAUSAL else problem.seq_k, BLOCK_N)
 
 
 @gluon.jit
-def _to_compute(
-    start_m, tile, problem,
-    BLOCK_N: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
-    """Return how many key tiles a consumer computes, whose rows start at start_m, the last key that its first row sees, and
-    whether it is idle. An idle consumer has no rows, or its rows see no key of the split: it computes a tile that is not used.
-    """
+def _to_compute(start_m, tile, problem, BLOCK_N: gl.constexpr, PACKED: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr):
+    """Return how many key tiles a consumer computes, the last key that its first row, start_m, sees, and whether it is idle."""
     seen = _seen(start_m, problem, BLOCK_N, PACKED, CAUSAL)
     last = start_m // PACKED + problem.diagonal
     idle = False
-    if SPLIT or MODE == "running":
-        seen = gl.minimum(_share(seen, tile.split, problem.splits, SPLIT), tile.key_tiles)
-        idle = (seen <= 0) | (start_m >= problem.seq_q)
-        seen = gl.where(idle, 1, seen)
+    if problem.is_split is not None or MODE == "running":
+        seen = gl.minimum(_share(seen, tile.split, problem), tile.key_tiles)
+        idle = (seen <= 0) | (start_m >= problem.seq_q)  # no keys, or no rows
+        seen = gl.where(idle, 1, seen)  # an idle consumer computes one tile, which is not used
         last = gl.where(idle, 2**30, last)
     return seen, last, idle
 
@@ -141,7 +137,7 @@ def _next_failed(number, tiles, flags):
 
 @gluon.jit
 def _pass_on(number, next_tiles, slot):
-    """Tell the consumers a tile's number; one past the last tile tells them to end."""
+    """Tell the consumers the next tile's number. A number past the last tile tells them to end."""
     next_tiles.number.index(slot).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
     mbarrier.arrive(next_tiles.full.index(slot), count=1)
 

@@ -24,13 +24,13 @@ def _scores(q, ring, fill):
 
 @gluon.jit
 def _sums(p):
-    """Sum each row of p into four parts, one for each of the four threads that hold it, so that no thread waits for another."""
+    """Return four partial sums of each row of p, one per thread that holds a part of the row. So no thread waits."""
     return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
 def _visible(s, start_n, seq_k, last, PACKED: gl.constexpr, CAUSAL: gl.constexpr):
-    """Return the scores s of the key tile at start_n, with -inf for masked keys. `last`: the last key that row 0 sees."""
+    """Return the scores s of the key tile at start_n, with -inf for masked keys. `last` is the last key that row 0 sees."""
     offs_n = start_n + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
     visible = (offs_n < seq_k)[None, :]
     if CAUSAL:
@@ -44,7 +44,7 @@ def _accumulate(
     acc, s, q, ring, fill, tiles, tile, problem, last, scale_log2,
     CONSUMERS: gl.constexpr, PACKED: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """A consumer's softmax over `tiles` key tiles, from the last one backwards; the scores s of the last one are in flight.
+    """Run a consumer's softmax over `tiles` key tiles, the last tile first. The matmul for that tile's scores s is in flight.
 
     Returns acc, whose matmul for the first tile is still in flight, m (maximum) and l (sum).
     """
@@ -64,7 +64,7 @@ def _accumulate(
     m = gl.max(s, 1) * scale_log2  # finite: every row sees the first key of this tile
     first = 1
     if CAUSAL and tiles > FEW_TILES:
-        # The upper rows of the diagonal's tile see few keys, so the guess includes the next tile.
+        # The upper rows see few keys of the diagonal's tile, so the guess includes the next tile. MODE "again" does so, too.
         # NOTE: the guess misses attention sinks, which are first keys: their P overflows or is rounded; v39 includes them.
         first = 2
         fill += 1
@@ -85,19 +85,19 @@ def _accumulate(
     p = gl.convert_layout(p_next.to(ring.k.dtype), p_layout)
 
     for _ in range(first, tiles):
-        # Issue both matmuls together, so that the tensor cores have work while other consumers compute their softmax.
+        # Issue both matmuls at once, so that the tensor cores have work while other consumers compute their softmax.
         fill += 1
         slot, phase = slot_and_phase(fill, STAGES)
         s = _scores(q, ring, fill)
         acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
         if CONSUMERS == 2:
             s = warpgroup_mma_wait(1, [s])  # [rows, BLOCK_N]
-        else:  # three other consumers' matmuls run under these exponentials: release the buffers first
+        else:  # the three other consumers' matmuls run during these exponentials, so release the buffers first
             s, acc = warpgroup_mma_wait(0, [s, acc])
             mbarrier.arrive(ring.empty.index(slot), count=1)
         if MODE != "guess":
             m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
-            rescale = gl.exp2(m - m_new)  # rescales sums that were computed with the old maximum
+            rescale = gl.exp2(m - m_new)  # makes l and acc, which used the old maximum, fit the new one
             l = l * gl.convert_layout(rescale, gl.SliceLayout(1, l.type.layout))[:, None]
             m = m_new
         p = gl.exp2(s * scale_log2 - m[:, None])

@@ -9,16 +9,16 @@ from common.kernels.hopper import ROWS
 
 
 class Shape(NamedTuple):
-    """The sizes of a work tile, and how many of its buffers there are."""
+    """Sizes of a work tile, and numbers of buffers."""
 
     queries: int  # query rows: 64 for each of two or four consumers
     keys: int  # keys of a key tile
     kv_slots: int  # buffers of K and V
     q_slots: int  # buffers of Q
-    maxnreg: int  # registers per thread at the launch; 65,536 for all warps, of which each role then takes its own number
+    maxnreg: int  # registers per thread at the launch; all warps have 65,536, which the roles then divide anew
 
 
-# By the larger head dimension. FEW_ROWS: shapes for few rows, where long tiles keep loads of K and V in flight.
+# The key is the larger of D and Dv. FEW_ROWS: shapes for few rows, where long tiles keep loads of K and V in flight.
 TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, q_slots=2, maxnreg=96)) | {
     128: Shape(queries=128, keys=64, kv_slots=3, q_slots=2, maxnreg=168),
     256: Shape(queries=128, keys=64, kv_slots=2, q_slots=1, maxnreg=168),

@@ -1,4 +1,4 @@
-"""Merge the outputs of the splits."""
+"""The kernel that merges the outputs of the splits."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,7 +24,7 @@ def _merge_kernel(
     row = gl.program_id(0) * ROWS + gl.arange(0, ROWS, of_rows)
     offs_s = gl.arange(0, AT_ONCE, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
     offs_d = gl.arange(0, VALUE_DIM, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    gdc_wait()  # for the splits
+    gdc_wait()  # wait until the launch that computes the splits has ended
     m = gl.full([ROWS], float("-inf"), gl.float32, of_rows)
     l = gl.zeros([ROWS], gl.float32, of_rows)
     acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, gl.SliceLayout(1, layout))

@@ -1,4 +1,8 @@
-"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper."""
+"""FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper.
+
+Each role computes its work tile from the tile's number. `_load_kv` and `_store_dkv` move a tile's K, V, dK and dV.
+Up to D = 64 CTAs are persistent: each takes tile after tile from a counter. The next tile's K and V load into a second buffer.
+"""
 
 from typing import NamedTuple
 
@@ -35,7 +39,7 @@ from stages.v7_one_backward.backward import backward as backward_of_v7
 from .backward_prepare import _finish_kernel, _prepare_kernel
 from .backward_scheduler import CONSUMERS, NextTiles, Problem, _next, _query_tile, _tile
 
-SUM_COLUMNS = 256  # columns of dQ's float32 accumulator, as TMA sees it: the widest box that TMA supports
+SUM_COLUMNS = 256  # row length of dQ's float32 accumulator in TMA's view: the widest box that TMA supports
 
 
 class Tensors(NamedTuple):
@@ -45,15 +49,15 @@ class Tensors(NamedTuple):
     k: tma.tensor_descriptor
     v: tma.tensor_descriptor
     do: tma.tensor_descriptor
-    stats: tma.tensor_descriptor  # of each query tile: log2(e) * LSE, then delta
+    stats: tma.tensor_descriptor  # for each query tile: log2(e) * LSE, then delta
     sums: tma.tensor_descriptor  # dQ's accumulator
     dk: tma.tensor_descriptor
     dv: tma.tensor_descriptor
-    counter: gl.tensor | None  # number of tiles taken after each CTA's first
+    counter: gl.tensor | None  # tiles taken so far, beside each CTA's first
 
 
 class Place(NamedTuple):
-    """The place of a work tile's K and V, and of its dK and dV."""
+    """Where a work tile's K, V, dK and dV lie in memory."""
 
     batch: gl.tensor
     kv_head: gl.tensor
@@ -61,7 +65,7 @@ class Place(NamedTuple):
 
 
 class KeysValues(NamedTuple):
-    """K and V in shared memory, and dK and dV on their way out."""
+    """Buffers in shared memory: K and V, then dK and dV until TMA has stored them."""
 
     k: gl.shared_memory_descriptor  # [KV_STAGES * CONSUMERS, 1, 1, ROWS, HEAD_DIM]
     v: gl.shared_memory_descriptor  # [KV_STAGES * CONSUMERS, 1, 1, ROWS, VALUE_DIM]
@@ -77,17 +81,17 @@ class Ring(NamedTuple):
     do: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, VALUE_DIM]
     stats: gl.shared_memory_descriptor  # [STAGES, 2, BLOCK_M]
     q_full: gl.shared_memory_descriptor  # a barrier for each slot: Q and the statistics have arrived
-    do_full: gl.shared_memory_descriptor  # dO has arrived
-    empty: gl.shared_memory_descriptor  # all consumers have read Q, dO and the statistics
+    do_full: gl.shared_memory_descriptor  # a barrier for each slot: dO has arrived
+    empty: gl.shared_memory_descriptor  # a barrier for each slot: all consumers have read Q, dO and the statistics
 
 
 class DsRing(NamedTuple):
-    """dS on its way to the matmul for dQ, and dQ on its way to memory."""
+    """Buffers in shared memory: dS for the matmul of dQ, and dQ until TMA has added it to its accumulator."""
 
     ds: gl.shared_memory_descriptor  # [STAGES * CONSUMERS, ROWS, BLOCK_M]
-    dq: gl.shared_memory_descriptor  # [PARTS, ...]
+    dq: gl.shared_memory_descriptor  # [PARTS, ...], in register order
     full: gl.shared_memory_descriptor  # a barrier for each slot: all consumers have written dS
-    empty: gl.shared_memory_descriptor  # dS has been read
+    empty: gl.shared_memory_descriptor  # a barrier for each slot: dS has been read
 
 
 @gluon.jit
@@ -139,9 +143,8 @@ def _accumulate(
     dk, dv, k, v, scale_log2, tile, ring, ds_ring, fill, lo, hi,
     w: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Add the contribution of a tile's steps [lo, hi) to a consumer's dk and dv, and store its dS for dQ. Step lo is number
-    `fill` of all. P and dS are computed transposed, so that they enter the matmuls for dV and dK from registers.
-    """
+    """Add the contribution of the steps [lo, hi) to a consumer's dk and dv, and store its dS for dQ. P and dS are computed
+    transposed, so that they enter the matmuls for dV and dK from registers. Step 0 is number `fill` of the CTA's steps."""
     STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = ring.q.shape[4]
@@ -152,7 +155,7 @@ def _accumulate(
     dtype: gl.constexpr = ring.q.dtype
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
     if MASKED:
-        # The first query that sees each key. No query sees a key past the end (2**30).
+        # The first query that sees each key; 2**30 if the key is past the end, so that no query sees it.
         offs_n = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
         seen_from = gl.where(offs_n < tile.keys, tile.start_n + offs_n - tile.diagonal if CAUSAL else 0, 2**30)
     for step in range(lo, hi):
@@ -189,7 +192,7 @@ def _accumulate(
 @gluon.jit
 def _load_kv(tensors, tile, kv, turn):
     """Start to load K and V of this CTA's tile number `turn`."""
-    slot, phase = slot_and_phase(turn, kv.full.shape[0])
+    slot, _ = slot_and_phase(turn, kv.full.shape[0])
     mbarrier.expect(kv.full.index(slot), CONSUMERS * (tensors.k.block_type.nbytes + tensors.v.block_type.nbytes))
     for w in gl.static_range(CONSUMERS):
         where = [tile.batch, tile.kv_head, tile.start_n + w * ROWS, 0]
@@ -199,7 +202,7 @@ def _load_kv(tensors, tile, kv, turn):
 
 @gluon.jit
 def _store_dkv(tensors, place, kv, turn):
-    """Store dK and dV of tile number `turn` when they are ready, and wait until their buffers are free."""
+    """Store dK and dV of this CTA's tile number `turn` when they are ready, and wait until their buffers are free."""
     slot, phase = slot_and_phase(turn, kv.full.shape[0])
     slot = slot * CONSUMERS
     for w in gl.static_range(CONSUMERS):
@@ -214,19 +217,16 @@ def _store_dkv(tensors, place, kv, turn):
 
 
 @gluon.jit
-def _producer(tensors, kv, ring, next_tiles, problem, CAUSAL: gl.constexpr):
-    """One warp that moves everything except dQ: K and V of a tile, Q and dO through their ring, dK and dV at the end.
-
-    The first tile is the CTA's number. If CTAs are persistent, a counter that they share gives the others. The first steps of a
-    tile load before the tile before has ended.
-    """
+def _producer(tensors, kv, ring, next_tiles, problem, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr):
+    """Run on one warp: move everything except dQ. K and V move once, Q and dO through a ring, dK and dV at the end. The
+    first steps of a tile load before the previous tile has ended."""
     STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     VALUE_DIM: gl.constexpr = kv.v.shape[4]
     fill = 0
     turn = 0
-    number = gl.program_id(0)
+    number = gl.program_id(0)  # a counter gives persistent CTAs the numbers of further tiles
     before = Place(0, 0, 0)
     while number < problem.tiles:
         tile = _tile(number, problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
@@ -237,10 +237,10 @@ def _producer(tensors, kv, ring, next_tiles, problem, CAUSAL: gl.constexpr):
         if turn > 0:
             _store_dkv(tensors, before, kv, turn - 1)
         number = problem.tiles
-        if kv.full.shape[0] > 1:
+        if PERSISTENT:
             number = gl.num_programs(0) + gl.atomic_add(tensors.counter, 1)
             # A number past the last tile is passed on too: it tells the others to end.
-            slot, phase = slot_and_phase(turn, 2)
+            slot, _ = slot_and_phase(turn, 2)
             next_tiles.number.index(slot).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
             mbarrier.arrive(next_tiles.full.index(slot), count=1)
         for step in range(at_first, tile.steps):
@@ -252,8 +252,8 @@ def _producer(tensors, kv, ring, next_tiles, problem, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _consumer(kv, ring, ds_ring, next_tiles, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
-    """A warpgroup with the w-th 64 keys of each tile, whose dK and dV stay in its registers."""
+def _consumer(kv, ring, ds_ring, next_tiles, problem, w: gl.constexpr, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr):
+    """A warpgroup with the w-th 64 keys of a tile, whose dK and dV stay in its registers."""
     KV_STAGES: gl.constexpr = kv.full.shape[0]
     STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
@@ -278,20 +278,20 @@ def _consumer(kv, ring, ds_ring, next_tiles, problem, w: gl.constexpr, CAUSAL: g
         unseen = tile.unseen * w
         for step in range(unseen):
             slot, phase = slot_and_phase(fill + step, STAGES)
-            # Without this wait, the next wait for Q would return at once: the previous phase has the same parity.
+            # Without this wait, the next wait for Q would return at once, because an earlier phase has the same parity.
             mbarrier.wait(ring.q_full.index(slot), phase)
             mbarrier.wait(ds_ring.empty.index(slot), phase ^ 1)
             ds_ring.ds.index(slot * CONSUMERS + w).store(gl.zeros([ROWS, BLOCK_M], ring.q.dtype, s_layout))
             fence_async_shared()
             mbarrier.arrive(ds_ring.full.index(slot), count=1)
             mbarrier.arrive(ring.empty.index(slot), count=1)
-        # The diagonal needs a mask. So do keys past the end: their p may be infinite, and infinity times 0 is NaN.
+        # The diagonal needs a mask. Keys past the end need it too: their p may be infinite, and infinity times 0 is NaN.
         dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, fill, unseen, tile.masked, w, CAUSAL, True)
         dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, fill, tile.masked, tile.steps, w, CAUSAL, False)
         fill += tile.steps
 
-        # The buffers of V and K now hold dV and dK, and TMA stores these. V is not needed any more, and K is free when the last
-        # dQ is done.
+        # The buffers of V and K now hold dV and dK, which TMA stores. V is not needed any more. K is needed until the last dQ
+        # is computed.
         v.store(dv.to(kv.v.dtype))
         fence_async_shared()
         mbarrier.arrive(kv.dv_full.index(kv_slot * CONSUMERS + w), count=1)
@@ -300,13 +300,13 @@ def _consumer(kv, ring, ds_ring, next_tiles, problem, w: gl.constexpr, CAUSAL: g
         k.store((dk * (scale_log2 / LOG2_E)).to(kv.k.dtype))
         fence_async_shared()
         mbarrier.arrive(kv.dk_full.index(kv_slot * CONSUMERS + w), count=1)
-        number = _next(next_tiles, turn, problem.tiles, KV_STAGES > 1)
+        number = _next(next_tiles, turn, problem.tiles, PERSISTENT)
         turn += 1
 
 
 @gluon.jit
-def _dq_consumer(tensors, kv, ds_ring, next_tiles, problem, CAUSAL: gl.constexpr):
-    """A warpgroup that computes dQ from the consumers' dS."""
+def _dq_consumer(tensors, kv, ds_ring, next_tiles, problem, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr):
+    """Run on a warpgroup: compute dQ from the consumers' dS."""
     KV_STAGES: gl.constexpr = kv.full.shape[0]
     STAGES: gl.constexpr = ds_ring.ds.shape[0] // CONSUMERS
     BLOCK_M: gl.constexpr = ds_ring.ds.shape[2]
@@ -318,13 +318,13 @@ def _dq_consumer(tensors, kv, ds_ring, next_tiles, problem, CAUSAL: gl.constexpr
     while number < problem.tiles:
         tile = _tile(number, problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
         for step in range(tile.steps):
-            kv_slot, kv_phase = slot_and_phase(turn, KV_STAGES)
+            kv_slot, _ = slot_and_phase(turn, KV_STAGES)
             slot, phase = slot_and_phase(fill + step, STAGES)
             _, _, row = _query_tile(step, tile)
             mbarrier.wait(ds_ring.full.index(slot), phase)  # K has arrived, too: the consumers waited for it
             _add_dq(tensors, ds_ring, slot, kv, kv_slot, row)
         fill += tile.steps
-        number = _next(next_tiles, turn, problem.tiles, KV_STAGES > 1)
+        number = _next(next_tiles, turn, problem.tiles, PERSISTENT)
         turn += 1
     tma.store_wait(0)
 
@@ -333,9 +333,10 @@ def _dq_consumer(tensors, kv, ds_ring, next_tiles, problem, CAUSAL: gl.constexpr
 def _backward_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, counter_ptr, scale,
     kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles,
-    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, KV_STAGES: gl.constexpr,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):  # fmt: skip
+    KV_STAGES: gl.constexpr = 2 if PERSISTENT else 1
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
     do_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, VALUE_DIM], do_desc.layout)
     stats_s = gl.allocate_shared_memory(gl.float32, [STAGES, 2, BLOCK_M], stats_desc.layout)
@@ -356,16 +357,16 @@ def _backward_kernel(
 
     tensors = Tensors(q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, counter_ptr)
     problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles, scale)
-    kv = KeysValues(k_s, v_s, kv_full, dk_full, dv_full)
     ring = Ring(q_s, do_s, stats_s, q_full, do_full, q_do_empty)
     ds_ring = DsRing(ds_s, dq_s, ds_full, ds_empty)
+    kv = KeysValues(k_s, v_s, kv_full, dk_full, dv_full)
     next_tiles = NextTiles(tile_s, tile_full)
     gl.warp_specialize(
         [
-            (_consumer, (kv, ring, ds_ring, next_tiles, problem, 0, CAUSAL)),
-            (_consumer, (kv, ring, ds_ring, next_tiles, problem, 1, CAUSAL)),
-            (_dq_consumer, (tensors, kv, ds_ring, next_tiles, problem, CAUSAL)),
-            (_producer, (tensors, kv, ring, next_tiles, problem, CAUSAL)),
+            (_consumer, (kv, ring, ds_ring, next_tiles, problem, 0, PERSISTENT, CAUSAL)),
+            (_consumer, (kv, ring, ds_ring, next_tiles, problem, 1, PERSISTENT, CAUSAL)),
+            (_dq_consumer, (tensors, kv, ds_ring, next_tiles, problem, PERSISTENT, CAUSAL)),
+            (_producer, (tensors, kv, ring, next_tiles, problem, PERSISTENT, CAUSAL)),
         ],
         [4, 4, 1],
         [208, 64, 24],
@@ -374,10 +375,10 @@ def _backward_kernel(
 
 @replayed
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
-    """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors.
+    """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
-    Falls back to v7 for float32 and for D or Dv = 256. Also falls back under `torch.use_deterministic_algorithms`, because CTAs
-    add to dQ in any order.
+    Falls back to v7 for float32, for D or Dv = 256, and under `torch.use_deterministic_algorithms`, because CTAs add to dQ in
+    any order.
     """
     require_hopper(__package__)
     batch, heads, seq_q, head_dim = q.shape
@@ -388,13 +389,12 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     q, k, v, out, grad_out = map(addressable, (q, k, v, out, grad_out))
     block_m = 64 if max(head_dim, value_dim) == 128 else 128  # the most rows of S and dP that fit in registers beside dK and dV
-    columns = min(64, head_dim)  # of a part: dQ leaves a CTA in parts of 64 rows
+    columns = min(64, head_dim)  # dQ leaves a CTA in parts of 64 rows and this many columns
     tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
     tiles = triton.cdiv(seq_k, 128) * batch * kv_heads
-    # CTAs are persistent if K and V of two tiles fit: the next tile's then load during the current one.
-    kv_stages = 1 if max(head_dim, value_dim) == 128 else 2
-    programs = tiles if kv_stages == 1 else min(tiles, num_sms())
-    counter = None if kv_stages == 1 else lse.new_empty(1, dtype=torch.int32)  # number of tiles taken after each CTA's first
+    persistent = max(head_dim, value_dim) < 128  # not at D = 128, where a second K and V would not fit
+    programs = min(tiles, num_sms()) if persistent else tiles
+    counter = lse.new_empty(1, dtype=torch.int32) if persistent else None  # tiles taken so far, beside each CTA's first
     stats = lse.new_empty(tiles_m * 2, block_m)
     sums = lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)
     _prepare_kernel[tiles_m,](
@@ -406,7 +406,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
         describe_rows(stats, 2), describe_rows(sums, 64 * columns // SUM_COLUMNS),
         describe_tile(dk, 64), describe_tile(dv, 64), counter, scale,
         kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, num_sms(), tiles,
-        HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, KV_STAGES=kv_stages, CAUSAL=causal,
+        HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, PERSISTENT=persistent, CAUSAL=causal,
         num_warps=4, maxnreg=128,
     )  # fmt: skip
     _finish_kernel[tiles_m,](

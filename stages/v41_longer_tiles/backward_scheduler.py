@@ -1,4 +1,8 @@
-"""Which CTA computes which keys, and in which order it takes their query tiles."""
+"""Which CTA computes which keys, and in which order it takes their query tiles.
+
+With a causal mask and query groups, CTAs that start together read the same query tiles. Each work tile
+has at least one masked step: a workaround for a fault of ptxas, which `_tile` explains.
+"""
 
 from typing import NamedTuple
 
@@ -46,7 +50,7 @@ class Tile(NamedTuple):
 
 
 class NextTiles(NamedTuple):
-    """The numbers of tiles, which the producer passes on to the other warps."""
+    """Tile numbers that the producer passes on to the other warps."""
 
     number: gl.shared_memory_descriptor  # [2, 1]
     full: gl.shared_memory_descriptor  # a barrier for each slot: the number has been written
@@ -76,10 +80,10 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
             unseen = gl.minimum(gl.maximum(start + ROWS, 0) // BLOCK_M, tiles_m) - first
     tiles = tiles_m - first
     masked = gl.where(start_n + KEYS > problem.seq_k, tiles, masked)
-    # CTAs that read the same tile at the same time share it through the L2 cache. Masked tiles come first, in order, as
-    # `_accumulate` expects. CTAs that start together then all begin with the last tile and go backwards. The next CTAs start
-    # one by one, those with fewer tiles later, so they go forwards, and so on in turns. If a K/V head has one query head, its
-    # tiles stay in the cache anyway.
+    # CTAs that read the same query tile at the same time share it through the L2 cache. Masked tiles come first, in order, as
+    # `_accumulate` expects. The first `at_once` CTAs start together, so each then goes backwards from the last tile. So all
+    # read the same tile. The next `at_once` CTAs start one by one, and those with fewer tiles start later. So they go forwards.
+    # The two orders alternate. If a K/V head has one query head, its tiles stay in the cache anyway.
     turning = tiles
     if CAUSAL:
         turning = gl.where((heads_per_kv > 1) & (number // problem.at_once % 2 == 0), masked, tiles)

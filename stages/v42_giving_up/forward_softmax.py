@@ -22,19 +22,19 @@ def _scores(q, ring, fill):
 
 @gluon.jit
 def _sums(p):
-    """Sum each row of p into four parts, one for each of the four threads that hold it, so that no thread waits for another."""
+    """Return four partial sums of each row of p, one per thread that holds a part of the row. So no thread waits."""
     return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
 def _maxima(s):
-    """Four maxima of each row of s, one per thread, as in `_sums`."""
+    """Return four maxima of each row of s, one for each thread that holds a part of the row."""
     return gl.max(gl.max(s.reshape([s.shape[0], s.shape[1] // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
 def _visible(s, start_n, seq_k, last, PACKED: gl.constexpr, CAUSAL: gl.constexpr):
-    """Return the scores s of the key tile at start_n, with -inf for masked keys. `last`: the last key that row 0 sees."""
+    """Return the scores s of the key tile at start_n, with -inf for masked keys. `last` is the last key that row 0 sees."""
     offs_n = start_n + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
     visible = (offs_n < seq_k)[None, :]
     if CAUSAL:
@@ -48,7 +48,7 @@ def _accumulate(
     acc, s, q, queries, own, ring, fill, tiles, tile, problem, last, sees_first, scale_log2,
     CONSUMERS: gl.constexpr, PACKED: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """A consumer's softmax over `tiles` key tiles, from the last one backwards; the scores s of the last one are in flight.
+    """Run a consumer's softmax over `tiles` key tiles, the last tile first. The matmul for that tile's scores s is in flight.
 
     Returns acc, whose matmul for the first tile is still in flight, m (maximum) and l (sum).
     """
@@ -75,7 +75,7 @@ def _accumulate(
         s = _visible(s, start_n, problem.seq_k, last, PACKED, CAUSAL)
     maxima = _maxima(s)
     if MODE == "guess":
-        # The guess includes the first keys: an attention sink is one of them, and the upper rows of the diagonal's tile see few
+        # The guess includes the first keys. An attention sink is one of them. The upper rows of the diagonal's tile see few
         # others.
         of_first = gl.where(sees_first, _maxima(s_first), float("-inf"))
         maxima = gl.maximum(maxima, gl.convert_layout(of_first, maxima.type.layout))
@@ -86,19 +86,19 @@ def _accumulate(
     p = gl.convert_layout(p.to(ring.k.dtype), p_layout)
 
     for _ in range(1, tiles):
-        # Issue both matmuls together, so that the tensor cores have work while other consumers compute their softmax.
+        # Issue both matmuls at once, so that the tensor cores have work while other consumers compute their softmax.
         fill += 1
         slot, phase = slot_and_phase(fill, STAGES)
         s = _scores(q, ring, fill)
         acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
         if CONSUMERS == 2:
             s = warpgroup_mma_wait(1, [s])  # [rows, BLOCK_N]
-        else:  # three other consumers' matmuls run under these exponentials: release the buffers first
+        else:  # the three other consumers' matmuls run during these exponentials, so release the buffers first
             s, acc = warpgroup_mma_wait(0, [s, acc])
             mbarrier.arrive(ring.empty.index(slot), count=1)
         if MODE != "guess":
             m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
-            rescale = gl.exp2(m - m_new)  # rescales sums that were computed with the old maximum
+            rescale = gl.exp2(m - m_new)  # makes l and acc, which used the old maximum, fit the new one
             l = l * gl.convert_layout(rescale, gl.SliceLayout(1, l.type.layout))[:, None]
             m = m_new
         p = gl.exp2(s * scale_log2 - m[:, None])

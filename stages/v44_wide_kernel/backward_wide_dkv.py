@@ -28,14 +28,14 @@ class KeyTensors(NamedTuple):
     k: tma.tensor_descriptor
     v: tma.tensor_descriptor
     do: tma.tensor_descriptor
-    stats: tma.tensor_descriptor  # of each query tile: log2(e) * LSE, then delta
+    stats: tma.tensor_descriptor  # for each query tile: log2(e) * LSE, then delta
     sums: tma.tensor_descriptor  # dQ's accumulator
     dk: tma.tensor_descriptor
     dv: tma.tensor_descriptor
 
 
 class KeyTile(NamedTuple):
-    """K and V of a work tile in shared memory, and dK and dV on their way out."""
+    """Buffers in shared memory: a work tile's K and V, then its dK and dV until TMA has stored them."""
 
     k: gl.shared_memory_descriptor  # [1, 1, ROWS, HEAD_DIM]
     v: gl.shared_memory_descriptor  # [1, 1, ROWS, VALUE_DIM]
@@ -54,7 +54,7 @@ class StepRing(NamedTuple):
 
 @gluon.jit
 def _dkv_producer(tensors, kv, ring, problem, CAUSAL: gl.constexpr):
-    """One warp: load K and V of a key tile, and Q and dO of all query tiles that see it, each when its slot is released."""
+    """Run on one warp: load K and V of a key tile, and Q and dO of all query tiles that see it, as buffers become free."""
     STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     NBYTES: gl.constexpr = tensors.q.block_type.nbytes + tensors.do.block_type.nbytes + tensors.stats.block_type.nbytes
@@ -94,8 +94,8 @@ def _add_dq(tensors, ds, dq_s, k, row):
 
 @gluon.jit
 def _wide_consumer(tensors, kv, ring, ds, dq_s, problem, GRADIENT: gl.constexpr, CAUSAL: gl.constexpr):
-    """A warpgroup that computes dV of a key tile, or its dK and its part of dQ. P and dS are computed transposed, so that they
-    enter the matmuls for dV and dK from registers."""
+    """Run on a warpgroup: compute dV of a key tile, or its dK and its part of dQ. P and dS are transposed, so that they enter
+    the matmuls for dV and dK from registers."""
     STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[3]
@@ -121,7 +121,7 @@ def _wide_consumer(tensors, kv, ring, ds, dq_s, problem, GRADIENT: gl.constexpr,
         q = ring.q.index(slot).reshape([BLOCK_M, HEAD_DIM])
         do = ring.do.index(slot).reshape([BLOCK_M, VALUE_DIM])
         mbarrier.wait(ring.full.index(slot), phase)
-        # NOTE: each consumer computes S and P for itself; in v45 one of them passes P to the other.
+        # NOTE: each consumer computes S and P for itself; in v45 one consumer passes P to the other.
         s_t = warpgroup_mma(k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
         s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
         lse_log2 = ring.stats.index(slot).slice(0, 1).load(s_layout)  # [1, queries]

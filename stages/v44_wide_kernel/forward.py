@@ -58,27 +58,27 @@ from .forward_softmax import _accumulate, _scores
 
 
 class Tensors(NamedTuple):
-    """Tensors in global memory: a descriptor each, a pointer to LSE."""
+    """Tensors in global memory: a pointer to LSE, a TMA descriptor for each other tensor."""
 
     q: tma.tensor_descriptor
     k: tma.tensor_descriptor
     v: tma.tensor_descriptor
-    first: tma.tensor_descriptor  # the first keys' K
+    first: tma.tensor_descriptor  # K of the first keys
     out: tma.tensor_descriptor
-    out_ptr: gl.tensor | None  # pointer, if the first query tile starts before query 0
+    out_ptr: gl.tensor | None  # pointer to O if the first query tile starts before query 0
     lse: gl.tensor  # pointer to [B, H, Sq]
     part: gl.tensor | None  # if keys are split, pointer to [splits, B, H, Sq, VALUE_DIM]; LSE then has splits too
     state: gl.tensor | None  # State, if a launch guesses
 
 
 class Queries(NamedTuple):
-    """Q in shared memory, and O on its way out."""
+    """Buffers in shared memory: Q, and O until TMA has stored it."""
 
     q: gl.shared_memory_descriptor  # [Q_STAGES * CONSUMERS, 1, 1, 64, HEAD_DIM]
     o: gl.shared_memory_descriptor  # [Q_STAGES * CONSUMERS, 1, 1, 64, VALUE_DIM]
-    first: gl.shared_memory_descriptor  # the first keys' K, [Q_STAGES * CONSUMERS, 1, 1, FIRST_KEYS, HEAD_DIM]
+    first: gl.shared_memory_descriptor  # K of the first keys, [Q_STAGES * CONSUMERS, 1, 1, FIRST_KEYS, HEAD_DIM]
     full: gl.shared_memory_descriptor  # a barrier for each slot: Q has arrived
-    empty: gl.shared_memory_descriptor  # O has left the slot
+    empty: gl.shared_memory_descriptor  # a barrier for each slot: TMA has stored O
 
 
 class Ring(NamedTuple):
@@ -87,13 +87,13 @@ class Ring(NamedTuple):
     k: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_N, HEAD_DIM]
     v: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_N, VALUE_DIM]
     full: gl.shared_memory_descriptor  # a barrier for each slot: K and V have arrived
-    empty: gl.shared_memory_descriptor  # all consumers have read K and V
+    empty: gl.shared_memory_descriptor  # a barrier for each slot: all consumers have read K and V
 
 
 @gluon.jit
 def _load(tensors, tile, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
-    """Start to load the next slot of the ring, when the consumers have released it. It holds two tiles that one step uses
-    together: K of the key tile at start_n, and V of the key tile behind it, whose scores are known."""
+    """Start to load the next slot of the ring, when the consumers have released it. It holds the two tiles
+    of one step: K of the key tile at start_n, and V of the key tile after it, whose scores are known."""
     STAGES: gl.constexpr = ring.k.shape[0]
     NBYTES: gl.constexpr = (tensors.k.block_type.nbytes if K else 0) + (tensors.v.block_type.nbytes if V else 0)
     slot, phase = slot_and_phase(fill, STAGES)
@@ -109,7 +109,7 @@ def _load(tensors, tile, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
 
 @gluon.jit
 def _skip(ring, fill, tiles):
-    """Release the next `tiles` key tiles unread, and return the number of the one after them."""
+    """Release the next `tiles` key tiles without reading them, and return the number of the key tile after them."""
     STAGES: gl.constexpr = ring.k.shape[0]
     for _ in range(tiles):
         slot, phase = slot_and_phase(fill, STAGES)
@@ -121,10 +121,11 @@ def _skip(ring, fill, tiles):
 
 @gluon.jit
 def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, CAUSAL: gl.constexpr):
-    """One warp: keep the buffers of Q, K and V full, also for the next tile while the current one ends.
+    """Run on one warp: keep the buffers of Q, K and V full, also for the next tile while the current tile ends.
 
-    The first tile is the CTA's number. A counter that all CTAs share gives the others, unless too many tiles fail. If MODE is
-    "again", the CTA takes failed tiles. If MODE is "running", its tiles follow each other in strides of the number of CTAs.
+    A CTA's first tile has the CTA's own number. A counter that all CTAs share gives its other tiles, unless too many tiles
+    fail. If MODE is "again", the CTA takes failed tiles. If MODE is "running", its tiles follow each other in strides of the
+    number of CTAs.
     """
     if MODE != "running":
         state = _state(tensors.state)
@@ -187,7 +188,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
         if MODE != "guess" or keys > 0:
             _load(tensors, tile, ring, fill + 1, start_n - tile.step, False, True)
         fill += 2
-        slot, phase = slot_and_phase(turn, Q_STAGES)
+        slot, _ = slot_and_phase(turn, Q_STAGES)
         _pass_on(number, next_tiles, slot)
         turn += 1
 
@@ -207,7 +208,7 @@ def _check(acc, l, number, tensors):
 @gluon.jit
 def _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m, part, idle, PACKED: gl.constexpr):
     """Store a consumer's rows of O, from its slot `own` of `queries`."""
-    batch, head = tile.batch_head // problem.heads, tile.batch_head % problem.heads  # only now: saves registers
+    batch, head = tile.batch_head // problem.heads, tile.batch_head % problem.heads  # computed only here, which saves registers
     if problem.is_split is not None and problem.splits > 1:  # `part`: where the split's rows of this head begin
         offs_m = start_m + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
         offs_d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
@@ -228,7 +229,7 @@ def _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m, pa
 def _consumer(
     tensors, queries, ring, next_tiles, problem, w: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr
 ):  # fmt: skip
-    """A warpgroup that computes the w-th 64 query rows of each tile."""
+    """Run on a warpgroup: compute the w-th 64 query rows of each tile."""
     Q_STAGES: gl.constexpr = next_tiles.number.shape[0] - 1
     CONSUMERS: gl.constexpr = queries.q.shape[0] // Q_STAGES
     STAGES: gl.constexpr = ring.k.shape[0]
@@ -265,12 +266,12 @@ def _consumer(
         mbarrier.wait(queries.full.index(own), phase)
         q_buffer = queries.q.index(own).reshape([ROWS, HEAD_DIM])
         q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
-        fill = _skip(ring, fill, tile.key_tiles - seen)  # only the CTA's later consumers see these key tiles
+        fill = _skip(ring, fill, tile.key_tiles - seen)  # key tiles that only the CTA's later consumers see
         s = _scores(q, ring, fill)
         if Q_STAGES == 2:
-            # TMA has stored the last tile's O from the other buffer. So the next Q may arrive there.
+            # TMA has stored the previous tile's O from the other buffer. So the next Q may arrive there.
             tma.store_wait(0)
-            slot, phase = slot_and_phase(turn + 1, Q_STAGES)
+            slot, _ = slot_and_phase(turn + 1, Q_STAGES)
             mbarrier.arrive(queries.empty.index(slot * CONSUMERS + w), count=1, pred=turn > 0)
         sees_first = seen > 1
         if problem.is_split is not None:
@@ -312,7 +313,7 @@ def _forward_kernel(
     PACKED: gl.constexpr = q_desc.block_shape[3] if len(q_desc.block_shape) == 5 else 1
     tiles_m = gl.cdiv(seq_q + _rows_before(diagonal, PACKED), BLOCK_M)
     if MODE == "again":
-        gdc_wait()  # for the first launch
+        gdc_wait()  # wait until the first launch has ended
         if gl.load(_state(state_ptr).any_failed) == 0:
             return
     q_s = gl.allocate_shared_memory(q_desc.dtype, [Q_STAGES * CONSUMERS] + q_desc.block_shape, q_desc.layout)
@@ -335,8 +336,8 @@ def _forward_kernel(
     ring = Ring(k_s, v_s, kv_full, kv_empty)
     # No empty barriers: reading precedes an arrival at `queries.empty`. The CTA's first number has a slot of its own.
     next_tiles = NextTiles(tile_s, new_barriers(Q_STAGES + 1, 1))
-    # An SM has 65,536 registers, 512 for each thread of a warpgroup. The producer keeps 24 per thread, the other roles the
-    # numbers in the list, and the first role, which runs on the launch's own warps, gets the rest.
+    # An SM has 65,536 registers, 512 for each thread of a warpgroup. The second list has the registers per thread of the roles
+    # after the first; 24 is the producer's. The first role runs on the launch's own warps and gets the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (tensors, queries, ring, next_tiles, problem, 0, MODE, CAUSAL)),
@@ -357,7 +358,7 @@ def _forward_kernel(
 
 @replayed
 def forward(q, k, v, *, causal, scale, diagonal=0):
-    """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors. Falls back to v7 for float32.
+    """Return attention output and log-sum-exp. `common.operator` lists shapes, dtypes and errors. Float32 falls back to v7.
 
     Raises:
         Unavailable: the GPU is not a Hopper GPU.
@@ -370,7 +371,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     out = empty_rows(q, value_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
-        q, scale = -q, -scale  # the scores stay the same; now their maximum can be taken before scaling
+        q, scale = -q, -scale  # same scores; with scale >= 0, their maximum can be taken before scaling
     q, k, v = addressable(q), addressable(k), addressable(v)
     keys = min(seq_k, seq_q + diagonal) if causal else seq_k
     cut = plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, num_sms())

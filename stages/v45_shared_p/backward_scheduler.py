@@ -50,7 +50,7 @@ class Tile(NamedTuple):
 
 
 class NextTiles(NamedTuple):
-    """The numbers of tiles, which the producer passes on to the other warps."""
+    """Tile numbers that the producer passes on to the other warps."""
 
     number: gl.shared_memory_descriptor  # [2, 1]
     full: gl.shared_memory_descriptor  # a barrier for each slot: the number has been written

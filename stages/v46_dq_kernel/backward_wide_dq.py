@@ -23,7 +23,7 @@ class QueryTensors(NamedTuple):
     k: tma.tensor_descriptor
     v: tma.tensor_descriptor
     do: tma.tensor_descriptor
-    stats: gl.tensor  # pointer; of each query tile: log2(e) * LSE, then delta
+    stats: gl.tensor  # pointer; for each query tile: log2(e) * LSE, then delta
     dq: tma.tensor_descriptor
 
 
@@ -67,7 +67,7 @@ class KeyRing(NamedTuple):
 
 
 class RowStats(NamedTuple):
-    """Numbers of each of a tile's rows that dS needs."""
+    """What dS needs for each row of a tile."""
 
     lse_log2: gl.tensor  # log2(e) * LSE
     delta: gl.tensor
@@ -103,7 +103,7 @@ def _load(desc, tile, buffers, full, step):
 
 @gluon.jit
 def _matmul(a, buffers, full, step):
-    """Start the matmul of a, a tile's Q or dO, with a step's K or V, transposed, once that has arrived."""
+    """Start the matmul of a, a tile's Q or dO, with a step's K or V transposed, once K or V has arrived."""
     BLOCK_M: gl.constexpr = a.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BLOCK_M // 16, 1], [16, ROWS, 16])
     zeros = gl.zeros([BLOCK_M, ROWS], gl.float32, layout)
@@ -115,7 +115,7 @@ def _matmul(a, buffers, full, step):
 
 @gluon.jit
 def _ds_from(s, dp, stats, start_n):
-    """Compute a step's dS from its scores, and from its dP once that is ready."""
+    """Return a step's dS from its scores and dP. Wait until dP is ready."""
     offs_n = start_n + gl.arange(0, ROWS, gl.SliceLayout(0, s.type.layout))
     s = gl.where(offs_n[None, :] < stats.seen_to[:, None], s * stats.scale_log2 - stats.lse_log2[:, None], float("-inf"))
     p = gl.exp2(s)
@@ -125,7 +125,7 @@ def _ds_from(s, dp, stats, start_n):
 
 @gluon.jit
 def _compute_dq(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
-    """Compute dQ of a query tile from K and V of all key tiles that it sees, and load these, from the last one backwards."""
+    """Compute dQ of a query tile from K and V of all key tiles that it sees, the last one first. Also load these K and V."""
     BLOCK_M: gl.constexpr = queries.q.shape[2]
     HEAD_DIM: gl.constexpr = ring.k.shape[4]
     VALUE_DIM: gl.constexpr = ring.v.shape[4]

@@ -29,13 +29,13 @@ class KeyTensors(NamedTuple):
     k: tma.tensor_descriptor
     v: tma.tensor_descriptor
     do: tma.tensor_descriptor
-    stats: tma.tensor_descriptor  # of each query tile: log2(e) * LSE, then delta
+    stats: tma.tensor_descriptor  # for each query tile: log2(e) * LSE, then delta
     dk: tma.tensor_descriptor
     dv: tma.tensor_descriptor
 
 
 class KeyTile(NamedTuple):
-    """K and V of a work tile in shared memory, and dK and dV on their way out."""
+    """Buffers in shared memory: a work tile's K and V, then its dK and dV until TMA has stored them."""
 
     k: gl.shared_memory_descriptor  # [1, 1, ROWS, HEAD_DIM]
     v: gl.shared_memory_descriptor  # [1, 1, ROWS, VALUE_DIM]
@@ -44,7 +44,7 @@ class KeyTile(NamedTuple):
 
 
 class StepRing(NamedTuple):
-    """The tiles of a step in shared memory: a ring buffer with STAGES slots. Q and dO are released one by one."""
+    """The tiles of a step in shared memory: a ring buffer with STAGES slots. Q and dO have their own empty barriers."""
 
     q: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, HEAD_DIM]
     do: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, VALUE_DIM]
@@ -64,7 +64,7 @@ class PRing(NamedTuple):
 
 @gluon.jit
 def _dkv_producer(tensors, kv, ring, problem, CAUSAL: gl.constexpr):
-    """One warp: load K and V of a key tile, and Q and dO of all query tiles that see it, each when its buffer is released."""
+    """Run on one warp: load K and V of a key tile, and Q and dO of all query tiles that see it, as buffers become free."""
     STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     tile = _tile(gl.program_id(0), problem, BLOCK_M, kv.k.shape[3], kv.v.shape[3], CAUSAL)
@@ -88,7 +88,7 @@ def _dkv_producer(tensors, kv, ring, problem, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def _p_of(s_t, scale_log2, tile, ring, p_ring, step, seen_from):
-    """Compute a step's P from its scores, transposed and rounded, and store it for the other consumer."""
+    """Return a step's P, transposed and rounded, from its scores. Also store P for the other consumer."""
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     s_layout: gl.constexpr = s_t.type.layout
     slot, _ = slot_and_phase(step, ring.q.shape[0])
@@ -104,8 +104,8 @@ def _p_of(s_t, scale_log2, tile, ring, p_ring, step, seen_from):
 
 @gluon.jit
 def _dv_consumer(tensors, kv, ring, p_ring, problem, CAUSAL: gl.constexpr):
-    """A warpgroup that computes P of a key tile, and dV, which stays in its registers. P is computed transposed, so that it
-    enters the matmul for dV from registers; the other consumer reads it from shared memory."""
+    """Run on a warpgroup: compute P of a key tile, and dV, which stays in registers. P is transposed, so that it enters the
+    matmul for dV from registers. The other consumer reads P from shared memory."""
     STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[3]
@@ -158,7 +158,7 @@ def _dv_consumer(tensors, kv, ring, p_ring, problem, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def _ds_of(dp_t, ring, p_ring, step):
-    """Compute a step's dS from dP and P, once P is ready; transposed and rounded."""
+    """Return a step's dS, transposed and rounded, from its dP and P. Wait until P is ready."""
     slot, phase = slot_and_phase(step, ring.q.shape[0])
     mbarrier.wait(p_ring.full.index(slot), phase)  # Q has arrived, too: the other consumer waited for it before it computed P
     p_t = p_ring.p.index(slot).load(dp_t.type.layout)
@@ -168,7 +168,7 @@ def _ds_of(dp_t, ring, p_ring, step):
 
 @gluon.jit
 def _dk_consumer(tensors, kv, ring, p_ring, problem, CAUSAL: gl.constexpr):
-    """A warpgroup that computes dS of a key tile, and dK, which stays in its registers."""
+    """Run on a warpgroup: compute dS of a key tile, and dK, which stays in registers."""
     STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[3]
@@ -228,9 +228,9 @@ def _wide_dkv_kernel(
     p_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, ROWS, BLOCK_M], p_layout)
     k_full = new_barriers(1, 1)
     v_full = new_barriers(1, 1)
-    q_full, q_empty = new_ring(STAGES, 1, 1)  # both consumers read Q, and the second is always the last to do so
+    q_full, q_empty = new_ring(STAGES, 1, 1)  # both consumers read Q, and the second consumer always reads it last
     do_full, do_empty = new_ring(STAGES, 1, CONSUMERS)
-    p_full = new_barriers(STAGES, 1)  # no empty barrier: Q of the next P arrives only after the last P has been read
+    p_full = new_barriers(STAGES, 1)  # no empty barriers: a slot's next Q arrives only after its old P has been read
 
     tensors = KeyTensors(q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc)
     problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles, scale)

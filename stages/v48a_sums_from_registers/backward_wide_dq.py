@@ -30,7 +30,7 @@ class QueryTensors(NamedTuple):
     k: tma.tensor_descriptor
     v: tma.tensor_descriptor
     do: tma.tensor_descriptor
-    stats: gl.tensor  # pointer; of each query tile: log2(e) * LSE, then delta
+    stats: gl.tensor  # pointer; for each query tile: log2(e) * LSE, then delta
     dq: tma.tensor_descriptor
 
 
@@ -77,7 +77,7 @@ class KeyRing(NamedTuple):
 
 
 class RowStats(NamedTuple):
-    """Numbers of each of a consumer's rows that dS needs."""
+    """What dS needs for each row of a consumer."""
 
     lse_log2: gl.tensor  # log2(e) * LSE
     delta: gl.tensor
@@ -103,7 +103,7 @@ def _query_work(problem, BLOCK_M: gl.constexpr, ROW_BYTES: gl.constexpr, CAUSAL:
 
 @gluon.jit
 def _dq_producer(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
-    """One warp: load Q and dO of a query tile, and K and V of all key tiles that it sees, from the last one backwards."""
+    """Run on one warp: load Q and dO of a query tile, and K and V of all key tiles that it sees, the last one first."""
     BLOCK_M: gl.constexpr = queries.q.shape[0] * ROWS
     ROW_BYTES: gl.constexpr = 2 * (ring.k.shape[4] + ring.v.shape[4])
     tile = _query_work(problem, BLOCK_M, ROW_BYTES, CAUSAL)
@@ -127,7 +127,7 @@ def _dq_producer(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def _matmul(a, buffers, full, step):
-    """Start the matmul of a, a consumer's Q or dO, with a step's K or V, transposed, once that has arrived."""
+    """Start the matmul of a, a consumer's Q or dO, with a step's K or V transposed, once K or V has arrived."""
     STAGES: gl.constexpr = buffers.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, ROWS, 16])
     zeros = gl.zeros([ROWS, ROWS], gl.float32, layout)
@@ -141,7 +141,7 @@ def _matmul(a, buffers, full, step):
 
 @gluon.jit
 def _ds_from(s, dp, stats, start_n):
-    """Compute a step's dS from its scores, and from its dP once that is ready."""
+    """Return a step's dS from its scores and dP. Wait until dP is ready."""
     offs_n = start_n + gl.arange(0, ROWS, gl.SliceLayout(0, s.type.layout))
     s = gl.where(offs_n[None, :] < stats.seen_to[:, None], s * stats.scale_log2 - stats.lse_log2[:, None], float("-inf"))
     p = gl.exp2(s)
@@ -151,7 +151,7 @@ def _ds_from(s, dp, stats, start_n):
 
 @gluon.jit
 def _query_consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
-    """A warpgroup with the w-th 64 rows of a query tile, whose dQ stays in its registers."""
+    """Run on a warpgroup: compute dQ of the w-th 64 rows of a query tile, and keep it in registers."""
     BLOCK_M: gl.constexpr = queries.q.shape[0] * ROWS
     HEAD_DIM: gl.constexpr = ring.k.shape[4]
     VALUE_DIM: gl.constexpr = ring.v.shape[4]
@@ -165,7 +165,7 @@ def _query_consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
     start_m = tile.start_m + w * ROWS
     offs_m = gl.arange(0, ROWS, of_rows)
     tiles = gl.cdiv(problem.seq_q, ROWS)
-    number = start_m // ROWS  # past the last tile if there are no such rows
+    number = start_m // ROWS  # past the last tile if the consumer has no rows
     stats_ptr = tensors.stats + (tile.batch_head.to(gl.int64) * tiles + number) * (2 * ROWS)
     inside = number * ROWS + offs_m < tiles * ROWS
     lse_log2 = gl.load(stats_ptr + offs_m, mask=inside, other=float("inf"))
@@ -184,7 +184,7 @@ def _query_consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
     for step in range(unseen):  # skip a key tile that only the other consumer's rows see
         slot, _ = slot_and_phase(step, K_STAGES)
         mbarrier.arrive(ring.k_empty.index(slot), count=1)
-        # Otherwise the next wait would return at once, because its phase has the same parity as the one before this one. K has
+        # Otherwise the next wait would return at once, because an earlier phase has the same parity. K has
         # other waits in between.
         slot, phase = slot_and_phase(step, V_STAGES)
         mbarrier.wait(ring.v_full.index(slot), phase)
@@ -198,7 +198,7 @@ def _query_consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
     slot, _ = slot_and_phase(unseen, V_STAGES)
     mbarrier.arrive(ring.v_empty.index(slot), count=1)
     for step in range(unseen + 1, tile.steps):
-        # The matmul for dQ comes first and releases K; V has arrived again by the time that the last one is issued.
+        # The matmul for dQ comes first and releases K. V has arrived again when the last matmul is issued.
         slot, _ = slot_and_phase(step - 1, K_STAGES)
         k = ring.k.index(slot).reshape([ROWS, HEAD_DIM])
         dq = warpgroup_mma(gl.convert_layout(ds, ds_layout), k, dq, is_async=True)

@@ -180,7 +180,7 @@ def _dkv_kernel(
 
 @replayed
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
-    """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors."""
+    """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k, value_dim = v.shape[1:]
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)

@@ -33,7 +33,7 @@ def _accumulate(
             s = tl.where(visible, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)  # finite: the first tile contains key 0, which every query sees
         p = tl.exp2(s * scale_log2 - m_new[:, None])
-        rescale = tl.exp2(m - m_new)  # rescales sums that were computed with the old maximum
+        rescale = tl.exp2(m - m_new)  # makes l and acc, which used the old maximum, fit the new one
         l = l * rescale + tl.sum(p, 1)
         v = v_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, acc.shape[1])
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
@@ -100,13 +100,13 @@ def _forward_kernel(
 
 @replayed
 def forward(q, k, v, *, causal, scale, diagonal=0):
-    """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors."""
+    """Return attention output and log-sum-exp. `common.operator` lists shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k, value_dim = v.shape[1:]
     out = empty_rows(q, value_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
-        q, scale = -q, -scale  # the scores stay the same; now their maximum can be taken before scaling
+        q, scale = -q, -scale  # same scores; with scale >= 0, their maximum can be taken before scaling
     q, k, v = addressable(q), addressable(k), addressable(v)
     _forward_kernel[lambda args: (triton.cdiv(seq_q, args["BLOCK_M"]) * batch * heads,)](
         describe(q), describe(k), describe(v), describe(out), lse, scale,

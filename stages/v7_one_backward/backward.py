@@ -34,8 +34,8 @@ def _delta_kernel(out_desc, do_desc, delta_ptr, heads, seq_q: tl.int32, VALUE_DI
 
 
 def _before_launch(args):
-    """Before a launch, also one of the tuner's: write the tile sizes of the chosen configuration into the descriptors, and zero
-    dQ's accumulator."""
+    """Before each launch, the tuner's included: write the tile sizes of the chosen configuration into the descriptors, and
+    zero dQ's accumulator."""
     for name, rows, columns in (
         ("q_desc", "BLOCK_M", "HEAD_DIM"),
         ("do_desc", "BLOCK_M", "VALUE_DIM"),
@@ -104,7 +104,7 @@ def _backward_kernel(
     dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
     dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
 
-    # The first query that sees each key; none sees a key past the end: there p may be infinite, and infinity * 0 is NaN.
+    # The first query that sees each key. No query sees a key past the end: its p may be infinite, and infinity * 0 is NaN.
     seen_from = tl.where(offs_n < seq_k, offs_n - diagonal if CAUSAL else 0, 2**30)
     # Stage 1: the diagonal, or all tiles if keys end here, masked. Stage 2: tiles that see every key, without a mask.
     first = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M if CAUSAL else 0
@@ -129,7 +129,7 @@ def _backward_kernel(
 
 @replayed
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
-    """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors.
+    """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
     Under `torch.use_deterministic_algorithms` this falls back to v6, because programs add to dQ in any order.
     """

@@ -36,7 +36,7 @@ def _accumulate(
             s = tl.where(visible, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)  # finite: the first tile contains key 0, which every query sees
         p = tl.exp2(s * scale_log2 - m_new[:, None])
-        rescale = tl.exp2(m - m_new)  # rescales sums that were computed with the old maximum
+        rescale = tl.exp2(m - m_new)  # makes l and acc, which used the old maximum, fit the new one
         l = l * rescale + tl.sum(p, 1)
         v = v_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, acc.shape[1])
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None])
@@ -86,14 +86,14 @@ def _forward_kernel(
 
 
 class Shape(NamedTuple):
-    """The sizes of a work tile, and how many of its buffers there are."""
+    """Sizes of a work tile, and numbers of buffers."""
 
     queries: int  # query rows
     keys: int  # keys of a key tile
     kv_slots: int  # buffers of K and V
 
 
-# By the larger head dimension.
+# The key is the larger of D and Dv.
 TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6)) | {
     128: Shape(queries=128, keys=128, kv_slots=2),
     256: Shape(queries=128, keys=64, kv_slots=2),
@@ -102,7 +102,7 @@ TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6)) | {
 
 @replayed
 def forward(q, k, v, *, causal, scale, diagonal=0):
-    """Attention output and log-sum-exp; see `common.operator` for shapes, dtypes and errors. Falls back to v7 for float32.
+    """Return attention output and log-sum-exp. `common.operator` lists shapes, dtypes and errors. Float32 falls back to v7.
 
     Raises:
         Unavailable: the GPU is not a Hopper GPU.
@@ -115,7 +115,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     out = empty_rows(q, value_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
-        q, scale = -q, -scale  # the scores stay the same; now their maximum can be taken before scaling
+        q, scale = -q, -scale  # same scores; with scale >= 0, their maximum can be taken before scaling
     q, k, v = addressable(q), addressable(k), addressable(v)
     shape = TILES[max(head_dim, value_dim)]
     _forward_kernel[triton.cdiv(seq_q, shape.queries) * batch * heads,](

@@ -83,7 +83,7 @@ def _backward_kernel(
     dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
     dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
 
-    # The first query that sees each key; none sees a key past the end: there p may be infinite, and infinity * 0 is NaN.
+    # The first query that sees each key. No query sees a key past the end: its p may be infinite, and infinity * 0 is NaN.
     seen_from = tl.where(offs_n < seq_k, offs_n - diagonal if CAUSAL else 0, 2**30)
     # Stage 1: the diagonal, or all tiles if keys end here, masked. Stage 2: tiles that see every key, without a mask.
     first = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M if CAUSAL else 0
@@ -108,10 +108,10 @@ def _backward_kernel(
 
 @replayed
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
-    """Gradients of q, k and v; see `common.operator` for shapes, dtypes and errors.
+    """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
-    Falls back to v7 for float32 and for D or Dv = 256. Also falls back under `torch.use_deterministic_algorithms`, because
-    programs add to dQ in any order.
+    Falls back to v7 for float32, for D or Dv = 256, and under `torch.use_deterministic_algorithms`, because programs add to
+    dQ in any order.
     """
     require_hopper(__package__)
     batch, heads, seq_q, head_dim = q.shape

@@ -41,11 +41,18 @@ def test_a_part_of_the_reference_is_kept_with_its_document_and_where_it_is_from(
     assert "dirty" not in machine["commit"]
 
 
+@functools.cache
+def measured_themselves():
+    """The stages that some file of results/ names. Others have at most the records of their parents."""
+    paths = (results.ROOT / "results").glob("*ward-*.json")
+    return {record["impl"] for path in paths for record in results.load_run(path)[0]}
+
+
 @pytest.mark.parametrize("name", stages.names())
 def test_results_hold_every_stage(name):
-    records = [record for run in results.runs() for record in run.records]
-    if name not in results.implementations(records):
+    if name not in measured_themselves():
         pytest.skip("not measured yet: make reference")
+    records = [record for run in results.runs() for record in run.records]
     measured = {(r["pass"], r["head_dim"], r["causal"]) for r in records if r["impl"] == name and "ms" in r}
     if parent := stages.parent(name):  # the reference skips a dead end's pass that has its parent's code
         same = [pass_ for pass_ in results.CODE if stages.is_dead_end(name) and results.same_code(name, parent, pass_)]

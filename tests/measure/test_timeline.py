@@ -70,4 +70,4 @@ def test_a_pass_that_falls_back_to_triton_is_refused_with_a_working_option():
         timeline.require_timed([stages.resolve("v12")], ["fwd", "bwd"], [64, 256])
     message = str(refused.value)
     assert message.startswith("v12_register_order launches no Gluon kernel for --pass bwd --head-dim 256")
-    assert message.endswith("--head-dim of 16, 32, 64, 128 works.") and "\n" not in message
+    assert message.endswith("These head dimensions work: 16, 32, 64, 128.") and "\n" not in message

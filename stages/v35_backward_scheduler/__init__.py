@@ -11,7 +11,7 @@ TRACK = "short-rows"
 
 # Spilled bytes per thread. dK, dV, S and dP leave few registers in a backward consumer. Most of these values are spilled once
 # per tile; a step without a mask reads back a few words at most.
-SPILLED_BYTES = 288
+SPILLED_BYTES = 284
 UNORDERED = ("dq",)  # programs add to it in any order, unless `torch.use_deterministic_algorithms` is on
 
 attention = make_attention(__name__, forward, backward)

@@ -1,7 +1,6 @@
-"""v29's forward with packed heads: where this makes fewer tiles, the query heads of a K/V head lie side by side in
-one tile, in Gluon, for Hopper.
+"""A forward with a guessed maximum, in Gluon, for Hopper.
 
-Two functions are new, but their code is not: `_to_compute` has what a consumer computed itself, and `launch` the launch.
+Change from v29: query heads that share a K/V head lie side by side in one tile, if this makes fewer tiles.
 """
 
 from typing import NamedTuple

@@ -1,7 +1,6 @@
-"""v29's forward with split keys (Flash-Decoding) where tiles do not fill the GPU, and with the query heads of a K/V head in
-one tile, in Gluon, for Hopper.
+"""A forward with a guessed maximum, in Gluon, for Hopper. Query heads that share a K/V head share a tile.
 
-`forward_merge.py` merges the splits. Its launch starts early, as a dependent launch (PDL).
+Change from v30: if tiles do not fill the GPU, several CTAs share a tile's keys. `forward_merge.py` merges their results.
 """
 
 from typing import NamedTuple

@@ -1,6 +1,6 @@
-"""How the host divides a forward's work: tiles, splits and launches. Few query rows have tiles of their own.
+"""How the host divides a forward's work into tiles, splits and launches.
 
-The code for other work was part of `forward.py`.
+Change from v32: few query rows get tiles of fewer rows and more keys.
 """
 
 from typing import NamedTuple

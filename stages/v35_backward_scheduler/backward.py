@@ -1,6 +1,6 @@
 """FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper.
 
-Each role computes its work tile from the tile's number. `_load_kv` and `_store_dkv` move a tile's K, V, dK and dV.
+Change from v34: each role finds its work tile from the tile's number.
 """
 
 from typing import NamedTuple

@@ -1,6 +1,6 @@
 """FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper.
 
-Each role computes its work tile from the tile's number. `_load_kv` and `_store_dkv` move a tile's K, V, dK and dV.
+Change from v35: the kernel gets the number of CTAs that run at the same time. The order of query tiles depends on it.
 """
 
 from typing import NamedTuple

@@ -1,6 +1,6 @@
 """Which CTA computes which keys, and in which order it takes their query tiles.
 
-With a causal mask and query groups, CTAs that start together read the same query tiles.
+Change from v35: with a causal mask and query groups, CTAs that start together read the same query tiles.
 """
 
 from typing import NamedTuple

@@ -1,6 +1,6 @@
 """Which CTA computes which keys, and in which order it takes their query tiles.
 
-With a causal mask and query groups, CTAs that start together read the same query tiles.
+Change from v36: `_next` returns the number of a CTA's next tile.
 """
 
 from typing import NamedTuple

@@ -1,8 +1,7 @@
-"""A forward in three modes, with split keys (Flash-Decoding) where tiles do not fill the GPU, and with the query heads of a K/V
-head in one tile; in Gluon, for Hopper.
+"""A forward with packed heads and split keys, in Gluon, for Hopper.
 
-MODE "guess": the maximum is taken from each row's last keys, and tiles are checked. MODE "again": a second launch computes the
-tiles that failed, with a running maximum. MODE "running": one launch with a running maximum, for short work.
+MODE "guess" guesses the maximum, and MODE "again" computes the tiles that failed. MODE "running" keeps a running maximum.
+Change from v32: `forward_plan.py` chooses the tiles, splits and launches.
 """
 
 from typing import NamedTuple

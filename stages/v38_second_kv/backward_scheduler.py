@@ -1,7 +1,6 @@
 """Which CTA computes which keys, and in which order it takes their query tiles.
 
-With a causal mask and query groups, CTAs that start together read the same query tiles. Each work tile
-has at least one masked step: a workaround for a fault of ptxas, which `_tile` explains.
+Change from v37: each work tile has at least one masked step. `_tile` explains why.
 """
 
 from typing import NamedTuple

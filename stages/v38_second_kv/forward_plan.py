@@ -1,4 +1,7 @@
-"""How the host divides a forward's work: tiles, splits and launches. `splits_of` predicts the time."""
+"""How the host divides a forward's work into tiles, splits and launches.
+
+Change from v33: `splits_of` chooses the number of splits by predicted time.
+"""
 
 import functools
 from typing import NamedTuple

@@ -1,4 +1,7 @@
-"""How the host divides a forward's work: tiles, splits and launches. `splits_of` predicts the time."""
+"""How the host divides a forward's work into tiles, splits and launches.
+
+Change from v38: `FIRST_KEYS` is the number of first keys in a guess.
+"""
 
 import functools
 from typing import NamedTuple

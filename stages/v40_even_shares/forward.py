@@ -1,10 +1,7 @@
-"""A forward in three modes, with split keys (Flash-Decoding) where tiles do not fill the GPU, and with the query heads of a K/V
-head in one tile; in Gluon, for Hopper.
+"""A forward with packed heads and split keys, in Gluon, for Hopper.
 
-MODE "guess": the maximum is taken from the last tile and the first keys, and tiles are checked. With a mask, the first keys
-replace a second tile. Short rows take half as many of them.
-MODE "again": a second launch computes the tiles that failed, with a running maximum.
-MODE "running": one launch with a running maximum, for short work.
+MODE "guess" guesses the maximum, and MODE "again" computes the tiles that failed. MODE "running" keeps a running maximum.
+Change from v39: MODE "again" takes failed tiles by rank.
 """
 
 from typing import NamedTuple

@@ -1,4 +1,7 @@
-"""Which CTA computes which tile, and where a tile's rows and keys lie. One tensor, `State`, has the counter and the flags."""
+"""Which CTA computes which tile, and where a tile's rows and keys lie.
+
+Change from v39: `_next_failed` finds failed tiles by rank. Beside this, one tensor, `State`, has the counter and the flags.
+"""
 
 from typing import NamedTuple
 

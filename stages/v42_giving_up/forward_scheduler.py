@@ -1,4 +1,7 @@
-"""Which CTA computes which tile, and where a tile's rows and keys lie. One tensor, `State`, has the counter and the flags."""
+"""Which CTA computes which tile, and where a tile's rows and keys lie.
+
+Change from v41: `_in_vain` tells if many tiles fail. `_next_again` also finds the tiles that never started.
+"""
 
 from typing import NamedTuple
 

@@ -1,8 +1,4 @@
-"""dK and dV for D = 256, and their part of dQ.
-
-One consumer computes dV, the other one dK and its part of dQ. Each step is masked, so this file
-does not use `tile.unseen` and `tile.masked`.
-"""
+"""The backward for D = 256. One consumer computes dV, the other consumer computes dK and its part of dQ."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,7 @@
-"""Which CTA computes which tile, and where a tile's rows and keys lie. One tensor, `State`, has the counter and the flags."""
+"""Which CTA computes which tile, and where a tile's rows and keys lie.
+
+Change from v42: `_in_vain` also reads the flags of samples.
+"""
 
 from typing import NamedTuple
 

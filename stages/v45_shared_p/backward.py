@@ -1,8 +1,6 @@
 """FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper.
 
-Each role computes its work tile from the tile's number. `_load_kv` and `_store_dkv` move a tile's K, V, dK and dV.
-Up to D = 64 CTAs are persistent: each takes tile after tile from a counter. The next tile's K and V load into a second buffer.
-D = 256 has its own kernel.
+Change from v43: D = 256 has its own kernel (`backward_wide_dkv.py`).
 """
 
 from typing import NamedTuple

@@ -1,7 +1,6 @@
-"""dK and dV for D = 256, and their part of dQ.
+"""The backward for D = 256. One consumer computes dV, the other consumer computes dK and its part of dQ.
 
-One consumer computes P and dV, the other one dS, dK and its part of dQ. P reaches the second consumer through shared memory,
-and dS takes P's place there. Each step is masked, so this file does not use `tile.unseen` and `tile.masked`.
+Change from v44: the first consumer computes P and passes it to the second consumer through shared memory.
 """
 
 from typing import NamedTuple

@@ -1,4 +1,7 @@
-"""How the host divides a forward's work: tiles, splits and launches. `splits_of` predicts the time."""
+"""How the host divides a forward's work into tiles, splits and launches.
+
+Change from v40: `TILES_AGAIN` has the tiles of MODE "again".
+"""
 
 import functools
 from typing import NamedTuple

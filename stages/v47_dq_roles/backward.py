@@ -1,8 +1,6 @@
 """FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper.
 
-Each role computes its work tile from the tile's number. `_load_kv` and `_store_dkv` move a tile's K, V, dK and dV.
-Up to D = 64 CTAs are persistent: each takes tile after tile from a counter. The next tile's K and V load into a second buffer.
-D = 256 has two kernels, with seven matmuls. The second kernel adds nothing to dQ in memory, so D = 256 is deterministic.
+Change from v46: at D = 256, the dQ kernel loads and stores tiles of 64 rows.
 """
 
 from typing import NamedTuple

@@ -1,7 +1,6 @@
 """Which CTA computes which keys, and in which order it takes their query tiles.
 
-With a causal mask and query groups, CTAs that start together read the same query tiles. Each work tile
-has at least one masked step: a workaround for a fault of ptxas, which `_tile` explains.
+Change from v43: at D = 256, a work tile has 64 keys.
 """
 
 from typing import NamedTuple

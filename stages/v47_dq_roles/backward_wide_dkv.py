@@ -1,7 +1,6 @@
-"""dK and dV for D = 256.
+"""dK and dV for D = 256. One consumer computes P and dV, the other consumer computes dS and dK.
 
-One consumer computes P and dV, the other one dS and dK. P reaches the second consumer through shared memory. Each step is
-masked, so this file does not use `tile.unseen` and `tile.masked`.
+Change from v45: `backward_wide_dq.py` computes dQ.
 """
 
 from typing import NamedTuple

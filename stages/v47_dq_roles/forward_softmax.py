@@ -1,4 +1,7 @@
-"""A consumer's online softmax."""
+"""A consumer's online softmax.
+
+Change from v38: the guess includes the first keys.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

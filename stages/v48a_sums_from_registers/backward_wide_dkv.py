@@ -1,8 +1,7 @@
-"""dK and dV for D = 256.
+"""dK and dV for D = 256. One consumer computes P and dV, the other consumer computes dS and dK.
 
-One consumer computes P and dV, the other one dS and dK. P reaches the second consumer through shared memory. Each step is
-masked, so this file does not use `tile.unseen` and `tile.masked`. A consumer issues this step's last matmul and
-the next step's first one together. For that, Q, dO, K and V have barriers of their own.
+Change from v47: a consumer starts the last matmul of a step and the first matmul of the next step together. Beside this, Q,
+dO, K and V have their own barriers.
 """
 
 from typing import NamedTuple

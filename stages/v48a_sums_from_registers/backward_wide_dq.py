@@ -1,8 +1,7 @@
 """dQ for D = 256: a CTA computes all of dQ of its query rows, and adds nothing in memory.
 
-A producer loads, and two consumers compute 64 query rows each, at their own pace. A consumer skips a key tile that only the
-other consumer's rows see. `_matmul` hides an index from ptxas, which would spill registers otherwise. A consumer issues this
-step's last matmul and the next step's first one together. For that, Q and dO have barriers of their own.
+Change from v47: a consumer starts the last matmul of a step and the first matmul of the next step together. Beside this, Q
+and dO have their own barriers.
 """
 
 from typing import NamedTuple

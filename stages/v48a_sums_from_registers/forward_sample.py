@@ -1,4 +1,4 @@
-"""Samples, which tell before the first tile whether most guesses would fail."""
+"""The kernel that computes samples, which tell before the first tile whether most guesses would fail."""
 
 import torch
 from triton.experimental import gluon

@@ -70,7 +70,7 @@ def style(name: str, names: list[str]) -> dict:
     face = "white" if uses % 2 else color
     return {
         "color": color,
-        "linestyle": "-" if uses < 2 else ":",
+        "linestyle": "-" if uses < 2 else (0, (1, 2)),
         "marker": STAGE_MARKERS[place % len(STAGE_MARKERS)],
         "markerfacecolor": face,
     }
@@ -240,9 +240,10 @@ def _gain(found, names):
 def _evolution(found, names):
     """Plot the mean TFLOP/s for the largest head dimension: bars for the stages, lines for the libraries.
 
-    Each mean is from the implementation's newest run. The colors of bars and the labels of lines show the run.
+    Each mean is from the implementation's newest run. The colors of bars and the labels of lines show the run. A library has a
+    line only if its run also has a bar, because times of different GPUs do not compare.
     """
-    figure, grid = plt.subplots(1, 2, figsize=(13, 4.4), layout="constrained", sharey=True)
+    figure, grid = plt.subplots(2, 1, figsize=(13, 7.5), layout="constrained", sharey=True)
     for axes, pass_ in zip(grid, ("fwd", "bwd"), strict=True):
         axes.set_title(f"{PASS_NAMES[pass_]}, D={max(HEAD_DIMS)}", fontsize=11)
         rates = {name: measured for name in names if (measured := rate(found, name, pass_, max(HEAD_DIMS)))}
@@ -252,14 +253,15 @@ def _evolution(found, names):
         labels = [f"stages, run [{key}]" if key not in of_bars[:place] else "_" for place, key in enumerate(of_bars)]
         _mark_tracks(axes, line)
         bars = axes.bar([spoken(name) for name in line], [rates[name][0] for name in line], color=colors, label=labels)
+        axes.margins(x=0.01, y=0.12)
         axes.bar_label(bars, fmt="%.0f", fontsize=7.5, padding=1, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.3})
         for name, (mean, run) in rates.items():
-            if not stages.position(name):
+            if not stages.position(name) and number(found, run) in of_bars:
                 peer = {"color": style(name, names)["color"], "linestyle": style(name, names)["linestyle"]}
                 axes.axhline(mean, linewidth=1.4, label=f"{spoken(name)}, run [{number(found, run)}]", zorder=0, **peer)
         axes.tick_params(axis="x", labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
-    grid[0].set_ylabel("TFLOP/s")
+        axes.set_ylabel("TFLOP/s")
     _legend(figure, 6)
     return figure
 
@@ -348,7 +350,7 @@ def draw(found: list[Run], directory: Path):
     }
     last = [spoken(name) for name in names if name in implementations(found[0].records) and stages.position(name)]
     for name, figure in figures.items():
-        note = f"{sources(found, found)}\nfloat16, 16k tokens, hidden size 2048; the newest run has {', '.join(last)}"
+        note = f"{sources(found, found)}\nfloat16, 16k tokens, hidden size 2048; the newest run has {last[0]} to {last[-1]}"
         figure.suptitle(note.replace("; [", "\n["), fontsize=8, color="0.4")
         figure.savefig(directory / f"{name}.png", dpi=120)
         plt.close(figure)

@@ -61,22 +61,33 @@ def test_no_two_implementations_look_the_same():
     assert len(looks) == len(names), "without colors"
 
 
+def measured(pass_):
+    """The implementations with records of this pass."""
+    return {record["impl"] for run in results.runs() for record in run.records if record["pass"] == pass_}
+
+
+def number_of(runs, name, pass_):
+    """The number of the run with an implementation's newest mean; None if no run has one."""
+    measured = results.rate(runs, name, pass_, 128)
+    return measured and results.number(runs, measured[1])
+
+
 @pytest.mark.parametrize("name", ["evolution", "gain", "memory"])
 def test_a_figure_has_one_legend_of_all_that_it_draws(drawn, name):
     figure = drawn[0][name]
     (legend,) = figure.legends
     assert not any(axes.get_legend() for axes in figure.axes)
     shown = [text.get_text() for text in legend.get_texts()]
-    stages_of_line = [results.spoken(other) for other in main_line() if stages.position(other)]
+    stages_of_line = [results.spoken(other) for other in main_line() if stages.position(other) and other in measured("fwd")]
     peers = [results.spoken(other) for other in main_line() if not stages.position(other)]
     bars = [f"{pass_}, D={head_dim}" for pass_ in ("forward", "backward") for head_dim in (64, 128)]
     runs = results.runs()
-    numbers = {name: results.number(runs, results.rate(runs, name, "fwd", 128)[1]) for name in main_line()}
+    numbers = {name: key for name in main_line() for key in {number_of(runs, name, pass_) for pass_ in ("fwd", "bwd")} if key}
     of_peers = [(results.spoken(name), key) for name, key in numbers.items() if not stages.position(name)]
     of_stages = dict.fromkeys(key for name, key in numbers.items() if stages.position(name))
     bars_of_runs = [f"stages, run [{key}]" for key in of_stages]
     if name == "evolution":  # lines and bars come in the order of matplotlib
-        assert sorted(shown) == sorted(bars_of_runs + [f"{peer}, run [{key}]" for peer, key in of_peers])
+        assert sorted(shown) == sorted(bars_of_runs + [f"{peer}, run [{key}]" for peer, key in of_peers if key in of_stages])
         return
     assert shown == {"gain": bars}.get(name, peers + stages_of_line)
 
@@ -135,9 +146,13 @@ def test_evolution_shows_the_means_of_the_summary(drawn):
     runs, names = results.runs(), main_line()
     assert names[-1] == [name for name in stages.names() if not stages.is_dead_end(name)][-1]
     for axes, pass_ in zip(drawn[0]["evolution"].axes, ("fwd", "bwd"), strict=True):
-        rates = {name: results.rate(runs, name, pass_, 128)[0] for name in names}
-        assert [bar.get_height() for bar in axes.patches] == [rates[name] for name in rates if stages.position(name)]
-        assert [line.get_ydata()[0] for line in axes.lines] == [rates[name] for name in rates if not stages.position(name)]
+        rates = {name: measured for name in names if (measured := results.rate(runs, name, pass_, 128))}
+        bars = {name: measured for name, measured in rates.items() if stages.position(name)}
+        assert [bar.get_height() for bar in axes.patches] == [mean for mean, _ in bars.values()]
+        beside = {results.number(runs, run) for _, run in bars.values()}
+        of_libraries = [rates[name] for name in rates if name not in bars]
+        lines = [mean for mean, run in of_libraries if results.number(runs, run) in beside]
+        assert lines and [line.get_ydata()[0] for line in axes.lines] == lines
 
 
 def test_gains_are_over_the_parent_or_say_that_they_are_not_measured(monkeypatch):

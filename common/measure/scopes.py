@@ -27,7 +27,7 @@ STAGE = "v29_short_tiles"
 WORKLOAD = Workload("fwd", 8, 16, 2048, 128, False, "float16")
 CYCLES = 6000  # the record keeps this many cycles
 WARPS = {"warp 0": "1: consumer", "warp 4": "2: consumer"}  # the first warp of a partition -> the partition's name
-LOOP = "# Issue both matmuls together"
+LOOP = "# Issue both matmuls at once"
 # For each file: (a scope's name, its first line, its last line, an earlier line). The last scope of a file comes first.
 SCOPES = {
     "forward.py": (

@@ -1,6 +1,7 @@
 """Write the generated parts of the documents, from the committed results: `make readme`."""
 
 import argparse
+import ast
 import difflib
 import functools
 import itertools
@@ -372,8 +373,9 @@ def step_hunk() -> str:
     """Return v6's change to the order of tiles, as a diff."""
     old, new = (stages.resolve(version) for version in ("v5", "v6"))
     before, after = (stages.source(name, "forward.py").splitlines() for name in (old, new))
+    before, after = (lines[ast.parse("\n".join(lines)).body[0].end_lineno :] for lines in (before, after))  # no docstring
     lines = list(difflib.unified_diff(before, after, n=0, lineterm=""))[2:]
-    hunks = "\n".join(line for line in lines if not line.startswith("@@") and not line[1:].startswith(("from ", '"""')))
+    hunks = "\n".join(line for line in lines if not line.startswith("@@") and not line[1:].startswith("from "))
     return f"```diff\n{hunks}\n```"
 
 

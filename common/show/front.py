@@ -115,24 +115,24 @@ def ladder(found: list[Run]) -> str:
         tables.append(_short(shown))
     libraries = dict.fromkeys(spoken(name) for run in used for name in names_in([run]) if not stages.position(name))
     meanings = [
-        ["lines changed", "lines of code that the stage adds to its parent's or removes"],
+        ["lines changed", "lines that the stage adds to its parent's code, plus lines that it removes"],
         ["× parent", "how many times as fast the stage is as its parent; below ×1.00 it is slower"],
-        ["% of fastest", "the stage's speed in percent of each workload's fastest library; above 100 % the stage is faster"],
-        ["× parent, % of fastest", "geometric means over the table's workloads; the two can come from different runs"],
+        ["% of fastest", "100 %: as fast as the fastest library, chosen for each workload; above 100 % the stage is faster"],
+        ["both ratios", "geometric means over the table's workloads"],
         ["same code", "the stage does not change this pass, so its time is the parent's"],
         ["`-`", "not measured; or v0, which has no parent"],
         ["commit", "the version of this repository that was measured"],
-        ["measured on", "a GPU; compare numbers of one table only, because another table may be from another GPU"],
+        ["measured on", "the GPU of the table; compare numbers within one table only, because the GPUs differ"],
     ]
     words = _short(tabulate(meanings, ["in the tables", "meaning"], tablefmt="pipe", disable_numparse=True))
     over = (
         f"Six workloads, float16, D = {HEAD_DIM}: 1024, 4096 and 16384 tokens, each with and without a causal mask. "
         f"Libraries: {', '.join(libraries)}. Measured on"
     )
-    tracks = "The stages after the ladder form four tracks. Each track speeds up one other kind of workload."
+    tracks = "Each of the four tracks speeds up a different kind of workload."
     dead_ends = (
-        "A dead end is an idea that looked good and made attention slower. Its parent has the same number: v4a starts from v4. "
-        "v5 starts from v4, too."
+        "A dead end is an idea that looked good and made attention slower. Its parent has the same number: v4a starts from v4, "
+        "and v5 starts from v4, too. The workloads are those of the ladder."
     )
     each = [_short(table(key, start)) for key in TRACKS]
     measured = f"{over} {origins(used)}."

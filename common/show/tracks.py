@@ -100,7 +100,8 @@ def table(key: str, start: Callable[[str], list[str]]) -> str:
     libraries = [results.spoken(impl) for impl in times if not stages.position(impl)]
     facts = [f" Libraries: {', '.join(libraries)}."] if libraries else []
     places = dict.fromkeys(f"{machine['gpu']}, commit {machine['commit'][:12]}" for machine in machines)
-    facts.append(f" Measured on {'; '.join(places)}." if places else " Not measured.")
+    measured = any(cell != "-" for row in rows for cell in row[3:])
+    facts = [*facts, f" Measured on {'; '.join(places)}."] if measured else [" Not measured yet."]
     return f"{PASS_NAMES[track.pass_].capitalize()}: {track.words}.{''.join(facts)}\n\n{shown}"
 
 

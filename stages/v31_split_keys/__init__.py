@@ -1,4 +1,4 @@
-"""Split keys across CTAs when queries are few; then merge."""
+"""If queries are few, several CTAs split the keys and merge their results."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -1,4 +1,4 @@
-"""Short work skips the guess: one launch with a running maximum."""
+"""Short problems skip the guess: one launch keeps a running maximum."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

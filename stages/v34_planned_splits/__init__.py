@@ -1,4 +1,4 @@
-"""The host chooses the number of splits by predicted time."""
+"""The host predicts times to choose the number of splits."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -1,4 +1,4 @@
-"""A refactoring, same behaviour: each role computes its tile from a number."""
+"""A refactoring: each role derives its tile from the tile's number."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

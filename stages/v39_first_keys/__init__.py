@@ -1,4 +1,4 @@
-"""The guess takes the first keys (sinks), not a second tile."""
+"""The guess includes the first keys, where attention sinks are."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

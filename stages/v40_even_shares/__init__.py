@@ -1,4 +1,4 @@
-"""The second launch shares out failed tiles evenly, by their ranks."""
+"""The second launch shares out failed tiles evenly."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -1,4 +1,4 @@
-"""Sampled scores show before the first tile whether guessing would fail."""
+"""Sampled scores predict before the first tile whether guesses would fail."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

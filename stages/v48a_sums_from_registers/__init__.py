@@ -1,4 +1,4 @@
-"""A dead end: dQ added to its accumulator straight from registers."""
+"""A dead end: dQ goes from registers to its accumulator directly."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -1,7 +1,8 @@
 """FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel, in Gluon, for Hopper.
 
 Change from v9: layouts, loads, barriers and waits are written out. Beside this, one ring loads the query tiles of all heads
-that share the keys: one tile of each head, then the next tile of each.
+that share the keys: one tile of each head, then the next tile of each, so that all masked tiles come first. Keys that no query
+sees take one masked step, so that the ring is never empty. dQ is computed in parts of 64 rows.
 """
 
 from typing import NamedTuple

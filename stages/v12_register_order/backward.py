@@ -1,7 +1,8 @@
 """FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel, in Gluon, for Hopper.
 
 Change from v11: dQ is stored and added in the order of the registers, without bank conflicts. Beside this, dQ leaves in parts
-of at most 64 columns. The kernels in backward_prepare.py zero the accumulator, and scale and round it, instead of PyTorch.
+of at most 64 columns, which need fewer registers. The kernels in backward_prepare.py zero the accumulator, and scale and round
+it, which saves PyTorch's launches.
 """
 
 from typing import NamedTuple

@@ -1,6 +1,7 @@
 """A consumer's online softmax.
 
-Change from v21: the scores of a tile and P V of the tile before are issued together.
+Change from v21: the scores of a tile and P V of the tile before are issued together. The tensor cores then have work while
+other consumers compute their softmax.
 """
 
 from triton.experimental import gluon

@@ -1,6 +1,7 @@
 """FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper.
 
-Change from v21: the matmuls for dP and dV are issued together, and the wait for dV comes after dK is issued.
+Change from v21: the matmuls for dP and dV are issued together, and the wait for dV comes after dK is issued. The wait for a
+free slot of dS, and the signal that dS is there, move to where matmuls run meanwhile.
 """
 
 from typing import NamedTuple

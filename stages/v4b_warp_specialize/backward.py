@@ -1,4 +1,8 @@
-"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) with autotuned tiles and tensor descriptors."""
+"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) with autotuned tiles and tensor descriptors.
+
+Change from v3: an autotuner chooses tile sizes, and TMA loads and stores tiles. They come together, because a descriptor for
+TMA holds the tile size that the autotuner chooses.
+"""
 
 import torch
 import triton
@@ -61,7 +65,7 @@ DQ_TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
 @triton.jit
 def _dq_kernel(
     q_desc, k_desc, v_desc, out_desc, do_desc, dq_desc, lse_ptr, scale,
-    heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32, bucket,  # bucket: for the tuner only
+    heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32, bucket,  # the tuner tunes once per bucket
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -134,7 +138,7 @@ DKV_TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
 @triton.jit
 def _dkv_kernel(
     q_desc, k_desc, v_desc, out_desc, do_desc, dk_desc, dv_desc, lse_ptr, scale,
-    kv_heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32, bucket,  # bucket: for the tuner only
+    kv_heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32, bucket,  # the tuner tunes once per bucket
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip

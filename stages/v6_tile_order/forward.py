@@ -1,6 +1,6 @@
 """FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1) with autotuned tiles and tensor descriptors.
 
-Change from v5: the longest causal tiles start first.
+Change from v5: the longest causal tiles start first. Heads come in groups whose inputs fit into the L2 cache.
 """
 
 import torch
@@ -59,7 +59,7 @@ TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
 @triton.jit
 def _forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, scale,
-    heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32, bucket,  # bucket: for the tuner only
+    heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32, bucket,  # the tuner tunes once per bucket
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip

@@ -1,7 +1,8 @@
 """FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel, with tiles for Hopper: dQ accumulates in memory.
 
-Beside this, P waits for dS in 16 bits, which leaves registers for the tiles. The mask comes before the exponential. float32 and
-D = 256 fall back to v7.
+Change from v7: the tiles are fixed, because Gluon's layouts and buffers (from v10 on) depend on them. Beside this, P waits for
+dS in 16 bits, which leaves registers for the tiles. The mask comes before the exponential, so that P can be rounded at once.
+float32 and D = 256 have no room in these tiles and fall back to v7.
 """
 
 import torch

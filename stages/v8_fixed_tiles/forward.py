@@ -1,6 +1,7 @@
 """FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1) with tensor descriptors and tiles for Hopper.
 
-Beside this, inputs have 16 bits, so the matmuls need no PRECISION. float32 falls back to v7.
+Change from v7: the tiles are fixed, because Gluon's layouts and buffers (from v9 on) depend on them. Beside this, inputs have
+16 bits, so the matmuls need no PRECISION. float32 falls back to v7.
 """
 
 from typing import NamedTuple

@@ -166,7 +166,7 @@ def test_timer_recovers_from_a_call_that_raised(gpu):
 
 @pytest.mark.parametrize(("gpu_s", "rounds"), [(1e-5, 100), (2.1e-3, 9), (0.2, 3)])
 def test_host_time_is_the_cpus_alone(gpu, monkeypatch, gpu_s, rounds):
-    """The CPU waits for the GPU before each round. A call that finds the queue full would include GPU time."""
+    """The CPU waits for the GPU before each round, so that the queue of launches is empty. A full queue would add GPU time."""
     monkeypatch.setattr(timing.time, "perf_counter", lambda: gpu.cpu_s)
     assert timing.host_seconds(call_taking(gpu, 30e-6, gpu_s), gpu_s) == pytest.approx([30e-6] * rounds)
     assert gpu.log == ["wait", "call"] * (timing.HOST_WARM_UP_ROUNDS + rounds)

@@ -120,10 +120,12 @@ def draw_recorded(recorded: dict, path: Path):
 
 
 def draw_all(directory: Path):
-    """Draw both passes of every Gluon stage that is no dead end. Also draw the stage that was recorded on a GPU."""
-    for name in (name for name in GLUON if not stages.is_dead_end(name)):
-        workloads = [Workload(pass_, 1, 1, 2048, 64, False, "float16") for pass_ in ("fwd", "bwd")]
-        draw(name, workloads, directory / f"{name.split('_')[0]}.png")
+    """Draw both passes of each stage whose README shows its picture. Also draw the stage that was recorded on a GPU."""
+    workloads = [Workload(pass_, 1, 1, 2048, 64, False, "float16") for pass_ in ("fwd", "bwd")]
+    for name in GLUON:
+        picture = f"{stages.version(name)}.png"
+        if f"plots/timelines/{picture}" in stages.source(name, "README.md"):
+            draw(name, workloads, directory / picture)
     if SCOPES.exists():
         draw_recorded(json.loads(SCOPES.read_text()), directory / "recorded.png")
 

@@ -184,7 +184,9 @@ def gain_table(name: str) -> str:
         span: [f"×{ratio:.2f}" if ratio else "-" for ratio in (predicted, *ratios)]
         for span, (predicted, ratios) in found.items()
     }
-    missing = [f"{PASS_NAMES[column[0]]} D={column[1]}" for column in COLUMNS if column in columns and not side_by_side[column]]
+    missing = [
+        f"{PASS_NAMES[column[0]]}, D = {column[1]}" for column in COLUMNS if column in columns and not side_by_side[column]
+    ]
     key = stages.track(name)
     of_track = key and gain(key, name, parent)
     old, new = spoken(parent), spoken(name)
@@ -192,7 +194,7 @@ def gain_table(name: str) -> str:
     measured = f", then measured ({where})" if where else ""
     caption = [
         f"The table divides {new}'s speed by {old}'s: predicted by the {of}{measured}.",
-        f"No run has both stages for {', '.join(missing)}." if missing else "",
+        f"Not measured against {old} yet: {'; '.join(missing)}." if missing else "",
         f"On the track's workload ({TRACKS[key].at}), {new} is {of_track:.2f} times as fast as {old}." if of_track else "",
     ]
     return f"{' '.join(filter(None, caption))}\n\n{_step_table(rows, ['predicted', *headers])}"

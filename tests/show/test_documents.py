@@ -116,7 +116,7 @@ def test_gain_is_shown_by_length_and_says_what_is_not_measured(monkeypatch):
     table = documents.gain_table(V1)
     assert cells(table, "forward", "64", "full")[1:] == ["-"] + ["×2.50"] * 2
     assert cells(table, "backward", "64", "full")[1:] == ["-"] * 3
-    assert "No run has both stages for backward D=64, backward D=128." in table
+    assert "Not measured against v0 yet: backward, D = 64; backward, D = 128." in table
     assert ", newer)" in table and "older" not in table
     assert cells(documents.gain_table(V0), "forward", "64", "full") == ["5.00"] * 3
 

@@ -163,7 +163,7 @@ def empty_rows(tensor: Tensor, columns: int | None = None) -> Tensor:
 
 
 def plainly(function: Callable, first: Tensor, *tensors: Tensor, **options):
-    """Call `function` with the tensors' device as the current device, and with autocast off: it would change dtypes."""
+    """Call `function` with the tensors' device as the current device, and with autocast off: autocast would change dtypes."""
     elsewhere = first.is_cuda and first.get_device() != torch.cuda.current_device()
     if elsewhere or torch.is_autocast_enabled(DEVICE):  # check first, because entering both contexts is slow
         with torch.cuda.device_of(first), torch.autocast(DEVICE, enabled=False):

@@ -180,7 +180,7 @@ class Ring:
 
 
 def _float32(tensor: Tensor) -> Tensor:
-    """Return `tensor` itself if it is float32, else an empty float32 tensor of its shape. A sum can be written there."""
+    """Return where to write a float32 sum: in `tensor` itself if it is float32, else in a new tensor of the same shape."""
     return tensor if tensor.dtype == torch.float32 else torch.empty_like(tensor, dtype=torch.float32)
 
 
@@ -395,7 +395,7 @@ def ring_attention(stage, q, k, v, *, group=None, causal=False, scale=None, retu
         k: [B, Hkv, S / n, D]. Without a mask, k and v may have another length than q.
         v: [B, Hkv, S / n, Dv].
         group: the group of ranks. None means all processes. With only NCCL, every call waits for the GPU. With gloo too, as
-            after `init_process_group("cpu:gloo,cuda:nccl")`, no call waits.
+            after `init_process_group("cpu:gloo,cuda:nccl")`, no call waits for it.
         causal: a bool. True hides key j from query i if j > i. Both are positions in the whole sequence.
         scale: the factor of the scores. None means 1 / sqrt(D).
         return_lse: whether to return the log-sum-exp too. It is differentiable, but its gradient costs one more forward and
@@ -407,8 +407,8 @@ def ring_attention(stage, q, k, v, *, group=None, causal=False, scale=None, retu
     Raises:
         TypeError: an argument of this rank is wrong, as in the stage's `attention`.
         ValueError: an argument of this rank is wrong, or S / n is odd with a mask. All ranks raise ValueError if their shapes,
-        dtypes, options, stages or required gradients differ. If one rank has an error, the other ranks raise ValueError too.
-        The message lists what each rank has. All checks come before K and V are sent.
+            dtypes, options, stages or required gradients differ. If one rank has an error, the other ranks raise ValueError
+            too. The message lists what each rank has. All checks come before K and V are sent.
         RuntimeError: PyTorch raises this error if a rank has ended or does not arrive within the group's timeout.
     """
     ring = Ring(group)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-ALIGNMENT = 16  # TMA needs the base address and all strides but the last in multiples of this many bytes
+ALIGNMENT = 16  # for TMA, the base address and all strides except the last must be multiples of this many bytes
 _thread = threading.local()
 
 
@@ -28,7 +28,7 @@ def addressable(tensor: Tensor) -> Tensor:
 def _used_strides(tensor: Tensor) -> list[int]:
     """Return the tensor's strides, with a valid stride for each dimension of size 1.
 
-    PyTorch may give such a dimension any stride, because nothing uses the stride.
+    PyTorch may give a dimension of size 1 any stride, but TMA requires a multiple of 16 bytes.
     """
     return [stride if size > 1 else ALIGNMENT for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
 

@@ -20,9 +20,9 @@ def tile_and_head(
     take the tiles of a group of heads together: first tile 0 of each head, then tile 1 of each head, and so on. Tile 0 must
     take the longest time. The rows of a group have at most L2_SHARE bytes, unless the group is one head.
 
-    If g query heads share K and V, they also share the rows of K and V in the L2 cache. So `seq` is then the number of keys divided by
-    g. A persistent CTA computes the tiles of several programs. It passes the number of one such `program`. Its `programs` is
-    the number of programs that a launch without persistent CTAs would have.
+    If g query heads share K and V, they also share the rows of K and V in the L2 cache. So `seq` is then the number of keys
+    divided by g. A persistent CTA computes the tiles of several programs. It passes the number of one such `program`. Its
+    `programs` is the number of programs that a launch without persistent CTAs would have.
     """
     if program is None:
         program = tl.program_id(0)

@@ -73,7 +73,7 @@ class Descriptor:
 
 
 class _BlockType:
-    """The type of a tile."""
+    """The type of a descriptor's tiles: shape, dtype and size."""
 
     def __init__(self, shape, dtype):
         self.shape, self.element_ty = shape, in_triton(dtype)
@@ -169,7 +169,7 @@ class Matmul(Values):
 
     @property
     def data(self):
-        """Fail, because the kernel has not waited for this matmul."""
+        """Fail, because the kernel uses the value before it has waited for this matmul."""
         return now().fail("a matmul's value is used before warpgroup_mma_wait")
 
     def __getattr__(self, name):

@@ -42,7 +42,7 @@ def _to_bfloat16(data):
 
 
 def repair_bfloat16():
-    """Make bfloat16 compute as on a GPU.
+    """Let the interpreter compute with bfloat16 numbers as a GPU does.
 
     The interpreters of Triton 3.6 and 3.7 treat the 16 bits of a bfloat16 number as an integer. `tl.dot` multiplies these
     integers, and arithmetic adds them. Also, a cast from float32 truncates, but the hardware rounds to nearest even.

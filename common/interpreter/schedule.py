@@ -42,7 +42,7 @@ def next_seed() -> int:
 
 
 def _kernel_frames(frame):
-    """Yield the frames of a kernel's functions, innermost first."""
+    """From a stack frame outwards, yield the frames that belong to a kernel's functions."""
     while frame:
         if MARK in frame.f_globals:
             yield frame
@@ -211,7 +211,7 @@ class Schedule:
 
     @property
     def replayed(self) -> str:
-        """A sentence that says how to replay this order."""
+        """A sentence that says how to replay the order of this launch."""
         return f"{VARIABLE}={self.seed} replays this order"
 
     def _begin(self, partition, then):

@@ -22,7 +22,7 @@ from .values import Register, in_torch, in_triton
 
 
 class _Part(NamedTuple):
-    """The elements of a memory that a view covers."""
+    """Which elements of a memory a view covers."""
 
     offset: int
     shape: tuple[int, ...]
@@ -96,7 +96,7 @@ class Memory:
         program.memories.append(self)
 
     def use(self, buffer: "Buffer", who: str, *, writes: bool, asynchronous: bool) -> int:
-        """Begin a use and return its event. Fail if an earlier use conflicts and may not be over."""
+        """Begin a use and return its event. Fail if it conflicts with an earlier use that may not be over yet."""
         schedule, part = now(), _Part.of(buffer.view)
         known = schedule.running.known
         does = "writes" if writes else "reads"
@@ -123,7 +123,7 @@ class Memory:
         return use.event
 
     def _flags(self, view):
-        """Return a view of the flags that say which elements were ever written."""
+        """Return a flag for each element of a view: whether the element was ever written."""
         return self._filled.as_strided(view.shape, view.stride(), view.storage_offset())
 
     def _check_filled(self, buffer, who):
@@ -292,7 +292,7 @@ class Barrier:
             timing.reach(now().running, self._over_at + timing.rates.hand_over)
 
     def check_at_end(self):
-        """Fail if announced bytes have not come."""
+        """Fail if the barrier still waits for announced bytes."""
         if self._bytes:
             now().fail(f"{self} expects {self._bytes} more bytes: {self._where}")
 

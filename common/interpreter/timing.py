@@ -46,7 +46,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Span:
-    """The work of a unit for a partition, from one cycle to another."""
+    """A time in which a unit works for a partition, from cycle `start` to cycle `end`."""
 
     unit: str
     who: object

@@ -208,7 +208,7 @@ class Register(Values):
     )
 
     def to(self, dtype, bitcast=False):
-        """Convert to another type and round to nearest even. With `bitcast`, reinterpret the bits instead."""
+        """Convert to another dtype, and round to nearest even. With `bitcast`, reinterpret the bits instead."""
         if bitcast:
             if dtype.primitive_bitwidth != self.dtype.primitive_bitwidth:  # Gluon's compiler raises an error too
                 raise ValueError(f"{self.dtype} and {dtype} differ in size, so a bitcast is impossible")
@@ -237,7 +237,7 @@ class Register(Values):
 
 
 class Pointer:
-    """An address, or a tensor of addresses, in the memory of a kernel argument."""
+    """An address, or a tensor of addresses, in the memory of a tensor that the kernel got as an argument."""
 
     def __init__(self, elements: torch.Tensor, offset=0, name: str = ""):
         self.elements, self.offset, self.name = elements, offset, name  # flat memory, offset in elements, name

@@ -13,8 +13,8 @@ _thread = threading.local()
 def addressable(tensor: Tensor) -> Tensor:
     """Return `tensor` if a descriptor can address it, else a contiguous copy.
 
-    A descriptor needs a base address and strides in multiples of 16 bytes, and a contiguous last dimension. A view may lack
-    this alignment: it may start in the middle of a row, or its rows may be padded by a few elements.
+    A descriptor's base address and strides must be multiples of 16 bytes, and its last dimension must be contiguous. A view may
+    need a copy, if it starts in the middle of a row or if its rows are padded by a few elements.
     """
     if tensor.data_ptr() % ALIGNMENT == 0:
         if tensor.is_contiguous():  # a fast path for the usual case

@@ -263,7 +263,7 @@ class _Replay(NamedTuple):
 
     steps: list[Callable]
     conditions: list[Callable]
-    results: list[int]  # numbers of the tensors that the call returns
+    results: list[int]  # the numbers of the tensors that the call returns
 
     def __call__(self, tensors, stream):
         tensors = list(tensors)
@@ -285,7 +285,7 @@ def is_watched() -> bool:
     """Return whether each launch must go through Triton, because a profiler has hooks or a debugging mode is on."""
     runtime = triton.knobs.runtime
     for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
-        if getattr(hook, "calls", hook):  # a chain of hooks keeps them in `calls`, which may be empty
+        if getattr(hook, "calls", hook):  # a chain of hooks has a list `calls`, which may be empty
             return True
     return bool(runtime.debug or triton.knobs.compilation.instrumentation_mode)
 

@@ -106,7 +106,7 @@ class _Tuner(Autotuner):
         return self.cache[key]
 
     def _fastest(self, timings, bench):
-        """Time the fastest few configurations again in several rounds, and return the best.
+        """Time the fastest few configurations again in several rounds, and return the fastest of them.
 
         A GPU's clock changes while the GPU works. Each round times every finalist once, so all run at about the same clock. If
         several finalists are within `AS_FAST` of the shortest time, the first in the stage's list wins. So noise does not

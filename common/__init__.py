@@ -1,9 +1,9 @@
 """The stages share the code in this package.
 
-Each part imports only from later parts of this list: site, show, measure, the stages, ring, kernels, operator, runtime,
+A part of this list imports only from the parts after it: site, show, measure, the stages, ring, kernels, operator, runtime,
 interpreter.
 """
 
-from common import runtime  # the first import, because it chooses GPU or interpreter before any kernel is defined
+from common import runtime  # must come first: it chooses GPU or interpreter before any kernel is defined
 
 __all__ = ["runtime"]

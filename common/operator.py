@@ -16,11 +16,11 @@ HEAD_DIMS = (16, 32, 64, 128, 256)
 SMALLEST_SCALE, LARGEST_SCALE = 1e-30, 1e6  # limits of a scale's absolute value, unless the scale is 0
 BOTTOM_RIGHT = "bottom-right"  # the only text that `causal` may be, instead of a bool
 NAMESPACE = "kernel_evolution"  # the namespace of the stages' PyTorch operators
-_libraries: dict[str, torch.library.Library] = {}  # an operator stays registered while its library is here
+_libraries: dict[str, torch.library.Library] = {}  # PyTorch keeps an operator while this dict keeps its library
 
 
 class Unavailable(RuntimeError):
-    """The error of a stage that needs another GPU. The message names the GPU, and the stage to use instead."""
+    """A stage raises this error if it cannot run on this GPU. The message names the GPU, and a stage to use instead."""
 
 
 def checked_flag(name, value) -> bool:
@@ -51,7 +51,7 @@ def _checked_causal(causal, seq_q: int, seq_k: int) -> tuple[bool, int]:
 
 
 def checked_scale(scale, head_dim: int) -> float:
-    """Return `scale` as a float. None gives 1 / sqrt(head_dim). Raise TypeError or ValueError for an invalid scale."""
+    """Return `scale` as a float, or 1 / sqrt(head_dim) for None. Raise TypeError or ValueError for an invalid scale."""
     if scale is None:
         return head_dim**-0.5
     if isinstance(scale, (bool, numpy.bool_)) or not isinstance(scale, Real):
@@ -64,7 +64,7 @@ def checked_scale(scale, head_dim: int) -> float:
 
 
 def _are_right(q, k, v) -> bool:
-    """Return whether the inputs pass `check_inputs`. This check is fast, because every call makes it."""
+    """Return whether the inputs pass `check_inputs`. Every call makes this check, so it must be fast."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         return False
     if q.is_nested or k.is_nested or v.is_nested:  # a nested tensor may have no shape
@@ -142,15 +142,16 @@ def autocast(*tensors) -> tuple:
 def contiguous_rows(tensor: Tensor) -> Tensor:
     """Return `tensor` if its last dimension is contiguous, else a contiguous copy.
 
-    Kernels address a row by its first element, so its elements must lie next to each other.
+    Kernels assume that the elements of a row lie next to each other.
     """
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def empty_rows(tensor: Tensor, columns: int | None = None) -> Tensor:
-    """Return `torch.empty_like(tensor)` if its rows are contiguous, else a contiguous empty tensor.
+    """Return `torch.empty_like(tensor)`, but with contiguous rows.
 
-    For an expanded tensor, `empty_like` may make the expanded dimension the innermost dimension.
+    If `tensor` is expanded, `empty_like` may make the expanded dimension the innermost. Then its rows have gaps, and this
+    function returns a contiguous tensor instead.
 
     Args:
         columns: the size of the last dimension. None means the tensor's own size.
@@ -162,7 +163,7 @@ def empty_rows(tensor: Tensor, columns: int | None = None) -> Tensor:
 
 
 def plainly(function: Callable, first: Tensor, *tensors: Tensor, **options):
-    """Call `function` on the tensors' device, with autocast off, so that it computes in the tensors' dtype."""
+    """Call `function` with the tensors' device as the current device, and with autocast off: autocast would change dtypes."""
     elsewhere = first.is_cuda and first.get_device() != torch.cuda.current_device()
     if elsewhere or torch.is_autocast_enabled(DEVICE):  # check first, because entering both contexts is slow
         with torch.cuda.device_of(first), torch.autocast(DEVICE, enabled=False):
@@ -171,10 +172,10 @@ def plainly(function: Callable, first: Tensor, *tensors: Tensor, **options):
 
 
 def _unwatched(*tensors: Tensor) -> bool:
-    """Return whether a call needs nothing of PyTorch except ordinary autograd.
+    """Return whether a call needs only ordinary autograd from PyTorch.
 
-    This is true if no compiler, tracer, transform, mode or profiler is active. Also, every tensor must be an ordinary tensor:
-    no subclass, no tensor of a transform, and no lazily negated tensor.
+    No compiler, tracer, transform, mode or profiler may be active. Every tensor must be a plain tensor or a Parameter. It must
+    belong to no transform and must not be lazily negated.
     """
     return not (
         torch.compiler.is_compiling()
@@ -193,7 +194,7 @@ def _unwatched(*tensors: Tensor) -> bool:
 
 
 def _refuse_tangents(name: str, inputs: tuple):
-    """Raise NotImplementedError for an input with a forward-mode tangent, because the result would silently lack one."""
+    """Raise NotImplementedError for an input with a forward-mode tangent, because the result would lack a tangent."""
     if forward_ad._current_level < 0:
         return
     if any(isinstance(one, Tensor) and forward_ad.unpack_dual(one).tangent is not None for one in inputs):
@@ -204,16 +205,17 @@ def _refuse_tangents(name: str, inputs: tuple):
 
 
 def _autograd_kernel(name: str, operator: Callable, gradients: Callable, setup_context: Callable) -> Callable:
-    """Return an operator's autograd kernel for PyTorch's dispatcher.
+    """Return the function that PyTorch's dispatcher calls to differentiate an operator.
 
-    The kernel also works inside torch.func's transforms, where it runs once for each transform. The kernel of
-    `torch.library.register_autograd` would raise an error there.
+    The function also works inside torch.func's transforms, where it runs once for each transform. The function that
+    `torch.library.register_autograd` makes would raise an error there.
     """
 
     class Differentiable(torch.autograd.function._SingleLevelFunction):
         @staticmethod
         def forward(ctx, keys, *inputs):
-            # PyTorch switches both modes off around a forward. Switch them on again, because outer transforms need them.
+            # PyTorch switches reverse-mode and forward-mode gradients off around a forward. Outer transforms need both, so
+            # switch them on again.
             with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
                 output = below(keys, *inputs)
             setup_context(ctx, inputs, output)
@@ -238,7 +240,7 @@ def _autograd_kernel(name: str, operator: Callable, gradients: Callable, setup_c
 
 
 def _vmap_rule(operator: Callable) -> Callable:
-    """Return the rule for `torch.vmap`. It folds the mapped dimension into the batch, dimension 0 of every tensor."""
+    """Return the operator's rule for `torch.vmap`: fold the mapped dimension into the batch, dimension 0 of every tensor."""
 
     def fold(tensor, dim, size):
         tensor = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
@@ -256,13 +258,14 @@ def _vmap_rule(operator: Callable) -> Callable:
 def _register(name: str, function: Callable, fake: Callable, gradients: Callable, setup_context: Callable) -> Callable:
     """Register a function as the PyTorch operator `kernel_evolution::{name}`, and return the operator.
 
-    `torch.library.custom_op` does the same, but adds some 5 µs of CPU time to each call. If a reloaded module registers a name
-    again, the new function replaces the old function.
+    `torch.library.custom_op` does the same, but each call then takes some 5 µs more CPU time. If a reloaded module registers a
+    name again, the new function replaces the old function.
 
     Args:
-        function: an annotated function that returns new tensors.
-        fake: a function with the same arguments. It returns tensors like the results, with any values.
-        gradients, setup_context: the functions that `torch.library.register_autograd` takes.
+        function: a function with type annotations that returns new tensors.
+        fake: a function with the arguments of `function`. It returns tensors like the results of `function`, but with any
+            values.
+        gradients, setup_context: the two functions that `torch.library.register_autograd` would take.
     """
     if name in _libraries:
         _libraries.pop(name)._destroy()
@@ -284,8 +287,8 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
             `kernel_evolution::{name}_backward`.
         forward: `(q, k, v, *, causal, scale, diagonal=0) -> (out, lse)`.
         backward: `(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0) -> (dq, dk, dv)`. Both functions take `causal`
-            as a bool. If `causal` is True, query i does not see key j if j > i + diagonal. The diagonal is 0, or Sk - Sq with
-            Sq <= Sk.
+            as a bool. If `causal` is True, query i sees key j only if j <= i + diagonal. The diagonal is 0 or Sk - Sq, and
+            never negative.
     """
     name = package.rpartition(".")[2]
 
@@ -298,7 +301,7 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
     def run_backward(
         grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float, diagonal: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # Saved-tensor hooks may have changed the layouts.
+        # Saved-tensor hooks may have changed the strides.
         q, k, v, out = map(contiguous_rows, (q, k, v, out))
         options = {"causal": causal, "scale": scale, "diagonal": diagonal}
         return plainly(backward, grad_out, q, k, v, out, lse.contiguous(), **options)
@@ -319,8 +322,9 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
             short = not torch.is_grad_enabled() and _unwatched(grad_out, q, k, v, out, lse)
             dq, dk, dv = (run_backward if short else backward_op)(grad_out, q, k, v, out, lse, *ctx.options)
         if grad_lse is not None:
-            # d lse / d s = P, so lse adds scale * grad_lse * (P K) to dq and scale * Pᵀ (grad_lse * q) to dk. P K is an
-            # attention output with K in the place of V. Pᵀ (…) is the dV of a backward with scale * grad_lse * q as dO.
+            # d lse / d s = P. So the gradient of lse adds scale * grad_lse * (P K) to dq, and scale * Pᵀ (grad_lse * q) to dk.
+            # P K is an attention output with K in the place of V. Pᵀ (…) is the dV of a backward with scale * grad_lse * q as
+            # dO.
             _, scale, _ = ctx.options
             weight = (scale * grad_lse)[..., None]
             mean_key, _ = forward_op(q, k, k, *ctx.options)
@@ -362,10 +366,10 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
             v: [B, Hkv, Sk, Dv], with the dtype and device of q. Dv is one of the sizes that D may have.
             causal: a bool or "bottom-right". True hides key j from query i if j > i. The mask is aligned top left, as in
                 PyTorch's SDPA with `is_causal`. "bottom-right" hides key j if j > i + Sk - Sq, like PyTorch's
-                `causal_lower_right`. The queries are then the last of the Sk positions, so a single query sees all keys.
+                `causal_lower_right`. So the last query sees all keys, and a single query too.
             scale: the factor of the scores. None means 1 / sqrt(D). Any other scale is 0 or has an absolute value from 1e-30
-                to 1e6. Scaled scores are float32 exponents: above 1e7 their error reaches 1, and above 5e8 the result may be
-                NaN.
+                to 1e6. Scaled scores are float32. If scores exceed 1e7, their rounding error can reach 1. If scores exceed 5e8,
+                the result may be NaN.
             return_lse: whether to return the log-sum-exp of the scaled scores too. The log-sum-exp is differentiable, but its
                 gradient costs one more forward and backward.
 

@@ -4,8 +4,8 @@ Each rank (process) keeps its queries, and blocks of K and V travel around the r
 LSE for a block of keys. Each rank merges these outputs by their LSEs. In the backward, a stage gets the LSE of all keys. So
 it computes a block's part of the true gradients. The derivation and the traffic are in docs/several-gpus.md.
 
-`torch.distributed` sends the blocks. NCCL sends between GPUs on a stream of its own, and gloo sends between CPU processes. As
-with every collective, all ranks must call the same functions in the same order.
+`torch.distributed` sends the blocks. NCCL sends between GPUs on a stream of its own, and gloo sends between CPU processes. All
+ranks must call the functions of this module in the same order.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ PAUSE_CYCLES = 20_000  # a pause of this many GPU cycles, some 10 µs, lets NCCL
 
 
 def _gathered(numbers: list[int], group, device) -> list[list[int]]:
-    """Gather `numbers` from each rank of a group. If the group also has gloo, the function does not wait for the GPU."""
+    """Return the `numbers` of each rank. If the group has gloo for CPU tensors, the function does not wait for the GPU."""
     where = "cpu" if "cpu:" in dist.get_backend_config(group) else device
     mine = torch.tensor(numbers, device=where)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
@@ -32,10 +32,10 @@ def _gathered(numbers: list[int], group, device) -> list[list[int]]:
 
 
 def _agree(group, device, said: str, wrong: Exception | None):
-    """Raise an error on every rank if the ranks' texts differ, or if any rank has an error.
+    """Raise an error on every rank if the ranks have different texts `said`, or if any rank has an error `wrong`.
 
-    Every call makes this check, because other ranks would wait forever for a rank with different options. The ranks exchange
-    an 8-byte hash of the text. They exchange the texts only if the hashes differ.
+    Every call makes this check. Without it, a rank with different options would let the other ranks wait forever. The ranks
+    exchange an 8-byte hash of the text. They exchange the texts only if the hashes differ.
     """
     size = dist.get_world_size(group)
     said = f"{type(wrong).__name__}: {wrong}" if wrong else said
@@ -63,14 +63,14 @@ def shard(tensor: Tensor, dim: int, group: dist.ProcessGroup | None = None) -> T
     """Return this rank's part of a sequence: one chunk from the front, and the mirrored chunk from the back.
 
     With n ranks, the sequence has 2 n equal chunks. Rank r gets chunks r and 2 n - 1 - r, which is called zigzag order. With a
-    causal mask, the first queries see few keys and the last queries see many. Zigzag order gives all ranks equal work, in each
-    step of the ring too. Llama 3's context parallelism (arXiv 2407.21783) uses this order too.
+    causal mask, the first queries see few keys and the last queries see many. In zigzag order each rank has some of both. So
+    all ranks have equal work in each step of the ring. Llama 3's context parallelism (arXiv 2407.21783) also uses zigzag order.
 
     Shard the tokens and everything else that depends on positions: position_ids, masks and labels. Shift the labels before
     sharding. The function is differentiable and sends nothing.
 
     Args:
-        tensor: the whole sequence along `dim`, the same on each rank. Any dtype.
+        tensor: a tensor of any dtype, with the whole sequence along `dim`. Each rank passes equal values.
         dim: the dimension of the sequence; 2 for [B, H, S, D].
         group: the group of ranks. None means all processes.
 
@@ -120,13 +120,13 @@ def unshard(tensor: Tensor, dim: int, group: dist.ProcessGroup | None = None) ->
 
 
 def _wait(works: list[dist.Work]):
-    """Wait for transfers. On a GPU only the current stream waits. Empty the list, because it keeps the sent tensors alive."""
+    """Wait for transfers; on a GPU, only the current stream waits. Empty the list, because it keeps the sent tensors alive."""
     while works:
         works.pop().wait()
 
 
 class Ring:
-    """A rank in a group: its part of the work at each step, and its transfers."""
+    """A rank of a group. In each step the rank computes with one block of keys, while the next block travels."""
 
     def __init__(self, group):
         self.group = group
@@ -141,9 +141,10 @@ class Ring:
     def blocks(self, k: Tensor, v: Tensor):
         """Yield the K and V of each rank: first this rank's block, then the previous rank's block, and so on.
 
-        A rank holds at most two blocks besides its own. While the caller uses a block, the next block is on its way. NCCL's
-        kernel needs SMs for this, but a persistent kernel frees no SM until it ends. So the caller must launch a short kernel
-        first, during which NCCL's kernel starts. For the first block, this function pauses instead.
+        A rank holds at most two blocks besides its own. While the caller uses a block, the next block is on its way. NCCL sends
+        the block with a kernel, which needs SMs. A stage's persistent kernel would free no SM until it ends. So the caller must
+        first launch a short kernel, and NCCL's kernel starts meanwhile. For the first block, this function launches a pause
+        instead.
         """
         held, buffers = (k, v), []
         for step in range(self.size - 1):
@@ -161,12 +162,13 @@ class Ring:
     def meet(self, step: int, causal: bool, length: int, before: int = 0) -> tuple[slice, slice, bool]:
         """Return (query rows, keys, causal) for a step: which queries see which keys of the step's block.
 
-        `causal` says whether the stage needs a causal mask. The result is for the rank that is `before` ranks before this rank.
+        `causal` says whether the stage needs a causal mask. The result is for the rank that stands `before` places before this
+        rank in the ring.
 
-        The keys of a block are two chunks, like the queries. If the keys are from an earlier rank, all queries see the front
-        chunk and no query sees the back chunk. If the keys are from a later rank, only the back queries see them, and they see
-        both chunks. In both cases half of the scores are visible, and the stage needs no mask. In the rank's own block, the
-        mask leaves half of the scores.
+        The keys of a block are a front chunk and a back chunk, like the queries. If the keys are from an earlier rank, all
+        queries see the front chunk and no query sees the back chunk. If the keys are from a later rank, only the back queries
+        see them, and they see both chunks. In both cases half of the scores are visible, and the stage needs no mask. In the
+        rank's own block, the mask leaves half of the scores.
         """
         every = slice(None)
         if not causal or step == 0:
@@ -178,22 +180,22 @@ class Ring:
 
 
 def _float32(tensor: Tensor) -> Tensor:
-    """Return a float32 tensor that can take a sum with `tensor`: `tensor` itself if possible, else a new tensor."""
+    """Return where to write a float32 sum: in `tensor` itself if it is float32, else in a new tensor of the same shape."""
     return tensor if tensor.dtype == torch.float32 else torch.empty_like(tensor, dtype=torch.float32)
 
 
 class _Merged:
     """The merged out and lse of a rank's queries.
 
-    They start as the results of the rank's own block. Between two merges of a row, its out is float32. The last merge writes
-    the row's out in the dtype of q.
+    At first they are the results of the rank's own block. Between two merges, a row of out is float32. The row's last merge
+    writes it in the dtype of q.
     """
 
     def __init__(self, ring: Ring, causal: bool, out: Tensor, lse: Tensor):
         self.out, self.lse = out, lse
         half = out.shape[2] // 2
-        # A chunk is [rows, last step in which these rows see any keys, their out so far]. The rows of the back chunk count from
-        # the end, so they are valid in tensors that have only the back rows.
+        # A chunk is [rows, last step in which these rows see any keys, their out so far]. The slice of the back chunk counts
+        # from the end. So it selects the same rows in a tensor that has only the back rows.
         chunks = (slice(half), ring.rank), (slice(-half, None), ring.size - 1)
         if not causal or ring.rank == ring.size - 1:
             chunks = ((slice(None), ring.size - 1),)
@@ -231,7 +233,7 @@ def _forward(q, k, v, *, stage, ring: Ring, causal: bool, scale: float) -> tuple
 def _sum(one: Tensor, other: Tensor, at_end: bool = False) -> Tensor:
     """Return the float32 sum of two tensors.
 
-    One tensor may have only the first rows of the other tensor, or only its last rows if `at_end` is true.
+    One tensor may have fewer rows. They are added to the first rows of the other tensor, or to its last rows if `at_end`.
     """
     whole, part = (one, other) if one.shape[2] >= other.shape[2] else (other, one)
     into = _float32(whole)
@@ -242,9 +244,9 @@ def _sum(one: Tensor, other: Tensor, at_end: bool = False) -> Tensor:
 class _Gradients:
     """The sums of gradients over the blocks of other ranks.
 
-    dQ is for this rank's queries. dK and dV travel with their block of keys, one step later. A sum with one addend keeps the
-    dtype of the stage's result. A sum with more addends is float32. The sum dQ has all rows or only the back rows. The sums dK
-    and dV have only the front keys of a block until any queries see the back keys too.
+    dQ stays on its rank. dK and dV travel around the ring like their block of keys, one step later. A sum with one addend keeps
+    the dtype of the stage's result. A sum with more addends is float32. With a causal mask, the sum of dQ may have only the
+    back queries. The sums of dK and dV have only the front keys of a block, until a rank adds gradients of the back keys too.
     """
 
     def __init__(self, ring: Ring, causal: bool, keys: int):
@@ -252,7 +254,7 @@ class _Gradients:
         self.ring, self.causal, self.keys = ring, causal, keys
 
     def add(self, step: int, part: list[Tensor]):
-        """Add dq, dk and dv of a step's block, and send dK and dV to the next rank. Empty `part` to free its memory."""
+        """Add `part`, the dq, dk and dv of a step's block, and empty `part` to free memory. Send dK and dV to the next rank."""
         dq, dk, dv = part
         part.clear()
         if step == 1:
@@ -266,7 +268,7 @@ class _Gradients:
         keys = len(range(self.keys)[met])
         self.coming = [total.new_empty(*total.shape[:2], keys, total.shape[3]) for total in self.sums]
         self.works = self.ring.pass_on(self.sums, self.coming)
-        self.dq = dq if step == 1 else _sum(self.dq, dq, at_end=True)  # short, for `blocks`
+        self.dq = dq if step == 1 else _sum(self.dq, dq, at_end=True)  # the short kernel that `blocks` requires
 
     def home(self) -> list[Tensor]:
         """Wait for dK and dV of the rank's own keys, and return them. Free everything else."""
@@ -279,8 +281,8 @@ def first_heads(kv_heads: int, itemsize: int, ranks: int) -> int:
     """Return how many K/V heads of a rank's own block the backward computes first. It computes the other heads last.
 
     K and V travel while the rank computes the first heads. The gradients of the last step travel while it computes the last
-    heads. So the function divides the heads in proportion to the bytes that travel. An element of K and V has `itemsize`
-    bytes. An element of a gradient has `itemsize` bytes with two ranks, and 4 bytes with more ranks.
+    heads. So the two numbers of heads are in proportion to the bytes that travel meanwhile. An element of K and V has
+    `itemsize` bytes. An element of a gradient has `itemsize` bytes with two ranks, and 4 bytes with more ranks.
     """
     last = itemsize if ranks == 2 else 4
     return max(1, min(round(kv_heads * itemsize / (itemsize + last)), kv_heads - 1))
@@ -343,7 +345,7 @@ class _RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_out, grad_lse):
         q, k, v, out, lse = ctx.saved_tensors
-        q, out, k, v = contiguous_rows(q), contiguous_rows(out), k.contiguous(), v.contiguous()  # hooks may change a layout
+        q, out, k, v = contiguous_rows(q), contiguous_rows(out), k.contiguous(), v.contiguous()  # hooks may change strides
         ring = ctx.options["ring"]
         of_out, of_lse = grad_out is not None, grad_lse is not None
         if ctx.return_lse and ring.size > 1:  # if any rank needs a pass, all ranks must join
@@ -376,26 +378,26 @@ def _checked(stage, q, k, v, causal, scale, return_lse, size):
     return causal, checked_scale(scale, q.shape[-1]), return_lse
 
 
-@torch.compiler.disable  # the compiler's graph would break at each transfer
+@torch.compiler.disable  # torch.compile would break its graph at each transfer
 def ring_attention(stage, q, k, v, *, group=None, causal=False, scale=None, return_lse=False):
     """Compute a stage's attention over a sequence that the ranks of a group share.
 
-    `shard` divides the sequence. The result equals attention over the whole sequence, and is differentiable in q, k and v. The
-    gradients cannot be differentiated again. Blocks are merged in float32. If the stage is deterministic, equal inputs on
-    equally many ranks give equal bits. Under `torch.autocast`, inputs are cast as in PyTorch's SDPA.
+    `shard` divides the sequence. The result is this rank's part of attention over the whole sequence. It is differentiable in
+    q, k and v. The gradients cannot be differentiated again. Blocks are merged in float32. If the stage is deterministic, equal
+    inputs on equally many ranks give equal bits. Under `torch.autocast`, inputs are cast as in PyTorch's SDPA.
 
     K, V and their gradients travel while the stage computes. A rank holds a few blocks, and no tensor with the length of the
-    whole sequence. `common.measure.scaling.held_bytes` computes this memory.
+    whole sequence. `common.measure.scaling.held_bytes` computes how many bytes a rank holds.
 
     Args:
         stage: a stage's module, with `forward` and `backward`, such as `stages.load("v3")`.
         q: [B, H, S / n, D] on each of n ranks. A stage's `attention` lists the valid dtypes, sizes and strides.
         k: [B, Hkv, S / n, D]. Without a mask, k and v may have another length than q.
         v: [B, Hkv, S / n, Dv].
-        group: the group of ranks. None means all processes. With both backends, `init_process_group("cpu:gloo,cuda:nccl")`,
-            no call waits for the GPU. With only NCCL, every call waits for the GPU.
+        group: the group of ranks. None means all processes. With only NCCL, every call waits for the GPU. With gloo too, as
+            after `init_process_group("cpu:gloo,cuda:nccl")`, no call waits for it.
         causal: a bool. True hides key j from query i if j > i. Both are positions in the whole sequence.
-        scale: the factor of the scores, as in the stage's `attention`. None means 1 / sqrt(D).
+        scale: the factor of the scores. None means 1 / sqrt(D).
         return_lse: whether to return the log-sum-exp too. It is differentiable, but its gradient costs one more forward and
             backward.
 
@@ -404,8 +406,8 @@ def ring_attention(stage, q, k, v, *, group=None, causal=False, scale=None, retu
 
     Raises:
         TypeError: an argument of this rank is wrong, as in the stage's `attention`.
-        ValueError: an argument of this rank is wrong, or S / n is odd with a mask. All ranks raise ValueError if they differ
-            in shapes, dtype, options, stage or required gradients. If one rank has an error, the other ranks raise ValueError
+        ValueError: an argument of this rank is wrong, or S / n is odd with a mask. All ranks raise ValueError if their shapes,
+            dtypes, options, stages or required gradients differ. If one rank has an error, the other ranks raise ValueError
             too. The message lists what each rank has. All checks come before K and V are sent.
         RuntimeError: PyTorch raises this error if a rank has ended or does not arrive within the group's timeout.
     """

@@ -1,4 +1,4 @@
-"""Choose where kernels run: on the GPU, or without a GPU in interpreters on the CPU.
+"""Choose where kernels run: on the GPU, or in interpreters on the CPU if there is no GPU.
 
 Importing this module makes the choice. The environment variable `TRITON_INTERPRET=1` (or `0`) overrides the choice.
 """
@@ -30,9 +30,9 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 def _let_any_thread_launch_first():
     """Make the first launch of a kernel thread-safe.
 
-    Triton 3.6 and 3.7 load a kernel's binary without a lock. So other threads load the binary again, or find it half loaded.
-    Triton also parses a kernel's source without a lock, but `ast.parse` of CPython 3.11 and 3.12 is not thread-safe. It fails
-    with "AST constructor recursion depth mismatch".
+    Triton 3.6 and 3.7 load a kernel's binary without a lock. So another thread may load the binary again, or find it half
+    loaded. Triton also parses a kernel's source without a lock, but `ast.parse` of CPython 3.11 and 3.12 is not thread-safe. It
+    can fail with "AST constructor recursion depth mismatch".
     """
     parse, load, lock = JITCallable.parse, CompiledKernel._init_handles, threading.RLock()
 
@@ -64,7 +64,7 @@ def _properties() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Device:
-    """The properties of a device that stages use. The defaults are the interpreter's own properties."""
+    """A device, as stages see it. The defaults describe the interpreter."""
 
     architecture: int | None = None
     shared_memory: float = math.inf
@@ -92,7 +92,7 @@ def architecture() -> int | str | None:
 
 @contextlib.contextmanager
 def interpreted_as(device: Device):
-    """Enter a context in which stages choose programs and tiles for `device`, although the interpreter runs them."""
+    """Enter a context in which stages choose tiles and numbers of programs for `device`. The interpreter runs the kernels."""
     global _interpreter
     before, _interpreter = _interpreter, device
     try:

@@ -1,6 +1,6 @@
 """Interpret the asynchronous operations that a partition issues: TMA copies and warpgroup matmuls.
 
-An operation takes place between its issue and the end of the wait for it. A random seed chooses the moment.
+An operation takes place at some moment after its issue, and before the wait for it ends. A random seed chooses the moment.
 """
 
 import torch
@@ -11,13 +11,13 @@ from .values import Register, Values, in_triton, operand
 
 
 class Traffic:
-    """Hooks for a kernel's global memory traffic and matmuls. `common.measure.counter` replaces them."""
+    """The interpreter calls these methods for global memory traffic and matmuls. `common.measure.counter` replaces them."""
 
     def read(self, nbytes: int, first: int, last: int):
-        """Handle a read of `nbytes` from global memory. `first` and `last` are addresses of elements."""
+        """Handle a read of `nbytes` from global memory. `first` and `last` are the addresses of its first and last element."""
 
     def write(self, nbytes: int, first: int, last: int, adds: bool = False):
-        """Handle a write of `nbytes` to global memory. If `adds` is true, the bytes are added to the values there."""
+        """Handle a write of `nbytes` to global memory. If `adds`, the written numbers are added to the numbers in memory."""
 
     def multiply(self, flops: int):
         """Handle a matmul of `flops` FLOPs."""
@@ -33,7 +33,7 @@ def _ends(part: torch.Tensor) -> tuple[int, int]:
 
 
 class Descriptor:
-    """A tensor descriptor, as TMA sees a tensor."""
+    """A tensor descriptor: it tells TMA about a tensor."""
 
     def __init__(self, descriptor, name: str):
         self.name = name
@@ -73,7 +73,7 @@ class Descriptor:
 
 
 class _BlockType:
-    """The type of a tile."""
+    """The type of a descriptor's tiles: shape, dtype and size."""
 
     def __init__(self, shape, dtype):
         self.shape, self.element_ty = shape, in_triton(dtype)
@@ -122,7 +122,7 @@ class Store:
         tile = self.buffer.view.reshape(self._descriptor.block_shape)[of_tile]
         nbytes = part.numel() * part.itemsize
         if self._adds:
-            part += tile  # the L2 cache adds, so the SM reads nothing
+            part += tile  # the L2 cache does the addition, so the SM reads nothing
         else:
             part.copy_(tile)
         traffic.write(nbytes, *_ends(part), self._adds)
@@ -132,7 +132,7 @@ class Store:
 def store_wait(pendings: int):
     """Wait until TMA has read the buffers of all stores of this partition, except the last `pendings` stores.
 
-    This is the meaning of `tma.store_wait`.
+    This function replaces `tma.store_wait`.
     """
     partition = now().running
     waited_for = partition.stores[: max(0, len(partition.stores) - pendings)]
@@ -169,7 +169,7 @@ class Matmul(Values):
 
     @property
     def data(self):
-        """Fail, because the kernel has not waited for this matmul."""
+        """Fail, because the kernel uses the value before it has waited for this matmul."""
         return now().fail("a matmul's value is used before warpgroup_mma_wait")
 
     def __getattr__(self, name):
@@ -192,7 +192,7 @@ class Matmul(Values):
         return self._value
 
     def finish(self):
-        """Complete the matmul. Its partition then knows that the reads of the operands are over."""
+        """Complete the matmul. Then the running partition knows that the matmul no longer reads its operands."""
         self.result()
         self.over = True
         now().running.known |= self._events
@@ -203,10 +203,11 @@ class Matmul(Values):
 def matmul_wait(outstanding: int, results: list):
     """Wait until all matmuls of this partition except the last `outstanding` are over.
 
-    This is the meaning of `warpgroup_mma_wait`.
+    This function replaces `warpgroup_mma_wait`.
 
     Returns:
-        The tuple `results`, where a value replaces each finished matmul. If `results` has one entry, only this entry.
+        `results` as a tuple, in which the value of each finished matmul replaces the matmul. If there is one entry, the entry
+        itself.
     """
     partition = now().running
     while len(partition.matmuls) > outstanding:

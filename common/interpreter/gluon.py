@@ -1,8 +1,8 @@
 """Interpret Gluon kernels on the CPU.
 
 The interpreter runs unchanged kernels, with partitions, barriers, TMA and asynchronous matmuls. `install` redirects every
-launch of a Gluon kernel to `run`, which executes the kernel's Python body. MEANING replaces functions of Gluon and Triton. A
-call of a function without a replacement raises an error with the function's name.
+launch of a Gluon kernel to `run`, which executes the kernel's Python body. The dict MEANING has replacements for functions of
+Gluon and Triton. If a kernel calls a function that has no replacement, an error names the function.
 
 The module `schedule` orders the events, and `shared` finds races. `asynchronous` has copies and matmuls, and `values` has a
 kernel's variables.
@@ -76,7 +76,7 @@ def _static_assert(condition, message=""):
 means(gl.constexpr)(lambda constant: constant)
 means(gl.to_tensor)(lambda x: Scalar(x) if isinstance(x, int) else x)
 means(gl.static_range, tl.static_range)(range)
-means(gdc_wait)(lambda: None)  # a launch begins when the previous one has ended
+means(gdc_wait)(lambda: None)  # here each launch begins after the previous launch has ended
 means(gdc_launch_dependents)(lambda: None)
 
 
@@ -183,7 +183,7 @@ def _inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
     if comment is None:
         now().fail("inline assembly must begin with a comment: the expression of a, b, … that the assembly computes")
     names = dict(zip("abcdefgh", args, strict=False))
-    return eval(comment[1].strip(), {"gl": _Language(gl)}, names).to(dtype)  # safe: from the kernel's own source
+    return eval(comment[1].strip(), {"gl": _Language(gl)}, names).to(dtype)  # safe: it is the kernel's own source
 
 
 # --- global memory
@@ -232,7 +232,7 @@ def _atomic_add(pointer, added, mask=None):
 
 
 def add_in_memory(pointer, added):
-    """Let the L2 cache add a tile to global memory. The SM reads nothing, because it needs no result."""
+    """Let the L2 cache add a tile to global memory. The kernel needs no result, so the SM reads nothing."""
     nbytes = _add_up(pointer, added)
     if now().timing:
         now().timing.copy(now().running, "add", nbytes)
@@ -326,7 +326,7 @@ class _Language:
 
 
 def _meaning(thing, name):
-    """Return the object that the interpreter uses for a global of a kernel."""
+    """Return the object that replaces a global variable of a kernel in the interpreter."""
     if id(thing) in MEANING:
         return MEANING[id(thing)][1]
     if isinstance(thing, types.ModuleType) and thing.__name__.startswith("triton"):
@@ -342,7 +342,7 @@ def _meaning(thing, name):
 
 @functools.cache
 def _translated(function):
-    """Return a copy of a kernel's function in which every global has its interpreted meaning."""
+    """Return a copy of a kernel's function in which `_meaning` has replaced every global variable."""
     scope = {MARK: True}
     made = types.FunctionType(function.__code__, scope, function.__name__, None, function.__closure__)
     made.__defaults__ = function.__defaults__ and tuple(_meaning(one, "a default") for one in function.__defaults__)
@@ -379,7 +379,7 @@ def _argument(name, argument):
 
 
 def run(kernel: GluonJITFunction, *args, grid, warmup, **options):
-    """Run a launch on the CPU, `schedule.AT_ONCE` programs at a time. A timed launch runs one program at a time."""
+    """Run a launch on the CPU: `schedule.AT_ONCE` programs at a time, or one at a time if the launch is timed."""
     if warmup:
         return
     signature = inspect.signature(kernel.fn)

@@ -16,9 +16,9 @@ from triton.runtime.jit import JITFunction
 
 
 def adopt_language():
-    """Replace the functions that `triton.language` has defined for the compiler by interpreted versions.
+    """Replace the functions of `triton.language` that are for the compiler by interpreted versions.
 
-    The functions exist if `triton.language` was imported before `common.runtime`.
+    There are such functions if `triton.language` was imported before `common.runtime`.
     """
     adopted = {}
     for namespace in (tl, tl.standard, tl.random, tl.tensor):
@@ -29,23 +29,23 @@ def adopt_language():
 
 
 def _widen(handle):
-    """Convert a bfloat16 handle, which holds raw uint16, to float32. Return any other handle unchanged."""
+    """Convert a TensorHandle from bfloat16, which it holds as uint16, to float32. Return any other handle unchanged."""
     if handle.dtype.scalar != tl.bfloat16:
         return handle
     return TensorHandle((handle.data.astype(numpy.uint32) << 16).view(numpy.float32), tl.float32)
 
 
 def _to_bfloat16(data):
-    """Round a float32 array to nearest even, and return a bfloat16 handle, which holds raw uint16."""
+    """Round a float32 array to bfloat16, to nearest even. Return a TensorHandle that holds the result's bits as uint16."""
     rounded = torch.from_numpy(numpy.ascontiguousarray(data)).to(torch.bfloat16)
     return TensorHandle(rounded.view(torch.uint16).numpy().reshape(data.shape), tl.bfloat16)
 
 
 def repair_bfloat16():
-    """Make bfloat16 compute as on a GPU.
+    """Let the interpreter compute with bfloat16 numbers as a GPU does.
 
-    Triton 3.6 and 3.7 compute with the raw 16 bits. `tl.dot` multiplies them as integers, and arithmetic adds them as integers.
-    A cast from float32 truncates, but the hardware rounds to nearest even.
+    The interpreters of Triton 3.6 and 3.7 treat the 16 bits of a bfloat16 number as an integer. `tl.dot` multiplies these
+    integers, and arithmetic adds them. Also, a cast from float32 truncates, but the hardware rounds to nearest even.
     """
     builder = InterpreterBuilder
     dot, binary_op, cast = builder.create_dot, builder.binary_op, builder.cast_impl
@@ -118,9 +118,9 @@ def run_one_kernel_at_a_time():
 
 
 def patch_the_language_once():
-    """Patch Triton's language once for each function of a launch.
+    """During a launch, patch Triton's language only once for each function.
 
-    Triton patches the language again for every call, which takes a fifth of a kernel's time.
+    Triton itself patches the language again for every call of a function, which takes a fifth of a kernel's time.
     """
     patch, run, patched = interpreter._patch_lang, InterpretedFunction.run, set()
 
@@ -140,8 +140,8 @@ def patch_the_language_once():
 def check_overflow_cheaply():
     """Raise an error if an addition, subtraction or multiplication of integers overflows.
 
-    The check covers all integers of fewer than 64 bits. Triton itself repeats each operation in int64 for an assertion, but
-    then skips the assertion. This repetition takes a third of a kernel's time.
+    The check covers all integers of fewer than 64 bits. Triton's own check repeats each operation in int64, which takes a third
+    of a kernel's time. It then skips its assertion.
     """
     of_numbers = {"add": numpy.add, "sub": numpy.subtract, "mul": numpy.multiply}
 

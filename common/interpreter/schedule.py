@@ -4,9 +4,9 @@ Each partition has a thread, and one thread runs at a time. The thread gives up 
 fence. Then a random seed chooses the next thread, and which asynchronous operations take place. The same seed replays the same
 order.
 
-A run shows one of very many orders, but it can find races in other orders too. `Partition.known` keeps the events that a
-partition knows to be over. Suppose that two uses of a buffer conflict. They are an error unless the partition of the later use
-knows that the earlier use is over.
+A run takes only one of many orders, but it can also find races that would happen in other orders. `Partition.known` has the
+events that a partition knows to be over. If two uses of a buffer conflict, the partition of the later use must know that the
+earlier use is over. Otherwise the interpreter reports an error.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from .timing import Rates, Timing
 
 VARIABLE = "GLUON_SEED"  # this environment variable, if set, gives the seed of every launch
 AT_ONCE = 2  # this many programs run at the same time: the interpreted GPU has this many SMs
-MARK = "__interpreted__"  # the interpreter gives this global to every function of a kernel
+MARK = "__interpreted__"  # each interpreted function of a kernel has a global variable with this name
 
 _seeds = itertools.count()
 
@@ -42,7 +42,7 @@ def next_seed() -> int:
 
 
 def _kernel_frames(frame):
-    """Yield the frames of a kernel's functions, innermost first."""
+    """From a stack frame outwards, yield the frames that belong to a kernel's functions."""
     while frame:
         if MARK in frame.f_globals:
             yield frame
@@ -81,7 +81,7 @@ class Waiting:
 
 
 class Program:
-    """One program of a launch: its number, partitions, memories, barriers and kernel frame."""
+    """One program of a launch. It knows its partitions, shared memory, barriers, and the kernel's outermost stack frame."""
 
     def __init__(self, number: int):
         self.number = number
@@ -91,11 +91,11 @@ class Program:
         self._events = itertools.count()
 
     def event(self) -> int:
-        """Return a new event: one bit of `Partition.known`."""
+        """Return a new event: a number with a single bit, which `Partition.known` can contain."""
         return 1 << next(self._events)
 
     def name_of(self, thing) -> str | None:
-        """Return the kernel's name for a buffer or a row of barriers: a field such as "ring.full", or a variable."""
+        """Return the kernel's name for a buffer or several barriers: a variable, or a field such as "ring.full"."""
         found = self.frame.f_locals if self.frame else {}
         for name, value in found.items():
             fields = value._fields if isinstance(value, tuple) and hasattr(value, "_fields") else ()
@@ -124,14 +124,14 @@ class Partition:
 
 
 class Schedule:
-    """A launch. It runs a few programs at a time, until all have ended or one has failed."""
+    """A launch. It runs a few programs at a time, until all programs have ended or one has failed."""
 
     def __init__(self, seed: int, timing: Timing | None = None):
         self.seed, self.timing = seed, timing
         self.random = random.Random(seed)
         self.eagerness = self.random.choice((0, 0.1, 0.5, 1))  # probability, at each turn, that an issued operation takes place
         self.constancy = self.random.choice((0, 0.5, 0.9))  # probability that the running partition keeps running
-        self.fair = self.random.choice((True, False))  # if False, the operation of the lowest rank takes place first
+        self.fair = self.random.choice((True, False))  # if False, operations take place in the order of their random ranks
         self._issued = {}  # id -> (random rank, operation), for copies and matmuls that have not taken place yet
         self.error = None
         self.running = None
@@ -168,7 +168,7 @@ class Schedule:
             raise self.error
 
     def specialize(self, calls: list[tuple[Callable, str, int]]):
-        """Run partitions concurrently, and wait for all of them. `calls` has (function, name, number of warps) of each."""
+        """Run partitions concurrently, and wait until all have ended. Each of `calls` is (function, name, number of warps)."""
         parent = self.running
         workers = [Partition(parent.program, *call, parent) for call in calls]
         for worker in workers:
@@ -202,7 +202,7 @@ class Schedule:
             operation.take_place()
 
     def fail(self, message: str):
-        """Raise an error whose message has the line that the running partition runs."""
+        """Raise an error. Its message has the kernel's line that the running partition runs."""
         raise InterpreterError(f"{self.here()}: {message}\n{self.replayed}")
 
     def here(self) -> Place:
@@ -211,7 +211,7 @@ class Schedule:
 
     @property
     def replayed(self) -> str:
-        """A sentence that says how to replay this order."""
+        """A sentence that says how to replay the order of this launch."""
         return f"{VARIABLE}={self.seed} replays this order"
 
     def _begin(self, partition, then):

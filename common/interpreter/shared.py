@@ -3,8 +3,8 @@
 Each use of a part of a buffer is an event. Two uses conflict if they overlap and one of them writes. The later use is a race
 unless its partition knows that the earlier use is over.
 
-A partition knows of its own accesses. If a partition waits for a barrier, it also learns the events that the arriving
-partitions knew. TMA and matmuls see ordinary stores only after `fence_async_shared`.
+A partition knows that its own ordinary accesses are over. When its wait for a barrier ends, the partition also knows all events
+that the arriving partitions knew. TMA and matmuls see ordinary stores only after `fence_async_shared`.
 """
 
 import functools
@@ -22,7 +22,7 @@ from .values import Register, in_torch, in_triton
 
 
 class _Part(NamedTuple):
-    """The elements of a memory that a view covers."""
+    """Which elements of a memory a view covers."""
 
     offset: int
     shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class _Part(NamedTuple):
 
     @classmethod
     def of(cls, view):
-        """Return a view's part."""
+        """Return the part that a view covers."""
         return cls(view.storage_offset(), tuple(view.shape), view.stride())
 
     @property
@@ -62,10 +62,10 @@ class _Use:
     where: Place
     writes: bool
     event: int
-    fences: int | None = None  # for an ordinary store: bits of the fences that made the store visible to TMA and matmuls
+    fences: int | None = None  # for an ordinary store: events of the fences that made it visible to TMA and matmuls
 
 
-# The next two functions cache their answers: a kernel has few distinct tiles, and compares each use with all earlier uses.
+# The next two functions cache their answers, because `Memory.use` asks them often about the same few parts.
 
 
 @functools.lru_cache(2**16)
@@ -85,7 +85,7 @@ def _inside(part: _Part, whole: _Part) -> bool:
 
 
 class Memory:
-    """The memory behind the views of a buffer, and its uses."""
+    """The memory that all views of a buffer share, and the uses of this memory."""
 
     def __init__(self, program: Program, dtype: tl.dtype, shape: list[int]):
         self.program = program
@@ -96,7 +96,7 @@ class Memory:
         program.memories.append(self)
 
     def use(self, buffer: "Buffer", who: str, *, writes: bool, asynchronous: bool) -> int:
-        """Begin a use and return its event. Fail if an earlier use conflicts and may not be over."""
+        """Begin a use and return its event. Fail if it conflicts with an earlier use that may not be over yet."""
         schedule, part = now(), _Part.of(buffer.view)
         known = schedule.running.known
         does = "writes" if writes else "reads"
@@ -113,7 +113,8 @@ class Memory:
             self._flags(buffer.view).fill_(True)
         else:
             self._check_filled(buffer, who)
-            # Forget earlier reads that the running partition knows of: whoever knows of this read also knows of them.
+            # Forget earlier reads of these elements that the running partition knows to be over. A partition that knows of the
+            # new read also knows of these earlier reads.
             self.uses = [u for u in self.uses if u.writes or not u.event & known or not _inside(u.part, part)]
         use = _Use(part, who, schedule.here(), writes, self.program.event())
         if writes and not asynchronous:
@@ -122,7 +123,7 @@ class Memory:
         return use.event
 
     def _flags(self, view):
-        """Return a view of the flags that say which elements were ever written."""
+        """Return a flag for each element of a view: whether the element was ever written."""
         return self._filled.as_strided(view.shape, view.stride(), view.storage_offset())
 
     def _check_filled(self, buffer, who):
@@ -132,7 +133,7 @@ class Memory:
 
 
 def fence():
-    """Make the stores that the partition knows of visible to TMA and matmuls, as `fence_async_shared` does."""
+    """Make the stores that the running partition knows of visible to TMA and matmuls, as `fence_async_shared` does."""
     partition = now().running
     event = partition.program.event()
     for use in itertools.chain.from_iterable(memory.uses for memory in partition.program.memories):
@@ -235,8 +236,8 @@ class Barrier:
         self._announced = 0  # number of announced bytes for which no copy was issued yet
         self._where = None  # where a partition last announced bytes
         self._phases = 0  # number of completed phases
-        self._gathered = 0  # events that partitions arriving in this phase know to be over
-        self._passed_on = 0  # events that partitions arriving in completed phases knew to be over
+        self._gathered = 0  # what the partitions that arrived in this phase know to be over
+        self._passed_on = 0  # what the partitions that arrived in completed phases knew to be over
         self._cycle = self._over_at = 0.0  # in a timed launch: cycles of the last arrival, and of the last phase's end
 
     def __str__(self):
@@ -275,14 +276,14 @@ class Barrier:
         self._announced -= nbytes
 
     def land(self, nbytes: int, known: int, cycle: float):
-        """Count a finished copy. `known` has the events that were over before the copy, and the copy itself."""
+        """Count a finished copy. `known` has the copy's event, and the events that were over before the copy."""
         self._cycle = max(self._cycle, cycle)
         self._bytes -= nbytes
         self._gathered |= known
         self._complete()
 
     def wait(self, phase):
-        """Wait until a phase of this parity is over, as `mbarrier.wait` does."""
+        """Wait until the phase with the parity `phase` is over, as `mbarrier.wait` does."""
         self._check_init()
         now().switch(Waiting(lambda: self._phases & 1 != phase, lambda: self._described(phase)))
         now().running.known |= self._passed_on
@@ -291,7 +292,7 @@ class Barrier:
             timing.reach(now().running, self._over_at + timing.rates.hand_over)
 
     def check_at_end(self):
-        """Fail if announced bytes have not come."""
+        """Fail if the barrier still waits for announced bytes."""
         if self._bytes:
             now().fail(f"{self} expects {self._bytes} more bytes: {self._where}")
 

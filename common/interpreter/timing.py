@@ -1,8 +1,8 @@
-"""Model a kernel on one SM: from given rates, find the kernel's time and the work of each unit.
+"""Model a kernel on one SM. From given rates, compute the kernel's time, and when each unit works.
 
-A unit serves its requests in order. A partition does one operation after the other, each for a whole tile. Meanwhile other
-partitions may use other units. The model ignores overlap between a partition's own instructions. It also ignores bank
-conflicts, misses of the L2 cache, address and loop arithmetic, and clock changes.
+A unit is a part of the SM, such as the tensor cores. It serves its requests in order. A partition does one operation after the
+other, each for a whole tile. Meanwhile other partitions may use other units. The model ignores overlap between a partition's
+own instructions. It also ignores bank conflicts, misses of the L2 cache, address and loop arithmetic, and clock changes.
 """
 
 from collections import defaultdict
@@ -24,9 +24,9 @@ class Rates:
     stored: the bytes per cycle that TMA copies to global memory.
     added: the bytes per cycle that TMA adds to global memory.
     shared: the bytes per cycle that are loaded from or stored to shared memory.
-    matmul, copy, store: the latency of one operation in cycles, without the cycles in which the unit is busy.
-    arrive, wait, fence: the cycles that one such operation takes, for a partition of one or four warps.
-    hand_over: the cycles from an arrival until the waiting partition continues.
+    matmul, copy, store: the cycles from the end of the unit's work on an operation until the operation is over.
+    arrive, wait, fence: {1: the cycles of one such operation in a partition of one warp, 4: the same for more warps}.
+    hand_over: the cycles from a phase's last arrival until the waiting partition continues.
     """
 
     results: dict[str, float]
@@ -46,7 +46,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Span:
-    """The work of a unit for a partition, from one cycle to another."""
+    """A time in which a unit works for a partition, from cycle `start` to cycle `end`."""
 
     unit: str
     who: object
@@ -65,7 +65,7 @@ class Timing:
     _free: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # the cycle from which each unit is free
 
     def take(self, unit: str, partition, what: str, cycles: float) -> float:
-        """Occupy a unit for some cycles after its earlier requests. Return the cycle in which the unit is done."""
+        """Occupy a unit for some cycles, once its earlier requests are done. Return the cycle in which this request is done."""
         start = max(self._free[unit], partition.clock)
         self._free[unit] = end = start + cycles
         self.spans.append(Span(unit, partition, what, start, end))

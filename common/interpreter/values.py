@@ -21,12 +21,12 @@ _TRITON = {in_torch: in_triton for in_triton, in_torch in _TORCH.items()}
 
 
 def in_torch(dtype: tl.dtype) -> torch.dtype:
-    """Convert Triton's dtype to torch's."""
+    """Convert a Triton dtype to a PyTorch dtype."""
     return _TORCH[dtype]
 
 
 def in_triton(dtype: torch.dtype) -> tl.dtype:
-    """Convert torch's dtype to Triton's."""
+    """Convert a PyTorch dtype to a Triton dtype."""
     return _TRITON[dtype]
 
 
@@ -90,7 +90,7 @@ Scalar.__invert__ = lambda self: Scalar(~int(self), self.bits)
 
 
 def value(data: torch.Tensor, layout=None):
-    """Wrap a tensor for a kernel. An integer tensor without dimensions becomes a scalar, any other a register."""
+    """Wrap a tensor for a kernel. An integer without dimensions becomes a Scalar, any other tensor a Register."""
     if data.dim() == 0 and not data.is_floating_point():
         return bool(data) if data.dtype == torch.bool else Scalar(data.item(), 8 * max(4, data.itemsize))
     return Register(data, layout)
@@ -106,7 +106,7 @@ def computed(name: str, data: torch.Tensor, *operands, layout=None):
 
 
 def operand(thing):
-    """Return the torch tensor or number of a kernel's value."""
+    """Return a kernel's value as a PyTorch tensor or a number."""
     return thing.data if isinstance(thing, Values) else thing
 
 
@@ -149,7 +149,7 @@ def _common_type(x, y):
 
 
 def promoted(x, y, divides=False):
-    """Convert two values to tensors of their common dtype."""
+    """Convert two values to tensors of their common dtype. If `divides`, half-precision values become float32."""
     dtype = _common_type(x, y)
     if divides and dtype in (torch.float16, torch.bfloat16):
         dtype = torch.float32
@@ -157,7 +157,7 @@ def promoted(x, y, divides=False):
 
 
 class Values:
-    """The base class of values with operators. The operators work on `data`, a torch tensor."""
+    """The base class of a kernel's tensors. Its operators work on `data`, a PyTorch tensor."""
 
     made = None  # in a timed launch: the name of the instruction that computed the elements
 
@@ -208,7 +208,7 @@ class Register(Values):
     )
 
     def to(self, dtype, bitcast=False):
-        """Convert to another type and round to nearest even. With `bitcast`, reinterpret the bits instead."""
+        """Convert to another dtype, and round to nearest even. With `bitcast`, reinterpret the bits instead."""
         if bitcast:
             if dtype.primitive_bitwidth != self.dtype.primitive_bitwidth:  # Gluon's compiler raises an error too
                 raise ValueError(f"{self.dtype} and {dtype} differ in size, so a bitcast is impossible")
@@ -237,10 +237,10 @@ class Register(Values):
 
 
 class Pointer:
-    """An address, or a tensor of addresses, in the memory of a kernel argument."""
+    """An address, or a tensor of addresses, in the memory of a tensor that the kernel got as an argument."""
 
     def __init__(self, elements: torch.Tensor, offset=0, name: str = ""):
-        self.elements, self.offset, self.name = elements, offset, name  # the argument's flat memory, an offset, its name
+        self.elements, self.offset, self.name = elements, offset, name  # flat memory, offset in elements, name
 
     dtype = property(lambda self: tl.pointer_type(in_triton(self.elements.dtype)))
 
@@ -251,7 +251,7 @@ class Pointer:
     __radd__ = __add__
 
     def at(self, mask):
-        """Return (offsets, mask) as int64 and bool tensors of one shape. Fail if an offset is out of bounds and not masked."""
+        """Return (offsets, mask) as int64 and bool tensors of one shape. Fail if the mask selects an offset out of bounds."""
         if not isinstance(self.offset, torch.Tensor) and not isinstance(mask, Values):
             offsets, counts = torch.tensor([int(self.offset)]), torch.tensor([mask is None or bool(mask)])
         else:

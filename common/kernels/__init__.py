@@ -1,1 +1,1 @@
-"""The stages share these modules: descriptors, tiles, tuning, program order, Hopper's instructions, replayed launches."""
+"""Each module here has functions that several stages share."""

@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-ALIGNMENT = 16  # TMA needs the base address and all strides but the last in multiples of this many bytes
+ALIGNMENT = 16  # for TMA, the base address and all strides except the last must be multiples of this many bytes
 _thread = threading.local()
 
 
 def addressable(tensor: Tensor) -> Tensor:
     """Return `tensor` if a descriptor can address it, else a contiguous copy.
 
-    A descriptor needs a base address and strides in multiples of 16 bytes, and a contiguous last dimension. A view may lack
-    this alignment: it may start in the middle of a row, or its rows may be padded by a few elements.
+    A descriptor's base address and strides must be multiples of 16 bytes, and its last dimension must be contiguous. A view may
+    need a copy, if it starts in the middle of a row or if its rows are padded by a few elements.
     """
     if tensor.data_ptr() % ALIGNMENT == 0:
         if tensor.is_contiguous():  # a fast path for the usual case
@@ -28,7 +28,7 @@ def addressable(tensor: Tensor) -> Tensor:
 def _used_strides(tensor: Tensor) -> list[int]:
     """Return the tensor's strides, with a valid stride for each dimension of size 1.
 
-    PyTorch may give such a dimension any stride, because nothing uses the stride.
+    PyTorch may give a dimension of size 1 any stride, but TMA requires a multiple of 16 bytes.
     """
     return [stride if size > 1 else ALIGNMENT for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
 

@@ -1,4 +1,4 @@
-"""The Gluon stages share these functions: GPU checks, descriptors, barriers, and an addition by TMA."""
+"""The Gluon stages share these functions. They check the GPU, make descriptors and barriers, and add by TMA."""
 
 import functools
 import importlib
@@ -45,7 +45,7 @@ def require_hopper(stage: str):
 
 
 def describe_tile(tensor: Tensor, *rows: int) -> TensorDescriptor:
-    """Make a Gluon descriptor of a tensor, for tiles of whole rows of one head.
+    """Make a Gluon descriptor of a tensor. A tile has some whole rows of one head.
 
     The descriptor also has the tile's layout in shared memory.
 
@@ -63,7 +63,7 @@ def _layout(block, dtype):
 
 
 def describe_rows(tensor: Tensor, rows: int) -> TensorDescriptor:
-    """Make a descriptor of a contiguous [N, C] tensor, for tiles of `rows` rows with the same layout in shared memory."""
+    """Make a descriptor of a contiguous [N, C] tensor. Shared memory holds a tile of `rows` rows unswizzled."""
     block = [rows, tensor.shape[1]]
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * tensor.element_size(), rank=2)
     return TensorDescriptor(tensor, list(tensor.shape), [tensor.shape[1], 1], block, layout)
@@ -101,8 +101,8 @@ means(reduce_add)(add_in_memory)
 def widened(p):
     """Convert p to float32 with few registers.
 
-    Two bfloat16 elements share a register, and the assembly unpacks both. With Gluon's own conversion, the compiler also keeps
-    a float32 register for each element. Then v10's backward spills registers.
+    Two bfloat16 elements share a register, and the assembly unpacks both. With Gluon's own conversion, the compiler keeps each
+    element in a float32 register too, and v10's backward spills.
     """
     if p.dtype == gl.bfloat16:
         halves: gl.constexpr = (
@@ -115,7 +115,7 @@ def widened(p):
 
 @gluon.jit
 def store_rows(ptr, desc, batch, head, start, tile):
-    """Store the rows of a tile that lie inside the tensor, through pointers.
+    """Store those rows of a tile that lie inside the tensor. Use pointers instead of TMA.
 
     A stage needs this function for a tile that begins before the tensor's first row. TMA can load this tile, but a TMA store at
     a negative coordinate stops the program.
@@ -149,12 +149,12 @@ def new_barriers(number: gl.constexpr, count: gl.constexpr):
 def new_ring(STAGES: gl.constexpr, producers: gl.constexpr, consumers: gl.constexpr):
     """Allocate the barriers of a ring buffer, and return (full, empty).
 
-    A slot is full after all producers have filled the slot. A slot is empty after all consumers have read the slot.
+    A slot is full after `producers` arrivals at its full barrier, and empty after `consumers` arrivals at its empty barrier.
     """
     return new_barriers(STAGES, producers), new_barriers(STAGES, consumers)
 
 
 @gluon.jit
 def slot_and_phase(n, slots: gl.constexpr):
-    """Return the slot of the n-th use of a ring buffer, and the phase bit (0 or 1) of this use."""
+    """Return the slot of the n-th use of a ring, counted from 0, and the parity (0 or 1) of this use's phase."""
     return n % slots, n // slots & 1

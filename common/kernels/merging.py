@@ -1,4 +1,4 @@
-"""Merge attention over two sets of keys: weight the outputs by their log-sum-exps, and add the gradients."""
+"""Merge attention over two sets of keys. Outputs are weighted by their log-sum-exps, and gradients are added."""
 
 import triton
 import triton.language as tl

@@ -10,25 +10,27 @@ def tile_and_head(
 ):  # fmt: skip
     """Return this program's (tile, head).
 
-    `tile` counts the `tiles` of a head; `head` counts the heads of all batch elements.
+    `tile` is the number of a tile in its head, from 0 to `tiles` - 1. `head` is the number of this head among the heads of all
+    batch elements.
 
-    Programs start in the order of their numbers. Without a causal mask they go through head after head. So programs that run at
-    the same time share the head's rows in the L2 cache: `seq` rows of ROW_BYTES bytes.
+    Programs start in the order of their numbers. Without a causal mask, they take all tiles of one head, then all tiles of the
+    next head. So programs that run at the same time share a head's rows in the L2 cache: `seq` rows of ROW_BYTES bytes.
 
-    Causal tiles differ in length, and a long tile that starts late leaves the other SMs idle at the end. So programs go through
-    a group of heads: first tile 0 of each head, then tile 1 of each head, and so on. Tile 0 must be the longest. The rows of a
-    group take at most L2_SHARE bytes, unless the group is one head.
+    With a causal mask, tiles take different times. If a long tile starts late, the other SMs are idle at the end. So programs
+    take the tiles of a group of heads together: first tile 0 of each head, then tile 1 of each head, and so on. Tile 0 must
+    take the longest time. The rows of a group have at most L2_SHARE bytes, unless the group is one head.
 
-    If several query heads share K and V, `seq` is the number of rows divided by the number of these heads. A persistent CTA
-    computes the tiles of several programs. It passes the number of one `program`, and the number of `programs` in a launch
-    without persistent CTAs.
+    If g query heads share K and V, they also share the rows of K and V in the L2 cache. So `seq` is then the number of keys
+    divided by g. A persistent CTA computes the tiles of several programs. It passes the number of one such `program`. Its
+    `programs` is the number of programs that a launch without persistent CTAs would have.
     """
     if program is None:
         program = tl.program_id(0)
         programs = tl.num_programs(0)
     if CAUSAL:
         heads = programs // tiles
-        group = tl.minimum(tl.maximum(L2_SHARE // ROW_BYTES // seq, 1), heads)  # at most all heads: group * tiles fits in int32
+        # A group has at most all heads, so group * tiles fits in int32.
+        group = tl.minimum(tl.maximum(L2_SHARE // ROW_BYTES // seq, 1), heads)
         first = program // (group * tiles) * group
         group = tl.minimum(group, heads - first)
         inside = program - first * tiles

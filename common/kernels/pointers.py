@@ -18,10 +18,10 @@ def aligned(tensor: Tensor) -> Tensor:
     """Return `tensor` if Triton can prove that its rows are aligned, else a contiguous copy.
 
     A load takes 16 bytes of an aligned row at a time. A view is not aligned if it starts in the middle of a row, or if its rows
-    are padded by a few elements. Triton then loads element by element and without prefetching, which is slow.
+    are padded by a few elements. Triton loads such rows element by element and without prefetching, which is slow.
 
-    The copy also avoids a bug of ptxas 12.8. If V has 16 or 32 columns in half precision, a matmul in v3's forward reads its
-    tile from an undefined address.
+    The copy also avoids a bug of ptxas 12.8. If V is not aligned and has 16 or 32 columns in half precision, a matmul in v3's
+    forward reads its tile from an undefined address.
     """
     *steps, last = tensor.stride()
     if last == 1 and all(number % ALIGNMENT == 0 for number in (tensor.data_ptr(), *steps)):

@@ -33,10 +33,10 @@ MOST_KINDS = 1024  # a function keeps at most this many kinds of calls, and drop
 MOST_ADDRESSES = 64  # a launch keeps at most this many encoded descriptors for each of its descriptor arguments
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}  # operators that allocate a tensor
 _ZEROS = {"new_zeros", "zeros", "zeros_like"}  # operators that allocate a tensor and fill it with zeros
-# `replays` has these entries for kinds without a recording. _CALLED: this kind was called once, so the next call is recorded.
-# _UNREPEATABLE: this kind cannot be replayed.
+# `_Replayed.replays` has these entries for kinds of calls without a recording. _CALLED: this kind was called once, so the next
+# call is recorded. _UNREPEATABLE: this kind cannot be replayed.
 _CALLED, _UNREPEATABLE = "called", "unrepeatable"
-_changing = threading.Lock()  # held while `replays` changes, because another thread may be iterating it
+_changing = threading.Lock()  # held while `_Replayed.replays` changes, because another thread may be iterating it
 
 
 class _Thread(threading.local):
@@ -47,7 +47,10 @@ _thread = _Thread()
 
 
 class _Place(NamedTuple):
-    """The start of a tensor: `offset` bytes after the first element of tensor `number`."""
+    """Where a tensor starts: `offset` bytes after the start of tensor `number`.
+
+    `is_view` says that the tensor differs from tensor `number` in its start, shape or strides.
+    """
 
     number: int
     offset: int = 0
@@ -57,22 +60,22 @@ class _Place(NamedTuple):
 class _Recording(TorchDispatchMode):
     """Watch a call and record its steps.
 
-    A step is a function of the list of tensors and of the stream. A step may append to the list.
+    A step is a function that takes a list of tensors and the stream. A step may append a tensor to the list.
 
-    Tensors are numbered: first the arguments, then the results of steps. A kernel takes addresses, so a view needs no step if
-    only kernels use the view.
+    A tensor's number is its index in this list. The list has first the call's arguments, then the results of steps. A kernel
+    takes only an address, so a view needs no step if only kernels use the view.
     """
 
     def __init__(self, tensors):
         super().__init__()
         self.steps, self.conditions, self.repeatable = [], [], True
-        self._places, self._tensors, self._numbers = {}, [], 0  # id -> place; kept tensors have unique ids
+        self._places, self._tensors, self._numbers = {}, [], 0  # id -> place; `_tensors` keeps ids unique
         for tensor in tensors:
             self._number(tensor)
 
     @classmethod
     def _should_skip_dynamo(cls):
-        return False  # otherwise the first recording loads the compiler, which takes a second
+        return False  # otherwise the first recording imports torch.compile, which takes a second
 
     def __enter__(self):
         _thread.recording = self
@@ -210,10 +213,10 @@ def _described(kind, fields, tensor):
 
 
 def _encoders(run):
-    """Return a launcher of the kernel that takes encoded descriptors, and an encoder for each descriptor.
+    """Return a launcher of the kernel that takes encoded descriptors, and a function for each descriptor that encodes it.
 
-    Return Triton's launcher and no encoders if the kernel has no descriptors or the GPU has no TMA. Do the same if Triton's
-    launcher differs from the launcher of Triton 3.6 and 3.7.
+    Return Triton's launcher and no encoders in three cases: the kernel has no descriptors, the GPU has no TMA, or the launcher
+    differs from the launcher of Triton 3.6 and 3.7.
     """
     encoding = getattr(run, "launch", None)
     known = inspect.getclosurevars(encoding) if inspect.isfunction(encoding) else None
@@ -244,7 +247,7 @@ def _launch(run, grid, binary, pointers, descriptors, others):
                 args[at : at + 1] = describe(tensor)
                 continue
             address = tensor.data_ptr()
-            places = encoded.get(address)  # the allocator often returns the same address
+            places = encoded.get(address)  # PyTorch's allocator often gives an address again
             if places is None:
                 if len(encoded) >= MOST_ADDRESSES:
                     encoded.clear()
@@ -260,7 +263,7 @@ class _Replay(NamedTuple):
 
     steps: list[Callable]
     conditions: list[Callable]
-    results: list[int]  # numbers of the tensors that the call returns
+    results: list[int]  # the numbers of the tensors that the call returns
 
     def __call__(self, tensors, stream):
         tensors = list(tensors)
@@ -282,7 +285,7 @@ def is_watched() -> bool:
     """Return whether each launch must go through Triton, because a profiler has hooks or a debugging mode is on."""
     runtime = triton.knobs.runtime
     for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
-        if getattr(hook, "calls", hook):  # a chain of hooks keeps them in `calls`, which may be empty
+        if getattr(hook, "calls", hook):  # a chain of hooks has a list `calls`, which may be empty
             return True
     return bool(runtime.debug or triton.knobs.compilation.instrumentation_mode)
 
@@ -300,11 +303,11 @@ class _Replayed:
         self.replays = {}
 
     def __call__(self, *tensors, causal, scale, diagonal=0):
-        if _thread.recording or is_watched():  # while recording: the caller's stage falls back to this one
+        if _thread.recording or is_watched():  # while recording, another stage's function calls this one
             return self.__wrapped__(*tensors, causal=causal, scale=scale, diagonal=diagonal)
         driver = triton.runtime.driver.active
         device = driver.get_current_device()
-        options = causal, type(scale), scale or str(scale), diagonal  # 0.0 equals -0.0, but their texts differ
+        options = causal, type(scale), scale or str(scale), diagonal  # zero as text, because 0.0 equals -0.0
         kind = (driver, device, torch.are_deterministic_algorithms_enabled(), options, *map(_kind, tensors))
         replay = self.replays.get(kind)
         if isinstance(replay, _Replay) and all(condition() for condition in replay.conditions):
@@ -316,7 +319,7 @@ class _Replayed:
                 if len(self.replays) > MOST_KINDS:
                     del self.replays[next(iter(self.replays))]
             return self.__wrapped__(*tensors, causal=causal, scale=scale, diagonal=diagonal)
-        tensors = [tensor.detach() for tensor in tensors]  # new objects, because two arguments may be one tensor
+        tensors = [tensor.detach() for tensor in tensors]  # new objects: two arguments may be one tensor, but need two numbers
         with _Recording(tensors) as recording:
             results = self.__wrapped__(*tensors, causal=causal, scale=scale, diagonal=diagonal)
         with _changing:
@@ -327,9 +330,9 @@ class _Replayed:
 def replayed(function: Callable) -> Callable:
     """Decorate a stage's `forward` or `backward`: record the second call of a kind, and replay it from the third on.
 
-    Two calls are of one kind if their options and the current device are equal. PyTorch's deterministic mode must be equal
-    too, and their tensors must agree in shape, strides, dtype, device and alignment. Code that depends on anything
-    else calls `depends_on`. Every call runs the function itself on the interpreter, or if `is_watched()` is true.
+    Calls of one kind have equal options, the same current device, and the same deterministic mode of PyTorch. Their tensors
+    have equal shapes, strides, dtypes, devices and alignments. Code that depends on anything else must call `depends_on`. On
+    the interpreter, or if `is_watched()` is true, every call runs the function itself.
     """
     return function if INTERPRETED else _Replayed(function)
 

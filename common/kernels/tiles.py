@@ -1,12 +1,12 @@
-"""Choose the fixed tiles of v1 to v3. These stages share the tiles, so each stage's gain comes from its idea alone."""
+"""Choose the fixed tile sizes of v1 to v3. They are equal in these stages, so a stage's gain comes from its idea alone."""
 
 import torch
 
 from common.runtime import shared_memory_limit
 
-# A program needs this many bytes of shared memory for the larger tiles. Data-center GPUs have DATA_CENTRE, and Hopper and
-# newer ones have HOPPER. Other GPUs have about 100 KiB. Hopper's tensor cores read operands from shared memory, which leaves
-# the registers to the accumulators.
+# A program may use at least DATA_CENTRE bytes of shared memory on data-center GPUs, and at least HOPPER bytes on those from
+# Hopper on. Other GPUs allow about 100 KiB. Larger tiles need more shared memory. Hopper's tensor cores read operands from
+# shared memory, so its registers have room for larger accumulators.
 DATA_CENTRE = 160 * 1024
 HOPPER = 200 * 1024
 
@@ -14,8 +14,8 @@ HOPPER = 200 * 1024
 def query_tile(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
     """Return launch arguments for programs that own BLOCK_M query rows and take BLOCK_N key rows in each step.
 
-    The tile is 128 x 64. For D = 256 and for float32 the tile is smaller, because the operands must fit in registers and shared
-    memory. Exact float32 matmuls run on the ordinary arithmetic units, with every operand in registers.
+    BLOCK_M x BLOCK_N is 128 x 64. For D = 256 and for float32 both are smaller, because the operands must fit in registers and
+    shared memory. Exact float32 matmuls run on the ordinary arithmetic units, with every operand in registers.
     """
     if dtype == torch.float32:
         return {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 8, "num_stages": 1}

@@ -1,7 +1,7 @@
 """Tune kernels like `triton.autotune`, but in less time.
 
-The tuner drops configurations that do not suit the device, compiles the others in parallel, and times them. It announces each
-tuning on stderr. Nearby sequence lengths share a choice.
+The tuner drops configurations that do not suit the device, compiles the others in parallel, and times them. It prints a line to
+stderr for each tuning. Similar sequence lengths share a choice.
 """
 
 import collections
@@ -22,17 +22,17 @@ from common.kernels.replay import depends_on
 from common.runtime import INTERPRETED, architecture, current_device, shared_memory_limit
 
 WITH_TMA = range(90, 1000)  # compute capabilities of GPUs with TMA (Hopper and newer), times 10
-KEY = ("bucket", "HEAD_DIM", "VALUE_DIM", "CAUSAL", "PRECISION")  # kernel arguments; each new combination is tuned
+KEY = ("bucket", "HEAD_DIM", "VALUE_DIM", "CAUSAL", "PRECISION")  # kernel arguments; new values of them are tuned anew
 FINALISTS = 3  # this many of the fastest configurations are timed again
 FINAL_ROUNDS = 4  # each finalist is timed again this many times
-REST_S = 0.06  # seconds of rest before the finalists: earlier timings then do not change the GPU's clock
+REST_S = 0.06  # seconds of rest before the finalists are timed, so that earlier work does not change the clock
 AS_FAST = 1.01  # times up to this factor above the shortest time count as equal, because the difference is noise
 _tuning = threading.RLock()
 _picks = {}  # (text of the file, kernel name) -> tuning cache; stages with identical files share the cache
 
 
 def bucket(seq_q: int, seq_k: int) -> int:
-    """Return the power of two, from 128 to 4096, that stands for nearby sequence lengths in the tuning key."""
+    """Return the longer length, rounded up to a power of two from 128 to 4096. The tuning key has this number."""
     return 1 << min(max(7, (max(seq_q, seq_k) - 1).bit_length()), 12)  # triton.next_power_of_2 is too slow for every call
 
 
@@ -48,7 +48,7 @@ def sensible(config: triton.Config, row_bytes: int, precision: str, has_tma: boo
     """Return whether a configuration is worth compiling for rows of `row_bytes` bytes.
 
     Exact float32 matmuls allow only small tiles, because they keep every operand in registers. A GPU without TMA also allows
-    only small tiles, because a descriptor becomes one address per element, in registers.
+    only small tiles, because each descriptor becomes one address per element of a tile, in registers.
     """
     rows = max(config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"])
     if precision == "ieee" or not has_tma:
@@ -73,7 +73,7 @@ def _time(call, quantiles):
 
 
 class _Tuner(Autotuner):
-    """An Autotuner of Triton with a cache for each device. Several threads may call the tuner."""
+    """A Triton Autotuner that tunes for each device anew. Several threads may call it."""
 
     def run(self, *args, **kwargs):
         named = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
@@ -94,7 +94,7 @@ class _Tuner(Autotuner):
 
         with _tuning:  # time one kernel at a time
             if key not in self.cache:  # another thread may have tuned this key meanwhile
-                depends_on(lambda: False)  # discard a recording of this call: it includes the timed launches
+                depends_on(lambda: False)  # never replay this call: its recording would include the timed launches
                 self.nargs = dict(zip(self.arg_names, args, strict=False))
                 try:
                     timings = {config: bench(config) for config in self.prune_configs(kwargs)}
@@ -106,7 +106,7 @@ class _Tuner(Autotuner):
         return self.cache[key]
 
     def _fastest(self, timings, bench):
-        """Time the fastest few configurations again in several rounds, and return the best.
+        """Time the fastest few configurations again in several rounds, and return the fastest of them.
 
         A GPU's clock changes while the GPU works. Each round times every finalist once, so all run at about the same clock. If
         several finalists are within `AS_FAST` of the shortest time, the first in the stage's list wins. So noise does not
@@ -125,9 +125,9 @@ class _Tuner(Autotuner):
 def autotune(configs: list[triton.Config]) -> Callable:
     """Decorate a kernel so that each call runs the fastest of the `configs` that fit the device.
 
-    The kernel must load its tiles through descriptors. The first call with new values of `KEY` announces the tuning on stderr.
-    Then it compiles the sensible configurations in parallel and times them, which takes some seconds. The interpreter takes the
-    first sensible configuration. Stages with identical files share their choices.
+    The kernel must load its tiles through descriptors. The first call with new values of the arguments in `KEY` takes some
+    seconds. It compiles the sensible configurations in parallel, and times them. The interpreter takes the first sensible
+    configuration. Stages with identical files share their choices.
     """
 
     def decorate(kernel):
@@ -168,9 +168,9 @@ def compile_all(kernel, configs: list[triton.Config], args: dict) -> list:
             config.pre_hook({**args, **config.kwargs})
         return kernel.run(**{**args, **config.all_kwargs(), "warmup": True})
 
-    # Compile a copy of the kernel that has its own caches. A cache entry is no kernel until its compilation has succeeded. A
-    # launch by another thread must not find such an entry. Ignore errors here, because an error would leave the mode on. The
-    # last line raises the errors.
+    # During a compilation, the kernel's cache has a placeholder. A launch by another thread must not find a placeholder. So
+    # compile a copy of the kernel that has its own caches. An error here would leave the asynchronous mode on. So ignore errors
+    # here, and let the last line raise them.
     apart = copy.copy(kernel)
     apart.device_caches = collections.defaultdict(apart.create_binder)
     with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
@@ -180,4 +180,4 @@ def compile_all(kernel, configs: list[triton.Config], args: dict) -> list:
         key: binary for key, binary in apart.device_caches[current_device()][0].items() if isinstance(binary, CompiledKernel)
     }
     kernel.device_caches[current_device()][0].update(done)
-    return [compiled(kernel, config) for config in configs]  # compiles failed configurations again
+    return [compiled(kernel, config) for config in configs]  # compiles failed configurations again, which raises their errors

@@ -77,8 +77,8 @@ class Run:
 
     @functools.cached_property
     def _whole(self):
-        """Each (implementation, pass, head dimension) that the run tried at every length of `MEAN_OVER`, with and without a causal
-        mask."""
+        """Each (implementation, pass, head dimension) that the run tried at every length of `MEAN_OVER`, with and without a
+        causal mask."""
         tried = {}
         for record in self.records:
             case = record["impl"], record["pass"], record["head_dim"]

@@ -38,7 +38,7 @@ def mathml(formula: str, display: bool) -> str:
 
 
 def page_of(path: Path) -> str:
-    """Return the page's file name for a Markdown file or for a stage's directory."""
+    """Return the file name of the page that shows a Markdown file or the stage of a directory."""
     if path.name == "README.md":
         path = path.parent
     if path == ROOT:
@@ -53,7 +53,7 @@ class Texts:
 
     Attributes:
         definitions: the glossary's entries as HTML, by anchor.
-        used: the anchors of the terms that the current page names. `page` begins a new page.
+        used: the anchors of the terms that the current page names. The method `page` begins a new page.
         files: the code files that texts link to.
     """
 

@@ -271,12 +271,12 @@ def _count(impl: str, workload: Workload) -> Count:
 
 
 def _checked(tensor: Tensor, workload: Workload) -> Tensor:
-    """Return the heads of a [B, H or Hkv, …] tensor to check. Check all heads, unless they have more than
+    """Return the heads of a [B, H or Hkv, …] tensor to check. These are all heads, if they have at most
     `CHECKED_SCORES` scores together.
 
-    Then the check takes every n-th K/V head, counted over all batch elements, and always the last one. It takes the query heads
-    of these K/V heads too. The result is [K/V heads, 1 or query heads of each K/V head, …]. n is odd. So if the number of K/V
-    heads is a power of two, the check takes different heads in consecutive batch elements.
+    Otherwise the check takes every n-th K/V head, counted over all batch elements, and always the last one. It takes the query
+    heads of these K/V heads too. The result is [K/V heads, 1 or query heads of each K/V head, …]. n is odd. So if the number of
+    K/V heads is a power of two, the check takes different heads in consecutive batch elements.
     """
     w = workload
     rows = max(w.seq_len, w.head_dim + w.value_dim)  # with few queries, K and V take more memory than the scores
@@ -376,7 +376,7 @@ class Bench:
     def pytest_benchmark_update_json(self, output_json):
         output_json["commit_info"].pop("project", None)  # leave out the name of the directory
         for benchmark in output_json["benchmarks"]:
-            benchmark["stats"].pop("data", None)  # leave out the time of each round, and keep their statistics
+            benchmark["stats"].pop("data", None)  # keep the statistics, and leave out the time of each round
         output_json["failures"] = [record for record in self.records if "failure" in record]
         if self.json:  # pytest-benchmark would write in place, and an error would leave half a file
             files.replace(self.json, json.dumps(output_json, indent=4))

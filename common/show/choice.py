@@ -64,8 +64,8 @@ def compiled(names: list[str]) -> list[dict]:
 def counted(names: list[str]) -> list[dict]:
     """Return how many µs each pass takes at the published peak rates, for each GPU of `GPUS` and each stage that runs on it.
 
-    The workload has one head, and the GPU counts as one with a single SM. So one head fills the GPU, as many heads fill a real
-    GPU, and no stage splits the keys.
+    The workload has one head, and the GPU counts as one with a single SM. So one head fills this GPU, as many heads fill a real
+    GPU. Stages split the keys only if the GPU would not be full otherwise.
     """
     records = []
     full = {key: dataclasses.replace(gpu, num_sms=1) for key, gpu in GPUS.items()}
@@ -119,7 +119,7 @@ def recommended(arch: int) -> str:
 
 
 def main(argv: list[str]):
-    """The command line."""
+    """Run the command line."""
     terminal.prepare()
     description = "Compile and count the stages for GPUs that need not be there. This takes minutes."
     parser = argparse.ArgumentParser(prog="python -m common.show.choice", description=description)

@@ -132,8 +132,8 @@ def _is_modelled(name: str) -> bool:
 
 
 def gains(name: str) -> tuple[list[int], dict[tuple, tuple[float | None, list[float | None]]]]:
-    """Return the predicted gain of a step, and the measured gains by sequence length. The first stage has no
-    parent, so its values are milliseconds.
+    """Return the predicted gain of a step, and the measured gains by sequence length. The first stage has no parent,
+    so its values are milliseconds.
 
     Returns:
         The measured sequence lengths, and a dictionary by (pass, head dimension, mask). An entry has the prediction, and a list
@@ -409,7 +409,7 @@ def documents() -> dict[Path, str]:
 
 
 def main(argv: list[str]):
-    """The command line."""
+    """Run the command line."""
     terminal.prepare()
     parser = argparse.ArgumentParser(
         prog="python -m common.show.documents",

@@ -147,7 +147,7 @@ def make(source: str, name: str) -> bool:
     If an error occurs, undo all changes.
 
     Returns:
-        Whether tests/predictions.py predicts `source`'s bytes and FLOPs. Then it has a copy of the prediction for `name`.
+        Whether tests/predictions.py predicts `source`'s bytes and FLOPs. If so, `name` gets a copy of the prediction.
     """
     directory = results.ROOT / "stages"
     old, new = source.split("_")[0], name.split("_")[0]
@@ -188,7 +188,7 @@ def make(source: str, name: str) -> bool:
 
 
 def main(argv: list[str]):
-    """The command line."""
+    """Run the command line."""
     terminal.prepare()
     parser = argparse.ArgumentParser(
         prog="make stage", usage=example(stages.names()[-1]), description="Make a new stage from another one's kernels."

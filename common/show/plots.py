@@ -91,7 +91,7 @@ def together(lines: dict[str, list[tuple]]) -> list[list[str]]:
 
 
 def in_short(group: list[str], names: list[str]) -> str:
-    """Return the short names of a group, separated by commas. Three or more consecutive stages become "v4 to v7"."""
+    """Return the short names of a group, separated by commas. Three or more consecutive stages become a range: "v4 to v7"."""
     runs = []
     for name in group:
         if runs and stages.position(runs[-1][-1]) and names.index(name) == names.index(runs[-1][-1]) + 1:

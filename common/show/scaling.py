@@ -49,7 +49,7 @@ class Scaling:
         return alone["ms"] / record["ms"] / record["ranks"] if alone else None
 
     def is_drawn(self) -> bool:
-        """Return whether the run used several numbers of GPUs, because otherwise a plot has only single points."""
+        """Return whether the run used several numbers of GPUs. Otherwise a plot would have points and no lines."""
         return len({record["ranks"] for record in self.records}) > 1
 
 

@@ -33,7 +33,7 @@ def remarks(records: list[dict]) -> list[str]:
 
 
 class _Run:
-    """The records of a run. Their keys are (implementation, workload as without GQA, query heads per K/V head)."""
+    """The records of a run. The key of a record is (implementation, its workload without GQA, query heads per K/V head)."""
 
     def __init__(self, records):
         self.records = {}

@@ -80,8 +80,7 @@ def _git_diff(old: str, new: str, file: str, exact: bool) -> str:
 @functools.lru_cache(128)
 def _lines(text: str) -> dict[str, list[str]]:
     """Return a file's lines by the name of their top-level definition, which includes the comments before it. The key "" has
-    all other lines. Indentation, empty lines, NOTEs and the file's docstring are
-    left out."""
+    all other lines. Indentation, empty lines, NOTEs and the file's docstring are left out."""
     lines = [line.strip() for line in text.splitlines()]
     owner = [""] * len(lines)
     module = ast.parse(text)
@@ -300,7 +299,7 @@ def _stage(text):
 
 
 def main(argv: list[str]):
-    """The command line."""
+    """Run the command line."""
     terminal.prepare()
     parser = argparse.ArgumentParser(prog="python -m common.show.story", description="Walk from stage to stage.")
     commands = parser.add_subparsers(dest="command")

@@ -87,7 +87,8 @@ def summary(records: list[dict], machine: dict, about: str | None = None) -> str
 
     Args:
         records, machine: as for `common.show.tables.speed_table`.
-        about: the stage whose gain over its parent comes first. If None, the newest stage's gain over the run's first stage.
+        about: the stage whose gain over its parent comes first. With None, the newest stage's gain over the run's
+            first stage comes first.
     """
     on_gpu = machine["gpu"] is not None
     names = implementations(records)

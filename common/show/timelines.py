@@ -2,7 +2,7 @@
 
 Each unit has a lane, and the color shows the partition for which the unit works.
 
-    make timeline STAGE=v29 ARGS="--pass bwd --head-dim 128"   # anywhere; writes to plots/timelines
+    make timeline STAGE=v29 ARGS="--pass bwd --head-dim 128"   # needs no GPU; writes to plots/timelines
 
 `make plots` draws both passes with D = 64, for each stage whose README shows the picture. `common.measure.timeline` has the
 model of an SM.
@@ -132,7 +132,7 @@ def draw_all(directory: Path):
 
 
 def main(argv: list[str]):
-    """The command line."""
+    """Run the command line."""
     terminal.prepare()
     parser = argparse.ArgumentParser(
         prog="python -m common.show.timelines",

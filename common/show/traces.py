@@ -1,6 +1,6 @@
 """Show which tiles a stage reads and writes, and when: as a picture, or as events for Perfetto.
 
-    make trace STAGE=v2,v3                                # anywhere; writes plots/traces/v2-v3-fwd-d32-causal-s1024.png
+    make trace STAGE=v2,v3                                # needs no GPU; writes plots/traces/v2-v3-fwd-d32-causal-s1024.png
     make trace STAGE=v25 ARGS="--perfetto /tmp/v25.json"  # opens in https://ui.perfetto.dev and chrome://tracing
 
 `common.measure.trace` records the accesses.
@@ -186,7 +186,7 @@ def _slice(name, process, thread, start, duration, category, place):
 
 
 def main(argv: list[str]):
-    """The command line."""
+    """Run the command line."""
     terminal.prepare()
     parser = argparse.ArgumentParser(
         prog="python -m common.show.traces",

@@ -67,7 +67,7 @@ def _short(numbers: dict[str, float]) -> dict[str, float]:
 
 
 def speed_spec(rows: list[dict]) -> dict:
-    """Return the chart of all implementations' speeds. The page sets its parameters `pass`, `d`, `causal` and `s`."""
+    """Return the chart of all implementations' speeds. A page sets the chart's parameters `pass`, `d`, `causal` and `s`."""
     order = [spoken(name) for name in implementations([{"impl": row["impl"]} for row in rows])]
     shown = "datum.pass == pass && datum.d == d && datum.causal == causal && datum.s == s"
     y = {"field": "name", "type": "nominal", "sort": order, "title": None, "axis": {"grid": False}}

@@ -38,7 +38,7 @@ def mathml(formula: str, display: bool) -> str:
 
 
 def page_of(path: Path) -> str:
-    """Return the file name of the page that shows a Markdown file or the stage of a directory."""
+    """Return the file name of the page that shows a Markdown file or a stage's directory."""
     if path.name == "README.md":
         path = path.parent
     if path == ROOT:
@@ -138,7 +138,7 @@ class Texts:
         raise KeyError(word)
 
     def _places(self, state):
-        """Let links lead to pages of the site, and pictures to copies in the site."""
+        """Let links lead to pages of the site. Copy pictures into the site, and show the copies."""
         for token in state.tokens:
             if token.type == "table_open":
                 token.attrSet("tabindex", "0")  # a wide table scrolls with the arrow keys too

@@ -1,8 +1,9 @@
 """Measure stages and baselines.
 
-This file is a command (`python bench.py --help`) and a pytest-benchmark module. Before timing an implementation, it compares
-the result with attention in float64. It reports a wrong result and does not time it. If a workload is larger than those of the
-papers, it compares only some of the heads, evenly spread. The other heads must be finite.
+This file is a command (`python bench.py --help`) and a pytest-benchmark module. Before it times an implementation, it
+compares the implementation's result with attention in float64. If the result is wrong, it reports an error and measures no
+time. If a workload is larger than those of the papers, it compares only some of the heads, evenly spread. The results of the
+other heads must be finite.
 """
 
 import argparse
@@ -38,7 +39,7 @@ from common.show.tracks import stages_of
 
 SAVED = Path(".benchmarks")  # pytest-benchmark saves runs here
 
-SHORT_S = 1e-3  # calls of fewer GPU seconds are also timed in a row, because the GPU does not hide their launches
+SHORT_S = 1e-3  # a call that takes less GPU time is also timed back to back, because its launch may take longer
 
 # Approximate seconds of a case on an H200, without tuning and compilation: the time of the reference run, divided by its number
 # of cases.
@@ -125,7 +126,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
 
 
 def _workloads(options) -> list[Workload]:
-    """Return all workloads. The passes of a shape are adjacent.
+    """Return all workloads. Workloads that differ only in the pass are adjacent.
 
     Raises:
         ValueError: the number of heads is not a multiple of the number of K/V heads.
@@ -153,7 +154,7 @@ LADDER = [name for name in LINE if not stages.track(name)]
 EVERYTHING = [*BASELINES, *stages.names()]
 NEWEST = [*BASELINES, LADDER[-1], LINE[-1]]
 SEQ_LENS = f"--seq-len={','.join(map(str, MEAN_OVER))}"  # for all stages; the stages in NEWEST are measured at more lengths
-# FlashAttention-2 is not in this list, because it is by far the slowest and would take a third of the time.
+# FlashAttention-2 is not in this list, because it is by far the slowest and would take a third of a run's time.
 FAST_LIBRARIES = [name for name in BASELINES if name != "sdpa-flash"]
 FASTEST = [*FAST_LIBRARIES, LINE[-1]]
 
@@ -164,18 +165,18 @@ def _of_track(key: str) -> list[str]:
     return [stages.parent(found[0]), *found]
 
 
-# Implementations for D = 256. In earlier Gluon stages, this backward falls back to v7, which is in Triton.
+# Implementations for D = 256. Gluon stages before this track use v7's backward for D = 256, which is in Triton.
 WIDE = [*FAST_LIBRARIES, *_of_track("wide")]
 # Implementations for few queries and many keys. FlashAttention-4 is left out, because it mainly targets newer GPUs.
 DECODING = [*(name for name in BASELINES if name != "flash-4"), *_of_track("decoding")]
-# Implementations for attention sinks and wide scores. v25 is the last stage with a running maximum, and later stages guess it.
+# Implementations for attention sinks and wide scores. v25 is the last stage with a running maximum. Later stages guess it.
 SINKS = [stages.resolve("v25"), *_of_track("sinks")]
 DECODING_KV_LENS = (1024, 16384, 65536, 524288)
 MOST_KV_BYTES = 40e9  # maximum bytes of K and V together
 
 
 def _decoding(head_dim: int) -> list[list[str]]:
-    """Return command lines for forwards with few queries. They leave out numbers of keys that do not fit in memory."""
+    """Return command lines for forwards with few queries. Leave out numbers of keys whose K and V need too much memory."""
     found = []
     for batch, (heads, kv_heads) in itertools.product((1, 8, 64), ((16, 16), (32, 8))):
         key = 2 * 2 * batch * kv_heads * head_dim  # bytes of one key's K and V in all heads and batch elements
@@ -230,8 +231,8 @@ def repeats(impl: str, pass_: str) -> bool:
 def cases(options: argparse.Namespace) -> list[tuple[str, Workload]]:
     """Return all cases to measure, as (implementation, workload).
 
-    Cases of one workload are adjacent, so the GPU has a similar clock. A reference run leaves out passes that are identical to
-    the parent's, if it measures the parent.
+    Cases of one workload are adjacent, so that the GPU's clock is similar for all of them. If a reference run measures a
+    stage's parent, it leaves out the passes that are identical in both.
     """
     if not options.reference:
         return [(i, workload) for workload in options.workloads for i in (*BASELINES, *chosen_stages(options.stage))]
@@ -255,7 +256,7 @@ def expected_seconds(impl: str, workload: Workload) -> float:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds: 40 s, 12 min, 3.5 h."""
+    """Format a number of seconds as a text such as 40 s, 12 min or 3.5 h."""
     for unit, size, digits in (("h", 3600, 1), ("min", 60, 0)):
         if seconds >= 1.5 * size:
             return f"{seconds / size:.{digits}f} {unit}"
@@ -270,11 +271,12 @@ def _count(impl: str, workload: Workload) -> Count:
 
 
 def _checked(tensor: Tensor, workload: Workload) -> Tensor:
-    """Return the heads of a [B, H or Hkv, …] tensor to check: all of them, or some with at most `CHECKED_SCORES` scores.
+    """Return the heads of a [B, H or Hkv, …] tensor to check. These are all heads, if they have at most
+    `CHECKED_SCORES` scores together.
 
-    The check takes every third, fifth, … K/V head, counted over all batch elements, and always the last one. It takes the query
-    heads of these K/V heads too. The result is [K/V heads, 1 or query heads of each K/V head, …]. The step between K/V heads is
-    odd. So for an even number of heads, the check takes different heads in each batch element.
+    Otherwise the check takes every n-th K/V head, counted over all batch elements, and always the last one. It takes the query
+    heads of these K/V heads too. The result is [K/V heads, 1 or query heads of each K/V head, …]. n is odd. So if the number of
+    K/V heads is a power of two, the check takes different heads in consecutive batch elements.
     """
     w = workload
     rows = max(w.seq_len, w.head_dim + w.value_dim)  # with few queries, K and V take more memory than the scores
@@ -301,7 +303,7 @@ def _problem(workload: Workload):
 
 
 class WrongResult(Exception):
-    """The error of a result that exceeds its error bound. The message has both numbers."""
+    """A result has a larger error than allowed. The message has the error and its bound."""
 
 
 def check(result, workload: Workload):
@@ -374,9 +376,9 @@ class Bench:
     def pytest_benchmark_update_json(self, output_json):
         output_json["commit_info"].pop("project", None)  # leave out the name of the directory
         for benchmark in output_json["benchmarks"]:
-            benchmark["stats"].pop("data", None)  # leave out the single rounds, and keep their statistics
+            benchmark["stats"].pop("data", None)  # keep the statistics, and leave out the time of each round
         output_json["failures"] = [record for record in self.records if "failure" in record]
-        if self.json:  # written here, because pytest-benchmark would overwrite an existing file in place
+        if self.json:  # pytest-benchmark would write in place, and an error would leave half a file
             files.replace(self.json, json.dumps(output_json, indent=4))
 
     def pytest_terminal_summary(self, terminalreporter):
@@ -395,7 +397,7 @@ class Bench:
             self.begun += 1
 
     def _record(self, benchmark, impl, workload):
-        benchmark.name = impl  # the group is the workload
+        benchmark.name = impl  # the benchmark's group names the workload
         record = {"impl": impl, **workload.record()}
         self.records.append(record)
         try:
@@ -425,7 +427,7 @@ class Bench:
 
         call = timed_call(impl, workload, inputs)
         check(call(), workload)
-        # The checked call has tuned and compiled the kernels, so `footprint` does not measure the memory for this.
+        # The checked call has tuned and compiled the kernels. So `footprint` does not measure the memory that tuning takes.
         if DEVICE == "cpu":
             costs = traffic.costs(_count(impl, workload), GPU, workload.dtype)
             TIMER.load([(costs["roofline_us"] or 0.0) / 1e6])  # 0 in float32, which has no roofline
@@ -451,7 +453,7 @@ class Bench:
         }
 
     def _measure_ceilings(self, workload):
-        """Measure the TFLOP/s of PyTorch's matmul and, if Sk != Sq, the GB/s of a copy, each once per run."""
+        """Measure the TFLOP/s of PyTorch's matmul and, if Sk != Sq, the GB/s of a copy. Each is measured once per run."""
         if workload.dtype not in self.machine["matmul_tflops"]:
             self.machine["matmul_tflops"][workload.dtype] = timing.matmul_tflops(_gpu_timer(), workloads.DTYPES[workload.dtype])
         if workload.kv_len != workload.seq_len and "copy_gbps" not in self.machine:
@@ -503,7 +505,7 @@ def main(argv: list[str]) -> int:
         raise SystemExit("--reference needs a GPU, and no GPU is in use here")
     if reason := unwritable(SAVED if SAVED.exists() else Path()):
         raise SystemExit(f"cannot save the run in {SAVED}: {reason}")
-    # Handle SIGTERM too: time limits send it, and a background job ignores SIGINT.
+    # Handle SIGTERM like SIGINT: a time limit sends SIGTERM, and a background job ignores SIGINT.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     arguments = [__file__, "-qq", "--capture=no", "--no-header", "--disable-warnings", "-p", "no:cacheprovider"]
@@ -512,6 +514,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    import bench  # use the module that pytest imports, so that there is only one timer
+    import bench  # pytest imports this module too; use the imported module, so that there is one TIMER
 
     sys.exit(bench.main(sys.argv[1:]))

@@ -19,7 +19,7 @@ from common.measure.options import positive, single
 from common.runtime import DEVICE
 
 TEXT = Path(__file__).parents[1] / "tests" / "stages" / "data" / "alice.txt"  # the training text; each byte is a token
-WARM_UP = 5  # the median leaves out this many steps, in which kernels may be compiled and tuned
+WARM_UP = 5  # the median time leaves out this many first steps, in which kernels may be compiled and tuned
 if DEVICE == "cuda":
     SIZE = {"num_hidden_layers": 4, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8}
     # With more steps the model memorizes the text. Then even two runs of SDPA end with different losses.
@@ -78,7 +78,7 @@ def register(name, attention):
             "packed sequences": queries > 1 and position_ids is not None and bool((position_ids.diff() != 1).any()),
         } | {option: value for option, value in options.items() if option not in HARMLESS})  # fmt: skip
         out = attention(query, key, value, causal=causal, scale=scaling)
-        return out.transpose(1, 2).contiguous(), None  # [B, Sq, H, D], and no attention weights
+        return out.transpose(1, 2).contiguous(), None  # the output as [B, Sq, H, D], and no attention weights
 
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, mask)
@@ -92,7 +92,8 @@ def build(attn_implementation, dtype=torch.bfloat16, **size):
 
 
 def draw(steps, batch, seq_len):
-    """Yield the batches of a run, each [batch, seq_len]. A row is a random window of the text, which repeats."""
+    """Yield the batches of a run, each [batch, seq_len]. A row begins at a random place in the text. After the last
+    byte, the text begins again."""
     text = torch.tensor(list(TEXT.read_bytes()), device=DEVICE)
     generator = torch.Generator().manual_seed(0)
     for _ in range(steps):

@@ -25,9 +25,9 @@ NOT_A_LABEL = -100  # the loss ignores this label
 
 
 def spread(model, length, group=None):
-    """Prepare a model for the parts that `shard` makes of sequences of `length` tokens.
+    """Prepare a model to train on this rank's part of each sequence, which `shard` cuts out. A sequence has `length` tokens.
 
-    The model gets the positions of this rank's tokens.
+    The model then knows the positions of this rank's tokens.
 
     Returns:
         The model as DistributedDataParallel, which takes the mean of the gradients over the ranks.
@@ -42,7 +42,7 @@ def spread(model, length, group=None):
 def loss_of_part(model, batch, group=None):
     """Return the loss of this rank's part of a batch [batch, length].
 
-    The loss is scaled so that its mean over the ranks is the mean over the tokens.
+    The loss is scaled so that its mean over the ranks is the mean loss over the batch's tokens.
     """
     labels = F.pad(batch[:, 1:], (0, 1), value=NOT_A_LABEL)  # shift labels before sharding
     part, labels = (shard(tensor, 1, group) for tensor in (batch, labels))

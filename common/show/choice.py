@@ -1,6 +1,8 @@
-"""Find which stage to use on which GPU. Each stage is compiled for its size, and its time at the GPU's peaks is counted.
+"""Find which stage to use on which GPU.
 
-python -m common.show.choice results/choice.json   # without a GPU
+Compile the stages for each architecture, to see which of them run there. Compute how long they take at each GPU's peak rates.
+
+python -m common.show.choice results/choice.json   # needs no GPU
 """
 
 import argparse
@@ -32,10 +34,11 @@ FAMILIES = {  # GPUs by architecture
 
 
 def compiled(names: list[str]) -> list[dict]:
-    """Return a record for each stage, architecture and head dimension, with the maxima over the stage's kernels.
+    """Compile the stages, and return a record for each stage, architecture and head dimension.
 
-    A record has stage, arch, head_dim, shared_bytes (per block), spilled_bytes (per thread) and problem. `problem` is None or
-    the reason why the stage does not run there.
+    A record has stage, arch, head_dim, shared_bytes, spilled_bytes and problem. `shared_bytes` (per CTA) and `spilled_bytes`
+    (per thread) are the largest values of the stage's kernels. `problem` is the reason why the stage does not run on the
+    architecture, or None if it runs.
     """
     shape = {"dtype": "float16", "causal": True, "kv_heads": HEADS, "value_dim": None}
     cases = [
@@ -59,9 +62,10 @@ def compiled(names: list[str]) -> list[dict]:
 
 
 def counted(names: list[str]) -> list[dict]:
-    """Return the time in µs of each pass at the published peaks, for each GPU of `GPUS` and each stage that runs on it.
+    """Return how many µs each pass takes at the published peak rates, for each GPU of `GPUS` and each stage that runs on it.
 
-    This counts one head on a GPU with one SM. Such a GPU is full, like a real GPU with many heads, so no stage splits the keys.
+    The workload has one head, and the GPU counts as one with a single SM. So one head fills this GPU, as many heads fill a real
+    GPU. Stages split the keys only if the GPU would not be full otherwise.
     """
     records = []
     full = {key: dataclasses.replace(gpu, num_sms=1) for key, gpu in GPUS.items()}
@@ -76,13 +80,13 @@ def counted(names: list[str]) -> list[dict]:
 
 
 def choice_table(choice: dict) -> str:
-    """Format which stage to use on which GPU, one row per architecture.
+    """Format a table with a row for each architecture: which stages run on its GPUs, and which stage to use.
 
     Args:
-        choice: what `main` writes: the results of `compiled` and `counted`, "seq_len" and "machine_info".
+        choice: the content of the file that `main` writes.
     """
     gpus = {gpu.arch: key for key, gpu in GPUS.items()}
-    tuned, fixed = recommended(100), recommended(80)  # the newest stage with tuned tiles, and with fixed tiles
+    tuned, fixed = recommended(100), recommended(80)  # the newest stage with tuned tiles, the newest with fixed tiles
     us = {(r["stage"], r["gpu"], r["head_dim"], r["pass"]): r["us"] for r in choice["counted"]}
     rows = []
     for arch, family in FAMILIES.items():
@@ -94,7 +98,7 @@ def choice_table(choice: dict) -> str:
             times = [us.get((name, gpus.get(arch), head_dim, pass_)) for name in (tuned, fixed)]
             cells.append(f"{times[0] / times[1]:.2f}" if all(times) else "-")
         rows.append([f"sm_{arch}", family, " to ".join(stages.version(name) for name in (run[0], run[-1]))])
-        use = recommended(arch) if recommended(arch) in run else run[-1]  # the file lacks newer stages
+        use = recommended(arch) if recommended(arch) in run else run[-1]  # an old file lacks the newest stages
         rows[-1] += [stages.version(use), f"{cells[0]}, {cells[1]}", f"{cells[2]}, {cells[3]}"]
     machine = choice["machine_info"]
     caption = (
@@ -109,13 +113,13 @@ def choice_table(choice: dict) -> str:
 
 
 def recommended(arch: int) -> str:
-    """Return `stages.recommended()` for a GPU of that architecture."""
+    """Return the stage that `stages.recommended()` gives on a GPU of architecture `arch`."""
     with architecture_as(Device(arch, SHARED_LIMIT[arch])):
         return stages.recommended()
 
 
 def main(argv: list[str]):
-    """The command line."""
+    """Run the command line."""
     terminal.prepare()
     description = "Compile and count the stages for GPUs that need not be there. This takes minutes."
     parser = argparse.ArgumentParser(prog="python -m common.show.choice", description=description)
@@ -123,8 +127,8 @@ def main(argv: list[str]):
     options = parser.parse_args(argv)
     if not INTERPRETED:
         raise SystemExit("counting needs the interpreter: set TRITON_INTERPRET=1")
-    names = [name for name in stages.names()[1:] if not stages.is_dead_end(name)]  # the first launches no Triton kernel
-    counts = counted(names)  # first, because compiling switches the interpreter off
+    names = [name for name in stages.names()[1:] if not stages.is_dead_end(name)]  # v0 launches no Triton kernel
+    counts = counted(names)  # before compiling, which switches the interpreter off
     found = {"machine_info": machine.facts(), "seq_len": SEQ_LEN, "counted": counts, "compiled": compiled(names)}
     write_json(options.file, found)
 

@@ -18,7 +18,7 @@ from common.show import results
 from common.show.tables import short_commit, stage_order
 
 SAVED = Path(".benchmarks")  # pytest-benchmark saves runs here, under the current directory
-COUNTED = ("MB", "MFLOP", "µs at peak")  # MB are read and written, MFLOP executed
+COUNTED = ("MB", "MFLOP", "µs at peak")  # the MB read and written, the MFLOP executed, the roofline
 NO_TIMES = "Without a GPU, the runs have counts and no times. Times at peak assume a GPU's published peak rates."
 
 
@@ -49,7 +49,7 @@ def last_two(directory: Path) -> list[Run]:
     """Return the two newest runs, the older one first. With fewer runs, the list is shorter. Name incomplete files on
     stderr."""
 
-    def saved_at(path):  # from the name, because the file may have been copied since
+    def saved_at(path):  # from the file's name, because copying a file can change its own time
         return re.findall(r"\d{8}_\d{6}", path.name), path.name
 
     found = []
@@ -64,7 +64,7 @@ def last_two(directory: Path) -> list[Run]:
 
 
 def _cells(record, on_gpu):
-    """Return the cells of a case in a run: its numbers, or the reason why it was not measured."""
+    """Return a run's cells for one case: the case's numbers, or the reason why the case was not measured."""
     if record is None or "failure" in record:
         shown = record["failure"] if record else "-"
         return [shown] if on_gpu else [shown] + ["-"] * (len(COUNTED) - 1)
@@ -75,7 +75,7 @@ def _cells(record, on_gpu):
 
 
 def table(old: Run, new: Run) -> str:
-    """Format a table for each workload that both runs have. Both runs must have a GPU, or neither."""
+    """Format a table for each workload that both runs have. Either both runs used a GPU, or neither did."""
     on_gpu = new.machine["gpu"] is not None
     names = ("ms ± IQR",) if on_gpu else COUNTED
     headers = ["implementation", *(text for name in names for text in (name, "now")), "× as fast"]

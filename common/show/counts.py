@@ -47,7 +47,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line; return the exit status. A signal stops the counting: then show and save the finished counts, and
+    """Run the command line; return the exit status. If a signal stops the counting, show and save the finished counts, and
     return 2."""
     terminal.prepare()
     if not INTERPRETED:  # counting needs the interpreter: restart with it
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
     countable = [name for name in options.stage if not reasons[name]]
     if not countable:
         raise SystemExit("there is nothing to count")
-    # A time limit sends SIGTERM. A background job ignores SIGINT, so it needs SIGTERM too.
+    # Handle SIGTERM like SIGINT: a time limit sends SIGTERM, and a background job ignores SIGINT.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     cases = [(name, workload) for workload in options.workloads for name in countable]

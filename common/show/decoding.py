@@ -10,23 +10,23 @@ from common.show.results import implementations, origin, spoken
 from common.show.shared import remarks
 from common.show.tables import markdown
 
-LARGE_BYTES = 256e6  # bytes of K and V that exceed all caches
-FEW_ROWS = 64  # query rows per K/V head; up to this number, reading K and V takes most of the time
+LARGE_BYTES = 256e6  # K and V with at least this many bytes fit in no cache
+FEW_ROWS = 64  # with at most this many query rows per K/V head, reading K and V takes most of the time
 
 
 def kv_bytes(workload: Workload) -> int:
-    """Return the bytes of K and V, each read once."""
+    """Return how many bytes K and V have together."""
     w = workload
     return w.batch * w.kv_heads * w.kv_len * (w.head_dim + w.value_dim) * DTYPES[w.dtype].itemsize
 
 
 def kv_gbps(record: dict) -> float:
-    """Return the GB/s of K and V for a record with a time."""
+    """Return the rate in GB/s at which a measured call reads K and V."""
     return kv_bytes(Workload.of(record)) / record["ms"] / 1e6
 
 
 def _model(workload):
-    """Return the values that the points of one table share."""
+    """Return batch size, heads and K/V heads, which are equal for all workloads of a table."""
     return workload.batch, workload.heads, workload.kv_heads
 
 
@@ -35,7 +35,7 @@ def _order(workload):
 
 
 class _Run:
-    """A run: its records by implementation and workload, and its rate of a copy."""
+    """A run: its records by implementation and workload, and the GB/s of a copy in the GPU's memory."""
 
     def __init__(self, records, machine):
         self.copy_gbps = machine["copy_gbps"]
@@ -54,11 +54,12 @@ class _Run:
         return min(theirs) / ours if ours and theirs else None
 
     def share(self, impl, point):
-        """Return the rate of K and V as a share of the copy's rate; None without a time."""
+        """Return the rate of reading K and V, divided by the copy's rate; None if the call was not measured."""
         return kv_gbps(self.records[impl, point]) / self.copy_gbps if self.ms(impl, point) else None
 
     def cell(self, impl, point):
-        """Format time, rate, and share of the copy's rate. If nothing was measured, return the reason."""
+        """Format the time, the rate of reading K and V, and this rate in percent of the copy's rate. If nothing was measured,
+        return the reason."""
         record = self.records.get((impl, point), {})
         if "ms" not in record:
             return record.get("failure", "-")
@@ -67,7 +68,8 @@ class _Run:
 
 
 def _gains(run):
-    """Format how many times as fast the newest stage is as the fastest baseline, for each number of queries and for all."""
+    """Format a table of the newest stage's speed divided by the fastest baseline's speed. Each number of queries has a row, and
+    the last row has all workloads."""
     gains = {point: gain for point in run.points if (gain := run.gain(point))}
     rows = []
     for queries in (*sorted({point.seq_len for point in gains}), "all"):
@@ -79,7 +81,8 @@ def _gains(run):
 
 
 def _shares(run):
-    """Format each implementation's share of the copy's rate, for workloads that mostly read K and V."""
+    """Format the rate at which each implementation reads K and V, in percent of the copy's rate. Only workloads with at least
+    `LARGE_BYTES` and at most `FEW_ROWS` count."""
     large = [p for p in run.points if kv_bytes(p) >= LARGE_BYTES and p.seq_len * p.heads // p.kv_heads <= FEW_ROWS]
     rows = []
     for impl in run.names:
@@ -91,13 +94,13 @@ def _shares(run):
 
 
 def _points(run, points):
-    """Format a table with a row for each point of a model."""
+    """Format a table with a row for each workload in `points`."""
     rows = [[w.seq_len, w.kv_len, f"{kv_bytes(w) / 1e6:,.0f}", *(run.cell(impl, w) for impl in run.names)] for w in points]
     return markdown(rows, ["S", "Sk", "MB", *map(spoken, run.names)])
 
 
 def decoding_tables(records: list[dict], machine: dict) -> str:
-    """Format the tables of a `bench.py --reference decode-…` run: the newest stages next to the peers.
+    """Format the tables of a `bench.py --reference decode-…` run: the track's stages next to the libraries.
 
     Args:
         records, machine: from `common.show.results.load_run`.

@@ -1,4 +1,4 @@
-"""Write the generated parts of the documents, from the committed results: `make readme`."""
+"""Write the generated parts of the documents, from the committed results. `make readme` runs this module."""
 
 import argparse
 import ast
@@ -72,12 +72,12 @@ def with_table(text: str, name: str, table: str) -> str:
 
 
 def _spans():
-    """Return pass, head dimension and mask of each row of a stage's tables."""
+    """Return the pass, the head dimension and the mask of each row that a stage's tables may have."""
     return [(pass_, head_dim, causal) for pass_, head_dim in COLUMNS for causal in (False, True)]
 
 
 def _step_table(rows: dict[tuple, list[str]], headers: list[str]) -> str:
-    """Format a table with a row of cells for each span: a pass, a head dimension and a mask."""
+    """Format a table with a row for each span. A span is a pass, a head dimension and a mask."""
     align = ["left", "right", "left"] + ["right"] * len(headers)
     table = [
         [PASS_NAMES[pass_], head_dim, "causal" if causal else "full", *row] for (pass_, head_dim, causal), row in rows.items()
@@ -86,7 +86,7 @@ def _step_table(rows: dict[tuple, list[str]], headers: list[str]) -> str:
 
 
 def _changed_spans(name: str) -> list[tuple]:
-    """Return the spans of each pass whose code differs from the parent's code."""
+    """Return the spans of the passes that a stage changes."""
     parent = stages.parent(name)
     return [span for span in _spans() if not (parent and same_code(name, parent, span[0]))]
 
@@ -120,7 +120,7 @@ def traffic_of_step(name: str) -> str:
 
 
 def _side_by_side(name: str) -> dict[tuple, Run | None]:
-    """Return the newest run that has both a stage and its parent, by pass and head dimension."""
+    """Return, for each pass and head dimension, the newest run that has both a stage and its parent."""
     measured = runs()
     return {column: newest(measured, *column, *filter(None, (stages.parent(name), name))) for column in COLUMNS}
 
@@ -132,12 +132,12 @@ def _is_modelled(name: str) -> bool:
 
 
 def gains(name: str) -> tuple[list[int], dict[tuple, tuple[float | None, list[float | None]]]]:
-    """Return the predicted gain of a step, and the measured gains by sequence length. The first stage has milliseconds instead
-    of gains.
+    """Return the predicted gain of a step, and the measured gains by sequence length. The first stage has no parent,
+    so its values are milliseconds.
 
     Returns:
-        The measured sequence lengths, and (prediction, a value for each length) by pass, head dimension and mask. None stands
-        for an unknown value.
+        The measured sequence lengths, and a dictionary by (pass, head dimension, mask). An entry has the prediction, and a list
+        with the measured value for each length. None stands for an unknown value.
     """
     parent = stages.parent(name)
     counts, _ = load_counts(TRAFFIC)
@@ -166,7 +166,7 @@ def gains(name: str) -> tuple[list[int], dict[tuple, tuple[float | None, list[fl
 
 
 def gain_table(name: str) -> str:
-    """Format a step's predicted gain and its measured gain by sequence length; for the first stage, its times."""
+    """Format a step's predicted gain and its measured gain by sequence length. For the first stage, format its times."""
     parent = stages.parent(name)
     lengths, found = gains(name)
     side_by_side = _side_by_side(name)
@@ -219,7 +219,7 @@ def tuned_table(name: str) -> str:
 
 
 def units_of_step(name: str) -> str:
-    """Format how busy the GPU's units are in a stage, its parent and two peers."""
+    """Format how busy each unit of the GPU is while it runs a stage, its parent and two libraries."""
     result = json.loads(UNITS.read_text())
     shown = {"fwd": ("sdpa-cudnn", "flash-3", stages.parent(name), name), "bwd": (stages.parent(name), name)}
     cases = [case for case in result["cases"] if not case["causal"] and case["impl"] in shown[case["pass"]]]
@@ -227,7 +227,8 @@ def units_of_step(name: str) -> str:
 
 
 def spread_table(name: str) -> str:
-    """Compare a stage's forward with the previous stage of the run, for wider score distributions."""
+    """Format the speed of a stage's forward divided by an earlier stage's, for several standard deviations of the scores. The
+    earlier stage is the nearest ancestor that the run has."""
     records, machine = load_run(run_file("spread"))
     measured, before = {record["impl"] for record in records}, stages.parent(name)
     while before and before not in measured:
@@ -277,7 +278,7 @@ def wide_table(name: str) -> str:
 
 
 def timeline_table() -> str:
-    """Format the Gluon stages' cycles in the model, next to the measured cycles of the stages' main kernels."""
+    """Format the cycles of the Gluon stages in the model of an SM, next to the measured cycles of their longest kernels."""
     model, _ = load_counts(TIMELINE)
     units = json.loads(UNITS.read_text())
     seq_len = units["cases"][0]["seq_len"]
@@ -297,7 +298,7 @@ def timeline_table() -> str:
         ours, theirs = ((modelled(model, stage, *span, seq_len), cycles(stage, *span)) for stage in (name, stages.parent(name)))
         row = [name, PASS_NAMES[span[0]], span[1], "causal" if span[2] else "full", *(f"{x:.0f}" if x else "-" for x in ours)]
         row.append(f"{ours[0] / ours[1]:.2f}" if all(ours) else "-")
-        if all(ours) and all(theirs):  # the model has only Gluon stages
+        if all(ours) and all(theirs):  # the model has no cycles of a parent that is not in Gluon
             gains = [old / new for old, new in zip(theirs, ours, strict=True)]
             row += [*(f"×{gain:.2f}" for gain in gains), f"{gains[0] / gains[1]:.2f}"]
         rows.append(row + ["-"] * (10 - len(row)))
@@ -318,7 +319,7 @@ PASSAGES = {  # generated passages that a stage's README may have
 }  # fmt: skip
 
 
-RUNS = {  # by name of the run: its heading, and the function that formats its records
+RUNS = {  # name of a run -> its heading, and the function that formats its records
     "forward-d64": ("Forward, all stages in float16, D = 64", speed_table),
     "forward-d128": ("Forward, all stages in float16, D = 128", speed_table),
     "backward-d64": ("Backward, all stages in float16, D = 64", speed_table),
@@ -340,7 +341,7 @@ RUNS = {  # by name of the run: its heading, and the function that formats its r
 }
 
 
-KEPT = (  # the tables of results/ that are committed; `make table` prints any other
+KEPT = (  # the files of results/ whose tables are committed; `make table` prints the tables of any file
     "wide-h200", "energy-d64-h200", "energy-d128-h200", "ring-h200-x2", "ring-million-h200-x2", "timeline"
 )  # fmt: skip
 
@@ -397,7 +398,7 @@ def with_passages(path: Path, passages: dict[str, Callable[[], str]]) -> str:
 
 
 def documents() -> dict[Path, str]:
-    """Return the text of each document with generated parts, from the committed results."""
+    """Return the new text of each document that has generated parts."""
     found = {path: with_passages(path, FRONT) for path in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])}
     for name in stages.names():
         passages = {passage: functools.partial(write, name) for passage, write in PASSAGES.items()}
@@ -410,7 +411,7 @@ def documents() -> dict[Path, str]:
 
 
 def main(argv: list[str]):
-    """The command line."""
+    """Run the command line."""
     terminal.prepare()
     parser = argparse.ArgumentParser(
         prog="python -m common.show.documents",

@@ -25,21 +25,21 @@ from common.show.story import change, idea
 from common.show.tables import PASS_NAMES
 from common.show.tracks import TRACKS, table
 
-HEAD_DIM = max(HEAD_DIMS)  # head dimension of the numbers on the front page
+HEAD_DIM = max(HEAD_DIMS)  # the head dimension in README.md's tables
 
 
 def names_in(found: list[Run]) -> list[str]:
-    """Return the implementations in the runs: first the libraries in the oldest run's order, then the stages in their order."""
+    """Return the implementations in the runs: first the libraries, as the oldest run orders them, then the stages in order."""
     return implementations([record for run in reversed(found) for record in run.records])
 
 
 def last_stage(names: list[str]) -> str:
-    """The newest stage of the main ladder."""
+    """Return the newest of these stages that is not a dead end."""
     return [name for name in names if stages.position(name) and not stages.is_dead_end(name)][-1]
 
 
 def origins(used: list[Run]) -> str:
-    """The GPUs, versions, commits and dates of some runs, the oldest first."""
+    """Return the GPUs, versions, commits and dates of these runs, the oldest first."""
     machines = [run.machine for run in sorted(used, key=lambda run: run.ended)]
     commits = {}
     for machine in machines:
@@ -49,8 +49,11 @@ def origins(used: list[Run]) -> str:
 
 
 def share_of_the_fastest(found: list[Run], name: str, pass_: str) -> tuple[float, Run] | None:
-    """Return how many times as fast a stage is as the fastest library at each point, and the run with both. None means that no
-    run has both."""
+    """Return a stage's speed divided by the fastest library's speed, and the newest run with the stage. Return None if there
+    is no such run or ratio.
+
+    The ratio is the mean over the workloads. Each workload has its own fastest library.
+    """
     run = newest(found, pass_, HEAD_DIM, name)
     if not run:
         return None
@@ -73,7 +76,7 @@ def start(name: str) -> list[str]:
 
 
 def row(found: list[Run], name: str) -> tuple[list[str], list[Run]]:
-    """Return a stage's cells in the ladder, and the runs with the cells' numbers."""
+    """Return a stage's cells in the ladder, and the runs from which the numbers in the cells come."""
     parent, used, cells = stages.parent(name), [], start(name)
     for pass_ in CODE:
         gained = parent and gain(found, name, parent, pass_, HEAD_DIM)
@@ -94,10 +97,10 @@ def _short(shown: str) -> str:
 
 
 def ladder(found: list[Run]) -> str:
-    """The table of the main ladder, then the tables of tracks and of dead ends.
+    """Return the table of the main ladder, then the tables of the tracks and of the dead ends.
 
     Args:
-        found: as `common.show.results.runs` gives them.
+        found: the runs, from `common.show.results.runs`.
     """
     headers = ["stage", "idea", "lines changed", "forward × parent", "% of fastest", "backward × parent", "% of fastest"]
     align = ["left", "left"] + ["right"] * 5
@@ -143,7 +146,7 @@ def headline(found: list[Run]) -> str:
     """Return a table that compares the newest stage's speed with the first stage and the libraries.
 
     Args:
-        found: as `common.show.results.runs` gives them.
+        found: the runs, from `common.show.results.runs`.
     """
     if not found:
         return "Not measured yet."

@@ -2,8 +2,8 @@
 
     make stage FROM=v29 NAME=v29x_yours
 
-A stage's code does not contain the stage's name, so a copy of the code works unchanged. The copy omits the old stage's idea,
-its README, and notes about stages that are no longer ahead.
+A stage's code does not contain the stage's name, so a copy of the code works unchanged. The copy has neither the old stage's
+idea nor its README. It has a `NOTE` on a later stage only if that stage also comes after the new stage.
 """
 
 import argparse
@@ -67,10 +67,10 @@ Then run:
 
 
 def checked(source: str, name: str) -> str:
-    """Return the directory name of the stage `source`, from `stages.resolve`.
+    """Return the directory name of the stage `source`, which may be a short name such as v29.
 
     Raises:
-        ValueError: there is no such stage, or `name` cannot be the name of a new one. The message is one line.
+        ValueError: there is no such stage, or `name` cannot be the name of a new one. The error message is one line.
     """
     for variable, value in (("FROM", source), ("NAME", name)):
         if not value:
@@ -91,12 +91,12 @@ def checked(source: str, name: str) -> str:
 
 
 def free_number() -> str:
-    """Return the version of the next step: v46 if v48 is the last."""
+    """Return the version of the next step: v49 if v48 is the last."""
     return f"v{max(stages.position(name)[0] for name in stages.names()) + 1}"
 
 
 def example(source: str) -> str:
-    """Return a command that makes a dead end off the stage `source`, with the last free letter."""
+    """Return a command that makes a dead end from the stage `source`. The new version has the last free letter."""
     number, _ = stages.position(source)
     taken = {stages.position(name) for name in stages.names()}
     free = [letter for letter in ascii_lowercase if (number, letter) not in taken]
@@ -104,7 +104,8 @@ def example(source: str) -> str:
 
 
 def without_past_notes(code: str, name: str) -> str:
-    """Remove the lines `# NOTE: …` that name stage `name` or an earlier stage. Such a stage is no longer ahead."""
+    """Remove the lines `# NOTE: …` that name stage `name` or an earlier stage. A note says what a later stage does, and these
+    stages do not come after `name`."""
 
     def kept(match):
         named = [stages.position(f"{version}_") for version in re.findall(r"\bv\d+[a-z]?\b", match[0])]
@@ -120,8 +121,8 @@ def with_docstring(code: str, docstring: str) -> str:
 
 
 def with_parent(code: str, source: str, name: str) -> str:
-    """Return the module code of stage `source`, adapted to stage `name`. Add a `PARENT` line unless the number implies the
-    parent."""
+    """Return the code of __init__.py for the new stage `name`. `code` is that of stage `source`. Add a line `PARENT = …` unless
+    the new stage's number implies the parent."""
     code = re.sub(r"^PARENT = .*\n", "", code, flags=re.MULTILINE)
     if stages.parent(name) == source:
         return code
@@ -129,7 +130,7 @@ def with_parent(code: str, source: str, name: str) -> str:
 
 
 def with_line(text: str, pattern: str, line: str) -> str:
-    """Insert `line` among the adjacent lines of `text` that match `pattern`, in the order of their stages.
+    """Insert `line` into `text`, among the lines that match `pattern`. These lines are in the order of their stages.
 
     Raises:
         ValueError: no lines match, or the matching lines are not adjacent.
@@ -143,10 +144,10 @@ def with_line(text: str, pattern: str, line: str) -> str:
 
 def make(source: str, name: str) -> bool:
     """Write stages/`name` with the code of stage `source`, and the new stage's lines in README.md and tests/predictions.py.
-    After an error, write nothing.
+    If an error occurs, undo all changes.
 
     Returns:
-        Whether `source` has a prediction of its bytes and FLOPs. Such a prediction is copied for the new stage.
+        Whether tests/predictions.py predicts `source`'s bytes and FLOPs. If so, `name` gets a copy of the prediction.
     """
     directory = results.ROOT / "stages"
     old, new = source.split("_")[0], name.split("_")[0]
@@ -158,7 +159,7 @@ def make(source: str, name: str) -> bool:
         line = f'    "{new}": {prediction[1]}'
         after[predictions] = with_line(before[predictions], r' {4}"v\d+[a-z]?": .*', line)
     idea = ("A dead end: " + IDEA) if stages.is_dead_end(name) else IDEA.capitalize()
-    with tempfile.TemporaryDirectory(prefix=".new-", dir=directory) as temporary:  # in `directory`, so that a rename suffices
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=directory) as temporary:  # a rename moves the finished copy
         copy = Path(temporary) / name
         shutil.copytree(directory / source, copy, ignore=shutil.ignore_patterns("__pycache__"))
         for path in copy.glob("*.py"):
@@ -187,7 +188,7 @@ def make(source: str, name: str) -> bool:
 
 
 def main(argv: list[str]):
-    """The command line."""
+    """Run the command line."""
     terminal.prepare()
     parser = argparse.ArgumentParser(
         prog="make stage", usage=example(stages.names()[-1]), description="Make a new stage from another one's kernels."

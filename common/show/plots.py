@@ -1,5 +1,5 @@
-"""Draw the plots of plots/: the speed of all stages, speed and memory against sequence length, the gain of each step, decoding,
-and several GPUs."""
+"""Draw the plots of plots/: the speed of all stages, speed and memory against sequence length, the gain of each step, and
+the speed of decoding and of several GPUs."""
 
 import itertools
 import textwrap
@@ -35,7 +35,7 @@ from common.show.results import (  # noqa: E402
 from common.show.scaling import Scaling, load_ring, ring_files  # noqa: E402
 from common.show.tables import PASS_NAMES  # noqa: E402
 
-# Peers have dashed lines and hollow markers. Their colors are not those of any stage, and color-blind readers can tell them
+# Libraries have dashed or dotted lines and hollow markers. No stage has their colors. Color-blind readers can tell these colors
 # apart.
 PEER_STYLES = (
     {"color": "0.55", "linestyle": "--", "marker": "o"},
@@ -50,14 +50,14 @@ BARS = (  # the style of each pass and head dimension, in the order of COLUMNS
 )  # fmt: skip
 RUN_COLORS = ("#f4a582", "#fdbe85", "#d94801")  # colors of bars, by run number
 DECODING = run_file("decode-d128")
-DECODED = ((1, 16, 16), (8, 32, 8))  # batch, heads and K/V heads of the panels
-STORY = ("v0", "v1", "v3", "v5")  # stages in the speed plots, beside the newest
-LABEL_GAP = 0.035  # smallest distance of two names, as a share of the axis
-SAME = 1.02  # lines overlap if they differ by less than this factor everywhere
+DECODED = ((1, 16, 16), (8, 32, 8))  # batch size, heads and K/V heads of each panel in decoding.png
+STORY = ("v0", "v1", "v3", "v5")  # the speed plots show these stages and the newest stage
+LABEL_GAP = 0.035  # least distance between the names of two lines, as a share of the vertical axis
+SAME = 1.02  # two lines overlap if they differ by less than this factor at each point
 
 
 def style(name: str, names: list[str]) -> dict:
-    """Return the color, line and marker of an implementation. All plots with the same `names` have the same styles. Stages have
+    """Return the color, line and marker of an implementation. It looks the same in all plots with these `names`. Stages have
     solid lines, from dark to bright. If there are more stages than markers, markers repeat: first hollow, then with dotted
     lines."""
     if not stages.position(name):
@@ -91,7 +91,7 @@ def together(lines: dict[str, list[tuple]]) -> list[list[str]]:
 
 
 def in_short(group: list[str], names: list[str]) -> str:
-    """Return the short names of a group; three or more consecutive stages become "first to last"."""
+    """Return the short names of a group, separated by commas. Three or more consecutive stages become a range: "v4 to v7"."""
     runs = []
     for name in group:
         if runs and stages.position(runs[-1][-1]) and names.index(name) == names.index(runs[-1][-1]) + 1:
@@ -123,7 +123,7 @@ def _length_axis(axes, lengths: set[int], label: str):
 
 
 def _legend(figure, columns: int):
-    """Draw one legend for all axes below them."""
+    """Draw one legend for all axes, and place it below the axes."""
     shown = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -132,7 +132,7 @@ def _legend(figure, columns: int):
 
 
 def _selected(found, names, pass_, head_dim, causal):
-    """Return the records of each implementation's newest run. Different runs allow no ratios between their records."""
+    """Return each implementation's records from its newest run. Do not divide them: their runs and GPUs may differ."""
     wanted = pass_, head_dim, causal
     of_runs = {name: newest(found, pass_, head_dim, name) for name in names}
     return [
@@ -144,8 +144,8 @@ def _selected(found, names, pass_, head_dim, causal):
 
 
 def _label_ends(axes, lines: dict[str, list[tuple]], names: list[str]):
-    """Write each line's name to the right of its last point, in the line's color. No two names are closer than `LABEL_GAP` of
-    the axis."""
+    """Write each line's name to the right of its last point, in the line's color. Names keep a distance of at least
+    `LABEL_GAP`."""
     low, high = axes.get_ylim()
     gap, below = LABEL_GAP * (high - low), low - (high - low)
     for name, points in sorted(lines.items(), key=lambda line: line[1][-1][1]):
@@ -157,7 +157,7 @@ def _label_ends(axes, lines: dict[str, list[tuple]], names: list[str]):
 
 
 def _speed(found, names, pass_):
-    """Plot a few stages, chosen for the story, and the libraries. Each line has its name at its end."""
+    """Plot the libraries, the stages of `STORY` and the newest stage. Each line has its name at its end."""
     stage_names = [name for name in names if stages.position(name)]
     chosen = [name for name in names if name not in stage_names or stages.version(name) in STORY or name == stage_names[-1]]
     figure, grid = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
@@ -179,7 +179,7 @@ def _memory(found, names):
         axes.set_yscale("log")
         lines = _lines(axes, _selected(found, names, pass_, 128, True), names, "peak_extra_mib", MIB_IN_MB)
         for group in together(lines):
-            if len(group) > 1:  # only the last line is visible
+            if len(group) > 1:  # only the last line of the group is visible
                 axes.annotate(
                     textwrap.fill(in_short(group, names), 60), xy=lines[group[0]][0], xytext=(0, -5),
                     textcoords="offset points", va="top", fontsize=8, color="0.2",
@@ -241,7 +241,7 @@ def _evolution(found, names):
     """Plot the mean TFLOP/s for the largest head dimension: bars for the stages, lines for the libraries.
 
     Each mean is from the implementation's newest run. The colors of bars and the labels of lines show the run. A library has a
-    line only if its run also has a bar, because times of different GPUs do not compare.
+    line only if a bar is from the same run, because times from different GPUs cannot be compared.
     """
     figure, grid = plt.subplots(2, 1, figsize=(13, 7.5), layout="constrained", sharey=True)
     for axes, pass_ in zip(grid, ("fwd", "bwd"), strict=True):
@@ -267,7 +267,7 @@ def _evolution(found, names):
 
 
 def _decoding(records, copy_gbps):
-    """Plot the rate at which one query's keys and values are read."""
+    """Plot the rate at which K and V are read for one query, against the number of keys."""
     names = implementations(records)
     figure, grid = plt.subplots(1, len(DECODED), figsize=(10, 4.5), layout="constrained", sharey=True)
     for axes, model in zip(grid, DECODED, strict=True):
@@ -299,8 +299,8 @@ def draw_decoding(records: list[dict], machine: dict, directory: Path):
 
 
 def _scaling(found):
-    """Plot the rate per GPU against the number of GPUs. Solid lines have equal tokens per GPU, dotted lines equal sequence
-    length."""
+    """Plot the rate per GPU against the number of GPUs. Along a solid line, the number of tokens per GPU does not change. Along
+    a dotted line, the sequence length does not change."""
     tokens = sorted({r["seq_len"] // r["ranks"] for r in found.records if r["ranks"] == found.ranks})
     passes = [pass_ for pass_ in PASS_NAMES if any(r["pass"] == pass_ for r in found.records)]
     figure, grid = plt.subplots(len(passes), len(tokens), figsize=(10, 3.6 * len(passes)), layout="constrained", squeeze=False)
@@ -335,8 +335,8 @@ def draw(found: list[Run], directory: Path):
     """Write evolution.png, speed-forward.png, speed-backward.png, gain.png and memory.png, without dead ends.
 
     Args:
-        found: from `common.show.results.runs`; each implementation is drawn from its newest run.
-        directory: the output directory, created if missing.
+        found: the runs, from `common.show.results.runs`.
+        directory: the output directory. It is created if it is missing.
     """
     names = implementations([record for run in reversed(found) for record in run.records])
     names = [name for name in names if not stages.is_dead_end(name)]

@@ -1,4 +1,4 @@
-"""Format tables of Nsight Compute's measurements: traffic next to its count, and how busy each unit of the GPU is."""
+"""Format tables of Nsight Compute's measurements: measured next to counted traffic, and how busy each unit of the GPU is."""
 
 import re
 
@@ -9,8 +9,8 @@ from common.measure.units import CLOCK, REASONS, REGISTERS, STALL, TIME, UNITS
 from common.measure.workloads import Workload
 from common.show.tables import PASS_NAMES, title
 
-SHOWN_STALLS = 2  # the most frequent stall reasons
-LEAST_SHARE = 0.02  # share of a case's time; the table omits kernels with a smaller share
+SHOWN_STALLS = 2  # the table shows this many reasons why warps wait, the most frequent ones
+LEAST_SHARE = 0.02  # a kernel has a row if it takes at least this share of its case's time
 
 
 def _ratio(measured: float, counted: float) -> str:
@@ -20,7 +20,7 @@ def _ratio(measured: float, counted: float) -> str:
 def traffic_table(result: dict) -> str:
     """Format a file of measured and counted traffic as a markdown table: MB, and measured MB divided by counted MB.
 
-    With GQA the table also has the numbers of heads and the bytes between the L2 cache and device memory.
+    With GQA the table also has the numbers of heads and the bytes between the L2 cache and memory.
     """
     info = result["machine_info"]
     workloads = [Workload.of(case) for case in result["cases"]]
@@ -65,7 +65,8 @@ def _short(name: str) -> str:
 
 
 def units_table(result: dict) -> str:
-    """Format a saved file as a markdown table: a row for each kernel with at least LEAST_SHARE of its case's time."""
+    """Format a saved file of `common.measure.units` as a markdown table. Each kernel has a row, unless its
+    share of the time is below LEAST_SHARE."""
     rows = []
     for case in result["cases"]:
         whole = sum(kernel[TIME] for kernel in case["kernels"])

@@ -15,7 +15,7 @@ from common.measure.workloads import HIDDEN, TOKENS, Workload
 from common.show.tables import stage_order
 
 ROOT = Path(__file__).parents[2]
-GPUS = ("h200", "h100")  # as the files of results/ name them
+GPUS = ("h200", "h100")  # as in the names of the files in results/
 HEAD_DIMS = (64, 128)
 
 
@@ -26,7 +26,7 @@ def run_file(name: str) -> Path:
     return max(paths, key=lambda path: path.exists() and _read(path)["datetime"] or "")
 
 
-CODE = {"fwd": "forward", "bwd": "backward"}  # the passes that have code of their own, as `stages.files` calls them
+CODE = {"fwd": "forward", "bwd": "backward"}  # pass -> its name in `stages.files`; fwd+bwd has no code of its own
 TRAFFIC = ROOT / "results" / "traffic.json"
 COUNTED_AT = 2048  # the sequence length of TRAFFIC
 UNITS = ROOT / "results" / "units-h200.json"
@@ -63,7 +63,7 @@ def load_run(path: Path) -> tuple[list[dict], dict]:
 
 @dataclass(frozen=True)
 class Run:
-    """A saved run's records of the papers' workloads, including S = 512.
+    """A saved run, with its records of the papers' workloads.
 
     Attributes:
         records: the records with float16, 16k tokens, hidden size 2048 and normally distributed inputs, including failures.
@@ -77,7 +77,8 @@ class Run:
 
     @functools.cached_property
     def _whole(self):
-        """The (implementation, pass, head dimension) that the run tried at every point of the means."""
+        """Each (implementation, pass, head dimension) that the run tried at every length of `MEAN_OVER`, with and without a
+        causal mask."""
         tried = {}
         for record in self.records:
             case = record["impl"], record["pass"], record["head_dim"]
@@ -85,7 +86,8 @@ class Run:
         return {case for case, points in tried.items() if points.issuperset(itertools.product((False, True), MEAN_OVER))}
 
     def holds(self, impl: str, pass_: str, head_dim: int) -> bool:
-        """Return whether the run tried an implementation's pass at every point of the means. A point may be a failure."""
+        """Return whether the run tried an implementation's pass at every length of `MEAN_OVER`, with and without a causal
+        mask. A try may have failed."""
         return (impl, pass_, head_dim) in self._whole
 
 
@@ -97,8 +99,8 @@ def is_usual(record: dict) -> bool:
 
 
 def with_repeats(records: list[dict]) -> list[dict]:
-    """Add the records of unchanged passes. A reference run skips a pass that has the same code as the parent's pass, so this
-    copies the parent's records."""
+    """Add the records of passes that a reference run skipped. It skips a pass with the same code as the parent's pass, so
+    the added records are copies of the parent's records."""
     of_pass = {}
     for record in records:
         of_pass.setdefault((record["impl"], record["pass"]), []).append(record)
@@ -115,7 +117,7 @@ def with_repeats(records: list[dict]) -> list[dict]:
 
 @functools.lru_cache
 def _run(path: Path, changed_ns: int) -> Run | None:
-    """Return the run in a file of results/; None if it does not have two stages at every point of the means."""
+    """Return the run in a file of results/; None if `Run.holds` is true for fewer than two stages."""
     saved = _read(path)
     if "benchmarks" not in saved:
         return None
@@ -125,7 +127,7 @@ def _run(path: Path, changed_ns: int) -> Run | None:
 
 
 def runs() -> list[Run]:
-    """Return the runs in results/ that have at least two stages at every point of the means, newest first."""
+    """Return the runs in results/ for which `Run.holds` is true for at least two stages, newest first."""
     found = [_run(path, path.stat().st_mtime_ns) for path in sorted((ROOT / "results").glob("*.json"))]
     return sorted(filter(None, found), key=lambda run: run.ended, reverse=True)
 
@@ -146,18 +148,20 @@ def gain(runs: list[Run], new: str, old: str, pass_: str, head_dim: int) -> tupl
 
 
 def rate(runs: list[Run], impl: str, pass_: str, head_dim: int) -> tuple[float, Run] | None:
-    """Return the mean TFLOP/s in the newest run that has this pass of an implementation, and the run. Return None if no run has
-    the pass."""
+    """Return an implementation's mean TFLOP/s in the newest run that has its pass, and this run. Return None if no run has the
+    pass."""
     run = newest(runs, pass_, head_dim, impl)
     mean = run and mean_rate(run.records, impl, pass_, head_dim)
     return (mean, run) if mean else None
 
 
 def chain(runs: list[Run], new: str, old: str, pass_: str, head_dim: int) -> list[tuple[str, str, float, Run]] | None:
-    """Return a shortest chain of gains whose product compares `new` with `old`, which may have no run in common.
+    """Return gains whose product is `new`'s speed divided by `old`'s speed.
+
+    Often no run has both stages. Then the gains lead from `old` to `new` over as few other stages as possible.
 
     Returns:
-        (later stage, earlier stage, gain, run) of each link; None if no links lead from `old` to `new`.
+        (later stage, earlier stage, gain, run) for each gain; None if no gains lead from `old` to `new`.
     """
     links = {old: []}
     reached = [old]
@@ -201,7 +205,7 @@ def implementations(records: list[dict]) -> list[str]:
 
 
 def measured(records: list[dict], impl: str, pass_: str, head_dim: int) -> dict[tuple[bool, int], dict]:
-    """Return the records by (causal, seq_len), for the lengths of the means and without failures."""
+    """Return an implementation's records by (causal, seq_len), for the lengths of `MEAN_OVER` and without failures."""
     return {
         (record["causal"], record["seq_len"]): record
         for record in records
@@ -212,12 +216,12 @@ def measured(records: list[dict], impl: str, pass_: str, head_dim: int) -> dict[
 
 
 def times_of(records: list[dict], impl: str, pass_: str, head_dim: int) -> dict[tuple[bool, int], float]:
-    """Return milliseconds by (causal, seq_len)."""
+    """Return an implementation's milliseconds by (causal, seq_len), for the lengths of `MEAN_OVER`."""
     return {key: record["ms"] for key, record in measured(records, impl, pass_, head_dim).items()}
 
 
 def mean_ratio(ours: dict, theirs: dict) -> float | None:
-    """Return the geometric mean of theirs / ours over common keys; None if there are none."""
+    """Return the geometric mean of theirs / ours over the keys that both have; None if they have no key in common."""
     common = ours.keys() & theirs.keys()
     return statistics.geometric_mean(theirs[key] / ours[key] for key in common) if common else None
 
@@ -225,45 +229,46 @@ def mean_ratio(ours: dict, theirs: dict) -> float | None:
 def speedup(records: list[dict], impl: str, over: str, pass_: str, head_dim: int) -> float | None:
     """Return the speed of `impl` divided by the speed of `over` in one run.
 
-    The result is the mean over `MEAN_OVER`, causal and not. v0 runs out of memory at some points. So the mean includes only the
-    points at which both were measured. Return None if there are no such points.
+    The result is the geometric mean over the lengths of `MEAN_OVER`, with and without a causal mask. v0 runs out of memory at
+    some lengths. So the mean includes only the workloads for which both have a time. Return None if there are none.
     """
     return mean_ratio(*(times_of(records, name, pass_, head_dim) for name in (impl, over)))
 
 
 def origin(machine: dict, dated: bool = False) -> str:
-    """Return a run's GPU, versions and commit, and with `dated` its date."""
+    """Return a run's GPU, versions and commit. With `dated`, add its date."""
     versions = f"{machine['gpu']}, torch {machine['torch']}, triton {machine['triton']}, commit {machine['commit'][:12]}"
     return versions + (f", {machine['date']}" if dated else "")
 
 
 def load_counts(path: Path) -> tuple[list[dict], dict]:
-    """Return the records and the machine of a file of counts or of the timeline."""
+    """Return the records and the machine of `TRAFFIC` or `TIMELINE`."""
     counts = _read(path)
     return counts["records"], counts["machine_info"]
 
 
 def counted(counts: list[dict], impl: str, pass_: str, head_dim: int, causal: bool) -> dict | None:
-    """Return the count of a stage's pass; None if there is none."""
+    """Return the record with the counts of a stage's pass; None if there is none."""
     wanted = (impl, pass_, head_dim, causal, COUNTED_AT)
     found = [c for c in counts if (c["impl"], c["pass"], c["head_dim"], c["causal"], c["seq_len"]) == wanted]
     return found[0] if found else None
 
 
 def modelled(records: list[dict], impl: str | None, pass_: str, head_dim: int, causal: bool, seq_len: int) -> float | None:
-    """Return the cycles for `timeline.SCORES` scores from a file of `common.measure.timeline`; None if there are none."""
+    """Return the cycles that a stage's pass takes in the model of an SM for `timeline.SCORES` scores; None if unknown."""
     wanted = (impl, pass_, head_dim, causal, seq_len)
     found = [r for r in records if (r["impl"], r["pass"], r["head_dim"], r["causal"], r["seq_len"]) == wanted]
     return found[0]["cycles_a_tile"] if found else None
 
 
 def moved(count: dict) -> int:
-    """Return the bytes read and written."""
+    """Return the sum of the bytes read and the bytes written."""
     return count["bytes_read"] + count["bytes_written"]
 
 
 def mean_rate(records: list[dict], impl: str, pass_: str, head_dim: int) -> float | None:
-    """Return the geometric mean of TFLOP/s over `MEAN_OVER`, causal and not; None if nothing was measured."""
+    """Return the geometric mean of TFLOP/s over `MEAN_OVER`, with and without a causal mask. Return None if nothing
+    was measured."""
     rates = [record["tflops"] for record in measured(records, impl, pass_, head_dim).values()]
     return statistics.geometric_mean(rates) if rates else None
 
@@ -295,7 +300,7 @@ def shared(record: dict) -> bool:
 
 
 def bytes_of(case: dict) -> int:
-    """Return the bytes that the kernels of a `tuned_case` moved between L2 cache and SMs, including spilled registers."""
+    """Return the bytes that the kernels of a case moved between L2 cache and SMs, including spilled registers."""
     return int(sum(kernel[READ] + kernel[WRITTEN] for kernel in case["kernels"]))
 
 
@@ -313,7 +318,7 @@ def speed_in_words(ratio: float) -> str:
 
 
 def same_tiles(*cases: dict) -> bool:
-    """Return whether the kernels that two `tuned_case`s share ran with the same tiles; False if they share none."""
+    """Return whether the kernels that two cases have in common ran with the same tiles; False if there are none."""
     before, after = ({launch["name"]: launch["tile"] for launch in case["counted"] if "tile" in launch} for case in cases)
     common = before.keys() & after.keys()
     return bool(common) and all(before[name] == after[name] for name in common)

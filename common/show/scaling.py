@@ -1,4 +1,4 @@
-"""Summaries of `make bench-ring` runs, in which several GPUs share a sequence."""
+"""Summarize `make bench-ring` runs, in which several GPUs share a sequence."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ def ring_files() -> list[Path]:
 
 
 def load_ring(path: Path) -> dict:
-    """Load a run for `common.measure.scaling.tables`."""
+    """Load a run in the form that `common.measure.scaling.tables` takes."""
     return json.loads(path.read_text())
 
 
@@ -26,7 +26,7 @@ def _key(record, ranks, seq_len):
 
 
 class Scaling:
-    """The timed cases of a run, and the cases that they are compared with."""
+    """The measured cases of a run, which compare several GPUs with a single GPU."""
 
     def __init__(self, run: dict):
         self.records = [record for record in run["records"] if "ms" in record]
@@ -35,26 +35,26 @@ class Scaling:
         self._by_case = {_key(r, r["ranks"], r["seq_len"]): r for r in self.records}
 
     def weak(self, record: dict) -> float | None:
-        """Return the rate per GPU, divided by the rate of one GPU with as many tokens as each of these GPUs.
+        """Return the rate per GPU, divided by the rate of a single GPU with as many tokens as each of the GPUs.
 
-        None if one GPU was not measured.
+        Return None if the single GPU was not measured.
         """
         alone = self._by_case.get(_key(record, 1, record["seq_len"] // record["ranks"]))
         return record["tflops"] / alone["tflops"] if alone else None
 
     def strong(self, record: dict) -> float | None:
-        """Return the speedup over one GPU with the same sequence, divided by the number of GPUs; None if one GPU was not
-        measured."""
+        """Return the speedup over a single GPU with the same sequence, divided by the number of GPUs. Return None if the
+        single GPU was not measured."""
         alone = self._by_case.get(_key(record, 1, record["seq_len"]))
         return alone["ms"] / record["ms"] / record["ranks"] if alone else None
 
     def is_drawn(self) -> bool:
-        """Whether the run has several numbers of GPUs, so that a plot has lines."""
+        """Return whether the run used several numbers of GPUs. Otherwise a plot would have points and no lines."""
         return len({record["ranks"] for record in self.records}) > 1
 
 
 def _summary(path):
-    """Format where a run is from (GPU, versions, commit, date), and its cases with the most GPUs."""
+    """Format a table of a run's cases with the most GPUs. The caption has the GPUs, versions, commit and date."""
     run = load_ring(path)
     facts, found = run["machine_info"], Scaling(run)
     most = [record for record in found.records if record["ranks"] == found.ranks]

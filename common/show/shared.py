@@ -33,7 +33,7 @@ def remarks(records: list[dict]) -> list[str]:
 
 
 class _Run:
-    """The records of a run, by implementation, by workload (without GQA), and by query heads per K/V head."""
+    """The records of a run. The key of a record is (implementation, its workload without GQA, query heads per K/V head)."""
 
     def __init__(self, records):
         self.records = {}
@@ -48,7 +48,7 @@ class _Run:
         self.stage, self.peers = names[-1], names[:-1]
 
     def record(self, impl, point, sharing=1):
-        """Return the record of a point with `sharing` query heads per K/V head; empty if there is none."""
+        """Return the record of workload `point` with `sharing` query heads per K/V head; an empty one if there is none."""
         return self.records.get((impl, point, sharing), {})
 
     def ratio(self, point, sharing, over):
@@ -59,7 +59,7 @@ class _Run:
         return times[0] / times[1] if all(times) else None
 
     def cell(self, impl, point, sharing=1):
-        """Format TFLOP/s, with a star if the launch could not be hidden. If nothing was measured, return the reason."""
+        """Format TFLOP/s, with a star if the GPU waited for the launch. If nothing was measured, return the reason."""
         record = self.record(impl, point, sharing)
         if "tflops" not in record:
             return record.get("failure", "-")
@@ -67,7 +67,8 @@ class _Run:
 
 
 def _summary(run):
-    """Format geometric means of the ratios, for each number of query heads per K/V head, and the worst point with GQA."""
+    """Format the geometric mean of `_Run.ratio` for each number of query heads per K/V head. The last column has the largest
+    ratio with GQA."""
     rows = []
     for over, pass_ in itertools.product((run.stage, *run.peers), dict.fromkeys(point.pass_ for point in run.points)):
         points = [point for point in run.points if point.pass_ == pass_]
@@ -87,7 +88,7 @@ def _summary(run):
 
 
 def _each(run):
-    """Format a table with a row for each point. A cell has a value for each number of query heads per K/V head."""
+    """Format a table with a row for each workload. A cell has a value for each number of query heads per K/V head."""
 
     def ratios(point, over):
         found = [run.ratio(point, sharing, over) for sharing in run.sharing if sharing > 1 or over != run.stage]
@@ -118,7 +119,7 @@ def _other_dims(run):
 
 
 def shared_tables(records: list[dict], machine: dict) -> str:
-    """Format the tables of a `bench.py --reference shared` run: its newest stage next to the peers.
+    """Format the tables of a `bench.py --reference shared` run: its newest stage next to the libraries.
 
     Args:
         records, machine: from `common.show.results.load_run`.

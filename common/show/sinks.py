@@ -1,4 +1,4 @@
-"""Forward speed with attention sinks and with wide score distributions."""
+"""Format the speed of forwards with attention sinks and with wide score distributions."""
 
 import itertools
 
@@ -10,7 +10,7 @@ from common.show.results import load_run, origin, run_file, spoken
 
 def sinks_table(name: str) -> str:
     """Format a stage's speed divided by the speed of the run's first stage, which keeps a running maximum. Brackets have the
-    previous stage's value."""
+    value of the previous stage in the run."""
     path = run_file("sinks")
     if not path.exists():
         return "Attention sinks have not been measured yet."

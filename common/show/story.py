@@ -2,8 +2,8 @@
 
 Show each idea, the size of the change, the traffic that the change saves, and the speed that it gains.
 
-python -m common.show.story               # all steps, from committed files alone
-python -m common.show.story diff v4 v5    # one step, code first
+python -m common.show.story               # all steps; reads only committed files
+python -m common.show.story diff v4 v5    # one step, with its code
 """
 
 import argparse
@@ -43,7 +43,7 @@ class Change:
 
 
 def code_files(*names: str) -> list[str]:
-    """Return the names of the files of these stages' passes."""
+    """Return the names of the files that have the code of these stages' passes."""
     return [file for pass_ in results.CODE.values() for file in stages.files(pass_, *names)]
 
 
@@ -59,7 +59,7 @@ def functions(text: str) -> dict[str, str]:
 
 
 def _git_diff(old: str, new: str, file: str, exact: bool) -> str:
-    """Compare a file of two stages with git. A stage that lacks the file counts as one with an empty file. Unless `exact`,
+    """Compare a file of two stages with git. If a stage lacks the file, compare with an empty file. Unless `exact`,
     leave out NOTEs and changes of white space."""
     options = ["--no-prefix", f"--color={'always' if sys.stdout.isatty() else 'never'}", *([] if exact else ["-w"])]
     with tempfile.TemporaryDirectory() as folder:
@@ -79,8 +79,8 @@ def _git_diff(old: str, new: str, file: str, exact: bool) -> str:
 
 @functools.lru_cache(128)
 def _lines(text: str) -> dict[str, list[str]]:
-    """Return the lines of each top-level definition of a file, with the comments before it; under "" all other lines.
-    Indentation, empty lines, NOTEs and the file's docstring are left out."""
+    """Return a file's lines by the name of their top-level definition, which includes the comments before it. The key "" has
+    all other lines. Indentation, empty lines, NOTEs and the file's docstring are left out."""
     lines = [line.strip() for line in text.splitlines()]
     owner = [""] * len(lines)
     module = ast.parse(text)
@@ -101,7 +101,8 @@ def _lines(text: str) -> dict[str, list[str]]:
 
 
 def _texts(old: str, new: str, pass_: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """Return what to compare of two stages: the lines of each file, and of each definition that moved to another file."""
+    """Return the lines of each stage by file. A definition that moved to another file has a key of its own, so that it is
+    compared with itself."""
     files = stages.files(pass_, old, new)
     parts = [{file: _lines(stages.source(stage, file)) for file in files} for stage in (old, new)]
     homes = [{name: file for file in files for name in found[file] if name} for found in parts]
@@ -147,8 +148,8 @@ def _wrapped(text: str, indent: str = "", hanging: str = "") -> str:
 
 
 def speed_line(runs: list[results.Run], old: str, new: str, pass_: str) -> str:
-    """Return a line on how many times as fast a pass of `new` is as that of `old`, by head dimension. The line names the run's
-    number."""
+    """Return a line with the speed of `new`'s pass divided by the speed of `old`'s pass, for each head dimension. Brackets have
+    the number of the run."""
     cells = {}  # by the run's number
     for head_dim in results.HEAD_DIMS:
         if found := results.gain(runs, new, old, pass_, head_dim):
@@ -162,7 +163,7 @@ def speed_line(runs: list[results.Run], old: str, new: str, pass_: str) -> str:
 
 
 def _moved(label: str, bytes_at: dict[int, tuple[int, int]]) -> list[str]:
-    """Return a line on bytes. `bytes_at` has (before, after) by head dimension. If it is empty, return no line."""
+    """Return a line that compares bytes. `bytes_at` has (before, after) by head dimension; if it is empty, return no line."""
     words = {head_dim: results.bytes_in_words(*both) for head_dim, both in bytes_at.items()}
     if set(words.values()) == {"the same bytes"}:
         words = {", ".join(f"D={head_dim}" for head_dim in words): "the same bytes"}
@@ -172,8 +173,10 @@ def _moved(label: str, bytes_at: dict[int, tuple[int, int]]) -> list[str]:
 
 
 def bytes_lines(counts: list[dict], old: str, new: str, pass_: str) -> list[str]:
-    """Return lines that compare the bytes of a pass of `new` and `old`. Some bytes are counted at fixed tiles, others are
-    measured at equal tuned tiles.
+    """Return lines that compare the bytes of `new`'s pass and `old`'s pass.
+
+    The first line has counted bytes, with fixed tiles. The second line has measured bytes, with the tiles of the tuner. It is
+    missing if the tuner chose different tiles for the two stages.
 
     Args:
         counts: the records of `results.TRAFFIC`; empty if the file is missing.
@@ -217,7 +220,7 @@ def result(old: str, new: str) -> dict[str, list[str]]:
 
 
 def _at(words: dict[str, str], named: bool = False) -> str:
-    """Join texts, each with its workload. Return equal texts once, and with `named` also name their workloads."""
+    """Join texts, each with its workload. If all texts are equal, write the text once, and its workloads only if `named`."""
     if len(set(words.values())) < 2:
         return "".join(set(words.values())) + (f" at {' and '.join(words)}" if named and words else "")
     return ", ".join(f"{text} at {where}" for where, text in words.items())
@@ -242,7 +245,7 @@ def step_lines(old: str, new: str) -> list[str]:
 
 
 def sources(lines: list[str] | None = None) -> str:
-    """Explain how to read `step_lines`, and name the runs of the speeds. With `lines`, name only the runs in these lines."""
+    """Explain how to read `step_lines`, and name the measured runs. With `lines`, name only the runs in these lines."""
     found = results.runs()
     parts = []
     if results.TRAFFIC.exists():
@@ -281,7 +284,7 @@ def print_story():
 
 
 def print_diff(old: str, new: str, prose: bool, exact: bool):
-    """Print the change from one stage to another: the code, with `prose` the READMEs, then its size and gain."""
+    """Print the change of the code between two stages, then its size and gain. With `prose`, also compare the READMEs."""
     for file in (*code_files(old, new), "__init__.py", *(["README.md"] if prose else [])):
         print(_git_diff(old, new, file, exact), end="")
     lines = step_lines(old, new)
@@ -296,7 +299,7 @@ def _stage(text):
 
 
 def main(argv: list[str]):
-    """The command line."""
+    """Run the command line."""
     terminal.prepare()
     parser = argparse.ArgumentParser(prog="python -m common.show.story", description="Walk from stage to stage.")
     commands = parser.add_subparsers(dest="command")

@@ -7,12 +7,12 @@ from common.show.results import implementations, mean_ratio
 from common.show.tables import PASS_NAMES, markdown
 
 LINES, COLUMNS = 15, 100  # at most
-MOST_GROUPS = 4  # pairs of pass and head dimension that fit side by side
+MOST_GROUPS = 4  # the table has columns for at most this many pairs of pass and head dimension
 NO_GPU = "There is no GPU. µs at peak is the time of the counted bytes and FLOPs at an H200's peak rates."
 
 
 def _times(records: list[dict], impl: str | None, on_gpu: bool, **values) -> dict:
-    """Return an implementation's time for each workload. Only records with these `values` count."""
+    """Return an implementation's time for each workload. Only records whose fields have these `values` count."""
     time = "ms" if on_gpu else "roofline_us"
     workload = ("pass", "seq_len", "kv_len", "batch", "heads", "kv_heads", "head_dim", "value_dim", "causal", "dtype")
     workload += ("score_std", "sink")
@@ -75,7 +75,7 @@ def _failures(records) -> list[str]:
 
 
 def _chosen(names, first: list, steps: dict, room: int) -> list[str]:
-    """Return at most `room` names: the libraries and `first`, then the stages that gained most."""
+    """Return at most `room` of the names: the libraries, the stages `first`, then the stages with the largest gains."""
     ranked = [name for name in names if not stages.position(name)] + first
     ranked += sorted(steps, key=steps.get, reverse=True) + names
     kept = [name for name in dict.fromkeys(ranked) if name in names][:room]
@@ -87,7 +87,8 @@ def summary(records: list[dict], machine: dict, about: str | None = None) -> str
 
     Args:
         records, machine: as for `common.show.tables.speed_table`.
-        about: the stage whose gain over its parent comes first; None: the newest stage's gain over the first.
+        about: the stage whose gain over its parent comes first. With None, the newest stage's gain over the run's
+            first stage comes first.
     """
     on_gpu = machine["gpu"] is not None
     names = implementations(records)
@@ -101,7 +102,7 @@ def summary(records: list[dict], machine: dict, about: str | None = None) -> str
     lines = _headline(records, subject, over, on_gpu)
     groups = list(dict.fromkeys((record["pass"], record["head_dim"]) for record in records))[:MOST_GROUPS]
     groups.sort(key=lambda group: (list(PASS_NAMES).index(group[0]), group[1]))
-    room = LINES - len(lines) - len(notes) - 4  # two header lines, an empty line, and the line on the others
+    room = LINES - len(lines) - len(notes) - 4  # an empty line, two header lines, and the note on left-out names
     chosen = _chosen(names, [subject, over, ours[0]], steps, room)
     rows = []
     for name in chosen:

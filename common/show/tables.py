@@ -1,4 +1,4 @@
-"""Format the tables of a benchmark run. They depend only on the run's records, which are in memory or from a JSON file."""
+"""Format the tables of a benchmark run from its records and its machine. A run is in memory or from a JSON file."""
 
 import textwrap
 from itertools import groupby
@@ -70,8 +70,8 @@ def _ratio(a, b, factor=1.0):
 
 
 def _time_before(impl, time_at):
-    """Return the parent's time. The parent is found by its position, because its directory may have been renamed since the
-    run."""
+    """Return the parent's time. Look it up by the parent's number and letter, because the parent may have another name since
+    the run."""
     parent = stages.parent(impl)
     return parent and time_at.get(stages.position(parent))
 
@@ -109,7 +109,7 @@ def _count_cells(record, time_at):
 
 
 def _where(record):
-    """Return a text that names the table row of a note."""
+    """Return the words that say to which row of the table a note belongs."""
     keys = "" if record["kv_len"] == record["seq_len"] else f", {_KV_LEN}={record['kv_len']}"
     heads = "" if record["kv_heads"] == record["heads"] else f", {record['kv_heads']} {_KV_HEADS}"
     return f"S={record['seq_len']}{keys}{heads}"
@@ -128,7 +128,7 @@ def _rows(records, machine, headers, name):
             shape += [f"{record['batch']} × {record['heads']}"]
             shape += [record["kv_heads"]] if _KV_HEADS in headers else []
             shape = shape if index == 0 else [""] * len(shape)
-            if "failure" in record:  # in the place of the first measurement
+            if "failure" in record:  # the reason takes the place of the first measurement
                 cells = [record["failure"]] + ["-"] * (len(headers) - len(shape) - 2)
             elif machine["gpu"]:
                 cells = _time_cells(record, time_at, time_of, machine, headers)
@@ -166,7 +166,7 @@ def speed_table(records: list[dict], machine: dict, columns: int | None = None) 
             case on a GPU also has `flops`, `ms`, `iqr_ms`, `tflops`, `launch_hidden`, `peak_extra_mib` and `host_us`, and
             optionally `host_iqr_us` and `in_a_row_us`. A case without a GPU has the fields of `common.measure.traffic.costs`.
         machine: the file's "machine_info": `gpu`, `torch`, `triton`, `commit`, `date`, `matmul_tflops` by dtype, and optionally
-            `copy_gbps`. If `gpu` is None, the tables show counts, and times at the peaks of `roofline`.
+            `copy_gbps`. If `gpu` is None, the tables show counts, and times at the peak rates of `roofline`.
         columns: the maximum line length. With None, the tables show all columns, in lines of any length.
 
     Baselines come first, then the stages in stage order. "× parent" is a stage's speed divided by its parent's speed, and "×

@@ -1,10 +1,11 @@
-"""Draw what one SM does.
+"""Draw when each unit of an SM works for a stage's Gluon kernel.
 
 Each unit has a lane, and the color shows the partition for which the unit works.
 
-    make timeline STAGE=v29 ARGS="--pass bwd --head-dim 128"   # anywhere; writes to plots/timelines
+    make timeline STAGE=v29 ARGS="--pass bwd --head-dim 128"   # needs no GPU; writes to plots/timelines
 
-`make plots` draws both passes of every Gluon stage, D = 64. `common.measure.timeline` is the model.
+`make plots` draws both passes with D = 64, for each stage whose README shows the picture. `common.measure.timeline` has the
+model of an SM.
 """
 
 import argparse
@@ -31,13 +32,13 @@ from common.show.tables import PASS_NAMES  # noqa: E402
 GLUON = [name for name in stages.names() if has_gluon(name)]
 TIMELINES = PLOTS / "timelines"
 CYCLES = 5000  # drawn cycles
-FROM = 15 / 32  # the picture begins at this share of the kernel's time, which is inside a tile of 8, 16 or 32 tiles
+FROM = 15 / 32  # the picture begins at this share of the kernel's time, shortly before the middle
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")  # color-blind readers can tell these apart
-NARROW = 0.04  # share of the width; narrower spans have no label
+NARROW = 0.04  # a span has a label if it is wider than this share of the picture
 
 
 def _draw(axes, name: str, workload: Workload):
-    """Draw a lane for each unit, and how busy the unit is."""
+    """Draw a lane for each unit. The label of the lane says how busy the unit is."""
     timings = simulate(stages.load(name), workload, measured_rates())
     facts = record(name, workload, timings)
     longest = max(timings, key=lambda timing: timing.end)
@@ -67,7 +68,7 @@ def _draw(axes, name: str, workload: Workload):
 
 
 def partition_of(span) -> str:
-    """Return the number of the span's partition and its function."""
+    """Return the number of a span's partition, and the name of the partition's function."""
     return str(span.who).split(", partition ")[-1].replace(": _", ": ")
 
 
@@ -131,7 +132,7 @@ def draw_all(directory: Path):
 
 
 def main(argv: list[str]):
-    """The command line."""
+    """Run the command line."""
     terminal.prepare()
     parser = argparse.ArgumentParser(
         prog="python -m common.show.timelines",

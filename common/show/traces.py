@@ -1,6 +1,6 @@
 """Show which tiles a stage reads and writes, and when: as a picture, or as events for Perfetto.
 
-    make trace STAGE=v2,v3                                # anywhere; writes plots/traces/v2-v3-fwd-d32-causal-s1024.png
+    make trace STAGE=v2,v3                                # needs no GPU; writes plots/traces/v2-v3-fwd-d32-causal-s1024.png
     make trace STAGE=v25 ARGS="--perfetto /tmp/v25.json"  # opens in https://ui.perfetto.dev and chrome://tracing
 
 `common.measure.trace` records the accesses.
@@ -29,7 +29,7 @@ from common.show.results import PLOTS  # noqa: E402
 from common.show.tables import PASS_NAMES  # noqa: E402
 
 TRACES = PLOTS / "traces"
-COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442")  # colours of programs, in turn
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442")  # the colors of programs, which repeat
 WRITES = {"write": "black", "add": "#B22222"}
 FEW = 2  # a tensor with fewer rows has no lane
 WIDTH, LANE, GAP = 9.0, 0.42, 0.25  # in inches: width of the picture, height of a lane, gap above a stage
@@ -41,7 +41,8 @@ def lanes(recorded: Trace) -> list[str]:
 
 
 def has_cycles(recorded: Trace) -> bool:
-    """Return whether any launch was timed. Accesses of other launches, such as PyTorch's, then take no time."""
+    """Return whether the model of an SM timed a launch. Then accesses in launches that it did not time, such as PyTorch's, take
+    no time."""
     return any(recorded.spans.values())
 
 
@@ -63,7 +64,7 @@ def moments(recorded: Trace) -> list[tuple[float, float]]:
 
 
 def _cycles(recorded, launch):
-    """Return the cycles of a timed launch."""
+    """Return the cycles of a launch; 0 if it was not timed."""
     return max((span.end for span in recorded.spans.get(launch, [])), default=0.0)
 
 
@@ -134,9 +135,9 @@ def draw(names: list[str], workload: Workload, path: Path) -> list[Trace]:
 
 
 def perfetto(traces: dict[str, Trace]) -> dict:
-    """Return the traces as trace events.
+    """Return the traces as events for Perfetto.
 
-    Each launch of a stage is a process. Each tensor and each unit of the SM is a thread. In a timed launch, a microsecond
+    Perfetto shows a launch as a process, and each tensor and each unit of the SM as a thread. In a timed launch, a microsecond
     stands for a cycle. In other launches, each access takes a microsecond.
     """
     events = []
@@ -154,7 +155,7 @@ def perfetto(traces: dict[str, Trace]) -> dict:
                     events.append(_label("thread_name", process, threads[track], track))
                 return threads[track]
 
-            free = {}  # the time from which a track is free
+            free = {}  # tensor -> the end of its latest access
             for number, access in enumerate(accesses):
                 start, end = (number, number + 1) if access.start is None else (access.start, access.end)
                 start = max(start, free.get(access.tensor, 0.0))
@@ -185,7 +186,7 @@ def _slice(name, process, thread, start, duration, category, place):
 
 
 def main(argv: list[str]):
-    """The command line."""
+    """Run the command line."""
     terminal.prepare()
     parser = argparse.ArgumentParser(
         prog="python -m common.show.traces",

@@ -1,4 +1,4 @@
-"""The tracks after the main ladder. Each is for one workload, and its benchmark is a part of the reference run."""
+"""The tracks after the main ladder. Each track is for one kind of workload, which `bench.py --reference` measures."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -14,12 +14,12 @@ from common.show.tables import PASS_NAMES
 
 @dataclass(frozen=True)
 class Track:
-    """A track's workloads. Its stages name its key: `TRACK = "decoding"`."""
+    """A track's workloads. Each stage of the track names the track's key in its code: `TRACK = "decoding"`."""
 
     title: str
     pass_: str
     grids: tuple[str, ...]  # values of `bench.py --reference`
-    words: str  # which workloads of the grids count
+    words: str  # says which workloads of the grids count
     at: str  # short form of `words`
     counts: Callable[[Workload], bool]
 
@@ -67,13 +67,14 @@ def _times_of(track, files):
 
 
 def gain(key: str, new: str, old: str) -> float | None:
-    """Return how many times as fast `new` is as `old`, the mean over a track's workloads; None if they were not measured."""
+    """Return `new`'s speed divided by `old`'s speed, as the mean over a track's workloads. Return None if no workload was
+    measured with both."""
     times, _ = _times(TRACKS[key])
     return results.mean_ratio(times.get(new, {}), times.get(old, {}))
 
 
 def share_of_the_fastest(key: str, name: str) -> float | None:
-    """Return how many times as fast a stage is as the fastest library, the mean over a track's workloads."""
+    """Return a stage's speed divided by the speed of the fastest library, as the mean over a track's workloads."""
     times, _ = _times(TRACKS[key])
     libraries = [of_impl for impl, of_impl in times.items() if not stages.position(impl)]
     fastest = {work: min(each[work] for each in libraries if work in each) for work in set().union(*libraries)}
@@ -84,7 +85,7 @@ def table(key: str, start: Callable[[str], list[str]]) -> str:
     """Format a track: its workloads, and a row for each stage.
 
     Args:
-        start: returns a stage's first cells, for stage, idea and changed lines.
+        start: a function that returns a stage's first cells: stage, idea and changed lines.
     """
     track = TRACKS[key]
     rows = []
@@ -106,7 +107,7 @@ def table(key: str, start: Callable[[str], list[str]]) -> str:
 
 
 def headings(names: list[str]) -> Iterator[tuple[str | None, str]]:
-    """Pair each stage with the heading before it, if a track begins there."""
+    """Yield each stage after a heading. The heading is None if no track begins with the stage."""
     before = None
     for name in names:
         key = stages.track(name)

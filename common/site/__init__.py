@@ -1,1 +1,1 @@
-"""Build the evolution as web pages, one for each step. `make site` builds them from the repository, without a GPU."""
+"""Build the website of the evolution, with a page for each step. `make site` builds it from the repository, without a GPU."""

@@ -1,4 +1,4 @@
-"""Start the installed Chromium, which takes pictures of the site and tests the site."""
+"""Start the installed Chromium, to take pictures of the site and to test the site."""
 
 import contextlib
 import os

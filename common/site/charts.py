@@ -67,7 +67,7 @@ def _short(numbers: dict[str, float]) -> dict[str, float]:
 
 
 def speed_spec(rows: list[dict]) -> dict:
-    """Return the chart of all implementations' speeds. Its parameters are `pass`, `d`, `causal` and `s`."""
+    """Return the chart of all implementations' speeds. A page sets the chart's parameters `pass`, `d`, `causal` and `s`."""
     order = [spoken(name) for name in implementations([{"impl": row["impl"]} for row in rows])]
     shown = "datum.pass == pass && datum.d == d && datum.causal == causal && datum.s == s"
     y = {"field": "name", "type": "nominal", "sort": order, "title": None, "axis": {"grid": False}}
@@ -103,7 +103,7 @@ def speed_spec(rows: list[dict]) -> dict:
 def gain_svg(name: str) -> str:
     """Return an SVG of a step's measured and predicted gain at each sequence length.
 
-    Return "" if nothing was measured.
+    Return "" for v0, and if nothing was measured.
     """
     rows, predictions = [], []
     lengths, found = gains(name)

@@ -16,7 +16,7 @@ from common.show.story import functions
 
 CONTEXT = 3  # this many equal lines stay visible before and after a change
 ALIKE = 0.5  # two lines are shown side by side if more than this share of them is equal
-MANY = 4000  # a changed block with more pairs of lines than this is shown without looking for similar lines
+MANY = 4000  # look for similar lines only in changed blocks with at most this many pairs of lines
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Row:
     head: bool = False
 
 
-@functools.lru_cache(8)  # the new file of a step is the old file of the next step
+@functools.lru_cache(8)  # a step's new file is the next step's old file
 def _tokens(text: str) -> list[list[tuple]]:
     """Return the tokens of each line as (type, text)."""
     lines = [[]]
@@ -59,7 +59,7 @@ def _tokens(text: str) -> list[list[tuple]]:
 
 
 def _linked(comment: str, known: frozenset[str]) -> str:
-    """Return a comment's HTML. The comment's versions of stages become links if they are in `known`."""
+    """Return a comment's HTML. A stage's version in the comment becomes a link if it is in `known`."""
 
     def link(found):
         return f'<a href="{found[0]}.html">{found[0]}</a>' if found[0] in known else found[0]
@@ -104,10 +104,10 @@ def _differences(old: str, new: str) -> tuple[set[int], set[int]]:
 
 
 def _paired(old: list[str], new: list[str]) -> Iterable[tuple[int | None, int | None]]:
-    """Yield pairs of line numbers in a changed block, so that the most similar lines stand side by side.
+    """Yield pairs of line numbers in a changed block, so that similar lines stand side by side.
 
-    The function pairs the most similar lines first, and then the lines before and after them. It pairs lines without a similar
-    line in their order. None takes the place of a missing line.
+    Pair the two most similar lines first. Then treat the lines before them as a block, and also the lines after them. If no two
+    lines of a block are similar, pair its lines in their order. None takes the place of a missing line.
     """
     best, pair = ALIKE, None
     if len(old) * len(new) <= MANY:
@@ -138,7 +138,7 @@ def _first_lines(text: str) -> dict[int, str]:
 
 
 def _head(text: str) -> int:
-    """Return the number of the last line before a file's first function. Classes may stand before this line."""
+    """Return the number of the last line before a file's first function. Classes do not count as functions."""
     lines = _first_lines(text)
     return min((line for line, name in lines.items() if not name[0].isupper()), default=1) - 1
 
@@ -175,6 +175,6 @@ def rows(old_text: str, new_text: str) -> list[Row]:
 
 
 def changed_parts(old: str, new: str, file: str) -> list[str]:
-    """Return the functions of a file that a stage adds or changes."""
+    """Return the names of a file's functions that the stage `new` adds or changes."""
     before, after = (functions(stages.source(name, file)) for name in (old, new))
     return [part for part in after if before.get(part) != after[part]]

@@ -1,7 +1,7 @@
 """Build the site. `make site` writes the pages to site/, and a browser opens site/index.html from disk.
 
 python -m common.site.pages              # all pages, in a minute or two
-python -m common.site.pages --stage v3   # only the page of v3, with the start page and the documents
+python -m common.site.pages --stage v3   # the page of v3, the start page and the documents
 """
 
 import argparse
@@ -64,7 +64,7 @@ def drawn(marks: list[Mark], end: float, grouped: bool) -> Markup:
 
 
 def sections(readme: str) -> dict[str, str]:
-    """Return the sections of a stage's README by heading. Generated tables are under "traffic" and "numbers"."""
+    """Return the sections of a stage's README by heading. The keys "traffic" and "numbers" have the generated tables."""
     found = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", readme, re.MULTILINE | re.DOTALL))
     table = re.compile(r"<!-- traffic:.*?<!-- /traffic -->\n?", re.DOTALL)
     found["traffic"] = "".join(table.findall(found["Problem"]))
@@ -167,7 +167,7 @@ class Site:
         )  # fmt: skip
 
     def _diffs(self, name, parent):
-        """Return a table for each file that differs from the parent's file, for passes whose code differs."""
+        """Return the comparison of each file that differs from the parent's file, for the passes that the stage changes."""
         return [
             self._diff(name, parent, pass_, file)
             for pass_ in CODE
@@ -210,7 +210,7 @@ def build(out: Path, names: list[str], recorded: list[str] | None = None):
     """Write the site to a folder, with the pages of these stages.
 
     Args:
-        recorded: the stages whose pages have traces of their kernels; None means all stages in `names`.
+        recorded: the stages whose pages show the accesses of their kernels. None means all stages in `names`.
     """
     recorded = names if recorded is None else recorded
     site = Site(out)

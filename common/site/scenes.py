@@ -1,4 +1,4 @@
-"""Record what a step's page animates: the accesses of parent and stage, and the work of an SM's units."""
+"""Record what a step's page shows as pictures: the accesses of a stage and its parent, and the work of an SM's units."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ UNUSUAL = {
     "v48_wide_overlap": {"seq_len": 512, "head_dim": 256},
     "v48a_sums_from_registers": {"head_dim": 128},
 }
-LEAST = 1 / 300  # every access is drawn at least this wide, as a share of the whole width
+LEAST = 1 / 300  # an access is drawn at least this wide, as a share of the picture's width
 WORDS = {  # lane -> the words of its tooltip
     "Q": "queries", "K": "keys", "V": "values", "O": "the output", "LSE": "log-sum-exp of each row of scores",
     "dO": "gradient of the output", "dQ": "gradient of the queries", "dK": "gradient of the keys",
@@ -114,7 +114,7 @@ class Scene:
 
     Attributes:
         accesses: the panels with the accesses of parent and stage. v0 has one panel, because it has no parent.
-        units: the panels with the work of an SM's units, for parent and stage as far as they have Gluon kernels.
+        units: the panels with the work of an SM's units. Parent or stage has no panel if it has no Gluon kernel.
     """
 
     pass_: str

@@ -38,7 +38,7 @@ def mathml(formula: str, display: bool) -> str:
 
 
 def page_of(path: Path) -> str:
-    """Return the page's file name for a Markdown file or for a stage's directory."""
+    """Return the file name of the page that shows a Markdown file or a stage's directory."""
     if path.name == "README.md":
         path = path.parent
     if path == ROOT:
@@ -53,7 +53,7 @@ class Texts:
 
     Attributes:
         definitions: the glossary's entries as HTML, by anchor.
-        used: the anchors of the terms that the current page names. `page` begins a new page.
+        used: the anchors of the terms that the current page names. The method `page` begins a new page.
         files: the code files that texts link to.
     """
 
@@ -138,7 +138,7 @@ class Texts:
         raise KeyError(word)
 
     def _places(self, state):
-        """Let links lead to pages of the site, and pictures to copies in the site."""
+        """Let links lead to pages of the site. Copy pictures into the site, and show the copies."""
         for token in state.tokens:
             if token.type == "table_open":
                 token.attrSet("tabindex", "0")  # a wide table scrolls with the arrow keys too

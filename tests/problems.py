@@ -27,7 +27,7 @@ class Layout:
     """The layout of a [B, H, S, D] tensor in memory. The memory between its elements is NaN.
 
     order: the dimensions, from the outermost in memory to the innermost.
-    gaps: for each of B, H, S and D, how many positions (before, after) the tensor are left unused.
+    gaps: for each of B, H, S and D, the numbers of unused positions (before, after) the tensor.
     offset: the number of elements in memory before the first element.
     expanded: the dimensions with stride 0, where all positions share one element.
     """

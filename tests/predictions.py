@@ -221,8 +221,8 @@ def v1_backward(p: Problem) -> Steps:
     yield from _scaled_and_stored(p)
 
 
-# --- v2: no kernel stores S. For each key tile, the forward reads all of Q, and reads and writes all of O, m and l. A forward
-# program has one query head. A backward program has one K/V head and its query heads.
+# --- v2: no kernel stores S. For each key tile, the forward reads the query tiles that see it, and reads and writes their O, m
+# and l. A forward program has one query head. A backward program has one K/V head and its query heads.
 
 
 def v2_forward(p: Problem) -> Steps:

@@ -236,7 +236,7 @@ def test_differentiating_twice_raises(stage):
 @needs_gpu
 @pytest.mark.parametrize("calls", [1, 3])
 def test_cuda_graph_after_some_calls(stage, calls, unordered):
-    """A replay of a CUDA graph reads the current values of the captured inputs, even if the captured call was replayed."""
+    """A CUDA graph reads its inputs' current values, even if the captured call has repeated recorded launches."""
     static = as_leaves(*make_inputs(130, 200)[:3])
     grad_out = torch.randn_like(static[0])
     for _ in range(calls):
@@ -299,7 +299,10 @@ def test_a_device_that_is_not_the_current_one(stage, run):
 @needs_gpu
 @pytest.mark.parametrize("huge", ["batch", "heads", "rows"])
 def test_strides_past_two_to_the_31_elements(stage, huge):
-    """The product of index and stride exceeds int32. q, k, v and dO are interleaved, with elements far apart."""
+    """The product of index and stride exceeds int32.
+
+    q, k, v and dO share one memory, and their elements are far apart.
+    """
     batch, head, row = {"batch": (2**31 + 64, 256, 1024), "heads": (256, 2**30 + 64, 512), "rows": (256, 512, 2**25 + 64)}[huge]
     memory = torch.empty(2**32, dtype=torch.float16, device=DEVICE)  # 8 GiB
 

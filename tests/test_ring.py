@@ -37,7 +37,7 @@ sizes = pytest.mark.parametrize("size", [*map(on, SIZES)])
 
 
 def by_ring(stage, q, k, v, grad_out, *, causal, scale, group):
-    """Return all results of a stage. Each rank returns them for the whole sequence."""
+    """Return all results of ring attention with a stage. Each rank returns them for the whole sequence."""
     q, k, v, grad_out = (shard(tensor, 2, group) for tensor in (q, k, v, grad_out))
     leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
     out, lse = ring_attention(stage, *leaves, group=group, causal=causal, scale=scale, return_lse=True)
@@ -46,7 +46,7 @@ def by_ring(stage, q, k, v, grad_out, *, causal, scale, group):
 
 
 def as_one(group, name, causal, seq, dtype, shape, again=False):
-    """Compare a stage's results with float64. With `again`, also compare their bits with the bits of a second call."""
+    """Compare ring attention's results with float64. With `again`, a second call must give equal bits."""
     stage, problem = stages.load(name), make_inputs(seq, seq, dtype=dtype, **shape)
     run = functools.partial(by_ring, group=group)
     first = check(stage, *problem, causal=causal, run=run)
@@ -138,7 +138,7 @@ def rounds_and_layouts(group):
 
 
 def with_checkpoint_and_autocast(group):
-    """A result that the backward computes again has equal bits. Under autocast, the results have autocast's dtype."""
+    """With checkpointing, gradients have equal bits. Under autocast, results have autocast's dtype."""
     q, k, v, grad_out = (shard(t, 2, group) for t in make_inputs(16, 16, dtype=torch.float32))
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
     attention = functools.partial(ring_attention, stages.load("v3"), group=group, causal=True)

@@ -211,7 +211,10 @@ def test_names_are_no_positions(line):
 
 
 def too_large(source):
-    """Return the functions of a file that are too large, with their lines and parameters. "the file" means the whole file."""
+    """Return the functions of a file that are too large, with their numbers of lines and parameters.
+
+    If the file is too long, also return "the file".
+    """
     found = ["the file"] if source.count("\n") > 450 else []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef):

@@ -117,7 +117,7 @@ def takes_the_scale_without_its_sign(q, k, v, causal, scale):
 
 
 def reads_v_with_the_strides_of_k(q, k, v, causal, scale):
-    """Read v with the strides of k, if they stay in v's memory. The gaps in the memory hold NaN."""
+    """Read v with the strides of k, unless this reads past v's memory. Gaps in v's memory are NaN."""
     try:
         return q, k, v.as_strided(v.shape, k.stride()), causal, scale
     except RuntimeError:

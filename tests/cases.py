@@ -15,21 +15,21 @@ from common.measure.reference import assert_close, error_bounds, plain, truth
 from common.operator import diagonal
 from common.runtime import DEVICE, INTERPRETED
 
-TILED = (40, 100)  # (queries, keys) of a cheap problem: tiles are cut off at the ends, and most queries see several key tiles
+TILED = (40, 100)  # (queries, keys) of a small problem: the last tiles are not full, and most queries see several key tiles
 
-# Batch size and heads for most tests. They are small, because the interpreter is slow for each batch element and head. Tests of
-# strides, short lengths and memory use larger, unequal numbers.
+# Batch size and number of heads for most tests. They are small without a GPU: the interpreter computes one batch element and
+# head after another. Tests of strides, short lengths and memory use larger, unequal numbers.
 FEW = {} if DEVICE == "cuda" else {"batch": 1, "heads": 2}
 FEW_SHARED = FEW | {"kv_heads": 1, "value_dim": 16}  # all query heads share one K/V head, and V has a smaller head dimension
 
-KEPT_PROBLEMS, KEPT_ELEMENTS = 100, 2**18  # the cache of float64 results: number of problems, and maximum elements of each
+KEPT_PROBLEMS, KEPT_ELEMENTS = 100, 2**18  # number of problems in the cache, and maximum elements of their q and k
 
 
 NEED = re.compile(r"""^from stages\.(v\w+)|^PARENT = "(v\w+)"|stages\.resolve\("(v\w+)"\)""")
 
 
 def needs_of_stages_that_are_gone(root: Path) -> list[str]:
-    """Return `file:line: text` of each line in the stages and bench.py that needs a stage without a directory in `root`."""
+    """Return each line of bench.py and the stages that needs a stage without a directory, as `file:line: text`."""
     names = {path.parent.name for path in root.glob("stages/v*/__init__.py")}
     there = names | {name.split("_")[0] for name in names}
     found = []
@@ -44,26 +44,27 @@ def needs_of_stages_that_are_gone(root: Path) -> list[str]:
 def in_full() -> frozenset[str]:
     """Return the stages that get every test in the default run.
 
-    On a GPU these are all stages. The slow interpreter runs every test only for the newest stage, the Triton stages without
-    tuning, and the last stage with each number of tuned kernels. Other stages get only correctness tests.
+    On a GPU these are all stages. On the slow interpreter they are the newest stage, and the Triton stages without an
+    autotuner. For each number of autotuned kernels, the last stage that has this number is added. Other stages get only the
+    tests marked `every_stage`.
     """
     if not INTERPRETED:
         return frozenset(stages.names())
     line = [name for name in stages.names() if not stages.is_dead_end(name)]
-    last = {len(tuners(stages.load(name))): name for name in line}  # the last stage with each number of tuned kernels
+    last = {len(tuners(stages.load(name))): name for name in line}  # for each number, the last stage with so many tuned kernels
     untuned = {name for name in line if not needs_hopper(name) and not tuners(stages.load(name))}
     return frozenset({line[-1], *last.values()} | untuned)
 
 
 def needs_hopper(name: str) -> bool:
-    """Return whether a stage runs only on Hopper. Such a stage falls back to another stage for float32."""
+    """Return whether a stage runs only on Hopper. For float32, such a stage calls another stage's kernels."""
     return hasattr(stages.load(name), "unavailable")
 
 
 def once(names: list[str], pass_: str) -> list[str]:
-    """Return the stages of `names`, without repetitions of a pass's code on the interpreter.
+    """Return `names`. On the interpreter, leave out each stage whose code for the pass equals an earlier stage's code.
 
-    If several stages have equal code for a pass, only the first stage stays, because their results are equal.
+    Equal code gives equal results.
     """
     first = {}
     for name in names:
@@ -72,23 +73,23 @@ def once(names: list[str], pass_: str) -> list[str]:
 
 
 def sources(name: str, pass_: str) -> dict[str, str]:
-    """Return the texts of a pass's files by their names."""
+    """Return a dict from the names of a pass's files to their source code."""
     return {file: stages.source(name, file) for file in stages.files(pass_, name)}
 
 
 def namespaces(name: str, pass_: str = "forward") -> list[dict]:
-    """Return the global names of each file of a stage's pass. A change of these dicts changes the stage."""
+    """Return the dicts of global variables of a pass's files. A change in a dict changes the stage."""
     modules = [file.removesuffix(".py") for file in stages.files(pass_, name)]
     return [vars(importlib.import_module(f"stages.{name}.{module}")) for module in modules]
 
 
 def names_in(name: str, pass_: str = "forward") -> ChainMap:
-    """Return all global names of a stage's pass in one dict."""
+    """Return all global variables of a stage's pass in one dict."""
     return ChainMap(*namespaces(name, pass_))
 
 
 def set_names(monkeypatch, name: str, **values):
-    """Set global names in all files of a stage's forward that have these names."""
+    """Set global variables of a stage's forward, in each file that has them."""
     for names in namespaces(name):
         for variable in values.keys() & names.keys():
             monkeypatch.setitem(names, variable, values[variable])
@@ -114,7 +115,7 @@ def by_operator(stage, q, k, v, grad_out, *, causal, scale):
 
 
 def by_functions(stage, q, k, v, grad_out, *, causal, scale):
-    """Return all results of a stage, computed by its own `forward` and `backward`."""
+    """Return all results of a stage, computed by direct calls of its `forward` and `backward`."""
     options = {"causal": bool(causal), "scale": scale, "diagonal": diagonal(causal, q.shape[2], k.shape[2])}
     out, lse = stage.forward(q, k, v, **options)
     dq, dk, dv = stage.backward(grad_out, q, k, v, out, lse, **options)
@@ -136,7 +137,7 @@ def check(stage, q, k, v, grad_out, *, causal, scale=None, run=by_operator):
 
 
 class _Problem(tuple):
-    """A key of the cache, made from the arguments of `truth` and `plain`. Equal types and values give equal keys."""
+    """The arguments of `truth` and `plain`, as a key of the cache. Arguments with equal types and values are equal keys."""
 
     def __new__(cls, *arguments):
         return super().__new__(cls, arguments)
@@ -178,6 +179,6 @@ def assert_same_bits(first: dict, second: dict, unordered: tuple = ()):
 
 
 def cells(table, impl):
-    """Return the table's rows for `impl`. A row is a list of cells."""
+    """Return the rows of a Markdown table whose third cell is `impl`. Each row is a list of its cells."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")]
     return [row for row in rows if row[2:3] == [impl]]

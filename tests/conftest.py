@@ -5,7 +5,7 @@ import threading
 import zlib
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch and numpy load; threads make small problems no faster
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # must come before torch and numpy; more threads do not help small problems
 
 import numpy  # noqa: E402
 import pytest  # noqa: E402
@@ -28,24 +28,27 @@ def pytest_make_parametrize_id(val):
 
 
 def pytest_configure():
-    """Stop with one clear error if other stages need a missing stage. Otherwise many tests would fail for unclear reasons."""
+    """Stop with one clear error if a stage or bench.py needs a missing stage.
+
+    Otherwise many tests would fail for unclear reasons.
+    """
     if lines := needs_of_stages_that_are_gone(ROOT):
         raise pytest.UsageError("these lines need a stage that has no directory:\n" + "\n".join(lines))
 
 
 @pytest.hookimpl(optionalhook=True)  # a hook of pytest-xdist
 def pytest_xdist_auto_num_workers():
-    """Run one process per CPU core on the interpreter. Run at most eight on a GPU, so that its memory is enough."""
+    """Return the number of test processes: one per CPU core. With a GPU, at most eight processes share its memory."""
     processors = len(os.sched_getaffinity(0))
     return processors if INTERPRETED else min(8, processors)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest leaves out the long tests
+@pytest.hookimpl(tryfirst=True)  # this runs before pytest leaves out the long tests
 def pytest_collection_modifyitems(items):
     """Mark most tests of stages outside `in_full` as long, so that the default run leaves them out.
 
-    Tests marked `every_stage` stay in the default run. A stage for Hopper falls back to another stage's kernels in float32, so
-    its float32 tests are marked as long too.
+    Tests marked `every_stage` stay in the default run. But a Hopper stage computes float32 with another stage's kernels. The
+    other stage's tests cover these kernels, so the Hopper stage's float32 tests are marked as long.
     """
     for_hopper = {name for name in stages.names() if needs_hopper(name)}
     for item in items:
@@ -88,7 +91,7 @@ def unordered(stage):
 def _same_random_numbers():
     torch.manual_seed(0)
     yield
-    if torch.are_deterministic_algorithms_enabled():  # a test has switched them on
+    if torch.are_deterministic_algorithms_enabled():  # the test has switched them on
         torch.use_deterministic_algorithms(False)
 
 
@@ -105,7 +108,7 @@ def real_tuning():
 
 @pytest.fixture(autouse=True)
 def _quick_tuning(request, monkeypatch):
-    """Let the autotuner take the first configuration that fits, on a GPU.
+    """On a GPU, let the autotuner take the first configuration that fits, without timing.
 
     The tests have hundreds of problems, and tuning for each would take too long. The tests of the autotuner check every
     configuration.
@@ -117,7 +120,10 @@ def _quick_tuning(request, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _refuse_to_write_outside(monkeypatch):
-    """Make a store outside of all kernel arguments raise an error on the interpreter. Otherwise it could crash the process."""
+    """On the interpreter, raise an error if a kernel writes outside of its arguments.
+
+    Otherwise the write could crash the process.
+    """
     if not INTERPRETED:
         return
     prepare, store = interpreter.GridExecutor._init_args_hst, interpreter.InterpreterBuilder.create_masked_store

@@ -1,6 +1,6 @@
-"""The formulas for the bytes and FLOPs of each stage, for float16 inputs and tiles of whole rows.
+"""The formulas for the bytes and FLOPs of each stage. Inputs are float16, and tiles are as wide as the head dimension.
 
-A prediction is a list of the launches of a pass. Each launch is (bytes read, bytes written) or (bytes read, bytes written,
+A prediction yields the launches of a pass. Each launch is (bytes read, bytes written) or (bytes read, bytes written,
 FLOPs). The comment on a launch names the tensors that it reads, writes or computes.
 """
 
@@ -28,8 +28,8 @@ class Problem:
     head_dim: int  # D, the head dimension of Q and K
     value_dim: int  # Dv, the head dimension of V and O
     causal: bool
-    query_tile: tuple[int, int]  # the tile of programs that own queries, and of v2's forward
-    key_tile: tuple[int, int]  # the tile of programs that own keys, and of v2's backward
+    query_tile: tuple[int, int]  # the tile of programs that loop over key tiles, and of v2's forward
+    key_tile: tuple[int, int]  # the tile of programs that loop over query tiles, and of v2's backward
 
     # The next properties are the float16 bytes of a row or of a whole tensor. Float32 takes twice as many bytes.
 
@@ -81,7 +81,8 @@ class Problem:
         seen = (min(i + 1, self.seq_k) for i in range(self.seq_q)) if self.causal else [self.seq_q * self.seq_k]
         return self.heads * sum(seen) * FLOAT
 
-    # The next functions return FLOPs of matmuls. S, dQ and dK have the head dimension D. O, dP and dV have Dv.
+    # The next functions return FLOPs of matmuls. The matmuls of S, dQ and dK have the head dimension D. The matmuls of O, dP
+    # and dV have Dv.
 
     def flops(self, scores, of_keys, of_values):
         """Return the FLOPs of `of_keys` matmuls with D and `of_values` matmuls with Dv, each over `scores` elements of S."""
@@ -89,26 +90,29 @@ class Problem:
 
     @property
     def key_matmul(self):
-        """The matmul of S, dQ or dK, over all of S."""
+        """The FLOPs of the matmul that computes S, dQ or dK, for all elements of S."""
         return self.flops(self.heads * self.seq_q * self.seq_k, 1, 0)
 
     @property
     def value_matmul(self):
-        """The matmul of O, dP or dV, over all of S."""
+        """The FLOPs of the matmul that computes O, dP or dV, for all elements of S."""
         return self.flops(self.heads * self.seq_q * self.seq_k, 0, 1)
 
-    # The next functions count the tiles that programs load. Each query head loads its keys, even if it shares them.
+    # The next functions count the tiles that programs load. If several query heads share keys, each head loads them again.
 
     @property
     def key_tiles_seen(self):
-        """Return, for each query tile of a head, the number of key tiles with a key that the query tile sees."""
+        """Return one number for each query tile of a head: how many key tiles it sees at least in part."""
         m, n = self.query_tile
         ends = (min(start + m, self.seq_k) if self.causal else self.seq_k for start in range(0, self.seq_q, m))
         return [math.ceil(end / n) for end in ends]
 
     @property
     def keys_read(self):
-        """Return the rows of K (or V) that all query tiles of all heads load. Only tiles at the end of K are clipped."""
+        """Return the number of rows of K (or V) that all query tiles load.
+
+        Each tile of K is loaded whole, except at the end of K.
+        """
         return self.heads * sum(min(tiles * self.query_tile[1], self.seq_k) for tiles in self.key_tiles_seen)
 
     @property
@@ -117,28 +121,28 @@ class Problem:
         return self.keys_read * (self.row_of_q + self.row_of_o)
 
     def first_queries(self, tile):
-        """Return, for each key tile of a head, the first row of the first query tile that sees the key tile."""
+        """Return one row for each key tile of a head: the first row of the first query tile that sees the key tile."""
         m, n = tile
         return [min(start // m * m if self.causal else 0, self.seq_q) for start in range(0, self.seq_k, n)]
 
     def queries_read(self, tile):
-        """Return the rows of Q that all key tiles of all heads load."""
+        """Return the number of rows of Q that are loaded for all key tiles of all heads."""
         return self.heads * sum(self.seq_q - first for first in self.first_queries(tile))
 
     def scores_of_queries(self):
-        """Return the number of elements of S in the tiles that the query tiles compute."""
+        """Return how many elements of S are computed if each program has a query tile."""
         m, n = self.query_tile
         return self.heads * sum(self.key_tiles_seen) * m * n
 
     def scores_of_keys(self, tile):
-        """Return the number of elements of S in the tiles that the key tiles compute."""
+        """Return how many elements of S are computed if each program has a key tile."""
         m, n = tile
         tiles = sum(math.ceil((self.seq_q - first) / m) for first in self.first_queries(tile))
         return self.heads * tiles * m * n
 
 
-# --- v0: every line of PyTorch reads and writes all of S. Its matmuls stack the query heads that share a K/V head. So they read
-# K and V once for these heads, and write dK and dV once.
+# --- v0: every line of PyTorch reads and writes all of S. A matmul stacks the query heads that share a K/V head. So it reads K
+# or V once for these heads, and writes dK or dV once.
 
 
 def _masked(p: Problem) -> Steps:
@@ -217,8 +221,8 @@ def v1_backward(p: Problem) -> Steps:
     yield from _scaled_and_stored(p)
 
 
-# --- v2: no kernel stores S. Each of the S / BLOCK_N key tiles goes through all of Q and O. BLOCK_N grows like M / D, so these
-# are Θ(S² D² / M) bytes. A forward program has one query head. A backward program has one K/V head and its query heads.
+# --- v2: no kernel stores S. For each key tile, the forward reads the query tiles that see it, and reads and writes their O, m
+# and l. A forward program has one query head. A backward program has one K/V head and its query heads.
 
 
 def v2_forward(p: Problem) -> Steps:
@@ -227,7 +231,7 @@ def v2_forward(p: Problem) -> Steps:
     state = 2 * p.row_of_o + 2 * FLOAT  # O, m and l
     kv = p.heads // p.kv_heads * (p.k + p.v)  # K and V are read once for each query head
     yield (
-        kv + queries * (p.row_of_q + state),  # Q and the state for each key tile
+        kv + queries * (p.row_of_q + state),  # for each key tile: Q and the state
         queries * state,
         p.flops(p.scores_of_keys(p.query_tile), 1, 1),
     )
@@ -242,15 +246,16 @@ def v2_backward(p: Problem) -> Steps:
     queries = p.queries_read(p.key_tile)
     dq = 2 * p.row_of_q
     yield (
-        p.k + p.v + queries * (p.row_of_q + 2 * p.row_of_o + FLOAT + dq),  # K, V once; for each key tile Q, dO, O; LSE; dQ
-        p.k + p.v + queries * dq,  # dK and dV once; dQ for each key tile
+        p.k + p.v + queries * (p.row_of_q + 2 * p.row_of_o + FLOAT + dq),  # K and V once; for each key tile: Q, dO, O, LSE, dQ
+        p.k + p.v + queries * dq,  # dK and dV once; for each key tile: dQ
         p.flops(p.scores_of_keys(p.key_tile), 3, 2),
     )
     yield 2 * p.q, p.q  # dQ in float16
 
 
-# --- v3 and v4: each query tile is read once, and its O is written once. K and V are read once per query tile. A program that
-# owns keys has all query heads that share the keys. It reads K and V once for these heads, and writes dK and dV once.
+# --- v3 and v4: the forward reads each query tile once, and writes its O once. It reads K and V once per query tile. A program
+# for dK and dV has a key tile and all query heads that share its keys. It reads K and V once for these heads, and writes dK and
+# dV once.
 
 
 def v3_forward(p: Problem) -> Steps:
@@ -258,14 +263,14 @@ def v3_forward(p: Problem) -> Steps:
 
 
 def v3_backward(p: Problem) -> Steps:
-    # dQ reads Q, dO, O and LSE once, and K and V for each query tile. It computes S and dP again.
+    # The kernel of dQ reads Q, dO, O and LSE once, and K and V for each query tile. It computes S and dP again.
     yield p.q + 2 * p.o + p.row + p.kv_read, p.q, p.flops(p.scores_of_queries(), 2, 1)
-    # dK and dV read K and V once, and Q, dO, O and LSE for each key tile. They compute S and dP once more.
+    # The kernel of dK and dV reads K and V once, and Q, dO, O and LSE for each key tile. It computes S and dP once more.
     queries = p.queries_read(p.key_tile) * (p.row_of_q + 2 * p.row_of_o + FLOAT)
     yield p.k + p.v + queries, p.k + p.v, p.flops(p.scores_of_keys(p.key_tile), 2, 2)
 
 
-# --- v4a: a kernel copies K first. The forward reads the copy. dQ reads K and the copy.
+# --- v4a: a kernel copies K first. The forward reads only the copy. The kernel of dQ reads K and the copy.
 
 
 def v4a_forward(p: Problem) -> Steps:
@@ -293,20 +298,21 @@ def v5_backward(p: Problem) -> Steps:
 
 
 def v7_backward(p: Problem) -> Steps:
-    yield 0, 2 * p.q  # the sums of dQ = 0, in float32
+    yield 0, 2 * p.q  # set dQ's float32 sums to 0
     yield 2 * p.o, p.row  # delta from O and dO
     queries = p.queries_read(p.key_tile)
     yield (
-        p.k + p.v + queries * (p.row_of_q + p.row_of_o + 2 * FLOAT),  # K, V once; for each key tile Q, dO, LSE and delta
-        p.k + p.v + queries * 2 * p.row_of_q,  # dK and dV once; additions to dQ's sums for each key tile
+        p.k + p.v + queries * (p.row_of_q + p.row_of_o + 2 * FLOAT),  # K and V once; for each key tile: Q, dO, LSE, delta
+        p.k + p.v + queries * 2 * p.row_of_q,  # dK and dV once; for each key tile: additions to dQ's sums
         p.flops(p.scores_of_keys(p.key_tile), 3, 2),
     )
     yield 2 * p.q, p.q  # dQ = sums * scale
 
 
-# --- v8 and later: each stage chooses its tiles by the larger head dimension, up to 128. The backward reads Q and dO once per
-# 128 keys. CTAs have consumers of 64 rows each, in the forward from v14 on and in the backward from v15 on. A counter gives out
-# the forward's tiles from v24 on, and the narrow backward's tiles from v37 on. From v44 on, the backward has tiles for D = 256.
+# --- v8 and later: the tile sizes depend on the larger of D and Dv. The backward reads Q and dO once per 128 keys. A CTA has
+# consumers of 64 rows each, in the forward from v14 on and in the backward from v15 on. CTAs get their tiles from a counter, in
+# the forward from v24 on. In the backward they do so from v37 on if D and Dv are at most 64. From v44 on, the backward has
+# tiles for D = 256.
 
 SHARE_OF_L2 = 16 * 2**20  # the default of L2_SHARE in common.kernels.order
 ROWS = 64  # rows of a consumer: queries in the forward, keys in the backward
@@ -325,9 +331,9 @@ def _query_tiles(p: Problem):
 
 
 def _forward(p: Problem, rows: int) -> tuple[int, int, int]:
-    """Like v3's forward, but `rows` query rows together compute all key tiles that any of these rows sees.
+    """Return a launch that loads and stores as much as v3's forward, for consumers of `rows` query rows.
 
-    Rows past the end count too.
+    A consumer computes each key tile that at least one of its rows sees. Rows past the last query count too.
     """
     m, n = p.query_tile
     ends = (min(start + rows, p.seq_k) if p.causal else p.seq_k for start in range(0, math.ceil(p.seq_q / m) * m, rows))
@@ -368,9 +374,9 @@ def v29_forward(p: Problem) -> Steps:
 
 
 def _few_tiles(p: Problem) -> tuple[int, int, int]:
-    """Return the tile's query rows, its number of query heads, and the number of tiles of all heads, for v30 to v32.
+    """For v30 to v32, return three numbers: the rows of a query tile, the query heads of a tile, and the tiles of all heads.
 
-    A tile has several query heads if this makes fewer tiles.
+    A tile has several query heads only if the number of tiles becomes smaller.
     """
     m, packed = 128 if _wide(p) else 256, p.heads // p.kv_heads
     if 64 % packed or math.ceil(p.seq_q * packed / m) == math.ceil(p.seq_q / m) * packed:
@@ -379,7 +385,7 @@ def _few_tiles(p: Problem) -> tuple[int, int, int]:
 
 
 def _filling(p: Problem, tiles: int) -> tuple[int, int]:
-    """Return the key tiles of the last query, and the number of splits that fill the SMs, for v31 and v32."""
+    """For v31 and v32, return the number of key tiles that the last query sees, and how many splits fill the SMs."""
     key_tiles = math.ceil((min(p.seq_q, p.seq_k) if p.causal else p.seq_k) / 64)
     return key_tiles, max(1, min(key_tiles, NUM_SMS // tiles))
 
@@ -409,7 +415,7 @@ def v33_forward(p: Problem) -> Steps:
 def v34_forward(
     p: Problem, first: bool = False, gives_up: bool = False, samples: bool = False, planned: bool = True
 ) -> Steps:  # fmt: skip
-    """v34 and on, and v33, whose splits are not planned: with them the tiles fill the SMs."""
+    """Yield the launches of the forward from v33 on. v33 does not plan its splits: it takes as many as fill the SMs."""
     per_kv = p.heads // p.kv_heads
     packed = per_kv if 64 % per_kv == 0 else 1  # number of rows per query, one for each head of its group
     seen_keys = min(p.seq_q, p.seq_k) if p.causal else p.seq_k
@@ -442,19 +448,19 @@ def _in_parts(
     Args:
         packed: the number of query heads in a tile.
         splits: the number of parts of the keys.
-        at_once: whether one launch keeps a running maximum. Otherwise a launch guesses the maximum, and another repeats tiles.
+        at_once: whether the kernel keeps a running maximum. Otherwise it guesses, and a second launch repeats failed tiles.
         first: whether the guess includes the first keys (from v39 on).
-        gives_up: whether tiles look if other tiles have failed (from v42 on).
-        samples: whether scores are sampled (from v43 on).
+        gives_up: whether each tile first reads the flags of earlier tiles, which tell if they have failed (from v42 on).
+        samples: whether a first launch computes a sample of the scores (from v43 on).
     """
     rows = p.seq_q * packed
     jobs = math.ceil(rows / m) * p.heads // packed * splits
 
-    def seen(end_row, split):  # key tiles of the split
+    def seen(end_row, split):  # number of the split's key tiles that rows before end_row see
         tiles = math.ceil((min(end_row // packed, p.seq_k) if p.causal else p.seq_k) / n)
         return math.ceil(max(tiles - split, 0) / splits)
 
-    keys = steps = 0  # number of loaded keys, and of matmuls of 64 rows with a key tile
+    keys = steps = 0  # number of loaded keys, and number of key tiles that each 64 rows compute
     for start, split in itertools.product(range(0, rows, m), range(splits)):
         share = max(seen(start + m, split), 1)
         keys += sum(max(0, min(n, p.seq_k - tile * n)) for tile in range(split, split + share * splits, splits))
@@ -470,7 +476,7 @@ def _in_parts(
         yield read, written, p.flops(steps * ROWS * n, 1, 1)
     else:
         counted = jobs * INT if splits == 1 or gives_up else 0
-        first_keys = looks = 0  # number of loaded first keys, and of flags that are read
+        first_keys = looks = 0  # number of first keys in a guess, and number of flags that tiles read
         lately = V43["LATELY"].value
         if first:
             seen_keys = min(p.seq_q, p.seq_k) if p.causal else p.seq_k
@@ -490,9 +496,10 @@ def _in_parts(
 
 
 def _samples(p: Problem, m: int, n: int, packed: int, first_keys: int, flags: int) -> tuple[int, int, int]:
-    """Return the bytes and FLOPs of v43's samples, which are spread evenly over all tiles of m rows.
+    """Return the launch that computes v43's samples of the scores.
 
-    A sample has 64 rows, the first keys, and three key tiles of n keys.
+    The samples are spread evenly over all tiles of m rows. A sample is 64 rows' scores with the first keys and with three tiles
+    of n keys.
     """
     heads, rows = p.heads // packed, p.seq_q * packed
     tiles_m = math.ceil(rows / m)
@@ -530,7 +537,7 @@ def v8_backward(p: Problem) -> Steps:
 
 
 def _first_tiles(p: Problem, m: int) -> list[int]:
-    """Return, for each 128 keys of a head, the first query tile that sees the keys, or the last tile if none does."""
+    """Return a query tile for each 128 keys of a head: the first that sees these keys, or the last if none sees them."""
     last = math.ceil(p.seq_q / m) - 1
     return [min(start // m, last) if p.causal else 0 for start in range(0, p.seq_k, 2 * ROWS)]
 
@@ -544,8 +551,8 @@ def v10_backward(p: Problem) -> Steps:
     yield zero
     yield delta
     yield (
-        p.k + p.v + queries * (p.row_of_q + p.row_of_o + 2 * FLOAT),  # K, V once; for each key tile Q, dO, LSE and delta
-        p.k + p.v + queries * 2 * p.row_of_q,  # dK and dV once; additions to dQ's sums for each key tile
+        p.k + p.v + queries * (p.row_of_q + p.row_of_o + 2 * FLOAT),  # K and V once; for each key tile: Q, dO, LSE, delta
+        p.k + p.v + queries * 2 * p.row_of_q,  # dK and dV once; for each key tile: additions to dQ's sums
         p.flops(steps * m * 2 * ROWS, 3, 2),
     )
     yield scale
@@ -553,31 +560,31 @@ def v10_backward(p: Problem) -> Steps:
 
 def v11_backward(p: Problem) -> Steps:
     m = 64 if _wide(p) else 128
-    stats = p.heads * math.ceil(p.seq_q / m) * m * 2 * FLOAT  # log2(e) LSE and delta, in whole tiles
+    stats = p.heads * math.ceil(p.seq_q / m) * m * 2 * FLOAT  # log2(e) · LSE, and delta, padded to whole tiles
     first = _first_tiles(p, m)
     queries = p.heads * sum(p.seq_q - tile * m for tile in first)
     steps = p.heads * sum(math.ceil(p.seq_q / m) - tile for tile in first)
     zero, _, (_, written, flops), scale = v10_backward(p)
     yield zero
     yield 2 * p.o + p.row, stats  # O, dO and LSE
-    yield p.k + p.v + queries * (p.row_of_q + p.row_of_o) + steps * m * 2 * FLOAT, written, flops  # stats per step
+    yield p.k + p.v + queries * (p.row_of_q + p.row_of_o) + steps * m * 2 * FLOAT, written, flops  # each step also reads stats
     yield scale
 
 
 def v12_backward(p: Problem, consumers: bool = False) -> Steps:
     m = 64 if _wide(p) else 128
     tiles_m = math.ceil(p.seq_q / m)
-    stats = p.heads * tiles_m * m * 2 * FLOAT  # log2(e) LSE and delta, in whole tiles
-    sums = p.heads * tiles_m * m * p.head_dim * FLOAT  # dQ in float32, in whole tiles
-    yield 2 * p.o + p.row, stats + sums  # O, dO and LSE; the sums = 0
+    stats = p.heads * tiles_m * m * 2 * FLOAT  # log2(e) · LSE, and delta, padded to whole tiles
+    sums = p.heads * tiles_m * m * p.head_dim * FLOAT  # dQ in float32, padded to whole tiles
+    yield 2 * p.o + p.row, stats + sums  # read O, dO and LSE; set the sums to 0
     first = _first_tiles(p, m)
     queries = p.heads * sum(p.seq_q - tile * m for tile in first)
     steps = p.heads * sum(tiles_m - tile for tile in first)
-    # The first 64 queries see no key of the second consumer, which skips their S, dP, dV and dK.
+    # In a key tile's first step, the queries see no key of the second consumer. So it skips their S, dP, dV and dK.
     unseen = p.heads * len(first) if consumers and p.causal and m == ROWS else 0
     yield (
-        p.k + p.v + queries * (p.row_of_q + p.row_of_o) + steps * m * 2 * FLOAT,  # K, V once; Q, dO and stats per step
-        p.k + p.v + steps * m * 2 * p.row_of_q,  # dK and dV once; additions to the sums per step
+        p.k + p.v + queries * (p.row_of_q + p.row_of_o) + steps * m * 2 * FLOAT,  # K and V once; in each step: Q, dO, stats
+        p.k + p.v + steps * m * 2 * p.row_of_q,  # dK and dV once; in each step: additions to the sums
         p.flops(steps * m * 2 * ROWS, 3, 2) - p.flops(unseen * m * ROWS, 2, 2),
     )
     yield sums, p.q  # dQ in float16
@@ -596,14 +603,14 @@ def v38_backward(p: Problem) -> Steps:
 
 
 def _wide_keys(p: Problem, matmuls_of_q: int, adds: bool) -> tuple[int, int, int]:
-    """Yield the launches of a backward for D = 256.
+    """Return the launch that computes dK and dV for D = 256.
 
-    The kernel reads K and V once. For each 64 keys, it reads Q, dO and stats of the queries that see the keys, or of the last
-    tile if no query sees them.
+    The kernel reads K and V once. For each 64 keys, it reads Q, dO and stats (LSE and delta) of the queries that see these
+    keys. If no query sees them, it reads those of the last query tile.
 
     Args:
-        matmuls_of_q: the number of matmuls over D in a step. Two more matmuls are over Dv.
-        adds: whether a step adds dQ to its sums in memory.
+        matmuls_of_q: the number of matmuls with head dimension D in a step. Two more matmuls have Dv.
+        adds: whether a step adds its part of dQ to sums in memory.
     """
     tiles_m = math.ceil(p.seq_q / ROWS)
     first = [min(start // ROWS, tiles_m - 1) if p.causal else 0 for start in range(0, p.seq_k, ROWS)]
@@ -618,9 +625,9 @@ def v44_backward(p: Problem, matmuls_of_q: int = 4) -> Steps:
     if max(p.head_dim, p.value_dim) < 256:
         yield from v38_backward(p)
         return
-    rows = p.heads * math.ceil(p.seq_q / ROWS) * ROWS  # number of query rows in whole tiles
+    rows = p.heads * math.ceil(p.seq_q / ROWS) * ROWS  # number of query rows, padded to whole tiles
     sums = rows * p.head_dim * FLOAT
-    yield 2 * p.o + p.row, rows * 2 * FLOAT + sums  # O, dO and LSE; log2(e) LSE and delta; the sums = 0
+    yield 2 * p.o + p.row, rows * 2 * FLOAT + sums  # read O, dO and LSE; write stats; set the sums to 0
     yield _wide_keys(p, matmuls_of_q, adds=True)
     yield sums, p.q  # dQ in float16
 
@@ -630,14 +637,17 @@ def v45_backward(p: Problem) -> Steps:
 
 
 def v46_backward(p: Problem, rows: int = 2 * ROWS) -> Steps:
-    """Yield the launches of a backward in which `rows` query rows together compute all key tiles that any row sees."""
+    """Yield the launches of a backward.
+
+    In dQ's kernel, a consumer has `rows` rows and computes all key tiles that any row sees.
+    """
     if max(p.head_dim, p.value_dim) < 256:
         yield from v38_backward(p)
         return
-    stats = p.heads * math.ceil(p.seq_q / ROWS) * ROWS * 2 * FLOAT  # log2(e) LSE and delta, in whole tiles
+    stats = p.heads * math.ceil(p.seq_q / ROWS) * ROWS * 2 * FLOAT  # log2(e) · LSE, and delta, padded to whole tiles
     yield 2 * p.o + p.row, stats  # O, dO and LSE
     yield _wide_keys(p, 2, adds=False)
-    # dQ reads Q, dO and stats once, and K and V for each 128 queries.
+    # The kernel of dQ reads Q, dO and stats once, and K and V for each 128 queries.
     p = replace(p, query_tile=(2 * ROWS, ROWS))
     seen = (min(end, p.seq_k) if p.causal else p.seq_k for end in range(rows, math.ceil(p.seq_q / 128) * 128 + 1, rows))
     steps = p.heads * sum(math.ceil(end / ROWS) for end in seen)

@@ -15,10 +15,10 @@ on_gpu = DEVICE == "cuda"
 DIMENSIONS = "bhsd"  # the letters mean batch, heads, sequence, head dimension
 TILE_EDGES = (32, 64, 128, 256, 512) if on_gpu else (16, 32, 64)
 LONGEST = TILE_EDGES[-1] + 20
-# Problems with fewer rows than this have no sink, no wide scores and no repeated keys. With few rows, the largest error of
+# Problems with fewer rows than FEW_ROWS have no sink, no wide scores and no repeated keys. With few rows, the largest error of
 # plain PyTorch may be tiny by chance, and gives no useful bound.
 FEW_ROWS = 16
-# The range of scales for each dtype. Gradients grow with the scale, and float16 ends at 65504.
+# The range of scales for each dtype. It is smaller for float16: gradients grow with the scale, and float16 ends at 65504.
 SCALES = dict.fromkeys(DTYPES, (SMALLEST_SCALE, LARGEST_SCALE)) | {torch.float16: (1e-4, 1e4)}
 
 
@@ -27,7 +27,7 @@ class Layout:
     """The layout of a [B, H, S, D] tensor in memory. The memory between its elements is NaN.
 
     order: the dimensions, from the outermost in memory to the innermost.
-    gaps: the gaps (before, after) along each of B, H, S and D, in elements of this dimension.
+    gaps: for each of B, H, S and D, the numbers of unused positions (before, after) the tensor.
     offset: the number of elements in memory before the first element.
     expanded: the dimensions with stride 0, where all positions share one element.
     """
@@ -38,7 +38,7 @@ class Layout:
     expanded: str = ""
 
     def place(self, values):
-        """Return a tensor with this layout and these values. An expanded dimension takes only its first value."""
+        """Return a tensor with this layout and these values. An expanded dimension stores only its first value."""
         shape = values.shape
         for dim, name in enumerate(DIMENSIONS):
             values = values.narrow(dim, 0, 1) if name in self.expanded else values
@@ -57,7 +57,7 @@ class Problem:
     kv_heads: the number of heads of k and v; None means the heads of q.
     value_dim: the last dimension of v; None means the last dimension of q.
     spread: the standard deviation of the scaled scores.
-    sink: (a key modulo the number of keys, the nats by which this key scores above the other keys); None means no sink.
+    sink: (key, nats): this key, modulo the number of keys, scores so many nats above the other keys; None means no sink.
     layouts: the layouts of q, k, v and the gradient of the output.
     return_lse: whether the differentiated call also returns the LSE.
     """
@@ -94,7 +94,8 @@ class Problem:
         q, k = size * q, size * k
         if self.sink:
             key, nats = self.sink
-            # The last dimension makes the sink, so its large product is added last. Products after it would lose digits.
+            # Only the last elements of q and k make the sink. So a score's large product is added last, and no later one loses
+            # digits.
             q[..., -1], k[..., -1] = math.sqrt(nats / scale), 0
             k[:, :, key % self.seq_k, -1] = math.copysign(math.sqrt(nats / scale), self.scale)
         values = (tensor.to(self.dtype) for tensor in (q, k, v, grad_out))
@@ -102,14 +103,17 @@ class Problem:
 
 
 def _orders():
-    """Return a strategy of dimension orders in memory. Most have contiguous rows, because other tensors are copied first."""
+    """Return a strategy that draws the order of dimensions in memory.
+
+    Most orders have contiguous rows. A stage copies tensors with other rows before its kernels run, so these orders test less.
+    """
     every = ["".join(order) for order in itertools.permutations(DIMENSIONS)]
     whole_rows = [order for order in every if order.endswith("d")]
     return st.sampled_from(3 * whole_rows + every)
 
 
 def _layouts(*expanded):
-    """Return a strategy of layouts. One draw sets many gaps, because a draw takes longer than a small kernel."""
+    """Return a strategy that draws layouts. One draw chooses all gaps, because each draw takes longer than a small kernel."""
     gaps = list(itertools.product(((0, 0), (0, 1), (1, 0), (8, 8), (5, 3)), repeat=4))
     return st.just(Layout()) | st.builds(
         Layout,
@@ -120,19 +124,22 @@ def _layouts(*expanded):
     )
 
 
-# Only the output's gradient may have an expanded head dimension. In q, k and v, all products of a row would be equal and would
-# round alike.
+# Only the output's gradient may have an expanded head dimension. In q, k and v, all products of a row would be equal. Their
+# rounding errors would be equal too, and would add up.
 LAYOUTS = st.tuples(_layouts(), _layouts(), _layouts(), _layouts("d", "bhsd"))
 
 
 def value_dims(head_dim):
-    """Return a strategy that mostly draws `head_dim`, because each new pair of head dimensions needs more compilation."""
+    """Return head dimensions of V to draw from. Most equal `head_dim`, because each new pair needs more compilation."""
     place = HEAD_DIMS.index(head_dim)
     return [head_dim, head_dim, *HEAD_DIMS[max(0, place - 1) : place + 2]]
 
 
 def problems(head_dims):
-    """Return a strategy of problems with one of these head dimensions. A failure shrinks to a simple problem."""
+    """Return a strategy that draws problems with these head dimensions.
+
+    Hypothesis reduces a failing problem to a simple one.
+    """
     edges = [edge + by for edge in TILE_EDGES for by in (-1, 0, 1)]
     lengths = st.sampled_from([1] * len(edges) + edges) | st.integers(1, LONGEST)
     # (batch, K/V heads, query heads per K/V head)
@@ -153,19 +160,20 @@ def problems(head_dims):
         seq_q, seq_k, scale, layouts = draw(lengths), draw(lengths), draw(scales[dtype]), draw(LAYOUTS)
         spread, sink = draw(spreads), draw(sinks)
         if scale == 0:
-            # Kernels replace a scale of 0 by 1e-37. The LSE of a single key is then not exactly 0, and exceeds its bound.
+            # Kernels replace a scale of 0 by 1e-37. The LSE of a single key is then not exactly 0, and its error exceeds the
+            # bound.
             seq_q, seq_k = max(2, seq_q), max(2, seq_k)
         if causal == BOTTOM_RIGHT:  # "bottom-right" needs at least as many keys as queries
             seq_q, seq_k = sorted((seq_q, seq_k))
         q, k, v, grad_out = layouts
-        if dtype == torch.float32:  # sums of equal rows would round alike at each step
+        if dtype == torch.float32:  # rounding errors of equal rows would be equal, and would add up
             v, grad_out = (replace(layout, expanded=layout.expanded.replace("s", "")) for layout in (v, grad_out))
             layouts = q, k, v, grad_out
         sizes = zip(DIMENSIONS, (batch, kv_heads * shared, seq_q), strict=False)
         if math.prod(size for name, size in sizes if name not in q.expanded or name not in grad_out.expanded) < FEW_ROWS:
             spread, sink = min(1.0, spread), None
             layouts = *(replace(layout, expanded="") for layout in (q, k, v)), grad_out
-            if on_gpu:  # the slow interpreter gets equal problems in every run
+            if on_gpu:  # the interpreter's problems never change and do not need it
                 kv_heads = math.ceil(FEW_ROWS / shared)
         return Problem(
             seq_q=seq_q, seq_k=seq_k, batch=batch, heads=kv_heads * shared, kv_heads=kv_heads, head_dim=head_dim,

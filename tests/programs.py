@@ -1,7 +1,8 @@
 """Run Python programs in processes of their own, without loading torch for each program.
 
-Loading torch takes most of a small program's time. This file, run as a script, loads only torch and forks for each program. A
-program's environment decides whether kernels run on a GPU or on the interpreter. So this module imports nothing of the project.
+Loading torch takes most of a small program's time. This file is also a script, which loads torch once and forks a process for
+each program. It imports nothing of the project: the project reads environment variables when it is imported, and each program
+has its own variables.
 """
 
 import functools
@@ -18,10 +19,10 @@ ROOT = Path(__file__).parents[1]
 
 
 def python(*arguments, cwd=ROOT, **variables) -> subprocess.CompletedProcess:
-    """Run `python` with these arguments, the first of which is -c, -m or a script. It finds the project's packages.
+    """Run `python` with these arguments. The first argument is -c, -m or a script.
 
-    The program gets this process's environment and `variables`, but not the variables of pytest-xdist. With them,
-    pytest-benchmark would measure nothing.
+    The program can import the project's packages. It gets this process's environment and `variables`, but not the variables of
+    pytest-xdist. With them, pytest-benchmark would measure nothing.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     with tempfile.TemporaryDirectory() as directory:
@@ -38,7 +39,10 @@ def _server():
 
 
 def _serve():
-    """Fork for each program, and print the program's exit status. A fork returns its program; the parent returns None."""
+    """Fork a process for each program in stdin, and print its exit status.
+
+    The forked process returns its program. The parent returns None.
+    """
     for line in sys.stdin:
         if (process := os.fork()) == 0:
             return json.loads(line)

@@ -1,4 +1,7 @@
-"""Start processes that are the ranks of a group, and run functions in them. They start once, because a start takes seconds."""
+"""Start the processes (ranks) of a group, and run functions in them.
+
+Tests share the processes, because a start takes seconds.
+"""
 
 import contextlib
 import datetime
@@ -17,18 +20,18 @@ from common.runtime import DEVICE
 
 MOST = 4 if DEVICE == "cpu" else min(4, torch.cuda.device_count())  # maximum number of ranks in a test
 TIMEOUT_S = 120  # seconds that a test waits for its processes, and a rank for other ranks
-# A process that has used a GPU cannot be forked. The one fork server of multiprocessing may be the compiler's
-# (`common.measure.aot`), which interprets nothing.
+# Each rank is a new process, not a fork. A process that has used a GPU cannot be forked. Python has only one fork server, and
+# `common.measure.aot` may have started it to compile, without the interpreter.
 CONTEXT = multiprocessing.get_context("spawn")
-INTERPRET = {"TRITON_INTERPRET": "1"} if DEVICE == "cpu" else {}  # a test of the compiler may have changed it
+INTERPRET = {"TRITON_INTERPRET": "1"} if DEVICE == "cpu" else {}  # set again: a test of the compiler may have changed it
 
 
 def _serve(rank, size, port, timeout_s, connection):
-    """Answer each (function, arguments) with (result, None) or (None, exception), in a process of the group."""
+    """In a process of the group, call each function that `connection` sends. Answer (result, None) or (None, exception)."""
     torch.set_num_threads(1)
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)
-        Autotuner.prune_configs = first_that_survives  # like the other tests, see conftest.py
+        Autotuner.prune_configs = first_that_survives  # without tuning, as in conftest.py
         Autotuner._bench = lambda self, *args, **kwargs: [0.0, 0.0, 0.0]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(size)}
     timeout = datetime.timedelta(seconds=timeout_s)
@@ -51,7 +54,7 @@ def _serve(rank, size, port, timeout_s, connection):
 
 
 class Ranks:
-    """A number of processes. A test calls a function in the first few of them, which form a group."""
+    """Processes that run functions for tests. For each size, the first `size` processes form a group."""
 
     def __init__(self, size, timeout_s=TIMEOUT_S):
         self.size = size
@@ -69,7 +72,10 @@ class Ranks:
             self.processes.append(process)
 
     def outcomes(self, size, function, *arguments) -> list:
-        """Call `function(group, *arguments)` in `size` ranks. Return each result or exception; EOFError means an ended rank."""
+        """Call `function(group, *arguments)` in `size` ranks.
+
+        Return each result or exception. EOFError means that the rank ended.
+        """
         found = []
         for connection in self.connections[:size]:
             connection.send((function, size, arguments))
@@ -83,7 +89,7 @@ class Ranks:
         return found
 
     def call(self, size, function, *arguments) -> list:
-        """Return the same as `outcomes`, but raise an error if an outcome is an exception."""
+        """Return the results of `outcomes`, or raise the first exception among them."""
         found = self.outcomes(size, function, *arguments)
         for outcome in found:
             if isinstance(outcome, Exception):

@@ -119,7 +119,7 @@ def test_cases_with_other_numbers_of_keys_follow_each_other():
     options = bench.parse_options(["--seq-len=1,2", "--kv-len=64,128", "--causal=no", "--head-dim=32", "--pass=fwd"])
     found = dict.fromkeys(workload for _, workload in bench.cases(options))
     assert [(w.seq_len, w.kv_len) for w in found] == [(1, 64), (1, 128), (2, 64), (2, 128)]
-    options = bench.parse_options(["--seq-len=64", "--kv-len=64", "--head-dim=32"])  # as many keys as queries, so causal too
+    options = bench.parse_options(["--seq-len=64", "--kv-len=64", "--head-dim=32"])  # equal lengths, so causal cases exist too
     assert {(w.kv_len, w.causal) for _, w in bench.cases(options)} == {(64, False), (64, True)}
 
 
@@ -176,7 +176,7 @@ def test_reference_run_of_passes_as_one_is_of_a_smaller_model():
     assert len(set(found)) == len(found)
 
 
-# A GPU measures this many cases in ten minutes. A case takes 0.9 s, with compilation and tuning.
+# A GPU measures so many cases in ten minutes: a case takes 0.9 s, with compilation and tuning.
 TEN_MINUTES = 650
 
 
@@ -204,7 +204,7 @@ def test_reference_run_of_shared_heads_has_the_newest_stage_alone():
         (64, 128, 1, 4096, "float16"), (128, 64, 1, 4096, "float16"),
     }  # fmt: skip
     assert {(w.pass_, w.causal) for w in others} == set(itertools.product(("fwd", "bwd"), (False, True)))
-    assert 3 * len(mine) * bench.GPU_CASE_S < 600  # seconds, with two implementations of SDPA
+    assert 3 * len(mine) * bench.GPU_CASE_S < 600  # seconds, for the stage and two implementations of SDPA
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -257,7 +257,7 @@ def test_durations_are_short(seconds, shown):
 # --- the check
 
 
-WHERE = {  # [batch, heads, rows, D]; the first and the last head are right
+WHERE = {  # index of wrong elements in [batch, heads, rows, D]; the first and the last head are right
     "head": (1, 2),
     "batch element": (1,),
     "tile of rows": (1, 2, slice(16, 32)),
@@ -330,7 +330,7 @@ def test_check_of_some_heads_sees_errors_there_and_nan_everywhere(some_heads, pa
 
 
 def run_bench(directory, *arguments, prepare="", lengths=("--seq-len=32", "--causal=yes")):
-    """Run bench.py in a process of its own. `prepare` is Python code that first changes the module `bench`."""
+    """Run bench.py in a process of its own. `prepare` is Python code that runs first, to change `bench`."""
     source = f"import sys, torch, bench\n{prepare}\nsys.exit(bench.main(sys.argv[1:]))"
     small = [*lengths, "--head-dim=16", "--batch=1", "--heads=2", "--json=run.json", "--wide"]
     return programs.python("-c", source, *small, *arguments, cwd=directory)
@@ -510,7 +510,10 @@ def test_failure_of_a_case_shows_its_traceback_and_fails_the_run(tmp_path):
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU measures times")
 def test_saved_runs_without_a_gpu_say_to_pytest_benchmark_what_they_are(tmp_path):
-    """pytest-benchmark calls every number a time. Here the number must be a counted time, because an interpreter is slow."""
+    """pytest-benchmark calls every number a time.
+
+    Without a GPU, the number comes from counted bytes and FLOPs, and the titles say so.
+    """
     for _ in range(2):
         assert run_bench(tmp_path, "--stage=v0", "--pass=fwd").returncode == 0
     command = [str(Path(sys.executable).with_name("pytest-benchmark")), "compare", "--columns=median", "--name=short"]

@@ -147,7 +147,7 @@ if sys.argv[1] == "-c":
     exec(sys.argv[2])
 elif sys.argv[1] == "--version":
     print("Python", *{version}[:2])
-else:  # -m venv .venv: with a python that has nothing to install
+else:  # -m venv .venv: make an environment whose python does nothing
     import os, pathlib
     pathlib.Path(".venv/bin").mkdir(parents=True)
     os.symlink("/bin/true", ".venv/bin/python")

@@ -25,7 +25,7 @@ SCALE = 0.2
 
 
 def gradients(function, leaves, grad_out):
-    """Return the result of `function` and its gradients, under the names that `cases.run` uses."""
+    """Return the result of `function` and its gradients, under the names that `cases.by_operator` uses."""
     out = function(*leaves)
     dq, dk, dv = torch.autograd.grad(out, leaves, grad_out)
     return {"out": out.detach(), "dq": dq, "dk": dk, "dv": dv}
@@ -69,7 +69,10 @@ def test_fake_results_are_laid_out_like_real_ones(stage, layout):
 
 @pytest.mark.parametrize("columns", [8, 32])
 def test_rows_of_another_size_lie_in_the_same_order(columns):
-    """The rows keep the tensor's order in memory for every expanded dimension. Fake tensors give equal strides."""
+    """`empty_rows` keeps the tensor's order of dimensions in memory, even if some are expanded.
+
+    Fake tensors get equal strides.
+    """
     values, fakes = torch.zeros(2, 3, 5, 16, device=DEVICE), FakeTensorMode()
     expansions = itertools.chain.from_iterable(itertools.combinations("bhs", number) for number in range(4))
     for order, expanded in itertools.product(itertools.permutations("bhs"), expansions):
@@ -110,7 +113,7 @@ def test_repeated_calls_of_one_kind_are_right(stage, run):
 
 
 def test_a_profiler_sees_the_operators(stage, unordered):
-    """Calls without compiler, profiler or transform bypass PyTorch's dispatcher. Their results are equal."""
+    """Calls without compiler, profiler or transform bypass PyTorch's dispatcher. Both ways give equal results."""
     inputs = make_inputs(*TILED, **FEW_SHARED)
     alone = by_operator(stage, *inputs, causal=True, scale=SCALE)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -121,7 +124,7 @@ def test_a_profiler_sees_the_operators(stage, unordered):
 
 
 def test_a_lazy_negation(stage, unordered):
-    """PyTorch may store a negation as a flag, as in a conjugate's imaginary part. The dispatcher then negates the memory."""
+    """PyTorch may store a negation as a flag, as in a conjugate's imaginary part. Then the dispatcher negates the elements."""
     q, k, v, grad_out = make_inputs(9, 20, dtype=torch.float32, **FEW)
     turned = torch._neg_view(-k)
     assert turned.is_neg() and torch.equal(turned, k)
@@ -188,7 +191,7 @@ def test_autocast_leaves_float64_alone(stage):
 
 @pytest.mark.parametrize("seq_q, seq_k", [TILED, (1, 1)])
 def test_saved_tensors_may_come_back_in_another_layout(stage, seq_q, seq_k, unordered):
-    """Hooks that offload tensors may return them with other strides, or not aligned to 16 bytes."""
+    """Hooks that offload saved tensors may return them with other strides, or at addresses not aligned to 16 bytes."""
 
     def moved(tensor):
         shape = tensor.shape if tensor.dim() < 4 else (*tensor.shape[:-1], tensor.shape[-1] + 1)
@@ -233,7 +236,7 @@ def test_differentiating_twice_raises(stage):
 @needs_gpu
 @pytest.mark.parametrize("calls", [1, 3])
 def test_cuda_graph_after_some_calls(stage, calls, unordered):
-    """A replay of a CUDA graph reads the current values of the captured inputs, even if the captured call was replayed."""
+    """A CUDA graph reads its inputs' current values, even if the captured call has repeated recorded launches."""
     static = as_leaves(*make_inputs(130, 200)[:3])
     grad_out = torch.randn_like(static[0])
     for _ in range(calls):
@@ -296,7 +299,10 @@ def test_a_device_that_is_not_the_current_one(stage, run):
 @needs_gpu
 @pytest.mark.parametrize("huge", ["batch", "heads", "rows"])
 def test_strides_past_two_to_the_31_elements(stage, huge):
-    """The product of index and stride exceeds int32. q, k, v and dO are interleaved, with elements far apart."""
+    """The product of index and stride exceeds int32.
+
+    q, k, v and dO share one memory, and their elements are far apart.
+    """
     batch, head, row = {"batch": (2**31 + 64, 256, 1024), "heads": (256, 2**30 + 64, 512), "rows": (256, 512, 2**25 + 64)}[huge]
     memory = torch.empty(2**32, dtype=torch.float16, device=DEVICE)  # 8 GiB
 

@@ -37,7 +37,7 @@ sizes = pytest.mark.parametrize("size", [*map(on, SIZES)])
 
 
 def by_ring(stage, q, k, v, grad_out, *, causal, scale, group):
-    """Return all results of a stage. Each rank returns them for the whole sequence."""
+    """Return all results of ring attention with a stage. Each rank returns them for the whole sequence."""
     q, k, v, grad_out = (shard(tensor, 2, group) for tensor in (q, k, v, grad_out))
     leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
     out, lse = ring_attention(stage, *leaves, group=group, causal=causal, scale=scale, return_lse=True)
@@ -46,7 +46,7 @@ def by_ring(stage, q, k, v, grad_out, *, causal, scale, group):
 
 
 def as_one(group, name, causal, seq, dtype, shape, again=False):
-    """Compare a stage's results with float64. With `again`, also compare their bits with the bits of a second call."""
+    """Compare ring attention's results with float64. With `again`, a second call must give equal bits."""
     stage, problem = stages.load(name), make_inputs(seq, seq, dtype=dtype, **shape)
     run = functools.partial(by_ring, group=group)
     first = check(stage, *problem, causal=causal, run=run)
@@ -108,7 +108,7 @@ def unshard_unlike(group):
 
 
 def unlike_lengths(group):
-    """Without a mask, a rank may have more keys than queries, and an odd number of each."""
+    """Without a mask, a rank may have more keys than queries. Both numbers may be odd."""
     size = dist.get_world_size(group)
     q, k, v, _ = make_inputs(3 * size, 5 * size)
     q, k, v = (tensor.chunk(size, 2)[dist.get_rank(group)] for tensor in (q, k, v))
@@ -138,7 +138,7 @@ def rounds_and_layouts(group):
 
 
 def with_checkpoint_and_autocast(group):
-    """A result that the backward computes again has equal bits. Under autocast, the results have autocast's dtype."""
+    """With checkpointing, gradients have equal bits. Under autocast, results have autocast's dtype."""
     q, k, v, grad_out = (shard(t, 2, group) for t in make_inputs(16, 16, dtype=torch.float32))
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
     attention = functools.partial(ring_attention, stages.load("v3"), group=group, causal=True)
@@ -287,7 +287,7 @@ def test_unlike_parts_are_no_sequence(ranks):
 ])  # fmt: skip
 def test_lengths_that_cannot_be_cut(function, message, monkeypatch):
     monkeypatch.setattr(ring, "_place", lambda group: (0, 2))
-    monkeypatch.setattr(dist, "get_world_size", lambda group: 1)  # no other ranks to exchange texts with
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 1)  # so no other rank is asked
     with pytest.raises(ValueError, match=message):
         function()
 
@@ -342,7 +342,7 @@ def test_sends_of_a_backward_run_while_heads_are_computed(size, kv_heads, events
         return tuple(torch.zeros_like(tensor) for tensor in (q, k, v))
 
     monkeypatch.setattr(ring.Ring, "pass_on", lambda self, tensors, into: [seen.append("send")][:0])
-    monkeypatch.setattr(ring, "add", lambda *tensors: None)  # nothing has arrived to add
+    monkeypatch.setattr(ring, "add", lambda *tensors: None)  # nothing has arrived that it could add
     q, k = (torch.ones(1, heads, 4, 16, dtype=torch.bfloat16, device=DEVICE) for heads in (2 * kv_heads, kv_heads))
     options = {"stage": types.SimpleNamespace(backward=backward), "ring": place(0, size), "causal": True, "scale": 1.0}
     ring._backward(q, q, k, k, q, q[..., 0].float(), **options)

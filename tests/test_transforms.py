@@ -16,7 +16,7 @@ SCALE = 0.2
 
 @pytest.fixture
 def problem(stage):
-    """Return a causal `attend(q, k, v)`, and arguments with few rows for it."""
+    """Return a causal `attend(q, k, v)`, and small q, k and v for it."""
     tensors = make_inputs(2, 3, 16, torch.float32, heads=2, kv_heads=1)[:3]
     return (lambda q, k, v: stage.attention(q, k, v, causal=True, scale=SCALE)), tensors
 
@@ -66,7 +66,7 @@ def test_jacrev_is_the_jacobian(problem):
 def test_vmap_maps_any_dimension(problem):
     attend, (q, k, v) = problem
     torch.testing.assert_close(attend_all(attend)(q, k, v), attend(q, k, v))
-    twice = vmap(attend_all(attend), in_dims=(1, None, 3), out_dims=2)(  # q in dimension 1, v in 3, k shared
+    twice = vmap(attend_all(attend), in_dims=(1, None, 3), out_dims=2)(  # over dimension 1 of q and 3 of v; k is shared
         torch.stack([q, 2 * q], 1), k, torch.stack([v, -v], 3)
     )
     torch.testing.assert_close(twice, torch.stack([attend(q, k, v), attend(2 * q, k, -v)], 2))

@@ -1,6 +1,6 @@
 """Compiled kernels launch correctly from several threads, on several devices, and after a failed compilation.
 
-A stand-in replaces the driver. Each test runs in its own process, because the test's own process may interpret kernels.
+A stand-in replaces the driver. Each test starts a new process, because pytest's process may interpret kernels.
 """
 
 import programs
@@ -38,7 +38,7 @@ class Driver(StandInDriver):
 triton.runtime.driver.set_active(Driver())
 
 TUNER = stages.load("v4").forward.__globals__["_forward_kernel"]
-TUNER.configs = [TUNER.configs[0], *TUNER.configs[5:7], TUNER.configs[-1]]  # large, small, and for float32: quick to compile
+TUNER.configs = [TUNER.configs[0], *TUNER.configs[5:7], TUNER.configs[-1]]  # few tiles: large, small, and for float32
 
 def forward(name, head_dim=64, dtype=torch.float16, causal=True, seq=256, diagonal=0):
     q, k, v = (torch.empty(1, 2, seq, head_dim, dtype=dtype, device="meta") for _ in range(3))
@@ -47,7 +47,7 @@ def forward(name, head_dim=64, dtype=torch.float16, causal=True, seq=256, diagon
 
 
 def run(program):
-    """Run a program after PREPARE, with compiled kernels."""
+    """Run PREPARE and then `program` in a new process that compiles kernels."""
     done = programs.python("-c", PREPARE + program, TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -127,7 +127,7 @@ assert len(launched) == 2 and len(loaded) == 1
 
 
 def test_one_thread_parses_at_a_time():
-    """In CPython 3.11 and 3.12 all threads share the recursion depth of `ast.parse`."""
+    """In CPython 3.11 and 3.12 all threads share the recursion depth of `ast.parse`, so only one may parse at a time."""
     run("""
 import ast
 parse, parsing, most = ast.parse, 0, 0
@@ -150,8 +150,8 @@ assert most == 1 and launched
 def test_no_length_of_1_becomes_a_constant():
     """No kernel gets a length as a compile-time constant.
 
-    A constant length turns a loop into straight code. ptxas then let a matmul read its tile from a wrong address: `dp_t` in
-    v4's kernel of dK and dV, with D = 64 and Dv = 32.
+    A constant length turns a loop into straight code. In v4's kernel of dK and dV with D = 64 and Dv = 32, ptxas then let the
+    matmul of `dp_t` read its tile from a wrong address.
     """
     run("""
 from triton.runtime.autotuner import Autotuner
@@ -179,7 +179,7 @@ assert "heads_per_kv" in constants and not constants & {"seq_q", "seq_k", "diago
 
 
 def test_v30_to_v34_have_the_instructions_of_v29_where_tiles_fill_the_gpu():
-    """Without splits and packed heads, both launches compile to the code of v29."""
+    """If heads are not packed and keys not split, both launches of a forward have v29's instructions."""
     run("""
 import collections, pathlib, re
 

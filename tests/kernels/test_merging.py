@@ -19,7 +19,7 @@ def test_two_sets_of_keys(seq_q, seq_k, cut, value_dim, dtype):
     merge(out, lse, parts[1]["out"].to(dtype), parts[1]["lse"].float())
     whole = truth(q, k, v, False, 1.0)
     torch.testing.assert_close(lse.double(), whole["lse"], rtol=1e-6, atol=1e-6)
-    near = 2 * torch.finfo(dtype).eps + 1e-5  # the LSE, about 30, is rounded too, and a weight is the exponential of an LSE
+    near = 2 * torch.finfo(dtype).eps + 1e-5  # 1e-5 for the rounding of LSEs, which are about 30
     torch.testing.assert_close(out.double(), whole["out"], rtol=near, atol=near)
 
 
@@ -68,9 +68,9 @@ def test_log_sum_exps_that_are_far_apart(apart):
 @pytest.mark.parametrize(("dtype", "part_dtype"), [(torch.bfloat16,) * 2, (torch.float32, torch.float16), (torch.float32,) * 2])
 @pytest.mark.parametrize(("rows", "first", "length"), [(1, 0, 1), (40, 0, 40), (300, 0, 170), (300, 130, 170)])
 def test_a_sum_is_rounded_once(rows, first, length, dtype, part_dtype, into_dtype):
-    """Rows outside the part keep their values.
+    """`add` rounds once, and keeps the rows outside the part.
 
-    The result is some heads of a larger tensor. The part has another layout than the result.
+    Here the result is some heads of a larger tensor, and the part has another layout than the result.
     """
     whole = torch.randn(2, 3, rows, 32, device=DEVICE).to(dtype)
     part = torch.randn(2, length, 3, 32, device=DEVICE).to(part_dtype).transpose(1, 2)

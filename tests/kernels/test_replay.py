@@ -1,7 +1,6 @@
 """A replayed call makes the launches that its function would make. A recording keeps no tensor.
 
-Stand-ins replace the driver and the compiler. Each test runs in its own process, because the test's own process may interpret
-kernels.
+Stand-ins replace the driver and the compiler. Each test starts a new process, because pytest's process may interpret kernels.
 """
 
 import programs
@@ -28,7 +27,7 @@ launches = []  # of the last call
 
 class Binary(CompiledKernel):
     def __init__(self, src, target, options):
-        self.key = src.hash(), str(options), getattr(device, "index", 0)  # two compilations of one source are equal
+        self.key = src.hash(), str(options), getattr(device, "index", 0)  # equal for two compilations of one source
         self.src, self.function, self.packed_metadata, self._run = src, object(), object(), self.launch
         self.name, self.metadata = src.fn.__name__, SimpleNamespace(shared=0, global_scratch_size=0)
 
@@ -100,7 +99,7 @@ OPTIONS = {"causal": False, "scale": 0.5}
 
 
 def run(program, *arguments):
-    """Run a program after PREPARE, with compiled kernels. `arguments` are the program's sys.argv[1:]."""
+    """Run PREPARE and then `program` in a new process that compiles kernels. `arguments` become its sys.argv[1:]."""
     done = programs.python("-c", PREPARE + program, *arguments, TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -124,7 +123,7 @@ OTHERS = {
 calls = [{}, *({name: value} for name, values in OTHERS.items() for value in values), {"seq_k": 144, "diagonal": 16}]
 calls = [call for call in calls for _ in range(4)]
 draw.shuffle(calls)
-calls = [{"same": True}] * 3 + calls  # recorded first, as the kind of the usual call
+calls = [{"same": True}] * 3 + calls  # the usual kind of call is first recorded with q = v = k
 repeats = {"forward": 0, "backward": 0}
 for call in calls:
     how = USUAL | call
@@ -132,7 +131,7 @@ for call in calls:
     device.index, deterministic, same = (how.pop(setting) for setting in ("index", "deterministic", "same"))
     torch.use_deterministic_algorithms(deterministic)
     q, k, v = problem(**how)
-    if k.stride(-1) > 1:  # the operator does this
+    if k.stride(-1) > 1:  # the operator makes such tensors contiguous too
         q, k, v = (each.contiguous() for each in (q, k, v))
     if same:
         q = v = k
@@ -141,14 +140,14 @@ for call in calls:
         repeats[function.__name__] += repeated()
         expected = launched(function.__wrapped__, *tensors, **options)
         assert got == expected, (call, function.__name__, got, expected)
-assert min(repeats.values()) > len(calls) / 4, repeats  # two of four of a kind, except where stages fall back
+assert min(repeats.values()) > len(calls) / 4, repeats  # two of four equal calls are replayed, but fewer where stages fall back
 """,
         stage,
     )
 
 
 def test_the_driver_gets_the_arguments_that_triton_gives_it():
-    """Replayed calls give each descriptor the address of their own tensor. They encode a descriptor once per address."""
+    """In a replayed call, each descriptor has the address of this call's tensor. It is encoded once per address."""
     run("""
 from triton.backends.nvidia import driver as nvidia
 BASE = getattr(nvidia, "_BASE_ARGS_FORMAT_LEN", None)  # Triton 3.6: number of arguments before the kernel's own
@@ -207,7 +206,7 @@ for name in ("v34", "v12", "v5"):
 
 
 def test_a_pick_of_the_tuner_is_honoured():
-    """A replayed call uses the configuration that the tuner has chosen, even if it chose after the recording."""
+    """A replayed call uses the configuration that the tuner has chosen, even if the tuner chose after the recording."""
     run("""
 stage = stages.load("v6")
 tensors = problem()
@@ -223,7 +222,7 @@ for _ in range(3):
     assert after == launched(stage.forward.__wrapped__, *tensors, **OPTIONS) != before
 launched(stage.forward, *tensors, **OPTIONS)
 assert repeated()
-tuner.cache.clear()  # tuned again, in the middle of a recording
+tuner.cache.clear()  # so the tuner tunes again during a recording
 for _ in range(3):
     got = launched(stage.forward, *tensors, **OPTIONS)
 assert repeated() and got == launched(stage.forward.__wrapped__, *tensors, **OPTIONS)
@@ -276,7 +275,7 @@ del tensors, results
 launches.clear()
 assert not any(each() is not None for each in watched)
 assert not any(isinstance(each, torch.Tensor) and each.dim() == 4 for each in gc.get_objects())
-assert ("torch._dynamo" in sys.modules) == compiler  # loading it takes a second
+assert ("torch._dynamo" in sys.modules) == compiler  # it was not loaded, which would take a second
 """)
 
 

@@ -64,9 +64,9 @@ def check_both(name, inputs):
 
 @functools.cache
 def timed(name, head_dim, dtype):
-    """Return, for each kernel, the configurations that are timed for this problem, and compile them in parallel."""
+    """Tune a stage's kernels for a problem. Return the timed configurations of each kernel."""
     for tuner in tuners(name).values():
-        tuner.cache.clear()  # drop the picks of tests without real tuning
+        tuner.cache.clear()  # forget what other tests have picked without timing
     check_both(name, make_inputs(*LENGTHS, head_dim, dtype, batch=1, heads=1))
     return {kernel: set(tuner.configs_timings) for kernel, tuner in tuners(name).items()}
 
@@ -74,7 +74,7 @@ def timed(name, head_dim, dtype):
 @pytest.mark.parametrize("name, kernel, index", list(configurations()))
 @pytest.mark.parametrize("head_dim, dtype", PROBLEMS)
 def test_every_configuration_is_right(name, kernel, index, head_dim, dtype, real_tuning, monkeypatch):
-    """Every configuration gives right results. The autotuner would choose a wrong configuration that skips tiles.
+    """Every configuration gives right results. A wrong one that skips tiles is fast, so the tuner would choose it.
 
     A causal kernel splits its loop at tile edges. Some pairs of BLOCK_M and BLOCK_N may split the loop at a wrong place. So
     both lengths end inside a tile and exceed every tile.
@@ -118,7 +118,7 @@ def test_nearby_lengths_share_a_tuning(name, kernel, monkeypatch):
 
 
 def test_identical_kernels_are_tuned_once():
-    """Kernels with different files share no choices."""
+    """Kernels of two stages share a tuning only if the kernels' files are equal."""
     every = [(stage, *found) for stage in TUNED for found in tuners(stage).items()]
     shared = 0
     for (_, kernel, tuner), (_, other_kernel, other) in itertools.combinations(every, 2):
@@ -130,7 +130,7 @@ def test_identical_kernels_are_tuned_once():
 
 
 def picked(milliseconds):
-    """Return the numbers of the timed configurations in order, and the number of the chosen one among five.
+    """Tune five configurations. Return the number of the chosen one, and the numbers of the timed ones in order.
 
     `milliseconds` returns the time of a configuration, given its number and how often it was timed before.
     """
@@ -156,7 +156,10 @@ def test_noise_in_the_first_round_does_not_decide(noise, real_tuning):
 
 
 def test_a_falling_clock_does_not_decide(real_tuning):
-    """Each timing takes longer than the timing before. So the tuner must not favor the configuration that it times first."""
+    """The clock falls, so each timing takes longer than the one before.
+
+    The tuner must not favor the configuration timed first.
+    """
     clock = itertools.count()
     assert picked(lambda number, before: [2, 1, 2, 0.97, 2][number] * (1 + 0.004 * next(clock)))[0] == 3
 

@@ -19,9 +19,9 @@ LENGTHS += [*LONG, (4001, 4096)] if on_gpu else [*OF_THREE_TILES, *LONG]  # with
 
 
 def marks_of(number, lengths, long):
-    """Return the marks of problem `number` of a round.
+    """Return pytest's marks for problem `number` of a round (see `problems`).
 
-    Every stage runs half of a round's problems, but not the longest.
+    In the default run, every stage computes half of the first round's problems, but not the longest.
     """
     if long:
         return [pytest.mark.long]
@@ -29,13 +29,13 @@ def marks_of(number, lengths, long):
 
 
 def problems():
-    """Return cases in rounds: every length, with and without a causal mask, with every head dimension and dtype.
+    """Yield problems in 15 rounds, which together have all combinations of lengths, mask, head dimension and dtype.
 
     A round has every length with and without a causal mask. It has each of the 15 pairs of dtype and head dimension at least
-    once. The next round moves the pairs on by one, so 15 rounds have all combinations. All rounds except the first are marked
-    long. Every stage runs half of the first round: each length of at most two tiles once.
+    once. In each further round, each problem gets the next pair. So 15 rounds have all combinations. All rounds except the
+    first are marked long. Every stage computes half of the first round: each length of at most two tiles once.
     """
-    # In this order, the long lengths of the first round get large tiles, because the interpreter is slow for each tile.
+    # In this order, the long lengths of the first round get pairs with large tiles. The interpreter is fast with few tiles.
     quick = list(itertools.product((torch.float16, torch.bfloat16), HEAD_DIMS[:-1]))
     slow = [*itertools.product([torch.float32], HEAD_DIMS), (torch.bfloat16, HEAD_DIMS[-1]), (torch.float16, HEAD_DIMS[-1])]
     pairs = quick[:3] + slow + quick[3:]
@@ -59,18 +59,18 @@ DIMENSIONS = [(256, 16), (32, 256), (64, 128), (128, 64), (64, 64)]  # (head_dim
 
 
 def problems_of_shared_heads():
-    """Return cases in rounds: lengths, with and without a causal mask, with shared heads and with D ≠ Dv.
+    """Yield problems with shared heads and with D ≠ Dv, in 15 rounds.
 
-    A round has every length with and without a causal mask, all of `SHARED`, and all of `DIMENSIONS`. The next round moves
-    `SHARED` and `DIMENSIONS` on by one. After 15 rounds each length has had all dimensions in every dtype. All rounds except
-    the first are marked long. Every stage runs half of the first round.
+    A round has every length with and without a causal mask, all of `SHARED`, and all of `DIMENSIONS`. In each further round,
+    each problem gets the next element of `SHARED` and of `DIMENSIONS`. After 15 rounds each length has had all dimensions in
+    every dtype. All rounds except the first are marked long. Every stage computes half of the first round.
     """
     lengths = [*LENGTHS[:4], LONG[0] if on_gpu else (383, 384)]
     for turn in range(len(DIMENSIONS) * len(DTYPES)):
         for number, (causal, (seq_q, seq_k)) in enumerate(itertools.product((False, True), lengths)):
             batch, heads, kv_heads = SHARED[(number % len(lengths) + turn) % len(SHARED)]
             head_dim, value_dim = DIMENSIONS[(number + turn) % len(DIMENSIONS)]
-            dtype = DTYPES[(number + turn - 1) % len(DTYPES)]  # so that few rows or heads have float32 first
+            dtype = DTYPES[(number + turn - 1) % len(DTYPES)]  # - 1 gives float32 to problems with few rows or heads
             sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "value_dim": value_dim}
             shape = f"{seq_q}x{seq_k}-{'causal' if causal else 'full'}-b{batch}-h{heads}x{kv_heads}-d{head_dim}x{value_dim}"
             yield pytest.param(
@@ -85,9 +85,10 @@ def test_results_of_shared_heads_match_float64(stage, seq_q, seq_k, causal, head
 
 
 def test_shared_heads_equal_repeated_heads(stage, unordered):
-    """A query's results depend on this query alone, so the bits are equal. The library may sum other matmuls in another order.
+    """Shared K/V heads give the bits of repeated K/V heads, because a query's results depend on no other query.
 
-    There are enough heads for a stage with two orders of query tiles to use both.
+    A stage may call PyTorch's matmul. It may add in another order if the shapes differ, so only close results are required
+    there. Some stages have two orders of query tiles. The number of heads is large enough that they use both.
     """
     seq_q, seq_k, kv_heads = (1000, 1100, 32) if on_gpu else (280, 150, 2)
     q, k, v, grad_out = make_inputs(seq_q, seq_k, batch=1, heads=2 * kv_heads, kv_heads=kv_heads, value_dim=128)
@@ -105,9 +106,9 @@ def test_shared_heads_equal_repeated_heads(stage, unordered):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_results_are_rounded_to_nearest(stage, dtype):
-    """Results are rounded to nearest. A cast that truncates shrinks results by a third of an ulp on average.
+    """Results are rounded to nearest. A cast that truncates would shrink them by a third of the last bit on average.
 
-    Twice the error of plain PyTorch would allow this. The mean over all elements shows it, because roundings to nearest cancel.
+    The usual error bound allows this. So this test checks the mean error of all elements, in which roundings to nearest cancel.
     """
     q, k, v, grad_out = make_inputs(64, 100, dtype=dtype)
     results = by_operator(stage, q, k, v, grad_out, causal=False, scale=0.2)
@@ -118,7 +119,7 @@ def test_results_are_rounded_to_nearest(stage, dtype):
 
 
 def as_bshd(tensor):
-    """Return the view that model code makes: [B, S, H, D].transpose(1, 2)."""
+    """Return a view of [B, S, H, D] in memory, as model code makes it with transpose(1, 2)."""
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -198,13 +199,16 @@ def test_gradient_of_a_sum(stage):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 1.0])
 def test_any_finite_scale(stage, scale, causal):
-    """Scales may be 0 or negative. -inf times 0 is NaN, and a negative scale turns the largest score into the smallest."""
+    """Scales may be 0 or negative.
+
+    A masked -inf times 0 would be NaN. A negative scale makes the largest q·k the smallest score.
+    """
     check(stage, *make_inputs(*TILED, **FEW), causal=causal, scale=scale)
 
 
 @pytest.mark.parametrize("scale", [1e-30, -1e-30, 1e6, -1e6])
 def test_scales_at_the_ends_of_their_range(stage, scale):
-    """With the smallest scale all keys have equal weights. With the largest, only a row's largest score (1e7 to 1e8) counts."""
+    """With a scale of ±1e-30, all keys have equal weights. With ±1e6, only a row's largest score (1e7 to 1e8) counts."""
     q, k, v, _ = make_inputs(*TILED, head_dim=128, **FEW)
     out, lse = stage.forward(q, k, v, causal=False, scale=scale)
     exact, yardstick = (make(q, k, v, False, scale) for make in (truth, plain))
@@ -213,7 +217,7 @@ def test_scales_at_the_ends_of_their_range(stage, scale):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_scale_of_zero_makes_all_scores_equal(stage, dtype):
-    """A scale of 0 makes all scores equal, even if q·k is large. bfloat16 and float32 hold values up to 1e38."""
+    """A scale of 0 makes all scores equal, even if q·k is about 1e30. float16 cannot hold such inputs."""
     q, k, v, grad_out = make_inputs(*TILED, dtype=dtype, **FEW)
     check(stage, 1e15 * q, 1e15 * k, v, grad_out, causal=True, scale=0.0)
 
@@ -221,7 +225,10 @@ def test_a_scale_of_zero_makes_all_scores_equal(stage, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sign, causal", [("all large", True), ("all small", True), ("all small", False), ("both", True)])
 def test_scores_of_ten_thousand(stage, sign, causal, dtype):
-    """Large scores do not overflow. exp overflows past 88, and the unscaled q·k of 80 000 exceeds float16 (65504)."""
+    """Large scores do not overflow.
+
+    exp overflows float32 past 88. The unscaled q·k is 80 000 here, and float16 ends at 65504.
+    """
     head_dim = 64
     q, k, v, grad_out = make_inputs(*TILED, head_dim, dtype, **FEW)
     direction = torch.randn(head_dim, device=DEVICE).sign() * 35.4  # 35.4² · 64 / √64 = 10⁴
@@ -236,10 +243,10 @@ def test_scores_of_ten_thousand(stage, sign, causal, dtype):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("growth", [200.0, 40.0, -200.0])
 def test_scores_that_grow_along_the_keys(stage, growth, causal, dtype):
-    """A maximum over the first or last keys is far too small for the other keys.
+    """Scores grow or fall along the keys. So the maximum of some first or last keys is far too small for the other keys.
 
-    exp overflows float16 from 11 on, and float32 and bfloat16 from 88 on. Only the later half of one head's rows has growing
-    scores, to show effects on other rows.
+    exp overflows float16 from 11 on, and float32 and bfloat16 from 88 on. Only the later half of one head's rows has such
+    scores. The other rows must stay right.
     """
     seq_q, seq_k, head_dim = (1100, 1000, 64) if on_gpu else (110, 100, 16)
     q, k, v, grad_out = make_inputs(seq_q, seq_k, head_dim, dtype, **FEW)
@@ -303,13 +310,13 @@ def test_causal_is_aligned_top_left(stage, seq_q, seq_k):
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
 )
 def test_causal_may_be_aligned_bottom_right(stage, seq_q, seq_k, sizes):
-    """The last query sees all keys, and each query before it one key less."""
+    """The last query sees all keys. Each earlier query sees one key less than the query after it."""
     results = check(stage, *make_inputs(seq_q, seq_k, **FEW | sizes), causal="bottom-right")
     assert results["dk"][:, :, -1].any() and results["dv"][:, :, -1].any()
 
 
 def test_chunks_of_queries_equal_all_queries(stage):
-    """Each chunk of queries sees the keys up to its end, as with a growing cache."""
+    """Each chunk of queries sees the keys up to the chunk's end, as if keys were added to a cache."""
     q, k, v, grad_out = make_inputs(200, 200, **FEW)
     whole = check(stage, q, k, v, grad_out, causal=True)
     for first, end in ((0, 70), (70, 113), (113, 114), (114, 200)):
@@ -321,9 +328,9 @@ def test_chunks_of_queries_equal_all_queries(stage):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_merging_halves_of_the_keys_by_their_lse(stage, causal):
-    """out = Σ exp(lse_i - lse) out_i with lse = logsumexp(lse_i). Splitting keys over devices needs this.
+    """If devices split the keys, this merges their results: out = Σ exp(lse_i - lse) out_i, with lse = logsumexp(lse_i).
 
-    Causal queries here see all keys of the first half, so the first call is not causal.
+    In the causal case, every query here sees all keys of the first half. So the call with this half is not causal.
     """
     q, k, v, _ = make_inputs(70, 140, dtype=torch.float32, **FEW)
     keys = torch.split(k, 70, dim=2)
@@ -345,7 +352,7 @@ def test_merging_halves_of_the_keys_by_their_lse(stage, causal):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradient_through_the_lse(stage, causal):
-    """The gradient through the LSE is right, alone and together with the output's gradient, as in a loss with a z-term."""
+    """The gradient through the LSE is right, alone and together with the output's gradient."""
     q, k, v, grad_out = make_inputs(*TILED, dtype=torch.float32, **FEW_SHARED)
     grad_lse = torch.randn(q.shape[:3], device=DEVICE)
     scale = -0.2
@@ -374,7 +381,7 @@ def test_gradient_through_the_lse(stage, causal):
 
 @pytest.mark.parametrize("dtype, sizes", [*zip(DTYPES, 3 * [FEW], strict=True), (torch.float16, FEW_SHARED)])
 def test_same_inputs_give_the_same_bits(stage, dtype, sizes, unordered):
-    """Two calls give equal bits. Atomic additions or a race would change bits. UNORDERED results have a deterministic mode."""
+    """Two calls give equal bits. For stages with UNORDERED results, PyTorch's deterministic mode is switched on."""
     torch.use_deterministic_algorithms(bool(unordered))
     inputs = make_inputs(*((1000, 1100) if on_gpu else TILED), 64, dtype, **sizes)
     first = by_operator(stage, *inputs, causal=True, scale=0.125)
@@ -389,7 +396,7 @@ def test_more_heads_than_a_grid_axis_holds(stage, shared):
     inputs = make_inputs(3, 5, 16, batch=2, heads=shared * 33_000, kv_heads=33_000)
     results = by_functions(stage, *inputs, causal=True, scale=0.25)
 
-    def some(tensor):  # some heads: the truth for all heads takes minutes
+    def some(tensor):  # a few heads, because the truth for all heads takes minutes
         return tensor.unflatten(1, (33_000, -1))[:, ::10_999].flatten(1, 2)
 
     q, k, v, grad_out = map(some, inputs)

@@ -69,7 +69,7 @@ def taken_from_others(path, package):
 
 
 def is_fallback(file, module, name):
-    """Return whether an import is another stage's forward in a forward.py, or its backward in a backward.py."""
+    """Return whether a forward.py imports another stage's forward, or a backward.py another stage's backward."""
     return file == name and name in PARTS and module in {f"stages.{other}.{name}" for other in stages.names()}
 
 
@@ -130,7 +130,7 @@ def test_a_stage_that_is_not_there(name):
 
 
 def test_a_pass_without_a_change_has_the_same_files():
-    """A NOTE about a later stage stands in the first file that the later stage changes."""
+    """A pass never differs from the parent's pass in NOTE lines alone."""
     for name in stages.names():
         parent = stages.parent(name)
         for pass_ in PARTS if parent else ():
@@ -176,7 +176,7 @@ def test_a_stage_without_a_recorded_parent_follows_the_number_before():
 
 
 def by_position(source):
-    """Return the places where a Gluon kernel unpacks or indexes a tuple, or computes a slot or phase without the helper."""
+    """Return the places where a Gluon kernel unpacks or indexes a tuple, or computes a slot or phase with % or //."""
     found = []
     for node in ast.walk(ast.parse(source)):
         match node:
@@ -211,7 +211,10 @@ def test_names_are_no_positions(line):
 
 
 def too_large(source):
-    """Return the functions of a file that are too large, with their lines and parameters. "the file" stands for the file."""
+    """Return the functions of a file that are too large, with their numbers of lines and parameters.
+
+    If the file is too long, also return "the file".
+    """
     found = ["the file"] if source.count("\n") > 450 else []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef):

@@ -1,4 +1,7 @@
-"""Bottom-right masks are right wherever their diagonal crosses a tile. A loop end that is one key off shows at few places."""
+"""Bottom-right masks are right wherever their diagonal crosses a tile.
+
+A loop that ends one key too early or too late gives errors only for a few diagonals.
+"""
 
 import pytest
 import torch
@@ -15,8 +18,8 @@ TILE = 128  # number of keys of the longest tile; diagonals that differ by TILE 
 
 # (queries, diagonal, head dimension). Suppose that a key tile has N keys. A loop that ends one key early loses a key if the
 # diagonal is 1 modulo N. An unmasked loop that ends one key late reads a hidden key if the diagonal is -2 modulo N. The
-# diagonal 126 is -2 modulo every N here. In the forward, a grid that ignores the rows before query 0 loses rows at a tile's
-# edge. A diagonal longer than a query tile makes the number of the first query tile negative.
+# diagonal 126 is -2 modulo every N here. In some forwards, the first query tile begins before query 0. A grid that ignores
+# these rows loses rows at a tile's edge. A diagonal longer than a query tile makes the number of the first query tile negative.
 NEXT_TO_EDGES = [(128, 1, 256), (128, 126, 16), (256, 129, 16), (128, 126, 128), (128, 65, 128), (65, 63, 256), (128, 65, 256)]
 
 
@@ -26,7 +29,7 @@ def check_diagonal(stage, seq_q, diagonal, head_dim=16, dtype=torch.float16):
 
 
 @pytest.mark.every_stage
-@pytest.mark.parametrize("head_dim", [16, 128, 256])  # each has other tiles, and D = 256 has other kernels
+@pytest.mark.parametrize("head_dim", [16, 128, 256])  # each has its own tile sizes, and 256 its own kernels
 def test_diagonals_next_to_the_edges_of_tiles(stage, head_dim):
     for seq_q, diagonal, of in NEXT_TO_EDGES:
         if of == head_dim:
@@ -35,7 +38,10 @@ def test_diagonals_next_to_the_edges_of_tiles(stage, head_dim):
 
 @pytest.mark.every_stage
 def test_diagonals_of_every_residue_in_some_stage(stage):
-    """Each stage tests some residues, and all stages together test all residues. Most of their mask code is equal."""
+    """Each stage tests some diagonals.
+
+    All stages together test every diagonal modulo TILE. This is enough, because most of their mask code is equal.
+    """
     names = stages.names()
     place = names.index(stage.__name__.removeprefix("stages."))
     for diagonal in range(place, TILE, len(names)):
@@ -58,9 +64,10 @@ def test_diagonals_of_every_residue_and_head_dimension(stage, seq_q, head_dim, d
     [(64, 40, True), (64, 127, False), (128, 127, False), (256, 40, True), (256, 63, False)],
 )
 def test_scores_far_below_zero_of_more_queries_than_keys(stage, head_dim, seq_k, causal):
-    """Keys past the end are masked. They score 0, so exp(0 - lse) would overflow, and 0 times infinity is NaN.
+    """Keys past the end are masked, even if all scores are about -300.
 
-    The last key tile lacks many keys, or only one.
+    Without a mask, keys past the end would score 0. exp(0 - LSE) would overflow, and 0 times infinity is NaN. In some cases the
+    last key tile lacks many keys, in the other cases only one.
     """
     q, k, v, grad_out = make_inputs(200, seq_k, head_dim, torch.bfloat16, batch=1, heads=1)
     direction = torch.randn(head_dim, device=DEVICE).sign() * (300 / head_dim**0.5) ** 0.5  # scores of about -300
@@ -71,9 +78,9 @@ def test_scores_far_below_zero_of_more_queries_than_keys(stage, head_dim, seq_k,
 
 @pytest.mark.every_stage
 def test_the_tile_of_the_first_queries_may_fail(stage, monkeypatch):
-    """A stage that guesses the maximum has a flag for each failed tile. The rows before query 0 add a tile with a flag."""
+    """A stage that guesses the maximum has a flag for each tile. Rows before query 0 may add a tile, which needs a flag too."""
     name = stage.__name__.removeprefix("stages.")
-    shorts = dict.fromkeys(names_in(name).get("SHORT", ()), 0)  # work of at most this many key tiles does not guess
+    shorts = dict.fromkeys(names_in(name).get("SHORT", ()), 0)  # no work is short, so the stage guesses
     set_names(monkeypatch, name, FEW_SQUARES=0, SHORT=shorts, splits_of=lambda *_: 1)
     monkeypatch.setattr(replay, "is_watched", lambda: True)  # switch replay off
     q, k, v, grad_out = make_inputs(256, 256 + 129, 128, batch=1, heads=1)

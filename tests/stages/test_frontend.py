@@ -20,7 +20,7 @@ from common.measure import aot
 accepted = []
 
 def accept(self, key, signature, device, constexprs, options, attrs, warmup):
-    # Stop after the first representation, because the later representations take much longer.
+    # Run only the compiler's first step, `make_ir`, because the later steps take much longer.
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
@@ -52,7 +52,10 @@ for name in NAMES:
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU, every test compiles the kernels")
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
 def test_the_front_end_accepts_a_pass(pass_):
-    """The compiler accepts each pass. Three stages once passed a literal 0 for a loop variable, which is a type error."""
+    """The compiler accepts each pass.
+
+    Three stages once had a type error that the interpreter does not find: a literal 0 for a loop variable.
+    """
     program = f"NAMES, PASS = {once(NAMES, pass_)!r}, {pass_!r}\n{PROGRAM}"
     done = programs.python("-c", program, TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr

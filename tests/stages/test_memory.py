@@ -1,4 +1,4 @@
-"""A kernel reads only its inputs, writes only its outputs, writes all of them, and has no race."""
+"""A kernel reads only its inputs. It writes all of its outputs and nothing else, and it has no race."""
 
 import gc
 import weakref
@@ -15,7 +15,7 @@ from triton.runtime import _allocation, interpreter
 from common.operator import DTYPES
 from common.runtime import DEVICE, INTERPRETED
 
-MARGIN = 1 << 18  # number of bytes, more than any tile has
+MARGIN = 1 << 18  # bytes of a margin, more than any tile has
 
 
 class PoisonedMemory(TorchDispatchMode):
@@ -47,16 +47,17 @@ class PoisonedMemory(TorchDispatchMode):
 
 
 def refuse_to_load_nan(monkeypatch):
-    """Make the interpreter raise an error if a kernel loads NaN from outside of an input, or from unwritten memory.
+    """Make the interpreter raise an error if a kernel loads a NaN.
 
-    On a GPU such a load may end the process, even if the kernel ignores the value.
+    In these tests, NaN is only outside of inputs and in unwritten memory. On a GPU a load from outside may end the process,
+    even if the kernel ignores the value.
     """
     load = interpreter.InterpreterBuilder.create_masked_load
 
     def checked_load(builder, pointers, mask, *args, **kwargs):
         loaded = load(builder, pointers, mask, *args, **kwargs)
         values = torch.from_numpy(loaded.data[numpy.asarray(mask.data)])
-        if loaded.dtype.scalar == tl.bfloat16:  # the interpreter keeps these as uint16
+        if loaded.dtype.scalar == tl.bfloat16:  # the interpreter stores bfloat16 as uint16
             values = values.view(torch.bfloat16)
         assert not values.isnan().any(), "a kernel loads NaN: what is outside its inputs, or not written"
         return loaded
@@ -120,9 +121,9 @@ def test_a_call_leaves_nothing_behind(stage):
 @pytest.mark.skipif(not INTERPRETED, reason="the order of programs can be chosen in the interpreter only")
 @pytest.mark.parametrize("dtype, kv_heads", zip(DTYPES, (2, 1, 2), strict=True))
 def test_programs_in_reverse_order_give_the_same_bits(stage, dtype, kv_heads, unordered, monkeypatch):
-    """Results do not depend on the order of programs. If two programs write the same place, they race on a GPU.
+    """Results do not depend on the order of programs. Otherwise two programs write to one address, and race on a GPU.
 
-    The usual order also hides a last tile that is stored past its head, because the next program overwrites it.
+    The usual order also hides stores past the end of a head, because the next program overwrites these elements.
     """
     inputs = make_inputs(150, 170, 16, dtype, batch=1, heads=2, kv_heads=kv_heads)
     forwards = by_functions(stage, *inputs, causal=True, scale=0.25)
@@ -141,12 +142,12 @@ def reverse_programs(monkeypatch):
     monkeypatch.setattr(builder, "set_grid_idx", reversed_index)
 
 
-# The checks above must fail for kernels with mistakes.
+# The next tests show that the checks above find mistakes in kernels.
 
 
 @triton.jit
 def _copy_kernel(x_ptr, y_ptr, size, extra_read, extra_write, BLOCK: tl.constexpr):
-    """Copy rows of `size` elements, one program per row. Also copy `extra` elements past the end of a row."""
+    """Copy rows of `size` elements, one program per row. Also read and write some elements past a row's end."""
     offs = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + tl.program_id(0) * size + offs, mask=offs < size + extra_read, other=0.0)
     total = tl.sum(x, 0)
@@ -175,7 +176,7 @@ def test_poisoned_memory_reveals_mistakes(extra_read, extra_write):
 @pytest.mark.skipif(not INTERPRETED, reason="the order of programs can be chosen in the interpreter only")
 def test_reverse_order_shows_a_store_into_the_next_row(monkeypatch):
     x = torch.arange(300.0, device=DEVICE).view(3, 100)
-    with PoisonedMemory():  # the margins of this memory take the excess of the last row's store
+    with PoisonedMemory():  # the last row's extra elements are written to a margin of this memory
         assert torch.equal(copy_rows(x, extra_write=5), x)
         reverse_programs(monkeypatch)
         assert not torch.equal(copy_rows(x, extra_write=5), x)

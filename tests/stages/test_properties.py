@@ -21,7 +21,7 @@ from common.runtime import DEVICE
 
 on_gpu = DEVICE == "cuda"
 
-IN_ALL, OF_EACH_STAGE = 200, 10_000  # number of problems in `make test`, and for each stage in `make test-long`
+IN_ALL, OF_EACH_STAGE = 200, 10_000  # problems for all stages in `make test`, for each in `make test-long`
 AVAILABLE = [name for name in stages.names() if not stages.unavailable(name)]
 CHEAP = (16, 32)  # head dimensions for the slow interpreter
 
@@ -45,7 +45,7 @@ def replaying(test):
 
 
 def without_lse(stage, q, k, v, grad_out, *, causal, scale):
-    """Return all results of a stage. A second call gives the LSE, so the differentiated call does not return it."""
+    """Return all results of a stage. The differentiated call returns no LSE. A second call does."""
     leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
     out = stage.attention(*leaves, causal=causal, scale=scale)
     dq, dk, dv = torch.autograd.grad(out, leaves, grad_out)
@@ -73,10 +73,10 @@ def test_any_problem_is_solved(stage, problem):
 
 @pytest.fixture
 def one_binary(stage, monkeypatch):
-    """Compile the kernels of a stage once for all values and addresses. Triton would compile again for 1 or multiples of 16.
+    """Compile the kernels of a stage once for all values and addresses.
 
-    Ten thousand problems have so many such values that compilation would take hours. `test_any_problem_is_solved` compiles the
-    kernels as usual.
+    Triton would compile again for arguments that are 1 or multiples of 16. Ten thousand problems have so many such arguments
+    that compilation would take hours. `test_any_problem_is_solved` compiles the kernels as usual.
     """
     modules = [module for name, module in sys.modules.items() if name.startswith("stages.")]
     values = [value for module in modules for value in vars(module).values()]
@@ -103,7 +103,7 @@ def test_any_of_many_problems_is_solved(stage, head_dim, one_binary):
     solved()
 
 
-# The property must find mistakes: here attention gets wrong inputs.
+# The random problems must find mistakes. Each of the next functions changes attention's inputs, as a mistake would.
 
 
 def forgets_the_ragged_end(q, k, v, causal, scale):
@@ -117,7 +117,7 @@ def takes_the_scale_without_its_sign(q, k, v, causal, scale):
 
 
 def reads_v_with_the_strides_of_k(q, k, v, causal, scale):
-    """Read v with the strides of k, if they stay in v's memory. The gaps in the memory hold NaN."""
+    """Read v with the strides of k, unless this reads past v's memory. Gaps in v's memory are NaN."""
     try:
         return q, k, v.as_strided(v.shape, k.stride()), causal, scale
     except RuntimeError:

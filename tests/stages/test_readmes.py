@@ -1,4 +1,7 @@
-"""READMEs of stages have equal headings. Their links and names exist, and measured numbers are generated."""
+"""READMEs of stages have equal headings.
+
+In all documents, links lead somewhere, named files exist, and `make readme` writes measured numbers.
+"""
 
 import re
 from pathlib import Path

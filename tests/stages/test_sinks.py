@@ -1,6 +1,6 @@
-"""Stages that guess the maximum are right and fast if other keys score far above the first keys.
+"""Stages that guess the maximum are right and fast, even if later keys score far above the first keys.
 
-All CTAs get about equally many failed tiles, and no tile starts in vain.
+CTAs share failed tiles equally. If guesses fail, CTAs start no further tiles with a guess.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from common.measure.reference import assert_correct, plain, truth
 from common.runtime import DEVICE, Device, interpreted_as
 
 SAFE = once([name for name in stages.names() if "FIRST_KEYS" in names_in(name)], "forward")
-SHARING = [name for name in SAFE if "LOOKED_AT" in names_in(name)]  # these stages give out failed tiles by their ranks
+SHARING = [name for name in SAFE if "LOOKED_AT" in names_in(name)]  # in these stages, CTAs take the failed tiles in turn
 GIVING_UP = [name for name in SAFE if "LATELY" in names_in(name)]
 SAMPLING = [name for name in SAFE if "_sample_kernel" in names_in(name)]
 PROGRAMS = 2  # number of concurrent programs; there are few, so that each takes several tiles
@@ -65,7 +65,7 @@ def with_key(key, nats, heads, seq_len, head_dim, dtype):
 
 
 SPECULATING = once([name for name in stages.names() if "MODE" in options_of(name)], "forward")
-SINKS = [0, 10, 15, 16, 45]  # one key per head; short rows guess their maximum from the first 16 keys
+SINKS = [0, 10, 15, 16, 45]  # the sink of each head; short rows guess their maximum from the first 16 keys
 
 
 @pytest.mark.parametrize("name", SPECULATING)
@@ -77,12 +77,13 @@ def test_rows_before_a_sink_do_not_see_it(name, nats, dtype, monkeypatch):
         pytest.skip(f"{name} {reason}")
     stage = stages.load(name)
     make_long(stage.__name__.removeprefix("stages."), monkeypatch)
-    # More than 128 rows, because with fewer rows stages keep a running maximum.
+    # There are more than 128 rows, because stages keep a running maximum for fewer rows.
     heads = [with_key(key, nats, 1, 130, 64, dtype) for key in SINKS]
     q, k, v = (torch.cat(tensors, 1) for tensors in zip(*heads, strict=True))
     check(stage, q, k, v, True)
     if dtype == torch.bfloat16 and nats < 88:
-        # The guess leaves out some sinks. Their P is rounded, and therefore O and delta. v26's README describes this limit.
+        # Skip heads whose sink is not among the keys of the guess. The sink's P is rounded there, and so are O and delta. v26's
+        # README describes this limit.
         q, k, v = (tensor[:, : SINKS.index(16) if name in SAFE else 0] for tensor in (q, k, v))
     if q.numel():
         check_both_passes(stage, q, k, v, torch.randn_like(v), causal=True)
@@ -98,7 +99,7 @@ def test_sinks_around_the_last_of_the_first_keys_of_long_rows(long_work, nats, d
 class Recorded:
     """A forward kernel that records which tiles its first launch has started, and which of them have failed.
 
-    The second launch repeats the failed tiles. `samples` is the number of flags of samples.
+    The second launch repeats the failed tiles. `samples` is the number of samples, whose flags stand before the tiles' flags.
     """
 
     def __init__(self, kernel, samples):
@@ -125,7 +126,10 @@ def recorded(long_work, monkeypatch):
 
 
 def sinks():
-    """Yield (stage, head dimension, nats, mask, dtype). Older stages get few cases, because they guess with the same code."""
+    """Yield (stage, head dimension, nats, mask, dtype).
+
+    Only the newest stage gets all cases, because stages guess with the same code.
+    """
     for name, head_dim, nats, causal in itertools.product(SAFE, [64, 128], [8, 16, 24], [False, True]):
         for dtype in (torch.float16, torch.bfloat16):
             marks = [] if name == SAFE[-1] or (head_dim, nats, causal) == (64, 16, True) else [pytest.mark.long]
@@ -134,7 +138,7 @@ def sinks():
 
 @pytest.mark.parametrize("long_work, head_dim, nats, causal, dtype", list(sinks()), ids=str, indirect=["long_work"])
 def test_a_sink_is_known_from_the_beginning(long_work, recorded, head_dim, nats, causal, dtype):
-    """The sink's P is 1, which no dtype rounds. No tile is repeated."""
+    """The guess includes the sink. So its P is 1, which every dtype holds exactly, and no tile fails."""
     check(long_work, *with_key(0, nats, 2, 330, head_dim, dtype), causal)
     assert not recorded.failed.any()
 
@@ -172,7 +176,7 @@ HEADS = 200 if DEVICE == "cpu" else 1000  # each head has one tile
 def test_no_tile_is_started_if_samples_fail(long_work, recorded):
     check(long_work, *with_key(100, 30, HEADS, 200, 16, torch.float16), False)
     assert recorded.samples.sum() > SAMPLES / 4
-    assert recorded.begun == recorded.programs  # no tile but the first of each CTA: all gave up at once
+    assert recorded.begun == recorded.programs  # each CTA started one tile and then gave up
     assert recorded.failed[: recorded.programs].all() and not recorded.failed[recorded.programs :].any()
 
 

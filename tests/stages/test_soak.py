@@ -29,7 +29,7 @@ THREADS, ROUNDS = (8, 100) if on_gpu else (4, 1)
 
 
 def test_threads_do_not_disturb_each_other(monkeypatch):
-    """Threads run all stages at once on streams of their own, with empty tuner caches. The bits equal those of one thread."""
+    """Several threads run all stages, each on its own stream, with empty tuner caches. One thread alone gives equal bits."""
     inputs = make_inputs(40, 70, 16, batch=1, heads=1)
     options = {"causal": True, "scale": 0.25}
     names = AVAILABLE if on_gpu else AVAILABLE[1:6]
@@ -56,9 +56,9 @@ def test_threads_do_not_disturb_each_other(monkeypatch):
             done.result()
 
 
-CALLS = 100_000  # number of calls: forward and backward of half as many problems
+CALLS = 100_000  # number of forward and backward calls
 WARM_UP = 4_000  # number of calls until every kernel is compiled and the allocator has its blocks
-HOST_BYTES, GPU_BYTES = 32 * 2**20, 32 * 2**20  # memory may grow by this much, which is about 300 bytes a call
+HOST_BYTES, GPU_BYTES = 32 * 2**20, 32 * 2**20  # memory may grow by so many bytes, about 300 for each call
 
 
 def memory_in_use():
@@ -77,7 +77,7 @@ def memory_in_use():
 def test_many_calls_leave_no_memory_behind():
     """Memory does not grow over many calls. Lengths differ, so a cache with an entry for each length would grow."""
     longest = 300
-    lengths = [length for length in range(2, longest) if length % 16]  # the compiler treats these alike
+    lengths = [length for length in range(2, longest) if length % 16]  # all of these share compiled kernels
     pick = random.Random(0)
     inputs = make_inputs(longest, longest, 64)
 

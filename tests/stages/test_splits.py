@@ -22,7 +22,7 @@ PACKING = once([name for name in stages.names() if "_place" in names_in(name)], 
 
 @pytest.fixture(autouse=True)
 def _every_call_by_itself(monkeypatch):
-    """Switch replay off. A test changes a stage but not the kind of a call, so an earlier call would be replayed."""
+    """Switch replay off. Otherwise a call may replay an earlier call, from before the test changed the stage."""
     monkeypatch.setattr(replay, "is_watched", lambda: True)
 
 
@@ -35,7 +35,7 @@ def available(name):
 
 def set_splits(monkeypatch, name, number):
     """Set a stage's number of splits."""
-    set_names(monkeypatch, name, splits_of=lambda *_: number, FEW_SQUARES=0)  # more than 128 rows take v29's tile
+    set_names(monkeypatch, name, splits_of=lambda *_: number, FEW_SQUARES=0)  # then more than 128 rows take v29's tile
 
 
 @pytest.fixture(params=SPLITTING)
@@ -59,14 +59,14 @@ PROBLEMS = [  # (queries, keys, head_dim, causal, heads, K/V heads, value_dim)
     (40, 600, 64, "bottom-right", 2, 1, 32),
     (40, 600, 64, True, 2, 1, 32),  # aligned top left, so no row sees most keys, and some splits have no visible key
     (70, 203, 32, "bottom-right", 3, 1, 64),  # the number of heads is no power of two
-    (150, 700, 64, "bottom-right", 2, 1, 64),  # more rows than the tile for few rows has
+    (150, 700, 64, "bottom-right", 2, 1, 64),  # more rows than fit in the tile for few rows
     (140, 400, 128, False, 1, 1, 128),
-    (1, 239, 256, True, 1, 1, 256),  # one visible key; key tiles are as short as the query tile's rows
+    (1, 239, 256, True, 1, 1, 256),  # one visible key; key tiles of 64 keys are not halved
 ]
 
 
 def numbers():
-    """Each problem with each number of splits. The interpreter's default run has each third of these."""
+    """Yield each problem with each number of splits. The interpreter's default run takes one case in three."""
     for i, (number, problem) in enumerate(itertools.product((1, 2, 3, 9, 40), PROBLEMS)):
         marks = [pytest.mark.long] if INTERPRETED and (i + i // len(PROBLEMS)) % 3 else []
         yield pytest.param(number, problem, id=f"{number}-{problem}", marks=marks)
@@ -92,9 +92,9 @@ MORE_THAN_AT_ONCE = [
 
 @pytest.mark.parametrize(("head_dim", "value_dim", "number", "growth"), MORE_THAN_AT_ONCE)
 def test_more_splits_than_a_merge_reads_at_once(split, head_dim, value_dim, number, growth):
-    """A merge of many splits rescales its accumulator correctly. Scores grow or fall, so that the factor is never 1.
+    """A merge of many splits rescales its accumulator correctly. Scores grow or fall, so its factor is never 1.
 
-    Each split has a tile of 64 keys, and only the last tile is not whole.
+    Each split has one tile of 64 keys. Only the last tile is not full.
     """
     stage, into = split
     seq_k = number * 64 - 5
@@ -105,8 +105,9 @@ def test_more_splits_than_a_merge_reads_at_once(split, head_dim, value_dim, numb
     assert_correct(*forward(stage, q, k, v))
 
 
-# (queries, keys, query heads of one K/V head). A tile has all of these heads for each of its queries. It begins before query 0
-# unless the diagonal is a multiple of the number of queries in 64 rows. Three heads do not share a tile.
+# (queries, keys, query heads of one K/V head). A tile has one row for each of its queries and each of these heads. The first
+# tile begins before query 0, unless the diagonal is a multiple of the number of queries in 64 rows. Three heads do not share a
+# tile, because 3 does not divide 64.
 PACKED = [(2, 129, 64), (2, 130, 64), (3, 67, 64), (12, 17, 8), (5, 70, 32), (33, 160, 4), (70, 113, 2), (7, 90, 3), (9, 75, 1)]
 SPLITS_OF_PACKED = [pair for pair in itertools.product(PACKING, (1, 2)) if pair[1] == 1 or pair[0] in SPLITTING]
 
@@ -145,7 +146,7 @@ def test_same_bits_on_every_run(split):
 @pytest.mark.parametrize("name", PACKING)
 @pytest.mark.parametrize(("heads", "packed"), [(1, 1), (2, 2), (3, 1), (4, 4), (6, 1), (8, 8)])
 def test_heads_that_share_keys_share_a_tile(name, heads, packed, monkeypatch):
-    """K and V are read once for all query heads of a K/V head, if 64 rows have equally many queries of each head."""
+    """K and V are read once for all query heads of a K/V head, if the number of these heads divides 64."""
     stage = available(name)
     launched = []
     kernel = stage.forward.__globals__["_forward_kernel"]
@@ -174,7 +175,7 @@ class Recorded:
 def test_as_many_splits_as_the_gpu_has_room_for(name):
     splits_of = names_in(name)["splits_of"]
     assert [splits_of(tiles, 512, 132) for tiles in (1, 16, 66, 67, 132, 1000)] == [132, 8, 2, 1, 1, 1]
-    assert splits_of(16, 3, 132) == 3  # a key tile each
+    assert splits_of(16, 3, 132) == 3  # each split has one key tile
 
 
 @pytest.mark.parametrize("name", PLANNING)
@@ -184,12 +185,12 @@ def test_splits_fill_the_gpu_where_tiles_do_not(name):
     def splits(tiles, key_tiles, programs=132, rows=1):
         return splits_of(tiles, key_tiles, rows, 128, 256, programs)
 
-    assert splits(16, 512) == 8  # 16 tiles, 8 parts each: 128 of 132 programs
-    assert splits(128, 512) == 1  # 128 of 132 programs without splitting
+    assert splits(16, 512) == 8  # 16 tiles with 8 splits each keep 128 of 132 programs busy
+    assert splits(128, 512) == 1  # without splits, 128 of 132 programs are busy
     assert splits(1024, 512) == 1
     assert splits(1, 2) == 1  # merging would take longer
     assert splits(1, 100_000) > 124
-    assert splits(16, 8, rows=64) < splits(16, 8)  # a part's output is written, and read again
+    assert splits(16, 8, rows=64) < splits(16, 8)  # the output of each split is written and read again
     for tiles in (1, 7, 67, 133, 200):
         best = splits(tiles, 400)
         turns = -(-tiles * best // 132) * -(-400 // best)

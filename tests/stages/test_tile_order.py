@@ -27,8 +27,8 @@ ORDERED = [name for name in once(stages.names(), "forward") if "tile_and_head" i
 
 @pytest.fixture(params=ORDERED)
 def stage(request, monkeypatch):
-    """A stage with an order of tiles, on a GPU with one SM. K and V of two heads fit in its L2 cache."""
-    for ordered in (order.tile_and_head.rewrite(), gluon._translated(order.tile_and_head.fn)):  # as the interpreters run it
+    """A stage with an order of tiles, on a pretended GPU. It has one SM, and its L2 cache holds K and V of two heads."""
+    for ordered in (order.tile_and_head.rewrite(), gluon._translated(order.tile_and_head.fn)):  # one for each interpreter
         monkeypatch.setattr(ordered, "__defaults__", (GROUP * KV_BYTES, *ordered.__defaults__[1:]))
     set_names(monkeypatch, request.param, FEW_SQUARES=0, splits_of=lambda *_: 1)  # v29's tiles, and no splits
     monkeypatch.setattr(replay, "is_watched", lambda: True)
@@ -119,7 +119,7 @@ def test_tiles_without_a_mask_go_through_head_after_head(stage, watch):
 
 
 def ordered_backwards():
-    """Yield (stage, kernel, tensor whose tiles its programs take, rows of a tile) of each backward kernel with an order."""
+    """Yield each backward kernel with an order: (stage, kernel, tensor whose tiles its programs take, rows of a tile)."""
     for name in once(stages.names(), "backward"):
         names = names_in(name, "backward")
         rows = getattr(names.get("KEYS"), "value", "BLOCK_N")  # a constant of the kernel, or an argument
@@ -149,5 +149,5 @@ def test_causal_tiles_of_a_backward_go_through_heads_the_longest_first(name, ker
     assert tiles >= 3
     longest_first = (
         range(tiles) if tensor == "k" else reversed(range(tiles))
-    )  # the last queries see most, the first keys are seen most
+    )  # the last queries see the most keys; most queries see the first keys
     assert taken == [(head, tile) for tile in longest_first for head in range(heads)]

@@ -45,7 +45,7 @@ class LanguageModel(nn.Module):
 
 
 def losses(attend, dtype):
-    """Return the loss of each step. Every `attend` gets equal weights and equal text."""
+    """Return the loss of each step. Each call starts with equal weights and reads equal text."""
     torch.manual_seed(0)
     model = LanguageModel(attend).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
@@ -119,6 +119,6 @@ WRONG = {
 
 @pytest.mark.parametrize("attend", WRONG.values(), ids=WRONG.keys())
 def test_loss_reveals_wrong_attention(attend):
-    """Mistakes exceed the tolerance."""
+    """Each mistake changes the losses by more than the tolerance."""
     curve, tolerance = expected(torch.float32)
     assert (losses(attend, torch.float32) - curve).abs().max() > tolerance

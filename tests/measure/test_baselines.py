@@ -1,4 +1,4 @@
-"""Baselines have right results and FLOPs for shared K/V heads. A refusal of a workload is told from a failure."""
+"""Baselines have right results and FLOPs for shared K/V heads. A library's refusal is not taken for a failure."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from common.runtime import DEVICE
 @pytest.mark.parametrize("impl", BASELINES)
 @pytest.mark.parametrize("causal", [False, True])
 def test_query_heads_share_kv_heads_in_groups(impl, causal):
-    """Shared K/V heads give the same results as K/V heads that are repeated, once for each query head."""
+    """Shared K/V heads give the same results as a copy of the K/V head for each query head."""
     shape = (1, 4, 128, 64, causal, "float16")
     q, k, v, grad_out = inputs = Workload("fwd", *shape, kv_heads=2).inputs()
     every = q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), grad_out

@@ -101,10 +101,10 @@ def test_reports_of_racecheck():
     assert "next_tiles.number.index(slot).store" in str(known)
     entry = sanitize.KNOWN[0]
     assert entry.explains("racecheck", "v25_second_q", known)
-    assert not entry.explains("racecheck", "v25_second_q", new), "one line of it is another"
+    assert not entry.explains("racecheck", "v25_second_q", new), "one of its lines is not known"
     assert not entry.explains("memcheck", "v25_second_q", known)
     assert not entry.explains("racecheck", "v3_fa2_causal", known)
-    assert not entry.explains("racecheck", "v25_second_q", Report("race", "_forward_kernel")), "no line is known"
+    assert not entry.explains("racecheck", "v25_second_q", Report("race", "_forward_kernel")), "it has no line"
 
 
 @pytest.mark.parametrize("log", ["", "========= COMPUTE-SANITIZER\n"])
@@ -167,7 +167,7 @@ def test_unknown_reports_fail_and_are_shown(run):
     assert cells(shown, "v3_fa2_causal") == ["4", "NEW", "1", "NEW"]
     assert "memcheck v3_fa2_causal: 1 x Invalid __global__ write in _forward_kernel\n    /there/forward.py:34" in shown
     assert "memcheck v3_fa2_causal: 1 x 1 reports that were not printed" in shown
-    assert "_dq_kernel" in shown and "at::native" not in shown, "what PyTorch's kernels read is its own business"
+    assert "_dq_kernel" in shown and "at::native" not in shown, "reads of PyTorch's own kernels are allowed"
 
 
 def test_known_reports_pass_with_their_reasons_and_fail_once_they_are_gone(run, monkeypatch):

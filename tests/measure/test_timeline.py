@@ -18,7 +18,7 @@ SMALL = Workload("fwd", 1, 1, 512, 64, False, "float16")
 
 def test_rates_come_from_the_committed_file():
     rates = timeline.measured_rates()
-    assert 0.98 * 4096 < rates.flops <= 4096 and 15 < rates.results["exp2"] <= 16  # an SM's limits are 4096 and 16
+    assert 0.98 * 4096 < rates.flops <= 4096 and 15 < rates.results["exp2"] <= 16  # an SM's limits per cycle
     assert all(0 < rate <= 128 for rate in rates.results.values())
     assert rates.copied > rates.stored > rates.added > 0
     assert rates.matmul > 0 and rates.copy > rates.store > 0

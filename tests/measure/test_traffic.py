@@ -130,7 +130,7 @@ def test_formula_holds_where_keys_are_split(name, sizes):
 
 
 def nothing_is_short(monkeypatch, *others):
-    """Make the formulas and a stage treat all work as long. `others` are the global names of the stage's modules."""
+    """Make the formulas and a stage treat short work like long work. `others` are the global names of the stage's modules."""
     for names in (*namespaces("v34_planned_splits"), *others):
         for width in names.get("SHORT", ()):
             monkeypatch.setitem(names["SHORT"], width, 0)
@@ -202,7 +202,10 @@ def test_v0_and_v1_move_a_constant_for_each_score(name, pass_, bytes_a_score):
 
 @pytest.mark.parametrize("pass_", [FORWARD, BACKWARD])
 def test_v2_moves_s_squared_d_squared_over_the_memory_on_the_chip(pass_):
-    """v2's bytes grow with S² D² / M, as in the FlashAttention paper: memory on the chip is M, K/V tiles have M / 4D rows."""
+    """v2's bytes grow with S² D² / M, as in the FlashAttention paper.
+
+    M is the size of the memory on the chip. K/V tiles have M / 4D rows.
+    """
 
     def with_memory(memory, seq_len, head_dim):
         tile = 64, memory // (4 * head_dim)

@@ -1,4 +1,7 @@
-"""The command shows the last two saved runs side by side. It leaves out rows that only one run has, and may refuse runs."""
+"""The command shows the last two saved runs side by side.
+
+It leaves out rows that only one run has. It refuses two runs that have nothing to compare.
+"""
 
 import json
 import os

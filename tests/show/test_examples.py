@@ -1,4 +1,7 @@
-"""A reader can paste every command in documents, docstrings and messages: its targets, variables, stages and options exist."""
+"""A reader can paste every command that documents, docstrings and messages show.
+
+The command's targets, variables, stages and options exist.
+"""
 
 import argparse
 import importlib

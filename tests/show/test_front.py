@@ -33,7 +33,7 @@ def test_ladder_shows_the_newest_gains_and_shares_of_one_run(code):
     assert found[f"[v0](stages/{V0})"] == ["-", "25 %", "-", "25 %"]
     assert found[f"[v1](stages/{V1})"] == ["×2.00", "25 %", "same code", "25 %"]  # only the newer run has cuDNN
     assert found[f"[v2](stages/{V2})"] == ["-", "-", "×4.00", "100 %"]
-    assert found[f"[v3](stages/{V3})"] == ["-"] * 4  # its run has nothing else
+    assert found[f"[v3](stages/{V3})"] == ["-"] * 4  # its run has no library and no other stage
     assert "commit old (2026-01-01), new (2026-01-02)." in table
 
 

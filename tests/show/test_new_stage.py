@@ -122,7 +122,7 @@ def test_the_story_tells_of_new_stages(inside, monkeypatch, capsys):
     story.print_story()
     told = " ".join(capsys.readouterr().out.split())
     assert f"{NEXT} {new_stage.IDEA.capitalize()}. from {LAST}: {story.Change(0, 0, ())}" in told
-    assert f"{COPIES[V0]} A dead end: {new_stage.IDEA}. from {V0}: " in told  # its notes are gone
+    assert f"{COPIES[V0]} A dead end: {new_stage.IDEA}. from {V0}: " in told  # then the size of the change
 
 
 def test_tables_and_benchmark_compare_a_new_stage_with_its_parent(inside):
@@ -140,7 +140,7 @@ def test_tables_and_benchmark_compare_a_new_stage_with_its_parent(inside):
 
 
 def test_a_stage_made_from_a_new_one_has_it_as_parent(inside):
-    """A copy records the stage that it was copied from. It does not keep the parent which that stage records."""
+    """A copy records the stage that it was copied from, and drops the `PARENT` of that stage."""
     for source, name, parent in ((COPIES[V0], f"v{NUMBER + 2}_next", COPIES[V0]), (NEXT, f"v{NUMBER + 2}_next", NEXT)):
         new_stage.main([source, name])
         assert stages.parent(name) == parent

@@ -93,9 +93,9 @@ def test_runs_are_found_by_what_they_hold(tmp_path, monkeypatch):
 
 
 def test_a_pass_that_was_measured_as_the_parent_s_counts_as_the_stage_s(tmp_path, monkeypatch):
-    """The run has a backward only of v1. It counts for v2 too, because v2's backward has the same code.
+    """Only v1's backward was measured. Its records count for v2 too, because v2's backward has the same code.
 
-    It does not count for v0, which has no parent, and not for v3, which has other code.
+    They do not count for v0, which has no parent, and not for v3, which has other code.
     """
     (tmp_path / "results").mkdir()
     monkeypatch.setattr(results, "ROOT", tmp_path)

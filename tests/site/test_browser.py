@@ -153,7 +153,10 @@ def test_the_pass_that_is_chosen_is_shown(watched):
 
 
 def veils(page):
-    """Return, for each visible panel, the fraction of its width at which the veil begins. It covers what happens later."""
+    """Return where the veil of each visible panel begins, as a fraction of the width.
+
+    The veil covers the accesses after the chosen time.
+    """
     places = "each => each.offsetLeft / each.parentElement.offsetWidth"
     return [each.evaluate(places) for each in visible(page, ".panel:not(.zoomed) .veil")]
 

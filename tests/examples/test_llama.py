@@ -1,4 +1,4 @@
-"""The Llama example has the training losses of SDPA, and refuses options that a stage does not support."""
+"""The Llama example has the same training losses as with SDPA. It refuses options that a stage does not support."""
 
 import functools
 
@@ -29,7 +29,7 @@ def sdpa_in_float64(q, k, v, **options):
 
 @functools.cache
 def losses(attention):
-    """Return the losses of a few float32 training steps with `attention`. None means transformers' own SDPA."""
+    """Return the losses of a few float32 training steps. If `attention` is None, transformers' own SDPA computes attention."""
     if attention is not None:
         llama.register("attention", attention)
     model = llama.build("sdpa" if attention is None else "attention", torch.float32, **SIZE)
@@ -67,7 +67,7 @@ def test_loss_reveals_wrong_attention(attention):
 
 @pytest.fixture
 def model():
-    """Return a Llama in eval mode that calls SDPA through `llama.register`."""
+    """Return a Llama in eval mode. Its attention is SDPA, registered with `llama.register`."""
     llama.register("attention", sdpa)
     return llama.build("attention", torch.float32, **SIZE).eval()
 
@@ -164,7 +164,7 @@ def test_refuses_dropout_in_training():
 
 
 def of_family(family, attn_implementation, **options):
-    """Return a small model of another family in eval mode. Its weights do not depend on the attention."""
+    """Return a small model of another family in eval mode. With any attention, it has the same weights."""
     llama.register("attention", sdpa)
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(vocab_size=256, intermediate_size=64, pad_token_id=0, **SIZE, **options)

@@ -1,4 +1,4 @@
-"""A Llama whose sequences are split over several processes has the losses of a Llama in one process."""
+"""A Llama whose sequences are split over several processes has the same losses as in one process."""
 
 import functools
 

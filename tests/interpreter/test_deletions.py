@@ -1,6 +1,6 @@
-"""Each barrier statement of a Gluon kernel is needed: without it, some order of events raises an error.
+"""A Gluon kernel needs each of its barrier statements: without one, the interpreter finds an order of events with an error.
 
-If no order raises an error, delete the statement from the kernel, or add a problem below that needs the statement.
+If a test fails, a statement could be deleted without an error. Then delete it, or add a problem below that needs it.
 """
 
 import functools
@@ -20,13 +20,13 @@ from common.show import story
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="a GPU only goes wrong sometimes, or hangs")
 
-# Statements that synchronize, including waits for matmuls. Waits on `turns` (v22a) are left out: they affect only speed.
+# Statements that synchronize, including waits for matmuls. v22a's waits on `turns` are left out: they affect only speed.
 STATEMENT = re.compile(
     r"\s+(mbarrier\.(?!wait\(turns\.)(wait|arrive|expect)\(|fence_async_shared\(|tma\.store_wait\("
     r"|(\w+, )*\w+ = warpgroup_mma_wait\(\d, \[[\w, ]+\]\))"
 )
-# (queries, keys, head_dim, value_dim, causal, heads, K/V heads, factor on the usual scale). Each problem runs code that the
-# other problems do not run. The last problem overflows float16 in a stage that guesses the maximum from the first keys.
+# (queries, keys, D, Dv, causal, heads, K/V heads, x). The scale is x / sqrt(D). Each problem runs code that the other problems
+# do not run. With the large scale of the last problem, P overflows float16 in stages that guess the maximum.
 PROBLEMS = [
     (60, 100, 64, 128, True, 12, 1, 1),
     (300, 330, 64, 64, True, 2, 1, 1),
@@ -39,12 +39,12 @@ PROBLEMS = [
     (600, 1100, 64, 64, False, 2, 2, 10),
 ]
 SEEDS = range(12)
-EVERY = 6  # the default run deletes one in 6 of the statements in functions that a stage changes
+EVERY = 6  # the default run deletes every sixth statement of the functions that a stage changes
 
 
 @functools.cache
 def lines_of_changed_functions(name, file):
-    """The indices of the lines of a file's functions that differ from the parent's."""
+    """Return the line indices of those functions of a file that are new, or differ from the parent stage's functions."""
     source, parent, found = stages.source(name, file), stages.parent(name), set()
     known = story.functions(stages.source(parent, file)) if parent else {}
     for function, text in story.functions(source).items():
@@ -55,7 +55,7 @@ def lines_of_changed_functions(name, file):
 
 
 def statements():
-    """Return each statement to delete, as (stage, pass, file, index of its line)."""
+    """Yield each statement that a test deletes, as (stage, pass, file, index of its line)."""
     for name, pass_ in itertools.product(stages.names(), ("forward", "backward")):
         found = [
             (file, index)
@@ -71,7 +71,7 @@ def statements():
 
 
 def run(function, pass_, stage, problem):
-    """Run one pass of a stage with `function` in place of its own."""
+    """Run one pass of a stage on a problem. `function` computes the pass, instead of the stage's own function."""
     seq_q, seq_k, head_dim, value_dim, causal, heads, kv_heads, wider = problem
     q, k, v, grad_out = make_inputs(seq_q, seq_k, head_dim, batch=1, heads=heads, kv_heads=kv_heads, value_dim=value_dim)
     options = {"causal": causal, "scale": wider * head_dim**-0.5}
@@ -100,7 +100,7 @@ def test_deleting_a_barrier_raises_an_error(name, pass_, file, index, tmp_path):
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 @pytest.mark.parametrize("stage", sorted({param.values[0] for param in statements()}, key=stages.position))
 def test_complete_kernel_raises_no_error(stage, problem):
-    """Without a deletion, no order raises an error. Otherwise the test above could pass for another reason."""
+    """A complete kernel raises no error. Otherwise the errors in the test above could have another cause than the deletion."""
     for pass_ in ("forward", "backward"):
         schedule.restart_seeds(0)
         run(getattr(stages.load(stage), pass_), pass_, stages.load(stage), problem)

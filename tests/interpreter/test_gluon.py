@@ -1,4 +1,4 @@
-"""The Gluon interpreter runs small kernels in many orders and finds a planted mistake in each order.
+"""The Gluon interpreter runs small kernels in many orders of events. It finds a planted mistake in each order.
 
 A kernel with `MISTAKE` = "none" is correct. The function `error` replaces the line number in a message with the line's text.
 """
@@ -44,7 +44,7 @@ def _no_seed_for_all(monkeypatch):
 
 
 def tiles(number):
-    """Return `number` tiles, one below the other. They hold small integers, so all arithmetic is exact."""
+    """Return a tensor of `number` tiles, one below the other. The elements are small integers, so all arithmetic is exact."""
     return torch.randint(-4, 5, (number * SIZE.value, SIZE.value)).half()
 
 
@@ -58,7 +58,7 @@ def launch(kernel, *arguments, seed, programs=1):
 
 
 def error(kernel, *arguments, seed):
-    """Return the interpreter's message for a kernel with a mistake. It must name a line, a partition and the seed."""
+    """Return the interpreter's message for a kernel with a mistake. The message must name a line, the program and the seed."""
     with pytest.raises(InterpreterError) as caught:
         launch(kernel, *arguments, seed=seed)
     message = str(caught.value)
@@ -71,7 +71,7 @@ def error(kernel, *arguments, seed):
 
 
 def check_errors(expected, kernel, *arguments, seeds=SEEDS[:10]):
-    """Assert that every order raises an error that the regular expression `expected` matches."""
+    """Assert that every seed gives an error, and that the regular expression `expected` matches the error's message."""
     for seed in seeds:
         message = error(kernel, *arguments, seed=seed)
         assert re.search(expected, message), message
@@ -239,7 +239,7 @@ def test_buffer_is_written_again_only_after_it_was_read(reader, writer):
         launch(_rewrite_kernel, describe(x), describe(out), reader, writer, False, seed=seed)
         assert torch.equal(out, first @ first if reader == "a matmul" else first)
     race = rf"in _rewrite \(.*\): race: {writer} writes x_s, and {reader} may still read it: .*, in _read \(.*\)\n"
-    if reader == "a load":  # in some orders the load runs after the write
+    if reader == "a load":  # in some orders the load comes after the write, and finds the race
         race += rf"|in _read \(.*\): race: a load reads x_s, and {writer} may still write it: .*, in _rewrite \(.*\)\n"
     check_errors(race, _rewrite_kernel, describe(x), describe(out), reader, writer, True)
 
@@ -275,9 +275,10 @@ def _parts_kernel(x_desc, FIRST: gl.constexpr, DIM: gl.constexpr, SAYS: gl.const
 @pytest.mark.parametrize("first, says", [(8, True), (0, False), (8, False), (4, False), (1, False)])
 @pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
 def test_write_waits_for_every_reader_of_the_same_part(dim, first, says):
-    """One of two readers always arrives. The other reader's part begins at `first`.
+    """Two partitions each read 8 rows, or columns, of a buffer. Then a third partition writes rows 8 to 15.
 
-    The other reader may skip its arrival only if the writer writes another part.
+    One reader reads rows 8 to 15 and always arrives at the barrier. The other reader reads from row `first` on, and arrives
+    only if `says`. It need not arrive if the rows that it reads are not written.
     """
     if says or first == 0:
         for seed in SEEDS:
@@ -493,7 +494,7 @@ def test_wait_leaves_only_the_last_stores_pending(pending):
         launch(_wait_for_stores_kernel, describe(out.zero_()), out, seen, pending, waited_for - 1, seed=seed)
         seen_after_the_wait.add(tuple(seen.tolist()))
         assert out.all()
-    if waited_for:  # a store that was waited for has ended; any of the other stores may have ended
+    if waited_for:  # the stores that were waited for have ended; each other store may have ended
         assert seen_after_the_wait == set(itertools.product(*[[1]] * waited_for, *[[0, 1]] * (3 - waited_for)))
     for used in range(waited_for, 3):
         race = rf"race: a store writes x_s\[{used}\], and a copy may still read it: tma.async"
@@ -529,12 +530,12 @@ def test_registers_are_added_to_memory_without_a_read():
     assert (counted.read, counted.written) == (4 * SIZE.value, 4 * SIZE.value)
 
 
-CORNERS = [(0, 0), (8, 8), (16, 16), (-8, 16), (-40, 0), (24, 0), (0, 40)]  # where a tile begins in a tensor of 24 by 24
+CORNERS = [(0, 0), (8, 8), (16, 16), (-8, 16), (-40, 0), (24, 0), (0, 40)]  # first row and column of a tile in a 24 × 24 tensor
 MARGIN = 48
 
 
 def tile_at(corner, padded):
-    """Return the tile at `corner`, as a view of `padded`, which is a tensor with a margin."""
+    """Return a view of the tile at `corner`. `padded` is the tensor with `MARGIN` more elements on each side."""
     row, column = corner
     return padded[MARGIN + row :, MARGIN + column :][: SIZE.value, : SIZE.value]
 
@@ -551,7 +552,7 @@ def test_load_is_padded_outside_of_a_tensor(corner, padding):
 @pytest.mark.parametrize("adds", [False, True], ids=["stores", "adds"])
 @pytest.mark.parametrize("corner", [corner for corner in CORNERS if min(corner) >= 0], ids=str)
 def test_store_is_clipped_past_the_end_of_a_tensor(corner, adds):
-    """A store past the tensor leaves the memory around it unchanged. A test above stores before the tensor, an error."""
+    """A store past a tensor's end leaves other memory unchanged. A store before a tensor is an error ("store before" above)."""
     tile, memory = torch.randn(SIZE.value, SIZE.value).half(), torch.randn(40, 40).half()
     expected, padded = memory.clone(), torch.nn.functional.pad(memory[8:32, 8:32], [MARGIN] * 4)
     launch(_move_kernel, describe(tile), describe(memory[8:32, 8:32]), 0, 0, *corner, adds, seed=0)
@@ -658,7 +659,7 @@ def _take_tickets_kernel(takers_ptr, counter_ptr, tickets):
 
 
 def takers(seed, programs=2):
-    """Return the partition and program that took each of sixteen tickets. The seed decides the order."""
+    """Return who took each of sixteen tickets, as 10 · program + partition. The seed decides the order."""
     taken, counter = torch.full((16,), -1), torch.zeros(1, dtype=torch.int32)
     launch(_take_tickets_kernel, taken, counter, len(taken), seed=seed, programs=programs)
     assert counter == len(taken) + 2 * programs
@@ -674,7 +675,7 @@ def test_seed_decides_the_order():
 
 def test_two_programs_run_at_a_time():
     programs = [{who // 10 for who in takers(seed, programs=3)} for seed in SEEDS]
-    assert max(map(len, programs)) == 2  # the third waits until another program ends
+    assert max(map(len, programs)) == 2  # the third program waits until another program ends
     assert set().union(*programs) == {0, 1, 2}  # every program takes tickets under some seed
 
 

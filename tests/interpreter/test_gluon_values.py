@@ -35,7 +35,7 @@ def _record(result):
 
 
 def record(kernel, *arguments):
-    """Return the values that a kernel records."""
+    """Return the results that a kernel records, as pairs (type, values)."""
     _recorded.clear()
     with warnings.catch_warnings(action="ignore"):  # numpy warns if a number overflows
         kernel[(1,)](*arguments)
@@ -67,7 +67,7 @@ def _note_numbers(x, INTEGERS: tl.constexpr, SCALAR_INTEGER: tl.constexpr):
     _note_two(x, 2, INTEGERS)
     _note_two(3, x, INTEGERS)
     _note_two(x, 2.5, False)
-    if not SCALAR_INTEGER:  # else Python computes, in double precision
+    if not SCALAR_INTEGER:  # for a scalar integer, Python computes the result in double precision
         _note_two(0.1, x, False)
     _record(-x)
     _record(tl.where(x < 2, 1, 0))
@@ -116,7 +116,7 @@ def check_same(in_gluon, in_triton, *arguments):
 
 
 def operands(*numbers):
-    """Return tensors of these numbers, one for each dtype, and tensors with a single number."""
+    """Return a tensor of these numbers in each dtype, and three tensors with one number each."""
     return (
         [torch.tensor(numbers).to(dtype) for dtype in TYPES]
         + [torch.tensor(number) for number in (2.5, 2**31 + 1)]
@@ -247,7 +247,7 @@ def _bits_kernel(x_ptr):
 
 
 def test_bits_and_halves_of_a_tensor():
-    """A float32 has a sign, 8 exponent bits offset by 127, and 23 fraction bits. 1.5 has exponent 127 and fraction 0.5."""
+    """A float32 stores a sign, 8 bits of exponent + 127, and 23 bits of fraction. So 1.5 is stored as 127 and 0.5."""
     (dtype, bits), (_, shifted), (_, doubled), *halves = record(_bits_kernel, torch.tensor([1.5, -1.0, 0.25, 8.0]))
     assert dtype == "int32" and bits.tolist() == [0x3FC00000, 0x3F800000 - 2**31, 0x3E800000, 0x41000000]
     assert shifted.tolist() == [-(2**31), 0, 0, 0]
@@ -309,7 +309,7 @@ def test_element_outside_of_a_tensor_is_an_error(i, mask):
 
 def test_pointer_spans_what_a_view_spans():
     x, out = torch.arange(20), torch.zeros(20, dtype=torch.int64)
-    _copy_kernel[(1,)](x[::2], out, 0, 16, 16)  # spans 19 elements; the kernel loads 16
+    _copy_kernel[(1,)](x[::2], out, 0, 16, 16)  # the view spans 19 elements of memory; the kernel loads 16
     assert out[:16].tolist() == list(range(16))
     with pytest.raises(InterpreterError, match="element 5 is out of bounds: `x_ptr` has 5 elements"):
         _copy_kernel[(1,)](x[:9:2][:3], out, 0, 16, 16)

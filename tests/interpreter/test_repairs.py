@@ -1,6 +1,6 @@
-"""Triton's interpreter runs kernels where there is no GPU. It must compute what a GPU computes.
+"""With our repairs, Triton's interpreter computes the same results as a GPU.
 
-Run as a script, this file prints the bfloat16 errors of an interpreter without our repairs.
+If you run this file as a script, it does not apply the repairs. It prints the interpreter's bfloat16 errors.
 """
 
 import json
@@ -58,7 +58,7 @@ def _count_kernel(count_ptr, calls):
 
 
 def bfloat16_errors(device):
-    """Return the largest difference between each bfloat16 operation and PyTorch."""
+    """Return the largest difference of each bfloat16 operation from PyTorch, by the operation's name."""
     torch.manual_seed(0)
     a, b = torch.randn(2, 32, 32, device=device).bfloat16()
     results = {"dot": torch.empty(32, 32, device=device), "sum": torch.empty_like(a), "product": torch.empty_like(a)}
@@ -69,11 +69,11 @@ def bfloat16_errors(device):
 
 
 def rounding_errors(device, dtype):
-    """Return how many float32 values a kernel casts differently from PyTorch, which rounds to nearest even."""
+    """Return how many float32 values a kernel casts differently from PyTorch. PyTorch rounds ties to even."""
     torch.manual_seed(0)
     values = torch.randn(2048, device=device).to(dtype).float()
     ulp = torch.finfo(dtype).eps * 2.0 ** values.abs().log2().floor()
-    x = torch.cat([values, values + ulp / 2])  # exactly representable values, and exact ties
+    x = torch.cat([values, values + ulp / 2])  # values of `dtype`, and values half-way between two of them (ties)
     y = torch.empty(4096, dtype=dtype, device=device)
     _cast_kernel[(1,)](x, y, SIZE=4096)
     return (y != x.to(dtype)).sum().item()
@@ -102,7 +102,7 @@ def test_bfloat16_needs_the_repair():
     run = programs.python(__file__, TRITON_INTERPRET="1")
     assert run.returncode == 0, run.stderr
     errors = json.loads(run.stdout)
-    operations = [errors[name] for name in ("dot", "sum", "product")]  # NaN if the raw bits happen to mean NaN
+    operations = [errors[name] for name in ("dot", "sum", "product")]  # an error is NaN if a wrong result is NaN
     assert not any(error < 0.1 for error in operations), "fixed in Triton: drop the repair"
     assert errors["casts"] > 0
 
@@ -168,7 +168,7 @@ EARLIER = [pytest.param(imports, marks=pytest.mark.long) for imports in ("import
 def test_imports_in_any_order_need_no_environment_variable(imports):
     """The repairs work even if Triton was imported first.
 
-    Triton reads TRITON_INTERPRET at its import. Its library functions are then either compiled or interpreted.
+    Triton reads TRITON_INTERPRET when it is imported. The variable decides if Triton compiles or interprets its own functions.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
@@ -192,7 +192,7 @@ if __name__ == "__main__":
 
 
 def test_descriptors_add_to_memory():
-    """Additions to overlapping tiles add up. Memory past the end of the tensor stays unchanged."""
+    """Two programs add 1 to overlapping tiles, so the overlap holds 2. Memory past the end of the tensor stays unchanged."""
     x = torch.zeros(20, 16, device="cuda" if GPU else "cpu")
     descriptor = TensorDescriptor.from_tensor(x[:18], [16, 16])
     _add_tile_kernel[(2,)](descriptor, BLOCK=16)
@@ -200,7 +200,7 @@ def test_descriptors_add_to_memory():
     assert torch.equal(x.cpu(), expected[:, None].expand(20, 16))
 
 
-@pytest.mark.skipif(GPU, reason="a GPU stops the program, and takes no other")
+@pytest.mark.skipif(GPU, reason="on a GPU this error ends the program, and no later test can run")
 def test_descriptors_store_nothing_before_a_tensor():
     """At negative coordinates a GPU can load, but not store. Past the end of a tensor, it clips loads and stores."""
     from triton.runtime.interpreter import InterpreterError

@@ -1,4 +1,7 @@
-"""In the timing model of an SM, partitions wait and share the SM's units. The rates here make cycles easy to count."""
+"""In the timing model of an SM, partitions wait for each other and share the SM's units.
+
+The tests use invented rates, so that cycles are easy to count.
+"""
 
 import pytest
 import torch
@@ -102,7 +105,7 @@ def test_additions_from_registers_take_their_bytes_and_no_wait():
     assert (sums == 3).all()
 
 
-FILLED = 4 + 500 + 300 + 20  # cycles of an arrival, a copy, the copy's latency, and a wait's end
+FILLED = 4 + 500 + 300 + 20  # cycles until a partition sees a copied tile: arrival, copy, its latency, hand-over
 
 
 def tile():
@@ -148,7 +151,7 @@ def _hand_over():
 
 
 def test_a_wait_ends_some_cycles_after_the_arrival():
-    assert time_of(_hand_over).end == 3 + 1 + 20  # fence, arrival and hand-over of one warp
+    assert time_of(_hand_over).end == 3 + 1 + 20  # cycles of one warp's fence, its arrival, and the hand-over
 
 
 def test_launches_are_timed_inside_alone_and_in_order():

@@ -1,4 +1,4 @@
-"""Every kernel compiles without a GPU. It has the right instructions and not too many spills."""
+"""Every kernel compiles without a GPU. It has the right instructions, and spills few registers."""
 
 import collections
 import itertools
@@ -28,7 +28,7 @@ SELECTIONS = {
 
 
 def _selections():
-    """Return pairs (stage, selection). The default run takes the last stage, and the last stage that runs on any GPU."""
+    """Yield pairs (stage, selection). The default run has two stages: the last, and the last that runs on any GPU."""
     for name, selection in itertools.product(NAMES, SELECTIONS):
         quick = {"hopper": (ROAD[-1], ANYWHERE[-1]), "shared-heads": (ROAD[-1],), "others": (ANYWHERE[-1],)}
         yield pytest.param(
@@ -46,14 +46,14 @@ def compiled(
     value_dim=None,
     all_configs=False,
 ):
-    """Return a report of `common.measure.aot`: rows, errors, unavailable cases."""
+    """Compile a stage for each combination of the arguments. Return the rows, the errors and the unavailable cases."""
     names = "arch", "dtype", "head_dim", "causal", "kv_heads"
     cases = [
         {"stage": name, "value_dim": value_dim} | dict(zip(names, values, strict=True))
         for values in itertools.product(archs, dtypes, head_dims, causal, kv_heads)
     ]
     with pytest.MonkeyPatch.context() as environment:
-        for variable in ("TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES"):  # aot sets both for the processes that compile
+        for variable in ("TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES"):  # aot sets these two for the processes that compile
             environment.setenv(variable, "")
         rows, errors, unavailable = aot.compile_cases(cases, all_configs)
     print(*rows, *errors, sep="\n")  # shown if a test fails
@@ -62,7 +62,7 @@ def compiled(
 
 @pytest.fixture(scope="module", params=_selections())
 def report(request):
-    """A stage's name, and the report of its kernels for some problems."""
+    """The report of a stage's kernels for one of the `SELECTIONS`, with the stage's name."""
     name, selection = request.param
     report = compiled(name, **SELECTIONS[selection])
     if not report["rows"] and not report["errors"] and not report["unavailable"]:
@@ -73,13 +73,13 @@ def report(request):
 @pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_fits_gpus_with_less_shared_memory(name):
-    """Every GPU has enough shared memory. A tile for data-center GPUs once needed more than the 99 KiB of other GPUs."""
+    """The kernels fit in 99 KiB of shared memory, the limit of small GPUs. A tile for data-center GPUs once needed more."""
     archs = [arch for arch in aot.SHARED_LIMIT if arch not in aot.USUAL_ARCHS]
     assert not compiled(name, archs=archs, head_dims=(64, 128, 256))["errors"]
 
 
 def rows_of(report, tuned_for=False):
-    """Return the report's rows. `tuned_for` keeps only the problems for which the tiles were chosen."""
+    """Return the report's rows. If `tuned_for`, keep only rows of problems for which the tiles were chosen."""
     if reasons := {case["reason"] for case in report["unavailable"] if not report["rows"]}:
         pytest.skip(f"{report['stage']} {reasons.pop()}")
     rows = report["rows"]
@@ -90,7 +90,7 @@ def rows_of(report, tuned_for=False):
 
 
 def by_kernel(rows):
-    """Return the configurations of each kernel and problem."""
+    """Group the rows by kernel and problem. A group has a row for each configuration."""
     groups = collections.defaultdict(list)
     for row in rows:
         groups[row["kernel"], row["arch"], row["head_dim"], row["causal"]].append(row)
@@ -111,7 +111,7 @@ def test_shared_memory_fits(report):
 
 
 def test_no_spills(report):
-    """Each kernel has a configuration that spills no bytes, or at most the `SPILLED_BYTES` of its stage.
+    """Each kernel has a configuration that spills at most the `SPILLED_BYTES` of its stage, by default 0.
 
     An autotuner may also try configurations that spill more."""
     allowed = getattr(stages.load(report["stage"]), "SPILLED_BYTES", 0)
@@ -128,7 +128,7 @@ def test_descriptors_become_tma_and_matmuls_wgmma(report):
         assert "TMA" in row["instructions"], row
     for problem, configs in by_kernel(row for row in rows if row["dots"]).items():
         assert any("wgmma" in row["instructions"] for row in configs), problem
-        # Matmuls that wait for each other are a performance loss. An added `warpgroup.arrive` costs nothing.
+        # ptxas warns of a "Performance Loss" if matmuls wait for each other. Its other warnings are allowed.
         assert any(not [text for text in row["warnings"] if "Performance Loss" in text] for row in configs), problem
 
 
@@ -137,7 +137,7 @@ def test_descriptors_become_tma_and_matmuls_wgmma(report):
 def test_matmuls_of_a_hopper_stage_are_not_serialised(name):
     """ptxas gives no warning. It warns (C7510 and similar) if it makes asynchronous matmuls wait for each other.
 
-    Both half types are tested, because a backward once spilled a kilobyte with bfloat16 only."""
+    The test compiles float16 and bfloat16, because a backward once spilled a kilobyte only with bfloat16."""
     report = compiled(name, archs=(90,), dtypes=("float16", "bfloat16"), causal=(True, False), kv_heads=(aot.HEADS, 4))
     assert not report["errors"]
     rows = report["rows"]
@@ -194,10 +194,10 @@ def test_registers_are_shown_by_role():
 
 
 def test_roles_share_the_registers_of_their_kernel(report):
-    """The table shows the number of slots of the rings between partitions, and not the compiler's num_stages."""
+    """A row's configuration has the number of slots of each ring, such as STAGES, and not the compiler's num_stages."""
     rows = [
         row for row in rows_of(report) if row["roles"] and row["roles"][0][0] != "default"
-    ]  # without partitions that the compiler has made
+    ]  # leaves out kernels whose partitions the compiler has made
     if not rows:
         pytest.skip("no kernel's warps have roles of their own")
     module = stages.load(report["stage"])
@@ -206,7 +206,7 @@ def test_roles_share_the_registers_of_their_kernel(report):
         config = dict(setting.split("=") for setting in row["config"].split())
         names, registers = zip(*row["roles"], strict=True)
         assert set(names) <= functions.keys(), row
-        # Each partition takes the registers of at least four warps, even a producer of one warp.
+        # Each partition takes the registers of at least four warps, even if it has one warp.
         assert 4 * sum(registers) <= row["registers"] * int(config["num_warps"]), row
         assert any("STAGES" in name for name in config) and "num_stages" not in config, row
 
@@ -314,6 +314,6 @@ def test_against_compares_with_the_same_cases(words, monkeypatch, capsys):
 
 @pytest.mark.long
 def test_a_revision_has_its_own_code(capsys):
-    """HEAD's kernels, compiled from an extracted copy, equal those of this tree, unless files here are not committed."""
+    """The command compiles HEAD's kernels in an extracted copy. Uncommitted files of this tree may cause differences."""
     assert aot.main(["--stage", "v1", "--arch", "90", "--head-dim", "64", "--against", "HEAD"]) in (0, 1)
     assert re.search(r"[1-9]\d* kernels compared with HEAD", capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""Each baseline supports or refuses the right heads and head dimensions."""
+"""Baselines have right results and FLOPs for shared K/V heads. A library's refusal is not taken for a failure."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from common.runtime import DEVICE
 @pytest.mark.parametrize("impl", BASELINES)
 @pytest.mark.parametrize("causal", [False, True])
 def test_query_heads_share_kv_heads_in_groups(impl, causal):
-    """With shared K/V heads, the results equal those with every K/V head repeated for its query heads."""
+    """Shared K/V heads give the same results as a copy of the K/V head for each query head."""
     shape = (1, 4, 128, 64, causal, "float16")
     q, k, v, grad_out = inputs = Workload("fwd", *shape, kv_heads=2).inputs()
     every = q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), grad_out
@@ -30,7 +30,10 @@ def test_query_heads_share_kv_heads_in_groups(impl, causal):
 @pytest.mark.parametrize("value_dim", [32, 64])
 @pytest.mark.parametrize("pass_", ["fwd", "bwd"])
 def test_flops_of_sdpa_agree_with_the_workload(pass_, value_dim):
-    """The counted FLOPs equal the workload's FLOPs, except where SDPA's backward keeps the scores of its forward (Dv = 64)."""
+    """The counted FLOPs equal the workload's FLOPs, except in SDPA's backward for Dv = 64.
+
+    This backward does not compute the scores again, because its forward keeps them.
+    """
     workload = Workload(pass_, 1, 4, 64, 32, False, "float32", kv_heads=2, value_dim=value_dim)
     call = timed_call("sdpa", workload, workload.inputs())
     recomputed = 0 if value_dim == 32 or pass_ == "fwd" else 2 * 4 * 64**2 * 32

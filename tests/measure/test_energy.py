@@ -17,7 +17,7 @@ INFO = {"gpu": "X", "torch": "1", "triton": "2", "limit_watts": 700.0, "commit":
 
 
 class Library:
-    """A stand-in for NVML, with a GPU that uses one more joule per call. It does not support the function `refused`."""
+    """A stand-in for NVML. Its GPU uses one more joule each time a gauge is read. The function named `refused` always fails."""
 
     def __init__(self, refused=None, reasons=0x4):
         self.refused, self.reasons, self.millijoules = refused, reasons, 0
@@ -50,7 +50,7 @@ def library(monkeypatch):
 
 @pytest.mark.parametrize(("reasons", "capped"), [(0x4, True), (0x80, True), (0x1 | 0x20, False), (0, False)])
 def test_gauges_are_read_while_calls_run(library, reasons, capped):
-    """Only the power limit counts as capped. 0x1 means that the GPU is idle, and 0x20 that it is too hot."""
+    """A reading is capped if the power limit lowers the clock, and not if the GPU is idle (0x1) or too hot (0x20)."""
     library(None, reasons)
     gauges = energy.Gauges()
     assert gauges.limit_watts() == 700
@@ -79,7 +79,7 @@ def readings(*steps):
 
 
 def test_power_is_taken_between_steps_of_the_counter():
-    """Readings before the counter's first update and after its last update do not count."""
+    """Power is measured from the counter's first update to its last: (405 - 105) joules in (2.5 - 1.5) seconds."""
     assert energy.watts(readings((0.0, 5), (1.0, 5), (1.5, 105), (2.0, 105), (2.5, 405), (3.5, 405))) == 300
 
 

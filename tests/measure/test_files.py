@@ -1,4 +1,4 @@
-"""A results file is replaced in one step."""
+"""A results file is replaced in one step, so a write that fails leaves the old file."""
 
 import ast
 import resource

@@ -1,4 +1,4 @@
-"""Options that the commands share take the right values, and give an error for a file that cannot be written."""
+"""Options that the commands share accept the right values. A file that cannot be written is refused at once."""
 
 import argparse
 import errno

@@ -15,7 +15,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The time that tqdm reads, as a list of one number."""
+    """A list with one number, which tqdm reads as the time. Tests change the number."""
     now = [0.0]
     monkeypatch.setattr(Progress, "_time", staticmethod(lambda: now[0]), raising=False)
     monkeypatch.setattr("tqdm.std.time", lambda: now[0])

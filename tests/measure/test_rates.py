@@ -44,7 +44,7 @@ INSTRUCTIONS = {  # unit -> instructions; each kernel of the unit contains at le
 
 @pytest.fixture(scope="module", params=["first", pytest.param("every", marks=pytest.mark.long)])
 def log(request):
-    """Return the output of a process that compiles the first case of each kernel, or every case, with ptxas' log."""
+    """Compile the first case of each kernel, or every case, in a process. Return its output, which includes ptxas' log."""
     run = programs.python("-c", COMPILE, request.param, TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
     assert run.returncode == 0, run.stderr
     return run.stdout
@@ -59,7 +59,7 @@ def test_kernels_compile_to_what_they_measure(log, unit):
 def test_nothing_spills_or_is_serialised(log):
     spills = re.findall(r"\d+ bytes spill stores, \d+ bytes spill loads", log)
     assert spills and set(spills) == {"0 bytes spill stores, 0 bytes spill loads"}
-    assert "C75" not in log  # ptxas' warnings of matmuls that wait for each other
+    assert "C75" not in log  # ptxas warns with a code C75… if matmuls wait for each other
 
 
 def test_every_step_of_an_instruction_is_compiled(log):
@@ -78,7 +78,7 @@ def test_a_rate_covers_all_turns(per, rate):
 
 
 class FakeKernel:
-    """A kernel that takes 50 cycles, and 10 cycles per iteration, at 2 GHz. The last `shared` programs share an SM."""
+    """A kernel that takes 50 cycles plus 10 per iteration, at 2 GHz. Its last `shared` + 1 programs run on one SM."""
 
     def __init__(self, shared=0):
         self.shared = shared

@@ -1,4 +1,4 @@
-"""The float64 results and the error bounds are right. Most other tests need them."""
+"""The float64 results and the error bounds are right. Most other tests check results with them."""
 
 import math
 
@@ -18,14 +18,14 @@ SCALE = 0.2
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
-# Arguments of `make_inputs`. A K/V head serves one query head, or two with a larger Dv, or three with a smaller Dv.
+# Arguments of `make_inputs`: one query head per K/V head; two per K/V head, with a larger Dv; three, with a smaller Dv.
 SIZES = [{}, {"heads": 4, "kv_heads": 2, "value_dim": 64}, {"kv_heads": 1, "value_dim": 16}]
 
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("causal", [False, True])
 def test_truth_is_what_pytorch_computes_in_float64(causal, sizes):
-    """With float32 inputs, `plain` matches PyTorch too, up to rounding."""
+    """`truth` has the results of PyTorch in float64. For float32 inputs, `plain` has these results up to rounding."""
     q, k, v, grad_out = make_inputs(*TILED, dtype=torch.float32, **sizes)
     got, yardstick = (make(q, k, v, causal, SCALE, grad_out) for make in (truth, plain))
     leaves = [tensor.double().requires_grad_() for tensor in (q, k, v)]
@@ -41,11 +41,11 @@ def test_truth_is_what_pytorch_computes_in_float64(causal, sizes):
     torch.testing.assert_close(got["lse"], scores.logsumexp(-1))
 
 
-@pytest.mark.parametrize("rows", [7, 130])  # query rows of a block: 40 = 5 x 7 + 5, or enough for two of six heads
+@pytest.mark.parametrize("rows", [7, 130])  # rows of a block: 7 of a head's 40 query rows, or two heads
 @pytest.mark.parametrize("sizes", [SIZES[0], SIZES[2]])
 @pytest.mark.parametrize("causal", [False, True])
 def test_blocks_of_query_rows_give_the_results_of_all_rows_at_once(causal, sizes, rows, monkeypatch):
-    """Blocks may split a group of heads. A block holds two of three heads that share K and V, and the next block the third."""
+    """Blocks may split a query group: one block holds two of the three heads that share K and V, the next block the third."""
     q, k, v, grad_out = make_inputs(*TILED, **sizes)
     whole = [make(q, k, v, causal, SCALE, grad_out) for make in (truth, plain)]
     monkeypatch.setattr(reference, "BLOCK_BYTES", 8 * 100 * rows)
@@ -54,10 +54,10 @@ def test_blocks_of_query_rows_give_the_results_of_all_rows_at_once(causal, sizes
         torch.testing.assert_close(blocks[0]["magnitudes"][name], magnitude, rtol=1e-13, atol=1e-13)
         torch.testing.assert_close(blocks[0][name], whole[0][name], rtol=1e-13, atol=1e-13)
         errors = [(yardstick[name].double() - exact[name]).square().mean().sqrt() for exact, yardstick in (whole, blocks)]
-        if name == "lse":  # a GPU sums float32 in another order: both errors are only rounding
+        if name == "lse":  # a GPU adds in another order for blocks, so both errors must only be small
             assert max(errors) < torch.finfo(torch.float32).eps * whole[0][name].square().mean().sqrt()
         else:
-            torch.testing.assert_close(*errors, rtol=0.01, atol=0)  # `plain` rounds to float16 in any block size
+            torch.testing.assert_close(*errors, rtol=0.01, atol=0)  # `plain` rounds to float16 with or without blocks
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="what is allocated on the CPU is counted")
@@ -68,7 +68,7 @@ def test_memory_is_bounded_whatever_the_length(monkeypatch):
         results = 20 * 8 * length * 16  # bytes of the results and their copies
         for make in (truth, plain):
             peak = count(lambda make=make, q=q, k=k, v=v, g=grad_out: make(q, k, v, True, SCALE, g)).peak
-            assert peak < 8 * 2**16 + results  # a matrix of all scores in float64 takes 8 MiB
+            assert peak < 8 * 2**16 + results  # for 1024 rows, all scores in float64 would take 8 MiB
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="what is allocated on the CPU is counted")
@@ -103,7 +103,7 @@ def test_bound_has_room_for_rounding_only(results, name):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", NAMES)
 def test_one_element_that_is_not_finite_fails(results, name, bad):
-    """NaN fails. A check with `err > bound` would pass, because the comparison is False for NaN."""
+    """NaN fails. A check that raises if `error > bound` would not notice it, because this comparison is False for NaN."""
     exact, yardstick = results
     broken = yardstick[name].clone()
     broken[1, 2, 3] = bad
@@ -119,7 +119,7 @@ def test_a_shape_that_broadcasts_fails(results):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tensorfloat32_fails_the_bound_of_float32(name):
-    """The bounds find matmuls in TF32, which have ten bits of mantissa. TF32 is the default of input_precision."""
+    """Matmuls in TF32, with ten bits of mantissa, exceed the bounds for float32. `tl.dot` uses TF32 by default."""
     q, k, v, grad_out = make_inputs(*TILED, dtype=torch.float32)
     coarse = [(tensor.view(torch.int32) + (1 << 12) & -(1 << 13)).view(torch.float32) for tensor in (q, k, v, grad_out)]
     got = plain(*coarse[:3], True, SCALE, coarse[3])[name]
@@ -137,7 +137,7 @@ def test_the_diagonal_agrees_with_pytorch_s_lower_right():
 
 
 FACTORS = {"out": 2, "lse": 2, "dq": 3, "dk": 3, "dv": 3}
-HALF_ULPS = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 2**-24}  # half an ulp of numbers from 1 to 2
+HALF_ULPS = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 2**-24}  # half a unit in the last place, from 1 to 2
 ANY = math.inf
 
 
@@ -157,10 +157,10 @@ def passes(name, got, exact, bounds):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bounds_are_a_multiple_of_plain_pytorch_s_error_and_the_loss_of_float32(name):
-    """The check subtracts in float64. A subtraction in the dtype of `plain` would lose 2**-20."""
+    """The bounds come from differences in float64. Differences in float16, the dtype of `plain` here, would lose 2**-20."""
     exact = invented({name: [3.0, -4.0 + 2**-20]}, {name: [6 * 2.0**22, -8 * 2.0**22]})
     bounds = error_bounds(exact, {name: torch.tensor([3.5, -5.0], dtype=torch.float16)})[name]
-    error = 1 + 2**-20  # the second element has the larger error, a negative one
+    error = 1 + 2**-20  # the second element has the larger error, and it is negative
     assert bounds["largest"].item() == pytest.approx(FACTORS[name] * error + 8, rel=1e-12)
     assert bounds["rms"].item() == pytest.approx(FACTORS[name] * math.sqrt((0.25 + error**2) / 2) + math.sqrt(50), rel=1e-12)
 
@@ -169,7 +169,10 @@ def test_bounds_are_a_multiple_of_plain_pytorch_s_error_and_the_loss_of_float32(
 @pytest.mark.parametrize(("kind", "room"), [("largest", 16), ("rms", 8)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_error_may_be_its_bound_and_half_a_unit_in_the_last_place_of_the_truth(dtype, kind, room, sign):
-    """The largest element is 8, and the RMS of all four is 4. A single error of 24 half units has an RMS of 12."""
+    """The exact values have a maximum of 8 and an RMS of 4, so the bounds are 16 + 8 and 8 + 4 half units.
+
+    One error of 24 half units, in one of four elements, has an RMS of 12 half units.
+    """
     half = HALF_ULPS[dtype]
     exact = torch.tensor([-8.0, 0, 0, 0], dtype=torch.float64)
     bounds = {each: torch.tensor(room * half if each == kind else ANY, dtype=torch.float64) for each in ("largest", "rms")}
@@ -184,7 +187,7 @@ def test_error_may_be_its_bound_and_half_a_unit_in_the_last_place_of_the_truth(d
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rule_is_held_to_the_last_bit(name):
-    """Plain PyTorch has an error of 1/4, which allows 2/4 or 3/4. The magnitudes allow 1/2 more."""
+    """Plain PyTorch has an error of 1/4. Two or three times this error is allowed (`FACTORS`), and 1/2 more for rounding."""
     exact = invented({"out": [0.0, 0.0], name: [0.0] * 4}, {"out": [2.0**21] * 2, name: [2.0**21] * 4})
     yardstick = {"out": torch.full((2,), 0.25), name: torch.tensor([0.25, -0.25, -0.25, 0.25])}
     most = FACTORS[name] / 4 + 1 / 2
@@ -210,12 +213,12 @@ def test_values_that_are_not_finite_never_pass(dtype, bad):
 
 @pytest.mark.parametrize("scale", [0.5, -0.5])
 def test_magnitudes_are_sums_without_signs(scale):
-    """One query has two keys that score 0, so each P is 1/2. With absolute values, their scores are 1 and 2."""
+    """One query has two keys that score 0, so each P is 1/2. From absolute values, the two scores would be 1 and 2."""
     q, k, v = torch.tensor([[1.0, -1]]), torch.tensor([[1.0, 1], [-2, -2]]), torch.tensor([[-1.0], [3]])
     tensors = (tensor[None, None].to(DEVICE) for tensor in (q, k, v))
     found = truth(*tensors, False, scale, torch.full((1, 1, 1, 1), -2.0, device=DEVICE))["magnitudes"]
     log = math.log(2)
-    first, second = (2 + log) / 2, (3 + log) / 2  # P times (1 + the absolute score + the absolute LSE)
+    first, second = (2 + log) / 2, (3 + log) / 2  # P · (1 + score + LSE), from absolute values
     out = first * 1 + second * 3
     ds = first * (2 * 1 + 2 * out), second * (2 * 3 + 2 * out)
     expected = {
@@ -230,8 +233,8 @@ def test_magnitudes_are_sums_without_signs(scale):
 def test_yardstick_rounds_p_out_and_ds_and_nothing_else():
     """`plain` rounds P, the output and dS, and nothing else. Three queries see one, two and three keys of score 0.
 
-    In bfloat16, 1/3 is 171/512. The values of V sum to 3 + 3/256 + 2**-12. A third of the sum rounds to 1, and the sum times
-    171/512 rounds to 1 + 1/128.
+    In bfloat16, 1/3 is 171/512. The three values of V add up to 3 + 3/256 + 2**-12. With P = 1/3, the third query's output
+    would round to 1. With P = 171/512, it rounds to 1 + 1/128.
     """
     q, k = torch.tensor([[1.0, 0]] * 3), torch.tensor([[0.0, 1]] * 3)
     v, grad_out = torch.tensor([[3], [3 / 256], [2**-12]]), torch.tensor([[0.0], [-2], [3]])
@@ -239,6 +242,6 @@ def test_yardstick_rounds_p_out_and_ds_and_nothing_else():
     found = plain(q, k, v, True, 1.0, grad_out)
     assert found["out"].flatten()[2].item() == 1 + 1 / 128
     assert found["dv"].flatten()[0].item() == 3 * 171 / 512 - 1
-    # dS of the last query: 255/128, -255/256, and -1.00806, which rounds to -129/128. Without rounding they sum to 0.
+    # The last query's dS is 255/128, -255/256, and -129/128 (rounded from -1.00806). Before rounding they add up to 0.
     assert found["dq"][0, 0, 2].tolist() == [0, 255 / 128 - 255 / 256 - 129 / 128]
     assert found["lse"].dtype == torch.float32 and found["lse"].flatten()[2].item() == pytest.approx(math.log(3), rel=1e-6)

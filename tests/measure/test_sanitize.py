@@ -16,13 +16,13 @@ from common.runtime import INTERPRETED
 
 
 def line_of(part, text):
-    """Return the first line with this text in a part of v25's forward, as "path:number"."""
+    """Return the place of the first line with this text, in one file of v25's forward, as "path:number"."""
     path = Path(stages.__path__[0], "v25_second_q", f"forward_{part}.py")
     return f"{path}:{next(number for number, line in enumerate(path.read_text().splitlines(), start=1) if text in line)}"
 
 
 def place(line):
-    """Return the path and the number of a text "path:number"."""
+    """Split a text "path:number" into the path and the number."""
     path, number = line.rsplit(":", 1)
     return path, int(number)
 
@@ -101,10 +101,10 @@ def test_reports_of_racecheck():
     assert "next_tiles.number.index(slot).store" in str(known)
     entry = sanitize.KNOWN[0]
     assert entry.explains("racecheck", "v25_second_q", known)
-    assert not entry.explains("racecheck", "v25_second_q", new), "one line of it is another"
+    assert not entry.explains("racecheck", "v25_second_q", new), "one of its lines is not known"
     assert not entry.explains("memcheck", "v25_second_q", known)
     assert not entry.explains("racecheck", "v3_fa2_causal", known)
-    assert not entry.explains("racecheck", "v25_second_q", Report("race", "_forward_kernel")), "no line is known"
+    assert not entry.explains("racecheck", "v25_second_q", Report("race", "_forward_kernel")), "it has no line"
 
 
 @pytest.mark.parametrize("log", ["", "========= COMPUTE-SANITIZER\n"])
@@ -132,7 +132,7 @@ sys.exit("the program says why" if os.environ.get("FAILS") else 0)
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Run the command with a stand-in for compute-sanitizer. Return the exit status and the output of the command."""
+    """A function that runs the command with a stand-in for compute-sanitizer. It returns the exit status and the output."""
     path = tmp_path / "compute-sanitizer"
     path.write_text(SANITIZER)
     path.chmod(0o755)
@@ -150,7 +150,7 @@ def run(tmp_path, monkeypatch, capsys):
 
 
 def cells(shown, stage):
-    """Return the cells of a stage's row of the table."""
+    """Return the cells after the name in a stage's row of the table."""
     return next(line for line in shown.splitlines() if line.startswith(stage)).split()[1:]
 
 
@@ -167,7 +167,7 @@ def test_unknown_reports_fail_and_are_shown(run):
     assert cells(shown, "v3_fa2_causal") == ["4", "NEW", "1", "NEW"]
     assert "memcheck v3_fa2_causal: 1 x Invalid __global__ write in _forward_kernel\n    /there/forward.py:34" in shown
     assert "memcheck v3_fa2_causal: 1 x 1 reports that were not printed" in shown
-    assert "_dq_kernel" in shown and "at::native" not in shown, "what PyTorch's kernels read is its own business"
+    assert "_dq_kernel" in shown and "at::native" not in shown, "reads of PyTorch's own kernels are allowed"
 
 
 def test_known_reports_pass_with_their_reasons_and_fail_once_they_are_gone(run, monkeypatch):
@@ -207,5 +207,5 @@ def test_the_program_inside_the_tool_runs(monkeypatch):
     monkeypatch.setattr(sanitize.torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(
         sanitize.Autotuner, "prune_configs", sanitize.Autotuner.prune_configs
-    )  # monkeypatch restores it after the test
+    )  # run_stage replaces this method; monkeypatch restores it
     sanitize.run_stage("v5_tuned")

@@ -1,6 +1,7 @@
 """The benchmark of ring attention measures correctly.
 
-Ranks send the bytes of the formula. Wrong results are not timed. Tables compare several GPUs with one GPU.
+Each rank (one process with its GPU) sends as many bytes as the formula says. Wrong results are not timed. Tables compare
+several GPUs with one GPU.
 """
 
 import functools
@@ -57,7 +58,7 @@ class Live(TorchDispatchMode):
 
 
 def held(group, work):
-    """Return the maximum bytes that a rank holds, with a stage that allocates only its results."""
+    """Return the maximum bytes that a rank holds at a time. A stand-in for the stage allocates only the results."""
 
     def forward(q, k, v, *, causal, scale):
         return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -80,7 +81,7 @@ def held(group, work):
 
 
 def checked(group, wrong, pass_, causal):
-    """Check the results of ring attention, or results with one mistake."""
+    """Run the benchmark's check on ring attention, or on an attention with the mistake `wrong`."""
     stage, size = stages.load("v3"), dist.get_world_size(group)
     ring = functools.partial(ring_attention, stage, group=group, causal=causal)
     attends = {
@@ -98,7 +99,7 @@ def checked(group, wrong, pass_, causal):
     (3, True, "fwd+bwd", (8 + 2 + 4, 8 + 1 + 4, 8 + 1 + 2)),
 ])  # fmt: skip
 def test_a_rank_sends_what_the_formula_says(ranks, size, causal, pass_, sent):
-    """The formula counts the sent bytes. `sent` has the bytes per element of a block, for K and V and for gradients."""
+    """`sent` has a number for each rank: the bytes sent for each element of a block of K and V, including its gradients."""
     if size > MOST:
         pytest.skip(f"needs {size} GPUs")
     for found, of_rank in zip(ranks.call(size, measured, pass_, 8 * size, causal), sent, strict=True):
@@ -176,7 +177,7 @@ def test_tables_compare_with_one_gpu():
     assert "2 × X, torch 1, triton 2, commit abc, 2026-01-02, nccl NCCL 2, NCCL_X=1" in table
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")][2:]
     two = next(row for row in rows if row[:4] == ["2", "1000", "2000", "v3_x"])
-    assert two[4] == "2.500*" and two[7:] == ["80", "80", "3.0", "7", "5"]  # 4 times the work, on 2 GPUs, in 2.5 times the time
+    assert two[4] == "2.500*" and two[7:] == ["80", "80", "3.0", "7", "5"]  # 2 GPUs do 4 times the work in 2.5 times the time
     failed = next(row for row in rows if row[3] == "sdpa-cudnn")
     assert failed[4:] == ["n/a"] + ["-"] * 7
     assert (
@@ -194,13 +195,13 @@ def test_a_rank_holds_no_more_than_the_formula_says(ranks, size, kv_heads):
             work = Workload(pass_, 1, 6, 8 * size, 32, causal, dtype, kv_heads=kv_heads, value_dim=16)
             most[causal] = max(ranks.call(size, held, work))
             assert most[causal] <= scaling.held_bytes(work, size)
-        assert most[False] >= 0.75 * scaling.held_bytes(work, size), "else it says nothing"
+        assert most[False] >= 0.75 * scaling.held_bytes(work, size), "the formula says much more than a rank holds"
 
 
 def test_memory_of_a_rank_does_not_grow_with_the_ranks():
     held = [scaling.held_bytes(workload("fwd+bwd", 64 * ranks, True), ranks) for ranks in (3, 4, 8)]
     assert len(set(held)) == 1
-    out, kv = 2 * 64 * 16, 2 * 64 * 32  # number of elements on a rank
+    out, kv = 2 * 64 * 16, 2 * 64 * 32  # elements of O, and of K and V, on a rank
     assert scaling.held_bytes(workload("fwd", 64 * 2, True), 2) == kv * 2 + out * 4 + 2 * 2 * 64 * 4
     assert scaling.held_bytes(workload("fwd", 64 * 3, True), 3) == 2 * kv * 2 + out * 8 + 2 * 2 * 64 * 4
 

@@ -1,4 +1,4 @@
-"""The copy of a kernel gets its scopes, and the right part of Proton's record is kept."""
+"""A copy of a kernel gets scopes for Triton's profiler Proton. The right part of Proton's record is kept."""
 
 import pytest
 

@@ -18,7 +18,7 @@ SMALL = Workload("fwd", 1, 1, 512, 64, False, "float16")
 
 def test_rates_come_from_the_committed_file():
     rates = timeline.measured_rates()
-    assert 0.98 * 4096 < rates.flops <= 4096 and 15 < rates.results["exp2"] <= 16  # the limits of matmuls and exponentials
+    assert 0.98 * 4096 < rates.flops <= 4096 and 15 < rates.results["exp2"] <= 16  # an SM's limits per cycle
     assert all(0 < rate <= 128 for rate in rates.results.values())
     assert rates.copied > rates.stored > rates.added > 0
     assert rates.matmul > 0 and rates.copy > rates.store > 0
@@ -26,7 +26,7 @@ def test_rates_come_from_the_committed_file():
 
 @pytest.mark.parametrize("pass_", ["fwd", "bwd"])
 def test_matmuls_take_their_time_whatever_the_kernel(pass_):
-    """The tensor cores are busy for the FLOPs of the matmuls: 4 S² D in a forward, and 10 S² D in a backward."""
+    """The tensor cores are busy for FLOPs / rate cycles. A forward has 4 S² D FLOPs, and a backward has 10 S² D."""
     workload = Workload(pass_, 1, 1, 512, 64, False, "float16")
     rates = timeline.measured_rates()
     facts = timeline.record("v28", workload, timeline.simulate(stages.load("v28"), workload, rates))

@@ -1,4 +1,4 @@
-"""The timer hides launches, leaves out warm-up, and agrees with other timers. A fake GPU moves the clock."""
+"""The timer leaves out warm-up and the CPU time of launches, and agrees with another timer. Most tests use a fake GPU."""
 
 import statistics
 import time
@@ -94,7 +94,7 @@ def test_rounds_leave_out_flush_and_launch_and_are_queued_without_a_wait(gpu):
     assert times == pytest.approx([2e-3] * len(times)) and hidden
     last_rounds = gpu.log[-1 - 4 * len(times) :]
     assert last_rounds == ["flush", "event", "call", "event"] * len(times) + ["wait"]
-    assert gpu.log.count("wait") == 3  # before the rest, for the first estimate, and at the end: none after the warm-up
+    assert gpu.log.count("wait") == 3  # before the rest, for the first estimate, and at the end; not between warm-up and rounds
 
 
 def test_case_begins_on_a_gpu_that_has_rested(gpu):
@@ -114,7 +114,7 @@ def test_head_start_is_in_seconds_whatever_the_clock_of_the_gpu(gpu):
 
 def test_launch_that_takes_longer_than_its_kernels_is_hidden(gpu):
     timer = timing.GpuTimer()
-    call = call_taking(gpu, 3e-3, 1e-3)  # if visible, the launch would make it 4 ms
+    call = call_taking(gpu, 3e-3, 1e-3)  # if the launch were not hidden, the call would take 4 ms
     assert timer._rounds(call, 20, 0.0)[1]
     times, hidden = timer.measure(call)
     assert times == pytest.approx([1e-3] * len(times)) and hidden
@@ -166,7 +166,10 @@ def test_timer_recovers_from_a_call_that_raised(gpu):
 
 @pytest.mark.parametrize(("gpu_s", "rounds"), [(1e-5, 100), (2.1e-3, 9), (0.2, 3)])
 def test_host_time_is_the_cpus_alone(gpu, monkeypatch, gpu_s, rounds):
-    """The CPU waits for the GPU before each round, so that the queue of launches is empty. A full queue would add GPU time."""
+    """The CPU waits for the GPU before each round, so that the queue of launches is empty.
+
+    In a full queue, a launch would wait for the GPU, and the CPU's time would include GPU time.
+    """
     monkeypatch.setattr(timing.time, "perf_counter", lambda: gpu.cpu_s)
     assert timing.host_seconds(call_taking(gpu, 30e-6, gpu_s), gpu_s) == pytest.approx([30e-6] * rounds)
     assert gpu.log == ["wait", "call"] * (timing.HOST_WARM_UP_ROUNDS + rounds)
@@ -185,7 +188,7 @@ def test_host_time_is_each_rounds_own_without_the_first_ones(gpu, monkeypatch):
 
 @pytest.mark.parametrize(("host_s", "gpu_s", "expected"), [(30e-6, 5e-6, 30.5e-6), (5e-6, 30e-6, 30.5e-6)])
 def test_calls_in_a_row_take_the_longer_of_cpu_and_gpu_time(gpu, host_s, gpu_s, expected):
-    """Calls in a row take the CPU's time or the GPU's time, whichever is longer. The shorter time counts once."""
+    """10 calls in a row take 10 times the longer of the two times, and once the shorter: 10 · 30 + 5 = 305 µs."""
     gpu.log.clear()
     times = timing.seconds_in_a_row(call_taking(gpu, host_s, gpu_s), gpu_s)
     assert times == pytest.approx([expected] * timing.MOST_ROWS)
@@ -194,7 +197,7 @@ def test_calls_in_a_row_take_the_longer_of_cpu_and_gpu_time(gpu, host_s, gpu_s, 
 
 
 def test_replay_gives_pytest_benchmark_the_times_that_were_measured():
-    """The timer starts each round at 0. pytest-benchmark subtracts two readings, and large readings would lose digits."""
+    """pytest-benchmark subtracts two readings for each round. The first is 0, because large readings would lose digits."""
     replay = timing.Replay()
     replay.load([0.25, 1e-6])
     assert [-replay() + replay() for _ in range(2)] == [0.25, 1e-6]
@@ -204,7 +207,7 @@ def test_replay_gives_pytest_benchmark_the_times_that_were_measured():
 
 @pytest.mark.parametrize(("free", "size"), [(2**40, timing.COPY_BYTES), (4000, 1000)])
 def test_a_copy_counts_what_it_reads_and_what_it_writes(free, size, monkeypatch):
-    """The copy takes at most a quarter of the free memory."""
+    """The buffer that is copied takes at most a quarter of the free memory."""
 
     class Buffer:
         filled = copied = False
@@ -246,8 +249,8 @@ def test_a_copy_is_as_fast_as_the_memory_of_some_gpu():
 def test_gpu_times_agree_with_triton_do_bench(impl, batch, seq_len):
     """The timer agrees with Triton's do_bench.
 
-    Both rest and warm up in the same way. A call takes about a millisecond, because do_bench would include the CPU's time of a
-    shorter call.
+    Both timers rest and warm up for the same time. The workloads are long enough for calls of about a millisecond. For shorter
+    calls, do_bench would include CPU time.
     """
     from triton.testing import do_bench
 
@@ -256,7 +259,7 @@ def test_gpu_times_agree_with_triton_do_bench(impl, batch, seq_len):
     workload = Workload("fwd", batch, 16, seq_len, 128, False, "float16")
     call = timed_call(impl, workload, workload.inputs())
     timer, ours, theirs = timing.GpuTimer(), [], []
-    for _ in range(3):  # in turn, because the clock drifts
+    for _ in range(3):  # the two timers take turns, because the GPU's clock drifts
         times, launch_hidden = timer.measure(call)  # begins with a rest
         assert launch_hidden
         ours += times
@@ -272,7 +275,7 @@ def test_gpu_times_agree_with_triton_do_bench(impl, batch, seq_len):
 @pytest.mark.parametrize("impl", stages.names()[3:])
 @pytest.mark.parametrize("pass_", ["fwd", "fwd+bwd"])
 def test_short_sequences_are_not_launch_bound_in_a_graph(impl, pass_):
-    """The calls of a replayed graph take the time of their kernels, without gaps."""
+    """In a replayed CUDA graph, a call takes only as long as its kernels. There are no gaps between calls."""
     workload = Workload(pass_, *workloads.paper_shape(512, 64), 512, 64, True, "float16")
     call, timer, calls = timed_call(impl, workload, workload.inputs()), timing.GpuTimer(), 10
     alone, _ = timer.measure(call)

@@ -1,4 +1,4 @@
-"""A trace has each access of a pass, at the right place. The accesses add up to the counter's bytes."""
+"""A trace has each access of a pass, at the right place. The bytes of the accesses add up to the counter's bytes."""
 
 import json
 
@@ -44,12 +44,12 @@ def test_accesses_add_up_to_what_is_counted(name, pass_):
 
 
 def places(recorded, kind, tensor):
-    """Return the head, first row and last row of each access of a kind."""
+    """Return the head, first row and last row of each access of this kind to a tensor."""
     return [(a.heads[0], *a.rows) for a in recorded.accesses if (a.kind, a.tensor) == (kind, tensor)]
 
 
 def test_each_tile_is_where_the_kernel_has_it():
-    """In a head of v3, each program reads its query tile, then the key tiles that it sees, and writes O once."""
+    """In v3, each program reads its query tile, then the key tiles that its queries see. It writes its tile of O once."""
     recorded = trace(stages.load("v3"), work("fwd", heads=1, seq_len=300))
     reads, writes = places(recorded, "read", "Q"), places(recorded, "write", "O")
     assert reads == writes == [(0, 0, 127), (0, 128, 255), (0, 256, 299)]

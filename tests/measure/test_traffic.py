@@ -48,7 +48,11 @@ def version(stage):
 
 
 def problem(seq_q, seq_k, head_dim, causal, *, heads=2, kv_heads=None, value_dim=None, tiles=None):
-    """Return a problem with batch size 1. `tiles` is (query tile, key tile); the default tiles are those of an H200."""
+    """Return a problem with batch size 1.
+
+    `tiles` has two pairs (BLOCK_M, BLOCK_N): for programs that own queries, and for programs that own keys. By default these
+    are the fixed tiles for an H200.
+    """
     value_dim = value_dim or head_dim
     fixed = (choose(max(head_dim, value_dim), torch.float16) for choose in (query_tile, key_tile))
     tiles = tiles or [(tile["BLOCK_M"], tile["BLOCK_N"]) for tile in fixed]
@@ -56,7 +60,7 @@ def problem(seq_q, seq_k, head_dim, causal, *, heads=2, kv_heads=None, value_dim
 
 
 def predicted(name, pass_, p):
-    """Return the bytes read, the bytes written and the FLOPs of a pass."""
+    """Return the bytes read, the bytes written and the FLOPs that a pass has by its formula."""
     return total(PREDICTIONS[name][pass_](p))
 
 
@@ -95,7 +99,7 @@ def test_stage_moves_what_its_formula_says(stage, seq_q, seq_k, causal):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_formula_holds_for_large_heads(stage, causal):
-    """The formulas hold for large head dimensions, for which some stages have other tiles."""
+    """The formulas hold for D = 128, for which some stages have other tiles."""
     check(stage, problem(150, 200, 128, causal))
 
 
@@ -111,7 +115,7 @@ def test_formula_holds_for_shared_heads_and_a_v_of_another_dimension(stage, seq_
 @pytest.mark.parametrize(("seq_q", "seq_k"), LENGTHS)
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(256, 256), pytest.param(64, 256, marks=pytest.mark.long)])
 def test_formula_of_the_newest_backward_holds_for_the_largest_heads(seq_q, seq_k, head_dim, value_dim, causal):
-    """The last backward for D = 256 meets its formula. The forward and earlier backwards have no formula for D = 256."""
+    """The newest stage's backward meets its formula for Dv = 256. Forwards and earlier backwards have no such formula."""
     stage = stages.load([name for name in stages.names() if not stages.is_dead_end(name)][-1])
     p = problem(seq_q, seq_k, head_dim, causal, heads=4, kv_heads=2, value_dim=value_dim)
     _, backward = counted(stage, p)
@@ -121,12 +125,12 @@ def test_formula_of_the_newest_backward_holds_for_the_largest_heads(seq_q, seq_k
 @pytest.mark.parametrize("name", ["v30", "v31", "v32", "v33", "v34"])
 @pytest.mark.parametrize("sizes", [{"heads": 4, "kv_heads": 2}, {"heads": 2, "head_dim": 128}, {"heads": 1, "causal": True}])
 def test_formula_holds_where_keys_are_split(name, sizes):
-    """Few queries see many keys, which stages from v31 on split. With a causal mask they see two keys, without splits."""
+    """Two queries see 1500 keys, which stages from v31 on split. With a causal mask they see one and two keys: no splits."""
     check(stages.load(name), problem(2, 1500, **{"head_dim": 32, "causal": False} | sizes))
 
 
 def nothing_is_short(monkeypatch, *others):
-    """Make the formulas, and a stage with these global names, treat all work as long."""
+    """Make the formulas and a stage treat short work like long work. `others` are the global names of the stage's modules."""
     for names in (*namespaces("v34_planned_splits"), *others):
         for width in names.get("SHORT", ()):
             monkeypatch.setitem(names["SHORT"], width, 0)
@@ -142,7 +146,7 @@ def test_formula_holds_for_long_work(monkeypatch, kv_heads, name):
 
 
 def test_formula_holds_for_looks_at_other_tiles(monkeypatch):
-    """Each of many tiles reads flags of tiles that started earlier. The first tiles have no earlier tiles."""
+    """v42's tiles read flags, to see if earlier tiles failed. With few tiles, no tile starts late enough to read a flag."""
     nothing_is_short(monkeypatch, *namespaces(stages.resolve("v42")))
     check(stages.load("v42"), problem(129, 20, 16, False, heads=150))
 
@@ -156,7 +160,7 @@ def test_formulas_hold_for_other_tiles(name, tiles):
 
 
 def test_saved_reads_of_out_are_all_that_v5_saves_over_v4():
-    """v5 reads fewer bytes than v4: its dQ and dK/dV kernels read delta, and not O. Another kernel computes delta."""
+    """v5 reads fewer bytes than v4: its dQ and dK/dV kernels read delta, and not O. A third kernel computes delta once."""
     p = problem(300, 140, 32, True)
     (_, v4), (_, v5) = (counted(stages.load(name), p) for name in ("v4", "v5"))
     rows = p.heads * p.seq_q + p.queries_read(p.key_tile)  # rows of O that v4's dQ and dK/dV kernels read
@@ -198,7 +202,10 @@ def test_v0_and_v1_move_a_constant_for_each_score(name, pass_, bytes_a_score):
 
 @pytest.mark.parametrize("pass_", [FORWARD, BACKWARD])
 def test_v2_moves_s_squared_d_squared_over_the_memory_on_the_chip(pass_):
-    """v2's bytes grow as in the paper, where K/V tiles have M / 4D rows."""
+    """v2's bytes grow with S² D² / M, as in the FlashAttention paper.
+
+    M is the size of the memory on the chip. K/V tiles have M / 4D rows.
+    """
 
     def with_memory(memory, seq_len, head_dim):
         tile = 64, memory // (4 * head_dim)
@@ -218,8 +225,8 @@ def test_causal_is_about_half(name, pass_):
         assert causal[index] / full[index] == pytest.approx(0.5, abs=0.01)
 
 
-# The checks above must fail for kernels that read or write a tile twice. Accesses for failed tiles are left out, because no
-# tile fails here.
+# The next test repeats one access of a kernel, and the checks above must notice it. Accesses for failed tiles are left out,
+# because no tile fails in these problems.
 
 ACCESS = re.compile(
     r"\s+(?:\w+ = .*)?\b(?:(?:tl|gl|\w+_desc)\.(?:load|store|atomic_add)|tma\.async_copy_\w+|async_reduce_add)"
@@ -229,9 +236,9 @@ FOR_FAILED = {"_begun", "_leave", "_next_failed", "_next_again"}
 
 
 def accesses():
-    """Return every line of a kernel that loads or stores, as (stage, file, index of the line).
+    """Yield every line of a kernel that loads or stores, as (stage, file, index of the line).
 
-    A line is marked long if its function equals the parent's, or if the default run does not check the stage in full.
+    A line is marked long if its function is the same in the parent, or is in no stage that the default run checks in full.
     """
     checked = {
         (file, *function)
@@ -258,7 +265,7 @@ def accesses():
 
 @pytest.fixture
 def mutated(tmp_path):
-    """A function that changes one file of a stage. It returns the changed stage, and the modules of its forward."""
+    """A function that changes a file in a copy of a stage. It returns the copy, and the modules of the copy's forward."""
     with contextlib.ExitStack() as stack:
 
         def changed(name, file, text):
@@ -279,7 +286,7 @@ def test_access_that_happens_twice_is_noticed(name, file, index, mutated, monkey
     changed, forwards = mutated(name, file, "\n".join([*lines[: index + 1], *lines[index:]]))
     pass_ = int(file.startswith("backward"))
     p = problem(*TILED, 32, True)  # a problem for which the formula is right, as tested above
-    if "async_copy_global_to_shared" in lines[index]:  # a race for the buffer, or more bytes than its barrier expects
+    if "async_copy_global_to_shared" in lines[index]:  # two copies race, or bring too many bytes
         with pytest.raises(InterpreterError, match="race: a copy writes|a copy brings .* bytes to .* which expects"):
             counted(changed, p)
             counted(changed, problem(*TILED, 256, True))
@@ -287,8 +294,8 @@ def test_access_that_happens_twice_is_noticed(name, file, index, mutated, monkey
             counted(changed, problem(130, 70, 32, True))
         return
     both = "atomic_add" in lines[index] and "desc" not in lines[index]
-    # Stages that split keys split the second problem. The third is not split, and is made long. The fourth has wide heads.
-    # The last has more than 128 tiles, so that v42 reads flags.
+    # Some accesses run only for some problems. The keys of the second problem are split. The third counts as long, and has no
+    # splits. The fourth has wide heads. The last has more than 128 tiles, so that v42 reads flags.
     looks = problem(130, 20, 16, False, heads=150)
     for each in (p, problem(2, 1500, 32, False), problem(130, 70, 32, True), problem(*TILED, 256, True), looks):
         if each.seq_q == 130:
@@ -363,7 +370,7 @@ def _copy_out(x_desc, y_desc, x_s, full, start, ADDS: gl.constexpr):
 
 @gluon.jit
 def _tma_copy_kernel(x_desc, y_desc, ADDS: gl.constexpr):
-    """One partition copies a tile to shared memory, and another copies the tile back."""
+    """One partition copies a tile to shared memory. Another copies or adds it to global memory."""
     x_s = gl.allocate_shared_memory(x_desc.dtype, x_desc.block_shape, x_desc.layout)
     full = new_barriers(1, 1)
     arguments = (x_desc, y_desc, x_s, full, gl.program_id(0) * x_desc.block_shape[0], ADDS)
@@ -442,9 +449,9 @@ def test_dots_count_their_flops():
     (lambda x, y: x.view(10, 10).t().contiguous(), 400, 400),
     (lambda x, y: x + y[:1].expand(100), 404, 400),
     (lambda x, y: torch.bmm(x.view(2, 5, 10), y.view(2, 10, 5)), 800, 200),
-    (lambda x, y: torch.bmm(x.view(2, 5, 10), x.view(2, 10, 5)), 800, 200),  # one memory is read in two shapes
-    (lambda x, y: x.view(10, 10) + x.view(10, 10).t(), 800, 400),  # one memory is read in two orders
-    (lambda x, y: x + x.view(torch.int32), 800, 400),  # one memory is read with two dtypes
+    (lambda x, y: torch.bmm(x.view(2, 5, 10), x.view(2, 10, 5)), 800, 200),  # x is read in two shapes
+    (lambda x, y: x.view(10, 10) + x.view(10, 10).t(), 800, 400),  # x is read in two orders
+    (lambda x, y: x + x.view(torch.int32), 800, 400),  # x is read with two dtypes
 ])  # fmt: skip
 def test_operators_count_arguments_and_results_once(call, read, written):
     x, y = torch.zeros(2, 100)
@@ -527,7 +534,7 @@ def test_stages_get_the_tiles_of_the_gpu(gpu, fixed, tuned):
 
 
 def test_persistent_kernels_have_as_many_programs_as_the_gpu_has_sms():
-    """Each program of v28's second launch reads a flag."""
+    """v28's second launch has one program per SM, here three. Each program reads a flag of four bytes."""
     workload = traffic.Workload("fwd", 1, 5, 16, 16, False, "float16")
     counts = traffic.count_stage(stages.load("v28"), workload, dataclasses.replace(H200, num_sms=3))
     assert counts.launches[-1] == Launch("_forward_kernel", {"BLOCK_M": 256, "BLOCK_N": 64}, 3 * 4, 0, 0)

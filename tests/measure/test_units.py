@@ -1,4 +1,4 @@
-"""The profiler's numbers for units and stalls become a table."""
+"""The profiler's numbers about busy units and stalled warps become a table."""
 
 import programs
 import pytest

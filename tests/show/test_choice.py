@@ -1,4 +1,4 @@
-"""The table of stages to use on each GPU has the right cells, for invented records and for the committed records."""
+"""The table that recommends a stage for each GPU has the right cells, for invented and for committed records."""
 
 import json
 
@@ -52,7 +52,7 @@ def test_the_recommended_stage_runs_there(arch, version):
 
 
 def test_the_recommended_stage_is_faster_at_peak_than_the_other():
-    """Before Hopper, v4 to v7 have small tiles. `common.kernels.tuning` explains the reason."""
+    """On GPUs before Hopper, v4 to v7 have small tiles, so they move more bytes than v3. `common.kernels.tuning` says why."""
     us = {(r["stage"], r["gpu"], r["head_dim"], r["pass"]): r["us"] for r in json.loads(CHOICE.read_text())["counted"]}
     for head_dim, pass_ in ((64, "fwd"), (64, "bwd"), (128, "fwd"), (128, "bwd")):
         assert us[V7, "a100", head_dim, pass_] > 1.5 * us[V3, "a100", head_dim, pass_]

@@ -1,4 +1,7 @@
-"""The command shows the last two saved runs side by side. It leaves out rows, or refuses runs, that cannot be compared."""
+"""The command shows the last two saved runs side by side.
+
+It leaves out rows that only one run has. It refuses two runs that have nothing to compare.
+"""
 
 import json
 import os
@@ -31,7 +34,7 @@ def timed(impl, ms, **values):
 
 @pytest.fixture
 def saved(tmp_path, monkeypatch):
-    """A function that saves a run, in a directory that is empty at first. A later run is newer."""
+    """A function that saves runs in a directory, which is empty at first. Each run is newer than the runs saved before it."""
     monkeypatch.chdir(tmp_path)
     directory = tmp_path / ".benchmarks" / "Linux"
     directory.mkdir(parents=True)
@@ -42,7 +45,7 @@ def saved(tmp_path, monkeypatch):
         run = {"benchmarks": [{"extra_info": r} for r in records], "failures": list(failures), "machine_info": machine}
         path = directory / f"{number:04}_abc_20260102_{number:06}.json"
         path.write_text(json.dumps(run) if text is None else text)
-        os.utime(path, (1e9 - number, 1e9 - number))  # the files' times must not matter, because copies have other times
+        os.utime(path, (1e9 - number, 1e9 - number))  # file times must not matter: a copied file has a new time
         return path
 
     return save

@@ -1,4 +1,4 @@
-"""The command that counts prints, saves and refuses correctly."""
+"""The command that counts bytes and FLOPs prints and saves the right numbers, and refuses wrong options."""
 
 import json
 
@@ -13,7 +13,7 @@ from common.show import counts, tables
 
 
 def run_counts(*arguments, prepare=None, interpret="1"):
-    """Run the command. `prepare` is Python code that first changes the module."""
+    """Run the command. `prepare` is Python code that runs first, and changes the module `counts`."""
     small = ["--pass=fwd", "--seq-len=64", "--causal=yes"]
     changed = f"import sys\nfrom common.show import counts\n{prepare}\nsys.exit(counts.main(sys.argv[1:]))"
     command = ["-c", changed] if prepare else ["-m", "common.show.counts"]

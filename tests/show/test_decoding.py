@@ -1,4 +1,4 @@
-"""The tables of decoding have the right times, rates of reading K and V, and shares of a copy's rate."""
+"""The tables of decoding have the right times. They compare the rate of reading K and V with the rate of a copy."""
 
 import pytest
 
@@ -6,29 +6,29 @@ from common.measure.workloads import Workload
 from common.show.decoding import decoding_tables, kv_bytes, kv_gbps
 
 MACHINE = {"gpu": "X", "torch": "1", "triton": "2", "commit": "abc", "date": "2026-01-02", "copy_gbps": 1000.0}
-KV = 2 * 2 * 8 * 1024 * 128  # bytes of K and V of a batch element with eight K/V heads and 1024 keys
+KV = 2 * 2 * 8 * 1024 * 128  # bytes of K and V for a batch size of 1, eight K/V heads and 1024 keys
 
 
 def record(impl, gbps=None, *, batch=1, heads=8, seq_len=1, kv_len=1024, **values):
-    """Return a measurement that reads K and V at `gbps`."""
+    """Return a measurement that reads K and V at `gbps` GB/s."""
     workload = Workload("fwd", batch, heads, seq_len, 128, False, "bfloat16", kv_heads=8, kv_len=kv_len)
     measured = {"ms": KV * batch * kv_len / 1024 / gbps / 1e6, "launch_hidden": True} if gbps else {}
     return {"impl": impl, **workload.record(), **measured, **values}
 
 
-LARGE = {"batch": 64, "kv_len": 4096}  # K and V of 1.07 GB
+LARGE = {"batch": 64, "kv_len": 4096}  # K and V take 1.07 GB
 RECORDS = [
     *(record(impl, gbps) for impl, gbps in (("v34_split", 100.0), ("v29_late", 10.0), ("sdpa-cudnn", 50.0), ("flash-3", 20.0))),
     record("v34_split", 200.0, kv_len=4096), record("flash-3", 400.0, kv_len=4096),
     record("sdpa-cudnn", failure="n/a", note="no\n  plan", kv_len=4096),
     record("v34_split", 900.0, **LARGE), record("sdpa-cudnn", 450.0, **LARGE), record("v29_late", 90.0, **LARGE),
     record("v34_split", 700.0, **LARGE, seq_len=16, heads=32, launch_hidden=False), record("flash-3", 180.0, **LARGE, heads=32),
-    record("v34_split", 10.0, **LARGE, seq_len=64, heads=16),  # K and V are read for more than 64 rows
+    record("v34_split", 10.0, **LARGE, seq_len=64, heads=16),  # not in the shares: more than 64 rows per K/V head
 ]  # fmt: skip
 
 
 def rows(text, *begin):
-    """Return the other cells of each row that begins with these cells."""
+    """Find the rows that begin with the cells `begin`. Return the other cells of each such row."""
     found = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
     return [row[len(begin) :] for row in found if row[: len(begin)] == list(begin)]
 

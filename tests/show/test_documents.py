@@ -43,7 +43,7 @@ def test_a_part_of_the_reference_is_kept_with_its_document_and_where_it_is_from(
 
 @functools.cache
 def measured_themselves():
-    """The stages that some file of results/ names. Others have at most the records of their parents."""
+    """Return the stages that some file of results/ measures. Any other stage has at most the records of its parent."""
     paths = (results.ROOT / "results").glob("*ward-*.json")
     return {record["impl"] for path in paths for record in results.load_run(path)[0]}
 
@@ -54,7 +54,7 @@ def test_results_hold_every_stage(name):
         pytest.skip("not measured yet: make reference")
     records = [record for run in results.runs() for record in run.records]
     measured = {(r["pass"], r["head_dim"], r["causal"]) for r in records if r["impl"] == name and "ms" in r}
-    if parent := stages.parent(name):  # the reference skips a dead end's pass that has its parent's code
+    if parent := stages.parent(name):  # a dead end's pass with the parent's code is not measured
         same = [pass_ for pass_ in results.CODE if stages.is_dead_end(name) and results.same_code(name, parent, pass_)]
         measured |= set(itertools.product(same, (64, 128), (False, True)))
     assert set(itertools.product(("fwd", "bwd"), (64, 128), (False, True))) <= measured
@@ -98,7 +98,7 @@ def test_table_replaces_what_is_between_its_markers_alone():
 
 
 def cells(table, *labels):
-    """Return the cells after the labels of a table's row."""
+    """Find the table's row that begins with the cells `labels`. Return its other cells."""
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")]
     (row,) = [row for row in rows if row[: len(labels)] == list(labels)]
     return row[len(labels) :]
@@ -128,7 +128,7 @@ def test_passes_with_the_parents_code_have_no_rows():
 
 
 def test_a_step_that_moves_the_same_says_so_in_a_line():
-    assert documents.traffic_of_step(stages.resolve("v29")).count("|") > 9  # its tiles differ from its parent's
+    assert documents.traffic_of_step(stages.resolve("v29")).count("|") > 9  # v29's tiles differ from its parent's
     assert documents.traffic_of_step(stages.resolve("v4")) == "v4 moves the same bytes and computes the same FLOPs as v3."
 
 
@@ -142,7 +142,7 @@ def committed():
 
 
 def times(impl, pass_, head_dim, causal):
-    """Return the milliseconds of the committed runs by sequence length."""
+    """Return an implementation's times in the committed runs, as {sequence length: milliseconds}."""
     records = committed()
     wanted = (impl, pass_, head_dim, causal, "float16")
     found = [r for r in records if (r["impl"], r["pass"], r["head_dim"], r["causal"], r["dtype"]) == wanted and "ms" in r]
@@ -150,7 +150,7 @@ def times(impl, pass_, head_dim, causal):
 
 
 def gains(new, old, pass_, head_dim, causal):
-    """Return the speedup of `new` over `old` by sequence length."""
+    """Return the speedups of `new` over `old`, as {sequence length: speedup}."""
     before, after = (times(impl, pass_, head_dim, causal) for impl in (old, new))
     return {seq_len: before[seq_len] / ms for seq_len, ms in after.items()}
 
@@ -216,14 +216,14 @@ def test_a_file_without_tables_is_refused(file, capsys):
 
 
 def test_few_tables_are_kept():
-    """The repository keeps only tables that answer a question on one screen."""
+    """results/ keeps only tables that answer a question on one screen."""
     found = {path.stem for path in (results.ROOT / "results").glob("*.md")} - {"README"}
     assert found == set(documents.KEPT)
     assert sum(path.stat().st_size for path in (results.ROOT / "results").glob("*.md")) <= 150_000
 
 
 def words(path):
-    """Return the words of a document outside of tables."""
+    """Return the number of words of a document, without its tables."""
     return sum(len(line.split()) for line in path.read_text().splitlines() if not line.startswith("|"))
 
 
@@ -255,7 +255,7 @@ def test_claims_of_the_documents_about_short_caches_hold():
 
 
 def test_sinks_are_shown_next_to_the_stage_with_a_running_maximum(monkeypatch, tmp_path):
-    """A cell has the stage's ratio, and in brackets the ratio of the previous stage. A wrong result has no ratio."""
+    """A cell has v43's speedup over v25, and in brackets v38's speedup over v25. A wrong result has no speedup."""
     ms = {"v25_second_q": 2.0, "v38_second_kv": 4.0, "v43_safe_speculation": 1.0}
     point = {"head_dim": 64, "dtype": "float16", "causal": False, "seq_len": 4096, "score_std": 1.0}
     records = [point | {"impl": impl, "sink": sink, "ms": time} for impl, time in ms.items() for sink in (0.0, 16.0)]

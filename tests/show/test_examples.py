@@ -1,4 +1,7 @@
-"""A reader can paste every command in documents, docstrings and messages: its targets, variables, stages and options exist."""
+"""A reader can paste every command that documents, docstrings and messages show.
+
+The command's targets, variables, stages and options exist.
+"""
 
 import argparse
 import importlib
@@ -41,7 +44,7 @@ def commands():
         text = path.read_text()
         for match in SHOWN.finditer(text):
             command = re.sub(r"(\s+#|; |  ?\().*", "", next(filter(None, match.groups()))).strip()
-            if not re.search(r"[{…$]", command):  # a template, to be filled in
+            if not re.search(r"[{…$]", command):  # leaves out templates, which a reader fills in
                 found.setdefault(command, f"{path.relative_to(ROOT)}:{text[: match.start()].count(chr(10)) + 1}")
     return found
 
@@ -50,11 +53,11 @@ COMMANDS = commands()
 
 
 class Parsed(Exception):
-    """The exception that shows that a command's options are right."""
+    """Raised when a command has parsed its options without an error."""
 
 
 def run_to_the_parser(module, arguments, monkeypatch):
-    """Run a command up to its parser. Wrong arguments raise SystemExit."""
+    """Run a command until its parser has read the arguments. Wrong arguments raise SystemExit."""
     parse = argparse.ArgumentParser.parse_args
 
     def parse_and_stop(self, *given, **options):
@@ -63,9 +66,9 @@ def run_to_the_parser(module, arguments, monkeypatch):
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
     if hasattr(program := importlib.import_module(module), "INTERPRETED"):
-        monkeypatch.setattr(program, "INTERPRETED", True)  # otherwise it starts again on the interpreter before it parses
+        monkeypatch.setattr(program, "INTERPRETED", True)  # otherwise it restarts itself before it parses
     monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("would run another program"))
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # set in a ring's processes
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # as in the processes of a ring
         monkeypatch.setenv(name, "1")
     with pytest.raises(Parsed):
         importlib.import_module(module).main(arguments)
@@ -89,7 +92,7 @@ def check_python(words, monkeypatch):
 
 
 def variables_of(target):
-    """Return the variables that a target's prerequisites and recipe use."""
+    """Return the names of the `make` variables that a target uses."""
     body = re.search(rf"^{target}: (?!EXAMPLE).*\n(?:\t.*\n)*", MAKEFILE, re.MULTILINE)[0]
     used = set(re.findall(r"\$\(([A-Z]+)\)|needs-([A-Z]+)|\$\(or \$\(([A-Z]+)", body))
     if "run_tests" in body:
@@ -98,7 +101,7 @@ def variables_of(target):
 
 
 def make_in_a_copy(given, root, monkeypatch):
-    """Do what `make stage` does, in a copy of the stages and of the files that it changes."""
+    """Do what `make stage` does, but in a copy of the files that it changes."""
     for name in ("stages", "tests"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "README.md", root)
@@ -110,7 +113,7 @@ def make_in_a_copy(given, root, monkeypatch):
 
 
 def check_make(words, root, monkeypatch):
-    """Check a `make` command. Its targets must exist and know its variables, and their programs must take the arguments."""
+    """Check a `make` command. Its targets must exist and use its variables. Their programs must take the arguments."""
     targets = [word for word in words[1:] if "=" not in word]
     given = dict(word.split("=", 1) for word in words[1:] if "=" in word)
     for target in targets:
@@ -186,7 +189,7 @@ def test_a_make_command_that_is_shown_runs(command, tmp_path):
 
 
 def left_over(names, text):
-    """Return `line: text` of each entry of tests/predictions.py about a stage that does not exist."""
+    """Find the lines of tests/predictions.py about stages that do not exist. Return each as "number: line"."""
     versions = {stages.version(name) for name in names}
     entries = [(number, re.match(r'    "(v\d+[a-z]?)": \(', line), line) for number, line in enumerate(text.splitlines(), 1)]
     return [f"{number}: {line.strip()}" for number, entry, line in entries if entry and entry[1] not in versions]
@@ -207,7 +210,10 @@ def test_lines_about_a_missing_stage_are_named():
 
 
 def test_lines_that_need_a_missing_stage_are_named(tmp_path):
-    """The error names a fallback's import, a recorded parent and a benchmark's grid, but no lines about existing stages."""
+    """If a stage is gone, the error names each line that needs it, and no other line.
+
+    Such a line is a fallback's import, a recorded parent, or a benchmark's grid.
+    """
     shutil.copytree(ROOT / "stages", tmp_path / "stages", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "bench.py", tmp_path)
     assert needs_of_stages_that_are_gone(tmp_path) == []

@@ -1,4 +1,4 @@
-"""The README's first page has the right ladder and headline."""
+"""The README's headline, and its ladder (the table of all stages), have the right numbers."""
 
 import re
 
@@ -31,9 +31,9 @@ def test_ladder_shows_the_newest_gains_and_shares_of_one_run(code):
     table = front.ladder([late, new, old])
     found = rows(table)
     assert found[f"[v0](stages/{V0})"] == ["-", "25 %", "-", "25 %"]
-    assert found[f"[v1](stages/{V1})"] == ["×2.00", "25 %", "same code", "25 %"]  # next to cuDNN, in the newer run
+    assert found[f"[v1](stages/{V1})"] == ["×2.00", "25 %", "same code", "25 %"]  # only the newer run has cuDNN
     assert found[f"[v2](stages/{V2})"] == ["-", "-", "×4.00", "100 %"]
-    assert found[f"[v3](stages/{V3})"] == ["-"] * 4  # measured beside nothing
+    assert found[f"[v3](stages/{V3})"] == ["-"] * 4  # its run has no library and no other stage
     assert "commit old (2026-01-01), new (2026-01-02)." in table
 
 

@@ -1,4 +1,4 @@
-"""`make stage` copies any stage. The copy has its own name everywhere and passes the tests. A refused copy leaves no files."""
+"""`make stage` copies any stage. The copy has its own name everywhere and passes the tests. A refusal leaves no files."""
 
 import importlib
 import re
@@ -34,32 +34,32 @@ def version(name):
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
-    """A copy of the repository, with a dead end made from every stage and a new stage made from the last one."""
+    """A copy of the repository, with new stages: dead ends that copy some stages, and a next stage that copies the last one."""
     root = tmp_path_factory.mktemp("tree") / "repository"
     shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(".*", "__pycache__", "plots"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(results, "ROOT", root)
         patch.setattr(stages, "__path__", [str(root / "stages")])
         with patch.context() as quick:
-            quick.setattr(documents, "ladder", lambda found: "")  # slow, and each new stage replaces it
+            quick.setattr(documents, "ladder", lambda found: "")  # slow, and needed only after the last stage
             quick.setattr(documents, "headline", lambda found: "")
             for source, name in COPIES.items():
                 new_stage.main([source, name])
-        results._run.cache_clear()  # read without the new stages
+        results._run.cache_clear()  # the cached runs do not know the new stages
         new_stage.main([LAST, NEXT])
     return root
 
 
 @pytest.fixture
 def inside(tree, monkeypatch):
-    """The copy of the repository, which takes the repository's place."""
+    """The copy of the repository. The code under test treats it as the repository."""
     monkeypatch.setattr(results, "ROOT", tree)
     monkeypatch.setattr(stages, "__path__", [str(tree / "stages")])
     return tree
 
 
 def contents(root):
-    """Return every file that a new stage could change, with its content, and every directory."""
+    """Return the content of every file that `make stage` could change. Directories have the value False."""
     paths = [root / "README.md", root / "tests" / "predictions.py", *(root / "stages").rglob("*")]
     return {path: path.is_file() and path.read_bytes() for path in paths}
 
@@ -117,16 +117,16 @@ def test_the_tests_pass_with_new_stages(tree):
 
 
 def test_the_story_tells_of_new_stages(inside, monkeypatch, capsys):
-    """A new stage with the kernels of the last stage changes no numbers yet."""
+    """The story says that a copy of the last stage changes no lines."""
     monkeypatch.setattr(stages, "names", lambda: [V0, LAST, COPIES[V0], NEXT])
     story.print_story()
     told = " ".join(capsys.readouterr().out.split())
     assert f"{NEXT} {new_stage.IDEA.capitalize()}. from {LAST}: {story.Change(0, 0, ())}" in told
-    assert f"{COPIES[V0]} A dead end: {new_stage.IDEA}. from {V0}: " in told  # less its notes
+    assert f"{COPIES[V0]} A dead end: {new_stage.IDEA}. from {V0}: " in told  # then the size of the change
 
 
 def test_tables_and_benchmark_compare_a_new_stage_with_its_parent(inside):
-    """A stage records its parent, which may differ from the number. v45z looks like a stage from v45."""
+    """A copy is compared with the parent that it records, although its number suggests another parent."""
     copy = COPIES[V0]
     assert stages.parent(copy) == V0 and bench.chosen_stages([copy]) == [V0, copy]
     counts = {"bytes_read": 3e6, "bytes_written": 1e6, "flops_executed": 8e6, "bound": "bytes", "kernel_launches": 1}
@@ -140,7 +140,7 @@ def test_tables_and_benchmark_compare_a_new_stage_with_its_parent(inside):
 
 
 def test_a_stage_made_from_a_new_one_has_it_as_parent(inside):
-    """A copy records the stage that it was copied from, and not that stage's recorded parent."""
+    """A copy records the stage that it was copied from, and drops the `PARENT` of that stage."""
     for source, name, parent in ((COPIES[V0], f"v{NUMBER + 2}_next", COPIES[V0]), (NEXT, f"v{NUMBER + 2}_next", NEXT)):
         new_stage.main([source, name])
         assert stages.parent(name) == parent
@@ -162,7 +162,7 @@ def test_a_copy_has_the_prediction_of_the_stage_that_it_is_made_of(tree):
 
 
 def test_notes_that_point_ahead_stay():
-    """A dead end off v4 still has v5 ahead and keeps notes about it. v5 and later stages do not."""
+    """A dead end made from v4 comes before v5, so it keeps notes about v5. v5 and later stages do not keep them."""
     code = "x = 1\n    # NOTE: this is read twice; v5 reads it once.\n    # NOTE: this is slow.\ny = 2  # v5's\n"
     assert new_stage.without_past_notes(code, "v4c_some") == code
     for name in ("v5_other", "v5a_some", "v16_some"):

@@ -17,7 +17,7 @@ plots = pytest.importorskip("common.show.plots")
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory):
-    """The figures of the committed runs, by name, and the directory that holds them."""
+    """The figures of the committed runs, as {name: figure}, and the directory where they are saved."""
     directory = tmp_path_factory.mktemp("plots")
     figures = []
     with pytest.MonkeyPatch.context() as patch:
@@ -62,7 +62,7 @@ def test_no_two_implementations_look_the_same():
 
 
 def number_of(runs, name, pass_):
-    """The number of the run with an implementation's newest mean; None if no run has one."""
+    """Return the number of the newest run that has an implementation's mean; None if no run has it."""
     measured = results.rate(runs, name, pass_, 128)
     return measured and results.number(runs, measured[1])
 
@@ -81,7 +81,7 @@ def test_a_figure_has_one_legend_of_all_that_it_draws(drawn, name):
     of_peers = [(results.spoken(name), key) for name, key in numbers.items() if not stages.position(name)]
     of_stages = dict.fromkeys(key for name, key in numbers.items() if stages.position(name))
     bars_of_runs = [f"stages, run [{key}]" for key in of_stages]
-    if name == "evolution":  # lines and bars come in the order of matplotlib
+    if name == "evolution":  # sorted, because matplotlib chooses the order
         assert sorted(shown) == sorted(bars_of_runs + [f"{peer}, run [{key}]" for peer, key in of_peers if key in of_stages])
         return
     assert sorted(shown) == sorted({"gain": bars}.get(name, peers + stages_of_line))
@@ -151,7 +151,7 @@ def test_evolution_shows_the_means_of_the_summary(drawn):
 
 
 def test_gains_are_over_the_parent_or_say_that_they_are_not_measured(monkeypatch):
-    """A plot shows a gain over the parent only if both were measured together. v1 was not measured together with v0."""
+    """A plot shows a gain over the parent only if one run has both stages. Here no run has both v1 and its parent v0."""
     monkeypatch.setattr(stages, "parent", lambda name: None if name == "v0_a" else "v0_a")
     monkeypatch.setattr(plots, "same_code", lambda new, old, pass_: (new, pass_) == ("v2_c", "bwd"))
     runs = [

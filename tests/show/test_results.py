@@ -14,7 +14,7 @@ def machine(commit, date="2026-01-02"):
 
 
 def records(impl, ms, passes=("fwd", "bwd"), head_dims=results.HEAD_DIMS, lengths=results.MEAN_OVER, **others):
-    """Return records of an implementation that takes `ms` for every workload of the means, at a rate of 100 / ms."""
+    """Return an implementation's records for every workload of the means. Each takes `ms`, at 100 / `ms` TFLOP/s."""
     return [
         {
             "impl": impl, "pass": pass_, "batch": 16384 // seq_len, "heads": 2048 // head_dim, "seq_len": seq_len,
@@ -25,7 +25,7 @@ def records(impl, ms, passes=("fwd", "bwd"), head_dims=results.HEAD_DIMS, length
 
 
 def run(commit, ended, *parts):
-    """Return a run with these records."""
+    """Return a run with the records of all `parts`."""
     return results.Run(sum(parts, []), machine(commit, ended), ended)
 
 
@@ -93,7 +93,10 @@ def test_runs_are_found_by_what_they_hold(tmp_path, monkeypatch):
 
 
 def test_a_pass_that_was_measured_as_the_parent_s_counts_as_the_stage_s(tmp_path, monkeypatch):
-    """A run may lack passes. The first stage has no parent, and v3 has code of its own."""
+    """Only v1's backward was measured. Its records count for v2 too, because v2's backward has the same code.
+
+    They do not count for v0, which has no parent, and not for v3, which has other code.
+    """
     (tmp_path / "results").mkdir()
     monkeypatch.setattr(results, "ROOT", tmp_path)
     monkeypatch.setattr(stages, "__path__", [str(tmp_path)])

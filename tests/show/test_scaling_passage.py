@@ -45,15 +45,15 @@ def test_a_run_is_shown_with_its_most_gpus(root):
     assert "K and V of 1,000 tokens travel in 0.50 ms, at 16 GB/s in each direction." in text
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| forward")]
     assert len(rows) == 8 and all(row[2] == "2,000" for row in rows)
-    assert [row[6:8] for row in rows] == [["-", "-"]] * 4 + [["80%", "80%"]] * 4, "of the run that has one GPU too"
+    assert [row[6:8] for row in rows] == [["-", "-"]] * 4 + [["80%", "80%"]] * 4, "the run with one GPU and with two"
     assert rows[-1][:4] == ["forward + backward", "causal", "2,000", "v3"] and rows[-1][8:] == ["7", "5"]
     assert text.count("(../plots/") == 1 and "(../plots/ring-x.png)" in text
 
 
 def test_shares_of_one_gpu_and_of_a_linear_gain():
-    """Two GPUs with twice the tokens do four times the work of one GPU in twice the time, so weak scaling is perfect.
+    """Weak scaling is perfect: with twice the tokens, two GPUs do four times the work of one GPU, in twice the time.
 
-    One GPU takes 3 ms for all tokens. Two GPUs take 2 ms instead of 1.5 ms.
+    Strong scaling is 0.75: one GPU takes 3 ms for all tokens, and two GPUs take 2 ms instead of 1.5 ms.
     """
     alone = [record("v3_x", "fwd", 1, 1000, 1.0), record("v3_x", "fwd", 1, 2000, 3.0), record("v4_y", "fwd", 1, 2000, 9.0)]
     both = record("v3_x", "fwd", 2, 2000, 2.0)

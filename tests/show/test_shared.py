@@ -1,4 +1,4 @@
-"""The tables of shared K/V heads have ratios of measurements. A missing ratio is a dash or a reason."""
+"""The tables of shared K/V heads have the right times and ratios. A missing number is a dash, or a reason such as OOM."""
 
 import json
 
@@ -10,7 +10,7 @@ MACHINE = {"gpu": "X", "torch": "1", "triton": "2", "commit": "abc", "date": "20
 
 
 def record(impl, ms=None, sharing=1, *, pass_="fwd", seq_len=1024, causal=False, value_dim=None, **values):
-    """Return a measurement with eight query heads, where `sharing` query heads share a K/V head."""
+    """Return a measurement with eight query heads. `sharing` query heads share each K/V head."""
     workload = Workload(pass_, 2, 8, seq_len, 64, causal, "float16", kv_heads=8 // sharing, value_dim=value_dim)
     measured = {"ms": ms, "tflops": 100 / ms, "launch_hidden": True, "peak_extra_mib": 8.0 / sharing} if ms else {}
     return {"impl": impl, **workload.record(), **measured, **values}
@@ -25,7 +25,7 @@ RECORDS = [
 
 
 def rows(text, *begin):
-    """Return the other cells of each row that begins with these cells."""
+    """Find the rows that begin with the cells `begin`. Return the other cells of each such row."""
     found = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
     return [row[len(begin) :] for row in found if row[: len(begin)] == list(begin)]
 

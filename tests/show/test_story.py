@@ -1,4 +1,4 @@
-"""The walk from stage to stage describes each step correctly, and each step follows the rules for steps."""
+"""`make story` and `make diff` describe each step correctly, and each step follows the rules for steps."""
 
 import re
 
@@ -13,7 +13,7 @@ from common.show import results, story
 
 
 def steps():
-    """Return (old, new) of every step, including steps into dead ends."""
+    """Return (parent, stage) of every step, including dead ends."""
     pairs = [(stages.parent(name), name) for name in stages.names()]
     return [pair for pair in pairs if pair[0]]
 

@@ -82,7 +82,7 @@ def test_failures_are_listed():
 @pytest.mark.parametrize("machine", [GPU, CPU])
 @pytest.mark.parametrize("about", [None, max(stages.names(), key=len)])
 def test_it_fits_a_terminal(machine, about):
-    """The summary fits with every library, stage, pass and head dimension, and with failures of each."""
+    """The summary fits even if a run has every library, stage, pass and head dimension, and many failures."""
     shapes = [(pass_, head_dim) for pass_ in ("fwd", "bwd", "fwd+bwd") for head_dim in (64, 128)]
     names = ["sdpa-flash", "sdpa-cudnn", "flash-3", "flash-4", *stages.names()]
     on_gpu = machine["gpu"] is not None

@@ -1,4 +1,4 @@
-"""The benchmark's tables show measurements in stage order, and have no ratios to failures."""
+"""The benchmark's tables show measurements in stage order, and compare nothing with a failure."""
 
 from cases import cells
 
@@ -83,7 +83,7 @@ def test_table_shows_kv_heads_if_some_are_shared_and_dv_if_it_differs():
 
     records = [record("v0_a", 8.0), changed("v1_b", 4.0)]
     usual = speed_table(records, GPU)
-    assert "K/V" not in usual and "Dv" not in usual and cells(usual, "v1_b")[0][6] == "2.00"  # v0's record lacks the keys
+    assert "K/V" not in usual and "Dv" not in usual and cells(usual, "v1_b")[0][6] == "2.00"  # v0's record has neither key
     records += [changed("v0_a", 6.0, kv_heads=4), changed("v1_b", kv_heads=4, failure="n/a", note="sm_80")]
     records += [changed("v1_b", 2.0, value_dim=64)]
     table = speed_table(records, GPU)
@@ -162,7 +162,7 @@ def lines_too_long(text):
 
 
 def test_a_terminal_gets_the_columns_that_it_has_room_for():
-    """Lines of any length have all columns. Lines of 100 characters have the most important columns."""
+    """Without a limit, a table has all columns. In 100 characters, it has only the most important columns."""
     names = ["sdpa-cudnn", "v2_fa1_tiling", "v28a_polynomial_exponentials"]
     records = [record(name, 1234.5, seq_len=16384, batch=64, host_us=1234.4, host_iqr_us=56.6) for name in names]
     everything, fitted = speed_table(records, GPU), speed_table(records, GPU | {"commit": 40 * "f"}, columns=100)

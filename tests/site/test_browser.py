@@ -1,4 +1,4 @@
-"""The site's pages load in a Chromium, their controls change the pictures, and everyone can read the pages."""
+"""The site's pages load in Chromium. Their controls change the pictures. Readers with impaired vision can read them."""
 
 import itertools
 import re
@@ -29,7 +29,7 @@ def browser():
 
 
 class Watched:
-    """A page of the browser that records errors and requests.
+    """A browser page whose errors and requests are recorded.
 
     Attributes:
         noted: the messages of errors and warnings, and the requests that are not for files.
@@ -44,7 +44,7 @@ class Watched:
 
     def open(self, address):
         """Load a page of the site, and wait for its chart."""
-        self.page.goto("about:blank")  # otherwise another part after # does not load the page again
+        self.page.goto("about:blank")  # otherwise the page would not load again if only the part after # changes
         self.page.goto(f"{self.site.as_uri()}/{address}")
         if address.startswith("index"):
             self.page.wait_for_selector("#chart .vega-embed svg, #chart svg.marks")
@@ -92,7 +92,7 @@ SOON = {("index", "light"), ("index", "dark"), ("glossary", "light"), ("reading"
     ],
 )
 def test_everyone_can_read_a_page(reader, name, scheme):
-    """The accessibility checker axe accepts names, contrast and structure."""
+    """The accessibility checker axe finds no serious problem, for example of names, contrast or structure."""
     reader.page.set_viewport_size(WIDE)
     page = reader.open(f"{name}.html")
     page.emulate_media(color_scheme=scheme)
@@ -153,7 +153,10 @@ def test_the_pass_that_is_chosen_is_shown(watched):
 
 
 def veils(page):
-    """Return where the veil of each visible panel begins, as a share of the panel's width."""
+    """Return where the veil of each visible panel begins, as a fraction of the width.
+
+    The veil covers the accesses after the chosen time.
+    """
     places = "each => each.offsetLeft / each.parentElement.offsetWidth"
     return [each.evaluate(places) for each in visible(page, ".panel:not(.zoomed) .veil")]
 

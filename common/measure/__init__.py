@@ -1,1 +1,1 @@
-"""Measure and count: workloads, a float64 reference, timers, counters, and reports of the compiler and the profiler."""
+"""Measure and check the stages: workloads, a float64 reference, timers, counters, and reports of compiler and profiler."""

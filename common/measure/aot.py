@@ -1,10 +1,10 @@
 """Compile a stage's kernels without a GPU, and report their registers, spills, shared memory and instructions.
 
     python -m common.measure.aot --stage v3 --arch 80,90 --head-dim 64,128 --causal yes,no
-    python -m common.measure.aot --stage v25 --arch 90 --against HEAD~3   # has the compiled code changed since then?
+    python -m common.measure.aot --stage v25 --arch 90 --against HEAD~3   # has the compiled code changed since HEAD~3?
 
-The stage's `forward` and `backward` run on tensors without data. A stand-in for Triton's driver describes the chosen GPU. So
-Triton compiles every kernel as for a launch on that GPU, but launches nothing.
+This program calls the stage's `forward` and `backward` with tensors without data. `StandInDriver` replaces Triton's driver and
+describes the chosen GPU. So Triton compiles every kernel as for that GPU, but no kernel runs.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from common.measure.progress import Progress
 
 # Maximum bytes of shared memory per CTA, by architecture (90 is sm_90).
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
-USUAL_ARCHS = (80, 90, 100)  # one architecture for each way to move and multiply tiles
+USUAL_ARCHS = (80, 90, 100)  # they have different instructions to copy and multiply tiles
 INSTRUCTIONS = {  # name in the table -> name in PTX
     "mma.sync": "mma.sync",
     "wgmma": "wgmma.mma_async",
@@ -50,7 +50,7 @@ INSTRUCTIONS = {  # name in the table -> name in PTX
     "TMA": "cp.async.bulk.tensor",
 }
 ROOT = pathlib.Path(__file__).parents[2]
-BATCH, HEADS, SEQ_LEN = 4, 16, 4096  # an ordinary shape of the tensors
+BATCH, HEADS, SEQ_LEN = 4, 16, 4096  # ordinary sizes, with which every kernel is compiled
 
 
 class StandInDriver:
@@ -94,9 +94,9 @@ class _OutputByThread(io.TextIOBase):
 
 
 def first_that_survives(autotuner, kwargs):
-    """Replace an autotuner's `prune_configs`: keep only the first configuration that is not pruned.
+    """Return a list of one configuration: the first that the autotuner itself does not prune.
 
-    So Triton compiles a single configuration.
+    If this function replaces `Autotuner.prune_configs`, Triton compiles a single configuration.
     """
     for config in autotuner.configs:
         if kept := autotuner.early_config_prune([config], autotuner.nargs, **kwargs):
@@ -107,13 +107,13 @@ def first_that_survives(autotuner, kwargs):
 def roles(source: str, ttgir: str, ptx: str) -> list[tuple[str, int]]:
     """Return (function, registers per thread) of each partition of a warp-specialized kernel.
 
-    The default partition comes first. A kernel without partitions gives []. If the compiler itself has made a partition, the
-    entry has the compiler's name instead of a function.
+    The default partition comes first. A kernel without partitions gives []. If the compiler itself has split the kernel, the
+    names are "default", "partition0", "partition1" and so on.
 
     Args:
         source: the kernel's IR before any compiler pass, where each partition is a call.
-        ttgir: the kernel's TTGIR. It has the registers that the other partitions request.
-        ptx: the kernel's PTX. Its second setmaxnreg has the registers of the default partition.
+        ttgir: the kernel's TTGIR. It says how many registers each partition requests, except the default partition.
+        ptx: the kernel's PTX. Its second setmaxnreg instruction says how many registers the default partition gets.
     """
     requested = re.search(r"requestedRegisters = array<i32: ([\d, ]+)>", ttgir)
     if not requested:
@@ -126,7 +126,7 @@ def roles(source: str, ttgir: str, ptx: str) -> list[tuple[str, int]]:
 
 
 def _describe(source, metadata, metadata_group, ptxas_log):
-    """Return one compiled kernel as a row of the report."""
+    """Describe one compiled kernel: return the keys of its row that `compile_cases` lists."""
     texts = {path.suffix: path.read_text() for path in map(pathlib.Path, metadata_group.values()) if path.suffix != ".cubin"}
     source_ir = texts.get(".ttir") or texts[".ttgir"]  # Gluon has no .ttir
     constants = {source.fn.arg_names[path[0]]: value for path, value in source.constants.items()}
@@ -150,15 +150,16 @@ def _describe(source, metadata, metadata_group, ptxas_log):
 
 
 def opcodes(ptx: str) -> list[str]:
-    """Return the opcode of each instruction, with its modifiers: "add.s32"."""
-    # Comments, labels, and directives that end with their line, such as .loc, would hide the next instruction.
+    """Return the opcode of each PTX instruction with its modifiers, such as "add.s32"."""
+    # Remove the lines that have no semicolon at their end: comments, labels, and directives such as .loc. Otherwise each of
+    # them would be the beginning of the next statement, and `re.match` would not find the instruction.
     statements = re.split(r"[;{}]", re.sub(r"//.*|^\s*[$\w]+:|^\s*\.[^;{\n]*$", "", ptx, flags=re.MULTILINE))
     found = (re.match(r"\s*(?:@!?%\w+\s+)?([a-z][\w.:]*)", statement) for statement in statements)
     return [opcode[1] for opcode in found if opcode]
 
 
 def _compile_case(sender, case, all_configs):
-    """Compile the kernels of one forward and backward in this process, and send (rows, errors, unavailable)."""
+    """Compile the kernels of a case in this process. Send the case's (rows, errors, unavailable) through `sender`."""
     compiled, rows, errors, output = {}, [], [], _OutputByThread()
 
     def on_compiled(src, metadata, metadata_group, times, cache_hit):
@@ -171,7 +172,7 @@ def _compile_case(sender, case, all_configs):
         if all_configs:
             try:
                 kernel_call()
-            except Exception as error:  # report the error, because the autotuner drops a failing configuration silently
+            except Exception as error:  # the autotuner would drop a failing configuration silently
                 errors.append(case | {"error": f"{type(error).__name__}: {error}"})
                 raise
         return [0.0, 0.0, 0.0]
@@ -206,12 +207,12 @@ def _compile_case(sender, case, all_configs):
 def _in_own_process(context, case, all_configs):
     """Compile a case in its own process, and return (rows, errors, unavailable).
 
-    The process has fresh caches. If the compiler crashes, this program continues.
+    The new process has not cached any kernel. If the compiler crashes, only this process ends.
     """
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_compile_case, args=(sender, case, all_configs))
     process.start()
-    sender.close()  # the process has its own copy of this end; recv() now fails if that copy closes
+    sender.close()  # the process has its own copy of `sender`; if the process dies, recv() raises EOFError
     try:
         return receiver.recv()
     except EOFError:
@@ -229,17 +230,22 @@ def compile_cases(cases, all_configs):
 
     Returns:
         Lists of rows, errors and unavailable cases, in the order of the cases. An error is the case's dict with the added key
-        error. A case is unavailable if the stage does not support the GPU. Its dict has the added key reason. A row is the
-        case's dict with these added keys:
+        `error`. A case is unavailable if the stage does not support the GPU. An unavailable case is the case's dict with the
+        added key `reason`. A row describes a kernel. It is the case's dict with these added keys:
 
-        - kernel: the kernel's name. config: the tile, the number of warps and the number of pipeline stages.
-        - registers: the number of registers per thread at launch. roles: the result of `roles`.
-        - spilled_bytes: the bytes of spill stores and loads per thread. shared_bytes: the bytes of shared memory per CTA.
-        - instructions: the keys of `INSTRUCTIONS` that occur. ptx: the number of instructions by opcode.
-        - dots: the number of matmuls in the source. descriptors: the number of descriptor arguments.
+        - kernel: the kernel's name.
+        - config: the tile, the number of warps and the number of pipeline stages, as a text.
+        - registers: the number of registers per thread at launch.
+        - roles: the result of `roles`.
+        - spilled_bytes: the bytes that each thread stores and loads because of spills.
+        - shared_bytes: the bytes of shared memory per CTA.
+        - instructions: the keys of `INSTRUCTIONS` whose instruction is in the kernel.
+        - ptx: a dict of the number of instructions by opcode.
+        - dots: the number of matmuls in the kernel's IR before most compiler passes.
+        - descriptors: the number of arguments that are descriptors.
         - warnings: the warnings of ptxas.
     """
-    os.environ["TRITON_INTERPRET"] = "0"  # for the processes that start below
+    os.environ["TRITON_INTERPRET"] = "0"  # the processes that start below compile, instead of interpreting
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # use no GPU memory
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["common"])  # all processes share one import of torch and triton
@@ -257,7 +263,10 @@ def compile_cases(cases, all_configs):
 
 
 def _registers(row):
-    """Format the registers per thread at launch and in each partition. Identical adjacent partitions share an entry."""
+    """Format the registers per thread at launch and in each partition.
+
+    Adjacent partitions with one function and equally many registers share an entry.
+    """
     alike = [(role, len(list(group))) for role, group in itertools.groupby(row["roles"])]
     by_role = ", ".join(f"{f'{count} × ' if count > 1 else ''}{name} {registers}" for (name, registers), count in alike)
     return f"{row['registers']}: {by_role}" if by_role else row["registers"]
@@ -267,7 +276,7 @@ def _fits(row):
     return row["shared_bytes"] <= SHARED_LIMIT[row["arch"]]
 
 
-_CELLS = {  # how the table formats some columns
+_CELLS = {  # how the table formats the columns that are not simply values of the row
     "value_dim": lambda row: row["value_dim"] or row["head_dim"],
     "registers": _registers,
     "shared_bytes": lambda row: f"{row['shared_bytes']}/{SHARED_LIMIT[row['arch']]}",
@@ -279,7 +288,7 @@ def table(rows: list[dict], wide: bool) -> str:
     """Format the rows as a table with all columns if `wide`, else for a terminal of 100 columns.
 
     The narrow table shortens a stage's name to its version and a configuration to its numbers. It leaves out the registers of
-    partitions. Values that all rows share stand above the narrow table.
+    partitions. If all rows have the same GPU, dtype or other property of the case, this property stands above the narrow table.
     """
     shared = ["dtype", "head_dim", "value_dim", "causal", "kv_heads"]
     columns = ["stage", "kernel", "arch", *shared, "config", "registers", "spilled_bytes", "shared_bytes", "instructions"]
@@ -305,7 +314,7 @@ COMPARED = "registers", "spilled_bytes", "shared_bytes", "roles", "ptx"
 
 
 def _at_revision(revision: str, argv: list[str]) -> dict:
-    """Compile another revision's kernels with the current `common/measure`, and return the content of its `--json` file.
+    """Compile the kernels of git revision `revision` with the current `common/measure`. Return what its `--json` writes.
 
     Raises:
         SystemExit: the revision does not exist, or one of its stages or kernels does not compile.
@@ -325,9 +334,10 @@ def _at_revision(revision: str, argv: list[str]) -> dict:
 
 
 def differences(before: list[dict], after: list[dict]) -> list[str]:
-    """Return a line for each kernel whose code differs between two lists of rows, or that only one list has.
+    """Compare two lists of rows. Return a line for each kernel whose code differs, or that only one list has.
 
-    The function matches kernels of a case by name. If a name occurs several times, it matches them in their order.
+    Compared kernels have the same case and name. If a case has several kernels with one name, the first is compared with the
+    first, the second with the second, and so on.
     """
     names = "stage", "arch", "dtype", "head_dim", "value_dim", "causal", "kv_heads", "kernel"
     found = []
@@ -372,7 +382,8 @@ def _compare(revision: str, argv: list[str], rows: list[dict]) -> int:
 def main(argv: list[str]) -> int:
     """Run the command line, and return the exit status.
 
-    The status is 1 if a kernel does not compile or does not fit, and 2 if there was no kernel.
+    The status is 1 if a kernel does not compile, needs too much shared memory, or differs from the revision of `--against`. It
+    is 2 if the stages have no kernel to compile.
     """
     terminal.prepare()
     parser = argparse.ArgumentParser(

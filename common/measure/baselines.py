@@ -1,4 +1,4 @@
-"""Define the baselines of the stages: PyTorch's attention, and FlashAttention-3 and -4 if they are installed."""
+"""Define the baselines, which stages are compared with: PyTorch's attention, and FlashAttention-3 and -4 if installed."""
 
 import contextlib
 import functools
@@ -36,7 +36,7 @@ class _Flash3(torch.autograd.Function):
 
 
 def _transposed(attention):
-    """Adapt a function of [B, S, H, D] tensors to [B, H, S, D] tensors."""
+    """Return a function of [B, H, S, D] tensors that calls a function of [B, S, H, D] tensors."""
 
     def transposed(q, k, v, *, causal):
         return attention(*(tensor.transpose(1, 2) for tensor in (q, k, v)), causal).transpose(1, 2)
@@ -45,7 +45,7 @@ def _transposed(attention):
 
 
 def _installed() -> dict[str, Callable]:
-    """Return FlashAttention-3 and FlashAttention-4, as far as they are installed.
+    """Return the attention functions of FlashAttention-3 and FlashAttention-4 by name. Leave out what is not installed.
 
     FlashAttention-3 comes from its own package or from xformers. Both libraries read the number of K/V heads and the head
     dimension of v from the shapes.
@@ -66,7 +66,7 @@ def _installed() -> dict[str, Callable]:
     return found
 
 
-# To compare with another library, add a function with the signature of a stage's `attention(q, k, v, *, causal)`.
+# To compare with another library, add its attention here, as a function `attention(q, k, v, *, causal)`.
 if DEVICE == "cuda":
     BASELINES = {
         "sdpa-flash": functools.partial(_sdpa, backend=SDPBackend.FLASH_ATTENTION),
@@ -78,7 +78,7 @@ else:
 
 
 def refusal(impl: str, error: BaseException) -> str | None:
-    """Return a baseline's message if the error means that it does not support a workload. Return None for other errors."""
+    """Return the error's message if the error means that a baseline does not support a workload. Otherwise return None."""
     if impl.startswith("flash-") and isinstance(error, (AssertionError, NotImplementedError, RuntimeError, ValueError)):
         return str(error)
     if impl.startswith("sdpa") and isinstance(error, RuntimeError):
@@ -94,7 +94,10 @@ def attention_of(impl: str) -> Callable:
 
 
 def timed_call(impl: str, workload: Workload, inputs) -> Callable:
-    """Return the call to time, which returns `out` or (dq, dk, dv). For a backward, this function runs the forward."""
+    """Return a function that makes the call to time. It returns `out` or (dq, dk, dv).
+
+    If only the backward is timed, `timed_call` itself runs the forward once.
+    """
     attention, causal = attention_of(impl), workload.causal
     *qkv, grad_out = inputs
     if workload.pass_ == "fwd":

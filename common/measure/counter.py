@@ -1,14 +1,15 @@
-"""Count a call's traffic, FLOPs and allocations exactly, on the CPU with interpreted kernels.
+"""Count the bytes that a call moves, its FLOPs and its allocations exactly, on the CPU with interpreted kernels.
 
-A kernel's traffic counts an element of global memory whenever a load, store, atomic or copy touches the element. Masked
-elements do not count. Elements outside a descriptor's tensor do not count either, because the hardware clips them. An atomic
-operation reads and writes. TMA's addition only writes, because the L2 cache adds. The FlashAttention papers call this traffic
-"HBM accesses", although caches may serve part of it.
+A kernel's traffic is the bytes that its loads, stores, atomic operations and asynchronous copies move from and to memory. An
+element counts each time it is read or written. Masked elements do not count. Elements outside a descriptor's tensor do not
+count either, because the hardware leaves them out. An atomic operation counts as a read and a write. An addition by TMA counts
+only as a write, because the L2 cache does the addition. The FlashAttention papers call this traffic "HBM accesses", although
+caches may serve part of it.
 
-For a PyTorch operator, each argument and result counts once. This is the minimum, because a library may read its tiles more
-often. An expanded dimension counts as size 1. Views and empty tensors move no bytes.
+For a PyTorch operator, each argument and each result counts once. This is the minimum: the operator's kernel may read parts of
+an argument several times. An expanded dimension counts as size 1. Views and empty tensors move no bytes.
 
-FLOPs are those of all executed matmuls, including masked parts of tiles and recomputation.
+The FLOPs are those of all matmuls that run. They include masked parts of tiles, and scores that a backward computes again.
 """
 
 import math
@@ -29,11 +30,11 @@ from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 from common.interpreter.asynchronous import Traffic
 
 aten = torch.ops.aten
-_FLOPS = flop_registry | {  # the registry lacks the CPU's attention
+_FLOPS = flop_registry | {  # PyTorch's own table lacks the operators of attention on the CPU
     aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
     aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[aten._scaled_dot_product_flash_attention_backward],
 }
-# Operators that launch nothing on a GPU. Views launch nothing either, and PyTorch marks them.
+# Operators that launch no kernel on a GPU. Views launch none either, but `func.is_view` says which operators are views.
 _NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"}
 _OVERWRITING = {"copy_", "fill_", "zero_"}  # operators that write in place without reading the old values
 
@@ -51,7 +52,7 @@ class Launch:
 
 @dataclass
 class Count:
-    """The launches of a call in order, and its peak of allocated memory in bytes, including outputs."""
+    """The launches of a call in order, and the most bytes that its new tensors occupy at one time, including its results."""
 
     launches: list[Launch]
     peak: int
@@ -75,8 +76,8 @@ class Count:
 def count(call: Callable) -> Count:
     """Run `call` once, and count its launches. This works only on the interpreter.
 
-    PyTorch's dispatcher does not show what a custom operator does inside, such as a stage's `attention`. So pass a call of a
-    stage's `forward` or `backward`.
+    `call` must use a stage's `forward` or `backward`. A stage's `attention` is a custom operator, and PyTorch does not show to
+    `Counter` what happens inside a custom operator.
     """
     with Counter() as counter:
         call()
@@ -98,7 +99,7 @@ def bytes_of(tensor: Tensor) -> int:
 
 
 def moved(func, args, kwargs, result) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors that a PyTorch operator reads, and the tensors that it writes, from the operator's schema."""
+    """Find the tensors that a PyTorch operator reads, and those that it writes, with the operator's schema."""
     name = func.overloadpacket.__name__
     read, written = [], _tensors(result)
     values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
@@ -109,7 +110,7 @@ def moved(func, args, kwargs, result) -> tuple[list[Tensor], list[Tensor]]:
             written += tensors
         if not (changed and (argument.is_out or name in _OVERWRITING)):
             read += tensors
-    if name.startswith("new_") or name.endswith("_like"):  # such operators use only shape and dtype of their argument
+    if name.startswith("new_") or name.endswith("_like"):  # these operators use only the shape and dtype of their argument
         read = []
     return distinct(read), distinct(written)
 
@@ -124,7 +125,7 @@ def _operator_launch(func, args, kwargs, result) -> Launch:
 
 
 class Counter(TorchDispatchMode):
-    """Watch PyTorch's operators and storages, and the interpreted kernels."""
+    """A context that counts: it watches PyTorch's operators, the memory of their results, and the interpreted kernels."""
 
     def __init__(self):
         super().__init__()
@@ -134,12 +135,13 @@ class Counter(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls):
-        return False  # otherwise the first operator loads the compiler, which takes a second
+        return False  # True would load PyTorch's compiler, which takes a second
 
     def __enter__(self):
         watched = (
             (InterpretedFunction, "run", self._run),
-            # The interpreter's other loads and stores, including those of descriptors, call one of the next two functions.
+            # All loads and stores of the interpreter call one of the next two functions, even loads and stores with
+            # descriptors.
             (InterpreterBuilder, "create_masked_load", self._load),
             (InterpreterBuilder, "create_masked_store", self._store),
             (InterpreterBuilder, "create_atomic_rmw", self._atomic_rmw),
@@ -151,7 +153,8 @@ class Counter(TorchDispatchMode):
             (Traffic, "write", self._of_gluon("written")),
             (Traffic, "multiply", self._of_gluon("flops")),
         )
-        # On a GPU the interpreter lacks the functions that `common.interpreter` adds.
+        # On a GPU, `common.interpreter` does not add its functions to the interpreter. So leave out functions that do not
+        # exist.
         there = [(owner, name, watch) for owner, name, watch in watched if hasattr(owner, name)]
         self._originals = [(owner, name, getattr(owner, name)) for owner, name, _ in there]
         for owner, name, watch in there:
@@ -169,7 +172,7 @@ class Counter(TorchDispatchMode):
                 tile = {name: value for name, value in kwargs.items() if name.startswith("BLOCK_")}
                 tile = {name: value.value if isinstance(value, constexpr) else value for name, value in tile.items()}
                 self.launches.append(Launch(function.__name__, tile))
-            self._in_kernel = True  # the interpreter's own tensors do not count
+            self._in_kernel = True  # operators that the interpreter itself calls do not count
             try:
                 return run(function, *args, warmup=warmup, **kwargs)
             finally:
@@ -178,9 +181,9 @@ class Counter(TorchDispatchMode):
         return counted
 
     def _touch(self, pointers, mask, read, written):
-        """Count the bytes of a memory operation's unmasked elements. `read` and `written` say how often they count."""
+        """Count the unmasked bytes of a memory operation: `read` times as read, and `written` times as written."""
         element = max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
-        touched = int(numpy.count_nonzero(numpy.asarray(mask.data))) * element  # a descriptor's mask is a plain array
+        touched = int(numpy.count_nonzero(numpy.asarray(mask.data))) * element  # with a descriptor, `mask` is a NumPy array
         self.launches[-1].read += read * touched
         self.launches[-1].written += written * touched
 
@@ -206,7 +209,7 @@ class Counter(TorchDispatchMode):
         return counted
 
     def _descriptor_reduce(self, descriptor_reduce):
-        """Count only the write of TMA's addition, because the L2 cache adds and returns nothing."""
+        """Count only the write of TMA's addition, because the L2 cache does the addition and returns nothing."""
 
         def counted(*args):
             read = self.launches[-1].read
@@ -231,7 +234,7 @@ class Counter(TorchDispatchMode):
         return counted
 
     def _of_gluon(self, what):
-        """Add a Gluon kernel's bytes or FLOPs to the field `what` of its launch. Only one thread runs at a time."""
+        """Add a Gluon kernel's bytes or FLOPs to the field `what` of the last launch, which is the one that runs."""
 
         def watch(say):
             def counted(traffic, amount, *where):
@@ -252,7 +255,7 @@ class Counter(TorchDispatchMode):
             return result
         if not func.is_view and func.overloadpacket.__name__ not in _NO_KERNEL:
             self.launches.append(_operator_launch(func, args, kwargs, result))
-        # A result that shares an argument's storage allocates nothing. Any other storage is new.
+        # A result that shares an argument's storage allocates nothing. Any other result has a new storage.
         given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
         made = (t.untyped_storage() for t in _tensors(result))
         for storage in {s._cdata: s for s in made if s._cdata not in given}.values():

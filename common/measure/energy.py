@@ -3,8 +3,8 @@
     python -m common.measure.energy results/energy-d64-h200.json --head-dim 64   # on an NVIDIA GPU
     make table FILE=results/energy-d64-h200.json
 
-A GPU lowers its clock to stay within its power limit. At the limit, a call takes its energy divided by the power limit. So
-saving cycles shortens a call only if it also saves energy.
+A GPU lowers its clock to stay within its power limit. At the limit, a call's time is its energy divided by the power limit. So
+an idea that saves cycles shortens a call only if it also saves energy.
 """
 
 import argparse
@@ -27,16 +27,16 @@ from common.measure.workloads import Workload
 from common.operator import Unavailable
 from common.runtime import INTERPRETED
 
-REST_S = 0.4  # seconds of a rest; after it, the clock stays high for a few calls
-RESTED_CALLS = 3  # number of timed calls after each rest; one call before them is not timed
+REST_S = 0.4  # seconds of a rest, in which the GPU has no work; after a rest, the clock is high for a few calls
+RESTED_CALLS = 3  # number of timed calls after each rest; they follow one call that is not timed
 RESTS = 3  # number of rests
-SETTLE_S = 0.3  # seconds of calls back to back before the measurement, until the clock has settled at the power limit
+SETTLE_S = 0.3  # seconds of calls before the measurement; after them, the clock has settled at the power limit
 MEASURED_S = 1.0  # seconds of measured calls back to back, during which the energy counter is read many times
-READ_S = 4e-3  # seconds between two readings; the GPU updates the counter every 20 to 100 ms
+READ_S = 4e-3  # seconds between two readings of the energy counter, which the GPU updates every 20 to 100 ms
 CACHE_BYTES = 256 * 2**20  # more than any L2 cache holds
-FROM = (8, "")  # the default measures the stages from v8 on, because they do not tune their tiles
+FROM = (8, "")  # the default measures the stages from v8 on, which have fixed tiles instead of tuned tiles
 SM_CLOCK = 1  # the SM clock in NVML's nvmlClockType_t
-POWER_CAP = 0x4 | 0x80  # bits of NVML's nvmlClocksThrottleReasons: software power cap, hardware power brake
+POWER_CAP = 0x4 | 0x80  # the two bits of NVML's nvmlClocksThrottleReasons that mean a power limit
 
 
 class Reading(NamedTuple):
@@ -49,7 +49,7 @@ class Reading(NamedTuple):
 
 
 class Gauges:
-    """The gauges that NVML has for the GPU that PyTorch uses.
+    """The measurements of PyTorch's GPU by NVML, NVIDIA's management library.
 
     Raises:
         RuntimeError: NVML is missing, or does not support a measurement on this GPU.
@@ -104,7 +104,7 @@ class Gauges:
 
 
 def watts(readings: list[Reading]) -> float:
-    """Return the mean power between the first and the last update of the energy counter.
+    """Return the mean power in watts between the first and the last update of the energy counter.
 
     Raises:
         ValueError: the counter was updated less than twice.
@@ -128,9 +128,10 @@ def _seconds(call: Callable, count: int) -> float:
 
 
 def rested_seconds(call: Callable, cache_filler: torch.Tensor) -> float:
-    """Return the median GPU seconds of the first few calls after a rest, with a cold L2 cache.
+    """Return the median GPU seconds of calls shortly after a rest, with a cold L2 cache.
 
-    The function makes `RESTS` rests. It does not time the first call after each rest.
+    The GPU rests `RESTS` times. After each rest, the function makes one call without timing it, and then times
+    `RESTED_CALLS` calls.
     """
     times = []
     for _ in range(RESTS):
@@ -149,8 +150,8 @@ def rested_seconds(call: Callable, cache_filler: torch.Tensor) -> float:
 
 
 def measure(call: Callable, gauges: Gauges, cache_filler: torch.Tensor) -> dict:
-    """Measure a call: seconds, joules, power and clock at the power limit, and seconds after a rest."""
-    for _ in range(3):  # these calls tune and compile the kernels, and record the launches
+    """Measure a call's seconds, joules, watts and clock at the power limit, and its seconds after a rest."""
+    for _ in range(3):  # these calls compile and tune the kernels; later calls replay recorded launches
         call()
     rested = rested_seconds(call, cache_filler)
     _seconds(call, max(1, int(SETTLE_S / rested)))
@@ -168,9 +169,9 @@ def measure(call: Callable, gauges: Gauges, cache_filler: torch.Tensor) -> dict:
 
 
 def cases(impls: list[str], shapes: list[Workload]) -> Iterator[tuple[str, Workload, Callable]]:
-    """Yield each supported case: the implementation, the workload, and the call to measure.
+    """Yield the implementation, the workload and the call of each case that the implementation supports.
 
-    Cases of one workload are adjacent.
+    Cases of one workload follow each other.
     """
     for workload, impl in itertools.product(shapes, impls):
         try:

@@ -1,4 +1,4 @@
-"""Measure the peak of a call's additional memory on a GPU. Without a GPU, `common.measure.counter` counts this memory."""
+"""Measure how much more memory a GPU uses at most during a call. Without a GPU, `common.measure.counter` counts it."""
 
 import gc
 from collections.abc import Callable
@@ -9,8 +9,8 @@ MIB_IN_MB = 2**20 / 1e6  # records have MiB; tables show MB of 10⁶ bytes
 
 
 def footprint(call: Callable) -> dict:
-    """Run `call` once, and return {"peak_extra_mib": peak memory during the call minus memory before the call}."""
-    gc.collect()  # otherwise garbage that is freed during the call hides some of its allocations
+    """Run `call` once. Return {"peak_extra_mib": maximum memory during the call minus memory before the call, in MiB}."""
+    gc.collect()  # garbage that is freed during the call would hide some of the call's allocations
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     call()

@@ -1,4 +1,4 @@
-"""Find the GPU, versions, commit and date that every results file contains."""
+"""Find what every results file says about its run: GPU, versions, commit and date."""
 
 import contextlib
 import datetime

@@ -4,14 +4,16 @@
     python -m common.measure.ncu count results/traffic-h200.json     # anywhere: adds the counts, with the measured tiles
     make table FILE=results/traffic-h200-d64.json
 
-Three effects make the two numbers differ:
+Three effects make counted and measured traffic differ:
 
-- The L1 cache may serve a pointer load. Asynchronous copies and TMA bypass the L1 cache.
-- Memory moves in sectors of 32 bytes, and the end of a row may use only a part of a sector.
+- The L1 cache may serve a load with pointers. The counter counts such a load, but the L2 cache does not see it. Asynchronous
+  copies and TMA bypass the L1 cache.
+- The hardware moves sectors of 32 bytes, and the end of a row may need only a part of a sector.
 - Spilled registers move between the SM and the L2 cache too.
 
-With GQA, programs request as many bytes of K and V as without GQA, but fewer of these bytes are distinct. The bytes from device
-memory show how many bytes the L2 cache saves (`--heads 16 --kv-heads 16,2`).
+With GQA, programs request as many bytes of K and V as without GQA. But K and V themselves have fewer bytes, so the L2 cache can
+serve more of the requests. Then fewer bytes come from device memory. To compare these bytes, measure with `--heads 16
+--kv-heads 16,2`.
 """
 
 import argparse
@@ -39,20 +41,20 @@ from common.runtime import DEVICE
 
 # Nsight Compute's metrics for the bytes between an SM's L1 cache and the L2 cache, including TMA's bytes.
 READ, WRITTEN = "l1tex__m_xbar2l1tex_read_bytes.sum", "l1tex__m_l1tex2xbar_write_bytes.sum"
-SPILLED = "l1tex__t_sectors_pipe_lsu_mem_local_op_st.sum"  # sectors of stored spilled registers, which WRITTEN includes
+SPILLED = "l1tex__t_sectors_pipe_lsu_mem_local_op_st.sum"  # sectors that spills write; WRITTEN includes them
 SECTOR = 32  # bytes in a sector
-MEMORY = "dram__bytes_read.sum", "dram__bytes_write.sum"  # between the L2 cache and device memory
-FURTHER = (  # metrics that help to explain a difference, if the GPU has them
-    "l1tex__m_xbar2l1tex_read_bytes_mem_global_op_tma_ld.sum",  # the bytes of READ that TMA loads
+MEMORY = "dram__bytes_read.sum", "dram__bytes_write.sum"  # bytes between the L2 cache and device memory
+FURTHER = (  # more metrics, to explain differences; some GPUs lack some of them
+    "l1tex__m_xbar2l1tex_read_bytes_mem_global_op_tma_ld.sum",  # the part of READ that TMA loads
     "l1tex__m_l1tex2xbar_write_bytes_mem_global_op_tma_st.sum",
     "lts__t_sectors_srcunit_tex_op_read.sum",  # sectors that the SMs read from the L2 cache
     "lts__t_sectors_srcunit_tex_op_write.sum",
-    "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",  # sectors of pointer loads
-    "l1tex__t_sectors_pipe_lsu_mem_global_op_ld_lookup_hit.sum",  # sectors of pointer loads that the L1 cache serves
-    "l1tex__t_sectors_pipe_lsu_mem_local_op_ld.sum",  # reloads of spilled registers, mostly from the L1 cache
+    "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",  # sectors of loads with pointers
+    "l1tex__t_sectors_pipe_lsu_mem_global_op_ld_lookup_hit.sum",  # of these sectors, those that the L1 cache serves
+    "l1tex__t_sectors_pipe_lsu_mem_local_op_ld.sum",  # sectors of reloaded spilled registers, mostly from the L1 cache
     *MEMORY,
 )
-HEADS = 2  # few heads by default: each head moves equally many bytes, and the interpreter is slow
+HEADS = 2  # default; two heads are enough, because all heads move equally many bytes, and counting is slow
 
 
 @triton.jit
@@ -61,7 +63,7 @@ def _case_begins_kernel(case):
 
 
 def launch(options):
-    """Run each case twice in the profiler. The first run tunes and compiles, and the second run is profiled."""
+    """Run each case twice in the profiler. The first run compiles and tunes the kernels, and the second run is profiled."""
     cases = []
     for name, workload in itertools.product(options.stage, options.workloads):
         stage = stages.load(name)
@@ -73,7 +75,7 @@ def launch(options):
 
 
 def show(label: str, call: Callable):
-    """Profile a call as one case, after a call that is not profiled."""
+    """Call `call` twice, and profile the second call as one case of the profile."""
     print(label, file=sys.stderr, flush=True)
     call()
     _case_begins_kernel[(1,)](0)
@@ -88,7 +90,7 @@ def show(label: str, call: Callable):
 def parse(log: str, metrics: Sequence[str]) -> list[list[dict]]:
     """Parse the output of `ncu --csv --page raw`, and return a list of kernels for each case.
 
-    A kernel is {"name": …} with the available metrics.
+    A kernel is a dict with its "name" and its metrics.
     """
     header, _, *rows = csv.reader(line for line in log.splitlines() if line.startswith('"'))
     cases = []
@@ -103,14 +105,14 @@ def parse(log: str, metrics: Sequence[str]) -> list[list[dict]]:
 
 
 def profile(module: str, options: Sequence[str], metrics: Sequence[str], optional: Sequence[str] = ()) -> dict:
-    """Profile `python -m module launch FILE options` with `ncu`. The command writes the list of cases to FILE.
+    """Profile `python -m module launch FILE options` with `ncu`. This command itself writes the list of its cases to FILE.
 
     Args:
         metrics: the metrics to measure.
         optional: more metrics to measure, if the GPU has them.
 
     Returns:
-        A dict with "machine_info" and "cases". Each case of FILE gets its "kernels".
+        A dict with "machine_info" and "cases". The cases are those of FILE, each with its list of "kernels" from `parse`.
 
     Raises:
         SystemExit: the machine has no GPU or no `ncu`, or `ncu` failed.
@@ -136,7 +138,7 @@ def profile(module: str, options: Sequence[str], metrics: Sequence[str], optiona
 
 
 def as_flags(options, *names: str) -> list[str]:
-    """Return the options `names`, which are lists, as flags for another command."""
+    """Return some options, whose values are lists, as flags for another command's line."""
     lists = {name: getattr(options, name) for name in names if getattr(options, name) != [None]}
     return [f"--{name.replace('_', '-')}={','.join(map(str, values))}" for name, values in lists.items()]
 
@@ -148,7 +150,7 @@ def measure(options):
 
 
 def add_counts(options):
-    """Count each saved case on the interpreter, with the measured tiles, and add the counts to the file."""
+    """Count each case of the file on the interpreter, with the tiles that were measured. Add the counts to the file."""
     if DEVICE != "cpu":
         raise SystemExit("count works only on the interpreter: set TRITON_INTERPRET=1")
     try:
@@ -165,7 +167,10 @@ def add_counts(options):
 
 
 def pairs(case: dict) -> list[tuple[str, list[dict], list[dict]]]:
-    """Return (label, counted launches, measured kernels) of each Triton kernel, and of all PyTorch operators together."""
+    """Return (label, counted launches, measured kernels) for each Triton kernel.
+
+    All PyTorch operators of the case together have one more entry.
+    """
     counted = {True: [], False: []}
     for launch_ in case["counted"]:
         counted[launch_["name"].startswith("aten.")].append(launch_)
@@ -182,9 +187,9 @@ def pairs(case: dict) -> list[tuple[str, list[dict], list[dict]]]:
 
 
 def comparison(counted: list[dict], measured: list[dict]) -> dict[str, int]:
-    """Add up the counted and the measured bytes of some launches.
+    """Add up the counted bytes of some launches, and the measured bytes of the same launches.
 
-    The entry `spilled` has the bytes that stores of spilled registers write.
+    The entry `spilled` says how many measured bytes are stores of spilled registers.
     """
     return {
         "read": sum(launch_["read"] for launch_ in counted),

@@ -1,4 +1,4 @@
-"""Define types of command-line options for argparse."""
+"""Define command-line options that several commands share, and functions that check and convert their values."""
 
 import argparse
 import difflib
@@ -16,9 +16,9 @@ from common.operator import HEAD_DIMS
 
 
 def single(parse: Callable) -> Callable:
-    """Return the argparse type of one value.
+    """Return a function for argparse's `type` that converts the text of one value with `parse`.
 
-    `parse` converts the text. If it cannot, it raises ValueError with a message for the user.
+    `parse` raises ValueError with a message for the user if the text is invalid.
     """
 
     def parse_text(text):
@@ -31,14 +31,14 @@ def single(parse: Callable) -> Callable:
 
 
 def list_of(parse: Callable) -> Callable:
-    """Return the argparse type of a comma-separated list. `parse` converts one entry, or raises ValueError."""
+    """Return a function for argparse's `type` that converts a comma-separated list, each entry with `parse`."""
     return single(lambda text: [parse(entry.strip()) for entry in text.split(",")])
 
 
 def one_of(choices: dict) -> Callable:
     """Return a function that looks up a text in `choices`.
 
-    For a text that is not in `choices`, this function raises ValueError with the choices.
+    If `choices` lacks the text, the returned function raises ValueError with a list of the choices.
     """
 
     def parse(text):
@@ -82,7 +82,7 @@ def unwritable(directory: Path) -> str | None:
 
 
 def json_path(text: str) -> Path:
-    """Return the absolute path of a file to write. The path must be in a writable directory, and no device or pipe."""
+    """Return the absolute path of a file to write. Its directory must be writable, and it must not be a device or pipe."""
     path = Path(text).absolute()
     if path.exists() and not path.is_file():
         raise argparse.ArgumentTypeError(f"{text!r} is not the name of a file")
@@ -95,7 +95,7 @@ def json_path(text: str) -> Path:
 
 HEAD_DIM = one_of({str(head_dim): head_dim for head_dim in HEAD_DIMS})
 
-LISTS = {  # options of several commands: the type of an entry, and the help text
+LISTS = {  # options of several commands -> (function that converts an entry, help text)
     "--stage": (stages.resolve, "such as {version} or {stage}"),
     "--seq-len": (positive, "any"),
     "--head-dim": (HEAD_DIM, ", ".join(map(str, HEAD_DIMS))),
@@ -110,10 +110,11 @@ LISTS = {  # options of several commands: the type of an entry, and the help tex
 def add_list(parser: argparse.ArgumentParser, flag: str, default: str | None):
     """Add an option of `LISTS`, which takes a comma-separated list.
 
-    `default` is the list as a user would type it. It is None if the help text already names the default.
+    `default` is the list as a user would type it. It may be None: then the option's value is [None] by default, and the help
+    text in `LISTS` says what this means.
     """
     parse, help_text = LISTS[flag]
-    if flag == "--stage":  # the help text shows the last default as its example
+    if flag == "--stage":  # the help text shows the default's last stage as an example
         last = stages.resolve(default.split(",")[-1])
         help_text = help_text.format(version=stages.version(last), stage=last)
     if default:
@@ -124,8 +125,8 @@ def add_list(parser: argparse.ArgumentParser, flag: str, default: str | None):
 def add_implementations(parser: argparse.ArgumentParser, baselines: Iterable[str], first: tuple):
     """Add --impl, which takes a list of baselines and stages.
 
-    The default is all baselines, and all stages from `first` on except dead ends. The caller passes the `baselines`, because
-    they are slow to import.
+    The default is all baselines, and all stages from position `first` on, without dead ends. This module does not import the
+    baselines itself, because the import is slow.
     """
     baselines = list(baselines)
 
@@ -146,9 +147,10 @@ def add_implementations(parser: argparse.ArgumentParser, baselines: Iterable[str
 
 
 def workloads_of(parser: argparse.ArgumentParser, **lists) -> list[Workload]:
-    """Return a workload of batch 1 in float16 for each combination of the fields in `lists`.
+    """Return a workload of batch size 1 in float16 for each combination of values.
 
-    The last field changes fastest. Exit with status 2 if the number of heads is no multiple of the number of K/V heads.
+    `lists` has a list of values for each field of `Workload`. The last field changes fastest. If the number of heads is no
+    multiple of the number of K/V heads, the program exits with status 2.
     """
     combinations = itertools.product(*lists.values())
     try:

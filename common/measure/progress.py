@@ -1,4 +1,4 @@
-"""Show a command's progress and remaining time on stderr, as a bar on a terminal and as occasional lines elsewhere."""
+"""Show a command's progress and remaining time on stderr: a bar on a terminal, or a line from time to time elsewhere."""
 
 import sys
 
@@ -9,7 +9,7 @@ COLUMNS = 100
 
 
 class _Lines:
-    """A file for tqdm's bars if stderr is no terminal. Each bar becomes a line without a carriage return."""
+    """A file to which tqdm writes if stderr is no terminal. It prints each state of the bar on a line of its own."""
 
     def write(self, text: str):
         if line := text.strip():
@@ -20,7 +20,7 @@ class _Lines:
 
 
 class Progress(tqdm):
-    """A progress bar for work of size `total`. The size must grow with the time, like expected seconds.
+    """A progress bar for work of size `total`. Sizes must be proportional to time, such as expected seconds.
 
     Call `begin(name)` before a piece of work, and `update(size)` after the piece. The bar is a context manager.
     """

@@ -2,8 +2,9 @@
 
     python -m common.measure.rates --json results/rates-h200.json   # on a Hopper GPU
 
-Each kernel has a loop that does one thing. The kernel reads the clock, runs n iterations, and reads the clock again. n is so
-large that the start and the end of the loop do not matter. A rate is the median over SMs and repetitions.
+Each kernel has a loop that repeats one operation. The kernel reads the clock, runs n iterations of the loop, and reads the
+clock again. The number n is so large that the loop's start and end hardly change the result. A rate is the median over SMs and
+repetitions.
 """
 
 import argparse
@@ -35,17 +36,18 @@ from common.measure.options import json_path, list_of, one_of, write_json
 from common.runtime import INTERPRETED, num_sms
 
 ROWS = gl.constexpr(64)  # number of rows of a warpgroup's tile
-COLUMNS = gl.constexpr(64)  # number of columns of each of the two register tiles that instructions update alternately
-UNROLLED = gl.constexpr(8)  # number of instructions on an element in each iteration
-L2_TILES = gl.constexpr(8)  # a program copies this many tiles in turn; 132 programs with 16 KiB tiles need 17 MB of L2 cache
-RING = gl.constexpr(4)  # a loop loads this many tiles of shared memory in turn
-FIELDS = gl.constexpr(5)  # a program's record: begin and end in cycles, begin and end in nanoseconds, number of the SM
+COLUMNS = gl.constexpr(64)  # number of columns of a tile in registers
+UNROLLED = gl.constexpr(8)  # number of instructions in each iteration, each on all elements of a tile
+# Number of tiles that a program copies in turn. They fit into the L2 cache: 132 programs with tiles of 16 KiB use 17 MB.
+L2_TILES = gl.constexpr(8)
+RING = gl.constexpr(4)  # number of tiles in shared memory that a loop loads in turn
+FIELDS = gl.constexpr(5)  # what a program records: begin and end in cycles, begin and end in nanoseconds, and the SM's number
 
 TARGET_CYCLES = 300_000  # a measured loop takes about this many cycles
-FIRST_TURNS = 64  # each of the first two runs has this many iterations; the second run finds how many take TARGET_CYCLES
-REPETITIONS = 7  # number of measured runs
+FIRST_TURNS = 64  # number of iterations of the first two runs; the second run's time gives the number for TARGET_CYCLES
+REPETITIONS = 7  # number of measured runs, after the first two runs
 
-COPY_BYTES = 192 * 2**10  # maximum bytes of shared memory for the tiles that are copied at the same time
+COPY_BYTES = 192 * 2**10  # shared memory for all tiles that are copied at the same time, in bytes
 
 
 @gluon.jit
@@ -55,7 +57,7 @@ def _cycle():
 
 @gluon.jit
 def _stamp(record_ptr, end: gl.constexpr):
-    """Record the time in cycles and in nanoseconds, and the number of the SM."""
+    """Record the time in cycles and in nanoseconds, and the SM's number. `end` is 0 at the begin and 1 at the end."""
     record_ptr += gl.program_id(0) * FIELDS
     gl.store(record_ptr + end, _cycle())
     gl.store(record_ptr + 2 + end, globaltimer())
@@ -71,7 +73,7 @@ def _meet(barriers, number: gl.constexpr):
 
 @gluon.jit
 def _mark(clock, end: gl.constexpr, w: gl.constexpr):
-    """Mark the beginning or the end of a loop. All warpgroups wait for each other, and the first one reads the clock."""
+    """Record a loop's begin (`end` is 0) or end (1). Warpgroups wait for each other, and then the first one reads the clock."""
     record_ptr, barriers, busy = clock
     _meet(barriers, end)
     if w == 0:
@@ -80,7 +82,7 @@ def _mark(clock, end: gl.constexpr, w: gl.constexpr):
 
 @gluon.jit
 def _stand_aside(clock):
-    """Arrive at both barriers of `_mark`, in a warpgroup that does no work."""
+    """In a warpgroup without work, arrive at both barriers of `_mark`, so that the others do not wait for it."""
     record_ptr, barriers, busy = clock
     mbarrier.arrive(barriers.index(0), count=1)
     mbarrier.arrive(barriers.index(1), count=1)
@@ -100,7 +102,7 @@ def _warpgroup(work: gl.constexpr, arguments, w: gl.constexpr):
 
 @gluon.jit
 def _warpgroups(work: gl.constexpr, arguments, WARPGROUPS: gl.constexpr, REGISTERS: gl.constexpr):
-    """Run `work` in two or four warpgroups. The last argument of `work` is the warpgroup's number."""
+    """Run `work` in WARPGROUPS warpgroups, two or four. The last argument of `work` is the warpgroup's number."""
     if WARPGROUPS == 2:
         gl.warp_specialize([(_warpgroup, (work, arguments, 0)), (_warpgroup, (work, arguments, 1))], [4], [REGISTERS])
     else:
@@ -148,9 +150,9 @@ def _copy_in_kernel(record_ptr, n, desc, depth, own, STAGES: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["n", "own"])
 def _copy_out_kernel(record_ptr, n, desc, own, PENDING: gl.constexpr, ADD: gl.constexpr):
-    """Copy a tile from shared to global memory n times, or add the tile there.
+    """Copy a tile from shared to global memory n times. With ADD, add the tile to global memory instead.
 
-    PENDING earlier copies may still read the tile when the next copy is issued.
+    Up to PENDING earlier copies may still read the tile when the next copy is issued.
     """
     tile = gl.allocate_shared_memory(desc.dtype, desc.block_shape, desc.layout)
     first = gl.program_id(0) * own * L2_TILES
@@ -168,7 +170,7 @@ def _copy_out_kernel(record_ptr, n, desc, own, PENDING: gl.constexpr, ADD: gl.co
 
 @gluon.jit
 def _multiply(clock, n, sink_ptr, tiles, A: gl.constexpr, PENDING: gl.constexpr, w: gl.constexpr):
-    """Issue n matmuls on one accumulator. PENDING earlier matmuls may still run when the next matmul is issued."""
+    """Issue n matmuls on one accumulator. Up to PENDING earlier matmuls may still run when the next one is issued."""
     record_ptr, barriers, busy = clock
     a_s, b_s = tiles
     N: gl.constexpr = b_s.shape[1]
@@ -198,7 +200,7 @@ def _matmul_kernel(
     WARPGROUPS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     a_shape: gl.constexpr = [K, ROWS] if A == "transposed" else [ROWS, K]
-    b_shape: gl.constexpr = [N, K] if A == "shared" else [K, N]  # the shape of K in Q Kᵀ, or of V in P V
+    b_shape: gl.constexpr = [N, K] if A == "shared" else [K, N]  # like a tile of K in Q Kᵀ, or like a tile of V in P V
     a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(a_shape, gl.float16)
     b_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(b_shape, gl.float16)
     a_s = gl.allocate_shared_memory(gl.float16, [WARPGROUPS] + a_shape, a_layout)
@@ -216,9 +218,9 @@ def _matmul_kernel(
 
 @gluon.jit
 def _instruct(clock, n, sink_ptr, ASM: gl.constexpr, w: gl.constexpr):
-    """Execute an instruction on every element of two register tiles.
+    """Execute an instruction on every element of two tiles in registers, x and y.
 
-    The instruction reads both tiles, and updates the two tiles alternately.
+    The instruction reads x and y. It changes x and y in turn.
     """
     record_ptr, barriers, busy = clock
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
@@ -245,9 +247,9 @@ def _instruction_kernel(record_ptr, n, sink_ptr, busy, ASM: gl.constexpr):
 
 @gluon.jit
 def _load_shared(clock, n, sink_ptr, tiles_s, ROW: gl.constexpr, w: gl.constexpr):
-    """Load RING tiles n times, in the layout of a matmul's first operand.
+    """Load RING tiles n times from shared memory to registers, in the layout of a matmul's first operand.
 
-    With ROW, each tile is one row. The loop then loads rows in the layout of a matmul's result.
+    With ROW, each tile is a single row, and the loop loads it in the layout of a matmul's result.
     """
     record_ptr, barriers, busy = clock
     mma_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiles_s.shape[2], 16])
@@ -257,7 +259,7 @@ def _load_shared(clock, n, sink_ptr, tiles_s, ROW: gl.constexpr, w: gl.constexpr
         mixed = tiles_s.index(0).load(layout)
         _mark(clock, 0, w)
         for i in range(n):
-            for j in gl.static_range(RING):  # the order of tiles changes, so that the compiler cannot reuse a load
+            for j in gl.static_range(RING):  # the order depends on i, so that the compiler cannot load each tile only once
                 x = tiles_s.index((i + j) % RING).load(layout)
                 mixed = gl.inline_asm_elementwise(
                     "xor.b32 $0, $1, $2;", "=r,r,r", [mixed, x], x.dtype, is_pure=True, pack=1 if ROW else 2
@@ -283,9 +285,9 @@ def _load_shared_kernel(record_ptr, n, sink_ptr, busy, N: gl.constexpr, ROW: gl.
 
 @gluon.jit
 def _store_shared(clock, n, first_s, second_s, FENCE: gl.constexpr, w: gl.constexpr):
-    """Store two tiles of a matmul's result n times.
+    """Store a tile from registers to two places in shared memory, n times. The tile has the layout of a matmul's result.
 
-    Float32 tiles are stored in the order of the registers, as a stage stores its dQ.
+    A float32 tile is stored in register order, as some stages store dQ. With FENCE, a fence follows each store.
     """
     record_ptr, barriers, busy = clock
     N: gl.constexpr = first_s.shape[1] * first_s.shape[2] // ROWS
@@ -321,7 +323,7 @@ def _store_shared_kernel(record_ptr, n, busy, N: gl.constexpr, SUMS: gl.constexp
 
 @gluon.jit
 def _idle():
-    """Do nothing. The unused warps run this function."""
+    """Do nothing. The default partition, which has no work, runs this function."""
 
 
 @gluon.jit
@@ -342,7 +344,7 @@ def _answer(n, there, back):
 
 @gluon.jit(do_not_specialize=["n"])
 def _barrier_kernel(record_ptr, n, CALLER: gl.constexpr, ANSWERER: gl.constexpr):
-    """Let CALLER warps and ANSWERER warps wait for each other in turn, n times."""
+    """Let CALLER warps and ANSWERER warps wait for each other in turn, n times each."""
     there = new_barriers(1, 1)
     back = new_barriers(1, 1)
     gl.warp_specialize(
@@ -352,7 +354,7 @@ def _barrier_kernel(record_ptr, n, CALLER: gl.constexpr, ANSWERER: gl.constexpr)
 
 @gluon.jit(do_not_specialize=["n"])
 def _synchronise_kernel(record_ptr, n, WHAT: gl.constexpr):
-    """Time one synchronization instruction that has nothing to wait for."""
+    """Execute one synchronization instruction n times. It never has to wait."""
     barriers = new_barriers(2, 1)
     _stamp(record_ptr, 0)
     for _ in range(n):
@@ -365,7 +367,7 @@ def _synchronise_kernel(record_ptr, n, WHAT: gl.constexpr):
     _stamp(record_ptr, 1)
 
 
-INSTRUCTIONS = {  # name -> (PTX, results per instruction); the inputs $1, $2, $3 are two registers and a changing integer
+INSTRUCTIONS = {  # name -> (PTX, number of results); $0 is the result, $1 and $2 are registers, $3 is an integer that changes
     "exp2": ("ex2.approx.ftz.f32 $0, $1;", 1),
     "multiply-add": ("fma.rn.f32 $0, $1, $2, $1;", 1),
     "multiply": ("mul.f32 $0, $1, $2;", 1),
@@ -376,8 +378,8 @@ INSTRUCTIONS = {  # name -> (PTX, results per instruction); the inputs $1, $2, $
     "to float16": ("{ .reg .b32 t; cvt.rn.f16x2.f32 t, $1, $2; mov.b32 $0, t; }", 2),
     "to bfloat16": ("{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $1, $2; mov.b32 $0, t; }", 2),
     "from float16": ("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $1; cvt.f32.f16 $0, lo; }", 1),
-    # A register holds two bfloat16 elements. A multiplication unpacks the low half, and a mask unpacks the high half. The
-    # second register is an input, so that the compiler cannot merge several instructions.
+    # A register holds two bfloat16 elements. A multiplication unpacks its low half, and a mask unpacks its high half. $2 is an
+    # input only so that the compiler cannot merge several such instructions into one.
     "from bfloat16, low": (
         "{ .reg .b32 t, u; mov.b32 t, $1; mov.b32 u, $2; mad.lo.u32 t, t, $3, u; mov.b32 $0, t; }", 1,
     ),
@@ -390,23 +392,23 @@ INSTRUCTIONS = {  # name -> (PTX, results per instruction); the inputs $1, $2, $
 
 @dataclass(frozen=True)
 class Case:
-    """A rate to measure. The kernel's loop does `amount` of something per iteration, such as copying bytes."""
+    """A rate to measure. `amount` says how much an iteration of the kernel's loop does, such as the number of copied bytes."""
 
     name: str
-    kernel: JITFunction  # its arguments are the record, the number of iterations, and then `arguments`
+    kernel: JITFunction  # its arguments are the record, the number of iterations, and `arguments`
     arguments: tuple
     options: dict
     amount: float
-    per: str  # the rate's unit: "cycles" for cycles per unit of the amount, or "… a cycle" for the amount per cycle
+    per: str  # the rate's unit: "cycles" means cycles / amount, and "… a cycle" means amount / cycles
     programs: int  # number of programs; each runs on its own SM
-    warpgroups: int | None = None  # number of working warpgroups, or None if the kernel has no choice
+    warpgroups: int | None = None  # number of warpgroups with work, or None if the kernel has no such argument
 
     def launch(self, record: torch.Tensor, turns: int):
-        """Run `turns` iterations of the loop in each program. The record is [programs, FIELDS] int64."""
+        """Run `turns` iterations of the loop in each program. `record`, an int64 tensor [programs, FIELDS], gets the times."""
         self.kernel[(self.programs,)](record, turns, *self.arguments, **self.options)
 
     def rate(self, cycles: float, turns: int) -> float:
-        """Return the rate of a loop that took `cycles` for `turns` iterations."""
+        """Return the rate if `turns` iterations of the loop took `cycles`."""
         return cycles / (self.amount * turns) if self.per == "cycles" else self.amount * turns / cycles
 
 
@@ -442,7 +444,7 @@ def _copies_out(device, programs) -> Iterator[Case]:
 
 def _matmuls(device, programs) -> Iterator[Case]:
     sink = torch.zeros(ROWS.value, device=device)
-    shapes = {  # (N, K) of the stages' matmuls, and some with a small K
+    shapes = {  # where A is -> (N, K) of the stages' matmuls, and of some matmuls with a small K
         "shared": ((64, 16), (64, 64), (64, 128), (64, 256), (128, 16), (128, 64), (128, 128)),
         "registers": ((64, 64), (64, 128), (128, 64), (128, 128), (256, 64)),
         "transposed": ((64, 64),),
@@ -472,7 +474,7 @@ def _shared_memory(device, programs) -> Iterator[Case]:
     for n in (64, 128):
         nbytes = RING.value * ROWS.value * n * 2
         loops.append((f"load an operand, 64x{n}", _load_shared_kernel, (sink,), {"N": n, "ROW": False}, nbytes))
-        nbytes = RING.value * 4 * n * 4  # each of the four warps loads the row
+        nbytes = RING.value * 4 * n * 4  # each of the four warps loads the whole row, in float32
         loops.append((f"load a row, {n}", _load_shared_kernel, (sink,), {"N": n, "ROW": True}, nbytes))
     for n, sums, fence in ((64, False, False), (64, False, True), (128, False, False), (128, False, True), (64, True, False)):
         nbytes = 2 * ROWS.value * n * (4 if sums else 2)
@@ -505,11 +507,11 @@ UNITS = {
 
 
 def measure(case: Case) -> dict:
-    """Measure a case. Return its rate and other entries of the results file."""
+    """Measure a case. Return the case's entry of the results file, without its unit."""
     record = torch.zeros(case.programs, FIELDS.value, dtype=torch.int64, device="cuda")
     turns = FIRST_TURNS
     rates, clocks = [], []
-    for repetition in range(-2, REPETITIONS):  # run -2 compiles, and run -1 finds the time of an iteration
+    for repetition in range(-2, REPETITIONS):  # run -2 compiles, and run -1 finds the number of iterations
         case.launch(record, turns)
         begins, ends, begins_ns, ends_ns, on = record.cpu().unbind(1)
         if len(set(on.tolist())) != case.programs:

@@ -7,15 +7,15 @@ from torch import Tensor
 
 FACTORS = {"out": 2, "lse": 2, "dq": 3, "dk": 3, "dv": 3}  # a stage's error may be this many times the error of plain PyTorch
 
-# A stage may always have this relative error, because a GPU's exp2 and log2 are accurate to 2**-22. Plain PyTorch may have no
-# error by chance.
+# A stage may always have this relative error, because a GPU's exp2 and log2 are accurate to 2**-22. This matters if plain
+# PyTorch has no error by chance.
 FLOAT32_LOSS = 2.0**-22
 
 _SIZES = {"largest": lambda x: x.abs().max(), "rms": lambda x: x.square().mean().sqrt()}
 
-# Maximum bytes of a matrix [heads, query rows, keys], and of the K and V of these heads. Memory holds several such matrices at
-# the same time. The float32 matrix of a head with 16384 rows and keys has this size. So dK and dV take one matmul each, as in
-# plain PyTorch. For longer sequences, dK and dV are sums of matmuls.
+# Maximum bytes of a matrix [heads, query rows, keys] such as S, and of the K and V of its heads. Memory holds several such
+# matrices at the same time. For a head with 16384 queries and keys, S has exactly this size in float32. So up to this length,
+# one matmul computes dK and one computes dV, as in plain PyTorch. For longer sequences, several matmuls are added.
 BLOCK_BYTES = 2**30
 
 
@@ -28,7 +28,7 @@ def _scores(q, k, causal, scale, first, diagonal):
 
 
 def _rows(q, k, v, grad_out, *, first, causal, scale, diagonal, dtype):
-    """Return the results of some query rows and heads.
+    """Return the results of attention for some query rows and heads.
 
     The function computes in the precision of the arguments, but rounds P, O and dS to `dtype`.
     """
@@ -45,17 +45,17 @@ def _rows(q, k, v, grad_out, *, first, causal, scale, diagonal, dtype):
 
 
 def _row_magnitudes(q, k, v, grad_out, *, first, causal, scale, diagonal):
-    """Return the sums of `_rows`, but over absolute values.
+    """Return the results of `_rows`, but with each term of a sum replaced by its absolute value.
 
-    The rounding error in float32 is proportional to these sums, even if the terms cancel.
+    The rounding errors in float32 are proportional to these magnitudes, even if the terms themselves cancel.
     """
     s = _scores(q, k, causal, scale, first, diagonal)
     lse = s.logsumexp(-1, keepdim=True)
     q, k, v, size = abs(q), abs(k), abs(v), abs(scale)
     p = s.softmax(-1)
-    s = _scores(q, k, causal, size, first, diagonal)  # from absolute values
+    s = _scores(q, k, causal, size, first, diagonal)  # from the absolute values of q and k
     magnitudes = {"lse": s.amax(-1) + lse.squeeze(-1).abs()}
-    p *= s.clamp_(min=0).add_(1 + lse.abs())  # the relative error of exp(x) is the error of x
+    p *= s.clamp_(min=0).add_(1 + lse.abs())  # the relative error of P = exp(S - LSE) is the error of S - LSE
     del s
     magnitudes["out"] = out = p @ v
     if grad_out is not None:
@@ -66,7 +66,7 @@ def _row_magnitudes(q, k, v, grad_out, *, first, causal, scale, diagonal):
 
 
 def _together(above, below):
-    """Combine the results of two blocks of query rows. Add dK and dV, and concatenate the other results."""
+    """Combine the results of two blocks of query rows: add their dK and their dV, and concatenate the other results."""
     return {
         name: result + below[name] if name in ("dk", "dv") else torch.cat((result, below[name]), 1)
         for name, result in above.items()
@@ -74,7 +74,7 @@ def _together(above, below):
 
 
 def _each_head(function, precision, q, k, v, grad_out, **options):
-    """Apply `function` to parts that fit into memory: some heads, or some query rows of a head.
+    """Apply `function` to parts that fit into memory: to several heads at once, or to some query rows of one head.
 
     Return tensors [B, H, …]. The gradients of k and v are [B, Hkv, …], summed over the query heads that share a K/V head.
     """
@@ -112,12 +112,12 @@ def truth(
         k: [B, Hkv, Sk, D]. H must be a multiple of Hkv.
         v: [B, Hkv, Sk, Dv].
         grad_out: [B, H, Sq, Dv], the gradient of the output. None leaves the gradients out.
-        diagonal: if causal, query i sees key j where j <= i + diagonal.
+        diagonal: if causal, query i sees the keys j <= i + diagonal.
 
     Returns:
         A dict of float64 tensors: "out" [B, H, Sq, Dv] and "lse" [B, H, Sq]. With `grad_out`, it also has "dq", "dk" and "dv",
-        shaped like q, k and v. The entry "magnitudes" is a dict with the same names. It has the sums of absolute values that
-        `error_bounds` needs.
+        shaped like q, k and v. The entry "magnitudes" is a dict with a tensor for each of these names, from `_row_magnitudes`.
+        `error_bounds` needs it.
     """
     options = {"causal": causal, "scale": scale, "diagonal": diagonal}
     results = _each_head(_rows, torch.float64, q, k, v, grad_out, **options, dtype=torch.float64)
@@ -130,7 +130,7 @@ def plain(
 ) -> dict:  # fmt: skip
     """Compute attention in plain PyTorch, to find how large an error is normal.
 
-    Inputs, P, dS and results are in q's dtype, and everything else is in float32. This gives smaller errors than matmuls that
+    Inputs, P, dS and results are in q's dtype, and everything else is in float32. The errors are smaller than with matmuls that
     return float16, because such matmuls also round scores and dP. The arguments and results are as in `truth`. "lse" is
     float32, and the other results have q's dtype.
     """
@@ -140,9 +140,9 @@ def plain(
 
 
 def error_bounds(truth: dict, plain: dict) -> dict[str, dict[str, Tensor]]:
-    """Return the bounds of each result by name. They limit the "largest" and the "rms" error before the last rounding.
+    """Return the bounds of each result by name: of its "largest" and its "rms" error, without the error of the last rounding.
 
-    A bound is `FACTORS` times the error of `plain`, plus `FLOAT32_LOSS` times the sum of absolute values. The second term is
+    A bound is `FACTORS` times the error of `plain`, plus `FLOAT32_LOSS` times the magnitude from `truth`. The second term is
     needed because `plain` may be exact by chance.
 
     Args:
@@ -161,7 +161,8 @@ def error_bounds(truth: dict, plain: dict) -> dict[str, dict[str, Tensor]]:
 def assert_close(name: str, got: Tensor, truth: Tensor, bounds: dict[str, Tensor]):
     """Assert that the errors of `got` are within `bounds`, which come from `error_bounds`.
 
-    The last rounding adds half a unit in the last place of got's dtype to each bound.
+    The last rounding of a result, to got's dtype, adds an error of up to half a unit in the last place. So each bound grows by
+    this error.
 
     Raises:
         AssertionError: the shape differs, an error exceeds its bound, or an element is NaN or infinite.
@@ -171,8 +172,8 @@ def assert_close(name: str, got: Tensor, truth: Tensor, bounds: dict[str, Tensor
     half_ulp = torch.finfo(got.dtype).eps / 2
     errors = torch.stack([size(error) for size in _SIZES.values()])
     allowed = torch.stack([bounds[kind] + half_ulp * size(truth) for kind, size in _SIZES.items()])
-    allowed = allowed.clamp(max=torch.finfo(allowed.dtype).max)  # an infinity fails even if plain PyTorch overflows too
-    if (errors <= allowed).all():  # false for NaN; the only wait for the GPU
+    allowed = allowed.clamp(max=torch.finfo(allowed.dtype).max)  # an infinite error fails even if plain PyTorch overflows too
+    if (errors <= allowed).all():  # false for NaN; until here, the CPU has not waited for the GPU
         return
     worst = torch.unravel_index(error.argmax(), error.shape)  # argmax treats NaN as the largest
     worst = tuple(index.item() for index in worst)
@@ -187,7 +188,7 @@ def assert_close(name: str, got: Tensor, truth: Tensor, bounds: dict[str, Tensor
 def assert_correct(got: dict, truth: dict, plain: dict):
     """Call `assert_close` for each result in `got` ("out", "lse", "dq", "dk", "dv").
 
-    `truth` and `plain` are the results of the functions of these names, for the inputs of `got`.
+    `truth` and `plain` are the results of the functions `truth` and `plain` for the inputs of `got`.
     """
     bounds = error_bounds(truth, plain)
     for name, result in got.items():

@@ -3,8 +3,8 @@
     python -m common.measure.sanitize                                    # all tools and stages; needs a GPU
     python -m common.measure.sanitize --tool racecheck --stage v25,v29
 
-The tools do not understand every barrier and instruction, and `KNOWN` lists their false reports. A run fails if a tool gives
-any other report, or if a known report is missing.
+The tools do not understand every barrier and instruction, so some of their reports are false. `KNOWN` lists the false reports.
+The run fails if a tool gives a report that is not in `KNOWN`, or if a report in `KNOWN` is missing.
 """
 
 import argparse
@@ -32,21 +32,22 @@ from common.measure.workloads import DTYPES
 from common.runtime import DEVICE
 
 ROOT = Path(stages.__path__[0]).parent
-OUR_KERNELS = "^_[a-z]"  # matches the stages' kernels; names of C++ kernels begin with _Z or have no underscore
+OUR_KERNELS = "^_[a-z]"  # matches names of the stages' kernels; names of PyTorch's kernels begin with _Z or a letter
 TOOLS = {  # tool -> its options
     "memcheck": ["--report-api-errors", "no"],  # PyTorch calls driver functions that may be missing, and handles the errors
-    # initcheck must see the writes of PyTorch's kernels too. `sanitize` drops the reports on reads by these kernels.
+    # initcheck watches all kernels, because it must also see what PyTorch's kernels write. `sanitize` drops its reports on
+    # PyTorch's kernels.
     "initcheck": ["--check-api-memory-access", "no"],
     "racecheck": ["--kernel-name", f"regex={OUR_KERNELS}"],
 }
-LENGTHS = (200, 257), (257, 130)  # (number of queries, number of keys); they are no multiples of a tile's size
+LENGTHS = (200, 257), (257, 130)  # (number of queries, number of keys); none is a multiple of a tile size
 PROBLEMS = list(itertools.product(("float16", "bfloat16"), (64, 128), (False, True), LENGTHS))
-MOST_REPORTS = 500_000  # maximum number of reports per stage; v4b's descriptors cause 100 000
+MOST_REPORTS = 500_000  # maximum number of printed reports per stage; v4b's descriptors cause 100 000 reports
 
 
 @dataclass(frozen=True)
 class Report:
-    """A report of a tool: its kind, the kernel, and the source lines of the accesses, if known."""
+    """A report of a tool: its kind, the kernel, and the source lines of the reported accesses, as far as known."""
 
     kind: str
     kernel: str = ""
@@ -62,7 +63,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Known:
-    """A false report on some stages. All source lines of the report match the regular expression `lines`."""
+    """A false report that a tool gives on some stages. All source lines of the report match the regular expression `lines`."""
 
     tool: str
     stages: tuple[str, ...]
@@ -81,7 +82,7 @@ class Known:
 
 
 def _with(text: str) -> tuple[str, ...]:
-    """Return the stages whose forward contains `text`."""
+    """Return the stages whose forward has `text` in its source."""
     return tuple(
         name for name in stages.names() if any(text in stages.source(name, file) for file in stages.files("forward", name))
     )
@@ -94,8 +95,8 @@ COPIED = "the compiler's own mbarriers separate the copies of Q from the reads o
 DESCRIBED = "a program writes its descriptor with tensormap.cp_fenceproxy, which initcheck does not count as a write"
 KNOWN = (
     Known("racecheck", TOLD, "_forward_kernel", r"next_tiles\.number\.index\(.*\)\.(store|load)\(", TILE),
-    # The report names the line where the function begins, and the line where the warps split. In some forwards, the warps
-    # split inside an `if`.
+    # The reports for STATE name the kernel's first line, and the line that splits the warps into roles. Some forwards split the
+    # warps inside an `if`. Then the second line may be that of the `if`.
     Known("racecheck", ROLES, "_forward_kernel", r"^def _forward_kernel\(|if CONSUMERS == 2:|gl\.warp_specialize\(", STATE),
     Known("racecheck", ROLES, "_backward_kernel", r"^def _backward_kernel\(|gl\.warp_specialize\(", STATE),
     Known("racecheck", BY_COMPILER, "_forward_kernel", r"^def _forward_kernel\(|q_desc\.load\(|tl\.store\(lse_ptrs", COPIED),
@@ -104,7 +105,7 @@ KNOWN = (
 
 
 def run_stage(name: str):
-    """Run a stage's forward and backward on small problems. The tool runs this function in a process of its own."""
+    """Run a stage's forward and backward on small problems. `sanitize` runs this function in a new process, under a tool."""
     Autotuner.prune_configs = first_that_survives  # timing all configurations under a tool would take minutes
     stage = stages.load(name)
     for dtype, head_dim, causal, (seq_q, seq_k) in PROBLEMS:
@@ -124,8 +125,8 @@ PLACE = re.compile(
 def parse(log: str) -> tuple[list[Report], int]:
     """Return the reports in a tool's log in their order, and the total number of reports.
 
-    The total can exceed the number of reports in the log. A report is an unindented line, followed by indented lines with
-    accesses, threads and stack frames.
+    The total is larger than the number of reports in the log if the tool has not printed all reports. In the log, a report is
+    an unindented line. Indented lines with accesses, threads and stack frames follow it.
 
     Raises:
         ValueError: the log has no summary at its end, so the tool has not finished.
@@ -151,7 +152,7 @@ def _report(texts):
         kind, others = "race", [race[2], *others]
     kind = re.sub(r" of size [\d,]+ bytes?", "", kind)
     places = [place for place in map(PLACE.fullmatch, others) if place]
-    kernel = places[-1]["kernel"].split("(")[0] if places else ""  # the last frame is the kernel
+    kernel = places[-1]["kernel"].split("(")[0] if places else ""  # the last stack frame is the kernel
     accesses = (place for place in places if place["file"] and not place["what"].startswith("Device Frame"))
     return Report(kind, kernel, tuple(dict.fromkeys((place["file"], int(place["line"])) for place in accesses)))
 
@@ -165,7 +166,7 @@ def sanitize(tool: str, stage: str) -> collections.Counter:
         program = f"from common.measure import sanitize; sanitize.run_stage({stage!r})"
         run = subprocess.run(
             [*command, sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False,
-            env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # each tensor is one allocation, with its bounds
+            env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # each tensor is an allocation of its own
         )  # fmt: skip
         log = path.read_text() if path.exists() else ""
     last = (run.stderr.strip() or run.stdout.strip() or "no output").splitlines()[-1]
@@ -183,7 +184,7 @@ def sanitize(tool: str, stage: str) -> collections.Counter:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line, and return the exit status, which is 1 if there is an unexpected result."""
+    """Run the command line, and return the exit status. It is 1 if a report is new or a known report is missing."""
     terminal.prepare()
     parser = argparse.ArgumentParser(
         prog="python -m common.measure.sanitize",

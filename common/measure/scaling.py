@@ -1,8 +1,12 @@
 """Measure how ring attention scales. `make bench-ring GPUS=4` starts this program once for each GPU.
 
-Weak scaling keeps the tokens per GPU constant. Strong scaling divides one sequence among more GPUs. The tables compare both
-with one GPU, and with PyTorch's context parallelism over SDPA. The program compares each result with float64 before it times
-the case. Without GPUs it runs small cases over gloo, and compares the bytes that a rank sends with `sent_bytes`.
+A rank is a process with its own GPU. With n GPUs, each rank has an n-th of the sequence's tokens. Weak scaling compares
+sequences with equally many tokens per GPU. Strong scaling compares different numbers of GPUs on one sequence. The tables
+compare both with one GPU. They also have PyTorch's context parallelism over SDPA. Before the program times a case, it compares
+the results with attention in float64.
+
+Without GPUs, the program runs small cases on the CPU, where ranks communicate over gloo. It measures no time, but compares the
+number of bytes that a rank sends with `sent_bytes`.
 """
 
 import argparse
@@ -34,23 +38,23 @@ from common.ring import Ring, first_heads, ring_attention, unshard
 from common.runtime import DEVICE
 
 ON_GPUS = DEVICE == "cuda"
-# The backends of SDPA. On several GPUs, they run with PyTorch's context parallelism.
+# The backends of PyTorch's SDPA. On several GPUs, PyTorch's context parallelism calls them.
 SDPA = {"sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION} if ON_GPUS else {}
 if ON_GPUS:
     TOKENS, HEADS, HEAD_DIMENSION = "8192,32768", 16, 128
 else:  # sizes that the interpreter runs in seconds
     TOKENS, HEADS, HEAD_DIMENSION = "16", 2, 16
 GPUS = 2
-MILLION, MILLION_HEADS = 2**20, 8  # number of tokens over all GPUs, and number of heads, with --million
+MILLION, MILLION_HEADS = 2**20, 8  # with --million: number of tokens of the sequence, and number of heads
 PASSES = ("fwd", "fwd+bwd")
 
-TIMEOUT_S = 240  # a rank waits this many seconds for another rank, which may have to compile and tune
+TIMEOUT_S = 240  # a rank waits this many seconds for another rank, which may compile and tune kernels meanwhile
 LIMIT_S = 140  # a run starts no case after this many seconds
 GPU_CASE_S, CASE_S = 1.5, 1.0  # approximate seconds of a case, including its check: on GPUs, and on the interpreter
-SPIN_CYCLES = 10_000_000  # the GPU spins for this many cycles (5 ms) before each round, so that the CPU is ahead
+SPIN_CYCLES = 10_000_000  # a GPU spins for this many cycles (5 ms) before each round, while the CPU queues launches
 CHECKED_ROWS = 8  # number of checked query rows in each chunk of the sequence
-WARM_UP = 3  # number of untimed calls; a stage replays from the third call of a kind on
-ROUNDS_S, FEWEST_ROUNDS, MOST_ROUNDS = 0.3, 5, 30  # GPU seconds of all rounds of a case, and limits of their number
+WARM_UP = 3  # number of untimed calls; a stage replays recorded launches from the third equal call on
+ROUNDS_S, FEWEST_ROUNDS, MOST_ROUNDS = 0.3, 5, 30  # GPU seconds of all rounds together; limits of their number
 SLOW_S, SLOW_ROUNDS = 0.5, 3  # a call of more than SLOW_S seconds gets no warm-up and only SLOW_ROUNDS rounds
 
 
@@ -59,8 +63,8 @@ def sent_bytes(workload: Workload, ranks: int, rank: int = 0) -> int:
 
     With n ranks, a rank sends n - 1 blocks of K and V. A block has B · Hkv · S / n · (D + Dv) elements of e bytes. A backward
     also sends the gradients of these blocks. An element of a gradient has e bytes when it is first sent, and 4 bytes later.
-    With a causal mask, the ranks send only the gradients of half the block's keys, until the block comes to rank 0. After that
-    they send the gradients of all keys. So rank 0 sends the most.
+    With a causal mask, ranks send only the gradients of half a block's keys, until the block comes to rank 0. Rank 0 and later
+    ranks send the gradients of all its keys. So rank 0 sends the most.
     """
     w, size = workload, DTYPES[workload.dtype].itemsize
     numbers = w.batch * w.kv_heads * (w.kv_len // ranks) * (w.head_dim + w.value_dim)
@@ -70,25 +74,25 @@ def sent_bytes(workload: Workload, ranks: int, rank: int = 0) -> int:
 
 
 def held_bytes(workload: Workload, ranks: int) -> int:
-    """Return the maximum bytes that a rank holds, without its inputs and the stage's own memory.
+    """Return the most bytes that a rank holds at one time, without its inputs and the memory that the stage allocates itself.
 
-    All tensors have S / n tokens.
+    With n ranks, all tensors named here have S / n tokens.
 
     - Forward: a rank holds the result, the output of one block, and two LSEs. With two ranks, it also holds one block of K and
       V. With more ranks, it holds two such blocks, and the output in float32.
-    - Backward with two ranks: a rank holds the saved out and LSE, and two blocks of dK and dV. It also holds dQ of a block, and
+    - Backward with two ranks: a rank holds the saved O and LSE, and two blocks of dK and dV. It also holds dQ of a block, and
       the resulting dQ. At first, it holds the gradients of its own block's first heads. Later, it holds dK and dV of all heads
-      and dQ of the last heads instead. The larger size counts.
-    - Backward with more ranks: a rank holds the saved out and LSE, and two blocks of K and V. It also holds dQ and two blocks
-      of dK and dV in float32. It holds the gradients of its own block's first heads, and of another block. While the rank adds
-      two dQ, it holds dQ twice, but not dK and dV.
+      and dQ of the last heads instead. The larger of these two sizes counts.
+    - Backward with more ranks: a rank holds the saved O and LSE, and two blocks of K and V. It also holds dQ and two blocks of
+      dK and dV in float32. It holds the gradients of its own block's first heads, and dQ, dK and dV of another block. While the
+      rank adds this dQ to the sum, it holds this dQ twice, but no longer holds this dK and dV.
     """
     w, size = workload, DTYPES[workload.dtype].itemsize
     tokens, blocks = w.batch * w.seq_len // ranks, min(2, ranks - 1)
     kv = tokens * w.kv_heads * (w.head_dim + w.value_dim)  # elements in a block of K and V
     q, out, lse = (tokens * w.heads * columns for columns in (w.head_dim, w.value_dim, 1))
     if w.pass_ == "fwd":
-        between = 4 if ranks > 2 and size < 4 else 0  # bytes of a float32 element between two merges
+        between = 4 if ranks > 2 and size < 4 else 0  # bytes of an element of O in float32 between two merges
         return blocks * kv * size + out * (2 * size + between) + 2 * lse * 4
     heads = first_heads(w.kv_heads, size, ranks)
     first_q, first_kv = (numbers * heads // w.kv_heads for numbers in (q, kv))
@@ -101,7 +105,7 @@ def held_bytes(workload: Workload, ranks: int) -> int:
 
 @contextlib.contextmanager
 def counted_sends():
-    """Enter a context that counts the bytes that this process sends to other ranks, and yield [number of bytes]."""
+    """Count the bytes that this process sends to other ranks in this context. Yield a list of one element, the number."""
     sent, begin = [0], dist.batch_isend_irecv
 
     def counting(operations):
@@ -114,9 +118,10 @@ def counted_sends():
 
 @contextlib.contextmanager
 def attention_of(impl: str, group, causal: bool):
-    """Enter a context that yields `attend(q, k, v)` for a rank's part of a sequence.
+    """Enter a context, and yield a function `attend(q, k, v)` that computes this rank's part of the output.
 
-    The part is in the order of `common.ring.shard`. PyTorch's context parallelism uses this order too.
+    Its arguments are this rank's parts of q, k and v, with the rows that `common.ring.shard` selects. PyTorch's context
+    parallelism gives a rank these rows too.
 
     Raises:
         Unavailable: PyTorch has no context parallelism, or its interface differs from the one in PyTorch 2.11 to 2.13.
@@ -135,12 +140,12 @@ def attention_of(impl: str, group, causal: bool):
             except ImportError as error:
                 raise Unavailable(f"this PyTorch has no context parallelism as in 2.11: {error}") from None
             _cp_options.enable_load_balance = causal  # with a causal mask, each rank gets the chunks of `shard`
-            some = torch.zeros(2 * size if causal else size, device=DEVICE)  # context_parallel requires a tensor to shard
+            some = torch.zeros(2 * size if causal else size, device=DEVICE)  # context_parallel requires a tensor, even unused
             mesh = DeviceMesh.from_group(group, DEVICE)
             context = context_parallel(mesh, buffers=[some], buffer_seq_dims=[0])
             context.__enter__()
-            stack.callback(context.__exit__, None, None, None)  # pass no error, or PyTorch 2.11 leaves SDPA replaced
-        # Call SDPA through its module, because the context replaces the function in the module.
+            stack.callback(context.__exit__, None, None, None)  # PyTorch 2.11 restores SDPA only without an error
+        # The context replaces SDPA in its module `F`, so the call must look it up there.
         yield lambda q, k, v: F.scaled_dot_product_attention(
             q, k, v, is_causal=causal, **({} if q.shape[1] == k.shape[1] else {"enable_gqa": True})
         )
@@ -163,7 +168,7 @@ def inputs(workload: Workload, group) -> tuple[Tensor, ...]:
 
 
 def _of_rows(function: Callable, q, k, v, causal, scale, grad_out, positions) -> dict:
-    """Compute `truth` or `plain` of `common.measure.reference` for the queries at `positions` and all keys."""
+    """Call `truth` or `plain` of `common.measure.reference` for the queries at `positions`, with all keys that they see."""
     if not causal:
         return function(q, k, v, False, scale, grad_out)
 
@@ -197,9 +202,10 @@ def _row_of_ranks(tensor: Tensor, group) -> Tensor:
 def check(attend: Callable, workload: Workload, group):
     """Raise AssertionError on each rank unless the results are within the bounds of `common.measure.reference`.
 
-    The check compares the first K/V head and its query heads. It compares dK and dV of all keys, and the other results of some
-    query rows in each of the 2 n chunks. These rows include a chunk's first and last row. The gradient of the output is 0 in
-    all other rows, so dK and dV depend only on compared rows. Results that are not compared must be finite.
+    The check compares only the first K/V head and its query heads. It compares dK and dV of all keys. The sequence has two
+    chunks for each rank. In each chunk, the check compares the other results of some query rows, including the first and the
+    last row. The gradient of the output is 0 in all other rows, so dK and dV depend only on the compared rows. Results that are
+    not compared must be finite.
     """
     w, rank, size = workload, dist.get_rank(group), dist.get_world_size(group)
     q, k, v, grad_out = inputs(w, group)
@@ -242,10 +248,10 @@ def check(attend: Callable, workload: Workload, group):
 
 
 def _rounds(call: Callable, group, count: int) -> tuple[list[float], bool]:
-    """Return the seconds of each round on this rank's GPU, and whether the CPU was ahead of the GPU.
+    """Return the seconds of each round on this rank's GPU, and whether the CPU was ahead of the GPU in most rounds.
 
-    A round is a spin, a barrier, an event, the call, and another event. During the spin, the CPU queues the launches. The
-    barrier is a reduction over the GPUs, so that all GPUs begin together.
+    In a round, the GPU spins, waits for the other GPUs, records an event, runs the call, and records another event. During the
+    spin, the CPU queues the launches. The GPUs wait for each other in a reduction, so that all begin the call together.
     """
     token, events, exposed = torch.ones(1, device=DEVICE), [], 0
     for _ in range(count):
@@ -269,7 +275,7 @@ def _slowest(seconds: list[float], group) -> list[float]:
 
 
 def timed(call: Callable, group) -> dict:
-    """Measure the time until the last rank is done. Return the median and the interquartile range over rounds, in ms."""
+    """Measure a call's time until the last rank is done. Return its median and interquartile range over rounds, in ms."""
     call()
     (estimate,) = _slowest(_rounds(call, group, 1)[0], group)
     count = SLOW_ROUNDS
@@ -283,7 +289,7 @@ def timed(call: Callable, group) -> dict:
 
 
 def measure(impl: str, workload: Workload, group) -> dict:
-    """Measure a case's time and memory on GPUs. For a stage, also count the bytes that a rank sends."""
+    """Check a case. On GPUs, measure its time and memory. For a stage, count the bytes that this rank sends."""
     size = dist.get_world_size(group)
     with attention_of(impl, group, workload.causal) as attend:
         check(attend, workload, group)
@@ -343,7 +349,7 @@ COUNT_HEADERS = ("ranks", "S", "implementation", "bytes sent", "formula")
 
 
 def _cells(record, by_case):
-    """Return a row of the table that is made on GPUs."""
+    """Return a record's row in the table of a run on GPUs."""
     impl, ranks, seq_len = record["impl"], record["ranks"], record["seq_len"]
     start = [ranks, seq_len // ranks, seq_len, impl]
     if "failure" in record:
@@ -362,9 +368,9 @@ def tables(run: dict) -> str:
     """Format a run as markdown.
 
     Args:
-        run: a dict. "machine_info" describes the GPUs. "records" has a dict for each case, with the fields of
-            `Workload.record`, `impl` and `ranks`. The dict also has the result of `measure`, or `failure` and `note`. "links"
-            has the results of `link`.
+        run: a dict. "machine_info" describes the GPUs. "records" is a list with a dict for each case. This dict has the fields
+            of `Workload.record`, `impl` and `ranks`, and either the result of `measure` or that of `_failure`. "links" is a
+            list of results of `link`.
     """
     facts, records = run["machine_info"], run["records"]
     where = facts["gpus"] if facts["gpu"] else "CPU, interpreted, over gloo"
@@ -414,7 +420,8 @@ def start_ranks(module: str, argv: list[str], parse: Callable):
     """Replace this process by torchrun, which starts `module` once for each GPU.
 
     Args:
-        parse: parses the options for a number of GPUs. It ends this process with one message if they are wrong.
+        parse: a function that parses the options for a number of GPUs. If they are wrong, it ends this process before any rank
+            starts. So the user sees one message, not one for each rank.
     """
     parser = argparse.ArgumentParser(add_help=False)
     add_gpus(parser)
@@ -456,10 +463,10 @@ def parse_options(argv: list[str] | None, world: int) -> argparse.Namespace:
 def cases(options, world: int) -> list[tuple[str, Workload, int]]:
     """Return (implementation, workload, number of ranks) of each case, on 1, 2, 4, … ranks.
 
-    Some cases keep the number of tokens per rank, and other cases keep the sequence length.
+    Some cases have the same number of tokens per rank (weak scaling), and others the same sequence length (strong scaling).
     """
     sizes = sorted({2**power for power in range(world.bit_length()) if 2**power <= world} | {world})
-    points = {}  # the distinct (number of ranks, sequence length) in their order
+    points = {}  # its keys are the distinct (number of ranks, sequence length), in order
     for tokens, size in itertools.product(options.tokens, sizes):
         points |= {(size, size * tokens): None} | ({(size, world * tokens): None} if world * tokens % (2 * size) == 0 else {})
     impls = [*SDPA, *options.stage]
@@ -476,8 +483,8 @@ def cases(options, world: int) -> list[tuple[str, Workload, int]]:
 def begin() -> dict:
     """Join the group of all ranks that torchrun's environment describes.
 
-    Return the groups of the first 1, 2, 3, … ranks by their size. NCCL's stream has a high priority, so NCCL's few CTAs get an
-    SM before the stage's waiting programs.
+    Return a dict: number n -> group of the first n ranks. NCCL's stream has a high priority. So its few CTAs, which copy, start
+    before the stage's programs that also wait for an SM.
     """
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
 
@@ -505,7 +512,7 @@ def _facts(world: int) -> dict:
 
 
 def _of_rank_0(value):
-    """Return rank 0's value on all ranks. The ranks wait on the CPU."""
+    """Return rank 0's value on all ranks. The CPUs wait for it, not the GPUs."""
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]

@@ -2,9 +2,10 @@
 
     python -m common.measure.scopes --json results/scopes-h200.json   # on a Hopper GPU
 
-Triton's profiler Proton records the begin and the end of each scope inside the kernel. A copy of v29's forward gets scopes
-around its loads, matmuls and exponentials. Each scope costs some cycles, and the compiler moves nothing across a scope. So the
-record shows the kernel's order and overlap, but the kernel runs a little slower.
+A scope is a part of a kernel's source with a name. This program inserts scopes into a copy of v29's forward, around its waits,
+matmuls and exponentials. Triton's profiler Proton records when warps enter and leave each scope. A scope costs some cycles, and
+the compiler moves no instruction into it or out of it. So the kernel runs a little slower than without scopes. But the record
+shows in which order the warps work, and which work overlaps.
 """
 
 import argparse
@@ -25,10 +26,12 @@ from common.runtime import DEVICE
 
 STAGE = "v29_short_tiles"
 WORKLOAD = Workload("fwd", 8, 16, 2048, 128, False, "float16")
-CYCLES = 6000  # the record keeps this many cycles
+CYCLES = 6000  # the file keeps the spans of this many cycles
 WARPS = {"warp 0": "1: consumer", "warp 4": "2: consumer"}  # the first warp of a partition -> the partition's name
 LOOP = "# Issue both matmuls at once"
-# For each file: (a scope's name, its first line, its last line, an earlier line). The last scope of a file comes first.
+# file -> scopes, the last scope first. A scope is (name, first line, last line, earlier line). Each line is given by its
+# beginning, without indentation. The search for the first line starts at the earlier line. None means that the scope has only
+# one line.
 SCOPES = {
     "forward.py": (
         ("last matmul", "acc = warpgroup_mma_wait(0, [acc])", None, "normalize = "),
@@ -43,11 +46,11 @@ SCOPES = {
         ("wait for K, V", "mbarrier.wait(ring.full", None, "def _scores"),  # inside the scope "issue matmuls"
     ),
 }
-LAUNCHES = 'for mode in ("guess", "again"):', 'for mode in ("guess",):'  # leave out the second launch, which does nothing here
+LAUNCHES = 'for mode in ("guess", "again"):', 'for mode in ("guess",):'  # no second launch: here, no tile fails
 
 
 def with_scopes(file: str, text: str) -> str:
-    """Insert a file's SCOPES into its text.
+    """Insert the scopes that SCOPES lists for a file into the file's text.
 
     Raises:
         ValueError: a line that SCOPES names is missing.
@@ -71,9 +74,9 @@ def with_scopes(file: str, text: str) -> str:
 
 
 def record() -> list[dict]:
-    """Run the copy of the forward, and return the spans of one program in order.
+    """Run the copy of the forward, and return the spans of one program in the order of their starts.
 
-    A span has `who`, `what`, and `start` and `end` in cycles.
+    A span is one execution of a scope: `who` is the partition, `what` is the scope, and `start` and `end` are in cycles.
     """
     import triton.profiler as proton
     from triton.profiler.mode import Default
@@ -92,7 +95,7 @@ def record() -> list[dict]:
     spans = []
     for event in events:
         if event["pid"] == program:
-            # The trace counts in microseconds, and Proton writes one cycle as one nanosecond.
+            # Proton writes a cycle as a nanosecond, but the numbers in the trace are microseconds.
             start, duration = (1000 * event[name] for name in ("ts", "dur"))
             who = next(name for warp, name in WARPS.items() if event["tid"].startswith(warp))
             spans.append({"who": who, "what": event["name"], "start": start, "end": start + duration})
@@ -100,7 +103,7 @@ def record() -> list[dict]:
 
 
 def kept(spans: list[dict]) -> list[dict]:
-    """Keep the spans in CYCLES cycles after the middle of the record. Count their times from the first kept cycle."""
+    """Keep the spans within CYCLES cycles after the middle of the record. Count their times from the middle."""
     first = (spans[0]["start"] + spans[-1]["end"]) / 2
     inside = [span for span in spans if first <= span["start"] and span["end"] <= first + CYCLES]
     return [{**span, "start": round(span["start"] - first), "end": round(span["end"] - first)} for span in inside]

@@ -21,12 +21,15 @@ PLAIN = {
 
 
 def _plainly(error: UnicodeEncodeError) -> tuple[str, int]:
-    """Replace characters that an encoding lacks by similar ones."""
+    """Return similar characters for those that an encoding lacks, and the position after them."""
     return "".join(PLAIN.get(sign, "?") for sign in error.object[error.start : error.end]), error.end
 
 
 def prepare():
-    """Replace characters that the terminal's encoding lacks. If a reader such as `head` closes the pipe, end silently."""
+    """Let output replace characters that the terminal's encoding lacks.
+
+    Also let the program end silently if a reader such as `head` closes the pipe.
+    """
     codecs.register_error("plainly", _plainly)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="plainly")

@@ -2,8 +2,9 @@
 
     python -m common.measure.timeline --stage v25,v28 --json results/timeline.json   # anywhere
 
-`common.interpreter.timing` is the model. The model's rates come from microbenchmarks (`common.measure.rates`), not from the
-stages. They are in results/rates-h200.json. Only Gluon kernels are timed, and a stage's other kernels are left out.
+The model of an SM is `common.interpreter.timing`. Its rates are in results/rates-h200.json. They come from microbenchmarks
+(`common.measure.rates`), so no rate is fitted to a stage's measured time. Only Gluon kernels are timed. A stage's other kernels
+are left out.
 """
 
 import argparse
@@ -32,7 +33,7 @@ SCORES = 128 * 128  # the table gives the cycles for this number of unmasked sco
 
 
 def measured_rates(path: Path = RATES) -> Rates:
-    """Return the rates that `common.measure.rates` measured, for the model."""
+    """Return the model's rates, from a results file of `common.measure.rates`."""
     values = {}
     for rate in json.loads(path.read_text())["rates"]:
         values[rate["unit"], rate["name"], rate["num_sms"] == 1, rate["warpgroups"]] = rate["value"]
@@ -77,7 +78,7 @@ def measured_rates(path: Path = RATES) -> Rates:
 
 
 def simulate(stage, workload: Workload, rates: Rates) -> list[Timing]:
-    """Run one pass of a stage on the model of an SM. Return the timing of each Gluon kernel that it launches."""
+    """Run one pass of a stage on the model of an SM. Return the timing of each Gluon kernel that the pass launches."""
     torch.manual_seed(0)
     with interpreted_as(HOPPER):
         call = stage_call(stage, workload, workload.inputs())
@@ -95,7 +96,7 @@ def busy(spans: list[Span], end: float) -> dict[str, float]:
 
 
 def record(name: str, workload: Workload, timings: list[Timing]) -> dict:
-    """Return a workload's cycles, its cycles for SCORES scores, and each unit's busy share in the longest kernel."""
+    """Return a workload's cycles, its cycles for SCORES scores, and the busy share of each unit in the longest kernel."""
     longest = max(timings, key=lambda timing: timing.end)
     cycles = sum(timing.end for timing in timings)
     scores = workload.batch * workload.heads * workload.seq_len * workload.kv_len / (2 if workload.causal else 1)
@@ -109,12 +110,12 @@ def record(name: str, workload: Workload, timings: list[Timing]) -> dict:
 
 
 def has_gluon(name: str) -> bool:
-    """Return whether both passes of a stage have Gluon kernels, because only these can be timed."""
+    """Return whether both passes of a stage have Gluon kernels. The model can time no other kernels."""
     return all("@gluon.jit" in stages.source(name, f"{pass_}.py") for pass_ in ("forward", "backward"))
 
 
 def require_timed(names: list[str], passes: list[str], head_dims: list[int]):
-    """Raise SystemExit if a stage launches no Gluon kernel. The message names the head dimensions that can be timed."""
+    """Raise SystemExit if one of the passes launches no Gluon kernel. The message says which head dimensions can be timed."""
     for name, pass_, head_dim in itertools.product(names, passes, head_dims):
         if not has_gluon(name):
             raise SystemExit(f"{name} does not have Gluon kernels for both passes, and only Gluon kernels can be timed")
@@ -127,7 +128,7 @@ def require_timed(names: list[str], passes: list[str], head_dims: list[int]):
 
 
 def _timed(name, pass_, head_dim):
-    """Return whether any kernel of a pass is timed, by simulating a sequence of length 1."""
+    """Simulate a pass for a sequence of length 1, and return whether the model times any of its kernels."""
     return bool(simulate(stages.load(name), Workload(pass_, 1, 1, 1, head_dim, False, "float16"), measured_rates()))
 
 

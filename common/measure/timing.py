@@ -6,17 +6,17 @@ from collections.abc import Callable
 
 import torch
 
-REST_S = 0.06  # seconds of rest before a case, so that the power limit's effect does not depend on earlier cases
-WARM_UP_S = 0.15  # GPU seconds of warm-up, until the clock has settled at the power limit
+REST_S = 0.06  # seconds of rest before a case, so that earlier cases do not slow it down (see `GpuTimer`)
+WARM_UP_S = 0.15  # GPU seconds of warm-up; after them, the clock has settled
 CASE_S = 0.1  # GPU seconds that the rounds of a case take together
-FEWEST_ROUNDS, MOST_ROUNDS = 5, 200  # limits of the number of rounds of a case
-SLOW_S = 50e-3  # a call that takes more GPU seconds needs no warm-up except its first call
+FEWEST_ROUNDS, MOST_ROUNDS = 5, 200  # minimum and maximum number of rounds of a case
+SLOW_S = 50e-3  # a call that takes more GPU seconds than this gets no warm-up except its first call
 SLOW_ROUNDS = 3  # number of rounds of such a slow call
 HEAD_START_S = 3e-3  # the GPU spins this long before the first round, so that the CPU is ahead of the GPU
-SHORTEST_SPIN_S, LONGEST_SPIN_S = 50e-6, 20e-3  # limits of the GPU's spin before each round
-EXPOSED_SHARE = 0.1  # allowed share of exposed rounds (see `GpuTimer`): so few rounds do not change the median
+SHORTEST_SPIN_S, LONGEST_SPIN_S = 50e-6, 20e-3  # minimum and maximum seconds of the GPU's spin before each round
+EXPOSED_SHARE = 0.1  # allowed share of exposed rounds (see `GpuTimer`); so few hardly change the median
 HOST_S = 20e-3  # seconds spent on measuring a call's CPU time
-FEWEST_HOST_ROUNDS, MOST_HOST_ROUNDS = 3, 100  # limits of the number of rounds that measure CPU time
+FEWEST_HOST_ROUNDS, MOST_HOST_ROUNDS = 3, 100  # minimum and maximum number of rounds that measure CPU time
 HOST_WARM_UP_ROUNDS = 2  # number of warm-up rounds before the rounds that measure CPU time
 IN_A_ROW = 10  # number of calls back to back in a round of `seconds_in_a_row`
 MOST_ROWS = 20  # maximum number of rounds of `seconds_in_a_row`
@@ -26,32 +26,34 @@ COPY_BYTES = 4 * 2**30  # much more than an L2 cache holds
 
 
 class GpuTimer:
-    """Time back-to-back calls with a cold L2 cache, as in a program that does nothing else.
+    """Time the rounds of a call back to back, with a cold L2 cache.
 
-    A case begins after a rest. At its power limit, an H200 works for 0.8 s at full speed. Then it slows down by up to a fifth
-    for 0.2 s, and again a second later. Without rests, some cases would run while the GPU is slow. After a rest of 0.05 s, the
-    GPU again works for 0.8 s at full speed.
+    A case, which is all rounds of one call, begins after a rest. Under full load, an H200 works for 0.8 s at full speed. Then
+    its power limit slows it down by up to a fifth for 0.2 s. It slows down again a second later. Without rests, some cases
+    would run while the GPU is slow. After a rest of 0.05 s, the GPU again works for 0.8 s at full speed.
 
-    The CPU queues all rounds, including warm-up, without waiting for the GPU. After an idle time the GPU's clock would be
-    higher. A round first reads `CACHE_BYTES` to evict the L2 cache. Then it records an event, makes the call, and records
-    another event. If the CPU is ahead, the time between the events is GPU time only. The round does not write `CACHE_BYTES`.
-    Otherwise a memory-bound call would have to wait until the L2 cache has written the bytes to memory.
+    The CPU queues all rounds, including warm-up, without waiting for the GPU. So the GPU is never idle between rounds. After an
+    idle time, its clock would be unusually high. A round first reads `CACHE_BYTES`, so that the L2 cache no longer holds the
+    call's inputs. It does not write these bytes, because a memory-bound call would then have to wait until the L2 cache has
+    written them to memory. After the reads, the round records an event, makes the call, and records another event. If the CPU
+    is ahead of the GPU, the time between the events is GPU time only.
 
     A round is exposed if the GPU passes the first event before the call has queued its kernels. The measured time then includes
-    CPU time. If too many rounds are exposed, each round begins with a spin on the GPU. The timer doubles the spin until few
-    rounds are exposed. A call stays exposed if its CPU time exceeds `LONGEST_SPIN_S`, or if the call itself waits for the GPU.
+    CPU time. If too many rounds are exposed, the timer measures again, and lets the GPU spin at the beginning of each round. It
+    doubles the spin until few rounds are exposed. Rounds stay exposed if the call's CPU time exceeds `LONGEST_SPIN_S`, or if
+    the call itself waits for the GPU.
     """
 
     def __init__(self):
         self._cache_filler = torch.zeros(CACHE_BYTES // 4, device="cuda")
         self._cycles_per_s = 1e9
-        self._rounds(lambda: None, 1, 0.0)  # load the kernels that a round launches
+        self._rounds(lambda: None, 1, 0.0)  # the first round loads the kernels that every round launches
         cycles = 10_000_000
         (seconds,), _ = self._rounds(lambda: torch.cuda._sleep(cycles), 1, 0.0)
         self._cycles_per_s = cycles / seconds
 
     def _rounds(self, call: Callable, count: int, spin_s: float, warm_up: int = 0) -> tuple[list[float], bool]:
-        """Run `count` rounds after `warm_up` rounds. Return their GPU seconds, and whether too many were exposed."""
+        """Run `count` rounds after `warm_up` rounds. Return the GPU seconds of each, and whether too many were exposed."""
         exposed = 0
         events = []
         torch.cuda._sleep(int(HEAD_START_S * self._cycles_per_s))
@@ -69,9 +71,9 @@ class GpuTimer:
         return [start.elapsed_time(end) / 1e3 for start, end in events[warm_up:]], exposed > EXPOSED_SHARE * count
 
     def measure(self, call: Callable) -> tuple[list[float], bool]:
-        """Return the GPU seconds of each round of a call, and whether the launch was hidden.
+        """Return the GPU seconds of each round of a call, and whether the launches were hidden.
 
-        If the launch was hidden, the seconds include no CPU time.
+        Hidden launches mean that few rounds were exposed, so that the median includes no CPU time.
         """
         torch.cuda.synchronize()
         time.sleep(REST_S)
@@ -89,11 +91,11 @@ class GpuTimer:
 
 
 def host_seconds(call: Callable, gpu_seconds: float) -> list[float]:
-    """Return the CPU seconds until a call returns, for each round.
+    """Return for each round the CPU seconds from the beginning of a call until it returns.
 
     During this time the CPU checks arguments, makes descriptors and launches kernels. CPU time varies much more than GPU time,
     because the CPU has other work and a changing clock. So a short call gets many rounds. Before each round, the CPU waits
-    until the GPU has finished. The first rounds are left out, because the caches are still cold.
+    until the GPU has finished. The first rounds are left out, because the CPU's caches are still cold.
 
     Args:
         gpu_seconds: the GPU time of a call.
@@ -109,11 +111,11 @@ def host_seconds(call: Callable, gpu_seconds: float) -> list[float]:
 
 
 def seconds_in_a_row(call: Callable, gpu_seconds: float) -> list[float]:
-    """Return the seconds per call of `IN_A_ROW` calls back to back, for each round.
+    """Return for each round the seconds per call, where a round is `IN_A_ROW` calls back to back.
 
-    The cache is warm, and the result includes the launches. The GPU passes a first event at once, and a second event after the
-    last call. The result is the time between the events, divided by the number of calls. If a call is short, its kernels end
-    before the CPU has launched the next call. The result is then mostly CPU time and launch latency.
+    The L2 cache is warm, and the seconds include the launches. The GPU passes a first event before the first call is launched,
+    and a second event after the last call. The result is the time between the events, divided by the number of calls. If a call
+    is short, its kernels end before the CPU has launched the next call. The result is then mostly CPU time and launch latency.
 
     Args:
         gpu_seconds: the GPU time of a call.
@@ -135,8 +137,8 @@ def seconds_in_a_row(call: Callable, gpu_seconds: float) -> list[float]:
 class Replay:
     """A timer for pytest-benchmark that replays measured times.
 
-    pytest-benchmark reads the timer before and after each round. Each round starts at 0, so that a sum of many rounds does not
-    lose precision.
+    pytest-benchmark reads the timer before and after each round. The reading before a round is always 0. If readings grew from
+    round to round, their differences would lose precision.
     """
 
     def __init__(self):
@@ -154,7 +156,7 @@ class Replay:
 
 
 def matmul_tflops(timer: GpuTimer, dtype: torch.dtype) -> float:
-    """Measure the TFLOP/s of PyTorch on a large square matmul. Attention can hardly be faster."""
+    """Measure the TFLOP/s of PyTorch on a large square matmul. Attention can hardly reach more."""
     a, b = torch.randn(2, MATMUL_SIZE, MATMUL_SIZE, device="cuda", dtype=dtype)
     out = torch.empty_like(a)
     times, _ = timer.measure(lambda: torch.mm(a, b, out=out))

@@ -1,8 +1,10 @@
-"""Record in order which tiles of which tensors a pass reads, writes or adds to. The kernels run on the interpreters.
+"""Record in order which tiles of which tensors a pass reads, writes or adds to.
 
-An access is one load, store, atomic or TMA copy of a program, or one argument of a PyTorch operator. Each access has the bytes
-that `common.measure.counter` counts, so the accesses of a trace add up to the counted traffic. `common.show.traces` is the
-command.
+The kernels run on an interpreter: Triton's, or the one for Gluon of `common.interpreter`. `python -m common.show.traces` is
+the command.
+
+An access is one load, store, atomic operation or TMA copy of a program, or one argument or result of a PyTorch operator. Each
+access has the bytes that `common.measure.counter` counts, so the accesses of a trace add up to the counted traffic.
 
 Triton's programs and PyTorch's operators run one after the other. Gluon's launches run on the model of an SM
 (`common.measure.timeline`), which gives each access its cycles.
@@ -34,12 +36,12 @@ class Access:
     """An access of a program to a part of a tensor.
 
     Attributes:
-        launch: the number of the launch.
+        launch: the index of the launch in `Trace.launches`.
         program: the number of the program or CTA; 0 for a PyTorch operator.
         partition: the function that the accessing warps run; "" if the kernel has no partitions.
         kind: "read", "write" or "add".
         tensor: the tensor's name in `Trace.tensors`.
-        heads: the first and the last head, counted over all batch elements.
+        heads: the first and the last head. The numbers of heads go on from one batch element to the next.
         rows: the first and the last row.
         columns: the first and the last column.
         nbytes: the number of bytes that move. An atomic addition counts twice, because it reads and writes.
@@ -68,7 +70,7 @@ class Trace:
         launches: the launches that the counter counted.
         accesses: the accesses of all launches.
         tensors: the (heads, rows, columns) of each tensor by name, in the order of the first accesses.
-        spans: for the number of each timed launch, the work of the SM's units in the model.
+        spans: the index of each timed launch -> what the units of the modelled SM do in this launch, and when.
     """
 
     launches: list[Launch]
@@ -99,7 +101,7 @@ def trace(stage, workload: Workload, gpu: Gpu = ONE_SM) -> Trace:
 
 
 def _prepared(stage, workload, inputs):
-    """Return a call of a pass, and the call's input tensors in the order of `GIVEN`."""
+    """Return a function that runs a pass, and the pass's input tensors in the order of `GIVEN`."""
     options = {"causal": workload.causal, "scale": workload.head_dim**-0.5}
     *qkv, grad_out = inputs
     if workload.pass_ == "fwd":
@@ -109,7 +111,7 @@ def _prepared(stage, workload, inputs):
 
 
 class _Known:
-    """A tensor that kernels may access. Its name may become known later.
+    """A tensor that kernels may access. Its name may be None at first, and become known later.
 
     Args:
         outer: the pairs (batch, heads) of the tensors of a pass. A tensor of three dimensions that begins with such a pair is
@@ -129,9 +131,9 @@ class _Known:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """The numbers of heads in all batch elements, of rows and of columns.
+        """The number of heads in all batch elements together, the number of rows, and the number of columns.
 
-        A tensor without three or four dimensions counts as a single column.
+        If the tensor does not have three or four dimensions, it counts as a single column.
         """
         if not self._sizes:
             return 1, self.storage.nbytes() // self.tensor.itemsize, 1
@@ -156,13 +158,13 @@ class _Tracer(Counter):
         super().__init__()
         self._timings, self._outer = timings, outer
         self._known: list[_Known] = []
-        self._seen = []  # (_Known, Access), where the access has no tensor name yet
-        self._timed = {}  # number of a timed launch -> index of its timing
+        self._seen = []  # (_Known, Access); `trace` fills in the access's tensor name
+        self._timed = {}  # index of a timed launch -> index of its timing in `timings`
 
     def know(self, tensor: Tensor, name: str | None) -> _Known:
-        """Return the known tensor with the memory of `tensor`, or a new one.
+        """Return the `_Known` of the memory of `tensor`, which is new if this memory was unknown.
 
-        The known tensor gets `name` if it has no name yet, or if `name` is a name of attention's tensors.
+        The `_Known` gets `name` if it has no name yet, or if `name` is in `GIVEN` or `RESULTS`.
         """
         storage = tensor.untyped_storage()
         known = next((known for known in self._known if known.storage.data_ptr() == storage.data_ptr()), None)
@@ -179,7 +181,7 @@ class _Tracer(Counter):
         for known, _ in self._seen:
             if id(known) not in names:
                 name = known.name or "temporary"
-                while name in tensors:  # several tensors can have one name
+                while name in tensors:  # several tensors can have one name; add a prime to the later ones
                     name += "\N{PRIME}"
                 names[id(known)], tensors[name] = name, known.shape
         accesses = [dataclasses.replace(access, tensor=names[id(known)]) for known, access in self._seen]
@@ -284,7 +286,7 @@ class _Tracer(Counter):
 
 
 def _name_in_a_stage(tensor: Tensor) -> str | None:
-    """Return the tensor's name in a stage's host function, or None if the tensor has no name yet."""
+    """Return the name of the variable in a stage's host function that holds the tensor, or None if there is none."""
     frame = sys._getframe(2)
     while frame:
         if "/stages/v" in frame.f_code.co_filename:

@@ -1,8 +1,9 @@
 """Count the traffic and FLOPs of each stage on the CPU, and compute their time at a GPU's published peaks.
 
-`common.measure.counter` explains what counts. Every kernel has the tiles and the number of programs that it would have on that
-GPU. An autotuned kernel takes the fixed tiles of the earlier stages (`common.kernels.tiles`) if its configurations include
-them. So a stage's gain comes from its idea and not from tuning. `common.show.counts` is the command.
+`common.measure.counter` explains what counts. Every kernel has the tiles and the number of programs that it would have on the
+chosen GPU. An autotuned kernel takes the fixed tiles of `common.kernels.tiles`, which the earlier stages use, if its
+configurations include these tiles. So a stage's gain comes from its idea and not from tuning. `python -m common.show.counts` is
+the command.
 """
 
 import contextlib
@@ -46,8 +47,8 @@ class Gpu:
 
 
 GPUS = {
-    # The page gives 1,979 TFLOP/s with sparsity; half of them remain without sparsity. The H100 SXM has the same chip, and the
-    # number of SMs is from https://developer.nvidia.com/blog/nvidia-hopper-architecture-in-depth/.
+    # The page gives 1,979 TFLOP/s with sparsity. Without sparsity, the rate is half of this. The number of SMs is that of the
+    # H100 SXM, which has the same chip: https://developer.nvidia.com/blog/nvidia-hopper-architecture-in-depth/.
     "h200": Gpu("NVIDIA H200 SXM", 90, 132, 989, 4.8, "https://www.nvidia.com/en-us/data-center/h200/"),
     # The number of SMs is from https://developer.nvidia.com/blog/nvidia-ampere-architecture-in-depth/.
     "a100": Gpu(
@@ -55,8 +56,8 @@ GPUS = {
         "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf",
     ),
     # The page gives 759 TOPS in FP4 with sparsity. Dense float16 with float32 accumulation has a sixteenth of this rate. The
-    # ratio is from the architecture's whitepaper (RTX 5090: 3,352 and 209.5). The bandwidth comes from 128 bits at 28 Gbit/s
-    # each. The number of SMs comes from 4,608 cores on the page and 128 cores per SM in the whitepaper.
+    # ratio is from the architecture's whitepaper (RTX 5090: 3,352 and 209.5). The bandwidth is 128 data lines times 28 Gbit/s
+    # per line. The number of SMs is 4,608 cores (from the page) divided by 128 cores per SM (from the whitepaper).
     "rtx5060ti": Gpu(
         "NVIDIA GeForce RTX 5060 Ti", 120, 36, 47.4, 0.448,
         "https://www.nvidia.com/en-us/geforce/graphics-cards/50-series/rtx-5060-family/ and "
@@ -79,12 +80,12 @@ def tiles_of(gpu: Gpu, stage, head_dim: int, dtype: torch.dtype, tuned: dict[str
             tile = (tuned or {}).get(name) or _likely_tile(gpu, tuner, head_dim, dtype)
             config = triton.Config(dict(zip(("BLOCK_M", "BLOCK_N"), tile, strict=True)), pre_hook=tuner.configs[0].pre_hook)
             restored.callback(setattr, tuner, "configs", tuner.configs)
-            tuner.configs = [config]  # a single configuration is not timed
+            tuner.configs = [config]  # the autotuner does not time a single configuration
         yield
 
 
 def _likely_tile(gpu, tuner, head_dim, dtype):
-    """Return the kernel's fixed tile if the kernel has a configuration with this tile for this GPU.
+    """Return the kernel's fixed tile if one of its configurations for this GPU has this tile.
 
     Otherwise return the first configuration's tile.
     """
@@ -98,7 +99,10 @@ def _likely_tile(gpu, tuner, head_dim, dtype):
 
 
 def stage_call(stage, workload: Workload, inputs):
-    """Return a call of a stage's `forward` or `backward`. For a backward, this function runs the forward."""
+    """Return a function that runs a pass of a stage.
+
+    If the pass is only a backward, `stage_call` itself runs the forward once.
+    """
     options = {"causal": workload.causal, "scale": workload.head_dim**-0.5}
     *qkv, grad_out = inputs
     if workload.pass_ == "fwd":
@@ -110,13 +114,13 @@ def stage_call(stage, workload: Workload, inputs):
 
 
 def count_stage(stage, workload: Workload, gpu: Gpu, tuned: dict[str, tuple[int, int]] | None = None) -> Count:
-    """Count one pass of a stage with the tiles of a GPU. The arguments `stage` and `tuned` are those of `tiles_of`."""
+    """Count one pass of a stage with the tiles of a GPU. `tiles_of` explains the arguments `stage` and `tuned`."""
     with tiles_of(gpu, stage, max(workload.head_dim, workload.value_dim), DTYPES[workload.dtype], tuned):
         return count(stage_call(stage, workload, workload.inputs()))
 
 
 def roofline(launches: list[Launch], gpu: Gpu) -> tuple[float, str]:
-    """Return the seconds that the launches take at a GPU's peaks, and whether "bytes" or "FLOPs" take most of them.
+    """Return the seconds that the launches take at a GPU's peaks, and whether "bytes" or "FLOPs" limit most of this time.
 
     The launches run one after the other. Each takes the time for its bytes or the time for its FLOPs, whichever is longer. All
     bytes move at memory bandwidth, although caches are faster.
@@ -129,7 +133,10 @@ def roofline(launches: list[Launch], gpu: Gpu) -> tuple[float, str]:
 
 
 def costs(counted: Count, gpu: Gpu, dtype: str) -> dict:
-    """Return a count as fields of a record for `tables.speed_table`. float32 gets no roofline, because its peaks differ."""
+    """Return a count as fields of a record for `tables.speed_table`.
+
+    float32 gets no roofline, because `Gpu` has the peak of float16 only.
+    """
     tiles = ("×".join(map(str, launch.tile.values())) for launch in counted.launches if launch.tile)
     seconds, bound = (None, None) if dtype == "float32" else roofline(counted.launches, gpu)
     return {

@@ -3,8 +3,8 @@
     python -m common.measure.units results/units-h200.json   # on a GPU with `ncu`
     make table FILE=results/units-h200.json
 
-A unit that is busy nearly all the time limits the kernel's speed. If no unit is so busy, the warps wait for each other or for
-memory.
+A unit that is busy nearly all the time limits the kernel's speed. If no unit is busy nearly all the time, the warps wait for
+each other or for memory.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from common.measure.options import add_implementations, add_list, json_path, wri
 from common.measure.workloads import Workload
 
 TIME, CLOCK, REGISTERS = "gpu__time_duration.sum", "sm__cycles_elapsed.avg.per_second", "launch__registers_per_thread"
-UNITS = {  # unit -> metric, in percent of the unit's peak from a kernel's begin to its end
+UNITS = {  # unit -> metric; its value is a percentage of the unit's peak, from a kernel's begin to its end
     "tensor cores": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
     "exponentials": "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_elapsed",
     "issue slots": "sm__inst_issued.avg.pct_of_peak_sustained_elapsed",
@@ -31,7 +31,7 @@ REASONS = (
     "math_pipe_throttle", "membar", "mio_throttle", "misc", "no_instruction", "not_selected", "short_scoreboard", "sleeping",
     "tex_throttle", "wait",
 )  # fmt: skip
-FROM = (3, "")  # the default measures the stages from v3 on, because matmuls limit their speed
+FROM = (3, "")  # the default measures the stages from v3 on; matmuls limit their speed
 
 
 def launch(options):

@@ -7,14 +7,15 @@ from torch import Tensor
 
 from common.runtime import DEVICE
 
-# pass -> (number of matmuls with the head dimension of q and k, number of matmuls with the head dimension of v). A forward
-# computes (S; O). A backward computes (S again, dQ, dK; dP, dV).
+# pass -> (number of matmuls with the head dimension of q and k, number of matmuls with the head dimension of v). The first
+# matmuls compute S in a forward; S again, dQ and dK in a backward. The second matmuls compute O in a forward; dP and dV in a
+# backward.
 PASSES = {"fwd": (1, 1), "bwd": (3, 2), "fwd+bwd": (4, 3)}
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 TOKENS = 16384  # batch * seq_len
 HIDDEN = 2048  # heads * head_dim
-SINK_QUERY = 4  # element 0 of every query if there is a sink; some elements of normally distributed queries are as large
+SINK_QUERY = 4  # element 0 of every query if there is a sink; a few other elements of the queries are as large
 if DEVICE == "cuda":
     HEAD_DIMS = (64, 128)
     SEQ_LENS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -42,10 +43,10 @@ class Workload:
     causal: bool
     dtype: str  # a key of DTYPES
     score_std: float = 1.0  # the standard deviation of the scores q·k / √D
-    kv_heads: int | None = None  # the number of K/V heads; None means heads
-    value_dim: int | None = None  # the head dimension of v; None means head_dim
-    kv_len: int | None = None  # the number of keys; None means seq_len
-    sink: float = 0.0  # if not 0, the score of key 0 for every query, in nats; the other keys' scores have mean 0
+    kv_heads: int | None = None  # the number of K/V heads; None means `heads`
+    value_dim: int | None = None  # the head dimension of v; None means the same as head_dim
+    kv_len: int | None = None  # the number of keys; None means as many as queries
+    sink: float = 0.0  # if not 0, every query's score with key 0, in nats; the other scores have mean 0
 
     def __post_init__(self):
         for name, usual in (("kv_heads", self.heads), ("value_dim", self.head_dim), ("kv_len", self.seq_len)):
@@ -53,7 +54,7 @@ class Workload:
                 object.__setattr__(self, name, usual)
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.kv_heads} K/V heads do not divide {self.heads} heads")
-        if self.causal and self.kv_len != self.seq_len:  # the alignment of the mask would be ambiguous
+        if self.causal and self.kv_len != self.seq_len:  # the mask could be top-left or bottom-right
             raise ValueError(f"a causal workload of {self.seq_len} queries must have as many keys, not {self.kv_len}")
 
     @classmethod
@@ -64,7 +65,7 @@ class Workload:
 
     @property
     def flops(self) -> float:
-        """The FLOPs as the papers count them: only matmuls, half of them if causal, and without recomputation."""
+        """The FLOPs as the papers count them: those of the matmuls in `PASSES`, or half of these with a causal mask."""
         of_keys, of_values = PASSES[self.pass_]
         scores = self.batch * self.heads * self.seq_len * self.kv_len
         return 2 * scores * (of_keys * self.head_dim + of_values * self.value_dim) * (0.5 if self.causal else 1.0)
@@ -80,7 +81,7 @@ class Workload:
         return f"{self.pass_} B={self.batch} {heads} {lengths} {dims} {mask} {self.dtype}{spread}{sink}"
 
     def record(self) -> dict:
-        """Return the workload as fields of a record."""
+        """Return the workload as a dict, which is a part of a results file's record."""
         return {name.rstrip("_"): value for name, value in asdict(self).items()}
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -88,8 +89,8 @@ class Workload:
 
         All elements are normally distributed, and q is multiplied by `score_std`. A sink replaces the first element of each row
         of q and k: by `SINK_QUERY` in every query, and by 0 in every key except key 0. In key 0, the first element gives the
-        sink's score, and all other elements are 0. Inputs are never all zeros, because a GPU needs less power to multiply
-        zeros, so its clock would be higher.
+        sink's score, and all other elements are 0. Inputs are never all zeros. A GPU needs less power to multiply zeros, so its
+        clock would be unusually high.
         """
         generator = torch.Generator(DEVICE).manual_seed(0)
         rows, kv_rows = (self.heads, self.seq_len), (self.kv_heads, self.kv_len)
@@ -105,7 +106,7 @@ class Workload:
 
 
 def paper_shape(seq_len: int, head_dim: int) -> tuple[int, int]:
-    """Return (batch, heads) for 16384 tokens and a hidden size of 2048. On the CPU, return (1, 2)."""
+    """Return the papers' (batch, heads): 16384 tokens and a hidden size of 2048. On the CPU, return (1, 2) to save time."""
     if DEVICE == "cpu":
         return 1, 2
     return max(1, TOKENS // seq_len), HIDDEN // head_dim

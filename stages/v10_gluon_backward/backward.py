@@ -1,8 +1,8 @@
 """FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel, in Gluon, for Hopper.
 
-Change from v9: layouts, loads, barriers and waits are written out. Beside this, one ring loads the query tiles of all heads
-that share the keys: one tile of each head, then the next tile of each, so that all masked tiles come first. Keys that no query
-sees take one masked step, so that the ring is never empty. dQ is computed in parts of 64 rows.
+Change from v9: the kernel states all layouts, loads, barriers and waits. Beside this, one ring loads the query tiles of all
+heads that share the keys. It loads one tile of each head, then the next tile of each head. So all masked tiles come first. Keys
+that no query sees still take one masked step, so that the ring is never empty. dQ is computed in parts of 64 rows.
 """
 
 from typing import NamedTuple
@@ -78,11 +78,11 @@ class Tile(NamedTuple):
     heads_per_kv: gl.tensor  # number of query heads that share these keys
     start_n: gl.tensor  # the first key
     keys: gl.tensor  # number of keys from start_n on
-    diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
+    diagonal: gl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     first: gl.tensor  # the first query tile that sees one of the keys
     seq_q: gl.tensor
-    steps: gl.tensor  # number of query tiles of all these heads
-    masked: gl.tensor  # number of steps that need a mask; they come first
+    steps: gl.tensor  # number of query tiles from `first` on, of all query heads together
+    masked: gl.tensor  # number of steps, from the first on, that need a mask
 
 
 class KeysValues(NamedTuple):
@@ -209,7 +209,7 @@ def _accumulate(
 
 @gluon.jit
 def _consumer(tensors, tile, kv, ring, ds_ring, scale, CAUSAL: gl.constexpr):
-    """Compute a CTA's part of the gradients. Also load the query tiles whose slot of the ring was used before."""
+    """Compute a CTA's part of the gradients. Also load all query tiles except the first STAGES, which the kernel loads."""
     ROWS: gl.constexpr = kv.k.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     VALUE_DIM: gl.constexpr = kv.v.shape[4]
@@ -221,11 +221,11 @@ def _consumer(tensors, tile, kv, ring, ds_ring, scale, CAUSAL: gl.constexpr):
     v = kv.v.index(0).reshape([ROWS, VALUE_DIM])
     scale_log2 = scale * LOG2_E
     mbarrier.wait(kv.full.index(0), 0)
-    # The diagonal needs a mask. Keys past the end need it too: their p may be infinite, and infinity times 0 is NaN.
+    # The diagonal needs a mask. Keys past the end need one, too: their p may be infinite, and infinity times 0 is NaN.
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tensors, tile, kv, ring, ds_ring, 0, tile.masked, CAUSAL, True)
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tensors, tile, kv, ring, ds_ring, tile.masked, tile.steps, CAUSAL, False)
 
-    # The buffers of K and V now hold dK and dV, which TMA stores.
+    # dV and dK go into the buffers of V and K, and TMA stores them from there.
     v.store(dv.to(kv.v.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(tensors.dv, [tile.batch, tile.kv_head, tile.start_n, 0], kv.v.index(0))

@@ -1,4 +1,5 @@
-"""The kernel that runs before the backward kernel: it stores LSE and delta as that kernel reads them."""
+"""The kernel that runs before the backward kernel. It stores LSE and delta in the order in which the backward kernel reads
+them."""
 
 import triton
 import triton.language as tl

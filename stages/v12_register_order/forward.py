@@ -129,7 +129,7 @@ def _consumer(tensors, tile, queries, ring, problem, CAUSAL: gl.constexpr):
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
     of_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    # First whole tiles that every row sees, without a mask. Then the tiles at the diagonal and at the last key, with a mask.
+    # First, without a mask: whole tiles that every row sees. Then, with a mask: tiles at the diagonal and at the last key.
     full = (gl.minimum(tile.start_m + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k) // BLOCK_N
 
     offs_m = tile.start_m + gl.arange(0, ROWS, of_rows)

@@ -141,7 +141,7 @@ def _consumer(tensors, tile, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
     of_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     start_m = tile.start_m + w * ROWS
-    # First whole tiles that every row sees, without a mask. Then the tiles at the diagonal and at the last key, with a mask. A
+    # First, without a mask: whole tiles that every row sees. Then, with a mask: tiles at the diagonal and at the last key. A
     # consumer that ends early never releases the last slots. These are at most STAGES, so no later load waits for them.
     seen = gl.cdiv(gl.minimum(start_m + ROWS + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k, BLOCK_N)
     full = (gl.minimum(start_m + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k) // BLOCK_N

@@ -33,8 +33,8 @@ def _visible(s, start_n, seq_k, last, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def _accumulate(acc, s, q, ring, fill, tiles, problem, last, scale_log2, CAUSAL: gl.constexpr):
-    """Run a consumer's online softmax over `tiles` key tiles, the last tile first. At the call, the matmul for the last tile's
-    scores s is in flight.
+    """Run a consumer's online softmax over `tiles` key tiles, the last tile first. That tile's scores s are already being
+    computed.
 
     Returns acc, m (maximum) and l (sum).
     """

@@ -141,8 +141,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
 
 @gluon.jit
 def _check(acc, l, number, tensors):
-    """Flag tile `number` as failed if l or O is not finite. An infinite P, or a sum that overflows, makes them infinite or
-    NaN."""
+    """Flag tile `number` as failed if l or O is infinite or NaN, because P was infinite or a sum has overflowed."""
     of_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     fails = ~(gl.abs(gl.sum(acc, 1) + gl.convert_layout(l, of_rows)) < float("inf"))
     same = gl.zeros([acc.shape[0]], gl.int32, of_rows)

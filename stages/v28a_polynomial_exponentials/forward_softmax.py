@@ -31,8 +31,8 @@ def _polynomial_exp2(x):
     """Return 2^x without the hardware's exponential: a power of two, made from bits, times a polynomial."""
     # For x <= -127, and so for masked scores, the power of two is 0. NaN stays NaN.
     x = gl.maximum(x, -127.0, propagate_nan=tl.PropagateNan.ALL)
-    # `rounds` is so large that its last bit counts as 1. So adding it rounds x to an integer j. The last bits of the sum are j
-    # + 127. float32 stores the exponent of 2^j in this form.
+    # `rounds` is so large that its last bit counts as 1. So the addition rounds x to an integer j. The last bits of the sum are
+    # j + 127. float32 stores the exponent of 2^j in this form.
     rounds: gl.constexpr = 1.5 * 2**23 + 127
     rounded = gl.minimum(x, 128.0) + rounds  # 2^128 is inf
     power = (rounded.to(gl.int32, bitcast=True) << 23).to(gl.float32, bitcast=True)
@@ -43,8 +43,7 @@ def _polynomial_exp2(x):
 
 @gluon.jit
 def _exp2(x):
-    """Return 2^x. Every fourth group of eight columns uses the polynomial. Each group has its own registers, so no thread moves
-    data."""
+    """Return 2^x. The polynomial computes every fourth group of eight columns. Each group has its own registers."""
     eights = x.reshape([x.shape[0], x.shape[1] // 32, 2, 2, 8]).permute([0, 1, 4, 2, 3])
     halves, others = gl.split(eights)
     quarters, by_polynomial = gl.split(others)
@@ -54,8 +53,7 @@ def _exp2(x):
 
 @gluon.jit
 def _sums(p):
-    """Return four partial sums of each row of p, one per thread that holds a part of the row. So no thread waits for
-    another."""
+    """Return four partial sums of each row of p, one per thread that holds part of the row. So no thread waits for another."""
     return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
 
 
@@ -75,8 +73,7 @@ def _accumulate(
     acc, s, q, ring, fill, tiles, problem, last, scale_log2,
     CONSUMERS: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Run a consumer's softmax over `tiles` key tiles, the last tile first. At the call, the matmul for the last tile's scores
-    s is in flight.
+    """Run a consumer's softmax over `tiles` key tiles, the last tile first. That tile's scores s are already being computed.
 
     Returns acc, m (maximum) and l (sum). The matmul that adds the first tile to acc is still in flight.
     """
@@ -96,8 +93,7 @@ def _accumulate(
     m = gl.max(s, 1) * scale_log2  # finite: every row sees the first key of this tile
     first = 1
     if CAUSAL and tiles > FEW_TILES:
-        # The upper rows see few keys of the diagonal's tile, so the guess includes the next tile. MODE "again" includes it,
-        # too.
+        # The upper rows see few keys of the diagonal's tile, so m includes the next tile, too. Every MODE does this.
         first = 2
         fill += 1
         slot, phase = slot_and_phase(fill, STAGES)

@@ -1,4 +1,4 @@
-"""FlashAttention backward (arXiv 2205.14135, Algorithm 4): a loop over K/V tiles, in which a loop over query tiles updates dQ.
+"""FlashAttention backward (arXiv 2205.14135, Algorithm 4): a loop over K/V tiles, and in it a loop over query tiles.
 
 Beside this, `@replayed` records a call's launches and repeats them without their CPU cost. `aligned` copies inputs that Triton
 would load slowly.

@@ -54,7 +54,7 @@ class NextTiles(NamedTuple):
 
 @gluon.jit
 def _rows_before(diagonal, PACKED: gl.constexpr):
-    """Return how many rows before query 0 the first tile starts. So the last keys that a consumer's rows see lie in one key
+    """Return how many rows before query 0 the first tile starts: with this shift, a consumer's diagonal lies in one key
     tile."""
     return diagonal % (ROWS // PACKED) * PACKED
 
@@ -130,8 +130,8 @@ def _flags(failed_ptr):
 
 @gluon.jit
 def _next_failed(number, tiles, flags):
-    """Search tiles `number`, `number` + number of CTAs, and so on. Return the first failed tile, or at least `tiles` if there
-    is none."""
+    """Return the first failed tile among `number`, `number` + number of CTAs, and so on, or at least `tiles` if there is
+    none."""
     while gl.load(flags.tile_failed + number, mask=number < tiles, other=1) == 0:
         number += gl.num_programs(0)
     return number

@@ -24,8 +24,7 @@ def _scores(q, ring, fill):
 
 @gluon.jit
 def _sums(p):
-    """Return four partial sums of each row of p, one per thread that holds a part of the row. So no thread waits for
-    another."""
+    """Return four partial sums of each row of p, one per thread that holds part of the row. So no thread waits for another."""
     return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
 
 
@@ -45,8 +44,7 @@ def _accumulate(
     acc, s, q, ring, fill, tiles, tile, problem, last, scale_log2,
     CONSUMERS: gl.constexpr, PACKED: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Run a consumer's softmax over `tiles` key tiles, the last tile first. At the call, the matmul for the last tile's scores
-    s is in flight.
+    """Run a consumer's softmax over `tiles` key tiles, the last tile first. That tile's scores s are already being computed.
 
     Returns acc, m (maximum) and l (sum). The matmul that adds the first tile to acc is still in flight.
     """
@@ -66,8 +64,7 @@ def _accumulate(
     m = gl.max(s, 1) * scale_log2  # finite: every row sees the first key of this tile
     first = 1
     if CAUSAL and tiles > FEW_TILES:
-        # The upper rows see few keys of the diagonal's tile, so the guess includes the next tile. MODE "again" includes it,
-        # too.
+        # The upper rows see few keys of the diagonal's tile, so m includes the next tile, too. Every MODE does this.
         # NOTE: the guess misses attention sinks, which are among the first keys, so P may overflow; v39 includes these keys.
         first = 2
         fill += 1

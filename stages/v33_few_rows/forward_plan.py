@@ -34,7 +34,7 @@ SHORT = {16: 16, 32: 16, 64: 16, 128: 32, 256: 32}
 
 
 def splits_of(tiles: int, key_tiles: int, programs: int) -> int:
-    """Return into how many splits the keys are divided, so that the tiles fill `programs` CTAs."""
+    """Return the number of splits with which the tiles fill `programs` CTAs."""
     # NOTE: splits also cost time, for one more launch and for the bytes of their outputs; v34 predicts this time.
     return max(1, min(key_tiles, programs // tiles))
 

@@ -61,7 +61,7 @@ class NextTiles(NamedTuple):
 
 @gluon.jit
 def _rows_before(diagonal, PACKED: gl.constexpr):
-    """Return how many rows before query 0 the first tile starts. So the last keys that a consumer's rows see lie in one key
+    """Return how many rows before query 0 the first tile starts: with this shift, a consumer's diagonal lies in one key
     tile."""
     return diagonal % (ROWS // PACKED) * PACKED
 
@@ -136,8 +136,7 @@ def _add(a, b):
 
 @gluon.jit
 def _begun(tiles, state):
-    """Return a number above all tiles that the first launch has started. It may be too large, because this launch uses the same
-    counter."""
+    """Return a number above all tiles that the first launch started. It may be too large: this launch uses the same counter."""
     return gl.minimum(gl.num_programs(0) + gl.load(state.counter), tiles)
 
 

@@ -20,7 +20,7 @@ def _sample_kernel(
 ):  # fmt: skip
     """Compute the scores of samples, which are spread over all tiles, one sample per CTA. Also zero the counter and the flags
     of all tiles. A sample is a consumer's 64 rows, their guess, and two key tiles to test the guess with. The sample's flag is
-    set if P of one of these keys exceeds 2^highest. The LATELY flags of samples lie before the flags of tiles."""
+    set if P of one of these keys exceeds 2^highest. The samples' flags, LATELY in number, lie before the flags of the tiles."""
     gdc_launch_dependents()  # the next launch may start its setup before this launch ends
     BLOCK_N: gl.constexpr = k_desc.block_shape[2]
     HEAD_DIM: gl.constexpr = k_desc.block_shape[3]

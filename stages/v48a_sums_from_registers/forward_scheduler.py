@@ -21,7 +21,7 @@ class State(NamedTuple):
 
     counter: gl.tensor  # tiles taken so far, except each CTA's first
     any_failed: gl.tensor  # 1 if the second launch has work
-    sample_failed: gl.tensor  # LATELY
+    sample_failed: gl.tensor  # LATELY flags
     tile_failed: gl.tensor  # a flag for each tile
 
 
@@ -62,7 +62,7 @@ class NextTiles(NamedTuple):
 
 @gluon.jit
 def _rows_before(diagonal, PACKED: gl.constexpr):
-    """Return how many rows before query 0 the first tile starts. So the last keys that a consumer's rows see lie in one key
+    """Return how many rows before query 0 the first tile starts: with this shift, a consumer's diagonal lies in one key
     tile."""
     return diagonal % (ROWS // PACKED) * PACKED
 
@@ -137,8 +137,7 @@ def _add(a, b):
 
 @gluon.jit
 def _begun(tiles, state):
-    """Return a number above all tiles that the first launch has started. It may be too large, because this launch uses the same
-    counter."""
+    """Return a number above all tiles that the first launch started. It may be too large: this launch uses the same counter."""
     return gl.minimum(gl.num_programs(0) + gl.load(state.counter), tiles)
 
 

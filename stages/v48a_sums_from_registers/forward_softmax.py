@@ -25,8 +25,7 @@ def _scores(q, ring, fill):
 
 @gluon.jit
 def _sums(p):
-    """Return four partial sums of each row of p, one per thread that holds a part of the row. So no thread waits for
-    another."""
+    """Return four partial sums of each row of p, one per thread that holds part of the row. So no thread waits for another."""
     return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
 
 
@@ -52,8 +51,7 @@ def _accumulate(
     acc, s, q, queries, own, ring, fill, tiles, tile, problem, last, sees_first, scale_log2,
     CONSUMERS: gl.constexpr, PACKED: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Run a consumer's softmax over `tiles` key tiles, the last tile first. At the call, the matmul for the last tile's scores
-    s is in flight.
+    """Run a consumer's softmax over `tiles` key tiles, the last tile first. That tile's scores s are already being computed.
 
     Returns acc, m (maximum) and l (sum). The matmul that adds the first tile to acc is still in flight.
     """

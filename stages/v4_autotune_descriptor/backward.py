@@ -65,7 +65,7 @@ DQ_TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
 @triton.jit
 def _dq_kernel(
     q_desc, k_desc, v_desc, out_desc, do_desc, dq_desc, lse_ptr, scale,
-    heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32, bucket,  # the tuner tunes once per bucket
+    heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32, bucket,  # tuned once per `bucket` of lengths
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +86,7 @@ def _dq_kernel(
     scale_log2 = scale * LOG2_E
     dq = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
 
-    # First whole tiles that every row sees, without a mask. Then the tiles at the diagonal and at the last key, with a mask.
+    # First, without a mask: whole tiles that every row sees. Then, with a mask: tiles at the diagonal and at the last key.
     end = tl.minimum(start_m + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k
     full = (tl.minimum(start_m + diagonal, seq_k) if CAUSAL else seq_k) // BLOCK_N * BLOCK_N
     dq = _accumulate_dq(
@@ -138,7 +138,7 @@ DKV_TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
 @triton.jit
 def _dkv_kernel(
     q_desc, k_desc, v_desc, out_desc, do_desc, dk_desc, dv_desc, lse_ptr, scale,
-    kv_heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32, bucket,  # the tuner tunes once per bucket
+    kv_heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32, bucket,  # tuned once per `bucket` of lengths
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -156,7 +156,7 @@ def _dkv_kernel(
     dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
 
     seen_from = offs_n - diagonal  # the first query that sees each key
-    # First the diagonal, with a mask. Then all later queries, without a mask. Queries past the end have p = 0, and results of
+    # First, with a mask: the diagonal. Then, without a mask: all later queries. Queries past the end have p = 0, and results of
     # keys past the end are not stored.
     first = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M if CAUSAL else 0
     full = tl.cdiv(tl.maximum(start_n + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M if CAUSAL else 0

@@ -56,7 +56,7 @@ MOST_KEYS = 128  # number of keys in the longest tile; if it divides Sk, no tile
 @triton.jit(do_not_specialize=["heads", "heads_per_kv", "seq_q", "seq_k", "diagonal"])  # the compiler fails on a constant 1
 def _forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, scale, strides,
-    heads, heads_per_kv, seq_q, seq_k, diagonal, bucket, zero,  # the tuner tunes once per bucket
+    heads, heads_per_kv, seq_q, seq_k, diagonal, bucket, zero,  # tuned once per `bucket` of lengths
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr, SPECIALIZED: tl.constexpr,
 ):  # fmt: skip

@@ -86,7 +86,7 @@ TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
 @triton.jit
 def _backward_kernel(
     q_desc, k_desc, v_desc, do_desc, sums_desc, dk_desc, dv_desc, lse_ptr, delta_ptr, scale,
-    kv_heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32, bucket,  # the tuner tunes once per bucket
+    kv_heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32, bucket,  # tuned once per `bucket` of lengths
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip

@@ -68,7 +68,7 @@ def _forward_kernel(
     # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0: a masked score, -inf, times 0 is NaN
     scale_log2 = tl.maximum(scale * LOG2_E, 1e-37)
 
-    # First whole tiles that every row sees, without a mask. Then the tiles at the diagonal and at the last key, with a mask.
+    # First, without a mask: whole tiles that every row sees. Then, with a mask: tiles at the diagonal and at the last key.
     end = tl.minimum(start_m + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k
     full = (tl.minimum(start_m + diagonal, seq_k) if CAUSAL else seq_k) // BLOCK_N * BLOCK_N
     acc, m, l = _accumulate(

@@ -62,7 +62,7 @@ class Tile(NamedTuple):
     batch_head: gl.tensor  # batch * H + head
     heads_per_kv: gl.tensor  # number of query heads that share these keys
     start_n: gl.tensor  # the first key
-    keys: gl.tensor  # number of keys from start_n on
+    keys: gl.tensor  # number of keys from start_n to the last key
     diagonal: gl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     first: gl.tensor  # the first query tile that sees one of the keys
     tiles_m: gl.tensor  # number of query tiles of a head
@@ -90,7 +90,7 @@ class Ring(NamedTuple):
 
 
 class DsRing(NamedTuple):
-    """Buffers in shared memory: dS for the matmul of dQ, and dQ until TMA has added it to its accumulator."""
+    """Buffers in shared memory: dS for the matmul of dQ, and parts of dQ until TMA has added them to dQ's accumulator."""
 
     ds: gl.shared_memory_descriptor  # [1, KEYS, BLOCK_M]
     dq: gl.shared_memory_descriptor  # [PARTS, ...], in register order
@@ -247,7 +247,7 @@ def _backward_kernel(
     start_n = tile_n * KEYS
     batch = batch_head // kv_heads
     kv_head = batch_head % kv_heads
-    first = 0  # the first query tile that sees these keys; if no tile does, the last tile, fully masked
+    first = 0  # the first query tile that sees one of these keys; if none does, the last tile, where all scores are masked
     masked = 0  # number of query tiles, from `first` on, that need a mask
     if CAUSAL:
         first = gl.minimum(gl.maximum(start_n - diagonal, 0) // BLOCK_M, tiles_m - 1)
@@ -291,8 +291,8 @@ def _backward_kernel(
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
-    Falls back to v7 for float32, for D or Dv = 256, and under `torch.use_deterministic_algorithms`, because CTAs add to dQ in
-    any order.
+    This falls back to v7 for float32, for D or Dv = 256, and under `torch.use_deterministic_algorithms`, because CTAs add to dQ
+    in any order.
     """
     require_hopper(__package__)
     batch, heads, seq_q, head_dim = q.shape

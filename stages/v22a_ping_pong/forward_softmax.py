@@ -19,7 +19,7 @@ def _take_turn(turns, fill, w: gl.constexpr):
 
 @gluon.jit
 def _hand_over(turns, w: gl.constexpr):
-    """Give the turn to the next consumer; the last one gives it to the first."""
+    """Give the turn to the next consumer; the last consumer gives it to the first."""
     mbarrier.arrive(turns.index((w + 1) % turns.shape[0]), count=1)
 
 

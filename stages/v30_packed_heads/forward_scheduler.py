@@ -50,8 +50,7 @@ class NextTiles(NamedTuple):
 
 @gluon.jit
 def _rows_before(diagonal, PACKED: gl.constexpr):
-    """Return how many rows before query 0 the first tile starts: with this shift, a consumer's diagonal lies in one key
-    tile."""
+    """Return how many rows before query 0 the first tile starts. This keeps a consumer's diagonal in one key tile."""
     return diagonal % (ROWS // PACKED) * PACKED
 
 
@@ -107,8 +106,8 @@ def _flags(failed_ptr):
 
 @gluon.jit
 def _next_failed(number, tiles, flags):
-    """Return the first failed tile among `number`, `number` + number of CTAs, and so on, or at least `tiles` if there is
-    none."""
+    """Return the first failed tile among `number`, `number` + number of CTAs, and so on. If none failed, return at least
+    `tiles`."""
     while gl.load(flags.tile_failed + number, mask=number < tiles, other=1) == 0:
         number += gl.num_programs(0)
     return number

@@ -61,8 +61,7 @@ class NextTiles(NamedTuple):
 
 @gluon.jit
 def _rows_before(diagonal, PACKED: gl.constexpr):
-    """Return how many rows before query 0 the first tile starts: with this shift, a consumer's diagonal lies in one key
-    tile."""
+    """Return how many rows before query 0 the first tile starts. This keeps a consumer's diagonal in one key tile."""
     return diagonal % (ROWS // PACKED) * PACKED
 
 

@@ -38,7 +38,7 @@ class Tile(NamedTuple):
     batch_head: gl.tensor  # batch * H + head
     heads_per_kv: gl.tensor  # number of query heads that share these keys
     start_n: gl.tensor  # the first key
-    keys: gl.tensor  # number of keys from start_n on
+    keys: gl.tensor  # number of keys from start_n to the last key
     diagonal: gl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     first: gl.tensor  # the first query tile that sees one of the keys
     turning: gl.tensor  # query tiles before the order turns; see `_query_tile`
@@ -66,7 +66,7 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
         gl.cdiv(problem.seq_k, BLOCK_N), problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=problem.tiles
     )
     start_n = tile_n * BLOCK_N
-    first = 0  # the first query tile that sees these keys; if no tile does, the last tile, fully masked
+    first = 0  # the first query tile that sees one of these keys; if none does, the last tile, where all scores are masked
     # Number of query tiles, from `first` on, that need a mask. It is at least one, so that the loop over masked tiles always
     # runs. Only this loop computes the addresses of K and V, but ptxas (CUDA 12.8) lets the next loop use them, too.
     masked = 1

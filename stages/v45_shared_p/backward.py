@@ -86,7 +86,7 @@ class Ring(NamedTuple):
 
 
 class DsRing(NamedTuple):
-    """Buffers in shared memory: dS for the matmul of dQ, and dQ until TMA has added it to its accumulator."""
+    """Buffers in shared memory: dS for the matmul of dQ, and parts of dQ until TMA has added them to dQ's accumulator."""
 
     ds: gl.shared_memory_descriptor  # [STAGES * CONSUMERS, ROWS, BLOCK_M]
     dq: gl.shared_memory_descriptor  # [PARTS, ...], in register order
@@ -378,7 +378,7 @@ def _backward_kernel(
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
-    Falls back to v7 for float32 and under `torch.use_deterministic_algorithms`, because CTAs add to dQ in any order.
+    This falls back to v7 for float32 and under `torch.use_deterministic_algorithms`, because CTAs add to dQ in any order.
     """
     require_hopper(__package__)
     batch, heads, seq_q, head_dim = q.shape

@@ -1,4 +1,4 @@
-"""dQ for D = 256: a CTA computes all of dQ of its query rows, and adds nothing in memory."""
+"""dQ for D = 256: a CTA computes all of dQ for its query rows, so it need not add to memory."""
 
 from typing import NamedTuple
 

@@ -227,7 +227,7 @@ def _wide_dkv_kernel(
     p_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, ROWS, BLOCK_M], p_layout)
     k_full = new_barriers(1, 1)
     v_full = new_barriers(1, 1)
-    q_full, q_empty = new_ring(STAGES, 1, 1)  # both consumers read Q, and the second consumer always reads it last
+    q_full, q_empty = new_ring(STAGES, 1, 1)  # both consumers read Q, but only the second, which reads it last, releases it
     do_full, do_empty = new_ring(STAGES, 1, CONSUMERS)
     p_full = new_barriers(STAGES, 1)  # no empty barriers: a slot's next Q arrives only after its old P has been read
 

@@ -1,4 +1,4 @@
-"""dQ for D = 256: a CTA computes all of dQ of its query rows, and adds nothing in memory.
+"""dQ for D = 256: a CTA computes all of dQ for its query rows, so it need not add to memory.
 
 Change from v47: a consumer starts the last matmul of a step and the first matmul of the next step together. Beside this, Q
 and dO have their own barriers.
@@ -132,7 +132,7 @@ def _matmul(a, buffers, full, step):
     zeros = gl.zeros([ROWS, ROWS], gl.float32, layout)
     slot, phase = slot_and_phase(step, STAGES)
     mbarrier.wait(full.index(slot), phase)
-    if STAGES == 1:  # always 0; if ptxas knew that, it would keep the addresses of all parts in registers, and spill
+    if STAGES == 1:  # the slot is always 0; if ptxas knew that, it would keep too many addresses in registers, and spill
         slot = step // 2**24
     tile = buffers.index(slot).reshape([ROWS, buffers.shape[4]])
     return warpgroup_mma(a, tile.permute([1, 0]), zeros, use_acc=False, is_async=True)

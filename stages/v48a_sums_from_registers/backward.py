@@ -373,7 +373,7 @@ def _backward_kernel(
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
-    Falls back to v7 for float32. Up to D = 128 it also falls back under `torch.use_deterministic_algorithms`, because CTAs
+    This falls back to v7 for float32. Up to D = 128 it also falls back under `torch.use_deterministic_algorithms`, because CTAs
     then add to dQ in any order.
     """
     require_hopper(__package__)

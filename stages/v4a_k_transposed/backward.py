@@ -1,4 +1,4 @@
-"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) with K transposed in memory beforehand for the scores of dQ."""
+"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) with K transposed in memory beforehand for the dQ kernel."""
 
 import torch
 import triton

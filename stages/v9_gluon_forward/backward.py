@@ -113,8 +113,8 @@ def _backward_kernel(
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
-    Falls back to v7 for float32, for D or Dv = 256, and under `torch.use_deterministic_algorithms`, because programs add to
-    dQ in any order.
+    This falls back to v7 for float32, for D or Dv = 256, and under `torch.use_deterministic_algorithms`, because programs add
+    to dQ in any order.
     """
     require_hopper(__package__)
     batch, heads, seq_q, head_dim = q.shape

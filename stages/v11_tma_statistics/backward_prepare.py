@@ -1,4 +1,4 @@
-"""The kernel that runs before the backward kernel: it stores LSE and delta as that kernel reads them."""
+"""The kernel that runs before the backward kernel: it stores LSE and delta in the order that the backward kernel reads."""
 
 import triton
 import triton.language as tl

@@ -8,6 +8,6 @@ from .forward import forward
 
 __all__ = ["UNORDERED", "attention", "backward", "forward", "unavailable"]
 
-UNORDERED = ("dq",)  # programs add to it in any order, unless `torch.use_deterministic_algorithms` is on
+UNORDERED = ("dq",)  # programs add to dQ in any order, unless `torch.use_deterministic_algorithms` is on
 
 attention = make_attention(__name__, forward, backward)

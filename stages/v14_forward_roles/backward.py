@@ -37,7 +37,7 @@ from stages.v7_one_backward.backward import backward as backward_of_v7
 from .backward_prepare import _finish_kernel, _prepare_kernel
 
 KEYS = gl.constexpr(128)  # number of keys of a CTA; their dK and dV stay in registers
-SUM_COLUMNS = 256  # row length of dQ's float32 accumulator in TMA's view: the widest box that TMA supports
+SUM_COLUMNS = 256  # for TMA, dQ's float32 accumulator has rows of this length, the longest that TMA supports
 
 
 class Tensors(NamedTuple):
@@ -62,12 +62,12 @@ class Tile(NamedTuple):
     batch_head: gl.tensor  # batch * H + head
     heads_per_kv: gl.tensor  # number of query heads that share these keys
     start_n: gl.tensor  # the first key
-    keys: gl.tensor  # number of keys from start_n on
-    diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
+    keys: gl.tensor  # number of keys from start_n to the last key
+    diagonal: gl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     first: gl.tensor  # the first query tile that sees one of the keys
     tiles_m: gl.tensor  # number of query tiles of a head
-    steps: gl.tensor  # number of query tiles of all these heads
-    masked: gl.tensor  # number of steps that need a mask; they come first
+    steps: gl.tensor  # number of query tiles from `first` on, of all query heads together
+    masked: gl.tensor  # number of steps, from the first on, that need a mask
 
 
 class KeysValues(NamedTuple):
@@ -90,7 +90,7 @@ class Ring(NamedTuple):
 
 
 class DsRing(NamedTuple):
-    """Buffers in shared memory: dS for the matmul of dQ, and dQ until TMA has added it to its accumulator."""
+    """Buffers in shared memory: dS for the matmul of dQ, and parts of dQ until TMA has added them to dQ's accumulator."""
 
     ds: gl.shared_memory_descriptor  # [1, KEYS, BLOCK_M]
     dq: gl.shared_memory_descriptor  # [PARTS, ...], in register order
@@ -98,7 +98,7 @@ class DsRing(NamedTuple):
 
 @gluon.jit
 def _query_tile(step, tile):
-    """Return the head and the query tile of a step, and the tile's number among those of all heads.
+    """Return the head and the query tile of a step, and the tile's number among the query tiles of all heads.
 
     The steps take one query tile of each query head that shares the keys, then the next query tile of each head.
     """
@@ -221,11 +221,11 @@ def _consumer(tensors, tile, kv, ring, ds_ring, scale, CAUSAL: gl.constexpr):
     v = kv.v.index(0).reshape([ROWS, VALUE_DIM])
     scale_log2 = scale * LOG2_E
     mbarrier.wait(kv.full.index(0), 0)
-    # The diagonal needs a mask. Keys past the end need it too: their p may be infinite, and infinity times 0 is NaN.
+    # The diagonal needs a mask. Keys past the end need one, too: their p may be infinite, and infinity times 0 is NaN.
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tensors, tile, kv, ring, ds_ring, 0, tile.masked, CAUSAL, True)
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tensors, tile, kv, ring, ds_ring, tile.masked, tile.steps, CAUSAL, False)
 
-    # The buffers of K and V now hold dK and dV, which TMA stores.
+    # dV and dK go into the buffers of V and K, and TMA stores them from there.
     v.store(dv.to(kv.v.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(tensors.dv, [tile.batch, tile.kv_head, tile.start_n, 0], kv.v.index(0))
@@ -247,7 +247,7 @@ def _backward_kernel(
     start_n = tile_n * KEYS
     batch = batch_head // kv_heads
     kv_head = batch_head % kv_heads
-    first = 0  # the first query tile that sees these keys; if no tile does, the last tile, fully masked
+    first = 0  # the first query tile that sees one of these keys; if none does, the last tile, where all scores are masked
     masked = 0  # number of query tiles, from `first` on, that need a mask
     if CAUSAL:
         first = gl.minimum(gl.maximum(start_n - diagonal, 0) // BLOCK_M, tiles_m - 1)
@@ -291,8 +291,8 @@ def _backward_kernel(
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
-    Falls back to v7 for float32, for D or Dv = 256, and under `torch.use_deterministic_algorithms`, because CTAs add to dQ in
-    any order.
+    This falls back to v7 for float32, for D or Dv = 256, and under `torch.use_deterministic_algorithms`, because CTAs add to dQ
+    in any order.
     """
     require_hopper(__package__)
     batch, heads, seq_q, head_dim = q.shape

@@ -1,7 +1,7 @@
 """FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1), warp-specialized, in Gluon, for Hopper.
 
-Change from v13: each warpgroup is a consumer with 64 query rows, and goes at its own pace. It ends with the last key tile that
-its rows see.
+Change from v13: each warpgroup is a consumer with 64 query rows, and goes at its own pace. Each consumer ends with the last key
+tile that its rows see.
 """
 
 from typing import NamedTuple
@@ -33,7 +33,7 @@ class Tensors(NamedTuple):
     k: tma.tensor_descriptor
     v: tma.tensor_descriptor
     out: tma.tensor_descriptor
-    lse: gl.tensor  # pointer to the row of this CTA's head
+    lse: gl.tensor  # pointer to LSE of this CTA's head
 
 
 class Problem(NamedTuple):
@@ -41,7 +41,7 @@ class Problem(NamedTuple):
 
     seq_q: gl.tensor
     seq_k: gl.tensor
-    diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
+    diagonal: gl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     scale: gl.tensor
 
 
@@ -141,8 +141,8 @@ def _consumer(tensors, tile, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
     of_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     start_m = tile.start_m + w * ROWS
-    # Stage 1: whole tiles that every row sees, without a mask. Stage 2: the diagonal and the ragged end, masked.
-    # A consumer that ends early never releases the last slots. The producer does not wait for them: they are at most STAGES.
+    # First, without a mask: whole tiles that every row sees. Then, with a mask: tiles at the diagonal and at the last key. A
+    # consumer that ends early never releases the last slots. These are at most STAGES, so no later load waits for them.
     seen = gl.cdiv(gl.minimum(start_m + ROWS + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k, BLOCK_N)
     full = (gl.minimum(start_m + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k) // BLOCK_N
 
@@ -197,8 +197,9 @@ def _forward_kernel(
     tile = Tile(batch_head // heads, head, head // heads_per_kv, start_m, keys)
     queries = Queries(q_s, o_s, q_full)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
-    # An SM has 65,536 registers, 512 for each thread of a warpgroup. The second list has the registers per thread of the roles
-    # after the first; 24 is the producer's. The first role runs on the launch's own warps and gets the rest.
+    # An SM has 65,536 registers, so the registers per thread of all warpgroups may add up to 512. The second list has the
+    # registers per thread of each role after the first role. The producer gets 24. The first role runs on the launch's own
+    # warps and gets the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (tensors, tile, queries, ring, problem, 0, CAUSAL)),
@@ -223,10 +224,10 @@ class Shape(NamedTuple):
     queries: int  # query rows: 64 for each of two or four consumers
     keys: int  # keys of a key tile
     kv_slots: int  # buffers of K and V
-    maxnreg: int  # registers per thread at the launch; all warps have 65,536, which the roles then divide anew
+    maxnreg: int  # registers per thread at the launch; then the roles divide the SM's 65,536 registers anew
 
 
-# The key is the larger of D and Dv.
+# The index is the larger of D and Dv.
 TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, maxnreg=96)) | {
     128: Shape(queries=128, keys=128, kv_slots=2, maxnreg=168),
     256: Shape(queries=128, keys=64, kv_slots=2, maxnreg=168),
@@ -248,7 +249,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     out = empty_rows(q, value_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
-        q, scale = -q, -scale  # same scores; with scale >= 0, their maximum can be taken before scaling
+        q, scale = -q, -scale  # the scores stay the same; with scale >= 0, their maximum can be taken before scaling
     q, k, v = addressable(q), addressable(k), addressable(v)
     shape = TILES[max(head_dim, value_dim)]
     _forward_kernel[triton.cdiv(seq_q, shape.queries) * batch * heads,](

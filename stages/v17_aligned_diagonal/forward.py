@@ -1,7 +1,7 @@
 """FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1), warp-specialized, in Gluon, for Hopper.
 
 Change from v16: query tiles are shifted, so that a consumer's diagonal crosses one key tile. The first tile may then start
-before query 0. TMA cannot store such rows, so `_store_out` stores them with pointers.
+before query 0. TMA cannot store such a tile, so `_store_out` stores it with pointers.
 """
 
 from typing import NamedTuple
@@ -43,7 +43,7 @@ class Tensors(NamedTuple):
     v: tma.tensor_descriptor
     out: tma.tensor_descriptor
     out_ptr: gl.tensor | None  # pointer to O if the first query tile starts before query 0
-    lse: gl.tensor  # pointer to the row of this CTA's head
+    lse: gl.tensor  # pointer to LSE of this CTA's head
 
 
 class Problem(NamedTuple):
@@ -51,7 +51,7 @@ class Problem(NamedTuple):
 
     seq_q: gl.tensor
     seq_k: gl.tensor
-    diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
+    diagonal: gl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     scale: gl.tensor
 
 
@@ -167,8 +167,8 @@ def _consumer(tensors, tile, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
     # for this up to D = 128, four do not.
     Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and HEAD_DIM <= 128
     start_m = tile.start_m + w * ROWS
-    # Stage 1: whole tiles that every row sees, without a mask. Stage 2: the diagonal and the ragged end, masked.
-    # A consumer that ends early never releases the last slots. The producer does not wait for them: they are at most STAGES.
+    # First, without a mask: whole tiles that every row sees. Then, with a mask: tiles at the diagonal and at the last key. A
+    # consumer that ends early never releases the last slots. These are at most STAGES, so no later load waits for them.
     seen = gl.cdiv(gl.minimum(start_m + ROWS + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k, BLOCK_N)
     full = (gl.minimum(start_m + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k) // BLOCK_N
 
@@ -222,8 +222,9 @@ def _forward_kernel(
     tile = Tile(batch_head // heads, head, head // heads_per_kv, start_m, keys)
     queries = Queries(q_s, o_s, q_full)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
-    # An SM has 65,536 registers, 512 for each thread of a warpgroup. The second list has the registers per thread of the roles
-    # after the first; 24 is the producer's. The first role runs on the launch's own warps and gets the rest.
+    # An SM has 65,536 registers, so the registers per thread of all warpgroups may add up to 512. The second list has the
+    # registers per thread of each role after the first role. The producer gets 24. The first role runs on the launch's own
+    # warps and gets the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (tensors, tile, queries, ring, problem, 0, CAUSAL)),
@@ -248,10 +249,10 @@ class Shape(NamedTuple):
     queries: int  # query rows: 64 for each of two or four consumers
     keys: int  # keys of a key tile
     kv_slots: int  # buffers of K and V
-    maxnreg: int  # registers per thread at the launch; all warps have 65,536, which the roles then divide anew
+    maxnreg: int  # registers per thread at the launch; then the roles divide the SM's 65,536 registers anew
 
 
-# The key is the larger of D and Dv.
+# The index is the larger of D and Dv.
 TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, maxnreg=96)) | {
     128: Shape(queries=128, keys=128, kv_slots=2, maxnreg=168),
     256: Shape(queries=128, keys=64, kv_slots=2, maxnreg=168),
@@ -273,9 +274,9 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     out = empty_rows(q, value_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
-        q, scale = -q, -scale  # same scores; with scale >= 0, their maximum can be taken before scaling
+        q, scale = -q, -scale  # the scores stay the same; with scale >= 0, their maximum can be taken before scaling
     q, k, v = addressable(q), addressable(k), addressable(v)
-    out_ptr = out if diagonal % 64 else None  # if the first query tile starts before query 0
+    out_ptr = out if diagonal % 64 else None  # needed if the first query tile starts before query 0
     shape = TILES[max(head_dim, value_dim)]
     _forward_kernel[triton.cdiv(seq_q + diagonal % 64, shape.queries) * batch * heads,](
         describe_tile(q, 64), describe_tile(k, shape.keys), describe_tile(v, shape.keys), describe_tile(out, 64), out_ptr, lse,

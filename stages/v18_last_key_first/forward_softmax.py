@@ -33,8 +33,8 @@ def _visible(s, start_n, seq_k, last, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def _accumulate(acc, s, q, ring, fill, tiles, problem, last, scale_log2, CAUSAL: gl.constexpr):
-    """Run a consumer's online softmax over `tiles` key tiles, the last tile first. The matmul for that tile's scores s is in
-    flight.
+    """Run a consumer's online softmax over `tiles` key tiles, the last tile first. That tile's scores s are already being
+    computed.
 
     Returns acc, m (maximum) and l (sum).
     """
@@ -43,8 +43,8 @@ def _accumulate(acc, s, q, ring, fill, tiles, problem, last, scale_log2, CAUSAL:
     acc_layout: gl.constexpr = acc.type.layout
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
     s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
-    # Only the last tile can pass the last key or contain the diagonal. The first query tile starts diagonal % ROWS rows before
-    # query 0. So the number of keys that a consumer's last row sees is a multiple of ROWS.
+    # The first query tile starts diagonal % ROWS rows before query 0. So a consumer's last row sees a multiple of ROWS keys, or
+    # all keys. Therefore only the last key tile needs a mask.
     start_n = (tiles - 1) * BLOCK_N
     if CAUSAL or start_n + BLOCK_N > problem.seq_k:
         s = _visible(s, start_n, problem.seq_k, last, CAUSAL)

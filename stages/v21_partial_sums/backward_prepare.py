@@ -36,9 +36,9 @@ def _finish_kernel(
     sums_ptr, dq_ptr, stride_b, stride_h, stride_m, scale, heads, seq_q,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Multiply dQ's accumulator by the scale, round it, and store it as dQ. The accumulator has the order of a warpgroup's
-    registers. Its dimensions, from outer to inner: block of 64 rows, block of columns, warp, column group, thread, row half,
-    column pair."""
+    """Multiply dQ's accumulator by the scale, round it, and store it as dQ. The accumulator lies in the order of a warpgroup's
+    registers. Its dimensions, from the outermost to the innermost, are blocks of 64 rows, PARTS blocks of columns, 4 warps,
+    groups of 8 columns, 8 x 4 threads, the 2 halves of a warp's 16 rows, and 2 neighbouring columns."""
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     tile = tl.program_id(0).to(tl.int64)
     start_m = tl.program_id(0) % tiles_m * BLOCK_M

@@ -8,9 +8,9 @@ from .forward import forward
 
 __all__ = ["SPILLED_BYTES", "UNORDERED", "attention", "backward", "forward", "unavailable"]
 
-# Spilled bytes per thread. dK, dV, S and dP leave few registers in a backward consumer. Most of these values are spilled once
-# per tile; a step without a mask reads back a few words at most.
+# Spilled bytes per thread. dK, dV, S and dP leave few registers in a backward consumer. Most spills happen once per tile. A
+# step without a mask reads back at most a few words.
 SPILLED_BYTES = 288
-UNORDERED = ("dq",)  # programs add to it in any order, unless `torch.use_deterministic_algorithms` is on
+UNORDERED = ("dq",)  # programs add to dQ in any order, unless `torch.use_deterministic_algorithms` is on
 
 attention = make_attention(__name__, forward, backward)

@@ -1,8 +1,8 @@
 """FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1 and section 3.2), warp-specialized, in Gluon, for Hopper.
 
 Change from v22: one persistent CTA per SM takes tiles in fixed strides, and loads the next tile while the current one ends.
-Beside this, `_store_out` normalizes O and finds its head, which saves registers. Problem and Tile have their own file,
-forward_scheduler.py.
+Beside this, `_store_out` divides O by the row sums and finds O's head, which saves registers. Problem and Tile have their own
+file, forward_scheduler.py.
 """
 
 from typing import NamedTuple
@@ -63,8 +63,8 @@ class Ring(NamedTuple):
 
 @gluon.jit
 def _load(tensors, tile, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
-    """Start to load the next slot of the ring, when the consumers have released it. It holds the two tiles
-    of one step: K of the key tile at start_n, and V of the key tile after it, whose scores are known."""
+    """Start to load the next slot of the ring, when the consumers have released it. The slot gets the two tiles of one step: K
+    of the key tile at start_n, and V of the key tile after it, whose scores are already computed."""
     STAGES: gl.constexpr = ring.k.shape[0]
     BLOCK_N: gl.constexpr = ring.k.shape[3]
     NBYTES: gl.constexpr = (tensors.k.block_type.nbytes if K else 0) + (tensors.v.block_type.nbytes if V else 0)
@@ -212,8 +212,9 @@ def _forward_kernel(
     problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale)
     queries = Queries(q_s, o_s, q_full, q_empty)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
-    # An SM has 65,536 registers, 512 for each thread of a warpgroup. The second list has the registers per thread of the roles
-    # after the first; 24 is the producer's. The first role runs on the launch's own warps and gets the rest.
+    # An SM has 65,536 registers, so the registers per thread of all warpgroups may add up to 512. The second list has the
+    # registers per thread of each role after the first role. The producer gets 24. The first role runs on the launch's own
+    # warps and gets the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (tensors, queries, ring, problem, 0, CAUSAL)),
@@ -238,10 +239,10 @@ class Shape(NamedTuple):
     queries: int  # query rows: 64 for each of two or four consumers
     keys: int  # keys of a key tile
     kv_slots: int  # buffers of K and V
-    maxnreg: int  # registers per thread at the launch; all warps have 65,536, which the roles then divide anew
+    maxnreg: int  # registers per thread at the launch; then the roles divide the SM's 65,536 registers anew
 
 
-# The key is the larger of D and Dv.
+# The index is the larger of D and Dv.
 TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, maxnreg=96)) | {
     128: Shape(queries=128, keys=128, kv_slots=2, maxnreg=168),
     256: Shape(queries=128, keys=64, kv_slots=2, maxnreg=168),
@@ -263,9 +264,9 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     out = empty_rows(q, value_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
-        q, scale = -q, -scale  # same scores; with scale >= 0, their maximum can be taken before scaling
+        q, scale = -q, -scale  # the scores stay the same; with scale >= 0, their maximum can be taken before scaling
     q, k, v = addressable(q), addressable(k), addressable(v)
-    out_ptr = out if diagonal % 64 else None  # if the first query tile starts before query 0
+    out_ptr = out if diagonal % 64 else None  # needed if the first query tile starts before query 0
     shape = TILES[max(head_dim, value_dim)]
     programs = min(triton.cdiv(seq_q + diagonal % 64, shape.queries) * batch * heads, num_sms())
     _forward_kernel[programs,](

@@ -40,7 +40,7 @@ class Tensors(NamedTuple):
     out: tma.tensor_descriptor
     out_ptr: gl.tensor | None  # pointer to O if the first query tile starts before query 0
     lse: gl.tensor  # pointer to [B, H, Sq]
-    counter: gl.tensor  # tiles taken so far, beside each CTA's first
+    counter: gl.tensor  # tiles taken so far, except each CTA's first
 
 
 class Queries(NamedTuple):
@@ -63,8 +63,8 @@ class Ring(NamedTuple):
 
 @gluon.jit
 def _load(tensors, tile, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
-    """Start to load the next slot of the ring, when the consumers have released it. It holds the two tiles
-    of one step: K of the key tile at start_n, and V of the key tile after it, whose scores are known."""
+    """Start to load the next slot of the ring, when the consumers have released it. The slot gets the two tiles of one step: K
+    of the key tile at start_n, and V of the key tile after it, whose scores are already computed."""
     STAGES: gl.constexpr = ring.k.shape[0]
     BLOCK_N: gl.constexpr = ring.k.shape[3]
     NBYTES: gl.constexpr = (tensors.k.block_type.nbytes if K else 0) + (tensors.v.block_type.nbytes if V else 0)
@@ -95,7 +95,7 @@ def _skip(ring, fill, tiles):
 def _producer(tensors, queries, ring, next_tiles, problem, CAUSAL: gl.constexpr):
     """Run on one warp: keep the buffers of Q, K and V full, also for the next tile while the current tile ends.
 
-    A CTA's first tile has the CTA's own number. A counter that all CTAs share gives its other tiles.
+    A CTA's first tile has the CTA's own number. The CTA takes its other tiles from a counter that all CTAs share.
     """
     CONSUMERS: gl.constexpr = queries.q.shape[0]
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
@@ -218,8 +218,9 @@ def _forward_kernel(
     queries = Queries(q_s, o_s, q_full, q_empty)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
     next_tiles = NextTiles(tile_s, new_barriers(1, 1))  # no empty barriers: consumers read a number before they free Q
-    # An SM has 65,536 registers, 512 for each thread of a warpgroup. The second list has the registers per thread of the roles
-    # after the first; 24 is the producer's. The first role runs on the launch's own warps and gets the rest.
+    # An SM has 65,536 registers, so the registers per thread of all warpgroups may add up to 512. The second list has the
+    # registers per thread of each role after the first role. The producer gets 24. The first role runs on the launch's own
+    # warps and gets the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (tensors, queries, ring, next_tiles, problem, 0, CAUSAL)),
@@ -244,10 +245,10 @@ class Shape(NamedTuple):
     queries: int  # query rows: 64 for each of two or four consumers
     keys: int  # keys of a key tile
     kv_slots: int  # buffers of K and V
-    maxnreg: int  # registers per thread at the launch; all warps have 65,536, which the roles then divide anew
+    maxnreg: int  # registers per thread at the launch; then the roles divide the SM's 65,536 registers anew
 
 
-# The key is the larger of D and Dv.
+# The index is the larger of D and Dv.
 TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, maxnreg=96)) | {
     128: Shape(queries=128, keys=128, kv_slots=2, maxnreg=168),
     256: Shape(queries=128, keys=64, kv_slots=2, maxnreg=168),
@@ -269,12 +270,12 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     out = empty_rows(q, value_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
-        q, scale = -q, -scale  # same scores; with scale >= 0, their maximum can be taken before scaling
+        q, scale = -q, -scale  # the scores stay the same; with scale >= 0, their maximum can be taken before scaling
     q, k, v = addressable(q), addressable(k), addressable(v)
-    out_ptr = out if diagonal % 64 else None  # if the first query tile starts before query 0
+    out_ptr = out if diagonal % 64 else None  # needed if the first query tile starts before query 0
     shape = TILES[max(head_dim, value_dim)]
     programs = min(triton.cdiv(seq_q + diagonal % 64, shape.queries) * batch * heads, num_sms())
-    counter = lse.new_zeros(1, dtype=torch.int32)  # tiles taken so far, beside each CTA's first
+    counter = lse.new_zeros(1, dtype=torch.int32)  # tiles taken so far, except each CTA's first
     _forward_kernel[programs,](
         describe_tile(q, 64), describe_tile(k, shape.keys), describe_tile(v, shape.keys), describe_tile(out, 64), out_ptr,
         lse, counter, scale, batch * heads, heads, heads // kv_heads, seq_q, seq_k, diagonal,

@@ -1,4 +1,4 @@
-"""Which CTA computes which tile, and where a tile's rows and keys lie."""
+"""The scheduler: which CTA computes which tile, and where a tile's rows and keys lie."""
 
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ class Problem(NamedTuple):
     tiles_m: gl.tensor  # number of query tiles of a head
     seq_q: gl.tensor
     seq_k: gl.tensor
-    diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
+    diagonal: gl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     scale: gl.tensor
 
 
@@ -43,7 +43,7 @@ class NextTiles(NamedTuple):
 
 @gluon.jit
 def _tile(number, problem, ROW_BYTES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
-    """Return the work tile with a number."""
+    """Return the work tile whose number is `number`."""
     tile, batch_head = tile_and_head(
         problem.tiles_m, gl.cdiv(problem.seq_k, problem.heads_per_kv), ROW_BYTES, CAUSAL,
         program=number, programs=problem.batch_heads * problem.tiles_m,

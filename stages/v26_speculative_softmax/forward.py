@@ -41,7 +41,7 @@ class Tensors(NamedTuple):
     out: tma.tensor_descriptor
     out_ptr: gl.tensor | None  # pointer to O if the first query tile starts before query 0
     lse: gl.tensor  # pointer to [B, H, Sq]
-    counter: gl.tensor  # tiles taken so far, beside each CTA's first
+    counter: gl.tensor  # tiles taken so far, except each CTA's first
     failed: gl.tensor  # pointer to the flags; see `Flags`
 
 
@@ -65,8 +65,8 @@ class Ring(NamedTuple):
 
 @gluon.jit
 def _load(tensors, tile, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
-    """Start to load the next slot of the ring, when the consumers have released it. It holds the two tiles
-    of one step: K of the key tile at start_n, and V of the key tile after it, whose scores are known."""
+    """Start to load the next slot of the ring, when the consumers have released it. The slot gets the two tiles of one step: K
+    of the key tile at start_n, and V of the key tile after it, whose scores are already computed."""
     STAGES: gl.constexpr = ring.k.shape[0]
     BLOCK_N: gl.constexpr = ring.k.shape[3]
     NBYTES: gl.constexpr = (tensors.k.block_type.nbytes if K else 0) + (tensors.v.block_type.nbytes if V else 0)
@@ -97,9 +97,8 @@ def _skip(ring, fill, tiles):
 def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, CAUSAL: gl.constexpr):
     """Run on one warp: keep the buffers of Q, K and V full, also for the next tile while the current tile ends.
 
-    A CTA's first tile has the CTA's own number. A counter that all CTAs share gives its other tiles.
-    If MODE is "again",
-    the CTA takes failed tiles, in fixed strides.
+    A CTA's first tile has the CTA's own number. The CTA takes its other tiles from a counter that all CTAs share. If MODE is
+    "again", the CTA takes failed tiles, in fixed strides.
     """
     Q_STAGES: gl.constexpr = next_tiles.number.shape[0]
     CONSUMERS: gl.constexpr = queries.q.shape[0] // Q_STAGES
@@ -141,8 +140,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
 
 @gluon.jit
 def _check(acc, l, number, tensors):
-    """Flag tile `number` as failed if O is not finite: an infinite P, or an overflowing sum, makes l or part of a row of O
-    infinite or NaN."""
+    """Flag tile `number` as failed if l or O is infinite or NaN, because P was infinite or a sum has overflowed."""
     of_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     fails = ~(gl.abs(gl.sum(acc, 1) + gl.convert_layout(l, of_rows)) < float("inf"))
     same = gl.zeros([acc.shape[0]], gl.int32, of_rows)
@@ -209,7 +207,7 @@ def _consumer(
         fill = _skip(ring, fill, tile.key_tiles - seen)  # key tiles that only the CTA's later consumers see
         s = _scores(q, ring, fill)
         if Q_STAGES == 2:
-            # TMA has stored the previous tile's O from the other buffer. So the next Q may arrive there.
+            # Wait until TMA has stored the previous tile's O from the other buffer. Then the next Q may arrive there.
             tma.store_wait(0)
             slot, _ = slot_and_phase(turn + 1, Q_STAGES)
             mbarrier.arrive(queries.empty.index(slot * CONSUMERS + w), count=1, pred=turn > 0)
@@ -263,8 +261,9 @@ def _forward_kernel(
     queries = Queries(q_s, o_s, q_full, q_empty)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
     next_tiles = NextTiles(tile_s, new_barriers(Q_STAGES, 1))  # no empty barriers: consumers read a number before they free Q
-    # An SM has 65,536 registers, 512 for each thread of a warpgroup. The second list has the registers per thread of the roles
-    # after the first; 24 is the producer's. The first role runs on the launch's own warps and gets the rest.
+    # An SM has 65,536 registers, so the registers per thread of all warpgroups may add up to 512. The second list has the
+    # registers per thread of each role after the first role. The producer gets 24. The first role runs on the launch's own
+    # warps and gets the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (tensors, queries, ring, next_tiles, problem, 0, MODE, CAUSAL)),
@@ -290,11 +289,11 @@ class Shape(NamedTuple):
     keys: int  # keys of a key tile
     kv_slots: int  # buffers of K and V
     q_slots: int  # buffers of Q
-    maxnreg: int  # registers per thread at the launch; all warps have 65,536, which the roles then divide anew
+    maxnreg: int  # registers per thread at the launch; then the roles divide the SM's 65,536 registers anew
 
 
-# The key is the larger of D and Dv.
-# NOTE: these tiles are v25's, which computes a maximum and rescales O in each; without that, v29's shorter tiles pay.
+# The index is the larger of D and Dv.
+# NOTE: these tiles suit v25, which rescales O for each tile; without rescaling, v29's shorter tiles are faster.
 TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, q_slots=2, maxnreg=96)) | {
     128: Shape(queries=128, keys=128, kv_slots=2, q_slots=2, maxnreg=168),
     256: Shape(queries=128, keys=64, kv_slots=2, q_slots=1, maxnreg=168),
@@ -316,13 +315,13 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     out = empty_rows(q, value_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
-        q, scale = -q, -scale  # same scores; with scale >= 0, their maximum can be taken before scaling
+        q, scale = -q, -scale  # the scores stay the same; with scale >= 0, their maximum can be taken before scaling
     q, k, v = addressable(q), addressable(k), addressable(v)
-    out_ptr = out if diagonal % 64 else None  # if the first query tile starts before query 0
+    out_ptr = out if diagonal % 64 else None  # needed if the first query tile starts before query 0
     shape = TILES[max(head_dim, value_dim)]
     tiles = triton.cdiv(seq_q + diagonal % 64, shape.queries) * batch * heads
     programs = min(tiles, num_sms())
-    # The counter of tiles that were taken; a flag that is set if any tile failed; a flag for each tile.
+    # In this order: the counter of taken tiles, a flag that is set if any tile failed, and a flag for each tile.
     counter, failed = lse.new_zeros(2 + tiles, dtype=torch.int32).split([1, 1 + tiles])
     descriptors = describe_tile(q, 64), describe_tile(k, shape.keys), describe_tile(v, shape.keys), describe_tile(out, 64)
     # NOTE: the second launch is set up only after the first has ended; v28 sets it up before.

@@ -28,22 +28,22 @@ def _scores(q, ring, fill):
 
 @gluon.jit
 def _polynomial_exp2(x):
-    """2^x without the hardware's exponential: a power of two, made from bits, times a polynomial."""
-    # For x up to -127, and for masked scores, that power is 0. NaN stays NaN.
+    """Return 2^x without the hardware's exponential: a power of two, made from bits, times a polynomial."""
+    # For x <= -127, and so for masked scores, the power of two is 0. NaN stays NaN.
     x = gl.maximum(x, -127.0, propagate_nan=tl.PropagateNan.ALL)
-    # Adding a number whose last bit counts as 1 rounds x to an integer j. The sum ends in the bits of j + 127, the exponent of
-    # 2^j.
+    # `rounds` is so large that its last bit counts as 1. So the addition rounds x to an integer j. The last bits of the sum are
+    # j + 127. float32 stores the exponent of 2^j in this form.
     rounds: gl.constexpr = 1.5 * 2**23 + 127
     rounded = gl.minimum(x, 128.0) + rounds  # 2^128 is inf
     power = (rounded.to(gl.int32, bitcast=True) << 23).to(gl.float32, bitcast=True)
     x = x - (rounded - rounds)
-    # 2^x for x from -1/2 to 1/2, by the polynomial with the smallest largest relative error: 2.7e-6.
+    # Now x is from -1/2 to 1/2. There the polynomial approximates 2^x with a relative error of at most 2.7e-6.
     return ((((0.0095701 * x + 0.05591786) * x + 0.24024745) * x + 0.69312181) * x + 0.99999926) * power
 
 
 @gluon.jit
 def _exp2(x):
-    """2^x; every fourth group of eight columns, which has its own registers, uses the polynomial."""
+    """Return 2^x. The polynomial computes every fourth group of eight columns. Each group has its own registers."""
     eights = x.reshape([x.shape[0], x.shape[1] // 32, 2, 2, 8]).permute([0, 1, 4, 2, 3])
     halves, others = gl.split(eights)
     quarters, by_polynomial = gl.split(others)
@@ -53,7 +53,7 @@ def _exp2(x):
 
 @gluon.jit
 def _sums(p):
-    """Return four partial sums of each row of p, one per thread that holds a part of the row. So no thread waits."""
+    """Return four partial sums of each row of p, one per thread that holds part of the row. So no thread waits for another."""
     return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
 
 
@@ -73,9 +73,9 @@ def _accumulate(
     acc, s, q, ring, fill, tiles, problem, last, scale_log2,
     CONSUMERS: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Run a consumer's softmax over `tiles` key tiles, the last tile first. The matmul for that tile's scores s is in flight.
+    """Run a consumer's softmax over `tiles` key tiles, the last tile first. That tile's scores s are already being computed.
 
-    Returns acc, whose matmul for the first tile is still in flight, m (maximum) and l (sum).
+    Returns acc, m (maximum) and l (sum). The matmul that adds the first tile to acc is still in flight.
     """
     STAGES: gl.constexpr = ring.k.shape[0]
     BLOCK_N: gl.constexpr = ring.k.shape[3]
@@ -85,15 +85,15 @@ def _accumulate(
     s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
     slot, phase = slot_and_phase(fill, STAGES)
     mbarrier.arrive(ring.empty.index(slot), count=1)
-    # Only the last tile can pass the last key or contain the diagonal. The first query tile starts diagonal % ROWS rows before
-    # query 0. So the number of keys that a consumer's last row sees is a multiple of ROWS.
+    # The first query tile starts diagonal % ROWS rows before query 0. So a consumer's last row sees a multiple of ROWS keys, or
+    # all keys. Therefore only the last key tile needs a mask.
     start_n = (tiles - 1) * BLOCK_N
     if CAUSAL or start_n + BLOCK_N > problem.seq_k:
         s = _visible(s, start_n, problem.seq_k, last, CAUSAL)
     m = gl.max(s, 1) * scale_log2  # finite: every row sees the first key of this tile
     first = 1
     if CAUSAL and tiles > FEW_TILES:
-        # The upper rows see few keys of the diagonal's tile, so the guess includes the next tile. MODE "again" does so, too.
+        # The upper rows see few keys of the diagonal's tile, so m includes the next tile, too. Every MODE does this.
         first = 2
         fill += 1
         slot, phase = slot_and_phase(fill, STAGES)

@@ -1,4 +1,4 @@
-"""FlashAttention backward (arXiv 2205.14135, Algorithm 4): K/V tiles outer, query tiles inner, dQ rewritten per K/V tile.
+"""FlashAttention backward (arXiv 2205.14135, Algorithm 4): a loop over K/V tiles, and in it a loop over query tiles.
 
 Beside this, `@replayed` records a call's launches and repeats them without their CPU cost. `aligned` copies inputs that Triton
 would load slowly.
@@ -74,7 +74,8 @@ def _backward_kernel(
         dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
         dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
 
-        # The first query that sees each key. No query sees a key past the end: its p may be infinite, and infinity * 0 is NaN.
+        # The first query that sees each key. It is 2**30 for a key past the end, so that its p is 0. Otherwise p may be
+        # infinite, and infinity times 0 is NaN.
         seen_from = tl.where(offs_n < seq_k, offs_n - diagonal if CAUSAL else 0, 2**30)
         first = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M if CAUSAL else 0
         for shared in range(heads_per_kv):  # the query heads that share these keys

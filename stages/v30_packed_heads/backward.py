@@ -1,7 +1,7 @@
 """FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper.
 
-Change from v21: the matmuls for dP and dV are issued together, and the wait for dV comes after dK is issued. The wait for a
-free slot of dS, and the signal that dS is there, move to where matmuls run meanwhile.
+Change from v21: a consumer issues the matmuls for dP and dV together, and waits for dV only after it has issued the matmul for
+dK. While matmuls run, it also waits for a free slot of dS, and signals that dS is there.
 """
 
 from typing import NamedTuple
@@ -40,7 +40,7 @@ from .backward_prepare import _finish_kernel, _prepare_kernel
 
 CONSUMERS = gl.constexpr(2)
 KEYS = gl.constexpr(CONSUMERS * ROWS)  # number of keys of a CTA; their dK and dV stay in registers
-SUM_COLUMNS = 256  # row length of dQ's float32 accumulator in TMA's view: the widest box that TMA supports
+SUM_COLUMNS = 256  # for TMA, dQ's float32 accumulator has rows of this length, the longest that TMA supports
 
 
 class Tensors(NamedTuple):
@@ -65,13 +65,13 @@ class Tile(NamedTuple):
     batch_head: gl.tensor  # batch * H + head
     heads_per_kv: gl.tensor  # number of query heads that share these keys
     start_n: gl.tensor  # the first key
-    keys: gl.tensor  # number of keys from start_n on
-    diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
+    keys: gl.tensor  # number of keys from start_n to the last key
+    diagonal: gl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     first: gl.tensor  # the first query tile that sees one of the keys
     tiles_m: gl.tensor  # number of query tiles of a head
-    steps: gl.tensor  # number of query tiles of all these heads
-    unseen: gl.tensor  # number of steps that see no key of the second consumer; they come first
-    masked: gl.tensor  # number of steps that need a mask; they come first
+    steps: gl.tensor  # number of query tiles from `first` on, of all query heads together
+    unseen: gl.tensor  # number of steps, from the first on, whose queries see no key of the second consumer
+    masked: gl.tensor  # number of steps, from the first on, that need a mask
 
 
 class KeysValues(NamedTuple):
@@ -96,7 +96,7 @@ class Ring(NamedTuple):
 
 
 class DsRing(NamedTuple):
-    """Buffers in shared memory: dS for the matmul of dQ, and dQ until TMA has added it to its accumulator."""
+    """Buffers in shared memory: dS for the matmul of dQ, and parts of dQ until TMA has added them to dQ's accumulator."""
 
     ds: gl.shared_memory_descriptor  # [STAGES * CONSUMERS, ROWS, BLOCK_M]
     dq: gl.shared_memory_descriptor  # [PARTS, ...], in register order
@@ -106,7 +106,7 @@ class DsRing(NamedTuple):
 
 @gluon.jit
 def _query_tile(step, tile):
-    """Return the head and the query tile of a step, and the tile's number among those of all heads.
+    """Return the head and the query tile of a step, and the tile's number among the query tiles of all heads.
 
     The steps take one query tile of each query head that shares the keys, then the next query tile of each head.
     """
@@ -211,7 +211,7 @@ def _accumulate(
 
 @gluon.jit
 def _producer(tensors, tile, kv, ring):
-    """Run on one warp: move everything except dQ. K and V move once, Q and dO through a ring, dK and dV at the end."""
+    """Run on one warp: load K and V once, load Q and dO through a ring, and store dK and dV at the end."""
     # NOTE: the next CTA loads K and V only when this CTA has ended; v38's persistent CTAs load them earlier.
     mbarrier.expect(kv.full.index(0), CONSUMERS * (tensors.k.block_type.nbytes + tensors.v.block_type.nbytes))
     for w in gl.static_range(CONSUMERS):
@@ -258,12 +258,12 @@ def _consumer(tile, kv, ring, ds_ring, scale, w: gl.constexpr, CAUSAL: gl.conste
         fence_async_shared()
         mbarrier.arrive(ds_ring.full.index(slot), count=1)
         mbarrier.arrive(ring.empty.index(slot), count=1)
-    # The diagonal needs a mask. Keys past the end need it too: their p may be infinite, and infinity times 0 is NaN.
+    # The diagonal needs a mask. Keys past the end need one, too: their p may be infinite, and infinity times 0 is NaN.
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, unseen, tile.masked, w, CAUSAL, True)
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, tile.masked, tile.steps, w, CAUSAL, False)
 
-    # The buffers of V and K now hold dV and dK, and TMA stores these. V is not needed any more, and K is free when the last
-    # dQ is done.
+    # dV and dK go into the buffers of V and K, and TMA stores them from there. V is not needed any more. K is needed until the
+    # last dQ is computed.
     v.store(dv.to(kv.v.dtype))
     fence_async_shared()
     mbarrier.arrive(kv.dv_full.index(w), count=1)
@@ -298,14 +298,14 @@ def _backward_kernel(
     start_n = tile_n * KEYS
     batch = batch_head // kv_heads
     kv_head = batch_head % kv_heads
-    first = 0  # the first query tile that sees these keys; if no tile does, the last tile, fully masked
+    first = 0  # the first query tile that sees one of these keys; if none does, the last tile, where all scores are masked
     masked = 0  # number of query tiles, from `first` on, that need a mask
     unseen = 0  # number of query tiles, from `first` on, that see no key of the second consumer
     if CAUSAL:
         first = gl.minimum(gl.maximum(start_n - diagonal, 0) // BLOCK_M, tiles_m - 1)
         full = gl.cdiv(gl.maximum(start_n + KEYS - 1 - diagonal, 0), BLOCK_M)  # the first query tile that sees every key
         masked = gl.minimum(full, tiles_m) - first
-        if BLOCK_M <= ROWS:  # longer query tiles rarely miss all keys of a consumer
+        if BLOCK_M <= ROWS:  # a longer query tile almost always sees keys of both consumers
             unseen = gl.minimum(gl.maximum(start_n + ROWS - diagonal, 0) // BLOCK_M, tiles_m) - first
     tiles = tiles_m - first
     masked = gl.where(start_n + KEYS > seq_k, tiles, masked)
@@ -350,8 +350,8 @@ def _backward_kernel(
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
-    Falls back to v7 for float32, for D or Dv = 256, and under `torch.use_deterministic_algorithms`, because CTAs add to dQ in
-    any order.
+    This falls back to v7 for float32, for D or Dv = 256, and under `torch.use_deterministic_algorithms`, because CTAs add to dQ
+    in any order.
     """
     require_hopper(__package__)
     batch, heads, seq_q, head_dim = q.shape

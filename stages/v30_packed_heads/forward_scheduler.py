@@ -1,4 +1,4 @@
-"""Which CTA computes which tile, and where a tile's rows and keys lie."""
+"""The scheduler: which CTA computes which tile, and where a tile's rows and keys lie."""
 
 from typing import NamedTuple
 
@@ -24,9 +24,9 @@ class Problem(NamedTuple):
     heads: gl.tensor  # H / PACKED
     heads_per_kv: gl.tensor
     tiles_m: gl.tensor  # number of query tiles of a head
-    seq_q: gl.tensor  # rows of a head: queries * PACKED
+    seq_q: gl.tensor  # rows of PACKED heads: queries * PACKED
     seq_k: gl.tensor
-    diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
+    diagonal: gl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     scale: gl.tensor
 
 
@@ -50,7 +50,7 @@ class NextTiles(NamedTuple):
 
 @gluon.jit
 def _rows_before(diagonal, PACKED: gl.constexpr):
-    """Return by how many rows the first tile starts before query 0, so that all rows of a consumer end in one key tile."""
+    """Return how many rows before query 0 the first tile starts. This keeps a consumer's diagonal in one key tile."""
     return diagonal % (ROWS // PACKED) * PACKED
 
 
@@ -59,7 +59,7 @@ def _tile(
     number, problem, ROW_BYTES: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, PACKED: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Return the work tile with a number."""
+    """Return the work tile whose number is `number`."""
     tile, batch_head = tile_and_head(
         problem.tiles_m, gl.cdiv(problem.seq_k, problem.heads_per_kv), ROW_BYTES, CAUSAL,
         program=number, programs=problem.batch_heads * problem.tiles_m,
@@ -100,13 +100,14 @@ def _row(batch, head, row, PACKED: gl.constexpr):
 
 @gluon.jit
 def _flags(failed_ptr):
-    """Return the parts of the flags in memory."""
+    """Return the pointers of `Flags`."""
     return Flags(failed_ptr, failed_ptr + 1)
 
 
 @gluon.jit
 def _next_failed(number, tiles, flags):
-    """Return the first failed tile among `number`, `number` + number of CTAs, …; at least `tiles` if there is none."""
+    """Return the first failed tile among `number`, `number` + number of CTAs, and so on. If none failed, return at least
+    `tiles`."""
     while gl.load(flags.tile_failed + number, mask=number < tiles, other=1) == 0:
         number += gl.num_programs(0)
     return number

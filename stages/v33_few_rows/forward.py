@@ -56,8 +56,8 @@ class Tensors(NamedTuple):
     out: tma.tensor_descriptor
     out_ptr: gl.tensor | None  # pointer to O if the first query tile starts before query 0
     lse: gl.tensor  # pointer to [B, H, Sq]
-    part: gl.tensor | None  # if keys are split, pointer to [splits, B, H, Sq, VALUE_DIM]; LSE then has splits too
-    counter: gl.tensor  # tiles taken so far, beside each CTA's first
+    part: gl.tensor | None  # if keys are split, pointer to O of all splits, [splits, B, H, Sq, VALUE_DIM]; LSE has splits, too
+    counter: gl.tensor  # tiles taken so far, except each CTA's first
     failed: gl.tensor  # pointer to the flags; see `Flags`
 
 
@@ -81,8 +81,8 @@ class Ring(NamedTuple):
 
 @gluon.jit
 def _load(tensors, tile, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
-    """Start to load the next slot of the ring, when the consumers have released it. It holds the two tiles
-    of one step: K of the key tile at start_n, and V of the key tile after it, whose scores are known."""
+    """Start to load the next slot of the ring, when the consumers have released it. The slot gets the two tiles of one step: K
+    of the key tile at start_n, and V of the key tile after it, whose scores are already computed."""
     STAGES: gl.constexpr = ring.k.shape[0]
     NBYTES: gl.constexpr = (tensors.k.block_type.nbytes if K else 0) + (tensors.v.block_type.nbytes if V else 0)
     slot, phase = slot_and_phase(fill, STAGES)
@@ -112,9 +112,9 @@ def _skip(ring, fill, tiles):
 def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, CAUSAL: gl.constexpr):
     """Run on one warp: keep the buffers of Q, K and V full, also for the next tile while the current tile ends.
 
-    A CTA's first tile has the CTA's own number. A counter that all CTAs share gives its other tiles.
-    If keys are split, or MODE is "running",
-    the CTA takes tiles in fixed strides. If MODE is "again", it takes failed tiles, in fixed strides.
+    A CTA's first tile has the CTA's own number. The CTA takes its other tiles from a counter that all CTAs share. If keys are
+    split, or MODE is "running", the CTA takes tiles in fixed strides. If MODE is "again", it takes failed tiles, in fixed
+    strides.
     """
     if problem.is_split is not None:
         gdc_launch_dependents()  # the merge may start: all CTAs are running, and the merge's CTAs fit beside them
@@ -161,8 +161,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
 
 @gluon.jit
 def _check(acc, l, number, tensors):
-    """Flag tile `number` as failed if O is not finite: an infinite P, or an overflowing sum, makes l or part of a row of O
-    infinite or NaN."""
+    """Flag tile `number` as failed if l or O is infinite or NaN, because P was infinite or a sum has overflowed."""
     of_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     fails = ~(gl.abs(gl.sum(acc, 1) + gl.convert_layout(l, of_rows)) < float("inf"))
     same = gl.zeros([acc.shape[0]], gl.int32, of_rows)
@@ -175,7 +174,7 @@ def _check(acc, l, number, tensors):
 def _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m, part, idle, PACKED: gl.constexpr):
     """Store a consumer's rows of O, from its slot `own` of `queries`."""
     batch, head = tile.batch_head // problem.heads, tile.batch_head % problem.heads  # computed only here, which saves registers
-    if problem.is_split is not None and problem.splits > 1:  # `part`: where the split's rows of this head begin
+    if problem.is_split is not None and problem.splits > 1:  # `part`: where this head's rows begin in the split
         offs_m = start_m + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
         offs_d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
         part_ptrs = tensors.part + (part + _place(offs_m, problem, PACKED))[:, None] * acc.shape[1]
@@ -235,7 +234,7 @@ def _consumer(
         fill = _skip(ring, fill, tile.key_tiles - seen)  # key tiles that only the CTA's later consumers see
         s = _scores(q, ring, fill)
         if Q_STAGES == 2:
-            # TMA has stored the previous tile's O from the other buffer. So the next Q may arrive there.
+            # Wait until TMA has stored the previous tile's O from the other buffer. Then the next Q may arrive there.
             tma.store_wait(0)
             slot, _ = slot_and_phase(turn + 1, Q_STAGES)
             mbarrier.arrive(queries.empty.index(slot * CONSUMERS + w), count=1, pred=turn > 0)
@@ -292,8 +291,9 @@ def _forward_kernel(
     queries = Queries(q_s, o_s, q_full, q_empty)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
     next_tiles = NextTiles(tile_s, new_barriers(Q_STAGES, 1))  # no empty barriers: consumers read a number before they free Q
-    # An SM has 65,536 registers, 512 for each thread of a warpgroup. The second list has the registers per thread of the roles
-    # after the first; 24 is the producer's. The first role runs on the launch's own warps and gets the rest.
+    # An SM has 65,536 registers, so the registers per thread of all warpgroups may add up to 512. The second list has the
+    # registers per thread of each role after the first role. The producer gets 24. The first role runs on the launch's own
+    # warps and gets the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (tensors, queries, ring, next_tiles, problem, 0, MODE, CAUSAL)),
@@ -327,7 +327,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     out = empty_rows(q, value_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
-        q, scale = -q, -scale  # same scores; with scale >= 0, their maximum can be taken before scaling
+        q, scale = -q, -scale  # the scores stay the same; with scale >= 0, their maximum can be taken before scaling
     q, k, v = addressable(q), addressable(k), addressable(v)
     keys = min(seq_k, seq_q + diagonal) if causal else seq_k
     cut = plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, num_sms())
@@ -337,7 +337,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     if packed > 1:
         queries, outputs = (t.unflatten(1, (-1, packed)).transpose(2, 3) for t in (q, out))  # [B, H / packed, Sq, packed, D]
         held = 64 // packed, packed
-    out_ptr = outputs if diagonal % (64 // packed) else None  # if the first query tile starts before query 0
+    out_ptr = outputs if diagonal % (64 // packed) else None  # needed if the first query tile starts before query 0
     programs = min(tiles * splits, num_sms())
     parts = None, lse
     if splits > 1:
@@ -355,7 +355,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     if cut.short:
         launch(None, None, "running")
     else:
-        # The counter of tiles that were taken; a flag that is set if any tile failed; a flag for each tile.
+        # In this order: the counter of taken tiles, a flag that is set if any tile failed, and a flag for each tile.
         counter, failed = lse.new_zeros(2 + tiles * splits, dtype=torch.int32).split([1, 1 + tiles * splits])
         for mode in ("guess", "again"):
             launch(counter, failed, mode)

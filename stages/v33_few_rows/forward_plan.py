@@ -17,24 +17,25 @@ class Shape(NamedTuple):
     keys: int  # keys of a key tile
     kv_slots: int  # buffers of K and V
     q_slots: int  # buffers of Q
-    maxnreg: int  # registers per thread at the launch; all warps have 65,536, which the roles then divide anew
+    maxnreg: int  # registers per thread at the launch; then the roles divide the SM's 65,536 registers anew
 
 
-# The key is the larger of D and Dv. FEW_ROWS: shapes for few rows, where long tiles keep loads of K and V in flight.
+# The index is the larger of D and Dv. FEW_ROWS has shapes for few query rows. Its longer key tiles keep more loads of K and V
+# in flight.
 TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, q_slots=2, maxnreg=96)) | {
     128: Shape(queries=128, keys=64, kv_slots=3, q_slots=2, maxnreg=168),
     256: Shape(queries=128, keys=64, kv_slots=2, q_slots=1, maxnreg=168),
 }
 FEW_ROWS = TILES | dict.fromkeys((16, 32, 64), Shape(queries=128, keys=128, kv_slots=3, q_slots=2, maxnreg=168))
 FEW_ROWS |= {128: Shape(queries=128, keys=128, kv_slots=2, q_slots=2, maxnreg=168)}
-FEW_SQUARES = 8  # FEW_ROWS replaces tiles of 256 rows up to this many squares of 128 queries and 128 keys per CTA
-# Key tiles per CTA up to which the extra launches take longer than a running maximum.
+FEW_SQUARES = 8  # FEW_ROWS replaces tiles of 256 rows if a CTA has at most this many squares of 128 queries and 128 keys
+# If a CTA has at most this many key tiles, the extra launches take longer than a running maximum.
 SHORT = {16: 16, 32: 16, 64: 16, 128: 32, 256: 32}
 
 
 def splits_of(tiles: int, key_tiles: int, programs: int) -> int:
-    """Return the number of parts of the keys: with so many, the tiles fill `programs` CTAs."""
-    # NOTE: more splits also cost more: for a launch and the bytes of parts, while memory is busy; v34 predicts the time.
+    """Return the number of splits with which the tiles fill `programs` CTAs."""
+    # NOTE: splits also cost time, for one more launch and for the bytes of their outputs; v34 predicts this time.
     return max(1, min(key_tiles, programs // tiles))
 
 
@@ -42,27 +43,27 @@ class Plan(NamedTuple):
     """How a forward's work is divided."""
 
     shape: Shape
-    packed: int  # query heads side by side in a tile
+    packed: int  # number of query heads side by side in a tile
     splits: int
     tiles: int  # query tiles of all heads; each is taken once per split
     short: bool  # true if a running maximum costs less than the extra launches
 
 
 def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, programs) -> Plan:
-    """Return the best plan for `seq_q` queries. The last query sees `keys` keys, and `programs` CTAs run at a time."""
+    """Return the best plan for `seq_q` queries. The last query sees `keys` keys, and `programs` CTAs run at the same time."""
     width = max(head_dim, value_dim)
     per_kv = heads // kv_heads
     together = per_kv if 64 % per_kv == 0 else 1
     rows = seq_q * together
     groups = batch * heads // together
-    # Few: a tile has all rows of a K/V head (unless its heads cannot be packed), or tiles of 256 rows would be too few CTAs.
+    # Rows are few if one tile holds all packed rows of a K/V head, or if tiles of 256 rows would keep too few CTAs busy.
     squares = triton.cdiv(rows, 128) * triton.cdiv(keys, 128) * groups
     few = rows <= 128 or (TILES[width].queries > 128 and squares <= FEW_SQUARES * programs)
     shape = (FEW_ROWS if few else TILES)[width]
     tiles = triton.cdiv(rows, shape.queries) * groups
     key_tiles = triton.cdiv(keys, shape.keys)
     splits = splits_of(tiles, key_tiles, programs)
-    if few and key_tiles <= splits and shape.keys > ROWS.value:  # two tiles of half the keys are ready sooner
+    if few and key_tiles <= splits and shape.keys > ROWS.value:  # two tiles of half the keys are ready sooner than one
         shape, key_tiles = shape._replace(keys=shape.keys // 2, kv_slots=shape.kv_slots * 2), key_tiles * 2
     packed = together if few or splits > 1 or tiles < triton.cdiv(seq_q, shape.queries) * batch * heads else 1
     before = diagonal % (64 // packed)  # positions

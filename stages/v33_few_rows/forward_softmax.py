@@ -24,7 +24,7 @@ def _scores(q, ring, fill):
 
 @gluon.jit
 def _sums(p):
-    """Return four partial sums of each row of p, one per thread that holds a part of the row. So no thread waits."""
+    """Return four partial sums of each row of p, one per thread that holds part of the row. So no thread waits for another."""
     return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
 
 
@@ -44,9 +44,9 @@ def _accumulate(
     acc, s, q, ring, fill, tiles, tile, problem, last, scale_log2,
     CONSUMERS: gl.constexpr, PACKED: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Run a consumer's softmax over `tiles` key tiles, the last tile first. The matmul for that tile's scores s is in flight.
+    """Run a consumer's softmax over `tiles` key tiles, the last tile first. That tile's scores s are already being computed.
 
-    Returns acc, whose matmul for the first tile is still in flight, m (maximum) and l (sum).
+    Returns acc, m (maximum) and l (sum). The matmul that adds the first tile to acc is still in flight.
     """
     STAGES: gl.constexpr = ring.k.shape[0]
     BLOCK_N: gl.constexpr = ring.k.shape[3]
@@ -57,15 +57,15 @@ def _accumulate(
     s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
     slot, phase = slot_and_phase(fill, STAGES)
     mbarrier.arrive(ring.empty.index(slot), count=1)
-    # Only the last tile can pass the last key or contain the diagonal. The first query tile starts `_rows_before` query 0. So
-    # the number of keys that a consumer's rows see is a multiple of ROWS // PACKED.
+    # The first query tile starts `_rows_before` query 0. So a consumer's last row sees a multiple of ROWS // PACKED keys, or
+    # all keys. Therefore only the last key tile needs a mask.
     if CAUSAL or start_n + BLOCK_N > problem.seq_k:
         s = _visible(s, start_n, problem.seq_k, last, PACKED, CAUSAL)
     m = gl.max(s, 1) * scale_log2  # finite: every row sees the first key of this tile
     first = 1
     if CAUSAL and tiles > FEW_TILES:
-        # The upper rows see few keys of the diagonal's tile, so the guess includes the next tile. MODE "again" does so, too.
-        # NOTE: the guess misses attention sinks, which are first keys: their P overflows or is rounded; v39 includes them.
+        # The upper rows see few keys of the diagonal's tile, so m includes the next tile, too. Every MODE does this.
+        # NOTE: the guess misses attention sinks, which are among the first keys, so P may overflow; v39 includes these keys.
         first = 2
         fill += 1
         slot, phase = slot_and_phase(fill, STAGES)

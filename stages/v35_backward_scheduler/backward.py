@@ -37,7 +37,7 @@ from stages.v7_one_backward.backward import backward as backward_of_v7
 from .backward_prepare import _finish_kernel, _prepare_kernel
 from .backward_scheduler import CONSUMERS, Problem, _query_tile, _tile
 
-SUM_COLUMNS = 256  # row length of dQ's float32 accumulator in TMA's view: the widest box that TMA supports
+SUM_COLUMNS = 256  # for TMA, dQ's float32 accumulator has rows of this length, the longest that TMA supports
 
 
 class Tensors(NamedTuple):
@@ -75,7 +75,7 @@ class Ring(NamedTuple):
 
 
 class DsRing(NamedTuple):
-    """Buffers in shared memory: dS for the matmul of dQ, and dQ until TMA has added it to its accumulator."""
+    """Buffers in shared memory: dS for the matmul of dQ, and parts of dQ until TMA has added them to dQ's accumulator."""
 
     ds: gl.shared_memory_descriptor  # [STAGES * CONSUMERS, ROWS, BLOCK_M]
     dq: gl.shared_memory_descriptor  # [PARTS, ...], in register order
@@ -203,11 +203,11 @@ def _store_dkv(tensors, tile, kv):
 
 @gluon.jit
 def _producer(tensors, kv, ring, problem, CAUSAL: gl.constexpr):
-    """Run on one warp: move everything except dQ. K and V move once, Q and dO through a ring, dK and dV at the end."""
+    """Run on one warp: load K and V once, load Q and dO through a ring, and store dK and dV at the end."""
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     VALUE_DIM: gl.constexpr = kv.v.shape[4]
-    # NOTE: a CTA ends after one tile, and the next one starts with empty buffers; v37's CTAs take tile after tile.
+    # NOTE: a CTA ends after one tile, and the next CTA starts with empty buffers; v37's CTAs take tile after tile.
     tile = _tile(gl.program_id(0), problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
     _load_kv(tensors, tile, kv)
     for step in range(tile.steps):
@@ -217,7 +217,7 @@ def _producer(tensors, kv, ring, problem, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def _consumer(kv, ring, ds_ring, problem, w: gl.constexpr, CAUSAL: gl.constexpr):
-    """A warpgroup with the w-th 64 keys of a tile, whose dK and dV stay in its registers."""
+    """Run on a warpgroup: compute dK and dV of the w-th 64 keys of a tile, and keep them in registers."""
     STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
@@ -243,12 +243,12 @@ def _consumer(kv, ring, ds_ring, problem, w: gl.constexpr, CAUSAL: gl.constexpr)
         fence_async_shared()
         mbarrier.arrive(ds_ring.full.index(slot), count=1)
         mbarrier.arrive(ring.empty.index(slot), count=1)
-    # The diagonal needs a mask. Keys past the end need it too: their p may be infinite, and infinity times 0 is NaN.
+    # The diagonal needs a mask. Keys past the end need one, too: their p may be infinite, and infinity times 0 is NaN.
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, unseen, tile.masked, w, CAUSAL, True)
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, tile.masked, tile.steps, w, CAUSAL, False)
 
-    # The buffers of V and K now hold dV and dK, and TMA stores these. V is not needed any more, and K is free when the last
-    # dQ is done.
+    # dV and dK go into the buffers of V and K, and TMA stores them from there. V is not needed any more. K is needed until the
+    # last dQ is computed.
     v.store(dv.to(kv.v.dtype))
     fence_async_shared()
     mbarrier.arrive(kv.dv_full.index(w), count=1)
@@ -318,8 +318,8 @@ def _backward_kernel(
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
-    Falls back to v7 for float32, for D or Dv = 256, and under `torch.use_deterministic_algorithms`, because CTAs add to dQ in
-    any order.
+    This falls back to v7 for float32, for D or Dv = 256, and under `torch.use_deterministic_algorithms`, because CTAs add to dQ
+    in any order.
     """
     require_hopper(__package__)
     batch, heads, seq_q, head_dim = q.shape

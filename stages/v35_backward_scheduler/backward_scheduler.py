@@ -1,4 +1,4 @@
-"""Which CTA computes which keys, and in which order it takes their query tiles."""
+"""The scheduler: which CTA computes which keys, and in which order it takes the query tiles that see them."""
 
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ class Problem(NamedTuple):
     heads_per_kv: gl.tensor
     seq_q: gl.tensor
     seq_k: gl.tensor
-    diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
+    diagonal: gl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     scale: gl.tensor
 
 
@@ -32,18 +32,18 @@ class Tile(NamedTuple):
     batch_head: gl.tensor  # batch * H + head
     heads_per_kv: gl.tensor  # number of query heads that share these keys
     start_n: gl.tensor  # the first key
-    keys: gl.tensor  # number of keys from start_n on
-    diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
+    keys: gl.tensor  # number of keys from start_n to the last key
+    diagonal: gl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     first: gl.tensor  # the first query tile that sees one of the keys
     tiles_m: gl.tensor  # number of query tiles of a head
-    steps: gl.tensor  # number of query tiles of all these heads
-    unseen: gl.tensor  # number of steps that see no key of the second consumer; they come first
-    masked: gl.tensor  # number of steps that need a mask; they come first
+    steps: gl.tensor  # number of query tiles from `first` on, of all query heads together
+    unseen: gl.tensor  # number of steps, from the first on, whose queries see no key of the second consumer
+    masked: gl.tensor  # number of steps, from the first on, that need a mask
 
 
 @gluon.jit
 def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, CAUSAL: gl.constexpr):
-    """Return the work tile with a number."""
+    """Return the work tile whose number is `number`."""
     heads_per_kv = problem.heads_per_kv
     tiles_m = gl.cdiv(problem.seq_q, BLOCK_M)
     ROW_BYTES: gl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # bytes of a query's Q, dQ accumulator and dO
@@ -51,7 +51,7 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
         gl.cdiv(problem.seq_k, KEYS), problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=gl.num_programs(0)
     )
     start_n = tile_n * KEYS
-    first = 0  # the first query tile that sees these keys; if no tile does, the last tile, fully masked
+    first = 0  # the first query tile that sees one of these keys; if none does, the last tile, where all scores are masked
     masked = 0  # number of query tiles, from `first` on, that need a mask
     unseen = 0  # number of query tiles, from `first` on, that see no key of the second consumer
     if CAUSAL:
@@ -59,7 +59,7 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
         first = gl.minimum(gl.maximum(start, 0) // BLOCK_M, tiles_m - 1)
         full = gl.cdiv(gl.maximum(start + KEYS - 1, 0), BLOCK_M)  # the first query tile that sees every key
         masked = gl.minimum(full, tiles_m) - first
-        if BLOCK_M <= ROWS:  # longer query tiles rarely miss all keys of a consumer
+        if BLOCK_M <= ROWS:  # a longer query tile almost always sees keys of both consumers
             unseen = gl.minimum(gl.maximum(start + ROWS, 0) // BLOCK_M, tiles_m) - first
     tiles = tiles_m - first
     masked = gl.where(start_n + KEYS > problem.seq_k, tiles, masked)
@@ -73,7 +73,7 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
 
 @gluon.jit
 def _query_tile(step, tile):
-    """Return the head and the query tile of a step, and the tile's number among those of all heads.
+    """Return the head and the query tile of a step, and the tile's number among the query tiles of all heads.
 
     The steps take one query tile of each query head that shares the keys, then the next query tile of each head.
     """

@@ -18,38 +18,39 @@ class Shape(NamedTuple):
     keys: int  # keys of a key tile
     kv_slots: int  # buffers of K and V
     q_slots: int  # buffers of Q
-    maxnreg: int  # registers per thread at the launch; all warps have 65,536, which the roles then divide anew
+    maxnreg: int  # registers per thread at the launch; then the roles divide the SM's 65,536 registers anew
 
 
-# The key is the larger of D and Dv. FEW_ROWS: shapes for few rows, where long tiles keep loads of K and V in flight.
+# The index is the larger of D and Dv. FEW_ROWS has shapes for few query rows. Its longer key tiles keep more loads of K and V
+# in flight.
 TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, q_slots=2, maxnreg=96)) | {
     128: Shape(queries=128, keys=64, kv_slots=3, q_slots=2, maxnreg=168),
     256: Shape(queries=128, keys=64, kv_slots=2, q_slots=1, maxnreg=168),
 }
 FEW_ROWS = TILES | dict.fromkeys((16, 32, 64), Shape(queries=128, keys=128, kv_slots=3, q_slots=2, maxnreg=168))
 FEW_ROWS |= {128: Shape(queries=128, keys=128, kv_slots=2, q_slots=2, maxnreg=168)}
-FEW_SQUARES = 8  # FEW_ROWS replaces tiles of 256 rows up to this many squares of 128 queries and 128 keys per CTA
-# Key tiles per CTA up to which the extra launches take longer than a running maximum.
+FEW_SQUARES = 8  # FEW_ROWS replaces tiles of 256 rows if a CTA has at most this many squares of 128 queries and 128 keys
+# If a CTA has at most this many key tiles, the extra launches take longer than a running maximum.
 SHORT = {16: 16, 32: 16, 64: 16, 128: 32, 256: 32}
-# Constants of `splits_of`, fitted to times on an H200. The unit is the time in which a CTA reads an element of K or V while few
-# others read: 1/30 ns.
-CROWDED = 0.75  # extra time if all CTAs read: memory then has the rate of 75 of the 132 CTAs
-ROWS_READ = 75  # a tile with more rows computes for longer than it reads keys
-MERGE = 75_000  # a launch
+# Constants of `splits_of`, fitted to times on an H200. Their unit is 1/30 ns. In this time, a CTA reads an element of K or V
+# while few other CTAs read.
+CROWDED = 0.75  # extra time if all 132 CTAs read, because memory is only fast enough for 75 CTAs
+ROWS_READ = 75  # if a tile has more rows than this, it computes for longer than it reads keys
+MERGE = 75_000  # time of the merge's launch
 
 
 @functools.cache
 def splits_of(tiles: int, key_tiles: int, rows: int, keys: int, width: int, programs: int) -> int:
-    """Return the number of parts of the keys for which query tiles finish soonest: the fewest within 1 % of the best.
+    """Return the number of splits with the best predicted time: the smallest number within 1 % of the best time.
 
-    The CTAs take ceil(tiles * splits / programs) rounds of ceil(key_tiles / splits) key tiles. Then one more launch merges the
-    parts, whose outputs all CTAs write and read in float32.
+    One after the other, a CTA takes up to ceil(tiles * splits / programs) query tiles, with ceil(key_tiles / splits) key tiles
+    each. Then one more launch merges the splits. All CTAs write and read the splits' outputs in float32.
 
     Args:
         tiles: query tiles of all heads, of `rows` rows each.
-        key_tiles: key tiles of each, of `keys` keys.
+        key_tiles: key tiles of each query tile, of `keys` keys each.
         width: elements per key in K and V together.
-        programs: CTAs that run at a time.
+        programs: CTAs that run at the same time.
     """
 
     def cost(splits):
@@ -67,20 +68,20 @@ class Plan(NamedTuple):
     """How a forward's work is divided."""
 
     shape: Shape
-    packed: int  # query heads side by side in a tile
+    packed: int  # number of query heads side by side in a tile
     splits: int
     tiles: int  # query tiles of all heads; each is taken once per split
     short: bool  # true if a running maximum costs less than the extra launches
 
 
 def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, programs) -> Plan:
-    """Return the best plan for `seq_q` queries. The last query sees `keys` keys, and `programs` CTAs run at a time."""
+    """Return the best plan for `seq_q` queries. The last query sees `keys` keys, and `programs` CTAs run at the same time."""
     width = max(head_dim, value_dim)
     per_kv = heads // kv_heads
     together = per_kv if 64 % per_kv == 0 else 1
     rows = seq_q * together
     groups = batch * heads // together
-    # Few: a tile has all rows of a K/V head (unless its heads cannot be packed), or tiles of 256 rows would be too few CTAs.
+    # Rows are few if one tile holds all packed rows of a K/V head, or if tiles of 256 rows would keep too few CTAs busy.
     squares = triton.cdiv(rows, 128) * triton.cdiv(keys, 128) * groups
     few = rows <= 128 or (TILES[width].queries > 128 and squares <= FEW_SQUARES * programs)
     shape = (FEW_ROWS if few else TILES)[width]
@@ -89,7 +90,7 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, pro
     splits = 1
     if few or tiles < programs:
         splits = splits_of(tiles, key_tiles, min(rows, shape.queries), shape.keys, head_dim + value_dim, programs)
-    if few and key_tiles <= splits and shape.keys > ROWS.value:  # two tiles of half the keys are ready sooner
+    if few and key_tiles <= splits and shape.keys > ROWS.value:  # two tiles of half the keys are ready sooner than one
         shape, key_tiles = shape._replace(keys=shape.keys // 2, kv_slots=shape.kv_slots * 2), key_tiles * 2
     packed = together if few or splits > 1 or tiles < triton.cdiv(seq_q, shape.queries) * batch * heads else 1
     before = diagonal % (64 // packed)  # positions

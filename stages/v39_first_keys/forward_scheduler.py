@@ -1,4 +1,4 @@
-"""Which CTA computes which tile, and where a tile's rows and keys lie."""
+"""The scheduler: which CTA computes which tile, and where a tile's rows and keys lie."""
 
 from typing import NamedTuple
 
@@ -24,12 +24,12 @@ class Problem(NamedTuple):
     heads: gl.tensor  # H / PACKED
     heads_per_kv: gl.tensor
     tiles_m: gl.tensor  # number of query tiles of a head
-    seq_q: gl.tensor  # rows of a head: queries * PACKED
+    seq_q: gl.tensor  # rows of PACKED heads: queries * PACKED
     seq_k: gl.tensor
-    diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
+    diagonal: gl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     scale: gl.tensor
     splits: gl.tensor  # parts of the keys
-    is_split: gl.tensor | None  # None if there is one part: the code then has nothing for more
+    is_split: gl.tensor | None  # None if keys are not split: then the kernel has no code for splits
 
 
 class Tile(NamedTuple):
@@ -41,8 +41,8 @@ class Tile(NamedTuple):
     kv_head: gl.tensor
     start_m: gl.tensor  # the tile's first query row
     key_tiles: gl.tensor
-    split: gl.tensor  # number of the part of the keys
-    step: gl.tensor  # keys from the start of a key tile to that of the split's next one
+    split: gl.tensor  # number of this tile's split
+    step: gl.tensor  # number of keys from the start of a key tile to the start of the split's next key tile
 
 
 class NextTiles(NamedTuple):
@@ -54,13 +54,13 @@ class NextTiles(NamedTuple):
 
 @gluon.jit
 def _rows_before(diagonal, PACKED: gl.constexpr):
-    """Return by how many rows the first tile starts before query 0, so that all rows of a consumer end in one key tile."""
+    """Return how many rows before query 0 the first tile starts. This keeps a consumer's diagonal in one key tile."""
     return diagonal % (ROWS // PACKED) * PACKED
 
 
 @gluon.jit
 def _share(tiles, split, problem):
-    """Return how many of a number of key tiles a split has: tile `split`, and every `splits`-th tile after it."""
+    """Return how many of `tiles` key tiles a split has. It has tile number `split`, and every `splits`-th tile after it."""
     return gl.cdiv(gl.maximum(tiles - split, 0), problem.splits) if problem.is_split is not None else tiles
 
 
@@ -69,7 +69,7 @@ def _tile(
     number, problem, ROW_BYTES: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, PACKED: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Return the work tile with a number."""
+    """Return the work tile whose number is `number`."""
     split = 0
     if problem.is_split is not None:
         split = number % problem.splits
@@ -123,13 +123,14 @@ def _row(batch, head, row, PACKED: gl.constexpr):
 
 @gluon.jit
 def _flags(failed_ptr):
-    """Return the parts of the flags in memory."""
+    """Return the pointers of `Flags`."""
     return Flags(failed_ptr, failed_ptr + 1)
 
 
 @gluon.jit
 def _next_failed(number, tiles, flags):
-    """Return the first failed tile among `number`, `number` + number of CTAs, …; at least `tiles` if there is none."""
+    """Return the first failed tile among `number`, `number` + number of CTAs, and so on. If none failed, return at least
+    `tiles`."""
     # NOTE: one CTA may find several failed tiles here, and another none; v40 shares them out evenly.
     while gl.load(flags.tile_failed + number, mask=number < tiles, other=1) == 0:
         number += gl.num_programs(0)

@@ -1,5 +1,5 @@
 """FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in two kernels: one owns query tiles, the other K/V tiles. Only
-tiles that need a mask have one."""
+tiles that need a mask get one."""
 
 import torch
 import triton
@@ -71,7 +71,7 @@ def _dq_kernel(
     scale_log2 = scale * LOG2_E
     dq = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
 
-    # Stage 1: whole tiles that every row sees, without a mask. Stage 2: the diagonal and the ragged end, masked.
+    # First, without a mask: whole tiles that every row sees. Then, with a mask: tiles at the diagonal and at the last key.
     end = tl.minimum(start_m + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k
     full = (tl.minimum(start_m + diagonal, seq_k) if CAUSAL else seq_k) // BLOCK_N * BLOCK_N
     dq = _accumulate_dq(
@@ -93,7 +93,7 @@ def _accumulate_dkv(
     dk, dv, k, v, q_ptr, out_ptr, do_ptr, lse_ptr, strides, lo, hi, seq_q, seen_from, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add the contribution of the queries [lo, hi) to one K/V tile's dk and dv. P and dS are computed transposed, as both
+    """Add the contribution of the queries [lo, hi) to one K/V tile's dk and dv. P and dS are computed transposed, as dk and dv
     need them."""
     offs_d = tl.arange(0, HEAD_DIM)
     offs_v = tl.arange(0, v.shape[1])
@@ -143,7 +143,7 @@ def _dkv_kernel(
     dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
 
     seen_from = offs_n - diagonal  # the first query that sees each key
-    # Stage 1: the diagonal, masked. Stage 2: all later queries, without a mask. Queries past the end have p = 0, and results of
+    # First, with a mask: the diagonal. Then, without a mask: all later queries. Queries past the end have p = 0, and results of
     # keys past the end are not stored.
     first = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M if CAUSAL else 0
     full = tl.cdiv(tl.maximum(start_n + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M if CAUSAL else 0

@@ -1,6 +1,7 @@
-"""Which CTA computes which tile, and where a tile's rows and keys lie.
+"""The scheduler: which CTA computes which tile, and where a tile's rows and keys lie.
 
-Change from v39: `_next_failed` finds failed tiles by rank. Beside this, one tensor, `State`, has the counter and the flags.
+Change from v39: `_next_failed` counts the failed tiles that it skips. Beside this, one tensor, `State`, has the counter and the
+flags.
 """
 
 from typing import NamedTuple
@@ -16,9 +17,9 @@ LOOKED_AT = gl.constexpr(512)  # number of flags that a warp loads at once
 
 
 class State(NamedTuple):
-    """Pointers into the int32 tensor that CTAs share: a counter, and flags."""
+    """Pointers into the int32 tensor that all CTAs share: to a counter, and to flags."""
 
-    counter: gl.tensor  # tiles taken so far, beside each CTA's first
+    counter: gl.tensor  # tiles taken so far, except each CTA's first
     any_failed: gl.tensor  # 1 if the second launch has work
     tile_failed: gl.tensor  # a flag for each tile
 
@@ -30,12 +31,12 @@ class Problem(NamedTuple):
     heads: gl.tensor  # H / PACKED
     heads_per_kv: gl.tensor
     tiles_m: gl.tensor  # number of query tiles of a head
-    seq_q: gl.tensor  # rows of a head: queries * PACKED
+    seq_q: gl.tensor  # rows of PACKED heads: queries * PACKED
     seq_k: gl.tensor
-    diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
+    diagonal: gl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     scale: gl.tensor
     splits: gl.tensor  # parts of the keys
-    is_split: gl.tensor | None  # None if there is one part: the code then has nothing for more
+    is_split: gl.tensor | None  # None if keys are not split: then the kernel has no code for splits
 
 
 class Tile(NamedTuple):
@@ -47,8 +48,8 @@ class Tile(NamedTuple):
     kv_head: gl.tensor
     start_m: gl.tensor  # the tile's first query row
     key_tiles: gl.tensor
-    split: gl.tensor  # number of the part of the keys
-    step: gl.tensor  # keys from the start of a key tile to that of the split's next one
+    split: gl.tensor  # number of this tile's split
+    step: gl.tensor  # number of keys from the start of a key tile to the start of the split's next key tile
 
 
 class NextTiles(NamedTuple):
@@ -60,13 +61,13 @@ class NextTiles(NamedTuple):
 
 @gluon.jit
 def _rows_before(diagonal, PACKED: gl.constexpr):
-    """Return by how many rows the first tile starts before query 0, so that all rows of a consumer end in one key tile."""
+    """Return how many rows before query 0 the first tile starts. This keeps a consumer's diagonal in one key tile."""
     return diagonal % (ROWS // PACKED) * PACKED
 
 
 @gluon.jit
 def _share(tiles, split, problem):
-    """Return how many of a number of key tiles a split has: tile `split`, and every `splits`-th tile after it."""
+    """Return how many of `tiles` key tiles a split has. It has tile number `split`, and every `splits`-th tile after it."""
     return gl.cdiv(gl.maximum(tiles - split, 0), problem.splits) if problem.is_split is not None else tiles
 
 
@@ -75,7 +76,7 @@ def _tile(
     number, problem, ROW_BYTES: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, PACKED: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Return the work tile with a number."""
+    """Return the work tile whose number is `number`."""
     split = 0
     if problem.is_split is not None:
         split = number % problem.splits
@@ -134,13 +135,13 @@ def _add(a, b):
 
 @gluon.jit
 def _state(state_ptr):
-    """Return the parts of the state in memory."""
+    """Return the pointers of `State`."""
     return State(state_ptr, state_ptr + 1, state_ptr + 2)
 
 
 @gluon.jit
 def _next_failed(number, others, tiles, state):
-    """Search from tile `number` on: skip `others` failed tiles and return the next failed one, or at least `tiles` if there is
+    """Search from tile `number` on. Skip `others` failed tiles and return the next failed tile, or at least `tiles` if there is
     none."""
     offs = gl.arange(0, LOOKED_AT, gl.BlockedLayout([LOOKED_AT // 32], [32], [1], [0]))
     while (others >= 0) & (number < tiles):

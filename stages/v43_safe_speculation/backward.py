@@ -38,7 +38,7 @@ from stages.v7_one_backward.backward import backward as backward_of_v7
 from .backward_prepare import _finish_kernel, _prepare_kernel
 from .backward_scheduler import CONSUMERS, NextTiles, Problem, _next, _query_tile, _tile
 
-SUM_COLUMNS = 256  # row length of dQ's float32 accumulator in TMA's view: the widest box that TMA supports
+SUM_COLUMNS = 256  # for TMA, dQ's float32 accumulator has rows of this length, the longest that TMA supports
 
 
 class Tensors(NamedTuple):
@@ -52,11 +52,11 @@ class Tensors(NamedTuple):
     sums: tma.tensor_descriptor  # dQ's accumulator
     dk: tma.tensor_descriptor
     dv: tma.tensor_descriptor
-    counter: gl.tensor | None  # tiles taken so far, beside each CTA's first
+    counter: gl.tensor | None  # tiles taken so far, except each CTA's first
 
 
 class Place(NamedTuple):
-    """Where a work tile's K, V, dK and dV lie in memory."""
+    """The place of a work tile's K, V, dK and dV in memory."""
 
     batch: gl.tensor
     kv_head: gl.tensor
@@ -85,7 +85,7 @@ class Ring(NamedTuple):
 
 
 class DsRing(NamedTuple):
-    """Buffers in shared memory: dS for the matmul of dQ, and dQ until TMA has added it to its accumulator."""
+    """Buffers in shared memory: dS for the matmul of dQ, and parts of dQ until TMA has added them to dQ's accumulator."""
 
     ds: gl.shared_memory_descriptor  # [STAGES * CONSUMERS, ROWS, BLOCK_M]
     dq: gl.shared_memory_descriptor  # [PARTS, ...], in register order
@@ -143,7 +143,8 @@ def _accumulate(
     w: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Add the contribution of the steps [lo, hi) to a consumer's dk and dv, and store its dS for dQ. P and dS are computed
-    transposed, so that they enter the matmuls for dV and dK from registers. Step 0 is number `fill` of the CTA's steps."""
+    transposed, so that they enter the matmuls for dV and dK from registers. Step 0 of the tile is step number `fill` of the
+    CTA."""
     STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = ring.q.shape[4]
@@ -217,8 +218,8 @@ def _store_dkv(tensors, place, kv, turn):
 
 @gluon.jit
 def _producer(tensors, kv, ring, next_tiles, problem, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr):
-    """Run on one warp: move everything except dQ. K and V move once, Q and dO through a ring, dK and dV at the end. The
-    first steps of a tile load before the previous tile has ended."""
+    """Run on one warp: load K and V once, load Q and dO through a ring, and store dK and dV at the end. Q and dO of a tile's
+    first steps load before the previous tile has ended."""
     STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
@@ -238,7 +239,7 @@ def _producer(tensors, kv, ring, next_tiles, problem, PERSISTENT: gl.constexpr, 
         number = problem.tiles
         if PERSISTENT:
             number = gl.num_programs(0) + gl.atomic_add(tensors.counter, 1)
-            # A number past the last tile is passed on too: it tells the others to end.
+            # A number past the last tile is passed on too: it tells the other warps to end.
             slot, _ = slot_and_phase(turn, 2)
             next_tiles.number.index(slot).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
             mbarrier.arrive(next_tiles.full.index(slot), count=1)
@@ -252,7 +253,7 @@ def _producer(tensors, kv, ring, next_tiles, problem, PERSISTENT: gl.constexpr, 
 
 @gluon.jit
 def _consumer(kv, ring, ds_ring, next_tiles, problem, w: gl.constexpr, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr):
-    """A warpgroup with the w-th 64 keys of a tile, whose dK and dV stay in its registers."""
+    """Run on a warpgroup: compute dK and dV of the w-th 64 keys of a tile, and keep them in registers."""
     KV_STAGES: gl.constexpr = kv.full.shape[0]
     STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
@@ -284,13 +285,13 @@ def _consumer(kv, ring, ds_ring, next_tiles, problem, w: gl.constexpr, PERSISTEN
             fence_async_shared()
             mbarrier.arrive(ds_ring.full.index(slot), count=1)
             mbarrier.arrive(ring.empty.index(slot), count=1)
-        # The diagonal needs a mask. Keys past the end need it too: their p may be infinite, and infinity times 0 is NaN.
+        # The diagonal needs a mask. Keys past the end need one, too: their p may be infinite, and infinity times 0 is NaN.
         dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, fill, unseen, tile.masked, w, CAUSAL, True)
         dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, fill, tile.masked, tile.steps, w, CAUSAL, False)
         fill += tile.steps
 
-        # The buffers of V and K now hold dV and dK, which TMA stores. V is not needed any more. K is needed until the last dQ
-        # is computed.
+        # dV and dK go into the buffers of V and K, and TMA stores them from there. V is not needed any more. K is needed until
+        # the last dQ is computed.
         v.store(dv.to(kv.v.dtype))
         fence_async_shared()
         mbarrier.arrive(kv.dv_full.index(kv_slot * CONSUMERS + w), count=1)
@@ -376,13 +377,13 @@ def _backward_kernel(
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
-    Falls back to v7 for float32, for D or Dv = 256, and under `torch.use_deterministic_algorithms`, because CTAs add to dQ in
-    any order.
+    This falls back to v7 for float32, for D or Dv = 256, and under `torch.use_deterministic_algorithms`, because CTAs add to dQ
+    in any order.
     """
     require_hopper(__package__)
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k, value_dim = v.shape[1:]
-    # NOTE: at D = 256, dK and dV of 128 keys would take all registers; v44 takes 64 keys, and a consumer for each of the two.
+    # NOTE: at D = 256, dK and dV of 128 keys would take all registers; v44 takes 64 keys, and one consumer for each gradient.
     if q.dtype == torch.float32 or max(head_dim, value_dim) == 256 or torch.are_deterministic_algorithms_enabled():
         return backward_of_v7(grad_out, q, k, v, out, lse, causal=causal, scale=scale, diagonal=diagonal)
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
@@ -391,9 +392,9 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     columns = min(64, head_dim)  # dQ leaves a CTA in parts of 64 rows and this many columns
     tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
     tiles = triton.cdiv(seq_k, 128) * batch * kv_heads
-    persistent = max(head_dim, value_dim) < 128  # not at D = 128, where a second K and V would not fit
+    persistent = max(head_dim, value_dim) < 128  # not at D = 128, where a second K and V would not fit in shared memory
     programs = min(tiles, num_sms()) if persistent else tiles
-    counter = lse.new_empty(1, dtype=torch.int32) if persistent else None  # tiles taken so far, beside each CTA's first
+    counter = lse.new_empty(1, dtype=torch.int32) if persistent else None  # tiles taken so far, except each CTA's first
     stats = lse.new_empty(tiles_m * 2, block_m)
     sums = lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)
     _prepare_kernel[tiles_m,](

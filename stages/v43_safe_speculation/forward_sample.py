@@ -18,10 +18,10 @@ def _sample_kernel(
     batch_heads, heads, heads_per_kv, seq_q, seq_k, diagonal, splits,
     BLOCK_M: gl.constexpr, PACKED: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Score samples that are spread over all tiles, one per CTA, and zero the counter and the flags of all tiles. A sample is
-    a consumer's 64 rows, their guess, and two key tiles to test it with. Its flag is set if a score exceeds the guessed
-    maximum by a factor of more than 2^highest. The LATELY flags of samples lie before the flags of tiles."""
-    gdc_launch_dependents()  # the speculating launch may start its setup before this launch ends
+    """Compute the scores of samples, which are spread over all tiles, one sample per CTA. Also zero the counter and the flags
+    of all tiles. A sample is a consumer's 64 rows, their guess, and two key tiles to test the guess with. The sample's flag is
+    set if P of one of these keys exceeds 2^highest. The samples' flags, LATELY in number, lie before the flags of the tiles."""
+    gdc_launch_dependents()  # the next launch may start its setup before this launch ends
     BLOCK_N: gl.constexpr = k_desc.block_shape[2]
     HEAD_DIM: gl.constexpr = k_desc.block_shape[3]
     FIRST_KEYS: gl.constexpr = first_desc.block_shape[2]

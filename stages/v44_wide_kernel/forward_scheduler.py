@@ -1,4 +1,4 @@
-"""Which CTA computes which tile, and where a tile's rows and keys lie.
+"""The scheduler: which CTA computes which tile, and where a tile's rows and keys lie.
 
 Change from v42: `_in_vain` also reads the flags of samples.
 """
@@ -12,16 +12,16 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from common.kernels.hopper import ROWS
 from common.kernels.order import tile_and_head
 
-LATELY = gl.constexpr(128)  # number of tiles, about as many as run at a time: if over a quarter failed, most others will too
+LATELY = gl.constexpr(128)  # number of tiles to look at; if over a quarter of them failed, most other tiles will fail, too
 LOOKED_AT = gl.constexpr(512)  # number of flags that a warp loads at once
 
 
 class State(NamedTuple):
-    """Pointers into the int32 tensor that CTAs share: a counter, and flags."""
+    """Pointers into the int32 tensor that all CTAs share: to a counter, and to flags."""
 
-    counter: gl.tensor  # tiles taken so far, beside each CTA's first
+    counter: gl.tensor  # tiles taken so far, except each CTA's first
     any_failed: gl.tensor  # 1 if the second launch has work
-    sample_failed: gl.tensor  # LATELY
+    sample_failed: gl.tensor  # LATELY flags
     tile_failed: gl.tensor  # a flag for each tile
 
 
@@ -32,12 +32,12 @@ class Problem(NamedTuple):
     heads: gl.tensor  # H / PACKED
     heads_per_kv: gl.tensor
     tiles_m: gl.tensor  # number of query tiles of a head
-    seq_q: gl.tensor  # rows of a head: queries * PACKED
+    seq_q: gl.tensor  # rows of PACKED heads: queries * PACKED
     seq_k: gl.tensor
-    diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
+    diagonal: gl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     scale: gl.tensor
     splits: gl.tensor  # parts of the keys
-    is_split: gl.tensor | None  # None if there is one part: the code then has nothing for more
+    is_split: gl.tensor | None  # None if keys are not split: then the kernel has no code for splits
 
 
 class Tile(NamedTuple):
@@ -49,8 +49,8 @@ class Tile(NamedTuple):
     kv_head: gl.tensor
     start_m: gl.tensor  # the tile's first query row
     key_tiles: gl.tensor
-    split: gl.tensor  # number of the part of the keys
-    step: gl.tensor  # keys from the start of a key tile to that of the split's next one
+    split: gl.tensor  # number of this tile's split
+    step: gl.tensor  # number of keys from the start of a key tile to the start of the split's next key tile
 
 
 class NextTiles(NamedTuple):
@@ -62,13 +62,13 @@ class NextTiles(NamedTuple):
 
 @gluon.jit
 def _rows_before(diagonal, PACKED: gl.constexpr):
-    """Return by how many rows the first tile starts before query 0, so that all rows of a consumer end in one key tile."""
+    """Return how many rows before query 0 the first tile starts. This keeps a consumer's diagonal in one key tile."""
     return diagonal % (ROWS // PACKED) * PACKED
 
 
 @gluon.jit
 def _share(tiles, split, problem):
-    """Return how many of a number of key tiles a split has: tile `split`, and every `splits`-th tile after it."""
+    """Return how many of `tiles` key tiles a split has. It has tile number `split`, and every `splits`-th tile after it."""
     return gl.cdiv(gl.maximum(tiles - split, 0), problem.splits) if problem.is_split is not None else tiles
 
 
@@ -77,7 +77,7 @@ def _tile(
     number, problem, ROW_BYTES: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, PACKED: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Return the work tile with a number."""
+    """Return the work tile whose number is `number`."""
     split = 0
     if problem.is_split is not None:
         split = number % problem.splits
@@ -136,13 +136,13 @@ def _add(a, b):
 
 @gluon.jit
 def _begun(tiles, state):
-    """Return an upper bound of the tile numbers that the first launch has started; its counter goes on in this launch."""
+    """Return a number above all tiles that the first launch started. It may be too large: this launch uses the same counter."""
     return gl.minimum(gl.num_programs(0) + gl.load(state.counter), tiles)
 
 
 @gluon.jit
 def _state(state_ptr):
-    """Return the parts of the state in memory."""
+    """Return the pointers of `State`."""
     return State(state_ptr, state_ptr + 1, state_ptr + 2, state_ptr + 2 + LATELY)
 
 
@@ -155,7 +155,7 @@ def _leave(number, state):
 
 @gluon.jit
 def _next_failed(number, others, begun, state):
-    """Search from tile `number` on: skip `others` failed tiles and return the next failed one, or at least `begun` if there is
+    """Search from tile `number` on. Skip `others` failed tiles and return the next failed tile, or at least `begun` if there is
     none."""
     offs = gl.arange(0, LOOKED_AT, gl.BlockedLayout([LOOKED_AT // 32], [32], [1], [0]))
     while (others >= 0) & (number < begun):
@@ -178,8 +178,8 @@ def _next_again(failed, others, begun, state):
 
 @gluon.jit
 def _in_vain(number, tiles, state):
-    """Return whether, of the LATELY tiles that started a round before this one, more than a quarter failed. The samples
-    count as the tiles before the first."""
+    """Return whether more than a quarter of LATELY earlier tiles failed. The last LATELY tiles up to this one do not count,
+    because they may still run. The samples count as tiles before the first tile."""
     before = gl.maximum(number + 1 - LATELY, 0) + gl.arange(0, LATELY, gl.BlockedLayout([LATELY // 32], [32], [1], [0]))
     failed = gl.load(state.sample_failed + before, mask=before - LATELY < tiles, other=0, volatile=True)
     return gl.sum(failed, 0) * 4 > LATELY

@@ -25,7 +25,7 @@ def _scores(q, ring, fill):
 
 @gluon.jit
 def _sums(p):
-    """Return four partial sums of each row of p, one per thread that holds a part of the row. So no thread waits."""
+    """Return four partial sums of each row of p, one per thread that holds part of the row. So no thread waits for another."""
     return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
 
 
@@ -51,9 +51,9 @@ def _accumulate(
     acc, s, q, queries, own, ring, fill, tiles, tile, problem, last, sees_first, scale_log2,
     CONSUMERS: gl.constexpr, PACKED: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Run a consumer's softmax over `tiles` key tiles, the last tile first. The matmul for that tile's scores s is in flight.
+    """Run a consumer's softmax over `tiles` key tiles, the last tile first. That tile's scores s are already being computed.
 
-    Returns acc, whose matmul for the first tile is still in flight, m (maximum) and l (sum).
+    Returns acc, m (maximum) and l (sum). The matmul that adds the first tile to acc is still in flight.
     """
     STAGES: gl.constexpr = ring.k.shape[0]
     BLOCK_N: gl.constexpr = ring.k.shape[3]
@@ -72,17 +72,17 @@ def _accumulate(
         s, s_first = warpgroup_mma_wait(0, [s, s_first])
     slot, phase = slot_and_phase(fill, STAGES)
     mbarrier.arrive(ring.empty.index(slot), count=1)
-    # Only the last tile can pass the last key or contain the diagonal. The first query tile starts `_rows_before` query 0. So
-    # the number of keys that a consumer's rows see is a multiple of ROWS // PACKED.
+    # The first query tile starts `_rows_before` query 0. So a consumer's last row sees a multiple of ROWS // PACKED keys, or
+    # all keys. Therefore only the last key tile needs a mask.
     if CAUSAL or start_n + BLOCK_N > problem.seq_k:
         s = _visible(s, start_n, problem.seq_k, last, PACKED, CAUSAL)
     maxima = _maxima(s)
     if MODE == "guess":
-        # The guess includes the first keys. An attention sink is one of them. The upper rows of the diagonal's tile see few
-        # others.
+        # The guess includes the first keys, because attention sinks are among them. Also, the upper rows see few keys of the
+        # diagonal's tile.
         of_first = gl.where(sees_first, _maxima(s_first), float("-inf"))
         maxima = gl.maximum(maxima, gl.convert_layout(of_first, maxima.type.layout))
-    # Finite: every row sees the first key of this tile.
+    # m is finite, because every row sees the first key of this tile.
     m = gl.convert_layout(gl.max(maxima, 1), gl.SliceLayout(1, s_layout)) * scale_log2
     p = gl.exp2(s * scale_log2 - m[:, None])
     l = _sums(p)

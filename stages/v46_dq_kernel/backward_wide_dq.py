@@ -1,4 +1,4 @@
-"""dQ for D = 256: a CTA computes all of dQ of its query rows, and adds nothing in memory."""
+"""dQ for D = 256: a CTA computes all of dQ for its query rows, so it need not add to memory."""
 
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ class QueryProblem(NamedTuple):
     heads_per_kv: gl.tensor
     seq_q: gl.tensor
     seq_k: gl.tensor
-    diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
+    diagonal: gl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     scale: gl.tensor
 
 
@@ -67,7 +67,7 @@ class KeyRing(NamedTuple):
 
 
 class RowStats(NamedTuple):
-    """What dS needs for each row of a tile."""
+    """The values that dS needs for each row of a tile."""
 
     lse_log2: gl.tensor  # log2(e) * LSE
     delta: gl.tensor
@@ -93,7 +93,7 @@ def _query_work(problem, BLOCK_M: gl.constexpr, ROW_BYTES: gl.constexpr, CAUSAL:
 
 @gluon.jit
 def _load(desc, tile, buffers, full, step):
-    """Start to load a step's K or V, if there is one, into a buffer that the CTA has read. The first step has the last keys."""
+    """If the step exists, start to load its K or V into a buffer that the CTA has read. The first step has the last keys."""
     slot, _ = slot_and_phase(step, buffers.shape[0])
     if step < tile.steps:
         where = [tile.batch, tile.kv_head, (tile.steps - 1 - step) * ROWS, 0]
@@ -103,7 +103,7 @@ def _load(desc, tile, buffers, full, step):
 
 @gluon.jit
 def _matmul(a, buffers, full, step):
-    """Start the matmul of a, a tile's Q or dO, with a step's K or V transposed, once K or V has arrived."""
+    """Start the matmul of `a` with a step's transposed K or V, once K or V has arrived. `a` is a tile's Q or dO."""
     BLOCK_M: gl.constexpr = a.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BLOCK_M // 16, 1], [16, ROWS, 16])
     zeros = gl.zeros([BLOCK_M, ROWS], gl.float32, layout)

@@ -1,4 +1,4 @@
-"""Which CTA computes which keys, and in which order it takes their query tiles.
+"""The scheduler: which CTA computes which keys, and in which order it takes the query tiles that see them.
 
 Change from v43: at D = 256, a work tile has 64 keys.
 """
@@ -23,7 +23,7 @@ class Problem(NamedTuple):
     heads_per_kv: gl.tensor
     seq_q: gl.tensor
     seq_k: gl.tensor
-    diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
+    diagonal: gl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     at_once: gl.tensor  # CTAs that run at the same time
     tiles: gl.tensor  # key tiles of all heads
     scale: gl.tensor
@@ -38,14 +38,14 @@ class Tile(NamedTuple):
     batch_head: gl.tensor  # batch * H + head
     heads_per_kv: gl.tensor  # number of query heads that share these keys
     start_n: gl.tensor  # the first key
-    keys: gl.tensor  # number of keys from start_n on
-    diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
+    keys: gl.tensor  # number of keys from start_n to the last key
+    diagonal: gl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     first: gl.tensor  # the first query tile that sees one of the keys
     turning: gl.tensor  # query tiles before the order turns; see `_query_tile`
     tiles_m: gl.tensor  # number of query tiles of a head
-    steps: gl.tensor  # number of query tiles of all these heads
-    unseen: gl.tensor  # number of steps that see no key of the second consumer; they come first
-    masked: gl.tensor  # number of steps that need a mask; they come first
+    steps: gl.tensor  # number of query tiles from `first` on, of all query heads together
+    unseen: gl.tensor  # number of steps, from the first on, whose queries see no key of the second consumer
+    masked: gl.tensor  # number of steps, from the first on, that need a mask
 
 
 class NextTiles(NamedTuple):
@@ -57,7 +57,7 @@ class NextTiles(NamedTuple):
 
 @gluon.jit
 def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, CAUSAL: gl.constexpr):
-    """Return the work tile with a number."""
+    """Return the work tile whose number is `number`."""
     heads_per_kv = problem.heads_per_kv
     tiles_m = gl.cdiv(problem.seq_q, BLOCK_M)
     BLOCK_N: gl.constexpr = ROWS if HEAD_DIM == 256 or VALUE_DIM == 256 else KEYS  # the most keys that fit into registers
@@ -66,9 +66,9 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
         gl.cdiv(problem.seq_k, BLOCK_N), problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=problem.tiles
     )
     start_n = tile_n * BLOCK_N
-    first = 0  # the first query tile that sees these keys; if no tile does, the last tile, fully masked
-    # Number of query tiles from there on that need a mask, at least one. If the first of two loops may be skipped, ptxas
-    # (CUDA 12.8) lets the second use addresses of K and V that only the first computes.
+    first = 0  # the first query tile that sees one of these keys; if none does, the last tile, where all scores are masked
+    # Number of query tiles, from `first` on, that need a mask. It is at least one, so that the loop over masked tiles always
+    # runs. Only this loop computes the addresses of K and V, but ptxas (CUDA 12.8) lets the next loop use them, too.
     masked = 1
     unseen = 0  # number of query tiles, from `first` on, that see no key of the second consumer
     if CAUSAL:
@@ -76,14 +76,15 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
         first = gl.minimum(gl.maximum(start, 0) // BLOCK_M, tiles_m - 1)
         full = gl.cdiv(gl.maximum(start + BLOCK_N - 1, 0), BLOCK_M)  # the first query tile that sees every key
         masked = gl.maximum(gl.minimum(full, tiles_m) - first, 1)
-        if BLOCK_M <= ROWS:  # longer query tiles rarely miss all keys of a consumer
+        if BLOCK_M <= ROWS:  # a longer query tile almost always sees keys of both consumers
             unseen = gl.minimum(gl.maximum(start + ROWS, 0) // BLOCK_M, tiles_m) - first
     tiles = tiles_m - first
     masked = gl.where(start_n + BLOCK_N > problem.seq_k, tiles, masked)
     # CTAs that read the same query tile at the same time share it through the L2 cache. Masked tiles come first, in order, as
-    # `_accumulate` expects. The first `at_once` CTAs start together, so each then goes backwards from the last tile. So all
-    # read the same tile. The next `at_once` CTAs start one by one, and those with fewer tiles start later. So they go forwards.
-    # The two orders alternate. If a K/V head has one query head, its tiles stay in the cache anyway.
+    # `_accumulate` expects. The first `at_once` CTAs start together. After the masked tiles, they all go backwards from the
+    # last tile, and so read the same tiles. The next `at_once` CTAs start one by one, each when another CTA ends. They go
+    # forwards: a CTA that starts later begins at a later tile, which the CTAs before it have about reached. The two orders
+    # alternate. If a K/V head has only one query head, its query tiles stay in the cache anyway.
     turning = tiles
     if CAUSAL:
         turning = gl.where((heads_per_kv > 1) & (number // problem.at_once % 2 == 0), masked, tiles)
@@ -97,10 +98,10 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
 
 @gluon.jit
 def _query_tile(step, tile):
-    """Return the head and the query tile of a step, and the tile's number among those of all heads.
+    """Return the head and the query tile of a step, and the tile's number among the query tiles of all heads.
 
-    Steps take one tile of each query head that shares the keys, then the next tile of each. The tiles go in order, or, once
-    `turning` tiles are done, from the last one backwards.
+    Steps take one tile of each query head that shares the keys, then the next tile of each. The first `turning` tiles go in
+    order. After them, the other tiles go from the last one backwards.
     """
     shared = step % tile.heads_per_kv
     done = step // tile.heads_per_kv
@@ -110,8 +111,8 @@ def _query_tile(step, tile):
 
 @gluon.jit
 def _next(next_tiles, turn, tiles, PERSISTENT: gl.constexpr):
-    """Return the number of the tile after this CTA's tile `turn`, once the producer has taken it. If CTAs are not persistent,
-    there is no such tile."""
+    """Return the number of the tile after this CTA's tile number `turn`, once the producer has taken it. If CTAs are not
+    persistent, return a number past the last tile."""
     number = tiles
     if PERSISTENT:
         slot, phase = slot_and_phase(turn, 2)

@@ -51,7 +51,7 @@ class StepRing(NamedTuple):
 
 
 class PRing(NamedTuple):
-    """P on its way from one consumer to the other."""
+    """P in shared memory: the first consumer writes it, and the second consumer reads it."""
 
     p: gl.shared_memory_descriptor  # [STAGES, ROWS, BLOCK_M]
     full: gl.shared_memory_descriptor  # a barrier for each slot
@@ -108,8 +108,8 @@ def _dv_consumer(tensors, kv, ring, p_ring, problem, CAUSAL: gl.constexpr):
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv_layout, k_width=2)
     tile = _tile(gl.program_id(0), problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
     scale_log2 = problem.scale * LOG2_E
-    # The first query that sees each key. No query sees a key past the end (2**30), so its p is 0. Otherwise p may be
-    # infinite, and infinity times 0 is NaN.
+    # The first query that sees each key. It is 2**30 for a key past the end, so that its p is 0. Otherwise p may be infinite,
+    # and infinity times 0 is NaN.
     offs_n = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     seen_from = gl.where(offs_n < tile.keys, tile.start_n + offs_n - tile.diagonal if CAUSAL else 0, 2**30)
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
@@ -175,7 +175,7 @@ def _dk_consumer(tensors, kv, ring, p_ring, problem, CAUSAL: gl.constexpr):
         dk = warpgroup_mma_wait(0, [dk])
         mbarrier.arrive(ring.empty.index(slot), count=1)
 
-    # TMA stores dK from K's buffer. The other consumer last read K before the last P was ready.
+    # TMA stores dK from K's buffer. It is free: the other consumer read K for the last time before its last P was ready.
     kv.k.reshape([ROWS, HEAD_DIM]).store((dk * problem.scale).to(kv.k.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(tensors.dk, [tile.batch, tile.kv_head, tile.start_n, 0], kv.k)

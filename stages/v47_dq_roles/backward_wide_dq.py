@@ -1,4 +1,4 @@
-"""dQ for D = 256: a CTA computes all of dQ of its query rows, and adds nothing in memory.
+"""dQ for D = 256: a CTA computes all of dQ for its query rows, so it need not add to memory.
 
 Change from v46: a producer loads all tiles, and two consumers compute 64 query rows each.
 """
@@ -39,7 +39,7 @@ class QueryProblem(NamedTuple):
     heads_per_kv: gl.tensor
     seq_q: gl.tensor
     seq_k: gl.tensor
-    diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
+    diagonal: gl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     scale: gl.tensor
 
 
@@ -74,7 +74,7 @@ class KeyRing(NamedTuple):
 
 
 class RowStats(NamedTuple):
-    """What dS needs for each row of a consumer."""
+    """The values that dS needs for each row of a consumer."""
 
     lse_log2: gl.tensor  # log2(e) * LSE
     delta: gl.tensor
@@ -123,13 +123,13 @@ def _dq_producer(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def _matmul(a, buffers, full, step):
-    """Start the matmul of a, a consumer's Q or dO, with a step's K or V transposed, once K or V has arrived."""
+    """Start the matmul of `a` with a step's transposed K or V, once K or V has arrived. `a` is a consumer's Q or dO."""
     STAGES: gl.constexpr = buffers.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, ROWS, 16])
     zeros = gl.zeros([ROWS, ROWS], gl.float32, layout)
     slot, phase = slot_and_phase(step, STAGES)
     mbarrier.wait(full.index(slot), phase)
-    if STAGES == 1:  # always 0; if ptxas knew that, it would keep the addresses of all parts in registers, and spill
+    if STAGES == 1:  # the slot is always 0; if ptxas knew that, it would keep too many addresses in registers, and spill
         slot = step // 2**24
     tile = buffers.index(slot).reshape([ROWS, buffers.shape[4]])
     return warpgroup_mma(a, tile.permute([1, 0]), zeros, use_acc=False, is_async=True)
@@ -180,8 +180,8 @@ def _query_consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
     for step in range(unseen):  # skip a key tile that only the other consumer's rows see
         slot, _ = slot_and_phase(step, K_STAGES)
         mbarrier.arrive(ring.k_empty.index(slot), count=1)
-        # Otherwise the next wait would return at once, because an earlier phase has the same parity. K has
-        # other waits in between.
+        # Without this wait, the next wait for V would return at once, because an earlier phase has the same parity. For K, the
+        # wait for another slot comes in between.
         slot, phase = slot_and_phase(step, V_STAGES)
         mbarrier.wait(ring.v_full.index(slot), phase)
         mbarrier.arrive(ring.v_empty.index(slot), count=1)

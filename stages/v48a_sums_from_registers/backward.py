@@ -52,11 +52,11 @@ class Tensors(NamedTuple):
     sums: gl.tensor  # pointer to dQ's accumulator
     dk: tma.tensor_descriptor
     dv: tma.tensor_descriptor
-    counter: gl.tensor | None  # tiles taken so far, beside each CTA's first
+    counter: gl.tensor | None  # tiles taken so far, except each CTA's first
 
 
 class Place(NamedTuple):
-    """Where a work tile's K, V, dK and dV lie in memory."""
+    """The place of a work tile's K, V, dK and dV in memory."""
 
     batch: gl.tensor
     kv_head: gl.tensor
@@ -85,7 +85,7 @@ class Ring(NamedTuple):
 
 
 class DsRing(NamedTuple):
-    """dS on its way to the matmul for dQ."""
+    """dS in shared memory: the consumers write it, and the matmul for dQ reads it."""
 
     ds: gl.shared_memory_descriptor  # [STAGES * CONSUMERS, ROWS, BLOCK_M]
     full: gl.shared_memory_descriptor  # a barrier for each slot: all consumers have written dS
@@ -123,14 +123,14 @@ def _add_dq(tensors, ds_ring, slot, kv, kv_slot, row, PARTS: gl.constexpr):
             k = k.slice(part * COLUMNS % HEAD_DIM, COLUMNS, dim=1)
             dq = warpgroup_mma(ds_t.permute([1, 0]), k, dq, use_acc=w > 0, is_async=True)
         dq = warpgroup_mma_wait(0, [dq])  # [64, COLUMNS]
-        # Elements lie in the order of the registers: four of one thread, then four of the next. An instruction adds four of
-        # each thread.
+        # Elements lie in the order of the registers: four of one thread, then four of the next. An instruction adds four
+        # elements of each thread.
         dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5]).reshape([64 * COLUMNS])
         offs = gl.arange(0, 64 * COLUMNS, dq.type.layout)
         reduce_add(tensors.sums + (row.to(gl.int64) * PARTS + part) * (64 * COLUMNS) + offs, dq)
-        # An arrival after each part, though dS is free only after the last part. Without it, ptxas needs registers for this
-        # part's additions and for the next part's matmul at the same time. It has too few, and serializes the matmuls of the
-        # whole kernel.
+        # Arrive after each part, though dS is free only after the last part. Otherwise this part's additions and the next
+        # part's matmul need registers at the same time. There are too few, and ptxas then serializes the matmuls of the whole
+        # kernel.
         mbarrier.arrive(ds_ring.empty.index(slot), count=1)
 
 
@@ -140,7 +140,8 @@ def _accumulate(
     w: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Add the contribution of the steps [lo, hi) to a consumer's dk and dv, and store its dS for dQ. P and dS are computed
-    transposed, so that they enter the matmuls for dV and dK from registers. Step 0 is number `fill` of the CTA's steps."""
+    transposed, so that they enter the matmuls for dV and dK from registers. Step 0 of the tile is step number `fill` of the
+    CTA."""
     STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = ring.q.shape[4]
@@ -214,8 +215,8 @@ def _store_dkv(tensors, place, kv, turn):
 
 @gluon.jit
 def _producer(tensors, kv, ring, next_tiles, problem, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr):
-    """Run on one warp: move everything except dQ. K and V move once, Q and dO through a ring, dK and dV at the end. The
-    first steps of a tile load before the previous tile has ended."""
+    """Run on one warp: load K and V once, load Q and dO through a ring, and store dK and dV at the end. Q and dO of a tile's
+    first steps load before the previous tile has ended."""
     STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
@@ -235,7 +236,7 @@ def _producer(tensors, kv, ring, next_tiles, problem, PERSISTENT: gl.constexpr, 
         number = problem.tiles
         if PERSISTENT:
             number = gl.num_programs(0) + gl.atomic_add(tensors.counter, 1)
-            # A number past the last tile is passed on too: it tells the others to end.
+            # A number past the last tile is passed on too: it tells the other warps to end.
             slot, _ = slot_and_phase(turn, 2)
             next_tiles.number.index(slot).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
             mbarrier.arrive(next_tiles.full.index(slot), count=1)
@@ -249,7 +250,7 @@ def _producer(tensors, kv, ring, next_tiles, problem, PERSISTENT: gl.constexpr, 
 
 @gluon.jit
 def _consumer(kv, ring, ds_ring, next_tiles, problem, w: gl.constexpr, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr):
-    """A warpgroup with the w-th 64 keys of a tile, whose dK and dV stay in its registers."""
+    """Run on a warpgroup: compute dK and dV of the w-th 64 keys of a tile, and keep them in registers."""
     KV_STAGES: gl.constexpr = kv.full.shape[0]
     STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
@@ -281,13 +282,13 @@ def _consumer(kv, ring, ds_ring, next_tiles, problem, w: gl.constexpr, PERSISTEN
             fence_async_shared()
             mbarrier.arrive(ds_ring.full.index(slot), count=1)
             mbarrier.arrive(ring.empty.index(slot), count=1)
-        # The diagonal needs a mask. Keys past the end need it too: their p may be infinite, and infinity times 0 is NaN.
+        # The diagonal needs a mask. Keys past the end need one, too: their p may be infinite, and infinity times 0 is NaN.
         dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, fill, unseen, tile.masked, w, CAUSAL, True)
         dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, fill, tile.masked, tile.steps, w, CAUSAL, False)
         fill += tile.steps
 
-        # The buffers of V and K now hold dV and dK, which TMA stores. V is not needed any more. K is needed until the last dQ
-        # is computed.
+        # dV and dK go into the buffers of V and K, and TMA stores them from there. V is not needed any more. K is needed until
+        # the last dQ is computed.
         v.store(dv.to(kv.v.dtype))
         fence_async_shared()
         mbarrier.arrive(kv.dv_full.index(kv_slot * CONSUMERS + w), count=1)
@@ -372,7 +373,7 @@ def _backward_kernel(
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
-    Falls back to v7 for float32. Up to D = 128 it also falls back under `torch.use_deterministic_algorithms`, because CTAs
+    This falls back to v7 for float32. Up to D = 128 it also falls back under `torch.use_deterministic_algorithms`, because CTAs
     then add to dQ in any order.
     """
     require_hopper(__package__)
@@ -389,7 +390,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     tiles = triton.cdiv(seq_k, 64 if wide else 128) * batch * kv_heads
     persistent = max(head_dim, value_dim) < 128  # at D = 128 it is slower for long masked rows
     programs = min(tiles, num_sms()) if persistent else tiles
-    counter = lse.new_empty(1, dtype=torch.int32) if persistent else None  # tiles taken so far, beside each CTA's first
+    counter = lse.new_empty(1, dtype=torch.int32) if persistent else None  # tiles taken so far, except each CTA's first
     stats = lse.new_empty(tiles_m * 2, block_m)
     sums = None if wide else lse.new_empty(tiles_m, block_m * head_dim)
     _prepare_kernel[tiles_m,](

@@ -55,7 +55,7 @@ class StepRing(NamedTuple):
 
 
 class PRing(NamedTuple):
-    """P on its way from one consumer to the other."""
+    """P in shared memory: the first consumer writes it, and the second consumer reads it."""
 
     p: gl.shared_memory_descriptor  # [STAGES, ROWS, BLOCK_M]
     full: gl.shared_memory_descriptor  # a barrier for each slot
@@ -114,8 +114,8 @@ def _dv_consumer(tensors, kv, ring, p_ring, problem, CAUSAL: gl.constexpr):
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv_layout, k_width=2)
     tile = _tile(gl.program_id(0), problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
     scale_log2 = problem.scale * LOG2_E
-    # The first query that sees each key. No query sees a key past the end (2**30), so its p is 0. Otherwise p may be
-    # infinite, and infinity times 0 is NaN.
+    # The first query that sees each key. It is 2**30 for a key past the end, so that its p is 0. Otherwise p may be infinite,
+    # and infinity times 0 is NaN.
     offs_n = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     seen_from = gl.where(offs_n < tile.keys, tile.start_n + offs_n - tile.diagonal if CAUSAL else 0, 2**30)
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
@@ -128,7 +128,7 @@ def _dv_consumer(tensors, kv, ring, p_ring, problem, CAUSAL: gl.constexpr):
     s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
     for step in range(tile.steps - 1):
         p_t = _p_of(s_t, scale_log2, tile, ring, p_ring, step, seen_from)
-        # The matmul for dV comes first, so that its buffer is free while the next scores are computed.
+        # The matmul for dV comes first, so that dO's buffer is free while the next scores are computed.
         slot, phase = slot_and_phase(step, STAGES)
         mbarrier.wait(ring.do_full.index(slot), phase)
         do = ring.do.index(slot).reshape([BLOCK_M, VALUE_DIM])
@@ -205,7 +205,7 @@ def _dk_consumer(tensors, kv, ring, p_ring, problem, CAUSAL: gl.constexpr):
     dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)
     dk = warpgroup_mma_wait(0, [dk])
 
-    # TMA stores dK from K's buffer. K was last read before the last P was ready.
+    # TMA stores dK from K's buffer. It is free: the other consumer read K for the last time before its last P was ready.
     kv.k.reshape([ROWS, HEAD_DIM]).store((dk * problem.scale).to(kv.k.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(tensors.dk, [tile.batch, tile.kv_head, tile.start_n, 0], kv.k)
@@ -227,7 +227,7 @@ def _wide_dkv_kernel(
     p_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, ROWS, BLOCK_M], p_layout)
     k_full = new_barriers(1, 1)
     v_full = new_barriers(1, 1)
-    q_full, q_empty = new_ring(STAGES, 1, 1)  # both consumers read Q, and the second consumer always reads it last
+    q_full, q_empty = new_ring(STAGES, 1, 1)  # both consumers read Q, but only the second, which reads it last, releases it
     do_full, do_empty = new_ring(STAGES, 1, CONSUMERS)
     p_full = new_barriers(STAGES, 1)  # no empty barriers: a slot's next Q arrives only after its old P has been read
 

@@ -1,7 +1,7 @@
 """FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) with autotuned tiles and tensor descriptors.
 
-Change from v3: an autotuner chooses tile sizes, and TMA loads and stores tiles. They come together, because a descriptor for
-TMA holds the tile size that the autotuner chooses.
+Change from v3: an autotuner chooses tile sizes, and TMA loads and stores tiles. Both changes come together, because a
+descriptor for TMA holds the tile size that the autotuner chooses.
 """
 
 import torch
@@ -65,7 +65,7 @@ DQ_TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
 @triton.jit
 def _dq_kernel(
     q_desc, k_desc, v_desc, out_desc, do_desc, dq_desc, lse_ptr, scale,
-    heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32, bucket,  # the tuner tunes once per bucket
+    heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32, bucket,  # tuned once per `bucket` of lengths
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +86,7 @@ def _dq_kernel(
     scale_log2 = scale * LOG2_E
     dq = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
 
-    # Stage 1: whole tiles that every row sees, without a mask. Stage 2: the diagonal and the ragged end, masked.
+    # First, without a mask: whole tiles that every row sees. Then, with a mask: tiles at the diagonal and at the last key.
     end = tl.minimum(start_m + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k
     full = (tl.minimum(start_m + diagonal, seq_k) if CAUSAL else seq_k) // BLOCK_N * BLOCK_N
     dq = _accumulate_dq(
@@ -107,7 +107,7 @@ def _accumulate_dkv(
     dk, dv, k, v, q_desc, out_desc, do_desc, lse_ptr, batch, head, lo, hi, seq_q, seen_from, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add the contribution of the queries [lo, hi) to one K/V tile's dk and dv. P and dS are computed transposed, as both
+    """Add the contribution of the queries [lo, hi) to one K/V tile's dk and dv. P and dS are computed transposed, as dk and dv
     need them."""
     for start_m in range(lo, hi, BLOCK_M):
         offs_m = start_m + tl.arange(0, BLOCK_M)
@@ -138,7 +138,7 @@ DKV_TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
 @triton.jit
 def _dkv_kernel(
     q_desc, k_desc, v_desc, out_desc, do_desc, dk_desc, dv_desc, lse_ptr, scale,
-    kv_heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32, bucket,  # the tuner tunes once per bucket
+    kv_heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32, bucket,  # tuned once per `bucket` of lengths
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -156,7 +156,7 @@ def _dkv_kernel(
     dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
 
     seen_from = offs_n - diagonal  # the first query that sees each key
-    # Stage 1: the diagonal, masked. Stage 2: all later queries, without a mask. Queries past the end have p = 0, and results of
+    # First, with a mask: the diagonal. Then, without a mask: all later queries. Queries past the end have p = 0, and results of
     # keys past the end are not stored.
     first = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M if CAUSAL else 0
     full = tl.cdiv(tl.maximum(start_n + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M if CAUSAL else 0

@@ -48,7 +48,7 @@ def _accumulate(
 TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages; with eight warps the compiler specializes nothing
     (128, 128, 4, 2), (128, 64, 4, 2), (32, 32, 8, 1), (16, 32, 8, 1),
 )  # fmt: skip
-HOPPER = range(90, 100)  # the only architectures on which this compiles
+HOPPER = range(90, 100)  # the only architectures on which the specialized loop compiles
 MOST_KEYS = 128  # number of keys in the longest tile; if it divides Sk, no tile passes the last key
 
 
@@ -56,7 +56,7 @@ MOST_KEYS = 128  # number of keys in the longest tile; if it divides Sk, no tile
 @triton.jit(do_not_specialize=["heads", "heads_per_kv", "seq_q", "seq_k", "diagonal"])  # the compiler fails on a constant 1
 def _forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, scale, strides,
-    heads, heads_per_kv, seq_q, seq_k, diagonal, bucket, zero,  # the tuner tunes once per bucket
+    heads, heads_per_kv, seq_q, seq_k, diagonal, bucket, zero,  # tuned once per `bucket` of lengths
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr, SPECIALIZED: tl.constexpr,
 ):  # fmt: skip
@@ -78,8 +78,8 @@ def _forward_kernel(
     k_desc = tl.make_tensor_descriptor(k_ptr, [seq_k, HEAD_DIM], [strides.k.row, 1], [BLOCK_N, HEAD_DIM])
     v_ptr = head_ptr(v_ptr, strides.v, batch, kv_head)
     v_desc = tl.make_tensor_descriptor(v_ptr, [seq_k, VALUE_DIM], [strides.v.row, 1], [BLOCK_N, VALUE_DIM])
-    # For the second group of warps the compiler adds 64 to the variable where the tile starts. If that were start_m, offs_m
-    # would be shifted twice. The compiler does not know that `zero` is 0, so it treats this as another variable.
+    # For the second group of warps the compiler adds 64 to the variable where the tile starts. If that variable were start_m,
+    # offs_m would be shifted twice. The compiler does not know that `zero` is 0, so first_m is another variable for it.
     first_m = start_m + zero
     q = q_desc.load([first_m, 0])  # [BLOCK_M, HEAD_DIM], stays on the chip
 
@@ -89,7 +89,7 @@ def _forward_kernel(
     # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0: a masked score, -inf, times 0 is NaN
     scale_log2 = tl.maximum(scale * LOG2_E, 1e-37)
 
-    # One loop with a mask in every tile: the compiler cannot specialize a loop if another loop follows.
+    # There is one loop, with a mask in every tile, because the compiler cannot specialize a loop if another loop follows.
     end = tl.minimum(start_m + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k
     acc, m, l = _accumulate(
         acc, m, l, q, k_desc, v_desc, 0, end, seq_k, offs_m + diagonal, scale_log2,
@@ -110,10 +110,10 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     out = empty_rows(q, value_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
-        q, scale = -q, -scale  # same scores; with scale >= 0, their maximum can be taken before scaling
+        q, scale = -q, -scale  # the scores stay the same; with scale >= 0, their maximum can be taken before scaling
     q, k, v = addressable(q), addressable(k), addressable(v)
     device = q.device
-    context = contextvars.copy_context()  # the user's allocator stays, outside of this context
+    context = contextvars.copy_context()  # outside of this context, the user's allocator stays
     context.run(triton.set_allocator, lambda size, *_: torch.empty(size, dtype=torch.int8, device=device))  # for descriptors
     context.run(
         _forward_kernel[lambda args: (triton.cdiv(seq_q, args["BLOCK_M"]) * batch * heads,)],

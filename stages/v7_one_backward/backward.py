@@ -86,7 +86,7 @@ TILES = (  # BLOCK_M, BLOCK_N, num_warps, num_stages
 @triton.jit
 def _backward_kernel(
     q_desc, k_desc, v_desc, do_desc, sums_desc, dk_desc, dv_desc, lse_ptr, delta_ptr, scale,
-    kv_heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32, bucket,  # the tuner tunes once per bucket
+    kv_heads, heads_per_kv, seq_q: tl.int32, seq_k: tl.int32, diagonal: tl.int32, bucket,  # tuned once per `bucket` of lengths
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -104,9 +104,11 @@ def _backward_kernel(
     dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
     dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
 
-    # The first query that sees each key. No query sees a key past the end: its p may be infinite, and infinity * 0 is NaN.
+    # The first query that sees each key. It is 2**30 for a key past the end, so that its p is 0. Otherwise p may be infinite,
+    # and infinity times 0 is NaN.
     seen_from = tl.where(offs_n < seq_k, offs_n - diagonal if CAUSAL else 0, 2**30)
-    # Stage 1: the diagonal, or all tiles if keys end here, masked. Stage 2: tiles that see every key, without a mask.
+    # First, with a mask: the diagonal, or all query tiles if this key tile passes the last key. Then, without a mask: query
+    # tiles that see every key.
     first = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M if CAUSAL else 0
     full = tl.cdiv(tl.maximum(start_n + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M if CAUSAL else 0
     full = tl.where(start_n + BLOCK_N > seq_k, seq_q, full)

@@ -10,6 +10,6 @@ __all__ = ["SPILLED_BYTES", "UNORDERED", "attention", "backward", "forward", "un
 
 # Spilled bytes per thread. dK, dV, S and dP leave few registers in the backward at D = 128.
 SPILLED_BYTES = 288
-UNORDERED = ("dq",)  # programs add to it in any order, unless `torch.use_deterministic_algorithms` is on
+UNORDERED = ("dq",)  # programs add to dQ in any order, unless `torch.use_deterministic_algorithms` is on
 
 attention = make_attention(__name__, forward, backward)

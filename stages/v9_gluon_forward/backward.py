@@ -1,8 +1,8 @@
 """FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel, with tiles for Hopper: dQ accumulates in memory.
 
-Change from v7: the tiles are fixed, because Gluon's layouts and buffers (from v10 on) depend on them. Beside this, P waits for
-dS in 16 bits, which leaves registers for the tiles. The mask comes before the exponential, so that P can be rounded at once.
-float32 and D = 256 have no room in these tiles and fall back to v7.
+Change from v7: the tiles are fixed, because Gluon's layouts and buffers (from v10 on) depend on them. Beside this, P is kept in
+16 bits until dS needs it, which leaves registers for the tiles. The mask comes before the exponential, so that P can be rounded
+at once. Inputs in float32, or with D = 256, need too much room for these tiles and fall back to v7.
 """
 
 import torch
@@ -84,9 +84,11 @@ def _backward_kernel(
     dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
     dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
 
-    # The first query that sees each key. No query sees a key past the end: its p may be infinite, and infinity * 0 is NaN.
+    # The first query that sees each key. It is 2**30 for a key past the end, so that its p is 0. Otherwise p may be infinite,
+    # and infinity times 0 is NaN.
     seen_from = tl.where(offs_n < seq_k, offs_n - diagonal if CAUSAL else 0, 2**30)
-    # Stage 1: the diagonal, or all tiles if keys end here, masked. Stage 2: tiles that see every key, without a mask.
+    # First, with a mask: the diagonal, or all query tiles if this key tile passes the last key. Then, without a mask: query
+    # tiles that see every key.
     first = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M if CAUSAL else 0
     full = tl.cdiv(tl.maximum(start_n + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M if CAUSAL else 0
     full = tl.where(start_n + BLOCK_N > seq_k, seq_q, full)
@@ -111,8 +113,8 @@ def _backward_kernel(
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
-    Falls back to v7 for float32, for D or Dv = 256, and under `torch.use_deterministic_algorithms`, because programs add to
-    dQ in any order.
+    This falls back to v7 for float32, for D or Dv = 256, and under `torch.use_deterministic_algorithms`, because programs add
+    to dQ in any order.
     """
     require_hopper(__package__)
     batch, heads, seq_q, head_dim = q.shape

@@ -1,6 +1,6 @@
 """FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1) in Gluon, for Hopper.
 
-Change from v8: layouts, loads, barriers and waits are written out. The algorithm is the same.
+Change from v8: the kernel states all layouts, loads, barriers and waits. The algorithm is the same.
 """
 
 from typing import NamedTuple
@@ -32,7 +32,7 @@ class Tensors(NamedTuple):
     k: tma.tensor_descriptor
     v: tma.tensor_descriptor
     out: tma.tensor_descriptor
-    lse: gl.tensor  # pointer to the row of this CTA's head
+    lse: gl.tensor  # pointer to LSE of this CTA's head
 
 
 class Problem(NamedTuple):
@@ -40,7 +40,7 @@ class Problem(NamedTuple):
 
     seq_q: gl.tensor
     seq_k: gl.tensor
-    diagonal: gl.tensor  # with a causal mask, query i sees key j where j <= i + diagonal
+    diagonal: gl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     scale: gl.tensor
 
 
@@ -121,7 +121,7 @@ def _accumulate(
 
 @gluon.jit
 def _consumer(tensors, tile, queries, ring, problem, CAUSAL: gl.constexpr):
-    """Compute a CTA's query tile. Also load the key tiles whose slot of the ring was used before."""
+    """Compute a CTA's query tile. Also load all key tiles except the first STAGES, which the kernel loads."""
     ROWS: gl.constexpr = queries.q.shape[3]
     BLOCK_N: gl.constexpr = ring.k.shape[3]
     HEAD_DIM: gl.constexpr = ring.k.shape[4]
@@ -129,7 +129,7 @@ def _consumer(tensors, tile, queries, ring, problem, CAUSAL: gl.constexpr):
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
     of_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    # Stage 1: whole tiles that every row sees, without a mask. Stage 2: the diagonal and the ragged end, masked.
+    # First, without a mask: whole tiles that every row sees. Then, with a mask: tiles at the diagonal and at the last key.
     full = (gl.minimum(tile.start_m + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k) // BLOCK_N
 
     offs_m = tile.start_m + gl.arange(0, ROWS, of_rows)
@@ -194,7 +194,7 @@ class Shape(NamedTuple):
     kv_slots: int  # buffers of K and V
 
 
-# The key is the larger of D and Dv.
+# The index is the larger of D and Dv.
 TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6)) | {
     128: Shape(queries=128, keys=128, kv_slots=2),
     256: Shape(queries=128, keys=64, kv_slots=2),
@@ -216,7 +216,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     out = empty_rows(q, value_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
-        q, scale = -q, -scale  # same scores; with scale >= 0, their maximum can be taken before scaling
+        q, scale = -q, -scale  # the scores stay the same; with scale >= 0, their maximum can be taken before scaling
     q, k, v = addressable(q), addressable(k), addressable(v)
     shape = TILES[max(head_dim, value_dim)]
     _forward_kernel[triton.cdiv(seq_q, shape.queries) * batch * heads,](

@@ -118,7 +118,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
     number n, and every N-th failed tile after it.
     """
     if problem.is_split is not None:
-        gdc_launch_dependents()  # the merge may start: all CTAs are running, and the merge's CTAs fit beside them
+        gdc_launch_dependents()  # the next launch may start: all CTAs run, and a merge's CTAs fit beside them
     Q_STAGES: gl.constexpr = next_tiles.number.shape[0] - 1
     CONSUMERS: gl.constexpr = queries.q.shape[0] // Q_STAGES
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
@@ -244,9 +244,9 @@ def _consumer(
             tma.store_wait(0)
             slot, _ = slot_and_phase(turn + 1, Q_STAGES)
             mbarrier.arrive(queries.empty.index(slot * CONSUMERS + w), count=1, pred=turn > 0)
-        sees_first = seen > 1
+        sees_first = seen > 1  # otherwise the guess has the first keys already
         if problem.is_split is not None:
-            sees_first = sees_first & (tile.split == 0)
+            sees_first = sees_first & (tile.split == 0)  # the split with the first keys
         acc, m, l = _accumulate(
             acc, s, q, queries, own, ring, fill, seen, tile, problem, last, sees_first, scale_log2,
             CONSUMERS, PACKED, MODE, CAUSAL,

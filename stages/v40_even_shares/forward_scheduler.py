@@ -1,7 +1,7 @@
 """The scheduler: which CTA computes which tile, and where a tile's rows and keys lie.
 
 Change from v39: `_next_failed` counts the failed tiles that it skips. Beside this, one tensor, `State`, has the counter and the
-flags.
+flags, so that the kernel needs one pointer.
 """
 
 from typing import NamedTuple

@@ -1,7 +1,7 @@
 """A forward with packed heads and split keys, in Gluon, for Hopper.
 
 MODE "guess" guesses the maximum, and MODE "again" computes the tiles that failed. MODE "running" keeps a running maximum.
-Change from v40: MODE "again" takes longer key tiles.
+Change from v40: at D = 128, MODE "again" takes longer key tiles.
 """
 
 from typing import NamedTuple
@@ -118,7 +118,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
     number n, and every N-th failed tile after it.
     """
     if problem.is_split is not None:
-        gdc_launch_dependents()  # the merge may start: all CTAs are running, and the merge's CTAs fit beside them
+        gdc_launch_dependents()  # the next launch may start: all CTAs run, and a merge's CTAs fit beside them
     Q_STAGES: gl.constexpr = next_tiles.number.shape[0] - 1
     CONSUMERS: gl.constexpr = queries.q.shape[0] // Q_STAGES
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
@@ -245,9 +245,9 @@ def _consumer(
             tma.store_wait(0)
             slot, _ = slot_and_phase(turn + 1, Q_STAGES)
             mbarrier.arrive(queries.empty.index(slot * CONSUMERS + w), count=1, pred=turn > 0)
-        sees_first = seen > 1
+        sees_first = seen > 1  # otherwise the guess has the first keys already
         if problem.is_split is not None:
-            sees_first = sees_first & (tile.split == 0)
+            sees_first = sees_first & (tile.split == 0)  # the split with the first keys
         acc, m, l = _accumulate(
             acc, s, q, queries, own, ring, fill, seen, tile, problem, last, sees_first, scale_log2,
             CONSUMERS, PACKED, MODE, CAUSAL,
@@ -363,7 +363,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     first_keys = FIRST_KEYS if keys > SHORT_ROW else FIRST_KEYS // 2
 
     def launch(state, mode):
-        longer = mode == "again" and splits == 1
+        longer = mode == "again" and splits == 1  # with longer tiles, a split would have other keys
         shape = TILES_AGAIN[max(head_dim, value_dim)] if longer else cut.shape
         _forward_kernel[programs,](
             describe_tile(queries, *held), describe_tile(k, shape.keys), describe_tile(v, shape.keys),

@@ -1,6 +1,6 @@
 """A consumer's online softmax.
 
-Change from v38: the guess includes the first keys.
+Change from v38: the guess includes the first keys. They replace a second key tile, which helped the upper rows.
 """
 
 from triton.experimental import gluon

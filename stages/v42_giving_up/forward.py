@@ -1,7 +1,8 @@
 """A forward with packed heads and split keys, in Gluon, for Hopper.
 
 MODE "guess" guesses the maximum, and MODE "again" computes the tiles that failed. MODE "running" keeps a running maximum.
-Change from v41: if many tiles fail, MODE "guess" ends, and MODE "again" also computes the tiles that never started.
+Change from v41: if many tiles fail, MODE "guess" ends, and MODE "again" also computes the tiles that never started. Beside
+this, the counter also gives out tiles of splits, because MODE "again" must know which tiles have started.
 """
 
 from typing import NamedTuple
@@ -122,7 +123,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
     if MODE != "running":
         state = _state(tensors.state)
     if problem.is_split is not None:
-        gdc_launch_dependents()  # the merge may start: all CTAs are running, and the merge's CTAs fit beside them
+        gdc_launch_dependents()  # the next launch may start: all CTAs run, and a merge's CTAs fit beside them
     Q_STAGES: gl.constexpr = next_tiles.number.shape[0] - 1
     CONSUMERS: gl.constexpr = queries.q.shape[0] // Q_STAGES
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
@@ -252,9 +253,9 @@ def _consumer(
             tma.store_wait(0)
             slot, _ = slot_and_phase(turn + 1, Q_STAGES)
             mbarrier.arrive(queries.empty.index(slot * CONSUMERS + w), count=1, pred=turn > 0)
-        sees_first = seen > 1
+        sees_first = seen > 1  # otherwise the guess has the first keys already
         if problem.is_split is not None:
-            sees_first = sees_first & (tile.split == 0)
+            sees_first = sees_first & (tile.split == 0)  # the split with the first keys
         acc, m, l = _accumulate(
             acc, s, q, queries, own, ring, fill, seen, tile, problem, last, sees_first, scale_log2,
             CONSUMERS, PACKED, MODE, CAUSAL,
@@ -370,7 +371,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     first_keys = FIRST_KEYS if keys > SHORT_ROW else FIRST_KEYS // 2
 
     def launch(state, mode):
-        longer = mode == "again" and splits == 1
+        longer = mode == "again" and splits == 1  # with longer tiles, a split would have other keys
         shape = TILES_AGAIN[max(head_dim, value_dim)] if longer else cut.shape
         _forward_kernel[programs,](
             describe_tile(queries, *held), describe_tile(k, shape.keys), describe_tile(v, shape.keys),

@@ -268,9 +268,9 @@ def _consumer(
             tma.store_wait(0)
             slot, _ = slot_and_phase(turn + 1, Q_STAGES)
             mbarrier.arrive(queries.empty.index(slot * CONSUMERS + w), count=1, pred=turn > 0)
-        sees_first = seen > 1
+        sees_first = seen > 1  # otherwise the guess has the first keys already
         if problem.is_split is not None:
-            sees_first = sees_first & (tile.split == 0)
+            sees_first = sees_first & (tile.split == 0)  # the split with the first keys
         acc, m, l = _accumulate(
             acc, s, q, queries, own, ring, fill, seen, tile, problem, last, sees_first, scale_log2,
             CONSUMERS, PACKED, MODE, CAUSAL,
@@ -386,7 +386,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     first_keys = FIRST_KEYS if keys > SHORT_ROW else FIRST_KEYS // 2
 
     def launch(state, mode):
-        longer = mode == "again" and splits == 1
+        longer = mode == "again" and splits == 1  # with longer tiles, a split would have other keys
         shape = TILES_AGAIN[max(head_dim, value_dim)] if longer else cut.shape
         _forward_kernel[programs,](
             describe_tile(queries, *held), describe_tile(k, shape.keys), describe_tile(v, shape.keys),

@@ -1,7 +1,7 @@
 """dK and dV for D = 256. One consumer computes P and dV, the other consumer computes dS and dK.
 
 Change from v47: a consumer starts the last matmul of a step and the first matmul of the next step together. Beside this, Q,
-dO, K and V have their own barriers.
+dO, K and V have their own barriers, so that the first matmul starts before the other tiles arrive.
 """
 
 from typing import NamedTuple

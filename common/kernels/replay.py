@@ -303,7 +303,7 @@ class _Replayed:
         self.replays = {}
 
     def __call__(self, *tensors, causal, scale, diagonal=0):
-        if _thread.recording or is_watched():  # while recording, another stage's function calls this one
+        if _thread.recording or is_watched():  # on while another stage's call, which calls this one, is recorded
             return self.__wrapped__(*tensors, causal=causal, scale=scale, diagonal=diagonal)
         driver = triton.runtime.driver.active
         device = driver.get_current_device()

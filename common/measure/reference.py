@@ -15,7 +15,7 @@ _SIZES = {"largest": lambda x: x.abs().max(), "rms": lambda x: x.square().mean()
 
 # Maximum bytes of a matrix [heads, query rows, keys] such as S, and of the K and V of its heads. Memory holds several such
 # matrices at the same time. For a head with 16384 queries and keys, S has exactly this size in float32. So up to this length,
-# one matmul computes dK and one computes dV, as in plain PyTorch. For longer sequences, several matmuls are added.
+# one matmul computes dK and one computes dV, as in plain PyTorch. For longer ones, dK and dV are sums over several matmuls.
 BLOCK_BYTES = 2**30
 
 

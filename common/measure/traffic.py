@@ -80,7 +80,7 @@ def tiles_of(gpu: Gpu, stage, head_dim: int, dtype: torch.dtype, tuned: dict[str
             tile = (tuned or {}).get(name) or _likely_tile(gpu, tuner, head_dim, dtype)
             config = triton.Config(dict(zip(("BLOCK_M", "BLOCK_N"), tile, strict=True)), pre_hook=tuner.configs[0].pre_hook)
             restored.callback(setattr, tuner, "configs", tuner.configs)
-            tuner.configs = [config]  # the autotuner does not time a single configuration
+            tuner.configs = [config]  # the autotuner takes the only configuration without timing
         yield
 
 

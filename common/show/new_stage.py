@@ -104,8 +104,8 @@ def example(source: str) -> str:
 
 
 def without_past_notes(code: str, name: str) -> str:
-    """Remove the lines `# NOTE: …` that name stage `name` or an earlier stage. A note says what a later stage does, and these
-    stages do not come after `name`."""
+    """Remove the lines `# NOTE: …` that name stage `name` or an earlier stage. In the
+    new stage, such a note would be wrong: the stage that it names does not come later."""
 
     def kept(match):
         named = [stages.position(f"{version}_") for version in re.findall(r"\bv\d+[a-z]?\b", match[0])]

@@ -267,8 +267,8 @@ def moved(count: dict) -> int:
 
 
 def mean_rate(records: list[dict], impl: str, pass_: str, head_dim: int) -> float | None:
-    """Return the geometric mean of TFLOP/s over `MEAN_OVER`, with and without a causal mask. Return None if nothing
-    was measured."""
+    """Return one geometric mean of TFLOP/s, over the lengths of `MEAN_OVER` and both masks. Return None if nothing was
+    measured."""
     rates = [record["tflops"] for record in measured(records, impl, pass_, head_dim).values()]
     return statistics.geometric_mean(rates) if rates else None
 

@@ -2,7 +2,7 @@
 
 Change from v11: dQ is stored and added in the order of the registers, without bank conflicts. Beside this, dQ leaves the CTA in
 parts of at most 64 columns, which need fewer registers. The kernels in backward_prepare.py zero dQ's accumulator, and later
-scale and round it. This saves PyTorch's launches.
+scale and round it, in place of PyTorch.
 """
 
 from typing import NamedTuple

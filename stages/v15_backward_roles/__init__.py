@@ -1,4 +1,4 @@
-"""The backward gets a producer, two consumers and a warpgroup for dQ."""
+"""The backward gets two consumers and a warpgroup for dQ."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -68,7 +68,7 @@ def _accumulate(acc, s, q, ring, fill, tiles, problem, last, scale_log2, CAUSAL:
     for _ in range(1, tiles):
         fill += 1
         slot, phase = slot_and_phase(fill, STAGES)
-        # NOTE: no matmul of this consumer runs during its softmax; in v22 P V of the previous tile does.
+        # NOTE: this consumer waits for each matmul; in v22 it issues the scores and P V together.
         s = warpgroup_mma_wait(0, [_scores(q, ring, fill)])  # [rows, BLOCK_N]
         acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
         acc = warpgroup_mma_wait(0, [acc])

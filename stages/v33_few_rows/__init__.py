@@ -1,4 +1,4 @@
-"""Few query rows get tiles of fewer rows and more keys."""
+"""Few query rows get tiles of their own, with more keys."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -1,7 +1,7 @@
 """How the host divides a forward's work into tiles, splits and launches.
 
-Change from v32: few query rows get tiles of fewer rows and more keys. They always take MODE "running", because loading K and V
-takes longer than their softmax. Heads are always packed if rows are few or keys are split.
+Change from v32: few query rows get tiles of their own, with more keys. They always take MODE "running", because a running
+maximum costs them little. Heads are always packed if rows are few or keys are split.
 """
 
 from typing import NamedTuple

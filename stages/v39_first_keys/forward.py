@@ -119,7 +119,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
     strides.
     """
     if problem.is_split is not None:
-        gdc_launch_dependents()  # the next launch may start: all CTAs run, and a merge's CTAs fit beside them
+        gdc_launch_dependents()  # the next launch may start, because all CTAs of this one run
     Q_STAGES: gl.constexpr = next_tiles.number.shape[0]
     CONSUMERS: gl.constexpr = queries.q.shape[0] // Q_STAGES
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS

@@ -105,7 +105,7 @@ def test_additions_from_registers_take_their_bytes_and_no_wait():
     assert (sums == 3).all()
 
 
-FILLED = 4 + 500 + 300 + 20  # cycles until a partition sees a copied tile: arrival, copy, its latency, hand-over
+FILLED = 4 + 500 + 300 + 20  # cycles until a partition sees a tile: expect, bytes, latency, hand-over
 
 
 def tile():

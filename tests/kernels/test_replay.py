@@ -230,7 +230,7 @@ assert repeated() and got == launched(stage.forward.__wrapped__, *tensors, **OPT
 
 
 def test_profiler_hooks_see_every_launch():
-    """With a profiler's hooks, calls are not replayed, and the hooks get their metadata. Without hooks, replay continues."""
+    """While a profiler's hook is set, calls are not replayed, and the hook gets each launch's metadata."""
     run("""
 stage = stages.load("v34")
 tensors = problem()

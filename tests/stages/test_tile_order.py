@@ -149,5 +149,5 @@ def test_causal_tiles_of_a_backward_go_through_heads_the_longest_first(name, ker
     assert tiles >= 3
     longest_first = (
         range(tiles) if tensor == "k" else reversed(range(tiles))
-    )  # the last queries see the most keys; most queries see the first keys
+    )  # the last query tiles see the most keys; the first key tiles are seen by the most queries
     assert taken == [(head, tile) for tile in longest_first for head in range(heads)]

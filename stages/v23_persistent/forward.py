@@ -1,6 +1,7 @@
 """FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1 and section 3.2), warp-specialized, in Gluon, for Hopper.
 
-Change from v22: one persistent CTA per SM takes tiles in fixed strides, and begins to load the next tile while the current one ends.
+Change from v22: one persistent CTA per SM takes tiles in fixed strides. It begins to load the next tile while the current one
+ends.
 Beside this, `_store_out` divides O by the row sums and finds O's head, which saves registers. Problem and Tile have their own
 file, forward_scheduler.py.
 """

@@ -72,8 +72,8 @@ def _accumulate(
         s, s_first = warpgroup_mma_wait(0, [s, s_first])
     slot, phase = slot_and_phase(fill, STAGES)
     mbarrier.arrive(ring.empty.index(slot), count=1)
-    # The first query tile starts before query 0 (`_rows_before`). So a consumer's last row sees a multiple of ROWS // PACKED keys, or
-    # all keys. Therefore only the last key tile needs a mask.
+    # The first query tile starts before query 0 (`_rows_before`). So a consumer's last row sees a multiple of ROWS // PACKED
+    # keys, or all keys. Therefore only the last key tile needs a mask.
     if CAUSAL or start_n + BLOCK_N > problem.seq_k:
         s = _visible(s, start_n, problem.seq_k, last, PACKED, CAUSAL)
     maxima = _maxima(s)

@@ -1,5 +1,6 @@
 """Every test with an argument `stage` runs once for each stage in the directory `stages`."""
 
+import collections
 import os
 import threading
 import zlib
@@ -49,8 +50,11 @@ def pytest_collection_modifyitems(items):
 
     Tests marked `every_stage` stay in the default run. But a Hopper stage computes float32 with another stage's kernels. The
     other stage's tests cover these kernels, so the Hopper stage's float32 tests are marked as long.
+
+    If such a test has several problems, a stage outside `in_full` gets every third problem. The next stage gets other problems.
     """
     for_hopper = {name for name in stages.names() if needs_hopper(name)}
+    places, seen = {name: place for place, name in enumerate(stages.names())}, collections.Counter()
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         name = params.get("stage")
@@ -59,6 +63,11 @@ def pytest_collection_modifyitems(items):
         left_to_another = name in for_hopper and params.get("dtype") == torch.float32
         if left_to_another or not item.get_closest_marker("every_stage"):
             item.add_marker(pytest.mark.long)
+        elif len(params) > 1 and not item.get_closest_marker("long"):
+            test = item.function, name
+            if (seen[test] + places[name]) % 3:
+                item.add_marker(pytest.mark.long)
+            seen[test] += 1
 
 
 @pytest.fixture(params=stages.names())

@@ -1,4 +1,4 @@
-"""If queries are few, several CTAs split the keys and merge their results."""
+"""With few queries, several CTAs split the keys and merge results."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

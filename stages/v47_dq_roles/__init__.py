@@ -1,4 +1,4 @@
-"""The dQ kernel gets a producer and two consumers at their own pace."""
+"""The dQ kernel gets a producer and two independent consumers."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

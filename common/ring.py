@@ -195,7 +195,7 @@ class _Merged:
         self.out, self.lse = out, lse
         half = out.shape[2] // 2
         # A chunk is [rows, last step in which these rows see any keys, their out so far]. The slice of the back chunk counts
-        # from the end. So it selects the same rows in a tensor that has only the back rows.
+        # from the end. So it selects the back rows of a tensor with all rows, and all rows of one with the back rows alone.
         chunks = (slice(half), ring.rank), (slice(-half, None), ring.size - 1)
         if not causal or ring.rank == ring.size - 1:
             chunks = ((slice(None), ring.size - 1),)

@@ -57,11 +57,11 @@ def pytest_collection_modifyitems(items):
     places, seen = {name: place for place, name in enumerate(stages.names())}, collections.Counter()
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        name = params.get("stage")
+        name = params.get("stage", params.get("split"))
         if not isinstance(name, str) or name in in_full():
             continue
         left_to_another = name in for_hopper and params.get("dtype") == torch.float32
-        if left_to_another or not item.get_closest_marker("every_stage"):
+        if left_to_another or not ("split" in params or item.get_closest_marker("every_stage")):
             item.add_marker(pytest.mark.long)
         elif len(params) > 1 and not item.get_closest_marker("long"):
             test = item.function, name

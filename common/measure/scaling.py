@@ -81,8 +81,8 @@ def held_bytes(workload: Workload, ranks: int) -> int:
     - Forward: a rank holds the result, the output of one block, and two LSEs. With two ranks, it also holds one block of K and
       V. With more ranks, it holds two such blocks, and the output in float32.
     - Backward with two ranks: a rank holds the saved O and LSE, and two blocks of dK and dV. It also holds dQ of a block, and
-      the resulting dQ. At first, it holds the gradients of its own block's first heads. Later, it holds dK and dV of all heads
-      and dQ of the last heads instead. The larger of these two sizes counts.
+      the resulting dQ. In the first step, it computes only some heads of its own block, and holds their gradients. Later, it
+      holds dK and dV of all heads and dQ of the last heads instead. The larger of these two sizes counts.
     - Backward with more ranks: a rank holds the saved O and LSE, and two blocks of K and V. It also holds dQ and two blocks of
       dK and dV in float32. It holds the gradients of its own block's first heads, and dQ, dK and dV of another block. While the
       rank adds this dQ to the sum, it holds this dQ twice, but no longer holds this dK and dV.

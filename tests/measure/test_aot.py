@@ -194,7 +194,7 @@ def test_registers_are_shown_by_role():
 
 
 def test_roles_share_the_registers_of_their_kernel(report):
-    """A row's configuration has the number of slots of each ring, such as STAGES, and not the compiler's num_stages."""
+    """A row's configuration names the slots of each ring, such as STAGES. It does not name the compiler's num_stages."""
     rows = [
         row for row in rows_of(report) if row["roles"] and row["roles"][0][0] != "default"
     ]  # leaves out kernels whose partitions the compiler has made

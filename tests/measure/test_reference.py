@@ -103,7 +103,7 @@ def test_bound_has_room_for_rounding_only(results, name):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", NAMES)
 def test_one_element_that_is_not_finite_fails(results, name, bad):
-    """NaN fails. A check that raises if `error > bound` would not notice it, because this comparison is False for NaN."""
+    """NaN fails. A check that raises if `error > bound` would accept NaN, because a comparison with NaN is False."""
     exact, yardstick = results
     broken = yardstick[name].clone()
     broken[1, 2, 3] = bad
@@ -213,7 +213,7 @@ def test_values_that_are_not_finite_never_pass(dtype, bad):
 
 @pytest.mark.parametrize("scale", [0.5, -0.5])
 def test_magnitudes_are_sums_without_signs(scale):
-    """One query has two keys that score 0, so each P is 1/2. From absolute values, the two scores would be 1 and 2."""
+    """One query has two keys that score 0, so each P is 1/2. From absolute values of q and k, they would score 1 and 2."""
     q, k, v = torch.tensor([[1.0, -1]]), torch.tensor([[1.0, 1], [-2, -2]]), torch.tensor([[-1.0], [3]])
     tensors = (tensor[None, None].to(DEVICE) for tensor in (q, k, v))
     found = truth(*tensors, False, scale, torch.full((1, 1, 1, 1), -2.0, device=DEVICE))["magnitudes"]

@@ -94,7 +94,7 @@ def test_rounds_leave_out_flush_and_launch_and_are_queued_without_a_wait(gpu):
     assert times == pytest.approx([2e-3] * len(times)) and hidden
     last_rounds = gpu.log[-1 - 4 * len(times) :]
     assert last_rounds == ["flush", "event", "call", "event"] * len(times) + ["wait"]
-    assert gpu.log.count("wait") == 3  # before the rest, for the first estimate, and at the end; not between warm-up and rounds
+    assert gpu.log.count("wait") == 3  # before the rest, for the first estimate, at the end
 
 
 def test_case_begins_on_a_gpu_that_has_rested(gpu):
@@ -188,7 +188,7 @@ def test_host_time_is_each_rounds_own_without_the_first_ones(gpu, monkeypatch):
 
 @pytest.mark.parametrize(("host_s", "gpu_s", "expected"), [(30e-6, 5e-6, 30.5e-6), (5e-6, 30e-6, 30.5e-6)])
 def test_calls_in_a_row_take_the_longer_of_cpu_and_gpu_time(gpu, host_s, gpu_s, expected):
-    """10 calls in a row take 10 times the longer of the two times, and once the shorter: 10 · 30 + 5 = 305 µs."""
+    """10 calls take 10 times the longer of a call's two times, plus the shorter time once: 10 · 30 + 5 = 305 µs."""
     gpu.log.clear()
     times = timing.seconds_in_a_row(call_taking(gpu, host_s, gpu_s), gpu_s)
     assert times == pytest.approx([expected] * timing.MOST_ROWS)
@@ -197,7 +197,7 @@ def test_calls_in_a_row_take_the_longer_of_cpu_and_gpu_time(gpu, host_s, gpu_s, 
 
 
 def test_replay_gives_pytest_benchmark_the_times_that_were_measured():
-    """pytest-benchmark subtracts two readings for each round. The first is 0, because large readings would lose digits."""
+    """pytest-benchmark subtracts two readings for each round. Each round's first reading is 0: large readings lose digits."""
     replay = timing.Replay()
     replay.load([0.25, 1e-6])
     assert [-replay() + replay() for _ in range(2)] == [0.25, 1e-6]

@@ -286,7 +286,7 @@ def test_access_that_happens_twice_is_noticed(name, file, index, mutated, monkey
     changed, forwards = mutated(name, file, "\n".join([*lines[: index + 1], *lines[index:]]))
     pass_ = int(file.startswith("backward"))
     p = problem(*TILED, 32, True)  # a problem for which the formula is right, as tested above
-    if "async_copy_global_to_shared" in lines[index]:  # two copies race, or bring too many bytes
+    if "async_copy_global_to_shared" in lines[index]:  # the copy races with its repetition, or both bring too many bytes
         with pytest.raises(InterpreterError, match="race: a copy writes|a copy brings .* bytes to .* which expects"):
             counted(changed, p)
             counted(changed, problem(*TILED, 256, True))

@@ -68,7 +68,7 @@ def run_to_the_parser(module, arguments, monkeypatch):
     if hasattr(program := importlib.import_module(module), "INTERPRETED"):
         monkeypatch.setattr(program, "INTERPRETED", True)  # otherwise it restarts itself before it parses
     monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("would run another program"))
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # as in the processes of a ring
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # ring attention's processes have these
         monkeypatch.setenv(name, "1")
     with pytest.raises(Parsed):
         importlib.import_module(module).main(arguments)

@@ -164,7 +164,7 @@ def test_a_page_begins_with_what_the_step_changes(site):
 
 @pytest.mark.parametrize(("name", "first"), [("v3", "trace"), ("v7", "trace"), ("v25", "units")])
 def test_a_page_begins_with_the_picture_of_what_changes(site, name, first):
-    """The accesses come first. But if parent and stage move the same bytes, the timeline of the SM comes first."""
+    """A page shows the accesses first. If parent and stage move the same bytes, it shows the SM's timeline first."""
     titles = body(site, name)[1]
     assert min(titles.index(title) for title in ("trace", "units") if title in titles) == titles.index(first)
 

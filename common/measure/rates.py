@@ -73,7 +73,7 @@ def _meet(barriers, number: gl.constexpr):
 
 @gluon.jit
 def _mark(clock, end: gl.constexpr, w: gl.constexpr):
-    """Record a loop's begin (`end` is 0) or end (1). Warpgroups wait for each other, and then the first one reads the clock."""
+    """Record a loop's begin (`end` is 0) or end (1). The warpgroups wait for each other. Then warpgroup 0 reads the clock."""
     record_ptr, barriers, busy = clock
     _meet(barriers, end)
     if w == 0:

@@ -51,7 +51,7 @@ def in_full() -> frozenset[str]:
     if not INTERPRETED:
         return frozenset(stages.names())
     line = [name for name in stages.names() if not stages.is_dead_end(name)]
-    last = {len(tuners(stages.load(name))): name for name in line}  # for each number, the last stage with so many tuned kernels
+    last = {len(tuners(stages.load(name))): name for name in line}  # by number of tuned kernels
     untuned = {name for name in line if not needs_hopper(name) and not tuners(stages.load(name))}
     return frozenset({line[-1], *last.values()} | untuned)
 

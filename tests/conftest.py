@@ -100,7 +100,7 @@ def unordered(stage):
 def _same_random_numbers():
     torch.manual_seed(0)
     yield
-    if torch.are_deterministic_algorithms_enabled():  # the test has switched them on
+    if torch.are_deterministic_algorithms_enabled():  # the test has switched these algorithms on
         torch.use_deterministic_algorithms(False)
 
 

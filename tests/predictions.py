@@ -98,7 +98,8 @@ class Problem:
         """The FLOPs of the matmul that computes O, dP or dV, for all elements of S."""
         return self.flops(self.heads * self.seq_q * self.seq_k, 0, 1)
 
-    # The next functions count the tiles that programs load. If several query heads share keys, each head loads them again.
+    # The next functions count the tiles and rows that programs load, and the scores that they compute. If several query heads
+    # share keys, each head loads them again.
 
     @property
     def key_tiles_seen(self):
@@ -333,7 +334,8 @@ def _query_tiles(p: Problem):
 def _forward(p: Problem, rows: int) -> tuple[int, int, int]:
     """Return a launch that loads and stores as much as v3's forward, for consumers of `rows` query rows.
 
-    A consumer computes each key tile that at least one of its rows sees. Rows past the last query count too.
+    A consumer computes each key tile that at least one of its rows sees. It also computes the rows past the last query, up to
+    the end of the last query tile.
     """
     m, n = p.query_tile
     ends = (min(start + rows, p.seq_k) if p.causal else p.seq_k for start in range(0, math.ceil(p.seq_q / m) * m, rows))
@@ -376,7 +378,8 @@ def v29_forward(p: Problem) -> Steps:
 def _few_tiles(p: Problem) -> tuple[int, int, int]:
     """For v30 to v32, return three numbers: the rows of a query tile, the query heads of a tile, and the tiles of all heads.
 
-    A tile has several query heads only if the number of tiles becomes smaller.
+    A tile has all query heads of a K/V head if their number divides 64 and there are then fewer tiles. Otherwise it has one
+    query head.
     """
     m, packed = 128 if _wide(p) else 256, p.heads // p.kv_heads
     if 64 % packed or math.ceil(p.seq_q * packed / m) == math.ceil(p.seq_q / m) * packed:
@@ -417,7 +420,7 @@ def v34_forward(
 ) -> Steps:  # fmt: skip
     """Yield the launches of the forward from v33 on. v33 does not plan its splits: it takes as many as fill the SMs."""
     per_kv = p.heads // p.kv_heads
-    packed = per_kv if 64 % per_kv == 0 else 1  # number of rows per query, one for each head of its group
+    packed = per_kv if 64 % per_kv == 0 else 1  # query heads in a tile, so also its rows per query
     seen_keys = min(p.seq_q, p.seq_k) if p.causal else p.seq_k
     squares = math.ceil(p.seq_q * packed / 128) * math.ceil(seen_keys / 128) * (p.heads // packed)
     few = p.seq_q * packed <= 128 or (not _wide(p) and squares <= V34["FEW_SQUARES"] * NUM_SMS)
@@ -460,7 +463,7 @@ def _in_parts(
         tiles = math.ceil((min(end_row // packed, p.seq_k) if p.causal else p.seq_k) / n)
         return math.ceil(max(tiles - split, 0) / splits)
 
-    keys = steps = 0  # number of loaded keys, and number of key tiles that each 64 rows compute
+    keys = steps = 0  # number of loaded keys, and of computed pairs of 64 rows and a key tile
     for start, split in itertools.product(range(0, rows, m), range(splits)):
         share = max(seen(start + m, split), 1)
         keys += sum(max(0, min(n, p.seq_k - tile * n)) for tile in range(split, split + share * splits, splits))
@@ -580,7 +583,8 @@ def v12_backward(p: Problem, consumers: bool = False) -> Steps:
     first = _first_tiles(p, m)
     queries = p.heads * sum(p.seq_q - tile * m for tile in first)
     steps = p.heads * sum(tiles_m - tile for tile in first)
-    # In a key tile's first step, the queries see no key of the second consumer. So it skips their S, dP, dV and dK.
+    # With a causal mask and 64 queries per step, the queries of a key tile's first step see no key of the second consumer. So
+    # this consumer skips S, dP, dV and dK in this step.
     unseen = p.heads * len(first) if consumers and p.causal and m == ROWS else 0
     yield (
         p.k + p.v + queries * (p.row_of_q + p.row_of_o) + steps * m * 2 * FLOAT,  # K and V once; in each step: Q, dO, stats
@@ -606,7 +610,7 @@ def _wide_keys(p: Problem, matmuls_of_q: int, adds: bool) -> tuple[int, int, int
     """Return the launch that computes dK and dV for D = 256.
 
     The kernel reads K and V once. For each 64 keys, it reads Q, dO and stats (LSE and delta) of the queries that see these
-    keys. If no query sees them, it reads those of the last query tile.
+    keys. If no query sees these keys, it reads Q, dO and stats of the last query tile.
 
     Args:
         matmuls_of_q: the number of matmuls with head dimension D in a step. Two more matmuls have Dv.

@@ -105,7 +105,8 @@ class Problem:
 def _orders():
     """Return a strategy that draws the order of dimensions in memory.
 
-    Most orders have contiguous rows. A stage copies tensors with other rows before its kernels run, so these orders test less.
+    Most orders have contiguous rows. A stage copies a tensor whose rows are not contiguous before its kernels run, so such
+    orders test less.
     """
     every = ["".join(order) for order in itertools.permutations(DIMENSIONS)]
     whole_rows = [order for order in every if order.endswith("d")]

@@ -176,7 +176,7 @@ def test_reference_run_of_passes_as_one_is_of_a_smaller_model():
     assert len(set(found)) == len(found)
 
 
-# A GPU measures so many cases in ten minutes: a case takes 0.9 s, with compilation and tuning.
+# Number of cases that a GPU measures in ten minutes. A case takes 0.9 s, with compilation and tuning.
 TEN_MINUTES = 650
 
 

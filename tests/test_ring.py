@@ -287,7 +287,7 @@ def test_unlike_parts_are_no_sequence(ranks):
 ])  # fmt: skip
 def test_lengths_that_cannot_be_cut(function, message, monkeypatch):
     monkeypatch.setattr(ring, "_place", lambda group: (0, 2))
-    monkeypatch.setattr(dist, "get_world_size", lambda group: 1)  # so no other rank is asked
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 1)  # in a group of one, no other rank is asked
     with pytest.raises(ValueError, match=message):
         function()
 
@@ -342,7 +342,7 @@ def test_sends_of_a_backward_run_while_heads_are_computed(size, kv_heads, events
         return tuple(torch.zeros_like(tensor) for tensor in (q, k, v))
 
     monkeypatch.setattr(ring.Ring, "pass_on", lambda self, tensors, into: [seen.append("send")][:0])
-    monkeypatch.setattr(ring, "add", lambda *tensors: None)  # nothing has arrived that it could add
+    monkeypatch.setattr(ring, "add", lambda *tensors: None)  # `pass_on` sends nothing here, so there is nothing to add
     q, k = (torch.ones(1, heads, 4, 16, dtype=torch.bfloat16, device=DEVICE) for heads in (2 * kv_heads, kv_heads))
     options = {"stage": types.SimpleNamespace(backward=backward), "ring": place(0, size), "causal": True, "scale": 1.0}
     ring._backward(q, q, k, k, q, q[..., 0].float(), **options)

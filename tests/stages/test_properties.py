@@ -21,7 +21,7 @@ from common.runtime import DEVICE
 
 on_gpu = DEVICE == "cuda"
 
-IN_ALL, OF_EACH_STAGE = 200, 10_000  # problems for all stages in `make test`, for each in `make test-long`
+IN_ALL, OF_EACH_STAGE = 200, 10_000  # number of problems: for all stages in `make test`, for each stage in `make test-long`
 AVAILABLE = [name for name in stages.names() if not stages.unavailable(name)]
 CHEAP = (16, 32)  # head dimensions for the slow interpreter
 

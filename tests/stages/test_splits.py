@@ -35,7 +35,7 @@ def available(name):
 
 def set_splits(monkeypatch, name, number):
     """Set a stage's number of splits."""
-    set_names(monkeypatch, name, splits_of=lambda *_: number, FEW_SQUARES=0)  # then more than 128 rows take v29's tile
+    set_names(monkeypatch, name, splits_of=lambda *_: number, FEW_SQUARES=0)  # work with more than 128 rows takes v29's tile
 
 
 @pytest.fixture(params=SPLITTING)
@@ -57,7 +57,7 @@ PROBLEMS = [  # (queries, keys, head_dim, causal, heads, K/V heads, value_dim)
     (1, 1, 16, False, 2, 2, 16),
     (5, 300, 128, "bottom-right", 2, 1, 128),  # one of the two consumers has no rows
     (40, 600, 64, "bottom-right", 2, 1, 32),
-    (40, 600, 64, True, 2, 1, 32),  # aligned top left, so no row sees most keys, and some splits have no visible key
+    (40, 600, 64, True, 2, 1, 32),  # top-left: the queries see only the first 40 keys, so some splits have no visible key
     (70, 203, 32, "bottom-right", 3, 1, 64),  # the number of heads is no power of two
     (150, 700, 64, "bottom-right", 2, 1, 64),  # more rows than fit in the tile for few rows
     (140, 400, 128, False, 1, 1, 128),
@@ -190,7 +190,7 @@ def test_splits_fill_the_gpu_where_tiles_do_not(name):
     assert splits(1024, 512) == 1
     assert splits(1, 2) == 1  # merging would take longer
     assert splits(1, 100_000) > 124
-    assert splits(16, 8, rows=64) < splits(16, 8)  # the output of each split is written and read again
+    assert splits(16, 8, rows=64) < splits(16, 8)  # more rows make it slower to write and read the splits' outputs
     for tiles in (1, 7, 67, 133, 200):
         best = splits(tiles, 400)
         turns = -(-tiles * best // 132) * -(-400 // best)

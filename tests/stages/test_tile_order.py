@@ -122,7 +122,7 @@ def ordered_backwards():
     """Yield each backward kernel with an order: (stage, kernel, tensor whose tiles its programs take, rows of a tile)."""
     for name in once(stages.names(), "backward"):
         names = names_in(name, "backward")
-        rows = getattr(names.get("KEYS"), "value", "BLOCK_N")  # a constant of the kernel, or an argument
+        rows = getattr(names.get("KEYS"), "value", "BLOCK_N")  # the kernel's constant KEYS, or the name of its argument
         kernels = {
             "_dq_kernel": ("q", "BLOCK_M"),
             "_dkv_kernel": ("k", "BLOCK_N"),

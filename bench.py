@@ -2,7 +2,7 @@
 
 This file is a command (`python bench.py --help`) and a pytest-benchmark module. Before it times an implementation, it
 compares the implementation's result with attention in float64. If the result is wrong, it reports an error and measures no
-time. If a workload is larger than those of the papers, it compares only some of the heads, evenly spread. The results of the
+time. If a workload is larger than those of the papers, only some of its heads are compared, evenly spread. The results of its
 other heads must be finite.
 """
 
@@ -165,11 +165,12 @@ def _of_track(key: str) -> list[str]:
     return [stages.parent(found[0]), *found]
 
 
-# Implementations for D = 256. Gluon stages before this track use v7's backward for D = 256, which is in Triton.
+# Implementations for D = 256. There, Gluon stages before this track use v7's backward, which is in Triton.
 WIDE = [*FAST_LIBRARIES, *_of_track("wide")]
 # Implementations for few queries and many keys. FlashAttention-4 is left out, because it mainly targets newer GPUs.
 DECODING = [*(name for name in BASELINES if name != "flash-4"), *_of_track("decoding")]
-# Implementations for attention sinks and wide scores. v25 is the last stage with a running maximum. Later stages guess it.
+# Implementations for attention sinks and wide scores. v25 is the last stage with a running maximum. Later stages guess the
+# maximum.
 SINKS = [stages.resolve("v25"), *_of_track("sinks")]
 DECODING_KV_LENS = (1024, 16384, 65536, 524288)
 MOST_KV_BYTES = 40e9  # maximum bytes of K and V together
@@ -188,7 +189,7 @@ def _decoding(head_dim: int) -> list[list[str]]:
     return found
 
 
-GRIDS = {  # part of results/ -> the command lines of its run, each with the implementations to measure
+GRIDS = {  # value of --reference -> the command lines of its run, each with the implementations to measure
     **{
         f"{CODE[pass_]}-d{dim}": [([f"--pass={pass_}", f"--head-dim={dim}", "--dtype=float16", SEQ_LENS], EVERYTHING)]
         for pass_, dim in itertools.product(CODE, HEAD_DIMS)
@@ -231,8 +232,8 @@ def repeats(impl: str, pass_: str) -> bool:
 def cases(options: argparse.Namespace) -> list[tuple[str, Workload]]:
     """Return all cases to measure, as (implementation, workload).
 
-    Cases of one workload are adjacent, so that the GPU's clock is similar for all of them. If a reference run measures a
-    stage's parent, it leaves out the passes that are identical in both.
+    Cases of one workload are adjacent, so that the GPU's clock is similar for all of them. A reference run leaves out a stage's
+    pass if the parent's pass has identical files and is measured too.
     """
     if not options.reference:
         return [(i, workload) for workload in options.workloads for i in (*BASELINES, *chosen_stages(options.stage))]
@@ -271,7 +272,7 @@ def _count(impl: str, workload: Workload) -> Count:
 
 
 def _checked(tensor: Tensor, workload: Workload) -> Tensor:
-    """Return the heads of a [B, H or Hkv, …] tensor to check. These are all heads, if they have at most
+    """Return the heads to check, from a tensor [B, H or Hkv, …]. These are all heads, if all heads have at most
     `CHECKED_SCORES` scores together.
 
     Otherwise the check takes every n-th K/V head, counted over all batch elements, and always the last one. It takes the query
@@ -291,7 +292,7 @@ def _checked(tensor: Tensor, workload: Workload) -> Tensor:
 @functools.lru_cache(maxsize=1)  # the cases of a workload are adjacent
 def _problem(workload: Workload):
     """Return a workload's inputs, the float64 results of the checked heads, and the error bounds."""
-    _problem.cache_clear()  # free the previous workload's inputs, which may be as large
+    _problem.cache_clear()  # free the previous workload's inputs, which may be as large as the new ones
     inputs = workload.inputs()
     *qkv, grad_out = (_checked(tensor, workload) for tensor in inputs)
     options = {"causal": workload.causal, "scale": workload.head_dim**-0.5}
@@ -416,7 +417,7 @@ class Bench:
             record |= measured
             benchmark.extra_info |= record
             return
-        gc.collect()  # outside of `except`, because there a traceback would hold the case's tensors
+        gc.collect()  # not in `except`, where the traceback still holds the case's tensors
         torch.cuda.empty_cache()
         pytest.skip(record["failure"])
 
@@ -505,7 +506,8 @@ def main(argv: list[str]) -> int:
         raise SystemExit("--reference needs a GPU, and no GPU is in use here")
     if reason := unwritable(SAVED if SAVED.exists() else Path()):
         raise SystemExit(f"cannot save the run in {SAVED}: {reason}")
-    # Handle SIGTERM like SIGINT: a time limit sends SIGTERM, and a background job ignores SIGINT.
+    # SIGTERM, which a time limit sends, stops the run like SIGINT. Set SIGINT's handler too, because a background job ignores
+    # SIGINT without it.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     arguments = [__file__, "-qq", "--capture=no", "--no-header", "--disable-warnings", "-p", "no:cacheprovider"]

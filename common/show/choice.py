@@ -1,6 +1,7 @@
 """Find which stage to use on which GPU.
 
-Compile the stages for each architecture, to see which of them run there. Compute how long they take at each GPU's peak rates.
+Compile the stages for each architecture, to see which of them run there. Compute how long the stages take at each GPU's peak
+rates.
 
 python -m common.show.choice results/choice.json   # needs no GPU
 """
@@ -64,8 +65,8 @@ def compiled(names: list[str]) -> list[dict]:
 def counted(names: list[str]) -> list[dict]:
     """Return how many µs each pass takes at the published peak rates, for each GPU of `GPUS` and each stage that runs on it.
 
-    The workload has one head, and the GPU counts as one with a single SM. So one head fills this GPU, as many heads fill a real
-    GPU. Stages split the keys only if the GPU would not be full otherwise.
+    The workload has one head. It could not fill all SMs of a GPU, and then some stages would split the keys. So the count
+    assumes a GPU with a single SM.
     """
     records = []
     full = {key: dataclasses.replace(gpu, num_sms=1) for key, gpu in GPUS.items()}
@@ -98,7 +99,7 @@ def choice_table(choice: dict) -> str:
             times = [us.get((name, gpus.get(arch), head_dim, pass_)) for name in (tuned, fixed)]
             cells.append(f"{times[0] / times[1]:.2f}" if all(times) else "-")
         rows.append([f"sm_{arch}", family, " to ".join(stages.version(name) for name in (run[0], run[-1]))])
-        use = recommended(arch) if recommended(arch) in run else run[-1]  # an old file lacks the newest stages
+        use = recommended(arch) if recommended(arch) in run else run[-1]  # an old file may lack the stage to use
         rows[-1] += [stages.version(use), f"{cells[0]}, {cells[1]}", f"{cells[2]}, {cells[3]}"]
     machine = choice["machine_info"]
     caption = (
@@ -128,7 +129,7 @@ def main(argv: list[str]):
     if not INTERPRETED:
         raise SystemExit("counting needs the interpreter: set TRITON_INTERPRET=1")
     names = [name for name in stages.names()[1:] if not stages.is_dead_end(name)]  # v0 launches no Triton kernel
-    counts = counted(names)  # before compiling, which switches the interpreter off
+    counts = counted(names)  # count first, because compiling switches the interpreter off
     found = {"machine_info": machine.facts(), "seq_len": SEQ_LEN, "counted": counts, "compiled": compiled(names)}
     write_json(options.file, found)
 

@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
     """Run the command line; return the exit status. If a signal stops the counting, show and save the finished counts, and
     return 2."""
     terminal.prepare()
-    if not INTERPRETED:  # counting needs the interpreter: restart with it
+    if not INTERPRETED:  # counting needs the interpreter, so restart Python with it
         interpreted = os.environ | {"TRITON_INTERPRET": "1"}
         os.execve(sys.executable, [sys.executable, "-m", "common.show.counts", *argv], interpreted)
     options = parse_options(argv)
@@ -62,7 +62,8 @@ def main(argv: list[str]) -> int:
     countable = [name for name in options.stage if not reasons[name]]
     if not countable:
         raise SystemExit("there is nothing to count")
-    # Handle SIGTERM like SIGINT: a time limit sends SIGTERM, and a background job ignores SIGINT.
+    # SIGTERM, which a time limit sends, stops the run like SIGINT. Set SIGINT's handler too, because a background job ignores
+    # SIGINT without it.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     cases = [(name, workload) for workload in options.workloads for name in countable]

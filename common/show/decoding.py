@@ -26,7 +26,7 @@ def kv_gbps(record: dict) -> float:
 
 
 def _model(workload):
-    """Return batch size, heads and K/V heads, which are equal for all workloads of a table."""
+    """Return a workload's batch size and its numbers of heads and K/V heads. They are equal in all rows of a table."""
     return workload.batch, workload.heads, workload.kv_heads
 
 
@@ -82,7 +82,7 @@ def _gains(run):
 
 def _shares(run):
     """Format the rate at which each implementation reads K and V, in percent of the copy's rate. Only workloads with at least
-    `LARGE_BYTES` and at most `FEW_ROWS` count."""
+    `LARGE_BYTES` bytes of K and V, and at most `FEW_ROWS` query rows per K/V head, count."""
     large = [p for p in run.points if kv_bytes(p) >= LARGE_BYTES and p.seq_len * p.heads // p.kv_heads <= FEW_ROWS]
     rows = []
     for impl in run.names:

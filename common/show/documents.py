@@ -132,8 +132,8 @@ def _is_modelled(name: str) -> bool:
 
 
 def gains(name: str) -> tuple[list[int], dict[tuple, tuple[float | None, list[float | None]]]]:
-    """Return the predicted gain of a step, and the measured gains by sequence length. The first stage has no parent,
-    so its values are milliseconds.
+    """Return the predicted gain of a step, and the measured gains by sequence length. The first stage has no parent, so its
+    values are times in milliseconds instead of gains.
 
     Returns:
         The measured sequence lengths, and a dictionary by (pass, head dimension, mask). An entry has the prediction, and a list
@@ -227,8 +227,8 @@ def units_of_step(name: str) -> str:
 
 
 def spread_table(name: str) -> str:
-    """Format the speed of a stage's forward divided by an earlier stage's, for several standard deviations of the scores. The
-    earlier stage is the nearest ancestor that the run has."""
+    """Format the speed of a stage's forward divided by the speed of an earlier stage's forward, for several standard deviations
+    of the scores. The earlier stage is the nearest ancestor that the run measured."""
     records, machine = load_run(run_file("spread"))
     measured, before = {record["impl"] for record in records}, stages.parent(name)
     while before and before not in measured:

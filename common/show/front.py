@@ -49,8 +49,8 @@ def origins(used: list[Run]) -> str:
 
 
 def share_of_the_fastest(found: list[Run], name: str, pass_: str) -> tuple[float, Run] | None:
-    """Return a stage's speed divided by the fastest library's speed, and the newest run with the stage. Return None if there
-    is no such run or ratio.
+    """Return a stage's speed divided by the fastest library's speed, and the newest run with the stage. Return None if no run
+    has the stage, or if the run has no library's times to compare with.
 
     The ratio is the mean over the workloads. Each workload has its own fastest library.
     """
@@ -92,7 +92,7 @@ def row(found: list[Run], name: str) -> tuple[list[str], list[Run]]:
 
 
 def _short(shown: str) -> str:
-    """Shorten a Markdown table's padding: otherwise one long cell makes every row as long."""
+    """Shorten runs of spaces and dashes. Otherwise one long cell makes all rows of a Markdown table long."""
     return re.sub(" {2,}", " ", re.sub("-{4,}", "---", shown))
 
 

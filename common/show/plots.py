@@ -35,8 +35,8 @@ from common.show.results import (  # noqa: E402
 from common.show.scaling import Scaling, load_ring, ring_files  # noqa: E402
 from common.show.tables import PASS_NAMES  # noqa: E402
 
-# Libraries have dashed or dotted lines and hollow markers. No stage has their colors. Color-blind readers can tell these colors
-# apart.
+# Libraries have dashed or dotted lines and hollow markers. No stage has the libraries' colors. Color-blind readers can tell the
+# libraries' colors apart.
 PEER_STYLES = (
     {"color": "0.55", "linestyle": "--", "marker": "o"},
     {"color": "0.15", "linestyle": ":", "marker": "s"},
@@ -57,9 +57,9 @@ SAME = 1.02  # two lines overlap if they differ by less than this factor at each
 
 
 def style(name: str, names: list[str]) -> dict:
-    """Return the color, line and marker of an implementation. It looks the same in all plots with these `names`. Stages have
-    solid lines, from dark to bright. If there are more stages than markers, markers repeat: first hollow, then with dotted
-    lines."""
+    """Return the color, line and marker of an implementation. The implementation looks the same in all plots with these
+    `names`. Stages have solid lines, from dark to bright. If there are more stages than markers, markers repeat: the second
+    time hollow, later with dotted lines."""
     if not stages.position(name):
         baselines = [other for other in names if not stages.position(other)]
         return {**PEER_STYLES[baselines.index(name) % len(PEER_STYLES)], "markerfacecolor": "white"}
@@ -132,7 +132,8 @@ def _legend(figure, columns: int):
 
 
 def _selected(found, names, pass_, head_dim, causal):
-    """Return each implementation's records from its newest run. Do not divide them: their runs and GPUs may differ."""
+    """Return each implementation's records from its newest run. Do not divide one implementation's times by another's: their
+    runs and GPUs may differ."""
     wanted = pass_, head_dim, causal
     of_runs = {name: newest(found, pass_, head_dim, name) for name in names}
     return [

@@ -230,7 +230,8 @@ def speedup(records: list[dict], impl: str, over: str, pass_: str, head_dim: int
     """Return the speed of `impl` divided by the speed of `over` in one run.
 
     The result is the geometric mean over the lengths of `MEAN_OVER`, with and without a causal mask. v0 runs out of memory at
-    some lengths. So the mean includes only the workloads for which both have a time. Return None if there are none.
+    some lengths. So the mean includes only the workloads for which both `impl` and `over` have a time. Return None if there are
+    no such workloads.
     """
     return mean_ratio(*(times_of(records, name, pass_, head_dim) for name in (impl, over)))
 

@@ -54,7 +54,8 @@ class Scaling:
 
 
 def _summary(path):
-    """Format a table of a run's cases with the most GPUs. The caption has the GPUs, versions, commit and date."""
+    """Format a table of the cases that used the run's largest number of GPUs. The caption has the GPUs, versions, commit and
+    date."""
     run = load_ring(path)
     facts, found = run["machine_info"], Scaling(run)
     most = [record for record in found.records if record["ranks"] == found.ranks]

@@ -23,8 +23,7 @@ def _mask(workload):
 
 
 def remarks(records: list[dict]) -> list[str]:
-    """Return the notes below a run's tables. They have the libraries' messages on unsupported workloads, and the meaning of a
-    star."""
+    """Return the notes below a run's tables. They say why libraries do not support some workloads, and what a star means."""
     notes = [f"{spoken(record['impl'])}: {' '.join(record['note'].split())}" for record in records if record.get("note")]
     found = list(dict.fromkeys(notes))
     if any(record.get("launch_hidden") is False for record in records):
@@ -52,8 +51,8 @@ class _Run:
         return self.records.get((impl, point, sharing), {})
 
     def ratio(self, point, sharing, over):
-        """Return the stage's time divided by a peer's time, or by the stage's own time without GQA; None if a time is
-        missing."""
+        """Return the stage's time divided by the time of `over`. If `over` is the stage itself, divide by its time without GQA.
+        Return None if a time is missing."""
         theirs = self.record(self.stage, point) if over == self.stage else self.record(over, point, sharing)
         times = self.record(self.stage, point, sharing).get("ms"), theirs.get("ms")
         return times[0] / times[1] if all(times) else None

@@ -79,8 +79,8 @@ def _git_diff(old: str, new: str, file: str, exact: bool) -> str:
 
 @functools.lru_cache(128)
 def _lines(text: str) -> dict[str, list[str]]:
-    """Return a file's lines by the name of their top-level definition, which includes the comments before it. The key "" has
-    all other lines. Indentation, empty lines, NOTEs and the file's docstring are left out."""
+    """Return a file's lines by the name of the top-level definition to which they belong. The comments before a definition
+    belong to it. The key "" has all other lines. Indentation, empty lines, NOTEs and the file's docstring are left out."""
     lines = [line.strip() for line in text.splitlines()]
     owner = [""] * len(lines)
     module = ast.parse(text)
@@ -101,8 +101,8 @@ def _lines(text: str) -> dict[str, list[str]]:
 
 
 def _texts(old: str, new: str, pass_: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """Return the lines of each stage by file. A definition that moved to another file has a key of its own, so that it is
-    compared with itself."""
+    """Return the lines of each stage by file. A definition that moved to another file has its name as the key. So its lines are
+    compared with its own lines in the other stage."""
     files = stages.files(pass_, old, new)
     parts = [{file: _lines(stages.source(stage, file)) for file in files} for stage in (old, new)]
     homes = [{name: file for file in files for name in found[file] if name} for found in parts]
@@ -163,7 +163,8 @@ def speed_line(runs: list[results.Run], old: str, new: str, pass_: str) -> str:
 
 
 def _moved(label: str, bytes_at: dict[int, tuple[int, int]]) -> list[str]:
-    """Return a line that compares bytes. `bytes_at` has (before, after) by head dimension; if it is empty, return no line."""
+    """Return a line that compares bytes. `bytes_at` has the bytes (before, after) by head dimension. If it is empty, return no
+    line."""
     words = {head_dim: results.bytes_in_words(*both) for head_dim, both in bytes_at.items()}
     if set(words.values()) == {"the same bytes"}:
         words = {", ".join(f"D={head_dim}" for head_dim in words): "the same bytes"}

@@ -162,9 +162,10 @@ def speed_table(records: list[dict], machine: dict, columns: int | None = None) 
 
     Args:
         records: all records of one run: each benchmark's `extra_info`, and the "failures" of its JSON file. A record has `impl`
-            and the fields of `Workload.record`; older runs lack the last fields. A failed case also has `failure` and `note`. A
-            case on a GPU also has `flops`, `ms`, `iqr_ms`, `tflops`, `launch_hidden`, `peak_extra_mib` and `host_us`, and
-            optionally `host_iqr_us` and `in_a_row_us`. A case without a GPU has the fields of `common.measure.traffic.costs`.
+            and the fields of `Workload.record`; records of older runs lack the last of these fields. A failed case also has
+            `failure` and `note`. A case on a GPU also has `flops`, `ms`, `iqr_ms`, `tflops`, `launch_hidden`, `peak_extra_mib`
+            and `host_us`, and optionally `host_iqr_us` and `in_a_row_us`. A case without a GPU has the fields of
+            `common.measure.traffic.costs`.
         machine: the file's "machine_info": `gpu`, `torch`, `triton`, `commit`, `date`, `matmul_tflops` by dtype, and optionally
             `copy_gbps`. If `gpu` is None, the tables show counts, and times at the peak rates of `roofline`.
         columns: the maximum line length. With None, the tables show all columns, in lines of any length.

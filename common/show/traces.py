@@ -41,8 +41,8 @@ def lanes(recorded: Trace) -> list[str]:
 
 
 def has_cycles(recorded: Trace) -> bool:
-    """Return whether the model of an SM timed a launch. Then accesses in launches that it did not time, such as PyTorch's, take
-    no time."""
+    """Return whether the model of an SM timed a launch. If it timed one, accesses in launches that it did not time, such as
+    PyTorch's, take no time on the axis."""
     return any(recorded.spans.values())
 
 

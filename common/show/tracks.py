@@ -107,7 +107,8 @@ def table(key: str, start: Callable[[str], list[str]]) -> str:
 
 
 def headings(names: list[str]) -> Iterator[tuple[str | None, str]]:
-    """Yield each stage after a heading. The heading is None if no track begins with the stage."""
+    """Yield a heading and a stage, for each stage. The heading names the track that begins with the stage; None if no track
+    begins there."""
     before = None
     for name in names:
         key = stages.track(name)

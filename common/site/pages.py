@@ -48,7 +48,7 @@ def drawn(marks: list[Mark], end: float, grouped: bool) -> Markup:
 
     Args:
         end: the end of the time axis.
-        grouped: whether marks with equal words become one path. This saves space if there are thousands of marks.
+        grouped: whether marks with equal tooltips become one path. This saves space if there are thousands of marks.
     """
     paths = {}
     for place, mark in enumerate(marks):
@@ -207,7 +207,7 @@ class Site:
 
 
 def build(out: Path, names: list[str], recorded: list[str] | None = None):
-    """Write the site to a folder, with the pages of these stages.
+    """Write the site to a folder, with the pages of the stages `names`.
 
     Args:
         recorded: the stages whose pages show the accesses of their kernels. None means all stages in `names`.

@@ -13,7 +13,7 @@ from common.show.tables import PASS_NAMES
 from common.show.timelines import partition_of
 from common.show.traces import COLORS, has_cycles, lanes, moments, unit
 
-# Most scenes have one head and these sizes. UNUSUAL has the steps whose ideas need another shape.
+# Most scenes have one head and these sizes. UNUSUAL has other sizes, for the steps whose ideas need them.
 USUAL = {"seq_len": 1024, "head_dim": 64, "causal": True}
 UNUSUAL = {
     "v29_short_tiles": {"head_dim": 128},
@@ -49,7 +49,7 @@ WORDS = {  # lane -> the words of its tooltip
     "tensor cores": "matmuls", "exponentials": "exp2 of scores", "other instructions": "all other arithmetic",
     "shared memory": "loads and stores of shared memory by warps",
 }  # fmt: skip
-VISIBLE = 20000  # a timeline first shows about this many cycles, which are a few tiles
+VISIBLE = 20000  # when a page opens, a timeline shows about this many cycles, in which a few tiles are computed
 MOST_ZOOM = 24
 ORDER = "order of accesses, one after the other; width = bytes, small accesses widened"
 TIMED = "time: cycles of the timed launches in the model of an SM, one launch after the other; width = duration"
@@ -114,7 +114,7 @@ class Scene:
 
     Attributes:
         accesses: the panels with the accesses of parent and stage. v0 has one panel, because it has no parent.
-        units: the panels with the work of an SM's units. Parent or stage has no panel if it has no Gluon kernel.
+        units: the panels with the work of an SM's units. A stage without a Gluon kernel has no such panel.
     """
 
     pass_: str

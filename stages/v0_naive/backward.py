@@ -16,7 +16,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     p = torch.exp(s - lse[..., None]).to(v.dtype)
     dv = transposed_matmul_float32(p, grad_out, kv_heads)
     dp = matmul_float32(grad_out, v.mT)  # [B, H, Sq, Sk]
-    delta = (out.float() * grad_out.float()).sum(-1, keepdim=True)  # equals rowsum(P ∘ dP), but sums D columns, not Sk
+    delta = (out.float() * grad_out.float()).sum(-1, keepdim=True)  # equals rowsum(P ∘ dP), but adds up Dv numbers, not Sk
     ds = (p * (dp - delta)).to(q.dtype)
     dq = matmul_float32(ds, k) * scale
     dk = transposed_matmul_float32(ds, q, kv_heads) * scale

@@ -1,7 +1,7 @@
 """FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel, in Gluon, for Hopper.
 
-Change from v9: the kernel states all layouts, loads, barriers and waits. Beside this, one ring loads the query tiles of all
-heads that share the keys. It loads one tile of each head, then the next tile of each head. So all masked tiles come first. Keys
+Change from v9: the kernel states all layouts, loads, barriers and waits. Beside this, one ring serves all query heads that
+share the keys. It gets one query tile of each head, then the next query tile of each head. So all masked tiles come first. Keys
 that no query sees still take one masked step, so that the ring is never empty. dQ is computed in parts of 64 rows.
 """
 
@@ -209,7 +209,7 @@ def _accumulate(
 
 @gluon.jit
 def _consumer(tensors, tile, kv, ring, ds_ring, scale, CAUSAL: gl.constexpr):
-    """Compute a CTA's part of the gradients. Also load all query tiles except the first STAGES, which the kernel loads."""
+    """Compute a CTA's part of the gradients. Also load query tiles, except the first STAGES: `_backward_kernel` loads them."""
     ROWS: gl.constexpr = kv.k.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     VALUE_DIM: gl.constexpr = kv.v.shape[4]

@@ -192,7 +192,7 @@ def _accumulate(
 
 @gluon.jit
 def _consumer(tensors, tile, kv, ring, ds_ring, scale, CAUSAL: gl.constexpr):
-    """Compute a CTA's part of the gradients. Also load all query tiles except the first STAGES, which the kernel loads."""
+    """Compute a CTA's part of the gradients. Also load query tiles, except the first STAGES: `_backward_kernel` loads them."""
     ROWS: gl.constexpr = kv.k.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     VALUE_DIM: gl.constexpr = kv.v.shape[4]

@@ -136,8 +136,8 @@ def _add_dq(tensors, ds_ring, kv, row):
         k = kv.k.index(0).reshape([KEYS, HEAD_DIM]).slice(part * COLUMNS % HEAD_DIM, COLUMNS, dim=1)
         dq = warpgroup_mma(ds_t.permute([1, 0]), k, zeros, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(0, [dq])  # [64, COLUMNS]
-        # Elements are stored in the order of the registers: four of one thread, then four of the next. This has no bank
-        # conflicts.
+        # Elements are stored in the order of the registers: four of one thread, then four of the next. This order has no
+        # bank conflicts.
         dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5])
         tma.store_wait(PARTS - 1)
         ds_ring.dq.index(part).store(dq.reshape(tensors.sums.block_shape))
@@ -199,7 +199,7 @@ def _accumulate(
 
 @gluon.jit
 def _consumer(tensors, tile, kv, ring, ds_ring, scale, CAUSAL: gl.constexpr):
-    """Compute a CTA's part of the gradients. Also load all query tiles except the first STAGES, which the kernel loads."""
+    """Compute a CTA's part of the gradients. Also load query tiles, except the first STAGES: `_backward_kernel` loads them."""
     ROWS: gl.constexpr = kv.k.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     VALUE_DIM: gl.constexpr = kv.v.shape[4]

@@ -121,7 +121,7 @@ def _accumulate(
 
 @gluon.jit
 def _consumer(tensors, tile, queries, ring, problem, CAUSAL: gl.constexpr):
-    """Compute a CTA's query tile. Also load all key tiles except the first STAGES, which the kernel loads."""
+    """Compute a CTA's query tile. Also load key tiles, except the first STAGES: `_forward_kernel` loads them."""
     ROWS: gl.constexpr = queries.q.shape[3]
     BLOCK_N: gl.constexpr = ring.k.shape[3]
     HEAD_DIM: gl.constexpr = ring.k.shape[4]

@@ -148,8 +148,8 @@ def _consumer(tensors, tile, queries, ring, turns, problem, w: gl.constexpr, CAU
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
     q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
     of_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    # With Q in registers, the matmul need not read Q from shared memory for every key tile. Two consumers have enough registers
-    # for this up to D = 128, four do not.
+    # With Q in registers, the matmul need not read Q from shared memory for every key tile. Up to D = 128, two consumers have
+    # enough registers for Q. Four consumers do not.
     Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and HEAD_DIM <= 128
     start_m = tile.start_m + w * ROWS
     seen = gl.cdiv(gl.minimum(start_m + ROWS + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k, BLOCK_N)
@@ -186,7 +186,7 @@ def _forward_kernel(
     tiles_m = gl.cdiv(seq_q + diagonal % ROWS, BLOCK_M)
     ROW_BYTES: gl.constexpr = 2 * (HEAD_DIM + VALUE_DIM)  # bytes of a key's K and V
     number, batch_head = tile_and_head(tiles_m, gl.cdiv(seq_k, heads_per_kv), ROW_BYTES, CAUSAL)
-    start_m = (tiles_m - 1 - number) * BLOCK_M - diagonal % ROWS  # so that the diagonal starts at a tile's corner
+    start_m = (tiles_m - 1 - number) * BLOCK_M - diagonal % ROWS  # shifted, so that the diagonal starts at a tile's corner
     head = batch_head % heads
     keys = gl.cdiv(gl.minimum(start_m + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k, BLOCK_N)
 
@@ -206,9 +206,9 @@ def _forward_kernel(
     tile = Tile(batch_head // heads, head, head // heads_per_kv, start_m, keys)
     queries = Queries(q_s, o_s, q_full)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
-    # An SM has 65,536 registers, so the registers per thread of all warpgroups may add up to 512. The second list has the
-    # registers per thread of each role after the first role. The producer gets 24. The first role runs on the launch's own
-    # warps and gets the rest.
+    # An SM has 65,536 registers, and a warpgroup has 128 threads. So the registers per thread of all warpgroups may add up to
+    # 512. The second list has the registers per thread of each role after the first role. The producer gets 24. The first role
+    # runs on the launch's own warps and gets the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (tensors, tile, queries, ring, turns, problem, 0, CAUSAL)),

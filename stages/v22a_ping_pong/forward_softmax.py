@@ -91,7 +91,7 @@ def _accumulate(
         _hand_over(turns, w)
         if CONSUMERS == 2:
             s = warpgroup_mma_wait(1, [s])  # [rows, BLOCK_N]
-        else:  # the three other consumers' matmuls run during these exponentials, so release the buffers first
+        else:  # three other consumers give the tensor cores work meanwhile, so wait for both matmuls and free the buffers
             s, acc = warpgroup_mma_wait(0, [s, acc])
             mbarrier.arrive(ring.empty.index(slot), count=1)
         m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)

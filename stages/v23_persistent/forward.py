@@ -1,7 +1,7 @@
 """FlashAttention-3 forward (arXiv 2407.08608, Algorithm 1 and section 3.2), warp-specialized, in Gluon, for Hopper.
 
-Change from v22: one persistent CTA per SM takes tiles in fixed strides. It begins to load the next tile while the current one
-ends.
+Change from v22: one persistent CTA per SM takes tiles in fixed strides: with N CTAs, every N-th tile. It begins to load the
+next tile while the current one ends.
 Beside this, `_store_out` divides O by the row sums and finds O's head, which saves registers. Problem and Tile have their own
 file, forward_scheduler.py.
 """
@@ -151,8 +151,8 @@ def _consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.const
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
     q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
     of_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    # With Q in registers, the matmul need not read Q from shared memory for every key tile. Two consumers have enough registers
-    # for this up to D = 128, four do not.
+    # With Q in registers, the matmul need not read Q from shared memory for every key tile. Up to D = 128, two consumers have
+    # enough registers for Q. Four consumers do not.
     Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and HEAD_DIM <= 128
     # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0: a masked score, -inf, times 0 is NaN
     scale_log2 = gl.maximum(problem.scale * LOG2_E, 1e-37)
@@ -213,9 +213,9 @@ def _forward_kernel(
     problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale)
     queries = Queries(q_s, o_s, q_full, q_empty)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
-    # An SM has 65,536 registers, so the registers per thread of all warpgroups may add up to 512. The second list has the
-    # registers per thread of each role after the first role. The producer gets 24. The first role runs on the launch's own
-    # warps and gets the rest.
+    # An SM has 65,536 registers, and a warpgroup has 128 threads. So the registers per thread of all warpgroups may add up to
+    # 512. The second list has the registers per thread of each role after the first role. The producer gets 24. The first role
+    # runs on the launch's own warps and gets the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (tensors, queries, ring, problem, 0, CAUSAL)),

@@ -154,8 +154,8 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
     q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
     of_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    # With Q in registers, the matmul need not read Q from shared memory for every key tile. Two consumers have enough registers
-    # for this up to D = 128, four do not.
+    # With Q in registers, the matmul need not read Q from shared memory for every key tile. Up to D = 128, two consumers have
+    # enough registers for Q. Four consumers do not.
     Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and HEAD_DIM <= 128
     # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0: a masked score, -inf, times 0 is NaN
     scale_log2 = gl.maximum(problem.scale * LOG2_E, 1e-37)
@@ -218,9 +218,9 @@ def _forward_kernel(
     queries = Queries(q_s, o_s, q_full, q_empty)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
     next_tiles = NextTiles(tile_s, new_barriers(1, 1))  # no empty barriers: consumers read a number before they free Q
-    # An SM has 65,536 registers, so the registers per thread of all warpgroups may add up to 512. The second list has the
-    # registers per thread of each role after the first role. The producer gets 24. The first role runs on the launch's own
-    # warps and gets the rest.
+    # An SM has 65,536 registers, and a warpgroup has 128 threads. So the registers per thread of all warpgroups may add up to
+    # 512. The second list has the registers per thread of each role after the first role. The producer gets 24. The first role
+    # runs on the launch's own warps and gets the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (tensors, queries, ring, next_tiles, problem, 0, CAUSAL)),

@@ -31,8 +31,8 @@ def _polynomial_exp2(x):
     """Return 2^x without the hardware's exponential: a power of two, made from bits, times a polynomial."""
     # For x <= -127, and so for masked scores, the power of two is 0. NaN stays NaN.
     x = gl.maximum(x, -127.0, propagate_nan=tl.PropagateNan.ALL)
-    # `rounds` is so large that its last bit counts as 1. So the addition rounds x to an integer j. The last bits of the sum are
-    # j + 127. float32 stores the exponent of 2^j in this form.
+    # `rounds` is so large that the last bit of its mantissa is worth 1. So the addition rounds x to an integer j. The last bits
+    # of the sum are j + 127. float32 stores the exponent of 2^j in this form.
     rounds: gl.constexpr = 1.5 * 2**23 + 127
     rounded = gl.minimum(x, 128.0) + rounds  # 2^128 is inf
     power = (rounded.to(gl.int32, bitcast=True) << 23).to(gl.float32, bitcast=True)
@@ -120,7 +120,7 @@ def _accumulate(
         acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
         if CONSUMERS == 2:
             s = warpgroup_mma_wait(1, [s])  # [rows, BLOCK_N]
-        else:  # the three other consumers' matmuls run during these exponentials, so release the buffers first
+        else:  # three other consumers give the tensor cores work meanwhile, so wait for both matmuls and free the buffers
             s, acc = warpgroup_mma_wait(0, [s, acc])
             mbarrier.arrive(ring.empty.index(slot), count=1)
         if MODE == "again":

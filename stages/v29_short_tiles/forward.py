@@ -141,7 +141,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
 
 @gluon.jit
 def _check(acc, l, number, tensors):
-    """Flag tile `number` as failed if l or O is infinite or NaN, because P was infinite or a sum has overflowed."""
+    """Flag tile `number` as failed if l or O is infinite or NaN: then P or a sum has overflowed."""
     of_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     fails = ~(gl.abs(gl.sum(acc, 1) + gl.convert_layout(l, of_rows)) < float("inf"))
     same = gl.zeros([acc.shape[0]], gl.int32, of_rows)
@@ -181,8 +181,8 @@ def _consumer(
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
     q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
     of_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    # With Q in registers, the matmul need not read Q from shared memory for every key tile. Two consumers have enough registers
-    # for this up to D = 128, four do not.
+    # With Q in registers, the matmul need not read Q from shared memory for every key tile. Up to D = 128, two consumers have
+    # enough registers for Q. Four consumers do not.
     Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and HEAD_DIM <= 128
     # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0: a masked score, -inf, times 0 is NaN
     scale_log2 = gl.maximum(problem.scale * LOG2_E, 1e-37)
@@ -263,9 +263,9 @@ def _forward_kernel(
     queries = Queries(q_s, o_s, q_full, q_empty)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
     next_tiles = NextTiles(tile_s, new_barriers(Q_STAGES, 1))  # no empty barriers: consumers read a number before they free Q
-    # An SM has 65,536 registers, so the registers per thread of all warpgroups may add up to 512. The second list has the
-    # registers per thread of each role after the first role. The producer gets 24. The first role runs on the launch's own
-    # warps and gets the rest.
+    # An SM has 65,536 registers, and a warpgroup has 128 threads. So the registers per thread of all warpgroups may add up to
+    # 512. The second list has the registers per thread of each role after the first role. The producer gets 24. The first role
+    # runs on the launch's own warps and gets the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (tensors, queries, ring, next_tiles, problem, 0, MODE, CAUSAL)),
@@ -322,7 +322,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     shape = TILES[max(head_dim, value_dim)]
     tiles = triton.cdiv(seq_q + diagonal % 64, shape.queries) * batch * heads
     programs = min(tiles, num_sms())
-    # In this order: the counter of taken tiles, a flag that is set if any tile failed, and a flag for each tile.
+    # One tensor holds the counter of taken tiles, a flag that is set if any tile failed, and a flag for each tile.
     counter, failed = lse.new_zeros(2 + tiles, dtype=torch.int32).split([1, 1 + tiles])
     descriptors = describe_tile(q, 64), describe_tile(k, shape.keys), describe_tile(v, shape.keys), describe_tile(out, 64)
     for mode in ("guess", "again"):

@@ -92,7 +92,7 @@ def _accumulate(
         acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
         if CONSUMERS == 2:
             s = warpgroup_mma_wait(1, [s])  # [rows, BLOCK_N]
-        else:  # the three other consumers' matmuls run during these exponentials, so release the buffers first
+        else:  # three other consumers give the tensor cores work meanwhile, so wait for both matmuls and free the buffers
             s, acc = warpgroup_mma_wait(0, [s, acc])
             mbarrier.arrive(ring.empty.index(slot), count=1)
         if MODE != "guess":

@@ -30,7 +30,7 @@ TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, q_sl
 FEW_ROWS = TILES | dict.fromkeys((16, 32, 64), Shape(queries=128, keys=128, kv_slots=3, q_slots=2, maxnreg=168))
 FEW_ROWS |= {128: Shape(queries=128, keys=128, kv_slots=2, q_slots=2, maxnreg=168)}
 FEW_SQUARES = 8  # FEW_ROWS replaces tiles of 256 rows if a CTA has at most this many squares of 128 queries and 128 keys
-# If a CTA has at most this many key tiles, the extra launches take longer than a running maximum.
+# If a CTA has at most this many key tiles, a guess's extra launches take longer than a running maximum.
 SHORT = {16: 16, 32: 16, 64: 16, 128: 32, 256: 32}
 
 
@@ -47,7 +47,7 @@ class Plan(NamedTuple):
     packed: int  # number of query heads side by side in a tile
     splits: int
     tiles: int  # query tiles of all heads; each is taken once per split
-    short: bool  # true if a running maximum costs less than the extra launches
+    short: bool  # true if a running maximum costs less than a guess's extra launches
 
 
 def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, programs) -> Plan:

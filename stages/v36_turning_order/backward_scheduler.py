@@ -23,7 +23,7 @@ class Problem(NamedTuple):
     seq_q: gl.tensor
     seq_k: gl.tensor
     diagonal: gl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
-    at_once: gl.tensor  # CTAs that run at the same time
+    at_once: gl.tensor  # number of CTAs that run at the same time
     scale: gl.tensor
 
 
@@ -39,7 +39,7 @@ class Tile(NamedTuple):
     keys: gl.tensor  # number of keys from start_n to the last key
     diagonal: gl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     first: gl.tensor  # the first query tile that sees one of the keys
-    turning: gl.tensor  # query tiles before the order turns; see `_query_tile`
+    turning: gl.tensor  # number of query tiles before the order turns; see `_query_tile`
     tiles_m: gl.tensor  # number of query tiles of a head
     steps: gl.tensor  # number of query tiles from `first` on, of all query heads together
     unseen: gl.tensor  # number of steps, from the first on, whose queries see no key of the second consumer

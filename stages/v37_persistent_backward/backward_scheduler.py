@@ -24,7 +24,7 @@ class Problem(NamedTuple):
     seq_q: gl.tensor
     seq_k: gl.tensor
     diagonal: gl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
-    at_once: gl.tensor  # CTAs that run at the same time
+    at_once: gl.tensor  # number of CTAs that run at the same time
     tiles: gl.tensor  # key tiles of all heads
     scale: gl.tensor
 
@@ -41,7 +41,7 @@ class Tile(NamedTuple):
     keys: gl.tensor  # number of keys from start_n to the last key
     diagonal: gl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     first: gl.tensor  # the first query tile that sees one of the keys
-    turning: gl.tensor  # query tiles before the order turns; see `_query_tile`
+    turning: gl.tensor  # number of query tiles before the order turns; see `_query_tile`
     tiles_m: gl.tensor  # number of query tiles of a head
     steps: gl.tensor  # number of query tiles from `first` on, of all query heads together
     unseen: gl.tensor  # number of steps, from the first on, whose queries see no key of the second consumer
@@ -108,7 +108,7 @@ def _query_tile(step, tile):
 
 @gluon.jit
 def _next(next_tiles, turn, tiles, PERSISTENT: gl.constexpr):
-    """Return the number of the tile after this CTA's tile number `turn`, once the producer has taken it. If CTAs are not
+    """Return the number of the tile that this CTA takes after its tile `turn`, once the producer has taken it. If CTAs are not
     persistent, return a number past the last tile."""
     number = tiles
     if PERSISTENT:

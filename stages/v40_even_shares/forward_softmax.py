@@ -78,8 +78,8 @@ def _accumulate(
         s = _visible(s, start_n, problem.seq_k, last, PACKED, CAUSAL)
     maxima = _maxima(s)
     if MODE == "guess":
-        # The guess includes the first keys, because attention sinks are among them. Also, the upper rows see few keys of the
-        # diagonal's tile.
+        # The guess includes the first keys for two reasons: attention sinks are among them, and the upper rows see few keys of
+        # the diagonal's tile.
         of_first = gl.where(sees_first, _maxima(s_first), float("-inf"))
         maxima = gl.maximum(maxima, gl.convert_layout(of_first, maxima.type.layout))
     # m is finite, because every row sees the first key of this tile.
@@ -96,7 +96,7 @@ def _accumulate(
         acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
         if CONSUMERS == 2:
             s = warpgroup_mma_wait(1, [s])  # [rows, BLOCK_N]
-        else:  # the three other consumers' matmuls run during these exponentials, so release the buffers first
+        else:  # three other consumers give the tensor cores work meanwhile, so wait for both matmuls and free the buffers
             s, acc = warpgroup_mma_wait(0, [s, acc])
             mbarrier.arrive(ring.empty.index(slot), count=1)
         if MODE != "guess":

@@ -63,7 +63,7 @@ class Tensors(NamedTuple):
     out: tma.tensor_descriptor
     out_ptr: gl.tensor | None  # pointer to O if the first query tile starts before query 0
     lse: gl.tensor  # pointer to [B, H, Sq]
-    part: gl.tensor | None  # if keys are split, pointer to O of all splits, [splits, B, H, Sq, VALUE_DIM]; LSE has splits, too
+    part: gl.tensor | None  # if keys are split, pointer to O, [splits, B, H, Sq, VALUE_DIM]; `lse` is then [splits, B, H, Sq]
     state: gl.tensor | None  # pointer to `State`, if a launch guesses
 
 
@@ -191,7 +191,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
 
 @gluon.jit
 def _check(acc, l, number, tensors):
-    """Flag tile `number` as failed if l or O is infinite or NaN, because P was infinite or a sum has overflowed."""
+    """Flag tile `number` as failed if l or O is infinite or NaN: then P or a sum has overflowed."""
     of_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     fails = ~(gl.abs(gl.sum(acc, 1) + gl.convert_layout(l, of_rows)) < float("inf"))
     same = gl.zeros([acc.shape[0]], gl.int32, of_rows)
@@ -238,8 +238,8 @@ def _consumer(
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
     q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
     of_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    # With Q in registers, the matmul need not read Q from shared memory for every key tile. Two consumers have enough registers
-    # for this up to D = 128, four do not.
+    # With Q in registers, the matmul need not read Q from shared memory for every key tile. Up to D = 128, two consumers have
+    # enough registers for Q. Four consumers do not.
     Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and HEAD_DIM <= 128
     # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0: a masked score, -inf, times 0 is NaN
     scale_log2 = gl.maximum(problem.scale * LOG2_E, 1e-37)
@@ -332,9 +332,9 @@ def _forward_kernel(
     # No empty barriers: a consumer reads a number before it arrives at `queries.empty`, and the producer waits there before it
     # overwrites the number. The CTA's first number has a slot of its own.
     next_tiles = NextTiles(tile_s, new_barriers(Q_STAGES + 1, 1))
-    # An SM has 65,536 registers, so the registers per thread of all warpgroups may add up to 512. The second list has the
-    # registers per thread of each role after the first role. The producer gets 24. The first role runs on the launch's own
-    # warps and gets the rest.
+    # An SM has 65,536 registers, and a warpgroup has 128 threads. So the registers per thread of all warpgroups may add up to
+    # 512. The second list has the registers per thread of each role after the first role. The producer gets 24. The first role
+    # runs on the launch's own warps and gets the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (tensors, queries, ring, next_tiles, problem, 0, MODE, CAUSAL)),

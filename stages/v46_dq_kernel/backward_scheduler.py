@@ -24,7 +24,7 @@ class Problem(NamedTuple):
     seq_q: gl.tensor
     seq_k: gl.tensor
     diagonal: gl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
-    at_once: gl.tensor  # CTAs that run at the same time
+    at_once: gl.tensor  # number of CTAs that run at the same time
     tiles: gl.tensor  # key tiles of all heads
     scale: gl.tensor
 
@@ -41,7 +41,7 @@ class Tile(NamedTuple):
     keys: gl.tensor  # number of keys from start_n to the last key
     diagonal: gl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     first: gl.tensor  # the first query tile that sees one of the keys
-    turning: gl.tensor  # query tiles before the order turns; see `_query_tile`
+    turning: gl.tensor  # number of query tiles before the order turns; see `_query_tile`
     tiles_m: gl.tensor  # number of query tiles of a head
     steps: gl.tensor  # number of query tiles from `first` on, of all query heads together
     unseen: gl.tensor  # number of steps, from the first on, whose queries see no key of the second consumer
@@ -60,7 +60,7 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
     """Return the work tile whose number is `number`."""
     heads_per_kv = problem.heads_per_kv
     tiles_m = gl.cdiv(problem.seq_q, BLOCK_M)
-    BLOCK_N: gl.constexpr = ROWS if HEAD_DIM == 256 or VALUE_DIM == 256 else KEYS  # the most keys that fit into registers
+    BLOCK_N: gl.constexpr = ROWS if HEAD_DIM == 256 or VALUE_DIM == 256 else KEYS  # most keys whose dK and dV fit in registers
     ROW_BYTES: gl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # bytes of a query's Q, dQ accumulator and dO
     tile_n, batch_head = tile_and_head(
         gl.cdiv(problem.seq_k, BLOCK_N), problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=problem.tiles
@@ -68,7 +68,7 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
     start_n = tile_n * BLOCK_N
     first = 0  # the first query tile that sees one of these keys; if none does, the last tile, where all scores are masked
     # Number of query tiles, from `first` on, that need a mask. It is at least one, so that the loop over masked tiles always
-    # runs. Only this loop computes the addresses of K and V, but ptxas (CUDA 12.8) lets the next loop use them, too.
+    # runs. In the code that ptxas makes (CUDA 12.8), only this loop computes the addresses of K and V that the next loop uses.
     masked = 1
     unseen = 0  # number of query tiles, from `first` on, that see no key of the second consumer
     if CAUSAL:
@@ -111,7 +111,7 @@ def _query_tile(step, tile):
 
 @gluon.jit
 def _next(next_tiles, turn, tiles, PERSISTENT: gl.constexpr):
-    """Return the number of the tile after this CTA's tile number `turn`, once the producer has taken it. If CTAs are not
+    """Return the number of the tile that this CTA takes after its tile `turn`, once the producer has taken it. If CTAs are not
     persistent, return a number past the last tile."""
     number = tiles
     if PERSISTENT:

@@ -150,7 +150,7 @@ def _compute_dq(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
     stats_ptrs = tensors.stats + (tile.batch_head.to(gl.int64) * tiles + rows // ROWS) * (2 * ROWS) + rows % ROWS
     lse_log2 = gl.load(stats_ptrs, mask=rows < tiles * ROWS, other=float("inf"))
     delta = gl.load(stats_ptrs + ROWS, mask=rows < tiles * ROWS, other=0.0)
-    # No query sees a key past the end, so its p is 0. Otherwise p may be infinite, and infinity times 0 is NaN.
+    # A key past the end counts as masked, so that its p is 0. Otherwise p may be infinite, and infinity times 0 is NaN.
     seen_to = problem.seq_k + gl.zeros([BLOCK_M], gl.int32, of_rows)
     if CAUSAL:
         seen_to = gl.minimum(seen_to, tile.start_m + problem.diagonal + 1 + offs_m)

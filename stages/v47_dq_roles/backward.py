@@ -130,8 +130,8 @@ def _add_dq(tensors, ds_ring, slot, kv, kv_slot, row):
         dq = warpgroup_mma_wait(0, [dq])  # [64, COLUMNS]
         if part == PARTS - 1:
             mbarrier.arrive(ds_ring.empty.index(slot), count=1)
-        # Elements are stored in the order of the registers: four of one thread, then four of the next. This has no bank
-        # conflicts.
+        # Elements are stored in the order of the registers: four of one thread, then four of the next. This order has no
+        # bank conflicts.
         dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5])
         tma.store_wait(PARTS - 1)
         ds_ring.dq.index(part).store(dq.reshape(tensors.sums.block_shape))

@@ -167,7 +167,7 @@ def _query_consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
     lse_log2 = gl.load(stats_ptr + offs_m, mask=inside, other=float("inf"))
     delta = gl.load(stats_ptr + ROWS + offs_m, mask=inside, other=0.0)
     seen = tile.steps
-    # No query sees a key past the end, so its p is 0. Otherwise p may be infinite, and infinity times 0 is NaN.
+    # A key past the end counts as masked, so that its p is 0. Otherwise p may be infinite, and infinity times 0 is NaN.
     seen_to = problem.seq_k + gl.zeros([ROWS], gl.int32, of_rows)
     if CAUSAL:
         seen = gl.minimum(tile.steps, gl.cdiv(start_m + ROWS + problem.diagonal, ROWS))

@@ -34,11 +34,11 @@ FEW_SQUARES = 8  # FEW_ROWS replaces tiles of 256 rows if a CTA has at most this
 TILES_AGAIN = TILES | {128: FEW_ROWS[128]}
 FIRST_KEYS = 32  # number of first keys in a row's guess; half as many for short rows
 SHORT_ROW = 512  # rows with at most this many keys are short; for these, the extra matmul costs most
-# If a CTA has at most this many key tiles, the extra launches take longer than a running maximum.
+# If a CTA has at most this many key tiles, a guess's extra launches take longer than a running maximum.
 SHORT = {16: 16, 32: 16, 64: 16, 128: 32, 256: 32}
-# Constants of `splits_of`, fitted to times on an H200. Their unit is 1/30 ns. In this time, a CTA reads an element of K or V
-# while few other CTAs read.
-CROWDED = 0.75  # extra time if all 132 CTAs read, because memory is only fast enough for 75 CTAs
+# Constants of `splits_of`, fitted to times on an H200. `splits_of` counts time in units of 1/30 ns. In one unit, a CTA reads an
+# element of K or V, while few other CTAs read.
+CROWDED = 0.75  # reading takes this part longer if all 132 CTAs read, because memory is only fast enough for 75 CTAs
 ROWS_READ = 75  # if a tile has more rows than this, it computes for longer than it reads keys
 MERGE = 75_000  # time of the merge's launch
 
@@ -51,10 +51,10 @@ def splits_of(tiles: int, key_tiles: int, rows: int, keys: int, width: int, prog
     each. Then one more launch merges the splits. All CTAs write and read the splits' outputs in float32.
 
     Args:
-        tiles: query tiles of all heads, of `rows` rows each.
-        key_tiles: key tiles of each query tile, of `keys` keys each.
-        width: elements per key in K and V together.
-        programs: CTAs that run at the same time.
+        tiles: number of query tiles of all heads. Each has `rows` rows.
+        key_tiles: number of key tiles of each query tile. Each has `keys` keys.
+        width: number of elements of a key in K and V together.
+        programs: number of CTAs that run at the same time.
     """
 
     def cost(splits):
@@ -75,7 +75,7 @@ class Plan(NamedTuple):
     packed: int  # number of query heads side by side in a tile
     splits: int
     tiles: int  # query tiles of all heads; each is taken once per split
-    short: bool  # true if a running maximum costs less than the extra launches
+    short: bool  # true if a running maximum costs less than a guess's extra launches
 
 
 def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, programs) -> Plan:

@@ -36,7 +36,7 @@ class Problem(NamedTuple):
     seq_k: gl.tensor
     diagonal: gl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     scale: gl.tensor
-    splits: gl.tensor  # parts of the keys
+    splits: gl.tensor  # number of parts into which the keys are split
     is_split: gl.tensor | None  # None if keys are not split: then the kernel has no code for splits
 
 
@@ -111,7 +111,7 @@ def _seen(start_m, problem, BLOCK_N: gl.constexpr, PACKED: gl.constexpr, CAUSAL:
 
 @gluon.jit
 def _to_compute(start_m, tile, problem, BLOCK_N: gl.constexpr, PACKED: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr):
-    """Return how many key tiles a consumer computes, the last key that its first row, start_m, sees, and whether it is idle."""
+    """Return a consumer's number of key tiles, the last key that its first row start_m sees, and if the consumer is idle."""
     seen = _seen(start_m, problem, BLOCK_N, PACKED, CAUSAL)
     last = start_m // PACKED + problem.diagonal
     idle = False
@@ -136,7 +136,8 @@ def _add(a, b):
 
 @gluon.jit
 def _begun(tiles, state):
-    """Return a number above all tiles that the first launch started. It may be too large: this launch uses the same counter."""
+    """Return a number above the numbers of all tiles that the first launch started. It may be higher than necessary, because
+    this launch goes on with the same counter."""
     return gl.minimum(gl.num_programs(0) + gl.load(state.counter), tiles)
 
 

@@ -58,7 +58,7 @@ class PRing(NamedTuple):
     """P in shared memory: the first consumer writes it, and the second consumer reads it."""
 
     p: gl.shared_memory_descriptor  # [STAGES, ROWS, BLOCK_M]
-    full: gl.shared_memory_descriptor  # a barrier for each slot
+    full: gl.shared_memory_descriptor  # a barrier for each slot: P has been written
 
 
 @gluon.jit
@@ -205,7 +205,7 @@ def _dk_consumer(tensors, kv, ring, p_ring, problem, CAUSAL: gl.constexpr):
     dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)
     dk = warpgroup_mma_wait(0, [dk])
 
-    # TMA stores dK from K's buffer. It is free: the other consumer read K for the last time before its last P was ready.
+    # TMA stores dK from K's buffer. The other consumer no longer needs K, because its last P is ready.
     kv.k.reshape([ROWS, HEAD_DIM]).store((dk * problem.scale).to(kv.k.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(tensors.dk, [tile.batch, tile.kv_head, tile.start_n, 0], kv.k)

@@ -129,8 +129,8 @@ def _add_dq(tensors, ds_ring, slot, kv, kv_slot, row, PARTS: gl.constexpr):
         offs = gl.arange(0, 64 * COLUMNS, dq.type.layout)
         reduce_add(tensors.sums + (row.to(gl.int64) * PARTS + part) * (64 * COLUMNS) + offs, dq)
         # Arrive after each part, though dS is free only after the last part. Otherwise this part's additions and the next
-        # part's matmul need registers at the same time. There are too few, and ptxas then serializes the matmuls of the whole
-        # kernel.
+        # part's matmul need registers at the same time. There are too few for both, so ptxas serializes the matmuls of the
+        # whole kernel.
         mbarrier.arrive(ds_ring.empty.index(slot), count=1)
 
 
@@ -388,7 +388,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     columns = min(64, head_dim)  # dQ leaves a CTA in parts of 64 rows and this many columns
     tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
     tiles = triton.cdiv(seq_k, 64 if wide else 128) * batch * kv_heads
-    persistent = max(head_dim, value_dim) < 128  # at D = 128 it is slower for long masked rows
+    persistent = max(head_dim, value_dim) < 128  # at D = 128, persistent CTAs are slower for long masked rows
     programs = min(tiles, num_sms()) if persistent else tiles
     counter = lse.new_empty(1, dtype=torch.int32) if persistent else None  # tiles taken so far, except each CTA's first
     stats = lse.new_empty(tiles_m * 2, block_m)

@@ -1,7 +1,7 @@
 """FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1) with a loop that the compiler warp-specializes.
 
-All other changes are the compiler's conditions: one loop, descriptors made in the kernel, four warps, and a second variable for
-the tile's start.
+All other changes meet the compiler's conditions: one loop, descriptors made in the kernel, four warps, and a second variable
+for the tile's start.
 """
 
 import contextvars
@@ -79,7 +79,7 @@ def _forward_kernel(
     v_ptr = head_ptr(v_ptr, strides.v, batch, kv_head)
     v_desc = tl.make_tensor_descriptor(v_ptr, [seq_k, VALUE_DIM], [strides.v.row, 1], [BLOCK_N, VALUE_DIM])
     # For the second group of warps the compiler adds 64 to the variable where the tile starts. If that variable were start_m,
-    # offs_m would be shifted twice. The compiler does not know that `zero` is 0, so first_m is another variable for it.
+    # offs_m would be shifted twice. The compiler does not know that `zero` is 0, so it treats first_m as another variable.
     first_m = start_m + zero
     q = q_desc.load([first_m, 0])  # [BLOCK_M, HEAD_DIM], stays on the chip
 

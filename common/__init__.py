@@ -1,6 +1,6 @@
 """The stages share the code in this package.
 
-A part of this list imports only from the parts after it: site, show, measure, the stages, ring, kernels, operator, runtime,
+Each entry of this list imports only from later entries: site, show, measure, the stages, ring, kernels, operator, runtime,
 interpreter.
 """
 

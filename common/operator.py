@@ -14,9 +14,9 @@ from common.runtime import DEVICE
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIMS = (16, 32, 64, 128, 256)
 SMALLEST_SCALE, LARGEST_SCALE = 1e-30, 1e6  # limits of a scale's absolute value, unless the scale is 0
-BOTTOM_RIGHT = "bottom-right"  # the only text that `causal` may be, instead of a bool
+BOTTOM_RIGHT = "bottom-right"  # `causal` is a bool or this text
 NAMESPACE = "kernel_evolution"  # the namespace of the stages' PyTorch operators
-_libraries: dict[str, torch.library.Library] = {}  # PyTorch keeps an operator while this dict keeps its library
+_libraries: dict[str, torch.library.Library] = {}  # PyTorch removes an operator when its library is freed
 
 
 class Unavailable(RuntimeError):
@@ -150,8 +150,8 @@ def contiguous_rows(tensor: Tensor) -> Tensor:
 def empty_rows(tensor: Tensor, columns: int | None = None) -> Tensor:
     """Return `torch.empty_like(tensor)`, but with contiguous rows.
 
-    If `tensor` is expanded, `empty_like` may make the expanded dimension the innermost. Then its rows have gaps, and this
-    function returns a contiguous tensor instead.
+    If `tensor` is expanded, `empty_like` may make the expanded dimension the innermost. Then the elements of a row do not lie
+    next to each other. So this function returns a contiguous tensor instead.
 
     Args:
         columns: the size of the last dimension. None means the tensor's own size.
@@ -174,8 +174,8 @@ def plainly(function: Callable, first: Tensor, *tensors: Tensor, **options):
 def _unwatched(*tensors: Tensor) -> bool:
     """Return whether a call needs only ordinary autograd from PyTorch.
 
-    No compiler, tracer, transform, mode or profiler may be active. Every tensor must be a plain tensor or a Parameter. It must
-    belong to no transform and must not be lazily negated.
+    No compiler, tracer, transform, mode or profiler may be active. Every tensor must be a plain tensor or a Parameter. No
+    tensor may belong to a transform or have PyTorch's negative bit.
     """
     return not (
         torch.compiler.is_compiling()
@@ -263,8 +263,8 @@ def _register(name: str, function: Callable, fake: Callable, gradients: Callable
 
     Args:
         function: a function with type annotations that returns new tensors.
-        fake: a function with the arguments of `function`. It returns tensors like the results of `function`, but with any
-            values.
+        fake: a function with the arguments of `function`. It returns tensors with the shapes, strides and dtypes of the results
+            of `function`. Their values do not matter.
         gradients, setup_context: the two functions that `torch.library.register_autograd` would take.
     """
     if name in _libraries:
@@ -366,10 +366,10 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
             v: [B, Hkv, Sk, Dv], with the dtype and device of q. Dv is one of the sizes that D may have.
             causal: a bool or "bottom-right". True hides key j from query i if j > i. The mask is aligned top left, as in
                 PyTorch's SDPA with `is_causal`. "bottom-right" hides key j if j > i + Sk - Sq, like PyTorch's
-                `causal_lower_right`. So the last query sees all keys, and a single query too.
-            scale: the factor of the scores. None means 1 / sqrt(D). Any other scale is 0 or has an absolute value from 1e-30
-                to 1e6. Scaled scores are float32. If scores exceed 1e7, their rounding error can reach 1. If scores exceed 5e8,
-                the result may be NaN.
+                `causal_lower_right`. So the last query sees all keys, and so does a single query.
+            scale: the factor of the scores. None means 1 / sqrt(D). Any other scale must be 0 or have an absolute value from
+                1e-30 to 1e6. Scaled scores are float32. If scores exceed 1e7, their rounding error can reach 1. If scores
+                exceed 5e8, the result may be NaN.
             return_lse: whether to return the log-sum-exp of the scaled scores too. The log-sum-exp is differentiable, but its
                 gradient costs one more forward and backward.
 

@@ -1,8 +1,9 @@
 """Run ring attention with any stage, over a sequence that GPUs share (Liu et al. 2023, arXiv 2310.01889).
 
 Each rank (process) keeps its queries, and blocks of K and V travel around the ring of ranks. A stage's forward returns out and
-LSE for a block of keys. Each rank merges these outputs by their LSEs. In the backward, a stage gets the LSE of all keys. So
-it computes a block's part of the true gradients. The derivation and the traffic are in docs/several-gpus.md.
+LSE for a block of keys. Each rank merges these outputs by their LSEs. In the backward, a stage gets a block of keys, but the
+LSE of all keys. So its probabilities are those of the whole softmax, and it computes the block's part of the gradients. The
+derivation and the traffic are in docs/several-gpus.md.
 
 `torch.distributed` sends the blocks. NCCL sends between GPUs on a stream of its own, and gloo sends between CPU processes. All
 ranks must call the functions of this module in the same order.
@@ -67,10 +68,10 @@ def shard(tensor: Tensor, dim: int, group: dist.ProcessGroup | None = None) -> T
     all ranks have equal work in each step of the ring. Llama 3's context parallelism (arXiv 2407.21783) also uses zigzag order.
 
     Shard the tokens and everything else that depends on positions: position_ids, masks and labels. Shift the labels before
-    sharding. The function is differentiable and sends nothing.
+    sharding, because the next token may be on another rank. The function is differentiable and sends nothing.
 
     Args:
-        tensor: a tensor of any dtype, with the whole sequence along `dim`. Each rank passes equal values.
+        tensor: a tensor of any dtype, with the whole sequence along `dim`. All ranks pass equal values.
         dim: the dimension of the sequence; 2 for [B, H, S, D].
         group: the group of ranks. None means all processes.
 
@@ -143,8 +144,8 @@ class Ring:
 
         A rank holds at most two blocks besides its own. While the caller uses a block, the next block is on its way. NCCL sends
         the block with a kernel, which needs SMs. A stage's persistent kernel would free no SM until it ends. So the caller must
-        first launch a short kernel, and NCCL's kernel starts meanwhile. For the first block, this function launches a pause
-        instead.
+        launch a short kernel before the stage's kernel. While the short kernel runs, NCCL's kernel starts. For the first block,
+        this function itself launches the short kernel, which only pauses.
         """
         held, buffers = (k, v), []
         for step in range(self.size - 1):
@@ -168,7 +169,7 @@ class Ring:
         The keys of a block are a front chunk and a back chunk, like the queries. If the keys are from an earlier rank, all
         queries see the front chunk and no query sees the back chunk. If the keys are from a later rank, only the back queries
         see them, and they see both chunks. In both cases half of the scores are visible, and the stage needs no mask. In the
-        rank's own block, the mask leaves half of the scores.
+        rank's own block, the stage needs the mask, which also leaves about half of the scores visible.
         """
         every = slice(None)
         if not causal or step == 0:
@@ -187,8 +188,8 @@ def _float32(tensor: Tensor) -> Tensor:
 class _Merged:
     """The merged out and lse of a rank's queries.
 
-    At first they are the results of the rank's own block. Between two merges, a row of out is float32. The row's last merge
-    writes it in the dtype of q.
+    At first they are the results of the rank's own block. Between two merges, a row of out is float32. Its last merge writes
+    the row in the dtype of q.
     """
 
     def __init__(self, ring: Ring, causal: bool, out: Tensor, lse: Tensor):
@@ -233,7 +234,7 @@ def _forward(q, k, v, *, stage, ring: Ring, causal: bool, scale: float) -> tuple
 def _sum(one: Tensor, other: Tensor, at_end: bool = False) -> Tensor:
     """Return the float32 sum of two tensors.
 
-    One tensor may have fewer rows. They are added to the first rows of the other tensor, or to its last rows if `at_end`.
+    One tensor may have fewer rows. Its rows are added to the first rows of the longer tensor, or to the last rows if `at_end`.
     """
     whole, part = (one, other) if one.shape[2] >= other.shape[2] else (other, one)
     into = _float32(whole)
@@ -281,8 +282,9 @@ def first_heads(kv_heads: int, itemsize: int, ranks: int) -> int:
     """Return how many K/V heads of a rank's own block the backward computes first. It computes the other heads last.
 
     K and V travel while the rank computes the first heads. The gradients of the last step travel while it computes the last
-    heads. So the two numbers of heads are in proportion to the bytes that travel meanwhile. An element of K and V has
-    `itemsize` bytes. An element of a gradient has `itemsize` bytes with two ranks, and 4 bytes with more ranks.
+    heads. So the function divides the heads in proportion to the bytes that travel in these two periods. An element of K and V
+    has `itemsize` bytes. With two ranks, an element of a gradient has `itemsize` bytes too. With more ranks it has 4 bytes,
+    because the gradients are float32 sums.
     """
     last = itemsize if ranks == 2 else 4
     return max(1, min(round(kv_heads * itemsize / (itemsize + last)), kv_heads - 1))
@@ -348,7 +350,7 @@ class _RingAttention(torch.autograd.Function):
         q, out, k, v = contiguous_rows(q), contiguous_rows(out), k.contiguous(), v.contiguous()  # hooks may change strides
         ring = ctx.options["ring"]
         of_out, of_lse = grad_out is not None, grad_lse is not None
-        if ctx.return_lse and ring.size > 1:  # if any rank needs a pass, all ranks must join
+        if ctx.return_lse and ring.size > 1:  # if one rank needs a gradient's transfers, all ranks must take part
             every = _gathered([of_out, of_lse], ring.group, q.device)
             of_out, of_lse = (any(column) for column in zip(*every, strict=True))
         if of_out:
@@ -395,8 +397,8 @@ def ring_attention(stage, q, k, v, *, group=None, causal=False, scale=None, retu
         k: [B, Hkv, S / n, D]. Without a mask, k and v may have another length than q.
         v: [B, Hkv, S / n, Dv].
         group: the group of ranks. None means all processes. With only NCCL, every call waits for the GPU. With gloo too, as
-            after `init_process_group("cpu:gloo,cuda:nccl")`, no call waits for it.
-        causal: a bool. True hides key j from query i if j > i. Both are positions in the whole sequence.
+            after `init_process_group("cpu:gloo,cuda:nccl")`, no call waits for the GPU.
+        causal: a bool. True hides key j from query i if j > i. i and j are positions in the whole sequence.
         scale: the factor of the scores. None means 1 / sqrt(D).
         return_lse: whether to return the log-sum-exp too. It is differentiable, but its gradient costs one more forward and
             backward.
@@ -405,10 +407,10 @@ def ring_attention(stage, q, k, v, *, group=None, causal=False, scale=None, retu
         out [B, H, S / n, Dv] of this rank's queries, with the dtype of q; or (out, lse). lse is [B, H, S / n] in float32.
 
     Raises:
-        TypeError: an argument of this rank is wrong, as in the stage's `attention`.
-        ValueError: an argument of this rank is wrong, or S / n is odd with a mask. All ranks raise ValueError if their shapes,
-            dtypes, options, stages or required gradients differ. If one rank has an error, the other ranks raise ValueError
-            too. The message lists what each rank has. All checks come before K and V are sent.
+        TypeError: an argument of this rank has the wrong type or dtype.
+        ValueError: a shape, a device or another value of this rank is wrong, or S / n is odd with a mask. All ranks raise
+            ValueError if their shapes, dtypes, options, stages or required gradients differ. If one rank has an error, the
+            other ranks raise ValueError too. The message lists what each rank has. All checks come before K and V are sent.
         RuntimeError: PyTorch raises this error if a rank has ended or does not arrive within the group's timeout.
     """
     ring = Ring(group)

@@ -64,7 +64,7 @@ def _properties() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Device:
-    """A device, as stages see it. The defaults describe the interpreter."""
+    """The properties of a device that stages use. The defaults describe the interpreter."""
 
     architecture: int | None = None
     shared_memory: float = math.inf

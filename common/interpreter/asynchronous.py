@@ -117,7 +117,7 @@ class Store:
         now().switch()
 
     def take_place(self):
-        """Write the part of the tile that lies inside the tensor, or add this part."""
+        """Write the part of the tile that lies inside the tensor, or add this part to the tensor."""
         part, of_tile = self._descriptor.clipped(self._coord)
         tile = self.buffer.view.reshape(self._descriptor.block_shape)[of_tile]
         nbytes = part.numel() * part.itemsize

@@ -214,7 +214,7 @@ def _store(pointer, stored, mask=None):
 
 
 def _add_up(pointer, added, mask=None):
-    """Add to global memory, and return the number of added bytes."""
+    """Add numbers to numbers in global memory, and return how many bytes the added numbers have."""
     offsets, counts = pointer.at(mask)
     added = torch.as_tensor(operand(added)).to(pointer.elements.dtype).expand(offsets.shape)
     pointer.elements.index_put_((offsets[counts],), added[counts], accumulate=True)

@@ -141,7 +141,7 @@ def check_overflow_cheaply():
     """Raise an error if an addition, subtraction or multiplication of integers overflows.
 
     The check covers all integers of fewer than 64 bits. Triton's own check repeats each operation in int64, which takes a third
-    of a kernel's time. It then skips its assertion.
+    of a kernel's time. Then it skips its assertion, unless Triton's debug option is on.
     """
     of_numbers = {"add": numpy.add, "sub": numpy.subtract, "mul": numpy.multiply}
 

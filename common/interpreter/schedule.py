@@ -42,7 +42,7 @@ def next_seed() -> int:
 
 
 def _kernel_frames(frame):
-    """From a stack frame outwards, yield the frames that belong to a kernel's functions."""
+    """Yield the frames that belong to a kernel's functions, from the stack frame `frame` outwards."""
     while frame:
         if MARK in frame.f_globals:
             yield frame
@@ -91,7 +91,7 @@ class Program:
         self._events = itertools.count()
 
     def event(self) -> int:
-        """Return a new event: a number with a single bit, which `Partition.known` can contain."""
+        """Return a new event: a number with one bit set. `Partition.known` has this bit if the partition knows the event."""
         return 1 << next(self._events)
 
     def name_of(self, thing) -> str | None:
@@ -244,7 +244,7 @@ class Schedule:
         return wrapped
 
     def _end(self, partition):
-        """Fail if a partition leaves stores or matmuls unfinished, or a program leaves barriers waiting for bytes."""
+        """Fail if a partition leaves stores or matmuls unfinished, or if a program leaves barriers waiting for bytes."""
         if partition.stores:
             store = partition.stores[0]
             self.fail(f"{partition.name} ends before {store.buffer} has been read, with no store_wait after {store.where}")

@@ -22,7 +22,7 @@ from .values import Register, in_torch, in_triton
 
 
 class _Part(NamedTuple):
-    """Which elements of a memory a view covers."""
+    """The elements of a `Memory` that a view covers."""
 
     offset: int
     shape: tuple[int, ...]
@@ -96,7 +96,7 @@ class Memory:
         program.memories.append(self)
 
     def use(self, buffer: "Buffer", who: str, *, writes: bool, asynchronous: bool) -> int:
-        """Begin a use and return its event. Fail if it conflicts with an earlier use that may not be over yet."""
+        """Begin a use and return its event. Fail if it conflicts with an earlier use that is perhaps not over yet."""
         schedule, part = now(), _Part.of(buffer.view)
         known = schedule.running.known
         does = "writes" if writes else "reads"
@@ -113,8 +113,8 @@ class Memory:
             self._flags(buffer.view).fill_(True)
         else:
             self._check_filled(buffer, who)
-            # Forget earlier reads of these elements that the running partition knows to be over. A partition that knows of the
-            # new read also knows of these earlier reads.
+            # Forget earlier reads of these elements that the running partition knows to be over. A partition that knows the new
+            # read to be over also knows these earlier reads to be over.
             self.uses = [u for u in self.uses if u.writes or not u.event & known or not _inside(u.part, part)]
         use = _Use(part, who, schedule.here(), writes, self.program.event())
         if writes and not asynchronous:
@@ -133,7 +133,7 @@ class Memory:
 
 
 def fence():
-    """Make the stores that the running partition knows of visible to TMA and matmuls, as `fence_async_shared` does."""
+    """Let TMA and matmuls see the stores that the running partition knows to be over, as `fence_async_shared` does."""
     partition = now().running
     event = partition.program.event()
     for use in itertools.chain.from_iterable(memory.uses for memory in partition.program.memories):
@@ -236,8 +236,8 @@ class Barrier:
         self._announced = 0  # number of announced bytes for which no copy was issued yet
         self._where = None  # where a partition last announced bytes
         self._phases = 0  # number of completed phases
-        self._gathered = 0  # what the partitions that arrived in this phase know to be over
-        self._passed_on = 0  # what the partitions that arrived in completed phases knew to be over
+        self._gathered = 0  # events that partitions knew to be over when they arrived in this phase
+        self._passed_on = 0  # events that were gathered in completed phases
         self._cycle = self._over_at = 0.0  # in a timed launch: cycles of the last arrival, and of the last phase's end
 
     def __str__(self):

@@ -240,7 +240,7 @@ class Pointer:
     """An address, or a tensor of addresses, in the memory of a tensor that the kernel got as an argument."""
 
     def __init__(self, elements: torch.Tensor, offset=0, name: str = ""):
-        self.elements, self.offset, self.name = elements, offset, name  # flat memory, offset in elements, name
+        self.elements, self.offset, self.name = elements, offset, name  # the flat memory, offsets in it, the tensor's name
 
     dtype = property(lambda self: tl.pointer_type(in_triton(self.elements.dtype)))
 

@@ -97,7 +97,8 @@ def add(whole: Tensor, part: Tensor, first: int, into: Tensor):
 
     Args:
         whole: [B, H, S, D]. Any dtype; any strides with contiguous rows.
-        part: [B, H, Sp, D], added to the rows [first, first + Sp) of `whole`. Its dtype and strides may differ.
+        part: [B, H, Sp, D], added to the rows [first, first + Sp) of `whole`. Its dtype and strides may differ from those of
+            `whole`.
         first: the first row of `whole` that gets an addend.
         into: [B, H, S, D], where the function writes the result. `into` may be `whole`.
     """

@@ -47,7 +47,7 @@ _thread = _Thread()
 
 
 class _Place(NamedTuple):
-    """Where a tensor starts: `offset` bytes after the start of tensor `number`.
+    """Where a tensor starts: `offset` bytes after the start of tensor `number` (see `_Recording` for the numbers).
 
     `is_view` says that the tensor differs from tensor `number` in its start, shape or strides.
     """
@@ -69,7 +69,8 @@ class _Recording(TorchDispatchMode):
     def __init__(self, tensors):
         super().__init__()
         self.steps, self.conditions, self.repeatable = [], [], True
-        self._places, self._tensors, self._numbers = {}, [], 0  # id -> place; `_tensors` keeps ids unique
+        # `_places` is a dict: a tensor's id -> its place. `_tensors` keeps the tensors alive, so that ids stay unique.
+        self._places, self._tensors, self._numbers = {}, [], 0
         for tensor in tensors:
             self._number(tensor)
 
@@ -94,7 +95,7 @@ class _Recording(TorchDispatchMode):
         self._numbers += 1
 
     def _place(self, tensor) -> _Place:
-        self.repeatable &= id(tensor) in self._places  # a replay knows only arguments and results of steps
+        self.repeatable &= id(tensor) in self._places  # a replay has only the call's arguments and the results of steps
         return self._places.get(id(tensor), _Place(0))
 
     def number_of(self, tensor) -> int:
@@ -135,7 +136,7 @@ class _Recording(TorchDispatchMode):
         """Launch a compiled kernel and record the launch. Triton calls this method in place of the kernel's `run`."""
         with _disable_current_modes():  # the launch's own allocations are not recorded
             run(x, y, z, stream, function, metadata, launch_metadata, enter_hook, exit_hook, *args)
-        if kernel.metadata.global_scratch_size:  # the stage has set the scratch memory's allocator as a context variable
+        if kernel.metadata.global_scratch_size:  # replays need the stage's context variable with the allocator
             run = functools.partial(_in_context, contextvars.copy_context(), run)
         pointers, descriptors, others = [], [], list(args)
         for at, arg in enumerate(args):
@@ -213,7 +214,7 @@ def _described(kind, fields, tensor):
 
 
 def _encoders(run):
-    """Return a launcher of the kernel that takes encoded descriptors, and a function for each descriptor that encodes it.
+    """Return a launcher that takes encoded descriptors, and for each of the kernel's descriptors a function that encodes it.
 
     Return Triton's launcher and no encoders in three cases: the kernel has no descriptors, the GPU has no TMA, or the launcher
     differs from the launcher of Triton 3.6 and 3.7.
@@ -247,7 +248,7 @@ def _launch(run, grid, binary, pointers, descriptors, others):
                 args[at : at + 1] = describe(tensor)
                 continue
             address = tensor.data_ptr()
-            places = encoded.get(address)  # PyTorch's allocator often gives an address again
+            places = encoded.get(address)  # PyTorch's allocator often gives a later call the same address
             if places is None:
                 if len(encoded) >= MOST_ADDRESSES:
                     encoded.clear()
@@ -282,7 +283,7 @@ def depends_on(condition: Callable[[], bool]):
 
 
 def is_watched() -> bool:
-    """Return whether each launch must go through Triton, because a profiler has hooks or a debugging mode is on."""
+    """Return whether a profiler has set hooks or a debugging mode is on. Then each launch must go through Triton."""
     runtime = triton.knobs.runtime
     for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
         if getattr(hook, "calls", hook):  # a chain of hooks has a list `calls`, which may be empty
@@ -303,7 +304,7 @@ class _Replayed:
         self.replays = {}
 
     def __call__(self, *tensors, causal, scale, diagonal=0):
-        if _thread.recording or is_watched():  # on while another stage's call, which calls this one, is recorded
+        if _thread.recording or is_watched():  # a recording is on here if a recorded function calls this one
             return self.__wrapped__(*tensors, causal=causal, scale=scale, diagonal=diagonal)
         driver = triton.runtime.driver.active
         device = driver.get_current_device()

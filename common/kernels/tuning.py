@@ -1,7 +1,7 @@
 """Tune kernels like `triton.autotune`, but in less time.
 
 The tuner drops configurations that do not suit the device, compiles the others in parallel, and times them. It prints a line to
-stderr for each tuning. Similar sequence lengths share a choice.
+stderr for each tuning. Similar sequence lengths use the same configuration.
 """
 
 import collections
@@ -22,7 +22,7 @@ from common.kernels.replay import depends_on
 from common.runtime import INTERPRETED, architecture, current_device, shared_memory_limit
 
 WITH_TMA = range(90, 1000)  # compute capabilities of GPUs with TMA (Hopper and newer), times 10
-KEY = ("bucket", "HEAD_DIM", "VALUE_DIM", "CAUSAL", "PRECISION")  # kernel arguments; new values of them are tuned anew
+KEY = ("bucket", "HEAD_DIM", "VALUE_DIM", "CAUSAL", "PRECISION")  # kernel arguments; new values cause a new tuning
 FINALISTS = 3  # this many of the fastest configurations are timed again
 FINAL_ROUNDS = 4  # each finalist is timed again this many times
 REST_S = 0.06  # seconds of rest before the finalists are timed, so that earlier work does not change the clock

@@ -39,7 +39,8 @@ from common.show.tracks import stages_of
 
 SAVED = Path(".benchmarks")  # pytest-benchmark saves runs here
 
-SHORT_S = 1e-3  # a call that takes less GPU time is also timed back to back, because its launch may take longer
+# A call with less GPU time than this is also timed back to back, because its launch may take longer than its kernels.
+SHORT_S = 1e-3
 
 # Approximate seconds of a case on an H200, without tuning and compilation: the time of the reference run, divided by its number
 # of cases.
@@ -103,9 +104,9 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         choices=GRIDS,
         help="measure one part of results/. forward-, backward-: all stages in float16. newest-, bfloat16-: the last stage of "
         "the main ladder and the newest stage, at more lengths. short-rows: backwards of short sequences. decode-: few queries "
-        "and many keys. sinks: attention sinks and wide score distributions. wide: head dimension 256. short: calls that take "
-        "mostly CPU time. passes-as-one: forward and backward together, for a smaller model. shared: GQA, and head dimensions "
-        "that differ between K and V",
+        "and many keys. sinks: attention sinks. wide-scores: wide score distributions. wide: head dimension 256. short: calls "
+        "that take mostly CPU time. passes-as-one: forward and backward together, for a smaller model. shared: GQA, and head "
+        "dimensions that differ between K and V",
     )
 
     options = parser.parse_args(argv)
@@ -183,7 +184,7 @@ def _decoding(head_dim: int) -> list[list[str]]:
         key = 2 * 2 * batch * kv_heads * head_dim  # bytes of one key's K and V in all heads and batch elements
         kv_lens = [kv_len for kv_len in DECODING_KV_LENS if key * kv_len <= MOST_KV_BYTES]
         found.append([
-            "--pass=fwd", "--causal=no", "--dtype=bfloat16", f"--head-dim={head_dim}", "--seq-len=1,16,512",
+            "--pass=fwd", "--causal=no", "--dtype=bfloat16", f"--head-dim={head_dim}", "--seq-len=1,16",
             f"--kv-len={','.join(map(str, kv_lens))}", f"--batch={batch}", f"--heads={heads}", f"--kv-heads={kv_heads}",
         ])  # fmt: skip
     return found
@@ -199,10 +200,10 @@ GRIDS = {  # value of --reference -> the command lines of its run, each with the
     "short-rows": [(["--pass=bwd", "--head-dim=64", "--seq-len=512,1024"], [*FAST_LIBRARIES, *_of_track("short-rows")])],
     "wide": [(["--head-dim=256", "--seq-len=1024,4096,16384"], WIDE)],
     "short": [(["--batch=1", "--heads=2", "--seq-len=128,512", "--head-dim=64", "--causal=no"], EVERYTHING)],
-    "sinks": [
-        (["--pass=fwd", "--seq-len=4096", "--dtype=float16,bfloat16", *argv], SINKS)
-        for argv in (["--score-std=1,2,3,4,6,8"], ["--sink=8,12,16,24"])
-    ],
+    **{
+        name: [(["--pass=fwd", "--seq-len=4096", "--dtype=float16,bfloat16", values], SINKS)]
+        for name, values in (("sinks", "--sink=8,16,24"), ("wide-scores", "--score-std=1,2,4,8"))
+    },
     "passes-as-one": [(["--pass=fwd+bwd", "--head-dim=64", "--causal=yes", "--batch=4", "--heads=8"], EVERYTHING)],
     "shared": [
         (

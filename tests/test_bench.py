@@ -225,7 +225,7 @@ def test_reference_run_of_decoding_has_few_queries_and_as_many_keys_as_fit(head_
     }
     assert {(w.heads, w.kv_heads) for w in mine} == {(16, 16), (32, 8)}
     assert sorted((w.batch, w.kv_heads, w.kv_len, w.seq_len) for w in mine) == sorted(
-        (*point, seq_len) for point in points for seq_len in (1, 16, 512)
+        (*point, seq_len) for point in points for seq_len in (1, 16)
     )
     assert max(4 * w.batch * w.kv_heads * w.kv_len * head_dim for w in mine) <= 40e9
 

@@ -62,9 +62,9 @@ def sent_bytes(workload: Workload, ranks: int, rank: int = 0) -> int:
     """Return the bytes that a rank sends in a pass.
 
     With n ranks, a rank sends n - 1 blocks of K and V. A block has B · Hkv · S / n · (D + Dv) elements of e bytes. A backward
-    also sends the gradients of these blocks. An element of a gradient has e bytes when it is first sent, and 4 bytes later.
-    With a causal mask, ranks send only the gradients of half a block's keys, until the block comes to rank 0. Rank 0 and later
-    ranks send the gradients of all its keys. So rank 0 sends the most.
+    also sends the gradients of these blocks. In the first transfer, an element of a gradient has e bytes. In later transfers it
+    has 4 bytes. With a causal mask, ranks send only the gradients of half a block's keys, until the block comes to rank 0. Rank
+    0 and later ranks send the gradients of all its keys. So rank 0 sends the most.
     """
     w, size = workload, DTYPES[workload.dtype].itemsize
     numbers = w.batch * w.kv_heads * (w.kv_len // ranks) * (w.head_dim + w.value_dim)

@@ -191,9 +191,9 @@ def gain_table(name: str) -> str:
     of_track = key and gain(key, name, parent)
     old, new = spoken(parent), spoken(name)
     of = "[model](../../docs/measuring.md#the-model-of-an-sm)" if _is_modelled(name) else "roofline"
-    measured = f", then measured ({where})" if where else ""
+    measured = f", then measurements ({where})" if where else ""
     caption = [
-        f"The table divides {new}'s speed by {old}'s: predicted by the {of}{measured}.",
+        f"The table divides {new}'s speed by {old}'s speed. It shows the {of}'s prediction{measured}.",
         f"Not measured against {old} yet: {'; '.join(missing)}." if missing else "",
         f"On the track's workload ({TRACKS[key].at}), {new} is {of_track:.2f} times as fast as {old}." if of_track else "",
     ]
@@ -265,8 +265,10 @@ def wide_table(name: str) -> str:
     rows = []
     for pass_, causal, seq_len in itertools.product(("fwd", "bwd"), (False, True), lengths):
         ours, old, *theirs = (rates.get((impl, pass_, causal, seq_len)) for impl in (name, stages.parent(name), *peers))
-        cells = [f"{ours:.0f}", f"×{ours / old:.2f}" if old else "-"] if ours else ["-", "-"]
-        cells += [f"{100 * ours / rate:.0f} %" if ours and rate else "-" for rate in theirs]
+        if not ours:  # the run skips a pass with the same code as the parent's
+            continue
+        cells = [f"{ours:.0f}", f"×{ours / old:.2f}" if old else "-"]
+        cells += [f"{100 * ours / rate:.0f} %" if rate else "-" for rate in theirs]
         rows.append([PASS_NAMES[pass_], "causal" if causal else "full", seq_len, *cells])
     headers = ["pass", "mask", "S", "TFLOP/s", f"over {spoken(stages.parent(name))}", *(f"of {spoken(peer)}" for peer in peers)]
     align = ["left", "left"] + ["right"] * (len(headers) - 2)
@@ -338,11 +340,12 @@ RUNS = {  # name of a run -> its heading, and the function that formats its reco
     "pinned": ("With the pinned Triton", speed_table),
     "spread": ("Scores of other standard deviations", speed_table),
     "sinks": ("Attention sinks and wide score distributions", speed_table),
+    "wide-scores": ("Wide score distributions", speed_table),
 }
 
 
 KEPT = (  # the files of results/ whose tables are committed; `make table` prints the tables of any file
-    "wide-h200", "energy-d64-h200", "energy-d128-h200", "ring-h200-x2", "ring-million-h200-x2", "timeline"
+    "wide-h100", "energy-d64-h200", "energy-d128-h200", "ring-h200-x2", "ring-million-h200-x2", "timeline"
 )  # fmt: skip
 
 

@@ -295,7 +295,7 @@ def draw_decoding(records: list[dict], machine: dict, directory: Path):
     """
     figure = _decoding(records, machine["copy_gbps"])
     figure.suptitle(f"{origin(machine)}; bfloat16, no mask", fontsize=8, color="0.4")
-    figure.savefig(directory / "decoding.png", dpi=120)
+    figure.savefig(directory / "decoding.png", dpi=110)
     plt.close(figure)
 
 
@@ -328,7 +328,7 @@ def draw_scaling(name: str, run: dict, directory: Path):
     model = f"H={first['heads']}, D={first['head_dim']}, {'causal' if first['causal'] else 'full'}, {first['dtype']}"
     note = f"{facts['gpus']}; {origin(facts)}; {model}; solid: the same tokens a GPU, dotted: the same sequence"
     figure.suptitle(note, fontsize=8, color="0.4")
-    figure.savefig(directory / f"{name}.png", dpi=120)
+    figure.savefig(directory / f"{name}.png", dpi=110)
     plt.close(figure)
 
 
@@ -353,7 +353,7 @@ def draw(found: list[Run], directory: Path):
     for name, figure in figures.items():
         note = f"{sources(found, found)}\nfloat16, 16k tokens, hidden size 2048; the newest run has {last[0]} to {last[-1]}"
         figure.suptitle(note.replace("; [", "\n["), fontsize=8, color="0.4")
-        figure.savefig(directory / f"{name}.png", dpi=120)
+        figure.savefig(directory / f"{name}.png", dpi=110)
         plt.close(figure)
 
 

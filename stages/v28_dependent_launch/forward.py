@@ -99,7 +99,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
     """Run on one warp: keep the buffers of Q, K and V full, also for the next tile while the current tile ends.
 
     A CTA's first tile has the CTA's own number. The CTA takes its other tiles from a counter that all CTAs share. If MODE is
-    "again", the CTA takes failed tiles, in fixed strides.
+    "again", the CTA looks at tiles in fixed strides, and takes those that failed.
     """
     Q_STAGES: gl.constexpr = next_tiles.number.shape[0]
     CONSUMERS: gl.constexpr = queries.q.shape[0] // Q_STAGES

@@ -82,7 +82,8 @@ assert {index for index, _ in launched} == {0, 1}
 
 
 def test_threads_do_not_mix_their_launches():
-    """Threads share an autotuner for different problems. Each launch has the block shapes of its own kernel."""
+    """Threads share an autotuner for different problems. Each launch gets descriptors with the block shapes for which its
+    kernel was compiled."""
     run("""
 problems = [(32, torch.float16), (64, torch.bfloat16), (128, torch.float16), (64, torch.float32)]
 for problem in problems:  # tuned and compiled

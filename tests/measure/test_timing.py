@@ -197,7 +197,8 @@ def test_calls_in_a_row_take_the_longer_of_cpu_and_gpu_time(gpu, host_s, gpu_s, 
 
 
 def test_replay_gives_pytest_benchmark_the_times_that_were_measured():
-    """pytest-benchmark subtracts two readings for each round. Each round's first reading is 0: large readings lose digits."""
+    """pytest-benchmark subtracts two readings for each round. Each round's first reading is 0, because the difference
+    of two large readings would lose digits."""
     replay = timing.Replay()
     replay.load([0.25, 1e-6])
     assert [-replay() + replay() for _ in range(2)] == [0.25, 1e-6]

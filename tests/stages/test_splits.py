@@ -34,8 +34,8 @@ def available(name):
 
 
 def set_splits(monkeypatch, name, number):
-    """Set a stage's number of splits."""
-    set_names(monkeypatch, name, splits_of=lambda *_: number, FEW_SQUARES=0)  # work with more than 128 rows takes v29's tile
+    """Set a stage's number of splits. With FEW_SQUARES = 0, more than 128 query rows use v29's tile sizes."""
+    set_names(monkeypatch, name, splits_of=lambda *_: number, FEW_SQUARES=0)
 
 
 @pytest.fixture(params=SPLITTING)

@@ -238,6 +238,13 @@ def _gain(found, names):
     return figure
 
 
+def _runs_of_bars(found, names):
+    """Return the runs from which `_evolution` takes the bars."""
+    of_stages = itertools.product(filter(stages.position, names), ("fwd", "bwd"))
+    rates = (rate(found, name, pass_, max(HEAD_DIMS)) for name, pass_ in of_stages)
+    return [measured[1] for measured in rates if measured]
+
+
 def _evolution(found, names):
     """Plot the mean TFLOP/s for the largest head dimension: bars for the stages, lines for the libraries.
 
@@ -342,8 +349,9 @@ def draw(found: list[Run], directory: Path):
     names = implementations([record for run in reversed(found) for record in run.records])
     names = [name for name in names if not stages.is_dead_end(name)]
     directory.mkdir(exist_ok=True)
+    of_bars = [run for run in found if any(run is each for each in _runs_of_bars(found, names))]
     figures = {
-        "evolution": _evolution(found, names),
+        "evolution": _evolution(of_bars, names),
         "speed-forward": _speed(found, names, "fwd"),
         "speed-backward": _speed(found, names, "bwd"),
         "gain": _gain(found, names),
@@ -351,7 +359,8 @@ def draw(found: list[Run], directory: Path):
     }
     last = [spoken(name) for name in names if name in implementations(found[0].records) and stages.position(name)]
     for name, figure in figures.items():
-        note = f"{sources(found, found)}\nfloat16, 16k tokens, hidden size 2048; the newest run has {last[0]} to {last[-1]}"
+        shown = of_bars if name == "evolution" else found
+        note = f"{sources(shown, shown)}\nfloat16, 16k tokens, hidden size 2048; the newest run has {last[0]} to {last[-1]}"
         figure.suptitle(note.replace("; [", "\n["), fontsize=8, color="0.4")
         figure.savefig(directory / f"{name}.png", dpi=110)
         plt.close(figure)

@@ -42,8 +42,7 @@ SAVED = Path(".benchmarks")  # pytest-benchmark saves runs here
 # A call with less GPU time than this is also timed back to back, because its launch may take longer than its kernels.
 SHORT_S = 1e-3
 
-# Approximate seconds of a case on an H200, without tuning and compilation: the time of the reference run, divided by its number
-# of cases.
+# Approximate seconds of a case on an H200, without tuning and compilation. A run of `--reference` took this time per case.
 GPU_CASE_S = 0.75
 # Approximate seconds of a case on the interpreter: a constant, and a time for each query-key pair. Both are means over all
 # stages at S = 512 and 1024. A backward takes 2.5 times as long for each pair.

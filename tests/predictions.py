@@ -63,7 +63,7 @@ class Problem:
         """V, and dV: [B, Hkv, Sk, Dv]."""
         return self.kv_heads * self.seq_k * self.row_of_o
 
-    # The next properties are the bytes of tensors without a head dimension.
+    # The next properties are the bytes of tensors without the dimension D or Dv.
 
     @property
     def row(self):

@@ -50,7 +50,7 @@ def describe_tile(tensor: Tensor, *rows: int) -> TensorDescriptor:
     The descriptor also has the tile's layout in shared memory.
 
     Args:
-        tensor: [B, H, S, D], or [B, H, S, N, D], where N rows have the same position in the sequence.
+        tensor: [B, H, S, D]; or [B, H / N, S, N, D], where N heads are interleaved, so that N rows have the same position.
         rows: the tile's size in each dimension between H and D.
     """
     block = (1, 1, *rows, tensor.shape[-1])

@@ -120,10 +120,10 @@ def ladder(found: list[Run]) -> str:
     meanings = [
         ["lines changed", "lines that the stage adds to its parent's code, plus lines that it removes"],
         ["× parent", "how many times as fast the stage is as its parent; below ×1.00 it is slower"],
-        ["% of fastest", "100 %: as fast as the fastest library, chosen for each workload; above 100 % the stage is faster"],
-        ["both ratios", "geometric means over the table's workloads"],
+        ["% of fastest", "100 %: as fast as each workload's fastest library; above 100 % the stage is faster"],
+        ["× parent, % of fastest", "geometric means over the table's workloads"],
         ["same code", "the stage does not change this pass, so its time is the parent's"],
-        ["`-`", "not measured; or v0, which has no parent"],
+        ["`-`", "not measured, or no parent (v0)"],
         ["commit", "the version of this repository that was measured"],
         ["measured on", "the GPU of the table; compare numbers within one table only, because the GPUs differ"],
     ]

@@ -195,7 +195,15 @@ def _mark_tracks(axes, names):
     places = [place for place, name in enumerate(names) if stages.track(name)]
     if places and places[0]:
         axes.vlines(places[0] - 0.5, 0, 1, "0.5", (0, (4, 3)), transform=axes.get_xaxis_transform(), linewidth=0.8)
-        axes.text(places[0] - 0.4, 0.99, "tracks", transform=axes.get_xaxis_transform(), va="top", fontsize=8, color="0.4")
+        axes.text(
+            places[0] - 0.4,
+            0.99,
+            "tracks: other workloads",
+            transform=axes.get_xaxis_transform(),
+            va="top",
+            fontsize=8,
+            color="0.4",
+        )
 
 
 def _gain(found, names):
@@ -258,7 +266,11 @@ def _evolution(found, names):
         line = [name for name in rates if stages.position(name)]
         of_bars = [number(found, rates[name][1]) for name in line]
         colors = [RUN_COLORS[key % len(RUN_COLORS)] for key in of_bars]
-        labels = [f"stages, run [{key}]" if key not in of_bars[:place] else "_" for place, key in enumerate(of_bars)]
+        several = len(set(of_bars)) > 1
+        labels = [
+            "_" if key in of_bars[:place] else f"stages, run [{key}]" if several else "stages"
+            for place, key in enumerate(of_bars)
+        ]
         _mark_tracks(axes, line)
         bars = axes.bar([spoken(name) for name in line], [rates[name][0] for name in line], color=colors, label=labels)
         axes.margins(x=0.01, y=0.12)
@@ -266,7 +278,8 @@ def _evolution(found, names):
         for name, (mean, run) in rates.items():
             if not stages.position(name) and number(found, run) in of_bars:
                 peer = {"color": style(name, names)["color"], "linestyle": style(name, names)["linestyle"]}
-                axes.axhline(mean, linewidth=1.4, label=f"{spoken(name)}, run [{number(found, run)}]", zorder=0, **peer)
+                label = f"{spoken(name)}, run [{number(found, run)}]" if several else spoken(name)
+                axes.axhline(mean, linewidth=1.4, label=label, zorder=0, **peer)
         axes.tick_params(axis="x", labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_ylabel("TFLOP/s")
@@ -359,8 +372,10 @@ def draw(found: list[Run], directory: Path):
     }
     last = [spoken(name) for name in names if name in implementations(found[0].records) and stages.position(name)]
     for name, figure in figures.items():
-        shown = of_bars if name == "evolution" else found
-        note = f"{sources(shown, shown)}\nfloat16, 16k tokens, hidden size 2048; the newest run has {last[0]} to {last[-1]}"
+        if name == "evolution":
+            note = f"{sources(of_bars, of_bars).removeprefix('[1] ')}\nfloat16, means over the ladder's workloads"
+        else:
+            note = f"{sources(found, found)}\nfloat16, 16k tokens, hidden size 2048; the newest run has {last[0]} to {last[-1]}"
         figure.suptitle(note.replace("; [", "\n["), fontsize=8, color="0.4")
         figure.savefig(directory / f"{name}.png", dpi=110)
         plt.close(figure)

@@ -319,7 +319,7 @@ def speed_in_words(ratio: float) -> str:
 
 
 def same_tiles(*cases: dict) -> bool:
-    """Return whether the kernels that two cases have in common ran with the same tiles; False if there are none."""
+    """Return whether two cases used the same tiles in each kernel that both ran. Return False if they share no kernel."""
     before, after = ({launch["name"]: launch["tile"] for launch in case["counted"] if "tile" in launch} for case in cases)
     common = before.keys() & after.keys()
     return bool(common) and all(before[name] == after[name] for name in common)

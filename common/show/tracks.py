@@ -35,7 +35,7 @@ TRACKS = {
     ),
     "sinks": Track(
         "Attention sinks and wide scores", "fwd", ("wide-scores",),
-        "scores with a standard deviation of at least 4, D = 64", "wide scores, D = 64",
+        "scores with a standard deviation of at least 4, 4096 tokens, D = 64", "wide scores, D = 64",
         lambda work: work.score_std >= 4 and work.head_dim == 64,
     ),
     "wide": Track("D = 256", "bwd", ("wide",), "1024 to 16384 tokens, float16", "D = 256", lambda work: True),
@@ -95,7 +95,9 @@ def table(key: str, start: Callable[[str], list[str]]) -> str:
             *start(name), f"×{gained:.2f}" if gained else "-", f"{100 * share:.0f} %" if share else "-",
         ])  # fmt: skip
     headers = [track.title, "idea", "lines changed", "× parent", "% of fastest"]
-    align = ["left", "left", "right", "right", "right"]
+    if all(row[-1] == "-" for row in rows):  # the track's runs have no library
+        headers, rows = headers[:-1], [row[:-1] for row in rows]
+    align = ["left", "left", *["right"] * (len(headers) - 2)]
     shown = tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=align)
     times, machines = _times(track)
     libraries = [results.spoken(impl) for impl in times if not stages.position(impl)]

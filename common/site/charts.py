@@ -79,7 +79,7 @@ def speed_spec(rows: list[dict]) -> dict:
     return {
         "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
         "description": "bars with the TFLOP/s of every stage and library",
-        "data": {"values": rows},
+        "data": {"values": [{field: value for field, value in row.items() if field != "impl"} for row in rows]},
         "params": [{"name": "pass", "value": "fwd"}, {"name": "d", "value": max(HEAD_DIMS)}, {"name": "causal", "value": True},
                    {"name": "s", "value": MEAN}],
         "transform": [{"filter": shown}],

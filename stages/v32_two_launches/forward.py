@@ -114,7 +114,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
 
     A CTA's first tile has the CTA's own number. The CTA takes its other tiles from a counter that all CTAs share. If keys are
     split, or MODE is "running", the CTA takes tiles in fixed strides. If MODE is "again", it takes
-    those of these tiles that failed.
+    only the failed tiles among them.
     """
     if problem.is_split is not None:
         gdc_launch_dependents()  # all CTAs of this launch are running, so CTAs of the next launch may start

@@ -34,7 +34,7 @@ def _merge_kernel(
         inside = (first + offs_s < splits)[None, :] & (row < rows)[:, None]
         lse = gl.load(part_lse_ptr + part, mask=inside, other=float("-inf"))
         o = gl.load(part_ptr + (part * VALUE_DIM)[:, :, None] + offs_d[None, None, :], mask=inside[:, :, None], other=0.0)
-        m_new = gl.maximum(gl.maximum(m, gl.max(lse, 1)), -1e38)  # -1e38: finite even if no split so far has a key for this row
+        m_new = gl.maximum(gl.maximum(m, gl.max(lse, 1)), -1e38)  # keeps m_new finite if the row has seen no key so far
         rescale = gl.exp2((m - m_new) * LOG2_E)
         weight = gl.exp2((lse - m_new[:, None]) * LOG2_E)
         l = l * rescale + gl.sum(weight, 1)

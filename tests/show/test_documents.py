@@ -276,4 +276,4 @@ def test_wide_heads_are_next_to_the_stage_before_and_the_libraries(monkeypatch, 
     monkeypatch.setattr(documents, "load_run", lambda path: (records, machine))
     table = documents.wide_table("v48_wide_overlap")
     assert cells(table, "backward", "causal", "4096") == ["500", "×5.00", "125 %"]
-    assert cells(table, "forward", "full", "4096") == ["-", "-", "-"]
+    assert "forward" not in table.split("\n\n")[1]  # it was not measured

@@ -29,7 +29,8 @@ THREADS, ROUNDS = (8, 100) if on_gpu else (4, 1)
 
 
 def test_threads_do_not_disturb_each_other(monkeypatch):
-    """Several threads run all stages, each on its own stream, with empty tuner caches. One thread alone gives equal bits."""
+    """Several threads run all stages, each on its own stream, with empty tuner caches. Each thread gets the same bits as
+    a run in one thread."""
     inputs = make_inputs(40, 70, 16, batch=1, heads=1)
     options = {"causal": True, "scale": 0.25}
     names = AVAILABLE if on_gpu else AVAILABLE[1:6]

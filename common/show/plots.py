@@ -194,16 +194,9 @@ def _mark_tracks(axes, names):
     """Draw a line where the main ladder ends and the tracks begin, if `names` has both."""
     places = [place for place, name in enumerate(names) if stages.track(name)]
     if places and places[0]:
-        axes.vlines(places[0] - 0.5, 0, 1, "0.5", (0, (4, 3)), transform=axes.get_xaxis_transform(), linewidth=0.8)
-        axes.text(
-            places[0] - 0.4,
-            0.99,
-            "tracks: other workloads",
-            transform=axes.get_xaxis_transform(),
-            va="top",
-            fontsize=8,
-            color="0.4",
-        )
+        top = axes.get_xaxis_transform()  # y runs from 0 to 1
+        axes.vlines(places[0] - 0.5, 0, 1, "0.5", (0, (4, 3)), transform=top, linewidth=0.8)
+        axes.text(places[0] - 0.4, 0.99, "tracks: other workloads", transform=top, va="top", fontsize=8, color="0.4")
 
 
 def _gain(found, names):
@@ -247,10 +240,10 @@ def _gain(found, names):
 
 
 def _runs_of_bars(found, names):
-    """Return the runs from which `_evolution` takes the bars."""
+    """Return the runs from which `_evolution` takes the bars, newest first."""
     of_stages = itertools.product(filter(stages.position, names), ("fwd", "bwd"))
-    rates = (rate(found, name, pass_, max(HEAD_DIMS)) for name, pass_ in of_stages)
-    return [measured[1] for measured in rates if measured]
+    rates = [rate(found, name, pass_, max(HEAD_DIMS)) for name, pass_ in of_stages]
+    return [run for run in found if any(measured and measured[1] is run for measured in rates)]
 
 
 def _evolution(found, names):
@@ -267,10 +260,8 @@ def _evolution(found, names):
         of_bars = [number(found, rates[name][1]) for name in line]
         colors = [RUN_COLORS[key % len(RUN_COLORS)] for key in of_bars]
         several = len(set(of_bars)) > 1
-        labels = [
-            "_" if key in of_bars[:place] else f"stages, run [{key}]" if several else "stages"
-            for place, key in enumerate(of_bars)
-        ]
+        said = {key: f", run [{key}]" if several else "" for key in of_bars}
+        labels = ["_" if key in of_bars[:place] else f"stages{said[key]}" for place, key in enumerate(of_bars)]
         _mark_tracks(axes, line)
         bars = axes.bar([spoken(name) for name in line], [rates[name][0] for name in line], color=colors, label=labels)
         axes.margins(x=0.01, y=0.12)
@@ -278,8 +269,7 @@ def _evolution(found, names):
         for name, (mean, run) in rates.items():
             if not stages.position(name) and number(found, run) in of_bars:
                 peer = {"color": style(name, names)["color"], "linestyle": style(name, names)["linestyle"]}
-                label = f"{spoken(name)}, run [{number(found, run)}]" if several else spoken(name)
-                axes.axhline(mean, linewidth=1.4, label=label, zorder=0, **peer)
+                axes.axhline(mean, linewidth=1.4, label=f"{spoken(name)}{said[number(found, run)]}", zorder=0, **peer)
         axes.tick_params(axis="x", labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_ylabel("TFLOP/s")
@@ -362,7 +352,7 @@ def draw(found: list[Run], directory: Path):
     names = implementations([record for run in reversed(found) for record in run.records])
     names = [name for name in names if not stages.is_dead_end(name)]
     directory.mkdir(exist_ok=True)
-    of_bars = [run for run in found if any(run is each for each in _runs_of_bars(found, names))]
+    of_bars = _runs_of_bars(found, names)
     figures = {
         "evolution": _evolution(of_bars, names),
         "speed-forward": _speed(found, names, "fwd"),
@@ -373,7 +363,9 @@ def draw(found: list[Run], directory: Path):
     last = [spoken(name) for name in names if name in implementations(found[0].records) and stages.position(name)]
     for name, figure in figures.items():
         if name == "evolution":
-            note = f"{sources(of_bars, of_bars).removeprefix('[1] ')}\nfloat16, means over the ladder's workloads"
+            measured = sources(of_bars, of_bars)
+            measured = measured if "; [" in measured else measured.removeprefix("[1] ")
+            note = f"{measured}\nfloat16, means over the ladder's workloads"
         else:
             note = f"{sources(found, found)}\nfloat16, 16k tokens, hidden size 2048; the newest run has {last[0]} to {last[-1]}"
         figure.suptitle(note.replace("; [", "\n["), fontsize=8, color="0.4")

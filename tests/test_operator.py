@@ -113,7 +113,8 @@ def test_repeated_calls_of_one_kind_are_right(stage, run):
 
 
 def test_a_profiler_sees_the_operators(stage, unordered):
-    """Calls without compiler, profiler or transform bypass PyTorch's dispatcher. Both ways give equal results."""
+    """With a profiler, a call goes through PyTorch's dispatcher. Without profiler, compiler and transform, it bypasses the
+    dispatcher. The results are equal."""
     inputs = make_inputs(*TILED, **FEW_SHARED)
     alone = by_operator(stage, *inputs, causal=True, scale=SCALE)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

@@ -1,4 +1,4 @@
-"""Merge attention over two sets of keys. Outputs are weighted by their log-sum-exps, and gradients are added."""
+"""Merge attention over two sets of keys. An output's weight is exp(its LSE - the LSE of both sets). Gradients are added."""
 
 import triton
 import triton.language as tl

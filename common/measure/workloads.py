@@ -8,8 +8,8 @@ from torch import Tensor
 from common.runtime import DEVICE
 
 # pass -> (number of matmuls with the head dimension of q and k, number of matmuls with the head dimension of v). The first
-# number counts the matmuls that compute S in a forward; S again, dQ and dK in a backward. The second number counts those that
-# compute O in a forward; dP and dV in a backward.
+# number counts S in a forward, and S, dQ and dK in a backward. The second number counts O in a forward, and dP and dV in a
+# backward.
 PASSES = {"fwd": (1, 1), "bwd": (3, 2), "fwd+bwd": (4, 3)}
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 

@@ -273,7 +273,7 @@ def wide_table(name: str) -> str:
     headers = ["pass", "mask", "S", "TFLOP/s", f"over {spoken(stages.parent(name))}", *(f"of {spoken(peer)}" for peer in peers)]
     align = ["left", "left"] + ["right"] * (len(headers) - 2)
     caption = (
-        f"The table shows D = 256 with 16k tokens, measured on an {machine['gpu']} (commit {machine['commit'][:12]}). The last "
+        f"The table shows D = 256, measured on an {machine['gpu']} (commit {machine['commit'][:12]}). The last "
         f"columns show {spoken(name)}'s speed in percent of each library's speed."
     )
     return f"{caption}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True, colalign=align)}"

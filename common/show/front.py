@@ -92,7 +92,8 @@ def row(found: list[Run], name: str) -> tuple[list[str], list[Run]]:
 
 
 def _short(shown: str) -> str:
-    """Shorten runs of spaces and dashes. Otherwise one long cell makes all rows of a Markdown table long."""
+    """Replace several spaces by one, and four or more dashes by three. Otherwise one long cell makes all rows of a Markdown
+    table long."""
     return re.sub(" {2,}", " ", re.sub("-{4,}", "---", shown))
 
 
@@ -134,8 +135,8 @@ def ladder(found: list[Run]) -> str:
     )
     tracks = "Each of the four tracks speeds up a different kind of workload."
     dead_ends = (
-        "A dead end is an idea that looked good and made attention slower. Its parent has the same number: v4a starts from v4, "
-        "and v5 starts from v4, too. The workloads are those of the ladder."
+        "A dead end is an idea that looked good and made attention slower. Its parent has the same number: v4a starts from v4. "
+        "No later stage starts from v4a. The workloads are those of the ladder."
     )
     each = [_short(table(key, start)) for key in TRACKS]
     measured = f"{over} {origins(used)}."

@@ -171,8 +171,8 @@ def _next_again(failed, others, begun, state):
 
 @gluon.jit
 def _in_vain(number, state):
-    """Return whether more than a quarter of LATELY earlier tiles failed. The last LATELY tiles up to this one do not count,
-    because they may still run."""
+    """Return whether more than a quarter of LATELY earlier tiles failed. They end LATELY tiles before this one, because later
+    tiles may still run."""
     before = number + 1 - 2 * LATELY + gl.arange(0, LATELY, gl.BlockedLayout([LATELY // 32], [32], [1], [0]))
     failed = gl.load(state.tile_failed + before, mask=before >= 0, other=0, volatile=True)
     return gl.sum(failed, 0) * 4 > LATELY

@@ -349,7 +349,7 @@ def _backward_kernel(
     PARTS: gl.constexpr = BLOCK_M * HEAD_DIM // (sums_desc.block_shape[0] * sums_desc.block_shape[1])
     dq_s = gl.allocate_shared_memory(gl.float32, [PARTS] + sums_desc.block_shape, sums_desc.layout)
     tile_s = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    kv_full = new_barriers(KV_STAGES, 1)  # no empty barriers: the producer itself stores dK and dV from these buffers
+    kv_full = new_barriers(KV_STAGES, 1)  # no empty barriers: the producer itself stores dK and dV from K's and V's buffers
     dk_full = new_barriers(KV_STAGES * CONSUMERS, 1)
     dv_full = new_barriers(KV_STAGES * CONSUMERS, 1)
     q_full, q_do_empty = new_ring(STAGES, 1, CONSUMERS)
@@ -379,8 +379,8 @@ def _backward_kernel(
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
-    This falls back to v7 for float32. Up to D = 128 it also falls back under `torch.use_deterministic_algorithms`, because CTAs
-    then add to dQ in any order.
+    This falls back to v7 for float32. Up to D = 128, CTAs add to dQ in any order, so it also falls back
+    under `torch.use_deterministic_algorithms`.
     """
     require_hopper(__package__)
     batch, heads, seq_q, head_dim = q.shape

@@ -214,8 +214,8 @@ def _autograd_kernel(name: str, operator: Callable, gradients: Callable, setup_c
     class Differentiable(torch.autograd.function._SingleLevelFunction):
         @staticmethod
         def forward(ctx, keys, *inputs):
-            # PyTorch switches reverse-mode and forward-mode gradients off around a forward. Outer transforms need both, so
-            # switch them on again.
+            # PyTorch switches reverse-mode and forward-mode gradients off around a forward. Outer transforms need both kinds of
+            # gradients, so switch them on again.
             with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
                 output = below(keys, *inputs)
             setup_context(ctx, inputs, output)

@@ -2,8 +2,8 @@
 
 Each rank (process) keeps its queries, and blocks of K and V travel around the ring of ranks. A stage's forward returns out and
 LSE for a block of keys. Each rank merges these outputs by their LSEs. In the backward, a stage gets a block of keys, but the
-LSE of all keys. So its probabilities are those of the whole softmax, and it computes the block's part of the gradients. The
-derivation and the traffic are in docs/several-gpus.md.
+LSE of all keys. So the stage computes the probabilities of the whole softmax, and the block's part of the gradients.
+docs/several-gpus.md has the derivation and the traffic.
 
 `torch.distributed` sends the blocks. NCCL sends between GPUs on a stream of its own, and gloo sends between CPU processes. All
 ranks must call the functions of this module in the same order.
@@ -63,9 +63,10 @@ def _place(group) -> tuple[int, int]:
 def shard(tensor: Tensor, dim: int, group: dist.ProcessGroup | None = None) -> Tensor:
     """Return this rank's part of a sequence: one chunk from the front, and the mirrored chunk from the back.
 
-    With n ranks, the sequence has 2 n equal chunks. Rank r gets chunks r and 2 n - 1 - r, which is called zigzag order. With a
-    causal mask, the first queries see few keys and the last queries see many. In zigzag order each rank has some of both. So
-    all ranks have equal work in each step of the ring. Llama 3's context parallelism (arXiv 2407.21783) also uses zigzag order.
+    With n ranks, the sequence has 2 n equal chunks. Rank r gets chunks r and 2 n - 1 - r. This order is called zigzag. With a
+    causal mask, the first queries see few keys and the last queries see many. In zigzag order, each rank has some of the first
+    queries and some of the last queries. So all ranks have equal work in each step of the ring. Llama 3's context parallelism
+    (arXiv 2407.21783) also uses zigzag order.
 
     Shard the tokens and everything else that depends on positions: position_ids, masks and labels. Shift the labels before
     sharding, because the next token may be on another rank. The function is differentiable and sends nothing.
@@ -121,7 +122,7 @@ def unshard(tensor: Tensor, dim: int, group: dist.ProcessGroup | None = None) ->
 
 
 def _wait(works: list[dist.Work]):
-    """Wait for transfers; on a GPU, only the current stream waits. Empty the list, because it keeps the sent tensors alive."""
+    """Wait for transfers; on a GPU, only the current stream waits. Empty `works`, because it keeps the sent tensors alive."""
     while works:
         works.pop().wait()
 
@@ -168,8 +169,8 @@ class Ring:
 
         The keys of a block are a front chunk and a back chunk, like the queries. If the keys are from an earlier rank, all
         queries see the front chunk and no query sees the back chunk. If the keys are from a later rank, only the back queries
-        see them, and they see both chunks. In both cases half of the scores are visible, and the stage needs no mask. In the
-        rank's own block, the stage needs the mask, which also leaves about half of the scores visible.
+        see keys, and these queries see both chunks. In both cases, half of the scores are visible, and the stage needs no mask.
+        In the rank's own block, the stage needs the mask, which also leaves about half of the scores visible.
         """
         every = slice(None)
         if not causal or step == 0:
@@ -188,15 +189,15 @@ def _float32(tensor: Tensor) -> Tensor:
 class _Merged:
     """The merged out and lse of a rank's queries.
 
-    At first they are the results of the rank's own block. Between two merges, a row of out is float32. Its last merge writes
-    the row in the dtype of q.
+    At first, out and lse are the results of the rank's own block. Between two merges, a row of out is float32. The row's last
+    merge writes the row in the dtype of q.
     """
 
     def __init__(self, ring: Ring, causal: bool, out: Tensor, lse: Tensor):
         self.out, self.lse = out, lse
         half = out.shape[2] // 2
         # A chunk is [rows, last step in which these rows see any keys, their out so far]. The slice of the back chunk counts
-        # from the end. So it selects the back rows of a tensor with all rows, and all rows of one with the back rows alone.
+        # from the end. So it selects the back rows of a tensor with all rows, and all rows of a tensor with only the back rows.
         chunks = (slice(half), ring.rank), (slice(-half, None), ring.size - 1)
         if not causal or ring.rank == ring.size - 1:
             chunks = ((slice(None), ring.size - 1),)
@@ -350,7 +351,7 @@ class _RingAttention(torch.autograd.Function):
         q, out, k, v = contiguous_rows(q), contiguous_rows(out), k.contiguous(), v.contiguous()  # hooks may change strides
         ring = ctx.options["ring"]
         of_out, of_lse = grad_out is not None, grad_lse is not None
-        if ctx.return_lse and ring.size > 1:  # if one rank needs a gradient's transfers, all ranks must take part
+        if ctx.return_lse and ring.size > 1:  # if one rank has a gradient, all ranks must take part in its transfers
             every = _gathered([of_out, of_lse], ring.group, q.device)
             of_out, of_lse = (any(column) for column in zip(*every, strict=True))
         if of_out:

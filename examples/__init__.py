@@ -1,1 +1,1 @@
-"""Programs that use stages; requirements.txt has their additional packages."""
+"""These programs use stages. They need additional packages, which requirements.txt in this directory lists."""

@@ -92,8 +92,8 @@ def build(attn_implementation, dtype=torch.bfloat16, **size):
 
 
 def draw(steps, batch, seq_len):
-    """Yield the batches of a run, each [batch, seq_len]. A row begins at a random place in the text. After the last
-    byte, the text begins again."""
+    """Yield the batches of a run, each [batch, seq_len]. A row begins at a random place in the text. After the text's last
+    byte, the row goes on with the first byte."""
     text = torch.tensor(list(TEXT.read_bytes()), device=DEVICE)
     generator = torch.Generator().manual_seed(0)
     for _ in range(steps):

@@ -101,8 +101,8 @@ means(reduce_add)(add_in_memory)
 def widened(p):
     """Convert p to float32 with few registers.
 
-    Two bfloat16 elements share a register, and the assembly unpacks both. With Gluon's own conversion, the compiler keeps each
-    element in a float32 register too, and v10's backward spills.
+    Two bfloat16 elements share a register, and the inline assembly unpacks both elements. With Gluon's own conversion, the
+    compiler also keeps each element as float32 in a register, so v10's backward spills.
     """
     if p.dtype == gl.bfloat16:
         halves: gl.constexpr = (
@@ -117,8 +117,8 @@ def widened(p):
 def store_rows(ptr, desc, batch, head, start, tile):
     """Store those rows of a tile that lie inside the tensor. Use pointers instead of TMA.
 
-    A stage needs this function for a tile that begins before the tensor's first row. TMA can load this tile, but a TMA store at
-    a negative coordinate stops the program.
+    A stage needs this function for a tile that begins before the tensor's first row. TMA can load such a tile, but a TMA store
+    at a negative coordinate fails.
 
     Args:
         ptr, desc: the tensor, [B, H, S, D] or [B, H, S, N, D], and its descriptor.

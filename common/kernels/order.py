@@ -10,8 +10,8 @@ def tile_and_head(
 ):  # fmt: skip
     """Return this program's (tile, head).
 
-    `tile` is the number of a tile in its head, from 0 to `tiles` - 1. `head` is the number of this head among the heads of all
-    batch elements.
+    `tile` is the number of a tile in its head, from 0 to `tiles` - 1. `head` is the number of the tile's head among the heads
+    of all batch elements.
 
     Programs start in the order of their numbers. Without a causal mask, they take all tiles of one head, then all tiles of the
     next head. So programs that run at the same time share a head's rows in the L2 cache: `seq` rows of ROW_BYTES bytes.

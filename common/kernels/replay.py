@@ -1,8 +1,9 @@
 """Record the allocations and launches of a stage's host function, and replay them with less work for the CPU.
 
-The CPU often takes longer to prepare a launch than the GPU takes to run it. The CPU checks the arguments, makes descriptors,
-and asks the tuner. Most of the time goes into Triton's search for the binary that fits the arguments. The result of this work
-depends only on the call's options and on the shapes, strides and dtypes of the tensors. The addresses do not matter.
+The CPU often takes longer to prepare a launch than the GPU takes to run the kernel. The CPU checks the arguments, makes
+descriptors, and asks the tuner. Triton's search for the binary that fits the arguments takes most of the CPU's time. The result
+of this work depends only on the call's options and on the shapes, strides and dtypes of the tensors. The tensors' addresses do
+not matter.
 
 Calls with equal options, shapes, strides and dtypes are of one kind. The second call of a kind is recorded as steps:
 allocations, PyTorch operators, and kernel launches. Later calls of this kind replay the steps with their own tensors. A
@@ -33,10 +34,10 @@ MOST_KINDS = 1024  # a function keeps at most this many kinds of calls, and drop
 MOST_ADDRESSES = 64  # a launch keeps at most this many encoded descriptors for each of its descriptor arguments
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}  # operators that allocate a tensor
 _ZEROS = {"new_zeros", "zeros", "zeros_like"}  # operators that allocate a tensor and fill it with zeros
-# `_Replayed.replays` has these entries for kinds of calls without a recording. _CALLED: this kind was called once, so the next
-# call is recorded. _UNREPEATABLE: this kind cannot be replayed.
+# `_Replayed.replays` has these entries for kinds of calls without a recording. _CALLED: there was one call of this kind, so the
+# next call is recorded. _UNREPEATABLE: calls of this kind cannot be replayed.
 _CALLED, _UNREPEATABLE = "called", "unrepeatable"
-_changing = threading.Lock()  # held while `_Replayed.replays` changes, because another thread may be iterating it
+_changing = threading.Lock()  # held while a thread changes `_Replayed.replays`, because another thread may change it too
 
 
 class _Thread(threading.local):
@@ -49,7 +50,7 @@ _thread = _Thread()
 class _Place(NamedTuple):
     """Where a tensor starts: `offset` bytes after the start of tensor `number` (see `_Recording` for the numbers).
 
-    `is_view` says that the tensor differs from tensor `number` in its start, shape or strides.
+    `is_view` says whether the tensor differs from tensor `number` in its start, shape or strides.
     """
 
     number: int
@@ -136,7 +137,7 @@ class _Recording(TorchDispatchMode):
         """Launch a compiled kernel and record the launch. Triton calls this method in place of the kernel's `run`."""
         with _disable_current_modes():  # the launch's own allocations are not recorded
             run(x, y, z, stream, function, metadata, launch_metadata, enter_hook, exit_hook, *args)
-        if kernel.metadata.global_scratch_size:  # replays need the stage's context variable with the allocator
+        if kernel.metadata.global_scratch_size:  # replays need the allocator, which the stage set in a context variable
             run = functools.partial(_in_context, contextvars.copy_context(), run)
         pointers, descriptors, others = [], [], list(args)
         for at, arg in enumerate(args):
@@ -232,7 +233,7 @@ def _encoders(run):
 
 def _launch(run, grid, binary, pointers, descriptors, others):
     run, encoders = _encoders(run)
-    # Replace the last descriptor first: an encoded descriptor takes several places in `args`, so later arguments move.
+    # Replace the last descriptor first, because an encoded descriptor takes several places in `args` and moves later arguments.
     described = [
         (at, number, functools.partial(_described, kind, fields), encode, {})
         for (at, number, kind, fields), encode in itertools.zip_longest(descriptors, encoders)
@@ -283,7 +284,7 @@ def depends_on(condition: Callable[[], bool]):
 
 
 def is_watched() -> bool:
-    """Return whether a profiler has set hooks or a debugging mode is on. Then each launch must go through Triton."""
+    """Return whether a profiler has set hooks or a debugging mode is on. If so, each launch must go through Triton."""
     runtime = triton.knobs.runtime
     for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
         if getattr(hook, "calls", hook):  # a chain of hooks has a list `calls`, which may be empty
@@ -304,7 +305,7 @@ class _Replayed:
         self.replays = {}
 
     def __call__(self, *tensors, causal, scale, diagonal=0):
-        if _thread.recording or is_watched():  # a recording is on here if a recorded function calls this one
+        if _thread.recording or is_watched():  # `recording` is set if the function being recorded calls this one
             return self.__wrapped__(*tensors, causal=causal, scale=scale, diagonal=diagonal)
         driver = triton.runtime.driver.active
         device = driver.get_current_device()
@@ -320,7 +321,7 @@ class _Replayed:
                 if len(self.replays) > MOST_KINDS:
                     del self.replays[next(iter(self.replays))]
             return self.__wrapped__(*tensors, causal=causal, scale=scale, diagonal=diagonal)
-        tensors = [tensor.detach() for tensor in tensors]  # new objects: two arguments may be one tensor, but need two numbers
+        tensors = [tensor.detach() for tensor in tensors]  # new objects, because two arguments may be one tensor, but need two numbers
         with _Recording(tensors) as recording:
             results = self.__wrapped__(*tensors, causal=causal, scale=scale, diagonal=diagonal)
         with _changing:
@@ -329,7 +330,7 @@ class _Replayed:
 
 
 def replayed(function: Callable) -> Callable:
-    """Decorate a stage's `forward` or `backward`: record the second call of a kind, and replay it from the third on.
+    """Decorate a stage's `forward` or `backward`: record the second call of a kind, and replay the recording in later calls.
 
     Calls of one kind have equal options, the same current device, and the same deterministic mode of PyTorch. Their tensors
     have equal shapes, strides, dtypes, devices and alignments. Code that depends on anything else must call `depends_on`. On

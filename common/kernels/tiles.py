@@ -1,4 +1,4 @@
-"""Choose the fixed tile sizes of v1 to v3. They are equal in these stages, so a stage's gain comes from its idea alone."""
+"""Choose the fixed tile sizes of v1 to v3. The sizes are equal in these stages, so a stage's gain comes from its idea alone."""
 
 import torch
 
@@ -14,8 +14,8 @@ HOPPER = 200 * 1024
 def query_tile(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
     """Return launch arguments for programs that own BLOCK_M query rows and take BLOCK_N key rows in each step.
 
-    BLOCK_M x BLOCK_N is 128 x 64. For D = 256 and for float32 both are smaller, because the operands must fit in registers and
-    shared memory. Exact float32 matmuls run on the ordinary arithmetic units, with every operand in registers.
+    BLOCK_M x BLOCK_N is 128 x 64. For D = 256 and for float32, both sizes are smaller, because the operands must fit in
+    registers and shared memory. Exact float32 matmuls run on the ordinary arithmetic units, with every operand in registers.
     """
     if dtype == torch.float32:
         return {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 8, "num_stages": 1}

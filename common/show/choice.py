@@ -87,7 +87,7 @@ def choice_table(choice: dict) -> str:
         choice: the content of the file that `main` writes.
     """
     gpus = {gpu.arch: key for key, gpu in GPUS.items()}
-    tuned, fixed = recommended(100), recommended(80)  # the newest stage with tuned tiles, the newest with fixed tiles
+    tuned, fixed = recommended(100), recommended(80)  # the newest stages with tuned tiles and with fixed tiles
     us = {(r["stage"], r["gpu"], r["head_dim"], r["pass"]): r["us"] for r in choice["counted"]}
     rows = []
     for arch, family in FAMILIES.items():
@@ -99,7 +99,7 @@ def choice_table(choice: dict) -> str:
             times = [us.get((name, gpus.get(arch), head_dim, pass_)) for name in (tuned, fixed)]
             cells.append(f"{times[0] / times[1]:.2f}" if all(times) else "-")
         rows.append([f"sm_{arch}", family, " to ".join(stages.version(name) for name in (run[0], run[-1]))])
-        use = recommended(arch) if recommended(arch) in run else run[-1]  # an old file may lack the stage to use
+        use = recommended(arch) if recommended(arch) in run else run[-1]  # an old file may lack this stage
         rows[-1] += [stages.version(use), f"{cells[0]}, {cells[1]}", f"{cells[2]}, {cells[3]}"]
     machine = choice["machine_info"]
     caption = (

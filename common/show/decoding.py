@@ -26,7 +26,7 @@ def kv_gbps(record: dict) -> float:
 
 
 def _model(workload):
-    """Return a workload's batch size and its numbers of heads and K/V heads. They are equal in all rows of a table."""
+    """Return a workload's batch size and its numbers of heads and K/V heads. These numbers are equal in all rows of a table."""
     return workload.batch, workload.heads, workload.kv_heads
 
 

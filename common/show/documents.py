@@ -62,7 +62,7 @@ def with_table(text: str, name: str, table: str) -> str:
     """Return `text` with `table` between the markers of `name`.
 
     Raises:
-        ValueError: the text does not have the two markers exactly once.
+        ValueError: the text does not have each of the two markers exactly once.
     """
     begin, end = f"<!-- {name}: make readme -->\n", f"<!-- /{name} -->"
     pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
@@ -265,7 +265,7 @@ def wide_table(name: str) -> str:
     rows = []
     for pass_, causal, seq_len in itertools.product(("fwd", "bwd"), (False, True), lengths):
         ours, old, *theirs = (rates.get((impl, pass_, causal, seq_len)) for impl in (name, stages.parent(name), *peers))
-        if not ours:  # the run skips a pass with the same code as the parent's
+        if not ours:  # the run skips a pass with the code of the parent's pass
             continue
         cells = [f"{ours:.0f}", f"×{ours / old:.2f}" if old else "-"]
         cells += [f"{100 * ours / rate:.0f} %" if rate else "-" for rate in theirs]
@@ -300,7 +300,7 @@ def timeline_table() -> str:
         ours, theirs = ((modelled(model, stage, *span, seq_len), cycles(stage, *span)) for stage in (name, stages.parent(name)))
         row = [name, PASS_NAMES[span[0]], span[1], "causal" if span[2] else "full", *(f"{x:.0f}" if x else "-" for x in ours)]
         row.append(f"{ours[0] / ours[1]:.2f}" if all(ours) else "-")
-        if all(ours) and all(theirs):  # the model has no cycles of a parent that is not in Gluon
+        if all(ours) and all(theirs):  # the model has no cycles of a parent without Gluon kernels
             gains = [old / new for old, new in zip(theirs, ours, strict=True)]
             row += [*(f"×{gain:.2f}" for gain in gains), f"{gains[0] / gains[1]:.2f}"]
         rows.append(row + ["-"] * (10 - len(row)))

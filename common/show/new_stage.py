@@ -3,7 +3,7 @@
     make stage FROM=v29 NAME=v29x_yours
 
 A stage's code does not contain the stage's name, so a copy of the code works unchanged. The copy has neither the old stage's
-idea nor its README. It has a `NOTE` on a later stage only if that stage also comes after the new stage.
+idea nor the old stage's README. The copy keeps a `NOTE` about a later stage only if that stage also comes after the new stage.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def checked(source: str, name: str) -> str:
     """Return the directory name of the stage `source`, which may be a short name such as v29.
 
     Raises:
-        ValueError: there is no such stage, or `name` cannot be the name of a new one. The error message is one line.
+        ValueError: there is no such stage, or `name` cannot be the name of a new stage. The error message is one line.
     """
     for variable, value in (("FROM", source), ("NAME", name)):
         if not value:
@@ -104,8 +104,8 @@ def example(source: str) -> str:
 
 
 def without_past_notes(code: str, name: str) -> str:
-    """Remove the lines `# NOTE: …` that name stage `name` or an earlier stage. In the
-    new stage, such a note would be wrong: the stage that it names does not come later."""
+    """Remove the lines `# NOTE: …` that name stage `name` or an earlier stage. In the new stage such a note would be wrong,
+    because the named stage does not come later."""
 
     def kept(match):
         named = [stages.position(f"{version}_") for version in re.findall(r"\bv\d+[a-z]?\b", match[0])]
@@ -143,8 +143,8 @@ def with_line(text: str, pattern: str, line: str) -> str:
 
 
 def make(source: str, name: str) -> bool:
-    """Write stages/`name` with the code of stage `source`, and the new stage's lines in README.md and tests/predictions.py.
-    If an error occurs, undo all changes.
+    """Write stages/`name` with the code of stage `source`, and the new stage's lines in README.md and tests/predictions.py. If
+    an error occurs, undo all changes.
 
     Returns:
         Whether tests/predictions.py predicts `source`'s bytes and FLOPs. If so, `name` gets a copy of the prediction.
@@ -159,7 +159,7 @@ def make(source: str, name: str) -> bool:
         line = f'    "{new}": {prediction[1]}'
         after[predictions] = with_line(before[predictions], r' {4}"v\d+[a-z]?": .*', line)
     idea = ("A dead end: " + IDEA) if stages.is_dead_end(name) else IDEA.capitalize()
-    with tempfile.TemporaryDirectory(prefix=".new-", dir=directory) as temporary:  # a rename moves the finished copy
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=directory) as temporary:  # build the copy here, and rename it at the end
         copy = Path(temporary) / name
         shutil.copytree(directory / source, copy, ignore=shutil.ignore_patterns("__pycache__"))
         for path in copy.glob("*.py"):

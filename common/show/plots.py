@@ -58,8 +58,8 @@ SAME = 1.02  # two lines overlap if they differ by less than this factor at each
 
 def style(name: str, names: list[str]) -> dict:
     """Return the color, line and marker of an implementation. The implementation looks the same in all plots with these
-    `names`. Stages have solid lines, from dark to bright. If there are more stages than markers, markers repeat: the second
-    time hollow, later with dotted lines."""
+    `names`. Stages have solid lines, from dark to bright. If there are more stages than markers, the markers repeat. Their
+    second use is hollow, and later uses have dotted lines."""
     if not stages.position(name):
         baselines = [other for other in names if not stages.position(other)]
         return {**PEER_STYLES[baselines.index(name) % len(PEER_STYLES)], "markerfacecolor": "white"}
@@ -132,8 +132,8 @@ def _legend(figure, columns: int):
 
 
 def _selected(found, names, pass_, head_dim, causal):
-    """Return each implementation's records from its newest run. Do not divide one implementation's times by another's: their
-    runs and GPUs may differ."""
+    """Return each implementation's records from its newest run. Do not divide one implementation's times by another's, because
+    their runs and GPUs may differ."""
     wanted = pass_, head_dim, causal
     of_runs = {name: newest(found, pass_, head_dim, name) for name in names}
     return [

@@ -65,8 +65,8 @@ def _short(name: str) -> str:
 
 
 def units_table(result: dict) -> str:
-    """Format a saved file of `common.measure.units` as a markdown table. Each kernel has a row, unless its
-    share of the time is below LEAST_SHARE."""
+    """Format a saved file of `common.measure.units` as a markdown table. Each kernel has a row, unless its share of the time is
+    below LEAST_SHARE."""
     rows = []
     for case in result["cases"]:
         whole = sum(kernel[TIME] for kernel in case["kernels"])

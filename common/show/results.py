@@ -99,13 +99,13 @@ def is_usual(record: dict) -> bool:
 
 
 def with_repeats(records: list[dict]) -> list[dict]:
-    """Add the records of passes that a reference run skipped. It skips a pass with the same code as the parent's pass, so
+    """Add the records of passes that a reference run skipped. The run skips a pass whose code is equal to the parent's code, so
     the added records are copies of the parent's records."""
     of_pass = {}
     for record in records:
         of_pass.setdefault((record["impl"], record["pass"]), []).append(record)
     every = list(records)
-    for name in stages.names() if of_pass else []:  # parents come first
+    for name in stages.names() if of_pass else []:  # a parent comes before its children
         parent = stages.parent(name)
         for pass_ in CODE:
             theirs = of_pass.get((parent, pass_))
@@ -133,7 +133,7 @@ def runs() -> list[Run]:
 
 
 def newest(runs: list[Run], pass_: str, head_dim: int, *impls: str) -> Run | None:
-    """Return the newest run that measured this pass of all these implementations; None if there is none."""
+    """Return the newest run that measured this pass of all these implementations; None if no run did."""
     return next((run for run in runs if all(run.holds(impl, pass_, head_dim) for impl in impls)), None)
 
 
@@ -166,7 +166,7 @@ def chain(runs: list[Run], new: str, old: str, pass_: str, head_dim: int) -> lis
     links = {old: []}
     reached = [old]
     names = [name for name in implementations([r for run in runs for r in run.records]) if stages.position(name)]
-    for stage in reached:  # breadth first: `reached` grows
+    for stage in reached:  # breadth first, because new stages are added at the end of `reached`
         for name in names:
             if name not in links and (found := gain(runs, name, stage, pass_, head_dim)):
                 links[name] = [*links[stage], (name, stage, *found)]
@@ -249,7 +249,7 @@ def load_counts(path: Path) -> tuple[list[dict], dict]:
 
 
 def counted(counts: list[dict], impl: str, pass_: str, head_dim: int, causal: bool) -> dict | None:
-    """Return the record with the counts of a stage's pass; None if there is none."""
+    """Return the record with the counts of a stage's pass, or None if the pass was not counted."""
     wanted = (impl, pass_, head_dim, causal, COUNTED_AT)
     found = [c for c in counts if (c["impl"], c["pass"], c["head_dim"], c["causal"], c["seq_len"]) == wanted]
     return found[0] if found else None
@@ -268,7 +268,7 @@ def moved(count: dict) -> int:
 
 
 def mean_rate(records: list[dict], impl: str, pass_: str, head_dim: int) -> float | None:
-    """Return one geometric mean of TFLOP/s, over the lengths of `MEAN_OVER` and both masks. Return None if nothing was
+    """Return the geometric mean of TFLOP/s over the lengths of `MEAN_OVER` and both masks. Return None if nothing was
     measured."""
     rates = [record["tflops"] for record in measured(records, impl, pass_, head_dim).values()]
     return statistics.geometric_mean(rates) if rates else None

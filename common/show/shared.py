@@ -47,7 +47,8 @@ class _Run:
         self.stage, self.peers = names[-1], names[:-1]
 
     def record(self, impl, point, sharing=1):
-        """Return the record of workload `point` with `sharing` query heads per K/V head; an empty one if there is none."""
+        """Return the record of workload `point` with `sharing` query heads per K/V head. Return {} if there is no such
+        record."""
         return self.records.get((impl, point, sharing), {})
 
     def ratio(self, point, sharing, over):

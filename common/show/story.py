@@ -163,8 +163,8 @@ def speed_line(runs: list[results.Run], old: str, new: str, pass_: str) -> str:
 
 
 def _moved(label: str, bytes_at: dict[int, tuple[int, int]]) -> list[str]:
-    """Return a line that compares bytes. `bytes_at` has the bytes (before, after) by head dimension. If it is empty, return no
-    line."""
+    """Return a line that compares bytes. `bytes_at` has the bytes (before, after) by head dimension. If `bytes_at` is empty,
+    return an empty list."""
     words = {head_dim: results.bytes_in_words(*both) for head_dim, both in bytes_at.items()}
     if set(words.values()) == {"the same bytes"}:
         words = {", ".join(f"D={head_dim}" for head_dim in words): "the same bytes"}
@@ -176,8 +176,8 @@ def _moved(label: str, bytes_at: dict[int, tuple[int, int]]) -> list[str]:
 def bytes_lines(counts: list[dict], old: str, new: str, pass_: str) -> list[str]:
     """Return lines that compare the bytes of `new`'s pass and `old`'s pass.
 
-    The first line has counted bytes, with fixed tiles. The second line has measured bytes, with the tiles of the tuner. It is
-    missing if the tuner chose different tiles for the two stages.
+    The first line has counted bytes, with fixed tiles. The second line has measured bytes, with the tiles of the tuner. The
+    second line is missing if the tuner chose different tiles for the two stages.
 
     Args:
         counts: the records of `results.TRAFFIC`; empty if the file is missing.

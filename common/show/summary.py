@@ -6,7 +6,7 @@ import stages
 from common.show.results import implementations, mean_ratio
 from common.show.tables import PASS_NAMES, markdown
 
-LINES, COLUMNS = 15, 100  # at most
+LINES, COLUMNS = 15, 100  # the output has at most this many lines and columns
 MOST_GROUPS = 4  # the table has columns for at most this many pairs of pass and head dimension
 NO_GPU = "There is no GPU. µs at peak is the time of the counted bytes and FLOPs at an H200's peak rates."
 
@@ -87,8 +87,8 @@ def summary(records: list[dict], machine: dict, about: str | None = None) -> str
 
     Args:
         records, machine: as for `common.show.tables.speed_table`.
-        about: the stage whose gain over its parent comes first. With None, the newest stage's gain over the run's
-            first stage comes first.
+        about: the stage whose gain over its parent comes first. With None, the newest stage's gain over the run's first stage
+            comes first.
     """
     on_gpu = machine["gpu"] is not None
     names = implementations(records)

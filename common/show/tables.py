@@ -9,8 +9,8 @@ import stages
 from common.measure.footprint import MIB_IN_MB
 from common.measure.workloads import Workload
 
-_SHARED = ("pass", "head_dim", "value_dim", "causal", "dtype", "score_std", "sink")  # these are equal in all rows of a table
-_WORKLOAD = ("seq_len", "kv_len", "batch", "heads", "kv_heads")  # these differ between the workloads of a table
+_SHARED = ("pass", "head_dim", "value_dim", "causal", "dtype", "score_std", "sink")  # fields that are equal in all rows of a table
+_WORKLOAD = ("seq_len", "kv_len", "batch", "heads", "kv_heads")  # fields that differ between the rows' workloads
 PASS_NAMES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 _PARENT = "× parent"
 _TIME_HEADERS = (
@@ -70,7 +70,7 @@ def _ratio(a, b, factor=1.0):
 
 
 def _time_before(impl, time_at):
-    """Return the parent's time. Look it up by the parent's number and letter, because the parent may have another name since
+    """Return the parent's time. Look it up by the parent's number and letter, because the parent may have been renamed after
     the run."""
     parent = stages.parent(impl)
     return parent and time_at.get(stages.position(parent))

@@ -32,7 +32,7 @@ TRACES = PLOTS / "traces"
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442")  # the colors of programs, which repeat
 WRITES = {"write": "black", "add": "#B22222"}
 FEW = 2  # a tensor with fewer rows has no lane
-WIDTH, LANE, GAP = 9.0, 0.42, 0.25  # in inches: width of the picture, height of a lane, gap above a stage
+WIDTH, LANE, GAP = 9.0, 0.42, 0.25  # in inches: the picture's width, a lane's height, the gap above a stage
 
 
 def lanes(recorded: Trace) -> list[str]:
@@ -41,8 +41,8 @@ def lanes(recorded: Trace) -> list[str]:
 
 
 def has_cycles(recorded: Trace) -> bool:
-    """Return whether the model of an SM timed a launch. If it timed one, accesses in launches that it did not time, such as
-    PyTorch's, take no time on the axis."""
+    """Return whether the model of an SM timed any launch. If so, accesses in untimed launches, such as PyTorch's, take no time
+    on the axis."""
     return any(recorded.spans.values())
 
 
@@ -52,7 +52,7 @@ def unit(recorded: Trace) -> str:
 
 
 def moments(recorded: Trace) -> list[tuple[float, float]]:
-    """Return the begin and the end of each access on the time axis. The unit is cycles or, if no launch was timed, the MB moved
+    """Return the start and the end of each access on the time axis. The unit is cycles or, if no launch was timed, the MB moved
     so far."""
     if has_cycles(recorded):
         before = list(itertools.accumulate((_cycles(recorded, launch) for launch in range(len(recorded.launches))), initial=0))
@@ -64,7 +64,7 @@ def moments(recorded: Trace) -> list[tuple[float, float]]:
 
 
 def _cycles(recorded, launch):
-    """Return the cycles of a launch; 0 if it was not timed."""
+    """Return the cycles of a launch, or 0 if the launch was not timed."""
     return max((span.end for span in recorded.spans.get(launch, [])), default=0.0)
 
 

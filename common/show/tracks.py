@@ -109,8 +109,8 @@ def table(key: str, start: Callable[[str], list[str]]) -> str:
 
 
 def headings(names: list[str]) -> Iterator[tuple[str | None, str]]:
-    """Yield a heading and a stage, for each stage. The heading names the track that begins with the stage; None if no track
-    begins there."""
+    """Yield a heading and a stage, for each stage. The heading names the track that begins with the stage. If no track begins
+    there, the heading is None."""
     before = None
     for name in names:
         key = stages.track(name)

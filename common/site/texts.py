@@ -76,7 +76,7 @@ class Texts:
         self._pattern = re.compile(rf"(?<![\w/-])(?:{'|'.join(map(_either_case, names))})(?:s|es)?(?![\w-])")
 
     def page(self) -> None:
-        """Begin a new page, where each term is explained again at its first place."""
+        """Begin a new page, where each term is explained again at its first occurrence."""
         self.used = set()
 
     def html(self, text: str, source: Path) -> str:

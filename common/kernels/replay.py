@@ -321,7 +321,7 @@ class _Replayed:
                 if len(self.replays) > MOST_KINDS:
                     del self.replays[next(iter(self.replays))]
             return self.__wrapped__(*tensors, causal=causal, scale=scale, diagonal=diagonal)
-        tensors = [tensor.detach() for tensor in tensors]  # new objects, because two arguments may be one tensor, but need two numbers
+        tensors = [tensor.detach() for tensor in tensors]  # new objects, because two equal arguments need two numbers
         with _Recording(tensors) as recording:
             results = self.__wrapped__(*tensors, causal=causal, scale=scale, diagonal=diagonal)
         with _changing:

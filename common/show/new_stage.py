@@ -159,7 +159,7 @@ def make(source: str, name: str) -> bool:
         line = f'    "{new}": {prediction[1]}'
         after[predictions] = with_line(before[predictions], r' {4}"v\d+[a-z]?": .*', line)
     idea = ("A dead end: " + IDEA) if stages.is_dead_end(name) else IDEA.capitalize()
-    with tempfile.TemporaryDirectory(prefix=".new-", dir=directory) as temporary:  # build the copy here, and rename it at the end
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=directory) as temporary:  # the finished copy is moved from here
         copy = Path(temporary) / name
         shutil.copytree(directory / source, copy, ignore=shutil.ignore_patterns("__pycache__"))
         for path in copy.glob("*.py"):

@@ -9,7 +9,7 @@ import stages
 from common.measure.footprint import MIB_IN_MB
 from common.measure.workloads import Workload
 
-_SHARED = ("pass", "head_dim", "value_dim", "causal", "dtype", "score_std", "sink")  # fields that are equal in all rows of a table
+_SHARED = ("pass", "head_dim", "value_dim", "causal", "dtype", "score_std", "sink")  # fields that are equal in all rows
 _WORKLOAD = ("seq_len", "kv_len", "batch", "heads", "kv_heads")  # fields that differ between the rows' workloads
 PASS_NAMES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 _PARENT = "× parent"

@@ -66,7 +66,7 @@ def tuners(stage) -> dict[str, Autotuner]:
 
 
 def _time(call, quantiles):
-    """Return quantiles of a configuration's time in milliseconds; they are 0 on the interpreter."""
+    """Return quantiles of a configuration's time in milliseconds. On the interpreter, all quantiles are 0."""
     if INTERPRETED:
         return [0.0] * len(quantiles)
     return triton.runtime.driver.active.get_benchmarker()(call, quantiles=quantiles, warmup=5, rep=25)

@@ -48,13 +48,14 @@ class _Run:
         return self.records.get((impl, point), {}).get("ms")
 
     def gain(self, point):
-        """Return the fastest baseline's time divided by the newest stage's time; None if one of them was not measured."""
+        """Return the fastest baseline's time divided by the newest stage's time. Return None if one of these times is
+        missing."""
         ours = self.ms(self.stage, point)
         theirs = [ms for impl in self.names if not stages.position(impl) and (ms := self.ms(impl, point))]
         return min(theirs) / ours if ours and theirs else None
 
     def share(self, impl, point):
-        """Return the rate of reading K and V, divided by the copy's rate; None if the call was not measured."""
+        """Return the rate of reading K and V, divided by the copy's rate. Return None if the call was not measured."""
         return kv_gbps(self.records[impl, point]) / self.copy_gbps if self.ms(impl, point) else None
 
     def cell(self, impl, point):

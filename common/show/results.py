@@ -117,7 +117,7 @@ def with_repeats(records: list[dict]) -> list[dict]:
 
 @functools.lru_cache
 def _run(path: Path, changed_ns: int) -> Run | None:
-    """Return the run in a file of results/; None if `Run.holds` is true for fewer than two stages."""
+    """Return the run in a file of results/. Return None if `Run.holds` is true for fewer than two stages."""
     saved = _read(path)
     if "benchmarks" not in saved:
         return None
@@ -133,12 +133,12 @@ def runs() -> list[Run]:
 
 
 def newest(runs: list[Run], pass_: str, head_dim: int, *impls: str) -> Run | None:
-    """Return the newest run that measured this pass of all these implementations; None if no run did."""
+    """Return the newest run that measured this pass of all these implementations. Return None if no run did."""
     return next((run for run in runs if all(run.holds(impl, pass_, head_dim) for impl in impls)), None)
 
 
 def gain(runs: list[Run], new: str, old: str, pass_: str, head_dim: int) -> tuple[float, Run] | None:
-    """Return `new`'s speed divided by `old`'s, and the newest run that has both stages; None if no run has both.
+    """Return `new`'s speed divided by `old`'s speed, and the newest run that has both stages. Return None if no run has both.
 
     The story, the documents and the plots all use these gains.
     """
@@ -192,7 +192,8 @@ def _parsed_code(text: str) -> str:
 
 
 def same_code(new: str, old: str, pass_: str) -> bool:
-    """Return whether two stages have the same code for a pass, apart from comments; False if a stage no longer exists."""
+    """Return whether two stages have the same code for a pass, apart from comments. Return False if a stage no longer
+    exists."""
     if not all(stages.directory(name).exists() for name in (new, old)):
         return False
     both = ([stages.source(name, file) for name in (new, old)] for file in stages.files(CODE[pass_], new, old))
@@ -221,7 +222,8 @@ def times_of(records: list[dict], impl: str, pass_: str, head_dim: int) -> dict[
 
 
 def mean_ratio(ours: dict, theirs: dict) -> float | None:
-    """Return the geometric mean of theirs / ours over the keys that both have; None if they have no key in common."""
+    """Return the geometric mean of theirs / ours over the keys that both dicts have. Return None if the dicts have no common
+    key."""
     common = ours.keys() & theirs.keys()
     return statistics.geometric_mean(theirs[key] / ours[key] for key in common) if common else None
 
@@ -256,7 +258,8 @@ def counted(counts: list[dict], impl: str, pass_: str, head_dim: int, causal: bo
 
 
 def modelled(records: list[dict], impl: str | None, pass_: str, head_dim: int, causal: bool, seq_len: int) -> float | None:
-    """Return the cycles that a stage's pass takes in the model of an SM for `timeline.SCORES` scores; None if unknown."""
+    """Return the cycles that a stage's pass takes in the model of an SM for `timeline.SCORES` scores. Return None if the cycles
+    are unknown."""
     wanted = (impl, pass_, head_dim, causal, seq_len)
     found = [r for r in records if (r["impl"], r["pass"], r["head_dim"], r["causal"], r["seq_len"]) == wanted]
     return found[0]["cycles_a_tile"] if found else None
@@ -285,7 +288,8 @@ def spoken(name: str) -> str:
 
 
 def tuned_case(impl: str, pass_: str, head_dim: int, causal: bool) -> dict | None:
-    """Return Nsight Compute's measurement of a stage's pass, with the tiles that the tuner chose; None if there is none."""
+    """Return Nsight Compute's measurement of a stage's pass, with the tiles that the tuner chose. Return None if there is no
+    such measurement."""
     wanted = (impl, pass_, head_dim, causal)
     for path in sorted((ROOT / "results").glob("traffic-*.json")):
         for case in json.loads(path.read_text())["cases"]:

@@ -106,7 +106,7 @@ def _query_tile(step, tile):
 
 @gluon.jit
 def _load(tensors, tile, ring, step):
-    """Start to load a step's Q and dO, with LSE and delta, into buffers that the CTA has read."""
+    """Start to load a step's Q and dO, with LSE and delta, into buffers that the CTA no longer needs."""
     STAGES: gl.constexpr = ring.q.shape[0]
     slot, _ = slot_and_phase(step, STAGES)
     head, number, row = _query_tile(step, tile)
@@ -155,7 +155,7 @@ def _accumulate(
     dtype: gl.constexpr = ring.q.dtype
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
     if MASKED:
-        # The first query that sees each key; 2**30 if the key is past the end, so that no query sees it.
+        # The first query that sees each key. For a key past the end it is 2**30, so that no query sees the key.
         offs_n = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
         seen_from = gl.where(offs_n < tile.keys, tile.start_n + offs_n - tile.diagonal if CAUSAL else 0, 2**30)
     for step in range(lo, hi):
@@ -192,7 +192,7 @@ def _accumulate(
 
 @gluon.jit
 def _consumer(tensors, tile, kv, ring, ds_ring, scale, CAUSAL: gl.constexpr):
-    """Compute a CTA's part of the gradients. Also load query tiles, except the first STAGES: `_backward_kernel` loads them."""
+    """Compute a CTA's part of the gradients. Also load query tiles after the first STAGES, which `_backward_kernel` loads."""
     ROWS: gl.constexpr = kv.k.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     VALUE_DIM: gl.constexpr = kv.v.shape[4]
@@ -204,7 +204,7 @@ def _consumer(tensors, tile, kv, ring, ds_ring, scale, CAUSAL: gl.constexpr):
     v = kv.v.index(0).reshape([ROWS, VALUE_DIM])
     scale_log2 = scale * LOG2_E
     mbarrier.wait(kv.full.index(0), 0)
-    # The diagonal needs a mask. Keys past the end need one, too: their p may be infinite, and infinity times 0 is NaN.
+    # The diagonal needs a mask. Keys past the end need one, because their p may be infinite, and infinity times 0 is NaN.
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tensors, tile, kv, ring, ds_ring, 0, tile.masked, CAUSAL, True)
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tensors, tile, kv, ring, ds_ring, tile.masked, tile.steps, CAUSAL, False)
 
@@ -230,7 +230,7 @@ def _backward_kernel(
     start_n = tile_n * KEYS
     batch = batch_head // kv_heads
     kv_head = batch_head % kv_heads
-    first = 0  # the first query tile that sees one of these keys; if none does, the last tile, where all scores are masked
+    first = 0  # the first query tile that sees one of these keys, or else the last tile, where all scores are masked
     masked = 0  # number of query tiles, from `first` on, that need a mask
     if CAUSAL:
         first = gl.minimum(gl.maximum(start_n - diagonal, 0) // BLOCK_M, tiles_m - 1)

@@ -105,7 +105,7 @@ def _accumulate(
             if CAUSAL:
                 visible = visible & ((offs_m + problem.diagonal)[:, None] >= offs_n[None, :])
             s = gl.where(visible, s, float("-inf"))
-        m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)  # finite: the first tile contains key 0, which every query sees
+        m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)  # finite, because the first tile has key 0, which every query sees
         p = gl.exp2(s * scale_log2 - m_new[:, None])
         rescale = gl.exp2(m - m_new)  # makes l and acc, which used the old maximum, fit the new one
         l = l * rescale + gl.sum(p, 1)
@@ -121,7 +121,7 @@ def _accumulate(
 
 @gluon.jit
 def _consumer(tensors, tile, queries, ring, problem, CAUSAL: gl.constexpr):
-    """Compute a CTA's query tile. Also load key tiles, except the first STAGES: `_forward_kernel` loads them."""
+    """Compute a CTA's query tile. Also load key tiles after the first STAGES, which `_forward_kernel` loads."""
     ROWS: gl.constexpr = queries.q.shape[3]
     BLOCK_N: gl.constexpr = ring.k.shape[3]
     HEAD_DIM: gl.constexpr = ring.k.shape[4]
@@ -129,14 +129,14 @@ def _consumer(tensors, tile, queries, ring, problem, CAUSAL: gl.constexpr):
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
     of_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    # First, without a mask: whole tiles that every row sees. Then, with a mask: tiles at the diagonal and at the last key.
+    # First come whole tiles that every row sees, without a mask. Then come tiles at the diagonal and the last key, with a mask.
     full = (gl.minimum(tile.start_m + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k) // BLOCK_N
 
     offs_m = tile.start_m + gl.arange(0, ROWS, of_rows)
     acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, acc_layout)
     m = gl.full([ROWS], float("-inf"), gl.float32, of_rows)
     l = gl.zeros([ROWS], gl.float32, of_rows)
-    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0: a masked score, -inf, times 0 is NaN
+    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0, because a masked score (-inf) times 0 is NaN.
     scale_log2 = gl.maximum(problem.scale * LOG2_E, 1e-37)
     mbarrier.wait(queries.full.index(0), 0)
     q = queries.q.index(0).reshape([ROWS, HEAD_DIM])  # stays on the chip
@@ -194,7 +194,7 @@ class Shape(NamedTuple):
     kv_slots: int  # buffers of K and V
 
 
-# The index is the larger of D and Dv.
+# TILES is indexed by the larger of D and Dv.
 TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6)) | {
     128: Shape(queries=128, keys=128, kv_slots=2),
     256: Shape(queries=128, keys=64, kv_slots=2),

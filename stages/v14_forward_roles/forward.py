@@ -74,7 +74,7 @@ class Ring(NamedTuple):
 
 @gluon.jit
 def _load(tensors, tile, ring, fill):
-    """Start to load a key tile's K and V into the next buffers of the ring, when the consumers have released them."""
+    """Start to load a key tile's K and V into the next buffers of the ring, when the consumers have released these buffers."""
     STAGES: gl.constexpr = ring.k.shape[0]
     slot, phase = slot_and_phase(fill, STAGES)
     where = [tile.batch, tile.kv_head, fill * ring.k.shape[3], 0]
@@ -98,7 +98,7 @@ def _accumulate(acc, m, l, q, ring, lo, hi, problem, offs_m, scale_log2, CAUSAL:
         mbarrier.wait(ring.full.index(slot), phase)
         k = ring.k.index(slot).reshape([BLOCK_N, ring.k.shape[4]])
         s = warpgroup_mma(q, k.permute([1, 0]), no_s, use_acc=False, is_async=True)
-        # NOTE: none of this consumer's matmuls runs here; in v22 the previous tile's P V does.
+        # NOTE: none of this consumer's matmuls runs here; in v22 the previous tile's P V runs.
         s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
         if MASKED:
             offs_n = fill * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
@@ -106,7 +106,7 @@ def _accumulate(acc, m, l, q, ring, lo, hi, problem, offs_m, scale_log2, CAUSAL:
             if CAUSAL:
                 visible = visible & ((offs_m + problem.diagonal)[:, None] >= offs_n[None, :])
             s = gl.where(visible, s, float("-inf"))
-        m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)  # finite: the first tile contains key 0, which every query sees
+        m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)  # finite, because the first tile has key 0, which every query sees
         p = gl.exp2(s * scale_log2 - m_new[:, None])
         rescale = gl.exp2(m - m_new)  # makes l and acc, which used the old maximum, fit the new one
         l = l * rescale + gl.sum(p, 1)
@@ -141,8 +141,8 @@ def _consumer(tensors, tile, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
     of_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     start_m = tile.start_m + w * ROWS
-    # First, without a mask: whole tiles that every row sees. Then, with a mask: tiles at the diagonal and at the last key. A
-    # consumer that ends early never releases the last tiles. These are at most STAGES tiles, so no load needs their slots.
+    # First come whole tiles that every row sees, without a mask. Then come tiles at the diagonal and the last key, with a mask.
+    # A consumer that ends early never releases the last tiles. These are at most STAGES tiles, so no load needs their slots.
     seen = gl.cdiv(gl.minimum(start_m + ROWS + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k, BLOCK_N)
     full = (gl.minimum(start_m + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k) // BLOCK_N
 
@@ -150,7 +150,7 @@ def _consumer(tensors, tile, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
     acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, acc_layout)
     m = gl.full([ROWS], float("-inf"), gl.float32, of_rows)
     l = gl.zeros([ROWS], gl.float32, of_rows)
-    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0: a masked score, -inf, times 0 is NaN
+    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0, because a masked score (-inf) times 0 is NaN.
     scale_log2 = gl.maximum(problem.scale * LOG2_E, 1e-37)
     mbarrier.wait(queries.full.index(w), 0)
     # NOTE: each matmul reads Q from shared memory again; v16 keeps it in registers.
@@ -198,8 +198,8 @@ def _forward_kernel(
     queries = Queries(q_s, o_s, q_full)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
     # An SM has 65,536 registers, and a warpgroup has 128 threads. So the registers per thread of all warpgroups may add up to
-    # 512. The second list has the registers per thread of each role after the first role. The producer gets 24. The first role
-    # runs on the launch's own warps and gets the rest.
+    # 512. The second list has the registers per thread of all roles except the first. The producer gets 24. The first role runs
+    # on the launch's own warps and gets the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (tensors, tile, queries, ring, problem, 0, CAUSAL)),
@@ -227,7 +227,7 @@ class Shape(NamedTuple):
     maxnreg: int  # registers per thread at the launch; then the roles divide the SM's 65,536 registers anew
 
 
-# The index is the larger of D and Dv.
+# TILES is indexed by the larger of D and Dv.
 TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, maxnreg=96)) | {
     128: Shape(queries=128, keys=128, kv_slots=2, maxnreg=168),
     256: Shape(queries=128, keys=64, kv_slots=2, maxnreg=168),

@@ -19,7 +19,7 @@ def _p_kernel(
     """Compute P = exp(scale * S - lse) for BLOCK_M rows of one head."""
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     offs_m = tl.program_id(0) % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    rows = (tl.program_id(0) // tiles_m).to(tl.int64) * seq_q + offs_m  # int64: S can pass 2**31 elements
+    rows = (tl.program_id(0) // tiles_m).to(tl.int64) * seq_q + offs_m  # int64: S can have over 2**31 elements
     in_q = offs_m < seq_q
     lse_log2 = tl.load(lse_ptr + rows, mask=in_q, other=0.0) * LOG2_E
     scale_log2 = scale * LOG2_E
@@ -49,7 +49,7 @@ def _ds_kernel(
     batch_head = tl.program_id(0) // tiles_m
     batch = batch_head // heads
     head = batch_head % heads
-    rows = batch_head.to(tl.int64) * seq_q + offs_m  # int64: S can pass 2**31 elements
+    rows = batch_head.to(tl.int64) * seq_q + offs_m  # int64: S can have over 2**31 elements
     in_q = offs_m < seq_q
     offs_d = tl.arange(0, VALUE_DIM)
     out_ptrs = out_ptr + batch * stride_ob + head * stride_oh + offs_m[:, None] * stride_om + offs_d[None, :]

@@ -1,6 +1,6 @@
 """Online softmax (arXiv 1805.02867, Algorithm 3): one pass over S for maximum and sum, a second to write P.
 
-Beside this, the first pass skips the key tiles that no row of a program sees.
+Also, the first pass skips the key tiles that no row of a program sees.
 """
 
 import torch
@@ -22,14 +22,14 @@ def _softmax_kernel(
     """Compute P = softmax(scale * S) and the log-sum-exp for BLOCK_M rows of one head."""
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     offs_m = tl.program_id(0) % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    rows = (tl.program_id(0) // tiles_m).to(tl.int64) * seq_q + offs_m  # int64: S can pass 2**31 elements
+    rows = (tl.program_id(0) // tiles_m).to(tl.int64) * seq_q + offs_m  # int64: S can have over 2**31 elements
     in_q = offs_m < seq_q
     # Skip the keys past the diagonal of the last row: their probabilities are 0.
     end = tl.minimum(tl.program_id(0) % tiles_m * BLOCK_M + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
-    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0: a masked score, -inf, times 0 is NaN
+    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0, because a masked score (-inf) times 0 is NaN.
     scale_log2 = tl.maximum(scale * LOG2_E, 1e-37)
     for start_n in range(0, end, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
@@ -39,7 +39,7 @@ def _softmax_kernel(
         s_ptrs = s_ptr + rows[:, None] * seq_k + offs_n[None, :]
         s = tl.load(s_ptrs, mask=visible & in_q[:, None], other=0.0)  # [BLOCK_M, BLOCK_N]
         s = tl.where(visible, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)  # finite: the first tile contains key 0, which every query sees
+        m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)  # finite, because the first tile has key 0, which every query sees
         p = tl.exp2(s * scale_log2 - m_new[:, None])
         l = l * tl.exp2(m - m_new) + tl.sum(p, 1)
         m = m_new

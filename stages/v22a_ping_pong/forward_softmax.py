@@ -59,10 +59,10 @@ def _accumulate(
     acc, s, q, ring, turns, fill, tiles, problem, last, scale_log2,
     w: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Run a consumer's online softmax over `tiles` key tiles, the last tile first. That tile's scores s are already being
+    """Run a consumer's online softmax over `tiles` key tiles, the last tile first. The last tile's scores are already being
     computed.
 
-    Returns acc, m (maximum) and l (sum). The matmul that adds the first tile to acc is still in flight.
+    Returns acc, m (maximum) and l (sum). The matmul P V of the first tile, visited last, is still in flight.
     """
     STAGES: gl.constexpr = ring.k.shape[0]
     BLOCK_N: gl.constexpr = ring.k.shape[3]
@@ -77,7 +77,7 @@ def _accumulate(
     start_n = (tiles - 1) * BLOCK_N
     if CAUSAL or start_n + BLOCK_N > problem.seq_k:
         s = _visible(s, start_n, problem.seq_k, last, CAUSAL)
-    m = gl.max(s, 1) * scale_log2  # finite: every row sees the first key of this tile
+    m = gl.max(s, 1) * scale_log2  # finite, because every row sees this tile's first key
     p = gl.exp2(s * scale_log2 - m[:, None])
     l = _sums(p)
     p = gl.convert_layout(p.to(ring.k.dtype), p_layout)

@@ -2,8 +2,8 @@
 
 Change from v22: one persistent CTA per SM takes tiles in fixed strides: with N CTAs, every N-th tile. It begins to load the
 next tile while the current one ends.
-Beside this, `_store_out` divides O by the row sums and finds O's head, which saves registers. Problem and Tile have their own
-file, forward_scheduler.py.
+Also, `_store_out` divides O by the row sums and finds O's head, which saves registers. Problem and Tile have their own file,
+forward_scheduler.py.
 """
 
 from typing import NamedTuple
@@ -64,8 +64,8 @@ class Ring(NamedTuple):
 
 @gluon.jit
 def _load(tensors, tile, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
-    """Start to load the next slot of the ring, when the consumers have released it. The slot gets the two tiles of one step: K
-    of the key tile at start_n, and V of the key tile after it, whose scores are already computed."""
+    """Start to load the next slot of the ring, when the consumers have released the slot. The slot gets the two tiles of one
+    step: K of the key tile at start_n, and V of the previously visited key tile, whose scores are already computed."""
     STAGES: gl.constexpr = ring.k.shape[0]
     BLOCK_N: gl.constexpr = ring.k.shape[3]
     NBYTES: gl.constexpr = (tensors.k.block_type.nbytes if K else 0) + (tensors.v.block_type.nbytes if V else 0)
@@ -154,7 +154,7 @@ def _consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl.const
     # With Q in registers, the matmul need not read Q from shared memory for every key tile. Up to D = 128, two consumers have
     # enough registers for Q. Four consumers do not.
     Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and HEAD_DIM <= 128
-    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0: a masked score, -inf, times 0 is NaN
+    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0, because a masked score (-inf) times 0 is NaN.
     scale_log2 = gl.maximum(problem.scale * LOG2_E, 1e-37)
     fill = 0
     turn = 0
@@ -214,8 +214,8 @@ def _forward_kernel(
     queries = Queries(q_s, o_s, q_full, q_empty)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
     # An SM has 65,536 registers, and a warpgroup has 128 threads. So the registers per thread of all warpgroups may add up to
-    # 512. The second list has the registers per thread of each role after the first role. The producer gets 24. The first role
-    # runs on the launch's own warps and gets the rest.
+    # 512. The second list has the registers per thread of all roles except the first. The producer gets 24. The first role runs
+    # on the launch's own warps and gets the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (tensors, queries, ring, problem, 0, CAUSAL)),
@@ -243,7 +243,7 @@ class Shape(NamedTuple):
     maxnreg: int  # registers per thread at the launch; then the roles divide the SM's 65,536 registers anew
 
 
-# The index is the larger of D and Dv.
+# TILES is indexed by the larger of D and Dv.
 TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, maxnreg=96)) | {
     128: Shape(queries=128, keys=128, kv_slots=2, maxnreg=168),
     256: Shape(queries=128, keys=64, kv_slots=2, maxnreg=168),

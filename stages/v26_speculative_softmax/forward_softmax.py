@@ -45,9 +45,9 @@ def _accumulate(
     acc, s, q, ring, fill, tiles, problem, last, scale_log2,
     CONSUMERS: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Run a consumer's softmax over `tiles` key tiles, the last tile first. That tile's scores s are already being computed.
+    """Run a consumer's softmax over `tiles` key tiles, the last tile first. The last tile's scores are already being computed.
 
-    Returns acc, m (maximum) and l (sum). The matmul that adds the first tile to acc is still in flight.
+    Returns acc, m (maximum) and l (sum). The matmul P V of the first tile, visited last, is still in flight.
     """
     STAGES: gl.constexpr = ring.k.shape[0]
     BLOCK_N: gl.constexpr = ring.k.shape[3]
@@ -63,7 +63,7 @@ def _accumulate(
     if CAUSAL or start_n + BLOCK_N > problem.seq_k:
         s = _visible(s, start_n, problem.seq_k, last, CAUSAL)
     # NOTE: with a causal mask a tile's upper rows see few of these keys and guess too low; v27 adds a second tile.
-    m = gl.max(s, 1) * scale_log2  # finite: every row sees the first key of this tile
+    m = gl.max(s, 1) * scale_log2  # finite, because every row sees this tile's first key
     p = gl.exp2(s * scale_log2 - m[:, None])
     l = _sums(p)
     p = gl.convert_layout(p.to(ring.k.dtype), p_layout)

@@ -1,7 +1,7 @@
 """FlashAttention backward (arXiv 2205.14135, Algorithm 4): a loop over K/V tiles, and in it a loop over query tiles.
 
-Beside this, `@replayed` records a call's launches and repeats them without their CPU cost. `aligned` copies inputs that Triton
-would load slowly.
+Also, `@replayed` records a call's launches and repeats them without their CPU cost. `aligned` copies inputs that Triton would
+load slowly.
 """
 
 import torch
@@ -30,7 +30,7 @@ def _accumulate(
         in_q = offs_m[:, None] < seq_q
         q = tl.load(tile_ptrs(q_ptr, strides.q, offs_m, offs_d), mask=in_q, other=0.0)  # [BLOCK_M, HEAD_DIM]
         s_t = tl.dot(k, q.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
-        lse_log2 = tl.load(lse_ptr + offs_m, mask=offs_m < seq_q, other=float("inf")) * LOG2_E  # past the end: p = 0
+        lse_log2 = tl.load(lse_ptr + offs_m, mask=offs_m < seq_q, other=float("inf")) * LOG2_E  # p = 0 past the end
         p_t = tl.exp2(s_t * scale_log2 - lse_log2[None, :])
         p_t = tl.where(offs_m[None, :] >= seen_from[:, None], p_t, 0.0)
         do = tl.load(tile_ptrs(do_ptr, strides.do, offs_m, offs_v), mask=in_q, other=0.0)  # [BLOCK_M, VALUE_DIM]
@@ -74,7 +74,7 @@ def _backward_kernel(
         dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
         dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
 
-        # The first query that sees each key. It is 2**30 for a key past the end, so that its p is 0. Otherwise p may be
+        # The first query that sees each key. For a key past the end it is 2**30, so that the key's p is 0. Otherwise p may be
         # infinite, and infinity times 0 is NaN.
         seen_from = tl.where(offs_n < seq_k, offs_n - diagonal if CAUSAL else 0, 2**30)
         first = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M if CAUSAL else 0

@@ -1,7 +1,7 @@
 """FlashAttention forward (arXiv 2205.14135, Algorithm 1): a loop over K/V tiles, and in it a loop over query tiles.
 
-Beside this, `@replayed` records a call's launches and repeats them without their CPU cost. `aligned` copies inputs that Triton
-would load slowly.
+Also, `@replayed` records a call's launches and repeats them without their CPU cost. `aligned` copies inputs that Triton would
+load slowly.
 """
 
 import torch
@@ -35,7 +35,7 @@ def _forward_kernel(
     o_ptr = head_ptr(o_ptr, strides.o, batch, head)
     k_ptr = head_ptr(k_ptr, strides.k, batch, kv_head)
     v_ptr = head_ptr(v_ptr, strides.v, batch, kv_head)
-    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0: a masked score, -inf, times 0 is NaN
+    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0, because a masked score (-inf) times 0 is NaN.
     scale_log2 = tl.maximum(scale * LOG2_E, 1e-37)
 
     for start_n in range(0, seq_k, BLOCK_N):
@@ -61,7 +61,7 @@ def _forward_kernel(
             if CAUSAL:
                 visible = visible & (offs_m[:, None] + diagonal >= offs_n[None, :])
             s = tl.where(visible, s, float("-inf"))
-            m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)  # finite: the first tile contains key 0, which every query sees
+            m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)  # finite, because the first tile has key 0, which every query sees
             p = tl.exp2(s * scale_log2 - m_new[:, None])
             l_old = l * tl.exp2(m - m_new)
             l_new = l_old + tl.sum(p, 1)

@@ -29,7 +29,7 @@ class Problem(NamedTuple):
     diagonal: gl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     scale: gl.tensor
     splits: gl.tensor  # number of parts into which the keys are split
-    is_split: gl.tensor | None  # None if keys are not split: then the kernel has no code for splits
+    is_split: gl.tensor | None  # None if keys are not split, so that the kernel has no code for splits
 
 
 class Tile(NamedTuple):
@@ -60,7 +60,7 @@ def _rows_before(diagonal, PACKED: gl.constexpr):
 
 @gluon.jit
 def _share(tiles, split, problem):
-    """Return how many of `tiles` key tiles a split has. It has tile number `split`, and every `splits`-th tile after it."""
+    """Return how many of `tiles` key tiles a split has: tile number `split`, and every `splits`-th tile after that tile."""
     return gl.cdiv(gl.maximum(tiles - split, 0), problem.splits) if problem.is_split is not None else tiles
 
 
@@ -82,7 +82,7 @@ def _tile(
     seq_k = gl.minimum((start_m + BLOCK_M) // PACKED + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k
     keys = _share(gl.cdiv(seq_k, BLOCK_N), split, problem)
     if problem.is_split is not None:
-        keys = gl.maximum(keys, 1)  # a split without key tiles loads one and does not use it
+        keys = gl.maximum(keys, 1)  # a split without key tiles loads one tile and does not use it
     step = BLOCK_N * problem.splits
     head = batch_head % problem.heads
     return Tile(batch_head, batch_head // problem.heads, head, head // problem.heads_per_kv, start_m, keys, split, step)
@@ -103,14 +103,14 @@ def _seen(start_m, problem, BLOCK_N: gl.constexpr, PACKED: gl.constexpr, CAUSAL:
 
 @gluon.jit
 def _to_compute(start_m, tile, problem, BLOCK_N: gl.constexpr, PACKED: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr):
-    """Return a consumer's number of key tiles, the last key that its first row start_m sees, and if the consumer is idle."""
+    """Return a consumer's number of key tiles, the last key that row start_m sees, and whether the consumer is idle."""
     seen = _seen(start_m, problem, BLOCK_N, PACKED, CAUSAL)
     last = start_m // PACKED + problem.diagonal
     idle = False
     if problem.is_split is not None or MODE == "running":
         seen = gl.minimum(_share(seen, tile.split, problem), tile.key_tiles)
         idle = (seen <= 0) | (start_m >= problem.seq_q)  # no keys, or no rows
-        seen = gl.where(idle, 1, seen)  # an idle consumer computes one tile, which is not used
+        seen = gl.where(idle, 1, seen)  # an idle consumer computes one tile, whose result is not used
         last = gl.where(idle, 2**30, last)
     return seen, last, idle
 
@@ -129,8 +129,8 @@ def _flags(failed_ptr):
 
 @gluon.jit
 def _next_failed(number, tiles, flags):
-    """With N CTAs, look at the tiles `number`, `number` + N, `number` + 2N, … Return the first failed tile's number. If
-    none failed, return at least `tiles`."""
+    """With N CTAs, look at the tiles `number`, `number` + N, `number` + 2N, … Return the number of the first tile among them
+    that failed. If none of them failed, return a number of at least `tiles`."""
     while gl.load(flags.tile_failed + number, mask=number < tiles, other=1) == 0:
         number += gl.num_programs(0)
     return number

@@ -57,7 +57,7 @@ class Tensors(NamedTuple):
     out_ptr: gl.tensor | None  # pointer to O if the first query tile starts before query 0
     lse: gl.tensor  # pointer to [B, H, Sq]
     part: gl.tensor | None  # if keys are split, pointer to O, [splits, B, H, Sq, VALUE_DIM]; `lse` is then [splits, B, H, Sq]
-    counter: gl.tensor  # tiles taken so far, except each CTA's first
+    counter: gl.tensor  # tiles taken so far, except each CTA's first tile
     failed: gl.tensor  # pointer to the flags; see `Flags`
 
 
@@ -81,8 +81,8 @@ class Ring(NamedTuple):
 
 @gluon.jit
 def _load(tensors, tile, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
-    """Start to load the next slot of the ring, when the consumers have released it. The slot gets the two tiles of one step: K
-    of the key tile at start_n, and V of the key tile after it, whose scores are already computed."""
+    """Start to load the next slot of the ring, when the consumers have released the slot. The slot gets the two tiles of one
+    step: K of the key tile at start_n, and V of the previously visited key tile, whose scores are already computed."""
     STAGES: gl.constexpr = ring.k.shape[0]
     NBYTES: gl.constexpr = (tensors.k.block_type.nbytes if K else 0) + (tensors.v.block_type.nbytes if V else 0)
     slot, phase = slot_and_phase(fill, STAGES)
@@ -113,8 +113,8 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
     """Run on one warp: keep the buffers of Q, K and V full, also for the next tile while the current tile ends.
 
     A CTA's first tile has the CTA's own number. The CTA takes its other tiles from a counter that all CTAs share. If keys are
-    split, or MODE is "running", the CTA takes tiles in fixed strides. If MODE is "again", it takes
-    only the failed tiles among them.
+    split, or MODE is "running", the CTA takes tiles in fixed strides. If MODE is "again", the CTA looks at tiles in fixed
+    strides, and takes those that failed.
     """
     if problem.is_split is not None:
         gdc_launch_dependents()  # all CTAs of this launch are running, so CTAs of the next launch may start
@@ -161,7 +161,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
 
 @gluon.jit
 def _check(acc, l, number, tensors):
-    """Flag tile `number` as failed if l or O is infinite or NaN: then P or a sum has overflowed."""
+    """Flag tile `number` as failed if l or O is infinite or NaN, because P or a sum has then overflowed."""
     of_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     fails = ~(gl.abs(gl.sum(acc, 1) + gl.convert_layout(l, of_rows)) < float("inf"))
     same = gl.zeros([acc.shape[0]], gl.int32, of_rows)
@@ -174,7 +174,7 @@ def _check(acc, l, number, tensors):
 def _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m, part, idle, PACKED: gl.constexpr):
     """Store a consumer's rows of O, from its slot `own` of `queries`."""
     batch, head = tile.batch_head // problem.heads, tile.batch_head % problem.heads  # computed only here, which saves registers
-    if problem.is_split is not None and problem.splits > 1:  # `part`: where this head's rows begin in the split
+    if problem.is_split is not None and problem.splits > 1:  # `part` is where this head's rows begin in the split
         offs_m = start_m + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
         offs_d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
         part_ptrs = tensors.part + (part + _place(offs_m, problem, PACKED))[:, None] * acc.shape[1]
@@ -211,7 +211,7 @@ def _consumer(
     # With Q in registers, the matmul need not read Q from shared memory for every key tile. Up to D = 128, two consumers have
     # enough registers for Q. Four consumers do not.
     Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and HEAD_DIM <= 128
-    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0: a masked score, -inf, times 0 is NaN
+    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0, because a masked score (-inf) times 0 is NaN.
     scale_log2 = gl.maximum(problem.scale * LOG2_E, 1e-37)
     fill = 0
     turn = 0
@@ -290,10 +290,10 @@ def _forward_kernel(
     problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale, splits, part_ptr)
     queries = Queries(q_s, o_s, q_full, q_empty)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
-    next_tiles = NextTiles(tile_s, new_barriers(Q_STAGES, 1))  # no empty barriers: consumers read a number before they free Q
+    next_tiles = NextTiles(tile_s, new_barriers(Q_STAGES, 1))  # no empty barriers: Q's empty barriers protect the number, too
     # An SM has 65,536 registers, and a warpgroup has 128 threads. So the registers per thread of all warpgroups may add up to
-    # 512. The second list has the registers per thread of each role after the first role. The producer gets 24. The first role
-    # runs on the launch's own warps and gets the rest.
+    # 512. The second list has the registers per thread of all roles except the first. The producer gets 24. The first role runs
+    # on the launch's own warps and gets the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (tensors, queries, ring, next_tiles, problem, 0, MODE, CAUSAL)),

@@ -21,8 +21,8 @@ class Shape(NamedTuple):
     maxnreg: int  # registers per thread at the launch; then the roles divide the SM's 65,536 registers anew
 
 
-# The index is the larger of D and Dv. FEW_ROWS has shapes for few query rows. Its longer key tiles keep more loads of K and V
-# in flight.
+# TILES and FEW_ROWS are indexed by the larger of D and Dv. FEW_ROWS has shapes for few query rows. Its longer key tiles keep
+# more loads of K and V in flight.
 TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, q_slots=2, maxnreg=96)) | {
     128: Shape(queries=128, keys=64, kv_slots=3, q_slots=2, maxnreg=168),
     256: Shape(queries=128, keys=64, kv_slots=2, q_slots=1, maxnreg=168),
@@ -64,10 +64,10 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, pro
     tiles = triton.cdiv(rows, shape.queries) * groups
     key_tiles = triton.cdiv(keys, shape.keys)
     splits = splits_of(tiles, key_tiles, programs)
-    if few and key_tiles <= splits and shape.keys > ROWS.value:  # two tiles of half the keys are ready sooner than one
+    if few and key_tiles <= splits and shape.keys > ROWS.value:  # two half tiles are ready sooner than one whole tile
         shape, key_tiles = shape._replace(keys=shape.keys // 2, kv_slots=shape.kv_slots * 2), key_tiles * 2
     packed = together if few or splits > 1 or tiles < triton.cdiv(seq_q, shape.queries) * batch * heads else 1
-    before = diagonal % (64 // packed)  # positions
+    before = diagonal % (64 // packed)  # positions before query 0
     tiles = triton.cdiv((seq_q + before) * packed, shape.queries) * batch * (heads // packed)
     turns = triton.cdiv(tiles * splits, programs)
     short = few or turns * triton.cdiv(key_tiles, splits) <= SHORT[width]

@@ -26,7 +26,7 @@ def _prepare_kernel(
     out = out_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, VALUE_DIM)
     delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
     lse_ptrs = lse_ptr + batch_head.to(tl.int64) * seq_q + start_m + rows
-    lse = tl.load(lse_ptrs, mask=inside, other=float("inf"))  # past the end: p = 0
+    lse = tl.load(lse_ptrs, mask=inside, other=float("inf"))  # p = 0 past the end
     tl.store(stats_ptr + tile * 2 * BLOCK_M + rows, lse * LOG2_E)
     tl.store(stats_ptr + (tile * 2 + 1) * BLOCK_M + rows, delta)
 

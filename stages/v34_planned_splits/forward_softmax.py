@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from common.kernels.hopper import ROWS, slot_and_phase
 
-FEW_TILES = gl.constexpr(8)  # rows with at most this many key tiles rarely fail, and a second tile would cost them most
+FEW_TILES = gl.constexpr(8)  # rows with at most this many key tiles rarely fail, and a second tile would slow them a lot
 
 
 @gluon.jit
@@ -44,9 +44,9 @@ def _accumulate(
     acc, s, q, ring, fill, tiles, tile, problem, last, scale_log2,
     CONSUMERS: gl.constexpr, PACKED: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Run a consumer's softmax over `tiles` key tiles, the last tile first. That tile's scores s are already being computed.
+    """Run a consumer's softmax over `tiles` key tiles, the last tile first. The last tile's scores are already being computed.
 
-    Returns acc, m (maximum) and l (sum). The matmul that adds the first tile to acc is still in flight.
+    Returns acc, m (maximum) and l (sum). The matmul P V of the first tile, visited last, is still in flight.
     """
     STAGES: gl.constexpr = ring.k.shape[0]
     BLOCK_N: gl.constexpr = ring.k.shape[3]
@@ -61,7 +61,7 @@ def _accumulate(
     # keys, or all keys. Therefore only the last key tile needs a mask.
     if CAUSAL or start_n + BLOCK_N > problem.seq_k:
         s = _visible(s, start_n, problem.seq_k, last, PACKED, CAUSAL)
-    m = gl.max(s, 1) * scale_log2  # finite: every row sees the first key of this tile
+    m = gl.max(s, 1) * scale_log2  # finite, because every row sees this tile's first key
     first = 1
     if CAUSAL and tiles > FEW_TILES:
         # The upper rows see few keys of the diagonal's tile, so m includes the next tile, too. Every MODE does this.

@@ -51,11 +51,11 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
         gl.cdiv(problem.seq_k, KEYS), problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=gl.num_programs(0)
     )
     start_n = tile_n * KEYS
-    first = 0  # the first query tile that sees one of these keys; if none does, the last tile, where all scores are masked
+    first = 0  # the first query tile that sees one of these keys, or else the last tile, where all scores are masked
     masked = 0  # number of query tiles, from `first` on, that need a mask
     unseen = 0  # number of query tiles, from `first` on, that see no key of the second consumer
     if CAUSAL:
-        start = start_n - problem.diagonal  # this query sees the tile's first key, but not its second
+        start = start_n - problem.diagonal  # this query sees the tile's first key, but not the second key
         first = gl.minimum(gl.maximum(start, 0) // BLOCK_M, tiles_m - 1)
         full = gl.cdiv(gl.maximum(start + KEYS - 1, 0), BLOCK_M)  # the first query tile that sees every key
         masked = gl.minimum(full, tiles_m) - first

@@ -56,11 +56,11 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
         gl.cdiv(problem.seq_k, KEYS), problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=gl.num_programs(0)
     )
     start_n = tile_n * KEYS
-    first = 0  # the first query tile that sees one of these keys; if none does, the last tile, where all scores are masked
+    first = 0  # the first query tile that sees one of these keys, or else the last tile, where all scores are masked
     masked = 0  # number of query tiles, from `first` on, that need a mask
     unseen = 0  # number of query tiles, from `first` on, that see no key of the second consumer
     if CAUSAL:
-        start = start_n - problem.diagonal  # this query sees the tile's first key, but not its second
+        start = start_n - problem.diagonal  # this query sees the tile's first key, but not the second key
         first = gl.minimum(gl.maximum(start, 0) // BLOCK_M, tiles_m - 1)
         full = gl.cdiv(gl.maximum(start + KEYS - 1, 0), BLOCK_M)  # the first query tile that sees every key
         masked = gl.minimum(full, tiles_m) - first
@@ -71,8 +71,8 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
     # CTAs that read the same query tile at the same time share it through the L2 cache. Masked tiles come first, in order, as
     # `_accumulate` expects. The first `at_once` CTAs start together. After the masked tiles, they all go backwards from the
     # last tile, and so read the same tiles. The next `at_once` CTAs start one by one, each when another CTA ends. They go
-    # forwards: a CTA that starts later begins at a later tile, which the CTAs before it have about reached. The two orders
-    # alternate. If a K/V head has only one query head, its query tiles stay in the cache anyway.
+    # forwards, because a CTA that starts later begins at a later tile, which the CTAs before it have about reached by then. The
+    # two orders alternate. If a K/V head has only one query head, its query tiles stay in the cache anyway.
     turning = tiles
     if CAUSAL:
         turning = gl.where((heads_per_kv > 1) & (number // problem.at_once % 2 == 0), masked, tiles)
@@ -89,7 +89,7 @@ def _query_tile(step, tile):
     """Return the head and the query tile of a step, and the tile's number among the query tiles of all heads.
 
     Steps take one tile of each query head that shares the keys, then the next tile of each. The first `turning` tiles go in
-    order. After them, the other tiles go from the last one backwards.
+    order. After these, the other tiles go from the last tile backwards.
     """
     shared = step % tile.heads_per_kv
     done = step // tile.heads_per_kv

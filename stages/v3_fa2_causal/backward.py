@@ -1,5 +1,5 @@
-"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in two kernels: one owns query tiles, the other K/V tiles. Only
-tiles that need a mask get one."""
+"""FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in two kernels: one owns query tiles, the other owns K/V tiles.
+Only tiles that need a mask get a mask."""
 
 import torch
 import triton
@@ -65,13 +65,13 @@ def _dq_kernel(
     out = tl.load(out_ptrs, mask=in_q, other=0.0)  # [BLOCK_M, VALUE_DIM]
     delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
     rows = batch_head.to(tl.int64) * seq_q + offs_m
-    lse_log2 = tl.load(lse_ptr + rows, mask=offs_m < seq_q, other=float("inf")) * LOG2_E  # past the end: p = 0
+    lse_log2 = tl.load(lse_ptr + rows, mask=offs_m < seq_q, other=float("inf")) * LOG2_E  # p = 0 past the end
     k_ptr = head_ptr(k_ptr, strides.k, batch, kv_head)
     v_ptr = head_ptr(v_ptr, strides.v, batch, kv_head)
     scale_log2 = scale * LOG2_E
     dq = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
 
-    # First, without a mask: whole tiles that every row sees. Then, with a mask: tiles at the diagonal and at the last key.
+    # First come whole tiles that every row sees, without a mask. Then come tiles at the diagonal and the last key, with a mask.
     end = tl.minimum(start_m + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k
     full = (tl.minimum(start_m + diagonal, seq_k) if CAUSAL else seq_k) // BLOCK_N * BLOCK_N
     dq = _accumulate_dq(
@@ -102,7 +102,7 @@ def _accumulate_dkv(
         in_q = offs_m[:, None] < seq_q
         q = tl.load(tile_ptrs(q_ptr, strides.q, offs_m, offs_d), mask=in_q, other=0.0)  # [BLOCK_M, HEAD_DIM]
         s_t = tl.dot(k, q.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
-        lse_log2 = tl.load(lse_ptr + offs_m, mask=offs_m < seq_q, other=float("inf")) * LOG2_E  # past the end: p = 0
+        lse_log2 = tl.load(lse_ptr + offs_m, mask=offs_m < seq_q, other=float("inf")) * LOG2_E  # p = 0 past the end
         p_t = tl.exp2(s_t * scale_log2 - lse_log2[None, :])
         if MASKED:
             p_t = tl.where(offs_m[None, :] >= seen_from[:, None], p_t, 0.0)
@@ -143,8 +143,8 @@ def _dkv_kernel(
     dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
 
     seen_from = offs_n - diagonal  # the first query that sees each key
-    # First, with a mask: the diagonal. Then, without a mask: all later queries. Queries past the end have p = 0, and results of
-    # keys past the end are not stored.
+    # First come the queries at the diagonal, with a mask. Then come all later queries, without a mask. Queries past the end
+    # have p = 0, and results of keys past the end are not stored.
     first = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M if CAUSAL else 0
     full = tl.cdiv(tl.maximum(start_n + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M if CAUSAL else 0
     for shared in range(heads_per_kv):  # the query heads that share these keys

@@ -1,7 +1,7 @@
 """The scheduler: which CTA computes which tile, and where a tile's rows and keys lie.
 
-Change from v39: `_next_failed` counts the failed tiles that it skips. Beside this, one tensor, `State`, has the counter and the
-flags, so that the kernel needs one pointer.
+Change from v39: `_next_failed` counts the failed tiles that it skips. Also, one tensor, `State`, has the counter and the flags,
+so that the kernel needs one pointer.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ LOOKED_AT = gl.constexpr(512)  # number of flags that a warp loads at once
 class State(NamedTuple):
     """Pointers into the int32 tensor that all CTAs share: to a counter, and to flags."""
 
-    counter: gl.tensor  # tiles taken so far, except each CTA's first
+    counter: gl.tensor  # tiles taken so far, except each CTA's first tile
     any_failed: gl.tensor  # 1 if the second launch has work
     tile_failed: gl.tensor  # a flag for each tile
 
@@ -36,7 +36,7 @@ class Problem(NamedTuple):
     diagonal: gl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     scale: gl.tensor
     splits: gl.tensor  # number of parts into which the keys are split
-    is_split: gl.tensor | None  # None if keys are not split: then the kernel has no code for splits
+    is_split: gl.tensor | None  # None if keys are not split, so that the kernel has no code for splits
 
 
 class Tile(NamedTuple):
@@ -67,7 +67,7 @@ def _rows_before(diagonal, PACKED: gl.constexpr):
 
 @gluon.jit
 def _share(tiles, split, problem):
-    """Return how many of `tiles` key tiles a split has. It has tile number `split`, and every `splits`-th tile after it."""
+    """Return how many of `tiles` key tiles a split has: tile number `split`, and every `splits`-th tile after that tile."""
     return gl.cdiv(gl.maximum(tiles - split, 0), problem.splits) if problem.is_split is not None else tiles
 
 
@@ -89,7 +89,7 @@ def _tile(
     seq_k = gl.minimum((start_m + BLOCK_M) // PACKED + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k
     keys = _share(gl.cdiv(seq_k, BLOCK_N), split, problem)
     if problem.is_split is not None:
-        keys = gl.maximum(keys, 1)  # a split without key tiles loads one and does not use it
+        keys = gl.maximum(keys, 1)  # a split without key tiles loads one tile and does not use it
     step = BLOCK_N * problem.splits
     head = batch_head % problem.heads
     return Tile(batch_head, batch_head // problem.heads, head, head // problem.heads_per_kv, start_m, keys, split, step)
@@ -110,14 +110,14 @@ def _seen(start_m, problem, BLOCK_N: gl.constexpr, PACKED: gl.constexpr, CAUSAL:
 
 @gluon.jit
 def _to_compute(start_m, tile, problem, BLOCK_N: gl.constexpr, PACKED: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr):
-    """Return a consumer's number of key tiles, the last key that its first row start_m sees, and if the consumer is idle."""
+    """Return a consumer's number of key tiles, the last key that row start_m sees, and whether the consumer is idle."""
     seen = _seen(start_m, problem, BLOCK_N, PACKED, CAUSAL)
     last = start_m // PACKED + problem.diagonal
     idle = False
     if problem.is_split is not None or MODE == "running":
         seen = gl.minimum(_share(seen, tile.split, problem), tile.key_tiles)
         idle = (seen <= 0) | (start_m >= problem.seq_q)  # no keys, or no rows
-        seen = gl.where(idle, 1, seen)  # an idle consumer computes one tile, which is not used
+        seen = gl.where(idle, 1, seen)  # an idle consumer computes one tile, whose result is not used
         last = gl.where(idle, 2**30, last)
     return seen, last, idle
 
@@ -141,8 +141,8 @@ def _state(state_ptr):
 
 @gluon.jit
 def _next_failed(number, others, tiles, state):
-    """Search from tile `number` on. Skip `others` failed tiles and return the next failed tile, or at least `tiles` if there is
-    none."""
+    """Search from tile `number` on. Skip `others` failed tiles and return the number of the next failed tile, or a number of at
+    least `tiles` if no tile is left."""
     offs = gl.arange(0, LOOKED_AT, gl.BlockedLayout([LOOKED_AT // 32], [32], [1], [0]))
     while (others >= 0) & (number < tiles):
         failed = gl.load(state.tile_failed + number + offs, mask=number + offs < tiles, other=0)

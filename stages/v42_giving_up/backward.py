@@ -52,7 +52,7 @@ class Tensors(NamedTuple):
     sums: tma.tensor_descriptor  # dQ's accumulator
     dk: tma.tensor_descriptor
     dv: tma.tensor_descriptor
-    counter: gl.tensor | None  # tiles taken so far, except each CTA's first
+    counter: gl.tensor | None  # tiles taken so far, except each CTA's first tile
 
 
 class Place(NamedTuple):
@@ -155,7 +155,7 @@ def _accumulate(
     dtype: gl.constexpr = ring.q.dtype
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
     if MASKED:
-        # The first query that sees each key; 2**30 if the key is past the end, so that no query sees it.
+        # The first query that sees each key. For a key past the end it is 2**30, so that no query sees the key.
         offs_n = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
         seen_from = gl.where(offs_n < tile.keys, tile.start_n + offs_n - tile.diagonal if CAUSAL else 0, 2**30)
     for step in range(lo, hi):
@@ -218,8 +218,8 @@ def _store_dkv(tensors, place, kv, turn):
 
 @gluon.jit
 def _producer(tensors, kv, ring, next_tiles, problem, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr):
-    """Run on one warp: load K and V once, load Q and dO through a ring, and store dK and dV at the end. Q and dO of a tile's
-    first steps load before the previous tile has ended."""
+    """Run on one warp: load each tile's K and V once, load Q and dO through a ring, and store dK and dV at the end. A tile's K
+    and V, and Q and dO of its first steps, load before the previous tile has ended."""
     STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
@@ -239,7 +239,7 @@ def _producer(tensors, kv, ring, next_tiles, problem, PERSISTENT: gl.constexpr, 
         number = problem.tiles
         if PERSISTENT:
             number = gl.num_programs(0) + gl.atomic_add(tensors.counter, 1)
-            # A number past the last tile is passed on too: it tells the other warps to end.
+            # A number past the last tile is passed on, too, because it tells the other warps to end.
             slot, _ = slot_and_phase(turn, 2)
             next_tiles.number.index(slot).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
             mbarrier.arrive(next_tiles.full.index(slot), count=1)
@@ -285,7 +285,7 @@ def _consumer(kv, ring, ds_ring, next_tiles, problem, w: gl.constexpr, PERSISTEN
             fence_async_shared()
             mbarrier.arrive(ds_ring.full.index(slot), count=1)
             mbarrier.arrive(ring.empty.index(slot), count=1)
-        # The diagonal needs a mask. Keys past the end need one, too: their p may be infinite, and infinity times 0 is NaN.
+        # The diagonal needs a mask. Keys past the end need one, because their p may be infinite, and infinity times 0 is NaN.
         dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, fill, unseen, tile.masked, w, CAUSAL, True)
         dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, fill, tile.masked, tile.steps, w, CAUSAL, False)
         fill += tile.steps
@@ -321,7 +321,7 @@ def _dq_consumer(tensors, kv, ds_ring, next_tiles, problem, PERSISTENT: gl.const
             kv_slot, _ = slot_and_phase(turn, KV_STAGES)
             slot, phase = slot_and_phase(fill + step, STAGES)
             _, _, row = _query_tile(step, tile)
-            mbarrier.wait(ds_ring.full.index(slot), phase)  # K has arrived, too: the consumers waited for it
+            mbarrier.wait(ds_ring.full.index(slot), phase)  # the consumers waited for K, so K has arrived, too
             _add_dq(tensors, ds_ring, slot, kv, kv_slot, row)
         fill += tile.steps
         number = _next(next_tiles, turn, problem.tiles, PERSISTENT)
@@ -394,7 +394,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     tiles = triton.cdiv(seq_k, 128) * batch * kv_heads
     persistent = max(head_dim, value_dim) < 128  # not at D = 128, where a second K and V would not fit in shared memory
     programs = min(tiles, num_sms()) if persistent else tiles
-    counter = lse.new_empty(1, dtype=torch.int32) if persistent else None  # tiles taken so far, except each CTA's first
+    counter = lse.new_empty(1, dtype=torch.int32) if persistent else None  # tiles taken so far, except each CTA's first tile
     stats = lse.new_empty(tiles_m * 2, block_m)
     sums = lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)
     _prepare_kernel[tiles_m,](

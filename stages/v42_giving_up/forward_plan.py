@@ -21,8 +21,8 @@ class Shape(NamedTuple):
     maxnreg: int  # registers per thread at the launch; then the roles divide the SM's 65,536 registers anew
 
 
-# The index is the larger of D and Dv. FEW_ROWS has shapes for few query rows. Its longer key tiles keep more loads of K and V
-# in flight.
+# TILES and FEW_ROWS are indexed by the larger of D and Dv. FEW_ROWS has shapes for few query rows. Its longer key tiles keep
+# more loads of K and V in flight.
 TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, q_slots=2, maxnreg=96)) | {
     128: Shape(queries=128, keys=64, kv_slots=3, q_slots=2, maxnreg=168),
     256: Shape(queries=128, keys=64, kv_slots=2, q_slots=1, maxnreg=168),
@@ -33,22 +33,23 @@ FEW_SQUARES = 8  # FEW_ROWS replaces tiles of 256 rows if a CTA has at most this
 # Failed tiles run again with a running maximum, for which longer key tiles are faster.
 TILES_AGAIN = TILES | {128: FEW_ROWS[128]}
 FIRST_KEYS = 32  # number of first keys in a row's guess; half as many for short rows
-SHORT_ROW = 512  # rows with at most this many keys are short; for these, the extra matmul costs most
+SHORT_ROW = 512  # rows with at most this many keys are short; the extra matmul slows them more than long rows
 # If a CTA has at most this many key tiles, a guess's extra launches take longer than a running maximum.
 SHORT = {16: 16, 32: 16, 64: 16, 128: 32, 256: 32}
-# Constants of `splits_of`, fitted to times on an H200. `splits_of` counts time in units of 1/30 ns. In one unit, a CTA reads an
-# element of K or V, while few other CTAs read.
-CROWDED = 0.75  # reading takes this part longer if all 132 CTAs read, because memory is only fast enough for 75 CTAs
-ROWS_READ = 75  # if a tile has more rows than this, it computes for longer than it reads keys
+# Constants of `splits_of`, fitted to times on an H200. `splits_of` counts time in units of 1/30 ns. In one unit, a CTA reads
+# one element of K or V, if few other CTAs read.
+CROWDED = 0.75  # reading takes this fraction longer if all 132 CTAs read, because memory is only fast enough for 75 CTAs
+ROWS_READ = 75  # if a tile has more rows than this, computing takes longer than reading keys
 MERGE = 75_000  # time of the merge's launch
 
 
 @functools.cache
 def splits_of(tiles: int, key_tiles: int, rows: int, keys: int, width: int, programs: int) -> int:
-    """Return the number of splits with the best predicted time: the smallest number within 1 % of the best time.
+    """Return the smallest number of splits whose predicted time is within 1 % of the best time.
 
     One after the other, a CTA takes up to ceil(tiles * splits / programs) query tiles, with ceil(key_tiles / splits) key tiles
-    each. Then one more launch merges the splits. All CTAs write and read the splits' outputs in float32.
+    each. Then one more launch merges the splits. All CTAs together write the splits' outputs in float32, and read them again
+    for the merge.
 
     Args:
         tiles: number of query tiles of all heads. Each has `rows` rows.
@@ -94,10 +95,10 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, pro
     splits = 1
     if few or tiles < programs:
         splits = splits_of(tiles, key_tiles, min(rows, shape.queries), shape.keys, head_dim + value_dim, programs)
-    if few and key_tiles <= splits and shape.keys > ROWS.value:  # two tiles of half the keys are ready sooner than one
+    if few and key_tiles <= splits and shape.keys > ROWS.value:  # two half tiles are ready sooner than one whole tile
         shape, key_tiles = shape._replace(keys=shape.keys // 2, kv_slots=shape.kv_slots * 2), key_tiles * 2
     packed = together if few or splits > 1 or tiles < triton.cdiv(seq_q, shape.queries) * batch * heads else 1
-    before = diagonal % (64 // packed)  # positions
+    before = diagonal % (64 // packed)  # positions before query 0
     tiles = triton.cdiv((seq_q + before) * packed, shape.queries) * batch * (heads // packed)
     turns = triton.cdiv(tiles * splits, programs)
     short = few or turns * triton.cdiv(key_tiles, splits) <= SHORT[width]

@@ -1,8 +1,8 @@
 """A forward with packed heads and split keys, in Gluon, for Hopper.
 
 MODE "guess" guesses the maximum, and MODE "again" computes the tiles that failed. MODE "running" keeps a running maximum.
-Change from v42: `forward_sample.py` tells before the first tile whether guesses would fail. Beside this, each launch lets the
-next launch start early.
+Change from v42: `forward_sample.py` tells before the first tile whether guesses would fail. Also, each launch lets the next
+launch start early.
 """
 
 from typing import NamedTuple
@@ -88,8 +88,8 @@ class Ring(NamedTuple):
 
 @gluon.jit
 def _load(tensors, tile, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
-    """Start to load the next slot of the ring, when the consumers have released it. The slot gets the two tiles of one step: K
-    of the key tile at start_n, and V of the key tile after it, whose scores are already computed."""
+    """Start to load the next slot of the ring, when the consumers have released the slot. The slot gets the two tiles of one
+    step: K of the key tile at start_n, and V of the previously visited key tile, whose scores are already computed."""
     STAGES: gl.constexpr = ring.k.shape[0]
     NBYTES: gl.constexpr = (tensors.k.block_type.nbytes if K else 0) + (tensors.v.block_type.nbytes if V else 0)
     slot, phase = slot_and_phase(fill, STAGES)
@@ -191,7 +191,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
 
 @gluon.jit
 def _check(acc, l, number, tensors):
-    """Flag tile `number` as failed if l or O is infinite or NaN: then P or a sum has overflowed."""
+    """Flag tile `number` as failed if l or O is infinite or NaN, because P or a sum has then overflowed."""
     of_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     fails = ~(gl.abs(gl.sum(acc, 1) + gl.convert_layout(l, of_rows)) < float("inf"))
     same = gl.zeros([acc.shape[0]], gl.int32, of_rows)
@@ -204,7 +204,7 @@ def _check(acc, l, number, tensors):
 def _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m, part, idle, PACKED: gl.constexpr):
     """Store a consumer's rows of O, from its slot `own` of `queries`."""
     batch, head = tile.batch_head // problem.heads, tile.batch_head % problem.heads  # computed only here, which saves registers
-    if problem.is_split is not None and problem.splits > 1:  # `part`: where this head's rows begin in the split
+    if problem.is_split is not None and problem.splits > 1:  # `part` is where this head's rows begin in the split
         offs_m = start_m + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
         offs_d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
         part_ptrs = tensors.part + (part + _place(offs_m, problem, PACKED))[:, None] * acc.shape[1]
@@ -241,7 +241,7 @@ def _consumer(
     # With Q in registers, the matmul need not read Q from shared memory for every key tile. Up to D = 128, two consumers have
     # enough registers for Q. Four consumers do not.
     Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and HEAD_DIM <= 128
-    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0: a masked score, -inf, times 0 is NaN
+    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0, because a masked score (-inf) times 0 is NaN.
     scale_log2 = gl.maximum(problem.scale * LOG2_E, 1e-37)
     fill = 0
     turn = 0
@@ -268,9 +268,9 @@ def _consumer(
             tma.store_wait(0)
             slot, _ = slot_and_phase(turn + 1, Q_STAGES)
             mbarrier.arrive(queries.empty.index(slot * CONSUMERS + w), count=1, pred=turn > 0)
-        sees_first = seen > 1  # otherwise the guess has the first keys already
+        sees_first = seen > 1  # otherwise the guess includes the first keys already
         if problem.is_split is not None:
-            sees_first = sees_first & (tile.split == 0)  # the split with the first keys
+            sees_first = sees_first & (tile.split == 0)  # only this split has the first keys
         acc, m, l = _accumulate(
             acc, s, q, queries, own, ring, fill, seen, tile, problem, last, sees_first, scale_log2,
             CONSUMERS, PACKED, MODE, CAUSAL,
@@ -329,12 +329,12 @@ def _forward_kernel(
     problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale, splits, part_ptr)
     queries = Queries(q_s, o_s, first_s, q_full, q_empty)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
-    # No empty barriers: a consumer reads a number before it arrives at `queries.empty`, and the producer waits there before it
-    # overwrites the number. The CTA's first number has a slot of its own.
+    # No empty barriers are needed: a consumer reads a number before it arrives at `queries.empty`, and the producer waits at
+    # `queries.empty` before it overwrites the number. The CTA's first number has a slot of its own.
     next_tiles = NextTiles(tile_s, new_barriers(Q_STAGES + 1, 1))
     # An SM has 65,536 registers, and a warpgroup has 128 threads. So the registers per thread of all warpgroups may add up to
-    # 512. The second list has the registers per thread of each role after the first role. The producer gets 24. The first role
-    # runs on the launch's own warps and gets the rest.
+    # 512. The second list has the registers per thread of all roles except the first. The producer gets 24. The first role runs
+    # on the launch's own warps and gets the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (tensors, queries, ring, next_tiles, problem, 0, MODE, CAUSAL)),

@@ -128,8 +128,8 @@ def _dv_consumer(tensors, kv, ring, p_ring, problem, CAUSAL: gl.constexpr):
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv_layout, k_width=2)
     tile = _tile(gl.program_id(0), problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
     scale_log2 = problem.scale * LOG2_E
-    # The first query that sees each key. It is 2**30 for a key past the end, so that its p is 0. Otherwise p may be infinite,
-    # and infinity times 0 is NaN.
+    # The first query that sees each key. For a key past the end it is 2**30, so that the key's p is 0. Otherwise p may be
+    # infinite, and infinity times 0 is NaN.
     offs_n = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     seen_from = gl.where(offs_n < tile.keys, tile.start_n + offs_n - tile.diagonal if CAUSAL else 0, 2**30)
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)

@@ -51,9 +51,9 @@ def _accumulate(
     acc, s, q, queries, own, ring, fill, tiles, tile, problem, last, sees_first, scale_log2,
     CONSUMERS: gl.constexpr, PACKED: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Run a consumer's softmax over `tiles` key tiles, the last tile first. That tile's scores s are already being computed.
+    """Run a consumer's softmax over `tiles` key tiles, the last tile first. The last tile's scores are already being computed.
 
-    Returns acc, m (maximum) and l (sum). The matmul that adds the first tile to acc is still in flight.
+    Returns acc, m (maximum) and l (sum). The matmul P V of the first tile, visited last, is still in flight.
     """
     STAGES: gl.constexpr = ring.k.shape[0]
     BLOCK_N: gl.constexpr = ring.k.shape[3]

@@ -18,9 +18,9 @@ def _sample_kernel(
     batch_heads, heads, heads_per_kv, seq_q, seq_k, diagonal, splits,
     BLOCK_M: gl.constexpr, PACKED: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Compute the scores of samples, which are spread over all tiles, one sample per CTA. Also zero the counter and the flags
-    of all tiles. A sample is a consumer's 64 rows, their guess, and two key tiles to test the guess with. The sample's flag is
-    set if P of one of these keys exceeds 2^highest. The samples' flags, LATELY in number, lie before the flags of the tiles."""
+    """Compute the scores of samples, which are spread over all tiles. Each CTA computes one sample: a consumer's 64 rows, their
+    guess, and two key tiles to test the guess with. A sample's flags are set if P of one of these keys exceeds 2^highest. The
+    samples have LATELY flags, which lie before the flags of the tiles. Also zero the counter and the flags of all tiles."""
     gdc_launch_dependents()  # the next launch may start its setup before this launch ends
     BLOCK_N: gl.constexpr = k_desc.block_shape[2]
     HEAD_DIM: gl.constexpr = k_desc.block_shape[3]
@@ -88,4 +88,4 @@ def _sample_kernel(
 
 
 OVERFLOW = {torch.float16: 16, torch.bfloat16: 128}  # the power of 2 at which P overflows
-HEADROOM = 7  # a sample must stay this many powers of 2 below OVERFLOW, because a whole tile has larger scores
+HEADROOM = 7  # a sample must stay this many powers of 2 below OVERFLOW, because a whole tile has larger scores than its sample

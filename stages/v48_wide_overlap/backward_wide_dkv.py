@@ -1,7 +1,7 @@
 """dK and dV for D = 256. One consumer computes P and dV, the other consumer computes dS and dK.
 
-Change from v47: a consumer starts the last matmul of a step and the first matmul of the next step together. Beside this, Q,
-dO, K and V have their own barriers, so that the first matmul starts before the other tiles arrive.
+Change from v47: a consumer starts the last matmul of a step and the first matmul of the next step together. Also, Q, dO, K and
+V have their own barriers, so that the first matmul starts before the other tiles arrive.
 """
 
 from typing import NamedTuple
@@ -114,8 +114,8 @@ def _dv_consumer(tensors, kv, ring, p_ring, problem, CAUSAL: gl.constexpr):
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv_layout, k_width=2)
     tile = _tile(gl.program_id(0), problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
     scale_log2 = problem.scale * LOG2_E
-    # The first query that sees each key. It is 2**30 for a key past the end, so that its p is 0. Otherwise p may be infinite,
-    # and infinity times 0 is NaN.
+    # The first query that sees each key. For a key past the end it is 2**30, so that the key's p is 0. Otherwise p may be
+    # infinite, and infinity times 0 is NaN.
     offs_n = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     seen_from = gl.where(offs_n < tile.keys, tile.start_n + offs_n - tile.diagonal if CAUSAL else 0, 2**30)
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
@@ -159,7 +159,7 @@ def _dv_consumer(tensors, kv, ring, p_ring, problem, CAUSAL: gl.constexpr):
 def _ds_of(dp_t, ring, p_ring, step):
     """Return a step's dS, transposed and rounded, from its dP and P. Wait until P is ready."""
     slot, phase = slot_and_phase(step, ring.q.shape[0])
-    mbarrier.wait(p_ring.full.index(slot), phase)  # Q has arrived, too: the other consumer waited for it before it computed P
+    mbarrier.wait(p_ring.full.index(slot), phase)  # Q has arrived, too, because the other consumer waited for Q first
     p_t = p_ring.p.index(slot).load(dp_t.type.layout)
     delta = ring.stats.index(slot).slice(1, 1).load(dp_t.type.layout)  # [1, queries]
     return (p_t.to(gl.float32) * (dp_t - delta)).to(ring.q.dtype)
@@ -187,7 +187,7 @@ def _dk_consumer(tensors, kv, ring, p_ring, problem, CAUSAL: gl.constexpr):
     mbarrier.arrive(ring.do_empty.index(0), count=1)
     for step in range(tile.steps - 1):
         ds_t = _ds_of(dp_t, ring, p_ring, step)
-        # The matmul for dK comes first. No later matmul reads this Q, and the producer refills Q's buffer before dO's.
+        # The matmul for dK comes first, because no later matmul reads this Q, and the producer refills Q's buffer before dO's.
         slot, _ = slot_and_phase(step, STAGES)
         q = ring.q.index(slot).reshape([BLOCK_M, HEAD_DIM])
         dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)

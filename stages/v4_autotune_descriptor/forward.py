@@ -31,7 +31,7 @@ def _accumulate(
             if CAUSAL:
                 visible = visible & (offs_m[:, None] >= offs_n[None, :])
             s = tl.where(visible, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)  # finite: the first tile contains key 0, which every query sees
+        m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)  # finite, because the first tile has key 0, which every query sees
         p = tl.exp2(s * scale_log2 - m_new[:, None])
         rescale = tl.exp2(m - m_new)  # makes l and acc, which used the old maximum, fit the new one
         l = l * rescale + tl.sum(p, 1)
@@ -42,7 +42,7 @@ def _accumulate(
 
 
 def _set_block_shapes(args):
-    """Before a launch: write the tile sizes of the chosen configuration into the descriptors."""
+    """Run before each launch: write the tile sizes of the chosen configuration into the descriptors."""
     args["q_desc"].block_shape = [1, 1, args["BLOCK_M"], args["HEAD_DIM"]]
     args["out_desc"].block_shape = [1, 1, args["BLOCK_M"], args["VALUE_DIM"]]
     args["k_desc"].block_shape = [1, 1, args["BLOCK_N"], args["HEAD_DIM"]]
@@ -76,10 +76,10 @@ def _forward_kernel(
     acc = tl.zeros([BLOCK_M, VALUE_DIM], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
-    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0: a masked score, -inf, times 0 is NaN
+    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0, because a masked score (-inf) times 0 is NaN.
     scale_log2 = tl.maximum(scale * LOG2_E, 1e-37)
 
-    # First, without a mask: whole tiles that every row sees. Then, with a mask: tiles at the diagonal and at the last key.
+    # First come whole tiles that every row sees, without a mask. Then come tiles at the diagonal and the last key, with a mask.
     end = tl.minimum(start_m + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k
     full = (tl.minimum(start_m + diagonal, seq_k) if CAUSAL else seq_k) // BLOCK_N * BLOCK_N
     acc, m, l = _accumulate(

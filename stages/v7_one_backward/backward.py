@@ -1,6 +1,6 @@
 """FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel: dQ accumulates in memory.
 
-Beside this, keys past the end need a mask, because dQ sums over all keys of a tile.
+Also, keys past the end need a mask, because dQ sums over all keys of a tile.
 """
 
 import torch
@@ -34,8 +34,8 @@ def _delta_kernel(out_desc, do_desc, delta_ptr, heads, seq_q: tl.int32, VALUE_DI
 
 
 def _before_launch(args):
-    """Before each launch, the tuner's included: write the tile sizes of the chosen configuration into the descriptors, and
-    zero dQ's accumulator."""
+    """Run before each launch, also before the tuner's launches: write the tile sizes of the chosen configuration into the
+    descriptors, and zero dQ's accumulator."""
     for name, rows, columns in (
         ("q_desc", "BLOCK_M", "HEAD_DIM"),
         ("do_desc", "BLOCK_M", "VALUE_DIM"),
@@ -60,7 +60,7 @@ def _accumulate(
         offs_m = start_m + tl.arange(0, BLOCK_M)
         q = q_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, HEAD_DIM)
         s_t = tl.dot(k, q.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
-        lse_log2 = tl.load(lse_ptr + offs_m, mask=offs_m < seq_q, other=float("inf")) * LOG2_E  # past the end: p = 0
+        lse_log2 = tl.load(lse_ptr + offs_m, mask=offs_m < seq_q, other=float("inf")) * LOG2_E  # p = 0 past the end
         p_t = tl.exp2(s_t * scale_log2 - lse_log2[None, :])
         if MASKED:
             p_t = tl.where(offs_m[None, :] >= seen_from[:, None], p_t, 0.0)
@@ -104,11 +104,11 @@ def _backward_kernel(
     dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
     dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
 
-    # The first query that sees each key. It is 2**30 for a key past the end, so that its p is 0. Otherwise p may be infinite,
-    # and infinity times 0 is NaN.
+    # The first query that sees each key. For a key past the end it is 2**30, so that the key's p is 0. Otherwise p may be
+    # infinite, and infinity times 0 is NaN.
     seen_from = tl.where(offs_n < seq_k, offs_n - diagonal if CAUSAL else 0, 2**30)
-    # First, with a mask: the diagonal, or all query tiles if this key tile passes the last key. Then, without a mask: query
-    # tiles that see every key.
+    # First come the tiles that need a mask: the query tiles at the diagonal, or all query tiles if this key tile passes the
+    # last key. Then come the query tiles that see every key, without a mask.
     first = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M if CAUSAL else 0
     full = tl.cdiv(tl.maximum(start_n + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M if CAUSAL else 0
     full = tl.where(start_n + BLOCK_N > seq_k, seq_q, full)

@@ -1,7 +1,7 @@
 """FlashAttention-2 forward (arXiv 2307.08691, Algorithm 1) with tensor descriptors and tiles for Hopper.
 
-Change from v7: the tiles are fixed, because Gluon's layouts and buffers (from v9 on) depend on them. Beside this, inputs have
-16 bits, so the matmuls need no PRECISION. float32 falls back to v7.
+Change from v7: the tiles are fixed, because Gluon's layouts and buffers (from v9 on) depend on them. Also, inputs have 16 bits,
+so the matmuls need no PRECISION. float32 falls back to v7.
 """
 
 from typing import NamedTuple
@@ -35,7 +35,7 @@ def _accumulate(
             if CAUSAL:
                 visible = visible & (offs_m[:, None] >= offs_n[None, :])
             s = tl.where(visible, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)  # finite: the first tile contains key 0, which every query sees
+        m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)  # finite, because the first tile has key 0, which every query sees
         p = tl.exp2(s * scale_log2 - m_new[:, None])
         rescale = tl.exp2(m - m_new)  # makes l and acc, which used the old maximum, fit the new one
         l = l * rescale + tl.sum(p, 1)
@@ -65,10 +65,10 @@ def _forward_kernel(
     acc = tl.zeros([BLOCK_M, VALUE_DIM], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
-    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0: a masked score, -inf, times 0 is NaN
+    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0, because a masked score (-inf) times 0 is NaN.
     scale_log2 = tl.maximum(scale * LOG2_E, 1e-37)
 
-    # First, without a mask: whole tiles that every row sees. Then, with a mask: tiles at the diagonal and at the last key.
+    # First come whole tiles that every row sees, without a mask. Then come tiles at the diagonal and the last key, with a mask.
     end = tl.minimum(start_m + BLOCK_M + diagonal, seq_k) if CAUSAL else seq_k
     full = (tl.minimum(start_m + diagonal, seq_k) if CAUSAL else seq_k) // BLOCK_N * BLOCK_N
     acc, m, l = _accumulate(
@@ -94,7 +94,7 @@ class Shape(NamedTuple):
     kv_slots: int  # buffers of K and V
 
 
-# The index is the larger of D and Dv.
+# TILES is indexed by the larger of D and Dv.
 TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6)) | {
     128: Shape(queries=128, keys=128, kv_slots=2),
     256: Shape(queries=128, keys=64, kv_slots=2),

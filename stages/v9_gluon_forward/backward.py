@@ -1,8 +1,8 @@
 """FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel, with tiles for Hopper: dQ accumulates in memory.
 
-Change from v7: the tiles are fixed, because Gluon's layouts and buffers (from v10 on) depend on them. Beside this, P is kept in
-16 bits until dS needs it, which leaves registers for the tiles. The mask comes before the exponential, so that P can be rounded
-at once. Inputs in float32, or with D = 256, need too much room for these tiles and fall back to v7.
+Change from v7: the tiles are fixed, because Gluon's layouts and buffers (from v10 on) depend on them. Also, P is kept in 16
+bits until dS needs it, which leaves registers for the tiles. The mask comes before the exponential, so that P can be rounded at
+once. Inputs in float32, or with D = 256, need too much room for these tiles and fall back to v7.
 """
 
 import torch
@@ -47,11 +47,11 @@ def _accumulate(
         offs_m = start_m + tl.arange(0, BLOCK_M)
         q = q_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, HEAD_DIM)
         s_t = tl.dot(k, q.T)  # [BLOCK_N, BLOCK_M]
-        lse_log2 = tl.load(lse_ptr + offs_m, mask=offs_m < seq_q, other=float("inf")) * LOG2_E  # past the end: p = 0
+        lse_log2 = tl.load(lse_ptr + offs_m, mask=offs_m < seq_q, other=float("inf")) * LOG2_E  # p = 0 past the end
         p_t = s_t * scale_log2 - lse_log2[None, :]
         if MASKED:
             p_t = tl.where(offs_m[None, :] >= seen_from[:, None], p_t, float("-inf"))
-        p_t = tl.exp2(p_t).to(q.dtype)  # 16 bits: float32 would take twice the registers until dS needs P
+        p_t = tl.exp2(p_t).to(q.dtype)  # 16 bits, because float32 would take twice the registers until dS needs P
         do = do_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, v.shape[1])
         dv = tl.dot(p_t, do, dv)
         dp_t = tl.dot(v, do.T)  # [BLOCK_N, BLOCK_M]
@@ -84,11 +84,11 @@ def _backward_kernel(
     dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
     dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
 
-    # The first query that sees each key. It is 2**30 for a key past the end, so that its p is 0. Otherwise p may be infinite,
-    # and infinity times 0 is NaN.
+    # The first query that sees each key. For a key past the end it is 2**30, so that the key's p is 0. Otherwise p may be
+    # infinite, and infinity times 0 is NaN.
     seen_from = tl.where(offs_n < seq_k, offs_n - diagonal if CAUSAL else 0, 2**30)
-    # First, with a mask: the diagonal, or all query tiles if this key tile passes the last key. Then, without a mask: query
-    # tiles that see every key.
+    # First come the tiles that need a mask: the query tiles at the diagonal, or all query tiles if this key tile passes the
+    # last key. Then come the query tiles that see every key, without a mask.
     first = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M if CAUSAL else 0
     full = tl.cdiv(tl.maximum(start_n + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M if CAUSAL else 0
     full = tl.where(start_n + BLOCK_N > seq_k, seq_q, full)

@@ -1,9 +1,9 @@
 """Measure stages and baselines.
 
-This file is a command (`python bench.py --help`) and a pytest-benchmark module. Before it times an implementation, it
-compares the implementation's result with attention in float64. If the result is wrong, it reports an error and measures no
-time. If a workload is larger than those of the papers, only some of its heads are compared, evenly spread. The results of its
-other heads must be finite.
+This file is a command (`python bench.py --help`) and a pytest-benchmark module. Before the benchmark times an implementation,
+it compares the implementation's result with attention in float64. If the result is wrong, the benchmark reports an error and
+measures no time. If a workload is larger than the papers' largest, the benchmark compares only some heads, evenly spread. The
+results of the other heads must be finite.
 """
 
 import argparse
@@ -39,13 +39,14 @@ from common.show.tracks import stages_of
 
 SAVED = Path(".benchmarks")  # pytest-benchmark saves runs here
 
-# A call with less GPU time than this is also timed back to back, because its launch may take longer than its kernels.
+# If a call takes less GPU time than this, several calls back to back are timed too, because the launch of the kernels may take
+# longer than the kernels.
 SHORT_S = 1e-3
 
 # Approximate seconds of a case on an H200, without tuning and compilation. A run of `--reference` took this time per case.
 GPU_CASE_S = 0.75
-# Approximate seconds of a case on the interpreter: a constant, and a time for each query-key pair. Both are means over all
-# stages at S = 512 and 1024. A backward takes 2.5 times as long for each pair.
+# Approximate seconds of a case on the interpreter: a constant, and a forward's time for each query-key pair. The constant and
+# the time are means over all stages at S = 512 and 1024. For each pair, a backward takes 2.5 times as long as a forward.
 INTERPRETER_CASE_S, INTERPRETER_PAIR_S = 0.1, 6e-7
 
 CHECKED_SCORES = 2**33  # the check computes at most this many float64 scores: those of 32 heads with 16384 queries and keys
@@ -148,12 +149,12 @@ def chosen_stages(chosen: list[str]) -> list[str]:
 
 
 LINE = [name for name in stages.names() if not stages.is_dead_end(name)]  # the stages of the main ladder and the tracks
-# head dimension -> (number of query heads, numbers of K/V heads). A K/V head then serves 1, 4 or 8 query heads.
+# head dimension -> (number of query heads, numbers of K/V heads). A K/V head serves 1, 4 or 8 query heads.
 SHARED_HEADS = {64: (32, (32, 8, 4)), 128: (16, (16, 4, 2))}
 LADDER = [name for name in LINE if not stages.track(name)]
 EVERYTHING = [*BASELINES, *stages.names()]
 NEWEST = [*BASELINES, LADDER[-1], LINE[-1]]
-SEQ_LENS = f"--seq-len={','.join(map(str, MEAN_OVER))}"  # for all stages; the stages in NEWEST are measured at more lengths
+SEQ_LENS = f"--seq-len={','.join(map(str, MEAN_OVER))}"  # for all stages; NEWEST is measured at more lengths
 # FlashAttention-2 is not in this list, because it is by far the slowest and would take a third of a run's time.
 FAST_LIBRARIES = [name for name in BASELINES if name != "sdpa-flash"]
 FASTEST = [*FAST_LIBRARIES, LINE[-1]]
@@ -165,12 +166,12 @@ def _of_track(key: str) -> list[str]:
     return [stages.parent(found[0]), *found]
 
 
-# Implementations for D = 256. There, Gluon stages before this track use v7's backward, which is in Triton.
+# Implementations for D = 256. For this D, Gluon stages before this track use v7's backward, which is in Triton.
 WIDE = [*FAST_LIBRARIES, *_of_track("wide")]
-# Implementations for few queries and many keys. FlashAttention-4 is left out, because it mainly targets newer GPUs.
+# Implementations for few queries and many keys. FlashAttention-4 is left out, because it mainly targets GPUs newer than Hopper.
 DECODING = [*(name for name in BASELINES if name != "flash-4"), *_of_track("decoding")]
-# Implementations for attention sinks and wide scores. v25 is the last stage with a running maximum. Later stages guess the
-# maximum.
+# Implementations for attention sinks and wide scores. v25 is the last stage that always keeps a running maximum. Later stages
+# guess the maximum.
 SINKS = [stages.resolve("v25"), *_of_track("sinks")]
 DECODING_KV_LENS = (1024, 16384, 65536, 524288)
 MOST_KV_BYTES = 40e9  # maximum bytes of K and V together
@@ -272,12 +273,13 @@ def _count(impl: str, workload: Workload) -> Count:
 
 
 def _checked(tensor: Tensor, workload: Workload) -> Tensor:
-    """Return the heads to check, from a tensor [B, H or Hkv, …]. These are all heads, if all heads have at most
-    `CHECKED_SCORES` scores together.
+    """Select the heads to check from a tensor [B, H or Hkv, …]. If all heads together have at most `CHECKED_SCORES` scores, the
+    check takes all heads, and the result is `tensor`.
 
-    Otherwise the check takes every n-th K/V head, counted over all batch elements, and always the last one. It takes the query
-    heads of these K/V heads too. The result is [K/V heads, 1 or query heads of each K/V head, …]. n is odd. So if the number of
-    K/V heads is a power of two, the check takes different heads in consecutive batch elements.
+    Otherwise the check takes every n-th K/V head and the query heads that share it. It counts K/V heads through all batch
+    elements, and always takes the last K/V head. The result is [checked K/V heads, 1 or query heads of each K/V head, …]. The
+    number n is odd. So if the number of K/V heads is a power of two, the check takes different heads in consecutive batch
+    elements.
     """
     w = workload
     rows = max(w.seq_len, w.head_dim + w.value_dim)  # with few queries, K and V take more memory than the scores
@@ -304,7 +306,7 @@ def _problem(workload: Workload):
 
 
 class WrongResult(Exception):
-    """A result has a larger error than allowed. The message has the error and its bound."""
+    """A result has a larger error than allowed. The message contains the error and its bound."""
 
 
 def check(result, workload: Workload):
@@ -338,7 +340,7 @@ def _gpu_timer() -> timing.GpuTimer:
 
 
 TIMER = timing.Replay()
-# A suffix to the names of benchmark groups in a saved run. Without a GPU it explains what the "times" are.
+# A suffix to the names of benchmark groups in a saved run. Without a GPU, the suffix explains what the "times" are.
 GROUP = "" if DEVICE == "cuda" else f" (no GPU: counted, as time at the peaks of an {GPU.name})"
 
 
@@ -367,7 +369,7 @@ class Bench:
 
     def pytest_report_teststatus(self, report):
         if report.when == "call":
-            return report.outcome, "", ""  # no letters, because the progress bar replaces them
+            return report.outcome, "", ""  # print no letter for a case, because the progress bar replaces pytest's letters
 
     def pytest_benchmark_update_machine_info(self, machine_info):
         for name in ("node", "release"):  # leave out private names; the GPU and the versions are enough
@@ -417,7 +419,7 @@ class Bench:
             record |= measured
             benchmark.extra_info |= record
             return
-        gc.collect()  # not in `except`, where the traceback still holds the case's tensors
+        gc.collect()  # free memory here and not in `except`, where the traceback still holds the case's tensors
         torch.cuda.empty_cache()
         pytest.skip(record["failure"])
 
@@ -454,7 +456,7 @@ class Bench:
         }
 
     def _measure_ceilings(self, workload):
-        """Measure the TFLOP/s of PyTorch's matmul and, if Sk != Sq, the GB/s of a copy. Each is measured once per run."""
+        """Measure the TFLOP/s of PyTorch's matmul once for each dtype. If Sk != Sq, measure the GB/s of a copy once per run."""
         if workload.dtype not in self.machine["matmul_tflops"]:
             self.machine["matmul_tflops"][workload.dtype] = timing.matmul_tflops(_gpu_timer(), workloads.DTYPES[workload.dtype])
         if workload.kv_len != workload.seq_len and "copy_gbps" not in self.machine:
@@ -464,7 +466,7 @@ class Bench:
 def _bench(config) -> Bench:
     """Return the plugin that `main` has registered.
 
-    A plain `pytest bench.py` has no plugin yet. The function then makes a plugin with the default options.
+    With `pytest bench.py`, `main` does not run. Then this function registers a plugin with the default options.
     """
     for plugin in config.pluginmanager.get_plugins():
         if isinstance(plugin, Bench):
@@ -499,15 +501,15 @@ def main(argv: list[str]) -> int:
     """Run the benchmark that `argv` describes, and return pytest's exit status.
 
     The status is 1 if a result was wrong or a case failed. If a signal stops the run, the run still shows and saves the
-    finished cases, and returns 2.
+    finished cases, and the status is 2.
     """
     options = parse_options(argv)
     if options.reference and DEVICE == "cpu":
         raise SystemExit("--reference needs a GPU, and no GPU is in use here")
     if reason := unwritable(SAVED if SAVED.exists() else Path()):
         raise SystemExit(f"cannot save the run in {SAVED}: {reason}")
-    # SIGTERM, which a time limit sends, stops the run like SIGINT. Set SIGINT's handler too, because a background job ignores
-    # SIGINT without it.
+    # SIGTERM, which a time limit sends, stops the run like SIGINT. Set SIGINT's handler too. A background job without this
+    # handler ignores SIGINT.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     arguments = [__file__, "-qq", "--capture=no", "--no-header", "--disable-warnings", "-p", "no:cacheprovider"]
@@ -516,6 +518,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    import bench  # pytest imports this module too; use the imported module, so that there is one TIMER
+    import bench  # pytest also imports this file as `bench`; run the imported module, so that there is only one TIMER
 
     sys.exit(bench.main(sys.argv[1:]))

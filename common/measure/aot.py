@@ -89,14 +89,14 @@ class _OutputByThread(io.TextIOBase):
         return len(text)
 
     def take(self):
-        """Return the text that this thread has written since its last call of `take`."""
+        """Return the text that this thread has written since it last called `take`."""
         return self._texts.pop(threading.get_ident(), "")
 
 
 def first_that_survives(autotuner, kwargs):
     """Return a list of one configuration: the first that the autotuner itself does not prune.
 
-    If this function replaces `Autotuner.prune_configs`, Triton compiles a single configuration.
+    If this function replaces `Autotuner.prune_configs`, Triton compiles a single configuration of each kernel.
     """
     for config in autotuner.configs:
         if kept := autotuner.early_config_prune([config], autotuner.nargs, **kwargs):
@@ -126,7 +126,7 @@ def roles(source: str, ttgir: str, ptx: str) -> list[tuple[str, int]]:
 
 
 def _describe(source, metadata, metadata_group, ptxas_log):
-    """Describe one compiled kernel: return the keys of its row that `compile_cases` lists."""
+    """Describe a compiled kernel: return the keys that `compile_cases` adds to the case's dict."""
     texts = {path.suffix: path.read_text() for path in map(pathlib.Path, metadata_group.values()) if path.suffix != ".cubin"}
     source_ir = texts.get(".ttir") or texts[".ttgir"]  # Gluon has no .ttir
     constants = {source.fn.arg_names[path[0]]: value for path, value in source.constants.items()}
@@ -152,7 +152,7 @@ def _describe(source, metadata, metadata_group, ptxas_log):
 def opcodes(ptx: str) -> list[str]:
     """Return the opcode of each PTX instruction with its modifiers, such as "add.s32"."""
     # Remove the lines that have no semicolon at their end: comments, labels, and directives such as .loc. Otherwise each of
-    # them would be the beginning of the next statement, and `re.match` would not find the instruction.
+    # these lines would be the beginning of the next statement, and `re.match` would not find the instruction.
     statements = re.split(r"[;{}]", re.sub(r"//.*|^\s*[$\w]+:|^\s*\.[^;{\n]*$", "", ptx, flags=re.MULTILINE))
     found = (re.match(r"\s*(?:@!?%\w+\s+)?([a-z][\w.:]*)", statement) for statement in statements)
     return [opcode[1] for opcode in found if opcode]
@@ -207,7 +207,7 @@ def _compile_case(sender, case, all_configs):
 def _in_own_process(context, case, all_configs):
     """Compile a case in its own process, and return (rows, errors, unavailable).
 
-    The new process has not cached any kernel. If the compiler crashes, only this process ends.
+    The new process has not cached any kernel. If the compiler crashes, only the new process ends.
     """
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_compile_case, args=(sender, case, all_configs))

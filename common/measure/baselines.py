@@ -1,4 +1,4 @@
-"""Define the baselines, which stages are compared with: PyTorch's attention, and FlashAttention-3 and -4 if installed."""
+"""Define the baselines to compare stages with: PyTorch's attention, and FlashAttention-3 and -4 if installed."""
 
 import contextlib
 import functools
@@ -45,7 +45,7 @@ def _transposed(attention):
 
 
 def _installed() -> dict[str, Callable]:
-    """Return the attention functions of FlashAttention-3 and FlashAttention-4 by name. Leave out what is not installed.
+    """Return the attention functions of FlashAttention-3 and FlashAttention-4 by name. Leave out missing libraries.
 
     FlashAttention-3 comes from its own package or from xformers. Both libraries read the number of K/V heads and the head
     dimension of v from the shapes.

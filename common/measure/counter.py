@@ -76,8 +76,8 @@ class Count:
 def count(call: Callable) -> Count:
     """Run `call` once, and count its launches. This works only on the interpreter.
 
-    `call` must use a stage's `forward` or `backward`. A stage's `attention` is a custom operator, and PyTorch does not show to
-    `Counter` what happens inside a custom operator.
+    `call` must use a stage's `forward` or `backward`, not the stage's `attention`. `attention` is a custom operator. PyTorch
+    does not show `Counter` what happens inside a custom operator.
     """
     with Counter() as counter:
         call()
@@ -99,7 +99,7 @@ def bytes_of(tensor: Tensor) -> int:
 
 
 def moved(func, args, kwargs, result) -> tuple[list[Tensor], list[Tensor]]:
-    """Find the tensors that a PyTorch operator reads, and those that it writes, with the operator's schema."""
+    """Use a PyTorch operator's schema to find the tensors that the operator reads, and the tensors that it writes."""
     name = func.overloadpacket.__name__
     read, written = [], _tensors(result)
     values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs

@@ -1,4 +1,4 @@
-"""Measure a call's energy and clock at a GPU's power limit, as NVML reports them.
+"""Measure a call's energy and clock at a GPU's power limit with NVML, NVIDIA's management library.
 
     python -m common.measure.energy results/energy-d64-h200.json --head-dim 64   # on an NVIDIA GPU
     make table FILE=results/energy-d64-h200.json
@@ -34,7 +34,7 @@ SETTLE_S = 0.3  # seconds of calls before the measurement; after them, the clock
 MEASURED_S = 1.0  # seconds of measured calls back to back, during which the energy counter is read many times
 READ_S = 4e-3  # seconds between two readings of the energy counter, which the GPU updates every 20 to 100 ms
 CACHE_BYTES = 256 * 2**20  # more than any L2 cache holds
-FROM = (8, "")  # the default measures the stages from v8 on, which have fixed tiles instead of tuned tiles
+FROM = (8, "")  # the default measures the stages from v8 on; their tiles are fixed and not tuned
 SM_CLOCK = 1  # the SM clock in NVML's nvmlClockType_t
 POWER_CAP = 0x4 | 0x80  # the two bits of NVML's nvmlClocksThrottleReasons that mean a power limit
 
@@ -49,7 +49,7 @@ class Reading(NamedTuple):
 
 
 class Gauges:
-    """The measurements of PyTorch's GPU by NVML, NVIDIA's management library.
+    """NVML's measurements of the GPU that PyTorch uses.
 
     Raises:
         RuntimeError: NVML is missing, or does not support a measurement on this GPU.

@@ -1,4 +1,4 @@
-"""Measure how much more memory a GPU uses at most during a call. Without a GPU, `common.measure.counter` counts it."""
+"""Measure the extra memory that a GPU needs during a call. Without a GPU, `common.measure.counter` counts this memory."""
 
 import gc
 from collections.abc import Callable

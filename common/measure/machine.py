@@ -1,4 +1,4 @@
-"""Find what every results file says about its run: GPU, versions, commit and date."""
+"""Find the facts that every results file states about its run: GPU, versions, commit and date."""
 
 import contextlib
 import datetime

@@ -1,7 +1,7 @@
 """Compare counted traffic with the traffic that Nsight Compute measures between the L2 cache and the SMs.
 
-    python -m common.measure.ncu measure results/traffic-h200.json   # on a GPU with `ncu`
-    python -m common.measure.ncu count results/traffic-h200.json     # anywhere: adds the counts, with the measured tiles
+    python -m common.measure.ncu measure results/traffic-h200-d64.json --head-dim 64   # on a GPU with `ncu`
+    python -m common.measure.ncu count results/traffic-h200-d64.json   # anywhere: adds the counts, with the measured tiles
     make table FILE=results/traffic-h200-d64.json
 
 Three effects make counted and measured traffic differ:
@@ -12,8 +12,8 @@ Three effects make counted and measured traffic differ:
 - Spilled registers move between the SM and the L2 cache too.
 
 With GQA, programs request as many bytes of K and V as without GQA. But K and V themselves have fewer bytes, so the L2 cache can
-serve more of the requests. Then fewer bytes come from device memory. To compare these bytes, measure with `--heads 16
---kv-heads 16,2`.
+serve more of the requests. Then fewer bytes come from device memory. To see the difference, measure with
+`--heads 16 --kv-heads 16,2`.
 """
 
 import argparse
@@ -105,7 +105,7 @@ def parse(log: str, metrics: Sequence[str]) -> list[list[dict]]:
 
 
 def profile(module: str, options: Sequence[str], metrics: Sequence[str], optional: Sequence[str] = ()) -> dict:
-    """Profile `python -m module launch FILE options` with `ncu`. This command itself writes the list of its cases to FILE.
+    """Profile `python -m module launch FILE options` with `ncu`. The profiled command writes the list of its cases to FILE.
 
     Args:
         metrics: the metrics to measure.
@@ -138,7 +138,7 @@ def profile(module: str, options: Sequence[str], metrics: Sequence[str], optiona
 
 
 def as_flags(options, *names: str) -> list[str]:
-    """Return some options, whose values are lists, as flags for another command's line."""
+    """Return the options `names`, whose values are lists, as flags for the command line of another program."""
     lists = {name: getattr(options, name) for name in names if getattr(options, name) != [None]}
     return [f"--{name.replace('_', '-')}={','.join(map(str, values))}" for name, values in lists.items()]
 

@@ -82,7 +82,7 @@ def unwritable(directory: Path) -> str | None:
 
 
 def json_path(text: str) -> Path:
-    """Return the absolute path of a file to write. Its directory must be writable, and it must not be a device or pipe."""
+    """Return the absolute path of a file to write. The directory must be writable. The file must not be a device or pipe."""
     path = Path(text).absolute()
     if path.exists() and not path.is_file():
         raise argparse.ArgumentTypeError(f"{text!r} is not the name of a file")
@@ -110,8 +110,8 @@ LISTS = {  # options of several commands -> (function that converts an entry, he
 def add_list(parser: argparse.ArgumentParser, flag: str, default: str | None):
     """Add an option of `LISTS`, which takes a comma-separated list.
 
-    `default` is the list as a user would type it. It may be None: then the option's value is [None] by default, and the help
-    text in `LISTS` says what this means.
+    `default` is the list as a user would type it. If `default` is None, the option's default value is [None], and the help text
+    in `LISTS` says what this value means.
     """
     parse, help_text = LISTS[flag]
     if flag == "--stage":  # the help text shows the default's last stage as an example

@@ -44,7 +44,7 @@ RING = gl.constexpr(4)  # number of tiles in shared memory that a loop loads in 
 FIELDS = gl.constexpr(5)  # what a program records: begin and end in cycles, begin and end in nanoseconds, and the SM's number
 
 TARGET_CYCLES = 300_000  # a measured loop takes about this many cycles
-FIRST_TURNS = 64  # number of iterations of the first two runs; the second run's time gives the number for TARGET_CYCLES
+FIRST_TURNS = 64  # iterations in each of the first two runs; the second run's time gives the number for the later runs
 REPETITIONS = 7  # number of measured runs, after the first two runs
 
 COPY_BYTES = 192 * 2**10  # shared memory for all tiles that are copied at the same time, in bytes
@@ -57,7 +57,7 @@ def _cycle():
 
 @gluon.jit
 def _stamp(record_ptr, end: gl.constexpr):
-    """Record the time in cycles and in nanoseconds, and the SM's number. `end` is 0 at the begin and 1 at the end."""
+    """Record the time in cycles and in nanoseconds, and the SM's number. `end` is 0 at a loop's begin, 1 at its end."""
     record_ptr += gl.program_id(0) * FIELDS
     gl.store(record_ptr + end, _cycle())
     gl.store(record_ptr + 2 + end, globaltimer())
@@ -82,7 +82,7 @@ def _mark(clock, end: gl.constexpr, w: gl.constexpr):
 
 @gluon.jit
 def _stand_aside(clock):
-    """In a warpgroup without work, arrive at both barriers of `_mark`, so that the others do not wait for it."""
+    """In a warpgroup without work, arrive at both barriers of `_mark`, so that the others do not wait forever."""
     record_ptr, barriers, busy = clock
     mbarrier.arrive(barriers.index(0), count=1)
     mbarrier.arrive(barriers.index(1), count=1)
@@ -220,7 +220,7 @@ def _matmul_kernel(
 def _instruct(clock, n, sink_ptr, ASM: gl.constexpr, w: gl.constexpr):
     """Execute an instruction on every element of two tiles in registers, x and y.
 
-    The instruction reads x and y. It changes x and y in turn.
+    The instruction reads x and y. Its result replaces x and y in turn.
     """
     record_ptr, barriers, busy = clock
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
@@ -354,7 +354,7 @@ def _barrier_kernel(record_ptr, n, CALLER: gl.constexpr, ANSWERER: gl.constexpr)
 
 @gluon.jit(do_not_specialize=["n"])
 def _synchronise_kernel(record_ptr, n, WHAT: gl.constexpr):
-    """Execute one synchronization instruction n times. It never has to wait."""
+    """Execute one synchronization instruction n times. The instruction never has to wait."""
     barriers = new_barriers(2, 1)
     _stamp(record_ptr, 0)
     for _ in range(n):
@@ -444,7 +444,7 @@ def _copies_out(device, programs) -> Iterator[Case]:
 
 def _matmuls(device, programs) -> Iterator[Case]:
     sink = torch.zeros(ROWS.value, device=device)
-    shapes = {  # where A is -> (N, K) of the stages' matmuls, and of some matmuls with a small K
+    shapes = {  # where the first operand A is -> (N, K) of the stages' matmuls, and of some matmuls with a small K
         "shared": ((64, 16), (64, 64), (64, 128), (64, 256), (128, 16), (128, 64), (128, 128)),
         "registers": ((64, 64), (64, 128), (128, 64), (128, 128), (256, 64)),
         "transposed": ((64, 64),),
@@ -507,7 +507,7 @@ UNITS = {
 
 
 def measure(case: Case) -> dict:
-    """Measure a case. Return the case's entry of the results file, without its unit."""
+    """Measure a case. Return the case's entry of the results file, without the key "unit"."""
     record = torch.zeros(case.programs, FIELDS.value, dtype=torch.int64, device="cuda")
     turns = FIRST_TURNS
     rates, clocks = [], []

@@ -7,15 +7,16 @@ from torch import Tensor
 
 FACTORS = {"out": 2, "lse": 2, "dq": 3, "dk": 3, "dv": 3}  # a stage's error may be this many times the error of plain PyTorch
 
-# A stage may always have this relative error, because a GPU's exp2 and log2 are accurate to 2**-22. This matters if plain
-# PyTorch has no error by chance.
+# A stage may always have this relative error, because a GPU's exp2 and log2 are accurate to 2**-22. This allowance matters if
+# plain PyTorch has no error by chance.
 FLOAT32_LOSS = 2.0**-22
 
 _SIZES = {"largest": lambda x: x.abs().max(), "rms": lambda x: x.square().mean().sqrt()}
 
 # Maximum bytes of a matrix [heads, query rows, keys] such as S, and of the K and V of its heads. Memory holds several such
 # matrices at the same time. For a head with 16384 queries and keys, S has exactly this size in float32. So up to this length,
-# one matmul computes dK and one computes dV, as in plain PyTorch. For longer ones, dK and dV are sums over several matmuls.
+# one matmul computes dK and one computes dV, as in plain PyTorch. For longer sequences, dK and dV are sums over several
+# matmuls.
 BLOCK_BYTES = 2**30
 
 
@@ -117,7 +118,7 @@ def truth(
     Returns:
         A dict of float64 tensors: "out" [B, H, Sq, Dv] and "lse" [B, H, Sq]. With `grad_out`, it also has "dq", "dk" and "dv",
         shaped like q, k and v. The entry "magnitudes" is a dict with a tensor for each of these names, from `_row_magnitudes`.
-        `error_bounds` needs it.
+        `error_bounds` needs this entry.
     """
     options = {"causal": causal, "scale": scale, "diagonal": diagonal}
     results = _each_head(_rows, torch.float64, q, k, v, grad_out, **options, dtype=torch.float64)

@@ -35,8 +35,8 @@ ROOT = Path(stages.__path__[0]).parent
 OUR_KERNELS = "^_[a-z]"  # matches names of the stages' kernels; names of PyTorch's kernels begin with _Z or a letter
 TOOLS = {  # tool -> its options
     "memcheck": ["--report-api-errors", "no"],  # PyTorch calls driver functions that may be missing, and handles the errors
-    # initcheck watches all kernels, because it must also see what PyTorch's kernels write. `sanitize` drops its reports on
-    # PyTorch's kernels.
+    # initcheck watches all kernels, because it must also see what PyTorch's kernels write. `sanitize` drops initcheck's reports
+    # on PyTorch's kernels.
     "initcheck": ["--check-api-memory-access", "no"],
     "racecheck": ["--kernel-name", f"regex={OUR_KERNELS}"],
 }
@@ -95,8 +95,8 @@ COPIED = "the compiler's own mbarriers separate the copies of Q from the reads o
 DESCRIBED = "a program writes its descriptor with tensormap.cp_fenceproxy, which initcheck does not count as a write"
 KNOWN = (
     Known("racecheck", TOLD, "_forward_kernel", r"next_tiles\.number\.index\(.*\)\.(store|load)\(", TILE),
-    # The reports for STATE name the kernel's first line, and the line that splits the warps into roles. Some forwards split the
-    # warps inside an `if`. Then the second line may be that of the `if`.
+    # The reports with the reason STATE name the kernel's first line, and the line that splits the warps into roles. Some
+    # forwards split the warps inside an `if`. Then the second line may be the line of the `if`.
     Known("racecheck", ROLES, "_forward_kernel", r"^def _forward_kernel\(|if CONSUMERS == 2:|gl\.warp_specialize\(", STATE),
     Known("racecheck", ROLES, "_backward_kernel", r"^def _backward_kernel\(|gl\.warp_specialize\(", STATE),
     Known("racecheck", BY_COMPILER, "_forward_kernel", r"^def _forward_kernel\(|q_desc\.load\(|tl\.store\(lse_ptrs", COPIED),
@@ -123,7 +123,7 @@ PLACE = re.compile(
 
 
 def parse(log: str) -> tuple[list[Report], int]:
-    """Return the reports in a tool's log in their order, and the total number of reports.
+    """Return the reports in a tool's log in the log's order, and the total number of reports.
 
     The total is larger than the number of reports in the log if the tool has not printed all reports. In the log, a report is
     an unindented line. Indented lines with accesses, threads and stack frames follow it.
@@ -184,7 +184,7 @@ def sanitize(tool: str, stage: str) -> collections.Counter:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line, and return the exit status. It is 1 if a report is new or a known report is missing."""
+    """Run the command line, and return the exit status: 1 if a report is new or a known report is missing."""
     terminal.prepare()
     parser = argparse.ArgumentParser(
         prog="python -m common.measure.sanitize",

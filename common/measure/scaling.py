@@ -1,12 +1,13 @@
 """Measure how ring attention scales. `make bench-ring GPUS=4` starts this program once for each GPU.
 
 A rank is a process with its own GPU. With n GPUs, each rank has an n-th of the sequence's tokens. Weak scaling compares
-sequences with equally many tokens per GPU. Strong scaling compares different numbers of GPUs on one sequence. The tables
-compare both with one GPU. They also have PyTorch's context parallelism over SDPA. Before the program times a case, it compares
-the results with attention in float64.
+sequences with equally many tokens per GPU. Strong scaling compares different numbers of GPUs on one sequence. For each of these
+comparisons, a column of the tables relates several GPUs to one GPU. The tables also contain PyTorch's context parallelism,
+which uses scaled_dot_product_attention (SDPA). Before the program times a case, it compares the results with attention in
+float64.
 
-Without GPUs, the program runs small cases on the CPU, where ranks communicate over gloo. It measures no time, but compares the
-number of bytes that a rank sends with `sent_bytes`.
+Without GPUs, the program runs small cases on the CPU, where ranks communicate with PyTorch's backend gloo. The program then
+measures no time. It compares the number of bytes that a rank sends with `sent_bytes`.
 """
 
 import argparse
@@ -54,7 +55,7 @@ GPU_CASE_S, CASE_S = 1.5, 1.0  # approximate seconds of a case, including its ch
 SPIN_CYCLES = 10_000_000  # a GPU spins for this many cycles (5 ms) before each round, while the CPU queues launches
 CHECKED_ROWS = 8  # number of checked query rows in each chunk of the sequence
 WARM_UP = 3  # number of untimed calls; a stage replays recorded launches from the third equal call on
-ROUNDS_S, FEWEST_ROUNDS, MOST_ROUNDS = 0.3, 5, 30  # GPU seconds of all rounds together; limits of their number
+ROUNDS_S, FEWEST_ROUNDS, MOST_ROUNDS = 0.3, 5, 30  # GPU seconds of all rounds together; minimum and maximum number of rounds
 SLOW_S, SLOW_ROUNDS = 0.5, 3  # a call of more than SLOW_S seconds gets no warm-up and only SLOW_ROUNDS rounds
 
 
@@ -62,9 +63,9 @@ def sent_bytes(workload: Workload, ranks: int, rank: int = 0) -> int:
     """Return the bytes that a rank sends in a pass.
 
     With n ranks, a rank sends n - 1 blocks of K and V. A block has B · Hkv · S / n · (D + Dv) elements of e bytes. A backward
-    also sends the gradients of these blocks. In the first transfer, an element of a gradient has e bytes. In later transfers it
-    has 4 bytes. With a causal mask, ranks send only the gradients of half a block's keys, until the block comes to rank 0. Rank
-    0 and later ranks send the gradients of all its keys. So rank 0 sends the most.
+    also sends the gradients of these blocks. An element of a gradient has e bytes in the first transfer, and 4 bytes in later
+    transfers. With a causal mask, ranks send the gradients of only half of a block's keys, until the block comes to rank 0.
+    From rank 0 on, ranks send the gradients of all keys of the block. So rank 0 sends the most.
     """
     w, size = workload, DTYPES[workload.dtype].itemsize
     numbers = w.batch * w.kv_heads * (w.kv_len // ranks) * (w.head_dim + w.value_dim)
@@ -81,11 +82,12 @@ def held_bytes(workload: Workload, ranks: int) -> int:
     - Forward: a rank holds the result, the output of one block, and two LSEs. With two ranks, it also holds one block of K and
       V. With more ranks, it holds two such blocks, and the output in float32.
     - Backward with two ranks: a rank holds the saved O and LSE, and two blocks of dK and dV. It also holds dQ of a block, and
-      the resulting dQ. In the first step, it computes only some heads of its own block, and holds their gradients. Later, it
-      holds dK and dV of all heads and dQ of the last heads instead. The larger of these two sizes counts.
+      the resulting dQ. In the first step, the rank computes the gradients of only the first heads of its own block, and holds
+      these gradients. Later, the rank instead holds dK and dV of all heads, and dQ of the other heads. The larger of these two
+      sizes counts.
     - Backward with more ranks: a rank holds the saved O and LSE, and two blocks of K and V. It also holds dQ and two blocks of
       dK and dV in float32. It holds the gradients of its own block's first heads, and dQ, dK and dV of another block. While the
-      rank adds this dQ to the sum, it holds this dQ twice, but no longer holds this dK and dV.
+      rank adds the other block's dQ to the sum, it holds this dQ twice, but no longer holds the other block's dK and dV.
     """
     w, size = workload, DTYPES[workload.dtype].itemsize
     tokens, blocks = w.batch * w.seq_len // ranks, min(2, ranks - 1)
@@ -105,7 +107,7 @@ def held_bytes(workload: Workload, ranks: int) -> int:
 
 @contextlib.contextmanager
 def counted_sends():
-    """Count the bytes that this process sends to other ranks in this context. Yield a list of one element, the number."""
+    """Count the bytes that this process sends to other ranks in this context. Yield a list whose only element is the count."""
     sent, begin = [0], dist.batch_isend_irecv
 
     def counting(operations):
@@ -120,8 +122,8 @@ def counted_sends():
 def attention_of(impl: str, group, causal: bool):
     """Enter a context, and yield a function `attend(q, k, v)` that computes this rank's part of the output.
 
-    Its arguments are this rank's parts of q, k and v, with the rows that `common.ring.shard` selects. PyTorch's context
-    parallelism gives a rank these rows too.
+    The arguments are this rank's parts of q, k and v, with the rows that `common.ring.shard` selects. PyTorch's context
+    parallelism gives a rank the same rows.
 
     Raises:
         Unavailable: PyTorch has no context parallelism, or its interface differs from the one in PyTorch 2.11 to 2.13.
@@ -144,8 +146,8 @@ def attention_of(impl: str, group, causal: bool):
             mesh = DeviceMesh.from_group(group, DEVICE)
             context = context_parallel(mesh, buffers=[some], buffer_seq_dims=[0])
             context.__enter__()
-            stack.callback(context.__exit__, None, None, None)  # PyTorch 2.11 restores SDPA only without an error
-        # The context replaces SDPA in its module `F`, so the call must look it up there.
+            stack.callback(context.__exit__, None, None, None)  # PyTorch 2.11 restores SDPA only if __exit__ gets no error
+        # The context replaces the SDPA function in the module `F`, so each call must look the function up in `F`.
         yield lambda q, k, v: F.scaled_dot_product_attention(
             q, k, v, is_causal=causal, **({} if q.shape[1] == k.shape[1] else {"enable_gqa": True})
         )
@@ -203,9 +205,9 @@ def check(attend: Callable, workload: Workload, group):
     """Raise AssertionError on each rank unless the results are within the bounds of `common.measure.reference`.
 
     The check compares only the first K/V head and its query heads. It compares dK and dV of all keys. The sequence has two
-    chunks for each rank. In each chunk, the check compares the other results of some query rows, including the first and the
-    last row. The gradient of the output is 0 in all other rows, so dK and dV depend only on the compared rows. Results that are
-    not compared must be finite.
+    chunks for each rank. In each chunk, the check compares O and dQ of some query rows, including the first and the last row.
+    The gradient of the output is 0 in all other rows, so dK and dV depend only on the compared rows. Results that are not
+    compared must be finite.
     """
     w, rank, size = workload, dist.get_rank(group), dist.get_world_size(group)
     q, k, v, grad_out = inputs(w, group)
@@ -248,7 +250,7 @@ def check(attend: Callable, workload: Workload, group):
 
 
 def _rounds(call: Callable, group, count: int) -> tuple[list[float], bool]:
-    """Return the seconds of each round on this rank's GPU, and whether the CPU was ahead of the GPU in most rounds.
+    """Return the seconds of each round on this rank's GPU, and whether the CPU was ahead of the GPU in at least half of them.
 
     In a round, the GPU spins, waits for the other GPUs, records an event, runs the call, and records another event. During the
     spin, the CPU queues the launches. The GPUs wait for each other in a reduction, so that all begin the call together.
@@ -275,7 +277,7 @@ def _slowest(seconds: list[float], group) -> list[float]:
 
 
 def timed(call: Callable, group) -> dict:
-    """Measure a call's time until the last rank is done. Return its median and interquartile range over rounds, in ms."""
+    """Measure a call's time until the last rank is done. Return the median and interquartile range of the rounds, in ms."""
     call()
     (estimate,) = _slowest(_rounds(call, group, 1)[0], group)
     count = SLOW_ROUNDS
@@ -368,9 +370,9 @@ def tables(run: dict) -> str:
     """Format a run as markdown.
 
     Args:
-        run: a dict. "machine_info" describes the GPUs. "records" is a list with a dict for each case. This dict has the fields
-            of `Workload.record`, `impl` and `ranks`, and either the result of `measure` or that of `_failure`. "links" is a
-            list of results of `link`.
+        run: a dict. "machine_info" describes the GPUs. "records" is a list with a dict for each case. A case's dict has the
+            fields of `Workload.record`, `impl` and `ranks`, and either the result of `measure` or that of `_failure`. "links"
+            is a list of results of `link`.
     """
     facts, records = run["machine_info"], run["records"]
     where = facts["gpus"] if facts["gpu"] else "CPU, interpreted, over gloo"
@@ -420,8 +422,8 @@ def start_ranks(module: str, argv: list[str], parse: Callable):
     """Replace this process by torchrun, which starts `module` once for each GPU.
 
     Args:
-        parse: a function that parses the options for a number of GPUs. If they are wrong, it ends this process before any rank
-            starts. So the user sees one message, not one for each rank.
+        parse: a function that parses the options for a number of GPUs. If the options are wrong, the function ends this process
+            before any rank starts. So the user sees one message, not one for each rank.
     """
     parser = argparse.ArgumentParser(add_help=False)
     add_gpus(parser)
@@ -461,12 +463,12 @@ def parse_options(argv: list[str] | None, world: int) -> argparse.Namespace:
 
 
 def cases(options, world: int) -> list[tuple[str, Workload, int]]:
-    """Return (implementation, workload, number of ranks) of each case, on 1, 2, 4, … ranks.
+    """Return (implementation, workload, number of ranks) of each case, on 1, 2, 4, … and all ranks.
 
     Some cases have the same number of tokens per rank (weak scaling), and others the same sequence length (strong scaling).
     """
     sizes = sorted({2**power for power in range(world.bit_length()) if 2**power <= world} | {world})
-    points = {}  # its keys are the distinct (number of ranks, sequence length), in order
+    points = {}  # the keys are the distinct pairs (number of ranks, sequence length), in order
     for tokens, size in itertools.product(options.tokens, sizes):
         points |= {(size, size * tokens): None} | ({(size, world * tokens): None} if world * tokens % (2 * size) == 0 else {})
     impls = [*SDPA, *options.stage]
@@ -483,8 +485,8 @@ def cases(options, world: int) -> list[tuple[str, Workload, int]]:
 def begin() -> dict:
     """Join the group of all ranks that torchrun's environment describes.
 
-    Return a dict: number n -> group of the first n ranks. NCCL's stream has a high priority. So its few CTAs, which copy, start
-    before the stage's programs that also wait for an SM.
+    Return a dict: number n -> group of the first n ranks. NCCL's stream has a high priority. So when NCCL's few CTAs and the
+    stage's programs wait for an SM, NCCL's CTAs start before the programs.
     """
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
 
@@ -512,7 +514,7 @@ def _facts(world: int) -> dict:
 
 
 def _of_rank_0(value):
-    """Return rank 0's value on all ranks. The CPUs wait for it, not the GPUs."""
+    """Return rank 0's value on all ranks. The CPUs wait for this value. The GPUs do not wait."""
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]

@@ -30,8 +30,8 @@ CYCLES = 6000  # the file keeps the spans of this many cycles
 WARPS = {"warp 0": "1: consumer", "warp 4": "2: consumer"}  # the first warp of a partition -> the partition's name
 LOOP = "# Issue both matmuls at once"
 # file -> scopes, the last scope first. A scope is (name, first line, last line, earlier line). Each line is given by its
-# beginning, without indentation. The search for the first line starts at the earlier line. None means that the scope has only
-# one line.
+# beginning, without indentation. The search for the first line starts at the earlier line. If the last line is None, the scope
+# has only one line.
 SCOPES = {
     "forward.py": (
         ("last matmul", "acc = warpgroup_mma_wait(0, [acc])", None, "normalize = "),
@@ -46,7 +46,7 @@ SCOPES = {
         ("wait for K, V", "mbarrier.wait(ring.full", None, "def _scores"),  # inside the scope "issue matmuls"
     ),
 }
-LAUNCHES = 'for mode in ("guess", "again"):', 'for mode in ("guess",):'  # no second launch: here, no tile fails
+LAUNCHES = 'for mode in ("guess", "again"):', 'for mode in ("guess",):'  # no second launch, because no tile fails here
 
 
 def with_scopes(file: str, text: str) -> str:
@@ -103,7 +103,7 @@ def record() -> list[dict]:
 
 
 def kept(spans: list[dict]) -> list[dict]:
-    """Keep the spans within CYCLES cycles after the middle of the record. Count their times from the middle."""
+    """Keep the spans within CYCLES cycles after the middle of the record. Count their cycles from this middle."""
     first = (spans[0]["start"] + spans[-1]["end"]) / 2
     inside = [span for span in spans if first <= span["start"] and span["end"] <= first + CYCLES]
     return [{**span, "start": round(span["start"] - first), "end": round(span["end"] - first)} for span in inside]

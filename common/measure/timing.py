@@ -14,7 +14,7 @@ SLOW_S = 50e-3  # a call that takes more GPU seconds than this gets no warm-up e
 SLOW_ROUNDS = 3  # number of rounds of such a slow call
 HEAD_START_S = 3e-3  # the GPU spins this long before the first round, so that the CPU is ahead of the GPU
 SHORTEST_SPIN_S, LONGEST_SPIN_S = 50e-6, 20e-3  # minimum and maximum seconds of the GPU's spin before each round
-EXPOSED_SHARE = 0.1  # allowed share of exposed rounds (see `GpuTimer`); so few hardly change the median
+EXPOSED_SHARE = 0.1  # allowed share of exposed rounds (see `GpuTimer`); so few exposed rounds hardly change the median
 HOST_S = 20e-3  # seconds spent on measuring a call's CPU time
 FEWEST_HOST_ROUNDS, MOST_HOST_ROUNDS = 3, 100  # minimum and maximum number of rounds that measure CPU time
 HOST_WARM_UP_ROUNDS = 2  # number of warm-up rounds before the rounds that measure CPU time
@@ -33,8 +33,8 @@ class GpuTimer:
     would run while the GPU is slow. After a rest of 0.05 s, the GPU again works for 0.8 s at full speed.
 
     The CPU queues all rounds, including warm-up, without waiting for the GPU. So the GPU is never idle between rounds. After an
-    idle time, its clock would be unusually high. A round first reads `CACHE_BYTES`, so that the L2 cache no longer holds the
-    call's inputs. It does not write these bytes, because a memory-bound call would then have to wait until the L2 cache has
+    idle time, its clock would be unusually high. A round first reads `CACHE_BYTES` bytes, so that the L2 cache no longer holds
+    the call's inputs. It does not write these bytes, because a memory-bound call would then have to wait until the L2 cache has
     written them to memory. After the reads, the round records an event, makes the call, and records another event. If the CPU
     is ahead of the GPU, the time between the events is GPU time only.
 
@@ -53,7 +53,10 @@ class GpuTimer:
         self._cycles_per_s = cycles / seconds
 
     def _rounds(self, call: Callable, count: int, spin_s: float, warm_up: int = 0) -> tuple[list[float], bool]:
-        """Run `count` rounds after `warm_up` rounds. Return the GPU seconds of each, and whether too many were exposed."""
+        """Run `warm_up` rounds, then time `count` rounds.
+
+        Return the GPU seconds of each timed round, and whether too many of the timed rounds were exposed.
+        """
         exposed = 0
         events = []
         torch.cuda._sleep(int(HEAD_START_S * self._cycles_per_s))
@@ -156,7 +159,7 @@ class Replay:
 
 
 def matmul_tflops(timer: GpuTimer, dtype: torch.dtype) -> float:
-    """Measure the TFLOP/s of PyTorch on a large square matmul. Attention can hardly reach more."""
+    """Measure the TFLOP/s of PyTorch on a large square matmul. Attention can hardly reach a higher rate."""
     a, b = torch.randn(2, MATMUL_SIZE, MATMUL_SIZE, device="cuda", dtype=dtype)
     out = torch.empty_like(a)
     times, _ = timer.measure(lambda: torch.mm(a, b, out=out))

@@ -1,7 +1,7 @@
 """Record in order which tiles of which tensors a pass reads, writes or adds to.
 
-The kernels run on an interpreter: Triton's, or the one for Gluon of `common.interpreter`. `python -m common.show.traces` is
-the command.
+Triton kernels run on Triton's interpreter, and Gluon kernels on `common.interpreter`. The command `make trace` shows the
+record.
 
 An access is one load, store, atomic operation or TMA copy of a program, or one argument or result of a PyTorch operator. Each
 access has the bytes that `common.measure.counter` counts, so the accesses of a trace add up to the counted traffic.
@@ -41,7 +41,7 @@ class Access:
         partition: the function that the accessing warps run; "" if the kernel has no partitions.
         kind: "read", "write" or "add".
         tensor: the tensor's name in `Trace.tensors`.
-        heads: the first and the last head. The numbers of heads go on from one batch element to the next.
+        heads: the first and the last head. The heads of all batch elements have consecutive numbers.
         rows: the first and the last row.
         columns: the first and the last column.
         nbytes: the number of bytes that move. An atomic addition counts twice, because it reads and writes.
@@ -162,7 +162,7 @@ class _Tracer(Counter):
         self._timed = {}  # index of a timed launch -> index of its timing in `timings`
 
     def know(self, tensor: Tensor, name: str | None) -> _Known:
-        """Return the `_Known` of the memory of `tensor`, which is new if this memory was unknown.
+        """Return the `_Known` of the memory of `tensor`. If there is none yet, make it.
 
         The `_Known` gets `name` if it has no name yet, or if `name` is in `GIVEN` or `RESULTS`.
         """
@@ -286,7 +286,7 @@ class _Tracer(Counter):
 
 
 def _name_in_a_stage(tensor: Tensor) -> str | None:
-    """Return the name of the variable in a stage's host function that holds the tensor, or None if there is none."""
+    """Return the name of the variable in a stage's host function that holds the tensor, or None without such a variable."""
     frame = sys._getframe(2)
     while frame:
         if "/stages/v" in frame.f_code.co_filename:

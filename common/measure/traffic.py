@@ -1,9 +1,10 @@
 """Count the traffic and FLOPs of each stage on the CPU, and compute their time at a GPU's published peaks.
 
 `common.measure.counter` explains what counts. Every kernel has the tiles and the number of programs that it would have on the
-chosen GPU. An autotuned kernel takes the fixed tiles of `common.kernels.tiles`, which the earlier stages use, if its
-configurations include these tiles. So a stage's gain comes from its idea and not from tuning. `python -m common.show.counts` is
-the command.
+chosen GPU. The stages before v4 use the fixed tiles of `common.kernels.tiles`. An autotuned kernel takes the fixed tile too, if
+one of its configurations has this tile. So a stage's gain comes from its idea and not from tuning.
+
+The command `python -m common.show.counts` prints the counts.
 """
 
 import contextlib

@@ -17,7 +17,7 @@ from common.measure.options import add_implementations, add_list, json_path, wri
 from common.measure.workloads import Workload
 
 TIME, CLOCK, REGISTERS = "gpu__time_duration.sum", "sm__cycles_elapsed.avg.per_second", "launch__registers_per_thread"
-UNITS = {  # unit -> metric; its value is a percentage of the unit's peak, from a kernel's begin to its end
+UNITS = {  # unit -> metric; its value is a percentage of the unit's peak, over the kernel's whole time
     "tensor cores": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
     "exponentials": "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_elapsed",
     "issue slots": "sm__inst_issued.avg.pct_of_peak_sustained_elapsed",

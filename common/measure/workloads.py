@@ -54,7 +54,7 @@ class Workload:
                 object.__setattr__(self, name, usual)
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.kv_heads} K/V heads do not divide {self.heads} heads")
-        if self.causal and self.kv_len != self.seq_len:  # the mask could be top-left or bottom-right
+        if self.causal and self.kv_len != self.seq_len:  # otherwise the mask could be top-left or bottom-right
             raise ValueError(f"a causal workload of {self.seq_len} queries must have as many keys, not {self.kv_len}")
 
     @classmethod
@@ -87,10 +87,10 @@ class Workload:
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return q, k, v and the output's gradient, the same for all implementations.
 
-        All elements are normally distributed, and q is multiplied by `score_std`. A sink replaces the first element of each row
-        of q and k: by `SINK_QUERY` in every query, and by 0 in every key except key 0. In key 0, the first element gives the
-        sink's score, and all other elements are 0. Inputs are never all zeros. A GPU needs less power to multiply zeros, so its
-        clock would be unusually high.
+        All elements are normally distributed, and q is multiplied by `score_std`. With a sink, the first element of every query
+        is `SINK_QUERY`, and the first element of every key except key 0 is 0. In key 0, the first element gives the sink's
+        score, and all other elements are 0. Inputs are never all zeros. A GPU needs less power to multiply zeros, so its clock
+        would be unusually high.
         """
         generator = torch.Generator(DEVICE).manual_seed(0)
         rows, kv_rows = (self.heads, self.seq_len), (self.kv_heads, self.kv_len)

@@ -17,19 +17,19 @@ from common.runtime import DEVICE, INTERPRETED
 
 TILED = (40, 100)  # (queries, keys) of a small problem: the last tiles are not full, and most queries see several key tiles
 
-# Batch size and number of heads for most tests. They are small without a GPU: the interpreter computes one batch element and
-# head after another. Tests of strides, short lengths and memory use larger, unequal numbers.
+# Batch size and number of heads for most tests. They are small without a GPU, because the interpreter computes batch elements
+# and heads one after another. Tests of strides, short lengths and memory use larger, unequal numbers.
 FEW = {} if DEVICE == "cuda" else {"batch": 1, "heads": 2}
 FEW_SHARED = FEW | {"kv_heads": 1, "value_dim": 16}  # all query heads share one K/V head, and V has a smaller head dimension
 
-KEPT_PROBLEMS, KEPT_ELEMENTS = 100, 2**18  # number of problems in the cache, and maximum elements of their q and k
+KEPT_PROBLEMS, KEPT_ELEMENTS = 100, 2**18  # limits of the cache: its number of problems, and a problem's elements in q and k
 
 
 NEED = re.compile(r"""^from stages\.(v\w+)|^PARENT = "(v\w+)"|stages\.resolve\("(v\w+)"\)""")
 
 
 def needs_of_stages_that_are_gone(root: Path) -> list[str]:
-    """Return each line of bench.py and the stages that needs a stage without a directory, as `file:line: text`."""
+    """Return the lines of bench.py and of stages that need a stage without a directory, each as `file:line: text`."""
     names = {path.parent.name for path in root.glob("stages/v*/__init__.py")}
     there = names | {name.split("_")[0] for name in names}
     found = []
@@ -44,9 +44,9 @@ def needs_of_stages_that_are_gone(root: Path) -> list[str]:
 def in_full() -> frozenset[str]:
     """Return the stages that get every test in the default run.
 
-    On a GPU these are all stages. On the slow interpreter they are the newest stage, and the Triton stages without an
-    autotuner. For each number of autotuned kernels, the last stage that has this number is added. Other stages get only the
-    tests marked `every_stage`.
+    On a GPU these are all stages. On the slow interpreter these are the newest stage, and the Triton stages without an
+    autotuner. Stages differ in how many of their kernels are autotuned. For each such count, the last stage that has it is
+    added. The remaining stages get only the tests marked `every_stage`.
     """
     if not INTERPRETED:
         return frozenset(stages.names())
@@ -123,7 +123,7 @@ def by_functions(stage, q, k, v, grad_out, *, causal, scale):
 
 
 def check(stage, q, k, v, grad_out, *, causal, scale=None, run=by_operator):
-    """Assert that a stage's results are as close to float64 as `common.measure.reference` requires, and return them."""
+    """Assert that a stage's results are as close to float64 as `common.measure.reference` requires. Return the results."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     results = run(stage, q, k, v, grad_out, causal=causal, scale=scale)
     for name, like in {"out": q, "dq": q, "dk": k, "dv": v}.items():
@@ -137,7 +137,7 @@ def check(stage, q, k, v, grad_out, *, causal, scale=None, run=by_operator):
 
 
 class _Problem(tuple):
-    """The arguments of `truth` and `plain`, as a key of the cache. Arguments with equal types and values are equal keys."""
+    """The arguments of `truth` and `plain`, as a key of the cache. Problems are equal if their types and values are."""
 
     def __new__(cls, *arguments):
         return super().__new__(cls, arguments)
@@ -179,6 +179,6 @@ def assert_same_bits(first: dict, second: dict, unordered: tuple = ()):
 
 
 def cells(table, impl):
-    """Return the rows of a Markdown table whose third cell is `impl`. Each row is a list of its cells."""
+    """Return those rows of a Markdown table whose third cell is `impl`. Each row is a list of cells."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")]
     return [row for row in rows if row[2:3] == [impl]]

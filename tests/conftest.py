@@ -6,7 +6,7 @@ import threading
 import zlib
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # must come before torch and numpy; more threads do not help small problems
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # set before torch and numpy load; more threads do not help small problems
 
 import numpy  # noqa: E402
 import pytest  # noqa: E402
@@ -39,19 +39,20 @@ def pytest_configure():
 
 @pytest.hookimpl(optionalhook=True)  # a hook of pytest-xdist
 def pytest_xdist_auto_num_workers():
-    """Return the number of test processes: one per CPU core. With a GPU, at most eight processes share its memory."""
+    """Return the number of test processes: one per CPU core. On a GPU at most eight, because they share its memory."""
     processors = len(os.sched_getaffinity(0))
     return processors if INTERPRETED else min(8, processors)
 
 
-@pytest.hookimpl(tryfirst=True)  # this runs before pytest leaves out the long tests
+@pytest.hookimpl(tryfirst=True)  # run this hook before pytest leaves out the long tests
 def pytest_collection_modifyitems(items):
     """Mark most tests of stages outside `in_full` as long, so that the default run leaves them out.
 
     Tests marked `every_stage` stay in the default run. But a Hopper stage computes float32 with another stage's kernels. The
     other stage's tests cover these kernels, so the Hopper stage's float32 tests are marked as long.
 
-    If such a test has several problems, a stage outside `in_full` gets every third problem. The next stage gets other problems.
+    If a test marked `every_stage` or a test of splits has several problems, a stage outside `in_full` gets every third problem.
+    The stage after it gets other problems.
     """
     for_hopper = {name for name in stages.names() if needs_hopper(name)}
     places, seen = {name: place for place, name in enumerate(stages.names())}, collections.Counter()
@@ -106,7 +107,7 @@ def _same_random_numbers():
 
 @pytest.fixture(autouse=True)
 def _orders_of_its_own(request):
-    """Seed each test by its name, so that a failing test also fails when it runs alone."""
+    """Seed the interpreter's order of threads by the test's name, so that a failing test also fails when it runs alone."""
     restart_seeds(zlib.crc32(request.node.nodeid.encode()))
 
 

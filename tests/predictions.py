@@ -285,7 +285,7 @@ def v4a_backward(p: Problem) -> Steps:
     yield from v3_backward(p)
 
 
-# --- v5: the backward's kernels read delta instead of O.
+# --- v5: the backward first computes delta from O and dO. Then its kernels of dQ, dK and dV read delta instead of O.
 
 
 def v5_backward(p: Problem) -> Steps:
@@ -367,7 +367,7 @@ def v26_forward(p: Problem, wide_keys: int = 128) -> Steps:
     p = replace(p, query_tile=(128, wide_keys) if _wide(p) else (256, 64))
     tiles = _query_tiles(p)
     yield 0, (2 + tiles) * INT  # a counter, a flag for all tiles, and a flag for each tile are set to 0
-    yield _persistent_forward(p)  # no tile fails: the scores are close together
+    yield _persistent_forward(p)  # no tile fails, because the scores are close together
     yield min(tiles, NUM_SMS) * INT, 0  # each CTA of the second launch only reads the flag for all tiles
 
 
@@ -378,8 +378,8 @@ def v29_forward(p: Problem) -> Steps:
 def _few_tiles(p: Problem) -> tuple[int, int, int]:
     """For v30 to v32, return three numbers: the rows of a query tile, the query heads of a tile, and the tiles of all heads.
 
-    A tile has all query heads of a K/V head if their number divides 64 and there are then fewer tiles. Otherwise it has one
-    query head.
+    A tile has all query heads of a K/V head if their number divides 64 and this gives fewer tiles. Otherwise a tile has
+    one query head.
     """
     m, packed = 128 if _wide(p) else 256, p.heads // p.kv_heads
     if 64 % packed or math.ceil(p.seq_q * packed / m) == math.ceil(p.seq_q / m) * packed:
@@ -479,7 +479,7 @@ def _in_parts(
         yield read, written, p.flops(steps * ROWS * n, 1, 1)
     else:
         counted = jobs * INT if splits == 1 or gives_up else 0
-        first_keys = looks = 0  # number of first keys in a guess, and number of flags that tiles read
+        first_keys = looks = 0  # number of first keys in a guess, and of flags that tiles read
         lately = V43["LATELY"].value
         if first:
             seen_keys = min(p.seq_q, p.seq_k) if p.causal else p.seq_k
@@ -540,7 +540,7 @@ def v8_backward(p: Problem) -> Steps:
 
 
 def _first_tiles(p: Problem, m: int) -> list[int]:
-    """Return a query tile for each 128 keys of a head: the first that sees these keys, or the last if none sees them."""
+    """Return a query tile for each 128 keys of a head: the first tile that sees these keys, or else the last tile."""
     last = math.ceil(p.seq_q / m) - 1
     return [min(start // m, last) if p.causal else 0 for start in range(0, p.seq_k, 2 * ROWS)]
 
@@ -643,7 +643,7 @@ def v45_backward(p: Problem) -> Steps:
 def v46_backward(p: Problem, rows: int = 2 * ROWS) -> Steps:
     """Yield the launches of a backward.
 
-    In dQ's kernel, a consumer has `rows` rows and computes all key tiles that any row sees.
+    In dQ's kernel, a consumer has `rows` rows. It computes each key tile that at least one of its rows sees.
     """
     if max(p.head_dim, p.value_dim) < 256:
         yield from v38_backward(p)
@@ -662,7 +662,7 @@ def v47_backward(p: Problem) -> Steps:
     yield from v46_backward(p, rows=ROWS)
 
 
-# The test of a stage that is missing here is skipped with a message.
+# If a stage is missing here, its test is skipped with a message.
 PREDICTIONS = {
     "v0": (v0_forward, v0_backward),
     "v1": (v1_forward, v1_backward),

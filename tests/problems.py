@@ -18,7 +18,8 @@ LONGEST = TILE_EDGES[-1] + 20
 # Problems with fewer rows than FEW_ROWS have no sink, no wide scores and no repeated keys. With few rows, the largest error of
 # plain PyTorch may be tiny by chance, and gives no useful bound.
 FEW_ROWS = 16
-# The range of scales for each dtype. It is smaller for float16: gradients grow with the scale, and float16 ends at 65504.
+# The range of scales for each dtype. Float16 has a smaller range, because gradients grow with the scale, and float16 ends at
+# 65504.
 SCALES = dict.fromkeys(DTYPES, (SMALLEST_SCALE, LARGEST_SCALE)) | {torch.float16: (1e-4, 1e4)}
 
 
@@ -27,7 +28,7 @@ class Layout:
     """The layout of a [B, H, S, D] tensor in memory. The memory between its elements is NaN.
 
     order: the dimensions, from the outermost in memory to the innermost.
-    gaps: for each of B, H, S and D, the numbers of unused positions (before, after) the tensor.
+    gaps: for each of B, H, S and D, the numbers of unused positions before and after the tensor.
     offset: the number of elements in memory before the first element.
     expanded: the dimensions with stride 0, where all positions share one element.
     """
@@ -57,7 +58,7 @@ class Problem:
     kv_heads: the number of heads of k and v; None means the heads of q.
     value_dim: the last dimension of v; None means the last dimension of q.
     spread: the standard deviation of the scaled scores.
-    sink: (key, nats): this key, modulo the number of keys, scores so many nats above the other keys; None means no sink.
+    sink: (key, nats): key `key % seq_k` scores `nats` above the other keys; None means no sink.
     layouts: the layouts of q, k, v and the gradient of the output.
     return_lse: whether the differentiated call also returns the LSE.
     """
@@ -94,8 +95,8 @@ class Problem:
         q, k = size * q, size * k
         if self.sink:
             key, nats = self.sink
-            # Only the last elements of q and k make the sink. So a score's large product is added last, and no later one loses
-            # digits.
+            # Only the last elements of q and k make the sink. So the large product of a score is added last. A product
+            # that is added after the large product would lose digits.
             q[..., -1], k[..., -1] = math.sqrt(nats / scale), 0
             k[:, :, key % self.seq_k, -1] = math.copysign(math.sqrt(nats / scale), self.scale)
         values = (tensor.to(self.dtype) for tensor in (q, k, v, grad_out))
@@ -105,8 +106,7 @@ class Problem:
 def _orders():
     """Return a strategy that draws the order of dimensions in memory.
 
-    Most orders have contiguous rows. A stage copies a tensor whose rows are not contiguous before its kernels run, so such
-    orders test less.
+    Most drawn orders have contiguous rows. Other orders test less, because a stage first copies the tensor.
     """
     every = ["".join(order) for order in itertools.permutations(DIMENSIONS)]
     whole_rows = [order for order in every if order.endswith("d")]
@@ -125,13 +125,13 @@ def _layouts(*expanded):
     )
 
 
-# Only the output's gradient may have an expanded head dimension. In q, k and v, all products of a row would be equal. Their
-# rounding errors would be equal too, and would add up.
+# Only the output's gradient may have an expanded head dimension. In q, k or v, it would make all products of a row equal.
+# The products' rounding errors would be equal too, and would add up.
 LAYOUTS = st.tuples(_layouts(), _layouts(), _layouts(), _layouts("d", "bhsd"))
 
 
 def value_dims(head_dim):
-    """Return head dimensions of V to draw from. Most equal `head_dim`, because each new pair needs more compilation."""
+    """Return head dimensions of V to draw from. Most equal `head_dim`, because each new pair of D and Dv is compiled."""
     place = HEAD_DIMS.index(head_dim)
     return [head_dim, head_dim, *HEAD_DIMS[max(0, place - 1) : place + 2]]
 
@@ -161,8 +161,8 @@ def problems(head_dims):
         seq_q, seq_k, scale, layouts = draw(lengths), draw(lengths), draw(scales[dtype]), draw(LAYOUTS)
         spread, sink = draw(spreads), draw(sinks)
         if scale == 0:
-            # Kernels replace a scale of 0 by 1e-37. The LSE of a single key is then not exactly 0, and its error exceeds the
-            # bound.
+            # Kernels replace a scale of 0 by 1e-37. The LSE of a single key is then not exactly 0, and the error of the LSE
+            # exceeds its bound.
             seq_q, seq_k = max(2, seq_q), max(2, seq_k)
         if causal == BOTTOM_RIGHT:  # "bottom-right" needs at least as many keys as queries
             seq_q, seq_k = sorted((seq_q, seq_k))
@@ -174,7 +174,7 @@ def problems(head_dims):
         if math.prod(size for name, size in sizes if name not in q.expanded or name not in grad_out.expanded) < FEW_ROWS:
             spread, sink = min(1.0, spread), None
             layouts = *(replace(layout, expanded="") for layout in (q, k, v)), grad_out
-            if on_gpu:  # the interpreter's problems never change and do not need it
+            if on_gpu:  # the interpreter's problems never change, and pass with fewer heads
                 kv_heads = math.ceil(FEW_ROWS / shared)
         return Problem(
             seq_q=seq_q, seq_k=seq_k, batch=batch, heads=kv_heads * shared, kv_heads=kv_heads, head_dim=head_dim,

@@ -39,9 +39,9 @@ def _server():
 
 
 def _serve():
-    """Fork a process for each program in stdin, and print its exit status.
+    """Fork a process for each program that stdin describes, and print its exit status.
 
-    The forked process returns its program. The parent returns None.
+    A forked process returns its program at once. The parent returns None when stdin ends.
     """
     for line in sys.stdin:
         if (process := os.fork()) == 0:

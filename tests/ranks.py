@@ -19,19 +19,19 @@ from common.measure.aot import first_that_survives
 from common.runtime import DEVICE
 
 MOST = 4 if DEVICE == "cpu" else min(4, torch.cuda.device_count())  # maximum number of ranks in a test
-TIMEOUT_S = 120  # seconds that a test waits for its processes, and a rank for other ranks
-# Each rank is a new process, not a fork. A process that has used a GPU cannot be forked. Python has only one fork server, and
-# `common.measure.aot` may have started it to compile, without the interpreter.
+TIMEOUT_S = 120  # seconds that a test waits for its processes, and that a rank waits for other ranks
+# Each rank is a new process, not a fork. A process that has used a GPU cannot be forked. A fork server does not help: Python
+# has only one, and `common.measure.aot` may have started it in an environment without the interpreter.
 CONTEXT = multiprocessing.get_context("spawn")
-INTERPRET = {"TRITON_INTERPRET": "1"} if DEVICE == "cpu" else {}  # set again: a test of the compiler may have changed it
+INTERPRET = {"TRITON_INTERPRET": "1"} if DEVICE == "cpu" else {}  # set again, because a compiler test may have changed it
 
 
 def _serve(rank, size, port, timeout_s, connection):
-    """In a process of the group, call each function that `connection` sends. Answer (result, None) or (None, exception)."""
+    """Call each function that comes from `connection`, in one process. Send back (result, None) or (None, exception)."""
     torch.set_num_threads(1)
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)
-        Autotuner.prune_configs = first_that_survives  # without tuning, as in conftest.py
+        Autotuner.prune_configs = first_that_survives  # take the first configuration without tuning, as in conftest.py
         Autotuner._bench = lambda self, *args, **kwargs: [0.0, 0.0, 0.0]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(size)}
     timeout = datetime.timedelta(seconds=timeout_s)

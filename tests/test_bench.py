@@ -184,7 +184,7 @@ TEN_MINUTES = 650
 def test_a_part_of_the_reference_ends_within_ten_minutes(name, monkeypatch):
     monkeypatch.setattr(bench.workloads, "SEQ_LENS", range(512, 512 + 6))  # as many lengths as on a GPU
     found = reference_cases(name)
-    installed = 3 if name.startswith("decode") else 4  # at most
+    installed = 3 if name.startswith("decode") else 4  # at most so many other implementations are installed
     peers = installed * len({workload for _, workload in found})
     assert peers + sum(impl not in bench.BASELINES for impl, _ in found) <= TEN_MINUTES
 
@@ -257,7 +257,7 @@ def test_durations_are_short(seconds, shown):
 # --- the check
 
 
-WHERE = {  # index of wrong elements in [batch, heads, rows, D]; the first and the last head are right
+WHERE = {  # indices of wrong elements in [batch, heads, rows, D]; the first and the last head have none
     "head": (1, 2),
     "batch element": (1,),
     "tile of rows": (1, 2, slice(16, 32)),
@@ -284,7 +284,7 @@ def test_check_finds_errors_in_the_middle(monkeypatch, pass_, where):
 
 @pytest.fixture
 def some_heads(monkeypatch):
-    """A workload with six K/V heads. Every third head is checked: numbers 2 and 5."""
+    """A workload with six K/V heads. The benchmark checks every third head: heads 2 and 5."""
     bench._problem.cache_clear()
     workload = Workload("fwd", 2, 6, 8, 16, False, "float16", kv_heads=3, kv_len=64)
     monkeypatch.setattr(bench, "CHECKED_SCORES", 2 * 6 * 64 * (16 + 16) // 2)

@@ -58,7 +58,7 @@ LAYOUTS = {"transposed": Layout("bshd"), "expanded": Layout(expanded="h")}
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_fake_results_are_laid_out_like_real_ones(stage, layout):
-    """Compiled code takes the strides of results from fake results, even if V's head dimension differs from K's."""
+    """Fake results have the strides of real results, even if D ≠ Dv. Compiled code relies on these strides."""
     forward, backward = stage_operators(stage)
     for value_dim in (16, 64):
         q, k, v, grad_out = map(layout.place, make_inputs(3, 5, batch=2, heads=2, value_dim=value_dim))
@@ -113,7 +113,7 @@ def test_repeated_calls_of_one_kind_are_right(stage, run):
 
 
 def test_a_profiler_sees_the_operators(stage, unordered):
-    """With a profiler, a call goes through PyTorch's dispatcher. Without profiler, compiler and transform, it bypasses the
+    """With a profiler, a call goes through PyTorch's dispatcher. Without profiler, compiler and transform, a call bypasses the
     dispatcher. The results are equal."""
     inputs = make_inputs(*TILED, **FEW_SHARED)
     alone = by_operator(stage, *inputs, causal=True, scale=SCALE)
@@ -184,7 +184,7 @@ def test_autocast_casts_the_inputs(stage, dtype, unordered):
 
 
 def test_autocast_leaves_float64_alone(stage):
-    """Autocast does not cast float64, as in SDPA. The stage must refuse float64, and not read it as bfloat16."""
+    """As with SDPA, autocast does not cast float64. The stage must refuse float64, and not read it as bfloat16."""
     q, k, v, _ = make_inputs(*TILED, **FEW)
     with torch.autocast(DEVICE, torch.bfloat16), pytest.raises(TypeError, match="float64"):
         stage.attention(q.double(), k.double(), v.double())
@@ -355,7 +355,7 @@ class Wrapped(torch.Tensor):
 
 @pytest.mark.parametrize("which", range(5), ids=["q", "k", "v", "out", "lse"])
 def test_one_saved_tensor_may_come_back_as_another_class(stage, which, unordered):
-    """A tensor subclass goes through the dispatcher. A kernel would look for its elements in the wrong place."""
+    """A tensor subclass must go through the dispatcher. A kernel would look for its elements in the wrong place."""
     q, k, v, grad_out = make_inputs(9, 20, **FEW_SHARED)
     expected = by_operator(stage, q, k, v, grad_out, causal=True, scale=SCALE)
     order = itertools.count()

@@ -72,7 +72,7 @@ assert failures and launched
 
 
 def test_each_device_is_tuned_for():
-    """Each device has its own choice of tiles. A tile that fits in 227 KiB of shared memory does not fit in 99 KiB."""
+    """Each device has its own choice of tiles. A tile that fits in 227 KiB of shared memory may not fit in 99 KiB."""
     run("""
 for index in (0, 1, 0, 1):
     device.index = index

@@ -147,7 +147,7 @@ assert min(repeats.values()) > len(calls) / 4, repeats  # two of four equal call
 
 
 def test_the_driver_gets_the_arguments_that_triton_gives_it():
-    """In a replayed call, each descriptor has the address of this call's tensor. It is encoded once per address."""
+    """In a replayed call, each descriptor has the address of this call's tensor. Each address is encoded once."""
     run("""
 from triton.backends.nvidia import driver as nvidia
 BASE = getattr(nvidia, "_BASE_ARGS_FORMAT_LEN", None)  # Triton 3.6: number of arguments before the kernel's own

@@ -74,7 +74,7 @@ def timed(name, head_dim, dtype):
 @pytest.mark.parametrize("name, kernel, index", list(configurations()))
 @pytest.mark.parametrize("head_dim, dtype", PROBLEMS)
 def test_every_configuration_is_right(name, kernel, index, head_dim, dtype, real_tuning, monkeypatch):
-    """Every configuration gives right results. A wrong one that skips tiles is fast, so the tuner would choose it.
+    """Every configuration gives right results. A wrong configuration that skips tiles is fast, so the tuner would choose it.
 
     A causal kernel splits its loop at tile edges. Some pairs of BLOCK_M and BLOCK_N may split the loop at a wrong place. So
     both lengths end inside a tile and exceed every tile.
@@ -130,9 +130,9 @@ def test_identical_kernels_are_tuned_once():
 
 
 def picked(milliseconds):
-    """Tune five configurations. Return the number of the chosen one, and the numbers of the timed ones in order.
+    """Tune configurations 0 to 4. Return the chosen configuration, and the timed configurations in order.
 
-    `milliseconds` returns the time of a configuration, given its number and how often it was timed before.
+    `milliseconds` returns the time of a configuration. It gets the configuration, and how often it was timed before.
     """
     ran = []
     kernel = types.SimpleNamespace(fn=lambda: None, run=lambda BLOCK_M, **_: ran.append(BLOCK_M))

@@ -33,7 +33,8 @@ def problems():
 
     A round has every length with and without a causal mask. It has each of the 15 pairs of dtype and head dimension at least
     once. In each further round, each problem gets the next pair. So 15 rounds have all combinations. All rounds except the
-    first are marked long. Every stage computes half of the first round: each length of at most two tiles once.
+    first are marked long. Every stage computes half of the first round: each length of at most two tiles once, with or
+    without a causal mask.
     """
     # In this order, the long lengths of the first round get pairs with large tiles. The interpreter is fast with few tiles.
     quick = list(itertools.product((torch.float16, torch.bfloat16), HEAD_DIMS[:-1]))
@@ -87,8 +88,8 @@ def test_results_of_shared_heads_match_float64(stage, seq_q, seq_k, causal, head
 def test_shared_heads_equal_repeated_heads(stage, unordered):
     """Shared K/V heads give the bits of repeated K/V heads, because a query's results depend on no other query.
 
-    A stage may call PyTorch's matmul. It may add in another order if the shapes differ, so only close results are required
-    there. Some stages have two orders of query tiles. The number of heads is large enough that they use both.
+    Some stages call PyTorch's matmul. If shapes differ, PyTorch's matmul may add in another order. So these stages need only
+    give close results. Some stages have two orders of query tiles. With the number of heads here, they use both orders.
     """
     seq_q, seq_k, kv_heads = (1000, 1100, 32) if on_gpu else (280, 150, 2)
     q, k, v, grad_out = make_inputs(seq_q, seq_k, batch=1, heads=2 * kv_heads, kv_heads=kv_heads, value_dim=128)
@@ -108,7 +109,8 @@ def test_shared_heads_equal_repeated_heads(stage, unordered):
 def test_results_are_rounded_to_nearest(stage, dtype):
     """Results are rounded to nearest. A cast that truncates would shrink them by a third of the last bit on average.
 
-    The usual error bound allows this. So this test checks the mean error of all elements, in which roundings to nearest cancel.
+    The usual error bound allows this error. So this test checks the mean error of all elements. Errors of rounding to
+    nearest cancel in this mean.
     """
     q, k, v, grad_out = make_inputs(64, 100, dtype=dtype)
     results = by_operator(stage, q, k, v, grad_out, causal=False, scale=0.2)
@@ -227,7 +229,7 @@ def test_a_scale_of_zero_makes_all_scores_equal(stage, dtype):
 def test_scores_of_ten_thousand(stage, sign, causal, dtype):
     """Large scores do not overflow.
 
-    exp overflows float32 past 88. The unscaled q·k is 80 000 here, and float16 ends at 65504.
+    exp(x) overflows float32 if x exceeds 88. The unscaled q·k is 80 000 here, and float16 ends at 65504.
     """
     head_dim = 64
     q, k, v, grad_out = make_inputs(*TILED, head_dim, dtype, **FEW)
@@ -245,8 +247,8 @@ def test_scores_of_ten_thousand(stage, sign, causal, dtype):
 def test_scores_that_grow_along_the_keys(stage, growth, causal, dtype):
     """Scores grow or fall along the keys. So the maximum of some first or last keys is far too small for the other keys.
 
-    exp overflows float16 from 11 on, and float32 and bfloat16 from 88 on. Only the later half of one head's rows has such
-    scores. The other rows must stay right.
+    exp(x) overflows float16 if x exceeds 11, and float32 and bfloat16 if x exceeds 88. Only the later half of one head's rows
+    has such scores. The other rows must stay right.
     """
     seq_q, seq_k, head_dim = (1100, 1000, 64) if on_gpu else (110, 100, 16)
     q, k, v, grad_out = make_inputs(seq_q, seq_k, head_dim, dtype, **FEW)
@@ -328,7 +330,7 @@ def test_chunks_of_queries_equal_all_queries(stage):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_merging_halves_of_the_keys_by_their_lse(stage, causal):
-    """If devices split the keys, this merges their results: out = Σ exp(lse_i - lse) out_i, with lse = logsumexp(lse_i).
+    """Results for two halves of the keys can be merged: out = Σ exp(lse_i - lse) out_i, with lse = logsumexp(lse_i).
 
     In the causal case, every query here sees all keys of the first half. So the call with this half is not causal.
     """

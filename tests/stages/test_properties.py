@@ -1,7 +1,7 @@
 """Results are as close to float64 as `common.measure.reference` requires, for random problems with all supported inputs.
 
-`make test` takes the same 200 problems every time. `make test-long` on a GPU takes 10 000 new problems for each stage. A
-failure shows the simplest problem that fails. Add this problem to `FOUND`, which every run takes first.
+`make test` tries the same 200 problems every time. `make test-long` on a GPU tries 10 000 new problems for each stage. A
+failure shows the simplest problem that fails. Add this problem to `FOUND`. Every test run tries the problems in `FOUND` first.
 """
 
 import sys
@@ -21,12 +21,12 @@ from common.runtime import DEVICE
 
 on_gpu = DEVICE == "cuda"
 
-IN_ALL, OF_EACH_STAGE = 200, 10_000  # number of problems: for all stages in `make test`, for each stage in `make test-long`
+IN_ALL, OF_EACH_STAGE = 200, 10_000  # problems for all stages together (`make test`), for each stage (`make test-long`)
 AVAILABLE = [name for name in stages.names() if not stages.unavailable(name)]
 CHEAP = (16, 32)  # head dimensions for the slow interpreter
 
 EXPANDED = Layout("hsdb", expanded="s")  # for this layout, `torch.empty_like` makes the sequence the innermost dimension
-FOUND = [  # problems on which a stage or a mistake below has failed before, in their simplest form
+FOUND = [  # simplest problems on which a stage, or one of the mistakes below, has failed before
     Problem(1, 15, dtype=torch.float16),
     Problem(1, 1, dtype=torch.float16, scale=-0.125),
     Problem(8, 2, heads=2, dtype=torch.float16, scale=0.0, layouts=(Layout(), Layout(), EXPANDED, Layout())),
@@ -45,7 +45,7 @@ def replaying(test):
 
 
 def without_lse(stage, q, k, v, grad_out, *, causal, scale):
-    """Return all results of a stage. The differentiated call returns no LSE. A second call does."""
+    """Return all results of a stage. The differentiated call returns no LSE. A second call returns the LSE."""
     leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
     out = stage.attention(*leaves, causal=causal, scale=scale)
     dq, dk, dv = torch.autograd.grad(out, leaves, grad_out)

@@ -65,7 +65,7 @@ def with_key(key, nats, heads, seq_len, head_dim, dtype):
 
 
 SPECULATING = once([name for name in stages.names() if "MODE" in options_of(name)], "forward")
-SINKS = [0, 10, 15, 16, 45]  # the sink of each head; short rows guess their maximum from the first 16 keys
+SINKS = [0, 10, 15, 16, 45]  # for each head, the key that is the sink; short rows guess their maximum from the first 16 keys
 
 
 @pytest.mark.parametrize("name", SPECULATING)
@@ -77,7 +77,7 @@ def test_rows_before_a_sink_do_not_see_it(name, nats, dtype, monkeypatch):
         pytest.skip(f"{name} {reason}")
     stage = stages.load(name)
     make_long(stage.__name__.removeprefix("stages."), monkeypatch)
-    # There are more than 128 rows, because stages keep a running maximum for fewer rows.
+    # There are more than 128 rows, because stages keep a running maximum for at most 128 rows.
     heads = [with_key(key, nats, 1, 130, 64, dtype) for key in SINKS]
     q, k, v = (torch.cat(tensors, 1) for tensors in zip(*heads, strict=True))
     check(stage, q, k, v, True)
@@ -128,7 +128,7 @@ def recorded(long_work, monkeypatch):
 def sinks():
     """Yield (stage, head dimension, nats, mask, dtype).
 
-    Only the newest stage gets all cases, because stages guess with the same code.
+    Only the newest stage gets all cases, because all these stages guess with the same code.
     """
     for name, head_dim, nats, causal in itertools.product(SAFE, [64, 128], [8, 16, 24], [False, True]):
         for dtype in (torch.float16, torch.bfloat16):
@@ -138,7 +138,7 @@ def sinks():
 
 @pytest.mark.parametrize("long_work, head_dim, nats, causal, dtype", list(sinks()), ids=str, indirect=["long_work"])
 def test_a_sink_is_known_from_the_beginning(long_work, recorded, head_dim, nats, causal, dtype):
-    """The guess includes the sink. So its P is 1, which every dtype holds exactly, and no tile fails."""
+    """The guess includes the sink. So the P of the sink is 1, which every dtype holds exactly, and no tile fails."""
     check(long_work, *with_key(0, nats, 2, 330, head_dim, dtype), causal)
     assert not recorded.failed.any()
 

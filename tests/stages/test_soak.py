@@ -29,8 +29,8 @@ THREADS, ROUNDS = (8, 100) if on_gpu else (4, 1)
 
 
 def test_threads_do_not_disturb_each_other(monkeypatch):
-    """Several threads run all stages, each on its own stream, with empty tuner caches. Each thread gets the same bits as
-    a run in one thread."""
+    """Several threads run all stages, each on its own stream, with empty tuner caches. Each thread gets the bits that a
+    single thread gets."""
     inputs = make_inputs(40, 70, 16, batch=1, heads=1)
     options = {"causal": True, "scale": 0.25}
     names = AVAILABLE if on_gpu else AVAILABLE[1:6]
@@ -78,7 +78,7 @@ def memory_in_use():
 def test_many_calls_leave_no_memory_behind():
     """Memory does not grow over many calls. Lengths differ, so a cache with an entry for each length would grow."""
     longest = 300
-    lengths = [length for length in range(2, longest) if length % 16]  # all of these share compiled kernels
+    lengths = [length for length in range(2, longest) if length % 16]  # these lengths share compiled kernels
     pick = random.Random(0)
     inputs = make_inputs(longest, longest, 64)
 
@@ -110,7 +110,7 @@ print("right")
 
 
 def kill(command, said, delay, **options):
-    """Start a process and kill it `delay` seconds after it writes `said` to stderr, unless it ends before."""
+    """Start a process and kill it `delay` seconds after it writes `said` to stderr, unless the process ends earlier."""
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, **options) as process:
         for line in process.stderr:
             if said in line:

@@ -22,7 +22,7 @@ PACKING = once([name for name in stages.names() if "_place" in names_in(name)], 
 
 @pytest.fixture(autouse=True)
 def _every_call_by_itself(monkeypatch):
-    """Switch replay off. Otherwise a call may replay an earlier call, from before the test changed the stage."""
+    """Switch replay off. Otherwise a call may replay launches recorded before the test changed the stage."""
     monkeypatch.setattr(replay, "is_watched", lambda: True)
 
 
@@ -92,7 +92,7 @@ MORE_THAN_AT_ONCE = [
 
 @pytest.mark.parametrize(("head_dim", "value_dim", "number", "growth"), MORE_THAN_AT_ONCE)
 def test_more_splits_than_a_merge_reads_at_once(split, head_dim, value_dim, number, growth):
-    """A merge of many splits rescales its accumulator correctly. Scores grow or fall, so its factor is never 1.
+    """A merge of many splits rescales its accumulator correctly. Scores grow or fall, so the rescaling factor is never 1.
 
     Each split has one tile of 64 keys. Only the last tile is not full.
     """
@@ -105,9 +105,9 @@ def test_more_splits_than_a_merge_reads_at_once(split, head_dim, value_dim, numb
     assert_correct(*forward(stage, q, k, v))
 
 
-# (queries, keys, query heads of one K/V head). A tile has one row for each of its queries and each of these heads. The first
-# tile begins before query 0, unless the diagonal is a multiple of the number of queries in 64 rows. Three heads do not share a
-# tile, because 3 does not divide 64.
+# (queries, keys, query heads of one K/V head). A tile has one row for each pair of a query and a head. The first tile
+# begins before query 0, unless the diagonal is a multiple of the number of queries in 64 rows. Three heads do not share a tile,
+# because 3 does not divide 64.
 PACKED = [(2, 129, 64), (2, 130, 64), (3, 67, 64), (12, 17, 8), (5, 70, 32), (33, 160, 4), (70, 113, 2), (7, 90, 3), (9, 75, 1)]
 SPLITS_OF_PACKED = [pair for pair in itertools.product(PACKING, (1, 2)) if pair[1] == 1 or pair[0] in SPLITTING]
 
@@ -190,7 +190,7 @@ def test_splits_fill_the_gpu_where_tiles_do_not(name):
     assert splits(1024, 512) == 1
     assert splits(1, 2) == 1  # merging would take longer
     assert splits(1, 100_000) > 124
-    assert splits(16, 8, rows=64) < splits(16, 8)  # more rows make it slower to write and read the splits' outputs
+    assert splits(16, 8, rows=64) < splits(16, 8)  # with more rows, writing and reading the splits' outputs takes longer
     for tiles in (1, 7, 67, 133, 200):
         best = splits(tiles, 400)
         turns = -(-tiles * best // 132) * -(-400 // best)

@@ -1,4 +1,4 @@
-"""Stages whose idea is the order of tiles take their tiles in this order, and their results are right."""
+"""Stages whose idea is an order of tiles take their tiles in that order, and their results are right."""
 
 import itertools
 
@@ -18,7 +18,7 @@ from common.runtime import DEVICE, Device, interpreted_as
 pytestmark = [pytest.mark.every_stage, pytest.mark.skipif(DEVICE == "cuda", reason="watches the interpreters")]
 
 HEADS, SEQ, HEAD_DIM = 5, 600, 16
-GROUP = 2  # number of heads in a group; the 5 heads are no multiple of it
+GROUP = 2  # number of heads in a group; the 5 heads do not fill whole groups
 KV_BYTES = SEQ * 2 * HEAD_DIM * 2  # number of bytes of a head's K and V
 
 
@@ -27,7 +27,7 @@ ORDERED = [name for name in once(stages.names(), "forward") if "tile_and_head" i
 
 @pytest.fixture(params=ORDERED)
 def stage(request, monkeypatch):
-    """A stage with an order of tiles, on a pretended GPU. It has one SM, and its L2 cache holds K and V of two heads."""
+    """A stage with an order of tiles, on a pretended GPU with one SM. Its L2 cache holds K and V of two heads."""
     for ordered in (order.tile_and_head.rewrite(), gluon._translated(order.tile_and_head.fn)):  # one for each interpreter
         monkeypatch.setattr(ordered, "__defaults__", (GROUP * KV_BYTES, *ordered.__defaults__[1:]))
     set_names(monkeypatch, request.param, FEW_SQUARES=0, splits_of=lambda *_: 1)  # v29's tiles, and no splits

@@ -17,7 +17,7 @@ class Traffic:
         """Handle a read of `nbytes` from global memory. `first` and `last` are the addresses of its first and last element."""
 
     def write(self, nbytes: int, first: int, last: int, adds: bool = False):
-        """Handle a write of `nbytes` to global memory. If `adds`, the written numbers are added to the numbers in memory."""
+        """Handle a write of `nbytes` to global memory. If `adds`, the elements are added to the elements in memory."""
 
     def multiply(self, flops: int):
         """Handle a matmul of `flops` FLOPs."""
@@ -33,7 +33,7 @@ def _ends(part: torch.Tensor) -> tuple[int, int]:
 
 
 class Descriptor:
-    """A tensor descriptor: it tells TMA about a tensor."""
+    """A tensor descriptor, with the tensor that TMA reads or writes."""
 
     def __init__(self, descriptor, name: str):
         self.name = name
@@ -206,8 +206,8 @@ def matmul_wait(outstanding: int, results: list):
     This function replaces `warpgroup_mma_wait`.
 
     Returns:
-        `results` as a tuple, in which the value of each finished matmul replaces the matmul. If there is one entry, the entry
-        itself.
+        `results` as a tuple, in which the value of each finished matmul replaces the matmul. If `results` has one entry, the
+        function returns only the entry, without a tuple.
     """
     partition = now().running
     while len(partition.matmuls) > outstanding:

@@ -4,8 +4,8 @@ The interpreter runs unchanged kernels, with partitions, barriers, TMA and async
 launch of a Gluon kernel to `run`, which executes the kernel's Python body. The dict MEANING has replacements for functions of
 Gluon and Triton. If a kernel calls a function that has no replacement, an error names the function.
 
-The module `schedule` orders the events, and `shared` finds races. `asynchronous` has copies and matmuls, and `values` has a
-kernel's variables.
+The module `schedule` orders the events, and `shared` finds races. `asynchronous` performs copies and matmuls, and `values`
+represents a kernel's variables.
 """
 
 import builtins
@@ -214,7 +214,7 @@ def _store(pointer, stored, mask=None):
 
 
 def _add_up(pointer, added, mask=None):
-    """Add numbers to numbers in global memory, and return how many bytes the added numbers have."""
+    """Add elements to elements in global memory. Return the number of bytes of the added elements."""
     offsets, counts = pointer.at(mask)
     added = torch.as_tensor(operand(added)).to(pointer.elements.dtype).expand(offsets.shape)
     pointer.elements.index_put_((offsets[counts],), added[counts], accumulate=True)

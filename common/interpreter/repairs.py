@@ -1,4 +1,4 @@
-"""Repair Triton's interpreter: some of its results differ from a GPU's, and some steps are slow.
+"""Repair Triton's interpreter, because some of its results differ from a GPU's, and some of its steps are slow.
 
 `common.runtime` applies these repairs.
 """
@@ -29,7 +29,7 @@ def adopt_language():
 
 
 def _widen(handle):
-    """Convert a TensorHandle from bfloat16, which it holds as uint16, to float32. Return any other handle unchanged."""
+    """Convert a bfloat16 TensorHandle, whose data are uint16, to float32. Return any other handle unchanged."""
     if handle.dtype.scalar != tl.bfloat16:
         return handle
     return TensorHandle((handle.data.astype(numpy.uint32) << 16).view(numpy.float32), tl.float32)
@@ -141,7 +141,7 @@ def check_overflow_cheaply():
     """Raise an error if an addition, subtraction or multiplication of integers overflows.
 
     The check covers all integers of fewer than 64 bits. Triton's own check repeats each operation in int64, which takes a third
-    of a kernel's time. Then it skips its assertion, unless Triton's debug option is on.
+    of a kernel's time. Even so, Triton's check raises no error, unless Triton's debug option is on.
     """
     of_numbers = {"add": numpy.add, "sub": numpy.subtract, "mul": numpy.multiply}
 

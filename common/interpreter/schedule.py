@@ -31,7 +31,7 @@ _seeds = itertools.count()
 
 
 def restart_seeds(first: int):
-    """Give the next launches the seeds `first`, `first` + 1, … unless the environment sets one seed for all."""
+    """Give the next launches the seeds `first`, `first` + 1, … unless the environment sets one seed for all launches."""
     global _seeds
     _seeds = itertools.count(first)
 
@@ -50,7 +50,7 @@ def _kernel_frames(frame):
 
 
 class Place:
-    """A place in a run: a partition, and the line of the kernel that the partition runs."""
+    """A place in a launch: a partition, and the line of the kernel that the partition executes."""
 
     def __init__(self, partition, frame):
         inner = next(_kernel_frames(frame), None)
@@ -106,7 +106,7 @@ class Program:
 
 
 class Partition:
-    """A thread of a program. The first partition is the program itself; the others are its warp-specialized partitions."""
+    """A thread of a program. The first partition is the program itself. The other partitions are warp-specialized."""
 
     def __init__(self, program: Program, call: Callable, name: str, warps: int, parent: "Partition | None" = None):
         self.program, self.call, self.name, self.warps = program, call, name, warps
@@ -202,7 +202,7 @@ class Schedule:
             operation.take_place()
 
     def fail(self, message: str):
-        """Raise an error. Its message has the kernel's line that the running partition runs."""
+        """Raise an error. Its message names the kernel's line that the running partition executes."""
         raise InterpreterError(f"{self.here()}: {message}\n{self.replayed}")
 
     def here(self) -> Place:
@@ -236,7 +236,7 @@ class Schedule:
         threading.Thread(target=body, daemon=True).start()
 
     def _in_the_kernel(self, error):
-        """Return an error with a Python exception's text and the kernel's line that raised the exception."""
+        """Return an error whose message has a Python exception's text, and the kernel's line that raised the exception."""
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if MARK in frame.f_globals]
         place = Place(self.running, frames[-1] if frames else None)
         wrapped = InterpreterError(f"{place}: {error!r}\n{self.replayed}")
@@ -317,7 +317,7 @@ def begin(seed: int):
 
 @contextlib.contextmanager
 def timed(rates: Rates):
-    """Enter a context that times launches with `rates`. It yields a list, to which each launch appends its timing."""
+    """Enter a context that times launches with `rates`. The context yields a list, to which each launch appends its timing."""
     global _rates, _timings
     with _one_at_a_time:
         _rates, _timings = rates, []

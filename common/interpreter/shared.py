@@ -62,7 +62,7 @@ class _Use:
     where: Place
     writes: bool
     event: int
-    fences: int | None = None  # for an ordinary store: events of the fences that made it visible to TMA and matmuls
+    fences: int | None = None  # of an ordinary store: events of fences that made the store visible to TMA and matmuls
 
 
 # The next two functions cache their answers, because `Memory.use` asks them often about the same few parts.
@@ -96,7 +96,7 @@ class Memory:
         program.memories.append(self)
 
     def use(self, buffer: "Buffer", who: str, *, writes: bool, asynchronous: bool) -> int:
-        """Begin a use and return its event. Fail if it conflicts with an earlier use that is perhaps not over yet."""
+        """Begin a use and return its event. Fail if the use conflicts with an earlier use that is perhaps not over yet."""
         schedule, part = now(), _Part.of(buffer.view)
         known = schedule.running.known
         does = "writes" if writes else "reads"
@@ -232,11 +232,11 @@ class Barrier:
     def __init__(self, row: Barriers, number: int):
         self._row, self._number = row, number
         self._count = None  # number of arrivals that complete a phase
-        self._missing = self._bytes = 0  # numbers of arrivals and bytes that this phase still waits for
+        self._missing = self._bytes = 0  # numbers of arrivals and bytes that the current phase still waits for
         self._announced = 0  # number of announced bytes for which no copy was issued yet
         self._where = None  # where a partition last announced bytes
         self._phases = 0  # number of completed phases
-        self._gathered = 0  # events that partitions knew to be over when they arrived in this phase
+        self._gathered = 0  # events that partitions knew to be over when they arrived in the current phase
         self._passed_on = 0  # events that were gathered in completed phases
         self._cycle = self._over_at = 0.0  # in a timed launch: cycles of the last arrival, and of the last phase's end
 
@@ -276,7 +276,7 @@ class Barrier:
         self._announced -= nbytes
 
     def land(self, nbytes: int, known: int, cycle: float):
-        """Count a finished copy. `known` has the copy's event, and the events that were over before the copy."""
+        """Count a finished copy. `known` has the copy's event, and the events that the issuing partition knew to be over."""
         self._cycle = max(self._cycle, cycle)
         self._bytes -= nbytes
         self._gathered |= known

@@ -1,4 +1,4 @@
-"""Model a kernel on one SM. From given rates, compute the kernel's time, and when each unit works.
+"""Model a kernel on one SM. Compute from given rates the kernel's time, and the cycles in which each unit works.
 
 A unit is a part of the SM, such as the tensor cores. It serves its requests in order. A partition does one operation after the
 other, each for a whole tile. Meanwhile other partitions may use other units. The model ignores overlap between a partition's
@@ -24,8 +24,8 @@ class Rates:
     stored: the bytes per cycle that TMA copies to global memory.
     added: the bytes per cycle that TMA adds to global memory.
     shared: the bytes per cycle that are loaded from or stored to shared memory.
-    matmul, copy, store: the latency that follows the unit's work. The unit is already free for the next operation, but the
-        operation before ends only after this many more cycles.
+    matmul, copy, store: the latency, which follows the unit's work on an operation. The operation ends after the latency, but
+        the unit is free for the next operation before the latency.
     arrive, wait, fence: {1: the cycles of one such operation in a partition of one warp, 4: the cycles in a partition of more
         warps}.
     hand_over: the cycles from a phase's last arrival until the waiting partition continues.
@@ -48,7 +48,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Span:
-    """A time in which a unit works for a partition, from cycle `start` to cycle `end`."""
+    """A time span in which a unit works for a partition, from cycle `start` to cycle `end`."""
 
     unit: str
     who: object

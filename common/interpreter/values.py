@@ -264,5 +264,5 @@ class Pointer:
 
     @property
     def is_scalar(self):
-        """Whether this is a single address."""
+        """Whether the pointer is a single address."""
         return not isinstance(self.offset, torch.Tensor) or self.offset.dim() == 0

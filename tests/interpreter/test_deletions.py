@@ -1,6 +1,6 @@
 """A Gluon kernel needs each of its barrier statements: without one, the interpreter finds an order of events with an error.
 
-If a test fails, a statement could be deleted without an error. Then delete it, or add a problem below that needs it.
+If a test fails, a statement could be deleted without an error. Then delete the statement, or add a problem that needs it.
 """
 
 import functools

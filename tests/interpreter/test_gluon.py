@@ -278,7 +278,7 @@ def test_write_waits_for_every_reader_of_the_same_part(dim, first, says):
     """Two partitions each read 8 rows, or columns, of a buffer. Then a third partition writes rows 8 to 15.
 
     One reader reads rows 8 to 15 and always arrives at the barrier. The other reader reads from row `first` on, and arrives
-    only if `says`. It need not arrive if the rows that it reads are not written.
+    only if `says`. The other reader need not arrive if nobody writes the rows that it reads.
     """
     if says or first == 0:
         for seed in SEEDS:

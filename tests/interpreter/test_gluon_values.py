@@ -116,7 +116,7 @@ def check_same(in_gluon, in_triton, *arguments):
 
 
 def operands(*numbers):
-    """Return a tensor of these numbers in each dtype, and three tensors with one number each."""
+    """Return a tensor of `numbers` in each dtype, and three tensors without dimensions, which stand for scalars."""
     return (
         [torch.tensor(numbers).to(dtype) for dtype in TYPES]
         + [torch.tensor(number) for number in (2.5, 2**31 + 1)]
@@ -209,7 +209,7 @@ def _nan_kernel(x_ptr, y_ptr):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_nan_is_neither_larger_nor_smaller(dtype):
-    """Maximum and minimum ignore NaN, as on a GPU. In Triton's own interpreter they are NaN if one operand is NaN."""
+    """Maximum and minimum ignore NaN, as on a GPU. In Triton's own interpreter the result is NaN if one operand is NaN."""
     nan, inf = float("nan"), float("inf")
     x, y, nothing = torch.tensor([[1, nan, nan, -inf], [nan, nan, 3, inf], [nan] * 4], dtype=dtype)
     results = [result for _, result in record(_nan_kernel, x, y)]

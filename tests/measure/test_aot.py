@@ -28,7 +28,7 @@ SELECTIONS = {
 
 
 def _selections():
-    """Yield pairs (stage, selection). The default run has two stages: the last, and the last that runs on any GPU."""
+    """Yield pairs (stage, selection). The default run has the last stage, and the last stage that runs on any GPU."""
     for name, selection in itertools.product(NAMES, SELECTIONS):
         quick = {"hopper": (ROAD[-1], ANYWHERE[-1]), "shared-heads": (ROAD[-1],), "others": (ANYWHERE[-1],)}
         yield pytest.param(
@@ -111,7 +111,7 @@ def test_shared_memory_fits(report):
 
 
 def test_no_spills(report):
-    """Each kernel has a configuration that spills at most the `SPILLED_BYTES` of its stage, by default 0.
+    """Each kernel has a configuration that spills at most `SPILLED_BYTES` bytes. A stage sets this limit, by default 0.
 
     An autotuner may also try configurations that spill more."""
     allowed = getattr(stages.load(report["stage"]), "SPILLED_BYTES", 0)
@@ -135,9 +135,9 @@ def test_descriptors_become_tma_and_matmuls_wgmma(report):
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in ROAD if name not in ANYWHERE])
 def test_matmuls_of_a_hopper_stage_are_not_serialised(name):
-    """ptxas gives no warning. It warns (C7510 and similar) if it makes asynchronous matmuls wait for each other.
+    """ptxas gives no warning. A warning such as C7510 says that ptxas makes asynchronous matmuls wait for each other.
 
-    The test compiles float16 and bfloat16, because a backward once spilled a kilobyte only with bfloat16."""
+    The test compiles float16 and bfloat16, because a backward once spilled a kilobyte with bfloat16 alone."""
     report = compiled(name, archs=(90,), dtypes=("float16", "bfloat16"), causal=(True, False), kv_heads=(aot.HEADS, 4))
     assert not report["errors"]
     rows = report["rows"]

@@ -17,7 +17,7 @@ INFO = {"gpu": "X", "torch": "1", "triton": "2", "limit_watts": 700.0, "commit":
 
 
 class Library:
-    """A stand-in for NVML. Its GPU uses one more joule each time a gauge is read. The function named `refused` always fails."""
+    """A stand-in for NVML. Each reading adds one joule to the counter. The NVML function with the name `refused` fails."""
 
     def __init__(self, refused=None, reasons=0x4):
         self.refused, self.reasons, self.millijoules = refused, reasons, 0
@@ -50,7 +50,7 @@ def library(monkeypatch):
 
 @pytest.mark.parametrize(("reasons", "capped"), [(0x4, True), (0x80, True), (0x1 | 0x20, False), (0, False)])
 def test_gauges_are_read_while_calls_run(library, reasons, capped):
-    """A reading is capped if the power limit lowers the clock, and not if the GPU is idle (0x1) or too hot (0x20)."""
+    """A reading is capped if the power limit lowers the clock. An idle (0x1) or hot (0x20) GPU is not capped."""
     library(None, reasons)
     gauges = energy.Gauges()
     assert gauges.limit_watts() == 700

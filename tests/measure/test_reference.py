@@ -18,7 +18,7 @@ SCALE = 0.2
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
-# Arguments of `make_inputs`: one query head per K/V head; two per K/V head, with a larger Dv; three, with a smaller Dv.
+# Arguments of `make_inputs`. One, two and three query heads share a K/V head. Dv is equal to D, larger, and smaller.
 SIZES = [{}, {"heads": 4, "kv_heads": 2, "value_dim": 64}, {"kv_heads": 1, "value_dim": 16}]
 
 
@@ -54,7 +54,7 @@ def test_blocks_of_query_rows_give_the_results_of_all_rows_at_once(causal, sizes
         torch.testing.assert_close(blocks[0]["magnitudes"][name], magnitude, rtol=1e-13, atol=1e-13)
         torch.testing.assert_close(blocks[0][name], whole[0][name], rtol=1e-13, atol=1e-13)
         errors = [(yardstick[name].double() - exact[name]).square().mean().sqrt() for exact, yardstick in (whole, blocks)]
-        if name == "lse":  # a GPU adds in another order for blocks, so both errors must only be small
+        if name == "lse":  # for blocks, a GPU adds in another order, so the errors may differ
             assert max(errors) < torch.finfo(torch.float32).eps * whole[0][name].square().mean().sqrt()
         else:
             torch.testing.assert_close(*errors, rtol=0.01, atol=0)  # `plain` rounds to float16 with or without blocks
@@ -137,7 +137,7 @@ def test_the_diagonal_agrees_with_pytorch_s_lower_right():
 
 
 FACTORS = {"out": 2, "lse": 2, "dq": 3, "dk": 3, "dv": 3}
-HALF_ULPS = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 2**-24}  # half a unit in the last place, from 1 to 2
+HALF_ULPS = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 2**-24}  # half a unit in the last place of 1
 ANY = math.inf
 
 
@@ -157,7 +157,7 @@ def passes(name, got, exact, bounds):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bounds_are_a_multiple_of_plain_pytorch_s_error_and_the_loss_of_float32(name):
-    """The bounds come from differences in float64. Differences in float16, the dtype of `plain` here, would lose 2**-20."""
+    """The bounds come from differences in float64. In float16, the dtype of `plain` here, 1 + 2**-20 would be 1."""
     exact = invented({name: [3.0, -4.0 + 2**-20]}, {name: [6 * 2.0**22, -8 * 2.0**22]})
     bounds = error_bounds(exact, {name: torch.tensor([3.5, -5.0], dtype=torch.float16)})[name]
     error = 1 + 2**-20  # the second element has the larger error, and it is negative
@@ -169,9 +169,9 @@ def test_bounds_are_a_multiple_of_plain_pytorch_s_error_and_the_loss_of_float32(
 @pytest.mark.parametrize(("kind", "room"), [("largest", 16), ("rms", 8)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_error_may_be_its_bound_and_half_a_unit_in_the_last_place_of_the_truth(dtype, kind, room, sign):
-    """The exact values have a maximum of 8 and an RMS of 4, so the bounds are 16 + 8 and 8 + 4 half units.
+    """The exact values have a maximum of 8 and an RMS of 4. Rounding adds 8 and 4 half units to the bounds 16 and 8.
 
-    One error of 24 half units, in one of four elements, has an RMS of 12 half units.
+    One of the four elements has an error of 24 half units. The RMS of this error is 12 half units.
     """
     half = HALF_ULPS[dtype]
     exact = torch.tensor([-8.0, 0, 0, 0], dtype=torch.float64)
@@ -187,7 +187,7 @@ def test_error_may_be_its_bound_and_half_a_unit_in_the_last_place_of_the_truth(d
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rule_is_held_to_the_last_bit(name):
-    """Plain PyTorch has an error of 1/4. Two or three times this error is allowed (`FACTORS`), and 1/2 more for rounding."""
+    """Plain PyTorch has an error of 1/4. The bound is two or three times this error (`FACTORS`), plus 1/2 for rounding."""
     exact = invented({"out": [0.0, 0.0], name: [0.0] * 4}, {"out": [2.0**21] * 2, name: [2.0**21] * 4})
     yardstick = {"out": torch.full((2,), 0.25), name: torch.tensor([0.25, -0.25, -0.25, 0.25])}
     most = FACTORS[name] / 4 + 1 / 2
@@ -213,7 +213,7 @@ def test_values_that_are_not_finite_never_pass(dtype, bad):
 
 @pytest.mark.parametrize("scale", [0.5, -0.5])
 def test_magnitudes_are_sums_without_signs(scale):
-    """One query has two keys that score 0, so each P is 1/2. From absolute values of q and k, they would score 1 and 2."""
+    """One query has two keys that score 0, so each P is 1/2. With absolute values of q and k, the keys would score 1 and 2."""
     q, k, v = torch.tensor([[1.0, -1]]), torch.tensor([[1.0, 1], [-2, -2]]), torch.tensor([[-1.0], [3]])
     tensors = (tensor[None, None].to(DEVICE) for tensor in (q, k, v))
     found = truth(*tensors, False, scale, torch.full((1, 1, 1, 1), -2.0, device=DEVICE))["magnitudes"]
@@ -231,7 +231,7 @@ def test_magnitudes_are_sums_without_signs(scale):
 
 
 def test_yardstick_rounds_p_out_and_ds_and_nothing_else():
-    """`plain` rounds P, the output and dS, and nothing else. Three queries see one, two and three keys of score 0.
+    """`plain` rounds P, the output and dS, and nothing else. Three queries see one, two and three keys. All scores are 0.
 
     In bfloat16, 1/3 is 171/512. The three values of V add up to 3 + 3/256 + 2**-12. With P = 1/3, the third query's output
     would round to 1. With P = 171/512, it rounds to 1 + 1/128.

@@ -94,7 +94,7 @@ def test_rounds_leave_out_flush_and_launch_and_are_queued_without_a_wait(gpu):
     assert times == pytest.approx([2e-3] * len(times)) and hidden
     last_rounds = gpu.log[-1 - 4 * len(times) :]
     assert last_rounds == ["flush", "event", "call", "event"] * len(times) + ["wait"]
-    assert gpu.log.count("wait") == 3  # before the rest, for the first estimate, at the end
+    assert gpu.log.count("wait") == 3  # a wait before the rest, one for the first estimate, one at the end
 
 
 def test_case_begins_on_a_gpu_that_has_rested(gpu):
@@ -197,12 +197,12 @@ def test_calls_in_a_row_take_the_longer_of_cpu_and_gpu_time(gpu, host_s, gpu_s, 
 
 
 def test_replay_gives_pytest_benchmark_the_times_that_were_measured():
-    """pytest-benchmark subtracts two readings for each round. Each round's first reading is 0, because the difference
-    of two large readings would lose digits."""
+    """pytest-benchmark reads the clock twice for each round, and subtracts the readings. Each round's first reading is 0,
+    because the difference of two large readings would lose digits."""
     replay = timing.Replay()
     replay.load([0.25, 1e-6])
     assert [-replay() + replay() for _ in range(2)] == [0.25, 1e-6]
-    replay.load([3.0])  # drops the remaining readings of the case before
+    replay.load([3.0])  # drops the remaining readings of the earlier case
     assert -replay() + replay() == 3.0
 
 

@@ -50,8 +50,8 @@ def version(stage):
 def problem(seq_q, seq_k, head_dim, causal, *, heads=2, kv_heads=None, value_dim=None, tiles=None):
     """Return a problem with batch size 1.
 
-    `tiles` has two pairs (BLOCK_M, BLOCK_N): for programs that own queries, and for programs that own keys. By default these
-    are the fixed tiles for an H200.
+    `tiles` has two pairs (BLOCK_M, BLOCK_N): one for programs that own queries, and one for programs that own keys. By default,
+    `tiles` has the fixed tiles for an H200.
     """
     value_dim = value_dim or head_dim
     fixed = (choose(max(head_dim, value_dim), torch.float16) for choose in (query_tile, key_tile))
@@ -99,7 +99,7 @@ def test_stage_moves_what_its_formula_says(stage, seq_q, seq_k, causal):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_formula_holds_for_large_heads(stage, causal):
-    """The formulas hold for D = 128, for which some stages have other tiles."""
+    """The formulas hold for D = 128. Some stages have other tiles for D = 128 than for a smaller D."""
     check(stage, problem(150, 200, 128, causal))
 
 
@@ -125,12 +125,12 @@ def test_formula_of_the_newest_backward_holds_for_the_largest_heads(seq_q, seq_k
 @pytest.mark.parametrize("name", ["v30", "v31", "v32", "v33", "v34"])
 @pytest.mark.parametrize("sizes", [{"heads": 4, "kv_heads": 2}, {"heads": 2, "head_dim": 128}, {"heads": 1, "causal": True}])
 def test_formula_holds_where_keys_are_split(name, sizes):
-    """Two queries see 1500 keys, which stages from v31 on split. With a causal mask they see one and two keys: no splits."""
+    """Two queries see 1500 keys, which stages from v31 on split. With a causal mask they see only one and two keys."""
     check(stages.load(name), problem(2, 1500, **{"head_dim": 32, "causal": False} | sizes))
 
 
 def nothing_is_short(monkeypatch, *others):
-    """Make the formulas and a stage treat short work like long work. `others` are the global names of the stage's modules."""
+    """Make the formulas and a stage treat short work like long work. `others` are the globals of the stage's modules."""
     for names in (*namespaces("v34_planned_splits"), *others):
         for width in names.get("SHORT", ()):
             monkeypatch.setitem(names["SHORT"], width, 0)
@@ -160,7 +160,7 @@ def test_formulas_hold_for_other_tiles(name, tiles):
 
 
 def test_saved_reads_of_out_are_all_that_v5_saves_over_v4():
-    """v5 reads fewer bytes than v4: its dQ and dK/dV kernels read delta, and not O. A third kernel computes delta once."""
+    """v5 reads fewer bytes than v4. v5's dQ and dK/dV kernels read delta, and not O. A third kernel computes delta once."""
     p = problem(300, 140, 32, True)
     (_, v4), (_, v5) = (counted(stages.load(name), p) for name in ("v4", "v5"))
     rows = p.heads * p.seq_q + p.queries_read(p.key_tile)  # rows of O that v4's dQ and dK/dV kernels read
@@ -225,8 +225,8 @@ def test_causal_is_about_half(name, pass_):
         assert causal[index] / full[index] == pytest.approx(0.5, abs=0.01)
 
 
-# The next test repeats one access of a kernel, and the checks above must notice it. Accesses for failed tiles are left out,
-# because no tile fails in these problems.
+# The next test repeats one access of a kernel, and the checks above must notice the repetition. The test leaves out accesses
+# for failed tiles, because no tile fails in these problems.
 
 ACCESS = re.compile(
     r"\s+(?:\w+ = .*)?\b(?:(?:tl|gl|\w+_desc)\.(?:load|store|atomic_add)|tma\.async_copy_\w+|async_reduce_add)"
@@ -238,7 +238,7 @@ FOR_FAILED = {"_begun", "_leave", "_next_failed", "_next_again"}
 def accesses():
     """Yield every line of a kernel that loads or stores, as (stage, file, index of the line).
 
-    A line is marked long if its function is the same in the parent, or is in no stage that the default run checks in full.
+    A line is marked `long` if its function is the same in the parent, or is in no stage that the default run checks in full.
     """
     checked = {
         (file, *function)
@@ -294,8 +294,8 @@ def test_access_that_happens_twice_is_noticed(name, file, index, mutated, monkey
             counted(changed, problem(130, 70, 32, True))
         return
     both = "atomic_add" in lines[index] and "desc" not in lines[index]
-    # Some accesses run only for some problems. The keys of the second problem are split. The third counts as long, and has no
-    # splits. The fourth has wide heads. The last has more than 128 tiles, so that v42 reads flags.
+    # Some accesses run only for some problems. The keys of the second problem are split. The third problem is treated like long
+    # work, and has no splits. The fourth problem has wide heads. The last has more than 128 tiles, so that v42 reads flags.
     looks = problem(130, 20, 16, False, heads=150)
     for each in (p, problem(2, 1500, 32, False), problem(130, 70, 32, True), problem(*TILED, 256, True), looks):
         if each.seq_q == 130:

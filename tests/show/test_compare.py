@@ -45,7 +45,7 @@ def saved(tmp_path, monkeypatch):
         run = {"benchmarks": [{"extra_info": r} for r in records], "failures": list(failures), "machine_info": machine}
         path = directory / f"{number:04}_abc_20260102_{number:06}.json"
         path.write_text(json.dumps(run) if text is None else text)
-        os.utime(path, (1e9 - number, 1e9 - number))  # file times must not matter: a copied file has a new time
+        os.utime(path, (1e9 - number, 1e9 - number))  # file times must not matter: a copy has a new time
         return path
 
     return save

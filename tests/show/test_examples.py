@@ -38,7 +38,7 @@ SHOWN = re.compile(
 
 
 def commands():
-    """Return each command that a file shows, with the file and line of its first place."""
+    """Return each command that a file shows, with the file and line where it appears first."""
     found = {}
     for path in sorted(set(FILES)):
         text = path.read_text()
@@ -66,9 +66,9 @@ def run_to_the_parser(module, arguments, monkeypatch):
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
     if hasattr(program := importlib.import_module(module), "INTERPRETED"):
-        monkeypatch.setattr(program, "INTERPRETED", True)  # otherwise it restarts itself before it parses
+        monkeypatch.setattr(program, "INTERPRETED", True)  # otherwise the command restarts itself before it parses
     monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("would run another program"))
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # ring attention's processes have these
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # ring attention's processes have these variables
         monkeypatch.setenv(name, "1")
     with pytest.raises(Parsed):
         importlib.import_module(module).main(arguments)
@@ -113,7 +113,7 @@ def make_in_a_copy(given, root, monkeypatch):
 
 
 def check_make(words, root, monkeypatch):
-    """Check a `make` command. Its targets must exist and use its variables. Their programs must take the arguments."""
+    """Check a `make` command. The targets must exist and use the variables. The targets' programs must take the arguments."""
     targets = [word for word in words[1:] if "=" not in word]
     given = dict(word.split("=", 1) for word in words[1:] if "=" in word)
     for target in targets:

@@ -83,4 +83,4 @@ def test_headline_multiplies_gains_where_no_run_has_both_ends():
     assert "|        50 |  ×5.00 |" in front.headline([old])  # cuDNN is not in this run
     assert "multiplies" not in front.headline([old])
     apart = run_of("apart", "2026-01-03", records("v3_d", 1.0), records("v4_e", 1.0))
-    assert "|       100 |      - |" in front.headline([apart, old])  # no factor
+    assert "|       100 |      - |" in front.headline([apart, old])  # no runs connect v4 to v0

@@ -34,14 +34,14 @@ def version(name):
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
-    """A copy of the repository, with new stages: dead ends that copy some stages, and a next stage that copies the last one."""
+    """A copy of the repository, with new stages: dead ends that copy some stages, and `NEXT`, which copies the last stage."""
     root = tmp_path_factory.mktemp("tree") / "repository"
     shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(".*", "__pycache__", "plots"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(results, "ROOT", root)
         patch.setattr(stages, "__path__", [str(root / "stages")])
         with patch.context() as quick:
-            quick.setattr(documents, "ladder", lambda found: "")  # slow, and needed only after the last stage
+            quick.setattr(documents, "ladder", lambda found: "")  # slow, and needed only when the last new stage is made
             quick.setattr(documents, "headline", lambda found: "")
             for source, name in COPIES.items():
                 new_stage.main([source, name])
@@ -106,7 +106,7 @@ def test_a_copy_computes_what_its_own_directory_says(tree, source, tmp_path, mon
 
 
 def test_the_tests_pass_with_new_stages(tree):
-    """A copy passes the tests of files, names, documents and style. The test above checks its results."""
+    """A copied stage passes the tests of files, names, documents and style. The test above checks the copy's results."""
     files = ("stages/test_contract", "stages/test_readmes", "show/test_documents", "show/test_story", "test_rooms")
     chosen = " or ".join([*COPIES.values(), NEXT, "test_documents_agree", "test_ruff"])
     run = subprocess.run(
@@ -122,7 +122,7 @@ def test_the_story_tells_of_new_stages(inside, monkeypatch, capsys):
     story.print_story()
     told = " ".join(capsys.readouterr().out.split())
     assert f"{NEXT} {new_stage.IDEA.capitalize()}. from {LAST}: {story.Change(0, 0, ())}" in told
-    assert f"{COPIES[V0]} A dead end: {new_stage.IDEA}. from {V0}: " in told  # then the size of the change
+    assert f"{COPIES[V0]} A dead end: {new_stage.IDEA}. from {V0}: " in told  # the size of the change follows
 
 
 def test_tables_and_benchmark_compare_a_new_stage_with_its_parent(inside):
@@ -215,7 +215,7 @@ def test_a_directory_that_is_no_stage_is_left_alone(inside, capsys):
     with pytest.raises(SystemExit):
         new_stage.main(["v0", directory.name])
     assert f"there is stages/{directory.name}" in capsys.readouterr().err
-    directory.rmdir()  # empty
+    directory.rmdir()  # fails if the directory is not empty
 
 
 @pytest.mark.parametrize("step", ["copytree", "gain_table", "rename"])

@@ -62,7 +62,7 @@ def test_no_two_implementations_look_the_same():
 
 
 def number_of(runs, name, pass_):
-    """Return the number of the newest run that has an implementation's mean; None if no run has it."""
+    """Return the number of the newest run that has an implementation's mean. Return None if no run has this mean."""
     measured = results.rate(runs, name, pass_, 128)
     return measured and results.number(runs, measured[1])
 

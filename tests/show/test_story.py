@@ -85,7 +85,7 @@ def test_story_tells_of_every_stage():
         for pass_ in results.CODE:
             if not results.same_code(new, old, pass_):
                 assert story.speed_line(runs, old, new, pass_) in told
-    for head_dim in results.HEAD_DIMS:  # the newest stage has its gain too
+    for head_dim in results.HEAD_DIMS:  # the newest stage's lines also have its gain
         ratio, _ = results.gain(runs, *reversed(steps()[-1]), "bwd", head_dim)
         assert f"×{ratio:.2f} (D={head_dim})" in done.stdout.rpartition(steps()[-1][1])[2]
 

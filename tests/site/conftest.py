@@ -12,7 +12,7 @@ RECORDED = [*(stages.resolve(name) for name in ("v0", "v3", "v7", "v25")), stage
 @pytest.fixture(scope="session")
 def site(tmp_path_factory, worker_id):
     """The folder with all pages. Only some pages have traces. `test_everything_is_built_in_time` builds all traces."""
-    from common.site.pages import build  # here, because packages that it needs may be missing
+    from common.site.pages import build  # imported here, because packages that `build` needs may be missing
 
     base = tmp_path_factory.getbasetemp()
     shared = base if worker_id == "master" else base.parent

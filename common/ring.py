@@ -248,7 +248,7 @@ class _Gradients:
 
     dQ stays on its rank. dK and dV travel around the ring like their block of keys, one step later. A sum with one addend keeps
     the dtype of the stage's result. A sum with more addends is float32. With a causal mask, the sum of dQ may have only the
-    back queries. The sums of dK and dV have only the front keys of a block, until a rank adds gradients of the back keys too.
+    back queries. The sums of dK and dV then have only the front keys of a block, until a rank adds gradients of the back keys.
     """
 
     def __init__(self, ring: Ring, causal: bool, keys: int):

@@ -167,7 +167,7 @@ def problems(head_dims):
         if causal == BOTTOM_RIGHT:  # "bottom-right" needs at least as many keys as queries
             seq_q, seq_k = sorted((seq_q, seq_k))
         q, k, v, grad_out = layouts
-        if dtype == torch.float32:  # rounding errors of equal rows would be equal, and would add up
+        if dtype == torch.float32:  # the rows of an expanded S are equal; so are their rounding errors, which add up
             v, grad_out = (replace(layout, expanded=layout.expanded.replace("s", "")) for layout in (v, grad_out))
             layouts = q, k, v, grad_out
         sizes = zip(DIMENSIONS, (batch, kv_heads * shared, seq_q), strict=False)

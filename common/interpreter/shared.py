@@ -133,7 +133,7 @@ class Memory:
 
 
 def fence():
-    """Let TMA and matmuls see the stores that the running partition knows to be over, as `fence_async_shared` does."""
+    """Make stores visible to TMA and matmuls, as `fence_async_shared` does, if the running partition knows that they ended."""
     partition = now().running
     event = partition.program.event()
     for use in itertools.chain.from_iterable(memory.uses for memory in partition.program.memories):

@@ -95,7 +95,7 @@ def json_path(text: str) -> Path:
 
 HEAD_DIM = one_of({str(head_dim): head_dim for head_dim in HEAD_DIMS})
 
-LISTS = {  # options of several commands -> (function that converts an entry, help text)
+LISTS = {  # option with a list, of several commands -> (function that converts an item, help text)
     "--stage": (stages.resolve, "such as {version} or {stage}"),
     "--seq-len": (positive, "any"),
     "--head-dim": (HEAD_DIM, ", ".join(map(str, HEAD_DIMS))),

@@ -314,6 +314,6 @@ def test_against_compares_with_the_same_cases(words, monkeypatch, capsys):
 
 @pytest.mark.long
 def test_a_revision_has_its_own_code(capsys):
-    """The command compiles HEAD's kernels in an extracted copy. Uncommitted files of this tree may cause differences."""
+    """The command extracts HEAD to another directory and compiles its kernels. Uncommitted changes may differ."""
     assert aot.main(["--stage", "v1", "--arch", "90", "--head-dim", "64", "--against", "HEAD"]) in (0, 1)
     assert re.search(r"[1-9]\d* kernels compared with HEAD", capsys.readouterr().out)

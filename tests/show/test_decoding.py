@@ -10,7 +10,7 @@ KV = 2 * 2 * 8 * 1024 * 128  # bytes of K and V for a batch size of 1, eight K/V
 
 
 def record(impl, gbps=None, *, batch=1, heads=8, seq_len=1, kv_len=1024, **values):
-    """Return a measurement that reads K and V at `gbps` GB/s."""
+    """Return the record of a forward that reads K and V at `gbps` GB/s. Without `gbps`, the record has no time."""
     workload = Workload("fwd", batch, heads, seq_len, 128, False, "bfloat16", kv_heads=8, kv_len=kv_len)
     measured = {"ms": KV * batch * kv_len / 1024 / gbps / 1e6, "launch_hidden": True} if gbps else {}
     return {"impl": impl, **workload.record(), **measured, **values}

@@ -266,7 +266,7 @@ def duration(seconds: float) -> str:
 
 
 def _count(impl: str, workload: Workload) -> Count:
-    """Count the traffic and FLOPs of an implementation. A stage uses the tiles for `GPU`."""
+    """Count the traffic and FLOPs of an implementation. A stage uses the tile sizes for an H200 (`GPU`)."""
     if impl in BASELINES:
         return count(timed_call(impl, workload, workload.inputs()))
     return traffic.count_stage(stages.load(impl), workload, GPU)

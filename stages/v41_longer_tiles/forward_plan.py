@@ -33,7 +33,7 @@ FEW_SQUARES = 8  # FEW_ROWS replaces tiles of 256 rows if a CTA has at most this
 # Failed tiles run again with a running maximum, for which longer key tiles are faster.
 TILES_AGAIN = TILES | {128: FEW_ROWS[128]}
 FIRST_KEYS = 32  # number of first keys in a row's guess; half as many for short rows
-SHORT_ROW = 512  # rows with at most this many keys are short; the extra matmul slows them more than long rows
+SHORT_ROW = 512  # rows with at most this many keys are short; the matmul with the first keys slows them most
 # If a CTA has at most this many key tiles, a guess's extra launches take longer than a running maximum.
 SHORT = {16: 16, 32: 16, 64: 16, 128: 32, 256: 32}
 # Constants of `splits_of`, fitted to times on an H200. `splits_of` counts time in units of 1/30 ns. In one unit, a CTA reads

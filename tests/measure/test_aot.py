@@ -28,7 +28,8 @@ SELECTIONS = {
 
 
 def _selections():
-    """Yield pairs (stage, selection). The default run has the last stage, and the last stage that runs on any GPU."""
+    """Yield pairs (stage, selection). Without long tests, only the last stage is compiled, and the last stage that needs no
+    Hopper GPU."""
     for name, selection in itertools.product(NAMES, SELECTIONS):
         quick = {"hopper": (ROAD[-1], ANYWHERE[-1]), "shared-heads": (ROAD[-1],), "others": (ANYWHERE[-1],)}
         yield pytest.param(

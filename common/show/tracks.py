@@ -95,12 +95,12 @@ def table(key: str, start: Callable[[str], list[str]]) -> str:
             *start(name), f"×{gained:.2f}" if gained else "-", f"{100 * share:.0f} %" if share else "-",
         ])  # fmt: skip
     headers = [track.title, "idea", "lines changed", "× parent", "% of fastest"]
-    if all(row[-1] == "-" for row in rows):  # the track's runs have no library
+    times, machines = _times(track)
+    libraries = [results.spoken(impl) for impl in times if not stages.position(impl)]
+    if times and not libraries:  # the track's runs compare stages only
         headers, rows = headers[:-1], [row[:-1] for row in rows]
     align = ["left", "left", *["right"] * (len(headers) - 2)]
     shown = tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=align)
-    times, machines = _times(track)
-    libraries = [results.spoken(impl) for impl in times if not stages.position(impl)]
     facts = [f" Libraries: {', '.join(libraries)}."] if libraries else []
     places = dict.fromkeys(f"{machine['gpu']}, commit {machine['commit'][:12]}" for machine in machines)
     measured = any(cell != "-" for row in rows for cell in row[3:])

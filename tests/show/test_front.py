@@ -7,7 +7,8 @@ from test_results import records
 from test_results import run as run_of
 
 import stages
-from common.show import front
+from common.measure.workloads import Workload
+from common.show import front, tracks
 from common.show.tracks import TRACKS, stages_of
 
 V0, V1, V2, V3 = map(stages.resolve, ("v0", "v1", "v2", "v3"))
@@ -57,6 +58,19 @@ def test_ladder_has_each_stage_once_and_dead_ends_apart():
     for key, shown in zip(TRACKS, of_tracks, strict=True):
         assert re.findall(r"\(stages/(\w+)\)", shown) == stages_of(key) != []
     assert "[v5](stages/v5_tuned) | Delta" in line
+
+
+@pytest.mark.parametrize("library", [True, False])
+def test_a_track_has_a_column_for_libraries_if_its_runs_have_one(library, monkeypatch):
+    work = Workload("bwd", 1, 1, 4096, 256, False, "float16")
+    times = {"v43_safe_speculation": {work: 3.0}, "v44_wide_kernel": {work: 1.5}} | (
+        {"sdpa-cudnn": {work: 3.0}} if library else {}
+    )
+    monkeypatch.setattr(tracks, "_times", lambda track: (times, [{"gpu": "a GPU", "commit": "0" * 40}]))
+    shown = tracks.table("wide", lambda name: [name, "idea", "1"])
+    (row,) = [line for line in shown.splitlines() if "v44_wide_kernel" in line]
+    assert ("% of fastest" in shown) == ("Libraries: cuDNN." in shown) == library
+    assert [cell.strip() for cell in row.split("|")[4:-1]] == (["×2.00", "200 %"] if library else ["×2.00"])
 
 
 @pytest.mark.parametrize("name", stages.names())

@@ -61,12 +61,6 @@ def test_no_two_implementations_look_the_same():
     assert len(looks) == len(names), "without colors"
 
 
-def number_of(runs, name, pass_):
-    """Return the number of the newest run that has an implementation's mean. Return None if no run has this mean."""
-    measured = results.rate(runs, name, pass_, 128)
-    return measured and results.number(runs, measured[1])
-
-
 @pytest.mark.parametrize("name", ["evolution", "gain", "memory"])
 def test_a_figure_has_one_legend_of_all_that_it_draws(drawn, name):
     figure = drawn[0][name]
@@ -77,13 +71,14 @@ def test_a_figure_has_one_legend_of_all_that_it_draws(drawn, name):
     peers = [results.spoken(other) for other in main_line() if not stages.position(other)]
     bars = [f"{pass_}, D={head_dim}" for pass_ in ("forward", "backward") for head_dim in (64, 128)]
     runs = results.runs()
-    numbers = {name: key for name in main_line() for key in {number_of(runs, name, pass_) for pass_ in ("fwd", "bwd")} if key}
-    of_peers = [(results.spoken(name), key) for name, key in numbers.items() if not stages.position(name)]
-    of_stages = dict.fromkeys(key for name, key in numbers.items() if stages.position(name))
     if name == "evolution":  # sorted, because matplotlib chooses the order
-        lines = [(peer, key) for peer, key in of_peers if key in of_stages]
-        said = lambda text, key: f"{text}, run [{key}]" if len(of_stages) > 1 else text  # noqa: E731
-        assert sorted(shown) == sorted([said("stages", key) for key in of_stages] + [said(*line) for line in lines])
+        rates = [(other, results.rate(runs, other, pass_, 128)) for other in main_line() for pass_ in ("fwd", "bwd")]
+        keys = {(other, results.number(runs, rate[1])) for other, rate in rates if rate}
+        of_stages = {key for other, key in keys if stages.position(other)}
+        assert len(of_stages) == 1  # the next test has bars of two runs
+        assert sorted(shown) == sorted(
+            ["stages", *{results.spoken(other) for other, key in keys if key in of_stages} & {*peers}]
+        )
         return
     assert sorted(shown) == sorted({"gain": bars}.get(name, peers + stages_of_line))
 
@@ -149,6 +144,22 @@ def test_evolution_shows_the_means_of_the_summary(drawn):
         of_libraries = [rates[name] for name in rates if name not in bars]
         lines = [mean for mean, run in of_libraries if results.number(runs, run) in beside]
         assert lines and [line.get_ydata()[0] for line in axes.lines] == lines
+
+
+def test_evolution_numbers_the_runs_of_its_bars(tmp_path, monkeypatch):
+    """Only bars of stages count: the oldest run has nothing but a library's newest time, so it is not named."""
+    monkeypatch.setattr(plots.plt, "close", lambda figure: figures.append(figure))
+    figures = []
+    runs = [
+        run_of("new", "2026-01-03", records("v1_b", 4.0), records("sdpa-cudnn", 2.0)),
+        run_of("middle", "2026-01-02", records("v0_a", 8.0), records("flash-3", 1.0)),
+        run_of("old", "2026-01-01", records("flash-4", 1.0)),
+    ]
+    plots.draw(runs, tmp_path)
+    legend = [text.get_text() for text in figures[0].legends[0].get_texts()]
+    assert sorted(legend) == ["FlashAttention-3, run [1]", "cuDNN, run [2]", "stages, run [1]", "stages, run [2]"]
+    title = figures[0].get_suptitle()
+    assert "[1] " in title and "[2] " in title and "[3]" not in title
 
 
 def test_gains_are_over_the_parent_or_say_that_they_are_not_measured(monkeypatch):

@@ -75,10 +75,9 @@ def test_a_figure_has_one_legend_of_all_that_it_draws(drawn, name):
         rates = [(other, results.rate(runs, other, pass_, 128)) for other in main_line() for pass_ in ("fwd", "bwd")]
         keys = {(other, results.number(runs, rate[1])) for other, rate in rates if rate}
         of_stages = {key for other, key in keys if stages.position(other)}
-        assert len(of_stages) == 1  # the next test has bars of two runs
-        assert sorted(shown) == sorted(
-            ["stages", *{results.spoken(other) for other, key in keys if key in of_stages} & {*peers}]
-        )
+        assert len(of_stages) == 1  # test_evolution_numbers_the_runs_of_its_bars has two runs
+        libraries = {results.spoken(other) for other, key in keys if key in of_stages} & {*peers}
+        assert sorted(shown) == sorted(["stages", *libraries])
         return
     assert sorted(shown) == sorted({"gain": bars}.get(name, peers + stages_of_line))
 
@@ -148,8 +147,8 @@ def test_evolution_shows_the_means_of_the_summary(drawn):
 
 def test_evolution_numbers_the_runs_of_its_bars(tmp_path, monkeypatch):
     """Only bars of stages count: the oldest run has nothing but a library's newest time, so it is not named."""
-    monkeypatch.setattr(plots.plt, "close", lambda figure: figures.append(figure))
     figures = []
+    monkeypatch.setattr(plots.plt, "close", figures.append)
     runs = [
         run_of("new", "2026-01-03", records("v1_b", 4.0), records("sdpa-cudnn", 2.0)),
         run_of("middle", "2026-01-02", records("v0_a", 8.0), records("flash-3", 1.0)),

@@ -28,8 +28,8 @@ SELECTIONS = {
 
 
 def _selections():
-    """Yield pairs (stage, selection). Without long tests, only the last stage is compiled, and the last stage that needs no
-    Hopper GPU."""
+    """Yield pairs (stage, selection). The default run compiles only the newest stage, and the newest that needs no Hopper
+    GPU."""
     for name, selection in itertools.product(NAMES, SELECTIONS):
         quick = {"hopper": (ROAD[-1], ANYWHERE[-1]), "shared-heads": (ROAD[-1],), "others": (ANYWHERE[-1],)}
         yield pytest.param(
@@ -47,14 +47,14 @@ def compiled(
     value_dim=None,
     all_configs=False,
 ):
-    """Compile a stage for each combination of the arguments. Return the rows, the errors and the unavailable cases."""
+    """Compile a stage for each combination of the arguments. Return rows for kernels, the errors, and the unavailable cases."""
     names = "arch", "dtype", "head_dim", "causal", "kv_heads"
     cases = [
         {"stage": name, "value_dim": value_dim} | dict(zip(names, values, strict=True))
         for values in itertools.product(archs, dtypes, head_dims, causal, kv_heads)
     ]
     with pytest.MonkeyPatch.context() as environment:
-        for variable in ("TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES"):  # aot sets these two for the processes that compile
+        for variable in ("TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES"):  # aot changes both; monkeypatch restores them
             environment.setenv(variable, "")
         rows, errors, unavailable = aot.compile_cases(cases, all_configs)
     print(*rows, *errors, sep="\n")  # shown if a test fails
@@ -112,7 +112,7 @@ def test_shared_memory_fits(report):
 
 
 def test_no_spills(report):
-    """Each kernel has a configuration that spills at most `SPILLED_BYTES` bytes. A stage sets this limit, by default 0.
+    """Each kernel has a configuration that spills at most `SPILLED_BYTES` bytes. A stage may set this limit. The default is 0.
 
     An autotuner may also try configurations that spill more."""
     allowed = getattr(stages.load(report["stage"]), "SPILLED_BYTES", 0)
@@ -195,10 +195,10 @@ def test_registers_are_shown_by_role():
 
 
 def test_roles_share_the_registers_of_their_kernel(report):
-    """A row's configuration names the slots of each ring, such as STAGES. It does not name the compiler's num_stages."""
+    """A row's configuration contains ring sizes such as STAGES, and not the compiler's num_stages."""
     rows = [
         row for row in rows_of(report) if row["roles"] and row["roles"][0][0] != "default"
-    ]  # leaves out kernels whose partitions the compiler has made
+    ]  # `default` means that the compiler made the partitions
     if not rows:
         pytest.skip("no kernel's warps have roles of their own")
     module = stages.load(report["stage"])
@@ -315,6 +315,6 @@ def test_against_compares_with_the_same_cases(words, monkeypatch, capsys):
 
 @pytest.mark.long
 def test_a_revision_has_its_own_code(capsys):
-    """The command extracts HEAD to another directory and compiles its kernels. Uncommitted changes may differ."""
+    """The command also compiles HEAD's kernels. It returns 1 if uncommitted changes change a kernel."""
     assert aot.main(["--stage", "v1", "--arch", "90", "--head-dim", "64", "--against", "HEAD"]) in (0, 1)
     assert re.search(r"[1-9]\d* kernels compared with HEAD", capsys.readouterr().out)

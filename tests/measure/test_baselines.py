@@ -1,4 +1,4 @@
-"""Baselines have right results and FLOPs for shared K/V heads. A library's refusal is not taken for a failure."""
+"""Baselines have right results and FLOPs for shared K/V heads. A library that refuses a workload has not failed."""
 
 import pytest
 import torch

@@ -44,7 +44,7 @@ INSTRUCTIONS = {  # unit -> instructions; each kernel of the unit contains at le
 
 @pytest.fixture(scope="module", params=["first", pytest.param("every", marks=pytest.mark.long)])
 def log(request):
-    """Compile the first case of each kernel, or every case, in a process. Return the process's output, with ptxas' log."""
+    """Compile the first case of each kernel, or every case. Return the compiling process's output, with ptxas' log."""
     run = programs.python("-c", COMPILE, request.param, TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
     assert run.returncode == 0, run.stderr
     return run.stdout

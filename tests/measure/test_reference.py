@@ -25,7 +25,7 @@ SIZES = [{}, {"heads": 4, "kv_heads": 2, "value_dim": 64}, {"kv_heads": 1, "valu
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("causal", [False, True])
 def test_truth_is_what_pytorch_computes_in_float64(causal, sizes):
-    """`truth` has the results of PyTorch in float64. For float32 inputs, `plain` has these results up to rounding."""
+    """`truth` returns PyTorch's results in float64. For float32 inputs, `plain` returns them up to rounding."""
     q, k, v, grad_out = make_inputs(*TILED, dtype=torch.float32, **sizes)
     got, yardstick = (make(q, k, v, causal, SCALE, grad_out) for make in (truth, plain))
     leaves = [tensor.double().requires_grad_() for tensor in (q, k, v)]
@@ -57,7 +57,7 @@ def test_blocks_of_query_rows_give_the_results_of_all_rows_at_once(causal, sizes
         if name == "lse":  # for blocks, a GPU adds in another order, so the errors may differ
             assert max(errors) < torch.finfo(torch.float32).eps * whole[0][name].square().mean().sqrt()
         else:
-            torch.testing.assert_close(*errors, rtol=0.01, atol=0)  # `plain` rounds to float16 with or without blocks
+            torch.testing.assert_close(*errors, rtol=0.01, atol=0)  # most errors come from rounding to float16
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="what is allocated on the CPU is counted")
@@ -157,7 +157,7 @@ def passes(name, got, exact, bounds):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bounds_are_a_multiple_of_plain_pytorch_s_error_and_the_loss_of_float32(name):
-    """The bounds come from differences in float64. In float16, the dtype of `plain` here, 1 + 2**-20 would be 1."""
+    """Errors are computed in float64. In float16, `plain`'s dtype here, the error 1 + 2**-20 would round to 1."""
     exact = invented({name: [3.0, -4.0 + 2**-20]}, {name: [6 * 2.0**22, -8 * 2.0**22]})
     bounds = error_bounds(exact, {name: torch.tensor([3.5, -5.0], dtype=torch.float16)})[name]
     error = 1 + 2**-20  # the second element has the larger error, and it is negative
@@ -169,9 +169,9 @@ def test_bounds_are_a_multiple_of_plain_pytorch_s_error_and_the_loss_of_float32(
 @pytest.mark.parametrize(("kind", "room"), [("largest", 16), ("rms", 8)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_error_may_be_its_bound_and_half_a_unit_in_the_last_place_of_the_truth(dtype, kind, room, sign):
-    """The exact values have a maximum of 8 and an RMS of 4. Rounding adds 8 and 4 half units to the bounds 16 and 8.
+    """The exact values have a maximum of 8 and an RMS of 4. So rounding adds 8 and 4 half units to the bounds 16 and 8.
 
-    One of the four elements has an error of 24 half units. The RMS of this error is 12 half units.
+    One of the four elements has an error of 24 half units, so the errors' RMS is 12.
     """
     half = HALF_ULPS[dtype]
     exact = torch.tensor([-8.0, 0, 0, 0], dtype=torch.float64)

@@ -150,7 +150,7 @@ def run(tmp_path, monkeypatch, capsys):
 
 
 def cells(shown, stage):
-    """Return the cells after the name in a stage's row of the table."""
+    """Return a stage's row of the table, without the name."""
     return next(line for line in shown.splitlines() if line.startswith(stage)).split()[1:]
 
 

@@ -99,7 +99,7 @@ def checked(group, wrong, pass_, causal):
     (3, True, "fwd+bwd", (8 + 2 + 4, 8 + 1 + 4, 8 + 1 + 2)),
 ])  # fmt: skip
 def test_a_rank_sends_what_the_formula_says(ranks, size, causal, pass_, sent):
-    """`sent` has a number for each rank: the bytes that the rank sends per element of a block of K and V, with gradients."""
+    """`sent` has a number for each rank: the bytes that it sends, divided by the elements of its K and V."""
     if size > MOST:
         pytest.skip(f"needs {size} GPUs")
     for found, of_rank in zip(ranks.call(size, measured, pass_, 8 * size, causal), sent, strict=True):

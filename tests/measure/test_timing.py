@@ -94,7 +94,7 @@ def test_rounds_leave_out_flush_and_launch_and_are_queued_without_a_wait(gpu):
     assert times == pytest.approx([2e-3] * len(times)) and hidden
     last_rounds = gpu.log[-1 - 4 * len(times) :]
     assert last_rounds == ["flush", "event", "call", "event"] * len(times) + ["wait"]
-    assert gpu.log.count("wait") == 3  # a wait before the rest, one for the first estimate, one at the end
+    assert gpu.log.count("wait") == 3  # one wait before the pause, one for the first estimate, one at the end
 
 
 def test_case_begins_on_a_gpu_that_has_rested(gpu):
@@ -143,7 +143,7 @@ def test_few_long_rounds_are_not_flagged_because_of_the_first(gpu):
 def test_launch_that_is_too_long_to_hide_is_flagged(gpu):
     timer = timing.GpuTimer()
     assert not timer.measure(call_taking(gpu, 10 * timing.LONGEST_SPIN_S, 1e-3))[1]
-    assert timer.measure(call_taking(gpu, 0, 1e-3))[1]  # the next case starts anew
+    assert timer.measure(call_taking(gpu, 0, 1e-3))[1]  # the next case is not flagged
 
 
 @pytest.mark.parametrize(("gpu_s", "rounds"), [(1e-5, 200), (2e-3, 50), (0.04, 5), (0.06, 3)])
@@ -188,7 +188,7 @@ def test_host_time_is_each_rounds_own_without_the_first_ones(gpu, monkeypatch):
 
 @pytest.mark.parametrize(("host_s", "gpu_s", "expected"), [(30e-6, 5e-6, 30.5e-6), (5e-6, 30e-6, 30.5e-6)])
 def test_calls_in_a_row_take_the_longer_of_cpu_and_gpu_time(gpu, host_s, gpu_s, expected):
-    """10 calls take 10 times the longer of a call's two times, plus the shorter time once: 10 · 30 + 5 = 305 µs."""
+    """CPU and GPU overlap. 10 calls take 10 times the longer time, plus the shorter once: 10 · 30 + 5 = 305 µs."""
     gpu.log.clear()
     times = timing.seconds_in_a_row(call_taking(gpu, host_s, gpu_s), gpu_s)
     assert times == pytest.approx([expected] * timing.MOST_ROWS)
@@ -250,8 +250,8 @@ def test_a_copy_is_as_fast_as_the_memory_of_some_gpu():
 def test_gpu_times_agree_with_triton_do_bench(impl, batch, seq_len):
     """The timer agrees with Triton's do_bench.
 
-    Both timers rest and warm up for the same time. The workloads are long enough for calls of about a millisecond. For shorter
-    calls, do_bench would include CPU time.
+    Both timers rest and warm up for the same time. The calls take about a millisecond. For shorter calls, do_bench would
+    include CPU time.
     """
     from triton.testing import do_bench
 

@@ -60,7 +60,7 @@ def problem(seq_q, seq_k, head_dim, causal, *, heads=2, kv_heads=None, value_dim
 
 
 def predicted(name, pass_, p):
-    """Return the bytes read, the bytes written and the FLOPs that a pass has by its formula."""
+    """Return the bytes read, the bytes written and the FLOPs that a pass's formula predicts."""
     return total(PREDICTIONS[name][pass_](p))
 
 
@@ -115,7 +115,7 @@ def test_formula_holds_for_shared_heads_and_a_v_of_another_dimension(stage, seq_
 @pytest.mark.parametrize(("seq_q", "seq_k"), LENGTHS)
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(256, 256), pytest.param(64, 256, marks=pytest.mark.long)])
 def test_formula_of_the_newest_backward_holds_for_the_largest_heads(seq_q, seq_k, head_dim, value_dim, causal):
-    """The newest stage's backward meets its formula for Dv = 256. Forwards and earlier backwards have no such formula."""
+    """The newest stage's backward meets its formula for Dv = 256. Other passes are not tested here."""
     stage = stages.load([name for name in stages.names() if not stages.is_dead_end(name)][-1])
     p = problem(seq_q, seq_k, head_dim, causal, heads=4, kv_heads=2, value_dim=value_dim)
     _, backward = counted(stage, p)
@@ -125,7 +125,7 @@ def test_formula_of_the_newest_backward_holds_for_the_largest_heads(seq_q, seq_k
 @pytest.mark.parametrize("name", ["v30", "v31", "v32", "v33", "v34"])
 @pytest.mark.parametrize("sizes", [{"heads": 4, "kv_heads": 2}, {"heads": 2, "head_dim": 128}, {"heads": 1, "causal": True}])
 def test_formula_holds_where_keys_are_split(name, sizes):
-    """Two queries see 1500 keys, which stages from v31 on split. With a causal mask they see only one and two keys."""
+    """Two queries see 1500 keys, which stages from v31 on split. With a causal mask they see only one or two."""
     check(stages.load(name), problem(2, 1500, **{"head_dim": 32, "causal": False} | sizes))
 
 
@@ -146,7 +146,7 @@ def test_formula_holds_for_long_work(monkeypatch, kv_heads, name):
 
 
 def test_formula_holds_for_looks_at_other_tiles(monkeypatch):
-    """v42's tiles read flags, to see if earlier tiles failed. With few tiles, no tile starts late enough to read a flag."""
+    """v42 reads flags that say which earlier tiles failed. With few tiles, no tile starts late enough to read a flag."""
     nothing_is_short(monkeypatch, *namespaces(stages.resolve("v42")))
     check(stages.load("v42"), problem(129, 20, 16, False, heads=150))
 

@@ -86,7 +86,7 @@ def test_results_of_shared_heads_match_float64(stage, seq_q, seq_k, causal, head
 
 
 def test_shared_heads_equal_repeated_heads(stage, unordered):
-    """Shared K/V heads give the bits of repeated K/V heads, because a query's results depend on no other query.
+    """Shared K/V heads give the same bits as repeated ones, because a query's results depend on no other query.
 
     Some stages call PyTorch's matmul. If shapes differ, PyTorch's matmul may add in another order. So these stages need only
     give close results. Some stages have two orders of query tiles. With the number of heads here, they use both orders.
@@ -121,7 +121,7 @@ def test_results_are_rounded_to_nearest(stage, dtype):
 
 
 def as_bshd(tensor):
-    """Return a view of [B, S, H, D] in memory, as model code makes it with transpose(1, 2)."""
+    """Return `tensor` stored as [B, S, H, D], as model code stores it before transpose(1, 2)."""
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -139,7 +139,7 @@ def as_every_other_row(tensor):
 
 
 def as_expanded_heads(tensor):
-    """Return a tensor in which all heads share the memory of the first head (stride 0)."""
+    """Return a tensor whose heads share the first head's memory (stride 0)."""
     return tensor[:, :1].expand_as(tensor)
 
 
@@ -187,7 +187,7 @@ def test_inputs_of_different_strides(stage, turn):
 
 @pytest.mark.parametrize("layout", [*layouts, as_columns, as_expanded_scalar, as_expanded_rows])
 def test_gradient_of_the_output_may_have_any_strides(stage, layout):
-    """dO may have any layout. A kernel that assumes O's layout would silently read wrong elements."""
+    """dO may have any strides. A kernel that assumes O's strides would silently read wrong elements."""
     q, k, v, grad_out = make_inputs(*TILED, value_dim=64)
     check(stage, q, k, v, layout(grad_out), causal=True, run=by_functions)
 
@@ -203,7 +203,7 @@ def test_gradient_of_a_sum(stage):
 def test_any_finite_scale(stage, scale, causal):
     """Scales may be 0 or negative.
 
-    A masked -inf times 0 would be NaN. A negative scale makes the largest q·k the smallest score.
+    A masked score of -inf, times a scale of 0, is NaN. A negative scale makes the largest q·k the smallest score.
     """
     check(stage, *make_inputs(*TILED, **FEW), causal=causal, scale=scale)
 
@@ -280,7 +280,7 @@ def test_equal_scores_give_the_mean_of_v(stage, dtype):
 
 @pytest.mark.parametrize("size", [2.0**30, 2.0**-30])
 def test_bfloat16_keeps_its_range(stage, size):
-    """bfloat16 and float32 keep their range. A kernel that uses float16 inside would make infinities and zeros."""
+    """V may be about 2**30 or 2**-30. A kernel that uses float16 inside would make infinities or zeros."""
     q, k, v, grad_out = make_inputs(*TILED, dtype=torch.bfloat16, **FEW)
     results = check(stage, q, k, v * size, grad_out, causal=False)
     assert results["out"].abs().mean() > 0.01 * size

@@ -25,7 +25,7 @@ def test_a_stage_has_the_same_files_as_every_other(stage, file):
 
 
 def test_a_stage_exports_the_contract(stage):
-    """Every stage has two functions with the same arguments, and an operator made of them."""
+    """`forward`, `backward` and the operator `attention` have the same arguments in every stage."""
     assert set(stage.__all__) >= {"attention", "forward", "backward"}
     arguments = {
         name: list(inspect.signature(getattr(stage, name)).parameters) for name in ("attention", "forward", "backward")
@@ -130,7 +130,7 @@ def test_a_stage_that_is_not_there(name):
 
 
 def test_a_pass_without_a_change_has_the_same_files():
-    """A pass never differs from the parent's pass in NOTE lines alone."""
+    """If a pass differs from the parent's, more than NOTE lines differ."""
     for name in stages.names():
         parent = stages.parent(name)
         for pass_ in PARTS if parent else ():

@@ -50,7 +50,7 @@ def test_two_stages_with_one_number_stop_every_command(twin, command, monkeypatc
 
 
 def test_two_stages_with_one_number_stop_the_collection_of_the_tests(twin):
-    """pytest's collection of tests fails with one line. pytest runs in a process in which both stages exist from the start."""
+    """pytest stops with one line before any test. Its process has both stages from the start."""
     source = f"import pytest, stages\nstages.__path__.append({str(twin)!r})\npytest.main(['-q', 'tests/test_rooms.py'])"
     run = subprocess.run(
         [sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True,

@@ -26,7 +26,7 @@ AVAILABLE = [name for name in stages.names() if not stages.unavailable(name)]
 CHEAP = (16, 32)  # head dimensions for the slow interpreter
 
 EXPANDED = Layout("hsdb", expanded="s")  # for this layout, `torch.empty_like` makes the sequence the innermost dimension
-FOUND = [  # simplest problems on which a stage, or one of the mistakes below, has failed before
+FOUND = [  # simplest problems that have revealed a mistake in a stage, or one of `MISTAKES`
     Problem(1, 15, dtype=torch.float16),
     Problem(1, 1, dtype=torch.float16, scale=-0.125),
     Problem(8, 2, heads=2, dtype=torch.float16, scale=0.0, layouts=(Layout(), Layout(), EXPANDED, Layout())),

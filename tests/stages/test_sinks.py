@@ -33,7 +33,7 @@ def options_of(name):
 
 
 def make_long(name, monkeypatch):
-    """Make a stage treat all work as long, without splits, and run each call without replay."""
+    """Make a stage treat all work as long, split no keys, and replay no launches."""
     shorts = dict.fromkeys(names_in(name).get("SHORT", ()), 0)
     set_names(monkeypatch, name, FEW_SQUARES=0, SHORT=shorts, splits_of=lambda *_: 1)
     monkeypatch.setattr(replay, "is_watched", lambda: True)
@@ -77,13 +77,12 @@ def test_rows_before_a_sink_do_not_see_it(name, nats, dtype, monkeypatch):
         pytest.skip(f"{name} {reason}")
     stage = stages.load(name)
     make_long(stage.__name__.removeprefix("stages."), monkeypatch)
-    # There are more than 128 rows, because stages keep a running maximum for at most 128 rows.
+    # With at most 128 rows, stages would keep a running maximum instead of a guess.
     heads = [with_key(key, nats, 1, 130, 64, dtype) for key in SINKS]
     q, k, v = (torch.cat(tensors, 1) for tensors in zip(*heads, strict=True))
     check(stage, q, k, v, True)
     if dtype == torch.bfloat16 and nats < 88:
-        # Skip heads whose sink is not among the keys of the guess. The sink's P is rounded there, and so are O and delta. v26's
-        # README describes this limit.
+        # Skip heads whose guess does not include the sink. Their P of the sink is rounded, so O and delta are less exact.
         q, k, v = (tensor[:, : SINKS.index(16) if name in SAFE else 0] for tensor in (q, k, v))
     if q.numel():
         check_both_passes(stage, q, k, v, torch.randn_like(v), causal=True)

@@ -61,7 +61,7 @@ PROBLEMS = [  # (queries, keys, head_dim, causal, heads, K/V heads, value_dim)
     (70, 203, 32, "bottom-right", 3, 1, 64),  # the number of heads is no power of two
     (150, 700, 64, "bottom-right", 2, 1, 64),  # more rows than fit in the tile for few rows
     (140, 400, 128, False, 1, 1, 128),
-    (1, 239, 256, True, 1, 1, 256),  # one visible key; key tiles of 64 keys are not halved
+    (1, 239, 256, True, 1, 1, 256),  # one visible key
 ]
 
 
@@ -106,8 +106,7 @@ def test_more_splits_than_a_merge_reads_at_once(split, head_dim, value_dim, numb
 
 
 # (queries, keys, query heads of one K/V head). A tile has one row for each pair of a query and a head. The first tile
-# begins before query 0, unless the diagonal is a multiple of the number of queries in 64 rows. Three heads do not share a tile,
-# because 3 does not divide 64.
+# may begin before query 0. Three heads do not share a tile, because 3 does not divide 64.
 PACKED = [(2, 129, 64), (2, 130, 64), (3, 67, 64), (12, 17, 8), (5, 70, 32), (33, 160, 4), (70, 113, 2), (7, 90, 3), (9, 75, 1)]
 SPLITS_OF_PACKED = [pair for pair in itertools.product(PACKING, (1, 2)) if pair[1] == 1 or pair[0] in SPLITTING]
 

@@ -76,7 +76,7 @@ def expected(dtype):
     """Return the losses with SDPA, and the distance that a stage's losses may have from them.
 
     Rounding changes the losses a little more with each step, and SDPA in float64 shows how much. The tolerance is five times
-    this change, plus 4e-6 for rounding the loss itself (eight units in the last place of a loss of 5).
+    this change, plus 4e-6 for rounding the loss itself.
     """
     curve = losses(sdpa, dtype)
     return curve, 5 * (losses(sdpa_in_float64, dtype) - curve).abs().max() + 4e-6

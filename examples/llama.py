@@ -85,7 +85,7 @@ def register(name, attention):
 
 
 def build(attn_implementation, dtype=torch.bfloat16, **size):
-    """Build a Llama with random weights. Every attention implementation gets equal weights."""
+    """Build a Llama with random weights, equal for every `attn_implementation`."""
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=256, intermediate_size=2 * size["hidden_size"], use_cache=False, **size)
     return AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation, dtype=dtype).to(DEVICE)

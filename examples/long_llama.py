@@ -1,7 +1,7 @@
 """Train a small Llama on sequences that several processes share.
 
 For comparison, one process trains an equal Llama on the whole sequences. `make example-ring GPUS=2 STAGE=v5` runs this example.
-To share sequences with another model, copy `spread` and `loss_of_part`.
+To train another model in this way, copy `spread` and `loss_of_part`.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def loss_of_part(model, batch, group=None):
 
 
 def train_together(stage, dtype, batches, length, rate=llama.RATE, group=None, **size):
-    """Train a Llama with a stage's ring attention. Return the loss of each step, which is equal on all ranks."""
+    """Train a Llama with a stage's ring attention. Return each step's loss, the mean over the ranks."""
 
     def attention(q, k, v, *, causal, scale):
         return ring_attention(stage, q, k, v, group=group, causal=causal, scale=scale)

@@ -18,18 +18,18 @@ from common.runtime import DEVICE, INTERPRETED
 TILED = (40, 100)  # (queries, keys) of a small problem: the last tiles are not full, and most queries see several key tiles
 
 # Batch size and number of heads for most tests. They are small without a GPU, because the interpreter computes batch elements
-# and heads one after another. Tests of strides, short lengths and memory use larger, unequal numbers.
+# and heads one after another. Tests of strides, memory and short lengths use larger, unequal numbers.
 FEW = {} if DEVICE == "cuda" else {"batch": 1, "heads": 2}
 FEW_SHARED = FEW | {"kv_heads": 1, "value_dim": 16}  # all query heads share one K/V head, and V has a smaller head dimension
 
-KEPT_PROBLEMS, KEPT_ELEMENTS = 100, 2**18  # limits of the cache: its number of problems, and a problem's elements in q and k
+KEPT_PROBLEMS, KEPT_ELEMENTS = 100, 2**18  # limits of the cache: the number of problems, and the elements of q and k in each
 
 
 NEED = re.compile(r"""^from stages\.(v\w+)|^PARENT = "(v\w+)"|stages\.resolve\("(v\w+)"\)""")
 
 
 def needs_of_stages_that_are_gone(root: Path) -> list[str]:
-    """Return the lines of bench.py and of stages that need a stage without a directory, each as `file:line: text`."""
+    """Find lines of bench.py and of stages that need a missing stage. Return each as `file:line: text`."""
     names = {path.parent.name for path in root.glob("stages/v*/__init__.py")}
     there = names | {name.split("_")[0] for name in names}
     found = []
@@ -45,8 +45,8 @@ def in_full() -> frozenset[str]:
     """Return the stages that get every test in the default run.
 
     On a GPU these are all stages. On the slow interpreter these are the newest stage, and the Triton stages without an
-    autotuner. Stages differ in how many of their kernels are autotuned. For each such count, the last stage that has it is
-    added. The remaining stages get only the tests marked `every_stage`.
+    autotuner. For each number n, the last stage with n autotuned kernels is added. The remaining stages get only the tests
+    marked `every_stage`.
     """
     if not INTERPRETED:
         return frozenset(stages.names())
@@ -78,7 +78,7 @@ def sources(name: str, pass_: str) -> dict[str, str]:
 
 
 def namespaces(name: str, pass_: str = "forward") -> list[dict]:
-    """Return the dicts of global variables of a pass's files. A change in a dict changes the stage."""
+    """For each file of a pass, return the dict of its global variables. A change in a dict changes the stage."""
     modules = [file.removesuffix(".py") for file in stages.files(pass_, name)]
     return [vars(importlib.import_module(f"stages.{name}.{module}")) for module in modules]
 
@@ -137,7 +137,7 @@ def check(stage, q, k, v, grad_out, *, causal, scale=None, run=by_operator):
 
 
 class _Problem(tuple):
-    """The arguments of `truth` and `plain`, as a key of the cache. Problems are equal if their types and values are."""
+    """The arguments of `truth` and `plain`, as a key of the cache. Problems are equal if all dtypes, shapes and values are."""
 
     def __new__(cls, *arguments):
         return super().__new__(cls, arguments)
@@ -169,7 +169,7 @@ def _answer(problem):
 
 
 def assert_same_bits(first: dict, second: dict, unordered: tuple = ()):
-    """Assert that each result is equal in every bit, even in the signs of zeros. Results in `unordered` must only be close."""
+    """Assert that each result is equal in every bit, even in the signs of zeros. Results in `unordered` need only be close."""
     for name, result in first.items():
         other = second[name]
         if name in unordered:

@@ -48,11 +48,11 @@ def pytest_xdist_auto_num_workers():
 def pytest_collection_modifyitems(items):
     """Mark most tests of stages outside `in_full` as long, so that the default run leaves them out.
 
-    Tests marked `every_stage` stay in the default run. But a Hopper stage computes float32 with another stage's kernels. The
-    other stage's tests cover these kernels, so the Hopper stage's float32 tests are marked as long.
+    Tests marked `every_stage` and tests with an argument `split` stay in the default run. But a Hopper stage computes float32
+    with another stage's kernels. The other stage's tests cover these kernels, so the Hopper stage's float32 tests are marked as
+    long.
 
-    If a test marked `every_stage` or a test of splits has several problems, a stage outside `in_full` gets every third problem.
-    The stage after it gets other problems.
+    Of the problems of a test that stays, a stage outside `in_full` gets every third. The next stage gets other problems.
     """
     for_hopper = {name for name in stages.names() if needs_hopper(name)}
     places, seen = {name: place for place, name in enumerate(stages.names())}, collections.Counter()
@@ -143,7 +143,7 @@ def _refuse_to_write_outside(monkeypatch):
         on_host = prepare(executor, args, kwargs)
         tensors = [
             getattr(value, "base", value) for value in (*on_host[0], *on_host[1].values())
-        ]  # a descriptor's tensor is its base
+        ]  # `base` is a descriptor's tensor
         storages = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, torch.Tensor)]
         running.allowed = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
         return on_host

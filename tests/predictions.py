@@ -110,7 +110,7 @@ class Problem:
 
     @property
     def keys_read(self):
-        """Return the number of rows of K (or V) that all query tiles load.
+        """Return how many rows of K (or V) the query tiles load together.
 
         Each tile of K is loaded whole, except at the end of K.
         """
@@ -311,15 +311,15 @@ def v7_backward(p: Problem) -> Steps:
 
 
 # --- v8 and later: the tile sizes depend on the larger of D and Dv. The backward reads Q and dO once per 128 keys. A CTA has
-# consumers of 64 rows each, in the forward from v14 on and in the backward from v15 on. CTAs get their tiles from a counter, in
-# the forward from v24 on. In the backward they do so from v37 on if D and Dv are at most 64. From v44 on, the backward has
-# tiles for D = 256.
+# consumers of 64 rows each, in the forward from v14 on and in the backward from v15 on. CTAs get their tiles from a counter: in
+# the forward from v24 on, and in the backward from v37 on if D and Dv are at most 64. From v44 on, the backward has tiles for
+# D = 256.
 
 SHARE_OF_L2 = 16 * 2**20  # the default of L2_SHARE in common.kernels.order
 ROWS = 64  # rows of a consumer: queries in the forward, keys in the backward
 NUM_SMS = GPUS["h200"].num_sms
-V34 = names_in("v34_planned_splits")  # its functions decide which work is short, and how to split it
-V43 = names_in("v43_safe_speculation")  # its functions decide the numbers of first keys and samples
+V34 = names_in("v34_planned_splits")  # its names decide which problems are short, and how to split keys
+V43 = names_in("v43_safe_speculation")  # its constants are the numbers of first keys and samples
 
 
 def _wide(p: Problem) -> bool:
@@ -420,7 +420,7 @@ def v34_forward(
 ) -> Steps:  # fmt: skip
     """Yield the launches of the forward from v33 on. v33 does not plan its splits: it takes as many as fill the SMs."""
     per_kv = p.heads // p.kv_heads
-    packed = per_kv if 64 % per_kv == 0 else 1  # query heads in a tile, so also its rows per query
+    packed = per_kv if 64 % per_kv == 0 else 1  # query heads in a tile; each query has as many rows
     seen_keys = min(p.seq_q, p.seq_k) if p.causal else p.seq_k
     squares = math.ceil(p.seq_q * packed / 128) * math.ceil(seen_keys / 128) * (p.heads // packed)
     few = p.seq_q * packed <= 128 or (not _wide(p) and squares <= V34["FEW_SQUARES"] * NUM_SMS)
@@ -463,7 +463,7 @@ def _in_parts(
         tiles = math.ceil((min(end_row // packed, p.seq_k) if p.causal else p.seq_k) / n)
         return math.ceil(max(tiles - split, 0) / splits)
 
-    keys = steps = 0  # number of loaded keys, and of computed pairs of 64 rows and a key tile
+    keys = steps = 0  # numbers of loaded keys, and of computed tiles of 64 rows and n keys
     for start, split in itertools.product(range(0, rows, m), range(splits)):
         share = max(seen(start + m, split), 1)
         keys += sum(max(0, min(n, p.seq_k - tile * n)) for tile in range(split, split + share * splits, splits))
@@ -479,7 +479,7 @@ def _in_parts(
         yield read, written, p.flops(steps * ROWS * n, 1, 1)
     else:
         counted = jobs * INT if splits == 1 or gives_up else 0
-        first_keys = looks = 0  # number of first keys in a guess, and of flags that tiles read
+        first_keys = looks = 0  # numbers of first keys in a guess, and of flags that tiles read
         lately = V43["LATELY"].value
         if first:
             seen_keys = min(p.seq_q, p.seq_k) if p.causal else p.seq_k
@@ -583,8 +583,8 @@ def v12_backward(p: Problem, consumers: bool = False) -> Steps:
     first = _first_tiles(p, m)
     queries = p.heads * sum(p.seq_q - tile * m for tile in first)
     steps = p.heads * sum(tiles_m - tile for tile in first)
-    # With a causal mask and 64 queries per step, the queries of a key tile's first step see no key of the second consumer. So
-    # this consumer skips S, dP, dV and dK in this step.
+    # With a causal mask and 64 queries per step, the first step's queries see no key of the second consumer. So this consumer
+    # skips S, dP, dV and dK in the first step.
     unseen = p.heads * len(first) if consumers and p.causal and m == ROWS else 0
     yield (
         p.k + p.v + queries * (p.row_of_q + p.row_of_o) + steps * m * 2 * FLOAT,  # K and V once; in each step: Q, dO, stats

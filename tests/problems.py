@@ -131,7 +131,7 @@ LAYOUTS = st.tuples(_layouts(), _layouts(), _layouts(), _layouts("d", "bhsd"))
 
 
 def value_dims(head_dim):
-    """Return head dimensions of V to draw from. Most equal `head_dim`, because each new pair of D and Dv is compiled."""
+    """Return head dimensions of V to draw from. Most equal `head_dim`, because each pair of D and Dv costs a compilation."""
     place = HEAD_DIMS.index(head_dim)
     return [head_dim, head_dim, *HEAD_DIMS[max(0, place - 1) : place + 2]]
 
@@ -167,14 +167,14 @@ def problems(head_dims):
         if causal == BOTTOM_RIGHT:  # "bottom-right" needs at least as many keys as queries
             seq_q, seq_k = sorted((seq_q, seq_k))
         q, k, v, grad_out = layouts
-        if dtype == torch.float32:  # the rows of an expanded S are equal; so are their rounding errors, which add up
+        if dtype == torch.float32:  # rows of an expanded "s" are equal; their rounding errors are equal too, and add up
             v, grad_out = (replace(layout, expanded=layout.expanded.replace("s", "")) for layout in (v, grad_out))
             layouts = q, k, v, grad_out
         sizes = zip(DIMENSIONS, (batch, kv_heads * shared, seq_q), strict=False)
         if math.prod(size for name, size in sizes if name not in q.expanded or name not in grad_out.expanded) < FEW_ROWS:
             spread, sink = min(1.0, spread), None
             layouts = *(replace(layout, expanded="") for layout in (q, k, v)), grad_out
-            if on_gpu:  # the interpreter's problems never change and do not need it
+            if on_gpu:  # the interpreter's problems never change, and need no more rows
                 kv_heads = math.ceil(FEW_ROWS / shared)
         return Problem(
             seq_q=seq_q, seq_k=seq_k, batch=batch, heads=kv_heads * shared, kv_heads=kv_heads, head_dim=head_dim,

@@ -27,7 +27,7 @@ INTERPRET = {"TRITON_INTERPRET": "1"} if DEVICE == "cpu" else {}  # set again, b
 
 
 def _serve(rank, size, port, timeout_s, connection):
-    """Call each function that comes from `connection`, in one process. Send back (result, None) or (None, exception)."""
+    """Call each function that comes from `connection`, in this rank. Send back (result, None) or (None, exception)."""
     torch.set_num_threads(1)
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)

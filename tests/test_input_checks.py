@@ -16,7 +16,7 @@ GOOD = dict(zip("qkv", make_inputs(5, 7, 16), strict=False))
 
 
 def each(change):
-    """Return q, k and v, each with this change."""
+    """Return q, k and v, each changed by `change`."""
     return {name: change(tensor) for name, tensor in GOOD.items()}
 
 

@@ -71,7 +71,7 @@ def test_fake_results_are_laid_out_like_real_ones(stage, layout):
 def test_rows_of_another_size_lie_in_the_same_order(columns):
     """`empty_rows` keeps the tensor's order of dimensions in memory, even if some are expanded.
 
-    Fake tensors get equal strides.
+    Fake tensors get the same strides.
     """
     values, fakes = torch.zeros(2, 3, 5, 16, device=DEVICE), FakeTensorMode()
     expansions = itertools.chain.from_iterable(itertools.combinations("bhs", number) for number in range(4))
@@ -125,7 +125,7 @@ def test_a_profiler_sees_the_operators(stage, unordered):
 
 
 def test_a_lazy_negation(stage, unordered):
-    """PyTorch may store a negation as a flag, as in a conjugate's imaginary part. Then the dispatcher negates the elements."""
+    """PyTorch may store a negation only as a flag. The dispatcher then negates the elements for the kernel."""
     q, k, v, grad_out = make_inputs(9, 20, dtype=torch.float32, **FEW)
     turned = torch._neg_view(-k)
     assert turned.is_neg() and torch.equal(turned, k)
@@ -237,7 +237,7 @@ def test_differentiating_twice_raises(stage):
 @needs_gpu
 @pytest.mark.parametrize("calls", [1, 3])
 def test_cuda_graph_after_some_calls(stage, calls, unordered):
-    """A CUDA graph reads its inputs' current values, even if the captured call has repeated recorded launches."""
+    """A CUDA graph reads its inputs' current values, even if the captured call has replayed recorded launches."""
     static = as_leaves(*make_inputs(130, 200)[:3])
     grad_out = torch.randn_like(static[0])
     for _ in range(calls):

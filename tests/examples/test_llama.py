@@ -1,4 +1,5 @@
-"""The Llama example has the same training losses as with SDPA. It refuses options that a stage does not support."""
+"""With a stage's attention, the Llama example has the same training losses as with SDPA. It refuses options that a stage does
+not support."""
 
 import functools
 
@@ -39,7 +40,7 @@ def losses(attention):
 def tolerance():
     """Return the tolerance of a loss.
 
-    It is five times the effect of SDPA's rounding on the losses, plus eight units in the last place of a loss of 5.
+    It is five times the effect of SDPA's rounding on the losses, plus 4e-6 for the rounding of the loss.
     """
     return 5 * (losses(sdpa_in_float64) - losses(None)).abs().max() + 4e-6
 
@@ -164,7 +165,7 @@ def test_refuses_dropout_in_training():
 
 
 def of_family(family, attn_implementation, **options):
-    """Return a small model of another family in eval mode. With any attention, it has the same weights."""
+    """Return a small model of another family in eval mode. Its weights do not depend on the attention."""
     llama.register("attention", sdpa)
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(vocab_size=256, intermediate_size=64, pad_token_id=0, **SIZE, **options)

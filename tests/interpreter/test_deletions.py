@@ -44,7 +44,7 @@ EVERY = 6  # the default run deletes every sixth statement of the functions that
 
 @functools.cache
 def lines_of_changed_functions(name, file):
-    """Return the line indices of those functions of a file that are new, or differ from the parent stage's functions."""
+    """Return the line indices of a file's functions that are new, or changed since the parent stage."""
     source, parent, found = stages.source(name, file), stages.parent(name), set()
     known = story.functions(stages.source(parent, file)) if parent else {}
     for function, text in story.functions(source).items():

@@ -494,7 +494,7 @@ def test_wait_leaves_only_the_last_stores_pending(pending):
         launch(_wait_for_stores_kernel, describe(out.zero_()), out, seen, pending, waited_for - 1, seed=seed)
         seen_after_the_wait.add(tuple(seen.tolist()))
         assert out.all()
-    if waited_for:  # the stores that were waited for have ended; each other store may have ended
+    if waited_for:  # the stores waited for have ended; the other stores may have ended or not
         assert seen_after_the_wait == set(itertools.product(*[[1]] * waited_for, *[[0, 1]] * (3 - waited_for)))
     for used in range(waited_for, 3):
         race = rf"race: a store writes x_s\[{used}\], and a copy may still read it: tma.async"
@@ -552,7 +552,7 @@ def test_load_is_padded_outside_of_a_tensor(corner, padding):
 @pytest.mark.parametrize("adds", [False, True], ids=["stores", "adds"])
 @pytest.mark.parametrize("corner", [corner for corner in CORNERS if min(corner) >= 0], ids=str)
 def test_store_is_clipped_past_the_end_of_a_tensor(corner, adds):
-    """A store past a tensor's end leaves other memory unchanged. A store before a tensor is an error ("store before" above)."""
+    """A store past a tensor's end leaves other memory unchanged. A store before a tensor is an error."""
     tile, memory = torch.randn(SIZE.value, SIZE.value).half(), torch.randn(40, 40).half()
     expected, padded = memory.clone(), torch.nn.functional.pad(memory[8:32, 8:32], [MARGIN] * 4)
     launch(_move_kernel, describe(tile), describe(memory[8:32, 8:32]), 0, 0, *corner, adds, seed=0)
@@ -676,7 +676,7 @@ def test_seed_decides_the_order():
 def test_two_programs_run_at_a_time():
     programs = [{who // 10 for who in takers(seed, programs=3)} for seed in SEEDS]
     assert max(map(len, programs)) == 2  # the third program waits until another program ends
-    assert set().union(*programs) == {0, 1, 2}  # every program takes tickets under some seed
+    assert set().union(*programs) == {0, 1, 2}  # every program takes tickets with at least one seed
 
 
 def test_seed_in_the_environment_replays(monkeypatch):

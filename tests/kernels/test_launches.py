@@ -53,7 +53,7 @@ def run(program):
 
 
 def test_a_failed_parallel_compilation_is_repeated():
-    """`ast.parse` may fail in one of several threads. An earlier version cached this failure and raised it at every launch."""
+    """`ast.parse` may fail in one of several threads. The failure must not be raised again at every later launch."""
     run("""
 compile_, failures = compiler.compile, []
 
@@ -82,8 +82,7 @@ assert {index for index, _ in launched} == {0, 1}
 
 
 def test_threads_do_not_mix_their_launches():
-    """Threads share an autotuner for different problems. Each launch gets descriptors with the block shapes for which its
-    kernel was compiled."""
+    """Threads share an autotuner for different problems. Each launch gets descriptors with its own kernel's block shapes."""
     run("""
 problems = [(32, torch.float16), (64, torch.bfloat16), (128, torch.float16), (64, torch.float32)]
 for problem in problems:  # tuned and compiled
@@ -128,7 +127,7 @@ assert len(launched) == 2 and len(loaded) == 1
 
 
 def test_one_thread_parses_at_a_time():
-    """In CPython 3.11 and 3.12 all threads share the recursion depth of `ast.parse`, so only one may parse at a time."""
+    """In CPython 3.11 and 3.12 all threads share the recursion depth of `ast.parse`, so only one thread may parse at a time."""
     run("""
 import ast
 parse, parsing, most = ast.parse, 0, 0
@@ -143,7 +142,7 @@ def watched(*args):
 
 ast.parse = watched
 triton.knobs.compilation.always_compile = True
-forward("v4")  # compiles its configurations in parallel
+forward("v4")  # the configurations are compiled in parallel
 assert most == 1 and launched
 """)
 
@@ -180,7 +179,7 @@ assert "heads_per_kv" in constants and not constants & {"seq_q", "seq_k", "diago
 
 
 def test_v30_to_v34_have_the_instructions_of_v29_where_tiles_fill_the_gpu():
-    """If heads are not packed and keys not split, both launches of a forward have v29's instructions."""
+    """If heads are not packed and keys not split, the forwards of v30 to v34 have v29's instructions."""
     run("""
 import collections, pathlib, re
 

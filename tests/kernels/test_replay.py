@@ -147,7 +147,7 @@ assert min(repeats.values()) > len(calls) / 4, repeats  # two of four equal call
 
 
 def test_the_driver_gets_the_arguments_that_triton_gives_it():
-    """In a replayed call, each descriptor has the address of this call's tensor. Each address is encoded once."""
+    """Each replayed descriptor has the address of this call's tensor. For each address, a descriptor is encoded once."""
     run("""
 from triton.backends.nvidia import driver as nvidia
 BASE = getattr(nvidia, "_BASE_ARGS_FORMAT_LEN", None)  # Triton 3.6: number of arguments before the kernel's own
@@ -222,7 +222,7 @@ for _ in range(3):
     assert after == launched(stage.forward.__wrapped__, *tensors, **OPTIONS) != before
 launched(stage.forward, *tensors, **OPTIONS)
 assert repeated()
-tuner.cache.clear()  # so the tuner tunes again during a recording
+tuner.cache.clear()  # now the tuner tunes again during a recording
 for _ in range(3):
     got = launched(stage.forward, *tensors, **OPTIONS)
 assert repeated() and got == launched(stage.forward.__wrapped__, *tensors, **OPTIONS)
@@ -275,7 +275,7 @@ del tensors, results
 launches.clear()
 assert not any(each() is not None for each in watched)
 assert not any(isinstance(each, torch.Tensor) and each.dim() == 4 for each in gc.get_objects())
-assert ("torch._dynamo" in sys.modules) == compiler  # it was not loaded, which would take a second
+assert ("torch._dynamo" in sys.modules) == compiler  # stages must not load it, which takes a second
 """)
 
 

@@ -76,8 +76,8 @@ def timed(name, head_dim, dtype):
 def test_every_configuration_is_right(name, kernel, index, head_dim, dtype, real_tuning, monkeypatch):
     """Every configuration gives right results. A wrong configuration that skips tiles is fast, so the tuner would choose it.
 
-    A causal kernel splits its loop at tile edges. Some pairs of BLOCK_M and BLOCK_N may split the loop at a wrong place. So
-    both lengths end inside a tile and exceed every tile.
+    A causal kernel splits its loop at tile edges. Some pairs of BLOCK_M and BLOCK_N may split it wrongly. To find such
+    pairs, both lengths end inside a tile and exceed every tile.
     """
     tuner = tuners(name)[kernel]
     config = tuner.configs[index]
@@ -132,7 +132,7 @@ def test_identical_kernels_are_tuned_once():
 def picked(milliseconds):
     """Tune configurations 0 to 4. Return the chosen configuration, and the timed configurations in order.
 
-    `milliseconds` returns the time of a configuration. It gets the configuration, and how often it was timed before.
+    `milliseconds(number, before)` is the time of configuration `number` after `before` earlier timings.
     """
     ran = []
     kernel = types.SimpleNamespace(fn=lambda: None, run=lambda BLOCK_M, **_: ran.append(BLOCK_M))
@@ -156,7 +156,7 @@ def test_noise_in_the_first_round_does_not_decide(noise, real_tuning):
 
 
 def test_a_falling_clock_does_not_decide(real_tuning):
-    """The clock falls, so each timing takes longer than the one before.
+    """The GPU slows down, so each timing takes longer than the one before.
 
     The tuner must not favor the configuration timed first.
     """

@@ -1,4 +1,4 @@
-"""The command shows the last two saved runs side by side.
+"""`make compare` shows the last two saved runs side by side.
 
 It leaves out rows that only one run has. It refuses two runs that have nothing to compare.
 """

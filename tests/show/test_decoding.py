@@ -1,4 +1,4 @@
-"""The tables of decoding have the right times. They compare the rate of reading K and V with the rate of a copy."""
+"""The tables of decoding have the right times. They compare the rate of reading K and V with a copy's rate."""
 
 import pytest
 

@@ -43,7 +43,7 @@ def test_a_part_of_the_reference_is_kept_with_its_document_and_where_it_is_from(
 
 @functools.cache
 def measured_themselves():
-    """Return the stages that some file of results/ measures. Any other stage has at most the records of its parent."""
+    """Return the stages that some file of results/ measures."""
     paths = (results.ROOT / "results").glob("*ward-*.json")
     return {record["impl"] for path in paths for record in results.load_run(path)[0]}
 

@@ -1,6 +1,6 @@
 """A reader can paste every command that documents, docstrings and messages show.
 
-The command's targets, variables, stages and options exist.
+The commands' targets, variables, stages and options exist.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""`make stage` copies any stage. The copy has its own name everywhere and passes the tests. A refusal leaves no files."""
+"""`make stage` copies any stage. The copy has its own name everywhere and passes the tests. Refused copies leave no files."""
 
 import importlib
 import re
@@ -34,7 +34,7 @@ def version(name):
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
-    """A copy of the repository, with new stages: dead ends that copy some stages, and `NEXT`, which copies the last stage."""
+    """A copy of the repository with new stages: dead ends that copy some stages, and `NEXT`, which copies the last stage."""
     root = tmp_path_factory.mktemp("tree") / "repository"
     shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(".*", "__pycache__", "plots"))
     with pytest.MonkeyPatch.context() as patch:

@@ -146,7 +146,7 @@ def test_evolution_shows_the_means_of_the_summary(drawn):
 
 
 def test_evolution_numbers_the_runs_of_its_bars(tmp_path, monkeypatch):
-    """Only bars of stages count: the oldest run has nothing but a library's newest time, so it is not named."""
+    """Only runs with a stage's bar get a number. The oldest run has only a library, so it gets none."""
     figures = []
     monkeypatch.setattr(plots.plt, "close", figures.append)
     runs = [

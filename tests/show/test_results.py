@@ -14,7 +14,7 @@ def machine(commit, date="2026-01-02"):
 
 
 def records(impl, ms, passes=("fwd", "bwd"), head_dims=results.HEAD_DIMS, lengths=results.MEAN_OVER, **others):
-    """Return an implementation's records for every workload of the means. Each takes `ms`, at 100 / `ms` TFLOP/s."""
+    """Return an implementation's records for every workload of the means. Each has `ms` and 100 / `ms` TFLOP/s."""
     return [
         {
             "impl": impl, "pass": pass_, "batch": 16384 // seq_len, "heads": 2048 // head_dim, "seq_len": seq_len,

@@ -28,7 +28,7 @@ def rows(text, impl):
 
 
 def test_gain_over_the_parent_comes_first():
-    """The gain is a geometric mean over the workloads of a pass that both stages have."""
+    """A pass's gain is a geometric mean over the workloads that both stages have."""
     records = [record(V2, 4.0), record(V3, 1.0), record(V2, 9.0, 1024), record(V3, 9.0, 1024), record(V3, 1.0, 2048)]
     records += [record("sdpa-cudnn", 0.5), record("sdpa-cudnn", 9.0, 1024)]
     records += [record(V2, 3.0, **{"pass": "bwd"}), record(V3, 6.0, **{"pass": "bwd"})]

@@ -28,7 +28,7 @@ def test_a_picture_has_a_lane_for_each_unit_and_a_colour_for_each_partition(tmp_
 
 
 def test_committed_pictures_are_of_gluon_stages():
-    drawn = {path.stem for path in timelines.TIMELINES.glob("*.png") if "-" not in path.stem}  # a name with "-" is a user's
+    drawn = {path.stem for path in timelines.TIMELINES.glob("*.png") if "-" not in path.stem}  # users' pictures have "-"
     assert drawn and drawn - {"recorded"} <= {name.split("_")[0] for name in timelines.GLUON}
 
 

@@ -4,7 +4,7 @@
     python -m common.measure.aot --stage v25 --arch 90 --against HEAD~3   # has the compiled code changed since HEAD~3?
 
 This program calls the stage's `forward` and `backward` with tensors without data. `StandInDriver` replaces Triton's driver and
-describes the chosen GPU. So Triton compiles every kernel as for that GPU, but no kernel runs.
+describes the chosen GPU. So Triton compiles every kernel for that GPU, but runs none.
 """
 
 import argparse
@@ -94,7 +94,7 @@ class _OutputByThread(io.TextIOBase):
 
 
 def first_that_survives(autotuner, kwargs):
-    """Return a list of one configuration: the first that the autotuner itself does not prune.
+    """Return a list of one configuration: the first that `early_config_prune` keeps.
 
     If this function replaces `Autotuner.prune_configs`, Triton compiles a single configuration of each kernel.
     """
@@ -112,8 +112,8 @@ def roles(source: str, ttgir: str, ptx: str) -> list[tuple[str, int]]:
 
     Args:
         source: the kernel's IR before any compiler pass, where each partition is a call.
-        ttgir: the kernel's TTGIR. It says how many registers each partition requests, except the default partition.
-        ptx: the kernel's PTX. Its second setmaxnreg instruction says how many registers the default partition gets.
+        ttgir: the kernel's TTGIR, Triton's IR for GPUs, with the registers of all partitions except the default one.
+        ptx: the kernel's PTX. Its second setmaxnreg instruction gives the registers of the default partition.
     """
     requested = re.search(r"requestedRegisters = array<i32: ([\d, ]+)>", ttgir)
     if not requested:
@@ -172,7 +172,7 @@ def _compile_case(sender, case, all_configs):
         if all_configs:
             try:
                 kernel_call()
-            except Exception as error:  # the autotuner would drop a failing configuration silently
+            except Exception as error:  # the autotuner may drop the error silently
                 errors.append(case | {"error": f"{type(error).__name__}: {error}"})
                 raise
         return [0.0, 0.0, 0.0]
@@ -230,8 +230,8 @@ def compile_cases(cases, all_configs):
 
     Returns:
         Lists of rows, errors and unavailable cases, in the order of the cases. An error is the case's dict with the added key
-        `error`. A case is unavailable if the stage does not support the GPU. An unavailable case is the case's dict with the
-        added key `reason`. A row describes a kernel. It is the case's dict with these added keys:
+        `error`. A case is unavailable if the stage does not support the GPU. Its dict gets the key `reason`. A row describes a
+        kernel. It is the case's dict with these added keys:
 
         - kernel: the kernel's name.
         - config: the tile, the number of warps and the number of pipeline stages, as a text.
@@ -265,7 +265,7 @@ def compile_cases(cases, all_configs):
 def _registers(row):
     """Format the registers per thread at launch and in each partition.
 
-    Adjacent partitions with one function and equally many registers share an entry.
+    Adjacent partitions with the same function and number of registers share an entry.
     """
     alike = [(role, len(list(group))) for role, group in itertools.groupby(row["roles"])]
     by_role = ", ".join(f"{f'{count} × ' if count > 1 else ''}{name} {registers}" for (name, registers), count in alike)
@@ -276,7 +276,7 @@ def _fits(row):
     return row["shared_bytes"] <= SHARED_LIMIT[row["arch"]]
 
 
-_CELLS = {  # how the table formats the columns that are not simply values of the row
+_CELLS = {  # column -> its text, if this is not simply the value in the row
     "value_dim": lambda row: row["value_dim"] or row["head_dim"],
     "registers": _registers,
     "shared_bytes": lambda row: f"{row['shared_bytes']}/{SHARED_LIMIT[row['arch']]}",
@@ -285,10 +285,10 @@ _CELLS = {  # how the table formats the columns that are not simply values of th
 
 
 def table(rows: list[dict], wide: bool) -> str:
-    """Format the rows as a table with all columns if `wide`, else for a terminal of 100 columns.
+    """Format the rows as a table: all columns if `wide`, else about 100 characters a line.
 
     The narrow table shortens a stage's name to its version and a configuration to its numbers. It leaves out the registers of
-    partitions. If all rows have the same GPU, dtype or other property of the case, this property stands above the narrow table.
+    partitions. A property of the case, such as the dtype, stands above the narrow table if all rows have the same value.
     """
     shared = ["dtype", "head_dim", "value_dim", "causal", "kv_heads"]
     columns = ["stage", "kernel", "arch", *shared, "config", "registers", "spilled_bytes", "shared_bytes", "instructions"]
@@ -314,7 +314,7 @@ COMPARED = "registers", "spilled_bytes", "shared_bytes", "roles", "ptx"
 
 
 def _at_revision(revision: str, argv: list[str]) -> dict:
-    """Compile the kernels of git revision `revision` with the current `common/measure`. Return what its `--json` writes.
+    """Compile the kernels of git revision `revision` with the current `common/measure`. Return what `--json` writes.
 
     Raises:
         SystemExit: the revision does not exist, or one of its stages or kernels does not compile.
@@ -336,8 +336,8 @@ def _at_revision(revision: str, argv: list[str]) -> dict:
 def differences(before: list[dict], after: list[dict]) -> list[str]:
     """Compare two lists of rows. Return a line for each kernel whose code differs, or that only one list has.
 
-    Compared kernels have the same case and name. If a case has several kernels with one name, the first is compared with the
-    first, the second with the second, and so on.
+    Two kernels are compared if their case and name are equal. If a case has several kernels with one name, the first is
+    compared with the first, the second with the second, and so on.
     """
     names = "stage", "arch", "dtype", "head_dim", "value_dim", "causal", "kv_heads", "kernel"
     found = []

@@ -47,8 +47,7 @@ def _transposed(attention):
 def _installed() -> dict[str, Callable]:
     """Return the attention functions of FlashAttention-3 and FlashAttention-4 by name. Leave out missing libraries.
 
-    FlashAttention-3 comes from its own package or from xformers. Both libraries read the number of K/V heads and the head
-    dimension of v from the shapes.
+    FlashAttention-3 comes from its own package or from xformers.
     """
     found = {}
     for module in ("flash_attn_3._C", "xformers.flash_attn_3._C"):
@@ -94,7 +93,7 @@ def attention_of(impl: str) -> Callable:
 
 
 def timed_call(impl: str, workload: Workload, inputs) -> Callable:
-    """Return a function that makes the call to time. It returns `out` or (dq, dk, dv).
+    """Return the function to time, which returns `out` or (dq, dk, dv).
 
     If only the backward is timed, `timed_call` itself runs the forward once.
     """

@@ -1,4 +1,4 @@
-"""Count the bytes that a call moves, its FLOPs and its allocations exactly, on the CPU with interpreted kernels.
+"""Count a call's traffic, FLOPs and allocations exactly, on the CPU with interpreted kernels.
 
 A kernel's traffic is the bytes that its loads, stores, atomic operations and asynchronous copies move from and to memory. An
 element counts each time it is read or written. Masked elements do not count. Elements outside a descriptor's tensor do not
@@ -34,7 +34,7 @@ _FLOPS = flop_registry | {  # PyTorch's own table lacks the operators of attenti
     aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
     aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[aten._scaled_dot_product_flash_attention_backward],
 }
-# Operators that launch no kernel on a GPU. Views launch none either, but `func.is_view` says which operators are views.
+# Operators that launch no kernel on a GPU, in addition to views. `func.is_view` says which operators are views.
 _NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"}
 _OVERWRITING = {"copy_", "fill_", "zero_"}  # operators that write in place without reading the old values
 
@@ -181,7 +181,7 @@ class Counter(TorchDispatchMode):
         return counted
 
     def _touch(self, pointers, mask, read, written):
-        """Count the unmasked bytes of a memory operation: `read` times as read, and `written` times as written."""
+        """Add a memory operation's unmasked bytes `read` times to the bytes read, and `written` times to those written."""
         element = max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
         touched = int(numpy.count_nonzero(numpy.asarray(mask.data))) * element  # with a descriptor, `mask` is a NumPy array
         self.launches[-1].read += read * touched
@@ -234,7 +234,7 @@ class Counter(TorchDispatchMode):
         return counted
 
     def _of_gluon(self, what):
-        """Add a Gluon kernel's bytes or FLOPs to the field `what` of the last launch, which is the one that runs."""
+        """Add a Gluon kernel's bytes or FLOPs to the field `what` of the last launch, the running kernel."""
 
         def watch(say):
             def counted(traffic, amount, *where):

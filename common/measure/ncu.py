@@ -1,7 +1,7 @@
 """Compare counted traffic with the traffic that Nsight Compute measures between the L2 cache and the SMs.
 
     python -m common.measure.ncu measure results/traffic-h200-d64.json --head-dim 64   # on a GPU with `ncu`
-    python -m common.measure.ncu count results/traffic-h200-d64.json   # anywhere: adds the counts, with the measured tiles
+    python -m common.measure.ncu count results/traffic-h200-d64.json   # on any machine: adds the counts to the file
     make table FILE=results/traffic-h200-d64.json
 
 Three effects make counted and measured traffic differ:
@@ -41,7 +41,7 @@ from common.runtime import DEVICE
 
 # Nsight Compute's metrics for the bytes between an SM's L1 cache and the L2 cache, including TMA's bytes.
 READ, WRITTEN = "l1tex__m_xbar2l1tex_read_bytes.sum", "l1tex__m_l1tex2xbar_write_bytes.sum"
-SPILLED = "l1tex__t_sectors_pipe_lsu_mem_local_op_st.sum"  # sectors that spills write; WRITTEN includes them
+SPILLED = "l1tex__t_sectors_pipe_lsu_mem_local_op_st.sum"  # sectors that spills write; WRITTEN includes their bytes
 SECTOR = 32  # bytes in a sector
 MEMORY = "dram__bytes_read.sum", "dram__bytes_write.sum"  # bytes between the L2 cache and device memory
 FURTHER = (  # more metrics, to explain differences; some GPUs lack some of them
@@ -50,7 +50,7 @@ FURTHER = (  # more metrics, to explain differences; some GPUs lack some of them
     "lts__t_sectors_srcunit_tex_op_read.sum",  # sectors that the SMs read from the L2 cache
     "lts__t_sectors_srcunit_tex_op_write.sum",
     "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",  # sectors of loads with pointers
-    "l1tex__t_sectors_pipe_lsu_mem_global_op_ld_lookup_hit.sum",  # of these sectors, those that the L1 cache serves
+    "l1tex__t_sectors_pipe_lsu_mem_global_op_ld_lookup_hit.sum",  # how many of these the L1 cache serves
     "l1tex__t_sectors_pipe_lsu_mem_local_op_ld.sum",  # sectors of reloaded spilled registers, mostly from the L1 cache
     *MEMORY,
 )
@@ -150,7 +150,7 @@ def measure(options):
 
 
 def add_counts(options):
-    """Count each case of the file on the interpreter, with the tiles that were measured. Add the counts to the file."""
+    """Count each case of the file on the interpreter, with the measured kernels' tiles. Add the counts to the file."""
     if DEVICE != "cpu":
         raise SystemExit("count works only on the interpreter: set TRITON_INTERPRET=1")
     try:

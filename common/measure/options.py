@@ -95,7 +95,7 @@ def json_path(text: str) -> Path:
 
 HEAD_DIM = one_of({str(head_dim): head_dim for head_dim in HEAD_DIMS})
 
-LISTS = {  # option with a list, of several commands -> (function that converts an item, help text)
+LISTS = {  # option that takes a list -> (function that converts an item, help text)
     "--stage": (stages.resolve, "such as {version} or {stage}"),
     "--seq-len": (positive, "any"),
     "--head-dim": (HEAD_DIM, ", ".join(map(str, HEAD_DIMS))),
@@ -125,8 +125,8 @@ def add_list(parser: argparse.ArgumentParser, flag: str, default: str | None):
 def add_implementations(parser: argparse.ArgumentParser, baselines: Iterable[str], first: tuple):
     """Add --impl, which takes a list of baselines and stages.
 
-    The default is all baselines, and all stages from position `first` on, without dead ends. This module does not import the
-    baselines itself, because the import is slow.
+    The default is all baselines, and all stages from position `first` on, without dead ends. `baselines` is an
+    argument, because it would be slow to import them here.
     """
     baselines = list(baselines)
 
@@ -149,8 +149,8 @@ def add_implementations(parser: argparse.ArgumentParser, baselines: Iterable[str
 def workloads_of(parser: argparse.ArgumentParser, **lists) -> list[Workload]:
     """Return a workload of batch size 1 in float16 for each combination of values.
 
-    `lists` has a list of values for each field of `Workload`. The last field changes fastest. If the number of heads is no
-    multiple of the number of K/V heads, the program exits with status 2.
+    Each entry of `lists` has the values of one field of `Workload`. The last field changes fastest. If the number of heads is
+    no multiple of the number of K/V heads, the program exits with status 2.
     """
     combinations = itertools.product(*lists.values())
     try:

@@ -38,13 +38,13 @@ from common.runtime import INTERPRETED, num_sms
 ROWS = gl.constexpr(64)  # number of rows of a warpgroup's tile
 COLUMNS = gl.constexpr(64)  # number of columns of a tile in registers
 UNROLLED = gl.constexpr(8)  # number of instructions in each iteration, each on all elements of a tile
-# Number of tiles that a program copies in turn. They fit into the L2 cache: 132 programs with tiles of 16 KiB use 17 MB.
+# Number of tiles that a program copies in turn. The L2 cache holds them all: 132 programs with tiles of 16 KiB use 17 MB.
 L2_TILES = gl.constexpr(8)
 RING = gl.constexpr(4)  # number of tiles in shared memory that a loop loads in turn
 FIELDS = gl.constexpr(5)  # what a program records: begin and end in cycles, begin and end in nanoseconds, and the SM's number
 
 TARGET_CYCLES = 300_000  # a measured loop takes about this many cycles
-FIRST_TURNS = 64  # iterations in each of the first two runs; the second run's time gives the number for the later runs
+FIRST_TURNS = 64  # iterations in each of the first two runs; the second run's time gives the iterations of later runs
 REPETITIONS = 7  # number of measured runs, after the first two runs
 
 COPY_BYTES = 192 * 2**10  # shared memory for all tiles that are copied at the same time, in bytes
@@ -82,7 +82,7 @@ def _mark(clock, end: gl.constexpr, w: gl.constexpr):
 
 @gluon.jit
 def _stand_aside(clock):
-    """In a warpgroup without work, arrive at both barriers of `_mark`, so that the others do not wait forever."""
+    """In a warpgroup without work, arrive at both barriers of `_mark`, so that those with work do not wait forever."""
     record_ptr, barriers, busy = clock
     mbarrier.arrive(barriers.index(0), count=1)
     mbarrier.arrive(barriers.index(1), count=1)

@@ -13,7 +13,7 @@ FLOAT32_LOSS = 2.0**-22
 
 _SIZES = {"largest": lambda x: x.abs().max(), "rms": lambda x: x.square().mean().sqrt()}
 
-# Maximum bytes of a matrix [heads, query rows, keys] such as S, and of the K and V of its heads. Memory holds several such
+# Maximum bytes of a matrix such as S [heads, query rows, keys], and of its heads' K and V. Memory holds several such
 # matrices at the same time. For a head with 16384 queries and keys, S has exactly this size in float32. So up to this length,
 # one matmul computes dK and one computes dV, as in plain PyTorch. For longer sequences, dK and dV are sums over several
 # matmuls.
@@ -56,7 +56,7 @@ def _row_magnitudes(q, k, v, grad_out, *, first, causal, scale, diagonal):
     p = s.softmax(-1)
     s = _scores(q, k, causal, size, first, diagonal)  # from the absolute values of q and k
     magnitudes = {"lse": s.amax(-1) + lse.squeeze(-1).abs()}
-    p *= s.clamp_(min=0).add_(1 + lse.abs())  # the relative error of P = exp(S - LSE) is the error of S - LSE
+    p *= s.clamp_(min=0).add_(1 + lse.abs())  # the relative error of P = exp(S - LSE) is the absolute error of S - LSE
     del s
     magnitudes["out"] = out = p @ v
     if grad_out is not None:
@@ -75,7 +75,7 @@ def _together(above, below):
 
 
 def _each_head(function, precision, q, k, v, grad_out, **options):
-    """Apply `function` to parts that fit into memory: to several heads at once, or to some query rows of one head.
+    """Apply `function` to parts of the tensors that fit into memory: several heads, or some query rows of one head.
 
     Return tensors [B, H, …]. The gradients of k and v are [B, Hkv, …], summed over the query heads that share a K/V head.
     """
@@ -131,8 +131,8 @@ def plain(
 ) -> dict:  # fmt: skip
     """Compute attention in plain PyTorch, to find how large an error is normal.
 
-    Inputs, P, dS and results are in q's dtype, and everything else is in float32. The errors are smaller than with matmuls that
-    return float16, because such matmuls also round scores and dP. The arguments and results are as in `truth`. "lse" is
+    Inputs, P, dS and results are in q's dtype, and everything else is in float32. Matmuls that return float16 would have
+    larger errors, because they also round scores and dP. The arguments and results are as in `truth`. "lse" is
     float32, and the other results have q's dtype.
     """
     options = {"causal": causal, "scale": scale, "diagonal": diagonal}
@@ -141,7 +141,7 @@ def plain(
 
 
 def error_bounds(truth: dict, plain: dict) -> dict[str, dict[str, Tensor]]:
-    """Return the bounds of each result by name: of its "largest" and its "rms" error, without the error of the last rounding.
+    """Return each result's bounds by name: of its "largest" and "rms" error, before the result is rounded to its dtype.
 
     A bound is `FACTORS` times the error of `plain`, plus `FLOAT32_LOSS` times the magnitude from `truth`. The second term is
     needed because `plain` may be exact by chance.
@@ -174,7 +174,7 @@ def assert_close(name: str, got: Tensor, truth: Tensor, bounds: dict[str, Tensor
     errors = torch.stack([size(error) for size in _SIZES.values()])
     allowed = torch.stack([bounds[kind] + half_ulp * size(truth) for kind, size in _SIZES.items()])
     allowed = allowed.clamp(max=torch.finfo(allowed.dtype).max)  # an infinite error fails even if plain PyTorch overflows too
-    if (errors <= allowed).all():  # false for NaN; until here, the CPU has not waited for the GPU
+    if (errors <= allowed).all():  # false for NaN; only here does the CPU wait for the GPU
         return
     worst = torch.unravel_index(error.argmax(), error.shape)  # argmax treats NaN as the largest
     worst = tuple(index.item() for index in worst)

@@ -34,7 +34,7 @@ from common.runtime import DEVICE
 ROOT = Path(stages.__path__[0]).parent
 OUR_KERNELS = "^_[a-z]"  # matches names of the stages' kernels; names of PyTorch's kernels begin with _Z or a letter
 TOOLS = {  # tool -> its options
-    "memcheck": ["--report-api-errors", "no"],  # PyTorch calls driver functions that may be missing, and handles the errors
+    "memcheck": ["--report-api-errors", "no"],  # PyTorch itself handles the errors of missing driver functions
     # initcheck watches all kernels, because it must also see what PyTorch's kernels write. `sanitize` drops initcheck's reports
     # on PyTorch's kernels.
     "initcheck": ["--check-api-memory-access", "no"],
@@ -166,7 +166,7 @@ def sanitize(tool: str, stage: str) -> collections.Counter:
         program = f"from common.measure import sanitize; sanitize.run_stage({stage!r})"
         run = subprocess.run(
             [*command, sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False,
-            env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # each tensor is an allocation of its own
+            env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # one tensor per allocation, to find accesses beyond it
         )  # fmt: skip
         log = path.read_text() if path.exists() else ""
     last = (run.stderr.strip() or run.stdout.strip() or "no output").splitlines()[-1]

@@ -1,13 +1,13 @@
 """Measure how ring attention scales. `make bench-ring GPUS=4` starts this program once for each GPU.
 
 A rank is a process with its own GPU. With n GPUs, each rank has an n-th of the sequence's tokens. Weak scaling compares
-sequences with equally many tokens per GPU. Strong scaling compares different numbers of GPUs on one sequence. For each of these
-comparisons, a column of the tables relates several GPUs to one GPU. The tables also contain PyTorch's context parallelism,
+sequences with equally many tokens per GPU. Strong scaling compares different numbers of GPUs on one sequence. For both kinds
+of scaling, the tables give the speed as a percentage of the ideal. The tables also contain PyTorch's context parallelism,
 which uses scaled_dot_product_attention (SDPA). Before the program times a case, it compares the results with attention in
 float64.
 
 Without GPUs, the program runs small cases on the CPU, where ranks communicate with PyTorch's backend gloo. The program then
-measures no time. It compares the number of bytes that a rank sends with `sent_bytes`.
+measures no time. It counts the bytes that a rank sends, and prints the result of `sent_bytes` beside them.
 """
 
 import argparse
@@ -83,8 +83,8 @@ def held_bytes(workload: Workload, ranks: int) -> int:
       V. With more ranks, it holds two such blocks, and the output in float32.
     - Backward with two ranks: a rank holds the saved O and LSE, and two blocks of dK and dV. It also holds dQ of a block, and
       the resulting dQ. In the first step, the rank computes the gradients of only the first heads of its own block, and holds
-      these gradients. Later, the rank instead holds dK and dV of all heads, and dQ of the other heads. The larger of these two
-      sizes counts.
+      these gradients. Later, the rank instead holds dK and dV of all heads, and dQ of all but the first heads. The larger of
+      these two sizes counts.
     - Backward with more ranks: a rank holds the saved O and LSE, and two blocks of K and V. It also holds dQ and two blocks of
       dK and dV in float32. It holds the gradients of its own block's first heads, and dQ, dK and dV of another block. While the
       rank adds the other block's dQ to the sum, it holds this dQ twice, but no longer holds the other block's dK and dV.
@@ -94,7 +94,7 @@ def held_bytes(workload: Workload, ranks: int) -> int:
     kv = tokens * w.kv_heads * (w.head_dim + w.value_dim)  # elements in a block of K and V
     q, out, lse = (tokens * w.heads * columns for columns in (w.head_dim, w.value_dim, 1))
     if w.pass_ == "fwd":
-        between = 4 if ranks > 2 and size < 4 else 0  # bytes of an element of O in float32 between two merges
+        between = 4 if ranks > 2 and size < 4 else 0  # bytes per element of O, which is in float32 between merges
         return blocks * kv * size + out * (2 * size + between) + 2 * lse * 4
     heads = first_heads(w.kv_heads, size, ranks)
     first_q, first_kv = (numbers * heads // w.kv_heads for numbers in (q, kv))
@@ -142,7 +142,7 @@ def attention_of(impl: str, group, causal: bool):
             except ImportError as error:
                 raise Unavailable(f"this PyTorch has no context parallelism as in 2.11: {error}") from None
             _cp_options.enable_load_balance = causal  # with a causal mask, each rank gets the chunks of `shard`
-            some = torch.zeros(2 * size if causal else size, device=DEVICE)  # context_parallel requires a tensor, even unused
+            some = torch.zeros(2 * size if causal else size, device=DEVICE)  # context_parallel requires some tensor
             mesh = DeviceMesh.from_group(group, DEVICE)
             context = context_parallel(mesh, buffers=[some], buffer_seq_dims=[0])
             context.__enter__()
@@ -250,10 +250,10 @@ def check(attend: Callable, workload: Workload, group):
 
 
 def _rounds(call: Callable, group, count: int) -> tuple[list[float], bool]:
-    """Return the seconds of each round on this rank's GPU, and whether the CPU was ahead of the GPU in at least half of them.
+    """Return the seconds of each round on this rank's GPU, and whether the CPU was ahead of it in at least half of the rounds.
 
     In a round, the GPU spins, waits for the other GPUs, records an event, runs the call, and records another event. During the
-    spin, the CPU queues the launches. The GPUs wait for each other in a reduction, so that all begin the call together.
+    spin, the CPU queues the launches. The GPUs wait for each other in a reduction, so that all GPUs begin the call together.
     """
     token, events, exposed = torch.ones(1, device=DEVICE), [], 0
     for _ in range(count):
@@ -465,7 +465,7 @@ def parse_options(argv: list[str] | None, world: int) -> argparse.Namespace:
 def cases(options, world: int) -> list[tuple[str, Workload, int]]:
     """Return (implementation, workload, number of ranks) of each case, on 1, 2, 4, … and all ranks.
 
-    Some cases have the same number of tokens per rank (weak scaling), and others the same sequence length (strong scaling).
+    Cases for weak scaling have equally many tokens per rank. Cases for strong scaling have equally long sequences.
     """
     sizes = sorted({2**power for power in range(world.bit_length()) if 2**power <= world} | {world})
     points = {}  # the keys are the distinct pairs (number of ranks, sequence length), in order
@@ -486,7 +486,7 @@ def begin() -> dict:
     """Join the group of all ranks that torchrun's environment describes.
 
     Return a dict: number n -> group of the first n ranks. NCCL's stream has a high priority. So when NCCL's few CTAs and the
-    stage's programs wait for an SM, NCCL's CTAs start before the programs.
+    stage's programs wait for an SM, NCCL's CTAs start first.
     """
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
 
@@ -514,7 +514,7 @@ def _facts(world: int) -> dict:
 
 
 def _of_rank_0(value):
-    """Return rank 0's value on all ranks. The CPUs wait for this value. The GPUs do not wait."""
+    """Return rank 0's value on all ranks. Only the CPUs wait for this value, not the GPUs."""
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]

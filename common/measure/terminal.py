@@ -21,12 +21,12 @@ PLAIN = {
 
 
 def _plainly(error: UnicodeEncodeError) -> tuple[str, int]:
-    """Return similar characters for those that an encoding lacks, and the position after them."""
+    """Return replacements of characters that an encoding lacks, and the position after these characters."""
     return "".join(PLAIN.get(sign, "?") for sign in error.object[error.start : error.end]), error.end
 
 
 def prepare():
-    """Let output replace characters that the terminal's encoding lacks.
+    """In output, replace characters that the terminal's encoding lacks.
 
     Also let the program end silently if a reader such as `head` closes the pipe.
     """

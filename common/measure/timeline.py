@@ -3,8 +3,7 @@
     python -m common.measure.timeline --stage v25,v28 --json results/timeline.json   # anywhere
 
 The model of an SM is `common.interpreter.timing`. Its rates are in results/rates-h200.json. They come from microbenchmarks
-(`common.measure.rates`), so no rate is fitted to a stage's measured time. Only Gluon kernels are timed. A stage's other kernels
-are left out.
+(`common.measure.rates`), so no rate is fitted to a stage's measured time. Only Gluon kernels are timed.
 """
 
 import argparse

@@ -76,7 +76,7 @@ class GpuTimer:
     def measure(self, call: Callable) -> tuple[list[float], bool]:
         """Return the GPU seconds of each round of a call, and whether the launches were hidden.
 
-        Hidden launches mean that few rounds were exposed, so that the median includes no CPU time.
+        Launches are hidden if few rounds were exposed. Then the median includes no CPU time.
         """
         torch.cuda.synchronize()
         time.sleep(REST_S)
@@ -97,8 +97,8 @@ def host_seconds(call: Callable, gpu_seconds: float) -> list[float]:
     """Return for each round the CPU seconds from the beginning of a call until it returns.
 
     During this time the CPU checks arguments, makes descriptors and launches kernels. CPU time varies much more than GPU time,
-    because the CPU has other work and a changing clock. So a short call gets many rounds. Before each round, the CPU waits
-    until the GPU has finished. The first rounds are left out, because the CPU's caches are still cold.
+    because the CPU has other work and a changing clock. So as many rounds run as fit into `HOST_S`. Before each round, the
+    CPU waits until the GPU has finished. The first rounds are left out, because the CPU's caches are still cold.
 
     Args:
         gpu_seconds: the GPU time of a call.
@@ -167,7 +167,7 @@ def matmul_tflops(timer: GpuTimer, dtype: torch.dtype) -> float:
 
 
 def copy_gbps(timer: GpuTimer) -> float:
-    """Measure the GB/s of a copy on the GPU, counting the bytes read and the bytes written.
+    """Measure the GB/s of a copy on the GPU, counting the bytes read and written.
 
     The copy has `COPY_BYTES` or a quarter of the free memory, whichever is less.
     """

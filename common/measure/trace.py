@@ -4,9 +4,9 @@ Triton kernels run on Triton's interpreter, and Gluon kernels on `common.interpr
 record.
 
 An access is one load, store, atomic operation or TMA copy of a program, or one argument or result of a PyTorch operator. Each
-access has the bytes that `common.measure.counter` counts, so the accesses of a trace add up to the counted traffic.
+access has the bytes that `common.measure.counter` counts, so the bytes of a trace add up to the counted traffic.
 
-Triton's programs and PyTorch's operators run one after the other. Gluon's launches run on the model of an SM
+Accesses of Triton's programs and PyTorch's operators have no times. Gluon's launches run on the model of an SM
 (`common.measure.timeline`), which gives each access its cycles.
 """
 
@@ -114,8 +114,8 @@ class _Known:
     """A tensor that kernels may access. Its name may be None at first, and become known later.
 
     Args:
-        outer: the pairs (batch, heads) of the tensors of a pass. A tensor of three dimensions that begins with such a pair is
-            [B, H, S]. Any other tensor of three dimensions is [B · H, rows, columns], as in a batched matmul.
+        outer: the pairs (batch, heads) of a pass. A tensor of three dimensions is [B, H, S] if its shape begins with such a
+            pair. Any other tensor of three dimensions is [B · H, rows, columns], as in a batched matmul.
     """
 
     def __init__(self, tensor: Tensor, name: str | None, outer: set[tuple[int, int]]):
@@ -162,7 +162,7 @@ class _Tracer(Counter):
         self._timed = {}  # index of a timed launch -> index of its timing in `timings`
 
     def know(self, tensor: Tensor, name: str | None) -> _Known:
-        """Return the `_Known` of the memory of `tensor`. If there is none yet, make it.
+        """Return the `_Known` of `tensor`'s memory. If there is none yet, make it.
 
         The `_Known` gets `name` if it has no name yet, or if `name` is in `GIVEN` or `RESULTS`.
         """
@@ -181,7 +181,7 @@ class _Tracer(Counter):
         for known, _ in self._seen:
             if id(known) not in names:
                 name = known.name or "temporary"
-                while name in tensors:  # several tensors can have one name; add a prime to the later ones
+                while name in tensors:  # if several tensors have one name, later ones get a prime
                     name += "\N{PRIME}"
                 names[id(known)], tensors[name] = name, known.shape
         accesses = [dataclasses.replace(access, tensor=names[id(known)]) for known, access in self._seen]

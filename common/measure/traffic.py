@@ -1,4 +1,4 @@
-"""Count the traffic and FLOPs of each stage on the CPU, and compute their time at a GPU's published peaks.
+"""Count the traffic and FLOPs of each stage on the CPU, and compute its time at a GPU's published peaks.
 
 `common.measure.counter` explains what counts. Every kernel has the tiles and the number of programs that it would have on the
 chosen GPU. The stages before v4 use the fixed tiles of `common.kernels.tiles`. An autotuned kernel takes the fixed tile too, if
@@ -57,8 +57,8 @@ GPUS = {
         "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf",
     ),
     # The page gives 759 TOPS in FP4 with sparsity. Dense float16 with float32 accumulation has a sixteenth of this rate. The
-    # ratio is from the architecture's whitepaper (RTX 5090: 3,352 and 209.5). The bandwidth is 128 data lines times 28 Gbit/s
-    # per line. The number of SMs is 4,608 cores (from the page) divided by 128 cores per SM (from the whitepaper).
+    # architecture's whitepaper gives both for the RTX 5090: 3,352 and 209.5. The bandwidth is 128 data lines times 28 Gbit/s
+    # each. The number of SMs is 4,608 cores (from the page) divided by 128 cores per SM (from the whitepaper).
     "rtx5060ti": Gpu(
         "NVIDIA GeForce RTX 5060 Ti", 120, 36, 47.4, 0.448,
         "https://www.nvidia.com/en-us/geforce/graphics-cards/50-series/rtx-5060-family/ and "

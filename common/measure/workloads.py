@@ -15,7 +15,7 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 
 TOKENS = 16384  # batch * seq_len
 HIDDEN = 2048  # heads * head_dim
-SINK_QUERY = 4  # element 0 of every query if there is a sink; a few other elements of the queries are as large
+SINK_QUERY = 4  # element 0 of every query if there is a sink
 if DEVICE == "cuda":
     HEAD_DIMS = (64, 128)
     SEQ_LENS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -88,9 +88,9 @@ class Workload:
         """Return q, k, v and the output's gradient, the same for all implementations.
 
         All elements are normally distributed, and q is multiplied by `score_std`. With a sink, the first element of every query
-        is `SINK_QUERY`, and the first element of every key except key 0 is 0. In key 0, the first element gives the sink's
-        score, and all other elements are 0. Inputs are never all zeros. A GPU needs less power to multiply zeros, so its clock
-        would be unusually high.
+        is `SINK_QUERY`, and the first element of every key except key 0 is 0. In key 0, the first element sets the sink's
+        score, and all other elements are 0. Inputs are never all zeros. A GPU needs less power to multiply zeros, so they
+        would raise its clock.
         """
         generator = torch.Generator(DEVICE).manual_seed(0)
         rows, kv_rows = (self.heads, self.seq_len), (self.kv_heads, self.kv_len)
@@ -106,7 +106,7 @@ class Workload:
 
 
 def paper_shape(seq_len: int, head_dim: int) -> tuple[int, int]:
-    """Return the papers' (batch, heads): 16384 tokens and a hidden size of 2048. On the CPU, return (1, 2) to save time."""
+    """Return the papers' (batch, heads), so that B · S = 16384 and H · D = 2048. On the CPU, return (1, 2) to save time."""
     if DEVICE == "cpu":
         return 1, 2
     return max(1, TOKENS // seq_len), HIDDEN // head_dim

@@ -6,7 +6,7 @@ from common.runtime import shared_memory_limit
 
 # A program may use at least DATA_CENTRE bytes of shared memory on data-center GPUs, and at least HOPPER bytes on data-center
 # GPUs from Hopper on. Other GPUs allow about 100 KiB. Larger tiles need more shared memory. Hopper's tensor cores read operands
-# from shared memory, so its registers have room for larger accumulators.
+# from shared memory, so the registers have room for larger accumulators.
 DATA_CENTRE = 160 * 1024
 HOPPER = 200 * 1024
 

@@ -265,7 +265,7 @@ def wide_table(name: str) -> str:
     rows = []
     for pass_, causal, seq_len in itertools.product(("fwd", "bwd"), (False, True), lengths):
         ours, old, *theirs = (rates.get((impl, pass_, causal, seq_len)) for impl in (name, stages.parent(name), *peers))
-        if not ours:  # the run skips a pass with the code of the parent's pass
+        if not ours:  # the run skips a pass that the stage does not change
             continue
         cells = [f"{ours:.0f}", f"×{ours / old:.2f}" if old else "-"]
         cells += [f"{100 * ours / rate:.0f} %" if rate else "-" for rate in theirs]

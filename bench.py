@@ -39,8 +39,8 @@ from common.show.tracks import stages_of
 
 SAVED = Path(".benchmarks")  # pytest-benchmark saves runs here
 
-# If a call takes less GPU time than this, several calls back to back are timed too, because the launch of the kernels may take
-# longer than the kernels.
+# Calls that take less GPU time than this are also timed back to back, because launching their kernels may take longer than the
+# kernels.
 SHORT_S = 1e-3
 
 # Approximate seconds of a case on an H200, without tuning and compilation. A run of `--reference` took this time per case.
@@ -278,8 +278,7 @@ def _checked(tensor: Tensor, workload: Workload) -> Tensor:
 
     Otherwise the check takes every n-th K/V head and the query heads that share it. It counts K/V heads through all batch
     elements, and always takes the last K/V head. The result is [checked K/V heads, heads of `tensor` per K/V head, …]. The
-    number n is odd. So if the number of K/V heads is a power of two, the check takes different heads in consecutive batch
-    elements.
+    number n is odd, because with an even n the check could take the same heads in every batch element.
     """
     w = workload
     rows = max(w.seq_len, w.head_dim + w.value_dim)  # with few queries, K and V take more memory than the scores

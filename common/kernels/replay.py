@@ -214,7 +214,7 @@ def _described(kind, fields, tensor):
 
 
 def _encoders(run):
-    """Return a launcher that takes encoded descriptors, and for each of the kernel's descriptors a function that encodes it.
+    """Return a launcher that takes encoded descriptors, and a function to encode each of the kernel's descriptors.
 
     Return Triton's launcher and no encoders in three cases: the kernel has no descriptors, the GPU has no TMA, or the launcher
     differs from the launcher of Triton 3.6 and 3.7.

@@ -48,7 +48,7 @@ def sensible(config: triton.Config, row_bytes: int, precision: str, has_tma: boo
     """Return whether a configuration is worth compiling for rows of `row_bytes` bytes.
 
     Exact float32 matmuls allow only small tiles, because they keep every operand in registers. A GPU without TMA also allows
-    only small tiles, because each descriptor becomes one address per element of a tile, in registers.
+    only small tiles, because its registers hold an address for each element of a tile.
     """
     rows = max(config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"])
     if precision == "ieee" or not has_tma:

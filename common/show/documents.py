@@ -227,8 +227,8 @@ def units_of_step(name: str) -> str:
 
 
 def spread_table(name: str) -> str:
-    """Format the speed of a stage's forward divided by the speed of an earlier stage's forward, for several standard deviations
-    of the scores. The earlier stage is the nearest ancestor that the run measured."""
+    """Format how many times as fast a stage's forward is as an earlier stage's, for several standard deviations of the scores.
+    The earlier stage is the nearest ancestor that the run measured."""
     records, machine = load_run(run_file("spread"))
     measured, before = {record["impl"] for record in records}, stages.parent(name)
     while before and before not in measured:

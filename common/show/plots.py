@@ -57,9 +57,9 @@ SAME = 1.02  # two lines overlap if they differ by less than this factor at each
 
 
 def style(name: str, names: list[str]) -> dict:
-    """Return the color, line and marker of an implementation. The implementation looks equal in all plots with these `names`.
-    Stages have solid lines, from dark to bright. If there are more stages than markers, the markers repeat. A marker's second
-    use is hollow, and later uses have dotted lines."""
+    """Return the color, line and marker of an implementation. The implementation looks the same in all plots with these
+    `names`. Stages have solid lines, from dark to bright. If there are more stages than markers, the markers repeat. A marker's
+    second use is hollow, and later uses have dotted lines."""
     if not stages.position(name):
         baselines = [other for other in names if not stages.position(other)]
         return {**PEER_STYLES[baselines.index(name) % len(PEER_STYLES)], "markerfacecolor": "white"}

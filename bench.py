@@ -2,8 +2,8 @@
 
 This file is a command (`python bench.py --help`) and a pytest-benchmark module. Before the benchmark times an implementation,
 it compares the implementation's result with attention in float64. If the result is wrong, the benchmark reports an error and
-measures no time. If a workload is larger than the papers' largest, the benchmark compares only some heads, evenly spread. The
-results of the other heads must be finite.
+measures no time. If a workload has very many scores, the benchmark compares only some heads, evenly spread. Results of the
+other heads must only be finite.
 """
 
 import argparse
@@ -39,8 +39,8 @@ from common.show.tracks import stages_of
 
 SAVED = Path(".benchmarks")  # pytest-benchmark saves runs here
 
-# If a call takes less GPU time than this, several calls back to back are timed too, because the launch of the kernels may take
-# longer than the kernels.
+# Calls that take less GPU time than this are also timed back to back, because launching their kernels may take longer than the
+# kernels.
 SHORT_S = 1e-3
 
 # Approximate seconds of a case on an H200, without tuning and compilation. A run of `--reference` took this time per case.
@@ -166,7 +166,7 @@ def _of_track(key: str) -> list[str]:
     return [stages.parent(found[0]), *found]
 
 
-# Implementations for D = 256. For this D, Gluon stages before this track use v7's backward, which is in Triton.
+# Implementations for D = 256. The stage before this track, like all earlier Gluon stages, uses v7's backward for this D.
 WIDE = [*FAST_LIBRARIES, *_of_track("wide")]
 # Implementations for few queries and many keys. FlashAttention-4 is left out, because it mainly targets GPUs newer than Hopper.
 DECODING = [*(name for name in BASELINES if name != "flash-4"), *_of_track("decoding")]
@@ -277,9 +277,8 @@ def _checked(tensor: Tensor, workload: Workload) -> Tensor:
     check takes all heads, and the result is `tensor`.
 
     Otherwise the check takes every n-th K/V head and the query heads that share it. It counts K/V heads through all batch
-    elements, and always takes the last K/V head. The result is [checked K/V heads, 1 or query heads of each K/V head, …]. The
-    number n is odd. So if the number of K/V heads is a power of two, the check takes different heads in consecutive batch
-    elements.
+    elements, and always takes the last K/V head. The result is [checked K/V heads, heads of `tensor` per K/V head, …]. The
+    number n is odd, because with an even n the check could take the same heads in every batch element.
     """
     w = workload
     rows = max(w.seq_len, w.head_dim + w.value_dim)  # with few queries, K and V take more memory than the scores
@@ -322,7 +321,7 @@ def check(result, workload: Workload):
 
 
 def _failure(impl: str, error: BaseException) -> dict:
-    """Return the failure and the note that the table shows for a case that could not be measured."""
+    """Return what the table shows for a case that could not be measured: the failure and a note."""
     if isinstance(error, torch.OutOfMemoryError):
         return {"failure": "OOM"}
     if isinstance(error, operator.Unavailable):
@@ -508,8 +507,8 @@ def main(argv: list[str]) -> int:
         raise SystemExit("--reference needs a GPU, and no GPU is in use here")
     if reason := unwritable(SAVED if SAVED.exists() else Path()):
         raise SystemExit(f"cannot save the run in {SAVED}: {reason}")
-    # SIGTERM, which a time limit sends, stops the run like SIGINT. Set SIGINT's handler too. A background job without this
-    # handler ignores SIGINT.
+    # SIGTERM, which a time limit sends, stops the run like SIGINT. Set SIGINT's handler too: a background job without a handler
+    # ignores SIGINT.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     arguments = [__file__, "-qq", "--capture=no", "--no-header", "--disable-warnings", "-p", "no:cacheprovider"]

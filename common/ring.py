@@ -1,8 +1,8 @@
 """Run ring attention with any stage, over a sequence that GPUs share (Liu et al. 2023, arXiv 2310.01889).
 
 Each rank (process) keeps its queries, and blocks of K and V travel around the ring of ranks. A stage's forward returns out and
-LSE for a block of keys. Each rank merges these outputs by their LSEs. In the backward, a stage gets a block of keys, but the
-LSE of all keys. So the stage computes the probabilities of the whole softmax, and the block's part of the gradients.
+LSE for a block of keys. Each rank merges these outputs by their LSEs. In the backward, a stage gets one block of keys, and the
+LSE over all keys. So the stage computes the probabilities of the whole softmax, and the block's part of the gradients.
 docs/several-gpus.md has the derivation and the traffic.
 
 `torch.distributed` sends the blocks. NCCL sends between GPUs on a stream of its own, and gloo sends between CPU processes. All
@@ -182,7 +182,7 @@ class Ring:
 
 
 def _float32(tensor: Tensor) -> Tensor:
-    """Return where to write a float32 sum: in `tensor` itself if it is float32, else in a new tensor of the same shape."""
+    """Return the tensor that takes a float32 sum: `tensor` if it is float32, else a new tensor of the same shape."""
     return tensor if tensor.dtype == torch.float32 else torch.empty_like(tensor, dtype=torch.float32)
 
 
@@ -248,7 +248,7 @@ class _Gradients:
 
     dQ stays on its rank. dK and dV travel around the ring like their block of keys, one step later. A sum with one addend keeps
     the dtype of the stage's result. A sum with more addends is float32. With a causal mask, the sum of dQ may have only the
-    back queries. The sums of dK and dV then have only the front keys of a block, until a rank adds gradients of the back keys.
+    back queries. The sums of dK and dV may have only the front keys, until a rank adds gradients of the back keys.
     """
 
     def __init__(self, ring: Ring, causal: bool, keys: int):
@@ -283,7 +283,7 @@ def first_heads(kv_heads: int, itemsize: int, ranks: int) -> int:
     """Return how many K/V heads of a rank's own block the backward computes first. It computes the other heads last.
 
     K and V travel while the rank computes the first heads. The gradients of the last step travel while it computes the last
-    heads. So the function divides the heads in proportion to the bytes that travel in these two periods. An element of K and V
+    heads. So the numbers of first and last heads are in proportion to the bytes that travel meanwhile. An element of K and V
     has `itemsize` bytes. With two ranks, an element of a gradient has `itemsize` bytes too. With more ranks it has 4 bytes,
     because the gradients are float32 sums.
     """

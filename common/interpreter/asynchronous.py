@@ -187,7 +187,7 @@ class Matmul(Values):
         traffic.multiply(self.flops)
 
     def result(self) -> torch.Tensor:
-        """Return the value. Let the matmul take place now if it has not yet."""
+        """Return the value. Let the matmul take place now, unless it already did."""
         now().perform(self)
         return self._value
 

@@ -326,7 +326,7 @@ class _Language:
 
 
 def _meaning(thing, name):
-    """Return the object that replaces a global variable of a kernel in the interpreter."""
+    """Return the object that the interpreter uses for a kernel's global variable."""
     if id(thing) in MEANING:
         return MEANING[id(thing)][1]
     if isinstance(thing, types.ModuleType) and thing.__name__.startswith("triton"):

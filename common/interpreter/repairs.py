@@ -16,9 +16,9 @@ from triton.runtime.jit import JITFunction
 
 
 def adopt_language():
-    """Replace the functions of `triton.language` that are for the compiler by interpreted versions.
+    """Replace the compiler's functions in `triton.language` by interpreted functions.
 
-    There are such functions if `triton.language` was imported before `common.runtime`.
+    `triton.language` has the compiler's functions if it was imported before `common.runtime`.
     """
     adopted = {}
     for namespace in (tl, tl.standard, tl.random, tl.tensor):
@@ -141,7 +141,7 @@ def check_overflow_cheaply():
     """Raise an error if an addition, subtraction or multiplication of integers overflows.
 
     The check covers all integers of fewer than 64 bits. Triton's own check repeats each operation in int64, which takes a third
-    of a kernel's time. Even so, Triton's check raises no error, unless Triton's debug option is on.
+    of a kernel's time. Triton's check raises an error only if Triton's debug option is on.
     """
     of_numbers = {"add": numpy.add, "sub": numpy.subtract, "mul": numpy.multiply}
 

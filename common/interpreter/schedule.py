@@ -91,7 +91,8 @@ class Program:
         self._events = itertools.count()
 
     def event(self) -> int:
-        """Return a new event: a number with one bit set. `Partition.known` has this bit if the partition knows the event."""
+        """Return a new event: a number with one bit set. `Partition.known` has this bit if the partition knows that the event
+        is over."""
         return 1 << next(self._events)
 
     def name_of(self, thing) -> str | None:
@@ -197,12 +198,12 @@ class Schedule:
             self.perform(operation)
 
     def perform(self, operation):
-        """Let an operation take place now, if it has not yet."""
+        """Let an operation take place now, unless it already did."""
         if self._issued.pop(id(operation), None) is not None:
             operation.take_place()
 
     def fail(self, message: str):
-        """Raise an error. Its message names the kernel's line that the running partition executes."""
+        """Raise an error that names the kernel's line that the running partition executes."""
         raise InterpreterError(f"{self.here()}: {message}\n{self.replayed}")
 
     def here(self) -> Place:
@@ -211,7 +212,7 @@ class Schedule:
 
     @property
     def replayed(self) -> str:
-        """A sentence that says how to replay the order of this launch."""
+        """A sentence on how to replay the order of this launch."""
         return f"{VARIABLE}={self.seed} replays this order"
 
     def _begin(self, partition, then):

@@ -1,7 +1,7 @@
 """Interpret shared memory and barriers, and check for races.
 
-Each use of a part of a buffer is an event. Two uses conflict if they overlap and one of them writes. The later use is a race
-unless its partition knows that the earlier use is over.
+Each use of a part of a buffer is an event. Two uses conflict if they overlap and one of them writes. They race unless the later
+use's partition knows that the earlier use is over.
 
 A partition knows that its own ordinary accesses are over. When its wait for a barrier ends, the partition also knows all events
 that the arriving partitions knew. TMA and matmuls see ordinary stores only after `fence_async_shared`.
@@ -113,8 +113,8 @@ class Memory:
             self._flags(buffer.view).fill_(True)
         else:
             self._check_filled(buffer, who)
-            # Forget earlier reads of these elements that the running partition knows to be over. A partition that knows the new
-            # read to be over also knows these earlier reads to be over.
+            # Forget the earlier reads of these elements that the running partition knows to be over. A partition that learns
+            # that the new read is over also learns that these are over.
             self.uses = [u for u in self.uses if u.writes or not u.event & known or not _inside(u.part, part)]
         use = _Use(part, who, schedule.here(), writes, self.program.event())
         if writes and not asynchronous:
@@ -133,7 +133,7 @@ class Memory:
 
 
 def fence():
-    """Make stores visible to TMA and matmuls, as `fence_async_shared` does, if the running partition knows that they ended."""
+    """Make the stores that the running partition knows to be over visible to TMA and matmuls, as a fence does."""
     partition = now().running
     event = partition.program.event()
     for use in itertools.chain.from_iterable(memory.uses for memory in partition.program.memories):

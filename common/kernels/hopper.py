@@ -101,8 +101,8 @@ means(reduce_add)(add_in_memory)
 def widened(p):
     """Convert p to float32 with few registers.
 
-    Two bfloat16 elements share a register, and the inline assembly unpacks both elements. With Gluon's own conversion, the
-    compiler also keeps each element as float32 in a register, so v10's backward spills.
+    Two bfloat16 elements share a register, and the inline assembly unpacks both elements. With Gluon's own conversion, v10's
+    backward spills, because the compiler also keeps each element as float32 in a register.
     """
     if p.dtype == gl.bfloat16:
         halves: gl.constexpr = (

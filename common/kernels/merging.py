@@ -39,7 +39,7 @@ def _merge_kernel(
     m = tl.maximum(lse, more_lse)
     weight, more_weight = tl.exp(lse - m), tl.exp(more_lse - m)
     l = weight + more_weight  # from 1 to 2, because the larger weight is 1
-    tl.debug_barrier()  # several warps load the same lse, so wait until all have loaded it, before one warp stores the new lse
+    tl.debug_barrier()  # several warps load the same lse, so all must have loaded it before one warp stores the new lse
     tl.store(lse_ptrs, m + tl.log(l), mask=inside)
     out_ptrs = _elements(out_ptr, b, h, offs_m, stride_ob, stride_oh, stride_os, VALUE_DIM)
     more_ptrs = _elements(more_ptr, b, h, offs_m, stride_mb, stride_mh, stride_ms, VALUE_DIM)

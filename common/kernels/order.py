@@ -20,8 +20,8 @@ def tile_and_head(
     take the tiles of a group of heads together: first tile 0 of each head, then tile 1 of each head, and so on. Tile 0 must
     take the longest time. The rows of a group have at most L2_SHARE bytes, unless the group is one head.
 
-    If g query heads share K and V, they also share the rows of K and V in the L2 cache. So `seq` is then the number of keys
-    divided by g. A persistent CTA computes the tiles of several programs. For each of these programs, it passes the program's
+    If g query heads share K and V, pass the number of keys divided by g as `seq`, because the L2 cache holds these rows once
+    for g heads. A persistent CTA computes the tiles of several programs. For each of these programs, it passes the program's
     number as `program`. As `programs`, it passes the number of programs that a launch without persistent CTAs would have.
     """
     if program is None:

@@ -1,9 +1,8 @@
 """Record the allocations and launches of a stage's host function, and replay them with less work for the CPU.
 
 The CPU often takes longer to prepare a launch than the GPU takes to run the kernel. The CPU checks the arguments, makes
-descriptors, and asks the tuner. Triton's search for the binary that fits the arguments takes most of the CPU's time. The result
-of this work depends only on the call's options and on the shapes, strides and dtypes of the tensors. The tensors' addresses do
-not matter.
+descriptors, and asks the tuner. Triton's search for the binary that fits the arguments takes most of the CPU's time. All
+results of the CPU's work depend only on the call's options and on the tensors' shapes, strides and dtypes, not on addresses.
 
 Calls with equal options, shapes, strides and dtypes are of one kind. The second call of a kind is recorded as steps:
 allocations, PyTorch operators, and kernel launches. Later calls of this kind replay the steps with their own tensors. A
@@ -215,7 +214,7 @@ def _described(kind, fields, tensor):
 
 
 def _encoders(run):
-    """Return a launcher that takes encoded descriptors, and for each of the kernel's descriptors a function that encodes it.
+    """Return a launcher that takes encoded descriptors, and a function to encode each of the kernel's descriptors.
 
     Return Triton's launcher and no encoders in three cases: the kernel has no descriptors, the GPU has no TMA, or the launcher
     differs from the launcher of Triton 3.6 and 3.7.
@@ -305,7 +304,7 @@ class _Replayed:
         self.replays = {}
 
     def __call__(self, *tensors, causal, scale, diagonal=0):
-        if _thread.recording or is_watched():  # `recording` is set if the function being recorded calls this one
+        if _thread.recording or is_watched():  # `recording` is set if a recorded function calls this function
             return self.__wrapped__(*tensors, causal=causal, scale=scale, diagonal=diagonal)
         driver = triton.runtime.driver.active
         device = driver.get_current_device()
@@ -321,7 +320,7 @@ class _Replayed:
                 if len(self.replays) > MOST_KINDS:
                     del self.replays[next(iter(self.replays))]
             return self.__wrapped__(*tensors, causal=causal, scale=scale, diagonal=diagonal)
-        tensors = [tensor.detach() for tensor in tensors]  # new objects, because two equal arguments need two numbers
+        tensors = [tensor.detach() for tensor in tensors]  # new objects, because a tensor passed twice needs two numbers
         with _Recording(tensors) as recording:
             results = self.__wrapped__(*tensors, causal=causal, scale=scale, diagonal=diagonal)
         with _changing:

@@ -4,9 +4,9 @@ import torch
 
 from common.runtime import shared_memory_limit
 
-# A program may use at least DATA_CENTRE bytes of shared memory on data-center GPUs, and at least HOPPER bytes on data-center
-# GPUs from Hopper on. Other GPUs allow about 100 KiB. Larger tiles need more shared memory. Hopper's tensor cores read operands
-# from shared memory, so its registers have room for larger accumulators.
+# Data-center GPUs allow a program at least DATA_CENTRE bytes of shared memory, and from Hopper on at least HOPPER bytes. Other
+# GPUs allow about 100 KiB. Larger tiles need more shared memory. Hopper's tensor cores read operands from shared memory, so the
+# registers have room for larger accumulators.
 DATA_CENTRE = 160 * 1024
 HOPPER = 200 * 1024
 

@@ -26,7 +26,7 @@ KEY = ("bucket", "HEAD_DIM", "VALUE_DIM", "CAUSAL", "PRECISION")  # kernel argum
 FINALISTS = 3  # this many of the fastest configurations are timed again
 FINAL_ROUNDS = 4  # each finalist is timed again this many times
 REST_S = 0.06  # seconds of rest before the finalists are timed, so that earlier work does not change the clock
-AS_FAST = 1.01  # times up to this factor above the shortest time count as equal, because the difference is noise
+AS_FAST = 1.01  # times up to this multiple of the shortest time count as equal, because the difference is noise
 _tuning = threading.RLock()
 _picks = {}  # (text of the file, kernel name) -> tuning cache; stages with identical files share the cache
 
@@ -48,7 +48,7 @@ def sensible(config: triton.Config, row_bytes: int, precision: str, has_tma: boo
     """Return whether a configuration is worth compiling for rows of `row_bytes` bytes.
 
     Exact float32 matmuls allow only small tiles, because they keep every operand in registers. A GPU without TMA also allows
-    only small tiles, because each descriptor becomes one address per element of a tile, in registers.
+    only small tiles, because its registers hold an address for each element of a tile.
     """
     rows = max(config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"])
     if precision == "ieee" or not has_tma:

@@ -65,8 +65,8 @@ def compiled(names: list[str]) -> list[dict]:
 def counted(names: list[str]) -> list[dict]:
     """Return how many µs each pass takes at the published peak rates, for each GPU of `GPUS` and each stage that runs on it.
 
-    The workload has one head. It could not fill all SMs of a GPU, and then some stages would split the keys. So the count
-    assumes a GPU with a single SM.
+    The workload has one head. If a head cannot fill all SMs of a GPU, some stages split the keys. So the count assumes a GPU
+    with a single SM.
     """
     records = []
     full = {key: dataclasses.replace(gpu, num_sms=1) for key, gpu in GPUS.items()}

@@ -75,7 +75,7 @@ def _cells(record, on_gpu):
 
 
 def table(old: Run, new: Run) -> str:
-    """Format a table for each workload that both runs have. Either both runs used a GPU, or neither did."""
+    """Format a table for each workload that both runs have. Both runs must have used a GPU, or neither."""
     on_gpu = new.machine["gpu"] is not None
     names = ("ms ± IQR",) if on_gpu else COUNTED
     headers = ["implementation", *(text for name in names for text in (name, "now")), "× as fast"]

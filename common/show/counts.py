@@ -62,8 +62,8 @@ def main(argv: list[str]) -> int:
     countable = [name for name in options.stage if not reasons[name]]
     if not countable:
         raise SystemExit("there is nothing to count")
-    # SIGTERM, which a time limit sends, stops the run like SIGINT. Set SIGINT's handler too, because a background job ignores
-    # SIGINT without it.
+    # SIGTERM, which a time limit sends, stops the run like SIGINT. Set SIGINT's handler too: a background job without a handler
+    # ignores SIGINT.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     cases = [(name, workload) for workload in options.workloads for name in countable]

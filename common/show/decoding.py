@@ -82,8 +82,8 @@ def _gains(run):
 
 
 def _shares(run):
-    """Format the rate at which each implementation reads K and V, in percent of the copy's rate. Only workloads with at least
-    `LARGE_BYTES` bytes of K and V, and at most `FEW_ROWS` query rows per K/V head, count."""
+    """Format the rate at which each implementation reads K and V, in percent of the copy's rate. Leave out workloads with fewer
+    than `LARGE_BYTES` bytes of K and V, or more than `FEW_ROWS` query rows per K/V head."""
     large = [p for p in run.points if kv_bytes(p) >= LARGE_BYTES and p.seq_len * p.heads // p.kv_heads <= FEW_ROWS]
     rows = []
     for impl in run.names:

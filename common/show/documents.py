@@ -227,8 +227,8 @@ def units_of_step(name: str) -> str:
 
 
 def spread_table(name: str) -> str:
-    """Format the speed of a stage's forward divided by the speed of an earlier stage's forward, for several standard deviations
-    of the scores. The earlier stage is the nearest ancestor that the run measured."""
+    """Format how many times as fast a stage's forward is as an earlier stage's, for several standard deviations of the scores.
+    The earlier stage is the nearest ancestor that the run measured."""
     records, machine = load_run(run_file("spread"))
     measured, before = {record["impl"] for record in records}, stages.parent(name)
     while before and before not in measured:
@@ -265,7 +265,7 @@ def wide_table(name: str) -> str:
     rows = []
     for pass_, causal, seq_len in itertools.product(("fwd", "bwd"), (False, True), lengths):
         ours, old, *theirs = (rates.get((impl, pass_, causal, seq_len)) for impl in (name, stages.parent(name), *peers))
-        if not ours:  # the run skips a pass with the code of the parent's pass
+        if not ours:  # the run skips a pass that the stage does not change
             continue
         cells = [f"{ours:.0f}", f"×{ours / old:.2f}" if old else "-"]
         cells += [f"{100 * ours / rate:.0f} %" if rate else "-" for rate in theirs]

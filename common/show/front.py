@@ -34,7 +34,7 @@ def names_in(found: list[Run]) -> list[str]:
 
 
 def last_stage(names: list[str]) -> str:
-    """Return the newest of these stages that is not a dead end."""
+    """Return the newest stage in `names` that is not a dead end."""
     return [name for name in names if stages.position(name) and not stages.is_dead_end(name)][-1]
 
 
@@ -92,8 +92,8 @@ def row(found: list[Run], name: str) -> tuple[list[str], list[Run]]:
 
 
 def _short(shown: str) -> str:
-    """Replace several spaces by one, and four or more dashes by three. Otherwise one long cell makes all rows of a Markdown
-    table long."""
+    """Replace several spaces by one, and four or more dashes by three, because `tabulate` makes each cell as long as its
+    column's longest."""
     return re.sub(" {2,}", " ", re.sub("-{4,}", "---", shown))
 
 

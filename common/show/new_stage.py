@@ -121,8 +121,8 @@ def with_docstring(code: str, docstring: str) -> str:
 
 
 def with_parent(code: str, source: str, name: str) -> str:
-    """Return the code of __init__.py for the new stage `name`. `code` is that of stage `source`. Add a line `PARENT = …` unless
-    the new stage's number implies the parent."""
+    """Return the code of __init__.py for the new stage `name`. `code` is stage `source`'s __init__.py. Add a line `PARENT = …`
+    unless the new stage's number implies the parent."""
     code = re.sub(r"^PARENT = .*\n", "", code, flags=re.MULTILINE)
     if stages.parent(name) == source:
         return code

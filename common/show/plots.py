@@ -58,7 +58,7 @@ SAME = 1.02  # two lines overlap if they differ by less than this factor at each
 
 def style(name: str, names: list[str]) -> dict:
     """Return the color, line and marker of an implementation. The implementation looks the same in all plots with these
-    `names`. Stages have solid lines, from dark to bright. If there are more stages than markers, the markers repeat. Their
+    `names`. Stages have solid lines, from dark to bright. If there are more stages than markers, the markers repeat. A marker's
     second use is hollow, and later uses have dotted lines."""
     if not stages.position(name):
         baselines = [other for other in names if not stages.position(other)]
@@ -347,7 +347,7 @@ def draw(found: list[Run], directory: Path):
 
     Args:
         found: the runs, from `common.show.results.runs`.
-        directory: the output directory. It is created if it is missing.
+        directory: the output directory. It is created if missing.
     """
     names = implementations([record for run in reversed(found) for record in run.records])
     names = [name for name in names if not stages.is_dead_end(name)]

@@ -20,8 +20,8 @@ HEAD_DIMS = (64, 128)
 
 
 def run_file(name: str) -> Path:
-    """Return the path of a run in results/. `name` is a value of `bench.py --reference`. If several GPUs have run it, return
-    the newest file."""
+    """Return the path of a run in results/. `name` is a value of `bench.py --reference`. If several GPUs have such a file,
+    return the newest."""
     paths = [ROOT / "results" / f"{name}-{gpu}.json" for gpu in GPUS]
     return max(paths, key=lambda path: path.exists() and _read(path)["datetime"] or "")
 
@@ -148,7 +148,7 @@ def gain(runs: list[Run], new: str, old: str, pass_: str, head_dim: int) -> tupl
 
 
 def rate(runs: list[Run], impl: str, pass_: str, head_dim: int) -> tuple[float, Run] | None:
-    """Return an implementation's mean TFLOP/s in the newest run that has its pass, and this run. Return None if no run has the
+    """Return (mean TFLOP/s, run) of an implementation, from the newest run that has its pass. Return None if no run has the
     pass."""
     run = newest(runs, pass_, head_dim, impl)
     mean = run and mean_rate(run.records, impl, pass_, head_dim)

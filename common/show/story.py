@@ -221,7 +221,7 @@ def result(old: str, new: str) -> dict[str, list[str]]:
 
 
 def _at(words: dict[str, str], named: bool = False) -> str:
-    """Join texts, each with its workload. If all texts are equal, write the text once, and its workloads only if `named`."""
+    """Join texts, each with its workload. If all texts are equal, write one text, and write the workloads only if `named`."""
     if len(set(words.values())) < 2:
         return "".join(set(words.values())) + (f" at {' and '.join(words)}" if named and words else "")
     return ", ".join(f"{text} at {where}" for where, text in words.items())

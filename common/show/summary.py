@@ -1,4 +1,4 @@
-"""Write the first lines of a benchmark's output: a stage's gain over its parent, and a table with neighbours and libraries."""
+"""Write the first lines of a benchmark's output: a stage's gain over its parent, and a table of some implementations."""
 
 from collections import Counter
 
@@ -6,7 +6,7 @@ import stages
 from common.show.results import implementations, mean_ratio
 from common.show.tables import PASS_NAMES, markdown
 
-LINES, COLUMNS = 15, 100  # the output has at most this many lines and columns
+LINES, COLUMNS = 15, 100  # the summary has at most this many lines and columns
 MOST_GROUPS = 4  # the table has columns for at most this many pairs of pass and head dimension
 NO_GPU = "There is no GPU. µs at peak is the time of the counted bytes and FLOPs at an H200's peak rates."
 

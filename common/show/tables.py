@@ -1,4 +1,4 @@
-"""Format the tables of a benchmark run from its records and its machine. A run is in memory or from a JSON file."""
+"""Format the tables of a benchmark run from its records and its machine."""
 
 import textwrap
 from itertools import groupby
@@ -162,9 +162,9 @@ def speed_table(records: list[dict], machine: dict, columns: int | None = None) 
 
     Args:
         records: all records of one run: each benchmark's `extra_info`, and the "failures" of its JSON file. A record has `impl`
-            and the fields of `Workload.record`; records of older runs lack the last of these fields. A failed case also has
-            `failure` and `note`. A case on a GPU also has `flops`, `ms`, `iqr_ms`, `tflops`, `launch_hidden`, `peak_extra_mib`
-            and `host_us`, and optionally `host_iqr_us` and `in_a_row_us`. A case without a GPU has the fields of
+            and the fields of `Workload.record`; records of older runs may lack some fields. A failed case also has `failure`
+            and `note`. A case on a GPU also has `flops`, `ms`, `iqr_ms`, `tflops`, `launch_hidden`, `peak_extra_mib` and
+            `host_us`, and optionally `host_iqr_us` and `in_a_row_us`. A case without a GPU has the fields of
             `common.measure.traffic.costs`.
         machine: the file's "machine_info": `gpu`, `torch`, `triton`, `commit`, `date`, `matmul_tflops` by dtype, and optionally
             `copy_gbps`. If `gpu` is None, the tables show counts, and times at the peak rates of `roofline`.

@@ -91,7 +91,7 @@ def summary(path: Path) -> str:
 
 
 class Site:
-    """Write the pages into a folder, after emptying the folder."""
+    """Empty a folder, and write the pages into it."""
 
     def __init__(self, out: Path):
         shutil.rmtree(out, ignore_errors=True)

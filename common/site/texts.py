@@ -1,6 +1,6 @@
 """Turn the repository's Markdown into HTML.
 
-Formulas become MathML, links lead to pages of the site, and the glossary explains its terms where they first occur.
+Formulas become MathML, links lead to pages of the site, and the glossary's terms are explained where they first occur.
 """
 
 import html

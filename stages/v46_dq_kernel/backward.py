@@ -349,7 +349,7 @@ def _backward_kernel(
     PARTS: gl.constexpr = BLOCK_M * HEAD_DIM // (sums_desc.block_shape[0] * sums_desc.block_shape[1])
     dq_s = gl.allocate_shared_memory(gl.float32, [PARTS] + sums_desc.block_shape, sums_desc.layout)
     tile_s = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    kv_full = new_barriers(KV_STAGES, 1)  # no empty barriers: the producer itself stores dK and dV from K's and V's buffers
+    kv_full = new_barriers(KV_STAGES, 1)  # no empty barriers: the producer stores dK and dV, and so knows when buffers are free
     dk_full = new_barriers(KV_STAGES * CONSUMERS, 1)
     dv_full = new_barriers(KV_STAGES * CONSUMERS, 1)
     q_full, q_do_empty = new_ring(STAGES, 1, CONSUMERS)

@@ -386,7 +386,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     first_keys = FIRST_KEYS if keys > SHORT_ROW else FIRST_KEYS // 2
 
     def launch(state, mode):
-        longer = mode == "again" and splits == 1  # with longer tiles, a split would have other keys
+        longer = mode == "again" and splits == 1  # longer tiles would change the keys of a split
         shape = TILES_AGAIN[max(head_dim, value_dim)] if longer else cut.shape
         _forward_kernel[programs,](
             describe_tile(queries, *held), describe_tile(k, shape.keys), describe_tile(v, shape.keys),

@@ -343,7 +343,7 @@ def _backward_kernel(
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], q_desc.dtype)
     ds_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES * CONSUMERS, ROWS, BLOCK_M], ds_layout)
     tile_s = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    kv_full = new_barriers(KV_STAGES, 1)  # no empty barriers: the producer itself stores dK and dV from K's and V's buffers
+    kv_full = new_barriers(KV_STAGES, 1)  # no empty barriers: the producer stores dK and dV, and so knows when buffers are free
     dk_full = new_barriers(KV_STAGES * CONSUMERS, 1)
     dv_full = new_barriers(KV_STAGES * CONSUMERS, 1)
     q_full, q_do_empty = new_ring(STAGES, 1, CONSUMERS)

@@ -66,7 +66,7 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
         gl.cdiv(problem.seq_k, BLOCK_N), problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=problem.tiles
     )
     start_n = tile_n * BLOCK_N
-    first = 0  # the first query tile that sees one of these keys, or else the last tile, where all scores are masked
+    first = 0  # the first query tile that sees one of these keys; if none does, the last tile, with all scores masked
     # Number of query tiles, from `first` on, that need a mask. It is at least one, so that the loop over masked tiles always
     # runs. In the code that ptxas makes (CUDA 12.8), only this loop computes the addresses of K and V that the next loop uses.
     masked = 1

@@ -12,7 +12,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     if causal:
         visible = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril(diagonal)
         s = s.masked_fill(~visible, float("-inf"))
-    # NOTE: each of these lines reads and writes all of S; v1 does them in one kernel.
+    # NOTE: each line here reads all of S or P; in v1 the softmax is one kernel.
     m = s.amax(-1, keepdim=True)
     p = torch.exp(s - m)  # cannot overflow: s - m is at most 0
     l = p.sum(-1, keepdim=True)

@@ -1,6 +1,6 @@
 """FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel, in Gluon, for Hopper.
 
-Change from v10: TMA loads LSE and delta with Q. A kernel before this one stores them side by side (backward_prepare.py).
+Change from v10: TMA loads LSE and delta with Q. A kernel in backward_prepare.py stores LSE and delta side by side.
 """
 
 from typing import NamedTuple
@@ -65,7 +65,7 @@ class Tile(NamedTuple):
     first: gl.tensor  # the first query tile that sees one of the keys
     tiles_m: gl.tensor  # number of query tiles of a head
     steps: gl.tensor  # number of query tiles from `first` on, of all query heads together
-    masked: gl.tensor  # number of steps, from the first on, that need a mask
+    masked: gl.tensor  # number of steps at the start that need a mask
 
 
 class KeysValues(NamedTuple):
@@ -131,7 +131,7 @@ def _add_dq(tensors, ds_ring, kv, tile, head, start_m):
         dq = warpgroup_mma(ds_t.permute([1, 0]), k, zeros, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(0, [dq])  # [64, HEAD_DIM]
         tma.store_wait(PARTS - 1)
-        # NOTE: threads that store these rows at once hit the same memory banks; v12 stores dQ in register order.
+        # NOTE: threads of a warp store to different rows in the same banks; v12 stores dQ in register order.
         ds_ring.dq.index(part).reshape([64, HEAD_DIM]).store(dq)
         fence_async_shared()
         where = [tile.batch, head, start_m + part * 64, 0]
@@ -192,7 +192,7 @@ def _accumulate(
 
 @gluon.jit
 def _consumer(tensors, tile, kv, ring, ds_ring, scale, CAUSAL: gl.constexpr):
-    """Compute a CTA's part of the gradients. Also load query tiles after the first STAGES, which `_backward_kernel` loads."""
+    """Compute a CTA's part of the gradients. `_backward_kernel` loads the first STAGES query tiles, `_consumer` the others."""
     ROWS: gl.constexpr = kv.k.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     VALUE_DIM: gl.constexpr = kv.v.shape[4]
@@ -204,7 +204,7 @@ def _consumer(tensors, tile, kv, ring, ds_ring, scale, CAUSAL: gl.constexpr):
     v = kv.v.index(0).reshape([ROWS, VALUE_DIM])
     scale_log2 = scale * LOG2_E
     mbarrier.wait(kv.full.index(0), 0)
-    # The diagonal needs a mask. Keys past the end need one, because their p may be infinite, and infinity times 0 is NaN.
+    # The diagonal needs a mask. So do keys past the end: their p may be infinite, and infinity times 0 is NaN.
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tensors, tile, kv, ring, ds_ring, 0, tile.masked, CAUSAL, True)
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tensors, tile, kv, ring, ds_ring, tile.masked, tile.steps, CAUSAL, False)
 
@@ -230,7 +230,7 @@ def _backward_kernel(
     start_n = tile_n * KEYS
     batch = batch_head // kv_heads
     kv_head = batch_head % kv_heads
-    first = 0  # the first query tile that sees one of these keys, or else the last tile, where all scores are masked
+    first = 0  # the first query tile that sees one of these keys; if none does, the last tile, with all scores masked
     masked = 0  # number of query tiles, from `first` on, that need a mask
     if CAUSAL:
         first = gl.minimum(gl.maximum(start_n - diagonal, 0) // BLOCK_M, tiles_m - 1)

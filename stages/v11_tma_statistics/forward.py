@@ -26,7 +26,7 @@ from stages.v7_one_backward.forward import forward as forward_of_v7
 
 
 class Tensors(NamedTuple):
-    """Tensors in global memory: a pointer to LSE, a TMA descriptor for each other tensor."""
+    """Tensors in global memory, as TMA descriptors or pointers."""
 
     q: tma.tensor_descriptor
     k: tma.tensor_descriptor
@@ -107,7 +107,7 @@ def _accumulate(
             s = gl.where(visible, s, float("-inf"))
         m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)  # finite, because the first tile has key 0, which every query sees
         p = gl.exp2(s * scale_log2 - m_new[:, None])
-        rescale = gl.exp2(m - m_new)  # makes l and acc, which used the old maximum, fit the new one
+        rescale = gl.exp2(m - m_new)  # makes l and acc fit the new maximum
         l = l * rescale + gl.sum(p, 1)
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
         v = ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]])
@@ -121,7 +121,7 @@ def _accumulate(
 
 @gluon.jit
 def _consumer(tensors, tile, queries, ring, problem, CAUSAL: gl.constexpr):
-    """Compute a CTA's query tile. Also load key tiles after the first STAGES, which `_forward_kernel` loads."""
+    """Compute a CTA's query tile. `_forward_kernel` loads the first STAGES key tiles, `_consumer` the others."""
     ROWS: gl.constexpr = queries.q.shape[3]
     BLOCK_N: gl.constexpr = ring.k.shape[3]
     HEAD_DIM: gl.constexpr = ring.k.shape[4]

@@ -36,7 +36,7 @@ from stages.v7_one_backward.forward import forward as forward_of_v7
 
 
 class Tensors(NamedTuple):
-    """Tensors in global memory: a pointer to LSE, a TMA descriptor for each other tensor."""
+    """Tensors in global memory, as TMA descriptors or pointers."""
 
     q: tma.tensor_descriptor
     k: tma.tensor_descriptor
@@ -108,7 +108,7 @@ def _accumulate(acc, m, l, q, ring, lo, hi, problem, offs_m, scale_log2, CAUSAL:
         mbarrier.wait(ring.full.index(slot), phase)
         k = ring.k.index(slot).reshape([BLOCK_N, ring.k.shape[4]])
         s = warpgroup_mma(q, k.permute([1, 0]), no_s, use_acc=False, is_async=True)
-        # NOTE: none of this consumer's matmuls runs here; in v22 the previous tile's P V runs.
+        # NOTE: no matmul of this consumer runs during its softmax; in v22 the previous tile's P V does.
         s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
         if MASKED:
             offs_n = fill * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
@@ -118,7 +118,7 @@ def _accumulate(acc, m, l, q, ring, lo, hi, problem, offs_m, scale_log2, CAUSAL:
             s = gl.where(visible, s, float("-inf"))
         m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)  # finite, because the first tile has key 0, which every query sees
         p = gl.exp2(s * scale_log2 - m_new[:, None])
-        rescale = gl.exp2(m - m_new)  # makes l and acc, which used the old maximum, fit the new one
+        rescale = gl.exp2(m - m_new)  # makes l and acc fit the new maximum
         l = l * rescale + gl.sum(p, 1)
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
         v = ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]])
@@ -223,8 +223,8 @@ def _forward_kernel(
     queries = Queries(q_s, o_s, q_full)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
     # An SM has 65,536 registers, and a warpgroup has 128 threads. So the registers per thread of all warpgroups may add up to
-    # 512. The second list has the registers per thread of all roles except the first. The producer gets 24. The first role runs
-    # on the launch's own warps and gets the rest.
+    # 512. The last list has the registers per thread of all roles except the first. The producer gets 24. The first role runs
+    # on the launch's `num_warps` warps and gets the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (tensors, tile, queries, ring, problem, 0, CAUSAL)),

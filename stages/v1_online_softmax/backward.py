@@ -1,4 +1,4 @@
-"""Backward with one Triton kernel each for P and dS (arXiv 2205.14135, Appendix B.2); PyTorch computes the five matmuls."""
+"""Backward (arXiv 2205.14135, Appendix B.2): a Triton kernel computes P, another computes dS; PyTorch computes five matmuls."""
 
 import torch
 import triton

@@ -31,7 +31,7 @@ from .forward_softmax import _accumulate, _scores
 
 
 class Tensors(NamedTuple):
-    """Tensors in global memory: a pointer to LSE, a TMA descriptor for each other tensor."""
+    """Tensors in global memory, as TMA descriptors or pointers."""
 
     q: tma.tensor_descriptor
     k: tma.tensor_descriptor
@@ -109,7 +109,7 @@ def _skip(ring, fill, tiles):
 
 @gluon.jit
 def _producer(tensors, tile, queries, ring):
-    """Run on one warp: load Q, and keep the buffers of K and V full, with n + 1 loads for n key tiles."""
+    """Run on one warp: load Q, and keep the buffers of K and V full."""
     CONSUMERS: gl.constexpr = queries.q.shape[0]
     BLOCK_N: gl.constexpr = ring.k.shape[3]
     start_n = (tile.key_tiles - 1) * BLOCK_N
@@ -167,7 +167,7 @@ def _consumer(tensors, tile, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
 
     gl.store(tensors.lse + offs_m, (m + gl.log2(l)) / LOG2_E, mask=(offs_m >= 0) & (offs_m < problem.seq_q))
     normalize = gl.convert_layout(1.0 / l, gl.SliceLayout(1, acc_layout))[:, None]
-    # NOTE: the next CTA's loads start only when this CTA has ended; v23's persistent CTAs load the next tile meanwhile.
+    # NOTE: this CTA loads nothing during its last matmul; in v23 a CTA computes several tiles, and loads the next one here.
     out = (warpgroup_mma_wait(0, [acc]) * normalize).to(queries.q.dtype)  # [ROWS, VALUE_DIM]
     _store_out(out, tensors, queries, w, tile, start_m)
     tma.store_wait(0)
@@ -204,8 +204,8 @@ def _forward_kernel(
     queries = Queries(q_s, o_s, q_full)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
     # An SM has 65,536 registers, and a warpgroup has 128 threads. So the registers per thread of all warpgroups may add up to
-    # 512. The second list has the registers per thread of all roles except the first. The producer gets 24. The first role runs
-    # on the launch's own warps and gets the rest.
+    # 512. The last list has the registers per thread of all roles except the first. The producer gets 24. The first role runs
+    # on the launch's `num_warps` warps and gets the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (tensors, tile, queries, ring, problem, 0, CAUSAL)),

@@ -68,14 +68,14 @@ def _accumulate(acc, s, q, ring, fill, tiles, problem, last, scale_log2, CAUSAL:
     for _ in range(1, tiles):
         fill += 1
         slot, phase = slot_and_phase(fill, STAGES)
-        # NOTE: this consumer waits for each matmul; in v22 it issues the scores and P V together.
+        # NOTE: this consumer waits for each matmul; in v22 it issues S and P V together.
         s = warpgroup_mma_wait(0, [_scores(q, ring, fill)])  # [rows, BLOCK_N]
         acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
         acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(ring.empty.index(slot), count=1)
         m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
         p = gl.exp2(s * scale_log2 - m_new[:, None])
-        rescale = gl.exp2(m - m_new)  # makes l and acc, which used the old maximum, fit the new one
+        rescale = gl.exp2(m - m_new)  # makes l and acc fit the new maximum
         l = l * gl.convert_layout(rescale, gl.SliceLayout(1, l.type.layout))[:, None] + _sums(p)
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
         m = m_new

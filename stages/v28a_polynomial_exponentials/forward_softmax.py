@@ -32,7 +32,7 @@ def _polynomial_exp2(x):
     # For x <= -127, and so for masked scores, the power of two is 0. NaN stays NaN.
     x = gl.maximum(x, -127.0, propagate_nan=tl.PropagateNan.ALL)
     # `rounds` is so large that the last bit of its mantissa is worth 1. So the addition rounds x to an integer j. The last bits
-    # of the sum are j + 127. float32 stores the exponent of 2^j in this form.
+    # of the sum are j + 127, as float32 stores the exponent of 2^j.
     rounds: gl.constexpr = 1.5 * 2**23 + 127
     rounded = gl.minimum(x, 128.0) + rounds  # 2^128 is inf
     power = (rounded.to(gl.int32, bitcast=True) << 23).to(gl.float32, bitcast=True)
@@ -43,7 +43,7 @@ def _polynomial_exp2(x):
 
 @gluon.jit
 def _exp2(x):
-    """Return 2^x. The polynomial computes every fourth group of eight columns. Each group has its own registers."""
+    """Return 2^x. The polynomial computes every fourth group of eight columns."""
     eights = x.reshape([x.shape[0], x.shape[1] // 32, 2, 2, 8]).permute([0, 1, 4, 2, 3])
     halves, others = gl.split(eights)
     quarters, by_polynomial = gl.split(others)
@@ -120,12 +120,12 @@ def _accumulate(
         acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
         if CONSUMERS == 2:
             s = warpgroup_mma_wait(1, [s])  # [rows, BLOCK_N]
-        else:  # three other consumers give the tensor cores work meanwhile, so wait for both matmuls and free the buffers
+        else:  # the three other consumers keep the tensor cores busy, so wait for both matmuls and free the buffers
             s, acc = warpgroup_mma_wait(0, [s, acc])
             mbarrier.arrive(ring.empty.index(slot), count=1)
         if MODE == "again":
             m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
-            rescale = gl.exp2(m - m_new)  # makes l and acc, which used the old maximum, fit the new one
+            rescale = gl.exp2(m - m_new)  # makes l and acc fit the new maximum
             l = l * gl.convert_layout(rescale, gl.SliceLayout(1, l.type.layout))[:, None]
             m = m_new
         p = _exp2(s * scale_log2 - m[:, None])

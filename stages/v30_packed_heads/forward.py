@@ -46,7 +46,7 @@ from .forward_softmax import _accumulate, _scores
 
 
 class Tensors(NamedTuple):
-    """Tensors in global memory: a pointer to LSE, a TMA descriptor for each other tensor."""
+    """Tensors in global memory, as TMA descriptors or pointers."""
 
     q: tma.tensor_descriptor
     k: tma.tensor_descriptor
@@ -277,8 +277,8 @@ def _forward_kernel(
     ring = Ring(k_s, v_s, kv_full, kv_empty)
     next_tiles = NextTiles(tile_s, new_barriers(Q_STAGES, 1))  # no empty barriers: Q's empty barriers protect the number, too
     # An SM has 65,536 registers, and a warpgroup has 128 threads. So the registers per thread of all warpgroups may add up to
-    # 512. The second list has the registers per thread of all roles except the first. The producer gets 24. The first role runs
-    # on the launch's own warps and gets the rest.
+    # 512. The last list has the registers per thread of all roles except the first. The producer gets 24. The first role runs
+    # on the launch's `num_warps` warps and gets the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (tensors, queries, ring, next_tiles, problem, 0, MODE, CAUSAL)),
@@ -341,7 +341,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
         queries, outputs = (t.unflatten(1, (-1, packed)).transpose(2, 3) for t in (q, out))  # [B, H / packed, Sq, packed, D]
         held = 64 // packed, packed
     out_ptr = outputs if diagonal % (64 // packed) else None  # needed if the first query tile starts before query 0
-    # NOTE: a CTA reads all keys that its tile sees, and if there are fewer tiles than SMs, some SMs idle; v31 splits the keys.
+    # NOTE: one CTA reads all keys of a tile, so with fewer tiles than SMs, some SMs idle; v31 splits the keys.
     tiles = triton.cdiv((seq_q + diagonal % (64 // packed)) * packed, shape.queries) * batch * (heads // packed)
     programs = min(tiles, num_sms())
 

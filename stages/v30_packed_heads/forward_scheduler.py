@@ -50,7 +50,7 @@ class NextTiles(NamedTuple):
 
 @gluon.jit
 def _rows_before(diagonal, PACKED: gl.constexpr):
-    """Return how many rows before query 0 the first tile starts. This keeps a consumer's diagonal in one key tile."""
+    """Return how many rows before query 0 the first tile starts, so that a consumer's diagonal stays in one key tile."""
     return diagonal % (ROWS // PACKED) * PACKED
 
 
@@ -73,7 +73,7 @@ def _tile(
 
 @gluon.jit
 def _place(row, problem, PACKED: gl.constexpr):
-    """Return where a row of a tile lies among the rows of the tile's PACKED heads, which follow each other in memory."""
+    """Return a row's place in memory, where the PACKED heads follow each other. In a tile, their rows alternate."""
     return row % PACKED * (problem.seq_q // PACKED) + row // PACKED
 
 

@@ -70,8 +70,8 @@ class Tile(NamedTuple):
     first: gl.tensor  # the first query tile that sees one of the keys
     tiles_m: gl.tensor  # number of query tiles of a head
     steps: gl.tensor  # number of query tiles from `first` on, of all query heads together
-    unseen: gl.tensor  # number of steps, from the first on, whose queries see no key of the second consumer
-    masked: gl.tensor  # number of steps, from the first on, that need a mask
+    unseen: gl.tensor  # number of steps at the start whose queries see no key of the second consumer
+    masked: gl.tensor  # number of steps at the start that need a mask
 
 
 class KeysValues(NamedTuple):
@@ -212,7 +212,7 @@ def _accumulate(
 @gluon.jit
 def _producer(tensors, tile, kv, ring):
     """Run on one warp: load K and V once, load Q and dO through a ring, and store dK and dV at the end."""
-    # NOTE: the next CTA loads K and V only when this CTA has ended; v38's persistent CTAs load them earlier.
+    # NOTE: the consumers idle until K and V arrive; v38 loads K and V while the previous tile is computed.
     mbarrier.expect(kv.full.index(0), CONSUMERS * (tensors.k.block_type.nbytes + tensors.v.block_type.nbytes))
     for w in gl.static_range(CONSUMERS):
         where = [tile.batch, tile.kv_head, tile.start_n + w * ROWS, 0]
@@ -258,7 +258,7 @@ def _consumer(tile, kv, ring, ds_ring, scale, w: gl.constexpr, CAUSAL: gl.conste
         fence_async_shared()
         mbarrier.arrive(ds_ring.full.index(slot), count=1)
         mbarrier.arrive(ring.empty.index(slot), count=1)
-    # The diagonal needs a mask. Keys past the end need one, because their p may be infinite, and infinity times 0 is NaN.
+    # The diagonal needs a mask. So do keys past the end: their p may be infinite, and infinity times 0 is NaN.
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, unseen, tile.masked, w, CAUSAL, True)
     dk, dv = _accumulate(dk, dv, k, v, scale_log2, tile, ring, ds_ring, tile.masked, tile.steps, w, CAUSAL, False)
 
@@ -298,7 +298,7 @@ def _backward_kernel(
     start_n = tile_n * KEYS
     batch = batch_head // kv_heads
     kv_head = batch_head % kv_heads
-    first = 0  # the first query tile that sees one of these keys, or else the last tile, where all scores are masked
+    first = 0  # the first query tile that sees one of these keys; if none does, the last tile, with all scores masked
     masked = 0  # number of query tiles, from `first` on, that need a mask
     unseen = 0  # number of query tiles, from `first` on, that see no key of the second consumer
     if CAUSAL:

@@ -1,6 +1,6 @@
 """How the host divides a forward's work into tiles, splits and launches.
 
-Change from v32: few query rows get tiles of their own, with more keys. They always take MODE "running", because a running
+Change from v32: few query rows get tiles of their own, with more keys. These tiles take MODE "running", because a running
 maximum costs them little. Heads are always packed if rows are few or keys are split.
 """
 
@@ -64,7 +64,7 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, pro
     tiles = triton.cdiv(rows, shape.queries) * groups
     key_tiles = triton.cdiv(keys, shape.keys)
     splits = splits_of(tiles, key_tiles, programs)
-    if few and key_tiles <= splits and shape.keys > ROWS.value:  # two half tiles are ready sooner than one whole tile
+    if few and key_tiles <= splits and shape.keys > ROWS.value:  # halve a CTA's only key tile to start matmuls sooner
         shape, key_tiles = shape._replace(keys=shape.keys // 2, kv_slots=shape.kv_slots * 2), key_tiles * 2
     packed = together if few or splits > 1 or tiles < triton.cdiv(seq_q, shape.queries) * batch * heads else 1
     before = diagonal % (64 // packed)  # positions before query 0

@@ -37,8 +37,8 @@ class Tile(NamedTuple):
     first: gl.tensor  # the first query tile that sees one of the keys
     tiles_m: gl.tensor  # number of query tiles of a head
     steps: gl.tensor  # number of query tiles from `first` on, of all query heads together
-    unseen: gl.tensor  # number of steps, from the first on, whose queries see no key of the second consumer
-    masked: gl.tensor  # number of steps, from the first on, that need a mask
+    unseen: gl.tensor  # number of steps at the start whose queries see no key of the second consumer
+    masked: gl.tensor  # number of steps at the start that need a mask
 
 
 @gluon.jit
@@ -51,7 +51,7 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
         gl.cdiv(problem.seq_k, KEYS), problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=gl.num_programs(0)
     )
     start_n = tile_n * KEYS
-    first = 0  # the first query tile that sees one of these keys, or else the last tile, where all scores are masked
+    first = 0  # the first query tile that sees one of these keys; if none does, the last tile, with all scores masked
     masked = 0  # number of query tiles, from `first` on, that need a mask
     unseen = 0  # number of query tiles, from `first` on, that see no key of the second consumer
     if CAUSAL:
@@ -78,6 +78,6 @@ def _query_tile(step, tile):
     The steps take one query tile of each query head that shares the keys, then the next query tile of each head.
     """
     shared = step % tile.heads_per_kv
-    # NOTE: CTAs that run at the same time begin at different query tiles; in v36 they read the same ones.
+    # NOTE: CTAs that run at the same time begin at different query tiles; in v36 they read the same tiles.
     number = tile.first + step // tile.heads_per_kv
     return tile.head + shared, number, (tile.batch_head + shared) * tile.tiles_m + number

@@ -48,15 +48,15 @@ from .forward_softmax import _accumulate, _scores
 
 
 class Tensors(NamedTuple):
-    """Tensors in global memory: a pointer to LSE, a TMA descriptor for each other tensor."""
+    """Tensors in global memory, as TMA descriptors or pointers."""
 
     q: tma.tensor_descriptor
     k: tma.tensor_descriptor
     v: tma.tensor_descriptor
     out: tma.tensor_descriptor
     out_ptr: gl.tensor | None  # pointer to O if the first query tile starts before query 0
-    lse: gl.tensor  # pointer to [B, H, Sq]
-    part: gl.tensor | None  # if keys are split, pointer to O, [splits, B, H, Sq, VALUE_DIM]; `lse` is then [splits, B, H, Sq]
+    lse: gl.tensor  # pointer to [B, H, Sq]; with split keys, to [splits, B, H, Sq]
+    part: gl.tensor | None  # pointer to the splits' O, [splits, B, H, Sq, VALUE_DIM]; None if keys are not split
     counter: gl.tensor  # tiles taken so far, except each CTA's first tile
     failed: gl.tensor  # pointer to the flags; see `Flags`
 
@@ -292,8 +292,8 @@ def _forward_kernel(
     ring = Ring(k_s, v_s, kv_full, kv_empty)
     next_tiles = NextTiles(tile_s, new_barriers(Q_STAGES, 1))  # no empty barriers: Q's empty barriers protect the number, too
     # An SM has 65,536 registers, and a warpgroup has 128 threads. So the registers per thread of all warpgroups may add up to
-    # 512. The second list has the registers per thread of all roles except the first. The producer gets 24. The first role runs
-    # on the launch's own warps and gets the rest.
+    # 512. The last list has the registers per thread of all roles except the first. The producer gets 24. The first role runs
+    # on the launch's `num_warps` warps and gets the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (tensors, queries, ring, next_tiles, problem, 0, MODE, CAUSAL)),

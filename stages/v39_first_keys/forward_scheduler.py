@@ -29,7 +29,7 @@ class Problem(NamedTuple):
     diagonal: gl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     scale: gl.tensor
     splits: gl.tensor  # number of parts into which the keys are split
-    is_split: gl.tensor | None  # None if keys are not split, so that the kernel has no code for splits
+    is_split: gl.tensor | None  # None if keys are not split; the compiler then leaves out the code for splits
 
 
 class Tile(NamedTuple):
@@ -54,7 +54,7 @@ class NextTiles(NamedTuple):
 
 @gluon.jit
 def _rows_before(diagonal, PACKED: gl.constexpr):
-    """Return how many rows before query 0 the first tile starts. This keeps a consumer's diagonal in one key tile."""
+    """Return how many rows before query 0 the first tile starts, so that a consumer's diagonal stays in one key tile."""
     return diagonal % (ROWS // PACKED) * PACKED
 
 
@@ -90,7 +90,7 @@ def _tile(
 
 @gluon.jit
 def _place(row, problem, PACKED: gl.constexpr):
-    """Return where a row of a tile lies among the rows of the tile's PACKED heads, which follow each other in memory."""
+    """Return a row's place in memory, where the PACKED heads follow each other. In a tile, their rows alternate."""
     return row % PACKED * (problem.seq_q // PACKED) + row // PACKED
 
 

@@ -109,7 +109,7 @@ def _accumulate_dkv(
         do = tl.load(tile_ptrs(do_ptr, strides.do, offs_m, offs_v), mask=in_q, other=0.0)  # [BLOCK_M, VALUE_DIM]
         dv = tl.dot(p_t.to(do.dtype), do, dv, input_precision=PRECISION)
         dp_t = tl.dot(v, do.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
-        # NOTE: every K/V tile reads O again here, though the dQ kernel has computed delta already; v5 computes it once.
+        # NOTE: every K/V tile reads O again here, though the dQ kernel has computed delta already; v5 computes delta once.
         out = tl.load(tile_ptrs(out_ptr, strides.out, offs_m, offs_v), mask=in_q, other=0.0)  # [BLOCK_M, VALUE_DIM]
         delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
         ds_t = (p_t * (dp_t - delta[None, :])).to(q.dtype)

@@ -95,7 +95,7 @@ def _add_dq(tensors, ds, dq_s, k, row):
         tma.store_wait(0)
         dq_s.store(dq.reshape(dq_s.shape))
         fence_async_shared()
-        # NOTE: every CTA adds its part of dQ to memory in float32; v46 computes dQ in another kernel and adds nothing.
+        # NOTE: every CTA adds its part of dQ to memory in float32; v46's dQ kernel needs no such additions.
         async_reduce_add(tensors.sums, [(row * PARTS + part) * dq_s.shape[0], 0], dq_s)
 
 

@@ -44,8 +44,8 @@ class Tile(NamedTuple):
     turning: gl.tensor  # number of query tiles before the order turns; see `_query_tile`
     tiles_m: gl.tensor  # number of query tiles of a head
     steps: gl.tensor  # number of query tiles from `first` on, of all query heads together
-    unseen: gl.tensor  # number of steps, from the first on, whose queries see no key of the second consumer
-    masked: gl.tensor  # number of steps, from the first on, that need a mask
+    unseen: gl.tensor  # number of steps at the start whose queries see no key of the second consumer
+    masked: gl.tensor  # number of steps at the start that need a mask
 
 
 class NextTiles(NamedTuple):
@@ -66,7 +66,7 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
         gl.cdiv(problem.seq_k, BLOCK_N), problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=problem.tiles
     )
     start_n = tile_n * BLOCK_N
-    first = 0  # the first query tile that sees one of these keys, or else the last tile, where all scores are masked
+    first = 0  # the first query tile that sees one of these keys; if none does, the last tile, with all scores masked
     # Number of query tiles, from `first` on, that need a mask. It is at least one, so that the loop over masked tiles always
     # runs. In the code that ptxas makes (CUDA 12.8), only this loop computes the addresses of K and V that the next loop uses.
     masked = 1
@@ -83,8 +83,8 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
     # CTAs that read the same query tile at the same time share it through the L2 cache. Masked tiles come first, in order, as
     # `_accumulate` expects. The first `at_once` CTAs start together. After the masked tiles, they all go backwards from the
     # last tile, and so read the same tiles. The next `at_once` CTAs start one by one, each when another CTA ends. They go
-    # forwards, because a CTA that starts later begins at a later tile, which the CTAs before it have about reached by then. The
-    # two orders alternate. If a K/V head has only one query head, its query tiles stay in the cache anyway.
+    # forwards: when a CTA starts, the CTAs before it have about reached its first tile. The two orders alternate. If a K/V head
+    # has only one query head, its query tiles stay in the cache anyway.
     turning = tiles
     if CAUSAL:
         turning = gl.where((heads_per_kv > 1) & (number // problem.at_once % 2 == 0), masked, tiles)
@@ -100,8 +100,8 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
 def _query_tile(step, tile):
     """Return the head and the query tile of a step, and the tile's number among the query tiles of all heads.
 
-    Steps take one tile of each query head that shares the keys, then the next tile of each. The first `turning` tiles go in
-    order. After these, the other tiles go from the last tile backwards.
+    Steps take one tile of each query head that shares the keys, then each head's next tile. The first `turning` tiles come in
+    order. Then the others come, from the last tile backwards.
     """
     shared = step % tile.heads_per_kv
     done = step // tile.heads_per_kv
@@ -111,7 +111,7 @@ def _query_tile(step, tile):
 
 @gluon.jit
 def _next(next_tiles, turn, tiles, PERSISTENT: gl.constexpr):
-    """Return the number of the tile that this CTA takes after its tile `turn`, once the producer has taken it. If CTAs are not
+    """Return the number of the tile after this CTA's tile `turn`, once the producer has passed it on. If CTAs are not
     persistent, return a number past the last tile."""
     number = tiles
     if PERSISTENT:

@@ -161,7 +161,7 @@ def _compute_dq(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
     do = queries.do.reshape([BLOCK_M, VALUE_DIM])
     mbarrier.wait(queries.full.index(0), 0)
     for step in range(tile.steps):
-        # NOTE: both warpgroups load, wait and compute together; in v47 a producer loads, and each goes at its own pace.
+        # NOTE: both warpgroups load, wait and compute together; in v47 a producer loads, and warpgroups have their own pace.
         s = _matmul(q, ring.k, ring.k_full, step)
         dp = _matmul(do, ring.v, ring.v_full, step)
         s = warpgroup_mma_wait(1, [s])  # [queries, keys]

@@ -180,8 +180,8 @@ def _query_consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
     for step in range(unseen):  # skip a key tile that only the other consumer's rows see
         slot, _ = slot_and_phase(step, K_STAGES)
         mbarrier.arrive(ring.k_empty.index(slot), count=1)
-        # Without this wait, the next wait for V would return at once, because an earlier phase has the same parity. For K, the
-        # wait for another slot comes in between.
+        # Without this wait, the next wait for V would return at once, because an earlier phase has the same parity. K has two
+        # slots, so K needs no such wait.
         slot, phase = slot_and_phase(step, V_STAGES)
         mbarrier.wait(ring.v_full.index(slot), phase)
         mbarrier.arrive(ring.v_empty.index(slot), count=1)

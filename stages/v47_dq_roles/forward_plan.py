@@ -95,7 +95,7 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, pro
     splits = 1
     if few or tiles < programs:
         splits = splits_of(tiles, key_tiles, min(rows, shape.queries), shape.keys, head_dim + value_dim, programs)
-    if few and key_tiles <= splits and shape.keys > ROWS.value:  # two half tiles are ready sooner than one whole tile
+    if few and key_tiles <= splits and shape.keys > ROWS.value:  # halve a CTA's only key tile to start matmuls sooner
         shape, key_tiles = shape._replace(keys=shape.keys // 2, kv_slots=shape.kv_slots * 2), key_tiles * 2
     packed = together if few or splits > 1 or tiles < triton.cdiv(seq_q, shape.queries) * batch * heads else 1
     before = diagonal % (64 // packed)  # positions before query 0

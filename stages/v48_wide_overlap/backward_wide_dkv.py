@@ -187,7 +187,7 @@ def _dk_consumer(tensors, kv, ring, p_ring, problem, CAUSAL: gl.constexpr):
     mbarrier.arrive(ring.do_empty.index(0), count=1)
     for step in range(tile.steps - 1):
         ds_t = _ds_of(dp_t, ring, p_ring, step)
-        # The matmul for dK comes first, because no later matmul reads this Q, and the producer refills Q's buffer before dO's.
+        # The matmul for dK comes first, because it frees Q's buffer, which the producer refills before dO's.
         slot, _ = slot_and_phase(step, STAGES)
         q = ring.q.index(slot).reshape([BLOCK_M, HEAD_DIM])
         dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)

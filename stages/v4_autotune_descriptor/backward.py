@@ -120,7 +120,7 @@ def _accumulate_dkv(
         do = do_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, v.shape[1])
         dv = tl.dot(p_t.to(do.dtype), do, dv, input_precision=PRECISION)
         dp_t = tl.dot(v, do.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
-        # NOTE: every K/V tile reads O again here, though the dQ kernel has computed delta already; v5 computes it once.
+        # NOTE: every K/V tile reads O again here, though the dQ kernel has computed delta already; v5 computes delta once.
         out = out_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, v.shape[1])
         delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
         ds_t = (p_t * (dp_t - delta[None, :])).to(q.dtype)

@@ -166,7 +166,7 @@ def _of_track(key: str) -> list[str]:
     return [stages.parent(found[0]), *found]
 
 
-# Implementations for D = 256. The stage before this track, like all earlier Gluon stages, uses v7's backward for this D.
+# Implementations for D = 256. For this D, the Gluon stages before the track use v7's backward.
 WIDE = [*FAST_LIBRARIES, *_of_track("wide")]
 # Implementations for few queries and many keys. FlashAttention-4 is left out, because it mainly targets GPUs newer than Hopper.
 DECODING = [*(name for name in BASELINES if name != "flash-4"), *_of_track("decoding")]

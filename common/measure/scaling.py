@@ -7,7 +7,7 @@ which uses scaled_dot_product_attention (SDPA). Before the program times a case,
 float64.
 
 Without GPUs, the program runs small cases on the CPU, where ranks communicate with PyTorch's backend gloo. The program then
-measures no time. It counts the bytes that a rank sends, and prints the result of `sent_bytes` beside them.
+measures no time. It counts the bytes that a rank sends, and prints the formula's bytes (`sent_bytes`) beside them.
 """
 
 import argparse

@@ -114,8 +114,8 @@ class _Known:
     """A tensor that kernels may access. Its name may be None at first, and become known later.
 
     Args:
-        outer: the pairs (batch, heads) of a pass. A tensor of three dimensions is [B, H, S] if its shape begins with such a
-            pair. Any other tensor of three dimensions is [B · H, rows, columns], as in a batched matmul.
+        outer: the pairs (B, H) and (B, Hkv) of a pass. A tensor of three dimensions is [B, H, S] if its shape begins with
+            such a pair. Any other tensor of three dimensions is [B · H, rows, columns], as in a batched matmul.
     """
 
     def __init__(self, tensor: Tensor, name: str | None, outer: set[tuple[int, int]]):

@@ -6,18 +6,20 @@ from tabulate import tabulate
 
 import stages
 from common.show.results import load_run, origin, run_file, spoken
+from common.show.tracks import TRACKS, stages_of
 
 
 def sinks_table(name: str) -> str:
-    """Format a stage's speed divided by the speed of the run's first stage, which keeps a running maximum. Brackets have the
-    value of the previous stage in the run."""
-    path = run_file("sinks")
-    if not path.exists():
-        return "Attention sinks have not been measured yet."
-    records, machine = load_run(path)
+    """Format a stage's speed divided by the speed of the runs' first stage, which keeps a running maximum. Brackets show the
+    value of the stage from which the track starts."""
+    paths = [run_file(grid) for grid in TRACKS["sinks"].grids]
+    if not all(path.exists() for path in paths):
+        return "Attention sinks and wide scores have not been measured yet."
+    runs = [load_run(path) for path in paths]
+    records, machine = [record for of_grid, _ in runs for record in of_grid], runs[0][1]
     ms = {(r["impl"], r["head_dim"], r["dtype"], r["causal"], r["score_std"], r["sink"]): r.get("ms") for r in records}
-    first, *others = sorted({record["impl"] for record in records}, key=stages.position)
-    before = max((each for each in others if stages.position(each) < stages.position(name)), key=stages.position)
+    first = min({record["impl"] for record in records}, key=stages.position)
+    start = stages.parent(stages_of("sinks")[0])
     points = sorted({(record["score_std"], record["sink"]) for record in records}, key=lambda pair: pair[::-1])
     head_dims, dtypes = (list(dict.fromkeys(record[field] for record in records)) for field in ("head_dim", "dtype"))
     rows = []
@@ -27,12 +29,12 @@ def sinks_table(name: str) -> str:
             theirs, ours = (ms.get((each, *case, *point)) for each in (first, impl))
             return f"{theirs / ours:.2f}" if theirs and ours else "wrong"
 
-        cells = [f"{ratio(name, point)} ({ratio(before, point)})" for point in points]
+        cells = [f"{ratio(name, point)} ({ratio(start, point)})" for point in points]
         rows.append([head_dim, dtype, "causal" if causal else "full", *cells])
     names = [f"sink of {sink:g}" if sink else f"deviation {std:g}" for std, sink in points]
     caption = (
         f"The table shows the speed of {spoken(name)}'s forward divided by the speed of {spoken(first)}'s forward. Brackets "
-        f"have {spoken(before)}'s value. *deviation*: the standard deviation of the scores. *sink*: the score of key 0 in "
+        f"show {spoken(start)}'s value. *deviation*: the standard deviation of the scores. *sink*: the score of key 0 in "
         "nats. *wrong*: the error was too large, so the stage was not timed. "
         f"S = {records[0]['seq_len']}, measured on {origin(machine)}."
     )

@@ -26,17 +26,17 @@ class Track:
 
 TRACKS = {
     "decoding": Track(
-        "Decoding", "fwd", ("decode-d128",),
-        "one query, 1024 to 524288 keys, bfloat16, D = 128", "one query, D = 128", lambda work: work.seq_len == 1,
+        "Decoding", "fwd", ("decode-d64", "decode-d128"),
+        "one query, 1024 to 524288 keys, bfloat16", "one query", lambda work: work.seq_len == 1,
     ),
     "short-rows": Track(
         "Short sequences", "bwd", ("short-rows",),
         "512 and 1024 tokens, float16, D = 64", "S ≤ 1024, D = 64", lambda work: work.seq_len <= 1024,
     ),
     "sinks": Track(
-        "Attention sinks and wide scores", "fwd", ("wide-scores",),
-        "scores with a standard deviation of at least 4, 4096 tokens, D = 64", "wide scores, D = 64",
-        lambda work: work.score_std >= 4 and work.head_dim == 64,
+        "Attention sinks and wide scores", "fwd", ("sinks", "wide-scores"),
+        "scores with a sink, or with a standard deviation of at least 4, 4096 tokens", "sinks and wide scores",
+        lambda work: work.sink > 0 or work.score_std >= 4,
     ),
     "wide": Track("D = 256", "bwd", ("wide",), "1024 to 16384 tokens, float16", "D = 256", lambda work: True),
 }  # fmt: skip

@@ -83,7 +83,7 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
     # `_accumulate` expects. The first `at_once` CTAs start together. After the masked tiles, they all go backwards from the
     # last tile, and so read the same tiles. The next `at_once` CTAs start one by one, each when another CTA ends. They go
     # forwards: when a CTA starts, the CTAs before it have about reached its first tile. The two orders alternate. If a K/V head
-    # has only one query head, its query tiles stay in the cache anyway.
+    # has only one query head, few query tiles are in use. They stay in the cache in any order.
     turning = tiles
     if CAUSAL:
         turning = gl.where((heads_per_kv > 1) & (number // problem.at_once % 2 == 0), masked, tiles)

@@ -1,4 +1,4 @@
-"""Merging attention over two sets of keys gives attention over both. Each sum is rounded only once."""
+"""Merging attention over two sets of keys gives attention over both. `merge` and `add` round each result only once."""
 
 import pytest
 import torch

@@ -250,8 +250,8 @@ def test_a_copy_is_as_fast_as_the_memory_of_some_gpu():
 def test_gpu_times_agree_with_triton_do_bench(impl, batch, seq_len):
     """The timer agrees with Triton's do_bench.
 
-    Both timers rest and warm up for the same time. The calls take about a millisecond. For shorter calls, do_bench would
-    include CPU time.
+    Both timers let the GPU rest and warm up for the same time. The calls take about a millisecond. For shorter calls,
+    do_bench would include CPU time.
     """
     from triton.testing import do_bench
 

@@ -21,7 +21,7 @@ LENGTHS += [*LONG, (4001, 4096)] if on_gpu else [*OF_THREE_TILES, *LONG]  # with
 def marks_of(number, lengths, long):
     """Return pytest's marks for problem `number` of a round (see `problems`).
 
-    In the default run, every stage computes half of the first round's problems, but not the longest.
+    Half of the first round's problems are marked `every_stage`, but not the longest.
     """
     if long:
         return [pytest.mark.long]
@@ -33,7 +33,7 @@ def problems():
 
     A round has every length with and without a causal mask. It has each of the 15 pairs of dtype and head dimension at least
     once. In each further round, each problem gets the next pair. So 15 rounds have all combinations. All rounds except the
-    first are marked long. Every stage computes half of the first round: each length of at most two tiles once, with or
+    first are marked long. Half of the first round is marked `every_stage`: each length of at most two tiles once, with or
     without a causal mask.
     """
     # In this order, the long lengths of the first round get pairs with large tiles. The interpreter is fast with few tiles.
@@ -64,7 +64,7 @@ def problems_of_shared_heads():
 
     A round has every length with and without a causal mask, all of `SHARED`, and all of `DIMENSIONS`. In each further round,
     each problem gets the next element of `SHARED` and of `DIMENSIONS`. After 15 rounds each length has had all dimensions in
-    every dtype. All rounds except the first are marked long. Every stage computes half of the first round.
+    every dtype. All rounds except the first are marked long. Half of the first round is marked `every_stage`.
     """
     lengths = [*LENGTHS[:4], LONG[0] if on_gpu else (383, 384)]
     for turn in range(len(DIMENSIONS) * len(DTYPES)):

@@ -212,7 +212,7 @@ def _in_own_process(context, case, all_configs):
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_compile_case, args=(sender, case, all_configs))
     process.start()
-    sender.close()  # the process has its own copy of `sender`; if the process dies, recv() raises EOFError
+    sender.close()  # the process has its own copy; with this one closed, recv() raises EOFError if the process dies
     try:
         return receiver.recv()
     except EOFError:

@@ -86,7 +86,7 @@ def tiles_of(gpu: Gpu, stage, head_dim: int, dtype: torch.dtype, tuned: dict[str
 
 
 def _likely_tile(gpu, tuner, head_dim, dtype):
-    """Return the kernel's fixed tile if one of its configurations for this GPU has this tile.
+    """Return the tile of `key_tile` or `query_tile` if one of the kernel's configurations for this GPU has it.
 
     Otherwise return the first configuration's tile.
     """

@@ -80,7 +80,7 @@ def held_bytes(workload: Workload, ranks: int) -> int:
     With n ranks, all tensors named here have S / n tokens.
 
     - Forward: a rank holds the result, the output of one block, and two LSEs. With two ranks, it also holds one block of K and
-      V. With more ranks, it holds two such blocks, and the output in float32.
+      V. With more ranks, it holds two such blocks, and the merged O in float32.
     - Backward with two ranks: a rank holds the saved O and LSE, and two blocks of dK and dV. It also holds dQ of a block, and
       the resulting dQ. In the first step, the rank computes the gradients of only the first heads of its own block, and holds
       these gradients. Later, the rank instead holds dK and dV of all heads, and dQ of all but the first heads. The larger of

@@ -104,7 +104,7 @@ def choice_table(choice: dict) -> str:
     machine = choice["machine_info"]
     caption = (
         f"A stage runs on an architecture if all of its kernels compile and fit into shared memory. The last two columns show "
-        f"{stages.version(tuned)}'s time over {stages.version(fixed)}'s time, for D = 64 and for D = 128. Above 1, "
+        f"{stages.version(tuned)}'s time divided by {stages.version(fixed)}'s time: first D = 64, then D = 128. Above 1, "
         f"{stages.version(fixed)} is faster. The times are computed from counted bytes and FLOPs (causal, float16, "
         f"S = {choice['seq_len']}) and the GPU's published peak rates. `-`: these rates are unknown. "
         f"Triton {machine['triton']}, commit {machine['commit'][:12]}, {machine['date']}."

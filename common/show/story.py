@@ -101,8 +101,10 @@ def _lines(text: str) -> dict[str, list[str]]:
 
 
 def _texts(old: str, new: str, pass_: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """Return the lines of each stage by file. A definition that moved to another file has its name as the key. So its lines are
-    compared with its own lines in the other stage."""
+    """Return a dict for each stage, from file names to lines. A definition that moved to another file has its own key.
+
+    So its lines are compared with its own lines in the other stage.
+    """
     files = stages.files(pass_, old, new)
     parts = [{file: _lines(stages.source(stage, file)) for file in files} for stage in (old, new)]
     homes = [{name: file for file in files for name in found[file] if name} for found in parts]

@@ -125,7 +125,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
     """
     if MODE != "running":
         state = _state(tensors.state)
-    gdc_launch_dependents()  # all CTAs of this launch run by now, so CTAs of the next launch may start
+    gdc_launch_dependents()  # once all CTAs of this launch are here, the next launch may start
     Q_STAGES: gl.constexpr = next_tiles.number.shape[0] - 1
     CONSUMERS: gl.constexpr = queries.q.shape[0] // Q_STAGES
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS

@@ -38,7 +38,7 @@ def test_cells_are_times_of_tuned_tiles_over_fixed_ones():
     assert rows(table)["sm_80"][1:] == ["v2 to v7", "v3", "3.00, -", "-, 0.25"]
     assert rows(table)["sm_90"][1:3] == ["v2 to v12", "v12"]
     assert rows(table)["sm_86"][1:] == ["v2 to v7", "v3", "-, -", "-, -"]
-    assert "v7's time over v3's" in table and "S = 7" in table
+    assert "v7's time divided by v3's" in table and "S = 7" in table
 
 
 @pytest.mark.parametrize(("arch", "version"), [(80, "v3"), (86, "v3"), (89, "v3"), (100, "v7"), (120, "v7")])

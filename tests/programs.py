@@ -41,7 +41,7 @@ def _server():
 def _serve():
     """Fork a process for each program that stdin describes, and print its exit status.
 
-    A forked process returns its program at once. The parent returns None when stdin ends.
+    A forked process returns its program's description at once. The parent returns None when stdin ends.
     """
     for line in sys.stdin:
         if (process := os.fork()) == 0:

@@ -75,7 +75,7 @@ def run_to_the_parser(module, arguments, monkeypatch):
 
 
 def check_python(words, monkeypatch):
-    """Check a `python` command. Its module must exist and take the arguments."""
+    """Check a `python` command. The command's module must exist and take the arguments."""
     module, arguments = ("bench", words[2:]) if words[1] == "bench.py" else (words[2], words[3:])
     if arguments == ["--help"]:
         return

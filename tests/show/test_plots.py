@@ -146,7 +146,7 @@ def test_evolution_shows_the_means_of_the_summary(drawn):
 
 
 def test_evolution_numbers_the_runs_of_its_bars(tmp_path, monkeypatch):
-    """The plot numbers only the runs whose stages it shows as bars. The oldest run has only a library, so it gets none."""
+    """The plot numbers only the runs whose stages it shows as bars. The oldest run has only a library, so it gets no number."""
     figures = []
     monkeypatch.setattr(plots.plt, "close", figures.append)
     runs = [

@@ -31,7 +31,7 @@ class Problem:
     query_tile: tuple[int, int]  # the tile of programs that loop over key tiles, and of v2's forward
     key_tile: tuple[int, int]  # the tile of programs that loop over query tiles, and of v2's backward
 
-    # The next properties are the float16 bytes of a row or of a whole tensor. Float32 takes twice as many bytes.
+    # The next properties are the float16 bytes of a row or a whole tensor. Float32 takes twice as many bytes.
 
     @property
     def row_of_q(self):
@@ -110,7 +110,7 @@ class Problem:
 
     @property
     def keys_read(self):
-        """Return how many rows of K (or V) all query tiles load in total.
+        """Return how many rows of K (or V) all query tiles load.
 
         Each tile of K is loaded whole, except at the end of K.
         """
@@ -662,7 +662,7 @@ def v47_backward(p: Problem) -> Steps:
     yield from v46_backward(p, rows=ROWS)
 
 
-# If a stage is missing here, its test is skipped with a message.
+# If a stage is missing here, its test is skipped.
 PREDICTIONS = {
     "v0": (v0_forward, v0_backward),
     "v1": (v1_forward, v1_backward),

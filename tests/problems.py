@@ -137,10 +137,7 @@ def value_dims(head_dim):
 
 
 def problems(head_dims):
-    """Return a strategy that draws problems with these head dimensions.
-
-    Hypothesis reduces a failing problem to a simple one.
-    """
+    """Return a strategy that draws problems with these head dimensions."""
     edges = [edge + by for edge in TILE_EDGES for by in (-1, 0, 1)]
     lengths = st.sampled_from([1] * len(edges) + edges) | st.integers(1, LONGEST)
     # (batch, K/V heads, query heads per K/V head)

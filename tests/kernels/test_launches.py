@@ -53,7 +53,7 @@ def run(program):
 
 
 def test_a_failed_parallel_compilation_is_repeated():
-    """`ast.parse` may fail in one of several threads. The failure must not be raised again at every later launch."""
+    """`ast.parse` may fail in one of several threads. The failure must not be raised again later."""
     run("""
 compile_, failures = compiler.compile, []
 

@@ -91,7 +91,7 @@ def rows_of(report, tuned_for=False):
 
 
 def by_kernel(rows):
-    """Group the rows by kernel and problem. A group has a row for each configuration."""
+    """Group the configurations' rows by kernel and problem."""
     groups = collections.defaultdict(list)
     for row in rows:
         groups[row["kernel"], row["arch"], row["head_dim"], row["causal"]].append(row)
@@ -138,7 +138,7 @@ def test_descriptors_become_tma_and_matmuls_wgmma(report):
 def test_matmuls_of_a_hopper_stage_are_not_serialised(name):
     """ptxas gives no warning. A warning such as C7510 says that ptxas makes asynchronous matmuls wait for each other.
 
-    The test compiles float16 and bfloat16, because a backward once spilled a kilobyte with bfloat16, but not with float16."""
+    The test compiles float16 and bfloat16, because a backward once spilled a kilobyte only with bfloat16."""
     report = compiled(name, archs=(90,), dtypes=("float16", "bfloat16"), causal=(True, False), kv_heads=(aot.HEADS, 4))
     assert not report["errors"]
     rows = report["rows"]

@@ -22,7 +22,7 @@ class FakeGpu:
 
     def __init__(self):
         self.cpu_s = self.queue_end_s = 0.0
-        self.log = []  # the queued work and the waits, in order
+        self.log = []  # queued work and waits, in order
         gpu = self
 
         class Event:

@@ -115,7 +115,7 @@ def test_formula_holds_for_shared_heads_and_a_v_of_another_dimension(stage, seq_
 @pytest.mark.parametrize(("seq_q", "seq_k"), LENGTHS)
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(256, 256), pytest.param(64, 256, marks=pytest.mark.long)])
 def test_formula_of_the_newest_backward_holds_for_the_largest_heads(seq_q, seq_k, head_dim, value_dim, causal):
-    """The newest stage's backward meets its formula for Dv = 256. Other passes are not tested here."""
+    """The newest stage's backward meets its formula for Dv = 256."""
     stage = stages.load([name for name in stages.names() if not stages.is_dead_end(name)][-1])
     p = problem(seq_q, seq_k, head_dim, causal, heads=4, kv_heads=2, value_dim=value_dim)
     _, backward = counted(stage, p)

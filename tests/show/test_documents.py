@@ -223,7 +223,7 @@ def test_few_tables_are_kept():
 
 
 def words(path):
-    """Return the number of words of a document, without its tables."""
+    """Return a document's number of words, without its tables."""
     return sum(len(line.split()) for line in path.read_text().splitlines() if not line.startswith("|"))
 
 

@@ -101,7 +101,7 @@ def variables_of(target):
 
 
 def make_in_a_copy(given, root, monkeypatch):
-    """Do what `make stage` does, but in a copy of the files that it changes."""
+    """Do what `make stage` does, in a copy of the files that it changes."""
     for name in ("stages", "tests"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "README.md", root)

@@ -162,7 +162,7 @@ def test_evolution_numbers_the_runs_of_its_bars(tmp_path, monkeypatch):
 
 
 def test_gains_are_over_the_parent_or_say_that_they_are_not_measured(monkeypatch):
-    """A plot shows a gain over the parent only if one run has both stages. Here no run has both v1 and its parent v0."""
+    """A plot shows a gain over the parent only if one run has both stages. Here no run has v1 and its parent v0."""
     monkeypatch.setattr(stages, "parent", lambda name: None if name == "v0_a" else "v0_a")
     monkeypatch.setattr(plots, "same_code", lambda new, old, pass_: (new, pass_) == ("v2_c", "bwd"))
     runs = [

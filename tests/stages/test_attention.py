@@ -32,9 +32,8 @@ def problems():
     """Yield problems in 15 rounds, which together have all combinations of lengths, mask, head dimension and dtype.
 
     A round has every length with and without a causal mask. It has each of the 15 pairs of dtype and head dimension at least
-    once. In each further round, each problem gets the next pair. So 15 rounds have all combinations. All rounds except the
-    first are marked long. Half of the first round is marked `every_stage`: each length of at most two tiles once, with or
-    without a causal mask.
+    once. In each further round, each problem gets the next pair. All rounds except the first are marked long. Half of the
+    first round is marked `every_stage`: each length of at most two tiles once, with or without a causal mask.
     """
     # In this order, the long lengths of the first round get pairs with large tiles. The interpreter is fast with few tiles.
     quick = list(itertools.product((torch.float16, torch.bfloat16), HEAD_DIMS[:-1]))

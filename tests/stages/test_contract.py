@@ -1,4 +1,4 @@
-"""All stages have the same files and names, so that a reader can compare them."""
+"""All stages have the same files and names, so a reader can compare them."""
 
 import ast
 import importlib.util

@@ -73,7 +73,7 @@ def test_any_problem_is_solved(stage, problem):
 
 @pytest.fixture
 def one_binary(stage, monkeypatch):
-    """Compile the kernels of a stage once for all values and addresses.
+    """Compile a stage's kernels once for all values and addresses.
 
     Triton would compile again for arguments that are 1 or multiples of 16. Ten thousand problems have so many such arguments
     that compilation would take hours. `test_any_problem_is_solved` compiles the kernels as usual.

@@ -137,7 +137,7 @@ def check(stage, q, k, v, grad_out, *, causal, scale=None, run=by_operator):
 
 
 class _Problem(tuple):
-    """The arguments of `truth` and `plain`, as a key of the cache. Problems are equal if all dtypes, shapes and values are."""
+    """The arguments of `truth` and `plain`, as a key of the cache. Equal problems have equal dtypes, shapes and values."""
 
     def __new__(cls, *arguments):
         return super().__new__(cls, arguments)

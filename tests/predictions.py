@@ -31,7 +31,7 @@ class Problem:
     query_tile: tuple[int, int]  # the tile of programs that loop over key tiles, and of v2's forward
     key_tile: tuple[int, int]  # the tile of programs that loop over query tiles, and of v2's backward
 
-    # The next properties are the float16 bytes of a row or of a whole tensor. Float32 takes twice as many bytes.
+    # The next properties are the float16 bytes of a row or a whole tensor. Float32 takes twice as many bytes.
 
     @property
     def row_of_q(self):
@@ -103,14 +103,14 @@ class Problem:
 
     @property
     def key_tiles_seen(self):
-        """Return one number for each query tile of a head: how many key tiles it sees at least in part."""
+        """Return one number for each query tile of a head: how many key tiles this query tile sees, at least in part."""
         m, n = self.query_tile
         ends = (min(start + m, self.seq_k) if self.causal else self.seq_k for start in range(0, self.seq_q, m))
         return [math.ceil(end / n) for end in ends]
 
     @property
     def keys_read(self):
-        """Return how many rows of K (or V) the query tiles load together.
+        """Return how many rows of K (or V) all query tiles load.
 
         Each tile of K is loaded whole, except at the end of K.
         """
@@ -318,7 +318,7 @@ def v7_backward(p: Problem) -> Steps:
 SHARE_OF_L2 = 16 * 2**20  # the default of L2_SHARE in common.kernels.order
 ROWS = 64  # rows of a consumer: queries in the forward, keys in the backward
 NUM_SMS = GPUS["h200"].num_sms
-V34 = names_in("v34_planned_splits")  # its names decide which problems are short, and how to split keys
+V34 = names_in("v34_planned_splits")  # its variables decide which problems are short, and how to split keys
 V43 = names_in("v43_safe_speculation")  # its constants are the numbers of first keys and samples
 
 
@@ -418,9 +418,9 @@ def v33_forward(p: Problem) -> Steps:
 def v34_forward(
     p: Problem, first: bool = False, gives_up: bool = False, samples: bool = False, planned: bool = True
 ) -> Steps:  # fmt: skip
-    """Yield the launches of the forward from v33 on. v33 does not plan its splits: it takes as many as fill the SMs."""
+    """Yield the launches of a forward from v33 on. v33 does not plan its splits: it takes as many as fill the SMs."""
     per_kv = p.heads // p.kv_heads
-    packed = per_kv if 64 % per_kv == 0 else 1  # query heads in a tile; each query has as many rows
+    packed = per_kv if 64 % per_kv == 0 else 1  # query heads in a tile, and rows of each query
     seen_keys = min(p.seq_q, p.seq_k) if p.causal else p.seq_k
     squares = math.ceil(p.seq_q * packed / 128) * math.ceil(seen_keys / 128) * (p.heads // packed)
     few = p.seq_q * packed <= 128 or (not _wide(p) and squares <= V34["FEW_SQUARES"] * NUM_SMS)
@@ -641,7 +641,7 @@ def v45_backward(p: Problem) -> Steps:
 
 
 def v46_backward(p: Problem, rows: int = 2 * ROWS) -> Steps:
-    """Yield the launches of a backward.
+    """Yield the launches of a backward from v46 on.
 
     In dQ's kernel, a consumer has `rows` rows. It computes each key tile that at least one of its rows sees.
     """
@@ -662,7 +662,7 @@ def v47_backward(p: Problem) -> Steps:
     yield from v46_backward(p, rows=ROWS)
 
 
-# If a stage is missing here, its test is skipped with a message.
+# If a stage is missing here, its test is skipped.
 PREDICTIONS = {
     "v0": (v0_forward, v0_backward),
     "v1": (v1_forward, v1_backward),

@@ -15,8 +15,8 @@ on_gpu = DEVICE == "cuda"
 DIMENSIONS = "bhsd"  # the letters mean batch, heads, sequence, head dimension
 TILE_EDGES = (32, 64, 128, 256, 512) if on_gpu else (16, 32, 64)
 LONGEST = TILE_EDGES[-1] + 20
-# Problems with fewer rows than FEW_ROWS have no sink, no wide scores and no repeated keys. With few rows, the largest error of
-# plain PyTorch may be tiny by chance, and gives no useful bound.
+# Problems with fewer rows than FEW_ROWS have no sink, no `spread` above 1, and no `expanded` q, k or v. With few rows,
+# the largest error of plain PyTorch may be tiny by chance, and gives no useful bound.
 FEW_ROWS = 16
 # The range of scales for each dtype. Float16 has a smaller range, because gradients grow with the scale, and float16 ends at
 # 65504.
@@ -137,10 +137,7 @@ def value_dims(head_dim):
 
 
 def problems(head_dims):
-    """Return a strategy that draws problems with these head dimensions.
-
-    Hypothesis reduces a failing problem to a simple one.
-    """
+    """Return a strategy that draws problems with these head dimensions."""
     edges = [edge + by for edge in TILE_EDGES for by in (-1, 0, 1)]
     lengths = st.sampled_from([1] * len(edges) + edges) | st.integers(1, LONGEST)
     # (batch, K/V heads, query heads per K/V head)

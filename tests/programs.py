@@ -1,4 +1,4 @@
-"""Run Python programs in processes of their own, without loading torch for each program.
+"""Run Python programs in their own processes, without loading torch for each program.
 
 Loading torch takes most of a small program's time. This file is also a script, which loads torch once and forks a process for
 each program. It imports nothing of the project: the project reads environment variables when it is imported, and each program
@@ -41,7 +41,7 @@ def _server():
 def _serve():
     """Fork a process for each program that stdin describes, and print its exit status.
 
-    A forked process returns its program at once. The parent returns None when stdin ends.
+    A forked process returns its program's description at once. The parent returns None when stdin ends.
     """
     for line in sys.stdin:
         if (process := os.fork()) == 0:

@@ -284,7 +284,7 @@ def test_check_finds_errors_in_the_middle(monkeypatch, pass_, where):
 
 @pytest.fixture
 def some_heads(monkeypatch):
-    """A workload with six K/V heads. The benchmark checks every third head: heads 2 and 5."""
+    """A workload whose batch has six K/V heads. The benchmark checks heads 2 and 5."""
     bench._problem.cache_clear()
     workload = Workload("fwd", 2, 6, 8, 16, False, "float16", kv_heads=3, kv_len=64)
     monkeypatch.setattr(bench, "CHECKED_SCORES", 2 * 6 * 64 * (16 + 16) // 2)

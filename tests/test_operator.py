@@ -256,7 +256,7 @@ def test_cuda_graph_after_some_calls(stage, calls, unordered):
 @needs_gpu
 @pytest.mark.parametrize("calls", [1, 3])
 def test_a_stream_that_is_not_the_default(stage, calls, unordered):
-    """A side stream is still computing the inputs. A kernel on another stream would read them too early."""
+    """The call's stream is still computing the inputs. A kernel on another stream would read them too early."""
     inputs = make_inputs(130, 200)
     for _ in range(calls):
         expected = by_operator(stage, *inputs, causal=True, scale=SCALE)

@@ -333,8 +333,8 @@ def test_two_blocks_are_held_beside_the_own_one(monkeypatch):
     (2, 6, ["send", 3, 6, "send", 3]), (3, 6, ["send", 2, "send", 6, "send", 6, "send", 4]), (2, 1, ["send", 1, 1, "send"]),
 ])  # fmt: skip
 def test_sends_of_a_backward_run_while_heads_are_computed(size, kv_heads, events, monkeypatch):
-    """Transfers run while the stage computes. `events` lists the sends and, for each call of the backward, its number of K/V
-    heads."""
+    """Transfers run while the stage computes. `events` lists the sends, and the number of K/V heads in each call of the
+    backward."""
     seen = []
 
     def backward(grad_out, q, k, v, out, lse, *, causal, scale):

@@ -53,7 +53,7 @@ def run(program):
 
 
 def test_a_failed_parallel_compilation_is_repeated():
-    """`ast.parse` may fail in one of several threads. The failure must not be raised again at every later launch."""
+    """`ast.parse` may fail in one of several threads. The failure must not be raised again later."""
     run("""
 compile_, failures = compiler.compile, []
 
@@ -179,7 +179,7 @@ assert "heads_per_kv" in constants and not constants & {"seq_q", "seq_k", "diago
 
 
 def test_v30_to_v34_have_the_instructions_of_v29_where_tiles_fill_the_gpu():
-    """If heads are not packed and keys not split, the forwards of v30 to v34 have v29's instructions."""
+    """If each tile has one query head and keys are not split, the forwards of v30 to v34 have v29's instructions."""
     run("""
 import collections, pathlib, re
 

@@ -140,7 +140,7 @@ for call in calls:
         repeats[function.__name__] += repeated()
         expected = launched(function.__wrapped__, *tensors, **options)
         assert got == expected, (call, function.__name__, got, expected)
-assert min(repeats.values()) > len(calls) / 4, repeats  # two of four equal calls are replayed, but fewer where stages fall back
+assert min(repeats.values()) > len(calls) / 4, repeats  # two of four equal calls are replayed, fewer if a stage calls another
 """,
         stage,
     )

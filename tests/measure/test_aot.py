@@ -28,8 +28,8 @@ SELECTIONS = {
 
 
 def _selections():
-    """Yield pairs (stage, selection). The default run compiles only the newest stage, and the newest that needs no Hopper
-    GPU."""
+    """Yield pairs (stage, selection). The default run compiles only the newest stage, and the newest stage that needs no
+    Hopper GPU."""
     for name, selection in itertools.product(NAMES, SELECTIONS):
         quick = {"hopper": (ROAD[-1], ANYWHERE[-1]), "shared-heads": (ROAD[-1],), "others": (ANYWHERE[-1],)}
         yield pytest.param(
@@ -47,14 +47,14 @@ def compiled(
     value_dim=None,
     all_configs=False,
 ):
-    """Compile a stage for each combination of the arguments. Return rows for kernels, the errors, and the unavailable cases."""
+    """Compile a stage for each combination of the arguments. Return the kernels' rows, the errors and the unavailable cases."""
     names = "arch", "dtype", "head_dim", "causal", "kv_heads"
     cases = [
         {"stage": name, "value_dim": value_dim} | dict(zip(names, values, strict=True))
         for values in itertools.product(archs, dtypes, head_dims, causal, kv_heads)
     ]
     with pytest.MonkeyPatch.context() as environment:
-        for variable in ("TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES"):  # aot changes both; monkeypatch restores them
+        for variable in ("TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES"):  # aot changes both variables; monkeypatch restores them
             environment.setenv(variable, "")
         rows, errors, unavailable = aot.compile_cases(cases, all_configs)
     print(*rows, *errors, sep="\n")  # shown if a test fails
@@ -80,7 +80,7 @@ def test_fits_gpus_with_less_shared_memory(name):
 
 
 def rows_of(report, tuned_for=False):
-    """Return the report's rows. If `tuned_for`, keep only rows of problems for which the tiles were chosen."""
+    """Return the report's rows. If `tuned_for`, keep only float16 rows with D = 64 or 128: the tiles were chosen for them."""
     if reasons := {case["reason"] for case in report["unavailable"] if not report["rows"]}:
         pytest.skip(f"{report['stage']} {reasons.pop()}")
     rows = report["rows"]
@@ -91,7 +91,7 @@ def rows_of(report, tuned_for=False):
 
 
 def by_kernel(rows):
-    """Group the rows by kernel and problem. A group has a row for each configuration."""
+    """Group the configurations' rows by kernel and problem."""
     groups = collections.defaultdict(list)
     for row in rows:
         groups[row["kernel"], row["arch"], row["head_dim"], row["causal"]].append(row)
@@ -138,7 +138,7 @@ def test_descriptors_become_tma_and_matmuls_wgmma(report):
 def test_matmuls_of_a_hopper_stage_are_not_serialised(name):
     """ptxas gives no warning. A warning such as C7510 says that ptxas makes asynchronous matmuls wait for each other.
 
-    The test compiles float16 and bfloat16, because a backward once spilled a kilobyte with bfloat16 alone."""
+    The test compiles float16 and bfloat16, because a backward once spilled a kilobyte only with bfloat16."""
     report = compiled(name, archs=(90,), dtypes=("float16", "bfloat16"), causal=(True, False), kv_heads=(aot.HEADS, 4))
     assert not report["errors"]
     rows = report["rows"]

@@ -16,7 +16,7 @@ from common.runtime import INTERPRETED
 
 
 def line_of(part, text):
-    """Return the place of the first line with this text, in one file of v25's forward, as "path:number"."""
+    """Return the first line that contains `text` in v25's `forward_{part}.py`, as "path:number"."""
     path = Path(stages.__path__[0], "v25_second_q", f"forward_{part}.py")
     return f"{path}:{next(number for number, line in enumerate(path.read_text().splitlines(), start=1) if text in line)}"
 
@@ -150,7 +150,7 @@ def run(tmp_path, monkeypatch, capsys):
 
 
 def cells(shown, stage):
-    """Return a stage's row of the table, without the name."""
+    """Return the cells of a stage's row, without the name."""
     return next(line for line in shown.splitlines() if line.startswith(stage)).split()[1:]
 
 

@@ -22,7 +22,7 @@ class FakeGpu:
 
     def __init__(self):
         self.cpu_s = self.queue_end_s = 0.0
-        self.log = []  # the queued work and the waits, in order
+        self.log = []  # queued work and waits, in order
         gpu = self
 
         class Event:
@@ -61,7 +61,7 @@ class FakeGpu:
         return types.SimpleNamespace(sum=lambda: self.run(self.FLUSH_S, "flush"))
 
     def run(self, seconds, name="call"):
-        """Queue work that takes the GPU `seconds`."""
+        """Queue `seconds` of work for the GPU."""
         self.log.append(name)
         self.queue_end_s = max(self.queue_end_s, self.cpu_s) + seconds
 
@@ -202,7 +202,7 @@ def test_replay_gives_pytest_benchmark_the_times_that_were_measured():
     replay = timing.Replay()
     replay.load([0.25, 1e-6])
     assert [-replay() + replay() for _ in range(2)] == [0.25, 1e-6]
-    replay.load([3.0])  # drops the remaining readings of the earlier case
+    replay.load([3.0])  # `load` drops the remaining readings of the earlier case
     assert -replay() + replay() == 3.0
 
 

@@ -115,7 +115,7 @@ def test_formula_holds_for_shared_heads_and_a_v_of_another_dimension(stage, seq_
 @pytest.mark.parametrize(("seq_q", "seq_k"), LENGTHS)
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(256, 256), pytest.param(64, 256, marks=pytest.mark.long)])
 def test_formula_of_the_newest_backward_holds_for_the_largest_heads(seq_q, seq_k, head_dim, value_dim, causal):
-    """The newest stage's backward meets its formula for Dv = 256. Other passes are not tested here."""
+    """The newest stage's backward meets its formula for Dv = 256."""
     stage = stages.load([name for name in stages.names() if not stages.is_dead_end(name)][-1])
     p = problem(seq_q, seq_k, head_dim, causal, heads=4, kv_heads=2, value_dim=value_dim)
     _, backward = counted(stage, p)
@@ -125,7 +125,7 @@ def test_formula_of_the_newest_backward_holds_for_the_largest_heads(seq_q, seq_k
 @pytest.mark.parametrize("name", ["v30", "v31", "v32", "v33", "v34"])
 @pytest.mark.parametrize("sizes", [{"heads": 4, "kv_heads": 2}, {"heads": 2, "head_dim": 128}, {"heads": 1, "causal": True}])
 def test_formula_holds_where_keys_are_split(name, sizes):
-    """Two queries see 1500 keys, which stages from v31 on split. With a causal mask they see only one or two."""
+    """Two queries see 1500 keys, which stages from v31 on split. With a causal mask, the queries see only one or two keys."""
     check(stages.load(name), problem(2, 1500, **{"head_dim": 32, "causal": False} | sizes))
 
 
@@ -238,7 +238,7 @@ FOR_FAILED = {"_begun", "_leave", "_next_failed", "_next_again"}
 def accesses():
     """Yield every line of a kernel that loads or stores, as (stage, file, index of the line).
 
-    A line is marked `long` if its function is the same in the parent, or is in no stage that the default run checks in full.
+    A line is marked `long` if the parent has the same function, or if no stage that the default run checks in full has it.
     """
     checked = {
         (file, *function)
@@ -370,7 +370,7 @@ def _copy_out(x_desc, y_desc, x_s, full, start, ADDS: gl.constexpr):
 
 @gluon.jit
 def _tma_copy_kernel(x_desc, y_desc, ADDS: gl.constexpr):
-    """One partition copies a tile to shared memory. Another copies or adds it to global memory."""
+    """One partition copies a tile to shared memory. Another partition copies it to global memory, or adds it there."""
     x_s = gl.allocate_shared_memory(x_desc.dtype, x_desc.block_shape, x_desc.layout)
     full = new_barriers(1, 1)
     arguments = (x_desc, y_desc, x_s, full, gl.program_id(0) * x_desc.block_shape[0], ADDS)

@@ -23,7 +23,7 @@ RECORDS = [
     record("sdpa-cudnn", failure="n/a", note="no\n  plan", kv_len=4096),
     record("v34_split", 900.0, **LARGE), record("sdpa-cudnn", 450.0, **LARGE), record("v29_late", 90.0, **LARGE),
     record("v34_split", 700.0, **LARGE, seq_len=16, heads=32, launch_hidden=False), record("flash-3", 180.0, **LARGE, heads=32),
-    record("v34_split", 10.0, **LARGE, seq_len=64, heads=16),  # not in the shares, because a K/V head has more than 64 rows
+    record("v34_split", 10.0, **LARGE, seq_len=64, heads=16),  # not in the shares, because a K/V head has over 64 query rows
 ]  # fmt: skip
 
 

@@ -54,7 +54,7 @@ def test_results_hold_every_stage(name):
         pytest.skip("not measured yet: make reference")
     records = [record for run in results.runs() for record in run.records]
     measured = {(r["pass"], r["head_dim"], r["causal"]) for r in records if r["impl"] == name and "ms" in r}
-    if parent := stages.parent(name):  # a dead end's pass with the parent's code is not measured
+    if parent := stages.parent(name):  # a dead end's pass is not measured if it has the parent's code
         same = [pass_ for pass_ in results.CODE if stages.is_dead_end(name) and results.same_code(name, parent, pass_)]
         measured |= set(itertools.product(same, (64, 128), (False, True)))
     assert set(itertools.product(("fwd", "bwd"), (64, 128), (False, True))) <= measured
@@ -223,7 +223,7 @@ def test_few_tables_are_kept():
 
 
 def words(path):
-    """Return the number of words of a document, without its tables."""
+    """Return a document's number of words, without its tables."""
     return sum(len(line.split()) for line in path.read_text().splitlines() if not line.startswith("|"))
 
 

@@ -75,7 +75,7 @@ def run_to_the_parser(module, arguments, monkeypatch):
 
 
 def check_python(words, monkeypatch):
-    """Check a `python` command. Its module must exist and take the arguments."""
+    """Check a `python` command. The command's module must exist and take the arguments."""
     module, arguments = ("bench", words[2:]) if words[1] == "bench.py" else (words[2], words[3:])
     if arguments == ["--help"]:
         return
@@ -101,7 +101,7 @@ def variables_of(target):
 
 
 def make_in_a_copy(given, root, monkeypatch):
-    """Do what `make stage` does, but in a copy of the files that it changes."""
+    """Do what `make stage` does, in a copy of the files that it changes."""
     for name in ("stages", "tests"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "README.md", root)

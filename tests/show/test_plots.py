@@ -146,7 +146,7 @@ def test_evolution_shows_the_means_of_the_summary(drawn):
 
 
 def test_evolution_numbers_the_runs_of_its_bars(tmp_path, monkeypatch):
-    """The plot numbers only the runs whose stages it shows as bars. The oldest run has only a library, so it gets none."""
+    """The plot numbers only the runs whose stages it shows as bars. The oldest run has only a library, so it gets no number."""
     figures = []
     monkeypatch.setattr(plots.plt, "close", figures.append)
     runs = [
@@ -162,7 +162,7 @@ def test_evolution_numbers_the_runs_of_its_bars(tmp_path, monkeypatch):
 
 
 def test_gains_are_over_the_parent_or_say_that_they_are_not_measured(monkeypatch):
-    """A plot shows a gain over the parent only if one run has both stages. Here no run has both v1 and its parent v0."""
+    """A plot shows a gain over the parent only if one run has both stages. Here no run has v1 and its parent v0."""
     monkeypatch.setattr(stages, "parent", lambda name: None if name == "v0_a" else "v0_a")
     monkeypatch.setattr(plots, "same_code", lambda new, old, pass_: (new, pass_) == ("v2_c", "bwd"))
     runs = [

@@ -21,7 +21,7 @@ LENGTHS += [*LONG, (4001, 4096)] if on_gpu else [*OF_THREE_TILES, *LONG]  # with
 def marks_of(number, lengths, long):
     """Return pytest's marks for problem `number` of a round (see `problems`).
 
-    Half of the first round's problems are marked `every_stage`, but not the longest.
+    Half of the first round's problems, without the longest, are marked `every_stage` (see tests/conftest.py).
     """
     if long:
         return [pytest.mark.long]
@@ -32,9 +32,8 @@ def problems():
     """Yield problems in 15 rounds, which together have all combinations of lengths, mask, head dimension and dtype.
 
     A round has every length with and without a causal mask. It has each of the 15 pairs of dtype and head dimension at least
-    once. In each further round, each problem gets the next pair. So 15 rounds have all combinations. All rounds except the
-    first are marked long. Half of the first round is marked `every_stage`: each length of at most two tiles once, with or
-    without a causal mask.
+    once. In each further round, each problem gets the next pair. All rounds except the first are marked long. Half of the
+    first round is marked `every_stage`: each length of at most two tiles once, with or without a causal mask.
     """
     # In this order, the long lengths of the first round get pairs with large tiles. The interpreter is fast with few tiles.
     quick = list(itertools.product((torch.float16, torch.bfloat16), HEAD_DIMS[:-1]))
@@ -318,7 +317,7 @@ def test_causal_may_be_aligned_bottom_right(stage, seq_q, seq_k, sizes):
 
 
 def test_chunks_of_queries_equal_all_queries(stage):
-    """Each chunk of queries sees the keys up to the chunk's end, as if keys were added to a cache."""
+    """Each chunk of queries gets the keys up to the chunk's end, as if keys were added to a cache."""
     q, k, v, grad_out = make_inputs(200, 200, **FEW)
     whole = check(stage, q, k, v, grad_out, causal=True)
     for first, end in ((0, 70), (70, 113), (113, 114), (114, 200)):
@@ -383,7 +382,7 @@ def test_gradient_through_the_lse(stage, causal):
 
 @pytest.mark.parametrize("dtype, sizes", [*zip(DTYPES, 3 * [FEW], strict=True), (torch.float16, FEW_SHARED)])
 def test_same_inputs_give_the_same_bits(stage, dtype, sizes, unordered):
-    """Two calls give equal bits. For stages with UNORDERED results, PyTorch's deterministic mode is switched on."""
+    """Two calls give equal bits. PyTorch's deterministic mode is on for stages that add up in no fixed order (`UNORDERED`)."""
     torch.use_deterministic_algorithms(bool(unordered))
     inputs = make_inputs(*((1000, 1100) if on_gpu else TILED), 64, dtype, **sizes)
     first = by_operator(stage, *inputs, causal=True, scale=0.125)

@@ -1,4 +1,4 @@
-"""All stages have the same files and names, so that a reader can compare them."""
+"""All stages have the same files and names, so a reader can compare them."""
 
 import ast
 import importlib.util
@@ -130,7 +130,7 @@ def test_a_stage_that_is_not_there(name):
 
 
 def test_a_pass_without_a_change_has_the_same_files():
-    """If a pass differs from the parent's, more than NOTE lines differ."""
+    """If a pass differs from the parent's, not only `# NOTE:` comments differ."""
     for name in stages.names():
         parent = stages.parent(name)
         for pass_ in PARTS if parent else ():

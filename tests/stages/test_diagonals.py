@@ -39,9 +39,9 @@ def test_diagonals_next_to_the_edges_of_tiles(stage, head_dim):
 
 @pytest.mark.every_stage
 def test_diagonals_of_every_residue_in_some_stage(stage):
-    """Each stage tests some diagonals.
+    """Each stage gets some diagonals.
 
-    All stages together test every diagonal modulo TILE. This is enough, because most of their mask code is equal.
+    All stages together get every diagonal modulo TILE. This is enough, because most of their mask code is equal.
     """
     names = stages.names()
     place = names.index(stage.__name__.removeprefix("stages."))

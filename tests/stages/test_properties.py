@@ -1,4 +1,4 @@
-"""Results are as close to float64 as `common.measure.reference` requires, for random problems with all supported inputs.
+"""Results are as close to float64 as `common.measure.reference` requires, for random problems with all kinds of inputs.
 
 `make test` tries the same 200 problems every time. `make test-long` on a GPU tries 10 000 new problems for each stage. A
 failure shows the simplest problem that fails. Add this problem to `FOUND`. Every test run tries the problems in `FOUND` first.
@@ -21,7 +21,7 @@ from common.runtime import DEVICE
 
 on_gpu = DEVICE == "cuda"
 
-IN_ALL, OF_EACH_STAGE = 200, 10_000  # problems for all stages together (`make test`), for each stage (`make test-long`)
+IN_ALL, OF_EACH_STAGE = 200, 10_000  # numbers of problems: of all stages (`make test`), of each stage (`make test-long`)
 AVAILABLE = [name for name in stages.names() if not stages.unavailable(name)]
 CHEAP = (16, 32)  # head dimensions for the slow interpreter
 
@@ -73,7 +73,7 @@ def test_any_problem_is_solved(stage, problem):
 
 @pytest.fixture
 def one_binary(stage, monkeypatch):
-    """Compile the kernels of a stage once for all values and addresses.
+    """Compile a stage's kernels once for all values and addresses.
 
     Triton would compile again for arguments that are 1 or multiples of 16. Ten thousand problems have so many such arguments
     that compilation would take hours. `test_any_problem_is_solved` compiles the kernels as usual.

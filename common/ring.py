@@ -189,8 +189,8 @@ def _float32(tensor: Tensor) -> Tensor:
 class _Merged:
     """The merged out and lse of a rank's queries.
 
-    At first, out and lse are the results of the rank's own block. Between two merges, a row of out is float32. The row's last
-    merge writes the row in the dtype of q.
+    At first, out and lse are the results of the rank's own block. A row of out is float32 between its first and last merge. The
+    last merge writes the row in the dtype of q.
     """
 
     def __init__(self, ring: Ring, causal: bool, out: Tensor, lse: Tensor):
@@ -351,7 +351,7 @@ class _RingAttention(torch.autograd.Function):
         q, out, k, v = contiguous_rows(q), contiguous_rows(out), k.contiguous(), v.contiguous()  # hooks may change strides
         ring = ctx.options["ring"]
         of_out, of_lse = grad_out is not None, grad_lse is not None
-        if ctx.return_lse and ring.size > 1:  # if one rank has a gradient, all ranks must take part in its transfers
+        if ctx.return_lse and ring.size > 1:  # if one rank has a gradient, all ranks must take part in the transfers
             every = _gathered([of_out, of_lse], ring.group, q.device)
             of_out, of_lse = (any(column) for column in zip(*every, strict=True))
         if of_out:

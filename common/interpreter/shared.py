@@ -96,7 +96,7 @@ class Memory:
         program.memories.append(self)
 
     def use(self, buffer: "Buffer", who: str, *, writes: bool, asynchronous: bool) -> int:
-        """Begin a use and return its event. Fail if the use conflicts with an earlier use that is perhaps not over yet."""
+        """Begin a use and return its event. Fail if it conflicts with an earlier use that may not be over yet."""
         schedule, part = now(), _Part.of(buffer.view)
         known = schedule.running.known
         does = "writes" if writes else "reads"
@@ -114,7 +114,7 @@ class Memory:
         else:
             self._check_filled(buffer, who)
             # Forget the earlier reads of these elements that the running partition knows to be over. A partition that learns
-            # that the new read is over also learns that these are over.
+            # that the new read is over also learns that these earlier reads are over.
             self.uses = [u for u in self.uses if u.writes or not u.event & known or not _inside(u.part, part)]
         use = _Use(part, who, schedule.here(), writes, self.program.event())
         if writes and not asynchronous:
@@ -238,7 +238,7 @@ class Barrier:
         self._phases = 0  # number of completed phases
         self._gathered = 0  # events that partitions knew to be over when they arrived in the current phase
         self._passed_on = 0  # events that were gathered in completed phases
-        self._cycle = self._over_at = 0.0  # in a timed launch: cycles of the last arrival, and of the last phase's end
+        self._cycle = self._over_at = 0.0  # in a timed launch: when the last arrival came, and when the last phase ended
 
     def __str__(self):
         return f"{self._row}[{self._number}]"

@@ -24,8 +24,8 @@ class Rates:
     stored: the bytes per cycle that TMA copies to global memory.
     added: the bytes per cycle that TMA adds to global memory.
     shared: the bytes per cycle that are loaded from or stored to shared memory.
-    matmul, copy, store: the cycles from the end of a unit's work on an operation until the operation is over. Meanwhile the
-        unit is free for the next operation.
+    matmul, copy, store: the latency, in cycles, after a unit's work on an operation. During the latency, the unit is free for
+        the next operation.
     arrive, wait, fence: {1: the cycles of one such operation in a partition of one warp, 4: the cycles in a partition of more
         warps}.
     hand_over: the cycles from a phase's last arrival until the waiting partition continues.

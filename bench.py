@@ -45,7 +45,7 @@ SHORT_S = 1e-3
 
 # Approximate seconds of a case on an H200, without tuning and compilation: the mean of a run with `--reference`.
 GPU_CASE_S = 0.75
-# Approximate seconds of a case on the interpreter: a constant, and a forward's time for each query-key pair. The constant and
+# Approximate seconds of a case on the interpreter: a constant, plus a forward's time for each query-key pair. The constant and
 # the time are means over all stages at S = 512 and 1024. For each pair, a backward takes 2.5 times as long as a forward.
 INTERPRETER_CASE_S, INTERPRETER_PAIR_S = 0.1, 6e-7
 
@@ -166,7 +166,7 @@ def _of_track(key: str) -> list[str]:
     return [stages.parent(found[0]), *found]
 
 
-# Implementations for D = 256. For this D, the Gluon stages before the track use v7's backward.
+# Implementations for D = 256.
 WIDE = [*FAST_LIBRARIES, *_of_track("wide")]
 # Implementations for few queries and many keys. FlashAttention-4 is left out, because it mainly targets GPUs newer than Hopper.
 DECODING = [*(name for name in BASELINES if name != "flash-4"), *_of_track("decoding")]

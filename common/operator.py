@@ -264,7 +264,7 @@ def _register(name: str, function: Callable, fake: Callable, gradients: Callable
     Args:
         function: a function with type annotations that returns new tensors.
         fake: a function with the arguments of `function`. It returns tensors with any values, and with the shapes, strides and
-        dtypes of the results of `function`.
+            dtypes of the results of `function`.
         gradients, setup_context: the two functions that `torch.library.register_autograd` would take.
     """
     if name in _libraries:

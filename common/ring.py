@@ -36,7 +36,7 @@ def _agree(group, device, said: str, wrong: Exception | None):
     """Raise an error on every rank if the ranks have different texts `said`, or if any rank has an error `wrong`.
 
     Every call makes this check. Without it, a rank with different options would let the other ranks wait forever. The ranks
-    exchange an 8-byte hash of the text. They exchange the texts only if the hashes differ.
+    exchange 8-byte hashes of the texts. They exchange texts only if hashes differ.
     """
     size = dist.get_world_size(group)
     said = f"{type(wrong).__name__}: {wrong}" if wrong else said
@@ -182,7 +182,7 @@ class Ring:
 
 
 def _float32(tensor: Tensor) -> Tensor:
-    """Return the tensor that takes a float32 sum: `tensor` if it is float32, else a new tensor of the same shape."""
+    """Return the tensor that takes a float32 sum: `tensor` if it is float32, else a new float32 tensor of that shape."""
     return tensor if tensor.dtype == torch.float32 else torch.empty_like(tensor, dtype=torch.float32)
 
 

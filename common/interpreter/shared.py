@@ -133,7 +133,7 @@ class Memory:
 
 
 def fence():
-    """Make the stores that the running partition knows to be over visible to TMA and matmuls, as a fence does."""
+    """Let TMA and matmuls see the stores that the running partition knows to be over."""
     partition = now().running
     event = partition.program.event()
     for use in itertools.chain.from_iterable(memory.uses for memory in partition.program.memories):

@@ -106,5 +106,5 @@ class Timing:
         self.end = max(self.end, partition.clock)
 
     def spend(self, partition, cycles: dict[int, float]):
-        """Advance a partition's clock by `cycles`, which depend on the partition's number of warps."""
+        """Advance a partition's clock by the entry of `cycles` for the partition's number of warps."""
         self.reach(partition, partition.clock + cycles[1 if partition.warps == 1 else 4])

@@ -5,9 +5,9 @@ descriptors, and asks the tuner. Triton's search for the binary that fits the ar
 addresses, the results of this work depend only on the call's options and on the tensors' shapes, strides and dtypes.
 
 Calls with equal options, shapes, strides and dtypes are of one kind. The second call of a kind is recorded as steps:
-allocations, PyTorch operators, and kernel launches. Later calls of this kind replay the steps with their own tensors. A
-recording is like a CUDA graph, but each replay allocates new memory and may run on any stream. A recording holds numbers and
-binaries, but no tensor.
+allocations, PyTorch operators, and kernel launches. Later calls of this kind replay the steps with their tensors. A recording
+is like a CUDA graph, but each replay allocates new memory and may run on any stream. A recording holds numbers and binaries,
+but no tensor.
 """
 
 import contextvars
@@ -276,8 +276,7 @@ class _Replay(NamedTuple):
 def depends_on(condition: Callable[[], bool]):
     """Allow replays of the current recording only while `condition()` is true.
 
-    Once the condition is false, the next call of this kind is recorded anew. Without a current recording, the function does
-    nothing.
+    Once the condition is false, the next call of this kind is recorded anew. Without a recording, the function does nothing.
     """
     if _thread.recording:
         _thread.recording.conditions.append(condition)

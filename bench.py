@@ -43,7 +43,7 @@ SAVED = Path(".benchmarks")  # pytest-benchmark saves runs here
 # kernels.
 SHORT_S = 1e-3
 
-# Approximate seconds of a case on an H200, without tuning and compilation: the mean of a run with `--reference`.
+# Approximate seconds of a case on an H200, without tuning and compilation: the mean over the cases of a `--reference` run.
 GPU_CASE_S = 0.75
 # Approximate seconds of a case on the interpreter: a constant, plus a forward's time for each query-key pair. The constant and
 # the time are means over all stages at S = 512 and 1024. For each pair, a backward takes 2.5 times as long as a forward.

@@ -174,8 +174,8 @@ def plainly(function: Callable, first: Tensor, *tensors: Tensor, **options):
 def _unwatched(*tensors: Tensor) -> bool:
     """Return whether a call needs only ordinary autograd from PyTorch.
 
-    No compiler, tracer, transform, mode or profiler may be active. Every tensor must be a plain tensor or a Parameter. No
-    tensor may belong to a transform or have PyTorch's negative bit.
+    Then no compiler, tracer, transform, mode or profiler is active. Every tensor is a plain tensor or a Parameter. No tensor
+    belongs to a transform or has PyTorch's negative bit.
     """
     return not (
         torch.compiler.is_compiling()

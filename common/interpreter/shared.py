@@ -1,7 +1,7 @@
 """Interpret shared memory and barriers, and check for races.
 
-Each use of a part of a buffer is an event. Two uses conflict if they overlap and one of them writes. They race unless the later
-use's partition knows that the earlier use is over.
+Each use of a part of a buffer is an event. Two uses conflict if they overlap and one of them writes. Conflicting uses race
+unless the later use's partition knows that the earlier use is over.
 
 A partition knows that its own ordinary accesses are over. When its wait for a barrier ends, the partition also knows all events
 that the arriving partitions knew. TMA and matmuls see ordinary stores only after `fence_async_shared`.

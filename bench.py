@@ -39,13 +39,13 @@ from common.show.tracks import stages_of
 
 SAVED = Path(".benchmarks")  # pytest-benchmark saves runs here
 
-# Calls that take less GPU time than this are also timed back to back, because launching their kernels may take longer than the
+# Calls that take less GPU time than this are also timed back to back. This measurement shows whether launches take longer than
 # kernels.
 SHORT_S = 1e-3
 
-# Approximate seconds of a case on an H200, without tuning and compilation. A run of `--reference` took this time per case.
+# Approximate seconds of a case on an H200, without tuning and compilation: the mean over the cases of a `--reference` run.
 GPU_CASE_S = 0.75
-# Approximate seconds of a case on the interpreter: a constant, and a forward's time for each query-key pair. The constant and
+# Approximate seconds of a case on the interpreter: a constant, plus a forward's time for each query-key pair. The constant and
 # the time are means over all stages at S = 512 and 1024. For each pair, a backward takes 2.5 times as long as a forward.
 INTERPRETER_CASE_S, INTERPRETER_PAIR_S = 0.1, 6e-7
 
@@ -166,7 +166,7 @@ def _of_track(key: str) -> list[str]:
     return [stages.parent(found[0]), *found]
 
 
-# Implementations for D = 256. For this D, the Gluon stages before the track use v7's backward.
+# Implementations for D = 256.
 WIDE = [*FAST_LIBRARIES, *_of_track("wide")]
 # Implementations for few queries and many keys. FlashAttention-4 is left out, because it mainly targets GPUs newer than Hopper.
 DECODING = [*(name for name in BASELINES if name != "flash-4"), *_of_track("decoding")]
@@ -276,9 +276,9 @@ def _checked(tensor: Tensor, workload: Workload) -> Tensor:
     """Select the heads to check from a tensor [B, H or Hkv, …]. If all heads together have at most `CHECKED_SCORES` scores, the
     check takes all heads, and the result is `tensor`.
 
-    Otherwise the check takes every n-th K/V head and the query heads that share it. It counts K/V heads through all batch
-    elements, and always takes the last K/V head. The result is [checked K/V heads, heads of `tensor` per K/V head, …]. The
-    number n is odd, because with an even n the check could take the same heads in every batch element.
+    Otherwise the check takes every n-th K/V head and the query heads that share it. It numbers the K/V heads of all batch
+    elements consecutively, and always takes the last one. The result is [checked K/V heads, heads of `tensor` per K/V head, …].
+    The number n is odd, because with an even n the check could take the same heads in every batch element.
     """
     w = workload
     rows = max(w.seq_len, w.head_dim + w.value_dim)  # with few queries, K and V take more memory than the scores

@@ -174,8 +174,8 @@ def plainly(function: Callable, first: Tensor, *tensors: Tensor, **options):
 def _unwatched(*tensors: Tensor) -> bool:
     """Return whether a call needs only ordinary autograd from PyTorch.
 
-    No compiler, tracer, transform, mode or profiler may be active. Every tensor must be a plain tensor or a Parameter. No
-    tensor may belong to a transform or have PyTorch's negative bit.
+    Then no compiler, tracer, transform, mode or profiler is active. Every tensor is a plain tensor or a Parameter. No tensor
+    belongs to a transform or has PyTorch's negative bit.
     """
     return not (
         torch.compiler.is_compiling()
@@ -208,7 +208,7 @@ def _autograd_kernel(name: str, operator: Callable, gradients: Callable, setup_c
     """Return the function that PyTorch's dispatcher calls to differentiate an operator.
 
     The function also works inside torch.func's transforms, where it runs once for each transform. The function that
-    `torch.library.register_autograd` makes would raise an error there.
+    `torch.library.register_autograd` makes would raise an error in transforms.
     """
 
     class Differentiable(torch.autograd.function._SingleLevelFunction):
@@ -263,8 +263,8 @@ def _register(name: str, function: Callable, fake: Callable, gradients: Callable
 
     Args:
         function: a function with type annotations that returns new tensors.
-        fake: a function with the arguments of `function`. It returns tensors with the shapes, strides and dtypes of the results
-            of `function`. Their values do not matter.
+        fake: a function with the arguments of `function`. It returns tensors with any values, and with the shapes, strides and
+            dtypes of the results of `function`.
         gradients, setup_context: the two functions that `torch.library.register_autograd` would take.
     """
     if name in _libraries:

@@ -36,7 +36,7 @@ def _agree(group, device, said: str, wrong: Exception | None):
     """Raise an error on every rank if the ranks have different texts `said`, or if any rank has an error `wrong`.
 
     Every call makes this check. Without it, a rank with different options would let the other ranks wait forever. The ranks
-    exchange an 8-byte hash of the text. They exchange the texts only if the hashes differ.
+    exchange 8-byte hashes of the texts. They exchange texts only if hashes differ.
     """
     size = dist.get_world_size(group)
     said = f"{type(wrong).__name__}: {wrong}" if wrong else said
@@ -182,15 +182,15 @@ class Ring:
 
 
 def _float32(tensor: Tensor) -> Tensor:
-    """Return the tensor that takes a float32 sum: `tensor` if it is float32, else a new tensor of the same shape."""
+    """Return the tensor that takes a float32 sum: `tensor` if it is float32, else a new float32 tensor of that shape."""
     return tensor if tensor.dtype == torch.float32 else torch.empty_like(tensor, dtype=torch.float32)
 
 
 class _Merged:
     """The merged out and lse of a rank's queries.
 
-    At first, out and lse are the results of the rank's own block. Between two merges, a row of out is float32. The row's last
-    merge writes the row in the dtype of q.
+    At first, out and lse are the results of the rank's own block. A row of out is float32 between its first and last merge. The
+    last merge writes the row in the dtype of q.
     """
 
     def __init__(self, ring: Ring, causal: bool, out: Tensor, lse: Tensor):
@@ -351,7 +351,7 @@ class _RingAttention(torch.autograd.Function):
         q, out, k, v = contiguous_rows(q), contiguous_rows(out), k.contiguous(), v.contiguous()  # hooks may change strides
         ring = ctx.options["ring"]
         of_out, of_lse = grad_out is not None, grad_lse is not None
-        if ctx.return_lse and ring.size > 1:  # if one rank has a gradient, all ranks must take part in its transfers
+        if ctx.return_lse and ring.size > 1:  # if one rank has a gradient, all ranks must take part in the transfers
             every = _gathered([of_out, of_lse], ring.group, q.device)
             of_out, of_lse = (any(column) for column in zip(*every, strict=True))
         if of_out:

@@ -64,7 +64,7 @@ def _properties() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Device:
-    """The properties of a device that stages use. The defaults describe the interpreter."""
+    """The device properties that stages use. The defaults describe the interpreter."""
 
     architecture: int | None = None
     shared_memory: float = math.inf

@@ -101,7 +101,7 @@ class Load:
 
 
 class Store:
-    """A TMA copy or addition from shared to global memory. The partition that issued the operation waits for it."""
+    """A TMA copy or addition from shared to global memory. The issuing partition must call `tma.store_wait`."""
 
     def __init__(self, descriptor: Descriptor, coord, buffer: Buffer, adds: bool):
         descriptor.check(coord, buffer)
@@ -173,7 +173,7 @@ class Matmul(Values):
         return now().fail("a matmul's value is used before warpgroup_mma_wait")
 
     def __getattr__(self, name):
-        """Fail if the kernel uses an attribute of a tensor, because the kernel has not waited for this matmul."""
+        """Fail, because the kernel uses this matmul as a tensor before it has waited for the matmul."""
         if name.startswith("__"):
             raise AttributeError(name)
         return self.data
@@ -187,7 +187,7 @@ class Matmul(Values):
         traffic.multiply(self.flops)
 
     def result(self) -> torch.Tensor:
-        """Return the value. Let the matmul take place now, unless it already did."""
+        """Let the matmul take place now, unless it already did. Return its value."""
         now().perform(self)
         return self._value
 

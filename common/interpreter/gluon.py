@@ -183,7 +183,7 @@ def _inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
     if comment is None:
         now().fail("inline assembly must begin with a comment: the expression of a, b, … that the assembly computes")
     names = dict(zip("abcdefgh", args, strict=False))
-    return eval(comment[1].strip(), {"gl": _Language(gl)}, names).to(dtype)  # safe: it is the kernel's own source
+    return eval(comment[1].strip(), {"gl": _Language(gl)}, names).to(dtype)  # safe: the comment is the kernel's source
 
 
 # --- global memory

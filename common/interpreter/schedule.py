@@ -1,12 +1,12 @@
 """Choose the order of events in an interpreted Gluon kernel.
 
-Each partition has a thread, and one thread runs at a time. The thread gives up its turn at every barrier, copy, matmul and
-fence. Then a random seed chooses the next thread, and which asynchronous operations take place. The same seed replays the same
-order.
+Each partition has a thread, and one thread runs at a time. The running thread gives up its turn at every barrier, copy, matmul
+and fence. Then a random seed chooses the next thread, and which asynchronous operations take place. The same seed replays the
+same order.
 
-A run takes only one of many orders, but it can also find races that would happen in other orders. `Partition.known` has the
-events that a partition knows to be over. If two uses of a buffer conflict, the partition of the later use must know that the
-earlier use is over. Otherwise the interpreter reports an error.
+A run takes only one order, but can also find races that would happen in other orders. `Partition.known` has the events that a
+partition knows to be over. If two uses of a buffer conflict, the partition of the later use must know that the earlier use is
+over. Otherwise the interpreter reports an error.
 """
 
 import contextlib
@@ -107,7 +107,7 @@ class Program:
 
 
 class Partition:
-    """A thread of a program. The first partition is the program itself. The other partitions are warp-specialized."""
+    """A program's warps with one role. The first partition runs the kernel. It starts the others with `warp_specialize`."""
 
     def __init__(self, program: Program, call: Callable, name: str, warps: int, parent: "Partition | None" = None):
         self.program, self.call, self.name, self.warps = program, call, name, warps

@@ -1,7 +1,7 @@
 """Interpret shared memory and barriers, and check for races.
 
-Each use of a part of a buffer is an event. Two uses conflict if they overlap and one of them writes. They race unless the later
-use's partition knows that the earlier use is over.
+Each use of a part of a buffer is an event. Two uses conflict if they overlap and one of them writes. Conflicting uses race
+unless the later use's partition knows that the earlier use is over.
 
 A partition knows that its own ordinary accesses are over. When its wait for a barrier ends, the partition also knows all events
 that the arriving partitions knew. TMA and matmuls see ordinary stores only after `fence_async_shared`.
@@ -96,7 +96,7 @@ class Memory:
         program.memories.append(self)
 
     def use(self, buffer: "Buffer", who: str, *, writes: bool, asynchronous: bool) -> int:
-        """Begin a use and return its event. Fail if the use conflicts with an earlier use that is perhaps not over yet."""
+        """Begin a use and return its event. Fail if it conflicts with an earlier use that may not be over yet."""
         schedule, part = now(), _Part.of(buffer.view)
         known = schedule.running.known
         does = "writes" if writes else "reads"
@@ -114,7 +114,7 @@ class Memory:
         else:
             self._check_filled(buffer, who)
             # Forget the earlier reads of these elements that the running partition knows to be over. A partition that learns
-            # that the new read is over also learns that these are over.
+            # that the new read is over also learns that these earlier reads are over.
             self.uses = [u for u in self.uses if u.writes or not u.event & known or not _inside(u.part, part)]
         use = _Use(part, who, schedule.here(), writes, self.program.event())
         if writes and not asynchronous:
@@ -133,7 +133,7 @@ class Memory:
 
 
 def fence():
-    """Make the stores that the running partition knows to be over visible to TMA and matmuls, as a fence does."""
+    """Let TMA and matmuls see the stores that the running partition knows to be over."""
     partition = now().running
     event = partition.program.event()
     for use in itertools.chain.from_iterable(memory.uses for memory in partition.program.memories):
@@ -238,7 +238,7 @@ class Barrier:
         self._phases = 0  # number of completed phases
         self._gathered = 0  # events that partitions knew to be over when they arrived in the current phase
         self._passed_on = 0  # events that were gathered in completed phases
-        self._cycle = self._over_at = 0.0  # in a timed launch: cycles of the last arrival, and of the last phase's end
+        self._cycle = self._over_at = 0.0  # in a timed launch: when the last arrival came, and when the last phase ended
 
     def __str__(self):
         return f"{self._row}[{self._number}]"

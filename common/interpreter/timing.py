@@ -24,8 +24,8 @@ class Rates:
     stored: the bytes per cycle that TMA copies to global memory.
     added: the bytes per cycle that TMA adds to global memory.
     shared: the bytes per cycle that are loaded from or stored to shared memory.
-    matmul, copy, store: the cycles from the end of a unit's work on an operation until the operation is over. Meanwhile the
-        unit is free for the next operation.
+    matmul, copy, store: the latency, in cycles, after a unit's work on an operation. During the latency, the unit is free for
+        the next operation.
     arrive, wait, fence: {1: the cycles of one such operation in a partition of one warp, 4: the cycles in a partition of more
         warps}.
     hand_over: the cycles from a phase's last arrival until the waiting partition continues.
@@ -106,5 +106,5 @@ class Timing:
         self.end = max(self.end, partition.clock)
 
     def spend(self, partition, cycles: dict[int, float]):
-        """Advance a partition's clock by `cycles`, which depend on the partition's number of warps."""
+        """Advance a partition's clock by the entry of `cycles` for the partition's number of warps."""
         self.reach(partition, partition.clock + cycles[1 if partition.warps == 1 else 4])

@@ -1,4 +1,4 @@
-"""The Gluon stages share these functions. They check the GPU, make descriptors and barriers, and add by TMA."""
+"""These functions of the Gluon stages check the GPU, make descriptors and barriers, and let TMA add."""
 
 import functools
 import importlib
@@ -45,7 +45,7 @@ def require_hopper(stage: str):
 
 
 def describe_tile(tensor: Tensor, *rows: int) -> TensorDescriptor:
-    """Make a Gluon descriptor of a tensor. A tile has some whole rows of one head.
+    """Make a Gluon descriptor of a tensor. A tile has some whole rows.
 
     The descriptor also has the tile's layout in shared memory.
 

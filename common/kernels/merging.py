@@ -1,7 +1,4 @@
-"""Merge attention over two sets of keys, and add gradients.
-
-In the merge, an output's weight is exp(its LSE - the LSE over both sets together).
-"""
+"""Merge attention over two sets of keys, and add gradients."""
 
 import triton
 import triton.language as tl
@@ -51,7 +48,7 @@ def _merge_kernel(
 
 
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, into: Tensor | None = None):
-    """Merge attention over two sets of keys in one pass, in float32.
+    """Merge attention over two sets of keys in float32.
 
     The function writes the output to `into` and the new log-sum-exps to `lse`. The softmax over both sets has the denominator
     l = exp(lse) + exp(more_lse). The output is (exp(lse) out + exp(more_lse) more) / l, and lse becomes log l.
@@ -96,7 +93,7 @@ def _add_kernel(
 def add(whole: Tensor, part: Tensor, first: int, into: Tensor):
     """Add `part` to some rows of `whole`, and write all rows to `into`.
 
-    The kernel makes one pass. It adds in float32 and rounds each sum once.
+    The kernel adds in float32 and rounds each sum once.
 
     Args:
         whole: [B, H, S, D]. Any dtype; any strides with contiguous rows.

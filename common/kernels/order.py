@@ -20,9 +20,9 @@ def tile_and_head(
     take the tiles of a group of heads together: first tile 0 of each head, then tile 1 of each head, and so on. Tile 0 must
     take the longest time. The rows of a group have at most L2_SHARE bytes, unless the group is one head.
 
-    If g query heads share K and V, pass the number of keys divided by g as `seq`, because the L2 cache holds these rows once
-    for g heads. A persistent CTA computes the tiles of several programs. For each of these programs, it passes the program's
-    number as `program`. As `programs`, it passes the number of programs that a launch without persistent CTAs would have.
+    If g query heads share K and V, pass the number of keys divided by g as `seq`, because the L2 cache holds K and V once for g
+    heads. A persistent CTA computes several tiles. For each tile, it passes as `program` the number of the program that would
+    compute the tile without persistent CTAs, and as `programs` the number of those programs.
     """
     if program is None:
         program = tl.program_id(0)

@@ -21,7 +21,7 @@ def aligned(tensor: Tensor) -> Tensor:
     are padded by a few elements. Triton loads such rows element by element and without prefetching, which is slow.
 
     The copy also avoids a bug of ptxas 12.8. If V is not aligned and has 16 or 32 columns in half precision, a matmul in v3's
-    forward reads its tile from an undefined address.
+    forward reads V's tile from an undefined address.
     """
     *steps, last = tensor.stride()
     if last == 1 and all(number % ALIGNMENT == 0 for number in (tensor.data_ptr(), *steps)):

@@ -1,8 +1,8 @@
 """Record the allocations and launches of a stage's host function, and replay them with less work for the CPU.
 
 The CPU often takes longer to prepare a launch than the GPU takes to run the kernel. The CPU checks the arguments, makes
-descriptors, and asks the tuner. Triton's search for the binary that fits the arguments takes most of the CPU's time. All
-results of the CPU's work depend only on the call's options and on the tensors' shapes, strides and dtypes, not on addresses.
+descriptors, and asks the tuner. Triton's search for the binary that fits the arguments takes most of the CPU's time. Apart from
+addresses, the results of this work depend only on the call's options and the tensors' shapes, strides and dtypes.
 
 Calls with equal options, shapes, strides and dtypes are of one kind. The second call of a kind is recorded as steps:
 allocations, PyTorch operators, and kernel launches. Later calls of this kind replay the steps with their own tensors. A
@@ -214,7 +214,7 @@ def _described(kind, fields, tensor):
 
 
 def _encoders(run):
-    """Return a launcher that takes encoded descriptors, and a function to encode each of the kernel's descriptors.
+    """Return a launcher that takes encoded descriptors, and functions that encode the kernel's descriptors, one for each.
 
     Return Triton's launcher and no encoders in three cases: the kernel has no descriptors, the GPU has no TMA, or the launcher
     differs from the launcher of Triton 3.6 and 3.7.
@@ -276,7 +276,7 @@ class _Replay(NamedTuple):
 def depends_on(condition: Callable[[], bool]):
     """Allow replays of the current recording only while `condition()` is true.
 
-    Once the condition is false, the next call is recorded anew. Without a current recording, the function does nothing.
+    Once the condition is false, the next call of this kind is recorded anew. Without a recording, the function does nothing.
     """
     if _thread.recording:
         _thread.recording.conditions.append(condition)

@@ -4,8 +4,8 @@ import torch
 
 from common.runtime import shared_memory_limit
 
-# Data-center GPUs allow a program at least DATA_CENTRE bytes of shared memory, and from Hopper on at least HOPPER bytes. Other
-# GPUs allow about 100 KiB. Larger tiles need more shared memory. Hopper's tensor cores read operands from shared memory, so the
+# The shared memory limit per program is at least DATA_CENTRE bytes on data-center GPUs, HOPPER bytes on those since Hopper, and
+# about 100 KiB on others. Larger tiles need more shared memory. Hopper's tensor cores read operands from shared memory, so the
 # registers have room for larger accumulators.
 DATA_CENTRE = 160 * 1024
 HOPPER = 200 * 1024

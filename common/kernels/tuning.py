@@ -32,7 +32,7 @@ _picks = {}  # (text of the file, kernel name) -> tuning cache; stages with iden
 
 
 def bucket(seq_q: int, seq_k: int) -> int:
-    """Return the longer length, rounded up to a power of two from 128 to 4096. This number is part of the tuning key."""
+    """Return the longer length, rounded up to a power of two from 128 to 4096. This number is `bucket` in `KEY`."""
     return 1 << min(max(7, (max(seq_q, seq_k) - 1).bit_length()), 12)  # triton.next_power_of_2 is too slow for every call
 
 

@@ -1,5 +1,4 @@
-"""Format tables of decoding runs, in which few queries read many keys. The tables show the time and the rate of reading K and
-V."""
+"""Format tables of decoding runs, in which few queries read many keys. The tables show times, and rates of reading K and V."""
 
 import itertools
 import statistics
@@ -101,7 +100,7 @@ def _points(run, points):
 
 
 def decoding_tables(records: list[dict], machine: dict) -> str:
-    """Format the tables of a `bench.py --reference decode-…` run: the track's stages next to the libraries.
+    """Format the tables of a `bench.py --reference decode-…` run: the decoding stages next to the libraries.
 
     Args:
         records, machine: from `common.show.results.load_run`.

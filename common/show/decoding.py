@@ -69,7 +69,7 @@ class _Run:
 
 def _gains(run):
     """Format a table of the newest stage's speed divided by the fastest baseline's speed. Each number of queries has a row, and
-    the last row has all workloads."""
+    the last row is for all workloads."""
     gains = {point: gain for point in run.points if (gain := run.gain(point))}
     rows = []
     for queries in (*sorted({point.seq_len for point in gains}), "all"):

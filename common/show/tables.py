@@ -172,7 +172,7 @@ def speed_table(records: list[dict], machine: dict, columns: int | None = None) 
 
     Baselines come first, then the stages in stage order. "× parent" is a stage's speed divided by its parent's speed, and "×
     v0" divides by v0's speed. "-" means not measured. "host µs" is a median ± an interquartile range. "µs in a row" is the time
-    of a short call among back-to-back calls.
+    per call of back-to-back calls.
     """
     records = [record | Workload.of(record).record() for record in records]
     headers = list(_TIME_HEADERS if machine["gpu"] else _COUNT_HEADERS)

@@ -15,7 +15,7 @@ import stages
 from common.show.story import functions
 
 CONTEXT = 3  # this many equal lines stay visible before and after a change
-ALIKE = 0.5  # two lines are shown side by side if more than this share of them is equal
+ALIKE = 0.5  # two lines are similar if more than this share of them is equal
 MANY = 4000  # look for similar lines only in changed blocks with at most this many pairs of lines
 
 
@@ -86,7 +86,7 @@ def _code(tokens: list[tuple], changed: set[int], known: frozenset[str]) -> str:
 
 
 def _differences(old: str, new: str) -> tuple[set[int], set[int]]:
-    """Return for each of two lines the positions of the characters in changed words.
+    """For each of two lines, return the positions of the characters in changed words.
 
     Return no positions if the lines have little in common.
     """

@@ -38,7 +38,7 @@ def compiled(names: list[str]) -> list[dict]:
     """Compile the stages, and return a record for each stage, architecture and head dimension.
 
     A record has stage, arch, head_dim, shared_bytes, spilled_bytes and problem. `shared_bytes` (per CTA) and `spilled_bytes`
-    (per thread) are the largest values of the stage's kernels. `problem` is the reason why the stage does not run on the
+    (per thread) are the largest among the stage's kernels. `problem` is the reason why the stage does not run on the
     architecture, or None if it runs.
     """
     shape = {"dtype": "float16", "causal": True, "kv_heads": HEADS, "value_dim": None}
@@ -65,8 +65,7 @@ def compiled(names: list[str]) -> list[dict]:
 def counted(names: list[str]) -> list[dict]:
     """Return how many µs each pass takes at the published peak rates, for each GPU of `GPUS` and each stage that runs on it.
 
-    The workload has one head. If a head cannot fill all SMs of a GPU, some stages split the keys. So the count assumes a GPU
-    with a single SM.
+    The workload has one head. The count assumes a GPU with a single SM, so that no stage splits the keys.
     """
     records = []
     full = {key: dataclasses.replace(gpu, num_sms=1) for key, gpu in GPUS.items()}
@@ -99,7 +98,7 @@ def choice_table(choice: dict) -> str:
             times = [us.get((name, gpus.get(arch), head_dim, pass_)) for name in (tuned, fixed)]
             cells.append(f"{times[0] / times[1]:.2f}" if all(times) else "-")
         rows.append([f"sm_{arch}", family, " to ".join(stages.version(name) for name in (run[0], run[-1]))])
-        use = recommended(arch) if recommended(arch) in run else run[-1]  # an old file may lack this stage
+        use = recommended(arch) if recommended(arch) in run else run[-1]  # an old file may lack the recommended stage
         rows[-1] += [stages.version(use), f"{cells[0]}, {cells[1]}", f"{cells[2]}, {cells[3]}"]
     machine = choice["machine_info"]
     caption = (

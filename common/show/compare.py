@@ -49,7 +49,7 @@ def last_two(directory: Path) -> list[Run]:
     """Return the two newest runs, the older one first. With fewer runs, the list is shorter. Name incomplete files on
     stderr."""
 
-    def saved_at(path):  # from the file's name, because a copy of a file can have a new time
+    def saved_at(path):  # from the file's name, because copying can change the modification time
         return re.findall(r"\d{8}_\d{6}", path.name), path.name
 
     found = []

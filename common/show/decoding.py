@@ -1,5 +1,4 @@
-"""Format tables of decoding runs, in which few queries read many keys. The tables show the time and the rate of reading K and
-V."""
+"""Format tables of decoding runs, in which few queries read many keys. The tables show times, and rates of reading K and V."""
 
 import itertools
 import statistics
@@ -70,7 +69,7 @@ class _Run:
 
 def _gains(run):
     """Format a table of the newest stage's speed divided by the fastest baseline's speed. Each number of queries has a row, and
-    the last row has all workloads."""
+    the last row is for all workloads."""
     gains = {point: gain for point in run.points if (gain := run.gain(point))}
     rows = []
     for queries in (*sorted({point.seq_len for point in gains}), "all"):
@@ -101,7 +100,7 @@ def _points(run, points):
 
 
 def decoding_tables(records: list[dict], machine: dict) -> str:
-    """Format the tables of a `bench.py --reference decode-…` run: the track's stages next to the libraries.
+    """Format the tables of a `bench.py --reference decode-…` run: the decoding stages next to the libraries.
 
     Args:
         records, machine: from `common.show.results.load_run`.

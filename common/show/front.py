@@ -29,7 +29,7 @@ HEAD_DIM = max(HEAD_DIMS)  # the head dimension in README.md's tables
 
 
 def names_in(found: list[Run]) -> list[str]:
-    """Return the implementations in the runs: first the libraries, as the oldest run orders them, then the stages in order."""
+    """Return the implementations in the runs: first the libraries, in the oldest run's order, then the stages in order."""
     return implementations([record for run in reversed(found) for record in run.records])
 
 
@@ -50,7 +50,7 @@ def origins(used: list[Run]) -> str:
 
 def share_of_the_fastest(found: list[Run], name: str, pass_: str) -> tuple[float, Run] | None:
     """Return a stage's speed divided by the fastest library's speed, and the newest run with the stage. Return None if no run
-    has the stage, or if the run has no library's times to compare with.
+    has the stage, or if this newest run has no library's times.
 
     The ratio is the mean over the workloads. Each workload has its own fastest library.
     """
@@ -92,8 +92,8 @@ def row(found: list[Run], name: str) -> tuple[list[str], list[Run]]:
 
 
 def _short(shown: str) -> str:
-    """Replace several spaces by one, and four or more dashes by three, because `tabulate` makes each cell as long as its
-    column's longest."""
+    """Replace several spaces by one, and four or more dashes by three, because `tabulate` pads each cell to its
+    column's width."""
     return re.sub(" {2,}", " ", re.sub("-{4,}", "---", shown))
 
 

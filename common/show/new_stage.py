@@ -96,7 +96,7 @@ def free_number() -> str:
 
 
 def example(source: str) -> str:
-    """Return a command that makes a dead end from the stage `source`. The new version has the last free letter."""
+    """Return a command that makes a dead end from the stage `source`. The dead end gets the last free letter."""
     number, _ = stages.position(source)
     taken = {stages.position(name) for name in stages.names()}
     free = [letter for letter in ascii_lowercase if (number, letter) not in taken]

@@ -104,7 +104,7 @@ def in_short(group: list[str], names: list[str]) -> str:
 
 
 def _lines(axes, records: list[dict], names: list[str], value: str, unit: float = 1.0) -> dict[str, list[tuple]]:
-    """Plot a line for each implementation: `value` times `unit` against sequence length. Return the points."""
+    """Plot `value` · `unit` against sequence length: a line for each implementation. Return the points."""
     lines = {}
     for name in names:
         points = sorted((r["seq_len"], r[value] * unit) for r in records if r["impl"] == name and "failure" not in r)

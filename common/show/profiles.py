@@ -9,7 +9,7 @@ from common.measure.units import CLOCK, REASONS, REGISTERS, STALL, TIME, UNITS
 from common.measure.workloads import Workload
 from common.show.tables import PASS_NAMES, title
 
-SHOWN_STALLS = 2  # the table shows this many reasons why warps wait, the most frequent ones
+SHOWN_STALLS = 2  # number of shown reasons why warps wait, most frequent first
 LEAST_SHARE = 0.02  # a kernel has a row if it takes at least this share of its case's time
 
 
@@ -65,8 +65,8 @@ def _short(name: str) -> str:
 
 
 def units_table(result: dict) -> str:
-    """Format a saved file of `common.measure.units` as a markdown table. Each kernel has a row, unless its share of the time is
-    below LEAST_SHARE."""
+    """Format a saved file of `common.measure.units` as a markdown table. Each kernel has a row, unless its share of the
+    case's time is below LEAST_SHARE."""
     rows = []
     for case in result["cases"]:
         whole = sum(kernel[TIME] for kernel in case["kernels"])

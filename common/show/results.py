@@ -63,7 +63,7 @@ def load_run(path: Path) -> tuple[list[dict], dict]:
 
 @dataclass(frozen=True)
 class Run:
-    """A saved run, with its records of the papers' workloads.
+    """A saved run, with its records of the FlashAttention papers' workloads.
 
     Attributes:
         records: the records with float16, 16k tokens, hidden size 2048 and normally distributed inputs, including failures.
@@ -148,8 +148,7 @@ def gain(runs: list[Run], new: str, old: str, pass_: str, head_dim: int) -> tupl
 
 
 def rate(runs: list[Run], impl: str, pass_: str, head_dim: int) -> tuple[float, Run] | None:
-    """Return (mean TFLOP/s, run) of an implementation, from the newest run that has its pass. Return None if no run has the
-    pass."""
+    """Return the mean TFLOP/s of an implementation's pass, and the newest run with this pass. Return None if no run has it."""
     run = newest(runs, pass_, head_dim, impl)
     mean = run and mean_rate(run.records, impl, pass_, head_dim)
     return (mean, run) if mean else None
@@ -175,7 +174,8 @@ def chain(runs: list[Run], new: str, old: str, pass_: str, head_dim: int) -> lis
 
 
 def number(runs: list[Run], run: Run) -> int:
-    """Return the number of a run in captions; the oldest run has 1. Files from the same GPU, commit and day share a number."""
+    """Return a run's number in captions; the oldest run's number is 1. Files from the same GPU, commit and day share a
+    number."""
     origins = list(dict.fromkeys(origin(other.machine, dated=True) for other in reversed(runs)))
     return origins.index(origin(run.machine, dated=True)) + 1
 

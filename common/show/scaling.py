@@ -26,7 +26,7 @@ def _key(record, ranks, seq_len):
 
 
 class Scaling:
-    """The measured cases of a run, which compare several GPUs with a single GPU."""
+    """A run's measured cases, to compare several GPUs with a single GPU."""
 
     def __init__(self, run: dict):
         self.records = [record for record in run["records"] if "ms" in record]
@@ -80,7 +80,7 @@ def _summary(path):
 
 
 def scaling_passage() -> str:
-    """Return the generated passage of docs/several-gpus.md on the runs in results/."""
+    """Return the generated passage of docs/several-gpus.md about the runs in results/."""
     files = ring_files()
     if not files:
         return f"Not measured yet: `{COMMAND}`, then `make plots readme`."

@@ -23,7 +23,7 @@ def _mask(workload):
 
 
 def remarks(records: list[dict]) -> list[str]:
-    """Return the notes below a run's tables. They say why libraries do not support some workloads, and what a star means."""
+    """Return the notes below a run's tables: why libraries do not support some workloads, and what a star means."""
     notes = [f"{spoken(record['impl'])}: {' '.join(record['note'].split())}" for record in records if record.get("note")]
     found = list(dict.fromkeys(notes))
     if any(record.get("launch_hidden") is False for record in records):
@@ -32,7 +32,7 @@ def remarks(records: list[dict]) -> list[str]:
 
 
 class _Run:
-    """The records of a run. The key of a record is (implementation, its workload without GQA, query heads per K/V head)."""
+    """The records of a run. The key of a record is (implementation, workload with Hkv = H, query heads per K/V head)."""
 
     def __init__(self, records):
         self.records = {}

@@ -10,7 +10,7 @@ from common.show.tracks import TRACKS, stages_of
 
 
 def sinks_table(name: str) -> str:
-    """Format a stage's speed divided by the speed of the runs' first stage, which keeps a running maximum. Brackets show the
+    """Format a stage's speed divided by the speed of the runs' oldest stage, which keeps a running maximum. Brackets show the
     value of the stage from which the track starts."""
     paths = [run_file(grid) for grid in TRACKS["sinks"].grids]
     if not all(path.exists() for path in paths):

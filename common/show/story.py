@@ -59,7 +59,7 @@ def functions(text: str) -> dict[str, str]:
 
 
 def _git_diff(old: str, new: str, file: str, exact: bool) -> str:
-    """Compare a file of two stages with git. If a stage lacks the file, compare with an empty file. Unless `exact`,
+    """Use git to compare a file of two stages. If a stage lacks the file, compare with an empty file. Unless `exact`,
     leave out NOTEs and changes of white space."""
     options = ["--no-prefix", f"--color={'always' if sys.stdout.isatty() else 'never'}", *([] if exact else ["-w"])]
     with tempfile.TemporaryDirectory() as folder:
@@ -120,7 +120,7 @@ def _texts(old: str, new: str, pass_: str) -> tuple[dict[str, list[str]], dict[s
 def change(old: str, new: str) -> Change:
     """Compare the code of stages `old` and `new`, given as directory names.
 
-    A definition that moved to another file of its pass counts as unchanged. White space, NOTEs and the docstrings of
+    A definition that only moved to another file of its pass counts as unchanged. White space, NOTEs and the docstrings of
     files do not count.
     """
     added = removed = 0
@@ -178,8 +178,8 @@ def _moved(label: str, bytes_at: dict[int, tuple[int, int]]) -> list[str]:
 def bytes_lines(counts: list[dict], old: str, new: str, pass_: str) -> list[str]:
     """Return lines that compare the bytes of `new`'s pass and `old`'s pass.
 
-    The first line has counted bytes, with fixed tiles. The second line has measured bytes, with the tiles of the tuner. The
-    second line is missing if the tuner chose different tiles for the two stages.
+    The first line has counted bytes, with fixed tiles. The second line has measured bytes, with tuned tiles. The second line is
+    missing if the tuner chose different tiles for the two stages.
 
     Args:
         counts: the records of `results.TRAFFIC`; empty if the file is missing.

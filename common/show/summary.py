@@ -12,7 +12,7 @@ NO_GPU = "There is no GPU. µs at peak is the time of the counted bytes and FLOP
 
 
 def _times(records: list[dict], impl: str | None, on_gpu: bool, **values) -> dict:
-    """Return an implementation's time for each workload. Only records whose fields have these `values` count."""
+    """Return an implementation's time for each workload. Use only records whose fields have these `values`."""
     time = "ms" if on_gpu else "roofline_us"
     workload = ("pass", "seq_len", "kv_len", "batch", "heads", "kv_heads", "head_dim", "value_dim", "causal", "dtype")
     workload += ("score_std", "sink")

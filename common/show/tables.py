@@ -21,9 +21,9 @@ _COUNT_HEADERS = (
     "S", "B × H", "implementation", "tiles", "MB read", "MB written", "MFLOP", "FLOP / byte", "µs at peak", "bound by",
     _PARENT, "launches", "peak extra MB",
 )  # fmt: skip
-_KV_LEN = "Sk"  # a column of runs in which Sk differs from S
-_IN_A_ROW = "µs in a row"  # a column of runs of short calls
-_KV_HEADS = "K/V heads"  # a column of runs with GQA
+_KV_LEN = "Sk"  # a column for runs in which Sk differs from S
+_IN_A_ROW = "µs in a row"  # a column for runs of short calls
+_KV_HEADS = "K/V heads"  # a column for runs with GQA
 # Columns that a narrow table drops, in this order.
 _LEFT_OUT = (
     "host µs", "% of matmul", "peak extra MB", "bound by", _IN_A_ROW, "FLOP / byte", "× v0", "tiles", "B × H", "± IQR",
@@ -172,7 +172,7 @@ def speed_table(records: list[dict], machine: dict, columns: int | None = None) 
 
     Baselines come first, then the stages in stage order. "× parent" is a stage's speed divided by its parent's speed, and "×
     v0" divides by v0's speed. "-" means not measured. "host µs" is a median ± an interquartile range. "µs in a row" is the time
-    of a short call among back-to-back calls.
+    per call of back-to-back calls.
     """
     records = [record | Workload.of(record).record() for record in records]
     headers = list(_TIME_HEADERS if machine["gpu"] else _COUNT_HEADERS)

@@ -121,7 +121,7 @@ def draw_recorded(recorded: dict, path: Path):
 
 
 def draw_all(directory: Path):
-    """Draw both passes of each stage whose README shows its picture. Also draw the stage that was recorded on a GPU."""
+    """Draw both passes of each stage whose README shows the picture. Also draw the stage that was recorded on a GPU."""
     workloads = [Workload(pass_, 1, 1, 2048, 64, False, "float16") for pass_ in ("fwd", "bwd")]
     for name in GLUON:
         picture = f"{stages.version(name)}.png"

@@ -29,7 +29,7 @@ from common.show.results import PLOTS  # noqa: E402
 from common.show.tables import PASS_NAMES  # noqa: E402
 
 TRACES = PLOTS / "traces"
-COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442")  # the colors of programs, which repeat
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442")  # colors of programs; the colors repeat
 WRITES = {"write": "black", "add": "#B22222"}
 FEW = 2  # a tensor with fewer rows has no lane
 WIDTH, LANE, GAP = 9.0, 0.42, 0.25  # in inches: the picture's width, a lane's height, the gap above a stage

@@ -19,7 +19,7 @@ class Track:
     title: str
     pass_: str
     grids: tuple[str, ...]  # values of `bench.py --reference`
-    words: str  # says which workloads of the grids count
+    words: str  # the track's workloads in words
     at: str  # short form of `words`
     counts: Callable[[Workload], bool]
 

@@ -11,7 +11,7 @@ from common.show.documents import gains
 from common.show.results import COUNTED_AT, HEAD_DIMS, implementations, mean_rate, runs, spoken
 from common.show.tables import PASS_NAMES
 
-MEAN = "mean"  # this value of `s` stands for the mean over sequence lengths
+MEAN = "mean"  # value of `s` in rows with a mean over sequence lengths
 COLORS = {"main ladder": "#2f6fb0", "track": "#3f9b6c", "dead end": "#b8b8b8", "library": "#d2691e"}
 LOOK = {
     "background": None, "font": "system-ui, sans-serif",

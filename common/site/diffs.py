@@ -15,7 +15,7 @@ import stages
 from common.show.story import functions
 
 CONTEXT = 3  # this many equal lines stay visible before and after a change
-ALIKE = 0.5  # two lines are shown side by side if more than this share of them is equal
+ALIKE = 0.5  # two lines are similar if more than this share of them is equal
 MANY = 4000  # look for similar lines only in changed blocks with at most this many pairs of lines
 
 
@@ -86,7 +86,7 @@ def _code(tokens: list[tuple], changed: set[int], known: frozenset[str]) -> str:
 
 
 def _differences(old: str, new: str) -> tuple[set[int], set[int]]:
-    """Return for each of two lines the positions of the characters in changed words.
+    """For each of two lines, return the positions of the characters in changed words.
 
     Return no positions if the lines have little in common.
     """
@@ -106,8 +106,8 @@ def _differences(old: str, new: str) -> tuple[set[int], set[int]]:
 def _paired(old: list[str], new: list[str]) -> Iterable[tuple[int | None, int | None]]:
     """Yield pairs of line numbers in a changed block, so that similar lines stand side by side.
 
-    Pair the two most similar lines first. Then pair the lines before these two in this way, and the lines after them. If no two
-    lines of a block are similar, pair its lines in their order. None takes the place of a missing line.
+    Pair the two most similar lines first. Repeat this with the lines before these two, then with the lines after them. If no
+    two lines of a block are similar, pair its lines in their order. None takes the place of a missing line.
     """
     best, pair = ALIKE, None
     if len(old) * len(new) <= MANY:

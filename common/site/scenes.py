@@ -1,4 +1,4 @@
-"""Record what a step's page shows as pictures: the accesses of a stage and its parent, and the work of an SM's units."""
+"""Record what the pictures of a step show: the accesses of a stage and its parent, and the work of an SM's units."""
 
 import dataclasses
 from dataclasses import dataclass

@@ -21,7 +21,7 @@ import stages
 from common.show.results import ROOT
 
 GLOSSARY = ROOT / "docs" / "reading.md"
-LETTERS = {"B", "H", "S", "D", "P", "O"}  # texts do not explain these terms, because single letters have other meanings too
+LETTERS = {"B", "H", "S", "D", "P", "O"}  # pages do not explain these terms, because single letters have other meanings too
 PICTURES = (".png", ".svg")
 NOTHING = re.compile(r"(?!)")  # a pattern that matches no text
 

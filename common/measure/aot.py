@@ -107,8 +107,8 @@ def first_that_survives(autotuner, kwargs):
 def roles(source: str, ttgir: str, ptx: str) -> list[tuple[str, int]]:
     """Return (function, registers per thread) of each partition of a warp-specialized kernel.
 
-    The default partition comes first. A kernel without partitions gives []. If the compiler itself has split the kernel, the
-    names are "default", "partition0", "partition1" and so on.
+    The default partition comes first. Without partitions, the list is empty. If the compiler itself has made the partitions,
+    their names are "default", "partition0", "partition1" and so on.
 
     Args:
         source: the kernel's IR before any compiler pass, where each partition is a call.

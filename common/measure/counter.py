@@ -7,7 +7,7 @@ as a write, because the L2 cache does the addition. The FlashAttention papers ca
 may serve part of it.
 
 For a PyTorch operator, each argument and each result counts once. This is the minimum: the operator's kernel may read parts of
-an argument several times. An expanded dimension counts as size 1. Views and empty tensors move no bytes.
+an argument several times. An expanded dimension counts as size 1. Making views or empty tensors moves no bytes.
 
 The FLOPs are those of all matmuls that run. They include masked parts of tiles, and scores that a backward computes again.
 """

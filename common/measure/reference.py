@@ -118,7 +118,6 @@ def truth(
     Returns:
         A dict of float64 tensors: "out" [B, H, Sq, Dv] and "lse" [B, H, Sq]. With `grad_out`, it also has "dq", "dk" and "dv",
         shaped like q, k and v. The entry "magnitudes" is a dict with a tensor for each of these names, from `_row_magnitudes`.
-        `error_bounds` needs this entry.
     """
     options = {"causal": causal, "scale": scale, "diagonal": diagonal}
     results = _each_head(_rows, torch.float64, q, k, v, grad_out, **options, dtype=torch.float64)
@@ -132,8 +131,8 @@ def plain(
     """Compute attention in plain PyTorch, to find how large an error is normal.
 
     Inputs, P, dS and results are in q's dtype, and everything else is in float32. Matmuls that return float16 would have
-    larger errors, because they also round scores and dP. The arguments and results are as in `truth`. "lse" is
-    float32, and the other results have q's dtype.
+    larger errors, because they also round scores and dP. The arguments and results are those of `truth`, without "magnitudes".
+    "lse" is float32, and the other results have q's dtype.
     """
     options = {"causal": causal, "scale": scale, "diagonal": diagonal}
     results = _each_head(_rows, torch.float32, q, k, v, grad_out, **options, dtype=q.dtype)

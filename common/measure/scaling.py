@@ -48,7 +48,7 @@ GPUS = 2
 MILLION, MILLION_HEADS = 2**20, 8  # with --million: number of tokens of the sequence, and number of heads
 PASSES = ("fwd", "fwd+bwd")
 
-TIMEOUT_S = 240  # a rank waits this many seconds for another rank, which may compile and tune kernels meanwhile
+TIMEOUT_S = 240  # a rank waits at most this long for another rank, which may compile and tune kernels meanwhile
 LIMIT_S = 140  # a run starts no case after this many seconds
 GPU_CASE_S, CASE_S = 1.5, 1.0  # approximate seconds of a case, including its check: on GPUs, and on the interpreter
 SPIN_CYCLES = 10_000_000  # a GPU spins for this many cycles (5 ms) before each round, while the CPU queues launches
@@ -64,8 +64,7 @@ def sent_bytes(workload: Workload, ranks: int, rank: int = 0) -> int:
     With n ranks, a rank sends n - 1 blocks of K and V. A block has B · Hkv · S / n · (D + Dv) elements of e bytes. A backward
     also sends the gradients of these blocks. An element of a gradient has e bytes in the first transfer, and 4 bytes in later
     transfers. With a causal mask, ranks send the gradients of only half of a block's keys, until the block comes to rank 0.
-    Rank 0, and ranks that get the block after rank 0,
-    send the gradients of all keys. So rank 0 sends the most.
+    From rank 0 on, ranks send the gradients of all keys. Rank 0 always does this, so it sends the most.
     """
     w, size = workload, DTYPES[workload.dtype].itemsize
     numbers = w.batch * w.kv_heads * (w.kv_len // ranks) * (w.head_dim + w.value_dim)

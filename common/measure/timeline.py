@@ -2,8 +2,8 @@
 
     python -m common.measure.timeline --stage v25,v28 --json results/timeline.json   # on any machine
 
-The model of an SM is `common.interpreter.timing`. Its rates are in results/rates-h200.json. They come from microbenchmarks
-(`common.measure.rates`), so no rate is fitted to a stage's measured time. Only Gluon kernels are timed.
+The model of an SM is `common.interpreter.timing`. The model's rates are in results/rates-h200.json. They come from
+microbenchmarks (`common.measure.rates`), so no rate is fitted to a stage's measured time. Only Gluon kernels are timed.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def measured_rates(path: Path = RATES) -> Rates:
 
 
 def simulate(stage, workload: Workload, rates: Rates) -> list[Timing]:
-    """Run one pass of a stage on the model of an SM. Return the timing of each Gluon kernel that the pass launches."""
+    """Run one pass of a stage on the model of an SM. Return the timings of the pass's Gluon kernels."""
     torch.manual_seed(0)
     with interpreted_as(HOPPER):
         call = stage_call(stage, workload, workload.inputs())

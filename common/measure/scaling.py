@@ -51,7 +51,7 @@ PASSES = ("fwd", "fwd+bwd")
 TIMEOUT_S = 240  # a rank waits at most this long for another rank, which may compile and tune kernels meanwhile
 LIMIT_S = 140  # a run starts no case after this many seconds
 GPU_CASE_S, CASE_S = 1.5, 1.0  # approximate seconds of a case, including its check: on GPUs, and on the interpreter
-SPIN_CYCLES = 10_000_000  # a GPU spins for this many cycles (5 ms) before each round, while the CPU queues launches
+SPIN_CYCLES = 10_000_000  # a GPU spins this many cycles (5 ms) before each round, while the CPU queues launches
 CHECKED_ROWS = 8  # number of checked query rows in each chunk of the sequence
 WARM_UP = 3  # number of untimed calls; a stage replays recorded launches from the third equal call on
 ROUNDS_S, FEWEST_ROUNDS, MOST_ROUNDS = 0.3, 5, 30  # GPU seconds of all rounds together; minimum and maximum number of rounds
@@ -249,7 +249,7 @@ def check(attend: Callable, workload: Workload, group):
 
 
 def _rounds(call: Callable, group, count: int) -> tuple[list[float], bool]:
-    """Return the seconds of each round on this rank's GPU, and whether the CPU was ahead in at least half of the rounds.
+    """Return each round's seconds on this rank's GPU, and whether the CPU was ahead of the GPU in at least half of the rounds.
 
     In a round, the GPU spins, waits for the other GPUs, records an event, runs the call, and records another event. During the
     spin, the CPU queues the launches. The GPUs wait for each other in a reduction, so that all GPUs begin the call together.

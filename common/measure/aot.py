@@ -3,8 +3,8 @@
     python -m common.measure.aot --stage v3 --arch 80,90 --head-dim 64,128 --causal yes,no
     python -m common.measure.aot --stage v25 --arch 90 --against HEAD~3   # has the compiled code changed since HEAD~3?
 
-This program calls the stage's `forward` and `backward` with tensors without data. `StandInDriver` replaces Triton's driver and
-describes the chosen GPU. So Triton compiles every kernel for that GPU, but runs none.
+This program calls the stage's `forward` and `backward` on tensors that have no data. `StandInDriver` replaces Triton's driver
+and describes the chosen GPU. So Triton compiles every kernel for that GPU, but runs none.
 """
 
 import argparse
@@ -107,8 +107,8 @@ def first_that_survives(autotuner, kwargs):
 def roles(source: str, ttgir: str, ptx: str) -> list[tuple[str, int]]:
     """Return (function, registers per thread) of each partition of a warp-specialized kernel.
 
-    The default partition comes first. A kernel without partitions gives []. If the compiler itself has split the kernel, the
-    names are "default", "partition0", "partition1" and so on.
+    The default partition comes first. Without partitions, the list is empty. If the compiler itself has made the partitions,
+    their names are "default", "partition0", "partition1" and so on.
 
     Args:
         source: the kernel's IR before any compiler pass, where each partition is a call.
@@ -126,7 +126,7 @@ def roles(source: str, ttgir: str, ptx: str) -> list[tuple[str, int]]:
 
 
 def _describe(source, metadata, metadata_group, ptxas_log):
-    """Describe a compiled kernel: return the keys that `compile_cases` adds to the case's dict."""
+    """Describe a compiled kernel: return the entries that `compile_cases` adds to the case's dict."""
     texts = {path.suffix: path.read_text() for path in map(pathlib.Path, metadata_group.values()) if path.suffix != ".cubin"}
     source_ir = texts.get(".ttir") or texts[".ttgir"]  # Gluon has no .ttir
     constants = {source.fn.arg_names[path[0]]: value for path, value in source.constants.items()}
@@ -212,7 +212,7 @@ def _in_own_process(context, case, all_configs):
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_compile_case, args=(sender, case, all_configs))
     process.start()
-    sender.close()  # the process has its own copy; with this one closed, recv() raises EOFError if the process dies
+    sender.close()  # the new process keeps its copy; if it dies, no sender is open, and recv() raises EOFError
     try:
         return receiver.recv()
     except EOFError:
@@ -245,7 +245,7 @@ def compile_cases(cases, all_configs):
         - descriptors: the number of arguments that are descriptors.
         - warnings: the warnings of ptxas.
     """
-    os.environ["TRITON_INTERPRET"] = "0"  # the processes that start below compile, instead of interpreting
+    os.environ["TRITON_INTERPRET"] = "0"  # the processes that start below compile kernels
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # use no GPU memory
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["common"])  # all processes share one import of torch and triton
@@ -276,7 +276,7 @@ def _fits(row):
     return row["shared_bytes"] <= SHARED_LIMIT[row["arch"]]
 
 
-_CELLS = {  # column -> its text, if this is not simply the value in the row
+_CELLS = {  # column -> its text, if the text is not the row's value
     "value_dim": lambda row: row["value_dim"] or row["head_dim"],
     "registers": _registers,
     "shared_bytes": lambda row: f"{row['shared_bytes']}/{SHARED_LIMIT[row['arch']]}",
@@ -285,7 +285,7 @@ _CELLS = {  # column -> its text, if this is not simply the value in the row
 
 
 def table(rows: list[dict], wide: bool) -> str:
-    """Format the rows as a table: all columns if `wide`, else about 100 characters a line.
+    """Format the rows as a wide table with all columns, or as a narrow one with shorter lines.
 
     The narrow table shortens a stage's name to its version and a configuration to its numbers. It leaves out the registers of
     partitions. A property of the case, such as the dtype, stands above the narrow table if all rows have the same value.

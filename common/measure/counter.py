@@ -2,12 +2,12 @@
 
 A kernel's traffic is the bytes that its loads, stores, atomic operations and asynchronous copies move from and to memory. An
 element counts each time it is read or written. Masked elements do not count. Elements outside a descriptor's tensor do not
-count either, because the hardware leaves them out. An atomic operation counts as a read and a write. An addition by TMA counts
-only as a write, because the L2 cache does the addition. The FlashAttention papers call this traffic "HBM accesses", although
-caches may serve part of it.
+count either, because TMA does not copy them. An atomic operation counts as a read and a write. An addition by TMA counts only
+as a write, because the L2 cache does the addition. The FlashAttention papers call this traffic "HBM accesses", although caches
+may serve part of it.
 
 For a PyTorch operator, each argument and each result counts once. This is the minimum: the operator's kernel may read parts of
-an argument several times. An expanded dimension counts as size 1. Views and empty tensors move no bytes.
+an argument several times. An expanded dimension counts as size 1. Making views or empty tensors moves no bytes.
 
 The FLOPs are those of all matmuls that run. They include masked parts of tiles, and scores that a backward computes again.
 """
@@ -34,7 +34,7 @@ _FLOPS = flop_registry | {  # PyTorch's own table lacks the operators of attenti
     aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
     aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[aten._scaled_dot_product_flash_attention_backward],
 }
-# Operators that launch no kernel on a GPU, in addition to views. `func.is_view` says which operators are views.
+# These operators launch no kernel on a GPU. Views launch none either: `func.is_view` is true for them.
 _NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"}
 _OVERWRITING = {"copy_", "fill_", "zero_"}  # operators that write in place without reading the old values
 
@@ -52,7 +52,7 @@ class Launch:
 
 @dataclass
 class Count:
-    """The launches of a call in order, and the most bytes that its new tensors occupy at one time, including its results."""
+    """The launches of a call in order, and the most bytes that the call's new tensors, also its results, occupy at one time."""
 
     launches: list[Launch]
     peak: int
@@ -116,7 +116,7 @@ def moved(func, args, kwargs, result) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _operator_launch(func, args, kwargs, result) -> Launch:
-    """Return a PyTorch operator as a launch, with its bytes and FLOPs."""
+    """Return the `Launch` of a PyTorch operator."""
     packet = func.overloadpacket
     read, written = (sum(map(bytes_of, tensors)) for tensors in moved(func, args, kwargs, result))
     formula = _FLOPS.get(packet)
@@ -181,7 +181,7 @@ class Counter(TorchDispatchMode):
         return counted
 
     def _touch(self, pointers, mask, read, written):
-        """Add a memory operation's unmasked bytes `read` times to the bytes read, and `written` times to those written."""
+        """Count an operation's unmasked bytes as read if `read` is 1, and as written if `written` is 1."""
         element = max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
         touched = int(numpy.count_nonzero(numpy.asarray(mask.data))) * element  # with a descriptor, `mask` is a NumPy array
         self.launches[-1].read += read * touched
@@ -234,7 +234,7 @@ class Counter(TorchDispatchMode):
         return counted
 
     def _of_gluon(self, what):
-        """Add a Gluon kernel's bytes or FLOPs to the field `what` of the last launch, the running kernel."""
+        """Add a Gluon kernel's bytes or FLOPs to the field `what` of the running kernel's launch."""
 
         def watch(say):
             def counted(traffic, amount, *where):

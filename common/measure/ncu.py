@@ -50,11 +50,11 @@ FURTHER = (  # more metrics, to explain differences; some GPUs lack some of them
     "lts__t_sectors_srcunit_tex_op_read.sum",  # sectors that the SMs read from the L2 cache
     "lts__t_sectors_srcunit_tex_op_write.sum",
     "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",  # sectors of loads with pointers
-    "l1tex__t_sectors_pipe_lsu_mem_global_op_ld_lookup_hit.sum",  # how many of these the L1 cache serves
-    "l1tex__t_sectors_pipe_lsu_mem_local_op_ld.sum",  # sectors of reloaded spilled registers, mostly from the L1 cache
+    "l1tex__t_sectors_pipe_lsu_mem_global_op_ld_lookup_hit.sum",  # those of them that the L1 cache serves
+    "l1tex__t_sectors_pipe_lsu_mem_local_op_ld.sum",  # sectors of spilled registers that are reloaded, mostly from the L1 cache
     *MEMORY,
 )
-HEADS = 2  # default; two heads are enough, because all heads move equally many bytes, and counting is slow
+HEADS = 2  # default; more heads would only take longer, because all heads move equally many bytes
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def launch(options):
 
 
 def show(label: str, call: Callable):
-    """Call `call` twice, and profile the second call as one case of the profile."""
+    """Call `call` twice, and profile the second call as one case."""
     print(label, file=sys.stderr, flush=True)
     call()
     _case_begins_kernel[(1,)](0)
@@ -169,7 +169,7 @@ def add_counts(options):
 def pairs(case: dict) -> list[tuple[str, list[dict], list[dict]]]:
     """Return (label, counted launches, measured kernels) for each Triton kernel.
 
-    All PyTorch operators of the case together have one more entry.
+    One more entry is for all PyTorch operators of the case.
     """
     counted = {True: [], False: []}
     for launch_ in case["counted"]:
@@ -187,7 +187,7 @@ def pairs(case: dict) -> list[tuple[str, list[dict], list[dict]]]:
 
 
 def comparison(counted: list[dict], measured: list[dict]) -> dict[str, int]:
-    """Add up the counted bytes of some launches, and the measured bytes of the same launches.
+    """Return the sums of the counted and of the measured bytes of some launches.
 
     The entry `spilled` says how many measured bytes are stores of spilled registers.
     """

@@ -1,4 +1,4 @@
-"""Show a command's progress and remaining time on stderr: a bar on a terminal, or a line from time to time elsewhere."""
+"""Show a command's progress and remaining time on stderr: a bar on a terminal, otherwise a line from time to time."""
 
 import sys
 
@@ -20,7 +20,7 @@ class _Lines:
 
 
 class Progress(tqdm):
-    """A progress bar for work of size `total`. Sizes must be proportional to time, such as expected seconds.
+    """A progress bar for work of size `total`. Give sizes in expected seconds, or proportional to them.
 
     Call `begin(name)` before a piece of work, and `update(size)` after the piece. The bar is a context manager.
     """

@@ -37,17 +37,17 @@ from common.runtime import INTERPRETED, num_sms
 
 ROWS = gl.constexpr(64)  # number of rows of a warpgroup's tile
 COLUMNS = gl.constexpr(64)  # number of columns of a tile in registers
-UNROLLED = gl.constexpr(8)  # number of instructions in each iteration, each on all elements of a tile
+UNROLLED = gl.constexpr(8)  # number of instructions per iteration; each works on a whole tile
 # Number of tiles that a program copies in turn. The L2 cache holds them all: 132 programs with tiles of 16 KiB use 17 MB.
 L2_TILES = gl.constexpr(8)
 RING = gl.constexpr(4)  # number of tiles in shared memory that a loop loads in turn
-FIELDS = gl.constexpr(5)  # what a program records: begin and end in cycles, begin and end in nanoseconds, and the SM's number
+FIELDS = gl.constexpr(5)  # values that a program records: begin and end in cycles, begin and end in nanoseconds, SM
 
 TARGET_CYCLES = 300_000  # a measured loop takes about this many cycles
 FIRST_TURNS = 64  # iterations in each of the first two runs; the second run's time gives the iterations of later runs
 REPETITIONS = 7  # number of measured runs, after the first two runs
 
-COPY_BYTES = 192 * 2**10  # shared memory for all tiles that are copied at the same time, in bytes
+COPY_BYTES = 192 * 2**10  # bytes of shared memory for all tiles that are copied at the same time
 
 
 @gluon.jit
@@ -82,7 +82,7 @@ def _mark(clock, end: gl.constexpr, w: gl.constexpr):
 
 @gluon.jit
 def _stand_aside(clock):
-    """In a warpgroup without work, arrive at both barriers of `_mark`, so that those with work do not wait forever."""
+    """In a warpgroup without work, arrive at both barriers of `_mark`, so that warpgroups with work do not wait forever."""
     record_ptr, barriers, busy = clock
     mbarrier.arrive(barriers.index(0), count=1)
     mbarrier.arrive(barriers.index(1), count=1)
@@ -220,7 +220,7 @@ def _matmul_kernel(
 def _instruct(clock, n, sink_ptr, ASM: gl.constexpr, w: gl.constexpr):
     """Execute an instruction on every element of two tiles in registers, x and y.
 
-    The instruction reads x and y. Its result replaces x and y in turn.
+    The instruction reads x and y. Its result replaces x, then y, and so on.
     """
     record_ptr, barriers, busy = clock
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
@@ -378,7 +378,7 @@ INSTRUCTIONS = {  # name -> (PTX, number of results); $0 is the result, $1 and $
     "to float16": ("{ .reg .b32 t; cvt.rn.f16x2.f32 t, $1, $2; mov.b32 $0, t; }", 2),
     "to bfloat16": ("{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $1, $2; mov.b32 $0, t; }", 2),
     "from float16": ("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $1; cvt.f32.f16 $0, lo; }", 1),
-    # A register holds two bfloat16 elements. A multiplication unpacks its low half, and a mask unpacks its high half. $2 is an
+    # A register holds two bfloat16 elements. A multiplication unpacks the low one, and a mask unpacks the high one. $2 is an
     # input only so that the compiler cannot merge several such instructions into one.
     "from bfloat16, low": (
         "{ .reg .b32 t, u; mov.b32 t, $1; mov.b32 u, $2; mad.lo.u32 t, t, $3, u; mov.b32 $0, t; }", 1,

@@ -13,7 +13,7 @@ FLOAT32_LOSS = 2.0**-22
 
 _SIZES = {"largest": lambda x: x.abs().max(), "rms": lambda x: x.square().mean().sqrt()}
 
-# Maximum bytes of a matrix such as S [heads, query rows, keys], and of its heads' K and V. Memory holds several such
+# Maximum bytes of a matrix such as S [heads, query rows, keys], and of these heads' K and V. Memory holds several such
 # matrices at the same time. For a head with 16384 queries and keys, S has exactly this size in float32. So up to this length,
 # one matmul computes dK and one computes dV, as in plain PyTorch. For longer sequences, dK and dV are sums over several
 # matmuls.
@@ -118,7 +118,6 @@ def truth(
     Returns:
         A dict of float64 tensors: "out" [B, H, Sq, Dv] and "lse" [B, H, Sq]. With `grad_out`, it also has "dq", "dk" and "dv",
         shaped like q, k and v. The entry "magnitudes" is a dict with a tensor for each of these names, from `_row_magnitudes`.
-        `error_bounds` needs this entry.
     """
     options = {"causal": causal, "scale": scale, "diagonal": diagonal}
     results = _each_head(_rows, torch.float64, q, k, v, grad_out, **options, dtype=torch.float64)
@@ -132,8 +131,8 @@ def plain(
     """Compute attention in plain PyTorch, to find how large an error is normal.
 
     Inputs, P, dS and results are in q's dtype, and everything else is in float32. Matmuls that return float16 would have
-    larger errors, because they also round scores and dP. The arguments and results are as in `truth`. "lse" is
-    float32, and the other results have q's dtype.
+    larger errors, because they also round scores and dP. The arguments and results are those of `truth`, without "magnitudes".
+    "lse" is float32, and the other results have q's dtype.
     """
     options = {"causal": causal, "scale": scale, "diagonal": diagonal}
     results = _each_head(_rows, torch.float32, q, k, v, grad_out, **options, dtype=q.dtype)
@@ -141,7 +140,7 @@ def plain(
 
 
 def error_bounds(truth: dict, plain: dict) -> dict[str, dict[str, Tensor]]:
-    """Return each result's bounds by name: of its "largest" and "rms" error, before the result is rounded to its dtype.
+    """Return by name the bounds of each result's "largest" and "rms" error before the result is rounded to its dtype.
 
     A bound is `FACTORS` times the error of `plain`, plus `FLOAT32_LOSS` times the magnitude from `truth`. The second term is
     needed because `plain` may be exact by chance.
@@ -174,7 +173,7 @@ def assert_close(name: str, got: Tensor, truth: Tensor, bounds: dict[str, Tensor
     errors = torch.stack([size(error) for size in _SIZES.values()])
     allowed = torch.stack([bounds[kind] + half_ulp * size(truth) for kind, size in _SIZES.items()])
     allowed = allowed.clamp(max=torch.finfo(allowed.dtype).max)  # an infinite error fails even if plain PyTorch overflows too
-    if (errors <= allowed).all():  # false for NaN; only here does the CPU wait for the GPU
+    if (errors <= allowed).all():  # false for NaN; the CPU waits for the GPU only here
         return
     worst = torch.unravel_index(error.argmax(), error.shape)  # argmax treats NaN as the largest
     worst = tuple(index.item() for index in worst)

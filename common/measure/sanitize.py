@@ -96,7 +96,7 @@ DESCRIBED = "a program writes its descriptor with tensormap.cp_fenceproxy, which
 KNOWN = (
     Known("racecheck", TOLD, "_forward_kernel", r"next_tiles\.number\.index\(.*\)\.(store|load)\(", TILE),
     # The reports with the reason STATE name the kernel's first line, and the line that splits the warps into roles. Some
-    # forwards split the warps inside an `if`. Then the second line may be the line of the `if`.
+    # forwards split the warps inside an `if`. Then the report may name the `if` instead.
     Known("racecheck", ROLES, "_forward_kernel", r"^def _forward_kernel\(|if CONSUMERS == 2:|gl\.warp_specialize\(", STATE),
     Known("racecheck", ROLES, "_backward_kernel", r"^def _backward_kernel\(|gl\.warp_specialize\(", STATE),
     Known("racecheck", BY_COMPILER, "_forward_kernel", r"^def _forward_kernel\(|q_desc\.load\(|tl\.store\(lse_ptrs", COPIED),
@@ -166,7 +166,7 @@ def sanitize(tool: str, stage: str) -> collections.Counter:
         program = f"from common.measure import sanitize; sanitize.run_stage({stage!r})"
         run = subprocess.run(
             [*command, sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False,
-            env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # one tensor per allocation, to find accesses beyond it
+            env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # one tensor per allocation, to find accesses outside it
         )  # fmt: skip
         log = path.read_text() if path.exists() else ""
     last = (run.stderr.strip() or run.stdout.strip() or "no output").splitlines()[-1]

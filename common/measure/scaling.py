@@ -1,10 +1,9 @@
 """Measure how ring attention scales. `make bench-ring GPUS=4` starts this program once for each GPU.
 
 A rank is a process with its own GPU. With n GPUs, each rank has an n-th of the sequence's tokens. Weak scaling compares
-sequences with equally many tokens per GPU. Strong scaling compares different numbers of GPUs on one sequence. For both kinds
-of scaling, the tables give the speed as a percentage of the ideal. The tables also contain PyTorch's context parallelism,
-which uses scaled_dot_product_attention (SDPA). Before the program times a case, it compares the results with attention in
-float64.
+sequences with equally many tokens per GPU. Strong scaling compares different numbers of GPUs on one sequence. The tables give
+the speed as a percentage of n times one GPU's speed. They also contain PyTorch's context parallelism, which uses
+scaled_dot_product_attention (SDPA). Before the program times a case, it compares the results with attention in float64.
 
 Without GPUs, the program runs small cases on the CPU, where ranks communicate with PyTorch's backend gloo. The program then
 measures no time. It counts the bytes that a rank sends, and prints the formula's bytes (`sent_bytes`) beside them.
@@ -49,10 +48,10 @@ GPUS = 2
 MILLION, MILLION_HEADS = 2**20, 8  # with --million: number of tokens of the sequence, and number of heads
 PASSES = ("fwd", "fwd+bwd")
 
-TIMEOUT_S = 240  # a rank waits this many seconds for another rank, which may compile and tune kernels meanwhile
+TIMEOUT_S = 240  # a rank waits at most this long for another rank, which may compile and tune kernels meanwhile
 LIMIT_S = 140  # a run starts no case after this many seconds
 GPU_CASE_S, CASE_S = 1.5, 1.0  # approximate seconds of a case, including its check: on GPUs, and on the interpreter
-SPIN_CYCLES = 10_000_000  # a GPU spins for this many cycles (5 ms) before each round, while the CPU queues launches
+SPIN_CYCLES = 10_000_000  # a GPU spins this many cycles (5 ms) before each round, while the CPU queues launches
 CHECKED_ROWS = 8  # number of checked query rows in each chunk of the sequence
 WARM_UP = 3  # number of untimed calls; a stage replays recorded launches from the third equal call on
 ROUNDS_S, FEWEST_ROUNDS, MOST_ROUNDS = 0.3, 5, 30  # GPU seconds of all rounds together; minimum and maximum number of rounds
@@ -65,7 +64,7 @@ def sent_bytes(workload: Workload, ranks: int, rank: int = 0) -> int:
     With n ranks, a rank sends n - 1 blocks of K and V. A block has B · Hkv · S / n · (D + Dv) elements of e bytes. A backward
     also sends the gradients of these blocks. An element of a gradient has e bytes in the first transfer, and 4 bytes in later
     transfers. With a causal mask, ranks send the gradients of only half of a block's keys, until the block comes to rank 0.
-    From rank 0 on, ranks send the gradients of all keys of the block. So rank 0 sends the most.
+    From rank 0 on, ranks send the gradients of all keys. Rank 0 always does this, so it sends the most.
     """
     w, size = workload, DTYPES[workload.dtype].itemsize
     numbers = w.batch * w.kv_heads * (w.kv_len // ranks) * (w.head_dim + w.value_dim)
@@ -94,7 +93,7 @@ def held_bytes(workload: Workload, ranks: int) -> int:
     kv = tokens * w.kv_heads * (w.head_dim + w.value_dim)  # elements in a block of K and V
     q, out, lse = (tokens * w.heads * columns for columns in (w.head_dim, w.value_dim, 1))
     if w.pass_ == "fwd":
-        between = 4 if ranks > 2 and size < 4 else 0  # bytes per element of O, which is in float32 between merges
+        between = 4 if ranks > 2 and size < 4 else 0  # bytes per element of O in float32, which more than two ranks hold
         return blocks * kv * size + out * (2 * size + between) + 2 * lse * 4
     heads = first_heads(w.kv_heads, size, ranks)
     first_q, first_kv = (numbers * heads // w.kv_heads for numbers in (q, kv))
@@ -141,7 +140,7 @@ def attention_of(impl: str, group, causal: bool):
                 from torch.distributed.tensor.experimental._attention import _cp_options
             except ImportError as error:
                 raise Unavailable(f"this PyTorch has no context parallelism as in 2.11: {error}") from None
-            _cp_options.enable_load_balance = causal  # with a causal mask, each rank gets the chunks of `shard`
+            _cp_options.enable_load_balance = causal  # with a causal mask, a rank gets the chunks that `shard` selects
             some = torch.zeros(2 * size if causal else size, device=DEVICE)  # context_parallel requires some tensor
             mesh = DeviceMesh.from_group(group, DEVICE)
             context = context_parallel(mesh, buffers=[some], buffer_seq_dims=[0])
@@ -250,7 +249,7 @@ def check(attend: Callable, workload: Workload, group):
 
 
 def _rounds(call: Callable, group, count: int) -> tuple[list[float], bool]:
-    """Return the seconds of each round on this rank's GPU, and whether the CPU was ahead of it in at least half of the rounds.
+    """Return each round's seconds on this rank's GPU, and whether the CPU was ahead of the GPU in at least half of the rounds.
 
     In a round, the GPU spins, waits for the other GPUs, records an event, runs the call, and records another event. During the
     spin, the CPU queues the launches. The GPUs wait for each other in a reduction, so that all GPUs begin the call together.

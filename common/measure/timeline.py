@@ -1,9 +1,9 @@
 """Simulate a stage's Gluon kernels on one SM, cycle by cycle, at the measured rates of its units.
 
-    python -m common.measure.timeline --stage v25,v28 --json results/timeline.json   # anywhere
+    python -m common.measure.timeline --stage v25,v28 --json results/timeline.json   # on any machine
 
-The model of an SM is `common.interpreter.timing`. Its rates are in results/rates-h200.json. They come from microbenchmarks
-(`common.measure.rates`), so no rate is fitted to a stage's measured time. Only Gluon kernels are timed.
+The model of an SM is `common.interpreter.timing`. The model's rates are in results/rates-h200.json. They come from
+microbenchmarks (`common.measure.rates`), so no rate is fitted to a stage's measured time. Only Gluon kernels are timed.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def measured_rates(path: Path = RATES) -> Rates:
 
 
 def simulate(stage, workload: Workload, rates: Rates) -> list[Timing]:
-    """Run one pass of a stage on the model of an SM. Return the timing of each Gluon kernel that the pass launches."""
+    """Run one pass of a stage on the model of an SM. Return the timings of the pass's Gluon kernels."""
     torch.manual_seed(0)
     with interpreted_as(HOPPER):
         call = stage_call(stage, workload, workload.inputs())
@@ -95,7 +95,7 @@ def busy(spans: list[Span], end: float) -> dict[str, float]:
 
 
 def record(name: str, workload: Workload, timings: list[Timing]) -> dict:
-    """Return a workload's cycles, its cycles for SCORES scores, and the busy share of each unit in the longest kernel."""
+    """Return a workload's cycles, its cycles per SCORES scores, and the busy share of each unit in the longest kernel."""
     longest = max(timings, key=lambda timing: timing.end)
     cycles = sum(timing.end for timing in timings)
     scores = workload.batch * workload.heads * workload.seq_len * workload.kv_len / (2 if workload.causal else 1)

@@ -152,7 +152,7 @@ class _Known:
 
 
 class _Tracer(Counter):
-    """Count the traffic, and record each access that counts."""
+    """Count the traffic, and record each counted access."""
 
     def __init__(self, timings, outer):
         super().__init__()

@@ -43,7 +43,7 @@ class Gpu:
             return stages.unavailable(stage_name)
 
     def interpreted(self):
-        """Return a context in which the interpreter stands in for this GPU."""
+        """Return a context in which the interpreter acts as this GPU."""
         return interpreted_as(Device(self.arch, SHARED_LIMIT[self.arch], self.num_sms))
 
 
@@ -57,8 +57,8 @@ GPUS = {
         "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf",
     ),
     # The page gives 759 TOPS in FP4 with sparsity. Dense float16 with float32 accumulation has a sixteenth of this rate. The
-    # architecture's whitepaper gives both for the RTX 5090: 3,352 and 209.5. The bandwidth is 128 data lines times 28 Gbit/s
-    # each. The number of SMs is 4,608 cores (from the page) divided by 128 cores per SM (from the whitepaper).
+    # architecture's whitepaper gives both rates for the RTX 5090: 3,352 and 209.5. The bandwidth is 128 data lines times 28
+    # Gbit/s each. The number of SMs is 4,608 cores (from the page) divided by 128 cores per SM (from the whitepaper).
     "rtx5060ti": Gpu(
         "NVIDIA GeForce RTX 5060 Ti", 120, 36, 47.4, 0.448,
         "https://www.nvidia.com/en-us/geforce/graphics-cards/50-series/rtx-5060-family/ and "
@@ -86,7 +86,7 @@ def tiles_of(gpu: Gpu, stage, head_dim: int, dtype: torch.dtype, tuned: dict[str
 
 
 def _likely_tile(gpu, tuner, head_dim, dtype):
-    """Return the tile of `key_tile` or `query_tile` if one of the kernel's configurations for this GPU has it.
+    """Return the fixed tile (`key_tile` or `query_tile`) if one of the kernel's configurations for this GPU has it.
 
     Otherwise return the first configuration's tile.
     """
@@ -134,7 +134,7 @@ def roofline(launches: list[Launch], gpu: Gpu) -> tuple[float, str]:
 
 
 def costs(counted: Count, gpu: Gpu, dtype: str) -> dict:
-    """Return a count as fields of a record for `tables.speed_table`.
+    """Return a count as fields of a results file's record.
 
     float32 gets no roofline, because `Gpu` has the peak of float16 only.
     """

@@ -2,7 +2,7 @@
 
 Change from v7: the tiles are fixed, because Gluon's layouts and buffers (from v10 on) depend on them. Also, P is kept in 16
 bits until dS needs it, which leaves registers for the tiles. The mask comes before the exponential, so that P can be rounded at
-once. Inputs in float32, or with D = 256, do not fit with these tiles, and fall back to v7.
+once. Float32 inputs and D = 256 do not fit on chip with these tiles, and fall back to v7.
 """
 
 import torch

@@ -355,7 +355,7 @@ def _backward_kernel(
     q_full, q_do_empty = new_ring(STAGES, 1, CONSUMERS)
     do_full = new_barriers(STAGES, 1)
     ds_full, ds_empty = new_ring(STAGES, CONSUMERS, 1)
-    tile_full = new_barriers(2, 1)  # no empty barriers: all warps have read a number when dK of the next tile is ready
+    tile_full = new_barriers(2, 1)  # no empty barriers: all warps have read a tile's number when its dK is ready
 
     tensors = Tensors(q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, counter_ptr)
     problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles, scale)

@@ -114,8 +114,8 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
     """Run on one warp: keep the buffers of Q, K and V full, also for the next tile while the current tile ends.
 
     A CTA's first tile has the CTA's own number. The CTA takes its other tiles from a counter that all CTAs share. If keys are
-    split, or MODE is "running", the CTA takes tiles in fixed strides. If MODE is "again", CTA n of N CTAs takes the failed tile
-    number n, and every N-th failed tile after it.
+    split, or MODE is "running", the CTA takes tiles in fixed strides. If MODE is "again", CTA n of N CTAs takes failed tile n,
+    and every N-th failed tile after it.
     """
     if problem.is_split is not None:
         gdc_launch_dependents()  # all CTAs of this launch are running, so CTAs of the next launch may start

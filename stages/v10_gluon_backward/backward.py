@@ -77,11 +77,11 @@ class Tile(NamedTuple):
     batch_head: gl.tensor  # batch * H + head
     heads_per_kv: gl.tensor  # number of query heads that share these keys
     start_n: gl.tensor  # the first key
-    keys: gl.tensor  # number of keys from start_n to the last key
+    keys: gl.tensor  # number of keys from start_n on
     diagonal: gl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     first: gl.tensor  # the first query tile that sees one of the keys
     seq_q: gl.tensor
-    steps: gl.tensor  # number of query tiles from `first` on, of all query heads together
+    steps: gl.tensor  # number of query tiles from `first` on, of all these query heads
     masked: gl.tensor  # number of steps at the start that need a mask
 
 
@@ -122,7 +122,7 @@ def _query_tile(step, tile):
 
 @gluon.jit
 def _load(tensors, tile, ring, step):
-    """Start to load a step's Q and dO into buffers that the CTA no longer needs."""
+    """Start to load a step's Q and dO into free buffers."""
     STAGES: gl.constexpr = ring.q.shape[0]
     slot, _ = slot_and_phase(step, STAGES)
     head, number, _ = _query_tile(step, tile)
@@ -135,7 +135,7 @@ def _load(tensors, tile, ring, step):
 
 @gluon.jit
 def _add_dq(tensors, ds_ring, kv, tile, head, start_m):
-    """Compute dQ from a step's dS and K, and let TMA add it to the accumulator in memory."""
+    """Compute a step's contribution to dQ, and let TMA add it to dQ's accumulator."""
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     PARTS: gl.constexpr = ds_ring.dq.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, HEAD_DIM // 2, 16])
@@ -247,7 +247,7 @@ def _backward_kernel(
     start_n = tile_n * KEYS
     batch = batch_head // kv_heads
     kv_head = batch_head % kv_heads
-    first = 0  # the first query tile that sees one of these keys; if none does, the last tile, with all scores masked
+    first = 0  # the first query tile that sees one of these keys; if no tile does, the last tile, with all scores masked
     masked = 0  # number of query tiles, from `first` on, that need a mask
     if CAUSAL:
         first = gl.minimum(gl.maximum(start_n - diagonal, 0) // BLOCK_M, tiles_m - 1)

@@ -190,8 +190,8 @@ def _forward_kernel(
     tile = Tile(batch_head // heads, head, head // heads_per_kv, start_m, keys)
     queries = Queries(q_s, o_s, q_full)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
-    # An SM has 65,536 registers, and a warpgroup has 128 threads. So the registers per thread of all warpgroups may add up to
-    # 512. The producer keeps 24 per thread, and the consumers get the rest.
+    # An SM has 65,536 registers, and a warpgroup has 128 threads. So the registers per thread, summed over all warpgroups, are
+    # at most 512. The producer keeps 24 per thread, and the consumers get the rest.
     gl.warp_specialize(
         [(_consumer, (tensors, tile, queries, ring, problem, CAUSAL)), (_producer, (tensors, tile, queries, ring))], [1], [24]
     )

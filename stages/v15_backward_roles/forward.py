@@ -142,7 +142,7 @@ def _consumer(tensors, tile, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
     of_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     start_m = tile.start_m + w * ROWS
     # First come whole tiles that every row sees, without a mask. Then come tiles at the diagonal and the last key, with a mask.
-    # A consumer that ends early never releases the last tiles. These are at most STAGES tiles, so no load needs their slots.
+    # A consumer that ends early never releases the CTA's last tiles. These are at most STAGES, so no load needs their slots.
     seen = gl.cdiv(gl.minimum(start_m + ROWS + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k, BLOCK_N)
     full = (gl.minimum(start_m + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k) // BLOCK_N
 
@@ -197,9 +197,9 @@ def _forward_kernel(
     tile = Tile(batch_head // heads, head, head // heads_per_kv, start_m, keys)
     queries = Queries(q_s, o_s, q_full)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
-    # An SM has 65,536 registers, and a warpgroup has 128 threads. So the registers per thread of all warpgroups may add up to
-    # 512. The last list has the registers per thread of all roles except the first. The producer gets 24. The first role runs
-    # on the launch's `num_warps` warps and gets the rest.
+    # An SM has 65,536 registers, and a warpgroup has 128 threads. So the registers per thread, summed over all warpgroups, are
+    # at most 512. The last list has the registers per thread of all roles except the first. The producer gets 24. The first
+    # role runs on the launch's `num_warps` warps and gets the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (tensors, tile, queries, ring, problem, 0, CAUSAL)),

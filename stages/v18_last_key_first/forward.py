@@ -190,9 +190,9 @@ def _forward_kernel(
     tile = Tile(batch_head // heads, head, head // heads_per_kv, start_m, keys)
     queries = Queries(q_s, o_s, q_full)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
-    # An SM has 65,536 registers, and a warpgroup has 128 threads. So the registers per thread of all warpgroups may add up to
-    # 512. The last list has the registers per thread of all roles except the first. The producer gets 24. The first role runs
-    # on the launch's `num_warps` warps and gets the rest.
+    # An SM has 65,536 registers, and a warpgroup has 128 threads. So the registers per thread, summed over all warpgroups, are
+    # at most 512. The last list has the registers per thread of all roles except the first. The producer gets 24. The first
+    # role runs on the launch's `num_warps` warps and gets the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (tensors, tile, queries, ring, problem, 0, CAUSAL)),

@@ -22,7 +22,7 @@ def _scores(q, ring, fill):
 
 @gluon.jit
 def _visible(s, start_n, seq_k, last, CAUSAL: gl.constexpr):
-    """Return the scores s of the key tile at start_n, with -inf for masked keys. `last` is the last key that row 0 sees."""
+    """Return the scores s of the key tile at start_n, with -inf for masked keys. `last` is the first row's last visible key."""
     offs_n = start_n + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
     visible = (offs_n < seq_k)[None, :]
     if CAUSAL:
@@ -43,8 +43,8 @@ def _accumulate(acc, s, q, ring, fill, tiles, problem, last, scale_log2, CAUSAL:
     acc_layout: gl.constexpr = acc.type.layout
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
     s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
-    # The first query tile starts `diagonal % ROWS` rows before query 0. A consumer's last row sees a multiple of ROWS keys, or
-    # all keys. Therefore only the last key tile needs a mask.
+    # The first query tile starts `diagonal % ROWS` rows before query 0. So a consumer's last row sees a multiple of ROWS keys,
+    # or all keys. Therefore only the last key tile needs a mask.
     start_n = (tiles - 1) * BLOCK_N
     if CAUSAL or start_n + BLOCK_N > problem.seq_k:
         s = _visible(s, start_n, problem.seq_k, last, CAUSAL)

@@ -65,11 +65,11 @@ class Tile(NamedTuple):
     batch_head: gl.tensor  # batch * H + head
     heads_per_kv: gl.tensor  # number of query heads that share these keys
     start_n: gl.tensor  # the first key
-    keys: gl.tensor  # number of keys from start_n to the last key
+    keys: gl.tensor  # number of keys from start_n on
     diagonal: gl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     first: gl.tensor  # the first query tile that sees one of the keys
     tiles_m: gl.tensor  # number of query tiles of a head
-    steps: gl.tensor  # number of query tiles from `first` on, of all query heads together
+    steps: gl.tensor  # number of query tiles from `first` on, of all these query heads
     unseen: gl.tensor  # number of steps at the start whose queries see no key of the second consumer
     masked: gl.tensor  # number of steps at the start that need a mask
 
@@ -132,7 +132,7 @@ def _load(tensors, tile, ring, step):
 
 @gluon.jit
 def _add_dq(tensors, ds_ring, slot, kv, row):
-    """Compute dQ from a step's dS and K, and let TMA add it to the accumulator in memory."""
+    """Compute a step's contribution to dQ, and let TMA add it to dQ's accumulator."""
     BLOCK_M: gl.constexpr = ds_ring.ds.shape[2]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     PARTS: gl.constexpr = ds_ring.dq.shape[0]
@@ -191,7 +191,7 @@ def _accumulate(
             _, number, _ = _query_tile(step, tile)
             offs_m = number * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, s_layout))
             p_t = gl.where(offs_m[None, :] >= seen_from[:, None], p_t, float("-inf"))
-        # No matmul is in flight here. The wait only makes the compiler compute p before it issues the next matmuls.
+        # No matmul is in flight here. The wait only makes the compiler place p's computation before the next matmuls.
         p_t = warpgroup_mma_wait(0, [gl.exp2(p_t).to(dtype)])
         mbarrier.wait(ring.do_full.index(slot), phase)
         dp_t = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)
@@ -298,7 +298,7 @@ def _backward_kernel(
     start_n = tile_n * KEYS
     batch = batch_head // kv_heads
     kv_head = batch_head % kv_heads
-    first = 0  # the first query tile that sees one of these keys; if none does, the last tile, with all scores masked
+    first = 0  # the first query tile that sees one of these keys; if no tile does, the last tile, with all scores masked
     masked = 0  # number of query tiles, from `first` on, that need a mask
     unseen = 0  # number of query tiles, from `first` on, that see no key of the second consumer
     if CAUSAL:

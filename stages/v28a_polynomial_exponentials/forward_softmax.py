@@ -32,7 +32,7 @@ def _polynomial_exp2(x):
     # For x <= -127, and so for masked scores, the power of two is 0. NaN stays NaN.
     x = gl.maximum(x, -127.0, propagate_nan=tl.PropagateNan.ALL)
     # `rounds` is so large that the last bit of its mantissa is worth 1. So the addition rounds x to an integer j. The last bits
-    # of the sum are j + 127, as float32 stores the exponent of 2^j.
+    # of the sum are j + 127: the exponent bits of 2^j in float32.
     rounds: gl.constexpr = 1.5 * 2**23 + 127
     rounded = gl.minimum(x, 128.0) + rounds  # 2^128 is inf
     power = (rounded.to(gl.int32, bitcast=True) << 23).to(gl.float32, bitcast=True)
@@ -59,7 +59,7 @@ def _sums(p):
 
 @gluon.jit
 def _visible(s, start_n, seq_k, last, CAUSAL: gl.constexpr):
-    """Return the scores s of the key tile at start_n, with -inf for masked keys. `last` is the last key that row 0 sees."""
+    """Return the scores s of the key tile at start_n, with -inf for masked keys. `last` is the first row's last visible key."""
     offs_n = start_n + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
     visible = (offs_n < seq_k)[None, :]
     if CAUSAL:
@@ -85,8 +85,8 @@ def _accumulate(
     s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
     slot, phase = slot_and_phase(fill, STAGES)
     mbarrier.arrive(ring.empty.index(slot), count=1)
-    # The first query tile starts `diagonal % ROWS` rows before query 0. A consumer's last row sees a multiple of ROWS keys, or
-    # all keys. Therefore only the last key tile needs a mask.
+    # The first query tile starts `diagonal % ROWS` rows before query 0. So a consumer's last row sees a multiple of ROWS keys,
+    # or all keys. Therefore only the last key tile needs a mask.
     start_n = (tiles - 1) * BLOCK_N
     if CAUSAL or start_n + BLOCK_N > problem.seq_k:
         s = _visible(s, start_n, problem.seq_k, last, CAUSAL)

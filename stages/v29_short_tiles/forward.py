@@ -66,7 +66,7 @@ class Ring(NamedTuple):
 
 @gluon.jit
 def _load(tensors, tile, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
-    """Start to load the next slot of the ring, when the consumers have released the slot. The slot gets the two tiles of one
+    """Start to fill the next slot of the ring, when the consumers have released the slot. The slot gets the two tiles of one
     step: K of the key tile at start_n, and V of the previously visited key tile, whose scores are already computed."""
     STAGES: gl.constexpr = ring.k.shape[0]
     BLOCK_N: gl.constexpr = ring.k.shape[3]
@@ -263,9 +263,9 @@ def _forward_kernel(
     queries = Queries(q_s, o_s, q_full, q_empty)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
     next_tiles = NextTiles(tile_s, new_barriers(Q_STAGES, 1))  # no empty barriers: Q's empty barriers protect the number, too
-    # An SM has 65,536 registers, and a warpgroup has 128 threads. So the registers per thread of all warpgroups may add up to
-    # 512. The last list has the registers per thread of all roles except the first. The producer gets 24. The first role runs
-    # on the launch's `num_warps` warps and gets the rest.
+    # An SM has 65,536 registers, and a warpgroup has 128 threads. So the registers per thread, summed over all warpgroups, are
+    # at most 512. The last list has the registers per thread of all roles except the first. The producer gets 24. The first
+    # role runs on the launch's `num_warps` warps and gets the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (tensors, queries, ring, next_tiles, problem, 0, MODE, CAUSAL)),

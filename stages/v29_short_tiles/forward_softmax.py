@@ -33,7 +33,7 @@ def _sums(p):
 
 @gluon.jit
 def _visible(s, start_n, seq_k, last, CAUSAL: gl.constexpr):
-    """Return the scores s of the key tile at start_n, with -inf for masked keys. `last` is the last key that row 0 sees."""
+    """Return the scores s of the key tile at start_n, with -inf for masked keys. `last` is the first row's last visible key."""
     offs_n = start_n + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
     visible = (offs_n < seq_k)[None, :]
     if CAUSAL:
@@ -59,8 +59,8 @@ def _accumulate(
     s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
     slot, phase = slot_and_phase(fill, STAGES)
     mbarrier.arrive(ring.empty.index(slot), count=1)
-    # The first query tile starts `diagonal % ROWS` rows before query 0. A consumer's last row sees a multiple of ROWS keys, or
-    # all keys. Therefore only the last key tile needs a mask.
+    # The first query tile starts `diagonal % ROWS` rows before query 0. So a consumer's last row sees a multiple of ROWS keys,
+    # or all keys. Therefore only the last key tile needs a mask.
     start_n = (tiles - 1) * BLOCK_N
     if CAUSAL or start_n + BLOCK_N > problem.seq_k:
         s = _visible(s, start_n, problem.seq_k, last, CAUSAL)

@@ -10,7 +10,7 @@ __all__ = ["SPILLED_BYTES", "UNORDERED", "attention", "backward", "forward", "un
 TRACK = "short-rows"  # common/show/tracks.py says what a track is
 
 # Spilled bytes per thread. dK, dV, S and dP leave few registers in a backward consumer. Most spills happen once per tile. A
-# step without a mask reads back at most a few words.
+# step without a mask reads back at most a few values.
 SPILLED_BYTES = 284
 UNORDERED = ("dq",)  # programs add to dQ in any order, unless `torch.use_deterministic_algorithms` is on
 

@@ -32,11 +32,11 @@ class Tile(NamedTuple):
     batch_head: gl.tensor  # batch * H + head
     heads_per_kv: gl.tensor  # number of query heads that share these keys
     start_n: gl.tensor  # the first key
-    keys: gl.tensor  # number of keys from start_n to the last key
+    keys: gl.tensor  # number of keys from start_n on
     diagonal: gl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     first: gl.tensor  # the first query tile that sees one of the keys
     tiles_m: gl.tensor  # number of query tiles of a head
-    steps: gl.tensor  # number of query tiles from `first` on, of all query heads together
+    steps: gl.tensor  # number of query tiles from `first` on, of all these query heads
     unseen: gl.tensor  # number of steps at the start whose queries see no key of the second consumer
     masked: gl.tensor  # number of steps at the start that need a mask
 
@@ -51,7 +51,7 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
         gl.cdiv(problem.seq_k, KEYS), problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=gl.num_programs(0)
     )
     start_n = tile_n * KEYS
-    first = 0  # the first query tile that sees one of these keys; if none does, the last tile, with all scores masked
+    first = 0  # the first query tile that sees one of these keys; if no tile does, the last tile, with all scores masked
     masked = 0  # number of query tiles, from `first` on, that need a mask
     unseen = 0  # number of query tiles, from `first` on, that see no key of the second consumer
     if CAUSAL:

@@ -101,7 +101,7 @@ def _load(tensors, tile, ring, step):
 
 @gluon.jit
 def _add_dq(tensors, ds_ring, slot, kv, row):
-    """Compute dQ from a step's dS and K, and let TMA add it to the accumulator in memory."""
+    """Compute a step's contribution to dQ, and let TMA add it to dQ's accumulator."""
     BLOCK_M: gl.constexpr = ds_ring.ds.shape[2]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     PARTS: gl.constexpr = ds_ring.dq.shape[0]
@@ -160,7 +160,7 @@ def _accumulate(
             _, number, _ = _query_tile(step, tile)
             offs_m = number * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, s_layout))
             p_t = gl.where(offs_m[None, :] >= seen_from[:, None], p_t, float("-inf"))
-        # No matmul is in flight here. The wait only makes the compiler compute p before it issues the next matmuls.
+        # No matmul is in flight here. The wait only makes the compiler place p's computation before the next matmuls.
         p_t = warpgroup_mma_wait(0, [gl.exp2(p_t).to(dtype)])
         mbarrier.wait(ring.do_full.index(slot), phase)
         dp_t = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)

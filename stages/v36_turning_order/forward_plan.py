@@ -44,7 +44,7 @@ MERGE = 75_000  # time of the merge's launch
 def splits_of(tiles: int, key_tiles: int, rows: int, keys: int, width: int, programs: int) -> int:
     """Return the smallest number of splits whose predicted time is within 1 % of the best time.
 
-    One after the other, a CTA takes up to ceil(tiles * splits / programs) query tiles, with ceil(key_tiles / splits) key tiles
+    A CTA takes up to ceil(tiles * splits / programs) query tiles one after the other, with ceil(key_tiles / splits) key tiles
     each. Then one more launch merges the splits. All CTAs together write the splits' outputs in float32, and read them again
     for the merge.
 

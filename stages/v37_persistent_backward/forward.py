@@ -81,7 +81,7 @@ class Ring(NamedTuple):
 
 @gluon.jit
 def _load(tensors, tile, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
-    """Start to load the next slot of the ring, when the consumers have released the slot. The slot gets the two tiles of one
+    """Start to fill the next slot of the ring, when the consumers have released the slot. The slot gets the two tiles of one
     step: K of the key tile at start_n, and V of the previously visited key tile, whose scores are already computed."""
     STAGES: gl.constexpr = ring.k.shape[0]
     NBYTES: gl.constexpr = (tensors.k.block_type.nbytes if K else 0) + (tensors.v.block_type.nbytes if V else 0)
@@ -174,7 +174,7 @@ def _check(acc, l, number, tensors):
 def _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m, part, idle, PACKED: gl.constexpr):
     """Store a consumer's rows of O, from its slot `own` of `queries`."""
     batch, head = tile.batch_head // problem.heads, tile.batch_head % problem.heads  # computed only here, which saves registers
-    if problem.is_split is not None and problem.splits > 1:  # `part` is where this head's rows begin in the split
+    if problem.is_split is not None and problem.splits > 1:  # `part` is the head's first row in `tensors.part`
         offs_m = start_m + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
         offs_d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
         part_ptrs = tensors.part + (part + _place(offs_m, problem, PACKED))[:, None] * acc.shape[1]
@@ -291,9 +291,9 @@ def _forward_kernel(
     queries = Queries(q_s, o_s, q_full, q_empty)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
     next_tiles = NextTiles(tile_s, new_barriers(Q_STAGES, 1))  # no empty barriers: Q's empty barriers protect the number, too
-    # An SM has 65,536 registers, and a warpgroup has 128 threads. So the registers per thread of all warpgroups may add up to
-    # 512. The last list has the registers per thread of all roles except the first. The producer gets 24. The first role runs
-    # on the launch's `num_warps` warps and gets the rest.
+    # An SM has 65,536 registers, and a warpgroup has 128 threads. So the registers per thread, summed over all warpgroups, are
+    # at most 512. The last list has the registers per thread of all roles except the first. The producer gets 24. The first
+    # role runs on the launch's `num_warps` warps and gets the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (tensors, queries, ring, next_tiles, problem, 0, MODE, CAUSAL)),

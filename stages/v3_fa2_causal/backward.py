@@ -93,8 +93,8 @@ def _accumulate_dkv(
     dk, dv, k, v, q_ptr, out_ptr, do_ptr, lse_ptr, strides, lo, hi, seq_q, seen_from, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add the contribution of the queries [lo, hi) to one K/V tile's dk and dv. P and dS are computed transposed, as dk and dv
-    need them."""
+    """Add the contribution of the queries [lo, hi) to one K/V tile's dk and dv. P and dS are transposed, for the matmuls of dk
+    and dv."""
     offs_d = tl.arange(0, HEAD_DIM)
     offs_v = tl.arange(0, v.shape[1])
     for start_m in range(lo, hi, BLOCK_M):

@@ -82,7 +82,7 @@ class Ring(NamedTuple):
 
 @gluon.jit
 def _load(tensors, tile, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
-    """Start to load the next slot of the ring, when the consumers have released the slot. The slot gets the two tiles of one
+    """Start to fill the next slot of the ring, when the consumers have released the slot. The slot gets the two tiles of one
     step: K of the key tile at start_n, and V of the previously visited key tile, whose scores are already computed."""
     STAGES: gl.constexpr = ring.k.shape[0]
     NBYTES: gl.constexpr = (tensors.k.block_type.nbytes if K else 0) + (tensors.v.block_type.nbytes if V else 0)
@@ -114,8 +114,8 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
     """Run on one warp: keep the buffers of Q, K and V full, also for the next tile while the current tile ends.
 
     A CTA's first tile has the CTA's own number. The CTA takes its other tiles from a counter that all CTAs share. If keys are
-    split, or MODE is "running", the CTA takes tiles in fixed strides. If MODE is "again", CTA n of N CTAs takes the failed tile
-    number n, and every N-th failed tile after it.
+    split, or MODE is "running", the CTA takes tiles in fixed strides. If MODE is "again", CTA n of N CTAs takes failed tile n,
+    and every N-th failed tile after it.
     """
     if problem.is_split is not None:
         gdc_launch_dependents()  # all CTAs of this launch are running, so CTAs of the next launch may start
@@ -180,7 +180,7 @@ def _check(acc, l, number, tensors):
 def _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m, part, idle, PACKED: gl.constexpr):
     """Store a consumer's rows of O, from its slot `own` of `queries`."""
     batch, head = tile.batch_head // problem.heads, tile.batch_head % problem.heads  # computed only here, which saves registers
-    if problem.is_split is not None and problem.splits > 1:  # `part` is where this head's rows begin in the split
+    if problem.is_split is not None and problem.splits > 1:  # `part` is the head's first row in `tensors.part`
         offs_m = start_m + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
         offs_d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
         part_ptrs = tensors.part + (part + _place(offs_m, problem, PACKED))[:, None] * acc.shape[1]
@@ -308,9 +308,9 @@ def _forward_kernel(
     # No empty barriers are needed: a consumer reads a number before it arrives at `queries.empty`, and the producer waits at
     # `queries.empty` before it overwrites the number. The CTA's first number has a slot of its own.
     next_tiles = NextTiles(tile_s, new_barriers(Q_STAGES + 1, 1))
-    # An SM has 65,536 registers, and a warpgroup has 128 threads. So the registers per thread of all warpgroups may add up to
-    # 512. The last list has the registers per thread of all roles except the first. The producer gets 24. The first role runs
-    # on the launch's `num_warps` warps and gets the rest.
+    # An SM has 65,536 registers, and a warpgroup has 128 threads. So the registers per thread, summed over all warpgroups, are
+    # at most 512. The last list has the registers per thread of all roles except the first. The producer gets 24. The first
+    # role runs on the launch's `num_warps` warps and gets the rest.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (tensors, queries, ring, next_tiles, problem, 0, MODE, CAUSAL)),

@@ -72,7 +72,7 @@ def _dkv_producer(tensors, kv, ring, problem, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def _add_dq(tensors, ds, dq_s, k, row):
-    """Compute dQ from a step's dS and K, and let TMA add it to the accumulator in memory."""
+    """Compute a step's contribution to dQ, and let TMA add it to dQ's accumulator."""
     COLUMNS: gl.constexpr = dq_s.shape[0] * dq_s.shape[1] // 64
     PARTS: gl.constexpr = k.shape[1] // COLUMNS
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])

@@ -112,7 +112,7 @@ def _load(tensors, tile, ring, fill, step):
 
 @gluon.jit
 def _add_dq(tensors, ds_ring, slot, kv, kv_slot, row):
-    """Compute dQ from a step's dS and K, and let TMA add it to the accumulator in memory."""
+    """Compute a step's contribution to dQ, and let TMA add it to dQ's accumulator."""
     BLOCK_M: gl.constexpr = ds_ring.ds.shape[2]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     PARTS: gl.constexpr = ds_ring.dq.shape[0]
@@ -173,7 +173,7 @@ def _accumulate(
             _, number, _ = _query_tile(step, tile)
             offs_m = number * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, s_layout))
             p_t = gl.where(offs_m[None, :] >= seen_from[:, None], p_t, float("-inf"))
-        # No matmul is in flight here. The wait only makes the compiler compute p before it issues the next matmuls.
+        # No matmul is in flight here. The wait only makes the compiler place p's computation before the next matmuls.
         p_t = warpgroup_mma_wait(0, [gl.exp2(p_t).to(dtype)])
         mbarrier.wait(ring.do_full.index(slot), phase)
         dp_t = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)
@@ -355,7 +355,7 @@ def _backward_kernel(
     q_full, q_do_empty = new_ring(STAGES, 1, CONSUMERS)
     do_full = new_barriers(STAGES, 1)
     ds_full, ds_empty = new_ring(STAGES, CONSUMERS, 1)
-    tile_full = new_barriers(2, 1)  # no empty barriers: all warps have read a number when dK of the next tile is ready
+    tile_full = new_barriers(2, 1)  # no empty barriers: all warps have read a tile's number when its dK is ready
 
     tensors = Tensors(q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, counter_ptr)
     problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles, scale)

@@ -93,8 +93,7 @@ def _query_work(problem, BLOCK_M: gl.constexpr, ROW_BYTES: gl.constexpr, CAUSAL:
 
 @gluon.jit
 def _load(desc, tile, buffers, full, step):
-    """If the step exists, start to load its K or V into a buffer that the CTA no longer needs. The first step has the last
-    keys."""
+    """If the step exists, start to load its K or V into a free buffer. The first step has the last keys."""
     slot, _ = slot_and_phase(step, buffers.shape[0])
     if step < tile.steps:
         where = [tile.batch, tile.kv_head, (tile.steps - 1 - step) * ROWS, 0]

@@ -18,9 +18,9 @@ def _sample_kernel(
     batch_heads, heads, heads_per_kv, seq_q, seq_k, diagonal, splits,
     BLOCK_M: gl.constexpr, PACKED: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Compute the scores of samples, which are spread over all tiles. Each CTA computes one sample: a consumer's 64 rows, their
-    guess, and two key tiles to test the guess with. A sample's flags are set if P of one of these keys exceeds 2^highest. The
-    samples have LATELY flags, which lie before the flags of the tiles. Also zero the counter and the flags of all tiles."""
+    """Compute the scores of samples, spread over all tiles. Each CTA computes one sample: a consumer's 64 rows, their guess,
+    and two key tiles to test the guess with. A sample's flags are set if P of one of these keys exceeds 2^highest. All samples
+    together have LATELY flags, which lie before the flags of the tiles. Also zero the counter and the flags of all tiles."""
     gdc_launch_dependents()  # the next launch may start its setup before this launch ends
     BLOCK_N: gl.constexpr = k_desc.block_shape[2]
     HEAD_DIM: gl.constexpr = k_desc.block_shape[3]

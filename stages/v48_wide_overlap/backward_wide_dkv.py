@@ -1,7 +1,7 @@
 """dK and dV for D = 256. One consumer computes P and dV, the other consumer computes dS and dK.
 
 Change from v47: a consumer starts the last matmul of a step and the first matmul of the next step together. Also, Q, dO, K and
-V have their own barriers, so that the first matmul starts before the other tiles arrive.
+V have separate barriers, so that the first matmul starts before the other tiles arrive.
 """
 
 from typing import NamedTuple
@@ -43,7 +43,7 @@ class KeyTile(NamedTuple):
 
 
 class StepRing(NamedTuple):
-    """The tiles of a step in shared memory: a ring buffer with STAGES slots. Q and dO have their own empty barriers."""
+    """The tiles of a step in shared memory: a ring buffer with STAGES slots. Q and dO have separate empty barriers."""
 
     q: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, HEAD_DIM]
     do: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, VALUE_DIM]

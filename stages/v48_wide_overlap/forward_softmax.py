@@ -37,7 +37,7 @@ def _maxima(s):
 
 @gluon.jit
 def _visible(s, start_n, seq_k, last, PACKED: gl.constexpr, CAUSAL: gl.constexpr):
-    """Return the scores s of the key tile at start_n, with -inf for masked keys. `last` is the last key that row 0 sees."""
+    """Return the scores s of the key tile at start_n, with -inf for masked keys. `last` is the first row's last visible key."""
     offs_n = start_n + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
     visible = (offs_n < seq_k)[None, :]
     if CAUSAL:

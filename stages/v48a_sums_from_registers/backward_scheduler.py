@@ -38,12 +38,12 @@ class Tile(NamedTuple):
     batch_head: gl.tensor  # batch * H + head
     heads_per_kv: gl.tensor  # number of query heads that share these keys
     start_n: gl.tensor  # the first key
-    keys: gl.tensor  # number of keys from start_n to the last key
+    keys: gl.tensor  # number of keys from start_n on
     diagonal: gl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     first: gl.tensor  # the first query tile that sees one of the keys
     turning: gl.tensor  # number of query tiles before the order turns; see `_query_tile`
     tiles_m: gl.tensor  # number of query tiles of a head
-    steps: gl.tensor  # number of query tiles from `first` on, of all query heads together
+    steps: gl.tensor  # number of query tiles from `first` on, of all these query heads
     unseen: gl.tensor  # number of steps at the start whose queries see no key of the second consumer
     masked: gl.tensor  # number of steps at the start that need a mask
 
@@ -66,7 +66,7 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
         gl.cdiv(problem.seq_k, BLOCK_N), problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=problem.tiles
     )
     start_n = tile_n * BLOCK_N
-    first = 0  # the first query tile that sees one of these keys; if none does, the last tile, with all scores masked
+    first = 0  # the first query tile that sees one of these keys; if no tile does, the last tile, with all scores masked
     # Number of query tiles, from `first` on, that need a mask. It is at least one, so that the loop over masked tiles always
     # runs. In the code that ptxas makes (CUDA 12.8), only this loop computes the addresses of K and V that the next loop uses.
     masked = 1
@@ -83,8 +83,8 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
     # CTAs that read the same query tile at the same time share it through the L2 cache. Masked tiles come first, in order, as
     # `_accumulate` expects. The first `at_once` CTAs start together. After the masked tiles, they all go backwards from the
     # last tile, and so read the same tiles. The next `at_once` CTAs start one by one, each when another CTA ends. They go
-    # forwards: when a CTA starts, the CTAs before it have about reached its first tile. The two orders alternate. If a K/V head
-    # has only one query head, few query tiles are in use. They stay in the cache in any order.
+    # forwards: when one starts, the earlier ones have about reached its first tile. The two orders alternate. If a K/V head has
+    # only one query head, few query tiles are in use, and all orders keep them in the cache.
     turning = tiles
     if CAUSAL:
         turning = gl.where((heads_per_kv > 1) & (number // problem.at_once % 2 == 0), masked, tiles)

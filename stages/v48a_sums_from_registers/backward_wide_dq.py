@@ -1,7 +1,7 @@
 """dQ for D = 256: a CTA computes all of dQ for its query rows, so it need not add to memory.
 
 Change from v47: a consumer starts the last matmul of a step and the first matmul of the next step together. Also, Q and dO have
-their own barriers, so that S starts before dO arrives.
+separate barriers, so that S starts before dO arrives.
 """
 
 from typing import NamedTuple
@@ -205,7 +205,7 @@ def _query_consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
         s = _matmul(q, ring.k, ring.k_full, step)
         dq = warpgroup_mma_wait(1, [dq])
         mbarrier.arrive(ring.k_empty.index(slot), count=1)
-        dp = _matmul(do, ring.v, ring.v_full, step)  # dP takes the registers of dS
+        dp = _matmul(do, ring.v, ring.v_full, step)  # dP takes the previous dS's registers
         s = warpgroup_mma_wait(1, [s])  # [queries, keys]
         ds = _ds_from(s, dp, stats, (tile.steps - 1 - step) * ROWS).to(ring.k.dtype)
         slot, _ = slot_and_phase(step, V_STAGES)

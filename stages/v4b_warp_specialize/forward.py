@@ -113,7 +113,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
         q, scale = -q, -scale  # the scores stay the same; with scale >= 0, their maximum can be taken before scaling
     q, k, v = addressable(q), addressable(k), addressable(v)
     device = q.device
-    context = contextvars.copy_context()  # outside of this context, the user's allocator stays
+    context = contextvars.copy_context()  # outside this context, the user's allocator stays
     context.run(triton.set_allocator, lambda size, *_: torch.empty(size, dtype=torch.int8, device=device))  # for descriptors
     context.run(
         _forward_kernel[lambda args: (triton.cdiv(seq_q, args["BLOCK_M"]) * batch * heads,)],

@@ -118,8 +118,8 @@ def _accumulate_dkv(
     dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, batch, head, lo, hi, seq_q, seen_from, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add the contribution of the queries [lo, hi) to one K/V tile's dk and dv. P and dS are computed transposed, as dk and dv
-    need them."""
+    """Add the contribution of the queries [lo, hi) to one K/V tile's dk and dv. P and dS are transposed, for the matmuls of dk
+    and dv."""
     for start_m in range(lo, hi, BLOCK_M):
         offs_m = start_m + tl.arange(0, BLOCK_M)
         q = q_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, HEAD_DIM)

@@ -2,7 +2,7 @@
 
 Change from v7: the tiles are fixed, because Gluon's layouts and buffers (from v10 on) depend on them. Also, P is kept in 16
 bits until dS needs it, which leaves registers for the tiles. The mask comes before the exponential, so that P can be rounded at
-once. Inputs in float32, or with D = 256, do not fit with these tiles, and fall back to v7.
+once. Float32 inputs and D = 256 do not fit on chip with these tiles, and fall back to v7.
 """
 
 import torch
@@ -41,8 +41,8 @@ def _accumulate(
     dk, dv, k, v, q_desc, do_desc, sums_desc, lse_ptr, delta_ptr, batch, head, lo, hi, seq_q, seen_from, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add the contribution of the queries [lo, hi) to one K/V tile's dk and dv, and to dq in memory. P and dS are computed
-    transposed, as dk and dv need them."""
+    """Add the contribution of the queries [lo, hi) to one K/V tile's dk and dv, and to dq in memory. P and dS are transposed,
+    for the matmuls of dk and dv."""
     for start_m in range(lo, hi, BLOCK_M):
         offs_m = start_m + tl.arange(0, BLOCK_M)
         q = q_desc.load([batch, head, start_m, 0]).reshape(BLOCK_M, HEAD_DIM)

@@ -113,8 +113,8 @@ class Memory:
             self._flags(buffer.view).fill_(True)
         else:
             self._check_filled(buffer, who)
-            # Forget the earlier reads of these elements that the running partition knows to be over. A partition that learns
-            # that the new read is over also learns that these earlier reads are over.
+            # Forget earlier reads of these elements if the running partition knows that they are over. This is safe: a
+            # partition that learns of the new read's end also learns of theirs.
             self.uses = [u for u in self.uses if u.writes or not u.event & known or not _inside(u.part, part)]
         use = _Use(part, who, schedule.here(), writes, self.program.event())
         if writes and not asynchronous:

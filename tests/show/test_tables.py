@@ -83,7 +83,8 @@ def test_table_shows_kv_heads_if_some_are_shared_and_dv_if_it_differs():
 
     records = [record("v0_a", 8.0), changed("v1_b", 4.0)]
     usual = speed_table(records, GPU)
-    assert "K/V" not in usual and "Dv" not in usual and cells(usual, "v1_b")[0][6] == "2.00"  # v0's record lacks both keys
+    # v0's record has neither kv_heads nor value_dim
+    assert "K/V" not in usual and "Dv" not in usual and cells(usual, "v1_b")[0][6] == "2.00"
     records += [changed("v0_a", 6.0, kv_heads=4), changed("v1_b", kv_heads=4, failure="n/a", note="sm_80")]
     records += [changed("v1_b", 2.0, value_dim=64)]
     table = speed_table(records, GPU)

@@ -343,7 +343,8 @@ def test_merging_halves_of_the_keys_by_their_lse(stage, causal):
     lse = torch.stack([half_lse for _, half_lse in halves])
     weights = torch.exp(lse - lse.logsumexp(0))[..., None]
     merged = sum(weight * half for weight, (half, _) in zip(weights, halves, strict=True))
-    q_of_all = torch.cat([q, q], dim=2) if causal else q  # only the second 70 queries see all of the first 70 keys
+    # Rows 70 to 139 are the queries under test. They see all of the first 70 keys.
+    q_of_all = torch.cat([q, q], dim=2) if causal else q
     expected = truth(q_of_all, k, v, causal, q.shape[-1] ** -0.5)
     magnitudes = {name: magnitude[:, :, -70:] for name, magnitude in expected.pop("magnitudes").items()}
     whole = {name: result[:, :, -70:] for name, result in expected.items()}

@@ -92,7 +92,7 @@ MORE_THAN_AT_ONCE = [
 
 @pytest.mark.parametrize(("head_dim", "value_dim", "number", "growth"), MORE_THAN_AT_ONCE)
 def test_more_splits_than_a_merge_reads_at_once(split, head_dim, value_dim, number, growth):
-    """A merge of many splits rescales its accumulator correctly. Scores grow or fall, so the rescaling factor is never 1.
+    """A merge of many splits rescales its accumulator if scores grow, and keeps its old maximum if scores fall.
 
     Each split has one tile of 64 keys. Only the last tile is not full.
     """

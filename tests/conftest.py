@@ -48,11 +48,10 @@ def pytest_xdist_auto_num_workers():
 def pytest_collection_modifyitems(items):
     """Mark most tests of stages outside `in_full` (tests/cases.py) as long, so that the default run leaves these tests out.
 
-    Tests marked `every_stage` and tests with an argument `split` stay in the default run. But a Hopper stage computes float32
-    with another stage's kernels. The other stage's tests cover these kernels, so the Hopper stage's float32 tests are marked as
-    long.
+    Tests marked `every_stage` and tests with an argument `split` stay in the default run, with every third problem. The next
+    stage gets other problems.
 
-    From a test that stays, a stage outside `in_full` gets every third problem. The next stage gets other problems.
+    A Hopper stage's float32 tests are long too: they run another stage's kernels, which that stage's tests cover.
     """
     for_hopper = {name for name in stages.names() if needs_hopper(name)}
     places, seen = {name: place for place, name in enumerate(stages.names())}, collections.Counter()

@@ -39,7 +39,7 @@ def pytest_configure():
 
 @pytest.hookimpl(optionalhook=True)  # a hook of pytest-xdist
 def pytest_xdist_auto_num_workers():
-    """Return the number of test processes: one per CPU core. On a GPU at most eight, because they share its memory."""
+    """Return the number of test processes: one per CPU core, but at most eight if they share a GPU."""
     processors = len(os.sched_getaffinity(0))
     return processors if INTERPRETED else min(8, processors)
 
@@ -92,7 +92,7 @@ def ranks():
 
 @pytest.fixture
 def unordered(stage):
-    """The names of the results that a stage adds up in no fixed order. The stage's module lists them as `UNORDERED`."""
+    """The stage's `UNORDERED`: the names of results that the stage adds up in no fixed order."""
     return getattr(stage, "UNORDERED", ())
 
 

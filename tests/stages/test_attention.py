@@ -21,7 +21,7 @@ LENGTHS += [*LONG, (4001, 4096)] if on_gpu else [*OF_THREE_TILES, *LONG]  # with
 def marks_of(number, lengths, long):
     """Return pytest's marks for problem `number` of a round (see `problems`).
 
-    Half of the first round is marked `every_stage` (see tests/conftest.py), but no problem with `OF_THREE_TILES`.
+    Half of the first round is marked `every_stage` (see tests/conftest.py), without lengths in `OF_THREE_TILES`.
     """
     if long:
         return [pytest.mark.long]

@@ -136,7 +136,7 @@ def check(stage, q, k, v, grad_out, *, causal, scale=None, run=by_operator):
 
 
 class _Problem(tuple):
-    """The arguments of `truth` and `plain`, by which the cache finds results. Equal problems have equal dtypes, shapes and values."""
+    """The arguments of `truth` and `plain`, as the cache's key. Equal problems have equal dtypes, shapes and values."""
 
     def __new__(cls, *arguments):
         return super().__new__(cls, arguments)

@@ -59,7 +59,7 @@ PROBLEMS = [  # (queries, keys, head_dim, causal, heads, K/V heads, value_dim)
     (40, 600, 64, "bottom-right", 2, 1, 32),
     (40, 600, 64, True, 2, 1, 32),  # top-left: the queries see only the first 40 keys, so some splits have no visible key
     (70, 203, 32, "bottom-right", 3, 1, 64),  # the number of heads is no power of two
-    (150, 700, 64, "bottom-right", 2, 1, 64),  # more rows than fit in the tile for few rows
+    (150, 700, 64, "bottom-right", 2, 1, 64),  # too many rows for the tiles of few rows
     (140, 400, 128, False, 1, 1, 128),
     (1, 239, 256, True, 1, 1, 256),  # one visible key
 ]

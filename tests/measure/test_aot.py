@@ -134,7 +134,7 @@ def test_descriptors_become_tma_and_matmuls_wgmma(report):
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in ROAD if name not in ANYWHERE])
 def test_matmuls_of_a_hopper_stage_are_not_serialised(name):
-    """ptxas gives no warning such as C7510, which says that asynchronous matmuls wait for each other."""
+    """ptxas gives no warning. For example, C7510 says that asynchronous matmuls wait for each other."""
     report = compiled(name, archs=(90,), dtypes=("float16", "bfloat16"), causal=(True, False), kv_heads=(aot.HEADS, 4))
     assert not report["errors"]
     rows = report["rows"]

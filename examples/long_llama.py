@@ -27,7 +27,7 @@ NOT_A_LABEL = -100  # the loss ignores this label
 def spread(model, length, group=None):
     """Prepare a model to train on this rank's part of each sequence, which `shard` cuts out. A sequence has `length` tokens.
 
-    The model then knows the positions of this rank's tokens.
+    The model gets the positions of this rank's tokens.
 
     Returns:
         The model as DistributedDataParallel, which takes the mean of the gradients over the ranks.

@@ -44,9 +44,8 @@ def needs_of_stages_that_are_gone(root: Path) -> list[str]:
 def in_full() -> frozenset[str]:
     """Return the stages that get every test in the default run.
 
-    On a GPU these are all stages. On the slow interpreter these are the newest stage, and the Triton stages without an
-    autotuner. For each number n, the last stage with n autotuned kernels is added. The remaining stages get only the tests
-    marked `every_stage`.
+    On a GPU these are all stages. On the slow interpreter these are the newest stage, the Triton stages without an autotuner,
+    and for each number n the last stage with n autotuned kernels. Other stages get only the tests marked `every_stage`.
     """
     if not INTERPRETED:
         return frozenset(stages.names())
@@ -137,7 +136,7 @@ def check(stage, q, k, v, grad_out, *, causal, scale=None, run=by_operator):
 
 
 class _Problem(tuple):
-    """The arguments of `truth` and `plain`, as a key of the cache. Equal problems have equal dtypes, shapes and values."""
+    """The arguments of `truth` and `plain`, as the cache's key. Equal problems have equal dtypes, shapes and values."""
 
     def __new__(cls, *arguments):
         return super().__new__(cls, arguments)

@@ -39,7 +39,7 @@ def pytest_configure():
 
 @pytest.hookimpl(optionalhook=True)  # a hook of pytest-xdist
 def pytest_xdist_auto_num_workers():
-    """Return the number of test processes: one per CPU core. On a GPU at most eight, because they share its memory."""
+    """Return the number of test processes: one per CPU core, but at most eight if they share a GPU."""
     processors = len(os.sched_getaffinity(0))
     return processors if INTERPRETED else min(8, processors)
 
@@ -48,11 +48,10 @@ def pytest_xdist_auto_num_workers():
 def pytest_collection_modifyitems(items):
     """Mark most tests of stages outside `in_full` (tests/cases.py) as long, so that the default run leaves these tests out.
 
-    Tests marked `every_stage` and tests with an argument `split` stay in the default run. But a Hopper stage computes float32
-    with another stage's kernels. The other stage's tests cover these kernels, so the Hopper stage's float32 tests are marked as
-    long.
+    Tests marked `every_stage` and tests with an argument `split` stay in the default run, with every third problem. The next
+    stage gets other problems.
 
-    From a test that stays, a stage outside `in_full` gets every third problem. The next stage gets other problems.
+    A Hopper stage's float32 tests are long too: they run another stage's kernels, which that stage's tests cover.
     """
     for_hopper = {name for name in stages.names() if needs_hopper(name)}
     places, seen = {name: place for place, name in enumerate(stages.names())}, collections.Counter()
@@ -93,7 +92,7 @@ def ranks():
 
 @pytest.fixture
 def unordered(stage):
-    """The names of the results that a stage adds up in no fixed order. The stage's module lists them as `UNORDERED`."""
+    """The stage's `UNORDERED`: the names of results that the stage adds up in no fixed order."""
     return getattr(stage, "UNORDERED", ())
 
 

@@ -74,7 +74,7 @@ def report(request):
 @pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_fits_gpus_with_less_shared_memory(name):
-    """The kernels fit in 99 KiB of shared memory, the limit of small GPUs. A tile for data-center GPUs once needed more."""
+    """The kernels fit in 99 KiB of shared memory, the limit of small GPUs."""
     archs = [arch for arch in aot.SHARED_LIMIT if arch not in aot.USUAL_ARCHS]
     assert not compiled(name, archs=archs, head_dims=(64, 128, 256))["errors"]
 
@@ -112,9 +112,7 @@ def test_shared_memory_fits(report):
 
 
 def test_no_spills(report):
-    """Each kernel has a configuration that spills at most `SPILLED_BYTES` bytes. A stage may set this limit. The default is 0.
-
-    An autotuner may also try configurations that spill more."""
+    """For each problem, a configuration of the kernel spills at most the stage's `SPILLED_BYTES` bytes, by default 0."""
     allowed = getattr(stages.load(report["stage"]), "SPILLED_BYTES", 0)
     for problem, rows in by_kernel(rows_of(report, tuned_for=True)).items():
         assert min(row["spilled_bytes"] for row in rows) <= allowed, problem
@@ -136,9 +134,7 @@ def test_descriptors_become_tma_and_matmuls_wgmma(report):
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in ROAD if name not in ANYWHERE])
 def test_matmuls_of_a_hopper_stage_are_not_serialised(name):
-    """ptxas gives no warning. A warning such as C7510 says that ptxas makes asynchronous matmuls wait for each other.
-
-    The test compiles float16 and bfloat16, because a backward once spilled a kilobyte only with bfloat16."""
+    """ptxas gives no warning. For example, C7510 says that asynchronous matmuls wait for each other."""
     report = compiled(name, archs=(90,), dtypes=("float16", "bfloat16"), causal=(True, False), kv_heads=(aot.HEADS, 4))
     assert not report["errors"]
     rows = report["rows"]

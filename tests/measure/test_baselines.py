@@ -1,4 +1,4 @@
-"""Baselines have right results and FLOPs for shared K/V heads. A library that refuses a workload has not failed."""
+"""Baselines have right results and FLOPs for shared K/V heads. A library may refuse a workload."""
 
 import pytest
 import torch
@@ -30,10 +30,7 @@ def test_query_heads_share_kv_heads_in_groups(impl, causal):
 @pytest.mark.parametrize("value_dim", [32, 64])
 @pytest.mark.parametrize("pass_", ["fwd", "bwd"])
 def test_flops_of_sdpa_agree_with_the_workload(pass_, value_dim):
-    """The counted FLOPs equal the workload's FLOPs, except in SDPA's backward for Dv = 64.
-
-    This backward does not compute the scores again, because its forward keeps them.
-    """
+    """The counted FLOPs equal the workload's. But for Dv = 64, SDPA's backward reads the scores that its forward has kept."""
     workload = Workload(pass_, 1, 4, 64, 32, False, "float32", kv_heads=2, value_dim=value_dim)
     call = timed_call("sdpa", workload, workload.inputs())
     recomputed = 0 if value_dim == 32 or pass_ == "fwd" else 2 * 4 * 64**2 * 32

@@ -155,7 +155,7 @@ def test_committed_counts_of_kernels_are_within_a_tenth_of_what_was_measured(pat
     assert result["cases"] and "dirty" not in result["machine_info"]["commit"]
     for case in result["cases"]:
         for label, counted, measured in ncu.pairs(case):
-            if label == "PyTorch":  # its counts have only arguments and results
+            if label == "PyTorch":  # only PyTorch's arguments and results are counted
                 continue
             both = ncu.comparison(counted, measured)
             where = case["impl"], case["pass"], case["causal"], label

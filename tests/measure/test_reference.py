@@ -25,7 +25,7 @@ SIZES = [{}, {"heads": 4, "kv_heads": 2, "value_dim": 64}, {"kv_heads": 1, "valu
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("causal", [False, True])
 def test_truth_is_what_pytorch_computes_in_float64(causal, sizes):
-    """`truth` returns PyTorch's results in float64. For float32 inputs, `plain` returns them up to rounding."""
+    """`truth` returns PyTorch's results in float64. For float32 inputs, `plain` nearly returns these results."""
     q, k, v, grad_out = make_inputs(*TILED, dtype=torch.float32, **sizes)
     got, yardstick = (make(q, k, v, causal, SCALE, grad_out) for make in (truth, plain))
     leaves = [tensor.double().requires_grad_() for tensor in (q, k, v)]

@@ -1,4 +1,4 @@
-"""The command reads compute-sanitizer's reports correctly. It fails on every report that is not a known false report."""
+"""The command reads compute-sanitizer's reports correctly. It fails on every report except known false reports."""
 
 import os
 import re

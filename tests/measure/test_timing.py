@@ -94,7 +94,7 @@ def test_rounds_leave_out_flush_and_launch_and_are_queued_without_a_wait(gpu):
     assert times == pytest.approx([2e-3] * len(times)) and hidden
     last_rounds = gpu.log[-1 - 4 * len(times) :]
     assert last_rounds == ["flush", "event", "call", "event"] * len(times) + ["wait"]
-    assert gpu.log.count("wait") == 3  # one wait before the pause, one for the first estimate, one at the end
+    assert gpu.log.count("wait") == 3  # before the pause, for the first estimate, and at the end
 
 
 def test_case_begins_on_a_gpu_that_has_rested(gpu):

@@ -238,7 +238,7 @@ FOR_FAILED = {"_begun", "_leave", "_next_failed", "_next_again"}
 def accesses():
     """Yield every line of a kernel that loads or stores, as (stage, file, index of the line).
 
-    A line is marked `long` if the parent has the same function, or if no stage that the default run checks in full has it.
+    A line is marked `long` if its function equals the parent's, or if no stage of `in_full` (tests/cases.py) has its function.
     """
     checked = {
         (file, *function)
@@ -286,7 +286,7 @@ def test_access_that_happens_twice_is_noticed(name, file, index, mutated, monkey
     changed, forwards = mutated(name, file, "\n".join([*lines[: index + 1], *lines[index:]]))
     pass_ = int(file.startswith("backward"))
     p = problem(*TILED, 32, True)  # a problem for which the formula is right, as tested above
-    if "async_copy_global_to_shared" in lines[index]:  # the copy races with its repetition, or both bring too many bytes
+    if "async_copy_global_to_shared" in lines[index]:  # the two copies race, or bring too many bytes
         with pytest.raises(InterpreterError, match="race: a copy writes|a copy brings .* bytes to .* which expects"):
             counted(changed, p)
             counted(changed, problem(*TILED, 256, True))

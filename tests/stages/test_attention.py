@@ -21,7 +21,7 @@ LENGTHS += [*LONG, (4001, 4096)] if on_gpu else [*OF_THREE_TILES, *LONG]  # with
 def marks_of(number, lengths, long):
     """Return pytest's marks for problem `number` of a round (see `problems`).
 
-    Half of the first round's problems, without the longest, are marked `every_stage` (see tests/conftest.py).
+    Half of the first round is marked `every_stage` (see tests/conftest.py), without lengths in `OF_THREE_TILES`.
     """
     if long:
         return [pytest.mark.long]
@@ -32,10 +32,9 @@ def problems():
     """Yield problems in 15 rounds, which together have all combinations of lengths, mask, head dimension and dtype.
 
     A round has every length with and without a causal mask. It has each of the 15 pairs of dtype and head dimension at least
-    once. In each further round, each problem gets the next pair. All rounds except the first are marked long. Half of the
-    first round is marked `every_stage`: each length of at most two tiles once, with or without a causal mask.
+    once. In each further round, each problem gets the next pair. All rounds except the first are marked long.
     """
-    # In this order, the long lengths of the first round get pairs with large tiles. The interpreter is fast with few tiles.
+    # In this order, the first round's long problems get large tiles. The interpreter is fast with few tiles.
     quick = list(itertools.product((torch.float16, torch.bfloat16), HEAD_DIMS[:-1]))
     slow = [*itertools.product([torch.float32], HEAD_DIMS), (torch.bfloat16, HEAD_DIMS[-1]), (torch.float16, HEAD_DIMS[-1])]
     pairs = quick[:3] + slow + quick[3:]
@@ -63,7 +62,7 @@ def problems_of_shared_heads():
 
     A round has every length with and without a causal mask, all of `SHARED`, and all of `DIMENSIONS`. In each further round,
     each problem gets the next element of `SHARED` and of `DIMENSIONS`. After 15 rounds each length has had all dimensions in
-    every dtype. All rounds except the first are marked long. Half of the first round is marked `every_stage`.
+    every dtype. All rounds except the first are marked long.
     """
     lengths = [*LENGTHS[:4], LONG[0] if on_gpu else (383, 384)]
     for turn in range(len(DIMENSIONS) * len(DTYPES)):
@@ -87,8 +86,8 @@ def test_results_of_shared_heads_match_float64(stage, seq_q, seq_k, causal, head
 def test_shared_heads_equal_repeated_heads(stage, unordered):
     """Shared K/V heads give the same bits as repeated ones, because a query's results depend on no other query.
 
-    Some stages call PyTorch's matmul. If shapes differ, PyTorch's matmul may add in another order. So these stages need only
-    give close results. Some stages have two orders of query tiles. With the number of heads here, they use both orders.
+    Stages that call PyTorch's matmul need only give close results: for other shapes, this matmul may add in another order.
+    Stages with two orders of query tiles use both orders here.
     """
     seq_q, seq_k, kv_heads = (1000, 1100, 32) if on_gpu else (280, 150, 2)
     q, k, v, grad_out = make_inputs(seq_q, seq_k, batch=1, heads=2 * kv_heads, kv_heads=kv_heads, value_dim=128)
@@ -106,10 +105,9 @@ def test_shared_heads_equal_repeated_heads(stage, unordered):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_results_are_rounded_to_nearest(stage, dtype):
-    """Results are rounded to nearest. A cast that truncates would shrink them by a third of the last bit on average.
+    """Results are rounded to nearest. A cast that truncates would shrink them by about a third of eps on average.
 
-    The usual error bound allows this error. So this test checks the mean error of all elements. Errors of rounding to
-    nearest cancel in this mean.
+    The usual error bound allows this error. So this test checks the mean error, in which errors of rounding to nearest cancel.
     """
     q, k, v, grad_out = make_inputs(64, 100, dtype=dtype)
     results = by_operator(stage, q, k, v, grad_out, causal=False, scale=0.2)
@@ -244,7 +242,7 @@ def test_scores_of_ten_thousand(stage, sign, causal, dtype):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("growth", [200.0, 40.0, -200.0])
 def test_scores_that_grow_along_the_keys(stage, growth, causal, dtype):
-    """Scores grow or fall along the keys. So the maximum of some first or last keys is far too small for the other keys.
+    """Scores grow or fall along the keys. So a maximum guessed from the first or last keys is far too small.
 
     exp(x) overflows float16 if x exceeds 11, and float32 and bfloat16 if x exceeds 88. Only the later half of one head's rows
     has such scores. The other rows must stay right.

@@ -130,7 +130,7 @@ def test_a_stage_that_is_not_there(name):
 
 
 def test_a_pass_without_a_change_has_the_same_files():
-    """If a pass differs from the parent's, not only `# NOTE:` comments differ."""
+    """A changed pass differs from the parent's in more than `# NOTE:` comments."""
     for name in stages.names():
         parent = stages.parent(name)
         for pass_ in PARTS if parent else ():

@@ -16,11 +16,11 @@ on_gpu = DEVICE == "cuda"
 ROWS = 128  # number of queries of a full tile, or of two consumers
 TILE = 128  # number of keys of the longest tile; diagonals that differ by TILE cross key tiles at the same places
 
-# (queries, diagonal, head dimension). Suppose that a key tile has N keys. Loops run over whole key tiles, so a loop that ends
-# one key early loses a key only if the diagonal is 1 modulo N. An unmasked loop that ends one key late reads a hidden key if
-# the diagonal is -2 modulo N. The diagonal 126 is -2 modulo every N here. In some forwards, the first query tile begins before
-# query 0. A grid that ignores the rows before query 0 loses rows at a tile's edge. A diagonal longer than a query tile makes
-# the number of the first query tile negative.
+# (queries, diagonal, head dimension). A key tile has N keys, and loops run over whole key tiles. A loop that ends one key early
+# loses a key only if the diagonal is 1 modulo N. An unmasked loop that ends one key late reads a hidden key if the diagonal is
+# -2 modulo N, as 126 is for every N here. In some forwards, the first query tile begins before query 0. A grid that ignores the
+# rows before query 0 loses rows at a tile's edge. A diagonal longer than a query tile makes the first query tile's number
+# negative.
 NEXT_TO_EDGES = [(128, 1, 256), (128, 126, 16), (256, 129, 16), (128, 126, 128), (128, 65, 128), (65, 63, 256), (128, 65, 256)]
 
 

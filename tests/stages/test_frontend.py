@@ -52,10 +52,7 @@ for name in NAMES:
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU, every test compiles the kernels")
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
 def test_the_front_end_accepts_a_pass(pass_):
-    """The compiler accepts each pass.
-
-    Three stages once had a type error that the interpreter does not find: a literal 0 for a loop variable.
-    """
+    """The interpreter does not find some type errors of a pass, such as a literal 0 for a loop variable."""
     program = f"NAMES, PASS = {once(NAMES, pass_)!r}, {pass_!r}\n{PROGRAM}"
     done = programs.python("-c", program, TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr

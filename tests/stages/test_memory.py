@@ -121,7 +121,7 @@ def test_a_call_leaves_nothing_behind(stage):
 @pytest.mark.skipif(not INTERPRETED, reason="the order of programs can be chosen in the interpreter only")
 @pytest.mark.parametrize("dtype, kv_heads", zip(DTYPES, (2, 1, 2), strict=True))
 def test_programs_in_reverse_order_give_the_same_bits(stage, dtype, kv_heads, unordered, monkeypatch):
-    """Results do not depend on the order of programs. If they do, two programs write to one address.
+    """Results do not depend on the order of programs. Otherwise two programs write to one address.
 
     The usual order also hides stores past the end of a head, because the next program overwrites these elements.
     """

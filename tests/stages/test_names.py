@@ -18,7 +18,7 @@ MESSAGE = "stages/v3_fa2_causal and stages/v3_twin have one number; rename one o
 
 @pytest.fixture
 def twin(tmp_path, monkeypatch):
-    """A directory with a second v3, which is a stage while the test runs."""
+    """A directory that adds a second stage v3 during the test."""
     (tmp_path / "v3_twin").mkdir()
     (tmp_path / "v3_twin" / "__init__.py").touch()
     monkeypatch.setattr(stages, "__path__", [*stages.__path__, str(tmp_path)])
@@ -50,7 +50,7 @@ def test_two_stages_with_one_number_stop_every_command(twin, command, monkeypatc
 
 
 def test_two_stages_with_one_number_stop_the_collection_of_the_tests(twin):
-    """pytest stops with one line before any test. Its process has both stages from the start."""
+    """pytest stops with one line before any test."""
     source = f"import pytest, stages\nstages.__path__.append({str(twin)!r})\npytest.main(['-q', 'tests/test_rooms.py'])"
     run = subprocess.run(
         [sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True,

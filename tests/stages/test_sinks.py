@@ -98,7 +98,7 @@ def test_sinks_around_the_last_of_the_first_keys_of_long_rows(long_work, nats, d
 class Recorded:
     """A forward kernel that records which tiles its first launch has started, and which of them have failed.
 
-    The second launch repeats the failed tiles. `samples` is the number of samples, whose flags stand before the tiles' flags.
+    The second launch repeats the failed tiles. From v43 on, the flags of `samples` samples stand before the tiles' flags.
     """
 
     def __init__(self, kernel, samples):

@@ -122,7 +122,7 @@ def kill(command, said, delay, **options):
 @pytest.mark.long
 @needs_gpu
 def test_killed_while_it_tunes_the_next_process_works(tmp_path):
-    """The next process does not use half-written files that a killed process has left in Triton's cache on disk."""
+    """A process that is killed while it writes Triton's cache on disk does not harm the next process."""
     command = [sys.executable, "-c", FIRST_CALL]
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     for delay in (0.0, 0.3, 1.0, 2.0, 4.0):

@@ -22,7 +22,7 @@ PACKING = once([name for name in stages.names() if "_place" in names_in(name)], 
 
 @pytest.fixture(autouse=True)
 def _every_call_by_itself(monkeypatch):
-    """Switch replay off. Otherwise a call may replay launches recorded before the test changed the stage."""
+    """Switch replay (common/kernels/replay.py) off, because recorded launches would not contain the test's changes."""
     monkeypatch.setattr(replay, "is_watched", lambda: True)
 
 
@@ -59,7 +59,7 @@ PROBLEMS = [  # (queries, keys, head_dim, causal, heads, K/V heads, value_dim)
     (40, 600, 64, "bottom-right", 2, 1, 32),
     (40, 600, 64, True, 2, 1, 32),  # top-left: the queries see only the first 40 keys, so some splits have no visible key
     (70, 203, 32, "bottom-right", 3, 1, 64),  # the number of heads is no power of two
-    (150, 700, 64, "bottom-right", 2, 1, 64),  # more rows than fit in the tile for few rows
+    (150, 700, 64, "bottom-right", 2, 1, 64),  # too many rows for the tiles of few rows
     (140, 400, 128, False, 1, 1, 128),
     (1, 239, 256, True, 1, 1, 256),  # one visible key
 ]
@@ -114,7 +114,7 @@ SPLITS_OF_PACKED = [pair for pair in itertools.product(PACKING, (1, 2)) if pair[
 @pytest.mark.parametrize(("name", "number"), SPLITS_OF_PACKED)
 @pytest.mark.parametrize(("seq_q", "seq_k", "heads"), PACKED)
 def test_diagonals_of_heads_that_share_a_tile(name, seq_q, seq_k, heads, number, monkeypatch):
-    """The last key that a tile of few queries sees may be inside a block of 64 keys."""
+    """The last key that a query sees may be inside a block of 64 keys."""
     stage = available(name)
     q, k, v, _ = make_inputs(seq_q, seq_k, 16, batch=1, heads=heads, kv_heads=1)
     set_splits(monkeypatch, name, number)

@@ -27,7 +27,7 @@ ORDERED = [name for name in once(stages.names(), "forward") if "tile_and_head" i
 
 @pytest.fixture(params=ORDERED)
 def stage(request, monkeypatch):
-    """A stage with an order of tiles, on a pretended GPU with one SM. Its L2 cache holds K and V of two heads."""
+    """A stage with an order of tiles, on a pretended GPU with one SM. The L2 cache holds K and V of two heads."""
     for ordered in (order.tile_and_head.rewrite(), gluon._translated(order.tile_and_head.fn)):  # one for each interpreter
         monkeypatch.setattr(ordered, "__defaults__", (GROUP * KV_BYTES, *ordered.__defaults__[1:]))
     set_names(monkeypatch, request.param, FEW_SQUARES=0, splits_of=lambda *_: 1)  # v29's tiles, and no splits

@@ -73,10 +73,10 @@ def sdpa_in_float64(q, k, v):
 
 @functools.cache
 def expected(dtype):
-    """Return the losses with SDPA, and the distance that a stage's losses may have from them.
+    """Return the losses with SDPA, and the tolerance of a stage's losses.
 
-    Rounding changes the losses a little more with each step, and SDPA in float64 shows how much. The tolerance is five times
-    this change, plus 4e-6 for rounding the loss itself.
+    Rounding changes the losses a little. SDPA in float64 shows how much. The tolerance is five times this change, plus 4e-6
+    for rounding the loss itself.
     """
     curve = losses(sdpa, dtype)
     return curve, 5 * (losses(sdpa_in_float64, dtype) - curve).abs().max() + 4e-6

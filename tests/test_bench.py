@@ -184,7 +184,7 @@ TEN_MINUTES = 650
 def test_a_part_of_the_reference_ends_within_ten_minutes(name, monkeypatch):
     monkeypatch.setattr(bench.workloads, "SEQ_LENS", range(512, 512 + 6))  # as many lengths as on a GPU
     found = reference_cases(name)
-    installed = 3 if name.startswith("decode") else 4  # at most so many other implementations are installed
+    installed = 3 if name.startswith("decode") else 4  # maximum number of other installed implementations
     peers = installed * len({workload for _, workload in found})
     assert peers + sum(impl not in bench.BASELINES for impl, _ in found) <= TEN_MINUTES
 

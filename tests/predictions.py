@@ -411,7 +411,7 @@ def v33_forward(p: Problem) -> Steps:
 def v34_forward(
     p: Problem, first: bool = False, gives_up: bool = False, samples: bool = False, planned: bool = True
 ) -> Steps:  # fmt: skip
-    """Yield the launches of a forward from v33 on. Without `planned` (v33), splits only fill the SMs."""
+    """Yield the launches of a forward from v33 on. Without `planned` (v33), there are as many splits as fill the SMs."""
     per_kv = p.heads // p.kv_heads
     packed = per_kv if 64 % per_kv == 0 else 1  # query heads in a tile
     seen_keys = min(p.seq_q, p.seq_k) if p.causal else p.seq_k
@@ -444,7 +444,7 @@ def _in_parts(
     Args:
         packed: the number of query heads in a tile.
         splits: the number of parts of the keys.
-        at_once: whether the kernel keeps a running maximum. Otherwise it guesses m, and a second launch repeats failed tiles.
+        at_once: whether the kernel keeps a running maximum. Otherwise it guesses maxima. A second launch repeats failed tiles.
         first: whether the guess includes the first keys (from v39 on).
         gives_up: whether each tile first reads the failure flags of earlier tiles (from v42 on).
         samples: whether a first launch computes a sample of the scores (from v43 on).

@@ -171,7 +171,7 @@ def problems(head_dims):
         if math.prod(size for name, size in sizes if name not in q.expanded or name not in grad_out.expanded) < FEW_ROWS:
             spread, sink = min(1.0, spread), None
             layouts = *(replace(layout, expanded="") for layout in (q, k, v)), grad_out
-            if on_gpu:  # the interpreter's problems never change, and need no more rows
+            if on_gpu:  # on the interpreter the problems never change, and need no more rows
                 kv_heads = math.ceil(FEW_ROWS / shared)
         return Problem(
             seq_q=seq_q, seq_k=seq_k, batch=batch, heads=kv_heads * shared, kv_heads=kv_heads, head_dim=head_dim,

@@ -510,10 +510,7 @@ def test_failure_of_a_case_shows_its_traceback_and_fails_the_run(tmp_path):
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU measures times")
 def test_saved_runs_without_a_gpu_say_to_pytest_benchmark_what_they_are(tmp_path):
-    """pytest-benchmark calls every number a time.
-
-    Without a GPU, the number comes from counted bytes and FLOPs, and the titles say so.
-    """
+    """Without a GPU, the numbers come from counted bytes and FLOPs, and the titles say so."""
     for _ in range(2):
         assert run_bench(tmp_path, "--stage=v0", "--pass=fwd").returncode == 0
     command = [str(Path(sys.executable).with_name("pytest-benchmark")), "compare", "--columns=median", "--name=short"]

@@ -58,7 +58,7 @@ def launch(kernel, *arguments, seed, programs=1):
 
 
 def error(kernel, *arguments, seed):
-    """Return the interpreter's message for a kernel with a mistake. The line's text replaces its number."""
+    """Return the interpreter's message for a kernel with a mistake. A line's text replaces the line's number."""
     with pytest.raises(InterpreterError) as caught:
         launch(kernel, *arguments, seed=seed)
     message = str(caught.value)

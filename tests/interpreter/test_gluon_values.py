@@ -67,7 +67,7 @@ def _note_numbers(x, INTEGERS: tl.constexpr, SCALAR_INTEGER: tl.constexpr):
     _note_two(x, 2, INTEGERS)
     _note_two(3, x, INTEGERS)
     _note_two(x, 2.5, False)
-    if not SCALAR_INTEGER:  # for a scalar integer, Python computes the result in double precision
+    if not SCALAR_INTEGER:  # with a scalar integer, Python computes in double precision
         _note_two(0.1, x, False)
     _record(-x)
     _record(tl.where(x < 2, 1, 0))

@@ -77,12 +77,11 @@ class Problem:
 
     @property
     def seen_s(self):
-        """The part of S that is not masked."""
+        """The bytes of the unmasked part of S."""
         seen = (min(i + 1, self.seq_k) for i in range(self.seq_q)) if self.causal else [self.seq_q * self.seq_k]
         return self.heads * sum(seen) * FLOAT
 
-    # The next functions return FLOPs of matmuls. The matmuls of S, dQ and dK have the head dimension D. The matmuls of O, dP
-    # and dV have Dv.
+    # The next functions return FLOPs of matmuls.
 
     def flops(self, scores, of_keys, of_values):
         """Return the FLOPs of `of_keys` matmuls with D and `of_values` matmuls with Dv, each over `scores` elements of S."""
@@ -98,22 +97,19 @@ class Problem:
         """The FLOPs of the matmul that computes O, dP or dV, for all elements of S."""
         return self.flops(self.heads * self.seq_q * self.seq_k, 0, 1)
 
-    # The next functions count the tiles and rows that programs load, and the scores that they compute. If several query heads
-    # share keys, each head loads them again.
+    # The next functions count loaded tiles and rows, and computed scores. If several query heads share keys, each head loads
+    # the keys again.
 
     @property
     def key_tiles_seen(self):
-        """Return one number for each query tile of a head: how many key tiles this query tile sees, at least in part."""
+        """For each query tile of a head, return how many key tiles the query tile sees, at least in part."""
         m, n = self.query_tile
         ends = (min(start + m, self.seq_k) if self.causal else self.seq_k for start in range(0, self.seq_q, m))
         return [math.ceil(end / n) for end in ends]
 
     @property
     def keys_read(self):
-        """Return how many rows of K (or V) all query tiles load.
-
-        Each tile of K is loaded whole, except at the end of K.
-        """
+        """Return how many rows of K (or V) all query tiles load. Tiles of K are loaded whole, up to the end of K."""
         return self.heads * sum(min(tiles * self.query_tile[1], self.seq_k) for tiles in self.key_tiles_seen)
 
     @property
@@ -122,7 +118,7 @@ class Problem:
         return self.keys_read * (self.row_of_q + self.row_of_o)
 
     def first_queries(self, tile):
-        """Return one row for each key tile of a head: the first row of the first query tile that sees the key tile."""
+        """For each key tile of a head, return the first row of the first query tile that sees the key tile."""
         m, n = tile
         return [min(start // m * m if self.causal else 0, self.seq_q) for start in range(0, self.seq_k, n)]
 
@@ -142,8 +138,8 @@ class Problem:
         return self.heads * tiles * m * n
 
 
-# --- v0: every line of PyTorch reads and writes all of S. A matmul stacks the query heads that share a K/V head. So it reads K
-# or V once for these heads, and writes dK or dV once.
+# --- v0: most lines of PyTorch read or write all of S. A matmul reads K or V once for all query heads that share a K/V head,
+# and writes dK or dV once.
 
 
 def _masked(p: Problem) -> Steps:
@@ -254,9 +250,8 @@ def v2_backward(p: Problem) -> Steps:
     yield 2 * p.q, p.q  # dQ in float16
 
 
-# --- v3 and v4: the forward reads each query tile once, and writes its O once. It reads K and V once per query tile. A program
-# for dK and dV has a key tile and all query heads that share its keys. It reads K and V once for these heads, and writes dK and
-# dV once.
+# --- v3 and v4: the forward reads each query tile once, and writes its O once. It reads K and V for each query tile. A backward
+# program for dK and dV has a key tile and all query heads that share its keys.
 
 
 def v3_forward(p: Problem) -> Steps:
@@ -264,9 +259,9 @@ def v3_forward(p: Problem) -> Steps:
 
 
 def v3_backward(p: Problem) -> Steps:
-    # The kernel of dQ reads Q, dO, O and LSE once, and K and V for each query tile. It computes S and dP again.
+    # The kernel of dQ reads Q, dO, O and LSE once, and K and V for each query tile. It computes S and dP too.
     yield p.q + 2 * p.o + p.row + p.kv_read, p.q, p.flops(p.scores_of_queries(), 2, 1)
-    # The kernel of dK and dV reads K and V once, and Q, dO, O and LSE for each key tile. It computes S and dP once more.
+    # The kernel of dK and dV reads K and V once, and Q, dO, O and LSE for each key tile. It computes S and dP again.
     queries = p.queries_read(p.key_tile) * (p.row_of_q + 2 * p.row_of_o + FLOAT)
     yield p.k + p.v + queries, p.k + p.v, p.flops(p.scores_of_keys(p.key_tile), 2, 2)
 
@@ -310,16 +305,15 @@ def v7_backward(p: Problem) -> Steps:
     yield 2 * p.q, p.q  # dQ = sums * scale
 
 
-# --- v8 and later: the tile sizes depend on the larger of D and Dv. The backward reads Q and dO once per 128 keys. A CTA has
-# consumers of 64 rows each, in the forward from v14 on and in the backward from v15 on. CTAs get their tiles from a counter: in
-# the forward from v24 on, and in the backward from v37 on if D and Dv are at most 64. From v44 on, the backward has tiles for
-# D = 256.
+# --- v8 and later: the tile sizes depend on the larger of D and Dv. The backward reads Q and dO once per 128 keys. Consumers
+# have 64 rows each: in the forward from v14 on, in the backward from v15 on. CTAs take tiles from a counter: in the forward
+# from v24 on, in the backward from v37 on if D and Dv are at most 64. From v44 on, the backward has tiles for D = 256.
 
 SHARE_OF_L2 = 16 * 2**20  # the default of L2_SHARE in common.kernels.order
 ROWS = 64  # rows of a consumer: queries in the forward, keys in the backward
 NUM_SMS = GPUS["h200"].num_sms
-V34 = names_in("v34_planned_splits")  # its variables decide which problems are short, and how to split keys
-V43 = names_in("v43_safe_speculation")  # its constants are the numbers of first keys and samples
+V34 = names_in("v34_planned_splits")  # its limits for short problems, and its function that plans splits
+V43 = names_in("v43_safe_speculation")  # its numbers of first keys and of samples
 
 
 def _wide(p: Problem) -> bool:
@@ -332,10 +326,9 @@ def _query_tiles(p: Problem):
 
 
 def _forward(p: Problem, rows: int) -> tuple[int, int, int]:
-    """Return a launch that loads and stores as much as v3's forward, for consumers of `rows` query rows.
+    """Return a launch with the bytes of v3's forward, and the FLOPs of consumers of `rows` query rows.
 
-    A consumer computes each key tile that at least one of its rows sees. It also computes the rows past the last query, up to
-    the end of the last query tile.
+    A consumer computes each key tile that at least one of its rows sees. The last query tile is computed whole.
     """
     m, n = p.query_tile
     ends = (min(start + rows, p.seq_k) if p.causal else p.seq_k for start in range(0, math.ceil(p.seq_q / m) * m, rows))
@@ -376,10 +369,10 @@ def v29_forward(p: Problem) -> Steps:
 
 
 def _few_tiles(p: Problem) -> tuple[int, int, int]:
-    """For v30 to v32, return three numbers: the rows of a query tile, the query heads of a tile, and the tiles of all heads.
+    """For v30 to v32, return the rows of a query tile, its number of query heads, and the number of tiles of all heads.
 
-    A tile has all query heads of a K/V head if their number divides 64 and this gives fewer tiles. Otherwise a tile has
-    one query head.
+    A tile has all query heads of a K/V head if their number divides 64 and there are then fewer tiles. Otherwise a tile has one
+    query head.
     """
     m, packed = 128 if _wide(p) else 256, p.heads // p.kv_heads
     if 64 % packed or math.ceil(p.seq_q * packed / m) == math.ceil(p.seq_q / m) * packed:
@@ -388,7 +381,7 @@ def _few_tiles(p: Problem) -> tuple[int, int, int]:
 
 
 def _filling(p: Problem, tiles: int) -> tuple[int, int]:
-    """For v31 and v32, return the number of key tiles that the last query sees, and how many splits fill the SMs."""
+    """For v31 and v32, return the number of key tiles that the last query sees, and the number of splits."""
     key_tiles = math.ceil((min(p.seq_q, p.seq_k) if p.causal else p.seq_k) / 64)
     return key_tiles, max(1, min(key_tiles, NUM_SMS // tiles))
 
@@ -418,9 +411,9 @@ def v33_forward(p: Problem) -> Steps:
 def v34_forward(
     p: Problem, first: bool = False, gives_up: bool = False, samples: bool = False, planned: bool = True
 ) -> Steps:  # fmt: skip
-    """Yield the launches of a forward from v33 on. v33 does not plan its splits: it takes as many as fill the SMs."""
+    """Yield the launches of a forward from v33 on. Without `planned` (v33), there are as many splits as fill the SMs."""
     per_kv = p.heads // p.kv_heads
-    packed = per_kv if 64 % per_kv == 0 else 1  # query heads in a tile, and rows of each query
+    packed = per_kv if 64 % per_kv == 0 else 1  # query heads in a tile
     seen_keys = min(p.seq_q, p.seq_k) if p.causal else p.seq_k
     squares = math.ceil(p.seq_q * packed / 128) * math.ceil(seen_keys / 128) * (p.heads // packed)
     few = p.seq_q * packed <= 128 or (not _wide(p) and squares <= V34["FEW_SQUARES"] * NUM_SMS)
@@ -451,9 +444,9 @@ def _in_parts(
     Args:
         packed: the number of query heads in a tile.
         splits: the number of parts of the keys.
-        at_once: whether the kernel keeps a running maximum. Otherwise it guesses, and a second launch repeats failed tiles.
+        at_once: whether the kernel keeps a running maximum. Otherwise it guesses maxima. A second launch repeats failed tiles.
         first: whether the guess includes the first keys (from v39 on).
-        gives_up: whether each tile first reads the flags of earlier tiles, which tell if they have failed (from v42 on).
+        gives_up: whether each tile first reads the failure flags of earlier tiles (from v42 on).
         samples: whether a first launch computes a sample of the scores (from v43 on).
     """
     rows = p.seq_q * packed
@@ -540,7 +533,7 @@ def v8_backward(p: Problem) -> Steps:
 
 
 def _first_tiles(p: Problem, m: int) -> list[int]:
-    """Return a query tile for each 128 keys of a head: the first tile that sees these keys, or else the last tile."""
+    """For each 128 keys of a head, return the first query tile that sees these keys, or else the last tile."""
     last = math.ceil(p.seq_q / m) - 1
     return [min(start // m, last) if p.causal else 0 for start in range(0, p.seq_k, 2 * ROWS)]
 
@@ -609,8 +602,8 @@ def v38_backward(p: Problem) -> Steps:
 def _wide_keys(p: Problem, matmuls_of_q: int, adds: bool) -> tuple[int, int, int]:
     """Return the launch that computes dK and dV for D = 256.
 
-    The kernel reads K and V once. For each 64 keys, it reads Q, dO and stats (LSE and delta) of the queries that see these
-    keys. If no query sees these keys, it reads Q, dO and stats of the last query tile.
+    The kernel reads K and V once. For each 64 keys, it reads Q, dO and stats (LSE and delta) of all query tiles that see
+    these keys, or else of the last query tile.
 
     Args:
         matmuls_of_q: the number of matmuls with head dimension D in a step. Two more matmuls have Dv.
@@ -643,7 +636,7 @@ def v45_backward(p: Problem) -> Steps:
 def v46_backward(p: Problem, rows: int = 2 * ROWS) -> Steps:
     """Yield the launches of a backward from v46 on.
 
-    In dQ's kernel, a consumer has `rows` rows. It computes each key tile that at least one of its rows sees.
+    In dQ's kernel, a consumer of `rows` rows computes each key tile that at least one of these rows sees.
     """
     if max(p.head_dim, p.value_dim) < 256:
         yield from v38_backward(p)

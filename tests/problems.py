@@ -16,7 +16,7 @@ DIMENSIONS = "bhsd"  # the letters mean batch, heads, sequence, head dimension
 TILE_EDGES = (32, 64, 128, 256, 512) if on_gpu else (16, 32, 64)
 LONGEST = TILE_EDGES[-1] + 20
 # Problems with fewer rows than FEW_ROWS have no sink, no `spread` above 1, and no `expanded` q, k or v. With few rows,
-# the largest error of plain PyTorch may be tiny by chance, and gives no useful bound.
+# the largest error of plain PyTorch may be tiny by chance, so it gives no useful bound.
 FEW_ROWS = 16
 # The range of scales for each dtype. Float16 has a smaller range, because gradients grow with the scale, and float16 ends at
 # 65504.
@@ -58,7 +58,7 @@ class Problem:
     kv_heads: the number of heads of k and v; None means the heads of q.
     value_dim: the last dimension of v; None means the last dimension of q.
     spread: the standard deviation of the scaled scores.
-    sink: (key, nats): key `key % seq_k` scores `nats` above the other keys; None means no sink.
+    sink: (i, nats): key number i % seq_k scores `nats` above the other keys; None means no sink.
     layouts: the layouts of q, k, v and the gradient of the output.
     return_lse: whether the differentiated call also returns the LSE.
     """
@@ -95,8 +95,8 @@ class Problem:
         q, k = size * q, size * k
         if self.sink:
             key, nats = self.sink
-            # Only the last elements of q and k make the sink. So the large product of a score is added last. A product
-            # that is added after the large product would lose digits.
+            # The sink is in the last elements of q and k, so that a score's large product is added last. Products added
+            # after it would lose digits.
             q[..., -1], k[..., -1] = math.sqrt(nats / scale), 0
             k[:, :, key % self.seq_k, -1] = math.copysign(math.sqrt(nats / scale), self.scale)
         values = (tensor.to(self.dtype) for tensor in (q, k, v, grad_out))
@@ -114,7 +114,7 @@ def _orders():
 
 
 def _layouts(*expanded):
-    """Return a strategy that draws layouts. One draw chooses all gaps, because each draw takes longer than a small kernel."""
+    """Return a strategy that draws layouts. One draw chooses all gaps, because a draw is slow."""
     gaps = list(itertools.product(((0, 0), (0, 1), (1, 0), (8, 8), (5, 3)), repeat=4))
     return st.just(Layout()) | st.builds(
         Layout,
@@ -125,8 +125,8 @@ def _layouts(*expanded):
     )
 
 
-# Only the output's gradient may have an expanded head dimension. In q, k or v, it would make all products of a row equal.
-# The products' rounding errors would be equal too, and would add up.
+# Only the output's gradient may have an expanded head dimension. In q, k or v, it would make all products of a row equal. Equal
+# rounding errors add up.
 LAYOUTS = st.tuples(_layouts(), _layouts(), _layouts(), _layouts("d", "bhsd"))
 
 
@@ -164,14 +164,14 @@ def problems(head_dims):
         if causal == BOTTOM_RIGHT:  # "bottom-right" needs at least as many keys as queries
             seq_q, seq_k = sorted((seq_q, seq_k))
         q, k, v, grad_out = layouts
-        if dtype == torch.float32:  # rows of an expanded "s" are equal; their rounding errors are equal too, and add up
+        if dtype == torch.float32:  # rows of an expanded "s" are equal; equal rounding errors add up
             v, grad_out = (replace(layout, expanded=layout.expanded.replace("s", "")) for layout in (v, grad_out))
             layouts = q, k, v, grad_out
         sizes = zip(DIMENSIONS, (batch, kv_heads * shared, seq_q), strict=False)
         if math.prod(size for name, size in sizes if name not in q.expanded or name not in grad_out.expanded) < FEW_ROWS:
             spread, sink = min(1.0, spread), None
             layouts = *(replace(layout, expanded="") for layout in (q, k, v)), grad_out
-            if on_gpu:  # the interpreter's problems never change, and need no more rows
+            if on_gpu:  # on the interpreter the problems never change, and need no more rows
                 kv_heads = math.ceil(FEW_ROWS / shared)
         return Problem(
             seq_q=seq_q, seq_k=seq_k, batch=batch, heads=kv_heads * shared, kv_heads=kv_heads, head_dim=head_dim,

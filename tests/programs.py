@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[1]
 def python(*arguments, cwd=ROOT, **variables) -> subprocess.CompletedProcess:
     """Run `python` with these arguments. The first argument is -c, -m or a script.
 
-    The program can import the project's packages. It gets this process's environment and `variables`, but not the variables of
-    pytest-xdist. With them, pytest-benchmark would measure nothing.
+    The program can import the project's packages. It gets this process's environment and `variables`, but not pytest-xdist's
+    variables, with which pytest-benchmark would measure nothing.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     with tempfile.TemporaryDirectory() as directory:
@@ -39,9 +39,9 @@ def _server():
 
 
 def _serve():
-    """Fork a process for each program that stdin describes, and print its exit status.
+    """Fork a process for each program that stdin describes, and print the process's exit status.
 
-    A forked process returns its program's description at once. The parent returns None when stdin ends.
+    In the forked process, return the program's description. In the parent, return None when stdin ends.
     """
     for line in sys.stdin:
         if (process := os.fork()) == 0:

@@ -20,8 +20,7 @@ from common.runtime import DEVICE
 
 MOST = 4 if DEVICE == "cpu" else min(4, torch.cuda.device_count())  # maximum number of ranks in a test
 TIMEOUT_S = 120  # seconds that a test waits for its processes, and that a rank waits for other ranks
-# Each rank is a new process, not a fork. A process that has used a GPU cannot be forked. A fork server does not help: Python
-# has only one, and `common.measure.aot` may have started it with TRITON_INTERPRET=0.
+# Each rank is a new process, not a fork: a process that has used a GPU cannot be forked.
 CONTEXT = multiprocessing.get_context("spawn")
 INTERPRET = {"TRITON_INTERPRET": "1"} if DEVICE == "cpu" else {}  # set again, because a compiler test may have changed it
 

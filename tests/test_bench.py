@@ -184,7 +184,7 @@ TEN_MINUTES = 650
 def test_a_part_of_the_reference_ends_within_ten_minutes(name, monkeypatch):
     monkeypatch.setattr(bench.workloads, "SEQ_LENS", range(512, 512 + 6))  # as many lengths as on a GPU
     found = reference_cases(name)
-    installed = 3 if name.startswith("decode") else 4  # at most so many other implementations are installed
+    installed = 3 if name.startswith("decode") else 4  # maximum number of other installed implementations
     peers = installed * len({workload for _, workload in found})
     assert peers + sum(impl not in bench.BASELINES for impl, _ in found) <= TEN_MINUTES
 
@@ -510,10 +510,7 @@ def test_failure_of_a_case_shows_its_traceback_and_fails_the_run(tmp_path):
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU measures times")
 def test_saved_runs_without_a_gpu_say_to_pytest_benchmark_what_they_are(tmp_path):
-    """pytest-benchmark calls every number a time.
-
-    Without a GPU, the number comes from counted bytes and FLOPs, and the titles say so.
-    """
+    """Without a GPU, the numbers come from counted bytes and FLOPs, and the titles say so."""
     for _ in range(2):
         assert run_bench(tmp_path, "--stage=v0", "--pass=fwd").returncode == 0
     command = [str(Path(sys.executable).with_name("pytest-benchmark")), "compare", "--columns=median", "--name=short"]

@@ -69,7 +69,7 @@ def test_fake_results_are_laid_out_like_real_ones(stage, layout):
 
 @pytest.mark.parametrize("columns", [8, 32])
 def test_rows_of_another_size_lie_in_the_same_order(columns):
-    """`empty_rows` keeps the tensor's order of dimensions in memory, even if some are expanded.
+    """`empty_rows` keeps the tensor's order of dimensions in memory, even if dimensions are expanded.
 
     Fake tensors get the same strides.
     """
@@ -103,7 +103,7 @@ def test_compiled_without_a_graph_break(stage, dynamic):
 
 @pytest.mark.parametrize("run", [by_operator, by_functions])
 def test_repeated_calls_of_one_kind_are_right(stage, run):
-    """On a GPU, the third and later calls replay the launches of the second call with their own tensors."""
+    """On a GPU, later calls replay the second call's launches with their own tensors."""
     kept = []
     for _ in range(4):
         inputs = make_inputs(*TILED, **FEW_SHARED)
@@ -113,7 +113,7 @@ def test_repeated_calls_of_one_kind_are_right(stage, run):
 
 
 def test_a_profiler_sees_the_operators(stage, unordered):
-    """With a profiler, a call goes through PyTorch's dispatcher. Without profiler, compiler and transform, a call bypasses the
+    """With a profiler, a call goes through PyTorch's dispatcher. Without profiler, compiler or transform, a call bypasses the
     dispatcher. The results are equal."""
     inputs = make_inputs(*TILED, **FEW_SHARED)
     alone = by_operator(stage, *inputs, causal=True, scale=SCALE)
@@ -225,7 +225,7 @@ def test_a_reloaded_stage_is_the_new_one(stage):
 
 
 def test_differentiating_twice_raises(stage):
-    """A second derivative raises an error, because a silent zero would be worse."""
+    """A second derivative raises an error instead of being silently zero."""
     q, k, v, grad_out = make_inputs(9, 20, 16, torch.float32, **FEW)
     leaves = as_leaves(q, k, v)
     out = stage.attention(*leaves)
@@ -237,7 +237,7 @@ def test_differentiating_twice_raises(stage):
 @needs_gpu
 @pytest.mark.parametrize("calls", [1, 3])
 def test_cuda_graph_after_some_calls(stage, calls, unordered):
-    """A CUDA graph reads its inputs' current values, even if the captured call has replayed recorded launches."""
+    """A CUDA graph reads its inputs' current values, even if the captured call is a replay (`common.kernels.replay`)."""
     static = as_leaves(*make_inputs(130, 200)[:3])
     grad_out = torch.randn_like(static[0])
     for _ in range(calls):
@@ -355,7 +355,7 @@ class Wrapped(torch.Tensor):
 
 @pytest.mark.parametrize("which", range(5), ids=["q", "k", "v", "out", "lse"])
 def test_one_saved_tensor_may_come_back_as_another_class(stage, which, unordered):
-    """A tensor subclass must go through the dispatcher. A kernel would look for its elements in the wrong place."""
+    """A tensor subclass must go through the dispatcher. A kernel would look for the elements in the wrong place."""
     q, k, v, grad_out = make_inputs(9, 20, **FEW_SHARED)
     expected = by_operator(stage, q, k, v, grad_out, causal=True, scale=SCALE)
     order = itertools.count()

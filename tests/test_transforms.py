@@ -116,7 +116,7 @@ FORWARD_MODE = {
 @pytest.mark.parametrize("differentiate", FORWARD_MODE.values(), ids=FORWARD_MODE.keys())
 @pytest.mark.parametrize("through", ["attention", "operator"])
 def test_forward_mode_is_refused_before_a_kernel_runs(stage, problem, through, differentiate, monkeypatch):
-    """A stage raises an error. Otherwise PyTorch would assume zero tangents, as for operators without forward mode."""
+    """Without this error, PyTorch would assume zero tangents."""
     attend, (q, k, v) = problem
     if through == "operator":
         name = stage.__name__.removeprefix("stages.")

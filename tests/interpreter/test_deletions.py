@@ -1,6 +1,6 @@
-"""A Gluon kernel needs each of its barrier statements: without one, the interpreter finds an order of events with an error.
+"""A Gluon kernel needs each of its barrier statements: if a test deletes one, the interpreter finds an error.
 
-If a test fails, a statement could be deleted without an error. Then delete the statement, or add a problem that needs it.
+If a test finds no error, delete the statement from the stage, or add a problem that needs the statement.
 """
 
 import functools
@@ -25,7 +25,7 @@ STATEMENT = re.compile(
     r"\s+(mbarrier\.(?!wait\(turns\.)(wait|arrive|expect)\(|fence_async_shared\(|tma\.store_wait\("
     r"|(\w+, )*\w+ = warpgroup_mma_wait\(\d, \[[\w, ]+\]\))"
 )
-# (queries, keys, D, Dv, causal, heads, K/V heads, x). The scale is x / sqrt(D). Each problem runs code that the other problems
+# (queries, keys, D, Dv, causal, heads, K/V heads, scale · sqrt(D)). Each problem runs code that the other problems
 # do not run. With the large scale of the last problem, P overflows float16 in stages that guess the maximum.
 PROBLEMS = [
     (60, 100, 64, 128, True, 12, 1, 1),
@@ -44,7 +44,7 @@ EVERY = 6  # the default run deletes every sixth statement of the functions that
 
 @functools.cache
 def lines_of_changed_functions(name, file):
-    """Return the line indices of a file's functions that are new, or changed since the parent stage."""
+    """Return the indices of the lines in functions that a stage adds or changes."""
     source, parent, found = stages.source(name, file), stages.parent(name), set()
     known = story.functions(stages.source(parent, file)) if parent else {}
     for function, text in story.functions(source).items():
@@ -71,7 +71,7 @@ def statements():
 
 
 def run(function, pass_, stage, problem):
-    """Run one pass of a stage on a problem. `function` computes the pass, instead of the stage's own function."""
+    """Run `function` as the stage's forward or backward on a problem."""
     seq_q, seq_k, head_dim, value_dim, causal, heads, kv_heads, wider = problem
     q, k, v, grad_out = make_inputs(seq_q, seq_k, head_dim, batch=1, heads=heads, kv_heads=kv_heads, value_dim=value_dim)
     options = {"causal": causal, "scale": wider * head_dim**-0.5}
@@ -100,7 +100,7 @@ def test_deleting_a_barrier_raises_an_error(name, pass_, file, index, tmp_path):
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 @pytest.mark.parametrize("stage", sorted({param.values[0] for param in statements()}, key=stages.position))
 def test_complete_kernel_raises_no_error(stage, problem):
-    """A complete kernel raises no error. Otherwise the errors in the test above could have another cause than the deletion."""
+    """Without a deletion, no kernel raises an error."""
     for pass_ in ("forward", "backward"):
         schedule.restart_seeds(0)
         run(getattr(stages.load(stage), pass_), pass_, stages.load(stage), problem)

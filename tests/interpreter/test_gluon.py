@@ -1,6 +1,6 @@
-"""The Gluon interpreter runs small kernels in many orders of events. It finds a planted mistake in each order.
+"""The Gluon interpreter runs small kernels in many orders of events. It finds a planted mistake in every order.
 
-A kernel with `MISTAKE` = "none" is correct. The function `error` replaces the line number in a message with the line's text.
+A kernel with `MISTAKE` = "none" is correct.
 """
 
 import itertools
@@ -58,7 +58,7 @@ def launch(kernel, *arguments, seed, programs=1):
 
 
 def error(kernel, *arguments, seed):
-    """Return the interpreter's message for a kernel with a mistake. The message must name a line, the program and the seed."""
+    """Return the interpreter's message for a kernel with a mistake. A line's text replaces the line's number."""
     with pytest.raises(InterpreterError) as caught:
         launch(kernel, *arguments, seed=seed)
     message = str(caught.value)
@@ -275,10 +275,10 @@ def _parts_kernel(x_desc, FIRST: gl.constexpr, DIM: gl.constexpr, SAYS: gl.const
 @pytest.mark.parametrize("first, says", [(8, True), (0, False), (8, False), (4, False), (1, False)])
 @pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
 def test_write_waits_for_every_reader_of_the_same_part(dim, first, says):
-    """Two partitions each read 8 rows, or columns, of a buffer. Then a third partition writes rows 8 to 15.
+    """Two readers each read 8 rows, or columns, of a buffer. Then a third partition writes rows 8 to 15.
 
-    One reader reads rows 8 to 15 and always arrives at the barrier. The other reader reads from row `first` on, and arrives
-    only if `says`. The other reader need not arrive if nobody writes the rows that it reads.
+    The first reader reads rows 8 to 15 and arrives at the barrier. The second reader reads from row `first` on, and arrives
+    only if `says`. If `first` is 0, the second reader need not arrive: nobody writes its rows.
     """
     if says or first == 0:
         for seed in SEEDS:
@@ -522,7 +522,7 @@ def _add_kernel(sums_ptr, x_ptr):
 
 
 def test_registers_are_added_to_memory_without_a_read():
-    """The kernel adds two elements to each address. It does not read the sums, so only the added elements count as read."""
+    """The kernel adds two elements to each address. Only the added elements count as read, not the sums."""
     sums, x = torch.randn(SIZE.value // 2), torch.randn(SIZE.value)
     expected = sums + x[::2] + x[1::2]
     (counted,) = count(lambda: launch(_add_kernel, sums, x, seed=0)).launches
@@ -659,7 +659,7 @@ def _take_tickets_kernel(takers_ptr, counter_ptr, tickets):
 
 
 def takers(seed, programs=2):
-    """Return who took each of sixteen tickets, as 10 · program + partition. The seed decides the order."""
+    """Return who took each of sixteen tickets, as 10 · program + partition."""
     taken, counter = torch.full((16,), -1), torch.zeros(1, dtype=torch.int32)
     launch(_take_tickets_kernel, taken, counter, len(taken), seed=seed, programs=programs)
     assert counter == len(taken) + 2 * programs

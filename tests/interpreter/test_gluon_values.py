@@ -44,7 +44,7 @@ def record(kernel, *arguments):
 
 @triton.jit
 def _note_two(x, y, INTEGERS: tl.constexpr):
-    """Record the results of operations on two values. One of the values may be a literal."""
+    """Record the results of operations on two values."""
     _record(x + y)
     _record(x - y)
     _record(x * y)
@@ -67,7 +67,7 @@ def _note_numbers(x, INTEGERS: tl.constexpr, SCALAR_INTEGER: tl.constexpr):
     _note_two(x, 2, INTEGERS)
     _note_two(3, x, INTEGERS)
     _note_two(x, 2.5, False)
-    if not SCALAR_INTEGER:  # for a scalar integer, Python computes the result in double precision
+    if not SCALAR_INTEGER:  # with a scalar integer, Python computes in double precision
         _note_two(0.1, x, False)
     _record(-x)
     _record(tl.where(x < 2, 1, 0))
@@ -247,7 +247,7 @@ def _bits_kernel(x_ptr):
 
 
 def test_bits_and_halves_of_a_tensor():
-    """A float32 stores a sign, 8 bits of exponent + 127, and 23 bits of fraction. 1.5 has exponent 0, stored as 127."""
+    """A float32 stores a sign, 8 bits of exponent (plus 127), and 23 bits of fraction."""
     (dtype, bits), (_, shifted), (_, doubled), *halves = record(_bits_kernel, torch.tensor([1.5, -1.0, 0.25, 8.0]))
     assert dtype == "int32" and bits.tolist() == [0x3FC00000, 0x3F800000 - 2**31, 0x3E800000, 0x41000000]
     assert shifted.tolist() == [-(2**31), 0, 0, 0]

@@ -1,6 +1,6 @@
 """With our repairs, Triton's interpreter computes the same results as a GPU.
 
-If you run this file as a script, it does not apply the repairs. It prints the interpreter's bfloat16 errors.
+As a script, this file prints the bfloat16 errors of Triton's interpreter without the repairs.
 """
 
 import json
@@ -166,10 +166,7 @@ EARLIER = [pytest.param(imports, marks=pytest.mark.long) for imports in ("import
 
 @pytest.mark.parametrize("imports", [*EARLIER, "import triton.language, torch, stages"])
 def test_imports_in_any_order_need_no_environment_variable(imports):
-    """The repairs work even if a program imports Triton before `common.runtime`.
-
-    Triton reads TRITON_INTERPRET when it is imported. The variable decides if Triton compiles or interprets its own functions.
-    """
+    """The repairs work even if a program imports Triton before `common.runtime` sets TRITON_INTERPRET."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     run = subprocess.run(
@@ -202,7 +199,7 @@ def test_descriptors_add_to_memory():
 
 @pytest.mark.skipif(GPU, reason="on a GPU this error ends the program, and no later test can run")
 def test_descriptors_store_nothing_before_a_tensor():
-    """At negative coordinates a GPU can load, but not store. Past the end of a tensor, a GPU clips loads and stores."""
+    """At negative coordinates a GPU can load, but not store."""
     from triton.runtime.interpreter import InterpreterError
 
     x = torch.zeros(20, 16)

@@ -105,7 +105,7 @@ def test_additions_from_registers_take_their_bytes_and_no_wait():
     assert (sums == 3).all()
 
 
-FILLED = 4 + 500 + 300 + 20  # cycles until a partition sees a tile: expect, bytes, latency, hand-over
+FILLED = 4 + 500 + 300 + 20  # cycles of expect, bytes, latency and hand-over
 
 
 def tile():
@@ -151,7 +151,7 @@ def _hand_over():
 
 
 def test_a_wait_ends_some_cycles_after_the_arrival():
-    assert time_of(_hand_over).end == 3 + 1 + 20  # cycles of one warp's fence, its arrival, and the hand-over
+    assert time_of(_hand_over).end == 3 + 1 + 20  # cycles of a warp's fence, the arrival, and the hand-over
 
 
 def test_launches_are_timed_inside_alone_and_in_order():

@@ -38,7 +38,7 @@ class Driver(StandInDriver):
 triton.runtime.driver.set_active(Driver())
 
 TUNER = stages.load("v4").forward.__globals__["_forward_kernel"]
-TUNER.configs = [TUNER.configs[0], *TUNER.configs[5:7], TUNER.configs[-1]]  # large tiles, small tiles, float32
+TUNER.configs = [TUNER.configs[0], *TUNER.configs[5:7], TUNER.configs[-1]]  # with large tiles, with small tiles, for float32
 
 def forward(name, head_dim=64, dtype=torch.float16, causal=True, seq=256, diagonal=0):
     q, k, v = (torch.empty(1, 2, seq, head_dim, dtype=dtype, device="meta") for _ in range(3))
@@ -53,7 +53,7 @@ def run(program):
 
 
 def test_a_failed_parallel_compilation_is_repeated():
-    """`ast.parse` may fail in one of several threads. The failure must not be raised again later."""
+    """`ast.parse` may fail if several threads compile. The kernel must then be compiled again."""
     run("""
 compile_, failures = compiler.compile, []
 
@@ -82,7 +82,7 @@ assert {index for index, _ in launched} == {0, 1}
 
 
 def test_threads_do_not_mix_their_launches():
-    """Threads share an autotuner for different problems. Each launch gets descriptors with its own kernel's block shapes."""
+    """Threads launch different problems with one autotuner. Each launch gets descriptors with its own block shapes."""
     run("""
 problems = [(32, torch.float16), (64, torch.bfloat16), (128, torch.float16), (64, torch.float32)]
 for problem in problems:  # tuned and compiled
@@ -148,11 +148,7 @@ assert most == 1 and launched
 
 
 def test_no_length_of_1_becomes_a_constant():
-    """No kernel gets a length as a compile-time constant.
-
-    A constant length turns a loop into straight code. In v4's kernel of dK and dV with D = 64 and Dv = 32, ptxas then let the
-    matmul of `dp_t` read its tile from a wrong address.
-    """
+    """No kernel gets a length as a compile-time constant. With such a constant, ptxas may compile v4's backward wrongly."""
     run("""
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction

@@ -19,7 +19,7 @@ def test_two_sets_of_keys(seq_q, seq_k, cut, value_dim, dtype):
     merge(out, lse, parts[1]["out"].to(dtype), parts[1]["lse"].float())
     whole = truth(q, k, v, False, 1.0)
     torch.testing.assert_close(lse.double(), whole["lse"], rtol=1e-6, atol=1e-6)
-    near = 2 * torch.finfo(dtype).eps + 1e-5  # 1e-5 for the rounding of LSEs, which are about 30
+    near = 2 * torch.finfo(dtype).eps + 1e-5  # 1e-5 for rounding the LSEs, which are about 30
     torch.testing.assert_close(out.double(), whole["out"], rtol=near, atol=near)
 
 
@@ -37,7 +37,7 @@ def test_merge_into_rows_of_a_larger_result_from_another_layout():
 @pytest.mark.parametrize("into_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_merge_takes_any_dtypes_and_rounds_once(dtype, into_dtype):
-    """The result has the bits of a float32 merge that is rounded once.
+    """The result equals a float32 merge that is rounded once.
 
     The result may go to rows of a larger tensor, or replace `out`.
     """
@@ -70,7 +70,7 @@ def test_log_sum_exps_that_are_far_apart(apart):
 def test_a_sum_is_rounded_once(rows, first, length, dtype, part_dtype, into_dtype):
     """`add` rounds once, and keeps the rows outside the part.
 
-    Here the result is some heads of a larger tensor, and the part has another layout than the result.
+    The result is some heads of a larger tensor. The part has another layout.
     """
     whole = torch.randn(2, 3, rows, 32, device=DEVICE).to(dtype)
     part = torch.randn(2, length, 3, 32, device=DEVICE).to(part_dtype).transpose(1, 2)

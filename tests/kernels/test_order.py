@@ -36,12 +36,11 @@ def test_causal_attention_goes_through_a_group_of_heads_longest_tile_first(group
     assert taken(group * SEQ * ROW_BYTES, causal=True) == expected
 
 
-@pytest.mark.filterwarnings("error")  # numpy warns on the interpreter if a kernel divides by zero
+@pytest.mark.filterwarnings("error")  # on the interpreter, numpy warns if a kernel divides by zero
 def test_short_heads_do_not_make_groups_of_two_to_the_32_tiles():
     """A group has at most as many heads as the launch.
 
-    With keys of one byte, 2**24 heads fit in the L2 cache. Without the limit, a group would have 2**24 heads and 2**32 tiles.
-    int32 stores 2**32 as 0.
+    Here 2**24 heads fit in the L2 cache. They would have 2**32 tiles, and int32 stores 2**32 as 0.
     """
     taken = torch.empty(256, 2, dtype=torch.int32, device=DEVICE)
     _record_kernel[256,](taken, 256, 1, 1, True, 2**24)

@@ -1,4 +1,4 @@
-"""A replayed call makes the launches that its function would make. A recording keeps no tensor.
+"""A replayed call (`common.kernels.replay`) makes its function's launches. A recording keeps no tensor.
 
 Stand-ins replace the driver and the compiler. Each test starts a new process, because pytest's process may interpret kernels.
 """
@@ -106,9 +106,9 @@ def run(program, *arguments):
 
 @pytest.mark.parametrize("stage", REPLAYED)
 def test_a_call_launches_what_its_function_does(stage):
-    """A replayed call launches the same binaries with the same arguments, in the same order and on the same stream.
+    """A replayed call launches its function's binaries with the same arguments, in the same order and on the same stream.
 
-    Each call differs from the usual call in at most two things.
+    Each call differs from `USUAL` in at most two entries.
     """
     run(
         """
@@ -140,14 +140,14 @@ for call in calls:
         repeats[function.__name__] += repeated()
         expected = launched(function.__wrapped__, *tensors, **options)
         assert got == expected, (call, function.__name__, got, expected)
-assert min(repeats.values()) > len(calls) / 4, repeats  # two of four equal calls are replayed, fewer if a stage calls another
+assert min(repeats.values()) > len(calls) / 4, repeats  # two of four equal calls; fewer if a stage calls another stage
 """,
         stage,
     )
 
 
 def test_the_driver_gets_the_arguments_that_triton_gives_it():
-    """Each replayed descriptor has the address of this call's tensor. For each address, a descriptor is encoded once."""
+    """Each replayed descriptor has the address of the call's own tensor. An address's descriptor is encoded only once."""
     run("""
 from triton.backends.nvidia import driver as nvidia
 BASE = getattr(nvidia, "_BASE_ARGS_FORMAT_LEN", None)  # Triton 3.6: number of arguments before the kernel's own
@@ -206,7 +206,7 @@ for name in ("v34", "v12", "v5"):
 
 
 def test_a_pick_of_the_tuner_is_honoured():
-    """A replayed call uses the configuration that the tuner has chosen, even if the tuner chose after the recording."""
+    """A replayed call uses the tuner's last choice, even if the tuner chose after the recording."""
     run("""
 stage = stages.load("v6")
 tensors = problem()

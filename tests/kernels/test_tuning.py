@@ -76,8 +76,8 @@ def timed(name, head_dim, dtype):
 def test_every_configuration_is_right(name, kernel, index, head_dim, dtype, real_tuning, monkeypatch):
     """Every configuration gives right results. A wrong configuration that skips tiles is fast, so the tuner would choose it.
 
-    A causal kernel splits its loop at tile edges. Some pairs of BLOCK_M and BLOCK_N may split it wrongly. To find such
-    pairs, both lengths end inside a tile and exceed every tile.
+    A causal kernel may split its loop wrongly for some pairs of BLOCK_M and BLOCK_N. To find such pairs, both lengths end
+    inside a tile and exceed every tile.
     """
     tuner = tuners(name)[kernel]
     config = tuner.configs[index]

@@ -1,4 +1,4 @@
-"""The table that recommends a stage for each GPU has the right cells, for invented and for committed records."""
+"""The table that recommends a stage for each GPU has the right cells."""
 
 import json
 

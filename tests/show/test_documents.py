@@ -216,7 +216,7 @@ def test_a_file_without_tables_is_refused(file, capsys):
 
 
 def test_few_tables_are_kept():
-    """results/ keeps only tables that answer a question on one screen."""
+    """results/ keeps few and short tables."""
     found = {path.stem for path in (results.ROOT / "results").glob("*.md")} - {"README"}
     assert found == set(documents.KEPT)
     assert sum(path.stat().st_size for path in (results.ROOT / "results").glob("*.md")) <= 150_000

@@ -210,10 +210,7 @@ def test_lines_about_a_missing_stage_are_named():
 
 
 def test_lines_that_need_a_missing_stage_are_named(tmp_path):
-    """If a stage is gone, the error names each line that needs it, and no other line.
-
-    Such a line is a fallback's import, a recorded parent, or a benchmark's grid.
-    """
+    """If a stage is gone, the error names the lines that need the stage, and no other line."""
     shutil.copytree(ROOT / "stages", tmp_path / "stages", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "bench.py", tmp_path)
     assert needs_of_stages_that_are_gone(tmp_path) == []

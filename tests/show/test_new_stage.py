@@ -106,7 +106,7 @@ def test_a_copy_computes_what_its_own_directory_says(tree, source, tmp_path, mon
 
 
 def test_the_tests_pass_with_new_stages(tree):
-    """A copied stage passes the tests of files, names, documents and style. The test above checks the copy's results."""
+    """A copied stage passes the tests of files, names, documents and style."""
     files = ("stages/test_contract", "stages/test_readmes", "show/test_documents", "show/test_story", "test_rooms")
     chosen = " or ".join([*COPIES.values(), NEXT, "test_documents_agree", "test_ruff"])
     run = subprocess.run(
@@ -162,7 +162,7 @@ def test_a_copy_has_the_prediction_of_the_stage_that_it_is_made_of(tree):
 
 
 def test_notes_that_point_ahead_stay():
-    """A dead end made from v4 comes before v5, so it keeps notes about v5. v5 and later stages do not keep them."""
+    """A dead end made from v4 comes before v5, so it keeps notes about v5. v5 and later stages drop such notes."""
     code = "x = 1\n    # NOTE: this is read twice; v5 reads it once.\n    # NOTE: this is slow.\ny = 2  # v5's\n"
     assert new_stage.without_past_notes(code, "v4c_some") == code
     for name in ("v5_other", "v5a_some", "v16_some"):

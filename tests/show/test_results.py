@@ -93,10 +93,8 @@ def test_runs_are_found_by_what_they_hold(tmp_path, monkeypatch):
 
 
 def test_a_pass_that_was_measured_as_the_parent_s_counts_as_the_stage_s(tmp_path, monkeypatch):
-    """Only v1's backward was measured. Its records count for v2 too, because v2's backward has the same code.
-
-    They do not count for v0, which has no parent, and not for v3, which has other code.
-    """
+    """Only v1's backward was measured. Its records count for v2 too, because v2's backward has the same code. They do not
+    count for v0 and v3."""
     (tmp_path / "results").mkdir()
     monkeypatch.setattr(results, "ROOT", tmp_path)
     monkeypatch.setattr(stages, "__path__", [str(tmp_path)])

@@ -259,7 +259,7 @@ def test_keys_and_links_lead_from_step_to_step(watched):
     page.wait_for_url("**/v5.html")  # the dead end v4a is skipped
     page = watched.open("v3.html")
     page.focus("#time")
-    page.keyboard.press("ArrowLeft")  # the key now moves the slider
+    page.keyboard.press("ArrowLeft")  # this key press moves the slider
     assert page.url.endswith("v3.html#time=999")
 
 

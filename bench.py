@@ -2,8 +2,8 @@
 
 This file is a command (`python bench.py --help`) and a pytest-benchmark module. Before the benchmark times an implementation,
 it compares the implementation's result with attention in float64. If the result is wrong, the benchmark reports an error and
-measures no time. If a workload has very many scores, the benchmark compares only some heads, evenly spread. Results of the
-other heads must only be finite.
+measures no time. If a workload has very many scores, the benchmark compares only some heads. Results of the other heads must
+only be finite.
 """
 
 import argparse
@@ -45,8 +45,8 @@ SHORT_S = 1e-3
 
 # Approximate seconds of a case on an H200, without tuning and compilation: the mean over the cases of a `--reference` run.
 GPU_CASE_S = 0.75
-# Approximate seconds of a case on the interpreter: a constant, plus a forward's time for each query-key pair. The constant and
-# the time are means over all stages at S = 512 and 1024. For each pair, a backward takes 2.5 times as long as a forward.
+# Approximate seconds of a case on the interpreter: a constant, plus a forward's time for each query-key pair. For each pair, a
+# backward takes 2.5 times as long.
 INTERPRETER_CASE_S, INTERPRETER_PAIR_S = 0.1, 6e-7
 
 CHECKED_SCORES = 2**33  # the check computes at most this many float64 scores: those of 32 heads with 16384 queries and keys
@@ -55,7 +55,7 @@ GPU = traffic.GPUS["h200"]  # without a GPU, the table uses the tiles and peaks 
 
 
 def parse_options(argv: list[str]) -> argparse.Namespace:
-    """Return the command line as lists of distinct values. Exit with status 2 on an invalid value."""
+    """Parse the command line: each LIST becomes a list of distinct values. Exit with status 2 on an invalid value."""
     parser = argparse.ArgumentParser(
         prog="bench.py",
         description="Measure the forward and backward of stages and baselines. LIST is comma-separated, and you can repeat a "
@@ -178,7 +178,7 @@ MOST_KV_BYTES = 40e9  # maximum bytes of K and V together
 
 
 def _decoding(head_dim: int) -> list[list[str]]:
-    """Return command lines for forwards with few queries. Leave out numbers of keys whose K and V need too much memory."""
+    """Return command lines for forwards with few queries. Leave out workloads whose K and V need too much memory."""
     found = []
     for batch, (heads, kv_heads) in itertools.product((1, 8, 64), ((16, 16), (32, 8))):
         key = 2 * 2 * batch * kv_heads * head_dim  # bytes of one key's K and V in all heads and batch elements
@@ -266,22 +266,21 @@ def duration(seconds: float) -> str:
 
 
 def _count(impl: str, workload: Workload) -> Count:
-    """Count the traffic and FLOPs of an implementation. A stage uses the tile sizes for an H200 (`GPU`)."""
+    """Count the traffic and FLOPs of an implementation. A stage uses its tile sizes for `GPU`."""
     if impl in BASELINES:
         return count(timed_call(impl, workload, workload.inputs()))
     return traffic.count_stage(stages.load(impl), workload, GPU)
 
 
 def _checked(tensor: Tensor, workload: Workload) -> Tensor:
-    """Select the heads to check from a tensor [B, H or Hkv, …]. If all heads together have at most `CHECKED_SCORES` scores, the
-    check takes all heads, and the result is `tensor`.
+    """Select the heads to check from a tensor [B, H or Hkv, …].
 
-    Otherwise the check takes every n-th K/V head and the query heads that share it. It numbers the K/V heads of all batch
-    elements consecutively, and always takes the last one. The result is [checked K/V heads, heads of `tensor` per K/V head, …].
-    The number n is odd, because with an even n the check could take the same heads in every batch element.
+    If all heads together have at most `CHECKED_SCORES` scores, return `tensor`. Otherwise select every n-th K/V head, counted
+    through the whole batch, and the query heads that share it. Then the result is [selected K/V heads, heads of `tensor` per
+    K/V head, …]. With an even n, all batch elements could have the same heads selected, so n is odd.
     """
     w = workload
-    rows = max(w.seq_len, w.head_dim + w.value_dim)  # with few queries, K and V take more memory than the scores
+    rows = max(w.seq_len, w.head_dim + w.value_dim)  # per key: its scores, or its K and V if these are larger
     step = math.ceil(w.batch * w.heads * w.kv_len * rows / CHECKED_SCORES)
     if step == 1:
         return tensor
@@ -339,7 +338,7 @@ def _gpu_timer() -> timing.GpuTimer:
 
 
 TIMER = timing.Replay()
-# A suffix to the names of benchmark groups in a saved run. Without a GPU, the suffix explains what the "times" are.
+# In a saved run, this text ends the names of benchmark groups. Without a GPU, it explains what the "times" are.
 GROUP = "" if DEVICE == "cuda" else f" (no GPU: counted, as time at the peaks of an {GPU.name})"
 
 
@@ -364,14 +363,14 @@ class Bench:
         print(f"{len(every)} cases, about {duration(sum(self.expected))}{first_use}.")
         self.progress = Progress(sum(self.expected))
         gc.collect()
-        gc.freeze()  # garbage collections between the cases skip the objects that exist now
+        gc.freeze()  # later garbage collections skip the objects that exist now
 
     def pytest_report_teststatus(self, report):
         if report.when == "call":
-            return report.outcome, "", ""  # print no letter for a case, because the progress bar replaces pytest's letters
+            return report.outcome, "", ""  # the progress bar replaces pytest's letters
 
     def pytest_benchmark_update_machine_info(self, machine_info):
-        for name in ("node", "release"):  # leave out private names; the GPU and the versions are enough
+        for name in ("node", "release"):  # leave out private names
             machine_info.pop(name)
         machine_info.update(self.machine)
 
@@ -455,7 +454,7 @@ class Bench:
         }
 
     def _measure_ceilings(self, workload):
-        """Measure the TFLOP/s of PyTorch's matmul once for each dtype. If Sk != Sq, measure the GB/s of a copy once per run."""
+        """Measure the TFLOP/s of PyTorch's matmul once for each dtype. If Sk != Sq, measure a copy's GB/s once per run."""
         if workload.dtype not in self.machine["matmul_tflops"]:
             self.machine["matmul_tflops"][workload.dtype] = timing.matmul_tflops(_gpu_timer(), workloads.DTYPES[workload.dtype])
         if workload.kv_len != workload.seq_len and "copy_gbps" not in self.machine:
@@ -465,7 +464,7 @@ class Bench:
 def _bench(config) -> Bench:
     """Return the plugin that `main` has registered.
 
-    With `pytest bench.py`, `main` does not run. Then this function registers a plugin with the default options.
+    Under `pytest bench.py`, `main` does not run: register a plugin with the default options.
     """
     for plugin in config.pluginmanager.get_plugins():
         if isinstance(plugin, Bench):

@@ -4,6 +4,6 @@ Each entry of this list imports only from later entries: site, show, measure, th
 interpreter.
 """
 
-from common import runtime  # must come first, because it chooses GPU or interpreter before any kernel is defined
+from common import runtime  # comes first, to choose GPU or interpreter before any kernel is defined
 
 __all__ = ["runtime"]

@@ -1,6 +1,6 @@
 """Interpret the asynchronous operations that a partition issues: TMA copies and warpgroup matmuls.
 
-An operation takes place at some moment after its issue, and before the wait for it ends. A random seed chooses the moment.
+An operation takes place at a random moment, after its issue and before the wait for it ends.
 """
 
 import torch
@@ -45,7 +45,7 @@ class Descriptor:
         self.shape, self.strides = self._tensor.shape, self._tensor.stride()
 
     def clipped(self, coord):
-        """Return the part of the tensor that a tile covers, and the slices of the tile that this part fills."""
+        """Return the part of a tile inside the tensor, as a view of the tensor and as slices of the tile."""
         inside, of_tile = [], []
         for first, size, end in zip(map(int, coord), self.block_shape, self._tensor.shape, strict=True):
             begin, stop = max(first, 0), max(min(first + size, end), 0)
@@ -173,7 +173,7 @@ class Matmul(Values):
         return now().fail("a matmul's value is used before warpgroup_mma_wait")
 
     def __getattr__(self, name):
-        """Fail, because the kernel uses this matmul as a tensor before it has waited for the matmul."""
+        """Fail like `data`: the kernel uses this matmul as a tensor too early."""
         if name.startswith("__"):
             raise AttributeError(name)
         return self.data
@@ -206,8 +206,7 @@ def matmul_wait(outstanding: int, results: list):
     This function replaces `warpgroup_mma_wait`.
 
     Returns:
-        `results` as a tuple, in which the value of each finished matmul replaces the matmul. If `results` has one entry, the
-        function returns only the entry, without a tuple.
+        `results` as a tuple, with the values of finished matmuls. If `results` has one entry: this entry, without a tuple.
     """
     partition = now().running
     while len(partition.matmuls) > outstanding:

@@ -35,7 +35,7 @@ from .schedule import MARK, Program, begin, next_seed, now, outermost_frame
 from .shared import Barriers, Buffer, Memory
 from .values import Pointer, Register, Scalar, computed, in_torch, operand, promoted, tensor, value
 
-# id of a function of Gluon or Triton -> (the function, its replacement). The key is the id, because hashing a function is slow.
+# id of a function of Gluon or Triton -> (the function, its replacement). Ids, because hashing a function is slow.
 MEANING = {}
 
 
@@ -128,8 +128,8 @@ def _join(x, y):
 def _either(compute, or_nan):
     """Return the replacement of `maximum` or `minimum`.
 
-    If one operand is NaN, the result is the other operand. With PropagateNan.ALL, the result is NaN. As in Triton, bfloat16
-    operands give a float32 result.
+    If one operand is NaN, the result is the other operand, or NaN with PropagateNan.ALL. As in Triton, bfloat16 operands give a
+    float32 result.
     """
 
     def meaning(x, y, propagate_nan=tl.PropagateNan.NONE):
@@ -150,7 +150,7 @@ def _max(x, axis):
         return computed("row maximum", x.data.to(torch.promote_types(x.data.dtype, torch.int32)).amax(axis), x)
     data = x.data.to(torch.promote_types(x.data.dtype, torch.float32))
     largest = data.amax(axis)
-    if largest.isnan().any():  # the result must be NaN only if the whole row is NaN
+    if largest.isnan().any():  # the maximum is NaN only if the whole row is NaN
         nan = data.isnan()
         largest = data.masked_fill(nan, float("-inf")).amax(axis).masked_fill(nan.all(axis), float("nan"))
     return computed("row maximum", largest, x)
@@ -214,7 +214,7 @@ def _store(pointer, stored, mask=None):
 
 
 def _add_up(pointer, added, mask=None):
-    """Add elements to elements in global memory. Return the number of bytes of the added elements."""
+    """Add `added` to elements in global memory. Return the number of added bytes."""
     offsets, counts = pointer.at(mask)
     added = torch.as_tensor(operand(added)).to(pointer.elements.dtype).expand(offsets.shape)
     pointer.elements.index_put_((offsets[counts],), added[counts], accumulate=True)
@@ -232,7 +232,7 @@ def _atomic_add(pointer, added, mask=None):
 
 
 def add_in_memory(pointer, added):
-    """Let the L2 cache add a tile to global memory. The kernel needs no result, so the SM reads nothing."""
+    """Add a tile to global memory. The L2 cache does the addition, so the SM reads nothing."""
     nbytes = _add_up(pointer, added)
     if now().timing:
         now().timing.copy(now().running, "add", nbytes)

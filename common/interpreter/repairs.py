@@ -42,10 +42,10 @@ def _to_bfloat16(data):
 
 
 def repair_bfloat16():
-    """Let the interpreter compute with bfloat16 numbers as a GPU does.
+    """Let Triton's interpreter compute with bfloat16 numbers as a GPU does.
 
-    The interpreters of Triton 3.6 and 3.7 treat the 16 bits of a bfloat16 number as an integer. `tl.dot` multiplies these
-    integers, and arithmetic adds them. Also, a cast from float32 truncates, but the hardware rounds to nearest even.
+    In Triton 3.6 and 3.7, `tl.dot` and arithmetic treat the 16 bits of a bfloat16 number as an integer. Also, a cast from
+    float32 truncates, but a GPU rounds to nearest even.
     """
     builder = InterpreterBuilder
     dot, binary_op, cast = builder.create_dot, builder.binary_op, builder.cast_impl
@@ -68,7 +68,7 @@ def repair_bfloat16():
 
 
 def add_descriptor_reductions():
-    """Give the interpreter `descriptor.atomic_add`, which Triton 3.6 and 3.7 leave out."""
+    """Give Triton's interpreter `descriptor.atomic_add`, which Triton 3.6 and 3.7 leave out."""
 
     def create_descriptor_reduce(self, kind, desc, value, indices):
         if kind != ir.DESCRIPTOR_REDUCE_KIND.ADD:
@@ -95,7 +95,7 @@ def refuse_stores_before_a_tensor():
 def repair_loop_bounds():
     """Let a scalar tensor be the end of a loop.
 
-    Triton 3.6 lets numpy convert the tensor's one-element array to an int. This conversion fails from numpy 2.5 on.
+    Triton 3.6 converts the tensor to an int in a way that fails from numpy 2.5 on.
     """
     patch = interpreter._patch_lang_tensor
 
@@ -120,7 +120,7 @@ def run_one_kernel_at_a_time():
 def patch_the_language_once():
     """During a launch, patch Triton's language only once for each function.
 
-    Triton itself patches the language again for every call of a function, which takes a fifth of a kernel's time.
+    Triton itself does so at every call of the function, which takes a fifth of a kernel's time.
     """
     patch, run, patched = interpreter._patch_lang, InterpretedFunction.run, set()
 
@@ -140,8 +140,8 @@ def patch_the_language_once():
 def check_overflow_cheaply():
     """Raise an error if an addition, subtraction or multiplication of integers overflows.
 
-    The check covers all integers of fewer than 64 bits. Triton's own check repeats each operation in int64, which takes a third
-    of a kernel's time. Triton's check raises an error only if Triton's debug option is on.
+    The check covers all integers of fewer than 64 bits. Triton's own check takes a third of a kernel's time, and raises an
+    error only if Triton's debug option is on.
     """
     of_numbers = {"add": numpy.add, "sub": numpy.subtract, "mul": numpy.multiply}
 

@@ -4,9 +4,7 @@ Each partition has a thread, and one thread runs at a time. The running thread g
 and fence. Then a random seed chooses the next thread, and which asynchronous operations take place. The same seed replays the
 same order.
 
-A run takes only one order, but can also find races that would happen in other orders. `Partition.known` has the events that a
-partition knows to be over. If two uses of a buffer conflict, the partition of the later use must know that the earlier use is
-over. Otherwise the interpreter reports an error.
+A run takes only one order, but can also find races that would happen in other orders: see `shared`.
 """
 
 import contextlib
@@ -24,14 +22,14 @@ from triton.runtime.interpreter import InterpreterError
 from .timing import Rates, Timing
 
 VARIABLE = "GLUON_SEED"  # this environment variable, if set, gives the seed of every launch
-AT_ONCE = 2  # this many programs run at the same time: the interpreted GPU has this many SMs
+AT_ONCE = 2  # number of programs that run at the same time, and of SMs that kernels see
 MARK = "__interpreted__"  # each interpreted function of a kernel has a global variable with this name
 
 _seeds = itertools.count()
 
 
 def restart_seeds(first: int):
-    """Give the next launches the seeds `first`, `first` + 1, … unless the environment sets one seed for all launches."""
+    """Give the next launches the seeds `first`, `first` + 1, … unless the environment sets `VARIABLE`."""
     global _seeds
     _seeds = itertools.count(first)
 
@@ -42,7 +40,7 @@ def next_seed() -> int:
 
 
 def _kernel_frames(frame):
-    """Yield the frames that belong to a kernel's functions, from the stack frame `frame` outwards."""
+    """Yield the stack frames of a kernel's functions, from `frame` outwards."""
     while frame:
         if MARK in frame.f_globals:
             yield frame
@@ -81,18 +79,17 @@ class Waiting:
 
 
 class Program:
-    """One program of a launch. It knows its partitions, shared memory, barriers, and the kernel's outermost stack frame."""
+    """One program of a launch, with its partitions, shared memory and barriers."""
 
     def __init__(self, number: int):
         self.number = number
         self.partitions = []  # all partitions that have begun, including ended ones
         self.memories, self.barriers = [], []
-        self.frame = None
+        self.frame = None  # the kernel's outermost stack frame
         self._events = itertools.count()
 
     def event(self) -> int:
-        """Return a new event: a number with one bit set. `Partition.known` has this bit if the partition knows that the event
-        is over."""
+        """Return a new event: a number with one bit set, for `Partition.known`."""
         return 1 << next(self._events)
 
     def name_of(self, thing) -> str | None:
@@ -131,7 +128,7 @@ class Schedule:
         self.seed, self.timing = seed, timing
         self.random = random.Random(seed)
         self.eagerness = self.random.choice((0, 0.1, 0.5, 1))  # probability, at each turn, that an issued operation takes place
-        self.constancy = self.random.choice((0, 0.5, 0.9))  # probability that the running partition keeps running
+        self.constancy = self.random.choice((0, 0.5, 0.9))  # probability that the running partition keeps its turn
         self.fair = self.random.choice((True, False))  # if False, operations take place in the order of their random ranks
         self._issued = {}  # id -> (random rank, operation), for copies and matmuls that have not taken place yet
         self.error = None
@@ -203,7 +200,7 @@ class Schedule:
             operation.take_place()
 
     def fail(self, message: str):
-        """Raise an error that names the kernel's line that the running partition executes."""
+        """Raise an error that names the running partition and its line in the kernel."""
         raise InterpreterError(f"{self.here()}: {message}\n{self.replayed}")
 
     def here(self) -> Place:
@@ -237,7 +234,7 @@ class Schedule:
         threading.Thread(target=body, daemon=True).start()
 
     def _in_the_kernel(self, error):
-        """Return an error whose message has a Python exception's text, and the kernel's line that raised the exception."""
+        """Return an error with a Python exception's text, and the kernel's line that raised the exception."""
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if MARK in frame.f_globals]
         place = Place(self.running, frames[-1] if frames else None)
         wrapped = InterpreterError(f"{place}: {error!r}\n{self.replayed}")

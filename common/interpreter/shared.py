@@ -3,8 +3,8 @@
 Each use of a part of a buffer is an event. Two uses conflict if they overlap and one of them writes. Conflicting uses race
 unless the later use's partition knows that the earlier use is over.
 
-A partition knows that its own ordinary accesses are over. When its wait for a barrier ends, the partition also knows all events
-that the arriving partitions knew. TMA and matmuls see ordinary stores only after `fence_async_shared`.
+A partition knows that its own ordinary accesses are over. After a wait for a barrier, the partition also knows what the
+arriving partitions knew to be over. TMA and matmuls see ordinary stores only after `fence_async_shared`.
 """
 
 import functools
@@ -65,7 +65,7 @@ class _Use:
     fences: int | None = None  # of an ordinary store: events of fences that made the store visible to TMA and matmuls
 
 
-# The next two functions cache their answers, because `Memory.use` asks them often about the same few parts.
+# The next two functions cache their answers, because `Memory.use` often calls them with the same few parts.
 
 
 @functools.lru_cache(2**16)
@@ -96,7 +96,7 @@ class Memory:
         program.memories.append(self)
 
     def use(self, buffer: "Buffer", who: str, *, writes: bool, asynchronous: bool) -> int:
-        """Begin a use and return its event. Fail if it conflicts with an earlier use that may not be over yet."""
+        """Begin a use and return its event. Fail if the use conflicts with an earlier use that may not be over."""
         schedule, part = now(), _Part.of(buffer.view)
         known = schedule.running.known
         does = "writes" if writes else "reads"
@@ -113,8 +113,8 @@ class Memory:
             self._flags(buffer.view).fill_(True)
         else:
             self._check_filled(buffer, who)
-            # Forget earlier reads of these elements if the running partition knows that they are over. This is safe: a
-            # partition that learns of the new read's end also learns of theirs.
+            # Forget earlier reads of these elements that the running partition knows to be over. This is safe: a partition that
+            # learns of the new read's end also learns of theirs.
             self.uses = [u for u in self.uses if u.writes or not u.event & known or not _inside(u.part, part)]
         use = _Use(part, who, schedule.here(), writes, self.program.event())
         if writes and not asynchronous:
@@ -123,7 +123,7 @@ class Memory:
         return use.event
 
     def _flags(self, view):
-        """Return a flag for each element of a view: whether the element was ever written."""
+        """Return for each element of a view whether it was ever written."""
         return self._filled.as_strided(view.shape, view.stride(), view.storage_offset())
 
     def _check_filled(self, buffer, who):
@@ -248,7 +248,7 @@ class Barrier:
         self._count = self._missing = count
 
     def arrive(self, count=1, nbytes=0):
-        """Arrive at the barrier, as `mbarrier.arrive` does, or announce bytes, as `mbarrier.expect` does.
+        """Arrive at the barrier, as `mbarrier.arrive` does. With `nbytes`, also announce bytes, as `mbarrier.expect` does.
 
         Args:
             nbytes: the number of bytes that copies will bring.

@@ -1,8 +1,8 @@
-"""Model a kernel on one SM. Compute from given rates the kernel's time, and the cycles in which each unit works.
+"""Model a kernel on one SM: from given rates, compute the kernel's time and when each unit works.
 
 A unit is a part of the SM, such as the tensor cores. It serves its requests in order. A partition does one operation after the
-other, each for a whole tile. Meanwhile other partitions may use other units. The model ignores overlap between a partition's
-own instructions. It also ignores bank conflicts, misses of the L2 cache, address and loop arithmetic, and clock changes.
+other, each for a whole tile. Meanwhile other partitions may use other units. The model ignores bank conflicts, misses of the L2
+cache, address and loop arithmetic, and clock changes.
 """
 
 from collections import defaultdict
@@ -24,8 +24,8 @@ class Rates:
     stored: the bytes per cycle that TMA copies to global memory.
     added: the bytes per cycle that TMA adds to global memory.
     shared: the bytes per cycle that are loaded from or stored to shared memory.
-    matmul, copy, store: the latency, in cycles, after a unit's work on an operation. During the latency, the unit is free for
-        the next operation.
+    matmul, copy, store: the cycles from the end of the unit's work until the operation is over. Meanwhile the unit can
+        begin the next operation.
     arrive, wait, fence: {1: the cycles of one such operation in a partition of one warp, 4: the cycles in a partition of more
         warps}.
     hand_over: the cycles from a phase's last arrival until the waiting partition continues.

@@ -237,7 +237,7 @@ class Register(Values):
 
 
 class Pointer:
-    """An address, or a tensor of addresses, in the memory of a tensor that the kernel got as an argument."""
+    """An address in a tensor that the kernel got as an argument, or a tensor of such addresses."""
 
     def __init__(self, elements: torch.Tensor, offset=0, name: str = ""):
         self.elements, self.offset, self.name = elements, offset, name  # the flat memory, offsets in it, the tensor's name

@@ -1,4 +1,4 @@
-"""Make tensor descriptors for TMA on the host. Hopper and newer GPUs have TMA."""
+"""Make tensor descriptors for TMA on the host."""
 
 import threading
 
@@ -13,8 +13,7 @@ _thread = threading.local()
 def addressable(tensor: Tensor) -> Tensor:
     """Return `tensor` if a descriptor can address it, else a contiguous copy.
 
-    A descriptor's base address and strides must be multiples of 16 bytes, and its last dimension must be contiguous. A view may
-    need a copy, if it starts in the middle of a row or if its rows are padded by a few elements.
+    A descriptor's base address and strides must be multiples of 16 bytes, and its last dimension must be contiguous.
     """
     if tensor.data_ptr() % ALIGNMENT == 0:
         if tensor.is_contiguous():  # a fast path for the usual case

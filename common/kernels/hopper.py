@@ -1,4 +1,4 @@
-"""These functions of the Gluon stages check the GPU, make descriptors and barriers, and let TMA add."""
+"""For the Gluon stages: check the GPU, make descriptors and barriers, and add to global memory."""
 
 import functools
 import importlib
@@ -40,14 +40,12 @@ def require_hopper(stage: str):
         stage: the package of the calling stage, such as "stages.v8_fixed_tiles".
     """
     if reason := unavailable():
-        evolution = importlib.import_module(stage.rpartition(".")[0])  # not at the top: common.kernels must not import stages
+        evolution = importlib.import_module(stage.rpartition(".")[0])  # not at the top, because the stages import this module
         raise Unavailable(f"{stage} {reason}; use {evolution.__name__}.{evolution.recommended()}")
 
 
 def describe_tile(tensor: Tensor, *rows: int) -> TensorDescriptor:
-    """Make a Gluon descriptor of a tensor. A tile has some whole rows.
-
-    The descriptor also has the tile's layout in shared memory.
+    """Make a Gluon descriptor of a tensor, for tiles of whole rows.
 
     Args:
         tensor: [B, H, S, D]; or [B, H / N, S, N, D], where N heads are interleaved, so that N rows have the same position.
@@ -63,7 +61,7 @@ def _layout(block, dtype):
 
 
 def describe_rows(tensor: Tensor, rows: int) -> TensorDescriptor:
-    """Make a descriptor of a contiguous [N, C] tensor. Shared memory holds a tile of `rows` rows unswizzled."""
+    """Make a descriptor of a contiguous [N, C] tensor, for tiles of `rows` rows that are not swizzled."""
     block = [rows, tensor.shape[1]]
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * tensor.element_size(), rank=2)
     return TensorDescriptor(tensor, list(tensor.shape), [tensor.shape[1], 1], block, layout)
@@ -101,8 +99,8 @@ means(reduce_add)(add_in_memory)
 def widened(p):
     """Convert p to float32 with few registers.
 
-    Two bfloat16 elements share a register, and the inline assembly unpacks both elements. With Gluon's own conversion, v10's
-    backward spills, because the compiler also keeps each element as float32 in a register.
+    Two bfloat16 elements share a register, and the inline assembly unpacks both. With Gluon's own conversion, v10's backward
+    spills.
     """
     if p.dtype == gl.bfloat16:
         halves: gl.constexpr = (
@@ -115,10 +113,9 @@ def widened(p):
 
 @gluon.jit
 def store_rows(ptr, desc, batch, head, start, tile):
-    """Store those rows of a tile that lie inside the tensor. Use pointers instead of TMA.
+    """Store the rows of a tile that lie inside the tensor, without TMA.
 
-    A stage needs this function for a tile that begins before the tensor's first row. TMA can load such a tile, but a TMA store
-    at a negative coordinate fails.
+    The tile may begin before the tensor's first row. A TMA store at such a negative coordinate fails.
 
     Args:
         ptr, desc: the tensor, [B, H, S, D] or [B, H, S, N, D], and its descriptor.

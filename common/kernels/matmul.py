@@ -8,7 +8,7 @@ from torch import Tensor
 def _bmm_on_cpu(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Implement `bmm.dtype` for the CPU, because PyTorch has this operator only on GPUs.
 
-    So a stage calls the same operators on the CPU as on a GPU, and tools can count them on the CPU.
+    So a stage calls the same operators on the CPU as on a GPU.
     """
     return torch.bmm(a.to(out_dtype), b.to(out_dtype))
 
@@ -29,8 +29,8 @@ def _stacked(tensor, heads):
 def matmul_float32(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b for each head: [B, H, M, K] x [B, Hkv, K, N] -> [B, H, M, N] float32, accumulated in float32.
 
-    H / Hkv heads of `a` share a head of `b`. PyTorch's `matmul` would round the result to the inputs' dtype. Then float16
-    scores above 65504 would overflow.
+    H / Hkv heads of `a` share a head of `b`. PyTorch's `matmul` would round the result to the inputs' dtype, and float16 scores
+    above 65504 would overflow.
     """
     return _bmm(_stacked(a, b.shape[1]), b).view(*a.shape[:3], b.shape[3])
 

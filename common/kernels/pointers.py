@@ -60,6 +60,6 @@ def head_ptr(ptr, strides, batch, head):
 def tile_ptrs(ptr, strides, rows, columns):
     """Return the pointers to a tile's elements, [rows, columns]. `ptr` points to the head's first element.
 
-    The rows' offsets are int64, because they can exceed 2**31 elements.
+    Row offsets are int64, because they can exceed 2**31 elements.
     """
     return ptr + rows.to(tl.int64)[:, None] * strides.row + columns[None, :]

@@ -366,7 +366,7 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
             v: [B, Hkv, Sk, Dv], with the dtype and device of q. Dv is one of the sizes that D may have.
             causal: a bool or "bottom-right". True hides key j from query i if j > i. The mask is aligned top left, as in
                 PyTorch's SDPA with `is_causal`. "bottom-right" hides key j if j > i + Sk - Sq, like PyTorch's
-                `causal_lower_right`. So the last query, or a single query, sees all keys.
+                `causal_lower_right`. So the last query sees all keys.
             scale: the factor of the scores. None means 1 / sqrt(D). Any other scale must be 0 or have an absolute value from
                 1e-30 to 1e6. Scaled scores are float32. If scores exceed 1e7, their rounding error can reach 1. If scores
                 exceed 5e8, the result may be NaN.

@@ -1,8 +1,8 @@
 """Run ring attention with any stage, over a sequence that GPUs share (Liu et al. 2023, arXiv 2310.01889).
 
 Each rank (process) keeps its queries, and blocks of K and V travel around the ring of ranks. A stage's forward returns out and
-LSE for a block of keys. Each rank merges these outputs by their LSEs. In the backward, a stage gets one block of keys, and the
-LSE over all keys. So the stage computes the probabilities of the whole softmax, and the block's part of the gradients.
+LSE for a block of keys. Each rank merges the outs of all blocks by LSE. In the backward, a stage gets one block of keys, and
+the LSE over all keys. So the stage computes the probabilities of the whole softmax, and the block's part of the gradients.
 docs/several-gpus.md has the derivation and the traffic.
 
 `torch.distributed` sends the blocks. NCCL sends between GPUs on a stream of its own, and gloo sends between CPU processes. All
@@ -248,7 +248,7 @@ class _Gradients:
 
     dQ stays on its rank. dK and dV travel around the ring like their block of keys, one step later. A sum with one addend keeps
     the dtype of the stage's result. A sum with more addends is float32. With a causal mask, the sum of dQ may have only the
-    back queries. The sums of dK and dV may have only the front keys, until a rank adds gradients of the back keys.
+    back queries, and the sums of dK and dV may have only the front keys.
     """
 
     def __init__(self, ring: Ring, causal: bool, keys: int):
@@ -411,7 +411,7 @@ def ring_attention(stage, q, k, v, *, group=None, causal=False, scale=None, retu
         TypeError: an argument of this rank has the wrong type or dtype.
         ValueError: a shape, a device or another value of this rank is wrong, or S / n is odd with a mask. All ranks raise
             ValueError if their shapes, dtypes, options, stages or required gradients differ. If one rank has an error, the
-            other ranks raise ValueError too. The message lists what each rank has. All checks come before K and V are sent.
+            other ranks raise ValueError too. The message lists what each rank has.
         RuntimeError: PyTorch raises this error if a rank has ended or does not arrive within the group's timeout.
     """
     ring = Ring(group)

@@ -150,8 +150,8 @@ def contiguous_rows(tensor: Tensor) -> Tensor:
 def empty_rows(tensor: Tensor, columns: int | None = None) -> Tensor:
     """Return `torch.empty_like(tensor)`, but with contiguous rows.
 
-    If `tensor` is expanded, `empty_like` may make the expanded dimension the innermost. Then the elements of a row do not lie
-    next to each other. So this function returns a contiguous tensor instead.
+    If `tensor` is expanded, `empty_like` may make the expanded dimension the innermost. Then this function returns a contiguous
+    tensor instead.
 
     Args:
         columns: the size of the last dimension. None means the tensor's own size.
@@ -174,7 +174,7 @@ def plainly(function: Callable, first: Tensor, *tensors: Tensor, **options):
 def _unwatched(*tensors: Tensor) -> bool:
     """Return whether a call needs only ordinary autograd from PyTorch.
 
-    Then no compiler, tracer, transform, mode or profiler is active. Every tensor is a plain tensor or a Parameter. No tensor
+    If so, no compiler, tracer, transform, mode or profiler is active. Every tensor is a plain tensor or a Parameter. No tensor
     belongs to a transform or has PyTorch's negative bit.
     """
     return not (
@@ -207,15 +207,15 @@ def _refuse_tangents(name: str, inputs: tuple):
 def _autograd_kernel(name: str, operator: Callable, gradients: Callable, setup_context: Callable) -> Callable:
     """Return the function that PyTorch's dispatcher calls to differentiate an operator.
 
-    The function also works inside torch.func's transforms, where it runs once for each transform. The function that
-    `torch.library.register_autograd` makes would raise an error in transforms.
+    Unlike the function that `torch.library.register_autograd` makes, this function also works inside torch.func's transforms.
+    It runs once for each transform.
     """
 
     class Differentiable(torch.autograd.function._SingleLevelFunction):
         @staticmethod
         def forward(ctx, keys, *inputs):
             # PyTorch switches reverse-mode and forward-mode gradients off around a forward. Outer transforms need both kinds of
-            # gradients, so switch them on again.
+            # gradients, so switch both on again.
             with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
                 output = below(keys, *inputs)
             setup_context(ctx, inputs, output)
@@ -240,7 +240,7 @@ def _autograd_kernel(name: str, operator: Callable, gradients: Callable, setup_c
 
 
 def _vmap_rule(operator: Callable) -> Callable:
-    """Return the operator's rule for `torch.vmap`: fold the mapped dimension into the batch, dimension 0 of every tensor."""
+    """Return the operator's rule for `torch.vmap`: fold the mapped dimension into the batch dimension."""
 
     def fold(tensor, dim, size):
         tensor = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
@@ -323,8 +323,8 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
             dq, dk, dv = (run_backward if short else backward_op)(grad_out, q, k, v, out, lse, *ctx.options)
         if grad_lse is not None:
             # d lse / d s = P. So the gradient of lse adds scale * grad_lse * (P K) to dq, and scale * Pᵀ (grad_lse * q) to dk.
-            # P K is an attention output with K in the place of V. Pᵀ (…) is the dV of a backward with scale * grad_lse * q as
-            # dO.
+            # P K is an attention output with K in the place of V. The addend of dk is the dV of a backward with
+            # scale * grad_lse * q as dO.
             _, scale, _ = ctx.options
             weight = (scale * grad_lse)[..., None]
             mean_key, _ = forward_op(q, k, k, *ctx.options)
@@ -366,7 +366,7 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
             v: [B, Hkv, Sk, Dv], with the dtype and device of q. Dv is one of the sizes that D may have.
             causal: a bool or "bottom-right". True hides key j from query i if j > i. The mask is aligned top left, as in
                 PyTorch's SDPA with `is_causal`. "bottom-right" hides key j if j > i + Sk - Sq, like PyTorch's
-                `causal_lower_right`. So the last query, or a single query, sees all keys.
+                `causal_lower_right`. So the last query sees all keys.
             scale: the factor of the scores. None means 1 / sqrt(D). Any other scale must be 0 or have an absolute value from
                 1e-30 to 1e6. Scaled scores are float32. If scores exceed 1e7, their rounding error can reach 1. If scores
                 exceed 5e8, the result may be NaN.

@@ -1,8 +1,8 @@
 """Run ring attention with any stage, over a sequence that GPUs share (Liu et al. 2023, arXiv 2310.01889).
 
 Each rank (process) keeps its queries, and blocks of K and V travel around the ring of ranks. A stage's forward returns out and
-LSE for a block of keys. Each rank merges these outputs by their LSEs. In the backward, a stage gets one block of keys, and the
-LSE over all keys. So the stage computes the probabilities of the whole softmax, and the block's part of the gradients.
+LSE for a block of keys. Each rank merges the outs of all blocks by LSE. In the backward, a stage gets one block of keys, and
+the LSE over all keys. So the stage computes the probabilities of the whole softmax, and the block's part of the gradients.
 docs/several-gpus.md has the derivation and the traffic.
 
 `torch.distributed` sends the blocks. NCCL sends between GPUs on a stream of its own, and gloo sends between CPU processes. All
@@ -35,8 +35,8 @@ def _gathered(numbers: list[int], group, device) -> list[list[int]]:
 def _agree(group, device, said: str, wrong: Exception | None):
     """Raise an error on every rank if the ranks have different texts `said`, or if any rank has an error `wrong`.
 
-    Every call makes this check. Without it, a rank with different options would let the other ranks wait forever. The ranks
-    exchange 8-byte hashes of the texts. They exchange texts only if hashes differ.
+    Without this check, ranks with different options could wait for each other forever. The ranks exchange 8-byte hashes of the
+    texts, and the texts only if hashes differ.
     """
     size = dist.get_world_size(group)
     said = f"{type(wrong).__name__}: {wrong}" if wrong else said
@@ -107,7 +107,7 @@ def unshard(tensor: Tensor, dim: int, group: dist.ProcessGroup | None = None) ->
         A tensor with S elements along `dim`. With a single rank, `tensor` itself.
 
     Raises:
-        ValueError: shapes or dtypes differ, or S / n is odd. Every rank raises the error.
+        ValueError: shapes or dtypes of ranks differ, or S / n is odd. Every rank raises it.
     """
     _, size = _place(group)
     odd = size > 1 and tensor.shape[dim] % 2
@@ -122,7 +122,7 @@ def unshard(tensor: Tensor, dim: int, group: dist.ProcessGroup | None = None) ->
 
 
 def _wait(works: list[dist.Work]):
-    """Wait for transfers; on a GPU, only the current stream waits. Empty `works`, because it keeps the sent tensors alive."""
+    """Wait for transfers; on a GPU, only the current stream waits. Empty `works` to free the sent tensors."""
     while works:
         works.pop().wait()
 
@@ -143,10 +143,10 @@ class Ring:
     def blocks(self, k: Tensor, v: Tensor):
         """Yield the K and V of each rank: first this rank's block, then the previous rank's block, and so on.
 
-        A rank holds at most two blocks besides its own. While the caller uses a block, the next block is on its way. NCCL sends
-        the block with a kernel, which needs SMs. A stage's persistent kernel would free no SM until it ends. So the caller must
-        launch a short kernel before the stage's kernel. While the short kernel runs, NCCL's kernel starts. For the first block,
-        this function itself launches the short kernel, which only pauses.
+        A rank holds at most two blocks besides its own. While the caller uses a block, the next block travels. NCCL sends the
+        next block with a kernel, which needs SMs. A stage's persistent kernel frees no SM until it ends. So the caller must
+        launch a short kernel before the stage's kernel: NCCL's kernel starts while the short kernel runs. For the first block,
+        this function launches a short kernel, which only pauses.
         """
         held, buffers = (k, v), []
         for step in range(self.size - 1):
@@ -167,10 +167,10 @@ class Ring:
         `causal` says whether the stage needs a causal mask. The result is for the rank that stands `before` places before this
         rank in the ring.
 
-        The keys of a block are a front chunk and a back chunk, like the queries. If the keys are from an earlier rank, all
-        queries see the front chunk and no query sees the back chunk. If the keys are from a later rank, only the back queries
-        see keys, and these queries see both chunks. In both cases, half of the scores are visible, and the stage needs no mask.
-        In the rank's own block, the stage needs the mask, which also leaves about half of the scores visible.
+        The keys of a block are a front chunk and a back chunk, like the queries. If the keys are from a lower rank, all queries
+        see the front chunk and no query sees the back chunk. If the keys are from a higher rank, only the back queries see
+        keys, and these queries see both chunks. In both cases, half of the scores are visible, and the stage needs no mask. In
+        the rank's own block, the stage needs the mask, which also leaves about half of the scores visible.
         """
         every = slice(None)
         if not causal or step == 0:
@@ -182,7 +182,7 @@ class Ring:
 
 
 def _float32(tensor: Tensor) -> Tensor:
-    """Return the tensor that takes a float32 sum: `tensor` if it is float32, else a new float32 tensor of that shape."""
+    """Return a float32 tensor for a sum: `tensor` if it is float32, else an empty tensor of that shape."""
     return tensor if tensor.dtype == torch.float32 else torch.empty_like(tensor, dtype=torch.float32)
 
 
@@ -197,7 +197,7 @@ class _Merged:
         self.out, self.lse = out, lse
         half = out.shape[2] // 2
         # A chunk is [rows, last step in which these rows see any keys, their out so far]. The slice of the back chunk counts
-        # from the end. So it selects the back rows of a tensor with all rows, and all rows of a tensor with only the back rows.
+        # from the end, so that it also fits a tensor with only the back rows.
         chunks = (slice(half), ring.rank), (slice(-half, None), ring.size - 1)
         if not causal or ring.rank == ring.size - 1:
             chunks = ((slice(None), ring.size - 1),)
@@ -221,7 +221,7 @@ def _forward(q, k, v, *, stage, ring: Ring, causal: bool, scale: float) -> tuple
     merged = part = None
     for step, (block_k, block_v) in enumerate(ring.blocks(k, v)):
         if part:
-            merged.add(step - 1, *part)  # the short kernel that `blocks` requires
+            merged.add(step - 1, *part)  # launches the short kernel that `blocks` requires
             part = None  # free the memory for the stage
         rows, keys, masked = ring.meet(step, causal, q.shape[2])
         operands = q[:, :, rows], block_k[:, :, keys], block_v[:, :, keys]
@@ -248,7 +248,7 @@ class _Gradients:
 
     dQ stays on its rank. dK and dV travel around the ring like their block of keys, one step later. A sum with one addend keeps
     the dtype of the stage's result. A sum with more addends is float32. With a causal mask, the sum of dQ may have only the
-    back queries. The sums of dK and dV may have only the front keys, until a rank adds gradients of the back keys.
+    back queries, and the sums of dK and dV may have only the front keys.
     """
 
     def __init__(self, ring: Ring, causal: bool, keys: int):
@@ -270,7 +270,7 @@ class _Gradients:
         keys = len(range(self.keys)[met])
         self.coming = [total.new_empty(*total.shape[:2], keys, total.shape[3]) for total in self.sums]
         self.works = self.ring.pass_on(self.sums, self.coming)
-        self.dq = dq if step == 1 else _sum(self.dq, dq, at_end=True)  # the short kernel that `blocks` requires
+        self.dq = dq if step == 1 else _sum(self.dq, dq, at_end=True)  # a short kernel (see `Ring.blocks`)
 
     def home(self) -> list[Tensor]:
         """Wait for dK and dV of the rank's own keys, and return them. Free everything else."""
@@ -397,12 +397,12 @@ def ring_attention(stage, q, k, v, *, group=None, causal=False, scale=None, retu
         q: [B, H, S / n, D] on each of n ranks. A stage's `attention` lists the valid dtypes, sizes and strides.
         k: [B, Hkv, S / n, D]. Without a mask, k and v may have another length than q.
         v: [B, Hkv, S / n, Dv].
-        group: the group of ranks. None means all processes. With only NCCL, every call waits for the GPU. With gloo too, as
-            after `init_process_group("cpu:gloo,cuda:nccl")`, no call waits for the GPU.
+        group: the group of ranks. None means all processes. Every call waits for the GPU, unless the group also has gloo, as
+            after `init_process_group("cpu:gloo,cuda:nccl")`.
         causal: a bool. True hides key j from query i if j > i. i and j are positions in the whole sequence.
         scale: the factor of the scores. None means 1 / sqrt(D).
-        return_lse: whether to return the log-sum-exp too. It is differentiable, but its gradient costs one more forward and
-            backward.
+        return_lse: whether to return the log-sum-exp too. The log-sum-exp is differentiable, but its gradient costs one more
+            forward and backward.
 
     Returns:
         out [B, H, S / n, Dv] of this rank's queries, with the dtype of q; or (out, lse). lse is [B, H, S / n] in float32.
@@ -411,7 +411,7 @@ def ring_attention(stage, q, k, v, *, group=None, causal=False, scale=None, retu
         TypeError: an argument of this rank has the wrong type or dtype.
         ValueError: a shape, a device or another value of this rank is wrong, or S / n is odd with a mask. All ranks raise
             ValueError if their shapes, dtypes, options, stages or required gradients differ. If one rank has an error, the
-            other ranks raise ValueError too. The message lists what each rank has. All checks come before K and V are sent.
+            other ranks raise ValueError too. The message lists what each rank has.
         RuntimeError: PyTorch raises this error if a rank has ended or does not arrive within the group's timeout.
     """
     ring = Ring(group)

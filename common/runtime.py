@@ -1,4 +1,4 @@
-"""Choose where kernels run: on the GPU, or in interpreters on the CPU if there is no GPU.
+"""Choose where kernels run: on the GPU, or without a GPU on the CPU, in interpreters for Triton and Gluon.
 
 Importing this module makes the choice. The environment variable `TRITON_INTERPRET=1` (or `0`) overrides the choice.
 """
@@ -31,8 +31,8 @@ def _let_any_thread_launch_first():
     """Make the first launch of a kernel thread-safe.
 
     Triton 3.6 and 3.7 load a kernel's binary without a lock. So another thread may load the binary again, or find it half
-    loaded. Triton also parses a kernel's source without a lock, but `ast.parse` of CPython 3.11 and 3.12 is not thread-safe. It
-    can fail with "AST constructor recursion depth mismatch".
+    loaded. Triton also parses a kernel's source without a lock, but `ast.parse` of CPython 3.11 and 3.12 is not
+    thread-safe.
     """
     parse, load, lock = JITCallable.parse, CompiledKernel._init_handles, threading.RLock()
 
@@ -54,7 +54,7 @@ def _properties_of(device: int) -> dict[str, int]:
 
 
 def current_device() -> int:
-    """Return the index of the current GPU, or 0 on the interpreter."""
+    """Return the index of the current GPU, or 0 if kernels are interpreted."""
     return 0 if INTERPRETED else triton.runtime.driver.active.get_current_device()
 
 
@@ -64,7 +64,7 @@ def _properties() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Device:
-    """The device properties that stages use. The defaults describe the interpreter."""
+    """The device properties that stages use. The defaults are for interpreted kernels."""
 
     architecture: int | None = None
     shared_memory: float = math.inf
@@ -81,18 +81,18 @@ def shared_memory_limit() -> float:
 
 
 def num_sms() -> int:
-    """Return the number of SMs of the current device, or the number of concurrent programs on the interpreter."""
+    """Return the number of SMs of the current device, or of concurrent programs if kernels are interpreted."""
     return _interpreter.num_sms if INTERPRETED else _properties()["multiprocessor_count"]
 
 
 def architecture() -> int | str | None:
-    """Return the current device's architecture, such as 90 for sm_90 or "gfx942" for AMD; None on the interpreter."""
+    """Return the current device's architecture, such as 90 for sm_90 or "gfx942" for AMD; None if kernels are interpreted."""
     return _interpreter.architecture if _stands_in else triton.runtime.driver.active.get_current_target().arch
 
 
 @contextlib.contextmanager
 def interpreted_as(device: Device):
-    """Enter a context in which stages choose tiles and numbers of programs for `device`. The interpreter runs the kernels."""
+    """Enter a context in which interpreted stages choose tiles and numbers of programs for `device`."""
     global _interpreter
     before, _interpreter = _interpreter, device
     try:

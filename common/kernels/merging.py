@@ -35,8 +35,8 @@ def _merge_kernel(
     more_lse = tl.load(more_lse_ptr + b * stride_nb + h * stride_nh + offs_m, mask=inside, other=0.0)
     m = tl.maximum(lse, more_lse)
     weight, more_weight = tl.exp(lse - m), tl.exp(more_lse - m)
-    l = weight + more_weight  # from 1 to 2, because the larger weight is 1
-    tl.debug_barrier()  # several warps load the same lse, so all must have loaded it before one warp stores the new lse
+    l = weight + more_weight  # the larger weight is 1, so l is from 1 to 2
+    tl.debug_barrier()  # all warps must load the old lse before any warp stores the new lse
     tl.store(lse_ptrs, m + tl.log(l), mask=inside)
     out_ptrs = _elements(out_ptr, b, h, offs_m, stride_ob, stride_oh, stride_os, VALUE_DIM)
     more_ptrs = _elements(more_ptr, b, h, offs_m, stride_mb, stride_mh, stride_ms, VALUE_DIM)
@@ -99,7 +99,7 @@ def add(whole: Tensor, part: Tensor, first: int, into: Tensor):
         whole: [B, H, S, D]. Any dtype; any strides with contiguous rows.
         part: [B, H, Sp, D], added to the rows [first, first + Sp) of `whole`. Its dtype and strides may differ from those of
             `whole`.
-        first: the first row of `whole` that gets an addend.
+        first: the row of `whole` to which row 0 of `part` is added.
         into: [B, H, S, D], where the function writes the result. `into` may be `whole`.
     """
     batch, heads, seq, head_dim = whole.shape

@@ -16,20 +16,20 @@ def tile_and_head(
     Programs start in the order of their numbers. Without a causal mask, they take all tiles of one head, then all tiles of the
     next head. So programs that run at the same time share a head's rows in the L2 cache: `seq` rows of ROW_BYTES bytes.
 
-    With a causal mask, tiles take different times. If a slow tile starts late, the other SMs are idle at the end. So programs
-    take the tiles of a group of heads together: first tile 0 of each head, then tile 1 of each head, and so on. Tile 0 must
-    take the longest time. The rows of a group have at most L2_SHARE bytes, unless the group is one head.
+    With a causal mask, tiles take different times. If a slow tile starts last, the other SMs are idle at the end. So slow tiles
+    start first: programs take tile 0 of each head in a group of heads, then tile 1 of each head, and so on. Tile 0 must take
+    the longest time. The rows of a group have at most L2_SHARE bytes, unless the group is one head.
 
     If g query heads share K and V, pass the number of keys divided by g as `seq`, because the L2 cache holds K and V once for g
-    heads. A persistent CTA computes several tiles. For each tile, it passes as `program` the number of the program that would
-    compute the tile without persistent CTAs, and as `programs` the number of those programs.
+    heads. A persistent CTA computes several tiles. For each tile, it passes the `program` and `programs` of a launch with one
+    program per tile.
     """
     if program is None:
         program = tl.program_id(0)
         programs = tl.num_programs(0)
     if CAUSAL:
         heads = programs // tiles
-        # A group has at most `heads` heads. So group * tiles is at most `programs`, and fits in int32.
+        # A group has at most `heads` heads, so that group * tiles fits in int32.
         group = tl.minimum(tl.maximum(L2_SHARE // ROW_BYTES // seq, 1), heads)
         first = program // (group * tiles) * group
         group = tl.minimum(group, heads - first)

@@ -15,7 +15,7 @@ ALIGNMENT = 16  # Triton checks whether addresses are multiples of 16 bytes, and
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """Return `tensor` if Triton can prove that its rows are aligned, else a contiguous copy.
+    """Return `tensor` if Triton can prove that the rows are aligned, else a contiguous copy.
 
     A load takes 16 bytes of an aligned row at a time. A view is not aligned if it starts in the middle of a row, or if its rows
     are padded by a few elements. Triton loads such rows element by element and without prefetching, which is slow.
@@ -60,6 +60,6 @@ def head_ptr(ptr, strides, batch, head):
 def tile_ptrs(ptr, strides, rows, columns):
     """Return the pointers to a tile's elements, [rows, columns]. `ptr` points to the head's first element.
 
-    The rows' offsets are int64, because they can exceed 2**31 elements.
+    Row offsets are int64, because they can exceed 2**31 elements.
     """
     return ptr + rows.to(tl.int64)[:, None] * strides.row + columns[None, :]

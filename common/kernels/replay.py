@@ -1,13 +1,13 @@
 """Record the allocations and launches of a stage's host function, and replay them with less work for the CPU.
 
 The CPU often takes longer to prepare a launch than the GPU takes to run the kernel. The CPU checks the arguments, makes
-descriptors, and asks the tuner. Triton's search for the binary that fits the arguments takes most of the CPU's time. Apart from
-addresses, the results of this work depend only on the call's options and the tensors' shapes, strides and dtypes.
+descriptors, and looks up the tile sizes. Triton's search for the binary that fits the arguments takes most of the CPU's time.
+Apart from addresses, the results of this work depend only on the call's options and the tensors' shapes, strides and dtypes.
 
 Calls with equal options, shapes, strides and dtypes are of one kind. The second call of a kind is recorded as steps:
 allocations, PyTorch operators, and kernel launches. Later calls of this kind replay the steps with their own tensors. A
-recording is like a CUDA graph, but each replay allocates new memory and may run on any stream. A recording holds numbers and
-binaries, but no tensor.
+recording is like a CUDA graph, but each replay allocates new memory and may run on any stream. A recording keeps no tensor
+alive.
 """
 
 import contextvars
@@ -36,7 +36,7 @@ _ZEROS = {"new_zeros", "zeros", "zeros_like"}  # operators that allocate a tenso
 # `_Replayed.replays` has these entries for kinds of calls without a recording. _CALLED: there was one call of this kind, so the
 # next call is recorded. _UNREPEATABLE: calls of this kind cannot be replayed.
 _CALLED, _UNREPEATABLE = "called", "unrepeatable"
-_changing = threading.Lock()  # held while a thread changes `_Replayed.replays`, because another thread may change it too
+_changing = threading.Lock()  # a thread holds this lock while it changes `_Replayed.replays`
 
 
 class _Thread(threading.local):
@@ -95,7 +95,7 @@ class _Recording(TorchDispatchMode):
         self._numbers += 1
 
     def _place(self, tensor) -> _Place:
-        self.repeatable &= id(tensor) in self._places  # a replay has only the call's arguments and the results of steps
+        self.repeatable &= id(tensor) in self._places  # a replay has no tensors except arguments and steps' results
         return self._places.get(id(tensor), _Place(0))
 
     def number_of(self, tensor) -> int:
@@ -134,7 +134,7 @@ class _Recording(TorchDispatchMode):
 
     def launch(self, kernel, run, x, y, z, stream, function, metadata, launch_metadata, enter_hook, exit_hook, *args):
         """Launch a compiled kernel and record the launch. Triton calls this method in place of the kernel's `run`."""
-        with _disable_current_modes():  # the launch's own allocations are not recorded
+        with _disable_current_modes():  # do not record the launch's own allocations
             run(x, y, z, stream, function, metadata, launch_metadata, enter_hook, exit_hook, *args)
         if kernel.metadata.global_scratch_size:  # replays need the allocator, which the stage set in a context variable
             run = functools.partial(_in_context, contextvars.copy_context(), run)
@@ -214,9 +214,9 @@ def _described(kind, fields, tensor):
 
 
 def _encoders(run):
-    """Return a launcher that takes encoded descriptors, and functions that encode the kernel's descriptors, one for each.
+    """Return a launcher that takes encoded descriptors, and an encoding function for each of the kernel's descriptors.
 
-    Return Triton's launcher and no encoders in three cases: the kernel has no descriptors, the GPU has no TMA, or the launcher
+    Return Triton's launcher and no functions in three cases: the kernel has no descriptors, the GPU has no TMA, or the launcher
     differs from the launcher of Triton 3.6 and 3.7.
     """
     encoding = getattr(run, "launch", None)
@@ -232,7 +232,7 @@ def _encoders(run):
 
 def _launch(run, grid, binary, pointers, descriptors, others):
     run, encoders = _encoders(run)
-    # Replace the last descriptor first, because an encoded descriptor takes several places in `args` and moves later arguments.
+    # Replace the last descriptor first, because a replacement can move later arguments.
     described = [
         (at, number, functools.partial(_described, kind, fields), encode, {})
         for (at, number, kind, fields), encode in itertools.zip_longest(descriptors, encoders)
@@ -276,7 +276,7 @@ class _Replay(NamedTuple):
 def depends_on(condition: Callable[[], bool]):
     """Allow replays of the current recording only while `condition()` is true.
 
-    Once the condition is false, the next call of this kind is recorded anew. Without a recording, the function does nothing.
+    Once the condition is false, the next call of this kind is recorded anew. If no call is being recorded, do nothing.
     """
     if _thread.recording:
         _thread.recording.conditions.append(condition)
@@ -332,8 +332,8 @@ def replayed(function: Callable) -> Callable:
     """Decorate a stage's `forward` or `backward`: record the second call of a kind, and replay the recording in later calls.
 
     Calls of one kind have equal options, the same current device, and the same deterministic mode of PyTorch. Their tensors
-    have equal shapes, strides, dtypes, devices and alignments. Code that depends on anything else must call `depends_on`. On
-    the interpreter, or if `is_watched()` is true, every call runs the function itself.
+    have equal shapes, strides, dtypes, devices and alignments. Code that depends on anything else must call `depends_on`. If
+    kernels are interpreted, or `is_watched()` is true, every call runs the function itself.
     """
     return function if INTERPRETED else _Replayed(function)
 

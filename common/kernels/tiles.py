@@ -4,9 +4,9 @@ import torch
 
 from common.runtime import shared_memory_limit
 
-# The shared memory limit per program is at least DATA_CENTRE bytes on data-center GPUs, HOPPER bytes on those since Hopper, and
-# about 100 KiB on others. Larger tiles need more shared memory. Hopper's tensor cores read operands from shared memory, so the
-# registers have room for larger accumulators.
+# The shared memory limit per program is at least DATA_CENTRE bytes on data-center GPUs, HOPPER bytes on data-center GPUs since
+# Hopper, and about 100 KiB on other GPUs. Hopper's tensor cores read operands from shared memory, so registers have room for
+# larger accumulators.
 DATA_CENTRE = 160 * 1024
 HOPPER = 200 * 1024
 
@@ -28,7 +28,7 @@ def query_tile(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
 def key_tile(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
     """Return launch arguments for programs that own BLOCK_N key rows and take BLOCK_M query rows in each step.
 
-    These programs compute the backward. Each has two accumulators, for dK and dV.
+    These programs compute the backward, with accumulators for dK and dV.
     """
     if dtype == torch.float32:
         return {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 8, "num_stages": 1}

@@ -28,7 +28,7 @@ FINAL_ROUNDS = 4  # each finalist is timed again this many times
 REST_S = 0.06  # seconds of rest before the finalists are timed, so that earlier work does not change the clock
 AS_FAST = 1.01  # times up to this multiple of the shortest time count as equal, because the difference is noise
 _tuning = threading.RLock()
-_picks = {}  # (text of the file, kernel name) -> tuning cache; stages with identical files share the cache
+_picks = {}  # (text of the file, kernel name) -> tuning cache
 
 
 def bucket(seq_q: int, seq_k: int) -> int:
@@ -47,8 +47,8 @@ def configs(tiles: Sequence[tuple[int, int, int, int]], pre_hook: Callable | Non
 def sensible(config: triton.Config, row_bytes: int, precision: str, has_tma: bool) -> bool:
     """Return whether a configuration is worth compiling for rows of `row_bytes` bytes.
 
-    Exact float32 matmuls allow only small tiles, because they keep every operand in registers. A GPU without TMA also allows
-    only small tiles, because its registers hold an address for each element of a tile.
+    Exact float32 matmuls allow only small tiles, because every operand is in registers. A GPU without TMA also allows only
+    small tiles, because its registers hold an address for each element of a tile.
     """
     rows = max(config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"])
     if precision == "ieee" or not has_tma:
@@ -66,14 +66,14 @@ def tuners(stage) -> dict[str, Autotuner]:
 
 
 def _time(call, quantiles):
-    """Return quantiles of a configuration's time in milliseconds. On the interpreter, all quantiles are 0."""
+    """Return quantiles of a configuration's time in milliseconds. If kernels are interpreted, all are 0."""
     if INTERPRETED:
         return [0.0] * len(quantiles)
     return triton.runtime.driver.active.get_benchmarker()(call, quantiles=quantiles, warmup=5, rep=25)
 
 
 class _Tuner(Autotuner):
-    """A Triton Autotuner that tunes for each device anew. Several threads may call it."""
+    """A Triton Autotuner that tunes for each device. Several threads may call it."""
 
     def run(self, *args, **kwargs):
         named = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
@@ -93,7 +93,7 @@ class _Tuner(Autotuner):
             return self._bench(*args, config=config, **kwargs)
 
         with _tuning:  # time one kernel at a time
-            if key not in self.cache:  # another thread may have tuned this key meanwhile
+            if key not in self.cache:  # another thread may have tuned for this key meanwhile
                 depends_on(lambda: False)  # never replay this call: its recording would include the timed launches
                 self.nargs = dict(zip(self.arg_names, args, strict=False))
                 try:
@@ -109,8 +109,7 @@ class _Tuner(Autotuner):
         """Time the fastest few configurations again in several rounds, and return the fastest of them.
 
         A GPU's clock changes while the GPU works. Each round times every finalist once, so all run at about the same clock. If
-        several finalists are within `AS_FAST` of the shortest time, the first in the stage's list wins. So noise does not
-        decide.
+        several finalists are within `AS_FAST` of the shortest time, the first in the stage's list wins.
         """
         fastest = sorted(timings, key=timings.get)[:FINALISTS]
         finalists = [config for config in timings if config in fastest]
@@ -126,7 +125,7 @@ def autotune(configs: list[triton.Config]) -> Callable:
     """Decorate a kernel so that each call runs the fastest of the `configs` that fit the device.
 
     The kernel must load its tiles through descriptors. The first call with new values of the arguments in `KEY` takes some
-    seconds. It compiles the sensible configurations in parallel, and times them. The interpreter takes the first sensible
+    seconds, because it compiles and times the configurations (see `sensible`). Interpreted kernels take the first sensible
     configuration. Stages with identical files share their choices.
     """
 
@@ -168,9 +167,9 @@ def compile_all(kernel, configs: list[triton.Config], args: dict) -> list:
             config.pre_hook({**args, **config.kwargs})
         return kernel.run(**{**args, **config.all_kwargs(), "warmup": True})
 
-    # During a compilation, the kernel's cache has a placeholder. A launch by another thread must not find a placeholder. So
-    # compile a copy of the kernel that has its own caches. An error here would leave the asynchronous mode on. So ignore errors
-    # here, and let the last line raise them.
+    # During a compilation, a kernel's cache has a placeholder, which a launch by another thread must not find. So compile a
+    # copy of the kernel with separate caches. An error here would leave the asynchronous mode on, so only the last line raises
+    # errors.
     apart = copy.copy(kernel)
     apart.device_caches = collections.defaultdict(apart.create_binder)
     with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):

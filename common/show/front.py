@@ -50,7 +50,7 @@ def origins(used: list[Run]) -> str:
 
 def share_of_the_fastest(found: list[Run], name: str, pass_: str) -> tuple[float, Run] | None:
     """Return a stage's speed divided by the fastest library's speed, and the newest run with the stage. Return None if no run
-    has the stage, or if this newest run has no library's times.
+    has the stage, or if that newest run has no times of libraries.
 
     The ratio is the mean over the workloads. Each workload has its own fastest library.
     """
@@ -76,7 +76,7 @@ def start(name: str) -> list[str]:
 
 
 def row(found: list[Run], name: str) -> tuple[list[str], list[Run]]:
-    """Return a stage's cells in the ladder, and the runs from which the numbers in the cells come."""
+    """Return a stage's cells in the ladder, and the runs with the cells' numbers."""
     parent, used, cells = stages.parent(name), [], start(name)
     for pass_ in CODE:
         gained = parent and gain(found, name, parent, pass_, HEAD_DIM)

@@ -86,7 +86,7 @@ def draw(name: str, workloads: list[Workload], path: Path):
 
 
 def draw_recorded(recorded: dict, path: Path):
-    """Plot what the partitions did on a GPU, and below it what they do in the model. Each partition has a lane."""
+    """Plot what the partitions did on a GPU, and below, what they do in the model of an SM. Each partition has a lane."""
     names = ("batch", "heads", "seq_len", "head_dim", "causal", "dtype")
     workload = Workload(recorded["pass"], **{name: recorded[name] for name in names} | {"batch": 1, "heads": 1})
     longest = max(simulate(stages.load(recorded["impl"]), workload, measured_rates()), key=lambda timing: timing.end)

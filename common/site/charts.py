@@ -24,7 +24,7 @@ LOOK = {
 
 
 def kind(name: str) -> str:
-    """Return the kind of an implementation, a key of COLORS."""
+    """Return the kind of an implementation, as in COLORS."""
     if not stages.position(name):
         return "library"
     if stages.is_dead_end(name):

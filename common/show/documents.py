@@ -219,7 +219,7 @@ def tuned_table(name: str) -> str:
 
 
 def units_of_step(name: str) -> str:
-    """Format how busy each unit of the GPU is while it runs a stage, its parent and two libraries."""
+    """Format how busy each unit of the GPU is in the kernels of a stage, its parent and two libraries."""
     result = json.loads(UNITS.read_text())
     shown = {"fwd": ("sdpa-cudnn", "flash-3", stages.parent(name), name), "bwd": (stages.parent(name), name)}
     cases = [case for case in result["cases"] if not case["causal"] and case["impl"] in shown[case["pass"]]]

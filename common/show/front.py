@@ -92,8 +92,7 @@ def row(found: list[Run], name: str) -> tuple[list[str], list[Run]]:
 
 
 def _short(shown: str) -> str:
-    """Replace several spaces by one, and four or more dashes by three, because `tabulate` pads each cell to its
-    column's width."""
+    """Undo `tabulate`'s padding: keep one of several spaces, and at most three dashes."""
     return re.sub(" {2,}", " ", re.sub("-{4,}", "---", shown))
 
 

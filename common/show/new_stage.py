@@ -2,8 +2,8 @@
 
     make stage FROM=v29 NAME=v29x_yours
 
-A stage's code does not contain the stage's name, so a copy of the code works unchanged. The copy has neither the old stage's
-idea nor the old stage's README. The copy leaves out each `NOTE` that names a stage before the new stage.
+A stage's code does not contain the stage's name, so a copy of the code works unchanged. The idea and the README are not copied.
+The copy leaves out each `NOTE` that names a stage before the new stage.
 """
 
 import argparse

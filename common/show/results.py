@@ -138,10 +138,7 @@ def newest(runs: list[Run], pass_: str, head_dim: int, *impls: str) -> Run | Non
 
 
 def gain(runs: list[Run], new: str, old: str, pass_: str, head_dim: int) -> tuple[float, Run] | None:
-    """Return `new`'s speed divided by `old`'s speed, and the newest run that has both stages. Return None if no run has both.
-
-    The story, the documents and the plots all use these gains.
-    """
+    """Return `new`'s speed divided by `old`'s speed, and the newest run with both stages. Return None if no run has both."""
     run = newest(runs, pass_, head_dim, new, old)
     ratio = run and speedup(run.records, new, old, pass_, head_dim)
     return (ratio, run) if ratio else None

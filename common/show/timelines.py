@@ -32,7 +32,7 @@ from common.show.tables import PASS_NAMES  # noqa: E402
 GLUON = [name for name in stages.names() if has_gluon(name)]
 TIMELINES = PLOTS / "timelines"
 CYCLES = 5000  # drawn cycles
-FROM = 15 / 32  # the picture begins at this share of the kernel's time, shortly before the middle
+FROM = 15 / 32  # the picture begins at this share of the kernel's time
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")  # color-blind readers can tell these apart
 NARROW = 0.04  # a span has a label if it is wider than this share of the picture
 

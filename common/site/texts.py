@@ -53,7 +53,7 @@ class Texts:
 
     Attributes:
         definitions: the glossary's entries as HTML, by anchor.
-        used: the anchors of the terms that the current page names. The method `page` empties this set.
+        used: the anchors of the terms that the current page names.
         files: the code files that texts link to.
     """
 

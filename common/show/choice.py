@@ -1,6 +1,6 @@
 """Find which stage to use on which GPU.
 
-Compile the stages for each architecture, to see which of them run there. Compute how long the stages take at each GPU's peak
+Compile the stages for each architecture, to see which stages run there. Compute how long the stages take at each GPU's peak
 rates.
 
 python -m common.show.choice results/choice.json   # needs no GPU
@@ -128,7 +128,7 @@ def main(argv: list[str]):
     if not INTERPRETED:
         raise SystemExit("counting needs the interpreter: set TRITON_INTERPRET=1")
     names = [name for name in stages.names()[1:] if not stages.is_dead_end(name)]  # v0 launches no Triton kernel
-    counts = counted(names)  # count first, because compiling switches the interpreter off
+    counts = counted(names)  # count first, because compiling switches Triton's interpreter off
     found = {"machine_info": machine.facts(), "seq_len": SEQ_LEN, "counted": counts, "compiled": compiled(names)}
     write_json(options.file, found)
 

@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
     """Run the command line; return the exit status. If a signal stops the counting, show and save the finished counts, and
     return 2."""
     terminal.prepare()
-    if not INTERPRETED:  # counting needs the interpreter, so restart Python with the interpreter
+    if not INTERPRETED:  # restart Python with Triton's interpreter, which counting needs
         interpreted = os.environ | {"TRITON_INTERPRET": "1"}
         os.execve(sys.executable, [sys.executable, "-m", "common.show.counts", *argv], interpreted)
     options = parse_options(argv)

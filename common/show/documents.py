@@ -219,7 +219,7 @@ def tuned_table(name: str) -> str:
 
 
 def units_of_step(name: str) -> str:
-    """Format how busy each unit of the GPU is while it runs a stage, its parent and two libraries."""
+    """Format how busy each unit of the GPU is in the kernels of a stage, its parent and two libraries."""
     result = json.loads(UNITS.read_text())
     shown = {"fwd": ("sdpa-cudnn", "flash-3", stages.parent(name), name), "bwd": (stages.parent(name), name)}
     cases = [case for case in result["cases"] if not case["causal"] and case["impl"] in shown[case["pass"]]]
@@ -227,8 +227,8 @@ def units_of_step(name: str) -> str:
 
 
 def spread_table(name: str) -> str:
-    """Format how many times as fast a stage's forward is as an earlier stage's, for several standard deviations of the scores.
-    The earlier stage is the nearest ancestor that the run measured."""
+    """Format a stage's forward speed divided by an earlier stage's, for several standard deviations of the scores. The earlier
+    stage is the nearest ancestor that the run measured."""
     records, machine = load_run(run_file("spread"))
     measured, before = {record["impl"] for record in records}, stages.parent(name)
     while before and before not in measured:
@@ -300,7 +300,7 @@ def timeline_table() -> str:
         ours, theirs = ((modelled(model, stage, *span, seq_len), cycles(stage, *span)) for stage in (name, stages.parent(name)))
         row = [name, PASS_NAMES[span[0]], span[1], "causal" if span[2] else "full", *(f"{x:.0f}" if x else "-" for x in ours)]
         row.append(f"{ours[0] / ours[1]:.2f}" if all(ours) else "-")
-        if all(ours) and all(theirs):  # the model has no cycles of a parent without Gluon kernels
+        if all(ours) and all(theirs):  # the model times only Gluon kernels
             gains = [old / new for old, new in zip(theirs, ours, strict=True)]
             row += [*(f"×{gain:.2f}" for gain in gains), f"{gains[0] / gains[1]:.2f}"]
         rows.append(row + ["-"] * (10 - len(row)))

@@ -50,7 +50,7 @@ def origins(used: list[Run]) -> str:
 
 def share_of_the_fastest(found: list[Run], name: str, pass_: str) -> tuple[float, Run] | None:
     """Return a stage's speed divided by the fastest library's speed, and the newest run with the stage. Return None if no run
-    has the stage, or if this newest run has no library's times.
+    has the stage, or if that newest run has no times of libraries.
 
     The ratio is the mean over the workloads. Each workload has its own fastest library.
     """
@@ -76,7 +76,7 @@ def start(name: str) -> list[str]:
 
 
 def row(found: list[Run], name: str) -> tuple[list[str], list[Run]]:
-    """Return a stage's cells in the ladder, and the runs from which the numbers in the cells come."""
+    """Return a stage's cells in the ladder, and the runs with the cells' numbers."""
     parent, used, cells = stages.parent(name), [], start(name)
     for pass_ in CODE:
         gained = parent and gain(found, name, parent, pass_, HEAD_DIM)
@@ -92,8 +92,7 @@ def row(found: list[Run], name: str) -> tuple[list[str], list[Run]]:
 
 
 def _short(shown: str) -> str:
-    """Replace several spaces by one, and four or more dashes by three, because `tabulate` pads each cell to its
-    column's width."""
+    """Undo `tabulate`'s padding: keep one of several spaces, and at most three dashes."""
     return re.sub(" {2,}", " ", re.sub("-{4,}", "---", shown))
 
 

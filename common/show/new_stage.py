@@ -2,8 +2,8 @@
 
     make stage FROM=v29 NAME=v29x_yours
 
-A stage's code does not contain the stage's name, so a copy of the code works unchanged. The copy has neither the old stage's
-idea nor the old stage's README. The copy keeps a `NOTE` about a later stage only if that stage also comes after the new stage.
+A stage's code does not contain the stage's name, so a copy of the code works unchanged. The idea and the README are not copied.
+The copy leaves out each `NOTE` that names a stage before the new stage.
 """
 
 import argparse
@@ -96,7 +96,7 @@ def free_number() -> str:
 
 
 def example(source: str) -> str:
-    """Return a command that makes a dead end from the stage `source`. The dead end gets the last free letter."""
+    """Return a command that makes a dead end from the stage `source`."""
     number, _ = stages.position(source)
     taken = {stages.position(name) for name in stages.names()}
     free = [letter for letter in ascii_lowercase if (number, letter) not in taken]
@@ -104,8 +104,8 @@ def example(source: str) -> str:
 
 
 def without_past_notes(code: str, name: str) -> str:
-    """Remove the lines `# NOTE: …` that name stage `name` or an earlier stage. In the new stage such a note would be wrong,
-    because the named stage does not come later."""
+    """Remove the lines `# NOTE: …` that name stage `name` or an earlier stage. Notes are about later stages, so these notes
+    would be wrong in stage `name`."""
 
     def kept(match):
         named = [stages.position(f"{version}_") for version in re.findall(r"\bv\d+[a-z]?\b", match[0])]
@@ -130,7 +130,7 @@ def with_parent(code: str, source: str, name: str) -> str:
 
 
 def with_line(text: str, pattern: str, line: str) -> str:
-    """Insert `line` into `text`, among the lines that match `pattern`. These lines are in the order of their stages.
+    """Insert `line` into `text`, among the lines that match `pattern`, in the order of the stages.
 
     Raises:
         ValueError: no lines match, or the matching lines are not adjacent.
@@ -159,7 +159,7 @@ def make(source: str, name: str) -> bool:
         line = f'    "{new}": {prediction[1]}'
         after[predictions] = with_line(before[predictions], r' {4}"v\d+[a-z]?": .*', line)
     idea = ("A dead end: " + IDEA) if stages.is_dead_end(name) else IDEA.capitalize()
-    with tempfile.TemporaryDirectory(prefix=".new-", dir=directory) as temporary:  # the finished copy is moved from here
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=directory) as temporary:  # moved when finished
         copy = Path(temporary) / name
         shutil.copytree(directory / source, copy, ignore=shutil.ignore_patterns("__pycache__"))
         for path in copy.glob("*.py"):

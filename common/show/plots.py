@@ -35,8 +35,7 @@ from common.show.results import (  # noqa: E402
 from common.show.scaling import Scaling, load_ring, ring_files  # noqa: E402
 from common.show.tables import PASS_NAMES  # noqa: E402
 
-# Libraries have dashed or dotted lines and hollow markers. No stage has the libraries' colors. Color-blind readers can tell the
-# libraries' colors apart.
+# Libraries have dashed or dotted lines and hollow markers. Color-blind readers can tell the libraries' colors apart.
 PEER_STYLES = (
     {"color": "0.55", "linestyle": "--", "marker": "o"},
     {"color": "0.15", "linestyle": ":", "marker": "s"},
@@ -58,8 +57,8 @@ SAME = 1.02  # two lines overlap if they differ by less than this factor at each
 
 def style(name: str, names: list[str]) -> dict:
     """Return the color, line and marker of an implementation. The implementation looks the same in all plots with these
-    `names`. Stages have solid lines, from dark to bright. If there are more stages than markers, the markers repeat. A marker's
-    second use is hollow, and later uses have dotted lines."""
+    `names`. Stages have solid lines, from dark to bright. If there are more stages than markers, the markers repeat, hollow or
+    with dotted lines."""
     if not stages.position(name):
         baselines = [other for other in names if not stages.position(other)]
         return {**PEER_STYLES[baselines.index(name) % len(PEER_STYLES)], "markerfacecolor": "white"}
@@ -132,8 +131,7 @@ def _legend(figure, columns: int):
 
 
 def _selected(found, names, pass_, head_dim, causal):
-    """Return each implementation's records from its newest run. Do not divide one implementation's times by another's, because
-    their runs and GPUs may differ."""
+    """Return each implementation's records from its newest run. The runs may be from different GPUs."""
     wanted = pass_, head_dim, causal
     of_runs = {name: newest(found, pass_, head_dim, name) for name in names}
     return [
@@ -180,7 +178,7 @@ def _memory(found, names):
         axes.set_yscale("log")
         lines = _lines(axes, _selected(found, names, pass_, 128, True), names, "peak_extra_mib", MIB_IN_MB)
         for group in together(lines):
-            if len(group) > 1:  # only the last line of the group is visible
+            if len(group) > 1:  # the lines of the group hide each other
                 axes.annotate(
                     textwrap.fill(in_short(group, names), 60), xy=lines[group[0]][0], xytext=(0, -5),
                     textcoords="offset points", va="top", fontsize=8, color="0.2",

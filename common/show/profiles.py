@@ -9,7 +9,7 @@ from common.measure.units import CLOCK, REASONS, REGISTERS, STALL, TIME, UNITS
 from common.measure.workloads import Workload
 from common.show.tables import PASS_NAMES, title
 
-SHOWN_STALLS = 2  # number of shown reasons why warps wait, most frequent first
+SHOWN_STALLS = 2  # show this many reasons why warps wait, most frequent first
 LEAST_SHARE = 0.02  # a kernel has a row if it takes at least this share of its case's time
 
 

@@ -87,7 +87,7 @@ class Run:
 
     def holds(self, impl: str, pass_: str, head_dim: int) -> bool:
         """Return whether the run tried an implementation's pass at every length of `MEAN_OVER`, with and without a causal
-        mask. A try may have failed."""
+        mask. A failed try counts."""
         return (impl, pass_, head_dim) in self._whole
 
 
@@ -138,10 +138,7 @@ def newest(runs: list[Run], pass_: str, head_dim: int, *impls: str) -> Run | Non
 
 
 def gain(runs: list[Run], new: str, old: str, pass_: str, head_dim: int) -> tuple[float, Run] | None:
-    """Return `new`'s speed divided by `old`'s speed, and the newest run that has both stages. Return None if no run has both.
-
-    The story, the documents and the plots all use these gains.
-    """
+    """Return `new`'s speed divided by `old`'s speed, and the newest run with both stages. Return None if no run has both."""
     run = newest(runs, pass_, head_dim, new, old)
     ratio = run and speedup(run.records, new, old, pass_, head_dim)
     return (ratio, run) if ratio else None
@@ -157,7 +154,7 @@ def rate(runs: list[Run], impl: str, pass_: str, head_dim: int) -> tuple[float, 
 def chain(runs: list[Run], new: str, old: str, pass_: str, head_dim: int) -> list[tuple[str, str, float, Run]] | None:
     """Return gains whose product is `new`'s speed divided by `old`'s speed.
 
-    Often no run has both stages. Then the gains lead from `old` to `new` over as few other stages as possible.
+    Often no run has both stages. Then use the gains of a chain of stages, with as few stages as possible.
 
     Returns:
         (later stage, earlier stage, gain, run) for each gain; None if no gains lead from `old` to `new`.
@@ -165,7 +162,7 @@ def chain(runs: list[Run], new: str, old: str, pass_: str, head_dim: int) -> lis
     links = {old: []}
     reached = [old]
     names = [name for name in implementations([r for run in runs for r in run.records]) if stages.position(name)]
-    for stage in reached:  # breadth first, because new stages are added at the end of `reached`
+    for stage in reached:  # breadth first: the loop also visits the stages that it appends
         for name in names:
             if name not in links and (found := gain(runs, name, stage, pass_, head_dim)):
                 links[name] = [*links[stage], (name, stage, *found)]
@@ -222,8 +219,8 @@ def times_of(records: list[dict], impl: str, pass_: str, head_dim: int) -> dict[
 
 
 def mean_ratio(ours: dict, theirs: dict) -> float | None:
-    """Return the geometric mean of theirs / ours over the keys that both dicts have. Return None if the dicts have no common
-    key."""
+    """Return the geometric mean of theirs / ours over the workloads in both dicts. Return None if there are no such
+    workloads."""
     common = ours.keys() & theirs.keys()
     return statistics.geometric_mean(theirs[key] / ours[key] for key in common) if common else None
 
@@ -231,9 +228,8 @@ def mean_ratio(ours: dict, theirs: dict) -> float | None:
 def speedup(records: list[dict], impl: str, over: str, pass_: str, head_dim: int) -> float | None:
     """Return the speed of `impl` divided by the speed of `over` in one run.
 
-    The result is the geometric mean over the lengths of `MEAN_OVER`, with and without a causal mask. v0 runs out of memory at
-    some lengths. So the mean includes only the workloads for which both `impl` and `over` have a time. Return None if there are
-    no such workloads.
+    The result is the geometric mean over the lengths of `MEAN_OVER`, with and without a causal mask. Workloads without both
+    times are left out: v0 runs out of memory at some lengths. Return None if no workload has both times.
     """
     return mean_ratio(*(times_of(records, name, pass_, head_dim) for name in (impl, over)))
 

@@ -35,7 +35,7 @@ class Scaling:
         self._by_case = {_key(r, r["ranks"], r["seq_len"]): r for r in self.records}
 
     def weak(self, record: dict) -> float | None:
-        """Return the rate per GPU, divided by the rate of a single GPU with as many tokens as each of the GPUs.
+        """Return the rate per GPU, divided by the rate of a single GPU with 1 / ranks of the sequence.
 
         Return None if the single GPU was not measured.
         """
@@ -49,7 +49,7 @@ class Scaling:
         return alone["ms"] / record["ms"] / record["ranks"] if alone else None
 
     def is_drawn(self) -> bool:
-        """Return whether the run used several numbers of GPUs. Otherwise a plot would have points and no lines."""
+        """Return whether the run used several numbers of GPUs, so that a plot has lines."""
         return len({record["ranks"] for record in self.records}) > 1
 
 

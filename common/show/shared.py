@@ -32,7 +32,7 @@ def remarks(records: list[dict]) -> list[str]:
 
 
 class _Run:
-    """The records of a run. The key of a record is (implementation, workload with Hkv = H, query heads per K/V head)."""
+    """A run's records by (implementation, workload with Hkv = H, query heads per K/V head)."""
 
     def __init__(self, records):
         self.records = {}
@@ -52,8 +52,8 @@ class _Run:
         return self.records.get((impl, point, sharing), {})
 
     def ratio(self, point, sharing, over):
-        """Return the stage's time divided by the time of `over`. If `over` is the stage itself, divide by its time without GQA.
-        Return None if a time is missing."""
+        """Return the stage's time divided by the time of `over`. If `over` is the stage itself, use the stage's time without
+        GQA. Return None if a time is missing."""
         theirs = self.record(self.stage, point) if over == self.stage else self.record(over, point, sharing)
         times = self.record(self.stage, point, sharing).get("ms"), theirs.get("ms")
         return times[0] / times[1] if all(times) else None

@@ -80,7 +80,7 @@ def _git_diff(old: str, new: str, file: str, exact: bool) -> str:
 @functools.lru_cache(128)
 def _lines(text: str) -> dict[str, list[str]]:
     """Return a file's lines by the name of the top-level definition to which they belong. The comments before a definition
-    belong to it. The key "" has all other lines. Indentation, empty lines, NOTEs and the file's docstring are left out."""
+    belong to it. The name "" has all other lines. Indentation, empty lines, NOTEs and the file's docstring are left out."""
     lines = [line.strip() for line in text.splitlines()]
     owner = [""] * len(lines)
     module = ast.parse(text)
@@ -101,9 +101,8 @@ def _lines(text: str) -> dict[str, list[str]]:
 
 
 def _texts(old: str, new: str, pass_: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """Return a dict for each stage, from file names to lines. A definition that moved to another file has its own key.
-
-    So its lines are compared with its own lines in the other stage.
+    """Return each stage's lines by file name. A definition that moved to another file has its own entry, so that it is compared
+    with itself.
     """
     files = stages.files(pass_, old, new)
     parts = [{file: _lines(stages.source(stage, file)) for file in files} for stage in (old, new)]
@@ -223,7 +222,7 @@ def result(old: str, new: str) -> dict[str, list[str]]:
 
 
 def _at(words: dict[str, str], named: bool = False) -> str:
-    """Join texts, each with its workload. If all texts are equal, write one text, and write the workloads only if `named`."""
+    """Join texts, each with its workload. Write equal texts once, and their workloads only if `named`."""
     if len(set(words.values())) < 2:
         return "".join(set(words.values())) + (f" at {' and '.join(words)}" if named and words else "")
     return ", ".join(f"{text} at {where}" for where, text in words.items())

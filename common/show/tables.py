@@ -9,8 +9,8 @@ import stages
 from common.measure.footprint import MIB_IN_MB
 from common.measure.workloads import Workload
 
-_SHARED = ("pass", "head_dim", "value_dim", "causal", "dtype", "score_std", "sink")  # fields that are equal in all rows
-_WORKLOAD = ("seq_len", "kv_len", "batch", "heads", "kv_heads")  # fields that differ between the rows' workloads
+_SHARED = ("pass", "head_dim", "value_dim", "causal", "dtype", "score_std", "sink")  # equal in all rows of a table
+_WORKLOAD = ("seq_len", "kv_len", "batch", "heads", "kv_heads")  # can differ between rows of a table
 PASS_NAMES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 _PARENT = "× parent"
 _TIME_HEADERS = (
@@ -70,8 +70,7 @@ def _ratio(a, b, factor=1.0):
 
 
 def _time_before(impl, time_at):
-    """Return the parent's time. Look it up by the parent's number and letter, because the parent may have been renamed after
-    the run."""
+    """Return the parent's time. `time_at` has times by a stage's number and letter, because its name may change after a run."""
     parent = stages.parent(impl)
     return parent and time_at.get(stages.position(parent))
 
@@ -161,10 +160,10 @@ def speed_table(records: list[dict], machine: dict, columns: int | None = None) 
     """Format a markdown table for each pass, head dimension, head dimension of v, mask, dtype and score distribution.
 
     Args:
-        records: all records of one run: each benchmark's `extra_info`, and the "failures" of its JSON file. A record has `impl`
-            and the fields of `Workload.record`; records of older runs may lack some fields. A failed case also has `failure`
-            and `note`. A case on a GPU also has `flops`, `ms`, `iqr_ms`, `tflops`, `launch_hidden`, `peak_extra_mib` and
-            `host_us`, and optionally `host_iqr_us` and `in_a_row_us`. A case without a GPU has the fields of
+        records: all records of one run: each benchmark's `extra_info`, and the "failures" of the run's JSON file. A record has
+            `impl` and the fields of `Workload.record`; records of older runs may lack some fields. A failed case also has
+            `failure` and `note`. A case on a GPU also has `flops`, `ms`, `iqr_ms`, `tflops`, `launch_hidden`, `peak_extra_mib`
+            and `host_us`, and optionally `host_iqr_us` and `in_a_row_us`. A case without a GPU has the fields of
             `common.measure.traffic.costs`.
         machine: the file's "machine_info": `gpu`, `torch`, `triton`, `commit`, `date`, `matmul_tflops` by dtype, and optionally
             `copy_gbps`. If `gpu` is None, the tables show counts, and times at the peak rates of `roofline`.

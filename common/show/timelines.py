@@ -32,7 +32,7 @@ from common.show.tables import PASS_NAMES  # noqa: E402
 GLUON = [name for name in stages.names() if has_gluon(name)]
 TIMELINES = PLOTS / "timelines"
 CYCLES = 5000  # drawn cycles
-FROM = 15 / 32  # the picture begins at this share of the kernel's time, shortly before the middle
+FROM = 15 / 32  # the picture begins at this share of the kernel's time
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")  # color-blind readers can tell these apart
 NARROW = 0.04  # a span has a label if it is wider than this share of the picture
 
@@ -86,7 +86,7 @@ def draw(name: str, workloads: list[Workload], path: Path):
 
 
 def draw_recorded(recorded: dict, path: Path):
-    """Plot what the partitions did on a GPU, and below it what they do in the model. Each partition has a lane."""
+    """Plot what the partitions did on a GPU, and below, what they do in the model of an SM. Each partition has a lane."""
     names = ("batch", "heads", "seq_len", "head_dim", "causal", "dtype")
     workload = Workload(recorded["pass"], **{name: recorded[name] for name in names} | {"batch": 1, "heads": 1})
     longest = max(simulate(stages.load(recorded["impl"]), workload, measured_rates()), key=lambda timing: timing.end)

@@ -41,8 +41,8 @@ def lanes(recorded: Trace) -> list[str]:
 
 
 def has_cycles(recorded: Trace) -> bool:
-    """Return whether the model of an SM timed any launch. If so, accesses in untimed launches, such as PyTorch's, take no time
-    on the axis."""
+    """Return whether the model of an SM timed any launch. If so, accesses in other launches, such as PyTorch's, take no time on
+    the axis."""
     return any(recorded.spans.values())
 
 

@@ -14,7 +14,7 @@ from common.show.tables import PASS_NAMES
 
 @dataclass(frozen=True)
 class Track:
-    """A track's workloads. Each stage of the track names the track's key in its code: `TRACK = "decoding"`."""
+    """A track's workloads. A stage names its track in its code: `TRACK = "decoding"`."""
 
     title: str
     pass_: str

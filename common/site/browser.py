@@ -25,7 +25,7 @@ def chromium() -> Iterator[Browser]:
     """
     if not path():
         raise SystemExit(HINT)
-    options = ["--no-sandbox"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []  # root cannot use the sandbox
+    options = ["--no-sandbox"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []  # Chromium's sandbox refuses root
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path(), args=options)
         try:

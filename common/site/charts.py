@@ -24,7 +24,7 @@ LOOK = {
 
 
 def kind(name: str) -> str:
-    """Return the kind of an implementation, a key of COLORS."""
+    """Return the kind of an implementation, as in COLORS."""
     if not stages.position(name):
         return "library"
     if stages.is_dead_end(name):
@@ -35,7 +35,7 @@ def kind(name: str) -> str:
 def speeds() -> list[dict]:
     """Return a row for each implementation and workload, and for each mean over sequence lengths.
 
-    If several runs have a row, it comes from the newest run.
+    A row comes from the newest run that has it.
     """
     found = runs()
     rows = {}

@@ -106,8 +106,8 @@ def _differences(old: str, new: str) -> tuple[set[int], set[int]]:
 def _paired(old: list[str], new: list[str]) -> Iterable[tuple[int | None, int | None]]:
     """Yield pairs of line numbers in a changed block, so that similar lines stand side by side.
 
-    Pair the two most similar lines first. Repeat this with the lines before these two, then with the lines after them. If no
-    two lines of a block are similar, pair its lines in their order. None takes the place of a missing line.
+    Pair the two most similar lines. Do the same with all lines before this pair, and with all lines after it. If no two lines
+    of a block are similar, pair its lines in their order. None takes the place of a missing line.
     """
     best, pair = ALIKE, None
     if len(old) * len(new) <= MANY:

@@ -64,7 +64,7 @@ def drawn(marks: list[Mark], end: float, grouped: bool) -> Markup:
 
 
 def sections(readme: str) -> dict[str, str]:
-    """Return the sections of a stage's README by heading. The keys "traffic" and "numbers" have the generated tables."""
+    """Return the sections of a stage's README by heading. "traffic" and "numbers" are the generated tables."""
     found = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", readme, re.MULTILINE | re.DOTALL))
     table = re.compile(r"<!-- traffic:.*?<!-- /traffic -->\n?", re.DOTALL)
     found["traffic"] = "".join(table.findall(found["Problem"]))

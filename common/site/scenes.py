@@ -49,7 +49,7 @@ WORDS = {  # lane -> the words of its tooltip
     "tensor cores": "matmuls", "exponentials": "exp2 of scores", "other instructions": "all other arithmetic",
     "shared memory": "loads and stores of shared memory by warps",
 }  # fmt: skip
-VISIBLE = 20000  # when a page opens, a timeline shows about this many cycles, in which a few tiles are computed
+VISIBLE = 20000  # when a page opens, a timeline shows about this many cycles
 MOST_ZOOM = 24
 ORDER = "order of accesses, one after the other; width = bytes, small accesses widened"
 TIMED = "time: cycles of the timed launches in the model of an SM, one launch after the other; width = duration"

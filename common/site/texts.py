@@ -53,7 +53,7 @@ class Texts:
 
     Attributes:
         definitions: the glossary's entries as HTML, by anchor.
-        used: the anchors of the terms that the current page names. The method `page` empties this set.
+        used: the anchors of the terms that the current page names.
         files: the code files that texts link to.
     """
 
@@ -141,7 +141,7 @@ class Texts:
         """Let links lead to pages of the site. Copy pictures into the site, and show the copies."""
         for token in state.tokens:
             if token.type == "table_open":
-                token.attrSet("tabindex", "0")  # a wide table scrolls with the arrow keys too
+                token.attrSet("tabindex", "0")  # so that the arrow keys scroll a wide table
             for child in token.children or []:
                 if child.type == "link_open":
                     child.attrSet("href", self._link(child.attrGet("href")))
@@ -218,7 +218,7 @@ def _math(state, silent: bool) -> bool:
 
 
 def _either_case(term: str) -> str:
-    """Return a pattern for a term. A word may begin with a capital letter, but an abbreviation keeps its case."""
+    """Return a pattern for a term. A term in lower case may begin with a capital letter."""
     first = term[0]
     if term[1:].islower() or " " in term:
         return f"[{first.upper()}{first.lower()}]{re.escape(term[1:])}"

@@ -444,7 +444,7 @@ def _copies_out(device, programs) -> Iterator[Case]:
 
 def _matmuls(device, programs) -> Iterator[Case]:
     sink = torch.zeros(ROWS.value, device=device)
-    shapes = {  # where the first operand A is -> (N, K) of the stages' matmuls, and of some matmuls with a small K
+    shapes = {  # where the first operand A is -> (N, K) of the measured matmuls
         "shared": ((64, 16), (64, 64), (64, 128), (64, 256), (128, 16), (128, 64), (128, 128)),
         "registers": ((64, 64), (64, 128), (128, 64), (128, 128), (256, 64)),
         "transposed": ((64, 64),),

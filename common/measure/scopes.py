@@ -95,7 +95,7 @@ def record() -> list[dict]:
     spans = []
     for event in events:
         if event["pid"] == program:
-            # Proton writes a cycle as a nanosecond, but the numbers in the trace are microseconds.
+            # In Proton's trace, a cycle is 0.001.
             start, duration = (1000 * event[name] for name in ("ts", "dur"))
             who = next(name for warp, name in WARPS.items() if event["tid"].startswith(warp))
             spans.append({"who": who, "what": event["name"], "start": start, "end": start + duration})

@@ -164,7 +164,7 @@ class _Tracer(Counter):
     def know(self, tensor: Tensor, name: str | None) -> _Known:
         """Return the `_Known` of `tensor`'s memory. If there is none yet, make it.
 
-        The `_Known` gets `name` if it has no name yet, or if `name` is in `GIVEN` or `RESULTS`.
+        An earlier name stays, unless `name` is in `GIVEN` or `RESULTS`.
         """
         storage = tensor.untyped_storage()
         known = next((known for known in self._known if known.storage.data_ptr() == storage.data_ptr()), None)

@@ -124,8 +124,7 @@ def add_list(parser: argparse.ArgumentParser, flag: str, default: str | None):
 def add_implementations(parser: argparse.ArgumentParser, baselines: Iterable[str], first: tuple):
     """Add --impl, which takes a list of baselines and stages.
 
-    The default is all baselines, and all stages from position `first` on, without dead ends. `baselines` is an
-    argument, because it would be slow to import them here.
+    The default is all baselines, and all stages from position `first` on, without dead ends.
     """
     baselines = list(baselines)
 

@@ -220,7 +220,7 @@ def _matmul_kernel(
 def _instruct(clock, n, sink_ptr, ASM: gl.constexpr, w: gl.constexpr):
     """Execute an instruction on every element of two tiles in registers, x and y.
 
-    The instruction reads x and y. Its result replaces x, then y, and so on.
+    The results replace x and y in turn.
     """
     record_ptr, barriers, busy = clock
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])

@@ -125,8 +125,8 @@ PLACE = re.compile(
 def parse(log: str) -> tuple[list[Report], int]:
     """Return the reports in a tool's log in the log's order, and the total number of reports.
 
-    The total is larger than the number of reports in the log if the tool has not printed all reports. In the log, a report is
-    an unindented line. Indented lines with accesses, threads and stack frames follow it.
+    The total is larger if the tool has not printed all reports. A report is an unindented line, followed by indented lines with
+    accesses, threads and stack frames.
 
     Raises:
         ValueError: the log has no summary at its end, so the tool has not finished.

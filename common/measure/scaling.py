@@ -2,7 +2,7 @@
 
 A rank is a process with its own GPU. With n GPUs, each rank has an n-th of the sequence's tokens. Weak scaling compares
 sequences with equally many tokens per GPU. Strong scaling compares different numbers of GPUs on one sequence. The tables give
-the speed as a percentage of n times one GPU's speed. They also contain PyTorch's context parallelism, which uses
+the speed as a percentage of n times one GPU's speed. The tables also contain PyTorch's context parallelism, which uses
 scaled_dot_product_attention (SDPA). Before the program times a case, it compares the results with attention in float64.
 
 Without GPUs, the program runs small cases on the CPU, where ranks communicate with PyTorch's backend gloo. The program then
@@ -62,7 +62,7 @@ def sent_bytes(workload: Workload, ranks: int, rank: int = 0) -> int:
     """Return the bytes that a rank sends in a pass.
 
     With n ranks, a rank sends n - 1 blocks of K and V. A block has B · Hkv · S / n · (D + Dv) elements of e bytes. A backward
-    also sends the gradients of these blocks. An element of a gradient has e bytes in the first transfer, and 4 bytes in later
+    also sends the gradients of these blocks. A gradient's element has e bytes in the first transfer, and 4 bytes in later
     transfers. With a causal mask, rank r sends the gradients of only half of a block's keys in its first r transfers. So rank 0
     sends the most.
     """
@@ -420,7 +420,7 @@ def start_ranks(module: str, argv: list[str], parse: Callable):
 
     Args:
         parse: a function that parses the options for a number of GPUs. If the options are wrong, the function ends this process
-            before any rank starts. So the user sees one message, not one for each rank.
+            before any rank starts.
     """
     parser = argparse.ArgumentParser(add_help=False)
     add_gpus(parser)
@@ -465,7 +465,7 @@ def cases(options, world: int) -> list[tuple[str, Workload, int]]:
     Cases for weak scaling have equally many tokens per rank. Cases for strong scaling have equally long sequences.
     """
     sizes = sorted({2**power for power in range(world.bit_length()) if 2**power <= world} | {world})
-    points = {}  # the keys are the distinct pairs (number of ranks, sequence length), in order
+    points = {}  # the distinct pairs (number of ranks, sequence length), in order
     for tokens, size in itertools.product(options.tokens, sizes):
         points |= {(size, size * tokens): None} | ({(size, world * tokens): None} if world * tokens % (2 * size) == 0 else {})
     impls = [*SDPA, *options.stage]

@@ -3,9 +3,8 @@
     python -m common.measure.scopes --json results/scopes-h200.json   # on a Hopper GPU
 
 A scope is a named part of a kernel's source. This program inserts scopes into a copy of v29's forward, around its waits,
-matmuls and exponentials. Triton's profiler Proton records when warps enter and leave each scope. A scope costs some cycles, and
-the compiler moves no instruction into it or out of it. So the kernel runs a little slower than without scopes. But the record
-shows in which order the warps work, and which work overlaps.
+matmuls and exponentials. Triton's profiler Proton records when warps enter and leave each scope. The record shows in which
+order the warps work, and which work overlaps. Scopes make the kernel a little slower.
 """
 
 import argparse

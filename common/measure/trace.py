@@ -111,7 +111,7 @@ def _prepared(stage, workload, inputs):
 
 
 class _Known:
-    """A tensor that kernels may access. Its name may be None at first, and become known later.
+    """A tensor that kernels may access. Its name may become known later.
 
     Args:
         outer: the pairs (B, H) and (B, Hkv) of a pass. A tensor of three dimensions is [B, H, S] if its shape begins with

@@ -2,7 +2,7 @@
 
 `common.measure.counter` explains what counts. Every kernel has the tiles and the number of programs that it would have on the
 chosen GPU. The stages before v4 use the fixed tiles of `common.kernels.tiles`. An autotuned kernel takes the fixed tile too, if
-one of its configurations has this tile. So a stage's gain comes from its idea and not from tuning.
+one of its configurations has this tile. So stages differ in their ideas and not in tuning.
 
 The command `python -m common.show.counts` prints the counts.
 """

@@ -59,7 +59,7 @@ class Workload:
 
     @classmethod
     def of(cls, record: dict) -> "Workload":
-        """Return the workload of a record. An older record may lack the fields that have defaults."""
+        """Return the workload of a record. A record may lack the fields that have defaults."""
         names = {field.name: field.name.rstrip("_") for field in fields(cls)}
         return cls(**{field: record[name] for field, name in names.items() if name in record})
 

@@ -132,7 +132,7 @@ def _describe(source, metadata, metadata_group, ptxas_log):
     constants = {source.fn.arg_names[path[0]]: value for path, value in source.constants.items()}
     config = {name: value for name, value in constants.items() if name.startswith("BLOCK_") or "STAGES" in name}
     config["num_warps"] = metadata["num_warps"]
-    if ".ttir" in texts:  # a Gluon kernel has no num_stages: its rings have STAGES slots
+    if ".ttir" in texts:  # a Gluon kernel has STAGES instead
         config["num_stages"] = metadata["num_stages"]
     return {
         "kernel": source.fn.__name__,
@@ -151,8 +151,7 @@ def _describe(source, metadata, metadata_group, ptxas_log):
 
 def opcodes(ptx: str) -> list[str]:
     """Return the opcode of each PTX instruction with its modifiers, such as "add.s32"."""
-    # Remove the lines that have no semicolon at their end: comments, labels, and directives such as .loc. Otherwise each of
-    # these lines would be the beginning of the next statement, and `re.match` would not find the instruction.
+    # Remove lines that are no instructions: comments, labels, and directives such as .loc.
     statements = re.split(r"[;{}]", re.sub(r"//.*|^\s*[$\w]+:|^\s*\.[^;{\n]*$", "", ptx, flags=re.MULTILINE))
     found = (re.match(r"\s*(?:@!?%\w+\s+)?([a-z][\w.:]*)", statement) for statement in statements)
     return [opcode[1] for opcode in found if opcode]
@@ -212,7 +211,7 @@ def _in_own_process(context, case, all_configs):
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_compile_case, args=(sender, case, all_configs))
     process.start()
-    sender.close()  # the new process keeps its copy; if it dies, no sender is open, and recv() raises EOFError
+    sender.close()  # the new process has its own copy; if the process dies, recv() raises EOFError
     try:
         return receiver.recv()
     except EOFError:
@@ -230,8 +229,8 @@ def compile_cases(cases, all_configs):
 
     Returns:
         Lists of rows, errors and unavailable cases, in the order of the cases. An error is the case's dict with the added key
-        `error`. A case is unavailable if the stage does not support the GPU. Its dict gets the key `reason`. A row describes a
-        kernel. It is the case's dict with these added keys:
+        `error`. An unavailable case, whose stage does not support the GPU, gets the key `reason`. A row describes a kernel. It
+        is the case's dict with these added keys:
 
         - kernel: the kernel's name.
         - config: the tile, the number of warps and the number of pipeline stages, as a text.
@@ -239,13 +238,13 @@ def compile_cases(cases, all_configs):
         - roles: the result of `roles`.
         - spilled_bytes: the bytes that each thread stores and loads because of spills.
         - shared_bytes: the bytes of shared memory per CTA.
-        - instructions: the keys of `INSTRUCTIONS` whose instruction is in the kernel.
-        - ptx: a dict of the number of instructions by opcode.
+        - instructions: which instructions of `INSTRUCTIONS` the kernel has.
+        - ptx: a dict: opcode -> number of instructions.
         - dots: the number of matmuls in the kernel's IR before most compiler passes.
         - descriptors: the number of arguments that are descriptors.
         - warnings: the warnings of ptxas.
     """
-    os.environ["TRITON_INTERPRET"] = "0"  # the processes that start below compile kernels
+    os.environ["TRITON_INTERPRET"] = "0"  # the new processes compile kernels
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # use no GPU memory
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["common"])  # all processes share one import of torch and triton
@@ -276,7 +275,7 @@ def _fits(row):
     return row["shared_bytes"] <= SHARED_LIMIT[row["arch"]]
 
 
-_CELLS = {  # column -> its text, if the text is not the row's value
+_CELLS = {  # column -> function that makes the cell's text
     "value_dim": lambda row: row["value_dim"] or row["head_dim"],
     "registers": _registers,
     "shared_bytes": lambda row: f"{row['shared_bytes']}/{SHARED_LIMIT[row['arch']]}",
@@ -336,8 +335,7 @@ def _at_revision(revision: str, argv: list[str]) -> dict:
 def differences(before: list[dict], after: list[dict]) -> list[str]:
     """Compare two lists of rows. Return a line for each kernel whose code differs, or that only one list has.
 
-    Two kernels are compared if their case and name are equal. If a case has several kernels with one name, the first is
-    compared with the first, the second with the second, and so on.
+    Kernels with the same case and name are compared in their order.
     """
     names = "stage", "arch", "dtype", "head_dim", "value_dim", "causal", "kv_heads", "kernel"
     found = []

@@ -7,7 +7,7 @@ as a write, because the L2 cache does the addition. The FlashAttention papers ca
 may serve part of it.
 
 For a PyTorch operator, each argument and each result counts once. This is the minimum: the operator's kernel may read parts of
-an argument several times. An expanded dimension counts as size 1. Making views or empty tensors moves no bytes.
+an argument several times. Making views or empty tensors moves no bytes.
 
 The FLOPs are those of all matmuls that run. They include masked parts of tiles, and scores that a backward computes again.
 """
@@ -34,7 +34,7 @@ _FLOPS = flop_registry | {  # PyTorch's own table lacks the operators of attenti
     aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
     aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[aten._scaled_dot_product_flash_attention_backward],
 }
-# These operators launch no kernel on a GPU. Views launch none either: `func.is_view` is true for them.
+# These operators launch no kernel on a GPU. Views (`func.is_view`) launch none either.
 _NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"}
 _OVERWRITING = {"copy_", "fill_", "zero_"}  # operators that write in place without reading the old values
 
@@ -52,7 +52,7 @@ class Launch:
 
 @dataclass
 class Count:
-    """The launches of a call in order, and the most bytes that the call's new tensors, also its results, occupy at one time."""
+    """The launches of a call in order, and the peak bytes of all tensors that the call allocates."""
 
     launches: list[Launch]
     peak: int
@@ -76,8 +76,8 @@ class Count:
 def count(call: Callable) -> Count:
     """Run `call` once, and count its launches. This works only on the interpreter.
 
-    `call` must use a stage's `forward` or `backward`, not the stage's `attention`. `attention` is a custom operator. PyTorch
-    does not show `Counter` what happens inside a custom operator.
+    `call` must use a stage's `forward` or `backward`. The stage's `attention` is a custom operator, and PyTorch does not show
+    `Counter` what happens inside it.
     """
     with Counter() as counter:
         call()
@@ -99,7 +99,7 @@ def bytes_of(tensor: Tensor) -> int:
 
 
 def moved(func, args, kwargs, result) -> tuple[list[Tensor], list[Tensor]]:
-    """Use a PyTorch operator's schema to find the tensors that the operator reads, and the tensors that it writes."""
+    """Return the tensors that a PyTorch operator reads, and the tensors that the operator writes."""
     name = func.overloadpacket.__name__
     read, written = [], _tensors(result)
     values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
@@ -140,8 +140,7 @@ class Counter(TorchDispatchMode):
     def __enter__(self):
         watched = (
             (InterpretedFunction, "run", self._run),
-            # All loads and stores of the interpreter call one of the next two functions, even loads and stores with
-            # descriptors.
+            # Loads and stores with descriptors call the next two functions too.
             (InterpreterBuilder, "create_masked_load", self._load),
             (InterpreterBuilder, "create_masked_store", self._store),
             (InterpreterBuilder, "create_atomic_rmw", self._atomic_rmw),
@@ -153,8 +152,7 @@ class Counter(TorchDispatchMode):
             (Traffic, "write", self._of_gluon("written")),
             (Traffic, "multiply", self._of_gluon("flops")),
         )
-        # On a GPU, `common.interpreter` does not add its functions to the interpreter. So leave out functions that do not
-        # exist.
+        # On a GPU, some of these functions do not exist.
         there = [(owner, name, watch) for owner, name, watch in watched if hasattr(owner, name)]
         self._originals = [(owner, name, getattr(owner, name)) for owner, name, _ in there]
         for owner, name, watch in there:

@@ -27,14 +27,14 @@ from common.measure.workloads import Workload
 from common.operator import Unavailable
 from common.runtime import INTERPRETED
 
-REST_S = 0.4  # seconds of a rest, in which the GPU has no work; after a rest, the clock is high for a few calls
-RESTED_CALLS = 3  # number of timed calls after each rest; they follow one call that is not timed
+REST_S = 0.4  # seconds of a rest without work; after a rest, the clock is high for a few calls
+RESTED_CALLS = 3  # number of timed calls after each rest
 RESTS = 3  # number of rests
 SETTLE_S = 0.3  # seconds of calls before the measurement; after them, the clock has settled at the power limit
 MEASURED_S = 1.0  # seconds of measured calls back to back, during which the energy counter is read many times
 READ_S = 4e-3  # seconds between two readings of the energy counter, which the GPU updates every 20 to 100 ms
 CACHE_BYTES = 256 * 2**20  # more than any L2 cache holds
-FROM = (8, "")  # the default measures the stages from v8 on; their tiles are fixed and not tuned
+FROM = (8, "")  # the default is the stages from v8 on, whose tiles are fixed
 SM_CLOCK = 1  # the SM clock in NVML's nvmlClockType_t
 POWER_CAP = 0x4 | 0x80  # the two bits of NVML's nvmlClocksThrottleReasons that mean a power limit
 
@@ -151,7 +151,7 @@ def rested_seconds(call: Callable, cache_filler: torch.Tensor) -> float:
 
 def measure(call: Callable, gauges: Gauges, cache_filler: torch.Tensor) -> dict:
     """Measure a call's seconds, joules, watts and clock at the power limit, and its seconds after a rest."""
-    for _ in range(3):  # these calls compile and tune the kernels; later calls replay recorded launches
+    for _ in range(3):  # these calls compile and tune the kernels
         call()
     rested = rested_seconds(call, cache_filler)
     _seconds(call, max(1, int(SETTLE_S / rested)))

@@ -7,8 +7,7 @@ from pathlib import Path
 def replace(path: Path, text: str):
     """Replace a file's content by `text`. If the process is killed meanwhile, the file keeps its old content.
 
-    The text first goes to a temporary file in the same directory, `.{name}.partial`. If a killed process has left its temporary
-    file, the next call overwrites the temporary file.
+    The text first goes to a temporary file in the same directory, `.{name}.partial`.
     """
     path = path.resolve()  # replace the target of a link, not the link
     partial = path.with_name(f".{path.name}.partial")

@@ -8,12 +8,10 @@ Three effects make counted and measured traffic differ:
 
 - The L1 cache may serve a load with pointers. The counter counts such a load, but the L2 cache does not see it. Asynchronous
   copies and TMA bypass the L1 cache.
-- The hardware moves sectors of 32 bytes, and the end of a row may need only a part of a sector.
+- The hardware moves whole sectors of 32 bytes, even where a row ends inside a sector.
 - Spilled registers move between the SM and the L2 cache too.
 
-With GQA, programs request as many bytes of K and V as without GQA. But K and V themselves have fewer bytes, so the L2 cache can
-serve more of the requests. Then fewer bytes come from device memory. To see the difference, measure with
-`--heads 16 --kv-heads 16,2`.
+With GQA, fewer bytes of K and V come from device memory. To see this, measure with `--heads 16 --kv-heads 16,2`.
 """
 
 import argparse
@@ -50,11 +48,11 @@ FURTHER = (  # more metrics, to explain differences; some GPUs lack some of them
     "lts__t_sectors_srcunit_tex_op_read.sum",  # sectors that the SMs read from the L2 cache
     "lts__t_sectors_srcunit_tex_op_write.sum",
     "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",  # sectors of loads with pointers
-    "l1tex__t_sectors_pipe_lsu_mem_global_op_ld_lookup_hit.sum",  # those of them that the L1 cache serves
-    "l1tex__t_sectors_pipe_lsu_mem_local_op_ld.sum",  # sectors of spilled registers that are reloaded, mostly from the L1 cache
+    "l1tex__t_sectors_pipe_lsu_mem_global_op_ld_lookup_hit.sum",  # sectors of such loads that the L1 cache serves
+    "l1tex__t_sectors_pipe_lsu_mem_local_op_ld.sum",  # sectors of reloaded spills
     *MEMORY,
 )
-HEADS = 2  # default; more heads would only take longer, because all heads move equally many bytes
+HEADS = 2  # the default; every head moves equally many bytes
 
 
 @triton.jit
@@ -169,7 +167,7 @@ def add_counts(options):
 def pairs(case: dict) -> list[tuple[str, list[dict], list[dict]]]:
     """Return (label, counted launches, measured kernels) for each Triton kernel.
 
-    One more entry is for all PyTorch operators of the case.
+    The last entry is for all PyTorch operators of the case.
     """
     counted = {True: [], False: []}
     for launch_ in case["counted"]:

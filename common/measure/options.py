@@ -110,8 +110,7 @@ LISTS = {  # option that takes a list -> (function that converts an item, help t
 def add_list(parser: argparse.ArgumentParser, flag: str, default: str | None):
     """Add an option of `LISTS`, which takes a comma-separated list.
 
-    `default` is the list as a user would type it. If `default` is None, the option's default value is [None], and the help text
-    in `LISTS` says what this value means.
+    `default` is the list as a user would type it. If `default` is None, the option's default value is [None].
     """
     parse, help_text = LISTS[flag]
     if flag == "--stage":  # the help text shows the default's last stage as an example
@@ -125,8 +124,7 @@ def add_list(parser: argparse.ArgumentParser, flag: str, default: str | None):
 def add_implementations(parser: argparse.ArgumentParser, baselines: Iterable[str], first: tuple):
     """Add --impl, which takes a list of baselines and stages.
 
-    The default is all baselines, and all stages from position `first` on, without dead ends. `baselines` is an
-    argument, because it would be slow to import them here.
+    The default is all baselines, and all stages from position `first` on, without dead ends.
     """
     baselines = list(baselines)
 

@@ -20,7 +20,7 @@ class _Lines:
 
 
 class Progress(tqdm):
-    """A progress bar for work of size `total`. Give sizes in expected seconds, or proportional to them.
+    """A progress bar for work of size `total`. Sizes are expected seconds, or proportional to them.
 
     Call `begin(name)` before a piece of work, and `update(size)` after the piece. The bar is a context manager.
     """

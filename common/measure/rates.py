@@ -220,7 +220,7 @@ def _matmul_kernel(
 def _instruct(clock, n, sink_ptr, ASM: gl.constexpr, w: gl.constexpr):
     """Execute an instruction on every element of two tiles in registers, x and y.
 
-    The instruction reads x and y. Its result replaces x, then y, and so on.
+    The results replace x and y in turn.
     """
     record_ptr, barriers, busy = clock
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
@@ -444,7 +444,7 @@ def _copies_out(device, programs) -> Iterator[Case]:
 
 def _matmuls(device, programs) -> Iterator[Case]:
     sink = torch.zeros(ROWS.value, device=device)
-    shapes = {  # where the first operand A is -> (N, K) of the stages' matmuls, and of some matmuls with a small K
+    shapes = {  # where the first operand A is -> (N, K) of the measured matmuls
         "shared": ((64, 16), (64, 64), (64, 128), (64, 256), (128, 16), (128, 64), (128, 128)),
         "registers": ((64, 64), (64, 128), (128, 64), (128, 128), (256, 64)),
         "transposed": ((64, 64),),

@@ -7,16 +7,12 @@ from torch import Tensor
 
 FACTORS = {"out": 2, "lse": 2, "dq": 3, "dk": 3, "dv": 3}  # a stage's error may be this many times the error of plain PyTorch
 
-# A stage may always have this relative error, because a GPU's exp2 and log2 are accurate to 2**-22. This allowance matters if
-# plain PyTorch has no error by chance.
+# A stage may always have this relative error, because a GPU's exp2 and log2 are accurate to 2**-22.
 FLOAT32_LOSS = 2.0**-22
 
 _SIZES = {"largest": lambda x: x.abs().max(), "rms": lambda x: x.square().mean().sqrt()}
 
-# Maximum bytes of a matrix such as S [heads, query rows, keys], and of these heads' K and V. Memory holds several such
-# matrices at the same time. For a head with 16384 queries and keys, S has exactly this size in float32. So up to this length,
-# one matmul computes dK and one computes dV, as in plain PyTorch. For longer sequences, dK and dV are sums over several
-# matmuls.
+# Maximum bytes of a matrix such as S [heads, query rows, keys]. Memory holds several such matrices at the same time.
 BLOCK_BYTES = 2**30
 
 
@@ -130,9 +126,8 @@ def plain(
 ) -> dict:  # fmt: skip
     """Compute attention in plain PyTorch, to find how large an error is normal.
 
-    Inputs, P, dS and results are in q's dtype, and everything else is in float32. Matmuls that return float16 would have
-    larger errors, because they also round scores and dP. The arguments and results are those of `truth`, without "magnitudes".
-    "lse" is float32, and the other results have q's dtype.
+    Inputs, P, dS and results are in q's dtype, and everything else is in float32. The arguments and results are those of
+    `truth`, without "magnitudes". "lse" is float32, and the other results have q's dtype.
     """
     options = {"causal": causal, "scale": scale, "diagonal": diagonal}
     results = _each_head(_rows, torch.float32, q, k, v, grad_out, **options, dtype=q.dtype)
@@ -140,7 +135,7 @@ def plain(
 
 
 def error_bounds(truth: dict, plain: dict) -> dict[str, dict[str, Tensor]]:
-    """Return by name the bounds of each result's "largest" and "rms" error before the result is rounded to its dtype.
+    """Return name -> bounds of the result's "largest" and "rms" error before the last rounding to its dtype.
 
     A bound is `FACTORS` times the error of `plain`, plus `FLOAT32_LOSS` times the magnitude from `truth`. The second term is
     needed because `plain` may be exact by chance.

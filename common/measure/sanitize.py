@@ -125,8 +125,8 @@ PLACE = re.compile(
 def parse(log: str) -> tuple[list[Report], int]:
     """Return the reports in a tool's log in the log's order, and the total number of reports.
 
-    The total is larger than the number of reports in the log if the tool has not printed all reports. In the log, a report is
-    an unindented line. Indented lines with accesses, threads and stack frames follow it.
+    The total is larger if the tool has not printed all reports. A report is an unindented line, followed by indented lines with
+    accesses, threads and stack frames.
 
     Raises:
         ValueError: the log has no summary at its end, so the tool has not finished.
@@ -166,7 +166,7 @@ def sanitize(tool: str, stage: str) -> collections.Counter:
         program = f"from common.measure import sanitize; sanitize.run_stage({stage!r})"
         run = subprocess.run(
             [*command, sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False,
-            env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # one tensor per allocation, to find accesses outside it
+            env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # one allocation per tensor, to find accesses outside it
         )  # fmt: skip
         log = path.read_text() if path.exists() else ""
     last = (run.stderr.strip() or run.stdout.strip() or "no output").splitlines()[-1]

@@ -2,7 +2,7 @@
 
 A rank is a process with its own GPU. With n GPUs, each rank has an n-th of the sequence's tokens. Weak scaling compares
 sequences with equally many tokens per GPU. Strong scaling compares different numbers of GPUs on one sequence. The tables give
-the speed as a percentage of n times one GPU's speed. They also contain PyTorch's context parallelism, which uses
+the speed as a percentage of n times one GPU's speed. The tables also contain PyTorch's context parallelism, which uses
 scaled_dot_product_attention (SDPA). Before the program times a case, it compares the results with attention in float64.
 
 Without GPUs, the program runs small cases on the CPU, where ranks communicate with PyTorch's backend gloo. The program then
@@ -53,7 +53,7 @@ LIMIT_S = 140  # a run starts no case after this many seconds
 GPU_CASE_S, CASE_S = 1.5, 1.0  # approximate seconds of a case, including its check: on GPUs, and on the interpreter
 SPIN_CYCLES = 10_000_000  # a GPU spins this many cycles (5 ms) before each round, while the CPU queues launches
 CHECKED_ROWS = 8  # number of checked query rows in each chunk of the sequence
-WARM_UP = 3  # number of untimed calls; a stage replays recorded launches from the third equal call on
+WARM_UP = 3  # number of untimed calls
 ROUNDS_S, FEWEST_ROUNDS, MOST_ROUNDS = 0.3, 5, 30  # GPU seconds of all rounds together; minimum and maximum number of rounds
 SLOW_S, SLOW_ROUNDS = 0.5, 3  # a call of more than SLOW_S seconds gets no warm-up and only SLOW_ROUNDS rounds
 
@@ -62,9 +62,9 @@ def sent_bytes(workload: Workload, ranks: int, rank: int = 0) -> int:
     """Return the bytes that a rank sends in a pass.
 
     With n ranks, a rank sends n - 1 blocks of K and V. A block has B · Hkv · S / n · (D + Dv) elements of e bytes. A backward
-    also sends the gradients of these blocks. An element of a gradient has e bytes in the first transfer, and 4 bytes in later
-    transfers. With a causal mask, ranks send the gradients of only half of a block's keys, until the block comes to rank 0.
-    From rank 0 on, ranks send the gradients of all keys. Rank 0 always does this, so it sends the most.
+    also sends the gradients of these blocks. A gradient's element has e bytes in the first transfer, and 4 bytes in later
+    transfers. With a causal mask, rank r sends the gradients of only half of a block's keys in its first r transfers. So rank 0
+    sends the most.
     """
     w, size = workload, DTYPES[workload.dtype].itemsize
     numbers = w.batch * w.kv_heads * (w.kv_len // ranks) * (w.head_dim + w.value_dim)
@@ -78,15 +78,14 @@ def held_bytes(workload: Workload, ranks: int) -> int:
 
     With n ranks, all tensors named here have S / n tokens.
 
-    - Forward: a rank holds the result, the output of one block, and two LSEs. With two ranks, it also holds one block of K and
-      V. With more ranks, it holds two such blocks, and the merged O in float32.
-    - Backward with two ranks: a rank holds the saved O and LSE, and two blocks of dK and dV. It also holds dQ of a block, and
-      the resulting dQ. In the first step, the rank computes the gradients of only the first heads of its own block, and holds
-      these gradients. Later, the rank instead holds dK and dV of all heads, and dQ of all but the first heads. The larger of
-      these two sizes counts.
-    - Backward with more ranks: a rank holds the saved O and LSE, and two blocks of K and V. It also holds dQ and two blocks of
-      dK and dV in float32. It holds the gradients of its own block's first heads, and dQ, dK and dV of another block. While the
-      rank adds the other block's dQ to the sum, it holds this dQ twice, but no longer holds the other block's dK and dV.
+    - Forward: the result, the output of one block, and two LSEs. With two ranks, also one block of K and V. With more ranks,
+      also two such blocks, and the merged O in float32.
+    - Backward with two ranks: the saved O and LSE, two blocks of dK and dV, dQ of a block, and the resulting dQ. In the first
+      step, also the gradients of the own block's first heads. In the second step, instead dK and dV of all heads, and dQ of all
+      but the first heads. The larger of the two steps counts.
+    - Backward with more ranks: the saved O and LSE, two blocks of K and V, and in float32 dQ and two blocks of dK and dV. Also
+      the gradients of the own block's first heads, and dQ of another block. Also the other block's dK and dV, or a second copy
+      of its dQ, whichever is larger.
     """
     w, size = workload, DTYPES[workload.dtype].itemsize
     tokens, blocks = w.batch * w.seq_len // ranks, min(2, ranks - 1)
@@ -121,8 +120,7 @@ def counted_sends():
 def attention_of(impl: str, group, causal: bool):
     """Enter a context, and yield a function `attend(q, k, v)` that computes this rank's part of the output.
 
-    The arguments are this rank's parts of q, k and v, with the rows that `common.ring.shard` selects. PyTorch's context
-    parallelism gives a rank the same rows.
+    The arguments are this rank's parts of q, k and v, with the rows that `common.ring.shard` selects.
 
     Raises:
         Unavailable: PyTorch has no context parallelism, or its interface differs from the one in PyTorch 2.11 to 2.13.
@@ -422,7 +420,7 @@ def start_ranks(module: str, argv: list[str], parse: Callable):
 
     Args:
         parse: a function that parses the options for a number of GPUs. If the options are wrong, the function ends this process
-            before any rank starts. So the user sees one message, not one for each rank.
+            before any rank starts.
     """
     parser = argparse.ArgumentParser(add_help=False)
     add_gpus(parser)
@@ -467,7 +465,7 @@ def cases(options, world: int) -> list[tuple[str, Workload, int]]:
     Cases for weak scaling have equally many tokens per rank. Cases for strong scaling have equally long sequences.
     """
     sizes = sorted({2**power for power in range(world.bit_length()) if 2**power <= world} | {world})
-    points = {}  # the keys are the distinct pairs (number of ranks, sequence length), in order
+    points = {}  # the distinct pairs (number of ranks, sequence length), in order
     for tokens, size in itertools.product(options.tokens, sizes):
         points |= {(size, size * tokens): None} | ({(size, world * tokens): None} if world * tokens % (2 * size) == 0 else {})
     impls = [*SDPA, *options.stage]
@@ -484,8 +482,8 @@ def cases(options, world: int) -> list[tuple[str, Workload, int]]:
 def begin() -> dict:
     """Join the group of all ranks that torchrun's environment describes.
 
-    Return a dict: number n -> group of the first n ranks. NCCL's stream has a high priority. So when NCCL's few CTAs and the
-    stage's programs wait for an SM, NCCL's CTAs start first.
+    Return a dict: number n -> group of the first n ranks. NCCL's stream has a high priority, so that NCCL's CTAs start before
+    the stage's waiting CTAs.
     """
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
 

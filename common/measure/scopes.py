@@ -3,9 +3,8 @@
     python -m common.measure.scopes --json results/scopes-h200.json   # on a Hopper GPU
 
 A scope is a named part of a kernel's source. This program inserts scopes into a copy of v29's forward, around its waits,
-matmuls and exponentials. Triton's profiler Proton records when warps enter and leave each scope. A scope costs some cycles, and
-the compiler moves no instruction into it or out of it. So the kernel runs a little slower than without scopes. But the record
-shows in which order the warps work, and which work overlaps.
+matmuls and exponentials. Triton's profiler Proton records when warps enter and leave each scope. The record shows in which
+order the warps work, and which work overlaps. Scopes make the kernel a little slower.
 """
 
 import argparse
@@ -95,7 +94,7 @@ def record() -> list[dict]:
     spans = []
     for event in events:
         if event["pid"] == program:
-            # Proton writes a cycle as a nanosecond, but the numbers in the trace are microseconds.
+            # In Proton's trace, a cycle is 0.001.
             start, duration = (1000 * event[name] for name in ("ts", "dur"))
             who = next(name for warp, name in WARPS.items() if event["tid"].startswith(warp))
             spans.append({"who": who, "what": event["name"], "start": start, "end": start + duration})

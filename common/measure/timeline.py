@@ -41,7 +41,7 @@ def measured_rates(path: Path = RATES) -> Rates:
         return values[unit, name, alone, warpgroups]
 
     def latency(unit, name, nbytes, rate):
-        """Return the cycles from a copy's issue to its end, without the cycles in which its bytes move."""
+        """Return the cycles of a copy, minus the cycles in which bytes move."""
         return value(unit, name, alone=True) - nbytes / rate
 
     results = {  # the number of results per cycle, with four warpgroups

@@ -28,20 +28,18 @@ COPY_BYTES = 4 * 2**30  # much more than an L2 cache holds
 class GpuTimer:
     """Time the rounds of a call back to back, with a cold L2 cache.
 
-    A case, which is all rounds of one call, begins after a rest. Under full load, an H200 works for 0.8 s at full speed. Then
-    its power limit slows it down by up to a fifth for 0.2 s. It slows down again a second later. Without rests, some cases
-    would run while the GPU is slow. After a rest of 0.05 s, the GPU again works for 0.8 s at full speed.
+    A case is all rounds of one call. Each case begins after a rest. After a rest of 0.05 s, an H200 works for 0.8 s at full
+    speed. Then its power limit slows it down by up to a fifth.
 
-    The CPU queues all rounds, including warm-up, without waiting for the GPU. So the GPU is never idle between rounds. After an
-    idle time, its clock would be unusually high. A round first reads `CACHE_BYTES` bytes, so that the L2 cache no longer holds
-    the call's inputs. It does not write these bytes, because a memory-bound call would then have to wait until the L2 cache has
-    written them to memory. After the reads, the round records an event, makes the call, and records another event. If the CPU
-    is ahead of the GPU, the time between the events is GPU time only.
+    The CPU queues all rounds, including warm-up, without waiting for the GPU. So the GPU is never idle between rounds. A round
+    first reads `CACHE_BYTES` bytes, so that the L2 cache no longer holds the call's inputs. After the reads, the round records
+    an event, makes the call, and records another event. If the CPU is ahead of the GPU, the time between the events is GPU time
+    only.
 
     A round is exposed if the GPU passes the first event before the call has queued its kernels. The measured time then includes
-    CPU time. If too many rounds are exposed, the timer measures again, and lets the GPU spin at the beginning of each round. It
-    doubles the spin until few rounds are exposed. Rounds stay exposed if the call's CPU time exceeds `LONGEST_SPIN_S`, or if
-    the call itself waits for the GPU.
+    CPU time. If too many rounds are exposed, the timer measures again, and lets the GPU spin at the beginning of each round.
+    The timer doubles the spin until few rounds are exposed. Rounds stay exposed if the call's CPU time exceeds
+    `LONGEST_SPIN_S`, or if the call itself waits for the GPU.
     """
 
     def __init__(self):
@@ -96,9 +94,8 @@ class GpuTimer:
 def host_seconds(call: Callable, gpu_seconds: float) -> list[float]:
     """Return for each round the CPU seconds from the beginning of a call until it returns.
 
-    During this time the CPU checks arguments, makes descriptors and launches kernels. CPU time varies much more than GPU time,
-    because the CPU has other work and a changing clock. So as many rounds run as fit into `HOST_S`. Before each round, the
-    CPU waits until the GPU has finished. The first rounds are left out, because the CPU's caches are still cold.
+    During this time the CPU checks arguments, makes descriptors and launches kernels. Before each round, the CPU waits until
+    the GPU has finished. The first rounds are left out, because the CPU's caches are still cold.
 
     Args:
         gpu_seconds: the GPU time of a call.
@@ -140,8 +137,8 @@ def seconds_in_a_row(call: Callable, gpu_seconds: float) -> list[float]:
 class Replay:
     """A timer for pytest-benchmark that replays measured times.
 
-    pytest-benchmark reads the timer before and after each round. The reading before a round is always 0. If readings grew from
-    round to round, their differences would lose precision.
+    pytest-benchmark reads the timer before and after each round. The reading before a round is always 0, so that the difference
+    is exact.
     """
 
     def __init__(self):

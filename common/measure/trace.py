@@ -111,7 +111,7 @@ def _prepared(stage, workload, inputs):
 
 
 class _Known:
-    """A tensor that kernels may access. Its name may be None at first, and become known later.
+    """A tensor that kernels may access. Its name may become known later.
 
     Args:
         outer: the pairs (B, H) and (B, Hkv) of a pass. A tensor of three dimensions is [B, H, S] if its shape begins with
@@ -164,7 +164,7 @@ class _Tracer(Counter):
     def know(self, tensor: Tensor, name: str | None) -> _Known:
         """Return the `_Known` of `tensor`'s memory. If there is none yet, make it.
 
-        The `_Known` gets `name` if it has no name yet, or if `name` is in `GIVEN` or `RESULTS`.
+        An earlier name stays, unless `name` is in `GIVEN` or `RESULTS`.
         """
         storage = tensor.untyped_storage()
         known = next((known for known in self._known if known.storage.data_ptr() == storage.data_ptr()), None)

@@ -3,8 +3,8 @@
     python -m common.measure.units results/units-h200.json   # on a GPU with `ncu`
     make table FILE=results/units-h200.json
 
-A unit that is busy nearly all the time limits the kernel's speed. If no unit is busy nearly all the time, the warps wait for
-each other or for memory.
+A unit that is busy nearly all the time limits the kernel's speed. Without such a unit, the warps wait for each other or for
+memory.
 """
 
 import argparse
@@ -31,7 +31,7 @@ REASONS = (
     "math_pipe_throttle", "membar", "mio_throttle", "misc", "no_instruction", "not_selected", "short_scoreboard", "sleeping",
     "tex_throttle", "wait",
 )  # fmt: skip
-FROM = (3, "")  # the default measures the stages from v3 on; matmuls limit their speed
+FROM = (3, "")  # the default is the stages from v3 on
 
 
 def launch(options):

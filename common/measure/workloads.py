@@ -59,7 +59,7 @@ class Workload:
 
     @classmethod
     def of(cls, record: dict) -> "Workload":
-        """Return the workload of a record. An older record may lack the fields that have defaults."""
+        """Return the workload of a record. A record may lack the fields that have defaults."""
         names = {field.name: field.name.rstrip("_") for field in fields(cls)}
         return cls(**{field: record[name] for field, name in names.items() if name in record})
 
@@ -87,10 +87,9 @@ class Workload:
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return q, k, v and the output's gradient, the same for all implementations.
 
-        All elements are normally distributed, and q is multiplied by `score_std`. With a sink, the first element of every query
-        is `SINK_QUERY`, and the first element of every key except key 0 is 0. In key 0, the first element sets the sink's
-        score, and all other elements are 0. Inputs are never all zeros. A GPU needs less power to multiply zeros, so they
-        would raise its clock.
+        All elements are normally distributed, and q is multiplied by `score_std`. With a sink, queries and keys are changed so
+        that every query's score with key 0 is `sink`. Inputs are never all zeros, because multiplying zeros needs less power
+        and so raises the GPU's clock.
         """
         generator = torch.Generator(DEVICE).manual_seed(0)
         rows, kv_rows = (self.heads, self.seq_len), (self.kv_heads, self.kv_len)

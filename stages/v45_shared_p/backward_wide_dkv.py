@@ -223,7 +223,7 @@ def _wide_dkv_kernel(
     dq_s = gl.allocate_shared_memory(gl.float32, sums_desc.block_shape, sums_desc.layout)
     kv_full = new_barriers(1, 1)
     full, empty = new_ring(STAGES, 1, CONSUMERS)
-    p_full = new_barriers(STAGES, 1)  # no empty barriers: a slot's next Q arrives only after its old P has been read
+    p_full = new_barriers(STAGES, 1)  # no empty barriers: a slot's old P has been read before its next Q arrives
 
     tensors = KeyTensors(q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc)
     problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles, scale)

@@ -13,7 +13,7 @@ from common.kernels.hopper import ROWS, slot_and_phase
 @gluon.jit
 def _take_turn(turns, fill, w: gl.constexpr):
     """Wait until the consumers before this one have issued their matmuls with this key tile, or skipped it."""
-    # The first consumer waits for the last consumer's turn with the previous key tile. For the first key tile it does not wait.
+    # The first consumer waits for the last consumer's turn with the previous key tile, but not at the first key tile.
     mbarrier.wait(turns.index(w), (fill & 1) ^ (w == 0))
 
 

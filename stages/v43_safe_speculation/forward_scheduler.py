@@ -62,7 +62,7 @@ class NextTiles(NamedTuple):
 
 @gluon.jit
 def _rows_before(diagonal, PACKED: gl.constexpr):
-    """Return how many rows before query 0 the first tile starts, so that a consumer's diagonal stays in one key tile."""
+    """Return how many rows before query 0 the first tile starts. Then a consumer's diagonal stays in one key tile."""
     return diagonal % (ROWS // PACKED) * PACKED
 
 
@@ -179,7 +179,7 @@ def _next_again(failed, others, begun, state):
 @gluon.jit
 def _in_vain(number, tiles, state):
     """Return whether more than a quarter of LATELY earlier tiles failed. The latest LATELY tiles do not count, because they may
-    still run. The samples count as tiles before the first tile."""
+    still run. For the first tiles, the samples count as earlier tiles."""
     before = gl.maximum(number + 1 - LATELY, 0) + gl.arange(0, LATELY, gl.BlockedLayout([LATELY // 32], [32], [1], [0]))
     failed = gl.load(state.sample_failed + before, mask=before - LATELY < tiles, other=0, volatile=True)
     return gl.sum(failed, 0) * 4 > LATELY

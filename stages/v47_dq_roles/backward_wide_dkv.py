@@ -175,7 +175,7 @@ def _dk_consumer(tensors, kv, ring, p_ring, problem, CAUSAL: gl.constexpr):
         dk = warpgroup_mma_wait(0, [dk])
         mbarrier.arrive(ring.empty.index(slot), count=1)
 
-    # TMA stores dK from K's buffer. The other consumer no longer needs K, because its last P is ready.
+    # TMA stores dK from K's buffer. The other consumer no longer needs K: the last P is ready.
     kv.k.reshape([ROWS, HEAD_DIM]).store((dk * problem.scale).to(kv.k.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(tensors.dk, [tile.batch, tile.kv_head, tile.start_n, 0], kv.k)

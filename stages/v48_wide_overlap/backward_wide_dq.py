@@ -197,8 +197,8 @@ def _query_consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
     slot, _ = slot_and_phase(unseen, V_STAGES)
     mbarrier.arrive(ring.v_empty.index(slot), count=1)
     for step in range(unseen + 1, tile.steps):
-        # The matmul for dQ comes first, so that K's buffer is free soon. The matmul for dP comes last, so that the next V has
-        # time to arrive in V's only buffer.
+        # The matmul for dQ comes first, so that K's buffer is free soon. The matmul for dP comes last, so that the next V can
+        # arrive in V's only buffer.
         slot, _ = slot_and_phase(step - 1, K_STAGES)
         k = ring.k.index(slot).reshape([ROWS, HEAD_DIM])
         dq = warpgroup_mma(gl.convert_layout(ds, ds_layout), k, dq, is_async=True)

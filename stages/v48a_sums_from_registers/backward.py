@@ -129,8 +129,7 @@ def _add_dq(tensors, ds_ring, slot, kv, kv_slot, row, PARTS: gl.constexpr):
         offs = gl.arange(0, 64 * COLUMNS, dq.type.layout)
         reduce_add(tensors.sums + (row.to(gl.int64) * PARTS + part) * (64 * COLUMNS) + offs, dq)
         # Arrive after each part, though dS is free only after the last part. Otherwise this part's additions and the next
-        # part's matmul would need too many registers at the same time, so ptxas would serialize the matmuls of the whole
-        # kernel.
+        # part's matmul would have too few registers, and ptxas would serialize all matmuls of the kernel.
         mbarrier.arrive(ds_ring.empty.index(slot), count=1)
 
 

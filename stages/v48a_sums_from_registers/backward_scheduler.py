@@ -111,7 +111,7 @@ def _query_tile(step, tile):
 
 @gluon.jit
 def _next(next_tiles, turn, tiles, PERSISTENT: gl.constexpr):
-    """Return the number of the tile after this CTA's tile `turn`, once the producer has passed it on. If CTAs are not
+    """Return the number of the tile after this CTA's tile `turn`, once the producer has passed the number on. If CTAs are not
     persistent, return a number past the last tile."""
     number = tiles
     if PERSISTENT:

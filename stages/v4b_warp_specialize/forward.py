@@ -78,8 +78,8 @@ def _forward_kernel(
     k_desc = tl.make_tensor_descriptor(k_ptr, [seq_k, HEAD_DIM], [strides.k.row, 1], [BLOCK_N, HEAD_DIM])
     v_ptr = head_ptr(v_ptr, strides.v, batch, kv_head)
     v_desc = tl.make_tensor_descriptor(v_ptr, [seq_k, VALUE_DIM], [strides.v.row, 1], [BLOCK_N, VALUE_DIM])
-    # For the second group of warps the compiler adds 64 to the variable with the tile's start. If that variable were start_m,
-    # offs_m would be shifted twice. The compiler does not know that `zero` is 0, so it treats first_m as another variable.
+    # For the second group of warps the compiler adds 64 to first_m. If first_m were start_m, offs_m would be shifted twice. The
+    # compiler does not know that `zero` is 0.
     first_m = start_m + zero
     q = q_desc.load([first_m, 0])  # [BLOCK_M, HEAD_DIM], stays on the chip
 

@@ -1,8 +1,7 @@
 """FlashAttention-2 backward (arXiv 2307.08691, Algorithm 2) in one kernel, in Gluon, for Hopper.
 
 Change from v9: the kernel states all layouts, loads, barriers and waits. Also, one ring serves all query heads that share the
-keys. The ring gets one query tile of each head, then the next query tile of each head. So all masked tiles come first. Keys
-that no query sees still take one masked step, so that the ring is never empty. dQ is computed in parts of 64 rows.
+keys. `_query_tile` orders the steps so that all masked tiles come first. dQ is computed in parts of 64 rows.
 """
 
 from typing import NamedTuple

@@ -37,7 +37,7 @@ from stages.v7_one_backward.backward import backward as backward_of_v7
 from .backward_prepare import _finish_kernel, _prepare_kernel
 
 KEYS = gl.constexpr(128)  # number of keys of a CTA; their dK and dV stay in registers
-SUM_COLUMNS = 256  # for TMA, dQ's float32 accumulator has rows of this length, the longest that TMA supports
+SUM_COLUMNS = 256  # row length of dQ's float32 accumulator for TMA: the longest that TMA supports
 
 
 class Tensors(NamedTuple):

@@ -107,7 +107,7 @@ def _accumulate(acc, m, l, q, ring, lo, hi, problem, offs_m, scale_log2, CAUSAL:
             s = gl.where(visible, s, float("-inf"))
         m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)  # finite, because the first tile has key 0, which every query sees
         p = gl.exp2(s * scale_log2 - m_new[:, None])
-        rescale = gl.exp2(m - m_new)  # makes l and acc fit the new maximum
+        rescale = gl.exp2(m - m_new)  # factor for the earlier l and acc
         l = l * rescale + gl.sum(p, 1)
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
         v = ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]])
@@ -203,7 +203,7 @@ class Shape(NamedTuple):
     queries: int  # query rows
     keys: int  # keys of a key tile
     kv_slots: int  # buffers of K and V
-    maxnreg: int  # registers per thread at the launch; then the roles divide the SM's 65,536 registers anew
+    maxnreg: int  # registers per thread at the launch, before the roles divide the registers anew
 
 
 # TILES is indexed by the larger of D and Dv.
@@ -228,7 +228,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     out = empty_rows(q, value_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
-        q, scale = -q, -scale  # the scores stay the same; with scale >= 0, their maximum can be taken before scaling
+        q, scale = -q, -scale  # the scores stay the same, and max(scale * s) = scale * max(s)
     q, k, v = addressable(q), addressable(k), addressable(v)
     shape = TILES[max(head_dim, value_dim)]
     _forward_kernel[triton.cdiv(seq_q, shape.queries) * batch * heads,](

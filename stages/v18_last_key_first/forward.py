@@ -217,7 +217,7 @@ class Shape(NamedTuple):
     queries: int  # query rows: 64 for each of two or four consumers
     keys: int  # keys of a key tile
     kv_slots: int  # buffers of K and V
-    maxnreg: int  # registers per thread at the launch; then the roles divide the SM's 65,536 registers anew
+    maxnreg: int  # registers per thread at the launch, before the roles divide the registers anew
 
 
 # TILES is indexed by the larger of D and Dv.
@@ -242,7 +242,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     out = empty_rows(q, value_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
-        q, scale = -q, -scale  # the scores stay the same; with scale >= 0, their maximum can be taken before scaling
+        q, scale = -q, -scale  # the scores stay the same, and max(scale * s) = scale * max(s)
     q, k, v = addressable(q), addressable(k), addressable(v)
     out_ptr = out if diagonal % 64 else None  # needed if the first query tile starts before query 0
     shape = TILES[max(head_dim, value_dim)]

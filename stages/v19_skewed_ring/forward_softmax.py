@@ -65,7 +65,7 @@ def _accumulate(acc, s, q, ring, fill, tiles, problem, last, scale_log2, CAUSAL:
         mbarrier.arrive(ring.empty.index(slot), count=1)
         m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
         p = gl.exp2(s * scale_log2 - m_new[:, None])
-        rescale = gl.exp2(m - m_new)  # makes l and acc fit the new maximum
+        rescale = gl.exp2(m - m_new)  # factor for the earlier l and acc
         # NOTE: four threads share a row, and add up their partial sums for every tile; v21 does so once, at the end.
         l = l * rescale + gl.sum(p, 1)
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]

@@ -63,7 +63,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     batch, heads, seq_q, head_dim = q.shape
     seq_k, value_dim = v.shape[2:]
     if scale < 0:
-        q, scale = -q, -scale  # the scores stay the same; with scale >= 0, their maximum can be taken before scaling
+        q, scale = -q, -scale  # the scores stay the same, and max(scale * s) = scale * max(s)
     # NOTE: S and P, Sq x Sk each, go to memory and back; v2 keeps them on the chip.
     s = matmul_float32(q, k.mT)  # [B, H, Sq, Sk]
     p = torch.empty_like(s, dtype=q.dtype)

@@ -13,7 +13,7 @@ from common.kernels.hopper import ROWS, slot_and_phase
 @gluon.jit
 def _take_turn(turns, fill, w: gl.constexpr):
     """Wait until the consumers before this one have issued their matmuls with this key tile, or skipped it."""
-    # The first consumer waits for the last consumer's turn with the previous key tile. For the first key tile it does not wait.
+    # The first consumer waits for the last consumer's turn with the previous key tile, but not at the first key tile.
     mbarrier.wait(turns.index(w), (fill & 1) ^ (w == 0))
 
 
@@ -91,12 +91,12 @@ def _accumulate(
         _hand_over(turns, w)
         if CONSUMERS == 2:
             s = warpgroup_mma_wait(1, [s])  # [rows, BLOCK_N]
-        else:  # the three other consumers keep the tensor cores busy, so wait for both matmuls and free the buffers
+        else:  # four consumers keep the tensor cores busy, even if each waits for both of its matmuls
             s, acc = warpgroup_mma_wait(0, [s, acc])
             mbarrier.arrive(ring.empty.index(slot), count=1)
         m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
         p = gl.exp2(s * scale_log2 - m_new[:, None])
-        rescale = gl.exp2(m - m_new)  # makes l and acc fit the new maximum
+        rescale = gl.exp2(m - m_new)  # factor for the earlier l and acc
         l = l * gl.convert_layout(rescale, gl.SliceLayout(1, l.type.layout))[:, None] + _sums(p)
         if CONSUMERS == 2:
             acc = warpgroup_mma_wait(0, [acc])  # the compiler moves this wait before the exponentials

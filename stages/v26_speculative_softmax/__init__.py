@@ -8,8 +8,8 @@ from .forward import forward
 
 __all__ = ["SPILLED_BYTES", "UNORDERED", "attention", "backward", "forward", "unavailable"]
 
-# Spilled bytes per thread. dK, dV, S and dP leave few registers in a backward consumer. Most spills happen once per tile. A
-# step without a mask reads back at most a few values.
+# Spilled bytes per thread. dK, dV, S and dP leave few registers in a backward consumer. Most spills happen once per tile, at
+# most a few in each step without a mask.
 SPILLED_BYTES = 288
 UNORDERED = ("dq",)  # programs add to dQ in any order, unless `torch.use_deterministic_algorithms` is on
 

@@ -40,7 +40,7 @@ from .backward_prepare import _finish_kernel, _prepare_kernel
 
 CONSUMERS = gl.constexpr(2)
 KEYS = gl.constexpr(CONSUMERS * ROWS)  # number of keys of a CTA; their dK and dV stay in registers
-SUM_COLUMNS = 256  # for TMA, dQ's float32 accumulator has rows of this length, the longest that TMA supports
+SUM_COLUMNS = 256  # row length of dQ's float32 accumulator for TMA: the longest that TMA supports
 
 
 class Tensors(NamedTuple):
@@ -191,7 +191,7 @@ def _accumulate(
             _, number, _ = _query_tile(step, tile)
             offs_m = number * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, s_layout))
             p_t = gl.where(offs_m[None, :] >= seen_from[:, None], p_t, float("-inf"))
-        # No matmul is in flight here. The wait only makes the compiler place p's computation before the next matmuls.
+        # No matmul is in flight here: this wait only makes the compiler compute p before the next matmuls.
         p_t = warpgroup_mma_wait(0, [gl.exp2(p_t).to(dtype)])
         mbarrier.wait(ring.do_full.index(slot), phase)
         dp_t = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)
@@ -247,7 +247,7 @@ def _consumer(tile, kv, ring, ds_ring, scale, w: gl.constexpr, CAUSAL: gl.conste
     v = kv.v.index(w).reshape([ROWS, VALUE_DIM])
     scale_log2 = scale * LOG2_E
     mbarrier.wait(kv.full.index(0), 0)
-    # Some query tiles see keys of the other consumer only: for these tiles, this consumer stores zeros as dS.
+    # For query tiles that see only the other consumer's keys, this consumer's dS is 0.
     unseen = tile.unseen * w
     for step in range(unseen):
         slot, phase = slot_and_phase(step, STAGES)
@@ -281,7 +281,7 @@ def _dq_consumer(tensors, tile, kv, ds_ring):
     for step in range(tile.steps):
         slot, phase = slot_and_phase(step, STAGES)
         _, _, row = _query_tile(step, tile)
-        mbarrier.wait(ds_ring.full.index(slot), phase)  # the consumers waited for K, so K has arrived, too
+        mbarrier.wait(ds_ring.full.index(slot), phase)  # dS was computed after K arrived
         _add_dq(tensors, ds_ring, slot, kv, row)
     tma.store_wait(0)
 

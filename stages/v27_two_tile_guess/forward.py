@@ -140,7 +140,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
 
 @gluon.jit
 def _check(acc, l, number, tensors):
-    """Flag tile `number` as failed if l or O is infinite or NaN, because P or a sum has then overflowed."""
+    """Flag tile `number` as failed if l or O is infinite or NaN: P or a sum has overflowed."""
     of_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     fails = ~(gl.abs(gl.sum(acc, 1) + gl.convert_layout(l, of_rows)) < float("inf"))
     same = gl.zeros([acc.shape[0]], gl.int32, of_rows)
@@ -260,7 +260,7 @@ def _forward_kernel(
     problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale)
     queries = Queries(q_s, o_s, q_full, q_empty)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
-    next_tiles = NextTiles(tile_s, new_barriers(Q_STAGES, 1))  # no empty barriers: Q's empty barriers protect the number, too
+    next_tiles = NextTiles(tile_s, new_barriers(Q_STAGES, 1))  # no empty barriers: the producer first waits at `queries.empty`
     # An SM has 65,536 registers, and a warpgroup has 128 threads. So the registers per thread, summed over all warpgroups, are
     # at most 512. The last list has the registers per thread of all roles except the first. The producer gets 24. The first
     # role runs on the launch's `num_warps` warps and gets the rest.
@@ -289,7 +289,7 @@ class Shape(NamedTuple):
     keys: int  # keys of a key tile
     kv_slots: int  # buffers of K and V
     q_slots: int  # buffers of Q
-    maxnreg: int  # registers per thread at the launch; then the roles divide the SM's 65,536 registers anew
+    maxnreg: int  # registers per thread at the launch, before the roles divide the registers anew
 
 
 # TILES is indexed by the larger of D and Dv.
@@ -315,7 +315,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     out = empty_rows(q, value_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
-        q, scale = -q, -scale  # the scores stay the same; with scale >= 0, their maximum can be taken before scaling
+        q, scale = -q, -scale  # the scores stay the same, and max(scale * s) = scale * max(s)
     q, k, v = addressable(q), addressable(k), addressable(v)
     out_ptr = out if diagonal % 64 else None  # needed if the first query tile starts before query 0
     shape = TILES[max(head_dim, value_dim)]

@@ -84,7 +84,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     m = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
     l = q.new_zeros(q.shape[:3], dtype=torch.float32)
     if scale < 0:
-        q, scale = -q, -scale  # the scores stay the same; with scale >= 0, their maximum can be taken before scaling
+        q, scale = -q, -scale  # the scores stay the same, and max(scale * s) = scale * max(s)
     q, k, v = aligned(q), aligned(k), aligned(v)
     # With num_stages > 1, Triton would also buffer tiles of O, which do not fit in shared memory.
     tile = {**query_tile(max(head_dim, value_dim), q.dtype), "num_stages": 1}

@@ -54,7 +54,7 @@ class NextTiles(NamedTuple):
 
 @gluon.jit
 def _rows_before(diagonal, PACKED: gl.constexpr):
-    """Return how many rows before query 0 the first tile starts, so that a consumer's diagonal stays in one key tile."""
+    """Return how many rows before query 0 the first tile starts. Then a consumer's diagonal stays in one key tile."""
     return diagonal % (ROWS // PACKED) * PACKED
 
 
@@ -129,8 +129,8 @@ def _flags(failed_ptr):
 
 @gluon.jit
 def _next_failed(number, tiles, flags):
-    """With N CTAs, look at the tiles `number`, `number` + N, `number` + 2N, … Return the number of the first tile among them
-    that failed. If none of them failed, return a number of at least `tiles`."""
+    """With N CTAs, look at the tiles `number`, `number` + N, `number` + 2N, … Return the number of the first failed tile among
+    them, or a number of at least `tiles` if none failed."""
     while gl.load(flags.tile_failed + number, mask=number < tiles, other=1) == 0:
         number += gl.num_programs(0)
     return number

@@ -37,7 +37,7 @@ from stages.v7_one_backward.backward import backward as backward_of_v7
 from .backward_prepare import _finish_kernel, _prepare_kernel
 from .backward_scheduler import CONSUMERS, Problem, _query_tile, _tile
 
-SUM_COLUMNS = 256  # for TMA, dQ's float32 accumulator has rows of this length, the longest that TMA supports
+SUM_COLUMNS = 256  # row length of dQ's float32 accumulator for TMA: the longest that TMA supports
 
 
 class Tensors(NamedTuple):
@@ -159,7 +159,7 @@ def _accumulate(
             _, number, _ = _query_tile(step, tile)
             offs_m = number * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, s_layout))
             p_t = gl.where(offs_m[None, :] >= seen_from[:, None], p_t, float("-inf"))
-        # No matmul is in flight here. The wait only makes the compiler place p's computation before the next matmuls.
+        # No matmul is in flight here: this wait only makes the compiler compute p before the next matmuls.
         p_t = warpgroup_mma_wait(0, [gl.exp2(p_t).to(dtype)])
         mbarrier.wait(ring.do_full.index(slot), phase)
         dp_t = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)
@@ -232,7 +232,7 @@ def _consumer(kv, ring, ds_ring, problem, w: gl.constexpr, CAUSAL: gl.constexpr)
     k = kv.k.index(w).reshape([ROWS, HEAD_DIM])
     v = kv.v.index(w).reshape([ROWS, VALUE_DIM])
     mbarrier.wait(kv.full.index(0), 0)
-    # Some query tiles see keys of the other consumer only: for these tiles, this consumer stores zeros as dS.
+    # For query tiles that see only the other consumer's keys, this consumer's dS is 0.
     unseen = tile.unseen * w
     for step in range(unseen):
         slot, phase = slot_and_phase(step, STAGES)
@@ -270,7 +270,7 @@ def _dq_consumer(tensors, kv, ds_ring, problem, CAUSAL: gl.constexpr):
     for step in range(tile.steps):
         slot, phase = slot_and_phase(step, STAGES)
         _, _, row = _query_tile(step, tile)
-        mbarrier.wait(ds_ring.full.index(slot), phase)  # the consumers waited for K, so K has arrived, too
+        mbarrier.wait(ds_ring.full.index(slot), phase)  # dS was computed after K arrived
         _add_dq(tensors, ds_ring, slot, kv, row)
     tma.store_wait(0)
 

@@ -71,8 +71,8 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
     # CTAs that read the same query tile at the same time share it through the L2 cache. Masked tiles come first, in order, as
     # `_accumulate` expects. The first `at_once` CTAs start together. After the masked tiles, they all go backwards from the
     # last tile, and so read the same tiles. The next `at_once` CTAs start one by one, each when another CTA ends. They go
-    # forwards: when one starts, the earlier ones have about reached its first tile. The two orders alternate. If a K/V head has
-    # only one query head, few query tiles are in use, and all orders keep them in the cache.
+    # forwards, because the earlier CTAs have about reached a new CTA's first tile. The two orders alternate. If a K/V head has
+    # only one query head, the few query tiles in use stay in the cache in any order.
     turning = tiles
     if CAUSAL:
         turning = gl.where((heads_per_kv > 1) & (number // problem.at_once % 2 == 0), masked, tiles)
@@ -89,7 +89,7 @@ def _query_tile(step, tile):
     """Return the head and the query tile of a step, and the tile's number among the query tiles of all heads.
 
     Steps take one tile of each query head that shares the keys, then each head's next tile. The first `turning` tiles come in
-    order. Then the others come, from the last tile backwards.
+    order. Then the other tiles come, the last one first.
     """
     shared = step % tile.heads_per_kv
     done = step // tile.heads_per_kv

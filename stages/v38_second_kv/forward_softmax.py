@@ -92,12 +92,12 @@ def _accumulate(
         acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
         if CONSUMERS == 2:
             s = warpgroup_mma_wait(1, [s])  # [rows, BLOCK_N]
-        else:  # the three other consumers keep the tensor cores busy, so wait for both matmuls and free the buffers
+        else:  # four consumers keep the tensor cores busy, even if each waits for both of its matmuls
             s, acc = warpgroup_mma_wait(0, [s, acc])
             mbarrier.arrive(ring.empty.index(slot), count=1)
         if MODE != "guess":
             m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
-            rescale = gl.exp2(m - m_new)  # makes l and acc fit the new maximum
+            rescale = gl.exp2(m - m_new)  # factor for the earlier l and acc
             l = l * gl.convert_layout(rescale, gl.SliceLayout(1, l.type.layout))[:, None]
             m = m_new
         p = gl.exp2(s * scale_log2 - m[:, None])

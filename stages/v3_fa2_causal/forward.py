@@ -33,7 +33,7 @@ def _accumulate(
             s = tl.where(visible, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)  # finite, because the first tile has key 0, which every query sees
         p = tl.exp2(s * scale_log2 - m_new[:, None])
-        rescale = tl.exp2(m - m_new)  # makes l and acc fit the new maximum
+        rescale = tl.exp2(m - m_new)  # factor for the earlier l and acc
         l = l * rescale + tl.sum(p, 1)
         v = tl.load(tile_ptrs(v_ptr, strides.v, offs_n, offs_v), mask=in_k, other=0.0)  # [BLOCK_N, VALUE_DIM]
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
@@ -97,7 +97,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     out = empty_rows(q, value_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
-        q, scale = -q, -scale  # the scores stay the same; with scale >= 0, their maximum can be taken before scaling
+        q, scale = -q, -scale  # the scores stay the same, and max(scale * s) = scale * max(s)
     q, k, v = aligned(q), aligned(k), aligned(v)
     tile = query_tile(max(head_dim, value_dim), q.dtype)
     _forward_kernel[triton.cdiv(seq_q, tile["BLOCK_M"]) * batch * heads,](

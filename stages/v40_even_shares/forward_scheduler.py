@@ -61,7 +61,7 @@ class NextTiles(NamedTuple):
 
 @gluon.jit
 def _rows_before(diagonal, PACKED: gl.constexpr):
-    """Return how many rows before query 0 the first tile starts, so that a consumer's diagonal stays in one key tile."""
+    """Return how many rows before query 0 the first tile starts. Then a consumer's diagonal stays in one key tile."""
     return diagonal % (ROWS // PACKED) * PACKED
 
 

@@ -66,8 +66,8 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
     )
     start_n = tile_n * KEYS
     first = 0  # the first query tile that sees one of these keys; if no tile does, the last tile, with all scores masked
-    # Number of query tiles, from `first` on, that need a mask. It is at least one, so that the loop over masked tiles always
-    # runs. In the code that ptxas makes (CUDA 12.8), only this loop computes the addresses of K and V that the next loop uses.
+    # Number of query tiles, from `first` on, that need a mask. It is at least one, because ptxas (CUDA 12.8) computes addresses
+    # of K and V only in the loop over masked tiles, though the next loop uses them, too.
     masked = 1
     unseen = 0  # number of query tiles, from `first` on, that see no key of the second consumer
     if CAUSAL:
@@ -82,8 +82,8 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
     # CTAs that read the same query tile at the same time share it through the L2 cache. Masked tiles come first, in order, as
     # `_accumulate` expects. The first `at_once` CTAs start together. After the masked tiles, they all go backwards from the
     # last tile, and so read the same tiles. The next `at_once` CTAs start one by one, each when another CTA ends. They go
-    # forwards: when one starts, the earlier ones have about reached its first tile. The two orders alternate. If a K/V head has
-    # only one query head, few query tiles are in use, and all orders keep them in the cache.
+    # forwards, because the earlier CTAs have about reached a new CTA's first tile. The two orders alternate. If a K/V head has
+    # only one query head, the few query tiles in use stay in the cache in any order.
     turning = tiles
     if CAUSAL:
         turning = gl.where((heads_per_kv > 1) & (number // problem.at_once % 2 == 0), masked, tiles)
@@ -100,7 +100,7 @@ def _query_tile(step, tile):
     """Return the head and the query tile of a step, and the tile's number among the query tiles of all heads.
 
     Steps take one tile of each query head that shares the keys, then each head's next tile. The first `turning` tiles come in
-    order. Then the others come, from the last tile backwards.
+    order. Then the other tiles come, the last one first.
     """
     shared = step % tile.heads_per_kv
     done = step // tile.heads_per_kv
@@ -110,7 +110,7 @@ def _query_tile(step, tile):
 
 @gluon.jit
 def _next(next_tiles, turn, tiles, PERSISTENT: gl.constexpr):
-    """Return the number of the tile after this CTA's tile `turn`, once the producer has passed it on. If CTAs are not
+    """Return the number of the tile after this CTA's tile `turn`, once the producer has passed the number on. If CTAs are not
     persistent, return a number past the last tile."""
     number = tiles
     if PERSISTENT:

@@ -191,7 +191,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
 
 @gluon.jit
 def _check(acc, l, number, tensors):
-    """Flag tile `number` as failed if l or O is infinite or NaN, because P or a sum has then overflowed."""
+    """Flag tile `number` as failed if l or O is infinite or NaN: P or a sum has overflowed."""
     of_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     fails = ~(gl.abs(gl.sum(acc, 1) + gl.convert_layout(l, of_rows)) < float("inf"))
     same = gl.zeros([acc.shape[0]], gl.int32, of_rows)
@@ -368,7 +368,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     out = empty_rows(q, value_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
-        q, scale = -q, -scale  # the scores stay the same; with scale >= 0, their maximum can be taken before scaling
+        q, scale = -q, -scale  # the scores stay the same, and max(scale * s) = scale * max(s)
     q, k, v = addressable(q), addressable(k), addressable(v)
     keys = min(seq_k, seq_q + diagonal) if causal else seq_k
     cut = plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, num_sms())

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from common.kernels.hopper import ROWS
 from common.kernels.order import tile_and_head
 
-LATELY = gl.constexpr(128)  # number of tiles to look at; if over a quarter of them failed, most other tiles will fail, too
+LATELY = gl.constexpr(128)  # number of tiles to look at; if over a quarter of them failed, most other tiles probably fail, too
 LOOKED_AT = gl.constexpr(512)  # number of flags that a warp loads at once
 
 
@@ -62,7 +62,7 @@ class NextTiles(NamedTuple):
 
 @gluon.jit
 def _rows_before(diagonal, PACKED: gl.constexpr):
-    """Return how many rows before query 0 the first tile starts, so that a consumer's diagonal stays in one key tile."""
+    """Return how many rows before query 0 the first tile starts. Then a consumer's diagonal stays in one key tile."""
     return diagonal % (ROWS // PACKED) * PACKED
 
 
@@ -136,8 +136,8 @@ def _add(a, b):
 
 @gluon.jit
 def _begun(tiles, state):
-    """Return a number above the numbers of all tiles that the first launch started. It may be higher than necessary, because
-    this launch goes on with the same counter."""
+    """Return a number above the numbers of all tiles that the first launch started. It may be too high, because this launch
+    raises the same counter."""
     return gl.minimum(gl.num_programs(0) + gl.load(state.counter), tiles)
 
 
@@ -168,8 +168,7 @@ def _next_failed(number, others, begun, state):
 
 @gluon.jit
 def _next_again(failed, others, begun, state):
-    """Return where `_next_failed` ended, and the tile to take: the failed tile that it found, or else a tile that never
-    started."""
+    """Return `_next_failed`'s result, and the tile to take: that failed tile or, if none is left, a tile that never started."""
     failed = _next_failed(failed, others, begun, state)
     number = failed
     if failed >= begun:
@@ -179,8 +178,8 @@ def _next_again(failed, others, begun, state):
 
 @gluon.jit
 def _in_vain(number, tiles, state):
-    """Return whether more than a quarter of LATELY earlier tiles failed. The last LATELY tiles up to this one do not count,
-    because they may still run. The samples count as tiles before the first tile."""
+    """Return whether more than a quarter of LATELY earlier tiles failed. The latest LATELY tiles do not count, because they may
+    still run. For the first tiles, the samples count as earlier tiles."""
     before = gl.maximum(number + 1 - LATELY, 0) + gl.arange(0, LATELY, gl.BlockedLayout([LATELY // 32], [32], [1], [0]))
     failed = gl.load(state.sample_failed + before, mask=before - LATELY < tiles, other=0, volatile=True)
     return gl.sum(failed, 0) * 4 > LATELY

@@ -18,9 +18,9 @@ def _sample_kernel(
     batch_heads, heads, heads_per_kv, seq_q, seq_k, diagonal, splits,
     BLOCK_M: gl.constexpr, PACKED: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Compute the scores of samples, spread over all tiles. Each CTA computes one sample: a consumer's 64 rows, their guess,
-    and two key tiles to test the guess with. A sample's flags are set if P of one of these keys exceeds 2^highest. All samples
-    together have LATELY flags, which lie before the flags of the tiles. Also zero the counter and the flags of all tiles."""
+    """Test guesses on samples, spread over all tiles. Each CTA guesses the maxima of a consumer's 64 rows, and tests the guess
+    with two key tiles. It sets the sample's flags if P of one of these keys exceeds 2^highest. All samples together have LATELY
+    flags, which lie before the flags of the tiles. Also zero the counter and the flags of all tiles."""
     gdc_launch_dependents()  # the next launch may start its setup before this launch ends
     BLOCK_N: gl.constexpr = k_desc.block_shape[2]
     HEAD_DIM: gl.constexpr = k_desc.block_shape[3]
@@ -87,5 +87,5 @@ def _sample_kernel(
     )
 
 
-OVERFLOW = {torch.float16: 16, torch.bfloat16: 128}  # the power of 2 at which P overflows
-HEADROOM = 7  # a sample must stay this many powers of 2 below OVERFLOW, because a whole tile has larger scores than its sample
+OVERFLOW = {torch.float16: 16, torch.bfloat16: 128}  # P overflows at 2 to this power
+HEADROOM = 7  # sampled P must stay this many powers of 2 below OVERFLOW, because other scores of the tile may be larger

@@ -18,10 +18,10 @@ class Shape(NamedTuple):
     keys: int  # keys of a key tile
     kv_slots: int  # buffers of K and V
     q_slots: int  # buffers of Q
-    maxnreg: int  # registers per thread at the launch; then the roles divide the SM's 65,536 registers anew
+    maxnreg: int  # registers per thread at the launch, before the roles divide the registers anew
 
 
-# TILES and FEW_ROWS are indexed by the larger of D and Dv. FEW_ROWS has shapes for few query rows. Its longer key tiles keep
+# TILES and FEW_ROWS are indexed by the larger of D and Dv. FEW_ROWS has shapes for few query rows: longer key tiles, which keep
 # more loads of K and V in flight.
 TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, q_slots=2, maxnreg=96)) | {
     128: Shape(queries=128, keys=64, kv_slots=3, q_slots=2, maxnreg=168),
@@ -29,7 +29,7 @@ TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, q_sl
 }
 FEW_ROWS = TILES | dict.fromkeys((16, 32, 64), Shape(queries=128, keys=128, kv_slots=3, q_slots=2, maxnreg=168))
 FEW_ROWS |= {128: Shape(queries=128, keys=128, kv_slots=2, q_slots=2, maxnreg=168)}
-FEW_SQUARES = 8  # FEW_ROWS replaces tiles of 256 rows if a CTA has at most this many squares of 128 queries and 128 keys
+FEW_SQUARES = 8  # FEW_ROWS replaces tiles of 256 rows if a CTA has at most this many squares of 128 x 128 scores
 # Failed tiles run again with a running maximum, for which longer key tiles are faster.
 TILES_AGAIN = TILES | {128: FEW_ROWS[128]}
 FIRST_KEYS = 32  # number of first keys in a row's guess; half as many for short rows
@@ -75,7 +75,7 @@ class Plan(NamedTuple):
     shape: Shape
     packed: int  # number of query heads side by side in a tile
     splits: int
-    tiles: int  # query tiles of all heads; each is taken once per split
+    tiles: int  # query tiles of all heads; each is computed once per split
     short: bool  # true if a running maximum costs less than a guess's extra launches
 
 

@@ -175,7 +175,7 @@ def _dk_consumer(tensors, kv, ring, p_ring, problem, CAUSAL: gl.constexpr):
         dk = warpgroup_mma_wait(0, [dk])
         mbarrier.arrive(ring.empty.index(slot), count=1)
 
-    # TMA stores dK from K's buffer. The other consumer no longer needs K, because its last P is ready.
+    # TMA stores dK from K's buffer. The other consumer no longer needs K: the last P is ready.
     kv.k.reshape([ROWS, HEAD_DIM]).store((dk * problem.scale).to(kv.k.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(tensors.dk, [tile.batch, tile.kv_head, tile.start_n, 0], kv.k)
@@ -197,7 +197,7 @@ def _wide_dkv_kernel(
     p_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, ROWS, BLOCK_M], p_layout)
     kv_full = new_barriers(1, 1)
     full, empty = new_ring(STAGES, 1, CONSUMERS)
-    p_full = new_barriers(STAGES, 1)  # no empty barriers: a slot's next Q arrives only after its old P has been read
+    p_full = new_barriers(STAGES, 1)  # no empty barriers: a slot's old P has been read before its next Q arrives
 
     tensors = KeyTensors(q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc)
     problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles, scale)

@@ -129,7 +129,7 @@ def _matmul(a, buffers, full, step):
     zeros = gl.zeros([ROWS, ROWS], gl.float32, layout)
     slot, phase = slot_and_phase(step, STAGES)
     mbarrier.wait(full.index(slot), phase)
-    if STAGES == 1:  # the slot is always 0; if ptxas knew that, it would keep too many addresses in registers, and spill
+    if STAGES == 1:  # this is 0, but ptxas does not know; otherwise it would keep too many addresses in registers, and spill
         slot = step // 2**24
     tile = buffers.index(slot).reshape([ROWS, buffers.shape[4]])
     return warpgroup_mma(a, tile.permute([1, 0]), zeros, use_acc=False, is_async=True)

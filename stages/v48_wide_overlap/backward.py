@@ -40,7 +40,7 @@ from .backward_scheduler import CONSUMERS, NextTiles, Problem, _next, _query_til
 from .backward_wide_dkv import _wide_dkv_kernel
 from .backward_wide_dq import _wide_dq_kernel
 
-SUM_COLUMNS = 256  # for TMA, dQ's float32 accumulator has rows of this length, the longest that TMA supports
+SUM_COLUMNS = 256  # row length of dQ's float32 accumulator for TMA: the longest that TMA supports
 
 
 class Tensors(NamedTuple):
@@ -173,7 +173,7 @@ def _accumulate(
             _, number, _ = _query_tile(step, tile)
             offs_m = number * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, s_layout))
             p_t = gl.where(offs_m[None, :] >= seen_from[:, None], p_t, float("-inf"))
-        # No matmul is in flight here. The wait only makes the compiler place p's computation before the next matmuls.
+        # No matmul is in flight here: this wait only makes the compiler compute p before the next matmuls.
         p_t = warpgroup_mma_wait(0, [gl.exp2(p_t).to(dtype)])
         mbarrier.wait(ring.do_full.index(slot), phase)
         dp_t = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)
@@ -241,7 +241,7 @@ def _producer(tensors, kv, ring, next_tiles, problem, PERSISTENT: gl.constexpr, 
         number = problem.tiles
         if PERSISTENT:
             number = gl.num_programs(0) + gl.atomic_add(tensors.counter, 1)
-            # A number past the last tile is passed on, too, because it tells the other warps to end.
+            # Pass on a number past the last tile, too: it tells the other warps to end.
             slot, _ = slot_and_phase(turn, 2)
             next_tiles.number.index(slot).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
             mbarrier.arrive(next_tiles.full.index(slot), count=1)
@@ -276,7 +276,7 @@ def _consumer(kv, ring, ds_ring, next_tiles, problem, w: gl.constexpr, PERSISTEN
         k = kv.k.index(kv_slot * CONSUMERS + w).reshape([ROWS, HEAD_DIM])
         v = kv.v.index(kv_slot * CONSUMERS + w).reshape([ROWS, VALUE_DIM])
         mbarrier.wait(kv.full.index(kv_slot), kv_phase)
-        # Some query tiles see keys of the other consumer only: for these tiles, this consumer stores zeros as dS.
+        # For query tiles that see only the other consumer's keys, this consumer's dS is 0.
         unseen = tile.unseen * w
         for step in range(unseen):
             slot, phase = slot_and_phase(fill + step, STAGES)
@@ -323,7 +323,7 @@ def _dq_consumer(tensors, kv, ds_ring, next_tiles, problem, PERSISTENT: gl.const
             kv_slot, _ = slot_and_phase(turn, KV_STAGES)
             slot, phase = slot_and_phase(fill + step, STAGES)
             _, _, row = _query_tile(step, tile)
-            mbarrier.wait(ds_ring.full.index(slot), phase)  # the consumers waited for K, so K has arrived, too
+            mbarrier.wait(ds_ring.full.index(slot), phase)  # dS was computed after K arrived
             _add_dq(tensors, ds_ring, slot, kv, kv_slot, row)
         fill += tile.steps
         number = _next(next_tiles, turn, problem.tiles, PERSISTENT)

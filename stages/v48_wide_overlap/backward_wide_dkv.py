@@ -159,7 +159,7 @@ def _dv_consumer(tensors, kv, ring, p_ring, problem, CAUSAL: gl.constexpr):
 def _ds_of(dp_t, ring, p_ring, step):
     """Return a step's dS, transposed and rounded, from its dP and P. Wait until P is ready."""
     slot, phase = slot_and_phase(step, ring.q.shape[0])
-    mbarrier.wait(p_ring.full.index(slot), phase)  # Q has arrived, too, because the other consumer waited for Q first
+    mbarrier.wait(p_ring.full.index(slot), phase)  # Q has arrived, too: the other consumer computed P from Q
     p_t = p_ring.p.index(slot).load(dp_t.type.layout)
     delta = ring.stats.index(slot).slice(1, 1).load(dp_t.type.layout)  # [1, queries]
     return (p_t.to(gl.float32) * (dp_t - delta)).to(ring.q.dtype)
@@ -205,7 +205,7 @@ def _dk_consumer(tensors, kv, ring, p_ring, problem, CAUSAL: gl.constexpr):
     dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)
     dk = warpgroup_mma_wait(0, [dk])
 
-    # TMA stores dK from K's buffer. The other consumer no longer needs K, because its last P is ready.
+    # TMA stores dK from K's buffer. The other consumer no longer needs K: the last P is ready.
     kv.k.reshape([ROWS, HEAD_DIM]).store((dk * problem.scale).to(kv.k.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(tensors.dk, [tile.batch, tile.kv_head, tile.start_n, 0], kv.k)
@@ -227,9 +227,9 @@ def _wide_dkv_kernel(
     p_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, ROWS, BLOCK_M], p_layout)
     k_full = new_barriers(1, 1)
     v_full = new_barriers(1, 1)
-    q_full, q_empty = new_ring(STAGES, 1, 1)  # both consumers read Q, but only the second, which reads it last, releases it
+    q_full, q_empty = new_ring(STAGES, 1, 1)  # only the second consumer, which reads Q last, releases it
     do_full, do_empty = new_ring(STAGES, 1, CONSUMERS)
-    p_full = new_barriers(STAGES, 1)  # no empty barriers: a slot's next Q arrives only after its old P has been read
+    p_full = new_barriers(STAGES, 1)  # no empty barriers: a slot's old P has been read before its next Q arrives
 
     tensors = KeyTensors(q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc)
     problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles, scale)

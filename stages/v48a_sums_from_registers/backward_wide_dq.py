@@ -132,7 +132,7 @@ def _matmul(a, buffers, full, step):
     zeros = gl.zeros([ROWS, ROWS], gl.float32, layout)
     slot, phase = slot_and_phase(step, STAGES)
     mbarrier.wait(full.index(slot), phase)
-    if STAGES == 1:  # the slot is always 0; if ptxas knew that, it would keep too many addresses in registers, and spill
+    if STAGES == 1:  # this is 0, but ptxas does not know; otherwise it would keep too many addresses in registers, and spill
         slot = step // 2**24
     tile = buffers.index(slot).reshape([ROWS, buffers.shape[4]])
     return warpgroup_mma(a, tile.permute([1, 0]), zeros, use_acc=False, is_async=True)
@@ -197,8 +197,8 @@ def _query_consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
     slot, _ = slot_and_phase(unseen, V_STAGES)
     mbarrier.arrive(ring.v_empty.index(slot), count=1)
     for step in range(unseen + 1, tile.steps):
-        # The matmul for dQ comes first, so that K's buffer is free soon. The matmul for dP comes last: by then the next V has
-        # arrived in V's only buffer.
+        # The matmul for dQ comes first, so that K's buffer is free soon. The matmul for dP comes last, so that the next V can
+        # arrive in V's only buffer.
         slot, _ = slot_and_phase(step - 1, K_STAGES)
         k = ring.k.index(slot).reshape([ROWS, HEAD_DIM])
         dq = warpgroup_mma(gl.convert_layout(ds, ds_layout), k, dq, is_async=True)

@@ -37,7 +37,7 @@ def _accumulate(
             s = tl.where(visible, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)  # finite, because the first tile has key 0, which every query sees
         p = tl.exp2(s * scale_log2 - m_new[:, None])
-        rescale = tl.exp2(m - m_new)  # makes l and acc fit the new maximum
+        rescale = tl.exp2(m - m_new)  # factor for the earlier l and acc
         l = l * rescale + tl.sum(p, 1)
         v = v_desc.load([start_n, 0])  # [BLOCK_N, VALUE_DIM]
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
@@ -78,8 +78,8 @@ def _forward_kernel(
     k_desc = tl.make_tensor_descriptor(k_ptr, [seq_k, HEAD_DIM], [strides.k.row, 1], [BLOCK_N, HEAD_DIM])
     v_ptr = head_ptr(v_ptr, strides.v, batch, kv_head)
     v_desc = tl.make_tensor_descriptor(v_ptr, [seq_k, VALUE_DIM], [strides.v.row, 1], [BLOCK_N, VALUE_DIM])
-    # For the second group of warps the compiler adds 64 to the variable with the tile's start. If that variable were start_m,
-    # offs_m would be shifted twice. The compiler does not know that `zero` is 0, so it treats first_m as another variable.
+    # For the second group of warps the compiler adds 64 to first_m. If first_m were start_m, offs_m would be shifted twice. The
+    # compiler does not know that `zero` is 0.
     first_m = start_m + zero
     q = q_desc.load([first_m, 0])  # [BLOCK_M, HEAD_DIM], stays on the chip
 
@@ -110,7 +110,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     out = empty_rows(q, value_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
-        q, scale = -q, -scale  # the scores stay the same; with scale >= 0, their maximum can be taken before scaling
+        q, scale = -q, -scale  # the scores stay the same, and max(scale * s) = scale * max(s)
     q, k, v = addressable(q), addressable(k), addressable(v)
     device = q.device
     context = contextvars.copy_context()  # outside this context, the user's allocator stays

@@ -33,7 +33,7 @@ def _accumulate(
             s = tl.where(visible, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)  # finite, because the first tile has key 0, which every query sees
         p = tl.exp2(s * scale_log2 - m_new[:, None])
-        rescale = tl.exp2(m - m_new)  # makes l and acc fit the new maximum
+        rescale = tl.exp2(m - m_new)  # factor for the earlier l and acc
         l = l * rescale + tl.sum(p, 1)
         v = v_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, acc.shape[1])
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
@@ -106,7 +106,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     out = empty_rows(q, value_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
-        q, scale = -q, -scale  # the scores stay the same; with scale >= 0, their maximum can be taken before scaling
+        q, scale = -q, -scale  # the scores stay the same, and max(scale * s) = scale * max(s)
     q, k, v = addressable(q), addressable(k), addressable(v)
     _forward_kernel[lambda args: (triton.cdiv(seq_q, args["BLOCK_M"]) * batch * heads,)](
         describe(q), describe(k), describe(v), describe(out), lse, scale,

@@ -37,7 +37,7 @@ def _accumulate(
             s = tl.where(visible, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)  # finite, because the first tile has key 0, which every query sees
         p = tl.exp2(s * scale_log2 - m_new[:, None])
-        rescale = tl.exp2(m - m_new)  # makes l and acc fit the new maximum
+        rescale = tl.exp2(m - m_new)  # factor for the earlier l and acc
         l = l * rescale + tl.sum(p, 1)
         v = v_desc.load([batch, kv_head, start_n, 0]).reshape(BLOCK_N, acc.shape[1])
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None])
@@ -116,7 +116,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     out = empty_rows(q, value_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
-        q, scale = -q, -scale  # the scores stay the same; with scale >= 0, their maximum can be taken before scaling
+        q, scale = -q, -scale  # the scores stay the same, and max(scale * s) = scale * max(s)
     q, k, v = addressable(q), addressable(k), addressable(v)
     shape = TILES[max(head_dim, value_dim)]
     _forward_kernel[triton.cdiv(seq_q, shape.queries) * batch * heads,](

@@ -31,10 +31,11 @@ class GpuTimer:
     A case is all rounds of one call. Each case begins after a rest. After a rest of 0.05 s, an H200 works for 0.8 s at full
     speed. Then its power limit slows it down by up to a fifth.
 
-    The CPU queues all rounds, including warm-up, without waiting for the GPU. So the GPU is never idle between rounds. A round
-    first reads `CACHE_BYTES` bytes, so that the L2 cache no longer holds the call's inputs. After the reads, the round records
-    an event, makes the call, and records another event. If the CPU is ahead of the GPU, the time between the events is GPU time
-    only.
+    The CPU queues all rounds, including warm-up, without waiting for the GPU. So the GPU is never idle between rounds. After an
+    idle time, its clock would be unusually high. A round first reads `CACHE_BYTES` bytes, so that the L2 cache no longer holds
+    the call's inputs. Written bytes would slow down a memory-bound call, because the L2 cache must write them to memory first.
+    After the reads, the round records an event, makes the call, and records another event. If the CPU is ahead of the GPU, the
+    time between the events is GPU time only.
 
     A round is exposed if the GPU passes the first event before the call has queued its kernels. The measured time then includes
     CPU time. If too many rounds are exposed, the timer measures again, and lets the GPU spin at the beginning of each round.

@@ -94,7 +94,7 @@ def record() -> list[dict]:
     spans = []
     for event in events:
         if event["pid"] == program:
-            # In Proton's trace, a cycle is 0.001.
+            # Proton's trace counts in units of 1000 cycles.
             start, duration = (1000 * event[name] for name in ("ts", "dur"))
             who = next(name for warp, name in WARPS.items() if event["tid"].startswith(warp))
             spans.append({"who": who, "what": event["name"], "start": start, "end": start + duration})

@@ -88,7 +88,7 @@ def _backward_kernel(
     # infinite, and infinity times 0 is NaN.
     seen_from = tl.where(offs_n < seq_k, offs_n - diagonal if CAUSAL else 0, 2**30)
     # First come the tiles that need a mask: the query tiles at the diagonal, or all query tiles if this key tile passes the
-    # last key. Then come the query tiles that see every key, without a mask.
+    # last key. Then come the query tiles that see all these keys. They need no mask.
     first = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M if CAUSAL else 0
     full = tl.cdiv(tl.maximum(start_n + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M if CAUSAL else 0
     full = tl.where(start_n + BLOCK_N > seq_k, seq_q, full)

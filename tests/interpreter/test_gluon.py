@@ -494,7 +494,7 @@ def test_wait_leaves_only_the_last_stores_pending(pending):
         launch(_wait_for_stores_kernel, describe(out.zero_()), out, seen, pending, waited_for - 1, seed=seed)
         seen_after_the_wait.add(tuple(seen.tolist()))
         assert out.all()
-    if waited_for:  # the stores waited for have ended; the other stores may have ended or not
+    if waited_for:  # the first `waited_for` stores have ended; the others may have ended or not
         assert seen_after_the_wait == set(itertools.product(*[[1]] * waited_for, *[[0, 1]] * (3 - waited_for)))
     for used in range(waited_for, 3):
         race = rf"race: a store writes x_s\[{used}\], and a copy may still read it: tma.async"

@@ -152,7 +152,7 @@ class Ring:
         for step in range(self.size - 1):
             if step < 2:
                 buffers.append((torch.empty_like(k), torch.empty_like(v)))
-            following = buffers[step % 2]  # this buffer had the block of the previous step
+            following = buffers[step % 2]  # from step 2 on, this is the previous step's block, which is no longer needed
             works = self.pass_on(held, following)
             if step == 0 and k.is_cuda:
                 torch.cuda._sleep(PAUSE_CYCLES)

@@ -38,7 +38,7 @@ from common.runtime import INTERPRETED, num_sms
 ROWS = gl.constexpr(64)  # number of rows of a warpgroup's tile
 COLUMNS = gl.constexpr(64)  # number of columns of a tile in registers
 UNROLLED = gl.constexpr(8)  # number of instructions per iteration; each works on a whole tile
-# Number of tiles that a program copies in turn. The L2 cache holds them all: 132 programs with tiles of 16 KiB use 17 MB.
+# Number of tiles that a program copies in turn. The L2 cache holds them all: 132 programs × 8 tiles × 16 KiB = 17 MB.
 L2_TILES = gl.constexpr(8)
 RING = gl.constexpr(4)  # number of tiles in shared memory that a loop loads in turn
 FIELDS = gl.constexpr(5)  # values that a program records: begin and end in cycles, begin and end in nanoseconds, SM

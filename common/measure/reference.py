@@ -135,7 +135,7 @@ def plain(
 
 
 def error_bounds(truth: dict, plain: dict) -> dict[str, dict[str, Tensor]]:
-    """Return name -> bounds of the result's "largest" and "rms" error before the last rounding to its dtype.
+    """Return, for each result's name, bounds of its "largest" and "rms" error. They exclude the result's last rounding.
 
     A bound is `FACTORS` times the error of `plain`, plus `FLOAT32_LOSS` times the magnitude from `truth`. The second term is
     needed because `plain` may be exact by chance.

@@ -35,7 +35,7 @@ TRACKS = {
     ),
     "sinks": Track(
         "Attention sinks and wide scores", "fwd", ("sinks", "wide-scores"),
-        "scores with a sink, or with a standard deviation of at least 4, 4096 tokens", "sinks and wide scores",
+        "4096 tokens, and scores with a sink or a standard deviation of 4 or more", "sinks and wide scores",
         lambda work: work.sink > 0 or work.score_std >= 4,
     ),
     "wide": Track("D = 256", "bwd", ("wide",), "1024 to 16384 tokens, float16", "D = 256", lambda work: True),

@@ -157,7 +157,7 @@ def passes(name, got, exact, bounds):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bounds_are_a_multiple_of_plain_pytorch_s_error_and_the_loss_of_float32(name):
-    """Errors are computed in float64. In float16, `plain`'s dtype here, the error 1 + 2**-20 would round to 1."""
+    """Errors are computed in float64. In float16, the dtype of the results here, the error 1 + 2**-20 would round to 1."""
     exact = invented({name: [3.0, -4.0 + 2**-20]}, {name: [6 * 2.0**22, -8 * 2.0**22]})
     bounds = error_bounds(exact, {name: torch.tensor([3.5, -5.0], dtype=torch.float16)})[name]
     error = 1 + 2**-20  # the second element has the larger error, and it is negative

@@ -67,7 +67,7 @@ def test_diagonals_of_every_residue_and_head_dimension(stage, seq_q, head_dim, d
 def test_scores_far_below_zero_of_more_queries_than_keys(stage, head_dim, seq_k, causal):
     """Keys past the end are masked, even if all scores are about -300.
 
-    Without a mask, keys past the end would score 0. exp(0 - LSE) would overflow, and 0 times infinity is NaN. In some cases the
+    Keys past the end are loaded as zeros. Unmasked, they would score 0, and exp(0 - LSE) would overflow. In some cases the
     last key tile lacks many keys, in the other cases only one.
     """
     q, k, v, grad_out = make_inputs(200, seq_k, head_dim, torch.bfloat16, batch=1, heads=1)

@@ -16,7 +16,8 @@ def sinks_table(name: str) -> str:
     if not all(path.exists() for path in paths):
         return "Attention sinks and wide scores have not been measured yet."
     runs = [load_run(path) for path in paths]
-    records, machine = [record for of_grid, _ in runs for record in of_grid], runs[0][1]
+    records = [record for of_grid, _ in runs for record in of_grid]
+    origins = dict.fromkeys(origin(machine) for _, machine in runs)
     ms = {(r["impl"], r["head_dim"], r["dtype"], r["causal"], r["score_std"], r["sink"]): r.get("ms") for r in records}
     first = min({record["impl"] for record in records}, key=stages.position)
     start = stages.parent(stages_of("sinks")[0])
@@ -36,7 +37,7 @@ def sinks_table(name: str) -> str:
         f"The table shows the speed of {spoken(name)}'s forward divided by the speed of {spoken(first)}'s forward. Brackets "
         f"show {spoken(start)}'s value. *deviation*: the standard deviation of the scores. *sink*: the score of key 0 in "
         "nats. *wrong*: the error was too large, so the stage was not timed. "
-        f"S = {records[0]['seq_len']}, measured on {origin(machine)}."
+        f"S = {records[0]['seq_len']}, measured on {'; '.join(origins)}."
     )
     align = ["right", "left", "left"] + ["right"] * len(points)
     return f"{caption}\n\n{tabulate(rows, ['D', '', 'mask', *names], tablefmt='pipe', disable_numparse=True, colalign=align)}"

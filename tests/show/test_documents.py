@@ -254,7 +254,11 @@ def test_sinks_are_shown_next_to_the_stage_with_a_running_maximum(monkeypatch, t
     machine = {"gpu": "a GPU", "torch": "2", "triton": "3", "commit": "0" * 40}
     monkeypatch.setattr(sinks, "run_file", lambda name: tmp_path)
     monkeypatch.setattr(sinks, "load_run", lambda path: (records, machine))
+    assert sinks.sinks_table("v43_safe_speculation").count("a GPU") == 1  # both runs have one origin
+    runs = iter([(records, machine), (records, machine | {"gpu": "another GPU"})])
+    monkeypatch.setattr(sinks, "load_run", lambda path: next(runs))
     table = sinks.sinks_table("v43_safe_speculation")
+    assert "a GPU" in table and "another GPU" in table
     assert "deviation 1 |" in table and "sink of 16 |" in table
     assert cells(table, "64", "float16", "full") == ["2.00 (0.50)", "2.00 (wrong)"]
 

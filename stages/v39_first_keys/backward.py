@@ -36,23 +36,9 @@ from common.runtime import num_sms
 from stages.v7_one_backward.backward import backward as backward_of_v7
 
 from .backward_prepare import _finish_kernel, _prepare_kernel
-from .backward_scheduler import CONSUMERS, NextTiles, Problem, _next, _query_tile, _tile
+from .backward_scheduler import CONSUMERS, NextTiles, Problem, Tensors, _next, _query_tile, _tile
 
 SUM_COLUMNS = 256  # row length of dQ's float32 accumulator for TMA: the longest that TMA supports
-
-
-class Tensors(NamedTuple):
-    """Tensors in global memory."""
-
-    q: tma.tensor_descriptor
-    k: tma.tensor_descriptor
-    v: tma.tensor_descriptor
-    do: tma.tensor_descriptor
-    stats: tma.tensor_descriptor  # for each query tile: log2(e) * LSE, then delta
-    sums: tma.tensor_descriptor  # dQ's accumulator
-    dk: tma.tensor_descriptor
-    dv: tma.tensor_descriptor
-    counter: gl.tensor | None  # tiles taken so far, except each CTA's first tile
 
 
 class Place(NamedTuple):
@@ -143,8 +129,7 @@ def _accumulate(
     w: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Add the contribution of the steps [lo, hi) to a consumer's dk and dv, and store its dS for dQ. P and dS are computed
-    transposed, so that they enter the matmuls for dV and dK from registers. Step 0 of the tile is step number `fill` of the
-    CTA."""
+    transposed, so that they enter the matmuls for dV and dK from registers. Step 0 is the CTA's step number `fill`."""
     STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = ring.q.shape[4]
@@ -377,8 +362,8 @@ def _backward_kernel(
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
-    This falls back to v7 for float32, for D or Dv = 256, and under `torch.use_deterministic_algorithms`, because CTAs add to dQ
-    in any order.
+    This falls back to v7 for float32 and under `torch.use_deterministic_algorithms`, because CTAs add to dQ in any order.
+    It also falls back for D or Dv = 256.
     """
     require_hopper(__package__)
     batch, heads, seq_q, head_dim = q.shape
@@ -388,7 +373,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
         return backward_of_v7(grad_out, q, k, v, out, lse, causal=causal, scale=scale, diagonal=diagonal)
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     q, k, v, out, grad_out = map(addressable, (q, k, v, out, grad_out))
-    block_m = 64 if max(head_dim, value_dim) == 128 else 128  # the most rows of S and dP that fit in registers beside dK and dV
+    block_m = 64 if max(head_dim, value_dim) >= 128 else 128  # the most rows of S and dP that fit in registers beside dK and dV
     columns = min(64, head_dim)  # dQ leaves a CTA in parts of 64 rows and this many columns
     tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
     tiles = triton.cdiv(seq_k, 128) * batch * kv_heads

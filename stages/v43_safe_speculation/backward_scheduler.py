@@ -7,13 +7,26 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from common.kernels.hopper import ROWS, slot_and_phase
 from common.kernels.order import tile_and_head
 
 CONSUMERS = gl.constexpr(2)
-KEYS = gl.constexpr(CONSUMERS * ROWS)  # number of keys of a CTA; their dK and dV stay in registers
+
+
+class Tensors(NamedTuple):
+    """Tensors in global memory."""
+
+    q: tma.tensor_descriptor
+    k: tma.tensor_descriptor
+    v: tma.tensor_descriptor
+    do: tma.tensor_descriptor
+    stats: tma.tensor_descriptor  # for each query tile: log2(e) * LSE, then delta
+    sums: tma.tensor_descriptor  # dQ's accumulator
+    dk: tma.tensor_descriptor
+    dv: tma.tensor_descriptor
+    counter: gl.tensor | None  # tiles taken so far, except each CTA's first tile
 
 
 class Problem(NamedTuple):
@@ -30,7 +43,7 @@ class Problem(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A work tile: KEYS keys of one head, and the query tiles that see them."""
+    """A work tile: BLOCK_N keys of one head, and the query tiles that see them."""
 
     batch: gl.tensor
     kv_head: gl.tensor
@@ -60,11 +73,12 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
     """Return the work tile whose number is `number`."""
     heads_per_kv = problem.heads_per_kv
     tiles_m = gl.cdiv(problem.seq_q, BLOCK_M)
+    BLOCK_N: gl.constexpr = CONSUMERS * ROWS  # keys of a CTA; their dK and dV stay in registers
     ROW_BYTES: gl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # bytes of a query's Q, dQ accumulator and dO
     tile_n, batch_head = tile_and_head(
-        gl.cdiv(problem.seq_k, KEYS), problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=problem.tiles
+        gl.cdiv(problem.seq_k, BLOCK_N), problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=problem.tiles
     )
-    start_n = tile_n * KEYS
+    start_n = tile_n * BLOCK_N
     first = 0  # the first query tile that sees one of these keys; if no tile does, the last tile, with all scores masked
     # Number of query tiles, from `first` on, that need a mask. It is at least one, because ptxas (CUDA 12.8) computes addresses
     # of K and V only in the loop over masked tiles, though the next loop uses them, too.
@@ -73,12 +87,12 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
     if CAUSAL:
         start = start_n - problem.diagonal  # this query sees the tile's first key, but not the second key
         first = gl.minimum(gl.maximum(start, 0) // BLOCK_M, tiles_m - 1)
-        full = gl.cdiv(gl.maximum(start + KEYS - 1, 0), BLOCK_M)  # the first query tile that sees every key
+        full = gl.cdiv(gl.maximum(start + BLOCK_N - 1, 0), BLOCK_M)  # the first query tile that sees every key
         masked = gl.maximum(gl.minimum(full, tiles_m) - first, 1)
         if BLOCK_M <= ROWS:  # a longer query tile almost always sees keys of both consumers
             unseen = gl.minimum(gl.maximum(start + ROWS, 0) // BLOCK_M, tiles_m) - first
     tiles = tiles_m - first
-    masked = gl.where(start_n + KEYS > problem.seq_k, tiles, masked)
+    masked = gl.where(start_n + BLOCK_N > problem.seq_k, tiles, masked)
     # CTAs that read the same query tile at the same time share it through the L2 cache. Masked tiles come first, in order, as
     # `_accumulate` expects. The first `at_once` CTAs start together. After the masked tiles, they all go backwards from the
     # last tile, and so read the same tiles. The next `at_once` CTAs start one by one, each when another CTA ends. They go

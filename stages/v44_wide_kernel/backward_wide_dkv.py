@@ -14,20 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from common.kernels.hopper import LOG2_E, ROWS, async_reduce_add, new_barriers, new_ring, slot_and_phase, widened
 
-from .backward_scheduler import CONSUMERS, Problem, _query_tile, _tile
-
-
-class KeyTensors(NamedTuple):
-    """Tensors in global memory, for D = 256."""
-
-    q: tma.tensor_descriptor
-    k: tma.tensor_descriptor
-    v: tma.tensor_descriptor
-    do: tma.tensor_descriptor
-    stats: tma.tensor_descriptor  # for each query tile: log2(e) * LSE, then delta
-    sums: tma.tensor_descriptor  # dQ's accumulator
-    dk: tma.tensor_descriptor
-    dv: tma.tensor_descriptor
+from .backward_scheduler import CONSUMERS, Problem, Tensors, _query_tile, _tile
 
 
 class KeyTile(NamedTuple):
@@ -78,8 +65,7 @@ def _add_dq(tensors, ds, dq_s, k, row):
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     zeros = gl.zeros([64, COLUMNS], gl.float32, layout)
     for part in gl.static_range(PARTS):
-        k_part = k.slice(part * COLUMNS, COLUMNS, dim=1)
-        dq = warpgroup_mma(ds.permute([1, 0]), k_part, zeros, use_acc=False, is_async=True)
+        dq = warpgroup_mma(ds.permute([1, 0]), k.slice(part * COLUMNS, COLUMNS, dim=1), zeros, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(0, [dq])  # [64, COLUMNS]
         dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5])  # in the order of the registers
         tma.store_wait(0)
@@ -90,8 +76,7 @@ def _add_dq(tensors, ds, dq_s, k, row):
 
 @gluon.jit
 def _wide_consumer(tensors, kv, ring, ds, dq_s, problem, GRADIENT: gl.constexpr, CAUSAL: gl.constexpr):
-    """Run on a warpgroup: compute dV of a key tile, or its dK and its part of dQ. P and dS are transposed, so that they enter
-    the matmuls for dV and dK from registers."""
+    """Run on a warpgroup: compute dV of a key tile, or its dK and its part of dQ, from transposed P and dS in registers."""
     STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[3]
@@ -101,7 +86,6 @@ def _wide_consumer(tensors, kv, ring, ds, dq_s, problem, GRADIENT: gl.constexpr,
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, COLUMNS, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
     tile = _tile(gl.program_id(0), problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
-    scale_log2 = problem.scale * LOG2_E
     # The first query that sees each key. For a key past the end it is 2**30, so that the key's p is 0. Otherwise p may be
     # infinite, and infinity times 0 is NaN.
     offs_n = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
@@ -121,7 +105,7 @@ def _wide_consumer(tensors, kv, ring, ds, dq_s, problem, GRADIENT: gl.constexpr,
         s_t = warpgroup_mma(k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
         s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
         lse_log2 = ring.stats.index(slot).slice(0, 1).load(s_layout)  # [1, queries]
-        p_t = s_t * scale_log2 - lse_log2
+        p_t = s_t * (problem.scale * LOG2_E) - lse_log2
         offs_m = number * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, s_layout))
         p_t = gl.exp2(gl.where(offs_m[None, :] >= seen_from[:, None], p_t, float("-inf"))).to(ring.q.dtype)
         if GRADIENT == "dv":
@@ -166,7 +150,7 @@ def _wide_dkv_kernel(
     kv_full = new_barriers(1, 1)
     full, empty = new_ring(STAGES, 1, CONSUMERS)
 
-    tensors = KeyTensors(q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc)
+    tensors = Tensors(q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, None)
     problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles, scale)
     kv = KeyTile(k_s, v_s, kv_full)
     ring = StepRing(q_s, do_s, stats_s, full, empty)

@@ -17,20 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from common.kernels.hopper import LOG2_E, ROWS, async_reduce_add, new_barriers, new_ring, slot_and_phase
 
-from .backward_scheduler import CONSUMERS, Problem, _query_tile, _tile
-
-
-class KeyTensors(NamedTuple):
-    """Tensors in global memory, for D = 256."""
-
-    q: tma.tensor_descriptor
-    k: tma.tensor_descriptor
-    v: tma.tensor_descriptor
-    do: tma.tensor_descriptor
-    stats: tma.tensor_descriptor  # for each query tile: log2(e) * LSE, then delta
-    sums: tma.tensor_descriptor  # dQ's accumulator
-    dk: tma.tensor_descriptor
-    dv: tma.tensor_descriptor
+from .backward_scheduler import CONSUMERS, Problem, Tensors, _query_tile, _tile
 
 
 class KeyTile(NamedTuple):
@@ -88,8 +75,7 @@ def _add_dq(tensors, ds, dq_s, k, row):
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     zeros = gl.zeros([64, COLUMNS], gl.float32, layout)
     for part in gl.static_range(PARTS):
-        k_part = k.slice(part * COLUMNS, COLUMNS, dim=1)
-        dq = warpgroup_mma(ds.permute([1, 0]), k_part, zeros, use_acc=False, is_async=True)
+        dq = warpgroup_mma(ds.permute([1, 0]), k.slice(part * COLUMNS, COLUMNS, dim=1), zeros, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(0, [dq])  # [64, COLUMNS]
         dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5])  # in the order of the registers
         tma.store_wait(0)
@@ -225,7 +211,7 @@ def _wide_dkv_kernel(
     full, empty = new_ring(STAGES, 1, CONSUMERS)
     p_full = new_barriers(STAGES, 1)  # no empty barriers: a slot's old P has been read before its next Q arrives
 
-    tensors = KeyTensors(q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc)
+    tensors = Tensors(q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, None)
     problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles, scale)
     kv = KeyTile(k_s, v_s, kv_full)
     ring = StepRing(q_s, do_s, stats_s, full, empty)

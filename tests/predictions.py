@@ -651,7 +651,7 @@ def v46_backward(p: Problem, rows: int = 2 * ROWS) -> Steps:
     yield p.q + p.o + stats + p.kv_read, p.q, p.flops(steps * rows * ROWS, 2, 1)
 
 
-def v47_backward(p: Problem) -> Steps:
+def v48_backward(p: Problem) -> Steps:
     yield from v46_backward(p, rows=ROWS)
 
 
@@ -708,9 +708,10 @@ PREDICTIONS = {
     "v44": (v43_forward, v44_backward),
     "v45": (v43_forward, v45_backward),
     "v46": (v43_forward, v46_backward),
-    "v47": (v43_forward, v47_backward),
-    "v48": (v43_forward, v47_backward),
-    "v48a": (v43_forward, v47_backward),
+    "v47": (v43_forward, v46_backward),
+    "v48": (v43_forward, v48_backward),
+    "v49": (v43_forward, v48_backward),
+    "v49a": (v43_forward, v48_backward),
 }
 
 

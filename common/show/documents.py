@@ -112,10 +112,10 @@ def traffic_of_step(name: str) -> str:
         if not parent or any(len(set(cell)) > 1 for cell in cells):
             rows[span] = [f"**{' → '.join(cell)}**" if len(set(cell)) > 1 else cell[0] for cell in cells]
     if not rows:
-        return f"{spoken(name)} moves the same bytes and computes the same FLOPs as {spoken(parent)}."
+        return f"{spoken(name)}'s bytes and FLOPs are the same as {spoken(parent)}'s."
     link = "[counted bytes and FLOPs](../../docs/measuring.md#counted-traffic)"
     caption = f"The table shows {link} of one head, S = {COUNTED_AT}."
-    caption += f" Bold cells change from {spoken(parent)} to {spoken(name)}." if parent else ""
+    caption += f" Bold cells differ from {spoken(parent)}'s." if parent else ""
     return f"{caption}\n\n{_step_table(rows, list(columns))}"
 
 
@@ -191,11 +191,11 @@ def gain_table(name: str) -> str:
     of_track = key and gain(key, name, parent)
     old, new = spoken(parent), spoken(name)
     of = "[model](../../docs/measuring.md#the-model-of-an-sm)" if _is_modelled(name) else "roofline"
-    measured = f", then measurements ({where})" if where else ""
+    measured = f", then measured ({where})" if where else ""
     caption = [
-        f"The table divides {new}'s speed by {old}'s speed. It shows the {of}'s prediction{measured}.",
+        f"The table shows {new}'s speed over {old}'s: predicted by the {of}{measured}.",
         f"Not measured against {old} yet: {'; '.join(missing)}." if missing else "",
-        f"On the track's workload ({TRACKS[key].at}), {new} is {of_track:.2f} times as fast as {old}." if of_track else "",
+        f"On the track's workload ({TRACKS[key].at}), it gains ×{of_track:.2f}." if of_track else "",
     ]
     return f"{' '.join(filter(None, caption))}\n\n{_step_table(rows, ['predicted', *headers])}"
 
@@ -242,8 +242,8 @@ def spread_table(name: str) -> str:
         rows.append([dtype, "causal" if causal else "full", *ratios])
     first = records[0]
     caption = (
-        f"The table shows the speed of {spoken(name)}'s forward divided by the speed of {spoken(before or '-')}'s forward. "
-        "Each column has another standard deviation of the scores. "
+        f"The table shows the speed of {spoken(name)}'s forward over {spoken(before or '-')}'s, for several standard "
+        "deviations of the scores. "
         f"D = {first['head_dim']} and S = {first['seq_len']}, measured on {origin(machine)}."
     )
     headers = ["", "mask", *(f"deviation {std:g}" for std in deviations)]
@@ -274,7 +274,7 @@ def wide_table(name: str) -> str:
     align = ["left", "left"] + ["right"] * (len(headers) - 2)
     caption = (
         f"The table shows D = 256, measured on an {machine['gpu']} (commit {machine['commit'][:12]}). The last "
-        f"columns show {spoken(name)}'s speed in percent of each library's speed."
+        f"columns show {spoken(name)}'s speed in percent of each library's."
     )
     return f"{caption}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True, colalign=align)}"
 

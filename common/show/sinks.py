@@ -34,7 +34,7 @@ def sinks_table(name: str) -> str:
         rows.append([head_dim, dtype, "causal" if causal else "full", *cells])
     names = [f"sink of {sink:g}" if sink else f"deviation {std:g}" for std, sink in points]
     caption = (
-        f"The table shows the speed of {spoken(name)}'s forward divided by the speed of {spoken(first)}'s forward. Brackets "
+        f"The table shows the speed of {spoken(name)}'s forward over {spoken(first)}'s. Brackets "
         f"show {spoken(start)}'s value. *deviation*: the standard deviation of the scores. *sink*: the score of key 0 in "
         "nats. *wrong*: the error was too large, so the stage was not timed. "
         f"S = {records[0]['seq_len']}, measured on {'; '.join(origins)}."

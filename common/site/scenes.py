@@ -25,9 +25,10 @@ UNUSUAL = {
     "v44_wide_kernel": {"seq_len": 512, "head_dim": 256},
     "v45_shared_p": {"seq_len": 512, "head_dim": 256},
     "v46_dq_kernel": {"seq_len": 512, "head_dim": 256},
-    "v47_dq_roles": {"seq_len": 512, "head_dim": 256},
-    "v48_wide_overlap": {"seq_len": 512, "head_dim": 256},
-    "v48a_sums_from_registers": {"head_dim": 128},
+    "v47_dq_prefetch": {"seq_len": 512, "head_dim": 256},
+    "v48_dq_roles": {"seq_len": 512, "head_dim": 256},
+    "v49_wide_overlap": {"seq_len": 512, "head_dim": 256},
+    "v49a_sums_from_registers": {"head_dim": 128},
 }
 LEAST = 1 / 300  # an access is drawn at least this wide, as a share of the picture's width
 WORDS = {  # lane -> the words of its tooltip

@@ -36,25 +36,11 @@ from common.runtime import num_sms
 from stages.v7_one_backward.backward import backward as backward_of_v7
 
 from .backward_prepare import _finish_kernel, _prepare_kernel
-from .backward_scheduler import CONSUMERS, NextTiles, Problem, _next, _query_tile, _tile
+from .backward_scheduler import CONSUMERS, NextTiles, Problem, Tensors, _next, _query_tile, _tile
 from .backward_wide_dkv import _wide_dkv_kernel
 from .backward_wide_dq import _wide_dq_kernel
 
 SUM_COLUMNS = 256  # row length of dQ's float32 accumulator for TMA: the longest that TMA supports
-
-
-class Tensors(NamedTuple):
-    """Tensors in global memory."""
-
-    q: tma.tensor_descriptor
-    k: tma.tensor_descriptor
-    v: tma.tensor_descriptor
-    do: tma.tensor_descriptor
-    stats: tma.tensor_descriptor  # for each query tile: log2(e) * LSE, then delta
-    sums: tma.tensor_descriptor  # dQ's accumulator
-    dk: tma.tensor_descriptor
-    dv: tma.tensor_descriptor
-    counter: gl.tensor | None  # tiles taken so far, except each CTA's first tile
 
 
 class Place(NamedTuple):
@@ -145,8 +131,7 @@ def _accumulate(
     w: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Add the contribution of the steps [lo, hi) to a consumer's dk and dv, and store its dS for dQ. P and dS are computed
-    transposed, so that they enter the matmuls for dV and dK from registers. Step 0 of the tile is step number `fill` of the
-    CTA."""
+    transposed, so that they enter the matmuls for dV and dK from registers. Step 0 is the CTA's step number `fill`."""
     STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = ring.q.shape[4]
@@ -408,14 +393,13 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
         _wide_dkv_kernel[tiles,](
             *of_64, describe_rows(stats, 2), describe_tile(dk, 64), describe_tile(dv, 64), scale,
             kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, num_sms(), tiles,
-            HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, CAUSAL=causal,
-            num_warps=4, maxnreg=168,
+            HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, CAUSAL=causal, num_warps=4, maxnreg=168,
         )  # fmt: skip
         _wide_dq_kernel[triton.cdiv(seq_q, 128) * batch * heads,](
             describe_tile(q, 128), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, 128), stats,
             describe_tile(dq, 128), scale,
             heads, heads // kv_heads, seq_q, seq_k, diagonal,
-            HEAD_DIM=head_dim, VALUE_DIM=value_dim, K_STAGES=2, V_STAGES=1, CAUSAL=causal, num_warps=8,
+            HEAD_DIM=head_dim, VALUE_DIM=value_dim, CAUSAL=causal, num_warps=8,
         )  # fmt: skip
     else:
         _backward_kernel[programs,](

@@ -17,19 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from common.kernels.hopper import LOG2_E, ROWS, new_barriers, new_ring, slot_and_phase
 
-from .backward_scheduler import CONSUMERS, Problem, _query_tile, _tile
-
-
-class KeyTensors(NamedTuple):
-    """Tensors in global memory, for dK and dV."""
-
-    q: tma.tensor_descriptor
-    k: tma.tensor_descriptor
-    v: tma.tensor_descriptor
-    do: tma.tensor_descriptor
-    stats: tma.tensor_descriptor  # for each query tile: log2(e) * LSE, then delta
-    dk: tma.tensor_descriptor
-    dv: tma.tensor_descriptor
+from .backward_scheduler import CONSUMERS, Problem, Tensors, _query_tile, _tile
 
 
 class KeyTile(NamedTuple):
@@ -198,7 +186,7 @@ def _wide_dkv_kernel(
     full, empty = new_ring(STAGES, 1, CONSUMERS)
     p_full = new_barriers(STAGES, 1)  # no empty barriers: a slot's old P has been read before its next Q arrives
 
-    tensors = KeyTensors(q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc)
+    tensors = Tensors(q_desc, k_desc, v_desc, do_desc, stats_desc, None, dk_desc, dv_desc, None)
     problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles, scale)
     kv = KeyTile(k_s, v_s, kv_full)
     ring = StepRing(q_s, do_s, stats_s, full, empty)

@@ -12,19 +12,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from common.kernels.hopper import LOG2_E, ROWS, new_barriers, slot_and_phase
+from common.kernels.hopper import LOG2_E, ROWS, new_barriers
 from common.kernels.order import tile_and_head
-
-
-class QueryTensors(NamedTuple):
-    """Tensors in global memory, for dQ."""
-
-    q: tma.tensor_descriptor
-    k: tma.tensor_descriptor
-    v: tma.tensor_descriptor
-    do: tma.tensor_descriptor
-    stats: gl.tensor  # pointer; for each query tile: log2(e) * LSE, then delta
-    dq: tma.tensor_descriptor
 
 
 class QueryProblem(NamedTuple):
@@ -49,32 +38,6 @@ class QueryTile(NamedTuple):
     steps: gl.tensor  # key tiles
 
 
-class Queries(NamedTuple):
-    """Q and dO of a work tile in shared memory."""
-
-    q: gl.shared_memory_descriptor  # [1, 1, BLOCK_M, HEAD_DIM]
-    do: gl.shared_memory_descriptor  # [1, 1, BLOCK_M, VALUE_DIM]
-    full: gl.shared_memory_descriptor  # a barrier: Q and dO have arrived
-
-
-class KeyRing(NamedTuple):
-    """K and V in shared memory: two ring buffers, with K_STAGES and V_STAGES slots."""
-
-    k: gl.shared_memory_descriptor  # [K_STAGES, 1, 1, ROWS, HEAD_DIM]
-    v: gl.shared_memory_descriptor  # [V_STAGES, 1, 1, ROWS, VALUE_DIM]
-    k_full: gl.shared_memory_descriptor  # a barrier for each slot
-    v_full: gl.shared_memory_descriptor
-
-
-class RowStats(NamedTuple):
-    """The values that dS needs for each row of a tile."""
-
-    lse_log2: gl.tensor  # log2(e) * LSE
-    delta: gl.tensor
-    seen_to: gl.tensor  # number of keys that the row sees
-    scale_log2: gl.tensor
-
-
 @gluon.jit
 def _query_work(problem, BLOCK_M: gl.constexpr, ROW_BYTES: gl.constexpr, CAUSAL: gl.constexpr):
     """Return this CTA's work tile."""
@@ -91,109 +54,69 @@ def _query_work(problem, BLOCK_M: gl.constexpr, ROW_BYTES: gl.constexpr, CAUSAL:
     )  # fmt: skip
 
 
-@gluon.jit
-def _load(desc, tile, buffers, full, step):
-    """If the step exists, start to load its K or V into a free buffer. The first step has the last keys."""
-    slot, _ = slot_and_phase(step, buffers.shape[0])
-    if step < tile.steps:
-        where = [tile.batch, tile.kv_head, (tile.steps - 1 - step) * ROWS, 0]
-        mbarrier.expect(full.index(slot), desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(desc, where, full.index(slot), buffers.index(slot))
-
-
-@gluon.jit
-def _matmul(a, buffers, full, step):
-    """Start the matmul of `a` with a step's transposed K or V, once K or V has arrived. `a` is a tile's Q or dO."""
-    BLOCK_M: gl.constexpr = a.shape[0]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BLOCK_M // 16, 1], [16, ROWS, 16])
-    zeros = gl.zeros([BLOCK_M, ROWS], gl.float32, layout)
-    slot, phase = slot_and_phase(step, buffers.shape[0])
-    mbarrier.wait(full.index(slot), phase)
-    tile = buffers.index(slot).reshape([ROWS, buffers.shape[4]])
-    return warpgroup_mma(a, tile.permute([1, 0]), zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _ds_from(s, dp, stats, start_n):
-    """Return a step's dS from its scores and dP. Wait until dP is ready."""
-    offs_n = start_n + gl.arange(0, ROWS, gl.SliceLayout(0, s.type.layout))
-    s = gl.where(offs_n[None, :] < stats.seen_to[:, None], s * stats.scale_log2 - stats.lse_log2[:, None], float("-inf"))
-    p = gl.exp2(s)
-    dp = warpgroup_mma_wait(0, [dp])  # [queries, keys]
-    return p * (dp - stats.delta[:, None])
-
-
-@gluon.jit
-def _compute_dq(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
-    """Compute dQ of a query tile from K and V of all key tiles that it sees, the last one first. Also load these K and V."""
-    BLOCK_M: gl.constexpr = queries.q.shape[2]
-    HEAD_DIM: gl.constexpr = ring.k.shape[4]
-    VALUE_DIM: gl.constexpr = ring.v.shape[4]
-    K_STAGES: gl.constexpr = ring.k.shape[0]
-    V_STAGES: gl.constexpr = ring.v.shape[0]
+@gluon.jit(do_not_specialize=["heads", "seq_q", "seq_k", "diagonal"])
+def _wide_dq_kernel(
+    q_desc, k_desc, v_desc, do_desc, stats_ptr, dq_desc, scale,
+    heads, heads_per_kv, seq_q, seq_k, diagonal,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Compute dQ of a query tile from K and V of all key tiles that it sees, the last one first."""
+    BLOCK_M: gl.constexpr = q_desc.block_shape[2]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BLOCK_M // 16, 1], [16, ROWS, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BLOCK_M // 16, 1], [16, HEAD_DIM, 16])
     ds_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dq_layout, k_width=2)
     of_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
+
+    q_s = gl.allocate_shared_memory(q_desc.dtype, q_desc.block_shape, q_desc.layout)
+    do_s = gl.allocate_shared_memory(q_desc.dtype, do_desc.block_shape, do_desc.layout)
+    k_s = gl.allocate_shared_memory(k_desc.dtype, k_desc.block_shape, k_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, v_desc.block_shape, v_desc.layout)
+    full = new_barriers(1, 1)  # Q and dO have arrived
+    kv_full = new_barriers(1, 1)  # a step's K and V have arrived
+
+    problem = QueryProblem(heads, heads_per_kv, seq_q, seq_k, diagonal, scale)
     tile = _query_work(problem, BLOCK_M, 2 * (HEAD_DIM + VALUE_DIM), CAUSAL)
     where = [tile.batch, tile.head, tile.start_m, 0]
-    mbarrier.expect(queries.full.index(0), tensors.q.block_type.nbytes + tensors.do.block_type.nbytes)
-    tma.async_copy_global_to_shared(tensors.q, where, queries.full.index(0), queries.q)
-    tma.async_copy_global_to_shared(tensors.do, where, queries.full.index(0), queries.do)
-    for step in range(K_STAGES):
-        _load(tensors.k, tile, ring.k, ring.k_full, step)
-    for step in range(V_STAGES):
-        _load(tensors.v, tile, ring.v, ring.v_full, step)
+    mbarrier.expect(full.index(0), q_desc.block_type.nbytes + do_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(q_desc, where, full.index(0), q_s)
+    tma.async_copy_global_to_shared(do_desc, where, full.index(0), do_s)
     offs_m = gl.arange(0, BLOCK_M, of_rows)
     tiles = gl.cdiv(problem.seq_q, ROWS)
     rows = tile.start_m + offs_m
-    stats_ptrs = tensors.stats + (tile.batch_head.to(gl.int64) * tiles + rows // ROWS) * (2 * ROWS) + rows % ROWS
+    stats_ptrs = stats_ptr + (tile.batch_head.to(gl.int64) * tiles + rows // ROWS) * (2 * ROWS) + rows % ROWS
     lse_log2 = gl.load(stats_ptrs, mask=rows < tiles * ROWS, other=float("inf"))
     delta = gl.load(stats_ptrs + ROWS, mask=rows < tiles * ROWS, other=0.0)
     # A key past the end counts as masked, so that its p is 0. Otherwise p may be infinite, and infinity times 0 is NaN.
     seen_to = problem.seq_k + gl.zeros([BLOCK_M], gl.int32, of_rows)
     if CAUSAL:
         seen_to = gl.minimum(seen_to, tile.start_m + problem.diagonal + 1 + offs_m)
-    stats = RowStats(lse_log2, delta, seen_to, problem.scale * LOG2_E)
+    scale_log2 = problem.scale * LOG2_E
+    zeros = gl.zeros([BLOCK_M, ROWS], gl.float32, s_layout)
     dq = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, dq_layout)
-    q = queries.q.reshape([BLOCK_M, HEAD_DIM])
-    do = queries.do.reshape([BLOCK_M, VALUE_DIM])
-    mbarrier.wait(queries.full.index(0), 0)
+    q = q_s.reshape([BLOCK_M, HEAD_DIM])
+    do = do_s.reshape([BLOCK_M, VALUE_DIM])
+    k = k_s.reshape([ROWS, HEAD_DIM])
+    v = v_s.reshape([ROWS, VALUE_DIM])
+    mbarrier.wait(full.index(0), 0)
     for step in range(tile.steps):
-        # NOTE: both warpgroups load, wait and compute together; in v47 a producer loads, and warpgroups have their own pace.
-        s = _matmul(q, ring.k, ring.k_full, step)
-        dp = _matmul(do, ring.v, ring.v_full, step)
+        start_n = (tile.steps - 1 - step) * ROWS
+        of_keys = [tile.batch, tile.kv_head, start_n, 0]
+        # NOTE: the tensor cores wait for each load; v47 loads the next keys meanwhile.
+        mbarrier.expect(kv_full.index(0), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(k_desc, of_keys, kv_full.index(0), k_s)
+        tma.async_copy_global_to_shared(v_desc, of_keys, kv_full.index(0), v_s)
+        mbarrier.wait(kv_full.index(0), step & 1)
+        s = warpgroup_mma(q, k.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        dp = warpgroup_mma(do, v.permute([1, 0]), zeros, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(1, [s])  # [queries, keys]
-        ds = _ds_from(s, dp, stats, (tile.steps - 1 - step) * ROWS).to(ring.k.dtype)
-        _load(tensors.v, tile, ring.v, ring.v_full, step + V_STAGES)
-        slot, _ = slot_and_phase(step, K_STAGES)
-        k = ring.k.index(slot).reshape([ROWS, HEAD_DIM])
+        offs_n = start_n + gl.arange(0, ROWS, gl.SliceLayout(0, s_layout))
+        p = gl.exp2(gl.where(offs_n[None, :] < seen_to[:, None], s * scale_log2 - lse_log2[:, None], float("-inf")))
+        dp = warpgroup_mma_wait(0, [dp])  # [queries, keys]
+        ds = (p * (dp - delta[:, None])).to(k_desc.dtype)
         dq = warpgroup_mma(gl.convert_layout(ds, ds_layout), k, dq, is_async=True)
         dq = warpgroup_mma_wait(0, [dq])
-        _load(tensors.k, tile, ring.k, ring.k_full, step + K_STAGES)
 
-    q.store((dq * problem.scale).to(queries.q.dtype))
+    q.store((dq * problem.scale).to(q_desc.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(tensors.dq, where, queries.q)
+    tma.async_copy_shared_to_global(dq_desc, where, q_s)
     tma.store_wait(0)
-
-
-@gluon.jit(do_not_specialize=["heads", "seq_q", "seq_k", "diagonal"])
-def _wide_dq_kernel(
-    q_desc, k_desc, v_desc, do_desc, stats_ptr, dq_desc, scale,
-    heads, heads_per_kv, seq_q, seq_k, diagonal,
-    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
-    q_s = gl.allocate_shared_memory(q_desc.dtype, q_desc.block_shape, q_desc.layout)
-    do_s = gl.allocate_shared_memory(q_desc.dtype, do_desc.block_shape, do_desc.layout)
-    k_s = gl.allocate_shared_memory(k_desc.dtype, [K_STAGES, 1, 1, ROWS, HEAD_DIM], k_desc.layout)
-    v_s = gl.allocate_shared_memory(v_desc.dtype, [V_STAGES, 1, 1, ROWS, VALUE_DIM], v_desc.layout)
-    full = new_barriers(1, 1)
-    k_full = new_barriers(K_STAGES, 1)
-    v_full = new_barriers(V_STAGES, 1)
-
-    tensors = QueryTensors(q_desc, k_desc, v_desc, do_desc, stats_ptr, dq_desc)
-    problem = QueryProblem(heads, heads_per_kv, seq_q, seq_k, diagonal, scale)
-    queries = Queries(q_s, do_s, full)
-    ring = KeyRing(k_s, v_s, k_full, v_full)
-    _compute_dq(tensors, queries, ring, problem, CAUSAL)

@@ -65,7 +65,7 @@ def test_a_stage_goes_by_its_version_and_by_its_name(text):
 
 
 @pytest.mark.parametrize(("text", "meant"), [
-    ("v3_fa2", "v3_fa2_causal"), ("naive", "v0_naive"), ("v48_x", "v48_wide_overlap"), ("4a_k", "v4a_k_transposed"),
+    ("v3_fa2", "v3_fa2_causal"), ("naive", "v0_naive"), ("v49_x", "v49_wide_overlap"), ("4a_k", "v4a_k_transposed"),
 ])  # fmt: skip
 def test_a_typing_error_is_answered_with_the_stage_that_is_meant(text, meant):
     with pytest.raises(ValueError, match=f"^no stage is called '{text}'; did you mean {meant}\\?$"):

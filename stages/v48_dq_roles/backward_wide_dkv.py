@@ -1,7 +1,6 @@
 """dK and dV for D = 256. One consumer computes P and dV, the other consumer computes dS and dK.
 
-Change from v47: a consumer starts the last matmul of a step and the first matmul of the next step together. Also, Q, dO, K and
-V have separate barriers, so that the first matmul starts before the other tiles arrive.
+Change from v45: `backward_wide_dq.py` computes dQ.
 """
 
 from typing import NamedTuple
@@ -18,19 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from common.kernels.hopper import LOG2_E, ROWS, new_barriers, new_ring, slot_and_phase
 
-from .backward_scheduler import CONSUMERS, Problem, _query_tile, _tile
-
-
-class KeyTensors(NamedTuple):
-    """Tensors in global memory, for dK and dV."""
-
-    q: tma.tensor_descriptor
-    k: tma.tensor_descriptor
-    v: tma.tensor_descriptor
-    do: tma.tensor_descriptor
-    stats: tma.tensor_descriptor  # for each query tile: log2(e) * LSE, then delta
-    dk: tma.tensor_descriptor
-    dv: tma.tensor_descriptor
+from .backward_scheduler import CONSUMERS, Problem, Tensors, _query_tile, _tile
 
 
 class KeyTile(NamedTuple):
@@ -38,20 +25,17 @@ class KeyTile(NamedTuple):
 
     k: gl.shared_memory_descriptor  # [1, 1, ROWS, HEAD_DIM]
     v: gl.shared_memory_descriptor  # [1, 1, ROWS, VALUE_DIM]
-    k_full: gl.shared_memory_descriptor  # a barrier: K has arrived
-    v_full: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor  # a barrier: K and V have arrived
 
 
 class StepRing(NamedTuple):
-    """The tiles of a step in shared memory: a ring buffer with STAGES slots. Q and dO have separate empty barriers."""
+    """The tiles of a step in shared memory: a ring buffer with STAGES slots."""
 
     q: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, HEAD_DIM]
     do: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, VALUE_DIM]
     stats: gl.shared_memory_descriptor  # [STAGES, 2, BLOCK_M]
-    q_full: gl.shared_memory_descriptor  # a barrier for each slot: Q and the statistics have arrived
-    q_empty: gl.shared_memory_descriptor
-    do_full: gl.shared_memory_descriptor
-    do_empty: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor  # a barrier for each slot: Q, dO and the statistics have arrived
+    empty: gl.shared_memory_descriptor
 
 
 class PRing(NamedTuple):
@@ -66,23 +50,21 @@ def _dkv_producer(tensors, kv, ring, problem, CAUSAL: gl.constexpr):
     """Run on one warp: load K and V of a key tile, and Q and dO of all query tiles that see it, as buffers become free."""
     STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
+    NBYTES: gl.constexpr = tensors.q.block_type.nbytes + tensors.do.block_type.nbytes + tensors.stats.block_type.nbytes
     tile = _tile(gl.program_id(0), problem, BLOCK_M, kv.k.shape[3], kv.v.shape[3], CAUSAL)
     where = [tile.batch, tile.kv_head, tile.start_n, 0]
-    mbarrier.expect(kv.k_full.index(0), tensors.k.block_type.nbytes)
-    tma.async_copy_global_to_shared(tensors.k, where, kv.k_full.index(0), kv.k)
-    mbarrier.expect(kv.v_full.index(0), tensors.v.block_type.nbytes)
-    tma.async_copy_global_to_shared(tensors.v, where, kv.v_full.index(0), kv.v)
+    mbarrier.expect(kv.full.index(0), tensors.k.block_type.nbytes + tensors.v.block_type.nbytes)
+    tma.async_copy_global_to_shared(tensors.k, where, kv.full.index(0), kv.k)
+    tma.async_copy_global_to_shared(tensors.v, where, kv.full.index(0), kv.v)
     for step in range(tile.steps):
         slot, phase = slot_and_phase(step, STAGES)
         head, number, row = _query_tile(step, tile)
         where = [tile.batch, head, number * BLOCK_M, 0]
-        mbarrier.wait(ring.q_empty.index(slot), phase ^ 1)
-        mbarrier.expect(ring.q_full.index(slot), tensors.q.block_type.nbytes + tensors.stats.block_type.nbytes)
-        tma.async_copy_global_to_shared(tensors.q, where, ring.q_full.index(slot), ring.q.index(slot))
-        tma.async_copy_global_to_shared(tensors.stats, [row * 2, 0], ring.q_full.index(slot), ring.stats.index(slot))
-        mbarrier.wait(ring.do_empty.index(slot), phase ^ 1)
-        mbarrier.expect(ring.do_full.index(slot), tensors.do.block_type.nbytes)
-        tma.async_copy_global_to_shared(tensors.do, where, ring.do_full.index(slot), ring.do.index(slot))
+        mbarrier.wait(ring.empty.index(slot), phase ^ 1)
+        mbarrier.expect(ring.full.index(slot), NBYTES)
+        tma.async_copy_global_to_shared(tensors.q, where, ring.full.index(slot), ring.q.index(slot))
+        tma.async_copy_global_to_shared(tensors.stats, [row * 2, 0], ring.full.index(slot), ring.stats.index(slot))
+        tma.async_copy_global_to_shared(tensors.do, where, ring.full.index(slot), ring.do.index(slot))
 
 
 @gluon.jit
@@ -121,34 +103,23 @@ def _dv_consumer(tensors, kv, ring, p_ring, problem, CAUSAL: gl.constexpr):
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
     dv = gl.zeros([ROWS, VALUE_DIM], gl.float32, dv_layout)
     k = kv.k.reshape([ROWS, HEAD_DIM])
-    mbarrier.wait(kv.k_full.index(0), 0)
-    mbarrier.wait(ring.q_full.index(0), 0)
-    q = ring.q.index(0).reshape([BLOCK_M, HEAD_DIM])
-    s_t = warpgroup_mma(k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
-    s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
-    for step in range(tile.steps - 1):
-        p_t = _p_of(s_t, scale_log2, tile, ring, p_ring, step, seen_from)
-        # The matmul for dV comes first, so that dO's buffer is free while the next scores are computed.
+    mbarrier.wait(kv.full.index(0), 0)
+    for step in range(tile.steps):
         slot, phase = slot_and_phase(step, STAGES)
-        mbarrier.wait(ring.do_full.index(slot), phase)
+        q = ring.q.index(slot).reshape([BLOCK_M, HEAD_DIM])
         do = ring.do.index(slot).reshape([BLOCK_M, VALUE_DIM])
-        dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), do, dv, is_async=True)
-        next_slot, next_phase = slot_and_phase(step + 1, STAGES)
-        mbarrier.wait(ring.q_full.index(next_slot), next_phase)
-        q = ring.q.index(next_slot).reshape([BLOCK_M, HEAD_DIM])
+        mbarrier.wait(ring.full.index(slot), phase)
+        # NOTE: this consumer's matmuls run one by one; in v49 the next step's S starts before dV's matmul ends.
         s_t = warpgroup_mma(k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
-        dv = warpgroup_mma_wait(1, [dv])
-        mbarrier.arrive(ring.do_empty.index(slot), count=1)
         s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
-    p_t = _p_of(s_t, scale_log2, tile, ring, p_ring, tile.steps - 1, seen_from)
-    slot, phase = slot_and_phase(tile.steps - 1, STAGES)
-    mbarrier.wait(ring.do_full.index(slot), phase)
-    dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), ring.do.index(slot).reshape([BLOCK_M, VALUE_DIM]), dv, is_async=True)
-    dv = warpgroup_mma_wait(0, [dv])
-    mbarrier.arrive(ring.do_empty.index(slot), count=1)
+        p_t = _p_of(s_t, scale_log2, tile, ring, p_ring, step, seen_from)
+        dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), do, dv, is_async=True)
+        dv = warpgroup_mma_wait(0, [dv])
+        mbarrier.arrive(ring.empty.index(slot), count=1)
 
-    # TMA stores dV from V's buffer, once the other consumer has read V and the last dO.
-    mbarrier.wait(ring.do_empty.index(slot), phase)
+    # TMA stores dV from V's buffer, once the other consumer has read V.
+    slot, phase = slot_and_phase(tile.steps - 1, STAGES)
+    mbarrier.wait(ring.empty.index(slot), phase)
     kv.v.reshape([ROWS, VALUE_DIM]).store(dv.to(kv.v.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(tensors.dv, [tile.batch, tile.kv_head, tile.start_n, 0], kv.v)
@@ -159,7 +130,7 @@ def _dv_consumer(tensors, kv, ring, p_ring, problem, CAUSAL: gl.constexpr):
 def _ds_of(dp_t, ring, p_ring, step):
     """Return a step's dS, transposed and rounded, from its dP and P. Wait until P is ready."""
     slot, phase = slot_and_phase(step, ring.q.shape[0])
-    mbarrier.wait(p_ring.full.index(slot), phase)  # Q has arrived, too: the other consumer computed P from Q
+    mbarrier.wait(p_ring.full.index(slot), phase)
     p_t = p_ring.p.index(slot).load(dp_t.type.layout)
     delta = ring.stats.index(slot).slice(1, 1).load(dp_t.type.layout)  # [1, queries]
     return (p_t.to(gl.float32) * (dp_t - delta)).to(ring.q.dtype)
@@ -179,31 +150,18 @@ def _dk_consumer(tensors, kv, ring, p_ring, problem, CAUSAL: gl.constexpr):
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
     dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, dk_layout)
     v = kv.v.reshape([ROWS, VALUE_DIM])
-    mbarrier.wait(kv.v_full.index(0), 0)
-    mbarrier.wait(ring.do_full.index(0), 0)
-    do = ring.do.index(0).reshape([BLOCK_M, VALUE_DIM])
-    dp_t = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)
-    dp_t = warpgroup_mma_wait(0, [dp_t])  # [keys, queries]
-    mbarrier.arrive(ring.do_empty.index(0), count=1)
-    for step in range(tile.steps - 1):
-        ds_t = _ds_of(dp_t, ring, p_ring, step)
-        # The matmul for dK comes first, because it frees Q's buffer, which the producer refills before dO's.
-        slot, _ = slot_and_phase(step, STAGES)
+    mbarrier.wait(kv.full.index(0), 0)
+    for step in range(tile.steps):
+        slot, phase = slot_and_phase(step, STAGES)
         q = ring.q.index(slot).reshape([BLOCK_M, HEAD_DIM])
-        dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)
-        next_slot, next_phase = slot_and_phase(step + 1, STAGES)
-        mbarrier.wait(ring.do_full.index(next_slot), next_phase)
-        do = ring.do.index(next_slot).reshape([BLOCK_M, VALUE_DIM])
+        do = ring.do.index(slot).reshape([BLOCK_M, VALUE_DIM])
+        mbarrier.wait(ring.full.index(slot), phase)
         dp_t = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)
-        dk = warpgroup_mma_wait(1, [dk])
-        mbarrier.arrive(ring.q_empty.index(slot), count=1)
         dp_t = warpgroup_mma_wait(0, [dp_t])  # [keys, queries]
-        mbarrier.arrive(ring.do_empty.index(next_slot), count=1)
-    ds_t = _ds_of(dp_t, ring, p_ring, tile.steps - 1)
-    slot, _ = slot_and_phase(tile.steps - 1, STAGES)
-    q = ring.q.index(slot).reshape([BLOCK_M, HEAD_DIM])
-    dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)
-    dk = warpgroup_mma_wait(0, [dk])
+        ds_t = _ds_of(dp_t, ring, p_ring, step)
+        dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)
+        dk = warpgroup_mma_wait(0, [dk])
+        mbarrier.arrive(ring.empty.index(slot), count=1)
 
     # TMA stores dK from K's buffer. The other consumer no longer needs K: the last P is ready.
     kv.k.reshape([ROWS, HEAD_DIM]).store((dk * problem.scale).to(kv.k.dtype))
@@ -225,16 +183,14 @@ def _wide_dkv_kernel(
     v_s = gl.allocate_shared_memory(v_desc.dtype, [1, 1, ROWS, VALUE_DIM], v_desc.layout)
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], q_desc.dtype)
     p_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, ROWS, BLOCK_M], p_layout)
-    k_full = new_barriers(1, 1)
-    v_full = new_barriers(1, 1)
-    q_full, q_empty = new_ring(STAGES, 1, 1)  # only the second consumer, which reads Q last, releases it
-    do_full, do_empty = new_ring(STAGES, 1, CONSUMERS)
+    kv_full = new_barriers(1, 1)
+    full, empty = new_ring(STAGES, 1, CONSUMERS)
     p_full = new_barriers(STAGES, 1)  # no empty barriers: a slot's old P has been read before its next Q arrives
 
-    tensors = KeyTensors(q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc)
+    tensors = Tensors(q_desc, k_desc, v_desc, do_desc, stats_desc, None, dk_desc, dv_desc, None)
     problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles, scale)
-    kv = KeyTile(k_s, v_s, k_full, v_full)
-    ring = StepRing(q_s, do_s, stats_s, q_full, q_empty, do_full, do_empty)
+    kv = KeyTile(k_s, v_s, kv_full)
+    ring = StepRing(q_s, do_s, stats_s, full, empty)
     p_ring = PRing(p_s, p_full)
     gl.warp_specialize(
         [

@@ -1,6 +1,6 @@
 """FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper.
 
-Change from v48: up to D = 128, dQ is added to its accumulator straight from registers.
+Change from v46: at D = 256, the dQ kernel has two buffers for K and one for V.
 """
 
 from typing import NamedTuple
@@ -21,11 +21,11 @@ from common.kernels.descriptors import addressable, describe
 from common.kernels.hopper import (
     LOG2_E,
     ROWS,
+    async_reduce_add,
     describe_rows,
     describe_tile,
     new_barriers,
     new_ring,
-    reduce_add,
     require_hopper,
     slot_and_phase,
     widened,
@@ -36,23 +36,11 @@ from common.runtime import num_sms
 from stages.v7_one_backward.backward import backward as backward_of_v7
 
 from .backward_prepare import _finish_kernel, _prepare_kernel
-from .backward_scheduler import CONSUMERS, NextTiles, Problem, _next, _query_tile, _tile
+from .backward_scheduler import CONSUMERS, NextTiles, Problem, Tensors, _next, _query_tile, _tile
 from .backward_wide_dkv import _wide_dkv_kernel
 from .backward_wide_dq import _wide_dq_kernel
 
-
-class Tensors(NamedTuple):
-    """Tensors in global memory."""
-
-    q: tma.tensor_descriptor
-    k: tma.tensor_descriptor
-    v: tma.tensor_descriptor
-    do: tma.tensor_descriptor
-    stats: tma.tensor_descriptor  # for each query tile: log2(e) * LSE, then delta
-    sums: gl.tensor  # pointer to dQ's accumulator
-    dk: tma.tensor_descriptor
-    dv: tma.tensor_descriptor
-    counter: gl.tensor | None  # tiles taken so far, except each CTA's first tile
+SUM_COLUMNS = 256  # row length of dQ's float32 accumulator for TMA: the longest that TMA supports
 
 
 class Place(NamedTuple):
@@ -85,9 +73,10 @@ class Ring(NamedTuple):
 
 
 class DsRing(NamedTuple):
-    """dS in shared memory: the consumers write it, and the matmul for dQ reads it."""
+    """Buffers in shared memory: dS for the matmul of dQ, and parts of dQ until TMA has added them to dQ's accumulator."""
 
     ds: gl.shared_memory_descriptor  # [STAGES * CONSUMERS, ROWS, BLOCK_M]
+    dq: gl.shared_memory_descriptor  # [PARTS, ...], in register order
     full: gl.shared_memory_descriptor  # a barrier for each slot: all consumers have written dS
     empty: gl.shared_memory_descriptor  # a barrier for each slot: dS has been read
 
@@ -108,11 +97,13 @@ def _load(tensors, tile, ring, fill, step):
 
 
 @gluon.jit
-def _add_dq(tensors, ds_ring, slot, kv, kv_slot, row, PARTS: gl.constexpr):
-    """Compute a step's contribution to dQ, and add it to dQ's accumulator."""
+def _add_dq(tensors, ds_ring, slot, kv, kv_slot, row):
+    """Compute a step's contribution to dQ, and let TMA add it to dQ's accumulator."""
     BLOCK_M: gl.constexpr = ds_ring.ds.shape[2]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
+    PARTS: gl.constexpr = ds_ring.dq.shape[0]
     COLUMNS: gl.constexpr = BLOCK_M * HEAD_DIM // PARTS // 64
+    SUM_ROWS: gl.constexpr = tensors.sums.block_shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     zeros = gl.zeros([64, COLUMNS], gl.float32, layout)
     for part in gl.static_range(PARTS):
@@ -123,14 +114,15 @@ def _add_dq(tensors, ds_ring, slot, kv, kv_slot, row, PARTS: gl.constexpr):
             k = k.slice(part * COLUMNS % HEAD_DIM, COLUMNS, dim=1)
             dq = warpgroup_mma(ds_t.permute([1, 0]), k, dq, use_acc=w > 0, is_async=True)
         dq = warpgroup_mma_wait(0, [dq])  # [64, COLUMNS]
-        # Elements lie in the order of the registers: four of one thread, then four of the next. An instruction adds four
-        # elements of each thread.
-        dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5]).reshape([64 * COLUMNS])
-        offs = gl.arange(0, 64 * COLUMNS, dq.type.layout)
-        reduce_add(tensors.sums + (row.to(gl.int64) * PARTS + part) * (64 * COLUMNS) + offs, dq)
-        # Arrive after each part, though dS is free only after the last part. Otherwise this part's additions and the next
-        # part's matmul would have too few registers, and ptxas would serialize all matmuls of the kernel.
-        mbarrier.arrive(ds_ring.empty.index(slot), count=1)
+        if part == PARTS - 1:
+            mbarrier.arrive(ds_ring.empty.index(slot), count=1)
+        # Elements are stored in the order of the registers: four of one thread, then four of the next. This order has no
+        # bank conflicts.
+        dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5])
+        tma.store_wait(PARTS - 1)
+        ds_ring.dq.index(part).store(dq.reshape(tensors.sums.block_shape))
+        fence_async_shared()
+        async_reduce_add(tensors.sums, [(row * PARTS + part) * SUM_ROWS, 0], ds_ring.dq.index(part))
 
 
 @gluon.jit
@@ -139,8 +131,7 @@ def _accumulate(
     w: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Add the contribution of the steps [lo, hi) to a consumer's dk and dv, and store its dS for dQ. P and dS are computed
-    transposed, so that they enter the matmuls for dV and dK from registers. Step 0 of the tile is step number `fill` of the
-    CTA."""
+    transposed, so that they enter the matmuls for dV and dK from registers. Step 0 is the CTA's step number `fill`."""
     STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = ring.q.shape[4]
@@ -301,9 +292,7 @@ def _consumer(kv, ring, ds_ring, next_tiles, problem, w: gl.constexpr, PERSISTEN
 
 
 @gluon.jit
-def _dq_consumer(
-    tensors, kv, ds_ring, next_tiles, problem, PARTS: gl.constexpr, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr
-):
+def _dq_consumer(tensors, kv, ds_ring, next_tiles, problem, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr):
     """Run on a warpgroup: compute dQ from the consumers' dS."""
     KV_STAGES: gl.constexpr = kv.full.shape[0]
     STAGES: gl.constexpr = ds_ring.ds.shape[0] // CONSUMERS
@@ -320,18 +309,19 @@ def _dq_consumer(
             slot, phase = slot_and_phase(fill + step, STAGES)
             _, _, row = _query_tile(step, tile)
             mbarrier.wait(ds_ring.full.index(slot), phase)  # dS was computed after K arrived
-            _add_dq(tensors, ds_ring, slot, kv, kv_slot, row, PARTS)
+            _add_dq(tensors, ds_ring, slot, kv, kv_slot, row)
         fill += tile.steps
         number = _next(next_tiles, turn, problem.tiles, PERSISTENT)
         turn += 1
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["kv_heads", "seq_q", "seq_k", "diagonal", "tiles"])
 def _backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, stats_desc, sums_ptr, dk_desc, dv_desc, counter_ptr, scale,
+    q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, counter_ptr, scale,
     kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr,
-    PARTS: gl.constexpr, CAUSAL: gl.constexpr,
+    CAUSAL: gl.constexpr,
 ):  # fmt: skip
     KV_STAGES: gl.constexpr = 2 if PERSISTENT else 1
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
@@ -341,26 +331,28 @@ def _backward_kernel(
     v_s = gl.allocate_shared_memory(v_desc.dtype, [KV_STAGES * CONSUMERS, 1, 1, ROWS, VALUE_DIM], v_desc.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], q_desc.dtype)
     ds_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES * CONSUMERS, ROWS, BLOCK_M], ds_layout)
+    PARTS: gl.constexpr = BLOCK_M * HEAD_DIM // (sums_desc.block_shape[0] * sums_desc.block_shape[1])
+    dq_s = gl.allocate_shared_memory(gl.float32, [PARTS] + sums_desc.block_shape, sums_desc.layout)
     tile_s = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     kv_full = new_barriers(KV_STAGES, 1)  # no empty barriers: the producer stores dK and dV, and so knows when buffers are free
     dk_full = new_barriers(KV_STAGES * CONSUMERS, 1)
     dv_full = new_barriers(KV_STAGES * CONSUMERS, 1)
     q_full, q_do_empty = new_ring(STAGES, 1, CONSUMERS)
     do_full = new_barriers(STAGES, 1)
-    ds_full, ds_empty = new_ring(STAGES, CONSUMERS, PARTS)
+    ds_full, ds_empty = new_ring(STAGES, CONSUMERS, 1)
     tile_full = new_barriers(2, 1)  # no empty barriers: all warps have read a tile's number when its dK is ready
 
-    tensors = Tensors(q_desc, k_desc, v_desc, do_desc, stats_desc, sums_ptr, dk_desc, dv_desc, counter_ptr)
+    tensors = Tensors(q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, counter_ptr)
     problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles, scale)
     ring = Ring(q_s, do_s, stats_s, q_full, do_full, q_do_empty)
-    ds_ring = DsRing(ds_s, ds_full, ds_empty)
+    ds_ring = DsRing(ds_s, dq_s, ds_full, ds_empty)
     kv = KeysValues(k_s, v_s, kv_full, dk_full, dv_full)
     next_tiles = NextTiles(tile_s, tile_full)
     gl.warp_specialize(
         [
             (_consumer, (kv, ring, ds_ring, next_tiles, problem, 0, PERSISTENT, CAUSAL)),
             (_consumer, (kv, ring, ds_ring, next_tiles, problem, 1, PERSISTENT, CAUSAL)),
-            (_dq_consumer, (tensors, kv, ds_ring, next_tiles, problem, PARTS, PERSISTENT, CAUSAL)),
+            (_dq_consumer, (tensors, kv, ds_ring, next_tiles, problem, PERSISTENT, CAUSAL)),
             (_producer, (tensors, kv, ring, next_tiles, problem, PERSISTENT, CAUSAL)),
         ],
         [4, 4, 1],
@@ -387,11 +379,11 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     columns = min(64, head_dim)  # dQ leaves a CTA in parts of 64 rows and this many columns
     tiles_m = triton.cdiv(seq_q, block_m) * batch * heads
     tiles = triton.cdiv(seq_k, 64 if wide else 128) * batch * kv_heads
-    persistent = max(head_dim, value_dim) < 128  # at D = 128, persistent CTAs are slower for long masked rows
+    persistent = max(head_dim, value_dim) < 128  # not at D = 128, where a second K and V would not fit in shared memory
     programs = min(tiles, num_sms()) if persistent else tiles
     counter = lse.new_empty(1, dtype=torch.int32) if persistent else None  # tiles taken so far, except each CTA's first tile
     stats = lse.new_empty(tiles_m * 2, block_m)
-    sums = None if wide else lse.new_empty(tiles_m, block_m * head_dim)
+    sums = None if wide else lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)
     _prepare_kernel[tiles_m,](
         describe(out, block_m, value_dim), describe(grad_out, block_m, value_dim), lse, stats, sums, counter,
         heads, seq_q, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m,
@@ -401,23 +393,22 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
         _wide_dkv_kernel[tiles,](
             *of_64, describe_rows(stats, 2), describe_tile(dk, 64), describe_tile(dv, 64), scale,
             kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, num_sms(), tiles,
-            HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, CAUSAL=causal,
-            num_warps=4, maxnreg=168,
+            HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, CAUSAL=causal, num_warps=4, maxnreg=168,
         )  # fmt: skip
         _wide_dq_kernel[triton.cdiv(seq_q, 128) * batch * heads,](
-            *of_64, stats, describe_tile(dq, 64), scale,
+            describe_tile(q, 128), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, 128), stats,
+            describe_tile(dq, 128), scale,
             heads, heads // kv_heads, seq_q, seq_k, diagonal,
-            HEAD_DIM=head_dim, VALUE_DIM=value_dim, K_STAGES=2, V_STAGES=1, CAUSAL=causal,
-            num_warps=4, maxnreg=168,
+            HEAD_DIM=head_dim, VALUE_DIM=value_dim, K_STAGES=2, V_STAGES=1, CAUSAL=causal, num_warps=8,
         )  # fmt: skip
     else:
         _backward_kernel[programs,](
             describe_tile(q, block_m), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, block_m),
-            describe_rows(stats, 2), sums,
+            describe_rows(stats, 2), describe_rows(sums, 64 * columns // SUM_COLUMNS),
             describe_tile(dk, 64), describe_tile(dv, 64), counter, scale,
             kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, num_sms(), tiles,
             HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, PERSISTENT=persistent, CAUSAL=causal,
-            PARTS=block_m // 64 * head_dim // columns, num_warps=4, maxnreg=128,
+            num_warps=4, maxnreg=128,
         )  # fmt: skip
         _finish_kernel[tiles_m,](
             sums, dq, *dq.stride()[:3], scale, heads, seq_q, HEAD_DIM=head_dim, BLOCK_M=block_m, PARTS=head_dim // columns,

@@ -1,7 +1,6 @@
 """dQ for D = 256: a CTA computes all of dQ for its query rows, so it need not add to memory.
 
-Change from v47: a consumer starts the last matmul of a step and the first matmul of the next step together. Also, Q and dO have
-separate barriers, so that S starts before dO arrives.
+Change from v47: a producer loads all tiles, and two consumers compute 64 query rows each.
 """
 
 from typing import NamedTuple
@@ -60,8 +59,7 @@ class Queries(NamedTuple):
 
     q: gl.shared_memory_descriptor  # [CONSUMERS, 1, 1, ROWS, HEAD_DIM]
     do: gl.shared_memory_descriptor  # [CONSUMERS, 1, 1, ROWS, VALUE_DIM]
-    q_full: gl.shared_memory_descriptor  # a barrier for each consumer
-    do_full: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor  # a barrier for each consumer: Q and dO have arrived
 
 
 class KeyRing(NamedTuple):
@@ -108,10 +106,9 @@ def _dq_producer(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
     tile = _query_work(problem, BLOCK_M, ROW_BYTES, CAUSAL)
     for w in gl.static_range(CONSUMERS):
         where = [tile.batch, tile.head, tile.start_m + w * ROWS, 0]
-        mbarrier.expect(queries.q_full.index(w), tensors.q.block_type.nbytes)
-        tma.async_copy_global_to_shared(tensors.q, where, queries.q_full.index(w), queries.q.index(w))
-        mbarrier.expect(queries.do_full.index(w), tensors.do.block_type.nbytes)
-        tma.async_copy_global_to_shared(tensors.do, where, queries.do_full.index(w), queries.do.index(w))
+        mbarrier.expect(queries.full.index(w), tensors.q.block_type.nbytes + tensors.do.block_type.nbytes)
+        tma.async_copy_global_to_shared(tensors.q, where, queries.full.index(w), queries.q.index(w))
+        tma.async_copy_global_to_shared(tensors.do, where, queries.full.index(w), queries.do.index(w))
     for step in range(tile.steps):
         where = [tile.batch, tile.kv_head, (tile.steps - 1 - step) * ROWS, 0]
         slot, phase = slot_and_phase(step, ring.k.shape[0])
@@ -188,32 +185,19 @@ def _query_consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
         slot, phase = slot_and_phase(step, V_STAGES)
         mbarrier.wait(ring.v_full.index(slot), phase)
         mbarrier.arrive(ring.v_empty.index(slot), count=1)
-    mbarrier.wait(queries.q_full.index(w), 0)
-    s = _matmul(q, ring.k, ring.k_full, unseen)
-    mbarrier.wait(queries.do_full.index(w), 0)
-    dp = _matmul(do, ring.v, ring.v_full, unseen)
-    s = warpgroup_mma_wait(1, [s])  # [queries, keys]
-    ds = _ds_from(s, dp, stats, (seen - 1) * ROWS).to(ring.k.dtype)
-    slot, _ = slot_and_phase(unseen, V_STAGES)
-    mbarrier.arrive(ring.v_empty.index(slot), count=1)
-    for step in range(unseen + 1, tile.steps):
-        # The matmul for dQ comes first, so that K's buffer is free soon. The matmul for dP comes last, so that the next V can
-        # arrive in V's only buffer.
-        slot, _ = slot_and_phase(step - 1, K_STAGES)
-        k = ring.k.index(slot).reshape([ROWS, HEAD_DIM])
-        dq = warpgroup_mma(gl.convert_layout(ds, ds_layout), k, dq, is_async=True)
+    mbarrier.wait(queries.full.index(w), 0)
+    for step in range(unseen, tile.steps):
         s = _matmul(q, ring.k, ring.k_full, step)
-        dq = warpgroup_mma_wait(1, [dq])
-        mbarrier.arrive(ring.k_empty.index(slot), count=1)
-        dp = _matmul(do, ring.v, ring.v_full, step)  # dP takes the previous dS's registers
+        dp = _matmul(do, ring.v, ring.v_full, step)
         s = warpgroup_mma_wait(1, [s])  # [queries, keys]
         ds = _ds_from(s, dp, stats, (tile.steps - 1 - step) * ROWS).to(ring.k.dtype)
         slot, _ = slot_and_phase(step, V_STAGES)
         mbarrier.arrive(ring.v_empty.index(slot), count=1)
-    slot, _ = slot_and_phase(tile.steps - 1, K_STAGES)
-    k = ring.k.index(slot).reshape([ROWS, HEAD_DIM])
-    dq = warpgroup_mma(gl.convert_layout(ds, ds_layout), k, dq, is_async=True)
-    dq = warpgroup_mma_wait(0, [dq])
+        slot, _ = slot_and_phase(step, K_STAGES)
+        k = ring.k.index(slot).reshape([ROWS, HEAD_DIM])
+        dq = warpgroup_mma(gl.convert_layout(ds, ds_layout), k, dq, is_async=True)
+        dq = warpgroup_mma_wait(0, [dq])
+        mbarrier.arrive(ring.k_empty.index(slot), count=1)
 
     q.store((dq * problem.scale).to(queries.q.dtype))  # only this consumer reads these rows of Q
     fence_async_shared()
@@ -231,14 +215,13 @@ def _wide_dq_kernel(
     do_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, VALUE_DIM], do_desc.layout)
     k_s = gl.allocate_shared_memory(k_desc.dtype, [K_STAGES, 1, 1, ROWS, HEAD_DIM], k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [V_STAGES, 1, 1, ROWS, VALUE_DIM], v_desc.layout)
-    q_full = new_barriers(CONSUMERS, 1)
-    do_full = new_barriers(CONSUMERS, 1)
+    full = new_barriers(CONSUMERS, 1)
     k_full, k_empty = new_ring(K_STAGES, 1, CONSUMERS)
     v_full, v_empty = new_ring(V_STAGES, 1, CONSUMERS)
 
     tensors = QueryTensors(q_desc, k_desc, v_desc, do_desc, stats_ptr, dq_desc)
     problem = QueryProblem(heads, heads_per_kv, seq_q, seq_k, diagonal, scale)
-    queries = Queries(q_s, do_s, q_full, do_full)
+    queries = Queries(q_s, do_s, full)
     ring = KeyRing(k_s, v_s, k_full, k_empty, v_full, v_empty)
     gl.warp_specialize(
         [

@@ -7,13 +7,26 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from common.kernels.hopper import ROWS, slot_and_phase
 from common.kernels.order import tile_and_head
 
 CONSUMERS = gl.constexpr(2)
-KEYS = gl.constexpr(CONSUMERS * ROWS)  # number of keys of a CTA; their dK and dV stay in registers
+
+
+class Tensors(NamedTuple):
+    """Tensors in global memory."""
+
+    q: tma.tensor_descriptor
+    k: tma.tensor_descriptor
+    v: tma.tensor_descriptor
+    do: tma.tensor_descriptor
+    stats: tma.tensor_descriptor  # for each query tile: log2(e) * LSE, then delta
+    sums: tma.tensor_descriptor | None  # dQ's accumulator; None at D = 256
+    dk: tma.tensor_descriptor
+    dv: tma.tensor_descriptor
+    counter: gl.tensor | None  # tiles taken so far, except each CTA's first tile
 
 
 class Problem(NamedTuple):
@@ -60,7 +73,7 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
     """Return the work tile whose number is `number`."""
     heads_per_kv = problem.heads_per_kv
     tiles_m = gl.cdiv(problem.seq_q, BLOCK_M)
-    BLOCK_N: gl.constexpr = ROWS if HEAD_DIM == 256 or VALUE_DIM == 256 else KEYS  # most keys whose dK and dV fit in registers
+    BLOCK_N: gl.constexpr = ROWS if HEAD_DIM == 256 or VALUE_DIM == 256 else CONSUMERS * ROWS  # dK and dV stay in registers
     ROW_BYTES: gl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # bytes of a query's Q, dQ accumulator and dO
     tile_n, batch_head = tile_and_head(
         gl.cdiv(problem.seq_k, BLOCK_N), problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=problem.tiles

@@ -1,0 +1,202 @@
+"""dQ for D = 256: a CTA computes all of dQ for its query rows, so it need not add to memory.
+
+Change from v46: each step starts the load of the next keys.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from common.kernels.hopper import LOG2_E, ROWS, new_barriers, slot_and_phase
+from common.kernels.order import tile_and_head
+
+
+class QueryTensors(NamedTuple):
+    """Tensors in global memory, for dQ."""
+
+    q: tma.tensor_descriptor
+    k: tma.tensor_descriptor
+    v: tma.tensor_descriptor
+    do: tma.tensor_descriptor
+    stats: gl.tensor  # pointer; for each query tile: log2(e) * LSE, then delta
+    dq: tma.tensor_descriptor
+
+
+class QueryProblem(NamedTuple):
+    """Sizes that all CTAs share."""
+
+    heads: gl.tensor
+    heads_per_kv: gl.tensor
+    seq_q: gl.tensor
+    seq_k: gl.tensor
+    diagonal: gl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
+    scale: gl.tensor
+
+
+class QueryTile(NamedTuple):
+    """A work tile: BLOCK_M query rows of one head, and the key tiles that they see."""
+
+    batch_head: gl.tensor  # batch * H + head
+    batch: gl.tensor
+    head: gl.tensor
+    kv_head: gl.tensor
+    start_m: gl.tensor  # the first row
+    steps: gl.tensor  # key tiles
+
+
+class Queries(NamedTuple):
+    """Q and dO of a work tile in shared memory."""
+
+    q: gl.shared_memory_descriptor  # [1, 1, BLOCK_M, HEAD_DIM]
+    do: gl.shared_memory_descriptor  # [1, 1, BLOCK_M, VALUE_DIM]
+    full: gl.shared_memory_descriptor  # a barrier: Q and dO have arrived
+
+
+class KeyRing(NamedTuple):
+    """K and V in shared memory: two ring buffers, with K_STAGES and V_STAGES slots."""
+
+    k: gl.shared_memory_descriptor  # [K_STAGES, 1, 1, ROWS, HEAD_DIM]
+    v: gl.shared_memory_descriptor  # [V_STAGES, 1, 1, ROWS, VALUE_DIM]
+    k_full: gl.shared_memory_descriptor  # a barrier for each slot
+    v_full: gl.shared_memory_descriptor
+
+
+class RowStats(NamedTuple):
+    """The values that dS needs for each row of a tile."""
+
+    lse_log2: gl.tensor  # log2(e) * LSE
+    delta: gl.tensor
+    seen_to: gl.tensor  # number of keys that the row sees
+    scale_log2: gl.tensor
+
+
+@gluon.jit
+def _query_work(problem, BLOCK_M: gl.constexpr, ROW_BYTES: gl.constexpr, CAUSAL: gl.constexpr):
+    """Return this CTA's work tile."""
+    tiles_m = gl.cdiv(problem.seq_q, BLOCK_M)
+    number, batch_head = tile_and_head(tiles_m, problem.seq_k, ROW_BYTES, CAUSAL)
+    start_m = number * BLOCK_M
+    seq_k = problem.seq_k
+    if CAUSAL:
+        start_m = (tiles_m - 1 - number) * BLOCK_M
+        seq_k = gl.minimum(seq_k, start_m + BLOCK_M + problem.diagonal)
+    head = batch_head % problem.heads
+    return QueryTile(
+        batch_head, batch_head // problem.heads, head, head // problem.heads_per_kv, start_m, gl.cdiv(seq_k, ROWS)
+    )  # fmt: skip
+
+
+@gluon.jit
+def _load(desc, tile, buffers, full, step):
+    """If the step exists, start to load its K or V into a free buffer. The first step has the last keys."""
+    slot, _ = slot_and_phase(step, buffers.shape[0])
+    if step < tile.steps:
+        where = [tile.batch, tile.kv_head, (tile.steps - 1 - step) * ROWS, 0]
+        mbarrier.expect(full.index(slot), desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(desc, where, full.index(slot), buffers.index(slot))
+
+
+@gluon.jit
+def _matmul(a, buffers, full, step):
+    """Start the matmul of `a` with a step's transposed K or V, once K or V has arrived. `a` is a tile's Q or dO."""
+    BLOCK_M: gl.constexpr = a.shape[0]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BLOCK_M // 16, 1], [16, ROWS, 16])
+    zeros = gl.zeros([BLOCK_M, ROWS], gl.float32, layout)
+    slot, phase = slot_and_phase(step, buffers.shape[0])
+    mbarrier.wait(full.index(slot), phase)
+    tile = buffers.index(slot).reshape([ROWS, buffers.shape[4]])
+    return warpgroup_mma(a, tile.permute([1, 0]), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _ds_from(s, dp, stats, start_n):
+    """Return a step's dS from its scores and dP. Wait until dP is ready."""
+    offs_n = start_n + gl.arange(0, ROWS, gl.SliceLayout(0, s.type.layout))
+    s = gl.where(offs_n[None, :] < stats.seen_to[:, None], s * stats.scale_log2 - stats.lse_log2[:, None], float("-inf"))
+    p = gl.exp2(s)
+    dp = warpgroup_mma_wait(0, [dp])  # [queries, keys]
+    return p * (dp - stats.delta[:, None])
+
+
+@gluon.jit
+def _compute_dq(tensors, queries, ring, problem, CAUSAL: gl.constexpr):
+    """Compute dQ of a query tile from K and V of all key tiles that it sees, the last one first. Also load these K and V."""
+    BLOCK_M: gl.constexpr = queries.q.shape[2]
+    HEAD_DIM: gl.constexpr = ring.k.shape[4]
+    VALUE_DIM: gl.constexpr = ring.v.shape[4]
+    K_STAGES: gl.constexpr = ring.k.shape[0]
+    V_STAGES: gl.constexpr = ring.v.shape[0]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BLOCK_M // 16, 1], [16, ROWS, 16])
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BLOCK_M // 16, 1], [16, HEAD_DIM, 16])
+    ds_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dq_layout, k_width=2)
+    of_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
+    tile = _query_work(problem, BLOCK_M, 2 * (HEAD_DIM + VALUE_DIM), CAUSAL)
+    where = [tile.batch, tile.head, tile.start_m, 0]
+    mbarrier.expect(queries.full.index(0), tensors.q.block_type.nbytes + tensors.do.block_type.nbytes)
+    tma.async_copy_global_to_shared(tensors.q, where, queries.full.index(0), queries.q)
+    tma.async_copy_global_to_shared(tensors.do, where, queries.full.index(0), queries.do)
+    for step in range(K_STAGES):
+        _load(tensors.k, tile, ring.k, ring.k_full, step)
+    for step in range(V_STAGES):
+        _load(tensors.v, tile, ring.v, ring.v_full, step)
+    offs_m = gl.arange(0, BLOCK_M, of_rows)
+    tiles = gl.cdiv(problem.seq_q, ROWS)
+    rows = tile.start_m + offs_m
+    stats_ptrs = tensors.stats + (tile.batch_head.to(gl.int64) * tiles + rows // ROWS) * (2 * ROWS) + rows % ROWS
+    lse_log2 = gl.load(stats_ptrs, mask=rows < tiles * ROWS, other=float("inf"))
+    delta = gl.load(stats_ptrs + ROWS, mask=rows < tiles * ROWS, other=0.0)
+    # A key past the end counts as masked, so that its p is 0. Otherwise p may be infinite, and infinity times 0 is NaN.
+    seen_to = problem.seq_k + gl.zeros([BLOCK_M], gl.int32, of_rows)
+    if CAUSAL:
+        seen_to = gl.minimum(seen_to, tile.start_m + problem.diagonal + 1 + offs_m)
+    stats = RowStats(lse_log2, delta, seen_to, problem.scale * LOG2_E)
+    dq = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, dq_layout)
+    q = queries.q.reshape([BLOCK_M, HEAD_DIM])
+    do = queries.do.reshape([BLOCK_M, VALUE_DIM])
+    mbarrier.wait(queries.full.index(0), 0)
+    for step in range(tile.steps):
+        # NOTE: both warpgroups load, wait and compute together; in v48 a producer loads, and warpgroups have their own pace.
+        s = _matmul(q, ring.k, ring.k_full, step)
+        dp = _matmul(do, ring.v, ring.v_full, step)
+        s = warpgroup_mma_wait(1, [s])  # [queries, keys]
+        ds = _ds_from(s, dp, stats, (tile.steps - 1 - step) * ROWS).to(ring.k.dtype)
+        _load(tensors.v, tile, ring.v, ring.v_full, step + V_STAGES)
+        slot, _ = slot_and_phase(step, K_STAGES)
+        k = ring.k.index(slot).reshape([ROWS, HEAD_DIM])
+        dq = warpgroup_mma(gl.convert_layout(ds, ds_layout), k, dq, is_async=True)
+        dq = warpgroup_mma_wait(0, [dq])
+        _load(tensors.k, tile, ring.k, ring.k_full, step + K_STAGES)
+
+    q.store((dq * problem.scale).to(queries.q.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(tensors.dq, where, queries.q)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["heads", "seq_q", "seq_k", "diagonal"])
+def _wide_dq_kernel(
+    q_desc, k_desc, v_desc, do_desc, stats_ptr, dq_desc, scale,
+    heads, heads_per_kv, seq_q, seq_k, diagonal,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    q_s = gl.allocate_shared_memory(q_desc.dtype, q_desc.block_shape, q_desc.layout)
+    do_s = gl.allocate_shared_memory(q_desc.dtype, do_desc.block_shape, do_desc.layout)
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [K_STAGES, 1, 1, ROWS, HEAD_DIM], k_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, [V_STAGES, 1, 1, ROWS, VALUE_DIM], v_desc.layout)
+    full = new_barriers(1, 1)
+    k_full = new_barriers(K_STAGES, 1)
+    v_full = new_barriers(V_STAGES, 1)
+
+    tensors = QueryTensors(q_desc, k_desc, v_desc, do_desc, stats_ptr, dq_desc)
+    problem = QueryProblem(heads, heads_per_kv, seq_q, seq_k, diagonal, scale)
+    queries = Queries(q_s, do_s, full)
+    ring = KeyRing(k_s, v_s, k_full, v_full)
+    _compute_dq(tensors, queries, ring, problem, CAUSAL)

@@ -122,11 +122,11 @@ def ordered_backwards():
     """Yield each backward kernel with an order: (stage, kernel, tensor whose tiles its programs take, rows of a tile)."""
     for name in once(stages.names(), "backward"):
         names = names_in(name, "backward")
-        rows = getattr(names.get("KEYS"), "value", "BLOCK_N")  # the kernel's constant KEYS, or the name of its argument
+        arguments = getattr(names.get("_backward_kernel"), "arg_names", ())
         kernels = {
             "_dq_kernel": ("q", "BLOCK_M"),
             "_dkv_kernel": ("k", "BLOCK_N"),
-            "_backward_kernel": ("k", rows),
+            "_backward_kernel": ("k", "BLOCK_N" if "BLOCK_N" in arguments else 128),
             "_wide_dkv_kernel": ("k", 64),
             "_wide_dq_kernel": ("q", 128),
         }

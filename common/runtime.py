@@ -85,6 +85,11 @@ def num_sms() -> int:
     return _interpreter.num_sms if INTERPRETED else _properties()["multiprocessor_count"]
 
 
+def l2_bytes() -> int:
+    """Return the bytes of the GPU's L2 cache; without a GPU, of an H100's."""
+    return torch.cuda.get_device_properties(0).L2_cache_size if torch.cuda.is_available() else 50 * 2**20
+
+
 def architecture() -> int | str | None:
     """Return the current device's architecture, such as 90 for sm_90 or "gfx942" for AMD; None if kernels are interpreted."""
     return _interpreter.architecture if _stands_in else triton.runtime.driver.active.get_current_target().arch

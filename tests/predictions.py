@@ -309,7 +309,7 @@ def v7_backward(p: Problem) -> Steps:
 # have 64 rows each: in the forward from v14 on, in the backward from v15 on. CTAs take tiles from a counter: in the forward
 # from v24 on, in the backward from v37 on if D and Dv are at most 64. From v44 on, the backward has tiles for D = 256.
 
-SHARE_OF_L2 = 16 * 2**20  # the default of L2_SHARE in common.kernels.order
+SHARE_OF_L2 = 16 * 2**20  # the default of L2_SHARE in common.kernels.order, on an H100
 ROWS = 64  # rows of a consumer: queries in the forward, keys in the backward
 NUM_SMS = GPUS["h200"].num_sms
 V34 = names_in("v34_planned_splits")  # its limits for short problems, and its function that plans splits

@@ -3,10 +3,24 @@
 import triton
 import triton.language as tl
 
+from common.runtime import l2_bytes
+
+
+def l2_share(cache: int) -> int:
+    """Return how much of an L2 cache of `cache` bytes the rows of a group of heads may take.
+
+    It is a third, because the next group's rows arrive while the last tiles of this group still run, and the other tensors pass
+    through, too. It is rounded down to a power of two, which mostly divides the heads into equal groups.
+    """
+    return 2 ** ((cache // 3).bit_length() - 1)
+
+
+SHARE = l2_share(l2_bytes())
+
 
 @triton.jit
 def tile_and_head(
-    tiles, seq, ROW_BYTES: tl.constexpr, CAUSAL: tl.constexpr, L2_SHARE: tl.constexpr = 16 * 2**20, program=None, programs=None,
+    tiles, seq, ROW_BYTES: tl.constexpr, CAUSAL: tl.constexpr, L2_SHARE: tl.constexpr = SHARE, program=None, programs=None,
 ):  # fmt: skip
     """Return this program's (tile, head).
 

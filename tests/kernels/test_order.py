@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from common.kernels.order import tile_and_head
+from common.kernels.order import l2_share, tile_and_head
 from common.runtime import DEVICE
 
 TILES, HEADS, SEQ, ROW_BYTES = 5, 7, 1000, 256
@@ -49,3 +49,8 @@ def test_short_heads_do_not_make_groups_of_two_to_the_32_tiles():
 
 def test_a_head_that_is_larger_than_the_share_goes_alone():
     assert taken(SEQ * ROW_BYTES - 1, causal=True) == taken(2**24, causal=False)
+
+
+@pytest.mark.parametrize(("cache", "share"), [(40, 8), (50, 16), (60, 16), (126, 32)])  # MiB of an A100, H100, H200, B200
+def test_a_group_takes_a_third_of_the_l2_cache_or_less(cache, share):
+    assert l2_share(cache * 2**20) == share * 2**20

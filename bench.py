@@ -106,7 +106,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         "the main ladder and the newest stage, at more lengths. short-rows: backwards of short sequences. decode-: few queries "
         "and many keys. sinks: attention sinks. wide-scores: wide score distributions. wide: head dimension 256. short: calls "
         "that take mostly CPU time. passes-as-one: forward and backward together, for a smaller model. shared: GQA, and head "
-        "dimensions that differ between K and V",
+        "dimensions that differ between K and V. models: shapes of real models, and odd lengths",
     )
 
     options = parser.parse_args(argv)
@@ -217,6 +217,13 @@ GRIDS = {  # value of --reference -> the command lines of its run, each with the
         for dim, value_dim in ((64, 128), (128, 64))
     ],
     **{f"decode-d{dim}": [(argv, DECODING) for argv in _decoding(dim)] for dim in HEAD_DIMS},
+    "models": [(["--dtype=bfloat16", *argv], FASTEST) for argv in (
+        # Llama 3 with 8 and with 70 billion parameters, BERT, and ViT-L, whose 196 patches and class token make 197 tokens
+        ["--head-dim=128", "--heads=32,64", "--kv-heads=8", "--causal=yes", "--seq-len=4096,8192,32768"],
+        ["--head-dim=64", "--heads=12", "--causal=no", "--seq-len=512", "--batch=32"],
+        ["--head-dim=64", "--heads=16", "--causal=no", "--seq-len=197", "--batch=64"],
+        ["--head-dim=128", "--seq-len=1023,3001,5000"],
+    )],
 }  # fmt: skip
 
 

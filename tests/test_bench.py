@@ -189,6 +189,14 @@ def test_a_part_of_the_reference_ends_within_ten_minutes(name, monkeypatch):
     assert peers + sum(impl not in bench.BASELINES for impl, _ in found) <= TEN_MINUTES
 
 
+def test_reference_run_of_models_has_shared_heads_and_odd_lengths():
+    found = reference_cases("models")
+    assert {impl for impl, _ in found} == set(bench.FASTEST)
+    shapes = {(work.heads, work.kv_heads, work.seq_len, work.head_dim) for _, work in found}
+    assert {(32, 8, 4096, 128), (64, 8, 32768, 128), (12, 12, 512, 64), (16, 16, 197, 64)} < shapes
+    assert {work.seq_len % 2 for _, work in found} == {0, 1}
+
+
 def test_reference_run_of_shared_heads_has_the_newest_stage_alone():
     found = reference_cases("shared")
     newest = max((name for name in stages.names() if not stages.is_dead_end(name)), key=stages.position)

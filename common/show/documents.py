@@ -335,6 +335,7 @@ RUNS = {  # name of a run -> its heading, and the function that formats its reco
     "short": ("Short calls in float16", speed_table),
     "passes-as-one": ("Both passes as one", speed_table),
     "shared": ("Shared K/V heads", shared_tables),
+    "models": ("Shapes of real models", speed_table),
     "decode-d64": ("Decoding, D = 64", decoding_tables),
     "decode-d128": ("Decoding, D = 128", decoding_tables),
     "pinned": ("With the pinned Triton", speed_table),

@@ -85,7 +85,7 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
     masked = 1
     unseen = 0  # number of query tiles, from `first` on, that see no key of the second consumer
     if CAUSAL:
-        start = start_n - problem.diagonal  # this query sees the tile's first key, but not the second key
+        start = start_n - problem.diagonal  # the first query that sees the tile's first key; may be negative
         first = gl.minimum(gl.maximum(start, 0) // BLOCK_M, tiles_m - 1)
         full = gl.cdiv(gl.maximum(start + BLOCK_N - 1, 0), BLOCK_M)  # the first query tile that sees every key
         masked = gl.maximum(gl.minimum(full, tiles_m) - first, 1)

@@ -1,4 +1,4 @@
-"""The backward for D = 256. One consumer computes dV, the other consumer computes dK and its part of dQ."""
+"""The backward for D = 256. Both consumers compute P. Then one computes dV, the other computes dK and its part of dQ."""
 
 from typing import NamedTuple
 
@@ -76,7 +76,7 @@ def _add_dq(tensors, ds, dq_s, k, row):
 
 @gluon.jit
 def _wide_consumer(tensors, kv, ring, ds, dq_s, problem, GRADIENT: gl.constexpr, CAUSAL: gl.constexpr):
-    """Run on a warpgroup: compute dV of a key tile, or its dK and its part of dQ, from transposed P and dS in registers."""
+    """Run on a warpgroup: compute dV of a key tile from P, or its dK and its part of dQ from dS. Both are transposed."""
     STAGES: gl.constexpr = ring.q.shape[0]
     BLOCK_M: gl.constexpr = ring.q.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[3]

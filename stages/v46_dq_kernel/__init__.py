@@ -1,4 +1,4 @@
-"""At D = 256, a second kernel computes dQ, without memory additions."""
+"""At D = 256, a second kernel computes dQ, without atomic additions."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

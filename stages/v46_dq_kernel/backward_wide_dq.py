@@ -42,7 +42,7 @@ class QueryTile(NamedTuple):
 def _query_work(problem, BLOCK_M: gl.constexpr, ROW_BYTES: gl.constexpr, CAUSAL: gl.constexpr):
     """Return this CTA's work tile."""
     tiles_m = gl.cdiv(problem.seq_q, BLOCK_M)
-    number, batch_head = tile_and_head(tiles_m, problem.seq_k, ROW_BYTES, CAUSAL)
+    number, batch_head = tile_and_head(tiles_m, gl.cdiv(problem.seq_k, problem.heads_per_kv), ROW_BYTES, CAUSAL)
     start_m = number * BLOCK_M
     seq_k = problem.seq_k
     if CAUSAL:

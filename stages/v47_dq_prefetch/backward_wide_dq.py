@@ -1,6 +1,6 @@
 """dQ for D = 256: a CTA computes all of dQ for its query rows, so it need not add to memory.
 
-Change from v46: each step starts the load of the next keys.
+Change from v46: K and V of later steps load during a step.
 """
 
 from typing import NamedTuple
@@ -26,7 +26,7 @@ class QueryTensors(NamedTuple):
     k: tma.tensor_descriptor
     v: tma.tensor_descriptor
     do: tma.tensor_descriptor
-    stats: gl.tensor  # pointer; for each query tile: log2(e) * LSE, then delta
+    stats: gl.tensor  # pointer; for each 64 queries: log2(e) * LSE, then delta
     dq: tma.tensor_descriptor
 
 
@@ -82,7 +82,7 @@ class RowStats(NamedTuple):
 def _query_work(problem, BLOCK_M: gl.constexpr, ROW_BYTES: gl.constexpr, CAUSAL: gl.constexpr):
     """Return this CTA's work tile."""
     tiles_m = gl.cdiv(problem.seq_q, BLOCK_M)
-    number, batch_head = tile_and_head(tiles_m, problem.seq_k, ROW_BYTES, CAUSAL)
+    number, batch_head = tile_and_head(tiles_m, gl.cdiv(problem.seq_k, problem.heads_per_kv), ROW_BYTES, CAUSAL)
     start_m = number * BLOCK_M
     seq_k = problem.seq_k
     if CAUSAL:
@@ -96,7 +96,7 @@ def _query_work(problem, BLOCK_M: gl.constexpr, ROW_BYTES: gl.constexpr, CAUSAL:
 
 @gluon.jit
 def _load(desc, tile, buffers, full, step):
-    """If the step exists, start to load its K or V into a free buffer. The first step has the last keys."""
+    """If the step exists, start to load its K or V. The buffer must be free. The first step has the last keys."""
     slot, _ = slot_and_phase(step, buffers.shape[0])
     if step < tile.steps:
         where = [tile.batch, tile.kv_head, (tile.steps - 1 - step) * ROWS, 0]

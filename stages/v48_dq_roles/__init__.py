@@ -1,4 +1,4 @@
-"""The dQ kernel gets a producer and two independent consumers."""
+"""The dQ kernel gets a producer and two consumers."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -29,7 +29,7 @@ class QueryTensors(NamedTuple):
     k: tma.tensor_descriptor
     v: tma.tensor_descriptor
     do: tma.tensor_descriptor
-    stats: gl.tensor  # pointer; for each query tile: log2(e) * LSE, then delta
+    stats: gl.tensor  # pointer; for each 64 queries: log2(e) * LSE, then delta
     dq: tma.tensor_descriptor
 
 
@@ -88,7 +88,7 @@ class RowStats(NamedTuple):
 def _query_work(problem, BLOCK_M: gl.constexpr, ROW_BYTES: gl.constexpr, CAUSAL: gl.constexpr):
     """Return this CTA's work tile."""
     tiles_m = gl.cdiv(problem.seq_q, BLOCK_M)
-    number, batch_head = tile_and_head(tiles_m, problem.seq_k, ROW_BYTES, CAUSAL)
+    number, batch_head = tile_and_head(tiles_m, gl.cdiv(problem.seq_k, problem.heads_per_kv), ROW_BYTES, CAUSAL)
     start_m = number * BLOCK_M
     seq_k = problem.seq_k
     if CAUSAL:
@@ -132,7 +132,7 @@ def _matmul(a, buffers, full, step):
     zeros = gl.zeros([ROWS, ROWS], gl.float32, layout)
     slot, phase = slot_and_phase(step, STAGES)
     mbarrier.wait(full.index(slot), phase)
-    if STAGES == 1:  # this is 0, but ptxas does not know; otherwise it would keep too many addresses in registers, and spill
+    if STAGES == 1:  # this is 0, but ptxas does not know; else ptxas keeps too many addresses in registers, and spills
         slot = step // 2**24
     tile = buffers.index(slot).reshape([ROWS, buffers.shape[4]])
     return warpgroup_mma(a, tile.permute([1, 0]), zeros, use_acc=False, is_async=True)
@@ -183,8 +183,8 @@ def _query_consumer(tensors, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
     for step in range(unseen):  # skip a key tile that only the other consumer's rows see
         slot, _ = slot_and_phase(step, K_STAGES)
         mbarrier.arrive(ring.k_empty.index(slot), count=1)
-        # Without this wait, the next wait for V would return at once, because an earlier phase has the same parity. K has two
-        # slots, so K needs no such wait.
+        # Without this wait, the next wait for V would return at once, because an earlier phase has the same parity. K needs
+        # no such wait, because V's waits imply that K's slot was full.
         slot, phase = slot_and_phase(step, V_STAGES)
         mbarrier.wait(ring.v_full.index(slot), phase)
         mbarrier.arrive(ring.v_empty.index(slot), count=1)

@@ -113,8 +113,8 @@ def traffic_of_step(name: str) -> str:
             rows[span] = [f"**{' → '.join(cell)}**" if len(set(cell)) > 1 else cell[0] for cell in cells]
     if not rows:
         return f"{spoken(name)}'s bytes and FLOPs are the same as {spoken(parent)}'s."
-    link = "[counted bytes and FLOPs](../../docs/measuring.md#counted-traffic)"
-    caption = f"The table shows {link} of one head, S = {COUNTED_AT}."
+    link = "[bytes and FLOPs](../../docs/measuring.md#counted-traffic)"
+    caption = f"The table shows one head's {link}, S = {COUNTED_AT}."
     caption += f" Bold cells differ from {spoken(parent)}'s." if parent else ""
     return f"{caption}\n\n{_step_table(rows, list(columns))}"
 
@@ -166,7 +166,10 @@ def gains(name: str) -> tuple[list[int], dict[tuple, tuple[float | None, list[fl
 
 
 def gain_table(name: str) -> str:
-    """Format a step's predicted gain and its measured gain by sequence length. For the first stage, format its times."""
+    """Format a step's predicted gain and its measured gain by sequence length. For the first stage, format its times. For a
+    stage of the track for D = 256, return `wide_table`."""
+    if stages.track(name) == "wide":
+        return wide_table(name)
     parent = stages.parent(name)
     lengths, found = gains(name)
     side_by_side = _side_by_side(name)
@@ -274,7 +277,7 @@ def wide_table(name: str) -> str:
     align = ["left", "left"] + ["right"] * (len(headers) - 2)
     caption = (
         f"The table shows D = 256, measured on an {machine['gpu']} (commit {machine['commit'][:12]}). The last "
-        f"columns show {spoken(name)}'s speed in percent of each library's."
+        f"columns show {spoken(name)}'s speed in percent of each library's speed."
     )
     return f"{caption}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True, colalign=align)}"
 
@@ -317,7 +320,7 @@ def timeline_table() -> str:
 
 PASSAGES = {  # generated passages that a stage's README may have
     "traffic": traffic_of_step, "gain": gain_table, "tuned": tuned_table, "units": units_of_step, "spread": spread_table,
-    "sinks": sinks_table, "wide": wide_table,
+    "sinks": sinks_table,
 }  # fmt: skip
 
 

@@ -409,9 +409,13 @@ def v33_forward(p: Problem) -> Steps:
 
 
 def v34_forward(
-    p: Problem, first: bool = False, gives_up: bool = False, samples: bool = False, planned: bool = True
+    p: Problem, first: bool = False, gives_up: bool = False, samples: bool = False, planned: bool = True, three: bool = False
 ) -> Steps:  # fmt: skip
-    """Yield the launches of a forward from v33 on. Without `planned` (v33), there are as many splits as fill the SMs."""
+    """Yield the launches of a forward from v33 on.
+
+    Without `planned` (v33), there are as many splits as fill the SMs. With `three` (v50), tiles without a mask have 192 rows at
+    D = 128, unless the busiest SM then computes over 4 % more rows.
+    """
     per_kv = p.heads // p.kv_heads
     packed = per_kv if 64 % per_kv == 0 else 1  # query heads in a tile
     seen_keys = min(p.seq_q, p.seq_k) if p.causal else p.seq_k
@@ -419,6 +423,10 @@ def v34_forward(
     few = p.seq_q * packed <= 128 or (not _wide(p) and squares <= V34["FEW_SQUARES"] * NUM_SMS)
     m, n = (128, 128) if few else (128 if _wide(p) else 256, 64)
     tiles = math.ceil(p.seq_q * packed / m) * (p.heads // packed)
+    if three and max(p.head_dim, p.value_dim) == 128 and not (few or p.causal):
+        longer = math.ceil(p.seq_q * packed / 192) * (p.heads // packed)
+        if math.ceil(longer / NUM_SMS) * 192 <= 1.04 * math.ceil(tiles / NUM_SMS) * m:
+            m, tiles = 192, longer
     key_tiles = math.ceil(seen_keys / n)
     splits = 1
     if not planned:
@@ -476,7 +484,7 @@ def _in_parts(
         lately = V43["LATELY"].value
         if first:
             seen_keys = min(p.seq_q, p.seq_k) if p.causal else p.seq_k
-            first_keys = V43["FIRST_KEYS"] if seen_keys > V43["SHORT_ROW"] else V43["FIRST_KEYS"] // 2
+            first_keys = V43["FIRST_KEYS"] // (2 if seen_keys <= V43["SHORT_ROW"] or m == 192 else 1)
         if gives_up:
             looks = jobs * lately if samples else sum(min(max(job + 1 - lately, 0), lately) for job in range(jobs))
         read += p.heads // packed * splits * math.ceil(rows / m) * m // ROWS * min(first_keys, p.seq_k) * p.row_of_q
@@ -526,6 +534,10 @@ def v42_forward(p: Problem) -> Steps:
 
 def v43_forward(p: Problem) -> Steps:
     yield from v34_forward(p, first=True, gives_up=True, samples=True)
+
+
+def v50_forward(p: Problem) -> Steps:
+    yield from v34_forward(p, first=True, gives_up=True, samples=True, three=True)
 
 
 def v8_backward(p: Problem) -> Steps:
@@ -712,6 +724,7 @@ PREDICTIONS = {
     "v48": (v43_forward, v48_backward),
     "v49": (v43_forward, v48_backward),
     "v49a": (v43_forward, v48_backward),
+    "v50": (v50_forward, v48_backward),
 }
 
 

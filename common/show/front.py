@@ -33,9 +33,10 @@ def names_in(found: list[Run]) -> list[str]:
     return implementations([record for run in reversed(found) for record in run.records])
 
 
-def last_stage(names: list[str]) -> str:
-    """Return the newest stage in `names` that is not a dead end."""
-    return [name for name in names if stages.position(name) and not stages.is_dead_end(name)][-1]
+def last_stage(found: list[Run]) -> str:
+    """Return the newest stage whose passes are both measured, and that is not a dead end."""
+    line = [name for name in names_in(found) if stages.position(name) and not stages.is_dead_end(name)]
+    return next(name for name in reversed(line) if all(rate(found, name, pass_, HEAD_DIM) for pass_ in CODE))
 
 
 def origins(used: list[Run]) -> str:
@@ -132,14 +133,13 @@ def ladder(found: list[Run]) -> str:
         f"Six workloads, float16, D = {HEAD_DIM}: 1024, 4096 and 16384 tokens, each with and without a causal mask. "
         f"Libraries: {', '.join(libraries)}. Measured on"
     )
-    tracks = "Each of the four tracks speeds up a different kind of workload."
     dead_ends = (
         "A dead end is an idea that looked good and made attention slower. Its parent has the same number: v4a starts from v4. "
         "No later stage starts from v4a. The workloads are those of the ladder."
     )
     each = [_short(table(key, start)) for key in TRACKS]
     measured = f"{over} {origins(used)}."
-    return "\n\n".join([words, tables[0], measured, tracks, *each, dead_ends, tables[1]])
+    return "\n\n".join([words, tables[0], measured, *each, dead_ends, tables[1]])
 
 
 def headline(found: list[Run]) -> str:
@@ -151,7 +151,7 @@ def headline(found: list[Run]) -> str:
     if not found:
         return "Not measured yet."
     names = names_in(found)
-    first, last = next(name for name in names if stages.position(name)), last_stage(names)
+    first, last = next(name for name in names if stages.position(name)), last_stage(found)
     libraries = [name for name in names if not stages.position(name)]
     best = {pass_: rate(found, last, pass_, HEAD_DIM) for pass_ in CODE}
     beside = {name for _, run in best.values() for name in implementations(run.records)}
@@ -168,7 +168,7 @@ def headline(found: list[Run]) -> str:
     headers = [f"{spoken(last)}, D = {HEAD_DIM}", "TFLOP/s", *(f"× {spoken(name)}" for name in (first, *libraries))]
     table = tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=["left"] + ["right"] * (len(headers) - 1))
     words = (
-        f"{spoken(last)} is the newest stage. D is the head dimension. "
+        f"{spoken(last)} is the newest measured stage. D is the head dimension. "
         "TFLOP/s counts 10¹² floating-point operations per second. "
         f"×1.10 means 1.10 times as fast. The workloads are those of the ladder below. Measured on {origins(used)}."
     )

@@ -22,6 +22,7 @@ from common.measure.timeline import SCORES
 from common.measure.traffic import GPUS
 from common.measure.units import CLOCK, TIME
 from common.show.choice import choice_table
+from common.show.constants import constants_table
 from common.show.decoding import decoding_tables
 from common.show.energy import energy_table
 from common.show.front import headline, ladder
@@ -361,6 +362,8 @@ def tables_of(path: Path) -> str:
     """
     if path.name.startswith("traffic-"):
         heading, table = "Counted and measured traffic", traffic_table(json.loads(path.read_text()))
+    elif path.name.startswith("constants-"):
+        heading, table = "Constants of the newest stage", constants_table(json.loads(path.read_text()))
     elif path.name.startswith("energy-"):
         heading, table = "Energy and the power limit", energy_table(json.loads(path.read_text()))
     elif path.name.startswith("ring-"):

@@ -36,8 +36,8 @@ FIRST_KEYS = 32  # number of first keys in a row's guess; half as many for short
 SHORT_ROW = 512  # rows with at most this many keys are short; the matmul with the first keys slows them most
 # If a CTA has at most this many key tiles, a guess's extra launches take longer than a running maximum.
 SHORT = {16: 16, 32: 16, 64: 16, 128: 32, 256: 32}
-# Constants of `splits_of`, fitted to times on an H200. `splits_of` counts time in units of 1/30 ns. In one unit, a CTA reads
-# one element of K or V, if few other CTAs read.
+# Constants of `splits_of`, fitted to times on an H200 (common/measure/constants.py measures more). `splits_of` counts time in
+# units of 1/30 ns. In one unit, a CTA reads one element of K or V, if few other CTAs read.
 CROWDED = 0.75  # reading takes this fraction longer if all 132 CTAs read, because memory is only fast enough for 75 CTAs
 ROWS_READ = 75  # if a tile has more rows than this, computing takes longer than reading keys
 MERGE = 75_000  # time of the merge's launch

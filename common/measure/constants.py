@@ -1,0 +1,178 @@
+"""Measure the constants by which the newest stage's forward divides its work.
+
+    python -m common.measure.constants results/constants-h100.json   # on a Hopper GPU
+    make table FILE=results/constants-h100.json
+
+The host decides from constants, such as `FEW_SQUARES` in `forward_plan.py`. For each decision, this program forces every
+choice and times forwards. The table compares the host's own choice with the fastest choice.
+"""
+
+import argparse
+import contextlib
+import importlib
+import itertools
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import triton
+
+import stages
+from common.kernels import order, replay
+from common.measure import machine, terminal
+from common.measure.baselines import timed_call
+from common.measure.options import json_path, write_json
+from common.measure.timing import GpuTimer
+from common.measure.workloads import Workload, paper_shape
+from common.runtime import DEVICE
+
+NEWEST = [name for name in stages.names() if not stages.is_dead_end(name)][-1]
+ALWAYS, NEVER = 2**30, 0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A decision of the host, with the choices to measure."""
+
+    about: str
+    choices: tuple[int, ...]
+    names: Callable[[int], dict]  # a choice -> global variables of the forward that force it
+    own: Callable  # the forward's plan -> the host's own choice
+    workloads: list[Workload]
+
+
+def _shorts(value: int) -> dict[int, int]:
+    return dict.fromkeys((16, 32, 64, 128, 256), value)
+
+
+def _workloads(head_dims, lengths, causal, batches=(None,)) -> list[Workload]:
+    """Return forwards with these lengths. A batch of None has as many sequences as the papers' workloads."""
+    return [
+        Workload("fwd", batch or paper_shape(seq_len, head_dim)[0], 2048 // head_dim, seq_len, head_dim, mask, "float16")
+        for head_dim, seq_len, mask, batch in itertools.product(head_dims, lengths, causal, batches)
+    ]
+
+
+DECISIONS = {
+    "splits": Decision(
+        "into how many splits to divide the keys of one query (`splits_of`)",
+        (1, 2, 4, 8, 16, 32, 64, 128), lambda number: {"splits_of": lambda *_: number}, lambda plan: plan.splits,
+        [
+            Workload("fwd", batch, heads, 1, head_dim, False, "bfloat16", kv_heads=kv_heads, kv_len=kv_len)
+            for head_dim, batch, (heads, kv_heads), kv_len in itertools.product(
+                (64, 128), (1, 8), ((16, 16), (32, 8)), (1024, 4096, 16384, 65536)
+            )
+        ],
+    ),
+    "running": Decision(
+        "whether to keep a running maximum instead of guessing it (`SHORT`)",
+        (0, 1), lambda choice: {"SHORT": _shorts(ALWAYS if choice else NEVER)}, lambda plan: int(plan.short),
+        _workloads((64, 128), (1024, 2048, 4096), (False, True), (1, 2, 4, 8)),
+    ),
+    "few rows": Decision(
+        "whether to take the tiles of `FEW_ROWS` up to D = 64 (`FEW_SQUARES`)",
+        (0, 1), lambda choice: {"FEW_SQUARES": ALWAYS if choice else NEVER}, lambda plan: int(plan.shape.queries == 128),
+        _workloads((64,), (256, 512, 1024, 2048), (False, True), (1, 2, 4)),
+    ),
+    "three consumers": Decision(
+        "whether a tile has three consumers, D = 128 without a mask (`MORE_ROWS`)",
+        (0, 1), lambda choice: {"MORE_ROWS": ALWAYS if choice else NEVER}, lambda plan: int(plan.shape.queries == 192),
+        _workloads((128,), (512, 1024, 1536, 2048, 3072, 4096, 8192, 16384), (False,)),
+    ),
+    "L2 share": Decision(
+        "how many MB of the L2 cache a group of heads may take (`l2_share`)",
+        (4, 8, 16, 32, 64), lambda _: {}, lambda _: order.SHARE >> 20,
+        _workloads((64, 128), (512, 1024, 2048, 4096, 16384), (True,)),
+    ),
+}  # fmt: skip
+
+
+def _modules() -> list[dict]:
+    """Return the global variables of each file of the newest stage's forward."""
+    files = stages.files("forward", NEWEST)
+    return [vars(importlib.import_module(f"stages.{NEWEST}.{file.removesuffix('.py')}")) for file in files]
+
+
+@contextlib.contextmanager
+def _set(owner: dict, **values):
+    before = {name: owner[name] for name in values}
+    owner.update(values)
+    try:
+        yield
+    finally:
+        owner.update(before)
+
+
+@contextlib.contextmanager
+def _with_share(megabytes: int):
+    """Enter a context in which kernels are compiled anew, for another share of the L2 cache."""
+    ordered, kernels = order.tile_and_head.fn, {id(m["_forward_kernel"]): m["_forward_kernel"] for m in _modules()}
+    before = ordered.__defaults__
+    with tempfile.TemporaryDirectory() as cache, triton.knobs.cache.scope():
+        triton.knobs.cache.dir = cache
+        ordered.__defaults__ = megabytes << 20, *before[1:]
+        try:
+            for kernel in kernels.values():
+                kernel.device_caches.clear()
+            yield
+        finally:
+            ordered.__defaults__ = before
+            for kernel in kernels.values():
+                kernel.device_caches.clear()
+
+
+@contextlib.contextmanager
+def forced(key: str, choice: int | None):
+    """Enter a context in which the newest stage makes a choice. With None, the host decides. Yield the list of all plans."""
+    plan, plans = next(module["plan"] for module in _modules() if "plan" in module), []
+
+    def watched(*args):
+        plans.append(plan(*args))
+        return plans[-1]
+
+    values = {"plan": watched} | ({} if choice is None else DECISIONS[key].names(choice))
+    with contextlib.ExitStack() as stack:
+        for module in _modules():
+            stack.enter_context(_set(module, **{name: value for name, value in values.items() if name in module}))
+        stack.enter_context(_set(vars(replay), is_watched=lambda: True))  # a replay would repeat an earlier choice
+        if key == "L2 share" and choice is not None:
+            stack.enter_context(_with_share(choice))
+        yield plans
+
+
+def measure(key: str, workload: Workload, timer: GpuTimer) -> dict:
+    """Return the microseconds of a forward for each choice, and the host's own choice."""
+    inputs, decision, times = workload.inputs(), DECISIONS[key], {}
+    with forced(key, None) as plans:
+        timed_call(NEWEST, workload, inputs)()
+    own = decision.own(plans[0])
+    for choice in sorted({*decision.choices, own}):
+        with forced(key, choice):
+            call = timed_call(NEWEST, workload, inputs)
+            call()
+            seconds, _ = timer.measure(call)
+        times[choice] = round(statistics.median(seconds) * 1e6, 2)
+    return {"decision": key, **workload.record(), "own": own, "us": times}
+
+
+def main(argv: list[str]):
+    """Run the command line."""
+    terminal.prepare()
+    description = "Measure the constants by which the newest stage's forward divides its work."
+    parser = argparse.ArgumentParser(prog="python -m common.measure.constants", description=description)
+    parser.add_argument("file", type=json_path, help="the JSON file to write")
+    options = parser.parse_args(argv)
+    if DEVICE != "cuda" or (reason := stages.unavailable(NEWEST)):
+        raise SystemExit("measuring the constants needs a GPU, and there is none" if DEVICE != "cuda" else f"{NEWEST} {reason}")
+    timer, cases = GpuTimer(), []
+    for key, decision in DECISIONS.items():
+        for workload in decision.workloads:
+            cases.append(measure(key, workload, timer))
+            print(f"{key}, {workload.label}: {cases[-1]['own']} of {cases[-1]['us']}", flush=True)
+    write_json(options.file, {"machine_info": machine.facts(), "cases": cases})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,59 @@
+"""Forced choices reach the newest stage's plan, and measured choices become a table."""
+
+import programs
+import pytest
+from cases import names_in
+
+from common.kernels import order, replay
+from common.measure import constants
+from common.runtime import INTERPRETED
+from common.show.constants import constants_table
+
+INFO = {"gpu": "X", "torch": "1", "triton": "2", "commit": "abc", "date": "2026-01-02"}
+PLANS = {  # decision -> arguments of `plan` for which the host has this decision
+    "splits": (1, 16, 16, 1, 65536, 0, 64, 64, 132, False),
+    "running": (4, 16, 16, 4096, 4096, 0, 128, 128, 132, False),
+    "few rows": (1, 32, 32, 1024, 1024, 0, 64, 64, 132, False),
+    "three consumers": (4, 16, 16, 4096, 4096, 0, 128, 128, 132, False),
+}
+
+
+@pytest.mark.parametrize(("key", "choice"), [(key, choice) for key in PLANS for choice in constants.DECISIONS[key].choices])
+def test_a_forced_choice_is_in_the_plan(key, choice):
+    plan = names_in(constants.NEWEST)["plan"]
+    with constants.forced(key, choice) as plans:
+        names_in(constants.NEWEST)["plan"](*PLANS[key])
+        assert replay.is_watched()
+    assert constants.DECISIONS[key].own(plans[0]) == choice
+    assert names_in(constants.NEWEST)["plan"] is plan  # nothing stays forced
+
+
+def test_the_host_decides_if_nothing_is_forced():
+    with constants.forced("splits", None) as plans:
+        cut = names_in(constants.NEWEST)["plan"](*PLANS["splits"])
+    assert plans == [cut] and cut.splits > 1
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+def test_kernels_are_compiled_for_a_forced_share_of_the_l2_cache():
+    kernel, before = names_in(constants.NEWEST)["_forward_kernel"], order.tile_and_head.fn.__defaults__
+    with constants.forced("L2 share", 4):
+        assert order.tile_and_head.fn.__defaults__[0] == 4 << 20 and not kernel.device_caches
+    assert order.tile_and_head.fn.__defaults__ == before
+
+
+def test_table_shows_where_another_choice_is_faster():
+    shape = {"pass": "fwd", "batch": 1, "heads": 16, "seq_len": 1, "head_dim": 64, "causal": False, "dtype": "float16"}
+    times = [{"1": 30.0, "2": 20.0, "4": 25.0}, {"1": 40.0, "2": 20.0, "4": 20.0}]
+    cases = [{"decision": "splits", **shape, "own": 4, "us": us} for us in times]
+    table = constants_table({"machine_info": INFO, "cases": cases})
+    assert "On 2 workloads, the host's choice takes 1.118 times as long as the fastest choice, and at most 1.25 times." in table
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if "S=1" in line]
+    assert [row[1:] for row in rows] == [["4", "25.0", "2", "20.0", "1.25"]]
+    assert "three consumers" not in table  # not measured
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="there is a GPU")
+def test_measuring_without_a_gpu_says_what_it_needs(tmp_path):
+    run = programs.python("-m", "common.measure.constants", tmp_path / "x.json", TRITON_INTERPRET="1")
+    assert run.returncode == 1 and "needs a GPU" in run.stderr

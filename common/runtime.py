@@ -86,8 +86,9 @@ def num_sms() -> int:
 
 
 def l2_bytes() -> int:
-    """Return the bytes of the GPU's L2 cache; without a GPU, of an H100's."""
-    return torch.cuda.get_device_properties(0).L2_cache_size if torch.cuda.is_available() else 50 * 2**20
+    """Return the bytes of the L2 cache of GPU 0. If kernels are interpreted, or without a GPU, return an H100's."""
+    on_gpu = torch.cuda.is_available() and not INTERPRETED
+    return torch.cuda.get_device_properties(0).L2_cache_size if on_gpu else 50 * 2**20
 
 
 def architecture() -> int | str | None:

@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(items):
     places, seen = {name: place for place, name in enumerate(stages.names())}, collections.Counter()
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        name = params.get("stage", params.get("split"))
+        name = next((params[key] for key in ("stage", "split", "long_work", "speculating") if key in params), None)
         if not isinstance(name, str) or name in in_full():
             continue
         left_to_another = name in for_hopper and params.get("dtype") == torch.float32

@@ -309,7 +309,7 @@ def v7_backward(p: Problem) -> Steps:
 # have 64 rows each: in the forward from v14 on, in the backward from v15 on. CTAs take tiles from a counter: in the forward
 # from v24 on, in the backward from v37 on if D and Dv are at most 64. From v44 on, the backward has tiles for D = 256.
 
-SHARE_OF_L2 = 16 * 2**20  # the default of L2_SHARE in common.kernels.order, on an H100
+SHARE_OF_L2 = 16 * 2**20  # SHARE in common.kernels.order, on an H100
 ROWS = 64  # rows of a consumer: queries in the forward, keys in the backward
 NUM_SMS = GPUS["h200"].num_sms
 V34 = names_in("v34_planned_splits")  # its limits for short problems, and its function that plans splits
@@ -423,7 +423,7 @@ def v34_forward(
     few = p.seq_q * packed <= 128 or (not _wide(p) and squares <= V34["FEW_SQUARES"] * NUM_SMS)
     m, n = (128, 128) if few else (128 if _wide(p) else 256, 64)
     tiles = math.ceil(p.seq_q * packed / m) * (p.heads // packed)
-    if three and max(p.head_dim, p.value_dim) == 128 and not (few or p.causal):
+    if three and p.head_dim == p.value_dim == 128 and not (few or p.causal):
         longer = math.ceil(p.seq_q * packed / 192) * (p.heads // packed)
         if math.ceil(longer / NUM_SMS) * 192 <= 1.04 * math.ceil(tiles / NUM_SMS) * m:
             m, tiles = 192, longer

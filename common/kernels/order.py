@@ -12,15 +12,15 @@ def l2_share(cache: int) -> int:
     It is a third, because the next group's rows arrive while the last tiles of this group still run, and the other tensors pass
     through, too. It is rounded down to a power of two, which mostly divides the heads into equal groups.
     """
-    return 2 ** ((cache // 3).bit_length() - 1)
+    return 1 << (max(cache // 3, 1).bit_length() - 1)
 
 
-SHARE = l2_share(l2_bytes())
+SHARE = tl.constexpr(l2_share(l2_bytes()))
 
 
 @triton.jit
 def tile_and_head(
-    tiles, seq, ROW_BYTES: tl.constexpr, CAUSAL: tl.constexpr, L2_SHARE: tl.constexpr = SHARE, program=None, programs=None,
+    tiles, seq, ROW_BYTES: tl.constexpr, CAUSAL: tl.constexpr, L2_SHARE: tl.constexpr = None, program=None, programs=None,
 ):  # fmt: skip
     """Return this program's (tile, head).
 
@@ -32,7 +32,8 @@ def tile_and_head(
 
     With a causal mask, tiles take different times. If a slow tile starts last, the other SMs are idle at the end. So slow tiles
     start first: programs take tile 0 of each head in a group of heads, then tile 1 of each head, and so on. Tile 0 must take
-    the longest time. The rows of a group have at most L2_SHARE bytes, unless the group is one head.
+    the longest time. The rows of a group have at most L2_SHARE bytes (by default SHARE), unless the group is one
+    head.
 
     If g query heads share K and V, pass the number of keys divided by g as `seq`, because the L2 cache holds K and V once for g
     heads. A persistent CTA computes several tiles. For each tile, it passes the `program` and `programs` of a launch with one
@@ -44,7 +45,8 @@ def tile_and_head(
     if CAUSAL:
         heads = programs // tiles
         # A group has at most `heads` heads, so that group * tiles fits in int32.
-        group = tl.minimum(tl.maximum(L2_SHARE // ROW_BYTES // seq, 1), heads)
+        share: tl.constexpr = SHARE if L2_SHARE is None else L2_SHARE
+        group = tl.minimum(tl.maximum(share // ROW_BYTES // seq, 1), heads)
         first = program // (group * tiles) * group
         group = tl.minimum(group, heads - first)
         inside = program - first * tiles

@@ -13,11 +13,10 @@ import importlib
 import itertools
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import triton
+from triton.runtime.jit import JITCallable
 
 import stages
 from common.kernels import order, replay
@@ -83,7 +82,7 @@ DECISIONS = {
     ),
     "L2 share": Decision(
         "how many MB of the L2 cache a group of heads may take (`l2_share`)",
-        (4, 8, 16, 32, 64), lambda _: {}, lambda _: order.SHARE >> 20,
+        (4, 8, 16, 32, 64), lambda _: {}, lambda _: order.SHARE.value >> 20,
         _workloads((64, 128), (512, 1024, 2048, 4096, 16384), (True,)),
     ),
 }  # fmt: skip
@@ -107,20 +106,20 @@ def _set(owner: dict, **values):
 
 @contextlib.contextmanager
 def _with_share(megabytes: int):
-    """Enter a context in which kernels are compiled anew, for another share of the L2 cache."""
-    ordered, kernels = order.tile_and_head.fn, {id(m["_forward_kernel"]): m["_forward_kernel"] for m in _modules()}
-    before = ordered.__defaults__
-    with tempfile.TemporaryDirectory() as cache, triton.knobs.cache.scope():
-        triton.knobs.cache.dir = cache
-        ordered.__defaults__ = megabytes << 20, *before[1:]
+    """Enter a context in which kernels are compiled for another share of the L2 cache."""
+    functions = [value for names in (vars(order), *_modules()) for value in names.values() if isinstance(value, JITCallable)]
+
+    def forget():  # Triton reads global variables only when it computes a function's hash
+        for function in functions:
+            function.hash, function.used_global_vals = None, {}
+            getattr(function, "device_caches", {}).clear()
+
+    with _set(vars(order), SHARE=type(order.SHARE)(megabytes << 20)):
+        forget()
         try:
-            for kernel in kernels.values():
-                kernel.device_caches.clear()
             yield
         finally:
-            ordered.__defaults__ = before
-            for kernel in kernels.values():
-                kernel.device_caches.clear()
+            forget()
 
 
 @contextlib.contextmanager
@@ -171,7 +170,7 @@ def main(argv: list[str]):
         for workload in decision.workloads:
             cases.append(measure(key, workload, timer))
             print(f"{key}, {workload.label}: {cases[-1]['own']} of {cases[-1]['us']}", flush=True)
-    write_json(options.file, {"machine_info": machine.facts(), "cases": cases})
+        write_json(options.file, {"machine_info": machine.facts(), "cases": cases})  # so that an error loses little
 
 
 if __name__ == "__main__":

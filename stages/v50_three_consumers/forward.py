@@ -1,8 +1,7 @@
 """A forward with packed heads and split keys, in Gluon, for Hopper.
 
 MODE "guess" guesses the maximum, and MODE "again" computes the tiles that failed. MODE "running" keeps a running maximum.
-Change from v42: `forward_sample.py` tells before the first tile whether guesses would fail. Also, each launch lets the next
-launch start early.
+Change from v49: without a mask, a tile can have three consumers, with 16 first keys.
 """
 
 from typing import NamedTuple
@@ -395,7 +394,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     first_keys = FIRST_KEYS if keys > SHORT_ROW and not three else FIRST_KEYS // 2
 
     def launch(state, mode):
-        longer = mode == "again" and splits == 1 and not three  # longer tiles would change the keys of a split
+        longer = mode == "again" and splits == 1 and not three  # otherwise longer tiles would change a split's keys, or rows
         shape = TILES_AGAIN[max(head_dim, value_dim)] if longer else cut.shape
         _forward_kernel[programs,](
             describe_tile(queries, *held), describe_tile(k, shape.keys), describe_tile(v, shape.keys),

@@ -31,7 +31,7 @@ FEW_ROWS = TILES | dict.fromkeys((16, 32, 64), Shape(queries=128, keys=128, kv_s
 FEW_ROWS |= {128: Shape(queries=128, keys=128, kv_slots=2, q_slots=2, maxnreg=168)}
 # Without a mask, a shape of UNMASKED replaces one of TILES if the busiest CTA then gets at most MORE_ROWS times as many rows.
 UNMASKED = {128: Shape(queries=192, keys=64, kv_slots=3, q_slots=2, maxnreg=128)}
-MORE_ROWS = 1.04  # fitted to times on an H100
+MORE_ROWS = 1.04  # fitted to v29 with three consumers, on an H100
 FEW_SQUARES = 8  # FEW_ROWS replaces tiles of 256 rows if a CTA has at most this many squares of 128 x 128 scores
 # Failed tiles run again with a running maximum, for which longer key tiles are faster.
 TILES_AGAIN = TILES | {128: FEW_ROWS[128]}
@@ -96,7 +96,7 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, pro
     tiles = triton.cdiv(rows, shape.queries) * groups
     key_tiles = triton.cdiv(keys, shape.keys)
     splits = 1
-    if width in UNMASKED and not (causal or few):
+    if width in UNMASKED and head_dim == value_dim and not (causal or few):  # otherwise O would need buffers of its own
         busiest = triton.cdiv(tiles, programs) * shape.queries
         other = UNMASKED[width]
         other_tiles = triton.cdiv(rows, other.queries) * groups

@@ -4,6 +4,7 @@ A stand-in replaces the driver. Each test starts a new process, because pytest's
 """
 
 import programs
+import pytest
 
 PREPARE = """
 import sys, threading, time
@@ -174,6 +175,7 @@ assert "heads_per_kv" in constants and not constants & {"seq_q", "seq_k", "diago
 """)
 
 
+@pytest.mark.long
 def test_v30_to_v34_have_the_instructions_of_v29_where_tiles_fill_the_gpu():
     """If each tile has one query head and keys are not split, the forwards of v30 to v34 have v29's instructions."""
     run("""

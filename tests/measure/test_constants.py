@@ -4,7 +4,7 @@ import programs
 import pytest
 from cases import names_in
 
-from common.kernels import order, replay
+from common.kernels import replay
 from common.measure import constants
 from common.runtime import INTERPRETED
 from common.show.constants import constants_table
@@ -34,12 +34,24 @@ def test_the_host_decides_if_nothing_is_forced():
     assert plans == [cut] and cut.splits > 1
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
-def test_kernels_are_compiled_for_a_forced_share_of_the_l2_cache():
-    kernel, before = names_in(constants.NEWEST)["_forward_kernel"], order.tile_and_head.fn.__defaults__
-    with constants.forced("L2 share", 4):
-        assert order.tile_and_head.fn.__defaults__[0] == 4 << 20 and not kernel.device_caches
-    assert order.tile_and_head.fn.__defaults__ == before
+KEYS = """
+from common.kernels import order
+from common.measure import constants
+
+kernel = next(names["_forward_kernel"] for names in constants._modules() if "_forward_kernel" in names)
+keys = [kernel.cache_key]
+for share in (order.SHARE.value >> 20, 4):
+    with constants.forced("L2 share", share):
+        keys.append(kernel.cache_key)
+keys.append(kernel.cache_key)
+print(*map(keys.index, keys))
+"""
+
+
+def test_a_forced_share_of_the_l2_cache_compiles_the_kernel_anew():
+    """Only another share changes the key under which Triton keeps the compiled kernel."""
+    run = programs.python("-c", KEYS, TRITON_INTERPRET="0")
+    assert run.stdout.split() == ["0", "0", "2", "0"], run.stderr
 
 
 def test_table_shows_where_another_choice_is_faster():

@@ -68,22 +68,22 @@ SPECULATING = once([name for name in stages.names() if "MODE" in options_of(name
 SINKS = [0, 10, 15, 16, 45]  # for each head, the key that is the sink; short rows guess their maximum from the first 16 keys
 
 
-@pytest.mark.parametrize("name", SPECULATING)
+@pytest.mark.parametrize("speculating", SPECULATING)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("nats", [16, 120])
-def test_rows_before_a_sink_do_not_see_it(name, nats, dtype, monkeypatch):
+def test_rows_before_a_sink_do_not_see_it(speculating, nats, dtype, monkeypatch):
     """A causal row's guess ignores keys that the row does not see. Otherwise all P of the row would be too small, or 0."""
-    if reason := stages.unavailable(name):
-        pytest.skip(f"{name} {reason}")
-    stage = stages.load(name)
-    make_long(stage.__name__.removeprefix("stages."), monkeypatch)
+    if reason := stages.unavailable(speculating):
+        pytest.skip(f"{speculating} {reason}")
+    stage = stages.load(speculating)
+    make_long(speculating, monkeypatch)
     # With at most 128 rows, stages would keep a running maximum instead of a guess.
     heads = [with_key(key, nats, 1, 130, 64, dtype) for key in SINKS]
     q, k, v = (torch.cat(tensors, 1) for tensors in zip(*heads, strict=True))
     check(stage, q, k, v, True)
     if dtype == torch.bfloat16 and nats < 88:
         # Skip heads whose guess does not include the sink. Their P of the sink is rounded, so O and delta are less exact.
-        q, k, v = (tensor[:, : SINKS.index(16) if name in SAFE else 0] for tensor in (q, k, v))
+        q, k, v = (tensor[:, : SINKS.index(16) if speculating in SAFE else 0] for tensor in (q, k, v))
     if q.numel():
         check_both_passes(stage, q, k, v, torch.randn_like(v), causal=True)
 

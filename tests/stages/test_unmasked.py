@@ -5,44 +5,60 @@ import torch
 from cases import make_inputs, names_in, once, set_names
 
 import stages
+from common.kernels import replay
 from common.measure.reference import assert_correct, plain, truth
+from common.runtime import Device, interpreted_as
 
 UNMASKED = once([name for name in stages.names() if "UNMASKED" in names_in(name)], "forward")
 ROWS = 192  # query rows of a tile
 
 
-@pytest.fixture(params=UNMASKED)
+@pytest.fixture(params=[(name, 1) for name in UNMASKED], ids=str)
 def forward(request, monkeypatch):
-    """A stage's forward that takes the tiles of UNMASKED whenever there is no mask, and always guesses the maximum. It
-    asserts that it took them.
+    """A stage's forward that takes the tiles of UNMASKED and this number of splits whenever there is no mask, and always
+    guesses the maximum. It asserts that it took these tiles.
     """
-    if reason := stages.unavailable(request.param):
-        pytest.skip(f"{request.param} {reason}")
-    plan, plans = names_in(request.param)["plan"], []
+    name, splits = request.param
+    if reason := stages.unavailable(name):
+        pytest.skip(f"{name} {reason}")
+    plan, plans = names_in(name)["plan"], []
 
     def watched(*args):
         plans.append(plan(*args))
         return plans[-1]
 
-    shorts = dict.fromkeys(names_in(request.param)["SHORT"], 0)
-    set_names(monkeypatch, request.param, MORE_ROWS=2, FEW_SQUARES=0, SHORT=shorts, splits_of=lambda *_: 1, plan=watched)
+    shorts = dict.fromkeys(names_in(name)["SHORT"], 0)
+    set_names(
+        monkeypatch, name, MORE_ROWS=2, FEW_SQUARES=0, SHORT=shorts, splits_of=lambda *_: splits, plan=watched,
+    )  # fmt: skip
+    monkeypatch.setattr(replay, "is_watched", lambda: True)
 
     def checked(q, k, v):
         options = {"causal": False, "scale": q.shape[-1] ** -0.5, "diagonal": 0}
-        out, lse = stages.load(request.param).forward(q, k, v, **options)
-        assert [cut.shape.queries for cut in plans] == [ROWS]
+        with interpreted_as(Device(num_sms=100)):  # with fewer SMs than tiles, the host splits no keys
+            out, lse = stages.load(name).forward(q, k, v, **options)
+        assert [(cut.shape.queries, cut.splits) for cut in plans] == [(ROWS, splits)]
         assert_correct({"out": out, "lse": lse}, truth(q, k, v, **options), plain(q, k, v, **options))
 
     return checked
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("seq_q", "seq_k", "kv_heads", "value_dim"), [
-    (193, 300, 3, 128), (400, 129, 1, 128), (385, 64, 3, 64), (576, 1, 3, 128),
+@pytest.mark.parametrize(("seq_q", "seq_k", "kv_heads"), [
+    (193, 300, 3), (400, 129, 1), (385, 64, 3), (576, 1, 3),
 ])  # fmt: skip
-def test_results_are_right(seq_q, seq_k, kv_heads, value_dim, dtype, forward):
-    q, k, v, _ = make_inputs(seq_q, seq_k, 128, dtype, heads=3, kv_heads=kv_heads, value_dim=value_dim)
+@pytest.mark.parametrize("forward", [(name, splits) for name in UNMASKED for splits in (1, 2)], indirect=True, ids=str)
+def test_results_are_right(seq_q, seq_k, kv_heads, dtype, forward):
+    q, k, v, _ = make_inputs(seq_q, seq_k, 128, dtype, heads=3, kv_heads=kv_heads)
     forward(q, k, v)
+
+
+@pytest.mark.parametrize("name", UNMASKED)
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(128, 64), (64, 128), (128, 256)])
+def test_values_of_another_width_keep_two_consumers(head_dim, value_dim, name):
+    """O could not take Q's buffers, and shared memory has no room for more."""
+    cut = names_in(name)["plan"](4, 16, 16, 4096, 4096, 0, head_dim, value_dim, 132, False)
+    assert cut.shape.queries == 128
 
 
 @pytest.mark.parametrize("row", [0, 70, 191])  # a row of each consumer

@@ -103,7 +103,8 @@ def ladder(found: list[Run]) -> str:
     Args:
         found: the runs, from `common.show.results.runs`.
     """
-    headers = ["stage", "idea", "lines changed", "forward × parent", "% of fastest", "backward × parent", "% of fastest"]
+    of_passes = [f"{PASS_NAMES[pass_]} {gain}" for pass_ in CODE for gain in ("× parent", "% of fastest")]
+    headers = ["stage", "idea", "lines changed", *of_passes]
     align = ["left", "left"] + ["right"] * 5
     tables, used = [], []
     for dead in (False, True):

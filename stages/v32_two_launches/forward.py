@@ -327,7 +327,7 @@ TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, q_sl
     128: Shape(queries=128, keys=64, kv_slots=3, q_slots=2, maxnreg=168),
     256: Shape(queries=128, keys=64, kv_slots=2, q_slots=1, maxnreg=168),
 }
-# If a CTA has at most this many key tiles, a guess's extra launches take longer than a running maximum.
+# If a CTA has at most this many key tiles, a guess's extra launches take longer than a running maximum (fitted on an H200).
 SHORT = {16: 16, 32: 16, 64: 16, 128: 32, 256: 32}
 
 

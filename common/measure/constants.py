@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import triton.language as tl
 from triton.runtime.jit import JITCallable
 
 import stages
@@ -25,6 +26,7 @@ from common.measure.baselines import timed_call
 from common.measure.options import json_path, write_json
 from common.measure.timing import GpuTimer
 from common.measure.workloads import Workload, paper_shape
+from common.operator import HEAD_DIMS
 from common.runtime import DEVICE
 
 NEWEST = [name for name in stages.names() if not stages.is_dead_end(name)][-1]
@@ -40,10 +42,6 @@ class Decision:
     names: Callable[[int], dict]  # a choice -> global variables of the forward that force it
     own: Callable  # the forward's plan -> the host's own choice
     workloads: list[Workload]
-
-
-def _shorts(value: int) -> dict[int, int]:
-    return dict.fromkeys((16, 32, 64, 128, 256), value)
 
 
 def _workloads(head_dims, lengths, causal, batches=(None,)) -> list[Workload]:
@@ -67,7 +65,7 @@ DECISIONS = {
     ),
     "running": Decision(
         "whether to keep a running maximum instead of guessing it (`SHORT`)",
-        (0, 1), lambda choice: {"SHORT": _shorts(ALWAYS if choice else NEVER)}, lambda plan: int(plan.short),
+        (0, 1), lambda choice: {"SHORT": dict.fromkeys(HEAD_DIMS, ALWAYS if choice else NEVER)}, lambda plan: int(plan.short),
         _workloads((64, 128), (1024, 2048, 4096), (False, True), (1, 2, 4, 8)),
     ),
     "few rows": Decision(
@@ -82,16 +80,16 @@ DECISIONS = {
     ),
     "L2 share": Decision(
         "how many MB of the L2 cache a group of heads may take (`l2_share`)",
-        (4, 8, 16, 32, 64), lambda _: {}, lambda _: order.SHARE.value >> 20,
+        (4, 8, 16, 32, 64), lambda megabytes: {"SHARE": tl.constexpr(megabytes << 20)}, lambda _: order.SHARE.value >> 20,
         _workloads((64, 128), (512, 1024, 2048, 4096, 16384), (True,)),
     ),
 }  # fmt: skip
 
 
-def _modules() -> list[dict]:
-    """Return the global variables of each file of the newest stage's forward."""
+def _namespaces() -> list[dict]:
+    """Return the global variables of each file of the newest stage's forward, and of the order of tiles."""
     files = stages.files("forward", NEWEST)
-    return [vars(importlib.import_module(f"stages.{NEWEST}.{file.removesuffix('.py')}")) for file in files]
+    return [vars(order)] + [vars(importlib.import_module(f"stages.{NEWEST}.{file.removesuffix('.py')}")) for file in files]
 
 
 @contextlib.contextmanager
@@ -104,28 +102,17 @@ def _set(owner: dict, **values):
         owner.update(before)
 
 
-@contextlib.contextmanager
-def _with_share(megabytes: int):
-    """Enter a context in which kernels are compiled for another share of the L2 cache."""
-    functions = [value for names in (vars(order), *_modules()) for value in names.values() if isinstance(value, JITCallable)]
-
-    def forget():  # Triton reads global variables only when it computes a function's hash
-        for function in functions:
-            function.hash, function.used_global_vals = None, {}
-            getattr(function, "device_caches", {}).clear()
-
-    with _set(vars(order), SHARE=type(order.SHARE)(megabytes << 20)):
-        forget()
-        try:
-            yield
-        finally:
-            forget()
+def _forget():
+    """Make Triton read the global variables of all kernels anew, which it does when it computes a function's hash."""
+    for function in (value for names in _namespaces() for value in names.values() if isinstance(value, JITCallable)):
+        function.hash, function.used_global_vals = None, {}
+        getattr(function, "device_caches", {}).clear()
 
 
 @contextlib.contextmanager
 def forced(key: str, choice: int | None):
     """Enter a context in which the newest stage makes a choice. With None, the host decides. Yield the list of all plans."""
-    plan, plans = next(module["plan"] for module in _modules() if "plan" in module), []
+    plan, plans = next(names["plan"] for names in _namespaces() if "plan" in names), []
 
     def watched(*args):
         plans.append(plan(*args))
@@ -133,11 +120,13 @@ def forced(key: str, choice: int | None):
 
     values = {"plan": watched} | ({} if choice is None else DECISIONS[key].names(choice))
     with contextlib.ExitStack() as stack:
-        for module in _modules():
-            stack.enter_context(_set(module, **{name: value for name, value in values.items() if name in module}))
+        if "SHARE" in values:  # a constant of kernels
+            stack.callback(_forget)
+        for names in _namespaces():
+            stack.enter_context(_set(names, **{name: value for name, value in values.items() if name in names}))
         stack.enter_context(_set(vars(replay), is_watched=lambda: True))  # a replay would repeat an earlier choice
-        if key == "L2 share" and choice is not None:
-            stack.enter_context(_with_share(choice))
+        if "SHARE" in values:
+            _forget()
         yield plans
 
 
@@ -163,8 +152,10 @@ def main(argv: list[str]):
     parser = argparse.ArgumentParser(prog="python -m common.measure.constants", description=description)
     parser.add_argument("file", type=json_path, help="the JSON file to write")
     options = parser.parse_args(argv)
-    if DEVICE != "cuda" or (reason := stages.unavailable(NEWEST)):
-        raise SystemExit("measuring the constants needs a GPU, and there is none" if DEVICE != "cuda" else f"{NEWEST} {reason}")
+    if DEVICE != "cuda":
+        raise SystemExit("measuring the constants needs a GPU, and there is none")
+    if reason := stages.unavailable(NEWEST):
+        raise SystemExit(f"{NEWEST} {reason}")
     timer, cases = GpuTimer(), []
     for key, decision in DECISIONS.items():
         for workload in decision.workloads:

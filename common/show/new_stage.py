@@ -91,7 +91,7 @@ def checked(source: str, name: str) -> str:
 
 
 def free_number() -> str:
-    """Return the version of the next step: v49 if v49 is the last."""
+    """Return the version of the next step: v50 if v49 is the last."""
     return f"v{max(stages.position(name)[0] for name in stages.names()) + 1}"
 
 

@@ -85,9 +85,11 @@ def test_story_tells_of_every_stage():
         for pass_ in results.CODE:
             if not results.same_code(new, old, pass_):
                 assert story.speed_line(runs, old, new, pass_) in told
-    gains = [(new, results.gain(runs, new, old, "bwd", 128)) for old, new in steps() if not results.same_code(new, old, "bwd")]
-    new, (ratio, _) = [found for found in gains if found[1]][-1]  # the newest measured gain
-    assert f"×{ratio:.2f} (D=128)" in told.rpartition(f"{new} {story.idea(new)}")[2]
+    changed = [(new, old) for old, new in steps() if not results.same_code(new, old, "bwd")]
+    for head_dim in results.HEAD_DIMS:
+        gains = [(new, results.gain(runs, new, old, "bwd", head_dim)) for new, old in changed]
+        new, (ratio, _) = [found for found in gains if found[1]][-1]  # the newest measured gain
+        assert f"×{ratio:.2f} (D={head_dim})" in told.rpartition(f"{new} {story.idea(new)}")[2]
 
 
 def test_speed_names_its_run_or_says_that_there_is_none():

@@ -51,6 +51,10 @@ class GpuTimer:
         (seconds,), _ = self._rounds(lambda: torch.cuda._sleep(cycles), 1, 0.0)
         self._cycles_per_s = cycles / seconds
 
+    def clear_cache(self):
+        """Read so many bytes that the L2 cache no longer holds a call's inputs."""
+        self._cache_filler.sum()
+
     def _rounds(self, call: Callable, count: int, spin_s: float, warm_up: int = 0) -> tuple[list[float], bool]:
         """Run `warm_up` rounds, then time `count` rounds.
 
@@ -63,7 +67,7 @@ class GpuTimer:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             if spin_s:
                 torch.cuda._sleep(int(spin_s * self._cycles_per_s))
-            self._cache_filler.sum()
+            self.clear_cache()
             start.record()
             call()
             exposed += number >= 0 and start.query()

@@ -95,8 +95,8 @@ energy: needs-FILE $(SETUP)  ## measure the joules of a call on an NVIDIA GPU, i
 traffic: $(SETUP)  ## count the bytes and FLOPs of each stage, without a GPU; ARGS="…" goes to common.show.counts (ARGS=--help)
 	@$(PYTHON) -m common.show.counts $(addprefix --stage=,$(STAGE)) $(ARGS)$(piped)
 
-compare: $(SETUP)  ## show the last two saved runs side by side, per workload
-	@$(PYTHON) -m common.show.compare$(piped)
+compare: $(SETUP)  ## show the last two saved runs side by side, or A=… and B=…, such as a stage on two GPUs: STAGE=v49
+	@$(PYTHON) -m common.show.compare $(addprefix --stage=,$(STAGE)) $(A) $(B)$(piped)
 
 readme: $(SETUP)  ## rewrite the tables of the documents from results/
 	$(PYTHON) -m common.show.documents

@@ -1,17 +1,20 @@
-"""Compare the last two saved runs of the benchmark: their times or, without a GPU, their counts.
+"""Compare two saved runs of the benchmark: their times or, without a GPU, their counts.
 
-python -m common.show.compare
+python -m common.show.compare  # the last two runs
+python -m common.show.compare --stage v43 results/forward-d128-h100.json results/newest-d128-h200.json
 """
 
+import argparse
 import json
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
 from tabulate import tabulate
 
+import stages
 from common.measure import terminal
 from common.measure.workloads import Workload
 from common.show import results
@@ -36,11 +39,15 @@ class Run:
         return ", ".join([*facts, f"commit {short_commit(self.machine['commit'])}", self.machine["date"]])
 
 
-def load(path: Path) -> Run:
-    """Load a saved run; raise ValueError, KeyError or TypeError if the file is incomplete."""
+def load(path: Path, repeats: bool = False) -> Run:
+    """Load a saved run; raise ValueError, KeyError or TypeError if the file is incomplete.
+
+    Args:
+        repeats: whether to add the passes that the run skipped, because a stage's code equals its parent's code.
+    """
     records, machine = results.records_of(json.loads(path.read_text()))
     found = {}
-    for record in records:
+    for record in results.with_repeats(records) if repeats else records:
         found.setdefault(Workload.of(record).label, {})[record["impl"]] = record
     return Run(found, machine)
 
@@ -74,48 +81,81 @@ def _cells(record, on_gpu):
     return [f"{results.moved(record) / 1e6:.4g}", f"{record['flops_executed'] / 1e6:.4g}", peak]
 
 
-def table(old: Run, new: Run) -> str:
-    """Format a table for each workload that both runs have. Both runs must have used a GPU, or neither."""
-    on_gpu = new.machine["gpu"] is not None
+def _row(a: dict | None, b: dict | None, on_gpu: bool) -> list[str]:
+    """Return the cells of two records of one case, and how many times as fast B is."""
+    times = [record and record.get("ms" if on_gpu else "roofline_us") for record in (a, b)]
+    cells = chain(*zip(_cells(a, on_gpu), _cells(b, on_gpu), strict=True))
+    return [*cells, f"{times[0] / times[1]:.2f}" if all(times) else "-"]
+
+
+def tables(a: Run, b: Run, stage: str | None = None) -> str:
+    """Format a table for each workload that both runs have, or one table of a stage. Both runs must have used a GPU, or
+    neither."""
+    on_gpu = b.machine["gpu"] is not None
     names = ("ms ± IQR",) if on_gpu else COUNTED
-    headers = ["implementation", *(text for name in names for text in (name, "now")), "× as fast"]
-    time = "ms" if on_gpu else "roofline_us"
+    headers = [text for name in names for text in (f"A: {name}", f"B: {name}")] + ["B × as fast"]
+
+    def table(first, rows):
+        align = ["left"] + ["right"] * len(headers)
+        return tabulate(rows, [first, *headers], tablefmt="pipe", disable_numparse=True, colalign=align)
+
+    shared = [label for label in b.records if label in a.records]
+    if stage:
+        return table(stage, [[label, *_row(a.records[label][stage], b.records[label][stage], on_gpu)] for label in shared])
     parts = []
-    for label in new.records:
-        if label not in old.records:
-            continue
-        rows = []
-        for impl in sorted(old.records[label] | new.records[label], key=stage_order):
-            before, now = (run.records[label].get(impl) for run in (old, new))
-            times = [record and record.get(time) for record in (before, now)]
-            cells = chain(*zip(_cells(before, on_gpu), _cells(now, on_gpu), strict=True))
-            rows.append([impl, *cells, f"{times[0] / times[1]:.2f}" if all(times) else "-"])
-        align = ["left"] + ["right"] * (len(headers) - 1)
-        parts.append(f"{label}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True, colalign=align)}")
+    for label in shared:
+        impls = sorted(a.records[label] | b.records[label], key=stage_order)
+        rows = [[impl, *_row(a.records[label].get(impl), b.records[label].get(impl), on_gpu)] for impl in impls]
+        parts.append(f"{label}\n\n{table('implementation', rows)}")
     return "\n\n".join(parts)
 
 
-def main():
+def _given(path: str, repeats: bool) -> Run:
+    """Load a run that the command line names, as `load` does; raise SystemExit if it is missing or incomplete."""
+    try:
+        return load(Path(path), repeats)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f"{path} is no complete run of the benchmark: {error!r}") from None
+
+
+def main(argv: list[str]):
     """Run the command line; raise SystemExit with the reason if there is nothing to compare."""
     terminal.prepare()
-    runs = last_two(SAVED)
+    parser = argparse.ArgumentParser(
+        prog="python -m common.show.compare", description="Compare two saved runs of the benchmark."
+    )
+    parser.add_argument("files", nargs="*", metavar="FILE", help="two saved runs, A and B (default: the last two)")
+    parser.add_argument("--stage", metavar="V", help="compare one stage only, in one table")
+    options = parser.parse_args(argv)
+    if len(options.files) not in (0, 2):
+        parser.error(f"a comparison needs two files, not {len(options.files)}")
+    try:
+        stage = options.stage and stages.resolve(options.stage)
+    except ValueError as error:
+        parser.error(str(error))
+    runs = [_given(path, repeats=bool(stage)) for path in options.files] or last_two(SAVED)
     if len(runs) < 2:
         raise SystemExit(f"a comparison needs two saved runs, but {SAVED} has {len(runs)}; each `make bench` saves one")
-    old, new = runs
-    print(f"before: {old.origin}\nnow:    {new.origin}")
-    gpus = old.machine["gpu"], new.machine["gpu"]
+    a, b = runs
+    print(f"A: {a.origin}\nB: {b.origin}")
+    gpus = a.machine["gpu"], b.machine["gpu"]
     if None in gpus and gpus != (None, None):
-        raise SystemExit("the last two runs cannot be compared: one had a GPU and one had none")
+        raise SystemExit("the runs cannot be compared: one had a GPU and one had none")
     if gpus == (None, None):
         print(NO_TIMES)
     elif gpus[0] != gpus[1]:
         print("The runs are from different GPUs, so the code may not be the cause of a difference.")
-    if not (shared := old.records.keys() & new.records.keys()):
-        raise SystemExit("the last two runs have no workload in common")
-    if left_out := len(old.records | new.records) - len(shared):
+    if stage:
+        a, b = (
+            replace(run, records={label: {stage: impls[stage]} for label, impls in run.records.items() if stage in impls})
+            for run in runs
+        )
+    if not (shared := a.records.keys() & b.records.keys()):
+        raise SystemExit("the runs have no workload in common" + (f" for {stage}" if stage else ""))
+    if left_out := len(a.records | b.records) - len(shared):
         print(f"{left_out} workloads are left out, because only one of the runs has them.")
-    print(f"\n{table(old, new)}")
+    print(f"\n{tables(a, b, stage)}")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

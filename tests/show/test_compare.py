@@ -10,7 +10,7 @@ import programs
 import pytest
 
 from common.measure.workloads import Workload
-from common.show import compare
+from common.show import compare, results
 
 COUNTS = {
     "bytes_read": 3e6, "bytes_written": 1e6, "flops_executed": 2e6, "kernel_launches": 1, "peak_extra_mib": 1.0, "tiles": "",
@@ -25,7 +25,7 @@ def record(impl, seq_len=64, **values):
 def rows(out, impl=""):
     """Return the rows of the tables, or the rows of one implementation. A row is a list of cells."""
     found = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if line.startswith("| ")]
-    return [row for row in found if row[0] != "implementation" and impl in row[0]]
+    return [row for row in found if not row[1].startswith("A: ") and impl in row[0]]
 
 
 def timed(impl, ms, **values):
@@ -55,9 +55,9 @@ def test_times_of_a_gpu_are_compared_by_workload(saved, capsys):
     saved([timed("v0_a", 9.0), timed("v1_b", 9.0)], gpu="X")
     saved([timed("v1_b", 3.0), timed("sdpa", 1.0), timed("v0_a", 2.0, seq_len=32)], gpu="X")
     saved([timed("v1_b", 2.0), timed("sdpa", 1.0)], [record("v0_a", failure="OOM")], gpu="X")
-    compare.main()
+    compare.main([])
     out = capsys.readouterr().out
-    assert "before: X, torch 1, triton 2, commit c2" in out and "now:    X, torch 1, triton 2, commit c3" in out
+    assert "A: X, torch 1, triton 2, commit c2" in out and "B: X, torch 1, triton 2, commit c3" in out
     assert [row[0] for row in rows(out)] == ["sdpa", "v0_a", "v1_b"]
     assert rows(out, "v1_b") == [["v1_b", "3 ± 0.01", "2 ± 0.01", "1.50"]]
     assert rows(out, "v0_a") == [["v0_a", "-", "OOM", "-"]]
@@ -67,7 +67,7 @@ def test_times_of_a_gpu_are_compared_by_workload(saved, capsys):
 def test_without_a_gpu_counts_are_compared_and_no_times(saved, capsys):
     saved([timed("v0_a", 123.0, **COUNTS)])
     saved([timed("v0_a", 456.0, **COUNTS | {"bytes_read": 1e6, "roofline_us": 4.0})])
-    compare.main()
+    compare.main([])
     out = capsys.readouterr().out
     assert "the runs have counts and no times" in out and "123" not in out and "456" not in out
     assert rows(out, "v0_a") == [["v0_a", "4", "2", "2", "2", "8", "4", "2.00"]]
@@ -76,7 +76,7 @@ def test_without_a_gpu_counts_are_compared_and_no_times(saved, capsys):
 def test_a_count_without_a_time_at_peak_is_compared_too(saved, capsys):
     for _ in range(2):
         saved([record("v0_a", **COUNTS | {"roofline_us": None}), record("v1_b", **COUNTS)], [record("v2_c", failure="n/a")])
-    compare.main()
+    compare.main([])
     out = capsys.readouterr().out
     assert rows(out, "v0_a") == [["v0_a", "4", "4", "2", "2", "-", "-", "-"]]
     assert rows(out, "v2_c") == [["v2_c", "n/a", "n/a", "-", "-", "-", "-", "-"]]
@@ -87,7 +87,7 @@ def test_a_file_that_is_no_whole_run_is_named_and_left_out(saved, text, capsys):
     saved([timed("v0_a", 3.0)], gpu="X")
     broken = saved([], text=text)
     saved([timed("v0_a", 2.0)], gpu="X")
-    compare.main()
+    compare.main([])
     captured = capsys.readouterr()
     assert rows(captured.out) == [["v0_a", "3 ± 0.01", "2 ± 0.01", "1.50"]]
     assert broken.name in captured.err and "incomplete" in captured.err
@@ -98,7 +98,7 @@ def test_an_old_run_without_kv_heads_is_compared_too(saved, capsys):
     del old["kv_heads"], old["value_dim"], old["kv_len"]
     saved([old], gpu="X")
     saved([timed("v0_a", 2.0), timed("v0_a", 1.0, kv_heads=1), timed("v0_a", 1.0, value_dim=32)], gpu="X")
-    compare.main()
+    compare.main([])
     out = capsys.readouterr().out
     assert rows(out, "v0_a") == [["v0_a", "3 ± 0.01", "2 ± 0.01", "1.50"]]
     assert "2 workloads are left out, because only one of the runs has them." in out
@@ -107,7 +107,7 @@ def test_an_old_run_without_kv_heads_is_compared_too(saved, capsys):
 def test_different_gpus_are_reported(saved, capsys):
     saved([timed("v0_a", 3.0)], gpu="X")
     saved([timed("v0_a", 2.0)], gpu="Y")
-    compare.main()
+    compare.main([])
     assert "different GPUs" in capsys.readouterr().out
 
 
@@ -120,7 +120,36 @@ def test_runs_that_cannot_be_compared_are_an_error_of_one_line(saved, first, sec
     saved(**first)
     saved(**second)
     with pytest.raises(SystemExit, match=message):
-        compare.main()
+        compare.main([])
+
+
+def test_two_files_and_one_stage_make_one_table(saved, capsys):
+    files = [saved([timed("v1_online_softmax", ms), timed("sdpa", 1.0)], gpu=gpu) for gpu, ms in (("X", 3.0), ("Y", 2.0))]
+    saved([timed("v1_online_softmax", 9.0)], gpu="Z")
+    compare.main([*map(str, files), "--stage", "v1"])
+    out = capsys.readouterr().out
+    assert "A: X," in out and "B: Y," in out and "different GPUs" in out
+    assert rows(out) == [["fwd B=1 H=2 S=64 D=16 causal float16", "3 ± 0.01", "2 ± 0.01", "1.50"]]
+
+
+def test_a_pass_that_a_run_skipped_has_its_parents_times(capsys):
+    """The run of results/ skips v35's forward, because it is v34's."""
+    file = str(results.run_file("forward-d128"))
+    compare.main([file, file, "--stage", "v35"])
+    v35 = rows(capsys.readouterr().out)
+    compare.main([file, file, "--stage", "v34"])
+    assert v35 == rows(capsys.readouterr().out) and len(v35) == 6 and all(row[3] == "1.00" for row in v35)
+
+
+@pytest.mark.parametrize(("argv", "message"), [
+    (["a.json"], "a comparison needs two files, not 1"),
+    (["a.json", "b.json"], "a.json is no complete run of the benchmark: FileNotFoundError"),
+    (["--stage", "v999"], "no stage is called 'v999'"),
+])  # fmt: skip
+def test_wrong_arguments_are_an_error_of_one_line(argv, message, saved, capsys):
+    with pytest.raises(SystemExit) as error:
+        compare.main(argv)
+    assert message in f"{error.value}{capsys.readouterr().err}"
 
 
 def test_nothing_saved_is_an_error(tmp_path):

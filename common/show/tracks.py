@@ -27,7 +27,7 @@ class Track:
 TRACKS = {
     "decoding": Track(
         "Decoding", "fwd", ("decode-d64", "decode-d128"),
-        "one query, 1024 to 524288 keys, bfloat16", "one query", lambda work: work.seq_len == 1,
+        "one query, 1024 to 524288 keys, D = 64 and 128, bfloat16", "one query", lambda work: work.seq_len == 1,
     ),
     "short-rows": Track(
         "Short sequences", "bwd", ("short-rows",),
@@ -35,7 +35,7 @@ TRACKS = {
     ),
     "sinks": Track(
         "Attention sinks and wide scores", "fwd", ("sinks", "wide-scores"),
-        "4096 tokens, and scores with a sink or a standard deviation of 4 or more", "sinks and wide scores",
+        "4096 tokens, D = 64 and 128, and scores with a sink or a standard deviation of 4 or more", "sinks and wide scores",
         lambda work: work.sink > 0 or work.score_std >= 4,
     ),
     "wide": Track("D = 256", "bwd", ("wide",), "1024 to 16384 tokens, float16", "D = 256", lambda work: True),

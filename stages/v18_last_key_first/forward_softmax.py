@@ -52,14 +52,14 @@ def _accumulate(acc, s, q, ring, fill, tiles, problem, last, scale_log2, CAUSAL:
     p = gl.exp2(s * scale_log2 - m[:, None])
     l = gl.sum(p, 1)
     p = gl.convert_layout(p.to(ring.k.dtype), p_layout)
-    slot, phase = slot_and_phase(fill, STAGES)
+    slot, _ = slot_and_phase(fill, STAGES)
     acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
     acc = warpgroup_mma_wait(0, [acc])
     mbarrier.arrive(ring.empty.index(slot), count=1)
 
     for _ in range(1, tiles):
         fill += 1
-        slot, phase = slot_and_phase(fill, STAGES)
+        slot, _ = slot_and_phase(fill, STAGES)
         # NOTE: the softmax lies between the matmuls S and P V; in v19 the two matmuls of a step follow each other.
         s = warpgroup_mma_wait(0, [_scores(q, ring, fill)])  # [rows, BLOCK_N]
         m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)

@@ -53,7 +53,7 @@ def _accumulate(acc, s, q, ring, fill, tiles, problem, last, scale_log2, CONSUME
     acc_layout: gl.constexpr = acc.type.layout
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
     s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
-    slot, phase = slot_and_phase(fill, STAGES)
+    slot, _ = slot_and_phase(fill, STAGES)
     mbarrier.arrive(ring.empty.index(slot), count=1)
     # The first query tile starts `diagonal % ROWS` rows before query 0. So a consumer's last row sees a multiple of ROWS keys,
     # or all keys. Therefore only the last key tile needs a mask.
@@ -68,7 +68,7 @@ def _accumulate(acc, s, q, ring, fill, tiles, problem, last, scale_log2, CONSUME
     for _ in range(1, tiles):
         # Issue both matmuls at once, so that the tensor cores have work while other consumers compute their softmax.
         fill += 1
-        slot, phase = slot_and_phase(fill, STAGES)
+        slot, _ = slot_and_phase(fill, STAGES)
         s = _scores(q, ring, fill)
         acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
         if CONSUMERS == 2:

@@ -100,7 +100,7 @@ def _skip(ring, turns, fill, tiles, w: gl.constexpr):
     """Release the next `tiles` key tiles without reading them, and return the number of the key tile after them."""
     STAGES: gl.constexpr = ring.k.shape[0]
     for _ in range(tiles):
-        slot, phase = slot_and_phase(fill, STAGES)
+        slot, _ = slot_and_phase(fill, STAGES)
         _take_turn(turns, fill, w)  # keeps the consumers within one tile of each other
         mbarrier.arrive(ring.empty.index(slot), count=1)
         _hand_over(turns, w)

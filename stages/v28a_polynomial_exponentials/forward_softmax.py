@@ -83,7 +83,7 @@ def _accumulate(
     acc_layout: gl.constexpr = acc.type.layout
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
     s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
-    slot, phase = slot_and_phase(fill, STAGES)
+    slot, _ = slot_and_phase(fill, STAGES)
     mbarrier.arrive(ring.empty.index(slot), count=1)
     # The first query tile starts `diagonal % ROWS` rows before query 0. So a consumer's last row sees a multiple of ROWS keys,
     # or all keys. Therefore only the last key tile needs a mask.
@@ -96,7 +96,7 @@ def _accumulate(
         # The upper rows see few keys of the diagonal's tile, so m includes the next tile, too. Every MODE does this.
         first = 2
         fill += 1
-        slot, phase = slot_and_phase(fill, STAGES)
+        slot, _ = slot_and_phase(fill, STAGES)
         s_next = warpgroup_mma_wait(0, [_scores(q, ring, fill)])
         m = gl.maximum(m, gl.max(s_next, 1) * scale_log2)
         p = _exp2(s * scale_log2 - m[:, None])
@@ -115,7 +115,7 @@ def _accumulate(
     for _ in range(first, tiles):
         # Issue both matmuls at once, so that the tensor cores have work while other consumers compute their softmax.
         fill += 1
-        slot, phase = slot_and_phase(fill, STAGES)
+        slot, _ = slot_and_phase(fill, STAGES)
         s = _scores(q, ring, fill)
         acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
         if CONSUMERS == 2:

@@ -55,7 +55,7 @@ def _accumulate(
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
     start_n = (tile.split + (tiles - 1) * problem.splits) * BLOCK_N
     s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
-    slot, phase = slot_and_phase(fill, STAGES)
+    slot, _ = slot_and_phase(fill, STAGES)
     mbarrier.arrive(ring.empty.index(slot), count=1)
     # The first query tile starts before query 0 (`_rows_before`). So a consumer's last row sees a multiple of ROWS // PACKED
     # keys, or all keys. Therefore only the last key tile needs a mask.
@@ -68,7 +68,7 @@ def _accumulate(
         # NOTE: the guess misses attention sinks, which are among the first keys, so P may overflow; v39 includes these keys.
         first = 2
         fill += 1
-        slot, phase = slot_and_phase(fill, STAGES)
+        slot, _ = slot_and_phase(fill, STAGES)
         s_next = warpgroup_mma_wait(0, [_scores(q, ring, fill)])
         m = gl.maximum(m, gl.max(s_next, 1) * scale_log2)
         p = gl.exp2(s * scale_log2 - m[:, None])
@@ -87,7 +87,7 @@ def _accumulate(
     for _ in range(first, tiles):
         # Issue both matmuls at once, so that the tensor cores have work while other consumers compute their softmax.
         fill += 1
-        slot, phase = slot_and_phase(fill, STAGES)
+        slot, _ = slot_and_phase(fill, STAGES)
         s = _scores(q, ring, fill)
         acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
         if CONSUMERS == 2:

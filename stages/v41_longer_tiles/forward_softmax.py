@@ -70,7 +70,7 @@ def _accumulate(
         s_first = gl.zeros([ROWS, FIRST_KEYS], gl.float32, first_layout)
         s_first = warpgroup_mma(q, k_first.permute([1, 0]), s_first, use_acc=False, is_async=True)
         s, s_first = warpgroup_mma_wait(0, [s, s_first])
-    slot, phase = slot_and_phase(fill, STAGES)
+    slot, _ = slot_and_phase(fill, STAGES)
     mbarrier.arrive(ring.empty.index(slot), count=1)
     # The first query tile starts before query 0 (`_rows_before`). So a consumer's last row sees a multiple of ROWS // PACKED
     # keys, or all keys. Therefore only the last key tile needs a mask.
@@ -91,7 +91,7 @@ def _accumulate(
     for _ in range(1, tiles):
         # Issue both matmuls at once, so that the tensor cores have work while other consumers compute their softmax.
         fill += 1
-        slot, phase = slot_and_phase(fill, STAGES)
+        slot, _ = slot_and_phase(fill, STAGES)
         s = _scores(q, ring, fill)
         acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
         if CONSUMERS == 2:

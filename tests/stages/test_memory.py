@@ -119,7 +119,7 @@ def test_a_call_leaves_nothing_behind(stage):
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the order of programs can be chosen in the interpreter only")
-@pytest.mark.parametrize("dtype, kv_heads", zip(DTYPES, (2, 1, 2), strict=True))
+@pytest.mark.parametrize("dtype, kv_heads", list(zip(DTYPES, (2, 1, 2), strict=True)))
 def test_programs_in_reverse_order_give_the_same_bits(stage, dtype, kv_heads, unordered, monkeypatch):
     """Results do not depend on the order of programs. Otherwise two programs write to one address.
 

@@ -52,7 +52,7 @@ class GpuTimer:
         self._cycles_per_s = cycles / seconds
 
     def clear_cache(self):
-        """Read so many bytes that the L2 cache no longer holds a call's inputs."""
+        """Read `CACHE_BYTES` bytes, so that the L2 cache no longer holds a call's inputs."""
         self._cache_filler.sum()
 
     def _rounds(self, call: Callable, count: int, spin_s: float, warm_up: int = 0) -> tuple[list[float], bool]:

@@ -96,7 +96,7 @@ traffic: $(SETUP)  ## count the bytes and FLOPs of each stage, without a GPU; AR
 	@$(PYTHON) -m common.show.counts $(addprefix --stage=,$(STAGE)) $(ARGS)$(piped)
 
 compare: $(SETUP)  ## show the last two saved runs side by side, or A=… and B=…, such as a stage on two GPUs: STAGE=v49
-	@$(PYTHON) -m common.show.compare $(addprefix --stage=,$(STAGE)) $(A) $(B)$(piped)
+	@$(PYTHON) -m common.show.compare $(addprefix --stage=,$(STAGE)) $(if $(A),"$(A)") $(if $(B),"$(B)")$(piped)
 
 readme: $(SETUP)  ## rewrite the tables of the documents from results/
 	$(PYTHON) -m common.show.documents

@@ -121,9 +121,8 @@ def _given(path: str, repeats: bool) -> Run:
 def main(argv: list[str]):
     """Run the command line; raise SystemExit with the reason if there is nothing to compare."""
     terminal.prepare()
-    parser = argparse.ArgumentParser(
-        prog="python -m common.show.compare", description="Compare two saved runs of the benchmark."
-    )
+    description = "Compare two saved runs of the benchmark."
+    parser = argparse.ArgumentParser(prog="python -m common.show.compare", description=description)
     parser.add_argument("files", nargs="*", metavar="FILE", help="two saved runs, A and B (default: the last two)")
     parser.add_argument("--stage", metavar="V", help="compare one stage only, in one table")
     options = parser.parse_args(argv)

@@ -158,7 +158,7 @@ def _label_ends(axes, lines: dict[str, list[tuple]], names: list[str]):
 def _speed(found, names, pass_):
     """Plot the libraries, the stages of `STORY` and the newest measured stage. Each line has its name at its end."""
     stage_names = [name for name in names if stages.position(name)]
-    last = next(name for name in reversed(stage_names) if newest(found, pass_, 128, name))
+    last = next((name for name in reversed(stage_names) if newest(found, pass_, 128, name)), None)
     chosen = [name for name in names if name not in stage_names or stages.version(name) in STORY or name == last]
     figure, grid = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
     for axes, (head_dim, causal) in zip(grid.flat, [(64, False), (64, True), (128, False), (128, True)], strict=True):

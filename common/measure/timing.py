@@ -81,6 +81,7 @@ class GpuTimer:
 
         Launches are hidden if few rounds were exposed. Then the median includes no CPU time.
         """
+        call()  # may compile
         torch.cuda.synchronize()
         time.sleep(REST_S)
         (estimate,), _ = self._rounds(call, 1, 0.0)

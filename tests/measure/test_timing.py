@@ -102,7 +102,7 @@ def test_case_begins_on_a_gpu_that_has_rested(gpu):
     gpu.run(0.3, "the case before")
     timer.measure(call_taking(gpu, 50e-6, 2e-3))
     begin = gpu.log.index("the case before") + 1
-    assert gpu.log[begin : begin + 3] == ["wait", f"rest {timing.REST_S}", "spin"]
+    assert gpu.log[begin : begin + 4] == ["call", "wait", f"rest {timing.REST_S}", "spin"]
 
 
 def test_head_start_is_in_seconds_whatever_the_clock_of_the_gpu(gpu):
@@ -127,11 +127,24 @@ def test_launch_that_takes_longer_after_the_warm_up_is_hidden(gpu):
     def call():
         nonlocal rounds
         rounds += 1
-        gpu.cpu_s += 20e-6 if rounds <= 1 + timing.MOST_ROUNDS else 900e-6
+        gpu.cpu_s += 20e-6 if rounds <= 2 + timing.MOST_ROUNDS else 900e-6
         gpu.run(100e-6)
 
     times, hidden = timer.measure(call)
     assert times == pytest.approx([100e-6] * len(times)) and hidden
+
+
+def test_first_call_may_compile(gpu):
+    calls = 0
+
+    def call():
+        nonlocal calls
+        calls += 1
+        gpu.cpu_s += 2 if calls == 1 else 50e-6
+        gpu.run(1e-3)
+
+    times, hidden = timing.GpuTimer().measure(call)
+    assert times == pytest.approx([1e-3] * 100) and hidden
 
 
 def test_few_long_rounds_are_not_flagged_because_of_the_first(gpu):
@@ -243,22 +256,27 @@ def test_a_copy_is_as_fast_as_the_memory_of_some_gpu():
     assert 100 < timing.copy_gbps(timing.GpuTimer()) < 20_000
 
 
+DECODING = Workload("fwd", 8, 32, 1, 128, False, "float16", kv_heads=8, kv_len=2**17)
+FEW_HEADS = Workload("fwd", 1, 16, 4096, 128, False, "float16")
+
+
 @pytest.mark.alone
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-@pytest.mark.parametrize("impl", [*map(stages.resolve, ("v3", "v28")), stages.names()[-1], "sdpa-cudnn"])
-@pytest.mark.parametrize("batch, seq_len", [(4, 4096), (2, 8192)])
-def test_gpu_times_agree_with_triton_do_bench(impl, batch, seq_len, monkeypatch):
+@pytest.mark.parametrize(
+    ("impl", "workload"), [(stages.resolve("v1"), FEW_HEADS), (stages.names()[-1], DECODING), ("sdpa-flash", DECODING)]
+)
+def test_gpu_times_agree_with_triton_do_bench(impl, workload, monkeypatch):
     """The timer agrees with Triton's do_bench.
 
     Both timers let the GPU rest and warm up for the same time. Both clear the L2 cache with the same reads. The calls take
-    about a millisecond. For shorter calls, do_bench would include CPU time.
+    more than a millisecond. For shorter calls, do_bench would include CPU time. No call makes the GPU reach its power limit,
+    because then its clock, and so the time, depends on what the GPU did before.
     """
     from triton.runtime import driver
     from triton.testing import do_bench
 
     if impl in stages.names() and (reason := stages.unavailable(impl)):
         pytest.skip(f"{impl} {reason}")
-    workload = Workload("fwd", batch, 16, seq_len, 128, False, "float16")
     call = timed_call(impl, workload, workload.inputs())
     timer, ours, theirs = timing.GpuTimer(), [], []
     monkeypatch.setattr(type(driver.active), "clear_cache", lambda self, cache: timer.clear_cache())
@@ -268,9 +286,9 @@ def test_gpu_times_agree_with_triton_do_bench(impl, batch, seq_len, monkeypatch)
         ours += times
         time.sleep(timing.REST_S)
         theirs += do_bench(call, warmup=1e3 * timing.WARM_UP_S, return_mode="all")
-    assert statistics.median(ours) >= 5e-4
-    print(f"{impl} S={seq_len}: {1e3 * statistics.median(ours):.4f} ms, do_bench {statistics.median(theirs):.4f} ms")
-    assert statistics.median(ours) == pytest.approx(1e-3 * statistics.median(theirs), rel=0.03)
+    assert statistics.median(ours) >= 1e-3
+    print(f"{impl}: {1e3 * statistics.median(ours):.4f} ms, do_bench {statistics.median(theirs):.4f} ms")
+    assert statistics.median(ours) == pytest.approx(1e-3 * statistics.median(theirs), rel=0.01)
 
 
 @pytest.mark.alone

@@ -480,11 +480,9 @@ def _in_parts(
         yield read, written, p.flops(steps * ROWS * n, 1, 1)
     else:
         counted = jobs * INT if splits == 1 or gives_up else 0
-        first_keys = looks = 0  # numbers of first keys in a guess, and of flags that tiles read
+        first_keys = V43["FIRST_KEYS"] if first else 0  # number of first keys in a guess
+        looks = 0  # number of flags that tiles read
         lately = V43["LATELY"].value
-        if first:
-            seen_keys = min(p.seq_q, p.seq_k) if p.causal else p.seq_k
-            first_keys = V43["FIRST_KEYS"] // (2 if seen_keys <= V43["SHORT_ROW"] or m == 192 else 1)
         if gives_up:
             looks = jobs * lately if samples else sum(min(max(job + 1 - lately, 0), lately) for job in range(jobs))
         read += p.heads // packed * splits * math.ceil(rows / m) * m // ROWS * min(first_keys, p.seq_k) * p.row_of_q

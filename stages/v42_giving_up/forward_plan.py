@@ -32,8 +32,7 @@ FEW_ROWS |= {128: Shape(queries=128, keys=128, kv_slots=2, q_slots=2, maxnreg=16
 FEW_SQUARES = 8  # a CTA with at most this many squares of 128 x 128 scores takes FEW_ROWS, not 256 rows (fitted on an H200)
 # Failed tiles run again with a running maximum, for which longer key tiles are faster.
 TILES_AGAIN = TILES | {128: FEW_ROWS[128]}
-FIRST_KEYS = 32  # number of first keys in a row's guess; half as many for short rows
-SHORT_ROW = 512  # rows with at most this many keys are short; the matmul with the first keys slows them most
+FIRST_KEYS = 16  # number of first keys in a row's guess
 # If a CTA has at most this many key tiles, a guess's extra launches take longer than a running maximum (fitted on an H200).
 SHORT = {16: 16, 32: 16, 64: 16, 128: 32, 256: 32}
 # Constants of `splits_of`, fitted to times on an H200 (common/measure/constants.py measures more). `splits_of` counts time in

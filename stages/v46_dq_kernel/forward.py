@@ -31,7 +31,7 @@ from common.runtime import num_sms
 from stages.v7_one_backward.forward import forward as forward_of_v7
 
 from .forward_merge import _merge_kernel
-from .forward_plan import FIRST_KEYS, SHORT_ROW, TILES_AGAIN, plan
+from .forward_plan import FIRST_KEYS, TILES_AGAIN, plan
 from .forward_sample import HEADROOM, OVERFLOW, _sample_kernel
 from .forward_scheduler import (
     LATELY,
@@ -383,14 +383,13 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     parts = None, lse
     if splits > 1:
         parts = lse.new_empty(splits, lse.numel(), value_dim), lse.new_empty(splits, lse.numel())
-    first_keys = FIRST_KEYS if keys > SHORT_ROW else FIRST_KEYS // 2
 
     def launch(state, mode):
         longer = mode == "again" and splits == 1  # longer tiles would change the keys of a split
         shape = TILES_AGAIN[max(head_dim, value_dim)] if longer else cut.shape
         _forward_kernel[programs,](
             describe_tile(queries, *held), describe_tile(k, shape.keys), describe_tile(v, shape.keys),
-            describe_tile(k, first_keys), describe_tile(outputs, *held), out_ptr, *parts, state, scale,
+            describe_tile(k, FIRST_KEYS), describe_tile(outputs, *held), out_ptr, *parts, state, scale,
             batch * heads // packed, heads // packed, per_kv // packed, seq_q * packed, seq_k, diagonal, splits,
             BLOCK_M=shape.queries, BLOCK_N=shape.keys, STAGES=shape.kv_slots, Q_STAGES=shape.q_slots, MODE=mode, CAUSAL=causal,
             num_warps=4, maxnreg=shape.maxnreg, launch_pdl=mode != "running",
@@ -401,7 +400,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     else:
         state = lse.new_empty(2 + LATELY.value + tiles * splits, dtype=torch.int32)  # see `State`
         _sample_kernel[min(LATELY.value, num_sms()),](
-            describe_tile(queries, *held), describe_tile(k, cut.shape.keys), describe_tile(k, first_keys), state,
+            describe_tile(queries, *held), describe_tile(k, cut.shape.keys), describe_tile(k, FIRST_KEYS), state,
             scale, OVERFLOW[q.dtype] - HEADROOM,
             batch * heads // packed, heads // packed, per_kv // packed, seq_q * packed, seq_k, diagonal, splits,
             BLOCK_M=cut.shape.queries, PACKED=packed, CAUSAL=causal, num_warps=4,

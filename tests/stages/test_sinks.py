@@ -65,7 +65,7 @@ def with_key(key, nats, heads, seq_len, head_dim, dtype):
 
 
 SPECULATING = once([name for name in stages.names() if "MODE" in options_of(name)], "forward")
-SINKS = [0, 10, 15, 16, 45]  # for each head, the key that is the sink; short rows guess their maximum from the first 16 keys
+SINKS = [0, 10, 15, 16, 45]  # for each head, the key that is the sink; rows guess their maximum from the first 16 keys
 
 
 @pytest.mark.parametrize("speculating", SPECULATING)
@@ -90,8 +90,7 @@ def test_rows_before_a_sink_do_not_see_it(speculating, nats, dtype, monkeypatch)
 
 @pytest.mark.parametrize(("dtype", "nats"), [(torch.float16, 40), (torch.bfloat16, 60)], ids=str)
 def test_sinks_around_the_last_of_the_first_keys_of_long_rows(long_work, nats, dtype):
-    """In rows of more than 512 keys, the guess includes the first 32 keys."""
-    heads = [with_key(key, nats, 1, 600, 16, dtype) for key in (16, 31, 32)]
+    heads = [with_key(key, nats, 1, 600, 16, dtype) for key in (15, 16)]
     check(long_work, *(torch.cat(tensors, 1) for tensors in zip(*heads, strict=True)), True)
 
 

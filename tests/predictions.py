@@ -413,8 +413,8 @@ def v34_forward(
 ) -> Steps:  # fmt: skip
     """Yield the launches of a forward from v33 on.
 
-    Without `planned` (v33), there are as many splits as fill the SMs. With `three` (v50), tiles without a mask have 192 rows at
-    D = 128, unless the busiest SM then computes over 4 % more rows.
+    Without `planned` (v33), there are as many splits as fill the SMs. With `three` (v49b), tiles without a mask have 192 rows
+    at D = 128, unless the busiest SM then computes over 4 % more rows.
     """
     per_kv = p.heads // p.kv_heads
     packed = per_kv if 64 % per_kv == 0 else 1  # query heads in a tile
@@ -534,7 +534,7 @@ def v43_forward(p: Problem) -> Steps:
     yield from v34_forward(p, first=True, gives_up=True, samples=True)
 
 
-def v50_forward(p: Problem) -> Steps:
+def v49b_forward(p: Problem) -> Steps:
     yield from v34_forward(p, first=True, gives_up=True, samples=True, three=True)
 
 
@@ -722,7 +722,7 @@ PREDICTIONS = {
     "v48": (v43_forward, v48_backward),
     "v49": (v43_forward, v48_backward),
     "v49a": (v43_forward, v48_backward),
-    "v50": (v50_forward, v48_backward),
+    "v49b": (v49b_forward, v48_backward),
 }
 
 

@@ -73,11 +73,6 @@ DECISIONS = {
         (0, 1), lambda choice: {"FEW_SQUARES": ALWAYS if choice else NEVER}, lambda plan: int(plan.shape.queries == 128),
         _workloads((64,), (256, 512, 1024, 2048), (False, True), (1, 2, 4)),
     ),
-    "three consumers": Decision(
-        "whether a tile has three consumers, D = 128 without a mask (`MORE_ROWS`)",
-        (0, 1), lambda choice: {"MORE_ROWS": ALWAYS if choice else NEVER}, lambda plan: int(plan.shape.queries == 192),
-        _workloads((128,), (512, 1024, 1536, 2048, 3072, 4096, 8192, 16384), (False,)),
-    ),
     "L2 share": Decision(
         "how many MB of the L2 cache a group of heads may take (`l2_share`)",
         (4, 8, 16, 32, 64), lambda megabytes: {"SHARE": tl.constexpr(megabytes << 20)}, lambda _: order.SHARE.value >> 20,

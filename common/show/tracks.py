@@ -39,11 +39,6 @@ TRACKS = {
         lambda work: work.sink > 0 or work.score_std >= 4,
     ),
     "wide": Track("D = 256", "bwd", ("wide",), "1024 to 16384 tokens, float16", "D = 256", lambda work: True),
-    "long": Track(
-        "Long sequences", "fwd", ("forward-d128",),
-        "4096 and 16384 tokens without a mask, float16, D = 128", "S ≥ 4096 without a mask, D = 128",
-        lambda work: work.seq_len >= 4096 and not work.causal,
-    ),
 }  # fmt: skip
 
 

@@ -29,7 +29,7 @@ UNUSUAL = {
     "v48_dq_roles": {"seq_len": 512, "head_dim": 256},
     "v49_wide_overlap": {"seq_len": 512, "head_dim": 256},
     "v49a_sums_from_registers": {"head_dim": 128},
-    "v50_three_consumers": {"seq_len": 1152, "head_dim": 128, "causal": False},
+    "v49b_three_consumers": {"seq_len": 1152, "head_dim": 128, "causal": False},
 }
 LEAST = 1 / 300  # an access is drawn at least this wide, as a share of the picture's width
 WORDS = {  # lane -> the words of its tooltip

@@ -11,10 +11,9 @@ from common.show.constants import constants_table
 
 INFO = {"gpu": "X", "torch": "1", "triton": "2", "commit": "abc", "date": "2026-01-02"}
 PLANS = {  # decision -> arguments of `plan` for which the host has this decision
-    "splits": (1, 16, 16, 1, 65536, 0, 64, 64, 132, False),
-    "running": (4, 16, 16, 4096, 4096, 0, 128, 128, 132, False),
-    "few rows": (1, 32, 32, 1024, 1024, 0, 64, 64, 132, False),
-    "three consumers": (4, 16, 16, 4096, 4096, 0, 128, 128, 132, False),
+    "splits": (1, 16, 16, 1, 65536, 0, 64, 64, 132),
+    "running": (4, 16, 16, 4096, 4096, 0, 128, 128, 132),
+    "few rows": (1, 32, 32, 1024, 1024, 0, 64, 64, 132),
 }
 
 
@@ -62,7 +61,7 @@ def test_table_shows_where_another_choice_is_faster():
     assert "On 2 workloads, the host's choice takes 1.118 times as long as the fastest choice, and at most 1.25 times." in table
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if "S=1" in line]
     assert [row[1:] for row in rows] == [["4", "25.0", "2", "20.0", "1.25"]]
-    assert "three consumers" not in table  # not measured
+    assert "few rows" not in table  # not measured
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="there is a GPU")

@@ -1,4 +1,4 @@
-"""Without a mask, a tile has three consumers at D = 128."""
+"""A dead end: without a mask, a tile has three consumers at D = 128."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention
@@ -7,7 +7,6 @@ from .backward import backward
 from .forward import forward
 
 __all__ = ["SPILLED_BYTES", "UNORDERED", "attention", "backward", "forward", "unavailable"]
-TRACK = "long"  # common/show/tracks.py says what a track is
 
 # Spilled bytes per thread. dK, dV, S and dP leave few registers in a backward consumer. Most spills happen once per tile, at
 # most a few in each step without a mask.

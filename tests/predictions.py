@@ -665,6 +665,21 @@ def v48_backward(p: Problem) -> Steps:
     yield from v46_backward(p, rows=ROWS)
 
 
+def v50_backward(p: Problem) -> Steps:
+    if max(p.head_dim, p.value_dim) == 256:
+        yield from v48_backward(p)
+        return
+    m = 64 if _wide(p) else 128
+    tiles_m = math.ceil(p.seq_q / m)
+    sums = p.heads * tiles_m * m * p.head_dim * FLOAT  # dQ in float32, padded to whole tiles
+    steps = p.heads * sum(tiles_m - tile for tile in _first_tiles(p, m))
+    (read, written), (main_read, main_written, flops), finish = v48_backward(p)
+    yield read, written - sums + p.heads * tiles_m * INT  # the tickets = 0, instead of the sums
+    tickets = (steps + p.heads * tiles_m) * INT  # each step takes a ticket, and each query tile's first part is announced
+    yield main_read + tickets, main_written + tickets, flops
+    yield finish
+
+
 # If a stage is missing here, its test is skipped.
 PREDICTIONS = {
     "v0": (v0_forward, v0_backward),
@@ -723,6 +738,7 @@ PREDICTIONS = {
     "v49": (v43_forward, v48_backward),
     "v49a": (v43_forward, v48_backward),
     "v49b": (v49b_forward, v48_backward),
+    "v50": (v43_forward, v50_backward),
 }
 
 

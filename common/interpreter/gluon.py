@@ -31,7 +31,7 @@ from triton.runtime.jit import JITCallable
 
 from . import shared
 from .asynchronous import Descriptor, Load, Matmul, Store, matmul_wait, store_wait, traffic
-from .schedule import MARK, Program, begin, next_seed, now, outermost_frame
+from .schedule import MARK, Program, Waiting, begin, next_seed, now, outermost_frame
 from .shared import Barriers, Buffer, Memory
 from .values import Pointer, Register, Scalar, computed, in_torch, operand, promoted, tensor, value
 
@@ -225,10 +225,16 @@ def _add_up(pointer, added, mask=None):
 
 
 @means(gl.atomic_add)
-def _atomic_add(pointer, added, mask=None):
+def _atomic_add(pointer, added, mask=None, sem=None):
     before = _load(pointer, mask)
     _add_up(pointer, added, mask)
     return before
+
+
+def wait_in_memory(pointer, least):
+    """Wait until an element of global memory is at least `least`."""
+    offsets, _ = pointer.at(None)
+    now().switch(Waiting(lambda: bool((pointer.elements[offsets] >= int(least)).all()), lambda: "a flag in global memory"))
 
 
 def add_in_memory(pointer, added):

@@ -12,8 +12,8 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from common.interpreter.asynchronous import Store
-from common.interpreter.gluon import add_in_memory, means
+from common.interpreter.asynchronous import Store, store_wait
+from common.interpreter.gluon import add_in_memory, means, wait_in_memory
 from common.kernels.descriptors import located
 from common.operator import Unavailable
 from common.runtime import architecture
@@ -81,6 +81,42 @@ def async_reduce_add(tensor_desc, coord, src, _semantic=None):
 @means(async_reduce_add)
 def _interpreted(tensor_desc, coord, src):
     Store(tensor_desc, coord, src, adds=True)
+
+
+@builtin
+def stored_wait(_semantic=None):
+    """Wait until the stores and additions that this warp has issued have arrived in memory.
+
+    `tma.store_wait` waits only until TMA has read the tiles in shared memory.
+    """
+    zero = gl.to_tensor(0, _semantic=_semantic)
+    asm = "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.b32 $0, $1;"
+    gl.inline_asm_elementwise(asm, "=r,r", [zero], gl.int32, is_pure=False, pack=1, _semantic=_semantic)
+
+
+means(stored_wait)(lambda: store_wait(0))
+
+
+@builtin
+def fence_async_global(_semantic=None):
+    """Let TMA's later accesses to global memory see what this thread sees. (`fence_async_shared` is for shared memory.)"""
+    zero = gl.to_tensor(0, _semantic=_semantic)
+    asm = "fence.proxy.async.global; mov.b32 $0, $1;"
+    gl.inline_asm_elementwise(asm, "=r,r", [zero], gl.int32, is_pure=False, pack=1, _semantic=_semantic)
+
+
+means(fence_async_global)(lambda: None)
+
+
+@gluon.jit
+def flag_wait(ptr, least):
+    """Wait until the int32 in global memory at `ptr` is at least `least`. Then what other programs wrote before is visible."""
+    flag = gl.to_tensor(0)
+    while flag < least:
+        flag = gl.atomic_add(ptr, 0, sem="acquire")
+
+
+means(flag_wait)(wait_in_memory)
 
 
 @gluon.jit

@@ -25,6 +25,7 @@ STATEMENT = re.compile(
     r"\s+(mbarrier\.(?!wait\(turns\.)(wait|arrive|expect)\(|fence_async_shared\(|tma\.store_wait\("
     r"|(\w+, )*\w+ = warpgroup_mma_wait\(\d, \[[\w, ]+\]\))"
 )
+IN_MEMORY = re.compile(r"\s+(stored_wait|flag_wait)\(")  # waits for other programs, for which the interpreter finds no races
 # (queries, keys, D, Dv, causal, heads, K/V heads, scale · sqrt(D)). Each problem runs code that the other problems
 # do not run. With the large scale of the last problem, P overflows float16 in stages that guess the maximum.
 PROBLEMS = [
@@ -54,14 +55,14 @@ def lines_of_changed_functions(name, file):
     return found
 
 
-def statements():
+def statements(pattern=STATEMENT):
     """Yield each statement that a test deletes, as (stage, pass, file, index of its line)."""
     for name, pass_ in itertools.product(stages.names(), ("forward", "backward")):
         found = [
             (file, index)
             for file, text in sources(name, pass_).items()
             for index, line in enumerate(text.splitlines())
-            if STATEMENT.match(line)
+            if pattern.match(line)
         ]
         changed = {place for place in found if place[1] in lines_of_changed_functions(name, place[0])}
         kept = sorted(changed)[::EVERY]
@@ -93,6 +94,23 @@ def test_deleting_a_barrier_raises_an_error(name, pass_, file, index, tmp_path):
                 run(function, pass_, stage, problem)
             except InterpreterError as error:
                 assert f"{tmp_path.name}/{pass_}" in str(error) and "GLUON_SEED" in str(error), error
+                return
+    pytest.fail("nothing is missed")
+
+
+@pytest.mark.parametrize("name, pass_, file, index", list(statements(IN_MEMORY)))
+def test_deleting_a_wait_for_another_program_changes_a_result(name, pass_, file, index, tmp_path):
+    lines = stages.source(name, file).splitlines()
+    lines[index] = re.match(r"\s*", lines[index])[0] + "pass"
+    with stages.changed(name, {file: "\n".join(lines)}, tmp_path) as package:
+        changed, stage = getattr(importlib.import_module(f"{package}.{pass_}"), pass_), stages.load(name)
+        for seed, problem in itertools.product(SEEDS, PROBLEMS):
+            results = []
+            for function in (getattr(stage, pass_), changed):
+                schedule.restart_seeds(seed)
+                torch.manual_seed(0)
+                results.append(run(function, pass_, stage, problem))
+            if not all(torch.allclose(a, b, rtol=0.1, atol=0.1) for a, b in zip(*results, strict=True)):
                 return
     pytest.fail("nothing is missed")
 

@@ -203,8 +203,9 @@ def test_roles_share_the_registers_of_their_kernel(report):
         config = dict(setting.split("=") for setting in row["config"].split())
         names, registers = zip(*row["roles"], strict=True)
         assert set(names) <= functions.keys(), row
-        # Each partition takes the registers of at least four warps, even if it has one warp.
-        assert 4 * sum(registers) <= row["registers"] * int(config["num_warps"]), row
+        # Partitions of one warp ask for 24 registers. All of them together take the registers of four warps.
+        wide = sum(number for number in registers if number > 24)
+        assert 4 * (wide + 24) <= row["registers"] * int(config["num_warps"]), row
         assert any("STAGES" in name for name in config) and "num_stages" not in config, row
 
 

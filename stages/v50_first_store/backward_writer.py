@@ -1,0 +1,76 @@
+"""The dQ writer: a warp that stores or adds dQ to its accumulator (FlashAttention-3, arXiv 2407.08608, appendix B).
+
+The first CTA at a query tile stores its part of dQ. Later CTAs add theirs.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from common.kernels.hopper import async_reduce_add, fence_async_global, flag_wait, slot_and_phase, stored_wait
+
+from .backward_scheduler import _next, _query_tile, _tile
+
+STORED = gl.constexpr(2**30)  # added to a query tile's number of tickets when its first part of dQ is in memory
+
+
+class DqParts(NamedTuple):
+    """A step's dQ in shared memory, in parts."""
+
+    dq: gl.shared_memory_descriptor  # [PARTS, ...], in register order
+    full: gl.shared_memory_descriptor  # a barrier for each part: the part has been written
+    empty: gl.shared_memory_descriptor  # a barrier for each part: TMA has read the part
+
+
+@gluon.jit
+def _is_first(tickets_ptr, row):
+    """Take a ticket for query tile `row`, and return whether it is the tile's first. If not, wait until the first part is in
+    memory."""
+    before = gl.atomic_add(tickets_ptr + row, 1, sem="acquire")
+    if before > 0:
+        if before < STORED:
+            flag_wait(tickets_ptr + row, STORED)
+        fence_async_global()
+    return before == 0
+
+
+@gluon.jit
+def _dq_writer(
+    tensors, tickets_ptr, kv, ds_ring, dq_parts, next_tiles, problem, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr
+):  # fmt: skip
+    """Run on one warp: let TMA store dQ's parts in dQ's accumulator, or add them if another CTA was first at the query tile.
+
+    CTAs cannot wait for each other in a circle, because a CTA takes a ticket only after it has stored all of its earlier parts.
+    """
+    BLOCK_M: gl.constexpr = ds_ring.ds.shape[2]
+    HEAD_DIM: gl.constexpr = kv.k.shape[4]
+    VALUE_DIM: gl.constexpr = kv.v.shape[4]
+    PARTS: gl.constexpr = dq_parts.dq.shape[0]
+    SUM_ROWS: gl.constexpr = tensors.sums.block_shape[0]
+    fill = 0
+    turn = 0
+    number = gl.program_id(0)
+    while number < problem.tiles:
+        tile = _tile(number, problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
+        for step in range(tile.steps):
+            _, _, row = _query_tile(step, tile)
+            is_first = _is_first(tickets_ptr, row)
+            _, phase = slot_and_phase(fill + step, 1)
+            for part in gl.static_range(PARTS):
+                mbarrier.wait(dq_parts.full.index(part), phase)
+                where = [(row * PARTS + part) * SUM_ROWS, 0]
+                if is_first:
+                    tma.async_copy_shared_to_global(tensors.sums, where, dq_parts.dq.index(part))
+                else:
+                    async_reduce_add(tensors.sums, where, dq_parts.dq.index(part))
+            for part in gl.static_range(PARTS):
+                tma.store_wait(PARTS - 1 - part)
+                mbarrier.arrive(dq_parts.empty.index(part), count=1)
+            if is_first:
+                stored_wait()
+                gl.atomic_add(tickets_ptr + row, STORED, sem="release")
+        fill += tile.steps
+        number = _next(next_tiles, turn, problem.tiles, PERSISTENT, WARPS=1)
+        turn += 1

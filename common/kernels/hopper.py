@@ -110,7 +110,8 @@ means(fence_async_global)(lambda: None)
 
 @gluon.jit
 def flag_wait(ptr, least):
-    """Wait until the int32 in global memory at `ptr` is at least `least`. Then what other programs wrote before is visible."""
+    """Wait until the int32 in global memory at `ptr` is at least `least`. Then what other programs wrote before is visible; to
+    TMA only after `fence_async_global`."""
     flag = gl.to_tensor(0)
     while flag < least:
         flag = gl.atomic_add(ptr, 0, sem="acquire")

@@ -115,7 +115,7 @@ def traffic_of_step(name: str) -> str:
     if not rows:
         return f"{spoken(name)}'s bytes and FLOPs are the same as {spoken(parent)}'s."
     link = "[bytes and FLOPs](../../docs/measuring.md#counted-traffic)"
-    caption = f"The table shows one head's {link}, S = {COUNTED_AT}."
+    caption = f"One head's {link}, S = {COUNTED_AT}."
     caption += f" Bold cells differ from {spoken(parent)}'s." if parent else ""
     return f"{caption}\n\n{_step_table(rows, list(columns))}"
 
@@ -193,11 +193,11 @@ def gain_table(name: str) -> str:
     ]
     key = stages.track(name)
     of_track = key and gain(key, name, parent)
-    old, new = spoken(parent), spoken(name)
+    old = spoken(parent)
     of = "[model](../../docs/measuring.md#the-model-of-an-sm)" if _is_modelled(name) else "roofline"
     measured = f", then measured ({where})" if where else ""
     caption = [
-        f"The table shows {new}'s speed over {old}'s: predicted by the {of}{measured}.",
+        f"Speed over {old}: predicted by the {of}{measured}.",
         f"Not measured against {old} yet: {'; '.join(missing)}." if missing else "",
         f"On the track's workload ({TRACKS[key].at}), it gains ×{of_track:.2f}." if of_track else "",
     ]

@@ -106,7 +106,7 @@ def _compute_dq(ds_ring, dq_parts, kv, fill, kv_slot):
     zeros = gl.zeros([64, COLUMNS], gl.float32, layout)
     slot, phase = slot_and_phase(fill, ds_ring.full.shape[0])
     mbarrier.wait(ds_ring.full.index(slot), phase)  # dS was computed after K arrived
-    _, phase = slot_and_phase(fill, 1)
+    _, dq_phase = slot_and_phase(fill, 1)
     for part in gl.static_range(PARTS):
         dq = zeros
         for w in gl.static_range(CONSUMERS):
@@ -120,7 +120,7 @@ def _compute_dq(ds_ring, dq_parts, kv, fill, kv_slot):
         # Elements are stored in the order of the registers: four of one thread, then four of the next. This order has no
         # bank conflicts.
         dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5])
-        mbarrier.wait(dq_parts.empty.index(part), phase ^ 1)
+        mbarrier.wait(dq_parts.empty.index(part), dq_phase ^ 1)
         dq_parts.dq.index(part).store(dq.reshape([dq_parts.dq.shape[1], dq_parts.dq.shape[2]]))
         fence_async_shared()
         mbarrier.arrive(dq_parts.full.index(part), count=1)
@@ -339,7 +339,7 @@ def _backward_kernel(
     dq_full, dq_empty = new_ring(PARTS, 1, 1)
     tile_full = new_barriers(3, 1)  # no empty barriers: all warps have read a tile's number when the next tile's dK is ready
 
-    tensors = Tensors(q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, counter_ptr)
+    tensors = Tensors(q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, tickets_ptr, counter_ptr)
     problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles, scale)
     ring = Ring(q_s, do_s, stats_s, q_full, do_full, q_do_empty)
     ds_ring = DsRing(ds_s, ds_full, ds_empty)
@@ -352,7 +352,7 @@ def _backward_kernel(
             (_consumer, (kv, ring, ds_ring, next_tiles, problem, 1, PERSISTENT, CAUSAL)),
             (_dq_consumer, (kv, ds_ring, dq_parts, next_tiles, problem, PERSISTENT, CAUSAL)),
             (_producer, (tensors, kv, ring, next_tiles, problem, PERSISTENT, CAUSAL)),
-            (_dq_writer, (tensors, tickets_ptr, kv, ds_ring, dq_parts, next_tiles, problem, PERSISTENT, CAUSAL)),
+            (_dq_writer, (tensors, dq_parts, next_tiles, problem, PERSISTENT, CAUSAL)),
         ],
         [4, 4, 1, 1],
         [216, 64, 24, 24],
@@ -381,7 +381,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     persistent = max(head_dim, value_dim) < 128  # not at D = 128, where a second K and V would not fit in shared memory
     programs = min(tiles, num_sms()) if persistent else tiles
     counter = lse.new_empty(1, dtype=torch.int32) if persistent else None  # tiles taken so far, except each CTA's first tile
-    tickets = None if wide else lse.new_empty(tiles_m, dtype=torch.int32)  # number of tickets taken for each query tile
+    tickets = None if wide else lse.new_empty(tiles_m, dtype=torch.int32)  # for each query tile; see `_is_first`
     stats = lse.new_empty(tiles_m * 2, block_m)
     sums = None if wide else lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)
     _prepare_kernel[tiles_m,](

@@ -13,7 +13,7 @@ from common.kernels.hopper import ROWS, slot_and_phase
 from common.kernels.order import tile_and_head
 
 CONSUMERS = gl.constexpr(2)
-APART = gl.constexpr(32)  # without a mask, CTAs of a head are fewer steps apart than this, so that they share L2 cache lines
+APART = gl.constexpr(32)  # without a mask, CTAs of a head start fewer steps apart than this, to share tiles in the L2 cache
 
 
 class Tensors(NamedTuple):
@@ -27,6 +27,7 @@ class Tensors(NamedTuple):
     sums: tma.tensor_descriptor | None  # dQ's accumulator; None at D = 256
     dk: tma.tensor_descriptor
     dv: tma.tensor_descriptor
+    tickets: gl.tensor | None  # for each query tile: the number of tickets taken, and 2**30 (see `_dq_writer`); None at D = 256
     counter: gl.tensor | None  # tiles taken so far, except each CTA's first tile
 
 
@@ -103,8 +104,8 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
     turning = tiles
     if CAUSAL:
         turning = gl.where((heads_per_kv > 1) & (number // problem.at_once % 2 == 0), masked, tiles)
-    # With a causal mask, each CTA of a head starts at a query tile of its own, and is the first there. Without a mask, `entry`
-    # lets CTAs start apart. At D = 256, where no CTA has to be first, they take the same tiles at the same time.
+    # CTAs at the same query tile wait for the first of them. A causal mask keeps most of them apart, because each starts at its
+    # diagonal. Without a mask, `entry` does. At D = 256, where no CTA waits, they take the same tiles at the same time.
     entry = 0
     if not CAUSAL and BLOCK_N > ROWS:
         entry = start_n // BLOCK_M % APART % (tiles * heads_per_kv)

@@ -219,7 +219,7 @@ def _wide_dkv_kernel(
     do_full, do_empty = new_ring(STAGES, 1, CONSUMERS)
     p_full = new_barriers(STAGES, 1)  # no empty barriers: a slot's old P has been read before its next Q arrives
 
-    tensors = Tensors(q_desc, k_desc, v_desc, do_desc, stats_desc, None, dk_desc, dv_desc, None)
+    tensors = Tensors(q_desc, k_desc, v_desc, do_desc, stats_desc, None, dk_desc, dv_desc, None, None)
     problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles, scale)
     kv = KeyTile(k_s, v_s, k_full, v_full)
     ring = StepRing(q_s, do_s, stats_s, q_full, q_empty, do_full, do_empty)

@@ -1,6 +1,6 @@
-"""The dQ writer: a warp that stores or adds dQ to its accumulator (FlashAttention-3, arXiv 2407.08608, appendix B).
+"""The dQ writer: a warp that moves dQ to its accumulator in memory (FlashAttention-3, arXiv 2407.08608, appendix B).
 
-The first CTA at a query tile stores its part of dQ. Later CTAs add theirs.
+The first CTA at a query tile stores its contribution. Later CTAs add theirs.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from common.kernels.hopper import async_reduce_add, fence_async_global, flag_wai
 
 from .backward_scheduler import _next, _query_tile, _tile
 
-STORED = gl.constexpr(2**30)  # added to a query tile's number of tickets when its first part of dQ is in memory
+STORED = gl.constexpr(2**30)  # added to a query tile's number of tickets when its first contribution is in memory
 
 
 class DqParts(NamedTuple):
@@ -26,8 +26,8 @@ class DqParts(NamedTuple):
 
 @gluon.jit
 def _is_first(tickets_ptr, row):
-    """Take a ticket for query tile `row`, and return whether it is the tile's first. If not, wait until the first part is in
-    memory."""
+    """Take a ticket for query tile `row`, and return whether it is the tile's first. If not, wait until the first contribution
+    is in memory."""
     before = gl.atomic_add(tickets_ptr + row, 1, sem="acquire")
     if before > 0:
         if before < STORED:
@@ -37,17 +37,16 @@ def _is_first(tickets_ptr, row):
 
 
 @gluon.jit
-def _dq_writer(
-    tensors, tickets_ptr, kv, ds_ring, dq_parts, next_tiles, problem, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr
-):  # fmt: skip
-    """Run on one warp: let TMA store dQ's parts in dQ's accumulator, or add them if another CTA was first at the query tile.
+def _dq_writer(tensors, dq_parts, next_tiles, problem, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr):
+    """Run on one warp: let TMA store each step's dQ in the accumulator, or add it if another CTA was first at the query tile.
 
-    CTAs cannot wait for each other in a circle, because a CTA takes a ticket only after it has stored all of its earlier parts.
+    A CTA takes its next ticket only after its own store is in memory. So a CTA that others wait for waits for no CTA.
     """
-    BLOCK_M: gl.constexpr = ds_ring.ds.shape[2]
-    HEAD_DIM: gl.constexpr = kv.k.shape[4]
-    VALUE_DIM: gl.constexpr = kv.v.shape[4]
+    BLOCK_M: gl.constexpr = tensors.q.block_shape[2]
+    HEAD_DIM: gl.constexpr = tensors.q.block_shape[3]
+    VALUE_DIM: gl.constexpr = tensors.v.block_shape[3]
     PARTS: gl.constexpr = dq_parts.dq.shape[0]
+    gl.static_assert(PARTS > 1 or not PERSISTENT)  # so this warp is at most a tile behind: `next_tiles` has slots for that
     SUM_ROWS: gl.constexpr = tensors.sums.block_shape[0]
     fill = 0
     turn = 0
@@ -56,7 +55,7 @@ def _dq_writer(
         tile = _tile(number, problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
         for step in range(tile.steps):
             _, _, row = _query_tile(step, tile)
-            is_first = _is_first(tickets_ptr, row)
+            is_first = _is_first(tensors.tickets, row)
             _, phase = slot_and_phase(fill + step, 1)
             for part in gl.static_range(PARTS):
                 mbarrier.wait(dq_parts.full.index(part), phase)
@@ -70,7 +69,7 @@ def _dq_writer(
                 mbarrier.arrive(dq_parts.empty.index(part), count=1)
             if is_first:
                 stored_wait()
-                gl.atomic_add(tickets_ptr + row, STORED, sem="release")
+                gl.atomic_add(tensors.tickets + row, STORED, sem="release")
         fill += tile.steps
         number = _next(next_tiles, turn, problem.tiles, PERSISTENT, WARPS=1)
         turn += 1

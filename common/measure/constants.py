@@ -23,7 +23,7 @@ import stages
 from common.kernels import order, replay
 from common.measure import machine, terminal
 from common.measure.baselines import timed_call
-from common.measure.options import json_path, write_json
+from common.measure.options import json_path, list_of, one_of, write_json
 from common.measure.timing import GpuTimer
 from common.measure.workloads import Workload, paper_shape
 from common.operator import HEAD_DIMS
@@ -66,7 +66,7 @@ DECISIONS = {
     "running": Decision(
         "whether to keep a running maximum instead of guessing it (`SHORT`)",
         (0, 1), lambda choice: {"SHORT": dict.fromkeys(HEAD_DIMS, ALWAYS if choice else NEVER)}, lambda plan: int(plan.short),
-        _workloads((64, 128), (1024, 2048, 4096), (False, True), (1, 2, 4, 8)),
+        _workloads((64, 128), (512, 1024, 2048, 4096), (False, True), (1, 4, None)),
     ),
     "few rows": Decision(
         "whether to take the tiles of `FEW_ROWS` up to D = 64 (`FEW_SQUARES`)",
@@ -146,14 +146,19 @@ def main(argv: list[str]):
     description = "Measure the constants by which the newest stage's forward divides its work."
     parser = argparse.ArgumentParser(prog="python -m common.measure.constants", description=description)
     parser.add_argument("file", type=json_path, help="the JSON file to write")
+    names = {key.replace(" ", "-"): key for key in DECISIONS}
+    parser.add_argument(
+        "--decision", type=list_of(one_of(names)), default=list(DECISIONS), metavar="LIST",
+        help=f"{', '.join(names)} (default: all)",
+    )  # fmt: skip
     options = parser.parse_args(argv)
     if DEVICE != "cuda":
         raise SystemExit("measuring the constants needs a GPU, and there is none")
     if reason := stages.unavailable(NEWEST):
         raise SystemExit(f"{NEWEST} {reason}")
     timer, cases = GpuTimer(), []
-    for key, decision in DECISIONS.items():
-        for workload in decision.workloads:
+    for key in options.decision:
+        for workload in DECISIONS[key].workloads:
             cases.append(measure(key, workload, timer))
             print(f"{key}, {workload.label}: {cases[-1]['own']} of {cases[-1]['us']}", flush=True)
         write_json(options.file, {"machine_info": machine.facts(), "cases": cases})  # so that an error loses little

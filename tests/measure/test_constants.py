@@ -68,3 +68,8 @@ def test_table_shows_where_another_choice_is_faster():
 def test_measuring_without_a_gpu_says_what_it_needs(tmp_path):
     run = programs.python("-m", "common.measure.constants", tmp_path / "x.json", TRITON_INTERPRET="1")
     assert run.returncode == 1 and "needs a GPU" in run.stderr
+
+
+def test_an_unknown_decision_is_an_error(tmp_path):
+    run = programs.python("-m", "common.measure.constants", tmp_path / "x.json", "--decision=running,runing")
+    assert run.returncode == 2 and "'runing' is not one of splits, running, few-rows, L2-share" in run.stderr

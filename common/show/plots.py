@@ -1,5 +1,5 @@
-"""Draw the plots of plots/: the speed of all stages, speed and memory against sequence length, the gain of each step, and
-the speed of decoding and of several GPUs."""
+"""Draw the plots of plots/: the speed of all stages, speed and memory against sequence length, and the speed of decoding and
+of several GPUs."""
 
 import itertools
 import textwrap
@@ -15,11 +15,9 @@ import stages  # noqa: E402
 from common.measure.footprint import MIB_IN_MB  # noqa: E402
 from common.show.decoding import kv_gbps  # noqa: E402
 from common.show.results import (  # noqa: E402
-    COLUMNS,
     HEAD_DIMS,
     PLOTS,
     Run,
-    gain,
     implementations,
     load_run,
     newest,
@@ -28,7 +26,6 @@ from common.show.results import (  # noqa: E402
     rate,
     run_file,
     runs,
-    same_code,
     sources,
     spoken,
 )
@@ -43,10 +40,6 @@ PEER_STYLES = (
     {"color": "#009E73", "linestyle": (0, (6, 1, 1, 1, 1, 1)), "marker": "D"},
 )
 STAGE_MARKERS = "osv^DPX*<>pHdh8"
-BARS = (  # the style of each pass and head dimension, in the order of COLUMNS
-    {"color": "#9ecae1"}, {"color": "#2171b5"},
-    {"color": "#fdbe85", "hatch": "///"}, {"color": "#d94801", "hatch": "///"},
-)  # fmt: skip
 RUN_COLORS = ("#f4a582", "#fdbe85", "#d94801")  # colors of bars, by run number
 DECODING = run_file("decode-d128")
 DECODED = ((1, 16, 16), (8, 32, 8))  # batch size, heads and K/V heads of each panel in decoding.png
@@ -198,46 +191,6 @@ def _mark_tracks(axes, names):
         axes.text(places[0] - 0.4, 0.99, "tracks: other workloads", transform=top, va="top", fontsize=8, color="0.4")
 
 
-def _gain(found, names):
-    """Plot each stage's speed divided by its parent's speed. A pass with the parent's code has no bar."""
-    figure, grid = plt.subplots(2, 1, figsize=(12, 7), layout="constrained", sharex=True, sharey=True)
-    steps = [(stages.parent(name), name) for name in names if stages.position(name) and stages.parent(name)]
-    width = 0.84 / len(HEAD_DIMS)
-    for index, (pass_, head_dim) in enumerate(COLUMNS):
-        axes, side = grid[index // len(HEAD_DIMS)], index % len(HEAD_DIMS) - (len(HEAD_DIMS) - 1) / 2
-        gains = {}
-        for place, (old, new) in enumerate(steps):
-            if same_code(new, old, pass_):
-                axes.text(place, 1.03, "same\ncode", ha="center", va="bottom", fontsize=7, color="0.5")
-            elif measured := gain(found, new, old, pass_, head_dim):
-                gains[place + side * width] = measured[0]
-            else:
-                note = f"not beside\n{spoken(old)}"
-                axes.text(place + side * width, 1.03, note, ha="center", va="bottom", fontsize=6, color="0.5", rotation=90)
-        label = f"{PASS_NAMES[pass_]}, D={head_dim}"
-        heights = [ratio - 1 for ratio in gains.values()]
-        axes.bar(gains.keys(), heights, width * 0.92, bottom=1, label=label, edgecolor="white", linewidth=0, **BARS[index])
-        _mark_tracks(axes, [new for _, new in steps])
-        for x, ratio in gains.items():
-            above = ratio >= 1
-            axes.text(
-                x, ratio * (1.03 if above else 0.97), f"{ratio:.2f}", ha="center", va="bottom" if above else "top", fontsize=7
-            )
-    for axes in grid:
-        axes.axhline(1, color="0.3", linewidth=0.8)
-        axes.grid(axis="y", alpha=0.25)
-    grid[0].set_yscale("log")
-    low, high = grid[0].get_ylim()
-    grid[0].set_ylim(low / 1.25, high * 1.25)
-    grid[0].set_yticks([0.5, 1, 2, 5, 10], ["×0.5", "×1", "×2", "×5", "×10"])
-    grid[0].minorticks_off()
-    labels = [new.replace("_", " ") for _, new in steps]
-    grid[1].set_xticks(range(len(steps)), labels, fontsize=9, rotation=25, ha="right", rotation_mode="anchor")
-    grid[0].set_title("times as fast as the parent stage", fontsize=10)
-    _legend(figure, len(COLUMNS))
-    return figure
-
-
 def _runs_of_bars(found, names):
     """Return the runs from which `_evolution` takes the bars, newest first."""
     of_stages = itertools.product(filter(stages.position, names), ("fwd", "bwd"))
@@ -342,7 +295,7 @@ def draw_scaling(name: str, run: dict, directory: Path):
 
 
 def draw(found: list[Run], directory: Path):
-    """Write evolution.png, speed-forward.png, speed-backward.png, gain.png and memory.png, without dead ends.
+    """Write evolution.png, speed-forward.png, speed-backward.png and memory.png, without dead ends.
 
     Args:
         found: the runs, from `common.show.results.runs`.
@@ -356,7 +309,6 @@ def draw(found: list[Run], directory: Path):
         "evolution": _evolution(of_bars, names),
         "speed-forward": _speed(found, names, "fwd"),
         "speed-backward": _speed(found, names, "bwd"),
-        "gain": _gain(found, names),
         "memory": _memory(found, names),
     }
     last = [spoken(name) for name in names if name in implementations(found[0].records) and stages.position(name)]

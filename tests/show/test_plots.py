@@ -23,7 +23,7 @@ def drawn(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plots.plt, "close", figures.append)
         plots.draw_all(directory)
-    names = ["evolution", "speed-forward", "speed-backward", "gain", "memory", "decoding"]
+    names = ["evolution", "speed-forward", "speed-backward", "memory", "decoding"]
     names += [path.stem for path in ring_files() if Scaling(load_ring(path)).is_drawn()]
     yield dict(zip(names, figures, strict=True)), directory
     plots.plt.close("all")
@@ -61,7 +61,7 @@ def test_no_two_implementations_look_the_same():
     assert len(looks) == len(names), "without colors"
 
 
-@pytest.mark.parametrize("name", ["evolution", "gain", "memory"])
+@pytest.mark.parametrize("name", ["evolution", "memory"])
 def test_a_figure_has_one_legend_of_all_that_it_draws(drawn, name):
     figure = drawn[0][name]
     (legend,) = figure.legends
@@ -69,7 +69,6 @@ def test_a_figure_has_one_legend_of_all_that_it_draws(drawn, name):
     shown = [text.get_text() for text in legend.get_texts()]
     stages_of_line = [results.spoken(other) for other in main_line() if stages.position(other)]
     peers = [results.spoken(other) for other in main_line() if not stages.position(other)]
-    bars = [f"{pass_}, D={head_dim}" for pass_ in ("forward", "backward") for head_dim in (64, 128)]
     runs = results.runs()
     if name == "evolution":  # sorted, because matplotlib chooses the order
         rates = [(other, results.rate(runs, other, pass_, 128)) for other in main_line() for pass_ in ("fwd", "bwd")]
@@ -79,7 +78,7 @@ def test_a_figure_has_one_legend_of_all_that_it_draws(drawn, name):
         libraries = {results.spoken(other) for other, key in keys if key in of_stages} & {*peers}
         assert sorted(shown) == sorted(["stages", *libraries])
         return
-    assert sorted(shown) == sorted({"gain": bars}.get(name, peers + stages_of_line))
+    assert sorted(shown) == sorted(peers + stages_of_line)
 
 
 @pytest.mark.parametrize("name", ["speed-forward", "speed-backward"])
@@ -161,18 +160,3 @@ def test_evolution_numbers_the_runs_of_its_bars(tmp_path, monkeypatch):
     assert sorted(legend) == ["FlashAttention-3, run [1]", "cuDNN, run [2]", "stages, run [1]", "stages, run [2]"]
     title = figures[0].get_suptitle()
     assert "[1] " in title and "[2] " in title and "[3]" not in title
-
-
-def test_gains_are_over_the_parent_or_say_that_they_are_not_measured(monkeypatch):
-    """A plot shows a gain over the parent only if one run has both stages. Here no run has v1 and its parent v0."""
-    monkeypatch.setattr(stages, "parent", lambda name: None if name == "v0_a" else "v0_a")
-    monkeypatch.setattr(plots, "same_code", lambda new, old, pass_: (new, pass_) == ("v2_c", "bwd"))
-    runs = [
-        run_of("new", "2026-01-02", records("v0_a", 6.0), records("v2_c", 2.0)),
-        run_of("old", "2026-01-01", records("v1_b", 1.0)),
-    ]
-    figure = plots._gain(runs, ["v0_a", "v1_b", "v2_c"])
-    forward, backward = ([text.get_text() for text in axes.texts] for axes in figure.axes)
-    assert forward == ["not beside\nv0", "3.00"] * 2
-    assert backward == ["not beside\nv0", "same\ncode"] * 2
-    plots.plt.close(figure)

@@ -95,16 +95,17 @@ def in_short(group: list[str], names: list[str]) -> str:
     )  # fmt: skip
 
 
-def _lines(axes, records: list[dict], names: list[str], value: str, unit: float = 1.0) -> dict[str, list[tuple]]:
-    """Plot `value` · `unit` against sequence length: a line for each implementation. Return the points."""
-    lines = {}
-    for name in names:
-        points = sorted((r["seq_len"], r[value] * unit) for r in records if r["impl"] == name and "failure" not in r)
-        if points:
-            axes.plot(*zip(*points, strict=True), markersize=5, linewidth=1.5, label=spoken(name), **style(name, names))
-            lines[name] = points
-    _length_axis(axes, {record["seq_len"] for record in records}, "sequence length")
-    return lines
+def _points(records: list[dict], names: list[str], value: str, unit: float = 1.0) -> dict[str, list[tuple]]:
+    """Return each implementation's points: sequence length and `value` · `unit`."""
+    lines = {
+        name: sorted((r["seq_len"], r[value] * unit) for r in records if r["impl"] == name and "failure" not in r)
+        for name in names
+    }
+    return {name: points for name, points in lines.items() if points}
+
+
+def _draw_line(axes, points: list[tuple], label: str, look: dict):
+    axes.plot(*zip(*points, strict=True), markersize=5, linewidth=1.5, label=label, **look)
 
 
 def _length_axis(axes, lengths: set[int], label: str):
@@ -157,7 +158,10 @@ def _speed(found, names, pass_):
     for axes, (head_dim, causal) in zip(grid.flat, [(64, False), (64, True), (128, False), (128, True)], strict=True):
         axes.set_title(f"{PASS_NAMES[pass_]}, D={head_dim}, {'causal' if causal else 'full'}", fontsize=10)
         axes.set_ylabel("TFLOP/s")
-        lines = _lines(axes, _selected(found, chosen, pass_, head_dim, causal), chosen, "tflops")
+        lines = _points(_selected(found, chosen, pass_, head_dim, causal), chosen, "tflops")
+        for name, points in lines.items():
+            _draw_line(axes, points, spoken(name), style(name, chosen))
+        _length_axis(axes, {length for points in lines.values() for length, _ in points}, "sequence length")
         axes.set_ylim(0)
         axes.spines[["top", "right"]].set_visible(False)
         _label_ends(axes, lines, chosen)
@@ -165,20 +169,19 @@ def _speed(found, names, pass_):
 
 
 def _memory(found, names):
-    figure, grid = plt.subplots(1, 2, figsize=(10, 5), layout="constrained")
+    """Plot one line for all implementations that allocate the same memory. Each panel has a legend of its own."""
+    figure, grid = plt.subplots(1, 2, figsize=(11, 5), layout="constrained", sharey=True)
     for axes, pass_ in zip(grid, ("fwd", "bwd"), strict=True):
         axes.set_title(f"{PASS_NAMES[pass_]}, D=128, causal", fontsize=10)
-        axes.set_ylabel("peak extra memory (MB)")
-        axes.set_yscale("log")
-        lines = _lines(axes, _selected(found, names, pass_, 128, True), names, "peak_extra_mib", MIB_IN_MB)
+        lines = _points(_selected(found, names, pass_, 128, True), names, "peak_extra_mib", MIB_IN_MB)
         for group in together(lines):
-            if len(group) > 1:  # the lines of the group hide each other
-                axes.annotate(
-                    textwrap.fill(in_short(group, names), 60), xy=lines[group[0]][0], xytext=(0, -5),
-                    textcoords="offset points", va="top", fontsize=8, color="0.2",
-                )  # fmt: skip
-        axes.set_ylim(min(y for points in lines.values() for _, y in points) / 2.5)  # room for the lowest line's label
-    _legend(figure, 6)
+            longest = max((lines[name] for name in group), key=len)
+            _draw_line(axes, longest, textwrap.fill(in_short(group, names), 60), style(group[0], names))
+        _length_axis(axes, {length for points in lines.values() for length, _ in points}, "sequence length")
+        axes.set_yscale("log")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), fontsize=9, frameon=False)
+    grid[0].set_ylabel("peak extra memory (MB)")
     return figure
 
 

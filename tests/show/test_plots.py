@@ -61,24 +61,28 @@ def test_no_two_implementations_look_the_same():
     assert len(looks) == len(names), "without colors"
 
 
-@pytest.mark.parametrize("name", ["evolution", "memory"])
-def test_a_figure_has_one_legend_of_all_that_it_draws(drawn, name):
-    figure = drawn[0][name]
+def test_evolution_has_one_legend_of_all_that_it_draws(drawn):
+    figure = drawn[0]["evolution"]
     (legend,) = figure.legends
     assert not any(axes.get_legend() for axes in figure.axes)
-    shown = [text.get_text() for text in legend.get_texts()]
-    stages_of_line = [results.spoken(other) for other in main_line() if stages.position(other)]
-    peers = [results.spoken(other) for other in main_line() if not stages.position(other)]
     runs = results.runs()
-    if name == "evolution":  # sorted, because matplotlib chooses the order
-        rates = [(other, results.rate(runs, other, pass_, 128)) for other in main_line() for pass_ in ("fwd", "bwd")]
-        keys = {(other, results.number(runs, rate[1])) for other, rate in rates if rate}
-        of_stages = {key for other, key in keys if stages.position(other)}
-        assert len(of_stages) == 1  # test_evolution_numbers_the_runs_of_its_bars has two runs
-        libraries = {results.spoken(other) for other, key in keys if key in of_stages} & {*peers}
-        assert sorted(shown) == sorted(["stages", *libraries])
-        return
-    assert sorted(shown) == sorted(peers + stages_of_line)
+    rates = [(other, results.rate(runs, other, pass_, 128)) for other in main_line() for pass_ in ("fwd", "bwd")]
+    keys = {(other, results.number(runs, rate[1])) for other, rate in rates if rate}
+    of_stages = {key for other, key in keys if stages.position(other)}
+    assert len(of_stages) == 1  # test_evolution_numbers_the_runs_of_its_bars has two runs
+    libraries = {results.spoken(other) for other, key in keys if key in of_stages and not stages.position(other)}
+    shown = [text.get_text() for text in legend.get_texts()]
+    assert sorted(shown) == sorted(["stages", *libraries])  # sorted, because matplotlib chooses the order
+
+
+def test_memory_has_a_line_for_each_amount_and_names_everything_on_it(drawn):
+    for axes, pass_ in zip(drawn[0]["memory"].axes, ("fwd", "bwd"), strict=True):
+        records = plots._selected(results.runs(), main_line(), pass_, 128, True)
+        points = plots._points(records, main_line(), "peak_extra_mib", plots.MIB_IN_MB)
+        groups = plots.together(points)
+        names = [text.get_text().replace("\n", " ") for text in axes.get_legend().get_texts()]
+        assert names == [plots.in_short(group, main_line()) for group in groups]
+        assert {name for group in groups for name in group} == {*points} and len(axes.lines) == len(groups) < 10
 
 
 @pytest.mark.parametrize("name", ["speed-forward", "speed-backward"])

@@ -46,6 +46,7 @@ WORDS = {  # lane -> the words of its tooltip
     "k_t": "the keys, transposed", "lse": "log-sum-exp of each part of the keys", "part": "output of each part of the keys",
     "counter": "what programs share: the next tile, and tiles to compute again",
     "state": "what programs share: the next tile, and tiles to compute again",
+    "tickets": "for each query tile: how many programs have come, and whether the first has stored dQ",
     "temporary": "tensors without a name in the code",
     "copies in": "copies from memory to shared memory", "copies out": "copies from shared memory to memory",
     "tensor cores": "matmuls", "exponentials": "exp2 of scores", "other instructions": "all other arithmetic",

@@ -1,4 +1,4 @@
-"""The first contribution to a tile of dQ is stored, not added to zeros."""
+"""The first contribution to dQ is stored, not added to zeros."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -675,7 +675,7 @@ def v50_backward(p: Problem) -> Steps:
     steps = p.heads * sum(tiles_m - tile for tile in _first_tiles(p, m))
     (read, written), (main_read, main_written, flops), finish = v48_backward(p)
     yield read, written - sums + p.heads * tiles_m * INT  # the tickets = 0, instead of the sums
-    tickets = (steps + p.heads * tiles_m) * INT  # each step takes a ticket, and each query tile's first part is announced
+    tickets = (steps + p.heads * tiles_m) * INT  # each step takes a ticket; a query tile's first one adds `STORED`
     yield main_read + tickets, main_written + tickets, flops
     yield finish
 

@@ -1,6 +1,6 @@
 """FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper.
 
-Change from v48: dQ leaves the CTA through `backward_writer.py`.
+Change from v49: dQ leaves the CTA through `backward_writer.py`.
 """
 
 from typing import NamedTuple
@@ -304,8 +304,8 @@ def _dq_consumer(kv, ds_ring, dq_parts, next_tiles, problem, PERSISTENT: gl.cons
     number = gl.program_id(0)
     while number < problem.tiles:
         tile = _tile(number, problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
-        kv_slot, _ = slot_and_phase(turn, KV_STAGES)
         for step in range(tile.steps):
+            kv_slot, _ = slot_and_phase(turn, KV_STAGES)
             _compute_dq(ds_ring, dq_parts, kv, fill + step, kv_slot)
         fill += tile.steps
         number = _next(next_tiles, turn, problem.tiles, PERSISTENT)

@@ -1,6 +1,6 @@
 """The scheduler: which CTA computes which keys, and in which order it takes the query tiles that see them.
 
-Change from v44: without a mask, CTAs of a head start at different query tiles.
+Change from v49: without a mask, CTAs of a head start at different query tiles.
 """
 
 from typing import NamedTuple
@@ -27,7 +27,7 @@ class Tensors(NamedTuple):
     sums: tma.tensor_descriptor | None  # dQ's accumulator; None at D = 256
     dk: tma.tensor_descriptor
     dv: tma.tensor_descriptor
-    tickets: gl.tensor | None  # for each query tile: the number of tickets taken, and 2**30 (see `_dq_writer`); None at D = 256
+    tickets: gl.tensor | None  # for each query tile: number of tickets, plus `STORED` (backward_writer.py); None at D = 256
     counter: gl.tensor | None  # tiles taken so far, except each CTA's first tile
 
 

@@ -1,4 +1,4 @@
-"""At D = 128, tiles have half the keys, in three buffers."""
+"""At D = 128, tiles have half the keys, in four buffers."""
 
 from common.kernels.hopper import unavailable
 from common.operator import make_attention

@@ -1,7 +1,7 @@
 """A forward with a guessed maximum, taken from each row's last keys and checked afterwards (FlashDecoding++, arXiv 2311.01282,
 section 3), in Gluon, for Hopper.
 
-Change from v28: at D = 128, key tiles have 64 keys in three buffers instead of 128 keys in two.
+Change from v28: at D = 128, key tiles have 64 keys in four buffers instead of 128 keys in two.
 """
 
 from typing import NamedTuple
@@ -296,7 +296,7 @@ class Shape(NamedTuple):
 
 # TILES is indexed by the larger of D and Dv.
 TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, q_slots=2, maxnreg=96)) | {
-    128: Shape(queries=128, keys=64, kv_slots=3, q_slots=2, maxnreg=168),
+    128: Shape(queries=128, keys=64, kv_slots=4, q_slots=2, maxnreg=168),
     256: Shape(queries=128, keys=64, kv_slots=2, q_slots=1, maxnreg=168),
 }
 

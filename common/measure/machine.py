@@ -22,14 +22,22 @@ def _versions(packages) -> dict[str, str]:
     return found
 
 
+def _git(*arguments) -> str:
+    here = Path(__file__).resolve().parent
+    return subprocess.run(["git", "-C", here, *arguments], capture_output=True, text=True, check=False).stdout.strip()
+
+
 def _commit() -> str:
-    """Return the commit of this repository, or "unknown" without git or outside of a checkout."""
-    command = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--abbrev=40", "--exclude=*"]
+    """Return the commit of this repository, or "unknown" without git or outside of a checkout.
+
+    "+dirty" follows if files differ from the commit. Files in results/ do not count, because a run may have written them.
+    """
     try:
-        described = subprocess.run([*command, "--dirty=+dirty"], capture_output=True, text=True, check=False)
+        commit = _git("rev-parse", "--verify", "HEAD")
+        changed = _git("diff", "--name-only", "HEAD", "--", ":/", ":(top,exclude)results")
     except OSError:
         return "unknown"
-    return described.stdout.strip() or "unknown"
+    return commit + "+dirty" * bool(changed) if commit else "unknown"
 
 
 def facts() -> dict:

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import subprocess
 
 import pytest
 
@@ -12,6 +13,22 @@ def test_commit_is_the_repository_s():
     if shutil.which("git") is None or machine.facts()["commit"] == "unknown":
         pytest.skip("this is no git checkout")
     assert re.fullmatch(r"[0-9a-f]{40}(\+dirty)?", machine.facts()["commit"])
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_results_of_an_earlier_run_do_not_make_the_code_dirty(monkeypatch, tmp_path):
+    for folder in ("common", "results"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "file").write_text("old")
+    git = ["git", "-C", tmp_path, "-c", "user.name=name", "-c", "user.email=email"]
+    for arguments in (["init"], ["add", "."], ["commit", "--message=first"]):
+        subprocess.run([*git, *arguments], check=True, capture_output=True)
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "common" / "machine.py"))
+    clean = machine.facts()["commit"]
+    (tmp_path / "results" / "file").write_text("new")
+    assert machine.facts()["commit"] == clean and re.fullmatch("[0-9a-f]{40}", clean)
+    (tmp_path / "common" / "file").write_text("new")
+    assert machine.facts()["commit"] == f"{clean}+dirty"
 
 
 def test_commit_is_unknown_without_git(monkeypatch):

@@ -161,9 +161,8 @@ FASTEST = [*FAST_LIBRARIES, LINE[-1]]
 
 
 def _of_track(key: str) -> list[str]:
-    """Return the stage from which a track starts, and the stages of the track."""
-    found = stages_of(key)
-    return [stages.parent(found[0]), *found]
+    """Return the stages of a track. Before each stage comes its parent, from which its gain is measured."""
+    return list(dict.fromkeys(name for stage in stages_of(key) for name in (stages.parent(stage), stage)))
 
 
 # Implementations for D = 256.

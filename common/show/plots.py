@@ -42,6 +42,7 @@ PEER_STYLES = (
 STAGE_MARKERS = "osv^DPX*<>pHdh8"
 RUN_COLORS = ("#f4a582", "#fdbe85", "#d94801")  # colors of bars, by run number
 DECODING = run_file("decode-d128")
+WORKLOADS = "16k tokens, hidden size 2048"
 DECODED = ((1, 16, 16), (8, 32, 8))  # batch size, heads and K/V heads of each panel in decoding.png
 STORY = ("v0", "v1", "v3", "v5")  # the speed plots show these stages and the newest stage
 LABEL_GAP = 0.035  # least distance between the names of two lines, as a share of the vertical axis
@@ -194,6 +195,12 @@ def _mark_tracks(axes, names):
         axes.text(places[0] - 0.4, 0.99, "tracks: other workloads", transform=top, va="top", fontsize=8, color="0.4")
 
 
+def _used(found, names, passes, head_dims):
+    """Return the runs from which `_selected` takes records, newest first."""
+    wanted = list(itertools.product(passes, head_dims, names))
+    return [run for run in found if any(newest(found, *which) is run for which in wanted)]
+
+
 def _runs_of_bars(found, names):
     """Return the runs from which `_evolution` takes the bars, newest first."""
     of_stages = itertools.product(filter(stages.position, names), ("fwd", "bwd"))
@@ -309,20 +316,15 @@ def draw(found: list[Run], directory: Path):
     directory.mkdir(exist_ok=True)
     of_bars = _runs_of_bars(found, names)
     figures = {
-        "evolution": _evolution(of_bars, names),
-        "speed-forward": _speed(found, names, "fwd"),
-        "speed-backward": _speed(found, names, "bwd"),
-        "memory": _memory(found, names),
+        "evolution": (_evolution(of_bars, names), of_bars, "means over the ladder's workloads"),
+        "speed-forward": (_speed(found, names, "fwd"), _used(found, names, ("fwd",), HEAD_DIMS), WORKLOADS),
+        "speed-backward": (_speed(found, names, "bwd"), _used(found, names, ("bwd",), HEAD_DIMS), WORKLOADS),
+        "memory": (_memory(found, names), _used(found, names, ("fwd", "bwd"), (128,)), WORKLOADS),
     }
-    last = [spoken(name) for name in names if name in implementations(found[0].records) and stages.position(name)]
-    for name, figure in figures.items():
-        if name == "evolution":
-            measured = sources(of_bars, of_bars)
-            measured = measured if "; [" in measured else measured.removeprefix("[1] ")
-            note = f"{measured}\nfloat16, means over the ladder's workloads"
-        else:
-            note = f"{sources(found, found)}\nfloat16, 16k tokens, hidden size 2048; the newest run has {last[0]} to {last[-1]}"
-        figure.suptitle(note.replace("; [", "\n["), fontsize=8, color="0.4")
+    for name, (figure, used, words) in figures.items():
+        measured = sources(used, used).replace("; [", "\n[")
+        measured = measured if "\n" in measured else measured.removeprefix("[1] ")
+        figure.suptitle(f"{measured}\nfloat16, {words}", fontsize=8, color="0.4")
         figure.savefig(directory / f"{name}.png", dpi=110)
         plt.close(figure)
 

@@ -30,6 +30,7 @@ TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, q_sl
 FEW_ROWS = TILES | dict.fromkeys((16, 32, 64), Shape(queries=128, keys=128, kv_slots=3, q_slots=2, maxnreg=168))
 FEW_ROWS |= {128: Shape(queries=128, keys=128, kv_slots=2, q_slots=2, maxnreg=168)}
 # Without a mask, a shape of UNMASKED replaces one of TILES if the busiest CTA then gets at most MORE_ROWS times as many rows.
+# It has no room for buffers of O, so O must fit into the buffers of Q.
 UNMASKED = {128: Shape(queries=192, keys=64, kv_slots=3, q_slots=2, maxnreg=128)}
 MORE_ROWS = 1.04  # fitted to v29 with three consumers, on an H100
 FEW_SQUARES = 8  # a CTA with at most this many squares of 128 x 128 scores takes FEW_ROWS, not 256 rows (fitted on an H200)
@@ -95,7 +96,7 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, pro
     tiles = triton.cdiv(rows, shape.queries) * groups
     key_tiles = triton.cdiv(keys, shape.keys)
     splits = 1
-    if width in UNMASKED and head_dim == value_dim and not (causal or few):  # otherwise O would need buffers of its own
+    if width in UNMASKED and head_dim == value_dim and not (causal or few):
         busiest = triton.cdiv(tiles, programs) * shape.queries
         other = UNMASKED[width]
         other_tiles = triton.cdiv(rows, other.queries) * groups

@@ -1,6 +1,6 @@
 """FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper.
 
-Change from v49: dQ leaves the CTA through `backward_writer.py`.
+Change from v49: `backward_writer.py` stores the first contribution to a query tile's dQ, and adds the others.
 """
 
 from typing import NamedTuple
@@ -355,7 +355,7 @@ def _backward_kernel(
             (_dq_writer, (tensors, dq_parts, next_tiles, problem, PERSISTENT, CAUSAL)),
         ],
         [4, 4, 1, 1],
-        [216, 64, 24, 24],
+        [216, 64, 24, 24],  # the first consumer gets 208; if the second one did, ptxas would spill more
     )
 
 
@@ -381,7 +381,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     persistent = max(head_dim, value_dim) < 128  # not at D = 128, where a second K and V would not fit in shared memory
     programs = min(tiles, num_sms()) if persistent else tiles
     counter = lse.new_empty(1, dtype=torch.int32) if persistent else None  # tiles taken so far, except each CTA's first tile
-    tickets = None if wide else lse.new_empty(tiles_m, dtype=torch.int32)  # for each query tile; see `_is_first`
+    tickets = None if wide else lse.new_empty(tiles_m, dtype=torch.int32)  # for each query tile; see `_take_ticket`
     stats = lse.new_empty(tiles_m * 2, block_m)
     sums = None if wide else lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)
     _prepare_kernel[tiles_m,](

@@ -25,7 +25,7 @@ class DqParts(NamedTuple):
 
 
 @gluon.jit
-def _is_first(tickets_ptr, row):
+def _take_ticket(tickets_ptr, row):
     """Take a ticket for query tile `row`, and return whether it is the tile's first. If not, wait until the first contribution
     is in memory."""
     before = gl.atomic_add(tickets_ptr + row, 1, sem="acquire")
@@ -55,7 +55,7 @@ def _dq_writer(tensors, dq_parts, next_tiles, problem, PERSISTENT: gl.constexpr,
         tile = _tile(number, problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
         for step in range(tile.steps):
             _, _, row = _query_tile(step, tile)
-            is_first = _is_first(tensors.tickets, row)
+            is_first = _take_ticket(tensors.tickets, row)
             _, phase = slot_and_phase(fill + step, 1)
             for part in gl.static_range(PARTS):
                 mbarrier.wait(dq_parts.full.index(part), phase)

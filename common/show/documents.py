@@ -194,7 +194,7 @@ def gain_table(name: str) -> str:
     key = stages.track(name)
     of_track = key and gain(key, name, parent)
     old = spoken(parent)
-    of = "[model](../../docs/measuring.md#the-model-of-an-sm)" if _is_modelled(name) else "roofline"
+    of = "[model](../../docs/measuring.md#the-model-of-an-sm)" if _is_modelled(name) else "roofline of an H200"
     measured = f", then measured ({where})" if where else ""
     caption = [
         f"Speed over {old}: predicted by the {of}{measured}.",

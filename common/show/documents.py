@@ -113,7 +113,7 @@ def traffic_of_step(name: str) -> str:
         if not parent or any(len(set(cell)) > 1 for cell in cells):
             rows[span] = [f"**{' → '.join(cell)}**" if len(set(cell)) > 1 else cell[0] for cell in cells]
     if not rows:
-        return f"{spoken(name)}'s bytes and FLOPs are the same as {spoken(parent)}'s."
+        return f"The same bytes and FLOPs as {spoken(parent)}'s."
     link = "[bytes and FLOPs](../../docs/measuring.md#counted-traffic)"
     caption = f"One head's {link}, S = {COUNTED_AT}."
     caption += f" Bold cells differ from {spoken(parent)}'s." if parent else ""
@@ -277,8 +277,8 @@ def wide_table(name: str) -> str:
     headers = ["pass", "mask", "S", "TFLOP/s", f"over {spoken(stages.parent(name))}", *(f"of {spoken(peer)}" for peer in peers)]
     align = ["left", "left"] + ["right"] * (len(headers) - 2)
     caption = (
-        f"The table shows D = 256, measured on an {machine['gpu']} (commit {machine['commit'][:12]}). The last "
-        f"columns show {spoken(name)}'s speed in percent of each library's speed."
+        f"D = 256, measured on an {machine['gpu']} (commit {machine['commit'][:12]}). The last columns show "
+        f"{spoken(name)}'s speed in percent of each library's."
     )
     return f"{caption}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True, colalign=align)}"
 

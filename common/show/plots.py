@@ -150,11 +150,16 @@ def _label_ends(axes, lines: dict[str, list[tuple]], names: list[str]):
         )  # fmt: skip
 
 
-def _speed(found, names, pass_):
-    """Plot the libraries, the stages of `STORY` and the newest measured stage. Each line has its name at its end."""
+def _in_speed(found, names, pass_):
+    """Return what `_speed` plots of `names`: the libraries, the stages of `STORY` and the newest measured stage."""
     stage_names = [name for name in names if stages.position(name)]
     last = next((name for name in reversed(stage_names) if newest(found, pass_, 128, name)), None)
-    chosen = [name for name in names if name not in stage_names or stages.version(name) in STORY or name == last]
+    return [name for name in names if name not in stage_names or stages.version(name) in STORY or name == last]
+
+
+def _speed(found, names, pass_):
+    """Plot a line for each implementation of `_in_speed`, with its name at its end."""
+    chosen = _in_speed(found, names, pass_)
     figure, grid = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
     for axes, (head_dim, causal) in zip(grid.flat, [(64, False), (64, True), (128, False), (128, True)], strict=True):
         axes.set_title(f"{PASS_NAMES[pass_]}, D={head_dim}, {'causal' if causal else 'full'}", fontsize=10)
@@ -317,10 +322,14 @@ def draw(found: list[Run], directory: Path):
     of_bars = _runs_of_bars(found, names)
     figures = {
         "evolution": (_evolution(of_bars, names), of_bars, "means over the ladder's workloads"),
-        "speed-forward": (_speed(found, names, "fwd"), _used(found, names, ("fwd",), HEAD_DIMS), WORKLOADS),
-        "speed-backward": (_speed(found, names, "bwd"), _used(found, names, ("bwd",), HEAD_DIMS), WORKLOADS),
+        **{
+            f"speed-{PASS_NAMES[pass_]}": (
+                _speed(found, names, pass_), _used(found, _in_speed(found, names, pass_), (pass_,), HEAD_DIMS), WORKLOADS,
+            )
+            for pass_ in ("fwd", "bwd")
+        },
         "memory": (_memory(found, names), _used(found, names, ("fwd", "bwd"), (128,)), WORKLOADS),
-    }
+    }  # fmt: skip
     for name, (figure, used, words) in figures.items():
         measured = sources(used, used).replace("; [", "\n[")
         measured = measured if "\n" in measured else measured.removeprefix("[1] ")

@@ -164,3 +164,18 @@ def test_evolution_numbers_the_runs_of_its_bars(tmp_path, monkeypatch):
     assert sorted(legend) == ["FlashAttention-3, run [1]", "cuDNN, run [2]", "stages, run [1]", "stages, run [2]"]
     title = figures[0].get_suptitle()
     assert "[1] " in title and "[2] " in title and "[3]" not in title
+
+
+def test_plots_of_speed_name_only_the_runs_that_they_draw(tmp_path, monkeypatch):
+    """They draw v1, which is in `STORY`, and the newest stage, but not v6."""
+    figures = []
+    monkeypatch.setattr(plots.plt, "close", figures.append)
+    runs = [
+        run_of("new", "2026-01-03", records("v7_c", 1.0)),
+        run_of("middle", "2026-01-02", records("v6_b", 2.0)),
+        run_of("old", "2026-01-01", records("v1_a", 4.0), records("v7_c", 1.0)),
+    ]
+    plots.draw(runs, tmp_path)
+    dates = [[run.ended for run in runs if run.ended in figure.get_suptitle()] for figure in figures]
+    everything, drawn_ones = [run.ended for run in runs], [runs[0].ended, runs[2].ended]
+    assert dates == [everything, drawn_ones, drawn_ones, everything]

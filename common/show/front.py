@@ -136,7 +136,7 @@ def ladder(found: list[Run]) -> str:
     )
     dead_ends = (
         "A dead end is an idea that looked good and made attention slower. Its parent has the same number: v4a starts from v4. "
-        "No later stage starts from v4a. The workloads are those of the ladder."
+        "No later stage starts from v4a. The workloads are the ladder's."
     )
     each = [_short(table(key, start)) for key in TRACKS]
     measured = f"{over} {origins(used)}."
@@ -171,7 +171,7 @@ def headline(found: list[Run]) -> str:
     words = (
         f"{spoken(last)} is the newest measured stage. D is the head dimension. "
         "TFLOP/s counts 10¹² floating-point operations per second. "
-        f"×1.10 means 1.10 times as fast. The workloads are those of the ladder below. Measured on {origins(used)}."
+        f"×1.10 means 1.10 times as fast. The workloads are listed below the ladder. Measured on {origins(used)}."
     )
     if chained:
         words += (

@@ -392,8 +392,10 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
         parts = lse.new_empty(splits, lse.numel(), value_dim), lse.new_empty(splits, lse.numel())
 
     def launch(state, mode):
-        longer = mode == "again" and splits == 1 and cut.shape.queries != 192  # else a split's keys, or the rows, change
-        shape = TILES_AGAIN[max(head_dim, value_dim)] if longer else cut.shape
+        again = TILES_AGAIN[max(head_dim, value_dim)]
+        # A tile must keep its rows, because the flags name tiles by number. Longer tiles would change the keys of a split.
+        longer = mode == "again" and splits == 1 and again.queries == cut.shape.queries
+        shape = again if longer else cut.shape
         _forward_kernel[programs,](
             describe_tile(queries, *held), describe_tile(k, shape.keys), describe_tile(v, shape.keys),
             describe_tile(k, FIRST_KEYS), describe_tile(outputs, *held), out_ptr, *parts, state, scale,

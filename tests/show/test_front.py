@@ -90,7 +90,7 @@ def test_headline_multiplies_gains_where_no_run_has_both_ends():
         "| backward      |       100 |    ×20 |     ×1.50 |",
         "",
         "v2 is the newest measured stage. D is the head dimension. TFLOP/s counts 10¹² floating-point operations per second. "
-        "×1.10 means 1.10 times as fast. The workloads are those of the ladder below. "
+        "×1.10 means 1.10 times as fast. The workloads are listed below the ladder. "
         "Measured on X, torch 1, triton 2, commit old (2026-01-01), new (2026-01-02). "
         "No run has both v0 and v2, so × v0 multiplies the gains of several runs.",
     ]

@@ -665,7 +665,7 @@ def v48_backward(p: Problem) -> Steps:
     yield from v46_backward(p, rows=ROWS)
 
 
-def v50_backward(p: Problem) -> Steps:
+def v51_backward(p: Problem) -> Steps:
     if max(p.head_dim, p.value_dim) == 256:
         yield from v48_backward(p)
         return
@@ -738,7 +738,8 @@ PREDICTIONS = {
     "v49": (v43_forward, v48_backward),
     "v49a": (v43_forward, v48_backward),
     "v49b": (v49b_forward, v48_backward),
-    "v50": (v43_forward, v50_backward),
+    "v50": (v43_forward, v48_backward),
+    "v51": (v43_forward, v51_backward),
 }
 
 

@@ -115,9 +115,7 @@ def traffic_of_step(name: str) -> str:
     if not rows:
         return f"The same bytes and FLOPs as {spoken(parent)}'s."
     link = "[bytes and FLOPs](../../docs/measuring.md#counted-traffic)"
-    caption = f"One head's {link}, S = {COUNTED_AT}."
-    caption += f" Bold cells differ from {spoken(parent)}'s." if parent else ""
-    return f"{caption}\n\n{_step_table(rows, list(columns))}"
+    return f"One head's {link}, S = {COUNTED_AT}.\n\n{_step_table(rows, list(columns))}"
 
 
 def _side_by_side(name: str) -> dict[tuple, Run | None]:
@@ -176,7 +174,7 @@ def gain_table(name: str) -> str:
     side_by_side = _side_by_side(name)
     columns = {span[:2] for span in found}
     used = [run for column, run in side_by_side.items() if run and column in columns]
-    machines = [f"{' '.join(run.machine['gpu'].split()[:2])}, {run.machine['commit'][:12]}" for run in used]
+    machines = [f"{run.machine['gpu'].split()[1]}, {run.machine['commit'][:12]}" for run in used]
     where = "; ".join(dict.fromkeys(machines))
     headers = [f"S = {seq_len}" for seq_len in lengths]
     if not parent:
@@ -194,10 +192,11 @@ def gain_table(name: str) -> str:
     key = stages.track(name)
     of_track = key and gain(key, name, parent)
     old = spoken(parent)
-    of = "[model](../../docs/measuring.md#the-model-of-an-sm)" if _is_modelled(name) else "roofline of an H200"
+    model = "[predicted](../../docs/measuring.md#the-model-of-an-sm)"
+    predicted = model if _is_modelled(name) else "predicted by the roofline of an H200"
     measured = f", then measured ({where})" if where else ""
     caption = [
-        f"Speed over {old}: predicted by the {of}{measured}.",
+        f"Speed over {old}: {predicted}{measured}.",
         f"Not measured against {old} yet: {'; '.join(missing)}." if missing else "",
         f"On the track's workload ({TRACKS[key].at}), it gains ×{of_track:.2f}." if of_track else "",
     ]

@@ -23,7 +23,6 @@ def _prepare_kernel(
         if tile == 0:
             tl.store(counter_ptr, 0)
     if sums_ptr is not None:
-        # NOTE: these zeros go to memory, and come back with the first addition; v50 stores the first contribution instead.
         offs = tl.arange(0, BLOCK_M * HEAD_DIM)
         tl.store(sums_ptr + tile * BLOCK_M * HEAD_DIM + offs, tl.zeros_like(offs).to(tl.float32))
     rows = tl.arange(0, BLOCK_M)

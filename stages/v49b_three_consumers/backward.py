@@ -119,6 +119,7 @@ def _add_dq(tensors, ds_ring, slot, kv, kv_slot, row):
         # Elements are stored in the order of the registers: four of one thread, then four of the next. This order has no
         # bank conflicts.
         dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5])
+        # NOTE: until TMA has read the buffer, this warpgroup waits; v50 lets another warp wait.
         tma.store_wait(PARTS - 1)
         ds_ring.dq.index(part).store(dq.reshape(tensors.sums.block_shape))
         fence_async_shared()

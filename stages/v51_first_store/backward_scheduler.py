@@ -1,6 +1,6 @@
 """The scheduler: which CTA computes which keys, and in which order it takes the query tiles that see them.
 
-Change from v49: without a mask, CTAs of a head start at different query tiles.
+Change from v50: without a mask, CTAs of a head start at different query tiles.
 """
 
 from typing import NamedTuple

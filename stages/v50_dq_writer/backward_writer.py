@@ -1,7 +1,4 @@
-"""The dQ writer: a warp that moves dQ to its accumulator in memory (FlashAttention-3, arXiv 2407.08608, appendix B).
-
-The first CTA at a query tile stores its contribution. Later CTAs add theirs.
-"""
+"""The dQ writer: a warp that adds dQ to its accumulator in memory (FlashAttention-3, arXiv 2407.08608, appendix B)."""
 
 from typing import NamedTuple
 
@@ -9,11 +6,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from common.kernels.hopper import async_reduce_add, fence_async_global, flag_wait, slot_and_phase, stored_wait
+from common.kernels.hopper import async_reduce_add, slot_and_phase
 
 from .backward_scheduler import _next, _query_tile, _tile
-
-STORED = gl.constexpr(2**30)  # added to a query tile's number of tickets when its first contribution is in memory
 
 
 class DqParts(NamedTuple):
@@ -25,23 +20,8 @@ class DqParts(NamedTuple):
 
 
 @gluon.jit
-def _take_ticket(tickets_ptr, row):
-    """Take a ticket for query tile `row`, and return whether it is the tile's first. If not, wait until the first contribution
-    is in memory."""
-    before = gl.atomic_add(tickets_ptr + row, 1, sem="acquire")
-    if before > 0:
-        if before < STORED:
-            flag_wait(tickets_ptr + row, STORED)
-        fence_async_global()
-    return before == 0
-
-
-@gluon.jit
 def _dq_writer(tensors, dq_parts, next_tiles, problem, PERSISTENT: gl.constexpr, CAUSAL: gl.constexpr):
-    """Run on one warp: let TMA store each step's dQ in the accumulator, or add it if another CTA was first at the query tile.
-
-    A CTA takes its next ticket only after its own store is in memory. So a CTA that others wait for waits for no CTA.
-    """
+    """Run on one warp: let TMA add each step's dQ to the accumulator, and release the parts that TMA has read."""
     BLOCK_M: gl.constexpr = tensors.q.block_shape[2]
     HEAD_DIM: gl.constexpr = tensors.q.block_shape[3]
     VALUE_DIM: gl.constexpr = tensors.v.block_shape[3]
@@ -55,21 +35,14 @@ def _dq_writer(tensors, dq_parts, next_tiles, problem, PERSISTENT: gl.constexpr,
         tile = _tile(number, problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
         for step in range(tile.steps):
             _, _, row = _query_tile(step, tile)
-            is_first = _take_ticket(tensors.tickets, row)
             _, phase = slot_and_phase(fill + step, 1)
             for part in gl.static_range(PARTS):
                 mbarrier.wait(dq_parts.full.index(part), phase)
                 where = [(row * PARTS + part) * SUM_ROWS, 0]
-                if is_first:
-                    tma.async_copy_shared_to_global(tensors.sums, where, dq_parts.dq.index(part))
-                else:
-                    async_reduce_add(tensors.sums, where, dq_parts.dq.index(part))
+                async_reduce_add(tensors.sums, where, dq_parts.dq.index(part))
             for part in gl.static_range(PARTS):
                 tma.store_wait(PARTS - 1 - part)
                 mbarrier.arrive(dq_parts.empty.index(part), count=1)
-            if is_first:
-                stored_wait()
-                gl.atomic_add(tensors.tickets + row, STORED, sem="release")
         fill += tile.steps
         number = _next(next_tiles, turn, problem.tiles, PERSISTENT, WARPS=1)
         turn += 1

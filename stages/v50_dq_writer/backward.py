@@ -1,6 +1,6 @@
 """FlashAttention-3 backward (arXiv 2407.08608, section 3.1 and appendix B), warp-specialized, in Gluon, for Hopper.
 
-Change from v49: `backward_writer.py` stores the first contribution to a query tile's dQ, and adds the others.
+Change from v49: a warp of its own, in `backward_writer.py`, adds dQ to its accumulator.
 """
 
 from typing import NamedTuple
@@ -314,7 +314,7 @@ def _dq_consumer(kv, ds_ring, dq_parts, next_tiles, problem, PERSISTENT: gl.cons
 
 @gluon.jit(do_not_specialize=["kv_heads", "seq_q", "seq_k", "diagonal", "tiles"])
 def _backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, tickets_ptr, counter_ptr, scale,
+    q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, counter_ptr, scale,
     kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr,
     CAUSAL: gl.constexpr,
@@ -339,7 +339,7 @@ def _backward_kernel(
     dq_full, dq_empty = new_ring(PARTS, 1, 1)
     tile_full = new_barriers(3, 1)  # no empty barriers: all warps have read a tile's number when the next tile's dK is ready
 
-    tensors = Tensors(q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, tickets_ptr, counter_ptr)
+    tensors = Tensors(q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc, counter_ptr)
     problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles, scale)
     ring = Ring(q_s, do_s, stats_s, q_full, do_full, q_do_empty)
     ds_ring = DsRing(ds_s, ds_full, ds_empty)
@@ -355,7 +355,7 @@ def _backward_kernel(
             (_dq_writer, (tensors, dq_parts, next_tiles, problem, PERSISTENT, CAUSAL)),
         ],
         [4, 4, 1, 1],
-        [216, 64, 24, 24],  # the first consumer gets 208; if the second one did, ptxas would spill more
+        [208, 64, 24, 24],
     )
 
 
@@ -381,12 +381,11 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     persistent = max(head_dim, value_dim) < 128  # not at D = 128, where a second K and V would not fit in shared memory
     programs = min(tiles, num_sms()) if persistent else tiles
     counter = lse.new_empty(1, dtype=torch.int32) if persistent else None  # tiles taken so far, except each CTA's first tile
-    tickets = None if wide else lse.new_empty(tiles_m, dtype=torch.int32)  # for each query tile; see `_take_ticket`
     stats = lse.new_empty(tiles_m * 2, block_m)
     sums = None if wide else lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)
     _prepare_kernel[tiles_m,](
-        describe(out, block_m, value_dim), describe(grad_out, block_m, value_dim), lse, stats, tickets, counter,
-        heads, seq_q, VALUE_DIM=value_dim, BLOCK_M=block_m,
+        describe(out, block_m, value_dim), describe(grad_out, block_m, value_dim), lse, stats, sums, counter,
+        heads, seq_q, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m,
     )  # fmt: skip
     if wide:
         of_64 = [describe_tile(tensor, 64) for tensor in (q, k, v, grad_out)]
@@ -405,7 +404,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
         _backward_kernel[programs,](
             describe_tile(q, block_m), describe_tile(k, 64), describe_tile(v, 64), describe_tile(grad_out, block_m),
             describe_rows(stats, 2), describe_rows(sums, 64 * columns // SUM_COLUMNS),
-            describe_tile(dk, 64), describe_tile(dv, 64), tickets, counter, scale,
+            describe_tile(dk, 64), describe_tile(dv, 64), counter, scale,
             kv_heads, heads // kv_heads, seq_q, seq_k, diagonal, num_sms(), tiles,
             HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=block_m, STAGES=2, PERSISTENT=persistent, CAUSAL=causal,
             num_warps=4, maxnreg=128,

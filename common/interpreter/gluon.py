@@ -225,7 +225,8 @@ def _add_up(pointer, added, mask=None):
 
 
 @means(gl.atomic_add)
-def _atomic_add(pointer, added, mask=None, sem=None):
+def fetch_add_in_memory(pointer, added, mask=None, sem=None):
+    """Add to elements of global memory, and return their old values."""
     before = _load(pointer, mask)
     _add_up(pointer, added, mask)
     return before

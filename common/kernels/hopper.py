@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from common.interpreter.asynchronous import Store, store_wait
-from common.interpreter.gluon import add_in_memory, means, wait_in_memory
+from common.interpreter.gluon import add_in_memory, fetch_add_in_memory, means, wait_in_memory
 from common.kernels.descriptors import located
 from common.operator import Unavailable
 from common.runtime import architecture
@@ -99,9 +99,9 @@ means(stored_wait)(lambda: store_wait(0))
 
 @builtin
 def fence_async_global(_semantic=None):
-    """Let TMA's later accesses to global memory see what this thread sees. (`fence_async_shared` is for shared memory.)"""
+    """Let TMA's later accesses to global memory see what this warp sees. (`fence_async_shared` is for shared memory.)"""
     zero = gl.to_tensor(0, _semantic=_semantic)
-    asm = "fence.proxy.async.global; mov.b32 $0, $1;"
+    asm = "bar.warp.sync 0xffffffff; fence.proxy.async.global; mov.b32 $0, $1;"
     gl.inline_asm_elementwise(asm, "=r,r", [zero], gl.int32, is_pure=False, pack=1, _semantic=_semantic)
 
 
@@ -109,12 +109,26 @@ means(fence_async_global)(lambda: None)
 
 
 @gluon.jit
+def fetch_add(ptr, added):
+    """Add to the int32 in global memory at `ptr`, and return its old value. Run on one warp.
+
+    With a scalar, `gl.atomic_add` would pass the old value on through shared memory. With a tensor, threads shuffle it.
+    """
+    lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    before = gl.atomic_add(ptr + gl.zeros_like(lanes), gl.zeros_like(lanes) + added, mask=lanes == 0, sem="acquire")
+    return gl.max(gl.where(lanes == 0, before, 0), 0)
+
+
+means(fetch_add)(fetch_add_in_memory)
+
+
+@gluon.jit
 def flag_wait(ptr, least):
     """Wait until the int32 in global memory at `ptr` is at least `least`. Then what other programs wrote before is visible; to
-    TMA only after `fence_async_global`."""
+    TMA only after `fence_async_global`. Run on one warp."""
     flag = gl.to_tensor(0)
     while flag < least:
-        flag = gl.atomic_add(ptr, 0, sem="acquire")
+        flag = fetch_add(ptr, 0)
 
 
 means(flag_wait)(wait_in_memory)

@@ -1,6 +1,7 @@
 """The scheduler: which CTA computes which keys, and in which order it takes the query tiles that see them.
 
-Change from v50: without a mask, CTAs of a head start at different query tiles.
+Change from v50: CTAs that share keys take different query heads at the same time. Without a mask, CTAs of a head also start at
+different query tiles.
 """
 
 from typing import NamedTuple
@@ -121,13 +122,13 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
 def _query_tile(step, tile):
     """Return the head and the query tile of a step, and the tile's number among the query tiles of all heads.
 
-    Steps take one tile of each query head that shares the keys, then each head's next tile. The first `turning` tiles come in
-    order. Then the other tiles come, the last one first. A CTA enters this order at `entry`. It takes the tiles before `entry`
-    last.
+    Steps take one tile of each query head that shares the keys, then each head's next tile. CTAs with other keys start at other
+    heads, so that one CTA is not the first at all of these tiles. The first `turning` tiles come in order. Then the other tiles
+    come, the last one first. A CTA enters this order at `entry`. It takes the tiles before `entry` last.
     """
     step += tile.entry
     step = gl.where(step < tile.steps, step, step - tile.steps)
-    shared = step % tile.heads_per_kv
+    shared = (step + tile.start_n // (CONSUMERS * ROWS)) % tile.heads_per_kv
     done = step // tile.heads_per_kv
     number = gl.where(done < tile.turning, tile.first + done, tile.tiles_m - 1 + tile.turning - done)
     return tile.head + shared, number, (tile.batch_head + shared) * tile.tiles_m + number

@@ -9,7 +9,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from common.kernels.hopper import async_reduce_add, fence_async_global, flag_wait, slot_and_phase, stored_wait
+from common.kernels.hopper import (
+    async_reduce_add,
+    fence_async_global,
+    fetch_add,
+    flag_wait,
+    slot_and_phase,
+    stored_wait,
+)
 
 from .backward_scheduler import _next, _query_tile, _tile
 
@@ -28,7 +35,7 @@ class DqParts(NamedTuple):
 def _take_ticket(tickets_ptr, row):
     """Take a ticket for query tile `row`, and return whether it is the tile's first. If not, wait until the first contribution
     is in memory."""
-    before = gl.atomic_add(tickets_ptr + row, 1, sem="acquire")
+    before = fetch_add(tickets_ptr + row, 1)
     if before > 0:
         if before < STORED:
             flag_wait(tickets_ptr + row, STORED)

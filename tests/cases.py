@@ -94,6 +94,14 @@ def set_names(monkeypatch, name: str, **values):
             monkeypatch.setitem(names, variable, values[variable])
 
 
+NEVER = -(2**30)
+
+
+def never_short(name: str) -> dict:
+    """Return the limits of a stage's forward that make no work short. So the stage guesses the maximum."""
+    return {"FEW_SQUARES": NEVER, "SHORT": dict.fromkeys(names_in(name).get("SHORT", ()), NEVER)}
+
+
 def make_inputs(seq_q, seq_k, head_dim=32, dtype=torch.float16, *, batch=2, heads=3, kv_heads=None, value_dim=None):
     """Return q, k, v and a gradient of the output, with normally distributed elements.
 

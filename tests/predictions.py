@@ -314,6 +314,7 @@ ROWS = 64  # rows of a consumer: queries in the forward, keys in the backward
 NUM_SMS = GPUS["h200"].num_sms
 V34 = names_in("v34_planned_splits")  # its limits for short problems, and its function that plans splits
 V43 = names_in("v43_safe_speculation")  # its numbers of first keys and of samples
+V52 = names_in("v52_short_forward")  # its limit for few key tiles
 
 
 def _wide(p: Problem) -> bool:
@@ -409,12 +410,14 @@ def v33_forward(p: Problem) -> Steps:
 
 
 def v34_forward(
-    p: Problem, first: bool = False, gives_up: bool = False, samples: bool = False, planned: bool = True, three: bool = False
+    p: Problem, first: bool = False, gives_up: bool = False, samples: bool = False, planned: bool = True, three: bool = False,
+    spares: bool = False,
 ) -> Steps:  # fmt: skip
     """Yield the launches of a forward from v33 on.
 
     Without `planned` (v33), there are as many splits as fill the SMs. With `three` (v49b), tiles without a mask have 192 rows
-    at D = 128, unless the busiest SM then computes over 4 % more rows.
+    at D = 128, unless the busiest SM then computes over 4 % more rows. With `spares` (v52), some key tiles of each query tile
+    do not count when the host decides whether work is short.
     """
     per_kv = p.heads // p.kv_heads
     packed = per_kv if 64 % per_kv == 0 else 1  # query heads in a tile
@@ -439,7 +442,9 @@ def v34_forward(
     if splits == 1 and not few and tiles == math.ceil(p.seq_q / m) * p.heads:
         packed = 1
     turns = math.ceil(math.ceil(p.seq_q * packed / m) * p.heads // packed * splits / NUM_SMS)
-    at_once = few or turns * math.ceil(key_tiles / splits) <= V34["SHORT"][max(p.head_dim, p.value_dim)]
+    widest = max(p.head_dim, p.value_dim)
+    spared = V52["FEW_KEY_TILES"][widest] if spares else 0
+    at_once = few or turns * (math.ceil(key_tiles / splits) - spared) <= V34["SHORT"][widest]
     yield from _in_parts(p, m, n, packed, splits, at_once, first, gives_up, samples)
 
 
@@ -536,6 +541,10 @@ def v43_forward(p: Problem) -> Steps:
 
 def v49b_forward(p: Problem) -> Steps:
     yield from v34_forward(p, first=True, gives_up=True, samples=True, three=True)
+
+
+def v52_forward(p: Problem) -> Steps:
+    yield from v34_forward(p, first=True, gives_up=True, samples=True, spares=True)
 
 
 def v8_backward(p: Problem) -> Steps:
@@ -740,6 +749,7 @@ PREDICTIONS = {
     "v49b": (v49b_forward, v48_backward),
     "v50": (v43_forward, v48_backward),
     "v51": (v43_forward, v51_backward),
+    "v52": (v52_forward, v51_backward),
 }
 
 

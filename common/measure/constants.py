@@ -30,7 +30,7 @@ from common.operator import HEAD_DIMS
 from common.runtime import DEVICE
 
 NEWEST = [name for name in stages.names() if not stages.is_dead_end(name)][-1]
-ALWAYS, NEVER = 2**30, 0
+ALWAYS, NEVER = 2**30, -(2**30)
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ DECISIONS = {
         ],
     ),
     "running": Decision(
-        "whether to keep a running maximum instead of guessing it (`SHORT`)",
+        "whether to keep a running maximum instead of guessing it (`SHORT`, `FEW_KEY_TILES`)",
         (0, 1), lambda choice: {"SHORT": dict.fromkeys(HEAD_DIMS, ALWAYS if choice else NEVER)}, lambda plan: int(plan.short),
-        _workloads((64, 128), (512, 1024, 2048, 4096), (False, True), (1, 4, None)),
+        _workloads((64, 128, 256), (256, 512, 1024, 2048), (False, True), (1, 4, None)),
     ),
     "few rows": Decision(
         "whether to take the tiles of `FEW_ROWS` up to D = 64 (`FEW_SQUARES`)",

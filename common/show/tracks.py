@@ -30,8 +30,12 @@ TRACKS = {
         "one query, 1024 to 524288 keys, D = 64 and 128, bfloat16", "one query", lambda work: work.seq_len == 1,
     ),
     "short-rows": Track(
-        "Short sequences", "bwd", ("short-rows",),
+        "Backwards of short sequences", "bwd", ("short-rows",),
         "512 and 1024 tokens, float16, D = 64", "S ≤ 1024, D = 64", lambda work: work.seq_len <= 1024,
+    ),
+    "short-forwards": Track(
+        "Forwards of short sequences", "fwd", ("short-forwards",),
+        "256 and 512 tokens, D = 64, 128 and 256, float16", "S ≤ 512", lambda work: work.seq_len <= 512,
     ),
     "sinks": Track(
         "Attention sinks and wide scores", "fwd", ("sinks", "wide-scores"),

@@ -11,9 +11,9 @@ from common.show.constants import constants_table
 
 INFO = {"gpu": "X", "torch": "1", "triton": "2", "commit": "abc", "date": "2026-01-02"}
 PLANS = {  # decision -> arguments of `plan` for which the host has this decision
-    "splits": (1, 16, 16, 1, 65536, 0, 64, 64, 132),
-    "running": (4, 16, 16, 4096, 4096, 0, 128, 128, 132),
-    "few rows": (1, 32, 32, 1024, 1024, 0, 64, 64, 132),
+    "splits": (1, 16, 16, 1, 65536, 0, False, 64, 64, 132),
+    "running": (4, 16, 16, 4096, 4096, 0, False, 128, 128, 132),
+    "few rows": (1, 32, 32, 1024, 1024, 0, False, 64, 64, 132),
 }
 
 

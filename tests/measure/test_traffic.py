@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from cases import TILED, in_full, make_inputs, namespaces
+from cases import NEVER, TILED, in_full, make_inputs, namespaces
 from predictions import PREDICTIONS, Problem, total
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -133,12 +133,12 @@ def nothing_is_short(monkeypatch, *others):
     """Make the formulas and a stage treat short work like long work. `others` are the globals of the stage's modules."""
     for names in (*namespaces("v34_planned_splits"), *others):
         for width in names.get("SHORT", ()):
-            monkeypatch.setitem(names["SHORT"], width, 0)
+            monkeypatch.setitem(names["SHORT"], width, NEVER)
         if "FEW_SQUARES" in names:
-            monkeypatch.setitem(names, "FEW_SQUARES", 0)
+            monkeypatch.setitem(names, "FEW_SQUARES", NEVER)
 
 
-@pytest.mark.parametrize("name", ["v32", "v33", "v34", "v39", "v40", "v41", "v42", "v43"])
+@pytest.mark.parametrize("name", ["v32", "v33", "v34", "v39", "v40", "v41", "v42", "v43", "v52"])
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_formula_holds_for_long_work(monkeypatch, kv_heads, name):
     nothing_is_short(monkeypatch, *namespaces(stages.resolve(name)))

@@ -5,7 +5,7 @@ A loop that ends one key too early or too late gives errors only for a few diago
 
 import pytest
 import torch
-from cases import by_functions, check, make_inputs, names_in, set_names
+from cases import by_functions, check, make_inputs, never_short, set_names
 
 import stages
 from common.kernels import replay
@@ -81,8 +81,7 @@ def test_scores_far_below_zero_of_more_queries_than_keys(stage, head_dim, seq_k,
 def test_the_tile_of_the_first_queries_may_fail(stage, monkeypatch):
     """A stage that guesses the maximum has a flag for each tile. Rows before query 0 may add a tile, which needs a flag too."""
     name = stage.__name__.removeprefix("stages.")
-    shorts = dict.fromkeys(names_in(name).get("SHORT", ()), 0)  # no work is short, so the stage guesses
-    set_names(monkeypatch, name, FEW_SQUARES=0, SHORT=shorts, splits_of=lambda *_: 1)
+    set_names(monkeypatch, name, **never_short(name), splits_of=lambda *_: 1)
     monkeypatch.setattr(replay, "is_watched", lambda: True)  # switch replay off
     q, k, v, grad_out = make_inputs(256, 256 + 129, 128, batch=1, heads=1)
     q[..., 0] = 0

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from cases import check as check_both_passes
-from cases import make_inputs, names_in, once, set_names
+from cases import make_inputs, names_in, never_short, once, set_names
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -34,8 +34,7 @@ def options_of(name):
 
 def make_long(name, monkeypatch):
     """Make a stage treat all work as long, split no keys, and replay no launches."""
-    shorts = dict.fromkeys(names_in(name).get("SHORT", ()), 0)
-    set_names(monkeypatch, name, FEW_SQUARES=0, SHORT=shorts, splits_of=lambda *_: 1)
+    set_names(monkeypatch, name, **never_short(name), splits_of=lambda *_: 1)
     monkeypatch.setattr(replay, "is_watched", lambda: True)
 
 

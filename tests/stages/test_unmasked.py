@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import make_inputs, names_in, once, set_names
+from cases import make_inputs, names_in, never_short, once, set_names
 
 import stages
 from common.kernels import replay
@@ -27,10 +27,7 @@ def forward(request, monkeypatch):
         plans.append(plan(*args))
         return plans[-1]
 
-    shorts = dict.fromkeys(names_in(name)["SHORT"], 0)
-    set_names(
-        monkeypatch, name, MORE_ROWS=2, FEW_SQUARES=0, SHORT=shorts, splits_of=lambda *_: splits, plan=watched,
-    )  # fmt: skip
+    set_names(monkeypatch, name, **never_short(name), MORE_ROWS=2, splits_of=lambda *_: splits, plan=watched)
     monkeypatch.setattr(replay, "is_watched", lambda: True)
 
     def checked(q, k, v):

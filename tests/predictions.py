@@ -416,8 +416,8 @@ def v34_forward(
     """Yield the launches of a forward from v33 on.
 
     Without `planned` (v33), there are as many splits as fill the SMs. With `three` (v49b), tiles without a mask have 192 rows
-    at D = 128, unless the busiest SM then computes over 4 % more rows. With `spares` (v52), some key tiles of each query tile
-    do not count when the host decides whether work is short.
+    at D = 128, unless the busiest SM then computes over 4 % more rows. With `spares` (v52), the host counts the mean number of
+    key tiles, and leaves out some of each query tile, when it decides whether work is short.
     """
     per_kv = p.heads // p.kv_heads
     packed = per_kv if 64 % per_kv == 0 else 1  # query heads in a tile
@@ -443,8 +443,10 @@ def v34_forward(
         packed = 1
     turns = math.ceil(math.ceil(p.seq_q * packed / m) * p.heads // packed * splits / NUM_SMS)
     widest = max(p.head_dim, p.value_dim)
-    spared = V52["FEW_KEY_TILES"][widest] if spares else 0
-    at_once = few or turns * (math.ceil(key_tiles / splits) - spared) <= V34["SHORT"][widest]
+    at_once = few or turns * math.ceil(key_tiles / splits) <= V34["SHORT"][widest]
+    if spares:
+        mean = V52["mean_keys"](p.seq_q, seen_keys, 0, m // packed) / n if p.causal else key_tiles
+        at_once = few or turns * (mean / splits - V52["FEW_KEY_TILES"][widest]) <= V52["SHORT"][widest]
     yield from _in_parts(p, m, n, packed, splits, at_once, first, gives_up, samples)
 
 

@@ -156,12 +156,12 @@ def main(argv: list[str]):
         raise SystemExit("measuring the constants needs a GPU, and there is none")
     if reason := stages.unavailable(NEWEST):
         raise SystemExit(f"{NEWEST} {reason}")
-    timer, cases = GpuTimer(), []
+    timer, facts, cases = GpuTimer(), machine.facts(), []
     for key in options.decision:
         for workload in DECISIONS[key].workloads:
             cases.append(measure(key, workload, timer))
             print(f"{key}, {workload.label}: {cases[-1]['own']} of {cases[-1]['us']}", flush=True)
-        write_json(options.file, {"machine_info": machine.facts(), "cases": cases})  # so that an error loses little
+            write_json(options.file, {"machine_info": facts, "cases": cases})  # now, so that an error loses little
 
 
 if __name__ == "__main__":

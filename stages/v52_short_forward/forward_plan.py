@@ -34,9 +34,9 @@ FEW_SQUARES = 8  # a CTA with at most this many squares of 128 x 128 scores take
 TILES_AGAIN = TILES | {128: FEW_ROWS[128]}
 FIRST_KEYS = 16  # number of first keys in a row's guess
 # A running maximum costs extra time for each key tile. A guess costs extra time for its launches, as much as SHORT key tiles,
-# and for each query tile's first keys, as much as FEW_KEY_TILES key tiles (fitted on an H200).
-SHORT = {16: 16, 32: 16, 64: 16, 128: 32, 256: 32}
-FEW_KEY_TILES = {16: 0, 32: 0, 64: 3, 128: 7, 256: 28}
+# and for each query tile's first keys, as much as FEW_KEY_TILES key tiles (fitted to results/constants-h200.json).
+SHORT = {16: 16, 32: 16, 64: 16, 128: 28, 256: 32}
+FEW_KEY_TILES = {16: 0, 32: 0, 64: 3, 128: 7, 256: 22}
 # Constants of `splits_of`, fitted to times on an H200 (common/measure/constants.py measures more). `splits_of` counts time in
 # units of 1/30 ns. In one unit, a CTA reads one element of K or V, if few other CTAs read.
 CROWDED = 0.75  # reading takes this fraction longer if all 132 CTAs read, because memory is only fast enough for 75 CTAs
@@ -68,6 +68,16 @@ def splits_of(tiles: int, key_tiles: int, rows: int, keys: int, width: int, prog
 
     costs = {splits: cost(splits) for splits in range(1, min(key_tiles, programs) + 1)}
     return next(splits for splits, cost in costs.items() if cost <= 1.01 * min(costs.values()))
+
+
+def mean_keys(seq_q: int, keys: int, diagonal: int, queries: int) -> float:
+    """Return about how many keys a tile of `queries` queries sees with a causal mask, in the mean over all tiles.
+
+    Query i of seq_q sees the keys up to i + diagonal. The last query sees `keys` keys.
+    """
+    rising = min(keys, keys - diagonal)  # number of queries that see at least one key, but fewer than the last query
+    unseen = rising**2 / 2 + max(-diagonal, 0) * keys  # of all queries
+    return min(keys - unseen / seq_q + queries / 2, keys)
 
 
 class Plan(NamedTuple):
@@ -104,7 +114,9 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, causal, head_dim, value_
     tiles_m = triton.cdiv((seq_q + before) * packed, shape.queries)
     tiles = tiles_m * batch * (heads // packed)
     turns = triton.cdiv(tiles * splits, programs)
-    short = few or turns * (triton.cdiv(key_tiles, splits) - FEW_KEY_TILES[width]) <= SHORT[width]
+    if causal:
+        key_tiles = mean_keys(seq_q, keys, diagonal, shape.queries // packed) / shape.keys
+    short = few or turns * (key_tiles / splits - FEW_KEY_TILES[width]) <= SHORT[width]
     programs = min(tiles * splits, programs)
     if causal and short and width > 64:  # so that all tiles of a head start in the same round; see `_tile`
         programs -= programs % min(tiles_m * splits, programs)

@@ -131,7 +131,7 @@ def test_formula_holds_where_keys_are_split(name, sizes):
 
 def nothing_is_short(monkeypatch, *others):
     """Make the formulas and a stage treat short work like long work. `others` are the globals of the stage's modules."""
-    for names in (*namespaces("v34_planned_splits"), *others):
+    for names in (*namespaces("v34_planned_splits"), *namespaces("v52_short_forward"), *others):
         for width in names.get("SHORT", ()):
             monkeypatch.setitem(names["SHORT"], width, NEVER)
         if "FEW_SQUARES" in names:
@@ -229,7 +229,7 @@ def test_causal_is_about_half(name, pass_):
 # for failed tiles, because no tile fails in these problems.
 
 ACCESS = re.compile(
-    r"\s+(?:\w+ = .*)?\b(?:(?:tl|gl|\w+_desc)\.(?:load|store|atomic_add)|tma\.async_copy_\w+|async_reduce_add)"
+    r"\s+(?:\w+ = .*)?\b(?:(?:tl|gl|\w+_desc)\.(?:load|store|atomic_add)|tma\.async_copy_\w+|async_reduce_add|fetch_add)"
     r"\((?!.*mask=fails).*\)"
 )
 FOR_FAILED = {"_begun", "_leave", "_next_failed", "_next_again"}
@@ -280,7 +280,7 @@ def mutated(tmp_path):
 # Accesses that fail if they happen twice, with the error.
 ERRORS = {
     "async_copy_global_to_shared": "race: a copy writes|a copy brings .* bytes to .* which expects",
-    "before = gl.atomic_add": "waits for a flag in global memory",  # a CTA with two tickets waits for itself
+    "before = fetch_add": "waits for a flag in global memory",  # a CTA with two tickets waits for itself
 }
 
 

@@ -164,6 +164,11 @@ def gains(name: str) -> tuple[list[int], dict[tuple, tuple[float | None, list[fl
     }
 
 
+def _place(machine: dict) -> str:
+    """Return a run's GPU and commit, both shortened."""
+    return f"{machine['gpu'].removeprefix('NVIDIA ').split()[0]}, {machine['commit'][:12]}"
+
+
 def gain_table(name: str) -> str:
     """Format a step's predicted gain and its measured gain by sequence length. For the first stage, format its times. For a
     stage of the track for D = 256, return `wide_table`."""
@@ -174,8 +179,7 @@ def gain_table(name: str) -> str:
     side_by_side = _side_by_side(name)
     columns = {span[:2] for span in found}
     used = [run for column, run in side_by_side.items() if run and column in columns]
-    machines = [f"{run.machine['gpu'].split()[1]}, {run.machine['commit'][:12]}" for run in used]
-    where = "; ".join(dict.fromkeys(machines))
+    where = "; ".join(dict.fromkeys(_place(run.machine) for run in used))
     headers = [f"S = {seq_len}" for seq_len in lengths]
     if not parent:
         rows = {span: [f"{time:.2f}" if time else "-" for time in times] for span, (_, times) in found.items()}
@@ -198,7 +202,7 @@ def gain_table(name: str) -> str:
     caption = [
         f"Speed over {old}: {predicted}{measured}.",
         f"Not measured against {old} yet: {'; '.join(missing)}." if missing else "",
-        f"On the track's workload ({TRACKS[key].at}), it gains ×{of_track:.2f}." if of_track else "",
+        f"On the track's workloads: ×{of_track:.2f}." if of_track else "",
     ]
     return f"{' '.join(filter(None, caption))}\n\n{_step_table(rows, ['predicted', *headers])}"
 
@@ -275,10 +279,7 @@ def wide_table(name: str) -> str:
         rows.append([PASS_NAMES[pass_], "causal" if causal else "full", seq_len, *cells])
     headers = ["pass", "mask", "S", "TFLOP/s", f"over {spoken(stages.parent(name))}", *(f"of {spoken(peer)}" for peer in peers)]
     align = ["left", "left"] + ["right"] * (len(headers) - 2)
-    caption = (
-        f"D = 256, measured on an {machine['gpu']} (commit {machine['commit'][:12]}). The last columns show "
-        f"{spoken(name)}'s speed in percent of each library's."
-    )
+    caption = f"D = 256, measured ({_place(machine)}). *of*: in percent of the library's speed."
     return f"{caption}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True, colalign=align)}"
 
 

@@ -110,7 +110,7 @@ means(fence_async_global)(lambda: None)
 
 @gluon.jit
 def fetch_add(ptr, added):
-    """Add to the int32 in global memory at `ptr`, and return its old value. Run on one warp.
+    """Add to the int32 in global memory at `ptr`, and return its old value, which must not be negative. Run on one warp.
 
     With a scalar, `gl.atomic_add` would pass the old value on through shared memory. With a tensor, threads shuffle it.
     """

@@ -56,7 +56,7 @@ from common.show.scaling import load_ring, scaling_passage
 from common.show.shared import shared_tables
 from common.show.sinks import sinks_table
 from common.show.tables import PASS_NAMES, speed_table
-from common.show.tracks import TRACKS, gain
+from common.show.tracks import gain
 
 
 def with_table(text: str, name: str, table: str) -> str:
@@ -166,7 +166,7 @@ def gains(name: str) -> tuple[list[int], dict[tuple, tuple[float | None, list[fl
 
 def _place(machine: dict) -> str:
     """Return a run's GPU and commit, both shortened."""
-    return f"{machine['gpu'].removeprefix('NVIDIA ').split()[0]}, {machine['commit'][:12]}"
+    return f"{re.sub(r'^NVIDIA | [0-9]+GB.*', '', machine['gpu'])}, {machine['commit'][:12]}"
 
 
 def gain_table(name: str) -> str:

@@ -123,8 +123,8 @@ def _query_tile(step, tile):
     """Return the head and the query tile of a step, and the tile's number among the query tiles of all heads.
 
     Steps take one tile of each query head that shares the keys, then each head's next tile. CTAs with other keys start at other
-    heads, so that one CTA is not the first at all of these tiles. The first `turning` tiles come in order. Then the other tiles
-    come, the last one first. A CTA enters this order at `entry`. It takes the tiles before `entry` last.
+    heads, so that they seldom meet at a tile. The first `turning` tiles come in order. Then the other tiles come, the last one
+    first. A CTA enters this order at `entry`. It takes the tiles before `entry` last.
     """
     step += tile.entry
     step = gl.where(step < tile.steps, step, step - tile.steps)

@@ -355,7 +355,7 @@ def _backward_kernel(
             (_dq_writer, (tensors, dq_parts, next_tiles, problem, PERSISTENT, CAUSAL)),
         ],
         [4, 4, 1, 1],
-        [216, 64, 24, 24],  # the first consumer gets 208; if the second one did, ptxas would spill more
+        [216, 64, 24, 24],  # the other consumer gets 208; if this one did, ptxas would spill more
     )
 
 
@@ -383,6 +383,7 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     counter = lse.new_empty(1, dtype=torch.int32) if persistent else None  # tiles taken so far, except each CTA's first tile
     tickets = None if wide else lse.new_empty(tiles_m, dtype=torch.int32)  # for each query tile; see `_take_ticket`
     stats = lse.new_empty(tiles_m * 2, block_m)
+    # dQ's accumulator starts without a value. Each query tile sees the first keys, so one CTA stores to it before others add.
     sums = None if wide else lse.new_empty(tiles_m * block_m * head_dim // SUM_COLUMNS, SUM_COLUMNS)
     _prepare_kernel[tiles_m,](
         describe(out, block_m, value_dim), describe(grad_out, block_m, value_dim), lse, stats, tickets, counter,

@@ -34,7 +34,8 @@ FEW_SQUARES = 8  # a CTA with at most this many squares of 128 x 128 scores take
 TILES_AGAIN = TILES | {128: FEW_ROWS[128]}
 FIRST_KEYS = 16  # number of first keys in a row's guess
 # A running maximum costs extra time for each key tile. A guess costs extra time for its launches, as much as SHORT key tiles,
-# and for each query tile's first keys, as much as FEW_KEY_TILES key tiles (fitted to results/constants-h200.json).
+# and for each query tile's first keys, as much as FEW_KEY_TILES key tiles. So if a CTA has n query tiles with k key tiles each,
+# a running maximum is faster if n * (k - FEW_KEY_TILES) <= SHORT (fitted to results/constants-h200.json).
 SHORT = {16: 16, 32: 16, 64: 16, 128: 28, 256: 32}
 FEW_KEY_TILES = {16: 0, 32: 0, 64: 3, 128: 7, 256: 22}
 # Constants of `splits_of`, fitted to times on an H200 (common/measure/constants.py measures more). `splits_of` counts time in
@@ -73,11 +74,11 @@ def splits_of(tiles: int, key_tiles: int, rows: int, keys: int, width: int, prog
 def mean_keys(seq_q: int, keys: int, diagonal: int, queries: int) -> float:
     """Return about how many keys a tile of `queries` queries sees with a causal mask, in the mean over all tiles.
 
-    Query i of seq_q sees the keys up to i + diagonal. The last query sees `keys` keys.
+    Query i of seq_q sees the keys up to i + diagonal, and the last query sees `keys` keys. A tile sees what its last query
+    sees.
     """
-    rising = min(keys, keys - diagonal)  # number of queries that see at least one key, but fewer than the last query
-    unseen = rising**2 / 2 + max(-diagonal, 0) * keys  # of all queries
-    return min(keys - unseen / seq_q + queries / 2, keys)
+    rising = keys - diagonal  # number of queries that see fewer keys than the last query, plus 1
+    return keys - rising * max(rising - queries, 0) / 2 / seq_q
 
 
 class Plan(NamedTuple):
@@ -87,7 +88,7 @@ class Plan(NamedTuple):
     packed: int  # number of query heads side by side in a tile
     splits: int
     tiles: int  # query tiles of all heads; each is computed once per split
-    programs: int  # number of CTAs
+    programs: int  # number of CTAs that the host launches
     short: bool  # true if a running maximum costs less than a guess
 
 
@@ -118,6 +119,7 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, causal, head_dim, value_
         key_tiles = mean_keys(seq_q, keys, diagonal, shape.queries // packed) / shape.keys
     short = few or turns * (key_tiles / splits - FEW_KEY_TILES[width]) <= SHORT[width]
     programs = min(tiles * splits, programs)
-    if causal and short and width > 64:  # so that all tiles of a head start in the same round; see `_tile`
-        programs -= programs % min(tiles_m * splits, programs)
+    fewer = programs - programs % tiles_m  # so many CTAs take all tiles of a head in the same round; see `_tile`
+    if causal and short and splits == 1 and width > 64 and fewer and triton.cdiv(tiles, fewer) == turns:
+        programs = fewer
     return Plan(shape, packed, splits, tiles, programs, short)

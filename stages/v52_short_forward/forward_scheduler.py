@@ -79,11 +79,11 @@ def _tile(
 ):  # fmt: skip
     """Return the work tile whose number is `number`.
 
-    In MODE "running", CTAs take tiles in rounds. In a causal mask's first round, heads take their longest tile first. In the
-    next round, they take it last, and so on. So a CTA with a long tile gets a short tile in the next round. Up to D = 64, this
-    was slower than `tile_and_head`'s order.
+    In MODE "running", CTAs take tiles in rounds: each CTA takes one tile, then each CTA takes its next tile. With a causal
+    mask, heads start their longest tile first in one round, and last in the next round. So a CTA with a long tile gets a short
+    tile next. Up to D = 64, this was slower than `tile_and_head`'s order.
     """
-    TURNS: gl.constexpr = CAUSAL and MODE == "running" and ROW_BYTES > 256
+    TURNS: gl.constexpr = CAUSAL and MODE == "running" and problem.is_split is None and ROW_BYTES > 256
     split = 0
     if problem.is_split is not None:
         split = number % problem.splits
@@ -93,8 +93,8 @@ def _tile(
         program=number, programs=problem.batch_heads * problem.tiles_m,
     )  # fmt: skip
     if TURNS:
-        round = batch_head * problem.tiles_m * problem.splits // gl.num_programs(0)
-        tile = gl.where(round % 2 == 0, tile, problem.tiles_m - 1 - tile)
+        turn = batch_head * problem.tiles_m // gl.num_programs(0)  # the round in which the head starts
+        tile = gl.where(turn % 2 == 0, tile, problem.tiles_m - 1 - tile)
     start_m = (problem.tiles_m - 1 - tile) * BLOCK_M - _rows_before(problem.diagonal, PACKED)
     seq_k = gl.minimum((start_m + BLOCK_M) // PACKED + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k
     keys = _share(gl.cdiv(seq_k, BLOCK_N), split, problem)

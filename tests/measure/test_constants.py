@@ -1,13 +1,17 @@
 """Forced choices reach the newest stage's plan, and measured choices become a table."""
 
+import json
+
 import programs
 import pytest
 from cases import names_in
 
 from common.kernels import replay
 from common.measure import constants
+from common.measure.workloads import Workload
 from common.runtime import INTERPRETED
 from common.show.constants import constants_table
+from common.show.results import ROOT
 
 INFO = {"gpu": "X", "torch": "1", "triton": "2", "commit": "abc", "date": "2026-01-02"}
 PLANS = {  # decision -> arguments of `plan` for which the host has this decision
@@ -36,6 +40,7 @@ def test_the_host_decides_if_nothing_is_forced():
 KEYS = """
 from common.kernels import order
 from common.measure import constants
+from common.measure.workloads import Workload
 
 kernel = next(names["_forward_kernel"] for names in constants._namespaces() if "_forward_kernel" in names)
 keys = [kernel.cache_key]
@@ -62,6 +67,16 @@ def test_table_shows_where_another_choice_is_faster():
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if "S=1" in line]
     assert [row[1:] for row in rows] == [["4", "25.0", "2", "20.0", "1.25"]]
     assert "few rows" not in table  # not measured
+
+
+def test_the_host_chooses_what_was_fast():
+    """A running maximum or a guess: the newest stage's choice takes at most 2 % longer than the faster one."""
+    plan = names_in(constants.NEWEST)["plan"]
+    cases = json.loads((ROOT / "results" / "constants-h200.json").read_text())["cases"]
+    for case in (case for case in cases if case["decision"] == "running"):
+        w = Workload.of(case)
+        cut = plan(w.batch, w.heads, w.kv_heads, w.seq_len, w.kv_len, 0, w.causal, w.head_dim, w.value_dim, 132)
+        assert case["us"][str(int(cut.short))] <= 1.02 * min(case["us"].values()), w.label
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="there is a GPU")

@@ -1,5 +1,6 @@
 """Stages whose idea is an order of tiles take their tiles in that order, and their results are right."""
 
+import collections
 import itertools
 
 import pytest
@@ -61,6 +62,13 @@ class Watch:
         tiles = [tile for _, *tile in sorted(self._loaded, key=lambda loaded: loaded[0])]
         return [tuple(tile) for tile, _ in itertools.groupby(tiles)]
 
+    def work(self):
+        """Return each program's number of causal scores, in tiles of as many keys as queries."""
+        work = collections.Counter()
+        for program, _, tile in set(self._loaded):
+            work[program] += tile + 1
+        return work
+
     def _note(self, program, head, row):
         self._loaded.append((program, head, row // self._block))
 
@@ -110,6 +118,20 @@ def test_causal_tiles_go_through_groups_of_heads_the_longest_first(stage, watch)
     tiles = 1 + max(tile for _, tile in taken)
     assert tiles >= 3
     assert taken == [(head, tile) for heads in groups for tile in reversed(range(tiles)) for head in heads]
+
+
+@pytest.mark.parametrize("name", [name for name in ORDERED if "programs" in getattr(names_in(name).get("Plan"), "_fields", ())])
+def test_causal_tiles_of_short_sequences_give_all_programs_equal_work(name, watch, monkeypatch):
+    """A fifth SM would break the order and save no round. So one of five SMs gets no program."""
+    monkeypatch.setattr(replay, "is_watched", lambda: True)
+    q, k, v, _ = make_inputs(512, 512, 128, batch=1, heads=4)  # four query tiles per head
+    options = {"causal": True, "scale": 0.1, "diagonal": 0}
+    watch.begin("_forward_kernel", q, "BLOCK_M")
+    with interpreted_as(Device(num_sms=5)):
+        out, lse = stages.load(name).forward(q, k, v, **options)
+    assert_correct({"out": out, "lse": lse}, truth(q, k, v, **options), plain(q, k, v, **options))
+    assert sorted(watch.taken()) == list(itertools.product(range(4), range(4)))
+    assert watch.work() == dict.fromkeys(range(4), 10)
 
 
 def test_tiles_without_a_mask_go_through_head_after_head(stage, watch):

@@ -314,7 +314,7 @@ ROWS = 64  # rows of a consumer: queries in the forward, keys in the backward
 NUM_SMS = GPUS["h200"].num_sms
 V34 = names_in("v34_planned_splits")  # its limits for short problems, and its function that plans splits
 V43 = names_in("v43_safe_speculation")  # its numbers of first keys and of samples
-V52 = names_in("v52_short_forward")  # its limit for few key tiles
+V53 = names_in("v53_short_forward")  # its limit for few key tiles
 
 
 def _wide(p: Problem) -> bool:
@@ -416,7 +416,7 @@ def v34_forward(
     """Yield the launches of a forward from v33 on.
 
     Without `planned` (v33), there are as many splits as fill the SMs. With `three` (v49b), tiles without a mask have 192 rows
-    at D = 128, unless the busiest SM then computes over 4 % more rows. With `spares` (v52), the host counts the mean number of
+    at D = 128, unless the busiest SM then computes over 4 % more rows. With `spares` (v53), the host counts the mean number of
     key tiles, and leaves out some of each query tile, when it decides whether work is short.
     """
     per_kv = p.heads // p.kv_heads
@@ -445,8 +445,8 @@ def v34_forward(
     widest = max(p.head_dim, p.value_dim)
     at_once = few or turns * math.ceil(key_tiles / splits) <= V34["SHORT"][widest]
     if spares:
-        mean = V52["mean_keys"](p.seq_q, seen_keys, 0, m // packed) / n if p.causal else key_tiles
-        at_once = few or turns * (mean / splits - V52["FEW_KEY_TILES"][widest]) <= V52["SHORT"][widest]
+        mean = V53["mean_keys"](p.seq_q, seen_keys, 0, m // packed) / n if p.causal else key_tiles
+        at_once = few or turns * (mean / splits - V53["FEW_KEY_TILES"][widest]) <= V53["SHORT"][widest]
     yield from _in_parts(p, m, n, packed, splits, at_once, first, gives_up, samples)
 
 
@@ -545,7 +545,7 @@ def v49b_forward(p: Problem) -> Steps:
     yield from v34_forward(p, first=True, gives_up=True, samples=True, three=True)
 
 
-def v52_forward(p: Problem) -> Steps:
+def v53_forward(p: Problem) -> Steps:
     yield from v34_forward(p, first=True, gives_up=True, samples=True, spares=True)
 
 
@@ -751,7 +751,8 @@ PREDICTIONS = {
     "v49b": (v49b_forward, v48_backward),
     "v50": (v43_forward, v48_backward),
     "v51": (v43_forward, v51_backward),
-    "v52": (v52_forward, v51_backward),
+    "v52": (v43_forward, v51_backward),
+    "v53": (v53_forward, v51_backward),
 }
 
 

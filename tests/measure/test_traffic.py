@@ -131,14 +131,14 @@ def test_formula_holds_where_keys_are_split(name, sizes):
 
 def nothing_is_short(monkeypatch, *others):
     """Make the formulas and a stage treat short work like long work. `others` are the globals of the stage's modules."""
-    for names in (*namespaces("v34_planned_splits"), *namespaces("v52_short_forward"), *others):
+    for names in (*namespaces("v34_planned_splits"), *namespaces("v53_short_forward"), *others):
         for width in names.get("SHORT", ()):
             monkeypatch.setitem(names["SHORT"], width, NEVER)
         if "FEW_SQUARES" in names:
             monkeypatch.setitem(names, "FEW_SQUARES", NEVER)
 
 
-@pytest.mark.parametrize("name", ["v32", "v33", "v34", "v39", "v40", "v41", "v42", "v43", "v52"])
+@pytest.mark.parametrize("name", ["v32", "v33", "v34", "v39", "v40", "v41", "v42", "v43", "v53"])
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_formula_holds_for_long_work(monkeypatch, kv_heads, name):
     nothing_is_short(monkeypatch, *namespaces(stages.resolve(name)))

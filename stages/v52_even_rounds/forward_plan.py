@@ -1,6 +1,6 @@
 """How the host divides a forward's work into tiles, splits and launches.
 
-Change from v41: query tiles with few key tiles take a running maximum. The plan has the number of CTAs, too.
+Change from v41: the plan has the number of CTAs, too.
 """
 
 import functools
@@ -33,11 +33,8 @@ FEW_SQUARES = 8  # a CTA with at most this many squares of 128 x 128 scores take
 # Failed tiles run again with a running maximum, for which longer key tiles are faster.
 TILES_AGAIN = TILES | {128: FEW_ROWS[128]}
 FIRST_KEYS = 16  # number of first keys in a row's guess
-# A running maximum costs extra time for each key tile. A guess costs extra time for its launches, as much as SHORT key tiles,
-# and for each query tile's first keys, as much as FEW_KEY_TILES key tiles. So if a CTA has n query tiles with k key tiles each,
-# a running maximum is faster if n * (k - FEW_KEY_TILES) <= SHORT (fitted to results/constants-h200.json).
-SHORT = {16: 16, 32: 16, 64: 16, 128: 28, 256: 32}
-FEW_KEY_TILES = {16: 0, 32: 0, 64: 3, 128: 7, 256: 22}
+# If a CTA has at most this many key tiles, a guess's extra launches take longer than a running maximum (fitted on an H200).
+SHORT = {16: 16, 32: 16, 64: 16, 128: 32, 256: 32}
 # Constants of `splits_of`, fitted to times on an H200 (common/measure/constants.py measures more). `splits_of` counts time in
 # units of 1/30 ns. In one unit, a CTA reads one element of K or V, if few other CTAs read.
 CROWDED = 0.75  # reading takes this fraction longer if all 132 CTAs read, because memory is only fast enough for 75 CTAs
@@ -71,16 +68,6 @@ def splits_of(tiles: int, key_tiles: int, rows: int, keys: int, width: int, prog
     return next(splits for splits, cost in costs.items() if cost <= 1.01 * min(costs.values()))
 
 
-def mean_keys(seq_q: int, keys: int, diagonal: int, queries: int) -> float:
-    """Return about how many keys a tile of `queries` queries sees with a causal mask, in the mean over all tiles.
-
-    Query i of seq_q sees the keys up to i + diagonal, and the last query sees `keys` keys. A tile sees what its last query
-    sees.
-    """
-    rising = keys - diagonal  # number of queries that see fewer keys than the last query, plus 1
-    return keys - rising * max(rising - queries, 0) / 2 / seq_q
-
-
 class Plan(NamedTuple):
     """How a forward's work is divided."""
 
@@ -89,7 +76,7 @@ class Plan(NamedTuple):
     splits: int
     tiles: int  # query tiles of all heads; each is computed once per split
     programs: int  # number of CTAs that the host launches
-    short: bool  # true if a running maximum costs less than a guess
+    short: bool  # true if a running maximum costs less than a guess's extra launches
 
 
 def plan(batch, heads, kv_heads, seq_q, keys, diagonal, causal, head_dim, value_dim, programs) -> Plan:
@@ -115,9 +102,7 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, causal, head_dim, value_
     tiles_m = triton.cdiv((seq_q + before) * packed, shape.queries)
     tiles = tiles_m * batch * (heads // packed)
     turns = triton.cdiv(tiles * splits, programs)
-    if causal:
-        key_tiles = mean_keys(seq_q, keys, diagonal, shape.queries // packed) / shape.keys
-    short = few or turns * (key_tiles / splits - FEW_KEY_TILES[width]) <= SHORT[width]
+    short = few or turns * triton.cdiv(key_tiles, splits) <= SHORT[width]
     programs = min(tiles * splits, programs)
     fewer = programs - programs % tiles_m  # so many CTAs take all tiles of a head in the same round; see `_tile`
     if causal and short and splits == 1 and width > 64 and fewer and triton.cdiv(tiles, fewer) == turns:

@@ -1,0 +1,235 @@
+"""dK and dV for D = 256. One consumer computes P and dV, the other consumer computes dS and dK.
+
+Change from v48: a consumer starts the last matmul of a step and the first matmul of the next step together. Also, Q, dO, K and
+V have separate barriers, so that the first matmul starts before the other tiles arrive.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from common.kernels.hopper import LOG2_E, ROWS, new_barriers, new_ring, slot_and_phase
+
+from .backward_scheduler import CONSUMERS, Problem, Tensors, _query_tile, _tile
+
+
+class KeyTile(NamedTuple):
+    """Buffers in shared memory: a work tile's K and V, then its dK and dV until TMA has stored them."""
+
+    k: gl.shared_memory_descriptor  # [1, 1, ROWS, HEAD_DIM]
+    v: gl.shared_memory_descriptor  # [1, 1, ROWS, VALUE_DIM]
+    k_full: gl.shared_memory_descriptor  # a barrier: K has arrived
+    v_full: gl.shared_memory_descriptor
+
+
+class StepRing(NamedTuple):
+    """The tiles of a step in shared memory: a ring buffer with STAGES slots. Q and dO have separate empty barriers."""
+
+    q: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, HEAD_DIM]
+    do: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, VALUE_DIM]
+    stats: gl.shared_memory_descriptor  # [STAGES, 2, BLOCK_M]
+    q_full: gl.shared_memory_descriptor  # a barrier for each slot: Q and the statistics have arrived
+    q_empty: gl.shared_memory_descriptor
+    do_full: gl.shared_memory_descriptor
+    do_empty: gl.shared_memory_descriptor
+
+
+class PRing(NamedTuple):
+    """P in shared memory: the first consumer writes it, and the second consumer reads it."""
+
+    p: gl.shared_memory_descriptor  # [STAGES, ROWS, BLOCK_M]
+    full: gl.shared_memory_descriptor  # a barrier for each slot: P has been written
+
+
+@gluon.jit
+def _dkv_producer(tensors, kv, ring, problem, CAUSAL: gl.constexpr):
+    """Run on one warp: load K and V of a key tile, and Q and dO of all query tiles that see it, as buffers become free."""
+    STAGES: gl.constexpr = ring.q.shape[0]
+    BLOCK_M: gl.constexpr = ring.q.shape[3]
+    tile = _tile(gl.program_id(0), problem, BLOCK_M, kv.k.shape[3], kv.v.shape[3], CAUSAL)
+    where = [tile.batch, tile.kv_head, tile.start_n, 0]
+    mbarrier.expect(kv.k_full.index(0), tensors.k.block_type.nbytes)
+    tma.async_copy_global_to_shared(tensors.k, where, kv.k_full.index(0), kv.k)
+    mbarrier.expect(kv.v_full.index(0), tensors.v.block_type.nbytes)
+    tma.async_copy_global_to_shared(tensors.v, where, kv.v_full.index(0), kv.v)
+    for step in range(tile.steps):
+        slot, phase = slot_and_phase(step, STAGES)
+        head, number, row = _query_tile(step, tile)
+        where = [tile.batch, head, number * BLOCK_M, 0]
+        mbarrier.wait(ring.q_empty.index(slot), phase ^ 1)
+        mbarrier.expect(ring.q_full.index(slot), tensors.q.block_type.nbytes + tensors.stats.block_type.nbytes)
+        tma.async_copy_global_to_shared(tensors.q, where, ring.q_full.index(slot), ring.q.index(slot))
+        tma.async_copy_global_to_shared(tensors.stats, [row * 2, 0], ring.q_full.index(slot), ring.stats.index(slot))
+        mbarrier.wait(ring.do_empty.index(slot), phase ^ 1)
+        mbarrier.expect(ring.do_full.index(slot), tensors.do.block_type.nbytes)
+        tma.async_copy_global_to_shared(tensors.do, where, ring.do_full.index(slot), ring.do.index(slot))
+
+
+@gluon.jit
+def _p_of(s_t, scale_log2, tile, ring, p_ring, step, seen_from):
+    """Return a step's P, transposed and rounded, from its scores. Also store P for the other consumer."""
+    BLOCK_M: gl.constexpr = ring.q.shape[3]
+    s_layout: gl.constexpr = s_t.type.layout
+    slot, _ = slot_and_phase(step, ring.q.shape[0])
+    lse_log2 = ring.stats.index(slot).slice(0, 1).load(s_layout)  # [1, queries]
+    p_t = s_t * scale_log2 - lse_log2
+    _, number, _ = _query_tile(step, tile)
+    offs_m = number * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, s_layout))
+    p_t = gl.exp2(gl.where(offs_m[None, :] >= seen_from[:, None], p_t, float("-inf"))).to(ring.q.dtype)
+    p_ring.p.index(slot).store(p_t)
+    mbarrier.arrive(p_ring.full.index(slot), count=1)
+    return p_t
+
+
+@gluon.jit
+def _dv_consumer(tensors, kv, ring, p_ring, problem, CAUSAL: gl.constexpr):
+    """Run on a warpgroup: compute P of a key tile, and dV, which stays in registers. P is transposed, so that it enters the
+    matmul for dV from registers. The other consumer reads P from shared memory."""
+    STAGES: gl.constexpr = ring.q.shape[0]
+    BLOCK_M: gl.constexpr = ring.q.shape[3]
+    HEAD_DIM: gl.constexpr = kv.k.shape[3]
+    VALUE_DIM: gl.constexpr = kv.v.shape[3]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_M, 16])
+    dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv_layout, k_width=2)
+    tile = _tile(gl.program_id(0), problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
+    scale_log2 = problem.scale * LOG2_E
+    # The first query that sees each key. For a key past the end it is 2**30, so that the key's p is 0. Otherwise p may be
+    # infinite, and infinity times 0 is NaN.
+    offs_n = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+    seen_from = gl.where(offs_n < tile.keys, tile.start_n + offs_n - tile.diagonal if CAUSAL else 0, 2**30)
+    zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
+    dv = gl.zeros([ROWS, VALUE_DIM], gl.float32, dv_layout)
+    k = kv.k.reshape([ROWS, HEAD_DIM])
+    mbarrier.wait(kv.k_full.index(0), 0)
+    mbarrier.wait(ring.q_full.index(0), 0)
+    q = ring.q.index(0).reshape([BLOCK_M, HEAD_DIM])
+    s_t = warpgroup_mma(k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
+    s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
+    for step in range(tile.steps - 1):
+        p_t = _p_of(s_t, scale_log2, tile, ring, p_ring, step, seen_from)
+        # The matmul for dV comes first, so that dO's buffer is free while the next scores are computed.
+        slot, phase = slot_and_phase(step, STAGES)
+        mbarrier.wait(ring.do_full.index(slot), phase)
+        do = ring.do.index(slot).reshape([BLOCK_M, VALUE_DIM])
+        dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), do, dv, is_async=True)
+        next_slot, next_phase = slot_and_phase(step + 1, STAGES)
+        mbarrier.wait(ring.q_full.index(next_slot), next_phase)
+        q = ring.q.index(next_slot).reshape([BLOCK_M, HEAD_DIM])
+        s_t = warpgroup_mma(k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        dv = warpgroup_mma_wait(1, [dv])
+        mbarrier.arrive(ring.do_empty.index(slot), count=1)
+        s_t = warpgroup_mma_wait(0, [s_t])  # [keys, queries]
+    p_t = _p_of(s_t, scale_log2, tile, ring, p_ring, tile.steps - 1, seen_from)
+    slot, phase = slot_and_phase(tile.steps - 1, STAGES)
+    mbarrier.wait(ring.do_full.index(slot), phase)
+    dv = warpgroup_mma(gl.convert_layout(p_t, p_layout), ring.do.index(slot).reshape([BLOCK_M, VALUE_DIM]), dv, is_async=True)
+    dv = warpgroup_mma_wait(0, [dv])
+    mbarrier.arrive(ring.do_empty.index(slot), count=1)
+
+    # TMA stores dV from V's buffer, once the other consumer has read V and the last dO.
+    mbarrier.wait(ring.do_empty.index(slot), phase)
+    kv.v.reshape([ROWS, VALUE_DIM]).store(dv.to(kv.v.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(tensors.dv, [tile.batch, tile.kv_head, tile.start_n, 0], kv.v)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _ds_of(dp_t, ring, p_ring, step):
+    """Return a step's dS, transposed and rounded, from its dP and P. Wait until P is ready."""
+    slot, phase = slot_and_phase(step, ring.q.shape[0])
+    mbarrier.wait(p_ring.full.index(slot), phase)  # Q has arrived, too: the other consumer computed P from Q
+    p_t = p_ring.p.index(slot).load(dp_t.type.layout)
+    delta = ring.stats.index(slot).slice(1, 1).load(dp_t.type.layout)  # [1, queries]
+    return (p_t.to(gl.float32) * (dp_t - delta)).to(ring.q.dtype)
+
+
+@gluon.jit
+def _dk_consumer(tensors, kv, ring, p_ring, problem, CAUSAL: gl.constexpr):
+    """Run on a warpgroup: compute dS of a key tile, and dK, which stays in registers."""
+    STAGES: gl.constexpr = ring.q.shape[0]
+    BLOCK_M: gl.constexpr = ring.q.shape[3]
+    HEAD_DIM: gl.constexpr = kv.k.shape[3]
+    VALUE_DIM: gl.constexpr = kv.v.shape[3]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_M, 16])
+    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, HEAD_DIM, 16])
+    ds_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk_layout, k_width=2)
+    tile = _tile(gl.program_id(0), problem, BLOCK_M, HEAD_DIM, VALUE_DIM, CAUSAL)
+    zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, s_layout)
+    dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, dk_layout)
+    v = kv.v.reshape([ROWS, VALUE_DIM])
+    mbarrier.wait(kv.v_full.index(0), 0)
+    mbarrier.wait(ring.do_full.index(0), 0)
+    do = ring.do.index(0).reshape([BLOCK_M, VALUE_DIM])
+    dp_t = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)
+    dp_t = warpgroup_mma_wait(0, [dp_t])  # [keys, queries]
+    mbarrier.arrive(ring.do_empty.index(0), count=1)
+    for step in range(tile.steps - 1):
+        ds_t = _ds_of(dp_t, ring, p_ring, step)
+        # The matmul for dK comes first, because it frees Q's buffer, which the producer refills before dO's.
+        slot, _ = slot_and_phase(step, STAGES)
+        q = ring.q.index(slot).reshape([BLOCK_M, HEAD_DIM])
+        dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)
+        next_slot, next_phase = slot_and_phase(step + 1, STAGES)
+        mbarrier.wait(ring.do_full.index(next_slot), next_phase)
+        do = ring.do.index(next_slot).reshape([BLOCK_M, VALUE_DIM])
+        dp_t = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        dk = warpgroup_mma_wait(1, [dk])
+        mbarrier.arrive(ring.q_empty.index(slot), count=1)
+        dp_t = warpgroup_mma_wait(0, [dp_t])  # [keys, queries]
+        mbarrier.arrive(ring.do_empty.index(next_slot), count=1)
+    ds_t = _ds_of(dp_t, ring, p_ring, tile.steps - 1)
+    slot, _ = slot_and_phase(tile.steps - 1, STAGES)
+    q = ring.q.index(slot).reshape([BLOCK_M, HEAD_DIM])
+    dk = warpgroup_mma(gl.convert_layout(ds_t, ds_layout), q, dk, is_async=True)
+    dk = warpgroup_mma_wait(0, [dk])
+
+    # TMA stores dK from K's buffer. The other consumer no longer needs K: the last P is ready.
+    kv.k.reshape([ROWS, HEAD_DIM]).store((dk * problem.scale).to(kv.k.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(tensors.dk, [tile.batch, tile.kv_head, tile.start_n, 0], kv.k)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["kv_heads", "seq_q", "seq_k", "diagonal", "tiles"])
+def _wide_dkv_kernel(
+    q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, scale,
+    kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
+    do_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, VALUE_DIM], do_desc.layout)
+    stats_s = gl.allocate_shared_memory(gl.float32, [STAGES, 2, BLOCK_M], stats_desc.layout)
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [1, 1, ROWS, HEAD_DIM], k_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, [1, 1, ROWS, VALUE_DIM], v_desc.layout)
+    p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], q_desc.dtype)
+    p_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, ROWS, BLOCK_M], p_layout)
+    k_full = new_barriers(1, 1)
+    v_full = new_barriers(1, 1)
+    q_full, q_empty = new_ring(STAGES, 1, 1)  # only the second consumer, which reads Q last, releases it
+    do_full, do_empty = new_ring(STAGES, 1, CONSUMERS)
+    p_full = new_barriers(STAGES, 1)  # no empty barriers: a slot's old P has been read before its next Q arrives
+
+    tensors = Tensors(q_desc, k_desc, v_desc, do_desc, stats_desc, None, dk_desc, dv_desc, None, None)
+    problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, tiles, scale)
+    kv = KeyTile(k_s, v_s, k_full, v_full)
+    ring = StepRing(q_s, do_s, stats_s, q_full, q_empty, do_full, do_empty)
+    p_ring = PRing(p_s, p_full)
+    gl.warp_specialize(
+        [
+            (_dv_consumer, (tensors, kv, ring, p_ring, problem, CAUSAL)),
+            (_dk_consumer, (tensors, kv, ring, p_ring, problem, CAUSAL)),
+            (_dkv_producer, (tensors, kv, ring, problem, CAUSAL)),
+        ],
+        [4, 1],
+        [240, 24],
+    )

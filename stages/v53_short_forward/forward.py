@@ -1,0 +1,417 @@
+"""A forward with packed heads and split keys, in Gluon, for Hopper.
+
+MODE "guess" guesses the maximum, and MODE "again" computes the tiles that failed. MODE "running" keeps a running maximum.
+Change from v42: `forward_sample.py` tells before the first tile whether guesses would fail. Also, each launch lets the next
+launch start early.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from common.kernels.descriptors import addressable
+from common.kernels.hopper import (
+    LOG2_E,
+    ROWS,
+    describe_tile,
+    new_barriers,
+    new_ring,
+    require_hopper,
+    slot_and_phase,
+    store_rows,
+)
+from common.kernels.replay import replayed
+from common.operator import empty_rows
+from common.runtime import num_sms
+from stages.v7_one_backward.forward import forward as forward_of_v7
+
+from .forward_merge import _merge_kernel
+from .forward_plan import FIRST_KEYS, TILES_AGAIN, plan
+from .forward_sample import HEADROOM, OVERFLOW, _sample_kernel
+from .forward_scheduler import (
+    LATELY,
+    NextTiles,
+    Problem,
+    _begun,
+    _in_vain,
+    _leave,
+    _next,
+    _next_again,
+    _pass_on,
+    _place,
+    _row,
+    _rows_before,
+    _state,
+    _tile,
+    _to_compute,
+)
+from .forward_softmax import _accumulate, _scores
+
+
+class Tensors(NamedTuple):
+    """Tensors in global memory, as TMA descriptors or pointers."""
+
+    q: tma.tensor_descriptor
+    k: tma.tensor_descriptor
+    v: tma.tensor_descriptor
+    first: tma.tensor_descriptor  # K of the first keys
+    out: tma.tensor_descriptor
+    out_ptr: gl.tensor | None  # pointer to O if the first query tile starts before query 0
+    lse: gl.tensor  # pointer to [B, H, Sq]; with split keys, to [splits, B, H, Sq]
+    part: gl.tensor | None  # pointer to the splits' O, [splits, B, H, Sq, VALUE_DIM]; None if keys are not split
+    state: gl.tensor | None  # pointer to `State`, if a launch guesses
+
+
+class Queries(NamedTuple):
+    """Buffers in shared memory: Q, and O until TMA has stored it."""
+
+    q: gl.shared_memory_descriptor  # [Q_STAGES * CONSUMERS, 1, 1, 64, HEAD_DIM]
+    o: gl.shared_memory_descriptor  # [Q_STAGES * CONSUMERS, 1, 1, 64, VALUE_DIM]
+    first: gl.shared_memory_descriptor  # K of the first keys, [Q_STAGES * CONSUMERS, 1, 1, FIRST_KEYS, HEAD_DIM]
+    full: gl.shared_memory_descriptor  # a barrier for each slot: Q has arrived
+    empty: gl.shared_memory_descriptor  # a barrier for each slot: TMA has stored O
+
+
+class Ring(NamedTuple):
+    """K and V in shared memory: a ring buffer with STAGES slots."""
+
+    k: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_N, HEAD_DIM]
+    v: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_N, VALUE_DIM]
+    full: gl.shared_memory_descriptor  # a barrier for each slot: K and V have arrived
+    empty: gl.shared_memory_descriptor  # a barrier for each slot: all consumers have read K and V
+
+
+@gluon.jit
+def _load(tensors, tile, ring, fill, start_n, K: gl.constexpr, V: gl.constexpr):
+    """Start to fill the next slot of the ring, when the consumers have released the slot. The slot gets the two tiles of one
+    step: K of the key tile at start_n, and V of the previously visited key tile, whose scores are already computed."""
+    STAGES: gl.constexpr = ring.k.shape[0]
+    NBYTES: gl.constexpr = (tensors.k.block_type.nbytes if K else 0) + (tensors.v.block_type.nbytes if V else 0)
+    slot, phase = slot_and_phase(fill, STAGES)
+    mbarrier.wait(ring.empty.index(slot), phase ^ 1)
+    mbarrier.expect(ring.full.index(slot), NBYTES)
+    if K:
+        where = [tile.batch, tile.kv_head, start_n, 0]
+        tma.async_copy_global_to_shared(tensors.k, where, ring.full.index(slot), ring.k.index(slot))
+    if V:
+        where = [tile.batch, tile.kv_head, start_n + tile.step, 0]
+        tma.async_copy_global_to_shared(tensors.v, where, ring.full.index(slot), ring.v.index(slot))
+
+
+@gluon.jit
+def _skip(ring, fill, tiles):
+    """Release the next `tiles` key tiles without reading them, and return the number of the key tile after them."""
+    STAGES: gl.constexpr = ring.k.shape[0]
+    for _ in range(tiles):
+        slot, phase = slot_and_phase(fill, STAGES)
+        mbarrier.wait(ring.full.index(slot), phase)
+        mbarrier.arrive(ring.empty.index(slot), count=1)
+        fill += 1
+    return fill
+
+
+@gluon.jit
+def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, CAUSAL: gl.constexpr):
+    """Run on one warp: keep the buffers of Q, K and V full, also for the next tile while the current tile ends.
+
+    A CTA's first tile has the CTA's own number. The CTA takes its other tiles from a shared counter, until too many tiles have
+    failed. If MODE is "again", the CTA takes tiles that failed or never started. If MODE is "running", it takes tiles in fixed
+    strides.
+    """
+    if MODE != "running":
+        state = _state(tensors.state)
+    gdc_launch_dependents()  # once all CTAs of this launch are here, the next launch may start
+    Q_STAGES: gl.constexpr = next_tiles.number.shape[0] - 1
+    CONSUMERS: gl.constexpr = queries.q.shape[0] // Q_STAGES
+    BLOCK_M: gl.constexpr = CONSUMERS * ROWS
+    BLOCK_N: gl.constexpr = ring.k.shape[3]
+    ROW_BYTES: gl.constexpr = 2 * (ring.k.shape[4] + ring.v.shape[4])  # bytes of a key's K and V
+    PACKED: gl.constexpr = tensors.q.block_shape[3] if len(tensors.q.block_shape) == 5 else 1
+    NBYTES: gl.constexpr = tensors.q.block_type.nbytes + (tensors.first.block_type.nbytes if MODE == "guess" else 0)
+    fill = 0
+    turn = 0
+    number = gl.program_id(0)
+    tiles = problem.batch_heads * problem.tiles_m * problem.splits
+    if MODE == "again":
+        begun = _begun(tiles, state)
+        failed, number = _next_again(gl.to_tensor(0), number, begun, state)
+        _pass_on(number, next_tiles, Q_STAGES)
+    while number < tiles:
+        tile = _tile(number, problem, ROW_BYTES, BLOCK_M, BLOCK_N, PACKED, MODE, CAUSAL)
+        keys = tile.key_tiles
+        start_n = tile.split * BLOCK_N + (keys - 1) * tile.step
+        for w in gl.static_range(CONSUMERS):
+            slot, phase = slot_and_phase(turn, Q_STAGES)
+            slot = slot * CONSUMERS + w
+            mbarrier.wait(queries.empty.index(slot), phase ^ 1)
+            mbarrier.expect(queries.full.index(slot), NBYTES)
+            where = _row(tile.batch, tile.head, tile.start_m + w * ROWS, PACKED)
+            tma.async_copy_global_to_shared(tensors.q, where, queries.full.index(slot), queries.q.index(slot))
+            if MODE == "guess":
+                where = [tile.batch, tile.kv_head, 0, 0]
+                tma.async_copy_global_to_shared(tensors.first, where, queries.full.index(slot), queries.first.index(slot))
+            if w == 0:
+                _load(tensors, tile, ring, fill, start_n, True, False)
+        if MODE == "guess":
+            if turn == 0:
+                gdc_wait()  # wait for the samples while Q and K load
+            in_vain = _in_vain(number, tiles, state)
+            if turn == 0:
+                _pass_on(gl.where(in_vain, tiles, number), next_tiles, Q_STAGES)
+                if in_vain:
+                    _leave(number, state)
+                    keys = 0
+                    for w in gl.static_range(CONSUMERS):  # no consumer waits for these loads, so the producer does
+                        mbarrier.wait(queries.full.index(w), 0)
+                    mbarrier.wait(ring.full.index(0), 0)
+        if MODE == "again":
+            failed, number = _next_again(failed + 1, gl.num_programs(0) - 1, begun, state)
+        elif MODE == "running":
+            number += gl.num_programs(0)
+        elif in_vain:
+            number = tiles
+        else:
+            number = gl.num_programs(0) + gl.atomic_add(state.counter, 1)
+        for _ in range(1, keys):
+            fill += 1
+            start_n -= tile.step
+            _load(tensors, tile, ring, fill, start_n, True, True)
+        if MODE != "guess" or keys > 0:
+            _load(tensors, tile, ring, fill + 1, start_n - tile.step, False, True)
+        fill += 2
+        slot, _ = slot_and_phase(turn, Q_STAGES)
+        _pass_on(number, next_tiles, slot)
+        turn += 1
+
+
+@gluon.jit
+def _check(acc, l, number, tensors):
+    """Flag tile `number` as failed if l or O is infinite or NaN: P or a sum has overflowed."""
+    of_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    fails = ~(gl.abs(gl.sum(acc, 1) + gl.convert_layout(l, of_rows)) < float("inf"))
+    same = gl.zeros([acc.shape[0]], gl.int32, of_rows)
+    state = _state(tensors.state)
+    gl.store(state.any_failed + same, 1, mask=fails)
+    gl.store(state.tile_failed + number + same, 1, mask=fails)
+
+
+@gluon.jit
+def _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m, part, idle, PACKED: gl.constexpr):
+    """Store a consumer's rows of O, from its slot `own` of `queries`."""
+    batch, head = tile.batch_head // problem.heads, tile.batch_head % problem.heads  # computed only here, which saves registers
+    if problem.is_split is not None and problem.splits > 1:  # `part` is the head's first row in `tensors.part`
+        offs_m = start_m + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
+        offs_d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+        part_ptrs = tensors.part + (part + _place(offs_m, problem, PACKED))[:, None] * acc.shape[1]
+        part_o = gl.where(idle, 0.0, acc * normalize)
+        gl.store(part_ptrs + offs_d[None, :], part_o, mask=((offs_m >= 0) & (offs_m < problem.seq_q))[:, None])
+    elif tensors.out_ptr is not None and start_m < 0:
+        out = (acc * normalize).to(queries.q.dtype)
+        store_rows(tensors.out_ptr, tensors.out, batch, head, start_m // PACKED, out)
+    else:
+        queries.o.index(own).reshape(acc.shape).store((acc * normalize).to(queries.q.dtype))
+        fence_async_shared()
+        where = _row(batch, head, start_m, PACKED)
+        tma.async_copy_shared_to_global(tensors.out, where, queries.o.index(own))
+
+
+@gluon.jit
+def _consumer(
+    tensors, queries, ring, next_tiles, problem, w: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr
+):  # fmt: skip
+    """Run on a warpgroup: compute the w-th 64 query rows of each tile."""
+    Q_STAGES: gl.constexpr = next_tiles.number.shape[0] - 1
+    CONSUMERS: gl.constexpr = queries.q.shape[0] // Q_STAGES
+    STAGES: gl.constexpr = ring.k.shape[0]
+    BLOCK_M: gl.constexpr = CONSUMERS * ROWS
+    BLOCK_N: gl.constexpr = ring.k.shape[3]
+    ROW_BYTES: gl.constexpr = 2 * (ring.k.shape[4] + ring.v.shape[4])  # bytes of a key's K and V
+    PACKED: gl.constexpr = tensors.q.block_shape[3] if len(tensors.q.block_shape) == 5 else 1
+    HEAD_DIM: gl.constexpr = ring.k.shape[4]
+    VALUE_DIM: gl.constexpr = ring.v.shape[4]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, VALUE_DIM, 16])
+    q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
+    of_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
+    # With Q in registers, the matmul need not read Q from shared memory for every key tile. Up to D = 128, two consumers have
+    # enough registers for Q. Four consumers do not.
+    Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and HEAD_DIM <= 128
+    # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0, because a masked score (-inf) times 0 is NaN.
+    scale_log2 = gl.maximum(problem.scale * LOG2_E, 1e-37)
+    fill = 0
+    turn = 0
+    number = gl.program_id(0)
+    tiles = problem.batch_heads * problem.tiles_m * problem.splits
+    if MODE != "running":
+        number = _next(next_tiles, Q_STAGES, 0)
+    while number < tiles:
+        done = number
+        tile = _tile(number, problem, ROW_BYTES, BLOCK_M, BLOCK_N, PACKED, MODE, CAUSAL)
+        start_m = tile.start_m + w * ROWS
+        seen, last, idle = _to_compute(start_m, tile, problem, BLOCK_N, PACKED, MODE, CAUSAL)
+        offs_m = start_m + gl.arange(0, ROWS, of_rows)
+        acc = gl.zeros([ROWS, VALUE_DIM], gl.float32, acc_layout)
+        slot, phase = slot_and_phase(turn, Q_STAGES)
+        own = slot * CONSUMERS + w  # this consumer's slot of `queries`
+        mbarrier.wait(queries.full.index(own), phase)
+        q_buffer = queries.q.index(own).reshape([ROWS, HEAD_DIM])
+        q = q_buffer.load(q_layout) if Q_IN_REGISTERS else q_buffer
+        fill = _skip(ring, fill, tile.key_tiles - seen)  # key tiles that only the CTA's later consumers see
+        s = _scores(q, ring, fill)
+        if Q_STAGES == 2:
+            # Wait until TMA has stored the previous tile's O from the other buffer. Then the next Q may arrive there.
+            tma.store_wait(0)
+            slot, _ = slot_and_phase(turn + 1, Q_STAGES)
+            mbarrier.arrive(queries.empty.index(slot * CONSUMERS + w), count=1, pred=turn > 0)
+        sees_first = seen > 1  # a single key tile includes the first keys already
+        if problem.is_split is not None:
+            sees_first = sees_first & (tile.split == 0)  # only split 0 has the first keys
+        acc, m, l = _accumulate(
+            acc, s, q, queries, own, ring, fill, seen, tile, problem, last, sees_first, scale_log2,
+            CONSUMERS, PACKED, MODE, CAUSAL,
+        )  # fmt: skip
+        fill += seen
+
+        lse = gl.where(idle, float("-inf"), (m + gl.log2(l)) / LOG2_E)
+        part = (tile.split * problem.batch_heads + tile.batch_head).to(gl.int64) * problem.seq_q
+        gl.store(tensors.lse + part + _place(offs_m, problem, PACKED), lse, mask=(offs_m >= 0) & (offs_m < problem.seq_q))
+        normalize = gl.convert_layout(1.0 / l, gl.SliceLayout(1, acc_layout))[:, None]
+        slot, phase = slot_and_phase(turn, Q_STAGES)
+        number = _next(next_tiles, slot, phase)
+        acc = warpgroup_mma_wait(0, [acc])
+        kv_slot, _ = slot_and_phase(fill, STAGES)
+        mbarrier.arrive(ring.empty.index(kv_slot), count=1)
+        fill += 1
+        if MODE == "guess":
+            _check(acc, l, done, tensors)
+        _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m, part, idle, PACKED)
+        if Q_STAGES == 1:
+            tma.store_wait(0)
+            mbarrier.arrive(queries.empty.index(own), count=1)
+        turn += 1
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["batch_heads", "heads", "seq_q", "seq_k", "diagonal", "splits"])
+def _forward_kernel(
+    q_desc, k_desc, v_desc, first_desc, out_desc, out_ptr, part_ptr, lse_ptr, state_ptr, scale,
+    batch_heads, heads, heads_per_kv, seq_q, seq_k, diagonal, splits,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+    MODE: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    CONSUMERS: gl.constexpr = BLOCK_M // ROWS
+    PACKED: gl.constexpr = q_desc.block_shape[3] if len(q_desc.block_shape) == 5 else 1
+    tiles_m = gl.cdiv(seq_q + _rows_before(diagonal, PACKED), BLOCK_M)
+    if MODE == "again":
+        gdc_wait()  # wait until the first launch has ended
+        if gl.load(_state(state_ptr).any_failed) == 0:
+            return
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [Q_STAGES * CONSUMERS] + q_desc.block_shape, q_desc.layout)
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_shape, k_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_shape, v_desc.layout)
+    if out_desc.block_shape == q_desc.block_shape:
+        o_s = q_s  # Q is no longer needed when O is done
+    else:
+        o_s = gl.allocate_shared_memory(q_desc.dtype, [Q_STAGES * CONSUMERS] + out_desc.block_shape, out_desc.layout)
+    first_s = q_s
+    if MODE == "guess":
+        first_s = gl.allocate_shared_memory(k_desc.dtype, [Q_STAGES * CONSUMERS] + first_desc.block_shape, first_desc.layout)
+    tile_s = gl.allocate_shared_memory(gl.int32, [Q_STAGES + 1, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_full, q_empty = new_ring(Q_STAGES * CONSUMERS, 1, 1)  # each consumer has its own buffers
+    kv_full, kv_empty = new_ring(STAGES, 1, CONSUMERS)
+    tensors = Tensors(q_desc, k_desc, v_desc, first_desc, out_desc, out_ptr, lse_ptr, part_ptr, state_ptr)
+    splits = 1 if part_ptr is None else splits
+    problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale, splits, part_ptr)
+    queries = Queries(q_s, o_s, first_s, q_full, q_empty)
+    ring = Ring(k_s, v_s, kv_full, kv_empty)
+    # No empty barriers are needed: a consumer reads a number before it arrives at `queries.empty`, and the producer waits at
+    # `queries.empty` before it overwrites the number. The CTA's first number has a slot of its own.
+    next_tiles = NextTiles(tile_s, new_barriers(Q_STAGES + 1, 1))
+    # An SM has 65,536 registers, and a warpgroup has 128 threads. So the registers per thread, summed over all warpgroups, are
+    # at most 512. The last list has the registers per thread of all roles except the first. The producer gets 24. The first
+    # role runs on the launch's `num_warps` warps and gets the rest.
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [(_consumer, (tensors, queries, ring, next_tiles, problem, 0, MODE, CAUSAL)),
+             (_consumer, (tensors, queries, ring, next_tiles, problem, 1, MODE, CAUSAL)),
+             (_producer, (tensors, queries, ring, next_tiles, problem, MODE, CAUSAL))],
+            [4, 1], [240, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [(_consumer, (tensors, queries, ring, next_tiles, problem, 0, MODE, CAUSAL)),
+             (_consumer, (tensors, queries, ring, next_tiles, problem, 1, MODE, CAUSAL)),
+             (_consumer, (tensors, queries, ring, next_tiles, problem, 2, MODE, CAUSAL)),
+             (_consumer, (tensors, queries, ring, next_tiles, problem, 3, MODE, CAUSAL)),
+             (_producer, (tensors, queries, ring, next_tiles, problem, MODE, CAUSAL))],
+            [4, 4, 4, 1], [112, 112, 112, 24],
+        )  # fmt: skip
+
+
+@replayed
+def forward(q, k, v, *, causal, scale, diagonal=0):
+    """Return attention output and log-sum-exp. `common.operator` lists shapes, dtypes and errors. Float32 falls back to v7.
+
+    Raises:
+        Unavailable: the GPU is not a Hopper GPU.
+    """
+    require_hopper(__package__)
+    if q.dtype == torch.float32:
+        return forward_of_v7(q, k, v, causal=causal, scale=scale, diagonal=diagonal)
+    batch, heads, seq_q, head_dim = q.shape
+    kv_heads, seq_k, value_dim = v.shape[1:]
+    out = empty_rows(q, value_dim)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    if scale < 0:
+        q, scale = -q, -scale  # the scores stay the same, and max(scale * s) = scale * max(s)
+    q, k, v = addressable(q), addressable(k), addressable(v)
+    keys = min(seq_k, seq_q + diagonal) if causal else seq_k
+    cut = plan(batch, heads, kv_heads, seq_q, keys, diagonal, causal, head_dim, value_dim, num_sms())
+    packed, splits, tiles = cut.packed, cut.splits, cut.tiles
+    per_kv = heads // kv_heads
+    queries, outputs, held = q, out, (64,)
+    if packed > 1:
+        queries, outputs = (t.unflatten(1, (-1, packed)).transpose(2, 3) for t in (q, out))  # [B, H / packed, Sq, packed, D]
+        held = 64 // packed, packed
+    out_ptr = outputs if diagonal % (64 // packed) else None  # needed if the first query tile starts before query 0
+    parts = None, lse
+    if splits > 1:
+        parts = lse.new_empty(splits, lse.numel(), value_dim), lse.new_empty(splits, lse.numel())
+
+    def launch(state, mode):
+        longer = mode == "again" and splits == 1  # longer tiles would change the keys of a split
+        shape = TILES_AGAIN[max(head_dim, value_dim)] if longer else cut.shape
+        _forward_kernel[cut.programs,](
+            describe_tile(queries, *held), describe_tile(k, shape.keys), describe_tile(v, shape.keys),
+            describe_tile(k, FIRST_KEYS), describe_tile(outputs, *held), out_ptr, *parts, state, scale,
+            batch * heads // packed, heads // packed, per_kv // packed, seq_q * packed, seq_k, diagonal, splits,
+            BLOCK_M=shape.queries, BLOCK_N=shape.keys, STAGES=shape.kv_slots, Q_STAGES=shape.q_slots, MODE=mode, CAUSAL=causal,
+            num_warps=4, maxnreg=shape.maxnreg, launch_pdl=mode != "running",
+        )  # fmt: skip
+
+    if cut.short:
+        launch(None, "running")
+    else:
+        state = lse.new_empty(2 + LATELY.value + tiles * splits, dtype=torch.int32)  # see `State`
+        _sample_kernel[min(LATELY.value, num_sms()),](
+            describe_tile(queries, *held), describe_tile(k, cut.shape.keys), describe_tile(k, FIRST_KEYS), state,
+            scale, OVERFLOW[q.dtype] - HEADROOM,
+            batch * heads // packed, heads // packed, per_kv // packed, seq_q * packed, seq_k, diagonal, splits,
+            BLOCK_M=cut.shape.queries, PACKED=packed, CAUSAL=causal, num_warps=4,
+        )  # fmt: skip
+        for mode in ("guess", "again"):
+            launch(state, mode)
+    if splits > 1:
+        own = min(16, 2048 // value_dim)  # number of splits whose outputs fit into a thread's registers
+        at_once = next((n for n in (4, 8, 16) if splits <= n <= own), 4 * own)
+        merged = max(1, 128 // value_dim) * (4 if at_once <= own else 1)  # rows per CTA
+        _merge_kernel[triton.cdiv(lse.numel(), merged),](
+            *parts, out, lse, *out.stride()[:3], lse.numel(), heads, seq_q, splits,
+            VALUE_DIM=value_dim, ROWS=merged, AT_ONCE=at_once, num_warps=4, launch_pdl=True,
+        )  # fmt: skip
+    return out, lse

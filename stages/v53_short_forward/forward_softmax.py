@@ -1,0 +1,120 @@
+"""A consumer's online softmax.
+
+Change from v38: the guess includes the first keys. They replace the guess's second key tile.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from common.kernels.hopper import ROWS, slot_and_phase
+
+
+@gluon.jit
+def _scores(q, ring, fill):
+    """Start to compute the scores of a key tile, once its K has arrived."""
+    STAGES: gl.constexpr = ring.k.shape[0]
+    BLOCK_N: gl.constexpr = ring.k.shape[3]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
+    no_s = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
+    slot, phase = slot_and_phase(fill, STAGES)
+    mbarrier.wait(ring.full.index(slot), phase)
+    k = ring.k.index(slot).reshape([BLOCK_N, ring.k.shape[4]])
+    return warpgroup_mma(q, k.permute([1, 0]), no_s, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _sums(p):
+    """Return four partial sums of each row of p, one per thread that holds part of the row. So no thread waits for another."""
+    return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _maxima(s):
+    """Return four maxima of each row of s, one for each thread that holds a part of the row."""
+    return gl.max(gl.max(s.reshape([s.shape[0], s.shape[1] // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _visible(s, start_n, seq_k, last, PACKED: gl.constexpr, CAUSAL: gl.constexpr):
+    """Return the scores s of the key tile at start_n, with -inf for masked keys. `last` is the first row's last visible key."""
+    offs_n = start_n + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+    visible = (offs_n < seq_k)[None, :]
+    if CAUSAL:
+        last_n = last + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout)) // PACKED  # the last key that each row sees
+        visible = visible & (last_n[:, None] >= offs_n[None, :])
+    return gl.where(visible, s, float("-inf"))
+
+
+@gluon.jit
+def _accumulate(
+    acc, s, q, queries, own, ring, fill, tiles, tile, problem, last, sees_first, scale_log2,
+    CONSUMERS: gl.constexpr, PACKED: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Run a consumer's softmax over `tiles` key tiles, the last tile first. The last tile's scores are already being computed.
+
+    Returns acc, m (maximum) and l (sum). The matmul P V of the first tile, visited last, is still in flight.
+    """
+    STAGES: gl.constexpr = ring.k.shape[0]
+    BLOCK_N: gl.constexpr = ring.k.shape[3]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
+    acc_layout: gl.constexpr = acc.type.layout
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
+    start_n = (tile.split + (tiles - 1) * problem.splits) * BLOCK_N
+    if MODE != "guess":
+        s = warpgroup_mma_wait(0, [s])  # [rows, BLOCK_N]
+    else:
+        FIRST_KEYS: gl.constexpr = queries.first.shape[3]
+        k_first = queries.first.index(own).reshape([FIRST_KEYS, ring.k.shape[4]])
+        first_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, FIRST_KEYS, 16])
+        s_first = gl.zeros([ROWS, FIRST_KEYS], gl.float32, first_layout)
+        s_first = warpgroup_mma(q, k_first.permute([1, 0]), s_first, use_acc=False, is_async=True)
+        s, s_first = warpgroup_mma_wait(0, [s, s_first])
+    slot, _ = slot_and_phase(fill, STAGES)
+    mbarrier.arrive(ring.empty.index(slot), count=1)
+    # The first query tile starts before query 0 (`_rows_before`). So a consumer's last row sees a multiple of ROWS // PACKED
+    # keys, or all keys. Therefore only the last key tile needs a mask.
+    if CAUSAL or start_n + BLOCK_N > problem.seq_k:
+        s = _visible(s, start_n, problem.seq_k, last, PACKED, CAUSAL)
+    maxima = _maxima(s)
+    if MODE == "guess":
+        # The guess includes the first keys for two reasons: attention sinks are among them, and the upper rows see few keys of
+        # the diagonal's tile.
+        of_first = gl.where(sees_first, _maxima(s_first), float("-inf"))
+        maxima = gl.maximum(maxima, gl.convert_layout(of_first, maxima.type.layout))
+    # m is finite, because every row sees the first key of this tile.
+    m = gl.convert_layout(gl.max(maxima, 1), gl.SliceLayout(1, s_layout)) * scale_log2
+    p = gl.exp2(s * scale_log2 - m[:, None])
+    l = _sums(p)
+    p = gl.convert_layout(p.to(ring.k.dtype), p_layout)
+
+    for _ in range(1, tiles):
+        # Issue both matmuls at once, so that the tensor cores have work while other consumers compute their softmax.
+        fill += 1
+        slot, _ = slot_and_phase(fill, STAGES)
+        s = _scores(q, ring, fill)
+        acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
+        if CONSUMERS == 2:
+            s = warpgroup_mma_wait(1, [s])  # [rows, BLOCK_N]
+        else:  # four consumers keep the tensor cores busy, even if each waits for both of its matmuls
+            s, acc = warpgroup_mma_wait(0, [s, acc])
+            mbarrier.arrive(ring.empty.index(slot), count=1)
+        if MODE != "guess":
+            m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+            rescale = gl.exp2(m - m_new)  # factor for the earlier l and acc
+            l = l * gl.convert_layout(rescale, gl.SliceLayout(1, l.type.layout))[:, None]
+            m = m_new
+        p = gl.exp2(s * scale_log2 - m[:, None])
+        l = l + _sums(p)
+        if CONSUMERS == 2:
+            acc = warpgroup_mma_wait(0, [acc])
+            mbarrier.arrive(ring.empty.index(slot), count=1)
+        if MODE != "guess":
+            acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
+        p = gl.convert_layout(p.to(ring.k.dtype), p_layout)
+
+    fill += 1
+    slot, phase = slot_and_phase(fill, STAGES)
+    mbarrier.wait(ring.full.index(slot), phase)
+    acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
+    return acc, m, gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, s_layout))

@@ -113,7 +113,7 @@ def traffic_of_step(name: str) -> str:
         if not parent or any(len(set(cell)) > 1 for cell in cells):
             rows[span] = [f"**{' → '.join(cell)}**" if len(set(cell)) > 1 else cell[0] for cell in cells]
     if not rows:
-        return f"The same bytes and FLOPs as {spoken(parent)}'s."
+        return f"Same bytes and FLOPs as {spoken(parent)}."
     link = "[bytes and FLOPs](../../docs/measuring.md#counted-traffic)"
     return f"One head's {link}, S = {COUNTED_AT}.\n\n{_step_table(rows, list(columns))}"
 
@@ -198,7 +198,7 @@ def gain_table(name: str) -> str:
     old = spoken(parent)
     model = "[predicted](../../docs/measuring.md#the-model-of-an-sm)"
     predicted = model if _is_modelled(name) else "predicted by the roofline of an H200"
-    measured = f", then measured ({where})" if where else ""
+    measured = f", measured ({where})" if where else ""
     caption = [
         f"Speed over {old}: {predicted}{measured}.",
         f"Not measured against {old} yet: {'; '.join(missing)}." if missing else "",

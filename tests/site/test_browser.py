@@ -71,7 +71,10 @@ def visible(page, selector):
     return [each for each in page.query_selector_all(selector) if each.is_visible()]
 
 
-@pytest.mark.parametrize("name", [*DOCUMENTS, *STEPS])
+OPENED = [pytest.param(step, marks=[pytest.mark.long] if place % 3 else []) for place, step in enumerate(STEPS)]
+
+
+@pytest.mark.parametrize("name", [*DOCUMENTS, *OPENED])
 def test_a_page_opens_and_fits(reader, name):
     """A page has no errors, makes no request to a network, and is no wider than a phone."""
     reader.noted.clear()

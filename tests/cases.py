@@ -11,6 +11,7 @@ import torch
 
 import stages
 from common.kernels.tuning import tuners
+from common.measure.constants import NEVER
 from common.measure.reference import assert_close, error_bounds, plain, truth
 from common.operator import diagonal
 from common.runtime import DEVICE, INTERPRETED
@@ -92,9 +93,6 @@ def set_names(monkeypatch, name: str, **values):
     for names in namespaces(name):
         for variable in values.keys() & names.keys():
             monkeypatch.setitem(names, variable, values[variable])
-
-
-NEVER = -(2**30)
 
 
 def never_short(name: str) -> dict:

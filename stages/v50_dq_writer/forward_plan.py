@@ -100,5 +100,6 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, pro
     before = diagonal % (64 // packed)  # positions before query 0
     tiles = triton.cdiv((seq_q + before) * packed, shape.queries) * batch * (heads // packed)
     turns = triton.cdiv(tiles * splits, programs)
+    # NOTE: a guess also costs time for the first keys of each query tile; v53 weighs this.
     short = few or turns * triton.cdiv(key_tiles, splits) <= SHORT[width]
     return Plan(shape, packed, splits, tiles, short)

@@ -102,6 +102,7 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, causal, head_dim, value_
     tiles_m = triton.cdiv((seq_q + before) * packed, shape.queries)
     tiles = tiles_m * batch * (heads // packed)
     turns = triton.cdiv(tiles * splits, programs)
+    # NOTE: a guess also costs time for the first keys of each query tile; v53 weighs this.
     short = few or turns * triton.cdiv(key_tiles, splits) <= SHORT[width]
     programs = min(tiles * splits, programs)
     fewer = programs - programs % tiles_m  # so many CTAs take all tiles of a head in the same round; see `_tile`

@@ -119,7 +119,7 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, causal, head_dim, value_
         key_tiles = mean_keys(seq_q, keys, diagonal, shape.queries // packed) / shape.keys
     short = few or turns * (key_tiles / splits - FEW_KEY_TILES[width]) <= SHORT[width]
     programs = min(tiles * splits, programs)
-    fewer = programs - programs % tiles_m  # so many CTAs take all tiles of a head in the same round; see `_tile`
+    fewer = programs - programs % tiles_m  # so many CTAs take all tiles of a head in the same round; see TURNS in `_tile`
     if causal and short and splits == 1 and width > 64 and fewer and triton.cdiv(tiles, fewer) == turns:
         programs = fewer
     return Plan(shape, packed, splits, tiles, programs, short)

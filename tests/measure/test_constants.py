@@ -40,7 +40,6 @@ def test_the_host_decides_if_nothing_is_forced():
 KEYS = """
 from common.kernels import order
 from common.measure import constants
-from common.measure.workloads import Workload
 
 kernel = next(names["_forward_kernel"] for names in constants._namespaces() if "_forward_kernel" in names)
 keys = [kernel.cache_key]

@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from cases import NEVER, TILED, in_full, make_inputs, namespaces
+from cases import TILED, in_full, make_inputs, namespaces
 from predictions import PREDICTIONS, Problem, total
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,6 +31,7 @@ from common.kernels.hopper import async_reduce_add, describe_rows, new_barriers
 from common.kernels.tiles import key_tile, query_tile
 from common.kernels.tuning import tuners
 from common.measure import traffic
+from common.measure.constants import NEVER
 from common.measure.counter import Count, Launch, count
 from common.operator import Unavailable
 from common.runtime import INTERPRETED

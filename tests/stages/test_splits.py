@@ -7,10 +7,11 @@ import itertools
 
 import pytest
 import torch
-from cases import NEVER, by_functions, make_inputs, names_in, once, set_names
+from cases import by_functions, make_inputs, names_in, once, set_names
 
 import stages
 from common.kernels import replay
+from common.measure.constants import NEVER
 from common.measure.reference import assert_correct, plain, truth
 from common.operator import diagonal
 from common.runtime import DEVICE, INTERPRETED

@@ -11,8 +11,8 @@ def _prepare_kernel(
     out_desc, do_desc, lse_ptr, stats_ptr, tickets_ptr, counter_ptr, heads, seq_q,
     VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """For each query tile: store log2(e) * lse and delta = rowsum(dO * O) side by side. Also zero the
-    tile's number of tickets and the counter of work tiles, if there are any."""
+    """For each query tile: store log2(e) * lse and delta = rowsum(dO * O) side by side. Also zero the tile's
+    number of tickets and the counter of work tiles, if there are any."""
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     tile = tl.program_id(0).to(tl.int64)
     start_m = tl.program_id(0) % tiles_m * BLOCK_M

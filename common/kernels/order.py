@@ -19,6 +19,14 @@ SHARE = tl.constexpr(l2_share(l2_bytes()))
 
 
 @triton.jit
+def heads_of_group(seq, heads, ROW_BYTES: tl.constexpr, L2_SHARE: tl.constexpr = None):
+    """Return how many of `heads` heads are a group with a causal mask; see `tile_and_head`."""
+    share: tl.constexpr = SHARE if L2_SHARE is None else L2_SHARE
+    rows = tl.maximum(share // ROW_BYTES, 1)  # rows that fit into the share
+    return tl.minimum(tl.maximum(rows // seq, 1), heads)  # at most `heads`, so that a group's tiles fit in int32
+
+
+@triton.jit
 def tile_and_head(
     tiles, seq, ROW_BYTES: tl.constexpr, CAUSAL: tl.constexpr, L2_SHARE: tl.constexpr = None, program=None, programs=None,
 ):  # fmt: skip
@@ -43,10 +51,7 @@ def tile_and_head(
         programs = tl.num_programs(0)
     if CAUSAL:
         heads = programs // tiles
-        # A group has at most `heads` heads, so that group * tiles fits in int32.
-        share: tl.constexpr = SHARE if L2_SHARE is None else L2_SHARE
-        rows = tl.maximum(share // ROW_BYTES, 1)  # rows that fit into the share
-        group = tl.minimum(tl.maximum(rows // seq, 1), heads)
+        group = heads_of_group(seq, heads, ROW_BYTES, L2_SHARE)
         first = program // (group * tiles) * group
         group = tl.minimum(group, heads - first)
         inside = program - first * tiles

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from common.kernels.hopper import ROWS, slot_and_phase
-from common.kernels.order import tile_and_head
+from common.kernels.order import heads_of_group, tile_and_head
 
 CONSUMERS = gl.constexpr(2)
 
@@ -75,9 +75,8 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
     tiles_m = gl.cdiv(problem.seq_q, BLOCK_M)
     BLOCK_N: gl.constexpr = CONSUMERS * ROWS  # keys of a CTA; their dK and dV stay in registers
     ROW_BYTES: gl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # bytes of a query's Q, dQ accumulator and dO
-    tile_n, batch_head = tile_and_head(
-        gl.cdiv(problem.seq_k, BLOCK_N), problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=problem.tiles
-    )
+    tiles_n = gl.cdiv(problem.seq_k, BLOCK_N)
+    tile_n, batch_head = tile_and_head(tiles_n, problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=problem.tiles)
     start_n = tile_n * BLOCK_N
     first = 0  # the first query tile that sees one of these keys; if no tile does, the last tile, with all scores masked
     # Number of query tiles, from `first` on, that need a mask. It is at least one, because ptxas (CUDA 12.8) computes addresses
@@ -94,13 +93,16 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
     tiles = tiles_m - first
     masked = gl.where(start_n + BLOCK_N > problem.seq_k, tiles, masked)
     # CTAs that read the same query tile at the same time share it through the L2 cache. Masked tiles come first, in order, as
-    # `_accumulate` expects. The first `at_once` CTAs start together. After the masked tiles, they all go backwards from the
-    # last tile, and so read the same tiles. The next `at_once` CTAs start one by one, each when another CTA ends. They go
-    # forwards, because the earlier CTAs have about reached a new CTA's first tile. The two orders alternate. If a K/V head has
-    # only one query head, the few query tiles in use stay in the cache in any order.
+    # `_accumulate` expects. A group of heads takes its key tiles in waves of `at_once` CTAs. The first wave's CTAs start
+    # together. After the masked tiles, they all go backwards from the last tile, and so read the same tiles. They end one by
+    # one, so the next wave's CTAs start one by one. Those go forwards, because the earlier ones have about reached a new CTA's
+    # first tile, and all end together. The two orders alternate. If a K/V head has only one query head, the few query tiles in
+    # use stay in the cache in any order.
     turning = tiles
     if CAUSAL:
-        turning = gl.where((heads_per_kv > 1) & (number // problem.at_once % 2 == 0), masked, tiles)
+        group = tiles_n * heads_of_group(problem.seq_q, problem.tiles // tiles_n, ROW_BYTES)
+        wave = number // group * gl.cdiv(group, problem.at_once) + number % group // problem.at_once
+        turning = gl.where((heads_per_kv > 1) & (wave % 2 == 0), masked, tiles)
     kv_head = batch_head % problem.kv_heads
     return Tile(
         batch_head // problem.kv_heads, kv_head, kv_head * heads_per_kv, batch_head * heads_per_kv, heads_per_kv,

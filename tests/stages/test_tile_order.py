@@ -26,11 +26,16 @@ KV_BYTES = SEQ * 2 * HEAD_DIM * 2  # number of bytes of a head's K and V
 ORDERED = [name for name in once(stages.names(), "forward") if "tile_and_head" in names_in(name)]
 
 
+def set_share(monkeypatch, function, share):
+    """Set the default of a function's `L2_SHARE`."""
+    for ordered in (function.rewrite(), gluon._translated(function.fn)):  # one for each interpreter
+        monkeypatch.setattr(ordered, "__defaults__", (share, *ordered.__defaults__[1:]))
+
+
 @pytest.fixture(params=ORDERED)
 def stage(request, monkeypatch):
     """A stage with an order of tiles, on a pretended GPU with one SM. The L2 cache holds K and V of two heads."""
-    for ordered in (order.tile_and_head.rewrite(), gluon._translated(order.tile_and_head.fn)):  # one for each interpreter
-        monkeypatch.setattr(ordered, "__defaults__", (GROUP * KV_BYTES, *ordered.__defaults__[1:]))
+    set_share(monkeypatch, order.tile_and_head, GROUP * KV_BYTES)
     set_names(monkeypatch, request.param, FEW_SQUARES=0, splits_of=lambda *_: 1)  # v29's tiles, and no splits
     monkeypatch.setattr(replay, "is_watched", lambda: True)
     with interpreted_as(Device(num_sms=1)):
@@ -61,6 +66,13 @@ class Watch:
         """Return the tiles as (head, tile of the head), program by program, in the order of a program's loads."""
         tiles = [tile for _, *tile in sorted(self._loaded, key=lambda loaded: loaded[0])]
         return [tuple(tile) for tile, _ in itertools.groupby(tiles)]
+
+    def of_programs(self):
+        """Return the tiles that each program loads from each head, in order."""
+        tiles = collections.defaultdict(list)
+        for program, head, tile in self._loaded:
+            tiles[program, head].append(tile)
+        return tiles
 
     def work(self):
         """Return each program's number of causal scores, in tiles of as many keys as queries."""
@@ -173,3 +185,22 @@ def test_causal_tiles_of_a_backward_go_through_heads_the_longest_first(name, ker
         range(tiles) if tensor == "k" else reversed(range(tiles))
     )  # the last query tiles see the most keys; the first key tiles are seen by the most queries
     assert taken == [(head, tile) for tile in longest_first for head in range(heads)]
+
+
+@pytest.mark.parametrize("name", [n for n in once(stages.names(), "backward") if "heads_of_group" in names_in(n, "backward")])
+def test_query_tiles_of_a_backward_turn_in_each_second_wave(name, watch, monkeypatch):
+    """A head has five key tiles, and three CTAs run at once. So each head's second wave has two CTAs."""
+    for function in (order.tile_and_head, order.heads_of_group):
+        set_share(monkeypatch, function, 1)  # so that a group is one head
+    stage = stages.load(name)
+    q, k, v, grad_out = make_inputs(640, 640, 128, batch=1, heads=4, kv_heads=2)
+    options = {"causal": True, "scale": 0.1, "diagonal": 0}
+    with interpreted_as(Device(num_sms=3)):
+        out, lse = stage.forward(q, k, v, **options)
+        watch.begin("_backward_kernel", q, 64)
+        stage.backward(grad_out, q, k, v, out, lse, **options)
+    expected = {}
+    for kv_head, key_tile, head in itertools.product(range(2), range(5), range(2)):
+        masked, others = [2 * key_tile, 2 * key_tile + 1], range(2 * key_tile + 2, 10)
+        expected[5 * kv_head + key_tile, 2 * kv_head + head] = [*masked, *(reversed(others) if key_tile < 3 else others)]
+    assert watch.of_programs() == expected

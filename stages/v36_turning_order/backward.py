@@ -286,7 +286,7 @@ def _backward_kernel(
     ds_full, ds_empty = new_ring(STAGES, CONSUMERS, 1)
 
     tensors = Tensors(q_desc, k_desc, v_desc, do_desc, stats_desc, sums_desc, dk_desc, dv_desc)
-    problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, scale)
+    problem = Problem(kv_heads, heads_per_kv, seq_q, seq_k, diagonal, at_once, gl.num_programs(0), scale)
     ring = Ring(q_s, do_s, stats_s, q_full, do_full, q_do_empty)
     ds_ring = DsRing(ds_s, dq_s, ds_full, ds_empty)
     kv = KeysValues(k_s, v_s, kv_full, dk_full, dv_full)

@@ -37,6 +37,7 @@ class Problem(NamedTuple):
     seq_k: gl.tensor
     diagonal: gl.tensor  # with a causal mask, query i sees key j if j <= i + diagonal
     at_once: gl.tensor  # number of CTAs that run at the same time
+    tiles: gl.tensor  # key tiles of all heads
     scale: gl.tensor
 
 
@@ -67,7 +68,7 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
     BLOCK_N: gl.constexpr = CONSUMERS * ROWS  # keys of a CTA; their dK and dV stay in registers
     ROW_BYTES: gl.constexpr = 6 * HEAD_DIM + 2 * VALUE_DIM  # bytes of a query's Q, dQ accumulator and dO
     tiles_n = gl.cdiv(problem.seq_k, BLOCK_N)
-    tile_n, batch_head = tile_and_head(tiles_n, problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=gl.num_programs(0))
+    tile_n, batch_head = tile_and_head(tiles_n, problem.seq_q, ROW_BYTES, CAUSAL, program=number, programs=problem.tiles)
     start_n = tile_n * BLOCK_N
     first = 0  # the first query tile that sees one of these keys; if no tile does, the last tile, with all scores masked
     masked = 0  # number of query tiles, from `first` on, that need a mask
@@ -89,7 +90,7 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
     # use stay in the cache in any order.
     turning = tiles
     if CAUSAL:
-        group = tiles_n * heads_of_group(problem.seq_q, gl.num_programs(0) // tiles_n, ROW_BYTES)
+        group = tiles_n * heads_of_group(problem.seq_q, problem.tiles // tiles_n, ROW_BYTES)
         wave = number // group * gl.cdiv(group, problem.at_once) + number % group // problem.at_once
         turning = gl.where((heads_per_kv > 1) & (wave % 2 == 0), masked, tiles)
     kv_head = batch_head % problem.kv_heads

@@ -46,6 +46,7 @@ from common.show.results import (
     moved,
     newest,
     origin,
+    place,
     run_file,
     runs,
     same_code,
@@ -164,11 +165,6 @@ def gains(name: str) -> tuple[list[int], dict[tuple, tuple[float | None, list[fl
     }
 
 
-def _place(machine: dict) -> str:
-    """Return a run's GPU and commit, both shortened."""
-    return f"{re.sub(r'^NVIDIA | [0-9]+GB.*', '', machine['gpu'])}, {machine['commit'][:12]}"
-
-
 def gain_table(name: str) -> str:
     """Format a step's predicted gain and its measured gain by sequence length. For the first stage, format its times. For a
     stage of the track for D = 256, return `wide_table`."""
@@ -179,7 +175,7 @@ def gain_table(name: str) -> str:
     side_by_side = _side_by_side(name)
     columns = {span[:2] for span in found}
     used = [run for column, run in side_by_side.items() if run and column in columns]
-    where = "; ".join(dict.fromkeys(_place(run.machine) for run in used))
+    where = "; ".join(dict.fromkeys(place(run.machine) for run in used))
     headers = [f"S = {seq_len}" for seq_len in lengths]
     if not parent:
         rows = {span: [f"{time:.2f}" if time else "-" for time in times] for span, (_, times) in found.items()}
@@ -219,8 +215,8 @@ def tuned_table(name: str) -> str:
         rows[span] = [*cells, bytes_in_words(bytes_of(cases[0]), bytes_of(cases[1])) if all(cases) else "-"]
     old, new = spoken(parent), spoken(name)
     caption = (
-        "The table shows the MB between the L2 cache and the SMs. Nsight Compute measured them on an H200, with the tiles that "
-        f"each stage's tuner chose. The workload has two heads, S = {COUNTED_AT} and float16."
+        "MB between the L2 cache and the SMs, measured with Nsight Compute on an H200, for the tiles that each stage's tuner "
+        f"chose. The workload has two heads, S = {COUNTED_AT} and float16."
     )
     return f"{caption}\n\n{_step_table(rows, [f'tiles of {old}', 'MB', f'tiles of {new}', 'MB', f'{new} moves'])}"
 
@@ -249,9 +245,8 @@ def spread_table(name: str) -> str:
         rows.append([dtype, "causal" if causal else "full", *ratios])
     first = records[0]
     caption = (
-        f"The table shows the speed of {spoken(name)}'s forward over {spoken(before or '-')}'s, for several standard "
-        "deviations of the scores. "
-        f"D = {first['head_dim']} and S = {first['seq_len']}, measured on {origin(machine)}."
+        f"The speed of {spoken(name)}'s forward over {spoken(before or '-')}'s, by the standard deviation of the scores. "
+        f"D = {first['head_dim']} and S = {first['seq_len']}, measured on {place(machine)}."
     )
     headers = ["", "mask", *(f"deviation {std:g}" for std in deviations)]
     align = ["left", "left"] + ["right"] * len(deviations)
@@ -279,7 +274,7 @@ def wide_table(name: str) -> str:
         rows.append([PASS_NAMES[pass_], "causal" if causal else "full", seq_len, *cells])
     headers = ["pass", "mask", "S", "TFLOP/s", f"over {spoken(stages.parent(name))}", *(f"of {spoken(peer)}" for peer in peers)]
     align = ["left", "left"] + ["right"] * (len(headers) - 2)
-    caption = f"D = 256, measured ({_place(machine)}). *of*: in percent of the library's speed."
+    caption = f"D = 256, measured ({place(machine)}). *of*: in percent of the library's speed."
     return f"{caption}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True, colalign=align)}"
 
 

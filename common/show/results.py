@@ -4,6 +4,7 @@ import ast
 import functools
 import itertools
 import json
+import re
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -238,6 +239,11 @@ def origin(machine: dict, dated: bool = False) -> str:
     """Return a run's GPU, versions and commit. With `dated`, add its date."""
     versions = f"{machine['gpu']}, torch {machine['torch']}, triton {machine['triton']}, commit {machine['commit'][:12]}"
     return versions + (f", {machine['date']}" if dated else "")
+
+
+def place(machine: dict) -> str:
+    """Return a run's GPU and commit, both shortened."""
+    return f"{re.sub(r'^NVIDIA | [0-9]+GB.*', '', machine['gpu'])}, {machine['commit'][:12]}"
 
 
 def load_counts(path: Path) -> tuple[list[dict], dict]:

@@ -5,7 +5,7 @@ import itertools
 from tabulate import tabulate
 
 import stages
-from common.show.results import load_run, origin, run_file, spoken
+from common.show.results import load_run, place, run_file, spoken
 from common.show.tracks import TRACKS, stages_of
 
 
@@ -17,7 +17,7 @@ def sinks_table(name: str) -> str:
         return "Attention sinks and wide scores have not been measured yet."
     runs = [load_run(path) for path in paths]
     records = [record for of_grid, _ in runs for record in of_grid]
-    origins = dict.fromkeys(origin(machine) for _, machine in runs)
+    places = dict.fromkeys(place(machine) for _, machine in runs)
     ms = {(r["impl"], r["head_dim"], r["dtype"], r["causal"], r["score_std"], r["sink"]): r.get("ms") for r in records}
     first = min({record["impl"] for record in records}, key=stages.position)
     start = stages.parent(stages_of("sinks")[0])
@@ -34,10 +34,10 @@ def sinks_table(name: str) -> str:
         rows.append([head_dim, dtype, "causal" if causal else "full", *cells])
     names = [f"sink of {sink:g}" if sink else f"deviation {std:g}" for std, sink in points]
     caption = (
-        f"The table shows the speed of {spoken(name)}'s forward over {spoken(first)}'s. Brackets "
+        f"The speed of {spoken(name)}'s forward over {spoken(first)}'s. Brackets "
         f"show {spoken(start)}'s value. *deviation*: the standard deviation of the scores. *sink*: the score of key 0 in "
         "nats. *wrong*: the error was too large, so the stage was not timed. "
-        f"S = {records[0]['seq_len']}, measured on {'; '.join(origins)}."
+        f"S = {records[0]['seq_len']}, measured on {'; '.join(places)}."
     )
     align = ["right", "left", "left"] + ["right"] * len(points)
     return f"{caption}\n\n{tabulate(rows, ['D', '', 'mask', *names], tablefmt='pipe', disable_numparse=True, colalign=align)}"

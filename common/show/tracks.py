@@ -106,7 +106,7 @@ def table(key: str, start: Callable[[str], list[str]]) -> str:
     align = ["left", "left", *["right"] * (len(headers) - 2)]
     shown = tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=align)
     facts = [f" Libraries: {', '.join(libraries)}."] if libraries else []
-    places = dict.fromkeys(f"{machine['gpu']}, commit {machine['commit'][:12]}" for machine in machines)
+    places = dict.fromkeys(map(results.place, machines))
     measured = any(cell != "-" for row in rows for cell in row[3:])
     facts = [*facts, f" Measured on {'; '.join(places)}."] if measured else [" Not measured yet."]
     return f"{PASS_NAMES[track.pass_].capitalize()}: {track.words}.{''.join(facts)}\n\n{shown}"

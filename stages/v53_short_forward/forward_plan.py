@@ -35,7 +35,8 @@ TILES_AGAIN = TILES | {128: FEW_ROWS[128]}
 FIRST_KEYS = 16  # number of first keys in a row's guess
 # A running maximum costs extra time for each key tile. A guess costs extra time for its launches, as much as SHORT key tiles,
 # and for each query tile's first keys, as much as FEW_KEY_TILES key tiles. So if a CTA has n query tiles with k key tiles each,
-# a running maximum is faster if n * (k - FEW_KEY_TILES) <= SHORT (fitted to results/constants-h200.json).
+# a running maximum is faster if n * (k - FEW_KEY_TILES) <= SHORT (fitted to results/constants-h200.json, and as good for
+# constants-h100.json).
 SHORT = {16: 16, 32: 16, 64: 16, 128: 28, 256: 32}
 FEW_KEY_TILES = {16: 0, 32: 0, 64: 3, 128: 7, 256: 22}
 # Constants of `splits_of`, fitted to times on an H200 (common/measure/constants.py measures more). `splits_of` counts time in

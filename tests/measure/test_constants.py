@@ -68,11 +68,14 @@ def test_table_shows_where_another_choice_is_faster():
     assert "few rows" not in table  # not measured
 
 
-def test_the_host_chooses_what_was_fast():
+@pytest.mark.parametrize(("gpu", "workloads"), [("h100", 72), ("h200", 71)])
+def test_the_host_chooses_what_was_fast(gpu, workloads):
     """A running maximum or a guess: the newest stage's choice takes at most 2 % longer than the faster one."""
     plan = names_in(constants.NEWEST)["plan"]
-    cases = json.loads((ROOT / "results" / "constants-h200.json").read_text())["cases"]
-    for case in (case for case in cases if case["decision"] == "running"):
+    cases = json.loads((ROOT / "results" / f"constants-{gpu}.json").read_text())["cases"]
+    cases = [case for case in cases if case["decision"] == "running"]
+    assert len(cases) == workloads
+    for case in cases:
         w = Workload.of(case)
         cut = plan(w.batch, w.heads, w.kv_heads, w.seq_len, w.kv_len, 0, w.causal, w.head_dim, w.value_dim, 132)
         assert case["us"][str(int(cut.short))] <= 1.02 * min(case["us"].values()), w.label

@@ -103,11 +103,11 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         "--reference",
         choices=GRIDS,
         help="measure one part of results/. forward-, backward-: all stages in float16. newest-, bfloat16-: the last stage of "
-        "the main ladder and the newest stage, at more lengths. short-rows, short-forwards: backwards and forwards of short "
-        "sequences. decode-: few queries and many keys. sinks: attention sinks. wide-scores: wide score distributions. wide: "
-        "head dimension 256. short: calls that take mostly CPU time. passes-as-one: forward and backward together, for a "
-        "smaller model. shared: GQA, and head dimensions that differ between K and V. models: shapes of real models, and odd "
-        "lengths",
+        "the main ladder and the newest stage, at more lengths. query-groups: backwards with GQA. short-rows, short-forwards: "
+        "backwards and forwards of short sequences. decode-: few queries and many keys. sinks: attention sinks. wide-scores: "
+        "wide score distributions. wide: head dimension 256. short: calls that take mostly CPU time. passes-as-one: forward "
+        "and backward together, for a smaller model. shared: GQA, and head dimensions that differ between K and V. models: "
+        "shapes of real models, and odd lengths",
     )
 
     options = parser.parse_args(argv)
@@ -197,6 +197,12 @@ GRIDS = {  # value of --reference -> the command lines of its run, each with the
     },
     **{f"newest-d{dim}": [([f"--head-dim={dim}", "--dtype=float16"], NEWEST)] for dim in HEAD_DIMS},
     **{f"bfloat16-d{dim}": [([f"--head-dim={dim}", "--dtype=bfloat16"], NEWEST)] for dim in HEAD_DIMS},
+    "query-groups": [
+        (
+            ["--pass=bwd", "--causal=yes", "--head-dim=128", "--heads=64", "--kv-heads=8", "--seq-len=4096,8192,16384,32768"],
+            [*FAST_LIBRARIES, *_of_track("query-groups")],
+        )
+    ],
     "short-rows": [(["--pass=bwd", "--head-dim=64", "--seq-len=512,1024"], [*FAST_LIBRARIES, *_of_track("short-rows")])],
     "short-forwards": [
         (["--pass=fwd", "--head-dim=64,128,256", "--seq-len=256,512"], [*FAST_LIBRARIES, *_of_track("short-forwards")])

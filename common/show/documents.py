@@ -327,6 +327,7 @@ RUNS = {  # name of a run -> its heading, and the function that formats its reco
     "backward-d128": ("Backward, all stages in float16, D = 128", speed_table),
     "newest-d64": ("The newest stages, D = 64", speed_table),
     "newest-d128": ("The newest stages, D = 128", speed_table),
+    "query-groups": ("Backwards with query groups", speed_table),
     "short-rows": ("Backwards of short sequences", speed_table),
     "short-forwards": ("Forwards of short sequences", speed_table),
     "bfloat16-d64": ("In bfloat16, D = 64", speed_table),

@@ -12,6 +12,7 @@ from common.show.results import (
     Run,
     chain,
     gain,
+    gpu_of,
     implementations,
     mean_ratio,
     newest,
@@ -44,7 +45,7 @@ def origins(used: list[Run]) -> str:
     machines = [run.machine for run in sorted(used, key=lambda run: run.ended)]
     commits = {}
     for machine in machines:
-        versions = f"{machine['gpu']}, torch {machine['torch']}, triton {machine['triton']}"
+        versions = f"{gpu_of(machine)}, torch {machine['torch']}, triton {machine['triton']}"
         commits.setdefault(versions, []).append(f"{machine['commit'][:12]} ({machine['date']})")
     return "; ".join(f"{versions}, commit {', '.join(dict.fromkeys(found))}" for versions, found in commits.items())
 
@@ -136,7 +137,7 @@ def ladder(found: list[Run]) -> str:
     )
     dead_ends = (
         "A dead end is an idea that looked good and made attention slower. Its parent has the same number: v4a starts from v4. "
-        "No later stage starts from v4a. The workloads are the ladder's."
+        "The workloads are the ladder's."
     )
     each = [_short(table(key, start)) for key in TRACKS]
     measured = f"{over} {origins(used)}."

@@ -241,9 +241,14 @@ def origin(machine: dict, dated: bool = False) -> str:
     return versions + (f", {machine['date']}" if dated else "")
 
 
+def gpu_of(machine: dict) -> str:
+    """Return the short name of a run's GPU, such as H100 for NVIDIA H100 80GB HBM3."""
+    return re.sub(r"^NVIDIA | [0-9]+GB.*", "", machine["gpu"])
+
+
 def place(machine: dict) -> str:
     """Return a run's GPU and commit, both shortened."""
-    return f"{re.sub(r'^NVIDIA | [0-9]+GB.*', '', machine['gpu'])}, {machine['commit'][:12]}"
+    return f"{gpu_of(machine)}, {machine['commit'][:12]}"
 
 
 def load_counts(path: Path) -> tuple[list[dict], dict]:

@@ -29,6 +29,11 @@ TRACKS = {
         "Decoding", "fwd", ("decode-d64", "decode-d128"),
         "one query, 1024 to 524288 keys, D = 64 and 128, bfloat16", "one query", lambda work: work.seq_len == 1,
     ),
+    "query-groups": Track(
+        "Backwards with query groups", "bwd", ("query-groups",),
+        "4096 to 32768 tokens, 64 query heads, 8 K/V heads, causal, float16, D = 128", "GQA, causal, D = 128",
+        lambda work: work.kv_heads < work.heads,
+    ),
     "short-rows": Track(
         "Backwards of short sequences", "bwd", ("short-rows",),
         "512 and 1024 tokens, float16, D = 64", "S ≤ 1024, D = 64", lambda work: work.seq_len <= 1024,

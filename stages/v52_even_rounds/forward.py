@@ -142,7 +142,7 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
         failed, number = _next_again(gl.to_tensor(0), number, begun, state)
         _pass_on(number, next_tiles, Q_STAGES)
     while number < tiles:
-        tile = _tile(number, problem, ROW_BYTES, BLOCK_M, BLOCK_N, PACKED, MODE, CAUSAL)
+        tile = _tile(number, problem, ROW_BYTES, BLOCK_M, BLOCK_N, PACKED, CAUSAL)
         keys = tile.key_tiles
         start_n = tile.split * BLOCK_N + (keys - 1) * tile.step
         for w in gl.static_range(CONSUMERS):
@@ -251,7 +251,7 @@ def _consumer(
         number = _next(next_tiles, Q_STAGES, 0)
     while number < tiles:
         done = number
-        tile = _tile(number, problem, ROW_BYTES, BLOCK_M, BLOCK_N, PACKED, MODE, CAUSAL)
+        tile = _tile(number, problem, ROW_BYTES, BLOCK_M, BLOCK_N, PACKED, CAUSAL)
         start_m = tile.start_m + w * ROWS
         seen, last, idle = _to_compute(start_m, tile, problem, BLOCK_N, PACKED, MODE, CAUSAL)
         offs_m = start_m + gl.arange(0, ROWS, of_rows)
@@ -297,10 +297,10 @@ def _consumer(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["batch_heads", "heads", "seq_q", "seq_k", "diagonal", "splits"])
+@gluon.jit(do_not_specialize=["batch_heads", "heads", "seq_q", "seq_k", "diagonal", "splits", "per_round"])
 def _forward_kernel(
     q_desc, k_desc, v_desc, first_desc, out_desc, out_ptr, part_ptr, lse_ptr, state_ptr, scale,
-    batch_heads, heads, heads_per_kv, seq_q, seq_k, diagonal, splits,
+    batch_heads, heads, heads_per_kv, seq_q, seq_k, diagonal, splits, per_round,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     MODE: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
@@ -326,7 +326,7 @@ def _forward_kernel(
     kv_full, kv_empty = new_ring(STAGES, 1, CONSUMERS)
     tensors = Tensors(q_desc, k_desc, v_desc, first_desc, out_desc, out_ptr, lse_ptr, part_ptr, state_ptr)
     splits = 1 if part_ptr is None else splits
-    problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale, splits, part_ptr)
+    problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale, splits, part_ptr, per_round)
     queries = Queries(q_s, o_s, first_s, q_full, q_empty)
     ring = Ring(k_s, v_s, kv_full, kv_empty)
     # No empty barriers are needed: a consumer reads a number before it arrives at `queries.empty`, and the producer waits at
@@ -389,7 +389,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
         _forward_kernel[cut.programs,](
             describe_tile(queries, *held), describe_tile(k, shape.keys), describe_tile(v, shape.keys),
             describe_tile(k, FIRST_KEYS), describe_tile(outputs, *held), out_ptr, *parts, state, scale,
-            batch * heads // packed, heads // packed, per_kv // packed, seq_q * packed, seq_k, diagonal, splits,
+            batch * heads // packed, heads // packed, per_kv // packed, seq_q * packed, seq_k, diagonal, splits, cut.per_round,
             BLOCK_M=shape.queries, BLOCK_N=shape.keys, STAGES=shape.kv_slots, Q_STAGES=shape.q_slots, MODE=mode, CAUSAL=causal,
             num_warps=4, maxnreg=shape.maxnreg, launch_pdl=mode != "running",
         )  # fmt: skip

@@ -1,6 +1,6 @@
 """How the host divides a forward's work into tiles, splits and launches.
 
-Change from v41: the plan has the number of CTAs, too.
+Change from v41: the plan has the number of CTAs and the rounds, too.
 """
 
 import functools
@@ -76,6 +76,7 @@ class Plan(NamedTuple):
     splits: int
     tiles: int  # query tiles of all heads; each is computed once per split
     programs: int  # number of CTAs that the host launches
+    per_round: int | None  # number of tiles in a round; see `_tile`
     short: bool  # true if a running maximum costs less than a guess's extra launches
 
 
@@ -105,7 +106,7 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, causal, head_dim, value_
     # NOTE: a guess also costs time for the first keys of each query tile; v53 weighs this.
     short = few or turns * triton.cdiv(key_tiles, splits) <= SHORT[width]
     programs = min(tiles * splits, programs)
-    fewer = programs - programs % tiles_m  # so many CTAs take all tiles of a head in the same round; see `_tile`
+    per_round, fewer = None, programs - programs % tiles_m  # with so many CTAs, a round has all tiles of some heads
     if causal and short and splits == 1 and width > 64 and fewer and triton.cdiv(tiles, fewer) == turns:
-        programs = fewer
-    return Plan(shape, packed, splits, tiles, programs, short)
+        programs = per_round = fewer  # not up to D = 64, where v51's order was faster
+    return Plan(shape, packed, splits, tiles, programs, per_round, short)

@@ -73,13 +73,14 @@ def splits_of(tiles: int, key_tiles: int, rows: int, keys: int, width: int, prog
 
 
 def mean_keys(seq_q: int, keys: int, diagonal: int, queries: int) -> float:
-    """Return about how many keys a tile of `queries` queries sees with a causal mask, in the mean over all tiles.
+    """Return about how many keys a tile of `queries` queries sees with a causal mask, on average.
 
     Query i of seq_q sees the keys up to i + diagonal, and the last query sees `keys` keys. A tile sees what its last query
     sees.
     """
-    rising = keys - diagonal  # number of queries that see fewer keys than the last query, plus 1
-    return keys - rising * max(rising - queries, 0) / 2 / seq_q
+    seeing = seq_q + min(diagonal, 0)  # number of queries that see a key
+    rising = keys - max(diagonal, 0)  # number of these that see fewer keys than the last query, plus 1
+    return (keys * seeing - rising * max(rising - queries, 0) / 2) / seq_q
 
 
 class Plan(NamedTuple):
@@ -90,6 +91,7 @@ class Plan(NamedTuple):
     splits: int
     tiles: int  # query tiles of all heads; each is computed once per split
     programs: int  # number of CTAs that the host launches
+    per_round: int | None  # number of tiles in a round; see `_tile`
     short: bool  # true if a running maximum costs less than a guess
 
 
@@ -120,7 +122,7 @@ def plan(batch, heads, kv_heads, seq_q, keys, diagonal, causal, head_dim, value_
         key_tiles = mean_keys(seq_q, keys, diagonal, shape.queries // packed) / shape.keys
     short = few or turns * (key_tiles / splits - FEW_KEY_TILES[width]) <= SHORT[width]
     programs = min(tiles * splits, programs)
-    fewer = programs - programs % tiles_m  # so many CTAs take all tiles of a head in the same round; see TURNS in `_tile`
+    per_round, fewer = None, programs - programs % tiles_m  # with so many CTAs, a round has all tiles of some heads
     if causal and short and splits == 1 and width > 64 and fewer and triton.cdiv(tiles, fewer) == turns:
-        programs = fewer
-    return Plan(shape, packed, splits, tiles, programs, short)
+        programs = per_round = fewer  # not up to D = 64, where v51's order was faster
+    return Plan(shape, packed, splits, tiles, programs, per_round, short)

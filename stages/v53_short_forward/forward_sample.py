@@ -30,9 +30,9 @@ def _sample_kernel(
     tiles = batch_heads * tiles_m
     sample = gl.program_id(0)
     samples = gl.num_programs(0)
-    problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale, 1, None)
+    problem = Problem(batch_heads, heads, heads_per_kv, tiles_m, seq_q, seq_k, diagonal, scale, 1, None, None)
     number = (sample.to(gl.int64) * tiles // samples).to(gl.int32)
-    tile = _tile(number, problem, ROW_BYTES, BLOCK_M, BLOCK_N, PACKED, "guess", CAUSAL)
+    tile = _tile(number, problem, ROW_BYTES, BLOCK_M, BLOCK_N, PACKED, CAUSAL)
     start_m = tile.start_m + sample % (BLOCK_M // ROWS) * ROWS
     seen = _seen(start_m, problem, BLOCK_N, PACKED, CAUSAL)
     state = _state(state_ptr)

@@ -1,6 +1,6 @@
 """The scheduler: which CTA computes which tile, and where a tile's rows and keys lie.
 
-Change from v43: in MODE "running" with a causal mask, long tiles alternate with short tiles.
+Change from v43: in rounds, long tiles alternate with short tiles.
 """
 
 from typing import NamedTuple
@@ -38,6 +38,7 @@ class Problem(NamedTuple):
     scale: gl.tensor
     splits: gl.tensor  # number of parts into which the keys are split
     is_split: gl.tensor | None  # None if keys are not split; the compiler then leaves out the code for splits
+    per_round: gl.tensor | None  # number of tiles in a round; None if tiles come in `tile_and_head`'s order
 
 
 class Tile(NamedTuple):
@@ -75,26 +76,25 @@ def _share(tiles, split, problem):
 @gluon.jit
 def _tile(
     number, problem, ROW_BYTES: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, PACKED: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, PACKED: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Return the work tile whose number is `number`.
 
-    In MODE "running", CTAs take tiles in rounds: each CTA takes one tile, then each CTA takes its next tile. With a causal
-    mask, heads start their longest tile first in one round, and last in the next round. So a CTA with a long tile gets a short
-    tile next. Up to D = 64, this was slower than `tile_and_head`'s order.
+    In a round, each CTA takes one tile, and all CTAs together take all tiles of some heads. Heads start their longest tile
+    first in one round, and last in the next round. So a CTA with a long tile gets a short tile next.
     """
-    TURNS: gl.constexpr = CAUSAL and MODE == "running" and problem.is_split is None and ROW_BYTES > 256
     split = 0
     if problem.is_split is not None:
         split = number % problem.splits
         number = number // problem.splits
-    tile, batch_head = tile_and_head(
-        problem.tiles_m, gl.cdiv(problem.seq_k, problem.heads_per_kv), ROW_BYTES, CAUSAL and not TURNS,
-        program=number, programs=problem.batch_heads * problem.tiles_m,
-    )  # fmt: skip
-    if TURNS:
-        turn = batch_head * problem.tiles_m // gl.num_programs(0)  # the round in which the head starts
-        tile = gl.where(turn % 2 == 0, tile, problem.tiles_m - 1 - tile)
+    if problem.per_round is not None:
+        tile, batch_head = number % problem.tiles_m, number // problem.tiles_m
+        tile = gl.where(number // problem.per_round % 2 == 0, tile, problem.tiles_m - 1 - tile)
+    else:
+        tile, batch_head = tile_and_head(
+            problem.tiles_m, gl.cdiv(problem.seq_k, problem.heads_per_kv), ROW_BYTES, CAUSAL,
+            program=number, programs=problem.batch_heads * problem.tiles_m,
+        )  # fmt: skip
     start_m = (problem.tiles_m - 1 - tile) * BLOCK_M - _rows_before(problem.diagonal, PACKED)
     seq_k = gl.minimum((start_m + BLOCK_M) // PACKED + problem.diagonal, problem.seq_k) if CAUSAL else problem.seq_k
     keys = _share(gl.cdiv(seq_k, BLOCK_N), split, problem)

@@ -200,8 +200,12 @@ def test_splits_fill_the_gpu_where_tiles_do_not(name):
 @pytest.mark.parametrize("name", [name for name in SPLITTING if "mean_keys" in names_in(name)])
 @pytest.mark.parametrize("queries", [64, 128, 256])
 @pytest.mark.parametrize(
-    ("seq_q", "seq_k", "diagonal"), [(1024, 1024, 0), (2048, 4096, 2048), (9216, 2048, 0), (256, 3072, 2816), (256, 3072, 0)]
-)
+    ("seq_q", "seq_k", "diagonal"),
+    [
+        (1024, 1024, 0), (2048, 4096, 2048), (9216, 2048, 0), (256, 3072, 2816), (256, 3072, 0), (8192, 4096, -4096),
+        (2048, 512, -1536),
+    ],
+)  # fmt: skip
 def test_mean_number_of_keys(name, seq_q, seq_k, diagonal, queries):
     ends = [min(start + queries, seq_q) + diagonal for start in range(0, seq_q, queries)]
     mean = sum(min(max(end, 0), seq_k) for end in ends) / len(ends)

@@ -133,17 +133,20 @@ def test_causal_tiles_go_through_groups_of_heads_the_longest_first(stage, watch)
 
 
 @pytest.mark.parametrize("name", [name for name in ORDERED if "programs" in getattr(names_in(name).get("Plan"), "_fields", ())])
-def test_causal_tiles_of_short_sequences_give_all_programs_equal_work(name, watch, monkeypatch):
-    """A fifth SM would break the order and save no round. So one of five SMs gets no program."""
+@pytest.mark.parametrize("heads", [4, 5])
+def test_causal_tiles_of_short_sequences_give_all_programs_equal_work(name, heads, watch, monkeypatch):
+    """A head has four query tiles. With four heads, a fifth SM would break the order and save no round. So one of five SMs gets
+    no program. With five heads, it would save a round. Then the tiles of the five heads come longest first.
+    """
     monkeypatch.setattr(replay, "is_watched", lambda: True)
-    q, k, v, _ = make_inputs(512, 512, 128, batch=1, heads=4)  # four query tiles per head
+    q, k, v, _ = make_inputs(512, 512, 128, batch=1, heads=heads)
     options = {"causal": True, "scale": 0.1, "diagonal": 0}
     watch.begin("_forward_kernel", q, "BLOCK_M")
     with interpreted_as(Device(num_sms=5)):
         out, lse = stages.load(name).forward(q, k, v, **options)
     assert_correct({"out": out, "lse": lse}, truth(q, k, v, **options), plain(q, k, v, **options))
-    assert sorted(watch.taken()) == list(itertools.product(range(4), range(4)))
-    assert watch.work() == dict.fromkeys(range(4), 10)
+    assert sorted(watch.taken()) == list(itertools.product(range(heads), range(4)))
+    assert watch.work() == dict.fromkeys(range(heads), 10)
 
 
 def test_tiles_without_a_mask_go_through_head_after_head(stage, watch):

@@ -136,7 +136,7 @@ def ladder(found: list[Run]) -> str:
         f"Libraries: {', '.join(libraries)}. Measured on"
     )
     dead_ends = (
-        "A dead end is an idea that looked good and made attention slower. Its parent has the same number: v4a starts from v4. "
+        "A dead end is an idea that looked good but made nothing faster. Its parent has the same number: v4a starts from v4. "
         "The workloads are the ladder's."
     )
     each = [_short(table(key, start)) for key in TRACKS]

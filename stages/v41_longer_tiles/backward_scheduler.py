@@ -95,9 +95,9 @@ def _tile(number, problem, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_
     # CTAs that read the same query tile at the same time share it through the L2 cache. Masked tiles come first, in order, as
     # `_accumulate` expects. A group of heads takes its key tiles in waves of `at_once` CTAs. The first wave's CTAs start
     # together. After the masked tiles, they all go backwards from the last tile, and so read the same tiles. Later keys have
-    # fewer query tiles, so the CTAs end one by one, and the next wave's CTAs start one by one. Those go forwards: when one
-    # starts, the wave's earlier CTAs have about reached its first tile. They all end together. The two orders alternate. If a
-    # K/V head has only one query head, the few query tiles in use stay in the cache in any order.
+    # fewer query tiles, so the CTAs end one by one. The next wave's CTAs start one by one and go forwards: when a CTA starts,
+    # the wave's earlier CTAs have about reached its first tile. They all end together. The two orders alternate. If a K/V head
+    # has only one query head, the few query tiles in use stay in the cache in any order.
     turning = tiles
     if CAUSAL:
         group = tiles_n * heads_of_group(problem.seq_q, problem.tiles // tiles_n, ROW_BYTES)

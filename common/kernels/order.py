@@ -20,7 +20,7 @@ SHARE = tl.constexpr(l2_share(l2_bytes()))
 
 @triton.jit
 def heads_of_group(seq, heads, ROW_BYTES: tl.constexpr, L2_SHARE: tl.constexpr = None):
-    """Return how many of `heads` heads are a group with a causal mask; see `tile_and_head`."""
+    """Return how many of `heads` heads form a group with a causal mask; see `tile_and_head`."""
     share: tl.constexpr = SHARE if L2_SHARE is None else L2_SHARE
     rows = tl.maximum(share // ROW_BYTES, 1)  # rows that fit into the share
     return tl.minimum(tl.maximum(rows // seq, 1), heads)  # at most `heads`, so that a group's tiles fit in int32

@@ -104,6 +104,7 @@ def test_bench_ring_hands_over_the_number_of_gpus(given, handed):
 
 @pytest.mark.parametrize(("given", "said"), [
     (["GPUS=0"], "argument --gpus: '0' is not a whole number of at least 1"),
+    (["GPUS=two"], "argument --gpus: 'two' is not a whole number of at least 1"),
     (["STAGE=v99"], "argument --stage: no stage is called 'v99'"),
     (["ARGS=--heads 3 --kv-heads 2"], "argument --kv-heads: 2 K/V heads do not divide 3 heads"),
 ])  # fmt: skip

@@ -21,6 +21,7 @@ from common.measure.scaling import tables
 from common.measure.timeline import SCORES
 from common.measure.traffic import GPUS
 from common.measure.units import CLOCK, TIME
+from common.show import tracks
 from common.show.choice import choice_table
 from common.show.constants import constants_table
 from common.show.decoding import decoding_tables
@@ -57,7 +58,6 @@ from common.show.scaling import load_ring, scaling_passage
 from common.show.shared import shared_tables
 from common.show.sinks import sinks_table
 from common.show.tables import PASS_NAMES, speed_table
-from common.show.tracks import gain
 
 
 def with_table(text: str, name: str, table: str) -> str:
@@ -190,7 +190,8 @@ def gain_table(name: str) -> str:
         f"{PASS_NAMES[column[0]]}, D = {column[1]}" for column in COLUMNS if column in columns and not side_by_side[column]
     ]
     key = stages.track(name)
-    of_track = key and gain(key, name, parent)
+    of_track = key and tracks.gain(key, name, parent)
+    elsewhere = f" ({tracks.place(key)})" if of_track and tracks.place(key) != where else ""
     old = spoken(parent)
     model = "[predicted](../../docs/measuring.md#the-model-of-an-sm)"
     predicted = model if _is_modelled(name) else "predicted by the roofline of an H200"
@@ -198,7 +199,7 @@ def gain_table(name: str) -> str:
     caption = [
         f"Speed over {old}: {predicted}{measured}.",
         f"Not measured against {old} yet: {'; '.join(missing)}." if missing else "",
-        f"On the track's workloads: ×{of_track:.2f}." if of_track else "",
+        f"On the track's workloads{elsewhere}: ×{of_track:.2f}." if of_track else "",
     ]
     return f"{' '.join(filter(None, caption))}\n\n{_step_table(rows, ['predicted', *headers])}"
 

@@ -163,6 +163,13 @@ def speed_line(runs: list[results.Run], old: str, new: str, pass_: str) -> str:
     return "speed: " + "; ".join(", ".join(of_run) + key for key, of_run in cells.items())
 
 
+def track_gain(old: str, new: str, pass_: str) -> float | None:
+    """Return `new`'s speed divided by `old`'s speed, as the mean over the workloads of `new`'s track. Return None if the track
+    is for the other pass, or if no workload was measured with both stages."""
+    key = stages.track(new)
+    return tracks.gain(key, new, old) if key and TRACKS[key].pass_ == pass_ else None
+
+
 def _moved(label: str, bytes_at: dict[int, tuple[int, int]]) -> list[str]:
     """Return a line that compares bytes. `bytes_at` has the bytes (before, after) by head dimension. If `bytes_at` is empty,
     return an empty list."""
@@ -203,9 +210,8 @@ def result(old: str, new: str) -> dict[str, list[str]]:
             continue
         gains = {head_dim: results.gain(runs, new, old, pass_, head_dim) for head_dim in results.HEAD_DIMS}
         speed = {f"D = {head_dim}": results.speed_in_words(gain[0]) for head_dim, gain in gains.items() if gain}
-        key = stages.track(new)
-        if key and TRACKS[key].pass_ == pass_ and (gain := tracks.gain(key, new, old)):
-            speed[TRACKS[key].at] = results.speed_in_words(gain)
+        if ratio := track_gain(old, new, pass_):
+            speed[TRACKS[stages.track(new)].at] = results.speed_in_words(ratio)
         moved, flops = {}, {}
         for head_dim in results.HEAD_DIMS:
             both = [results.counted(counts, name, pass_, head_dim, False) for name in (old, new)]
@@ -241,7 +247,11 @@ def step_lines(old: str, new: str) -> list[str]:
             lines.append(f"    {PASS_NAMES[pass_]}: same code")
             continue
         lines.append(f"    {PASS_NAMES[pass_]}:")
-        for line in [speed_line(runs, old, new, pass_), *bytes_lines(counts, old, new, pass_)]:
+        told = [speed_line(runs, old, new, pass_)]
+        if ratio := track_gain(old, new, pass_):
+            key = stages.track(new)
+            told.append(f"track: ×{ratio:.2f} ({TRACKS[key].at}; {tracks.place(key)})")
+        for line in [*told, *bytes_lines(counts, old, new, pass_)]:
             lines.append(_wrapped(line, "        ", "    "))
     return lines
 
@@ -264,6 +274,8 @@ def sources(lines: list[str] | None = None) -> str:
             "speed: the stage's speed divided by its parent's, in the newest run that has both stages. It is the geometric "
             f"mean over S={lengths}, with and without a causal mask, in float16. The number in brackets names the run:"
         )
+        if lines is None or any("track: ×" in line for line in lines):
+            parts.insert(-1, "track: the stage's speed divided by its parent's on the workloads of its track.")
         named = results.sources(found, found).split("; ")
         parts += [run for run in named if lines is None or run.split()[0] in "".join(lines)]
     else:

@@ -82,6 +82,12 @@ def gain(key: str, new: str, old: str) -> float | None:
     return results.mean_ratio(times.get(new, {}), times.get(old, {}))
 
 
+def place(key: str) -> str:
+    """Return the GPUs and commits of a track's runs, shortened."""
+    _, machines = _times(TRACKS[key])
+    return "; ".join(dict.fromkeys(map(results.place, machines)))
+
+
 def share_of_the_fastest(key: str, name: str) -> float | None:
     """Return a stage's speed divided by the speed of the fastest library, as the mean over a track's workloads."""
     times, _ = _times(TRACKS[key])
@@ -104,16 +110,15 @@ def table(key: str, start: Callable[[str], list[str]]) -> str:
             *start(name), f"×{gained:.2f}" if gained else "-", f"{100 * share:.0f} %" if share else "-",
         ])  # fmt: skip
     headers = [track.title, "idea", "lines changed", "× parent", "% of fastest"]
-    times, machines = _times(track)
+    times, _ = _times(track)
     libraries = [results.spoken(impl) for impl in times if not stages.position(impl)]
     if times and not libraries:  # the track's runs compare stages only
         headers, rows = headers[:-1], [row[:-1] for row in rows]
     align = ["left", "left", *["right"] * (len(headers) - 2)]
     shown = tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=align)
     facts = [f" Libraries: {', '.join(libraries)}."] if libraries else []
-    places = dict.fromkeys(map(results.place, machines))
     measured = any(cell != "-" for row in rows for cell in row[3:])
-    facts = [*facts, f" Measured on {'; '.join(places)}."] if measured else [" Not measured yet."]
+    facts = [*facts, f" Measured on {place(key)}."] if measured else [" Not measured yet."]
     return f"{PASS_NAMES[track.pass_].capitalize()}: {track.words}.{''.join(facts)}\n\n{shown}"
 
 

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from cases import once
 
 import stages
 from common.interpreter.timing import COPIES, EXPONENTIALS, TENSOR_CORES, UNITS
@@ -43,7 +42,7 @@ def test_the_model_is_deterministic():
     assert [timing.end for timing in first] == [timing.end for timing in second]
 
 
-@pytest.mark.parametrize("name", once([name for name in stages.names() if timeline.has_gluon(name)], "forward"))
+@pytest.mark.parametrize("name", [name for name in stages.names() if timeline.has_gluon(name)])
 def test_committed_cycles_are_the_model_s(name):
     records, _ = results.load_counts(results.TIMELINE)
     if not any(record["impl"] == name for record in records):

@@ -11,7 +11,7 @@ from test_results import run as run_of
 
 import bench
 import stages
-from common.show import documents, results, sinks
+from common.show import documents, results, sinks, tracks
 
 V0, V1, V2, V3 = map(stages.resolve, ("v0", "v1", "v2", "v3"))
 
@@ -225,6 +225,11 @@ def test_few_tables_are_kept():
 def words(path):
     """Return a document's number of words, without its tables."""
     return sum(len(line.split()) for line in path.read_text().splitlines() if not line.startswith("|"))
+
+
+def test_a_gain_names_its_run_if_the_table_is_from_another(monkeypatch):
+    monkeypatch.setattr(tracks, "place", lambda key: "X, 1")
+    assert "On the track's workloads (X, 1): ×" in documents.gain_table(stages.resolve("v36"))
 
 
 def test_documents_stay_small():

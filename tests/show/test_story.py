@@ -9,7 +9,7 @@ from test_results import run as run_of
 
 import stages
 from common.measure.ncu import READ, WRITTEN
-from common.show import results, story
+from common.show import results, story, tracks
 
 
 def steps():
@@ -123,6 +123,17 @@ def test_bytes_are_told_as_counted_and_as_measured_at_equal_tiles(monkeypatch):
 def test_a_pass_with_the_parents_code_has_no_numbers():
     lines = story.step_lines(stages.resolve("v4"), stages.resolve("v5"))
     assert "    forward: same code" in lines and sum("speed:" in line for line in lines) == 1
+
+
+def test_a_step_of_a_track_shows_its_gain_on_the_track_s_workloads():
+    old, new = map(stages.resolve, ("v35", "v36"))
+    lines = story.step_lines(old, new)
+    of_track = (
+        f"        track: ×{tracks.gain('query-groups', new, old):.2f} (GQA, causal, D = 128; {tracks.place('query-groups')})"
+    )
+    assert lines.index(of_track) > lines.index("    backward:") and "\ntrack: " in story.sources(lines)
+    lines = story.step_lines(*map(stages.resolve, ("v5", "v6")))
+    assert not any("track: " in line for line in lines) and "\ntrack: " not in story.sources(lines)
 
 
 def test_a_stage_is_compared_with_the_parent_that_it_names(tmp_path, monkeypatch, capsys):

@@ -10,6 +10,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from common.kernels.hopper import ROWS, slot_and_phase
 
+CAP = gl.constexpr(8.0)  # in `l_capped`, a thread's share of a row in a key tile counts at most this much
+
+
 FEW_TILES = gl.constexpr(8)  # rows with at most this many key tiles rarely fail, and a second tile would slow them a lot
 
 
@@ -75,7 +78,8 @@ def _accumulate(
 ):  # fmt: skip
     """Run a consumer's softmax over `tiles` key tiles, the last tile first. The last tile's scores are already being computed.
 
-    Returns acc, m (maximum) and l (sum). The matmul P V of the first tile, visited last, is still in flight.
+    Returns acc, m (maximum), l (sum) and l_capped (see `_check`). The matmul P V of the first tile, visited last, is still in
+    flight.
     """
     STAGES: gl.constexpr = ring.k.shape[0]
     BLOCK_N: gl.constexpr = ring.k.shape[3]
@@ -112,6 +116,7 @@ def _accumulate(
         l = _sums(p_next)
     p = gl.convert_layout(p_next.to(ring.k.dtype), p_layout)
 
+    l_capped = gl.minimum(l, CAP)
     for _ in range(first, tiles):
         # Issue both matmuls at once, so that the tensor cores have work while other consumers compute their softmax.
         fill += 1
@@ -129,7 +134,10 @@ def _accumulate(
             l = l * gl.convert_layout(rescale, gl.SliceLayout(1, l.type.layout))[:, None]
             m = m_new
         p = _exp2(s * scale_log2 - m[:, None])
-        l = l + _sums(p)
+        sums = _sums(p)
+        l = l + sums
+        if MODE == "guess":
+            l_capped = l_capped + gl.minimum(sums, CAP)
         if CONSUMERS == 2:
             acc = warpgroup_mma_wait(0, [acc])
             mbarrier.arrive(ring.empty.index(slot), count=1)
@@ -141,4 +149,5 @@ def _accumulate(
     slot, phase = slot_and_phase(fill, STAGES)
     mbarrier.wait(ring.full.index(slot), phase)
     acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
-    return acc, m, gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, s_layout))
+    of_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
+    return acc, m, gl.convert_layout(gl.sum(l, 1), of_rows), gl.convert_layout(gl.sum(l_capped, 1), of_rows)

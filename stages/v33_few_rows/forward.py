@@ -160,10 +160,17 @@ def _producer(tensors, queries, ring, next_tiles, problem, MODE: gl.constexpr, C
 
 
 @gluon.jit
-def _check(acc, l, number, tensors):
-    """Flag tile `number` as failed if l or O is infinite or NaN: P or a sum has overflowed."""
+def _check(acc, l, l_capped, number, tensors):
+    """Flag tile `number` as failed if P or a sum has overflowed, or if a few keys far above the guess dominate a row.
+
+    The matmul rounds P, and l is not rounded. So a P that dominates its row leaves its rounding error in O. Then dP - delta,
+    which should vanish in the backward, does not. With a running maximum, the largest P is 1 and exact. `l_capped` finds such
+    rows: it is l, but a thread's share of a key tile counts at most CAP.
+    """
     of_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    LIMIT: gl.constexpr = 256.0 if tensors.q.dtype == gl.float16 else 32.0  # float16 rounds 8 times as finely as bfloat16
     fails = ~(gl.abs(gl.sum(acc, 1) + gl.convert_layout(l, of_rows)) < float("inf"))
+    fails = fails | gl.convert_layout(l >= LIMIT * l_capped, of_rows)
     same = gl.zeros([acc.shape[0]], gl.int32, of_rows)
     flags = _flags(tensors.failed)
     gl.store(flags.any_failed + same, 1, mask=fails)
@@ -238,7 +245,9 @@ def _consumer(
             tma.store_wait(0)
             slot, _ = slot_and_phase(turn + 1, Q_STAGES)
             mbarrier.arrive(queries.empty.index(slot * CONSUMERS + w), count=1, pred=turn > 0)
-        acc, m, l = _accumulate(acc, s, q, ring, fill, seen, tile, problem, last, scale_log2, CONSUMERS, PACKED, MODE, CAUSAL)
+        acc, m, l, l_capped = _accumulate(
+            acc, s, q, ring, fill, seen, tile, problem, last, scale_log2, CONSUMERS, PACKED, MODE, CAUSAL
+        )
         fill += seen
 
         lse = gl.where(idle, float("-inf"), (m + gl.log2(l)) / LOG2_E)
@@ -252,7 +261,7 @@ def _consumer(
         mbarrier.arrive(ring.empty.index(kv_slot), count=1)
         fill += 1
         if MODE == "guess":
-            _check(acc, l, done, tensors)
+            _check(acc, l, l_capped, done, tensors)
         _store_out(acc, normalize, tensors, queries, own, problem, tile, start_m, part, idle, PACKED)
         if Q_STAGES == 1:
             tma.store_wait(0)

@@ -1,7 +1,7 @@
 # `make` lists the targets. Without PYTHON, the targets create and use .venv. PYTHON=python3 uses python3 and installs nothing.
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-long sanitize bench bench-ring reference rates energy traffic compare readme table plots timeline trace site screenshots story diff stage example example-ring lint format clean
+.PHONY: help test test-long sanitize bench bench-ring reference rates energy traffic compare readme table plots timeline trace site screenshots story diff stage carry drift example example-ring lint format clean
 
 ifdef PYTHON
 SETUP := packages
@@ -134,6 +134,13 @@ diff: needs-A needs-B $(SETUP)  ## show the code that a stage changes, and its g
 stage: EXAMPLE = make stage FROM=v29 NAME=v29x_yours
 stage: needs-FROM needs-NAME $(SETUP)  ## begin a new stage with the kernels of another: make stage FROM=v29 NAME=v29x_yours
 	$(PYTHON) -m common.show.new_stage -- "$(FROM)" "$(NAME)"
+
+carry: EXAMPLE = make carry FROM=v11
+carry: $(if $(filter yes,$(CONTINUE) $(ABORT)),,needs-FROM) $(SETUP)  ## carry your edit of a stage to all that descend from it: make carry FROM=v11; SINCE=HEAD~1 if committed; CONTINUE=yes or ABORT=yes after a conflict
+	@$(PYTHON) -m common.show.carry $(if $(FROM),"$(FROM)") $(addprefix --since=,$(SINCE)) $(if $(CONTINUE),--continue) $(if $(ABORT),--abort)
+
+drift: $(SETUP)  ## find functions that differ from the parent's in comments alone, or that return to an older ancestor's
+	@$(PYTHON) -m common.show.drift$(piped)
 
 example: $(SETUP_EXAMPLE)  ## train a small Llama with a stage's attention, and one with SDPA: make example STAGE=v5 (ARGS=--help)
 	$(PYTHON) -m examples.llama $(addprefix --stage=,$(STAGE)) $(ARGS)

@@ -16,6 +16,9 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 OURS = (
     "A",
     "B",
+    "ABORT",
+    "CONTINUE",
+    "SINCE",
     "FROM",
     "NAME",
     "FILE",
@@ -49,6 +52,7 @@ def make(directory, *arguments, **environment):
     (["reference", "GRID=x", "FILE= "], "FILE", "make reference GRID=forward-d64 FILE=results/forward-d64-h100.json"),
     (["stage"], "FROM", "make stage FROM=v29 NAME=v29x_yours"),
     (["stage", "FROM=v29"], "NAME", "make stage FROM=v29 NAME=v29x_yours"),
+    (["carry", "CONTINUE="], "FROM", "make carry FROM=v11"),
     (["rates"], "FILE", "make rates FILE=results/rates-h200.json"),
     (["energy"], "FILE", "make energy FILE=results/energy-d64-h200.json ARGS=\"--head-dim 64\""),
 ])  # fmt: skip
@@ -65,6 +69,15 @@ def test_diff_hands_over_its_variables():
     assert f'{sys.executable} -m common.show.story diff "v4" "v5" --prose=yes;' in done.stdout
     done = make(ROOT, "--dry-run", "diff", "A=v4", "B=v5", f"PYTHON={sys.executable}")
     assert f'{sys.executable} -m common.show.story diff "v4" "v5" ;' in done.stdout
+
+
+@pytest.mark.parametrize(("given", "handed"), [
+    (["FROM=v11"], '"v11"'), (["FROM=v11", "SINCE=HEAD~1"], '"v11" --since=HEAD~1'), (["CONTINUE=yes"], "--continue"),
+    (["ABORT=yes"], "--abort"),
+])  # fmt: skip
+def test_carry_hands_over_its_variables(given, handed):
+    done = make(ROOT, "--dry-run", "carry", *given, f"PYTHON={sys.executable}")
+    assert done.stdout.splitlines()[-1].split() == f"{sys.executable} -m common.show.carry {handed}".split()
 
 
 def test_reference_hands_over_its_grid():

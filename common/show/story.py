@@ -71,33 +71,45 @@ def _git_diff(old: str, new: str, file: str, exact: bool) -> str:
                 continue
             copy = Path(folder, "stages", stage, file)
             copy.parent.mkdir(parents=True)
-            files.replace(copy, path.read_text() if exact else re.sub(r"(?m)^ *# NOTE:.*\n", "", path.read_text()))
+            files.replace(copy, path.read_text() if exact else without_notes(path.read_text()))
             shown.append(str(copy.relative_to(folder)))
         command = ["git", "diff", "--no-index", *options, *shown]
         return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout
 
 
 @functools.lru_cache(128)
-def _lines(text: str) -> dict[str, list[str]]:
-    """Return a file's lines by the name of the top-level definition to which they belong. The comments before a definition
-    belong to it. The name "" has all other lines. Indentation, empty lines, NOTEs and the file's docstring are left out."""
-    lines = [line.strip() for line in text.splitlines()]
-    owner = [""] * len(lines)
-    module = ast.parse(text)
-    if ast.get_docstring(module):
-        lines[: module.body[0].end_lineno] = [""] * module.body[0].end_lineno
-    for node in module.body:
+def pieces(text: str) -> dict[str, str]:
+    """Return a file's text in pieces, one for each top-level definition (function, class or variable), by its name in order.
+
+    A piece includes the comments before its definition, and all lines up to the next piece. The name "" has the lines before
+    the first definition. The pieces joined are the text.
+    """
+    lines = text.splitlines(keepends=True)
+    firsts = {"": 0}
+    for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Assign):
             name = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else node.name
             first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))]) - 1
             while first and lines[first - 1].startswith("#"):
                 first -= 1
-            owner[first : node.end_lineno] = [name] * (node.end_lineno - first)
-    found = {}
-    for name, line in zip(owner, lines, strict=True):
-        if line and not line.startswith("# NOTE:"):
-            found.setdefault(name, []).append(line)
-    return found
+            firsts.setdefault(name, first)
+    ends = [*firsts.values(), len(lines)][1:]
+    return {name: "".join(lines[first:end]) for (name, first), end in zip(firsts.items(), ends, strict=True)}
+
+
+def without_notes(text: str) -> str:
+    """Remove the lines `# NOTE: …`, which say what a later stage does better."""
+    return re.sub(r"(?m)^ *# NOTE:.*\n", "", text)
+
+
+@functools.lru_cache(128)
+def _lines(text: str) -> dict[str, list[str]]:
+    """Return the lines of a file's `pieces`, without indentation, empty lines, NOTEs and the file's docstring."""
+    found = pieces(text)
+    module = ast.parse(text)
+    if ast.get_docstring(module):
+        found = found | {"": "".join(found[""].splitlines(keepends=True)[module.body[0].end_lineno :])}
+    return {name: [line.strip() for line in without_notes(piece).splitlines() if line.strip()] for name, piece in found.items()}
 
 
 def _texts(old: str, new: str, pass_: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:

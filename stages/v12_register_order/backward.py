@@ -199,7 +199,7 @@ def _accumulate(
 
 @gluon.jit
 def _consumer(tensors, tile, kv, ring, ds_ring, scale, CAUSAL: gl.constexpr):
-    """Compute a CTA's part of the gradients. `_backward_kernel` loads the first STAGES query tiles, `_consumer` the others."""
+    """Compute a CTA's part of the gradients."""
     ROWS: gl.constexpr = kv.k.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     VALUE_DIM: gl.constexpr = kv.v.shape[4]
@@ -270,7 +270,7 @@ def _backward_kernel(
     mbarrier.expect(kv_full.index(0), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(k_desc, [batch, kv_head, start_n, 0], kv_full.index(0), k_s.index(0))
     tma.async_copy_global_to_shared(v_desc, [batch, kv_head, start_n, 0], kv_full.index(0), v_s.index(0))
-    for step in range(gl.minimum(tile.steps, STAGES)):
+    for step in range(gl.minimum(tile.steps, STAGES)):  # `_consumer` loads the other query tiles
         _load(tensors, tile, ring, step)
     _consumer(tensors, tile, kv, ring, ds_ring, scale, CAUSAL)
 

@@ -209,7 +209,7 @@ def _producer(tensors, tile, kv, ring):
 
 @gluon.jit
 def _consumer(tensors, tile, kv, ring, ds_ring, scale, CAUSAL: gl.constexpr):
-    """Run on the other warps: compute a CTA's part of the gradients."""
+    """Compute a CTA's part of the gradients."""
     ROWS: gl.constexpr = kv.k.shape[3]
     HEAD_DIM: gl.constexpr = kv.k.shape[4]
     VALUE_DIM: gl.constexpr = kv.v.shape[4]

@@ -86,7 +86,7 @@ def _load(tensors, tile, ring, fill):
 
 @gluon.jit
 def _accumulate(acc, m, l, q, ring, lo, hi, problem, offs_m, scale_log2, CAUSAL: gl.constexpr, MASKED: gl.constexpr):
-    """Fold the key tiles [lo, hi) into a consumer's online softmax: acc, m (running maximum), l (running sum)."""
+    """Fold the key tiles [lo, hi) into the online softmax of some query rows: acc, m (running maximum), l (running sum)."""
     STAGES: gl.constexpr = ring.k.shape[0]
     BLOCK_N: gl.constexpr = ring.k.shape[3]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [acc.shape[0] // 16, 1], [16, BLOCK_N, 16])

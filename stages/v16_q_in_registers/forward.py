@@ -85,7 +85,7 @@ def _load(tensors, tile, ring, fill):
 
 @gluon.jit
 def _accumulate(acc, m, l, q, ring, lo, hi, problem, offs_m, scale_log2, CAUSAL: gl.constexpr, MASKED: gl.constexpr):
-    """Fold the key tiles [lo, hi) into a consumer's online softmax: acc, m (running maximum), l (running sum)."""
+    """Fold the key tiles [lo, hi) into the online softmax of some query rows: acc, m (running maximum), l (running sum)."""
     STAGES: gl.constexpr = ring.k.shape[0]
     BLOCK_N: gl.constexpr = ring.k.shape[3]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [acc.shape[0] // 16, 1], [16, BLOCK_N, 16])
@@ -142,7 +142,7 @@ def _consumer(tensors, tile, queries, ring, problem, w: gl.constexpr, CAUSAL: gl
     q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
     of_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     # With Q in registers, the matmul need not read Q from shared memory for every key tile. Up to D = 128, two consumers have
-    # enough registers for Q. Four consumers do not.
+    # enough registers for Q. More consumers do not.
     Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and HEAD_DIM <= 128
     start_m = tile.start_m + w * ROWS
     # First come whole tiles that every row sees, without a mask. Then come tiles at the diagonal and the last key, with a mask.

@@ -91,7 +91,7 @@ def _accumulate(
         _hand_over(turns, w)
         if CONSUMERS == 2:
             s = warpgroup_mma_wait(1, [s])  # [rows, BLOCK_N]
-        else:  # four consumers keep the tensor cores busy, even if each waits for both of its matmuls
+        else:  # more consumers keep the tensor cores busy, even if each waits for both of its matmuls
             s, acc = warpgroup_mma_wait(0, [s, acc])
             mbarrier.arrive(ring.empty.index(slot), count=1)
         m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)

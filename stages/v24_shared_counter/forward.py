@@ -155,7 +155,7 @@ def _consumer(tensors, queries, ring, next_tiles, problem, w: gl.constexpr, CAUS
     q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
     of_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     # With Q in registers, the matmul need not read Q from shared memory for every key tile. Up to D = 128, two consumers have
-    # enough registers for Q. Four consumers do not.
+    # enough registers for Q. More consumers do not.
     Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and HEAD_DIM <= 128
     # exp(x) = exp2(x * log2(e)), and exp2 is one instruction. Never scale by 0, because a masked score (-inf) times 0 is NaN.
     scale_log2 = gl.maximum(problem.scale * LOG2_E, 1e-37)

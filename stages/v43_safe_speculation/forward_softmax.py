@@ -100,7 +100,7 @@ def _accumulate(
         acc = warpgroup_mma(p, ring.v.index(slot).reshape([BLOCK_N, ring.v.shape[4]]), acc, is_async=True)
         if CONSUMERS == 2:
             s = warpgroup_mma_wait(1, [s])  # [rows, BLOCK_N]
-        else:  # four consumers keep the tensor cores busy, even if each waits for both of its matmuls
+        else:  # more consumers keep the tensor cores busy, even if each waits for both of its matmuls
             s, acc = warpgroup_mma_wait(0, [s, acc])
             mbarrier.arrive(ring.empty.index(slot), count=1)
         if MODE != "guess":

@@ -147,7 +147,7 @@ def _dv_consumer(tensors, kv, ring, p_ring, problem, CAUSAL: gl.constexpr):
 def _ds_of(dp_t, ring, p_ring, step):
     """Return a step's dS, transposed and rounded, from its dP and P. Wait until P is ready."""
     slot, phase = slot_and_phase(step, ring.q.shape[0])
-    mbarrier.wait(p_ring.full.index(slot), phase)  # Q has arrived, too: the other consumer computed P from Q
+    mbarrier.wait(p_ring.full.index(slot), phase)
     p_t = p_ring.p.index(slot).load(dp_t.type.layout)
     delta = ring.stats.index(slot).slice(1, 1).load(dp_t.type.layout)  # [1, queries]
     return (p_t.to(gl.float32) * (dp_t - delta)).to(ring.q.dtype)
@@ -174,7 +174,7 @@ def _dk_consumer(tensors, kv, ring, p_ring, problem, CAUSAL: gl.constexpr):
     dp_t = warpgroup_mma_wait(0, [dp_t])  # [keys, queries]
     mbarrier.arrive(ring.do_empty.index(0), count=1)
     for step in range(tile.steps - 1):
-        ds_t = _ds_of(dp_t, ring, p_ring, step)
+        ds_t = _ds_of(dp_t, ring, p_ring, step)  # Q has arrived, too: the other consumer computed P from Q
         # The matmul for dK comes first, because it frees Q's buffer, which the producer refills before dO's.
         slot, _ = slot_and_phase(step, STAGES)
         q = ring.q.index(slot).reshape([BLOCK_M, HEAD_DIM])

@@ -1,0 +1,72 @@
+"""Find functions that have drifted apart from stage to stage.
+
+python -m common.show.drift    # fails if a function differs from the parent's in comments alone
+"""
+
+import ast
+
+import stages
+from common.measure import terminal
+from common.show import results, story
+from common.show.merge import Key, code, place
+
+
+def _functions(name: str, pass_: str) -> dict[Key, str]:
+    """Return the source of each function of a stage's pass, without NOTEs, by its file and name."""
+    return {
+        (file, function): code(text)
+        for file in stages.files(pass_, name)
+        for function, text in story.functions(stages.source(name, file)).items()
+    }
+
+
+def _statements(text: str) -> str:
+    """Return a function's syntax tree without docstrings, as text."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+    return ast.dump(tree)
+
+
+def drift() -> tuple[list[str], list[str]]:
+    """Compare the functions of all stages with those of their ancestors, in the same pass. NOTEs do not count.
+
+    Returns:
+        The functions that differ from the parent's in comments, docstrings or layout alone, and the functions that equal an
+        older ancestor's but not the parent's. In lines such as "v13_producer: _load in backward.py, from v12_register_order".
+    """
+    worded, returned, parents = [], [], {name: stages.parent(name) for name in stages.names()}
+    for pass_ in results.CODE.values():
+        functions = {name: _functions(name, pass_) for name in parents}
+        for name, mine in functions.items():
+            ancestors = [parents[name]] if parents[name] else []
+            for above in ancestors:
+                ancestors += [parents[above]] if parents[above] else []
+            for key, text in mine.items():
+                theirs = {above: functions[above].get(place(key, functions[above], mine)) for above in ancestors}
+                the_parent_s = theirs.get(parents[name], text)
+                if the_parent_s == text:
+                    continue
+                where = f"{name}: {key[1]} in {key[0]}"
+                if the_parent_s and _statements(the_parent_s) == _statements(text):
+                    worded.append(f"{where}, from {parents[name]}")
+                if same := [above for above, other in theirs.items() if other == text]:
+                    returned.append(f"{where}, as in {same[0]}")
+    return worded, returned
+
+
+def main():
+    """Run the command line."""
+    terminal.prepare()
+    worded, returned = drift()
+    print("Functions that equal an older ancestor's but not the parent's. Is a mend missing, or is the return meant?")
+    print(*(f"  {line}" for line in returned or ["none"]), sep="\n")
+    if worded:
+        print("Functions that differ from the parent's in comments, docstrings or layout alone. Make them equal:")
+        print(*(f"  {line}" for line in worded), sep="\n")
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

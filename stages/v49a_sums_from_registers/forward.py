@@ -32,7 +32,7 @@ from stages.v7_one_backward.forward import forward as forward_of_v7
 
 from .forward_merge import _merge_kernel
 from .forward_plan import FIRST_KEYS, TILES_AGAIN, plan
-from .forward_sample import HEADROOM, OVERFLOW, _sample_kernel
+from .forward_sample import SAMPLE_LIMIT, _sample_kernel
 from .forward_scheduler import (
     LATELY,
     NextTiles,
@@ -408,7 +408,7 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
         state = lse.new_empty(2 + LATELY.value + tiles * splits, dtype=torch.int32)  # see `State`
         _sample_kernel[min(LATELY.value, num_sms()),](
             describe_tile(queries, *held), describe_tile(k, cut.shape.keys), describe_tile(k, FIRST_KEYS), state,
-            scale, OVERFLOW[q.dtype] - HEADROOM,
+            scale, SAMPLE_LIMIT,
             batch * heads // packed, heads // packed, per_kv // packed, seq_q * packed, seq_k, diagonal, splits,
             BLOCK_M=cut.shape.queries, PACKED=packed, CAUSAL=causal, num_warps=4,
         )  # fmt: skip

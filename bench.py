@@ -28,7 +28,7 @@ from common.measure import files, machine, reference, timing, traffic, workloads
 from common.measure.baselines import BASELINES, refusal, timed_call
 from common.measure.counter import Count, count
 from common.measure.footprint import footprint
-from common.measure.options import json_path, list_of, one_of, positive, positive_number, positive_or_zero, unwritable
+from common.measure.options import json_path, list_of, one_of, positive, positive_number, sink, unwritable
 from common.measure.progress import COLUMNS, Progress, say
 from common.measure.workloads import Workload
 from common.runtime import DEVICE
@@ -95,7 +95,11 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     )
     add_list("score_std", positive_number, [1.0], "standard deviations of the scores; default: 1")
     add_list(
-        "sink", positive_or_zero, [0.0], "scores of key 0 for every query, in nats; default: 0, which is no attention sink"
+        "sink",
+        sink,
+        [(0.0, 0, None)],
+        "attention sinks, NATS or NATS@KEY or NATS@KEY/HEAD: the score of a key (default: 0) with every query, in one K/V head "
+        "(default: in all); default: 0, which is no attention sink",
     )
     parser.add_argument("--json", type=json_path, metavar="FILE", help="also save the run in FILE")
     parser.add_argument("--wide", action="store_true", help="show all columns of the tables, in lines of any length")
@@ -104,7 +108,8 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         choices=GRIDS,
         help="measure one part of results/. forward-, backward-: all stages in float16. newest-, bfloat16-: the last stage of "
         "the main ladder and the newest stage, at more lengths. query-groups: backwards with GQA. short-rows, short-forwards: "
-        "backwards and forwards of short sequences. decode-: few queries and many keys. sinks: attention sinks. wide-scores: "
+        "backwards and forwards of short sequences. decode-: few queries and many keys. sinks: attention sinks. "
+        "hidden-sinks: sinks in mid-sequence, both passes. wide-scores: "
         "wide score distributions. wide: head dimension 256. short: calls that take mostly CPU time. passes-as-one: forward "
         "and backward together, for a smaller model. shared: GQA, and head dimensions that differ between K and V. models: "
         "shapes of real models, and odd lengths",
@@ -123,7 +128,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     try:
         options.workloads = _workloads(options)
     except ValueError as error:
-        parser.error(f"argument --kv-heads: {error}")
+        parser.error(f"argument --{'sink' if 'sink' in str(error) else 'kv-heads'}: {error}")
     return options
 
 
@@ -131,7 +136,7 @@ def _workloads(options) -> list[Workload]:
     """Return all workloads. Workloads that differ only in the pass are adjacent.
 
     Raises:
-        ValueError: the number of heads is not a multiple of the number of K/V heads.
+        ValueError: the number of heads is not a multiple of the number of K/V heads, or a sink's key or head does not exist.
     """
     names = ("head_dim", "causal", "dtype", "score_std", "sink", "seq_len", "kv_len", "batch", "heads", "kv_heads", "value_dim")
     found = []
@@ -139,6 +144,7 @@ def _workloads(options) -> list[Workload]:
         values = dict(zip(names, shape, strict=True))
         batch, heads = workloads.paper_shape(values["seq_len"], values["head_dim"])
         values |= {"batch": values["batch"] or batch, "heads": values["heads"] or heads}
+        values |= zip(("sink", "sink_key", "sink_head"), values["sink"], strict=True)
         found += [Workload(pass_, **values) for pass_ in options.pass_]
     return found
 
@@ -213,6 +219,9 @@ GRIDS = {  # value of --reference -> the command lines of its run, each with the
         name: [(["--pass=fwd", "--seq-len=4096", "--dtype=float16,bfloat16", values], SINKS)]
         for name, values in (("sinks", "--sink=8,16,24"), ("wide-scores", "--score-std=1,2,4,8"))
     },
+    "hidden-sinks": [
+        (["--seq-len=4096", "--dtype=float16,bfloat16", "--sink=0,24@2050,24@2050/0"], [*SINKS, *FAST_LIBRARIES, LINE[-1]])
+    ],
     "passes-as-one": [(["--pass=fwd+bwd", "--head-dim=64", "--causal=yes", "--batch=4", "--heads=8"], EVERYTHING)],
     "shared": [
         (
@@ -505,9 +514,11 @@ def pytest_generate_tests(metafunc):
 
 def test_speed(
     benchmark, pytestconfig, impl,
-    pass_, batch, heads, seq_len, head_dim, causal, dtype, score_std, kv_heads, value_dim, kv_len, sink,
+    pass_, batch, heads, seq_len, head_dim, causal, dtype, score_std, kv_heads, value_dim, kv_len, sink, sink_key, sink_head,
 ):  # fmt: skip
-    workload = Workload(pass_, batch, heads, seq_len, head_dim, causal, dtype, score_std, kv_heads, value_dim, kv_len, sink)
+    workload = Workload(
+        pass_, batch, heads, seq_len, head_dim, causal, dtype, score_std, kv_heads, value_dim, kv_len, sink, sink_key, sink_head
+    )
     _bench(pytestconfig).measure(benchmark, impl, workload)
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from hypothesis import strategies as st
 
+from common.measure import inputs
+from common.measure.inputs import NORMAL, Scores, Sink, hostile
 from common.operator import BOTTOM_RIGHT, DTYPES, HEAD_DIMS, LARGEST_SCALE, SMALLEST_SCALE
 from common.runtime import DEVICE
 
@@ -57,8 +59,7 @@ class Problem:
 
     kv_heads: the number of heads of k and v; None means the heads of q.
     value_dim: the last dimension of v; None means the last dimension of q.
-    spread: the standard deviation of the scaled scores.
-    sink: (i, nats): key number i % seq_k scores `nats` above the other keys; None means no sink.
+    scores: how q, k and v are distributed.
     layouts: the layouts of q, k, v and the gradient of the output.
     return_lse: whether the differentiated call also returns the LSE.
     """
@@ -73,8 +74,7 @@ class Problem:
     dtype: torch.dtype = torch.float32
     causal: bool | str = False
     scale: float = 1.0
-    spread: float = 1.0
-    sink: tuple[int, float] | None = None
+    scores: Scores = NORMAL
     layouts: tuple[Layout, Layout, Layout, Layout] = (Layout(),) * 4
     return_lse: bool = True
     seed: int = 0
@@ -83,23 +83,11 @@ class Problem:
         """Return q, k, v and the gradient of the output."""
         torch.manual_seed(self.seed)
         kv_heads, value_dim = self.kv_heads or self.heads, self.value_dim or self.head_dim
-        shapes = (
-            (self.heads, self.seq_q, self.head_dim),
-            (kv_heads, self.seq_k, self.head_dim),
-            (kv_heads, self.seq_k, value_dim),
-            (self.heads, self.seq_q, value_dim),
-        )
-        q, k, v, grad_out = (torch.randn(self.batch, *shape, device=DEVICE) for shape in shapes)
-        scale = abs(self.scale) or 1.0
-        size = math.sqrt(self.spread / scale) * self.head_dim**-0.25  # the standard deviation of q and of k
-        q, k = size * q, size * k
-        if self.sink:
-            key, nats = self.sink
-            # The sink is in the last elements of q and k, so that a score's large product is added last. Products added
-            # after it would lose digits.
-            q[..., -1], k[..., -1] = math.sqrt(nats / scale), 0
-            k[:, :, key % self.seq_k, -1] = math.copysign(math.sqrt(nats / scale), self.scale)
-        values = (tensor.to(self.dtype) for tensor in (q, k, v, grad_out))
+        kv_rows = self.batch, kv_heads, self.seq_k
+        values = inputs.draw(
+            (self.batch, self.heads, self.seq_q, self.head_dim), (*kv_rows, self.head_dim), (*kv_rows, value_dim),
+            self.dtype, self.scale, self.scores,
+        )  # fmt: skip
         return tuple(layout.place(tensor) for layout, tensor in zip(self.layouts, values, strict=True))
 
 
@@ -144,7 +132,9 @@ def problems(head_dims):
     few = [(1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 2), (1, 2, 2), (1, 1, 3)]
     more = [(2, 2, 1), (1, 3, 1), (3, 2, 1), (2, 2, 3), (1, 1, 8), (2, 3, 8)]
     batch_and_heads = st.sampled_from(few + more if on_gpu else few)
-    sinks = st.none() | st.tuples(st.integers(0, LONGEST), st.sampled_from((100.0, 1000.0)))
+    far = st.builds(Sink, st.integers(0, LONGEST), st.sampled_from((100.0, 1000.0)))
+    spread = st.builds(Scores, st.sampled_from((1.0, 0.1, 3.0, 8.0, 30.0)), st.just(()) | st.tuples(far))
+    distributions = spread | st.builds(hostile, st.integers(0, 2**16), st.just(LONGEST), st.just(8))
     scales = {
         dtype: st.sampled_from((1.0, 0.125, -0.125, 0.0, smallest, largest, -smallest, -largest))
         | st.floats(math.log(smallest), math.log(largest)).map(math.exp)
@@ -156,7 +146,7 @@ def problems(head_dims):
         dtype, (head_dim, value_dim), causal, return_lse = draw(kinds)
         batch, kv_heads, shared = draw(batch_and_heads)
         seq_q, seq_k, scale, layouts = draw(lengths), draw(lengths), draw(scales[dtype]), draw(LAYOUTS)
-        spread, sink = draw(spreads), draw(sinks)
+        scores = draw(distributions)
         if scale == 0:
             # Kernels replace a scale of 0 by 1e-37. The LSE of a single key is then not exactly 0, and the error of the LSE
             # exceeds its bound.
@@ -169,18 +159,17 @@ def problems(head_dims):
             layouts = q, k, v, grad_out
         sizes = zip(DIMENSIONS, (batch, kv_heads * shared, seq_q), strict=False)
         if math.prod(size for name, size in sizes if name not in q.expanded or name not in grad_out.expanded) < FEW_ROWS:
-            spread, sink = min(1.0, spread), None
+            scores = NORMAL
             layouts = *(replace(layout, expanded="") for layout in (q, k, v)), grad_out
             if on_gpu:  # on the interpreter the problems never change, and need no more rows
                 kv_heads = math.ceil(FEW_ROWS / shared)
         return Problem(
             seq_q=seq_q, seq_k=seq_k, batch=batch, heads=kv_heads * shared, kv_heads=kv_heads, head_dim=head_dim,
-            value_dim=value_dim, dtype=dtype, causal=causal, scale=scale, spread=spread, sink=sink, layouts=layouts,
+            value_dim=value_dim, dtype=dtype, causal=causal, scale=scale, scores=scores, layouts=layouts,
             return_lse=return_lse, seed=draw(seeds),
         )  # fmt: skip
 
     dimensions = [(head_dim, value_dim) for head_dim in head_dims for value_dim in value_dims(head_dim)]
     kinds = st.sampled_from(list(itertools.product(DTYPES, dimensions, (False, True, BOTTOM_RIGHT), (True, False))))
-    spreads = st.sampled_from((1.0, 0.1, 3.0, 8.0, 30.0))
     seeds = st.integers(0, 2**16)
     return problem()

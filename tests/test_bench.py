@@ -59,7 +59,8 @@ def test_options_take_lists_repeated_flags_and_short_names():
         (["--score-std", "0"], "'0' is not a number above 0"),
         (["--score-std", "nan"], "'nan' is not a number above 0"),
         (["--score-std", "wide"], "'wide'"),
-        (["--sink", "-1"], "'-1' is not a number of at least 0"),
+        (["--sink", "-1"], "'-1' is not a sink such as"),
+        (["--sink", "16@99999"], "argument --sink: there is no key 99999"),
         (["--json", "no/such/directory/run.json"], "no/such/directory"),
         (["--json", ""], "'' is not the name of a file"),
         (["--json", "."], "'.' is not the name of a file"),
@@ -101,9 +102,11 @@ def test_cases_follow_the_papers_or_the_command_line():
     options = bench.parse_options(["--score-std=1,2.5", "--seq-len=64", "--head-dim=64", "--causal=no", "--pass=fwd"])
     labels = {w.score_std: w.label for _, w in bench.cases(options)}
     assert labels[2.5] == f"{labels[1]} std=2.5" and len(labels) == 2
-    options = bench.parse_options(["--sink=0,16", "--seq-len=64", "--head-dim=64", "--causal=no", "--pass=fwd"])
+    options = bench.parse_options(["--sink=0,16,8@7,24@9/1", "--seq-len=64", "--head-dim=64", "--causal=no", "--pass=bwd"])
     labels = {w.sink: w.label for _, w in bench.cases(options)}
-    assert labels[16] == f"{labels[0]} sink=16" and len(labels) == 2
+    assert labels == {0: labels[0]} | {
+        nats: f"{labels[0]} sink={sink}" for nats, sink in ((16, "16"), (8, "8@7"), (24, "24@9 in head 1"))
+    }
 
 
 def test_cases_with_shared_heads_follow_those_with_all():

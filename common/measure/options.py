@@ -5,6 +5,7 @@ import difflib
 import itertools
 import json
 import math
+import re
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -64,12 +65,17 @@ def positive_number(text: str) -> float:
     return number
 
 
-def positive_or_zero(text: str) -> float:
-    """Parse a finite number of at least 0. Raise ValueError for other texts."""
-    number = float(text)
-    if not 0 <= number < math.inf:
-        raise ValueError(f"{text!r} is not a number of at least 0")
-    return number
+def sink(text: str) -> tuple[float, int, int | None]:
+    """Parse an attention sink: NATS, NATS@KEY or NATS@KEY/HEAD. Raise ValueError for other texts.
+
+    Returns:
+        The score in nats, the number of the key, and the number of the K/V head; None means all heads.
+    """
+    found = re.fullmatch(r"([\d.]+)(?:@(\d+)(?:/(\d+))?)?", text)
+    if not found:
+        raise ValueError(f"{text!r} is not a sink such as 16, 16@100 or 16@100/0: a score of at least 0, a key and a K/V head")
+    nats, key, head = found.groups()
+    return float(nats), int(key or 0), int(head) if head else None
 
 
 def unwritable(directory: Path) -> str | None:

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, fields
 import torch
 from torch import Tensor
 
+from common.measure.inputs import Scores, Sink, draw
 from common.runtime import DEVICE
 
 # pass -> (number of matmuls with the head dimension of q and k, number of matmuls with the head dimension of v). The first
@@ -15,7 +16,6 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 
 TOKENS = 16384  # batch * seq_len
 HIDDEN = 2048  # heads * head_dim
-SINK_QUERY = 4  # element 0 of every query if there is a sink
 if DEVICE == "cuda":
     HEAD_DIMS = (64, 128)
     SEQ_LENS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -32,7 +32,8 @@ class Workload:
     v [batch, kv_heads, kv_len, value_dim].
 
     Raises:
-        ValueError: heads is no multiple of kv_heads, or a causal workload has more or fewer keys than queries.
+        ValueError: heads is no multiple of kv_heads; a causal workload has more or fewer keys than queries; or the key or the
+            head of the sink does not exist.
     """
 
     pass_: str  # a key of PASSES
@@ -46,7 +47,9 @@ class Workload:
     kv_heads: int | None = None  # the number of K/V heads; None means `heads`
     value_dim: int | None = None  # the head dimension of v; None means the same as head_dim
     kv_len: int | None = None  # the number of keys; None means as many as queries
-    sink: float = 0.0  # if not 0, every query's score with key 0, in nats; the other scores have mean 0
+    sink: float = 0.0  # if not 0, the score of the key `sink_key` with each query, in nats; the other scores have mean 0
+    sink_key: int = 0
+    sink_head: int | None = None  # the K/V head that has the sink; None means all heads
 
     def __post_init__(self):
         for name, usual in (("kv_heads", self.heads), ("value_dim", self.head_dim), ("kv_len", self.seq_len)):
@@ -56,6 +59,8 @@ class Workload:
             raise ValueError(f"{self.kv_heads} K/V heads do not divide {self.heads} heads")
         if self.causal and self.kv_len != self.seq_len:  # otherwise the mask could be top-left or bottom-right
             raise ValueError(f"a causal workload of {self.seq_len} queries must have as many keys, not {self.kv_len}")
+        if self.sink_key >= self.kv_len or (self.sink_head or 0) >= self.kv_heads:
+            raise ValueError(f"there is no key {self.sink_key} of K/V head {self.sink_head or 0} for a sink")
 
     @classmethod
     def of(cls, record: dict) -> "Workload":
@@ -78,6 +83,8 @@ class Workload:
         mask = "causal" if self.causal else "full"
         spread = "" if self.score_std == 1 else f" std={self.score_std:g}"
         sink = f" sink={self.sink:g}" if self.sink else ""
+        sink += f"@{self.sink_key}" if self.sink_key else ""
+        sink += f" in head {self.sink_head}" if self.sink_head is not None else ""
         return f"{self.pass_} B={self.batch} {heads} {lengths} {dims} {mask} {self.dtype}{spread}{sink}"
 
     def record(self) -> dict:
@@ -87,21 +94,14 @@ class Workload:
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return q, k, v and the output's gradient, the same for all implementations.
 
-        All elements are normally distributed, and q is multiplied by `score_std`. With a sink, queries and keys are changed so
-        that every query's score with key 0 is `sink`. Inputs are never all zeros, because multiplying zeros needs less power
-        and so raises the GPU's clock.
+        Inputs are never all zeros, because multiplying zeros needs less power and so raises the GPU's clock.
         """
-        generator = torch.Generator(DEVICE).manual_seed(0)
-        rows, kv_rows = (self.heads, self.seq_len), (self.kv_heads, self.kv_len)
-        shapes = (*rows, self.head_dim), (*kv_rows, self.head_dim), (*kv_rows, self.value_dim), (*rows, self.value_dim)
-        q, k, v, grad_out = (
-            torch.randn(self.batch, *shape, generator=generator, device=DEVICE, dtype=DTYPES[self.dtype]) for shape in shapes
-        )
-        q.mul_(self.score_std)
-        if self.sink:
-            q[..., 0], k[..., 0], k[:, :, 0] = SINK_QUERY, 0, 0
-            k[:, :, 0, 0] = self.sink * self.head_dim**0.5 / SINK_QUERY
-        return q, k, v, grad_out
+        sinks = (Sink(self.sink_key, self.sink, self.sink_head),) if self.sink else ()
+        kv_rows = (self.batch, self.kv_heads, self.kv_len)
+        return draw(
+            (self.batch, self.heads, self.seq_len, self.head_dim), (*kv_rows, self.head_dim), (*kv_rows, self.value_dim),
+            DTYPES[self.dtype], self.head_dim**-0.5, Scores(self.score_std, sinks), torch.Generator(DEVICE).manual_seed(0),
+        )  # fmt: skip
 
 
 def paper_shape(seq_len: int, head_dim: int) -> tuple[int, int]:

@@ -344,6 +344,7 @@ RUNS = {  # name of a run -> its heading, and the function that formats its reco
     "spread": ("Scores of other standard deviations", speed_table),
     "sinks": ("Attention sinks and wide score distributions", speed_table),
     "wide-scores": ("Wide score distributions", speed_table),
+    "hidden-sinks": ("Attention sinks in mid-sequence", speed_table),
 }
 
 

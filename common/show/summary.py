@@ -15,7 +15,7 @@ def _times(records: list[dict], impl: str | None, on_gpu: bool, **values) -> dic
     """Return an implementation's time for each workload. Use only records whose fields have these `values`."""
     time = "ms" if on_gpu else "roofline_us"
     workload = ("pass", "seq_len", "kv_len", "batch", "heads", "kv_heads", "head_dim", "value_dim", "causal", "dtype")
-    workload += ("score_std", "sink")
+    workload += ("score_std", "sink", "sink_key", "sink_head")
     return {
         tuple(record.get(name) for name in workload): record[time]
         for record in records

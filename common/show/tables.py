@@ -9,7 +9,17 @@ import stages
 from common.measure.footprint import MIB_IN_MB
 from common.measure.workloads import Workload
 
-_SHARED = ("pass", "head_dim", "value_dim", "causal", "dtype", "score_std", "sink")  # equal in all rows of a table
+_SHARED = (
+    "pass",
+    "head_dim",
+    "value_dim",
+    "causal",
+    "dtype",
+    "score_std",
+    "sink",
+    "sink_key",
+    "sink_head",
+)  # equal in all rows of a table
 _WORKLOAD = ("seq_len", "kv_len", "batch", "heads", "kv_heads")  # can differ between rows of a table
 PASS_NAMES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 _PARENT = "× parent"
@@ -32,7 +42,8 @@ _LEFT_OUT = (
 
 
 def _by(keys):
-    return lambda record: tuple(record[key] for key in keys)
+    """Return a function that sorts records by these fields. None comes first."""
+    return lambda record: tuple((record[key] is not None, record[key]) for key in keys)
 
 
 def stage_order(impl: str) -> tuple[int, str]:
@@ -205,7 +216,8 @@ def speed_table(records: list[dict], machine: dict, columns: int | None = None) 
         rows = list(_rows(group, machine, headers, title if columns is None else str))
         dims = f"D={first['head_dim']}" + ("" if first["value_dim"] == first["head_dim"] else f", Dv={first['value_dim']}")
         spread = "" if first["score_std"] == 1 else f", scores of standard deviation {first['score_std']:g}"
-        spread += f", a sink of {first['sink']:g} nats at key 0" if first["sink"] else ""
+        head = "" if first["sink_head"] is None else f" of K/V head {first['sink_head']}"
+        spread += f", a sink of {first['sink']:g} nats at key {first['sink_key']}{head}" if first["sink"] else ""
         parts.append(f"{PASS_NAMES[first['pass']]}, {dims}, {mask}, {first['dtype']}{spread}")
         parts.append(_fitted(rows, headers, columns))
         parts += [f"{record['impl']} at {_where(record)}: {record['note']}" for record in group if record.get("note")]

@@ -1,5 +1,6 @@
 """The float64 results and the error bounds are right. Most other tests check results with them."""
 
+import itertools
 import math
 
 import pytest
@@ -10,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from common.measure import reference
 from common.measure.counter import count
+from common.measure.inputs import Scores, Sink, draw
 from common.measure.reference import assert_close, assert_correct, error_bounds, plain, truth
 from common.operator import DTYPES
 from common.runtime import DEVICE, INTERPRETED
@@ -91,7 +93,7 @@ def results(request):
 def test_bound_has_room_for_rounding_only(results, name):
     """The rounded truth passes. Results that are 3 % too large fail, and results with one wrong element fail."""
     exact, yardstick = results
-    rounded = exact[name].to(yardstick[name].dtype)
+    rounded = exact[name].float()
     assert_correct({name: rounded}, exact, yardstick)
     one_wrong = rounded.clone()
     one_wrong[-1, -1, -1] += 0.1
@@ -141,9 +143,13 @@ HALF_ULPS = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 2**-24
 ANY = math.inf
 
 
+def of_one_head(values, dtype=torch.float64):
+    return torch.tensor([[values]], dtype=dtype)  # [1, 1, ...]
+
+
 def invented(results, magnitudes):
-    return {name: torch.tensor(values, dtype=torch.float64) for name, values in results.items()} | {
-        "magnitudes": {name: torch.tensor(values, dtype=torch.float64) for name, values in magnitudes.items()}
+    return {name: of_one_head(values) for name, values in results.items()} | {
+        "magnitudes": {name: of_one_head(values) for name, values in magnitudes.items()}
     }
 
 
@@ -159,56 +165,108 @@ def passes(name, got, exact, bounds):
 def test_bounds_are_a_multiple_of_plain_pytorch_s_error_and_the_loss_of_float32(name):
     """Errors are computed in float64. In float16, the dtype of the results here, the error 1 + 2**-20 would round to 1."""
     exact = invented({name: [3.0, -4.0 + 2**-20]}, {name: [6 * 2.0**22, -8 * 2.0**22]})
-    bounds = error_bounds(exact, {name: torch.tensor([3.5, -5.0], dtype=torch.float16)})[name]
+    bounds = error_bounds(exact, {name: of_one_head([3.5, -5.0], torch.float16)})[name]
     error = 1 + 2**-20  # the second element has the larger error, and it is negative
     assert bounds["largest"].item() == pytest.approx(FACTORS[name] * error + 8, rel=1e-12)
     assert bounds["rms"].item() == pytest.approx(FACTORS[name] * math.sqrt((0.25 + error**2) / 2) + math.sqrt(50), rel=1e-12)
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize(("kind", "room"), [("largest", 16), ("rms", 8)])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_error_may_be_its_bound_and_half_a_unit_in_the_last_place_of_the_truth(dtype, kind, room, sign):
-    """The exact values have a maximum of 8 and an RMS of 4. So rounding adds 8 and 4 half units to the bounds 16 and 8.
+def bounds_of(kind, bound):
+    """Return bounds of one head: `bound` for this kind of error, and no limit for the other kind."""
+    return {each: torch.tensor([[bound if each == kind else ANY]], dtype=torch.float64) for each in ("largest", "rms")}
 
-    One of the four elements has an error of 24 half units, so the errors' RMS is 12.
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(("kind", "bound"), [("largest", 3.0), ("rms", 1.5)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rounding_is_no_part_of_an_error(dtype, kind, bound, sign):
+    """The second of four elements should be 8, and one unit in its last place is 16 half units of 1.
+
+    Numbers up to 2.5 units away are rounded to 2 units. So an element that is 2 units off had an error of at least 1.5 units.
+    The RMS of this error and of three zeros is 0.75 units.
     """
-    half = HALF_ULPS[dtype]
-    exact = torch.tensor([-8.0, 0, 0, 0], dtype=torch.float64)
-    bounds = {each: torch.tensor(room * half if each == kind else ANY, dtype=torch.float64) for each in ("largest", "rms")}
-    inside, outside = 24 * half, 24 * half * (1 + 4 * half)
-    for error, allowed in ((inside, True), (outside, False)):
-        got = torch.tensor([-8, sign * error, 0, 0], dtype=dtype)
-        assert got[1].item() == sign * error  # no rounding on the way
-        assert passes("out", got, exact, bounds) == allowed
-    with pytest.raises(AssertionError, match=rf"out: {kind} error .* worst at \(1,\)"):
-        assert_close("out", got, exact, bounds)
+    unit = 16 * HALF_ULPS[dtype]
+    exact = of_one_head([-8.0, 8.0, 0.0, 1.0])
+    for units, allowed in ((0, True), (3, True), (4, False)):  # errors before rounding: 0, 2.5 and 3.5 units
+        got = of_one_head([-8.0, sign * (8 + units * unit), 0.0, 1.0], dtype)
+        assert got[0, 0, 1].item() == sign * (8 + units * unit)  # no rounding on the way
+        assert passes("out", got, exact * torch.tensor([1, sign, 1, 1]), bounds_of(kind, bound * unit)) == allowed
+    with pytest.raises(AssertionError, match=rf"out: {kind} error .* worst at \(0, 0, 1\)"):
+        assert_close("out", got, exact * torch.tensor([1, sign, 1, 1]), bounds_of(kind, bound * unit))
+
+
+def test_numbers_that_round_to_the_result_have_no_error():
+    """1 + 2**-9 is between the bfloat16 numbers 1 and 1 + 2**-7, and nearer to 1. Next to 1, the spacing below is half."""
+    one = of_one_head([1.0], torch.bfloat16)
+    for truth_, error in ((1 + 2**-9, 0), (1 + 2**-8, 0), (1 + 2**-7, 2**-8), (1 - 2**-9, 0), (1 - 2**-8, 2**-9)):
+        assert reference.error_before_rounding(one, of_one_head([truth_])).item() == error
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rule_is_held_to_the_last_bit(name):
-    """Plain PyTorch has an error of 1/4. The bound is two or three times this error (`FACTORS`), plus 1/2 for rounding."""
+    """Plain PyTorch has an error of 1/4. The bound is two or three times this error (`FACTORS`), plus 1/2 for float32."""
     exact = invented({"out": [0.0, 0.0], name: [0.0] * 4}, {"out": [2.0**21] * 2, name: [2.0**21] * 4})
-    yardstick = {"out": torch.full((2,), 0.25), name: torch.tensor([0.25, -0.25, -0.25, 0.25])}
+    yardstick = {"out": of_one_head([0.25] * 2, torch.float32), name: of_one_head([0.25, -0.25, -0.25, 0.25], torch.float32)}
     most = FACTORS[name] / 4 + 1 / 2
-    inside = {"out": torch.zeros_like(yardstick["out"]), name: torch.tensor([-most, most, most, -most])}
+    inside = {"out": torch.zeros_like(yardstick["out"]), name: of_one_head([-most, most, most, -most], torch.float32)}
     assert_correct(inside, exact, yardstick)
     outside = torch.nextafter(inside[name], 2 * inside[name])
     with pytest.raises(AssertionError, match=f"{name}: "):
-        assert_correct(inside | {name: outside}, exact, yardstick)
+        assert_correct(inside | {name: torch.nextafter(outside, 2 * outside)}, exact, yardstick)
+
+
+def test_each_head_has_bounds_of_its_own():
+    """Plain PyTorch is off by 100 in the first head and by 1 in the second. The second head's error may not be 3."""
+    exact = {"out": torch.zeros(1, 2, 4, dtype=torch.float64)}
+    exact["magnitudes"] = {"out": exact["out"]}
+    yardstick = {"out": torch.tensor([[[100.0] * 4, [1.0] * 4]])}
+    assert_correct({"out": torch.tensor([[[150.0] * 4, [1.5] * 4]])}, exact, yardstick)
+    with pytest.raises(AssertionError, match=r"worst at \(0, 1, 2\)"):
+        assert_correct({"out": torch.tensor([[[150.0] * 4, [0.0, 0.0, 3.0, 0.0]]])}, exact, yardstick)
+
+
+def test_nearby_scales_help_where_plain_pytorch_is_exact_by_chance():
+    """Here P is 1/4 and 3/4, which bfloat16 holds exactly. At nearby scales, P is rounded. A wrong result fails all the same."""
+    q = torch.ones(1, 1, 1, 16, device=DEVICE, dtype=torch.bfloat16)
+    k = torch.tensor([[1.0], [2.0]], device=DEVICE, dtype=torch.bfloat16).expand(1, 1, 2, 16)
+    v = torch.tensor([[1.0], [3.0]], device=DEVICE, dtype=torch.bfloat16).expand(1, 1, 2, 16)
+    scale = math.log(3) / 16  # the second key has three times the first key's weight, and O is 2.5
+    exact, yardstick = (make(q, k, v, False, scale) for make in (truth, plain))
+    assert exact["out"].flatten()[0].item() == pytest.approx(2.5) and (yardstick["out"] - 2.5).abs().max() < 1e-6
+    assert_correct({"out": torch.full_like(yardstick["out"], 2.5 * (1 + 2**-10))}, exact, yardstick)
+    with pytest.raises(AssertionError):
+        assert_correct({"out": torch.full_like(yardstick["out"], 2.5 * (1 + 2**-6))}, exact, yardstick)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_spoiled_element_of_one_head_fails(dtype, name):
+    """One head has a sink, and one has none. Each element is spoiled by four bounds, beyond what rounding hides."""
+    shape = (1, 2, 70, 16)
+    q, k, v, grad_out = draw(shape, shape, shape, dtype, 0.25, Scores(sinks=(Sink(33, 18.0, head=0),)))
+    exact, yardstick = (make(q, k, v, False, 0.25, grad_out) for make in (truth, plain))
+    bounds = error_bounds(exact, yardstick)[name]
+    right = exact[name].to(torch.float32 if name == "lse" else dtype)
+    assert_close(name, right, exact[name], bounds)
+    for head, row in itertools.product(range(2), (0, 33, 69)):
+        element = (0, head, row) if name == "lse" else (0, head, row, 7)
+        wrong = right.clone()
+        wrong[element] += 4 * (bounds["largest"][0, head] + torch.finfo(right.dtype).eps * right[element].abs())
+        with pytest.raises(AssertionError, match=rf"{name}: .* worst at \(0, {head}, {row}"):
+            assert_close(name, wrong, exact[name], bounds)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_values_that_are_not_finite_never_pass(dtype, bad):
     """An infinity fails even if plain PyTorch overflows too."""
-    got, exact = torch.tensor([1.0, bad], dtype=dtype), torch.ones(2, dtype=torch.float64)
+    got, exact = of_one_head([1.0, bad], dtype), of_one_head([1.0, 1.0])
     for bound in (1.0, math.inf, math.nan):
-        bounds = {kind: torch.tensor(bound, dtype=torch.float64) for kind in ("largest", "rms")}
-        with pytest.raises(AssertionError, match=r"largest error .* worst at \(1,\)"):
+        bounds = {kind: of_one_head(bound) for kind in ("largest", "rms")}
+        with pytest.raises(AssertionError, match=r"worst at \(0, 0, 1\)"):
             assert_close("out", got, exact, bounds)
     for kind in ("largest", "rms"):  # a bound of NaN refuses even a right result
-        assert not passes("out", got.new_ones(2), exact, bounds | {kind: torch.tensor(0.0)})
+        assert not passes("out", torch.ones_like(got), exact, bounds | {kind: of_one_head(0.0)})
 
 
 @pytest.mark.parametrize("scale", [0.5, -0.5])
@@ -219,11 +277,11 @@ def test_magnitudes_are_sums_without_signs(scale):
     found = truth(*tensors, False, scale, torch.full((1, 1, 1, 1), -2.0, device=DEVICE))["magnitudes"]
     log = math.log(2)
     first, second = (2 + log) / 2, (3 + log) / 2  # P · (1 + score + LSE), from absolute values
-    out = first * 1 + second * 3
-    ds = first * (2 * 1 + 2 * out), second * (2 * 3 + 2 * out)
+    # dP is 2 and -6, and delta is -2. So dP - delta is 4 and -4, made from 2 + 2 and 6 + 2.
+    ds = first * 4 + (2 + 2) / 2, second * 4 + (6 + 2) / 2
     expected = {
-        "lse": [2 + log], "out": [out], "dq": [(ds[0] + 2 * ds[1]) / 2] * 2, "dk": [ds[0] / 2] * 2 + [ds[1] / 2] * 2,
-        "dv": [2 * first, 2 * second],
+        "lse": [(1 + 2) / 2 + log], "out": [first * 1 + second * 3], "dq": [(ds[0] + 2 * ds[1]) / 2] * 2,
+        "dk": [ds[0] / 2] * 2 + [ds[1] / 2] * 2, "dv": [2 * first, 2 * second],
     }  # fmt: skip
     assert {name: magnitude.flatten().tolist() for name, magnitude in found.items()} == {
         name: pytest.approx(values, rel=1e-12) for name, values in expected.items()
@@ -231,7 +289,7 @@ def test_magnitudes_are_sums_without_signs(scale):
 
 
 def test_yardstick_rounds_p_out_and_ds_and_nothing_else():
-    """`plain` rounds P, the output and dS, and nothing else. Three queries see one, two and three keys. All scores are 0.
+    """`plain` rounds P, the output for delta, and dS, and nothing else. Three queries see one, two and three keys that score 0.
 
     In bfloat16, 1/3 is 171/512. The three values of V add up to 3 + 3/256 + 2**-12. With P = 1/3, the third query's output
     would round to 1. With P = 171/512, it rounds to 1 + 1/128.
@@ -240,8 +298,9 @@ def test_yardstick_rounds_p_out_and_ds_and_nothing_else():
     v, grad_out = torch.tensor([[3], [3 / 256], [2**-12]]), torch.tensor([[0.0], [-2], [3]])
     q, k, v, grad_out = (tensor[None, None].to(DEVICE, torch.bfloat16) for tensor in (q, k, v, grad_out))
     found = plain(q, k, v, True, 1.0, grad_out)
-    assert found["out"].flatten()[2].item() == 1 + 1 / 128
+    assert found["out"].flatten()[2].item() == (3 + 3 / 256 + 2**-12) * 171 / 512  # 1.0059, which delta rounds to 1 + 1/128
     assert found["dv"].flatten()[0].item() == 3 * 171 / 512 - 1
-    # The last query's dS is 255/128, -255/256, and -129/128 (rounded from -1.00806). Before rounding they add up to 0.
-    assert found["dq"][0, 0, 2].tolist() == [0, 255 / 128 - 255 / 256 - 129 / 128]
+    # The last query's dP - delta is 6 - 3/128, and about -3 + 1.5/128 and -3 - 2.25/128. P times it is rounded to dS.
+    ds = [(torch.tensor(171 / 512 * (3 * value - 3 - 3 / 128)).bfloat16().item()) for value in (3, 3 / 256, 2**-12)]
+    assert found["dq"][0, 0, 2].tolist() == [0, sum(ds)]
     assert found["lse"].dtype == torch.float32 and found["lse"].flatten()[2].item() == pytest.approx(math.log(3), rel=1e-6)

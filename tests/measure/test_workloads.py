@@ -89,10 +89,28 @@ def test_scores_have_the_standard_deviation_asked_for():
     assert (q @ k.mT / 8).std().item() == pytest.approx(4, rel=0.05)
 
 
-def test_a_sink_has_its_score_for_every_query():
-    q, k, *_ = Workload("fwd", 1, 2, 60, 64, False, "float32", sink=12.0).inputs()
-    scores = q @ k.mT / 8
-    torch.testing.assert_close(scores[..., 0], torch.full_like(scores[..., 0], 12.0))
-    assert scores[..., 1:].std().sub(1).abs() < 0.1
-    plain = Workload("fwd", 1, 2, 60, 64, False, "float32").inputs()
-    assert torch.equal(plain[0][..., 1:], q[..., 1:]) and torch.equal(plain[1][:, :, 1:, 1:], k[:, :, 1:, 1:])
+@pytest.mark.parametrize(("key", "head"), [(0, None), (37, None), (37, 1)])
+@pytest.mark.parametrize("score_std", [1, 4])
+def test_a_sink_has_its_score_for_every_query(score_std, key, head):
+    workload = Workload(
+        "fwd", 1, 4, 60, 64, False, "float32", kv_heads=2, score_std=score_std, sink=12.0, sink_key=key, sink_head=head
+    )
+    q, k, *_ = workload.inputs()
+    scores = q @ k.repeat_interleave(2, 1).mT / 8
+    with_sink = scores if head is None else scores[:, 2 * head : 2 * head + 2]
+    torch.testing.assert_close(with_sink[..., key], torch.full_like(with_sink[..., key], 12.0))
+    others = torch.cat([with_sink[..., :key], with_sink[..., key + 1 :]], -1)
+    assert others.std().item() == pytest.approx(score_std, rel=0.1)
+    if head is not None:
+        assert scores[:, :2].std().item() == pytest.approx(score_std, rel=0.1)  # the other K/V head has no sink
+
+
+@pytest.mark.parametrize("wrong", [{"sink_key": 64}, {"sink_head": 2}])
+def test_a_sink_that_is_not_there_is_refused(wrong):
+    with pytest.raises(ValueError, match="there is no key"):
+        Workload("fwd", 1, 6, 64, 16, True, "float16", kv_heads=2, sink=12.0, **wrong)
+
+
+def test_the_label_says_where_a_sink_is():
+    label = Workload("fwd", 1, 6, 64, 16, True, "float16", sink=12.0, sink_key=7, sink_head=2).label
+    assert label == "fwd B=1 H=6 S=64 D=16 causal float16 sink=12@7 in head 2"

@@ -36,9 +36,9 @@ BLOCK_BYTES = 2**30
 
 def _scores(q, k, causal, scale, first, diagonal):
     """Return the scores of some query rows, starting with row `first`."""
-    s = q @ k.mT * scale  # [heads, rows, Sk]
+    s = (q @ k.mT).mul_(scale)  # [heads, rows, Sk]
     if causal:
-        s = s.masked_fill(~torch.ones_like(s, dtype=torch.bool).tril(first + diagonal), float("-inf"))
+        s.masked_fill_(~torch.ones_like(s, dtype=torch.bool).tril(first + diagonal), float("-inf"))
     return s
 
 

@@ -226,7 +226,7 @@ def test_each_head_has_bounds_of_its_own():
 
 
 def test_nearby_scales_help_where_plain_pytorch_is_exact_by_chance():
-    """Here P is 1/4 and 3/4, which bfloat16 holds exactly. At nearby scales, P is rounded. A wrong result fails all the same."""
+    """Here P is 1/4 and 3/4, which is exact. At nearby scales, P is rounded. A wrong result fails all the same."""
     q = torch.ones(1, 1, 1, 16, device=DEVICE, dtype=torch.bfloat16)
     k = torch.tensor([[1.0], [2.0]], device=DEVICE, dtype=torch.bfloat16).expand(1, 1, 2, 16)
     v = torch.tensor([[1.0], [3.0]], device=DEVICE, dtype=torch.bfloat16).expand(1, 1, 2, 16)

@@ -1,0 +1,128 @@
+"""Results are right on hostile inputs: attention sinks at any key, in all heads or in one, wide scores, and outlier channels.
+
+On a GPU, `make test-long` searches for inputs on which a stage is wrong. `HOSTILE_SEED` and `HOSTILE_SECONDS` set where the search
+starts, and how long it takes for each stage and head dimension.
+"""
+
+import os
+import random
+import time
+
+import pytest
+import torch
+from cases import by_functions, check, names_in, never_short, once, set_names, sources
+
+import stages
+from common.kernels import replay
+from common.measure.inputs import Scores, Sink, draw, hostile
+from common.runtime import DEVICE, Device, interpreted_as
+
+on_gpu = DEVICE == "cuda"
+
+SEED, SECONDS = int(os.environ.get("HOSTILE_SEED", "0")), float(os.environ.get("HOSTILE_SECONDS", "20"))
+GUESSING = once([name for name in stages.names() if "l_capped" in "".join(sources(name, "forward").values())], "forward")
+
+
+@pytest.fixture
+def guess(monkeypatch):
+    """A function that loads a stage and makes it guess the maximum, with a number of splits if the stage can split keys."""
+    monkeypatch.setattr(replay, "is_watched", lambda: True)  # recorded launches would not have these changes
+
+    def load(name, splits=1):
+        if reason := stages.unavailable(name):
+            pytest.skip(f"{name} {reason}")
+        set_names(monkeypatch, name, **never_short(name), splits_of=lambda *_: splits)
+        return stages.load(name)
+
+    return load
+
+
+def inputs(seq_q, seq_k, head_dim, dtype, scores, heads=2, kv_heads=2):
+    torch.manual_seed(0)
+    kv_shape = 1, kv_heads, seq_k, head_dim
+    return draw((1, heads, seq_q, head_dim), kv_shape, kv_shape, dtype, head_dim**-0.5, scores)
+
+
+# (key, nats, more). The first 16 keys and the last 64 may enter the guess, so no sink is there.
+SINKS = [
+    (70, 24.0, {}),
+    (90, 9.0, {"lone": True}),  # in float16, P does not overflow
+    (75, 12.0, {"lone": True, "repeats": 4}),
+]
+DISTRIBUTIONS = [Scores(sinks=(Sink(key, nats, head=1),), **more) for key, nats, more in SINKS]
+
+
+@pytest.mark.parametrize("scores", DISTRIBUTIONS, ids=lambda scores: f"{scores.sinks[0].nats:g}nats")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", GUESSING)
+def test_a_sink_that_the_guess_misses(guess, name, dtype, scores):
+    """The first head has no sink."""
+    stage = guess(name)
+    with interpreted_as(Device(num_sms=2)):
+        check(stage, *inputs(140, 210, 64, dtype, scores), causal=False, run=by_functions)
+
+
+@pytest.mark.parametrize("causal", [False, "bottom-right"])
+@pytest.mark.parametrize("name", [name for name in GUESSING if "splits_of" in names_in(name)])
+def test_a_sink_that_the_guess_of_a_split_misses(guess, name, causal):
+    stage = guess(name, splits=3)
+    scores = Scores(sinks=(Sink(330, 24.0, head=1),))
+    check(stage, *inputs(140, 600, 64, torch.bfloat16, scores), causal=causal, run=by_functions)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_without_its_check_a_guess_is_refused(guess, dtype, tmp_path, monkeypatch):
+    """The rule refuses the newest stage if tiles that few keys dominate do not count as failed."""
+    name = GUESSING[-1]
+    stage = guess(name)
+    forward = stages.source(name, "forward.py")
+    line = next(line for line in forward.splitlines(keepends=True) if "LIMIT * l_capped" in line)
+    with stages.changed(name, {"forward.py": forward.replace(line, "")}, tmp_path) as package:
+        changed = __import__(f"{package}.forward", fromlist=["forward"])
+        for names in (vars(changed), vars(__import__(f"{package}.forward_plan", fromlist=["plan"]))):
+            for variable, value in never_short(name).items():
+                if variable in names:
+                    monkeypatch.setitem(names, variable, value)
+        monkeypatch.setattr(stage, "forward", changed.forward)
+        with pytest.raises(AssertionError, match="d[qk]: "):
+            scores = DISTRIBUTIONS[1 if dtype == torch.float16 else 0]
+            check(stage, *inputs(140, 210, 64, dtype, scores), causal=False, run=by_functions)
+
+
+@pytest.mark.every_stage
+@pytest.mark.parametrize("causal", [False, True])
+def test_hostile_inputs(stage, causal):
+    """Each stage gets other inputs."""
+    place = stages.names().index(stage.__name__.removeprefix("stages."))
+    for seed in (2 * place, 2 * place + 1):
+        dtype = (torch.bfloat16, torch.float16)[seed % 2]
+        scores = hostile(seed, 130, 2)
+        check(stage, *inputs(130, 130, 32, dtype, scores, heads=2, kv_heads=2), causal=causal, run=by_functions)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not on_gpu, reason="the interpreter takes seconds for each problem")
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
+@pytest.mark.parametrize("name", GUESSING)
+def test_a_search_finds_no_wrong_result(name, head_dim):
+    if reason := stages.unavailable(name):
+        pytest.skip(f"{name} {reason}")
+    end, seed, found = time.monotonic() + SECONDS, SEED, []
+    while time.monotonic() < end:
+        choose = random.Random(seed)
+        dtype, causal = choose.choice((torch.bfloat16, torch.bfloat16, torch.float16)), choose.choice((False, True))
+        seq_q = choose.choice((64, 200, 512, 1024, 2048, 3000))
+        seq_k = seq_q if causal else choose.choice((100, 200, 640, 2048, 4096))
+        kv_heads, shared = choose.choice((1, 1, 2, 8)), choose.choice((1, 1, 4))
+        torch.manual_seed(seed)
+        kv_shape = 1, kv_heads, seq_k, head_dim
+        tensors = draw(
+            (1, kv_heads * shared, seq_q, head_dim), kv_shape, kv_shape, dtype, head_dim**-0.5, hostile(seed, seq_k, kv_heads)
+        )
+        try:
+            check(stages.load(name), *tensors, causal=causal, run=by_functions)
+        except AssertionError as error:
+            found.append(f"seed {seed}: {error}")
+        seed += 1
+    print(f"{name}, D = {head_dim}: seeds {SEED} to {seed - 1}, {len(found)} wrong")
+    assert not found, "\n".join(found)

@@ -7,7 +7,7 @@ import torch
 
 from .schedule import Waiting, now
 from .shared import Barrier, Buffer
-from .values import Register, Values, in_triton, operand
+from .values import Register, Scalar, Values, in_triton, operand
 
 
 class Traffic:
@@ -42,7 +42,7 @@ class Descriptor:
         self._padding = float("nan") if descriptor.padding == "nan" else 0
         self._tensor = descriptor.base.detach().as_strided(list(descriptor.shape), list(descriptor.strides))
         self.block_type = _BlockType(self.block_shape, descriptor.base.dtype)
-        self.shape, self.strides = self._tensor.shape, self._tensor.stride()
+        self.shape, self.strides = self._tensor.shape, [Scalar(stride, 64) for stride in self._tensor.stride()]
 
     def clipped(self, coord):
         """Return the part of a tile inside the tensor, as a view of the tensor and as slices of the tile."""

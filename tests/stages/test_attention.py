@@ -205,6 +205,12 @@ def test_any_finite_scale(stage, scale, causal):
     check(stage, *make_inputs(*TILED, **FEW), causal=causal, scale=scale)
 
 
+@pytest.mark.every_stage
+def test_a_negative_scale_with_query_groups(stage):
+    """Each K/V head has the gradients of its own query group, and a negative scale is right in both passes."""
+    check(stage, *make_inputs(40, 70, 16, batch=1, heads=4, kv_heads=2), causal="bottom-right", scale=-0.3)
+
+
 @pytest.mark.parametrize("scale", [1e-30, -1e-30, 1e6, -1e6])
 def test_scales_at_the_ends_of_their_range(stage, scale):
     """With a scale of ±1e-30, all keys have equal weights. With ±1e6, only a row's largest score (1e7 to 1e8) counts."""

@@ -7,7 +7,7 @@ import torch
 
 from .schedule import Waiting, now
 from .shared import Barrier, Buffer
-from .values import Register, Values, in_triton, operand
+from .values import Register, Scalar, Values, in_triton, operand
 
 
 class Traffic:
@@ -42,7 +42,7 @@ class Descriptor:
         self._padding = float("nan") if descriptor.padding == "nan" else 0
         self._tensor = descriptor.base.detach().as_strided(list(descriptor.shape), list(descriptor.strides))
         self.block_type = _BlockType(self.block_shape, descriptor.base.dtype)
-        self.shape, self.strides = self._tensor.shape, self._tensor.stride()
+        self.shape, self.strides = self._tensor.shape, [Scalar(stride, 64) for stride in self._tensor.stride()]
 
     def clipped(self, coord):
         """Return the part of a tile inside the tensor, as a view of the tensor and as slices of the tile."""
@@ -101,7 +101,10 @@ class Load:
 
 
 class Store:
-    """A TMA copy or addition from shared to global memory. The issuing partition must call `tma.store_wait`."""
+    """A TMA copy or addition from shared to global memory. The issuing partition must call `tma.store_wait`.
+
+    TMA reads shared memory first. The tile arrives in global memory at a later random moment.
+    """
 
     def __init__(self, descriptor: Descriptor, coord, buffer: Buffer, adds: bool):
         descriptor.check(coord, buffer)
@@ -110,23 +113,29 @@ class Store:
         self._descriptor, self._coord, self.buffer, self._adds = descriptor, coord, buffer, adds
         self.where = now().here()
         self.event = buffer.memory.use(buffer, "a copy", writes=False, asynchronous=True)
-        self.over = False
+        self.over = self.arrived = False
         self.cycle = now().timing.copy(now().running, "add" if adds else "store", buffer.nbytes) if now().timing else 0.0
         now().running.stores.append(self)
         now().issue(self)
         now().switch()
 
     def take_place(self):
+        """Read the tile, and let it arrive in global memory later."""
+        self._tile = self.buffer.view.reshape(self._descriptor.block_shape).clone()
+        self.over = True
+        now().send(self)
+
+    def arrive(self):
         """Write the part of the tile that lies inside the tensor, or add this part to the tensor."""
         part, of_tile = self._descriptor.clipped(self._coord)
-        tile = self.buffer.view.reshape(self._descriptor.block_shape)[of_tile]
+        tile = self._tile[of_tile]
         nbytes = part.numel() * part.itemsize
         if self._adds:
             part += tile  # the L2 cache does the addition, so the SM reads nothing
         else:
             part.copy_(tile)
         traffic.write(nbytes, *_ends(part), self._adds)
-        self.over = True
+        self.arrived = True
 
 
 def store_wait(pendings: int):
@@ -142,6 +151,15 @@ def store_wait(pendings: int):
         if timing := now().timing:
             timing.reach(partition, store.cycle)
     del partition.stores[: len(waited_for)]
+    partition.sent += waited_for
+
+
+def arrival_wait():
+    """Wait until all stores of this partition have arrived in global memory. This function replaces `stored_wait`."""
+    store_wait(0)
+    sent = now().running.sent
+    now().switch(Waiting(lambda: all(store.arrived for store in sent), lambda: "its stores to arrive"))
+    sent.clear()
 
 
 class Matmul(Values):

@@ -111,6 +111,7 @@ class Partition:
         self.clock = parent.clock if parent else 0.0  # the partition's current cycle in a timed launch
         self.known = parent.known if parent else 0  # one bit for each event that this partition knows to be over
         self.matmuls, self.stores = [], []  # matmuls and stores that were issued but not yet waited for
+        self.sent = []  # stores that TMA has read; some may not have arrived in global memory yet
         self.waiting = self.frame = None
         self.turn = threading.Lock()
         self.turn.acquire()
@@ -130,6 +131,10 @@ class Schedule:
         self.eagerness = self.random.choice((0, 0.1, 0.5, 1))  # probability, at each turn, that an issued operation takes place
         self.constancy = self.random.choice((0, 0.5, 0.9))  # probability that the running partition keeps its turn
         self.fair = self.random.choice((True, False))  # if False, operations take place in the order of their random ranks
+        # Arrivals have their own random numbers, so that they do not change the order of other events.
+        self._arrivals = random.Random(f"arrivals {seed}")
+        self._arrival_eagerness = self._arrivals.choice((0, 0.1, 0.5, 1))  # probability, at each turn, that a store arrives
+        self._sent = []  # stores that TMA has read and that have not arrived in global memory yet
         self._issued = {}  # id -> (random rank, operation), for copies and matmuls that have not taken place yet
         self.error = None
         self.running = None
@@ -198,6 +203,16 @@ class Schedule:
         """Let an operation take place now, unless it already did."""
         if self._issued.pop(id(operation), None) is not None:
             operation.take_place()
+
+    def send(self, store):
+        """Let a store arrive in global memory at a random moment."""
+        if self.timing:
+            store.arrive()
+        else:
+            self._sent.append(store)
+
+    def _let_one_arrive(self):
+        self._sent.pop(self._arrivals.randrange(len(self._sent))).arrive()
 
     def fail(self, message: str):
         """Raise an error that names the running partition and its line in the kernel."""
@@ -270,16 +285,20 @@ class Schedule:
             try:
                 if self._issued and self.random.random() < self.eagerness:
                     self._perform_any()
+                if self._sent and self._arrivals.random() < self._arrival_eagerness:
+                    self._let_one_arrive()
                 ready = [one for one in self._partitions if one.waiting is None or one.waiting.over()]
                 if ready and self.timing:
                     return min(ready, key=lambda one: one.clock)
                 if ready:
                     stay = self.running in ready and self.random.random() < self.constancy
                     return self.running if stay else self.random.choice(ready)
-                if not self._partitions:
-                    return None
-                if self._issued:
+                if self._sent and (not self._issued or self._arrivals.random() < self._arrival_eagerness):
+                    self._let_one_arrive()
+                elif self._issued:
                     self._perform_any()
+                elif not self._partitions:
+                    return None
                 else:
                     lines = (f"{Place(one, one.frame)} waits for {one.waiting.what()}" for one in self._partitions)
                     raise InterpreterError("\n  ".join(["deadlock", *lines]) + f"\n{self.replayed}")

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from common.interpreter.asynchronous import Store, store_wait
+from common.interpreter.asynchronous import Store, arrival_wait
 from common.interpreter.gluon import add_in_memory, fetch_add_in_memory, means, wait_in_memory
 from common.kernels.descriptors import located
 from common.operator import Unavailable
@@ -94,7 +94,7 @@ def stored_wait(_semantic=None):
     gl.inline_asm_elementwise(asm, "=r,r", [zero], gl.int32, is_pure=False, pack=1, _semantic=_semantic)
 
 
-means(stored_wait)(lambda: store_wait(0))
+means(stored_wait)(arrival_wait)
 
 
 @builtin

@@ -10,7 +10,7 @@ import re
 
 import pytest
 import torch
-from cases import make_inputs, sources
+from cases import by_functions, check, make_inputs, names_in, once, sources
 from triton.runtime.interpreter import InterpreterError
 
 import stages
@@ -122,3 +122,18 @@ def test_complete_kernel_raises_no_error(stage, problem):
     for pass_ in ("forward", "backward"):
         schedule.restart_seeds(0)
         run(getattr(stages.load(stage), pass_), pass_, stages.load(stage), problem)
+
+
+TAKING_TICKETS = once([name for name in stages.names() if "_take_ticket" in names_in(name, "backward")], "backward")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", TAKING_TICKETS)
+def test_ctas_that_share_a_query_tile_lose_no_contribution(name, seed):
+    """dQ is right in any order of events. Three CTAs contribute to each query tile: the first stores, and the others add.
+
+    An addition that arrives before the first store is lost. The deletions above do not show that the complete kernel is right.
+    """
+    inputs = make_inputs(60, 300, 16, batch=1, heads=1)
+    schedule.restart_seeds(seed)
+    check(stages.load(name), *inputs, causal=False, run=by_functions)

@@ -26,7 +26,7 @@ from triton.runtime.interpreter import InterpreterError
 
 from common.interpreter.schedule import VARIABLE, restart_seeds
 from common.interpreter.shared import _inside, _overlap, _Part
-from common.kernels.hopper import async_reduce_add, new_barriers, new_ring, reduce_add
+from common.kernels.hopper import async_reduce_add, new_barriers, new_ring, reduce_add, stored_wait
 from common.measure.counter import count
 from common.runtime import INTERPRETED
 
@@ -478,7 +478,10 @@ def _wait_for_stores_kernel(out_desc, out_ptr, seen_ptr, PENDING: gl.constexpr, 
     fence_async_shared()
     for i in gl.static_range(3):
         tma.async_copy_shared_to_global(out_desc, [i * SIZE, 0], x_s.index(i))
-    tma.store_wait(PENDING)
+    if PENDING is None:
+        stored_wait()
+    else:
+        tma.store_wait(PENDING)
     for i in gl.static_range(3):
         gl.store(seen_ptr + i, gl.load(out_ptr + i * SIZE * SIZE))
     x_s.index(USED).store(gl.zeros([SIZE, SIZE], x_s.dtype, LAYOUT))
@@ -487,18 +490,27 @@ def _wait_for_stores_kernel(out_desc, out_ptr, seen_ptr, PENDING: gl.constexpr, 
 
 @pytest.mark.parametrize("pending", range(5))
 def test_wait_leaves_only_the_last_stores_pending(pending):
+    """After the wait, TMA has read all tiles in shared memory except the last `pending` tiles."""
     waited_for = max(0, 3 - pending)
     out, seen = torch.empty(3 * SIZE.value, SIZE.value).half(), torch.empty(3)
-    seen_after_the_wait = set()
     for seed in SEEDS if waited_for else ():
         launch(_wait_for_stores_kernel, describe(out.zero_()), out, seen, pending, waited_for - 1, seed=seed)
-        seen_after_the_wait.add(tuple(seen.tolist()))
         assert out.all()
-    if waited_for:  # the first `waited_for` stores have ended; the others may have ended or not
-        assert seen_after_the_wait == set(itertools.product(*[[1]] * waited_for, *[[0, 1]] * (3 - waited_for)))
     for used in range(waited_for, 3):
         race = rf"race: a store writes x_s\[{used}\], and a copy may still read it: tma.async"
         check_errors(race, _wait_for_stores_kernel, describe(out), out, seen, pending, used, seeds=SEEDS[:5])
+
+
+@pytest.mark.parametrize("pending", [0, None])
+def test_only_stored_wait_waits_until_stores_arrive_in_memory(pending):
+    """After `tma.store_wait(0)`, TMA has read the tiles, but each tile may or may not have arrived in global memory."""
+    out, seen, seen_after_the_wait = torch.empty(3 * SIZE.value, SIZE.value).half(), torch.empty(3), []
+    for seed in SEEDS:
+        launch(_wait_for_stores_kernel, describe(out.zero_()), out, seen, pending, 0, seed=seed)
+        seen_after_the_wait.append(seen.tolist())
+        assert out.all()
+    expected = {1} if pending is None else {0, 1}
+    assert [set(of_tile) for of_tile in zip(*seen_after_the_wait, strict=True)] == [expected] * 3
 
 
 @gluon.jit

@@ -1,5 +1,6 @@
 """The timer leaves out warm-up and the CPU time of launches, and agrees with another timer. Most tests use a fake GPU."""
 
+import itertools
 import statistics
 import time
 import types
@@ -132,6 +133,31 @@ def test_launch_that_takes_longer_after_the_warm_up_is_hidden(gpu):
 
     times, hidden = timer.measure(call)
     assert times == pytest.approx([100e-6] * len(times)) and hidden
+
+
+@pytest.mark.parametrize("host_s", [50e-6, 12e-3], ids=["hidden", "exposed at first"])
+def test_rounds_of_the_warm_up_are_not_reported(gpu, host_s):
+    """The rounds after the warm-up take 1, 2, … ms, and all other calls take 9.9 ms. An exposed case is measured again.
+
+    Before the warm-up there are two calls: the first call, and one for the estimate.
+    """
+    warm_up, count = (int(seconds / 9.9e-3) for seconds in (timing.WARM_UP_S, timing.CASE_S))
+    expected = [number * 1e-3 for number in range(1, count + 1)]
+    gpu_s = itertools.chain([9.9e-3] * 2, itertools.cycle([9.9e-3] * warm_up + expected))
+    cpu_s = itertools.chain([50e-6] * 2, itertools.repeat(host_s))
+
+    def call():
+        gpu.cpu_s += next(cpu_s)
+        gpu.run(next(gpu_s))
+
+    times, hidden = timing.GpuTimer().measure(call)
+    assert times == pytest.approx(expected) and hidden
+
+
+def test_first_rounds_in_a_row_are_not_reported(gpu):
+    gpu_s = itertools.chain([9.9e-3] * timing.IN_A_ROW * timing.HOST_WARM_UP_ROUNDS, itertools.repeat(1e-3))
+    times = timing.seconds_in_a_row(lambda: gpu.run(next(gpu_s)), 1e-3)
+    assert times == pytest.approx([1e-3] * timing.FEWEST_HOST_ROUNDS)
 
 
 def test_first_call_may_compile(gpu):

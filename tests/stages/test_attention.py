@@ -4,8 +4,9 @@ import itertools
 
 import pytest
 import torch
-from cases import FEW, FEW_SHARED, TILED, assert_same_bits, by_functions, by_operator, check, make_inputs
+from cases import FEW, FEW_SHARED, TILED, assert_same_bits, by_functions, by_operator, check, make_inputs, names_in, once
 
+import stages
 from common.measure.reference import assert_correct, plain, truth
 from common.operator import DTYPES, HEAD_DIMS
 from common.runtime import DEVICE
@@ -203,6 +204,25 @@ def test_any_finite_scale(stage, scale, causal):
     A masked score of -inf, times a scale of 0, is NaN. A negative scale makes the largest q·k the smallest score.
     """
     check(stage, *make_inputs(*TILED, **FEW), causal=causal, scale=scale)
+
+
+@pytest.mark.every_stage
+def test_a_negative_scale_with_query_groups(stage):
+    """Each K/V head has the gradients of its own query group, and a negative scale is right in both passes."""
+    check(stage, *make_inputs(40, 70, 16, batch=1, heads=4, kv_heads=2), causal="bottom-right", scale=-0.3)
+
+
+def has_wide_kernels(name):
+    """Return whether a stage's backward has other kernels for D = 256."""
+    return any(variable.startswith("_wide_") for variable in names_in(name, "backward"))
+
+
+@pytest.mark.parametrize("wide", once([name for name in stages.names() if has_wide_kernels(name)], "backward"))
+def test_a_negative_scale_with_query_groups_in_wide_kernels(wide):
+    if reason := stages.unavailable(wide):
+        pytest.skip(f"{wide} {reason}")
+    inputs = make_inputs(40, 70, 256, batch=1, heads=4, kv_heads=2, value_dim=16)
+    check(stages.load(wide), *inputs, causal="bottom-right", scale=-0.05)
 
 
 @pytest.mark.parametrize("scale", [1e-30, -1e-30, 1e6, -1e6])

@@ -80,11 +80,7 @@ def test_rows_before_a_sink_do_not_see_it(speculating, nats, dtype, monkeypatch)
     heads = [with_key(key, nats, 1, 130, 64, dtype) for key in SINKS]
     q, k, v = (torch.cat(tensors, 1) for tensors in zip(*heads, strict=True))
     check(stage, q, k, v, True)
-    if dtype == torch.bfloat16 and nats < 88:
-        # Skip heads whose guess does not include the sink. Their P of the sink is rounded, so O and delta are less exact.
-        q, k, v = (tensor[:, : SINKS.index(16) if speculating in SAFE else 0] for tensor in (q, k, v))
-    if q.numel():
-        check_both_passes(stage, q, k, v, torch.randn_like(v), causal=True)
+    check_both_passes(stage, q, k, v, torch.randn_like(v), causal=True)
 
 
 @pytest.mark.parametrize(("dtype", "nats"), [(torch.float16, 40), (torch.bfloat16, 60)], ids=str)
@@ -191,7 +187,7 @@ def test_samples_predict_whether_tiles_fail(long_work, recorded, head_dim, causa
 @pytest.fixture
 def blind(long_work, monkeypatch):
     """Make all samples pass."""
-    set_names(monkeypatch, long_work.__name__.removeprefix("stages."), HEADROOM=-(2**20))
+    set_names(monkeypatch, long_work.__name__.removeprefix("stages."), SAMPLE_LIMIT=2**20)
 
 
 @pytest.mark.parametrize("long_work", GIVING_UP, indirect=True)

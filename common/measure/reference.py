@@ -8,8 +8,9 @@ PyTorch, plus the loss of float32 arithmetic. It holds for the largest error and
   a stage.
 - *Plain PyTorch* is v0's arithmetic, which rounds P, O and dS to 16 bits. FlashAttention, too, takes delta from a rounded O. So
   its gradients are inexact where dP - delta cancels, and the rule allows this.
-- *Nearby scales*: equal scores have equal rounding errors, and then plain PyTorch may be exact by chance. So its error is the
-  largest of several runs, whose scales differ by a few percent (`NEARBY`). These runs happen only if a result needs them.
+- *Nearby problems*: equal scores have equal rounding errors, and then plain PyTorch may be exact by chance. So its error is the
+  largest of several runs. Their scales differ by a few percent (`NEARBY`), and the columns of dO are in another order. These
+  runs happen only if a result needs them.
 """
 
 import functools
@@ -149,16 +150,19 @@ def plain(
 
     P, dS and the O that delta is made from are rounded to q's dtype. Everything else is in float32. The arguments and results
     are those of `truth`, without "magnitudes", and the results are float32: their last rounding is left out. The dict also has
-    the attribute `nearby`, a function that yields the results of `truth` and `plain` for the scales times `NEARBY`.
+    the attribute `nearby`, a function that yields the results of `truth` and `plain` for nearby problems.
     """
 
-    def both(scale, exact=True):
-        options = {"causal": causal, "scale": scale, "diagonal": diagonal}
-        exact = _each_head(_rows, torch.float64, q, k, v, grad_out, **options, dtype=torch.float64) if exact else None
-        return exact, _each_head(_rows, torch.float32, q, k, v, grad_out, **options, dtype=q.dtype)
+    def run(precision, dtype, scale, grad_out):
+        return _each_head(_rows, precision, q, k, v, grad_out, causal=causal, scale=scale, diagonal=diagonal, dtype=dtype)
 
-    results = _Plain(both(scale, exact=False)[1])
-    results.nearby = lambda: (both(scale * factor) for factor in NEARBY)
+    def nearby():
+        for turn, factor in enumerate(NEARBY, start=1):
+            other = scale * factor, None if grad_out is None else grad_out.roll(turn, -1)
+            yield run(torch.float64, torch.float64, *other), run(torch.float32, q.dtype, *other)
+
+    results = _Plain(run(torch.float32, q.dtype, scale, grad_out))
+    results.nearby = nearby
     return results
 
 

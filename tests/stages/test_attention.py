@@ -334,6 +334,13 @@ def test_causal_may_be_aligned_bottom_right(stage, seq_q, seq_k, sizes):
     assert results["dk"][:, :, -1].any() and results["dv"][:, :, -1].any()
 
 
+@pytest.mark.every_stage
+def test_float32_aligned_bottom_right(stage):
+    """For float32, a Hopper stage calls another stage. The other stage must get the scale and the diagonal."""
+    inputs = make_inputs(7, 20, 16, torch.float32, batch=1, heads=2, kv_heads=1, value_dim=32)
+    check(stage, *inputs, causal="bottom-right", scale=-0.3)
+
+
 def test_chunks_of_queries_equal_all_queries(stage):
     """Each chunk of queries gets the keys up to the chunk's end, as if keys were added to a cache."""
     q, k, v, grad_out = make_inputs(200, 200, **FEW)

@@ -341,15 +341,12 @@ def test_float32_aligned_bottom_right(stage):
     check(stage, *inputs, causal="bottom-right", scale=-0.3)
 
 
-def test_chunks_of_queries_equal_all_queries(stage):
+def test_chunks_of_queries(stage):
     """Each chunk of queries gets the keys up to the chunk's end, as if keys were added to a cache."""
     q, k, v, grad_out = make_inputs(200, 200, **FEW)
-    whole = check(stage, q, k, v, grad_out, causal=True)
     for first, end in ((0, 70), (70, 113), (113, 114), (114, 200)):
         chunk = q[:, :, first:end], k[:, :, :end], v[:, :, :end], grad_out[:, :, first:end]
-        results = by_operator(stage, *chunk, causal="bottom-right", scale=q.shape[-1] ** -0.5)
-        for name in ("out", "lse", "dq"):
-            torch.testing.assert_close(results[name], whole[name][:, :, first:end], rtol=0.01, atol=0.002)
+        check(stage, *chunk, causal="bottom-right")
 
 
 @pytest.mark.parametrize("causal", [False, True])

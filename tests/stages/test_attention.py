@@ -93,7 +93,7 @@ def test_shared_heads_equal_repeated_heads(stage, unordered):
     seq_q, seq_k, kv_heads = (1000, 1100, 32) if on_gpu else (280, 150, 2)
     q, k, v, grad_out = make_inputs(seq_q, seq_k, batch=1, heads=2 * kv_heads, kv_heads=kv_heads, value_dim=128)
     shared, repeated = (
-        by_functions(stage, q, *keys_and_values, grad_out, causal=True, scale=0.2)
+        check(stage, q, *keys_and_values, grad_out, causal=True, scale=0.2, run=by_functions)
         for keys_and_values in ((k, v), (k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)))
     )
     for name in ("dk", "dv"):

@@ -127,9 +127,10 @@ def test_programs_in_reverse_order_give_the_same_bits(stage, dtype, kv_heads, un
     The usual order also hides stores past the end of a head, because the next program overwrites these elements.
     """
     inputs = make_inputs(150, 170, 16, dtype, batch=1, heads=2, kv_heads=kv_heads)
-    forwards = by_functions(stage, *inputs, causal=True, scale=0.25)
+    options = {"causal": True, "scale": 0.25, "run": by_functions}
+    forwards = check(stage, *inputs, **options)
     reverse_programs(monkeypatch)
-    assert_same_bits(forwards, by_functions(stage, *inputs, causal=True, scale=0.25), unordered)
+    assert_same_bits(forwards, check(stage, *inputs, **options), unordered)
 
 
 def reverse_programs(monkeypatch):

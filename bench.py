@@ -25,7 +25,7 @@ from torch import Tensor
 import stages
 from common import operator
 from common.measure import files, machine, reference, timing, traffic, workloads
-from common.measure.baselines import BASELINES, refusal, timed_call
+from common.measure.baselines import BASELINES, attention_of, refusal, timed_call
 from common.measure.counter import Count, count
 from common.measure.footprint import footprint
 from common.measure.options import json_path, list_of, one_of, positive, positive_number, sink, unwritable
@@ -334,10 +334,28 @@ class WrongResult(Exception):
 
 def check(result, workload: Workload):
     """Raise WrongResult unless the result of a `timed_call` is right."""
+    _compare({"out": result} if workload.pass_ == "fwd" else dict(zip(("dq", "dk", "dv"), result, strict=True)), workload)
+
+
+def check_forward(impl: str, workload: Workload):
+    """Call the forward once, and raise WrongResult unless its output and a stage's LSE are right.
+
+    A `timed_call` returns no LSE, and a backward returns no output.
+    """
+    *qkv, _ = _problem(workload)[0]
+    attention = attention_of(impl)
+    if impl in BASELINES:
+        _compare({"out": attention(*qkv, causal=workload.causal)}, workload)
+    else:
+        out, lse = attention(*qkv, causal=workload.causal, return_lse=True)
+        _compare({"out": out, "lse": lse}, workload)
+
+
+def _compare(results: dict[str, Tensor], workload: Workload):
+    """Raise WrongResult unless the checked heads of the results are right, and the other heads are finite."""
     _, truth, bounds = _problem(workload)
-    named = {"out": result} if workload.pass_ == "fwd" else dict(zip(("dq", "dk", "dv"), result, strict=True))
     try:
-        for name, tensor in named.items():
+        for name, tensor in results.items():
             reference.assert_close(name, _checked(tensor, workload), truth[name], bounds[name])
             assert tensor.isfinite().all(), f"{name}: NaN or infinity in a head that is not compared with float64"
     except AssertionError as error:
@@ -453,7 +471,8 @@ class Bench:
 
         call = timed_call(impl, workload, inputs)
         check(call(), workload)
-        # The checked call has tuned and compiled the kernels. So `footprint` does not measure the memory that tuning takes.
+        check_forward(impl, workload)
+        # The checked calls have tuned and compiled the kernels. So `footprint` does not measure the memory that tuning takes.
         if DEVICE == "cpu":
             costs = traffic.costs(_count(impl, workload), GPU, workload.dtype)
             TIMER.load([(costs["roofline_us"] or 0.0) / 1e6])  # 0 in float32, which has no roofline

@@ -128,17 +128,21 @@ def by_functions(stage, q, k, v, grad_out, *, causal, scale):
 
 
 def check(stage, q, k, v, grad_out, *, causal, scale=None, run=by_operator):
-    """Assert that a stage's results are as close to float64 as `common.measure.reference` requires. Return the results."""
+    """Assert that a stage's results are right. Return the results."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     results = run(stage, q, k, v, grad_out, causal=causal, scale=scale)
-    for name, like in {"out": q, "dq": q, "dk": k, "dv": v}.items():
-        assert results[name].dtype == like.dtype, f"{name}: dtype {results[name].dtype}, expected {like.dtype}"
-    assert results["lse"].dtype == torch.float32
+    assert_right(results, q, k, v, grad_out, causal=causal, scale=scale)
+    return results
+
+
+def assert_right(results: dict, q, k, v, grad_out, *, causal, scale):
+    """Assert that results have the right dtypes and are as close to float64 as `common.measure.reference` requires."""
+    for name, like in {"out": q.dtype, "lse": torch.float32, "dq": q.dtype, "dk": k.dtype, "dv": v.dtype}.items():
+        assert name not in results or results[name].dtype == like, f"{name}: dtype {results[name].dtype}, expected {like}"
     problem = _Problem(q, k, v, bool(causal), scale, grad_out, diagonal(causal, q.shape[2], k.shape[2]))
     exact, bounds = _answer(problem) if q.numel() + k.numel() <= KEPT_ELEMENTS else _answer.__wrapped__(problem)
     for name, result in results.items():
         assert_close(name, result, exact[name], bounds[name])
-    return results
 
 
 class _Problem(tuple):
@@ -174,7 +178,10 @@ def _answer(problem):
 
 
 def assert_same_bits(first: dict, second: dict, unordered: tuple = ()):
-    """Assert that each result is equal in every bit, even in the signs of zeros. Results in `unordered` need only be close."""
+    """Assert that each result is equal in every bit, even in the signs of zeros.
+
+    Results in `unordered` need only be close. So a test that names such results also calls `check` or `assert_right`.
+    """
     for name, result in first.items():
         other = second[name]
         if name in unordered:

@@ -293,6 +293,22 @@ def test_check_finds_errors_in_the_middle(monkeypatch, pass_, where):
         bench.check(bench.timed_call("wrong", workload, inputs)(), workload)
 
 
+@pytest.mark.parametrize("pass_", ["fwd", "bwd", "fwd+bwd"])
+@pytest.mark.parametrize("wrong", ["out", "lse"])
+def test_results_of_the_forward_that_the_timed_call_does_not_return_are_checked(monkeypatch, pass_, wrong):
+    stage = stages.load("v0")
+    right, workload = stage.attention, Workload(pass_, 1, 2, 48, 32, True, "float16")
+
+    def attention(q, k, v, **options):
+        out, lse = right(q, k, v, **options)
+        return (1.1 * out, lse) if wrong == "out" else (out, lse + 0.01)
+
+    bench.check_forward("v0", workload)
+    monkeypatch.setattr(stage, "attention", attention)
+    with pytest.raises(bench.WrongResult, match=f"{wrong}: "):
+        bench.check_forward("v0", workload)
+
+
 @pytest.fixture
 def some_heads(monkeypatch):
     """A workload whose batch has six K/V heads. The benchmark checks heads 2 and 5."""
@@ -463,12 +479,15 @@ def test_wrong_result_is_reported_not_timed_and_fails_the_run(tmp_path):
     wrong = """
 v0 = bench.stages.load("v0").attention
 bench.BASELINES["wrong"] = lambda q, k, v, *, causal: 1.01 * v0(q, k, v, causal=causal)
+bench.BASELINES["wrong-forward"] = lambda q, *kv, causal: v0(q, *kv, causal=causal) + 0.01 * v0(q, *kv, causal=causal).detach()
 """
     done = run_bench(tmp_path, "--stage=v0", "--pass=fwd,bwd", prepare=wrong)
     assert done.returncode == 1
     run = json.loads((tmp_path / "run.json").read_text())
-    assert "wrong" not in [entry["name"] for entry in run["benchmarks"]]
-    assert [(r["impl"], r["pass"], r["failure"]) for r in run["failures"]] == [("wrong", p, "WRONG") for p in ("fwd", "bwd")]
+    names = ("wrong", "wrong-forward")  # the gradients of wrong-forward are right
+    assert not {*names} & {entry["name"] for entry in run["benchmarks"]}
+    failed = [(r["impl"], r["pass"], r["failure"]) for r in run["failures"]]
+    assert failed == [(name, pass_, "WRONG") for pass_ in ("fwd", "bwd") for name in names]
     assert " exceeds " in run["failures"][0]["note"]  # the note has the error and its bound
     assert "WRONG" in done.stdout
 

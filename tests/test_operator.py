@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 import torch._dynamo.testing
-from cases import FEW, FEW_SHARED, TILED, assert_same_bits, by_functions, by_operator, check, make_inputs
+from cases import FEW, FEW_SHARED, TILED, assert_right, assert_same_bits, by_functions, by_operator, check, make_inputs
 from problems import Layout
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -122,6 +122,7 @@ def test_a_profiler_sees_the_operators(stage, unordered):
     names = {operator._schema.name for operator in stage_operators(stage)}
     assert names <= {event.key for event in profile.key_averages()}
     assert_same_bits(alone, profiled, unordered)
+    assert_right(profiled, *inputs, causal=True, scale=SCALE)
 
 
 def test_a_lazy_negation(stage, unordered):
@@ -132,6 +133,7 @@ def test_a_lazy_negation(stage, unordered):
     expected = by_operator(stage, q, k, v, grad_out, causal=False, scale=SCALE)
     got = by_operator(stage, q, turned, v, grad_out, causal=False, scale=SCALE)
     assert_same_bits(expected, got, unordered)
+    assert_right(got, q, k, v, grad_out, causal=False, scale=SCALE)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -158,7 +160,7 @@ def test_activation_checkpointing(stage, use_reentrant, unordered):
     q, k, v, grad_out = make_inputs(*TILED, **FEW_SHARED)
 
     def attend(q, k, v):
-        return stage.attention(q * 1.5, k, v, causal=True)
+        return stage.attention(q * 2, k, v, causal=True, scale=SCALE)
 
     leaves = as_leaves(q, k, v)
     kept = gradients(attend, leaves, grad_out)
@@ -166,7 +168,9 @@ def test_activation_checkpointing(stage, use_reentrant, unordered):
     out = checkpoint(attend, *leaves, use_reentrant=use_reentrant)
     out.backward(grad_out)  # re-entrant checkpointing does not support autograd.grad
     dq, dk, dv = (leaf.grad for leaf in leaves)
-    assert_same_bits(kept, {"out": out.detach(), "dq": dq, "dk": dk, "dv": dv}, unordered)
+    got = {"out": out.detach(), "dq": dq, "dk": dk, "dv": dv}
+    assert_same_bits(kept, got, unordered)
+    assert_right(got | {"dq": dq / 2}, 2 * q, k, v, grad_out, causal=True, scale=SCALE)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16] if not on_gpu else [torch.bfloat16, torch.float16])
@@ -181,6 +185,7 @@ def test_autocast_casts_the_inputs(stage, dtype, unordered):
     got = {"out": out.detach(), "lse": lse.detach(), "dq": dq.to(dtype), "dk": dk.to(dtype), "dv": dv.to(dtype)}
     assert dq.dtype == torch.float32
     assert_same_bits(by_hand, got, unordered)
+    assert_right(got, *(tensor.to(dtype) for tensor in (q, k, v, grad_out)), causal=True, scale=SCALE)
 
 
 def test_autocast_leaves_float64_alone(stage):
@@ -206,7 +211,7 @@ def test_saved_tensors_may_come_back_in_another_layout(stage, seq_q, seq_k, unor
     expected = by_operator(stage, q, k, v, grad_out, causal=True, scale=SCALE)
     for unpack in (moved, transposed):
         with torch.autograd.graph.saved_tensors_hooks(torch.clone, unpack):
-            got = by_operator(stage, q, k, v, grad_out, causal=True, scale=SCALE)
+            got = check(stage, q, k, v, grad_out, causal=True, scale=SCALE)
         assert_same_bits(expected, got, unordered)
 
 
@@ -251,6 +256,7 @@ def test_cuda_graph_after_some_calls(stage, calls, unordered):
             tensor.copy_(value)
     graph.replay()
     assert_same_bits(by_operator(stage, *fresh, causal=True, scale=SCALE), captured, unordered)
+    assert_right(captured, *fresh, causal=True, scale=SCALE)
 
 
 @needs_gpu
@@ -270,6 +276,7 @@ def test_a_stream_that_is_not_the_default(stage, calls, unordered):
         results = by_operator(stage, *late, causal=True, scale=SCALE)
     torch.cuda.current_stream().wait_stream(stream)
     assert_same_bits(expected, results, unordered)
+    assert_right(results, *inputs, causal=True, scale=SCALE)
 
 
 @needs_gpu
@@ -282,6 +289,7 @@ def test_a_thread_that_has_not_used_the_gpu_yet(stage, calls, unordered):
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:
         results = pool.submit(by_functions, stage, *inputs, causal=True, scale=SCALE).result()
     assert_same_bits(expected, results, unordered)
+    assert_right(results, *inputs, causal=True, scale=SCALE)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -361,6 +369,6 @@ def test_one_saved_tensor_may_come_back_as_another_class(stage, which, unordered
     order = itertools.count()
     hooks = (lambda tensor: (next(order), tensor), lambda saved: Wrapped(saved[1]) if saved[0] == which else saved[1])
     with torch.autograd.graph.saved_tensors_hooks(*hooks):
-        got = by_operator(stage, q, k, v, grad_out, causal=True, scale=SCALE)
+        got = check(stage, q, k, v, grad_out, causal=True, scale=SCALE)
     assert next(order) == 5
     assert_same_bits(expected, got, unordered)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import stages
 from common import ring
+from common.measure.reference import assert_correct, plain, truth
 from common.ring import ring_attention, shard, unshard
 from common.runtime import DEVICE
 
@@ -51,18 +52,12 @@ def as_one(group, name, causal, seq, dtype, shape, again=False):
     run = functools.partial(by_ring, group=group)
     first = check(stage, *problem, causal=causal, run=run)
     if again:
-        second = run(stage, *problem, causal=causal, scale=problem[0].shape[-1] ** -0.5)
+        second = check(stage, *problem, causal=causal, run=run)
         assert_same_bits(first, second, getattr(stage, "UNORDERED", ()))
 
 
-def in_double(q, k, v, causal):
-    s = q @ k.mT * q.shape[-1] ** -0.5
-    s = s.masked_fill(~torch.ones_like(s, dtype=torch.bool).tril(), -math.inf) if causal else s
-    return s.softmax(-1) @ v, s.logsumexp(-1)
-
-
 def gradients_with_lse(group, causal, uses):
-    """Compare gradients with autograd in float64.
+    """Compare gradients with float64.
 
     For each rank, `uses` says whether the gradients come through `out`, through the LSE, or through both.
     """
@@ -74,16 +69,15 @@ def gradients_with_lse(group, causal, uses):
         rows = torch.cat([torch.arange(4 * size).chunk(2 * size)[place] for place in (other, 2 * size - 1 - other)])
         of_out[rows], of_lse[rows] = float("out" in use), float("lse" in use)
     grad_out, grad_lse = grad_out * of_out[:, None], grad_lse * of_lse
-    whole = [tensor.double().requires_grad_() for tensor in (q, k, v)]
-    expected = torch.autograd.grad(in_double(*whole, causal), whole, (grad_out.double(), grad_lse.double()))
+    problem = {"causal": causal, "scale": q.shape[-1] ** -0.5, "grad_out": grad_out, "grad_lse": grad_lse}
 
     parts = [shard(tensor, 2, group).requires_grad_() for tensor in (q, k, v)]
     out, lse = ring_attention(stages.load("v3"), *parts, group=group, causal=causal, return_lse=True)
     every = {"out": (out, shard(grad_out, 2, group)), "lse": (lse, shard(grad_lse, 2, group))}
     used = [every[name] for name in uses[rank]]
     got = torch.autograd.grad([result for result, _ in used], parts, [gradient for _, gradient in used])
-    for name, part, truth in zip("qkv", got, expected, strict=True):
-        torch.testing.assert_close(unshard(part, 2, group).double(), truth, rtol=1e-4, atol=1e-5, msg=f"d{name} differs")
+    got = {name: unshard(part, 2, group) for name, part in zip(("dq", "dk", "dv"), got, strict=True)}
+    assert_correct(got, truth(q, k, v, **problem), plain(q, k, v, **problem))
 
 
 def attend(group, by_rank):
@@ -109,19 +103,21 @@ def unshard_unlike(group):
 
 def unlike_lengths(group):
     """Without a mask, a rank may have more keys than queries. Both numbers may be odd."""
+
+    def run(stage, *inputs, causal, scale):
+        parts = [tensor.chunk(size, 2)[dist.get_rank(group)].contiguous() for tensor in inputs]
+        leaves = [tensor.requires_grad_() for tensor in parts[:3]]
+        out, lse = ring_attention(stage, *leaves, group=group, causal=causal, scale=scale, return_lse=True)
+        results = out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, parts[3])
+        return {name: gathered(result) for name, result in zip(("out", "lse", "dq", "dk", "dv"), results, strict=True)}
+
+    def gathered(part):
+        parts = [torch.empty_like(part) for _ in range(size)]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts, 2)
+
     size = dist.get_world_size(group)
-    q, k, v, _ = make_inputs(3 * size, 5 * size)
-    q, k, v = (tensor.chunk(size, 2)[dist.get_rank(group)] for tensor in (q, k, v))
-    out = ring_attention(stages.load("v3"), q, k, v, group=group)
-    parts = [torch.empty_like(out) for _ in range(size)]
-    dist.all_gather(parts, out.contiguous(), group=group)
-    q, k, v, _ = (tensor.double() for tensor in make_inputs_again(3 * size, 5 * size))
-    torch.testing.assert_close(torch.cat(parts, 2).double(), in_double(q, k, v, False)[0], rtol=2e-3, atol=2e-3)
-
-
-def make_inputs_again(*shape):
-    torch.manual_seed(0)
-    return make_inputs(*shape)
+    check(stages.load("v3"), *make_inputs(3 * size, 5 * size), causal=False, run=run)
 
 
 def rounds_and_layouts(group):

@@ -43,7 +43,7 @@ def _scores(q, k, causal, scale, first, diagonal):
     return s
 
 
-def _rows(q, k, v, grad_out, *, first, causal, scale, diagonal, dtype):
+def _rows(q, k, v, grad_out, grad_lse, *, first, causal, scale, diagonal, dtype):
     """Return the results of attention for some query rows and heads, before their last rounding.
 
     The function computes in the precision of the arguments, but rounds P, the O that delta is made from, and dS to `dtype`.
@@ -55,12 +55,13 @@ def _rows(q, k, v, grad_out, *, first, causal, scale, diagonal, dtype):
     results = {"out": out, "lse": s.logsumexp(-1)}
     if grad_out is not None:
         delta = (grad_out * out.to(dtype)).sum(-1, keepdim=True)  # = rowsum(P ∘ dP)
+        delta = delta if grad_lse is None else delta - grad_lse[..., None]  # d lse / d s = P
         ds = (narrow_p * (grad_out @ v.mT - delta)).to(dtype).to(p.dtype)
         results |= {"dq": ds @ k * scale, "dk": ds.mT @ q * scale, "dv": narrow_p.mT @ grad_out}
     return results
 
 
-def _row_magnitudes(q, k, v, grad_out, *, first, causal, scale, diagonal):
+def _row_magnitudes(q, k, v, grad_out, grad_lse, *, first, causal, scale, diagonal):
     """Return the results of `_rows`, but with each term of a sum replaced by its absolute value.
 
     The rounding errors in float32 are proportional to these magnitudes, even if the terms themselves cancel.
@@ -70,8 +71,9 @@ def _row_magnitudes(q, k, v, grad_out, *, first, causal, scale, diagonal):
     del s
     if grad_out is not None:  # dP - delta, and the terms that this difference is made from
         out = p @ v
-        difference = (grad_out @ v.mT).sub_((grad_out * out).sum(-1, keepdim=True)).abs_()
-        terms = (abs(grad_out) @ abs(v).mT).add_((grad_out * out).abs_().sum(-1, keepdim=True))
+        of_lse = 0 if grad_lse is None else grad_lse[..., None]
+        difference = (grad_out @ v.mT).sub_((grad_out * out).sum(-1, keepdim=True) - of_lse).abs_()
+        terms = (abs(grad_out) @ abs(v).mT).add_((grad_out * out).abs_().sum(-1, keepdim=True) + abs(of_lse))
         del out
     q, k, v, size = abs(q), abs(k), abs(v), abs(scale)
     s = _scores(q, k, causal, size, first, diagonal).clamp_(min=0)  # from the absolute values of q and k
@@ -92,25 +94,25 @@ def _together(above, below):
     }
 
 
-def _each_head(function, precision, q, k, v, grad_out, **options):
+def _each_head(function, precision, q, k, v, grad_out, grad_lse, **options):
     """Apply `function` to parts of the tensors that fit into memory: several heads, or some query rows of one head.
 
     Return tensors [B, H, …]. The gradients of k and v are [B, Hkv, …], summed over the query heads that share a K/V head.
     """
     batch, kv_heads = k.shape[:2]
-    tensors = [None if t is None else t.detach().flatten(0, 1) for t in (q, k, v, grad_out)]
+    tensors = [None if t is None else t.detach().flatten(0, 1) for t in (q, k, v, grad_out, grad_lse)]
     shared = torch.arange(len(tensors[0]), device=q.device) // (q.shape[1] // kv_heads)  # the K/V head of each query head
     rows = max(1, BLOCK_BYTES // (k.shape[2] * precision.itemsize))
     heads = max(1, rows // max(q.shape[2], k.shape[3] + v.shape[3]))
 
     def of_heads(first_head):
         some = slice(first_head, first_head + heads)
-        q, grad_out = (None if t is None else t[some].to(precision) for t in tensors[::3])
+        q, grad_out, grad_lse = (None if t is None else t[some].to(precision) for t in (tensors[0], *tensors[3:]))
         k, v = (t[shared[some]].to(precision) for t in tensors[1:3])
 
         def of_rows(first):
-            gradient = None if grad_out is None else grad_out[:, first:][:, :rows]
-            return function(q[:, first:][:, :rows], k, v, gradient, first=first, **options)
+            q_rows, *gradients = (None if t is None else t[:, first:][:, :rows] for t in (q, grad_out, grad_lse))
+            return function(q_rows, k, v, *gradients, first=first, **options)
 
         return functools.reduce(_together, map(of_rows, range(0, q.shape[1], rows)))
 
@@ -122,7 +124,8 @@ def _each_head(function, precision, q, k, v, grad_out, **options):
 
 
 def truth(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, grad_out: Tensor | None = None, diagonal: int = 0
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, grad_out: Tensor | None = None, diagonal: int = 0,
+    grad_lse: Tensor | None = None,
 ) -> dict:  # fmt: skip
     """Compute attention in float64, on the inputs' device.
 
@@ -132,19 +135,21 @@ def truth(
         v: [B, Hkv, Sk, Dv].
         grad_out: [B, H, Sq, Dv], the gradient of the output. None leaves the gradients out.
         diagonal: if causal, query i sees the keys j <= i + diagonal.
+        grad_lse: [B, H, Sq], the gradient of the LSE. It needs `grad_out`. None means zeros.
 
     Returns:
         A dict of float64 tensors: "out" [B, H, Sq, Dv] and "lse" [B, H, Sq]. With `grad_out`, it also has "dq", "dk" and "dv",
         shaped like q, k and v. The entry "magnitudes" is a dict with a tensor for each of these names, from `_row_magnitudes`.
     """
     options = {"causal": causal, "scale": scale, "diagonal": diagonal}
-    results = _each_head(_rows, torch.float64, q, k, v, grad_out, **options, dtype=torch.float64)
-    magnitudes = _each_head(_row_magnitudes, torch.float64, q, k, v, grad_out, **options)
+    results = _each_head(_rows, torch.float64, q, k, v, grad_out, grad_lse, **options, dtype=torch.float64)
+    magnitudes = _each_head(_row_magnitudes, torch.float64, q, k, v, grad_out, grad_lse, **options)
     return results | {"magnitudes": magnitudes}
 
 
 def plain(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, grad_out: Tensor | None = None, diagonal: int = 0
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, grad_out: Tensor | None = None, diagonal: int = 0,
+    grad_lse: Tensor | None = None,
 ) -> dict:  # fmt: skip
     """Compute attention in plain PyTorch, to find how large an error is normal.
 
@@ -154,7 +159,8 @@ def plain(
     """
 
     def run(precision, dtype, scale, grad_out):
-        return _each_head(_rows, precision, q, k, v, grad_out, causal=causal, scale=scale, diagonal=diagonal, dtype=dtype)
+        options = {"causal": causal, "scale": scale, "diagonal": diagonal, "dtype": dtype}
+        return _each_head(_rows, precision, q, k, v, grad_out, grad_lse, **options)
 
     def nearby():
         for turn, factor in enumerate(NEARBY, start=1):

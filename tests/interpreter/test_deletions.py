@@ -71,11 +71,16 @@ def statements(pattern=STATEMENT):
             yield pytest.param(name, pass_, file, index, id=f"{name}-{file}-{index + 1}", marks=marks)
 
 
+def inputs(problem):
+    """Return q, k, v, the gradient of the output, and a dict of options."""
+    seq_q, seq_k, head_dim, value_dim, causal, heads, kv_heads, wider = problem
+    tensors = make_inputs(seq_q, seq_k, head_dim, batch=1, heads=heads, kv_heads=kv_heads, value_dim=value_dim)
+    return *tensors, {"causal": causal, "scale": wider * head_dim**-0.5}
+
+
 def run(function, pass_, stage, problem):
     """Run `function` as the stage's forward or backward on a problem."""
-    seq_q, seq_k, head_dim, value_dim, causal, heads, kv_heads, wider = problem
-    q, k, v, grad_out = make_inputs(seq_q, seq_k, head_dim, batch=1, heads=heads, kv_heads=kv_heads, value_dim=value_dim)
-    options = {"causal": causal, "scale": wider * head_dim**-0.5}
+    q, k, v, grad_out, options = inputs(problem)
     if pass_ == "forward":
         return function(q, k, v, **options)
     return function(grad_out, q, k, v, *stage.forward(q, k, v, **options), **options)
@@ -117,11 +122,11 @@ def test_deleting_a_wait_for_another_program_changes_a_result(name, pass_, file,
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 @pytest.mark.parametrize("stage", sorted({param.values[0] for param in statements()}, key=stages.position))
-def test_complete_kernel_raises_no_error(stage, problem):
-    """Without a deletion, no kernel raises an error."""
-    for pass_ in ("forward", "backward"):
-        schedule.restart_seeds(0)
-        run(getattr(stages.load(stage), pass_), pass_, stages.load(stage), problem)
+def test_complete_kernel_is_right(stage, problem):
+    """Without a deletion, no kernel raises an error, and the results are right."""
+    *tensors, options = inputs(problem)
+    schedule.restart_seeds(0)
+    check(stages.load(stage), *tensors, **options, run=by_functions)
 
 
 TAKING_TICKETS = once([name for name in stages.names() if "_take_ticket" in names_in(name, "backward")], "backward")

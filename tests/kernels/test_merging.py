@@ -5,7 +5,7 @@ import torch
 from cases import make_inputs
 
 from common.kernels.merging import add, merge
-from common.measure.reference import truth
+from common.measure.reference import assert_correct, plain, truth
 from common.operator import DTYPES
 from common.runtime import DEVICE
 
@@ -13,14 +13,11 @@ from common.runtime import DEVICE
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("seq_q", "seq_k", "cut", "value_dim"), [(1, 2, 1, 16), (40, 100, 30, 32), (150, 40, 39, 256)])
 def test_two_sets_of_keys(seq_q, seq_k, cut, value_dim, dtype):
-    q, k, v, _ = make_inputs(seq_q, seq_k, dtype=torch.float64, kv_heads=1, value_dim=value_dim)
+    q, k, v, _ = make_inputs(seq_q, seq_k, dtype=dtype, kv_heads=1, value_dim=value_dim)
     parts = [truth(q, k[:, :, some], v[:, :, some], False, 1.0) for some in (slice(cut), slice(cut, None))]
     out, lse = parts[0]["out"].float(), parts[0]["lse"].float()
     merge(out, lse, parts[1]["out"].to(dtype), parts[1]["lse"].float())
-    whole = truth(q, k, v, False, 1.0)
-    torch.testing.assert_close(lse.double(), whole["lse"], rtol=1e-6, atol=1e-6)
-    near = 2 * torch.finfo(dtype).eps + 1e-5  # 1e-5 for rounding the LSEs, which are about 30
-    torch.testing.assert_close(out.double(), whole["out"], rtol=near, atol=near)
+    assert_correct({"out": out.to(dtype), "lse": lse}, *(make(q, k, v, False, 1.0) for make in (truth, plain)))
 
 
 def test_merge_into_rows_of_a_larger_result_from_another_layout():

@@ -43,15 +43,35 @@ def test_truth_is_what_pytorch_computes_in_float64(causal, sizes):
     torch.testing.assert_close(got["lse"], scores.logsumexp(-1))
 
 
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradient_through_the_lse(causal, sizes):
+    """The gradients through O and through the LSE are those of autograd."""
+    q, k, v, grad_out = make_inputs(*TILED, dtype=torch.float32, **sizes)
+    grad_lse = torch.randn(q.shape[:3], device=DEVICE)
+    got, yardstick = (make(q, k, v, causal, SCALE, grad_out, grad_lse=grad_lse) for make in (truth, plain))
+    leaves = [tensor.double().requires_grad_() for tensor in (q, k, v)]
+    keys, values = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], 1) for tensor in leaves[1:])
+    scores = leaves[0] @ keys.mT * SCALE
+    if causal:
+        scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), float("-inf"))
+    results = scores.softmax(-1) @ values, scores.logsumexp(-1)
+    gradients = torch.autograd.grad(results, leaves, (grad_out.double(), grad_lse.double()))
+    for name, expected in zip(("dq", "dk", "dv"), gradients, strict=True):
+        torch.testing.assert_close(got[name], expected)
+        torch.testing.assert_close(yardstick[name], expected.float(), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("rows", [7, 130])  # rows of a block: 7 of a head's 40 query rows, or two heads
 @pytest.mark.parametrize("sizes", [SIZES[0], SIZES[2]])
 @pytest.mark.parametrize("causal", [False, True])
 def test_blocks_of_query_rows_give_the_results_of_all_rows_at_once(causal, sizes, rows, monkeypatch):
     """Blocks may split a query group: one block holds two of the three heads that share K and V, the next block the third."""
     q, k, v, grad_out = make_inputs(*TILED, **sizes)
-    whole = [make(q, k, v, causal, SCALE, grad_out) for make in (truth, plain)]
+    gradients = {"grad_out": grad_out, "grad_lse": torch.randn(q.shape[:3], device=DEVICE)}
+    whole = [make(q, k, v, causal, SCALE, **gradients) for make in (truth, plain)]
     monkeypatch.setattr(reference, "BLOCK_BYTES", 8 * 100 * rows)
-    blocks = [make(q, k, v, causal, SCALE, grad_out) for make in (truth, plain)]
+    blocks = [make(q, k, v, causal, SCALE, **gradients) for make in (truth, plain)]
     for name, magnitude in whole[0]["magnitudes"].items():
         torch.testing.assert_close(blocks[0]["magnitudes"][name], magnitude, rtol=1e-13, atol=1e-13)
         torch.testing.assert_close(blocks[0][name], whole[0][name], rtol=1e-13, atol=1e-13)

@@ -8,7 +8,7 @@ from cases import FEW, FEW_SHARED, TILED, assert_same_bits, by_functions, by_ope
 
 import stages
 from common.measure.reference import assert_correct, plain, truth
-from common.operator import DTYPES, HEAD_DIMS
+from common.operator import DTYPES, HEAD_DIMS, diagonal
 from common.runtime import DEVICE
 
 on_gpu = DEVICE == "cuda"
@@ -93,7 +93,7 @@ def test_shared_heads_equal_repeated_heads(stage, unordered):
     seq_q, seq_k, kv_heads = (1000, 1100, 32) if on_gpu else (280, 150, 2)
     q, k, v, grad_out = make_inputs(seq_q, seq_k, batch=1, heads=2 * kv_heads, kv_heads=kv_heads, value_dim=128)
     shared, repeated = (
-        by_functions(stage, q, *keys_and_values, grad_out, causal=True, scale=0.2)
+        check(stage, q, *keys_and_values, grad_out, causal=True, scale=0.2, run=by_functions)
         for keys_and_values in ((k, v), (k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)))
     )
     for name in ("dk", "dv"):
@@ -334,15 +334,19 @@ def test_causal_may_be_aligned_bottom_right(stage, seq_q, seq_k, sizes):
     assert results["dk"][:, :, -1].any() and results["dv"][:, :, -1].any()
 
 
-def test_chunks_of_queries_equal_all_queries(stage):
+@pytest.mark.every_stage
+def test_float32_aligned_bottom_right(stage):
+    """For float32, a Hopper stage calls another stage. The other stage must get the scale and the diagonal."""
+    inputs = make_inputs(7, 20, 16, torch.float32, batch=1, heads=2, kv_heads=1, value_dim=32)
+    check(stage, *inputs, causal="bottom-right", scale=-0.3)
+
+
+def test_chunks_of_queries(stage):
     """Each chunk of queries gets the keys up to the chunk's end, as if keys were added to a cache."""
     q, k, v, grad_out = make_inputs(200, 200, **FEW)
-    whole = check(stage, q, k, v, grad_out, causal=True)
     for first, end in ((0, 70), (70, 113), (113, 114), (114, 200)):
         chunk = q[:, :, first:end], k[:, :, :end], v[:, :, :end], grad_out[:, :, first:end]
-        results = by_operator(stage, *chunk, causal="bottom-right", scale=q.shape[-1] ** -0.5)
-        for name in ("out", "lse", "dq"):
-            torch.testing.assert_close(results[name], whole[name][:, :, first:end], rtol=0.01, atol=0.002)
+        check(stage, *chunk, causal="bottom-right")
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -370,33 +374,19 @@ def test_merging_halves_of_the_keys_by_their_lse(stage, causal):
     assert_correct({"out": merged, "lse": lse.logsumexp(0)}, whole | {"magnitudes": magnitudes}, rounded)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_gradient_through_the_lse(stage, causal):
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [False, True, "bottom-right"])
+def test_gradient_through_the_lse(stage, causal, dtype):
     """The gradient through the LSE is right, alone and together with the output's gradient."""
-    q, k, v, grad_out = make_inputs(*TILED, dtype=torch.float32, **FEW_SHARED)
+    q, k, v, grad_out = make_inputs(*TILED, dtype=dtype, **FEW_SHARED)
     grad_lse = torch.randn(q.shape[:3], device=DEVICE)
-    scale = -0.2
-
-    def gradients(q, k, v, attend, only_lse):
-        leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
-        out, lse = attend(*leaves)
-        loss = (lse * grad_lse).sum() if only_lse else (lse * grad_lse).sum() + (out * grad_out).sum()
-        return torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-
-    def in_float64(q, k, v):
-        k, v = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], 1) for tensor in (k, v))
-        scores = q @ k.mT * scale
-        if causal:
-            scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), float("-inf"))
-        return scores.softmax(-1) @ v, scores.logsumexp(-1)
-
-    for only_lse in (True, False):
-        got = gradients(
-            q, k, v, lambda *leaves: stage.attention(*leaves, causal=causal, scale=scale, return_lse=True), only_lse
-        )
-        expected = gradients(q.double(), k.double(), v.double(), in_float64, only_lse)
-        for tensor, exact in zip(got, expected, strict=True):
-            torch.testing.assert_close(tensor.double(), exact, rtol=1e-5, atol=1e-5)
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+    out, lse = stage.attention(*leaves, causal=causal, scale=-0.2, return_lse=True)
+    for used in (grad_out, torch.zeros_like(grad_out)):
+        loss = (lse * grad_lse).sum() + ((out * used).sum() if used is grad_out else 0)
+        got = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True, materialize_grads=True)
+        problem = (q, k, v, bool(causal), -0.2, used, diagonal(causal, q.shape[2], k.shape[2]), grad_lse)
+        assert_correct(dict(zip(("dq", "dk", "dv"), got, strict=True)), truth(*problem), plain(*problem))
 
 
 @pytest.mark.parametrize("dtype, sizes", [*zip(DTYPES, 3 * [FEW], strict=True), (torch.float16, FEW_SHARED)])

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 import stages
 from common.kernels import replay
 from common.measure.reference import assert_correct, plain, truth
-from common.runtime import DEVICE, Device, interpreted_as
+from common.runtime import DEVICE, Device, interpreted_as, num_sms
 
 SAFE = once([name for name in stages.names() if "FIRST_KEYS" in names_in(name)], "forward")
 SHARING = [name for name in SAFE if "LOOKED_AT" in names_in(name)]  # in these stages, CTAs take the failed tiles in turn
@@ -182,6 +182,34 @@ def test_samples_predict_whether_tiles_fail(long_work, recorded, head_dim, causa
     with interpreted_as(Device(num_sms=SAMPLES)):  # one SM per sample
         check(long_work, q * std, k, v, causal)
     assert (recorded.samples.sum() > SAMPLES / 4) == fail
+
+
+class NotRun:
+    """A forward kernel that copies the flags at its first launch, and does nothing else."""
+
+    def __init__(self, kernel):
+        self._kernel, self.flags = kernel, None
+
+    def __getitem__(self, grid):
+        def launch(*args, MODE, **options):
+            if MODE == "guess":
+                self.flags = dict(zip(self._kernel.arg_names, args, strict=False))["state_ptr"].clone()
+
+        return launch
+
+
+@pytest.mark.parametrize("long_work", SAMPLING, indirect=True)
+def test_all_flags_are_zero_before_the_first_tile(long_work, monkeypatch):
+    """The launch that computes samples zeroes all flags. Here each of its CTAs has more flags than it zeroes at once."""
+    kernel = NotRun(long_work.forward.__globals__["_forward_kernel"])
+    monkeypatch.setitem(long_work.forward.__globals__, "_forward_kernel", kernel)
+    torch.use_deterministic_algorithms(True)  # PyTorch then fills new memory with the largest integer
+    with interpreted_as(Device(num_sms=1)):
+        samples = min(SAMPLES, num_sms())
+        q, k, v, _ = make_inputs(256 * 520 * samples, 20, 16, batch=1, heads=1)
+        long_work.forward(q, k, v, causal=False, scale=0.25)
+    assert len(kernel.flags) - 2 - SAMPLES > names_in(SAMPLING[0])["LOOKED_AT"].value * samples
+    assert not kernel.flags.any()
 
 
 @pytest.fixture

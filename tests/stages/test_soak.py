@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import assert_same_bits, by_operator, make_inputs
+from cases import assert_same_bits, by_operator, check, make_inputs
 
 import stages
 from common.kernels import tuning
@@ -34,7 +34,7 @@ def test_threads_do_not_disturb_each_other(monkeypatch):
     inputs = make_inputs(40, 70, 16, batch=1, heads=1)
     options = {"causal": True, "scale": 0.25}
     names = AVAILABLE if on_gpu else AVAILABLE[1:6]
-    expected = {name: by_operator(stages.load(name), *inputs, **options) for name in names}
+    expected = {name: check(stages.load(name), *inputs, **options) for name in names}
     for name in names:
         for tuner in tuning.tuners(stages.load(name)).values():
             monkeypatch.setattr(tuner, "cache", {})
@@ -49,7 +49,7 @@ def test_threads_do_not_disturb_each_other(monkeypatch):
             together.wait(timeout=60)
             for name in ROUNDS * (names[turn:] + names[:turn]):
                 stage = stages.load(name)
-                results = by_operator(stage, *inputs, **options)
+                results = check(stage, *inputs, **options)
                 assert_same_bits(expected[name], results, getattr(stage, "UNORDERED", ()))
 
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
@@ -99,12 +99,12 @@ def test_many_calls_leave_no_memory_behind():
 
 FIRST_CALL = """
 import torch, stages
+from common.measure.reference import assert_correct, plain, truth
 q, k, v = torch.randn(3, 1, 2, 300, 64, device="cuda").half()
 q.requires_grad_()
 out = stages.load("v4").attention(q, k, v)
 out.sum().backward()
-expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-torch.testing.assert_close(out, expected, atol=0.01, rtol=0)
+assert_correct({"out": out}, *(make(q, k, v, False, 0.125) for make in (truth, plain)))
 print("right")
 """
 

@@ -67,13 +67,18 @@ PROBLEMS = [  # (queries, keys, head_dim, causal, heads, K/V heads, value_dim)
 
 
 def numbers():
-    """Yield each problem with each number of splits. The interpreter's default run takes one case in three."""
-    for i, (number, problem) in enumerate(itertools.product((1, 2, 3, 9, 40), PROBLEMS)):
-        marks = [pytest.mark.long] if INTERPRETED and (i + i // len(PROBLEMS)) % 3 else []
-        yield pytest.param(number, problem, id=f"{number}-{problem}", marks=marks)
+    """Yield each stage with each problem and each number of splits.
+
+    The interpreter's default run takes one case in three of the newest stage, and one in nine of the others. The next stage
+    gets other cases.
+    """
+    for place, name in enumerate(SPLITTING):
+        for i, (number, problem) in enumerate(itertools.product((1, 2, 3, 9, 40), PROBLEMS)):
+            marks = [pytest.mark.long] if INTERPRETED and (i + i // len(PROBLEMS) + place) % 3 else []
+            yield pytest.param(name, number, problem, id=f"{name}-{number}-{problem}", marks=marks)
 
 
-@pytest.mark.parametrize("number, problem", list(numbers()))
+@pytest.mark.parametrize("split, number, problem", list(numbers()), indirect=["split"])
 def test_any_number_of_splits_makes_one_softmax(split, problem, number):
     stage, into = split
     seq_q, seq_k, head_dim, causal, heads, kv_heads, value_dim = problem

@@ -171,16 +171,24 @@ def ordered_backwards():
             yield name, kernel, *kernels[kernel]
 
 
+CAUSAL = {"causal": True, "scale": 0.1, "diagonal": 0}
+
+
+def check_gradients(gradients, q, k, v, grad_out):
+    results = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    assert_correct(results, *(make(q, k, v, grad_out=grad_out, **CAUSAL) for make in (truth, plain)))
+
+
 @pytest.mark.parametrize(("name", "kernel", "tensor", "rows"), sorted(ordered_backwards()))
 def test_causal_tiles_of_a_backward_go_through_heads_the_longest_first(name, kernel, tensor, rows, watch):
     stage = stages.load(name)
     head_dim, heads, seq_len = (256, 2, 300) if "wide" in kernel else (HEAD_DIM, HEADS, SEQ)
     q, k, v, grad_out = make_inputs(seq_len, seq_len, head_dim, batch=1, heads=heads)
-    options = {"causal": True, "scale": 0.2, "diagonal": 0}
     with interpreted_as(Device(num_sms=1)):
-        out, lse = stage.forward(q, k, v, **options)
+        out, lse = stage.forward(q, k, v, **CAUSAL)
         watch.begin(kernel, {"q": q, "k": k}[tensor], rows)
-        stage.backward(grad_out, q, k, v, out, lse, **options)
+        gradients = stage.backward(grad_out, q, k, v, out, lse, **CAUSAL)
+    check_gradients(gradients, q, k, v, grad_out)
     taken = watch.taken()
     tiles = 1 + max(tile for _, tile in taken)
     assert tiles >= 3
@@ -197,11 +205,11 @@ def test_query_tiles_of_a_backward_turn_in_each_second_wave(name, watch, monkeyp
         set_share(monkeypatch, function, 1)  # so that a group is one head
     stage = stages.load(name)
     q, k, v, grad_out = make_inputs(640, 640, 128, batch=1, heads=4, kv_heads=2)
-    options = {"causal": True, "scale": 0.1, "diagonal": 0}
     with interpreted_as(Device(num_sms=3)):
-        out, lse = stage.forward(q, k, v, **options)
+        out, lse = stage.forward(q, k, v, **CAUSAL)
         watch.begin("_backward_kernel", q, 64)
-        stage.backward(grad_out, q, k, v, out, lse, **options)
+        gradients = stage.backward(grad_out, q, k, v, out, lse, **CAUSAL)
+    check_gradients(gradients, q, k, v, grad_out)
     expected = {}
     for kv_head, key_tile, head in itertools.product(range(2), range(5), range(2)):
         masked, others = [2 * key_tile, 2 * key_tile + 1], range(2 * key_tile + 2, 10)

@@ -87,7 +87,7 @@ def test_memory_is_bounded_whatever_the_length(monkeypatch):
     monkeypatch.setattr(reference, "BLOCK_BYTES", 2**16)
     for length in (256, 1024):
         q, k, v, grad_out = make_inputs(length, length, head_dim=16, batch=1, heads=1)
-        results = 20 * 8 * length * 16  # bytes of the results and their copies
+        results = 21 * 8 * length * 16  # bytes of the results, their magnitudes and copies
         for make in (truth, plain):
             peak = count(lambda make=make, q=q, k=k, v=v, g=grad_out: make(q, k, v, True, SCALE, g)).peak
             assert peak < 8 * 2**16 + results  # for 1024 rows, all scores in float64 would take 8 MiB

@@ -23,7 +23,7 @@ from common.measure.options import json_path, list_of, write_json
 from common.measure.timing import GpuTimer
 
 SHAPE, KEYS, NATS = (4, 16, 2048), (682, 20), (12, 16, 20, 24, 40)
-LENGTHS, TURNS = (1024, 4096, 16384), 3
+LENGTHS, TURNS = (1024, 4096, 16384), 2
 
 
 def without_check(name: str, folder: Path):

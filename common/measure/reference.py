@@ -9,11 +9,12 @@ PyTorch, plus the loss of float32 arithmetic. It holds for the largest error and
 - *Plain PyTorch* is v0's arithmetic, which rounds P, O and dS to 16 bits. FlashAttention, too, takes delta from a rounded O. So
   its gradients are inexact where dP - delta cancels, and the rule allows this.
 - *Nearby problems*: equal scores have equal rounding errors, and then plain PyTorch may be exact by chance. So its error is the
-  largest of several runs. Their scales differ by a few percent (`NEARBY`), and the columns of dO are in another order. These
+  largest of several runs, whose scales differ by a few percent (`NEARBY`) or whose dO has its columns in another order. These
   runs happen only if a result needs them.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -163,8 +164,8 @@ def plain(
         return _each_head(_rows, precision, q, k, v, grad_out, grad_lse, **options)
 
     def nearby():
-        for turn, factor in enumerate(NEARBY, start=1):
-            other = scale * factor, None if grad_out is None else grad_out.roll(turn, -1)
+        turns = [grad_out] if grad_out is None else [grad_out.roll(turn, -1) for turn in range(3)]
+        for other in itertools.product([scale * factor for factor in NEARBY], turns):
             yield run(torch.float64, torch.float64, *other), run(torch.float32, q.dtype, *other)
 
     results = _Plain(run(torch.float32, q.dtype, scale, grad_out))

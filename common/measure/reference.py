@@ -14,7 +14,6 @@ PyTorch, plus the loss of float32 arithmetic. It holds for the largest error and
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -164,9 +163,10 @@ def plain(
         return _each_head(_rows, precision, q, k, v, grad_out, grad_lse, **options)
 
     def nearby():
-        turns = [grad_out] if grad_out is None else [grad_out.roll(turn, -1) for turn in range(3)]
-        for other in itertools.product([scale * factor for factor in NEARBY], turns):
-            yield run(torch.float64, torch.float64, *other), run(torch.float32, q.dtype, *other)
+        for turn, factor in enumerate(NEARBY, start=1):
+            for columns in {0, 0 if grad_out is None else turn}:
+                other = scale * factor, grad_out if columns == 0 else grad_out.roll(columns, -1)
+                yield run(torch.float64, torch.float64, *other), run(torch.float32, q.dtype, *other)
 
     results = _Plain(run(torch.float32, q.dtype, scale, grad_out))
     results.nearby = nearby

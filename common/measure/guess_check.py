@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import itertools
 import statistics
+import sys
 import tempfile
 from pathlib import Path
 
@@ -77,11 +78,12 @@ def times(forwards: dict, timer: GpuTimer, head_dim: int, dtype: torch.dtype, ca
     return [{"impl": impl, **workload, "ms": 1e3 * statistics.median(each)} for impl, each in seconds.items()]
 
 
-def main():
+def main(argv: list[str]):
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m common.measure.guess_check", description=__doc__.splitlines()[0])
     parser.add_argument("json", type=json_path, metavar="FILE", help="where to save the measurements")
     parser.add_argument("--stage", type=list_of(stages.resolve), required=True, metavar="LIST", help="such as v29,v53")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         forwards = {"v25": (stages.resolve("v25"), stages.load("v25").forward)}
         for name in options.stage:
@@ -108,4 +110,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

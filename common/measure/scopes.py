@@ -39,7 +39,7 @@ SCOPES = {
     "forward_softmax.py": (
         ("convert", "p = gl.convert_layout(p.to(ring.k.dtype), p_layout)", None, "acc = acc * gl.convert_layout(rescale"),
         ("wait for O", "acc = warpgroup_mma_wait(0, [acc])", None, LOOP),
-        ("softmax", "p = gl.exp2(s * scale_log2", "l = l + _sums(p)", LOOP),
+        ("softmax", "p = gl.exp2(s * scale_log2", "l = l + sums", LOOP),
         ("wait for S", "s = warpgroup_mma_wait(1, [s])", None, LOOP),
         ("issue matmuls", "s = _scores(q", "acc = warpgroup_mma(p", LOOP),
         ("wait for K, V", "mbarrier.wait(ring.full", None, "def _scores"),  # inside the scope "issue matmuls"

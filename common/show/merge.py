@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+from common.measure import files
 from common.show import story
 from common.show.story import without_notes
 
@@ -61,7 +62,7 @@ def merged(old: str, new: str, child: str, labels: tuple[str, str]) -> str:
     if bodies[0] not in bodies[1:]:
         with tempfile.TemporaryDirectory() as folder:
             for name, body in zip(("child", "old", "new"), bodies, strict=True):
-                Path(folder, name).write_text(body)
+                files.replace(Path(folder, name), body)
             names = (labels[0], f"{labels[1]} before", f"{labels[1]} after")
             command = ["git", "merge-file", "--stdout", "--diff3", *(f"-L{name}" for name in names), "child", "old", "new"]
             text = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout

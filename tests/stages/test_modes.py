@@ -98,7 +98,7 @@ def test_each_mode_with_and_without_splits(name, mode, splits, causal, recorded,
     elif "FIRST_KEYS" in names_in(name):
         k[:, :, 0, 0] = 120
     # All samples pass, so that the launch with mode "guess" starts each tile.
-    set_names(monkeypatch, name, **never_short(name), splits_of=lambda *_: splits, HEADROOM=-(2**20))
+    set_names(monkeypatch, name, **never_short(name), splits_of=lambda *_: splits, SAMPLE_LIMIT=2**20)
     if mode == "running":
         set_names(monkeypatch, name, SHORT=dict.fromkeys(names_in(name)["SHORT"], ALWAYS))
     check(stage, q, k, v, causal)

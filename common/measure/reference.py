@@ -205,9 +205,10 @@ def error_bounds(truth: dict, plain: dict) -> dict[str, Bounds]:
 
     found = {name: Bounds(bounds(name, truth, plain)) for name in plain}
     if nearby := getattr(plain, "nearby", None):
-        others = functools.cache(lambda: list(nearby()))
+        # Only the bounds are kept, because the results of all nearby problems may not fit into memory.
+        others = functools.cache(lambda: [{name: bounds(name, *pair) for name in found} for pair in nearby()])
         for name, bound in found.items():
-            bound.nearby = lambda name=name: (bounds(name, *pair) for pair in others())
+            bound.nearby = lambda name=name: (other[name] for other in others())
     return found
 
 

@@ -30,7 +30,7 @@ def _statements(text: str) -> str:
 
 
 def drift() -> tuple[list[str], list[str]]:
-    """Compare the functions of all stages with those of their ancestors, in the same pass. NOTEs do not count.
+    """Compare each function with the same function of the stage's ancestors, in the same pass. NOTEs do not count.
 
     Returns:
         The functions that differ from the parent's in comments, docstrings or layout alone, and the functions that equal an

@@ -46,7 +46,7 @@ def test_truth_is_what_pytorch_computes_in_float64(causal, sizes):
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradient_through_the_lse(causal, sizes):
-    """The gradients through O and through the LSE are those of autograd."""
+    """The gradients through O and through the LSE equal autograd's."""
     q, k, v, grad_out = make_inputs(*TILED, dtype=torch.float32, **sizes)
     grad_lse = torch.randn(q.shape[:3], device=DEVICE)
     got, yardstick = (make(q, k, v, causal, SCALE, grad_out, grad_lse=grad_lse) for make in (truth, plain))

@@ -62,13 +62,10 @@ def needs_hopper(name: str) -> bool:
 
 
 def once(names: list[str], pass_: str) -> list[str]:
-    """Return `names`. On the interpreter, leave out each stage whose code for the pass equals an earlier stage's code.
-
-    Equal code gives equal results.
-    """
+    """Return `names` without the stages whose code for the pass equals an earlier stage's. Equal code gives equal results."""
     first = {}
     for name in names:
-        first.setdefault(tuple(sources(name, pass_).items()) if INTERPRETED else name, name)
+        first.setdefault(tuple(sources(name, pass_).items()), name)
     return list(first.values())
 
 

@@ -51,6 +51,9 @@ INTERPRETER_CASE_S, INTERPRETER_PAIR_S = 0.1, 6e-7
 
 CHECKED_SCORES = 2**33  # the check computes at most this many float64 scores: those of 32 heads with 16384 queries and keys
 
+# A library's errors may be this many times a stage's. SDPA's float16 gradients on a CPU are 3 % above the bounds of a stage.
+LIBRARY_SLACK = 4
+
 GPU = traffic.GPUS["h200"]  # without a GPU, the table uses the tiles and peaks of this GPU
 
 
@@ -332,9 +335,10 @@ class WrongResult(Exception):
     """A result has a larger error than allowed. The message contains the error and its bound."""
 
 
-def check(result, workload: Workload):
+def check(impl: str, result, workload: Workload):
     """Raise WrongResult unless the result of a `timed_call` is right."""
-    _compare({"out": result} if workload.pass_ == "fwd" else dict(zip(("dq", "dk", "dv"), result, strict=True)), workload)
+    names = ("out",) if workload.pass_ == "fwd" else ("dq", "dk", "dv")
+    _compare(impl, dict(zip(names, (result,) if workload.pass_ == "fwd" else result, strict=True)), workload)
 
 
 def check_forward(impl: str, workload: Workload):
@@ -345,18 +349,19 @@ def check_forward(impl: str, workload: Workload):
     *qkv, _ = _problem(workload)[0]
     attention = attention_of(impl)
     if impl in BASELINES:
-        _compare({"out": attention(*qkv, causal=workload.causal)}, workload)
+        _compare(impl, {"out": attention(*qkv, causal=workload.causal)}, workload)
     else:
         out, lse = attention(*qkv, causal=workload.causal, return_lse=True)
-        _compare({"out": out, "lse": lse}, workload)
+        _compare(impl, {"out": out, "lse": lse}, workload)
 
 
-def _compare(results: dict[str, Tensor], workload: Workload):
+def _compare(impl: str, results: dict[str, Tensor], workload: Workload):
     """Raise WrongResult unless the checked heads of the results are right, and the other heads are finite."""
     _, truth, bounds = _problem(workload)
+    slack = LIBRARY_SLACK if impl in BASELINES else 1
     try:
         for name, tensor in results.items():
-            reference.assert_close(name, _checked(tensor, workload), truth[name], bounds[name])
+            reference.assert_close(name, _checked(tensor, workload), truth[name], bounds[name], slack)
             assert tensor.isfinite().all(), f"{name}: NaN or infinity in a head that is not compared with float64"
     except AssertionError as error:
         raise WrongResult(str(error)) from None
@@ -470,7 +475,7 @@ class Bench:
         inputs, *_ = _problem(workload)
 
         call = timed_call(impl, workload, inputs)
-        check(call(), workload)
+        check(impl, call(), workload)
         check_forward(impl, workload)
         # The checked calls have tuned and compiled the kernels. So `footprint` does not measure the memory that tuning takes.
         if DEVICE == "cpu":

@@ -288,9 +288,9 @@ def test_check_finds_errors_in_the_middle(monkeypatch, pass_, where):
     monkeypatch.setitem(bench.BASELINES, "wrong", wrong)
     workload = Workload(pass_, 3, 4, 48, 32, True, "float16")
     inputs, *_ = bench._problem(workload)
-    bench.check(bench.timed_call(name, workload, inputs)(), workload)
+    bench.check(name, bench.timed_call(name, workload, inputs)(), workload)
     with pytest.raises(bench.WrongResult, match=r"worst at \(1, "):
-        bench.check(bench.timed_call("wrong", workload, inputs)(), workload)
+        bench.check("wrong", bench.timed_call("wrong", workload, inputs)(), workload)
 
 
 @pytest.mark.parametrize("pass_", ["fwd", "bwd", "fwd+bwd"])
@@ -346,11 +346,11 @@ def test_check_of_some_heads_sees_errors_there_and_nan_everywhere(some_heads, pa
     workload = replace(some_heads, pass_=pass_)
     inputs, *_ = bench._problem(workload)
     result = bench.timed_call(next(iter(bench.BASELINES)), workload, inputs)()
-    bench.check(result, workload)
+    bench.check(next(iter(bench.BASELINES)), result, workload)
     changed = result if pass_ == "fwd" else result[0]
     changed[head] *= factor
     with pytest.raises(bench.WrongResult, match=said) if said else contextlib.nullcontext():
-        bench.check(result, workload)
+        bench.check(next(iter(bench.BASELINES)), result, workload)
 
 
 # --- whole runs

@@ -12,6 +12,9 @@ SETUP := .venv/installed
 SETUP_EXAMPLE := .venv/example
 endif
 
+# Without a GPU, Triton interprets kernels on the CPU, unless TRITON_INTERPRET=0 says otherwise.
+export TRITON_INTERPRET ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo 0 || echo 1)
+
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "make first installs requirements.txt in .venv. With PYTHON=python3, it uses python3 and installs nothing."

@@ -9,18 +9,22 @@ from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
-from common.runtime import DEVICE
+from common.entry import entry
+from common.layout import empty_rows
+from common.runtime import DEVICE, INTERPRETED
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIMS = (16, 32, 64, 128, 256)
 SMALLEST_SCALE, LARGEST_SCALE = 1e-30, 1e6  # limits of a scale's absolute value, unless the scale is 0
 BOTTOM_RIGHT = "bottom-right"  # `causal` is a bool or this text
+OF_SDPA = {  # arguments of PyTorch's scaled_dot_product_attention that a user may try
+    "is_causal": "is_causal: this function's name for it is causal",
+    "enable_gqa": "enable_gqa: k and v may always have fewer heads than q",
+    "attn_mask": "attn_mask: not supported; there is only causal=True and causal='bottom-right'",
+    "dropout_p": "dropout_p: not supported",
+}
 NAMESPACE = "kernel_evolution"  # the namespace of the stages' PyTorch operators
 _libraries: dict[str, torch.library.Library] = {}  # PyTorch removes an operator when its library is freed
-
-
-class Unavailable(RuntimeError):
-    """A stage raises this error if it cannot run on this GPU. The message names the GPU, and a stage to use instead."""
 
 
 def checked_flag(name, value) -> bool:
@@ -75,7 +79,7 @@ def _are_right(q, k, v) -> bool:
         and q.dtype == k.dtype == v.dtype
         and q.device == k.device == v.device
         and q.dtype in DTYPES
-        and q.device.type == DEVICE
+        and (q.device.type == DEVICE or _is_for_pytorch(q))
         and q.layout is k.layout is v.layout is torch.strided
         and 0 not in (*shape_q, *shape_k, *shape_v)
         and shape_q[3] in HEAD_DIMS
@@ -86,10 +90,9 @@ def _are_right(q, k, v) -> bool:
     )
 
 
-def _why_that_device() -> str:
-    if DEVICE == "cpu":
-        return "kernels run on the CPU, through Triton's interpreter"
-    return "a GPU is in use" if torch.cuda.is_available() else "TRITON_INTERPRET=0 asks for a GPU, and none is here"
+def _is_for_pytorch(tensor: Tensor) -> bool:
+    """Return whether a tensor is on the CPU of a machine without a GPU, where a stage without kernels can run."""
+    return tensor.device.type == "cpu" and not torch.cuda.is_available()
 
 
 def check_inputs(q, k, v):
@@ -113,8 +116,9 @@ def check_inputs(q, k, v):
             raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {tensor.dtype}")
         if tensor.device != q.device:
             raise ValueError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
-        if tensor.device.type != DEVICE:
-            raise ValueError(f"{name} must be on a {DEVICE} device ({_why_that_device()}), got {tensor.device}")
+        if tensor.device.type != DEVICE and not _is_for_pytorch(tensor):
+            why = "kernels run on the CPU, through Triton's interpreter" if INTERPRETED else "a GPU is in use"
+            raise ValueError(f"{name} must be on a {DEVICE} device ({why}), got {tensor.device}")
         if 0 in tensor.shape:
             raise ValueError(f"{name} must not have a dimension of 0, got {tuple(tensor.shape)}")
     for name, head_dim in (("head_dim, the last dimension of q and k,", q.shape[3]), ("the last dimension of v", v.shape[3])):
@@ -137,38 +141,6 @@ def autocast(*tensors) -> tuple:
     return tuple(
         t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
     )
-
-
-def contiguous_rows(tensor: Tensor) -> Tensor:
-    """Return `tensor` if its last dimension is contiguous, else a contiguous copy.
-
-    Kernels assume that the elements of a row lie next to each other.
-    """
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def empty_rows(tensor: Tensor, columns: int | None = None) -> Tensor:
-    """Return `torch.empty_like(tensor)`, but with contiguous rows.
-
-    If `tensor` is expanded, `empty_like` may make the expanded dimension the innermost. Then this function returns a contiguous
-    tensor instead.
-
-    Args:
-        columns: the size of the last dimension. None means the tensor's own size.
-    """
-    if columns not in (None, tensor.shape[-1]):
-        tensor = tensor[..., :1].expand(*tensor.shape[:-1], columns)
-    empty = torch.empty_like(tensor)
-    return empty if empty.stride(-1) == 1 else torch.empty_like(tensor, memory_format=torch.contiguous_format)
-
-
-def plainly(function: Callable, first: Tensor, *tensors: Tensor, **options):
-    """Call `function` with the tensors' device as the current device, and with autocast off: autocast would change dtypes."""
-    elsewhere = first.is_cuda and first.get_device() != torch.cuda.current_device()
-    if elsewhere or torch.is_autocast_enabled(DEVICE):  # check first, because entering both contexts is slow
-        with torch.cuda.device_of(first), torch.autocast(DEVICE, enabled=False):
-            return function(first, *tensors, **options)
-    return function(first, *tensors, **options)
 
 
 def _unwatched(*tensors: Tensor) -> bool:
@@ -291,23 +263,22 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
             never negative.
     """
     name = package.rpartition(".")[2]
+    forward, backward = entry(forward), entry(backward)
 
     def run_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, diagonal: int) -> tuple[Tensor, Tensor]:
-        return plainly(forward, *map(contiguous_rows, (q, k, v)), causal=causal, scale=scale, diagonal=diagonal)
+        return forward(q, k, v, causal=causal, scale=scale, diagonal=diagonal)
 
     def fake_forward(q, k, v, causal, scale, diagonal):
-        return empty_rows(contiguous_rows(q), v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
+        return empty_rows(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
     def run_backward(
         grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float, diagonal: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # Saved-tensor hooks may have changed the strides.
-        q, k, v, out = map(contiguous_rows, (q, k, v, out))
         options = {"causal": causal, "scale": scale, "diagonal": diagonal}
-        return plainly(backward, grad_out, q, k, v, out, lse.contiguous(), **options)
+        return backward(grad_out, q, k, v, out, lse.contiguous(), **options)
 
     def fake_backward(grad_out, q, k, v, out, lse, causal, scale, diagonal):
-        return tuple(empty_rows(contiguous_rows(tensor)) for tensor in (q, k, v))
+        return empty_rows(q), empty_rows(k), empty_rows(v)
 
     def setup_context(ctx, inputs, output):
         q, k, v, *ctx.options = inputs
@@ -352,7 +323,7 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
     forward_op = _register(f"{name}_forward", run_forward, fake_forward, gradients, setup_context)
     backward_op = _register(f"{name}_backward", run_backward, fake_backward, refuse, keep_nothing)
 
-    def attention(q, k, v, *, causal=False, scale=None, return_lse=False):
+    def attention(q, k, v, *, causal=False, scale=None, return_lse=False, **others):
         """Compute exact attention, softmax(scale · q kᵀ) v. The result is differentiable in q, k and v.
 
         The gradients cannot be differentiated again. `grad`, `vjp`, `jacrev` and `vmap` of `torch.func` work. Under
@@ -377,10 +348,13 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
             out [B, H, Sq, Dv] with the dtype of q, or (out, lse). lse is [B, H, Sq] in float32, with the natural logarithm.
 
         Raises:
-            TypeError: an argument has the wrong type or dtype, or a tensor is sparse or nested.
+            TypeError: an argument has the wrong type or dtype, or a tensor is sparse or nested; or there are `others`, such as
+                SDPA's `attn_mask`.
             ValueError: a shape, head dimension or device is wrong, a tensor is empty, or `scale` or `causal` is invalid.
             NotImplementedError: an input has a forward-mode tangent (`torch.func.jvp`, `jacfwd`, `hessian`).
         """
+        for other in others:
+            raise TypeError(OF_SDPA.get(other, f"attention() got an unexpected keyword argument {other!r}"))
         if torch.is_autocast_enabled(DEVICE):
             q, k, v = autocast(q, k, v)
         check_inputs(q, k, v)

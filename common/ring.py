@@ -16,8 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from common.entry import entry, plainly
 from common.kernels.merging import add, merge
-from common.operator import autocast, check_inputs, checked_flag, checked_scale, contiguous_rows, empty_rows, plainly
+from common.layout import contiguous_rows, empty_rows
+from common.operator import autocast, check_inputs, checked_flag, checked_scale
 from common.runtime import DEVICE
 
 PAUSE_CYCLES = 20_000  # a pause of this many GPU cycles, some 10 µs, lets NCCL's kernel begin
@@ -217,7 +219,7 @@ class _Merged:
 def _forward(q, k, v, *, stage, ring: Ring, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Return (out, lse) for this rank's queries and the keys of all ranks. K and V must be contiguous."""
     if ring.size == 1:
-        return stage.forward(q, k, v, causal=causal, scale=scale)
+        return entry(stage.forward)(q, k, v, causal=causal, scale=scale)
     merged = part = None
     for step, (block_k, block_v) in enumerate(ring.blocks(k, v)):
         if part:
@@ -225,7 +227,7 @@ def _forward(q, k, v, *, stage, ring: Ring, causal: bool, scale: float) -> tuple
             part = None  # free the memory for the stage
         rows, keys, masked = ring.meet(step, causal, q.shape[2])
         operands = q[:, :, rows], block_k[:, :, keys], block_v[:, :, keys]
-        part = stage.forward(*operands, causal=masked, scale=scale)
+        part = entry(stage.forward)(*operands, causal=masked, scale=scale)
         if step == 0:
             merged, part = _Merged(ring, causal, *part), None
     merged.add(ring.size - 1, *part)
@@ -294,7 +296,7 @@ def first_heads(kv_heads: int, itemsize: int, ranks: int) -> int:
 def _backward(grad_out, q, k, v, out, lse, *, stage, ring: Ring, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv in the dtype of q. Each is a float32 sum over blocks, rounded once. K and V must be contiguous."""
     if ring.size == 1:
-        return stage.backward(grad_out, q, k, v, out, lse, causal=causal, scale=scale)
+        return entry(stage.backward)(grad_out, q, k, v, out, lse, causal=causal, scale=scale)
     kv_heads, shared_by = k.shape[1], q.shape[1] // k.shape[1]
 
     def queries(heads):
@@ -306,7 +308,7 @@ def _backward(grad_out, q, k, v, out, lse, *, stage, ring: Ring, causal: bool, s
         rows, keys = (slice(None), queries(heads), rows), (slice(None), heads, keys)
         # NOTE: for each block, the stage computes delta (the row sums of dO ∘ O) again.
         operands = grad_out[rows], q[rows], k[keys], v[keys], out[rows], lse[rows].contiguous()
-        return [*stage.backward(*operands, causal=masked, scale=scale)]
+        return [*entry(stage.backward)(*operands, causal=masked, scale=scale)]
 
     cut = first_heads(kv_heads, k.itemsize, ring.size)
     shares = [heads for heads in (slice(0, cut), slice(cut, kv_heads)) if heads.start < heads.stop]

@@ -1,51 +1,20 @@
-"""Choose where kernels run: on the GPU, or without a GPU on the CPU, in interpreters for Triton and Gluon.
+"""Where kernels run: on the GPU, or on the CPU, in interpreters for Triton and Gluon.
 
-Importing this module makes the choice. The environment variable `TRITON_INTERPRET=1` (or `0`) overrides the choice.
+As everywhere in Triton, `TRITON_INTERPRET=1` chooses the interpreters. It must be set before Triton is imported.
 """
 
 import contextlib
 import functools
 import math
-import os
-import sys
 import threading
 from dataclasses import dataclass
 
 import torch
-
-os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
-_imported_before = "triton.language" in sys.modules
-
-import triton  # noqa: E402  (reads TRITON_INTERPRET)
-from triton.compiler import CompiledKernel  # noqa: E402
-from triton.runtime.jit import JITCallable  # noqa: E402
-
-from common.interpreter import repairs  # noqa: E402
-from common.interpreter.schedule import AT_ONCE  # noqa: E402
+import triton
 
 INTERPRETED = triton.knobs.runtime.interpret
 DEVICE = "cpu" if INTERPRETED else "cuda"
-
-
-def _let_any_thread_launch_first():
-    """Make the first launch of a kernel thread-safe.
-
-    Triton 3.6 and 3.7 load a kernel's binary without a lock. So another thread may load the binary again, or find it half
-    loaded. Triton also parses a kernel's source without a lock, but `ast.parse` of CPython 3.11 and 3.12 is not
-    thread-safe.
-    """
-    parse, load, lock = JITCallable.parse, CompiledKernel._init_handles, threading.RLock()
-
-    def parse_alone(self):
-        with lock:
-            return parse(self)
-
-    def load_once(self):
-        if self.function is None:  # loading sets `function` last
-            with lock:
-                load(self)
-
-    JITCallable.parse, CompiledKernel._init_handles = parse_alone, load_once
+_thread = threading.local()
 
 
 @functools.cache  # the driver takes most of a millisecond to answer
@@ -68,7 +37,7 @@ class Device:
 
     architecture: int | None = None
     shared_memory: float = math.inf
-    num_sms: int = AT_ONCE
+    num_sms: int | None = None  # None: as many as the interpreter runs at once
 
 
 _interpreter = Device()
@@ -82,13 +51,17 @@ def shared_memory_limit() -> float:
 
 def num_sms() -> int:
     """Return the number of SMs of the current device, or of concurrent programs if kernels are interpreted."""
-    return _interpreter.num_sms if INTERPRETED else _properties()["multiprocessor_count"]
+    if not INTERPRETED:
+        return _properties()["multiprocessor_count"]
+    from common.interpreter.schedule import AT_ONCE  # not at the top, because a GPU needs no interpreter
+
+    return _interpreter.num_sms or AT_ONCE
 
 
 def l2_bytes() -> int:
-    """Return the bytes of the L2 cache of GPU 0. If kernels are interpreted, or without a GPU, return an H100's."""
-    on_gpu = torch.cuda.is_available() and not INTERPRETED
-    return torch.cuda.get_device_properties(0).L2_cache_size if on_gpu else 50 * 2**20
+    """Return the bytes of the current device's L2 cache. If kernels are interpreted, or without a GPU, return an H100's."""
+    on_gpu = not INTERPRETED and torch.cuda.is_available()
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size if on_gpu else 50 * 2**20
 
 
 def architecture() -> int | str | None:
@@ -119,19 +92,12 @@ def architecture_as(device: Device):
         _stands_in = before
 
 
-if INTERPRETED:
-    from common.interpreter import gluon  # slow to import, and not needed on a GPU
+def give_context(tensor: torch.Tensor):
+    """Give this thread a CUDA context if it has none.
 
-    if _imported_before:
-        repairs.adopt_language()
-    repairs.repair_bfloat16()
-    repairs.repair_loop_bounds()
-    repairs.add_descriptor_reductions()
-    repairs.refuse_stores_before_a_tensor()
-    repairs.patch_the_language_once()
-    repairs.check_overflow_cheaply()
-    repairs.look_types_up_once()
-    repairs.run_one_kernel_at_a_time()
-    gluon.install()
-else:
-    _let_any_thread_launch_first()
+    The driver needs a context to encode a descriptor. A new thread, such as autograd's, has no context before its first call of
+    the CUDA runtime.
+    """
+    if tensor.is_cuda and not hasattr(_thread, "has_context"):
+        torch.cuda.Event().record()
+        _thread.has_context = True

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-import common  # noqa: F401  (before any stage: it chooses between GPU and interpreter)
 from common.kernels.tuning import WITH_TMA, tuners
 from common.runtime import architecture
 

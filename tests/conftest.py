@@ -11,16 +11,23 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # set before torch and numpy load
 import numpy  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
+
+os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")  # set before Triton loads
+
 from cases import in_full, needs_hopper, needs_of_stages_that_are_gone  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 from triton.runtime.autotuner import Autotuner  # noqa: E402
 
 import stages  # noqa: E402
 from common.interpreter.schedule import restart_seeds  # noqa: E402
+from common.kernels import interpreted  # noqa: E402
 from common.measure.aot import first_that_survives  # noqa: E402
 from common.runtime import INTERPRETED  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
+
+if INTERPRETED:
+    interpreted.install()  # now, because fixtures change the interpreter
 
 
 def pytest_make_parametrize_id(val):

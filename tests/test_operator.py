@@ -14,8 +14,8 @@ from problems import Layout
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from common.layout import empty_rows
 from common.measure.reference import assert_correct, plain, truth
-from common.operator import empty_rows
 from common.runtime import DEVICE
 
 on_gpu = DEVICE == "cuda"

@@ -12,10 +12,8 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from common.interpreter.asynchronous import Store, arrival_wait
-from common.interpreter.gluon import add_in_memory, fetch_add_in_memory, means, wait_in_memory
+from common.entry import Unavailable
 from common.kernels.descriptors import located
-from common.operator import Unavailable
 from common.runtime import architecture
 
 HOPPER = range(90, 100)  # compute capabilities of Hopper GPUs, times 10
@@ -78,11 +76,6 @@ def async_reduce_add(tensor_desc, coord, src, _semantic=None):
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
 
 
-@means(async_reduce_add)
-def _interpreted(tensor_desc, coord, src):
-    Store(tensor_desc, coord, src, adds=True)
-
-
 @builtin
 def stored_wait(_semantic=None):
     """Wait until the stores and additions that this warp has issued have arrived in memory.
@@ -94,18 +87,12 @@ def stored_wait(_semantic=None):
     gl.inline_asm_elementwise(asm, "=r,r", [zero], gl.int32, is_pure=False, pack=1, _semantic=_semantic)
 
 
-means(stored_wait)(arrival_wait)
-
-
 @builtin
 def fence_async_global(_semantic=None):
     """Let TMA's later accesses to global memory see what this warp sees. (`fence_async_shared` is for shared memory.)"""
     zero = gl.to_tensor(0, _semantic=_semantic)
     asm = "bar.warp.sync 0xffffffff; fence.proxy.async.global; mov.b32 $0, $1;"
     gl.inline_asm_elementwise(asm, "=r,r", [zero], gl.int32, is_pure=False, pack=1, _semantic=_semantic)
-
-
-means(fence_async_global)(lambda: None)
 
 
 @gluon.jit
@@ -119,9 +106,6 @@ def fetch_add(ptr, added):
     return gl.max(gl.where(lanes == 0, before, 0), 0)
 
 
-means(fetch_add)(fetch_add_in_memory)
-
-
 @gluon.jit
 def flag_wait(ptr, least):
     """Wait until the int32 in global memory at `ptr` is at least `least`. Then what other programs wrote before is visible; to
@@ -131,9 +115,6 @@ def flag_wait(ptr, least):
         flag = fetch_add(ptr, 0)
 
 
-means(flag_wait)(wait_in_memory)
-
-
 @gluon.jit
 def reduce_add(ptrs, tile):
     """Add a tile in registers to global memory.
@@ -141,9 +122,6 @@ def reduce_add(ptrs, tile):
     If each thread has four consecutive elements, one instruction adds all four (red.global.add.v4.f32).
     """
     gl.atomic_add(ptrs, tile, sem="relaxed")
-
-
-means(reduce_add)(add_in_memory)
 
 
 @gluon.jit

@@ -3,21 +3,29 @@
 import torch
 from torch import Tensor
 
+from common.operator import NAMESPACE
 
-@torch.library.impl("aten::bmm.dtype", "CPU")
-def _bmm_on_cpu(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Implement `bmm.dtype` for the CPU, because PyTorch has this operator only on GPUs.
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")  # PyTorch removes the operator when this is freed
+_library.define("bmm_float32(Tensor a, Tensor b) -> Tensor")
 
-    So a stage calls the same operators on the CPU as on a GPU.
+
+@torch.library.impl(_library, "bmm_float32", "CompositeExplicitAutograd")
+def _bmm_float32(a: Tensor, b: Tensor) -> Tensor:
+    """Return torch.bmm(a, b, out_dtype=torch.float32), which PyTorch has only on GPUs.
+
+    An operator of our own lets a stage call the same operators on the CPU as on a GPU.
     """
-    return torch.bmm(a.to(out_dtype), b.to(out_dtype))
+    return torch.bmm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.bmm(a.float(), b.float())
+
+
+bmm_float32 = getattr(torch.ops, NAMESPACE).bmm_float32  # [N, M, K] x [N, K, L] -> [N, M, L]
 
 
 def _bmm(a, b):
     """Return a @ b: [B, H, M, K] x [B, H, K, N] -> [B, H, M, N] float32, accumulated in float32."""
     if a.dtype == torch.float32:
         return a @ b
-    product = torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32)
+    product = bmm_float32(a.flatten(0, 1), b.flatten(0, 1))
     return product.unflatten(0, a.shape[:2])
 
 

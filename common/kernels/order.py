@@ -1,5 +1,7 @@
 """Choose the order in which the programs of a launch take their tiles."""
 
+import functools
+
 import triton
 import triton.language as tl
 
@@ -15,7 +17,22 @@ def l2_share(cache: int) -> int:
     return 1 << (max(cache // 3, 1).bit_length() - 1)
 
 
-SHARE = tl.constexpr(l2_share(l2_bytes()))
+class _OfThisGPU(tl.constexpr):
+    """`l2_share` of the GPU for which a kernel is first compiled; a constant of the kernel. An import asks no GPU."""
+
+    def __init__(self):
+        pass
+
+    @functools.cached_property
+    def value(self):
+        return l2_share(l2_bytes())
+
+    @functools.cached_property
+    def type(self):
+        return tl.constexpr(self.value).type
+
+
+SHARE = _OfThisGPU()
 
 
 @triton.jit

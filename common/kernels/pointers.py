@@ -4,29 +4,11 @@ import functools
 from collections import namedtuple
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from common.kernels.descriptors import aligned_strides
-
-ALIGNMENT = 16  # Triton checks whether addresses are multiples of 16 bytes, and strides multiples of 16 elements
-
-
-def aligned(tensor: Tensor) -> Tensor:
-    """Return `tensor` if Triton can prove that the rows are aligned, else a contiguous copy.
-
-    A load takes 16 bytes of an aligned row at a time. A view is not aligned if it starts in the middle of a row, or if its rows
-    are padded by a few elements. Triton loads such rows element by element and without prefetching, which is slow.
-
-    The copy also avoids a bug of ptxas 12.8. If V is not aligned and has 16 or 32 columns in half precision, a matmul in v3's
-    forward reads V's tile from an undefined address.
-    """
-    *steps, last = tensor.stride()
-    if last == 1 and all(number % ALIGNMENT == 0 for number in (tensor.data_ptr(), *steps)):
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 class Strides(NamedTuple):

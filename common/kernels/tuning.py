@@ -5,6 +5,7 @@ stderr for each tuning. Similar sequence lengths use the same configuration.
 """
 
 import collections
+import contextlib
 import copy
 import statistics
 import sys
@@ -17,8 +18,9 @@ from pathlib import Path
 import triton
 from triton.compiler import CompiledKernel
 from triton.runtime.autotuner import Autotuner
+from triton.runtime.jit import JITCallable
 
-from common.kernels.replay import depends_on
+from common.recording import depends_on
 from common.runtime import INTERPRETED, architecture, current_device, shared_memory_limit
 
 WITH_TMA = range(90, 1000)  # compute capabilities of GPUs with TMA (Hopper and newer), times 10
@@ -152,6 +154,22 @@ def autotune(configs: list[triton.Config]) -> Callable:
     return decorate
 
 
+@contextlib.contextmanager
+def _parsing_alone():
+    """Let one thread at a time parse a kernel's source: `ast.parse` of CPython 3.11 and 3.12 is not thread-safe."""
+    parse, lock = JITCallable.parse, threading.Lock()
+
+    def parse_alone(self):
+        with lock:
+            return parse(self)
+
+    JITCallable.parse = parse_alone
+    try:
+        yield
+    finally:
+        JITCallable.parse = parse
+
+
 def compile_all(kernel, configs: list[triton.Config], args: dict) -> list:
     """Compile the kernel for each configuration in parallel, without a launch.
 
@@ -172,7 +190,7 @@ def compile_all(kernel, configs: list[triton.Config], args: dict) -> list:
     # errors.
     apart = copy.copy(kernel)
     apart.device_caches = collections.defaultdict(apart.create_binder)
-    with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+    with _parsing_alone(), ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
         for config in configs:
             compiled(apart, config)
     done = {

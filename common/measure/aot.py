@@ -11,6 +11,7 @@ import argparse
 import collections
 import concurrent.futures
 import contextlib
+import hashlib
 import io
 import itertools
 import json
@@ -146,7 +147,15 @@ def _describe(source, metadata, metadata_group, ptxas_log):
         "descriptors": sum(str(type_name).startswith("tensordesc") for type_name in source.signature.values()),
         "warnings": sorted(set(re.findall(r"\(C\d+\).*", ptxas_log))),
         "ptx": dict(collections.Counter(opcodes(texts[".ptx"]))),
+        "code": hashlib.sha256(code(texts[".ptx"]).encode()).hexdigest()[:12],
     }
+
+
+def code(ptx: str) -> str:
+    """Return a kernel's PTX without comments and without what only a debugger reads, which changes with the line numbers."""
+    ptx = re.split(r"^\s*\.section\s+\.debug_", ptx, maxsplit=1, flags=re.MULTILINE)[0]  # these sections are the last
+    ptx = re.sub(r"//.*|^\s*\.(?:loc|file)\b.*$|^\s*\$L__(?:tmp|func_)\w+:\s*$", "", ptx, flags=re.MULTILINE)
+    return "\n".join(filter(None, map(str.strip, ptx.splitlines())))
 
 
 def opcodes(ptx: str) -> list[str]:
@@ -309,7 +318,7 @@ def table(rows: list[dict], wide: bool) -> str:
     return f"{above}\n\n{shown}" if above else shown
 
 
-COMPARED = "registers", "spilled_bytes", "shared_bytes", "roles", "ptx"
+COMPARED = "registers", "spilled_bytes", "shared_bytes", "roles", "ptx", "code"
 
 
 def _at_revision(revision: str, argv: list[str]) -> dict:
@@ -407,7 +416,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--against",
         metavar="REV",
-        help="compare with the kernels of git revision REV: registers, spills, shared memory, PTX opcodes",
+        help="compare with the kernels of git revision REV: registers, spills, shared memory, PTX instructions",
     )
     arguments = parser.parse_args(argv)
 

@@ -20,7 +20,8 @@ import triton.language as tl
 from triton.runtime.jit import JITCallable
 
 import stages
-from common.kernels import order, replay
+from common import recording
+from common.kernels import order
 from common.measure import machine, terminal
 from common.measure.baselines import timed_call
 from common.measure.options import json_path, list_of, one_of, write_json
@@ -119,7 +120,7 @@ def forced(key: str, choice: int | None):
             stack.callback(_forget)
         for names in _namespaces():
             stack.enter_context(_set(names, **{name: value for name, value in values.items() if name in names}))
-        stack.enter_context(_set(vars(replay), is_watched=lambda: True))  # a replay would repeat an earlier choice
+        stack.enter_context(_set(vars(recording), is_watched=lambda: True))  # a replay would repeat an earlier choice
         if "SHARE" in values:
             _forget()
         yield plans

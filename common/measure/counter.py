@@ -28,9 +28,15 @@ from triton.language import constexpr
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 
 from common.interpreter.asynchronous import Traffic
+from common.kernels import interpreted, matmul
+from common.runtime import INTERPRETED
+
+if INTERPRETED:
+    interpreted.install()  # now, because a counter changes the interpreters
 
 aten = torch.ops.aten
-_FLOPS = flop_registry | {  # PyTorch's own table lacks the operators of attention on the CPU
+_FLOPS = flop_registry | {  # PyTorch's own table lacks the operators of attention on the CPU, and ours
+    matmul.bmm_float32: flop_registry[aten.bmm],
     aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
     aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[aten._scaled_dot_product_flash_attention_backward],
 }

@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 import torch
 
+from common.entry import Unavailable
 from common.measure import machine, terminal, workloads
 from common.measure.baselines import BASELINES, refusal, timed_call
 from common.measure.options import add_implementations, add_list, json_path, write_json
 from common.measure.workloads import Workload
-from common.operator import Unavailable
 from common.runtime import INTERPRETED
 
 REST_S = 0.4  # seconds of a rest without work; after a rest, the clock is high for a few calls

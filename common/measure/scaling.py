@@ -29,11 +29,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import stages
+from common.entry import Unavailable
 from common.measure import machine, reference, terminal
 from common.measure.footprint import MIB_IN_MB, footprint
 from common.measure.options import HEAD_DIM, add_list, json_path, list_of, one_of, positive, single, write_json
 from common.measure.workloads import DTYPES, Workload
-from common.operator import Unavailable
 from common.ring import Ring, first_heads, ring_attention, unshard
 from common.runtime import DEVICE
 

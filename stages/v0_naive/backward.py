@@ -3,7 +3,7 @@
 import torch
 
 from common.kernels.matmul import matmul_float32, transposed_matmul_float32
-from common.operator import empty_rows
+from common.layout import empty_rows
 
 
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):

@@ -3,7 +3,7 @@
 import torch
 
 from common.kernels.matmul import matmul_float32
-from common.operator import empty_rows
+from common.layout import empty_rows
 
 
 def forward(q, k, v, *, causal, scale, diagonal=0):

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from common.kernels.descriptors import addressable, describe
+from common.kernels.descriptors import describe
 from common.kernels.hopper import (
     LOG2_E,
     async_reduce_add,
@@ -30,8 +30,7 @@ from common.kernels.hopper import (
     widened,
 )
 from common.kernels.order import tile_and_head
-from common.kernels.replay import replayed
-from common.operator import empty_rows
+from common.layout import empty_rows
 from stages.v7_one_backward.backward import backward as backward_of_v7
 
 DELTA_ROWS = 64  # rows per program of the delta kernel
@@ -282,7 +281,6 @@ def _backward_kernel(
     _consumer(tensors, tile, kv, ring, ds_ring, scale, CAUSAL)
 
 
-@replayed
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
@@ -297,7 +295,6 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     sums = torch.zeros_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)  # dQ's accumulator
     delta = torch.empty_like(lse)
-    q, k, v, out, grad_out = map(addressable, (q, k, v, out, grad_out))
     block_m = 64 if max(head_dim, value_dim) >= 128 else 128  # the most rows of S and dP that fit in registers beside dK and dV
     _delta_kernel[triton.cdiv(seq_q, DELTA_ROWS) * batch * heads,](
         describe(out, DELTA_ROWS, value_dim), describe(grad_out, DELTA_ROWS, value_dim), delta,

@@ -18,11 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from common.kernels.descriptors import addressable
 from common.kernels.hopper import LOG2_E, ROWS, describe_tile, new_barriers, new_ring, require_hopper, slot_and_phase
 from common.kernels.order import tile_and_head
-from common.kernels.replay import replayed
-from common.operator import empty_rows
+from common.layout import empty_rows
 from stages.v7_one_backward.forward import forward as forward_of_v7
 
 
@@ -234,7 +232,6 @@ TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, maxn
 }
 
 
-@replayed
 def forward(q, k, v, *, causal, scale, diagonal=0):
     """Return attention output and log-sum-exp. `common.operator` lists shapes, dtypes and errors. Float32 falls back to v7.
 
@@ -250,7 +247,6 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
         q, scale = -q, -scale  # the scores stay the same, and max(scale * s) = scale * max(s)
-    q, k, v = addressable(q), addressable(k), addressable(v)
     shape = TILES[max(head_dim, value_dim)]
     _forward_kernel[triton.cdiv(seq_q, shape.queries) * batch * heads,](
         describe_tile(q, 64), describe_tile(k, shape.keys), describe_tile(v, shape.keys), describe_tile(out, 64), lse,

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from common.kernels.matmul import matmul_float32, transposed_matmul_float32
 from common.kernels.tiles import query_tile
-from common.operator import contiguous_rows, empty_rows
+from common.layout import empty_rows
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -74,7 +74,6 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k, value_dim = v.shape[1:]
-    grad_out = contiguous_rows(grad_out)
     tile = query_tile(max(head_dim, value_dim), q.dtype)
     grid = (triton.cdiv(seq_q, tile["BLOCK_M"]) * batch * heads,)
     s = matmul_float32(q, k.mT)  # [B, H, Sq, Sk]

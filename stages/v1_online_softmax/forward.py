@@ -9,7 +9,7 @@ import triton.language as tl
 
 from common.kernels.matmul import matmul_float32
 from common.kernels.tiles import query_tile
-from common.operator import empty_rows
+from common.layout import empty_rows
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 

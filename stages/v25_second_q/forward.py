@@ -11,7 +11,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
-from common.kernels.descriptors import addressable
 from common.kernels.hopper import (
     LOG2_E,
     ROWS,
@@ -22,8 +21,7 @@ from common.kernels.hopper import (
     slot_and_phase,
     store_rows,
 )
-from common.kernels.replay import replayed
-from common.operator import empty_rows
+from common.layout import empty_rows
 from common.runtime import num_sms
 from stages.v7_one_backward.forward import forward as forward_of_v7
 
@@ -268,7 +266,6 @@ TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, q_sl
 }
 
 
-@replayed
 def forward(q, k, v, *, causal, scale, diagonal=0):
     """Return attention output and log-sum-exp. `common.operator` lists shapes, dtypes and errors. Float32 falls back to v7.
 
@@ -284,7 +281,6 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
         q, scale = -q, -scale  # the scores stay the same, and max(scale * s) = scale * max(s)
-    q, k, v = addressable(q), addressable(k), addressable(v)
     out_ptr = out if diagonal % 64 else None  # needed if the first query tile starts before query 0
     shape = TILES[max(head_dim, value_dim)]
     programs = min(triton.cdiv(seq_q + diagonal % 64, shape.queries) * batch * heads, num_sms())

@@ -1,17 +1,12 @@
-"""FlashAttention backward (arXiv 2205.14135, Algorithm 4): a loop over K/V tiles, and in it a loop over query tiles.
-
-Also, `@replayed` records a call's launches and repeats them without their CPU cost. `aligned` copies inputs that Triton would
-load slowly.
-"""
+"""FlashAttention backward (arXiv 2205.14135, Algorithm 4): a loop over K/V tiles, and in it a loop over query tiles."""
 
 import torch
 import triton
 import triton.language as tl
 
-from common.kernels.pointers import aligned, head_ptr, strides, tile_ptrs
-from common.kernels.replay import replayed
+from common.kernels.pointers import head_ptr, strides, tile_ptrs
 from common.kernels.tiles import key_tile
-from common.operator import empty_rows
+from common.layout import empty_rows
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -99,14 +94,12 @@ def _backward_kernel(
         tl.debug_barrier()
 
 
-@replayed
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k, value_dim = v.shape[1:]
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     sums = q.new_zeros(q.shape, dtype=torch.float32)  # accumulator of dQ
-    q, k, v, out, grad_out = map(aligned, (q, k, v, out, grad_out))
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
     # With num_stages > 1, Triton would also buffer tiles of dQ, which do not fit in shared memory.
     tile = {**key_tile(max(head_dim, value_dim), q.dtype), "num_stages": 1}

@@ -1,17 +1,12 @@
-"""FlashAttention forward (arXiv 2205.14135, Algorithm 1): a loop over K/V tiles, and in it a loop over query tiles.
-
-Also, `@replayed` records a call's launches and repeats them without their CPU cost. `aligned` copies inputs that Triton would
-load slowly.
-"""
+"""FlashAttention forward (arXiv 2205.14135, Algorithm 1): a loop over K/V tiles, and in it a loop over query tiles."""
 
 import torch
 import triton
 import triton.language as tl
 
-from common.kernels.pointers import aligned, head_ptr, strides, tile_ptrs
-from common.kernels.replay import replayed
+from common.kernels.pointers import head_ptr, strides, tile_ptrs
 from common.kernels.tiles import query_tile
-from common.operator import empty_rows
+from common.layout import empty_rows
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -74,7 +69,6 @@ def _forward_kernel(
         tl.debug_barrier()
 
 
-@replayed
 def forward(q, k, v, *, causal, scale, diagonal=0):
     """Return attention output and log-sum-exp. `common.operator` lists shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape
@@ -85,7 +79,6 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     l = q.new_zeros(q.shape[:3], dtype=torch.float32)
     if scale < 0:
         q, scale = -q, -scale  # the scores stay the same, and max(scale * s) = scale * max(s)
-    q, k, v = aligned(q), aligned(k), aligned(v)
     # With num_stages > 1, Triton would also buffer tiles of O, which do not fit in shared memory.
     tile = {**query_tile(max(head_dim, value_dim), q.dtype), "num_stages": 1}
     _forward_kernel[batch * heads,](

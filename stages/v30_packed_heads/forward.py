@@ -13,7 +13,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_wait
 
-from common.kernels.descriptors import addressable
 from common.kernels.hopper import (
     LOG2_E,
     ROWS,
@@ -24,8 +23,7 @@ from common.kernels.hopper import (
     slot_and_phase,
     store_rows,
 )
-from common.kernels.replay import replayed
-from common.operator import empty_rows
+from common.layout import empty_rows
 from common.runtime import num_sms
 from stages.v7_one_backward.forward import forward as forward_of_v7
 
@@ -323,7 +321,6 @@ TILES = dict.fromkeys((16, 32, 64), Shape(queries=256, keys=64, kv_slots=6, q_sl
 }
 
 
-@replayed
 def forward(q, k, v, *, causal, scale, diagonal=0):
     """Return attention output and log-sum-exp. `common.operator` lists shapes, dtypes and errors. Float32 falls back to v7.
 
@@ -339,7 +336,6 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
         q, scale = -q, -scale  # the scores stay the same, and max(scale * s) = scale * max(s)
-    q, k, v = addressable(q), addressable(k), addressable(v)
     shape = TILES[max(head_dim, value_dim)]
     per_kv = heads // kv_heads
     packed = per_kv if 64 % per_kv == 0 else 1  # number of query heads side by side in a tile

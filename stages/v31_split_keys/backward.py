@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from common.kernels.descriptors import addressable, describe
+from common.kernels.descriptors import describe
 from common.kernels.hopper import (
     LOG2_E,
     ROWS,
@@ -32,8 +32,7 @@ from common.kernels.hopper import (
     widened,
 )
 from common.kernels.order import tile_and_head
-from common.kernels.replay import replayed
-from common.operator import empty_rows
+from common.layout import empty_rows
 from stages.v7_one_backward.backward import backward as backward_of_v7
 
 from .backward_prepare import _finish_kernel, _prepare_kernel
@@ -346,7 +345,6 @@ def _backward_kernel(
     )
 
 
-@replayed
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
@@ -359,7 +357,6 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     if q.dtype == torch.float32 or max(head_dim, value_dim) == 256 or torch.are_deterministic_algorithms_enabled():
         return backward_of_v7(grad_out, q, k, v, out, lse, causal=causal, scale=scale, diagonal=diagonal)
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
-    q, k, v, out, grad_out = map(addressable, (q, k, v, out, grad_out))
     block_m = 64 if max(head_dim, value_dim) >= 128 else 128  # the most rows of S and dP that fit in registers beside dK and dV
     columns = min(64, head_dim)  # dQ leaves a CTA in parts of 64 rows and this many columns
     tiles_m = triton.cdiv(seq_q, block_m) * batch * heads

@@ -5,10 +5,9 @@ import torch
 import triton
 import triton.language as tl
 
-from common.kernels.pointers import aligned, head_ptr, strides, tile_ptrs
-from common.kernels.replay import replayed
+from common.kernels.pointers import head_ptr, strides, tile_ptrs
 from common.kernels.tiles import key_tile, query_tile
-from common.operator import empty_rows
+from common.layout import empty_rows
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -169,13 +168,11 @@ def _dkv_kernel(
     tl.store(dv_ptrs, dv.to(dv_ptr.dtype.element_ty), mask=in_k)
 
 
-@replayed
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k, value_dim = v.shape[1:]
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
-    q, k, v, out, grad_out = map(aligned, (q, k, v, out, grad_out))
     widest = max(head_dim, value_dim)
     tile_q, tile_k = query_tile(widest, q.dtype), key_tile(widest, q.dtype)
     precision = "ieee" if q.dtype == torch.float32 else "tf32"

@@ -5,10 +5,9 @@ import torch
 import triton
 import triton.language as tl
 
-from common.kernels.pointers import aligned, head_ptr, strides, tile_ptrs
-from common.kernels.replay import replayed
+from common.kernels.pointers import head_ptr, strides, tile_ptrs
 from common.kernels.tiles import query_tile
-from common.operator import empty_rows
+from common.layout import empty_rows
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -89,7 +88,6 @@ def _forward_kernel(
     tl.store(lse_ptrs, (m + tl.log2(l)) / LOG2_E, mask=offs_m < seq_q)
 
 
-@replayed
 def forward(q, k, v, *, causal, scale, diagonal=0):
     """Return attention output and log-sum-exp. `common.operator` lists shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape
@@ -98,7 +96,6 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
         q, scale = -q, -scale  # the scores stay the same, and max(scale * s) = scale * max(s)
-    q, k, v = aligned(q), aligned(k), aligned(v)
     tile = query_tile(max(head_dim, value_dim), q.dtype)
     _forward_kernel[triton.cdiv(seq_q, tile["BLOCK_M"]) * batch * heads,](
         q, k, v, out, lse, scale, strides(q=q, k=k, v=v, out=out),

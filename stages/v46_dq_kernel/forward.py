@@ -14,7 +14,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from common.kernels.descriptors import addressable
 from common.kernels.hopper import (
     LOG2_E,
     ROWS,
@@ -25,8 +24,7 @@ from common.kernels.hopper import (
     slot_and_phase,
     store_rows,
 )
-from common.kernels.replay import replayed
-from common.operator import empty_rows
+from common.layout import empty_rows
 from common.runtime import num_sms
 from stages.v7_one_backward.forward import forward as forward_of_v7
 
@@ -360,7 +358,6 @@ def _forward_kernel(
         )  # fmt: skip
 
 
-@replayed
 def forward(q, k, v, *, causal, scale, diagonal=0):
     """Return attention output and log-sum-exp. `common.operator` lists shapes, dtypes and errors. Float32 falls back to v7.
 
@@ -376,7 +373,6 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
         q, scale = -q, -scale  # the scores stay the same, and max(scale * s) = scale * max(s)
-    q, k, v = addressable(q), addressable(k), addressable(v)
     keys = min(seq_k, seq_q + diagonal) if causal else seq_k
     cut = plan(batch, heads, kv_heads, seq_q, keys, diagonal, head_dim, value_dim, num_sms())
     packed, splits, tiles = cut.packed, cut.splits, cut.tiles

@@ -4,10 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from common.kernels.descriptors import addressable, describe
-from common.kernels.replay import replayed
+from common.kernels.descriptors import describe
 from common.kernels.tuning import autotune, bucket, configs
-from common.operator import empty_rows
+from common.layout import empty_rows
 
 from .forward import transposed
 
@@ -178,13 +177,11 @@ def _dkv_kernel(
     dv_desc.store([batch, kv_head, start_n, 0], dv.to(dv_desc.dtype).reshape(1, 1, BLOCK_N, VALUE_DIM))
 
 
-@replayed
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k, value_dim = v.shape[1:]
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
-    q, k, v, out, grad_out = map(addressable, (q, k, v, out, grad_out))
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
     _dq_kernel[lambda args: (triton.cdiv(seq_q, args["BLOCK_M"]) * batch * heads,)](
         describe(q), describe(k), describe(transposed(k)), describe(v), describe(out), describe(grad_out), describe(dq), lse,

@@ -4,10 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from common.kernels.descriptors import ALIGNMENT, addressable, describe
-from common.kernels.replay import replayed
+from common.kernels.descriptors import describe
 from common.kernels.tuning import autotune, bucket, configs
-from common.operator import empty_rows
+from common.layout import ALIGNMENT, empty_rows
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -101,7 +100,6 @@ def _forward_kernel(
     tl.store(lse_ptrs, (m + tl.log2(l)) / LOG2_E, mask=offs_m < seq_q)
 
 
-@replayed
 def forward(q, k, v, *, causal, scale, diagonal=0):
     """Return attention output and log-sum-exp. `common.operator` lists shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape
@@ -110,7 +108,6 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
         q, scale = -q, -scale  # the scores stay the same, and max(scale * s) = scale * max(s)
-    q, v = addressable(q), addressable(v)
     _forward_kernel[lambda args: (triton.cdiv(seq_q, args["BLOCK_M"]) * batch * heads,)](
         describe(q), describe(transposed(k)), describe(v), describe(out), lse, scale,
         heads, heads // kv_heads, seq_q, seq_k, diagonal, bucket(seq_q, seq_k),

@@ -10,11 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from common.kernels.descriptors import addressable
 from common.kernels.pointers import head_ptr, strides
-from common.kernels.replay import replayed
 from common.kernels.tuning import autotune, bucket, configs
-from common.operator import empty_rows
+from common.layout import empty_rows
 from common.runtime import architecture
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -102,7 +100,6 @@ def _forward_kernel(
     tl.store(lse_ptrs, (m + tl.log2(l)) / LOG2_E, mask=offs_m < seq_q)
 
 
-@replayed
 def forward(q, k, v, *, causal, scale, diagonal=0):
     """Return attention output and log-sum-exp. `common.operator` lists shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape
@@ -111,7 +108,6 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
         q, scale = -q, -scale  # the scores stay the same, and max(scale * s) = scale * max(s)
-    q, k, v = addressable(q), addressable(k), addressable(v)
     device = q.device
     context = contextvars.copy_context()  # outside this context, the user's allocator stays
     context.run(triton.set_allocator, lambda size, *_: torch.empty(size, dtype=torch.int8, device=device))  # for descriptors

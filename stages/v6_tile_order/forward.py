@@ -7,11 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
-from common.kernels.descriptors import addressable, describe
+from common.kernels.descriptors import describe
 from common.kernels.order import tile_and_head
-from common.kernels.replay import replayed
 from common.kernels.tuning import autotune, bucket, configs
-from common.operator import empty_rows
+from common.layout import empty_rows
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -98,7 +97,6 @@ def _forward_kernel(
     tl.store(lse_ptrs, (m + tl.log2(l)) / LOG2_E, mask=offs_m < seq_q)
 
 
-@replayed
 def forward(q, k, v, *, causal, scale, diagonal=0):
     """Return attention output and log-sum-exp. `common.operator` lists shapes, dtypes and errors."""
     batch, heads, seq_q, head_dim = q.shape
@@ -107,7 +105,6 @@ def forward(q, k, v, *, causal, scale, diagonal=0):
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if scale < 0:
         q, scale = -q, -scale  # the scores stay the same, and max(scale * s) = scale * max(s)
-    q, k, v = addressable(q), addressable(k), addressable(v)
     _forward_kernel[lambda args: (triton.cdiv(seq_q, args["BLOCK_M"]) * batch * heads,)](
         describe(q), describe(k), describe(v), describe(out), lse, scale,
         heads, heads // kv_heads, seq_q, seq_k, diagonal, bucket(seq_q, seq_k),

@@ -7,11 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
-from common.kernels.descriptors import addressable, describe
+from common.kernels.descriptors import describe
 from common.kernels.order import tile_and_head
-from common.kernels.replay import replayed
 from common.kernels.tuning import autotune, bucket, configs
-from common.operator import empty_rows
+from common.layout import empty_rows
 from stages.v6_tile_order.backward import backward as backward_of_v6
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -129,7 +128,6 @@ def _backward_kernel(
     dv_desc.store([batch, kv_head, start_n, 0], dv.to(dv_desc.dtype).reshape(1, 1, BLOCK_N, VALUE_DIM))
 
 
-@replayed
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
@@ -142,7 +140,6 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     sums = torch.empty_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)  # dQ's accumulator
     delta = torch.empty_like(lse)
-    q, k, v, out, grad_out = map(addressable, (q, k, v, out, grad_out))
     _delta_kernel[triton.cdiv(seq_q, DELTA_ROWS) * batch * heads,](
         describe(out, DELTA_ROWS, value_dim), describe(grad_out, DELTA_ROWS, value_dim), delta,
         heads, seq_q, VALUE_DIM=value_dim, BLOCK_M=DELTA_ROWS,

@@ -9,11 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-from common.kernels.descriptors import addressable, describe
+from common.kernels.descriptors import describe
 from common.kernels.hopper import require_hopper
 from common.kernels.order import tile_and_head
-from common.kernels.replay import replayed
-from common.operator import empty_rows
+from common.layout import empty_rows
 from stages.v7_one_backward.backward import backward as backward_of_v7
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -109,7 +108,6 @@ def _backward_kernel(
     dv_desc.store([batch, kv_head, start_n, 0], dv.to(dv_desc.dtype).reshape(1, 1, BLOCK_N, VALUE_DIM))
 
 
-@replayed
 def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     """Return the gradients of q, k and v. `common.operator` lists shapes, dtypes and errors.
 
@@ -124,7 +122,6 @@ def backward(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0):
     dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     sums = torch.zeros_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)  # dQ's accumulator
     delta = torch.empty_like(lse)
-    q, k, v, out, grad_out = map(addressable, (q, k, v, out, grad_out))
     block_m = 64 if max(head_dim, value_dim) >= 128 else 128  # the most rows of S and dP that fit in registers beside dK and dV
     _delta_kernel[triton.cdiv(seq_q, DELTA_ROWS) * batch * heads,](
         describe(out, DELTA_ROWS, value_dim), describe(grad_out, DELTA_ROWS, value_dim), delta,

@@ -4,9 +4,6 @@ As a script, this file prints the bfloat16 errors of Triton's interpreter withou
 """
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -159,29 +156,6 @@ for name in stages.names():
     torch.testing.assert_close(stages.load(name).attention(q, k, v), expected, atol=0.02, rtol=0)
 print(DEVICE)
 """
-
-
-EARLIER = [pytest.param(imports, marks=pytest.mark.long) for imports in ("import stages", "import triton, stages")]
-
-
-@pytest.mark.parametrize("imports", [*EARLIER, "import triton.language, torch, stages"])
-def test_imports_in_any_order_need_no_environment_variable(imports):
-    """The repairs work even if a program imports Triton before `common.runtime` sets TRITON_INTERPRET."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    run = subprocess.run(
-        [sys.executable, "-c", imports + SMALL_ATTENTION], capture_output=True, text=True, env=environment, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == ("cuda\n" if GPU else "cpu\n")
-
-
-@pytest.mark.parametrize("value, device", [("0", "cuda"), ("1", "cpu")])
-def test_an_explicit_choice_wins(value, device):
-    import programs
-
-    run = programs.python("-c", "from common.runtime import DEVICE; print(DEVICE)", TRITON_INTERPRET=value)
-    assert run.stdout == f"{device}\n", run.stderr
 
 
 if __name__ == "__main__":

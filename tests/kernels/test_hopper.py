@@ -4,8 +4,8 @@ import pytest
 from cases import make_inputs
 
 import stages
+from common.entry import Unavailable
 from common.kernels import hopper
-from common.operator import Unavailable
 
 
 @pytest.mark.parametrize(

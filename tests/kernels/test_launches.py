@@ -11,6 +11,7 @@ import sys, threading, time
 import torch, triton
 import stages
 from triton.compiler import compiler
+from common.entry import entry
 from common.measure.aot import StandInDriver
 
 limits, device = {0: 227 * 1024, 1: 99 * 1024}, threading.local()
@@ -43,7 +44,7 @@ TUNER.configs = [TUNER.configs[0], *TUNER.configs[5:7], TUNER.configs[-1]]  # wi
 
 def forward(name, head_dim=64, dtype=torch.float16, causal=True, seq=256, diagonal=0):
     q, k, v = (torch.empty(1, 2, seq, head_dim, dtype=dtype, device="meta") for _ in range(3))
-    stages.load(name).forward(q, k, v, causal=causal, scale=0.125, diagonal=diagonal)
+    entry(stages.load(name).forward)(q, k, v, causal=causal, scale=0.125, diagonal=diagonal)
 """
 
 

@@ -279,8 +279,15 @@ def row(kernel, **changed):
         "roles": [],
         "warnings": [],
         "ptx": {"add.s32": 2, "ret": 1},
+        "code": "1f",
     }
     return case | {"kernel": kernel} | code | changed
+
+
+def test_code_is_the_instructions_with_their_operands():
+    moved = PTX.replace(".loc\t1 23 19", ".loc\t4 5 6") + "\t.section\t.debug_loc\t{\n.b8 7\n\t}\n"
+    assert moved.count("\t4 5 6") == 1
+    assert aot.code(moved) == aot.code(PTX) and aot.code(PTX.replace("%rd4", "%rd5")) != aot.code(PTX)
 
 
 def test_differences_name_the_kernel_and_what_changed():

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from common.entry import Unavailable
 from common.measure.baselines import BASELINES, refusal, timed_call
 from common.measure.counter import count
 from common.measure.workloads import Workload
-from common.operator import Unavailable
 from common.runtime import DEVICE
 
 

@@ -6,7 +6,7 @@ import programs
 import pytest
 from cases import names_in
 
-from common.kernels import replay
+from common import recording
 from common.measure import constants
 from common.measure.workloads import Workload
 from common.runtime import INTERPRETED
@@ -26,7 +26,7 @@ def test_a_forced_choice_is_in_the_plan(key, choice):
     plan = names_in(constants.NEWEST)["plan"]
     with constants.forced(key, choice) as plans:
         names_in(constants.NEWEST)["plan"](*PLANS[key])
-        assert replay.is_watched()
+        assert recording.is_watched()
     assert constants.DECISIONS[key].own(plans[0]) == choice
     assert names_in(constants.NEWEST)["plan"] is plan  # nothing stays forced
 

@@ -6,10 +6,10 @@ from unittest.mock import Mock
 import programs
 import pytest
 
+from common.entry import Unavailable
 from common.measure import energy
 from common.measure.energy import Reading
 from common.measure.workloads import Workload
-from common.operator import Unavailable
 from common.runtime import INTERPRETED
 from common.show.energy import energy_table
 

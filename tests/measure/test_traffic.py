@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, InterpreterError
 
 import stages
+from common.entry import Unavailable
 from common.interpreter.asynchronous import Traffic
 from common.kernels.descriptors import describe
 from common.kernels.hopper import async_reduce_add, describe_rows, new_barriers
@@ -33,7 +34,6 @@ from common.kernels.tuning import tuners
 from common.measure import traffic
 from common.measure.constants import NEVER
 from common.measure.counter import Count, Launch, count
-from common.operator import Unavailable
 from common.runtime import INTERPRETED
 from common.show import results, story
 

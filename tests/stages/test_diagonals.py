@@ -8,7 +8,7 @@ import torch
 from cases import by_functions, check, make_inputs, never_short, set_names
 
 import stages
-from common.kernels import replay
+from common import recording
 from common.runtime import DEVICE
 
 on_gpu = DEVICE == "cuda"
@@ -82,7 +82,7 @@ def test_the_tile_of_the_first_queries_may_fail(stage, monkeypatch):
     """A stage that guesses the maximum has a flag for each tile. Rows before query 0 may add a tile, which needs a flag too."""
     name = stage.__name__.removeprefix("stages.")
     set_names(monkeypatch, name, **never_short(name), splits_of=lambda *_: 1)
-    monkeypatch.setattr(replay, "is_watched", lambda: True)  # switch replay off
+    monkeypatch.setattr(recording, "is_watched", lambda: True)  # switch replay off
     q, k, v, grad_out = make_inputs(256, 256 + 129, 128, batch=1, heads=1)
     q[..., 0] = 0
     q[:, :, 0, 0], k[:, :, 50, 0] = 40, 40  # only the first query has a score of 141 nats

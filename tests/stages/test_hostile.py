@@ -13,7 +13,7 @@ import torch
 from cases import by_functions, check, names_in, namespaces, never_short, once, set_names, sources
 
 import stages
-from common.kernels import replay
+from common import recording
 from common.measure.inputs import Scores, Sink, draw, hostile
 from common.measure.reference import assert_close, error_bounds, plain, truth
 from common.runtime import DEVICE, Device, interpreted_as
@@ -32,7 +32,7 @@ def always_guess(name):
 @pytest.fixture
 def guess(monkeypatch):
     """A function that loads a stage and makes it guess the maximum, with a number of splits if the stage can split keys."""
-    monkeypatch.setattr(replay, "is_watched", lambda: True)  # recorded launches would not have these changes
+    monkeypatch.setattr(recording, "is_watched", lambda: True)  # recorded launches would not have these changes
 
     def load(name, splits=1):
         if reason := stages.unavailable(name):

@@ -9,7 +9,7 @@ import torch
 from cases import make_inputs, names_in, never_short, once, set_names
 
 import stages
-from common.kernels import replay
+from common import recording
 from common.measure.constants import ALWAYS
 from common.measure.reference import assert_correct, plain, truth
 from common.operator import diagonal
@@ -57,7 +57,7 @@ def recorded(monkeypatch):
         stage = stages.load(name)
         kernel = Recorded(stage.forward.__globals__["_forward_kernel"])
         set_names(monkeypatch, name, _forward_kernel=kernel)
-        monkeypatch.setattr(replay, "is_watched", lambda: True)  # a replayed call would launch the original kernel
+        monkeypatch.setattr(recording, "is_watched", lambda: True)  # a replayed call would launch the original kernel
         return stage, kernel
 
     return record

@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 import stages
-from common.kernels import replay
+from common import recording
 from common.measure.reference import assert_correct, plain, truth
 from common.runtime import DEVICE, Device, interpreted_as, num_sms
 
@@ -35,7 +35,7 @@ def options_of(name):
 def make_long(name, monkeypatch):
     """Make a stage treat all work as long, split no keys, and replay no launches."""
     set_names(monkeypatch, name, **never_short(name), splits_of=lambda *_: 1)
-    monkeypatch.setattr(replay, "is_watched", lambda: True)
+    monkeypatch.setattr(recording, "is_watched", lambda: True)
 
 
 @pytest.fixture(params=SAFE)

@@ -10,7 +10,7 @@ import torch
 from cases import by_functions, make_inputs, names_in, once, set_names
 
 import stages
-from common.kernels import replay
+from common import recording
 from common.measure.constants import NEVER
 from common.measure.reference import assert_correct, plain, truth
 from common.operator import diagonal
@@ -23,8 +23,8 @@ PACKING = once([name for name in stages.names() if "_place" in names_in(name)], 
 
 @pytest.fixture(autouse=True)
 def _every_call_by_itself(monkeypatch):
-    """Switch replay (common/kernels/replay.py) off, because recorded launches would not contain the test's changes."""
-    monkeypatch.setattr(replay, "is_watched", lambda: True)
+    """Switch replay (common/recording.py) off, because recorded launches would not contain the test's changes."""
+    monkeypatch.setattr(recording, "is_watched", lambda: True)
 
 
 def available(name):

@@ -9,10 +9,11 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 
 import stages
+from common import recording
 from common.interpreter import gluon
 from common.interpreter.asynchronous import Load
 from common.interpreter.schedule import now
-from common.kernels import order, replay
+from common.kernels import order
 from common.measure.reference import assert_correct, plain, truth
 from common.runtime import DEVICE, Device, interpreted_as
 
@@ -37,7 +38,7 @@ def stage(request, monkeypatch):
     """A stage with an order of tiles, on a pretended GPU with one SM. The L2 cache holds K and V of two heads."""
     set_share(monkeypatch, order.tile_and_head, GROUP * KV_BYTES)
     set_names(monkeypatch, request.param, FEW_SQUARES=0, splits_of=lambda *_: 1)  # v29's tiles, and no splits
-    monkeypatch.setattr(replay, "is_watched", lambda: True)
+    monkeypatch.setattr(recording, "is_watched", lambda: True)
     with interpreted_as(Device(num_sms=1)):
         yield stages.load(request.param)
 
@@ -138,7 +139,7 @@ def test_causal_tiles_of_short_sequences_give_all_programs_equal_work(name, head
     """A head has four query tiles. With four heads, a fifth SM would break the order and save no round. So one of five SMs gets
     no program. With five heads, it would save a round. Then the tiles of the five heads come longest first.
     """
-    monkeypatch.setattr(replay, "is_watched", lambda: True)
+    monkeypatch.setattr(recording, "is_watched", lambda: True)
     q, k, v, _ = make_inputs(512, 512, 128, batch=1, heads=heads)
     options = {"causal": True, "scale": 0.1, "diagonal": 0}
     watch.begin("_forward_kernel", q, "BLOCK_M")

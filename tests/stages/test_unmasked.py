@@ -5,7 +5,7 @@ import torch
 from cases import make_inputs, names_in, never_short, once, set_names
 
 import stages
-from common.kernels import replay
+from common import recording
 from common.measure.reference import assert_correct, plain, truth
 from common.runtime import Device, interpreted_as
 
@@ -28,7 +28,7 @@ def forward(request, monkeypatch):
         return plans[-1]
 
     set_names(monkeypatch, name, **never_short(name), MORE_ROWS=2, splits_of=lambda *_: splits, plan=watched)
-    monkeypatch.setattr(replay, "is_watched", lambda: True)
+    monkeypatch.setattr(recording, "is_watched", lambda: True)
 
     def checked(q, k, v):
         options = {"causal": False, "scale": q.shape[-1] ** -0.5, "diagonal": 0}

@@ -1,4 +1,4 @@
-"""A replayed call (`common.kernels.replay`) makes its function's launches. A recording keeps no tensor.
+"""A replayed call (`common.recording`) makes its function's launches. A recording keeps no tensor.
 
 Stand-ins replace the driver and the compiler. Each test starts a new process, because pytest's process may interpret kernels.
 """
@@ -8,7 +8,7 @@ import pytest
 
 import stages
 
-REPLAYED = [name for name in stages.names() if stages.position(name) >= (2, "")]
+REPLAYED = [name for name in stages.names() if stages.position(name) >= (2, "")]  # v1 reuses the addresses that it frees
 
 PREPARE = """
 import gc, random, sys, threading, weakref
@@ -18,7 +18,9 @@ import triton.compiler
 from triton.compiler import CompiledKernel
 from triton.runtime.autotuner import Autotuner
 import stages
-from common.kernels import replay
+from common import recording
+from common.entry import entry
+from common.layout import addressable
 from common.kernels.tuning import tuners
 from common.measure.aot import StandInDriver, first_that_survives
 
@@ -28,7 +30,7 @@ launches = []  # of the last call
 class Binary(CompiledKernel):
     def __init__(self, src, target, options):
         self.key = src.hash(), str(options), getattr(device, "index", 0)  # equal for two compilations of one source
-        self.src, self.function, self.packed_metadata, self._run = src, object(), object(), self.launch
+        self.src, self.module, self.function, self.packed_metadata, self._run = src, object(), object(), object(), self.launch
         self.name, self.metadata = src.fn.__name__, SimpleNamespace(shared=0, global_scratch_size=0)
 
     def launch(self, x, y, z, stream, function, packed, metadata, enter_hook, exit_hook, *args):
@@ -131,14 +133,12 @@ for call in calls:
     device.index, deterministic, same = (how.pop(setting) for setting in ("index", "deterministic", "same"))
     torch.use_deterministic_algorithms(deterministic)
     q, k, v = problem(**how)
-    if k.stride(-1) > 1:  # the operator makes such tensors contiguous too
-        q, k, v = (each.contiguous() for each in (q, k, v))
     if same:
         q = v = k
     for function, tensors in ((stage.forward, (q, k, v)), (stage.backward, for_backward(q, k, v))):
-        got = launched(function, *tensors, **options)
+        got = launched(entry(function), *tensors, **options)
         repeats[function.__name__] += repeated()
-        expected = launched(function.__wrapped__, *tensors, **options)
+        expected = launched(function, *map(addressable, tensors), **options)
         assert got == expected, (call, function.__name__, got, expected)
 assert min(repeats.values()) > len(calls) / 4, repeats  # two of four equal calls; fewer if a stage calls another stage
 """,
@@ -196,11 +196,11 @@ for name in ("v34", "v12", "v5"):
     problems = [problem() for _ in range(3)] * 2
     for function, calls in ((stage.forward, problems), (stage.backward, [for_backward(*each) for each in problems])):
         for tensors in calls:
-            got, before = sent_by(function, tensors), len(encoded)
-            expected = sent_by(function.__wrapped__, tensors)
+            got, before = sent_by(entry(function), tensors), len(encoded)
+            expected = sent_by(function, tensors)
             assert got and got == expected, (name, got, expected)
         every = len(encoded) - before
-        sent_by(function, calls[0])
+        sent_by(entry(function), calls[0])
         assert len(encoded) - before - every < every, "what is given is encoded once"
 """)
 
@@ -211,21 +211,21 @@ def test_a_pick_of_the_tuner_is_honoured():
 stage = stages.load("v6")
 tensors = problem()
 for _ in range(3):
-    launched(stage.forward, *tensors, **OPTIONS)
+    launched(entry(stage.forward), *tensors, **OPTIONS)
 assert repeated()
 (tuner,) = (tuner for name, tuner in tuners(stage).items() if "forward" in name)
-before = launched(stage.forward, *tensors, **OPTIONS)
+before = launched(entry(stage.forward), *tensors, **OPTIONS)
 for key in tuner.cache:
     tuner.cache[key] = tuner.configs[-1]
 for _ in range(3):
-    after = launched(stage.forward, *tensors, **OPTIONS)
-    assert after == launched(stage.forward.__wrapped__, *tensors, **OPTIONS) != before
-launched(stage.forward, *tensors, **OPTIONS)
+    after = launched(entry(stage.forward), *tensors, **OPTIONS)
+    assert after == launched(stage.forward, *tensors, **OPTIONS) != before
+launched(entry(stage.forward), *tensors, **OPTIONS)
 assert repeated()
 tuner.cache.clear()  # now the tuner tunes again during a recording
 for _ in range(3):
-    got = launched(stage.forward, *tensors, **OPTIONS)
-assert repeated() and got == launched(stage.forward.__wrapped__, *tensors, **OPTIONS)
+    got = launched(entry(stage.forward), *tensors, **OPTIONS)
+assert repeated() and got == launched(stage.forward, *tensors, **OPTIONS)
 """)
 
 
@@ -235,11 +235,11 @@ def test_profiler_hooks_see_every_launch():
 stage = stages.load("v34")
 tensors = problem()
 for _ in range(3):
-    launched(stage.forward, *tensors, **OPTIONS)
+    launched(entry(stage.forward), *tensors, **OPTIONS)
 assert repeated()
 for hooks in (triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook):
     hooks.add(print)
-    launched(stage.forward, *tensors, **OPTIONS)
+    launched(entry(stage.forward), *tensors, **OPTIONS)
     (launch,) = launches
     assert not repeated() and hooks in launch.hooks and launch.metadata is not None
     hooks.remove(print)
@@ -248,10 +248,10 @@ for knobs, name, value in (
 ):
     before = getattr(knobs, name)
     setattr(knobs, name, value)
-    launched(stage.forward, *tensors, **OPTIONS)
+    launched(entry(stage.forward), *tensors, **OPTIONS)
     assert not repeated(), name
     setattr(knobs, name, before)
-launched(stage.forward, *tensors, **OPTIONS)
+launched(entry(stage.forward), *tensors, **OPTIONS)
 assert repeated()
 """)
 
@@ -260,22 +260,70 @@ def test_recordings_are_small():
     """Recordings keep no tensor, and a function keeps a limited number of recordings (here five)."""
     run("""
 stage = stages.load("v29")
-stage.forward(*problem(seq_q=30), **OPTIONS)
-replay.MOST_KINDS = 5
+forward = entry(stage.forward)
+forward(*problem(seq_q=30), **OPTIONS)
+recording.MOST_KINDS = 5
 compiler = "torch._dynamo" in sys.modules
 gc.collect()
 gc.disable()  # tensors must be freed without the garbage collector
 for seq_q in range(1, 20):
     for _ in range(3):
         tensors = problem(seq_q=seq_q)
-        results = stage.forward(*tensors, **OPTIONS)
-assert len(stage.forward.replays) == 5
+        results = forward(*tensors, **OPTIONS)
+assert len(forward.recorded.replays) == 5
 watched = [weakref.ref(each) for each in (*tensors, *results)]
 del tensors, results
 launches.clear()
 assert not any(each() is not None for each in watched)
 assert not any(isinstance(each, torch.Tensor) and each.dim() == 4 for each in gc.get_objects())
 assert ("torch._dynamo" in sys.modules) == compiler  # stages must not load it, which takes a second
+""")
+
+
+def test_a_replay_takes_no_more_memory_than_the_call():
+    """The first call is not recorded, the second is recorded, and the others are replayed."""
+    run("""
+from torch.utils._python_dispatch import TorchDispatchMode
+
+class Silent(Binary):
+    def launch(self, *args):
+        pass
+
+triton.compiler.compile = Silent
+
+class Peak(TorchDispatchMode):
+    \"\"\"Watches the bytes of all tensors that are alive.\"\"\"
+
+    def __init__(self):
+        super().__init__()
+        self.most = self.alive = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not func.is_view and all(result is not each for each in args):
+            storage = result.untyped_storage()
+            self.alive += storage.nbytes()
+            weakref.finalize(storage, self.free, storage.nbytes())
+            self.most = max(self.most, self.alive)
+        return result
+
+    def free(self, nbytes):
+        self.alive -= nbytes
+
+def peak(function, tensors):
+    with Peak() as watched:
+        results = function(*tensors, **OPTIONS)
+    assert watched.alive == sum(each.nbytes for each in results), watched.alive
+    return watched.most
+
+for name in ("v0", "v1", "v2", "v4", "v29"):
+    stage = stages.load(name)
+    tensors = problem()
+    for function, given in ((stage.forward, tensors), (stage.backward, for_backward(*tensors))):
+        plain = peak(function, given)
+        peaks = [peak(entry(function), given) for _ in range(4)]
+        assert max(peaks) <= plain, (name, plain, peaks)
+        assert isinstance(*entry(function).recorded.replays.values(), recording._Replay)
 """)
 
 
@@ -286,7 +334,7 @@ stage = stages.load("v3")
 elsewhere = torch.ones(1)
 calls = []
 
-@replay.replayed
+@entry
 def forward(q, k, v, **options):
     calls.append(elsewhere * 2)
     return stage.forward(q, k, v, **options)

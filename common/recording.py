@@ -7,7 +7,10 @@ Apart from addresses, the results of this work depend only on the call's options
 Calls with equal options, shapes, strides and dtypes are of one kind. The second call of a kind is recorded as steps:
 allocations, PyTorch operators, and kernel launches. Later calls of this kind replay the steps with their own tensors. A
 recording is like a CUDA graph, but each replay allocates new memory and may run on any stream. A recording keeps no tensor
-alive.
+alive, and a replay frees each tensor after the last step that uses it.
+
+Triton 3.6 and 3.7 load a kernel's binary, and parse its source, in ways that are not safe in several threads. So calls without
+a recording run one at a time.
 """
 
 import contextvars
@@ -16,6 +19,7 @@ import functools
 import inspect
 import itertools
 import threading
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -24,19 +28,21 @@ import triton
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 from triton.compiler import CompiledKernel
 
-from common.kernels.descriptors import ALIGNMENT, give_context
-from common.runtime import INTERPRETED
+from common.layout import ALIGNMENT
+from common.runtime import give_context
 
+KNOWN = ("3.6.", "3.7.")  # versions of Triton whose launches can be recorded
 MOST_KINDS = 1024  # a function keeps at most this many kinds of calls, and drops the oldest kind first
 MOST_ADDRESSES = 64  # a launch keeps at most this many encoded descriptors for each of its descriptor arguments
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}  # operators that allocate a tensor
 _ZEROS = {"new_zeros", "zeros", "zeros_like"}  # operators that allocate a tensor and fill it with zeros
-# `_Replayed.replays` has these entries for kinds of calls without a recording. _CALLED: there was one call of this kind, so the
+# `Recorded.replays` has these entries for kinds of calls without a recording. _CALLED: there was one call of this kind, so the
 # next call is recorded. _UNREPEATABLE: calls of this kind cannot be replayed.
 _CALLED, _UNREPEATABLE = "called", "unrepeatable"
-_changing = threading.Lock()  # a thread holds this lock while it changes `_Replayed.replays`
+_alone = threading.RLock()  # a thread holds this lock while it runs a call without a recording, or changes `Recorded.replays`
 
 
 class _Thread(threading.local):
@@ -60,7 +66,8 @@ class _Place(NamedTuple):
 class _Recording(TorchDispatchMode):
     """Watch a call and record its steps.
 
-    A step is a function that takes a list of tensors and the stream. A step may append a tensor to the list.
+    A step is a function that takes a list of tensors and the stream. A step may append a tensor to the list. Beside each step
+    are the numbers of the tensors that the step uses or appends.
 
     A tensor's number is its index in this list. The list has first the call's arguments, then the results of steps. A kernel
     takes only an address, so a view needs no step if only kernels use the view.
@@ -69,8 +76,7 @@ class _Recording(TorchDispatchMode):
     def __init__(self, tensors):
         super().__init__()
         self.steps, self.conditions, self.repeatable = [], [], True
-        # `_places` is a dict: a tensor's id -> its place. `_tensors` keeps the tensors alive, so that ids stay unique.
-        self._places, self._tensors, self._numbers = {}, [], 0
+        self._places, self._numbers = WeakTensorKeyDictionary(), 0  # the place of each tensor that is alive
         for tensor in tensors:
             self._number(tensor)
 
@@ -79,31 +85,39 @@ class _Recording(TorchDispatchMode):
         return False  # otherwise the first recording imports torch.compile, which takes a second
 
     def __enter__(self):
-        _thread.recording = self
+        """Let Triton call `launch`. The caller holds the lock `_alone`, so no other thread changes or launches meanwhile."""
+        _thread.recording, self._run = self, CompiledKernel.run
+        CompiledKernel.run = property(self._run_of)
         return super().__enter__()
 
     def __exit__(self, *exc_info):
-        _thread.recording = None
+        _thread.recording, CompiledKernel.run = None, self._run
         return super().__exit__(*exc_info)
 
-    def _see(self, tensor, place):
-        self._tensors.append(tensor)
-        self._places[id(tensor)] = place
+    def _run_of(self, kernel):
+        run = self._run.fget(kernel)  # a thread that replays may launch, too
+        return functools.partial(self.launch, kernel, run) if _thread.recording is self else run
 
     def _number(self, tensor):
-        self._see(tensor, _Place(self._numbers))
+        self._places[tensor] = _Place(self._numbers)
         self._numbers += 1
 
+    def _step(self, step, used, result=None):
+        """Add a step that uses the tensors with the numbers `used`, and appends `result` unless it is None."""
+        if result is not None:
+            used = {*used, self._numbers}
+            self._number(result)
+        self.steps.append((step, used))
+
     def _place(self, tensor) -> _Place:
-        self.repeatable &= id(tensor) in self._places  # a replay has no tensors except arguments and steps' results
-        return self._places.get(id(tensor), _Place(0))
+        self.repeatable &= tensor in self._places  # a replay has no tensors except arguments and steps' results
+        return self._places.get(tensor, _Place(0))
 
     def number_of(self, tensor) -> int:
         """Return the number of a tensor that a step takes. If the tensor is a view, first add a step that makes the view."""
         place = self._place(tensor)
         if place.is_view:
-            self.steps.append(_view(tensor, place))
-            self._number(tensor)
+            self._step(_view(tensor, place), {place.number}, tensor)
             return self._numbers - 1
         return place.number
 
@@ -116,18 +130,16 @@ class _Recording(TorchDispatchMode):
             for view in result if isinstance(result, (list, tuple)) else [result]:
                 further = _start(view) - _start(args[0])
                 self.repeatable &= view.dtype == args[0].dtype
-                self._see(view, _Place(number, offset + further, is_view or _layout(view) != _layout(args[0])))
+                self._places[view] = _Place(number, offset + further, is_view or _layout(view) != _layout(args[0]))
         elif name in _EMPTY | _ZEROS:
-            self.steps.append(_take(result, name in _ZEROS))
-            self._number(result)
+            self._step(_take(result, name in _ZEROS), set(), result)
         elif isinstance(result, Tensor):
             given = {at: self.number_of(value) for at, value in enumerate(args) if isinstance(value, Tensor)}
             named = {key: self.number_of(value) for key, value in kwargs.items() if isinstance(value, Tensor)}
             self.repeatable &= len(given) + len(named) == sum(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
-            in_place = id(result) in self._places
-            self.steps.append(_operate(func, args, kwargs, given, named, in_place))
-            if not in_place:
-                self._number(result)
+            in_place = result in self._places
+            step = _operate(func, args, kwargs, given, named, in_place)
+            self._step(step, {*given.values(), *named.values()}, None if in_place else result)
         else:
             self.repeatable = False
         return result
@@ -149,14 +161,23 @@ class _Recording(TorchDispatchMode):
                 self.repeatable &= offset == 0
                 descriptors.append((at, number, type(arg), {**vars(arg), "base": None}))
                 others[at] = None
-        self.steps.append(_launch(run, (x, y, z), (function, metadata, None, None, None), pointers, descriptors, others))
+        step = _launch(run, (x, y, z), (function, metadata, None, None, None), pointers, descriptors, others)
+        self._step(step, {number for _, number, *_ in pointers + descriptors})
 
     def replay(self, results):
-        """Return the entry of `_Replayed.replays` for a call that returned `results`."""
+        """Return the entry of `Recorded.replays` for a call that returned `results`."""
         results = [self.number_of(result) for result in results]
         if not all(condition() for condition in self.conditions):
             return _CALLED
-        return _Replay(self.steps, self.conditions, results) if self.repeatable else _UNREPEATABLE
+        return _Replay(self._freeing(results), self.conditions, results) if self.repeatable else _UNREPEATABLE
+
+    def _freeing(self, results):
+        """Return each step with the numbers of the tensors that no later step uses and that are no results."""
+        last = {number: at for at, (_, used) in enumerate(self.steps) for number in used}
+        unused = [
+            tuple(number for number in used - {*results} if last[number] == at) for at, (_, used) in enumerate(self.steps)
+        ]
+        return [(step, numbers) for (step, _), numbers in zip(self.steps, unused, strict=True)]
 
 
 def _start(tensor):
@@ -262,14 +283,16 @@ def _launch(run, grid, binary, pointers, descriptors, others):
 class _Replay(NamedTuple):
     """The steps of a recorded call, and the conditions under which they may be replayed."""
 
-    steps: list[Callable]
+    steps: list[tuple[Callable, tuple[int, ...]]]  # each with the numbers of the tensors to free after it
     conditions: list[Callable]
     results: list[int]  # the numbers of the tensors that the call returns
 
     def __call__(self, tensors, stream):
         tensors = list(tensors)
-        for step in self.steps:
+        for step, unused in self.steps:
             step(tensors, stream)
+            for number in unused:
+                tensors[number] = None
         return tuple([tensors[number] for number in self.results])
 
 
@@ -295,54 +318,53 @@ def _kind(tensor):
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % ALIGNMENT
 
 
-class _Replayed:
-    """A function with a recording for each kind of call."""
+@functools.cache
+def is_known() -> bool:
+    """Return whether launches of the installed Triton can be recorded. If not, say so once."""
+    known = triton.__version__.startswith(KNOWN)
+    if not known:
+        warnings.warn(
+            f"Triton {triton.__version__} is none of {KNOWN}: launches are not recorded, so calls take more CPU time",
+            stacklevel=2,
+        )
+    return known
 
-    def __init__(self, function):
-        functools.update_wrapper(self, function)
-        self.__globals__ = function.__globals__
-        self.replays = {}
+
+class Recorded:
+    """A stage's `forward` or `backward` that records the second call of a kind, and replays the recording in later calls.
+
+    Calls of one kind have equal options, the same current device, and the same deterministic mode of PyTorch. Their tensors
+    have equal shapes, strides, dtypes, devices and alignments. Code that depends on anything else must call `depends_on`. If
+    `is_watched()` is true, every call runs the function itself.
+    """
+
+    def __init__(self, function: Callable):
+        self.function, self.replays = function, {}
 
     def __call__(self, *tensors, causal, scale, diagonal=0):
-        if _thread.recording or is_watched():  # `recording` is set if a recorded function calls this function
-            return self.__wrapped__(*tensors, causal=causal, scale=scale, diagonal=diagonal)
-        driver = triton.runtime.driver.active
+        options = {"causal": causal, "scale": scale, "diagonal": diagonal}
+        try:
+            driver = triton.runtime.driver.active
+        except RuntimeError:  # there is no GPU, but a stage without kernels needs none
+            return self.function(*tensors, **options)
+        if _thread.recording or is_watched() or not is_known():
+            with _alone:
+                return self.function(*tensors, **options)
         device = driver.get_current_device()
-        options = causal, type(scale), scale or str(scale), diagonal  # zero as text, because 0.0 equals -0.0
-        kind = (driver, device, torch.are_deterministic_algorithms_enabled(), options, *map(_kind, tensors))
+        of_options = causal, type(scale), scale or str(scale), diagonal  # zero as text, because 0.0 equals -0.0
+        kind = (driver, device, torch.are_deterministic_algorithms_enabled(), of_options, *map(_kind, tensors))
         replay = self.replays.get(kind)
         if isinstance(replay, _Replay) and all(condition() for condition in replay.conditions):
             give_context(tensors[0])
             return replay(tensors, driver.get_current_stream(device))
-        if replay is None or replay is _UNREPEATABLE:
-            with _changing:
+        with _alone:
+            if replay is None or replay is _UNREPEATABLE:
                 self.replays.setdefault(kind, _CALLED)
                 if len(self.replays) > MOST_KINDS:
                     del self.replays[next(iter(self.replays))]
-            return self.__wrapped__(*tensors, causal=causal, scale=scale, diagonal=diagonal)
-        tensors = [tensor.detach() for tensor in tensors]  # new objects, because a tensor passed twice needs two numbers
-        with _Recording(tensors) as recording:
-            results = self.__wrapped__(*tensors, causal=causal, scale=scale, diagonal=diagonal)
-        with _changing:
+                return self.function(*tensors, **options)
+            tensors = [tensor.detach() for tensor in tensors]  # new objects, because a tensor passed twice needs two numbers
+            with _Recording(tensors) as recording:
+                results = self.function(*tensors, **options)
             self.replays[kind] = recording.replay(results)
-        return results
-
-
-def replayed(function: Callable) -> Callable:
-    """Decorate a stage's `forward` or `backward`: record the second call of a kind, and replay the recording in later calls.
-
-    Calls of one kind have equal options, the same current device, and the same deterministic mode of PyTorch. Their tensors
-    have equal shapes, strides, dtypes, devices and alignments. Code that depends on anything else must call `depends_on`. If
-    kernels are interpreted, or `is_watched()` is true, every call runs the function itself.
-    """
-    return function if INTERPRETED else _Replayed(function)
-
-
-if not INTERPRETED:
-    _run = CompiledKernel.run.fget
-
-    def _watched_run(kernel):
-        run, recording = _run(kernel), _thread.recording
-        return functools.partial(recording.launch, kernel, run) if recording else run
-
-    CompiledKernel.run = property(_watched_run)
+            return results

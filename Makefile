@@ -1,7 +1,7 @@
 # `make` lists the targets. Without PYTHON, the targets create and use .venv. PYTHON=python3 uses python3 and installs nothing.
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-long sanitize bench bench-ring reference rates energy traffic compare readme table plots timeline trace site screenshots story diff stage carry drift example example-ring lint format clean
+.PHONY: help test test-long sanitize bench bench-ring reference rates energy traffic compare readme table plots timeline trace site screenshots story diff stage export carry drift example example-ring lint format clean
 
 ifdef PYTHON
 SETUP := packages
@@ -137,6 +137,10 @@ diff: needs-A needs-B $(SETUP)  ## show the code that a stage changes, and its g
 stage: EXAMPLE = make stage FROM=v29 NAME=v29x_yours
 stage: needs-FROM needs-NAME $(SETUP)  ## begin a new stage with the kernels of another: make stage FROM=v29 NAME=v29x_yours
 	$(PYTHON) -m common.show.new_stage -- "$(FROM)" "$(NAME)"
+
+export: EXAMPLE = make export STAGE=v53 TO=my_attention
+export: needs-STAGE needs-TO $(SETUP)  ## write a stage as a package of its own: make export STAGE=v53 TO=my_attention; INTERPRETER=yes to run it without a GPU
+	@$(PYTHON) -m common.show.export "$(STAGE)" "$(TO)" $(if $(filter yes,$(INTERPRETER)),--interpreter)
 
 carry: EXAMPLE = make carry FROM=v11
 carry: $(if $(filter yes,$(CONTINUE) $(ABORT)),,needs-FROM) $(SETUP)  ## carry your edit of a stage to all that descend from it: make carry FROM=v11; SINCE=HEAD~1 if committed; CONTINUE=yes or ABORT=yes after a conflict

@@ -130,7 +130,7 @@ def resolve(name: str) -> str:
 
 def load(name: str) -> ModuleType:
     """Import a stage's module, with `attention`, `forward` and `backward`; `name` as in `resolve`."""
-    return importlib.import_module(f"stages.{resolve(name)}")
+    return importlib.import_module(f"{__name__}.{resolve(name)}")
 
 
 def parent(name: str) -> str | None:

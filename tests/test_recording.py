@@ -280,6 +280,43 @@ assert ("torch._dynamo" in sys.modules) == compiler  # stages must not load it, 
 """)
 
 
+def test_an_unknown_triton_runs_without_recording_and_says_so_once():
+    run("""
+import warnings
+triton.__version__ = "4.0.0"
+stage = stages.load("v3")
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    for _ in range(4):
+        launched(entry(stage.forward), *problem(), **OPTIONS)
+        assert not repeated()
+assert [str(each.message) for each in said] == [
+    "Triton 4.0.0 is none of ('3.6.', '3.7.'): launches are not recorded, so calls take more CPU time"
+]
+""")
+
+
+def test_triton_is_as_it_was_after_a_recording():
+    run("""
+stage = stages.load("v29")
+run = CompiledKernel.run
+for _ in range(3):
+    launched(entry(stage.forward), *problem(), **OPTIONS)
+assert repeated() and CompiledKernel.run is run
+
+@entry
+def fails(q, k, v, **options):
+    assert CompiledKernel.run is run, "recorded"
+    return q, k
+
+for expected in (None, AssertionError):
+    try:
+        fails(*problem(), **OPTIONS)
+    except AssertionError:
+        assert expected and CompiledKernel.run is run
+""")
+
+
 def test_a_replay_takes_no_more_memory_than_the_call():
     """The first call is not recorded, the second is recorded, and the others are replayed."""
     run("""

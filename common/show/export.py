@@ -1,0 +1,142 @@
+"""Write a stage as a package that needs nothing else of this repository: `make export STAGE=v53 TO=some/folder`."""
+
+import argparse
+import ast
+import re
+import sys
+from pathlib import Path
+
+import stages
+
+ROOT = Path(__file__).parents[2]
+WITH_INTERPRETER = "common/kernels/interpreted.py"  # the only file that imports the interpreters at its top
+NO_INTERPRETER = '''"""The stages' kernels share this code."""
+
+from ..runtime import INTERPRETED
+
+if INTERPRETED:
+    raise ImportError("TRITON_INTERPRET=1 needs the interpreter: export the stage anew, with INTERPRETER=yes")
+'''
+PACKAGE = '''"""{idea}
+
+{name} of the kernel evolution repository. `attention` says what it takes.
+"""
+
+from .stages.{name} import attention, backward, forward
+
+__all__ = ["attention", "backward", "forward"]
+'''
+README = """# {package}: {name}
+
+{idea}
+
+```python
+from {package} import attention
+
+out = attention(q, k, v, causal=True)  # [B, H, Sq, Dv]; help(attention) says what it takes
+```
+
+{needs} It was run with {versions}.
+"""
+
+
+def _file(module: list[str]) -> str | None:
+    """Return the file of a module of this repository, as a path from the root; None if there is none."""
+    for path in ("/".join(module) + ".py", "/".join([*module, "__init__.py"])):
+        if (ROOT / path).is_file():
+            return path
+    return None
+
+
+def _imported(path: str) -> list[list[str]]:
+    """Return the modules of this repository that a file imports, as lists of names, and the packages that hold them."""
+    found = []
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.ImportFrom):
+            above = path.split("/")[: -node.level] if node.level else []
+            module = above + (node.module.split(".") if node.module else [])
+            if module and module[0] in ("common", "stages"):
+                found += [module, *([*module, alias.name] for alias in node.names)]
+    return [module[:length] for module in found for length in range(1, len(module) + 1)]
+
+
+def files(name: str, interpreter: bool) -> list[str]:
+    """Return the files that a stage consists of, as paths from the root: its own and all that they import.
+
+    Args:
+        name: the directory name of the stage.
+        interpreter: whether the package can run without a GPU.
+    """
+    found, waiting = [], [f"stages/{name}/{path.name}" for path in stages.directory(name).glob("*.py")]
+    while waiting:
+        path = waiting.pop()
+        if path in found or not interpreter and (path == WITH_INTERPRETER or path.startswith("common/interpreter/")):
+            continue
+        found.append(path)
+        waiting += filter(None, map(_file, _imported(path)))
+        if interpreter and path.startswith("common/interpreter/"):
+            waiting += [f"common/interpreter/{other.name}" for other in (ROOT / "common/interpreter").glob("*.py")]
+    return sorted(found)
+
+
+def relative(path: str, text: str) -> str:
+    """Return a file's text with relative imports of this repository's modules."""
+    up = "." * (path.count("/") + 1)
+    return re.sub(r"^(\s*from )((?:common|stages)\b[.\w]*)(?= import )", rf"\g<1>{up}\g<2>", text, flags=re.MULTILINE)
+
+
+def export(name: str, folder: Path, interpreter: bool) -> int:
+    """Write the package, and return the number of its files.
+
+    Args:
+        name: a stage's directory name or version.
+        folder: the package's directory; its last part names the package.
+        interpreter: whether the package can run without a GPU.
+
+    Raises:
+        SystemExit: there is no such stage, the folder has files, or its name is no name of a package.
+    """
+    try:
+        name = stages.resolve(name)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    package = folder.resolve().name
+    if not package.isidentifier():
+        raise SystemExit(f"TO={folder}: {package!r} is not a name that Python can import")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise SystemExit(f"TO={folder} is there already; name a new folder")
+    texts = {path: relative(path, (ROOT / path).read_text()) for path in files(name, interpreter)}
+    if not interpreter and "common/kernels/__init__.py" in texts:
+        texts["common/kernels/__init__.py"] = NO_INTERPRETER
+    if "common/operator.py" in texts:  # so that this package and the repository can be imported together
+        texts["common/operator.py"] = texts["common/operator.py"].replace('"kernel_evolution"', f'"{package}"')
+    docstring = ast.get_docstring(ast.parse(stages.source(name, "__init__.py"))) or name
+    pinned = re.findall(r"^(?:torch|triton)==\S+", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    about = {
+        "package": package,
+        "name": name,
+        "idea": docstring.splitlines()[0],
+        "versions": " and ".join(line.replace("==", " ") for line in pinned),
+        "needs": "It needs a GPU, or TRITON_INTERPRET=1." if interpreter else "It needs a GPU.",
+    }
+    texts |= {"__init__.py": PACKAGE.format(**about), "README.md": README.format(**about)}
+    texts |= {path.name: path.read_text() for path in ROOT.glob("LICENSE*")}
+    for path, text in texts.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    return len(texts)
+
+
+def main(argv: list[str]):
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog="make export", description=__doc__)
+    parser.add_argument("stage", help="a stage, such as v3")
+    parser.add_argument("folder", type=Path, help="the new package's directory")
+    parser.add_argument("--interpreter", action="store_true", help="with the interpreters, for machines without a GPU")
+    arguments = parser.parse_args(argv)
+    number = export(arguments.stage, arguments.folder, arguments.interpreter)
+    print(f"{arguments.folder}: {number} files")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

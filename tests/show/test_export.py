@@ -1,0 +1,68 @@
+"""An exported stage runs without this repository."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import stages
+from common.runtime import INTERPRETED
+from common.show.export import export
+
+NEWEST = [name for name in stages.names() if not stages.is_dead_end(name)][-1]
+CALL = """
+import sys, torch
+from mine import attention
+dtype, device = torch.float16, sys.argv[1]
+q, k, v = (torch.randn(1, heads, 40, 16, dtype=dtype, device=device, requires_grad=True) for heads in (4, 2, 2))
+expected = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True, enable_gqa=True)
+out = attention(q, k, v, causal=True)
+torch.testing.assert_close(out.float(), expected, atol=2e-3, rtol=0)
+grads = (torch.autograd.grad(each, (q, k, v), torch.ones_like(each)) for each in (out, expected))
+for got, right in zip(*grads):
+    torch.testing.assert_close(got.float(), right.float(), atol=2e-2, rtol=0)
+assert not {name.split(".")[0] for name in sys.modules} & {"common", "stages"}
+"""
+
+
+def run(folder, program, *arguments):
+    """Run a program in a new process, in which only `folder` can be imported beside installed packages."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {str(folder)!r})\n{program}", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("name", ["v3", NEWEST])
+def test_an_exported_stage_runs_alone(name, tmp_path):
+    export(name, tmp_path / "mine", interpreter=True)
+    if reason := stages.unavailable(stages.resolve(name)):
+        pytest.skip(reason)
+    done = run(tmp_path, CALL, "cpu" if INTERPRETED else "cuda")
+    assert done.returncode == 0, done.stderr
+    readme = (tmp_path / "mine" / "README.md").read_text()
+    assert stages.resolve(name) in readme and len(readme.splitlines()) <= 12 and "torch 2" in readme
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="about machines without a GPU")
+def test_without_the_interpreter_it_says_what_is_missing(tmp_path):
+    export("v3", tmp_path / "mine", interpreter=False)
+    assert not list(tmp_path.rglob("interpret*"))
+    assert "ImportError: TRITON_INTERPRET=1 needs the interpreter" in run(tmp_path, "import mine").stderr
+
+
+def test_the_repository_and_an_exported_stage_work_in_one_process(tmp_path):
+    export("v1", tmp_path / "mine", interpreter=True)
+    root = str(stages.directory("v1").parents[1])
+    program = f"import sys; sys.path.append({root!r}); import stages; stages.load('v1'); import mine; stages.load('v2')"
+    done = run(tmp_path, program)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("asked", "folder", "said"), [
+    ("v99", "mine", "no stage is called"), ("v3", "my-stage", "not a name"), ("v3", ".", "is there already"),
+])  # fmt: skip
+def test_what_cannot_be_exported_is_refused(asked, folder, said, tmp_path):
+    (tmp_path / "other").touch()
+    with pytest.raises(SystemExit, match=said):
+        export(asked, tmp_path / folder, interpreter=False)

@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import stages
-from common import operator
+from common import entry
 
 SCALE = 0.2
 
@@ -122,7 +122,7 @@ def test_forward_mode_is_refused_before_a_kernel_runs(stage, problem, through, d
         name = stage.__name__.removeprefix("stages.")
         op = getattr(torch.ops.kernel_evolution, f"{name}_forward")
         attend = lambda q, k, v: op(q, k, v, True, SCALE, 0)[0]  # noqa: E731
-    monkeypatch.setattr(operator, "plainly", lambda *_, **__: pytest.fail("a kernel would have run"))
+    monkeypatch.setattr(entry, "plainly", lambda *_, **__: pytest.fail("a kernel would have run"))
     with pytest.raises(NotImplementedError, match="no forward-mode derivatives"):
         differentiate(lambda q: attend(q, k, v), q, torch.ones_like(q))
 

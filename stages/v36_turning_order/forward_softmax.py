@@ -49,8 +49,7 @@ def _accumulate(
 ):  # fmt: skip
     """Run a consumer's softmax over `tiles` key tiles, the last tile first. The last tile's scores are already being computed.
 
-    Returns acc, m (maximum), l (sum) and l_capped (see `_check`). The matmul P V of the first tile, visited last, is still in
-    flight.
+    Returns acc, m (maximum), l (sum) and l_capped (see `_check`). The matmul P V of the tile visited last is still in flight.
     """
     STAGES: gl.constexpr = ring.k.shape[0]
     BLOCK_N: gl.constexpr = ring.k.shape[3]

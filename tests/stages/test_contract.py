@@ -31,7 +31,7 @@ def test_a_stage_exports_the_contract(stage):
         name: list(inspect.signature(getattr(stage, name)).parameters) for name in ("attention", "forward", "backward")
     }
     assert arguments == {
-        "attention": ["q", "k", "v", "causal", "scale", "return_lse"],
+        "attention": ["q", "k", "v", "causal", "scale", "return_lse", "others"],
         "forward": ["q", "k", "v", "causal", "scale", "diagonal"],
         "backward": ["grad_out", "q", "k", "v", "out", "lse", "causal", "scale", "diagonal"],
     }

@@ -9,9 +9,11 @@ may serve part of it.
 For a PyTorch operator, each argument and each result counts once. This is the minimum: the operator's kernel may read parts of
 an argument several times. Making views or empty tensors moves no bytes.
 
-The FLOPs are those of all matmuls that run. They include masked parts of tiles, and scores that a backward computes again.
+The FLOPs are those of all matmuls that run. They include masked parts of tiles, and scores that a backward computes again. For
+PyTorch's own attention, they are those of the unmasked scores.
 """
 
+import itertools
 import math
 import weakref
 from collections.abc import Callable
@@ -46,6 +48,16 @@ _OVERWRITING = {"copy_", "fill_", "zero_"}  # operators that write in place with
 
 
 @dataclass
+class Operand:
+    """The bytes that a launch reads from, and writes to, one allocation."""
+
+    allocation: int  # the allocation's number, the same in all launches of a call
+    nbytes: int  # the size of the allocation
+    read: int = 0
+    written: int = 0
+
+
+@dataclass
 class Launch:
     """The bytes that one kernel or PyTorch operator reads and writes, and the FLOPs of its matmuls."""
 
@@ -54,6 +66,7 @@ class Launch:
     read: int = 0
     written: int = 0
     flops: int = 0
+    operands: list[Operand] = field(default_factory=list, compare=False)  # `read` and `written`, for each allocation
 
 
 @dataclass
@@ -121,13 +134,16 @@ def moved(func, args, kwargs, result) -> tuple[list[Tensor], list[Tensor]]:
     return distinct(read), distinct(written)
 
 
-def _operator_launch(func, args, kwargs, result) -> Launch:
-    """Return the `Launch` of a PyTorch operator."""
-    packet = func.overloadpacket
-    read, written = (sum(map(bytes_of, tensors)) for tensors in moved(func, args, kwargs, result))
-    formula = _FLOPS.get(packet)
-    flops = formula(*_tensors(args), out_val=result) if formula else 0
-    return Launch(f"aten.{packet.__name__}", read=read, written=written, flops=flops)
+def _operator_flops(func, args, kwargs, result) -> int:
+    """Return the FLOPs of a PyTorch operator. Attention with a causal mask computes only the scores under the mask."""
+    if func.overloadpacket not in _FLOPS:
+        return 0
+    flops = _FLOPS[func.overloadpacket](*_tensors(args), out_val=result)
+    values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    if values.get("is_causal"):
+        seq_q, seq_k = (values[name].shape[-2] for name in ("query", "key"))
+        flops = flops * sum(min(i + 1, seq_k) for i in range(seq_q)) // (seq_q * seq_k)
+    return flops
 
 
 class Counter(TorchDispatchMode):
@@ -137,7 +153,9 @@ class Counter(TorchDispatchMode):
         super().__init__()
         self.launches = []
         self.peak = self._live = 0
-        self._in_kernel = False
+        self._in_kernel = self._in_reduction = False
+        self._numbers, self._fresh = {}, itertools.count()  # the address of an allocation -> its number
+        self._operands = {}  # the address of an allocation -> the operand of the newest launch
 
     @classmethod
     def _should_skip_dynamo(cls):
@@ -154,9 +172,9 @@ class Counter(TorchDispatchMode):
             (InterpreterBuilder, "create_descriptor_reduce", self._descriptor_reduce),
             (InterpreterBuilder, "create_dot", self._dot),
             (GluonJITFunction, "run", self._run),
-            (Traffic, "read", self._of_gluon("read")),
-            (Traffic, "write", self._of_gluon("written")),
-            (Traffic, "multiply", self._of_gluon("flops")),
+            (Traffic, "read", self._gluon_read),
+            (Traffic, "write", self._gluon_write),
+            (Traffic, "multiply", self._gluon_multiply),
         )
         # On a GPU, some of these functions do not exist.
         there = [(owner, name, watch) for owner, name, watch in watched if hasattr(owner, name)]
@@ -170,63 +188,103 @@ class Counter(TorchDispatchMode):
             setattr(owner, name, original)
         return super().__exit__(*exc_info)
 
+    def _begin(self, launch: Launch):
+        self.launches.append(launch)
+        self._operands = {}
+
+    def _operand(self, storage) -> Operand:
+        """Return the newest launch's operand in a tensor's storage. If there is none yet, add one."""
+        address = storage.data_ptr()
+        if address not in self._operands:
+            if address not in self._numbers:
+                self._numbers[address] = next(self._fresh)
+            self._operands[address] = Operand(self._numbers[address], storage.nbytes())
+            self.launches[-1].operands.append(self._operands[address])
+        return self._operands[address]
+
+    def _access(self, read: int, written: int, first: int, last: int, adds: bool = False):
+        """Count an access of the newest launch.
+
+        Args:
+            read: the bytes read.
+            written: the bytes written.
+            first, last: the addresses of the first and the last element.
+            adds: whether the access adds to the elements in memory.
+        """
+        operands = self._operands.items()
+        operand = next((operand for begin, operand in operands if begin <= first < begin + operand.nbytes), None)
+        launch = self.launches[-1]
+        if operand is None:
+            raise RuntimeError(f"{launch.name} accesses memory that belongs to none of its arguments")
+        for each in (launch, operand):
+            each.read += read
+            each.written += written
+
     def _run(self, run):
         def counted(function, *args, warmup, **kwargs):
             if not warmup:
                 tile = {name: value for name, value in kwargs.items() if name.startswith("BLOCK_")}
                 tile = {name: value.value if isinstance(value, constexpr) else value for name, value in tile.items()}
-                self.launches.append(Launch(function.__name__, tile))
+                self._begin(Launch(function.__name__, tile))
+                for tensor in _tensors([getattr(leaf, "base", leaf) for leaf in tree_leaves((args, kwargs))]):
+                    self._operand(tensor.untyped_storage())
             self._in_kernel = True  # operators that the interpreter itself calls do not count
             try:
                 return run(function, *args, warmup=warmup, **kwargs)
             finally:
                 self._in_kernel = False
+                if not warmup:
+                    launch = self.launches[-1]
+                    launch.operands = [operand for operand in launch.operands if operand.read or operand.written]
 
         return counted
 
-    def _touch(self, pointers, mask, read, written):
-        """Count an operation's unmasked bytes as read if `read` is 1, and as written if `written` is 1."""
-        element = max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
-        touched = int(numpy.count_nonzero(numpy.asarray(mask.data))) * element  # with a descriptor, `mask` is a NumPy array
-        self.launches[-1].read += read * touched
-        self.launches[-1].written += written * touched
+    def _touch(self, pointers, mask, reads: bool, writes: bool):
+        """Count an operation's unmasked bytes. TMA's addition is a write, because the L2 cache adds and returns nothing."""
+        addresses = numpy.asarray(pointers.data)
+        mask = numpy.asarray(getattr(mask, "data", mask))  # with a descriptor, `mask` is a NumPy array
+        addresses = addresses[numpy.broadcast_to(mask.astype(bool), addresses.shape)]
+        reads = reads and not self._in_reduction
+        if addresses.size and (reads or writes):
+            nbytes = addresses.size * max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
+            ends = int(addresses.min()), int(addresses.max())
+            self._access(reads * nbytes, writes * nbytes, *ends, adds=self._in_reduction or (reads and writes))
 
     def _load(self, load):
         def counted(builder, pointers, mask, *args, **kwargs):
-            self._touch(pointers, mask, read=1, written=0)
+            self._touch(pointers, mask, reads=True, writes=False)
             return load(builder, pointers, mask, *args, **kwargs)
 
         return counted
 
     def _store(self, store):
         def counted(builder, pointers, value, mask, *args, **kwargs):
-            self._touch(pointers, mask, read=0, written=1)
+            self._touch(pointers, mask, reads=False, writes=True)
             return store(builder, pointers, value, mask, *args, **kwargs)
 
         return counted
 
     def _atomic_rmw(self, atomic_rmw):
         def counted(builder, operation, pointers, value, mask, *args):
-            self._touch(pointers, mask, read=1, written=1)
+            self._touch(pointers, mask, reads=True, writes=True)
             return atomic_rmw(builder, operation, pointers, value, mask, *args)
-
-        return counted
-
-    def _descriptor_reduce(self, descriptor_reduce):
-        """Count only the write of TMA's addition, because the L2 cache does the addition and returns nothing."""
-
-        def counted(*args):
-            read = self.launches[-1].read
-            descriptor_reduce(*args)
-            self.launches[-1].read = read
 
         return counted
 
     def _atomic_cas(self, atomic_cas):
         def counted(builder, pointers, expected, value, *args):
-            everywhere = numpy.ones_like(pointers.data, dtype=bool)
-            self._touch(pointers, everywhere, read=1, written=1)
+            self._touch(pointers, numpy.array(True), reads=True, writes=True)
             return atomic_cas(builder, pointers, expected, value, *args)
+
+        return counted
+
+    def _descriptor_reduce(self, descriptor_reduce):
+        def counted(*args):
+            self._in_reduction = True
+            try:
+                descriptor_reduce(*args)
+            finally:
+                self._in_reduction = False
 
         return counted
 
@@ -237,17 +295,25 @@ class Counter(TorchDispatchMode):
 
         return counted
 
-    def _of_gluon(self, what):
-        """Add a Gluon kernel's bytes or FLOPs to the field `what` of the running kernel's launch."""
+    def _gluon_read(self, _):
+        def counted(traffic, nbytes, first, last):
+            if nbytes:
+                self._access(nbytes, 0, first, last)
 
-        def watch(say):
-            def counted(traffic, amount, *where):
-                setattr(self.launches[-1], what, getattr(self.launches[-1], what) + amount)
-                say(traffic, amount, *where)
+        return counted
 
-            return counted
+    def _gluon_write(self, _):
+        def counted(traffic, nbytes, first, last, adds=False):
+            if nbytes:
+                self._access(0, nbytes, first, last, adds)
 
-        return watch
+        return counted
+
+    def _gluon_multiply(self, _):
+        def counted(traffic, flops):
+            self.launches[-1].flops += flops
+
+        return counted
 
     def _release(self, size):
         self._live -= size
@@ -257,13 +323,26 @@ class Counter(TorchDispatchMode):
         result = func(*args, **kwargs)
         if self._in_kernel:
             return result
-        if not func.is_view and func.overloadpacket.__name__ not in _NO_KERNEL:
-            self.launches.append(_operator_launch(func, args, kwargs, result))
         # A result that shares an argument's storage allocates nothing. Any other result has a new storage.
         given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
         made = (t.untyped_storage() for t in _tensors(result))
         for storage in {s._cdata: s for s in made if s._cdata not in given}.values():
+            self._numbers[storage.data_ptr()] = next(self._fresh)
             self._live += storage.nbytes()
             weakref.finalize(storage, self._release, storage.nbytes())
         self.peak = max(self.peak, self._live)
+        if not func.is_view and func.overloadpacket.__name__ not in _NO_KERNEL:
+            flops = _operator_flops(func, args, kwargs, result)
+            self._begin(Launch(f"aten.{func.overloadpacket.__name__}", flops=flops))
+            read, written = moved(func, args, kwargs, result)
+            for tensor in read:
+                self._move(tensor, bytes_of(tensor), 0)
+            for tensor in written:
+                self._move(tensor, 0, bytes_of(tensor))
         return result
+
+    def _move(self, tensor: Tensor, read: int, written: int):
+        """Count that an operator reads or writes a tensor."""
+        for each in (self.launches[-1], self._operand(tensor.untyped_storage())):
+            each.read += read
+            each.written += written

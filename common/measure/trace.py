@@ -14,14 +14,13 @@ import dataclasses
 import sys
 from dataclasses import dataclass
 
-import numpy
 import torch
 from torch import Tensor
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.interpreter import interpreter_builder
 
 from common.interpreter import schedule
-from common.measure.counter import Counter, Launch, bytes_of, moved
+from common.measure.counter import Counter, Launch
 from common.measure.timeline import measured_rates
 from common.measure.traffic import GPUS, Gpu, tiles_of
 from common.measure.workloads import DTYPES, Workload
@@ -188,18 +187,22 @@ class _Tracer(Counter):
         spans = {launch: self._timings[number].spans for launch, number in self._timed.items()}
         return Trace(self.launches, accesses, tensors, spans)
 
-    def _note(self, kind, first, last, nbytes, program=0, partition="", span=None):
-        if not nbytes:
-            return
-        known = next((known for known in self._known if known.first <= first < known.end), None)
-        if known is None:
-            raise RuntimeError(f"{self.launches[-1].name} accesses memory that belongs to no known tensor")
+    def _access(self, read, written, first, last, adds=False):
+        super()._access(read, written, first, last, adds)
+        known = next(known for known in self._known if known.first <= first < known.end)
+        launch = len(self.launches) - 1
+        if launch not in self._timed:
+            program, partition, span = interpreter_builder.grid_idx[0], "", (None, None)
+        else:
+            running, timing = schedule.now().running, schedule.now().timing
+            program, partition, span = running.program.number, running.name, (running.clock, running.clock)
+            if timing and timing.spans and timing.spans[-1].what in ("load", "store", "add"):
+                span = timing.spans[-1].start, timing.spans[-1].end
         (head, row, column), (last_head, last_row, last_column) = known.place(first), known.place(last)
         rows = (row, last_row) if last_head == head else (0, known.shape[1] - 1)
-        columns = tuple(sorted((column, last_column)))
-        place = (head, last_head), rows, columns
-        access = Access(len(self.launches) - 1, program, partition, kind, "", *place, nbytes, *(span or (None, None)))
-        self._seen.append((known, access))
+        place = (head, last_head), rows, tuple(sorted((column, last_column)))
+        kind = "add" if adds else "write" if written else "read"
+        self._seen.append((known, Access(launch, program, partition, kind, "", *place, read + written, *span)))
 
     def _run(self, run):
         counted = super()._run(run)
@@ -216,73 +219,20 @@ class _Tracer(Counter):
 
         return traced
 
-    def _touch(self, pointers, mask, read, written):
-        super()._touch(pointers, mask, read, written)
-        addresses = numpy.asarray(pointers.data)
-        addresses = addresses[numpy.broadcast_to(numpy.asarray(getattr(mask, "data", mask)).astype(bool), addresses.shape)]
-        if addresses.size:
-            size = max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
-            kind = "add" if read and written else "read" if read else "write"
-            program = interpreter_builder.grid_idx[0]
-            self._note(kind, int(addresses.min()), int(addresses.max()), (read + written) * addresses.size * size, program)
-
-    def _descriptor_reduce(self, descriptor_reduce):
-        counted = super()._descriptor_reduce(descriptor_reduce)
-
-        def traced(*args):
-            before, written = len(self._seen), self.launches[-1].written
-            counted(*args)
-            self._seen[before:], noted = [], self._seen[before:]
-            if noted:
-                known, access = noted[-1]
-                nbytes = self.launches[-1].written - written
-                self._seen.append((known, dataclasses.replace(access, kind="add", nbytes=nbytes)))
-
-        return traced
-
-    def _of_gluon(self, what):
-        watch = super()._of_gluon(what)
-        if what == "flops":
-            return watch
-
-        def traced(say):
-            counted = watch(say)
-
-            def noted(traffic, nbytes, first, last, adds=False):
-                counted(traffic, nbytes, first, last, adds) if what == "written" else counted(traffic, nbytes, first, last)
-                running, timing = schedule.now().running, schedule.now().timing
-                span = (running.clock, running.clock)
-                if timing and timing.spans and timing.spans[-1].what in ("load", "store", "add"):
-                    span = timing.spans[-1].start, timing.spans[-1].end
-                kind = "read" if what == "read" else "add" if adds else "write"
-                self._note(kind, first, last, nbytes, running.program.number, running.name, span)
-
-            return noted
-
-        return traced
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        before = len(self.launches)
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if self._in_kernel:
-            return result
-        for tensor in (leaf for leaf in torch.utils._pytree.tree_leaves(result) if isinstance(leaf, Tensor)):
-            self.know(tensor, None)
-        if len(self.launches) > before:
-            read, written = moved(func, args, kwargs or {}, result)
-            for kind, tensors in (("read", read), ("write", written)):
-                for tensor in tensors:
-                    self._note_operand(kind, tensor)
+        if not self._in_kernel:
+            for tensor in (leaf for leaf in torch.utils._pytree.tree_leaves(result) if isinstance(leaf, Tensor)):
+                self.know(tensor, None)
         return result
 
-    def _note_operand(self, kind, tensor):
-        known = self.know(tensor, _name_in_a_stage(tensor))
-        heads, rows, columns = known.shape
-        access = Access(
-            len(self.launches) - 1, 0, "", kind, "", (0, heads - 1), (0, rows - 1), (0, columns - 1), bytes_of(tensor)
-        )
-        if access.nbytes:
-            self._seen.append((known, access))
+    def _move(self, tensor, read, written):
+        super()._move(tensor, read, written)
+        if read + written:
+            known = self.know(tensor, _name_in_a_stage(tensor))
+            place = ((0, size - 1) for size in known.shape)
+            kind = "read" if read else "write"
+            self._seen.append((known, Access(len(self.launches) - 1, 0, "", kind, "", *place, read + written)))
 
 
 def _name_in_a_stage(tensor: Tensor) -> str | None:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import importlib
+import json
 import re
 import types
 
@@ -33,7 +34,7 @@ from common.kernels.tiles import key_tile, query_tile
 from common.kernels.tuning import tuners
 from common.measure import traffic
 from common.measure.constants import NEVER
-from common.measure.counter import Count, Launch, count
+from common.measure.counter import Count, Launch, Operand, count
 from common.runtime import INTERPRETED
 from common.show import results, story
 
@@ -520,7 +521,7 @@ def test_counting_leaves_the_interpreter_as_it_was():
     assert count(lambda: x + x).read == 12
 
 
-# --- tiles, roofline
+# --- tiles, predictions
 
 
 def blocks(counts):
@@ -557,11 +558,71 @@ def test_stages_are_available_where_a_gpu_has_what_they_need():
         traffic.count_stage(stages.load("v12"), traffic.Workload("fwd", 1, 1, 16, 16, False, "float16"), traffic.GPUS["a100"])
 
 
-def test_roofline_adds_launches_and_names_what_takes_longer():
-    gpu = traffic.Gpu("some", 90, 1, tflops=100, tb_per_s=1, source="")
-    moving, computing = Launch("a", {}, 4_000_000, 1_000_000, 10), Launch("b", {}, 10, 10, 300_000_000)
-    assert traffic.roofline([moving, computing], gpu) == (pytest.approx(5e-6 + 3e-6), "bytes")
-    assert traffic.roofline([computing], gpu) == (pytest.approx(3e-6), "FLOPs")
-    costs = traffic.costs(Count([moving, computing], 2**20), gpu, "float16")
-    assert costs["roofline_us"] == pytest.approx(8) and costs["peak_extra_mib"] == 1 and costs["kernel_launches"] == 2
-    assert traffic.costs(Count([moving], 0), gpu, "float32")["roofline_us"] is None  # float32 has another peak
+RATES = traffic.Rates(tflops=100, hbm_tb_per_s=1, l2_tb_per_s=4, launch_us=2)
+
+
+def operands(*each):
+    """Return a launch with operands of (allocation, size in bytes, bytes read, bytes written)."""
+    return Launch(
+        "a", read=sum(e[2] for e in each), written=sum(e[3] for e in each), operands=[Operand(*operand) for operand in each]
+    )
+
+
+def test_bytes_cross_hbm_once_unless_the_cache_drops_them():
+    small, again = operands((0, 60, 600, 0), (1, 30, 0, 30)), operands((1, 30, 90, 0), (0, 60, 60, 0))
+    assert traffic.compulsory([small, again], 100) == [60, 0]
+    # Allocation 2 needs the room of allocation 0, which HBM has, and of allocation 1, which HBM lacks.
+    large = operands((2, 90, 0, 500))
+    assert traffic.compulsory([small, large, again], 100) == [60, 30, 30 + 60 + 90]
+    assert traffic.compulsory([operands((0, 101, 50, 101))], 100) == [50 + 101]
+
+
+def test_a_prediction_takes_the_level_that_binds_and_adds_launches():
+    def predicted(read, requested, flops, **rates):
+        launch = Launch("a", {}, requested, 0, flops, [Operand(0, 10**9, read, 0)])
+        return traffic.predict([launch, launch], RATES._replace(**rates), l2_mb=1)
+
+    assert predicted(3 * 10**6, 4 * 10**6, 10**8) == (pytest.approx(2 * 3e-6 + 4e-6), "HBM")
+    assert predicted(10**6, 12 * 10**6, 10**8) == (pytest.approx(2 * 3e-6 + 4e-6), "L2")
+    assert predicted(10**6, 4 * 10**6, 3 * 10**8) == (pytest.approx(2 * 3e-6 + 4e-6), "FLOPs")
+    assert predicted(10**6, 10**6, 10**7) == (pytest.approx(2 * 1e-6 + 4e-6), "launches")
+
+
+def test_a_prediction_for_many_heads_is_that_of_as_many_bytes():
+    one, many = (operands((0, n * 4000, n * 9000, 0), (1, n * 4000, 0, n * 4000)) for n in (1, 8))
+    launches = [[each, each] for each in (one, many)]
+    assert traffic.predict(launches[0], RATES, 0.04, heads=8) == traffic.predict(launches[1], RATES, 0.04)
+    assert traffic.predict(launches[0], RATES, 0.04)[0] < traffic.predict(launches[0], RATES, 0.04, heads=8)[0]
+
+
+def test_v2_requests_its_output_many_times_and_v3_once():
+    """v2's compulsory bytes are as few as v3's, because one head fits in the L2 cache."""
+    workload = traffic.Workload("fwd", 1, 1, 1024, 64, False, "float16")
+    qkv = 3 * 1024 * 64 * 2
+    for name, much in (("v2", True), ("v3", False)):
+        launches = traffic.count_stage(stages.load(name), workload, H200).launches
+        assert sum(traffic.compulsory(launches, H200.l2_mb * 1e6)) == qkv
+        assert (sum(launch.read for launch in launches) > 12 * qkv) == much
+
+
+def test_costs_say_nothing_where_no_rate_was_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(traffic, "RESULTS", tmp_path)
+    counted = Count([operands((0, 10**9, 10**6, 0))], 2**20)
+    costs = traffic.costs(counted, H200, "float16")
+    assert costs["predicted_us"] is None and costs["peak_extra_mib"] == 1 and costs["kernel_launches"] == 1
+    assert costs["roofline_us"] == pytest.approx(1 / 4.8) and costs["bound"] == "HBM"
+    assert traffic.costs(counted, H200, "float32")["roofline_us"] is None  # float32 has another peak
+    ceilings = {"matmul_tflops": {"float16": 600}, "hbm_gbps": 4000, "l2_gbps": 9000, "launch_us": 2}
+    (tmp_path / "ceilings-h200.json").write_text(json.dumps(ceilings))
+    assert traffic.costs(counted, H200, "float16")["predicted_us"] == pytest.approx(2 + 1 / 4)
+    assert traffic.costs(counted, H200, "float32")["predicted_us"] is None
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_library_s_masked_scores_count_as_a_stage_s_do(causal):
+    """With a causal mask, SDPA counts the unmasked scores. v3 also counts the masked halves of the tiles on the diagonal."""
+    q = torch.zeros(1, 1, 256, 64, dtype=torch.float16)
+    library = count(lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=causal)).flops
+    workload = traffic.Workload("fwd", 1, 1, 256, 64, causal, "float16")
+    mine = traffic.count_stage(stages.load("v3"), workload, H200).flops
+    assert library == (4 * 64 * 256 * 257 // 2 if causal else mine) and library <= mine < 1.8 * library

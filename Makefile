@@ -1,7 +1,7 @@
 # `make` lists the targets. Without PYTHON, the targets create and use .venv. PYTHON=python3 uses python3 and installs nothing.
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-long sanitize bench bench-ring reference rates energy traffic compare readme table plots timeline trace site screenshots story diff stage export carry drift example example-ring lint format clean
+.PHONY: help test test-long sanitize bench bench-ring reference ceilings energy traffic compare readme table plots timeline trace site screenshots story diff stage export carry drift example example-ring lint format clean
 
 ifdef PYTHON
 SETUP := packages
@@ -87,9 +87,9 @@ reference: EXAMPLE = make reference GRID=forward-d64 FILE=results/forward-d64-h1
 reference: needs-GRID needs-FILE $(SETUP)  ## measure one part of results/ on a GPU, GRID=forward-d64, into FILE=…
 	$(PYTHON) bench.py --reference "$(GRID)" --json "$(FILE)"
 
-rates: EXAMPLE = make rates FILE=results/rates-h200.json
-rates: needs-FILE $(SETUP)  ## measure the rate of each unit of an SM on a Hopper GPU, into FILE=…
-	$(PYTHON) -m common.measure.rates --json "$(FILE)"
+ceilings: EXAMPLE = make ceilings FILE=results/ceilings-h200.json
+ceilings: needs-FILE $(SETUP)  ## measure the rates of a Hopper GPU that predictions use, into FILE=…
+	$(PYTHON) -m common.measure.ceilings "$(FILE)"
 
 energy: EXAMPLE = make energy FILE=results/energy-d64-h200.json ARGS="--head-dim 64"
 energy: needs-FILE $(SETUP)  ## measure the joules of a call on an NVIDIA GPU, into FILE=…; ARGS="…" goes to common.measure.energy

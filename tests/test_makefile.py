@@ -53,7 +53,7 @@ def make(directory, *arguments, **environment):
     (["stage"], "FROM", "make stage FROM=v29 NAME=v29x_yours"),
     (["stage", "FROM=v29"], "NAME", "make stage FROM=v29 NAME=v29x_yours"),
     (["carry", "CONTINUE="], "FROM", "make carry FROM=v11"),
-    (["rates"], "FILE", "make rates FILE=results/rates-h200.json"),
+    (["ceilings"], "FILE", "make ceilings FILE=results/ceilings-h200.json"),
     (["energy"], "FILE", "make energy FILE=results/energy-d64-h200.json ARGS=\"--head-dim 64\""),
 ])  # fmt: skip
 def test_a_missing_variable_is_named_before_anything_is_installed(arguments, missing, example, tmp_path):

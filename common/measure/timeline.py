@@ -1,26 +1,19 @@
 """Simulate a stage's Gluon kernels on one SM, cycle by cycle, at the measured rates of its units.
 
-    python -m common.measure.timeline --stage v25,v28 --json results/timeline.json   # on any machine
-
 The model of an SM is `common.interpreter.timing`. The model's rates are in results/rates-h200.json. They come from
-microbenchmarks (`common.measure.rates`), so no rate is fitted to a stage's measured time. Only Gluon kernels are timed.
+microbenchmarks, so no rate is fitted to a stage's measured time. Only Gluon kernels are timed. `make timeline` draws them.
 """
 
-import argparse
 import itertools
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 
 import torch
-from tabulate import tabulate
 
 import stages
 from common.interpreter import schedule
 from common.interpreter.timing import UNITS, Rates, Span, Timing
-from common.measure import machine, terminal
-from common.measure.options import add_list, json_path, list_of, one_of, write_json
 from common.measure.traffic import stage_call
 from common.measure.workloads import Workload
 from common.operator import HEAD_DIMS
@@ -32,7 +25,7 @@ SCORES = 128 * 128  # the table gives the cycles for this number of unmasked sco
 
 
 def measured_rates(path: Path = RATES) -> Rates:
-    """Return the model's rates, from a results file of `common.measure.rates`."""
+    """Return the model's rates, from a results file of microbenchmarks."""
     values = {}
     for rate in json.loads(path.read_text())["rates"]:
         values[rate["unit"], rate["name"], rate["num_sms"] == 1, rate["warpgroups"]] = rate["value"]
@@ -129,43 +122,3 @@ def require_timed(names: list[str], passes: list[str], head_dims: list[int]):
 def _timed(name, pass_, head_dim):
     """Simulate a pass for a sequence of length 1, and return whether the model times any of its kernels."""
     return bool(simulate(stages.load(name), Workload(pass_, 1, 1, 1, head_dim, False, "float16"), measured_rates()))
-
-
-def table(records: list[dict]) -> str:
-    """Format the records as a table with one row per record."""
-    rows = [
-        [r["impl"], r["pass"], r["head_dim"], "causal" if r["causal"] else "full", r["seq_len"], round(r["cycles_a_tile"])]
-        + [f"{100 * r['busy'][unit]:.0f}" for unit in UNITS]
-        for r in records
-    ]
-    return tabulate(rows, headers=["stage", "pass", "D", "mask", "S", "cycles", *(f"{unit} %" for unit in UNITS)])
-
-
-def main(argv: list[str]):
-    """Run the command line."""
-    terminal.prepare()
-    description = f"Time Gluon stages on one SM, in cycles for {SCORES} scores. LIST is comma-separated."
-    parser = argparse.ArgumentParser(prog="python -m common.measure.timeline", description=description)
-    add_list(parser, "--stage", ",".join(filter(has_gluon, stages.names())))
-    passes = list_of(one_of({"fwd": "fwd", "bwd": "bwd"}))
-    parser.add_argument("--pass", type=passes, default="fwd,bwd", metavar="LIST", help="fwd, bwd (default: both)")
-    for flag, default in (("--seq-len", "2048"), ("--head-dim", "64,128"), ("--causal", "no,yes")):
-        add_list(parser, flag, default)
-    parser.add_argument("--json", type=json_path, metavar="FILE", help="also write the records to FILE")
-    options = parser.parse_args(argv)
-    require_timed(options.stage, vars(options)["pass"], options.head_dim)
-    rates, records = measured_rates(), []
-    for pass_, head_dim, causal, seq_len, name in itertools.product(
-        vars(options)["pass"], options.head_dim, options.causal, options.seq_len, options.stage
-    ):
-        workload = Workload(pass_, 1, 1, seq_len, head_dim, causal, "float16")
-        records.append(record(name, workload, simulate(stages.load(name), workload, rates)))
-        print(f"\rtimed {len(records)}", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
-    print(table(records))
-    if options.json:
-        write_json(options.json, {"records": records, "machine_info": machine.facts()})
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -73,8 +73,8 @@ HOPPER = "https://developer.nvidia.com/blog/nvidia-hopper-architecture-in-depth/
 GPUS = {
     # The pages give 1,979 TFLOP/s with sparsity. Without sparsity, the rate is half of this. The page HOPPER gives the SMs and
     # the L2 cache of the H100 SXM. The H200 has the same chip.
-    "h200": Gpu("NVIDIA H200 SXM", 90, 132, 989, 4.8, 50, f"https://www.nvidia.com/en-us/data-center/h200/ and {HOPPER}"),
     "h100": Gpu("NVIDIA H100 SXM", 90, 132, 989, 3.35, 50, f"https://www.nvidia.com/en-us/data-center/h100/ and {HOPPER}"),
+    "h200": Gpu("NVIDIA H200 SXM", 90, 132, 989, 4.8, 50, f"https://www.nvidia.com/en-us/data-center/h200/ and {HOPPER}"),
     # The SMs and the L2 cache are from https://developer.nvidia.com/blog/nvidia-ampere-architecture-in-depth/.
     "a100": Gpu(
         "NVIDIA A100 80GB SXM", 80, 108, 312, 2.039, 40,

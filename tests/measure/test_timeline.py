@@ -1,6 +1,4 @@
-"""The timing model of Gluon stages has the right rates and results, and its command works."""
-
-import json
+"""The timing model of Gluon stages has the right rates and results."""
 
 import pytest
 
@@ -9,7 +7,6 @@ from common.interpreter.timing import COPIES, EXPONENTIALS, TENSOR_CORES, UNITS
 from common.measure import timeline
 from common.measure.workloads import Workload
 from common.runtime import INTERPRETED
-from common.show import results
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the model runs in the interpreter")
 
@@ -42,27 +39,9 @@ def test_the_model_is_deterministic():
     assert [timing.end for timing in first] == [timing.end for timing in second]
 
 
-@pytest.mark.parametrize("name", [name for name in stages.names() if timeline.has_gluon(name)])
-def test_committed_cycles_are_the_model_s(name):
-    records, _ = results.load_counts(results.TIMELINE)
-    if not any(record["impl"] == name for record in records):
-        pytest.skip("not timed yet: results/README.md says how")
-    workload = Workload("fwd", 1, 1, 2048, 64, True, "float16")
-    now = timeline.record(name, workload, timeline.simulate(stages.load(name), workload, timeline.measured_rates()))
-    committed = results.modelled(records, name, "fwd", 64, True, 2048)
-    assert now["cycles_a_tile"] == pytest.approx(committed), "python -m common.measure.timeline, as results/README.md has it"
-
-
-def test_command_prints_the_table_and_saves_the_records(tmp_path, capsys):
-    path = tmp_path / "timeline.json"
-    timeline.main(["--stage=v28", "--pass=fwd", "--head-dim=64", "--causal=no", "--seq-len=256", f"--json={path}"])
-    (record,) = json.loads(path.read_text())["records"]
-    assert f"{record['cycles_a_tile']:.0f}" in capsys.readouterr().out and record["impl"] == "v28_dependent_launch"
-
-
 def test_a_stage_without_gluon_is_refused():
     with pytest.raises(SystemExit, match="v3_fa2_causal does not have Gluon kernels for both passes"):
-        timeline.main(["--stage=v3"])
+        timeline.require_timed([stages.resolve("v3")], ["fwd"], [64])
 
 
 def test_a_pass_that_falls_back_to_triton_is_refused_with_a_working_option():

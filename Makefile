@@ -1,7 +1,7 @@
 # `make` lists the targets. Without PYTHON, the targets create and use .venv. PYTHON=python3 uses python3 and installs nothing.
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-long sanitize bench bench-ring reference ceilings energy traffic compare readme table plots timeline trace site screenshots story diff stage export carry drift example example-ring lint format clean
+.PHONY: help test test-long sanitize bench bench-ring reference stale ceilings energy traffic compare readme table plots timeline trace site screenshots story diff stage export carry drift example example-ring lint format clean
 
 ifdef PYTHON
 SETUP := packages
@@ -84,8 +84,11 @@ bench-ring: $(SETUP)  ## measure a stage on GPUS=4 GPUs that share a sequence (d
 	$(PYTHON) -m common.measure.scaling $(addprefix --gpus=,$(GPUS)) $(addprefix --stage=,$(STAGE)) $(ARGS)
 
 reference: EXAMPLE = make reference GRID=forward-d64 FILE=results/forward-d64-h100.json
-reference: needs-GRID needs-FILE $(SETUP)  ## measure one part of results/ on a GPU, GRID=forward-d64, into FILE=…
+reference: needs-GRID needs-FILE $(SETUP)  ## measure one part of results/ on a GPU, GRID=forward-d64, into FILE=…, unless all its rows are current
 	$(PYTHON) bench.py --reference "$(GRID)" --json "$(FILE)"
+
+stale: $(SETUP)  ## list the parts of results/ whose rows are missing or measured older code, as commands for a GPU
+	@$(PYTHON) bench.py --stale
 
 ceilings: EXAMPLE = make ceilings FILE=results/ceilings-h200.json
 ceilings: needs-FILE $(SETUP)  ## measure the rates of a Hopper GPU that predictions use, into FILE=…

@@ -24,14 +24,15 @@ from torch import Tensor
 
 import stages
 from common import operator
-from common.measure import files, machine, reference, timing, traffic, workloads
+from common.measure import digest, files, machine, reference, timing, traffic, workloads
 from common.measure.baselines import BASELINES, attention_of, refusal, timed_call
 from common.measure.counter import Count, count
 from common.measure.footprint import footprint
-from common.measure.options import json_path, list_of, one_of, positive, positive_number, sink, unwritable
+from common.measure.options import json_path, list_of, one_of, positive, positive_number, single, sink, unwritable
 from common.measure.progress import COLUMNS, Progress, say
 from common.measure.workloads import Workload
 from common.runtime import DEVICE
+from common.show import counted, results
 from common.show.results import CODE, HEAD_DIMS, MEAN_OVER, spoken
 from common.show.summary import summary
 from common.show.tables import speed_table
@@ -54,7 +55,39 @@ CHECKED_SCORES = 2**33  # the check computes at most this many float64 scores: t
 # A library's errors may be this many times a stage's. SDPA's float16 gradients on a CPU are 3 % above the bounds of a stage.
 LIBRARY_SLACK = 4
 
-GPU = traffic.GPUS["h200"]  # without a GPU, the table uses the tiles and peaks of this GPU
+GPU = traffic.GPUS["h200"]  # without a GPU, the kernels have their tiles for this GPU
+
+AGAIN = " (again)"  # a stage that is measured twice has this after its name the second time
+
+# pytest-benchmark's options that cannot work, and why. All others go to pytest.
+ROUNDS = "common.measure.timing chooses rounds and warm-up, and times them on the GPU"
+ALWAYS = "this command runs benchmarks and nothing else"
+REFUSED = {
+    **dict.fromkeys(
+        ("min-time", "max-time", "min-rounds", "precision", "confidence", "timer", "calibration-precision"), ROUNDS
+    ),
+    **dict.fromkeys(("warmup", "warmup-iterations", "disable-gc"), ROUNDS),
+    **dict.fromkeys(("skip", "disable", "enable", "only"), ALWAYS),
+    **dict.fromkeys(("cprofile", "cprofile-loops", "cprofile-top", "cprofile-dump"), "it would profile no call"),
+    "autosave": "each run is saved already",
+    "quiet": "pytest-benchmark's table appears only if an option such as --benchmark-columns asks for it",
+    "json": "--json FILE saves the run in a file",
+}
+SILENT = "save", "save-data", "storage", "netrc"  # with other options, pytest-benchmark shows its own table too
+
+
+def _for_pytest(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
+    """Return the words that this command does not know, which are pytest-benchmark's options and their values.
+
+    Exit with status 2 if one is no such option, or if pytest-benchmark cannot do here what it asks for.
+    """
+    for place, word in enumerate(words):
+        flag = word.partition("=")[0].removeprefix("--benchmark-")
+        if word.startswith("--benchmark-") and flag in REFUSED:
+            parser.error(f"argument --benchmark-{flag}: {REFUSED[flag]}")
+        if not word.startswith("--benchmark-") and (place == 0 or word.startswith("-")):
+            parser.error(f"unrecognized arguments: {word}")
+    return words
 
 
 def parse_options(argv: list[str]) -> argparse.Namespace:
@@ -62,7 +95,8 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="bench.py",
         description="Measure the forward and backward of stages and baselines. LIST is comma-separated, and you can repeat a "
-        "flag. Each run is saved in .benchmarks, where `pytest-benchmark compare` finds it.",
+        "flag. Each run is saved in .benchmarks. Options of pytest-benchmark work too, such as --benchmark-compare, "
+        "--benchmark-columns=median,iqr and --benchmark-save=NAME.",
     )
 
     defaults = {}
@@ -104,7 +138,11 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         "attention sinks, NATS or NATS@KEY or NATS@KEY/HEAD: the score of a key (default: 0) with every query, in one K/V head "
         "(default: in all); default: 0, which is no attention sink",
     )
+    parser.add_argument(
+        "--again", type=single(stages.resolve), metavar="STAGE", help="measure one of the stages twice, to see the noise"
+    )
     parser.add_argument("--json", type=json_path, metavar="FILE", help="also save the run in FILE")
+    parser.add_argument("--stale", action="store_true", help="print which parts of results/ to measure again, and why")
     parser.add_argument("--wide", action="store_true", help="show all columns of the tables, in lines of any length")
     parser.add_argument(
         "--reference",
@@ -118,8 +156,9 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         "shapes of real models, and odd lengths",
     )
 
-    options = parser.parse_args(argv)
-    if options.reference and any(getattr(options, name) for name in defaults):
+    options, words = parser.parse_known_args(argv)
+    options.for_pytest = _for_pytest(parser, words)
+    if options.reference and (options.again or any(getattr(options, name) for name in defaults)):
         parser.error("--reference selects all cases itself, so only --json can be added")
     options.about = options.stage[-1] if options.stage else None
     for name, default in defaults.items():
@@ -248,39 +287,75 @@ GRIDS = {  # value of --reference -> the command lines of its run, each with the
 }  # fmt: skip
 
 
-@functools.cache
+def source(impl: str, pass_: str) -> str | None:
+    """Return the digest of a stage's code for a pass, or None for a library. `pass_` is a key of `workloads.PASSES`."""
+    if impl in BASELINES:
+        return None
+    return "+".join(digest.current(impl.removesuffix(AGAIN), CODE[each]) for each in pass_.split("+"))
+
+
 def repeats(impl: str, pass_: str) -> bool:
-    """Return whether a stage and its parent have identical files for a pass."""
-    code = {"fwd": "forward", "bwd": "backward"}.get(pass_)
-    if code is None or impl in BASELINES or not stages.parent(impl):
-        return False
-    both = impl, stages.parent(impl)
-    return all(len({stages.source(name, file) for name in both}) == 1 for file in stages.files(code, *both))
+    """Return whether a stage and its parent have the same code for a pass."""
+    parent = None if impl in BASELINES else stages.parent(impl)
+    return pass_ in CODE and parent is not None and source(impl, pass_) == source(parent, pass_)
 
 
 def cases(options: argparse.Namespace) -> list[tuple[str, Workload]]:
     """Return all cases to measure, as (implementation, workload).
 
     Cases of one workload are adjacent, so that the GPU's clock is similar for all of them. A reference run leaves out a stage's
-    pass if the parent's pass has identical files and is measured too.
+    pass if the parent's pass has the same code and is measured too. A stage that is measured twice comes first and at its own
+    place, so that the two times are as far apart as any others. In a reference run, this is the newest stage.
     """
     if not options.reference:
-        return [(i, workload) for workload in options.workloads for i in (*BASELINES, *chosen_stages(options.stage))]
-    chosen = [(parse_options(argv).workloads, names) for argv, names in GRIDS[options.reference]]
+        chosen = [(options.workloads, [*BASELINES, *chosen_stages(options.stage)])]
+        again = options.again
+    else:
+        chosen = [(parse_options(argv).workloads, names) for argv, names in GRIDS[options.reference]]
+        again = LINE[-1]
+    found = []
+    for workload, names in ((workload, names) for selected, names in chosen for workload in selected):
+        kept = [
+            impl for impl in names if not (options.reference and repeats(impl, workload.pass_) and stages.parent(impl) in names)
+        ]
+        found += [(impl, workload) for impl in ([again + AGAIN] if again in kept else []) + kept]
+    return found
+
+
+def stale(name: str, path: Path) -> list[str]:
+    """Return which passes of which stages a part of results/ lacks, or has measured with other code than today's.
+
+    Args:
+        name: a key of `GRIDS`.
+        path: the results file, which need not exist.
+    """
+    known = {}
+    for record in results.load_run(path)[0] if path.exists() else []:
+        known.setdefault((record["impl"], record["pass"]), set()).add(record.get("source"))
+    wanted = dict.fromkeys((impl, work.pass_) for impl, work in cases(parse_options(["--reference", name])))
     return [
-        (impl, workload)
-        for selected, names in chosen
-        for workload in selected
-        for impl in names
-        if not (repeats(impl, workload.pass_) and stages.parent(impl) in names)
+        f"{spoken(impl)} {pass_}"
+        for impl, pass_ in wanted
+        if impl not in BASELINES and not impl.endswith(AGAIN) and known.get((impl, pass_)) != {source(impl, pass_)}
     ]
+
+
+def show_stale():
+    """Print the command for each results file of a reference run that lacks rows or has stale ones, and these rows.
+
+    A table compares the rows of one run. So the command measures all rows again, also those whose code is the same.
+    """
+    for name, gpu in itertools.product(GRIDS, results.GPUS):
+        path = results.ROOT / "results" / f"{name}-{gpu}.json"
+        if path.exists() and (rows := stale(name, path)):
+            print(f"make reference GRID={name} FILE=results/{path.name}  # {', '.join(rows)}")
 
 
 def expected_seconds(impl: str, workload: Workload) -> float:
     """Return about how many seconds a case takes."""
     if DEVICE == "cuda":
         return GPU_CASE_S
-    interpreted = impl not in BASELINES and not stages.unavailable(impl)
+    interpreted = impl not in BASELINES and not stages.unavailable(impl.removesuffix(AGAIN))
     pairs = workload.flops / (2 * (workload.head_dim + workload.value_dim))
     return INTERPRETER_CASE_S + interpreted * INTERPRETER_PAIR_S * pairs
 
@@ -387,7 +462,7 @@ def _gpu_timer() -> timing.GpuTimer:
 
 TIMER = timing.Replay()
 # In a saved run, this text ends the names of benchmark groups. Without a GPU, it explains what the "times" are.
-GROUP = "" if DEVICE == "cuda" else f" (no GPU: counted, as time at the peaks of an {GPU.name})"
+GROUP = "" if DEVICE == "cuda" else " (no GPU: 1 s stands for 1 GB that the kernels request)"
 
 
 class Bench:
@@ -396,13 +471,14 @@ class Bench:
     def __init__(self, options: argparse.Namespace):
         self.cases = cases(options)
         self.json = options.json
-        self.columns = None if options.wide else COLUMNS
+        self.wide = options.wide
+        self.keep_rounds = "--benchmark-save-data" in options.for_pytest
         self.about = options.about
         self.begun = 0
         self.records = []
         self.machine = machine.facts() | {"matmul_tflops": {}}
         if DEVICE == "cpu":
-            self.machine["roofline"] = GPU.peaks
+            self.machine["roofline"] = GPU.peaks  # `roofline_us` in the records is a lower bound at these rates
 
     def pytest_collection_finish(self, session):
         every = [dict(item.callspec.params) for item in session.items]
@@ -425,7 +501,8 @@ class Bench:
     def pytest_benchmark_update_json(self, output_json):
         output_json["commit_info"].pop("project", None)  # leave out the name of the directory
         for benchmark in output_json["benchmarks"]:
-            benchmark["stats"].pop("data", None)  # keep the statistics, and leave out the time of each round
+            if not self.keep_rounds:  # keep the statistics, and leave out the time of each round
+                benchmark["stats"].pop("data", None)
         output_json["failures"] = [record for record in self.records if "failure" in record]
         if self.json:  # pytest-benchmark would write in place, and an error would leave half a file
             files.replace(self.json, json.dumps(output_json, indent=4))
@@ -433,8 +510,12 @@ class Bench:
     def pytest_terminal_summary(self, terminalreporter):
         self.progress.close()
         if self.records:
-            tables = speed_table(self.records, self.machine, self.columns)
-            terminalreporter.write_line("\n\n".join([summary(self.records, self.machine, self.about), tables]))
+            if DEVICE == "cuda":
+                tables = speed_table(self.records, self.machine, None if self.wide else COLUMNS)
+                parts = [summary(self.records, self.machine, self.about), tables]
+            else:
+                parts = [counted.summary(self.records, self.about), counted.tables(self.records, self.machine, self.wide)]
+            terminalreporter.write_line("\n\n".join(filter(None, parts)))
 
     def measure(self, benchmark, impl: str, workload: Workload):
         """Measure one case, and record the measurement or the failure."""
@@ -448,9 +529,11 @@ class Bench:
     def _record(self, benchmark, impl, workload):
         benchmark.name = impl  # the benchmark's group names the workload
         record = {"impl": impl, **workload.record()}
+        if code := source(impl, workload.pass_):
+            record["source"] = code
         self.records.append(record)
         try:
-            measured = self._measured(benchmark, impl, workload)
+            measured = self._measured(benchmark, impl.removesuffix(AGAIN), workload)
         except KeyboardInterrupt:
             self.records.pop()  # the run still shows and saves the earlier records
             raise
@@ -480,7 +563,7 @@ class Bench:
         # The checked calls have tuned and compiled the kernels. So `footprint` does not measure the memory that tuning takes.
         if DEVICE == "cpu":
             costs = traffic.costs(_count(impl, workload), GPU, workload.dtype)
-            TIMER.load([(costs["roofline_us"] or 0.0) / 1e6])  # 0 in float32, which has no roofline
+            TIMER.load([(costs["bytes_read"] + costs["bytes_written"]) / 1e9])  # see GROUP
             benchmark.pedantic(lambda: None)
             return {"flops": workload.flops, **costs}
         costs = footprint(call)
@@ -553,8 +636,16 @@ def main(argv: list[str]) -> int:
     finished cases, and the status is 2.
     """
     options = parse_options(argv)
+    if options.stale:
+        show_stale()
+        return 0
     if options.reference and DEVICE == "cpu":
         raise SystemExit("--reference needs a GPU, and no GPU is in use here")
+    if options.reference and options.json and options.json.exists():
+        same_gpu = results.load_run(options.json)[1]["gpu"] == machine.facts()["gpu"]
+        if same_gpu and not stale(options.reference, options.json):
+            print(f"{options.json.name} has all rows of {options.reference}, and their code is today's. Nothing was measured.")
+            return 0
     if reason := unwritable(SAVED if SAVED.exists() else Path()):
         raise SystemExit(f"cannot save the run in {SAVED}: {reason}")
     # SIGTERM, which a time limit sends, stops the run like SIGINT. Set SIGINT's handler too: a background job without a handler
@@ -562,7 +653,10 @@ def main(argv: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     arguments = [__file__, "-qq", "--capture=no", "--no-header", "--disable-warnings", "-p", "no:cacheprovider"]
-    arguments += ["--override-ini=addopts=", "--benchmark-quiet", "--benchmark-autosave"]
+    given = {word.partition("=")[0].removeprefix("--benchmark-") for word in options.for_pytest if word.startswith("-")}
+    arguments += ["--override-ini=addopts=", *options.for_pytest]
+    arguments += [] if "save" in given else ["--benchmark-autosave"]
+    arguments += [] if given - {*SILENT} else ["--benchmark-quiet"]
     return int(pytest.main(arguments, plugins=[Bench(options)]))
 
 

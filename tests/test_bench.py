@@ -4,11 +4,7 @@ import contextlib
 import itertools
 import json
 import re
-import signal
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import programs
 import pytest
@@ -17,9 +13,10 @@ from cases import cells
 
 import bench
 import stages
+from common.measure import digest
 from common.measure.workloads import Workload
 from common.runtime import DEVICE
-from common.show.summary import summary
+from common.show import counted
 from common.show.tables import speed_table
 from common.show.tracks import TRACKS, stages_of
 
@@ -66,6 +63,10 @@ def test_options_take_lists_repeated_flags_and_short_names():
         (["--json", "."], "'.' is not the name of a file"),
         (["--json", "/dev/null"], "'/dev/null' is not the name of a file"),
         (["--json", "/proc/run.json"], "'/proc/run.json' cannot be written: "),
+        (["--benchmark-warmup"], "argument --benchmark-warmup: common.measure.timing chooses rounds and warm-up"),
+        (["--benchmark-json", "x"], "argument --benchmark-json: --json FILE saves the run"),
+        (["--again", "v999"], "'v999'"),
+        (["--hed-dim", "64"], "unrecognized arguments: --hed-dim"),
     ],
 )
 def test_options_name_the_bad_value_and_what_is_allowed(arguments, message, capsys):
@@ -74,6 +75,16 @@ def test_options_name_the_bad_value_and_what_is_allowed(arguments, message, caps
     assert stopped.value.code == 2
     error = capsys.readouterr().err
     assert message in error and arguments[0] in error
+
+
+def test_pytest_benchmark_s_options_are_handed_over_or_refused_with_a_reason(capsys):
+    options = bench.parse_options(["--stage=v0", "--benchmark-compare", "0001", "--benchmark-columns=median,iqr"])
+    assert options.for_pytest == ["--benchmark-compare", "0001", "--benchmark-columns=median,iqr"]
+    assert options.stage == ["v0_naive"]
+    for words in (["--benchmark-columns=iqr", "--nonsense"], ["0001"]):
+        with pytest.raises(SystemExit):
+            bench.parse_options(words)
+        assert f"unrecognized arguments: {words[-1]}" in capsys.readouterr().err
 
 
 def test_one_stage_brings_its_predecessor_and_v0():
@@ -136,8 +147,59 @@ def test_kv_heads_divide_the_papers_heads_of_each_dimension(monkeypatch, capsys)
     assert "argument --kv-heads: 32 K/V heads do not divide 16 heads" in capsys.readouterr().err
 
 
-def reference_cases(name):
-    return bench.cases(bench.parse_options(["--reference", name]))
+def reference_cases(name, again=False):
+    """Return the cases of a part of the reference; leave out the second time of the stage that is measured twice."""
+    found = bench.cases(bench.parse_options(["--reference", name]))
+    return [(impl, work) for impl, work in found if again or not impl.endswith(bench.AGAIN)]
+
+
+@pytest.mark.parametrize("name", ["forward-d64", "wide", "decode-d128"])
+def test_reference_run_measures_a_stage_twice_as_far_apart_as_it_can(name):
+    by_workload = {}
+    for impl, work in reference_cases(name, again=True):
+        by_workload.setdefault(work, []).append(impl)
+    for work, impls in by_workload.items():
+        twice = impls[0].removesuffix(bench.AGAIN)
+        if bench.LINE[-1] in impls:
+            assert impls[0] == bench.LINE[-1] + bench.AGAIN and impls.count(twice) == 1
+            assert bench.source(impls[0], work.pass_) == bench.source(twice, work.pass_)
+        else:
+            assert not any(impl.endswith(bench.AGAIN) for impl in impls)
+    assert name != "forward-d64" or bench.repeats(bench.LINE[-1], "fwd") or bench.LINE[-1] in impls
+
+
+def saved_run(path, pairs, gpu=None):
+    records = [{"impl": impl, **work.record(), "source": bench.source(impl, work.pass_)} for impl, work in pairs]
+    run = {"benchmarks": [{"extra_info": record} for record in records], "failures": [], "machine_info": {"gpu": gpu}}
+    path.write_text(json.dumps(run))
+    return run
+
+
+def test_a_reference_is_stale_where_a_row_is_missing_or_measured_other_code(tmp_path, monkeypatch, capsys):
+    path, pairs, newest = tmp_path / "run.json", reference_cases("newest-d64"), bench.LINE[-1]
+    every = [f"{stages.version(impl)} {pass_}" for impl in bench.NEWEST[len(bench.BASELINES) :] for pass_ in ("fwd", "bwd")]
+    assert sorted(bench.stale("newest-d64", path)) == sorted(every)
+    run = saved_run(path, pairs)
+    assert bench.stale("newest-d64", path) == []
+    monkeypatch.setattr(bench, "DEVICE", "cuda")  # a run on the same GPU, here on none, would measure nothing new
+    assert bench.main(["--reference=newest-d64", f"--json={path}"]) == 0
+    assert "Nothing was measured" in capsys.readouterr().out and json.loads(path.read_text()) == run
+    record = next(entry["extra_info"] for entry in run["benchmarks"] if entry["extra_info"]["impl"] == newest)
+    record["source"] = "other"
+    path.write_text(json.dumps(run))
+    assert bench.stale("newest-d64", path) == [f"{stages.version(newest)} {record['pass']}"]
+    saved_run(path, [(impl, work) for impl, work in pairs if impl != newest])
+    assert bench.stale("newest-d64", path) == [f"{stages.version(newest)} {pass_}" for pass_ in ("fwd", "bwd")]
+
+
+def test_stale_parts_are_shown_as_commands(tmp_path, monkeypatch, capsys):
+    (tmp_path / "results").mkdir()
+    monkeypatch.setattr(bench.results, "ROOT", tmp_path)
+    saved_run(tmp_path / "results" / "wide-h100.json", reference_cases("wide"))
+    saved_run(tmp_path / "results" / "newest-d64-h200.json", [])
+    assert bench.main(["--stale"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("make reference GRID=newest-d64 FILE=results/newest-d64-h200.json  # ")
 
 
 def test_a_pass_that_a_stage_has_from_its_parent_is_a_repeat():
@@ -364,15 +426,11 @@ def run_bench(directory, *arguments, prepare="", lengths=("--seq-len=32", "--cau
 
 
 def test_run_prints_the_table_and_saves_the_records(tmp_path):
-    done = programs.python(
-        ROOT / "bench.py", "--stage=v0", "--seq-len=32", "--head-dim=16", "--causal=yes", "--batch=1", "--heads=2",
-        "--pass=fwd,bwd,fwd+bwd", "--json", "run.json", "--wide", cwd=tmp_path,
-    )  # fmt: skip
+    done = run_bench(tmp_path, "--stage=v0", "--pass=fwd,bwd,fwd+bwd", "--again=v0")
     assert done.returncode == 0, done.stdout + done.stderr
     run = json.loads((tmp_path / "run.json").read_text())
-    saved = list(tmp_path.glob(".benchmarks/*/*.json"))
-    assert len(saved) == 1
-    impls = [*bench.BASELINES, "v0_naive"]
+    assert len(list(tmp_path.glob(".benchmarks/*/*.json"))) == 1
+    impls = ["v0_naive" + bench.AGAIN, *bench.BASELINES, "v0_naive"]
     records = [entry["extra_info"] for entry in run["benchmarks"]]
     assert [(r["pass"], r["impl"]) for r in records] == [(p, impl) for p in ("fwd", "bwd", "fwd+bwd") for impl in impls]
     for entry, extra in zip(run["benchmarks"], records, strict=True):
@@ -380,23 +438,25 @@ def test_run_prints_the_table_and_saves_the_records(tmp_path):
         assert entry["group"] == f"{extra['pass']} B=1 H=2 S=32 D=16 causal float16" + bench.GROUP
         expected = {"batch": 1, "heads": 2, "seq_len": 32, "head_dim": 16, "causal": True, "dtype": "float16"}
         assert {key: extra[key] for key in expected} == expected
-        ms = extra["ms"] if DEVICE == "cuda" else extra["roofline_us"] / 1e3
-        assert ms == pytest.approx(1e3 * entry["stats"]["median"])
-        assert DEVICE == "cpu" or extra["tflops"] == pytest.approx(extra["flops"] / ms / 1e9)
-        assert extra["peak_extra_mib"] > 0
-        assert ("bytes_read" in extra) == (DEVICE == "cpu")
+        shown = extra["ms"] / 1e3 if DEVICE == "cuda" else (extra["bytes_read"] + extra["bytes_written"]) / 1e9
+        assert shown == pytest.approx(entry["stats"]["median"])
+        assert DEVICE == "cpu" or extra["tflops"] == pytest.approx(extra["flops"] / extra["ms"] / 1e9)
+        assert extra["peak_extra_mib"] > 0 and "data" not in entry["stats"]
         assert extra.get("host_us", 0) > 0 and extra["host_iqr_us"] >= 0 or DEVICE == "cpu"
         assert extra.get("in_a_row_us", 0) > 0 or DEVICE == "cpu"
-        assert "data" not in entry["stats"]
+        code = [digest.current("v0_naive", pass_) for pass_ in ("forward", "backward")]
+        of_pass = {"fwd": code[0], "bwd": code[1], "fwd+bwd": "+".join(code)}[extra["pass"]]
+        assert extra.get("source") == (None if extra["impl"] in bench.BASELINES else of_pass)
     assert len({entry["fullname"] for entry in run["benchmarks"]}) == len(records)
     machine = run["machine_info"]
     assert machine["torch"] == torch.__version__ and machine["triton"] and machine["commit"]
     assert (machine["gpu"] is None) == (DEVICE == "cpu")
     assert set(machine["matmul_tflops"]) == ({"float16"} if DEVICE == "cuda" else set())
-    assert speed_table(records, machine) in done.stdout
-    assert done.stdout.startswith(f"{len(records)} cases, about ")
-    assert done.stdout.index(summary(records, machine, "v0_naive")) < done.stdout.index(speed_table(records, machine))
-    assert done.stdout.count("There is no GPU") == (DEVICE == "cpu")
+    assert tables(records, machine) in done.stdout and done.stdout.startswith(f"{len(records)} cases, about ")
+
+
+def tables(records, machine):
+    return speed_table(records, machine) if DEVICE == "cuda" else counted.tables(records, machine, wide=True)
 
 
 def test_run_with_shared_heads_and_another_dimension_of_v_is_checked_counted_and_shown(tmp_path):
@@ -411,7 +471,7 @@ def test_run_with_shared_heads_and_another_dimension_of_v_is_checked_counted_and
     assert {entry["group"] for entry in run["benchmarks"]} == {
         f"{pass_} B=1 H=2 Hkv=1 S=32 D=16 Dv=32 causal float16{bench.GROUP}" for pass_ in ("fwd", "bwd")
     }
-    assert "K/V heads" in done.stdout and "backward, D=16, Dv=32, causal, float16" in done.stdout
+    assert "B=1 H=2 Hkv=1 S=32" in done.stdout or DEVICE == "cuda"
 
 
 def test_run_with_more_keys_than_queries_is_checked_counted_and_shown(tmp_path):
@@ -426,7 +486,7 @@ def test_run_with_more_keys_than_queries_is_checked_counted_and_shown(tmp_path):
     assert {entry["group"] for entry in run["benchmarks"]} == {
         f"{pass_} B=1 H=2 Hkv=1 S=1 Sk=64 D=16 full float16{bench.GROUP}" for pass_ in ("fwd", "bwd")
     }
-    assert speed_table(records, run["machine_info"]) in done.stdout
+    assert tables(records, run["machine_info"]) in done.stdout
 
 
 def test_ceilings_are_measured_once_and_a_copy_s_only_if_keys_and_queries_differ(monkeypatch):
@@ -450,20 +510,6 @@ def test_interrupted_run_keeps_what_was_measured(tmp_path, name):
     assert [entry["name"] for entry in run["benchmarks"]] == list(bench.BASELINES) and run["failures"] == []
 
 
-def test_run_killed_while_it_saves_leaves_the_file_that_was_there(tmp_path):
-    (tmp_path / "run.json").write_text("good")
-    killed = """
-import resource, signal
-sys.dont_write_bytecode = True
-signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # ends the process if it writes more than the limit below
-resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-"""
-    done = run_bench(tmp_path, "--stage=v0", "--pass=fwd", prepare=killed)
-    assert done.returncode == -signal.SIGXFSZ, done.stderr
-    assert (tmp_path / "run.json").read_text() == "good"
-
-
 def test_run_that_cannot_be_saved_is_refused_in_one_line():
     run = programs.python(ROOT / "bench.py", "--stage=v0", cwd="/proc")
     assert run.returncode == 1 and len(run.stderr.splitlines()) == 1 and ".benchmarks" in run.stderr and not run.stdout
@@ -475,81 +521,60 @@ def test_reference_run_without_a_gpu_is_refused_in_one_line():
     assert run.returncode == 1 and len(run.stderr.splitlines()) == 1 and "GPU" in run.stderr and not run.stdout
 
 
-def test_wrong_result_is_reported_not_timed_and_fails_the_run(tmp_path):
-    wrong = """
+FAILING = """
 v0 = bench.stages.load("v0").attention
-bench.BASELINES["wrong"] = lambda q, k, v, *, causal: 1.01 * v0(q, k, v, causal=causal)
-bench.BASELINES["wrong-forward"] = lambda q, *kv, causal: v0(q, *kv, causal=causal) + 0.01 * v0(q, *kv, causal=causal).detach()
-"""
-    done = run_bench(tmp_path, "--stage=v0", "--pass=fwd,bwd", prepare=wrong)
-    assert done.returncode == 1
-    run = json.loads((tmp_path / "run.json").read_text())
-    names = ("wrong", "wrong-forward")  # the gradients of wrong-forward are right
-    assert not {*names} & {entry["name"] for entry in run["benchmarks"]}
-    failed = [(r["impl"], r["pass"], r["failure"]) for r in run["failures"]]
-    assert failed == [(name, pass_, "WRONG") for pass_ in ("fwd", "bwd") for name in names]
-    assert " exceeds " in run["failures"][0]["note"]  # the note has the error and its bound
-    assert "WRONG" in done.stdout
-
-
-def test_nan_is_wrong(tmp_path):
-    prepare = "bench.BASELINES['nan'] = lambda q, k, v, *, causal: q * float('nan')"
-    done = run_bench(tmp_path, "--stage=v0", "--pass=fwd", prepare=prepare)
-    assert done.returncode == 1
-    assert [r["failure"] for r in json.loads((tmp_path / "run.json").read_text())["failures"]] == ["WRONG"]
-
-
-def test_a_library_s_refusal_in_the_backward_is_a_row_with_its_message(tmp_path):
-    prepare = """
 def refuse(grad):
     raise RuntimeError("dV is 32")
 def refusing(q, k, v, *, causal):
-    q.register_hook(refuse)
-    return bench.stages.load("v0").attention(q, k, v, causal=causal)
-bench.BASELINES["flash-x"] = refusing
-"""
-    done = run_bench(tmp_path, "--stage=v0", "--pass=bwd", "--kv-heads=1", prepare=prepare)
-    assert done.returncode == 0, done.stdout + done.stderr
-    failures = json.loads((tmp_path / "run.json").read_text())["failures"]
-    assert [(r["impl"], r["failure"], r["note"]) for r in failures] == [("flash-x", "n/a", "dV is 32")]
-    assert "flash-x at S=32, 1 K/V heads: dV is 32" in done.stdout
-
-
-def test_out_of_memory_is_a_row_and_the_next_case_runs(tmp_path):
-    prepare = """
+    if q.requires_grad:
+        q.register_hook(refuse)
+    return v0(q, k, v, causal=causal)
 def too_large(q, k, v, *, causal):
     raise torch.OutOfMemoryError("pretended")
-bench.BASELINES["large"] = too_large
+bench.BASELINES |= {
+    "wrong": lambda q, k, v, *, causal: 1.05 * v0(q, k, v, causal=causal),
+    "wrong-forward": lambda q, *kv, causal: v0(q, *kv, causal=causal) + 0.05 * v0(q, *kv, causal=causal).detach(),
+    "nan": lambda q, k, v, *, causal: q * float("nan"),
+    "flash-x": refusing,
+    "large": too_large,
+    "broken": lambda q, k, v, *, causal: q.no_such_method(),
+}
 """
-    done = run_bench(tmp_path, "--stage=v0", "--pass=fwd", prepare=prepare)
-    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_cases_that_fail_are_rows_and_the_others_are_measured(tmp_path):
+    """A wrong result is not timed. The gradients of wrong-forward are right. A library may refuse a workload."""
+    done = run_bench(tmp_path, "--stage=v0", "--pass=fwd,bwd", prepare=FAILING)
+    assert done.returncode == 1 and "no_such_method" in done.stdout
     run = json.loads((tmp_path / "run.json").read_text())
-    assert [(r["impl"], r["failure"]) for r in run["failures"]] == [("large", "OOM")]
-    assert run["benchmarks"][-1]["name"] == "v0_naive"
-    assert cells(done.stdout, "large")[0][3] == "OOM"
-
-
-def test_failure_of_a_case_shows_its_traceback_and_fails_the_run(tmp_path):
-    prepare = "bench.BASELINES['broken'] = lambda q, k, v, *, causal: q.no_such_method()"
-    done = run_bench(tmp_path, "--stage=v0", "--pass=fwd", prepare=prepare)
-    assert done.returncode == 1
-    assert "no_such_method" in done.stdout
-    assert cells(done.stdout, "broken")[0][3] == "ERROR"
-    assert cells(done.stdout, "v0_naive")
+    failed = {(r["impl"], r["pass"]): (r["failure"], r.get("note", "")) for r in run["failures"]}
+    for pass_ in ("fwd", "bwd"):
+        for name in ("wrong", "wrong-forward"):
+            assert failed[name, pass_][0] == "WRONG" and " exceeds " in failed[name, pass_][1]
+        assert failed["large", pass_] == ("OOM", "") and failed["broken", pass_][0] == "ERROR"
+    assert failed["nan", "fwd"][0] == "WRONG"
+    assert failed["flash-x", "bwd"] == ("n/a", "dV is 32") and len(failed) == 11
+    assert [entry["name"] for entry in run["benchmarks"] if entry["name"] in ("flash-x", "v0_naive")] == [
+        "flash-x", "v0_naive", "v0_naive"
+    ]  # fmt: skip
+    assert "dV is 32" in done.stdout and cells(done.stdout, "v0_naive")
+    for name, failure in (("large", "OOM"), ("broken", "ERROR"), ("nan", "WRONG")):
+        assert failure in cells(done.stdout, name)[0]
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU measures times")
-def test_saved_runs_without_a_gpu_say_to_pytest_benchmark_what_they_are(tmp_path):
-    """Without a GPU, the numbers come from counted bytes and FLOPs, and the titles say so."""
-    for _ in range(2):
-        assert run_bench(tmp_path, "--stage=v0", "--pass=fwd").returncode == 0
-    command = [str(Path(sys.executable).with_name("pytest-benchmark")), "compare", "--columns=median", "--name=short"]
-    shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-    titles = [line for line in shown.splitlines() if "benchmark '" in line]
-    assert len(titles) == 1 and "no GPU: counted, as time at the peaks of an NVIDIA H200" in titles[0]
-    record = json.loads((tmp_path / "run.json").read_text())["benchmarks"][-1]["extra_info"]
-    assert record["impl"] == "v0_naive" and "ms" not in record and "tflops" not in record
-    assert re.findall(r"v0_naive .*? ([\d.,]+)", shown) == [f"{1e3 * record['roofline_us']:.4f}"] * 2
+def test_runs_are_saved_and_compared_as_pytest_benchmark_is_asked_to(tmp_path):
+    """Without a GPU, the numbers stand for bytes, and the titles say so."""
+    assert run_bench(tmp_path, "--stage=v0", "--pass=fwd", "--benchmark-save=mine", "--benchmark-storage=kept").returncode == 0
+    assert [path.name for path in tmp_path.glob("kept/*/*.json")] == ["0001_mine.json"]
+    options = ["--benchmark-storage=kept", "--benchmark-compare", "0001", "--benchmark-columns=median", "--benchmark-save-data"]
+    done = run_bench(tmp_path, "--stage=v0", "--pass=fwd", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    titles = [line for line in done.stdout.splitlines() if "benchmark '" in line]
+    assert len(titles) == 1 and bench.GROUP in titles[0]
+    assert re.search(r"v0_naive \(NOW\)", done.stdout) and re.search(r"v0_naive \(0001_mine\)", done.stdout)
+    entry = json.loads((tmp_path / "run.json").read_text())["benchmarks"][-1]
+    assert entry["stats"]["data"] and "ms" not in entry["extra_info"] and "tflops" not in entry["extra_info"]
 
 
 def test_redirected_output_has_no_line_wider_than_a_terminal_and_no_carriage_return(tmp_path):

@@ -9,7 +9,6 @@ from dataclasses import replace
 import programs
 import pytest
 import torch
-from cases import cells
 
 import bench
 import stages
@@ -557,9 +556,9 @@ def test_cases_that_fail_are_rows_and_the_others_are_measured(tmp_path):
     assert [entry["name"] for entry in run["benchmarks"] if entry["name"] in ("flash-x", "v0_naive")] == [
         "flash-x", "v0_naive", "v0_naive"
     ]  # fmt: skip
-    assert "dV is 32" in done.stdout and cells(done.stdout, "v0_naive")
+    assert "dV is 32" in done.stdout
     for name, failure in (("large", "OOM"), ("broken", "ERROR"), ("nan", "WRONG")):
-        assert failure in cells(done.stdout, name)[0]
+        assert re.search(rf"\| {name} +\| +{failure} \|", done.stdout)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU measures times")

@@ -6,11 +6,12 @@ FLOPs). The comment on a launch names the tensors that it reads, writes or compu
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from cases import names_in
 
+import stages
 from common.measure.traffic import GPUS
 
 HALF, FLOAT, INT = 2, 4, 4  # bytes of an element in float16, float32 and int32
@@ -612,7 +613,7 @@ def v15_backward(p: Problem) -> Steps:
     yield from v12_backward(p, consumers=True)
 
 
-def v38_backward(p: Problem) -> Steps:
+def v37_backward(p: Problem) -> Steps:
     (read, written), (main_read, main_written, flops), finish = v15_backward(p)
     tiles = 0 if _wide(p) else p.kv_heads * math.ceil(p.seq_k / (2 * ROWS))
     yield read, written + min(tiles, 1) * INT  # the counter = 0
@@ -641,7 +642,7 @@ def _wide_keys(p: Problem, matmuls_of_q: int, adds: bool) -> tuple[int, int, int
 
 def v44_backward(p: Problem, matmuls_of_q: int = 4) -> Steps:
     if max(p.head_dim, p.value_dim) < 256:
-        yield from v38_backward(p)
+        yield from v37_backward(p)
         return
     rows = p.heads * math.ceil(p.seq_q / ROWS) * ROWS  # number of query rows, padded to whole tiles
     sums = rows * p.head_dim * FLOAT
@@ -660,7 +661,7 @@ def v46_backward(p: Problem, rows: int = 2 * ROWS) -> Steps:
     In dQ's kernel, a consumer of `rows` rows computes each key tile that at least one of these rows sees.
     """
     if max(p.head_dim, p.value_dim) < 256:
-        yield from v38_backward(p)
+        yield from v37_backward(p)
         return
     stats = p.heads * math.ceil(p.seq_q / ROWS) * ROWS * 2 * FLOAT  # log2(e) · LSE, and delta, padded to whole tiles
     yield 2 * p.o + p.row, stats  # O, dO and LSE
@@ -691,69 +692,10 @@ def v51_backward(p: Problem) -> Steps:
     yield finish
 
 
-# If a stage is missing here, its test is skipped.
-PREDICTIONS = {
-    "v0": (v0_forward, v0_backward),
-    "v1": (v1_forward, v1_backward),
-    "v2": (v2_forward, v2_backward),
-    "v3": (v3_forward, v3_backward),
-    "v4": (v3_forward, v3_backward),
-    "v4a": (v4a_forward, v4a_backward),
-    "v4b": (v3_forward, v3_backward),
-    "v5": (v3_forward, v5_backward),
-    "v6": (v3_forward, v5_backward),
-    "v7": (v3_forward, v7_backward),
-    "v8": (v8_forward, v8_backward),
-    "v9": (v8_forward, v8_backward),
-    "v10": (v8_forward, v10_backward),
-    "v11": (v8_forward, v11_backward),
-    "v12": (v8_forward, v12_backward),
-    "v13": (v8_forward, v12_backward),
-    "v14": (v14_forward, v12_backward),
-    "v15": (v14_forward, v15_backward),
-    "v16": (v14_forward, v15_backward),
-    "v17": (v14_forward, v15_backward),
-    "v18": (v14_forward, v15_backward),
-    "v19": (v14_forward, v15_backward),
-    "v20": (v14_forward, v15_backward),
-    "v21": (v14_forward, v15_backward),
-    "v22": (v14_forward, v15_backward),
-    "v22a": (v14_forward, v15_backward),
-    "v23": (v14_forward, v15_backward),
-    "v24": (v24_forward, v15_backward),
-    "v25": (v24_forward, v15_backward),
-    "v26": (v26_forward, v15_backward),
-    "v27": (v26_forward, v15_backward),
-    "v28": (v26_forward, v15_backward),
-    "v28a": (v26_forward, v15_backward),
-    "v29": (v29_forward, v15_backward),
-    "v30": (v30_forward, v15_backward),
-    "v31": (v31_forward, v15_backward),
-    "v32": (v32_forward, v15_backward),
-    "v33": (v33_forward, v15_backward),
-    "v34": (v34_forward, v15_backward),
-    "v35": (v34_forward, v15_backward),
-    "v36": (v34_forward, v15_backward),
-    "v37": (v34_forward, v38_backward),
-    "v38": (v34_forward, v38_backward),
-    "v39": (v39_forward, v38_backward),
-    "v40": (v39_forward, v38_backward),
-    "v41": (v39_forward, v38_backward),
-    "v42": (v42_forward, v38_backward),
-    "v43": (v43_forward, v38_backward),
-    "v44": (v43_forward, v44_backward),
-    "v45": (v43_forward, v45_backward),
-    "v46": (v43_forward, v46_backward),
-    "v47": (v43_forward, v46_backward),
-    "v48": (v43_forward, v48_backward),
-    "v49": (v43_forward, v48_backward),
-    "v49a": (v43_forward, v48_backward),
-    "v49b": (v49b_forward, v48_backward),
-    "v50": (v43_forward, v48_backward),
-    "v51": (v43_forward, v51_backward),
-    "v52": (v43_forward, v51_backward),
-    "v53": (v53_forward, v51_backward),
-}
+def formula(stage: str, pass_: str) -> Callable[[Problem], Steps]:
+    """Return a stage's formula for a pass, "forward" or "backward": its own in this file, or else its parent's."""
+    own = globals().get(f"{stages.version(stage)}_{pass_}")
+    return own or formula(stages.parent(stage), pass_)
 
 
 def total(steps: Steps) -> tuple[int, int, int]:

@@ -13,11 +13,14 @@ The FLOPs are those of all matmuls that run. They include masked parts of tiles,
 PyTorch's own attention, they are those of the unmasked scores.
 """
 
+import contextlib
+import functools
 import itertools
 import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from unittest import mock
 
 import numpy
 import torch
@@ -162,30 +165,39 @@ class Counter(TorchDispatchMode):
         return False  # True would load PyTorch's compiler, which takes a second
 
     def __enter__(self):
-        watched = (
-            (InterpretedFunction, "run", self._run),
+        touch, interpreter = self._touch, InterpreterBuilder
+        before = (  # (class, method, what to do with the method's arguments before each call)
             # Loads and stores with descriptors call the next two functions too.
-            (InterpreterBuilder, "create_masked_load", self._load),
-            (InterpreterBuilder, "create_masked_store", self._store),
-            (InterpreterBuilder, "create_atomic_rmw", self._atomic_rmw),
-            (InterpreterBuilder, "create_atomic_cas", self._atomic_cas),
-            (InterpreterBuilder, "create_descriptor_reduce", self._descriptor_reduce),
-            (InterpreterBuilder, "create_dot", self._dot),
-            (GluonJITFunction, "run", self._run),
-            (Traffic, "read", self._gluon_read),
-            (Traffic, "write", self._gluon_write),
-            (Traffic, "multiply", self._gluon_multiply),
+            (interpreter, "create_masked_load", lambda _, pointers, mask, *others: touch(pointers, mask, True, False)),
+            (interpreter, "create_masked_store", lambda _, pointers, value, mask, *others: touch(pointers, mask, False, True)),
+            (interpreter, "create_atomic_rmw", lambda _, op, pointers, value, mask, *others: touch(pointers, mask, True, True)),
+            (interpreter, "create_atomic_cas", lambda _, pointers, *others: touch(pointers, numpy.array(True), True, True)),
+            (interpreter, "create_dot", lambda _, a, b, *others: self._multiply(2 * a.data.size * b.data.shape[-1])),
+            (Traffic, "read", lambda _, nbytes, *ends: nbytes and self._access(nbytes, 0, *ends)),
+            (Traffic, "write", lambda _, nbytes, *ends: nbytes and self._access(0, nbytes, *ends)),
+            (Traffic, "multiply", lambda _, flops: self._multiply(flops)),
         )
-        # On a GPU, some of these functions do not exist.
-        there = [(owner, name, watch) for owner, name, watch in watched if hasattr(owner, name)]
-        self._originals = [(owner, name, getattr(owner, name)) for owner, name, _ in there]
-        for owner, name, watch in there:
-            setattr(owner, name, watch(getattr(owner, name)))
+        around = (
+            (InterpretedFunction, "run", self._run),
+            (GluonJITFunction, "run", self._run),
+            (interpreter, "create_descriptor_reduce", self._reduction),
+        )
+
+        def watching(watch, original):
+            def watched(*args, **kwargs):
+                watch(*args)
+                return original(*args, **kwargs)
+
+            return watched
+
+        self._patches = contextlib.ExitStack()
+        for owner, name, change in (*((*method, functools.partial(watching, watch)) for *method, watch in before), *around):
+            if original := getattr(owner, name, None):  # on a GPU, some of these functions do not exist
+                self._patches.enter_context(mock.patch.object(owner, name, change(original)))
         return super().__enter__()
 
     def __exit__(self, *exc_info):
-        for owner, name, original in self._originals:
-            setattr(owner, name, original)
+        self._patches.close()
         return super().__exit__(*exc_info)
 
     def _begin(self, launch: Launch):
@@ -250,70 +262,18 @@ class Counter(TorchDispatchMode):
             ends = int(addresses.min()), int(addresses.max())
             self._access(reads * nbytes, writes * nbytes, *ends, adds=self._in_reduction or (reads and writes))
 
-    def _load(self, load):
-        def counted(builder, pointers, mask, *args, **kwargs):
-            self._touch(pointers, mask, reads=True, writes=False)
-            return load(builder, pointers, mask, *args, **kwargs)
-
-        return counted
-
-    def _store(self, store):
-        def counted(builder, pointers, value, mask, *args, **kwargs):
-            self._touch(pointers, mask, reads=False, writes=True)
-            return store(builder, pointers, value, mask, *args, **kwargs)
-
-        return counted
-
-    def _atomic_rmw(self, atomic_rmw):
-        def counted(builder, operation, pointers, value, mask, *args):
-            self._touch(pointers, mask, reads=True, writes=True)
-            return atomic_rmw(builder, operation, pointers, value, mask, *args)
-
-        return counted
-
-    def _atomic_cas(self, atomic_cas):
-        def counted(builder, pointers, expected, value, *args):
-            self._touch(pointers, numpy.array(True), reads=True, writes=True)
-            return atomic_cas(builder, pointers, expected, value, *args)
-
-        return counted
-
-    def _descriptor_reduce(self, descriptor_reduce):
+    def _reduction(self, reduce):
         def counted(*args):
             self._in_reduction = True
             try:
-                descriptor_reduce(*args)
+                reduce(*args)
             finally:
                 self._in_reduction = False
 
         return counted
 
-    def _dot(self, dot):
-        def counted(builder, a, b, *args):
-            self.launches[-1].flops += 2 * a.data.size * b.data.shape[-1]
-            return dot(builder, a, b, *args)
-
-        return counted
-
-    def _gluon_read(self, _):
-        def counted(traffic, nbytes, first, last):
-            if nbytes:
-                self._access(nbytes, 0, first, last)
-
-        return counted
-
-    def _gluon_write(self, _):
-        def counted(traffic, nbytes, first, last, adds=False):
-            if nbytes:
-                self._access(0, nbytes, first, last, adds)
-
-        return counted
-
-    def _gluon_multiply(self, _):
-        def counted(traffic, flops):
-            self.launches[-1].flops += flops
-
-        return counted
+    def _multiply(self, flops: int):
+        self.launches[-1].flops += flops
 
     def _release(self, size):
         self._live -= size

@@ -188,27 +188,6 @@ def test_a_make_command_that_is_shown_runs(command, tmp_path):
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
-def left_over(names, text):
-    """Find the lines of tests/predictions.py about stages that do not exist. Return each as "number: line"."""
-    versions = {stages.version(name) for name in names}
-    entries = [(number, re.match(r'    "(v\d+[a-z]?)": \(', line), line) for number, line in enumerate(text.splitlines(), 1)]
-    return [f"{number}: {line.strip()}" for number, entry, line in entries if entry and entry[1] not in versions]
-
-
-PREDICTIONS = ROOT / "tests" / "predictions.py"
-
-
-def test_no_line_is_left_about_a_missing_stage():
-    lines = left_over(stages.names(), PREDICTIONS.read_text())
-    assert not lines, "delete these lines of tests/predictions.py; their stages are gone:\n" + "\n".join(lines)
-
-
-def test_lines_about_a_missing_stage_are_named():
-    for gone in stages.names():
-        (line,) = left_over([name for name in stages.names() if name != gone], PREDICTIONS.read_text())
-        assert f'"{stages.version(gone)}": (' in line
-
-
 def test_lines_that_need_a_missing_stage_are_named(tmp_path):
     """If a stage is gone, the error names the lines that need the stage, and no other line."""
     shutil.copytree(ROOT / "stages", tmp_path / "stages", ignore=shutil.ignore_patterns("__pycache__"))

@@ -10,7 +10,6 @@ from string import ascii_lowercase
 
 import pytest
 from cases import cells, check, make_inputs
-from predictions import PREDICTIONS
 
 import bench
 import stages
@@ -149,16 +148,6 @@ def test_a_stage_made_from_a_new_one_has_it_as_parent(inside):
         shutil.rmtree(inside / "stages" / name)
         for path in (inside / "README.md", inside / "tests" / "predictions.py"):
             path.write_text("".join(line for line in path.read_text().splitlines(True) if f"v{NUMBER + 2}" not in line))
-
-
-def test_a_copy_has_the_prediction_of_the_stage_that_it_is_made_of(tree):
-    made = {}
-    exec((tree / "tests" / "predictions.py").read_text(), made)
-    copied = {version(name): version(source) for source, name in [*COPIES.items(), (LAST, NEXT)]}
-    names = {version: [function.__name__ for function in functions] for version, functions in made["PREDICTIONS"].items()}
-    assert {version: names[version] for version in names if version not in PREDICTIONS} == {
-        version: names[source] for version, source in copied.items() if source in PREDICTIONS
-    }
 
 
 def test_notes_that_point_ahead_stay():

@@ -231,15 +231,6 @@ def test_a_track_has_its_stages_and_their_parents_in_its_benchmark(key):
             assert name in measured
 
 
-def test_reference_run_of_passes_as_one_is_of_a_smaller_model():
-    found = reference_cases("passes-as-one")
-    assert {impl for impl, _ in found} == {*bench.BASELINES, *stages.names()}
-    assert {(w.pass_, w.batch, w.heads, w.head_dim, w.causal, w.dtype) for _, w in found} == {
-        ("fwd+bwd", 4, 8, 64, True, "float16")
-    }
-    assert len(set(found)) == len(found)
-
-
 # Number of cases that a GPU measures in ten minutes. A case takes 0.9 s, with compilation and tuning.
 TEN_MINUTES = 650
 
@@ -251,32 +242,6 @@ def test_a_part_of_the_reference_ends_within_ten_minutes(name, monkeypatch):
     installed = 3 if name.startswith("decode") else 4  # maximum number of other installed implementations
     peers = installed * len({workload for _, workload in found})
     assert peers + sum(impl not in bench.BASELINES for impl, _ in found) <= TEN_MINUTES
-
-
-def test_reference_run_of_models_has_shared_heads_and_odd_lengths():
-    found = reference_cases("models")
-    assert {impl for impl, _ in found} == set(bench.FASTEST)
-    shapes = {(work.heads, work.kv_heads, work.seq_len, work.head_dim) for _, work in found}
-    assert {(32, 8, 4096, 128), (64, 8, 32768, 128), (12, 12, 512, 64), (16, 16, 197, 64)} < shapes
-    assert {work.seq_len % 2 for _, work in found} == {0, 1}
-
-
-def test_reference_run_of_shared_heads_has_the_newest_stage_alone():
-    found = reference_cases("shared")
-    newest = max((name for name in stages.names() if not stages.is_dead_end(name)), key=stages.position)
-    others = {name for name in bench.BASELINES if name != "sdpa-flash"}
-    assert {impl for impl, _ in found} == {*others, newest} and len(set(found)) == len(found)
-    mine = [w for impl, w in found if impl == newest]
-    alike, others = ([w for w in mine if (w.value_dim == w.head_dim) == same] for same in (True, False))
-    lengths, dtypes = (1024, 2048, 4096, 8192, 16384), ("float16", "bfloat16")
-    expected = set(itertools.product(("fwd", "bwd"), (64, 128), (1, 4, 8), lengths, (False, True), dtypes))
-    assert {(w.pass_, w.head_dim, w.heads // w.kv_heads, w.seq_len, w.causal, w.dtype) for w in alike} == expected
-    assert {w.heads * w.head_dim for w in alike} == {2048}
-    assert {(w.head_dim, w.value_dim, w.heads // w.kv_heads, w.seq_len, w.dtype) for w in others} == {
-        (64, 128, 1, 4096, "float16"), (128, 64, 1, 4096, "float16"),
-    }  # fmt: skip
-    assert {(w.pass_, w.causal) for w in others} == set(itertools.product(("fwd", "bwd"), (False, True)))
-    assert 3 * len(mine) * bench.GPU_CASE_S < 600  # seconds, for the stage and two implementations of SDPA
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -302,28 +267,7 @@ def test_reference_run_of_decoding_has_few_queries_and_as_many_keys_as_fit(head_
     assert max(4 * w.batch * w.kv_heads * w.kv_len * head_dim for w in mine) <= 40e9
 
 
-def test_reference_run_takes_no_selection(capsys):
-    with pytest.raises(SystemExit):
-        bench.parse_options(["--reference", "shared", "--stage=v0"])
-    assert "--reference selects all cases itself" in capsys.readouterr().err
-
-
 # --- how long it takes
-
-
-def test_longer_sequences_take_longer_on_the_interpreter(monkeypatch):
-    monkeypatch.setattr(bench, "DEVICE", "cpu")
-    name = stages.names()[1]
-    short, long, backward = (
-        bench.expected_seconds(name, Workload(pass_, 1, 2, seq_len, 64, False, "float16")) - bench.INTERPRETER_CASE_S
-        for pass_, seq_len in (("fwd", 1024), ("fwd", 4096), ("bwd", 1024))
-    )
-    assert long == pytest.approx(16 * short) and backward == pytest.approx(2.5 * short) and short > 0.1
-
-
-@pytest.mark.parametrize(("seconds", "shown"), [(0.2, "0 s"), (89, "89 s"), (90, "2 min"), (5000, "83 min"), (9000, "2.5 h")])
-def test_durations_are_short(seconds, shown):
-    assert bench.duration(seconds) == shown
 
 
 # --- the check
@@ -514,12 +458,6 @@ def test_run_that_cannot_be_saved_is_refused_in_one_line():
     assert run.returncode == 1 and len(run.stderr.splitlines()) == 1 and ".benchmarks" in run.stderr and not run.stdout
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="there is a GPU")
-def test_reference_run_without_a_gpu_is_refused_in_one_line():
-    run = programs.python(ROOT / "bench.py", "--reference", "shared")
-    assert run.returncode == 1 and len(run.stderr.splitlines()) == 1 and "GPU" in run.stderr and not run.stdout
-
-
 FAILING = """
 v0 = bench.stages.load("v0").attention
 def refuse(grad):
@@ -574,16 +512,6 @@ def test_runs_are_saved_and_compared_as_pytest_benchmark_is_asked_to(tmp_path):
     assert re.search(r"v0_naive \(NOW\)", done.stdout) and re.search(r"v0_naive \(0001_mine\)", done.stdout)
     entry = json.loads((tmp_path / "run.json").read_text())["benchmarks"][-1]
     assert entry["stats"]["data"] and "ms" not in entry["extra_info"] and "tflops" not in entry["extra_info"]
-
-
-def test_redirected_output_has_no_line_wider_than_a_terminal_and_no_carriage_return(tmp_path):
-    name = max(stages.names(), key=len)
-    arguments = [f"--stage={name}", "--seq-len=16", "--head-dim=16", "--heads=16", "--kv-heads=4", "--value-dim=256"]
-    done = programs.python(ROOT / "bench.py", *arguments, "--pass=fwd", "--causal=no", "--kv-len=2048", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert [line for line in done.stdout.splitlines() if len(line) > 100] == []
-    assert DEVICE == "cuda" or f"| {name.split('_')[0]} " in done.stdout
-    assert "\r" not in done.stdout + done.stderr
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the grid of the CPU")

@@ -16,7 +16,6 @@ import io
 import itertools
 import json
 import multiprocessing
-import operator
 import os
 import pathlib
 import re
@@ -270,52 +269,35 @@ def compile_cases(cases, all_configs):
     return tuple(list(itertools.chain(*of_cases)) for of_cases in found)
 
 
-def _registers(row):
-    """Format the registers per thread at launch and in each partition.
-
-    Adjacent partitions with the same function and number of registers share an entry.
-    """
-    alike = [(role, len(list(group))) for role, group in itertools.groupby(row["roles"])]
-    by_role = ", ".join(f"{f'{count} × ' if count > 1 else ''}{name} {registers}" for (name, registers), count in alike)
-    return f"{row['registers']}: {by_role}" if by_role else row["registers"]
-
-
 def _fits(row):
     return row["shared_bytes"] <= SHARED_LIMIT[row["arch"]]
 
 
-_CELLS = {  # column -> function that makes the cell's text
-    "value_dim": lambda row: row["value_dim"] or row["head_dim"],
-    "registers": _registers,
-    "shared_bytes": lambda row: f"{row['shared_bytes']}/{SHARED_LIMIT[row['arch']]}",
-    "instructions": lambda row: " ".join(row["instructions"]),
-}
-
-
-def table(rows: list[dict], wide: bool) -> str:
-    """Format the rows as a wide table with all columns, or as a narrow one with shorter lines.
-
-    The narrow table shortens a stage's name to its version and a configuration to its numbers. It leaves out the registers of
-    partitions. A property of the case, such as the dtype, stands above the narrow table if all rows have the same value.
-    """
-    shared = ["dtype", "head_dim", "value_dim", "causal", "kv_heads"]
-    columns = ["stage", "kernel", "arch", *shared, "config", "registers", "spilled_bytes", "shared_bytes", "instructions"]
-    cells = [{name: str(_CELLS.get(name, operator.itemgetter(name))(row)) for name in columns} for row in rows]
-    short = {name: name.replace("_", " ") for name in columns}
-    alike = []
-    if not wide:
-        for cell, row in zip(cells, rows, strict=True):
-            cell["stage"], cell["registers"] = stages.version(row["stage"]), row["registers"]
-            cell["kernel"] = row["kernel"].strip("_").removesuffix("_kernel")
-            cell["config"] = re.sub(r"[A-Za-z_]+=", "", row["config"])
-        if all(row["value_dim"] in (None, row["head_dim"]) for row in rows):
-            columns.remove("value_dim")
-        alike = [name for name in ("arch", *shared) if name in columns and len({cell[name] for cell in cells}) == 1]
-        columns = [name for name in columns if name not in alike]
-        short |= {"head_dim": "D", "value_dim": "Dv", "registers": "regs", "spilled_bytes": "spilled", "shared_bytes": "shared"}
-    shown = tabulate([[cell[name] for name in columns] for cell in cells], headers=[short[name] for name in columns])
-    above = ", ".join(f"{name.replace('_', ' ')} {cells[0][name]}" for name in alike)
-    return f"{above}\n\n{shown}" if above else shown
+def table(rows: list[dict]) -> str:
+    """Format the rows as a table. A property of the case, such as the dtype, stands above it if all rows have one value."""
+    cells = [
+        {
+            "stage": stages.version(row["stage"]),
+            "kernel": row["kernel"].strip("_").removesuffix("_kernel"),
+            "arch": row["arch"],
+            "dtype": row["dtype"],
+            "D": row["head_dim"],
+            "Dv": row["value_dim"] or row["head_dim"],
+            "causal": row["causal"],
+            "K/V heads": row["kv_heads"],
+            "config": re.sub(r"[A-Za-z_]+=", "", row["config"]),
+            "regs": row["registers"],
+            "spilled": row["spilled_bytes"],
+            "shared": f"{row['shared_bytes']}/{SHARED_LIMIT[row['arch']]}",
+            "instructions": " ".join(row["instructions"]),
+        }
+        for row in rows
+    ]
+    case = "arch", "dtype", "D", "Dv", "causal", "K/V heads"
+    alike = {name: cells[0][name] for name in case if len({cell[name] for cell in cells}) == 1}
+    shown = [{name: str(value) for name, value in cell.items() if name not in alike} for cell in cells]
+    above = ", ".join(f"{name} {value}" for name, value in alike.items())
+    return f"{above}\n\n" * bool(above) + tabulate(shown, headers="keys")
 
 
 COMPARED = "registers", "spilled_bytes", "shared_bytes", "roles", "ptx", "code"
@@ -411,7 +393,6 @@ def main(argv: list[str]) -> int:
     value_help = "head dimension of V (default: the head dimension of Q and K)"
     parser.add_argument("--value-dim", type=single(HEAD_DIM), default=None, metavar="NUMBER", help=value_help)
     parser.add_argument("--all-configs", action="store_true", help="compile every configuration, not only the first")
-    parser.add_argument("--wide", action="store_true", help="show all columns, and the registers of each partition")
     parser.add_argument("--json", type=json_path, metavar="FILE", help="also write rows and errors to FILE")
     parser.add_argument(
         "--against",
@@ -426,7 +407,7 @@ def main(argv: list[str]) -> int:
     rows, errors, unavailable = compile_cases(cases, arguments.all_configs)
 
     if rows and not arguments.against:
-        print(table(rows, arguments.wide))
+        print(table(rows))
     for name in arguments.stage:
         if not any(row["stage"] == name for row in rows + errors + unavailable):
             print(f"{name} launches no Triton kernel")

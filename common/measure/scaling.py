@@ -171,24 +171,20 @@ def _of_rows(function: Callable, q, k, v, causal, scale, grad_out, positions) ->
     if not causal:
         return function(q, k, v, False, scale, grad_out)
 
-    def together(whole, one, keys):
-        for name, result in one.items():
+    def together(above, below):
+        joined = {}
+        for name, result in above.items():
             if name == "magnitudes":
-                together(whole.setdefault(name, {}), result, keys)
-            elif name in ("dk", "dv"):
-                if name not in whole:
-                    kind = torch.promote_types(result.dtype, torch.float32)
-                    whole[name] = torch.zeros(*k.shape[:3], result.shape[3], dtype=kind, device=k.device)
-                whole[name][:, :, :keys] += result
+                joined[name] = together(result, below[name])
             else:
-                whole[name] = torch.cat((whole[name], result), 2) if name in whole else result
+                joined[name] = result + below[name] if name in ("dk", "dv") else torch.cat((result, below[name]), 2)
+        return joined
 
-    whole = {}
-    for at, position in enumerate(positions):
-        keys, row = position + 1, slice(at, at + 1)
-        gradient = None if grad_out is None else grad_out[:, :, row]
-        together(whole, function(q[:, :, row], k[:, :, :keys], v[:, :, :keys], False, scale, gradient), keys)
-    return whole
+    def of_row(at, position):
+        gradient = None if grad_out is None else grad_out[:, :, at : at + 1]
+        return function(q[:, :, at : at + 1], k, v, True, scale, gradient, diagonal=position)
+
+    return functools.reduce(together, itertools.starmap(of_row, enumerate(positions)))
 
 
 def _row_of_ranks(tensor: Tensor, group) -> Tensor:

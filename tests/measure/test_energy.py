@@ -3,17 +3,12 @@
 import time
 from unittest.mock import Mock
 
-import programs
 import pytest
 
 from common.entry import Unavailable
 from common.measure import energy
 from common.measure.energy import Reading
 from common.measure.workloads import Workload
-from common.runtime import INTERPRETED
-from common.show.energy import energy_table
-
-INFO = {"gpu": "X", "torch": "1", "triton": "2", "limit_watts": 700.0, "commit": "abc", "date": "2026-01-02"}
 
 
 class Library:
@@ -68,12 +63,6 @@ def test_an_unsupported_nvml_function_raises_at_once(refused, library):
         energy.Gauges()
 
 
-def test_a_missing_library_raises(library, monkeypatch):
-    monkeypatch.setattr(energy.ctypes, "CDLL", Mock(side_effect=OSError("no such file")))
-    with pytest.raises(RuntimeError, match="NVML is missing: no such file"):
-        energy.Gauges()
-
-
 def readings(*steps):
     return [Reading(seconds, joules, 1500, True) for seconds, joules in steps]
 
@@ -87,17 +76,6 @@ def test_power_is_taken_between_steps_of_the_counter():
 def test_a_counter_that_stands_still_gives_no_power(steps):
     with pytest.raises(ValueError, match="less than twice"):
         energy.watts(readings(*steps))
-
-
-def test_table_has_a_row_for_each_case():
-    shape = {"pass": "bwd", "batch": 4, "heads": 16, "seq_len": 4096, "head_dim": 128, "causal": True, "dtype": "float16"}
-    measured = {"seconds": 2e-3, "rested_seconds": 1.5e-3, "watts": 700.0, "joules": 1.4, "mhz": 1590, "capped": 0.998}
-    table = energy_table({"machine_info": INFO, "cases": [{"impl": "v6_some", **shape, **measured}]})
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if "v6_some" in line]
-    per_flop = 1.4 / (10 * 4 * 16 * 4096**2 * 128 / 2) * 1e12
-    numbers = ["1.400", f"{per_flop:.2f}", "700", "100", "1.59", "2.000", "1.500"]
-    assert rows == [["backward", "128", "causal", "4096", "v6_some", *numbers]]
-    assert all(str(fact) in table for fact in INFO.values() if fact != 700.0) and "700 W" in table
 
 
 def test_a_stage_that_cannot_run_is_left_out_and_named(monkeypatch, capsys):
@@ -119,9 +97,3 @@ def test_a_stage_that_cannot_run_is_left_out_and_named(monkeypatch, capsys):
     assert found == ["v6_some"] and said == [
         f"{impl} {workload.label}: {impl} is for another GPU" for impl in ("v12_some", "v7_some")
     ]
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="there is a GPU")
-def test_measuring_without_a_gpu_says_what_it_needs(tmp_path):
-    run = programs.python("-m", "common.measure.energy", tmp_path / "x.json", TRITON_INTERPRET="1")
-    assert run.returncode == 1 and "needs an NVIDIA GPU" in run.stderr

@@ -1,14 +1,10 @@
 """A results file is replaced in one step, so a write that fails leaves the old file."""
 
-import ast
 import resource
-from pathlib import Path
 
 import pytest
 
 from common.measure import files
-
-COMMON = Path(__file__).parents[2] / "common"
 
 
 def test_file_is_new_replaced_or_reached_through_a_link(tmp_path):
@@ -31,9 +27,3 @@ def test_write_that_fails_half_way_leaves_the_file_as_it_was(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.read_text() == "good" and list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.parametrize("path", sorted(COMMON.glob("**/*.py")), ids=lambda path: path.stem)
-def test_no_other_module_writes_text(path):
-    names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
-    assert path.stem == "files" or "write_text" not in names

@@ -31,11 +31,6 @@ def test_results_of_an_earlier_run_do_not_make_the_code_dirty(monkeypatch, tmp_p
     assert machine.facts()["commit"] == f"{clean}+dirty"
 
 
-def test_commit_is_unknown_without_git(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    assert machine.facts()["commit"] == "unknown"
-
-
 def test_commit_is_unknown_outside_of_a_checkout(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "__file__", str(tmp_path / "machine.py"))
     assert machine.facts()["commit"] == "unknown"

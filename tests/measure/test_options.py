@@ -55,30 +55,11 @@ def test_a_wrong_value_is_named_with_what_is_allowed(command, flag, value, messa
     assert stopped.value.code == 2 and f"argument {flag}: {message}" in error
 
 
-def test_lists_are_alike_in_every_command():
-    parser = argparse.ArgumentParser()
-    for flag, default in (("--stage", ",".join(stages.names())), ("--head-dim", "64,128"), ("--causal", "no,yes")):
-        options.add_list(parser, flag, default)
-    found = parser.parse_args(["--stage=v1, v0"])
-    assert (found.stage, found.head_dim, found.causal) == (stages.names()[1::-1], [64, 128], [False, True])
-    assert "(default: all)" in parser.format_help() and "(default: 64,128)" in parser.format_help()
-
-
 def test_a_missing_directory_is_an_error_of_one_line(tmp_path):
     options.write_json(tmp_path / "x.json", [1])
     assert json.loads((tmp_path / "x.json").read_text()) == [1]
     with pytest.raises(SystemExit, match="cannot be written: No such file"):
         options.write_json(tmp_path / "gone" / "x.json", [1])
-
-
-@pytest.mark.parametrize("text", [None, "", "[1", '{"benchmarks": []}'], ids=["missing", "empty", "half-written", "another"])
-def test_counting_a_file_that_measure_did_not_write_is_an_error_of_one_line(text, tmp_path, monkeypatch):
-    monkeypatch.setattr(ncu, "DEVICE", "cpu")
-    path = tmp_path / "x.json"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(SystemExit, match="x.json is not a file that measure has written"):
-        ncu.main(["count", str(path)])
 
 
 @pytest.mark.parametrize(("given", "found"), [

@@ -5,12 +5,7 @@ import io
 import pytest
 
 from common.measure import progress
-from common.measure.progress import Progress, say
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
+from common.measure.progress import Progress
 
 
 @pytest.fixture
@@ -39,27 +34,3 @@ def test_a_file_gets_a_line_every_ten_seconds(clock, monkeypatch):
         "40 %, about 00:18 left: 4 of 10, v3",
         "80 %, about 00:06 left: 8 of 10, v3",
     ]
-
-
-def test_a_file_gets_nothing_from_a_short_run(clock, monkeypatch):
-    monkeypatch.setattr("sys.stderr", io.StringIO())
-    run(clock, 1, 5)
-    assert progress.sys.stderr.getvalue() == ""
-
-
-def test_a_terminal_gets_a_bar_that_names_each_piece(clock, monkeypatch):
-    monkeypatch.setattr("sys.stderr", Terminal())
-    run(clock, 1, 4)
-    said = progress.sys.stderr.getvalue()
-    assert [f"| {number} of 4, v3" in said for number in range(1, 5)] == [True] * 4 and "75 %, about 00:01 left" in said
-    assert max(map(len, said.split("\r"))) <= progress.COLUMNS
-
-
-@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
-def test_messages_in_between_have_their_own_line(stream, clock, monkeypatch):
-    monkeypatch.setattr("sys.stderr", stream())
-    with Progress(2.0) as bar:
-        bar.begin("a")
-        say("v3: OOM")
-        bar.update(1)
-    assert "v3: OOM\n" in progress.sys.stderr.getvalue()

@@ -93,15 +93,6 @@ def test_memory_is_bounded_whatever_the_length(monkeypatch):
             assert peak < 8 * 2**16 + results  # for 1024 rows, all scores in float64 would take 8 MiB
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="what is allocated on the CPU is counted")
-def test_memory_is_bounded_whatever_the_number_of_heads(monkeypatch):
-    """With few queries, the scores of many heads fit in a block, but their K and V do not."""
-    monkeypatch.setattr(reference, "BLOCK_BYTES", 2**18)
-    q, k, v, _ = make_inputs(1, 512, head_dim=32, batch=8, heads=8)  # K and V: 16 MiB in float64
-    for make in (truth, plain):
-        assert count(lambda make=make: make(q, k, v, False, SCALE)).peak < 8 * 2**18
-
-
 @pytest.fixture(params=DTYPES)
 def results(request):
     """Return the results of `truth` and `plain` for a problem."""
@@ -131,12 +122,6 @@ def test_one_element_that_is_not_finite_fails(results, name, bad):
     broken[1, 2, 3] = bad
     with pytest.raises(AssertionError, match=r"worst at \(1, 2, 3"):
         assert_correct({name: broken}, exact, yardstick)
-
-
-def test_a_shape_that_broadcasts_fails(results):
-    exact, yardstick = results
-    with pytest.raises(AssertionError, match="shape"):
-        assert_correct({"out": yardstick["out"][:, :, :1]}, exact, yardstick)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -220,19 +205,6 @@ def test_numbers_that_round_to_the_result_have_no_error():
     one = of_one_head([1.0], torch.bfloat16)
     for truth_, error in ((1 + 2**-9, 0), (1 + 2**-8, 0), (1 + 2**-7, 2**-8), (1 - 2**-9, 0), (1 - 2**-8, 2**-9)):
         assert reference.error_before_rounding(one, of_one_head([truth_])).item() == error
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_rule_is_held_to_the_last_bit(name):
-    """Plain PyTorch has an error of 1/4. The bound is two or three times this error (`FACTORS`), plus 1/2 for float32."""
-    exact = invented({"out": [0.0, 0.0], name: [0.0] * 4}, {"out": [2.0**21] * 2, name: [2.0**21] * 4})
-    yardstick = {"out": of_one_head([0.25] * 2, torch.float32), name: of_one_head([0.25, -0.25, -0.25, 0.25], torch.float32)}
-    most = FACTORS[name] / 4 + 1 / 2
-    inside = {"out": torch.zeros_like(yardstick["out"]), name: of_one_head([-most, most, most, -most], torch.float32)}
-    assert_correct(inside, exact, yardstick)
-    outside = torch.nextafter(inside[name], 2 * inside[name])
-    with pytest.raises(AssertionError, match=f"{name}: "):
-        assert_correct(inside | {name: torch.nextafter(outside, 2 * outside)}, exact, yardstick)
 
 
 def test_each_head_has_bounds_of_its_own():

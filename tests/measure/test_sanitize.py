@@ -5,7 +5,6 @@ import re
 import sys
 from pathlib import Path
 
-import programs
 import pytest
 from cases import sources
 
@@ -71,21 +70,6 @@ RACECHECK = f"""========= COMPUTE-SANITIZER
 {KNOWN_RACE}{KNOWN_RACE}{NEW_RACE}========= RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warning)
 """
 CLEAN = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
-
-
-def test_every_known_report_is_of_some_stage():
-    assert all(known.stages for known in sanitize.KNOWN)
-
-
-def test_reports_of_memcheck():
-    assert sanitize.parse(MEMCHECK) == (
-        [
-            Report("Invalid __global__ write", "_forward_kernel", (("/there/forward.py", 34),)),
-            Report("Invalid __global__ read", "caller", (("/there/helper.cuh", 39),)),
-            Report("Target application returned an error"),
-        ],
-        4,
-    )
 
 
 def test_reports_of_initcheck():
@@ -154,13 +138,6 @@ def cells(shown, stage):
     return next(line for line in shown.splitlines() if line.startswith(stage)).split()[1:]
 
 
-def test_clean_stages_pass(run):
-    status, shown = run("--stage=v3,v28", "--tool=memcheck,initcheck", memcheck=CLEAN, initcheck=CLEAN)
-    assert status == 0
-    assert cells(shown, "v3_fa2_causal") == ["clean", "clean"]
-    assert cells(shown, "v28_dependent_launch") == ["n/a", "n/a"] and "v28_dependent_launch needs another GPU" in shown
-
-
 def test_unknown_reports_fail_and_are_shown(run):
     status, shown = run("--stage=v3", "--tool=memcheck,initcheck", memcheck=MEMCHECK, initcheck=INITCHECK)
     assert status == 1
@@ -186,19 +163,6 @@ def test_a_program_that_fails_is_not_clean(run, monkeypatch, log):
     monkeypatch.setenv("FAILS", "1")
     status, shown = run("--stage=v3", "--tool=memcheck", memcheck=log)
     assert status == 1 and "the program says why" in shown
-
-
-@pytest.mark.parametrize(("flag", "message"), [("--tool=memchek", "'memchek' is not one of memcheck"), ("--stage=v99", "v99")])
-def test_a_wrong_name_is_answered_with_the_right_ones(flag, message, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        sanitize.main([flag])
-    assert stopped.value.code == 2 and message in capsys.readouterr().err
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="there is a GPU")
-def test_without_a_gpu_it_says_what_it_needs():
-    run = programs.python("-m", "common.measure.sanitize", TRITON_INTERPRET="1")
-    assert run.returncode == 1 and run.stderr == "this command needs a GPU, and compute-sanitizer on the PATH\n"
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="there is a GPU")

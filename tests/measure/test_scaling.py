@@ -139,17 +139,6 @@ def test_every_case_can_be_cut_on_any_number_of_ranks():
             assert ranks <= world and work.seq_len % (2 * ranks) == 0
 
 
-@pytest.mark.parametrize(("argv", "message"), [
-    (["--tokens=7"], "an even number"), (["--kv-heads=3", "--heads=4"], "3 K/V heads do not divide 4 heads"),
-    (["--stage=v99"], "no stage is called 'v99'"), (["--tokens=none"], "is not a whole number"),
-    (["--pass=bwd"], "'bwd' is not one of"),
-])  # fmt: skip
-def test_options_that_are_wrong_are_named(argv, message, capsys):
-    with pytest.raises(SystemExit):
-        scaling.parse_options(argv, 2)
-    assert message in capsys.readouterr().err
-
-
 def record(impl, ranks, seq_len, ms, **others):
     work = Workload("fwd", 1, 16, seq_len, 128, True, "bfloat16")
     tflops = work.flops / ranks / ms / 1e9

@@ -99,25 +99,3 @@ def test_trace_events_read_back_have_the_same_totals(name, tmp_path):
         for event in sorted((e for e in slices if (e["pid"], e["tid"]) == track), key=lambda e: (e["ts"], e["dur"])):
             assert event["ts"] >= ends - 1e-6
             ends = event["ts"] + event["dur"]
-
-
-def test_a_picture_has_a_lane_for_each_tensor(tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(traces.plt, "close", figures.append)
-    path = tmp_path / "picture.png"
-    recorded = traces.draw([stages.resolve("v2"), stages.resolve("v3")], work("fwd", heads=1), path)
-    assert path.stat().st_size > 1000
-    for axes, each in zip(figures[0].axes, recorded, strict=True):
-        assert [label.get_text() for label in axes.get_yticklabels()] == traces.lanes(each)
-        assert axes.get_xlim()[1] == max(end for one in recorded for _, end in traces.moments(one)), "one scale"
-    monkeypatch.undo()
-    traces.plt.close(figures[0])
-
-
-def test_the_command_writes_where_it_says(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(traces, "TRACES", tmp_path)
-    events = tmp_path / "events.json"
-    traces.main(["--stage", "v3", "--pass", "fwd,bwd", "--seq-len", "64", "--head-dim", "16", "--perfetto", str(events)])
-    shown = capsys.readouterr().out.split()
-    assert shown == [str(tmp_path / f"v3-{pass_}-d16-causal-s64.png") for pass_ in ("fwd", "bwd")]
-    assert json.loads(events.read_text())["traceEvents"]

@@ -1,10 +1,6 @@
 """The profiler's numbers about busy units and stalled warps become a table."""
 
-import programs
-import pytest
-
 from common.measure import units
-from common.runtime import INTERPRETED
 from common.show import profiles
 
 INFO = {"gpu": "X", "torch": "1", "triton": "2", "ncu": "3", "commit": "abc", "date": "2026-01-02"}
@@ -29,21 +25,3 @@ def test_table_has_a_row_for_each_kernel_that_takes_time():
     waiting = "barrier 50 %, long scoreboard 30 %"
     assert rows == [["forward", "64", "causal", "v6_some", "_forward_kernel", "2.500", "1.50", "168", *busy, waiting]]
     assert all(fact in table for fact in INFO.values())
-
-
-@pytest.mark.parametrize(
-    ("name", "short"),
-    [
-        ("_dq_kernel", "_dq_kernel"),
-        ("void flash::flash_fwd_kernel<flash::Traits<64>, true>(flash::Params)", "flash_fwd_kernel"),
-        ("cudnn_" + 60 * "x", "cudnn_" + 33 * "x" + "…"),
-    ],
-)
-def test_kernel_names_are_short(name, short):
-    assert profiles._short(name) == short
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="there is a GPU")
-def test_measuring_without_a_gpu_says_what_it_needs(tmp_path):
-    run = programs.python("-m", "common.measure.units", tmp_path / "x.json", TRITON_INTERPRET="1")
-    assert run.returncode == 1 and "needs a GPU" in run.stderr

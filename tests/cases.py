@@ -6,16 +6,20 @@ import importlib
 import re
 from collections import ChainMap
 from pathlib import Path
+from typing import NamedTuple
 
+import pytest
 import torch
 
 import stages
 from common.kernels.tuning import tuners
+from common.measure import digest
 from common.measure.constants import NEVER
 from common.measure.reference import assert_close, error_bounds, plain, truth
 from common.operator import diagonal
 from common.runtime import DEVICE, INTERPRETED
 
+LONG = False  # whether long tests are asked for; conftest.py sets it before the tests are imported
 TILED = (40, 100)  # (queries, keys) of a small problem: the last tiles are not full, and most queries see several key tiles
 
 # Batch size and number of heads for most tests. They are small without a GPU, because the interpreter computes batch elements
@@ -45,15 +49,31 @@ def needs_of_stages_that_are_gone(root: Path) -> list[str]:
 def in_full() -> frozenset[str]:
     """Return the stages that get every test in the default run.
 
-    On a GPU these are all stages. On the slow interpreter these are the newest stage, the Triton stages without an autotuner,
-    and for each number n the last stage with n autotuned kernels. Other stages get only the tests marked `every_stage`.
+    On a GPU these are all stages. On the slow interpreter these are the last stage of Triton kernels without an autotuner and
+    the newest stage, whose kernels are in Gluon. Other stages get the tests of their distinct code (`parts`).
     """
     if not INTERPRETED:
         return frozenset(stages.names())
     line = [name for name in stages.names() if not stages.is_dead_end(name)]
-    last = {len(tuners(stages.load(name))): name for name in line}  # by number of tuned kernels
-    untuned = {name for name in line if not needs_hopper(name) and not tuners(stages.load(name))}
-    return frozenset({line[-1], *last.values()} | untuned)
+    plain_triton = [name for name in line if not needs_hopper(name) and not tuners(stages.load(name))]
+    return frozenset({plain_triton[-1], line[-1]})
+
+
+def tested(every: bool = False) -> list[str]:
+    """Return the stages with which tests of an argument `stage` run, in order.
+
+    With `every`, these are all stages that have a pass unlike those of earlier stages. If long tests are asked for, these are
+    all stages.
+    """
+    distinct = {part.name for part in parts()} if every else in_full()
+    return [name for name in stages.names() if LONG or name in distinct]
+
+
+def available(name: str):
+    """Load a stage, or skip the test if the stage cannot run here."""
+    if reason := stages.unavailable(name):
+        pytest.skip(f"{name} {reason}")
+    return stages.load(name)
 
 
 def needs_hopper(name: str) -> bool:
@@ -62,11 +82,58 @@ def needs_hopper(name: str) -> bool:
 
 
 def once(names: list[str], pass_: str) -> list[str]:
-    """Return `names` without the stages whose code for the pass equals an earlier stage's. Equal code gives equal results."""
+    """Return `names` without the stages whose code for the pass equals an earlier one's. Equal code gives equal results."""
     first = {}
     for name in names:
-        first.setdefault(tuple(sources(name, pass_).items()), name)
+        first.setdefault(digest.current(name, pass_), name)
     return list(first.values())
+
+
+def once_by_file(names: list[str], file: str) -> list[str]:
+    """Return `names` without the stages whose file equals an earlier one's, comments included."""
+    first = {}
+    for name in names:
+        first.setdefault(stages.source(name, file), name)
+    return list(first.values())
+
+
+class Part(NamedTuple):
+    """A pass of a stage, "forward" or "backward". An instance is a `run` function for `check`."""
+
+    name: str
+    pass_: str
+
+    def __str__(self):
+        return f"{self.name}-{self.pass_}"
+
+    def __call__(self, stage, q, k, v, grad_out, *, causal, scale):
+        """Return the results of this pass alone. A backward gets the exact out and LSE, rounded."""
+        options = {"causal": bool(causal), "scale": scale, "diagonal": diagonal(causal, q.shape[2], k.shape[2])}
+        if self.pass_ == "forward":
+            return dict(zip(("out", "lse"), stage.forward(q, k, v, **options), strict=True))
+        exact, _ = answer(q, k, v, grad_out, causal=causal, scale=scale)
+        out, lse = exact["out"].to(q.dtype), exact["lse"].float()
+        return dict(zip(("dq", "dk", "dv"), stage.backward(grad_out, q, k, v, out, lse, **options), strict=True))
+
+    def check(self, q, k, v, grad_out, *, causal, scale=None):
+        """Assert that the results of this pass are right, and return them."""
+        return check(stages.load(self.name), q, k, v, grad_out, causal=causal, scale=scale, run=self)
+
+    @property
+    def place(self) -> int:
+        """The pass's number among all passes. So each pass can get other problems than the next."""
+        return parts().index(self)
+
+
+@functools.cache
+def parts() -> list[Part]:
+    """Return the passes of all stages, each distinct code once, by its hash."""
+    return [Part(name, pass_) for pass_ in ("forward", "backward") for name in once(stages.names(), pass_)]
+
+
+def guessing() -> list[str]:
+    """Return the stages whose forwards guess the maximum, each distinct forward once."""
+    return once([name for name in stages.names() if 'MODE == "guess"' in "".join(sources(name, "forward").values())], "forward")
 
 
 def sources(name: str, pass_: str) -> dict[str, str]:
@@ -136,10 +203,15 @@ def assert_right(results: dict, q, k, v, grad_out, *, causal, scale):
     """Assert that results have the right dtypes and are as close to float64 as `common.measure.reference` requires."""
     for name, like in {"out": q.dtype, "lse": torch.float32, "dq": q.dtype, "dk": k.dtype, "dv": v.dtype}.items():
         assert name not in results or results[name].dtype == like, f"{name}: dtype {results[name].dtype}, expected {like}"
-    problem = _Problem(q, k, v, bool(causal), scale, grad_out, diagonal(causal, q.shape[2], k.shape[2]))
-    exact, bounds = _answer(problem) if q.numel() + k.numel() <= KEPT_ELEMENTS else _answer.__wrapped__(problem)
+    exact, bounds = answer(q, k, v, grad_out, causal=causal, scale=scale)
     for name, result in results.items():
         assert_close(name, result, exact[name], bounds[name])
+
+
+def answer(q, k, v, grad_out, *, causal, scale) -> tuple[dict, dict]:
+    """Return the float64 results of a problem, and the error bounds of each result. Small problems are kept."""
+    problem = _Problem(q, k, v, bool(causal), scale, grad_out, diagonal(causal, q.shape[2], k.shape[2]))
+    return _answer(problem) if q.numel() + k.numel() <= KEPT_ELEMENTS else _answer.__wrapped__(problem)
 
 
 class _Problem(tuple):

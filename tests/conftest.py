@@ -1,6 +1,5 @@
-"""Every test with an argument `stage` runs once for each stage in the directory `stages`."""
+"""A test with an argument `stage` or `part` runs for the stages, or the passes, that tests/cases.py chooses."""
 
-import collections
 import os
 import threading
 import zlib
@@ -14,11 +13,10 @@ import torch  # noqa: E402
 
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")  # set before Triton loads
 
-from cases import in_full, needs_hopper, needs_of_stages_that_are_gone  # noqa: E402
+import cases  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 from triton.runtime.autotuner import Autotuner  # noqa: E402
 
-import stages  # noqa: E402
 from common.interpreter.schedule import restart_seeds  # noqa: E402
 from common.kernels import interpreted  # noqa: E402
 from common.measure.aot import first_that_survives  # noqa: E402
@@ -35,12 +33,13 @@ def pytest_make_parametrize_id(val):
     return str(val).removeprefix("torch.") if isinstance(val, torch.dtype) else None
 
 
-def pytest_configure():
-    """Stop with one clear error if a stage or bench.py needs a missing stage.
+def pytest_configure(config):
+    """Note whether long tests are asked for. Stop with one clear error if a stage or bench.py needs a missing stage.
 
     Otherwise many tests would fail for unclear reasons.
     """
-    if lines := needs_of_stages_that_are_gone(ROOT):
+    cases.LONG = "not long" not in config.option.markexpr
+    if lines := cases.needs_of_stages_that_are_gone(ROOT):
         raise pytest.UsageError("these lines need a stage that has no directory:\n" + "\n".join(lines))
 
 
@@ -51,43 +50,49 @@ def pytest_xdist_auto_num_workers():
     return processors if INTERPRETED else min(8, processors)
 
 
-@pytest.hookimpl(tryfirst=True)  # run this hook before pytest leaves out the long tests
-def pytest_collection_modifyitems(items):
-    """Mark most tests of stages outside `in_full` (tests/cases.py) as long, so that the default run leaves these tests out.
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(obj):
+    """Collect no tests marked `long` unless they are asked for."""
+    return [] if not cases.LONG and _is_long(getattr(obj, "pytestmark", ())) else None
 
-    Tests marked `every_stage` and tests with an argument `split` stay in the default run, with every third problem. The next
-    stage gets other problems.
 
-    A Hopper stage's float32 tests are long too: they run another stage's kernels, which that stage's tests cover.
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc):
+    """Give `stage` and `part` their values, and drop parameters marked `long` unless they are asked for.
+
+    Dropping them before pytest combines parameters saves most of the time of a collection.
     """
-    for_hopper = {name for name in stages.names() if needs_hopper(name)}
-    places, seen = {name: place for place, name in enumerate(stages.names())}, collections.Counter()
-    for item in items:
-        params = item.callspec.params if hasattr(item, "callspec") else {}
-        name = next((params[key] for key in ("stage", "split", "long_work", "speculating") if key in params), None)
-        if not isinstance(name, str) or name in in_full():
-            continue
-        left_to_another = name in for_hopper and params.get("dtype") == torch.float32
-        if left_to_another or not ("split" in params or item.get_closest_marker("every_stage")):
-            item.add_marker(pytest.mark.long)
-        elif len(params) > 1 and not item.get_closest_marker("long"):
-            test = item.function, name
-            if (seen[test] + places[name]) % 3:
-                item.add_marker(pytest.mark.long)
-            seen[test] += 1
+    parametrized = [mark for mark in metafunc.definition.iter_markers("parametrize")]
+    for mark in () if cases.LONG else parametrized:
+        names, values, *more = mark.args
+        object.__setattr__(mark, "args", (names, [one for one in values if not _is_long(getattr(one, "marks", ()))], *more))
+    if "stage" in metafunc.fixturenames and all(mark.args[0] != "stage" for mark in parametrized):
+        every = metafunc.definition.get_closest_marker("every_stage")
+        metafunc.parametrize("stage", cases.tested(every=bool(every)), indirect=True)
+    if "part" in metafunc.fixturenames:
+        metafunc.parametrize("part", cases.parts(), ids=str, indirect=True)
 
 
-@pytest.fixture(params=stages.names())
+def _is_long(marks):
+    return any(mark.name == "long" for mark in marks)
+
+
+@pytest.fixture
 def stage(request):
-    """The module of a stage, with `attention`, `forward` and `backward`."""
-    if reason := stages.unavailable(request.param):
-        pytest.skip(f"{request.param} {reason}")
-    return stages.load(request.param)
+    """The module of a stage, with `attention`, `forward` and `backward` (see `cases.tested`)."""
+    return cases.available(request.param)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
+def part(request):
+    """A pass of a stage (see `cases.parts`)."""
+    cases.available(request.param.name)
+    return request.param
+
+
+@pytest.fixture(scope="session")
 def ranks():
-    """A group of four processes (`ranks.Ranks`), or fewer if the machine has fewer GPUs."""
+    """A group of processes (`ranks.Ranks`)."""
     from ranks import MOST, Ranks
 
     if MOST < 2:

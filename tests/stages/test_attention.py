@@ -2,86 +2,46 @@
 
 import itertools
 
+import cases
 import pytest
 import torch
-from cases import FEW, FEW_SHARED, TILED, assert_same_bits, by_functions, by_operator, check, make_inputs, names_in, once
+from cases import FEW, FEW_SHARED, TILED, assert_same_bits, by_functions, by_operator, check, make_inputs
 
-import stages
 from common.measure.reference import assert_correct, plain, truth
 from common.operator import DTYPES, HEAD_DIMS, diagonal
 from common.runtime import DEVICE
 
 on_gpu = DEVICE == "cuda"
 
-LENGTHS = [(1, 1), (1, 239), (113, 203), (128, 217), (108, 256), (256, 512)]
-LONG = [(1023, 1024), (1024, 1023)]
-OF_THREE_TILES = [(383, 384), (384, 383)]
-LENGTHS += [*LONG, (4001, 4096)] if on_gpu else [*OF_THREE_TILES, *LONG]  # without a GPU, LONG is marked long
-
-
-def marks_of(number, lengths, long):
-    """Return pytest's marks for problem `number` of a round (see `problems`).
-
-    Half of the first round is marked `every_stage` (see tests/conftest.py), without lengths in `OF_THREE_TILES`.
-    """
-    if long:
-        return [pytest.mark.long]
-    return [pytest.mark.every_stage] if number % 4 in (1, 2) and lengths not in OF_THREE_TILES else []
+LENGTHS = [(1, 1), (1, 239), (113, 203), (128, 217), (108, 256), (256, 512), (383, 384), (384, 383)]
+LONG_ROWS = [(1023, 1024), (1024, 1023), *([(4001, 4096)] if on_gpu else [])]
+PAIRS = list(itertools.product(HEAD_DIMS, DTYPES))
+EACH = 3  # number of problems of each pass in the default run
 
 
 def problems():
-    """Yield problems in 15 rounds, which together have all combinations of lengths, mask, head dimension and dtype.
+    """Return problems (queries, keys, causal, head dimension, dtype).
 
-    A round has every length with and without a causal mask. It has each of the 15 pairs of dtype and head dimension at least
-    once. In each further round, each problem gets the next pair. All rounds except the first are marked long.
+    The first round has all lengths with and without a mask, and most pairs of head dimension and dtype. 15 rounds, which only
+    long tests have, combine everything.
     """
-    # In this order, the first round's long problems get large tiles. The interpreter is fast with few tiles.
-    quick = list(itertools.product((torch.float16, torch.bfloat16), HEAD_DIMS[:-1]))
-    slow = [*itertools.product([torch.float32], HEAD_DIMS), (torch.bfloat16, HEAD_DIMS[-1]), (torch.float16, HEAD_DIMS[-1])]
-    pairs = quick[:3] + slow + quick[3:]
-    for turn in range(len(pairs)):
-        for number, (lengths, causal) in enumerate(itertools.product(LENGTHS, (False, True))):
-            dtype, head_dim = pairs[(number + turn) % len(pairs)]
-            yield pytest.param(
-                *lengths, causal, head_dim, dtype,
-                id=f"{lengths[0]}x{lengths[1]}-{'causal' if causal else 'full'}-d{head_dim}-{str(dtype)[6:]}",
-                marks=marks_of(number, lengths, long=turn or lengths in LONG and not on_gpu),
-            )  # fmt: skip
+    found = []
+    for turn in range(len(PAIRS) if cases.LONG else 1):
+        lengths = LENGTHS + LONG_ROWS if cases.LONG or on_gpu else LENGTHS
+        for number, (pair, causal) in enumerate(itertools.product(lengths, (False, True))):
+            found.append((*pair, causal, *PAIRS[(4 * number + turn) % len(PAIRS)]))
+    return found
 
 
-@pytest.mark.parametrize("seq_q, seq_k, causal, head_dim, dtype", list(problems()))
-def test_results_match_float64(stage, seq_q, seq_k, causal, head_dim, dtype):
-    check(stage, *make_inputs(seq_q, seq_k, head_dim, dtype, **(FEW if seq_q > 100 else {})), causal=causal)
+PROBLEMS = problems()
 
 
-SHARED = [(1, 8, 1), (2, 3, 1), (1, 4, 2), (1, 2, 2)]  # (batch, query heads, K/V heads)
-DIMENSIONS = [(256, 16), (32, 256), (64, 128), (128, 64), (64, 64)]  # (head_dim, value_dim)
-
-
-def problems_of_shared_heads():
-    """Yield problems with shared heads and with D ≠ Dv, in 15 rounds.
-
-    A round has every length with and without a causal mask, all of `SHARED`, and all of `DIMENSIONS`. In each further round,
-    each problem gets the next element of `SHARED` and of `DIMENSIONS`. After 15 rounds each length has had all dimensions in
-    every dtype. All rounds except the first are marked long.
-    """
-    lengths = [*LENGTHS[:4], LONG[0] if on_gpu else (383, 384)]
-    for turn in range(len(DIMENSIONS) * len(DTYPES)):
-        for number, (causal, (seq_q, seq_k)) in enumerate(itertools.product((False, True), lengths)):
-            batch, heads, kv_heads = SHARED[(number % len(lengths) + turn) % len(SHARED)]
-            head_dim, value_dim = DIMENSIONS[(number + turn) % len(DIMENSIONS)]
-            dtype = DTYPES[(number + turn - 1) % len(DTYPES)]  # - 1 gives float32 to problems with few rows or heads
-            sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "value_dim": value_dim}
-            shape = f"{seq_q}x{seq_k}-{'causal' if causal else 'full'}-b{batch}-h{heads}x{kv_heads}-d{head_dim}x{value_dim}"
-            yield pytest.param(
-                seq_q, seq_k, causal, head_dim, dtype, sizes, id=f"{shape}-{str(dtype)[6:]}",
-                marks=marks_of(number, (seq_q, seq_k), long=turn or (seq_q, seq_k) == lengths[-1] and not on_gpu),
-            )  # fmt: skip
-
-
-@pytest.mark.parametrize("seq_q, seq_k, causal, head_dim, dtype, sizes", list(problems_of_shared_heads()))
-def test_results_of_shared_heads_match_float64(stage, seq_q, seq_k, causal, head_dim, dtype, sizes):
-    check(stage, *make_inputs(seq_q, seq_k, head_dim, dtype, **sizes), causal=causal)
+@pytest.mark.parametrize("turn", range(len(PROBLEMS) if cases.LONG or on_gpu else EACH))
+def test_results_match_float64(part, turn):
+    """In the default run, each pass gets other problems than the next. A Hopper stage gets no float32: it calls another stage."""
+    seq_q, seq_k, causal, head_dim, dtype = PROBLEMS[(EACH * part.place + turn) % len(PROBLEMS)]
+    dtype = torch.float16 if dtype == torch.float32 and cases.needs_hopper(part.name) else dtype
+    part.check(*make_inputs(seq_q, seq_k, head_dim, dtype, **(FEW if seq_q > 100 else {})), causal=causal)
 
 
 def test_shared_heads_equal_repeated_heads(stage, unordered):
@@ -199,30 +159,13 @@ def test_gradient_of_a_sum(stage):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 1.0])
 def test_any_finite_scale(stage, scale, causal):
-    """Scales may be 0 or negative.
-
-    A masked score of -inf, times a scale of 0, is NaN. A negative scale makes the largest q·k the smallest score.
-    """
+    """A negative scale makes the largest q·k the smallest score."""
     check(stage, *make_inputs(*TILED, **FEW), causal=causal, scale=scale)
 
 
-@pytest.mark.every_stage
-def test_a_negative_scale_with_query_groups(stage):
-    """Each K/V head has the gradients of its own query group, and a negative scale is right in both passes."""
-    check(stage, *make_inputs(40, 70, 16, batch=1, heads=4, kv_heads=2), causal="bottom-right", scale=-0.3)
-
-
-def has_wide_kernels(name):
-    """Return whether a stage's backward has other kernels for D = 256."""
-    return any(variable.startswith("_wide_") for variable in names_in(name, "backward"))
-
-
-@pytest.mark.parametrize("wide", once([name for name in stages.names() if has_wide_kernels(name)], "backward"))
-def test_a_negative_scale_with_query_groups_in_wide_kernels(wide):
-    if reason := stages.unavailable(wide):
-        pytest.skip(f"{wide} {reason}")
-    inputs = make_inputs(40, 70, 256, batch=1, heads=4, kv_heads=2, value_dim=16)
-    check(stages.load(wide), *inputs, causal="bottom-right", scale=-0.05)
+def test_a_scale_of_zero_with_a_mask(part):
+    """In every pass, a masked score of -inf is not multiplied by a scale of 0."""
+    part.check(*make_inputs(*TILED, **FEW), causal=True, scale=0.0)
 
 
 @pytest.mark.parametrize("scale", [1e-30, -1e-30, 1e6, -1e6])
@@ -258,22 +201,23 @@ def test_scores_of_ten_thousand(stage, sign, causal, dtype):
     assert results["lse"].abs().mean() > 9_000
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("growth", [200.0, 40.0, -200.0])
-def test_scores_that_grow_along_the_keys(stage, growth, causal, dtype):
+GROWTHS = list(itertools.product((200.0, 40.0, -200.0), (False, True), (torch.float16, torch.bfloat16)))
+
+
+@pytest.mark.parametrize("turn", range(len(GROWTHS) if cases.LONG else 1))
+def test_scores_that_grow_along_the_keys(part, turn):
     """Scores grow or fall along the keys. So a maximum guessed from the first or last keys is far too small.
 
     exp(x) overflows float16 if x exceeds 11, and float32 and bfloat16 if x exceeds 88. Only the later half of one head's rows
-    has such scores. The other rows must stay right.
+    has such scores. The other rows must stay right. In the default run, each pass gets another case than the next.
     """
+    growth, causal, dtype = GROWTHS[(part.place + turn) % len(GROWTHS)]
     seq_q, seq_k, head_dim = (1100, 1000, 64) if on_gpu else (110, 100, 16)
     q, k, v, grad_out = make_inputs(seq_q, seq_k, head_dim, dtype, **FEW)
     q[..., 0] = 0
     q[-1, -1, seq_q // 2 :, 0] = 10.0
     k[..., 0] = torch.linspace(0, growth * head_dim**0.5 / 10, seq_k, device=DEVICE)
-    results = check(stage, q, k, v, grad_out, causal=causal)
-    assert abs(results["lse"][-1, -1, -1] - max(growth, 0)) < 15
+    part.check(q, k, v, grad_out, causal=causal)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -312,26 +256,27 @@ def test_causal_is_aligned_top_left(stage, seq_q, seq_k):
     assert not results["dk"][:, :, seq_q:].any() and not results["dv"][:, :, seq_q:].any()
 
 
-@pytest.mark.every_stage
-@pytest.mark.parametrize(
-    "seq_q, seq_k, sizes",
-    [
-        (1, 150, {}),
-        (40, 41, {"head_dim": 128}),  # the diagonal in the middle of a tile
-        (64, 320, {"head_dim": 64, "kv_heads": 1}),
-        (70, 203, {"kv_heads": 1, "value_dim": 64}),
-        (130, 257, {"head_dim": 64, "dtype": torch.bfloat16}),
-        (150, 150, {}),
-        pytest.param(300, 700, {"head_dim": 128, "value_dim": 64}, marks=pytest.mark.long),
-        pytest.param(390, 400, {"head_dim": 256, "kv_heads": 1}, marks=pytest.mark.long),
-        pytest.param(3, 1000, {"dtype": torch.float32}, marks=pytest.mark.long),
-    ],
-    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
-)
-def test_causal_may_be_aligned_bottom_right(stage, seq_q, seq_k, sizes):
+BOTTOM_RIGHT = [
+    (1, 150, {}),
+    (40, 41, {"head_dim": 128}),  # the diagonal in the middle of a tile
+    (64, 320, {"head_dim": 64, "kv_heads": 1}),
+    (70, 203, {"kv_heads": 1, "value_dim": 64}),
+    (130, 257, {"head_dim": 64, "dtype": torch.bfloat16}),
+    (150, 150, {}),
+]
+if cases.LONG:
+    BOTTOM_RIGHT += [
+        (300, 700, {"head_dim": 128, "value_dim": 64}),
+        (390, 400, {"head_dim": 256, "kv_heads": 1}),
+        (3, 1000, {"dtype": torch.float32}),
+    ]
+
+
+@pytest.mark.parametrize("turn", range(len(BOTTOM_RIGHT) if cases.LONG or on_gpu else 1))
+def test_causal_may_be_aligned_bottom_right(part, turn):
     """The last query sees all keys. Each earlier query sees one key less than the query after it."""
-    results = check(stage, *make_inputs(seq_q, seq_k, **FEW | sizes), causal="bottom-right")
-    assert results["dk"][:, :, -1].any() and results["dv"][:, :, -1].any()
+    seq_q, seq_k, sizes = BOTTOM_RIGHT[(part.place + turn) % len(BOTTOM_RIGHT)]
+    part.check(*make_inputs(seq_q, seq_k, **FEW | sizes), causal="bottom-right")
 
 
 @pytest.mark.every_stage

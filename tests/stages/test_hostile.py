@@ -21,7 +21,7 @@ from common.runtime import DEVICE, Device, interpreted_as
 on_gpu = DEVICE == "cuda"
 
 SEED, SECONDS = int(os.environ.get("HOSTILE_SEED", "0")), float(os.environ.get("HOSTILE_SECONDS", "20"))
-GUESSING = once([name for name in stages.names() if 'MODE == "guess"' in "".join(sources(name, "forward").values())], "forward")
+GUESSING = guessing()
 
 
 def always_guess(name):

@@ -8,12 +8,14 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from cases import assert_same_bits, by_functions, check, make_inputs
+from cases import LONG, assert_same_bits, by_functions, check, make_inputs
+from problems import Layout
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import _allocation, interpreter
 
-from common.operator import DTYPES
-from common.runtime import DEVICE, INTERPRETED
+import stages
+from common.operator import BOTTOM_RIGHT, DTYPES
+from common.runtime import DEVICE, INTERPRETED, Device, interpreted_as
 
 MARGIN = 1 << 18  # bytes of a margin, more than any tile has
 
@@ -66,37 +68,45 @@ def refuse_to_load_nan(monkeypatch):
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_load", checked_load)
 
 
-def surrounded(tensor):
-    """Return `tensor` with NaN around every row, every head and the whole tensor. All strides are multiples of 16 bytes."""
-    batch, heads, seq, head_dim = tensor.shape
-    buffer = tensor.new_full((batch, heads, seq + 256, head_dim + 16), float("nan"))
-    return buffer[:, :, 128:-128, 8:-8].copy_(tensor)
+AROUND = ((0, 1), (1, 0), (128, 128), (8, 8))  # unused batch elements, heads, rows and columns before and after a tensor
+# The tensors have different strides. With equal strides, a kernel that reads V with K's strides would look right.
+LAYOUTS = [Layout(order, AROUND, offset=8) for order in ("bhsd", "bshd", "hbsd", "sbhd")]
+PROBLEMS = [  # (queries, keys, batch, heads, K/V heads, D, Dv, causal, scale, dtype)
+    (113, 203, 2, 4, 2, 64, 32, BOTTOM_RIGHT, -0.2, torch.float16),
+    (203, 113, 1, 4, 2, 32, 64, True, 0.3, torch.bfloat16),
+    (70, 130, 1, 4, 2, 256, 16, BOTTOM_RIGHT, -0.05, torch.bfloat16),
+    (260, 150, 1, 3, 1, 128, 128, False, -0.1, torch.float16),
+    (140, 70, 2, 4, 2, 16, 16, True, -0.3, torch.bfloat16),
+    (70, 150, 1, 4, 2, 256, 256, False, 0.1, torch.float16),
+    (1, 1, 1, 2, 2, 16, 16, False, 1.0, torch.float16),
+    (203, 113, 1, 2, 1, 32, 16, True, 0.2, torch.float32),
+]
+ALWAYS = (0, 2)  # problems of every pass in the default run; each pass gets one more
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(
-    "seq_q, seq_k, head_dim, kv_heads, value_dim, dtype",
-    [
-        (1, 1, 16, 2, 16, torch.float16),
-        (113, 203, 32, 1, 64, torch.bfloat16),
-        (203, 113, 32, 1, 16, torch.float32),
-        (130, 70, 64, 2, 64, torch.float16),
-    ],
-)
-def test_nothing_outside_is_read_or_written(stage, seq_q, seq_k, head_dim, kv_heads, value_dim, dtype, causal, monkeypatch):
+@pytest.mark.parametrize("turn", range(3) if INTERPRETED and not LONG else range(len(PROBLEMS)))
+def test_nothing_outside_is_read_or_written(part, turn, monkeypatch):
+    """The problems have query groups, negative scales, views of different strides, and several work tiles for each CTA."""
     if INTERPRETED:
         refuse_to_load_nan(monkeypatch)
-    sizes = {"batch": 1, "heads": 2, "kv_heads": kv_heads, "value_dim": value_dim}
-    inputs = tuple(map(surrounded, make_inputs(seq_q, seq_k, head_dim, dtype, **sizes)))
+    if LONG or not INTERPRETED:
+        number = turn
+    else:
+        others = [number for number, problem in enumerate(PROBLEMS) if number not in ALWAYS and torch.float32 not in problem]
+        number = (*ALWAYS, others[part.place % len(others)])[turn]
+    seq_q, seq_k, batch, heads, kv_heads, head_dim, value_dim, causal, scale, dtype = PROBLEMS[number]
+    sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "value_dim": value_dim}
+    values = make_inputs(seq_q, seq_k, head_dim, dtype, **sizes)
+    inputs = [layout.place(tensor) for layout, tensor in zip(LAYOUTS, values, strict=True)]
     before = [tensor.clone() for tensor in inputs]
 
     def run(*args, **options):
-        with PoisonedMemory() as memory:
-            results = by_functions(*args, **options)
+        with PoisonedMemory() as memory, interpreted_as(Device(num_sms=1)):
+            results = part(*args, **options)
         memory.check()
         return results
 
-    check(stage, *inputs, causal=causal, run=run)
+    check(stages.load(part.name), *inputs, causal=causal, scale=scale, run=run)
     for tensor, copy in zip(inputs, before, strict=True):
         assert torch.equal(tensor, copy), "an input was written to"
 

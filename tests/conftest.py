@@ -62,7 +62,7 @@ def pytest_generate_tests(metafunc):
 
     Dropping them before pytest combines parameters saves most of the time of a collection.
     """
-    parametrized = [mark for mark in metafunc.definition.iter_markers("parametrize")]
+    parametrized = list(metafunc.definition.iter_markers("parametrize"))
     for mark in () if cases.LONG else parametrized:
         names, values, *more = mark.args
         object.__setattr__(mark, "args", (names, [one for one in values if not _is_long(getattr(one, "marks", ()))], *more))

@@ -8,6 +8,7 @@ import datetime
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 from unittest import mock
 
@@ -18,9 +19,10 @@ from triton.runtime.autotuner import Autotuner
 from common.measure.aot import first_that_survives
 from common.runtime import DEVICE
 
-MOST = 4 if DEVICE == "cpu" else min(4, torch.cuda.device_count())  # maximum number of ranks in a test
+MOST = 3 if DEVICE == "cpu" else min(4, torch.cuda.device_count())  # maximum number of ranks in a test
 TIMEOUT_S = 120  # seconds that a test waits for its processes, and that a rank waits for other ranks
-# Each rank is a new process, not a fork: a process that has used a GPU cannot be forked.
+# A new process, because a process that has threads or has used a GPU cannot be forked. Without a GPU, the new process imports
+# everything once and is forked for each rank.
 CONTEXT = multiprocessing.get_context("spawn")
 INTERPRET = {"TRITON_INTERPRET": "1"} if DEVICE == "cpu" else {}  # set again, because a compiler test may have changed it
 
@@ -52,6 +54,23 @@ def _serve(rank, size, port, timeout_s, connection):
     os._exit(0)  # do not wait for ranks that have ended
 
 
+def _fork(settings):
+    """Fork a process for each rank, and wait until they end. Each takes a connection and closes the others."""
+    os.setsid()  # `Ranks.end` kills the group
+    import cases  # noqa: F401  (imports the stages before the forks)
+
+    for mine in settings:
+        if os.fork() == 0:
+            for other in settings:
+                if other is not mine:
+                    other[-1].close()
+            _serve(*mine)
+    for *_, connection in settings:
+        connection.close()
+    for _ in settings:
+        os.wait()
+
+
 class Ranks:
     """Processes that run functions for tests. For each size, the first `size` processes form a group."""
 
@@ -60,15 +79,16 @@ class Ranks:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self.connections, self.processes = [], []
-        for rank in range(size):
-            ours, theirs = CONTEXT.Pipe()
-            process = CONTEXT.Process(target=_serve, args=(rank, size, port, timeout_s, theirs), daemon=True)
-            with mock.patch.dict(os.environ, INTERPRET):
+        pairs = [CONTEXT.Pipe() for _ in range(size)]
+        self.connections = [ours for ours, _ in pairs]
+        settings = [(rank, size, port, timeout_s, theirs) for rank, (_, theirs) in enumerate(pairs)]
+        calls = [(_fork, (settings,))] if DEVICE == "cpu" else [(_serve, one) for one in settings]
+        self.processes = [CONTEXT.Process(target=function, args=args, daemon=True) for function, args in calls]
+        with mock.patch.dict(os.environ, INTERPRET):
+            for process in self.processes:
                 process.start()
+        for _, theirs in pairs:
             theirs.close()
-            self.connections.append(ours)
-            self.processes.append(process)
 
     def outcomes(self, size, function, *arguments) -> list:
         """Call `function(group, *arguments)` in `size` ranks.
@@ -97,5 +117,7 @@ class Ranks:
 
     def end(self):
         for process in self.processes:
+            if DEVICE == "cpu":
+                os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             process.join()

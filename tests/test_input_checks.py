@@ -1,4 +1,4 @@
-"""A stage refuses wrong input before any kernel runs. The message names the argument and its fault."""
+"""The operator refuses wrong input before any kernel runs. The message names the argument and its fault."""
 
 import math
 
@@ -8,9 +8,11 @@ import torch
 from cases import make_inputs
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import stages
 from common.runtime import DEVICE
 
 ELSEWHERE = "cpu" if DEVICE == "cuda" else "meta"  # a device on which no kernel runs
+STAGE = stages.load("v3")  # all stages have one operator
 GOOD = dict(zip("qkv", make_inputs(5, 7, 16), strict=False))
 
 
@@ -95,22 +97,22 @@ class Calls(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("changes, error, message", BAD.values(), ids=BAD.keys())
-def test_bad_input_is_refused_before_a_kernel_runs(stage, changes, error, message):
+def test_bad_input_is_refused_before_a_kernel_runs(changes, error, message):
     with Calls() as calls, pytest.raises(error, match=message):
-        stage.attention(**GOOD | changes)
+        STAGE.attention(**GOOD | changes)
     assert calls.count == 0
 
 
-def test_good_input_runs_a_kernel(stage):
+def test_good_input_runs_a_kernel():
     with Calls() as calls:
-        stage.attention(**GOOD)
+        STAGE.attention(**GOOD)
     assert calls.count == 1
 
 
-def test_options_go_by_name(stage):
+def test_options_go_by_name():
     """SDPA's fourth positional argument is attn_mask. Here it would silently count as `causal`."""
     with pytest.raises(TypeError, match="positional"):
-        stage.attention(*GOOD.values(), True)
+        STAGE.attention(*GOOD.values(), True)
 
 
 @pytest.mark.parametrize(("name", "value", "said"), [
@@ -120,21 +122,21 @@ def test_options_go_by_name(stage):
     ("dropout_p", 0.1, "dropout_p: not supported"),
     ("scael", 1.0, "unexpected keyword argument 'scael'"),
 ])  # fmt: skip
-def test_sdpa_s_names_get_a_helpful_error(stage, name, value, said):
+def test_sdpa_s_names_get_a_helpful_error(name, value, said):
     with pytest.raises(TypeError, match=said):
-        stage.attention(**GOOD, **{name: value})
+        STAGE.attention(**GOOD, **{name: value})
 
 
-def test_flags_may_be_numpys(stage):
-    causal, full = (stage.attention(**GOOD, causal=flag) for flag in (True, False))
-    assert torch.equal(stage.attention(**GOOD, causal=numpy.True_, return_lse=numpy.False_), causal)
-    assert torch.equal(stage.attention(**GOOD, causal=numpy.False_, return_lse=numpy.True_)[0], full)
+def test_flags_may_be_numpys():
+    causal, full = (STAGE.attention(**GOOD, causal=flag) for flag in (True, False))
+    assert torch.equal(STAGE.attention(**GOOD, causal=numpy.True_, return_lse=numpy.False_), causal)
+    assert torch.equal(STAGE.attention(**GOOD, causal=numpy.False_, return_lse=numpy.True_)[0], full)
 
 
 @pytest.mark.parametrize("scale", [1, 0, -2.5, numpy.float32(0.25), numpy.int64(3)])
-def test_scale_may_be_any_number(stage, scale):
-    assert torch.equal(stage.attention(**GOOD, scale=scale), stage.attention(**GOOD, scale=float(scale)))
+def test_scale_may_be_any_number(scale):
+    assert torch.equal(STAGE.attention(**GOOD, scale=scale), STAGE.attention(**GOOD, scale=float(scale)))
 
 
-def test_scale_of_none_is_sdpa_s(stage):
-    assert torch.equal(stage.attention(**GOOD), stage.attention(**GOOD, scale=16**-0.5))
+def test_scale_of_none_is_sdpa_s():
+    assert torch.equal(STAGE.attention(**GOOD), STAGE.attention(**GOOD, scale=16**-0.5))

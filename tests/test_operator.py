@@ -1,4 +1,4 @@
-"""Every stage works as a PyTorch operator, with compilation, checkpointing, autocast, streams, graphs and huge tensors."""
+"""A stage works as a PyTorch operator, with compilation, checkpointing, autocast, streams, graphs and huge tensors."""
 
 import concurrent.futures
 import contextlib

@@ -38,7 +38,7 @@ PROBLEMS = problems()
 
 @pytest.mark.parametrize("turn", range(len(PROBLEMS) if cases.LONG or on_gpu else EACH))
 def test_results_match_float64(part, turn):
-    """In the default run, each pass gets other problems than the next. A Hopper stage gets no float32: it calls another stage."""
+    """Each pass gets other problems than the next. A Hopper stage gets no float32, for which it calls another stage."""
     seq_q, seq_k, causal, head_dim, dtype = PROBLEMS[(EACH * part.place + turn) % len(PROBLEMS)]
     dtype = torch.float16 if dtype == torch.float32 and cases.needs_hopper(part.name) else dtype
     part.check(*make_inputs(seq_q, seq_k, head_dim, dtype, **(FEW if seq_q > 100 else {})), causal=causal)

@@ -4,18 +4,20 @@ On a GPU, `make test-long` searches for inputs on which a stage is wrong. `HOSTI
 search starts, and how long it takes for each head dimension, dtype and mask.
 """
 
+import itertools
 import os
 import random
 import time
 
 import pytest
 import torch
-from cases import by_functions, check, names_in, namespaces, never_short, once, set_names, sources
+from cases import Part, available, by_functions, check, guessing, names_in, namespaces, never_short, set_names
 
 import stages
 from common import recording
 from common.measure.inputs import Scores, Sink, draw, hostile
 from common.measure.reference import assert_close, error_bounds, plain, truth
+from common.operator import diagonal
 from common.runtime import DEVICE, Device, interpreted_as
 
 on_gpu = DEVICE == "cuda"
@@ -35,8 +37,7 @@ def guess(monkeypatch):
     monkeypatch.setattr(recording, "is_watched", lambda: True)  # recorded launches would not have these changes
 
     def load(name, splits=1):
-        if reason := stages.unavailable(name):
-            pytest.skip(f"{name} {reason}")
+        available(name)
         set_names(monkeypatch, name, **always_guess(name), splits_of=lambda *_: splits)
         return stages.load(name)
 
@@ -49,6 +50,14 @@ def inputs(seq_q, seq_k, head_dim, dtype, scores, heads=2, kv_heads=2):
     return draw((1, heads, seq_q, head_dim), kv_shape, kv_shape, dtype, head_dim**-0.5, scores)
 
 
+def with_plain_gradients(stage, q, k, v, grad_out, *, causal, scale):
+    """Return a stage's out and LSE, and v0's gradients from them, which show whether out and LSE fit together."""
+    forward = Part(stage.__name__, "forward")(stage, q, k, v, grad_out, causal=causal, scale=scale)
+    options = {"causal": bool(causal), "scale": scale, "diagonal": diagonal(causal, q.shape[2], k.shape[2])}
+    dq, dk, dv = stages.load("v0").backward(grad_out, q, k, v, *forward.values(), **options)
+    return forward | {"dq": dq, "dk": dk, "dv": dv}
+
+
 # (key, nats, more). The first 16 keys and the last 64 may enter the guess, so no sink is there.
 SINKS = [
     (70, 24.0, {}),
@@ -58,22 +67,28 @@ SINKS = [
 DISTRIBUTIONS = [Scores(sinks=(Sink(key, nats, head=1),), **more) for key, nats, more in SINKS]
 
 
-@pytest.mark.parametrize("scores", DISTRIBUTIONS, ids=lambda scores: f"{scores.sinks[0].nats:g}nats")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", GUESSING)
+def misses():
+    """Yield (stage, dtype, scores). The default run has all of them for the newest stage, and two for each other stage."""
+    for name, dtype, scores in itertools.product(GUESSING, (torch.float16, torch.bfloat16), DISTRIBUTIONS):
+        worst = scores is DISTRIBUTIONS[1 if dtype == torch.float16 else 0]
+        marks = [] if worst or name == GUESSING[-1] else [pytest.mark.long]
+        yield pytest.param(name, dtype, scores, id=f"{name}-{str(dtype)[6:]}-{scores.sinks[0].nats:g}nats", marks=marks)
+
+
+@pytest.mark.parametrize("name, dtype, scores", list(misses()))
 def test_a_sink_that_the_guess_misses(guess, name, dtype, scores):
     """The first head has no sink."""
     stage = guess(name)
     with interpreted_as(Device(num_sms=2)):
-        check(stage, *inputs(140, 210, 64, dtype, scores), causal=False, run=by_functions)
+        check(stage, *inputs(140, 210, 64, dtype, scores), causal=False, run=with_plain_gradients)
 
 
-@pytest.mark.parametrize("causal", [False, "bottom-right"])
+@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.long), "bottom-right"])
 @pytest.mark.parametrize("name", [name for name in GUESSING if "splits_of" in names_in(name)])
 def test_a_sink_that_the_guess_of_a_split_misses(guess, name, causal):
     stage = guess(name, splits=3)
     scores = Scores(sinks=(Sink(330, 24.0, head=1),))
-    check(stage, *inputs(140, 600, 64, torch.bfloat16, scores), causal=causal, run=by_functions)
+    check(stage, *inputs(140, 600, 64, torch.bfloat16, scores), causal=causal, run=with_plain_gradients)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -92,18 +107,14 @@ def test_without_its_check_a_guess_is_refused(guess, dtype, tmp_path, monkeypatc
         monkeypatch.setattr(stage, "forward", changed.forward)
         scores = DISTRIBUTIONS[1 if dtype == torch.float16 else 0]
         with interpreted_as(Device(num_sms=2)), pytest.raises(AssertionError, match="d[qk]: |out: "):
-            check(stage, *inputs(140, 210, 64, dtype, scores), causal=False, run=by_functions)
+            check(stage, *inputs(140, 210, 64, dtype, scores), causal=False, run=with_plain_gradients)
 
 
-@pytest.mark.every_stage
-@pytest.mark.parametrize("causal", [False, True])
-def test_hostile_inputs(stage, causal):
-    """Each stage gets other inputs."""
-    place = stages.names().index(stage.__name__.removeprefix("stages."))
-    for seed in (2 * place, 2 * place + 1):
+def test_hostile_inputs(part):
+    """Each pass gets other inputs."""
+    for seed in (2 * part.place, 2 * part.place + 1):
         dtype = (torch.bfloat16, torch.float16)[seed % 2]
-        scores = hostile(seed, 130, 2)
-        check(stage, *inputs(130, 130, 32, dtype, scores, heads=2, kv_heads=2), causal=causal, run=by_functions)
+        part.check(*inputs(130, 130, 32, dtype, hostile(seed, 130, 2)), causal=seed % 4 < 2)
 
 
 def random_problem(seed, head_dim, dtype, causal):

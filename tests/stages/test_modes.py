@@ -6,7 +6,7 @@ maximum. The host chooses by shape, and for most small problems it chooses "runn
 
 import pytest
 import torch
-from cases import make_inputs, names_in, never_short, once, set_names
+from cases import available, make_inputs, names_in, never_short, once, set_names
 
 import stages
 from common import recording
@@ -52,9 +52,7 @@ def recorded(monkeypatch):
     """A function that replaces a stage's forward kernel with a `Recorded` one. It returns the stage and the new kernel."""
 
     def record(name):
-        if reason := stages.unavailable(name):
-            pytest.skip(f"{name} {reason}")
-        stage = stages.load(name)
+        stage = available(name)
         kernel = Recorded(stage.forward.__globals__["_forward_kernel"])
         set_names(monkeypatch, name, _forward_kernel=kernel)
         monkeypatch.setattr(recording, "is_watched", lambda: True)  # a replayed call would launch the original kernel

@@ -21,7 +21,7 @@ from common.runtime import DEVICE
 
 on_gpu = DEVICE == "cuda"
 
-FEW = 3 if on_gpu else 16  # number of problems of each stage in `make test`; a GPU compiles kernels for most of them
+FEW = 3 if on_gpu else 10  # number of problems of each stage in `make test`; a GPU compiles kernels for most of them
 MANY = 10_000  # number of problems of each stage in `make test-long`
 OF_A_MISTAKE = 200  # number of problems that must find each of `MISTAKES`
 CHEAP = (16, 32)  # head dimensions for the slow interpreter
@@ -139,6 +139,7 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_found(mistake):
     def attention(q, k, v, *, causal, scale, return_lse=False):

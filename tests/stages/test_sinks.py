@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from cases import check as check_both_passes
-from cases import make_inputs, names_in, never_short, once, set_names
+from cases import available, make_inputs, names_in, never_short, once, once_by_file, set_names
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -38,12 +37,15 @@ def make_long(name, monkeypatch):
     monkeypatch.setattr(recording, "is_watched", lambda: True)
 
 
-@pytest.fixture(params=SAFE)
+def newest_of(names):
+    """Return stages as parameters; only the newest is in the default run."""
+    return [pytest.param(name, marks=[] if name == names[-1] else pytest.mark.long) for name in names]
+
+
+@pytest.fixture
 def long_work(request, monkeypatch):
     """A stage that guesses the maximum for work of any length, with few concurrent programs."""
-    if reason := stages.unavailable(request.param):
-        pytest.skip(f"{request.param} {reason}")
-    stage = stages.load(request.param)
+    stage = available(request.param)
     make_long(request.param, monkeypatch)
     with interpreted_as(Device(num_sms=PROGRAMS)):
         yield stage
@@ -63,7 +65,10 @@ def with_key(key, nats, heads, seq_len, head_dim, dtype):
     return q, k, v
 
 
-SPECULATING = once([name for name in stages.names() if "MODE" in options_of(name)], "forward")
+SPECULATING = [
+    pytest.param(name, marks=[] if place % 2 == 0 else pytest.mark.long)  # from the newest on, every second one
+    for place, name in enumerate(reversed(once([name for name in stages.names() if "MODE" in options_of(name)], "forward")))
+]
 SINKS = [0, 10, 15, 16, 45]  # for each head, the key that is the sink; rows guess their maximum from the first 16 keys
 
 
@@ -72,17 +77,15 @@ SINKS = [0, 10, 15, 16, 45]  # for each head, the key that is the sink; rows gue
 @pytest.mark.parametrize("nats", [16, 120])
 def test_rows_before_a_sink_do_not_see_it(speculating, nats, dtype, monkeypatch):
     """A causal row's guess ignores keys that the row does not see. Otherwise all P of the row would be too small, or 0."""
-    if reason := stages.unavailable(speculating):
-        pytest.skip(f"{speculating} {reason}")
-    stage = stages.load(speculating)
+    stage = available(speculating)
     make_long(speculating, monkeypatch)
     # With at most 128 rows, stages would keep a running maximum instead of a guess.
     heads = [with_key(key, nats, 1, 130, 64, dtype) for key in SINKS]
     q, k, v = (torch.cat(tensors, 1) for tensors in zip(*heads, strict=True))
     check(stage, q, k, v, True)
-    check_both_passes(stage, q, k, v, torch.randn_like(v), causal=True)
 
 
+@pytest.mark.parametrize("long_work", newest_of(SAFE), indirect=True)
 @pytest.mark.parametrize(("dtype", "nats"), [(torch.float16, 40), (torch.bfloat16, 60)], ids=str)
 def test_sinks_around_the_last_of_the_first_keys_of_long_rows(long_work, nats, dtype):
     heads = [with_key(key, nats, 1, 600, 16, dtype) for key in (15, 16)]
@@ -125,7 +128,7 @@ def sinks():
     """
     for name, head_dim, nats, causal in itertools.product(SAFE, [64, 128], [8, 16, 24], [False, True]):
         for dtype in (torch.float16, torch.bfloat16):
-            marks = [] if name == SAFE[-1] or (head_dim, nats, causal) == (64, 16, True) else [pytest.mark.long]
+            marks = [] if name == SAFE[-1] else [pytest.mark.long]
             yield pytest.param(name, head_dim, nats, causal, dtype, marks=marks)
 
 
@@ -149,13 +152,12 @@ def _share_kernel(failed_ptr, taker_ptr, tiles, next_failed: gl.constexpr):
         number = next_failed(number + 1, gl.num_programs(0) - 1, tiles, flags)
 
 
-@pytest.mark.parametrize("name", SHARING)
+@pytest.mark.parametrize("name", once_by_file(SHARING, "forward_scheduler.py")[-1:])
 @pytest.mark.parametrize("tiles", [1, 511, 1300])
-@pytest.mark.parametrize("part", [0, 0.01, 0.5, 1])
-def test_failed_tiles_are_shared_out_in_turn(name, tiles, part):
-    if reason := stages.unavailable(name):
-        pytest.skip(f"{name} {reason}")
-    failed = (torch.rand(tiles, device=DEVICE) < part).int()
+@pytest.mark.parametrize("share", [0, 0.01, 0.5, 1])
+def test_failed_tiles_are_shared_out_in_turn(name, tiles, share):
+    available(name)
+    failed = (torch.rand(tiles, device=DEVICE) < share).int()
     takers = torch.full_like(failed, -1)
     _share_kernel[5,](failed, takers, tiles, names_in(name)["_next_failed"], num_warps=1)
     ranks = failed.cumsum(0) - 1
@@ -165,20 +167,25 @@ def test_failed_tiles_are_shared_out_in_turn(name, tiles, part):
 HEADS = 200 if DEVICE == "cpu" else 1000  # each head has one tile
 
 
-@pytest.mark.parametrize("long_work", SAMPLING, indirect=True)
+@pytest.mark.parametrize("long_work", newest_of(SAMPLING), indirect=True)
 def test_no_tile_is_started_if_samples_fail(long_work, recorded):
-    check(long_work, *with_key(100, 30, HEADS, 200, 16, torch.float16), False)
+    check(long_work, *with_key(100, 30, HEADS, 130, 16, torch.float16), False)
     assert recorded.samples.sum() > SAMPLES / 4
     assert recorded.begun == recorded.programs  # each CTA started one tile and then gave up
     assert recorded.failed[: recorded.programs].all() and not recorded.failed[recorded.programs :].any()
 
 
-@pytest.mark.parametrize("long_work", SAMPLING, indirect=True)
-@pytest.mark.parametrize(("std", "fail"), [(1, False), (2.5, False), (5, True)])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+def predictions():
+    """Yield (stage, head dimension, mask, standard deviation, whether samples fail). The default run has three."""
+    for name, head_dim, causal in itertools.product(SAMPLING, (64, 128), (False, True)):
+        for std, fail in ((1, False), (2.5, False), (5, True)):
+            soon = name == SAMPLING[-1] and (head_dim, causal, std) in ((64, False, 5), (64, True, 2.5), (128, True, 5))
+            yield pytest.param(name, head_dim, causal, std, fail, marks=[] if soon else pytest.mark.long)
+
+
+@pytest.mark.parametrize("long_work, head_dim, causal, std, fail", list(predictions()), ids=str, indirect=["long_work"])
 def test_samples_predict_whether_tiles_fail(long_work, recorded, head_dim, causal, std, fail):
-    q, k, v, _ = make_inputs(1000, 1000, head_dim, torch.float16, batch=1, heads=4)
+    q, k, v, _ = make_inputs(600, 600, head_dim, torch.float16, batch=1, heads=4)
     with interpreted_as(Device(num_sms=SAMPLES)):  # one SM per sample
         check(long_work, q * std, k, v, causal)
     assert (recorded.samples.sum() > SAMPLES / 4) == fail
@@ -198,7 +205,7 @@ class NotRun:
         return launch
 
 
-@pytest.mark.parametrize("long_work", SAMPLING, indirect=True)
+@pytest.mark.parametrize("long_work", newest_of(SAMPLING), indirect=True)
 def test_all_flags_are_zero_before_the_first_tile(long_work, monkeypatch):
     """The launch that computes samples zeroes all flags. Here each of its CTAs has more flags than it zeroes at once."""
     kernel = NotRun(long_work.forward.__globals__["_forward_kernel"])
@@ -218,17 +225,17 @@ def blind(long_work, monkeypatch):
     set_names(monkeypatch, long_work.__name__.removeprefix("stages."), SAMPLE_LIMIT=2**20)
 
 
-@pytest.mark.parametrize("long_work", GIVING_UP, indirect=True)
+@pytest.mark.parametrize("long_work", newest_of(GIVING_UP), indirect=True)
 def test_no_further_tile_is_started_in_vain(long_work, blind, recorded):
-    check(long_work, *with_key(100, 30, HEADS, 200, 16, torch.float16), False)
+    check(long_work, *with_key(100, 30, HEADS, 130, 16, torch.float16), False)
     assert not recorded.samples.any()
     assert recorded.begun < HEADS
     assert recorded.failed[: recorded.begun].all() and not recorded.failed[recorded.begun :].any()
 
 
-@pytest.mark.parametrize("long_work", GIVING_UP, indirect=True)
+@pytest.mark.parametrize("long_work", newest_of(GIVING_UP), indirect=True)
 def test_a_few_tiles_that_fail_stop_nothing(long_work, recorded):
-    q, k, v = with_key(100, 30, HEADS, 200, 16, torch.float16)
+    q, k, v = with_key(100, 30, HEADS, 130, 16, torch.float16)
     k[:, 5:, 100] = 0
     check(long_work, q, k, v, False)
     assert recorded.begun >= HEADS

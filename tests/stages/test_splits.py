@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from cases import by_functions, make_inputs, names_in, once, set_names
+from cases import LONG, available, by_functions, make_inputs, names_in, once, once_by_file, set_names
 
 import stages
 from common import recording
@@ -27,19 +27,12 @@ def _every_call_by_itself(monkeypatch):
     monkeypatch.setattr(recording, "is_watched", lambda: True)
 
 
-def available(name):
-    """Load a stage, or skip the test."""
-    if reason := stages.unavailable(name):
-        pytest.skip(f"{name} {reason}")
-    return stages.load(name)
-
-
 def set_splits(monkeypatch, name, number):
     """Set a stage's number of splits. With FEW_SQUARES = 0, more than 128 query rows use v29's tile sizes."""
     set_names(monkeypatch, name, splits_of=lambda *_: number, FEW_SQUARES=0)
 
 
-@pytest.fixture(params=SPLITTING)
+@pytest.fixture(params=SPLITTING if LONG else SPLITTING[-1:])
 def split(request, monkeypatch):
     """A stage that splits keys, and a function that sets its number of splits."""
     return available(request.param), lambda number: set_splits(monkeypatch, request.param, number)
@@ -69,12 +62,13 @@ PROBLEMS = [  # (queries, keys, head_dim, causal, heads, K/V heads, value_dim)
 def numbers():
     """Yield each stage with each problem and each number of splits.
 
-    The interpreter's default run takes one case in three of the newest stage, and one in nine of the others. The next stage
-    gets other cases.
+    The interpreter's default run takes one case in three of the newest stage, and four cases of each other stage. The next
+    stage gets other cases.
     """
     for place, name in enumerate(SPLITTING):
+        every = 3 if name == SPLITTING[-1] else 11
         for i, (number, problem) in enumerate(itertools.product((1, 2, 3, 9, 40), PROBLEMS)):
-            marks = [pytest.mark.long] if INTERPRETED and (i + i // len(PROBLEMS) + place) % 3 else []
+            marks = [pytest.mark.long] if INTERPRETED and (i + i // len(PROBLEMS) + place) % every else []
             yield pytest.param(name, number, problem, id=f"{name}-{number}-{problem}", marks=marks)
 
 
@@ -114,11 +108,17 @@ def test_more_splits_than_a_merge_reads_at_once(split, head_dim, value_dim, numb
 # (queries, keys, query heads of one K/V head). A tile has one row for each pair of a query and a head. The first tile
 # may begin before query 0. Three heads do not share a tile, because 3 does not divide 64.
 PACKED = [(2, 129, 64), (2, 130, 64), (3, 67, 64), (12, 17, 8), (5, 70, 32), (33, 160, 4), (70, 113, 2), (7, 90, 3), (9, 75, 1)]
-SPLITS_OF_PACKED = [pair for pair in itertools.product(PACKING, (1, 2)) if pair[1] == 1 or pair[0] in SPLITTING]
 
 
-@pytest.mark.parametrize(("name", "number"), SPLITS_OF_PACKED)
-@pytest.mark.parametrize(("seq_q", "seq_k", "heads"), PACKED)
+def of_packed():
+    """Yield (stage, number of splits, problem). The default run has all for the newest stage, and a third for the others."""
+    for (place, name), number in itertools.product(enumerate(PACKING), (1, 2)):
+        for turn, problem in enumerate(PACKED if number == 1 or name in SPLITTING else ()):
+            marks = pytest.mark.long if INTERPRETED and name != PACKING[-1] and (turn + place + number) % 3 else []
+            yield pytest.param(name, number, *problem, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "number", "seq_q", "seq_k", "heads"), list(of_packed()))
 def test_diagonals_of_heads_that_share_a_tile(name, seq_q, seq_k, heads, number, monkeypatch):
     """The last key that a query sees may be inside a block of 64 keys."""
     stage = available(name)
@@ -148,7 +148,7 @@ def test_same_bits_on_every_run(split):
     assert torch.equal(first["out"], second["out"]) and torch.equal(first["lse"], second["lse"])
 
 
-@pytest.mark.parametrize("name", PACKING)
+@pytest.mark.parametrize("name", PACKING if LONG else PACKING[-1:])
 @pytest.mark.parametrize(("heads", "packed"), [(1, 1), (2, 2), (3, 1), (4, 4), (6, 1), (8, 8)])
 def test_heads_that_share_keys_share_a_tile(name, heads, packed, monkeypatch):
     """K and V are read once for all query heads of a K/V head, if the number of these heads divides 64."""
@@ -176,14 +176,14 @@ class Recorded:
         return launch
 
 
-@pytest.mark.parametrize("name", [name for name in SPLITTING if name not in PLANNING])
+@pytest.mark.parametrize("name", [name for name in SPLITTING if name not in PLANNING][-1:])
 def test_as_many_splits_as_the_gpu_has_room_for(name):
     splits_of = names_in(name)["splits_of"]
     assert [splits_of(tiles, 512, 132) for tiles in (1, 16, 66, 67, 132, 1000)] == [132, 8, 2, 1, 1, 1]
     assert splits_of(16, 3, 132) == 3  # each split has one key tile
 
 
-@pytest.mark.parametrize("name", PLANNING)
+@pytest.mark.parametrize("name", once_by_file(PLANNING, "forward_plan.py"))
 def test_splits_fill_the_gpu_where_tiles_do_not(name):
     splits_of = names_in(name)["splits_of"]
 
@@ -202,7 +202,7 @@ def test_splits_fill_the_gpu_where_tiles_do_not(name):
         assert turns <= 1.2 * tiles * 400 / 132 + 4, "the programs are busy nearly all of the time"
 
 
-@pytest.mark.parametrize("name", [name for name in SPLITTING if "mean_keys" in names_in(name)])
+@pytest.mark.parametrize("name", once_by_file([name for name in SPLITTING if "mean_keys" in names_in(name)], "forward_plan.py"))
 @pytest.mark.parametrize("queries", [64, 128, 256])
 @pytest.mark.parametrize(
     ("seq_q", "seq_k", "diagonal"),

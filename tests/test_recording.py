@@ -5,6 +5,7 @@ Stand-ins replace the driver and the compiler. Each test starts a new process, b
 
 import programs
 import pytest
+from cases import LONG, in_full
 
 import stages
 
@@ -106,7 +107,7 @@ def run(program, *arguments):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("stage", REPLAYED)
+@pytest.mark.parametrize("stage", [name for name in REPLAYED if LONG or name in in_full()])
 def test_a_call_launches_what_its_function_does(stage):
     """A replayed call launches its function's binaries with the same arguments, in the same order and on the same stream.
 

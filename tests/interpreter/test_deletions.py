@@ -7,10 +7,12 @@ import functools
 import importlib
 import itertools
 import re
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
-from cases import by_functions, check, make_inputs, names_in, once, sources
+from cases import LONG, available, by_functions, check, make_inputs, names_in, needs_hopper, once, sources
 from triton.runtime.interpreter import InterpreterError
 
 import stages
@@ -18,6 +20,7 @@ from common.interpreter import schedule
 from common.runtime import INTERPRETED
 from common.show import story
 
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="a GPU only goes wrong sometimes, or hangs")
 
 # Statements that synchronize, including waits for matmuls. v22a's waits on `turns` are left out: they affect only speed.
@@ -40,7 +43,27 @@ PROBLEMS = [
     (600, 1100, 64, 64, False, 2, 2, 10),
 ]
 SEEDS = range(12)
-EVERY = 6  # the default run deletes every sixth statement of the functions that a stage changes
+# The default run deletes some statements of the functions that a stage adds or changes: every sixth of a stage that has changed
+# since the last commit, and every 60th of all stages together.
+EVERY, SPREAD = 6, 60
+MOST_CHANGED = 3  # if more stages have changed, only so many count
+
+
+@functools.cache
+def changed_stages():
+    """Return the stages with changes since the branch left main, or since the commit before if this is main.
+
+    Without such a stage, or without git, return the newest stage.
+    """
+
+    def git(*arguments):
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+        return done.stdout.split() if done.returncode == 0 else []
+
+    head, base = git("rev-parse", "HEAD"), git("merge-base", "HEAD", "main")
+    files = git("diff", "--name-only", *(["HEAD~1"] if base == head else base), "--", "stages") if base else []
+    found = {file.split("/")[1] for file in files} & set(stages.names())
+    return sorted(found, key=stages.position)[:MOST_CHANGED] or stages.names()[-1:]
 
 
 @functools.cache
@@ -56,7 +79,11 @@ def lines_of_changed_functions(name, file):
 
 
 def statements(pattern=STATEMENT):
-    """Yield each statement that a test deletes, as (stage, pass, file, index of its line)."""
+    """Yield each statement that a test deletes, as (stage, pass, file, index of its line).
+
+    The default run has some of the changed stages' statements, and very few of the other stages'.
+    """
+    count = itertools.count()
     for name, pass_ in itertools.product(stages.names(), ("forward", "backward")):
         found = [
             (file, index)
@@ -64,11 +91,11 @@ def statements(pattern=STATEMENT):
             for index, line in enumerate(text.splitlines())
             if pattern.match(line)
         ]
-        changed = {place for place in found if place[1] in lines_of_changed_functions(name, place[0])}
-        kept = sorted(changed)[::EVERY]
+        changed = [place for place in found if place[1] in lines_of_changed_functions(name, place[0])]
+        kept = changed[::EVERY] if name in changed_stages() else []
         for file, index in found:
-            marks = [] if (file, index) in kept else [pytest.mark.long]
-            yield pytest.param(name, pass_, file, index, id=f"{name}-{file}-{index + 1}", marks=marks)
+            if LONG or (file, index) in kept or (file, index) in changed and next(count) % SPREAD == 0:
+                yield pytest.param(name, pass_, file, index, id=f"{name}-{file}-{index + 1}")
 
 
 def inputs(problem):
@@ -121,19 +148,19 @@ def test_deleting_a_wait_for_another_program_changes_a_result(name, pass_, file,
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
-@pytest.mark.parametrize("stage", sorted({param.values[0] for param in statements()}, key=stages.position))
-def test_complete_kernel_is_right(stage, problem):
+@pytest.mark.parametrize("name", [name for name in stages.names() if needs_hopper(name)] if LONG else changed_stages())
+def test_complete_kernel_is_right(name, problem):
     """Without a deletion, no kernel raises an error, and the results are right."""
     *tensors, options = inputs(problem)
     schedule.restart_seeds(0)
-    check(stages.load(stage), *tensors, **options, run=by_functions)
+    check(available(name), *tensors, **options, run=by_functions)
 
 
 TAKING_TICKETS = once([name for name in stages.names() if "_take_ticket" in names_in(name, "backward")], "backward")
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", TAKING_TICKETS)
+@pytest.mark.parametrize("name", TAKING_TICKETS if LONG else TAKING_TICKETS[-1:])
 def test_ctas_that_share_a_query_tile_lose_no_contribution(name, seed):
     """dQ is right in any order of events. Three CTAs contribute to each query tile: the first stores, and the others add.
 

@@ -14,21 +14,21 @@ PARTS = ("forward", "backward")
 
 
 @pytest.fixture(params=stages.names())
-def stage(request):
+def module(request):
     """The module of every stage, even if the stage cannot run here."""
     return stages.load(request.param)
 
 
 @pytest.mark.parametrize("file", ["__init__.py", "forward.py", "backward.py", "README.md"])
-def test_a_stage_has_the_same_files_as_every_other(stage, file):
-    assert (pathlib.Path(stage.__file__).parent / file).is_file()
+def test_a_stage_has_the_same_files_as_every_other(module, file):
+    assert (pathlib.Path(module.__file__).parent / file).is_file()
 
 
-def test_a_stage_exports_the_contract(stage):
+def test_a_stage_exports_the_contract(module):
     """`forward`, `backward` and the operator `attention` have the same arguments in every stage."""
-    assert set(stage.__all__) >= {"attention", "forward", "backward"}
+    assert set(module.__all__) >= {"attention", "forward", "backward"}
     arguments = {
-        name: list(inspect.signature(getattr(stage, name)).parameters) for name in ("attention", "forward", "backward")
+        name: list(inspect.signature(getattr(module, name)).parameters) for name in ("attention", "forward", "backward")
     }
     assert arguments == {
         "attention": ["q", "k", "v", "causal", "scale", "return_lse", "others"],
@@ -37,12 +37,12 @@ def test_a_stage_exports_the_contract(stage):
     }
 
 
-def test_a_stage_answers_with_its_own_functions(stage):
+def test_a_stage_answers_with_its_own_functions(module):
     """A stage does not use the functions of the stage that it was copied from."""
-    directory = stage.__name__.removeprefix("stages.")
-    assert [stage.forward.__module__, stage.backward.__module__] == [f"{stage.__name__}.{part}" for part in PARTS]
-    assert (stage.attention.__module__, stage.attention.__qualname__) == (stage.__name__, "attention")
-    operator = inspect.getclosurevars(stage.attention).nonlocals["forward_op"]
+    directory = module.__name__.removeprefix("stages.")
+    assert [module.forward.__module__, module.backward.__module__] == [f"{module.__name__}.{part}" for part in PARTS]
+    assert (module.attention.__module__, module.attention.__qualname__) == (module.__name__, "attention")
+    operator = inspect.getclosurevars(module.attention).nonlocals["forward_op"]
     assert operator.name() == f"kernel_evolution::{directory}_forward"
 
 
@@ -73,9 +73,9 @@ def is_fallback(file, module, name):
     return file == name and name in PARTS and module in {f"stages.{other}.{name}" for other in stages.names()}
 
 
-def test_a_stage_imports_only_fallbacks_from_other_stages(stage):
-    paths = pathlib.Path(stage.__file__).parent.glob("**/*.py")
-    taken = [found for path in paths for found in taken_from_others(path, stage.__name__)]
+def test_a_stage_imports_only_fallbacks_from_other_stages(module):
+    paths = pathlib.Path(module.__file__).parent.glob("**/*.py")
+    taken = [found for path in paths for found in taken_from_others(path, module.__name__)]
     assert [found for found in taken if not is_fallback(*found)] == []
 
 
@@ -97,30 +97,30 @@ def test_imports_that_a_stage_may_have(tmp_path, line, allowed):
     assert all(is_fallback(*found) for found in taken_from_others(path, "stages.v99_some")) == allowed
 
 
-def test_the_code_of_a_stage_does_not_hold_its_name(stage):
+def test_the_code_of_a_stage_does_not_hold_its_name(module):
     """A stage's code does not contain the stage's name, so a copy needs no change."""
-    directory = pathlib.Path(stage.__file__).parent
+    directory = pathlib.Path(module.__file__).parent
     version = directory.name.split("_")[0]
     for path in directory.glob("**/*.py"):
         assert not re.search(rf"\b{version}(\b|_)", path.read_text()), path.name
 
 
-def test_the_readmes_name_a_stage(stage):
+def test_the_readmes_name_a_stage(module):
     """The stage's README has the stage's name in its title. The project's README has the name in a table."""
-    directory = pathlib.Path(stage.__file__).parent
+    directory = pathlib.Path(module.__file__).parent
     version = directory.name.split("_")[0]
     assert (directory / "README.md").read_text().startswith(f"# {version}: ")
     assert f"\n| [{version}](stages/{directory.name}) |" in (directory.parents[1] / "README.md").read_text()
 
 
-def test_a_stage_has_docstrings(stage):
-    for text in (stage.__doc__, stage.attention.__doc__, stage.forward.__doc__, stage.backward.__doc__):
+def test_a_stage_has_docstrings(module):
+    for text in (module.__doc__, module.attention.__doc__, module.forward.__doc__, module.backward.__doc__):
         assert text
 
 
-def test_stages_load_by_version_alone(stage):
-    name = stage.__name__.removeprefix("stages.")
-    assert stages.load(name) is stages.load(name.split("_")[0]) is stage
+def test_stages_load_by_version_alone(module):
+    name = module.__name__.removeprefix("stages.")
+    assert stages.load(name) is stages.load(name.split("_")[0]) is module
 
 
 @pytest.mark.parametrize("name", ["v", "v99", "naive", ""])
@@ -191,9 +191,8 @@ def by_position(source):
     return found
 
 
-@pytest.mark.every_stage
-def test_gluon_kernels_use_names(stage):
-    for path in pathlib.Path(stage.__file__).parent.glob("*.py"):
+def test_gluon_kernels_use_names(module):
+    for path in pathlib.Path(module.__file__).parent.glob("*.py"):
         if "import gluon" in path.read_text():
             assert by_position(path.read_text()) == [], path
 
@@ -225,8 +224,8 @@ def too_large(source):
     return found
 
 
-def test_files_and_functions_have_a_size_to_hold_in_mind(stage):
-    for path in pathlib.Path(stage.__file__).parent.glob("*.py"):
+def test_files_and_functions_have_a_size_to_hold_in_mind(module):
+    for path in pathlib.Path(module.__file__).parent.glob("*.py"):
         assert too_large(path.read_text()) == [], path
 
 

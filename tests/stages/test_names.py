@@ -9,8 +9,7 @@ import sys
 import pytest
 
 import stages
-from common.measure import aot, energy, ncu, units
-from common.show import counts, documents, story
+from common.show import story
 
 ROOT = pathlib.Path(__file__).parents[2]
 MESSAGE = "stages/v3_fa2_causal and stages/v3_twin have one number; rename one of them"
@@ -28,19 +27,11 @@ def twin(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "command",
     [
-        lambda: stages.load("v4"),
         lambda: stages.resolve("v3"),
         lambda: story.main([]),
-        lambda: story.main(["diff", "v4", "v5"]),
-        lambda: counts.parse_options([]),
-        lambda: documents.main([]),
-        lambda: aot.main([]),
-        lambda: ncu.main(["measure", "x.json"]),
-        lambda: units.main(["measure", "x.json"]),
-        lambda: energy.main(["x.json"]),
         lambda: runpy.run_path(str(ROOT / "bench.py")),
     ],
-    ids=["load", "resolve", "story", "diff", "traffic", "readme", "aot", "ncu", "units", "energy", "bench"],
+    ids=["resolve", "story", "bench"],
 )
 def test_two_stages_with_one_number_stop_every_command(twin, command, monkeypatch, capsys):
     monkeypatch.setattr(pathlib.Path, "write_text", lambda *_: pytest.fail("wrote a file"))

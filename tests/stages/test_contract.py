@@ -197,18 +197,6 @@ def test_gluon_kernels_use_names(module):
             assert by_position(path.read_text()) == [], path
 
 
-@pytest.mark.parametrize("line", [
-    "k, v, full = ring", "head = where[1]", "slot = fill % STAGES", "slot = (fill + 1) % KV_STAGES", "phase = fill // 2 & 1",
-])  # fmt: skip
-def test_positions_are_found(line):
-    assert len(by_position(f"def f(ring, where, fill):\n    {line}")) == 1
-
-
-@pytest.mark.parametrize("line", ["acc, m, l = fold(acc)", "slot, phase = ring", "full = ring.full", "n = shape.k.shape[0]"])
-def test_names_are_no_positions(line):
-    assert by_position(line) == []
-
-
 def too_large(source):
     """Return the functions of a file that are too large, with their numbers of lines and parameters.
 
@@ -227,11 +215,3 @@ def too_large(source):
 def test_files_and_functions_have_a_size_to_hold_in_mind(module):
     for path in pathlib.Path(module.__file__).parent.glob("*.py"):
         assert too_large(path.read_text()) == [], path
-
-
-def test_what_is_too_large_is_found():
-    parameters = ", ".join(f"p{number}" for number in range(25))
-    assert too_large(f"def f({parameters}):\n    pass\n") == [("f", 2, 25)]
-    assert too_large("@jit\ndef f(p):\n" + 79 * "    p = p\n") == [("f", 81, 1)]
-    assert too_large("@jit\ndef f(p):\n" + 78 * "    p = p\n") == []
-    assert too_large(451 * "p = 1\n") == ["the file"]

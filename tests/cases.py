@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import stages
+from common.entry import entry
 from common.kernels.tuning import tuners
 from common.measure import digest
 from common.measure.constants import NEVER
@@ -110,10 +111,11 @@ class Part(NamedTuple):
         """Return the results of this pass alone. A backward gets the exact out and LSE, rounded."""
         options = {"causal": bool(causal), "scale": scale, "diagonal": diagonal(causal, q.shape[2], k.shape[2])}
         if self.pass_ == "forward":
-            return dict(zip(("out", "lse"), stage.forward(q, k, v, **options), strict=True))
+            return dict(zip(("out", "lse"), entry(stage.forward)(q, k, v, **options), strict=True))
         exact, _ = answer(q, k, v, grad_out, causal=causal, scale=scale)
         out, lse = exact["out"].to(q.dtype), exact["lse"].float()
-        return dict(zip(("dq", "dk", "dv"), stage.backward(grad_out, q, k, v, out, lse, **options), strict=True))
+        gradients = entry(stage.backward)(grad_out, q, k, v, out, lse, **options)
+        return dict(zip(("dq", "dk", "dv"), gradients, strict=True))
 
     def check(self, q, k, v, grad_out, *, causal, scale=None):
         """Assert that the results of this pass are right, and return them."""
@@ -184,10 +186,10 @@ def by_operator(stage, q, k, v, grad_out, *, causal, scale):
 
 
 def by_functions(stage, q, k, v, grad_out, *, causal, scale):
-    """Return all results of a stage, computed by direct calls of its `forward` and `backward`."""
+    """Return all results of a stage, computed by calls of its `forward` and `backward` without autograd."""
     options = {"causal": bool(causal), "scale": scale, "diagonal": diagonal(causal, q.shape[2], k.shape[2])}
-    out, lse = stage.forward(q, k, v, **options)
-    dq, dk, dv = stage.backward(grad_out, q, k, v, out, lse, **options)
+    out, lse = entry(stage.forward)(q, k, v, **options)
+    dq, dk, dv = entry(stage.backward)(grad_out, q, k, v, out, lse, **options)
     return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
 

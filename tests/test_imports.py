@@ -43,6 +43,7 @@ def operators():
 def refuse(*args, **kwargs):
     raise AssertionError("an import starts CUDA")
 
+triton.knobs.compilation.always_compile = True  # a cached kernel names another file
 ptx = compiled()
 before = dict(os.environ), things(), operators(), set(sys.modules)
 with_cuda = torch.cuda._lazy_init, torch.cuda.get_device_properties, torch.cuda.is_available
@@ -62,7 +63,6 @@ assert not [key for key, value in before[1].items() if after.get(key) is not val
 assert operators() == before[2]
 assert not [name for name in set(sys.modules) - before[3] if "interpreter" in name]
 assert not torch.cuda.is_initialized() and triton.runtime.driver._active is None
-triton.knobs.compilation.always_compile = True
 assert compiled() == ptx
 """
 

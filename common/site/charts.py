@@ -7,9 +7,21 @@ import json
 import vl_convert
 
 import stages
-from common.show.documents import gains
-from common.show.results import COUNTED_AT, HEAD_DIMS, implementations, mean_rate, runs, spoken
-from common.show.tables import PASS_NAMES
+from common.show.documents import gains, predicted
+from common.show.results import (
+    COLUMNS,
+    COUNTED_AT,
+    HEAD_DIMS,
+    LENGTHS,
+    MEAN_OVER,
+    implementations,
+    mean_over,
+    origin,
+    paper,
+    runs,
+    spoken,
+)
+from common.show.tables import PASS_NAMES, mask
 
 MEAN = "mean"  # value of `s` in rows with a mean over sequence lengths
 COLORS = {"main ladder": "#2f6fb0", "track": "#3f9b6c", "dead end": "#b8b8b8", "library": "#d2691e"}
@@ -37,27 +49,21 @@ def speeds() -> list[dict]:
 
     A row comes from the newest run that has it.
     """
-    found = runs()
     rows = {}
-    for run in found:
-        origin = {"run": f"{run.machine['gpu']}, commit {run.machine['commit'][:12]}, {run.machine['date']}"}
-        for record in run.records:
-            if "ms" in record:
-                key = record["impl"], record["pass"], record["head_dim"], record["causal"], record["seq_len"]
-                spread = record["iqr_ms"] / record["ms"] * record["tflops"] / 2
-                rows.setdefault(key, _short({"tflops": record["tflops"], "spread": spread, "ms": record["ms"]}) | origin)
-        for name, pass_, head_dim, causal in itertools.product(
-            implementations(run.records), PASS_NAMES, HEAD_DIMS, (False, True)
-        ):
-            of_mask = [record for record in run.records if record["causal"] == causal]
-            mean = run.holds(name, pass_, head_dim) and mean_rate(of_mask, name, pass_, head_dim)
+    for run in runs():
+        where = {"run": origin(run.machine)}
+        for name, (pass_, d), causal in itertools.product(run.names, COLUMNS, (False, True)):
+            works = [paper(pass_, d, causal, s) for s in LENGTHS]
+            for work in run.times(name, works):
+                found = run.record(name, work)
+                numbers = {"tflops": found["tflops"], "spread": found["iqr_ms"] / found["ms"] * found["tflops"] / 2}
+                rows.setdefault((name, pass_, d, causal, work.seq_len), _short(numbers | {"ms": found["ms"]}) | where)
+            mean = run.holds(name, mean_over(pass_, d)) and run.rate(name, [w for w in works if w.seq_len in MEAN_OVER])
             if mean:
-                rows.setdefault((name, pass_, head_dim, causal, MEAN), _short({"tflops": mean}) | origin)
+                rows.setdefault((name, pass_, d, causal, MEAN), _short({"tflops": mean}) | where)
     names = ("impl", "pass", "d", "causal", "s")
     return [
-        dict(zip(names, key, strict=True)) | row | {"name": spoken(key[0]), "kind": kind(key[0])}
-        for key, row in rows.items()
-        if row
+        dict(zip(names, key, strict=True)) | row | {"name": spoken(key[0]), "kind": kind(key[0])} for key, row in rows.items()
     ]
 
 
@@ -106,14 +112,13 @@ def gain_svg(name: str) -> str:
     Return "" for v0, and if nothing was measured.
     """
     rows, predictions = [], []
-    lengths, found = gains(name)
     if not stages.parent(name):
         return ""
-    for (pass_, head_dim, causal), (predicted, ratios) in found.items():
-        of = {"panel": f"{PASS_NAMES[pass_]}, D = {head_dim}", "mask": "causal" if causal else "full"}
-        known = [(length, ratio) for length, ratio in zip(lengths, ratios, strict=True) if ratio]
-        rows += [{**of, "what": "measured", "s": length, "gain": ratio} for length, ratio in known]
-        predictions += [{**of, "what": "predicted", "s": COUNTED_AT, "gain": predicted}] if predicted else []
+    for (pass_, head_dim, causal), (_, each) in gains(name).items():
+        of = {"panel": f"{PASS_NAMES[pass_]}, D = {head_dim}", "mask": mask(causal)}
+        rows += [{**of, "what": "measured", "s": length, "gain": gain.mean} for length, gain in each.items()]
+        if ratio := predicted(name, pass_, head_dim, causal):
+            predictions.append({**of, "what": "predicted", "s": COUNTED_AT, "gain": ratio})
     if not rows:
         return ""
     parent = spoken(stages.parent(name))

@@ -74,7 +74,7 @@ def test_each_committed_run_has_its_document():
     written = documents.documents()
     for path in scaling.ring_files():
         assert path.with_suffix(".md") in written
-        facts = scaling.load_ring(path)["machine_info"]
+        facts = results.read(path)["machine_info"]
         assert (
             all(facts[fact] for fact in ("gpu", "gpus", "torch", "triton", "commit", "date")) and "dirty" not in facts["commit"]
         )

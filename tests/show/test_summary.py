@@ -35,7 +35,7 @@ def test_gain_over_the_parent_comes_first():
     lines = summary(records, GPU, V3).splitlines()
     assert lines[:3] == [
         f"{V3} compared with its parent, {V2}:",
-        "  forward: 2.00 times as fast, 71 % of cuDNN's speed",
+        "  forward: 2.00 times as fast (1.00–4.00), 71 % of cuDNN's speed",
         "  backward: 0.50 times as fast",
     ]
 
@@ -46,6 +46,14 @@ def test_each_row_has_rates_and_the_gain_over_its_own_parent():
     table = summary(records, GPU, dead_end)
     cell = {impl: rows(table, impl)[0][1].split() for impl in (V3, "v4_autotune_descriptor", dead_end)}
     assert cell == {V3: ["2"], "v4_autotune_descriptor": ["4", "×2.00"], dead_end: ["1", "×0.25"]}
+
+
+def test_a_gain_within_the_noise_says_so():
+    lengths = [2**n for n in range(9, 15)]
+    records = [record(name, ms, s) for name, ms in ((V2, 2.0), (f"{V2} (again)", 2.04), (V3, 2.01)) for s in lengths]
+    text = summary(records, GPU, V3)
+    assert "forward: 1.00 times as fast (1.00–1.00), which is within the noise" in text
+    assert rows(text, V3)[0][1].split()[1] == "=" and "=: the difference" in text and "again" not in text
 
 
 def test_without_a_gpu_bytes_flops_and_time_at_peak_are_compared():

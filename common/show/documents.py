@@ -35,7 +35,6 @@ from common.show.results import (
     Gain,
     Run,
     counted,
-    gain,
     load_counts,
     load_run,
     modelled,
@@ -44,6 +43,7 @@ from common.show.results import (
     origin,
     paper,
     place,
+    ratio,
     read,
     run_file,
     runs,
@@ -131,7 +131,7 @@ def gains(name: str) -> dict[tuple, tuple[Run | None, dict[int, Gain]]]:
     found, measured = {}, runs()
     for span in _changed_spans(name):
         run = newest(measured, *span[:2], name, stages.parent(name))
-        each = {s: run and gain([run], name, stages.parent(name), [paper(*span, s)]) for s in LENGTHS}
+        each = {s: run and ratio([run], name, stages.parent(name), [paper(*span, s)]) for s in LENGTHS}
         found[span] = run, {s: one for s, one in each.items() if one}
     return found
 
@@ -163,8 +163,8 @@ def gain_table(name: str) -> str:
     lengths = [s for s in LENGTHS if any(s in each for _, each in found.values())]
     rows = {}
     for span, (_, each) in found.items():
-        ratio = predicted(name, *span)
-        rows[span] = [f"×{ratio:.2f}" if ratio else "-", *(each[s].short if s in each else "-" for s in lengths)]
+        times = predicted(name, *span)
+        rows[span] = [f"×{times:.2f}" if times else "-", *(each[s].short if s in each else "-" for s in lengths)]
     where = "; ".join(dict.fromkeys(place(run.machine) for run, _ in found.values() if run))
     missing = dict.fromkeys(f"{PASS_NAMES[span[0]]}, D = {span[1]}" for span, (run, _) in found.items() if not run)
     key = stages.track(name)
@@ -194,9 +194,9 @@ def scores_table(name: str) -> str:
     works = dict.fromkeys(work for run in found for work in run.works)
     points = sorted({(w.sink, w.score_std) for w in works})
 
-    def ratio(impl, works):
-        found_ratio = gain(found, impl, first, works)
-        return shown(found_ratio.mean) if found_ratio else "wrong"
+    def over_first(impl, works):
+        gain = ratio(found, impl, first, works)
+        return shown(gain.mean) if gain else "wrong"
 
     rows = []
     for case in sorted({(w.head_dim, w.dtype == "bfloat16", w.causal) for w in works}):
@@ -204,7 +204,7 @@ def scores_table(name: str) -> str:
         cells = []
         for point in points:
             here = [w for w in of_case if (w.sink, w.score_std) == point]
-            cells.append(ratio(name, here) + (f" ({ratio(start, here)})" if start else ""))
+            cells.append(over_first(name, here) + (f" ({over_first(start, here)})" if start else ""))
         rows.append([case[0], of_case[0].dtype, mask(case[2]), *cells])
     names = [f"sink of {sink:g}" if sink else f"deviation {std:g}" for sink, std in points]
     places = "; ".join(dict.fromkeys(place(run.machine) for run in found))
@@ -227,14 +227,15 @@ def wide_table(name: str) -> str:
     rows, parent = [], stages.parent(name)
     for work in sorted(run.works, key=lambda w: (w.pass_ != "fwd", w.causal, w.seq_len)):
         if work in run.times(name, [work]) and not same_code(name, parent, work.pass_):
-            over = [gain([run], name, other, [work]) for other in (parent, *run.libraries)]
+            over = [ratio([run], name, other, [work]) for other in (parent, *run.libraries)]
             cells = [f"{run.record(name, work)['tflops']:.0f}", over[0].short if over[0] else "-"]
-            cells += [f"{100 * each.mean:.0f} %" if each else "-" for each in over[1:]]
+            cells += [each.percent if each else "-" for each in over[1:]]
             rows.append([PASS_NAMES[work.pass_], mask(work.causal), work.seq_len, *cells])
+    if not rows:
+        return f"{spoken(name)} has the same code as {spoken(parent)}."
     headers = ["pass", "mask", "S", "TFLOP/s", f"over {spoken(parent)}", *(f"of {spoken(peer)}" for peer in run.libraries)]
-    changed = CHANGED if run.changed(name, run.works) or run.changed(parent, run.works) else ""
     table = markdown(rows, headers, ("pass", "mask"))
-    caption = f"D = 256, measured ({place(run.machine)}{changed}). *of*: in percent of the library's speed."
+    caption = f"D = 256, measured ({place(run.machine)}). *of*: in percent of the library's speed."
     return f"{' '.join([caption, *legend(table)])}\n\n{table}"
 
 
@@ -328,8 +329,7 @@ def step_hunk() -> str:
 
 # The passages that README.md, CONTRIBUTING.md and docs/ may have between markers.
 FRONT = {
-    "headline": lambda: headline(runs()), "ladder": lambda: ladder(runs()), "hunk": step_hunk,
-    "scaling": scaling_passage,
+    "headline": lambda: headline(runs()), "ladder": lambda: ladder(runs()), "hunk": step_hunk, "scaling": scaling_passage,
 }  # fmt: skip
 
 
@@ -341,15 +341,16 @@ def with_passages(path: Path, passages: dict[str, Callable[[], str]]) -> str:
     return text
 
 
-def documents() -> dict[Path, str]:
-    """Return the new text of each document that has generated parts."""
-    found = {path: with_passages(path, FRONT) for path in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])}
-    for name in stages.names():
+def documents(new: str | None = None) -> dict[Path, str]:
+    """Return the new text of each document that has generated parts. For a new stage, return README.md and the stage's own."""
+    pages = [ROOT / "README.md"] if new else sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+    found = {path: with_passages(path, FRONT) for path in pages}
+    for name in [new] if new else stages.names():
         passages = {passage: functools.partial(write, name) for passage, write in PASSAGES.items()}
         path = ROOT / "stages" / name / "README.md"
         found[path] = with_passages(path, passages)
     for path in (ROOT / "results" / f"{name}.json" for name in KEPT):
-        if path.exists():
+        if path.exists() and not new:
             found[path.with_suffix(".md")] = tables_of(path)
     return found
 

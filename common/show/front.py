@@ -9,17 +9,16 @@ from common.show.results import (
     FASTEST,
     HEAD_DIMS,
     LEGEND,
-    Gain,
     Run,
     gain,
     gpu_of,
     implementations,
     mean_over,
     rate,
+    ratio,
     same_code,
     short_commit,
     spoken,
-    step,
 )
 from common.show.story import change, idea
 from common.show.tables import PASS_NAMES, markdown
@@ -52,17 +51,17 @@ def start(name: str) -> list[str]:
     return [f"[{stages.version(name)}](stages/{name})", text, str(lines.added + lines.removed) if lines else "-"]
 
 
-def numbers(found: list[Run], name: str) -> tuple[dict[str, tuple[str, str]], list[tuple[Gain, Run]]]:
-    """Return a stage's gain over its parent and its share of the fastest library's speed, by pass. Also return the gains and
-    the runs from which these cells are."""
+def numbers(found: list[Run], name: str) -> tuple[dict[str, tuple[str, str]], list[Run]]:
+    """Return a stage's gain over its parent and its share of the fastest library's speed, by pass. Also return the runs from
+    which these cells are."""
     parent, used, cells = stages.parent(name), [], {}
     for pass_ in CODE:
         same = parent and same_code(name, parent, pass_)
-        gained = None if same or not parent else step(found, name, parent, pass_, HEAD_DIM)
-        share = step(found, name, FASTEST, pass_, HEAD_DIM)
-        used += filter(None, (gained, share))
+        gained = None if same or not parent else gain(found, name, parent, pass_, HEAD_DIM)
+        share = gain(found, name, FASTEST, pass_, HEAD_DIM)
+        used += [each[1] for each in (gained, share) if each]
         cells[pass_] = (
-            "same code" if same else str(gained[0]) if gained else "-", f"{100 * share[0].mean:.0f} %" if share else "-"
+            "same code" if same else str(gained[0]) if gained else "-", share[0].percent if share else "-"
         )  # fmt: skip
     return cells, used
 
@@ -78,17 +77,15 @@ def ladder(found: list[Run]) -> str:
     Args:
         found: the runs, from `common.show.results.runs`.
     """
-    of_passes = [f"{PASS_NAMES[pass_]} {gain}" for pass_ in CODE for gain in ("× parent", "% of fastest")]
+    of_passes = [f"{PASS_NAMES[pass_]} {what}" for pass_ in CODE for what in ("× parent", "% of fastest")]
     tables, used = [], []
     for dead in (False, True):
         rows = []
         for name in stages.names():
             if stages.is_dead_end(name) == dead and (dead or not stages.track(name)):
                 cells, from_ = numbers(found, name)
-                version, *rest = start(name)
-                version += f" {CHANGED}" if any(gained.changed for gained, _ in from_) else ""
-                rows.append([version, *rest, *(cell for both in cells.values() for cell in both)])
-                used += [run for _, run in from_]
+                rows.append([*start(name), *(cell for both in cells.values() for cell in both)])
+                used += from_
         headers = ["dead end" if dead else "stage", "idea", "lines changed", *of_passes]
         tables.append(_short(markdown(rows, headers, tuple(headers[:2]))))
     libraries = dict.fromkeys(spoken(name) for run in used for name in run.libraries)
@@ -132,8 +129,8 @@ def headline(found: list[Run]) -> str:
     libraries = [name for name in names_in(found) if any(name in run.libraries for _, run in best[last])]
     rows, used = [], []
     for pass_, (mean, run) in zip(CODE, best[last], strict=True):
-        over_first = step(found, last, first, pass_, HEAD_DIM)
-        gains = [over_first and over_first[0], *(gain([run], last, name, mean_over(pass_, HEAD_DIM)) for name in libraries)]
+        over_first = gain(found, last, first, pass_, HEAD_DIM)
+        gains = [over_first and over_first[0], *(ratio([run], last, name, mean_over(pass_, HEAD_DIM)) for name in libraries)]
         rows.append([PASS_NAMES[pass_], f"{mean:.0f}", *(str(each or "-") for each in gains)])
         used += [run, *([over_first[1]] if over_first else [])]
     headers = [f"{spoken(last)}, D = {HEAD_DIM}", "TFLOP/s", *(f"× {spoken(name)}" for name in (first, *libraries))]

@@ -213,13 +213,18 @@ class Gain:
         """The least and the largest ratio: "1.30–1.70"; "" for a single workload."""
         return f"{shown(self.worst)}–{shown(self.best)}" if self.points > 1 else ""
 
+    @property
+    def percent(self) -> str:
+        """The mean in percent: "98 %"."""
+        return f"{100 * self.mean:.0f} %" + CHANGED * self.changed
+
     def __str__(self):
-        return self.short + (f" ({self.spread})" if self.spread else "")
+        return self.short + (f" ({self.spread})" if self.spread else "") + CHANGED * self.changed
 
 
-def shown(ratio: float) -> str:
+def shown(value: float) -> str:
     """Return a ratio with two digits after the point, or none from 10 on."""
-    return f"{ratio:.{2 if ratio < 10 else 0}f}"
+    return f"{value:.{2 if value < 10 else 0}f}"
 
 
 def within(noise: float | None, log_mean: float, points: int) -> bool:
@@ -231,7 +236,7 @@ def within(noise: float | None, log_mean: float, points: int) -> bool:
     return noise is not None and abs(log_mean) <= 2 * noise / math.sqrt(points)
 
 
-def gain(found: list[Run], new: str, old: str, works: Iterable[Workload]) -> Gain | None:
+def ratio(found: list[Run], new: str, old: str, works: Iterable[Workload]) -> Gain | None:
     """Return `new`'s speed divided by `old`'s speed, or None if no workload has both times.
 
     Args:
@@ -290,12 +295,12 @@ def newest(found: list[Run], pass_: str, head_dim: int, *impls: str) -> Run | No
     return next((run for run in found if all(run.holds(impl, works) for impl in impls)), None)
 
 
-def step(found: list[Run], new: str, old: str, pass_: str, head_dim: int) -> tuple[Gain, Run] | None:
+def gain(found: list[Run], new: str, old: str, pass_: str, head_dim: int) -> tuple[Gain, Run] | None:
     """Return the gain of `new` over `old` on the papers' workloads, and the newest run with both. `old` may be `FASTEST`: then
     the run is the newest with `new`. Return None if no run has both."""
     run = newest(found, pass_, head_dim, new, *([] if old == FASTEST else [old]))
-    ratio = run and gain([run], new, old, mean_over(pass_, head_dim))
-    return (ratio, run) if ratio else None
+    found_ratio = run and ratio([run], new, old, mean_over(pass_, head_dim))
+    return (found_ratio, run) if found_ratio else None
 
 
 def rate(found: list[Run], impl: str, pass_: str, head_dim: int) -> tuple[float, Run] | None:
@@ -367,7 +372,7 @@ def moved(count: dict) -> int:
 
 def bytes_in_words(before: int, after: int, what: str = "bytes") -> str:
     """Say how a stage's `after` bytes compare with its parent's `before` bytes: "1.94 times fewer bytes"."""
-    ratio = before / after
-    if f"{ratio:.2f}" == "1.00":
+    times = before / after
+    if f"{times:.2f}" == "1.00":
         return f"the same {what}"
-    return f"{ratio:.2f} times fewer {what}" if ratio > 1 else f"{1 / ratio:.2f} times more {what}"
+    return f"{times:.2f} times fewer {what}" if times > 1 else f"{1 / times:.2f} times more {what}"

@@ -178,7 +178,7 @@ def speed_line(runs: list[Run], old: str, new: str, pass_: str) -> str:
     brackets have the number of the run."""
     cells = {}  # by the run's number
     for head_dim in results.HEAD_DIMS:
-        if found := results.step(runs, new, old, pass_, head_dim):
+        if found := results.gain(runs, new, old, pass_, head_dim):
             gain, run = found
             text = f"{_sign(gain)} (D={head_dim}, {gain.spread})"
             cells.setdefault(f" [{results.number(runs, run)}]", []).append(text)

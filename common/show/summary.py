@@ -3,7 +3,7 @@
 from collections import Counter
 
 import stages
-from common.show.results import LEGEND, Run, gain, moved
+from common.show.results import LEGEND, Run, moved, ratio
 from common.show.tables import PASS_NAMES, markdown
 
 LINES, COLUMNS = 15, 100  # the summary has at most this many lines and columns
@@ -26,12 +26,12 @@ def _headline(run: Run, subject: str, over: str) -> list[str]:
     lines = [f"{subject} compared with {role}, {over}:"]
     for pass_, name in PASS_NAMES.items():
         works = [work for work in run.works if work.pass_ == pass_]
-        if not (found := gain([run], subject, over, works)):
+        if not (found := ratio([run], subject, over, works)):
             continue
         spread = f" ({found.spread})" if found.spread else ""
         text = f"  {name}: {found.mean:.2f} times as fast{spread}{', which is within the noise' * found.same}"
         if run.machine["gpu"]:
-            cudnn = gain([run], subject, "sdpa-cudnn", works)
+            cudnn = ratio([run], subject, "sdpa-cudnn", works)
             text += f", {100 * cudnn.mean:.0f} % of cuDNN's speed" if cudnn else ""
         else:
             both = [[run.record(impl, work) for work in run.times(impl, works)] for impl in (over, subject)]
@@ -61,7 +61,7 @@ def _cell(run: Run, name: str, works: list) -> str:
         amount = f"{sum(run.record(name, work)['flops'] for work in times) / total / 1e9:.0f}"
     else:
         amount = f"{total:.0f}" if total >= 100 else f"{total:.3g}"
-    found = gain([run], name, stages.parent(name), works)
+    found = ratio([run], name, stages.parent(name), works)
     return f"{amount} {found.short}" if found else amount
 
 
@@ -86,7 +86,7 @@ def summary(records: list[dict], machine: dict, about: str | None = None) -> str
     groups = dict(sorted(list(groups.items())[:MOST_GROUPS]))
     notes = _failures(records) + ([] if machine["gpu"] else [NO_GPU])
     room = LINES - len(lines) - len(notes) - 5  # an empty line, two header lines, and notes on "=" and on left-out names
-    gains = {name: found.mean for name in ours if (found := gain([run], name, stages.parent(name), run.works))}
+    gains = {name: found.mean for name in ours if (found := ratio([run], name, stages.parent(name), run.works))}
     ranked = [*run.libraries, subject, over, ours[0], *sorted(gains, key=gains.get, reverse=True), *run.names]
     kept = list(dict.fromkeys(ranked))[:room]
     chosen = [name for name in run.names if name in kept]

@@ -64,7 +64,7 @@ def gain(key: str, new: str, old: str) -> results.Gain | None:
     both. `old` may be `results.FASTEST`."""
     track, found = TRACKS[key], runs_of(key)
     works = {work for run in found for work in run.works if work.pass_ == track.pass_ and track.counts(work)}
-    return results.gain(found, new, old, works)
+    return results.ratio(found, new, old, works)
 
 
 def place(key: str) -> str:
@@ -80,10 +80,8 @@ def table(key: str, start: Callable[[str], list[str]]) -> str:
     """
     track, rows = TRACKS[key], []
     for name in stages_of(key):
-        version, *rest = start(name)
         gained, share = gain(key, name, stages.parent(name)), gain(key, name, results.FASTEST)
-        version += f" {results.CHANGED}" if any(each.changed for each in (gained, share) if each) else ""
-        rows.append([version, *rest, str(gained or "-"), f"{100 * share.mean:.0f} %" if share else "-"])
+        rows.append([*start(name), str(gained or "-"), share.percent if share else "-"])
     headers = [track.title, "idea", "lines changed", "× parent", "% of fastest"]
     found = runs_of(key)
     libraries = list(dict.fromkeys(results.spoken(name) for run in found for name in run.libraries))

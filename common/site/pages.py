@@ -20,7 +20,7 @@ import stages
 from common.measure import files, terminal
 from common.measure.options import add_list
 from common.show import front
-from common.show.results import CHANGED, CODE, LEGEND, ROOT, runs, same_code
+from common.show.results import CODE, LEGEND, ROOT, runs, same_code
 from common.show.story import idea, result, sources
 from common.show.tables import PASS_NAMES
 from common.show.traces import COLORS
@@ -118,12 +118,10 @@ class Site:
         for name in stages.names():
             _, words, lines = front.start(name)
             words = Markup(self._texts.inline(words, ROOT / "README.md"))
-            cells, used = front.numbers(found, name)
-            passes = [(PASS_NAMES[pass_], *both) for pass_, both in cells.items()]
+            passes = [(PASS_NAMES[pass_], *both) for pass_, both in front.numbers(found, name)[0].items()]
             cards.append({
                 "version": stages.version(name), "idea": words, "lines": lines, "passes": passes,
                 "dead_end": stages.is_dead_end(name), "track": stages.track(name),
-                "changed": CHANGED if any(gain.changed for gain, _ in used) else "",
             })  # fmt: skip
         spec = charts.speed_spec(charts.speeds())
         titles = [(page_of(path), path.read_text().partition("\n")[0].lstrip("# ")) for path in LISTED]

@@ -1,7 +1,7 @@
 # `make` lists the targets. Without PYTHON, the targets create and use .venv. PYTHON=python3 uses python3 and installs nothing.
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-long sanitize bench bench-ring reference stale ceilings energy traffic compare readme table plots timeline trace site story diff stage export carry drift example example-ring lint format clean
+.PHONY: help test test-long sanitize bench bench-ring reference stale ceilings energy traffic compare readme table plots trace site story diff stage export carry drift example example-ring lint format clean
 
 ifdef PYTHON
 SETUP := packages
@@ -113,11 +113,7 @@ table: needs-FILE $(SETUP)  ## print the tables of a saved run or a results file
 
 plots: $(SETUP)  ## draw plots/ from results/
 	$(PYTHON) -m common.show.plots
-	$(PYTHON) -m common.show.timelines --committed
 	$(PYTHON) -m common.show.traces --stage v2,v3
-
-timeline: $(SETUP)  ## draw the work of an SM in a Gluon stage, STAGE=v29; ARGS="…" goes to common.show.timelines (ARGS=--help)
-	$(PYTHON) -m common.show.timelines $(addprefix --stage=,$(STAGE)) $(ARGS)
 
 trace: $(SETUP)  ## draw which tiles a stage reads and writes, STAGE=v2,v3; ARGS="…" goes to common.show.traces (ARGS=--help)
 	$(PYTHON) -m common.show.traces $(addprefix --stage=,$(STAGE)) $(ARGS)

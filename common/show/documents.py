@@ -265,7 +265,7 @@ def timeline_table() -> str:
     headers = ["stage", "pass", "D", "mask", "model", "measured", "ratio", "gain, model", "gain, measured", "ratio"]
     caption = (
         f"The table shows the cycles that an SM takes for {SCORES} unmasked scores in a pass's longest kernel. *model*: "
-        "`make timeline` computes the cycles from the rates in `rates-h200.json`. *measured*: Nsight Compute measured the "
+        "computed from the rates in `rates-h200.json`. *measured*: Nsight Compute measured the "
         "cycles (`units-h200.json`). *ratio*: the value of the model divided by the measured value. *gain*: the parent's "
         f"cycles divided by the stage's cycles. S = {seq_len}, float16, measured on {origin(units['machine_info'])}."
     )

@@ -15,6 +15,7 @@ from common.measure import digest
 from common.measure.workloads import HIDDEN, TOKENS, Workload
 
 ROOT = Path(__file__).parents[2]
+GPUS = ("h200", "h100")  # as in the names of the files in results/
 HEAD_DIMS = (64, 128)
 MEAN_OVER = (1024, 4096, 16384)  # sequence lengths at which the reference run measures every stage
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)  # all sequence lengths of the papers
@@ -24,7 +25,6 @@ TRAFFIC = ROOT / "results" / "traffic.json"
 COUNTED_AT = 2048  # the sequence length of TRAFFIC
 UNITS = ROOT / "results" / "units-h200.json"
 TIMELINE = ROOT / "results" / "timeline.json"
-SCOPES = ROOT / "results" / "scopes-h200.json"
 PLOTS = ROOT / "plots"
 FASTEST = "fastest library"  # stands for the fastest library of each workload
 AGAIN = " (again)"  # ends the name of a stage that a run measures twice
@@ -274,7 +274,7 @@ def load_run(path: Path) -> Run:
 def run_file(name: str) -> Path:
     """Return the path of a run in results/. `name` is a value of `bench.py --reference`. If several GPUs have such a file,
     return the newest."""
-    paths = [ROOT / "results" / f"{name}-{gpu}.json" for gpu in ("h200", "h100")]
+    paths = [ROOT / "results" / f"{name}-{gpu}.json" for gpu in GPUS]
     return max(paths, key=lambda path: path.exists() and read(path)["datetime"] or "")
 
 

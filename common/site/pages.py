@@ -70,10 +70,7 @@ def sections(readme: str) -> dict[str, str]:
     found["traffic"] = "".join(table.findall(found["Problem"]))
     gain = re.search(r"<!-- gain:.*?<!-- /gain -->\n?", found["Gain"], re.DOTALL)
     found["numbers"], found["Gain"] = gain[0], found["Gain"].replace(gain[0], "")
-    drawn_by_the_page = re.compile(
-        r"^(!\[.*\]\(\S*/(timelines|traces)/.*|The \[model of an SM\].*\(`make timeline .*)\n", re.MULTILINE
-    )
-    found |= {title: drawn_by_the_page.sub("", found[title]) for title in ("Idea", "Gain")}
+    found["Idea"] = re.sub(r"^!\[.*\]\(\S*/traces/.*\n", "", found["Idea"], flags=re.MULTILINE)  # the page draws it
     return found | {"Problem": table.sub("", found["Problem"])}
 
 

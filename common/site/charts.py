@@ -1,4 +1,4 @@
-"""Draw charts with Vega-Lite: the speed of all stages and libraries, and a step's gain at each sequence length."""
+"""Draw the chart of the start page with Vega-Lite: the speed of all stages and libraries."""
 
 import functools
 import itertools
@@ -7,10 +7,8 @@ import json
 import vl_convert
 
 import stages
-from common.show.documents import gains, predicted
 from common.show.results import (
     COLUMNS,
-    COUNTED_AT,
     HEAD_DIMS,
     LENGTHS,
     MEAN_OVER,
@@ -21,7 +19,6 @@ from common.show.results import (
     runs,
     spoken,
 )
-from common.show.tables import PASS_NAMES, mask
 
 MEAN = "mean"  # value of `s` in rows with a mean over sequence lengths
 COLORS = {"main ladder": "#2f6fb0", "track": "#3f9b6c", "dead end": "#b8b8b8", "library": "#d2691e"}
@@ -104,53 +101,6 @@ def speed_spec(rows: list[dict]) -> dict:
         ],
         "config": LOOK,
     }  # fmt: skip
-
-
-def gain_svg(name: str) -> str:
-    """Return an SVG of a step's measured and predicted gain at each sequence length.
-
-    Return "" for v0, and if nothing was measured.
-    """
-    rows, predictions = [], []
-    if not stages.parent(name):
-        return ""
-    for (pass_, head_dim, causal), (_, each) in gains(name).items():
-        of = {"panel": f"{PASS_NAMES[pass_]}, D = {head_dim}", "mask": mask(causal)}
-        rows += [{**of, "what": "measured", "s": length, "gain": gain.mean} for length, gain in each.items()]
-        if ratio := predicted(name, pass_, head_dim, causal):
-            predictions.append({**of, "what": "predicted", "s": COUNTED_AT, "gain": ratio})
-    if not rows:
-        return ""
-    parent = spoken(stages.parent(name))
-    masks = {"field": "mask", "type": "nominal", "title": None}
-    both = ["full", "causal"]
-    place = {
-        "x": {"field": "s", "type": "ordinal", "title": "S", "axis": {"labelAngle": 0}},
-        "y": {"field": "gain", "type": "quantitative", "title": f"times as fast as {parent}", "scale": {"zero": False}},
-        "color": {**masks, "scale": {"domain": both, "range": ["#2f6fb0", "#d2691e"]}, "legend": {"orient": "top"}},
-        "shape": {**masks, "scale": {"domain": both, "range": ["circle", "square"]}},
-    }
-    line = {"type": "line", "point": {"filled": True, "size": 45}}
-    hollow = {"type": "point", "size": 130, "filled": False, "strokeWidth": 2}
-    slower = {"type": "text", "text": "slower", "align": "right", "baseline": "top", "dy": 3, "color": "#888", "fontSize": 11}
-    lost = any(row["gain"] < 1 for row in rows)
-    layers = [
-        {"mark": {"type": "rule", "strokeDash": [3, 3], "color": "#888"}, "encoding": {"y": {"datum": 1}}},
-        {"transform": [{"filter": "datum.what == 'measured'"}], "mark": line, "encoding": place},
-        {"transform": [{"filter": "datum.what == 'predicted'"}], "mark": hollow, "encoding": place},
-    ]
-    layers += [{"mark": slower, "encoding": {"y": {"datum": 1}, "x": {"value": "width"}}}] if lost else []
-    panels = list(dict.fromkeys(row["panel"] for row in rows))
-    spec = {
-        "description": f"Gain of {spoken(name)} at each sequence length. Hollow marks are predictions.",
-        "data": {"values": rows + predictions},
-        "facet": {"field": "panel", "type": "nominal", "title": None, "sort": panels},
-        "columns": 4,
-        "spec": {"width": 240, "height": 130, "layer": layers},
-        "resolve": {"axis": {"y": "independent"}},
-        "config": LOOK,
-    }
-    return svg(spec).replace("<svg ", '<svg aria-hidden="true" ', 1)
 
 
 def svg(spec: dict) -> str:

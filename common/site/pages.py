@@ -161,8 +161,7 @@ class Site:
             sections=parts, traffic=parts["traffic"], scenes=found, pass_names=PASS_NAMES,
             gains_time_alone=bool(found) and all(scene.moves_the_same for scene in found),
             diffs=self._diffs(name, parent) if parent else [],
-            chart=Markup(charts.gain_svg(name)), result=told,
-            sources=sources([line for lines in told.values() for line in lines]),
+            result=told, sources=sources([line for lines in told.values() for line in lines]),
         )  # fmt: skip
 
     def _diffs(self, name, parent):

@@ -7,7 +7,6 @@ import json
 import os
 import re
 
-import programs
 import pytest
 
 from common.measure.workloads import Workload
@@ -75,15 +74,6 @@ def test_without_a_gpu_counts_are_compared_and_no_times(saved, capsys):
     assert rows(out, "v0_a") == [["v0_a", "4", "2", "2", "2", "8", "4", "2.00"]]
 
 
-def test_a_count_without_a_time_at_peak_is_compared_too(saved, capsys):
-    for _ in range(2):
-        saved([record("v0_a", **COUNTS | {"roofline_us": None}), record("v1_b", **COUNTS)], [record("v2_c", failure="n/a")])
-    compare.main([])
-    out = capsys.readouterr().out
-    assert rows(out, "v0_a") == [["v0_a", "4", "4", "2", "2", "-", "-", "-"]]
-    assert rows(out, "v2_c") == [["v2_c", "n/a", "n/a", "-", "-", "-", "-", "-"]]
-
-
 @pytest.mark.parametrize("text", ["", '{"benchmarks": [', "{}", "[]"], ids=["empty", "half-written", "another", "a list"])
 def test_a_file_that_is_no_whole_run_is_named_and_left_out(saved, text, capsys):
     saved([timed("v0_a", 3.0)], gpu="X")
@@ -104,13 +94,6 @@ def test_an_old_run_without_kv_heads_is_compared_too(saved, capsys):
     out = capsys.readouterr().out
     assert rows(out, "v0_a") == [["v0_a", "3 ± 0.01", "2 ± 0.01", "1.50"]]
     assert "2 workloads are left out, because only one of the runs has them." in out
-
-
-def test_different_gpus_are_reported(saved, capsys):
-    saved([timed("v0_a", 3.0)], gpu="X")
-    saved([timed("v0_a", 2.0)], gpu="Y")
-    compare.main([])
-    assert "different GPUs" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("first", "second", "message"), [
@@ -177,8 +160,3 @@ def test_wrong_arguments_are_an_error_of_one_line(argv, message, saved, capsys):
     with pytest.raises(SystemExit) as error:
         compare.main(argv)
     assert message in f"{error.value}{capsys.readouterr().err}"
-
-
-def test_nothing_saved_is_an_error(tmp_path):
-    run = programs.python("-m", "common.show.compare", cwd=tmp_path)
-    assert run.returncode == 1 and "needs two saved runs, but .benchmarks has 0;" in run.stderr

@@ -4,10 +4,9 @@ import pytest
 from test_results import machine, records
 from test_results import run as run_of
 
-import bench
 import stages
 from common.measure.workloads import Workload
-from common.show import documents, results, tracks
+from common.show import documents, results
 
 V0, V1, V2, V3 = map(stages.resolve, ("v0", "v1", "v2", "v3"))
 
@@ -15,18 +14,6 @@ V0, V1, V2, V3 = map(stages.resolve, ("v0", "v1", "v2", "v3"))
 def test_documents_agree_with_the_results():
     for path, text in documents.documents().items():
         assert path.read_text() == text, f"{path.name} and the results disagree: run make readme"
-
-
-@pytest.mark.parametrize("name", bench.GRIDS)
-def test_a_part_of_the_reference_is_kept_with_its_document_and_where_it_is_from(name):
-    path = results.run_file(name)
-    if not path.exists():
-        pytest.skip("not measured yet: make reference")
-    readme = (path.parent / "README.md").read_text()
-    assert f"`{path.name}`" in readme and f"GRID={name} FILE=results/{path.name}" in readme
-    machine = results.load_run(path).machine
-    assert all(machine[fact] for fact in ("gpu", "torch", "triton", "commit", "date", "matmul_tflops"))
-    assert "dirty" not in machine["commit"]
 
 
 @pytest.mark.parametrize("name", stages.names())
@@ -84,11 +71,6 @@ def test_passes_with_the_parents_code_have_no_rows():
     for make in (documents.traffic_of_step, documents.gain_table):
         rows = [line for line in make(stages.resolve("v5")).splitlines() if line.startswith("| ")]
         assert len(rows) > 1 and not any(row.startswith("| forward") for row in rows), make.__name__
-
-
-def test_a_step_that_moves_the_same_says_so_in_a_line():
-    assert documents.traffic_of_step(stages.resolve("v29")).count("|") > 9  # v29's tiles differ from its parent's
-    assert documents.traffic_of_step(stages.resolve("v4")) == "Same bytes and FLOPs as v3."
 
 
 def gains(new, old, pass_, head_dim, causal):
@@ -149,21 +131,9 @@ def test_a_file_without_tables_is_refused(text, tmp_path, capsys):
     assert stopped.value.code == 2 and "x.json" in said and said.count("\n") == 1
 
 
-def test_few_tables_are_kept():
-    """results/ keeps few and short tables."""
-    found = {path.stem for path in (results.ROOT / "results").glob("*.md")} - {"README"}
-    assert found == set(documents.KEPT)
-    assert sum(path.stat().st_size for path in (results.ROOT / "results").glob("*.md")) <= 150_000
-
-
 def words(path):
     """Return a document's number of words, without its tables."""
     return sum(len(line.split()) for line in path.read_text().splitlines() if not line.startswith("|"))
-
-
-def test_a_gain_names_its_run_if_the_table_is_from_another(monkeypatch):
-    monkeypatch.setattr(tracks, "place", lambda key: "X, 1")
-    assert "On the track's workloads (X, 1): ×" in documents.gain_table(stages.resolve("v36"))
 
 
 def test_documents_stay_small():

@@ -9,7 +9,6 @@ from pathlib import Path
 from string import ascii_lowercase
 
 import pytest
-from predictions import PREDICTIONS
 
 import stages
 from common.measure import digest
@@ -91,16 +90,6 @@ def test_the_tests_pass_with_new_stages(tree):
 def test_a_new_stage_s_parent_is_the_stage_that_it_was_copied_from(inside):
     assert all(stages.parent(name) == source for source, name in COPIES.items())
     assert all(story.change(source, name) == story.Change(0, 0, ()) for source, name in COPIES.items() if source == LAST)
-
-
-def test_a_copy_has_the_prediction_of_the_stage_that_it_is_made_of(tree):
-    made = {}
-    exec((tree / "tests" / "predictions.py").read_text(), made)
-    names = {version: [function.__name__ for function in functions] for version, functions in made["PREDICTIONS"].items()}
-    copied = {stages.version(name): stages.version(source) for source, name in COPIES.items()}
-    assert {version: names[version] for version in names if version not in PREDICTIONS} == {
-        version: names[source] for version, source in copied.items() if source in PREDICTIONS
-    }
 
 
 def test_notes_that_point_ahead_stay():

@@ -72,18 +72,6 @@ def test_evolution_shows_the_run_with_the_most_stages(tmp_path):
     assert "commit new" in figure.get_suptitle() and "few" not in figure.get_suptitle()
 
 
-def test_speed_names_only_the_runs_that_it_draws(tmp_path):
-    """It draws v1, which is in `STORY`, and the newest stage, but not v6."""
-    v1, v6, v7 = map(stages.resolve, ("v1", "v6", "v7"))
-    runs = [
-        run_of("new", "2026-01-03", records(v7, 1.0)),
-        run_of("middle", "2026-01-02", records(v6, 2.0)),
-        run_of("old", "2026-01-01", records(v1, 4.0), records(v7, 1.0)),
-    ]
-    (figure,) = drawn(plots.draw_speed, runs, "fwd", tmp_path)
-    assert [run.ended in figure.get_suptitle() for run in runs] == [True, False, True]
-
-
 def test_decoding_shows_the_rates_of_one_query_next_to_a_copys(tmp_path):
     rates = {("sdpa-cudnn", 1024): 500.0, ("v29_late", 1024): 100.0, ("v34_split", 1024): 700.0, ("v34_split", 4096): 900.0}
     found = []

@@ -105,21 +105,6 @@ def test_signs_of_noise_and_changed_code_are_explained_where_they_are(monkeypatc
     assert not set(results.LEGEND.values()) & set(story.sources(lines[:1]))
 
 
-def test_a_pass_with_the_parents_code_has_no_numbers():
-    lines = story.step_lines(stages.resolve("v4"), stages.resolve("v5"))
-    assert "    forward: same code" in lines and sum("speed:" in line for line in lines) == 1
-
-
-def test_a_step_of_a_track_shows_its_gain_on_the_track_s_workloads():
-    old, new = map(stages.resolve, ("v35", "v36"))
-    lines, gain = story.result(old, new)["bwd"], tracks.gain("query-groups", new, old)
-    of_track = f"(GQA, causal, D = 128; {gain.spread}; {tracks.place('query-groups')})"
-    assert f"track: {gain.short}{'†' * gain.changed} {of_track}" in lines
-    assert any(text.startswith("track: ") for text in story.sources(lines))
-    lines = story.step_lines(*map(stages.resolve, ("v5", "v6")))
-    assert not any("track: " in line for line in [*lines, *story.sources(lines)])
-
-
 def test_a_stage_is_compared_with_the_parent_that_it_names(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(stages, "__path__", [str(tmp_path)])
     monkeypatch.setattr(results, "same_code", lambda new, old, pass_: False)
@@ -167,28 +152,10 @@ def test_diff_leaves_out_notes_and_white_space(tmp_path, monkeypatch):
     ]
 
 
-def test_diff_of_stages_that_are_not_neighbours():
-    done = run("diff", "v0", "v49")
-    assert done.returncode == 0 and "speed: ×" in done.stdout
-
-
 @pytest.mark.parametrize(("given", "said"), [("v4", "v4 and v4 are the same stage\n"), ("v99", "'v99'")])
 def test_diff_of_no_two_stages_fails(given, said):
     done = run("diff", "v4", given)
     assert done.returncode and said in done.stderr and not done.stdout
-
-
-def test_diff_shows_prose_where_asked():
-    done = run("diff", "v4", "v5", "--prose=yes")
-    assert done.returncode == 0 and shown_files(done.stdout)[-1] == "README.md"
-
-
-@pytest.mark.parametrize("arguments", [[], ["diff", "v4", "v5"]], ids=["story", "diff"])
-def test_without_git_one_line_says_that_it_is_needed(arguments, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SystemExit, match="needs git"):
-        story.main(arguments)
-    assert not capsys.readouterr().out
 
 
 def test_without_results_the_story_says_so(monkeypatch, capsys):

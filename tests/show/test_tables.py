@@ -42,11 +42,6 @@ def test_table_is_in_stage_order_whatever_the_order_of_the_records_and_the_speed
     assert found == ["sdpa-flash", "v0_a", "v2_c", "v16_k"]
 
 
-def test_table_marks_dead_ends_and_compares_no_stage_with_them():
-    table = speed_table([record(impl, ms) for impl, ms in (("v5_c", 1.0), ("v4a_b", 8.0), ("v4_a", 2.0))], GPU)
-    assert [cells(table, impl)[0][6] for impl in ("v4_a", "v4a_b (dead end)", "v5_c")] == ["-", "0.25", "2.00"]
-
-
 def test_table_keeps_failures_as_rows_and_compares_nothing_with_them():
     records = [record("v1_b", 2.0), record("v2_c", failure="WRONG", note="out: error 1 > 0.1"), record("v3_d", 1.0)]
     table = speed_table([*records, record("v0_a", failure="OOM")], GPU)
@@ -115,19 +110,6 @@ def test_table_shows_the_number_of_keys_if_it_differs_from_queries():
     assert "copy 4322 GB/s" in table and rows[0][-1] == "GB/s of K, V"
     assert rows[2][-1] == f"{2 * 32 * 4 * 64 * 128 * 2 / 4e-3 / 1e9:.0f}"  # K and V of four K/V heads and 64 keys in 4 ms
     assert {len(row) for row in rows} == {len(rows[0])}
-
-
-def test_table_shows_the_spread_of_the_hosts_time_if_a_run_has_it():
-    table = speed_table([record("v0_a", 1.0), record("v1_b", 1.0, host_us=1234.4, host_iqr_us=56.6)], GPU)
-    assert [cells(table, impl)[0][-1] for impl in ("v0_a", "v1_b")] == ["33", "1,234 ± 57"]
-
-
-def test_table_shows_the_time_of_calls_in_a_row_if_a_run_has_it():
-    long, short = record("v0_a", 1.0), record("v1_b", 0.01, in_a_row_us=41.26)
-    assert "µs in a row" not in speed_table([long], GPU)
-    table = speed_table([long, short, record("v2_c", failure="OOM")], GPU)
-    assert [cells(table, impl)[0][-1] for impl in ("v0_a", "v1_b", "v2_c")] == ["-", "41.3", "-"]
-    assert {len(row) for row in (cells(table, impl)[0] for impl in ("implementation", "v0_a", "v1_b", "v2_c"))} == {13}
 
 
 def test_table_marks_times_with_the_launch_in_them():

@@ -124,17 +124,6 @@ def test_a_choice_changes_the_chart_and_the_address(watched, name, value):
     assert page.input_value(f"#choices select[name={name}]") == value and bars(page) == after
 
 
-def test_a_bar_tells_its_value_and_where_it_was_measured(watched):
-    page = watched.open("index.html")
-    page.select_option("#choices select[name=s]", "2048")
-    page.wait_for_timeout(200)
-    page.query_selector_all("#chart path[aria-label*='TFLOP']")[-1].hover()
-    page.wait_for_selector("#box.on")
-    words = page.inner_text("#box")
-    assert re.search(r"TFLOP/s: \d", words) and re.search(r"interquartile range: \d", words)
-    assert re.search(r"run: NVIDIA .*, commit [0-9a-f]{12}, \d{4}-\d\d-\d\d", words)
-
-
 def test_the_pass_that_is_chosen_is_shown(watched):
     page = watched.open("v3.html")
     assert [each.inner_text() for each in visible(page, ".parts")][0].startswith("forward.py")

@@ -152,12 +152,6 @@ def test_a_page_begins_with_the_picture_of_what_changes(site, name, first):
     assert min(titles.index(title) for title in ("trace", "units") if title in titles) == titles.index(first)
 
 
-def test_each_lane_is_explained(site):
-    for page in site.glob("v*.html"):
-        titles = re.findall(r'<span title="(.*?)"><span>(.*?)</span>', page.read_text())
-        assert not [lane for title, lane in titles if not title.removesuffix(", another copy")], page.name
-
-
 def test_neighbors_are_on_the_main_line_and_dead_ends_apart(site, pages):
     for name in stages.names():
         text = (site / f"{stages.version(name)}.html").read_text()

@@ -171,13 +171,13 @@ def gain_table(name: str) -> str:
     of_track = key and tracks.gain(key, name, parent)
     elsewhere = f" ({tracks.place(key)})" if of_track and tracks.place(key) != where else ""
     model = "[predicted](../../docs/measuring.md#the-model-of-an-sm)"
+    by = model if _is_modelled(name) else "predicted by an H200's roofline"
     if any(one.changed for _, each in found.values() for one in each.values()):
         where += CHANGED
     caption = [
-        f"Speed over {spoken(parent)}: {model if _is_modelled(name) else 'predicted by the roofline of an H200'}"
-        + (f", measured ({where})." if where else "."),
+        f"Speed over {spoken(parent)}: {by}" + (f", measured ({where})." if where else "."),
         f"Not measured against {spoken(parent)} yet: {'; '.join(missing)}." if missing else "",
-        f"On the track's workloads{elsewhere}: {of_track}." if of_track else "",
+        f"On its track{elsewhere}: {of_track}." if of_track else "",
     ]
     table = _step_table(rows, ["predicted", *(f"S = {s}" for s in lengths)])
     return f"{' '.join([*filter(None, caption), *legend(table)])}\n\n{table}"

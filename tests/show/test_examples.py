@@ -92,7 +92,7 @@ def check_python(words, monkeypatch):
 
 def variables_of(target):
     """Return the names of the `make` variables that a target uses."""
-    body = re.search(rf"^{target}: (?!EXAMPLE).*\n(?:\t.*\n)*", MAKEFILE, re.MULTILINE)[0]
+    body = re.search(rf"^{target}: (?!EXAMPLE|PACKAGES).*\n(?:\t.*\n)*", MAKEFILE, re.MULTILINE)[0]
     used = set(re.findall(r"\$\(([A-Z]+)\)|needs-([A-Z]+)|\$\(or \$\(([A-Z]+)", body))
     if "run_tests" in body:
         used.add(("ARGS",))

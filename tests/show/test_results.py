@@ -75,13 +75,13 @@ def test_a_point_that_failed_was_tried_and_is_left_out():
             record["failure"] = "OOM"
     newer = run("newer", "2026-01-09", found, records("v1_b", 1.0))
     assert gain([newer, OLD], "v1_b", "v0_a", "fwd", 64) == (8, newer)
-    assert results.ratio([newer], "v1_b", "v0_a", "fwd", 64)[0].points == 4
+    assert results.gain([newer], "v1_b", "v0_a", "fwd", 64)[0].points == 4
 
 
 def test_a_gain_is_a_geometric_mean_with_its_worst_and_best_workload():
     ours = [record | {"ms": ms} for record, ms in zip(records("v1_b", 1.0, ["fwd"], [64]), [1, 2, 4, 1, 2, 4], strict=True)]
     found = run("x", "2026-01-01", records("v0_a", 4.0, ["fwd"], [64]), ours)
-    ratio, _ = results.ratio([found], "v1_b", "v0_a", "fwd", 64)
+    ratio, _ = results.gain([found], "v1_b", "v0_a", "fwd", 64)
     assert (ratio.mean, ratio.worst, ratio.best, ratio.points) == pytest.approx((2, 1, 4, 6))
     assert str(ratio) == "×2.00 (1.00–4.00)"
     assert results.ratio([found], "v1_b", "v0_a", found.works[:1]).spread == ""
@@ -90,7 +90,7 @@ def test_a_gain_is_a_geometric_mean_with_its_worst_and_best_workload():
 def test_the_fastest_library_is_that_of_each_workload():
     found = records("v0_a", 1.0) + records("sdpa-x", 4.0, lengths=[1024, 4096]) + records("flash-4", 2.0)
     found += records("sdpa-x", 0.5, lengths=[16384])
-    ratio, _ = results.ratio([run("only", "2026-01-01", found)], "v0_a", results.FASTEST, "fwd", 64)
+    ratio, _ = results.gain([run("only", "2026-01-01", found)], "v0_a", results.FASTEST, "fwd", 64)
     assert ratio.mean == pytest.approx((2.0**2 * 0.5) ** (1 / 3))
 
 
@@ -108,7 +108,7 @@ def test_noise_is_measured_on_equal_code(other):
     again = [record | {"impl": other} for record in again]
     found = run("x", "2026-01-01", first, again, records("v1_b", 4 * math.exp(0.0244)), records("v2_c", 4 * math.exp(0.0246)))
     assert found.noise == {"fwd": pytest.approx(0.03)}
-    gains = [results.ratio([found], name, "v0_a", "fwd", 64)[0] for name in ("v1_b", "v2_c")]
+    gains = [results.gain([found], name, "v0_a", "fwd", 64)[0] for name in ("v1_b", "v2_c")]
     assert [ratio.same for ratio in gains] == [True, False]
     assert str(gains[0]) == "= (0.98–0.98)" and gains[1].short == "×0.98"
     assert results.ratio([found], "v2_c", "v0_a", found.works[:1]).same
@@ -120,7 +120,7 @@ def test_without_enough_pairs_there_is_no_noise_band():
     again = [record | {"impl": "v0_a (again)"} for record in again]
     assert run("x", "2026-01-01", first, again[:5]).noise == {}
     assert run("x", "2026-01-01", first, [r | {"impl": "v3_d", "source": "other"} for r in again]).noise == {}
-    ratio, _ = results.ratio([OLD], "v1_b", "v0_a", "fwd", 64)
+    ratio, _ = results.gain([OLD], "v1_b", "v0_a", "fwd", 64)
     assert not ratio.same
 
 
@@ -129,7 +129,7 @@ def test_a_number_whose_code_has_changed_is_marked():
     now, later = (records(v3, 1.0, source=source) for source in (digest.current(v3, "forward"), "000000000000"))
     old = records("v0_a", 2.0)
     for found, changed in ((now, False), (later, True), (records(v3, 1.0), False)):
-        ratio, _ = results.ratio([run("x", "2026-01-01", found, old)], v3, "v0_a", "fwd", 64)
+        ratio, _ = results.gain([run("x", "2026-01-01", found, old)], v3, "v0_a", "fwd", 64)
         assert ratio.changed == changed
     assert results.source(v3, "fwd+bwd") == "+".join(digest.current(v3, code) for code in ("forward", "backward"))
     assert results.source("sdpa-cudnn", "fwd") is results.source("v3_gone", "fwd") is None
@@ -177,7 +177,7 @@ def test_a_pass_that_was_measured_as_the_parent_s_counts_as_the_stage_s(root):
     ]
     write(root / "results" / "some.json", "some", "2026-01-04", found)
     (only,) = results.runs()
-    assert results.ratio([only], "v2_c", "v1_b", "bwd", 64)[0].mean == 1
+    assert results.gain([only], "v2_c", "v1_b", "bwd", 64)[0].mean == 1
     held = [only.holds(name, results.mean_over("bwd", 64)) for name in ("v0_a", "v1_b", "v2_c", "v3_d")]
     assert held == [False, True, True, False] and only.noise == {}
 

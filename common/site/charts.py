@@ -14,9 +14,9 @@ from common.show.results import (
     MEAN_OVER,
     implementations,
     mean_over,
-    origin,
     paper,
     runs,
+    short_commit,
     spoken,
 )
 
@@ -48,7 +48,7 @@ def speeds() -> list[dict]:
     """
     rows = {}
     for run in runs():
-        where = {"run": origin(run.machine)}
+        where = {"run": f"{run.machine['gpu']}, commit {short_commit(run.machine['commit'])}, {run.machine['date']}"}
         for name, (pass_, d), causal in itertools.product(run.names, COLUMNS, (False, True)):
             works = [paper(pass_, d, causal, s) for s in LENGTHS]
             for work in run.times(name, works):

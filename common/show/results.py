@@ -135,7 +135,7 @@ class Run:
         """Return the run in a file's content. Raise KeyError or TypeError if it is no run."""
         records = [benchmark["extra_info"] for benchmark in saved["benchmarks"]] + saved["failures"]
         machine = saved["machine_info"]
-        return cls(records, machine, saved.get("datetime", machine["date"]), repeats)
+        return cls(records, machine, saved.get("datetime") or machine.get("date", ""), repeats)
 
     def record(self, impl: str, work: Workload) -> dict | None:
         """Return the record of an implementation and a workload; None if the run did not try it."""

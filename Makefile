@@ -1,7 +1,7 @@
 # `make` lists the targets. Without PYTHON, the targets create and use .venv. PYTHON=python3 uses python3 and installs nothing.
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-long sanitize bench bench-ring reference stale ceilings energy traffic compare readme table plots timeline trace site screenshots story diff stage export carry drift example example-ring lint format clean
+.PHONY: help test test-long sanitize bench bench-ring reference stale ceilings energy traffic compare readme table plots trace site story diff stage export carry drift example example-ring lint format clean
 
 ifdef PYTHON
 SETUP := packages
@@ -101,34 +101,26 @@ energy: needs-FILE $(SETUP)  ## measure the joules of a call on an NVIDIA GPU, i
 traffic: $(SETUP)  ## count the bytes and FLOPs of each stage, without a GPU; ARGS="…" goes to common.show.counts (ARGS=--help)
 	@$(PYTHON) -m common.show.counts $(addprefix --stage=,$(STAGE)) $(ARGS)$(piped)
 
-compare: $(SETUP)  ## show the last two saved runs side by side, or A=… and B=…, such as a stage on two GPUs: STAGE=v49
+compare: $(SETUP)  ## show the last two saved runs side by side, or A=… and B=…: ids or names of saved runs, or files; STAGE=v49 alone
 	@$(PYTHON) -m common.show.compare $(addprefix --stage=,$(STAGE)) $(if $(A),"$(A)") $(if $(B),"$(B)")$(piped)
 
 readme: $(SETUP)  ## rewrite the tables of the documents from results/
 	$(PYTHON) -m common.show.documents
 
 table: EXAMPLE = make table FILE=results/forward-d128-h100.json
-table: needs-FILE $(SETUP)  ## print the tables of a results file: make table FILE=results/forward-d128-h100.json
+table: needs-FILE $(SETUP)  ## print the tables of a saved run or a results file: make table FILE=results/forward-d128-h100.json
 	@$(PYTHON) -m common.show.documents "$(FILE)"$(piped)
 
 plots: $(SETUP)  ## draw plots/ from results/
 	$(PYTHON) -m common.show.plots
-	$(PYTHON) -m common.show.timelines --committed
 	$(PYTHON) -m common.show.traces --stage v2,v3
-
-timeline: $(SETUP)  ## draw the work of an SM in a Gluon stage, STAGE=v29; ARGS="…" goes to common.show.timelines (ARGS=--help)
-	$(PYTHON) -m common.show.timelines $(addprefix --stage=,$(STAGE)) $(ARGS)
 
 trace: $(SETUP)  ## draw which tiles a stage reads and writes, STAGE=v2,v3; ARGS="…" goes to common.show.traces (ARGS=--help)
 	$(PYTHON) -m common.show.traces $(addprefix --stage=,$(STAGE)) $(ARGS)
 
-site screenshots: PACKAGES += jinja2 pygments markdown_it mdit_py_plugins latex2mathml vl_convert
-screenshots: PACKAGES += playwright
+site: PACKAGES += jinja2 pygments markdown_it mdit_py_plugins latex2mathml vl_convert
 site: $(SETUP)  ## build the site into site/, with a page for each step; open site/index.html
 	@$(PYTHON) -m common.site.pages $(addprefix --stage=,$(STAGE)) $(ARGS)
-
-screenshots: site  ## take the README's pictures of the site; needs an installed Chromium
-	$(PYTHON) -m common.site.screenshots
 
 story: $(SETUP)  ## show each stage's idea, changed lines, saved bytes and gained speed, from stage to stage
 	@$(PYTHON) -m common.show.story$(piped)

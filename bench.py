@@ -331,7 +331,7 @@ def stale(name: str, path: Path) -> list[str]:
         path: the results file, which need not exist.
     """
     known = {}
-    for record in results.load_run(path)[0] if path.exists() else []:
+    for record in results.load_run(path).records if path.exists() else []:
         known.setdefault((record["impl"], record["pass"]), set()).add(record.get("source"))
     wanted = dict.fromkeys((impl, work.pass_) for impl, work in cases(parse_options(["--reference", name])))
     return [
@@ -643,7 +643,7 @@ def main(argv: list[str]) -> int:
     if options.reference and DEVICE == "cpu":
         raise SystemExit("--reference needs a GPU, and no GPU is in use here")
     if options.reference and options.json and options.json.exists():
-        same_gpu = results.load_run(options.json)[1]["gpu"] == machine.facts()["gpu"]
+        same_gpu = results.load_run(options.json).machine["gpu"] == machine.facts()["gpu"]
         if same_gpu and not stale(options.reference, options.json):
             print(f"{options.json.name} has all rows of {options.reference}, and their code is today's. Nothing was measured.")
             return 0

@@ -58,7 +58,7 @@ def test_examples_alone_install_what_examples_need(target, tmp_path):
         shutil.copy(ROOT / name, tmp_path / name)
     every = [f"{name}=x" for name in ("A", "B", "FILE", "GRID", "NAME", "FROM")]
     assert ("examples/requirements.txt" in make(tmp_path, "--dry-run", target, *every).stdout) == target.startswith("example")
-    if target in ("site", "screenshots"):
+    if target == "site":
         pytest.importorskip("vl_convert")
     done = make(tmp_path, "--dry-run", target, f"PYTHON={sys.executable}", *every)
     assert done.returncode == 0 and "pip" not in done.stdout

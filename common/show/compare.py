@@ -1,73 +1,64 @@
 """Compare two saved runs of the benchmark: their times or, without a GPU, their counts.
 
 python -m common.show.compare  # the last two runs
-python -m common.show.compare --stage v43 results/forward-d128-h100.json results/newest-d128-h200.json
+python -m common.show.compare 3 before --stage v43  # the run with the id 0003, and the run saved as `before`
+python -m common.show.compare results/newest-d128-h100.json results/newest-d128-h200.json
 """
 
 import argparse
 import json
-import re
 import sys
-from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
-from tabulate import tabulate
-
 import stages
 from common.measure import terminal
-from common.measure.workloads import Workload
-from common.show import results
-from common.show.tables import short_commit, stage_order
+from common.show.results import Run, gpu_of, moved, origin, short_commit, stage_order
+from common.show.tables import markdown
 
-SAVED = Path(".benchmarks")  # pytest-benchmark saves runs here, under the current directory
+SAVED = Path(".benchmarks")  # pytest-benchmark saves runs here, under the current directory: 0003_before.json
 COUNTED = ("MB", "MFLOP", "µs at peak")  # the MB read and written, the MFLOP executed, the roofline
 NO_TIMES = "Without a GPU, the runs have counts and no times. Times at peak assume a GPU's published peak rates."
 
 
-@dataclass(frozen=True)
-class Run:
-    """A saved run: its records by workload and implementation, and its machine."""
-
-    records: dict[str, dict[str, dict]]
-    machine: dict
-
-    @property
-    def origin(self) -> str:
-        """The GPU, versions, commit and date of the run."""
-        facts = [self.machine["gpu"] or "no GPU", f"torch {self.machine['torch']}", f"triton {self.machine['triton']}"]
-        return ", ".join([*facts, f"commit {short_commit(self.machine['commit'])}", self.machine["date"]])
+def load(path: Path, repeats: bool) -> Run:
+    """Load a saved run, as `Run.of` does; raise ValueError if the file is missing or incomplete."""
+    try:
+        return Run.of(json.loads(path.read_text()), repeats)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no complete run of the benchmark: {error!r}") from None
 
 
-def load(path: Path, repeats: bool = False) -> Run:
-    """Load a saved run; raise ValueError, KeyError or TypeError if the file is incomplete.
-
-    Args:
-        repeats: whether to add the passes that the run skipped, because a stage's code equals its parent's code.
-    """
-    records, machine = results.records_of(json.loads(path.read_text()))
+def saved(repeats: bool) -> dict[Path, Run]:
+    """Return the runs of `SAVED`, the newest last. Name incomplete files on stderr."""
     found = {}
-    for record in results.with_repeats(records) if repeats else records:
-        found.setdefault(Workload.of(record).label, {})[record["impl"]] = record
-    return Run(found, machine)
-
-
-def last_two(directory: Path) -> list[Run]:
-    """Return the two newest runs, the older one first. With fewer runs, the list is shorter. Name incomplete files on
-    stderr."""
-
-    def saved_at(path):  # from the file's name, because copying can change the modification time
-        return re.findall(r"\d{8}_\d{6}", path.name), path.name
-
-    found = []
-    for path in sorted(directory.glob("*/*.json"), key=saved_at, reverse=True):
+    for path in SAVED.glob("*/*.json"):
         try:
-            found.insert(0, load(path))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            print(f"{path} is left out, because the run in it is incomplete: {error!r}", file=sys.stderr)
-        if len(found) == 2:
-            break
-    return found
+            found[path] = load(path, repeats)
+        except ValueError as error:
+            print(f"left out: {error}", file=sys.stderr)
+    return dict(sorted(found.items(), key=lambda item: item[1].ended))  # copying a file changes its time, but not the run's
+
+
+def find(text: str, runs: dict[Path, Run], repeats: bool) -> tuple[Path, Run]:
+    """Return the run that `text` names: a file, or the id or the name of a saved run. Raise ValueError if there is none."""
+    if Path(text).exists() or Path(text).suffix == ".json":
+        return Path(text), load(Path(text), repeats)
+    for path in reversed(runs):
+        number, _, name = path.stem.partition("_")
+        if text in (path.stem, name) or (text.isdigit() and number.isdigit() and int(text) == int(number)):
+            return path, runs[path]
+    raise ValueError(f"no saved run is called {text!r}; there are {', '.join(path.stem for path in runs) or 'none'}")
+
+
+def labels(runs: list[tuple[Path, Run]]) -> list[str]:
+    """Return a name for each of two runs: A and B, with the first fact in which the runs differ."""
+    facts = [
+        (run.machine["gpu"] and gpu_of(run.machine), short_commit(run.machine["commit"]), path.stem.partition("_")[0])
+        for path, run in runs
+    ]
+    told = next((both for both in zip(*facts, strict=True) if both[0] != both[1]), ("", ""))
+    return [f"{name} ({fact})" if fact else name for name, fact in zip("AB", told, strict=True)]
 
 
 def _cells(record, on_gpu):
@@ -78,7 +69,7 @@ def _cells(record, on_gpu):
     if on_gpu:
         return [f"{record['ms']:.4g} ± {record['iqr_ms']:.2g}"]
     peak = "-" if record["roofline_us"] is None else f"{record['roofline_us']:.4g}"
-    return [f"{results.moved(record) / 1e6:.4g}", f"{record['flops_executed'] / 1e6:.4g}", peak]
+    return [f"{moved(record) / 1e6:.4g}", f"{record['flops_executed'] / 1e6:.4g}", peak]
 
 
 def _row(a: dict | None, b: dict | None, on_gpu: bool) -> list[str]:
@@ -88,72 +79,57 @@ def _row(a: dict | None, b: dict | None, on_gpu: bool) -> list[str]:
     return [*cells, f"{times[0] / times[1]:.2f}" if all(times) else "-"]
 
 
-def tables(a: Run, b: Run, stage: str | None = None) -> str:
+def tables(runs: list[tuple[Path, Run]], stage: str | None = None) -> str:
     """Format a table for each workload that both runs have, or one table of a stage. Both runs must have used a GPU, or
-    neither."""
+    neither. Raise ValueError if the runs have nothing in common."""
+    (_, a), (_, b) = runs
     on_gpu = b.machine["gpu"] is not None
-    names = ("ms ± IQR",) if on_gpu else COUNTED
-    headers = [text for name in names for text in (f"A: {name}", f"B: {name}")] + ["B × as fast"]
-
-    def table(first, rows):
-        align = ["left"] + ["right"] * len(headers)
-        return tabulate(rows, [first, *headers], tablefmt="pipe", disable_numparse=True, colalign=align)
-
-    shared = [label for label in b.records if label in a.records]
+    headers = [f"{name}: {what}" for what in (("ms ± IQR",) if on_gpu else COUNTED) for name in labels(runs)]
+    headers.append("B × as fast")
+    of_runs = [[work for work in run.works if not stage or run.record(stage, work)] for run in (a, b)]
+    shared = [work for work in of_runs[1] if work in of_runs[0]]
+    if not shared:
+        raise ValueError("the runs have no workload in common" + (f" for {stage}" if stage else ""))
+    left_out = len({work for works in of_runs for work in works}) - len(shared)
+    parts = [f"{left_out} workloads are left out, because only one of the runs has them."] if left_out else []
     if stage:
-        return table(stage, [[label, *_row(a.records[label][stage], b.records[label][stage], on_gpu)] for label in shared])
-    parts = []
-    for label in shared:
-        impls = sorted(a.records[label] | b.records[label], key=stage_order)
-        rows = [[impl, *_row(a.records[label].get(impl), b.records[label].get(impl), on_gpu)] for impl in impls]
-        parts.append(f"{label}\n\n{table('implementation', rows)}")
+        rows = [[work.label, *_row(a.record(stage, work), b.record(stage, work), on_gpu)] for work in shared]
+        return "\n\n".join([*parts, markdown(rows, [stage, *headers], (stage,))])
+    for work in shared:
+        both = {name: (a.record(name, work), b.record(name, work)) for name in sorted({*a.names, *b.names}, key=stage_order)}
+        rows = [[name, *_row(*records, on_gpu)] for name, records in both.items() if any(records)]
+        parts.append(f"{work.label}\n\n{markdown(rows, ['implementation', *headers], ('implementation',))}")
     return "\n\n".join(parts)
 
 
-def _given(path: str, repeats: bool) -> Run:
-    """Load a run that the command line names, as `load` does; raise SystemExit if it is missing or incomplete."""
-    try:
-        return load(Path(path), repeats)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SystemExit(f"{path} is no complete run of the benchmark: {error!r}") from None
-
-
 def main(argv: list[str]):
-    """Run the command line; raise SystemExit with the reason if there is nothing to compare."""
+    """Run the command line; exit with the reason if there is nothing to compare."""
     terminal.prepare()
     description = "Compare two saved runs of the benchmark."
     parser = argparse.ArgumentParser(prog="python -m common.show.compare", description=description)
-    parser.add_argument("files", nargs="*", metavar="FILE", help="two saved runs, A and B (default: the last two)")
+    help_ = "two runs, A and B: files, or ids or names of saved runs (default: the last two saved runs)"
+    parser.add_argument("runs", nargs="*", metavar="RUN", help=help_)
     parser.add_argument("--stage", metavar="V", help="compare one stage only, in one table")
     options = parser.parse_args(argv)
-    if len(options.files) not in (0, 2):
-        parser.error(f"a comparison needs two files, not {len(options.files)}")
+    if len(options.runs) not in (0, 2):
+        parser.error(f"a comparison needs two runs, not {len(options.runs)}")
     try:
         stage = options.stage and stages.resolve(options.stage)
+        every = saved(bool(stage))
+        runs = [find(text, every, bool(stage)) for text in options.runs] or list(every.items())[-2:]
+        if len(runs) < 2:
+            raise ValueError(f"a comparison needs two saved runs, but {SAVED} has {len(runs)}; each `make bench` saves one")
+        print(*(f"{name}: {path}: {origin(run.machine)}" for name, (path, run) in zip("AB", runs, strict=True)), sep="\n")
+        gpus = [run.machine["gpu"] for _, run in runs]
+        if gpus[0] != gpus[1]:
+            if None in gpus:
+                raise ValueError("the runs cannot be compared: one had a GPU and one had none")
+            print("The runs are from different GPUs, so the code may not be the cause of a difference.")
+        elif None in gpus:
+            print(NO_TIMES)
+        print(f"\n{tables(runs, stage)}")
     except ValueError as error:
-        parser.error(str(error))
-    runs = [_given(path, repeats=bool(stage)) for path in options.files] or last_two(SAVED)
-    if len(runs) < 2:
-        raise SystemExit(f"a comparison needs two saved runs, but {SAVED} has {len(runs)}; each `make bench` saves one")
-    a, b = runs
-    print(f"A: {a.origin}\nB: {b.origin}")
-    gpus = a.machine["gpu"], b.machine["gpu"]
-    if None in gpus and gpus != (None, None):
-        raise SystemExit("the runs cannot be compared: one had a GPU and one had none")
-    if gpus == (None, None):
-        print(NO_TIMES)
-    elif gpus[0] != gpus[1]:
-        print("The runs are from different GPUs, so the code may not be the cause of a difference.")
-    if stage:
-        a, b = (
-            replace(run, records={label: {stage: impls[stage]} for label, impls in run.records.items() if stage in impls})
-            for run in runs
-        )
-    if not (shared := a.records.keys() & b.records.keys()):
-        raise SystemExit("the runs have no workload in common" + (f" for {stage}" if stage else ""))
-    if left_out := len(a.records | b.records) - len(shared):
-        print(f"{left_out} workloads are left out, because only one of the runs has them.")
-    print(f"\n{tables(a, b, stage)}")
+        raise SystemExit(str(error)) from None
 
 
 if __name__ == "__main__":

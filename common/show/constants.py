@@ -2,11 +2,10 @@
 
 import statistics
 
-from tabulate import tabulate
-
 from common.measure.constants import DECISIONS
 from common.measure.workloads import Workload
 from common.show.results import origin
+from common.show.tables import markdown
 
 SHOWN = 1.03  # the table shows workloads for which another choice is faster than the host's by more than this
 
@@ -31,5 +30,5 @@ def constants_table(data: dict) -> str:
             f"{statistics.geometric_mean(costs):.3f} times as long as the fastest choice, and at most {max(costs):.2f} times."
         )
         headers = ["workload", "own choice", "µs", "fastest choice", "µs", "ratio"]
-        parts.append(f"{words}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True)}" if rows else words)
+        parts.append(f"{words}\n\n{markdown(rows, headers, headers)}" if rows else words)
     return "\n\n".join(parts)

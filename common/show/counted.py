@@ -6,19 +6,20 @@ import stages
 from common.measure.footprint import MIB_IN_MB
 from common.measure.workloads import Workload
 from common.show import results
-from common.show.tables import PASS_NAMES, markdown, stage_order
+from common.show.results import stage_order
+from common.show.tables import PASS_NAMES, markdown
 
 SHAPE = "B", "H", "Hkv", "S", "Sk"  # the parts of a workload's label that differ between the rows of a table
 
 
 def measured(impl: str, pass_: str, head_dim: int) -> tuple[str, str] | None:
-    """Return a stage's measured speed over its parent's, such as "×1.51", and the run: the GPU and the commit.
+    """Return a stage's measured speed over its parent's, such as "×1.51 (1.30–1.70)", and the run: the GPU and the commit.
 
     Return None if no run has both stages.
     """
     parent = stages.parent(impl) if stages.position(impl) else None
     found = parent and results.gain(results.runs(), impl, parent, pass_, head_dim)
-    return found and (f"×{found[0]:.2f}", results.place(found[1].machine))
+    return found and (str(found[0]), results.place(found[1].machine))
 
 
 def _total(records, impl, pass_, *fields) -> int:

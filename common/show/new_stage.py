@@ -11,8 +11,6 @@ import ast
 import re
 import shutil
 import sys
-import tempfile
-from pathlib import Path
 from string import ascii_lowercase
 
 import stages
@@ -58,7 +56,7 @@ stages/{name} has the kernels of {source}, its parent. Write next:
   stages/{name}/forward.py, backward.py and their parts: the idea; keep names, order and formatting
   stages/{name}/__init__.py: the idea in at most 12 words, on the first line; `make story` and README.md show it
   stages/{name}/README.md: the text under the headings
-  tests/predictions.py: bytes and FLOPs of {version}; {prediction}
+  tests/predictions.py: bytes and FLOPs of {version}, which are now {source}'s, if they are there
 Then run:
   make test ARGS="-k {version}"
   make bench STAGE={version}
@@ -72,21 +70,16 @@ def checked(source: str, name: str) -> str:
     Raises:
         ValueError: there is no such stage, or `name` cannot be the name of a new stage. The error message is one line.
     """
-    for variable, value in (("FROM", source), ("NAME", name)):
-        if not value:
-            raise ValueError(f"{variable}= is missing; try {example(stages.names()[-1])}")
     source = stages.resolve(source)
-    hint = f"try {example(source)}, or NAME={free_number()}_yours for the next step of the main ladder"
+    at = {stages.position(other): other for other in stages.names()}
+    hint = f"try {example(source)}, or NAME={free_number()}_yours for the next step"
     if not NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no name of a stage: v<number>[letter]_<snake_case>; {hint}")
-    position = stages.position(name)
-    at = {stages.position(other): other for other in stages.names()}
-    if position in at or (results.ROOT / "stages" / name).exists():
+    if (position := stages.position(name)) in at or stages.directory(name).exists():
         raise ValueError(f"{name!r} is taken: there is stages/{at.get(position, name)}; {hint}")
     number, branch = position
-    number -= not branch
-    if (number, "") not in at:
-        raise ValueError(f"{name!r} skips a stage: there is no v{number}; {hint}")
+    if (number - (not branch), "") not in at:
+        raise ValueError(f"{name!r} skips a stage: there is no v{number - (not branch)}; {hint}")
     return source
 
 
@@ -114,77 +107,52 @@ def without_past_notes(code: str, name: str) -> str:
     return re.sub(r"^ *# NOTE: .*\n", kept, code, flags=re.MULTILINE)
 
 
-def with_docstring(code: str, docstring: str) -> str:
-    """Replace the docstring in a module's code."""
+def module(code: str, idea: str, source: str, name: str) -> str:
+    """Return the code of __init__.py for the new stage `name`, from that of the stage `source`. Add a line `PARENT = …` unless
+    the new stage's number implies the parent."""
     rest = code.splitlines(keepends=True)[ast.parse(code).body[0].end_lineno :]
-    return "".join([f'"""{docstring}"""\n', *rest])
-
-
-def with_parent(code: str, source: str, name: str) -> str:
-    """Return the code of __init__.py for the new stage `name`. `code` is stage `source`'s __init__.py. Add a line `PARENT = …`
-    unless the new stage's number implies the parent."""
-    code = re.sub(r"^PARENT = .*\n", "", code, flags=re.MULTILINE)
-    if stages.parent(name) == source:
+    code = re.sub(r"^PARENT = .*\n", "", f'"""{idea}."""\n{"".join(rest)}', flags=re.MULTILINE)
+    number, branch = stages.position(name)
+    if stages.position(source) == (number - (not branch), ""):
         return code
     return re.sub(r"^__all__ = .*\n", rf'\g<0>\nPARENT = "{stages.version(source)}"\n', code, count=1, flags=re.MULTILINE)
 
 
-def with_line(text: str, pattern: str, line: str) -> str:
-    """Insert `line` into `text`, among the lines that match `pattern`, in the order of the stages.
-
-    Raises:
-        ValueError: no lines match, or the matching lines are not adjacent.
-    """
-    lines = re.findall(f"^{pattern}\n", text, re.MULTILINE)
-    if not lines or "".join(lines) not in text:
-        raise ValueError(f"the lines {pattern!r} are not side by side")
-    at = {stages.position(re.search(r"v\d+[a-z]?", line)[0] + "_"): line for line in [*lines, line]}
-    return text.replace("".join(lines), "".join(at[position] for position in sorted(at)))
+def with_prediction(text: str, source: str, name: str) -> str:
+    """Return the text of tests/predictions.py with a line for the new stage: a copy of `source`'s, if there is one."""
+    lines = text.splitlines(keepends=True)
+    found = {stages.position(f"{match[1]}_"): place for place, line in enumerate(lines) if (match := _PREDICTION.match(line))}
+    if stages.position(source) in found:
+        line = lines[found[stages.position(source)]].replace(f'"{stages.version(source)}"', f'"{stages.version(name)}"', 1)
+        lines.insert(max(place for position, place in found.items() if position < stages.position(name)) + 1, line)
+    return "".join(lines)
 
 
-def make(source: str, name: str) -> bool:
+_PREDICTION = re.compile(r' {4}"(v\d+[a-z]?)": ')
+
+
+def make(source: str, name: str):
     """Write stages/`name` with the code of stage `source`, and the new stage's lines in README.md and tests/predictions.py. If
-    an error occurs, undo all changes.
-
-    Returns:
-        Whether tests/predictions.py predicts `source`'s bytes and FLOPs. If so, `name` gets a copy of the prediction.
-    """
-    directory = results.ROOT / "stages"
-    old, new = source.split("_")[0], name.split("_")[0]
+    an error occurs, undo all changes."""
+    directory = results.ROOT / "stages" / name
     readme, predictions = results.ROOT / "README.md", results.ROOT / "tests" / "predictions.py"
     before = {path: path.read_text() for path in (readme, predictions)}
-    after = {}
-    prediction = re.search(rf'^    "{old}": (.*\n)', before[predictions], re.MULTILINE)
-    if prediction:
-        line = f'    "{new}": {prediction[1]}'
-        after[predictions] = with_line(before[predictions], r' {4}"v\d+[a-z]?": .*', line)
     idea = ("A dead end: " + IDEA) if stages.is_dead_end(name) else IDEA.capitalize()
-    with tempfile.TemporaryDirectory(prefix=".new-", dir=directory) as temporary:  # moved when finished
-        copy = Path(temporary) / name
-        shutil.copytree(directory / source, copy, ignore=shutil.ignore_patterns("__pycache__"))
-        for path in copy.glob("*.py"):
+    try:
+        shutil.copytree(stages.directory(source), directory, ignore=shutil.ignore_patterns("__pycache__"))
+        for path in directory.glob("*.py"):
             files.replace(path, without_past_notes(path.read_text(), name))
-        module = copy / "__init__.py"
-        code = with_parent(with_docstring(module.read_text(), f"{idea}."), source, name)
-        files.replace(module, code)
-        text = README.format(version=new, idea=idea)
-        stages.__path__.append(temporary)  # so that `stages.parent` finds the new stage
-        try:
-            files.replace(copy / "README.md", documents.with_table(text, "gain", documents.gain_table(name)))
-            found = results.runs()
-            text = documents.with_table(before[readme], "headline", documents.headline(found))
-            after[readme] = documents.with_table(text, "ladder", documents.ladder(found))
-        finally:
-            stages.__path__.remove(temporary)
-        try:
-            for path, text in after.items():
-                files.replace(path, text)
-            copy.rename(directory / name)
-        except BaseException:
-            for path, text in before.items():
-                files.replace(path, text)
-            raise
-    return bool(prediction)
+        path = directory / "__init__.py"
+        files.replace(path, module(path.read_text(), idea, source, name))
+        files.replace(directory / "README.md", README.format(version=stages.version(name), idea=idea))
+        files.replace(predictions, with_prediction(before[predictions], source, name))
+        for path, text in documents.documents(name).items():
+            files.replace(path, text)
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        for path, text in before.items():
+            files.replace(path, text)
+        raise
 
 
 def main(argv: list[str]):
@@ -198,12 +166,10 @@ def main(argv: list[str]):
     options = parser.parse_args(argv)
     try:
         source = checked(options.source, options.name)
-        predicted = make(source, options.name)
+        make(source, options.name)
     except (OSError, ValueError) as error:
         parser.exit(2, f"make stage: {error}\n")
-    prediction = f"now a copy of {stages.version(source)}'s" if predicted else "now missing"
-    version = stages.version(options.name)
-    print(NEXT.format(name=options.name, source=source, version=version, prediction=prediction), end="")
+    print(NEXT.format(name=options.name, source=source, version=stages.version(options.name)), end="")
 
 
 if __name__ == "__main__":

@@ -2,12 +2,11 @@
 
 import re
 
-from tabulate import tabulate
-
 from common.measure.ncu import MEMORY, READ, WRITTEN, comparison, pairs
 from common.measure.units import CLOCK, REASONS, REGISTERS, STALL, TIME, UNITS
 from common.measure.workloads import Workload
-from common.show.tables import PASS_NAMES, title
+from common.show.results import origin
+from common.show.tables import PASS_NAMES, markdown, mask, title
 
 SHOWN_STALLS = 2  # show this many reasons why warps wait, most frequent first
 LEAST_SHARE = 0.02  # a kernel has a row if it takes at least this share of its case's time
@@ -35,7 +34,7 @@ def traffic_table(result: dict) -> str:
     rows = []
     for case, w in zip(result["cases"], workloads, strict=True):
         shape = [case["impl"], PASS_NAMES[w.pass_], w.seq_len, w.head_dim, *(cell(w) for cell in columns.values())]
-        shape.append("causal" if w.causal else "full")
+        shape.append(mask(w.causal))
         for label, counted, measured in pairs(case):
             both = comparison(counted, measured)
             shown = [f"{both[name] / 1e6:.3f}" for name in ("read", "read_measured", "written", "written_measured", "spilled")]
@@ -46,16 +45,15 @@ def traffic_table(result: dict) -> str:
     headers = ["stage", "pass", "S", "D", *columns, "mask", "kernel", "MB read, counted", "measured", "ratio"]
     headers += ["MB written, counted", "measured", "of that spilled", "ratio of the rest"]
     headers += ["MB from memory", "MB to memory"] if memory else []
-    align = ["left" if header in ("stage", "pass", "mask", "kernel") else "right" for header in headers]
     heads = "" if shares else f"H={first.heads}, "
     beyond = f" *memory*: the MB between the L2 cache and device memory ({', '.join(memory)})." if memory else ""
     caption = (
         f"The table shows the MB between the L2 cache and the SMs. *measured*: Nsight Compute measured them ({READ}, "
         f"{WRITTEN}). *counted*: `make traffic` counted them for the same tiles. For PyTorch's operators, the count has only "
-        f"arguments and results, once each.{beyond} B={first.batch}, {heads}{first.dtype}. Measured on {info['gpu']}, torch "
-        f"{info['torch']}, triton {info['triton']}, ncu {info['ncu']}, commit {info['commit'][:12]}, {info['date']}."
+        f"arguments and results, once each.{beyond} B={first.batch}, {heads}{first.dtype}. Measured with ncu {info['ncu']} on "
+        f"{origin(info)}."
     )
-    return f"{caption}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True, colalign=align)}"
+    return f"{caption}\n\n{markdown(rows, headers, ('stage', 'pass', 'mask', 'kernel'))}"
 
 
 def _short(name: str) -> str:
@@ -78,7 +76,7 @@ def units_table(result: dict) -> str:
             share = {reason.replace("_", " "): 100 * stalls[reason] / sum(stalls.values()) for reason in most}
             waiting = ", ".join(f"{reason} {percent:.0f} %" for reason, percent in share.items())
             rows.append([
-                PASS_NAMES[case["pass"]], case["head_dim"], "causal" if case["causal"] else "full", title(case["impl"]),
+                PASS_NAMES[case["pass"]], case["head_dim"], mask(case["causal"]), title(case["impl"]),
                 _short(kernel["name"]), f"{kernel[TIME] / 1e6:.3f}", f"{kernel[CLOCK] / 1e9:.2f}", f"{kernel[REGISTERS]:.0f}",
                 *(f"{kernel[metric]:.0f}" for metric in UNITS.values()), waiting,
             ])  # fmt: skip
@@ -89,8 +87,6 @@ def units_table(result: dict) -> str:
         "The table shows how busy each unit was during a kernel, in percent of its peak. *registers*: the registers of a "
         "thread at launch. *waiting*: the most frequent reasons why warps wait. The workload has "
         f"S = {', '.join(map(str, lengths))}, float16, 16k tokens and hidden size 2048. The profiler ran one kernel at a time "
-        f"on {info['gpu']}, torch {info['torch']}, triton {info['triton']}, ncu {info['ncu']}, commit {info['commit'][:12]}, "
-        f"{info['date']}."
+        f"with ncu {info['ncu']} on {origin(info)}."
     )
-    align = ["left", "right", "left", "left", "left"] + ["right"] * (3 + len(UNITS)) + ["left"]
-    return f"{caption}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True, colalign=align)}"
+    return f"{caption}\n\n{markdown(rows, headers, ('pass', 'mask', '', 'kernel', 'waiting'))}"

@@ -1,9 +1,9 @@
-"""Read results/: the runs, the counts, and the gains."""
+"""Read the saved runs of the benchmark: who was measured, who was faster, how noisy the run was, and where it is from."""
 
-import ast
 import functools
 import itertools
 import json
+import math
 import re
 import statistics
 from collections.abc import Iterable
@@ -11,32 +11,32 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import stages
-from common.measure.ncu import READ, WRITTEN
+from common.measure import digest
 from common.measure.workloads import HIDDEN, TOKENS, Workload
-from common.show.tables import stage_order
 
 ROOT = Path(__file__).parents[2]
 GPUS = ("h200", "h100")  # as in the names of the files in results/
 HEAD_DIMS = (64, 128)
-
-
-def run_file(name: str) -> Path:
-    """Return the path of a run in results/. `name` is a value of `bench.py --reference`. If several GPUs have such a file,
-    return the newest."""
-    paths = [ROOT / "results" / f"{name}-{gpu}.json" for gpu in GPUS]
-    return max(paths, key=lambda path: path.exists() and _read(path)["datetime"] or "")
-
-
+MEAN_OVER = (1024, 4096, 16384)  # sequence lengths at which the reference run measures every stage
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)  # all sequence lengths of the papers
 CODE = {"fwd": "forward", "bwd": "backward"}  # pass -> its name in `stages.files`; fwd+bwd has no code of its own
+COLUMNS = tuple(itertools.product(CODE, HEAD_DIMS))  # passes and head dimensions
 TRAFFIC = ROOT / "results" / "traffic.json"
 COUNTED_AT = 2048  # the sequence length of TRAFFIC
 UNITS = ROOT / "results" / "units-h200.json"
-CHOICE = ROOT / "results" / "choice.json"
 TIMELINE = ROOT / "results" / "timeline.json"
-SCOPES = ROOT / "results" / "scopes-h200.json"
 PLOTS = ROOT / "plots"
-MEAN_OVER = (1024, 4096, 16384)  # sequence lengths at which the reference run measures every stage
-COLUMNS = tuple(itertools.product(("fwd", "bwd"), HEAD_DIMS))  # passes and head dimensions
+FASTEST = "fastest library"  # stands for the fastest library of each workload
+AGAIN = " (again)"  # ends the name of a stage that a run measures twice
+LEAST_PAIRS = 6  # a run has a noise band if it has at least this many pairs of times of the same code
+CHANGED = "†"  # marks a number whose code has changed since
+LEGEND = {
+    "=": "=: the difference is within the run's noise, measured on pairs of times of the same code.",
+    CHANGED: f"{CHANGED}: the code of the stage or its parent has changed since the run.",
+}
+SPOKEN = {
+    "sdpa-flash": "FlashAttention-2", "sdpa-cudnn": "cuDNN", "flash-3": "FlashAttention-3", "flash-4": "FlashAttention-4"
+}  # fmt: skip
 
 
 @functools.lru_cache
@@ -44,7 +44,7 @@ def _parsed(path: Path, changed_ns: int) -> dict:
     return json.loads(path.read_text())
 
 
-def _read(path: Path) -> dict:
+def read(path: Path) -> dict:
     """Return a file's cached content, which callers must not change; raise SystemExit if the file is missing or incomplete."""
     try:
         return _parsed(path, path.stat().st_mtime_ns)
@@ -52,150 +52,31 @@ def _read(path: Path) -> dict:
         raise SystemExit(f"{path} is missing or incomplete; results/README.md has the command that writes it") from None
 
 
-def records_of(run: dict) -> tuple[list[dict], dict]:
-    """Return the records (as for `speed_table`) and the machine of a saved run."""
-    return [benchmark["extra_info"] for benchmark in run["benchmarks"]] + run["failures"], run["machine_info"]
+def source(name: str, pass_: str) -> str | None:
+    """Return the digest of a stage's pass as it is now, or None for a library and for a stage that no longer exists.
 
-
-def load_run(path: Path) -> tuple[list[dict], dict]:
-    """Return `records_of` a file."""
-    return records_of(_read(path))
-
-
-@dataclass(frozen=True)
-class Run:
-    """A saved run, with its records of the FlashAttention papers' workloads.
-
-    Attributes:
-        records: the records with float16, 16k tokens, hidden size 2048 and normally distributed inputs, including failures.
-        machine: the GPU, versions, commit and date.
-        ended: the end time as a sortable string.
+    For fwd+bwd, return both digests, joined by "+". A record's `source` is the digest of the code that was measured.
     """
-
-    records: list[dict]
-    machine: dict
-    ended: str
-
-    @functools.cached_property
-    def _whole(self):
-        """Each (implementation, pass, head dimension) that the run tried at every length of `MEAN_OVER`, with and without a
-        causal mask."""
-        tried = {}
-        for record in self.records:
-            case = record["impl"], record["pass"], record["head_dim"]
-            tried.setdefault(case, set()).add((record["causal"], record["seq_len"]))
-        return {case for case, points in tried.items() if points.issuperset(itertools.product((False, True), MEAN_OVER))}
-
-    def holds(self, impl: str, pass_: str, head_dim: int) -> bool:
-        """Return whether the run tried an implementation's pass at every length of `MEAN_OVER`, with and without a causal
-        mask. A failed try counts."""
-        return (impl, pass_, head_dim) in self._whole
-
-
-def is_usual(record: dict) -> bool:
-    """Return whether a record has one of the papers' workloads, in float16, with scores of standard deviation 1 and no sink."""
-    seq_len, head_dim = record["seq_len"], record["head_dim"]
-    shape = (TOKENS // seq_len, HIDDEN // head_dim, seq_len, head_dim)
-    return head_dim in HEAD_DIMS and Workload.of(record) == Workload(record["pass"], *shape, record["causal"], "float16")
-
-
-def with_repeats(records: list[dict]) -> list[dict]:
-    """Add the records of passes that a reference run skipped. The run skips a pass whose code is equal to the parent's code, so
-    the added records are copies of the parent's records."""
-    of_pass = {}
-    for record in records:
-        of_pass.setdefault((record["impl"], record["pass"]), []).append(record)
-    every = list(records)
-    for name in stages.names() if of_pass else []:  # a parent comes before its children
-        parent = stages.parent(name)
-        for pass_ in CODE:
-            theirs = of_pass.get((parent, pass_))
-            if theirs and (name, pass_) not in of_pass and same_code(name, parent, pass_):
-                of_pass[name, pass_] = [{**record, "impl": name} for record in theirs]
-                every += of_pass[name, pass_]
-    return every
-
-
-@functools.lru_cache
-def _run(path: Path, changed_ns: int) -> Run | None:
-    """Return the run in a file of results/. Return None if `Run.holds` is true for fewer than two stages."""
-    saved = _read(path)
-    if "benchmarks" not in saved:
+    if not stages.position(name) or not stages.directory(name).exists():
         return None
-    records, machine = records_of(saved)
-    run = Run(with_repeats([record for record in records if is_usual(record)]), machine, saved.get("datetime", machine["date"]))
-    return run if len({impl for impl, *_ in run._whole if stages.position(impl)}) > 1 else None
-
-
-def runs() -> list[Run]:
-    """Return the runs in results/ for which `Run.holds` is true for at least two stages, newest first."""
-    found = [_run(path, path.stat().st_mtime_ns) for path in sorted((ROOT / "results").glob("*.json"))]
-    return sorted(filter(None, found), key=lambda run: run.ended, reverse=True)
-
-
-def newest(runs: list[Run], pass_: str, head_dim: int, *impls: str) -> Run | None:
-    """Return the newest run that measured this pass of all these implementations. Return None if no run did."""
-    return next((run for run in runs if all(run.holds(impl, pass_, head_dim) for impl in impls)), None)
-
-
-def gain(runs: list[Run], new: str, old: str, pass_: str, head_dim: int) -> tuple[float, Run] | None:
-    """Return `new`'s speed divided by `old`'s speed, and the newest run with both stages. Return None if no run has both."""
-    run = newest(runs, pass_, head_dim, new, old)
-    ratio = run and speedup(run.records, new, old, pass_, head_dim)
-    return (ratio, run) if ratio else None
-
-
-def rate(runs: list[Run], impl: str, pass_: str, head_dim: int) -> tuple[float, Run] | None:
-    """Return the mean TFLOP/s of an implementation's pass, and the newest run with this pass. Return None if no run has it."""
-    run = newest(runs, pass_, head_dim, impl)
-    mean = run and mean_rate(run.records, impl, pass_, head_dim)
-    return (mean, run) if mean else None
-
-
-def chain(runs: list[Run], new: str, old: str, pass_: str, head_dim: int) -> list[tuple[str, str, float, Run]] | None:
-    """Return gains whose product is `new`'s speed divided by `old`'s speed.
-
-    Often no run has both stages. Then use the gains of a chain of stages, with as few stages as possible.
-
-    Returns:
-        (later stage, earlier stage, gain, run) for each gain; None if no gains lead from `old` to `new`.
-    """
-    links = {old: []}
-    reached = [old]
-    names = [name for name in implementations([r for run in runs for r in run.records]) if stages.position(name)]
-    for stage in reached:  # breadth first: the loop also visits the stages that it appends
-        for name in names:
-            if name not in links and (found := gain(runs, name, stage, pass_, head_dim)):
-                links[name] = [*links[stage], (name, stage, *found)]
-                reached.append(name)
-    return links.get(new)
-
-
-def number(runs: list[Run], run: Run) -> int:
-    """Return a run's number in captions; the oldest run's number is 1. Files from the same GPU, commit and day share a
-    number."""
-    origins = list(dict.fromkeys(origin(other.machine, dated=True) for other in reversed(runs)))
-    return origins.index(origin(run.machine, dated=True)) + 1
-
-
-def sources(runs: list[Run], used: Iterable[Run]) -> str:
-    """Return the origins of the used runs, once each: "[1] GPU, versions, commit, date; [2] …"."""
-    named = {number(runs, run): origin(run.machine, dated=True) for run in used}
-    return "; ".join(f"[{key}] {named[key]}" for key in sorted(named))
-
-
-@functools.lru_cache
-def _parsed_code(text: str) -> str:
-    return ast.dump(ast.parse(text))
+    return "+".join(digest.current(name, CODE[part]) for part in pass_.split("+"))
 
 
 def same_code(new: str, old: str, pass_: str) -> bool:
     """Return whether two stages have the same code for a pass, apart from comments. Return False if a stage no longer
     exists."""
-    if not all(stages.directory(name).exists() for name in (new, old)):
-        return False
-    both = ([stages.source(name, file) for name in (new, old)] for file in stages.files(CODE[pass_], new, old))
-    return all(ours == theirs or _parsed_code(ours) == _parsed_code(theirs) for ours, theirs in both)
+    return source(new, pass_) == source(old, pass_) is not None
+
+
+def changed(record: dict) -> bool:
+    """Return whether a stage's code has changed since this record was measured. Return False if this is unknown."""
+    now = source(record["impl"], record["pass"])
+    return None not in (now, record.get("source")) and now != record["source"]
+
+
+def stage_order(impl: str) -> tuple[int, str]:
+    """Return a sort key: baselines first, then the stages in the order of the evolution."""
+    return stages.position(impl) or (-1, "")
 
 
 def implementations(records: list[dict]) -> list[str]:
@@ -203,42 +84,255 @@ def implementations(records: list[dict]) -> list[str]:
     return sorted(dict.fromkeys(record["impl"] for record in records), key=stage_order)
 
 
-def measured(records: list[dict], impl: str, pass_: str, head_dim: int) -> dict[tuple[bool, int], dict]:
-    """Return an implementation's records by (causal, seq_len), for the lengths of `MEAN_OVER` and without failures."""
+def spoken(name: str) -> str:
+    """Return an implementation's short name: a stage's version, or a library's usual name."""
+    return stages.version(name) if stages.position(name) else SPOKEN.get(name, name)
+
+
+def paper(pass_: str, head_dim: int, causal: bool, seq_len: int) -> Workload:
+    """Return a workload of the FlashAttention papers in float16: 16k tokens, hidden size 2048, narrow scores and no sink."""
+    return Workload(pass_, TOKENS // seq_len, HIDDEN // head_dim, seq_len, head_dim, causal, "float16")
+
+
+@functools.cache
+def mean_over(pass_: str, head_dim: int) -> tuple[Workload, ...]:
+    """Return the workloads of the ladder's means: the papers' at the lengths of `MEAN_OVER`, with and without a causal mask."""
+    return tuple(paper(pass_, head_dim, causal, s) for causal, s in itertools.product((False, True), MEAN_OVER))
+
+
+class Run:
+    """A run of the benchmark.
+
+    A reference run skips a pass whose code is equal to the parent's. With `repeats`, such a pass gets the parent's records.
+
+    Attributes:
+        records: all records, including failures and the added ones, but without those that measure a stage `AGAIN`.
+        machine: the GPU, versions, commit and date.
+        ended: the end time as a sortable string.
+        noise: by pass, the RMS of the logarithms of the ratios of two times of the same code and workload. The two times belong
+            to stages whose passes have the same digest, or to one stage that the run measured twice. A pass with fewer than
+            `LEAST_PAIRS` ratios is missing.
+    """
+
+    def __init__(self, records: list[dict], machine: dict, ended: str = "", repeats: bool = False):
+        self.machine, self.ended = machine, ended
+        self.noise = _noise(records) if machine["gpu"] else {}
+        self.records = [record for record in records if not record["impl"].endswith(AGAIN)]
+        self._cases = {}
+        for record in self.records:
+            self._cases.setdefault((record["impl"], record["pass"]), {})[Workload.of(record)] = record
+        for name, pass_ in itertools.product(stages.names() if repeats else [], CODE):  # parents before their children
+            theirs = self._cases.get((stages.parent(name), pass_))
+            if theirs and (name, pass_) not in self._cases and same_code(name, stages.parent(name), pass_):
+                self._cases[name, pass_] = {work: record | {"impl": name} for work, record in theirs.items()}
+                self.records += self._cases[name, pass_].values()
+        self.names = implementations(self.records)
+        self.libraries = [name for name in self.names if not stages.position(name)]
+        self.works = list(dict.fromkeys(work for cases in self._cases.values() for work in cases))
+
+    @classmethod
+    def of(cls, saved: dict, repeats: bool = False) -> "Run":
+        """Return the run in a file's content. Raise KeyError or TypeError if it is no run."""
+        records = [benchmark["extra_info"] for benchmark in saved["benchmarks"]] + saved["failures"]
+        machine = saved["machine_info"]
+        return cls(records, machine, saved.get("datetime") or machine.get("date", ""), repeats)
+
+    def record(self, impl: str, work: Workload) -> dict | None:
+        """Return the record of an implementation and a workload; None if the run did not try it."""
+        return self._cases.get((impl, work.pass_), {}).get(work)
+
+    def holds(self, impl: str, works: Iterable[Workload]) -> bool:
+        """Return whether the run tried all of these workloads. A failed try counts."""
+        return all(self.record(impl, work) for work in works)
+
+    def times(self, impl: str, works: Iterable[Workload]) -> dict[Workload, float]:
+        """Return an implementation's times by workload: milliseconds on a GPU, µs at the roofline without one.
+
+        Workloads without a time are left out. `impl` may be `FASTEST`.
+        """
+        if impl == FASTEST:
+            of_each = [self.times(name, works) for name in self.libraries]
+            return {work: min(times[work] for times in of_each if work in times) for work in set().union(*of_each)}
+        unit = "ms" if self.machine["gpu"] else "roofline_us"
+        found = {work: self.record(impl, work) for work in works}
+        return {work: record[unit] for work, record in found.items() if record and record.get(unit)}
+
+    def rate(self, impl: str, works: Iterable[Workload]) -> float | None:
+        """Return the geometric mean of an implementation's TFLOP/s, or None if nothing was measured."""
+        rates = [self.record(impl, work)["tflops"] for work in self.times(impl, works)]
+        return statistics.geometric_mean(rates) if rates else None
+
+    def changed(self, impl: str, works: Iterable[Workload]) -> bool:
+        """Return whether an implementation's code has changed since the run, as far as this is known."""
+        return any(changed(record) for work in works if (record := self.record(impl, work)))
+
+
+def _noise(records: list[dict]) -> dict[str, float]:
+    times = {}  # of equal code in equal workloads
+    for record in records:
+        if "ms" in record:
+            code = record.get("source", record["impl"].removesuffix(AGAIN))
+            times.setdefault((record["pass"], code, Workload.of(record)), []).append(record["ms"])
+    errors = {}
+    for (pass_, *_), of_code in times.items():
+        errors.setdefault(pass_, []).extend(math.log(b / a) for a, b in itertools.pairwise(of_code))
     return {
-        (record["causal"], record["seq_len"]): record
-        for record in records
-        if (record["impl"], record["pass"], record["head_dim"]) == (impl, pass_, head_dim)
-        and record["seq_len"] in MEAN_OVER
-        and "failure" not in record
+        pass_: math.sqrt(statistics.fmean(error**2 for error in found))
+        for pass_, found in errors.items()
+        if len(found) >= LEAST_PAIRS
     }
 
 
-def times_of(records: list[dict], impl: str, pass_: str, head_dim: int) -> dict[tuple[bool, int], float]:
-    """Return an implementation's milliseconds by (causal, seq_len), for the lengths of `MEAN_OVER`."""
-    return {key: record["ms"] for key, record in measured(records, impl, pass_, head_dim).items()}
+@dataclass(frozen=True)
+class Gain:
+    """How many times as fast an implementation is as another one, over the workloads for which runs have both times.
 
-
-def mean_ratio(ours: dict, theirs: dict) -> float | None:
-    """Return the geometric mean of theirs / ours over the workloads in both dicts. Return None if there are no such
-    workloads."""
-    common = ours.keys() & theirs.keys()
-    return statistics.geometric_mean(theirs[key] / ours[key] for key in common) if common else None
-
-
-def speedup(records: list[dict], impl: str, over: str, pass_: str, head_dim: int) -> float | None:
-    """Return the speed of `impl` divided by the speed of `over` in one run.
-
-    The result is the geometric mean over the lengths of `MEAN_OVER`, with and without a causal mask. Workloads without both
-    times are left out: v0 runs out of memory at some lengths. Return None if no workload has both times.
+    Attributes:
+        mean: the geometric mean of the ratios.
+        worst: the least ratio.
+        best: the largest ratio.
+        points: the number of workloads.
+        same: whether the mean is within the runs' noise.
+        changed: whether the code of one of the two has changed since.
     """
-    return mean_ratio(*(times_of(records, name, pass_, head_dim) for name in (impl, over)))
+
+    mean: float
+    worst: float
+    best: float
+    points: int
+    same: bool
+    changed: bool
+
+    @property
+    def short(self) -> str:
+        """The mean alone: "×1.51", or "=" within the noise."""
+        return "=" if self.same else f"×{shown(self.mean)}"
+
+    @property
+    def spread(self) -> str:
+        """The least and the largest ratio: "1.30–1.70"; "" for a single workload."""
+        return f"{shown(self.worst)}–{shown(self.best)}" if self.points > 1 else ""
+
+    @property
+    def percent(self) -> str:
+        """The mean in percent: "98 %"."""
+        return f"{100 * self.mean:.0f} %" + CHANGED * self.changed
+
+    def __str__(self):
+        return self.short + (f" ({self.spread})" if self.spread else "") + CHANGED * self.changed
 
 
-def origin(machine: dict, dated: bool = False) -> str:
-    """Return a run's GPU, versions and commit. With `dated`, add its date."""
-    versions = f"{machine['gpu']}, torch {machine['torch']}, triton {machine['triton']}, commit {machine['commit'][:12]}"
-    return versions + (f", {machine['date']}" if dated else "")
+def shown(value: float) -> str:
+    """Return a ratio with two digits after the point, or none from 10 on."""
+    return f"{value:.{2 if value < 10 else 0}f}"
+
+
+def within(noise: float | None, log_mean: float, points: int) -> bool:
+    """Return whether the mean of the logarithms of `points` ratios is within a run's noise: at most 2 · noise / √points.
+
+    The root needs independent errors of different workloads. They are independent: in results/backward-*.json, v44 to v49 run
+    the same kernels at D ≤ 128, and the means of their pairs over six workloads scatter by noise / √6.
+    """
+    return noise is not None and abs(log_mean) <= 2 * noise / math.sqrt(points)
+
+
+def ratio(found: list[Run], new: str, old: str, works: Iterable[Workload]) -> Gain | None:
+    """Return `new`'s speed divided by `old`'s speed, or None if no workload has both times.
+
+    Args:
+        found: the runs that measured the workloads. Each ratio is from one run.
+        old: an implementation, or `FASTEST`.
+    """
+    logs, variances, code_changed = [], [], False
+    for run in found:
+        ours, theirs = (run.times(impl, works) for impl in (new, old))
+        both = ours.keys() & theirs.keys()
+        logs += [math.log(theirs[work] / ours[work]) for work in both]
+        variances += [run.noise.get(work.pass_, math.nan) ** 2 for work in both]
+        code_changed |= bool(both) and any(run.changed(impl, both) for impl in (new, old))
+    if not logs:
+        return None
+    mean, noise = statistics.fmean(logs), math.sqrt(statistics.fmean(variances))
+    same = within(None if math.isnan(noise) else noise, mean, len(logs))
+    return Gain(*map(math.exp, (mean, min(logs), max(logs))), len(logs), same, code_changed)
+
+
+@functools.lru_cache
+def _run(path: Path, changed_ns: int) -> Run | None:
+    saved = read(path)
+    return Run.of(saved, repeats=True) if isinstance(saved, dict) and "benchmarks" in saved else None
+
+
+def load_run(path: Path) -> Run:
+    """Return the run in a file; raise SystemExit if the file is missing, incomplete or no run."""
+    read(path)
+    if run := _run(path, path.stat().st_mtime_ns):
+        return run
+    raise SystemExit(f"{path} is no run of the benchmark")
+
+
+def run_file(name: str) -> Path:
+    """Return the path of a run in results/. `name` is a value of `bench.py --reference`. If several GPUs have such a file,
+    return the newest."""
+    paths = [ROOT / "results" / f"{name}-{gpu}.json" for gpu in GPUS]
+    return max(paths, key=lambda path: path.exists() and read(path)["datetime"] or "")
+
+
+def runs() -> list[Run]:
+    """Return the runs in results/ that tried all workloads of a mean with at least two stages, newest first."""
+    found = [_run(path, path.stat().st_mtime_ns) for path in sorted((ROOT / "results").glob("*.json"))]
+
+    def compares(run):
+        whole = [name for name in run.names if any(run.holds(name, mean_over(*column)) for column in COLUMNS)]
+        return len(whole) - sum(name in run.libraries for name in whole) > 1
+
+    return sorted(filter(compares, filter(None, found)), key=lambda run: run.ended, reverse=True)
+
+
+def newest(found: list[Run], pass_: str, head_dim: int, *impls: str) -> Run | None:
+    """Return the newest run that measured this pass of all these implementations. Return None if no run did."""
+    works = mean_over(pass_, head_dim)
+    return next((run for run in found if all(run.holds(impl, works) for impl in impls)), None)
+
+
+def gain(found: list[Run], new: str, old: str, pass_: str, head_dim: int) -> tuple[Gain, Run] | None:
+    """Return the gain of `new` over `old` on the papers' workloads, and the newest run with both. `old` may be `FASTEST`: then
+    the run is the newest with `new`. Return None if no run has both."""
+    run = newest(found, pass_, head_dim, new, *([] if old == FASTEST else [old]))
+    found_ratio = run and ratio([run], new, old, mean_over(pass_, head_dim))
+    return (found_ratio, run) if found_ratio else None
+
+
+def rate(found: list[Run], impl: str, pass_: str, head_dim: int) -> tuple[float, Run] | None:
+    """Return the mean TFLOP/s of an implementation's pass, and the newest run with this pass. Return None if no run has it."""
+    run = newest(found, pass_, head_dim, impl)
+    mean = run and run.rate(impl, mean_over(pass_, head_dim))
+    return (mean, run) if mean else None
+
+
+def number(found: list[Run], run: Run) -> int:
+    """Return a run's number in captions; the oldest run's number is 1. Files from the same GPU, commit and day share a
+    number."""
+    origins = list(dict.fromkeys(origin(other.machine) for other in reversed(found)))
+    return origins.index(origin(run.machine)) + 1
+
+
+def sources(found: list[Run], used: Iterable[Run]) -> str:
+    """Return the origins of the used runs, once each: "[1] GPU, versions, commit, date; [2] …"."""
+    named = {number(found, run): origin(run.machine) for run in used}
+    return "; ".join(f"[{key}] {named[key]}" for key in sorted(named))
+
+
+def short_commit(commit: str) -> str:
+    """Shorten a commit to twelve digits. Keep "+dirty", which means that files differ from the commit."""
+    digits, dirty, _ = commit.partition("+dirty")
+    return digits[:12] + dirty
+
+
+def origin(machine: dict) -> str:
+    """Return a run's GPU, versions, commit and date."""
+    gpu, commit = machine["gpu"] or "no GPU", short_commit(machine["commit"])
+    return f"{gpu}, torch {machine['torch']}, triton {machine['triton']}, commit {commit}, {machine['date']}"
 
 
 def gpu_of(machine: dict) -> str:
@@ -248,28 +342,27 @@ def gpu_of(machine: dict) -> str:
 
 def place(machine: dict) -> str:
     """Return a run's GPU and commit, both shortened."""
-    return f"{gpu_of(machine)}, {machine['commit'][:12]}"
+    return f"{gpu_of(machine)}, {short_commit(machine['commit'])}"
 
 
 def load_counts(path: Path) -> tuple[list[dict], dict]:
     """Return the records and the machine of `TRAFFIC` or `TIMELINE`."""
-    counts = _read(path)
+    counts = read(path)
     return counts["records"], counts["machine_info"]
 
 
-def counted(counts: list[dict], impl: str, pass_: str, head_dim: int, causal: bool) -> dict | None:
-    """Return the record with the counts of a stage's pass, or None if the pass was not counted."""
-    wanted = (impl, pass_, head_dim, causal, COUNTED_AT)
+def counted(counts: list[dict], impl: str | None, pass_: str, head_dim: int, causal: bool, seq_len=COUNTED_AT) -> dict | None:
+    """Return the record of a stage's pass in `TRAFFIC` or `TIMELINE`, or None if there is none."""
+    wanted = (impl, pass_, head_dim, causal, seq_len)
     found = [c for c in counts if (c["impl"], c["pass"], c["head_dim"], c["causal"], c["seq_len"]) == wanted]
     return found[0] if found else None
 
 
-def modelled(records: list[dict], impl: str | None, pass_: str, head_dim: int, causal: bool, seq_len: int) -> float | None:
+def modelled(records: list[dict], *case) -> float | None:
     """Return the cycles that a stage's pass takes in the model of an SM for `timeline.SCORES` scores. Return None if the cycles
-    are unknown."""
-    wanted = (impl, pass_, head_dim, causal, seq_len)
-    found = [r for r in records if (r["impl"], r["pass"], r["head_dim"], r["causal"], r["seq_len"]) == wanted]
-    return found[0]["cycles_a_tile"] if found else None
+    are unknown. The arguments are those of `counted`."""
+    found = counted(records, *case)
+    return found and found["cycles_a_tile"]
 
 
 def moved(count: dict) -> int:
@@ -277,60 +370,9 @@ def moved(count: dict) -> int:
     return count["bytes_read"] + count["bytes_written"]
 
 
-def mean_rate(records: list[dict], impl: str, pass_: str, head_dim: int) -> float | None:
-    """Return the geometric mean of TFLOP/s over the lengths of `MEAN_OVER` and both masks. Return None if nothing was
-    measured."""
-    rates = [record["tflops"] for record in measured(records, impl, pass_, head_dim).values()]
-    return statistics.geometric_mean(rates) if rates else None
-
-
-SPOKEN = {
-    "sdpa-flash": "FlashAttention-2", "sdpa-cudnn": "cuDNN", "flash-3": "FlashAttention-3", "flash-4": "FlashAttention-4"
-}  # fmt: skip
-
-
-def spoken(name: str) -> str:
-    """Return an implementation's short name: a stage's version, or a library's usual name."""
-    return name.split("_")[0] if stages.position(name) else SPOKEN.get(name, name)
-
-
-def tuned_case(impl: str, pass_: str, head_dim: int, causal: bool) -> dict | None:
-    """Return Nsight Compute's measurement of a stage's pass, with the tiles that the tuner chose. Return None if there is no
-    such measurement."""
-    wanted = (impl, pass_, head_dim, causal)
-    for path in sorted((ROOT / "results").glob("traffic-*.json")):
-        for case in json.loads(path.read_text())["cases"]:
-            if (case["impl"], case["pass"], case["head_dim"], case["causal"]) == wanted and not shared(case):
-                return case
-    return None
-
-
-def shared(record: dict) -> bool:
-    """Return whether a record has GQA, or another head dimension for V than for K."""
-    workload = Workload.of(record)
-    return (workload.kv_heads, workload.value_dim) != (workload.heads, workload.head_dim)
-
-
-def bytes_of(case: dict) -> int:
-    """Return the bytes that the kernels of a case moved between L2 cache and SMs, including spilled registers."""
-    return int(sum(kernel[READ] + kernel[WRITTEN] for kernel in case["kernels"]))
-
-
 def bytes_in_words(before: int, after: int, what: str = "bytes") -> str:
     """Say how a stage's `after` bytes compare with its parent's `before` bytes: "1.94 times fewer bytes"."""
-    ratio = before / after
-    if f"{ratio:.2f}" == "1.00":
+    times = before / after
+    if f"{times:.2f}" == "1.00":
         return f"the same {what}"
-    return f"{ratio:.2f} times fewer {what}" if ratio > 1 else f"{1 / ratio:.2f} times more {what}"
-
-
-def speed_in_words(ratio: float) -> str:
-    """Say how many times as fast a stage is as its parent: "×1.51 as fast", or "×0.92 as fast (slower)"."""
-    return f"×{ratio:.2f} as fast" + (" (slower)" if round(ratio, 2) < 1 else "")
-
-
-def same_tiles(*cases: dict) -> bool:
-    """Return whether two cases used the same tiles in each kernel that both ran. Return False if they share no kernel."""
-    before, after = ({launch["name"]: launch["tile"] for launch in case["counted"] if "tile" in launch} for case in cases)
-    common = before.keys() & after.keys()
-    return bool(common) and all(before[name] == after[name] for name in common)
+    return f"{times:.2f} times fewer {what}" if times > 1 else f"{1 / times:.2f} times more {what}"

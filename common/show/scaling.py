@@ -1,11 +1,10 @@
 """Summarize `make bench-ring` runs, in which several GPUs share a sequence."""
 
-import json
 from pathlib import Path
 
 from common.measure.footprint import MIB_IN_MB
-from common.show.results import ROOT, implementations, spoken
-from common.show.tables import PASS_NAMES, markdown
+from common.show.results import ROOT, implementations, origin, read, spoken
+from common.show.tables import PASS_NAMES, markdown, mask
 
 COMMAND = 'make bench-ring GPUS=2 ARGS="--json results/ring-h200-x2.json"'
 
@@ -13,11 +12,6 @@ COMMAND = 'make bench-ring GPUS=2 ARGS="--json results/ring-h200-x2.json"'
 def ring_files() -> list[Path]:
     """Return the files of the runs in results/, sorted by name."""
     return sorted((ROOT / "results").glob("ring-*.json"))
-
-
-def load_ring(path: Path) -> dict:
-    """Load a run in the form that `common.measure.scaling.tables` takes."""
-    return json.loads(path.read_text())
 
 
 def _key(record, ranks, seq_len):
@@ -56,14 +50,14 @@ class Scaling:
 def _summary(path):
     """Format a table of the cases that used the run's largest number of GPUs. The caption has the GPUs, versions, commit and
     date."""
-    run = load_ring(path)
+    run = read(path)
     facts, found = run["machine_info"], Scaling(run)
     most = [record for record in found.records if record["ranks"] == found.ranks]
     rows = []
     for r in sorted(most, key=lambda r: (list(PASS_NAMES).index(r["pass"]), r["causal"], r["seq_len"])):
         shares = ("-" if share is None else f"{share:.0%}" for share in (found.weak(r), found.strong(r)))
         memory = [f"{r[name] * MIB_IN_MB:,.0f}" if name in r else "-" for name in ("peak_extra_mib", "held_mib")]
-        start = [PASS_NAMES[r["pass"]], "causal" if r["causal"] else "full", f"{r['seq_len']:,}", spoken(r["impl"])]
+        start = [PASS_NAMES[r["pass"]], mask(r["causal"]), f"{r['seq_len']:,}", spoken(r["impl"])]
         rows.append([*start, f"{r['ms']:.2f}", f"{r['tflops']:.0f}", *shares, *memory])
     headers = ["pass", "mask", "S", "attention", "ms", "TFLOP/s per GPU", "weak scaling", "strong scaling"]
     headers += ["peak extra MB", "MB of the ring"]
@@ -73,8 +67,8 @@ def _summary(path):
         for link in run["links"]
     ]
     caption = (
-        f"{'; '.join(models)}.{''.join(links)} Measured on {facts['gpus']}, torch {facts['torch']}, triton {facts['triton']}, "
-        f"commit {facts['commit'][:12]}, {facts['date']}. More cases: [{path.stem}.md](../results/{path.stem}.md)."
+        f"{'; '.join(models)}.{''.join(links)} Measured on {origin(facts | {'gpu': facts['gpus']})}. "
+        f"More cases: [{path.stem}.md](../results/{path.stem}.md)."
     )
     return f"{caption}\n\n{markdown(rows, headers, ('pass', 'mask', 'attention'))}"
 
@@ -84,5 +78,5 @@ def scaling_passage() -> str:
     files = ring_files()
     if not files:
         return f"Not measured yet: `{COMMAND}`, then `make plots readme`."
-    drawn = [path.stem for path in files if Scaling(load_ring(path)).is_drawn()]
+    drawn = [path.stem for path in files if Scaling(read(path)).is_drawn()]
     return "\n\n".join([*map(_summary, files), *(f"![TFLOP/s of each GPU, {name}](../plots/{name}.png)" for name in drawn)])

@@ -23,7 +23,8 @@ from pathlib import Path
 import stages
 from common.measure import files, terminal
 from common.show import results, tracks
-from common.show.tables import PASS_NAMES
+from common.show.results import Gain, Run
+from common.show.tables import PASS_NAMES, legend
 from common.show.tracks import TRACKS
 
 WIDTH = 100  # characters in a line of a terminal
@@ -160,14 +161,27 @@ def _wrapped(text: str, indent: str = "", hanging: str = "") -> str:
     return textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent + hanging, break_on_hyphens=False)
 
 
-def speed_line(runs: list[results.Run], old: str, new: str, pass_: str) -> str:
-    """Return a line with the speed of `new`'s pass divided by the speed of `old`'s pass, for each head dimension. Brackets have
-    the number of the run."""
+def _where(words: dict[str, str]) -> str:
+    """Join texts, each with its workload. Write equal texts once."""
+    places = {}
+    for where, text in words.items():
+        places.setdefault(text, []).append(where)
+    return ", ".join(f"{text} ({', '.join(found)})" for text, found in places.items())
+
+
+def _sign(gain: Gain) -> str:
+    return gain.short + results.CHANGED * gain.changed
+
+
+def speed_line(runs: list[Run], old: str, new: str, pass_: str) -> str:
+    """Return a line with the speed of `new`'s pass divided by the speed of `old`'s pass, for each head dimension. Square
+    brackets have the number of the run."""
     cells = {}  # by the run's number
     for head_dim in results.HEAD_DIMS:
         if found := results.gain(runs, new, old, pass_, head_dim):
-            ratio, run = found
-            cells.setdefault(f" [{results.number(runs, run)}]", []).append(f"×{ratio:.2f} (D={head_dim})")
+            gain, run = found
+            text = f"{_sign(gain)} (D={head_dim}, {gain.spread})"
+            cells.setdefault(f" [{results.number(runs, run)}]", []).append(text)
         else:
             cells.setdefault(": no run has both stages", []).append(f"D={head_dim}")
     if not any(key.startswith(" [") for key in cells):
@@ -175,138 +189,76 @@ def speed_line(runs: list[results.Run], old: str, new: str, pass_: str) -> str:
     return "speed: " + "; ".join(", ".join(of_run) + key for key, of_run in cells.items())
 
 
-def track_gain(old: str, new: str, pass_: str) -> float | None:
-    """Return `new`'s speed divided by `old`'s speed, as the mean over the workloads of `new`'s track. Return None if the track
-    is for the other pass, or if no workload was measured with both stages."""
-    key = stages.track(new)
-    return tracks.gain(key, new, old) if key and TRACKS[key].pass_ == pass_ else None
-
-
-def _moved(label: str, bytes_at: dict[int, tuple[int, int]]) -> list[str]:
-    """Return a line that compares bytes. `bytes_at` has the bytes (before, after) by head dimension. If `bytes_at` is empty,
-    return an empty list."""
-    words = {head_dim: results.bytes_in_words(*both) for head_dim, both in bytes_at.items()}
-    if set(words.values()) == {"the same bytes"}:
-        words = {", ".join(f"D={head_dim}" for head_dim in words): "the same bytes"}
-    else:
-        words = {f"D={head_dim}": text for head_dim, text in words.items()}
-    return [f"{label}: moves " + ", ".join(f"{text} ({where})" for where, text in words.items())] if words else []
-
-
-def bytes_lines(counts: list[dict], old: str, new: str, pass_: str) -> list[str]:
-    """Return lines that compare the bytes of `new`'s pass and `old`'s pass.
-
-    The first line has counted bytes, with fixed tiles. The second line has measured bytes, with tuned tiles. The second line is
-    missing if the tuner chose different tiles for the two stages.
-
-    Args:
-        counts: the records of `results.TRAFFIC`; empty if the file is missing.
-    """
-    fixed, tuned = {}, {}
-    for head_dim in results.HEAD_DIMS:
-        both = [results.counted(counts, name, pass_, head_dim, False) for name in (old, new)]
-        if all(both):
-            fixed[head_dim] = tuple(map(results.moved, both))
-        both = [results.tuned_case(name, pass_, head_dim, False) for name in (old, new)]
-        if all(both) and both[1]["tuned"] and results.same_tiles(*both):
-            tuned[head_dim] = tuple(map(results.bytes_of, both))
-    return _moved("counted", fixed) + _moved("measured", tuned)
-
-
 def result(old: str, new: str) -> dict[str, list[str]]:
-    """Return what a step changes in time, bytes and FLOPs, by pass: {"fwd": ["×1.51 as fast", …], "bwd": ["same code"]}."""
-    runs, counts, found = results.runs(), _counts(), {}
+    """Return what a step changes in speed, bytes and FLOPs, by pass: {"fwd": ["speed: ×1.51 (…)", …], "bwd": ["same code"]}."""
+    runs, found, key = results.runs(), {}, stages.track(new)
+    counts = results.load_counts(results.TRAFFIC)[0] if results.TRAFFIC.exists() else []
     for pass_ in results.CODE:
         if results.same_code(new, old, pass_):
             found[pass_] = ["same code"]
             continue
-        gains = {head_dim: results.gain(runs, new, old, pass_, head_dim) for head_dim in results.HEAD_DIMS}
-        speed = {f"D = {head_dim}": results.speed_in_words(gain[0]) for head_dim, gain in gains.items() if gain}
-        if ratio := track_gain(old, new, pass_):
-            speed[TRACKS[stages.track(new)].at] = results.speed_in_words(ratio)
-        moved, flops = {}, {}
-        for head_dim in results.HEAD_DIMS:
-            both = [results.counted(counts, name, pass_, head_dim, False) for name in (old, new)]
-            if all(both):
-                before, after = both
-                moved[f"D = {head_dim}"] = results.bytes_in_words(results.moved(before), results.moved(after))
-                executed = before["flops_executed"], after["flops_executed"]
-                flops[f"D = {head_dim}"] = results.bytes_in_words(*executed, "FLOPs")
-        bytes_at = _at(moved, named=len(speed) > len(moved))
-        parts = [_at(speed) or "time not measured", bytes_at and f"reads and writes {bytes_at}"]
-        parts += [_at(flops)] if set(flops.values()) != {"the same FLOPs"} else []
-        found[pass_] = list(filter(None, parts))
+        lines = [speed_line(runs, old, new, pass_)]
+        if key and TRACKS[key].pass_ == pass_ and (gain := tracks.gain(key, new, old)):
+            facts = filter(None, (TRACKS[key].at, gain.spread, tracks.place(key)))
+            lines.append(f"track: {_sign(gain)} ({'; '.join(facts)})")
+        told = []
+        for what, of in (("bytes", results.moved), ("FLOPs", lambda count: count["flops_executed"])):
+            both = {
+                f"D={head_dim}": [results.counted(counts, name, pass_, head_dim, False) for name in (old, new)]
+                for head_dim in results.HEAD_DIMS
+            }
+            words = {at: results.bytes_in_words(*map(of, pair), what) for at, pair in both.items() if all(pair)}
+            if words and (what == "bytes" or set(words.values()) != {"the same FLOPs"}):
+                told.append(_where(words))
+        found[pass_] = lines + ([f"counted: {'; '.join(told)}"] if told else [])
     return found
-
-
-def _at(words: dict[str, str], named: bool = False) -> str:
-    """Join texts, each with its workload. Write equal texts once, and their workloads only if `named`."""
-    if len(set(words.values())) < 2:
-        return "".join(set(words.values())) + (f" at {' and '.join(words)}" if named and words else "")
-    return ", ".join(f"{text} at {where}" for where, text in words.items())
-
-
-def _counts() -> list[dict]:
-    return results.load_counts(results.TRAFFIC)[0] if results.TRAFFIC.exists() else []
 
 
 def step_lines(old: str, new: str) -> list[str]:
     """Return the size of a step and the gain of each pass, in lines of at most `WIDTH` characters."""
-    runs, counts = results.runs(), _counts()
     lines = [_wrapped(f"from {old}: {change(old, new)}", "    ", "    ")]
-    for pass_ in results.CODE:
-        if results.same_code(new, old, pass_):
+    for pass_, told in result(old, new).items():
+        if told == ["same code"]:
             lines.append(f"    {PASS_NAMES[pass_]}: same code")
-            continue
-        lines.append(f"    {PASS_NAMES[pass_]}:")
-        told = [speed_line(runs, old, new, pass_)]
-        if ratio := track_gain(old, new, pass_):
-            key = stages.track(new)
-            told.append(f"track: ×{ratio:.2f} ({TRACKS[key].at}; {tracks.place(key)})")
-        for line in [*told, *bytes_lines(counts, old, new, pass_)]:
-            lines.append(_wrapped(line, "        ", "    "))
+        else:
+            lines += [f"    {PASS_NAMES[pass_]}:", *(_wrapped(line, "        ", "    ") for line in told)]
     return lines
 
 
-def sources(lines: list[str] | None = None) -> str:
-    """Explain how to read `step_lines`, and name the measured runs. With `lines`, name only the runs in these lines."""
-    found = results.runs()
-    parts = []
-    if results.TRAFFIC.exists():
-        parts += [
-            f"counted: the bytes of one pass without a mask, at S={results.COUNTED_AT} and with fixed tiles.",
-            "measured: the bytes that Nsight Compute measured, including spilled registers. This line is missing if the tuner "
-            "chose other tiles than for the parent.",
-        ]
-    else:
-        parts.append(f"Without {results.TRAFFIC.relative_to(results.ROOT)} there are no counted bytes.")
-    if found:
-        lengths = ", ".join(map(str, results.MEAN_OVER))
-        parts.append(
-            "speed: the stage's speed divided by its parent's, in the newest run that has both stages. It is the geometric "
-            f"mean over S={lengths}, with and without a causal mask, in float16. The number in brackets names the run:"
-        )
-        if lines is None or any("track: ×" in line for line in lines):
-            parts.insert(-1, "track: the stage's speed divided by its parent's on the workloads of its track.")
-        named = results.sources(found, found).split("; ")
-        parts += [run for run in named if lines is None or run.split()[0] in "".join(lines)]
-    else:
-        parts.append("No run in results/ has speeds.")
-    return "\n".join(_wrapped(part, "", "    ") for part in parts)
+def sources(lines: list[str]) -> list[str]:
+    """Explain how to read `step_lines`, and name the measured runs that the lines have."""
+    found, text = results.runs(), "\n".join(lines)
+    if not found:
+        return ["No run in results/ has speeds."]
+    lengths = ", ".join(map(str, results.MEAN_OVER))
+    parts = [
+        "speed: the stage's speed divided by its parent's, in the newest run that has both stages. It is the geometric mean "
+        f"over S={lengths}, with and without a causal mask, in float16; then the lowest and the highest of these ratios. The "
+        "number in square brackets names the run.",
+        "track: the same on the workloads of the stage's track." if "track: " in text else "",
+        f"counted: one pass without a mask, at S={results.COUNTED_AT} and with fixed tiles." if "counted: " in text else "",
+    ]
+    named = results.sources(found, found).split("; ")
+    return [*filter(None, parts), *legend(text), *(run for run in named if run.split()[0] in text)]
+
+
+def _print_sources(lines: list[str]):
+    print(*(_wrapped(part, "", "    ") for part in sources(lines)), sep="\n")
 
 
 def print_story():
     """Print each step of the walk, with dead ends after the stage that they branch off."""
-    names = stages.names()
+    shown = []
     print(_wrapped("Each step has an idea, changed code, and a gain for each pass. The end explains the numbers.") + "\n")
-    for heading, name in tracks.headings(names):
+    for heading, name in tracks.headings(stages.names()):
         if heading:
             print(_wrapped(heading), "", sep="\n")
         print(name, _wrapped(idea(name), "    "), sep="\n")
         if old := stages.parent(name):
-            print(*step_lines(old, name), sep="\n")
+            shown += (lines := step_lines(old, name))
+            print(*lines, sep="\n")
         print()
-    print(sources())
+    _print_sources(shown)
 
 
 def print_diff(old: str, new: str, prose: bool, exact: bool):
@@ -314,7 +266,8 @@ def print_diff(old: str, new: str, prose: bool, exact: bool):
     for file in (*code_files(old, new), "__init__.py", *(["README.md"] if prose else [])):
         print(_git_diff(old, new, file, exact), end="")
     lines = step_lines(old, new)
-    print("", new, *lines, "", sources(lines), sep="\n")
+    print("", new, *lines, "", sep="\n")
+    _print_sources(lines)
 
 
 def _stage(text):

@@ -3,32 +3,12 @@
 from collections import Counter
 
 import stages
-from common.show.results import implementations, mean_ratio
+from common.show.results import LEGEND, Run, moved, ratio
 from common.show.tables import PASS_NAMES, markdown
 
 LINES, COLUMNS = 15, 100  # the summary has at most this many lines and columns
 MOST_GROUPS = 4  # the table has columns for at most this many pairs of pass and head dimension
 NO_GPU = "There is no GPU. µs at peak is the time of the counted bytes and FLOPs at an H200's peak rates."
-
-
-def _times(records: list[dict], impl: str | None, on_gpu: bool, **values) -> dict:
-    """Return an implementation's time for each workload. Use only records whose fields have these `values`."""
-    time = "ms" if on_gpu else "roofline_us"
-    workload = ("pass", "seq_len", "kv_len", "batch", "heads", "kv_heads", "head_dim", "value_dim", "causal", "dtype")
-    workload += ("score_std", "sink", "sink_key", "sink_head")
-    return {
-        tuple(record.get(name) for name in workload): record[time]
-        for record in records
-        if record["impl"] == impl and record.get(time) and all(record[name] == value for name, value in values.items())
-    }
-
-
-def _gain(records, impl, over, on_gpu, **values) -> float | None:
-    return mean_ratio(_times(records, impl, on_gpu, **values), _times(records, over, on_gpu, **values))
-
-
-def _total(records, impl, name, **values) -> float:
-    return sum(r[name] for r in records if r["impl"] == impl and name in r and all(r[key] == v for key, v in values.items()))
 
 
 def _change(before: float, after: float) -> str:
@@ -38,30 +18,27 @@ def _change(before: float, after: float) -> str:
     return f"{before / after:.2f} times fewer" if after < before else f"{after / before:.2f} times more"
 
 
-def _steps(records, names, on_gpu) -> dict[str, float]:
-    """Return each stage's speed divided by its parent's speed. Leave out a stage whose parent was not measured."""
-    gains = {name: _gain(records, name, stages.parent(name), on_gpu) for name in names if stages.position(name)}
-    return {name: gain for name, gain in gains.items() if gain}
-
-
-def _headline(records, subject, over, on_gpu) -> list[str]:
+def _headline(run: Run, subject: str, over: str) -> list[str]:
     """Return lines that compare the speed of the stages `subject` and `over`, one line for each pass."""
     if over == subject:
         return [f"{subject}:"]
     role = "its parent" if over == stages.parent(subject) else "the first stage of this run"
     lines = [f"{subject} compared with {role}, {over}:"]
     for pass_, name in PASS_NAMES.items():
-        if not (gain := _gain(records, subject, over, on_gpu, **{"pass": pass_})):
+        works = [work for work in run.works if work.pass_ == pass_]
+        if not (found := ratio([run], subject, over, works)):
             continue
-        text = f"  {name}: {gain:.2f} times as fast"
-        if on_gpu and (cudnn := _gain(records, subject, "sdpa-cudnn", on_gpu, **{"pass": pass_})):
-            text += f", {100 * cudnn:.0f} % of cuDNN's speed"
-        if not on_gpu:
-            moved, flops = (
-                _change(*(sum(_total(records, impl, name, **{"pass": pass_}) for name in kinds) for impl in (over, subject)))
-                for kinds in (("bytes_read", "bytes_written"), ("flops_executed",))
+        spread = f" ({found.spread})" if found.spread else ""
+        text = f"  {name}: {found.mean:.2f} times as fast{spread}{', which is within the noise' * found.same}"
+        if run.machine["gpu"]:
+            cudnn = ratio([run], subject, "sdpa-cudnn", works)
+            text += f", {100 * cudnn.mean:.0f} % of cuDNN's speed" if cudnn else ""
+        else:
+            both = [[run.record(impl, work) for work in run.times(impl, works)] for impl in (over, subject)]
+            bytes_, flops = (
+                _change(*(sum(map(count, records)) for records in both)) for count in (moved, lambda r: r["flops_executed"])
             )
-            text += f" at peak, {moved} bytes, {flops} FLOPs"
+            text += f" at peak, {bytes_} bytes, {flops} FLOPs"
         lines.append(text)
     return lines
 
@@ -74,12 +51,18 @@ def _failures(records) -> list[str]:
     return [text if len(text) <= COLUMNS else text[: COLUMNS - 1] + "…"] if parts else []
 
 
-def _chosen(names, first: list, steps: dict, room: int) -> list[str]:
-    """Return at most `room` of the names: the libraries, the stages `first`, then the stages with the largest gains."""
-    ranked = [name for name in names if not stages.position(name)] + first
-    ranked += sorted(steps, key=steps.get, reverse=True) + names
-    kept = [name for name in dict.fromkeys(ranked) if name in names][:room]
-    return [name for name in names if name in kept]
+def _cell(run: Run, name: str, works: list) -> str:
+    """Return an implementation's TFLOP/s, or µs at peak without a GPU, and its gain over its parent."""
+    times = run.times(name, works)
+    if not times:
+        return "-"
+    total = sum(times.values())
+    if run.machine["gpu"]:
+        amount = f"{sum(run.record(name, work)['flops'] for work in times) / total / 1e9:.0f}"
+    else:
+        amount = f"{total:.0f}" if total >= 100 else f"{total:.3g}"
+    found = ratio([run], name, stages.parent(name), works)
+    return f"{amount} {found.short}" if found else amount
 
 
 def summary(records: list[dict], machine: dict, about: str | None = None) -> str:
@@ -90,37 +73,28 @@ def summary(records: list[dict], machine: dict, about: str | None = None) -> str
         about: the stage whose gain over its parent comes first. With None, the newest stage's gain over the run's first stage
             comes first.
     """
-    on_gpu = machine["gpu"] is not None
-    names = implementations(records)
-    ours = [name for name in names if stages.position(name)]
+    run = Run(records, machine)
+    ours = [name for name in run.names if stages.position(name)]
     if not ours:
         return ""
     subject = about if about in ours else [name for name in ours if not stages.is_dead_end(name) or name == ours[0]][-1]
-    over = stages.parent(subject) if about and stages.parent(subject) in names else ours[0]
-    steps = _steps(records, names, on_gpu)
-    notes = _failures(records) + ([] if on_gpu else [NO_GPU])
-    lines = _headline(records, subject, over, on_gpu)
-    groups = list(dict.fromkeys((record["pass"], record["head_dim"]) for record in records))[:MOST_GROUPS]
-    groups.sort(key=lambda group: (list(PASS_NAMES).index(group[0]), group[1]))
-    room = LINES - len(lines) - len(notes) - 4  # an empty line, two header lines, and the note on left-out names
-    chosen = _chosen(names, [subject, over, ours[0]], steps, room)
-    rows = []
-    for name in chosen:
-        row = [name]
-        for pass_, head_dim in groups:
-            values = {"pass": pass_, "head_dim": head_dim}
-            times = _times(records, name, on_gpu, **values)
-            amount = "-"
-            if times and on_gpu:
-                amount = f"{_total(records, name, 'flops', **values) / sum(times.values()) / 1e9:.0f}"
-            elif times:
-                amount = f"{total:.0f}" if (total := sum(times.values())) >= 100 else f"{total:.3g}"
-            gain = _gain(records, name, stages.parent(name), on_gpu, **values)
-            row.append(amount + (f" ×{gain:.2f}" if gain else ""))
-        rows.append(row)
-    unit = "TFLOP/s" if on_gpu else "µs at peak"
-    headers = [f"{unit}, × parent", *(f"{pass_}, D={head_dim}" for pass_, head_dim in groups)]
+    over = stages.parent(subject) if about and stages.parent(subject) in run.names else ours[0]
+    lines = _headline(run, subject, over)
+    groups = {}
+    for work in run.works:
+        groups.setdefault((list(PASS_NAMES).index(work.pass_), work.head_dim), []).append(work)
+    groups = dict(sorted(list(groups.items())[:MOST_GROUPS]))
+    notes = _failures(records) + ([] if machine["gpu"] else [NO_GPU])
+    room = LINES - len(lines) - len(notes) - 5  # an empty line, two header lines, and notes on "=" and on left-out names
+    gains = {name: found.mean for name in ours if (found := ratio([run], name, stages.parent(name), run.works))}
+    ranked = [*run.libraries, subject, over, ours[0], *sorted(gains, key=gains.get, reverse=True), *run.names]
+    kept = list(dict.fromkeys(ranked))[:room]
+    chosen = [name for name in run.names if name in kept]
+    rows = [[name, *(_cell(run, name, works) for works in groups.values())] for name in chosen]
+    unit = "TFLOP/s" if machine["gpu"] else "µs at peak"
+    headers = [f"{unit}, × parent", *(f"{list(PASS_NAMES)[pass_]}, D={dim}" for pass_, dim in groups)]
     lines += ["", *markdown(rows, headers, (headers[0],)).splitlines()]
-    if len(chosen) < len(names):
-        notes.insert(0, f"The tables below have {len(names) - len(chosen)} more implementations.")
+    notes = [LEGEND["="]] * any(cell.endswith("=") for row in rows for cell in row) + notes
+    if len(chosen) < len(run.names):
+        notes.insert(0, f"The tables below have {len(run.names) - len(chosen)} more implementations.")
     return "\n".join(lines + notes)

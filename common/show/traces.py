@@ -1,7 +1,6 @@
-"""Show which tiles a stage reads and writes, and when: as a picture, or as events for Perfetto.
+"""Draw which tiles a stage reads and writes, and when.
 
-    make trace STAGE=v2,v3                                # needs no GPU; writes plots/traces/v2-v3-fwd-d32-causal-s1024.png
-    make trace STAGE=v25 ARGS="--perfetto /tmp/v25.json"  # opens in https://ui.perfetto.dev and chrome://tracing
+    make trace STAGE=v2,v3   # needs no GPU; writes plots/traces/v2-v3-fwd-d32-causal-s1024.png
 
 `common.measure.trace` records the accesses.
 """
@@ -22,11 +21,11 @@ from matplotlib.patches import Patch, Rectangle  # noqa: E402
 
 import stages  # noqa: E402
 from common.measure import terminal  # noqa: E402
-from common.measure.options import add_list, json_path, list_of, one_of, write_json  # noqa: E402
+from common.measure.options import add_list, list_of, one_of  # noqa: E402
 from common.measure.trace import Trace, trace  # noqa: E402
 from common.measure.workloads import Workload  # noqa: E402
 from common.show.results import PLOTS  # noqa: E402
-from common.show.tables import PASS_NAMES  # noqa: E402
+from common.show.tables import PASS_NAMES, mask  # noqa: E402
 
 TRACES = PLOTS / "traces"
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442")  # colors of programs; the colors repeat
@@ -122,67 +121,15 @@ def draw(names: list[str], workload: Workload, path: Path) -> list[Trace]:
         handler_map={tuple: HandlerTuple(ndivide=None)},
         loc="outside lower center", ncols=3, fontsize=8, frameon=False,
     )  # fmt: skip
-    mask = "causal" if workload.causal else "full"
     figure.suptitle(
-        f"{PASS_NAMES[workload.pass_]}, D={workload.head_dim}, {mask}, S={workload.seq_len}, H={workload.heads}, "
-        f"{workload.dtype}; recorded from the kernels; rows downwards",
+        f"{PASS_NAMES[workload.pass_]}, D={workload.head_dim}, {mask(workload.causal)}, S={workload.seq_len}, "
+        f"H={workload.heads}, {workload.dtype}; recorded from the kernels; rows downwards",
         fontsize=8, color="0.4",
     )  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
     plt.close(figure)
     return recorded
-
-
-def perfetto(traces: dict[str, Trace]) -> dict:
-    """Return the traces as events for Perfetto.
-
-    Perfetto shows a launch as a process, and each tensor and each unit of the SM as a thread. In a timed launch, a microsecond
-    stands for a cycle. In other launches, each access takes a microsecond.
-    """
-    events = []
-    processes = itertools.count(1)
-    for name, recorded in traces.items():
-        begin = 0.0
-        for launch, counted in enumerate(recorded.launches):
-            accesses = [access for access in recorded.accesses if access.launch == launch]
-            process, threads = next(processes), {}
-            events.append(_label("process_name", process, 0, f"{name}, launch {launch}: {counted.name}"))
-
-            def thread(track, process=process, threads=threads):
-                if track not in threads:
-                    threads[track] = len(threads) + 1
-                    events.append(_label("thread_name", process, threads[track], track))
-                return threads[track]
-
-            free = {}  # tensor -> the end of its latest access
-            for number, access in enumerate(accesses):
-                start, end = (number, number + 1) if access.start is None else (access.start, access.end)
-                start = max(start, free.get(access.tensor, 0.0))
-                free[access.tensor] = end = max(end, start)
-                place = {
-                    "heads": list(access.heads), "rows": list(access.rows), "columns": list(access.columns),
-                    "bytes": access.nbytes, "program": access.program, "partition": access.partition,
-                }  # fmt: skip
-                what = f"{access.kind} {access.tensor}"
-                track = thread(f"tensor {access.tensor}")
-                events.append(_slice(what, process, track, begin + start, end - start, "access", place))
-            for span in recorded.spans.get(launch, []):
-                place = {"partition": str(span.who)}
-                track = thread(f"unit {span.unit}")
-                events.append(_slice(span.what, process, track, begin + span.start, span.end - span.start, "unit", place))
-            begin += max(_cycles(recorded, launch), len(accesses))
-    return {"traceEvents": events, "displayTimeUnit": "ns"}
-
-
-def _label(kind, process, thread, text):
-    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": text}}
-
-
-def _slice(name, process, thread, start, duration, category, place):
-    return {
-        "ph": "X", "name": name, "cat": category, "pid": process, "tid": thread, "ts": start, "dur": duration, "args": place
-    }  # fmt: skip
 
 
 def main(argv: list[str]):
@@ -198,21 +145,14 @@ def main(argv: list[str]):
     for flag, default in (("--seq-len", "1024"), ("--head-dim", "32"), ("--causal", "yes"), ("--heads", "1")):
         add_list(parser, flag, default)
     parser.add_argument("--kv-heads", type=int, default=None, metavar="N", help="K/V heads (default: as many as heads)")
-    parser.add_argument("--perfetto", type=json_path, metavar="FILE", help="also write the traces as trace events")
     options = parser.parse_args(argv)
-    traces = {}
     shapes = itertools.product(vars(options)["pass"], options.head_dim, options.causal, options.seq_len, options.heads)
     for pass_, head_dim, causal, seq_len, heads in shapes:
         workload = Workload(pass_, 1, heads, seq_len, head_dim, causal, "float16", kv_heads=options.kv_heads)
         versions = "-".join(stages.version(name) for name in options.stage)
-        path = TRACES / f"{versions}-{pass_}-d{head_dim}-{'causal' if causal else 'full'}-s{seq_len}.png"
-        recorded = draw(options.stage, workload, path)
-        traces |= {
-            f"{name} {path.stem}" if len(traces) else name: each for name, each in zip(options.stage, recorded, strict=True)
-        }
+        path = TRACES / f"{versions}-{pass_}-d{head_dim}-{mask(causal)}-s{seq_len}.png"
+        draw(options.stage, workload, path)
         print(path)
-    if options.perfetto:
-        write_json(options.perfetto, perfetto(traces))
 
 
 if __name__ == "__main__":

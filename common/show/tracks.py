@@ -1,15 +1,13 @@
 """The tracks after the main ladder. Each track is for one kind of workload, which `bench.py --reference` measures."""
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-
-from tabulate import tabulate
 
 import stages
 from common.measure.workloads import Workload
 from common.show import results
-from common.show.tables import PASS_NAMES
+from common.show.results import Run
+from common.show.tables import PASS_NAMES, markdown
 
 
 @dataclass(frozen=True)
@@ -56,44 +54,22 @@ def stages_of(key: str) -> list[str]:
     return [name for name in stages.names() if stages.track(name) == key and not stages.is_dead_end(name)]
 
 
-def _times(track: Track) -> tuple[dict[str, dict[Workload, float]], list[dict]]:
-    """Return milliseconds by implementation and workload, and the machines of the runs."""
-    paths = [path for path in map(results.run_file, track.grids) if path.exists()]
-    return _times_of(track, tuple((path, path.stat().st_mtime_ns) for path in paths))
+def runs_of(key: str) -> list[Run]:
+    """Return the runs in results/ that measured a track's workloads."""
+    return [results.load_run(path) for path in map(results.run_file, TRACKS[key].grids) if path.exists()]
 
 
-@functools.lru_cache
-def _times_of(track, files):
-    times, machines = {}, []
-    for path, _ in files:
-        records, machine = results.load_run(path)
-        machines.append(machine)
-        for record in results.with_repeats(records):
-            work = Workload.of(record)
-            if "ms" in record and work.pass_ == track.pass_ and track.counts(work):
-                times.setdefault(record["impl"], {})[work] = record["ms"]
-    return times, machines
-
-
-def gain(key: str, new: str, old: str) -> float | None:
-    """Return `new`'s speed divided by `old`'s speed, as the mean over a track's workloads. Return None if no workload was
-    measured with both."""
-    times, _ = _times(TRACKS[key])
-    return results.mean_ratio(times.get(new, {}), times.get(old, {}))
+def gain(key: str, new: str, old: str) -> results.Gain | None:
+    """Return `new`'s speed divided by `old`'s speed over a track's workloads. Return None if no workload was measured with
+    both. `old` may be `results.FASTEST`."""
+    track, found = TRACKS[key], runs_of(key)
+    works = {work for run in found for work in run.works if work.pass_ == track.pass_ and track.counts(work)}
+    return results.ratio(found, new, old, works)
 
 
 def place(key: str) -> str:
     """Return the GPUs and commits of a track's runs, shortened."""
-    _, machines = _times(TRACKS[key])
-    return "; ".join(dict.fromkeys(map(results.place, machines)))
-
-
-def share_of_the_fastest(key: str, name: str) -> float | None:
-    """Return a stage's speed divided by the speed of the fastest library, as the mean over a track's workloads."""
-    times, _ = _times(TRACKS[key])
-    libraries = [of_impl for impl, of_impl in times.items() if not stages.position(impl)]
-    fastest = {work: min(each[work] for each in libraries if work in each) for work in set().union(*libraries)}
-    return results.mean_ratio(times.get(name, {}), fastest)
+    return "; ".join(dict.fromkeys(results.place(run.machine) for run in runs_of(key)))
 
 
 def table(key: str, start: Callable[[str], list[str]]) -> str:
@@ -102,24 +78,20 @@ def table(key: str, start: Callable[[str], list[str]]) -> str:
     Args:
         start: a function that returns a stage's first cells: stage, idea and changed lines.
     """
-    track = TRACKS[key]
-    rows = []
+    track, rows = TRACKS[key], []
     for name in stages_of(key):
-        gained, share = gain(key, name, stages.parent(name)), share_of_the_fastest(key, name)
-        rows.append([
-            *start(name), f"×{gained:.2f}" if gained else "-", f"{100 * share:.0f} %" if share else "-",
-        ])  # fmt: skip
+        gained, share = gain(key, name, stages.parent(name)), gain(key, name, results.FASTEST)
+        rows.append([*start(name), str(gained or "-"), share.percent if share else "-"])
     headers = [track.title, "idea", "lines changed", "× parent", "% of fastest"]
-    times, _ = _times(track)
-    libraries = [results.spoken(impl) for impl in times if not stages.position(impl)]
-    if times and not libraries:  # the track's runs compare stages only
+    found = runs_of(key)
+    libraries = list(dict.fromkeys(results.spoken(name) for run in found for name in run.libraries))
+    if found and not libraries:  # the track's runs compare stages only
         headers, rows = headers[:-1], [row[:-1] for row in rows]
-    align = ["left", "left", *["right"] * (len(headers) - 2)]
-    shown = tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=align)
     facts = [f" Libraries: {', '.join(libraries)}."] if libraries else []
     measured = any(cell != "-" for row in rows for cell in row[3:])
-    facts = [*facts, f" Measured on {place(key)}."] if measured else [" Not measured yet."]
-    return f"{PASS_NAMES[track.pass_].capitalize()}: {track.words}.{''.join(facts)}\n\n{shown}"
+    facts += [f" Measured on {place(key)}."] if measured else [" Not measured yet."]
+    words = f"{PASS_NAMES[track.pass_].capitalize()}: {track.words}.{''.join(facts)}"
+    return f"{words}\n\n{markdown(rows, headers, (track.title, 'idea'))}"
 
 
 def headings(names: list[str]) -> Iterator[tuple[str | None, str]]:

@@ -1,4 +1,4 @@
-"""Draw charts with Vega-Lite: the speed of all stages and libraries, and a step's gain at each sequence length."""
+"""Draw the chart of the start page with Vega-Lite: the speed of all stages and libraries."""
 
 import functools
 import itertools
@@ -7,9 +7,18 @@ import json
 import vl_convert
 
 import stages
-from common.show.documents import gains
-from common.show.results import COUNTED_AT, HEAD_DIMS, implementations, mean_rate, runs, spoken
-from common.show.tables import PASS_NAMES
+from common.show.results import (
+    COLUMNS,
+    HEAD_DIMS,
+    LENGTHS,
+    MEAN_OVER,
+    implementations,
+    mean_over,
+    paper,
+    runs,
+    short_commit,
+    spoken,
+)
 
 MEAN = "mean"  # value of `s` in rows with a mean over sequence lengths
 COLORS = {"main ladder": "#2f6fb0", "track": "#3f9b6c", "dead end": "#b8b8b8", "library": "#d2691e"}
@@ -37,27 +46,21 @@ def speeds() -> list[dict]:
 
     A row comes from the newest run that has it.
     """
-    found = runs()
     rows = {}
-    for run in found:
-        origin = {"run": f"{run.machine['gpu']}, commit {run.machine['commit'][:12]}, {run.machine['date']}"}
-        for record in run.records:
-            if "ms" in record:
-                key = record["impl"], record["pass"], record["head_dim"], record["causal"], record["seq_len"]
-                spread = record["iqr_ms"] / record["ms"] * record["tflops"] / 2
-                rows.setdefault(key, _short({"tflops": record["tflops"], "spread": spread, "ms": record["ms"]}) | origin)
-        for name, pass_, head_dim, causal in itertools.product(
-            implementations(run.records), PASS_NAMES, HEAD_DIMS, (False, True)
-        ):
-            of_mask = [record for record in run.records if record["causal"] == causal]
-            mean = run.holds(name, pass_, head_dim) and mean_rate(of_mask, name, pass_, head_dim)
+    for run in runs():
+        where = {"run": f"{run.machine['gpu']}, commit {short_commit(run.machine['commit'])}, {run.machine['date']}"}
+        for name, (pass_, d), causal in itertools.product(run.names, COLUMNS, (False, True)):
+            works = [paper(pass_, d, causal, s) for s in LENGTHS]
+            for work in run.times(name, works):
+                found = run.record(name, work)
+                numbers = {"tflops": found["tflops"], "spread": found["iqr_ms"] / found["ms"] * found["tflops"] / 2}
+                rows.setdefault((name, pass_, d, causal, work.seq_len), _short(numbers | {"ms": found["ms"]}) | where)
+            mean = run.holds(name, mean_over(pass_, d)) and run.rate(name, [w for w in works if w.seq_len in MEAN_OVER])
             if mean:
-                rows.setdefault((name, pass_, head_dim, causal, MEAN), _short({"tflops": mean}) | origin)
+                rows.setdefault((name, pass_, d, causal, MEAN), _short({"tflops": mean}) | where)
     names = ("impl", "pass", "d", "causal", "s")
     return [
-        dict(zip(names, key, strict=True)) | row | {"name": spoken(key[0]), "kind": kind(key[0])}
-        for key, row in rows.items()
-        if row
+        dict(zip(names, key, strict=True)) | row | {"name": spoken(key[0]), "kind": kind(key[0])} for key, row in rows.items()
     ]
 
 
@@ -98,54 +101,6 @@ def speed_spec(rows: list[dict]) -> dict:
         ],
         "config": LOOK,
     }  # fmt: skip
-
-
-def gain_svg(name: str) -> str:
-    """Return an SVG of a step's measured and predicted gain at each sequence length.
-
-    Return "" for v0, and if nothing was measured.
-    """
-    rows, predictions = [], []
-    lengths, found = gains(name)
-    if not stages.parent(name):
-        return ""
-    for (pass_, head_dim, causal), (predicted, ratios) in found.items():
-        of = {"panel": f"{PASS_NAMES[pass_]}, D = {head_dim}", "mask": "causal" if causal else "full"}
-        known = [(length, ratio) for length, ratio in zip(lengths, ratios, strict=True) if ratio]
-        rows += [{**of, "what": "measured", "s": length, "gain": ratio} for length, ratio in known]
-        predictions += [{**of, "what": "predicted", "s": COUNTED_AT, "gain": predicted}] if predicted else []
-    if not rows:
-        return ""
-    parent = spoken(stages.parent(name))
-    masks = {"field": "mask", "type": "nominal", "title": None}
-    both = ["full", "causal"]
-    place = {
-        "x": {"field": "s", "type": "ordinal", "title": "S", "axis": {"labelAngle": 0}},
-        "y": {"field": "gain", "type": "quantitative", "title": f"times as fast as {parent}", "scale": {"zero": False}},
-        "color": {**masks, "scale": {"domain": both, "range": ["#2f6fb0", "#d2691e"]}, "legend": {"orient": "top"}},
-        "shape": {**masks, "scale": {"domain": both, "range": ["circle", "square"]}},
-    }
-    line = {"type": "line", "point": {"filled": True, "size": 45}}
-    hollow = {"type": "point", "size": 130, "filled": False, "strokeWidth": 2}
-    slower = {"type": "text", "text": "slower", "align": "right", "baseline": "top", "dy": 3, "color": "#888", "fontSize": 11}
-    lost = any(row["gain"] < 1 for row in rows)
-    layers = [
-        {"mark": {"type": "rule", "strokeDash": [3, 3], "color": "#888"}, "encoding": {"y": {"datum": 1}}},
-        {"transform": [{"filter": "datum.what == 'measured'"}], "mark": line, "encoding": place},
-        {"transform": [{"filter": "datum.what == 'predicted'"}], "mark": hollow, "encoding": place},
-    ]
-    layers += [{"mark": slower, "encoding": {"y": {"datum": 1}, "x": {"value": "width"}}}] if lost else []
-    panels = list(dict.fromkeys(row["panel"] for row in rows))
-    spec = {
-        "description": f"Gain of {spoken(name)} at each sequence length. Hollow marks are predictions.",
-        "data": {"values": rows + predictions},
-        "facet": {"field": "panel", "type": "nominal", "title": None, "sort": panels},
-        "columns": 4,
-        "spec": {"width": 240, "height": 130, "layer": layers},
-        "resolve": {"axis": {"y": "independent"}},
-        "config": LOOK,
-    }
-    return svg(spec).replace("<svg ", '<svg aria-hidden="true" ', 1)
 
 
 def svg(spec: dict) -> str:

@@ -20,8 +20,8 @@ import stages
 from common.measure import files, terminal
 from common.measure.options import add_list
 from common.show import front
-from common.show.results import CODE, COUNTED_AT, ROOT, runs, same_code
-from common.show.story import idea, result
+from common.show.results import CODE, LEGEND, ROOT, runs, same_code
+from common.show.story import idea, result, sources
 from common.show.tables import PASS_NAMES
 from common.show.traces import COLORS
 from common.show.tracks import TRACKS
@@ -70,10 +70,7 @@ def sections(readme: str) -> dict[str, str]:
     found["traffic"] = "".join(table.findall(found["Problem"]))
     gain = re.search(r"<!-- gain:.*?<!-- /gain -->\n?", found["Gain"], re.DOTALL)
     found["numbers"], found["Gain"] = gain[0], found["Gain"].replace(gain[0], "")
-    drawn_by_the_page = re.compile(
-        r"^(!\[.*\]\(\S*/(timelines|traces)/.*|The \[model of an SM\].*\(`make timeline .*)\n", re.MULTILINE
-    )
-    found |= {title: drawn_by_the_page.sub("", found[title]) for title in ("Idea", "Gain")}
+    found["Idea"] = re.sub(r"^!\[.*\]\(\S*/traces/.*\n", "", found["Idea"], flags=re.MULTILINE)  # the page draws it
     return found | {"Problem": table.sub("", found["Problem"])}
 
 
@@ -116,9 +113,9 @@ class Site:
         found = runs()
         cards = []
         for name in stages.names():
-            _, words, lines, *cells = front.row(found, name)[0]
+            _, words, lines = front.start(name)
             words = Markup(self._texts.inline(words, ROOT / "README.md"))
-            passes = [(PASS_NAMES[pass_], cells[2 * place], cells[2 * place + 1]) for place, pass_ in enumerate(CODE)]
+            passes = [(PASS_NAMES[pass_], *both) for pass_, both in front.numbers(found, name)[0].items()]
             cards.append({
                 "version": stages.version(name), "idea": words, "lines": lines, "passes": passes,
                 "dead_end": stages.is_dead_end(name), "track": stages.track(name),
@@ -128,7 +125,7 @@ class Site:
         self._write(
             "index.html", "index.html", title="How attention got fast", cards=cards, spec=charts.compiled(spec),
             chart=Markup(charts.svg(spec)), choices=CHOICES, selected=SELECTED, first=stages.version(stages.names()[0]),
-            measured=front.origins(found), documents=titles, tracks=TRACKS, pass_names=PASS_NAMES,
+            measured=front.origins(found), documents=titles, tracks=TRACKS, pass_names=PASS_NAMES, legend=LEGEND.values(),
         )  # fmt: skip
 
     def document(self, path: Path):
@@ -152,6 +149,7 @@ class Site:
         dropped = [each for each in stages.names() if stages.is_dead_end(each) and stages.parent(each) == name]
         self._texts.page()
         words = Markup(self._texts.inline(idea(name).rstrip("."), readme))
+        told = result(parent, name) if parent else {}
         parts = {title: self._html(text, readme) for title, text in sections(readme.read_text()).items()}
         self._write(
             f"{stages.version(name)}.html", "step.html", title=f"{stages.version(name)}: {idea(name)}".replace("`", ""),
@@ -163,7 +161,7 @@ class Site:
             sections=parts, traffic=parts["traffic"], scenes=found, pass_names=PASS_NAMES,
             gains_time_alone=bool(found) and all(scene.moves_the_same for scene in found),
             diffs=self._diffs(name, parent) if parent else [],
-            chart=Markup(charts.gain_svg(name)), result=parent and result(parent, name), counted_at=COUNTED_AT,
+            result=told, sources=sources([line for lines in told.values() for line in lines]),
         )  # fmt: skip
 
     def _diffs(self, name, parent):

@@ -10,7 +10,6 @@ from common.measure.trace import ONE_SM, Trace, trace
 from common.measure.workloads import Workload
 from common.show.results import CODE, bytes_in_words, same_code
 from common.show.tables import PASS_NAMES
-from common.show.timelines import partition_of
 from common.show.traces import COLORS, has_cycles, lanes, moments, unit
 
 # Most scenes have one head and these sizes. UNUSUAL has other sizes, for the steps whose ideas need them.
@@ -135,6 +134,11 @@ class Scene:
         """Whether parent and stage move equally many bytes."""
         moved = [panel.megabytes for panel in self.accesses]
         return len(moved) == 2 and bytes_in_words(*moved) == "the same bytes"
+
+
+def partition_of(span) -> str:
+    """Return the number of a span's partition, and the name of the partition's function."""
+    return str(span.who).split(", partition ")[-1].replace(": _", ": ")
 
 
 def passes(name: str) -> list[str]:

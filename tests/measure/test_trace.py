@@ -1,11 +1,8 @@
 """A trace has each access of a pass, at the right place. The bytes of the accesses add up to the counter's bytes."""
 
-import json
-
 import pytest
 
 import stages
-from common.interpreter.timing import UNITS
 from common.measure.trace import ONE_SM, trace
 from common.measure.traffic import count_stage
 from common.measure.workloads import Workload
@@ -78,24 +75,21 @@ def test_additions_in_memory_are_told_from_writes():
         assert added == {"sums"}
 
 
-@pytest.mark.parametrize("name", ["v0", "v7", "v25"])
-def test_trace_events_read_back_have_the_same_totals(name, tmp_path):
-    recorded = trace(stages.load(name), work("bwd"))
-    path = tmp_path / "trace.json"
-    path.write_text(json.dumps(traces.perfetto({name: recorded})))
-    events = json.loads(path.read_text())["traceEvents"]
-    slices = [event for event in events if event["ph"] == "X"]
-    tracks = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
-    assert all(event["name"] and (event["pid"], event["tid"]) in tracks for event in slices)
-    accesses = [event for event in slices if event["cat"] == "access"]
-    assert sum(event["args"]["bytes"] for event in accesses) == sum(a.nbytes for a in recorded.accesses)
-    assert len(accesses) == len(recorded.accesses)
-    units = [event for event in slices if event["cat"] == "unit"]
-    assert bool(units) == (name == "v25") and len(units) == sum(map(len, recorded.spans.values()))
-    names = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert {name.removeprefix("unit ") for name in names} & set(UNITS) or not units
-    for track in tracks:
-        ends = 0.0
-        for event in sorted((e for e in slices if (e["pid"], e["tid"]) == track), key=lambda e: (e["ts"], e["dur"])):
-            assert event["ts"] >= ends - 1e-6
-            ends = event["ts"] + event["dur"]
+def test_a_picture_has_a_lane_for_each_tensor(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(traces.plt, "close", figures.append)
+    path = tmp_path / "picture.png"
+    recorded = traces.draw([stages.resolve("v2"), stages.resolve("v3")], work("fwd", heads=1), path)
+    assert path.stat().st_size > 1000
+    for axes, each in zip(figures[0].axes, recorded, strict=True):
+        assert [label.get_text() for label in axes.get_yticklabels()] == traces.lanes(each)
+        assert axes.get_xlim()[1] == max(end for one in recorded for _, end in traces.moments(one)), "one scale"
+    monkeypatch.undo()
+    traces.plt.close(figures[0])
+
+
+def test_the_command_writes_where_it_says(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(traces, "TRACES", tmp_path)
+    traces.main(["--stage", "v3", "--pass", "fwd,bwd", "--seq-len", "64", "--head-dim", "16"])
+    shown = capsys.readouterr().out.split()
+    assert shown == [str(tmp_path / f"v3-{pass_}-d16-causal-s64.png") for pass_ in ("fwd", "bwd")]

@@ -5,8 +5,8 @@ It leaves out rows that only one run has. It refuses two runs that have nothing 
 
 import json
 import os
+import re
 
-import programs
 import pytest
 
 from common.measure.workloads import Workload
@@ -25,7 +25,7 @@ def record(impl, seq_len=64, **values):
 def rows(out, impl=""):
     """Return the rows of the tables, or the rows of one implementation. A row is a list of cells."""
     found = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if line.startswith("| ")]
-    return [row for row in found if not row[1].startswith("A: ") and impl in row[0]]
+    return [row for row in found if not re.match("A( |:)", row[1]) and impl in row[0]]
 
 
 def timed(impl, ms, **values):
@@ -39,11 +39,12 @@ def saved(tmp_path, monkeypatch):
     directory = tmp_path / ".benchmarks" / "Linux"
     directory.mkdir(parents=True)
 
-    def save(records, failures=(), gpu=None, text=None):
+    def save(records, failures=(), gpu=None, text=None, name=None, commit=None, backwards=False):
         number = len(list(directory.iterdir())) + 1
-        machine = {"gpu": gpu, "torch": "1", "triton": "2", "commit": f"c{number}", "date": "2026-01-02"}
+        machine = {"gpu": gpu, "torch": "1", "triton": "2", "commit": commit or f"c{number}", "date": "2026-01-02"}
         run = {"benchmarks": [{"extra_info": r} for r in records], "failures": list(failures), "machine_info": machine}
-        path = directory / f"{number:04}_abc_20260102_{number:06}.json"
+        run["datetime"] = f"2026-01-02T00:00:{60 - number if backwards else number:02}"
+        path = directory / f"{number:04}_{name or 'abc'}.json"
         path.write_text(json.dumps(run) if text is None else text)
         os.utime(path, (1e9 - number, 1e9 - number))  # file times must not matter: a copy has a new time
         return path
@@ -57,7 +58,7 @@ def test_times_of_a_gpu_are_compared_by_workload(saved, capsys):
     saved([timed("v1_b", 2.0), timed("sdpa", 1.0)], [record("v0_a", failure="OOM")], gpu="X")
     compare.main([])
     out = capsys.readouterr().out
-    assert "A: X, torch 1, triton 2, commit c2" in out and "B: X, torch 1, triton 2, commit c3" in out
+    assert "0002_abc.json: X, torch 1, triton 2, commit c2" in out and "commit c3" in out
     assert [row[0] for row in rows(out)] == ["sdpa", "v0_a", "v1_b"]
     assert rows(out, "v1_b") == [["v1_b", "3 ± 0.01", "2 ± 0.01", "1.50"]]
     assert rows(out, "v0_a") == [["v0_a", "-", "OOM", "-"]]
@@ -73,15 +74,6 @@ def test_without_a_gpu_counts_are_compared_and_no_times(saved, capsys):
     assert rows(out, "v0_a") == [["v0_a", "4", "2", "2", "2", "8", "4", "2.00"]]
 
 
-def test_a_count_without_a_time_at_peak_is_compared_too(saved, capsys):
-    for _ in range(2):
-        saved([record("v0_a", **COUNTS | {"roofline_us": None}), record("v1_b", **COUNTS)], [record("v2_c", failure="n/a")])
-    compare.main([])
-    out = capsys.readouterr().out
-    assert rows(out, "v0_a") == [["v0_a", "4", "4", "2", "2", "-", "-", "-"]]
-    assert rows(out, "v2_c") == [["v2_c", "n/a", "n/a", "-", "-", "-", "-", "-"]]
-
-
 @pytest.mark.parametrize("text", ["", '{"benchmarks": [', "{}", "[]"], ids=["empty", "half-written", "another", "a list"])
 def test_a_file_that_is_no_whole_run_is_named_and_left_out(saved, text, capsys):
     saved([timed("v0_a", 3.0)], gpu="X")
@@ -90,7 +82,7 @@ def test_a_file_that_is_no_whole_run_is_named_and_left_out(saved, text, capsys):
     compare.main([])
     captured = capsys.readouterr()
     assert rows(captured.out) == [["v0_a", "3 ± 0.01", "2 ± 0.01", "1.50"]]
-    assert broken.name in captured.err and "incomplete" in captured.err
+    assert broken.name in captured.err and "is no complete run" in captured.err
 
 
 def test_an_old_run_without_kv_heads_is_compared_too(saved, capsys):
@@ -102,13 +94,6 @@ def test_an_old_run_without_kv_heads_is_compared_too(saved, capsys):
     out = capsys.readouterr().out
     assert rows(out, "v0_a") == [["v0_a", "3 ± 0.01", "2 ± 0.01", "1.50"]]
     assert "2 workloads are left out, because only one of the runs has them." in out
-
-
-def test_different_gpus_are_reported(saved, capsys):
-    saved([timed("v0_a", 3.0)], gpu="X")
-    saved([timed("v0_a", 2.0)], gpu="Y")
-    compare.main([])
-    assert "different GPUs" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("first", "second", "message"), [
@@ -128,7 +113,7 @@ def test_two_files_and_one_stage_make_one_table(saved, capsys):
     saved([timed("v1_online_softmax", 9.0)], gpu="Z")
     compare.main([*map(str, files), "--stage", "v1"])
     out = capsys.readouterr().out
-    assert "A: X," in out and "B: Y," in out and "different GPUs" in out
+    assert "A (X): ms" in headers(out) and "B (Y): ms" in headers(out) and "different GPUs" in out
     assert rows(out) == [["fwd B=1 H=2 S=64 D=16 causal float16", "3 ± 0.01", "2 ± 0.01", "1.50"]]
 
 
@@ -141,17 +126,37 @@ def test_a_pass_that_a_run_skipped_has_its_parents_times(capsys):
     assert v35 == rows(capsys.readouterr().out) and len(v35) == 6 and all(row[3] == "1.00" for row in v35)
 
 
+def headers(out):
+    return next(line for line in out.splitlines() if "ms ± IQR" in line)
+
+
+def test_runs_have_ids_and_names_and_the_headers_tell_them_apart(saved, capsys):
+    for ms, name, commit in ((4.0, "before", "c"), (2.0, "after", "c"), (1.0, "last", "d")):
+        saved([timed("v1_b", ms)], gpu="X", name=name, commit=commit)
+    compare.main(["before", "2"])
+    out = capsys.readouterr().out
+    assert rows(out, "v1_b")[0][-1] == "2.00" and "A (0001): ms ± IQR" in headers(out) and "B (0002): ms" in headers(out)
+    assert "A: .benchmarks/Linux/0001_before.json: X" in out and "B: .benchmarks/Linux/0002_after.json: X" in out
+    compare.main(["0003_last", "0001"])
+    out = capsys.readouterr().out
+    assert rows(out, "v1_b")[0][-1] == "0.25" and "A (d): ms" in headers(out) and "B (c): ms" in headers(out)
+
+
+def test_the_last_runs_are_those_with_the_latest_dates_inside(saved, capsys):
+    for ms in (1.0, 2.0, 4.0):
+        saved([timed("v1_b", ms)], gpu="X", backwards=True)  # the file with the highest number is the oldest
+    compare.main([])
+    assert rows(capsys.readouterr().out, "v1_b") == [["v1_b", "2 ± 0.01", "1 ± 0.01", "2.00"]]
+
+
 @pytest.mark.parametrize(("argv", "message"), [
-    (["a.json"], "a comparison needs two files, not 1"),
+    (["a.json"], "a comparison needs two runs, not 1"),
     (["a.json", "b.json"], "a.json is no complete run of the benchmark: FileNotFoundError"),
+    (["7", "8"], "no saved run is called '7'; there are 0001_abc"),
     (["--stage", "v999"], "no stage is called 'v999'"),
 ])  # fmt: skip
 def test_wrong_arguments_are_an_error_of_one_line(argv, message, saved, capsys):
+    saved([timed("v0_a", 1.0)], gpu="X")
     with pytest.raises(SystemExit) as error:
         compare.main(argv)
     assert message in f"{error.value}{capsys.readouterr().err}"
-
-
-def test_nothing_saved_is_an_error(tmp_path):
-    run = programs.python("-m", "common.show.compare", cwd=tmp_path)
-    assert run.returncode == 1 and "needs two saved runs, but .benchmarks has 0;" in run.stderr

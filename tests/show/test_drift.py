@@ -52,13 +52,6 @@ def test_notes_and_statements_and_other_functions_may_differ(write, capsys):
     assert capsys.readouterr().out.endswith("\n  none\n")
 
 
-def test_a_function_is_compared_where_it_stands(write):
-    """The last stage has moved f to another file of its pass. An f of the other pass is another function."""
-    parts = {"forward_part": F.replace("why", "because"), "backward": F.replace("why", "other")}
-    write(F, F, "", **{NAMES[2]: parts})
-    assert drift.drift() == ([f"{NAMES[2]}: f in forward_part.py, from {NAMES[1]}"], [])
-
-
 @pytest.mark.parametrize("between", [F.replace("1", "2"), ""])
 def test_a_return_to_an_older_function_is_listed(between, write, capsys):
     write(F, between, F)

@@ -10,7 +10,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import test_makefile
 from cases import needs_of_stages_that_are_gone
 
 import stages
-from common.show import new_stage, results
+from common.show import new_stage
 
 ROOT = Path(__file__).parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -93,26 +92,14 @@ def check_python(words, monkeypatch):
 
 def variables_of(target):
     """Return the names of the `make` variables that a target uses."""
-    body = re.search(rf"^{target}: (?!EXAMPLE).*\n(?:\t.*\n)*", MAKEFILE, re.MULTILINE)[0]
+    body = re.search(rf"^{target}: (?!EXAMPLE|PACKAGES).*\n(?:\t.*\n)*", MAKEFILE, re.MULTILINE)[0]
     used = set(re.findall(r"\$\(([A-Z]+)\)|needs-([A-Z]+)|\$\(or \$\(([A-Z]+)", body))
     if "run_tests" in body:
         used.add(("ARGS",))
     return set(itertools.chain(*used)) | {"PYTHON"}
 
 
-def make_in_a_copy(given, root, monkeypatch):
-    """Do what `make stage` does, in a copy of the files that it changes."""
-    for name in ("stages", "tests"):
-        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "README.md", root)
-    with monkeypatch.context() as patch:
-        patch.setattr(results, "ROOT", root)
-        patch.setattr(stages, "__path__", [str(root / "stages")])
-        new_stage.main([given["FROM"], given["NAME"]])
-        assert stages.parent(given["NAME"]) == stages.resolve(given["FROM"])
-
-
-def check_make(words, root, monkeypatch):
+def check_make(words, monkeypatch):
     """Check a `make` command. The targets must exist and use the variables. The targets' programs must take the arguments."""
     targets = [word for word in words[1:] if "=" not in word]
     given = dict(word.split("=", 1) for word in words[1:] if "=" in word)
@@ -120,7 +107,7 @@ def check_make(words, root, monkeypatch):
         assert target in TARGETS, target
         assert given.keys() <= variables_of(target), target
         if target == "stage":
-            make_in_a_copy(given, root, monkeypatch)
+            new_stage.checked(given["FROM"], given["NAME"])
             continue
         if len(given.keys() - {"PYTHON"}) == 0 or target.startswith("test"):
             continue
@@ -132,11 +119,11 @@ def check_make(words, root, monkeypatch):
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{COMMANDS[command]} {command}".replace("/", "."))
-def test_a_command_that_is_shown_can_be_pasted(command, tmp_path, monkeypatch):
+def test_a_command_that_is_shown_can_be_pasted(command, monkeypatch):
     monkeypatch.chdir(ROOT)
     words = shlex.split(command)
     if words[0] == "make":
-        check_make(words, tmp_path, monkeypatch)
+        check_make(words, monkeypatch)
     elif words[0].startswith("python"):
         check_python(words, monkeypatch)
     else:
@@ -148,44 +135,22 @@ def test_a_command_that_is_shown_can_be_pasted(command, tmp_path, monkeypatch):
     'make traffic ARGS="--seq-lens 64"', "python -m common.show.no_such", "python bench.py --stages v3",
     "python -m common.measure.aot --arch 90 --mask no", "make stage FROM=v29 NAME=v34_yours", ".venv/bin/no-such-command",
 ])  # fmt: skip
-def test_a_command_that_is_wrong_is_noticed(wrong, tmp_path, monkeypatch):
+def test_a_command_that_is_wrong_is_noticed(wrong, monkeypatch):
     with pytest.raises((AssertionError, SystemExit, ValueError)):
-        test_a_command_that_is_shown_can_be_pasted(wrong, tmp_path, monkeypatch)
+        test_a_command_that_is_shown_can_be_pasted(wrong, monkeypatch)
 
 
 def test_commands_are_found():
     """`commands` finds commands in documents, docstrings, and the Makefile's help and messages."""
     places = {place.split(":")[0] for place in COMMANDS.values()}
-    assert {
-        "README.md",
-        "CONTRIBUTING.md",
-        "docs/measuring.md",
-        "results/README.md",
-        "Makefile",
-        "common/measure/aot.py",
-    } <= places
+    assert {"README.md", "CONTRIBUTING.md", "docs/measuring.md", "results/README.md", "Makefile"} <= places
     assert {"make bench STAGE=v3", "make stage FROM=v29 NAME=v29x_yours", "make diff A=v3 B=v4"} <= COMMANDS.keys()
-    assert len(COMMANDS) > 60
+    assert "common/measure/aot.py" in places and len(COMMANDS) > 60
 
 
-NEED_A_GPU = {"reference", "rates", "energy", "sanitize", "example", "example-ring"}
-THEMSELVES = {"test", "test-long", "clean", "bench", "plots"}  # this suite, a target that deletes files, and slow targets
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("make ")])
-def test_a_make_command_that_is_shown_runs(command, tmp_path):
-    """Commands that need no GPU run in a copy of the repository."""
-    words = [word for word in shlex.split(command) if not word.startswith("PYTHON=")]
-    targets = {word for word in words[1:] if "=" not in word}
-    if targets & (NEED_A_GPU | THEMSELVES) and len(words) == 2 or targets & NEED_A_GPU or "--million" in command:
-        pytest.skip("needs a GPU, or takes too long")
-    copy = tmp_path / "repository"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".venv", ".git", ".benchmarks", "__pycache__"))
-    if "compare" in targets:
-        pytest.skip("compares runs that there are not")
-    done = subprocess.run([*words, f"PYTHON={sys.executable}"], cwd=copy, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+def test_no_line_of_the_predictions_is_left_about_a_missing_stage():
+    versions = re.findall(r'^    "(v\d+[a-z]?)": \(', (ROOT / "tests" / "predictions.py").read_text(), re.MULTILINE)
+    assert versions and set(versions) <= set(map(stages.version, stages.names()))
 
 
 def test_lines_that_need_a_missing_stage_are_named(tmp_path):

@@ -9,6 +9,7 @@ from test_results import run as run_of
 import stages
 from common.measure.workloads import Workload
 from common.show import front, tracks
+from common.show.results import Run
 from common.show.tracks import TRACKS, stages_of
 
 V0, V1, V2, V3 = map(stages.resolve, ("v0", "v1", "v2", "v3"))
@@ -32,17 +33,16 @@ def test_ladder_shows_the_newest_gains_and_shares_of_one_run(code):
     table = front.ladder([late, new, old])
     found = rows(table)
     assert found[f"[v0](stages/{V0})"] == ["-", "25 %", "-", "25 %"]
-    assert found[f"[v1](stages/{V1})"] == ["×2.00", "25 %", "same code", "25 %"]  # only the newer run has cuDNN
-    assert found[f"[v2](stages/{V2})"] == ["-", "-", "×4.00", "100 %"]
+    assert found[f"[v1](stages/{V1})"] == ["×2.00 (2.00–2.00)", "25 %", "same code", "25 %"]  # only the newer run has cuDNN
+    assert found[f"[v2](stages/{V2})"] == ["-", "-", "×4.00 (4.00–4.00)", "100 %"]
     assert found[f"[v3](stages/{V3})"] == ["-"] * 4  # its run has no library and no other stage
     assert "commit old (2026-01-01), new (2026-01-02)." in table
 
 
-def test_the_fastest_library_is_that_of_each_point(code):
-    found = records(V0, 1.0) + records("sdpa-x", 4.0, lengths=[1024, 4096]) + records("flash-4", 2.0)
-    found += records("sdpa-x", 0.5, lengths=[16384])
-    ratio, _ = front.share_of_the_fastest([run_of("only", "2026-01-01", found)], V0, "fwd")
-    assert ratio == pytest.approx((2.0**2 * 0.5) ** (1 / 3))
+def test_numbers_whose_code_has_changed_are_marked(code):
+    measured = run_of("x", "2026-01-01", records(V2, 4.0), records(V3, 1.0, passes=["bwd"], source="0" * 12))
+    found = rows(front.ladder([measured]))
+    assert found[f"[v3](stages/{V3})"] == ["-", "-", "×4.00 (4.00–4.00)†", "-"] and "†" not in str(found[f"[v2](stages/{V2})"])
 
 
 def test_ladder_has_each_stage_once_and_dead_ends_apart():
@@ -63,10 +63,11 @@ def test_ladder_has_each_stage_once_and_dead_ends_apart():
 @pytest.mark.parametrize("library", [True, False])
 def test_a_track_has_a_column_for_libraries_if_its_runs_have_one(library, monkeypatch):
     work = Workload("bwd", 1, 1, 4096, 256, False, "float16")
-    times = {"v43_safe_speculation": {work: 3.0}, "v44_wide_kernel": {work: 1.5}} | (
-        {"sdpa-cudnn": {work: 3.0}} if library else {}
+    times = {"v43_safe_speculation": 3.0, "v44_wide_kernel": 1.5} | ({"sdpa-cudnn": 3.0} if library else {})
+    measured = Run(
+        [{"impl": impl, "ms": ms} | work.record() for impl, ms in times.items()], {"gpu": "a GPU", "commit": "0" * 40}
     )
-    monkeypatch.setattr(tracks, "_times", lambda track: (times, [{"gpu": "a GPU", "commit": "0" * 40}]))
+    monkeypatch.setattr(tracks, "runs_of", lambda key: [measured])
     shown = tracks.table("wide", lambda name: [name, "idea", "1"])
     (row,) = [line for line in shown.splitlines() if "v44_wide_kernel" in line]
     assert ("% of fastest" in shown) == ("Libraries: cuDNN." in shown) == library
@@ -80,21 +81,17 @@ def test_an_idea_is_said_in_twelve_words(name):
     assert len(text.removeprefix("A dead end: ").split()) <= 12
 
 
-def test_headline_multiplies_gains_where_no_run_has_both_ends():
+def test_headline_compares_the_newest_stage_with_the_first_and_the_libraries():
     old = run_of("old", "2026-01-01", records("v0_a", 10.0), records("v1_b", 2.0), records("v1a_x", 0.1))
-    new = run_of("new", "2026-01-02", records("v1_b", 4.0), records("v2_c", 1.0), records("sdpa-cudnn", 1.5))
-    assert front.headline([new, old]).splitlines() == [
-        "| v2, D = 128   |   TFLOP/s |   × v0 |   × cuDNN |",
-        "|:--------------|----------:|-------:|----------:|",
-        "| forward       |       100 |    ×20 |     ×1.50 |",
-        "| backward      |       100 |    ×20 |     ×1.50 |",
-        "",
-        "v2 is the newest measured stage. D is the head dimension. TFLOP/s counts 10¹² floating-point operations per second. "
-        "×1.10 means 1.10 times as fast. The workloads are listed below the ladder. "
-        "Measured on X, torch 1, triton 2, commit old (2026-01-01), new (2026-01-02). "
-        "No run has both v0 and v2, so × v0 multiplies the gains of several runs.",
+    new = run_of("new", "2026-01-02", records("v0_a", 20.0), records("v2_c", 1.0), records("sdpa-cudnn", 1.5))
+    table, _, words = front.headline([new, old]).partition("\n\n")
+    assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if "---" not in line] == [
+        ["v2, D = 128", "TFLOP/s", "× v0", "× cuDNN"],
+        ["forward", "100", "×20 (20–20)", "×1.50 (1.50–1.50)"],
+        ["backward", "100", "×20 (20–20)", "×1.50 (1.50–1.50)"],
     ]
-    assert "|        50 |  ×5.00 |" in front.headline([old])  # cuDNN is not in this run
-    assert "multiplies" not in front.headline([old])
+    assert "Measured on X, torch 1, triton 2, commit new (2026-01-02)." in words
+    assert "×5.00 (5.00–5.00) |" in front.headline([old])  # cuDNN is not in this run
     apart = run_of("apart", "2026-01-03", records("v3_d", 1.0), records("v4_e", 1.0))
-    assert "|       100 |      - |" in front.headline([apart, old])  # no runs connect v4 to v0
+    assert "|       100 |      - |" in front.headline([apart, old])  # no run has both v4 and v0
+    assert front.headline([]) == "Not measured yet."

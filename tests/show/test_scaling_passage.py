@@ -5,7 +5,7 @@ import json
 import pytest
 
 from common.measure.workloads import Workload
-from common.show import documents, results, scaling
+from common.show import scaling
 
 plots = pytest.importorskip("common.show.plots")
 
@@ -31,10 +31,6 @@ def root(tmp_path, monkeypatch):
     (tmp_path / "results").mkdir()
     monkeypatch.setattr(scaling, "ROOT", tmp_path)
     return tmp_path
-
-
-def test_without_a_run_the_command_is_named(root):
-    assert scaling.scaling_passage() == f"Not measured yet: `{scaling.COMMAND}`, then `make plots readme`."
 
 
 def test_a_run_is_shown_with_its_most_gpus(root):
@@ -68,14 +64,3 @@ def test_a_run_with_several_numbers_of_gpus_is_drawn(tmp_path):
     plots.draw_scaling("ring-x", RUN, tmp_path)
     assert (tmp_path / "ring-x.png").exists()
     assert scaling.Scaling(RUN).is_drawn() and not scaling.Scaling(MILLION).is_drawn()
-
-
-def test_each_committed_run_has_its_document():
-    written = documents.documents()
-    for path in scaling.ring_files():
-        assert path.with_suffix(".md") in written
-        facts = scaling.load_ring(path)["machine_info"]
-        assert (
-            all(facts[fact] for fact in ("gpu", "gpus", "torch", "triton", "commit", "date")) and "dirty" not in facts["commit"]
-        )
-    assert results.ROOT / "docs" / "several-gpus.md" in written

@@ -1,7 +1,8 @@
 """The site's pages load in Chromium. Their controls change the pictures. Readers with impaired vision can read them."""
 
-import itertools
+import os
 import re
+import shutil
 
 import pytest
 
@@ -11,21 +12,25 @@ pytest.importorskip("vl_convert")
 
 import stages  # noqa: E402
 from common.show import results  # noqa: E402
-from common.show.story import code_files  # noqa: E402
-from common.site.browser import HINT, chromium, path  # noqa: E402
-from common.site.diffs import rows  # noqa: E402
 
 STEPS = [stages.version(name) for name in stages.names()]
 DOCUMENTS = ["index", "glossary", "reading", "operator", "measuring", "interpreter", "several-gpus", "contributing", "results"]
 WIDE, NARROW = {"width": 1440, "height": 900}, {"width": 380, "height": 800}
 
 
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
 @pytest.fixture(scope="module")
 def browser():
-    if not path():
-        pytest.skip(HINT)
-    with chromium() as found:
+    path = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+    if not path:
+        pytest.skip("no Chromium is installed; on Debian and Ubuntu: apt-get install chromium, or set CHROMIUM to its path")
+    options = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium's sandbox refuses root
+    with playwright.sync_playwright() as started:
+        found = started.chromium.launch(executable_path=path, args=options)
         yield found
+        found.close()
 
 
 class Watched:
@@ -84,16 +89,9 @@ def test_a_page_opens_and_fits(reader, name):
     assert reader.noted == []
 
 
-SOON = {("index", "light"), ("index", "dark"), ("glossary", "light"), ("reading", "dark"), ("v3", "light"), ("v25", "dark")}
-
-
-@pytest.mark.parametrize(
-    ("name", "scheme"),
-    [
-        pytest.param(name, scheme, marks=[] if (name, scheme) in SOON else [pytest.mark.long])
-        for name, scheme in itertools.product([*DOCUMENTS, *STEPS], ("light", "dark"))
-    ],
-)
+@pytest.mark.parametrize(("name", "scheme"), [
+    ("index", "light"), ("index", "dark"), ("glossary", "light"), ("reading", "dark"), ("v3", "light"), ("v25", "dark")
+])  # fmt: skip
 def test_everyone_can_read_a_page(reader, name, scheme):
     """The accessibility checker axe finds no serious problem, for example of names, contrast or structure."""
     reader.page.set_viewport_size(WIDE)
@@ -103,13 +101,6 @@ def test_everyone_can_read_a_page(reader, name, scheme):
     page.emulate_media(color_scheme="light")
     serious = [each for each in found.response["violations"] if each["impact"] in ("serious", "critical")]
     assert [(each["id"], node["html"][:200]) for each in serious for node in each["nodes"][:3]] == []
-
-
-def test_pages_of_code_open(watched):
-    files = sorted(watched.site.glob("code-*.html"))
-    assert files
-    for file in files:
-        assert watched.open(file.name).inner_text("h1").replace("/", "-") in file.name
 
 
 def bars(page):
@@ -131,17 +122,6 @@ def test_a_choice_changes_the_chart_and_the_address(watched, name, value):
     page = watched.open(f"index.html#{fragment}")
     page.wait_for_timeout(200)
     assert page.input_value(f"#choices select[name={name}]") == value and bars(page) == after
-
-
-def test_a_bar_tells_its_value_and_where_it_was_measured(watched):
-    page = watched.open("index.html")
-    page.select_option("#choices select[name=s]", "2048")
-    page.wait_for_timeout(200)
-    page.query_selector_all("#chart path[aria-label*='TFLOP']")[-1].hover()
-    page.wait_for_selector("#box.on")
-    words = page.inner_text("#box")
-    assert re.search(r"TFLOP/s: \d", words) and re.search(r"interquartile range: \d", words)
-    assert re.search(r"run: NVIDIA .*, commit [0-9a-f]{12}, \d{4}-\d\d-\d\d", words)
 
 
 def test_the_pass_that_is_chosen_is_shown(watched):
@@ -174,13 +154,6 @@ def test_the_slider_moves_through_both_traces(watched):
     assert "time=250" in page.url
 
 
-def test_the_time_axis_says_what_is_to_the_right(watched):
-    axes = [each.inner_text() for each in visible(watched.open("v3.html"), "figure:not(.zoomed) .axis")]
-    assert len(axes) == 2 and all("order of accesses" in words and "width = bytes" in words for words in axes)
-    axes = [each.inner_text() for each in visible(watched.open("v25.html"), ".axis")]
-    assert len(axes) == 4 and all("cycles" in words and "launch" in words for words in axes)
-
-
 def test_play_moves_until_it_is_paused(watched):
     page = watched.open("v3.html#time=0")
     page.click("#play")
@@ -198,19 +171,6 @@ def test_an_access_tells_what_it_is(watched):
     assert re.match(r"program \d+ reads K, rows \d+ to \d+: [\d,]+ bytes", page.inner_text("#box"))
 
 
-def test_writes_differ_from_reads_without_color(watched):
-    page = watched.open("v7.html")
-    looks = {
-        kind: page.query_selector(f".inner .{kind}").evaluate(
-            "each => [getComputedStyle(each).fill, getComputedStyle(each).stroke]"
-        )
-        for kind in ("c0", "write", "add")
-    }
-    grey = {kind: sum(map(int, re.findall(r"\d+", fill)[:3])) for kind, (fill, _) in looks.items() if fill != "none"}
-    assert looks["add"][0] == "none" and looks["add"][1] != "none"  # hollow
-    assert abs(grey["c0"] - grey["write"]) > 100
-
-
 def test_zoom_widens_the_timelines_and_they_scroll_together(watched):
     page = watched.open("v25.html")
     field = visible(page, ".zoomed .field")[0]
@@ -224,12 +184,6 @@ def test_zoom_widens_the_timelines_and_they_scroll_together(watched):
     assert "zoom=8" in page.url
 
 
-def test_a_lane_of_a_timeline_says_how_busy_its_unit_is(watched):
-    for panel in visible(watched.open("v25.html"), ".zoomed"):
-        busy = [re.fullmatch(r"(\d+) %", each.inner_text()) for each in panel.query_selector_all(".names b")]
-        assert len(busy) == len(panel.query_selector_all("svg")) and 0 < max(int(each[1]) for each in busy) <= 100
-
-
 def test_equal_lines_unfold_and_fold(watched):
     page = watched.open("v6.html")
     count = page.locator(".diff tr:visible").count()
@@ -238,15 +192,6 @@ def test_equal_lines_unfold_and_fold(watched):
     assert unfolded > count
     page.click(".bar button")
     assert page.locator(".diff tr:visible").count() == count
-
-
-@pytest.mark.parametrize("name", ["v3", "v7", "v24"])
-def test_the_code_opens_at_the_first_changed_kernel(watched, name):
-    rows_shown = visible(watched.open(f"{name}.html"), ".diff tbody tr:not(.bar)")
-    shown = [row.inner_text() for row in rows_shown]
-    assert not [text for text in shown if re.search(r"^\d*\s*(import|from) ", text)]
-    changed = next(place for place, row in enumerate(rows_shown) if "ch" in (row.get_attribute("class") or ""))
-    assert changed <= 3 and any("def " in text for text in shown[changed : changed + 10])
 
 
 def test_keys_and_links_lead_from_step_to_step(watched):
@@ -286,30 +231,12 @@ def test_a_term_shows_its_definition(watched, how):
     assert not visible(page, "#box.on")
 
 
-def test_a_note_leads_to_the_step_that_answers_it(watched):
-    page = watched.open("v2.html")
-    page.locator(".diff a[href='v3.html']").first.evaluate("each => each.click()")
-    page.wait_for_url("**/v3.html")
-
-
 def test_without_scripts_everything_is_there(browser, site):
     watched = Watched(browser, site, java_script_enabled=False)
     page = watched.page
     page.goto(f"{site.as_uri()}/v3.html")
     assert [each.inner_text().split(":")[0] for each in visible(page, ".parts")] == ["forward.py", "backward.py"]
     assert len(visible(page, ".panel")) == 4 and not visible(page, "button")
-    both = ("v2_fa1_tiling", "v3_fa2_causal")
-    texts = [[stages.source(name, file) for name in both] for file in code_files(*both)]
-    assert len(visible(page, ".diff tbody tr")) == sum(len(rows(*both)) for both in texts)
     page.goto(f"{site.as_uri()}/index.html")
     assert visible(page, "#chart svg") and not visible(page, "#choices")
     page.close()
-
-
-def test_dark_and_light(watched):
-    page = watched.open("v3.html")
-    colors = []
-    for scheme in ("light", "dark"):
-        page.emulate_media(color_scheme=scheme)
-        colors.append(page.evaluate("getComputedStyle(document.body).backgroundColor"))
-    assert colors[0] != colors[1]

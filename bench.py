@@ -640,6 +640,8 @@ def main(argv: list[str]) -> int:
     if options.stale:
         show_stale()
         return 0
+    if DEVICE == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("no GPU is here; with TRITON_INTERPRET=1, as in `make bench`, bytes and FLOPs are counted on the CPU")
     if options.reference and DEVICE == "cpu":
         raise SystemExit("--reference needs a GPU, and no GPU is in use here")
     if options.reference and options.json and options.json.exists():

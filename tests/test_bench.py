@@ -520,3 +520,9 @@ def test_the_cpu_s_workloads_are_few_and_several_tiles_long():
     assert len(found) <= 40 and {(w.head_dim, w.causal) for _, w in found} == {(64, False), (64, True)}
     assert min(w.seq_len for _, w in found) >= 4 * 128
     assert sum(bench.expected_seconds(impl, w) for impl, w in found) < 60
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="needs a machine without a GPU")
+def test_without_a_gpu_or_an_interpreter_one_line_says_what_to_do():
+    run = programs.python("bench.py", "--stage=v0", TRITON_INTERPRET="0")
+    assert run.returncode == 1 and len(run.stderr.splitlines()) == 1 and "TRITON_INTERPRET=1" in run.stderr

@@ -7,7 +7,7 @@ from common.measure.footprint import MIB_IN_MB
 from common.measure.workloads import Workload
 from common.show import results
 from common.show.results import stage_order
-from common.show.tables import PASS_NAMES, markdown
+from common.show.tables import PASS_NAMES, legend, markdown
 
 SHAPE = "B", "H", "Hkv", "S", "Sk"  # the parts of a workload's label that differ between the rows of a table
 
@@ -99,4 +99,5 @@ def tables(records: list[dict], machine: dict, wide: bool) -> str:
         kept = len(headers) if wide else headers.index("launches")
         parts += [name, markdown([row[:kept] for row in rows], headers[:kept], ("shape", "implementation")), *notes]
     parts += [f"measured on: {'; '.join(runs)}"] if runs else []
+    parts += legend("\n".join(parts))
     return "\n\n".join(parts)

@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import test_makefile
 from cases import needs_of_stages_that_are_gone
+from test_makefile import make
 
 import stages
 from common.show import new_stage
@@ -114,7 +114,7 @@ def check_make(words, monkeypatch):
         if len(given.keys() - {"PYTHON"}) == 0 or target.startswith("test"):
             continue
         dry = [word for word in words if not word.startswith("PYTHON=")] + [f"PYTHON={sys.executable}"]
-        shown = test_makefile.make(ROOT, "--dry-run", *dry[1:])
+        shown = make(ROOT, "--dry-run", *dry[1:])
         line = shown.stdout.replace("\\\n", " ").strip().splitlines()[-1]
         *_, last = re.split(r"(?=-m (?:common|examples)|bench\.py)", line.partition(";")[0])
         check_python(["python", *shlex.split(last)], monkeypatch)

@@ -56,7 +56,7 @@ def test_examples_alone_install_what_examples_need(target, tmp_path):
     (tmp_path / "examples").mkdir()
     for name in ("Makefile", "requirements.txt", "examples/requirements.txt"):
         shutil.copy(ROOT / name, tmp_path / name)
-    every = [f"{name}=x" for name in ("A", "B", "FILE", "GRID", "NAME", "FROM")]
+    every = [f"{name}=x" for name in ("A", "B", "FILE", "GRID", "NAME", "FROM", "STAGE", "TO")]
     assert ("examples/requirements.txt" in make(tmp_path, "--dry-run", target, *every).stdout) == target.startswith("example")
     if target == "site":
         pytest.importorskip("vl_convert")

@@ -1,7 +1,7 @@
 """Simulate a stage's Gluon kernels on one SM, cycle by cycle, at the measured rates of its units.
 
 The model of an SM is `common.interpreter.timing`. The model's rates are in results/rates-h200.json. They come from
-microbenchmarks, so no rate is fitted to a stage's measured time. Only Gluon kernels are timed. `make timeline` draws them.
+microbenchmarks, so no rate is fitted to a stage's measured time. Only Gluon kernels are timed. The site draws them.
 """
 
 import itertools

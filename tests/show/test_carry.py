@@ -96,6 +96,13 @@ def test_an_edit_reaches_all_descendants(capsys):
     ]
 
 
+def test_an_edit_of_a_later_stage_leaves_earlier_stages_and_siblings_alone():
+    edit(V2, "x + ONE", "x - ONE", "forward_part.py")
+    assert run(V2) == 0
+    changed = {name: edited(TEXTS[name], "x + ONE", "x - ONE") for name in (V2, V2A, V3)}
+    assert code() == TEXTS | changed
+
+
 def test_a_conflict_stops_the_carry_until_it_is_resolved(tree, capsys):
     edit(V0, "    a = helper(x)", "    a = -helper(x)")  # v3 has changed the same line
     edit(V0, "x + ONE", "x - ONE")
@@ -121,6 +128,18 @@ def test_a_conflict_stops_the_carry_until_it_is_resolved(tree, capsys):
     assert run("--continue") == 2 and "no carry is in progress" in capsys.readouterr().err
 
 
+def test_what_a_conflict_resolves_to_goes_to_the_children():
+    edit(V0, "return d", "return d - 1")  # v1 has changed the same line
+    assert run("v0") == 1
+    resolved = edited(TEXTS[V1], "return d + 1", "return d + 1 - 1")
+    assert code()[V2] == TEXTS[V2]
+    (stages.directory(V1) / "forward.py").write_text(resolved["forward.py"])
+    assert run("--continue") == 0
+    assert {name: code()[name] for name in (V2, V2A, V3)} == {
+        name: edited(TEXTS[name], "return d + 1", "return d + 1 - 1") for name in (V2, V2A, V3)
+    }
+
+
 def test_abort_restores_all_stages_but_the_edited_one():
     edit(V0, "    a = helper(x)", "    a = -helper(x)")
     (stages.directory(V0) / "forward_new.py").write_text("def new():\n    pass\n")
@@ -141,6 +160,12 @@ def test_notes_stay_where_they_are():
         changed = edited(TEXTS[name], "    d = c * 4\n    # NOTE: v9 is faster\n    return d + 1",
                          "    # NOTE: v9 is faster\n    return 4 * c + 1")  # fmt: skip
         assert code()[name] == edited(changed, "    b = a * 2\n", "    b = a * 2\n    b += 1\n")
+
+
+def test_an_edit_of_notes_alone_is_no_edit(capsys):
+    edit(V1, "# NOTE: v9 is faster", "# NOTE: v9 is slower")
+    assert run("v1") == 2
+    assert "has no change since HEAD" in capsys.readouterr().err
 
 
 def test_notes_are_put_before_the_lines_that_they_were_before():
@@ -188,6 +213,17 @@ def test_what_a_child_has_changed_is_not_deleted(capsys):
     (stages.directory(V2) / "forward_part.py").write_text(before[V2]["forward_part.py"])
     assert run("--continue") == 1
     assert capsys.readouterr().out.startswith(f"stages/{V3}/forward.py:")  # v2a could delete `forward`
+
+
+def test_a_child_without_the_definition_stays_as_it_is(capsys):
+    (stages.directory(V2) / "forward.py").write_text(HEADER + "\n\ndef forward(x):\n    return other(x)\n")
+    commit()
+    before = code()
+    edit(V0, "c = b * 3", "c = b * 33")
+    assert run("v0") == 0
+    assert code() == before | {name: edited(before[name], "b * 3", "b * 33") for name in (V0, V1)}
+    told = capsys.readouterr().out
+    assert f"{V2}: has no kernel\n{V2A}: not affected\n{V3}: not affected\n" in told and "stages left alone: 3 of 4" in told
 
 
 F, G = "\n\ndef f():\n    return 1\n", "\n\ndef g():\n    return 2\n"
@@ -263,6 +299,16 @@ def test_a_deleted_file_stays_where_the_child_has_an_own_function_in_it():
     )
 
 
+def test_what_a_child_lacks_is_named():
+    old = {"forward.py": F[2:], "forward_a.py": "import abc\n"}
+    new = {"forward.py": F[2:].replace("1", "3"), "forward_a.py": "import re\n" + G}
+    assert carried(old, new, {"forward.py": "import re\n"}, (V1, V0)).news == [
+        "has no f",
+        "has no forward_a.py for g",
+        "has no forward_a.py",
+    ]
+
+
 def test_a_committed_edit_is_carried(capsys):
     edit(V1, "x + ONE", "x - ONE")
     commit()
@@ -294,6 +340,14 @@ def test_a_descendant_with_an_edit_of_its_own_is_refused(file, capsys):
     assert run("v1") == 2
     assert f"make carry: commit or undo your edit of stages/{V2A}/{file} first" in capsys.readouterr().err
     assert code() == before
+
+
+def test_a_stage_that_is_newer_than_the_revision_is_refused(tree, capsys):
+    for name in (V1, V2):
+        (tree / "stages" / name).rename(tree / "stages" / f"{name}_renamed")
+    commit()
+    assert run("v1", "--since=HEAD~1") == 2
+    assert f"{V1}_renamed does not exist at HEAD~1" in capsys.readouterr().err
 
 
 def test_every_later_stage_gets_an_edit_of_the_first_prepare_kernel(monkeypatch):

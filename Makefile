@@ -13,7 +13,9 @@ SETUP_EXAMPLE := .venv/example
 endif
 
 # Without a GPU, Triton interprets kernels on the CPU, unless TRITON_INTERPRET=0 says otherwise.
-export TRITON_INTERPRET ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo 0 || echo 1)
+ifndef TRITON_INTERPRET
+export TRITON_INTERPRET := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo 0 || echo 1)
+endif
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

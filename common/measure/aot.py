@@ -36,7 +36,7 @@ from triton.runtime.errors import AutotunerError
 
 import stages
 from common.measure import terminal
-from common.measure.options import HEAD_DIM, add_list, json_path, list_of, one_of, single, write_json
+from common.measure.options import add_list, json_path, list_of, one_of, write_json
 from common.measure.progress import Progress
 
 # Maximum bytes of shared memory per CTA, by architecture (90 is sm_90).
@@ -104,25 +104,18 @@ def first_that_survives(autotuner, kwargs):
     raise AutotunerError(f"all {len(autotuner.configs)} configurations of {autotuner.base_fn.__name__} were pruned")
 
 
-def roles(source: str, ttgir: str, ptx: str) -> list[tuple[str, int]]:
-    """Return (function, registers per thread) of each partition of a warp-specialized kernel.
+def partition_registers(ttgir: str, ptx: str) -> list[int]:
+    """Return the registers per thread of each partition of a warp-specialized kernel. Without partitions, the list is empty.
 
-    The default partition comes first. Without partitions, the list is empty. If the compiler itself has made the partitions,
-    their names are "default", "partition0", "partition1" and so on.
+    The default partition comes first.
 
     Args:
-        source: the kernel's IR before any compiler pass, where each partition is a call.
         ttgir: the kernel's TTGIR, Triton's IR for GPUs, with the registers of all partitions except the default one.
         ptx: the kernel's PTX. Its second setmaxnreg instruction gives the registers of the default partition.
     """
-    requested = re.search(r"requestedRegisters = array<i32: ([\d, ]+)>", ttgir)
-    if not requested:
+    if not (requested := re.search(r"requestedRegisters = array<i32: ([\d, ]+)>", ttgir)):
         return []
-    workers = [int(registers) for registers in requested[1].split(",")]
-    _, default, *_ = (int(registers) for registers in re.findall(r"setmaxnreg\S+\s+(\d+)", ptx))
-    calls = re.findall(r"^ *(?:default|partition\d+\(.*) \{\n.*tt\.call @\"?([\w.]+?)__", source, re.MULTILINE)
-    names = [call.split(".")[-1] for call in calls] or ["default", *(f"partition{number}" for number in range(len(workers)))]
-    return list(zip(names, [default, *workers], strict=True))
+    return [int(re.findall(r"setmaxnreg\S+\s+(\d+)", ptx)[1]), *map(int, requested[1].split(","))]
 
 
 def _describe(source, metadata, metadata_group, ptxas_log):
@@ -138,7 +131,7 @@ def _describe(source, metadata, metadata_group, ptxas_log):
         "kernel": source.fn.__name__,
         "config": " ".join(f"{name}={value}" for name, value in config.items()),
         "registers": max(map(int, re.findall(r"Used (\d+) registers", ptxas_log))),
-        "roles": roles(texts.get(".source", ""), texts[".ttgir"], texts[".ptx"]),
+        "partition_registers": partition_registers(texts[".ttgir"], texts[".ptx"]),
         "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", ptxas_log))),
         "shared_bytes": metadata["shared"],
         "instructions": [name for name, ptx in INSTRUCTIONS.items() if ptx in texts[".ptx"]],
@@ -243,7 +236,7 @@ def compile_cases(cases, all_configs):
         - kernel: the kernel's name.
         - config: the tile, the number of warps and the number of pipeline stages, as a text.
         - registers: the number of registers per thread at launch.
-        - roles: the result of `roles`.
+        - partition_registers: the result of `partition_registers`.
         - spilled_bytes: the bytes that each thread stores and loads because of spills.
         - shared_bytes: the bytes of shared memory per CTA.
         - instructions: which instructions of `INSTRUCTIONS` the kernel has.
@@ -300,7 +293,8 @@ def table(rows: list[dict]) -> str:
     return f"{above}\n\n" * bool(above) + tabulate(shown, headers="keys")
 
 
-COMPARED = "registers", "spilled_bytes", "shared_bytes", "roles", "ptx", "code"
+CASE = "stage", "arch", "dtype", "head_dim", "value_dim", "causal", "kv_heads"
+COMPARED = "registers", "spilled_bytes", "shared_bytes", "partition_registers", "ptx", "code"
 
 
 def _at_revision(revision: str, argv: list[str]) -> dict:
@@ -328,12 +322,11 @@ def differences(before: list[dict], after: list[dict]) -> list[str]:
 
     Kernels with the same case and name are compared in their order.
     """
-    names = "stage", "arch", "dtype", "head_dim", "value_dim", "causal", "kv_heads", "kernel"
     found = []
     for rows in (before, after):
         of_name = collections.defaultdict(list)
         for row in rows:
-            of_name[tuple(row[name] for name in names)].append(row)
+            of_name[tuple(row[name] for name in (*CASE, "kernel"))].append(row)
         found.append({(*key, number): row for key, same in of_name.items() for number, row in enumerate(same)})
     lines = []
     for key in found[0] | found[1]:
@@ -385,13 +378,11 @@ def main(argv: list[str]) -> int:
     usual = ",".join(map(str, USUAL_ARCHS))
     arch_help = f"compute capability: {', '.join(archs)} (default: %(default)s)"
     parser.add_argument("--arch", type=list_of(one_of(archs)), default=usual, metavar="LIST", help=arch_help)
-    for flag, default in (("--head-dim", "64,128"), ("--dtype", "float16"), ("--causal", "yes")):
+    for flag, default in (("--head-dim", "64,128"), ("--value-dim", None), ("--dtype", "float16"), ("--causal", "yes")):
         add_list(parser, flag, default)
     kv_heads = {str(number): number for number in range(1, HEADS + 1) if HEADS % number == 0}
     kv_help = f"K/V heads, shared by {HEADS} query heads: {', '.join(kv_heads)} (default: %(default)s)"
     parser.add_argument("--kv-heads", type=list_of(one_of(kv_heads)), default=str(HEADS), metavar="LIST", help=kv_help)
-    value_help = "head dimension of V (default: the head dimension of Q and K)"
-    parser.add_argument("--value-dim", type=single(HEAD_DIM), default=None, metavar="NUMBER", help=value_help)
     parser.add_argument("--all-configs", action="store_true", help="compile every configuration, not only the first")
     parser.add_argument("--json", type=json_path, metavar="FILE", help="also write rows and errors to FILE")
     parser.add_argument(
@@ -401,9 +392,8 @@ def main(argv: list[str]) -> int:
     )
     arguments = parser.parse_args(argv)
 
-    names = "stage", "arch", "dtype", "head_dim", "causal", "kv_heads"
-    product = itertools.product(*(getattr(arguments, name) for name in names))
-    cases = [dict(zip(names, values, strict=True)) | {"value_dim": arguments.value_dim} for values in product]
+    product = itertools.product(*(getattr(arguments, name) for name in CASE))
+    cases = [dict(zip(CASE, values, strict=True)) for values in product]
     rows, errors, unavailable = compile_cases(cases, arguments.all_configs)
 
     if rows and not arguments.against:
@@ -421,7 +411,7 @@ def main(argv: list[str]) -> int:
             needs = f"needs {row['shared_bytes']} bytes of shared memory, but a CTA has {SHARED_LIMIT[row['arch']]}"
             print(f"error: {row['stage']} {row['kernel']} sm_{row['arch']} {row['config']}: {needs}", file=sys.stderr)
     for error in errors:
-        case = " ".join(f"{name}={error[name]}" for name in names)
+        case = " ".join(f"{name}={error[name]}" for name in CASE)
         print(f"error: {case}: {error['error']}", file=sys.stderr)
     if arguments.json:
         write_json(arguments.json, {"rows": rows, "errors": errors, "unavailable": unavailable})

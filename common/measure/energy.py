@@ -24,7 +24,7 @@ from common.entry import Unavailable
 from common.measure import machine, terminal, workloads
 from common.measure.baselines import BASELINES, refusal, timed_call
 from common.measure.options import add_implementations, add_list, json_path, write_json
-from common.measure.timing import GpuTimer
+from common.measure.timing import GpuTimer, seconds_of_row
 from common.measure.workloads import Workload
 from common.runtime import INTERPRETED
 
@@ -113,23 +113,12 @@ def watts(readings: list[Reading]) -> float:
     return (last.joules - first.joules) / (last.seconds - first.seconds)
 
 
-def _seconds(call: Callable, count: int) -> float:
-    """Make `count` calls back to back, and return the GPU seconds per call."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(count):
-        call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3 / count
-
-
 def measure(call: Callable, gauges: Gauges, timer: GpuTimer) -> dict:
     """Measure a call's seconds, joules, watts and clock at the power limit, and its seconds after a rest, as `timer` does."""
     rested = statistics.median(timer.measure(call)[0])
-    _seconds(call, max(1, int(SETTLE_S / rested)))
+    seconds_of_row(call, max(1, int(SETTLE_S / rested)))
     with gauges.watching() as readings:
-        seconds = _seconds(call, max(3, int(MEASURED_S / rested)))
+        seconds = seconds_of_row(call, max(3, int(MEASURED_S / rested)))
     power = watts(readings)
     return {
         "seconds": seconds,

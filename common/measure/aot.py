@@ -270,24 +270,15 @@ def table(rows: list[dict]) -> str:
     """Format the rows as a table. A property of the case, such as the dtype, stands above it if all rows have one value."""
     cells = [
         {
-            "stage": stages.version(row["stage"]),
-            "kernel": row["kernel"].strip("_").removesuffix("_kernel"),
-            "arch": row["arch"],
-            "dtype": row["dtype"],
-            "D": row["head_dim"],
-            "Dv": row["value_dim"] or row["head_dim"],
-            "causal": row["causal"],
-            "K/V heads": row["kv_heads"],
-            "config": re.sub(r"[A-Za-z_]+=", "", row["config"]),
-            "regs": row["registers"],
-            "spilled": row["spilled_bytes"],
-            "shared": f"{row['shared_bytes']}/{SHARED_LIMIT[row['arch']]}",
-            "instructions": " ".join(row["instructions"]),
+            "arch": row["arch"], "dtype": row["dtype"], "D": row["head_dim"], "Dv": row["value_dim"] or row["head_dim"],
+            "causal": row["causal"], "K/V heads": row["kv_heads"], "stage": stages.version(row["stage"]),
+            "kernel": row["kernel"].strip("_").removesuffix("_kernel"), "config": re.sub(r"[A-Za-z_]+=", "", row["config"]),
+            "regs": row["registers"], "spilled": row["spilled_bytes"],
+            "shared": f"{row['shared_bytes']}/{SHARED_LIMIT[row['arch']]}", "instructions": " ".join(row["instructions"]),
         }
         for row in rows
-    ]
-    case = "arch", "dtype", "D", "Dv", "causal", "K/V heads"
-    alike = {name: cells[0][name] for name in case if len({cell[name] for cell in cells}) == 1}
+    ]  # fmt: skip
+    alike = {name: cells[0][name] for name in list(cells[0])[:6] if len({cell[name] for cell in cells}) == 1}
     shown = [{name: str(value) for name, value in cell.items() if name not in alike} for cell in cells]
     above = ", ".join(f"{name} {value}" for name, value in alike.items())
     return f"{above}\n\n" * bool(above) + tabulate(shown, headers="keys")
@@ -298,7 +289,7 @@ COMPARED = "registers", "spilled_bytes", "shared_bytes", "partition_registers", 
 
 
 def _at_revision(revision: str, argv: list[str]) -> dict:
-    """Compile the kernels of git revision `revision` with the current `common/measure`. Return what `--json` writes.
+    """Compile the kernels of a git revision with the current `common/measure` and options. Return what `--json` writes.
 
     Raises:
         SystemExit: the revision does not exist, or one of its stages or kernels does not compile.
@@ -310,7 +301,7 @@ def _at_revision(revision: str, argv: list[str]) -> dict:
             raise SystemExit(f"git archive {revision}: {archive.stderr.decode().strip()}")
         subprocess.run(["tar", "--extract"], input=archive.stdout, cwd=tree, check=True)
         shutil.copytree(ROOT / "common" / "measure", tree / "common" / "measure", dirs_exist_ok=True)
-        command = [sys.executable, "-m", "common.measure.aot", *argv, "--json", "rows.json"]
+        command = [sys.executable, "-m", "common.measure.aot", *argv, "--against=", "--json=rows.json"]  # the last value counts
         done = subprocess.run(command, cwd=tree, stdout=subprocess.DEVNULL, check=False)
         if done.returncode:
             raise SystemExit(f"the kernels of {revision} do not all compile")
@@ -348,17 +339,6 @@ def differences(before: list[dict], after: list[dict]) -> list[str]:
         if changed:
             lines.append(f"{where}: {', '.join(changed)}")
     return lines
-
-
-def _compare(revision: str, argv: list[str], rows: list[dict]) -> int:
-    """Print how the rows differ from a revision's rows. Return the exit status, which is 1 if any row differs."""
-    place = argv.index("--against") if "--against" in argv else None
-    others = argv[:place] + argv[place + 2 :] if place is not None else [word for word in argv if "--against=" not in word]
-    before = _at_revision(revision, others)["rows"]
-    lines = differences(before, rows)
-    print(*lines, sep="\n", end="\n" if lines else "")
-    print(f"{len(rows)} kernels compared with {revision} (Triton {triton.__version__}): {len(lines)} differ")
-    return 1 if lines else 0
 
 
 def main(argv: list[str]) -> int:
@@ -419,7 +399,9 @@ def main(argv: list[str]) -> int:
         print("nothing was compiled", file=sys.stderr)
         return 2
     if arguments.against and not errors:
-        return _compare(arguments.against, argv, rows)
+        lines = differences(_at_revision(arguments.against, argv)["rows"], rows)
+        print(*lines, f"{len(rows)} kernels compared with {arguments.against}: {len(lines)} differ", sep="\n")
+        return 1 if lines else 0
     return 1 if errors or not all(map(_fits, rows)) else 0
 
 

@@ -41,10 +41,7 @@ from common.runtime import DEVICE
 READ, WRITTEN = "l1tex__m_xbar2l1tex_read_bytes.sum", "l1tex__m_l1tex2xbar_write_bytes.sum"
 SPILLED = "l1tex__t_sectors_pipe_lsu_mem_local_op_st.sum"  # sectors that spills write; WRITTEN includes their bytes
 SECTOR = 32  # bytes in a sector
-MEMORY = (
-    "dram__bytes_read.sum",
-    "dram__bytes_write.sum",
-)  # bytes between the L2 cache and device memory; some GPUs lack these metrics
+MEMORY = "dram__bytes_read.sum", "dram__bytes_write.sum"  # bytes between L2 cache and device memory; some GPUs lack them
 HEADS = 2  # the default; every head moves equally many bytes
 
 

@@ -40,7 +40,7 @@ KEYS = """
 from common.kernels import order
 from common.measure import constants
 
-kernel = next(names["_forward_kernel"] for names in constants._namespaces() if "_forward_kernel" in names)
+kernel = next(module._forward_kernel for module in constants._modules() if hasattr(module, "_forward_kernel"))
 keys = [kernel.cache_key]
 for share in (order.SHARE.value >> 20, 4):
     with constants.forced("L2 share", share):

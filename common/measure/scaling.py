@@ -30,6 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import stages
 from common.entry import Unavailable
 from common.measure import machine, reference, terminal
+from common.measure.baselines import call_of
 from common.measure.footprint import footprint
 from common.measure.options import HEAD_DIM, add_list, json_path, list_of, one_of, positive, single, write_json
 from common.measure.workloads import DTYPES, Workload
@@ -245,18 +246,7 @@ def measure(impl: str, workload: Workload, group) -> dict:
     size = dist.get_world_size(group)
     with attention_of(impl, group, workload.causal) as attend:
         check(attend, workload, group)
-        *qkv, grad_out = inputs(workload, group)
-        if workload.pass_ == "fwd":
-
-            def call():
-                return attend(*qkv)
-        else:
-            leaves = [tensor.requires_grad_() for tensor in qkv]
-
-            def call():
-                return torch.autograd.grad(attend(*leaves), leaves, grad_out)
-
-        found = {}
+        call, found = call_of(attend, workload, inputs(workload, group)), {}
         if impl not in SDPA:
             with counted_sends() as sent:
                 call()

@@ -144,6 +144,7 @@ def test_every_case_can_be_cut_on_any_number_of_ranks():
             assert ranks <= world and work.seq_len % (2 * ranks) == 0
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="launches on a GPU are recorded, and here none is made")
 @pytest.mark.parametrize("kv_heads", [6, 1])
 @pytest.mark.parametrize("pass_", scaling.PASSES)
 def test_memory_of_a_rank_does_not_grow_with_the_ranks(pass_, kv_heads):

@@ -392,7 +392,7 @@ def ring_attention(stage, q, k, v, *, group=None, causal=False, scale=None, retu
     inputs on equally many ranks give equal bits. Under `torch.autocast`, inputs are cast as in PyTorch's SDPA.
 
     K, V and their gradients travel while the stage computes. A rank holds a few blocks, and no tensor with the length of the
-    whole sequence. `common.measure.scaling.held_bytes` computes how many bytes a rank holds.
+    whole sequence.
 
     Args:
         stage: a stage's module, with `forward` and `backward`, such as `stages.load("v3")`.

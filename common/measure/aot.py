@@ -36,7 +36,7 @@ from triton.runtime.errors import AutotunerError
 
 import stages
 from common.measure import terminal
-from common.measure.options import HEAD_DIM, add_list, json_path, list_of, one_of, single, write_json
+from common.measure.options import add_list, json_path, list_of, one_of, write_json
 from common.measure.progress import Progress
 
 # Maximum bytes of shared memory per CTA, by architecture (90 is sm_90).
@@ -104,25 +104,18 @@ def first_that_survives(autotuner, kwargs):
     raise AutotunerError(f"all {len(autotuner.configs)} configurations of {autotuner.base_fn.__name__} were pruned")
 
 
-def roles(source: str, ttgir: str, ptx: str) -> list[tuple[str, int]]:
-    """Return (function, registers per thread) of each partition of a warp-specialized kernel.
+def partition_registers(ttgir: str, ptx: str) -> list[int]:
+    """Return the registers per thread of each partition of a warp-specialized kernel. Without partitions, the list is empty.
 
-    The default partition comes first. Without partitions, the list is empty. If the compiler itself has made the partitions,
-    their names are "default", "partition0", "partition1" and so on.
+    The default partition comes first.
 
     Args:
-        source: the kernel's IR before any compiler pass, where each partition is a call.
         ttgir: the kernel's TTGIR, Triton's IR for GPUs, with the registers of all partitions except the default one.
         ptx: the kernel's PTX. Its second setmaxnreg instruction gives the registers of the default partition.
     """
-    requested = re.search(r"requestedRegisters = array<i32: ([\d, ]+)>", ttgir)
-    if not requested:
+    if not (requested := re.search(r"requestedRegisters = array<i32: ([\d, ]+)>", ttgir)):
         return []
-    workers = [int(registers) for registers in requested[1].split(",")]
-    _, default, *_ = (int(registers) for registers in re.findall(r"setmaxnreg\S+\s+(\d+)", ptx))
-    calls = re.findall(r"^ *(?:default|partition\d+\(.*) \{\n.*tt\.call @\"?([\w.]+?)__", source, re.MULTILINE)
-    names = [call.split(".")[-1] for call in calls] or ["default", *(f"partition{number}" for number in range(len(workers)))]
-    return list(zip(names, [default, *workers], strict=True))
+    return [int(re.findall(r"setmaxnreg\S+\s+(\d+)", ptx)[1]), *map(int, requested[1].split(","))]
 
 
 def _describe(source, metadata, metadata_group, ptxas_log):
@@ -138,7 +131,7 @@ def _describe(source, metadata, metadata_group, ptxas_log):
         "kernel": source.fn.__name__,
         "config": " ".join(f"{name}={value}" for name, value in config.items()),
         "registers": max(map(int, re.findall(r"Used (\d+) registers", ptxas_log))),
-        "roles": roles(texts.get(".source", ""), texts[".ttgir"], texts[".ptx"]),
+        "partition_registers": partition_registers(texts[".ttgir"], texts[".ptx"]),
         "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", ptxas_log))),
         "shared_bytes": metadata["shared"],
         "instructions": [name for name, ptx in INSTRUCTIONS.items() if ptx in texts[".ptx"]],
@@ -243,7 +236,7 @@ def compile_cases(cases, all_configs):
         - kernel: the kernel's name.
         - config: the tile, the number of warps and the number of pipeline stages, as a text.
         - registers: the number of registers per thread at launch.
-        - roles: the result of `roles`.
+        - partition_registers: the result of `partition_registers`.
         - spilled_bytes: the bytes that each thread stores and loads because of spills.
         - shared_bytes: the bytes of shared memory per CTA.
         - instructions: which instructions of `INSTRUCTIONS` the kernel has.
@@ -269,42 +262,30 @@ def compile_cases(cases, all_configs):
     return tuple(list(itertools.chain(*of_cases)) for of_cases in found)
 
 
-def _fits(row):
-    return row["shared_bytes"] <= SHARED_LIMIT[row["arch"]]
-
-
 def table(rows: list[dict]) -> str:
     """Format the rows as a table. A property of the case, such as the dtype, stands above it if all rows have one value."""
     cells = [
         {
-            "stage": stages.version(row["stage"]),
-            "kernel": row["kernel"].strip("_").removesuffix("_kernel"),
-            "arch": row["arch"],
-            "dtype": row["dtype"],
-            "D": row["head_dim"],
-            "Dv": row["value_dim"] or row["head_dim"],
-            "causal": row["causal"],
-            "K/V heads": row["kv_heads"],
-            "config": re.sub(r"[A-Za-z_]+=", "", row["config"]),
-            "regs": row["registers"],
-            "spilled": row["spilled_bytes"],
-            "shared": f"{row['shared_bytes']}/{SHARED_LIMIT[row['arch']]}",
-            "instructions": " ".join(row["instructions"]),
+            "arch": row["arch"], "dtype": row["dtype"], "D": row["head_dim"], "Dv": row["value_dim"] or row["head_dim"],
+            "causal": row["causal"], "K/V heads": row["kv_heads"], "stage": stages.version(row["stage"]),
+            "kernel": row["kernel"].strip("_").removesuffix("_kernel"), "config": re.sub(r"[A-Za-z_]+=", "", row["config"]),
+            "regs": row["registers"], "spilled": row["spilled_bytes"],
+            "shared": f"{row['shared_bytes']}/{SHARED_LIMIT[row['arch']]}", "instructions": " ".join(row["instructions"]),
         }
         for row in rows
-    ]
-    case = "arch", "dtype", "D", "Dv", "causal", "K/V heads"
-    alike = {name: cells[0][name] for name in case if len({cell[name] for cell in cells}) == 1}
+    ]  # fmt: skip
+    alike = {name: cells[0][name] for name in list(cells[0])[:6] if len({cell[name] for cell in cells}) == 1}
     shown = [{name: str(value) for name, value in cell.items() if name not in alike} for cell in cells]
     above = ", ".join(f"{name} {value}" for name, value in alike.items())
     return f"{above}\n\n" * bool(above) + tabulate(shown, headers="keys")
 
 
-COMPARED = "registers", "spilled_bytes", "shared_bytes", "roles", "ptx", "code"
+CASE = "stage", "arch", "dtype", "head_dim", "value_dim", "causal", "kv_heads"
+COMPARED = "registers", "spilled_bytes", "shared_bytes", "partition_registers", "ptx", "code"
 
 
 def _at_revision(revision: str, argv: list[str]) -> dict:
-    """Compile the kernels of git revision `revision` with the current `common/measure`. Return what `--json` writes.
+    """Compile the kernels of a git revision with the current `common/measure` and options. Return what `--json` writes.
 
     Raises:
         SystemExit: the revision does not exist, or one of its stages or kernels does not compile.
@@ -316,7 +297,7 @@ def _at_revision(revision: str, argv: list[str]) -> dict:
             raise SystemExit(f"git archive {revision}: {archive.stderr.decode().strip()}")
         subprocess.run(["tar", "--extract"], input=archive.stdout, cwd=tree, check=True)
         shutil.copytree(ROOT / "common" / "measure", tree / "common" / "measure", dirs_exist_ok=True)
-        command = [sys.executable, "-m", "common.measure.aot", *argv, "--json", "rows.json"]
+        command = [sys.executable, "-m", "common.measure.aot", *argv, "--against=", "--json=rows.json"]  # the last value counts
         done = subprocess.run(command, cwd=tree, stdout=subprocess.DEVNULL, check=False)
         if done.returncode:
             raise SystemExit(f"the kernels of {revision} do not all compile")
@@ -328,12 +309,11 @@ def differences(before: list[dict], after: list[dict]) -> list[str]:
 
     Kernels with the same case and name are compared in their order.
     """
-    names = "stage", "arch", "dtype", "head_dim", "value_dim", "causal", "kv_heads", "kernel"
     found = []
     for rows in (before, after):
         of_name = collections.defaultdict(list)
         for row in rows:
-            of_name[tuple(row[name] for name in names)].append(row)
+            of_name[tuple(row[name] for name in (*CASE, "kernel"))].append(row)
         found.append({(*key, number): row for key, same in of_name.items() for number, row in enumerate(same)})
     lines = []
     for key in found[0] | found[1]:
@@ -357,17 +337,6 @@ def differences(before: list[dict], after: list[dict]) -> list[str]:
     return lines
 
 
-def _compare(revision: str, argv: list[str], rows: list[dict]) -> int:
-    """Print how the rows differ from a revision's rows. Return the exit status, which is 1 if any row differs."""
-    place = argv.index("--against") if "--against" in argv else None
-    others = argv[:place] + argv[place + 2 :] if place is not None else [word for word in argv if "--against=" not in word]
-    before = _at_revision(revision, others)["rows"]
-    lines = differences(before, rows)
-    print(*lines, sep="\n", end="\n" if lines else "")
-    print(f"{len(rows)} kernels compared with {revision} (Triton {triton.__version__}): {len(lines)} differ")
-    return 1 if lines else 0
-
-
 def main(argv: list[str]) -> int:
     """Run the command line, and return the exit status.
 
@@ -385,13 +354,11 @@ def main(argv: list[str]) -> int:
     usual = ",".join(map(str, USUAL_ARCHS))
     arch_help = f"compute capability: {', '.join(archs)} (default: %(default)s)"
     parser.add_argument("--arch", type=list_of(one_of(archs)), default=usual, metavar="LIST", help=arch_help)
-    for flag, default in (("--head-dim", "64,128"), ("--dtype", "float16"), ("--causal", "yes")):
+    for flag, default in (("--head-dim", "64,128"), ("--value-dim", None), ("--dtype", "float16"), ("--causal", "yes")):
         add_list(parser, flag, default)
     kv_heads = {str(number): number for number in range(1, HEADS + 1) if HEADS % number == 0}
     kv_help = f"K/V heads, shared by {HEADS} query heads: {', '.join(kv_heads)} (default: %(default)s)"
     parser.add_argument("--kv-heads", type=list_of(one_of(kv_heads)), default=str(HEADS), metavar="LIST", help=kv_help)
-    value_help = "head dimension of V (default: the head dimension of Q and K)"
-    parser.add_argument("--value-dim", type=single(HEAD_DIM), default=None, metavar="NUMBER", help=value_help)
     parser.add_argument("--all-configs", action="store_true", help="compile every configuration, not only the first")
     parser.add_argument("--json", type=json_path, metavar="FILE", help="also write rows and errors to FILE")
     parser.add_argument(
@@ -401,9 +368,8 @@ def main(argv: list[str]) -> int:
     )
     arguments = parser.parse_args(argv)
 
-    names = "stage", "arch", "dtype", "head_dim", "causal", "kv_heads"
-    product = itertools.product(*(getattr(arguments, name) for name in names))
-    cases = [dict(zip(names, values, strict=True)) | {"value_dim": arguments.value_dim} for values in product]
+    product = itertools.product(*(getattr(arguments, name) for name in CASE))
+    cases = [dict(zip(CASE, values, strict=True)) for values in product]
     rows, errors, unavailable = compile_cases(cases, arguments.all_configs)
 
     if rows and not arguments.against:
@@ -417,11 +383,11 @@ def main(argv: list[str]) -> int:
         for warning in row["warnings"]:
             print(f"warning: {row['stage']} {row['kernel']} sm_{row['arch']} {row['config']}: {warning}")
     for row in rows:
-        if not _fits(row):
-            needs = f"needs {row['shared_bytes']} bytes of shared memory, but a CTA has {SHARED_LIMIT[row['arch']]}"
-            print(f"error: {row['stage']} {row['kernel']} sm_{row['arch']} {row['config']}: {needs}", file=sys.stderr)
+        if row["shared_bytes"] > (limit := SHARED_LIMIT[row["arch"]]):
+            needs = f"{row['kernel']} {row['config']} needs {row['shared_bytes']} bytes of shared memory, but a CTA has {limit}"
+            errors.append(row | {"error": needs})
     for error in errors:
-        case = " ".join(f"{name}={error[name]}" for name in names)
+        case = " ".join(f"{name}={error[name]}" for name in CASE)
         print(f"error: {case}: {error['error']}", file=sys.stderr)
     if arguments.json:
         write_json(arguments.json, {"rows": rows, "errors": errors, "unavailable": unavailable})
@@ -429,8 +395,10 @@ def main(argv: list[str]) -> int:
         print("nothing was compiled", file=sys.stderr)
         return 2
     if arguments.against and not errors:
-        return _compare(arguments.against, argv, rows)
-    return 1 if errors or not all(map(_fits, rows)) else 0
+        lines = differences(_at_revision(arguments.against, argv)["rows"], rows)
+        print(*lines, f"{len(rows)} kernels compared with {arguments.against}: {len(lines)} differ", sep="\n")
+        return 1 if lines else 0
+    return 1 if errors else 0
 
 
 if __name__ == "__main__":

@@ -93,16 +93,20 @@ def attention_of(impl: str) -> Callable:
 
 
 def timed_call(impl: str, workload: Workload, inputs) -> Callable:
-    """Return the function to time, which returns `out` or (dq, dk, dv).
+    """Return the function to time for an implementation, from `call_of`."""
+    return call_of(functools.partial(attention_of(impl), causal=workload.causal), workload, inputs)
 
-    If only the backward is timed, `timed_call` itself runs the forward once.
+
+def call_of(attention: Callable, workload: Workload, inputs) -> Callable:
+    """Return a function that runs the workload's pass of `attention(q, k, v)`. It returns `out` or (dq, dk, dv).
+
+    If the pass is the backward, `call_of` itself runs the forward once.
     """
-    attention, causal = attention_of(impl), workload.causal
     *qkv, grad_out = inputs
     if workload.pass_ == "fwd":
-        return lambda: attention(*qkv, causal=causal)
+        return lambda: attention(*qkv)
     leaves = [tensor.detach().requires_grad_() for tensor in qkv]
     if workload.pass_ == "fwd+bwd":
-        return lambda: torch.autograd.grad(attention(*leaves, causal=causal), leaves, grad_out)
-    out = attention(*leaves, causal=causal)
+        return lambda: torch.autograd.grad(attention(*leaves), leaves, grad_out)
+    out = attention(*leaves)
     return lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True)

@@ -15,6 +15,8 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
+from unittest import mock
 
 import triton.language as tl
 from triton.runtime.jit import JITCallable
@@ -82,25 +84,15 @@ DECISIONS = {
 }  # fmt: skip
 
 
-def _namespaces() -> list[dict]:
-    """Return the global variables of each file of the newest stage's forward, and of the order of tiles."""
+def _modules() -> list[ModuleType]:
+    """Return the modules of the newest stage's forward, and the order of tiles."""
     files = stages.files("forward", NEWEST)
-    return [vars(order)] + [vars(importlib.import_module(f"stages.{NEWEST}.{file.removesuffix('.py')}")) for file in files]
-
-
-@contextlib.contextmanager
-def _set(owner: dict, **values):
-    before = {name: owner[name] for name in values}
-    owner.update(values)
-    try:
-        yield
-    finally:
-        owner.update(before)
+    return [order, *(importlib.import_module(f"stages.{NEWEST}.{file.removesuffix('.py')}") for file in files)]
 
 
 def _forget():
     """Make Triton read the global variables of all kernels anew, which it does when it computes a function's hash."""
-    for function in (value for names in _namespaces() for value in names.values() if isinstance(value, JITCallable)):
+    for function in (value for module in _modules() for value in vars(module).values() if isinstance(value, JITCallable)):
         function.hash, function.used_global_vals = None, {}
         getattr(function, "device_caches", {}).clear()
 
@@ -108,7 +100,7 @@ def _forget():
 @contextlib.contextmanager
 def forced(key: str, choice: int | None):
     """Enter a context in which the newest stage makes a choice. With None, the host decides. Yield the list of all plans."""
-    plan, plans = next(names["plan"] for names in _namespaces() if "plan" in names), []
+    plan, plans = next(module.plan for module in _modules() if hasattr(module, "plan")), []
 
     def watched(*args):
         plans.append(plan(*args))
@@ -118,9 +110,11 @@ def forced(key: str, choice: int | None):
     with contextlib.ExitStack() as stack:
         if "SHARE" in values:  # a constant of kernels
             stack.callback(_forget)
-        for names in _namespaces():
-            stack.enter_context(_set(names, **{name: value for name, value in values.items() if name in names}))
-        stack.enter_context(_set(vars(recording), is_watched=lambda: True))  # a replay would repeat an earlier choice
+        for module, (name, value) in itertools.product(_modules(), values.items()):
+            if hasattr(module, name):
+                stack.enter_context(mock.patch.object(module, name, value))
+        # A replay would repeat an earlier choice.
+        stack.enter_context(mock.patch.object(recording, "is_watched", lambda: True))
         if "SHARE" in values:
             _forget()
         yield plans

@@ -24,16 +24,13 @@ from common.entry import Unavailable
 from common.measure import machine, terminal, workloads
 from common.measure.baselines import BASELINES, refusal, timed_call
 from common.measure.options import add_implementations, add_list, json_path, write_json
+from common.measure.timing import GpuTimer, seconds_of_row
 from common.measure.workloads import Workload
 from common.runtime import INTERPRETED
 
-REST_S = 0.4  # seconds of a rest without work; after a rest, the clock is high for a few calls
-RESTED_CALLS = 3  # number of timed calls after each rest
-RESTS = 3  # number of rests
 SETTLE_S = 0.3  # seconds of calls before the measurement; after them, the clock has settled at the power limit
 MEASURED_S = 1.0  # seconds of measured calls back to back, during which the energy counter is read many times
 READ_S = 4e-3  # seconds between two readings of the energy counter, which the GPU updates every 20 to 100 ms
-CACHE_BYTES = 256 * 2**20  # more than any L2 cache holds
 FROM = (8, "")  # the default is the stages from v8 on, whose tiles are fixed
 SM_CLOCK = 1  # the SM clock in NVML's nvmlClockType_t
 POWER_CAP = 0x4 | 0x80  # the two bits of NVML's nvmlClocksThrottleReasons that mean a power limit
@@ -116,47 +113,12 @@ def watts(readings: list[Reading]) -> float:
     return (last.joules - first.joules) / (last.seconds - first.seconds)
 
 
-def _seconds(call: Callable, count: int) -> float:
-    """Make `count` calls back to back, and return the GPU seconds per call."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(count):
-        call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3 / count
-
-
-def rested_seconds(call: Callable, cache_filler: torch.Tensor) -> float:
-    """Return the median GPU seconds of calls shortly after a rest, with a cold L2 cache.
-
-    The GPU rests `RESTS` times. After each rest, the function makes one call without timing it, and then times
-    `RESTED_CALLS` calls.
-    """
-    times = []
-    for _ in range(RESTS):
-        torch.cuda.synchronize()
-        time.sleep(REST_S)
-        events = []
-        for _ in range(1 + RESTED_CALLS):
-            cache_filler.sum()
-            events.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
-            events[-1][0].record()
-            call()
-            events[-1][1].record()
-        torch.cuda.synchronize()
-        times += [start.elapsed_time(end) / 1e3 for start, end in events[1:]]
-    return statistics.median(times)
-
-
-def measure(call: Callable, gauges: Gauges, cache_filler: torch.Tensor) -> dict:
-    """Measure a call's seconds, joules, watts and clock at the power limit, and its seconds after a rest."""
-    for _ in range(3):  # these calls compile and tune the kernels
-        call()
-    rested = rested_seconds(call, cache_filler)
-    _seconds(call, max(1, int(SETTLE_S / rested)))
+def measure(call: Callable, gauges: Gauges, timer: GpuTimer) -> dict:
+    """Measure a call's seconds, joules, watts and clock at the power limit, and its seconds after a rest, as `timer` does."""
+    rested = statistics.median(timer.measure(call)[0])
+    seconds_of_row(call, max(1, int(SETTLE_S / rested)))
     with gauges.watching() as readings:
-        seconds = _seconds(call, max(3, int(MEASURED_S / rested)))
+        seconds = seconds_of_row(call, max(3, int(MEASURED_S / rested)))
     power = watts(readings)
     return {
         "seconds": seconds,
@@ -203,7 +165,7 @@ def main(argv: list[str]):
         gauges = Gauges()
     except RuntimeError as error:
         raise SystemExit(f"the energy of a call cannot be measured: {error}") from None
-    cache_filler = torch.zeros(CACHE_BYTES // 4, device="cuda")
+    timer = GpuTimer()
     shapes = [
         Workload(pass_, *workloads.paper_shape(seq_len, head_dim), seq_len, head_dim, causal, "float16")
         for pass_, head_dim, seq_len, causal in itertools.product(
@@ -212,7 +174,7 @@ def main(argv: list[str]):
     ]
     measured = []
     for impl, workload, call in cases(options.impl, shapes):
-        measured.append({"impl": impl, **workload.record(), **measure(call, gauges, cache_filler)})
+        measured.append({"impl": impl, **workload.record(), **measure(call, gauges, timer)})
         print(impl, workload.label, f"{measured[-1]['joules']:.3f} J", flush=True)
     write_json(options.file, {"machine_info": {**machine.facts(), "limit_watts": gauges.limit_watts()}, "cases": measured})
 

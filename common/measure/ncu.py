@@ -41,17 +41,7 @@ from common.runtime import DEVICE
 READ, WRITTEN = "l1tex__m_xbar2l1tex_read_bytes.sum", "l1tex__m_l1tex2xbar_write_bytes.sum"
 SPILLED = "l1tex__t_sectors_pipe_lsu_mem_local_op_st.sum"  # sectors that spills write; WRITTEN includes their bytes
 SECTOR = 32  # bytes in a sector
-MEMORY = "dram__bytes_read.sum", "dram__bytes_write.sum"  # bytes between the L2 cache and device memory
-FURTHER = (  # more metrics, to explain differences; some GPUs lack some of them
-    "l1tex__m_xbar2l1tex_read_bytes_mem_global_op_tma_ld.sum",  # the part of READ that TMA loads
-    "l1tex__m_l1tex2xbar_write_bytes_mem_global_op_tma_st.sum",
-    "lts__t_sectors_srcunit_tex_op_read.sum",  # sectors that the SMs read from the L2 cache
-    "lts__t_sectors_srcunit_tex_op_write.sum",
-    "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",  # sectors of loads with pointers
-    "l1tex__t_sectors_pipe_lsu_mem_global_op_ld_lookup_hit.sum",  # sectors of such loads that the L1 cache serves
-    "l1tex__t_sectors_pipe_lsu_mem_local_op_ld.sum",  # sectors of reloaded spills
-    *MEMORY,
-)
+MEMORY = "dram__bytes_read.sum", "dram__bytes_write.sum"  # bytes between L2 cache and device memory; some GPUs lack them
 HEADS = 2  # the default; every head moves equally many bytes
 
 
@@ -144,7 +134,7 @@ def as_flags(options, *names: str) -> list[str]:
 def measure(options):
     """Run all cases under `ncu` and save the metrics of each kernel."""
     selection = as_flags(options, "stage", "seq_len", "head_dim", "heads", "kv_heads", "value_dim")
-    write_json(options.file, profile("common.measure.ncu", selection, (READ, WRITTEN, SPILLED), FURTHER))
+    write_json(options.file, profile("common.measure.ncu", selection, (READ, WRITTEN, SPILLED), MEMORY))
 
 
 def add_counts(options):

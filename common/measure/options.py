@@ -1,7 +1,6 @@
 """Define command-line options that several commands share, and functions that check and convert their values."""
 
 import argparse
-import difflib
 import itertools
 import json
 import math
@@ -137,8 +136,6 @@ def add_implementations(parser: argparse.ArgumentParser, baselines: Iterable[str
     def implementation(text):
         if text in baselines:
             return text
-        if similar := difflib.get_close_matches(text, baselines, n=1):
-            raise ValueError(f"nothing is called {text!r}; did you mean {similar[0]}?")
         try:
             return stages.resolve(text)
         except ValueError as error:

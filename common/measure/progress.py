@@ -1,22 +1,11 @@
-"""Show a command's progress and remaining time on stderr: a bar on a terminal, otherwise a line from time to time."""
+"""Show a command's progress and remaining time on stderr."""
 
 import sys
 
 from tqdm import tqdm
 
-LINES_APART_S = 10  # minimum seconds between two lines, if stderr is no terminal
+UPDATES_APART_S = 0.1, 10  # minimum seconds between two updates of the bar: on a terminal, and elsewhere
 COLUMNS = 100
-
-
-class _Lines:
-    """A file to which tqdm writes if stderr is no terminal. It prints each state of the bar on a line of its own."""
-
-    def write(self, text: str):
-        if line := text.strip():
-            print(line, file=sys.stderr, flush=True)
-
-    def flush(self):
-        pass
 
 
 class Progress(tqdm):
@@ -26,17 +15,14 @@ class Progress(tqdm):
     """
 
     def __init__(self, total: float):
-        self._live = sys.stderr.isatty()
-        left = "{percentage:3.0f} %, about {remaining} left"
-        if self._live:
-            options = {"bar_format": left + " |{bar:20}| {desc}"}
-        else:
-            options = {"bar_format": left + ": {desc}", "file": _Lines(), "miniters": 0}
-            options |= {"mininterval": LINES_APART_S, "delay": LINES_APART_S}
-        super().__init__(total=total, smoothing=0, ncols=COLUMNS, leave=False, **options)
+        often, seldom = UPDATES_APART_S
+        super().__init__(
+            total=total, smoothing=0, ncols=COLUMNS, leave=False, mininterval=often if sys.stderr.isatty() else seldom,
+            bar_format="{percentage:3.0f} %, about {remaining} left |{bar:20}| {desc}",
+        )  # fmt: skip
 
     def begin(self, name: str):
-        self.set_description_str(name, refresh=self._live)
+        self.set_description_str(name, refresh=sys.stderr.isatty())
 
 
 def say(text: str):

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tabulate import tabulate
 from triton.runtime.autotuner import Autotuner
 
 import stages
@@ -71,14 +70,10 @@ class Known:
     lines: str
     reason: str
 
-    def explains(self, tool: str, stage: str, report: Report) -> bool:
-        """Return whether a tool's report on a stage is this false report."""
-        return (
-            (tool, report.kernel) == (self.tool, self.kernel)
-            and stage in self.stages
-            and bool(report.lines)
-            and all(re.search(self.lines, linecache.getline(*place)) for place in report.lines)
-        )
+    def explains(self, report: Report) -> bool:
+        """Return whether a report, of this tool on one of these stages, is this false report."""
+        lines = (linecache.getline(*place) for place in report.lines)
+        return report.kernel == self.kernel and bool(report.lines) and all(re.search(self.lines, line) for line in lines)
 
 
 def _with(text: str) -> tuple[str, ...]:
@@ -198,34 +193,24 @@ def main(argv: list[str]) -> int:
     if DEVICE != "cuda" or not shutil.which("compute-sanitizer"):
         raise SystemExit("this command needs a GPU, and compute-sanitizer on the PATH")
 
-    rows, findings, notes = [], [], []
-    for stage in options.stage:
+    failed = False
+    for stage, tool in itertools.product(options.stage, options.tool):
         if reason := stages.unavailable(stage):
-            rows.append([stage, *("n/a" for _ in options.tool)])
-            notes.append(f"{stage} {reason}")
+            print(f"{tool} {stage}: n/a, it {reason}")
             continue
-        rows.append([stage])
-        for tool in options.tool:
-            print(f"{tool} {stage}", file=sys.stderr, flush=True)
-            known, unknown = 0, 0
-            gone = [entry for entry in KNOWN if entry.tool == tool and stage in entry.stages]
-            for report, times in sanitize(tool, stage).items():
-                entry = next((entry for entry in KNOWN if entry.explains(tool, stage, report)), None)
-                if entry is None:
-                    unknown += times
-                    findings.append(f"{tool} {stage}: {times} x {report}")
-                else:
-                    known += times
-                    gone = [other for other in gone if other is not entry]
-            findings += [f"{tool} {stage}: the known report on {entry.lines} in {entry.kernel} is missing" for entry in gone]
-            counts = [f"{number} {what}" for number, what in ((unknown, "NEW"), (known, "known")) if number]
-            rows[-1].append(", ".join(counts) or "clean")
-    print(tabulate(rows, headers=["stage", *options.tool]))
-    for entry in KNOWN:
-        if entry.tool in options.tool and set(entry.stages) & set(options.stage):
-            notes.append(f"known, {entry.tool}, {entry.kernel}, {entry.lines}: {entry.reason}")
-    print("", *notes, *findings, sep="\n")
-    return 1 if findings else 0
+        entries = [entry for entry in KNOWN if entry.tool == tool and stage in entry.stages]
+        findings, known = [], collections.Counter()
+        for report, times in sanitize(tool, stage).items():
+            if entry := next((entry for entry in entries if entry.explains(report)), None):
+                known[entry] += times
+            else:
+                findings.append(f"NEW, {times} x {report}")
+        findings += [f"the known report on {entry.lines} in {entry.kernel} is missing" for entry in entries if not known[entry]]
+        failed = failed or bool(findings)
+        print(f"{tool} {stage}: {'FAILED' if findings else 'passed'}", flush=True)
+        for line in findings + [f"known, {times} x {entry.kernel}: {entry.reason}" for entry, times in known.items() if times]:
+            print(f"  {line}")
+    return int(failed)
 
 
 if __name__ == "__main__":

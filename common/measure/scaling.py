@@ -1,12 +1,12 @@
 """Measure how ring attention scales. `make bench-ring GPUS=4` starts this program once for each GPU.
 
 A rank is a process with its own GPU. With n GPUs, each rank has an n-th of the sequence's tokens. Weak scaling compares
-sequences with equally many tokens per GPU. Strong scaling compares different numbers of GPUs on one sequence. The tables give
-the speed as a percentage of n times one GPU's speed. The tables also contain PyTorch's context parallelism, which uses
-scaled_dot_product_attention (SDPA). Before the program times a case, it compares the results with attention in float64.
+sequences with equally many tokens per GPU. Strong scaling compares different numbers of GPUs on one sequence. The program also
+measures PyTorch's context parallelism, which uses scaled_dot_product_attention (SDPA). Before the program times a case, it
+compares the results with attention in float64. `make table FILE=…` shows a run that was saved with `--json`.
 
 Without GPUs, the program runs small cases on the CPU, where ranks communicate with PyTorch's backend gloo. The program then
-measures no time. It counts the bytes that a rank sends, and prints the formula's bytes (`sent_bytes`) beside them.
+measures no time. It counts the bytes that a rank sends, and compares them with the formula (`sent_bytes`).
 """
 
 import argparse
@@ -24,17 +24,17 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tabulate import tabulate
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import stages
 from common.entry import Unavailable
 from common.measure import machine, reference, terminal
-from common.measure.footprint import MIB_IN_MB, footprint
+from common.measure.baselines import call_of
+from common.measure.footprint import footprint
 from common.measure.options import HEAD_DIM, add_list, json_path, list_of, one_of, positive, single, write_json
 from common.measure.workloads import DTYPES, Workload
-from common.ring import Ring, first_heads, ring_attention, unshard
+from common.ring import Ring, ring_attention, shard, unshard
 from common.runtime import DEVICE
 
 ON_GPUS = DEVICE == "cuda"
@@ -71,36 +71,6 @@ def sent_bytes(workload: Workload, ranks: int, rank: int = 0) -> int:
     forward = (ranks - 1) * numbers * size
     gradients = sum(numbers // (2 if w.causal and step <= rank else 1) * (size if step == 1 else 4) for step in range(1, ranks))
     return {"fwd": forward, "bwd": forward + gradients, "fwd+bwd": 2 * forward + gradients}[w.pass_]
-
-
-def held_bytes(workload: Workload, ranks: int) -> int:
-    """Return the most bytes that a rank holds at one time, without its inputs and the memory that the stage allocates itself.
-
-    With n ranks, all tensors named here have S / n tokens.
-
-    - Forward: the result, the output of one block, and two LSEs. With two ranks, also one block of K and V. With more ranks,
-      also two such blocks, and the merged O in float32.
-    - Backward with two ranks: the saved O and LSE, two blocks of dK and dV, dQ of a block, and the resulting dQ. In the first
-      step, also the gradients of the own block's first heads. In the second step, instead dK and dV of all heads, and dQ of all
-      but the first heads. The larger of the two steps counts.
-    - Backward with more ranks: the saved O and LSE, two blocks of K and V, and in float32 dQ and two blocks of dK and dV. Also
-      the gradients of the own block's first heads, and dQ of another block. Also the other block's dK and dV, or a second copy
-      of its dQ, whichever is larger.
-    """
-    w, size = workload, DTYPES[workload.dtype].itemsize
-    tokens, blocks = w.batch * w.seq_len // ranks, min(2, ranks - 1)
-    kv = tokens * w.kv_heads * (w.head_dim + w.value_dim)  # elements in a block of K and V
-    q, out, lse = (tokens * w.heads * columns for columns in (w.head_dim, w.value_dim, 1))
-    if w.pass_ == "fwd":
-        between = 4 if ranks > 2 and size < 4 else 0  # bytes per element of O in float32, which more than two ranks hold
-        return blocks * kv * size + out * (2 * size + between) + 2 * lse * 4
-    heads = first_heads(w.kv_heads, size, ranks)
-    first_q, first_kv = (numbers * heads // w.kv_heads for numbers in (q, kv))
-    if ranks == 2:
-        gradients = (2 * q + 2 * kv + max(first_q + first_kv, q - first_q + kv)) * size
-    else:
-        gradients = (2 * kv + first_q + first_kv + q + max(q, kv)) * size + (q + 2 * kv) * 4
-    return out * size + lse * 4 + gradients
 
 
 @contextlib.contextmanager
@@ -187,13 +157,6 @@ def _of_rows(function: Callable, q, k, v, causal, scale, grad_out, positions) ->
     return functools.reduce(together, itertools.starmap(of_row, enumerate(positions)))
 
 
-def _row_of_ranks(tensor: Tensor, group) -> Tensor:
-    """Gather a tensor from all ranks, and concatenate the tensors along the sequence."""
-    every = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, tensor.contiguous(), group=group)
-    return torch.cat(every, 2)
-
-
 def check(attend: Callable, workload: Workload, group):
     """Raise AssertionError on each rank unless the results are within the bounds of `common.measure.reference`.
 
@@ -204,41 +167,37 @@ def check(attend: Callable, workload: Workload, group):
     """
     w, rank, size = workload, dist.get_rank(group), dist.get_world_size(group)
     q, k, v, grad_out = inputs(w, group)
-    chunk = q.shape[2] // 2
+    chunk = w.seq_len // (2 * size)
     some = {(chunk - 1) * at // (CHECKED_ROWS - 1) for at in range(CHECKED_ROWS)}
-    rows = sorted(begin + row for begin in (0, chunk) for row in some)
+    positions = [first + row for first in range(0, w.seq_len, chunk) for row in sorted(some)]
     heads = slice(w.heads // w.kv_heads)
-    parts = {}
     if w.pass_ == "fwd":
-        parts["out"] = attend(q, k, v)
+        parts = {"out": attend(q, k, v)}
     else:
         sparse = torch.zeros_like(grad_out)
+        rows = shard(torch.zeros(w.seq_len, dtype=torch.bool).index_fill(0, torch.tensor(positions), True), 0, group)
         sparse[:, heads, rows] = grad_out[:, heads, rows]
         leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
         out = attend(*leaves)
-        parts |= {"out": out.detach()}
-        parts |= zip(("dq", "dk", "dv"), torch.autograd.grad(out, leaves, sparse), strict=True)
-        q, k, v = (leaf.detach() for leaf in leaves)
+        gradients = torch.autograd.grad(out, leaves, sparse)
+        parts = dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients), strict=True))
     wrong = [name for name, part in parts.items() if not part.isfinite().all()]
-    got = {}
-    for name, part in parts.items():  # gather dK and dV of all keys, and the other results of the compared query rows
-        of_keys = name in ("dk", "dv")
-        got[name] = unshard(part[:, :1], 2, group) if of_keys else _row_of_ranks(part[:, heads, rows], group)
+    of_queries = {"q": q.detach(), "grad_out": grad_out} | {name: parts[name] for name in ("out", "dq") if name in parts}
+    of_keys = {"k": k.detach(), "v": v.detach()} | {name: parts[name] for name in ("dk", "dv") if name in parts}
     del parts
-    few_q, few_grad = (_row_of_ranks(tensor[:, heads, rows], group) for tensor in (q, grad_out))
-    all_k, all_v = (unshard(tensor[:, :1], 2, group) for tensor in (k, v))
-    verdict = [f"NaN or infinity in {', '.join(wrong)} of rank {rank}" if wrong else None]
+    whole = {name: unshard(part[:, heads], 2, group)[:, :, positions] for name, part in of_queries.items()}
+    whole |= {name: unshard(part[:, :1], 2, group) for name, part in of_keys.items()}
+    verdict = f"NaN or infinity in {', '.join(wrong)} of rank {rank}" if wrong else None
     if rank == 0 and not wrong:
-        chunks = [(other, 2 * size - 1 - other) for other in range(size)]  # numbers of each rank's two chunks
-        positions = [pair[row // chunk] * chunk + row % chunk for pair in chunks for row in rows]
+        few_q, all_k, all_v, few_grad = (whole.pop(name) for name in ("q", "k", "v", "grad_out"))
         options = w.causal, w.head_dim**-0.5, None if w.pass_ == "fwd" else few_grad, positions
         truth, plain = (_of_rows(each, few_q, all_k, all_v, *options) for each in (reference.truth, reference.plain))
         try:
-            reference.assert_correct(got, truth, plain)
+            reference.assert_correct(whole, truth, plain)
         except AssertionError as error:
-            verdict = [str(error)]
+            verdict = str(error)
     every = [None] * size
-    dist.all_gather_object(every, verdict[0], group=group)
+    dist.all_gather_object(every, verdict, group=group)
     assert not any(every), "; ".join(filter(None, every))
 
 
@@ -262,24 +221,23 @@ def _rounds(call: Callable, group, count: int) -> tuple[list[float], bool]:
     return [start.elapsed_time(end) / 1e3 for start, end in events], 2 * exposed <= count
 
 
-def _slowest(seconds: list[float], group) -> list[float]:
-    """Return the time of the slowest rank in each round."""
-    every = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, seconds, group=group)
-    return [max(of_round) for of_round in zip(*every, strict=True)]
-
-
 def timed(call: Callable, group) -> dict:
     """Measure a call's time until the last rank is done. Return the median and interquartile range of the rounds, in ms."""
+
+    def slowest(count):
+        """Return the time of the slowest rank in each round, and whether this rank's CPU was ahead of the GPU."""
+        seconds, hidden = _rounds(call, group, count)
+        times = torch.tensor(seconds, device=DEVICE, dtype=torch.float64)
+        dist.all_reduce(times, dist.ReduceOp.MAX, group)
+        return times.tolist(), hidden
+
     call()
-    (estimate,) = _slowest(_rounds(call, group, 1)[0], group)
-    count = SLOW_ROUNDS
+    ((estimate,), _), count = slowest(1), SLOW_ROUNDS
     if estimate < SLOW_S:
         _rounds(call, group, WARM_UP)
         count = max(FEWEST_ROUNDS, min(int(ROUNDS_S / estimate), MOST_ROUNDS))
-    seconds, hidden = _rounds(call, group, count)
-    slowest = _slowest(seconds, group)
-    lower, median, upper = statistics.quantiles(slowest, n=4, method="inclusive")
+    times, hidden = slowest(count)
+    lower, median, upper = statistics.quantiles(times, n=4, method="inclusive")
     return {"ms": 1e3 * median, "iqr_ms": 1e3 * (upper - lower), "rounds": count, "launch_hidden": hidden}
 
 
@@ -288,23 +246,11 @@ def measure(impl: str, workload: Workload, group) -> dict:
     size = dist.get_world_size(group)
     with attention_of(impl, group, workload.causal) as attend:
         check(attend, workload, group)
-        *qkv, grad_out = inputs(workload, group)
-        if workload.pass_ == "fwd":
-
-            def call():
-                return attend(*qkv)
-        else:
-            leaves = [tensor.requires_grad_() for tensor in qkv]
-
-            def call():
-                return torch.autograd.grad(attend(*leaves), leaves, grad_out)
-
-        found = {}
+        call, found = call_of(attend, workload, inputs(workload, group)), {}
         if impl not in SDPA:
             with counted_sends() as sent:
                 call()
             found |= {"sent_bytes": sent[0], "sent_formula": sent_bytes(workload, size, dist.get_rank(group))}
-            found |= {"held_mib": held_bytes(workload, size) / 2**20} if size > 1 else {}
         if ON_GPUS:
             every = [None] * size
             dist.all_gather_object(every, footprint(call)["peak_extra_mib"], group=group)
@@ -336,72 +282,14 @@ def link(tokens: int, heads: int, kv_heads: int | None, head_dim: int, dtype: st
     return {"tokens": tokens, "ranks": ring.size, "bytes": size, **found, "gbps": size / found["ms"] / 1e6}
 
 
-HEADERS = (
-    "GPUs", "tokens a GPU", "S", "implementation", "ms", "± IQR", "TFLOP/s a GPU", "% of one GPU, same tokens a GPU",
-    "% of linear, same S", "MB sent", "peak extra MB", "of the ring",
-)  # fmt: skip
-COUNT_HEADERS = ("ranks", "S", "implementation", "bytes sent", "formula")
-
-
-def _cells(record, by_case):
-    """Return a record's row in the table of a run on GPUs."""
-    impl, ranks, seq_len = record["impl"], record["ranks"], record["seq_len"]
-    start = [ranks, seq_len // ranks, seq_len, impl]
+def spoken(record: dict) -> str:
+    """Return what a record says of its case: the reason why it was not measured, its time, or its bytes."""
     if "failure" in record:
-        return [*start, record["failure"]] + ["-"] * (len(HEADERS) - 5)
-    same_tokens, same_length = by_case.get((impl, 1, seq_len // ranks)), by_case.get((impl, 1, seq_len))
-    weak = f"{100 * record['tflops'] / same_tokens['tflops']:.0f}" if same_tokens and ranks > 1 else "-"
-    strong = f"{100 * same_length['ms'] / record['ms'] / ranks:.0f}" if same_length and ranks > 1 else "-"
-    star = "" if record["launch_hidden"] else "*"
-    sent = f"{record['sent_bytes'] / 1e6:,.1f}" if "sent_bytes" in record else "-"
-    memory = [f"{record[name] * MIB_IN_MB:,.0f}" if name in record else "-" for name in ("peak_extra_mib", "held_mib")]
-    times = [f"{record['ms']:.3f}{star}", f"{record['iqr_ms']:.3f}", f"{record['tflops']:.0f}"]
-    return [*start, *times, weak, strong, sent, *memory]
-
-
-def tables(run: dict) -> str:
-    """Format a run as markdown.
-
-    Args:
-        run: a dict. "machine_info" describes the GPUs. "records" is a list with a dict for each case. A case's dict has the
-            fields of `Workload.record`, `impl` and `ranks`, and either the result of `measure` or that of `_failure`. "links"
-            is a list of results of `link`.
-    """
-    facts, records = run["machine_info"], run["records"]
-    where = facts["gpus"] if facts["gpu"] else "CPU, interpreted, over gloo"
-    parts = [f"{where}, torch {facts['torch']}, triton {facts['triton']}, commit {facts['commit']}, {facts['date']}"]
-    parts[0] += "".join(f", {name} {facts[name]}" for name in ("nccl",) if facts.get(name))
-    parts[0] += "".join(f", {name}={value}" for name, value in facts.get("environment", {}).items())
-
-    def shared(record):
-        return tuple(record[name] for name in ("head_dim", "heads", "kv_heads", "causal", "dtype", "pass"))
-
-    for key, group in itertools.groupby(sorted(records, key=shared), key=shared):
-        group = list(group)
-        head_dim, heads, kv_heads, causal, dtype, pass_ = key
-        name = {"fwd": "forward", "fwd+bwd": "forward + backward"}[pass_]
-        of_keys = "" if heads == kv_heads else f", Hkv={kv_heads}"
-        parts.append(f"{name}, H={heads}{of_keys}, D={head_dim}, {'causal' if causal else 'full'}, {dtype}")
-        if facts["gpu"]:
-            by_case = {(r["impl"], r["ranks"], r["seq_len"]): r for r in group if "failure" not in r}
-            rows, headers = [_cells(record, by_case) for record in group], HEADERS
-        else:
-            rows, headers = [], COUNT_HEADERS
-            for r in group:
-                counts = [r["failure"], "-"] if "failure" in r else [r["sent_bytes"], r["sent_formula"]]
-                rows.append([r["ranks"], r["seq_len"], r["impl"], *counts])
-        align = ["left" if header == "implementation" else "right" for header in headers]
-        parts.append(tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=align))
-        notes = [f"{r['impl']}, {r['ranks']} ranks, S={r['seq_len']}: {r['note']}" for r in group if r.get("note")]
-        parts += dict.fromkeys(notes)
-    for each in run.get("links", ()):
-        parts.append(
-            f"K and V of {each['tokens']} tokens, {each['bytes'] / 1e6:,.1f} MB, travel to the next of {each['ranks']} GPUs in "
-            f"{each['ms']:.3f} ± {each['iqr_ms']:.3f} ms while the GPUs do nothing else: {each['gbps']:.0f} GB/s each way."
-        )
-    if any(record.get("launch_hidden") is False for record in records):
-        parts.append("* The CPU was not ahead of the GPU, so this time includes CPU time.")
-    return "\n\n".join(parts)
+        return f"{record['failure']} {record.get('note', '')}".rstrip()
+    if "ms" not in record:
+        return f"{record['sent_bytes']} bytes sent, {record['sent_formula']} by the formula"
+    exposed = "" if record["launch_hidden"] else ", with time of the CPU"
+    return f"{record['ms']:.3f} ± {record['iqr_ms']:.3f} ms, {record['tflops']:.0f} TFLOP/s a GPU{exposed}"
 
 
 def add_gpus(parser: argparse.ArgumentParser):
@@ -545,16 +433,14 @@ def main(argv: list[str] | None = None) -> int:
                 torch.cuda.empty_cache()
         record = _of_rank_0(record)
         run["records"].append(record)
-        time_or_bytes = f"{record['ms']:.3f} ms" if "ms" in record else f"{record.get('sent_bytes')} bytes sent"
-        say(record.get("failure") or time_or_bytes)
+        say(spoken(record))
     if ON_GPUS and world > 1:
         shape = options.heads, options.kv_heads, options.head_dim, options.dtype[0]
         run["links"] = [link(tokens, *shape, groups[world]) for tokens in options.tokens]
     failed = any(record.get("failure") in ("WRONG", "ERROR") and record["impl"] not in SDPA for record in run["records"])
     if rank == 0:
-        print("\n" + tables(run))
         if not ON_GPUS:
-            print("\nNo GPU is in use. The tables show no times, because the interpreter's times mean nothing.")
+            print("No GPU is in use. The run has no times, because the interpreter's times mean nothing.")
         if options.json:
             write_json(options.json, run)
     _of_rank_0(None)

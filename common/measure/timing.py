@@ -116,6 +116,18 @@ def host_seconds(call: Callable, gpu_seconds: float) -> list[float]:
     return times[HOST_WARM_UP_ROUNDS:]
 
 
+def seconds_of_row(call: Callable, count: int) -> float:
+    """Make `count` calls back to back, and return the seconds per call from the first call's launch to the last call's end."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(count):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / count
+
+
 def seconds_in_a_row(call: Callable, gpu_seconds: float) -> list[float]:
     """Return for each round the seconds per call, where a round is `IN_A_ROW` calls back to back.
 
@@ -126,18 +138,8 @@ def seconds_in_a_row(call: Callable, gpu_seconds: float) -> list[float]:
     Args:
         gpu_seconds: the GPU time of a call.
     """
-    times = []
     count = max(FEWEST_HOST_ROUNDS, min(int(HOST_S / (IN_A_ROW * gpu_seconds)), MOST_ROWS))
-    for _ in range(HOST_WARM_UP_ROUNDS + count):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        start.record()
-        for _ in range(IN_A_ROW):
-            call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / IN_A_ROW)
-    return times[HOST_WARM_UP_ROUNDS:]
+    return [seconds_of_row(call, IN_A_ROW) for _ in range(HOST_WARM_UP_ROUNDS + count)][HOST_WARM_UP_ROUNDS:]
 
 
 class Replay:

@@ -32,50 +32,29 @@ RESULTS = {"fwd": ("O", "LSE"), "bwd": ("dQ", "dK", "dV")}
 
 @dataclass
 class Access:
-    """An access of a program to a part of a tensor.
+    """An access of a program to a part of a tensor."""
 
-    Attributes:
-        launch: the index of the launch in `Trace.launches`.
-        program: the number of the program or CTA; 0 for a PyTorch operator.
-        partition: the function that the accessing warps run; "" if the kernel has no partitions.
-        kind: "read", "write" or "add".
-        tensor: the tensor's name in `Trace.tensors`.
-        heads: the first and the last head. The heads of all batch elements have consecutive numbers.
-        rows: the first and the last row.
-        columns: the first and the last column.
-        nbytes: the number of bytes that move. An atomic addition counts twice, because it reads and writes.
-        start: the cycle in which the access begins; None if the launch was not timed.
-        end: the cycle in which the access ends; None if the launch was not timed.
-    """
-
-    launch: int
-    program: int
-    partition: str
-    kind: str
-    tensor: str
-    heads: tuple[int, int]
-    rows: tuple[int, int]
-    columns: tuple[int, int]
-    nbytes: int
-    start: float | None = None
-    end: float | None = None
+    launch: int  # the index of the launch in `Trace.launches`
+    program: int  # the number of the program or CTA; 0 for a PyTorch operator
+    partition: str  # the function that the accessing warps run; "" if the kernel has no partitions
+    kind: str  # "read", "write" or "add"
+    tensor: str  # the tensor's name in `Trace.tensors`
+    heads: tuple[int, int]  # the first and the last head; the heads of all batch elements have consecutive numbers
+    rows: tuple[int, int]  # the first and the last row
+    columns: tuple[int, int]  # the first and the last column
+    nbytes: int  # the bytes that move; an atomic addition counts twice, because it reads and writes
+    start: float | None = None  # the cycle in which the access begins; None if the launch was not timed
+    end: float | None = None  # the cycle in which the access ends; None if the launch was not timed
 
 
 @dataclass
 class Trace:
-    """The accesses of a pass, in order.
-
-    Attributes:
-        launches: the launches that the counter counted.
-        accesses: the accesses of all launches.
-        tensors: the (heads, rows, columns) of each tensor by name, in the order of the first accesses.
-        spans: the index of each timed launch -> what the units of the modelled SM do in this launch, and when.
-    """
+    """The accesses of a pass, in order."""
 
     launches: list[Launch]
-    accesses: list[Access]
-    tensors: dict[str, tuple[int, int, int]]
-    spans: dict[int, list]
+    accesses: list[Access]  # of all launches
+    tensors: dict[str, tuple[int, int, int]]  # name -> (heads, rows, columns), in the order of the first accesses
+    spans: dict[int, list]  # index of a timed launch -> what the units of the modelled SM do in this launch, and when
 
 
 def trace(stage, workload: Workload, gpu: Gpu = ONE_SM) -> Trace:

@@ -14,7 +14,6 @@ from pathlib import Path
 import stages
 from common.measure import files, terminal
 from common.measure.footprint import MIB_IN_MB
-from common.measure.scaling import tables
 from common.measure.timeline import SCORES
 from common.measure.traffic import GPUS
 from common.measure.units import CLOCK, TIME
@@ -51,7 +50,7 @@ from common.show.results import (
     shown,
     spoken,
 )
-from common.show.scaling import scaling_passage
+from common.show.scaling import scaling_passage, scaling_tables
 from common.show.tables import PASS_NAMES, legend, markdown, mask, speed_table
 
 
@@ -290,7 +289,7 @@ def _count_tables(counts: dict) -> str:
 
 KINDS = {  # a field of a file, or of its first record or case -> the heading, and the function that formats the file
     "benchmarks": ("Benchmark", _run_tables),
-    "links": ("One sequence shared by several GPUs", tables),
+    "links": ("One sequence shared by several GPUs", scaling_tables),
     "cycles_a_tile": ("The model of an SM next to measurements", lambda _: timeline_table()),
     "roofline_us": ("Counted traffic", _count_tables),
     "decision": ("Constants of the newest stage", constants_table),

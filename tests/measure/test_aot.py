@@ -38,15 +38,9 @@ def _selections():
 
 
 def compiled(
-    name,
-    archs=aot.USUAL_ARCHS,
-    dtypes=("float16",),
-    head_dims=(64, 128),
-    causal=(True,),
-    kv_heads=(aot.HEADS,),
-    value_dim=None,
-    all_configs=False,
-):
+    name, archs=aot.USUAL_ARCHS, dtypes=("float16",), head_dims=(64, 128), causal=(True,), kv_heads=(aot.HEADS,),
+    value_dim=None, all_configs=False,
+):  # fmt: skip
     """Compile a stage for each combination of the arguments. Return the kernels' rows, the errors and the unavailable cases."""
     names = "arch", "dtype", "head_dim", "causal", "kv_heads"
     cases = [
@@ -157,57 +151,29 @@ def test_the_command_prints_a_table_and_saves_it(tmp_path):
         ), run.stdout
 
 
-SPECIALIZED = {
-    "source": """
-    ttg.warp_specialize(%q, %k) attributes {requestedRegisters = array<i32: 240, 24>}
-    default {
-      tt.call @stages.v6_some.forward._consumer__TTDfp16S1_1_64_c0_cTrue(%q) : () -> () loc(#loc1)
-      ttg.warp_yield loc(#loc1)
-    }
-    partition0(%arg1: !tt.tensordesc<tensor<64xf16, #shared>> loc(unknown)) num_warps(4) {
-      tt.call @"stages.v6_some.forward._consumer__TTDfp16S1_1_64_c1_cTrue.x"(%arg1) : () -> () loc(#loc1)
-      ttg.warp_return loc(#loc1)
-    }
-    partition1(%arg1: !tt.tensordesc<tensor<64xf16, #shared>> loc(unknown)) num_warps(1) {
-      tt.call @stages.v6_some.forward._producer__TTDfp16S1(%arg1) : () -> () loc(#loc1)
-      ttg.warp_return loc(#loc1)
-    }
-""",
-    "ttgir": "ttg.warp_specialize(%q) attributes {requestedRegisters = array<i32: 240, 24>}",
-    "ptx": "\n".join(f"\tsetmaxnreg.{name}.sync.aligned.u32 \t{n};" for name, n in (("inc", 256), ("dec", 232), ("dec", 24))),
-}
+def test_registers_of_partitions_begin_with_the_default_one():
+    ttgir = "ttg.warp_specialize(%q) attributes {requestedRegisters = array<i32: 240, 24>}"
+    ptx = "\n".join(f"\tsetmaxnreg.{name}.sync.aligned.u32 \t{n};" for name, n in (("inc", 256), ("dec", 232), ("dec", 24)))
+    assert aot.partition_registers(ttgir, ptx) == [232, 240, 24]
+    assert aot.partition_registers("scf.for", "") == []
 
 
-def test_roles_of_a_specialized_kernel_are_named_after_its_functions():
-    assert aot.roles(**SPECIALIZED) == [("_consumer", 232), ("_consumer", 240), ("_producer", 24)]
-    by_compiler = aot.roles(**SPECIALIZED | {"source": "scf.for %i = %a to %b {\n tt.call @f__i32()\n}"})
-    assert by_compiler == [("default", 232), ("partition0", 240), ("partition1", 24)]
-    assert aot.roles("default {\n", "scf.for", "") == []
-
-
-def test_roles_share_the_registers_of_their_kernel(report):
-    """A row's configuration contains ring sizes such as STAGES, and not the compiler's num_stages."""
-    rows = [
-        row for row in rows_of(report) if row["roles"] and row["roles"][0][0] != "default"
-    ]  # `default` means that the compiler made the partitions
+def test_partitions_share_the_registers_of_their_kernel(report):
+    """Partitions of one warp ask for 24 registers. All of them together take the registers of four warps."""
+    rows = [row for row in rows_of(report) if row["partition_registers"]]
+    rows = [row for row in rows if "num_stages" not in row["config"]]  # otherwise the compiler has made the partitions
     if not rows:
-        pytest.skip("no kernel's warps have roles of their own")
-    module = stages.load(report["stage"])
-    functions = module.forward.__globals__ | module.backward.__globals__
+        pytest.skip("the stage makes no partitions")
     for row in rows:
-        config = dict(setting.split("=") for setting in row["config"].split())
-        names, registers = zip(*row["roles"], strict=True)
-        assert set(names) <= functions.keys(), row
-        # Partitions of one warp ask for 24 registers. All of them together take the registers of four warps.
-        wide = sum(number for number in registers if number > 24)
-        assert 4 * (wide + 24) <= row["registers"] * int(config["num_warps"]), row
-        assert any("STAGES" in name for name in config) and "num_stages" not in config, row
+        wide = sum(number for number in row["partition_registers"] if number > 24)
+        num_warps = int(re.search(r"num_warps=(\d+)", row["config"])[1])
+        assert 4 * (wide + 24) <= row["registers"] * num_warps, row
 
 
 ROW = {
     "stage": "v16_q_in_registers", "kernel": "_backward_kernel", "arch": 90, "dtype": "float16", "head_dim": 64,
     "value_dim": None, "causal": True, "kv_heads": 16, "config": "BLOCK_M=128 BLOCK_N=128 STAGES=2 Q_STAGES=2 num_warps=12",
-    "registers": 168, "roles": [("_producer", 24)], "spilled_bytes": 0, "shared_bytes": 200000,
+    "registers": 168, "partition_registers": [24], "spilled_bytes": 0, "shared_bytes": 200000,
     "instructions": ["mma.sync", "cp.async"], "warnings": [],
 }  # fmt: skip
 
@@ -250,25 +216,14 @@ def test_opcodes_are_found_behind_predicates_and_in_blocks():
 
 
 def row(kernel, **changed):
-    case = {
-        "stage": NAMES[1],
-        "arch": 90,
-        "dtype": "float16",
-        "head_dim": 64,
-        "value_dim": None,
-        "causal": True,
-        "kv_heads": 16,
-    }
-    code = {
+    case = dict.fromkeys(aot.CASE) | {"stage": NAMES[1], "arch": 90, "dtype": "float16", "head_dim": 64, "causal": True}
+    compiled = dict.fromkeys(aot.COMPARED) | {
         "registers": 64,
-        "spilled_bytes": 0,
         "shared_bytes": 1024,
-        "roles": [],
-        "warnings": [],
         "ptx": {"add.s32": 2, "ret": 1},
-        "code": "1f",
+        "warnings": [],
     }
-    return case | {"kernel": kernel} | code | changed
+    return case | {"kv_heads": 16, "kernel": kernel} | compiled | changed
 
 
 def test_code_is_the_instructions_with_their_operands():
@@ -288,13 +243,11 @@ def test_differences_name_the_kernel_and_what_changed():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("words", [["--against", "HEAD"], ["--against=HEAD"]], ids=" ".join)
-def test_against_compares_with_the_same_cases(words, monkeypatch, capsys):
-    asked = []
+def test_against_compares_with_the_same_cases(monkeypatch, capsys):
+    argv = ["--stage", "v1", "--against", "HEAD", "--arch", "90"]
     monkeypatch.setattr(aot, "compile_cases", lambda *_: ([row("_a", registers=65)], [], []))
-    monkeypatch.setattr(aot, "_at_revision", lambda *given: asked.append(given) or {"rows": [row("_a")]})
-    assert aot.main(["--stage", "v1", *words, "--arch", "90"]) == 1
-    assert asked == [("HEAD", ["--stage", "v1", "--arch", "90"])]
+    monkeypatch.setattr(aot, "_at_revision", lambda *given: {"rows": [row("_a")]} if given == ("HEAD", argv) else None)
+    assert aot.main(argv) == 1
     assert "registers 64 -> 65" in capsys.readouterr().out
 
 

@@ -6,46 +6,22 @@ import torch
 from common.measure.workloads import Workload
 
 
-@pytest.mark.parametrize(
-    ("pass_", "causal", "flops"),
-    [
-        ("fwd", False, 4 * 2 * 3 * 100 * 100 * 64),
-        ("fwd", True, 2 * 2 * 3 * 100 * 100 * 64),
-        ("bwd", False, 10 * 2 * 3 * 100 * 100 * 64),
-        ("fwd+bwd", True, 7 * 2 * 3 * 100 * 100 * 64),
-    ],
-)
-def test_flops(pass_, causal, flops):
-    assert Workload(pass_, 2, 3, 100, 64, causal, "float16").flops == flops
-
-
 @pytest.mark.parametrize(("pass_", "dims"), [("fwd", 64 + 16), ("bwd", 3 * 64 + 2 * 16), ("fwd+bwd", 4 * 64 + 3 * 16)])
-def test_flops_count_both_head_dimensions_and_all_query_heads(pass_, dims):
-    workload = Workload(pass_, 2, 6, 100, 64, False, "float16", kv_heads=2, value_dim=16)
-    assert workload.flops == 2 * 2 * 6 * 100**2 * dims
+def test_flops_count_both_head_dimensions_all_query_heads_and_each_query_with_each_key(pass_, dims):
+    """With a causal mask, half of the FLOPs count."""
+    shared = {"kv_heads": 2, "value_dim": 16}
+    assert Workload(pass_, 2, 6, 3, 64, False, "float16", kv_len=100, **shared).flops == 2 * 2 * 6 * 3 * 100 * dims
+    assert Workload(pass_, 2, 6, 100, 64, True, "float16", **shared).flops == 2 * 6 * 100**2 * dims
 
 
-@pytest.mark.parametrize(("pass_", "dims"), [("fwd", 64 + 16), ("bwd", 3 * 64 + 2 * 16)])
-def test_flops_count_each_query_with_each_key(pass_, dims):
-    workload = Workload(pass_, 2, 6, 3, 64, False, "float16", value_dim=16, kv_len=100)
-    assert workload.flops == 2 * 2 * 6 * 3 * 100 * dims
-
-
-def test_usual_heads_and_dimensions_are_numbers_and_not_in_the_label():
+def test_usual_heads_lengths_and_dimensions_are_numbers_and_not_in_the_label():
     usual = Workload("fwd", 2, 6, 100, 64, True, "float16")
-    assert usual == Workload("fwd", 2, 6, 100, 64, True, "float16", kv_heads=6, value_dim=64)
-    assert (usual.record()["kv_heads"], usual.record()["value_dim"]) == (6, 64)
+    assert usual == Workload("fwd", 2, 6, 100, 64, True, "float16", kv_heads=6, value_dim=64, kv_len=100)
+    assert [usual.record()[name] for name in ("kv_heads", "value_dim", "kv_len")] == [6, 64, 100]
     assert usual.label == "fwd B=2 H=6 S=100 D=64 causal float16"
-    other = Workload("fwd", 2, 6, 100, 64, True, "float16", kv_heads=2, value_dim=128)
-    assert other.label == "fwd B=2 H=6 Hkv=2 S=100 D=64 Dv=128 causal float16"
-    assert len({usual, other, Workload("fwd", 2, 6, 100, 64, True, "float16", kv_heads=2)}) == 3
-
-
-def test_usual_number_of_keys_is_a_number_and_not_in_the_label():
-    usual, decoding = (Workload("fwd", 2, 6, 1, 64, False, "float16", kv_len=kv_len) for kv_len in (None, 100))
-    assert usual == Workload("fwd", 2, 6, 1, 64, False, "float16", kv_len=1) and usual.record()["kv_len"] == 1
-    assert usual.label == "fwd B=2 H=6 S=1 D=64 full float16"
-    assert decoding.label == "fwd B=2 H=6 S=1 Sk=100 D=64 full float16"
+    others = {"kv_heads": 2, "value_dim": 128, "kv_len": 100, "sink": 12.0, "sink_key": 7, "sink_head": 1}
+    other = Workload("fwd", 2, 6, 1, 64, False, "float16", **others)
+    assert other.label == "fwd B=2 H=6 Hkv=2 S=1 Sk=100 D=64 Dv=128 full float16 sink=12@7 in head 1"
 
 
 def test_a_causal_workload_has_as_many_keys_as_queries():
@@ -109,8 +85,3 @@ def test_a_sink_has_its_score_for_every_query(score_std, key, head):
 def test_a_sink_that_is_not_there_is_refused(wrong):
     with pytest.raises(ValueError, match="there is no key"):
         Workload("fwd", 1, 6, 64, 16, True, "float16", kv_heads=2, sink=12.0, **wrong)
-
-
-def test_the_label_says_where_a_sink_is():
-    label = Workload("fwd", 1, 6, 64, 16, True, "float16", sink=12.0, sink_key=7, sink_head=2).label
-    assert label == "fwd B=1 H=6 S=64 D=16 causal float16 sink=12@7 in head 2"

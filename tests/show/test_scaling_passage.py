@@ -14,7 +14,7 @@ def record(impl, pass_, ranks, seq_len, ms):
     work = Workload(pass_, 1, 16, seq_len, 128, True, "bfloat16")
     rate = work.flops / ranks / ms / 1e9
     measured = {"ms": ms, "iqr_ms": 0.1, "rounds": 9, "launch_hidden": True, "tflops": rate, "peak_extra_mib": 7.0}
-    return {"impl": impl, **work.record(), "ranks": ranks, **measured} | ({"held_mib": 5.0} if ranks > 1 else {})
+    return {"impl": impl, **work.record(), "ranks": ranks, **measured}
 
 
 POINTS = [(1, 1000, 1.0), (1, 2000, 4.0), (2, 2000, 2.5)]
@@ -42,8 +42,21 @@ def test_a_run_is_shown_with_its_most_gpus(root):
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| forward")]
     assert len(rows) == 8 and all(row[2] == "2,000" for row in rows)
     assert [row[6:8] for row in rows] == [["-", "-"]] * 4 + [["80%", "80%"]] * 4, "the run with one GPU and with two"
-    assert rows[-1][:4] == ["forward + backward", "causal", "2,000", "v3"] and rows[-1][8:] == ["7", "5"]
+    assert rows[-1][:4] == ["forward + backward", "causal", "2,000", "v3"] and rows[-1][8:] == ["7"]
     assert text.count("(../plots/") == 1 and "(../plots/ring-x.png)" in text
+
+
+def test_a_run_s_document_has_every_case():
+    """A case that was not measured has its reason. A star marks a time that includes CPU time."""
+    failed = MILLION["records"][0] | {"impl": "v4_y", "failure": "n/a", "note": "why"}
+    del failed["ms"]
+    exposed = MILLION["records"][-1] | {"launch_hidden": False, "sent_bytes": 3_000_000}
+    table = scaling.scaling_tables(RUN | {"records": [*RUN["records"][:-1], exposed, failed]})
+    rows = [[cell.strip() for cell in line.strip("|").split("|")][2:] for line in table.splitlines() if line.startswith("| f")]
+    assert len(rows) == 13
+    assert rows[-1] == ["2", "2,000", "v3", "2.500*", "0.100", "11", "80%", "80%", "3.0", "7"]
+    assert ["2", "2,000", "v4", "n/a"] + ["-"] * 6 in rows and "v4, 2 GPUs, S = 2,000: why" in table
+    assert "this time includes CPU time" in table
 
 
 def test_shares_of_one_gpu_and_of_a_linear_gain():

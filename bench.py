@@ -32,7 +32,7 @@ from common.measure.footprint import footprint
 from common.measure.options import json_path, list_of, one_of, positive, positive_number, single, sink, unwritable
 from common.measure.progress import COLUMNS, Progress, say
 from common.measure.workloads import Workload
-from common.runtime import DEVICE
+from common.runtime import DEVICE, INTERPRETED
 from common.show import counted, results
 from common.show.results import CODE, HEAD_DIMS, MEAN_OVER, spoken
 from common.show.summary import summary
@@ -640,7 +640,7 @@ def main(argv: list[str]) -> int:
     if options.stale:
         show_stale()
         return 0
-    if DEVICE == "cuda" and not torch.cuda.is_available():
+    if not INTERPRETED and not torch.cuda.is_available():
         raise SystemExit("no GPU is here; with TRITON_INTERPRET=1, as in `make bench`, bytes and FLOPs are counted on the CPU")
     if options.reference and DEVICE == "cpu":
         raise SystemExit("--reference needs a GPU, and no GPU is in use here")

@@ -74,6 +74,7 @@ def test_packages_that_an_interpreter_lacks_are_named(tmp_path):
     assert f"run {bare} -m pip install --requirement requirements.txt" in done.stderr
 
 
+@pytest.mark.long
 def test_output_goes_into_any_encoding_and_to_readers_that_stop_early():
     target = ["diff", "A=v4", "B=v5"]
     whole = make(ROOT, *target, f"PYTHON={sys.executable}", PYTHONIOENCODING="ascii")

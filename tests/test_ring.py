@@ -350,7 +350,9 @@ def test_heads_are_shared_out_like_bytes():
     assert [ring.first_heads(heads, 4, 4) for heads in (1, 2, 8, 16)] == [1, 1, 4, 8]
 
 
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    "backward", [pytest.param(False, marks=pytest.mark.long, id="forward"), pytest.param(True, id="backward")]
+)
 def test_a_rank_that_ends_ends_the_others(backward):
     if MOST < 2:
         pytest.skip("needs two GPUs")
@@ -362,6 +364,7 @@ def test_a_rank_that_ends_ends_the_others(backward):
     assert isinstance(other, RuntimeError if DEVICE == "cpu" else (RuntimeError, EOFError)), other
 
 
+@pytest.mark.long
 def test_a_missing_rank_is_waited_for_until_the_groups_timeout():
     if MOST < 2:
         pytest.skip("needs two GPUs")

@@ -248,9 +248,9 @@ def _print_sources(lines: list[str]):
 
 def print_story():
     """Print each step of the walk, with dead ends after the stage that they branch off."""
-    shown = []
+    shown, names = [], stages.names()
     print(_wrapped("Each step has an idea, changed code, and a gain for each pass. The end explains the numbers.") + "\n")
-    for heading, name in tracks.headings(stages.names()):
+    for heading, name in tracks.headings(names):
         if heading:
             print(_wrapped(heading), "", sep="\n")
         print(name, _wrapped(idea(name), "    "), sep="\n")

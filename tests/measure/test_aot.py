@@ -31,7 +31,7 @@ def _selections():
     """Yield pairs (stage, selection). The default run compiles only the newest stage, and the newest stage that needs no
     Hopper GPU."""
     for name, selection in itertools.product(NAMES, SELECTIONS):
-        quick = {"hopper": (ROAD[-1], ANYWHERE[-1]), "shared-heads": (ROAD[-1],), "others": (ANYWHERE[-1],)}
+        quick = {"hopper": (ROAD[-1],), "others": (ANYWHERE[-1],)}
         yield pytest.param(
             (name, selection), id=f"{name}-{selection}", marks=[] if name in quick.get(selection, ()) else [pytest.mark.long]
         )

@@ -17,8 +17,13 @@ def work(pass_, **changes):
     return Workload(pass_, **shape | changes, causal=True, dtype="float16")
 
 
+# v1 has PyTorch's operators, v3 pointers, v6 descriptors, v25 partitions. The newest stage has all that its parents have.
+SHOWN = {"v1", "v3", "v6", "v25", stages.version(stages.names()[-1])}
+TRACED = [pytest.param(name, marks=[] if stages.version(name) in SHOWN else [pytest.mark.long]) for name in stages.names()]
+
+
 @pytest.mark.parametrize("pass_", ["fwd", "bwd"])
-@pytest.mark.parametrize("name", stages.names())
+@pytest.mark.parametrize("name", TRACED)
 def test_accesses_add_up_to_what_is_counted(name, pass_):
     recorded = trace(stages.load(name), work(pass_))
     counted = count_stage(stages.load(name), work(pass_), ONE_SM)

@@ -140,7 +140,7 @@ def nothing_is_short(monkeypatch, *others):
 
 
 @pytest.mark.parametrize("name", ["v32", "v33", "v34", "v39", "v40", "v41", "v42", "v43", "v53"])
-@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("kv_heads", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_formula_holds_for_long_work(monkeypatch, kv_heads, name):
     nothing_is_short(monkeypatch, *namespaces(stages.resolve(name)))
     check(stages.load(name), problem(150, 300, 64, False, kv_heads=kv_heads))

@@ -76,6 +76,7 @@ def test_the_old_stage_s_name_is_gone(tree, source, name):
         assert text == new_stage.without_past_notes(text, name), file
 
 
+@pytest.mark.long
 def test_the_tests_pass_with_new_stages(tree):
     """A copied stage passes the tests of files, names, documents and style."""
     files = ("stages/test_contract", "stages/test_readmes", "show/test_documents", "show/test_story", "test_rooms")

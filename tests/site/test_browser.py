@@ -76,7 +76,7 @@ def visible(page, selector):
     return [each for each in page.query_selector_all(selector) if each.is_visible()]
 
 
-OPENED = [pytest.param(step, marks=[pytest.mark.long] if place % 3 else []) for place, step in enumerate(STEPS)]
+OPENED = [pytest.param(step, marks=[pytest.mark.long] if place % 12 else []) for place, step in enumerate(STEPS)]
 
 
 @pytest.mark.parametrize("name", [*DOCUMENTS, *OPENED])
@@ -90,7 +90,9 @@ def test_a_page_opens_and_fits(reader, name):
 
 
 @pytest.mark.parametrize(("name", "scheme"), [
-    ("index", "light"), ("index", "dark"), ("glossary", "light"), ("reading", "dark"), ("v3", "light"), ("v25", "dark")
+    ("index", "light"), ("v25", "dark"),
+    *(pytest.param(*other, marks=pytest.mark.long)
+      for other in [("index", "dark"), ("glossary", "light"), ("reading", "dark"), ("v3", "light")]),
 ])  # fmt: skip
 def test_everyone_can_read_a_page(reader, name, scheme):
     """The accessibility checker axe finds no serious problem, for example of names, contrast or structure."""
@@ -107,7 +109,10 @@ def bars(page):
     return [bar.get_attribute("aria-label") for bar in page.query_selector_all("#chart path[aria-label*='TFLOP']")]
 
 
-@pytest.mark.parametrize(("name", "value"), [("pass", "bwd"), ("d", "64"), ("causal", "no"), ("s", "16384")])
+OTHER_CHOICES = [pytest.param(*choice, marks=pytest.mark.long) for choice in [("d", "64"), ("causal", "no"), ("s", "16384")]]
+
+
+@pytest.mark.parametrize(("name", "value"), [("pass", "bwd"), *OTHER_CHOICES])
 def test_a_choice_changes_the_chart_and_the_address(watched, name, value):
     page = watched.open("index.html")
     before = bars(page)

@@ -34,6 +34,7 @@ def committed(tmp_path_factory):
     plots.plt.close("all")
 
 
+@pytest.mark.long
 def test_drawing_writes_what_is_committed(committed):
     figures, directory = committed
     written = {path.name for path in directory.iterdir()}

@@ -15,16 +15,22 @@ class Unavailable(RuntimeError):
     """A stage cannot run here. The message says why, and what to do or which stage to use instead."""
 
 
+def autocast_device(tensor) -> str:
+    """Return the kind of device whose autocast counts for a tensor."""
+    return "cpu" if isinstance(tensor, Tensor) and tensor.is_cpu else DEVICE
+
+
 def plainly(function: Callable, first: Tensor, *tensors: Tensor, **options):
     """Call `function` with the tensors' device as the current device, and with autocast off: autocast would change dtypes."""
     elsewhere = first.is_cuda and first.get_device() != torch.cuda.current_device()
-    if elsewhere or torch.is_autocast_enabled(DEVICE):  # check first, because entering both contexts is slow
-        with torch.cuda.device_of(first), torch.autocast(DEVICE, enabled=False):
+    device = autocast_device(first)
+    if elsewhere or torch.is_autocast_enabled(device):  # check first, because entering both contexts is slow
+        with torch.cuda.device_of(first), torch.autocast(device, enabled=False):
             return function(first, *tensors, **options)
     return function(first, *tensors, **options)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=512)  # more than the functions of all stages; a reloaded module's old functions are dropped
 def entry(function: Callable) -> Callable:
     """Return a function that calls a stage's `forward` or `backward` as it wants to be called.
 
@@ -40,8 +46,8 @@ def entry(function: Callable) -> Callable:
     def call(*tensors: Tensor, **options):
         try:
             return plainly(recorded, *map(addressable, tensors), **options)
-        except RuntimeError as error:  # Triton found no driver
-            if INTERPRETED or torch.cuda.is_available():
+        except RuntimeError as error:
+            if INTERPRETED or "active drivers" not in str(error):  # with these words Triton says that it found no GPU
                 raise
             raise Unavailable(
                 "kernels need a GPU, and none is here; TRITON_INTERPRET=1, set before Python starts, runs them on the CPU"

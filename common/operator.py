@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
-from common.entry import entry
+from common.entry import autocast_device, entry
 from common.layout import empty_rows
 from common.runtime import DEVICE, INTERPRETED
 
@@ -137,7 +137,7 @@ def check_inputs(q, k, v):
 
 def autocast(*tensors) -> tuple:
     """Cast floating-point tensors except float64 to autocast's dtype, as PyTorch does. Autocast must be on."""
-    dtype = torch.get_autocast_dtype(DEVICE)
+    dtype = torch.get_autocast_dtype(autocast_device(tensors[0]))
     return tuple(
         t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
     )
@@ -258,9 +258,9 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
         package: the stage's `__name__`. Its last part names the operators `kernel_evolution::{name}_forward` and
             `kernel_evolution::{name}_backward`.
         forward: `(q, k, v, *, causal, scale, diagonal=0) -> (out, lse)`.
-        backward: `(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0) -> (dq, dk, dv)`. Both functions take `causal`
-            as a bool. If `causal` is True, query i sees key j only if j <= i + diagonal. The diagonal is 0 or Sk - Sq, and
-            never negative.
+        backward: `(grad_out, q, k, v, out, lse, *, causal, scale, diagonal=0) -> (dq, dk, dv)`. Both functions take tensors as
+            `common.entry` lays them out, and `causal` as a bool. If `causal` is True, query i sees key j only if
+            j <= i + diagonal. The diagonal is 0 or Sk - Sq, and never negative.
     """
     name = package.rpartition(".")[2]
     forward, backward = entry(forward), entry(backward)
@@ -355,7 +355,7 @@ def make_attention(package: str, forward: Callable, backward: Callable) -> Calla
         """
         for other in others:
             raise TypeError(OF_SDPA.get(other, f"attention() got an unexpected keyword argument {other!r}"))
-        if torch.is_autocast_enabled(DEVICE):
+        if torch.is_autocast_enabled(autocast_device(q)):
             q, k, v = autocast(q, k, v)
         check_inputs(q, k, v)
         causal, diagonal = _checked_causal(causal, q.shape[2], k.shape[2])

@@ -7,7 +7,7 @@ Apart from addresses, the results of this work depend only on the call's options
 Calls with equal options, shapes, strides and dtypes are of one kind. The second call of a kind is recorded as steps:
 allocations, PyTorch operators, and kernel launches. Later calls of this kind replay the steps with their own tensors. A
 recording is like a CUDA graph, but each replay allocates new memory and may run on any stream. A recording keeps no tensor
-alive, and a replay frees each tensor after the last step that uses it.
+alive, and a replay frees each tensor that it makes after the last step that uses it.
 
 Triton 3.6 and 3.7 load a kernel's binary, and parse its source, in ways that are not safe in several threads. So calls without
 a recording run one at a time.
@@ -87,11 +87,16 @@ class _Recording(TorchDispatchMode):
     def __enter__(self):
         """Let Triton call `launch`. The caller holds the lock `_alone`, so no other thread changes or launches meanwhile."""
         _thread.recording, self._run = self, CompiledKernel.run
-        CompiledKernel.run = property(self._run_of)
+        CompiledKernel.run = self._mine = property(self._run_of)
         return super().__enter__()
 
     def __exit__(self, *exc_info):
-        _thread.recording, CompiledKernel.run = None, self._run
+        _thread.recording = None
+        # An exported copy of this package has a lock of its own, and may have begun a recording meanwhile.
+        if vars(CompiledKernel)["run"] is self._mine:
+            CompiledKernel.run = self._run
+        else:
+            self.repeatable = False
         return super().__exit__(*exc_info)
 
     def _run_of(self, kernel):
@@ -161,6 +166,8 @@ class _Recording(TorchDispatchMode):
                 self.repeatable &= offset == 0
                 descriptors.append((at, number, type(arg), {**vars(arg), "base": None}))
                 others[at] = None
+        inner = tree_leaves([other for other in others if isinstance(other, tuple)])
+        self.repeatable &= not any(isinstance(each, Tensor) or hasattr(each, "block_shape") for each in inner)
         step = _launch(run, (x, y, z), (function, metadata, None, None, None), pointers, descriptors, others)
         self._step(step, {number for _, number, *_ in pointers + descriptors})
 

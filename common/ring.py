@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from common.entry import entry, plainly
+from common.entry import autocast_device, entry, plainly
 from common.kernels.merging import add, merge
 from common.layout import contiguous_rows, empty_rows
 from common.operator import autocast, check_inputs, checked_flag, checked_scale
@@ -350,7 +350,8 @@ class _RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_out, grad_lse):
         q, k, v, out, lse = ctx.saved_tensors
-        q, out, k, v = contiguous_rows(q), contiguous_rows(out), k.contiguous(), v.contiguous()  # hooks may change strides
+        # Hooks may have changed the strides.
+        q, out, k, v, lse = contiguous_rows(q), contiguous_rows(out), k.contiguous(), v.contiguous(), lse.contiguous()
         ring = ctx.options["ring"]
         of_out, of_lse = grad_out is not None, grad_lse is not None
         if ctx.return_lse and ring.size > 1:  # if one rank has a gradient, all ranks must take part in the transfers
@@ -417,7 +418,7 @@ def ring_attention(stage, q, k, v, *, group=None, causal=False, scale=None, retu
         RuntimeError: PyTorch raises this error if a rank has ended or does not arrive within the group's timeout.
     """
     ring = Ring(group)
-    if torch.is_autocast_enabled(DEVICE):
+    if torch.is_autocast_enabled(autocast_device(q)):
         q, k, v = autocast(q, k, v)
     wrong, said = None, ""
     try:

@@ -1,6 +1,6 @@
 """Where kernels run: on the GPU, or on the CPU, in interpreters for Triton and Gluon.
 
-As everywhere in Triton, `TRITON_INTERPRET=1` chooses the interpreters. It must be set before Triton is imported.
+As everywhere in Triton, `TRITON_INTERPRET=1` chooses the interpreters. It must be set before this module is imported.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Without TRITON_INTERPRET, importing the stages changes nothing in the user's process, and a call needs a GPU."""
+"""Without TRITON_INTERPRET, importing the stages replaces nothing of PyTorch's or Triton's, and a call needs a GPU."""
 
 import programs
 import pytest
@@ -122,3 +122,48 @@ def test_a_stage_without_kernels_runs_on_the_cpu(run):
 def test_the_variable_may_be_set_after_triton_is_imported(run, imports):
     done = run(f"{imports}\nimport os; os.environ['TRITON_INTERPRET'] = '1'\n" + CALL.format(name="v4"))
     assert done.stdout == "torch.Size([1, 1, 20, 16])\n", done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_autocast_of_the_cpu_counts_without_a_gpu(run):
+    done = run("""
+import stages, torch
+attend, tensors = stages.load("v0").attention, torch.randn(3, 1, 2, 20, 16)
+with torch.autocast("cpu", torch.bfloat16):
+    out, lse = attend(*tensors, return_lse=True)
+right = attend(*tensors.to(torch.bfloat16), return_lse=True)
+assert out.dtype == torch.bfloat16 and torch.equal(out, right[0]) and torch.equal(lse, right[1])
+""")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_another_error_keeps_its_message(run):
+    said = run("""
+import torch
+from common.entry import entry
+
+def forward(q, **options):
+    raise RuntimeError("not enough memory")
+
+entry(forward)(torch.randn(1, 1, 4, 16), causal=False, scale=1.0)
+""").stderr
+    assert "RuntimeError: not enough memory" in said and "Unavailable" not in said
+
+
+def test_threads_launch_first_at_once(run):
+    """Each thread gets the repaired interpreter, however many launch before any has."""
+    done = run("""
+import os; os.environ["TRITON_INTERPRET"] = "1"
+import sys, threading
+import stages, torch
+attend, tensors = stages.load("v3").attention, torch.randn(3, 1, 1, 20, 16).to(torch.bfloat16)
+sys.setswitchinterval(1e-6)
+found = []
+threads = [threading.Thread(target=lambda: found.append(attend(*tensors))) for _ in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+right = torch.nn.functional.scaled_dot_product_attention(*tensors.float())
+assert len(found) == 4 and all((out - right).abs().max() < 0.02 for out in found)
+""")
+    assert done.returncode == 0, done.stderr

@@ -9,6 +9,7 @@ from common.runtime import give_context
 
 def aligned_strides(tensor: Tensor) -> list[int]:
     """Return the strides of an `addressable` tensor for a descriptor."""
+    assert tensor.stride(-1) == 1, "a row is not contiguous: call a stage through common.entry"
     strides = used_strides(tensor) if 1 in tensor.shape else list(tensor.stride())
     strides[-1] = 1
     return strides

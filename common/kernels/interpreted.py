@@ -1,6 +1,6 @@
 """Prepare the interpreters of Triton and Gluon, once, before the first launch of a kernel."""
 
-import functools
+import threading
 
 import triton.language as tl
 from triton.experimental.gluon._runtime import GluonJITFunction
@@ -8,6 +8,8 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 _RUNS = {launcher: launcher.run for launcher in (InterpretedFunction, GluonJITFunction)}
+_installing = threading.RLock()
+_installed = False
 
 
 def install_at_first_launch():
@@ -21,14 +23,20 @@ def install_at_first_launch():
         launcher.run = first_run
 
 
-@functools.cache
 def install():
     """Repair Triton's interpreter, and interpret Gluon's launches. Tools that change an interpreter call this first."""
-    for launcher, run in _RUNS.items():
-        launcher.run = run
+    with _installing:
+        if not _installed:
+            _install()
+
+
+def _install():
+    global _installed
     from common.interpreter import asynchronous, gluon, repairs  # not at the top, because these imports are slow
     from common.kernels import hopper
 
+    for launcher, run in _RUNS.items():
+        launcher.run = run
     if isinstance(tl.sum, JITFunction):  # Triton was imported before TRITON_INTERPRET was set
         repairs.adopt_language()
     repairs.repair_bfloat16()
@@ -50,3 +58,4 @@ def install():
     gluon.means(hopper.fetch_add)(gluon.fetch_add_in_memory)
     gluon.means(hopper.flag_wait)(gluon.wait_in_memory)
     gluon.means(hopper.reduce_add)(gluon.add_in_memory)
+    _installed = True

@@ -66,7 +66,8 @@ def files_of(name: str, pass_: str, read: Callable[[str], str | None] = _from_di
 def digest(name: str, pass_: str, read: Callable[[str], str | None] = _from_disk) -> str:
     """Return 12 hexadecimal digits that are equal for equal code. The arguments are those of `files_of`.
 
-    The names of the stage's directory and of its files do not count, so two stages with equal passes have one digest.
+    The name of the stage's directory does not count, so two stages with equal passes have one digest. Neither does code
+    that calls stages: `common.entry`, `recording` and `layout`.
     """
     return hashlib.sha256("\n".join(sorted(files_of(name, pass_, read).values())).encode()).hexdigest()[:12]
 

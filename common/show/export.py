@@ -22,9 +22,9 @@ PACKAGE = '''"""{idea}
 {name} of the kernel evolution repository. `attention` says what it takes.
 """
 
-from .stages.{name} import attention, backward, forward
+from .stages.{name} import attention
 
-__all__ = ["attention", "backward", "forward"]
+__all__ = ["attention"]
 '''
 README = """# {package}: {name}
 

@@ -25,7 +25,7 @@ from torch import Tensor
 import stages
 from common import operator
 from common.entry import Unavailable
-from common.measure import digest, files, machine, reference, timing, traffic, workloads
+from common.measure import files, machine, reference, timing, traffic, workloads
 from common.measure.baselines import BASELINES, attention_of, refusal, timed_call
 from common.measure.counter import Count, count
 from common.measure.footprint import footprint
@@ -34,7 +34,7 @@ from common.measure.progress import COLUMNS, Progress, say
 from common.measure.workloads import Workload
 from common.runtime import DEVICE, INTERPRETED
 from common.show import counted, results
-from common.show.results import CODE, HEAD_DIMS, MEAN_OVER, spoken
+from common.show.results import AGAIN, CODE, HEAD_DIMS, MEAN_OVER, source, spoken
 from common.show.summary import summary
 from common.show.tables import speed_table
 from common.show.tracks import stages_of
@@ -58,7 +58,6 @@ LIBRARY_SLACK = 4
 
 GPU = traffic.GPUS["h200"]  # without a GPU, the kernels have their tiles for this GPU
 
-AGAIN = " (again)"  # a stage that is measured twice has this after its name the second time
 
 # pytest-benchmark's options that cannot work, and why. All others go to pytest.
 ROUNDS = "common.measure.timing chooses rounds and warm-up, and times them on the GPU"
@@ -286,13 +285,6 @@ GRIDS = {  # value of --reference -> the command lines of its run, each with the
         ["--head-dim=128", "--seq-len=1023,3001,5000"],
     )],
 }  # fmt: skip
-
-
-def source(impl: str, pass_: str) -> str | None:
-    """Return the digest of a stage's code for a pass, or None for a library. `pass_` is a key of `workloads.PASSES`."""
-    if impl in BASELINES:
-        return None
-    return "+".join(digest.current(impl.removesuffix(AGAIN), CODE[each]) for each in pass_.split("+"))
 
 
 def repeats(impl: str, pass_: str) -> bool:

@@ -40,12 +40,16 @@ def entry(function: Callable) -> Callable:
     Raises:
         Unavailable: the tensors are on the CPU, the stage has kernels, and no interpreter runs kernels.
     """
-    recorded = function if INTERPRETED else Recorded(function)
+
+    def laid_out(*tensors: Tensor, **options):  # recorded, too: a replay need not look at the tensors again
+        return function(*map(addressable, tensors), **options)
+
+    recorded = laid_out if INTERPRETED else Recorded(laid_out)
 
     @functools.wraps(function)
     def call(*tensors: Tensor, **options):
         try:
-            return plainly(recorded, *map(addressable, tensors), **options)
+            return plainly(recorded, *tensors, **options)
         except RuntimeError as error:
             if INTERPRETED or "active drivers" not in str(error):  # with these words Triton says that it found no GPU
                 raise

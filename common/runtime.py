@@ -41,7 +41,6 @@ class Device:
 
 
 _interpreter = Device()
-_stands_in = INTERPRETED  # whether `architecture` reads `_interpreter` instead of the GPU
 
 
 def shared_memory_limit() -> float:
@@ -66,7 +65,7 @@ def l2_bytes() -> int:
 
 def architecture() -> int | str | None:
     """Return the current device's architecture, such as 90 for sm_90 or "gfx942" for AMD; None if kernels are interpreted."""
-    return _interpreter.architecture if _stands_in else triton.runtime.driver.active.get_current_target().arch
+    return _interpreter.architecture if INTERPRETED else triton.runtime.driver.active.get_current_target().arch
 
 
 @contextlib.contextmanager
@@ -78,18 +77,6 @@ def interpreted_as(device: Device):
         yield
     finally:
         _interpreter = before
-
-
-@contextlib.contextmanager
-def architecture_as(device: Device):
-    """Enter a context in which `architecture` returns the architecture of `device`, even on a GPU."""
-    global _stands_in
-    before, _stands_in = _stands_in, True
-    try:
-        with interpreted_as(device):
-            yield
-    finally:
-        _stands_in = before
 
 
 def give_context(tensor: torch.Tensor):

@@ -74,6 +74,8 @@ def pytest_generate_tests(metafunc):
 
 
 def _is_long(marks):
+    """Return whether one of the marks is `long`. `marks` is a mark or a list, as in a module's `pytestmark`."""
+    marks = marks if isinstance(marks, (list, tuple)) else [marks]
     return any(mark.name == "long" for mark in marks)
 
 

@@ -4,20 +4,12 @@ The model of an SM is `common.interpreter.timing`. The model's rates are in resu
 microbenchmarks, so no rate is fitted to a stage's measured time. Only Gluon kernels are timed. The site draws them.
 """
 
-import itertools
 import json
 from collections import Counter
 from pathlib import Path
 
-import torch
-
-import stages
-from common.interpreter import schedule
-from common.interpreter.timing import UNITS, Rates, Span, Timing
-from common.measure.traffic import stage_call
-from common.measure.workloads import Workload
-from common.operator import HEAD_DIMS
-from common.runtime import Device, interpreted_as
+from common.interpreter.timing import UNITS, Rates, Span
+from common.runtime import Device
 
 RATES = Path(__file__).parents[2] / "results" / "rates-h200.json"
 HOPPER = Device(architecture=90, shared_memory=227 * 1024, num_sms=1)
@@ -69,56 +61,9 @@ def measured_rates(path: Path = RATES) -> Rates:
     )
 
 
-def simulate(stage, workload: Workload, rates: Rates) -> list[Timing]:
-    """Run one pass of a stage on the model of an SM. Return the timings of the pass's Gluon kernels."""
-    torch.manual_seed(0)
-    with interpreted_as(HOPPER):
-        call = stage_call(stage, workload, workload.inputs())
-        with schedule.timed(rates) as timings:
-            call()
-    return list(timings)
-
-
 def busy(spans: list[Span], end: float) -> dict[str, float]:
     """Return for each unit the share of the time from 0 to `end` in which the unit is busy."""
     cycles = Counter()
     for span in spans:
         cycles[span.unit] += span.end - span.start
     return {unit: cycles[unit] / end for unit in UNITS}
-
-
-def record(name: str, workload: Workload, timings: list[Timing]) -> dict:
-    """Return a workload's cycles, its cycles per SCORES scores, and the busy share of each unit in the longest kernel."""
-    longest = max(timings, key=lambda timing: timing.end)
-    cycles = sum(timing.end for timing in timings)
-    scores = workload.batch * workload.heads * workload.seq_len * workload.kv_len / (2 if workload.causal else 1)
-    return {
-        "impl": name,
-        **workload.record(),
-        "cycles": cycles,
-        "cycles_a_tile": cycles * SCORES / scores,
-        "busy": busy(longest.spans, longest.end),
-    }
-
-
-def has_gluon(name: str) -> bool:
-    """Return whether both passes of a stage have Gluon kernels. The model can time no other kernels."""
-    return all("@gluon.jit" in stages.source(name, f"{pass_}.py") for pass_ in ("forward", "backward"))
-
-
-def require_timed(names: list[str], passes: list[str], head_dims: list[int]):
-    """Raise SystemExit if one of the passes launches no Gluon kernel. The message says which head dimensions can be timed."""
-    for name, pass_, head_dim in itertools.product(names, passes, head_dims):
-        if not has_gluon(name):
-            raise SystemExit(f"{name} does not have Gluon kernels for both passes, and only Gluon kernels can be timed")
-        if not _timed(name, pass_, head_dim):
-            works = ", ".join(str(size) for size in HEAD_DIMS if _timed(name, pass_, size))
-            raise SystemExit(
-                f"{name} launches no Gluon kernel for --pass {pass_} --head-dim {head_dim}. It falls back to another stage's "
-                f"Triton kernels, which cannot be timed. These head dimensions work: {works}."
-            )
-
-
-def _timed(name, pass_, head_dim):
-    """Simulate a pass for a sequence of length 1, and return whether the model times any of its kernels."""
-    return bool(simulate(stages.load(name), Workload(pass_, 1, 1, 1, head_dim, False, "float16"), measured_rates()))

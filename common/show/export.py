@@ -112,12 +112,15 @@ def export(name: str, folder: Path, interpreter: bool) -> int:
         texts["common/operator.py"] = texts["common/operator.py"].replace('"kernel_evolution"', f'"{package}"')
     docstring = ast.get_docstring(ast.parse(stages.source(name, "__init__.py"))) or name
     pinned = re.findall(r"^(?:torch|triton)==\S+", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    needs = "It needs a GPU, or TRITON_INTERPRET=1." if interpreter else "It needs a GPU."
+    if not any(".jit\n" in text for path, text in texts.items() if path.startswith("stages/v")):
+        needs = "It has no kernels of its own, and runs on a GPU or on the CPU."
     about = {
         "package": package,
         "name": name,
         "idea": docstring.splitlines()[0],
         "versions": " and ".join(line.replace("==", " ") for line in pinned),
-        "needs": "It needs a GPU, or TRITON_INTERPRET=1." if interpreter else "It needs a GPU.",
+        "needs": needs,
     }
     texts |= {"__init__.py": PACKAGE.format(**about), "README.md": README.format(**about)}
     texts |= {path.name: path.read_text() for path in ROOT.glob("LICENSE*")}

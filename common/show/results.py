@@ -55,8 +55,10 @@ def read(path: Path) -> dict:
 def source(name: str, pass_: str) -> str | None:
     """Return the digest of a stage's pass as it is now, or None for a library and for a stage that no longer exists.
 
-    For fwd+bwd, return both digests, joined by "+". A record's `source` is the digest of the code that was measured.
+    For fwd+bwd, return both digests, joined by "+". `name` may end with `AGAIN`. A record's `source` is the digest of the
+    code that was measured.
     """
+    name = name.removesuffix(AGAIN)
     if not stages.position(name) or not stages.directory(name).exists():
         return None
     return "+".join(digest.current(name, CODE[part]) for part in pass_.split("+"))

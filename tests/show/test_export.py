@@ -59,6 +59,12 @@ def test_the_repository_and_an_exported_stage_work_in_one_process(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(("name", "said"), [("v0", "or on the CPU"), ("v3", "It needs a GPU."), (NEWEST, "It needs a GPU.")])
+def test_the_readme_says_what_the_stage_needs(name, said, tmp_path):
+    export(name, tmp_path / "mine", interpreter=False)
+    assert said in (tmp_path / "mine" / "README.md").read_text()
+
+
 @pytest.mark.parametrize(("asked", "folder", "said"), [
     ("v99", "mine", "no stage is called"), ("v3", "my-stage", "not a name"), ("v3", ".", "is there already"),
 ])  # fmt: skip

@@ -124,7 +124,7 @@ OTHERS = {
     "causal": [False], "scale": [-0.5, 0.0, -0.0, 1.0, 1], "diagonal": [16, 5], "index": [1], "deterministic": [True],
 }
 calls = [{}, *({name: value} for name, values in OTHERS.items() for value in values), {"seq_k": 144, "diagonal": 16}]
-calls = [call for call in calls for _ in range(4)]
+calls = [call for call in calls for _ in range(3)]
 draw.shuffle(calls)
 calls = [{"same": True}] * 3 + calls  # the usual kind of call is first recorded with q = v = k
 repeats = {"forward": 0, "backward": 0}
@@ -141,7 +141,7 @@ for call in calls:
         repeats[function.__name__] += repeated()
         expected = launched(function, *map(addressable, tensors), **options)
         assert got == expected, (call, function.__name__, got, expected)
-assert min(repeats.values()) > len(calls) / 4, repeats  # two of four equal calls; fewer if a stage calls another stage
+assert min(repeats.values()) > len(calls) / 6, repeats  # one of three equal calls; fewer if a stage calls another stage
 """,
         stage,
     )

@@ -5,7 +5,7 @@ A loop that ends one key too early or too late gives errors only for a few diago
 
 import pytest
 import torch
-from cases import LONG, Part, available, guessing, make_inputs, never_short, parts, set_names
+from cases import LONG, Part, available, guessing, make_inputs, never_short, set_names
 
 from common import recording
 from common.runtime import DEVICE
@@ -33,15 +33,6 @@ def test_diagonals_next_to_the_edges_of_tiles(part, head_dim):
     for seq_q, diagonal, of in NEXT_TO_EDGES:
         if of == head_dim:
             check_diagonal(part, seq_q, diagonal, head_dim)
-
-
-def test_diagonals_of_every_residue_in_some_pass(part):
-    """Each pass gets some diagonals.
-
-    All passes together get every diagonal modulo TILE. This is enough, because most of their mask code is equal.
-    """
-    for diagonal in range(part.place, TILE, len(parts())):
-        check_diagonal(part, ROWS, diagonal)
 
 
 @pytest.mark.long

@@ -81,20 +81,19 @@ PROBLEMS = [  # (queries, keys, batch, heads, K/V heads, D, Dv, causal, scale, d
     (1, 1, 1, 2, 2, 16, 16, False, 1.0, torch.float16),
     (203, 113, 1, 2, 1, 32, 16, True, 0.2, torch.float32),
 ]
-ALWAYS = (0, 2)  # problems of every pass in the default run; each pass gets one more
 
 
-@pytest.mark.parametrize("turn", range(3) if INTERPRETED and not LONG else range(len(PROBLEMS)))
+@pytest.mark.parametrize("turn", range(2) if INTERPRETED and not LONG else range(len(PROBLEMS)))
 def test_nothing_outside_is_read_or_written(part, turn, monkeypatch):
-    """The problems have query groups, negative scales, views of different strides, and several work tiles for each CTA."""
+    """The problems have query groups, negative scales, views of different strides, and several work tiles for each CTA.
+
+    The interpreter's default run has the first problem for every pass, and another one for each pass.
+    """
     if INTERPRETED:
         refuse_to_load_nan(monkeypatch)
-    if LONG or not INTERPRETED:
-        number = turn
-    else:
-        others = [number for number, problem in enumerate(PROBLEMS) if number not in ALWAYS and torch.float32 not in problem]
-        number = (*ALWAYS, others[part.place % len(others)])[turn]
-    seq_q, seq_k, batch, heads, kv_heads, head_dim, value_dim, causal, scale, dtype = PROBLEMS[number]
+    if INTERPRETED and not LONG and turn == 1:
+        turn += part.place % (len(PROBLEMS) - 2)  # not the last one: for float32, Hopper stages call another stage
+    seq_q, seq_k, batch, heads, kv_heads, head_dim, value_dim, causal, scale, dtype = PROBLEMS[turn]
     sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "value_dim": value_dim}
     values = make_inputs(seq_q, seq_k, head_dim, dtype, **sizes)
     inputs = [layout.place(tensor) for layout, tensor in zip(LAYOUTS, values, strict=True)]

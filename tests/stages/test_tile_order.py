@@ -190,8 +190,8 @@ def check_gradients(gradients, q, k, v, grad_out):
 @pytest.mark.parametrize(("name", "kernel", "tensor", "rows"), sorted(ordered_backwards()))
 def test_causal_tiles_of_a_backward_go_through_heads_the_longest_first(name, kernel, tensor, rows, watch):
     stage = stages.load(name)
-    head_dim, heads, seq_len = (256, 2, 270) if "wide" in kernel else (HEAD_DIM, HEADS, SEQ)
-    q, k, v, grad_out = make_inputs(seq_len, seq_len, head_dim, batch=1, heads=heads)
+    heads = 2
+    q, k, v, grad_out = make_inputs(SEQ, SEQ, 256 if "wide" in kernel else HEAD_DIM, batch=1, heads=heads)
     with interpreted_as(Device(num_sms=1)):
         out, lse = stage.forward(q, k, v, **CAUSAL)
         watch.begin(kernel, {"q": q, "k": k}[tensor], rows)

@@ -110,21 +110,24 @@ def _tensors(values) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def distinct(tensors) -> list[Tensor]:
-    """Return the tensors without repetitions."""
+def _distinct(tensors) -> list[Tensor]:
     return list({(t.data_ptr(), t.dtype, t.shape, t.stride()): t for t in tensors}.values())
 
 
-def bytes_of(tensor: Tensor) -> int:
+def _bytes_of(tensor: Tensor) -> int:
     """Return the bytes of memory behind a tensor. An expanded dimension counts as size 1."""
     return math.prod(n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride) * tensor.itemsize
 
 
-def moved(func, args, kwargs, result) -> tuple[list[Tensor], list[Tensor]]:
+def _values(func, args, kwargs) -> dict:
+    """Return the values of a PyTorch operator's arguments by their names."""
+    return dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+
+
+def _moved(func, args, kwargs, result) -> tuple[list[Tensor], list[Tensor]]:
     """Return the tensors that a PyTorch operator reads, and the tensors that the operator writes."""
-    name = func.overloadpacket.__name__
+    name, values = func.overloadpacket.__name__, _values(func, args, kwargs)
     read, written = [], _tensors(result)
-    values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     for argument in func._schema.arguments:
         tensors = _tensors(values.get(argument.name))
         changed = argument.alias_info is not None and argument.alias_info.is_write
@@ -134,7 +137,7 @@ def moved(func, args, kwargs, result) -> tuple[list[Tensor], list[Tensor]]:
             read += tensors
     if name.startswith("new_") or name.endswith("_like"):  # these operators use only the shape and dtype of their argument
         read = []
-    return distinct(read), distinct(written)
+    return _distinct(read), _distinct(written)
 
 
 def _operator_flops(func, args, kwargs, result) -> int:
@@ -142,7 +145,7 @@ def _operator_flops(func, args, kwargs, result) -> int:
     if func.overloadpacket not in _FLOPS:
         return 0
     flops = _FLOPS[func.overloadpacket](*_tensors(args), out_val=result)
-    values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    values = _values(func, args, kwargs)
     if values.get("is_causal"):
         seq_q, seq_k = (values[name].shape[-2] for name in ("query", "key"))
         flops = flops * sum(min(i + 1, seq_k) for i in range(seq_q)) // (seq_q * seq_k)
@@ -225,10 +228,12 @@ class Counter(TorchDispatchMode):
         """
         operands = self._operands.items()
         operand = next((operand for begin, operand in operands if begin <= first < begin + operand.nbytes), None)
-        launch = self.launches[-1]
         if operand is None:
-            raise RuntimeError(f"{launch.name} accesses memory that belongs to none of its arguments")
-        for each in (launch, operand):
+            raise RuntimeError(f"{self.launches[-1].name} accesses memory that belongs to none of its arguments")
+        self._add(operand, read, written)
+
+    def _add(self, operand: Operand, read: int, written: int):
+        for each in (self.launches[-1], operand):
             each.read += read
             each.written += written
 
@@ -275,7 +280,7 @@ class Counter(TorchDispatchMode):
     def _multiply(self, flops: int):
         self.launches[-1].flops += flops
 
-    def _release(self, size):
+    def _release(self, size: int):
         self._live -= size
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -294,15 +299,13 @@ class Counter(TorchDispatchMode):
         if not func.is_view and func.overloadpacket.__name__ not in _NO_KERNEL:
             flops = _operator_flops(func, args, kwargs, result)
             self._begin(Launch(f"aten.{func.overloadpacket.__name__}", flops=flops))
-            read, written = moved(func, args, kwargs, result)
+            read, written = _moved(func, args, kwargs, result)
             for tensor in read:
-                self._move(tensor, bytes_of(tensor), 0)
+                self._move(tensor, _bytes_of(tensor), 0)
             for tensor in written:
-                self._move(tensor, 0, bytes_of(tensor))
+                self._move(tensor, 0, _bytes_of(tensor))
         return result
 
     def _move(self, tensor: Tensor, read: int, written: int):
         """Count that an operator reads or writes a tensor."""
-        for each in (self.launches[-1], self._operand(tensor.untyped_storage())):
-            each.read += read
-            each.written += written
+        self._add(self._operand(tensor.untyped_storage()), read, written)

@@ -10,9 +10,9 @@ Accesses of Triton's programs and PyTorch's operators have no times. Gluon's lau
 (`common.measure.timeline`), which gives each access its cycles.
 """
 
-import dataclasses
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -22,12 +22,11 @@ from triton.runtime.interpreter import interpreter_builder
 from common.interpreter import schedule
 from common.measure.counter import Counter, Launch
 from common.measure.timeline import measured_rates
-from common.measure.traffic import GPUS, Gpu, tiles_of
+from common.measure.traffic import GPUS, Gpu, stage_call, tiles_of
 from common.measure.workloads import DTYPES, Workload
 
-ONE_SM = dataclasses.replace(GPUS["h200"], num_sms=1)  # the model has one SM, so a persistent kernel has one CTA
-GIVEN = {"fwd": ("Q", "K", "V"), "bwd": ("dO", "Q", "K", "V", "O", "LSE")}
-RESULTS = {"fwd": ("O", "LSE"), "bwd": ("dQ", "dK", "dV")}
+ONE_SM = GPUS["h200"]._replace(num_sms=1)  # the model has one SM, so a persistent kernel has one CTA
+NAMES = {"forward": ("Q", "K", "V", "O", "LSE"), "backward": ("dO", "Q", "K", "V", "O", "LSE", "dQ", "dK", "dV")}
 
 
 @dataclass
@@ -65,27 +64,15 @@ def trace(stage, workload: Workload, gpu: Gpu = ONE_SM) -> Trace:
         workload: a forward or a backward.
         gpu: the GPU that determines the kernels' tiles, and the number of persistent CTAs.
     """
-    inputs = workload.inputs()
     outer = {(workload.batch, workload.heads), (workload.batch, workload.kv_heads)}
     with tiles_of(gpu, stage, max(workload.head_dim, workload.value_dim), DTYPES[workload.dtype]):
-        call, given = _prepared(stage, workload, inputs)
-        with schedule.timed(measured_rates()) as timings, _Tracer(timings, outer) as tracer:
-            for name, tensor in zip(GIVEN[workload.pass_], given, strict=True):
-                tracer.know(tensor, name)
-            results = call()
-            for name, tensor in zip(RESULTS[workload.pass_], results, strict=True):
-                tracer.know(tensor, name)
+        tracer = _Tracer(outer)
+        call = stage_call(
+            SimpleNamespace(**{name: tracer.naming(getattr(stage, name), name) for name in NAMES}), workload, workload.inputs()
+        )
+        with schedule.timed(measured_rates()) as tracer.timings, tracer:
+            call()
     return tracer.trace()
-
-
-def _prepared(stage, workload, inputs):
-    """Return a function that runs a pass, and the pass's input tensors in the order of `GIVEN`."""
-    options = {"causal": workload.causal, "scale": workload.head_dim**-0.5}
-    *qkv, grad_out = inputs
-    if workload.pass_ == "fwd":
-        return (lambda: stage.forward(*qkv, **options)), qkv
-    out, lse = stage.forward(*qkv, **options)
-    return (lambda: stage.backward(grad_out, *qkv, out, lse, **options)), [grad_out, *qkv, out, lse]
 
 
 class _Known:
@@ -132,25 +119,32 @@ class _Known:
 class _Tracer(Counter):
     """Count the traffic, and record each counted access."""
 
-    def __init__(self, timings, outer):
+    def __init__(self, outer):
         super().__init__()
-        self._timings, self._outer = timings, outer
+        self.timings, self._outer = [], outer
         self._known: list[_Known] = []
         self._seen = []  # (_Known, Access); `trace` fills in the access's tensor name
         self._timed = {}  # index of a timed launch -> index of its timing in `timings`
 
-    def know(self, tensor: Tensor, name: str | None) -> _Known:
-        """Return the `_Known` of `tensor`'s memory. If there is none yet, make it.
+    def naming(self, function, pass_: str):
+        """Return a pass's function, which gives its tensors the names of `NAMES`."""
 
-        An earlier name stays, unless `name` is in `GIVEN` or `RESULTS`.
-        """
+        def named(*tensors, **options):
+            results = function(*tensors, **options)
+            for name, tensor in zip(NAMES[pass_], (*tensors, *results), strict=True):
+                self.know(tensor, None).name = name
+            return results
+
+        return named
+
+    def know(self, tensor: Tensor, name: str | None) -> _Known:
+        """Return the `_Known` of `tensor`'s memory. If there is none yet, make it. If it has no name yet, it gets this one."""
         storage = tensor.untyped_storage()
         known = next((known for known in self._known if known.storage.data_ptr() == storage.data_ptr()), None)
         if known is None:
             known = _Known(tensor, None, self._outer)
             self._known.append(known)
-        if name in (*GIVEN["bwd"], *RESULTS["bwd"]) or known.name is None:
-            known.name = name
+        known.name = known.name or name
         return known
 
     def trace(self) -> Trace:
@@ -162,8 +156,8 @@ class _Tracer(Counter):
                 while name in tensors:  # if several tensors have one name, later ones get a prime
                     name += "\N{PRIME}"
                 names[id(known)], tensors[name] = name, known.shape
-        accesses = [dataclasses.replace(access, tensor=names[id(known)]) for known, access in self._seen]
-        spans = {launch: self._timings[number].spans for launch, number in self._timed.items()}
+        accesses = [replace(access, tensor=names[id(known)]) for known, access in self._seen]
+        spans = {launch: self.timings[number].spans for launch, number in self._timed.items()}
         return Trace(self.launches, accesses, tensors, spans)
 
     def _access(self, read, written, first, last, adds=False):
@@ -193,7 +187,7 @@ class _Tracer(Counter):
                     if isinstance(tensor, Tensor):
                         self.know(tensor, name.removesuffix("_ptr").removesuffix("_desc"))
                 if isinstance(function, GluonJITFunction):
-                    self._timed[len(self.launches)] = len(self._timings)
+                    self._timed[len(self.launches)] = len(self.timings)
             return counted(function, *args, warmup=warmup, **kwargs)
 
         return traced

@@ -1,15 +1,13 @@
-"""Show a run without a GPU: counted bytes and FLOPs, and beside them the gains that earlier runs measured on a GPU."""
-
-from itertools import groupby
+"""Show counted bytes and FLOPs, and beside them the gains that earlier runs measured on a GPU."""
 
 import stages
 from common.measure.footprint import MIB_IN_MB
-from common.measure.workloads import Workload
+from common.measure.progress import COLUMNS
 from common.show import results
 from common.show.results import stage_order
-from common.show.tables import PASS_NAMES, legend, markdown
+from common.show.tables import PASS_NAMES, grouped, legend
 
-SHAPE = "B", "H", "Hkv", "S", "Sk"  # the parts of a workload's label that differ between the rows of a table
+HEADERS = ["MB read", "MB written", "MFLOP", "measured", "launches", "peak extra MB", "tiles"]
 
 
 def measured(impl: str, pass_: str, head_dim: int) -> tuple[str, str] | None:
@@ -52,52 +50,40 @@ def summary(records: list[dict], about: str | None = None) -> str:
     return "\n".join(lines)
 
 
-def _cells(record) -> list:
-    """Return the cells of all columns after the shape and the name."""
-    if "failure" in record:
-        return [record["failure"], *["-"] * 6]
-    found = measured(record["impl"], record["pass"], record["head_dim"])
-    megabytes = [f"{record[name] / 1e6:,.3f}" for name in ("bytes_read", "bytes_written")]
-    amounts = [record["kernel_launches"], f"{record['peak_extra_mib'] * MIB_IN_MB:,.3f}", record["tiles"] or "-"]
-    return [*megabytes, f"{record['flops_executed'] / 1e6:,.1f}", found[0] if found else "-", *amounts]
+def _cells(record, found: tuple[str, str] | None) -> dict:
+    """Return a record's cells by header. `found` is what `measured` returns."""
+    return {
+        "MB read": f"{record['bytes_read'] / 1e6:,.3f}",
+        "MB written": f"{record['bytes_written'] / 1e6:,.3f}",
+        "MFLOP": f"{record['flops_executed'] / 1e6:,.1f}",
+        "measured": found[0] if found else "-",
+        "launches": record["kernel_launches"],
+        "peak extra MB": f"{record['peak_extra_mib'] * MIB_IN_MB:,.3f}",
+        "tiles": record["tiles"] or "-",
+    }
 
 
 def tables(records: list[dict], machine: dict, wide: bool) -> str:
-    """Format a markdown table for each pass, head dimension, mask, dtype and score distribution.
+    """Format the tables of `common.show.tables.grouped`.
 
     Args:
-        records: all records of a run without a GPU, including failures.
-        machine: the run's versions, commit and date.
+        records: all records of a run without a GPU, including failures; or those of `common.show.counts`.
+        machine: the versions, the commit, the date, and `tiles`, the GPU whose tiles the kernels had.
         wide: whether to show all columns and the full names of stages.
     """
-    headers = ["shape", "implementation", "MB read", "MB written", "MFLOP", "measured", "launches", "peak extra MB", "tiles"]
     parts = [
-        f"CPU, interpreted, torch {machine['torch']}, triton {machine['triton']}, commit {machine['commit'][:12]}, "
-        f"{machine['date']}",
+        f"CPU, interpreted, tiles of the {machine['tiles']}, torch {machine['torch']}, triton {machine['triton']}, "
+        f"commit {results.short_commit(machine['commit'])}, {machine['date']}",
         "MB are the bytes that the kernels request. PyTorch's operators count arguments and results once.\n"
         "MFLOP are the FLOPs that run, those of masked scores included where a kernel computes them.\n"
         "measured: the speed over the parent's on a GPU, a mean over both masks and long and short S.",
     ]
 
-    def kind(record):
-        label = Workload.of(record).label.split(" ")
-        return " ".join(part for part in label if part.partition("=")[0] not in SHAPE)
+    def case(record):
+        return record["impl"], record["pass"], record["head_dim"]
 
-    def shape(record):
-        return " ".join(part for part in Workload.of(record).label.split(" ") if part.partition("=")[0] in SHAPE)
-
-    runs = {}
-    for name, group in groupby(sorted(records, key=kind, reverse=True), key=kind):
-        rows, above, notes = [], None, []
-        for record in sorted(group, key=lambda r: (r["seq_len"], shape(r), stage_order(r["impl"]))):
-            impl = record["impl"] if wide else results.spoken(record["impl"])
-            rows.append(["" if shape(record) == above else shape(record), impl, *_cells(record)])
-            above = shape(record)
-            notes += [f"{impl} at {above}: {record['note']}"] if record.get("note") else []
-            if found := measured(record["impl"], record["pass"], record["head_dim"]):
-                runs[found[1]] = None
-        kept = len(headers) if wide else headers.index("launches")
-        parts += [name, markdown([row[:kept] for row in rows], headers[:kept], ("shape", "implementation")), *notes]
-    parts += [f"measured on: {'; '.join(runs)}"] if runs else []
-    parts += legend("\n".join(parts))
-    return "\n\n".join(parts)
+    found = {each: measured(*each) for each in dict.fromkeys(map(case, records))}
+    parts += grouped(records, HEADERS, lambda record, _: _cells(record, found[case(record)]), None if wide else COLUMNS)
+    places = dict.fromkeys(place for _, place in filter(None, found.values()))
+    parts += [f"measured on: {'; '.join(places)}"] if places else []
+    return "\n\n".join([*parts, *legend("\n".join(parts))])

@@ -13,10 +13,10 @@ from dataclasses import asdict
 import stages
 from common.measure import machine, terminal
 from common.measure.options import add_list, json_path, list_of, one_of, workloads_of, write_json
-from common.measure.progress import COLUMNS, Progress
+from common.measure.progress import Progress
 from common.measure.traffic import GPUS, costs, count_stage
 from common.runtime import INTERPRETED
-from common.show import tables
+from common.show import counted
 from common.show.results import spoken
 
 
@@ -24,8 +24,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     """Return the command line as lists of values; exit with status 2 on an invalid value."""
     parser = argparse.ArgumentParser(
         prog="python -m common.show.counts",
-        description="Count the bytes and FLOPs of stages, in float16 with batch 1, and show the time that they take at a GPU's "
-        "published peaks. Needs no GPU. LIST is comma-separated.",
+        description="Count the bytes and FLOPs of stages, in float16 with batch 1. Needs no GPU. LIST is comma-separated.",
     )
     passes = one_of({"fwd": "fwd", "bwd": "bwd"})
     add_list(parser, "--stage", ",".join(stages.names()))
@@ -36,7 +35,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     ):  # fmt: skip
         add_list(parser, flag, default)
     parser.add_argument("--gpu", choices=GPUS, default="h200", help="GPU to count for (default: %(default)s)")
-    parser.add_argument("--wide", action="store_true", help="show every column of the tables, in lines of any length")
+    parser.add_argument("--wide", action="store_true", help="show all columns and the full names of stages")
     parser.add_argument("--json", type=json_path, metavar="FILE", help="also write the records with all launches to FILE")
     options = parser.parse_args(argv)
     names = "head_dim", "causal", "seq_len", "heads", "kv_heads", "value_dim"
@@ -65,13 +64,12 @@ def main(argv: list[str]):
     with Progress(sum(workload.flops for _, workload in cases)) as bar:
         for number, (name, workload) in enumerate(cases, start=1):
             bar.begin(f"{number} of {len(cases)}, {spoken(name)}, {workload.label}")
-            counted = count_stage(stages.load(name), workload, gpu)
-            launches = [asdict(launch) for launch in counted.launches]
-            records.append({"impl": name, **workload.record(), **costs(counted, gpu, workload.dtype), "launches": launches})
+            count = count_stage(stages.load(name), workload, gpu)
+            launches = [asdict(launch) for launch in count.launches]
+            records.append({"impl": name, **workload.record(), **costs(count, gpu, workload.dtype), "launches": launches})
             bar.update(workload.flops)
-    origin = machine.facts() | {"matmul_tflops": {}, "roofline": gpu.peaks}
-    table = tables.speed_table(records, origin, None if options.wide else COLUMNS)
-    print(f"{table}\n\nPeaks: {gpu.source}", flush=True)
+    origin = machine.facts() | {"tiles": gpu.name}
+    print(counted.tables(records, origin, options.wide), flush=True)
     if options.json:
         write_json(options.json, {"records": records, "machine_info": origin})
 

@@ -21,7 +21,7 @@ from matplotlib.patches import Patch, Rectangle  # noqa: E402
 
 import stages  # noqa: E402
 from common.measure import terminal  # noqa: E402
-from common.measure.options import add_list, list_of, one_of  # noqa: E402
+from common.measure.options import add_list, list_of, one_of, workloads_of  # noqa: E402
 from common.measure.trace import Trace, trace  # noqa: E402
 from common.measure.workloads import Workload  # noqa: E402
 from common.show.results import PLOTS  # noqa: E402
@@ -69,27 +69,21 @@ def _cycles(recorded, launch):
 
 def _draw(axes, name: str, recorded: Trace):
     """Draw a lane for each tensor. The first row of a tensor is at the top of its lane."""
-    shown = lanes(recorded)
-    patches = {"read": [], "write": [], "add": []}
-    colors = []
-    times = moments(recorded)
-    least = max(end for _, end in times) / 900 if times else 0  # a pixel
-    for access, (begin, end) in zip(recorded.accesses, times, strict=True):
-        if access.tensor not in shown:
-            continue
-        heads, rows, _ = recorded.tensors[access.tensor]
-        total = heads * rows
-        first = (access.heads[0] * rows + access.rows[0]) / total
-        last = (access.heads[1] * rows + access.rows[1] + 1) / total
-        top = shown.index(access.tensor) + 0.06 + 0.88 * first
-        patches[access.kind].append(Rectangle((begin, top), max(end - begin, least), max(0.88 * (last - first), 0.02)))
-        if access.kind == "read":
-            colors.append(COLORS[access.program % len(COLORS)])
+    shown, times = lanes(recorded), moments(recorded)
+    least = max((end for _, end in times), default=0) / 900  # a pixel
+    patches, colors, edges = [], [], []
+    for access, (begin, end) in sorted(zip(recorded.accesses, times, strict=True), key=lambda each: each[0].kind != "read"):
+        if access.tensor in shown:
+            heads, rows, _ = recorded.tensors[access.tensor]
+            first, last = (head * rows + row for head, row in zip(access.heads, access.rows, strict=True))
+            top, height = (0.88 * part / (heads * rows) for part in (first, last + 1 - first))
+            place = begin, shown.index(access.tensor) + 0.06 + top
+            patches.append(Rectangle(place, max(end - begin, least), max(height, 0.02)))
+            colors.append(WRITES.get(access.kind, COLORS[access.program % len(COLORS)]))
+            edges.append(0.6 if access.kind in WRITES else 0)
+    axes.add_collection(PatchCollection(patches, facecolors=colors, edgecolors=colors, linewidths=edges))
     for place in range(len(shown)):
         axes.axhspan(place + 0.06, place + 0.94, color="0.95", zorder=0)
-    axes.add_collection(PatchCollection(patches["read"], facecolors=colors, linewidths=0))
-    for kind, color in WRITES.items():
-        axes.add_collection(PatchCollection(patches[kind], facecolors=color, edgecolors=color, linewidths=0.6))
     axes.set_yticks([place + 0.5 for place in range(len(shown))], shown, fontsize=8)
     axes.set_ylim(len(shown), 0)
     axes.tick_params(axis="y", length=0)
@@ -142,16 +136,15 @@ def main(argv: list[str]):
     add_list(parser, "--stage", "v2,v3")
     passes = one_of({"fwd": "fwd", "bwd": "bwd"})
     parser.add_argument("--pass", type=list_of(passes), default="fwd", metavar="LIST", help="fwd, bwd (default: %(default)s)")
-    for flag, default in (("--seq-len", "1024"), ("--head-dim", "32"), ("--causal", "yes"), ("--heads", "1")):
+    shape = {"--head-dim": "32", "--causal": "yes", "--seq-len": "1024", "--heads": "1", "--kv-heads": None}
+    for flag, default in shape.items():
         add_list(parser, flag, default)
-    parser.add_argument("--kv-heads", type=int, default=None, metavar="N", help="K/V heads (default: as many as heads)")
-    options = parser.parse_args(argv)
-    shapes = itertools.product(vars(options)["pass"], options.head_dim, options.causal, options.seq_len, options.heads)
-    for pass_, head_dim, causal, seq_len, heads in shapes:
-        workload = Workload(pass_, 1, heads, seq_len, head_dim, causal, "float16", kv_heads=options.kv_heads)
-        versions = "-".join(stages.version(name) for name in options.stage)
-        path = TRACES / f"{versions}-{pass_}-d{head_dim}-{mask(causal)}-s{seq_len}.png"
-        draw(options.stage, workload, path)
+    options = vars(parser.parse_args(argv))
+    versions = "-".join(stages.version(name) for name in options["stage"])
+    lists = {flag[2:].replace("-", "_"): options[flag[2:].replace("-", "_")] for flag in shape}
+    for work in workloads_of(parser, pass_=options["pass"], **lists):
+        path = TRACES / f"{versions}-{work.pass_}-d{work.head_dim}-{mask(work.causal)}-s{work.seq_len}.png"
+        draw(options["stage"], work, path)
         print(path)
 
 

@@ -18,6 +18,7 @@ import functools
 import itertools
 import math
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from unittest import mock
@@ -52,7 +53,7 @@ _OVERWRITING = {"copy_", "fill_", "zero_"}  # operators that write in place with
 
 @dataclass
 class Operand:
-    """The bytes that a launch reads from, and writes to, one allocation."""
+    """The bytes that a launch reads from, and writes to, one allocation. Both numbers may be 0."""
 
     allocation: int  # the allocation's number, the same in all launches of a call
     nbytes: int  # the size of the allocation
@@ -74,25 +75,15 @@ class Launch:
 
 @dataclass
 class Count:
-    """The launches of a call in order, and the peak bytes of all tensors that the call allocates."""
+    """The launches of a call in order, and the sums of their `read`, `written` and `flops`."""
 
     launches: list[Launch]
-    peak: int
+    peak: int  # the largest number of bytes of all tensors that the call allocates
 
-    @property
-    def read(self) -> int:
-        """The bytes that all launches read."""
-        return sum(launch.read for launch in self.launches)
-
-    @property
-    def written(self) -> int:
-        """The bytes that all launches write."""
-        return sum(launch.written for launch in self.launches)
-
-    @property
-    def flops(self) -> int:
-        """The FLOPs of all launches' matmuls."""
-        return sum(launch.flops for launch in self.launches)
+    def __post_init__(self):
+        self.read = sum(launch.read for launch in self.launches)
+        self.written = sum(launch.written for launch in self.launches)
+        self.flops = sum(launch.flops for launch in self.launches)
 
 
 def count(call: Callable) -> Count:
@@ -160,7 +151,7 @@ class Counter(TorchDispatchMode):
         self.launches = []
         self.peak = self._live = 0
         self._in_kernel = self._in_reduction = False
-        self._numbers, self._fresh = {}, itertools.count()  # the address of an allocation -> its number
+        self._numbers = defaultdict(itertools.count().__next__)  # the address of an allocation -> its number
         self._operands = {}  # the address of an allocation -> the operand of the newest launch
 
     @classmethod
@@ -174,7 +165,6 @@ class Counter(TorchDispatchMode):
             (interpreter, "create_masked_load", lambda _, pointers, mask, *others: touch(pointers, mask, True, False)),
             (interpreter, "create_masked_store", lambda _, pointers, value, mask, *others: touch(pointers, mask, False, True)),
             (interpreter, "create_atomic_rmw", lambda _, op, pointers, value, mask, *others: touch(pointers, mask, True, True)),
-            (interpreter, "create_atomic_cas", lambda _, pointers, *others: touch(pointers, numpy.array(True), True, True)),
             (interpreter, "create_dot", lambda _, a, b, *others: self._multiply(2 * a.data.size * b.data.shape[-1])),
             (Traffic, "read", lambda _, nbytes, *ends: nbytes and self._access(nbytes, 0, *ends)),
             (Traffic, "write", lambda _, nbytes, *ends: nbytes and self._access(0, nbytes, *ends)),
@@ -211,8 +201,6 @@ class Counter(TorchDispatchMode):
         """Return the newest launch's operand in a tensor's storage. If there is none yet, add one."""
         address = storage.data_ptr()
         if address not in self._operands:
-            if address not in self._numbers:
-                self._numbers[address] = next(self._fresh)
             self._operands[address] = Operand(self._numbers[address], storage.nbytes())
             self.launches[-1].operands.append(self._operands[address])
         return self._operands[address]
@@ -250,9 +238,6 @@ class Counter(TorchDispatchMode):
                 return run(function, *args, warmup=warmup, **kwargs)
             finally:
                 self._in_kernel = False
-                if not warmup:
-                    launch = self.launches[-1]
-                    launch.operands = [operand for operand in launch.operands if operand.read or operand.written]
 
         return counted
 
@@ -280,8 +265,8 @@ class Counter(TorchDispatchMode):
     def _multiply(self, flops: int):
         self.launches[-1].flops += flops
 
-    def _release(self, size: int):
-        self._live -= size
+    def _allocate(self, nbytes: int):
+        self._live += nbytes
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -292,9 +277,9 @@ class Counter(TorchDispatchMode):
         given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
         made = (t.untyped_storage() for t in _tensors(result))
         for storage in {s._cdata: s for s in made if s._cdata not in given}.values():
-            self._numbers[storage.data_ptr()] = next(self._fresh)
-            self._live += storage.nbytes()
-            weakref.finalize(storage, self._release, storage.nbytes())
+            self._numbers.pop(storage.data_ptr(), None)  # a freed allocation may have had this address
+            self._allocate(storage.nbytes())
+            weakref.finalize(storage, self._allocate, -storage.nbytes())
         self.peak = max(self.peak, self._live)
         if not func.is_view and func.overloadpacket.__name__ not in _NO_KERNEL:
             flops = _operator_flops(func, args, kwargs, result)

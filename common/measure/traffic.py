@@ -10,6 +10,7 @@ The command `python -m common.show.counts` prints the counts.
 import contextlib
 import json
 from collections import Counter, OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,7 +37,8 @@ class Rates(NamedTuple):
     launch_us: float  # the time that one more empty kernel adds to a queue of kernels
 
 
-class Gpu(NamedTuple):
+@dataclass(frozen=True)
+class Gpu:
     """The properties of a GPU on which counts and predictions depend."""
 
     name: str
@@ -60,9 +62,6 @@ GPUS = {
     "h200": Gpu("H200", 90, 132, 50),
     # https://developer.nvidia.com/blog/nvidia-ampere-architecture-in-depth/
     "a100": Gpu("A100", 80, 108, 40),
-    # https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf has 128 cores per
-    # SM, and https://www.nvidia.com/en-us/geforce/graphics-cards/50-series/rtx-5060-family/ has 4,608 cores.
-    "rtx5060ti": Gpu("RTX 5060 Ti", 120, 36, 32),
 }
 
 
@@ -108,13 +107,11 @@ def _likely_tile(gpu, tuner, head_dim, dtype):
 
 
 def stage_call(stage, workload: Workload, inputs):
-    """Return a function that runs a pass of a stage. Before a backward alone, `stage_call` itself runs the forward once."""
+    """Return a function that runs a forward or a backward. Before a backward, `stage_call` itself runs the forward once."""
     options = {"causal": workload.causal, "scale": workload.head_dim**-0.5}
     *qkv, grad_out = inputs
     if workload.pass_ == "fwd":
         return lambda: stage.forward(*qkv, **options)
-    if workload.pass_ == "fwd+bwd":
-        return lambda: stage.backward(grad_out, *qkv, *stage.forward(*qkv, **options), **options)
     results = stage.forward(*qkv, **options)
     return lambda: stage.backward(grad_out, *qkv, *results, **options)
 
@@ -135,7 +132,7 @@ def compulsory(launches: list[Launch], l2_bytes: float) -> list[int]:
     crossing = []
     for launch in launches:
         crossing.append(0)
-        for operand in launch.operands:
+        for operand in (each for each in launch.operands if each.read or each.written):
             nbytes, lacking = held.pop(operand.allocation, (None, 0))
             if nbytes is None:
                 crossing[-1] += min(operand.read, operand.nbytes)

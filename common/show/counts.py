@@ -20,37 +20,27 @@ from common.show import counted
 from common.show.results import spoken
 
 
-def parse_options(argv: list[str]) -> argparse.Namespace:
-    """Return the command line as lists of values; exit with status 2 on an invalid value."""
-    parser = argparse.ArgumentParser(
-        prog="python -m common.show.counts",
-        description="Count the bytes and FLOPs of stages, in float16 with batch 1. Needs no GPU. LIST is comma-separated.",
-    )
-    passes = one_of({"fwd": "fwd", "bwd": "bwd"})
-    add_list(parser, "--stage", ",".join(stages.names()))
-    parser.add_argument("--pass", type=list_of(passes), default="fwd,bwd", metavar="LIST", help="fwd, bwd (default: both)")
-    for flag, default in (
-        ("--seq-len", "256,512"), ("--head-dim", "64,128"), ("--causal", "no,yes"), ("--heads", "1"), ("--kv-heads", None),
-        ("--value-dim", None),
-    ):  # fmt: skip
-        add_list(parser, flag, default)
-    parser.add_argument("--gpu", choices=GPUS, default="h200", help="GPU to count for (default: %(default)s)")
-    parser.add_argument("--wide", action="store_true", help="show all columns and the full names of stages")
-    parser.add_argument("--json", type=json_path, metavar="FILE", help="also write the records with all launches to FILE")
-    options = parser.parse_args(argv)
-    names = "head_dim", "causal", "seq_len", "heads", "kv_heads", "value_dim"
-    lists = {name: getattr(options, name) for name in names}
-    options.workloads = workloads_of(parser, pass_=vars(options)["pass"], **lists)
-    return options
-
-
 def main(argv: list[str]):
     """Run the command line."""
     terminal.prepare()
     if not INTERPRETED:  # restart Python with Triton's interpreter, which counting needs
         interpreted = os.environ | {"TRITON_INTERPRET": "1"}
         os.execve(sys.executable, [sys.executable, "-m", "common.show.counts", *argv], interpreted)
-    options = parse_options(argv)
+    parser = argparse.ArgumentParser(
+        prog="python -m common.show.counts",
+        description="Count the bytes and FLOPs of stages, in float16 with batch 1. Needs no GPU. LIST is comma-separated.",
+    )
+    passes = list_of(one_of({"fwd": "fwd", "bwd": "bwd"}))
+    add_list(parser, "--stage", ",".join(stages.names()))
+    parser.add_argument("--pass", dest="pass_", type=passes, default="fwd,bwd", metavar="LIST", help="fwd, bwd (default: both)")
+    shape = {"head_dim": "64,128", "causal": "no,yes", "seq_len": "256,512", "heads": "1", "kv_heads": None, "value_dim": None}
+    for name, default in shape.items():
+        add_list(parser, f"--{name.replace('_', '-')}", default)
+    parser.add_argument("--gpu", choices=GPUS, default="h200", help="GPU to count for (default: %(default)s)")
+    parser.add_argument("--wide", action="store_true", help="show all columns and the full names of stages")
+    parser.add_argument("--json", type=json_path, metavar="FILE", help="also write the records with all launches to FILE")
+    options = parser.parse_args(argv)
+    workloads = workloads_of(parser, **{name: getattr(options, name) for name in ("pass_", *shape)})
     gpu = GPUS[options.gpu]
     reasons = {name: gpu.unavailable(name) for name in options.stage}
     for name, reason in reasons.items():
@@ -59,7 +49,7 @@ def main(argv: list[str]):
     countable = [name for name in options.stage if not reasons[name]]
     if not countable:
         raise SystemExit("there is nothing to count")
-    cases = [(name, workload) for workload in options.workloads for name in countable]
+    cases = [(name, workload) for workload in workloads for name in countable]
     records = []
     with Progress(sum(workload.flops for _, workload in cases)) as bar:
         for number, (name, workload) in enumerate(cases, start=1):

@@ -101,16 +101,14 @@ def draw(names: list[str], workload: Workload, path: Path) -> list[Trace]:
         len(names), 1, figsize=(WIDTH, sum(heights) + 1.2 + 0.5 * len(names)), layout="constrained", squeeze=False,
         gridspec_kw={"height_ratios": heights},
     )  # fmt: skip
-    ends, units = [], []
+    ends = {}  # unit of a time axis -> the latest time
     for axes, name, each in zip(grid[:, 0], names, recorded, strict=True):
-        units.append(unit(each))
-        ends.append(max((end for _, end in moments(each)), default=1.0))
         _draw(axes, name, each)
-    for axes, of_axes in zip(grid[:, 0], units, strict=True):
-        axes.set_xlim(0, max(end for end, other in zip(ends, units, strict=True) if other == of_axes))
-    programs = [Patch(color=color) for color in COLORS[:3]]
+        ends[unit(each)] = max([ends.get(unit(each), 0.0), *(end for _, end in moments(each))])
+    for axes, each in zip(grid[:, 0], recorded, strict=True):
+        axes.set_xlim(0, ends[unit(each)])
     figure.legend(
-        [tuple(programs), *(Patch(color=color) for color in WRITES.values())],
+        [tuple(Patch(color=color) for color in COLORS[:3]), *(Patch(color=color) for color in WRITES.values())],
         ["read, by program", "write", "add in memory"],
         handler_map={tuple: HandlerTuple(ndivide=None)},
         loc="outside lower center", ncols=3, fontsize=8, frameon=False,
@@ -134,17 +132,16 @@ def main(argv: list[str]):
         description="Draw which tiles of which tensors a stage reads and writes, in order. LIST is comma-separated.",
     )
     add_list(parser, "--stage", "v2,v3")
-    passes = one_of({"fwd": "fwd", "bwd": "bwd"})
-    parser.add_argument("--pass", type=list_of(passes), default="fwd", metavar="LIST", help="fwd, bwd (default: %(default)s)")
-    shape = {"--head-dim": "32", "--causal": "yes", "--seq-len": "1024", "--heads": "1", "--kv-heads": None}
-    for flag, default in shape.items():
-        add_list(parser, flag, default)
-    options = vars(parser.parse_args(argv))
-    versions = "-".join(stages.version(name) for name in options["stage"])
-    lists = {flag[2:].replace("-", "_"): options[flag[2:].replace("-", "_")] for flag in shape}
-    for work in workloads_of(parser, pass_=options["pass"], **lists):
+    passes = list_of(one_of({"fwd": "fwd", "bwd": "bwd"}))
+    parser.add_argument("--pass", dest="pass_", type=passes, default="fwd", metavar="LIST", help="fwd, bwd (default: fwd)")
+    shape = {"head_dim": "32", "causal": "yes", "seq_len": "1024", "heads": "1", "kv_heads": None}
+    for name, default in shape.items():
+        add_list(parser, f"--{name.replace('_', '-')}", default)
+    options = parser.parse_args(argv)
+    versions = "-".join(stages.version(name) for name in options.stage)
+    for work in workloads_of(parser, **{name: getattr(options, name) for name in ("pass_", *shape)}):
         path = TRACES / f"{versions}-{work.pass_}-d{work.head_dim}-{mask(work.causal)}-s{work.seq_len}.png"
-        draw(options["stage"], work, path)
+        draw(options.stage, work, path)
         print(path)
 
 

@@ -35,8 +35,7 @@ def test_accesses_add_up_to_what_is_counted(version, pass_):
     adds = {access.tensor for access in recorded.accesses if access.kind == "add"}
     assert ("sums" in adds) == (pass_ == "bwd" and version != "v1")
     for access in recorded.accesses:
-        spans = access.heads, access.rows, access.columns
-        for (first, last), size in zip(spans, recorded.tensors[access.tensor], strict=True):
+        for (first, last), size in zip((access.heads, access.rows), recorded.tensors[access.tensor][:2], strict=True):
             assert 0 <= first <= last < size
 
 

@@ -9,7 +9,7 @@ The command `python -m common.show.counts` prints the counts.
 
 import contextlib
 import json
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 import triton
 
-import stages
 from common.kernels.tiles import key_tile, query_tile
 from common.kernels.tuning import WITH_TMA, sensible, tuners
 from common.measure.aot import SHARED_LIMIT
@@ -32,8 +31,8 @@ class Rates(NamedTuple):
     """What a GPU does in a second, and what a launch costs."""
 
     tflops: float  # of matmuls that accumulate in float32
-    hbm_tb_per_s: float
-    l2_tb_per_s: float  # the rate at which all SMs together read from the L2 cache
+    hbm_gbps: float
+    l2_gbps: float  # the rate at which all SMs together read from the L2 cache
     launch_us: float  # the time that one more empty kernel adds to a queue of kernels
 
 
@@ -45,11 +44,6 @@ class Gpu:
     arch: int  # the architecture, such as 80 for sm_80
     num_sms: int
     l2_mb: float
-
-    def unavailable(self, stage_name: str) -> str | None:
-        """Return why a stage cannot run on this GPU, or None if it can."""
-        with self.interpreted():
-            return stages.unavailable(stage_name)
 
     def interpreted(self):
         """Return a context in which the interpreter acts as this GPU."""
@@ -71,7 +65,7 @@ def measured_rates(gpu: Gpu, dtype: str) -> Rates | None:
     found = json.loads(path.read_text()) if path.exists() else {"matmul_tflops": {}}
     if dtype not in found["matmul_tflops"]:
         return None
-    return Rates(found["matmul_tflops"][dtype], found["hbm_gbps"] / 1e3, found["l2_gbps"] / 1e3, found["launch_us"])
+    return Rates(found["matmul_tflops"][dtype], found["hbm_gbps"], found["l2_gbps"], found["launch_us"])
 
 
 @contextlib.contextmanager
@@ -143,24 +137,19 @@ def compulsory(launches: list[Launch], l2_bytes: float) -> list[int]:
     return crossing
 
 
-def predict(launches: list[Launch], rates: Rates, l2_mb: float) -> tuple[float, str]:
-    """Predict the seconds that launches take one after the other, and name what takes most of this time.
+def predict(launches: list[Launch], rates: Rates, l2_mb: float) -> float:
+    """Predict the seconds that launches take one after the other.
 
-    Each launch costs `launch_us`, and the longest of three times: its compulsory bytes at HBM's rate ("HBM"), its requested
-    bytes at the L2 cache's rate ("L2"), and its FLOPs at the matmul rate ("FLOPs"). The prediction assumes work for all SMs. It
-    knows no other unit, such as that of the exponentials. Kernels that draw less power than a matmul can be up to a tenth
-    faster than the measured matmul rate.
+    Each launch costs `launch_us`, and the longest of three times: its compulsory bytes at HBM's rate, its requested bytes at
+    the L2 cache's rate, and its FLOPs at the matmul rate. The prediction assumes work for all SMs. It knows no other unit, such
+    as that of the exponentials. Kernels that draw less power than a matmul can be up to a tenth faster than the measured matmul
+    rate.
     """
-    seconds = Counter({"launches": len(launches) * rates.launch_us / 1e6})
+    seconds = len(launches) * rates.launch_us / 1e6
     for launch, crossing in zip(launches, compulsory(launches, l2_mb * 1e6), strict=True):
-        times = {
-            "HBM": crossing / (rates.hbm_tb_per_s * 1e12),
-            "L2": (launch.read + launch.written) / (rates.l2_tb_per_s * 1e12),
-            "FLOPs": launch.flops / (rates.tflops * 1e12),
-        }
-        longest = max(times, key=times.get)
-        seconds[longest] += times[longest]
-    return seconds.total(), max(seconds, key=seconds.get)
+        hbm, l2 = crossing / (rates.hbm_gbps * 1e9), (launch.read + launch.written) / (rates.l2_gbps * 1e9)
+        seconds += max(hbm, l2, launch.flops / (rates.tflops * 1e12))
+    return seconds
 
 
 def costs(counted: Count, gpu: Gpu, dtype: str) -> dict:
@@ -175,6 +164,5 @@ def costs(counted: Count, gpu: Gpu, dtype: str) -> dict:
         "tiles": ", ".join(dict.fromkeys(tiles)),
     }
     if rates := measured_rates(gpu, dtype):
-        seconds, limit = predict(counted.launches, rates, gpu.l2_mb)
-        record |= {"predicted_us": seconds * 1e6, "limit": limit}
+        record["predicted_us"] = predict(counted.launches, rates, gpu.l2_mb) * 1e6
     return record

@@ -19,7 +19,7 @@ from common.measure.traffic import GPUS
 from common.measure.units import CLOCK, TIME
 from common.show import tracks
 from common.show.constants import constants_table
-from common.show.counted import tables as count_tables
+from common.show.counts import tables as count_tables
 from common.show.energy import energy_table
 from common.show.front import headline, ladder
 from common.show.profiles import traffic_table, units_table

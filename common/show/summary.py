@@ -1,12 +1,9 @@
 """Write the first lines of a GPU benchmark's output: a stage's gain over its parent, and a table of some implementations."""
 
-from collections import Counter
-
 import stages
 from common.show.results import LEGEND, Run, ratio
 from common.show.tables import PASS_NAMES, markdown
 
-COLUMNS = 100  # the maximum width
 MOST_GROUPS = 4  # the table has columns for at most this many pairs of pass and head dimension
 MOST_STAGES = 4  # the table has at most this many of the run's last stages
 
@@ -26,14 +23,6 @@ def _headline(run: Run, subject: str, over: str) -> list[str]:
             share = f", {100 * cudnn.mean:.0f} % of cuDNN's speed" if cudnn else ""
             lines.append(f"  {name}: {found.mean:.2f} times as fast{spread}{noise}{share}")
     return lines
-
-
-def _failures(records) -> list[str]:
-    """Return a line that names the cases without a measurement."""
-    counted = Counter((record["impl"], record["failure"]) for record in records if "failure" in record)
-    parts = [f"{impl} {failure}" + (f" ({number} cases)" if number > 1 else "") for (impl, failure), number in counted.items()]
-    text = f"Not measured: {', '.join(parts)}."
-    return [text if len(text) <= COLUMNS else text[: COLUMNS - 1] + "…"] if parts else []
 
 
 def _cell(run: Run, name: str, works: list) -> str:
@@ -60,8 +49,7 @@ def summary(records: list[dict], machine: dict, about: str | None = None) -> str
         return ""
     subject = about if about in ours else [name for name in ours if not stages.is_dead_end(name) or name == ours[0]][-1]
     over = stages.parent(subject) if about and stages.parent(subject) in run.names else ours[0]
-    lines, notes = _headline(run, subject, over), _failures(records)
-    groups = {}
+    lines, groups = _headline(run, subject, over), {}
     for work in run.works:
         groups.setdefault((list(PASS_NAMES).index(work.pass_), work.head_dim), []).append(work)
     groups = dict(sorted(list(groups.items())[:MOST_GROUPS]))
@@ -72,4 +60,4 @@ def summary(records: list[dict], machine: dict, about: str | None = None) -> str
     if left_out := len(run.names) - len(rows):
         lines.append(f"The tables below have {left_out} more implementations.")
     lines += [LEGEND["="]] * any(cell.endswith("=") for row in rows for cell in row)
-    return "\n".join(lines + notes)
+    return "\n".join(lines)

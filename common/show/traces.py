@@ -93,8 +93,8 @@ def _draw(axes, name: str, recorded: Trace):
     axes.set_xlabel(unit(recorded), fontsize=8)
 
 
-def draw(names: list[str], workload: Workload, path: Path) -> list[Trace]:
-    """Write a picture with a panel for each stage, and return the traces. Panels with the same unit have the same scale."""
+def draw(names: list[str], workload: Workload, path: Path):
+    """Write a picture with a panel for each stage. Panels with the same unit have the same scale."""
     recorded = [trace(stages.load(name), workload) for name in names]
     heights = [max(1, len(lanes(each))) * LANE + GAP for each in recorded]
     figure, grid = plt.subplots(
@@ -121,7 +121,6 @@ def draw(names: list[str], workload: Workload, path: Path) -> list[Trace]:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
     plt.close(figure)
-    return recorded
 
 
 def main(argv: list[str]):

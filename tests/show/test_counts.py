@@ -6,7 +6,7 @@ import os
 import pytest
 
 from common.runtime import INTERPRETED
-from common.show import counted, counts, results
+from common.show import counts, results
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="counts in the interpreter only")
@@ -19,7 +19,7 @@ def test_the_command_prints_the_table_and_saves_every_launch(tmp_path, monkeypat
     assert "v12_register_order is not counted: it needs a Hopper GPU" in said and "tiles of the A100" in shown
     assert "forward D=16 Dv=32 causal float16" in shown and "B=1 H=4 Hkv=1 S=64" in shown
     saved = json.loads(path.read_text())
-    assert counted.tables(saved["records"], saved["machine_info"], wide=True) in shown
+    assert counts.tables(saved["records"], saved["machine_info"], wide=True) in shown
     found = [(r["impl"], r["heads"], r["kv_heads"], r["head_dim"], r["value_dim"]) for r in saved["records"]]
     assert found == [(name, 4, kv_heads, 16, 32) for kv_heads in (4, 1) for name in ("v1_online_softmax", "v3_fa2_causal")]
     for record in saved["records"]:

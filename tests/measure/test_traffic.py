@@ -33,7 +33,7 @@ from common.kernels.tuning import tuners
 from common.measure import traffic
 from common.measure.counter import Count, Launch, Operand, count
 from common.measure.workloads import Workload
-from common.runtime import INTERPRETED
+from common.runtime import INTERPRETED, architecture, num_sms
 from common.show import results
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="loads and stores can be watched in the interpreter only")
@@ -290,12 +290,14 @@ def test_counting_leaves_the_interpreter_as_it_was():
     ("a100", [(128, 64), (32, 64)], [(32, 32), (32, 32)]),  # no TMA
 ])  # fmt: skip
 def test_stages_get_the_tiles_of_the_gpu(gpu, fixed, tuned):
+    device = architecture(), num_sms()
     for name, tiles in (("v3", fixed), ("v4", tuned)):
         stage = stages.load(name)
         before = {kernel: tuner.configs for kernel, tuner in tuners(stage).items()}
         found = traffic.count_stage(stage, Workload("bwd", 1, 1, 32, 128, False, "float16"), traffic.GPUS[gpu])
         assert [tuple(launch.tile.values()) for launch in found.launches if len(launch.tile) == 2] == tiles
         assert {kernel: tuner.configs for kernel, tuner in tuners(stage).items()} == before
+    assert (architecture(), num_sms()) == device
 
 
 def test_persistent_kernels_have_as_many_programs_as_the_gpu_has_sms():

@@ -233,11 +233,8 @@ class Counter(TorchDispatchMode):
                 self._begin(Launch(function.__name__, tile))
                 for tensor in _tensors([getattr(leaf, "base", leaf) for leaf in tree_leaves((args, kwargs))]):
                     self._operand(tensor.untyped_storage())
-            self._in_kernel = True  # operators that the interpreter itself calls do not count
-            try:
+            with mock.patch.object(self, "_in_kernel", True):  # operators that the interpreter itself calls do not count
                 return run(function, *args, warmup=warmup, **kwargs)
-            finally:
-                self._in_kernel = False
 
         return counted
 
@@ -254,11 +251,8 @@ class Counter(TorchDispatchMode):
 
     def _reduction(self, reduce):
         def counted(*args):
-            self._in_reduction = True
-            try:
+            with mock.patch.object(self, "_in_reduction", True):
                 reduce(*args)
-            finally:
-                self._in_reduction = False
 
         return counted
 

@@ -81,8 +81,8 @@ class _Known:
             such a pair. Any other tensor of three dimensions is [B · H, rows, columns], as in a batched matmul.
     """
 
-    def __init__(self, tensor: Tensor, name: str | None, outer: set[tuple[int, int]]):
-        self.tensor, self.name = tensor, name  # keep the tensor, so that no other tensor gets its memory
+    def __init__(self, tensor: Tensor, outer: set[tuple[int, int]]):
+        self.tensor, self.name = tensor, None  # keep the tensor, so that no other tensor gets its memory
         self.storage = tensor.untyped_storage()
         self.first, self.end = self.storage.data_ptr(), self.storage.data_ptr() + self.storage.nbytes()
         sizes, strides = list(tensor.shape), list(tensor.stride())
@@ -130,7 +130,7 @@ class _Tracer(Counter):
         storage = tensor.untyped_storage()
         known = next((known for known in self._known if known.storage.data_ptr() == storage.data_ptr()), None)
         if known is None:
-            known = _Known(tensor, None, self._outer)
+            known = _Known(tensor, self._outer)
             self._known.append(known)
         known.name = known.name or name
         return known

@@ -42,9 +42,6 @@ H200 = traffic.GPUS["h200"]
 PASSES = ("fwd", "bwd")
 
 
-# --- stages
-
-
 def problem(seq_q, seq_k, head_dim, causal, *, heads=2, kv_heads=None, value_dim=None, tiles=None):
     """Return a problem. `tiles` has the tiles of programs that own queries and of those that own keys. By default, these are
     the fixed tiles."""

@@ -33,7 +33,7 @@ from common.measure.options import json_path, list_of, one_of, positive, positiv
 from common.measure.progress import COLUMNS, Progress, say
 from common.measure.workloads import Workload
 from common.runtime import DEVICE, INTERPRETED
-from common.show import counted, results
+from common.show import counts, results
 from common.show.results import AGAIN, CODE, HEAD_DIMS, MEAN_OVER, source, spoken
 from common.show.summary import summary
 from common.show.tables import speed_table
@@ -471,7 +471,7 @@ class Bench:
         self.records = []
         self.machine = machine.facts() | {"matmul_tflops": {}}
         if DEVICE == "cpu":
-            self.machine["roofline"] = GPU.peaks  # `roofline_us` in the records is a lower bound at these rates
+            self.machine["tiles"] = GPU.name
 
     def pytest_collection_finish(self, session):
         every = [dict(item.callspec.params) for item in session.items]
@@ -507,7 +507,7 @@ class Bench:
                 tables = speed_table(self.records, self.machine, None if self.wide else COLUMNS)
                 parts = [summary(self.records, self.machine, self.about), tables]
             else:
-                parts = [counted.summary(self.records, self.about), counted.tables(self.records, self.machine, self.wide)]
+                parts = [counts.summary(self.records, self.about), counts.tables(self.records, self.machine, self.wide)]
             terminalreporter.write_line("\n\n".join(filter(None, parts)))
 
     def measure(self, benchmark, impl: str, workload: Workload):

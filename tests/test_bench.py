@@ -15,7 +15,7 @@ import stages
 from common.measure import digest
 from common.measure.workloads import Workload
 from common.runtime import DEVICE
-from common.show import counted
+from common.show import counts
 from common.show.tables import speed_table
 from common.show.tracks import TRACKS, stages_of
 
@@ -399,7 +399,7 @@ def test_run_prints_the_table_and_saves_the_records(tmp_path):
 
 
 def tables(records, machine):
-    return speed_table(records, machine) if DEVICE == "cuda" else counted.tables(records, machine, wide=True)
+    return speed_table(records, machine) if DEVICE == "cuda" else counts.tables(records, machine, wide=True)
 
 
 def test_run_with_shared_heads_and_another_dimension_of_v_is_checked_counted_and_shown(tmp_path):

@@ -18,6 +18,7 @@ import functools
 import itertools
 import math
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from unittest import mock
@@ -52,7 +53,7 @@ _OVERWRITING = {"copy_", "fill_", "zero_"}  # operators that write in place with
 
 @dataclass
 class Operand:
-    """The bytes that a launch reads from, and writes to, one allocation."""
+    """The bytes that a launch reads from, and writes to, one allocation. Both numbers may be 0."""
 
     allocation: int  # the allocation's number, the same in all launches of a call
     nbytes: int  # the size of the allocation
@@ -74,25 +75,15 @@ class Launch:
 
 @dataclass
 class Count:
-    """The launches of a call in order, and the peak bytes of all tensors that the call allocates."""
+    """The launches of a call in order, and the sums of their `read`, `written` and `flops`."""
 
     launches: list[Launch]
-    peak: int
+    peak: int  # the largest number of bytes of all tensors that the call allocates
 
-    @property
-    def read(self) -> int:
-        """The bytes that all launches read."""
-        return sum(launch.read for launch in self.launches)
-
-    @property
-    def written(self) -> int:
-        """The bytes that all launches write."""
-        return sum(launch.written for launch in self.launches)
-
-    @property
-    def flops(self) -> int:
-        """The FLOPs of all launches' matmuls."""
-        return sum(launch.flops for launch in self.launches)
+    def __post_init__(self):
+        self.read = sum(launch.read for launch in self.launches)
+        self.written = sum(launch.written for launch in self.launches)
+        self.flops = sum(launch.flops for launch in self.launches)
 
 
 def count(call: Callable) -> Count:
@@ -110,21 +101,24 @@ def _tensors(values) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def distinct(tensors) -> list[Tensor]:
-    """Return the tensors without repetitions."""
+def _distinct(tensors) -> list[Tensor]:
     return list({(t.data_ptr(), t.dtype, t.shape, t.stride()): t for t in tensors}.values())
 
 
-def bytes_of(tensor: Tensor) -> int:
+def _bytes_of(tensor: Tensor) -> int:
     """Return the bytes of memory behind a tensor. An expanded dimension counts as size 1."""
     return math.prod(n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride) * tensor.itemsize
 
 
-def moved(func, args, kwargs, result) -> tuple[list[Tensor], list[Tensor]]:
+def _values(func, args, kwargs) -> dict:
+    """Return the values of a PyTorch operator's arguments by their names."""
+    return dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+
+
+def _moved(func, args, kwargs, result) -> tuple[list[Tensor], list[Tensor]]:
     """Return the tensors that a PyTorch operator reads, and the tensors that the operator writes."""
-    name = func.overloadpacket.__name__
+    name, values = func.overloadpacket.__name__, _values(func, args, kwargs)
     read, written = [], _tensors(result)
-    values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     for argument in func._schema.arguments:
         tensors = _tensors(values.get(argument.name))
         changed = argument.alias_info is not None and argument.alias_info.is_write
@@ -134,7 +128,7 @@ def moved(func, args, kwargs, result) -> tuple[list[Tensor], list[Tensor]]:
             read += tensors
     if name.startswith("new_") or name.endswith("_like"):  # these operators use only the shape and dtype of their argument
         read = []
-    return distinct(read), distinct(written)
+    return _distinct(read), _distinct(written)
 
 
 def _operator_flops(func, args, kwargs, result) -> int:
@@ -142,7 +136,7 @@ def _operator_flops(func, args, kwargs, result) -> int:
     if func.overloadpacket not in _FLOPS:
         return 0
     flops = _FLOPS[func.overloadpacket](*_tensors(args), out_val=result)
-    values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    values = _values(func, args, kwargs)
     if values.get("is_causal"):
         seq_q, seq_k = (values[name].shape[-2] for name in ("query", "key"))
         flops = flops * sum(min(i + 1, seq_k) for i in range(seq_q)) // (seq_q * seq_k)
@@ -157,7 +151,7 @@ class Counter(TorchDispatchMode):
         self.launches = []
         self.peak = self._live = 0
         self._in_kernel = self._in_reduction = False
-        self._numbers, self._fresh = {}, itertools.count()  # the address of an allocation -> its number
+        self._numbers = defaultdict(itertools.count().__next__)  # the address of an allocation -> its number
         self._operands = {}  # the address of an allocation -> the operand of the newest launch
 
     @classmethod
@@ -171,7 +165,6 @@ class Counter(TorchDispatchMode):
             (interpreter, "create_masked_load", lambda _, pointers, mask, *others: touch(pointers, mask, True, False)),
             (interpreter, "create_masked_store", lambda _, pointers, value, mask, *others: touch(pointers, mask, False, True)),
             (interpreter, "create_atomic_rmw", lambda _, op, pointers, value, mask, *others: touch(pointers, mask, True, True)),
-            (interpreter, "create_atomic_cas", lambda _, pointers, *others: touch(pointers, numpy.array(True), True, True)),
             (interpreter, "create_dot", lambda _, a, b, *others: self._multiply(2 * a.data.size * b.data.shape[-1])),
             (Traffic, "read", lambda _, nbytes, *ends: nbytes and self._access(nbytes, 0, *ends)),
             (Traffic, "write", lambda _, nbytes, *ends: nbytes and self._access(0, nbytes, *ends)),
@@ -208,8 +201,6 @@ class Counter(TorchDispatchMode):
         """Return the newest launch's operand in a tensor's storage. If there is none yet, add one."""
         address = storage.data_ptr()
         if address not in self._operands:
-            if address not in self._numbers:
-                self._numbers[address] = next(self._fresh)
             self._operands[address] = Operand(self._numbers[address], storage.nbytes())
             self.launches[-1].operands.append(self._operands[address])
         return self._operands[address]
@@ -225,10 +216,12 @@ class Counter(TorchDispatchMode):
         """
         operands = self._operands.items()
         operand = next((operand for begin, operand in operands if begin <= first < begin + operand.nbytes), None)
-        launch = self.launches[-1]
         if operand is None:
-            raise RuntimeError(f"{launch.name} accesses memory that belongs to none of its arguments")
-        for each in (launch, operand):
+            raise RuntimeError(f"{self.launches[-1].name} accesses memory that belongs to none of its arguments")
+        self._add(operand, read, written)
+
+    def _add(self, operand: Operand, read: int, written: int):
+        for each in (self.launches[-1], operand):
             each.read += read
             each.written += written
 
@@ -240,14 +233,8 @@ class Counter(TorchDispatchMode):
                 self._begin(Launch(function.__name__, tile))
                 for tensor in _tensors([getattr(leaf, "base", leaf) for leaf in tree_leaves((args, kwargs))]):
                     self._operand(tensor.untyped_storage())
-            self._in_kernel = True  # operators that the interpreter itself calls do not count
-            try:
+            with mock.patch.object(self, "_in_kernel", True):  # operators that the interpreter itself calls do not count
                 return run(function, *args, warmup=warmup, **kwargs)
-            finally:
-                self._in_kernel = False
-                if not warmup:
-                    launch = self.launches[-1]
-                    launch.operands = [operand for operand in launch.operands if operand.read or operand.written]
 
         return counted
 
@@ -264,19 +251,16 @@ class Counter(TorchDispatchMode):
 
     def _reduction(self, reduce):
         def counted(*args):
-            self._in_reduction = True
-            try:
+            with mock.patch.object(self, "_in_reduction", True):
                 reduce(*args)
-            finally:
-                self._in_reduction = False
 
         return counted
 
     def _multiply(self, flops: int):
         self.launches[-1].flops += flops
 
-    def _release(self, size):
-        self._live -= size
+    def _allocate(self, nbytes: int):
+        self._live += nbytes
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -287,22 +271,20 @@ class Counter(TorchDispatchMode):
         given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
         made = (t.untyped_storage() for t in _tensors(result))
         for storage in {s._cdata: s for s in made if s._cdata not in given}.values():
-            self._numbers[storage.data_ptr()] = next(self._fresh)
-            self._live += storage.nbytes()
-            weakref.finalize(storage, self._release, storage.nbytes())
+            self._numbers.pop(storage.data_ptr(), None)  # a freed allocation may have had this address
+            self._allocate(storage.nbytes())
+            weakref.finalize(storage, self._allocate, -storage.nbytes())
         self.peak = max(self.peak, self._live)
         if not func.is_view and func.overloadpacket.__name__ not in _NO_KERNEL:
             flops = _operator_flops(func, args, kwargs, result)
             self._begin(Launch(f"aten.{func.overloadpacket.__name__}", flops=flops))
-            read, written = moved(func, args, kwargs, result)
+            read, written = _moved(func, args, kwargs, result)
             for tensor in read:
-                self._move(tensor, bytes_of(tensor), 0)
+                self._move(tensor, _bytes_of(tensor), 0)
             for tensor in written:
-                self._move(tensor, 0, bytes_of(tensor))
+                self._move(tensor, 0, _bytes_of(tensor))
         return result
 
     def _move(self, tensor: Tensor, read: int, written: int):
         """Count that an operator reads or writes a tensor."""
-        for each in (self.launches[-1], self._operand(tensor.untyped_storage())):
-            each.read += read
-            each.written += written
+        self._add(self._operand(tensor.untyped_storage()), read, written)

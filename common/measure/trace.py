@@ -10,9 +10,9 @@ Accesses of Triton's programs and PyTorch's operators have no times. Gluon's lau
 (`common.measure.timeline`), which gives each access its cycles.
 """
 
-import dataclasses
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -22,12 +22,11 @@ from triton.runtime.interpreter import interpreter_builder
 from common.interpreter import schedule
 from common.measure.counter import Counter, Launch
 from common.measure.timeline import measured_rates
-from common.measure.traffic import GPUS, Gpu, tiles_of
+from common.measure.traffic import GPUS, Gpu, stage_call, tiles_of
 from common.measure.workloads import DTYPES, Workload
 
-ONE_SM = dataclasses.replace(GPUS["h200"], num_sms=1)  # the model has one SM, so a persistent kernel has one CTA
-GIVEN = {"fwd": ("Q", "K", "V"), "bwd": ("dO", "Q", "K", "V", "O", "LSE")}
-RESULTS = {"fwd": ("O", "LSE"), "bwd": ("dQ", "dK", "dV")}
+ONE_SM = replace(GPUS["h200"], num_sms=1)  # the model has one SM, so a persistent kernel has one CTA
+NAMES = {"forward": ("Q", "K", "V", "O", "LSE"), "backward": ("dO", "Q", "K", "V", "O", "LSE", "dQ", "dK", "dV")}
 
 
 @dataclass
@@ -38,10 +37,9 @@ class Access:
     program: int  # the number of the program or CTA; 0 for a PyTorch operator
     partition: str  # the function that the accessing warps run; "" if the kernel has no partitions
     kind: str  # "read", "write" or "add"
-    tensor: str  # the tensor's name in `Trace.tensors`
+    tensor: str  # the tensor's name in `Trace.tensors`, which is known after the pass
     heads: tuple[int, int]  # the first and the last head; the heads of all batch elements have consecutive numbers
     rows: tuple[int, int]  # the first and the last row
-    columns: tuple[int, int]  # the first and the last column
     nbytes: int  # the bytes that move; an atomic addition counts twice, because it reads and writes
     start: float | None = None  # the cycle in which the access begins; None if the launch was not timed
     end: float | None = None  # the cycle in which the access ends; None if the launch was not timed
@@ -65,27 +63,14 @@ def trace(stage, workload: Workload, gpu: Gpu = ONE_SM) -> Trace:
         workload: a forward or a backward.
         gpu: the GPU that determines the kernels' tiles, and the number of persistent CTAs.
     """
-    inputs = workload.inputs()
     outer = {(workload.batch, workload.heads), (workload.batch, workload.kv_heads)}
     with tiles_of(gpu, stage, max(workload.head_dim, workload.value_dim), DTYPES[workload.dtype]):
-        call, given = _prepared(stage, workload, inputs)
-        with schedule.timed(measured_rates()) as timings, _Tracer(timings, outer) as tracer:
-            for name, tensor in zip(GIVEN[workload.pass_], given, strict=True):
-                tracer.know(tensor, name)
-            results = call()
-            for name, tensor in zip(RESULTS[workload.pass_], results, strict=True):
-                tracer.know(tensor, name)
+        tracer = _Tracer(outer)
+        named = SimpleNamespace(**{name: tracer.naming(getattr(stage, name), names) for name, names in NAMES.items()})
+        call = stage_call(named, workload, workload.inputs())
+        with schedule.timed(measured_rates()) as tracer.timings, tracer:
+            call()
     return tracer.trace()
-
-
-def _prepared(stage, workload, inputs):
-    """Return a function that runs a pass, and the pass's input tensors in the order of `GIVEN`."""
-    options = {"causal": workload.causal, "scale": workload.head_dim**-0.5}
-    *qkv, grad_out = inputs
-    if workload.pass_ == "fwd":
-        return (lambda: stage.forward(*qkv, **options)), qkv
-    out, lse = stage.forward(*qkv, **options)
-    return (lambda: stage.backward(grad_out, *qkv, out, lse, **options)), [grad_out, *qkv, out, lse]
 
 
 class _Known:
@@ -96,8 +81,8 @@ class _Known:
             such a pair. Any other tensor of three dimensions is [B · H, rows, columns], as in a batched matmul.
     """
 
-    def __init__(self, tensor: Tensor, name: str | None, outer: set[tuple[int, int]]):
-        self.tensor, self.name = tensor, name  # keep the tensor, so that no other tensor gets its memory
+    def __init__(self, tensor: Tensor, outer: set[tuple[int, int]]):
+        self.tensor, self.name = tensor, None  # keep the tensor, so that no other tensor gets its memory
         self.storage = tensor.untyped_storage()
         self.first, self.end = self.storage.data_ptr(), self.storage.data_ptr() + self.storage.nbytes()
         sizes, strides = list(tensor.shape), list(tensor.stride())
@@ -105,66 +90,63 @@ class _Known:
             at = 3 if tuple(tensor.shape[:2]) in outer else 0
             sizes.insert(at, 1)
             strides.insert(at, 0)
-        self._sizes, self._strides = (sizes, strides) if len(sizes) == 4 else (None, None)
+        if len(sizes) != 4:  # count the tensor as a single column
+            sizes, strides = [1, 1, self.storage.nbytes() // tensor.itemsize, 1], [0, 0, 1, 0]
+        self._sizes, self._strides = sizes, strides
+        self.shape = sizes[0] * sizes[1], sizes[2], sizes[3]  # the heads of all batch elements, the rows, the columns
 
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """The number of heads in all batch elements together, the number of rows, and the number of columns.
-
-        If the tensor does not have three or four dimensions, it counts as a single column.
-        """
-        if not self._sizes:
-            return 1, self.storage.nbytes() // self.tensor.itemsize, 1
-        batch, heads, rows, columns = self._sizes
-        return batch * heads, rows, columns
-
-    def place(self, address: int) -> tuple[int, int, int]:
-        """Return the head, row and column of the element at an address."""
+    def place(self, address: int) -> tuple[int, int]:
+        """Return the head and the row of the element at an address."""
         left = (address - self.tensor.data_ptr()) // self.tensor.itemsize
-        if not self._sizes:
-            return 0, left, 0
         found, sizes, strides = [0, 0, 0, 0], self._sizes, self._strides
         for dim in sorted((dim for dim in range(4) if sizes[dim] > 1 and strides[dim]), key=lambda dim: -strides[dim]):
             found[dim], left = divmod(left, strides[dim])
-        return found[0] * sizes[1] + found[1], found[2], found[3]
+        return found[0] * sizes[1] + found[1], found[2]
 
 
 class _Tracer(Counter):
     """Count the traffic, and record each counted access."""
 
-    def __init__(self, timings, outer):
+    def __init__(self, outer):
         super().__init__()
-        self._timings, self._outer = timings, outer
+        self.timings, self._outer = [], outer
         self._known: list[_Known] = []
-        self._seen = []  # (_Known, Access); `trace` fills in the access's tensor name
+        self._seen = []  # (_Known, Access)
         self._timed = {}  # index of a timed launch -> index of its timing in `timings`
 
-    def know(self, tensor: Tensor, name: str | None) -> _Known:
-        """Return the `_Known` of `tensor`'s memory. If there is none yet, make it.
+    def naming(self, function, names: tuple[str, ...]):
+        """Return a function that does the same, and gives these names to the arguments and results."""
 
-        An earlier name stays, unless `name` is in `GIVEN` or `RESULTS`.
-        """
+        def named(*tensors, **options):
+            results = function(*tensors, **options)
+            for name, tensor in zip(names, (*tensors, *results), strict=True):
+                self.know(tensor, None).name = name
+            return results
+
+        return named
+
+    def know(self, tensor: Tensor, name: str | None) -> _Known:
+        """Return the `_Known` of `tensor`'s memory. If there is none yet, make it. If it has no name yet, it gets this one."""
         storage = tensor.untyped_storage()
         known = next((known for known in self._known if known.storage.data_ptr() == storage.data_ptr()), None)
         if known is None:
-            known = _Known(tensor, None, self._outer)
+            known = _Known(tensor, self._outer)
             self._known.append(known)
-        if name in (*GIVEN["bwd"], *RESULTS["bwd"]) or known.name is None:
-            known.name = name
+        known.name = known.name or name
         return known
 
     def trace(self) -> Trace:
         """Return the recorded trace."""
         names, tensors = {}, {}
-        for known, _ in self._seen:
+        for known, access in self._seen:
             if id(known) not in names:
                 name = known.name or "temporary"
                 while name in tensors:  # if several tensors have one name, later ones get a prime
                     name += "\N{PRIME}"
                 names[id(known)], tensors[name] = name, known.shape
-        accesses = [dataclasses.replace(access, tensor=names[id(known)]) for known, access in self._seen]
-        spans = {launch: self._timings[number].spans for launch, number in self._timed.items()}
-        return Trace(self.launches, accesses, tensors, spans)
+            access.tensor = names[id(known)]
+        spans = {launch: self.timings[number].spans for launch, number in self._timed.items()}
+        return Trace(self.launches, [access for _, access in self._seen], tensors, spans)
 
     def _access(self, read, written, first, last, adds=False):
         super()._access(read, written, first, last, adds)
@@ -177,9 +159,8 @@ class _Tracer(Counter):
             program, partition, span = running.program.number, running.name, (running.clock, running.clock)
             if timing and timing.spans and timing.spans[-1].what in ("load", "store", "add"):
                 span = timing.spans[-1].start, timing.spans[-1].end
-        (head, row, column), (last_head, last_row, last_column) = known.place(first), known.place(last)
-        rows = (row, last_row) if last_head == head else (0, known.shape[1] - 1)
-        place = (head, last_head), rows, tuple(sorted((column, last_column)))
+        (head, row), (last_head, last_row) = known.place(first), known.place(last)
+        place = (head, last_head), (row, last_row) if last_head == head else (0, known.shape[1] - 1)
         kind = "add" if adds else "write" if written else "read"
         self._seen.append((known, Access(launch, program, partition, kind, "", *place, read + written, *span)))
 
@@ -193,7 +174,7 @@ class _Tracer(Counter):
                     if isinstance(tensor, Tensor):
                         self.know(tensor, name.removesuffix("_ptr").removesuffix("_desc"))
                 if isinstance(function, GluonJITFunction):
-                    self._timed[len(self.launches)] = len(self._timings)
+                    self._timed[len(self.launches)] = len(self.timings)
             return counted(function, *args, warmup=warmup, **kwargs)
 
         return traced
@@ -209,8 +190,9 @@ class _Tracer(Counter):
         super()._move(tensor, read, written)
         if read + written:
             known = self.know(tensor, _name_in_a_stage(tensor))
-            place = ((0, size - 1) for size in known.shape)
+            heads, rows, _ = known.shape
             kind = "read" if read else "write"
+            place = (0, heads - 1), (0, rows - 1)
             self._seen.append((known, Access(len(self.launches) - 1, 0, "", kind, "", *place, read + written)))
 
 

@@ -1,4 +1,4 @@
-"""Count the traffic and FLOPs of each stage on the CPU, and predict its time from a GPU's rates.
+"""Count the traffic and FLOPs of each stage on the CPU, and predict its time from the rates of a GPU.
 
 `common.measure.counter` explains what counts. Every kernel has the tiles and the number of programs that it would have on the
 chosen GPU. The stages before v4 use the fixed tiles of `common.kernels.tiles`. An autotuned kernel takes the fixed tile too, if
@@ -9,8 +9,7 @@ The command `python -m common.show.counts` prints the counts.
 
 import contextlib
 import json
-import math
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +17,6 @@ from typing import NamedTuple
 import torch
 import triton
 
-import stages
 from common.kernels.tiles import key_tile, query_tile
 from common.kernels.tuning import WITH_TMA, sensible, tuners
 from common.measure.aot import SHARED_LIMIT
@@ -32,73 +30,42 @@ RESULTS = Path(__file__).parents[2] / "results"
 class Rates(NamedTuple):
     """What a GPU does in a second, and what a launch costs."""
 
-    tflops: float  # of float16 matmuls that accumulate in float32
-    hbm_tb_per_s: float
-    l2_tb_per_s: float  # the rate at which all SMs together read from the L2 cache
+    tflops: float  # of matmuls that accumulate in float32
+    hbm_gbps: float
+    l2_gbps: float  # the rate at which all SMs together read from the L2 cache
     launch_us: float  # the time that one more empty kernel adds to a queue of kernels
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """The published properties of a GPU: dense float16 matmuls accumulated in float32, memory bandwidth, and the L2 cache."""
+    """The properties of a GPU on which counts and predictions depend."""
 
     name: str
     arch: int  # the architecture, such as 80 for sm_80
     num_sms: int
-    tflops: float
-    tb_per_s: float
     l2_mb: float
-    source: str  # addresses of the pages with these numbers
-
-    @property
-    def peaks(self) -> str:
-        return f"{self.name}, {self.tflops:g} TFLOP/s and {self.tb_per_s:g} TB/s"
-
-    @property
-    def rates(self) -> Rates:
-        """The published rates. Nobody publishes the rate of the L2 cache or the cost of a launch, so neither takes time."""
-        return Rates(self.tflops, self.tb_per_s, math.inf, 0.0)
-
-    def unavailable(self, stage_name: str) -> str | None:
-        """Return why a stage cannot run on this GPU, or None if it can."""
-        with self.interpreted():
-            return stages.unavailable(stage_name)
 
     def interpreted(self):
         """Return a context in which the interpreter acts as this GPU."""
         return interpreted_as(Device(self.arch, SHARED_LIMIT[self.arch], self.num_sms))
 
 
-HOPPER = "https://developer.nvidia.com/blog/nvidia-hopper-architecture-in-depth/"
 GPUS = {
-    # The pages give 1,979 TFLOP/s with sparsity. Without sparsity, the rate is half of this. The page HOPPER gives the SMs and
-    # the L2 cache of the H100 SXM. The H200 has the same chip.
-    "h100": Gpu("NVIDIA H100 SXM", 90, 132, 989, 3.35, 50, f"https://www.nvidia.com/en-us/data-center/h100/ and {HOPPER}"),
-    "h200": Gpu("NVIDIA H200 SXM", 90, 132, 989, 4.8, 50, f"https://www.nvidia.com/en-us/data-center/h200/ and {HOPPER}"),
-    # The SMs and the L2 cache are from https://developer.nvidia.com/blog/nvidia-ampere-architecture-in-depth/.
-    "a100": Gpu(
-        "NVIDIA A100 80GB SXM", 80, 108, 312, 2.039, 40,
-        "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf",
-    ),
-    # The page gives 759 TOPS in FP4 with sparsity. Dense float16 with float32 accumulation has a sixteenth of this rate. In the
-    # architecture's whitepaper, the RTX 5090 has the rates 3,352 and 209.5. The bandwidth is 128 data lines times 28 Gbit/s
-    # each. The number of SMs is 4,608 cores (from the page) divided by 128 cores per SM (from the whitepaper).
-    "rtx5060ti": Gpu(
-        "NVIDIA GeForce RTX 5060 Ti", 120, 36, 47.4, 0.448, 32,
-        "https://www.nvidia.com/en-us/geforce/graphics-cards/50-series/rtx-5060-family/ and "
-        "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf",
-    ),
-}  # fmt: skip
+    # https://developer.nvidia.com/blog/nvidia-hopper-architecture-in-depth/, the SXM module. The H200 has the same chip.
+    "h100": Gpu("H100", 90, 132, 50),
+    "h200": Gpu("H200", 90, 132, 50),
+    # https://developer.nvidia.com/blog/nvidia-ampere-architecture-in-depth/
+    "a100": Gpu("A100", 80, 108, 40),
+}
 
 
-def measured_rates(gpu: Gpu, dtype: str = "float16") -> Rates | None:
-    """Return the rates that `common.measure.ceilings` measured on a GPU of `GPUS`, or None if there is no such measurement."""
-    path = next((RESULTS / f"ceilings-{key}.json" for key, each in GPUS.items() if each == gpu), None)
-    if path is None or not path.exists():
+def measured_rates(gpu: Gpu, dtype: str) -> Rates | None:
+    """Return the rates that `common.measure.ceilings` measured on a GPU, or None if there is no such measurement."""
+    path = RESULTS / f"ceilings-{gpu.name.lower()}.json"
+    found = json.loads(path.read_text()) if path.exists() else {"matmul_tflops": {}}
+    if dtype not in found["matmul_tflops"]:
         return None
-    found = json.loads(path.read_text())
-    tflops = found["matmul_tflops"].get(dtype)
-    return tflops and Rates(tflops, found["hbm_gbps"] / 1e3, found["l2_gbps"] / 1e3, found["launch_us"])
+    return Rates(found["matmul_tflops"][dtype], found["hbm_gbps"], found["l2_gbps"], found["launch_us"])
 
 
 @contextlib.contextmanager
@@ -134,16 +101,11 @@ def _likely_tile(gpu, tuner, head_dim, dtype):
 
 
 def stage_call(stage, workload: Workload, inputs):
-    """Return a function that runs a pass of a stage.
-
-    If the pass is only a backward, `stage_call` itself runs the forward once.
-    """
+    """Return a function that runs a forward or a backward. Before a backward, `stage_call` itself runs the forward once."""
     options = {"causal": workload.causal, "scale": workload.head_dim**-0.5}
     *qkv, grad_out = inputs
     if workload.pass_ == "fwd":
         return lambda: stage.forward(*qkv, **options)
-    if workload.pass_ == "fwd+bwd":
-        return lambda: stage.backward(grad_out, *qkv, *stage.forward(*qkv, **options), **options)
     results = stage.forward(*qkv, **options)
     return lambda: stage.backward(grad_out, *qkv, *results, **options)
 
@@ -164,7 +126,7 @@ def compulsory(launches: list[Launch], l2_bytes: float) -> list[int]:
     crossing = []
     for launch in launches:
         crossing.append(0)
-        for operand in launch.operands:
+        for operand in (each for each in launch.operands if each.read or each.written):
             nbytes, lacking = held.pop(operand.allocation, (None, 0))
             if nbytes is None:
                 crossing[-1] += min(operand.read, operand.nbytes)
@@ -175,53 +137,32 @@ def compulsory(launches: list[Launch], l2_bytes: float) -> list[int]:
     return crossing
 
 
-def predict(launches: list[Launch], rates: Rates, l2_mb: float, heads: int = 1) -> tuple[float, str]:
-    """Predict the seconds that launches take one after the other, and name what takes most of this time.
+def predict(launches: list[Launch], rates: Rates, l2_mb: float) -> float:
+    """Predict the seconds that launches take one after the other.
 
-    Each launch costs `launch_us`, and the longest of three times: its compulsory bytes at HBM's rate ("HBM"), its requested
-    bytes at the L2 cache's rate ("L2"), and its FLOPs at the matmul rate ("FLOPs"). The prediction assumes work for all SMs. It
-    knows no other unit, such as that of the exponentials. Kernels that draw less power than a matmul can be up to a tenth
-    faster than the measured matmul rate.
-
-    Args:
-        heads: count each launch's bytes and FLOPs this many times, for a workload with this many times the counted heads.
+    Each launch costs `launch_us`, and the longest of three times: its compulsory bytes at HBM's rate, its requested bytes at
+    the L2 cache's rate, and its FLOPs at the matmul rate. The prediction assumes work for all SMs. It knows no other unit, such
+    as that of the exponentials. Kernels that draw less power than a matmul can be up to a tenth faster than the measured matmul
+    rate.
     """
-    seconds = Counter({"HBM": 0.0, "L2": 0.0, "FLOPs": 0.0, "launches": len(launches) * rates.launch_us / 1e6})
-    for launch, crossing in zip(launches, compulsory(launches, l2_mb * 1e6 / heads), strict=True):
-        times = {
-            "HBM": heads * crossing / (rates.hbm_tb_per_s * 1e12),
-            "L2": heads * (launch.read + launch.written) / (rates.l2_tb_per_s * 1e12),
-            "FLOPs": heads * launch.flops / (rates.tflops * 1e12),
-        }
-        longest = max(times, key=times.get)
-        seconds[longest] += times[longest]
-    return sum(seconds.values()), max(seconds, key=seconds.get)
+    seconds = len(launches) * rates.launch_us / 1e6
+    for launch, crossing in zip(launches, compulsory(launches, l2_mb * 1e6), strict=True):
+        hbm, l2 = crossing / (rates.hbm_gbps * 1e9), (launch.read + launch.written) / (rates.l2_gbps * 1e9)
+        seconds += max(hbm, l2, launch.flops / (rates.tflops * 1e12))
+    return seconds
 
 
 def costs(counted: Count, gpu: Gpu, dtype: str) -> dict:
-    """Return a count as fields of a results file's record.
-
-    `roofline_us` is a lower bound at the GPU's published rates. float32 gets none, because `Gpu` has the peak of float16 only.
-    `predicted_us` is the prediction at the GPU's measured rates, or None if `measured_rates` has none.
-    """
+    """Return a count as fields of a results file's record. If the GPU's rates were measured, the record has a prediction."""
     tiles = ("×".join(map(str, launch.tile.values())) for launch in counted.launches if launch.tile)
-    seconds, bound = (None, None) if dtype == "float32" else roofline(counted.launches, gpu)
-    rates = measured_rates(gpu, dtype)
-    predicted, limit = predict(counted.launches, rates, gpu.l2_mb) if rates else (None, None)
-    return {
+    record = {
         "bytes_read": counted.read,
         "bytes_written": counted.written,
         "flops_executed": counted.flops,
         "kernel_launches": len(counted.launches),
         "peak_extra_mib": counted.peak / 2**20,
         "tiles": ", ".join(dict.fromkeys(tiles)),
-        "roofline_us": seconds and seconds * 1e6,
-        "bound": bound,
-        "predicted_us": predicted and predicted * 1e6,
-        "limit": limit,
     }
-
-
-def roofline(launches: list[Launch], gpu: Gpu) -> tuple[float, str]:
-    """Return `predict` at a GPU's published rates, which no kernel can exceed."""
-    return predict(launches, gpu.rates, gpu.l2_mb)
+    if rates := measured_rates(gpu, dtype):
+        record["predicted_us"] = predict(counted.launches, rates, gpu.l2_mb) * 1e6
+    return record

@@ -17,8 +17,8 @@ from common.show.results import Run, gpu_of, moved, origin, short_commit, stage_
 from common.show.tables import markdown
 
 SAVED = Path(".benchmarks")  # pytest-benchmark saves runs here, under the current directory: 0003_before.json
-COUNTED = ("MB", "MFLOP", "µs at peak")  # the MB read and written, the MFLOP executed, the roofline
-NO_TIMES = "Without a GPU, the runs have counts and no times. Times at peak assume a GPU's published peak rates."
+COUNTED = ("MB", "MFLOP")  # the MB read and written, the MFLOP executed
+NO_TIMES = "Without a GPU, the runs have counts and no times."
 
 
 def load(path: Path, repeats: bool) -> Run:
@@ -68,15 +68,14 @@ def _cells(record, on_gpu):
         return [shown] if on_gpu else [shown] + ["-"] * (len(COUNTED) - 1)
     if on_gpu:
         return [f"{record['ms']:.4g} ± {record['iqr_ms']:.2g}"]
-    peak = "-" if record["roofline_us"] is None else f"{record['roofline_us']:.4g}"
-    return [f"{moved(record) / 1e6:.4g}", f"{record['flops_executed'] / 1e6:.4g}", peak]
+    return [f"{moved(record) / 1e6:.4g}", f"{record['flops_executed'] / 1e6:.4g}"]
 
 
 def _row(a: dict | None, b: dict | None, on_gpu: bool) -> list[str]:
-    """Return the cells of two records of one case, and how many times as fast B is."""
-    times = [record and record.get("ms" if on_gpu else "roofline_us") for record in (a, b)]
-    cells = chain(*zip(_cells(a, on_gpu), _cells(b, on_gpu), strict=True))
-    return [*cells, f"{times[0] / times[1]:.2f}" if all(times) else "-"]
+    """Return the cells of two records of one case and, on a GPU, how many times as fast B is."""
+    cells = [*chain(*zip(_cells(a, on_gpu), _cells(b, on_gpu), strict=True))]
+    times = [record and record.get("ms") for record in (a, b)]
+    return [*cells, f"{times[0] / times[1]:.2f}" if all(times) else "-"] if on_gpu else cells
 
 
 def tables(runs: list[tuple[Path, Run]], stage: str | None = None) -> str:
@@ -85,7 +84,7 @@ def tables(runs: list[tuple[Path, Run]], stage: str | None = None) -> str:
     (_, a), (_, b) = runs
     on_gpu = b.machine["gpu"] is not None
     headers = [f"{name}: {what}" for what in (("ms ± IQR",) if on_gpu else COUNTED) for name in labels(runs)]
-    headers.append("B × as fast")
+    headers += ["B × as fast"] * on_gpu
     of_runs = [[work for work in run.works if not stage or run.record(stage, work)] for run in (a, b)]
     shared = [work for work in of_runs[1] if work in of_runs[0]]
     if not shared:

@@ -1,4 +1,4 @@
-"""Print a table of the traffic and FLOPs of each stage.
+"""Show counted bytes and FLOPs, and beside them the gains that earlier runs measured on a GPU.
 
     python -m common.show.counts --stage v3 --pass bwd --seq-len 1024 --head-dim 128 --causal yes --gpu a100
 
@@ -8,41 +8,99 @@
 import argparse
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import stages
 from common.measure import machine, terminal
+from common.measure.footprint import MIB_IN_MB
 from common.measure.options import add_list, json_path, list_of, one_of, workloads_of, write_json
 from common.measure.progress import COLUMNS, Progress
 from common.measure.traffic import GPUS, costs, count_stage
 from common.runtime import INTERPRETED
-from common.show import tables
-from common.show.results import spoken
+from common.show import results
+from common.show.results import stage_order
+from common.show.tables import PASS_NAMES, grouped, legend
+
+HEADERS = ["MB read", "MB written", "MFLOP", "measured", "launches", "peak extra MB", "tiles"]
 
 
-def parse_options(argv: list[str]) -> argparse.Namespace:
-    """Return the command line as lists of values; exit with status 2 on an invalid value."""
-    parser = argparse.ArgumentParser(
-        prog="python -m common.show.counts",
-        description="Count the bytes and FLOPs of stages, in float16 with batch 1, and show the time that they take at a GPU's "
-        "published peaks. Needs no GPU. LIST is comma-separated.",
-    )
-    passes = one_of({"fwd": "fwd", "bwd": "bwd"})
-    add_list(parser, "--stage", ",".join(stages.names()))
-    parser.add_argument("--pass", type=list_of(passes), default="fwd,bwd", metavar="LIST", help="fwd, bwd (default: both)")
-    for flag, default in (
-        ("--seq-len", "256,512"), ("--head-dim", "64,128"), ("--causal", "no,yes"), ("--heads", "1"), ("--kv-heads", None),
-        ("--value-dim", None),
-    ):  # fmt: skip
-        add_list(parser, flag, default)
-    parser.add_argument("--gpu", choices=GPUS, default="h200", help="GPU to count for (default: %(default)s)")
-    parser.add_argument("--wide", action="store_true", help="show every column of the tables, in lines of any length")
-    parser.add_argument("--json", type=json_path, metavar="FILE", help="also write the records with all launches to FILE")
-    options = parser.parse_args(argv)
-    names = "head_dim", "causal", "seq_len", "heads", "kv_heads", "value_dim"
-    lists = {name: getattr(options, name) for name in names}
-    options.workloads = workloads_of(parser, pass_=vars(options)["pass"], **lists)
-    return options
+def measured(impl: str, pass_: str, head_dim: int) -> tuple[str, str] | None:
+    """Return a stage's measured speed over its parent's, such as "×1.51 (1.30–1.70)", and the run: the GPU and the commit.
+
+    Return None if no run has both stages.
+    """
+    parent = stages.parent(impl) if stages.position(impl) else None
+    found = parent and results.gain(results.runs(), impl, parent, pass_, head_dim)
+    return found and (str(found[0]), results.place(found[1].machine))
+
+
+def _total(records, impl, pass_, *fields) -> int:
+    return sum(r[name] for r in records for name in fields if (r["impl"], r["pass"]) == (impl, pass_) and "failure" not in r)
+
+
+def summary(records: list[dict], about: str | None = None) -> str:
+    """Compare a stage with its parent, one line for each pass. Return "" if the run does not have both.
+
+    Args:
+        records: all records of a run without a GPU, including failures.
+        about: the stage; None means the run's newest stage.
+    """
+    impls = sorted({record["impl"] for record in records}, key=stage_order)
+    about = about or impls[-1]
+    parent = stages.parent(about) if stages.position(about) else None
+    if not {about, parent} <= {*impls}:
+        return ""
+    lines = [f"{about} compared with its parent, {parent}:"]
+    head_dims = sorted({record["head_dim"] for record in records})
+    for pass_, name in PASS_NAMES.items():
+        moved, flops = (
+            [_total(records, impl, pass_, *fields) for impl in (parent, about)]
+            for fields in (("bytes_read", "bytes_written"), ("flops_executed",))
+        )
+        if all(moved):
+            lines.append(f"  {name}: {results.bytes_in_words(*moved)}, {results.bytes_in_words(*flops, 'FLOPs')}")
+            gains = [(head_dim, measured(about, pass_, head_dim)) for head_dim in head_dims]
+            lines += [f"    measured at D={head_dim}: {found[0]} as fast ({found[1]})" for head_dim, found in gains if found]
+    return "\n".join(lines)
+
+
+def _cells(record, found: tuple[str, str] | None) -> dict:
+    """Return a record's cells by header. `found` is what `measured` returns."""
+    return {
+        "MB read": f"{record['bytes_read'] / 1e6:,.3f}",
+        "MB written": f"{record['bytes_written'] / 1e6:,.3f}",
+        "MFLOP": f"{record['flops_executed'] / 1e6:,.1f}",
+        "measured": found[0] if found else "-",
+        "launches": record["kernel_launches"],
+        "peak extra MB": f"{record['peak_extra_mib'] * MIB_IN_MB:,.3f}",
+        "tiles": record["tiles"] or "-",
+    }
+
+
+def tables(records: list[dict], machine: dict, wide: bool) -> str:
+    """Format the tables of `common.show.tables.grouped`.
+
+    Args:
+        records: all records of a run without a GPU, including failures; or those of this module's command.
+        machine: the versions, the commit, the date, and `tiles`, the GPU whose tiles the kernels had.
+        wide: whether to show all columns and the full names of stages.
+    """
+    parts = [
+        f"CPU, interpreted, tiles of the {machine['tiles']}, torch {machine['torch']}, triton {machine['triton']}, "
+        f"commit {results.short_commit(machine['commit'])}, {machine['date']}",
+        "MB are the bytes that the kernels request. PyTorch's operators count arguments and results once.\n"
+        "MFLOP are the FLOPs that run, those of masked scores included where a kernel computes them.\n"
+        "measured: the speed over the parent's on a GPU, a mean over both masks and long and short S.",
+    ]
+
+    def case(record):
+        return record["impl"], record["pass"], record["head_dim"]
+
+    found = {each: measured(*each) for each in dict.fromkeys(map(case, records))}
+    parts += grouped(records, HEADERS, lambda record, _: _cells(record, found[case(record)]), None if wide else COLUMNS)
+    places = dict.fromkeys(place for _, place in filter(None, found.values()))
+    parts += [f"measured on: {'; '.join(places)}"] if places else []
+    return "\n\n".join([*parts, *legend("\n".join(parts))])
 
 
 def main(argv: list[str]):
@@ -51,27 +109,41 @@ def main(argv: list[str]):
     if not INTERPRETED:  # restart Python with Triton's interpreter, which counting needs
         interpreted = os.environ | {"TRITON_INTERPRET": "1"}
         os.execve(sys.executable, [sys.executable, "-m", "common.show.counts", *argv], interpreted)
-    options = parse_options(argv)
+    parser = argparse.ArgumentParser(
+        prog="python -m common.show.counts",
+        description="Count the bytes and FLOPs of stages, in float16 with batch 1. Needs no GPU. LIST is comma-separated.",
+    )
+    passes = list_of(one_of({"fwd": "fwd", "bwd": "bwd"}))
+    add_list(parser, "--stage", ",".join(stages.names()))
+    parser.add_argument("--pass", dest="pass_", type=passes, default="fwd,bwd", metavar="LIST", help="fwd, bwd (default: both)")
+    shape = {"head_dim": "64,128", "causal": "no,yes", "seq_len": "256,512", "heads": "1", "kv_heads": None, "value_dim": None}
+    for name, default in shape.items():
+        add_list(parser, f"--{name.replace('_', '-')}", default)
+    parser.add_argument("--gpu", choices=GPUS, default="h200", help="GPU to count for (default: %(default)s)")
+    parser.add_argument("--wide", action="store_true", help="show all columns and the full names of stages")
+    parser.add_argument("--json", type=json_path, metavar="FILE", help="also write the records with all launches to FILE")
+    options = parser.parse_args(argv)
+    workloads = workloads_of(parser, **{name: getattr(options, name) for name in ("pass_", *shape)})
     gpu = GPUS[options.gpu]
-    reasons = {name: gpu.unavailable(name) for name in options.stage}
+    with gpu.interpreted():
+        reasons = {name: stages.unavailable(name) for name in options.stage}
     for name, reason in reasons.items():
         if reason:
             print(f"{name} is not counted: it {reason}", file=sys.stderr)
     countable = [name for name in options.stage if not reasons[name]]
     if not countable:
         raise SystemExit("there is nothing to count")
-    cases = [(name, workload) for workload in options.workloads for name in countable]
+    cases = [(name, workload) for workload in workloads for name in countable]
     records = []
     with Progress(sum(workload.flops for _, workload in cases)) as bar:
         for number, (name, workload) in enumerate(cases, start=1):
-            bar.begin(f"{number} of {len(cases)}, {spoken(name)}, {workload.label}")
-            counted = count_stage(stages.load(name), workload, gpu)
-            launches = [asdict(launch) for launch in counted.launches]
-            records.append({"impl": name, **workload.record(), **costs(counted, gpu, workload.dtype), "launches": launches})
+            bar.begin(f"{number} of {len(cases)}, {results.spoken(name)}, {workload.label}")
+            count = count_stage(stages.load(name), workload, gpu)
+            launches = [asdict(replace(launch, operands=[])) for launch in count.launches]
+            records.append({"impl": name, **workload.record(), **costs(count, gpu, workload.dtype), "launches": launches})
             bar.update(workload.flops)
-    origin = machine.facts() | {"matmul_tflops": {}, "roofline": gpu.peaks}
-    table = tables.speed_table(records, origin, None if options.wide else COLUMNS)
-    print(f"{table}\n\nPeaks: {gpu.source}", flush=True)
+    origin = machine.facts() | {"tiles": gpu.name}
+    print(tables(records, origin, options.wide), flush=True)
     if options.json:
         write_json(options.json, {"records": records, "machine_info": origin})
 

@@ -19,6 +19,7 @@ from common.measure.traffic import GPUS
 from common.measure.units import CLOCK, TIME
 from common.show import tracks
 from common.show.constants import constants_table
+from common.show.counts import tables as count_tables
 from common.show.energy import energy_table
 from common.show.front import headline, ladder
 from common.show.profiles import traffic_table, units_table
@@ -53,6 +54,10 @@ from common.show.results import (
 from common.show.scaling import scaling_passage, scaling_tables
 from common.show.tables import PASS_NAMES, legend, markdown, mask, speed_table
 
+# Published rates of float16 matmuls and of HBM: https://www.nvidia.com/en-us/data-center/h200/, which gives 1,979 TFLOP/s with
+# sparsity. Without sparsity, the rate is half of this.
+H200_TFLOPS, H200_TB_PER_S = 989, 4.8
+
 
 def with_table(text: str, name: str, table: str) -> str:
     """Return `text` with `table` between the markers of `name`.
@@ -84,6 +89,12 @@ def _changed_spans(name: str) -> list[tuple]:
     return [span for span in _spans() if not (parent and same_code(name, parent, span[0]))]
 
 
+def roofline_us(count: dict) -> float:
+    """Return the time of each launch's bytes or of its FLOPs at an H200's published rates, whichever is longer, in all."""
+    launches = count["launches"]
+    return sum(max((one["read"] + one["written"]) / H200_TB_PER_S, one["flops"] / H200_TFLOPS) for one in launches) / 1e6
+
+
 def traffic_of_step(name: str) -> str:
     """Format the counted traffic and FLOPs of a stage and its parent. Rows in which nothing changes are left out."""
     counts, _ = load_counts(TRAFFIC)
@@ -96,7 +107,7 @@ def traffic_of_step(name: str) -> str:
         "FLOP / byte": lambda count: f"{count['flops_executed'] / moved(count):.1f}",
         "kernel launches": lambda count: str(count["kernel_launches"]),
         "peak extra MB": lambda count: f"{count['peak_extra_mib'] * MIB_IN_MB:.2f}",
-        "µs at peak": lambda count: f"{count['roofline_us']:.1f}",
+        "µs at peak": lambda count: f"{roofline_us(count):.1f}",
     }
     rows = {}
     for span in _changed_spans(name):
@@ -119,7 +130,7 @@ def _is_modelled(name: str) -> bool:
 def predicted(name: str, *span) -> float | None:
     """Return the predicted gain of a step over its parent; None if there is no prediction."""
     both = [counted(load_counts(TRAFFIC)[0], stage, *span) for stage in (stages.parent(name), name)]
-    costs = [count and count["roofline_us"] for count in both]
+    costs = [count and roofline_us(count) for count in both]
     if _is_modelled(name):
         costs = [modelled(load_counts(TIMELINE)[0], stage, *span) for stage in (stages.parent(name), name)]
     return costs[0] / costs[1] if all(costs) else None
@@ -280,18 +291,19 @@ KEPT = (  # the files of results/ whose tables are committed; `make table` print
 
 def _run_tables(saved: dict) -> str:
     records = [benchmark["extra_info"] for benchmark in saved["benchmarks"]] + saved["failures"]
-    return speed_table(records, saved["machine_info"])
+    on_gpu = saved["machine_info"]["gpu"]
+    return speed_table(records, saved["machine_info"]) if on_gpu else _count_tables(saved | {"records": records})
 
 
 def _count_tables(counts: dict) -> str:
-    return speed_table(counts["records"], counts["machine_info"])
+    return count_tables(counts["records"], counts["machine_info"], wide=True)
 
 
 KINDS = {  # a field of a file, or of its first record or case -> the heading, and the function that formats the file
     "benchmarks": ("Benchmark", _run_tables),
     "links": ("One sequence shared by several GPUs", scaling_tables),
     "cycles_a_tile": ("The model of an SM next to measurements", lambda _: timeline_table()),
-    "roofline_us": ("Counted traffic", _count_tables),
+    "flops_executed": ("Counted traffic", _count_tables),
     "decision": ("Constants of the newest stage", constants_table),
     "joules": ("Energy and the power limit", energy_table),
     "counted": ("Counted and measured traffic", traffic_table),

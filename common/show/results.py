@@ -148,16 +148,12 @@ class Run:
         return all(self.record(impl, work) for work in works)
 
     def times(self, impl: str, works: Iterable[Workload]) -> dict[Workload, float]:
-        """Return an implementation's times by workload: milliseconds on a GPU, µs at the roofline without one.
-
-        Workloads without a time are left out. `impl` may be `FASTEST`.
-        """
+        """Return an implementation's milliseconds by workload, without those that have none. `impl` may be `FASTEST`."""
         if impl == FASTEST:
             of_each = [self.times(name, works) for name in self.libraries]
             return {work: min(times[work] for times in of_each if work in times) for work in set().union(*of_each)}
-        unit = "ms" if self.machine["gpu"] else "roofline_us"
         found = {work: self.record(impl, work) for work in works}
-        return {work: record[unit] for work, record in found.items() if record and record.get(unit)}
+        return {work: record["ms"] for work, record in found.items() if record and record.get("ms")}
 
     def rate(self, impl: str, works: Iterable[Workload]) -> float | None:
         """Return the geometric mean of an implementation's TFLOP/s, or None if nothing was measured."""

@@ -3,6 +3,7 @@
 import math
 import re
 import textwrap
+from collections.abc import Callable
 from itertools import groupby
 
 from tabulate import tabulate
@@ -10,34 +11,20 @@ from tabulate import tabulate
 import stages
 from common.measure.footprint import MIB_IN_MB
 from common.measure.workloads import DTYPES, Workload
-from common.show.results import AGAIN, CHANGED, LEGEND, Run, changed, short_commit, stage_order, within
+from common.show.results import AGAIN, CHANGED, LEGEND, Run, changed, short_commit, spoken, stage_order, within
 
-_SHARED = ("pass", "head_dim", "value_dim", "causal", "dtype", "score_std", "sink", "sink_key", "sink_head")  # one table each
-_WORKLOAD = ("seq_len", "kv_len", "batch", "heads", "kv_heads")  # can differ between rows of a table
 PASS_NAMES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
+_SHAPE = ("B", "H", "Hkv", "S", "Sk")  # the words of a workload's label that differ between the rows of a table
 _PARENT = "× parent"
-_TIME_HEADERS = (
-    "S", "B × H", "implementation", "ms", "± IQR", "TFLOP/s", _PARENT, "× v0", "% of cuDNN", "% of matmul", "peak extra MB",
-    "host µs",
-)  # fmt: skip
-_COUNT_HEADERS = (
-    "S", "B × H", "implementation", "tiles", "MB read", "MB written", "MFLOP", "FLOP / byte", "µs at peak", "bound by",
-    _PARENT, "launches", "peak extra MB",
-)  # fmt: skip
-_KV_LEN = "Sk"  # a column for runs in which Sk differs from S
-_KV_RATE = "GB/s of K, V"  # and the rate at which K and V are read there
+_KV_RATE = "GB/s of K, V"  # a column for runs in which the number of keys differs from that of queries
 _IN_A_ROW = "µs in a row"  # a column for runs of short calls
-_KV_HEADS = "K/V heads"  # a column for runs with GQA
+_HEADERS = (
+    "ms", "± IQR", "TFLOP/s", _PARENT, "× v0", "% of cuDNN", "% of matmul", "peak extra MB", "host µs", _IN_A_ROW, _KV_RATE
+)  # fmt: skip
 # Columns that a narrow table drops, in this order.
 _LEFT_OUT = (
-    "host µs", "% of matmul", "peak extra MB", "bound by", _IN_A_ROW, "FLOP / byte", "× v0", "tiles", "B × H", "± IQR",
-    "launches", "% of cuDNN", _KV_RATE, "MFLOP", "MB written",
+    "host µs", "% of matmul", "tiles", "peak extra MB", "launches", _IN_A_ROW, "× v0", "± IQR", "% of cuDNN", _KV_RATE
 )  # fmt: skip
-
-
-def _by(keys):
-    """Return a function that sorts records by these fields. None comes first."""
-    return lambda record: tuple((record[key] is not None, record[key]) for key in keys)
 
 
 def mask(causal: bool) -> str:
@@ -62,6 +49,58 @@ def kv_gbps(record: dict) -> float:
     return w.batch * w.kv_heads * w.kv_len * (w.head_dim + w.value_dim) * DTYPES[w.dtype].itemsize / record["ms"] / 1e6
 
 
+def _words(record, of_shape: bool) -> str:
+    """Return the words of a workload's label that differ between the rows of a table, or those that all rows share."""
+    return " ".join(word for word in Workload.of(record).label.split(" ") if (word.partition("=")[0] in _SHAPE) == of_shape)
+
+
+def _order(record):
+    """Return a sort key: first what all rows of a table share, then the shape, then the stages in stage order."""
+    w = Workload.of(record)
+    shared = w.head_dim, w.value_dim, w.causal, w.dtype, w.score_std, w.sink, w.sink_key, str(w.sink_head)
+    shape = w.seq_len, w.kv_len, w.batch, w.heads, w.kv_heads
+    return list(PASS_NAMES).index(w.pass_), *shared, *shape, stage_order(record["impl"])
+
+
+def _fitted(rows: list[list], headers: list[str], columns: int | None) -> str:
+    """Format the table. Drop columns in the order of `_LEFT_OUT` until it is narrow enough. Drop nothing for None."""
+    for dropped in range(len(_LEFT_OUT) + 1):
+        kept = [place for place, header in enumerate(headers) if header not in _LEFT_OUT[:dropped]]
+        shown = [[row[place] for place in kept] for row in rows]
+        table = markdown(shown, [headers[place] for place in kept], ("shape", "implementation"))
+        if columns is None or len(table.partition("\n")[0]) <= columns:
+            break
+    return table
+
+
+def grouped(records: list[dict], headers: list[str], cells: Callable, columns: int | None) -> list[str]:
+    """Format a heading and a table for each pass, head dimension, mask, dtype and score distribution, with the rows' notes.
+
+    Args:
+        records: as for `speed_table`. A failure takes the place of a row's first cell.
+        headers: the headers of the columns after the shape and the implementation.
+        cells: a function of a record and of all measured records of its workload. It returns a dict from headers to cells.
+        columns: the maximum width. With None, a table has all columns and the full names of stages.
+    """
+    parts = []
+    for heading, of_table in groupby(sorted(records, key=_order), key=lambda record: _words(record, of_shape=False)):
+        rows, notes = [], []
+        for shape, cases in groupby(of_table, key=lambda record: _words(record, of_shape=True)):
+            cases = list(cases)
+            measured = [record for record in cases if "failure" not in record]
+            for place, record in enumerate(cases):
+                name = spoken(record["impl"]) if columns else title(record["impl"])
+                row = [record.get("failure"), *["-"] * (len(headers) - 1)]
+                if "failure" not in record:
+                    found = cells(record, measured)
+                    row = [found[header] for header in headers]
+                rows.append(["" if place else shape, name + (f" {CHANGED}" if changed(record) else ""), *row])
+                notes += [f"{record['impl']} at {shape}: {record['note']}"] if record.get("note") else []
+        pass_, _, shared = heading.partition(" ")
+        parts += [f"{PASS_NAMES[pass_]} {shared}", _fitted(rows, ["shape", "implementation", *headers], columns), *notes]
+    return parts
+
+
 def _number(value, digits):
     return "-" if value is None else f"{value:,.{digits}f}"
 
@@ -70,120 +109,44 @@ def _milliseconds(value):
     return _number(value, 4 if value < 1 else 3)
 
 
-def _ratio(a, b, factor=1.0):
-    return None if a is None or b is None else factor * a / b
+def _cells(record, group, run) -> dict:
+    """Return a measured record's cells by header. `group` has all measured records of the workload."""
+    ms, host = record["ms"], record.get("host_iqr_us")
+    # A stage's name may change after a run, but not its number and letter.
+    times = {stages.position(r["impl"]) or r["impl"]: r["ms"] for r in group if not r["impl"].endswith(AGAIN)}
 
+    def times_as_fast(other, factor=1):
+        return factor * times[other] / ms if other in times else None
 
-def _gain(record, time, times, noise) -> str:
-    """Return how many times as fast a stage is as its parent. `times` has times by a stage's number and letter, because its
-    name may change after a run."""
     parent = stages.parent(record["impl"])
-    ratio = _ratio(parent and times.get(stages.position(parent)), time)
-    return "=" if ratio and within(noise.get(record["pass"]), math.log(ratio), 1) else _number(ratio, 2)
-
-
-def _time_cells(record, times, cudnn, run, headers):
-    ms = record["ms"]
+    gain = times_as_fast(parent and stages.position(parent))
+    same = gain and within(run.noise.get(record["pass"]), math.log(gain), 1)
     ceiling = run.machine["matmul_tflops"].get(record["dtype"])
-    cells = [
-        _milliseconds(ms) + ("" if record["launch_hidden"] else "*"),
-        _milliseconds(record["iqr_ms"]),
-        _number(record["tflops"], 1),
-        _gain(record, ms, times, run.noise),
-        _number(_ratio(times.get((0, "")), ms), 2),
-        _number(_ratio(cudnn, ms, 100), 0),
-        _number(_ratio(record["tflops"], ceiling, 100), 0),
-        _number(record["peak_extra_mib"] * MIB_IN_MB, 1),
-        _number(record.get("host_us"), 0) + (f" ± {record['host_iqr_us']:,.0f}" if "host_iqr_us" in record else ""),
-    ]
-    cells += [_number(record.get("in_a_row_us"), 1)] * (_IN_A_ROW in headers)
-    return cells + [_number(kv_gbps(record), 0)] * (_KV_RATE in headers)
-
-
-def _count_cells(record, times):
-    return [
-        record["tiles"] or "-",
-        _number(record["bytes_read"] / 1e6, 3),
-        _number(record["bytes_written"] / 1e6, 3),
-        _number(record["flops_executed"] / 1e6, 1),
-        _number(record["flops_executed"] / (record["bytes_read"] + record["bytes_written"]), 1),
-        _number(record["roofline_us"], 3),
-        record["bound"] or "-",
-        _gain(record, record["roofline_us"], times, {}),
-        record["kernel_launches"],
-        _number(record["peak_extra_mib"] * MIB_IN_MB, 3),
-    ]
-
-
-def _where(record):
-    """Return the words that say to which row of the table a note belongs."""
-    keys = "" if record["kv_len"] == record["seq_len"] else f", {_KV_LEN}={record['kv_len']}"
-    heads = "" if record["kv_heads"] == record["heads"] else f", {record['kv_heads']} {_KV_HEADS}"
-    return f"S={record['seq_len']}{keys}{heads}"
-
-
-def _rows(records, run, headers, name):
-    """Yield the rows of one table, grouped by workload. Only the first row of a workload shows the shape. `name` formats an
-    implementation."""
-    on_gpu = run.machine["gpu"]
-    for _, group in groupby(sorted(records, key=_by(_WORKLOAD)), key=_by(_WORKLOAD)):
-        group = sorted(group, key=lambda record: stage_order(record["impl"]))
-        time_of = {record["impl"]: record["ms" if on_gpu else "roofline_us"] for record in group if "failure" not in record}
-        times = {stages.position(impl): time for impl, time in time_of.items() if not impl.endswith(AGAIN)}
-        for index, record in enumerate(group):
-            shape = [record["seq_len"]] + ([record["kv_len"]] if _KV_LEN in headers else [])
-            shape += [f"{record['batch']} × {record['heads']}"]
-            shape += [record["kv_heads"]] if _KV_HEADS in headers else []
-            shape = shape if index == 0 else [""] * len(shape)
-            if "failure" in record:  # the reason takes the place of the first measurement
-                cells = [record["failure"]] + ["-"] * (len(headers) - len(shape) - 2)
-            elif on_gpu:
-                cells = _time_cells(record, times, time_of.get("sdpa-cudnn"), run, headers)
-            else:
-                cells = _count_cells(record, times)
-            yield [*shape, name(record["impl"]) + (f" {CHANGED}" if changed(record) else ""), *cells]
-
-
-def _fitted(rows: list[list], headers: list[str], columns: int | None) -> str:
-    """Format the table.
-
-    If the table is too wide, drop columns in the order of `_LEFT_OUT`. If it is still too wide, versions replace the names of
-    stages. If `columns` is None, drop nothing.
-    """
-    name = headers.index("implementation")
-    short = [[*row[:name], re.sub(r"_\w+", "", row[name]), *row[name + 1 :]] for row in rows]
-    every = len(_LEFT_OUT)
-    attempts = [(rows, dropped) for dropped in range(every)] + [(short, dropped) for dropped in range(every + 1)]
-    for shown, dropped in attempts:
-        kept = [place for place, header in enumerate(headers) if header not in _LEFT_OUT[:dropped]]
-        table = markdown(
-            [[row[place] for place in kept] for row in shown], [headers[place] for place in kept], ("implementation",)
-        )
-        if columns is None or len(table.partition("\n")[0]) <= columns:
-            break
-    return table
-
-
-def _caption(first: dict) -> str:
-    """Return the words above a table: what all of its rows have in common."""
-    dims = f"D={first['head_dim']}" + ("" if first["value_dim"] == first["head_dim"] else f", Dv={first['value_dim']}")
-    spread = "" if first["score_std"] == 1 else f", scores of standard deviation {first['score_std']:g}"
-    head = "" if first["sink_head"] is None else f" of K/V head {first['sink_head']}"
-    spread += f", a sink of {first['sink']:g} nats at key {first['sink_key']}{head}" if first["sink"] else ""
-    return f"{PASS_NAMES[first['pass']]}, {dims}, {mask(first['causal'])}, {first['dtype']}{spread}"
+    return {
+        "ms": _milliseconds(ms) + ("" if record["launch_hidden"] else "*"),
+        "± IQR": _milliseconds(record["iqr_ms"]),
+        "TFLOP/s": _number(record["tflops"], 1),
+        _PARENT: "=" if same else _number(gain, 2),
+        "× v0": _number(times_as_fast((0, "")), 2),
+        "% of cuDNN": _number(times_as_fast("sdpa-cudnn", 100), 0),
+        "% of matmul": _number(ceiling and 100 * record["tflops"] / ceiling, 0),
+        "peak extra MB": _number(record["peak_extra_mib"] * MIB_IN_MB, 1),
+        "host µs": _number(record.get("host_us"), 0) + (f" ± {host:,.0f}" if host is not None else ""),
+        _IN_A_ROW: _number(record.get("in_a_row_us"), 1),
+        _KV_RATE: _number(kv_gbps(record), 0),
+    }
 
 
 def speed_table(records: list[dict], machine: dict, columns: int | None = None) -> str:
-    """Format a markdown table for each pass, head dimension, head dimension of v, mask, dtype and score distribution.
+    """Format the tables of a run on a GPU.
 
     Args:
         records: all records of one run: each benchmark's `extra_info`, and the "failures" of the run's JSON file. A record has
             `impl` and the fields of `Workload.record`; records of older runs may lack some fields. A stage's record may have
-            `source` (`common.show.results.source`). A failed case also has `failure` and `note`. A case on a GPU also has
-            `flops`, `ms`, `iqr_ms`, `tflops`, `launch_hidden`, `peak_extra_mib` and `host_us`, and optionally `host_iqr_us` and
-            `in_a_row_us`. A case without a GPU has the fields of `common.measure.traffic.costs`.
+            `source` (`common.show.results.source`). A failed case also has `failure` and `note`. Any other case has `ms`,
+            `iqr_ms`, `tflops`, `launch_hidden`, `peak_extra_mib` and `host_us`, and optionally `host_iqr_us` and `in_a_row_us`.
         machine: the file's "machine_info": `gpu`, `torch`, `triton`, `commit`, `date`, `matmul_tflops` by dtype, and optionally
-            `copy_gbps`. If `gpu` is None, the tables show counts, and times at the peak rates of `roofline`.
+            `copy_gbps`.
         columns: the maximum line length. With None, the tables show all columns, in lines of any length.
 
     Baselines come first, then the stages in stage order. "× parent" is a stage's speed divided by its parent's speed, or "=" if
@@ -191,40 +154,15 @@ def speed_table(records: list[dict], machine: dict, columns: int | None = None) 
     interquartile range. "µs in a row" is the time per call of back-to-back calls.
     """
     run = Run(records, machine)
-    records = [record | Workload.of(record).record() for record in records]
-    headers = list(_TIME_HEADERS if machine["gpu"] else _COUNT_HEADERS)
-    if any(record["kv_heads"] != record["heads"] for record in records):
-        headers.insert(2, _KV_HEADS)
-    decoding = any(record["kv_len"] != record["seq_len"] for record in records)
-    if decoding:
-        headers.insert(1, _KV_LEN)
-    if any("in_a_row_us" in record for record in records):
-        headers.append(_IN_A_ROW)
-    if decoding and machine["gpu"]:
-        headers.append(_KV_RATE)
-    facts = [machine["gpu"] or "CPU, interpreted", f"torch {machine['torch']}", f"triton {machine['triton']}"]
+    decoding = any(record.get("kv_len", record["seq_len"]) != record["seq_len"] for record in records)
+    short = any("in_a_row_us" in record for record in records)
+    headers = [header for header in _HEADERS if {_IN_A_ROW: short, _KV_RATE: decoding}.get(header, True)]
+    tables = grouped(records, headers, lambda record, group: _cells(record, group, run), columns)
     commit = machine["commit"] if columns is None else short_commit(machine["commit"])
-    facts += [f"commit {commit}", machine["date"]]
+    facts = [machine["gpu"], f"torch {machine['torch']}", f"triton {machine['triton']}", f"commit {commit}", machine["date"]]
     facts += [f"matmul {dtype} {tflops:.0f} TFLOP/s" for dtype, tflops in machine["matmul_tflops"].items()]
     facts += [f"copy {machine['copy_gbps']:.0f} GB/s"] if "copy_gbps" in machine else []
-    parts = [", ".join(facts)]
-    if not machine["gpu"]:
-        parts.append(
-            "MB are the bytes that the kernels request. PyTorch's operators count their arguments and results once. MFLOP are "
-            f"the executed FLOPs. µs at peak is the roofline at {machine['roofline']}. Caches can make a kernel faster than "
-            "its roofline."
-        )
-    parts.append(f"{_PARENT}: the speed of a stage divided by the speed of its parent.")
-
-    def position(record):
-        return list(PASS_NAMES).index(record["pass"]), *_by(_SHARED[1:])(record)
-
-    tables = []
-    for _, group in groupby(sorted(records, key=position), key=position):
-        group = list(group)
-        rows = list(_rows(group, run, headers, title if columns is None else str))
-        tables += [_caption(group[0]), _fitted(rows, headers, columns)]
-        tables += [f"{record['impl']} at {_where(record)}: {record['note']}" for record in group if record.get("note")]
+    parts = [", ".join(facts), f"{_PARENT}: the speed of a stage divided by the speed of its parent."]
     parts += legend("\n".join(tables)) + tables
     if any(record.get("launch_hidden") is False for record in records):
         parts.append("* The GPU waited for the CPU's launch, so this time includes some of the CPU's time.")

@@ -21,7 +21,7 @@ from matplotlib.patches import Patch, Rectangle  # noqa: E402
 
 import stages  # noqa: E402
 from common.measure import terminal  # noqa: E402
-from common.measure.options import add_list, list_of, one_of  # noqa: E402
+from common.measure.options import add_list, list_of, one_of, workloads_of  # noqa: E402
 from common.measure.trace import Trace, trace  # noqa: E402
 from common.measure.workloads import Workload  # noqa: E402
 from common.show.results import PLOTS  # noqa: E402
@@ -69,27 +69,21 @@ def _cycles(recorded, launch):
 
 def _draw(axes, name: str, recorded: Trace):
     """Draw a lane for each tensor. The first row of a tensor is at the top of its lane."""
-    shown = lanes(recorded)
-    patches = {"read": [], "write": [], "add": []}
-    colors = []
-    times = moments(recorded)
-    least = max(end for _, end in times) / 900 if times else 0  # a pixel
-    for access, (begin, end) in zip(recorded.accesses, times, strict=True):
-        if access.tensor not in shown:
-            continue
-        heads, rows, _ = recorded.tensors[access.tensor]
-        total = heads * rows
-        first = (access.heads[0] * rows + access.rows[0]) / total
-        last = (access.heads[1] * rows + access.rows[1] + 1) / total
-        top = shown.index(access.tensor) + 0.06 + 0.88 * first
-        patches[access.kind].append(Rectangle((begin, top), max(end - begin, least), max(0.88 * (last - first), 0.02)))
-        if access.kind == "read":
-            colors.append(COLORS[access.program % len(COLORS)])
+    shown, times = lanes(recorded), moments(recorded)
+    least = max((end for _, end in times), default=0) / 900  # a pixel
+    patches, colors, edges = [], [], []
+    for access, (begin, end) in sorted(zip(recorded.accesses, times, strict=True), key=lambda each: each[0].kind != "read"):
+        if access.tensor in shown:
+            heads, rows, _ = recorded.tensors[access.tensor]
+            first, last = (head * rows + row for head, row in zip(access.heads, access.rows, strict=True))
+            top, height = (0.88 * part / (heads * rows) for part in (first, last + 1 - first))
+            place = begin, shown.index(access.tensor) + 0.06 + top
+            patches.append(Rectangle(place, max(end - begin, least), max(height, 0.02)))
+            colors.append(WRITES.get(access.kind, COLORS[access.program % len(COLORS)]))
+            edges.append(0.6 if access.kind in WRITES else 0)
+    axes.add_collection(PatchCollection(patches, facecolors=colors, edgecolors=colors, linewidths=edges))
     for place in range(len(shown)):
         axes.axhspan(place + 0.06, place + 0.94, color="0.95", zorder=0)
-    axes.add_collection(PatchCollection(patches["read"], facecolors=colors, linewidths=0))
-    for kind, color in WRITES.items():
-        axes.add_collection(PatchCollection(patches[kind], facecolors=color, edgecolors=color, linewidths=0.6))
     axes.set_yticks([place + 0.5 for place in range(len(shown))], shown, fontsize=8)
     axes.set_ylim(len(shown), 0)
     axes.tick_params(axis="y", length=0)
@@ -99,24 +93,22 @@ def _draw(axes, name: str, recorded: Trace):
     axes.set_xlabel(unit(recorded), fontsize=8)
 
 
-def draw(names: list[str], workload: Workload, path: Path) -> list[Trace]:
-    """Write a picture with a panel for each stage, and return the traces. Panels with the same unit have the same scale."""
+def draw(names: list[str], workload: Workload, path: Path):
+    """Write a picture with a panel for each stage. Panels with the same unit have the same scale."""
     recorded = [trace(stages.load(name), workload) for name in names]
     heights = [max(1, len(lanes(each))) * LANE + GAP for each in recorded]
     figure, grid = plt.subplots(
         len(names), 1, figsize=(WIDTH, sum(heights) + 1.2 + 0.5 * len(names)), layout="constrained", squeeze=False,
         gridspec_kw={"height_ratios": heights},
     )  # fmt: skip
-    ends, units = [], []
+    ends = {}  # unit of a time axis -> the latest time
     for axes, name, each in zip(grid[:, 0], names, recorded, strict=True):
-        units.append(unit(each))
-        ends.append(max((end for _, end in moments(each)), default=1.0))
         _draw(axes, name, each)
-    for axes, of_axes in zip(grid[:, 0], units, strict=True):
-        axes.set_xlim(0, max(end for end, other in zip(ends, units, strict=True) if other == of_axes))
-    programs = [Patch(color=color) for color in COLORS[:3]]
+        ends[unit(each)] = max([ends.get(unit(each), 0.0), *(end for _, end in moments(each))])
+    for axes, each in zip(grid[:, 0], recorded, strict=True):
+        axes.set_xlim(0, ends[unit(each)])
     figure.legend(
-        [tuple(programs), *(Patch(color=color) for color in WRITES.values())],
+        [tuple(Patch(color=color) for color in COLORS[:3]), *(Patch(color=color) for color in WRITES.values())],
         ["read, by program", "write", "add in memory"],
         handler_map={tuple: HandlerTuple(ndivide=None)},
         loc="outside lower center", ncols=3, fontsize=8, frameon=False,
@@ -129,7 +121,6 @@ def draw(names: list[str], workload: Workload, path: Path) -> list[Trace]:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
     plt.close(figure)
-    return recorded
 
 
 def main(argv: list[str]):
@@ -140,18 +131,16 @@ def main(argv: list[str]):
         description="Draw which tiles of which tensors a stage reads and writes, in order. LIST is comma-separated.",
     )
     add_list(parser, "--stage", "v2,v3")
-    passes = one_of({"fwd": "fwd", "bwd": "bwd"})
-    parser.add_argument("--pass", type=list_of(passes), default="fwd", metavar="LIST", help="fwd, bwd (default: %(default)s)")
-    for flag, default in (("--seq-len", "1024"), ("--head-dim", "32"), ("--causal", "yes"), ("--heads", "1")):
-        add_list(parser, flag, default)
-    parser.add_argument("--kv-heads", type=int, default=None, metavar="N", help="K/V heads (default: as many as heads)")
+    passes = list_of(one_of({"fwd": "fwd", "bwd": "bwd"}))
+    parser.add_argument("--pass", dest="pass_", type=passes, default="fwd", metavar="LIST", help="fwd, bwd (default: fwd)")
+    shape = {"head_dim": "32", "causal": "yes", "seq_len": "1024", "heads": "1", "kv_heads": None}
+    for name, default in shape.items():
+        add_list(parser, f"--{name.replace('_', '-')}", default)
     options = parser.parse_args(argv)
-    shapes = itertools.product(vars(options)["pass"], options.head_dim, options.causal, options.seq_len, options.heads)
-    for pass_, head_dim, causal, seq_len, heads in shapes:
-        workload = Workload(pass_, 1, heads, seq_len, head_dim, causal, "float16", kv_heads=options.kv_heads)
-        versions = "-".join(stages.version(name) for name in options.stage)
-        path = TRACES / f"{versions}-{pass_}-d{head_dim}-{mask(causal)}-s{seq_len}.png"
-        draw(options.stage, workload, path)
+    versions = "-".join(stages.version(name) for name in options.stage)
+    for work in workloads_of(parser, **{name: getattr(options, name) for name in ("pass_", *shape)}):
+        path = TRACES / f"{versions}-{work.pass_}-d{work.head_dim}-{mask(work.causal)}-s{work.seq_len}.png"
+        draw(options.stage, work, path)
         print(path)
 
 

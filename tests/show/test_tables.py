@@ -1,158 +1,86 @@
-"""The benchmark's tables show measurements in stage order, and compare nothing with a failure."""
+"""The benchmark's tables and their summary show measurements in stage order, and compare nothing with a failure."""
 
-from cases import cells
+import pytest
 
+import stages
+from common.show.summary import summary
 from common.show.tables import speed_table
 
 GPU = {
     "gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "commit": "abc", "date": "2026-01-02",
     "matmul_tflops": {"float16": 800.0},
 }  # fmt: skip
+V2, V3 = stages.resolve("v2"), stages.resolve("v3")
 
 
 def record(impl, ms=None, seq_len=512, **changes):
-    result = {
-        "impl": impl, "pass": "fwd", "batch": 32, "heads": 16, "seq_len": seq_len, "head_dim": 128, "causal": False,
-        "dtype": "float16", "score_std": 1.0,
-    }  # fmt: skip
+    result = {"impl": impl, "pass": "fwd", "batch": 32, "heads": 16, "seq_len": seq_len, "head_dim": 128, "causal": False}
     if ms is not None:
-        result |= {
-            "flops": 4e9, "ms": ms, "iqr_ms": 0.01, "tflops": 400.0 / ms, "launch_hidden": True, "peak_extra_mib": 64.0,
-            "host_us": 33.0,
-        }  # fmt: skip
-    return result | changes
+        result |= {"flops": 4e9, "ms": ms, "iqr_ms": 0.01, "tflops": 400.0 / ms, "launch_hidden": True, "peak_extra_mib": 64.0}
+    return result | {"dtype": "float16", "host_us": 33.0} | changes
 
 
-def test_table_compares_with_the_stage_before_v0_cudnn_and_matmul():
+def rows(text, impl=""):
+    """Return the cells of all rows of an implementation, or of all rows."""
+    found = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")]
+    return [row for row in found if row[1] != "implementation" and impl in ("", row[1])]
+
+
+def test_a_table_compares_with_the_parent_v0_cudnn_and_matmul():
     records = [record("v0_a", 8.0), record("v1_b", 4.0), record("v2_c", 1.0), record("sdpa-cudnn", 0.8)]
     table = speed_table(records, GPU)
-    assert cells(table, "v2_c") == [
-        ["", "", "v2_c", "1.000", "0.0100", "400.0", "4.00", "8.00", "80", "50", "67.1", "33"],
-    ]  # fmt: skip
-    assert cells(table, "v0_a")[0][6:9] == ["-", "1.00", "10"]
-    assert cells(table, "sdpa-cudnn")[0][6:9] == ["-", "10.00", "100"]
+    assert rows(table, "v2_c") == [["", "v2_c", "1.000", "0.0100", "400.0", "4.00", "8.00", "80", "50", "67.1", "33"]]
+    assert rows(table, "v0_a")[0][5:8] == ["-", "1.00", "10"]
+    assert rows(table, "sdpa-cudnn")[0][5:8] == ["-", "10.00", "100"]
     for fact in GPU["gpu"], "torch 2.11.0", "triton 3.6.0", "commit abc", "2026-01-02", "matmul float16 800 TFLOP/s":
         assert fact in table
 
 
-def test_table_is_in_stage_order_whatever_the_order_of_the_records_and_the_speed():
-    records = [record(impl, ms) for impl, ms in (("v16_k", 1.0), ("v2_c", 0.5), ("v0_a", 9.0), ("sdpa-flash", 3.0))]
-    lines = speed_table(records, GPU).splitlines()
-    found = [line.split("|")[3].strip() for line in lines if line.startswith("|") and "_" in line or "sdpa" in line]
-    assert found == ["sdpa-flash", "v0_a", "v2_c", "v16_k"]
+def test_there_is_a_table_for_each_kind_of_workload_with_lengths_and_stages_in_order():
+    changes = [{"pass": "bwd"}, {"causal": True}, {"dtype": "float32"}, {"score_std": 2.5}, {"value_dim": 64}]
+    records = [record("v0_a", 1.0, **change) for change in changes]
+    for seq_len in (16384, 512, 2048):
+        records += [record(impl, 1.0, seq_len) for impl in ("v16_k", "v2_c", "v0_a", "sdpa-flash")]
+    table = speed_table(records, GPU)
+    assert [line for line in table.splitlines() if "D=" in line] == [
+        "forward D=128 Dv=64 full float16",
+        "forward D=128 full float16",
+        "forward D=128 full float16 std=2.5",
+        "forward D=128 full float32",
+        "forward D=128 causal float16",
+        "backward D=128 full float16",
+    ]
+    found = rows(table)[1:13]
+    assert [row[0] for row in found[::4]] == [f"B=32 H=16 S={seq_len}" for seq_len in (512, 2048, 16384)]
+    assert [row[1] for row in found] == ["sdpa-flash", "v0_a", "v2_c", "v16_k"] * 3
 
 
-def test_table_keeps_failures_as_rows_and_compares_nothing_with_them():
+def test_failures_are_rows_and_nothing_is_compared_with_them():
     records = [record("v1_b", 2.0), record("v2_c", failure="WRONG", note="out: error 1 > 0.1"), record("v3_d", 1.0)]
     table = speed_table([*records, record("v0_a", failure="OOM")], GPU)
-    assert cells(table, "v0_a")[0][3:] == ["OOM"] + ["-"] * 8
-    assert cells(table, "v2_c")[0][3:] == ["WRONG"] + ["-"] * 8
-    assert cells(table, "v3_d")[0][6:8] == ["-", "-"]
-    assert "v2_c at S=512: out: error 1 > 0.1" in table
+    assert rows(table, "v0_a")[0][2:] == ["OOM"] + ["-"] * 8 and rows(table, "v2_c")[0][2:] == ["WRONG"] + ["-"] * 8
+    assert rows(table, "v3_d")[0][5:7] == ["-", "-"]
+    assert "v2_c at B=32 H=16 S=512: out: error 1 > 0.1" in table
 
 
-def test_table_sorts_lengths_as_numbers_and_splits_by_pass_dimension_mask_dtype_and_spread():
-    records = [record("v0_a", 1.0, seq_len, batch=16384 // seq_len) for seq_len in (16384, 512, 2048)]
-    changes = {"pass": "bwd"}, {"causal": True}, {"dtype": "float32"}, {"score_std": 2.5}
-    records += [record("v0_a", 1.0, **change) for change in changes]
-    table = speed_table(records, GPU)
-    assert [row[0] for row in cells(table, "v0_a")] == ["512", "2048", "16384", "512", "512", "512", "512"]
-    titles = [line for line in table.splitlines() if ", D=" in line]
-    assert titles == [
-        "forward, D=128, full, float16",
-        "forward, D=128, full, float16, scores of standard deviation 2.5",
-        "forward, D=128, full, float32",
-        "forward, D=128, causal, float16",
-        "backward, D=128, full, float16",
+def test_workloads_with_other_heads_and_keys_have_rows_of_their_own_and_a_rate_of_k_and_v():
+    shapes = [{}, {"kv_len": 64}, {"kv_len": 64, "kv_heads": 4}]
+    records = [record(impl, ms + len(shape), **shape) for shape in shapes for impl, ms in (("v0_a", 4.0), ("v1_b", 2.0))]
+    table = speed_table(records, GPU | {"copy_gbps": 4321.5})
+    assert [row[0] for row in rows(table, "v0_a")] == [
+        f"B=32 H=16{x}" for x in (" Hkv=4 S=512 Sk=64", " S=512 Sk=64", " S=512")
     ]
+    assert [row[5] for row in rows(table, "v1_b")] == ["1.50", "1.67", "2.00"] and "copy 4322 GB/s" in table
+    assert rows(table)[0][-1] == f"{2 * 32 * 4 * 64 * 128 * 2 / 6e-3 / 1e9:.0f}"  # four K/V heads and 64 keys in 6 ms
 
 
-def test_table_shows_kv_heads_if_some_are_shared_and_dv_if_it_differs():
-    def changed(impl, ms=None, **changes):
-        return record(impl, ms, kv_heads=16, value_dim=128) | changes
-
-    records = [record("v0_a", 8.0), changed("v1_b", 4.0)]
-    usual = speed_table(records, GPU)
-    # v0's record has neither kv_heads nor value_dim
-    assert "K/V" not in usual and "Dv" not in usual and cells(usual, "v1_b")[0][6] == "2.00"
-    records += [changed("v0_a", 6.0, kv_heads=4), changed("v1_b", kv_heads=4, failure="n/a", note="sm_80")]
-    records += [changed("v1_b", 2.0, value_dim=64)]
-    table = speed_table(records, GPU)
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")]
-    assert [row[:5] for row in rows if row[3].startswith("v")] == [
-        ["512", "32 × 16", "16", "v1_b", "2.000"],
-        ["512", "32 × 16", "4", "v0_a", "6.000"], ["", "", "", "v1_b", "n/a"],
-        ["512", "32 × 16", "16", "v0_a", "8.000"], ["", "", "", "v1_b", "4.000"],
-    ]  # fmt: skip
-    assert ["", "", "", "v1_b", "n/a"] + ["-"] * 8 in rows and "v1_b at S=512, 4 K/V heads: sm_80" in table
-    assert [line for line in table.splitlines() if ", D=" in line] == [
-        "forward, D=128, Dv=64, full, float16",
-        "forward, D=128, full, float16",
-    ]
-
-
-def test_table_shows_the_number_of_keys_if_it_differs_from_queries():
-    def decoding(impl, ms=None, kv_len=64, **changes):
-        return record(impl, ms, seq_len=1, kv_len=kv_len, **changes)
-
-    usual = speed_table([record("v0_a", 8.0), record("v0_a", 8.0, kv_len=512)], GPU)
-    assert "Sk" not in usual and "copy" not in usual
-    records = [decoding("v0_a", 3.0, 1024), decoding("v0_a", 8.0), decoding("v1_b", failure="n/a", note="sm_80")]
-    table = speed_table([*records, decoding("v1_b", 1.0, 1024), decoding("v0_a", 4.0, kv_heads=4)], GPU | {"copy_gbps": 4321.5})
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")]
-    assert rows[0][:6] == ["S", "Sk", "B × H", "K/V heads", "implementation", "ms"]
-    assert [row[:6] for row in rows[2:]] == [
-        ["1", "64", "32 × 16", "4", "v0_a", "4.000"],
-        ["1", "64", "32 × 16", "16", "v0_a", "8.000"], ["", "", "", "", "v1_b", "n/a"],
-        ["1", "1024", "32 × 16", "16", "v0_a", "3.000"], ["", "", "", "", "v1_b", "1.000"],
-    ]  # fmt: skip
-    assert rows[-1][8] == "3.00" and "v1_b at S=1, Sk=64: sm_80" in table
-    assert "copy 4322 GB/s" in table and rows[0][-1] == "GB/s of K, V"
-    assert rows[2][-1] == f"{2 * 32 * 4 * 64 * 128 * 2 / 4e-3 / 1e9:.0f}"  # K and V of four K/V heads and 64 keys in 4 ms
-    assert {len(row) for row in rows} == {len(rows[0])}
-
-
-def test_table_marks_times_with_the_launch_in_them():
-    table = speed_table([record("v0_a", 1.0, launch_hidden=False)], GPU)
-    assert cells(table, "v0_a")[0][3] == "1.000*"
-    assert "some of the CPU's time" in table
-    assert "*" not in speed_table([record("v0_a", 1.0)], GPU)
-
-
-def test_table_without_a_gpu_shows_counts_and_no_times():
-    counts = {"bytes_read": 3e6, "bytes_written": 1e6, "flops_executed": 8e6, "bound": "bytes", "kernel_launches": 17}
-    records = [
-        record("v0_a", 1234.5, launch_hidden=None, tiles="", roofline_us=6.0, **counts),
-        record("v1_b", 4321.5, launch_hidden=None, tiles="128×64", roofline_us=1.5, **counts),
-        record("v2_c", failure="OOM"),
-    ]
-    table = speed_table(records, GPU | {"gpu": None, "matmul_tflops": {}, "roofline": "some GPU, 9 TFLOP/s"})
-    common = ["3.000", "1.000", "8.0", "2.0"]
-    assert cells(table, "v0_a") == [
-        ["512", "32 × 16", "v0_a", "-", *common, "6.000", "bytes", "-", "17", "67.109"],
-    ]  # fmt: skip
-    assert cells(table, "v1_b") == [["", "", "v1_b", "128×64", *common, "1.500", "bytes", "4.00", "17", "67.109"]]
-    assert cells(table, "v2_c")[0][3:] == ["OOM"] + ["-"] * 9
-    assert "some GPU, 9 TFLOP/s" in table and "ms" not in table and "1,234" not in table
-
-
-def lines_too_long(text):
-    return [line for line in text.splitlines() if len(line) > 100]
-
-
-def test_a_terminal_gets_the_columns_that_it_has_room_for():
-    """Without a limit, a table has all columns. In 100 characters, it has only the most important columns."""
-    names = ["sdpa-cudnn", "v2_fa1_tiling", "v28a_polynomial_exponentials"]
-    records = [record(name, 1234.5, seq_len=16384, batch=64, host_us=1234.4, host_iqr_us=56.6) for name in names]
-    everything, fitted = speed_table(records, GPU), speed_table(records, GPU | {"commit": 40 * "f"}, columns=100)
-    found = [[cell.strip() for cell in line.strip("|").split("|")] for line in fitted.splitlines() if line.startswith("|")]
-    header = ["S", "B × H", "implementation", "ms", "± IQR", "TFLOP/s", "× parent", "× v0", "% of cuDNN", "% of matmul"]
-    assert cells(everything, "implementation")[0][:10] == header and lines_too_long(everything)
-    kept = found[0]
-    assert {"S", "implementation", "ms", "TFLOP/s", "× parent"} <= set(kept) < set(cells(everything, "implementation")[0])
-    assert not lines_too_long(fitted)
-    of_last = dict(zip(kept, found[-1], strict=True))
-    assert of_last["ms"] == "1,234.500"  # a cell stays under its header
+def test_a_narrow_table_has_fewer_columns_and_short_names():
+    records = [record(name, 1234.5, 16384, launch_hidden=False) for name in ("sdpa-cudnn", V2, "v28a_polynomial_exponentials")]
+    wide, narrow = speed_table(records, GPU), speed_table(records, GPU | {"commit": 40 * "f"}, columns=80)
+    assert max(map(len, wide.splitlines())) > 100 >= 80 >= max(map(len, narrow.splitlines()))
+    assert [row[1] for row in rows(narrow)] == ["cuDNN", "v2", "v28a"] and rows(wide)[-1][1].endswith(" (dead end)")
+    assert rows(narrow)[-1][2] == "1,234.500*" and "some of the CPU's time" in " ".join(narrow.split())
+    assert 3 < len(rows(narrow)[0]) < len(rows(wide)[0])
 
 
 def test_ratios_within_the_noise_are_equal_signs_and_changed_code_is_marked():
@@ -161,8 +89,35 @@ def test_ratios_within_the_noise_are_equal_signs_and_changed_code_is_marked():
     records = [record("v0_a", 2.0, s) for s in lengths] + [record("v0_a (again)", 2.04, s) for s in lengths]
     records += [record("v1_b", 2.06, s) for s in lengths[:-1]] + [record("v1_b", 2.20, lengths[-1])]
     assert all(sign not in speed_table(records[:6] + records[12:], GPU) for sign in ("=:", "†"))
-    records += [record("v3_fa2_causal", 1.0, s, source="000000000000") for s in lengths]
+    records += [record(V3, 1.0, s, source="000000000000") for s in lengths]
     table = speed_table(records, GPU)
-    assert [row[6] for row in cells(table, "v1_b")] == ["="] * 5 + ["0.91"]
-    assert len(cells(table, "v3_fa2_causal †")) == 6 and table.count("\n\n=: ") == table.count("\n\n†: ") == 1
-    assert "| v3 † " in speed_table(records, GPU, columns=60)
+    assert [row[5] for row in rows(table, "v1_b")] == ["="] * 5 + ["0.91"]
+    assert len(rows(table, f"{V3} †")) == 6 and table.count("\n\n=: ") == table.count("\n\n†: ") == 1
+    text = summary(records + [record(V2, 1.01, s) for s in lengths], GPU, V3)
+    assert "forward: 1.01 times as fast (1.01–1.01), which is within the noise" in text and "again" not in text
+    assert "=: the difference" in text
+
+
+def test_a_summary_begins_with_the_gain_over_the_parent():
+    """A pass's gain is a geometric mean over the workloads that both stages have."""
+    records = [record(V2, 4.0), record(V3, 1.0), record(V2, 9.0, 1024), record(V3, 9.0, 1024), record(V3, 1.0, 2048)]
+    records += [record("sdpa-cudnn", 0.5), record("sdpa-cudnn", 9.0, 1024)]
+    records += [record(V2, 3.0, **{"pass": "bwd"}), record(V3, 6.0, **{"pass": "bwd"})]
+    assert summary(records, GPU, V3).splitlines()[:3] == [
+        f"{V3} compared with its parent, {V2}:",
+        "  forward: 2.00 times as fast (1.00–4.00), 71 % of cuDNN's speed",
+        "  backward: 0.50 times as fast",
+    ]
+
+
+@pytest.mark.parametrize("about", [None, max(stages.names(), key=len)])
+def test_a_summary_of_all_stages_fits_a_terminal(about):
+    """Without a stage in question, it compares the newest with the first."""
+    names = ["sdpa-flash", "sdpa-cudnn", "flash-3", "flash-4", *stages.names()]
+    kinds = [{"pass": pass_, "head_dim": head_dim} for pass_ in ("fwd", "bwd", "fwd+bwd") for head_dim in (64, 128)]
+    records = [record(name, 12345.678 - place, **kind) for place, name in enumerate(names) for kind in kinds]
+    lines = summary(records, GPU, about).splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 100
+    newest = [name for name in stages.names() if not stages.is_dead_end(name)][-1]
+    first = f"{newest} compared with the first stage of this run, {stages.names()[0]}:"
+    assert about or lines[0] == first and any("more implementations" in line for line in lines)

@@ -555,7 +555,7 @@ class Bench:
         check_forward(impl, workload)
         # The checked calls have tuned and compiled the kernels. So `footprint` does not measure the memory that tuning takes.
         if DEVICE == "cpu":
-            costs = traffic.costs(_count(impl, workload), GPU, workload.dtype)
+            costs = traffic.costs(_count(impl, workload))
             TIMER.load([(costs["bytes_read"] + costs["bytes_written"]) / 1e9])  # see GROUP
             benchmark.pedantic(lambda: None)
             return {"flops": workload.flops, **costs}

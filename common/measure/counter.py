@@ -70,6 +70,7 @@ class Launch:
     read: int = 0
     written: int = 0
     flops: int = 0
+    crossing: int = field(default=0, compare=False)  # the bytes that must cross HBM (`common.measure.traffic.compulsory`)
     operands: list[Operand] = field(default_factory=list, compare=False)  # `read` and `written`, for each allocation
 
 

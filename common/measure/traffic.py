@@ -10,7 +10,7 @@ The command `python -m common.show.counts` prints the counts.
 import contextlib
 import json
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,6 +44,10 @@ class Gpu:
     arch: int  # the architecture, such as 80 for sm_80
     num_sms: int
     l2_mb: float
+
+    def share(self, heads: int) -> "Gpu":
+        """Return the part of this GPU that one head has if the GPU computes `heads` heads at once."""
+        return replace(self, num_sms=max(1, self.num_sms // heads), l2_mb=self.l2_mb / heads)
 
     def interpreted(self):
         """Return a context in which the interpreter acts as this GPU."""
@@ -113,7 +117,10 @@ def stage_call(stage, workload: Workload, inputs):
 def count_stage(stage, workload: Workload, gpu: Gpu, tuned: dict[str, tuple[int, int]] | None = None) -> Count:
     """Count one pass of a stage with the tiles of a GPU. `tiles_of` explains the arguments `stage` and `tuned`."""
     with tiles_of(gpu, stage, max(workload.head_dim, workload.value_dim), DTYPES[workload.dtype], tuned):
-        return count(stage_call(stage, workload, workload.inputs()))
+        counted = count(stage_call(stage, workload, workload.inputs()))
+    for launch, crossing in zip(counted.launches, compulsory(counted.launches, gpu.l2_mb * 1e6), strict=True):
+        launch.crossing = crossing
+    return counted
 
 
 def compulsory(launches: list[Launch], l2_bytes: float) -> list[int]:
@@ -137,25 +144,28 @@ def compulsory(launches: list[Launch], l2_bytes: float) -> list[int]:
     return crossing
 
 
-def predict(launches: list[Launch], rates: Rates, l2_mb: float) -> float:
+def predict(launches: list[Launch], rates: Rates, heads: int = 1) -> float:
     """Predict the seconds that launches take one after the other.
 
-    Each launch costs `launch_us`, and the longest of three times: its compulsory bytes at HBM's rate, its requested bytes at
-    the L2 cache's rate, and its FLOPs at the matmul rate. The prediction assumes work for all SMs. It knows no other unit, such
-    as that of the exponentials. Kernels that draw less power than a matmul can be up to a tenth faster than the measured matmul
-    rate.
+    Each launch costs `launch_us`, and the longest of three times: its compulsory bytes (`crossing`) at HBM's rate, its
+    requested bytes at the L2 cache's rate, and its FLOPs at the matmul rate. The prediction assumes work for all SMs. It knows
+    no other unit, such as that of the exponentials. Kernels that draw less power than a matmul can be up to a tenth faster than
+    the measured matmul rate.
+
+    Args:
+        heads: the launches are those of one head, counted on a GPU's `share`. The prediction is for this number of heads.
     """
     seconds = len(launches) * rates.launch_us / 1e6
-    for launch, crossing in zip(launches, compulsory(launches, l2_mb * 1e6), strict=True):
-        hbm, l2 = crossing / (rates.hbm_gbps * 1e9), (launch.read + launch.written) / (rates.l2_gbps * 1e9)
-        seconds += max(hbm, l2, launch.flops / (rates.tflops * 1e12))
+    for launch in launches:
+        hbm, l2 = launch.crossing / (rates.hbm_gbps * 1e9), (launch.read + launch.written) / (rates.l2_gbps * 1e9)
+        seconds += heads * max(hbm, l2, launch.flops / (rates.tflops * 1e12))
     return seconds
 
 
-def costs(counted: Count, gpu: Gpu, dtype: str) -> dict:
-    """Return a count as fields of a results file's record. If the GPU's rates were measured, the record has a prediction."""
+def costs(counted: Count) -> dict:
+    """Return a count as fields of a results file's record."""
     tiles = ("×".join(map(str, launch.tile.values())) for launch in counted.launches if launch.tile)
-    record = {
+    return {
         "bytes_read": counted.read,
         "bytes_written": counted.written,
         "flops_executed": counted.flops,
@@ -163,6 +173,3 @@ def costs(counted: Count, gpu: Gpu, dtype: str) -> dict:
         "peak_extra_mib": counted.peak / 2**20,
         "tiles": ", ".join(dict.fromkeys(tiles)),
     }
-    if rates := measured_rates(gpu, dtype):
-        record["predicted_us"] = predict(counted.launches, rates, gpu.l2_mb) * 1e6
-    return record

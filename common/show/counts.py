@@ -16,6 +16,7 @@ from common.measure.footprint import MIB_IN_MB
 from common.measure.options import add_list, json_path, list_of, one_of, workloads_of, write_json
 from common.measure.progress import COLUMNS, Progress
 from common.measure.traffic import GPUS, costs, count_stage
+from common.measure.workloads import HIDDEN, TOKENS, Workload
 from common.runtime import INTERPRETED
 from common.show import results
 from common.show.results import stage_order
@@ -103,6 +104,12 @@ def tables(records: list[dict], machine: dict, wide: bool) -> str:
     return "\n\n".join([*parts, *legend("\n".join(parts))])
 
 
+def heads_at_once(workload: Workload) -> int:
+    """Return how many times the papers' batch has the heads of a workload of their length and head dimension."""
+    heads = TOKENS // workload.seq_len * (HIDDEN // workload.head_dim)
+    return max(1, heads // (workload.batch * workload.heads))
+
+
 def main(argv: list[str]):
     """Run the command line."""
     terminal.prepare()
@@ -111,7 +118,8 @@ def main(argv: list[str]):
         os.execve(sys.executable, [sys.executable, "-m", "common.show.counts", *argv], interpreted)
     parser = argparse.ArgumentParser(
         prog="python -m common.show.counts",
-        description="Count the bytes and FLOPs of stages, in float16 with batch 1. Needs no GPU. LIST is comma-separated.",
+        description="Count the bytes and FLOPs of stages, in float16 with batch 1. Kernels get a GPU's tiles, and the share "
+        "of its SMs and of its L2 cache that these heads have in the papers' batches. Needs no GPU. LIST is comma-separated.",
     )
     passes = list_of(one_of({"fwd": "fwd", "bwd": "bwd"}))
     add_list(parser, "--stage", ",".join(stages.names()))
@@ -138,9 +146,11 @@ def main(argv: list[str]):
     with Progress(sum(workload.flops for _, workload in cases)) as bar:
         for number, (name, workload) in enumerate(cases, start=1):
             bar.begin(f"{number} of {len(cases)}, {results.spoken(name)}, {workload.label}")
-            count = count_stage(stages.load(name), workload, gpu)
+            heads = heads_at_once(workload)
+            count = count_stage(stages.load(name), workload, gpu.share(heads))
             launches = [asdict(replace(launch, operands=[])) for launch in count.launches]
-            records.append({"impl": name, **workload.record(), **costs(count, gpu, workload.dtype), "launches": launches})
+            record = {"impl": name, **workload.record(), **costs(count), "heads_at_once": heads, "launches": launches}
+            records.append(record)
             bar.update(workload.flops)
     origin = machine.facts() | {"tiles": gpu.name}
     print(tables(records, origin, options.wide), flush=True)

@@ -111,7 +111,8 @@ def test_a_stage_still_has_its_committed_counts(name, pass_, head_dim, causal):
     saved = results.counted(results.load_counts(results.TRAFFIC)[0], name, pass_, head_dim, causal)
     if not saved:
         pytest.skip("not counted yet: make traffic")
-    found = traffic.costs(traffic.count_stage(stages.load(name), Workload.of(saved), H200), H200, saved["dtype"])
+    part = H200.share(saved["heads_at_once"])
+    found = traffic.costs(traffic.count_stage(stages.load(name), Workload.of(saved), part))
     fields = "bytes_read", "bytes_written", "flops_executed", "kernel_launches", "peak_extra_mib", "tiles"
     assert {field: found[field] for field in fields} == {field: saved[field] for field in fields}
 
@@ -326,8 +327,9 @@ def test_bytes_cross_hbm_once_unless_the_cache_drops_them():
 )
 def test_a_prediction_takes_the_level_that_binds_and_adds_launches(crossing, read, written, flops):
     """HBM, then the L2 cache, then the matmuls take 3 µs. A launch costs 2 µs more."""
-    launch = Launch("a", {}, read, written, flops, [Operand(0, 10**9, crossing, 0)])
-    assert traffic.predict([launch, launch], RATES, l2_mb=1) == pytest.approx(2 * 3e-6 + 2 * 2e-6)
+    launch = Launch("a", {}, read, written, flops, crossing)
+    assert traffic.predict([launch, launch], RATES) == pytest.approx(2 * 3e-6 + 2 * 2e-6)
+    assert traffic.predict([launch, launch], RATES, heads=5) == pytest.approx(2 * 5 * 3e-6 + 2 * 2e-6)
 
 
 def test_v2_requests_its_output_many_times_and_v3_once():
@@ -335,15 +337,14 @@ def test_v2_requests_its_output_many_times_and_v3_once():
     qkv = 3 * 1024 * 64 * 2
     for name, much in (("v2", True), ("v3", False)):
         launches = traffic.count_stage(stages.load(name), Workload("fwd", 1, 1, 1024, 64, False, "float16"), H200).launches
-        assert sum(traffic.compulsory(launches, H200.l2_mb * 1e6)) == qkv
+        assert sum(launch.crossing for launch in launches) == qkv
         assert (sum(launch.read for launch in launches) > 12 * qkv) == much
 
 
-def test_costs_have_a_prediction_where_rates_were_measured(tmp_path, monkeypatch):
+def test_rates_are_those_that_were_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(traffic, "RESULTS", tmp_path)
-    counted = Count([operands((0, 10**9, 10**6, 0))], 2**20)
-    assert "predicted_us" not in traffic.costs(counted, H200, "float16")
+    assert traffic.measured_rates(H200, "float16") is None
     ceilings = {"matmul_tflops": {"float16": 600}, "hbm_gbps": 4000, "l2_gbps": 9000, "launch_us": 2}
     (tmp_path / "ceilings-h200.json").write_text(json.dumps(ceilings))
-    assert traffic.costs(counted, H200, "float16")["predicted_us"] == pytest.approx(2 + 1 / 4)
-    assert "predicted_us" not in traffic.costs(counted, H200, "float32")
+    assert traffic.measured_rates(H200.share(8), "float16") == traffic.Rates(600, 4000, 9000, 2)
+    assert traffic.measured_rates(H200, "float32") is None

@@ -8,7 +8,7 @@
 import argparse
 import os
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import stages
 from common.measure import machine, terminal
@@ -104,6 +104,11 @@ def tables(records: list[dict], machine: dict, wide: bool) -> str:
     return "\n\n".join([*parts, *legend("\n".join(parts))])
 
 
+def _saved(launch) -> dict:
+    """Return a launch's fields for a results file, without those of its operands."""
+    return {name: value for name, value in asdict(launch).items() if name != "operands"}
+
+
 def heads_at_once(workload: Workload) -> int:
     """Return how many times the papers' batch has the heads of a workload of their length and head dimension."""
     heads = TOKENS // workload.seq_len * (HIDDEN // workload.head_dim)
@@ -148,9 +153,8 @@ def main(argv: list[str]):
             bar.begin(f"{number} of {len(cases)}, {results.spoken(name)}, {workload.label}")
             heads = heads_at_once(workload)
             count = count_stage(stages.load(name), workload, gpu.share(heads))
-            launches = [asdict(replace(launch, operands=[])) for launch in count.launches]
-            record = {"impl": name, **workload.record(), **costs(count), "heads_at_once": heads, "launches": launches}
-            records.append(record)
+            record = {"impl": name, **workload.record(), **costs(count), "heads_at_once": heads}
+            records.append(record | {"launches": [_saved(launch) for launch in count.launches]})
             bar.update(workload.flops)
     origin = machine.facts() | {"tiles": gpu.name}
     print(tables(records, origin, options.wide), flush=True)

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -27,16 +28,9 @@ def make(directory, *arguments, **environment):
 
 
 @pytest.mark.parametrize(("arguments", "missing", "example"), [
-    (["diff", "A=v4"], "B", "make diff A=v3 B=v4"), (["diff", "B=v4"], "A", "make diff A=v3 B=v4"),
-    (["diff", "A=", "B=v4"], "A", "make diff A=v3 B=v4"),
-    (["reference", "FILE=x"], "GRID", "make reference GRID=forward-d64 FILE=results/forward-d64-h100.json"),
-    (["reference", "GRID=x"], "FILE", "make reference GRID=forward-d64 FILE=results/forward-d64-h100.json"),
+    (["diff", "A=v4"], "B", "make diff A=v3 B=v4"), (["diff", "A=", "B=v4"], "A", "make diff A=v3 B=v4"),
     (["reference", "GRID=x", "FILE= "], "FILE", "make reference GRID=forward-d64 FILE=results/forward-d64-h100.json"),
-    (["stage"], "FROM", "make stage FROM=v29 NAME=v29x_yours"),
-    (["stage", "FROM=v29"], "NAME", "make stage FROM=v29 NAME=v29x_yours"),
     (["carry", "CONTINUE="], "FROM", "make carry FROM=v11"),
-    (["ceilings"], "FILE", "make ceilings FILE=results/ceilings-h200.json"),
-    (["energy"], "FILE", "make energy FILE=results/energy-d64-h200.json ARGS=\"--head-dim 64\""),
 ])  # fmt: skip
 def test_a_missing_variable_is_named_before_anything_is_installed(arguments, missing, example, tmp_path):
     shutil.copy(ROOT / "Makefile", tmp_path)
@@ -46,21 +40,16 @@ def test_a_missing_variable_is_named_before_anything_is_installed(arguments, mis
     assert not (tmp_path / ".venv").exists()
 
 
-def targets():
-    """Return the targets that the Makefile declares as phony. These are all targets for users."""
-    return next(line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith(".PHONY:")).split()[1:]
+TARGETS = re.search(r"^\.PHONY: (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
 
 
-@pytest.mark.parametrize("target", targets())
+@pytest.mark.parametrize("target", ["test", "example"])
 def test_examples_alone_install_what_examples_need(target, tmp_path):
     (tmp_path / "examples").mkdir()
     for name in ("Makefile", "requirements.txt", "examples/requirements.txt"):
         shutil.copy(ROOT / name, tmp_path / name)
-    every = [f"{name}=x" for name in ("A", "B", "FILE", "GRID", "NAME", "FROM", "STAGE", "TO")]
-    assert ("examples/requirements.txt" in make(tmp_path, "--dry-run", target, *every).stdout) == target.startswith("example")
-    if target == "site":
-        pytest.importorskip("vl_convert")
-    done = make(tmp_path, "--dry-run", target, f"PYTHON={sys.executable}", *every)
+    assert ("examples/requirements.txt" in make(tmp_path, "--dry-run", target).stdout) == (target == "example")
+    done = make(tmp_path, "--dry-run", target, f"PYTHON={sys.executable}")
     assert done.returncode == 0 and "pip" not in done.stdout
 
 
@@ -87,9 +76,10 @@ def test_output_goes_into_any_encoding_and_to_readers_that_stop_early():
 
 
 def test_help_lists_every_target():
-    done = make(ROOT, "help", PYTHON="python3")
-    listed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("  make ")]
-    assert sorted(listed) == sorted(targets())
+    listed = [
+        line.split()[1] for line in make(ROOT, "help", PYTHON="python3").stdout.splitlines() if line.startswith("  make ")
+    ]
+    assert sorted(listed) == sorted(TARGETS)
 
 
 FAKE = """#!{python}
@@ -107,8 +97,7 @@ else:  # -m venv .venv: make an environment whose python does nothing
 
 
 @pytest.mark.parametrize(("python3", "other", "found"), [
-    ((3, 10), None, False), ((3, 15), None, False), ((3, 11), None, True), ((3, 14), None, True),
-    ((3, 10), (3, 13), True), ((3, 15), (3, 12), True),
+    ((3, 10), None, False), ((3, 15), None, False), ((3, 14), None, True), ((3, 10), (3, 13), True),
 ])  # fmt: skip
 def test_environment_takes_the_versions_that_all_packages_have_wheels_for(python3, other, found, tmp_path):
     for name in ("Makefile", "requirements.txt"):

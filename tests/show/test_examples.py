@@ -9,15 +9,12 @@ import itertools
 import os
 import re
 import shlex
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
-from cases import needs_of_stages_that_are_gone
 from test_makefile import make
 
-import stages
 from common.show import new_stage
 
 ROOT = Path(__file__).parents[2]
@@ -130,39 +127,3 @@ def test_a_command_that_is_shown_can_be_pasted(command, monkeypatch):
         check_python(words, monkeypatch)
     else:
         assert Path(sys.executable).with_name(Path(words[0]).name).exists() or words[0] == ".venv/bin/python", words[0]
-
-
-@pytest.mark.parametrize("wrong", [
-    "make bnech", "make bench STGE=v3", "make bench STAGE=v99", 'make bench ARGS="--pass sideways"', "make diff A=v3 B=v77",
-    'make traffic ARGS="--seq-lens 64"', "python -m common.show.no_such", "python bench.py --stages v3",
-    "python -m common.measure.aot --arch 90 --mask no", "make stage FROM=v29 NAME=v34_yours", ".venv/bin/no-such-command",
-])  # fmt: skip
-def test_a_command_that_is_wrong_is_noticed(wrong, monkeypatch):
-    with pytest.raises((AssertionError, SystemExit, ValueError)):
-        test_a_command_that_is_shown_can_be_pasted(wrong, monkeypatch)
-
-
-def test_commands_are_found():
-    """`commands` finds commands in documents, docstrings, and the Makefile's help and messages."""
-    places = {place.split(":")[0] for place in COMMANDS.values()}
-    assert {"README.md", "CONTRIBUTING.md", "docs/measuring.md", "results/README.md", "Makefile"} <= places
-    assert {"make bench STAGE=v3", "make stage FROM=v29 NAME=v29x_yours", "make diff A=v3 B=v4"} <= COMMANDS.keys()
-    assert "common/measure/aot.py" in places and len(COMMANDS) > 60
-
-
-def test_lines_that_need_a_missing_stage_are_named(tmp_path):
-    """If a stage is gone, the error names the lines that need the stage, and no other line."""
-    shutil.copytree(ROOT / "stages", tmp_path / "stages", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "bench.py", tmp_path)
-    assert needs_of_stages_that_are_gone(tmp_path) == []
-    (tmp_path / "stages" / "v99_some").mkdir()
-    (tmp_path / "stages" / "v99_some" / "__init__.py").write_text('PARENT = "v3"\n')
-    for gone, file in (
-        ("v7", "stages/v8_fixed_tiles/forward.py"),
-        ("v3", "stages/v99_some/__init__.py:1"),
-        ("v25", "bench.py"),
-    ):
-        shutil.move(tmp_path / "stages" / stages.resolve(gone), tmp_path / "kept")
-        lines = needs_of_stages_that_are_gone(tmp_path)
-        assert any(line.startswith(file) for line in lines) and all(re.search(rf"\b{gone}(_|\b)", line) for line in lines)
-        shutil.move(tmp_path / "kept", tmp_path / "stages" / stages.resolve(gone))

@@ -6,8 +6,10 @@ fastest attention for training. Tracks go on from its end, each for one other wo
 
 import contextlib
 import difflib
+import functools
 import importlib
 import itertools
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -18,6 +20,7 @@ from common.kernels.tuning import WITH_TMA, tuners
 from common.runtime import architecture
 
 
+@functools.cache  # callers sort by it, thousands of times
 def position(name: str) -> tuple[int, str] | None:
     """Return a stage's position: (4, "") for v4_…, (4, "a") for v4a_…; None for other names."""
     match = re.match(r"v(\d+)([a-z]?)_", name)
@@ -35,8 +38,8 @@ def names() -> list[str]:
     Raises:
         SystemExit: two stages have the same number, so a step's parent would be ambiguous.
     """
-    modules = {path.parent.name for root in __path__ for path in Path(root).glob("v*/__init__.py")}
-    found = [name for name in modules if position(name)]
+    folders = {(root, name) for root in __path__ for name in os.listdir(root) if position(name)}
+    found = list({name for root, name in folders if os.path.exists(f"{root}/{name}/__init__.py")})
     found.sort(key=lambda name: (position(name), name))
     for first, second in itertools.pairwise(found):
         if position(first) == position(second):

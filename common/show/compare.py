@@ -53,29 +53,19 @@ def find(text: str, runs: dict[Path, Run], repeats: bool) -> tuple[Path, Run]:
 
 def labels(runs: list[tuple[Path, Run]]) -> list[str]:
     """Return a name for each of two runs: A and B, with the first fact in which the runs differ."""
-    facts = [
-        (run.machine["gpu"] and gpu_of(run.machine), short_commit(run.machine["commit"]), path.stem.partition("_")[0])
-        for path, run in runs
-    ]
-    told = next((both for both in zip(*facts, strict=True) if both[0] != both[1]), ("", ""))
-    return [f"{name} ({fact})" if fact else name for name, fact in zip("AB", told, strict=True)]
+    facts = [(run.machine["gpu"] and gpu_of(run.machine), short_commit(run.machine["commit"]), path.stem.partition("_")[0])
+             for path, run in runs]  # fmt: skip
+    told = next((both for both in zip(*facts, strict=True) if both[0] != both[1]), None)
+    return [f"{name} ({fact})" for name, fact in zip("AB", told, strict=True)] if told else ["A", "B"]
 
 
-def _cells(record, on_gpu):
+def _cells(record: dict | None, on_gpu: bool) -> list[str]:
     """Return a run's cells for one case: the case's numbers, or the reason why the case was not measured."""
     if record is None or "failure" in record:
-        shown = record["failure"] if record else "-"
-        return [shown] if on_gpu else [shown] + ["-"] * (len(COUNTED) - 1)
+        return [record["failure"] if record else "-"] + ["-"] * (0 if on_gpu else len(COUNTED) - 1)
     if on_gpu:
         return [f"{record['ms']:.4g} ± {record['iqr_ms']:.2g}"]
     return [f"{moved(record) / 1e6:.4g}", f"{record['flops_executed'] / 1e6:.4g}"]
-
-
-def _row(a: dict | None, b: dict | None, on_gpu: bool) -> list[str]:
-    """Return the cells of two records of one case and, on a GPU, how many times as fast B is."""
-    cells = [*chain(*zip(_cells(a, on_gpu), _cells(b, on_gpu), strict=True))]
-    times = [record and record.get("ms") for record in (a, b)]
-    return [*cells, f"{times[0] / times[1]:.2f}" if all(times) else "-"] if on_gpu else cells
 
 
 def tables(runs: list[tuple[Path, Run]], stage: str | None = None) -> str:
@@ -83,6 +73,13 @@ def tables(runs: list[tuple[Path, Run]], stage: str | None = None) -> str:
     neither. Raise ValueError if the runs have nothing in common."""
     (_, a), (_, b) = runs
     on_gpu = b.machine["gpu"] is not None
+
+    def row(impl, work):
+        """Return the cells of both runs for one case and, on a GPU, how many times as fast B is."""
+        cells = [*chain(*zip(*(_cells(run.record(impl, work), on_gpu) for run in (a, b)), strict=True))]
+        times = [run.times(impl, [work]).get(work) for run in (a, b)]
+        return [*cells, f"{times[0] / times[1]:.2f}" if all(times) else "-"] if on_gpu else cells
+
     headers = [f"{name}: {what}" for what in (("ms ± IQR",) if on_gpu else COUNTED) for name in labels(runs)]
     headers += ["B × as fast"] * on_gpu
     of_runs = [[work for work in run.works if not stage or run.record(stage, work)] for run in (a, b)]
@@ -92,11 +89,11 @@ def tables(runs: list[tuple[Path, Run]], stage: str | None = None) -> str:
     left_out = len({work for works in of_runs for work in works}) - len(shared)
     parts = [f"{left_out} workloads are left out, because only one of the runs has them."] if left_out else []
     if stage:
-        rows = [[work.label, *_row(a.record(stage, work), b.record(stage, work), on_gpu)] for work in shared]
+        rows = [[work.label, *row(stage, work)] for work in shared]
         return "\n\n".join([*parts, markdown(rows, [stage, *headers], (stage,))])
+    names = sorted(dict.fromkeys([*a.names, *b.names]), key=stage_order)
     for work in shared:
-        both = {name: (a.record(name, work), b.record(name, work)) for name in sorted({*a.names, *b.names}, key=stage_order)}
-        rows = [[name, *_row(*records, on_gpu)] for name, records in both.items() if any(records)]
+        rows = [[name, *row(name, work)] for name in names if a.record(name, work) or b.record(name, work)]
         parts.append(f"{work.label}\n\n{markdown(rows, ['implementation', *headers], ('implementation',))}")
     return "\n\n".join(parts)
 
@@ -119,13 +116,13 @@ def main(argv: list[str]):
         if len(runs) < 2:
             raise ValueError(f"a comparison needs two saved runs, but {SAVED} has {len(runs)}; each `make bench` saves one")
         print(*(f"{name}: {path}: {origin(run.machine)}" for name, (path, run) in zip("AB", runs, strict=True)), sep="\n")
-        gpus = [run.machine["gpu"] for _, run in runs]
-        if gpus[0] != gpus[1]:
-            if None in gpus:
-                raise ValueError("the runs cannot be compared: one had a GPU and one had none")
-            print("The runs are from different GPUs, so the code may not be the cause of a difference.")
-        elif None in gpus:
+        gpus = {run.machine["gpu"] for _, run in runs}
+        if gpus == {None}:
             print(NO_TIMES)
+        elif None in gpus:
+            raise ValueError("the runs cannot be compared: one had a GPU and one had none")
+        elif len(gpus) == 2:
+            print("The runs are from different GPUs, so the code may not be the cause of a difference.")
         print(f"\n{tables(runs, stage)}")
     except ValueError as error:
         raise SystemExit(str(error)) from None

@@ -1,56 +1,50 @@
-"""Format tables of Nsight Compute's measurements: measured next to counted traffic, and how busy each unit of the GPU is."""
+"""Format tables of causes: traffic, busy units, energy, the model of an SM, and the constants that divide the work."""
 
 import re
+import statistics
 
+from common.measure.constants import DECISIONS
 from common.measure.ncu import MEMORY, READ, WRITTEN, comparison, pairs
+from common.measure.timeline import SCORES
+from common.measure.traffic import GPUS
 from common.measure.units import CLOCK, REASONS, REGISTERS, STALL, TIME, UNITS
 from common.measure.workloads import Workload
-from common.show.results import origin
+from common.show.results import ROOT, origin, read
 from common.show.tables import PASS_NAMES, markdown, mask, title
 
 SHOWN_STALLS = 2  # show this many reasons why warps wait, most frequent first
+SLOWER = 1.03  # show a workload if the host's choice takes at least this many times as long as the fastest choice
 LEAST_SHARE = 0.02  # a kernel has a row if it takes at least this share of its case's time
 
 
-def _ratio(measured: float, counted: float) -> str:
-    return f"{measured / counted:.3f}" if counted else "-"
-
-
 def traffic_table(result: dict) -> str:
-    """Format a file of measured and counted traffic as a markdown table: MB, and measured MB divided by counted MB.
-
-    With GQA the table also has the numbers of heads and the bytes between the L2 cache and memory.
-    """
-    info = result["machine_info"]
-    workloads = [Workload.of(case) for case in result["cases"]]
-    first = workloads[0]
-    columns = {}  # optional columns
-    if any(w.value_dim != w.head_dim for w in workloads):
-        columns["Dv"] = lambda w: w.value_dim
-    if shares := any((w.heads, w.kv_heads) != (first.heads, first.heads) for w in workloads):
-        columns["heads / K/V heads"] = lambda w: f"{w.heads} / {w.kv_heads}"
+    """Format a file of measured and counted traffic as a markdown table: MB, and measured MB divided by counted MB."""
+    info, first, rows = result["machine_info"], Workload.of(result["cases"][0]), []
     recorded = all(metric in kernel for case in result["cases"] for kernel in case["kernels"] for metric in MEMORY)
-    memory = MEMORY if shares and recorded else ()
-    rows = []
-    for case, w in zip(result["cases"], workloads, strict=True):
-        shape = [case["impl"], PASS_NAMES[w.pass_], w.seq_len, w.head_dim, *(cell(w) for cell in columns.values())]
-        shape.append(mask(w.causal))
+    memory = MEMORY if recorded else ()
+
+    def ratio(measured, counted):
+        return f"{measured / counted:.3f}" if counted else "-"
+
+    for case in result["cases"]:
+        w = Workload.of(case)
+        shape = [case["impl"], PASS_NAMES[w.pass_], w.seq_len, w.head_dim, f"{w.heads} / {w.kv_heads}", mask(w.causal)]
         for label, counted, measured in pairs(case):
             both = comparison(counted, measured)
             shown = [f"{both[name] / 1e6:.3f}" for name in ("read", "read_measured", "written", "written_measured", "spilled")]
-            shown.insert(2, _ratio(both["read_measured"], both["read"]))
-            shown.append(_ratio(both["written_measured"] - both["spilled"], both["written"]))
-            shown += [f"{sum(kernel[metric] for kernel in measured) / 1e6:.3f}" for metric in memory]
-            rows.append([*shape, label, *shown])
-    headers = ["stage", "pass", "S", "D", *columns, "mask", "kernel", "MB read, counted", "measured", "ratio"]
+            shown.insert(2, ratio(both["read_measured"], both["read"]))
+            shown.append(ratio(both["written_measured"] - both["spilled"], both["written"]))
+            rows.append(
+                [*shape, label, *shown, *(f"{sum(kernel[metric] for kernel in measured) / 1e6:.3f}" for metric in memory)]
+            )
+    headers = ["stage", "pass", "S", "D", "heads / K/V heads", "mask", "kernel", "MB read, counted", "measured", "ratio"]
     headers += ["MB written, counted", "measured", "of that spilled", "ratio of the rest"]
     headers += ["MB from memory", "MB to memory"] if memory else []
-    heads = "" if shares else f"H={first.heads}, "
     beyond = f" *memory*: the MB between the L2 cache and device memory ({', '.join(memory)})." if memory else ""
     caption = (
         f"The table shows the MB between the L2 cache and the SMs. *measured*: Nsight Compute measured them ({READ}, "
         f"{WRITTEN}). *counted*: `make traffic` counted them for the same tiles. For PyTorch's operators, the count has only "
-        f"arguments and results, once each.{beyond} B={first.batch}, {heads}{first.dtype}. Measured with ncu {info['ncu']} on "
+        f"arguments and results, once each.{beyond} B={first.batch}, {first.dtype}. Measured with ncu {info['ncu']} on "
         f"{origin(info)}."
     )
     return f"{caption}\n\n{markdown(rows, headers, ('stage', 'pass', 'mask', 'kernel'))}"
@@ -90,3 +84,75 @@ def units_table(result: dict) -> str:
         f"with ncu {info['ncu']} on {origin(info)}."
     )
     return f"{caption}\n\n{markdown(rows, headers, ('pass', 'mask', '', 'kernel', 'waiting'))}"
+
+
+def energy_table(result: dict) -> str:
+    """Format a saved file of `common.measure.energy` as a markdown table: a row for each workload and implementation."""
+    rows = []
+    for case in result["cases"]:
+        workload = Workload.of(case)
+        rows.append([
+            PASS_NAMES[workload.pass_], workload.head_dim, mask(workload.causal), workload.seq_len,
+            title(case["impl"]), f"{case['joules']:.3f}", f"{case['joules'] / workload.flops * 1e12:.2f}",
+            f"{case['watts']:.0f}", f"{100 * case['capped']:.0f}", f"{case['mhz'] / 1e3:.2f}", f"{case['seconds'] * 1e3:.3f}",
+            f"{case['rested_seconds'] * 1e3:.3f}",
+        ])  # fmt: skip
+    info = result["machine_info"]
+    headers = ["pass", "D", "mask", "S", "", "J", "pJ / FLOP", "W", "capped, %", "GHz", "ms", "ms, rested"]
+    caption = (
+        "The table shows the energy, the power, the clock and the time of a call. Calls ran back to back, and NVML measured "
+        "the energy. *capped*: the share of the time in which the GPU lowered its clock to stay below the power limit. *ms, "
+        "rested*: the time of the first calls after a pause. *pJ / FLOP* counts the FLOPs of the papers. The workload has "
+        f"float16, 16k tokens and hidden size 2048. It ran with a limit of {info['limit_watts']:.0f} W on {origin(info)}."
+    )
+    return f"{caption}\n\n{markdown(rows, headers, ('pass', 'mask', ''))}"
+
+
+def constants_table(data: dict) -> str:
+    """Format a file of `common.measure.constants`: for each decision, what the host's own choices cost."""
+    parts = [f"Measured on {origin(data['machine_info'])}."]
+    for key, decision in DECISIONS.items():
+        cases = [case for case in data["cases"] if case["decision"] == key]
+        if not cases:
+            continue
+        rows, costs = [], []
+        for case in cases:
+            times = {int(choice): us for choice, us in case["us"].items()}
+            fastest = min(times, key=times.get)
+            costs.append(times[case["own"]] / times[fastest])
+            if costs[-1] > SLOWER:
+                both = [cell for choice in (case["own"], fastest) for cell in (choice, f"{times[choice]:.1f}")]
+                rows.append([Workload.of(case).label, *both, f"{costs[-1]:.2f}"])
+        words = (
+            f"*{key}*: {decision.about}. On {len(cases)} workloads, the host's choice takes "
+            f"{statistics.geometric_mean(costs):.3f} times as long as the fastest choice, and at most {max(costs):.2f} times."
+        )
+        headers = ["workload", "own choice", "µs", "fastest choice", "µs", "ratio"]
+        parts.append(f"{words}\n\n{markdown(rows, headers, headers)}" if rows else words)
+    return "\n\n".join(parts)
+
+
+def timeline_table(result: dict) -> str:
+    """Format the cycles of the Gluon stages in the model of an SM, next to the measured cycles of their longest kernels."""
+    units = read(ROOT / "results" / "units-h200.json")
+    seq_len, measured = units["cases"][0]["seq_len"], {}
+    for case in units["cases"]:
+        kernel = max(case["kernels"], key=lambda kernel: kernel[TIME])
+        scores = case["batch"] * case["heads"] * seq_len**2 / (2 if case["causal"] else 1)
+        cycles = kernel[TIME] * 1e-9 * kernel[CLOCK] * GPUS["h200"].num_sms  # of all SMs
+        measured[case["impl"], case["pass"], case["head_dim"], case["causal"]] = cycles * SCORES / scores
+    rows = []
+    for record in result["records"]:
+        name, pass_, head_dim, causal = span = tuple(record[field] for field in ("impl", "pass", "head_dim", "causal"))
+        if record["seq_len"] == seq_len and span in measured:
+            cycles = record["cycles_a_tile"], measured[span]
+            row = [name, PASS_NAMES[pass_], head_dim, mask(causal)]
+            rows.append([*row, *(f"{number:.0f}" for number in cycles), f"{cycles[0] / cycles[1]:.2f}"])
+    caption = (
+        f"The table shows the cycles that an SM takes for {SCORES} unmasked scores in a pass's longest kernel. *model*: "
+        "computed from the rates in `rates-h200.json`. *measured*: Nsight Compute measured the "
+        "cycles (`units-h200.json`). *ratio*: the value of the model divided by the measured value. "
+        f"S = {seq_len}, float16, measured on {origin(units['machine_info'])}."
+    )
+    headers = ["stage", "pass", "D", "mask", "model", "measured", "ratio"]
+    return f"{caption}\n\n{markdown(rows, headers, ('stage', 'pass', 'mask'))}"

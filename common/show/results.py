@@ -23,7 +23,6 @@ CODE = {"fwd": "forward", "bwd": "backward"}  # pass -> its name in `stages.file
 COLUMNS = tuple(itertools.product(CODE, HEAD_DIMS))  # passes and head dimensions
 TRAFFIC = ROOT / "results" / "traffic.json"
 COUNTED_AT = 2048  # the sequence length of TRAFFIC
-UNITS = ROOT / "results" / "units-h200.json"
 TIMELINE = ROOT / "results" / "timeline.json"
 PLOTS = ROOT / "plots"
 FASTEST = "fastest library"  # stands for the fastest library of each workload
@@ -40,16 +39,33 @@ SPOKEN = {
 
 
 @functools.lru_cache
-def _parsed(path: Path, changed_ns: int) -> dict:
-    return json.loads(path.read_text())
+def _loaded(path: Path, changed_ns: int) -> tuple[dict, "Run | None"]:
+    saved = json.loads(path.read_text())
+    return saved, Run.of(saved, repeats=True) if "benchmarks" in saved else None
+
+
+def _load(path: Path) -> tuple[dict, "Run | None"]:
+    """Return a file's content, and the run in it if it is one. Both are cached, so callers must not change them.
+
+    Raises:
+        SystemExit: the file is missing or incomplete.
+    """
+    try:
+        return _loaded(path, path.stat().st_mtime_ns)
+    except (OSError, ValueError, KeyError, TypeError):
+        raise SystemExit(f"{path} is missing or incomplete; results/README.md has the command that writes it") from None
 
 
 def read(path: Path) -> dict:
-    """Return a file's cached content, which callers must not change; raise SystemExit if the file is missing or incomplete."""
-    try:
-        return _parsed(path, path.stat().st_mtime_ns)
-    except (OSError, ValueError):
-        raise SystemExit(f"{path} is missing or incomplete; results/README.md has the command that writes it") from None
+    """Return the content of a file of results/."""
+    return _load(path)[0]
+
+
+def load_run(path: Path) -> "Run":
+    """Return the run in a file; raise SystemExit if the file has none."""
+    if run := _load(path)[1]:
+        return run
+    raise SystemExit(f"{path} is no run of the benchmark")
 
 
 def source(name: str, pass_: str) -> str | None:
@@ -160,9 +176,11 @@ class Run:
         rates = [self.record(impl, work)["tflops"] for work in self.times(impl, works)]
         return statistics.geometric_mean(rates) if rates else None
 
-    def changed(self, impl: str, works: Iterable[Workload]) -> bool:
-        """Return whether an implementation's code has changed since the run, as far as this is known."""
-        return any(changed(record) for work in works if (record := self.record(impl, work)))
+    @functools.cached_property
+    def compares(self) -> bool:
+        """Whether the run tried all workloads of a mean with at least two stages."""
+        ours = [name for name in self.names if name not in self.libraries]
+        return sum(any(self.holds(name, mean_over(*column)) for column in COLUMNS) for name in ours) > 1
 
 
 def _noise(records: list[dict]) -> dict[str, float]:
@@ -247,26 +265,13 @@ def ratio(found: list[Run], new: str, old: str, works: Iterable[Workload]) -> Ga
         both = ours.keys() & theirs.keys()
         logs += [math.log(theirs[work] / ours[work]) for work in both]
         variances += [run.noise.get(work.pass_, math.nan) ** 2 for work in both]
-        code_changed |= bool(both) and any(run.changed(impl, both) for impl in (new, old))
+        records = (run.record(impl, work) for impl in (new, old) for work in both)
+        code_changed |= any(changed(record) for record in records if record)
     if not logs:
         return None
     mean, noise = statistics.fmean(logs), math.sqrt(statistics.fmean(variances))
     same = within(None if math.isnan(noise) else noise, mean, len(logs))
     return Gain(*map(math.exp, (mean, min(logs), max(logs))), len(logs), same, code_changed)
-
-
-@functools.lru_cache
-def _run(path: Path, changed_ns: int) -> Run | None:
-    saved = read(path)
-    return Run.of(saved, repeats=True) if isinstance(saved, dict) and "benchmarks" in saved else None
-
-
-def load_run(path: Path) -> Run:
-    """Return the run in a file; raise SystemExit if the file is missing, incomplete or no run."""
-    read(path)
-    if run := _run(path, path.stat().st_mtime_ns):
-        return run
-    raise SystemExit(f"{path} is no run of the benchmark")
 
 
 def run_file(name: str) -> Path:
@@ -277,14 +282,9 @@ def run_file(name: str) -> Path:
 
 
 def runs() -> list[Run]:
-    """Return the runs in results/ that tried all workloads of a mean with at least two stages, newest first."""
-    found = [_run(path, path.stat().st_mtime_ns) for path in sorted((ROOT / "results").glob("*.json"))]
-
-    def compares(run):
-        whole = [name for name in run.names if any(run.holds(name, mean_over(*column)) for column in COLUMNS)]
-        return len(whole) - sum(name in run.libraries for name in whole) > 1
-
-    return sorted(filter(compares, filter(None, found)), key=lambda run: run.ended, reverse=True)
+    """Return the runs in results/ that compare stages on the workloads of the means, newest first."""
+    found = [run for path in sorted((ROOT / "results").glob("*.json")) if (run := _load(path)[1])]
+    return sorted((run for run in found if run.compares), key=lambda run: run.ended, reverse=True)
 
 
 def newest(found: list[Run], pass_: str, head_dim: int, *impls: str) -> Run | None:
@@ -301,26 +301,6 @@ def gain(found: list[Run], new: str, old: str, pass_: str, head_dim: int) -> tup
     return (found_ratio, run) if found_ratio else None
 
 
-def rate(found: list[Run], impl: str, pass_: str, head_dim: int) -> tuple[float, Run] | None:
-    """Return the mean TFLOP/s of an implementation's pass, and the newest run with this pass. Return None if no run has it."""
-    run = newest(found, pass_, head_dim, impl)
-    mean = run and run.rate(impl, mean_over(pass_, head_dim))
-    return (mean, run) if mean else None
-
-
-def number(found: list[Run], run: Run) -> int:
-    """Return a run's number in captions; the oldest run's number is 1. Files from the same GPU, commit and day share a
-    number."""
-    origins = list(dict.fromkeys(origin(other.machine) for other in reversed(found)))
-    return origins.index(origin(run.machine)) + 1
-
-
-def sources(found: list[Run], used: Iterable[Run]) -> str:
-    """Return the origins of the used runs, once each: "[1] GPU, versions, commit, date; [2] …"."""
-    named = {number(found, run): origin(run.machine) for run in used}
-    return "; ".join(f"[{key}] {named[key]}" for key in sorted(named))
-
-
 def short_commit(commit: str) -> str:
     """Shorten a commit to twelve digits. Keep "+dirty", which means that files differ from the commit."""
     digits, dirty, _ = commit.partition("+dirty")
@@ -333,6 +313,11 @@ def origin(machine: dict) -> str:
     return f"{gpu}, torch {machine['torch']}, triton {machine['triton']}, commit {commit}, {machine['date']}"
 
 
+def origins(found: Iterable[Run]) -> list[str]:
+    """Return the origins of these runs, the oldest first. Files from the same GPU, commit and day have one origin."""
+    return list(dict.fromkeys(origin(run.machine) for run in sorted(found, key=lambda run: run.ended)))
+
+
 def gpu_of(machine: dict) -> str:
     """Return the short name of a run's GPU, such as H100 for NVIDIA H100 80GB HBM3."""
     return re.sub(r"^NVIDIA | [0-9]+GB.*", "", machine["gpu"])
@@ -343,24 +328,16 @@ def place(machine: dict) -> str:
     return f"{gpu_of(machine)}, {short_commit(machine['commit'])}"
 
 
-def load_counts(path: Path) -> tuple[list[dict], dict]:
-    """Return the records and the machine of `TRAFFIC` or `TIMELINE`."""
-    counts = read(path)
-    return counts["records"], counts["machine_info"]
+def places(found: Iterable[Run]) -> str:
+    """Return the GPUs and commits of these runs, once each."""
+    return "; ".join(dict.fromkeys(place(run.machine) for run in found))
 
 
-def counted(counts: list[dict], impl: str | None, pass_: str, head_dim: int, causal: bool, seq_len=COUNTED_AT) -> dict | None:
-    """Return the record of a stage's pass in `TRAFFIC` or `TIMELINE`, or None if there is none."""
-    wanted = (impl, pass_, head_dim, causal, seq_len)
-    found = [c for c in counts if (c["impl"], c["pass"], c["head_dim"], c["causal"], c["seq_len"]) == wanted]
-    return found[0] if found else None
-
-
-def modelled(records: list[dict], *case) -> float | None:
-    """Return the cycles that a stage's pass takes in the model of an SM for `timeline.SCORES` scores. Return None if the cycles
-    are unknown. The arguments are those of `counted`."""
-    found = counted(records, *case)
-    return found and found["cycles_a_tile"]
+def counted(path: Path, impl: str | None, pass_: str, head_dim: int, causal: bool) -> dict | None:
+    """Return the record of a stage's pass at S = `COUNTED_AT` in `TRAFFIC` or `TIMELINE`, or None if there is none."""
+    wanted = (impl, pass_, head_dim, causal, COUNTED_AT)
+    records = read(path)["records"] if path.exists() else []
+    return next((r for r in records if (r["impl"], r["pass"], r["head_dim"], r["causal"], r["seq_len"]) == wanted), None)
 
 
 def moved(count: dict) -> int:

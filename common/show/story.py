@@ -10,7 +10,6 @@ import argparse
 import ast
 import difflib
 import functools
-import os
 import re
 import shutil
 import subprocess
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import stages
 from common.measure import files, terminal
+from common.measure.options import single
 from common.show import results, tracks
 from common.show.results import Gain, Run
 from common.show.tables import PASS_NAMES, legend
@@ -48,33 +48,34 @@ def code_files(*names: str) -> list[str]:
     return [file for pass_ in results.CODE.values() for file in stages.files(pass_, *names)]
 
 
+@functools.lru_cache(256)  # neighboring stages have many equal files
+def _tree(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
+def _first_line(node: ast.stmt) -> int:
+    """Return the first line of a definition, counted from 0. A decorator counts as the first line."""
+    return min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))]) - 1
+
+
 @functools.lru_cache(128)
 def functions(text: str) -> dict[str, str]:
     """Return the source of each function in a file's text, including decorators, in order."""
-    found = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
-    sources = {}
-    for node in found:
-        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-        sources[node.name] = "\n".join(text.splitlines()[first - 1 : node.end_lineno])
-    return sources
+    found, lines = [node for node in _tree(text).body if isinstance(node, ast.FunctionDef)], text.splitlines()
+    return {node.name: "\n".join(lines[_first_line(node) : node.end_lineno]) for node in found}
 
 
-def _git_diff(old: str, new: str, file: str, exact: bool) -> str:
-    """Use git to compare a file of two stages. If a stage lacks the file, compare with an empty file. Unless `exact`,
-    leave out NOTEs and changes of white space."""
+def _git_diff(old: str, new: str, names: list[str], exact: bool) -> str:
+    """Use git to compare these files of two stages, in this order. Unless `exact`, leave out NOTEs and white space."""
     options = ["--no-prefix", f"--color={'always' if sys.stdout.isatty() else 'never'}", *([] if exact else ["-w"])]
     with tempfile.TemporaryDirectory() as folder:
-        shown = []
+        Path(folder, "order").write_text("\n".join(f"*/{file}" for file in names))
         for stage in (old, new):
-            path = stages.directory(stage) / file
-            if not path.exists():
-                shown.append(os.devnull)
-                continue
-            copy = Path(folder, "stages", stage, file)
-            copy.parent.mkdir(parents=True)
-            files.replace(copy, path.read_text() if exact else without_notes(path.read_text()))
-            shown.append(str(copy.relative_to(folder)))
-        command = ["git", "diff", "--no-index", *options, *shown]
+            Path(folder, "stages", stage).mkdir(parents=True)
+            for file in names:
+                if text := stages.source(stage, file):
+                    files.replace(Path(folder, "stages", stage, file), text if exact else without_notes(text))
+        command = ["git", "diff", "--no-index", "-Oorder", *options, f"stages/{old}", f"stages/{new}"]
         return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout
 
 
@@ -87,10 +88,10 @@ def pieces(text: str) -> dict[str, str]:
     """
     lines = text.splitlines(keepends=True)
     firsts = {"": 0}
-    for node in ast.parse(text).body:
+    for node in _tree(text).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Assign):
             name = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else node.name
-            first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))]) - 1
+            first = _first_line(node)
             while first and lines[first - 1].startswith("#"):
                 first -= 1
             firsts.setdefault(name, first)
@@ -107,7 +108,7 @@ def without_notes(text: str) -> str:
 def _lines(text: str) -> dict[str, list[str]]:
     """Return the lines of a file's `pieces`, without indentation, empty lines, NOTEs and the file's docstring."""
     found = pieces(text)
-    module = ast.parse(text)
+    module = _tree(text)
     if ast.get_docstring(module):
         found = found | {"": "".join(found[""].splitlines(keepends=True)[module.body[0].end_lineno :])}
     return {name: [line.strip() for line in without_notes(piece).splitlines() if line.strip()] for name, piece in found.items()}
@@ -115,8 +116,7 @@ def _lines(text: str) -> dict[str, list[str]]:
 
 def _texts(old: str, new: str, pass_: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     """Return each stage's lines by file name. A definition that moved to another file has its own entry, so that it is compared
-    with itself.
-    """
+    with itself."""
     files = stages.files(pass_, old, new)
     parts = [{file: _lines(stages.source(stage, file)) for file in files} for stage in (old, new)]
     homes = [{name: file for file in files for name in found[file] if name} for found in parts]
@@ -161,14 +161,6 @@ def _wrapped(text: str, indent: str = "", hanging: str = "") -> str:
     return textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent + hanging, break_on_hyphens=False)
 
 
-def _where(words: dict[str, str]) -> str:
-    """Join texts, each with its workload. Write equal texts once."""
-    places = {}
-    for where, text in words.items():
-        places.setdefault(text, []).append(where)
-    return ", ".join(f"{text} ({', '.join(found)})" for text, found in places.items())
-
-
 def _sign(gain: Gain) -> str:
     return gain.short + results.CHANGED * gain.changed
 
@@ -176,40 +168,33 @@ def _sign(gain: Gain) -> str:
 def speed_line(runs: list[Run], old: str, new: str, pass_: str) -> str:
     """Return a line with the speed of `new`'s pass divided by the speed of `old`'s pass, for each head dimension. Square
     brackets have the number of the run."""
-    cells = {}  # by the run's number
+    cells, origins = {}, results.origins(runs)
     for head_dim in results.HEAD_DIMS:
-        if found := results.gain(runs, new, old, pass_, head_dim):
-            gain, run = found
-            text = f"{_sign(gain)} (D={head_dim}, {gain.spread})"
-            cells.setdefault(f" [{results.number(runs, run)}]", []).append(text)
-        else:
-            cells.setdefault(": no run has both stages", []).append(f"D={head_dim}")
-    if not any(key.startswith(" [") for key in cells):
-        return "speed: no run has both stages"
-    return "speed: " + "; ".join(", ".join(of_run) + key for key, of_run in cells.items())
+        gain, run = results.gain(runs, new, old, pass_, head_dim) or (None, None)
+        where = f" [{origins.index(results.origin(run.machine)) + 1}]" if run else ": no run has both stages"
+        cells.setdefault(where, []).append(f"{_sign(gain)} (D={head_dim}, {gain.spread})" if gain else f"D={head_dim}")
+    return "speed: " + "; ".join(", ".join(texts) + where for where, texts in cells.items())
 
 
 def result(old: str, new: str) -> dict[str, list[str]]:
     """Return what a step changes in speed, bytes and FLOPs, by pass: {"fwd": ["speed: ×1.51 (…)", …], "bwd": ["same code"]}."""
     runs, found, key = results.runs(), {}, stages.track(new)
-    counts = results.load_counts(results.TRAFFIC)[0] if results.TRAFFIC.exists() else []
     for pass_ in results.CODE:
         if results.same_code(new, old, pass_):
             found[pass_] = ["same code"]
             continue
-        lines = [speed_line(runs, old, new, pass_)]
+        lines, told = [speed_line(runs, old, new, pass_)], []
         if key and TRACKS[key].pass_ == pass_ and (gain := tracks.gain(key, new, old)):
             facts = filter(None, (TRACKS[key].at, gain.spread, tracks.place(key)))
             lines.append(f"track: {_sign(gain)} ({'; '.join(facts)})")
-        told = []
         for what, of in (("bytes", results.moved), ("FLOPs", lambda count: count["flops_executed"])):
-            both = {
-                f"D={head_dim}": [results.counted(counts, name, pass_, head_dim, False) for name in (old, new)]
-                for head_dim in results.HEAD_DIMS
-            }
-            words = {at: results.bytes_in_words(*map(of, pair), what) for at, pair in both.items() if all(pair)}
-            if words and (what == "bytes" or set(words.values()) != {"the same FLOPs"}):
-                told.append(_where(words))
+            words = {}  # text -> the head dimensions for which it is true
+            for head_dim in results.HEAD_DIMS:
+                both = [results.counted(results.TRAFFIC, name, pass_, head_dim, False) for name in (old, new)]
+                if all(both):
+                    words.setdefault(results.bytes_in_words(*map(of, both), what), []).append(f"D={head_dim}")
+            if words and words.keys() != {"the same FLOPs"}:
+                told.append(", ".join(f"{text} ({', '.join(where)})" for text, where in words.items()))
         found[pass_] = lines + ([f"counted: {'; '.join(told)}"] if told else [])
     return found
 
@@ -238,7 +223,7 @@ def sources(lines: list[str]) -> list[str]:
         "track: the same on the workloads of the stage's track." if "track: " in text else "",
         f"counted: one pass without a mask, at S={results.COUNTED_AT} and with fixed tiles." if "counted: " in text else "",
     ]
-    named = results.sources(found, found).split("; ")
+    named = [f"[{number}] {origin}" for number, origin in enumerate(results.origins(found), 1)]
     return [*filter(None, parts), *legend(text), *(run for run in named if run.split()[0] in text)]
 
 
@@ -248,11 +233,13 @@ def _print_sources(lines: list[str]):
 
 def print_story():
     """Print each step of the walk, with dead ends after the stage that they branch off."""
-    shown, names = [], stages.names()
+    shown, track = [], None
     print(_wrapped("Each step has an idea, changed code, and a gain for each pass. The end explains the numbers.") + "\n")
-    for heading, name in tracks.headings(names):
-        if heading:
+    for name in stages.names():
+        if (key := stages.track(name)) and key != track:
+            heading = f"Track: {TRACKS[key].title} ({PASS_NAMES[TRACKS[key].pass_]}, {TRACKS[key].words})"
             print(_wrapped(heading), "", sep="\n")
+        track = key
         print(name, _wrapped(idea(name), "    "), sep="\n")
         if old := stages.parent(name):
             shown += (lines := step_lines(old, name))
@@ -263,18 +250,10 @@ def print_story():
 
 def print_diff(old: str, new: str, prose: bool, exact: bool):
     """Print the change of the code between two stages, then its size and gain. With `prose`, also compare the READMEs."""
-    for file in (*code_files(old, new), "__init__.py", *(["README.md"] if prose else [])):
-        print(_git_diff(old, new, file, exact), end="")
+    print(_git_diff(old, new, [*code_files(old, new), "__init__.py", *["README.md"] * prose], exact), end="")
     lines = step_lines(old, new)
     print("", new, *lines, "", sep="\n")
     _print_sources(lines)
-
-
-def _stage(text):
-    try:
-        return stages.resolve(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def main(argv: list[str]):
@@ -283,8 +262,8 @@ def main(argv: list[str]):
     parser = argparse.ArgumentParser(prog="python -m common.show.story", description="Walk from stage to stage.")
     commands = parser.add_subparsers(dest="command")
     diff = commands.add_parser("diff", help="show one step")
-    diff.add_argument("old", type=_stage)
-    diff.add_argument("new", type=_stage)
+    diff.add_argument("old", type=single(stages.resolve))
+    diff.add_argument("new", type=single(stages.resolve))
     diff.add_argument("--prose", choices=["no", "yes"], default="no", help="whether to show the READMEs too")
     diff.add_argument("--exact", choices=["no", "yes"], default="no", help="whether to show NOTEs and white space too")
     options = parser.parse_args(argv)

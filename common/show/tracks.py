@@ -1,13 +1,12 @@
 """The tracks after the main ladder. Each track is for one kind of workload, which `bench.py --reference` measures."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import stages
 from common.measure.workloads import Workload
 from common.show import results
 from common.show.results import Run
-from common.show.tables import PASS_NAMES, markdown
 
 
 @dataclass(frozen=True)
@@ -69,37 +68,4 @@ def gain(key: str, new: str, old: str) -> results.Gain | None:
 
 def place(key: str) -> str:
     """Return the GPUs and commits of a track's runs, shortened."""
-    return "; ".join(dict.fromkeys(results.place(run.machine) for run in runs_of(key)))
-
-
-def table(key: str, start: Callable[[str], list[str]]) -> str:
-    """Format a track: its workloads, and a row for each stage.
-
-    Args:
-        start: a function that returns a stage's first cells: stage, idea and changed lines.
-    """
-    track, rows = TRACKS[key], []
-    for name in stages_of(key):
-        gained, share = gain(key, name, stages.parent(name)), gain(key, name, results.FASTEST)
-        rows.append([*start(name), str(gained or "-"), share.percent if share else "-"])
-    headers = [track.title, "idea", "lines changed", "× parent", "% of fastest"]
-    found = runs_of(key)
-    libraries = list(dict.fromkeys(results.spoken(name) for run in found for name in run.libraries))
-    if found and not libraries:  # the track's runs compare stages only
-        headers, rows = headers[:-1], [row[:-1] for row in rows]
-    facts = [f" Libraries: {', '.join(libraries)}."] if libraries else []
-    measured = any(cell != "-" for row in rows for cell in row[3:])
-    facts += [f" Measured on {place(key)}."] if measured else [" Not measured yet."]
-    words = f"{PASS_NAMES[track.pass_].capitalize()}: {track.words}.{''.join(facts)}"
-    return f"{words}\n\n{markdown(rows, headers, (track.title, 'idea'))}"
-
-
-def headings(names: list[str]) -> Iterator[tuple[str | None, str]]:
-    """Yield a heading and a stage, for each stage. The heading names the track that begins with the stage. If no track begins
-    there, the heading is None."""
-    before = None
-    for name in names:
-        key = stages.track(name)
-        track = TRACKS[key] if key and key != before else None
-        yield (f"Track: {track.title} ({PASS_NAMES[track.pass_]}, {track.words})" if track else None), name
-        before = key
+    return results.places(runs_of(key))

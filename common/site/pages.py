@@ -20,7 +20,7 @@ import stages
 from common.measure import files, terminal
 from common.measure.options import add_list
 from common.show import front
-from common.show.results import CODE, LEGEND, ROOT, runs, same_code
+from common.show.results import CODE, LEGEND, ROOT, origins, runs, same_code
 from common.show.story import idea, result, sources
 from common.show.tables import PASS_NAMES
 from common.show.traces import COLORS
@@ -125,7 +125,7 @@ class Site:
         self._write(
             "index.html", "index.html", title="How attention got fast", cards=cards, spec=charts.compiled(spec),
             chart=Markup(charts.svg(spec)), choices=CHOICES, selected=SELECTED, first=stages.version(stages.names()[0]),
-            measured=front.origins(found), documents=titles, tracks=TRACKS, pass_names=PASS_NAMES, legend=LEGEND.values(),
+            measured="; ".join(origins(found)), documents=titles, tracks=TRACKS, pass_names=PASS_NAMES, legend=LEGEND.values(),
         )  # fmt: skip
 
     def document(self, path: Path):

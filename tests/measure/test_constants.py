@@ -9,7 +9,7 @@ from cases import names_in
 from common import recording
 from common.measure import constants
 from common.measure.workloads import Workload
-from common.show.constants import constants_table
+from common.show.profiles import constants_table
 from common.show.results import ROOT
 
 INFO = {"gpu": "X", "torch": "1", "triton": "2", "commit": "abc", "date": "2026-01-02"}

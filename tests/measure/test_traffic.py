@@ -88,7 +88,7 @@ def test_the_formulas_hold_for_other_tiles(version):
 
 @pytest.mark.parametrize("version", FORMULAS)
 def test_the_committed_counts_are_what_the_formulas_say(version):
-    records = [record for record in results.load_counts(results.TRAFFIC)[0] if stages.version(record["impl"]) == version]
+    records = [record for record in results.read(results.TRAFFIC)["records"] if stages.version(record["impl"]) == version]
     assert len(records) == 8
     for record in records:
         p = problem(record["seq_len"], record["seq_len"], record["head_dim"], record["causal"], heads=record["heads"])
@@ -108,7 +108,7 @@ def recounted():
 
 @pytest.mark.parametrize(("name", "pass_", "head_dim", "causal"), list(recounted()))
 def test_a_stage_still_has_its_committed_counts(name, pass_, head_dim, causal):
-    saved = results.counted(results.load_counts(results.TRAFFIC)[0], name, pass_, head_dim, causal)
+    saved = results.counted(results.TRAFFIC, name, pass_, head_dim, causal)
     if not saved:
         pytest.skip("not counted yet: make traffic")
     part = H200.share(saved["heads_at_once"])

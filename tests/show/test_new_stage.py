@@ -24,7 +24,7 @@ COPIES = dict(zip([*stages.names()[::16], LAST], FREE, strict=False)) | {LAST: f
 
 def point_at(root, patch):
     """Let the code under test treat `root` as the repository."""
-    for module in (results, documents, digest):
+    for module in (results, digest):
         patch.setattr(module, "ROOT", root)
     patch.setattr(stages, "__path__", [str(root / "stages")])
     patch.setattr(digest, "current", functools.cache(digest.digest))
@@ -38,7 +38,7 @@ def tree(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         point_at(root, patch)
         for source, name in COPIES.items():
-            results._run.cache_clear()  # the cached runs do not know the new stages
+            results._loaded.cache_clear()  # the cached runs do not know the new stages
             if source == LAST:
                 patch.undo()
                 point_at(root, patch)
@@ -66,7 +66,7 @@ def test_the_old_stage_s_name_is_gone(tree, source, name):
     old = re.compile(rf"\b{stages.version(source)}(\b|_)")
     files = {path.name: path.read_text() for path in (tree / "stages" / name).iterdir()}
     assert set(files) >= {"__init__.py", "forward.py", "backward.py", "README.md"}
-    files["README.md"] = documents.with_table(files["README.md"], "gain", "")  # the gain table names the previous stage
+    files["README.md"] = documents.with_passages(files["README.md"], {"gain": str})  # the gain table names the previous stage
     number, branch = stages.position(name)
     named = [] if stages.position(source) == (number if branch else number - 1, "") else [stages.version(source)]
     assert re.findall('^PARENT = "(.*)"', files["__init__.py"], re.MULTILINE) == named
@@ -80,7 +80,7 @@ def test_the_old_stage_s_name_is_gone(tree, source, name):
 def test_the_tests_pass_with_new_stages(tree):
     """A copied stage passes the tests of files, names, documents and style."""
     files = ("stages/test_contract", "stages/test_readmes", "show/test_documents", "show/test_story", "test_rooms")
-    chosen = " or ".join([*COPIES.values(), "test_documents_agree", "test_ruff"])
+    chosen = " or ".join([*COPIES.values(), "test_documents_agree", "test_neighbours", "test_ruff"])
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/{file}.py" for file in files), "-k", chosen],
         cwd=tree, capture_output=True, text=True, check=False,

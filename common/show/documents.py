@@ -12,16 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import stages
-from common.measure import files, terminal
+from common.measure import files, terminal, traffic
+from common.measure.counter import Launch
 from common.measure.footprint import MIB_IN_MB
 from common.show import counts, front, results, tracks
-from common.show.profiles import constants_table, energy_table, timeline_table, traffic_table, units_table
+from common.show.profiles import constants_table, energy_table, traffic_table, units_table
 from common.show.scaling import scaling_passage, scaling_tables
 from common.show.tables import PASS_NAMES, legend, markdown, mask, speed_table
 
-# Published rates of float16 matmuls and of HBM: https://www.nvidia.com/en-us/data-center/h200/, which gives 1,979 TFLOP/s with
-# sparsity. Without sparsity, the rate is half of this.
-H200_TFLOPS, H200_TB_PER_S = 989, 4.8
+PREDICTION = "../../docs/measuring.md#predictions"  # from a stage's README
 
 
 def _spans(name: str) -> list[tuple]:
@@ -37,10 +36,12 @@ def _step_table(rows: dict[tuple, list[str]], headers: list[str]) -> str:
     return markdown(table, ["pass", "D", "mask", *headers], ("pass", "mask"))
 
 
-def roofline_us(count: dict) -> float:
-    """Return the time of each launch's bytes or of its FLOPs at an H200's published rates, whichever is longer, in all."""
-    launches = count["launches"]
-    return sum(max((one["read"] + one["written"]) / H200_TB_PER_S, one["flops"] / H200_TFLOPS) for one in launches) / 1e6
+def predicted_ms(count: dict | None, gpu: traffic.Gpu) -> float | None:
+    """Return the time that `common.measure.traffic.predict` gives for the papers' batch; None without a count or rates."""
+    rates = traffic.measured_rates(gpu, "float16")
+    if not count or not rates:
+        return None
+    return 1e3 * traffic.predict([Launch(**launch) for launch in count["launches"]], rates, count["heads_at_once"])
 
 
 def traffic_of_step(name: str) -> str:
@@ -54,32 +55,27 @@ def traffic_of_step(name: str) -> str:
         "FLOP / byte": lambda count: f"{count['flops_executed'] / results.moved(count):.1f}",
         "kernel launches": lambda count: str(count["kernel_launches"]),
         "peak extra MB": lambda count: f"{count['peak_extra_mib'] * MIB_IN_MB:.2f}",
-        "µs at peak": lambda count: f"{roofline_us(count):.1f}",
     }
+    for gpu in map(traffic.GPUS.get, results.GPUS):
+        columns[f"ms, {gpu.name}"] = lambda count, gpu=gpu: f"{predicted_ms(count, gpu):.3f}"
     rows = {}
     for span in _spans(name):
-        both = [results.counted(results.TRAFFIC, stage, *span) for stage in (parent, name) if stage]
+        both = [results.counted(stage, *span) for stage in (parent, name) if stage]
         cells = [[show(count) if count else "-" for count in both] for show in columns.values()]
         if not parent or any(len(set(cell)) > 1 for cell in cells):
             rows[span] = [f"**{' → '.join(cell)}**" if len(set(cell)) > 1 else cell[0] for cell in cells]
     if not rows:
         return f"Same bytes and FLOPs as {results.spoken(parent)}."
     link = "[bytes and FLOPs](../../docs/measuring.md#counted-traffic)"
-    return f"One head's {link}, S = {results.COUNTED_AT}.\n\n{_step_table(rows, list(columns))}"
+    times = f"the [predicted]({PREDICTION}) time of a batch of 16k tokens"
+    return f"One head's {link}, S = {results.COUNTED_AT}. *ms*: {times}.\n\n{_step_table(rows, list(columns))}"
 
 
-def _is_modelled(name: str) -> bool:
-    """Return whether the model of an SM predicts a step's gain. Otherwise the roofline predicts the gain."""
-    return {name, stages.parent(name)} <= {record["impl"] for record in results.read(results.TIMELINE)["records"]}
-
-
-def predicted(name: str, *span) -> str | None:
-    """Format the predicted gain of a step over its parent, such as "×1.50"; None without a prediction."""
-    modelled = _is_modelled(name)
-    path = results.TIMELINE if modelled else results.TRAFFIC
-    both = [results.counted(path, stage, *span) for stage in (stages.parent(name), name)]
-    costs = [record and (record["cycles_a_tile"] if modelled else roofline_us(record)) for record in both]
-    return f"×{costs[0] / costs[1]:.2f}" if all(costs) else None
+def predicted(name: str, gpu: traffic.Gpu, *span) -> str | None:
+    """Format the predicted gain of a step over its parent on a GPU, such as "×1.50"; None without a prediction."""
+    counted = (results.counted(stage, *span) for stage in (stages.parent(name), name))
+    before, after = (predicted_ms(count, gpu) for count in counted)
+    return f"×{before / after:.2f}" if before and after else None
 
 
 def gain_table(name: str) -> str:
@@ -107,11 +103,11 @@ def gain_table(name: str) -> str:
     where = results.places(filter(None, used.values()))
     if not parent:
         return f"The table shows milliseconds ({where}).\n\n{_step_table(rows, headers)}"
-    forecasts = {span: predicted(name, *span) for span in rows}
-    model = "[predicted](../../docs/measuring.md#the-model-of-an-sm)"
-    by = [model if _is_modelled(name) else "predicted by an H200's roofline"] * any(forecasts.values())
+    gpus = {span: traffic.GPUS.get(results.gpu_of(run.machine).lower()) for span, run in used.items() if run}
+    forecasts = {span: predicted(name, gpu, *span) for span, gpu in gpus.items() if gpu}
+    by = [f"[predicted]({PREDICTION}), S = {results.COUNTED_AT}"] * any(forecasts.values())
     if by:
-        rows, headers = {span: [forecasts[span] or "-", *row] for span, row in rows.items()}, ["predicted", *headers]
+        rows, headers = {span: [forecasts.get(span) or "-", *row] for span, row in rows.items()}, ["predicted", *headers]
     by += [f"measured ({where}{results.CHANGED * any(changed)})"] if where else []
     missing = dict.fromkeys(f"{PASS_NAMES[span[0]]}, D = {span[1]}" for span, run in used.items() if not run)
     caption = [f"Speed over {results.spoken(parent)}: {', '.join(by)}."]
@@ -152,7 +148,7 @@ def scores_table(name: str) -> str:
 # generated passages that a stage's README may have
 PASSAGES = {"traffic": traffic_of_step, "gain": gain_table, "scores": scores_table}
 KEPT = (  # the files of results/ whose tables are committed; `make table` prints the tables of any file
-    "wide-h100", "energy-d64-h200", "energy-d128-h200", "ring-h200-x2", "ring-million-h200-x2", "timeline"
+    "wide-h100", "energy-d64-h200", "energy-d128-h200", "ring-h200-x2", "ring-million-h200-x2"
 )  # fmt: skip
 
 
@@ -167,7 +163,6 @@ def _run_tables(saved: dict) -> str:
 KINDS = {  # a field of a file, or of its first record or case -> the heading, and the function that formats the file
     "benchmarks": ("Benchmark", _run_tables),
     "links": ("One sequence shared by several GPUs", scaling_tables),
-    "cycles_a_tile": ("The model of an SM next to measurements", timeline_table),
     "flops_executed": ("Counted traffic", _run_tables),
     "decision": ("Constants of the newest stage", constants_table),
     "joules": ("Energy and the power limit", energy_table),

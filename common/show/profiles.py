@@ -5,11 +5,9 @@ import statistics
 
 from common.measure.constants import DECISIONS
 from common.measure.ncu import MEMORY, READ, WRITTEN, comparison, pairs
-from common.measure.timeline import SCORES
-from common.measure.traffic import GPUS
 from common.measure.units import CLOCK, REASONS, REGISTERS, STALL, TIME, UNITS
 from common.measure.workloads import Workload
-from common.show.results import ROOT, origin, read
+from common.show.results import origin
 from common.show.tables import PASS_NAMES, markdown, mask, title
 
 SHOWN_STALLS = 2  # show this many reasons why warps wait, most frequent first
@@ -130,29 +128,3 @@ def constants_table(data: dict) -> str:
         headers = ["workload", "own choice", "µs", "fastest choice", "µs", "ratio"]
         parts.append(f"{words}\n\n{markdown(rows, headers, headers)}" if rows else words)
     return "\n\n".join(parts)
-
-
-def timeline_table(result: dict) -> str:
-    """Format the cycles of the Gluon stages in the model of an SM, next to the measured cycles of their longest kernels."""
-    units = read(ROOT / "results" / "units-h200.json")
-    seq_len, measured = units["cases"][0]["seq_len"], {}
-    for case in units["cases"]:
-        kernel = max(case["kernels"], key=lambda kernel: kernel[TIME])
-        scores = case["batch"] * case["heads"] * seq_len**2 / (2 if case["causal"] else 1)
-        cycles = kernel[TIME] * 1e-9 * kernel[CLOCK] * GPUS["h200"].num_sms  # of all SMs
-        measured[case["impl"], case["pass"], case["head_dim"], case["causal"]] = cycles * SCORES / scores
-    rows = []
-    for record in result["records"]:
-        name, pass_, head_dim, causal = span = tuple(record[field] for field in ("impl", "pass", "head_dim", "causal"))
-        if record["seq_len"] == seq_len and span in measured:
-            cycles = record["cycles_a_tile"], measured[span]
-            row = [name, PASS_NAMES[pass_], head_dim, mask(causal)]
-            rows.append([*row, *(f"{number:.0f}" for number in cycles), f"{cycles[0] / cycles[1]:.2f}"])
-    caption = (
-        f"The table shows the cycles that an SM takes for {SCORES} unmasked scores in a pass's longest kernel. *model*: "
-        "computed from the rates in `rates-h200.json`. *measured*: Nsight Compute measured the "
-        "cycles (`units-h200.json`). *ratio*: the value of the model divided by the measured value. "
-        f"S = {seq_len}, float16, measured on {origin(units['machine_info'])}."
-    )
-    headers = ["stage", "pass", "D", "mask", "model", "measured", "ratio"]
-    return f"{caption}\n\n{markdown(rows, headers, ('stage', 'pass', 'mask'))}"

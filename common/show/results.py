@@ -23,7 +23,6 @@ CODE = {"fwd": "forward", "bwd": "backward"}  # pass -> its name in `stages.file
 COLUMNS = tuple(itertools.product(CODE, HEAD_DIMS))  # passes and head dimensions
 TRAFFIC = ROOT / "results" / "traffic.json"
 COUNTED_AT = 2048  # the sequence length of TRAFFIC
-TIMELINE = ROOT / "results" / "timeline.json"
 PLOTS = ROOT / "plots"
 FASTEST = "fastest library"  # stands for the fastest library of each workload
 AGAIN = " (again)"  # ends the name of a stage that a run measures twice
@@ -333,10 +332,10 @@ def places(found: Iterable[Run]) -> str:
     return "; ".join(dict.fromkeys(place(run.machine) for run in found))
 
 
-def counted(path: Path, impl: str | None, pass_: str, head_dim: int, causal: bool) -> dict | None:
-    """Return the record of a stage's pass at S = `COUNTED_AT` in `TRAFFIC` or `TIMELINE`, or None if there is none."""
+def counted(impl: str | None, pass_: str, head_dim: int, causal: bool) -> dict | None:
+    """Return the record of a stage's pass at S = `COUNTED_AT` in `TRAFFIC`, or None if there is none."""
     wanted = (impl, pass_, head_dim, causal, COUNTED_AT)
-    records = read(path)["records"] if path.exists() else []
+    records = read(TRAFFIC)["records"] if TRAFFIC.exists() else []
     return next((r for r in records if (r["impl"], r["pass"], r["head_dim"], r["causal"], r["seq_len"]) == wanted), None)
 
 

@@ -190,7 +190,7 @@ def result(old: str, new: str) -> dict[str, list[str]]:
         for what, of in (("bytes", results.moved), ("FLOPs", lambda count: count["flops_executed"])):
             words = {}  # text -> the head dimensions for which it is true
             for head_dim in results.HEAD_DIMS:
-                both = [results.counted(results.TRAFFIC, name, pass_, head_dim, False) for name in (old, new)]
+                both = [results.counted(name, pass_, head_dim, False) for name in (old, new)]
                 if all(both):
                     words.setdefault(results.bytes_in_words(*map(of, both), what), []).append(f"D={head_dim}")
             if words and words.keys() != {"the same FLOPs"}:

@@ -108,7 +108,7 @@ def recounted():
 
 @pytest.mark.parametrize(("name", "pass_", "head_dim", "causal"), list(recounted()))
 def test_a_stage_still_has_its_committed_counts(name, pass_, head_dim, causal):
-    saved = results.counted(results.TRAFFIC, name, pass_, head_dim, causal)
+    saved = results.counted(name, pass_, head_dim, causal)
     if not saved:
         pytest.skip("not counted yet: make traffic")
     part = H200.share(saved["heads_at_once"])

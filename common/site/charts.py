@@ -1,10 +1,6 @@
 """Draw the chart of the start page with Vega-Lite: the speed of all stages and libraries."""
 
-import functools
 import itertools
-import json
-
-import vl_convert
 
 import stages
 from common.show.results import (
@@ -101,19 +97,3 @@ def speed_spec(rows: list[dict]) -> dict:
         ],
         "config": LOOK,
     }  # fmt: skip
-
-
-def svg(spec: dict) -> str:
-    """Return a Vega-Lite chart as SVG."""
-    return vl_convert.vegalite_to_svg(json.dumps(spec))
-
-
-def compiled(spec: dict) -> dict:
-    """Return a Vega-Lite chart in Vega's language, which a page can draw without Vega-Lite."""
-    return vl_convert.vegalite_to_vega(json.dumps(spec))
-
-
-@functools.cache
-def library() -> str:
-    """Return Vega as one script, which defines `vegaEmbed`."""
-    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")

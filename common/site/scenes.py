@@ -14,19 +14,14 @@ from common.show.traces import COLORS, has_cycles, lanes, moments, unit
 
 # Most scenes have one head and these sizes. UNUSUAL has other sizes, for the steps whose ideas need them.
 USUAL = {"seq_len": 1024, "head_dim": 64, "causal": True}
+ONE_QUERY = {"seq_len": 1, "kv_len": 4096, "causal": False, "sms": 8}
+WIDE = {"seq_len": 512, "head_dim": 256}
 UNUSUAL = {
     "v29_short_tiles": {"head_dim": 128},
     "v30_packed_heads": {"seq_len": 1, "kv_len": 1024, "causal": False, "heads": 4, "kv_heads": 1, "sms": 4},
-    "v31_split_keys": {"seq_len": 1, "kv_len": 4096, "causal": False, "sms": 8},
-    "v32_two_launches": {"seq_len": 1, "kv_len": 4096, "causal": False, "sms": 8},
-    "v33_few_rows": {"seq_len": 1, "kv_len": 4096, "causal": False, "sms": 8},
-    "v34_planned_splits": {"seq_len": 1, "kv_len": 4096, "causal": False, "sms": 8},
-    "v44_wide_kernel": {"seq_len": 512, "head_dim": 256},
-    "v45_shared_p": {"seq_len": 512, "head_dim": 256},
-    "v46_dq_kernel": {"seq_len": 512, "head_dim": 256},
-    "v47_dq_prefetch": {"seq_len": 512, "head_dim": 256},
-    "v48_dq_roles": {"seq_len": 512, "head_dim": 256},
-    "v49_wide_overlap": {"seq_len": 512, "head_dim": 256},
+    **dict.fromkeys(("v31_split_keys", "v32_two_launches", "v33_few_rows", "v34_planned_splits"), ONE_QUERY),
+    **dict.fromkeys(("v44_wide_kernel", "v45_shared_p", "v46_dq_kernel", "v47_dq_prefetch", "v48_dq_roles"), WIDE),
+    "v49_wide_overlap": WIDE,
     "v49a_sums_from_registers": {"head_dim": 128},
     "v49b_three_consumers": {"seq_len": 1152, "head_dim": 128, "causal": False},
 }

@@ -30,11 +30,9 @@ def tree(tmp_path_factory):
         patch.setattr(stages, "__path__", [str(root / "stages")])
         patch.setattr(digest, "current", functools.cache(digest.digest))
         patch.setattr(documents, "FRONT", dict.fromkeys(documents.FRONT, str))  # slow
-        results._run.cache_clear()  # the cached runs do not know the new stages
         for source, name in COPIES.items():
             new_stage.main([source, name])
         yield root
-    results._run.cache_clear()
 
 
 @pytest.mark.parametrize(("source", "name"), COPIES.items())

@@ -61,10 +61,8 @@ class Mark:
     Attributes:
         kind: "read", "write" or "add" for an access; "busy" for a unit of the SM.
         color: the number of a color, which stands for a program or a partition.
-        start: the position of the left edge on the time axis.
-        end: the position of the right edge on the time axis.
-        top: the position of the upper edge, as a share of the lane's height.
-        bottom: the position of the lower edge, as a share of the lane's height.
+        start, end: the positions of the left and right edge on the time axis.
+        top, bottom: the positions of the upper and lower edge, as shares of the lane's height.
         words: the text of the tooltip.
     """
 
@@ -155,12 +153,8 @@ def _scene(name, pass_, shape, gpu) -> Scene:
     length = f"S = {workload.seq_len}" if workload.kv_len == workload.seq_len else f"Sq = 1, Sk = {workload.kv_len}"
     heads = "one head" if workload.heads == 1 else f"{workload.heads} heads that share {workload.kv_heads} of K and V"
     words = f"{PASS_NAMES[pass_]}, {heads}, D = {workload.head_dim}, {length}, {'causal' if workload.causal else 'full'}"
-    return Scene(
-        pass_,
-        words,
-        [_accesses(stage, each) for stage, each in recorded.items()],
-        [_units(stage, each) for stage, each in recorded.items() if any(each.spans.values())],
-    )
+    units = [_units(stage, each) for stage, each in recorded.items() if has_cycles(each)]
+    return Scene(pass_, words, [_accesses(stage, each) for stage, each in recorded.items()], units)
 
 
 def _accesses(stage: str, recorded: Trace) -> Panel:
@@ -176,10 +170,8 @@ def _accesses(stage: str, recorded: Trace) -> Panel:
         where = f"rows {access.rows[0]} to {access.rows[1]}"
         does = {"read": "reads", "write": "writes", "add": "adds to"}[access.kind]
         words = f"{who} {access.program} {does} {access.tensor}, {where}: {access.nbytes:,} bytes"
-        mark = Mark(
-            access.kind, access.program % len(COLORS), start, max(stop, start + end * LEAST),
-            top / (heads * rows), bottom / (heads * rows), words,
-        )  # fmt: skip
+        edges = start, max(stop, start + end * LEAST), top / (heads * rows), bottom / (heads * rows)
+        mark = Mark(access.kind, access.program % len(COLORS), *edges, words)
         lane = "temporary" if access.tensor.startswith("temporary") else access.tensor
         found.setdefault(lane, []).append(mark)
     to_the_right = TIMED if has_cycles(recorded) else ORDER

@@ -7,7 +7,7 @@ import pytest
 
 import stages
 from common.show import carry
-from common.show.merge import carried, with_notes
+from common.show.merge import carried
 
 V0, V1, V2, V2A, V3 = STAGES = ["v0_first", "v1_second", "v2_third", "v2a_dead_end", "v3_fourth"]
 HEADER = '"""What the file does."""\n\nimport math\n'
@@ -147,13 +147,6 @@ def test_notes_stay_where_they_are():
         assert code()[name] == edited(changed, "    b = a * 2\n", "    b = a * 2\n    b += 1\n")
 
 
-def test_notes_are_put_before_the_lines_that_they_were_before():
-    note = "# NOTE: x\n"
-    assert with_notes("a\nnew\nb\n", f"a\n{note}b\n") == f"a\nnew\n{note}b\n"
-    assert with_notes("a\nc\n", f"a\n{note}b\nc\n{note}") == f"a\n{note}c\n{note}"
-    assert with_notes("a\nB\nc\n", f"a\n{note}{note}b\nc\n") == f"a\n{note}{note}B\nc\n"
-
-
 def test_new_and_deleted_files_and_definitions():
     """The edit moves the kernel to a new file, adds a function and a constant, and deletes the backward."""
     new = HEADER.replace("import math", "from .forward_kernel import kernel\nimport math") + PARTS.replace(
@@ -177,77 +170,56 @@ def test_new_and_deleted_files_and_definitions():
     assert "helper(x) + 3" in found[V3]["forward_kernel.py"] and "NOTE: v3" in found[V2A]["forward_kernel.py"]
 
 
-F, G = "\n\ndef f():\n    return 1\n", "\n\ndef g():\n    return 2\n"
+F, G, OTHER = (f"\n\ndef {name}():\n    return {number}\n" for name, number in (("f", 1), ("g", 2), ("own", 3)))
+DELETED = "=======\n>>>>>>> parent has deleted this\n"
 
 
 @pytest.mark.parametrize(("old", "new", "child", "made"), [
     pytest.param(
-        {"forward.py": "import math\n" + F},
-        {"forward.py": "import abc\nimport math\n\nA = 1\n" + F},
-        {"forward.py": "import math\nimport re\n\nOWN = 1\n" + F},
-        {"forward.py": "import abc\nimport math\nimport re\n\nA = 1\n\nOWN = 1\n" + F},
-        id="a variable after the imports",
+        ["import math\n" + F], ["import abc\nimport math\n\nA = 1\n" + F], ["import math\nimport re\n\nOWN = 1\n" + F],
+        ["import abc\nimport math\nimport re\n\nA = 1\n\nOWN = 1\n" + F], id="a variable after the imports",
     ),
     pytest.param(
-        {"forward.py": "A = 1\nB = 2\n" + F}, {"forward.py": "A = 1\n" + F}, {"forward.py": "A = 1\nB = 2\n" + F + G},
-        {"forward.py": "A = 1\n" + F + G}, id="a deleted variable",
+        [F[2:] + G], [F[2:]], [F[2:] + G.replace("2", "3")],
+        [F[2:] + "\n\n<<<<<<< child\ndef g():\n    return 3\n" + DELETED], id="a deleted function that the child has changed",
     ),
     pytest.param(
-        {"forward.py": F[2:], "backward.py": F[2:], "backward_a.py": F[2:]},
-        {"forward.py": F[2:], "backward.py": F[2:], "backward_a.py": G[2:].replace("g", "f")},
-        {"forward.py": F[2:], "backward.py": "import re\n" + F}, {"forward.py": F[2:], "backward.py": "import re\n" + F},
+        [F[2:], "import abc\n" + G], [F[2:]], [F[2:], "import abc\n" + OTHER],
+        [F[2:], "<<<<<<< child\nimport abc\n" + DELETED + OTHER], id="a deleted file in which the child has an own function",
+    ),
+    pytest.param(
+        [F[2:] + G, "import abc\n"], [G[2:], "import abc\n" + F], [F[2:] + G], [F[2:] + G],
+        id="a move to a file that the child lacks",
+    ),
+    pytest.param(
+        [G[2:], F[2:], F[2:]], [G[2:], F[2:], F[2:].replace("1", "2")], [G[2:], "import re\n" + F], [G[2:], "import re\n" + F],
         id="the name in another file of the parent",
-    ),
-    pytest.param(
-        {"forward.py": F[2:]}, {"forward.py": F[2:].replace("1", "3")}, {"backward.py": F[2:]}, {"backward.py": F[2:]},
-        id="the name in the other pass",
-    ),
-    pytest.param(
-        {"forward.py": F[2:] + G, "forward_a.py": "import abc\n"},
-        {"forward.py": G[2:], "forward_a.py": "import abc\n" + F},
-        {"forward.py": F[2:] + G}, {"forward.py": F[2:] + G}, id="a move to a file that the child lacks",
-    ),
-    pytest.param(
-        {"forward.py": F[2:] + G}, {"forward.py": F[2:], "forward_g.py": "import abc\n" + G}, {"forward.py": F[2:]},
-        {"forward.py": F[2:]}, id="a new file for a function that the child lacks",
-    ),
-    pytest.param(
-        {"forward.py": F[2:] + G}, {"forward.py": F[2:]}, {"forward.py": F[2:] + G.replace("2", "3")},
-        {"forward.py": F[2:] + "\n\n<<<<<<< child\ndef g():\n    return 3\n=======\n>>>>>>> parent has deleted this\n"},
-        id="a deleted function that the child has changed",
-    ),
-    pytest.param(
-        {"forward.py": F[2:], "forward_a.py": "import abc\n" + G}, {"forward.py": F[2:]},
-        {"forward.py": F[2:], "forward_a.py": "import abc\n" + F.replace("f()", "own()")},
-        {"forward.py": F[2:],
-         "forward_a.py": "<<<<<<< child\nimport abc\n=======\n>>>>>>> parent has deleted this\n" + F.replace("f()", "own()")},
-        id="a deleted file in which the child has an own function",
     ),
 ])  # fmt: skip
 def test_edits_of_one_parent(old, new, child, made):
     """Compare texts in memory, for layouts that the stages on disk do not have."""
+    files = ("forward.py", "forward_a.py", "forward_b.py")
+    old, new, child, made = (dict(zip(files, texts, strict=False)) for texts in (old, new, child, made))
     assert carried(old, new, child, ("child", "parent"))[0] == made
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
-    (["v7"], "no stage is called 'v7'"), (["v1"], "the code of v1_second has no change since HEAD"),
-    (["v3"], "no stage descends from v3_fourth"), (["v1", "--since=nothing"], "nothing"),
-])  # fmt: skip
-def test_refusals(arguments, said, capsys):
-    edit(V1, "# NOTE: v9 is faster", "# NOTE: v9 is slower")  # an edit of NOTEs alone is no edit
-    assert run(*arguments) == 2
-    error = capsys.readouterr().err
-    assert error.splitlines()[-1].startswith("make carry: ") and said in error
-
-
-def test_a_descendant_with_an_edit_of_its_own_is_refused(capsys):
-    edit(V1, "x + ONE", "x - ONE")
+def test_refusals(capsys):
+    """The descendant v2a has an edit of its own. An edit of v1's NOTEs alone is no edit."""
+    edit(V1, "# NOTE: v9 is faster", "# NOTE: v9 is slower")
+    edit(V2, "x + ONE", "x - ONE", "forward_part.py")
     (stages.directory(V2A) / "backward_new.py").write_text("X = 1\n")
     git("config", "status.showUntrackedFiles", "no")
     before = code()
-    assert run("v1") == 2
-    assert f"make carry: commit or undo your edit of stages/{V2A}/backward_new.py first" in capsys.readouterr().err
-    assert code() == before
+    for arguments, said in (
+        (["v7"], "no stage is called 'v7'"), (["v3"], "no stage descends from v3_fourth"),
+        (["v2"], f"commit or undo your edit of stages/{V2A}/backward_new.py first"),
+    ):  # fmt: skip
+        assert run(*arguments) == 2
+        assert f"make carry: {said}" in capsys.readouterr().err and code() == before
+    (stages.directory(V2A) / "backward_new.py").unlink()
+    edit(V2, "x - ONE", "x + ONE", "forward_part.py")
+    for arguments, said in ((["v1"], "the code of v1_second has no change since HEAD"), (["v1", "--since=nothing"], "nothing")):
+        assert run(*arguments) == 2 and said in capsys.readouterr().err
 
 
 def test_every_later_stage_gets_an_edit_of_the_first_prepare_kernel(monkeypatch):

@@ -31,8 +31,8 @@ stages.load(sys.argv[3])
 
 def run(folder, program, *arguments):
     """Run a program in a new process, in which only `folder` can be imported beside installed packages."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {str(folder)!r})\n{program}", *arguments]
+    command = [sys.executable, "-P", "-c", program, *arguments]
+    environment = os.environ | {"PYTHONPATH": str(folder)}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 

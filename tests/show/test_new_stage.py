@@ -38,16 +38,13 @@ def tree(tmp_path_factory):
 @pytest.mark.parametrize(("source", "name"), COPIES.items())
 def test_a_copy_has_its_own_name_and_its_parent(tree, source, name):
     texts = {path.name: path.read_text() for path in (tree / "stages" / name).iterdir()}
-    assert set(texts) >= {"__init__.py", "forward.py", "backward.py", "README.md"}
+    assert set(texts) >= {"forward.py", "backward.py"} and new_stage.IDEA[1:] in texts["README.md"]
     assert stages.parent(name) == source
     assert ("PARENT = " in texts["__init__.py"]) == (source != LAST)
     change = story.change(source, name)
     assert change.added == change.removed == 0
-    texts["README.md"] = documents.with_table(texts["README.md"], "gain", "")  # the gain table names the previous stage
-    texts["__init__.py"] = re.sub("^PARENT = .*", "", texts["__init__.py"], flags=re.MULTILINE)
-    for file, text in texts.items():
-        assert not re.search(rf"\b{stages.version(source)}(\b|_)", text), file
-        assert text == new_stage.without_past_notes(text, name), file
+    del texts["README.md"], texts["__init__.py"]  # they name the parent
+    assert not [file for file, text in texts.items() if re.search(rf"\b{stages.version(source)}(\b|_)", text)]
 
 
 @pytest.mark.long
@@ -69,13 +66,15 @@ def test_notes_that_point_ahead_stay():
         assert new_stage.without_past_notes(code, name) == "x = 1\n    # NOTE: this is slow.\ny = 2  # v5's\n"
 
 
+def contents(tree):
+    return {path: path.is_file() and path.read_bytes() for path in [tree / "README.md", *(tree / "stages").rglob("*")]}
+
+
 @pytest.mark.parametrize(("source", "name", "message"), [
     ("v98", "v99_some", "no stage is called 'v98'"),
     ("v0", f"v{NUMBER + 2}", "no name of a stage: v<number>[letter]_<snake_case>"),
     ("v0", f"v{NUMBER}_some", f"there is stages/{LAST}"),
     ("v0", f"v{NUMBER + 3}_some", f"there is no v{NUMBER + 2}"),
-    ("v0", f"v{NUMBER + 3}a_some", f"there is no v{NUMBER + 3}"),
-    ("v0", f"v{NUMBER + 2}_{'x' * 300}", "too long"),
     ("v0", f"v{NUMBER + 2}_some", "stopped"),
 ])  # fmt: skip
 def test_what_fails_leaves_everything_as_it_was(tree, monkeypatch, capsys, source, name, message):
@@ -83,11 +82,9 @@ def test_what_fails_leaves_everything_as_it_was(tree, monkeypatch, capsys, sourc
         raise ValueError("stopped")
 
     monkeypatch.setattr(documents, "documents", stop)
-    before = {path: path.is_file() and path.read_bytes() for path in [tree / "README.md", *(tree / "stages").rglob("*")]}
+    before = contents(tree)
     with pytest.raises(SystemExit) as stopped:
         new_stage.main([source, name])
-    assert stopped.value.code == 2
     error = capsys.readouterr().err
-    assert error.startswith("make stage: ") and error.count("\n") == 1 and message in error
-    assert all((path.is_file() and path.read_bytes()) == content for path, content in before.items())
-    assert before.keys() == {tree / "README.md", *(tree / "stages").rglob("*")}
+    assert stopped.value.code == 2 and error.startswith("make stage: ") and error.count("\n") == 1 and message in error
+    assert contents(tree) == before

@@ -87,10 +87,10 @@ class Site:
         out.mkdir(parents=True)
         self._out = out
         self._texts = Texts(out)
-        self._templates = jinja2.Environment(
-            loader=jinja2.FileSystemLoader(HERE / "templates"), autoescape=True, trim_blocks=True
-        )
+        folder = jinja2.FileSystemLoader(HERE / "templates")
+        self._templates = jinja2.Environment(loader=folder, autoescape=True, trim_blocks=True)
         self._templates.globals["drawn"] = drawn
+        self._templates.filters["version"] = stages.version
 
     def _write(self, page: str, template: str, **values):
         terms = {anchor: self._texts.definitions[anchor] for anchor in sorted(self._texts.used)}
@@ -137,17 +137,15 @@ class Site:
         parent, readme = stages.parent(name), stages.directory(name) / "README.md"
         before, after = neighbors(name)
         dropped = [each for each in stages.names() if stages.is_dead_end(each) and stages.parent(each) == name]
-        words = Markup(self._texts.inline(idea(name).rstrip("."), readme))
         told = result(parent, name) if parent else {}
         parts = {title: self._html(text, readme) for title, text in sections(readme.read_text()).items()}
+        words = Markup(self._texts.inline(idea(name).rstrip("."), readme))
         self._write(
             f"{stages.version(name)}.html", "step.html", title=f"{stages.version(name)}: {idea(name)}".replace("`", ""),
-            version=stages.version(name), parent=parent and stages.version(parent), idea=words,
-            before=before and stages.version(before), after=after and stages.version(after),
-            dropped=[(stages.version(each), idea(each).removeprefix("A dead end: ").rstrip(".")) for each in dropped],
-            dead_end=stages.is_dead_end(name),
+            name=name, parent=parent, before=before, after=after, idea=words,
+            dropped={each: idea(each).removeprefix("A dead end: ").rstrip(".") for each in dropped},
+            dead_end=stages.is_dead_end(name), sections=parts, scenes=found, pass_names=PASS_NAMES,
             colors=len(COLORS), most_zoom=MOST_ZOOM, zoom=next((scene.zoom for scene in found if scene.units), 1),
-            sections=parts, traffic=parts["traffic"], scenes=found, pass_names=PASS_NAMES,
             gains_time_alone=bool(found) and all(scene.moves_the_same for scene in found),
             diffs=self._diffs(name, parent) if parent else [],
             result=told, sources=sources([line for lines in told.values() for line in lines]),

@@ -1,7 +1,6 @@
 """`make carry` brings an edit of a stage to all stages that descend from it, and changes nothing else in them."""
 
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -25,9 +24,9 @@ TEXTS[V2A] = TEXTS[V2] | {"forward.py": TEXTS[V2]["forward.py"].replace("    c =
 TEXTS[V3] = TEXTS[V2] | {"forward.py": TEXTS[V2]["forward.py"].replace("helper(x)\n", "helper(x) + 3\n")}
 
 
-def git(*arguments, under="."):
+def git(*arguments):
     command = ["git", "-c", "user.name=n", "-c", "user.email=e", *arguments]
-    subprocess.run(command, cwd=Path(stages.__path__[0], under), capture_output=True, check=True)
+    subprocess.run(command, cwd=stages.__path__[0], capture_output=True, check=True)
 
 
 def commit():
@@ -64,16 +63,15 @@ def run(*arguments):
 
 
 @pytest.fixture(autouse=True)
-def tree(tmp_path, monkeypatch):
+def _tree(tmp_path, monkeypatch):
     """A repository with the stages of `TEXTS`."""
     monkeypatch.setattr(stages, "__path__", [str(tmp_path / "stages")])
     for name, texts in TEXTS.items():
         (tmp_path / "stages" / name).mkdir(parents=True)
         for file, text in (texts | {"__init__.py": "", "README.md": name}).items():
             (stages.directory(name) / file).write_text(text)
-    git("init", "-q", under="..")
+    git("init", "-q", "..")
     commit()
-    return tmp_path
 
 
 def test_an_edit_reaches_all_descendants(capsys):

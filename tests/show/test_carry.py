@@ -79,9 +79,8 @@ def test_an_edit_reaches_all_descendants(capsys):
     edit(V0, "x + ONE", "x + ONE + ONE")
     edit(V0, "c = b * 3", "c = b * 33")
     assert run("v0") == 0
-    assert code() == {
-        name: edited(edited(texts, "x + ONE", "x + ONE + ONE"), "b * 3", "b * 33") for name, texts in TEXTS.items()
-    }
+    for name, texts in TEXTS.items():
+        assert code()[name] == edited(edited(texts, "x + ONE", "x + ONE + ONE"), "b * 3", "b * 33")
     assert capsys.readouterr().out.splitlines() == [
         f"{V1}: merged forward.py", f"{V2}: merged forward.py; merged forward_part.py",
         f"{V2A}: copied forward.py; copied forward_part.py", f"{V3}: merged forward.py; copied forward_part.py",

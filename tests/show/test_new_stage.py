@@ -41,8 +41,7 @@ def test_a_copy_has_its_own_name_and_its_parent(tree, source, name):
     assert set(texts) >= {"forward.py", "backward.py"} and new_stage.IDEA[1:] in texts["README.md"]
     assert stages.parent(name) == source
     assert ("PARENT = " in texts["__init__.py"]) == (source != LAST)
-    change = story.change(source, name)
-    assert change.added == change.removed == 0
+    assert str(story.change(source, name)).startswith("0 lines changed")
     del texts["README.md"], texts["__init__.py"]  # they name the parent
     assert not [file for file, text in texts.items() if re.search(rf"\b{stages.version(source)}(\b|_)", text)]
 

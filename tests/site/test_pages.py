@@ -38,7 +38,6 @@ def test_pages_load_nothing_from_elsewhere_and_links_lead_somewhere(site):
     steps = {f"{stages.version(name)}.html" for name in stages.names()}
     pages = check(site, steps - {"v3.html", "v25.html"})
     assert all(f'href="{step}"' in pages["index.html"] for step in steps)
-    assert set(pages) >= {"glossary.html", "reading.html", "operator.html", "measuring.html", "contributing.html", "v3.html"}
 
 
 def test_a_term_is_explained_where_it_is_first_named(site):

@@ -23,48 +23,38 @@ from pathlib import Path
 import stages
 from common.measure import files, terminal
 from common.show import story
-from common.show.merge import MARKER, Carried, Texts, carried, edits
+from common.show.merge import CONFLICT, Texts, carried, edits
 
 CODE = re.compile(r"(v[^/]+)/((?:forward|backward)\w*\.py)")  # a stage and its file, below stages/
-CONFLICT = re.compile("<{7} ")  # the first line of a conflict
 
 
 def descendants(source: str) -> dict[str, str]:
     """Return the parent of each stage that descends from `source`, parents before their children."""
-    parents = {name: stages.parent(name) for name in stages.names()}
-    order = [source]
-    for name in order:
-        order += [child for child, parent in parents.items() if parent == name]
-    return {name: parents[name] for name in order[1:]}
+    found = {}
+    for name in stages.names():
+        if (parent := stages.parent(name)) in (source, *found):
+            found[name] = parent
+    return found
 
 
-def walk(parents: dict[str, str], before: dict[str, Texts], after: dict[str, Texts]) -> Iterator[tuple[str, Carried]]:
-    """Carry an edit from stage to stage, and yield each stage with its new code.
+def walk(source: str, before: dict[str, Texts], after: dict[str, Texts]) -> Iterator[tuple[str, Texts, list[str]]]:
+    """Carry an edit from stage to stage, and yield each stage with its new code and what happened to its files.
 
     Args:
-        parents: the parent of each stage to which the edit goes, parents before their children.
         before: the code of all stages before the carry.
-        after: the code of the edited stage, and of stages to which the edit has gone. Each step adds a stage.
+        after: the code of `source`, and of stages to which the edit has gone. Each step adds a stage.
     """
-    for child, parent in parents.items():
+    for child, parent in descendants(source).items():
         if child not in after:
-            made = carried(before[parent], after[parent], before[child], (child, parent))
-            after[child] = made.texts
-            yield child, made
+            after[child], news = carried(before[parent], after[parent], before[child], (child, parent))
+            yield child, after[child], news
 
 
 def _git(*arguments: str) -> bytes:
     done = subprocess.run(["git", *arguments], cwd=stages.__path__[0], capture_output=True, check=False)
     if done.returncode:
-        raise ValueError(done.stderr.decode().splitlines()[0])
+        raise ValueError(f"git {arguments[0]}: {done.stderr.decode().splitlines()[0]}")
     return done.stdout
-
-
-def _commit(revision: str) -> str:
-    try:
-        return _git("rev-parse", "--verify", f"{revision}^{{commit}}").decode().strip()
-    except ValueError:
-        raise ValueError(f"git knows no revision {revision!r}") from None
 
 
 def _state() -> Path:
@@ -82,26 +72,27 @@ def committed(revision: str) -> dict[str, Texts]:
     return found
 
 
+def conflicts(name: str, texts: Texts) -> list[str]:
+    """Return the places of a stage's conflicts, such as "stages/v13_producer/forward.py:20"."""
+    lines = ((file, number, line) for file, text in texts.items() for number, line in enumerate(text.splitlines(), 1))
+    return [f"stages/{name}/{file}:{number}" for file, number, line in lines if line.startswith(CONFLICT)]
+
+
 def present(name: str) -> Texts:
     """Return a stage's code in the working tree.
 
     Raises:
-        ValueError: a file has a conflict marker or a syntax error. The message names the first one.
+        ValueError: a file has a conflict or a syntax error. The message names the first one.
     """
     texts = {file: stages.source(name, file) for file in story.code_files(name) if (stages.directory(name) / file).exists()}
+    if found := conflicts(name, texts):
+        raise ValueError(f"{found[0]} has a conflict; resolve it first")
     for file, text in texts.items():
-        if lines := _marked(text, MARKER):
-            raise ValueError(f"stages/{name}/{file}:{lines[0]} has a conflict marker; resolve the conflict first")
         try:
             ast.parse(text)
         except SyntaxError as error:
             raise ValueError(f"stages/{name}/{file}:{error.lineno} has a syntax error: {error.msg}") from None
     return texts
-
-
-def _marked(text: str, pattern: re.Pattern) -> list[int]:
-    """Return the numbers of the lines that begin with a pattern."""
-    return [number for number, line in enumerate(text.splitlines(), 1) if pattern.match(line)]
 
 
 def write(name: str, texts: Texts):
@@ -128,38 +119,36 @@ def begin(source: str, since: str) -> dict:
     own = [f":(glob){child}/{pass_}*.py" for child in children for pass_ in ("forward", "backward")]
     if changed := _git("status", "--porcelain", "--untracked-files=all", "--", *own).decode().splitlines():
         raise ValueError(f"commit or undo your edit of {changed[0][3:]} first; the carry would mix with it")
-    state = {"source": source, "since": _commit(since), "head": _commit("HEAD"), "news": {}}
-    if source not in (old := committed(state["since"])):
+    if source not in (old := committed(since)):
         raise ValueError(f"{source} does not exist at {since}")
     if not edits(old[source], present(source)):
         raise ValueError(f"the code of {source} has no change since {since}, NOTEs aside")
-    return state
+    hashes = {key: _git("rev-parse", revision).decode().strip() for key, revision in (("since", since), ("head", "HEAD"))}
+    return {"source": source, "news": {}, **hashes}
 
 
 def go_on(state: dict) -> list[str]:
     """Carry the edit up to the first conflict or to the end, and write the stages.
 
     Returns:
-        The places of the conflicts, such as "stages/v13_producer/forward.py:20". Empty at the end.
+        The places of the conflicts. Empty at the end.
 
     Raises:
-        ValueError: the edited stage, or the stage whose conflict has been resolved, has conflict markers or syntax errors.
+        ValueError: the edited stage, or the stage whose conflict has been resolved, has conflicts or syntax errors.
     """
-    source = state["source"]
+    source, found, places = state["source"], {}, []
     before = committed(state["head"])
     before[source] = committed(state["since"])[source]
-    after, found, conflicts = {name: present(name) for name in (source, *state["news"])}, {}, []
-    for child, made in walk(descendants(source), before, after):
-        state["news"][child], found[child] = made.news, made.texts
-        conflicts = [f"stages/{child}/{file}:{line}" for file, text in made.texts.items() for line in _marked(text, CONFLICT)]
-        if conflicts:
+    for child, texts, news in walk(source, before, {name: present(name) for name in (source, *state["news"])}):
+        state["news"][child], found[child] = news, texts
+        if places := conflicts(child, texts):
             break
     files.replace(_state(), json.dumps(state))  # before the stages, so that an interrupted carry can be undone
     for child, texts in found.items():
         write(child, texts)
-    if not conflicts:
+    if not places:
         _state().unlink()
-    return conflicts
+    return places
 
 
 def abort(state: dict):
@@ -168,17 +157,6 @@ def abort(state: dict):
     for child in state["news"]:
         write(child, before[child])
     _state().unlink()
-
-
-def summary(news: dict[str, list[str]]) -> str:
-    """Format a line for each stage, and then the number of files and definitions by what happened to them."""
-    lines = [f"{child}: {'; '.join(told) or 'not affected'}" for child, told in news.items()]
-    counts = collections.Counter(line.split()[0] for told in news.values() for line in told)
-    kept = sum(all(line.startswith(("found", "has no")) for line in told) for told in news.values())
-    words = {"copied": "copied", "merged": "merged", "added": "added", "deleted": "deleted", "conflict": "resolved by hand"}
-    total = [f"{counts[word]} {said}" for word, said in words.items() if counts[word]]
-    total = [", ".join(total) or "none changed", f"definitions in another file than the parent's: {counts['found']}"]
-    return "\n".join([*lines, f"files: {'; '.join(total)}; stages left alone: {kept} of {len(news)}"])
 
 
 def main(argv: list[str]):
@@ -192,21 +170,18 @@ def main(argv: list[str]):
     parser.add_argument("--since", metavar="REV", default="HEAD", help="the revision with the stage's code before the edit")
     options = parser.parse_args(argv)
     try:
-        if options.source:
-            state = begin(options.source, options.since)
-        elif _state().exists():
-            state = json.loads(_state().read_text())
-        else:
+        if not options.source and not _state().exists():
             raise ValueError("no carry is in progress; begin one, such as make carry FROM=v11")
+        state = begin(options.source, options.since) if options.source else json.loads(_state().read_text())
         if options.abort:
             return abort(state)
-        conflicts = go_on(state)
+        places = go_on(state)
     except (OSError, ValueError) as error:
         parser.exit(2, f"make carry: {error}\n")
-    if conflicts:
-        print(*(f"{place}: conflict" for place in conflicts), sep="\n")
+    if places:
+        print(*(f"{place}: conflict" for place in places), sep="\n")
         parser.exit(1, "Resolve it in the file, then run `make carry CONTINUE=yes`. `make carry ABORT=yes` undoes the carry.\n")
-    print(summary(state["news"]))
+    print(*(f"{child}: {'; '.join(news) or 'not affected'}" for child, news in state["news"].items()), sep="\n")
 
 
 if __name__ == "__main__":

@@ -11,15 +11,6 @@ from common.show import results, story
 from common.show.merge import Key, code, place
 
 
-def _functions(name: str, pass_: str) -> dict[Key, str]:
-    """Return the source of each function of a stage's pass, without NOTEs, by its file and name."""
-    return {
-        (file, function): code(text)
-        for file in stages.files(pass_, name)
-        for function, text in story.functions(stages.source(name, file)).items()
-    }
-
-
 def _statements(text: str) -> str:
     """Return a function's syntax tree without docstrings, as text."""
     tree = ast.parse(text)
@@ -40,20 +31,25 @@ def drift() -> tuple[list[str], list[str]]:
     for pass_ in results.CODE.values():
         functions = {name: _functions(name, pass_) for name in parents}
         for name, mine in functions.items():
-            ancestors = [parents[name]] if parents[name] else []
-            for above in ancestors:
-                ancestors += [parents[above]] if parents[above] else []
+            ancestors, above = [], name
+            while above := parents[above]:
+                ancestors.append(above)
             for key, text in mine.items():
-                theirs = {above: functions[above].get(place(key, functions[above], mine)) for above in ancestors}
-                the_parent_s = theirs.get(parents[name], text)
-                if the_parent_s == text:
+                theirs = [functions[above].get(place(key, functions[above], mine)) for above in ancestors]
+                if not theirs or theirs[0] == text:
                     continue
                 where = f"{name}: {key[1]} in {key[0]}"
-                if the_parent_s and _statements(the_parent_s) == _statements(text):
-                    worded.append(f"{where}, from {parents[name]}")
-                if same := [above for above, other in theirs.items() if other == text]:
-                    returned.append(f"{where}, as in {same[0]}")
+                if theirs[0] and _statements(theirs[0]) == _statements(text):
+                    worded.append(f"{where}, from {ancestors[0]}")
+                if text in theirs:
+                    returned.append(f"{where}, as in {ancestors[theirs.index(text)]}")
     return worded, returned
+
+
+def _functions(name: str, pass_: str) -> dict[Key, str]:
+    """Return the source of each function of a stage's pass, without NOTEs, by its file and name."""
+    found = {file: story.functions(stages.source(name, file)) for file in stages.files(pass_, name)}
+    return {(file, function): code(text) for file, of in found.items() for function, text in of.items()}
 
 
 def main():

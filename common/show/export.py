@@ -1,15 +1,16 @@
 """Write a stage as a package that needs nothing else of this repository: `make export STAGE=v53 TO=some/folder`."""
 
 import argparse
-import ast
 import re
 import sys
+from modulefinder import ModuleFinder
 from pathlib import Path
 
 import stages
+from common.show import story
+from common.show.results import ROOT
 
-ROOT = Path(__file__).parents[2]
-WITH_INTERPRETER = "common/kernels/interpreted.py"  # the only file that imports the interpreters at its top
+INTERPRETERS = ["common.interpreter", "common.kernels.interpreted"]
 NO_INTERPRETER = '''"""The stages' kernels share this code."""
 
 from ..runtime import INTERPRETED
@@ -40,26 +41,6 @@ out = attention(q, k, v, causal=True)  # [B, H, Sq, Dv]; help(attention) says wh
 """
 
 
-def _file(module: list[str]) -> str | None:
-    """Return the file of a module of this repository, as a path from the root; None if there is none."""
-    for path in ("/".join(module) + ".py", "/".join([*module, "__init__.py"])):
-        if (ROOT / path).is_file():
-            return path
-    return None
-
-
-def _imported(path: str) -> list[list[str]]:
-    """Return the modules of this repository that a file imports, as lists of names, and the packages that hold them."""
-    found = []
-    for node in ast.walk(ast.parse((ROOT / path).read_text())):
-        if isinstance(node, ast.ImportFrom):
-            above = path.split("/")[: -node.level] if node.level else []
-            module = above + (node.module.split(".") if node.module else [])
-            if module and module[0] in ("common", "stages"):
-                found += [module, *([*module, alias.name] for alias in node.names)]
-    return [module[:length] for module in found for length in range(1, len(module) + 1)]
-
-
 def files(name: str, interpreter: bool) -> list[str]:
     """Return the files that a stage consists of, as paths from the root: its own and all that they import.
 
@@ -67,16 +48,10 @@ def files(name: str, interpreter: bool) -> list[str]:
         name: the directory name of the stage.
         interpreter: whether the package can run without a GPU.
     """
-    found, waiting = [], [f"stages/{name}/{path.name}" for path in stages.directory(name).glob("*.py")]
-    while waiting:
-        path = waiting.pop()
-        if path in found or not interpreter and (path == WITH_INTERPRETER or path.startswith("common/interpreter/")):
-            continue
-        found.append(path)
-        waiting += filter(None, map(_file, _imported(path)))
-        if interpreter and path.startswith("common/interpreter/"):
-            waiting += [f"common/interpreter/{other.name}" for other in (ROOT / "common/interpreter").glob("*.py")]
-    return sorted(found)
+    finder = ModuleFinder([str(ROOT)], excludes=[] if interpreter else INTERPRETERS)
+    for path in stages.directory(name).glob("*.py"):
+        finder.import_hook(f"stages.{name}.{path.stem}".removesuffix(".__init__"))
+    return sorted(str(Path(module.__file__).relative_to(ROOT)) for module in finder.modules.values() if module.__file__)
 
 
 def relative(path: str, text: str) -> str:
@@ -106,22 +81,15 @@ def export(name: str, folder: Path, interpreter: bool) -> int:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise SystemExit(f"TO={folder} is there already; name a new folder")
     texts = {path: relative(path, (ROOT / path).read_text()) for path in files(name, interpreter)}
-    if not interpreter and "common/kernels/__init__.py" in texts:
-        texts["common/kernels/__init__.py"] = NO_INTERPRETER
-    if "common/operator.py" in texts:  # so that this package and the repository can be imported together
-        texts["common/operator.py"] = texts["common/operator.py"].replace('"kernel_evolution"', f'"{package}"')
-    docstring = ast.get_docstring(ast.parse(stages.source(name, "__init__.py"))) or name
-    pinned = re.findall(r"^(?:torch|triton)==\S+", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    texts |= {} if interpreter else {"common/kernels/__init__.py": NO_INTERPRETER}
+    # The operator's name is the package's, so that this package and the repository can be imported together.
+    texts["common/operator.py"] = texts["common/operator.py"].replace('"kernel_evolution"', f'"{package}"')
+    pinned = re.findall(r"^(torch|triton)==(\S+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
     needs = "It needs a GPU, or TRITON_INTERPRET=1." if interpreter else "It needs a GPU."
     if not any(".jit\n" in text for path, text in texts.items() if path.startswith("stages/v")):
         needs = "It has no kernels of its own, and runs on a GPU or on the CPU."
-    about = {
-        "package": package,
-        "name": name,
-        "idea": docstring.splitlines()[0],
-        "versions": " and ".join(line.replace("==", " ") for line in pinned),
-        "needs": needs,
-    }
+    about = {"package": package, "name": name, "idea": story.idea(name), "needs": needs}
+    about["versions"] = " and ".join(map(" ".join, pinned))
     texts |= {"__init__.py": PACKAGE.format(**about), "README.md": README.format(**about)}
     texts |= {path.name: path.read_text() for path in ROOT.glob("LICENSE*")}
     for path, text in texts.items():

@@ -1,4 +1,4 @@
-"""Make a new stage from another one: copy the kernels, and add lines to README.md and tests/predictions.py.
+"""Make a new stage from another one: copy the kernels, and add lines to README.md.
 
     make stage FROM=v29 NAME=v29x_yours
 
@@ -11,7 +11,6 @@ import ast
 import re
 import shutil
 import sys
-from string import ascii_lowercase
 
 import stages
 from common.measure import files, terminal
@@ -56,7 +55,7 @@ stages/{name} has the kernels of {source}, its parent. Write next:
   stages/{name}/forward.py, backward.py and their parts: the idea; keep names, order and formatting
   stages/{name}/__init__.py: the idea in at most 12 words, on the first line; `make story` and README.md show it
   stages/{name}/README.md: the text under the headings
-  tests/predictions.py: bytes and FLOPs of {version}, which are now {source}'s, if they are there
+  tests/predictions.py: formulas of bytes and FLOPs, if they differ from those of {source}
 Then run:
   make test ARGS="-k {version}"
   make bench STAGE={version}
@@ -72,7 +71,7 @@ def checked(source: str, name: str) -> str:
     """
     source = stages.resolve(source)
     at = {stages.position(other): other for other in stages.names()}
-    hint = f"try {example(source)}, or NAME={free_number()}_yours for the next step"
+    hint = f"try {example(source)}"
     if not NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no name of a stage: v<number>[letter]_<snake_case>; {hint}")
     if (position := stages.position(name)) in at or stages.directory(name).exists():
@@ -83,17 +82,10 @@ def checked(source: str, name: str) -> str:
     return source
 
 
-def free_number() -> str:
-    """Return the version of the next step: v50 if v49 is the last."""
-    return f"v{max(stages.position(name)[0] for name in stages.names()) + 1}"
-
-
 def example(source: str) -> str:
-    """Return a command that makes a dead end from the stage `source`."""
-    number, _ = stages.position(source)
-    taken = {stages.position(name) for name in stages.names()}
-    free = [letter for letter in ascii_lowercase if (number, letter) not in taken]
-    return f"make stage FROM={stages.version(source)} NAME={f'v{number}{free[-1]}' if free else free_number()}_yours"
+    """Return a command that makes the next step from the stage `source`: NAME=v50_yours if v49 is the last."""
+    number = max(stages.position(name)[0] for name in stages.names()) + 1
+    return f"make stage FROM={stages.version(source)} NAME=v{number}_yours"
 
 
 def without_past_notes(code: str, name: str) -> str:
@@ -118,41 +110,24 @@ def module(code: str, idea: str, source: str, name: str) -> str:
     return re.sub(r"^__all__ = .*\n", rf'\g<0>\nPARENT = "{stages.version(source)}"\n', code, count=1, flags=re.MULTILINE)
 
 
-def with_prediction(text: str, source: str, name: str) -> str:
-    """Return the text of tests/predictions.py with a line for the new stage: a copy of `source`'s, if there is one."""
-    lines = text.splitlines(keepends=True)
-    found = {stages.position(f"{match[1]}_"): place for place, line in enumerate(lines) if (match := _PREDICTION.match(line))}
-    if stages.position(source) in found:
-        line = lines[found[stages.position(source)]].replace(f'"{stages.version(source)}"', f'"{stages.version(name)}"', 1)
-        lines.insert(max(place for position, place in found.items() if position < stages.position(name)) + 1, line)
-    return "".join(lines)
-
-
-_PREDICTION = re.compile(r' {4}"(v\d+[a-z]?)": ')
-
-
 def make(source: str, name: str):
-    """Write stages/`name` with the code of stage `source`, and the new stage's lines in README.md and tests/predictions.py. If
-    an error occurs, undo all changes."""
+    """Write stages/`name` with the code of stage `source`, and the new stage's lines in README.md. If an error occurs, delete
+    the new directory."""
     directory = results.ROOT / "stages" / name
-    readme, predictions = results.ROOT / "README.md", results.ROOT / "tests" / "predictions.py"
-    before = {path: path.read_text() for path in (readme, predictions)}
     idea = ("A dead end: " + IDEA) if stages.is_dead_end(name) else IDEA.capitalize()
     try:
         shutil.copytree(stages.directory(source), directory, ignore=shutil.ignore_patterns("__pycache__"))
         for path in directory.glob("*.py"):
-            files.replace(path, without_past_notes(path.read_text(), name))
+            path.write_text(without_past_notes(path.read_text(), name))
         path = directory / "__init__.py"
-        files.replace(path, module(path.read_text(), idea, source, name))
-        files.replace(directory / "README.md", README.format(version=stages.version(name), idea=idea))
-        files.replace(predictions, with_prediction(before[predictions], source, name))
-        for path, text in documents.documents(name).items():
-            files.replace(path, text)
+        path.write_text(module(path.read_text(), idea, source, name))
+        (directory / "README.md").write_text(README.format(version=stages.version(name), idea=idea))
+        texts = documents.documents(name)
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
-        for path, text in before.items():
-            files.replace(path, text)
         raise
+    for path, text in texts.items():
+        files.replace(path, text)
 
 
 def main(argv: list[str]):

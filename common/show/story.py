@@ -83,8 +83,8 @@ def _git_diff(old: str, new: str, names: list[str], exact: bool) -> str:
 def pieces(text: str) -> dict[str, str]:
     """Return a file's text in pieces, one for each top-level definition (function, class or variable), by its name in order.
 
-    A piece includes the comments before its definition, and all lines up to the next piece. The name "" has the lines before
-    the first definition. The pieces joined are the text.
+    A piece begins with the empty lines and comments before its definition. The name "" has the lines before the first
+    definition. The pieces joined are the text.
     """
     lines = text.splitlines(keepends=True)
     firsts = {"": 0}
@@ -93,6 +93,8 @@ def pieces(text: str) -> dict[str, str]:
             name = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else node.name
             first = _first_line(node)
             while first and lines[first - 1].startswith("#"):
+                first -= 1
+            while first and not lines[first - 1].strip():
                 first -= 1
             firsts.setdefault(name, first)
     ends = [*firsts.values(), len(lines)][1:]

@@ -1,10 +1,6 @@
 """Draw the chart of the start page with Vega-Lite: the speed of all stages and libraries."""
 
-import functools
 import itertools
-import json
-
-import vl_convert
 
 import stages
 from common.show.results import (
@@ -46,27 +42,23 @@ def speeds() -> list[dict]:
 
     A row comes from the newest run that has it.
     """
-    rows = {}
+    rows, names = {}, ("impl", "pass", "d", "causal", "s")
     for run in runs():
-        where = {"run": f"{run.machine['gpu']}, commit {short_commit(run.machine['commit'])}, {run.machine['date']}"}
+        where = f"{run.machine['gpu']}, commit {short_commit(run.machine['commit'])}, {run.machine['date']}"
         for name, (pass_, d), causal in itertools.product(run.names, COLUMNS, (False, True)):
-            works = [paper(pass_, d, causal, s) for s in LENGTHS]
+            works, found = [paper(pass_, d, causal, s) for s in LENGTHS], {}
             for work in run.times(name, works):
-                found = run.record(name, work)
-                numbers = {"tflops": found["tflops"], "spread": found["iqr_ms"] / found["ms"] * found["tflops"] / 2}
-                rows.setdefault((name, pass_, d, causal, work.seq_len), _short(numbers | {"ms": found["ms"]}) | where)
-            mean = run.holds(name, mean_over(pass_, d)) and run.rate(name, [w for w in works if w.seq_len in MEAN_OVER])
-            if mean:
-                rows.setdefault((name, pass_, d, causal, MEAN), _short({"tflops": mean}) | where)
-    names = ("impl", "pass", "d", "causal", "s")
-    return [
-        dict(zip(names, key, strict=True)) | row | {"name": spoken(key[0]), "kind": kind(key[0])} for key, row in rows.items()
-    ]
-
-
-def _short(numbers: dict[str, float]) -> dict[str, float]:
-    """Round numbers to four digits, which are enough for a chart."""
-    return {name: float(f"{value:.4g}") for name, value in numbers.items()}
+                tflops, ms, iqr_ms = (run.record(name, work)[what] for what in ("tflops", "ms", "iqr_ms"))
+                found[work.seq_len] = {"tflops": tflops, "spread": iqr_ms / ms * tflops / 2, "ms": ms}
+            if run.holds(name, mean_over(pass_, d)):
+                mean = run.rate(name, [work for work in works if work.seq_len in MEAN_OVER])
+                found |= {MEAN: {"tflops": mean}} if mean else {}
+            for s, numbers in found.items():
+                key = name, pass_, d, causal, s
+                short = {what: float(f"{number:.4g}") for what, number in numbers.items()}  # enough digits for a chart
+                about = {"run": where, "name": spoken(name), "kind": kind(name)}
+                rows.setdefault(key, dict(zip(names, key, strict=True)) | short | about)
+    return list(rows.values())
 
 
 def speed_spec(rows: list[dict]) -> dict:
@@ -101,19 +93,3 @@ def speed_spec(rows: list[dict]) -> dict:
         ],
         "config": LOOK,
     }  # fmt: skip
-
-
-def svg(spec: dict) -> str:
-    """Return a Vega-Lite chart as SVG."""
-    return vl_convert.vegalite_to_svg(json.dumps(spec))
-
-
-def compiled(spec: dict) -> dict:
-    """Return a Vega-Lite chart in Vega's language, which a page can draw without Vega-Lite."""
-    return vl_convert.vegalite_to_vega(json.dumps(spec))
-
-
-@functools.cache
-def library() -> str:
-    """Return Vega as one script, which defines `vegaEmbed`."""
-    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")

@@ -14,21 +14,22 @@ import sys
 from pathlib import Path
 
 import jinja2
+import vl_convert
 from markupsafe import Markup
 
 import stages
 from common.measure import files, terminal
 from common.measure.options import add_list
 from common.show import front
-from common.show.results import CODE, LEGEND, ROOT, origins, runs, same_code
-from common.show.story import idea, result, sources
+from common.show.results import CODE, LEGEND, ROOT, origins, runs
+from common.show.story import functions, idea, result, sources
 from common.show.tables import PASS_NAMES
 from common.show.traces import COLORS
 from common.show.tracks import TRACKS
 from common.site import charts
-from common.site.diffs import changed_parts, rows
-from common.site.scenes import MOST_ZOOM, Mark, scenes
-from common.site.texts import Texts, colored_file, page_of
+from common.site.diffs import blocks
+from common.site.scenes import MOST_ZOOM, Mark, passes, scenes
+from common.site.texts import Texts, code_page, colored, page_of
 
 HERE = Path(__file__).parent
 OUT = ROOT / "site"
@@ -43,24 +44,20 @@ CHOICES = [
 SELECTED = {"pass": "fwd", "d": "128", "causal": "yes", "s": charts.MEAN}
 
 
-def drawn(marks: list[Mark], end: float, grouped: bool) -> Markup:
-    """Return the marks of a lane as SVG, in a rectangle of 1000 by 100.
+def drawn(marks: list[Mark], end: float) -> Markup:
+    """Return the marks of a lane as SVG, in a rectangle of 1000 by 100. Marks with one tooltip are one path.
 
     Args:
         end: the end of the time axis.
-        grouped: whether marks with equal tooltips become one path. This saves space if there are thousands of marks.
     """
     paths = {}
-    for place, mark in enumerate(marks):
+    for mark in marks:
         look = f"c{mark.color}" if mark.kind in ("read", "busy") else mark.kind
-        key = (look, mark.words) if grouped else (look, mark.words, place)
         x, width = 1000 * mark.start / end, 1000 * (mark.end - mark.start) / end
         y, height = 4 + 92 * mark.top, max(92 * (mark.bottom - mark.top), 10)
-        paths.setdefault(key, []).append(f"M{x:.2f} {y:.1f}h{width:.2f}v{height:.1f}h-{width:.2f}z")
-    return Markup("").join(
-        Markup('<path class="{}" data-words="{}" d="{}"/>').format(look, words, "".join(path))
-        for (look, words, *_), path in paths.items()
-    )
+        paths.setdefault((look, mark.words), []).append(f"M{x:.2f} {y:.1f}h{width:.2f}v{height:.1f}h-{width:.2f}z")
+    path = Markup('<path class="{}" data-words="{}" d="{}"/>')
+    return Markup("").join(path.format(*key, "".join(places)) for key, places in paths.items())
 
 
 def sections(readme: str) -> dict[str, str]:
@@ -82,11 +79,6 @@ def neighbors(name: str) -> tuple[str | None, str | None]:
     return line[place - 1] if place else None, line[last] if last < len(line) else None
 
 
-def summary(path: Path) -> str:
-    """Return the first line of a module's docstring."""
-    return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
-
-
 class Site:
     """Empty a folder, and write the pages into it."""
 
@@ -95,70 +87,65 @@ class Site:
         out.mkdir(parents=True)
         self._out = out
         self._texts = Texts(out)
-        self._templates = jinja2.Environment(
-            loader=jinja2.FileSystemLoader(HERE / "templates"), autoescape=True, trim_blocks=True
-        )
+        folder = jinja2.FileSystemLoader(HERE / "templates")
+        self._templates = jinja2.Environment(loader=folder, autoescape=True, trim_blocks=True)
         self._templates.globals["drawn"] = drawn
+        self._templates.filters["version"] = stages.version
 
     def _write(self, page: str, template: str, **values):
         terms = {anchor: self._texts.definitions[anchor] for anchor in sorted(self._texts.used)}
         files.replace(self._out / page, self._templates.get_template(template).render(terms=terms, **values))
-        self._texts.page()
+        self._texts.used = set()
 
     def _html(self, text: str, source: Path) -> Markup:
         return Markup(self._texts.html(text, source))
 
     def start(self):
         """Write the start page."""
-        found = runs()
-        cards = []
-        for name in stages.names():
+        found, names, cards = runs(), stages.names(), []
+        for name in names:
             _, words, lines = front.start(name)
-            words = Markup(self._texts.inline(words, ROOT / "README.md"))
-            passes = [(PASS_NAMES[pass_], *both) for pass_, both in front.numbers(found, name)[0].items()]
+            numbers = [(PASS_NAMES[pass_], *both) for pass_, both in front.numbers(found, name)[0].items()]
             cards.append({
-                "version": stages.version(name), "idea": words, "lines": lines, "passes": passes,
-                "dead_end": stages.is_dead_end(name), "track": stages.track(name),
+                "version": stages.version(name), "idea": Markup(self._texts.inline(words, ROOT / "README.md")), "lines": lines,
+                "passes": numbers, "dead_end": stages.is_dead_end(name), "track": stages.track(name),
             })  # fmt: skip
         spec = charts.speed_spec(charts.speeds())
         titles = [(page_of(path), path.read_text().partition("\n")[0].lstrip("# ")) for path in LISTED]
         self._write(
-            "index.html", "index.html", title="How attention got fast", cards=cards, spec=charts.compiled(spec),
-            chart=Markup(charts.svg(spec)), choices=CHOICES, selected=SELECTED, first=stages.version(stages.names()[0]),
+            "index.html", "index.html", title="How attention got fast", cards=cards, spec=vl_convert.vegalite_to_vega(spec),
+            chart=Markup(vl_convert.vegalite_to_svg(spec)), choices=CHOICES, selected=SELECTED, first=stages.version(names[0]),
             measured="; ".join(origins(found)), documents=titles, tracks=TRACKS, pass_names=PASS_NAMES, legend=LEGEND.values(),
         )  # fmt: skip
 
     def document(self, path: Path):
         """Write the page of a Markdown file."""
         text = path.read_text()
-        body = self._html(text, path)
-        self._write(page_of(path), "document.html", title=text.partition("\n")[0].lstrip("# "), body=body)
+        self._text(page_of(path), text.partition("\n")[0].lstrip("# "), self._html(text, path))
+
+    def _text(self, page: str, title: str, body: Markup):
+        self._write(page, "document.html", title=title, body=body)
 
     def glossary(self):
         """Write the page with all terms of the glossary."""
-        body = Markup("<h1>Glossary</h1>") + Markup("").join(
-            Markup('<p id="{}">{}</p>').format(anchor, Markup(words)) for anchor, words in self._texts.definitions.items()
-        )
-        self._texts.page()
-        self._write("glossary.html", "document.html", title="Glossary", body=body)
+        term = Markup('<p id="{}">{}</p>')
+        terms = [term.format(anchor, Markup(words)) for anchor, words in self._texts.definitions.items()]
+        self._text("glossary.html", "Glossary", Markup("<h1>Glossary</h1>") + Markup("").join(terms))
 
     def step(self, name: str, found):
         """Write the page of a stage. `found` has the stage's scenes."""
         parent, readme = stages.parent(name), stages.directory(name) / "README.md"
         before, after = neighbors(name)
         dropped = [each for each in stages.names() if stages.is_dead_end(each) and stages.parent(each) == name]
-        self._texts.page()
-        words = Markup(self._texts.inline(idea(name).rstrip("."), readme))
         told = result(parent, name) if parent else {}
         parts = {title: self._html(text, readme) for title, text in sections(readme.read_text()).items()}
+        words = Markup(self._texts.inline(idea(name).rstrip("."), readme))
         self._write(
             f"{stages.version(name)}.html", "step.html", title=f"{stages.version(name)}: {idea(name)}".replace("`", ""),
-            version=stages.version(name), parent=parent and stages.version(parent), idea=words,
-            before=before and stages.version(before), after=after and stages.version(after),
-            dropped=[(stages.version(each), idea(each).removeprefix("A dead end: ").rstrip(".")) for each in dropped],
-            dead_end=stages.is_dead_end(name),
+            name=name, parent=parent, before=before, after=after, idea=words,
+            dropped={each: idea(each).removeprefix("A dead end: ").rstrip(".") for each in dropped},
+            dead_end=stages.is_dead_end(name), sections=parts, scenes=found, pass_names=PASS_NAMES,
             colors=len(COLORS), most_zoom=MOST_ZOOM, zoom=next((scene.zoom for scene in found if scene.units), 1),
-            sections=parts, traffic=parts["traffic"], scenes=found, pass_names=PASS_NAMES,
             gains_time_alone=bool(found) and all(scene.moves_the_same for scene in found),
             diffs=self._diffs(name, parent) if parent else [],
             result=told, sources=sources([line for lines in told.values() for line in lines]),
@@ -166,51 +153,37 @@ class Site:
 
     def _diffs(self, name, parent):
         """Return the comparison of each file that differs from the parent's file, for the passes that the stage changes."""
-        return [
-            self._diff(name, parent, pass_, file)
-            for pass_ in CODE
-            if not same_code(name, parent, pass_)
-            for file in stages.files(CODE[pass_], parent, name)
-            if stages.source(parent, file) != stages.source(name, file)
-        ]
-
-    @staticmethod
-    def _diff(name, parent, pass_, file):
-        blocks = []
-        for row in rows(stages.source(parent, file), stages.source(name, file)):
-            if not blocks or (blocks[-1]["folded"], blocks[-1]["head"]) != (row.folded, row.head):
-                blocks.append({"folded": row.folded, "head": row.head, "rows": []})
-            blocks[-1]["rows"].append(row)
-        return {"pass_": pass_, "file": file, "parts": changed_parts(parent, name, file), "blocks": blocks}
+        found = []
+        for pass_ in passes(name):
+            for file in stages.files(CODE[pass_], parent, name):
+                old, new = (stages.source(stage, file) for stage in (parent, name))
+                if old != new:
+                    before, after = functions(old), functions(new)
+                    parts = [part for part in after if before.get(part) != after[part]]
+                    found.append({"pass_": pass_, "file": file, "parts": parts, "blocks": blocks(old, new)})
+        return found
 
     def code(self):
         """Write a page for each file or directory that texts link to."""
-        while self._texts.files:
-            path = self._texts.files.pop()
+        for path in sorted(self._texts.files):
             if path.is_dir():
-                inside = [each for each in sorted(path.glob("*.py")) if each.name != "__init__.py"]
-                items = [Markup("<li><code>{}</code>: {}</li>").format(each.name, summary(each)) for each in inside]
-                body = Markup("<ul>") + Markup("").join(items) + Markup("</ul>")
+                modules = [each for each in sorted(path.glob("*.py")) if each.name != "__init__.py"]
+                about = {each.name: ast.get_docstring(ast.parse(each.read_text())).partition("\n")[0] for each in modules}
+                body = self._html("\n".join(f"- `{name}`: {words}" for name, words in about.items()), path)
             else:
-                body = Markup(colored_file(path))
-            where = path.relative_to(ROOT)
-            heading = Markup("<h1>{}</h1>").format(where)
-            self._write(self._texts.page_of_file(path), "document.html", title=str(where), body=heading + body)
+                body = Markup(colored(path.read_text(), path.suffix[1:] or path.name))
+            title = str(path.relative_to(ROOT))
+            self._text(code_page(path), title, Markup("<h1>{}</h1>").format(title) + body)
 
     def assets(self):
         """Copy the styles and scripts."""
         for path in (HERE / "assets").iterdir():
             shutil.copyfile(path, self._out / path.name)
-        files.replace(self._out / "vega.js", charts.library())
+        files.replace(self._out / "vega.js", vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"))
 
 
-def build(out: Path, names: list[str], recorded: list[str] | None = None):
-    """Write the site to a folder, with the pages of the stages `names`.
-
-    Args:
-        recorded: the stages whose pages show the accesses of their kernels. None means all stages in `names`.
-    """
-    recorded = names if recorded is None else recorded
+def build(out: Path, names: list[str]):
+    """Write the site to a folder, with the pages of the stages `names`."""
     site = Site(out)
     site.assets()
     site.start()
@@ -218,9 +191,8 @@ def build(out: Path, names: list[str], recorded: list[str] | None = None):
         site.document(path)
     site.glossary()
     with multiprocessing.Pool(min(2, multiprocessing.cpu_count())) as pool:
-        found = dict(zip(recorded, pool.imap(scenes, recorded), strict=True))
-        for name in names:
-            site.step(name, found.get(name, []))
+        for name, found in zip(names, pool.imap(scenes, names), strict=True):
+            site.step(name, found)
     site.code()
 
 

@@ -14,19 +14,14 @@ from common.show.traces import COLORS, has_cycles, lanes, moments, unit
 
 # Most scenes have one head and these sizes. UNUSUAL has other sizes, for the steps whose ideas need them.
 USUAL = {"seq_len": 1024, "head_dim": 64, "causal": True}
+ONE_QUERY = {"seq_len": 1, "kv_len": 4096, "causal": False, "sms": 8}
+WIDE = {"seq_len": 512, "head_dim": 256}
 UNUSUAL = {
     "v29_short_tiles": {"head_dim": 128},
     "v30_packed_heads": {"seq_len": 1, "kv_len": 1024, "causal": False, "heads": 4, "kv_heads": 1, "sms": 4},
-    "v31_split_keys": {"seq_len": 1, "kv_len": 4096, "causal": False, "sms": 8},
-    "v32_two_launches": {"seq_len": 1, "kv_len": 4096, "causal": False, "sms": 8},
-    "v33_few_rows": {"seq_len": 1, "kv_len": 4096, "causal": False, "sms": 8},
-    "v34_planned_splits": {"seq_len": 1, "kv_len": 4096, "causal": False, "sms": 8},
-    "v44_wide_kernel": {"seq_len": 512, "head_dim": 256},
-    "v45_shared_p": {"seq_len": 512, "head_dim": 256},
-    "v46_dq_kernel": {"seq_len": 512, "head_dim": 256},
-    "v47_dq_prefetch": {"seq_len": 512, "head_dim": 256},
-    "v48_dq_roles": {"seq_len": 512, "head_dim": 256},
-    "v49_wide_overlap": {"seq_len": 512, "head_dim": 256},
+    **dict.fromkeys(("v31_split_keys", "v32_two_launches", "v33_few_rows", "v34_planned_splits"), ONE_QUERY),
+    **dict.fromkeys(("v44_wide_kernel", "v45_shared_p", "v46_dq_kernel", "v47_dq_prefetch", "v48_dq_roles"), WIDE),
+    "v49_wide_overlap": WIDE,
     "v49a_sums_from_registers": {"head_dim": 128},
     "v49b_three_consumers": {"seq_len": 1152, "head_dim": 128, "causal": False},
 }
@@ -66,10 +61,8 @@ class Mark:
     Attributes:
         kind: "read", "write" or "add" for an access; "busy" for a unit of the SM.
         color: the number of a color, which stands for a program or a partition.
-        start: the position of the left edge on the time axis.
-        end: the position of the right edge on the time axis.
-        top: the position of the upper edge, as a share of the lane's height.
-        bottom: the position of the lower edge, as a share of the lane's height.
+        start, end: the positions of the left and right edge on the time axis.
+        top, bottom: the positions of the upper and lower edge, as shares of the lane's height.
         words: the text of the tooltip.
     """
 
@@ -160,12 +153,8 @@ def _scene(name, pass_, shape, gpu) -> Scene:
     length = f"S = {workload.seq_len}" if workload.kv_len == workload.seq_len else f"Sq = 1, Sk = {workload.kv_len}"
     heads = "one head" if workload.heads == 1 else f"{workload.heads} heads that share {workload.kv_heads} of K and V"
     words = f"{PASS_NAMES[pass_]}, {heads}, D = {workload.head_dim}, {length}, {'causal' if workload.causal else 'full'}"
-    return Scene(
-        pass_,
-        words,
-        [_accesses(stage, each) for stage, each in recorded.items()],
-        [_units(stage, each) for stage, each in recorded.items() if any(each.spans.values())],
-    )
+    units = [_units(stage, each) for stage, each in recorded.items() if has_cycles(each)]
+    return Scene(pass_, words, [_accesses(stage, each) for stage, each in recorded.items()], units)
 
 
 def _accesses(stage: str, recorded: Trace) -> Panel:
@@ -181,10 +170,8 @@ def _accesses(stage: str, recorded: Trace) -> Panel:
         where = f"rows {access.rows[0]} to {access.rows[1]}"
         does = {"read": "reads", "write": "writes", "add": "adds to"}[access.kind]
         words = f"{who} {access.program} {does} {access.tensor}, {where}: {access.nbytes:,} bytes"
-        mark = Mark(
-            access.kind, access.program % len(COLORS), start, max(stop, start + end * LEAST),
-            top / (heads * rows), bottom / (heads * rows), words,
-        )  # fmt: skip
+        edges = start, max(stop, start + end * LEAST), top / (heads * rows), bottom / (heads * rows)
+        mark = Mark(access.kind, access.program % len(COLORS), *edges, words)
         lane = "temporary" if access.tensor.startswith("temporary") else access.tensor
         found.setdefault(lane, []).append(mark)
     to_the_right = TIMED if has_cycles(recorded) else ORDER

@@ -12,9 +12,10 @@ from latex2mathml.converter import convert
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from mdit_py_plugins.anchors import anchors_plugin
+from mdit_py_plugins.anchors.index import slugify
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
-from pygments.lexers import get_lexer_by_name, guess_lexer_for_filename
+from pygments.lexers import get_lexer_by_name
 from pygments.util import ClassNotFound
 
 import stages
@@ -23,12 +24,6 @@ from common.show.results import ROOT
 GLOSSARY = ROOT / "docs" / "reading.md"
 LETTERS = {"B", "H", "S", "D", "P", "O"}  # pages do not explain these terms, because single letters have other meanings too
 PICTURES = (".png", ".svg")
-NOTHING = re.compile(r"(?!)")  # a pattern that matches no text
-
-
-def slug(text: str) -> str:
-    """Return the anchor of a heading, as GitHub makes it."""
-    return re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
 
 
 def mathml(formula: str, display: bool) -> str:
@@ -53,31 +48,30 @@ class Texts:
 
     Attributes:
         definitions: the glossary's entries as HTML, by anchor.
-        used: the anchors of the terms that the current page names.
+        used: the anchors of the terms that the current page names. A page explains each term at its first occurrence.
         files: the code files that texts link to.
     """
 
     def __init__(self, out: Path):
         self._out = out
-        self.definitions: dict[str, str] = {}
         self.used: set[str] = set()
         self.files: set[Path] = set()
-        self._terms: dict[str, str] = {}  # term -> its anchor in the glossary
-        self._source = ROOT
         self._parser = MarkdownIt("gfm-like", {"linkify": False, "html": True})
-        self._parser.use(anchors_plugin, max_level=3, slug_func=slug)
+        self._parser.use(anchors_plugin, max_level=3)
         self._parser.inline.ruler.before("backticks", "math", _math)
         self._parser.add_render_rule("math", lambda renderer, tokens, at, *_: mathml(tokens[at].content, False))
-        self._parser.add_render_rule("fence", lambda renderer, *args: _fence(renderer, *args))
+        self._parser.add_render_rule("fence", lambda renderer, tokens, at, *_: colored(tokens[at].content, tokens[at].info))
         self._parser.core.ruler.push("places", self._places)
         self._parser.core.ruler.push("terms", self._mark_terms)
-        self._read_glossary()
-        names = sorted(self._terms, key=len, reverse=True)
+        _, _, text = GLOSSARY.read_text().partition("## Glossary")
+        entries = re.findall(r"^\*\*(.+?)\.\*\* (.*?)(?=\n\n|\Z)", text, re.MULTILINE | re.DOTALL)
+        titles = {f"term-{slugify(title.split(',')[0])}": title for title, _ in entries}
+        words = (self.inline(f"**{title}.** {words}", GLOSSARY) for title, words in entries)
+        self.definitions = dict(zip(titles, words, strict=True))
+        terms = {term: anchor for anchor, title in titles.items() for term in title.split(", ") if term not in LETTERS}
+        names = sorted(terms, key=len, reverse=True)
+        self._anchors = [terms[name] for name in names]  # the anchor of each group of the pattern
         self._pattern = re.compile(rf"(?<![\w/-])(?:{'|'.join(map(_either_case, names))})(?:s|es)?(?![\w-])")
-
-    def page(self) -> None:
-        """Begin a new page, where each term is explained again at its first occurrence."""
-        self.used = set()
 
     def html(self, text: str, source: Path) -> str:
         """Return the HTML of a text.
@@ -85,31 +79,19 @@ class Texts:
         Args:
             source: the file that has the text. Links in the text are relative to this file.
         """
-        self._source = source
-        return re.sub(r"<!--.*?-->\n?", "", self._parser.render(text), flags=re.DOTALL)
+        found = self._parser.render(text, {"source": source, "explain": True})
+        return re.sub(r"<!--.*?-->\n?", "", found, flags=re.DOTALL)
 
     def inline(self, text: str, source: Path) -> str:
         """Return the HTML of a sentence, without a paragraph around it and without explained terms."""
-        self._source = source
-        pattern, self._pattern = self._pattern, NOTHING
-        found = self._parser.renderInline(text)
-        self._pattern = pattern
-        return found
-
-    def _read_glossary(self):
-        self._pattern = NOTHING
-        _, _, text = GLOSSARY.read_text().partition("## Glossary")
-        for title, words in re.findall(r"^\*\*(.+?)\.\*\* (.*?)(?=\n\n|\Z)", text, re.MULTILINE | re.DOTALL):
-            anchor = f"term-{slug(title.split(',')[0])}"
-            self.definitions[anchor] = self.inline(f"**{title}.** {words}", GLOSSARY)
-            self._terms |= {term: anchor for term in title.split(", ") if term not in LETTERS}
+        return self._parser.renderInline(text, {"source": source, "explain": False})
 
     def _mark_terms(self, state):
         """Mark each term where a page first names it, except in headings and links."""
         heading = False
         for token in state.tokens:
             heading = token.type == "heading_open" or (heading and token.type != "heading_close")
-            if token.type == "inline" and not heading:
+            if token.type == "inline" and not heading and state.env["explain"]:
                 token.children = list(self._with_terms(token.children))
 
     def _with_terms(self, tokens):
@@ -121,89 +103,62 @@ class Texts:
                 continue
             at = 0
             for found in self._pattern.finditer(token.content):
-                anchor = self._anchor(found[0])
-                if anchor in self.used:
-                    continue
-                self.used.add(anchor)
-                yield Token("text", "", 0, content=token.content[at : found.start()])
-                link = f'<a class="term" href="glossary.html#{anchor}" data-term="{anchor}">{html.escape(found[0])}</a>'
-                yield Token("html_inline", "", 0, content=link)
-                at = found.end()
+                if (anchor := self._anchors[found.lastindex - 1]) not in self.used:
+                    self.used.add(anchor)
+                    yield Token("text", "", 0, content=token.content[at : found.start()])
+                    link = f'<a class="term" href="glossary.html#{anchor}" data-term="{anchor}">{html.escape(found[0])}</a>'
+                    yield Token("html_inline", "", 0, content=link)
+                    at = found.end()
             yield Token("text", "", 0, content=token.content[at:])
-
-    def _anchor(self, word):
-        for term, anchor in self._terms.items():
-            if re.fullmatch(f"{_either_case(term)}(?:s|es)?", word):
-                return anchor
-        raise KeyError(word)
 
     def _places(self, state):
         """Let links lead to pages of the site. Copy pictures into the site, and show the copies."""
+        folder = state.env["source"].parent
         for token in state.tokens:
             if token.type == "table_open":
                 token.attrSet("tabindex", "0")  # so that the arrow keys scroll a wide table
             for child in token.children or []:
                 if child.type == "link_open":
-                    child.attrSet("href", self._link(child.attrGet("href")))
+                    child.attrSet("href", self._link(child.attrGet("href"), folder))
                 if child.type == "image":
-                    child.attrSet("src", self.picture((self._source.parent / child.attrGet("src")).resolve()))
+                    child.attrSet("src", self._picture((folder / child.attrGet("src")).resolve()))
 
-    def picture(self, path: Path) -> str:
+    def _picture(self, path: Path) -> str:
         """Copy a picture into the site, and return its path there."""
         name = "-".join(path.relative_to(ROOT / "plots").parts)
         (self._out / "pictures").mkdir(exist_ok=True)
         shutil.copyfile(path, self._out / "pictures" / name)
         return f"pictures/{name}"
 
-    def _link(self, target: str) -> str:
-        if re.match(r"\w+:", target):
-            return target
+    def _link(self, target: str, folder: Path) -> str:
         name, _, anchor = target.partition("#")
-        if not name:
+        if re.match(r"\w+:", target) or not name:
             return target
-        path = (self._source.parent / name).resolve()
+        path = (folder / name).resolve()
         if path == GLOSSARY and anchor == "glossary":
             return "glossary.html"
-        anchor = f"#{anchor}" if anchor else ""
         if path.suffix == ".md" or path.parent == ROOT / "stages":
-            return page_of(path) + anchor
+            return page_of(path) + (f"#{anchor}" if anchor else "")
         if path.suffix in PICTURES:
-            return self.picture(path)
-        return self.file(path)
-
-    def file(self, path: Path) -> str:
-        """Return the page that shows a file or lists a directory. `Site.code` writes this page later."""
+            return self._picture(path)
         self.files.add(path)
-        return self.page_of_file(path)
-
-    @staticmethod
-    def page_of_file(path: Path) -> str:
-        """Return the name of the page that shows a file."""
-        return f"code-{'-'.join(path.relative_to(ROOT).parts)}.html"
+        return code_page(path)
 
 
-def _fence(renderer, tokens, at, options, env) -> str:
-    """Return the HTML of a block of code, or of a formula in such a block."""
-    token = tokens[at]
-    return mathml(token.content.strip(), True) if token.info == "math" else colored(token.content, token.info)
+def code_page(path: Path) -> str:
+    """Return the name of the page that shows a file or lists a directory. `Site.code` writes this page."""
+    return f"code-{'-'.join(path.relative_to(ROOT).parts)}.html"
 
 
 def colored(code: str, language: str) -> str:
-    """Return highlighted code as HTML. Code in an unknown language is not highlighted."""
+    """Return highlighted code, or a formula in "math", as HTML. Code in an unknown language is not highlighted."""
+    if language == "math":
+        return mathml(code.strip(), True)
     try:
-        lexer = get_lexer_by_name(language)
+        shown = highlight(code, get_lexer_by_name(language), HtmlFormatter(cssclass="code"))
     except ClassNotFound:
-        return f"<pre tabindex=0>{html.escape(code)}</pre>"
-    return highlight(code, lexer, HtmlFormatter(cssclass="code")).replace("<pre>", "<pre tabindex=0>", 1)
-
-
-def colored_file(path: Path) -> str:
-    """Return a file's text as HTML, highlighted if its language is known."""
-    try:
-        lexer = guess_lexer_for_filename(path.name, "")
-    except ClassNotFound:
-        return f"<pre tabindex=0>{html.escape(path.read_text())}</pre>"
-    return highlight(path.read_text(), lexer, HtmlFormatter(cssclass="code")).replace("<pre>", "<pre tabindex=0>", 1)
+        shown = f"<pre>{html.escape(code)}</pre>"
+    return shown.replace("<pre>", "<pre tabindex=0>", 1)
 
 
 def _math(state, silent: bool) -> bool:
@@ -218,8 +173,8 @@ def _math(state, silent: bool) -> bool:
 
 
 def _either_case(term: str) -> str:
-    """Return a pattern for a term. A term in lower case may begin with a capital letter."""
+    """Return a group of a pattern for a term. A term in lower case may begin with a capital letter."""
     first = term[0]
     if term[1:].islower() or " " in term:
-        return f"[{first.upper()}{first.lower()}]{re.escape(term[1:])}"
-    return re.escape(term)
+        return f"([{first.upper()}{first.lower()}]{re.escape(term[1:])})"
+    return f"({re.escape(term)})"

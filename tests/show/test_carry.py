@@ -1,13 +1,12 @@
 """`make carry` brings an edit of a stage to all stages that descend from it, and changes nothing else in them."""
 
 import subprocess
-from pathlib import Path
 
 import pytest
 
 import stages
 from common.show import carry
-from common.show.merge import carried, with_notes
+from common.show.merge import carried
 
 V0, V1, V2, V2A, V3 = STAGES = ["v0_first", "v1_second", "v2_third", "v2a_dead_end", "v3_fourth"]
 HEADER = '"""What the file does."""\n\nimport math\n'
@@ -15,20 +14,19 @@ PARTS = "\n# why 1\nONE = 1\n\n\ndef helper(x):\n    # the reason\n    return x 
 KERNEL = "\n\n@jit\ndef kernel(x):\n    a = helper(x)\n    b = a * 2\n    c = b * 3\n    d = c * 4\n    return d\n"
 FORWARD = "\n\ndef forward(x):\n    return kernel(x)\n"
 OWN = KERNEL.replace("    return d", "    # NOTE: v9 is faster\n    return d + 1")
-IMPORT = "\nfrom .forward_part import helper\n"
 BACKWARD = {"backward.py": "import math\n"}
 TEXTS = {  # v1 changes the kernel's end; v2 moves definitions to another file; v3 changes the kernel's beginning
     V0: BACKWARD | {"forward.py": HEADER + PARTS + KERNEL + FORWARD},
     V1: BACKWARD | {"forward.py": HEADER.replace("What", "Change from v0: what") + PARTS + OWN + FORWARD},
-    V2: BACKWARD | {"forward.py": HEADER + IMPORT + OWN + FORWARD, "forward_part.py": PARTS[1:]},
+    V2: BACKWARD | {"forward.py": HEADER + "from .forward_part import helper\n" + OWN + FORWARD, "forward_part.py": PARTS[1:]},
 }
 TEXTS[V2A] = TEXTS[V2] | {"forward.py": TEXTS[V2]["forward.py"].replace("    c =", "    # NOTE: v3 is better\n    c =")}
 TEXTS[V3] = TEXTS[V2] | {"forward.py": TEXTS[V2]["forward.py"].replace("helper(x)\n", "helper(x) + 3\n")}
 
 
-def git(*arguments, under="."):
+def git(*arguments):
     command = ["git", "-c", "user.name=n", "-c", "user.email=e", *arguments]
-    subprocess.run(command, cwd=Path(stages.__path__[0], under), capture_output=True, check=True)
+    subprocess.run(command, cwd=stages.__path__[0], capture_output=True, check=True)
 
 
 def commit():
@@ -44,17 +42,15 @@ def code():
     }
 
 
-def edit(stage, old, new, file="forward.py"):
-    """Replace text that a stage's file has once."""
-    text = stages.source(stage, file)
-    assert text.count(old) == 1
-    (stages.directory(stage) / file).write_text(text.replace(old, new))
-
-
 def edited(texts, old, new):
-    """Return texts with `new` in the place of `old`, which one of the files has."""
+    """Return texts with `new` in the place of `old`, which they have once."""
     assert sum(text.count(old) for text in texts.values()) == 1
     return {file: text.replace(old, new) for file, text in texts.items()}
+
+
+def edit(stage, old, new):
+    """Replace text in a stage's files."""
+    carry.write(stage, edited(code()[stage], old, new))
 
 
 def run(*arguments):
@@ -67,16 +63,15 @@ def run(*arguments):
 
 
 @pytest.fixture(autouse=True)
-def tree(tmp_path, monkeypatch):
+def _tree(tmp_path, monkeypatch):
     """A repository with the stages of `TEXTS`."""
     monkeypatch.setattr(stages, "__path__", [str(tmp_path / "stages")])
     for name, texts in TEXTS.items():
         (tmp_path / "stages" / name).mkdir(parents=True)
         for file, text in (texts | {"__init__.py": "", "README.md": name}).items():
             (stages.directory(name) / file).write_text(text)
-    git("init", "-q", under="..")
+    git("init", "-q", "..")
     commit()
-    return tmp_path
 
 
 def test_an_edit_reaches_all_descendants(capsys):
@@ -84,70 +79,54 @@ def test_an_edit_reaches_all_descendants(capsys):
     edit(V0, "x + ONE", "x + ONE + ONE")
     edit(V0, "c = b * 3", "c = b * 33")
     assert run("v0") == 0
-    wanted = {name: edited(edited(texts, "x + ONE", "x + ONE + ONE"), "b * 3", "b * 33") for name, texts in TEXTS.items()}
-    assert code() == wanted
-    told = capsys.readouterr().out.splitlines()
-    assert told == [
-        f"{V1}: merged forward.py",
-        f"{V2}: found helper in forward_part.py; merged forward.py; merged forward_part.py",
-        f"{V2A}: copied forward.py; copied forward_part.py",
-        f"{V3}: merged forward.py; copied forward_part.py",
-        "files: 3 copied, 4 merged; definitions in another file than the parent's: 1; stages left alone: 0 of 4",
-    ]
+    for name, texts in TEXTS.items():
+        assert code()[name] == edited(edited(texts, "x + ONE", "x + ONE + ONE"), "b * 3", "b * 33")
+    assert capsys.readouterr().out.splitlines() == [
+        f"{V1}: merged forward.py", f"{V2}: merged forward.py; merged forward_part.py",
+        f"{V2A}: copied forward.py; copied forward_part.py", f"{V3}: merged forward.py; copied forward_part.py",
+    ]  # fmt: skip
 
 
-def test_an_edit_of_a_later_stage_leaves_earlier_stages_and_siblings_alone():
-    edit(V2, "x + ONE", "x - ONE", "forward_part.py")
-    assert run(V2) == 0
-    changed = {name: edited(TEXTS[name], "x + ONE", "x - ONE") for name in (V2, V2A, V3)}
-    assert code() == TEXTS | changed
+def test_a_committed_edit_of_a_later_stage_leaves_earlier_stages_and_siblings_alone(capsys):
+    edit(V2, "x + ONE", "x - ONE")
+    commit()
+    edit(V3, "return d + 1", "return d + 7")
+    commit()
+    before = code()
+    assert run(V2) == 2 and "has no change since HEAD" in capsys.readouterr().err
+    assert run(V2, "--since=HEAD~2") == 0
+    assert code() == before | {name: edited(before[name], "x + ONE", "x - ONE") for name in (V2A, V3)}
 
 
-def test_a_conflict_stops_the_carry_until_it_is_resolved(tree, capsys):
-    edit(V0, "    a = helper(x)", "    a = -helper(x)")  # v3 has changed the same line
-    edit(V0, "x + ONE", "x - ONE")
-    both = {name: edited(edited(TEXTS[name], "x + ONE", "x - ONE"), "a = h", "a = -h") for name in TEXTS}
+def test_a_conflict_stops_the_carry_until_it_is_resolved(capsys):
+    """The resolved text goes to the children."""
+    edit(V0, "return d", "return d - 1")  # v1 has changed the same line
     assert run("v0") == 1
     output = capsys.readouterr()
-    assert output.out == f"stages/{V3}/forward.py:10: conflict\n" and "CONTINUE=yes" in output.err
-    marked = stages.source(V3, "forward.py")
-    shown = f"<<<<<<< {V3}\n    a = helper(x) + 3\n||||||| {V2} before\n    a = helper(x)\n=======\n    a = -helper(x)\n"
-    assert f"{shown}>>>>>>> {V2} after\n" in marked
-    assert code() == both | {V3: both[V3] | {"forward.py": marked}}
-    assert run("--continue") == 2
-    assert f"stages/{V3}/forward.py:10 has a conflict marker" in capsys.readouterr().err
-    assert run("v1") == 2
-    assert "a carry is in progress" in capsys.readouterr().err
-    (stages.directory(V3) / "forward.py").write_text("def f(:\n")
-    assert run("--continue") == 2
-    assert f"stages/{V3}/forward.py:1 has a syntax error" in capsys.readouterr().err
-    (stages.directory(V3) / "forward.py").write_text(both[V3]["forward.py"])
+    assert output.out == f"stages/{V1}/forward.py:20: conflict\n" and "CONTINUE=yes" in output.err
+    marked = stages.source(V1, "forward.py")
+    theirs = f"||||||| {V0} before\n    return d\n=======\n    return d - 1\n>>>>>>> {V0} after\n"
+    assert f"<<<<<<< {V1}\n    # NOTE: v9 is faster\n    return d + 1\n{theirs}" in marked
+    assert code() == TEXTS | {V0: code()[V0], V1: TEXTS[V1] | {"forward.py": marked}}
+    resolved = edited(TEXTS[V1], "return d + 1", "return d + 1 - 1")["forward.py"]
+    tries = ((marked, ":20 has a conflict"), ("def f(:\n", ":1 has a syntax error"), (resolved, "a carry is in progress"))
+    for text, said in tries:
+        (stages.directory(V1) / "forward.py").write_text(text)
+        assert run("v0" if text == resolved else "--continue") == 2
+        assert said in capsys.readouterr().err
     assert run("--continue") == 0
-    assert code() == both
-    assert f"{V3}: conflict in forward.py" in capsys.readouterr().out
+    changed = {name: edited(TEXTS[name], "return d + 1", "return d + 1 - 1") for name in STAGES[1:]}
+    assert code() == changed | {V0: code()[V0]}
     assert run("--continue") == 2 and "no carry is in progress" in capsys.readouterr().err
 
 
-def test_what_a_conflict_resolves_to_goes_to_the_children():
-    edit(V0, "return d", "return d - 1")  # v1 has changed the same line
-    assert run("v0") == 1
-    resolved = edited(TEXTS[V1], "return d + 1", "return d + 1 - 1")
-    assert code()[V2] == TEXTS[V2]
-    (stages.directory(V1) / "forward.py").write_text(resolved["forward.py"])
-    assert run("--continue") == 0
-    assert {name: code()[name] for name in (V2, V2A, V3)} == {
-        name: edited(TEXTS[name], "return d + 1", "return d + 1 - 1") for name in (V2, V2A, V3)
-    }
-
-
 def test_abort_restores_all_stages_but_the_edited_one():
-    edit(V0, "    a = helper(x)", "    a = -helper(x)")
+    edit(V0, "    a = helper(x)", "    a = -helper(x)")  # v3 has changed the same line
     (stages.directory(V0) / "forward_new.py").write_text("def new():\n    pass\n")
     mine = code()[V0]
-    assert run("v0") == 1 and code()[V1] != TEXTS[V1]
+    assert run("v0") == 1 and code()[V1] != TEXTS[V1] and "<<<<<<< " in stages.source(V3, "forward.py")
     assert run("--abort") == 0
     assert code() == TEXTS | {V0: mine}
-    assert run("--abort") == 2
 
 
 def test_notes_stay_where_they_are():
@@ -162,35 +141,18 @@ def test_notes_stay_where_they_are():
         assert code()[name] == edited(changed, "    b = a * 2\n", "    b = a * 2\n    b += 1\n")
 
 
-def test_an_edit_of_notes_alone_is_no_edit(capsys):
-    edit(V1, "# NOTE: v9 is faster", "# NOTE: v9 is slower")
-    assert run("v1") == 2
-    assert "has no change since HEAD" in capsys.readouterr().err
-
-
-def test_notes_are_put_before_the_lines_that_they_were_before():
-    note = "# NOTE: x\n"
-    assert with_notes("a\nb\n", f"a\n{note}b\n") == f"a\n{note}b\n"
-    assert with_notes("a\nnew\nb\n", f"a\n{note}b\n") == f"a\nnew\n{note}b\n"
-    assert with_notes("a\nc\n", f"a\n{note}b\nc\n{note}") == f"a\n{note}c\n{note}"
-    assert with_notes("a\nB\nc\n", f"a\n{note}{note}b\nc\n") == f"a\n{note}{note}B\nc\n"
-
-
 def test_new_and_deleted_files_and_definitions():
     """The edit moves the kernel to a new file, adds a function and a constant, and deletes the backward."""
-    new = HEADER.replace("import math", "from .forward_kernel import kernel\nimport math") + PARTS.replace(
-        "ONE = 1\n", "ONE = 1\nTWO = 2\n", 1
-    )
-    new += "\n\ndef last():\n    # NOTE: v1 needs none\n    return TWO\n" + FORWARD
+    last = "\n\ndef last():\n    # NOTE: v1 needs none\n    return TWO\n"
+    new = HEADER.replace("import math", "from .forward_kernel import kernel\nimport math")
+    new += PARTS.replace("ONE = 1\n", "ONE = 1\nTWO = 2\n", 1) + last + FORWARD
     edit(V0, TEXTS[V0]["forward.py"], new)
     (stages.directory(V0) / "forward_kernel.py").write_text('"""The kernel."""\n' + KERNEL)
     (stages.directory(V0) / "backward.py").unlink()
     assert run("v0") == 0
     found = code()
-    bare = new.replace("    # NOTE: v1 needs none\n", "")
-    assert found[V1] == {
-        "forward.py": bare.replace("What", "Change from v0: what"), "forward_kernel.py": '"""The kernel."""\n' + OWN,
-    }  # fmt: skip
+    bare = new.replace("    # NOTE: v1 needs none\n", "").replace("What", "Change from v0: what")
+    assert found[V1] == {"forward.py": bare, "forward_kernel.py": '"""The kernel."""\n' + OWN}
     for name in (V2, V2A, V3):
         assert found[name].keys() == {"forward.py", "forward_part.py", "forward_kernel.py"}
         assert "def kernel" not in found[name]["forward.py"] and "return d + 1" in found[name]["forward_kernel.py"]
@@ -199,171 +161,62 @@ def test_new_and_deleted_files_and_definitions():
     assert "helper(x) + 3" in found[V3]["forward_kernel.py"] and "NOTE: v3" in found[V2A]["forward_kernel.py"]
 
 
-def test_what_a_child_has_changed_is_not_deleted(capsys):
-    edit(V2, "x + ONE", "x - ONE", "forward_part.py")
-    edit(V3, "def forward(x):\n    return", "def forward(x):\n    # own\n    return")
-    commit()
-    before = code()
-    (stages.directory(V1) / "forward.py").write_text(HEADER + OWN)  # neither `helper` nor `forward`
-    assert run("v1") == 1
-    assert capsys.readouterr().out == f"stages/{V2}/forward_part.py:1: conflict\n"
-    assert "<<<<<<< v2_third\ndef helper(x):\n    # the reason\n    return x - ONE\n=======\n>>>>>>> v1_second has deleted" in (
-        stages.source(V2, "forward_part.py")
-    )
-    (stages.directory(V2) / "forward_part.py").write_text(before[V2]["forward_part.py"])
-    assert run("--continue") == 1
-    assert capsys.readouterr().out.startswith(f"stages/{V3}/forward.py:")  # v2a could delete `forward`
-
-
-def test_a_child_without_the_definition_stays_as_it_is(capsys):
-    (stages.directory(V2) / "forward.py").write_text(HEADER + "\n\ndef forward(x):\n    return other(x)\n")
-    commit()
-    before = code()
-    edit(V0, "c = b * 3", "c = b * 33")
-    assert run("v0") == 0
-    assert code() == before | {name: edited(before[name], "b * 3", "b * 33") for name in (V0, V1)}
-    told = capsys.readouterr().out
-    assert f"{V2}: has no kernel\n{V2A}: not affected\n{V3}: not affected\n" in told and "stages left alone: 3 of 4" in told
-
-
-F, G = "\n\ndef f():\n    return 1\n", "\n\ndef g():\n    return 2\n"
+F, G, OTHER = (f"\n\ndef {name}():\n    return {number}\n" for name, number in (("f", 1), ("g", 2), ("own", 3)))
+DELETED = "=======\n>>>>>>> parent has deleted this\n"
 
 
 @pytest.mark.parametrize(("old", "new", "child", "made"), [
-    pytest.param(  # the parent's next definition is another than the child's, so the empty lines differ
-        {"forward.py": "import math\n" + F},
-        {"forward.py": "import abc\nimport math\n\nA = 1\n" + F},
-        {"forward.py": "import math\nimport re\n" + F},
-        {"forward.py": "import abc\nimport math\nimport re\n\nA = 1\n" + F},
-        id="a variable after the imports",
+    pytest.param(
+        ["import math\n" + F], ["import abc\nimport math\n\nA = 1\n" + F], ["import math\nimport re\n\nOWN = 1\n" + F],
+        ["import abc\nimport math\nimport re\n\nA = 1\n\nOWN = 1\n" + F], id="a variable after the imports",
     ),
     pytest.param(
-        {"forward.py": "import math\n" + F},
-        {"forward.py": "import abc\nimport math\n" + F},
-        {"forward.py": "import math\n\nOWN = 1\n" + F},
-        {"forward.py": "import abc\nimport math\n\nOWN = 1\n" + F},
-        id="imports before a variable of the child",
+        [F[2:] + G], [F[2:]], [F[2:] + G.replace("2", "3")],
+        [F[2:] + "\n\n<<<<<<< child\ndef g():\n    return 3\n" + DELETED], id="a deleted function that the child has changed",
     ),
     pytest.param(
-        {"forward.py": "A = 1\nB = 2\n" + F},
-        {"forward.py": "A = 1\n" + F},
-        {"forward.py": "A = 1\nB = 2\n" + F + G},
-        {"forward.py": "A = 1\n" + F + G},
-        id="a deleted variable",
+        [F[2:], "import abc\n" + G], [F[2:]], [F[2:], "import abc\n" + OTHER],
+        [F[2:], "<<<<<<< child\nimport abc\n" + DELETED + OTHER], id="a deleted file in which the child has an own function",
     ),
     pytest.param(
-        {"forward.py": "A = 1\nB = 2\n"}, {"forward.py": "B = 2\nA = B\n"}, {"forward.py": "A = 1\nB = 2\n"},
-        {"forward.py": "B = 2\nA = B\n"}, id="another order in a copy",
+        [F[2:] + G, "import abc\n"], [G[2:], "import abc\n" + F], [F[2:] + G], [F[2:] + G],
+        id="a move to a file that the child lacks",
     ),
     pytest.param(
-        {"forward.py": F[2:], "backward.py": F[2:], "backward_a.py": F[2:]},
-        {"forward.py": F[2:], "backward.py": F[2:], "backward_a.py": G[2:].replace("g", "f")},
-        {"forward.py": F[2:], "backward.py": "import re\n" + F},
-        {"forward.py": F[2:], "backward.py": "import re\n" + F},
+        [G[2:], F[2:], F[2:]], [G[2:], F[2:], F[2:].replace("1", "2")], [G[2:], "import re\n" + F], [G[2:], "import re\n" + F],
         id="the name in another file of the parent",
-    ),
-    pytest.param(
-        {"forward.py": F[2:]}, {"forward.py": F[2:].replace("1", "3")}, {"backward.py": F[2:]}, {"backward.py": F[2:]},
-        id="the name in the other pass",
-    ),
-    pytest.param(
-        {"forward.py": F[2:] + G, "forward_a.py": "import abc\n"},
-        {"forward.py": G[2:], "forward_a.py": "import abc\n" + F},
-        {"forward.py": F[2:] + G}, {"forward.py": F[2:] + G}, id="a move to a file that the child lacks",
-    ),
-    pytest.param(
-        {"forward.py": F[2:], "forward_a.py": "import abc\n"}, {"forward.py": F[2:], "forward_a.py": "import abc\n" + G},
-        {"forward.py": F[2:]}, {"forward.py": F[2:]}, id="a new function in a file that the child lacks",
-    ),
-    pytest.param(
-        {"forward.py": F[2:]}, {"forward.py": F[2:], "forward_a.py": "# NOTE: x\nimport abc\n" + G},
-        {"forward.py": "import re\n" + F}, {"forward.py": "import re\n" + F, "forward_a.py": "import abc\n" + G},
-        id="a new file with a NOTE",
-    ),
-    pytest.param(
-        {"forward.py": F[2:] + G}, {"forward.py": F[2:], "forward_g.py": "import abc\n" + G}, {"forward.py": F[2:]},
-        {"forward.py": F[2:]}, id="a new file for a function that the child lacks",
     ),
 ])  # fmt: skip
 def test_edits_of_one_parent(old, new, child, made):
     """Compare texts in memory, for layouts that the stages on disk do not have."""
-    assert carried(old, new, child, (V1, V0)).texts == made
+    files = ("forward.py", "forward_a.py", "forward_b.py")
+    old, new, child, made = (dict(zip(files, texts, strict=False)) for texts in (old, new, child, made))
+    assert carried(old, new, child, ("child", "parent"))[0] == made
 
 
-def test_a_deleted_file_stays_where_the_child_has_an_own_function_in_it():
-    old = {"forward.py": F[2:], "forward_a.py": "import abc\n" + G}
-    own = old | {"forward_a.py": "import abc\n" + G + F.replace("f()", "own()")}
-    made = carried(old, {"forward.py": F[2:]}, own, (V1, V0))
-    assert made.news == ["conflict in forward_a.py"] and made.texts["forward_a.py"].startswith(
-        "<<<<<<< v1_second\nimport abc\n==="
-    )
-
-
-def test_what_a_child_lacks_is_named():
-    old = {"forward.py": F[2:], "forward_a.py": "import abc\n"}
-    new = {"forward.py": F[2:].replace("1", "3"), "forward_a.py": "import re\n" + G}
-    assert carried(old, new, {"forward.py": "import re\n"}, (V1, V0)).news == [
-        "has no f",
-        "has no forward_a.py for g",
-        "has no forward_a.py",
-    ]
-
-
-def test_a_committed_edit_is_carried(capsys):
-    edit(V1, "x + ONE", "x - ONE")
-    commit()
-    edit(V3, "return d + 1", "return d + 7")
-    commit()
-    before = code()
-    assert run("v1") == 2 and "has no change since HEAD" in capsys.readouterr().err
-    assert run("v1", "--since=HEAD~2") == 0
-    assert code() == before | {name: edited(before[name], "x + ONE", "x - ONE") for name in (V2, V2A, V3)}
-
-
-@pytest.mark.parametrize(("arguments", "said"), [
-    (["v7"], "no stage is called 'v7'"), (["v1"], "the code of v1_second has no change since HEAD"),
-    (["v3"], "no stage descends from v3_fourth"), (["v1", "--since=nothing"], "git knows no revision 'nothing'"),
-    (["--continue"], "no carry is in progress"), ([], "one of the arguments FROM --continue --abort is required"),
-])  # fmt: skip
-def test_refusals(arguments, said, capsys):
-    assert run(*arguments) == 2
-    error = capsys.readouterr().err
-    assert error.splitlines()[-1].startswith("make carry: ") and said in error
-
-
-@pytest.mark.parametrize("file", ["forward.py", "backward_new.py"])
-def test_a_descendant_with_an_edit_of_its_own_is_refused(file, capsys):
-    edit(V1, "x + ONE", "x - ONE")
-    (stages.directory(V2A) / file).write_text("X = 1\n")
+def test_refusals(capsys):
+    """An edit of v1's NOTEs alone is no edit. At last, the descendant v2a has an edit of its own, a new file."""
+    edit(V1, "# NOTE: v9 is faster", "# NOTE: v9 is slower")
     git("config", "status.showUntrackedFiles", "no")
+    for arguments, said in (
+        (["v7"], "no stage is called 'v7'"), (["v3"], "no stage descends from v3_fourth"), (["v1", "--since=nothing"], "git "),
+        (["v1"], "the code of v1_second has no change since HEAD"),
+    ):  # fmt: skip
+        assert run(*arguments) == 2 and f"make carry: {said}" in capsys.readouterr().err
+    edit(V1, "x + ONE", "x - ONE")
+    (stages.directory(V2A) / "backward_new.py").write_text("X = 1\n")
     before = code()
-    assert run("v1") == 2
-    assert f"make carry: commit or undo your edit of stages/{V2A}/{file} first" in capsys.readouterr().err
-    assert code() == before
-
-
-def test_a_stage_that_is_newer_than_the_revision_is_refused(tree, capsys):
-    for name in (V1, V2):
-        (tree / "stages" / name).rename(tree / "stages" / f"{name}_renamed")
-    commit()
-    assert run("v1", "--since=HEAD~1") == 2
-    assert f"{V1}_renamed does not exist at HEAD~1" in capsys.readouterr().err
+    assert run("v1") == 2 and code() == before
+    assert f"commit or undo your edit of stages/{V2A}/backward_new.py first" in capsys.readouterr().err
 
 
 def test_every_later_stage_gets_an_edit_of_the_first_prepare_kernel(monkeypatch):
     """The real stages: a mend of v11's `_prepare_kernel` reaches all copies, and changes nothing else."""
     monkeypatch.undo()
-    source = stages.resolve("v11")
+    source, line = stages.resolve("v11"), "    batch = batch_head // heads\n"
     before = {name: carry.present(name) for name in stages.names()}
-    line = "    batch = batch_head // heads\n"
     have = [name for name in before if line in before[name].get("backward_prepare.py", "")]
-    assert len(have) > 40
-    mended = {
-        name: texts | {"backward_prepare.py": texts["backward_prepare.py"].replace(line, line.replace("//", "*"))}
-        for name, texts in before.items()
-        if name in have
-    }
+    mended = before | {name: edited(before[name], line, line.replace("//", "*")) for name in have}
     after = {source: mended[source]}
-    assert [made.news for _, made in carry.walk(carry.descendants(source), before, after) if "conflict" in str(made.news)] == []
-    assert after == {name: mended.get(name, before[name]) for name in after}
-    assert after.keys() == {source, *carry.descendants(source)} >= set(have)
+    assert len(list(carry.walk(source, before, after))) == len(carry.descendants(source)) >= len(have) - 1 > 40
+    assert after == {name: mended[name] for name in after}

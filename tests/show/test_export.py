@@ -15,7 +15,7 @@ CALL = """
 import sys, torch
 from mine import attention
 dtype, device = torch.float16, sys.argv[1]
-q, k, v = (torch.randn(1, heads, 40, 16, dtype=dtype, device=device, requires_grad=True) for heads in (4, 2, 2))
+q, k, v = (torch.randn(1, heads, 40, 16, dtype=dtype, device=device, requires_grad=True) for heads in (2, 1, 1))
 expected = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True, enable_gqa=True)
 out = attention(q, k, v, causal=True)
 torch.testing.assert_close(out.float(), expected, atol=2e-3, rtol=0)
@@ -23,13 +23,16 @@ grads = (torch.autograd.grad(each, (q, k, v), torch.ones_like(each)) for each in
 for got, right in zip(*grads):
     torch.testing.assert_close(got.float(), right.float(), atol=2e-2, rtol=0)
 assert not {name.split(".")[0] for name in sys.modules} & {"common", "stages"}
+sys.path.append(sys.argv[2])  # this repository, which works in the same process
+import stages
+stages.load(sys.argv[3])
 """
 
 
 def run(folder, program, *arguments):
     """Run a program in a new process, in which only `folder` can be imported beside installed packages."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {str(folder)!r})\n{program}", *arguments]
+    command = [sys.executable, "-P", "-c", program, *arguments]
+    environment = os.environ | {"PYTHONPATH": str(folder)}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -38,31 +41,18 @@ def test_an_exported_stage_runs_alone(name, tmp_path):
     export(name, tmp_path / "mine", interpreter=True)
     if reason := stages.unavailable(stages.resolve(name)):
         pytest.skip(reason)
-    done = run(tmp_path, CALL, "cpu" if INTERPRETED else "cuda")
+    done = run(tmp_path, CALL, "cpu" if INTERPRETED else "cuda", str(stages.directory("v1").parents[1]), name)
     assert done.returncode == 0, done.stderr
     readme = (tmp_path / "mine" / "README.md").read_text()
-    assert stages.resolve(name) in readme and len(readme.splitlines()) <= 12 and "torch 2" in readme
+    assert stages.resolve(name) in readme and "TRITON_INTERPRET=1" in readme and "torch 2" in readme
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="about machines without a GPU")
 def test_without_the_interpreter_it_says_what_is_missing(tmp_path):
     export("v3", tmp_path / "mine", interpreter=False)
     assert not list(tmp_path.rglob("interpret*"))
+    assert "It needs a GPU." in (tmp_path / "mine" / "README.md").read_text()
     assert "ImportError: TRITON_INTERPRET=1 needs the interpreter" in run(tmp_path, "import mine").stderr
-
-
-def test_the_repository_and_an_exported_stage_work_in_one_process(tmp_path):
-    export("v1", tmp_path / "mine", interpreter=True)
-    root = str(stages.directory("v1").parents[1])
-    program = f"import sys; sys.path.append({root!r}); import stages; stages.load('v1'); import mine; stages.load('v2')"
-    done = run(tmp_path, program)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(("name", "said"), [("v0", "or on the CPU"), ("v3", "It needs a GPU."), (NEWEST, "It needs a GPU.")])
-def test_the_readme_says_what_the_stage_needs(name, said, tmp_path):
-    export(name, tmp_path / "mine", interpreter=False)
-    assert said in (tmp_path / "mine" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(("asked", "folder", "said"), [

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="a GPU only goes wrong sometimes, or hangs")
 
 # Statements that synchronize, including waits for matmuls. v22a's waits on `turns` are left out: they affect only speed.
-STATEMENT = re.compile(
+SYNCHRONIZES = re.compile(
     r"\s+(mbarrier\.(?!wait\(turns\.)(wait|arrive|expect)\(|fence_async_shared\(|tma\.store_wait\("
     r"|(\w+, )*\w+ = warpgroup_mma_wait\(\d, \[[\w, ]+\]\))"
 )
@@ -78,7 +78,7 @@ def lines_of_changed_functions(name, file):
     return found
 
 
-def statements(pattern=STATEMENT):
+def statements(pattern):
     """Yield each statement that a test deletes, as (stage, pass, file, index of its line).
 
     The default run has some of the changed stages' statements, and very few of the other stages'.
@@ -105,45 +105,34 @@ def inputs(problem):
     return *tensors, {"causal": causal, "scale": wider * head_dim**-0.5}
 
 
-def run(function, pass_, stage, problem):
+def run(function, pass_, stage, problem, seed):
     """Run `function` as the stage's forward or backward on a problem."""
+    schedule.restart_seeds(seed)
+    torch.manual_seed(0)
     q, k, v, grad_out, options = inputs(problem)
     if pass_ == "forward":
         return function(q, k, v, **options)
     return function(grad_out, q, k, v, *stage.forward(q, k, v, **options), **options)
 
 
-@pytest.mark.parametrize("name, pass_, file, index", list(statements()))
-def test_deleting_a_barrier_raises_an_error(name, pass_, file, index, tmp_path):
+@pytest.mark.parametrize("name, pass_, file, index", [*statements(SYNCHRONIZES), *statements(IN_MEMORY)])
+def test_a_deleted_statement_is_missed(name, pass_, file, index, tmp_path):
+    """The interpreter finds an error, or, without a wait for another program, a result changes."""
     lines = stages.source(name, file).splitlines()
-    lines[index] = re.match(r"\s*", lines[index])[0] + "pass"
-    with stages.changed(name, {file: "\n".join(lines)}, tmp_path) as package:
-        function, stage = getattr(importlib.import_module(f"{package}.{pass_}"), pass_), stages.load(name)
-        for seed, problem in itertools.product(SEEDS, PROBLEMS):
-            schedule.restart_seeds(seed)
-            torch.manual_seed(0)
-            try:
-                run(function, pass_, stage, problem)
-            except InterpreterError as error:
-                assert f"{tmp_path.name}/{pass_}" in str(error) and "GLUON_SEED" in str(error), error
-                return
-    pytest.fail("nothing is missed")
-
-
-@pytest.mark.parametrize("name, pass_, file, index", list(statements(IN_MEMORY)))
-def test_deleting_a_wait_for_another_program_changes_a_result(name, pass_, file, index, tmp_path):
-    lines = stages.source(name, file).splitlines()
+    changes_results = IN_MEMORY.match(lines[index])
     lines[index] = re.match(r"\s*", lines[index])[0] + "pass"
     with stages.changed(name, {file: "\n".join(lines)}, tmp_path) as package:
         changed, stage = getattr(importlib.import_module(f"{package}.{pass_}"), pass_), stages.load(name)
         for seed, problem in itertools.product(SEEDS, PROBLEMS):
-            results = []
-            for function in (getattr(stage, pass_), changed):
-                schedule.restart_seeds(seed)
-                torch.manual_seed(0)
-                results.append(run(function, pass_, stage, problem))
-            if not all(torch.allclose(a, b, rtol=0.1, atol=0.1) for a, b in zip(*results, strict=True)):
+            try:
+                results = run(changed, pass_, stage, problem, seed)
+            except InterpreterError as error:
+                assert f"{tmp_path.name}/{pass_}" in str(error) and "GLUON_SEED" in str(error), error
                 return
+            if changes_results:
+                right = run(getattr(stage, pass_), pass_, stage, problem, seed)
+                if not all(torch.allclose(a, b, rtol=0.1, atol=0.1) for a, b in zip(results, right, strict=True)):
+                    return
     pytest.fail("nothing is missed")
 
 

@@ -79,7 +79,7 @@ def _range(*bounds):
 # --- tensors in registers
 
 
-@means(gl.arange)
+@means(gl.arange, tl.arange)
 def _arange(start, end, layout=None):
     return Register(torch.arange(start, end, dtype=torch.int32), layout)
 
@@ -124,7 +124,7 @@ def _at_least_32_bits(data):
     return data.to(torch.promote_types(data.dtype, torch.float32 if data.is_floating_point() else torch.int32))
 
 
-@means(gl.max)
+@means(gl.max, tl.max)
 def _max(x, axis):
     data = _at_least_32_bits(x.data)
     largest = data.amax(axis)
@@ -134,7 +134,7 @@ def _max(x, axis):
     return computed("row maximum", largest, x)
 
 
-@means(gl.sum)
+@means(gl.sum, tl.sum)
 def _sum(x, axis):
     dtype = x.data.dtype if x.data.is_floating_point() else _at_least_32_bits(x.data).dtype
     return computed("sum", x.data.sum(axis, dtype=dtype), x)

@@ -60,8 +60,8 @@ def changed_stages():
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
         return done.stdout.split() if done.returncode == 0 else []
 
-    head, base = git("rev-parse", "HEAD"), git("merge-base", "HEAD", "main")
-    files = git("diff", "--name-only", *(["HEAD~1"] if base == head else base), "--", "stages") if base else []
+    base = git("merge-base", "HEAD~1", "main")
+    files = git("diff", "--name-only", *base, "--", "stages") if base else []
     found = {file.split("/")[1] for file in files} & set(stages.names())
     return sorted(found, key=stages.position)[:MOST_CHANGED] or stages.names()[-1:]
 

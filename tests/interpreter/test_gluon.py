@@ -24,7 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.interpreter import InterpreterError
 
 from common.interpreter.schedule import VARIABLE, restart_seeds
-from common.kernels.hopper import async_reduce_add, new_barriers, new_ring, stored_wait
+from common.kernels.hopper import new_barriers, new_ring, stored_wait
 from common.runtime import INTERPRETED
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the interpreter is not in use here")
@@ -46,8 +46,8 @@ def tiles(number):
     return torch.randint(-4, 5, (number * SIZE.value, SIZE.value)).half()
 
 
-def describe(tensor, padding="zero"):
-    return TensorDescriptor.from_tensor(tensor, [SIZE.value, SIZE.value], SHARED, padding=padding)
+def describe(tensor):
+    return TensorDescriptor.from_tensor(tensor, [SIZE.value, SIZE.value], SHARED)
 
 
 def launch(kernel, *arguments, seed, programs=1):
@@ -85,25 +85,20 @@ def _fill(x_desc, x_s, full, empty, count, MISTAKE: gl.constexpr):
         mbarrier.expect(full.index(slot), nbytes + more)
         if MISTAKE != "no copy":
             tma.async_copy_global_to_shared(x_desc, [i * SIZE, 0], full.index(slot), x_s.index(slot))
-        if MISTAKE == "store beside a copy":
-            x_s.index(slot).store(gl.zeros([SIZE, SIZE], x_s.dtype, LAYOUT))
 
 
 @gluon.jit
 def _double(out_desc, x_s, out_s, full, empty, count, MISTAKE: gl.constexpr):
     for i in range(count):
         slot = i % 2
-        if MISTAKE != "no wait for the copy":
-            mbarrier.wait(full.index(i if MISTAKE == "barrier outside" else slot), i // 2 & 1)
+        mbarrier.wait(full.index(i if MISTAKE == "barrier outside" else slot), i // 2 & 1)
         mbarrier.arrive(empty.index(slot), count=1, pred=MISTAKE == "arrives early")
         x = x_s.index(i if MISTAKE == "buffer outside" else slot).load(LAYOUT)
         if MISTAKE != "no arrival" and MISTAKE != "arrives early":
             mbarrier.arrive(empty.index(slot), count=2 if MISTAKE == "two arrivals" else 1)
-        if MISTAKE != "no wait for the store":
-            tma.store_wait(0)
+        tma.store_wait(0)
         out_s.store(x * 2)
-        if MISTAKE != "no fence":
-            fence_async_shared()
+        fence_async_shared()
         tma.async_copy_shared_to_global(out_desc, [(i - 1 if MISTAKE == "store before" else i) * SIZE, 0], out_s)
     if MISTAKE != "no last wait":
         tma.store_wait(0)
@@ -133,13 +128,8 @@ IN_COPIES = {
     "no init": rf"(mbarrier.expect.*, in {FILL}|{WAIT_FULL}{DOUBLE}): full\[0\] has had no mbarrier.init\n",
     "barrier outside": rf"{WAIT_FULL}{DOUBLE}: index 2 is out of range: full has 2 entries\n",
     "buffer outside": rf"{LOAD}{DOUBLE}: index 2 is out of range: x_s has 2 entries\n",
-    "no wait for the copy": rf"{LOAD}{DOUBLE}: (a load reads x_s\[0\], which was not fully written|"
-    rf"race: a load reads x_s\[0\], and a copy may still write it: {COPY}{FILL})\n",
-    "store beside a copy": rf"x_s.*, in {FILL}: race: a store writes x_s\[0\], and a copy may still write it: {COPY}{FILL}\n",
     "arrives early": rf"{COPY}{FILL}: race: a copy writes x_s\[0\], and a load may still read it: {LOAD}{DOUBLE}\n|"
     rf"{LOAD}{DOUBLE}: race: a load reads x_s\[0\], and a copy may still write it: {COPY}{FILL}\n",
-    "no wait for the store": rf"out_s.*{DOUBLE}: race: a store writes out_s, and a copy may still read it: {SAVE}{DOUBLE}\n",
-    "no fence": rf"{SAVE}{DOUBLE}: a copy reads out_s after a store, with no fence_async_shared in between: out_s.*{DOUBLE}\n",
     "store before": rf"{SAVE}{DOUBLE}: a store to `out_desc` at \[-\d+, 0\]: TMA cannot store before a tensor\n",
     "no last wait": rf": _double ends before out_s has been read, with no store_wait after {SAVE}{DOUBLE}\n",
 }
@@ -165,150 +155,136 @@ def test_launch_that_fails_leaves_nothing_behind(mistake):
         assert not thread.is_alive()
 
 
-# --- one buffer, with each kind of read followed by each kind of write
+# --- two partitions that use parts of one buffer, one after the other
 
 
 @gluon.jit
-def _read(out_desc, x_s, full, empty, READER: gl.constexpr, EARLY: gl.constexpr):
-    mbarrier.wait(full.index(0), 0)
-    mbarrier.arrive(empty.index(0), count=1, pred=EARLY and READER == "a load")
-    if READER == "a load":
-        x_s.load(LAYOUT)
-    elif READER == "a matmul":
-        no = gl.zeros([SIZE, SIZE], gl.float32, LAYOUT)
-        matmul = warpgroup_mma(x_s, x_s, no, use_acc=False, is_async=True)
-    else:
-        tma.async_copy_shared_to_global(out_desc, [0, 0], x_s)
-    mbarrier.arrive(empty.index(0), count=1, pred=EARLY and READER != "a load")
-    if READER == "a matmul":
+def _operate(x_desc, out_desc, part, full, done, OPERATION: gl.constexpr, EARLY: gl.constexpr, FENCE: gl.constexpr):
+    """Use a part of a buffer, and arrive at `done` afterwards. If EARLY, arrive before the operation is over."""
+    if OPERATION == "a load":
+        mbarrier.arrive(done, count=1, pred=EARLY)
+        part.load(LAYOUT)
+    elif OPERATION == "a store":
+        mbarrier.arrive(done, count=1, pred=EARLY)
+        part.store(gl.zeros(part.shape, part.dtype, LAYOUT))
+    elif OPERATION == "a matmul":
+        matmul = warpgroup_mma(part, part.permute([1, 0]), gl.zeros([8, 8], gl.float32, LAYOUT), is_async=True)
+        mbarrier.arrive(done, count=1, pred=EARLY)
         warpgroup_mma_wait(0, [matmul])
-    tma.store_wait(0)
-    mbarrier.arrive(empty.index(0), count=1, pred=not EARLY)
-
-
-@gluon.jit
-def _rewrite(x_desc, x_s, full, empty, WRITER: gl.constexpr):
-    mbarrier.expect(full.index(0), x_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(x_desc, [0, 0], full.index(0), x_s)
-    mbarrier.wait(empty.index(0), 0)
-    if WRITER == "a copy":
-        mbarrier.expect(full.index(0), x_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(x_desc, [SIZE, 0], full.index(0), x_s)
-        mbarrier.wait(full.index(0), 1)
-    else:
-        x_s.store(gl.zeros([SIZE, SIZE], x_s.dtype, LAYOUT))
-
-
-@gluon.jit
-def _rewrite_kernel(x_desc, out_desc, READER: gl.constexpr, WRITER: gl.constexpr, EARLY: gl.constexpr):
-    x_s = gl.allocate_shared_memory(x_desc.dtype, [SIZE, SIZE], x_desc.layout)
-    full, empty = new_ring(1, 1, 1)
-    reader = (out_desc, x_s, full, empty, READER, EARLY)
-    gl.warp_specialize([(_read, reader), (_rewrite, (x_desc, x_s, full, empty, WRITER))], [1], [24])
-
-
-@pytest.mark.parametrize("writer", ["a copy", "a store"])
-@pytest.mark.parametrize("reader", ["a load", "a matmul", "a copy"])
-def test_buffer_is_written_again_only_after_it_was_read(reader, writer):
-    arguments = _rewrite_kernel, describe(tiles(2)), describe(tiles(1)), reader, writer
-    for seed in SEEDS:
-        launch(*arguments, False, seed=seed)
-    race = rf"in _rewrite \(.*\): race: {writer} writes x_s, and {reader} may still read it: .*, in _read \(.*\)\n"
-    if reader == "a load":  # in some orders the load comes after the write, and finds the race
-        race += rf"|in _read \(.*\): race: a load reads x_s, and {writer} may still write it: .*, in _rewrite \(.*\)\n"
-    check_errors(race, *arguments, True)
-
-
-@gluon.jit
-def _read_part(x_s, read, FIRST: gl.constexpr, DIM: gl.constexpr, SAYS: gl.constexpr):
-    x_s.slice(FIRST, 8, dim=DIM).load(LAYOUT)
-    mbarrier.arrive(read.index(0), count=1, pred=SAYS)
-
-
-@gluon.jit
-def _write_part(x_s, read, DIM: gl.constexpr):
-    mbarrier.wait(read.index(0), 0)
-    x_s.slice(8, 8, dim=DIM).store(gl.zeros([SIZE, 8] if DIM else [8, SIZE], x_s.dtype, LAYOUT))
-
-
-@gluon.jit
-def _parts_kernel(FIRST: gl.constexpr, DIM: gl.constexpr, SAYS: gl.constexpr):
-    x_s = gl.allocate_shared_memory(gl.float16, [SIZE, SIZE], LAYOUT)
-    x_s.store(gl.zeros([SIZE, SIZE], x_s.dtype, LAYOUT))
-    read = new_barriers(1, 1 + SAYS)
-    readers = [(_read_part, (x_s, read, FIRST, DIM, SAYS)), (_read_part, (x_s, read, 8, DIM, True))]
-    gl.warp_specialize([*readers, (_write_part, (x_s, read, DIM))], [4, 4], [24, 24])
-
-
-@pytest.mark.parametrize("first, says", [(8, True), (0, False), (8, False), (4, False), (1, False)])
-@pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
-def test_write_waits_for_every_reader_of_the_same_part(dim, first, says):
-    """Two readers each read 8 rows, or columns, of a buffer. Then a third partition writes rows 8 to 15.
-
-    One reader reads rows 8 to 15 and arrives at the barrier. The other reads from row `first` on, and arrives only if `says`.
-    If `first` is 0, it need not arrive: nobody writes its rows.
-    """
-    if says or first == 0:
-        for seed in SEEDS:
-            launch(_parts_kernel, first, dim, says, seed=seed)
-    else:
-        read, written = (rf"x_s\[{':, ' * dim}{start}:{start + 8}\]" for start in (first, 8))
-        race = f"race: (a store writes {written}, and a load may still read|a load reads {read}, and a store may still write)"
-        check_errors(race, _parts_kernel, first, dim, says)
-
-
-# --- asynchronous reads of data that ordinary stores wrote
-
-
-@gluon.jit
-def _write(x_s, ready, FENCE: gl.constexpr):
-    if FENCE == "before the store":
+    elif OPERATION == "a copy out":
+        tma.async_copy_shared_to_global(out_desc, [0, 0], part)
+        mbarrier.arrive(done, count=1, pred=EARLY)
+        tma.store_wait(0)
+    elif OPERATION == "a copy in":
+        mbarrier.expect(full, x_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(x_desc, [0, 0], full, part)
+        mbarrier.arrive(done, count=1, pred=EARLY)
+        mbarrier.wait(full, 0)
+    if FENCE == "by the first":
         fence_async_shared()
-    x_s.store(gl.full([SIZE, SIZE], 2, x_s.dtype, LAYOUT))
-    if FENCE == "by the writer":
-        fence_async_shared()
-    mbarrier.arrive(ready.index(0), count=1)
+    mbarrier.arrive(done, count=1, pred=not EARLY)
 
 
 @gluon.jit
-def _use(out_desc, x_s, ready, FENCE: gl.constexpr, USER: gl.constexpr):
+def _operate_second(x_desc, out_desc, part, full, first_done, done, OPERATION: gl.constexpr, FENCE: gl.constexpr):
     if FENCE == "before the wait":
         fence_async_shared()
-    mbarrier.wait(ready.index(0), 0)
-    if FENCE == "by the reader":
+    mbarrier.wait(first_done, 0)
+    if FENCE == "by the second":
         fence_async_shared()
-    if USER == "a matmul":
-        warpgroup_mma(x_s, x_s, gl.zeros([SIZE, SIZE], gl.float32, LAYOUT))
-    else:
-        tma.async_copy_shared_to_global(out_desc, [0, 0], x_s)
-        tma.store_wait(0)
+    _operate(x_desc, out_desc, part, full, done, OPERATION, False, "none")
 
 
 @gluon.jit
-def _hand_over_kernel(out_desc, FENCE: gl.constexpr, USER: gl.constexpr, ALONE: gl.constexpr):
-    x_s = gl.allocate_shared_memory(out_desc.dtype, [SIZE, SIZE], out_desc.layout)
-    ready = new_barriers(1, 1)
-    if ALONE:
-        _write(x_s, ready, FENCE)
-        _use(out_desc, x_s, ready, FENCE, USER)
+def _share_kernel(
+    x_desc, out_desc, FIRST: gl.constexpr, SECOND: gl.constexpr, EARLY: gl.constexpr, FENCE: gl.constexpr,
+    START: gl.constexpr, DIM: gl.constexpr,
+):  # fmt: skip
+    """Use 8 rows or columns from START on, and then those from 8 on. If FIRST reads, another partition reads the latter."""
+    x_s = gl.allocate_shared_memory(gl.float16, [SIZE, SIZE], x_desc.layout)
+    x_s.store(gl.zeros([SIZE, SIZE], gl.float16, LAYOUT))
+    fence_async_shared()
+    full, done, last = new_barriers(2, 1), new_barriers(1, 2), new_barriers(1, 1)
+    first, second = x_s.slice(START, 8, dim=DIM), x_s.slice(8, 8, dim=DIM)
+    other = "a load" if FIRST in READS else "nothing"
+    gl.warp_specialize(
+        [
+            (_operate, (x_desc, out_desc, first, full.index(0), done.index(0), FIRST, EARLY, FENCE)),
+            (_operate, (x_desc, out_desc, second, full.index(0), done.index(0), other, False, "none")),
+            (_operate_second, (x_desc, out_desc, second, full.index(1), done.index(0), last.index(0), SECOND, FENCE)),
+        ],
+        [4, 4], [24, 24],
+    )  # fmt: skip
+
+
+READS, WRITES = ("a load", "a matmul", "a copy out"), ("a store", "a copy in")
+FENCES = {"by the first": True, "by the second": True, "before the wait": False, "none": False}  # whether it is enough
+
+
+def share(*constants):
+    half = torch.zeros(8, SIZE.value).half()
+    return (
+        _share_kernel,
+        *(TensorDescriptor.from_tensor(each, [8, SIZE.value], SHARED) for each in (half, half.clone())),
+        *constants,
+    )
+
+
+def race(first, second, part="x_s[8:16]", second_part="x_s[8:16]"):
+    """Return the pattern of the message that two operations race. Either operation may come first."""
+    one, other = (re.sub(" (in|out)$", "", operation) for operation in (first, second))
+    return (
+        rf"race: ({other} \w+ {re.escape(second_part)}, and {one} may still \w+ it"
+        rf"|{one} \w+ {re.escape(part)}, and {other} may still \w+ it): .*, in _operate"
+    )
+
+
+@pytest.mark.parametrize("second", READS + WRITES)
+@pytest.mark.parametrize("first", READS + WRITES)
+def test_partitions_use_a_buffer_one_after_the_other(first, second):
+    for seed in SEEDS:
+        launch(*share(first, second, False, "by the first", 8, 0), seed=seed)
+    early = share(first, second, True, "by the first", 8, 0)
+    if first in READS and second in READS:
+        for seed in SEEDS:
+            launch(*early, seed=seed)
     else:
-        gl.warp_specialize([(_use, (out_desc, x_s, ready, FENCE, USER)), (_write, (x_s, ready, FENCE))], [4], [24])
+        check_errors(race(first, second), *early)
 
 
-@pytest.mark.parametrize("alone", [True, False], ids=["one partition", "two partitions"])
-@pytest.mark.parametrize("user", ["a matmul", "a copy"])
-@pytest.mark.parametrize("fence", ["by the writer", "by the reader", "before the wait", "none", "before the store"])
-def test_stores_need_a_fence_before_asynchronous_reads(fence, user, alone):
-    arguments = _hand_over_kernel, describe(tiles(1)), fence, user, alone
-    if fence in ("by the writer", "by the reader") or alone and fence == "before the wait":
+@pytest.mark.parametrize("start, races", [(0, False), (1, True), (4, True), (8, True)])
+@pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
+def test_only_parts_that_overlap_race(dim, start, races):
+    arguments = share("a load", "a store", True, "none", start, dim)
+    if races:
+        check_errors(race("a load", "a store", *(f"x_s[{':, ' * dim}{at}:{at + 8}]" for at in (start, 8))), *arguments)
+    else:
+        for seed in SEEDS:
+            launch(*arguments, seed=seed)
+
+
+@pytest.mark.parametrize("fence", FENCES)
+@pytest.mark.parametrize("user", ["a matmul", "a copy out", "a copy in"])
+def test_stores_need_a_fence_before_asynchronous_operations(user, fence):
+    arguments = share("a store", user, False, fence, 8, 0)
+    if FENCES[fence]:
         for seed in SEEDS:
             launch(*arguments, seed=seed)
     else:
-        unseen = f"{user} reads x_s after a store, with no fence_async_shared in between: x_s.store.*, in _write"
-        check_errors(rf", in _use \(.*\): {unseen}", *arguments)
+        unseen = r" \w+ x_s\[8:16\] after a store, with no fence_async_shared in between: part.store.*, in _operate"
+        check_errors(rf", in _operate \(.*\): {re.sub(' (in|out)$', '', user)}{unseen}", *arguments)
 
 
 # --- waits that leave the last operations pending
+
+
+USES = {
+    "operator": lambda matmul, buffer: 1.0 / matmul,
+    "index": lambda matmul, buffer: matmul[:, None],
+    "method": lambda matmul, buffer: matmul.to(gl.float16),
+    "store": lambda matmul, buffer: buffer.store(matmul.to(gl.float16)),
+    "buffer": lambda matmul, buffer: buffer.store(buffer.load() * 2),
+}
 
 
 @gluon.jit
@@ -322,18 +298,8 @@ def _wait_for_matmuls_kernel(x_desc, OUTSTANDING: gl.constexpr, USE: gl.constexp
     second = warpgroup_mma(x_s.index(1), x_s.index(1), no, is_async=True)
     third = warpgroup_mma(x_s.index(2), x_s.index(2), no, is_async=True)
     matmuls = warpgroup_mma_wait(OUTSTANDING, [first, second, third])
-    if USE == "operator":
-        1.0 / matmuls[USED]
-    elif USE == "index":
-        matmuls[USED][:, None]
-    elif USE == "function":
-        gl.max(matmuls[USED], 1)
-    elif USE == "method":
-        matmuls[USED].to(gl.float16)
-    elif USE == "buffer":
-        x_s.index(USED).store(gl.zeros([SIZE, SIZE], x_s.dtype, LAYOUT))
-    if USE != "none":
-        warpgroup_mma_wait(0, [no])
+    USE(matmuls[USED], x_s.index(USED))
+    warpgroup_mma_wait(0, [no])
 
 
 @gluon.jit
@@ -355,14 +321,14 @@ def _wait_for_stores_kernel(out_desc, out_ptr, seen_ptr, PENDING: gl.constexpr, 
 
 
 @pytest.mark.parametrize("used", range(3))
-@pytest.mark.parametrize("use", ["operator", "index", "function", "method", "buffer", "buffer of a store"])
+@pytest.mark.parametrize("use", [*USES, "buffer of a store"])
 def test_wait_leaves_only_the_last_operations_pending(use, used):
     """Of three operations, all but the last `pending` are over after the wait. Only then may the kernel use what they used."""
     x = tiles(3)
     if use == "buffer of a store":
         kernel, arguments, last = _wait_for_stores_kernel, (describe(x), x, torch.empty(3)), (used,)
     else:
-        kernel, arguments, last = _wait_for_matmuls_kernel, (describe(x),), (use, used)
+        kernel, arguments, last = _wait_for_matmuls_kernel, (describe(x),), (USES[use], used)
     early = r"matmuls\[USED\].*a matmul's value is used before warpgroup_mma_wait\n"
     if "buffer" in use:
         early = rf"race: a store writes x_s\[{used}\], and a (matmul|copy) may still read it: .*x_s.index\(({used}|i)\)"
@@ -372,13 +338,6 @@ def test_wait_leaves_only_the_last_operations_pending(use, used):
                 launch(kernel, *arguments, pending, *last, seed=seed)
         else:
             check_errors(early, kernel, *arguments, pending, *last, seeds=FEW)
-
-
-def test_partition_waits_for_its_matmuls():
-    ends = (
-        r": the kernel ends before a matmul does, with no warpgroup_mma_wait after third = .*, in _wait_for_matmuls_kernel \("
-    )
-    check_errors(ends, _wait_for_matmuls_kernel, describe(tiles(3)), 1, "none", 0)
 
 
 @pytest.mark.parametrize("pending", [0, None])
@@ -391,48 +350,6 @@ def test_only_stored_wait_waits_until_stores_arrive_in_memory(pending):
         assert out.all()
     expected = {1} if pending is None else {0, 1}
     assert [set(of_tile) for of_tile in zip(*seen_after_the_wait, strict=True)] == [expected] * 3
-
-
-# --- tiles that are partly outside of a tensor
-
-
-@gluon.jit
-def _move_kernel(x_desc, out_desc, x_row, x_column, out_row, out_column, ADDS: gl.constexpr):
-    x_s = gl.allocate_shared_memory(x_desc.dtype, [SIZE, SIZE], x_desc.layout)
-    full = new_barriers(1, 1)
-    mbarrier.expect(full.index(0), x_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(x_desc, [x_row, x_column], full.index(0), x_s)
-    mbarrier.wait(full.index(0), 0)
-    if ADDS:
-        async_reduce_add(out_desc, [out_row, out_column], x_s)
-    else:
-        tma.async_copy_shared_to_global(out_desc, [out_row, out_column], x_s)
-    tma.store_wait(0)
-
-
-MARGIN = 48
-
-
-@pytest.mark.parametrize("corner", [(0, 0), (8, 8), (16, 16), (-8, 16), (-40, 0), (24, 0), (0, 40)], ids=str)
-def test_loads_are_padded_and_stores_clipped_outside_of_a_tensor(corner):
-    """A tile begins at `corner` of a 24 × 24 tensor. A store past the tensor's end leaves other memory unchanged."""
-    x, tile, out = (
-        torch.randn(24, 24).half(),
-        torch.randn(SIZE.value, SIZE.value).half(),
-        torch.empty(SIZE.value, SIZE.value).half(),
-    )
-    at_corner = tuple(slice(MARGIN + first, MARGIN + first + SIZE.value) for first in corner)  # in a padded tensor
-    for padding, fill in (("zero", 0.0), ("nan", float("nan"))):
-        launch(_move_kernel, describe(x, padding), describe(out), *corner, 0, 0, False, seed=0)
-        expected = torch.nn.functional.pad(x, [MARGIN] * 4, value=fill)[at_corner]
-        torch.testing.assert_close(out, expected, equal_nan=True, rtol=0, atol=0)
-    for adds in (False, True) if min(corner) >= 0 else ():
-        memory = torch.randn(40, 40).half()
-        padded, expected = torch.nn.functional.pad(memory[8:32, 8:32], [MARGIN] * 4), memory.clone()
-        launch(_move_kernel, describe(tile), describe(memory[8:32, 8:32]), 0, 0, *corner, adds, seed=0)
-        padded[at_corner] = padded[at_corner] + tile if adds else tile
-        expected[8:32, 8:32] = padded[MARGIN:-MARGIN, MARGIN:-MARGIN]
-        assert torch.equal(memory, expected)
 
 
 # --- other mistakes
@@ -459,12 +376,13 @@ def _some_mistakes_kernel(x_desc, n, MISTAKE: gl.constexpr):
         mbarrier.invalidate(full.index(0))
     if MISTAKE == "unknown attribute":
         gl.zeros([16], gl.float32).cumsum(0)
-    if MISTAKE == "other sizes":
-        warpgroup_mma(gl.zeros([16, 16], gl.float16), x_s.slice(0, 8), gl.zeros([16, 16], gl.float32))
+    if MISTAKE == "other sizes" or MISTAKE == "no wait":
+        fence_async_shared()
+        columns: gl.constexpr = SIZE if MISTAKE == "other sizes" else 8
+        a, acc = gl.zeros([SIZE, columns], gl.float16), gl.zeros([SIZE, SIZE], gl.float32)
+        warpgroup_mma(a, x_s.slice(0, 8), acc, is_async=True)
     if MISTAKE == "Python's":
         n // 0
-    if MISTAKE == "static_assert":
-        gl.static_assert(MISTAKE == "none", "of this kernel")
 
 
 OTHERS = {
@@ -477,8 +395,8 @@ OTHERS = {
     "unknown function": r"does not know triton\S*.mbarrier.invalidate: add it to common.interpreter.gluon",
     "unknown attribute": r"the interpreter does not know a tensor's `cumsum`: add it to common.interpreter.values",
     "other sizes": r"cannot multiply fp16 \[16, 16\] and fp16 \[8, 16\], and add the result to \[16, 16\]",
+    "no wait": r": the kernel ends before a matmul does, with no warpgroup_mma_wait after warpgroup_mma\(a, .*, in _some",
     "Python's": r"n // 0, in _some_mistakes_kernel \(program 0\): ZeroDivisionError",
-    "static_assert": r"static_assert: of this kernel",
 }
 
 

@@ -75,8 +75,7 @@ def _note_numbers(x, INTEGERS: tl.constexpr, IS_SCALAR: tl.constexpr):
     _record(x.to(tl.int64))
 
 
-@triton.jit
-def _in_triton(x, y, X_IS_SCALAR: tl.constexpr, Y_IS_SCALAR: tl.constexpr, INTEGERS: tl.constexpr):
+def _operations(x, y, X_IS_SCALAR: tl.constexpr, Y_IS_SCALAR: tl.constexpr, INTEGERS: tl.constexpr):
     x = tl.load(x if X_IS_SCALAR else x + tl.arange(0, 4))
     if y is None:
         if not X_IS_SCALAR:
@@ -87,23 +86,11 @@ def _in_triton(x, y, X_IS_SCALAR: tl.constexpr, Y_IS_SCALAR: tl.constexpr, INTEG
         _note_two(x, tl.load(y if Y_IS_SCALAR else y + tl.arange(0, 4)), INTEGERS)
 
 
-@gluon.jit
-def _in_gluon(x, y, X_IS_SCALAR: gl.constexpr, Y_IS_SCALAR: gl.constexpr, INTEGERS: gl.constexpr):
-    x = gl.load(x if X_IS_SCALAR else x + gl.arange(0, 4))
-    if y is None:
-        if not X_IS_SCALAR:
-            _record(gl.sum(x, 0))
-            _record(gl.max(x, 0))
-        _note_numbers(x, INTEGERS, X_IS_SCALAR)
-    else:
-        _note_two(x, gl.load(y if Y_IS_SCALAR else y + gl.arange(0, 4)), INTEGERS)
-
-
 def check_same(x, y):
     """Check that Gluon's interpreter records what Triton's records, for operations on two values, or on `x` if `y` is None."""
     integers = not any(one is not None and one.is_floating_point() for one in (x, y))
     expected, results = (
-        record(kernel, x, y, x.dim() == 0, y is None or y.dim() == 0, integers) for kernel in (_in_triton, _in_gluon)
+        record(jit(_operations), x, y, x.dim() == 0, y is None or y.dim() == 0, integers) for jit in (triton.jit, gluon.jit)
     )
     assert [dtype for dtype, _ in results] == [dtype for dtype, _ in expected]
     assert results
@@ -158,27 +145,24 @@ def test_scalars_are_divided_as_in_c_and_int64_holds_more(a, b):
 
 
 @gluon.jit
-def _too_wide_kernel(n, EXPRESSION: gl.constexpr):
-    if EXPRESSION == "add":
-        n + 1
-    elif EXPRESSION == "sub":
-        -n - 2
-    elif EXPRESSION == "mul":
-        2 * n
-    elif EXPRESSION == "lshift":
-        n << 1
-    elif EXPRESSION == "loop":
-        for i in range(2, 3):
-            i * n
-    elif EXPRESSION == "to":
-        (n.to(gl.int64) * 2).to(gl.int32)
+def _too_wide_kernel(n, COMPUTE: gl.constexpr):
+    COMPUTE(n)
 
 
-@pytest.mark.parametrize("expression", ["add", "sub", "mul", "lshift", "loop", "to"])
-def test_int32_scalar_that_overflows_is_an_error(expression):
+TOO_WIDE = {
+    "add": lambda n: n + 1,
+    "sub": lambda n: -n - 2,
+    "mul": lambda n: 2 * n,
+    "lshift": lambda n: n << 1,
+    "to": lambda n: (n.to(gl.int64) * 2).to(gl.int32),
+}
+
+
+@pytest.mark.parametrize("compute", TOO_WIDE.values(), ids=TOO_WIDE)
+def test_int32_scalar_that_overflows_is_an_error(compute):
     with pytest.raises(InterpreterError, match=r"_too_wide_kernel \(program 0\): -?\d+ does not fit an int32\n"):
-        _too_wide_kernel[(1,)](2**31 - 1, expression)
-    _too_wide_kernel[(1,)](2**30 - 1, expression)
+        _too_wide_kernel[(1,)](2**31 - 1, compute)
+    _too_wide_kernel[(1,)](2**30 - 1, compute)
 
 
 @gluon.jit

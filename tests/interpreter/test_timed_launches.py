@@ -7,13 +7,7 @@ import pytest
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 import stages
 from common.interpreter import schedule
@@ -31,7 +25,7 @@ RATES = Rates(
     results={"add": TILE / 100, "mul": TILE / 100, "sub": TILE / 100, "exp2": TILE / 400, "row maximum": TILE / 50},
     moved={"matmul": 2 * 64**3 / 1000, "load": TILE * 2 / 500},
     latency={"matmul": 60, "load": 300},
-    synchronization={("arrive", 1): 1, ("arrive", 4): 4, ("wait", 1): 2, ("wait", 4): 8, ("fence", 1): 3},
+    synchronization={("arrive", 4): 4, ("wait", 4): 8},
     hand_over=20,
 )
 
@@ -103,27 +97,6 @@ def test_matmuls_take_turns_and_exponentials_run_under_the_matmul_that_is_not_wa
         assert spans(timing, EXPONENTIALS) == [("exp2", begin, begin + 400)]
     else:
         assert len({span.who for span in timing.spans if span.unit == EXPONENTIALS}) == 2
-
-
-@gluon.jit
-def _arrive(full):
-    fence_async_shared()
-    mbarrier.arrive(full.index(0), count=1)
-
-
-@gluon.jit
-def _wait(full):
-    mbarrier.wait(full.index(0), 0)
-
-
-@gluon.jit
-def _hand_over():
-    full = new_barriers(1, 1)
-    gl.warp_specialize([(_wait, (full,)), (_arrive, (full,))], [1], [24])
-
-
-def test_a_wait_ends_some_cycles_after_the_arrival():
-    assert time_of(_hand_over).end == 3 + 1 + 20  # cycles of a warp's fence, the arrival, and the hand-over
 
 
 @pytest.mark.parametrize("pass_", ["fwd", "bwd"])

@@ -76,12 +76,30 @@ assert failures and launched
 """)
 
 
-def test_each_device_is_tuned_for_and_threads_do_not_mix_their_launches():
-    """A tile that fits in 227 KiB of shared memory may not fit in 99 KiB.
+def test_devices_and_threads_do_not_mix_their_launches():
+    """A tile that fits in 227 KiB of shared memory may not fit in 99 KiB, so each device is tuned for.
 
-    Threads launch different problems with one autotuner. Each launch gets descriptors with its own block shapes.
+    A binary is loaded once, whichever threads launch. Then threads launch different problems with one autotuner. Each launch
+    gets descriptors with its own block shapes.
     """
     run("""
+load, loading, loaded = triton.runtime.driver.active.utils.load_binary, threading.Event(), []
+
+def slow(*args):
+    loaded.append(args)
+    loading.set()
+    time.sleep(0.3)
+    return load(*args)
+
+triton.runtime.driver.active.utils.load_binary = slow
+thread = threading.Thread(target=forward, args=("v3",))
+thread.start()
+loading.wait()
+forward("v3")
+thread.join()
+assert len(launched) == 2 and len(loaded) == 1
+triton.runtime.driver.active.utils.load_binary = load
+
 for index in (1, 0, 1):
     device.index = index
     forward("v4", head_dim=128, seq=1024)
@@ -106,26 +124,6 @@ for thread in threads: thread.start()
 for thread in threads: thread.join()
 assert not failed, failed
 assert len(launched) - before == 3 * 60
-""")
-
-
-def test_a_binary_is_loaded_once_whichever_threads_launch():
-    run("""
-load, loading, loaded = triton.runtime.driver.active.utils.load_binary, threading.Event(), []
-
-def slow(*args):
-    loaded.append(args)
-    loading.set()
-    time.sleep(0.3)
-    return load(*args)
-
-triton.runtime.driver.active.utils.load_binary = slow
-thread = threading.Thread(target=forward, args=("v3",))
-thread.start()
-loading.wait()
-forward("v3")
-thread.join()
-assert len(launched) == 2 and len(loaded) == 1
 """)
 
 

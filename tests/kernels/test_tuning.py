@@ -3,7 +3,6 @@
 import functools
 import itertools
 import math
-import time
 import types
 from pathlib import Path
 
@@ -167,19 +166,3 @@ def test_the_fastest_is_chosen_whatever_the_noise(milliseconds, expected, real_t
     assert taken == expected
     finalists = timed[5:][: tuning.FINALISTS]
     assert timed == [0, 1, 2, 3, 4] + finalists * tuning.FINAL_ROUNDS and taken in finalists
-
-
-@pytest.mark.alone
-@pytest.mark.skipif(not on_gpu, reason="the interpreter has nothing to time")
-@pytest.mark.parametrize("name", TUNED)
-def test_first_call_says_that_it_tunes_and_is_soon_done(name, real_tuning, monkeypatch, capfd):
-    for tuner in tuners(name).values():
-        monkeypatch.setattr(tuner, "cache", {})
-    inputs = make_inputs(700, 900, 64)
-    start = time.perf_counter()
-    check(stages.load(name), *inputs, causal=True)
-    assert time.perf_counter() - start < 30 * len(tuners(name))
-    said = capfd.readouterr().err
-    assert all(kernel in said for kernel in tuners(name))
-    check(stages.load(name), *inputs, causal=True)
-    assert "tuning" not in capfd.readouterr().err, "tuned twice"

@@ -64,12 +64,18 @@ def error(kernel, *arguments, seed, programs=1):
     )
 
 
-def check_errors(expected, kernel, *arguments, seeds=SEEDS[:10]):
-    """Assert that every seed gives an error, and that the regular expression `expected` matches the error's message."""
-    for seed in seeds:
-        message = error(kernel, *arguments, seed=seed)
-        assert re.search(expected, message), message
-        assert message.endswith(f"\n{VARIABLE}={seed} replays this order"), message
+def check(expected, kernel, *arguments, seeds=SEEDS[:10]):
+    """Launch in several orders. Assert that each gives an error which the regular expression `expected` matches.
+
+    If `expected` is None, assert that no order gives an error.
+    """
+    for seed in SEEDS if expected is None else seeds:
+        if expected is None:
+            launch(kernel, *arguments, seed=seed)
+        else:
+            message = error(kernel, *arguments, seed=seed)
+            assert re.search(expected, message), message
+            assert message.endswith(f"\n{VARIABLE}={seed} replays this order"), message
 
 
 # --- copies into a ring of buffers, and copies back to memory
@@ -138,7 +144,7 @@ IN_COPIES = {
 @pytest.mark.parametrize("mistake", IN_COPIES)
 def test_mistakes_in_copies_are_found(mistake):
     x = tiles(5)
-    check_errors(IN_COPIES[mistake], _double_kernel, describe(x), describe(x.clone()), 5, mistake)
+    check(IN_COPIES[mistake], _double_kernel, describe(x), describe(x.clone()), 5, mistake)
 
 
 @pytest.mark.parametrize("mistake", ["no copy", "arrives early", "no last wait"])
@@ -159,49 +165,48 @@ def test_launch_that_fails_leaves_nothing_behind(mistake):
 
 
 @gluon.jit
-def _operate(x_desc, out_desc, part, full, done, OPERATION: gl.constexpr, EARLY: gl.constexpr, FENCE: gl.constexpr):
+def _operate(desc, part, full, done, OPERATION: gl.constexpr, EARLY: gl.constexpr, FENCE: gl.constexpr):
     """Use a part of a buffer, and arrive at `done` afterwards. If EARLY, arrive before the operation is over."""
+    mbarrier.arrive(done, count=1, pred=EARLY and OPERATION not in ASYNCHRONOUS)
     if OPERATION == "a load":
-        mbarrier.arrive(done, count=1, pred=EARLY)
         part.load(LAYOUT)
     elif OPERATION == "a store":
-        mbarrier.arrive(done, count=1, pred=EARLY)
         part.store(gl.zeros(part.shape, part.dtype, LAYOUT))
     elif OPERATION == "a matmul":
         matmul = warpgroup_mma(part, part.permute([1, 0]), gl.zeros([8, 8], gl.float32, LAYOUT), is_async=True)
-        mbarrier.arrive(done, count=1, pred=EARLY)
-        warpgroup_mma_wait(0, [matmul])
     elif OPERATION == "a copy out":
-        tma.async_copy_shared_to_global(out_desc, [0, 0], part)
-        mbarrier.arrive(done, count=1, pred=EARLY)
-        tma.store_wait(0)
+        tma.async_copy_shared_to_global(desc, [0, 0], part)
     elif OPERATION == "a copy in":
-        mbarrier.expect(full, x_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(x_desc, [0, 0], full, part)
-        mbarrier.arrive(done, count=1, pred=EARLY)
+        mbarrier.expect(full, desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(desc, [0, 0], full, part)
+    mbarrier.arrive(done, count=1, pred=EARLY and OPERATION in ASYNCHRONOUS)
+    if OPERATION == "a matmul":
+        warpgroup_mma_wait(0, [matmul])
+    elif OPERATION == "a copy in":
         mbarrier.wait(full, 0)
+    tma.store_wait(0)
     if FENCE == "by the first":
         fence_async_shared()
     mbarrier.arrive(done, count=1, pred=not EARLY)
 
 
 @gluon.jit
-def _operate_second(x_desc, out_desc, part, full, first_done, done, OPERATION: gl.constexpr, FENCE: gl.constexpr):
+def _operate_second(desc, part, full, first_done, done, OPERATION: gl.constexpr, FENCE: gl.constexpr):
     if FENCE == "before the wait":
         fence_async_shared()
     mbarrier.wait(first_done, 0)
     if FENCE == "by the second":
         fence_async_shared()
-    _operate(x_desc, out_desc, part, full, done, OPERATION, False, "none")
+    _operate(desc, part, full, done, OPERATION, False, "none")
 
 
 @gluon.jit
 def _share_kernel(
-    x_desc, out_desc, FIRST: gl.constexpr, SECOND: gl.constexpr, EARLY: gl.constexpr, FENCE: gl.constexpr,
-    START: gl.constexpr, DIM: gl.constexpr,
+    desc, FIRST: gl.constexpr, SECOND: gl.constexpr, EARLY: gl.constexpr, FENCE: gl.constexpr,
+    START: gl.constexpr = 8, DIM: gl.constexpr = 0,
 ):  # fmt: skip
     """Use 8 rows or columns from START on, and then those from 8 on. If FIRST reads, another partition reads the latter."""
-    x_s = gl.allocate_shared_memory(gl.float16, [SIZE, SIZE], x_desc.layout)
+    x_s = gl.allocate_shared_memory(gl.float16, [SIZE, SIZE], desc.layout)
     x_s.store(gl.zeros([SIZE, SIZE], gl.float16, LAYOUT))
     fence_async_shared()
     full, done, last = new_barriers(2, 1), new_barriers(1, 2), new_barriers(1, 1)
@@ -209,25 +214,17 @@ def _share_kernel(
     other = "a load" if FIRST in READS else "nothing"
     gl.warp_specialize(
         [
-            (_operate, (x_desc, out_desc, first, full.index(0), done.index(0), FIRST, EARLY, FENCE)),
-            (_operate, (x_desc, out_desc, second, full.index(0), done.index(0), other, False, "none")),
-            (_operate_second, (x_desc, out_desc, second, full.index(1), done.index(0), last.index(0), SECOND, FENCE)),
+            (_operate, (desc, first, full.index(0), done.index(0), FIRST, EARLY, FENCE)),
+            (_operate, (desc, second, full.index(0), done.index(0), other, False, "none")),
+            (_operate_second, (desc, second, full.index(1), done.index(0), last.index(0), SECOND, FENCE)),
         ],
         [4, 4], [24, 24],
     )  # fmt: skip
 
 
 READS, WRITES = ("a load", "a matmul", "a copy out"), ("a store", "a copy in")
-FENCES = {"by the first": True, "by the second": True, "before the wait": False, "none": False}  # whether it is enough
-
-
-def share(*constants):
-    half = torch.zeros(8, SIZE.value).half()
-    return (
-        _share_kernel,
-        *(TensorDescriptor.from_tensor(each, [8, SIZE.value], SHARED) for each in (half, half.clone())),
-        *constants,
-    )
+ASYNCHRONOUS = "a matmul", "a copy out", "a copy in"
+HALF = TensorDescriptor.from_tensor(torch.zeros(8, SIZE.value).half(), [8, SIZE.value], SHARED)
 
 
 def race(first, second, part="x_s[8:16]", second_part="x_s[8:16]"):
@@ -242,37 +239,25 @@ def race(first, second, part="x_s[8:16]", second_part="x_s[8:16]"):
 @pytest.mark.parametrize("second", READS + WRITES)
 @pytest.mark.parametrize("first", READS + WRITES)
 def test_partitions_use_a_buffer_one_after_the_other(first, second):
-    for seed in SEEDS:
-        launch(*share(first, second, False, "by the first", 8, 0), seed=seed)
-    early = share(first, second, True, "by the first", 8, 0)
-    if first in READS and second in READS:
-        for seed in SEEDS:
-            launch(*early, seed=seed)
-    else:
-        check_errors(race(first, second), *early)
+    check(None, _share_kernel, HALF, first, second, False, "by the first")
+    both_read = first in READS and second in READS
+    check(None if both_read else race(first, second), _share_kernel, HALF, first, second, True, "by the first")
 
 
-@pytest.mark.parametrize("start, races", [(0, False), (1, True), (4, True), (8, True)])
+@pytest.mark.parametrize("start", [0, 1, 4])
 @pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
-def test_only_parts_that_overlap_race(dim, start, races):
-    arguments = share("a load", "a store", True, "none", start, dim)
-    if races:
-        check_errors(race("a load", "a store", *(f"x_s[{':, ' * dim}{at}:{at + 8}]" for at in (start, 8))), *arguments)
-    else:
-        for seed in SEEDS:
-            launch(*arguments, seed=seed)
+def test_only_parts_that_overlap_race(dim, start):
+    parts = (f"x_s[{':, ' * dim}{at}:{at + 8}]" for at in (start, 8))
+    expected = race("a load", "a store", *parts) if start else None
+    check(expected, _share_kernel, HALF, "a load", "a store", True, "none", start, dim)
 
 
-@pytest.mark.parametrize("fence", FENCES)
-@pytest.mark.parametrize("user", ["a matmul", "a copy out", "a copy in"])
+@pytest.mark.parametrize("fence", ["by the first", "by the second", "before the wait", "none"])
+@pytest.mark.parametrize("user", ASYNCHRONOUS)
 def test_stores_need_a_fence_before_asynchronous_operations(user, fence):
-    arguments = share("a store", user, False, fence, 8, 0)
-    if FENCES[fence]:
-        for seed in SEEDS:
-            launch(*arguments, seed=seed)
-    else:
-        unseen = r" \w+ x_s\[8:16\] after a store, with no fence_async_shared in between: part.store.*, in _operate"
-        check_errors(rf", in _operate \(.*\): {re.sub(' (in|out)$', '', user)}{unseen}", *arguments)
+    unseen = r" \w+ x_s\[8:16\] after a store, with no fence_async_shared in between: part.store.*, in _operate"
+    expected = rf", in _operate \(.*\): {re.sub(' (in|out)$', '', user)}{unseen}"
+    check(None if fence.startswith("by") else expected, _share_kernel, HALF, "a store", user, False, fence)
 
 
 # --- waits that leave the last operations pending
@@ -333,11 +318,7 @@ def test_wait_leaves_only_the_last_operations_pending(use, used):
     if "buffer" in use:
         early = rf"race: a store writes x_s\[{used}\], and a (matmul|copy) may still read it: .*x_s.index\(({used}|i)\)"
     for pending in range(5):
-        if used < 3 - pending:
-            for seed in SEEDS:
-                launch(kernel, *arguments, pending, *last, seed=seed)
-        else:
-            check_errors(early, kernel, *arguments, pending, *last, seeds=FEW)
+        check(None if used < 3 - pending else early, kernel, *arguments, pending, *last, seeds=FEW)
 
 
 @pytest.mark.parametrize("pending", [0, None])
@@ -402,8 +383,8 @@ OTHERS = {
 
 @pytest.mark.parametrize("mistake", OTHERS)
 def test_other_mistakes_are_found(mistake):
-    launch(_some_mistakes_kernel, describe(tiles(1)), 1, "none", seed=0)
-    check_errors(OTHERS[mistake], _some_mistakes_kernel, describe(tiles(1)), 1, mistake, seeds=SEEDS[:3])
+    check(None, _some_mistakes_kernel, describe(tiles(1)), 1, "none")
+    check(OTHERS[mistake], _some_mistakes_kernel, describe(tiles(1)), 1, mistake, seeds=SEEDS[:3])
 
 
 # --- orders, programs and threads

@@ -1,5 +1,6 @@
 """Variables of a Gluon kernel have the same types and values as in Triton's own interpreter."""
 
+import operator
 import warnings
 
 import pytest
@@ -40,24 +41,18 @@ def record(kernel, *arguments):
     return list(_recorded)
 
 
+OPERATORS = [operator.add, operator.sub, operator.mul, operator.truediv, operator.mod, operator.lt, operator.eq]
+OF_INTEGERS = [*OPERATORS, operator.floordiv, operator.and_, operator.or_, operator.xor]
+
+
 @triton.jit
 def _note_two(x, y, INTEGERS: tl.constexpr):
     """Record the results of operations on two values."""
-    _record(x + y)
-    _record(x - y)
-    _record(x * y)
-    _record(x / y)
-    _record(x % y)
-    _record(x < y)
-    _record(x == y)
+    for compute in OF_INTEGERS if INTEGERS else OPERATORS:
+        _record(compute(x, y))
     _record(tl.maximum(x, y))
     _record(tl.minimum(x, y))
     _record(tl.where(x < y, x, y))
-    if INTEGERS:
-        _record(x // y)
-        _record(x & y)
-        _record(x | y)
-        _record(x ^ y)
 
 
 @triton.jit

@@ -6,27 +6,28 @@ from cases import make_inputs, needs_hopper
 import stages
 from common.entry import Unavailable
 from common.kernels import hopper
+from common.runtime import INTERPRETED, Device, interpreted_as
 
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="a GPU has its own architecture")
 NEWEST = [name for name in stages.names() if not stages.is_dead_end(name)][-1]
 
 
 @pytest.mark.parametrize(("arch", "instead"), [(75, "v3"), (80, "v3"), (100, "v7"), (120, "v7"), ("gfx942", "v3")])
-def test_other_gpus_and_the_stage_to_use_instead_are_named(monkeypatch, arch, instead):
-    for module in (hopper, stages):
-        monkeypatch.setattr(module, "architecture", lambda: arch)
+def test_other_gpus_and_the_stage_to_use_instead_are_named(arch, instead):
     q, k, v, grad_out = make_inputs(1, 1, 16)
-    for name in filter(needs_hopper, stages.names()) if arch == 80 else [NEWEST]:
-        stage = stages.load(name)
-        for call, inputs in ((stage.forward, (q, k, v)), (stage.backward, (grad_out, q, k, v, q, q[..., 0].float()))):
-            with pytest.raises(Unavailable) as refused:
-                call(*inputs, causal=False, scale=1.0)
-            gpu = arch if arch == "gfx942" else f"sm_{arch}"
-            reason = f"stages.{name} needs a Hopper GPU (sm_90), and this GPU is {gpu}"
-            assert str(refused.value) == f"{reason}; use stages.{stages.resolve(instead)}"
+    gpu = arch if arch == "gfx942" else f"sm_{arch}"
+    with interpreted_as(Device(architecture=arch)):
+        for name in filter(needs_hopper, stages.names()) if arch == 80 else [NEWEST]:
+            stage = stages.load(name)
+            for call, inputs in ((stage.forward, (q, k, v)), (stage.backward, (grad_out, q, k, v, q, q[..., 0].float()))):
+                with pytest.raises(Unavailable) as refused:
+                    call(*inputs, causal=False, scale=1.0)
+                reason = f"stages.{name} needs a Hopper GPU (sm_90), and this GPU is {gpu}"
+                assert str(refused.value) == f"{reason}; use stages.{stages.resolve(instead)}"
+    assert hopper.unavailable() is None, "the interpreter is no other GPU any more"
 
 
 @pytest.mark.parametrize("arch", [None, 90])
-def test_the_newest_stage_is_recommended_where_all_run(monkeypatch, arch):
-    for module in (hopper, stages):
-        monkeypatch.setattr(module, "architecture", lambda: arch)
-    assert hopper.unavailable() is None and stages.recommended() == NEWEST
+def test_the_newest_stage_is_recommended_where_all_run(arch):
+    with interpreted_as(Device(architecture=arch)):
+        assert hopper.unavailable() is None and stages.recommended() == NEWEST

@@ -140,16 +140,12 @@ def picked(milliseconds):
     return taken, timed
 
 
-NOISE = [
-    lambda number, before, noise=noise: [2, *([1, 1, 1] if before else noise), 3][number]
-    for noise in itertools.permutations((1.0, 0.9, 0.8))
-]
 OUTLIERS = [
     lambda number, before, at=at: at[2] if (number, before) == at[:2] else [2, 1, 1.2, 1.1, 3][number]
     for at in itertools.product((1, 3), range(1, 1 + tuning.FINAL_ROUNDS), (0.1, 10))
 ]
 TIMES = [  # (milliseconds of configuration `number` after `before` earlier timings, the configuration to choose)
-    *((noise, 1) for noise in NOISE),
+    (lambda number, before: [2, *([1, 1, 1] if before else [1, 0.9, 0.8]), 3][number], 1),  # noise in the first round
     *((outlier, 1) for outlier in OUTLIERS),
     (lambda number, before: [2, 1, 2, 0.97, 2][number] * (1 + 0.02 * before + 0.004 * number), 3),  # the clock falls
     (lambda number, before: 1, 0),  # the first of equals is chosen, unless one is faster
